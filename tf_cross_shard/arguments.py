@@ -1,0 +1,209 @@
+"""Checks of what users hand in, made before any state changes."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+def is_variable(value: object) -> bool:
+  """Whether `value` is a `tf.Variable` or a `keras.Variable`.
+
+  >>> is_variable(tf.Variable(1.0)), is_variable(tf.constant(1.0))
+  (True, False)
+
+  Args:
+    value: Anything.
+
+  Returns:
+    True for a variable that an optimizer can update.
+  """
+  return isinstance(value, (tf.Variable, tf.keras.Variable))
+
+
+def check_pairs(grads_and_vars: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+  """Splits (gradient, variable) pairs after checking each of them.
+
+  >>> grads, variables = check_pairs([(tf.constant(1.0), tf.Variable(2.0))])
+  >>> len(grads), len(variables)
+  (1, 1)
+
+  Args:
+    grads_and_vars: Pairs of a dense or sparse gradient, or None, and the
+      variable it belongs to.
+
+  Returns:
+    The gradients and the variables.
+
+  Raises:
+    ValueError: If there are no pairs, an item is no pair, all gradients are
+      None, or a gradient's shape differs from its variable's.
+    TypeError: If a variable is not a variable or a gradient not a tensor.
+  """
+  pairs = list(grads_and_vars)
+  if not pairs:
+    raise ValueError(
+      "`grads_and_vars` must hold at least one (gradient, variable) pair; got"
+      " []. Pass what compute_gradients() returned."
+    )
+  for pair in pairs:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+      raise ValueError(
+        f"`grads_and_vars` must hold (gradient, variable) pairs; got {pair!r}."
+        " Use zip(grads, variables)."
+      )
+  checked = [(_check_gradient(g, v), v) for g, v in pairs]
+  if all(grad is None for grad, _ in checked):
+    raise ValueError(
+      "`grads_and_vars` must hold a gradient that is not None. No gradients"
+      f" provided for any variable: {[_name(v) for _, v in checked]}. Compute"
+      " the loss from the variables, inside the tape."
+    )
+  return [g for g, _ in checked], [v for _, v in checked]
+
+
+def check_var_list(var_list: Any) -> list[Any] | None:
+  """Checks that every variable of `var_list` can be trained.
+
+  >>> variable = tf.Variable(1.0)
+  >>> check_var_list(variable)[0] is variable
+  True
+
+  Args:
+    var_list: None, a variable, an iterable of variables, or a function of no
+      arguments that returns one.
+
+  Returns:
+    The variables as a list; None for None.
+
+  Raises:
+    ValueError: If the list is empty or holds a variable that is not trainable.
+    TypeError: If it holds something that is no variable.
+  """
+  if callable(var_list) and not is_variable(var_list):
+    var_list = var_list()
+  if var_list is None:
+    return None
+  variables = [var_list] if is_variable(var_list) else list(var_list)
+  if not variables:
+    raise ValueError(
+      "`var_list` must hold at least one variable; got []. Leave it None to"
+      " take every trainable variable that the loss touches."
+    )
+  for variable in variables:
+    _check_variable("var_list", variable)
+    if not variable.trainable:
+      raise ValueError(
+        f"`var_list` must hold trainable variables; {_name(variable)} has"
+        " trainable=False. Leave it out or make it trainable."
+      )
+  return variables
+
+
+def check_global_step(global_step: Any) -> None:
+  """Checks that `global_step` can be incremented by one.
+
+  >>> check_global_step(tf.Variable(0, dtype=tf.int64))
+
+  Args:
+    global_step: None or an integer variable.
+
+  Raises:
+    TypeError: If it is not a variable of an integer dtype.
+  """
+  if global_step is None:
+    return
+  if not is_variable(global_step):
+    raise TypeError(
+      "`global_step` must be an integer variable or None; got"
+      f" {global_step!r}. Use tf.Variable(0, dtype=tf.int64)."
+    )
+  if not tf.as_dtype(global_step.dtype).is_integer:
+    raise TypeError(
+      "`global_step` must be an integer variable; its dtype is"
+      f" {tf.as_dtype(global_step.dtype).name}. Use"
+      " tf.Variable(0, dtype=tf.int64)."
+    )
+
+
+def check_scalar(loss: tf.Tensor, seeded: bool) -> None:
+  """Checks that a loss that is to be averaged is one number.
+
+  >>> check_scalar(tf.constant(1.0), seeded=False)
+
+  Args:
+    loss: The loss.
+    seeded: Whether the caller weights its elements (`grad_loss`).
+
+  Raises:
+    ValueError: If `loss` has dimensions and nothing weights its elements: its
+      gradient would be that of the sum, not of the mean.
+  """
+  if not seeded and loss.shape.rank not in (0, None):
+    raise ValueError(
+      '`loss` must be a scalar when `reduction` is "mean"; got shape'
+      f" {loss.shape}, whose gradient would be that of the sum. Use"
+      " tf.reduce_mean(loss), or pass `grad_loss`."
+    )
+
+
+def check_known(
+  variables: Sequence[Any], is_known: Callable[[Any], bool]
+) -> None:
+  """Checks that a built optimizer was built on all of `variables`.
+
+  >>> check_known([tf.Variable(1.0)], lambda variable: True)
+
+  Args:
+    variables: What gradients are to be applied to.
+    is_known: Whether the encapsulated optimizer was built on a variable.
+
+  Raises:
+    ValueError: If one is unknown.
+  """
+  for variable in variables:
+    if not is_known(variable):
+      raise ValueError(
+        f"Unknown variable: `grads_and_vars` holds {_name(variable)}, which is"
+        " not among the variables that the optimizer was built on. Call"
+        " build() with all variables first, or make a new optimizer."
+      )
+
+
+def _check_gradient(grad: Any, variable: Any) -> Any:
+  """`grad` as a tensor, of the shape of `variable`."""
+  _check_variable("grads_and_vars", variable)
+  if grad is None:
+    return None
+  if isinstance(grad, tf.IndexedSlices):
+    shape, expected = grad.values.shape[1:], variable.shape[1:]
+  else:
+    try:
+      grad = tf.convert_to_tensor(grad)
+    except (TypeError, ValueError) as error:
+      raise TypeError(
+        f"`grads_and_vars` must hold tensors; the gradient of"
+        f" {_name(variable)} is {grad!r}."
+      ) from error
+    shape, expected = grad.shape, variable.shape
+  if not shape.is_compatible_with(expected):
+    raise ValueError(
+      f"`grads_and_vars` must hold gradients of their variables' shapes; the"
+      f" gradient of {_name(variable)} has shape {shape}, the variable"
+      f" {expected}. Pair each gradient with its own variable."
+    )
+  return grad
+
+
+def _check_variable(argument: str, variable: object) -> None:
+  """Raises `TypeError` unless `variable` is one."""
+  if not is_variable(variable):
+    raise TypeError(
+      f"`{argument}` must hold tf.Variable or keras.Variable objects; got"
+      f" {variable!r}. Pass the variable itself, not its value."
+    )
+
+
+def _name(variable: Any) -> str:
+  """The most telling name that a variable has."""
+  return str(getattr(variable, "path", None) or variable.name)

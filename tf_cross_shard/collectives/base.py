@@ -1,0 +1,199 @@
+"""What every engine offers, and the context in which a replica is alone."""
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard import groups as groups_lib
+
+
+class Engine(abc.ABC):
+  """How one kind of `tf.distribute.Strategy` adds tensors across replicas.
+
+  All methods are called in the replica context, by every replica alike.
+  """
+
+  def __init__(self, strategy: tf.distribute.Strategy) -> None:
+    """Keeps the strategy whose replicas take part.
+
+    Args:
+      strategy: The strategy; not necessarily the current one.
+    """
+    self.strategy = strategy
+
+  @property
+  def num_replicas(self) -> int:
+    """Synchronous replicas in the whole strategy."""
+    return int(self.strategy.num_replicas_in_sync)
+
+  @abc.abstractmethod
+  def all_reduce_sum(
+    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
+  ) -> list[tf.Tensor]:
+    """Sums each tensor over this replica's group.
+
+        result[i] = sum over r in group of tensors_r[i]
+
+    All members of a group receive the same bits.
+
+    Args:
+      tensors: Dense tensors, of the same shapes and dtypes on all members.
+      groups: Who sums with whom.
+
+    Returns:
+      The sums, in the order of `tensors`.
+    """
+
+  @abc.abstractmethod
+  def all_gather(
+    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
+  ) -> list[tf.Tensor]:
+    """Joins each tensor of this replica's group along the first dimension.
+
+    Args:
+      tensors: Tensors of one dimension or more. The first may differ between
+        replicas.
+      groups: Who gathers from whom.
+
+    Returns:
+      The members' tensors, joined in ascending order of replica.
+    """
+
+  @property
+  def can_gather(self) -> bool:
+    """Whether `all_gather` can be used where this is asked."""
+    return True
+
+  def updates_here(self, variable: Any) -> bool:
+    """Whether this replica is to update `variable`.
+
+    A variable made outside the strategy's scope exists once, so that one
+    replica alone must update it.
+
+    Args:
+      variable: A `tf.Variable` or `keras.Variable`.
+
+    Returns:
+      False on all replicas but the first for a variable that exists once.
+    """
+    value = getattr(variable, "value", variable)
+    value = variable if callable(value) else value
+    is_copied = isinstance(value, tf.distribute.DistributedValues)
+    return is_copied or _replica_id() in (0, None)
+
+  @contextlib.contextmanager
+  def alone(self) -> Iterator[None]:
+    """A context in which this replica updates its own variables only.
+
+    Inside it a reduction answers this replica's value, a merge call runs at
+    once and an assignment writes this replica's copy. An optimizer that
+    reduces gradients within itself therefore does not reduce them again, and
+    it may stand inside `tf.cond`, where merge calls fail.
+
+    Yields:
+      None.
+    """
+    context = tf.distribute.get_replica_context()
+    extended = self.strategy.extended
+    # The obvious way, one merge call around the whole update, fails inside
+    # tf.cond, and Keras' own conditionals (gradient accumulation, EMA) then
+    # merge within it. MirroredStrategy can do without merge calls; it asks
+    # this method. No other replica's thread runs before the block is left.
+    hidden = vars(extended).get("_use_merge_call")
+    extended._use_merge_call = lambda: False
+    try:
+      with _AloneContext(self.strategy, context.replica_id_in_sync_group):
+        yield
+    finally:
+      if hidden is None:
+        del extended._use_merge_call
+      else:
+        extended._use_merge_call = hidden
+
+
+class AnyStrategy(Engine):
+  """A strategy that this package has no engine of its own for.
+
+  It reduces over all replicas through `tf.distribute.ReplicaContext`, the one
+  public way; that way has no groups.
+  """
+
+  def all_reduce_sum(
+    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
+  ) -> list[tf.Tensor]:
+    """Sums over all replicas.
+
+    Raises:
+      NotImplementedError: If there is more than one group.
+    """
+    self._check_one_group(groups)
+    context = tf.distribute.get_replica_context()
+    # One by one: a list of mixed dtypes is rejected by some strategies.
+    return [context.all_reduce("SUM", tensor) for tensor in tensors]
+
+  def all_gather(
+    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
+  ) -> list[tf.Tensor]:
+    """Joins over all replicas.
+
+    Raises:
+      NotImplementedError: If there is more than one group.
+    """
+    self._check_one_group(groups)
+    context = tf.distribute.get_replica_context()
+    return [context.all_gather(tensor, axis=0) for tensor in tensors]
+
+  def _check_one_group(self, groups: groups_lib.Groups) -> None:
+    """Raises `NotImplementedError` for groups, which no public call has."""
+    if groups.num_groups > 1:
+      raise NotImplementedError(
+        f"`group_assignment` is not supported under"
+        f" {type(self.strategy).__name__}; got {groups.to_lists()}. Leave it"
+        " None, or use MirroredStrategy."
+      )
+
+
+class _AloneContext(tf.distribute.ReplicaContext):
+  """A replica context whose replica has no peers."""
+
+  def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+    """This replica's value is the whole sum."""
+    del reduce_op, options
+    return value
+
+  def merge_call(
+    self,
+    merge_fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+  ) -> Any:
+    """Calls `merge_fn` at once, with this replica's values."""
+    return merge_fn(_AloneStrategy(), *args, **(kwargs or {}))
+
+
+class _AloneStrategy:
+  """The little of a strategy that merged assignments ask for."""
+
+  @property
+  def extended(self) -> "_AloneStrategy":
+    """Itself: the two share no method name here."""
+    return self
+
+  def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+    """The value, which is where it has to be."""
+    del destinations
+    return tensor
+
+  def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+    """The one value there is."""
+    return (value,)
+
+
+def _replica_id() -> int | None:
+  """This replica's number, where it is known when the program is built."""
+  replica_id = tf.distribute.get_replica_context().replica_id_in_sync_group
+  static = tf.get_static_value(replica_id)
+  return None if static is None else int(static)

@@ -1,0 +1,91 @@
+"""What the loss is taken to be averaged over, and saying so once.
+
+A default cannot know who made the loss. So the convention that is taken is
+logged at its first use, and a step that never scaled its loss is warned about.
+"""
+
+import threading
+
+from absl import logging
+
+from tf_cross_shard import scaling
+
+
+class LossConvention:
+  """Decides `"replica"` or `"global"` and remembers whether a step scaled.
+
+  >>> convention = LossConvention("mean", None)
+  >>> convention.factor("global", num_replicas=4, group_size=2)
+  2.0
+  >>> LossConvention("mean", "replica").factor("global", 4, 2)
+  0.5
+  """
+
+  def __init__(self, reduction: str, averaged_over: str | None) -> None:
+    """Makes the convention of one optimizer.
+
+    Args:
+      reduction: `"mean"` or `"sum"`.
+      averaged_over: `"replica"`, `"global"`, or None for the way in to decide.
+    """
+    self._reduction = reduction
+    self._averaged_over = averaged_over
+    # One replica's trace or eager call is one thread's business.
+    self._step = threading.local()
+    self._told = False
+    self._warned = False
+
+  def factor(self, default: str, num_replicas: int, group_size: int) -> float:
+    """The factor for a loss that comes in by a way whose default is given.
+
+    Args:
+      default: `"replica"` or `"global"`, taken when the user chose neither.
+      num_replicas: Replicas in the whole strategy.
+      group_size: Replicas that sum together.
+
+    Returns:
+      What `scaling.loss_factor` answers for the convention.
+    """
+    self._step.scaled = True
+    taken = self._averaged_over or default
+    if self._averaged_over is None and num_replicas > 1 and not self._told:
+      self._told = True
+      logging.info(
+        "CrossShardOptimizer takes the loss to be averaged over %s. If it is"
+        ' not, pass loss_averaged_over="replica" (a mean over this replica\'s'
+        ' examples) or "global" (over all replicas\', as Keras losses are).',
+        "this replica's examples"
+        if taken == scaling.REPLICA
+        else "all replicas' examples",
+      )
+    return scaling.loss_factor(self._reduction, taken, num_replicas, group_size)
+
+  def end_step(self, num_replicas: int, group_size: int) -> None:
+    """Warns, once, when gradients are summed whose loss was never scaled.
+
+    Args:
+      num_replicas: Replicas in the whole strategy.
+      group_size: Replicas that sum together.
+    """
+    scaled = getattr(self._step, "scaled", False)
+    self._step.scaled = False
+    if (
+      scaled
+      or self._warned
+      or num_replicas == 1
+      or self._reduction != scaling.MEAN
+    ):
+      return
+    self._warned = True
+    factors = [
+      scaling.loss_factor(self._reduction, over, num_replicas, group_size)
+      for over in (scaling.REPLICA, scaling.GLOBAL)
+    ]
+    logging.warning(
+      "CrossShardOptimizer sums gradients whose loss it never scaled, so"
+      ' reduction="mean" is missing its factor: %g if the loss is averaged'
+      " over this replica's examples, %g if over all replicas' examples."
+      " Use compute_gradients() or minimize(), or scale_loss(loss) inside the"
+      " tape.",
+      *factors,
+    )

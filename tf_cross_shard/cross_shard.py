@@ -1,0 +1,510 @@
+"""CrossShardOptimizer: a Keras optimizer whose gradients are group sums.
+
+loss -> scale -> gradients -> clip (this replica's own) -> pack
+     -> all-reduce over the group -> unpack
+     -> the encapsulated optimizer applies once -> variables
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard import (
+  arguments,
+  clipping,
+  collectives,
+  conventions,
+  gradients,
+  reduction,
+  scaling,
+)
+from tf_cross_shard import groups as groups_lib
+from tf_cross_shard.collectives import base as collectives_base
+from tf_cross_shard.inner import delegate
+
+_reduction = reduction
+
+
+@tf.keras.utils.register_keras_serializable(package="tf_cross_shard")
+class CrossShardOptimizer(delegate.DelegatingOptimizer):
+  """Sums or averages gradients over replicas, then lets `opt` apply them.
+
+  With `L_r` the loss of replica `r`, `G` the group it belongs to and `f` the
+  factor in the table of `tf_cross_shard.scaling`, every member of `G` applies
+
+      g = sum over r in G of clip(grad(f * L_r))
+
+  Members of a group stay equal to the bit. Different groups are trained apart
+  from each other, each with its own weights, slots and moving averages.
+
+  >>> import tensorflow as tf
+  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  >>> with strategy.scope():
+  ...   weight = tf.Variable(1.0)
+  ...   optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(1.0))
+  ...   optimizer.build([weight])
+  >>> @tf.function
+  ... def step():
+  ...   def replica_step():
+  ...     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+  ...     slope = 1.0 + 2.0 * tf.cast(replica, tf.float32)  # 1 and 3
+  ...     return optimizer.minimize(lambda: slope * weight, var_list=[weight])
+  ...
+  ...   return strategy.run(replica_step)
+  >>> _ = step()
+  >>> float(weight.numpy())  # 1 - (1 + 3) / 2
+  -1.0
+
+  References:
+    tf.compat.v1.tpu.CrossShardOptimizer, whose members this class keeps.
+  """
+
+  GATE_NONE = gradients.GATE_NONE
+  GATE_OP = gradients.GATE_OP
+  GATE_GRAPH = gradients.GATE_GRAPH
+
+  def __init__(
+    self,
+    opt: Any,
+    reduction: Any = scaling.MEAN,
+    name: str = "CrossShardOptimizer",
+    group_assignment: Any = None,
+    *,
+    loss_averaged_over: str | None = None,
+    clipnorm: float | None = None,
+    global_clipnorm: float | None = None,
+    clipvalue: float | None = None,
+  ) -> None:
+    """Encapsulates `opt`. Call it inside `strategy.scope()`.
+
+    >>> optimizer = CrossShardOptimizer("sgd", clipnorm=1.0)
+    >>> float(optimizer.learning_rate.numpy())
+    0.009999999776482582
+
+    Args:
+      opt: A Keras optimizer, or what `tf.keras.optimizers.get` accepts. It
+        keeps slots, learning rate, iteration count and all other variables.
+      reduction: `"mean"` or `"sum"` over the group; the spellings of
+        `tf.compat.v1.losses.Reduction` and of Keras are accepted.
+      name: The name of this optimizer.
+      group_assignment: None for one group of all replicas, or int32
+        `[num_groups, group_size]`: lists, array, constant tensor or `Groups`.
+      loss_averaged_over: `"replica"` if losses are averaged over the
+        replica's own examples, `"global"` if over all replicas'. None decides
+        by the call: `compute_gradients` and `minimize(callable)` mean
+        `"replica"`; Keras' own calls (`fit`, `minimize` with `tape=`) mean
+        `"global"`.
+      clipnorm: Limit of each gradient's norm, on the replica, before the sum.
+        To clip the sum, give the argument to `opt`.
+      global_clipnorm: The same for the norm of all gradients together.
+      clipvalue: The same for the absolute value of each element.
+
+    Raises:
+      ValueError: If `opt` names no optimizer or is itself a
+        CrossShardOptimizer, or if another argument has no valid value.
+      TypeError: If `opt` is not a Keras optimizer.
+    """
+    opt = _as_optimizer(opt)
+    reduction = scaling.canonical_reduction(reduction)
+    averaged_over = scaling.check_averaged_over(loss_averaged_over)
+    groups = _as_groups(group_assignment)
+    super().__init__(
+      opt,
+      name=name,
+      clipnorm=clipnorm,
+      global_clipnorm=global_clipnorm,
+      clipvalue=clipvalue,
+    )
+    self.reduction = reduction
+    self.loss_averaged_over = averaged_over
+    self._convention = conventions.LossConvention(reduction, averaged_over)
+    self._engine = collectives.for_strategy(self._inner.strategy)
+    self._groups = groups
+    if self._engine.num_replicas > 1:
+      self._check_group_count()
+
+  @property
+  def group_assignment(self) -> list[list[int]] | None:
+    """The groups as lists of replica ids; None for one group of all."""
+    return None if self._groups is None else self._groups.to_lists()
+
+  @property
+  def groups(self) -> groups_lib.Groups:
+    """The groups in force, one of all replicas where none were given."""
+    if self._groups is not None:
+      return self._groups
+    replicas = self._engine.num_replicas
+    return groups_lib.contiguous(replicas, replicas)
+
+  def get_name(self) -> str:
+    """Answers the name given to the constructor."""
+    return str(self.name)
+
+  def get_slot(self, var: Any, name: str) -> Any:
+    """The variable that `opt` made for `var` under `name`, or None.
+
+    >>> weight = tf.Variable([1.0, 2.0])
+    >>> optimizer = CrossShardOptimizer("adam")
+    >>> optimizer.build([weight])
+    >>> optimizer.get_slot(weight, "velocity").shape.as_list()
+    [2]
+
+    Args:
+      var: A variable that the optimizer was built on.
+      name: One of `get_slot_names()`.
+
+    Returns:
+      The slot; None where there is none.
+    """
+    return self._inner.slots(var).get(name)
+
+  def get_slot_names(self) -> list[str]:
+    """Names of the slots of `opt`; empty before the optimizer is built."""
+    return self._inner.slot_names()
+
+  def scale_loss(self, loss: Any) -> Any:
+    """The loss that `model.fit` differentiates.
+
+    Args:
+      loss: A loss averaged over all replicas' examples, as Keras' are.
+
+    Returns:
+      The loss times the factor for `"global"`.
+
+    Raises:
+      RuntimeError: If called in the cross-replica context.
+    """
+    self._check_place()
+    return self._scale(loss, scaling.GLOBAL)
+
+  def compute_gradients(
+    self,
+    loss: Any,
+    var_list: Any = None,
+    *,
+    tape: tf.GradientTape | None = None,
+    **kwargs: Any,
+  ) -> gradients.Pairs:
+    """Scales the loss, then takes this replica's own gradients.
+
+    They are not reduced yet, so that they can be clipped or changed per
+    replica; mind the factor in them.
+
+    >>> weight = tf.Variable(3.0)
+    >>> optimizer = CrossShardOptimizer("sgd")
+    >>> [(grad, _)] = optimizer.compute_gradients(lambda: weight**2)
+    >>> float(grad)
+    6.0
+
+    Args:
+      loss: A function of no arguments, a tensor recorded by `tape`, or a
+        tensor of the graph being built. A scalar under `"mean"`.
+      var_list: Trainable variables. None means all that the loss touches.
+      tape: The tape that recorded `loss`.
+      **kwargs: `gate_gradients`, `aggregation_method`,
+        `colocate_gradients_with_ops` and `grad_loss`. Graphs use them, eager
+        execution ignores them.
+
+    Returns:
+      A list of (gradient, variable); the gradient is None for a variable of
+      `var_list` that the loss does not touch.
+
+    Raises:
+      RuntimeError: If called in the cross-replica context.
+      ValueError: If an argument has no valid value.
+      TypeError: If an argument is of the wrong kind.
+    """
+    return self._gradients(loss, var_list, tape, scaling.REPLICA, kwargs)
+
+  def apply_gradients(
+    self,
+    grads_and_vars: Iterable[Any],
+    global_step: Any = None,
+    name: str | None = None,
+  ) -> Any:
+    """Sums each gradient over the group, then lets `opt` apply the sums once.
+
+    >>> weight = tf.Variable(3.0)
+    >>> optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(0.5))
+    >>> int(optimizer.apply_gradients([(tf.constant(2.0), weight)]))
+    1
+    >>> float(weight.numpy())
+    2.0
+
+    Args:
+      grads_and_vars: Pairs of this replica's gradient (dense, row-sparse or
+        None) and its variable.
+      global_step: An integer variable, incremented by one afterwards.
+      name: The name scope of the operations; this optimizer's name if None.
+
+    Returns:
+      The iteration count after the step, an int64 tensor; in a version 1
+      graph the operation that does the step.
+
+    Raises:
+      RuntimeError: If called in the cross-replica context, or under another
+        strategy than the optimizer was made in.
+      ValueError: If `grads_and_vars` is empty or malformed.
+      TypeError: If a variable is none, or `global_step` no integer variable.
+    """
+    grads, variables = arguments.check_pairs(grads_and_vars)
+    arguments.check_global_step(global_step)
+    engine = self._prepare(variables)
+    if (
+      tf.executing_eagerly() or tf.inside_function() or engine.num_replicas > 1
+    ):
+      return self._step(grads, variables, global_step, name)
+    # Operations of a version 1 graph run only when something that is fetched
+    # depends on them. A function is one operation that does everything.
+    step = tf.function(self._step, autograph=False)
+    return step(grads, variables, global_step, name).op
+
+  def apply(
+    self, grads: Sequence[Any], trainable_variables: Any = None
+  ) -> None:
+    """Keras' own way in: like `apply_gradients`, with two lists.
+
+    Args:
+      grads: This replica's gradients; an empty list does nothing.
+      trainable_variables: Their variables. None means those that the
+        optimizer was built on.
+
+    Raises:
+      ValueError: If the lists do not match or the optimizer is not built.
+    """
+    if not grads:
+      return
+    if trainable_variables is None:
+      if not self._inner.is_built:
+        raise ValueError(
+          "`trainable_variables` is None and the optimizer is not built. Pass"
+          " the variables, or call build(variables) first."
+        )
+      trainable_variables = self._trainable_variables
+    if len(grads) != len(trainable_variables):
+      raise ValueError(
+        f"`grads` must hold one gradient per variable; got {len(grads)}"
+        f" gradients for {len(trainable_variables)} variables."
+      )
+    self.apply_gradients(zip(grads, trainable_variables, strict=True))
+
+  def minimize(
+    self,
+    loss: Any,
+    global_step: Any = None,
+    var_list: Any = None,
+    gate_gradients: int = gradients.GATE_OP,
+    aggregation_method: int | None = None,
+    colocate_gradients_with_ops: bool = False,
+    name: str | None = None,
+    grad_loss: Any = None,
+    *,
+    tape: tf.GradientTape | None = None,
+  ) -> Any:
+    """`compute_gradients`, then `apply_gradients`.
+
+    Keras' way to call it, `minimize(loss, var_list, tape=tape)`, works too.
+
+    >>> weight = tf.Variable(3.0)
+    >>> optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(0.5))
+    >>> with tf.GradientTape() as tape:
+    ...   loss = weight**2
+    >>> int(optimizer.minimize(loss, [weight], tape=tape))
+    1
+    >>> float(weight.numpy())
+    0.0
+
+    Args:
+      loss: As in `compute_gradients`.
+      global_step: An integer variable, incremented by one afterwards.
+      var_list: As in `compute_gradients`.
+      gate_gradients: How graphs order gradients, a `GATE_` constant.
+      aggregation_method: How graphs combine gradient terms.
+      colocate_gradients_with_ops: Put gradients beside their forward ops.
+      name: The name scope of the operations.
+      grad_loss: The gradient of `loss`, in a graph.
+      tape: The tape that recorded `loss`.
+
+    Returns:
+      What `apply_gradients` returns.
+
+    Raises:
+      RuntimeError: As `apply_gradients`.
+      ValueError: As the two methods.
+      TypeError: As the two methods.
+    """
+    if var_list is None and isinstance(global_step, (list, tuple)):
+      global_step, var_list = None, global_step  # Keras' order of arguments.
+    arguments.check_global_step(global_step)
+    options = {
+      "gate_gradients": gate_gradients,
+      "aggregation_method": aggregation_method,
+      "colocate_gradients_with_ops": colocate_gradients_with_ops,
+      "grad_loss": grad_loss,
+    }
+    default = scaling.REPLICA if tape is None else scaling.GLOBAL
+    pairs = self._gradients(loss, var_list, tape, default, options)
+    return self.apply_gradients(pairs, global_step, name)
+
+  def get_config(self) -> dict[str, Any]:
+    """Everything the constructor needs, in serializable form."""
+    return {
+      "opt": tf.keras.optimizers.serialize(self._inner.optimizer),
+      "reduction": self.reduction,
+      "name": self.name,
+      "group_assignment": self.group_assignment,
+      "loss_averaged_over": self.loss_averaged_over,
+      "clipnorm": self.clipnorm,
+      "global_clipnorm": self.global_clipnorm,
+      "clipvalue": self.clipvalue,
+    }
+
+  @classmethod
+  def from_config(
+    cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+  ) -> "CrossShardOptimizer":
+    """Makes the optimizer that `get_config` described.
+
+    Args:
+      config: What `get_config` returned; not changed.
+      custom_objects: Classes that `opt` may need, by name.
+
+    Returns:
+      A new optimizer, not built.
+    """
+    opt = tf.keras.optimizers.deserialize(config["opt"], custom_objects)
+    return cls(**{**config, "opt": opt})
+
+  def _gradients(
+    self,
+    loss: Any,
+    var_list: Any,
+    tape: tf.GradientTape | None,
+    default: str,
+    options: dict[str, Any],
+  ) -> gradients.Pairs:
+    """This replica's gradients of the scaled loss."""
+    self._check_place()
+    return gradients.compute(
+      loss,
+      arguments.check_var_list(var_list),
+      tape,
+      scale=lambda seed: self._scale(seed, default),
+      options=gradients.GraphOptions(**options),
+      scalar=self.reduction == scaling.MEAN,
+    )
+
+  def _scale(self, loss: Any, default: str) -> Any:
+    """`loss` times the mean's factor and the loss scale of `opt`."""
+    groups = self.groups
+    factor = self._convention.factor(
+      default, groups.num_replicas, groups.group_size
+    )
+    return self._inner.scale_loss(loss if factor == 1 else loss * factor)
+
+  def _prepare(self, variables: Sequence[Any]) -> collectives_base.Engine:
+    """Checks the place and the variables, and makes the slots."""
+    self._check_place()
+    if self._inner.is_built:
+      arguments.check_known(variables, self._inner.knows)
+    else:
+      self.build(list(variables))
+    return self._engine
+
+  def _step(
+    self,
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+    global_step: Any,
+    name: str | None,
+  ) -> tf.Tensor:
+    """Clip, reduce, apply, count."""
+    engine, groups = self._engine, self.groups
+    self._convention.end_step(groups.num_replicas, groups.group_size)
+    with tf.name_scope(name or self.get_name()):
+      grads = clipping.clip(
+        grads,
+        clipnorm=self.clipnorm,
+        global_clipnorm=self.global_clipnorm,
+        clipvalue=self.clipvalue,
+      )
+      sums = _reduction.reduce_gradients(grads, variables, engine, groups)
+      with engine.alone():
+        self._inner.apply_reduced(sums, variables)
+        if global_step is not None and engine.updates_here(global_step):
+          global_step.assign_add(tf.ones([], global_step.dtype))
+        return tf.identity(self._inner.iterations())
+
+  def _check_place(self) -> None:
+    """Raises an error where gradients cannot be reduced."""
+    if tf.distribute.in_cross_replica_context():
+      raise RuntimeError(
+        f"{self.get_name()} was called in the cross-replica context (inside"
+        " strategy.scope() but outside strategy.run). Call it inside the"
+        " function given to `strategy.run`."
+      )
+    here, made_in = tf.distribute.get_strategy(), self._inner.strategy
+    replicas = here.num_replicas_in_sync, made_in.num_replicas_in_sync
+    if here is not made_in and max(replicas) > 1:
+      raise RuntimeError(
+        f"{self.get_name()} encapsulates an optimizer that was made under"
+        f" {type(made_in).__name__} ({replicas[1]} replicas) and is used under"
+        f" {type(here).__name__} ({replicas[0]} replicas). Make both inside"
+        " `with strategy.scope():` and call it inside `strategy.run`."
+      )
+    self._check_group_count()
+
+  def _check_group_count(self) -> None:
+    """Raises `ValueError` unless the groups fit the strategy."""
+    if (
+      self._groups is not None
+      and self._groups.num_replicas != self._engine.num_replicas
+    ):
+      raise ValueError(
+        f"`group_assignment` must hold the {self._engine.num_replicas}"
+        f" replicas of {type(self._engine.strategy).__name__}; it holds"
+        f" {self._groups.num_replicas}: {self._groups.to_lists()}. Change it,"
+        " or make the optimizer inside the scope of the strategy it is for."
+      )
+
+
+def _as_optimizer(opt: Any) -> Any:
+  """`opt` as a Keras optimizer that this class can encapsulate."""
+  if isinstance(opt, CrossShardOptimizer):
+    raise ValueError(
+      f"`opt` must not be a CrossShardOptimizer itself; got {opt.get_name()!r}."
+      " Gradients would be reduced twice. Encapsulate its inner optimizer."
+    )
+  if isinstance(opt, (str, dict)):
+    try:
+      return tf.keras.optimizers.get(opt)
+    except ValueError as error:
+      raise ValueError(
+        f"`opt` must name a Keras optimizer; got {opt!r}. Use a name such as"
+        ' "adam", or an optimizer object.'
+      ) from error
+  if not isinstance(opt, tf.keras.optimizers.Optimizer):
+    raise TypeError(
+      "`opt` must be a tf.keras optimizer or its name; got"
+      f" {type(opt).__module__}.{type(opt).__qualname__}. Use one such as"
+      " tf.keras.optimizers.Adam()."
+    )
+  return opt
+
+
+def _as_groups(group_assignment: Any) -> groups_lib.Groups | None:
+  """Any accepted form of `group_assignment`, checked."""
+  if group_assignment is None or isinstance(
+    group_assignment, groups_lib.Groups
+  ):
+    return group_assignment
+  if tf.is_tensor(group_assignment):
+    static = tf.get_static_value(group_assignment)
+    if static is None:
+      raise ValueError(
+        "`group_assignment` must be known when the program is built; got the"
+        f" symbolic tensor {group_assignment!r}. Use a list."
+      )
+    group_assignment = static
+  return groups_lib.Groups(group_assignment)

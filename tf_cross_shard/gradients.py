@@ -1,0 +1,154 @@
+"""From a loss to this replica's own gradients.
+
+The factor of the mean is put into the *seed* of the backward pass, the
+gradient of the loss with respect to itself. That is the same arithmetic as
+multiplying the loss, works for a loss that a tape has already recorded, and
+leaves the loss that the user sees alone.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard import arguments
+
+GATE_NONE = 0
+GATE_OP = 1
+GATE_GRAPH = 2
+
+Pairs = list[tuple[Any, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphOptions:
+  """How a graph computes gradients; eager execution has no use for it.
+
+  Attributes:
+    gate_gradients: `GATE_NONE`, `GATE_OP` or `GATE_GRAPH`.
+    aggregation_method: A `tf.AggregationMethod` value, or None.
+    colocate_gradients_with_ops: Put gradients beside their forward ops.
+    grad_loss: The gradient of the loss, where it is not one.
+  """
+
+  gate_gradients: int = GATE_OP
+  aggregation_method: int | None = None
+  colocate_gradients_with_ops: bool = False
+  grad_loss: Any = None
+
+  def __post_init__(self) -> None:
+    """Checks the gate.
+
+    Raises:
+      ValueError: If `gate_gradients` is none of the three.
+    """
+    if self.gate_gradients not in (GATE_NONE, GATE_OP, GATE_GRAPH):
+      raise ValueError(
+        "`gate_gradients` must be GATE_NONE (0), GATE_OP (1) or GATE_GRAPH"
+        f" (2); got {self.gate_gradients!r}."
+      )
+
+
+def compute(
+  loss: Any,
+  var_list: list[Any] | None,
+  tape: tf.GradientTape | None,
+  scale: Callable[[tf.Tensor], tf.Tensor],
+  options: GraphOptions,
+  scalar: bool,
+) -> Pairs:
+  """Gradients of `scale(loss)` with respect to the variables.
+
+  >>> v = tf.Variable(3.0)
+  >>> [(grad, _)] = compute(
+  ...   lambda: v * v, [v], None, lambda seed: seed / 2, GraphOptions(), True
+  ... )
+  >>> float(grad)
+  3.0
+
+  Args:
+    loss: A function of no arguments, a tensor that `tape` recorded, or a
+      tensor of the graph that is being built.
+    var_list: The variables; None for every trainable one the loss touched.
+    tape: The tape that recorded `loss`, if any.
+    scale: What the loss is multiplied by, as a linear function.
+    options: Settings for graphs.
+    scalar: Whether the loss has to be one number.
+
+  Returns:
+    Pairs (gradient, variable); the gradient of a variable that `var_list`
+    names but the loss does not touch is None.
+
+  Raises:
+    TypeError: If `loss` is an eager tensor without a tape.
+    ValueError: If a scalar is asked for and `loss` is none, or if the loss
+      touches no trainable variable.
+  """
+  if callable(loss):
+    tape = tape or tf.GradientTape()
+    with tape:
+      loss = loss()
+  if not tf.is_tensor(loss):
+    raise TypeError(
+      f"`loss` must be a tensor or a function that returns one; got {loss!r}."
+    )
+  grad_loss = None if tf.executing_eagerly() else options.grad_loss
+  if scalar:
+    arguments.check_scalar(loss, seeded=grad_loss is not None)
+  seed = scale(tf.ones_like(loss) if grad_loss is None else grad_loss)
+  if tape is not None:
+    variables = tape.watched_variables() if var_list is None else var_list
+    grads = tape.gradient(loss, list(variables), output_gradients=seed)
+  elif tf.executing_eagerly():
+    raise TypeError(
+      "`loss` is an eager tensor, which remembers nothing of how it was"
+      f" computed: {loss!r}. Pass a function of no arguments that computes it,"
+      " or `tape=` the tape that recorded it."
+    )
+  else:
+    variables = _graph_variables() if var_list is None else var_list
+    grads = _graph_gradients(loss, list(variables), seed, options)
+  pairs = list(zip(grads, variables, strict=True))
+  if var_list is None:
+    pairs = [(g, _container(v)) for g, v in pairs if g is not None]
+    if not pairs:
+      raise ValueError(
+        "`loss` touches no trainable variable, so there is nothing to"
+        " differentiate. Compute it from variables, or pass `var_list`."
+      )
+  return pairs
+
+
+def _graph_gradients(
+  loss: tf.Tensor, variables: list[Any], seed: tf.Tensor, options: GraphOptions
+) -> list[Any]:
+  """`tf.gradients` with the gates that version 1 optimizers had."""
+  grads = tf.compat.v1.gradients(
+    loss,
+    variables,
+    grad_ys=seed,
+    gate_gradients=options.gate_gradients == GATE_OP,
+    aggregation_method=options.aggregation_method,
+    colocate_gradients_with_ops=options.colocate_gradients_with_ops,
+  )
+  if options.gate_gradients == GATE_GRAPH:
+    grads = tf.tuple(grads)
+  return list(grads)
+
+
+def _graph_variables() -> list[Any]:
+  """Trainable variables that the graph being built has read."""
+  graph = tf.compat.v1.get_default_graph()
+  if tf.inside_function():
+    return list(graph.trainable_variables)
+  return list(tf.compat.v1.trainable_variables())
+
+
+def _container(variable: Any) -> Any:
+  """The distributed variable that `variable` is one replica's copy of.
+
+  Graphs and tapes may report the copy; users and optimizers know the whole.
+  """
+  container = getattr(variable, "_distributed_container", None)
+  return variable if container is None else container() or variable

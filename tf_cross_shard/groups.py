@@ -1,0 +1,337 @@
+"""Which replicas sum together.
+
+A grouping is a table of int32 `[num_groups, group_size]` in which each replica
+of `range(num_replicas)` stands exactly once; a row is a group. This module is
+plain Python: it knows no tensor and no strategy.
+"""
+
+import dataclasses
+import itertools
+import operator
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+_SHOWN: Final = 100  # characters of a bad value that an error repeats
+_REMEDY: Final = (
+  "Give one row of replica ids per group, all rows of one length, such as"
+  " [[0, 1], [2, 3]]."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+  """A checked, immutable `group_assignment`.
+
+  >>> groups = Groups([[0, 2], [1, 3]])
+  >>> groups.num_groups, groups.group_size, groups.num_replicas
+  (2, 2, 4)
+  >>> groups.index_of(3)
+  1
+  >>> print(groups.draw())
+  replica  0  1  2  3
+  group 0  o-----o
+  group 1     o-----o
+
+  Two groupings are equal, and hash alike, when their rows are.
+
+  Attributes:
+    assignment: The rows as tuples of int.
+  """
+
+  assignment: tuple[tuple[int, ...], ...]
+  num_replicas: int = -1
+  _index: tuple[int, ...] = dataclasses.field(
+    init=False, repr=False, compare=False, hash=False, default=()
+  )
+
+  def __post_init__(self) -> None:
+    """Checks and freezes the rows in one pass over them.
+
+    Raises:
+      ValueError: If the table is not two-dimensional, is ragged or empty,
+        holds a non-integer, an id out of range or a replica twice, or if its
+        size is not `num_replicas`.
+    """
+    value = self.assignment
+    rows = value.assignment if isinstance(value, Groups) else _as_rows(value)
+    expected = None if self.num_replicas == -1 else self.num_replicas
+    index = _group_index(rows, expected, value)
+    object.__setattr__(
+      self, "assignment", tuple(tuple(map(int, row)) for row in rows)
+    )
+    object.__setattr__(self, "num_replicas", len(index))
+    object.__setattr__(self, "_index", tuple(index))
+
+  @property
+  def num_groups(self) -> int:
+    """How many groups there are."""
+    return len(self.assignment)
+
+  @property
+  def group_size(self) -> int:
+    """How many replicas each group has."""
+    return len(self.assignment[0])
+
+  def __iter__(self) -> Iterator[tuple[int, ...]]:
+    """Iterates over the groups, each a tuple of replica ids."""
+    return iter(self.assignment)
+
+  def index_of(self, replica: int) -> int:
+    """The row in which `replica` stands."""
+    return self._index[replica]
+
+  def members_of(self, replica: int) -> tuple[int, ...]:
+    """All replicas of the group of `replica`, in ascending order."""
+    return tuple(sorted(self.assignment[self._index[replica]]))
+
+  def to_lists(self) -> list[list[int]]:
+    """The rows as lists, the form that TensorFlow's operands take."""
+    return [list(row) for row in self.assignment]
+
+  def draw(self, width: int = 80) -> str:
+    """Draws the grouping as text, replicas from left to right.
+
+    A drawing wider than `width` columns becomes a list of ranges.
+
+    >>> print(strided(64, 32).draw())
+    group 0: 0-62 step 2
+    group 1: 1-63 step 2
+
+    Args:
+      width: Columns that the drawing may take.
+
+    Returns:
+      One line per group, with a heading when there is room for a drawing.
+    """
+    cell = len(str(self.num_replicas - 1)) + 2
+    label = len(f"group {self.num_groups - 1}")
+    if label + cell * self.num_replicas > width:
+      return "\n".join(
+        f"group {i}: {_ranges(sorted(row))}"
+        for i, row in enumerate(self.assignment)
+      )
+    ids = "".join(str(r).rjust(cell) for r in range(self.num_replicas))
+    lines = ["replica".ljust(label) + ids]
+    for i, row in enumerate(self.assignment):
+      first, last = min(row), max(row)
+      marks = "".join(
+        ("o" if r in row else "-" if first < r < last else " ").rjust(
+          cell, "-" if first < r <= last else " "
+        )
+        for r in range(self.num_replicas)
+      )
+      lines.append((f"group {i}".ljust(label) + marks).rstrip())
+    return "\n".join(lines)
+
+
+def contiguous(num_replicas: int, group_size: int) -> Groups:
+  """Neighbours sum together: group `g` holds `[g * size, (g + 1) * size)`.
+
+  >>> contiguous(4, 2).to_lists()
+  [[0, 1], [2, 3]]
+
+  Args:
+    num_replicas: Replicas in the strategy, at least 1.
+    group_size: Replicas per group, a divisor of `num_replicas`.
+
+  Returns:
+    The grouping.
+
+  Raises:
+    ValueError: If `group_size` does not divide `num_replicas`.
+  """
+  _check_division(num_replicas, group_size)
+  table = np.arange(num_replicas).reshape(-1, group_size)
+  return Groups(_from_table(table))
+
+
+def strided(num_replicas: int, group_size: int) -> Groups:
+  """Every n-th replica sums together, n being the number of groups.
+
+  >>> strided(4, 2).to_lists()
+  [[0, 2], [1, 3]]
+
+  Args:
+    num_replicas: Replicas in the strategy, at least 1.
+    group_size: Replicas per group, a divisor of `num_replicas`.
+
+  Returns:
+    The grouping.
+
+  Raises:
+    ValueError: If `group_size` does not divide `num_replicas`.
+  """
+  _check_division(num_replicas, group_size)
+  table = np.arange(num_replicas).reshape(group_size, -1).T
+  return Groups(_from_table(table))
+
+
+def singletons(num_replicas: int) -> Groups:
+  """Each replica on its own: nothing is reduced.
+
+  >>> singletons(3).to_lists()
+  [[0], [1], [2]]
+
+  Args:
+    num_replicas: Replicas in the strategy, at least 1.
+
+  Returns:
+    The grouping.
+
+  Raises:
+    ValueError: If `num_replicas` is not a positive integer.
+  """
+  return contiguous(num_replicas, 1)
+
+
+def by_host(strategy: Any) -> Groups:
+  """The replicas of one host (one process) sum together.
+
+  >>> import tensorflow as tf
+  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  >>> by_host(strategy).to_lists()
+  [[0, 1]]
+
+  Args:
+    strategy: A `tf.distribute.Strategy`. Its replicas are numbered host by
+      host, as TPUStrategy and MultiWorkerMirroredStrategy number them.
+
+  Returns:
+    The grouping, one group per host.
+
+  Raises:
+    ValueError: If hosts have different numbers of replicas.
+  """
+  num_replicas = strategy.num_replicas_in_sync
+  if num_replicas == 1:
+    return singletons(1)
+  devices = strategy.extended.worker_devices
+  if len(devices) != num_replicas:
+    # Between-graph strategies list the devices of this process only.
+    return contiguous(num_replicas, len(devices))
+  hosts: dict[str, list[int]] = {}
+  for replica, device in enumerate(devices):
+    host = re.sub(r"/device:.*$", "", str(device))
+    hosts.setdefault(host, []).append(replica)
+  return Groups(tuple(map(tuple, hosts.values())), num_replicas)
+
+
+def _check_division(num_replicas: int, group_size: int) -> None:
+  """Raises `ValueError` unless groups of this size cover the replicas."""
+  for name, value in (
+    ("num_replicas", num_replicas),
+    ("group_size", group_size),
+  ):
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+      raise ValueError(f"`{name}` must be a positive integer; got {value!r}.")
+  if num_replicas % group_size:
+    raise ValueError(
+      f"`group_size` must divide `num_replicas`; {group_size} does not divide"
+      f" {num_replicas}. Groups are all of one size."
+    )
+
+
+def _from_table(table: np.ndarray) -> tuple[tuple[int, ...], ...]:
+  """An integer table as tuples."""
+  return tuple(map(tuple, table.tolist()))
+
+
+def _shown(value: object) -> str:
+  """`value` as an error shows it: whole when short, else its beginning."""
+  tolist = getattr(value, "tolist", None)
+  text = str(tolist() if callable(tolist) else value)
+  return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def _as_rows(value: Any) -> Sequence[Sequence[Any]]:
+  """Any accepted form of a table as a sequence of sequences."""
+  if hasattr(value, "numpy"):
+    value = value.numpy()
+  if isinstance(value, np.ndarray):
+    if value.ndim != 2 or value.dtype.kind not in "iu":
+      raise ValueError(
+        "`group_assignment` must be an integer table of shape [num_groups,"
+        f" group_size]; got {value.dtype} of shape {list(value.shape)}:"
+        f" {_shown(value)}. {_REMEDY}"
+      )
+    rows: list[list[int]] = value.tolist()
+    return rows
+  if not isinstance(value, (list, tuple)) or not all(
+    isinstance(row, (list, tuple, np.ndarray)) for row in value
+  ):
+    raise ValueError(
+      "`group_assignment` must be two-dimensional, [num_groups, group_size],"
+      f" as nested lists, an array or a constant tensor; got {_shown(value)}."
+      f" {_REMEDY}"
+    )
+  return value
+
+
+def _group_index(
+  rows: Sequence[Sequence[Any]], num_replicas: int | None, shown: object
+) -> list[int]:
+  """The row of each replica, found in the one pass that checks the table."""
+  size = len(rows[0]) if rows else 0
+  if not size:
+    raise ValueError(
+      f"`group_assignment` must not be empty; got {_shown(shown)}. {_REMEDY}"
+    )
+  total = size * len(rows) if num_replicas is None else num_replicas
+  index = [-1] * total
+  for i, row in enumerate(rows):
+    if len(row) != size:
+      raise ValueError(
+        "`group_assignment` must have groups of one size (uneven groups are"
+        f" not supported); row 0 has {size} replicas, row {i} has {len(row)}:"
+        f" {_shown(shown)}. {_REMEDY}"
+      )
+    for replica in row:
+      index_of_replica = _checked_id(replica, total, shown)
+      if index[index_of_replica] >= 0:
+        raise ValueError(
+          "`group_assignment` must hold each replica in"
+          f" range({total}) exactly once; replica {replica} is in it twice:"
+          f" {_shown(shown)}. {_REMEDY}"
+        )
+      index[index_of_replica] = i
+  if size * len(rows) != total:
+    missing = index.index(-1)
+    raise ValueError(
+      f"`group_assignment` must hold each of the {total} replicas of the"
+      f" strategy exactly once; it holds {size * len(rows)}, replica {missing}"
+      f" is missing: {_shown(shown)}. {_REMEDY}"
+    )
+  return index
+
+
+def _checked_id(replica: Any, total: int, shown: object) -> int:
+  """`replica` as an int of `range(total)`."""
+  if type(replica) is not int:
+    try:
+      if isinstance(replica, (bool, np.bool_)):
+        raise TypeError
+      replica = operator.index(replica)
+    except TypeError:
+      raise ValueError(
+        f"`group_assignment` must hold integers; {replica!r} in"
+        f" {_shown(shown)} is none. {_REMEDY}"
+      ) from None
+  if not 0 <= replica < total:
+    raise ValueError(
+      f"`group_assignment` must hold each replica in range({total}) exactly"
+      f" once; {replica} in {_shown(shown)} is out of range. {_REMEDY}"
+    )
+  return int(replica)
+
+
+def _ranges(ids: Sequence[int]) -> str:
+  """Ascending ids in short: `0-3`, `0-62 step 2`, or a plain list."""
+  steps = {b - a for a, b in itertools.pairwise(ids)}
+  if len(ids) > 2 and len(steps) == 1:
+    step = steps.pop()
+    suffix = f" step {step}" if step > 1 else ""
+    return f"{ids[0]}-{ids[-1]}{suffix}"
+  return " ".join(map(str, ids))

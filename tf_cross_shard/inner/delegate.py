@@ -1,0 +1,212 @@
+"""A Keras 3 optimizer that is another one in all but its updates.
+
+Everything that belongs to the encapsulated optimizer is read, written, saved
+and restored through the wrapper as if the wrapper were not there.
+"""
+
+from typing import Any, Final
+
+import tensorflow as tf
+
+from tf_cross_shard.inner import keras3
+
+# What Keras' constructor puts on every optimizer and what stays our own.
+_OWN: Final = frozenset(
+  ("name", "clipnorm", "global_clipnorm", "clipvalue", "_lock", "_tracker")
+)
+_HIDDEN: Final = frozenset(("inner_optimizer", "get_slot", "get_slot_names"))
+
+
+class VariableList(list[Any]):
+  """Variables that read as a property and, as in version 1, as a method."""
+
+  def __call__(self) -> "VariableList":
+    """Answers itself."""
+    return self
+
+
+class DelegatingOptimizer(tf.keras.optimizers.Optimizer):
+  """Forwards state and settings to an encapsulated optimizer.
+
+  The clipping arguments and the name stay this object's own.
+  """
+
+  def __init__(self, opt: Any, name: str, **clipping: float | None) -> None:
+    """Makes the wrapper.
+
+    Args:
+      opt: A Keras 3 optimizer.
+      name: The wrapper's name.
+      **clipping: `clipnorm`, `global_clipnorm`, `clipvalue`.
+    """
+    super().__init__(learning_rate=0.0, name=name, **clipping)
+    # Keras made an iteration count, a learning rate and settings of its own.
+    # Without them the encapsulated optimizer's are found by __getattr__.
+    for attribute in set(vars(self)) - _OWN:
+      if hasattr(opt, attribute) and not attribute.startswith("_self_"):
+        del self.__dict__[attribute]
+    self._inner = keras3.Keras3Optimizer(opt)
+    self._unrestored: list[Any] = []
+
+  def __getattr__(self, name: str) -> Any:
+    """Whatever the wrapper does not have is the encapsulated optimizer's."""
+    inner = self.__dict__.get("_inner")
+    if inner is None or (name.startswith("__") and name.endswith("__")):
+      raise AttributeError(
+        f"{type(self).__name__!r} object has no attribute {name!r}"
+      )
+    return getattr(inner.optimizer, name)
+
+  def __dir__(self) -> list[str]:
+    """Every name but those by which savers would save state twice.
+
+    Keras saves each optimizer that it finds among an object's names beside
+    the object. tf.train.Checkpoint takes an object with slot names for a
+    version 1 optimizer and saves the slots apart from the variables.
+    """
+    return [name for name in super().__dir__() if name not in _HIDDEN]
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    """Writes where the attribute lives."""
+    inner = self.__dict__.get("_inner")
+    if (
+      inner is not None
+      and name not in self.__dict__
+      and not hasattr(type(self), name)
+      and hasattr(inner.optimizer, name)
+    ):
+      setattr(inner.optimizer, name, value)
+    else:
+      super().__setattr__(name, value)
+
+  @property
+  def inner_optimizer(self) -> Any:
+    """The encapsulated optimizer itself."""
+    return self._inner.optimizer
+
+  @property
+  def learning_rate(self) -> Any:
+    """The encapsulated optimizer's learning rate."""
+    return self._inner.optimizer.learning_rate
+
+  @learning_rate.setter
+  def learning_rate(self, learning_rate: Any) -> None:
+    self._inner.optimizer.learning_rate = learning_rate
+
+  @property
+  def iterations(self) -> Any:
+    """The encapsulated optimizer's iteration count."""
+    return self._inner.optimizer.iterations
+
+  @property
+  def variables(self) -> VariableList:
+    """The encapsulated optimizer's variables, and none of the wrapper's."""
+    return VariableList(self._inner.optimizer.variables)
+
+  def build(self, variables: Any) -> None:
+    """Makes the encapsulated optimizer's slots.
+
+    Args:
+      variables: All variables that will ever be trained.
+    """
+    self._inner.build(variables)
+    if self._unrestored:
+      self._restore(self._unrestored)
+
+  def set_weights(self, weights: Any) -> None:
+    """Sets the encapsulated optimizer's variables.
+
+    Args:
+      weights: One array per variable, in the order of `variables`.
+    """
+    self._inner.optimizer.set_weights(weights)
+
+  def save_own_variables(self, store: Any) -> None:
+    """Saves what the encapsulated optimizer would save.
+
+    Args:
+      store: Where Keras keeps one saved object.
+    """
+    self._inner.optimizer.save_own_variables(store)
+
+  def load_own_variables(self, store: Any) -> None:
+    """Loads what the encapsulated optimizer saved, wrapped or not.
+
+    Args:
+      store: Where Keras keeps one saved object.
+    """
+    self._inner.optimizer.load_own_variables(store)
+
+  def exclude_from_weight_decay(
+    self, var_list: Any = None, var_names: Any = None
+  ) -> None:
+    """Keeps variables out of the encapsulated optimizer's weight decay.
+
+    Args:
+      var_list: Variables.
+      var_names: Parts of names.
+    """
+    self._inner.optimizer.exclude_from_weight_decay(var_list, var_names)
+
+  def update_step(
+    self, gradient: Any, variable: Any, learning_rate: Any
+  ) -> None:
+    """One variable's update by the encapsulated optimizer, not reduced.
+
+    Args:
+      gradient: The gradient.
+      variable: The variable.
+      learning_rate: The learning rate.
+    """
+    self._inner.optimizer.update_step(gradient, variable, learning_rate)
+
+  def finalize_variable_values(self, var_list: Any) -> None:
+    """Writes moving averages into the variables where EMA is used.
+
+    Args:
+      var_list: The model's trainable variables.
+    """
+    self._inner.optimizer.finalize_variable_values(var_list)
+
+  def __reduce__(self) -> tuple[Any, ...]:
+    """Pickles and copies settings and state."""
+    state = [(v.path, v.numpy()) for v in self.variables]
+    return _unpickle, (type(self), self.get_config(), state)
+
+  def _restore(self, state: list[Any]) -> None:
+    """Assigns saved values to the variables there are; keeps the others.
+
+    The slots of an optimizer that is not built yet are filled by `build`.
+    """
+    for (path, value), variable in zip(state, self.variables, strict=False):
+      if variable.path == path:
+        variable.assign(value)
+    complete = len(self.variables) == len(state)
+    self._unrestored = [] if complete else state
+
+  # tf.train.Checkpoint sees the encapsulated optimizer in this one's place.
+
+  def _checkpointed(self) -> Any:
+    """Whose children a checkpoint sees: its own while it is being made."""
+    inner = self.__dict__.get("_inner")
+    return super() if inner is None else inner.optimizer
+
+  def _trackable_children(self, *args: Any, **kwargs: Any) -> Any:
+    """What a checkpoint saves."""
+    return self._checkpointed()._trackable_children(*args, **kwargs)
+
+  def _lookup_dependency(self, *args: Any, **kwargs: Any) -> Any:
+    """Where a checkpoint restores to."""
+    return self._checkpointed()._lookup_dependency(*args, **kwargs)
+
+  @property
+  def _deferred_dependencies(self) -> Any:
+    """Saved values that wait for slots to be built."""
+    return self._checkpointed()._deferred_dependencies
+
+
+def _unpickle(cls: type[Any], config: dict[str, Any], state: list[Any]) -> Any:
+  """The reverse of `DelegatingOptimizer.__reduce__`."""
+  optimizer = cls.from_config(config)
+  optimizer._restore(state)
+  return optimizer

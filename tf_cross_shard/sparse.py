@@ -1,0 +1,53 @@
+"""Row-sparse gradients: pure functions on `tf.IndexedSlices`."""
+
+import tensorflow as tf
+
+
+def merge_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+  """Adds up rows that share an index, so that each index stands once.
+
+  The dense value is the same before and after. It matters because optimizers
+  that square gradients (Adam, RMSprop, ...) would square each of several rows
+  of one index on its own: the sum of squares, not the square of the sum.
+
+  >>> twice = tf.IndexedSlices(
+  ...   values=tf.constant([[1.0], [2.0], [4.0]]),
+  ...   indices=tf.constant([3, 0, 3]),
+  ...   dense_shape=tf.constant([5, 1]),
+  ... )
+  >>> merged = merge_duplicates(twice)
+  >>> merged.indices.numpy().tolist(), merged.values.numpy().tolist()
+  ([3, 0], [[5.0], [2.0]])
+
+  Args:
+    slices: `values` of shape `[rows, ...]`, `indices` of shape `[rows]`.
+
+  Returns:
+    Slices of the same dense value whose indices differ from each other.
+  """
+  indices, position = tf.unique(slices.indices)
+  values = tf.math.unsorted_segment_sum(
+    slices.values, position, tf.shape(indices)[0]
+  )
+  return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def to_dense(slices: tf.IndexedSlices, variable: tf.Variable) -> tf.Tensor:
+  """The dense gradient, of the shape of `variable`.
+
+  >>> slices = tf.IndexedSlices(tf.constant([[2.0]]), tf.constant([1]))
+  >>> to_dense(slices, tf.Variable([[0.0], [0.0]])).numpy().tolist()
+  [[0.0], [2.0]]
+
+  Args:
+    slices: Rows of the gradient, duplicates allowed.
+    variable: What the gradient belongs to; gives the number of rows.
+
+  Returns:
+    A tensor of shape `variable.shape` in which duplicate rows are added.
+  """
+  dense = tf.math.unsorted_segment_sum(
+    slices.values, slices.indices, variable.shape[0]
+  )
+  dense.set_shape(variable.shape)
+  return dense
