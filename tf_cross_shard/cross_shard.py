@@ -5,6 +5,7 @@ loss -> scale -> gradients -> clip (this replica's own) -> pack
      -> the encapsulated optimizer applies once -> variables
 """
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -257,8 +258,10 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
       return self._step(grads, variables, global_step, name)
     # Operations of a version 1 graph run only when something that is fetched
     # depends on them. A function is one operation that does everything.
-    step = tf.function(self._step, autograph=False)
-    return step(grads, variables, global_step, name).op
+    step = tf.function(
+      lambda: self._step(grads, variables, global_step, name), autograph=False
+    )
+    return step().op
 
   def apply(
     self, grads: Sequence[Any], trainable_variables: Any = None
@@ -350,7 +353,7 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
   def get_config(self) -> dict[str, Any]:
     """Everything the constructor needs, in serializable form."""
     return {
-      "opt": tf.keras.optimizers.serialize(self._inner.optimizer),
+      "opt": tf.keras.utils.serialize_keras_object(self._inner.optimizer),
       "reduction": self.reduction,
       "name": self.name,
       "group_assignment": self.group_assignment,
@@ -373,7 +376,10 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     Returns:
       A new optimizer, not built.
     """
-    opt = tf.keras.optimizers.deserialize(config["opt"], custom_objects)
+    # Not optimizers.deserialize: it lacks Lamb, and changes what it is given.
+    opt = tf.keras.utils.deserialize_keras_object(
+      copy.deepcopy(config["opt"]), custom_objects
+    )
     return cls(**{**config, "opt": opt})
 
   def _gradients(

@@ -138,11 +138,16 @@ def _graph_gradients(
 
 
 def _graph_variables() -> list[Any]:
-  """Trainable variables that the graph being built has read."""
-  graph = tf.compat.v1.get_default_graph()
-  if tf.inside_function():
-    return list(graph.trainable_variables)
-  return list(tf.compat.v1.trainable_variables())
+  """Trainable variables that the graph being built has read.
+
+  All replicas answer them in one order: gradients are summed by position.
+  """
+  if not tf.inside_function():
+    return list(tf.compat.v1.trainable_variables())
+  # While a function is traced its `trainable_variables` is still empty.
+  watched = tf.compat.v1.get_default_graph()._watched_variables
+  trainable = [variable for variable in watched if variable.trainable]
+  return sorted(trainable, key=lambda v: _container(v)._unique_id)
 
 
 def _container(variable: Any) -> Any:

@@ -6,7 +6,6 @@ of replicas. So an unsuitable version is refused here, by name.
 """
 
 import importlib
-import os
 from typing import Any
 
 from packaging import version
@@ -87,7 +86,6 @@ def check_installed() -> None:
     ImportError: If TensorFlow is missing or one of the three checks above
       fails.
   """
-  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
   try:
     tf: Any = importlib.import_module("tensorflow")
   except ModuleNotFoundError as error:

@@ -131,8 +131,9 @@ class AnyStrategy(Engine):
     """
     self._check_one_group(groups)
     context = tf.distribute.get_replica_context()
-    # One by one: a list of mixed dtypes is rejected by some strategies.
-    return [context.all_reduce("SUM", tensor) for tensor in tensors]
+    # One by one: a list of mixed dtypes is rejected by some strategies. Copied:
+    # one tensor that all replicas share would be taken for the sum itself.
+    return [context.all_reduce("SUM", tf.identity(x)) for x in tensors]
 
   def all_gather(
     self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups

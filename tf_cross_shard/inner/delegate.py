@@ -178,10 +178,12 @@ class DelegatingOptimizer(tf.keras.optimizers.Optimizer):
 
     The slots of an optimizer that is not built yet are filled by `build`.
     """
-    for (path, value), variable in zip(state, self.variables, strict=False):
-      if variable.path == path:
+    variables = self.variables
+    complete = len(variables) == len(state)
+    for (path, value), variable in zip(state, variables, strict=False):
+      # Order alone tells which is which only when all are there.
+      if complete or variable.path == path:
         variable.assign(value)
-    complete = len(self.variables) == len(state)
     self._unrestored = [] if complete else state
 
   # tf.train.Checkpoint sees the encapsulated optimizer in this one's place.

@@ -94,9 +94,9 @@ class Keras3Optimizer(base.InnerOptimizer):
       ):
         continue
       name = values[index].name
-      for prefix in prefixes:
-        name = name.removeprefix(prefix)
-      yield name, values[index]
+      kinds = [name.removeprefix(p) for p in prefixes if name.startswith(p)]
+      # Adafactor names its row and column statistics after the variable only.
+      yield kinds[0] if kinds else attribute.strip("_"), values[index]
 
 
 def _innermost(optimizer: Any) -> Any:

@@ -1,0 +1,126 @@
+"""Rows that share an index add up, as a NumPy scatter-add says."""
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tf_cross_shard import sparse
+
+ROWS = 6  # of every variable here
+
+
+@st.composite
+def row_slices(draw: st.DrawFn) -> tf.IndexedSlices:
+  """Slices of whole numbers, whose sums are exact in any order."""
+  indices = draw(st.lists(st.integers(0, ROWS - 1), max_size=12))
+  inner = draw(st.lists(st.integers(1, 3), max_size=2))
+  rng = np.random.default_rng(draw(st.integers(0, 99)))
+  values = rng.integers(-50, 50, size=[len(indices), *inner])
+  dtype = draw(st.sampled_from([tf.float16, tf.float32, tf.float64]))
+  return tf.IndexedSlices(
+    tf.constant(values, dtype, [len(indices), *inner]),
+    tf.constant(indices, draw(st.sampled_from([tf.int32, tf.int64]))),
+    tf.constant([ROWS, *inner]),
+  )
+
+
+def scatter_add(slices: tf.IndexedSlices) -> np.ndarray:
+  """The dense value, by NumPy."""
+  dense = np.zeros([ROWS, *slices.values.shape[1:]], np.float64)
+  np.add.at(dense, slices.indices.numpy(), slices.values.numpy())
+  return dense
+
+
+def variable_for(slices: tf.IndexedSlices) -> tf.Variable:
+  """A variable that the slices may be a gradient of."""
+  shape = [ROWS, *slices.values.shape[1:]]
+  return tf.Variable(tf.zeros(shape, slices.values.dtype))
+
+
+@hypothesis.given(row_slices())
+def test_merged_slices_have_the_same_dense_value(
+  slices: tf.IndexedSlices,
+) -> None:
+  merged = sparse.merge_duplicates(slices)
+  assert isinstance(merged, tf.IndexedSlices)
+  np.testing.assert_array_equal(scatter_add(merged), scatter_add(slices))
+  assert merged.dtype == slices.dtype
+  assert merged.indices.dtype == slices.indices.dtype
+  assert merged.dense_shape is slices.dense_shape
+
+
+@hypothesis.given(row_slices())
+def test_merged_indices_stand_once_in_order_of_appearance(
+  slices: tf.IndexedSlices,
+) -> None:
+  merged = sparse.merge_duplicates(slices)
+  first_seen = list(dict.fromkeys(slices.indices.numpy().tolist()))
+  assert merged.indices.numpy().tolist() == first_seen
+  assert merged.values.shape == [len(first_seen), *slices.values.shape[1:]]
+
+
+@hypothesis.given(row_slices())
+def test_to_dense_is_a_scatter_add(slices: tf.IndexedSlices) -> None:
+  variable = variable_for(slices)
+  dense = sparse.to_dense(slices, variable)
+  np.testing.assert_array_equal(dense.numpy(), scatter_add(slices))
+  assert dense.dtype == slices.dtype
+  assert dense.shape == variable.shape
+
+
+def test_duplicates_that_an_optimizer_would_square_apart() -> None:
+  slices = tf.IndexedSlices(
+    tf.constant([[3.0], [4.0]]), tf.constant([1, 1]), tf.constant([2, 1])
+  )
+  assert sparse.merge_duplicates(slices).values.numpy().tolist() == [[7.0]]
+
+
+def test_the_dense_shape_may_be_missing() -> None:
+  slices = tf.IndexedSlices(tf.constant([[1.0], [2.0]]), tf.constant([1, 1]))
+  assert sparse.merge_duplicates(slices).dense_shape is None
+  dense = sparse.to_dense(slices, tf.Variable([[0.0], [0.0]]))
+  assert dense.numpy().tolist() == [[0.0], [3.0]]
+
+
+def test_keras_variables_have_dense_gradients_too() -> None:
+  slices = tf.IndexedSlices(tf.constant([[1.0], [2.0]]), tf.constant([1, 1]))
+  dense = sparse.to_dense(slices, tf.keras.Variable([[0.0], [0.0]]))
+  assert dense.numpy().tolist() == [[0.0], [3.0]]
+
+
+def test_the_gradient_of_a_gather_has_a_static_shape() -> None:
+  """Also where the number of rows is not known when the program is built."""
+  table = tf.Variable(tf.zeros([ROWS, 2]))
+  shapes = []
+
+  @tf.function(input_signature=[tf.TensorSpec([None], tf.int32)])
+  def dense_gradient(ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    with tf.GradientTape() as tape:
+      loss = tf.reduce_sum(tf.gather(table, ids))
+    slices = tape.gradient(loss, table)
+    assert isinstance(slices, tf.IndexedSlices)
+    merged = sparse.merge_duplicates(slices)
+    dense = sparse.to_dense(slices, table)
+    shapes.extend([merged.values.shape, dense.shape])
+    return sparse.to_dense(merged, table), dense
+
+  merged, dense = dense_gradient(tf.constant([4, 0, 4, 4]))
+  assert dense.numpy().tolist() == merged.numpy().tolist()
+  assert dense.numpy()[:, 0].tolist() == [1.0, 0.0, 0.0, 0.0, 3.0, 0.0]
+  assert [shape.as_list() for shape in shapes] == [[None, 2], [ROWS, 2]]
+
+
+def test_no_rows_are_a_gradient_of_zero() -> None:
+  slices = tf.IndexedSlices(
+    tf.zeros([0, 2]), tf.zeros([0], tf.int64), tf.constant([ROWS, 2])
+  )
+  assert sparse.merge_duplicates(slices).values.shape == [0, 2]
+  dense = sparse.to_dense(slices, variable_for(slices))
+  assert dense.shape == [ROWS, 2]
+  assert not dense.numpy().any()
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,139 @@
+"""What distributed tests share: strategies, models and data that differ."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard import groups as groups_lib
+
+REPLICAS = 4
+GROUPINGS: dict[str, list[list[int]] | None] = {
+  "ungrouped": None,
+  "contiguous": [[0, 1], [2, 3]],
+  "strided": [[0, 2], [1, 3]],
+  "singletons": [[0], [1], [2], [3]],
+}
+_optimizers = tf.keras.optimizers
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+  "SGD": functools.partial(_optimizers.SGD, 0.125),
+  "Momentum": functools.partial(_optimizers.SGD, 0.125, momentum=0.5),
+  "Adam": functools.partial(_optimizers.Adam, 0.01),
+  "AdamW": functools.partial(_optimizers.AdamW, 0.01, weight_decay=0.1),
+  "RMSprop": functools.partial(_optimizers.RMSprop, 0.01),
+  "Adagrad": functools.partial(_optimizers.Adagrad, 0.1),
+  "Adadelta": functools.partial(_optimizers.Adadelta, 1.0),
+  "Adamax": functools.partial(_optimizers.Adamax, 0.01),
+  "Nadam": functools.partial(_optimizers.Nadam, 0.01),
+  "Ftrl": functools.partial(_optimizers.Ftrl, 0.1),
+  "Lion": functools.partial(_optimizers.Lion, 0.01),
+  "Lamb": functools.partial(_optimizers.Lamb, 0.01),
+  "Adafactor": functools.partial(_optimizers.Adafactor, 0.01),
+}
+if hasattr(_optimizers, "Muon"):  # since Keras 3.9
+  OPTIMIZERS["Muon"] = functools.partial(_optimizers.Muon, 0.01)
+
+
+@functools.cache
+def mirrored(num_replicas: int = REPLICAS) -> tf.distribute.MirroredStrategy:
+  """MirroredStrategy over logical CPUs; asserts that it is distributed."""
+  devices = [f"CPU:{i}" for i in range(num_replicas)]
+  strategy = tf.distribute.MirroredStrategy(devices)
+  assert strategy.num_replicas_in_sync == num_replicas > 1
+  return strategy
+
+
+def replica_id() -> tf.Tensor:
+  """This replica's number, as an int32 tensor."""
+  context = tf.distribute.get_replica_context()
+  return tf.convert_to_tensor(context.replica_id_in_sync_group)
+
+
+def copies(variable: Any) -> list[np.ndarray]:
+  """Every replica's value of a `tf.Variable` or `keras.Variable`."""
+  value = getattr(variable, "value", variable)
+  value = variable if callable(value) else value
+  strategy = getattr(value, "distribute_strategy", None)
+  if strategy is None:
+    return [value.numpy()]
+  return [copy.numpy() for copy in strategy.experimental_local_results(value)]
+
+
+def groups_of(
+  grouping: Sequence[Sequence[int]] | None, num_replicas: int = REPLICAS
+) -> groups_lib.Groups:
+  """The groups in force for a `group_assignment`."""
+  if grouping is None:
+    return groups_lib.contiguous(num_replicas, num_replicas)
+  return groups_lib.Groups(grouping)
+
+
+class Regression:
+  """A linear regression whose arithmetic is exact for a few SGD steps.
+
+  Weights, data and step size are small multiples of powers of two, so that
+  float32 sums are exact and the order of summation cannot matter.
+  """
+
+  examples = 2  # per replica and step
+  steps = 3
+
+  def __init__(self, seed: int = 7, num_replicas: int = REPLICAS) -> None:
+    rng = np.random.default_rng(seed)
+    shape = (self.steps, num_replicas, self.examples)
+    self.x = rng.integers(-1, 2, size=(*shape, 3)).astype("float32")
+    self.y = rng.integers(-2, 3, size=(*shape, 2)).astype("float32")
+    self.initial = [
+      rng.integers(-2, 3, size=(3, 2)).astype("float32"),
+      rng.integers(-2, 3, size=(2,)).astype("float32"),
+    ]
+    flat = self.x.reshape(self.steps, num_replicas, -1)
+    assert not (flat == flat[:, :1]).all(axis=(0, 2))[1:].any(), "same data"
+
+  def variables(self) -> list[Any]:
+    """New weights with the initial values."""
+    return [
+      tf.keras.Variable(value, name=name)
+      for value, name in zip(self.initial, ("kernel", "bias"), strict=True)
+    ]
+
+  def loss(self, variables: Sequence[Any], x: Any, y: Any) -> tf.Tensor:
+    """Half the squared error, averaged over the examples handed in."""
+    error = tf.matmul(x, variables[0]) + variables[1] - y
+    return tf.reduce_mean(tf.reduce_sum(error * error, axis=-1)) / 2.0
+
+  def group_batch(
+    self, step: int, members: Sequence[int]
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """The examples of all members of a group, concatenated."""
+    rows = list(members)
+    return (
+      np.concatenate(self.x[step, rows]),
+      np.concatenate(self.y[step, rows]),
+    )
+
+
+def train_plain(
+  task: Regression,
+  members: Sequence[int],
+  optimizer: Any,
+  factor: float = 1.0,
+) -> list[np.ndarray]:
+  """Plain Keras, without a strategy, on a group's concatenated batch."""
+  variables = task.variables()
+  optimizer.build(variables)
+  for step in range(task.steps):
+    x, y = task.group_batch(step, members)
+    with tf.GradientTape() as tape:
+      loss = factor * task.loss(variables, x, y)
+    optimizer.apply(tape.gradient(loss, variables), variables)
+  return [variable.numpy() for variable in variables]
+
+
+def assert_close(actual: np.ndarray, expected: np.ndarray, where: str) -> None:
+  """At most 1e-6 apart, relative to the largest weight."""
+  bound = 1e-6 * max(1.0, float(np.abs(expected).max()))
+  difference = float(np.abs(actual - expected).max())
+  assert difference <= bound, f"{where}: {difference} > {bound}"
