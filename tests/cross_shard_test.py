@@ -1,6 +1,7 @@
 """What CrossShardOptimizer promises beyond the numbers of the matrix."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -238,7 +239,7 @@ class TestSparse:
 
 def _rows(rows: list[list[int]]) -> tf.Tensor:
   """This replica's row of a ragged table; lengths differ."""
-  flat = tf.constant(sum(rows, []))
+  flat = tf.constant(list(itertools.chain(*rows)))
   ends = np.cumsum([len(row) for row in rows])
   mine = testbed.replica_id()
   begin = tf.constant([0, *ends[:-1].tolist()])[mine]
@@ -348,13 +349,15 @@ class TestBadInput:
   def test_group_count_is_checked_under_the_strategy(self) -> None:
     with (
       testbed.mirrored().scope(),
-      pytest.raises(ValueError, match="4 replicas of MirroredStrategy.*holds 2"),
+      pytest.raises(
+        ValueError, match=r"4 replicas of MirroredStrategy.*holds 2"
+      ),
     ):
       CrossShardOptimizer("sgd", group_assignment=[[0, 1]])
 
   def test_nested_in_itself(self) -> None:
     inner = CrossShardOptimizer("sgd", name="within")
-    with pytest.raises(ValueError, match="within.*reduced twice"):
+    with pytest.raises(ValueError, match=r"within.*reduced twice"):
       CrossShardOptimizer(inner)
 
   def test_symbolic_group_assignment(self) -> None:
@@ -402,9 +405,11 @@ class TestBadInput:
     optimizer, weight = _make(_sgd)
     with testbed.mirrored().scope():
       foreign = keras.Variable(0.0, name="foreign")
-    with pytest.raises(ValueError, match="foreign.*not among"):
+    with pytest.raises(ValueError, match=r"foreign.*not among"):
       _run(
-        lambda: optimizer.apply_gradients([(_mine(), weight), (_mine(), foreign)])
+        lambda: optimizer.apply_gradients(
+          [(_mine(), weight), (_mine(), foreign)]
+        )
       )
     assert testbed.copies(weight) == [0.0] * 4
 
@@ -480,7 +485,9 @@ class TestWords:
   def test_default_convention_is_said_once(self, said: list[str]) -> None:
     optimizer, weight = _make(_sgd)
     for _ in range(2):
-      _run(lambda: optimizer.minimize(lambda: _mine() * weight, var_list=[weight]))
+      _run(
+        lambda: optimizer.minimize(lambda: _mine() * weight, var_list=[weight])
+      )
     assert len(said) == 1
     assert said[0].startswith("info:")
     assert "this replica's examples" in said[0]
@@ -488,7 +495,9 @@ class TestWords:
 
   def test_a_choice_is_not_commented(self, said: list[str]) -> None:
     optimizer, weight = _make(_sgd, loss_averaged_over="replica")
-    _run(lambda: optimizer.minimize(lambda: _mine() * weight, var_list=[weight]))
+    _run(
+      lambda: optimizer.minimize(lambda: _mine() * weight, var_list=[weight])
+    )
     assert said == []
 
   def test_missing_factor_is_warned_about_once(self, said: list[str]) -> None:
@@ -543,7 +552,9 @@ def test_members_stay_bitwise_equal_and_one_trace_serves_all_steps() -> None:
     assert len(held) == 4
     np.testing.assert_array_equal(held[0], held[2])
     np.testing.assert_array_equal(held[1], held[3])
-  apart = np.abs(testbed.copies(variables[0])[0] - testbed.copies(variables[0])[1])
+  apart = np.abs(
+    testbed.copies(variables[0])[0] - testbed.copies(variables[0])[1]
+  )
   assert apart.max() > 1e-3
 
 

@@ -55,9 +55,7 @@ def test_unknown_attributes_are_errors(optimizer: Any) -> None:
     _ = optimizer.no_such_thing
 
 
-def test_nothing_is_saved_twice(
-  optimizer: Any, tmp_path: pathlib.Path
-) -> None:
+def test_nothing_is_saved_twice(optimizer: Any, tmp_path: pathlib.Path) -> None:
   weight = keras.Variable([1.0, 2.0], name="weight")
   optimizer.build([weight])
   assert "inner_optimizer" not in dir(optimizer)

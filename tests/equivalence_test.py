@@ -134,9 +134,7 @@ def test_every_optimizer(optimizer: str, grouping: str) -> None:
 @pytest.mark.parametrize("update", ["SGD", "Momentum", "Adam"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("grouping", testbed.GROUPINGS)
-def test_against_the_oracle(
-  grouping: str, reduction: str, update: str
-) -> None:
+def test_against_the_oracle(grouping: str, reduction: str, update: str) -> None:
   task = testbed.Regression(seed=3)
   variables = _train(task, update, grouping, reduction, "minimize", "function")
 

@@ -20,9 +20,7 @@ FEATURES: dict[str, Callable[[], Any]] = {
     0.125, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
   ),
   "weight_decay": lambda: optimizers.SGD(0.125, weight_decay=0.5),
-  "accumulation": lambda: optimizers.SGD(
-    0.125, gradient_accumulation_steps=2
-  ),
+  "accumulation": lambda: optimizers.SGD(0.125, gradient_accumulation_steps=2),
   "accumulation_adam_ema": lambda: optimizers.Adam(
     0.01,
     gradient_accumulation_steps=2,

@@ -1,4 +1,4 @@
-"""The MirroredStrategy engine: merge calls, collectives, and where neither is."""
+"""The MirroredStrategy engine: merge calls, collectives, refusals."""
 
 from typing import Any
 
@@ -55,9 +55,7 @@ def _expected(groups: groups_lib.Groups) -> list[float]:
 
 
 def _in_cond(reduce: Any) -> Any:
-  return tf.cond(
-    testbed.replica_id() >= 0, reduce, lambda: [tf.zeros([3])]
-  )
+  return tf.cond(testbed.replica_id() >= 0, reduce, lambda: [tf.zeros([3])])
 
 
 def _in_nested_function(reduce: Any) -> Any:
@@ -164,7 +162,7 @@ class TestRefusals:
   def test_function_called_eagerly_inside_run(self) -> None:
     engine = mirrored.Mirrored(testbed.mirrored())
     groups = groups_lib.Groups(GROUPINGS[0])
-    with pytest.raises(RuntimeError, match="into a tf.function"):
+    with pytest.raises(RuntimeError, match=r"into a tf.function"):
       _sums(engine, groups, _in_nested_function, eager=True)
 
   def test_loop_inside_run(self) -> None:
@@ -185,7 +183,7 @@ class TestRefusals:
   def test_dtype_that_no_collective_sums(self) -> None:
     engine = mirrored.Mirrored(testbed.mirrored(), prefer_merge=False)
     groups = groups_lib.Groups(GROUPINGS[0])
-    with pytest.raises(TypeError, match="complex64.*float32"):
+    with pytest.raises(TypeError, match=r"complex64.*float32"):
       _sums(engine, groups, dtypes=(tf.complex64,))
 
 

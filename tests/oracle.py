@@ -34,7 +34,9 @@ def train(
     total = [np.zeros_like(w) for w in weights]
     for replica in members:
       for part, g in zip(
-        total, gradient(*weights, x[step, replica], y[step, replica])
+        total,
+        gradient(*weights, x[step, replica], y[step, replica]),
+        strict=True,
       ):
         part += g / len(members) if reduction == "mean" else g
     for i, g in enumerate(total):
@@ -48,9 +50,7 @@ def train(
         first[i] = 0.9 * first[i] + 0.1 * g
         second[i] = 0.999 * second[i] + 0.001 * g * g
         rate = 0.01 * np.sqrt(1 - 0.999**t) / (1 - 0.9**t)
-        weights[i] = weights[i] - rate * first[i] / (
-          np.sqrt(second[i]) + 1e-7
-        )
+        weights[i] = weights[i] - rate * first[i] / (np.sqrt(second[i]) + 1e-7)
       else:
         raise ValueError(update)
   return weights

@@ -112,6 +112,22 @@ def test_the_gradient_of_a_gather_has_a_static_shape() -> None:
   assert [shape.as_list() for shape in shapes] == [[None, 2], [ROWS, 2]]
 
 
+def test_rows_of_unknown_shape_have_a_dense_gradient_of_known_shape() -> None:
+  table = tf.Variable(tf.zeros([ROWS, 2]))
+  shapes = []
+
+  @tf.function(input_signature=[tf.TensorSpec(None)])
+  def dense_gradient(values: tf.Tensor) -> tf.Tensor:
+    slices = tf.IndexedSlices(values, tf.constant([1]))
+    dense = sparse.to_dense(slices, table)
+    shapes.append(dense.shape)
+    return dense
+
+  dense = dense_gradient(tf.constant([[3.0, 4.0]]))
+  assert dense.numpy()[1].tolist() == [3.0, 4.0]
+  assert shapes == [[ROWS, 2]]
+
+
 def test_no_rows_are_a_gradient_of_zero() -> None:
   slices = tf.IndexedSlices(
     tf.zeros([0, 2]), tf.zeros([0], tf.int64), tf.constant([ROWS, 2])

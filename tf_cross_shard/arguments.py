@@ -40,7 +40,7 @@ def check_pairs(grads_and_vars: Iterable[Any]) -> tuple[list[Any], list[Any]]:
       None, or a gradient's shape differs from its variable's.
     TypeError: If a variable is not a variable or a gradient not a tensor.
   """
-  pairs = list(grads_and_vars)
+  pairs = _as_list("grads_and_vars", grads_and_vars)
   if not pairs:
     raise ValueError(
       "`grads_and_vars` must hold at least one (gradient, variable) pair; got"
@@ -84,7 +84,9 @@ def check_var_list(var_list: Any) -> list[Any] | None:
     var_list = var_list()
   if var_list is None:
     return None
-  variables = [var_list] if is_variable(var_list) else list(var_list)
+  variables = (
+    [var_list] if is_variable(var_list) else _as_list("var_list", var_list)
+  )
   if not variables:
     raise ValueError(
       "`var_list` must hold at least one variable; got []. Leave it None to"
@@ -170,22 +172,32 @@ def check_known(
       )
 
 
+def _as_list(argument: str, value: Any) -> list[Any]:
+  """`value` as a list; a tensor is none, although it can be iterated."""
+  if not isinstance(value, Iterable) or tf.is_tensor(value):
+    raise TypeError(
+      f"`{argument}` must be a list; got {value!r}. Pass what"
+      " compute_gradients() returned, or a list of variables."
+    )
+  return list(value)
+
+
 def _check_gradient(grad: Any, variable: Any) -> Any:
   """`grad` as a tensor, of the shape of `variable`."""
   _check_variable("grads_and_vars", variable)
   if grad is None:
     return None
   if isinstance(grad, tf.IndexedSlices):
-    shape, expected = grad.values.shape[1:], variable.shape[1:]
+    shape = tf.TensorShape([None]).concatenate(grad.values.shape[1:])
   else:
     try:
       grad = tf.convert_to_tensor(grad)
     except (TypeError, ValueError) as error:
-      raise TypeError(
-        f"`grads_and_vars` must hold tensors; the gradient of"
-        f" {_name(variable)} is {grad!r}."
-      ) from error
-    shape, expected = grad.shape, variable.shape
+      raise _not_a_gradient(grad, variable) from error
+    shape = grad.shape
+  if not (grad.dtype.is_floating or grad.dtype.is_complex):
+    raise _not_a_gradient(grad, variable)
+  expected = tf.TensorShape(variable.shape)
   if not shape.is_compatible_with(expected):
     raise ValueError(
       f"`grads_and_vars` must hold gradients of their variables' shapes; the"
@@ -193,6 +205,15 @@ def _check_gradient(grad: Any, variable: Any) -> Any:
       f" {expected}. Pair each gradient with its own variable."
     )
   return grad
+
+
+def _not_a_gradient(grad: Any, variable: Any) -> TypeError:
+  """The error for a gradient that is none."""
+  return TypeError(
+    "`grads_and_vars` must hold tensors of floating or complex numbers; the"
+    f" gradient of {_name(variable)} is {grad!r}. Pass what a tape or"
+    " compute_gradients() returned."
+  )
 
 
 def _check_variable(argument: str, variable: object) -> None:

@@ -43,26 +43,51 @@ def clip(
   limits = (clipnorm, global_clipnorm, clipvalue)
   if limits == (None, None, None):
     return list(grads)
-  merged = [
-    sparse.merge_duplicates(grad)
-    if isinstance(grad, tf.IndexedSlices)
-    else grad
-    for grad in grads
-  ]
+  wide = [_widen(grad) for grad in grads]
   if clipnorm is not None:
-    return [_each(grad, tf.clip_by_norm, clipnorm) for grad in merged]
-  if clipvalue is not None:
+    wide = [_each(grad, tf.clip_by_norm, clipnorm) for grad in wide]
+  elif global_clipnorm is not None:
+    dtype = tf.float64 if tf.float64 in map(_dtype, wide) else tf.float32
+    norm = tf.linalg.global_norm([_each(grad, tf.cast, dtype) for grad in wide])
+    wide = [
+      grad
+      if grad is None
+      else tf.clip_by_global_norm(
+        [grad], global_clipnorm, use_norm=tf.cast(norm, grad.dtype)
+      )[0][0]
+      for grad in wide
+    ]
+  elif clipvalue is not None:
     lowest, highest = -clipvalue, clipvalue
-    return [_each(grad, tf.clip_by_value, lowest, highest) for grad in merged]
-  clipped, _ = tf.clip_by_global_norm(merged, global_clipnorm)
-  return list(clipped)
+    wide = [_each(grad, tf.clip_by_value, lowest, highest) for grad in wide]
+  return [
+    _each(clipped, tf.cast, _dtype(grad))
+    for clipped, grad in zip(wide, grads, strict=True)
+  ]
+
+
+def _widen(grad: Gradient) -> Gradient:
+  """A gradient whose norm can be taken: rows merged, at least float32.
+
+  The square of 300 is infinite in float16.
+  """
+  if isinstance(grad, tf.IndexedSlices):
+    grad = sparse.merge_duplicates(grad)
+  if _dtype(grad) in (tf.float16, tf.bfloat16):
+    return _each(grad, tf.cast, tf.float32)
+  return grad
+
+
+def _dtype(grad: Gradient) -> tf.DType | None:
+  """The dtype of a gradient; None for None."""
+  return None if grad is None else grad.dtype
 
 
 def _each(
-  grad: Gradient, clip_tensor: Callable[..., tf.Tensor], *limits: Any
+  grad: Gradient, function: Callable[..., tf.Tensor], *arguments: Any
 ) -> Gradient:
-  """Clips a dense gradient or the rows of a sparse one; None stays None."""
+  """`function` of a dense gradient or of a sparse one's rows; None for None."""
   if isinstance(grad, tf.IndexedSlices):
-    values = clip_tensor(grad.values, *limits)
+    values = function(grad.values, *arguments)
     return tf.IndexedSlices(values, grad.indices, grad.dense_shape)
-  return None if grad is None else clip_tensor(grad, *limits)
+  return None if grad is None else function(grad, *arguments)

@@ -14,14 +14,13 @@ import tensorflow as tf
 from tf_cross_shard import (
   arguments,
   clipping,
-  collectives,
   conventions,
   gradients,
+  placement,
   reduction,
   scaling,
 )
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard.collectives import base as collectives_base
 from tf_cross_shard.inner import delegate
 
 _reduction = reduction
@@ -106,10 +105,9 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
         CrossShardOptimizer, or if another argument has no valid value.
       TypeError: If `opt` is not a Keras optimizer.
     """
-    opt = _as_optimizer(opt)
+    opt = delegate.as_optimizer(opt)
     reduction = scaling.canonical_reduction(reduction)
     averaged_over = scaling.check_averaged_over(loss_averaged_over)
-    groups = _as_groups(group_assignment)
     super().__init__(
       opt,
       name=name,
@@ -120,23 +118,20 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     self.reduction = reduction
     self.loss_averaged_over = averaged_over
     self._convention = conventions.LossConvention(reduction, averaged_over)
-    self._engine = collectives.for_strategy(self._inner.strategy)
-    self._groups = groups
-    if self._engine.num_replicas > 1:
-      self._check_group_count()
+    self._place = placement.Placement(
+      self._inner.strategy, group_assignment, name
+    )
 
   @property
   def group_assignment(self) -> list[list[int]] | None:
     """The groups as lists of replica ids; None for one group of all."""
-    return None if self._groups is None else self._groups.to_lists()
+    assigned = self._place.assigned
+    return None if assigned is None else assigned.to_lists()
 
   @property
   def groups(self) -> groups_lib.Groups:
     """The groups in force, one of all replicas where none were given."""
-    if self._groups is not None:
-      return self._groups
-    replicas = self._engine.num_replicas
-    return groups_lib.contiguous(replicas, replicas)
+    return self._place.groups
 
   def get_name(self) -> str:
     """Answers the name given to the constructor."""
@@ -176,7 +171,7 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     Raises:
       RuntimeError: If called in the cross-replica context.
     """
-    self._check_place()
+    self._place.check()
     return self._scale(loss, scaling.GLOBAL)
 
   def compute_gradients(
@@ -251,10 +246,9 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     """
     grads, variables = arguments.check_pairs(grads_and_vars)
     arguments.check_global_step(global_step)
-    engine = self._prepare(variables)
-    if (
-      tf.executing_eagerly() or tf.inside_function() or engine.num_replicas > 1
-    ):
+    self._prepare(variables)
+    ordered = tf.executing_eagerly() or tf.inside_function()
+    if ordered or self._place.engine.num_replicas > 1:
       return self._step(grads, variables, global_step, name)
     # Operations of a version 1 graph run only when something that is fetched
     # depends on them. A function is one operation that does everything.
@@ -284,7 +278,7 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
           "`trainable_variables` is None and the optimizer is not built. Pass"
           " the variables, or call build(variables) first."
         )
-      trainable_variables = self._trainable_variables
+      trainable_variables = self._inner.trainable_variables
     if len(grads) != len(trainable_variables):
       raise ValueError(
         f"`grads` must hold one gradient per variable; got {len(grads)}"
@@ -391,7 +385,7 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     options: dict[str, Any],
   ) -> gradients.Pairs:
     """This replica's gradients of the scaled loss."""
-    self._check_place()
+    self._place.check()
     return gradients.compute(
       loss,
       arguments.check_var_list(var_list),
@@ -403,20 +397,19 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
 
   def _scale(self, loss: Any, default: str) -> Any:
     """`loss` times the mean's factor and the loss scale of `opt`."""
-    groups = self.groups
+    groups = self._place.groups
     factor = self._convention.factor(
       default, groups.num_replicas, groups.group_size
     )
     return self._inner.scale_loss(loss if factor == 1 else loss * factor)
 
-  def _prepare(self, variables: Sequence[Any]) -> collectives_base.Engine:
+  def _prepare(self, variables: Sequence[Any]) -> None:
     """Checks the place and the variables, and makes the slots."""
-    self._check_place()
+    self._place.check()
     if self._inner.is_built:
       arguments.check_known(variables, self._inner.knows)
     else:
       self.build(list(variables))
-    return self._engine
 
   def _step(
     self,
@@ -426,7 +419,7 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     name: str | None,
   ) -> tf.Tensor:
     """Clip, reduce, apply, count."""
-    engine, groups = self._engine, self.groups
+    engine, groups = self._place.engine, self._place.groups
     self._convention.end_step(groups.num_replicas, groups.group_size)
     with tf.name_scope(name or self.get_name()):
       grads = clipping.clip(
@@ -441,76 +434,3 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
         if global_step is not None and engine.updates_here(global_step):
           global_step.assign_add(tf.ones([], global_step.dtype))
         return tf.identity(self._inner.iterations())
-
-  def _check_place(self) -> None:
-    """Raises an error where gradients cannot be reduced."""
-    if tf.distribute.in_cross_replica_context():
-      raise RuntimeError(
-        f"{self.get_name()} was called in the cross-replica context (inside"
-        " strategy.scope() but outside strategy.run). Call it inside the"
-        " function given to `strategy.run`."
-      )
-    here, made_in = tf.distribute.get_strategy(), self._inner.strategy
-    replicas = here.num_replicas_in_sync, made_in.num_replicas_in_sync
-    if here is not made_in and max(replicas) > 1:
-      raise RuntimeError(
-        f"{self.get_name()} encapsulates an optimizer that was made under"
-        f" {type(made_in).__name__} ({replicas[1]} replicas) and is used under"
-        f" {type(here).__name__} ({replicas[0]} replicas). Make both inside"
-        " `with strategy.scope():` and call it inside `strategy.run`."
-      )
-    self._check_group_count()
-
-  def _check_group_count(self) -> None:
-    """Raises `ValueError` unless the groups fit the strategy."""
-    if (
-      self._groups is not None
-      and self._groups.num_replicas != self._engine.num_replicas
-    ):
-      raise ValueError(
-        f"`group_assignment` must hold the {self._engine.num_replicas}"
-        f" replicas of {type(self._engine.strategy).__name__}; it holds"
-        f" {self._groups.num_replicas}: {self._groups.to_lists()}. Change it,"
-        " or make the optimizer inside the scope of the strategy it is for."
-      )
-
-
-def _as_optimizer(opt: Any) -> Any:
-  """`opt` as a Keras optimizer that this class can encapsulate."""
-  if isinstance(opt, CrossShardOptimizer):
-    raise ValueError(
-      f"`opt` must not be a CrossShardOptimizer itself; got {opt.get_name()!r}."
-      " Gradients would be reduced twice. Encapsulate its inner optimizer."
-    )
-  if isinstance(opt, (str, dict)):
-    try:
-      return tf.keras.optimizers.get(opt)
-    except ValueError as error:
-      raise ValueError(
-        f"`opt` must name a Keras optimizer; got {opt!r}. Use a name such as"
-        ' "adam", or an optimizer object.'
-      ) from error
-  if not isinstance(opt, tf.keras.optimizers.Optimizer):
-    raise TypeError(
-      "`opt` must be a tf.keras optimizer or its name; got"
-      f" {type(opt).__module__}.{type(opt).__qualname__}. Use one such as"
-      " tf.keras.optimizers.Adam()."
-    )
-  return opt
-
-
-def _as_groups(group_assignment: Any) -> groups_lib.Groups | None:
-  """Any accepted form of `group_assignment`, checked."""
-  if group_assignment is None or isinstance(
-    group_assignment, groups_lib.Groups
-  ):
-    return group_assignment
-  if tf.is_tensor(group_assignment):
-    static = tf.get_static_value(group_assignment)
-    if static is None:
-      raise ValueError(
-        "`group_assignment` must be known when the program is built; got the"
-        f" symbolic tensor {group_assignment!r}. Use a list."
-      )
-    group_assignment = static
-  return groups_lib.Groups(group_assignment)

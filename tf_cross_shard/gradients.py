@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_cross_shard import arguments
+from tf_cross_shard.collectives import variables as replica_variables
 
 GATE_NONE = 0
 GATE_OP = 1
@@ -107,11 +108,13 @@ def compute(
       " or `tape=` the tape that recorded it."
     )
   else:
-    variables = _graph_variables() if var_list is None else var_list
+    variables = (
+      replica_variables.read_by_graph() if var_list is None else var_list
+    )
     grads = _graph_gradients(loss, list(variables), seed, options)
   pairs = list(zip(grads, variables, strict=True))
   if var_list is None:
-    pairs = [(g, _container(v)) for g, v in pairs if g is not None]
+    pairs = [(g, replica_variables.whole(v)) for g, v in pairs if g is not None]
     if not pairs:
       raise ValueError(
         "`loss` touches no trainable variable, so there is nothing to"
@@ -135,25 +138,3 @@ def _graph_gradients(
   if options.gate_gradients == GATE_GRAPH:
     grads = tf.tuple(grads)
   return list(grads)
-
-
-def _graph_variables() -> list[Any]:
-  """Trainable variables that the graph being built has read.
-
-  All replicas answer them in one order: gradients are summed by position.
-  """
-  if not tf.inside_function():
-    return list(tf.compat.v1.trainable_variables())
-  # While a function is traced its `trainable_variables` is still empty.
-  watched = tf.compat.v1.get_default_graph()._watched_variables
-  trainable = [variable for variable in watched if variable.trainable]
-  return sorted(trainable, key=lambda v: _container(v)._unique_id)
-
-
-def _container(variable: Any) -> Any:
-  """The distributed variable that `variable` is one replica's copy of.
-
-  Graphs and tapes may report the copy; users and optimizers know the whole.
-  """
-  container = getattr(variable, "_distributed_container", None)
-  return variable if container is None else container() or variable

@@ -6,13 +6,14 @@ plain Python: it knows no tensor and no strategy.
 """
 
 import dataclasses
-import itertools
 import operator
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
+
+from tf_cross_shard import drawing
 
 _SHOWN: Final = 100  # characters of a bad value that an error repeats
 _REMEDY: Final = (
@@ -39,6 +40,8 @@ class Groups:
 
   Attributes:
     assignment: The rows as tuples of int.
+    num_replicas: How many replicas the rows hold; given to the constructor,
+      how many they have to hold.
   """
 
   assignment: tuple[tuple[int, ...], ...]
@@ -57,7 +60,10 @@ class Groups:
     """
     value = self.assignment
     rows = value.assignment if isinstance(value, Groups) else _as_rows(value)
-    expected = None if self.num_replicas == -1 else self.num_replicas
+    expected = None
+    if self.num_replicas != -1:
+      _check_positive("num_replicas", self.num_replicas)
+      expected = self.num_replicas
     index = _group_index(rows, expected, value)
     object.__setattr__(
       self, "assignment", tuple(tuple(map(int, row)) for row in rows)
@@ -80,12 +86,27 @@ class Groups:
     return iter(self.assignment)
 
   def index_of(self, replica: int) -> int:
-    """The row in which `replica` stands."""
+    """The row in which `replica` stands.
+
+    Args:
+      replica: A number in `range(num_replicas)`.
+
+    Returns:
+      The index of the row.
+
+    Raises:
+      ValueError: If there is no such replica.
+    """
+    if not 0 <= replica < self.num_replicas:
+      raise ValueError(
+        f"`replica` must be in range({self.num_replicas}); got {replica}."
+        " Replicas are numbered from 0."
+      )
     return self._index[replica]
 
   def members_of(self, replica: int) -> tuple[int, ...]:
     """All replicas of the group of `replica`, in ascending order."""
-    return tuple(sorted(self.assignment[self._index[replica]]))
+    return tuple(sorted(self.assignment[self.index_of(replica)]))
 
   def to_lists(self) -> list[list[int]]:
     """The rows as lists, the form that TensorFlow's operands take."""
@@ -106,25 +127,7 @@ class Groups:
     Returns:
       One line per group, with a heading when there is room for a drawing.
     """
-    cell = len(str(self.num_replicas - 1)) + 2
-    label = len(f"group {self.num_groups - 1}")
-    if label + cell * self.num_replicas > width:
-      return "\n".join(
-        f"group {i}: {_ranges(sorted(row))}"
-        for i, row in enumerate(self.assignment)
-      )
-    ids = "".join(str(r).rjust(cell) for r in range(self.num_replicas))
-    lines = ["replica".ljust(label) + ids]
-    for i, row in enumerate(self.assignment):
-      first, last = min(row), max(row)
-      marks = "".join(
-        ("o" if r in row else "-" if first < r < last else " ").rjust(
-          cell, "-" if first < r <= last else " "
-        )
-        for r in range(self.num_replicas)
-      )
-      lines.append((f"group {i}".ljust(label) + marks).rstrip())
-    return "\n".join(lines)
+    return drawing.as_text(self.assignment, width)
 
 
 def contiguous(num_replicas: int, group_size: int) -> Groups:
@@ -216,21 +219,33 @@ def by_host(strategy: Any) -> Groups:
   for replica, device in enumerate(devices):
     host = re.sub(r"/device:.*$", "", str(device))
     hosts.setdefault(host, []).append(replica)
+  sizes = {host: len(replicas) for host, replicas in hosts.items()}
+  if len(set(sizes.values())) > 1:
+    raise ValueError(
+      "`strategy` must have as many replicas on each host as on any other;"
+      f" got {sizes}. Give `group_assignment` as a table instead."
+    )
   return Groups(tuple(map(tuple, hosts.values())), num_replicas)
 
 
 def _check_division(num_replicas: int, group_size: int) -> None:
   """Raises `ValueError` unless groups of this size cover the replicas."""
-  for name, value in (
-    ("num_replicas", num_replicas),
-    ("group_size", group_size),
-  ):
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-      raise ValueError(f"`{name}` must be a positive integer; got {value!r}.")
+  _check_positive("num_replicas", num_replicas)
+  _check_positive("group_size", group_size)
   if num_replicas % group_size:
     raise ValueError(
       f"`group_size` must divide `num_replicas`; {group_size} does not divide"
       f" {num_replicas}. Groups are all of one size."
+    )
+
+
+def _check_positive(name: str, value: Any) -> None:
+  """Raises `ValueError` unless `value` is an integer of at least 1."""
+  is_integer = isinstance(value, (int, np.integer))
+  if isinstance(value, bool) or not is_integer or value < 1:
+    raise ValueError(
+      f"`{name}` must be a positive integer; got {value!r}. Use for example"
+      f" {name}=2."
     )
 
 
@@ -250,6 +265,8 @@ def _as_rows(value: Any) -> Sequence[Sequence[Any]]:
   """Any accepted form of a table as a sequence of sequences."""
   if hasattr(value, "numpy"):
     value = value.numpy()
+  if isinstance(value, np.ndarray) and (value.dtype, value.ndim) == (object, 1):
+    value = value.tolist()  # ragged: reported with the lengths of its rows
   if isinstance(value, np.ndarray):
     if value.ndim != 2 or value.dtype.kind not in "iu":
       raise ValueError(
@@ -260,7 +277,7 @@ def _as_rows(value: Any) -> Sequence[Sequence[Any]]:
     rows: list[list[int]] = value.tolist()
     return rows
   if not isinstance(value, (list, tuple)) or not all(
-    isinstance(row, (list, tuple, np.ndarray)) for row in value
+    isinstance(row, (list, tuple)) or np.ndim(row) == 1 for row in value
   ):
     raise ValueError(
       "`group_assignment` must be two-dimensional, [num_groups, group_size],"
@@ -279,8 +296,6 @@ def _group_index(
     raise ValueError(
       f"`group_assignment` must not be empty; got {_shown(shown)}. {_REMEDY}"
     )
-  total = size * len(rows) if num_replicas is None else num_replicas
-  index = [-1] * total
   for i, row in enumerate(rows):
     if len(row) != size:
       raise ValueError(
@@ -288,6 +303,9 @@ def _group_index(
         f" not supported); row 0 has {size} replicas, row {i} has {len(row)}:"
         f" {_shown(shown)}. {_REMEDY}"
       )
+  total = size * len(rows) if num_replicas is None else num_replicas
+  index = [-1] * total
+  for i, row in enumerate(rows):
     for replica in row:
       index_of_replica = _checked_id(replica, total, shown)
       if index[index_of_replica] >= 0:
@@ -325,13 +343,3 @@ def _checked_id(replica: Any, total: int, shown: object) -> int:
       f" once; {replica} in {_shown(shown)} is out of range. {_REMEDY}"
     )
   return int(replica)
-
-
-def _ranges(ids: Sequence[int]) -> str:
-  """Ascending ids in short: `0-3`, `0-62 step 2`, or a plain list."""
-  steps = {b - a for a, b in itertools.pairwise(ids)}
-  if len(ids) > 2 and len(steps) == 1:
-    step = steps.pop()
-    suffix = f" step {step}" if step > 1 else ""
-    return f"{ids[0]}-{ids[-1]}{suffix}"
-  return " ".join(map(str, ids))

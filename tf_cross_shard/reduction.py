@@ -78,7 +78,7 @@ def _sum_dense(
   """Dense gradients travel packed."""
   if not grads or groups.group_size == 1:
     return list(grads)
-  buffers, unpack = packing.pack(grads)
+  buffers, unpack = packing.pack(grads, engine.bucket_bytes)
   return unpack(engine.all_reduce_sum(buffers, groups))
 
 

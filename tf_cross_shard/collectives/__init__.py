@@ -20,6 +20,9 @@ def for_strategy(strategy: tf.distribute.Strategy) -> base.Engine:
 
   Returns:
     An engine whose methods are called in the replica context.
+
+  Raises:
+    NotImplementedError: If the strategy has no synchronous replicas.
   """
   if isinstance(strategy, tf.distribute.MirroredStrategy):
     return mirrored.Mirrored(strategy)

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
+from tf_cross_shard import packing
 
 
 class Engine(abc.ABC):
@@ -61,6 +62,11 @@ class Engine(abc.ABC):
     Returns:
       The members' tensors, joined in ascending order of replica.
     """
+
+  @property
+  def bucket_bytes(self) -> int:
+    """How large buffers are best, where this is asked."""
+    return packing.BUCKET_BYTES
 
   @property
   def can_gather(self) -> bool:

@@ -34,6 +34,11 @@ class InnerOptimizer(abc.ABC):
   def is_built(self) -> bool:
     """Whether the slots are there."""
 
+  @property
+  @abc.abstractmethod
+  def trainable_variables(self) -> list[Any]:
+    """What the built optimizer was built on, in order."""
+
   @abc.abstractmethod
   def build(self, variables: Sequence[Any]) -> None:
     """Makes the slots for `variables`, unless they are there."""
@@ -44,13 +49,25 @@ class InnerOptimizer(abc.ABC):
 
   @abc.abstractmethod
   def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
-    """Multiplies by the optimizer's own loss scale, if it has one."""
+    """Multiplies by the optimizer's own loss scale, if it has one.
+
+    Args:
+      loss: A loss, or the seed of its gradient.
+
+    Returns:
+      The scaled loss.
+    """
 
   @abc.abstractmethod
   def apply_reduced(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
-    """Applies gradients that are sums already, exactly once."""
+    """Applies gradients that are sums already, exactly once.
+
+    Args:
+      grads: The sums; None for a variable to leave alone.
+      variables: What they belong to.
+    """
 
   @abc.abstractmethod
   def iterations(self) -> tf.Tensor:

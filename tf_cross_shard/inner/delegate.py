@@ -207,6 +207,44 @@ class DelegatingOptimizer(tf.keras.optimizers.Optimizer):
     return self._checkpointed()._deferred_dependencies
 
 
+def as_optimizer(opt: Any) -> Any:
+  """`opt` as a Keras optimizer that a `DelegatingOptimizer` can encapsulate.
+
+  >>> type(as_optimizer("adam")).__name__
+  'Adam'
+
+  Args:
+    opt: An optimizer, or its name or serialized form.
+
+  Returns:
+    A Keras 3 optimizer.
+
+  Raises:
+    ValueError: If `opt` names no optimizer, or encapsulates one itself.
+    TypeError: If it is something else.
+  """
+  if isinstance(opt, DelegatingOptimizer):
+    raise ValueError(
+      f"`opt` must not be a {type(opt).__name__} itself; got {opt.name!r}."
+      " Gradients would be reduced twice. Encapsulate its inner optimizer."
+    )
+  if isinstance(opt, (str, dict)):
+    try:
+      return tf.keras.optimizers.get(opt)
+    except ValueError as error:
+      raise ValueError(
+        f"`opt` must name a Keras optimizer; got {opt!r}. Use a name such as"
+        ' "adam", or an optimizer object.'
+      ) from error
+  if not isinstance(opt, tf.keras.optimizers.Optimizer):
+    raise TypeError(
+      "`opt` must be a tf.keras optimizer or its name; got"
+      f" {type(opt).__module__}.{type(opt).__qualname__}. Use one such as"
+      " tf.keras.optimizers.Adam()."
+    )
+  return opt
+
+
 def _unpickle(cls: type[Any], config: dict[str, Any], state: list[Any]) -> Any:
   """The reverse of `DelegatingOptimizer.__reduce__`."""
   optimizer = cls.from_config(config)

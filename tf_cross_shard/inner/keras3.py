@@ -29,6 +29,11 @@ class Keras3Optimizer(base.InnerOptimizer):
     """Whether the slots are there."""
     return bool(self.optimizer.built)
 
+  @property
+  def trainable_variables(self) -> list[Any]:
+    """What the built optimizer was built on, in order."""
+    return list(_innermost(self.optimizer)._trainable_variables)
+
   def build(self, variables: Sequence[Any]) -> None:
     """Makes the slots for `variables`, unless they are there."""
     if not self.is_built:

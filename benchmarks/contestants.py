@@ -1,0 +1,148 @@
+"""The steps that step_time.py sets against each other.
+
+All contestants work on the same variables and the same data, in one
+`strategy.run` inside one `tf.function`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+import tf_cross_shard
+from tf_cross_shard import groups as groups_lib
+from tf_cross_shard import packing
+from tf_cross_shard.collectives import base
+
+KERAS, OURS, GROUPED = "plain Keras", "ours", "ours, grouped"
+_PARAMETERS = 12_000_000
+# So small that the weights stay finite however often a step is repeated.
+_LEARNING_RATE = 1e-7
+
+Step = Callable[[], Any]
+Reducer = Callable[[list[tf.Tensor]], list[tf.Tensor]]
+
+
+def layer_width(num_variables: int, parameters: int = _PARAMETERS) -> int:
+  """The width at which `num_variables / 2` dense layers hold `parameters`."""
+  return round((parameters / (num_variables / 2)) ** 0.5)
+
+
+def shapes_of(num_variables: int) -> list[list[int]]:
+  """Shapes of as many matrices as biases."""
+  width = layer_width(num_variables)
+  return [[width, width], [width]] * (num_variables // 2)
+
+
+def make_copies(
+  strategy: tf.distribute.Strategy, shapes: Sequence[Sequence[int]]
+) -> list[tf.Variable]:
+  """Variables that stand for gradients.
+
+  Reading one costs nothing and cannot be folded into a constant.
+  """
+  with strategy.scope():
+    return [tf.Variable(tf.random.normal(shape)) for shape in shapes]
+
+
+def reduction_step(
+  strategy: tf.distribute.Strategy,
+  grads: Sequence[tf.Variable],
+  reducer: Reducer,
+) -> Step:
+  """Reduces `grads`; an element of each result keeps it from being pruned."""
+
+  def replica_step() -> tf.Tensor:
+    sums = reducer([grad.read_value() for grad in grads])
+    return tf.stack([tf.reshape(total, [-1])[-1] for total in sums])
+
+  return tf.function(lambda: strategy.run(replica_step), autograph=False)
+
+
+def keras_reducer(grads: list[tf.Tensor]) -> list[tf.Tensor]:
+  """What a Keras optimizer does with its gradients."""
+  context = tf.distribute.get_replica_context()
+  sums: list[tf.Tensor] = context.all_reduce(tf.distribute.ReduceOp.SUM, grads)
+  return sums
+
+
+def packed_reducer(
+  engine: base.Engine, groups: groups_lib.Groups, bucket_bytes: int
+) -> Reducer:
+  """Ours, with buckets of another size."""
+
+  def reduce(grads: list[tf.Tensor]) -> list[tf.Tensor]:
+    buffers, unpack = packing.pack(grads, bucket_bytes)
+    return unpack(engine.all_reduce_sum(buffers, groups))
+
+  return reduce
+
+
+def make_model(width: int, num_variables: int) -> Any:
+  """Dense layers, each a matrix and a bias, that keep the signal's size."""
+  layers = [
+    tf.keras.layers.Dense(width, "relu", kernel_initializer="he_normal")
+    for _ in range(num_variables // 2)
+  ]
+  return tf.keras.Sequential([tf.keras.Input([width]), *layers])
+
+
+def make_optimizers(name: str, num_replicas: int) -> dict[str, Any]:
+  """The contestants, all of which sum gradients."""
+  half = groups_lib.contiguous(num_replicas, num_replicas // 2)
+
+  def make_inner() -> Any:
+    optimizer = tf.keras.optimizers.get(name)
+    optimizer.learning_rate = _LEARNING_RATE
+    return optimizer
+
+  def make_ours(groups: groups_lib.Groups | None) -> Any:
+    return tf_cross_shard.CrossShardOptimizer(
+      make_inner(), reduction="sum", group_assignment=groups
+    )
+
+  return {
+    KERAS: make_inner(),
+    OURS: make_ours(None),
+    GROUPED: make_ours(half),
+  }
+
+
+def training_steps(
+  strategy: tf.distribute.Strategy,
+  optimizer_name: str,
+  *,
+  width: int,
+  num_variables: int,
+  batch_size: int,
+) -> tuple[dict[str, Step], dict[str, Step]]:
+  """Optimizer steps and training steps of one model, by contestant."""
+  with strategy.scope():
+    model = make_model(width, num_variables)
+    optimizers = make_optimizers(optimizer_name, strategy.num_replicas_in_sync)
+    for optimizer in optimizers.values():
+      optimizer.build(model.trainable_variables)
+  weights = model.trainable_variables
+  grads = make_copies(strategy, [weight.shape for weight in weights])
+  inputs, targets = make_copies(strategy, [[batch_size, width]] * 2)
+
+  def optimizer_step(optimizer: Any) -> None:
+    values = [grad.read_value() for grad in grads]
+    optimizer.apply_gradients(zip(values, weights, strict=True))
+
+  def training_step(optimizer: Any) -> None:
+    with tf.GradientTape() as tape:
+      error = model(inputs.read_value(), training=True) - targets
+      loss = tf.reduce_mean(error**2) / strategy.num_replicas_in_sync
+    values = tape.gradient(loss, weights)
+    optimizer.apply_gradients(zip(values, weights, strict=True))
+
+  def on_replicas(replica_step: Callable[[Any], None], optimizer: Any) -> Step:
+    return tf.function(
+      lambda: strategy.run(replica_step, args=(optimizer,)), autograph=False
+    )
+
+  return (
+    {name: on_replicas(optimizer_step, o) for name, o in optimizers.items()},
+    {name: on_replicas(training_step, o) for name, o in optimizers.items()},
+  )

@@ -1,0 +1,5 @@
+"""Packaging entry point; every fact is in setup.cfg."""
+
+from setuptools import setup
+
+setup()

@@ -1,0 +1,198 @@
+"""The examples run as a user runs them, and end with what they promise."""
+# bazel: deps=//examples:custom_loop,//examples:digits timeout=long
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+# Not resolved: under Bazel the files are links, and lead out of the sandbox.
+PROJECT = Path(__file__).absolute().parent.parent
+EXAMPLES = PROJECT / "examples"
+PNG_START = b"\x89PNG\r\n\x1a\n"
+
+
+class Row(NamedTuple):
+  """A line of the table that both examples end with."""
+
+  run: str
+  group: int
+  replicas: str
+  accuracy: float  # in percent
+  seconds: float
+  inside: float
+  between: float | None
+
+
+def run_example(name: str, data_dir: Path, *arguments: str) -> str:
+  """Runs an example in another folder than its own; returns its output."""
+  # The folder of the test's own copy first, then whatever Bazel set.
+  path = [str(PROJECT), os.environ.get("PYTHONPATH", "")]
+  done = subprocess.run(
+    [sys.executable, EXAMPLES / name, f"--data_dir={data_dir}", *arguments],
+    cwd=data_dir,
+    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    timeout=200,
+    check=False,
+  )
+  assert done.returncode == 0, done.stdout
+  return done.stdout
+
+
+def read_table(output: str) -> list[Row]:
+  """Returns the rows of the only table in `output`."""
+  lines = output.splitlines()
+  (start,) = (i for i, line in enumerate(lines) if line.startswith("---"))
+  rows = []
+  for line in lines[start + 1 :]:
+    if not line:
+      break
+    run, group, replicas, accuracy, seconds, inside, between = re.split(
+      r"\s{2,}", line
+    )
+    rows.append(
+      Row(
+        run=run,
+        group=int(group),
+        replicas=replicas,
+        accuracy=float(accuracy.removesuffix("%")),
+        seconds=float(seconds),
+        inside=float(inside),
+        between=None if between == "-" else float(between),
+      )
+    )
+  return rows
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+  """A folder for the prepared digits, shared by the tests."""
+  return tmp_path_factory.mktemp("data")
+
+
+def test_digits_trains_ungrouped_and_in_groups(
+  data_dir: Path, tmp_path: Path
+) -> None:
+  picture = tmp_path / "curves.png"
+  output = run_example(
+    "digits.py", data_dir, "--epochs=5", f"--picture={picture}"
+  )
+  rows = read_table(output)
+  assert [row[:3] for row in rows] == [
+    ("ungrouped", 0, "0-3"),
+    ("grouped", 0, "0 1"),
+    ("grouped", 1, "2 3"),
+  ]
+  assert rows[0].accuracy >= 95, output
+  assert min(row.accuracy for row in rows) >= 90, output
+  assert all(row.seconds > 0 for row in rows)
+  assert [row.inside for row in rows] == [0, 0, 0]
+  assert rows[0].between is None
+  assert rows[1].between == rows[2].between
+  assert rows[1].between is not None
+  assert rows[1].between > 0
+  assert "Epoch 5/5" in output
+  content = picture.read_bytes()
+  assert content.startswith(PNG_START)
+  assert len(content) > 10_000
+
+
+@pytest.mark.parametrize(
+  ("num_replicas", "expected"),
+  [
+    (1, [("ungrouped", 0, "0")]),
+    # Two do not divide three, so that each is a group of its own.
+    (
+      3,
+      [
+        ("ungrouped", 0, "0-2"),
+        ("grouped", 0, "0"),
+        ("grouped", 1, "1"),
+        ("grouped", 2, "2"),
+      ],
+    ),
+  ],
+)
+def test_digits_takes_any_number_of_replicas(
+  data_dir: Path,
+  tmp_path: Path,
+  num_replicas: int,
+  expected: list[tuple[str, int, str]],
+) -> None:
+  picture = tmp_path / "curves.png"
+  output = run_example(
+    "digits.py",
+    data_dir,
+    f"--replicas={num_replicas}",
+    "--epochs=1",
+    f"--picture={picture}",
+  )
+  rows = read_table(output)
+  assert [row[:3] for row in rows] == expected
+  assert all(row.inside == 0 for row in rows)
+  assert all(row.between for row in rows[1:])
+  assert picture.read_bytes().startswith(PNG_START)
+
+
+def test_custom_loop_is_right_with_either_loss(data_dir: Path) -> None:
+  outputs = {
+    loss: run_example(
+      "custom_loop.py", data_dir, "--epochs=3", f"--loss={loss}"
+    )
+    for loss in ("plain", "keras")
+  }
+  plain, keras = (read_table(output) for output in outputs.values())
+  assert [row[:3] for row in plain] == [
+    ("plain loss", 0, "0 1"),
+    ("plain loss", 1, "2 3"),
+  ]
+  assert min(row.accuracy for row in plain) >= 88, outputs["plain"]
+  assert [row.inside for row in plain] == [0, 0]
+  assert plain[0].between is not None
+  assert plain[0].between > 0
+  # The clipping was at work, on some replicas and not on others.
+  assert re.search(r"; [1-9]\d?% of the gradients clipped", outputs["plain"])
+  # The factors are powers of two, so that the weights are equal to the bit.
+  for one, other in zip(plain, keras, strict=True):
+    assert one.accuracy == other.accuracy
+    assert one.between == other.between
+
+
+def test_the_split_is_stratified_and_fixed(
+  data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.syspath_prepend(EXAMPLES)
+  import digits_dataset
+
+  train, test = digits_dataset.load(1433, str(data_dir))
+  (train_images, train_labels), *more = train
+  assert not more
+  ((test_images, test_labels),) = test
+  for images, labels in [
+    (train_images, train_labels),
+    (test_images, test_labels),
+  ]:
+    assert images.shape[1:] == (8, 8, 1)
+    assert images.dtype == "float32"
+    assert labels.dtype == "int64"
+    assert images.numpy().min() == 0
+    assert images.numpy().max() == 1
+  counts = np.array([np.bincount(y) for y in (train_labels, test_labels)])
+  assert counts.sum() == 1797
+  assert np.all(np.abs(counts[1] - counts.sum(axis=0) / 5) < 1)
+  # Prepared anew elsewhere, the test split is the same, image by image.
+  ((again, labels_again),) = digits_dataset.load(64, str(tmp_path))[1]
+  assert np.array_equal(test_images, again)
+  assert np.array_equal(test_labels, labels_again)
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,67 @@
+"""The README's Python runs as a reader would run it and prints what it says."""
+
+# bazel: data=//:README.md
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+README = pathlib.Path(__file__).parent.parent / "README.md"
+
+
+def _blocks(language: str) -> list[str]:
+  text = README.read_text(encoding="utf-8")
+  return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+def _run(program: str) -> str:
+  """Runs a program in a process of its own; answers what it prints."""
+  # From the source tree, like the test itself.
+  path = f"import sys; sys.path[:0] = {[p for p in sys.path if p]!r}\n"
+  done = subprocess.run(
+    [
+      sys.executable,
+      "-c",
+      path + "exec(sys.stdin.read())",
+    ],
+    input=program,
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=False,
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  return done.stdout
+
+
+def test_first_example() -> None:
+  first = _blocks("python")[0]
+  lines = [line for line in first.splitlines() if line.strip()]
+  assert len(lines) <= 8
+  assert "loss:" in _run(first)
+
+
+def test_groups_and_custom_loop() -> None:
+  _, groups, loop = _blocks("python")
+  printed = _run(groups + loop)
+  [drawn] = [block for block in _blocks("text") if "group 0" in block]
+  assert drawn in printed
+  # The gradient of the mean is [1, -1], so one step of 0.1 from [1, -1].
+  assert "[ 0.9 -0.9]" in printed
+
+
+def test_commands_exist() -> None:
+  root = README.parent
+  commands = re.findall(
+    r"(?:bash|python) ([\w/]+\.(?:sh|py))", "".join(_blocks("sh"))
+  )
+  assert commands
+  if (root / "tools").exists():  # Bazel's sandbox holds the README alone
+    assert all((root / command).exists() for command in commands)
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,38 @@
+"""Which variables a program read, as users know them.
+
+Graphs and tapes may report one replica's copy of a variable. Optimizers know
+the distributed variable that the copy belongs to.
+"""
+
+from typing import Any
+
+import tensorflow as tf
+
+
+def whole(variable: Any) -> Any:
+  """The distributed variable that `variable` is a copy in, or itself.
+
+  Args:
+    variable: A variable that a graph or a tape reported.
+
+  Returns:
+    The variable as its maker knows it.
+  """
+  container = getattr(variable, "_distributed_container", None)
+  return variable if container is None else container() or variable
+
+
+def read_by_graph() -> list[Any]:
+  """Trainable variables that the graph being built has read so far.
+
+  All replicas answer them in one order: gradients are summed by position.
+
+  Returns:
+    Variables or replicas' copies of them, those of other replicas included.
+  """
+  if not tf.inside_function():
+    return list(tf.compat.v1.trainable_variables())
+  # While a function is traced its `trainable_variables` is still empty.
+  watched = tf.compat.v1.get_default_graph()._watched_variables
+  trainable = [variable for variable in watched if variable.trainable]
+  return sorted(trainable, key=lambda variable: whole(variable)._unique_id)

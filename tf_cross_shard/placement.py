@@ -1,0 +1,121 @@
+"""Where an optimizer is used: its strategy, groups, allowed contexts."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard import collectives
+from tf_cross_shard import groups as groups_lib
+
+
+class Placement:
+  """The strategy that an optimizer was made for and the groups in it.
+
+  >>> placement = Placement(tf.distribute.get_strategy(), None, "mine")
+  >>> placement.groups.to_lists()
+  [[0]]
+  >>> placement.check()
+
+  Attributes:
+    engine: How tensors are added across the strategy's replicas.
+    assigned: The groups that the user gave, or None.
+  """
+
+  def __init__(
+    self,
+    strategy: tf.distribute.Strategy,
+    group_assignment: Any,
+    name: str,
+  ) -> None:
+    """Checks the groups, and their number where there is a strategy.
+
+    Args:
+      strategy: The strategy whose scope the optimizer was made in.
+      group_assignment: None, a table in any accepted form, or `Groups`.
+      name: The optimizer's name, for errors.
+
+    Raises:
+      ValueError: If the groups are malformed or do not fit the strategy.
+      NotImplementedError: If the strategy has no synchronous replicas.
+    """
+    self.assigned = as_groups(group_assignment)
+    self.engine = collectives.for_strategy(strategy)
+    self._name = name
+    # Without a strategy the optimizer may have been loaded for inference only.
+    if self.engine.num_replicas > 1:
+      self._check_group_count()
+
+  @property
+  def groups(self) -> groups_lib.Groups:
+    """The groups in force: one of all replicas where none were given."""
+    if self.assigned is not None:
+      return self.assigned
+    replicas = self.engine.num_replicas
+    return groups_lib.contiguous(replicas, replicas)
+
+  def check(self) -> None:
+    """Raises an error where gradients cannot be reduced.
+
+    Raises:
+      RuntimeError: If called in the cross-replica context, or under another
+        strategy than the optimizer was made for.
+      ValueError: If the groups do not fit the strategy.
+    """
+    if tf.distribute.in_cross_replica_context():
+      raise RuntimeError(
+        f"{self._name} was called in the cross-replica context (inside"
+        " strategy.scope() but outside strategy.run). Call it inside the"
+        " function given to `strategy.run`."
+      )
+    here, made_in = tf.distribute.get_strategy(), self.engine.strategy
+    replicas = here.num_replicas_in_sync, made_in.num_replicas_in_sync
+    if here is not made_in and max(replicas) > 1:
+      raise RuntimeError(
+        f"{self._name} encapsulates an optimizer that was made under"
+        f" {type(made_in).__name__} ({replicas[1]} replicas) and is used under"
+        f" {type(here).__name__} ({replicas[0]} replicas). Make both inside"
+        " `with strategy.scope():` and call it inside `strategy.run`."
+      )
+    self._check_group_count()
+
+  def _check_group_count(self) -> None:
+    """Raises `ValueError` unless the groups fit the strategy."""
+    replicas = self.engine.num_replicas
+    if self.assigned is not None and self.assigned.num_replicas != replicas:
+      raise ValueError(
+        f"`group_assignment` must hold the {replicas} replicas of"
+        f" {type(self.engine.strategy).__name__}; it holds"
+        f" {self.assigned.num_replicas}: {self.assigned.to_lists()}. Change"
+        " it, or make the optimizer inside the scope of the strategy it is for."
+      )
+
+
+def as_groups(group_assignment: Any) -> groups_lib.Groups | None:
+  """Any accepted form of `group_assignment`, checked.
+
+  >>> as_groups(tf.constant([[0, 1]])).to_lists()
+  [[0, 1]]
+
+  Args:
+    group_assignment: None, nested lists or tuples, an array, a constant
+      tensor, or `Groups`.
+
+  Returns:
+    The groups; None for None.
+
+  Raises:
+    ValueError: If the table is malformed or a symbolic tensor.
+  """
+  if group_assignment is None or isinstance(
+    group_assignment, groups_lib.Groups
+  ):
+    return group_assignment
+  if tf.is_tensor(group_assignment) and not hasattr(group_assignment, "numpy"):
+    static = tf.get_static_value(group_assignment)
+    if static is None:
+      raise ValueError(
+        "`group_assignment` must be known when the program is built; got the"
+        f" symbolic tensor {group_assignment!r}. Use a list."
+      )
+    group_assignment = static
+  return groups_lib.Groups(group_assignment)
