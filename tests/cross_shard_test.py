@@ -174,6 +174,26 @@ class TestClipping:
       for copy in testbed.copies(weight):
         np.testing.assert_allclose(copy, [-12.0, -16.0], rtol=1e-6)
 
+  @pytest.mark.parametrize(
+    "option", ["clipnorm", "global_clipnorm", "clipvalue"]
+  )
+  @pytest.mark.parametrize("scaling", ["factor", "optimizer"])
+  def test_limits_do_not_feel_the_loss_scale(
+    self, option: str, scaling: str
+  ) -> None:
+    def opt() -> Any:
+      if scaling == "factor":
+        return SGD(1.0, loss_scale_factor=1024.0)
+      return keras.optimizers.LossScaleOptimizer(_sgd(), initial_scale=1024.0)
+
+    optimizer, weight = _make(opt, **{option: 3.0})
+    _run(
+      lambda: optimizer.apply_gradients(
+        optimizer.compute_gradients(lambda: 4.0 * _mine() * weight, [weight])
+      )
+    )
+    assert testbed.copies(weight) == [-(1.0 + 2.0 + 3.0 + 3.0)] * 4
+
   def test_local_clipping_between_the_two_calls(self) -> None:
     optimizer, weight = _make(_sgd)
 
@@ -378,7 +398,7 @@ class TestBadInput:
       Groups(table),
     ):
       optimizer = CrossShardOptimizer("sgd", group_assignment=form)
-      assert optimizer.group_assignment == table
+      assert optimizer.group_assignment == optimizer.groups.to_lists() == table
       assert type(optimizer.get_config()["group_assignment"][0][0]) is int
 
   @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """Checks of what users hand in, made before any state changes."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import tensorflow as tf
+
+_SHOWN: Final = 200  # characters of a bad value that an error repeats
 
 
 def is_variable(value: object) -> bool:
@@ -49,8 +51,8 @@ def check_pairs(grads_and_vars: Iterable[Any]) -> tuple[list[Any], list[Any]]:
   for pair in pairs:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
       raise ValueError(
-        f"`grads_and_vars` must hold (gradient, variable) pairs; got {pair!r}."
-        " Use zip(grads, variables)."
+        "`grads_and_vars` must hold (gradient, variable) pairs; got"
+        f" {_shown(pair)}. Use zip(grads, variables)."
       )
   checked = [(_check_gradient(g, v), v) for g, v in pairs]
   if all(grad is None for grad, _ in checked):
@@ -118,7 +120,7 @@ def check_global_step(global_step: Any) -> None:
   if not is_variable(global_step):
     raise TypeError(
       "`global_step` must be an integer variable or None; got"
-      f" {global_step!r}. Use tf.Variable(0, dtype=tf.int64)."
+      f" {_shown(global_step)}. Use tf.Variable(0, dtype=tf.int64)."
     )
   if not tf.as_dtype(global_step.dtype).is_integer:
     raise TypeError(
@@ -176,7 +178,7 @@ def _as_list(argument: str, value: Any) -> list[Any]:
   """`value` as a list; a tensor is none, although it can be iterated."""
   if not isinstance(value, Iterable) or tf.is_tensor(value):
     raise TypeError(
-      f"`{argument}` must be a list; got {value!r}. Pass what"
+      f"`{argument}` must be a list; got {_shown(value)}. Pass what"
       " compute_gradients() returned, or a list of variables."
     )
   return list(value)
@@ -211,7 +213,7 @@ def _not_a_gradient(grad: Any, variable: Any) -> TypeError:
   """The error for a gradient that is none."""
   return TypeError(
     "`grads_and_vars` must hold tensors of floating or complex numbers; the"
-    f" gradient of {_name(variable)} is {grad!r}. Pass what a tape or"
+    f" gradient of {_name(variable)} is {_shown(grad)}. Pass what a tape or"
     " compute_gradients() returned."
   )
 
@@ -221,8 +223,17 @@ def _check_variable(argument: str, variable: object) -> None:
   if not is_variable(variable):
     raise TypeError(
       f"`{argument}` must hold tf.Variable or keras.Variable objects; got"
-      f" {variable!r}. Pass the variable itself, not its value."
+      f" {_shown(variable)}. Pass the variable itself, not its value."
     )
+
+
+def _shown(value: Any) -> str:
+  """`value` as an error shows it: short, and whatever kind of thing it is."""
+  try:
+    text = repr(value)
+  except Exception:  # Keras 3.8 cannot show a variable in a graph
+    text = f"a {type(value).__name__}"
+  return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 def _name(variable: Any) -> str:

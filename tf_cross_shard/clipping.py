@@ -13,9 +13,9 @@ Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 def clip(
   grads: Sequence[Gradient],
   *,
-  clipnorm: float | None = None,
-  global_clipnorm: float | None = None,
-  clipvalue: float | None = None,
+  clipnorm: Any = None,
+  global_clipnorm: Any = None,
+  clipvalue: Any = None,
 ) -> list[Gradient]:
   """Clips gradients by norm, by global norm or by value.
 
@@ -33,7 +33,8 @@ def clip(
 
   Args:
     grads: Dense or sparse gradients of one replica; None passes through.
-    clipnorm: Largest norm of each gradient. None does not clip.
+    clipnorm: Largest norm of each gradient, a number or a scalar tensor. None
+      does not clip.
     global_clipnorm: Largest norm of all gradients together.
     clipvalue: Largest absolute value of an element.
 

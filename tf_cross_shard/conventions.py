@@ -19,6 +19,10 @@ class LossConvention:
   2.0
   >>> LossConvention("mean", "replica").factor("global", 4, 2)
   0.5
+
+  Attributes:
+    reduction: `"mean"` or `"sum"`.
+    averaged_over: `"replica"`, `"global"`, or None for the way in to decide.
   """
 
   def __init__(self, reduction: str, averaged_over: str | None) -> None:
@@ -28,8 +32,8 @@ class LossConvention:
       reduction: `"mean"` or `"sum"`.
       averaged_over: `"replica"`, `"global"`, or None for the way in to decide.
     """
-    self._reduction = reduction
-    self._averaged_over = averaged_over
+    self.reduction = reduction
+    self.averaged_over = averaged_over
     # One replica's trace or eager call is one thread's business.
     self._step = threading.local()
     self._told = False
@@ -47,8 +51,8 @@ class LossConvention:
       What `scaling.loss_factor` answers for the convention.
     """
     self._step.scaled = True
-    taken = self._averaged_over or default
-    if self._averaged_over is None and num_replicas > 1 and not self._told:
+    taken = self.averaged_over or default
+    if self.averaged_over is None and num_replicas > 1 and not self._told:
       self._told = True
       logging.info(
         "CrossShardOptimizer takes the loss to be averaged over %s. If it is"
@@ -58,7 +62,7 @@ class LossConvention:
         if taken == scaling.REPLICA
         else "all replicas' examples",
       )
-    return scaling.loss_factor(self._reduction, taken, num_replicas, group_size)
+    return scaling.loss_factor(self.reduction, taken, num_replicas, group_size)
 
   def end_step(self, num_replicas: int, group_size: int) -> None:
     """Warns, once, when gradients are summed whose loss was never scaled.
@@ -73,12 +77,12 @@ class LossConvention:
       scaled
       or self._warned
       or num_replicas == 1
-      or self._reduction != scaling.MEAN
+      or self.reduction != scaling.MEAN
     ):
       return
     self._warned = True
     factors = [
-      scaling.loss_factor(self._reduction, over, num_replicas, group_size)
+      scaling.loss_factor(self.reduction, over, num_replicas, group_size)
       for over in (scaling.REPLICA, scaling.GLOBAL)
     ]
     logging.warning(

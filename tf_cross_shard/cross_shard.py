@@ -115,12 +115,20 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
       global_clipnorm=global_clipnorm,
       clipvalue=clipvalue,
     )
-    self.reduction = reduction
-    self.loss_averaged_over = averaged_over
     self._convention = conventions.LossConvention(reduction, averaged_over)
     self._place = placement.Placement(
       self._inner.strategy, group_assignment, name
     )
+
+  @property
+  def reduction(self) -> str:
+    """`"mean"` or `"sum"`."""
+    return self._convention.reduction
+
+  @property
+  def loss_averaged_over(self) -> str | None:
+    """`"replica"`, `"global"`, or None for the call to decide."""
+    return self._convention.averaged_over
 
   @property
   def group_assignment(self) -> list[list[int]] | None:
@@ -424,9 +432,9 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     with tf.name_scope(name or self.get_name()):
       grads = clipping.clip(
         grads,
-        clipnorm=self.clipnorm,
-        global_clipnorm=self.global_clipnorm,
-        clipvalue=self.clipvalue,
+        clipnorm=self._scaled_limit(self.clipnorm),
+        global_clipnorm=self._scaled_limit(self.global_clipnorm),
+        clipvalue=self._scaled_limit(self.clipvalue),
       )
       sums = _reduction.reduce_gradients(grads, variables, engine, groups)
       with engine.alone():
@@ -434,3 +442,7 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
         if global_step is not None and engine.updates_here(global_step):
           global_step.assign_add(tf.ones([], global_step.dtype))
         return tf.identity(self._inner.iterations())
+
+  def _scaled_limit(self, limit: float | None) -> Any:
+    """A clipping limit for gradients that carry the loss scale of `opt`."""
+    return None if limit is None else self._inner.scale_loss(limit)

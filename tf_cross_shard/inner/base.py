@@ -48,11 +48,11 @@ class InnerOptimizer(abc.ABC):
     """Whether the built optimizer was built on `variable`."""
 
   @abc.abstractmethod
-  def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
+  def scale_loss(self, loss: Any) -> Any:
     """Multiplies by the optimizer's own loss scale, if it has one.
 
     Args:
-      loss: A loss, or the seed of its gradient.
+      loss: A loss, the seed of its gradient, or a limit of its gradients.
 
     Returns:
       The scaled loss.

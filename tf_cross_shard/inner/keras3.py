@@ -37,15 +37,14 @@ class Keras3Optimizer(base.InnerOptimizer):
   def build(self, variables: Sequence[Any]) -> None:
     """Makes the slots for `variables`, unless they are there."""
     if not self.is_built:
-      with tf.name_scope(self.optimizer.name):
-        self.optimizer.build(list(variables))
+      self.optimizer.build(list(variables))
 
   def knows(self, variable: Any) -> bool:
     """Whether the built optimizer was built on `variable`."""
     last = _innermost(self.optimizer)
     return last._var_key(variable) in last._trainable_variables_indices
 
-  def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
+  def scale_loss(self, loss: Any) -> Any:
     """Multiplies by `loss_scale_factor` or the dynamic scale."""
     return self.optimizer.scale_loss(loss)
 
