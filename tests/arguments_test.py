@@ -58,12 +58,26 @@ def test_any_iterable_of_any_pairs_will_do() -> None:
     assert arguments.check_pairs(pairs) == ([grad], [v])
 
 
+# Tensors are made inside the tests: run as a program, this file is read before
+# conftest.py has set the devices.
+
+
+def _one_and_a_half() -> tf.Tensor:
+  return tf.constant(1.5)
+
+
+def _made(value: Any) -> Any:
+  """What a parameter stands for: a function stands for what it makes."""
+  return value() if callable(value) else value
+
+
 @pytest.mark.parametrize(
   "gradient",
-  [1.5, np.float32(1.5), np.array(1.5, np.float32), tf.constant(1.5)],
+  [1.5, np.float32(1.5), np.array(1.5, np.float32), _one_and_a_half],
 )
 def test_what_converts_to_a_tensor_is_a_gradient(gradient: Any) -> None:
-  [grad], _ = arguments.check_pairs([(gradient, variable_named("v"))])
+  pair = (_made(gradient), variable_named("v"))
+  [grad], _ = arguments.check_pairs([pair])
   assert tf.is_tensor(grad)
   assert float(grad) == 1.5
 
@@ -145,8 +159,9 @@ def test_gradients_that_are_all_none_are_refused() -> None:
   assert "Compute the loss from the variables, inside the tape." in text
 
 
-@pytest.mark.parametrize("other", [tf.constant(1.0), 1.0, "w", None])
+@pytest.mark.parametrize("other", [_one_and_a_half, 1.0, "w", None])
 def test_what_is_no_variable_is_refused(other: Any) -> None:
+  other = _made(other)
   for grad in (tf.constant(1.0), None):
     text = words_of(TypeError, arguments.check_pairs, [(grad, other)])
     assert "`grads_and_vars` must hold tf.Variable or keras.Variable" in text
@@ -165,15 +180,15 @@ def test_a_pair_the_wrong_way_round_is_refused() -> None:
   [
     object(),
     {},
-    tf.sparse.from_dense([1.0]),
+    lambda: tf.sparse.from_dense([1.0]),
     [[1.0], [2.0, 3.0]],
     "text",
-    tf.constant([1, 2]),
+    lambda: tf.constant([1, 2]),
   ],
   ids=["object", "dict", "SparseTensor", "ragged", "string", "integers"],
 )
 def test_what_is_no_tensor_is_refused(gradient: Any) -> None:
-  pair = (gradient, variable_named("v"))
+  pair = (_made(gradient), variable_named("v"))
   text = words_of(TypeError, arguments.check_pairs, [pair])
   assert text.startswith(
     "`grads_and_vars` must hold tensors of floating or complex numbers; the"
@@ -185,14 +200,14 @@ def test_what_is_no_tensor_is_refused(gradient: Any) -> None:
 @pytest.mark.parametrize(
   ("gradient", "shape", "expected"),
   [
-    (tf.zeros([3]), "(3,)", "(2,)"),
-    (tf.zeros([2, 1]), "(2, 1)", "(2,)"),
-    (tf.constant(1.0), "()", "(2,)"),
+    ([3], "(3,)", "(2,)"),
+    ([2, 1], "(2, 1)", "(2,)"),
+    ([], "()", "(2,)"),
   ],
 )
 @pytest.mark.parametrize("make", [variable_named, keras_variable])
 def test_another_shape_is_refused(
-  gradient: tf.Tensor, shape: str, expected: str, make: Any
+  gradient: list[int], shape: str, expected: str, make: Any
 ) -> None:
   if make is variable_named:
     variable = variable_named("v", tf.zeros([2]))
@@ -200,7 +215,8 @@ def test_another_shape_is_refused(
   else:
     variable = keras_variable(tf.zeros([2]))
     name = variable.path
-  text = words_of(ValueError, arguments.check_pairs, [(gradient, variable)])
+  pair = (tf.zeros(gradient), variable)
+  text = words_of(ValueError, arguments.check_pairs, [pair])
   assert "must hold gradients of their variables' shapes" in text
   assert f"the gradient of {name} has shape {shape}" in text
   assert f"the variable {expected}." in text
@@ -267,16 +283,18 @@ def test_a_variable_that_is_not_trainable_is_refused() -> None:
   assert f"{frozen.path} has trainable=False" in text
 
 
-@pytest.mark.parametrize("other", [tf.constant(1.0), 1.0, "w", None])
+@pytest.mark.parametrize("other", [_one_and_a_half, 1.0, "w", None])
 def test_a_var_list_of_other_things_is_refused(other: Any) -> None:
+  other = _made(other)
   text = words_of(TypeError, arguments.check_var_list, [other])
   assert "`var_list` must hold tf.Variable or keras.Variable objects" in text
   assert f"got {other!r}." in text
   assert "Pass the variable itself, not its value." in text
 
 
-@pytest.mark.parametrize("value", [3, tf.constant(1.0)], ids=["int", "tensor"])
+@pytest.mark.parametrize("value", [3, _one_and_a_half], ids=["int", "tensor"])
 def test_a_var_list_that_is_no_list_is_refused(value: Any) -> None:
+  value = _made(value)
   text = words_of(TypeError, arguments.check_var_list, value)
   assert "`var_list`" in text
   assert repr(value) in text

@@ -33,10 +33,14 @@ def run_example(name: str, data_dir: Path, *arguments: str) -> str:
   """Runs an example in another folder than its own; returns its output."""
   # The folder of the test's own copy first, then whatever Bazel set.
   path = [str(PROJECT), os.environ.get("PYTHONPATH", "")]
+  environment = dict(os.environ)
+  # Bazel sets it for tests; it would hide an example's siblings from it.
+  environment.pop("PYTHONSAFEPATH", None)
+  environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
   done = subprocess.run(
     [sys.executable, EXAMPLES / name, f"--data_dir={data_dir}", *arguments],
     cwd=data_dir,
-    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+    env=environment,
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,

@@ -1,6 +1,6 @@
 """The README's Python runs as a reader would run it and prints what it says."""
 
-# bazel: data=//:README.md
+# bazel: data=//:README.md deps=//tf_cross_shard
 
 import pathlib
 import re
