@@ -325,8 +325,9 @@ def test_a_step_that_is_no_integer_is_refused(dtype: str) -> None:
     )
 
 
-@pytest.mark.parametrize("step", [0, "step", tf.constant(0), [1, 2]])
+@pytest.mark.parametrize("step", [0, "step", _one_and_a_half, [1, 2]])
 def test_a_step_that_is_no_variable_is_refused(step: Any) -> None:
+  step = _made(step)
   assert words_of(TypeError, arguments.check_global_step, step) == (
     f"`global_step` must be an integer variable or None; got {step!r}. Use"
     " tf.Variable(0, dtype=tf.int64)."
