@@ -169,34 +169,6 @@ def test_gradients_are_applied_exactly_once(name: str) -> None:
   assert testbed.copies(inner._iterations) == [1] * 4
 
 
-def test_the_strategy_is_left_as_it_was() -> None:
-  strategy = testbed.mirrored()
-  with strategy.scope():
-    weight = keras.Variable(0.0)
-    optimizer = CrossShardOptimizer(optimizers.SGD(1.0))
-    optimizer.build([weight])
-  before = dict(vars(strategy.extended))
-
-  def failing(gradient: Any, variable: Any, rate: Any) -> None:
-    raise ArithmeticError("no update")
-
-  strategy.run(lambda: optimizer.apply([tf.constant(1.0)], [weight]))
-  optimizer.inner_optimizer.update_step = failing
-  with pytest.raises(ArithmeticError):
-    strategy.run(lambda: optimizer.apply([tf.constant(1.0)], [weight]))
-  assert vars(strategy.extended) == before
-  with strategy.scope():
-    assert not tf.__internal__.distribute.strategy_supports_no_merge_call()
-  sums = strategy.run(
-    lambda: tf.distribute.get_replica_context().all_reduce(
-      "SUM", tf.constant(1.0)
-    )
-  )
-  assert [float(s) for s in strategy.experimental_local_results(sums)] == [
-    4.0
-  ] * 4
-
-
 def test_callbacks_and_steps_per_execution() -> None:
   strategy = testbed.mirrored()
   data = tf.data.Dataset.from_tensor_slices(

@@ -302,7 +302,7 @@ def test_groups_and_scaling_are_plain_python() -> None:
 def test_private_names_are_where_they_belong() -> None:
   foreign = foreign_names(PROJECT)
   # The scan sees what is known to be there.
-  assert "_use_merge_call" in foreign["collectives.base"]
+  assert "_use_merge_call" in foreign["collectives.alone"]
   assert "raw_ops" in foreign["collectives.meeting"]
   assert "_trainable_variables_indices" in foreign["inner.keras3"]
   assert misplaced_names(PROJECT) == []

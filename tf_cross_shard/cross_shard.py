@@ -399,7 +399,7 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
       arguments.check_var_list(var_list),
       tape,
       scale=lambda seed: self._scale(seed, default),
-      options=gradients.GraphOptions(**options),
+      options=gradients.graph_options(options),
       scalar=self.reduction == scaling.MEAN,
     )
 

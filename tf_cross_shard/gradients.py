@@ -51,6 +51,32 @@ class GraphOptions:
       )
 
 
+def graph_options(options: dict[str, Any]) -> GraphOptions:
+  """Checks keyword arguments that are meant for graphs.
+
+  >>> graph_options({"gate_gradients": GATE_NONE}).gate_gradients
+  0
+
+  Args:
+    options: Arguments by name.
+
+  Returns:
+    The options.
+
+  Raises:
+    TypeError: If there is no such option.
+    ValueError: If an option has no valid value.
+  """
+  known = [field.name for field in dataclasses.fields(GraphOptions)]
+  for name in options:
+    if name not in known:
+      raise TypeError(
+        f"`compute_gradients` has no argument {name!r}. Besides `loss`,"
+        f" `var_list` and `tape` it takes {known}."
+      )
+  return GraphOptions(**options)
+
+
 def compute(
   loss: Any,
   var_list: list[Any] | None,

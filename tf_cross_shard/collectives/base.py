@@ -1,14 +1,15 @@
-"""What every engine offers, and the context in which a replica is alone."""
+"""What every engine offers, and the engine for strategies of others."""
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import packing
+from tf_cross_shard.collectives import alone
 
 
 class Engine(abc.ABC):
@@ -90,34 +91,13 @@ class Engine(abc.ABC):
     is_copied = isinstance(value, tf.distribute.DistributedValues)
     return is_copied or _replica_id() in (0, None)
 
-  @contextlib.contextmanager
-  def alone(self) -> Iterator[None]:
+  def alone(self) -> contextlib.AbstractContextManager[None]:
     """A context in which this replica updates its own variables only.
 
-    Inside it a reduction answers this replica's value, a merge call runs at
-    once and an assignment writes this replica's copy. An optimizer that
-    reduces gradients within itself therefore does not reduce them again, and
-    it may stand inside `tf.cond`, where merge calls fail.
-
-    Yields:
-      None.
+    Returns:
+      What `tf_cross_shard.collectives.alone.alone` answers.
     """
-    context = tf.distribute.get_replica_context()
-    extended = self.strategy.extended
-    # The obvious way, one merge call around the whole update, fails inside
-    # tf.cond, and Keras' own conditionals (gradient accumulation, EMA) then
-    # merge within it. MirroredStrategy can do without merge calls; it asks
-    # this method. No other replica's thread runs before the block is left.
-    hidden = vars(extended).get("_use_merge_call")
-    extended._use_merge_call = lambda: False
-    try:
-      with _AloneContext(self.strategy, context.replica_id_in_sync_group):
-        yield
-    finally:
-      if hidden is None:
-        del extended._use_merge_call
-      else:
-        extended._use_merge_call = hidden
+    return alone.alone(self.strategy)
 
 
 class AnyStrategy(Engine):
@@ -161,42 +141,6 @@ class AnyStrategy(Engine):
         f" {type(self.strategy).__name__}; got {groups.to_lists()}. Leave it"
         " None, or use MirroredStrategy."
       )
-
-
-class _AloneContext(tf.distribute.ReplicaContext):
-  """A replica context whose replica has no peers."""
-
-  def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-    """This replica's value is the whole sum."""
-    del reduce_op, options
-    return value
-
-  def merge_call(
-    self,
-    merge_fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: dict[str, Any] | None = None,
-  ) -> Any:
-    """Calls `merge_fn` at once, with this replica's values."""
-    return merge_fn(_AloneStrategy(), *args, **(kwargs or {}))
-
-
-class _AloneStrategy:
-  """The little of a strategy that merged assignments ask for."""
-
-  @property
-  def extended(self) -> "_AloneStrategy":
-    """Itself: the two share no method name here."""
-    return self
-
-  def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-    """The value, which is where it has to be."""
-    del destinations
-    return tensor
-
-  def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-    """The one value there is."""
-    return (value,)
 
 
 def _replica_id() -> int | None:
