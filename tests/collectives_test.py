@@ -67,6 +67,40 @@ class TestAnyStrategy:
       ):
         call([tf.constant([1.0])], groups)
 
+  @pytest.mark.parametrize("name", ["Adam", "Momentum"])
+  @pytest.mark.parametrize("eager", [False, True])
+  def test_trains_like_plain_keras(
+    self, name: str, eager: bool, monkeypatch: pytest.MonkeyPatch
+  ) -> None:
+    monkeypatch.setattr(collectives, "for_strategy", base.AnyStrategy)
+    strategy = testbed.mirrored()
+    task = testbed.Regression()
+    with strategy.scope():
+      variables = task.variables()
+      optimizer = CrossShardOptimizer(testbed.OPTIMIZERS[name]())
+      optimizer.build(variables)
+
+    def step(x: tf.Tensor, y: tf.Tensor) -> None:
+      def replica_step() -> None:
+        mine = testbed.replica_id()
+        optimizer.minimize(
+          lambda: task.loss(variables, x[mine], y[mine]), var_list=variables
+        )
+
+      strategy.run(replica_step)
+
+    run = step if eager else tf.function(step, autograph=False)
+    for x, y in zip(task.x, task.y, strict=True):
+      run(tf.constant(x), tf.constant(y))
+    plain = testbed.OPTIMIZERS[name]()
+    expected = testbed.train_plain(task, range(testbed.REPLICAS), plain)
+    for variable, value in zip(variables, expected, strict=True):
+      held = testbed.copies(variable)
+      assert len(held) == testbed.REPLICAS
+      for copy in held:
+        testbed.assert_close(copy, value, name)
+    assert testbed.copies(optimizer.iterations) == [task.steps] * 4
+
 
 def test_one_replica_of_a_mirrored_strategy() -> None:
   strategy = tf.distribute.MirroredStrategy(["CPU:0"])

@@ -36,6 +36,24 @@ def alone(strategy: tf.distribute.Strategy) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def not_reducing(strategy: tf.distribute.Strategy) -> Iterator[None]:
+  """Turns reductions off and leaves merge calls and assignments as they are.
+
+  For strategies that nobody knows to do without merge calls. In it an update
+  fails inside `tf.cond`, as it does in plain Keras.
+
+  Args:
+    strategy: The strategy in whose replica context this is called.
+
+  Yields:
+    None.
+  """
+  context = tf.distribute.get_replica_context()
+  with _NotReducingContext(strategy, context):
+    yield
+
+
+@contextlib.contextmanager
 def _answering(extended: Any) -> Iterator[None]:
   """Lets a strategy do without merge calls for replicas that are alone.
 
@@ -94,6 +112,29 @@ class _AloneContext(tf.distribute.ReplicaContext):
   ) -> Any:
     """Calls `merge_fn` at once, with this replica's values."""
     return merge_fn(_AloneStrategy(), *args, **(kwargs or {}))
+
+
+class _NotReducingContext(tf.distribute.ReplicaContext):
+  """A replica context in which sums are taken already."""
+
+  def __init__(self, strategy: tf.distribute.Strategy, outer: Any) -> None:
+    super().__init__(strategy, outer.replica_id_in_sync_group)
+    self._outer = outer
+
+  def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+    """The value is the sum."""
+    del reduce_op, options
+    return value
+
+  def merge_call(
+    self,
+    merge_fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+  ) -> Any:
+    """Meets the other replicas, in the context that they know."""
+    with self._outer:
+      return self._outer.merge_call(merge_fn, args, kwargs)
 
 
 class _AloneStrategy:

@@ -133,6 +133,10 @@ class AnyStrategy(Engine):
     context = tf.distribute.get_replica_context()
     return [context.all_gather(tensor, axis=0) for tensor in tensors]
 
+  def alone(self) -> contextlib.AbstractContextManager[None]:
+    """All that is sure to work: no second reduction."""
+    return alone.not_reducing(self.strategy)
+
   def _check_one_group(self, groups: groups_lib.Groups) -> None:
     """Raises `NotImplementedError` for groups, which no public call has."""
     if groups.num_groups > 1:
