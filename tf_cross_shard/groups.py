@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from tf_cross_shard import drawing
 
@@ -249,7 +250,7 @@ def _check_positive(name: str, value: Any) -> None:
     )
 
 
-def _from_table(table: np.ndarray) -> tuple[tuple[int, ...], ...]:
+def _from_table(table: npt.NDArray[np.int_]) -> tuple[tuple[int, ...], ...]:
   """An integer table as tuples."""
   return tuple(map(tuple, table.tolist()))
 
