@@ -321,7 +321,8 @@ def test_a_step_that_is_no_integer_is_refused(dtype: str) -> None:
   for step in (tf.Variable(zero), keras_variable(zero, dtype=dtype)):
     assert words_of(TypeError, arguments.check_global_step, step) == (
       f"`global_step` must be an integer variable; its dtype is {dtype}. Use"
-      " tf.Variable(0, dtype=tf.int64)."
+      " tf.Variable(0, dtype=tf.int64), or `var_list=` for what is to be"
+      " trained."
     )
 
 

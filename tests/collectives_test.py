@@ -102,6 +102,58 @@ class TestAnyStrategy:
     assert testbed.copies(optimizer.iterations) == [task.steps] * 4
 
 
+class TestCentralStorage:
+  """One variable for all replicas, and no engine of its own."""
+
+  def test_trains_and_counts(self) -> None:
+    strategy = tf.compat.v1.distribute.experimental.CentralStorageStrategy(
+      ["CPU:0", "CPU:1"], "CPU:0"
+    )
+    with strategy.scope():
+      weight = tf.Variable(0.0)
+      first = tf.VariableAggregation.ONLY_FIRST_REPLICA
+      step = tf.Variable(0, dtype=tf.int64, aggregation=first)
+      optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(1.0))
+      optimizer.build([weight])
+
+    def replica_step() -> None:
+      mark = tf.constant([1.0, 2.0])[testbed.replica_id()]
+      optimizer.apply_gradients([(mark, weight)], step)
+
+    for run in (strategy.run, tf.function(strategy.run, autograph=False)):
+      run(replica_step)
+    assert (float(weight.numpy()), int(step.numpy())) == (-6.0, 2)
+
+  def test_refuses_groups_when_made(self) -> None:
+    strategy = tf.compat.v1.distribute.experimental.CentralStorageStrategy(
+      ["CPU:0", "CPU:1"], "CPU:0"
+    )
+    with (
+      strategy.scope(),
+      pytest.raises(NotImplementedError, match=r"\[\[0\], \[1\]\]"),
+    ):
+      CrossShardOptimizer("sgd", group_assignment=[[0], [1]])
+
+
+def test_one_worker_of_a_multi_worker_strategy_accumulates() -> None:
+  strategy = tf.distribute.MultiWorkerMirroredStrategy()
+  assert strategy.num_replicas_in_sync == 1
+  with strategy.scope():
+    weight = tf.Variable(0.0)
+    optimizer = CrossShardOptimizer(
+      tf.keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+    )
+    optimizer.build([weight])
+
+  @tf.function(autograph=False)
+  def step() -> None:
+    strategy.run(lambda: optimizer.apply([tf.constant(2.0)], [weight]))
+
+  for expected in (0.0, -2.0, -2.0, -4.0):
+    step()
+    assert float(weight.numpy()) == expected
+
+
 def test_one_replica_of_a_mirrored_strategy() -> None:
   strategy = tf.distribute.MirroredStrategy(["CPU:0"])
   with strategy.scope():

@@ -153,6 +153,89 @@ class TestReduction:
     slot = optimizer.get_slot(weight, "momentum")
     assert testbed.copies(slot) == [-15.0] * 4
 
+  def test_constraints_hold_for_variables_that_the_loss_found(self) -> None:
+    for mode in ("eager", "function"):
+      optimizer, weight = _make(_sgd, initial=1.0)
+      weight.constraint = keras.constraints.NonNeg()
+      _run(
+        lambda o=optimizer, w=weight: o.minimize(lambda: _mine() * w.value),
+        mode,
+      )
+      assert testbed.copies(weight) == [0.0] * 4
+
+  def test_aggregated_keras_variables_with_constraints(self) -> None:
+    for mode in ("eager", "function"):
+      for aggregation in ("mean", "sum", "only_first_replica"):
+        with testbed.mirrored().scope():
+          weight = keras.Variable(
+            1.0, aggregation=aggregation, constraint="non_neg"
+          )
+          weight.constraint = keras.constraints.get("non_neg")
+          optimizer = CrossShardOptimizer(
+            SGD(0.25), group_assignment=[[0, 1], [2, 3]]
+          )
+          optimizer.build([weight])
+        _run(
+          lambda o=optimizer, w=weight: o.apply_gradients([(_mine(), w)]), mode
+        )
+        assert testbed.copies(weight) == [0.25, 0.25, 0.0, 0.0]
+
+  @pytest.mark.parametrize("mode", ["eager", "function"])
+  def test_global_step_of_every_kind_counts_one(self, mode: str) -> None:
+    synchronization = tf.VariableSynchronization
+    aggregation = tf.VariableAggregation
+    for sync, aggregate in (
+      (synchronization.AUTO, aggregation.SUM),
+      (synchronization.ON_READ, aggregation.SUM),
+      (synchronization.ON_READ, aggregation.ONLY_FIRST_REPLICA),
+    ):
+      optimizer, weight = _make(_sgd)
+      with testbed.mirrored().scope():
+        step = tf.Variable(
+          0, dtype=tf.int64, synchronization=sync, aggregation=aggregate
+        )
+      for _ in range(2):
+        _run(
+          lambda o=optimizer, w=weight, s=step: o.apply_gradients(
+            [(_mine(), w)], s
+          ),
+          mode,
+        )
+      assert step.numpy() == 2
+      assert testbed.copies(weight) == [-30.0] * 4
+
+
+class TestLossScaleOptimizer:
+  def test_one_too_many_is_refused(self) -> None:
+    """Under mixed_float16 Keras adds a second one around ours."""
+    optimizers = keras.optimizers
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    inner = CrossShardOptimizer(optimizers.LossScaleOptimizer(SGD(0.1)))
+    model.compile(optimizers.LossScaleOptimizer(inner), "mse")
+    with pytest.raises(RuntimeError, match="auto_scale_loss=False"):
+      model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
+
+  @pytest.mark.parametrize("option", ["clipnorm", "clipvalue"])
+  def test_local_clipping_does_not_hide_overflow(self, option: str) -> None:
+    def opt() -> Any:
+      return keras.optimizers.LossScaleOptimizer(_sgd(), initial_scale=1024.0)
+
+    optimizer, weight = _make(opt, initial=[1.0, 2.0], **{option: 0.5})
+
+    def step() -> Any:
+      pairs = optimizer.compute_gradients(
+        lambda: tf.reduce_sum(weight), [weight]
+      )
+      overflow = tf.where(testbed.replica_id() == 1, np.inf, 1.0)
+      return optimizer.apply_gradients(
+        [(grad * tf.cast(overflow, grad.dtype), v) for grad, v in pairs]
+      )
+
+    _run(step)
+    for copy in testbed.copies(weight):
+      np.testing.assert_array_equal(copy, [1.0, 2.0])
+    assert testbed.copies(optimizer.dynamic_scale) == [512.0] * 4
+
 
 class TestClipping:
   def test_before_the_sum_and_after_it(self) -> None:
@@ -321,6 +404,15 @@ class TestPlaces:
       optimizer.apply_gradients([(tf.constant(1.0), weight)])
     assert optimizer.iterations.numpy() == 0
 
+  def test_version_1_graph_of_several_replicas_is_refused(self) -> None:
+    with tf.Graph().as_default():
+      strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+      with strategy.scope():
+        weight = tf.Variable(3.0)
+        optimizer = CrossShardOptimizer(_sgd())
+      with pytest.raises(RuntimeError, match=r"version 1 graph.*tf\.function"):
+        strategy.run(lambda: optimizer.minimize(weight * weight))
+
   def test_version_1_graph(self) -> None:
     with tf.Graph().as_default():
       weight = tf.Variable(3.0)
@@ -477,6 +569,28 @@ class TestBadInput:
       with pytest.raises(error, match=words):
         optimizer.minimize(lambda: weight * frozen, var_list=var_list)
 
+  def test_foreign_var_list(self) -> None:
+    optimizer, _ = _make(_sgd)
+    with testbed.mirrored().scope():
+      foreign = keras.Variable(0.0, name="foreign")
+    with pytest.raises(ValueError, match=r"`var_list` holds foreign"):
+      _run(lambda: optimizer.minimize(lambda: 2 * foreign, var_list=[foreign]))
+
+  def test_names_and_slots(self) -> None:
+    optimizer, weight = _make(_sgd)
+    with pytest.raises(TypeError, match=r"`name` must be a string.*5"):
+      _run(lambda: optimizer.apply_gradients([(_mine(), weight)], name=5))
+    for other in ("weight", None, tf.constant(1.0)):
+      with pytest.raises(TypeError, match="`var` must hold"):
+        optimizer.get_slot(other, "momentum")
+
+  def test_keras_order_of_arguments(self) -> None:
+    weight = keras.Variable(1.0)
+    optimizer = CrossShardOptimizer(_sgd())
+    for var_list in ((weight,), [weight], (v for v in [weight])):
+      optimizer.minimize(lambda: 1.0 * weight, var_list)
+    assert float(weight.numpy()) == -2.0
+
   def test_apply(self) -> None:
     optimizer = CrossShardOptimizer("sgd")
     with pytest.raises(ValueError, match="not built"):
@@ -526,8 +640,30 @@ class TestWords:
       _run(lambda: optimizer.apply_gradients([(_mine(), weight)]))
     assert len(said) == 1
     assert said[0].startswith("warning:")
+    assert "auto_scale_loss=False" in said[0]
     assert "0.5 if" in said[0]
     assert "2 if" in said[0]
+
+  def test_no_false_alarm(self, said: list[str]) -> None:
+    """Keras' ungrouped mean has no factor; functions scale unseen."""
+    optimizer, weight = _make(_sgd, loss_averaged_over="global")
+    _run(lambda: optimizer.apply([_mine()], [weight]))
+    optimizer, weight = _make(_sgd, loss_averaged_over="replica")
+    compute = tf.function(
+      lambda: optimizer.compute_gradients(lambda: 2 * weight, [weight])[0][0]
+    )
+    alone = CrossShardOptimizer(_sgd())
+    assert alone.get_name()
+    for _ in range(3):
+      _run(lambda: optimizer.apply_gradients([(compute(), weight)]), "eager")
+    assert said == []
+
+  def test_keras_ways_that_miss_a_factor(self, said: list[str]) -> None:
+    """What LossScaleOptimizer does when it stands around ours."""
+    optimizer, weight = _make(_sgd, "sum")
+    _run(lambda: optimizer.apply([_mine()], [weight]))
+    assert len(said) == 1
+    assert "4 if over all" in said[0]
 
   def test_no_warning_without_a_mean_or_peers(self, said: list[str]) -> None:
     optimizer, weight = _make(_sgd, "sum")

@@ -1,6 +1,7 @@
 """The wrapper reads and writes as if it were the encapsulated optimizer."""
 
 import pathlib
+import pickle
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,28 @@ def test_settings_live_in_the_encapsulated_optimizer(optimizer: Any) -> None:
   assert float(inner.learning_rate) == 0.25
   inner.learning_rate = 0.75
   assert float(optimizer.learning_rate) == 0.75
+
+
+def test_attributes_are_deleted_where_they_live(optimizer: Any) -> None:
+  optimizer.note = "mine"
+  del optimizer.note
+  optimizer.inner_optimizer.extra = 1
+  del optimizer.extra
+  for holder in (optimizer, optimizer.inner_optimizer):
+    assert not hasattr(holder, "note")
+    assert not hasattr(holder, "extra")
+
+
+def test_pickled_twice_before_it_is_built(optimizer: Any) -> None:
+  weight = keras.Variable(1.0, name="weight")
+  optimizer.apply_gradients([(tf.constant(1.0), weight)])
+  again = optimizer
+  for _ in range(3):
+    again = pickle.loads(pickle.dumps(again))
+  again.build([weight])
+  assert again.iterations.numpy() == 1
+  for ours, theirs in zip(again.variables, optimizer.variables, strict=True):
+    assert ours.numpy() == theirs.numpy()
 
 
 def test_clipping_and_name_are_its_own(optimizer: Any) -> None:

@@ -23,6 +23,60 @@ def is_variable(value: object) -> bool:
   return isinstance(value, (tf.Variable, tf.keras.Variable))
 
 
+def check_variable(argument: str, variable: object) -> None:
+  """Checks that something handed in is a variable.
+
+  >>> check_variable("var", tf.Variable(1.0))
+
+  Args:
+    argument: The argument that it came in.
+    variable: What came in.
+
+  Raises:
+    TypeError: If it is no variable.
+  """
+  if not is_variable(variable):
+    raise TypeError(
+      f"`{argument}` must hold tf.Variable or keras.Variable objects; got"
+      f" {_shown(variable)}. Pass the variable itself, not its value."
+    )
+
+
+def is_var_list(value: Any) -> bool:
+  """Whether what stands where `global_step` may stand are variables to train.
+
+  >>> is_var_list([tf.Variable(1.0)]), is_var_list(tf.Variable(1.0))
+  (True, False)
+
+  Args:
+    value: The second argument of `minimize`: `global_step` in version 1,
+      `var_list` in Keras.
+
+  Returns:
+    True for an iterable of anything. A single variable is a `global_step`.
+  """
+  if is_variable(value) or tf.is_tensor(value) or isinstance(value, str):
+    return False
+  return isinstance(value, Iterable)
+
+
+def check_name(name: Any) -> None:
+  """Checks the name of operations.
+
+  >>> check_name("step")
+
+  Args:
+    name: None or a string.
+
+  Raises:
+    TypeError: If it is anything else.
+  """
+  if name is not None and not isinstance(name, str):
+    raise TypeError(
+      f'`name` must be a string or None; got {name!r}. Use for example "step".'
+    )
+
+
 def check_pairs(grads_and_vars: Iterable[Any]) -> tuple[list[Any], list[Any]]:
   """Splits (gradient, variable) pairs after checking each of them.
 
@@ -95,7 +149,7 @@ def check_var_list(var_list: Any) -> list[Any] | None:
       " take every trainable variable that the loss touches."
     )
   for variable in variables:
-    _check_variable("var_list", variable)
+    check_variable("var_list", variable)
     if not variable.trainable:
       raise ValueError(
         f"`var_list` must hold trainable variables; {_name(variable)} has"
@@ -126,7 +180,8 @@ def check_global_step(global_step: Any) -> None:
     raise TypeError(
       "`global_step` must be an integer variable; its dtype is"
       f" {tf.as_dtype(global_step.dtype).name}. Use"
-      " tf.Variable(0, dtype=tf.int64)."
+      " tf.Variable(0, dtype=tf.int64), or `var_list=` for what is to be"
+      " trained."
     )
 
 
@@ -152,7 +207,9 @@ def check_scalar(loss: tf.Tensor, seeded: bool) -> None:
 
 
 def check_known(
-  variables: Sequence[Any], is_known: Callable[[Any], bool]
+  variables: Sequence[Any],
+  is_known: Callable[[Any], bool],
+  argument: str = "grads_and_vars",
 ) -> None:
   """Checks that a built optimizer was built on all of `variables`.
 
@@ -161,6 +218,7 @@ def check_known(
   Args:
     variables: What gradients are to be applied to.
     is_known: Whether the encapsulated optimizer was built on a variable.
+    argument: The argument that they came in.
 
   Raises:
     ValueError: If one is unknown.
@@ -168,7 +226,7 @@ def check_known(
   for variable in variables:
     if not is_known(variable):
       raise ValueError(
-        f"Unknown variable: `grads_and_vars` holds {_name(variable)}, which is"
+        f"Unknown variable: `{argument}` holds {_name(variable)}, which is"
         " not among the variables that the optimizer was built on. Call"
         " build() with all variables first, or make a new optimizer."
       )
@@ -186,7 +244,7 @@ def _as_list(argument: str, value: Any) -> list[Any]:
 
 def _check_gradient(grad: Any, variable: Any) -> Any:
   """`grad` as a tensor, of the shape of `variable`."""
-  _check_variable("grads_and_vars", variable)
+  check_variable("grads_and_vars", variable)
   if grad is None:
     return None
   if isinstance(grad, tf.IndexedSlices):
@@ -216,15 +274,6 @@ def _not_a_gradient(grad: Any, variable: Any) -> TypeError:
     f" gradient of {_name(variable)} is {_shown(grad)}. Pass what a tape or"
     " compute_gradients() returned."
   )
-
-
-def _check_variable(argument: str, variable: object) -> None:
-  """Raises `TypeError` unless `variable` is one."""
-  if not is_variable(variable):
-    raise TypeError(
-      f"`{argument}` must hold tf.Variable or keras.Variable objects; got"
-      f" {_shown(variable)}. Pass the variable itself, not its value."
-    )
 
 
 def _shown(value: Any) -> str:

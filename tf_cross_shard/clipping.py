@@ -16,6 +16,7 @@ def clip(
   clipnorm: Any = None,
   global_clipnorm: Any = None,
   clipvalue: Any = None,
+  keep_infinite: bool = False,
 ) -> list[Gradient]:
   """Clips gradients by norm, by global norm or by value.
 
@@ -37,6 +38,8 @@ def clip(
       does not clip.
     global_clipnorm: Largest norm of all gradients together.
     clipvalue: Largest absolute value of an element.
+    keep_infinite: Leave infinite elements to whoever looks for overflow,
+      instead of cutting them to `clipvalue`.
 
   Returns:
     The clipped gradients in the same order.
@@ -59,12 +62,24 @@ def clip(
       for grad in wide
     ]
   elif clipvalue is not None:
-    lowest, highest = -clipvalue, clipvalue
-    wide = [_each(grad, tf.clip_by_value, lowest, highest) for grad in wide]
+    wide = [
+      _each(grad, _clip_by_value, clipvalue, keep_infinite) for grad in wide
+    ]
   return [
     _each(clipped, tf.cast, _dtype(grad))
     for clipped, grad in zip(wide, grads, strict=True)
   ]
+
+
+def _clip_by_value(
+  values: tf.Tensor, limit: Any, keep_infinite: bool
+) -> tf.Tensor:
+  """Elements between `-limit` and `limit`."""
+  limit = tf.cast(limit, values.dtype)
+  clipped = tf.clip_by_value(values, -limit, limit)
+  if keep_infinite:
+    return tf.where(tf.math.is_inf(values), values, clipped)
+  return clipped
 
 
 def _widen(grad: Gradient) -> Gradient:

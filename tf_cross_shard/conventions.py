@@ -23,6 +23,7 @@ class LossConvention:
   Attributes:
     reduction: `"mean"` or `"sum"`.
     averaged_over: `"replica"`, `"global"`, or None for the way in to decide.
+    ever_scaled: Whether a loss was scaled at all.
   """
 
   def __init__(self, reduction: str, averaged_over: str | None) -> None:
@@ -36,21 +37,33 @@ class LossConvention:
     self.averaged_over = averaged_over
     # One replica's trace or eager call is one thread's business.
     self._step = threading.local()
+    self._scaled_in_trace = False
+    self.ever_scaled = False
     self._told = False
     self._warned = False
 
-  def factor(self, default: str, num_replicas: int, group_size: int) -> float:
+  def factor(
+    self,
+    default: str,
+    num_replicas: int,
+    group_size: int,
+    traced: bool = False,
+  ) -> float:
     """The factor for a loss that comes in by a way whose default is given.
 
     Args:
       default: `"replica"` or `"global"`, taken when the user chose neither.
       num_replicas: Replicas in the whole strategy.
       group_size: Replicas that sum together.
+      traced: Whether a function is being traced, which may later run in steps
+        that nobody sees here.
 
     Returns:
       What `scaling.loss_factor` answers for the convention.
     """
+    self.ever_scaled = True
     self._step.scaled = True
+    self._scaled_in_trace |= traced
     taken = self.averaged_over or default
     if self.averaged_over is None and num_replicas > 1 and not self._told:
       self._told = True
@@ -64,32 +77,43 @@ class LossConvention:
       )
     return scaling.loss_factor(self.reduction, taken, num_replicas, group_size)
 
-  def end_step(self, num_replicas: int, group_size: int) -> None:
+  def end_step(
+    self,
+    num_replicas: int,
+    group_size: int,
+    by_keras: bool = False,
+    traced: bool = False,
+  ) -> None:
     """Warns, once, when gradients are summed whose loss was never scaled.
 
     Args:
       num_replicas: Replicas in the whole strategy.
       group_size: Replicas that sum together.
+      by_keras: Whether Keras calls, whose losses are averaged over all
+        replicas' examples.
+      traced: Whether a function is being traced.
     """
     scaled = getattr(self._step, "scaled", False)
     self._step.scaled = False
-    if (
-      scaled
-      or self._warned
-      or num_replicas == 1
-      or self.reduction != scaling.MEAN
-    ):
-      return
-    self._warned = True
-    factors = [
+    if not traced:
+      # A function that was traced once may scale in every eager step.
+      scaled = scaled or self._scaled_in_trace
+    local, over_all = (
       scaling.loss_factor(self.reduction, over, num_replicas, group_size)
       for over in (scaling.REPLICA, scaling.GLOBAL)
-    ]
+    )
+    is_missing = over_all != 1 if by_keras else self.reduction == scaling.MEAN
+    if scaled or self._warned or num_replicas == 1 or not is_missing:
+      return
+    self._warned = True
     logging.warning(
       "CrossShardOptimizer sums gradients whose loss it never scaled, so"
-      ' reduction="mean" is missing its factor: %g if the loss is averaged'
+      ' reduction="%s" is missing its factor: %g if the loss is averaged'
       " over this replica's examples, %g if over all replicas' examples."
       " Use compute_gradients() or minimize(), or scale_loss(loss) inside the"
-      " tape.",
-      *factors,
+      " tape. If a LossScaleOptimizer is around this optimizer, put it inside"
+      " and pass auto_scale_loss=False to compile().",
+      self.reduction,
+      local,
+      over_all,
     )

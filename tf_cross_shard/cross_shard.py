@@ -160,7 +160,11 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
 
     Returns:
       The slot; None where there is none.
+
+    Raises:
+      TypeError: If `var` is not a variable.
     """
+    arguments.check_variable("var", var)
     return self._inner.slots(var).get(name)
 
   def get_slot_names(self) -> list[str]:
@@ -204,7 +208,8 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     Args:
       loss: A function of no arguments, a tensor recorded by `tape`, or a
         tensor of the graph being built. A scalar under `"mean"`.
-      var_list: Trainable variables. None means all that the loss touches.
+      var_list: Trainable variables. None means all that the loss touches; Keras
+        variables are then known as such only if the optimizer is built.
       tape: The tape that recorded `loss`.
       **kwargs: `gate_gradients`, `aggregation_method`,
         `colocate_gradients_with_ops` and `grad_loss`. Graphs use them, eager
@@ -254,16 +259,8 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     """
     grads, variables = arguments.check_pairs(grads_and_vars)
     arguments.check_global_step(global_step)
-    self._prepare(variables)
-    ordered = tf.executing_eagerly() or tf.inside_function()
-    if ordered or self._place.engine.num_replicas > 1:
-      return self._step(grads, variables, global_step, name)
-    # Operations of a version 1 graph run only when something that is fetched
-    # depends on them. A function is one operation that does everything.
-    step = tf.function(
-      lambda: self._step(grads, variables, global_step, name), autograph=False
-    )
-    return step().op
+    arguments.check_name(name)
+    return self._apply(grads, variables, global_step, name)
 
   def apply(
     self, grads: Sequence[Any], trainable_variables: Any = None
@@ -278,6 +275,7 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     Raises:
       ValueError: If the lists do not match or the optimizer is not built.
     """
+    grads = list(grads)
     if not grads:
       return
     if trainable_variables is None:
@@ -292,7 +290,8 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
         f"`grads` must hold one gradient per variable; got {len(grads)}"
         f" gradients for {len(trainable_variables)} variables."
       )
-    self.apply_gradients(zip(grads, trainable_variables, strict=True))
+    pairs = zip(grads, trainable_variables, strict=True)
+    self._apply(*arguments.check_pairs(pairs), by_keras=True)
 
   def minimize(
     self,
@@ -339,9 +338,10 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
       ValueError: As the two methods.
       TypeError: As the two methods.
     """
-    if var_list is None and isinstance(global_step, (list, tuple)):
+    if var_list is None and arguments.is_var_list(global_step):
       global_step, var_list = None, global_step  # Keras' order of arguments.
     arguments.check_global_step(global_step)
+    arguments.check_name(name)
     options = {
       "gate_gradients": gate_gradients,
       "aggregation_method": aggregation_method,
@@ -394,30 +394,67 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
   ) -> gradients.Pairs:
     """This replica's gradients of the scaled loss."""
     self._place.check()
-    return gradients.compute(
+    variables = arguments.check_var_list(var_list)
+    if variables is not None and self._inner.is_built:
+      arguments.check_known(variables, self._inner.knows, "var_list")
+    pairs = gradients.compute(
       loss,
-      arguments.check_var_list(var_list),
+      variables,
       tape,
       scale=lambda seed: self._scale(seed, default),
       options=gradients.graph_options(options),
       scalar=self.reduction == scaling.MEAN,
     )
+    if variables is None:
+      return [(grad, self._inner.as_built(v)) for grad, v in pairs]
+    return pairs
 
   def _scale(self, loss: Any, default: str) -> Any:
     """`loss` times the mean's factor and the loss scale of `opt`."""
     groups = self._place.groups
     factor = self._convention.factor(
-      default, groups.num_replicas, groups.group_size
+      default,
+      groups.num_replicas,
+      groups.group_size,
+      traced=not tf.executing_eagerly(),
     )
     return self._inner.scale_loss(loss if factor == 1 else loss * factor)
 
-  def _prepare(self, variables: Sequence[Any]) -> None:
-    """Checks the place and the variables, and makes the slots."""
+  def _apply(
+    self,
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+    global_step: Any = None,
+    name: str | None = None,
+    by_keras: bool = False,
+  ) -> Any:
+    """Checks the place, makes the slots, and does the step."""
     self._place.check()
     if self._inner.is_built:
       arguments.check_known(variables, self._inner.knows)
-    else:
-      self.build(list(variables))
+    groups = self._place.groups
+    self._convention.end_step(
+      groups.num_replicas,
+      groups.group_size,
+      by_keras,
+      traced=not tf.executing_eagerly(),
+    )
+    if self._inner.scales_dynamically and not self._convention.ever_scaled:
+      raise RuntimeError(
+        f"{self.get_name()} encapsulates a LossScaleOptimizer, which divides"
+        " gradients by its loss scale, but this step never scaled the loss."
+        " Use compute_gradients(), minimize() or scale_loss(loss); pass"
+        " auto_scale_loss=False to compile(), or Keras adds another one."
+      )
+    self.build(list(variables))
+    if tf.executing_eagerly() or tf.inside_function():
+      return self._step(grads, variables, global_step, name)
+    # Operations of a version 1 graph run only when something that is fetched
+    # depends on them. A function is one operation that does everything.
+    step = tf.function(
+      lambda: self._step(grads, variables, global_step, name), autograph=False
+    )
+    return step().op
 
   def _step(
     self,
@@ -428,13 +465,13 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
   ) -> tf.Tensor:
     """Clip, reduce, apply, count."""
     engine, groups = self._place.engine, self._place.groups
-    self._convention.end_step(groups.num_replicas, groups.group_size)
     with tf.name_scope(name or self.get_name()):
       grads = clipping.clip(
         grads,
         clipnorm=self._scaled_limit(self.clipnorm),
         global_clipnorm=self._scaled_limit(self.global_clipnorm),
         clipvalue=self._scaled_limit(self.clipvalue),
+        keep_infinite=self._inner.scales_dynamically,
       )
       sums = _reduction.reduce_gradients(grads, variables, engine, groups)
       with engine.alone():

@@ -161,6 +161,7 @@ def _graph_gradients(
     aggregation_method=options.aggregation_method,
     colocate_gradients_with_ops=options.colocate_gradients_with_ops,
   )
-  if options.gate_gradients == GATE_GRAPH:
+  any_gradient = any(grad is not None for grad in grads)
+  if options.gate_gradients == GATE_GRAPH and any_gradient:
     grads = tf.tuple(grads)
   return list(grads)

@@ -36,14 +36,15 @@ class Placement:
 
     Raises:
       ValueError: If the groups are malformed or do not fit the strategy.
-      NotImplementedError: If the strategy has no synchronous replicas.
+      NotImplementedError: If the strategy has no synchronous replicas, or no
+        groups.
     """
     self.assigned = as_groups(group_assignment)
     self.engine = collectives.for_strategy(strategy)
     self._name = name
     # Without a strategy the optimizer may have been loaded for inference only.
     if self.engine.num_replicas > 1:
-      self._check_group_count()
+      self._check_groups()
 
   @property
   def groups(self) -> groups_lib.Groups:
@@ -57,8 +58,9 @@ class Placement:
     """Raises an error where gradients cannot be reduced.
 
     Raises:
-      RuntimeError: If called in the cross-replica context, or under another
-        strategy than the optimizer was made for.
+      RuntimeError: If called in the cross-replica context, under another
+        strategy than the optimizer was made for, or in a version 1 graph with
+        several replicas.
       ValueError: If the groups do not fit the strategy.
     """
     if tf.distribute.in_cross_replica_context():
@@ -76,10 +78,18 @@ class Placement:
         f" {type(here).__name__} ({replicas[0]} replicas). Make both inside"
         " `with strategy.scope():` and call it inside `strategy.run`."
       )
-    self._check_group_count()
+    self._check_groups()
+    in_function = tf.executing_eagerly() or tf.inside_function()
+    if not in_function and self.engine.num_replicas > 1:
+      raise RuntimeError(
+        f"{self._name} was called in a version 1 graph under"
+        f" {type(here).__name__}, where nothing orders the replicas' updates."
+        " Put `strategy.run` into a tf.function."
+      )
 
-  def _check_group_count(self) -> None:
-    """Raises `ValueError` unless the groups fit the strategy."""
+  def _check_groups(self) -> None:
+    """Raises an error unless the groups fit the strategy and its engine."""
+    self.engine.check_groups(self.groups)
     replicas = self.engine.num_replicas
     if self.assigned is not None and self.assigned.num_replicas != replicas:
       raise ValueError(

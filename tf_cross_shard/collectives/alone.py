@@ -30,8 +30,12 @@ def alone(strategy: tf.distribute.Strategy) -> Iterator[None]:
     None.
   """
   context = tf.distribute.get_replica_context()
+  replica_id = context.replica_id_in_sync_group
+  static = tf.get_static_value(replica_id)
+  # As a number where it is one: a tensor could not be read in tf.cond.
+  replica_id = replica_id if static is None else int(static)
   with _answering(strategy.extended):
-    with _AloneContext(strategy, context.replica_id_in_sync_group):
+    with _AloneContext(strategy, replica_id):
       yield
 
 
@@ -57,43 +61,60 @@ def not_reducing(strategy: tf.distribute.Strategy) -> Iterator[None]:
 def _answering(extended: Any) -> Iterator[None]:
   """Lets a strategy do without merge calls for replicas that are alone.
 
-  MirroredStrategy can; it asks its `_use_merge_call` whether to. The answer
-  is put on the object while any thread is inside, and is changed for replicas
-  that are alone only: other threads may be tracing under the same strategy.
+  MirroredStrategy can; it asks its `_use_merge_call` whether to. Then it
+  aggregates what is assigned to a variable by `_replica_ctx_all_reduce`. Both
+  are answered on the object while any thread is inside, and otherwise for
+  replicas that are alone only: other threads may be tracing under the same
+  strategy.
   """
   with _lock:
-    answer = vars(extended).get("_use_merge_call")
-    if not isinstance(answer, _Answer):
-      answer = _Answer(extended)
-      extended._use_merge_call = answer
-    answer.users += 1
+    answers = vars(extended).get("_tf_cross_shard_answers")
+    if answers is None:
+      answers = extended._tf_cross_shard_answers = _Answers(extended)
+    answers.users += 1
   try:
     yield
   finally:
     with _lock:
-      answer.users -= 1
-      if not answer.users:
-        answer.restore(extended)
+      answers.users -= 1
+      if not answers.users:
+        answers.restore()
 
 
-class _Answer:
-  """Whether to use merge calls: not where the caller is alone."""
+class _Answers:
+  """What a strategy answers while some of its replicas may be alone."""
 
   def __init__(self, extended: Any) -> None:
     self.users = 0
-    self._was_own = "_use_merge_call" in vars(extended)
-    self._original = extended._use_merge_call
+    self._extended = extended
+    self._own = dict(vars(extended))
+    use_merge_call = extended._use_merge_call
+    all_reduce = extended._replica_ctx_all_reduce
 
-  def __call__(self) -> bool:
-    context = tf.distribute.get_replica_context()
-    return not isinstance(context, _AloneContext) and self._original()
+    def answer_use_merge_call() -> bool:
+      return not _is_alone() and use_merge_call()
 
-  def restore(self, extended: Any) -> None:
-    """Takes the answer away again."""
-    if self._was_own:
-      extended._use_merge_call = self._original
-    else:
-      del extended._use_merge_call
+    def answer_all_reduce(
+      reduce_op: Any, value: Any, options: Any = None
+    ) -> Any:
+      return value if _is_alone() else all_reduce(reduce_op, value, options)
+
+    extended._use_merge_call = answer_use_merge_call
+    extended._replica_ctx_all_reduce = answer_all_reduce
+
+  def restore(self) -> None:
+    """Takes the answers away again."""
+    for name in ("_use_merge_call", "_replica_ctx_all_reduce"):
+      if name in self._own:
+        setattr(self._extended, name, self._own[name])
+      else:
+        delattr(self._extended, name)
+    del self._extended._tf_cross_shard_answers
+
+
+def _is_alone() -> bool:
+  """Whether the caller is a replica that acts alone."""
+  return isinstance(tf.distribute.get_replica_context(), _AloneContext)
 
 
 class _AloneContext(tf.distribute.ReplicaContext):

@@ -64,6 +64,14 @@ class Engine(abc.ABC):
       The members' tensors, joined in ascending order of replica.
     """
 
+  def check_groups(self, groups: groups_lib.Groups) -> None:
+    """Raises an error if this engine cannot sum in `groups`.
+
+    Args:
+      groups: Groups of all replicas of the strategy.
+    """
+    del groups
+
   @property
   def bucket_bytes(self) -> int:
     """How large buffers are best, where this is asked."""
@@ -86,10 +94,15 @@ class Engine(abc.ABC):
     Returns:
       False on all replicas but the first for a variable that exists once.
     """
-    value = getattr(variable, "value", variable)
-    value = variable if callable(value) else value
+    value = _native(variable)
     is_copied = isinstance(value, tf.distribute.DistributedValues)
-    return is_copied or _replica_id() in (0, None)
+    # What replicas count in one such variable is added up when it is read.
+    is_summed = (
+      is_copied
+      and value.synchronization == tf.VariableSynchronization.ON_READ
+      and value.aggregation == tf.VariableAggregation.SUM
+    )
+    return (is_copied and not is_summed) or _replica_id() in (0, None)
 
   def alone(self) -> contextlib.AbstractContextManager[None]:
     """A context in which this replica updates its own variables only.
@@ -110,12 +123,8 @@ class AnyStrategy(Engine):
   def all_reduce_sum(
     self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
   ) -> list[tf.Tensor]:
-    """Sums over all replicas.
-
-    Raises:
-      NotImplementedError: If there is more than one group.
-    """
-    self._check_one_group(groups)
+    """Sums over all replicas."""
+    self.check_groups(groups)
     context = tf.distribute.get_replica_context()
     # One by one: a list of mixed dtypes is rejected by some strategies. Copied:
     # one tensor that all replicas share would be taken for the sum itself.
@@ -124,12 +133,8 @@ class AnyStrategy(Engine):
   def all_gather(
     self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
   ) -> list[tf.Tensor]:
-    """Joins over all replicas.
-
-    Raises:
-      NotImplementedError: If there is more than one group.
-    """
-    self._check_one_group(groups)
+    """Joins over all replicas."""
+    self.check_groups(groups)
     context = tf.distribute.get_replica_context()
     return [context.all_gather(tensor, axis=0) for tensor in tensors]
 
@@ -137,14 +142,30 @@ class AnyStrategy(Engine):
     """All that is sure to work: no second reduction."""
     return alone.not_reducing(self.strategy)
 
-  def _check_one_group(self, groups: groups_lib.Groups) -> None:
-    """Raises `NotImplementedError` for groups, which no public call has."""
+  def updates_here(self, variable: Any) -> bool:
+    """Every replica takes part in an assignment that is aggregated."""
+    aggregation = _native(variable).aggregation
+    is_aggregated = aggregation != tf.VariableAggregation.NONE
+    return is_aggregated or super().updates_here(variable)
+
+  def check_groups(self, groups: groups_lib.Groups) -> None:
+    """Refuses groups, which no public call has.
+
+    Raises:
+      NotImplementedError: If there is more than one group.
+    """
     if groups.num_groups > 1:
       raise NotImplementedError(
         f"`group_assignment` is not supported under"
         f" {type(self.strategy).__name__}; got {groups.to_lists()}. Leave it"
         " None, or use MirroredStrategy."
       )
+
+
+def _native(variable: Any) -> Any:
+  """The `tf.Variable` of a `tf.Variable` or `keras.Variable`."""
+  value = getattr(variable, "value", variable)
+  return variable if callable(value) else value
 
 
 def _replica_id() -> int | None:

@@ -1,7 +1,7 @@
 """One replica: no strategy, or `tf.distribute.OneDeviceStrategy`."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -26,7 +26,8 @@ class OneDevice(base.Engine):
     del groups
     return list(tensors)
 
-  @contextlib.contextmanager
-  def alone(self) -> Iterator[None]:
-    """Nothing to arrange: this replica has no peers anyway."""
-    yield
+  def alone(self) -> contextlib.AbstractContextManager[None]:
+    """Nothing to arrange where a merge call is a plain call anyway."""
+    if isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy):
+      return super().alone()
+    return contextlib.nullcontext()

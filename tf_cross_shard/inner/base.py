@@ -36,6 +36,11 @@ class InnerOptimizer(abc.ABC):
 
   @property
   @abc.abstractmethod
+  def scales_dynamically(self) -> bool:
+    """Whether gradients are divided by a loss scale that overflow changes."""
+
+  @property
+  @abc.abstractmethod
   def trainable_variables(self) -> list[Any]:
     """What the built optimizer was built on, in order."""
 
@@ -46,6 +51,18 @@ class InnerOptimizer(abc.ABC):
   @abc.abstractmethod
   def knows(self, variable: Any) -> bool:
     """Whether the built optimizer was built on `variable`."""
+
+  @abc.abstractmethod
+  def as_built(self, variable: Any) -> Any:
+    """The object that the optimizer was built on, for any form of it.
+
+    Args:
+      variable: A variable, perhaps the native one of a Keras variable.
+
+    Returns:
+      The Keras variable, which knows its constraint; `variable` itself where
+      there is none.
+    """
 
   @abc.abstractmethod
   def scale_loss(self, loss: Any) -> Any:

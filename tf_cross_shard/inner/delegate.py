@@ -46,7 +46,7 @@ class DelegatingOptimizer(tf.keras.optimizers.Optimizer):
       if hasattr(opt, attribute) and not attribute.startswith("_self_"):
         del self.__dict__[attribute]
     self._inner = keras3.Keras3Optimizer(opt)
-    self._unrestored: list[Any] = []
+    self._wait_for_slots([])
 
   def __getattr__(self, name: str) -> Any:
     """Whatever the wrapper does not have is the encapsulated optimizer's."""
@@ -78,6 +78,13 @@ class DelegatingOptimizer(tf.keras.optimizers.Optimizer):
       setattr(inner.optimizer, name, value)
     else:
       super().__setattr__(name, value)
+
+  def __delattr__(self, name: str) -> None:
+    """Deletes where the attribute lives."""
+    if name in self.__dict__ or hasattr(type(self), name):
+      super().__delattr__(name)
+    else:
+      delattr(self._inner.optimizer, name)
 
   @property
   def inner_optimizer(self) -> Any:
@@ -170,7 +177,7 @@ class DelegatingOptimizer(tf.keras.optimizers.Optimizer):
 
   def __reduce__(self) -> tuple[Any, ...]:
     """Pickles and copies settings and state."""
-    state = [(v.path, v.numpy()) for v in self.variables]
+    state = self._unrestored or [(v.path, v.numpy()) for v in self.variables]
     return _unpickle, (type(self), self.get_config(), state)
 
   def _restore(self, state: list[Any]) -> None:
@@ -184,7 +191,11 @@ class DelegatingOptimizer(tf.keras.optimizers.Optimizer):
       # Order alone tells which is which only when all are there.
       if complete or variable.path == path:
         variable.assign(value)
-    self._unrestored = [] if complete else state
+    self._wait_for_slots([] if complete else state)
+
+  def _wait_for_slots(self, state: list[Any]) -> None:
+    """Keeps saved values, as they are: assigned, a list would be tracked."""
+    self.__dict__["_unrestored"] = state
 
   # tf.train.Checkpoint sees the encapsulated optimizer in this one's place.
 

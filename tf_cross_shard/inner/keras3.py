@@ -30,6 +30,11 @@ class Keras3Optimizer(base.InnerOptimizer):
     return bool(self.optimizer.built)
 
   @property
+  def scales_dynamically(self) -> bool:
+    """Whether a LossScaleOptimizer stands within."""
+    return hasattr(self.optimizer, "dynamic_growth_steps")
+
+  @property
   def trainable_variables(self) -> list[Any]:
     """What the built optimizer was built on, in order."""
     return list(_innermost(self.optimizer)._trainable_variables)
@@ -44,6 +49,14 @@ class Keras3Optimizer(base.InnerOptimizer):
     last = _innermost(self.optimizer)
     return last._var_key(variable) in last._trainable_variables_indices
 
+  def as_built(self, variable: Any) -> Any:
+    """The Keras variable, for the native one that tapes and graphs report."""
+    if isinstance(variable, tf.keras.Variable) or not self.is_built:
+      return variable
+    last = _innermost(self.optimizer)
+    index = last._trainable_variables_indices.get(last._var_key(variable))
+    return variable if index is None else last._trainable_variables[index]
+
   def scale_loss(self, loss: Any) -> Any:
     """Multiplies by `loss_scale_factor` or the dynamic scale."""
     return self.optimizer.scale_loss(loss)
@@ -52,7 +65,7 @@ class Keras3Optimizer(base.InnerOptimizer):
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
     """Applies gradients that are sums already."""
-    self.optimizer.apply(list(grads), list(variables))
+    self.optimizer.apply(list(grads), [self.as_built(v) for v in variables])
 
   def iterations(self) -> tf.Tensor:
     """The count of applied steps."""
