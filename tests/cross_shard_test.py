@@ -167,9 +167,7 @@ class TestReduction:
     for mode in ("eager", "function"):
       for aggregation in ("mean", "sum", "only_first_replica"):
         with testbed.mirrored().scope():
-          weight = keras.Variable(
-            1.0, aggregation=aggregation, constraint="non_neg"
-          )
+          weight = keras.Variable(1.0, aggregation=aggregation)
           weight.constraint = keras.constraints.get("non_neg")
           optimizer = CrossShardOptimizer(
             SGD(0.25), group_assignment=[[0, 1], [2, 3]]
