@@ -60,6 +60,45 @@ def test_pickled_twice_before_it_is_built(optimizer: Any) -> None:
     assert ours.numpy() == theirs.numpy()
 
 
+def test_unpickled_state_is_restored_once_in_a_function() -> None:
+  weight = keras.Variable(0.0, name="weight")
+  optimizer = CrossShardOptimizer(keras.optimizers.SGD(1.0, momentum=0.5))
+  optimizer.apply_gradients([(tf.constant(1.0), weight)])
+  again = pickle.loads(pickle.dumps(optimizer))
+
+  @tf.function(autograph=False)
+  def step() -> None:
+    again.apply_gradients([(tf.constant(1.0), weight)])
+
+  for momentum in (-1.5, -1.75):
+    step()
+    assert again.get_slot(weight, "momentum").numpy() == momentum
+  assert again.iterations.numpy() == 3
+
+
+def test_unpickled_state_reaches_every_replica() -> None:
+  strategy = testbed.mirrored()
+  with strategy.scope():
+    weight = keras.Variable(0.0, name="weight")
+    optimizer = CrossShardOptimizer(keras.optimizers.SGD(1.0, momentum=0.5))
+    optimizer.build([weight])
+
+  def step(stepping: Any) -> None:
+    strategy.run(lambda: stepping.apply_gradients([(tf.constant(1.0), weight)]))
+
+  step(optimizer)
+  with strategy.scope():
+    again = pickle.loads(pickle.dumps(optimizer))
+  with pytest.raises(RuntimeError, match=r"not built.*strategy\.scope\(\)"):
+    step(again)
+  with strategy.scope():
+    again.build([weight])
+  assert testbed.copies(again.get_slot(weight, "momentum")) == [-4.0] * 4
+  step(again)
+  assert testbed.copies(again.get_slot(weight, "momentum")) == [-6.0] * 4
+  assert testbed.copies(again.iterations) == [2] * 4
+
+
 def test_clipping_and_name_are_its_own(optimizer: Any) -> None:
   for name in ("clipnorm", "clipvalue", "global_clipnorm"):
     setattr(optimizer, name, 2.0)

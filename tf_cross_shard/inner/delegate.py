@@ -115,10 +115,25 @@ class DelegatingOptimizer(tf.keras.optimizers.Optimizer):
 
     Args:
       variables: All variables that will ever be trained.
+
+    Raises:
+      RuntimeError: If saved values wait for the slots and this is called by
+        one of several replicas, whose slots alone would receive them.
     """
+    if self._unrestored and not tf.distribute.in_cross_replica_context():
+      replicas = tf.distribute.get_strategy().num_replicas_in_sync
+      if replicas > 1:
+        raise RuntimeError(
+          f"{self.name} was unpickled or copied and is not built; each of the"
+          f" {replicas} replicas would build it for itself. Call"
+          " build(variables) inside `with strategy.scope():` before the first"
+          " step."
+        )
     self._inner.build(variables)
     if self._unrestored:
-      self._restore(self._unrestored)
+      # Once, now: traced into a function it would happen in every step.
+      with tf.init_scope():
+        self._restore(self._unrestored)
 
   def set_weights(self, weights: Any) -> None:
     """Sets the encapsulated optimizer's variables.
