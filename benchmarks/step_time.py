@@ -1,9 +1,10 @@
 """Time of a step of CrossShardOptimizer against the plain Keras optimizer.
 
     python benchmarks/step_time.py --json=step_time.json
-    python benchmarks/step_time.py --sweep     # to choose packing.BUCKET_BYTES
+    python benchmarks/step_time.py --sweep     # to choose bucket sizes
 
-The first takes about six minutes on two busy cores, most of them tracing.
+The first takes about five minutes on two cores, most of them tracing. The
+bucket sizes stand in packing.py and collectives/mirrored.py.
 
 Both run under one MirroredStrategy on logical CPUs, in turns. About 12 million
 float32 parameters lie in 50 and in 500 variables: matrices and their biases.

@@ -26,7 +26,10 @@ from tf_cross_shard import groups as groups_lib
 
 _REPLICAS = flags.DEFINE_integer("replicas", 4, "Devices to train on.", 1)
 _GROUP_SIZE = flags.DEFINE_integer(
-  "group_size", 2, "Replicas that sum together.", 1
+  "group_size",
+  2,
+  "Replicas that sum together; fewer where that many would leave one group.",
+  1,
 )
 _EPOCHS = flags.DEFINE_integer("epochs", 10, "Times to see all images.", 1)
 _BATCH_SIZE = flags.DEFINE_integer(

@@ -30,7 +30,11 @@ _REPLICAS = flags.DEFINE_integer(
   "replicas", 4, "Devices to train on.", lower_bound=1
 )
 _GROUP_SIZE = flags.DEFINE_integer(
-  "group_size", 2, "Replicas that sum together, in the second run.", 1
+  "group_size",
+  2,
+  "Replicas that sum together, in the second run; fewer where that many would"
+  " leave one group or not divide --replicas.",
+  1,
 )
 _EPOCHS = flags.DEFINE_integer("epochs", 15, "Epochs of each run.", 1)
 _BATCH_SIZE = flags.DEFINE_integer(

@@ -275,6 +275,14 @@ class TestClipping:
     )
     assert testbed.copies(weight) == [-(1.0 + 2.0 + 3.0 + 3.0)] * 4
 
+  @pytest.mark.parametrize(
+    "option", ["clipnorm", "global_clipnorm", "clipvalue"]
+  )
+  def test_a_limit_of_zero_is_none_as_in_keras(self, option: str) -> None:
+    optimizer, weight = _make(_sgd, **{option: 0.0})
+    _run(lambda: optimizer.apply_gradients([(_mine(), weight)]))
+    assert testbed.copies(weight) == [-15.0] * 4
+
   def test_local_clipping_between_the_two_calls(self) -> None:
     optimizer, weight = _make(_sgd)
 

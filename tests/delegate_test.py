@@ -1,5 +1,6 @@
 """The wrapper reads and writes as if it were the encapsulated optimizer."""
 
+import copy
 import pathlib
 import pickle
 from typing import Any
@@ -97,6 +98,33 @@ def test_unpickled_state_reaches_every_replica() -> None:
   step(again)
   assert testbed.copies(again.get_slot(weight, "momentum")) == [-6.0] * 4
   assert testbed.copies(again.iterations) == [2] * 4
+
+
+def test_what_changes_before_the_slots_come_stays(optimizer: Any) -> None:
+  weight = keras.Variable(1.0, name="weight")
+  optimizer.apply_gradients([(tf.constant(1.0), weight)])
+  again = copy.deepcopy(optimizer)
+  again.learning_rate = 0.25
+  again.iterations.assign(7)
+  again = copy.deepcopy(again)
+  again.build([weight])
+  assert float(again.learning_rate) == 0.25
+  assert again.iterations.numpy() == 7
+  velocity = optimizer.get_slot(weight, "velocity").numpy()
+  assert again.get_slot(weight, "velocity").numpy() == velocity != 0
+
+
+def test_unpickled_and_built_on_other_shapes(optimizer: Any) -> None:
+  optimizer.build([keras.Variable([1.0, 2.0])])
+  again = pickle.loads(pickle.dumps(optimizer))
+  with pytest.raises(ValueError, match=r"other shapes than \[\(3,\)\]"):
+    again.build([keras.Variable([1.0, 2.0, 3.0])])
+
+
+def test_another_wrapper_further_in_is_refused(optimizer: Any) -> None:
+  between = keras.optimizers.LossScaleOptimizer(optimizer)
+  with pytest.raises(ValueError, match="reduced twice"):
+    CrossShardOptimizer(between)
 
 
 def test_clipping_and_name_are_its_own(optimizer: Any) -> None:

@@ -49,7 +49,9 @@ class LossConvention:
     group_size: int,
     traced: bool = False,
   ) -> float:
-    """The factor for a loss that comes in by a way whose default is given.
+    """Notes that this step scales its loss, and answers by what factor.
+
+    The convention that a default takes is said at its first use.
 
     Args:
       default: `"replica"` or `"global"`, taken when the user chose neither.

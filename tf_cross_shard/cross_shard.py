@@ -23,8 +23,6 @@ from tf_cross_shard import (
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.inner import delegate
 
-_reduction = reduction
-
 
 @tf.keras.utils.register_keras_serializable(package="tf_cross_shard")
 class CrossShardOptimizer(delegate.DelegatingOptimizer):
@@ -95,8 +93,9 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
         by the call: `compute_gradients` and `minimize(callable)` mean
         `"replica"`; Keras' own calls (`fit`, `minimize` with `tape=`) mean
         `"global"`.
-      clipnorm: Limit of each gradient's norm, on the replica, before the sum.
-        To clip the sum, give the argument to `opt`.
+      clipnorm: Limit of the norm of each gradient of the scaled loss, on the
+        replica, before the sum; None or 0 does not clip. To clip the sum, give
+        the argument to `opt`.
       global_clipnorm: The same for the norm of all gradients together.
       clipvalue: The same for the absolute value of each element.
 
@@ -266,6 +265,10 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     self, grads: Sequence[Any], trainable_variables: Any = None
   ) -> None:
     """Keras' own way in: like `apply_gradients`, with two lists.
+
+    In a loop of your own scale the loss with `scale_loss` first. Keras' losses
+    are averaged over all replicas' examples, so that here, unlike in
+    `apply_gradients`, nothing is said of the ungrouped mean.
 
     Args:
       grads: This replica's gradients; an empty list does nothing.
@@ -473,7 +476,7 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
         clipvalue=self._scaled_limit(self.clipvalue),
         keep_infinite=self._inner.scales_dynamically,
       )
-      sums = _reduction.reduce_gradients(grads, variables, engine, groups)
+      sums = reduction.reduce_gradients(grads, variables, engine, groups)
       with engine.alone():
         self._inner.apply_reduced(sums, variables)
         if global_step is not None and engine.updates_here(global_step):
@@ -482,4 +485,5 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
 
   def _scaled_limit(self, limit: float | None) -> Any:
     """A clipping limit for gradients that carry the loss scale of `opt`."""
-    return None if limit is None else self._inner.scale_loss(limit)
+    # Keras takes a limit of 0 for none.
+    return self._inner.scale_loss(limit) if limit and limit > 0 else None

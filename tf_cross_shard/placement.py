@@ -27,7 +27,7 @@ class Placement:
     group_assignment: Any,
     name: str,
   ) -> None:
-    """Checks the groups, and their number where there is a strategy.
+    """Checks the groups, and their number where there are several replicas.
 
     Args:
       strategy: The strategy whose scope the optimizer was made in.
@@ -42,7 +42,8 @@ class Placement:
     self.assigned = as_groups(group_assignment)
     self.engine = collectives.for_strategy(strategy)
     self._name = name
-    # Without a strategy the optimizer may have been loaded for inference only.
+    # Without a strategy the optimizer may have been loaded for inference only;
+    # `check` looks before the first step.
     if self.engine.num_replicas > 1:
       self._check_groups()
 

@@ -21,6 +21,7 @@ _REDUCTIONS: Final = {
   "mean": MEAN,
   "weighted_mean": MEAN,
   "sum_over_batch_size": MEAN,
+  "mean_with_sample_weight": MEAN,
   "sum": SUM,
   "weighted_sum": SUM,
 }
@@ -67,7 +68,8 @@ def check_averaged_over(loss_averaged_over: object) -> str | None:
   """
   if loss_averaged_over is None:
     return None
-  if loss_averaged_over in (REPLICA, GLOBAL):
+  is_text = isinstance(loss_averaged_over, str)
+  if is_text and loss_averaged_over in (REPLICA, GLOBAL):
     return str(loss_averaged_over)
   raise ValueError(
     f'`loss_averaged_over` must be "{REPLICA}" (the loss is a mean over this'

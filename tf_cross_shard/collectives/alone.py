@@ -17,6 +17,8 @@ from typing import Any, Final
 import tensorflow as tf
 
 _lock: Final = threading.Lock()
+# What a strategy is asked, and answers differently for a replica alone.
+_ANSWERED: Final = ("_use_merge_call", "_replica_ctx_all_reduce")
 
 
 @contextlib.contextmanager
@@ -87,7 +89,8 @@ class _Answers:
   def __init__(self, extended: Any) -> None:
     self.users = 0
     self._extended = extended
-    self._own = dict(vars(extended))
+    own = vars(extended)
+    self._own = {name: own[name] for name in _ANSWERED if name in own}
     use_merge_call = extended._use_merge_call
     all_reduce = extended._replica_ctx_all_reduce
 
@@ -104,7 +107,7 @@ class _Answers:
 
   def restore(self) -> None:
     """Takes the answers away again."""
-    for name in ("_use_merge_call", "_replica_ctx_all_reduce"):
+    for name in _ANSWERED:
       if name in self._own:
         setattr(self._extended, name, self._own[name])
       else:

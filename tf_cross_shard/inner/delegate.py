@@ -58,7 +58,7 @@ class DelegatingOptimizer(tf.keras.optimizers.Optimizer):
     return getattr(inner.optimizer, name)
 
   def __dir__(self) -> list[str]:
-    """Every name but those by which savers would save state twice.
+    """The wrapper's own names, but those by which savers would save twice.
 
     Keras saves each optimizer that it finds among an object's names beside
     the object. tf.train.Checkpoint takes an object with slot names for a
@@ -113,10 +113,13 @@ class DelegatingOptimizer(tf.keras.optimizers.Optimizer):
   def build(self, variables: Any) -> None:
     """Makes the encapsulated optimizer's slots.
 
+    What was pickled waits for the slots: restore a checkpoint after `build`.
+
     Args:
       variables: All variables that will ever be trained.
 
     Raises:
+      ValueError: If what was pickled has other shapes.
       RuntimeError: If saved values wait for the slots and this is called by
         one of several replicas, whose slots alone would receive them.
     """
@@ -192,21 +195,37 @@ class DelegatingOptimizer(tf.keras.optimizers.Optimizer):
 
   def __reduce__(self) -> tuple[Any, ...]:
     """Pickles and copies settings and state."""
-    state = self._unrestored or [(v.path, v.numpy()) for v in self.variables]
+    current = [(v.path, v.numpy()) for v in self.variables]
+    waiting = enumerate(self._unrestored)
+    state = [saved or current[i] for i, saved in waiting] or current
     return _unpickle, (type(self), self.get_config(), state)
 
   def _restore(self, state: list[Any]) -> None:
     """Assigns saved values to the variables there are; keeps the others.
 
-    The slots of an optimizer that is not built yet are filled by `build`.
+    The slots of an optimizer that is not built yet are filled by `build`. What
+    has its value becomes None in the list: it may change before the slots come.
     """
     variables = self.variables
     complete = len(variables) == len(state)
-    for (path, value), variable in zip(state, variables, strict=False):
+    if complete and any(
+      saved and saved[1].shape != tuple(variable.shape)
+      for saved, variable in zip(state, variables, strict=True)
+    ):
+      self._wait_for_slots([])
+      raise ValueError(
+        f"{self.name} was unpickled or copied with slots for variables of other"
+        f" shapes than {[tuple(v.shape) for v in self._trainable_variables]}."
+        " Build it on variables of the same shapes in the same order, or make"
+        " a new optimizer."
+      )
+    waiting = list(state)
+    for i, (saved, variable) in enumerate(zip(state, variables, strict=False)):
       # Order alone tells which is which only when all are there.
-      if complete or variable.path == path:
-        variable.assign(value)
-    self._wait_for_slots([] if complete else state)
+      if saved and (complete or variable.path == saved[0]):
+        variable.assign(saved[1])
+        waiting[i] = None
+    self._wait_for_slots([] if complete else waiting)
 
   def _wait_for_slots(self, state: list[Any]) -> None:
     """Keeps saved values, as they are: assigned, a list would be tracked."""
@@ -249,15 +268,10 @@ def as_optimizer(opt: Any) -> Any:
     ValueError: If `opt` names no optimizer, or encapsulates one itself.
     TypeError: If it is something else.
   """
-  if isinstance(opt, DelegatingOptimizer):
-    raise ValueError(
-      f"`opt` must not be a {type(opt).__name__} itself; got {opt.name!r}."
-      " Gradients would be reduced twice. Encapsulate its inner optimizer."
-    )
   if isinstance(opt, (str, dict)):
     try:
-      return tf.keras.optimizers.get(opt)
-    except ValueError as error:
+      opt = tf.keras.optimizers.get(opt)
+    except (KeyError, TypeError, ValueError) as error:
       raise ValueError(
         f"`opt` must name a Keras optimizer; got {opt!r}. Use a name such as"
         ' "adam", or an optimizer object.'
@@ -268,6 +282,15 @@ def as_optimizer(opt: Any) -> Any:
       f" {type(opt).__module__}.{type(opt).__qualname__}. Use one such as"
       " tf.keras.optimizers.Adam()."
     )
+  layer = opt
+  while layer is not None:
+    if isinstance(layer, DelegatingOptimizer):
+      raise ValueError(
+        f"`opt` must not be or contain a {type(layer).__name__} itself; got"
+        f" {layer.name!r}. Gradients would be reduced twice. Encapsulate its"
+        " inner optimizer."
+      )
+    layer = getattr(layer, "inner_optimizer", None)
   return opt
 
 
