@@ -80,18 +80,7 @@ class TestAnyStrategy:
       optimizer = CrossShardOptimizer(testbed.OPTIMIZERS[name]())
       optimizer.build(variables)
 
-    def step(x: tf.Tensor, y: tf.Tensor) -> None:
-      def replica_step() -> None:
-        mine = testbed.replica_id()
-        optimizer.minimize(
-          lambda: task.loss(variables, x[mine], y[mine]), var_list=variables
-        )
-
-      strategy.run(replica_step)
-
-    run = step if eager else tf.function(step, autograph=False)
-    for x, y in zip(task.x, task.y, strict=True):
-      run(tf.constant(x), tf.constant(y))
+    testbed.train_replicas(task, strategy, optimizer, variables, eager)
     plain = testbed.OPTIMIZERS[name]()
     expected = testbed.train_plain(task, range(testbed.REPLICAS), plain)
     for variable, value in zip(variables, expected, strict=True):

@@ -83,18 +83,9 @@ def test_features_of_the_encapsulated_optimizer(
     )
     optimizer.build(variables)
 
-  def step(x: tf.Tensor, y: tf.Tensor) -> None:
-    def replica_step() -> None:
-      mine = testbed.replica_id()
-      optimizer.minimize(
-        lambda: task.loss(variables, x[mine], y[mine]), var_list=variables
-      )
-
-    strategy.run(replica_step)
-
-  run = tf.function(step, autograph=False) if mode == "function" else step
-  for x, y in zip(task.x, task.y, strict=True):
-    run(tf.constant(x), tf.constant(y))
+  testbed.train_replicas(
+    task, strategy, optimizer, variables, eager=mode == "eager"
+  )
   with strategy.scope():
     optimizer.finalize_variable_values(variables)
   for members in testbed.groups_of(testbed.GROUPINGS[grouping]):

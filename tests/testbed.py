@@ -137,6 +137,29 @@ def train_plain(
   return [variable.numpy() for variable in variables]
 
 
+def train_replicas(
+  task: Regression,
+  strategy: tf.distribute.Strategy,
+  optimizer: Any,
+  variables: Sequence[Any],
+  eager: bool,
+) -> None:
+  """Minimizes each replica's own loss, eagerly or in one function."""
+
+  def step(x: tf.Tensor, y: tf.Tensor) -> None:
+    def replica_step() -> None:
+      mine = replica_id()
+      optimizer.minimize(
+        lambda: task.loss(variables, x[mine], y[mine]), var_list=variables
+      )
+
+    strategy.run(replica_step)
+
+  run = step if eager else tf.function(step, autograph=False)
+  for x, y in zip(task.x, task.y, strict=True):
+    run(tf.constant(x), tf.constant(y))
+
+
 def assert_close(actual: np.ndarray, expected: np.ndarray, where: str) -> None:
   """At most 1e-6 apart, relative to the largest weight."""
   bound = 1e-6 * max(1.0, float(np.abs(expected).max()))

@@ -19,6 +19,7 @@ class Placement:
   Attributes:
     engine: How tensors are added across the strategy's replicas.
     assigned: The groups that the user gave, or None.
+    groups: The groups in force: one of all replicas where none were given.
   """
 
   def __init__(
@@ -41,19 +42,14 @@ class Placement:
     """
     self.assigned = as_groups(group_assignment)
     self.engine = collectives.for_strategy(strategy)
+    replicas = self.engine.num_replicas
+    self.groups = self.assigned or groups_lib.contiguous(replicas, replicas)
     self._name = name
     # Without a strategy the optimizer may have been loaded for inference only;
     # `check` looks before the first step.
-    if self.engine.num_replicas > 1:
-      self._check_groups()
-
-  @property
-  def groups(self) -> groups_lib.Groups:
-    """The groups in force: one of all replicas where none were given."""
-    if self.assigned is not None:
-      return self.assigned
-    replicas = self.engine.num_replicas
-    return groups_lib.contiguous(replicas, replicas)
+    if replicas > 1:
+      self.engine.check_groups(self.groups)
+      self._check_group_count()
 
   def check(self) -> None:
     """Raises an error where gradients cannot be reduced.
@@ -79,7 +75,7 @@ class Placement:
         f" {type(here).__name__} ({replicas[0]} replicas). Make both inside"
         " `with strategy.scope():` and call it inside `strategy.run`."
       )
-    self._check_groups()
+    self._check_group_count()
     in_function = tf.executing_eagerly() or tf.inside_function()
     if not in_function and self.engine.num_replicas > 1:
       raise RuntimeError(
@@ -88,15 +84,14 @@ class Placement:
         " Put `strategy.run` into a tf.function."
       )
 
-  def _check_groups(self) -> None:
-    """Raises an error unless the groups fit the strategy and its engine."""
-    self.engine.check_groups(self.groups)
+  def _check_group_count(self) -> None:
+    """Raises `ValueError` unless the groups hold the strategy's replicas."""
     replicas = self.engine.num_replicas
-    if self.assigned is not None and self.assigned.num_replicas != replicas:
+    if self.groups.num_replicas != replicas:
       raise ValueError(
         f"`group_assignment` must hold the {replicas} replicas of"
         f" {type(self.engine.strategy).__name__}; it holds"
-        f" {self.assigned.num_replicas}: {self.assigned.to_lists()}. Change"
+        f" {self.groups.num_replicas}: {self.groups.to_lists()}. Change"
         " it, or make the optimizer inside the scope of the strategy it is for."
       )
 

@@ -31,14 +31,24 @@ def alone(strategy: tf.distribute.Strategy) -> Iterator[None]:
   Yields:
     None.
   """
-  context = tf.distribute.get_replica_context()
-  replica_id = context.replica_id_in_sync_group
-  static = tf.get_static_value(replica_id)
   # As a number where it is one: a tensor could not be read in tf.cond.
-  replica_id = replica_id if static is None else int(static)
+  replica = replica_id()
+  if replica is None:
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
   with _answering(strategy.extended):
-    with _AloneContext(strategy, replica_id):
+    with _AloneContext(strategy, replica):
       yield
+
+
+def replica_id() -> int | None:
+  """This replica's number, where it is known when the program is built.
+
+  Returns:
+    A number in `range(num_replicas)`, or None.
+  """
+  context = tf.distribute.get_replica_context()
+  static = tf.get_static_value(context.replica_id_in_sync_group)
+  return None if static is None else int(static)
 
 
 @contextlib.contextmanager
@@ -120,13 +130,17 @@ def _is_alone() -> bool:
   return isinstance(tf.distribute.get_replica_context(), _AloneContext)
 
 
-class _AloneContext(tf.distribute.ReplicaContext):
-  """A replica context whose replica has no peers."""
+class _ReducedContext(tf.distribute.ReplicaContext):
+  """A replica context in which every value is the whole sum already."""
 
   def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-    """This replica's value is the whole sum."""
+    """The value."""
     del reduce_op, options
     return value
+
+
+class _AloneContext(_ReducedContext):
+  """A replica context whose replica has no peers."""
 
   def merge_call(
     self,
@@ -138,17 +152,12 @@ class _AloneContext(tf.distribute.ReplicaContext):
     return merge_fn(_AloneStrategy(), *args, **(kwargs or {}))
 
 
-class _NotReducingContext(tf.distribute.ReplicaContext):
-  """A replica context in which sums are taken already."""
+class _NotReducingContext(_ReducedContext):
+  """A replica context whose replica still meets its peers."""
 
   def __init__(self, strategy: tf.distribute.Strategy, outer: Any) -> None:
     super().__init__(strategy, outer.replica_id_in_sync_group)
     self._outer = outer
-
-  def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-    """The value is the sum."""
-    del reduce_op, options
-    return value
 
   def merge_call(
     self,

@@ -102,7 +102,7 @@ class Engine(abc.ABC):
       and value.synchronization == tf.VariableSynchronization.ON_READ
       and value.aggregation == tf.VariableAggregation.SUM
     )
-    return (is_copied and not is_summed) or _replica_id() in (0, None)
+    return (is_copied and not is_summed) or alone.replica_id() in (0, None)
 
   def alone(self) -> contextlib.AbstractContextManager[None]:
     """A context in which this replica updates its own variables only.
@@ -166,10 +166,3 @@ def _native(variable: Any) -> Any:
   """The `tf.Variable` of a `tf.Variable` or `keras.Variable`."""
   value = getattr(variable, "value", variable)
   return variable if callable(value) else value
-
-
-def _replica_id() -> int | None:
-  """This replica's number, where it is known when the program is built."""
-  replica_id = tf.distribute.get_replica_context().replica_id_in_sync_group
-  static = tf.get_static_value(replica_id)
-  return None if static is None else int(static)

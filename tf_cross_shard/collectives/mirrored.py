@@ -17,7 +17,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard.collectives import base, meeting
+from tf_cross_shard.collectives import alone, base, meeting
 
 # `benchmarks/step_time.py --sweep`, 500 variables: reduction at 0.33 of Keras'
 # time with 64 KiB, 0.68 with 256 KiB; 50 variables: no difference to 1 MiB.
@@ -114,9 +114,10 @@ class Mirrored(base.Engine):
     return list(by_group[groups.index_of(self._replica())])
 
   def _replica(self) -> int:
-    """This replica's number."""
-    context = tf.distribute.get_replica_context()
-    return int(tf.get_static_value(context.replica_id_in_sync_group))
+    """This replica's number, which MirroredStrategy always knows."""
+    replica = alone.replica_id()
+    assert replica is not None
+    return replica
 
 
 def _one_per_replica(

@@ -46,16 +46,16 @@ class Keras3Optimizer(base.InnerOptimizer):
 
   def knows(self, variable: Any) -> bool:
     """Whether the built optimizer was built on `variable`."""
-    last = _innermost(self.optimizer)
-    return last._var_key(variable) in last._trainable_variables_indices
+    return self._index(variable) is not None
 
   def as_built(self, variable: Any) -> Any:
     """The Keras variable, for the native one that tapes and graphs report."""
     if isinstance(variable, tf.keras.Variable) or not self.is_built:
       return variable
-    last = _innermost(self.optimizer)
-    index = last._trainable_variables_indices.get(last._var_key(variable))
-    return variable if index is None else last._trainable_variables[index]
+    index = self._index(variable)
+    if index is None:
+      return variable
+    return _innermost(self.optimizer)._trainable_variables[index]
 
   def scale_loss(self, loss: Any) -> Any:
     """Multiplies by `loss_scale_factor` or the dynamic scale."""
@@ -73,19 +73,24 @@ class Keras3Optimizer(base.InnerOptimizer):
 
   def slots(self, variable: Any) -> dict[str, Any]:
     """The variables that were made for `variable`."""
-    if not self.is_built or not self.knows(variable):
-      return {}
-    last = _innermost(self.optimizer)
-    index = last._trainable_variables_indices[last._var_key(variable)]
-    return dict(self._slots_at(index))
+    index = self._index(variable) if self.is_built else None
+    return {} if index is None else dict(self._slots_at(index))
 
   def slot_names(self) -> list[str]:
     """Every name of a slot, once."""
     if not self.is_built:
       return []
-    count = len(_innermost(self.optimizer)._trainable_variables)
+    count = len(self.trainable_variables)
     names = (name for i in range(count) for name, _ in self._slots_at(i))
     return list(dict.fromkeys(names))
+
+  def _index(self, variable: Any) -> int | None:
+    """Where `variable` stands among those the optimizer was built on."""
+    last = _innermost(self.optimizer)
+    index: int | None = last._trainable_variables_indices.get(
+      last._var_key(variable)
+    )
+    return index
 
   def _slots_at(self, index: int) -> Iterator[tuple[str, Any]]:
     """Names and slots of the index-th variable.
