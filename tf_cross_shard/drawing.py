@@ -35,6 +35,76 @@ def as_text(assignment: Sequence[Sequence[int]], width: int = 80) -> str:
   return "\n".join(lines)
 
 
+def as_picture(
+  assignment: Sequence[Sequence[int]],
+  path: str,
+  coordinates: Sequence[Sequence[int]] | None = None,
+) -> None:
+  """Draws a grouping as an image, each group in a colour.
+
+  Args:
+    assignment: The groups, `[num_groups, group_size]`.
+    path: The file; its ending chooses the format.
+    coordinates: Where each replica's device is: x, y and, if there are any, z
+      and the core on the chip. Layers of z stand side by side. None draws one
+      row of replicas per group.
+
+  Raises:
+    ImportError: If matplotlib is missing.
+  """
+  try:
+    from matplotlib import figure
+  except ImportError:
+    raise ImportError(
+      "Drawing a picture needs matplotlib. Install it with: pip install"
+      " matplotlib."
+    ) from None
+  group_of = {replica: i for i, row in enumerate(assignment) for replica in row}
+  if coordinates is None:
+    places = {
+      replica: (float(column), float(i))
+      for i, row in enumerate(assignment)
+      for column, replica in enumerate(row)
+    }
+  else:
+    places = _on_grid(coordinates)
+  columns = max(x for x, _ in places.values()) + 1
+  rows = max(y for _, y in places.values()) + 1
+  size = (min(24.0, 1 + columns / 2), min(24.0, 1 + rows / 2))
+  axes = (drawn := figure.Figure(figsize=size)).subplots()
+  ids = sorted(places)
+  axes.scatter(
+    [places[i][0] for i in ids],
+    [places[i][1] for i in ids],
+    s=300,
+    c=[group_of[i] % 20 for i in ids],
+    cmap="tab20",
+    vmin=0,
+    vmax=19,
+  )
+  for replica in ids:
+    axes.annotate(
+      str(replica), places[replica], ha="center", va="center", fontsize=7
+    )
+  axes.set_title(f"{len(assignment)} groups of {len(assignment[0])}")
+  axes.set_xlim(-1, columns)
+  axes.set_ylim(rows, -1)
+  axes.set_axis_off()
+  drawn.savefig(path, dpi=100, bbox_inches="tight")
+
+
+def _on_grid(
+  coordinates: Sequence[Sequence[int]],
+) -> dict[int, tuple[float, float]]:
+  """Where each replica is drawn: layers of z side by side."""
+  width = max(place[0] for place in coordinates) + 1
+  places = {}
+  for replica, place in enumerate(coordinates):
+    x, y, z, core = (*place, 0, 0)[:4]
+    places[replica] = (x + z * (width + 1) + 0.45 * core, float(y))
+  return places
+
+
 def _line(row: Sequence[int], num_replicas: int, cell: int) -> str:
   """One group: a mark per member, joined from the first to the last."""
   first, last = min(row), max(row)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from tf_cross_shard import drawing
 
+AXES: Final = ("x", "y", "z", "core")  # of a device in a TPU slice
 _SHOWN: Final = 100  # characters of a bad value that an error repeats
 _REMEDY: Final = (
   "Give one row of replica ids per group, all rows of one length, such as"
@@ -227,6 +228,40 @@ def by_host(strategy: Any) -> Groups:
       f" got {sizes}. Give `group_assignment` as a table instead."
     )
   return Groups(tuple(map(tuple, hosts.values())), num_replicas)
+
+
+def along(coordinates: Sequence[Sequence[int]], axis: str) -> Groups:
+  """Devices in one line of a slice sum together.
+
+  Their links are the shortest. On a slice of 2 by 2 chips, along x:
+
+  >>> along([(0, 0), (1, 0), (0, 1), (1, 1)], "x").to_lists()
+  [[0, 1], [2, 3]]
+
+  Args:
+    coordinates: Where each replica's device is, in replica order: x, y, z and
+      the core on the chip, as `virtual_tpu.coordinates` answers, or the first
+      of these.
+    axis: One of `AXES`: the coordinate in which the members of a group differ.
+
+  Returns:
+    The grouping, ordered by the first members.
+
+  Raises:
+    ValueError: If there is no such axis, or the lines are of several lengths.
+  """
+  given = len(coordinates[0]) if len(coordinates) else 0
+  if axis not in AXES[:given]:
+    raise ValueError(
+      f"`axis` must be one of {list(AXES[:given])}, the coordinates given; got"
+      f" {axis!r}."
+    )
+  position = AXES.index(axis)
+  lines: dict[tuple[int, ...], list[int]] = {}
+  for replica, place in enumerate(coordinates):
+    rest = (*place[:position], *place[position + 1 :])
+    lines.setdefault(rest, []).append(replica)
+  return Groups(tuple(map(tuple, lines.values())))
 
 
 def _check_division(num_replicas: int, group_size: int) -> None:

@@ -77,7 +77,7 @@ class Placement:
       )
     self._check_group_count()
     in_function = tf.executing_eagerly() or tf.inside_function()
-    if not in_function and self.engine.num_replicas > 1:
+    if not in_function and not self.engine.orders_graphs:
       raise RuntimeError(
         f"{self._name} was called in a version 1 graph under"
         f" {type(here).__name__}, where nothing orders the replicas' updates."

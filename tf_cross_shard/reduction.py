@@ -75,9 +75,11 @@ def reduce_gradients(
 def _sum_dense(
   grads: Sequence[tf.Tensor], engine: base.Engine, groups: groups_lib.Groups
 ) -> list[tf.Tensor]:
-  """Dense gradients travel packed."""
+  """Dense gradients travel packed, unless the engine packs by itself."""
   if not grads or groups.group_size == 1:
     return list(grads)
+  if engine.bucket_bytes is None:
+    return engine.all_reduce_sum(grads, groups)
   buffers, unpack = packing.pack(grads, engine.bucket_bytes)
   return unpack(engine.all_reduce_sum(buffers, groups))
 

@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/environment.sh
 
-ensure_environment cpu examples test
+ensure_environment cpu examples test tpu-compiler virtual-tpu
 export TF_CPP_MIN_LOG_LEVEL="${TF_CPP_MIN_LOG_LEVEL:-2}"
 python=.venv/bin/python
 

@@ -6,7 +6,7 @@ tf.distribute internals or raw operations.
 
 import tensorflow as tf
 
-from tf_cross_shard.collectives import base, mirrored, one_device
+from tf_cross_shard.collectives import base, mirrored, one_device, tpu
 
 
 def for_strategy(strategy: tf.distribute.Strategy) -> base.Engine:
@@ -26,6 +26,8 @@ def for_strategy(strategy: tf.distribute.Strategy) -> base.Engine:
   """
   if isinstance(strategy, tf.distribute.MirroredStrategy):
     return mirrored.Mirrored(strategy)
+  if tpu.is_tpu(strategy):
+    return tpu.TPU(strategy)
   if strategy.num_replicas_in_sync == 1:
     return one_device.OneDevice(strategy)
   if isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy):

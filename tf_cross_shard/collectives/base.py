@@ -73,14 +73,19 @@ class Engine(abc.ABC):
     del groups
 
   @property
-  def bucket_bytes(self) -> int:
-    """How large buffers are best, where this is asked."""
+  def bucket_bytes(self) -> int | None:
+    """How large buffers are best, where this is asked; None for no packing."""
     return packing.BUCKET_BYTES
 
   @property
   def can_gather(self) -> bool:
     """Whether `all_gather` can be used where this is asked."""
     return True
+
+  @property
+  def orders_graphs(self) -> bool:
+    """Whether updates have an order in a version 1 graph."""
+    return self.num_replicas == 1
 
   def updates_here(self, variable: Any) -> bool:
     """Whether this replica is to update `variable`.

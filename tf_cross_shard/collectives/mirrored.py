@@ -66,7 +66,7 @@ class Mirrored(base.Engine):
     return self._merge(tensors, groups, lambda parts: tf.concat(parts, axis=0))
 
   @property
-  def bucket_bytes(self) -> int:
+  def bucket_bytes(self) -> int | None:
     """Sums in merge calls need no copies, so little is worth joining."""
     return _MERGE_BUCKET_BYTES if self._merges() else super().bucket_bytes
 

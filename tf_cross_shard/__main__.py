@@ -1,0 +1,183 @@
+"""The command line: `python -m tf_cross_shard`.
+
+groups    draws a grouping
+compile   compiles a step for a TPU slice, without a TPU
+"""
+
+import argparse
+import ast
+import importlib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard import drawing, virtual_tpu
+from tf_cross_shard import groups as groups_lib
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs one command.
+
+  Args:
+    argv: The words after the program's name; None means those of this process.
+
+  Returns:
+    The exit status: 0, or 2 after an error.
+  """
+  parser = _parser()
+  options = parser.parse_args(argv)
+  try:
+    print(options.command(options))
+  except (ImportError, OSError, TypeError, ValueError) as error:
+    print(f"{parser.prog}: {error}", file=sys.stderr)
+    return 2
+  return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+  """What the commands take."""
+  parser = argparse.ArgumentParser(
+    prog="python -m tf_cross_shard", description=__doc__.split("\n")[0]
+  )
+  commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+  groups = commands.add_parser("groups", help="draw a grouping")
+  groups.set_defaults(command=_groups)
+  kinds = groups.add_mutually_exclusive_group(required=True)
+  kinds.add_argument(
+    "--assignment", metavar="TABLE", help="such as '[[0, 1], [2, 3]]'"
+  )
+  for kind in ("contiguous", "strided"):
+    kinds.add_argument(
+      f"--{kind}", nargs=2, type=int, metavar=("REPLICAS", "GROUP_SIZE")
+    )
+  kinds.add_argument("--singletons", type=int, metavar="REPLICAS")
+  kinds.add_argument(
+    "--along",
+    choices=groups_lib.AXES,
+    help="replicas of --topology that differ in this coordinate only",
+  )
+  groups.add_argument("--topology", help="a TPU slice, such as v5e:4x2")
+  groups.add_argument("--picture", metavar="FILE", help="also draw an image")
+
+  compile_ = commands.add_parser(
+    "compile", help="compile a step for a TPU slice, without a TPU"
+  )
+  compile_.set_defaults(command=_compile)
+  compile_.add_argument(
+    "step",
+    metavar="MODULE:FUNCTION",
+    help="what strategy.run is given, or a function that calls it once",
+  )
+  compile_.add_argument("--topology", required=True, help="such as v5e:4x2")
+  compile_.add_argument(
+    "--input",
+    action="append",
+    default=[],
+    metavar="SPEC",
+    help="one replica's argument, such as 'float32[8, 64]'; once for each",
+  )
+  compile_.add_argument(
+    "--json", action="store_true", help="print JSON, not a table"
+  )
+  compile_.add_argument("--hlo", metavar="FILE", help="also write the program")
+  return parser
+
+
+def _groups(options: argparse.Namespace) -> str:
+  """Draws a grouping as text, and as a picture when asked to."""
+  coordinates = None
+  if options.topology:
+    coordinates = virtual_tpu.coordinates(options.topology)
+  if options.along:
+    if coordinates is None:
+      raise ValueError("--along needs --topology, whose coordinates it means.")
+    groups = groups_lib.along(coordinates, options.along)
+  elif options.assignment:
+    groups = groups_lib.Groups(_table(options.assignment))
+  elif options.contiguous:
+    groups = groups_lib.contiguous(*options.contiguous)
+  elif options.strided:
+    groups = groups_lib.strided(*options.strided)
+  else:
+    groups = groups_lib.singletons(options.singletons)
+  if coordinates is not None and len(coordinates) != groups.num_replicas:
+    raise ValueError(
+      f"--topology {options.topology} has {len(coordinates)} devices; the"
+      f" groups hold {groups.num_replicas} replicas."
+    )
+  if options.picture:
+    drawing.as_picture(groups.assignment, options.picture, coordinates)
+  return groups.draw()
+
+
+def _compile(options: argparse.Namespace) -> str:
+  """Compiles the named step and describes the result."""
+  inputs = [_spec(text) for text in options.input]
+  module_name, colon, name = options.step.partition(":")
+  if not colon:
+    raise ValueError(
+      f"the step must be named MODULE:FUNCTION; got {options.step!r}."
+    )
+  sys.path.insert(0, os.getcwd())  # As `python -m` does for its own module.
+  try:
+    module = importlib.import_module(module_name)
+  finally:
+    sys.path.remove(os.getcwd())
+  step = getattr(module, name, None)
+  if step is None:
+    raise ValueError(f"{module_name} has no function {name!r}.")
+
+  strategies = [
+    value
+    for value in vars(module).values()
+    if isinstance(value, virtual_tpu.VirtualTPUStrategy)
+  ]
+  report = virtual_tpu.compile_for(
+    options.topology,
+    step,
+    inputs or _signature(step),
+    strategy=strategies[0] if len(strategies) == 1 else None,
+  )
+  if options.hlo:
+    with open(options.hlo, "w", encoding="utf-8") as file:
+      file.write(report.hlo_text)
+  return report.to_json() if options.json else str(report)
+
+
+def _signature(step: Any) -> Sequence[Any]:
+  """The arguments that a tf.function says it takes."""
+  return tuple(getattr(step, "input_signature", None) or ())
+
+
+def _table(text: str) -> Any:
+  """A table of numbers from the command line."""
+  try:
+    return ast.literal_eval(text)
+  except (SyntaxError, ValueError):
+    raise ValueError(
+      f"--assignment must be a table such as '[[0, 1], [2, 3]]'; got {text!r}."
+    ) from None
+
+
+def _spec(text: str) -> Any:
+  """Dtype and shape from the command line."""
+  match = re.fullmatch(r"\s*(\w+)\s*\[\s*([\d\s,]*)\]\s*", text)
+  try:
+    if match is None:
+      raise TypeError
+    dtype = tf.as_dtype(match[1])
+  except TypeError:
+    raise ValueError(
+      f"--input must be a dtype and a shape, such as 'float32[8, 64]'; got"
+      f" {text!r}."
+    ) from None
+  return tf.TensorSpec([int(n) for n in re.findall(r"\d+", match[2])], dtype)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

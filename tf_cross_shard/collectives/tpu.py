@@ -1,0 +1,107 @@
+"""TPUs: all replicas are one XLA program.
+
+There is one operation, the cross-replica sum with the groups as its operand.
+Gradients are not packed: the TPU compiler merges their sums by itself, and a
+buffer would only be copied twice. Rows are not gathered: a TPU program has no
+shapes that depend on data, and so sparse gradients are summed dense, as the
+TPU's own optimizers do.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+
+from tf_cross_shard import groups as groups_lib
+from tf_cross_shard.collectives import alone, base
+
+_DTYPES: Final = (
+  tf.bfloat16,
+  tf.float16,
+  tf.float32,
+  tf.float64,
+  tf.int32,
+  tf.uint32,
+)
+
+
+class TPU(base.Engine):
+  """Sums over the replicas of a TPU program, grouped or not.
+
+  A strategy of another make whose replicas are one XLA program takes part by
+  a method `extended.cross_replica_sum(tensor, group_assignment)`.
+  """
+
+  def all_reduce_sum(
+    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
+  ) -> list[tf.Tensor]:
+    """Sums each tensor by itself.
+
+    Raises:
+      TypeError: If TPUs do not sum a dtype.
+    """
+    for tensor in tensors:
+      if tensor.dtype not in _DTYPES:
+        names = ", ".join(dtype.name for dtype in _DTYPES)
+        raise TypeError(
+          f"TPUs sum {names}; got a gradient of dtype {tensor.dtype.name}."
+          " Cast it before apply_gradients."
+        )
+    assignment = groups.to_lists()
+    return [self._sum(tensor, assignment) for tensor in tensors]
+
+  def all_gather(
+    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
+  ) -> list[tf.Tensor]:
+    """Not offered: see `can_gather`.
+
+    Raises:
+      NotImplementedError: Always.
+    """
+    raise NotImplementedError(
+      "A TPU program has no shapes that depend on data, so that replicas"
+      " cannot join rows. Make the tensors dense."
+    )
+
+  @property
+  def bucket_bytes(self) -> None:
+    """Nothing is packed."""
+    return None
+
+  @property
+  def can_gather(self) -> bool:
+    """No."""
+    return False
+
+  @property
+  def orders_graphs(self) -> bool:
+    """One program: its operations are ordered like any function's."""
+    return True
+
+  def alone(self) -> contextlib.AbstractContextManager[None]:
+    """Merge calls cost nothing here: they run at once, also in `tf.cond`."""
+    return alone.not_reducing(self.strategy)
+
+  def _sum(self, tensor: tf.Tensor, assignment: list[list[int]]) -> Any:
+    """One cross-replica sum."""
+    of_strategy = getattr(self.strategy.extended, "cross_replica_sum", None)
+    if of_strategy is not None:
+      return of_strategy(tensor, assignment)
+    return tf.raw_ops.CrossReplicaSum(input=tensor, group_assignment=assignment)
+
+
+def is_tpu(strategy: tf.distribute.Strategy) -> bool:
+  """Whether the replicas of a strategy are one XLA program.
+
+  Args:
+    strategy: Any strategy.
+
+  Returns:
+    True for the TPU strategies of TensorFlow, and for those that bring a
+    cross-replica sum of their own.
+  """
+  return isinstance(
+    strategy,
+    (tf.distribute.TPUStrategy, tf.distribute.experimental.TPUStrategy),
+  ) or hasattr(strategy.extended, "cross_replica_sum")

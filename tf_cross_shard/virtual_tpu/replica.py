@@ -1,0 +1,54 @@
+"""What a replica's function finds around it while it is traced."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+
+
+def cross_replica_sum(
+  tensor: tf.Tensor, group_assignment: Sequence[Sequence[int]]
+) -> tf.Tensor:
+  """Sums a tensor over this replica's group; called in a replica's program.
+
+  Args:
+    tensor: A dense tensor.
+    group_assignment: The groups' members.
+
+  Returns:
+    The sum.
+  """
+  return gen_xla_ops.xla_all_reduce(
+    input=tensor,
+    group_assignment=group_assignment,
+    reduce_op="Add",
+    mode="CrossReplica",
+  )
+
+
+class ReplicaContext(tf.distribute.ReplicaContext):
+  """The context in which a replica's function is traced."""
+
+  def __init__(self, strategy: tf.distribute.Strategy) -> None:
+    super().__init__(strategy, replica_id_in_sync_group=0)
+
+  @property
+  def replica_id_in_sync_group(self) -> tf.Tensor:
+    """This replica's number, asked of XLA in the function being traced."""
+    return tf.cast(gen_xla_ops.xla_replica_id(), tf.int32)
+
+  def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+    """Joins the replicas' values, by adding each at its own place."""
+    del options
+    count = self.strategy.num_replicas_in_sync
+    mine = tf.one_hot(self.replica_id_in_sync_group, count)
+
+    def gather(tensor: tf.Tensor) -> tf.Tensor:
+      tensor = tf.convert_to_tensor(tensor)
+      shape = [count, *[1] * tensor.shape.rank]
+      spread = tf.cast(tf.reshape(mine, shape), tensor.dtype) * tensor[None]
+      parts = self.all_reduce("SUM", spread)
+      return tf.concat(tf.unstack(parts, count), axis)
+
+    return tf.nest.map_structure(gather, value)
