@@ -30,7 +30,17 @@ class Call:
   """
 
   def __init__(self, args: Any, kwargs: Any, num_replicas: int) -> None:
-    """Sorts arguments into inputs of the program and parts of it."""
+    """Sorts arguments into inputs of the program and parts of it.
+
+    Args:
+      args: Positional arguments, in any structure.
+      kwargs: Keyword arguments, or None.
+      num_replicas: How many replicas receive them.
+
+    Raises:
+      TPUCompileError: If one is sparse or ragged.
+      ValueError: If one has values for another number of replicas.
+    """
     self._num_replicas = num_replicas
     self._structure = (tuple(args), dict(kwargs or {}))
     self._leaves = tf.nest.flatten(self._structure)
@@ -44,7 +54,14 @@ class Call:
     self.specs = [_spec(each) for each in self.tensors]
 
   def to_all(self, tensor: tf.Tensor) -> "program.PerReplica":
-    """One tensor that every replica receives."""
+    """One tensor that every replica receives.
+
+    Args:
+      tensor: Any.
+
+    Returns:
+      It, once per replica.
+    """
     return (tensor,) * self._num_replicas
 
   def bind(self, tensors: Sequence[tf.Tensor]) -> tuple[Any, Any]:
@@ -109,12 +126,26 @@ class Cache:
     )
 
   def get(self, fn: Callable[..., Any], call: Call) -> Any:
-    """The program for `fn` and arguments like those of `call`, or None."""
+    """Finds a program.
+
+    Args:
+      fn: What `strategy.run` was given.
+      call: Its arguments.
+
+    Returns:
+      The program for `fn` and arguments like these, or None.
+    """
     owner, rest = _owner(fn)
     return self._by_owner.get(owner, {}).get((rest, call.key()))
 
   def add(self, fn: Callable[..., Any], call: Call, traced: Any) -> None:
-    """Keeps a program as long as its function lives."""
+    """Keeps a program as long as its function lives.
+
+    Args:
+      fn: What `strategy.run` was given.
+      call: Its arguments.
+      traced: The program.
+    """
     owner, rest = _owner(fn)
     self._by_owner.setdefault(owner, {})[rest, call.key()] = traced
 

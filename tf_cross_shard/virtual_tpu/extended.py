@@ -10,25 +10,20 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import (
-  device_util,
-  distribute_lib,
-  distribute_utils,
-  input_lib,
-  input_util,
-)
+from tensorflow.python.distribute import distribute_utils
 
 from tf_cross_shard.virtual_tpu import (
   binding,
   lowering,
   program,
   replica,
+  single_host,
   tracing,
   variables,
 )
 
 
-class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
+class VirtualTPUExtended(single_host.SingleHost):
   """What TensorFlow asks of a strategy."""
 
   def __init__(
@@ -40,15 +35,13 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
       strategy: The strategy that this belongs to.
       num_replicas: How many replicas.
     """
-    super().__init__(strategy)
+    super().__init__(strategy, num_replicas)
     self._replicas = program.Replicas(num_replicas)
     # By number: variables cannot be hashed.
     self._variables: weakref.WeakValueDictionary[int, Any] = (
       weakref.WeakValueDictionary()
     )
     self._programs = binding.Cache()
-    self._host = device_util.canonicalize("/device:CPU:0")
-    self._require_static_shapes = True
 
   @property
   def client(self) -> Any:
@@ -94,7 +87,7 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
 
     def replica_fn(*tensors: tf.Tensor) -> Any:
       args, kwargs = call.bind(tensors)
-      with strategy.scope(), replica.ReplicaContext(strategy):
+      with strategy.scope(), replica.TracedContext(strategy):
         return binding.check_outputs(target(*args, **kwargs), name)
 
     traced = lowering.trace(replica_fn, call.specs, self.known_variables)
@@ -154,7 +147,14 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
   def colocate_vars_with(
     self, colocate_with_variable: Any
   ) -> contextlib.AbstractContextManager[None]:
-    """All variables are in one place."""
+    """All variables are in one place.
+
+    Args:
+      colocate_with_variable: Any of them.
+
+    Returns:
+      A context that changes nothing.
+    """
     del colocate_with_variable
     return contextlib.nullcontext()
 
@@ -190,17 +190,26 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
     return result if group else tf.nest.map_structure(lambda x: (x,), result)
 
   def read_var(self, var: Any) -> tf.Tensor:
-    """What the host reads."""
+    """What the host reads.
+
+    Args:
+      var: A variable of this strategy.
+
+    Returns:
+      Its value.
+    """
     return var.read_value()
 
   def value_container(self, value: Any) -> Any:
-    """A variable is one object."""
-    return value
+    """A variable is one object.
 
-  def non_slot_devices(self, var_list: Any) -> str:
-    """The host."""
-    del var_list
-    return self._host
+    Args:
+      value: A variable.
+
+    Returns:
+      The same.
+    """
+    return value
 
   # Values of replicas.
 
@@ -275,91 +284,6 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
   def _broadcast_to(self, tensor: tf.Tensor, destinations: Any) -> tf.Tensor:
     del destinations
     return tensor
-
-  # Input.
-
-  def _input_workers(self) -> input_lib.InputWorkers:
-    # The host feeds all replicas from its own memory.
-    fed = (self._host,) * self._num_replicas_in_sync
-    return input_lib.InputWorkers([(self._host, fed)])
-
-  def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
-    return input_util.get_distributed_dataset(
-      dataset,
-      self._input_workers(),
-      self._container_strategy(),
-      num_replicas_in_sync=self._num_replicas_in_sync,
-      options=options,
-    )
-
-  def _distribute_datasets_from_function(
-    self, dataset_fn: Callable[..., Any], options: Any
-  ) -> Any:
-    context = tf.distribute.InputContext(
-      num_replicas_in_sync=self._num_replicas_in_sync
-    )
-    return input_util.get_distributed_datasets_from_function(
-      dataset_fn,
-      self._input_workers(),
-      [context],
-      self._container_strategy(),
-      options=options,
-    )
-
-  def _experimental_distribute_values_from_function(
-    self, value_fn: Callable[..., Any]
-  ) -> Any:
-    count = self._num_replicas_in_sync
-    contexts = [distribute_lib.ValueContext(i, count) for i in range(count)]
-    return distribute_utils.regroup(
-      tuple(value_fn(context) for context in contexts), always_wrap=True
-    )
-
-  # Facts.
-
-  @property
-  def _num_replicas_in_sync(self) -> int:
-    return self._replicas.num_replicas
-
-  @property
-  def worker_devices(self) -> tuple[str, ...]:
-    """The host, once per replica."""
-    return (self._host,) * self._num_replicas_in_sync
-
-  @property
-  def parameter_devices(self) -> tuple[str, ...]:
-    """The host."""
-    return (self._host,)
-
-  @property
-  def experimental_between_graph(self) -> bool:
-    """There is one program."""
-    return False
-
-  @property
-  def experimental_should_init(self) -> bool:
-    """There is one process."""
-    return True
-
-  @property
-  def should_checkpoint(self) -> bool:
-    """There is one process."""
-    return True
-
-  @property
-  def should_save_summary(self) -> bool:
-    """There is one process."""
-    return True
-
-  @property
-  def _global_batch_size(self) -> bool:
-    return True
-
-  def _in_multi_worker_mode(self) -> bool:
-    return False
-
-  def _get_local_replica_id(self, replica_id: Any) -> Any:
-    return replica_id
 
 
 def _is_distributed(value: Any) -> bool:

@@ -53,7 +53,11 @@ class Module:
   """An HLO module that can be read and slightly changed."""
 
   def __init__(self, serialized: bytes) -> None:
-    """Parses a serialized HloModuleProto."""
+    """Parses a module.
+
+    Args:
+      serialized: A serialized HloModuleProto.
+    """
     self._proto = hlo_pb2.HloModuleProto.FromString(serialized)
     self._by_id = {
       instruction.id: instruction
@@ -82,11 +86,16 @@ class Module:
       for entry in self._proto.input_output_alias.entries
     }
 
-  def without_copies(self) -> bytes:
-    """The module in a form that StableHLO has.
+  def portable(self, float64_sum: str) -> bytes:
+    """The module in a form that all compilers take.
 
     StableHLO has no copy operation. A reshape to the same shape does the same;
-    the compiler makes the copies that it needs.
+    the compiler makes the copies that it needs. Sums of float64 numbers become
+    such sums again.
+
+    Args:
+      float64_sum: Part of the source name of all-reduces whose operands are
+        float64 numbers as pairs of words.
 
     Returns:
       A serialized HloModuleProto.
@@ -94,6 +103,9 @@ class Module:
     for instruction in self._by_id.values():
       if instruction.opcode == "copy":
         instruction.opcode = "reshape"
+      is_sum = instruction.opcode == "all-reduce"
+      if is_sum and float64_sum in instruction.metadata.op_name:
+        self._sum_float64(instruction)
     serialized: bytes = self._proto.SerializeToString()
     return serialized
 
@@ -130,6 +142,24 @@ class Module:
       for instruction in self._by_id.values()
       if instruction.opcode in _COLLECTIVES
     ]
+
+  def _sum_float64(self, reduce: Any) -> None:
+    """Lets an all-reduce of words sum the numbers that they are made of."""
+    words = self._by_id[reduce.operand_ids[0]]
+    numbers = self._by_id[words.operand_ids[0]]
+    reduce.operand_ids[0] = numbers.id
+    reduce.shape.CopyFrom(numbers.shape)
+    for back in self._by_id.values():
+      if reduce.id in back.operand_ids and back.opcode == "bitcast-convert":
+        back.opcode = "reshape"
+    for computation in self._proto.computations:
+      if computation.id not in reduce.called_computation_ids:
+        continue
+      shape = computation.program_shape
+      for each in computation.instructions:
+        each.shape.element_type = xla_data_pb2.PrimitiveType.F64
+      for parameter in (*shape.parameters, shape.result):
+        parameter.element_type = xla_data_pb2.PrimitiveType.F64
 
   def _results(self) -> list[Any]:
     """The arrays that the module answers; a single one is no tuple."""

@@ -17,7 +17,7 @@ from typing import Any, Final
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
-from tf_cross_shard.virtual_tpu import hlo, tracing
+from tf_cross_shard.virtual_tpu import hlo, replica, tracing
 from tf_cross_shard.virtual_tpu import variables as variables_lib
 
 _lock: Final = threading.Lock()
@@ -29,7 +29,11 @@ class TPUCompileError(tf.errors.InvalidArgumentError):
   ag_pass_through = True  # AutoGraph would raise a class of its own instead.
 
   def __init__(self, message: str) -> None:
-    """An error with this text."""
+    """Makes the error.
+
+    Args:
+      message: What a TPU cannot run, and what to do about it.
+    """
     super().__init__(None, None, message)
 
 
@@ -176,7 +180,7 @@ def lower(traced: Traced, shapes: Sequence[tf.TensorShape]) -> Lowered:
     for i in range(num_outputs, module.num_outputs)
   ]
   return Lowered(
-    module=module.without_copies(),
+    module=module.portable(replica.FLOAT64_SUM),
     variables=parameters,
     updated=updated,
     outputs=[

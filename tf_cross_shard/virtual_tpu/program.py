@@ -31,7 +31,14 @@ class Program:
     self._compiled: dict[Any, tuple[lowering.Lowered, xla.Executable]] = {}
 
   def lower(self, shapes: Sequence[tf.TensorShape]) -> lowering.Lowered:
-    """The XLA module for arguments of these shapes."""
+    """The XLA module for arguments of these shapes.
+
+    Args:
+      shapes: One replica's, of arguments and captured tensors.
+
+    Returns:
+      The module and what its inputs and outputs are.
+    """
     return lowering.lower(self.traced, shapes)
 
   def compile(self, shapes: Sequence[tf.TensorShape]) -> Any:
@@ -148,7 +155,11 @@ class Replicas:
   """
 
   def __init__(self, num_replicas: int) -> None:
-    """Makes no device before a program runs."""
+    """Makes no device before a program runs.
+
+    Args:
+      num_replicas: How many replicas.
+    """
     self.num_replicas = num_replicas
     self.lock = threading.RLock()
     self._client: xla.Client | None = None

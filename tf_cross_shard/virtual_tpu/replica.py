@@ -1,10 +1,14 @@
 """What a replica's function finds around it while it is traced."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+
+# Marks sums of float64 numbers that travel as pairs of words; see
+# `hlo.Module.portable`.
+FLOAT64_SUM: Final = "CrossReplicaSumOfFloat64"
 
 
 def cross_replica_sum(
@@ -19,6 +23,11 @@ def cross_replica_sum(
   Returns:
     The sum.
   """
+  if tensor.dtype == tf.float64:
+    # TPUs sum it, but this operation has no such form.
+    with tf.name_scope(FLOAT64_SUM):
+      words = tf.bitcast(tensor, tf.uint32)
+      return tf.bitcast(cross_replica_sum(words, group_assignment), tf.float64)
   return gen_xla_ops.xla_all_reduce(
     input=tensor,
     group_assignment=group_assignment,
@@ -27,10 +36,15 @@ def cross_replica_sum(
   )
 
 
-class ReplicaContext(tf.distribute.ReplicaContext):
+class TracedContext(tf.distribute.ReplicaContext):
   """The context in which a replica's function is traced."""
 
   def __init__(self, strategy: tf.distribute.Strategy) -> None:
+    """Called where the replica's function is traced.
+
+    Args:
+      strategy: The strategy that runs it.
+    """
     super().__init__(strategy, replica_id_in_sync_group=0)
 
   @property
@@ -39,7 +53,16 @@ class ReplicaContext(tf.distribute.ReplicaContext):
     return tf.cast(gen_xla_ops.xla_replica_id(), tf.int32)
 
   def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-    """Joins the replicas' values, by adding each at its own place."""
+    """Joins the replicas' values, by adding each at its own place.
+
+    Args:
+      value: Tensors of one dimension or more, of one shape on all replicas.
+      axis: The dimension along which they are joined.
+      options: Not used.
+
+    Returns:
+      The joined tensors, in the structure of `value`.
+    """
     del options
     count = self.strategy.num_replicas_in_sync
     mine = tf.one_hot(self.replica_id_in_sync_group, count)

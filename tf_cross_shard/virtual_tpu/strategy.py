@@ -49,7 +49,22 @@ class VirtualTPUStrategy(tf.distribute.Strategy):
     kwargs: dict[str, Any] | None = None,
     options: Any = None,
   ) -> Any:
-    """Runs `fn` on every replica."""
+    """Runs `fn` on every replica.
+
+    Args:
+      fn: A function of tensors. It is traced once per kind of arguments.
+      args: Its arguments. A `PerReplica` value gives each replica its own; all
+        else is given to all of them.
+      kwargs: Its keyword arguments.
+      options: Not used.
+
+    Returns:
+      What `fn` returned, with one value per replica.
+
+    Raises:
+      NestedRunError: If called by a function that is being run so.
+      TPUCompileError: If a TPU could not run `fn`.
+    """
     if tracing.in_replica_program():
       raise NestedRunError(
         "strategy.run was called inside a function that strategy.run is"
@@ -64,7 +79,19 @@ class VirtualTPUStrategy(tf.distribute.Strategy):
 
   @tf.autograph.experimental.do_not_convert
   def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
-    """Combines the replicas' values on the host."""
+    """Combines the replicas' values on the host.
+
+    Args:
+      reduce_op: "SUM" or "MEAN".
+      value: What `run` returned.
+      axis: Dimensions of each replica's value that are reduced too, or None.
+
+    Returns:
+      One tensor, in the structure of `value`.
+
+    Raises:
+      RuntimeError: If called by a replica.
+    """
     operation = tf.distribute.ReduceOp(
       reduce_op.upper() if isinstance(reduce_op, str) else reduce_op
     )

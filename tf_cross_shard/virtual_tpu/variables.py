@@ -27,7 +27,11 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
   """What `tf.Variable` makes under `VirtualTPUStrategy`."""
 
   def __init__(self, **kwargs: Any) -> None:
-    """Makes the host's variable; the replicas' copies follow when needed."""
+    """Makes the host's variable; the replicas' copies follow when needed.
+
+    Args:
+      **kwargs: What ResourceVariable takes.
+    """
     self._copies: xla.Buffers | None = None
     # Whether the copies are newer than the host's value.
     self._host_is_behind = False
@@ -65,19 +69,46 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
     return self._distribute_strategy
 
   def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sets this replica's copy; on the host all copies."""
+    """Sets this replica's copy; on the host all copies.
+
+    Args:
+      value: The new value.
+      *args: What ResourceVariable takes.
+      **kwargs: What ResourceVariable takes.
+
+    Returns:
+      What ResourceVariable answers.
+    """
     value = self._aggregated(value)
     self._forget_copies()
     return super().assign(value, *args, **kwargs)
 
   def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
-    """Adds to this replica's copy; on the host to the value it sees."""
+    """Adds to this replica's copy; on the host to the value it sees.
+
+    Args:
+      delta: What to add.
+      *args: What ResourceVariable takes.
+      **kwargs: What ResourceVariable takes.
+
+    Returns:
+      What ResourceVariable answers.
+    """
     delta = self._aggregated(delta)
     self._forget_copies()
     return super().assign_add(delta, *args, **kwargs)
 
   def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
-    """Subtracts like `assign_add` adds."""
+    """Subtracts like `assign_add` adds.
+
+    Args:
+      delta: What to subtract.
+      *args: What ResourceVariable takes.
+      **kwargs: What ResourceVariable takes.
+
+    Returns:
+      What ResourceVariable answers.
+    """
     delta = self._aggregated(delta)
     self._forget_copies()
     return super().assign_sub(delta, *args, **kwargs)
@@ -235,7 +266,12 @@ class ReplicaView:
   """One replica's copy of a variable, seen from the host."""
 
   def __init__(self, variable: ReplicaVariable, replica: int) -> None:
-    """A view of the `replica`-th copy of `variable`."""
+    """A view of one copy.
+
+    Args:
+      variable: The variable.
+      replica: The replica's number.
+    """
     self._variable = variable
     self._replica = replica
 

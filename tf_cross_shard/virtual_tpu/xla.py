@@ -74,7 +74,11 @@ class Buffers:
   """
 
   def __init__(self, array: Any) -> None:
-    """Wraps a jax.Array that has one shard per replica."""
+    """Wraps what jaxlib made.
+
+    Args:
+      array: A jax.Array that has one shard per replica.
+    """
     self._array = array
     self.shape = array.shape
     self.dtype = array.dtype
@@ -89,7 +93,14 @@ class Buffers:
     return bool(self._array.is_deleted())
 
   def to_numpy(self, replica: int) -> np.ndarray:
-    """A view of one replica's array; copy what is to outlive the next step."""
+    """A view of one replica's array; copy what is to outlive the next step.
+
+    Args:
+      replica: Its number.
+
+    Returns:
+      The array.
+    """
     return np.asarray(self._array._arrays[replica])
 
   def addresses(self) -> list[int]:
@@ -192,7 +203,12 @@ class Executable:
   """A program loaded onto the replicas of a `Client`."""
 
   def __init__(self, loaded: Any, handlers: Sequence[Any]) -> None:
-    """Takes what jaxlib loaded, and how to wrap each output."""
+    """Takes what jaxlib loaded.
+
+    Args:
+      loaded: The program.
+      handlers: How to wrap each output.
+    """
     self._loaded = loaded
     self._handlers = list(handlers)
 
