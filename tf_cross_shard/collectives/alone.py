@@ -70,6 +70,26 @@ def not_reducing(strategy: tf.distribute.Strategy) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def in_one_program(strategy: tf.distribute.Strategy) -> Iterator[None]:
+  """The same where all replicas are one program, as on TPUs.
+
+  Merge calls run at once there, also in `tf.cond`. In them a value that all
+  replicas are to take from the first is this replica's own: counters, which
+  Keras' optimizers have such, are equal within a group, and should not be taken
+  from another group.
+
+  Args:
+    strategy: The strategy in whose replica context this is called.
+
+  Yields:
+    None.
+  """
+  context = tf.distribute.get_replica_context()
+  with _OneProgramContext(strategy, context):
+    yield
+
+
+@contextlib.contextmanager
 def _answering(extended: Any) -> Iterator[None]:
   """Lets a strategy do without merge calls for replicas that are alone.
 
@@ -168,6 +188,52 @@ class _NotReducingContext(_ReducedContext):
     """Meets the other replicas, in the context that they know."""
     with self._outer:
       return self._outer.merge_call(merge_fn, args, kwargs)
+
+
+class _OneProgramContext(_NotReducingContext):
+  """A replica context whose merge calls take nothing from other replicas."""
+
+  def merge_call(
+    self,
+    merge_fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+  ) -> Any:
+    """Calls `merge_fn` with a strategy that does not broadcast."""
+
+    def merge(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+      return merge_fn(_NotBroadcasting(strategy), *args, **kwargs)
+
+    return super().merge_call(merge, args, kwargs)
+
+
+class _NotBroadcasting:
+  """A strategy, or what extends it, whose broadcast changes nothing."""
+
+  def __init__(self, real: Any) -> None:
+    self._real = real
+
+  @property
+  def extended(self) -> "_NotBroadcasting":
+    """What merged updates call."""
+    return _NotBroadcasting(self._real.extended)
+
+  def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+    """The value, which is where it has to be."""
+    del destinations
+    return tensor
+
+  def __getattr__(self, name: str) -> Any:
+    """All else is the strategy's own."""
+    return getattr(self._real, name)
+
+  def __eq__(self, other: object) -> bool:
+    """Variables compare it with the strategy that they belong to."""
+    return other is self._real
+
+  def __hash__(self) -> int:
+    """As the strategy's."""
+    return hash(self._real)
 
 
 class _AloneStrategy:

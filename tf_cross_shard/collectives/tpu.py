@@ -81,7 +81,7 @@ class TPU(base.Engine):
 
   def alone(self) -> contextlib.AbstractContextManager[None]:
     """Merge calls cost nothing here: they run at once, also in `tf.cond`."""
-    return alone.not_reducing(self.strategy)
+    return alone.in_one_program(self.strategy)
 
   def _sum(self, tensor: tf.Tensor, assignment: list[list[int]]) -> Any:
     """One cross-replica sum."""
