@@ -86,6 +86,19 @@ class Module:
       for entry in self._proto.input_output_alias.entries
     }
 
+  def reductions(self) -> list[tuple[str, str]]:
+    """What each all-reduce does to two numbers: operation and dtype."""
+    results = {
+      computation.id: self._by_id[computation.root_id]
+      for computation in self._proto.computations
+    }
+    roots = [
+      results[instruction.called_computation_ids[0]]
+      for instruction in self._by_id.values()
+      if instruction.opcode == "all-reduce"
+    ]
+    return [(root.opcode, _dtype(root.shape)) for root in roots]
+
   def portable(self, float64_sum: str) -> bytes:
     """The module in a form that all compilers take.
 
