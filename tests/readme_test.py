@@ -45,12 +45,21 @@ def test_first_example() -> None:
 
 
 def test_groups_and_custom_loop() -> None:
-  _, groups, loop = _blocks("python")
+  _, groups, _, loop = _blocks("python")
   printed = _run(groups + loop)
   [drawn] = [block for block in _blocks("text") if "group 0" in block]
   assert drawn in printed
   # The gradient of the mean is [1, -1], so one step of 0.1 from [1, -1].
   assert "[ 0.9 -0.9]" in printed
+
+
+def test_virtual_tpu() -> None:
+  printed = _run(_blocks("python")[2])
+  [report] = [block for block in _blocks("text") if "wire bytes" in block]
+  # All but the last line, which is a time.
+  expected, seconds = report.rstrip().rsplit("\n", 1)
+  assert seconds.startswith("compile seconds")
+  assert expected in printed
 
 
 def test_commands_exist() -> None:

@@ -21,6 +21,25 @@ class VirtualTPUStrategy(tf.distribute.Strategy):
   It is used like `tf.distribute.TPUStrategy`. The function given to `run` is
   lowered to the XLA program that a TPU would run, compiled for CPUs, and run
   as `num_replicas` replicas. Each replica has its own copy of every variable.
+
+  >>> strategy = VirtualTPUStrategy(num_replicas=2)
+  >>> with strategy.scope():
+  ...   weight = tf.Variable(0.0)
+  >>> def step(x):
+  ...   context = tf.distribute.get_replica_context()
+  ...   return weight.assign_add(context.all_reduce("SUM", x))
+  >>> mine = strategy.experimental_distribute_values_from_function(
+  ...   lambda context: tf.constant(1.0 + context.replica_id_in_sync_group)
+  ... )
+  >>> result = strategy.run(step, args=(mine,))  # 1 + 2
+  >>> [float(x) for x in strategy.experimental_local_results(result)]
+  [3.0, 3.0]
+  >>> float(weight.numpy())
+  3.0
+
+  Reading a variable on the host answers replica 0's copy, or the sum or mean of
+  all copies where the variable asks for that on reading. Assigning it there
+  sets all copies. `experimental_local_results(variable)` answers each of them.
   """
 
   def __init__(self, num_replicas: int = 8) -> None:

@@ -290,6 +290,9 @@ def topology(name: str) -> Topology:
 def coordinates(name: str) -> tuple[tuple[int, ...], ...]:
   """Where the replicas of a slice are: x, y, z, and the core on the chip.
 
+  >>> coordinates("v5e:2x2")
+  ((0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (1, 1, 0, 0))
+
   Args:
     name: The slice, such as "v5e:4x2".
 
