@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tests import testbed
+from tests import testbed, tpu_tasks
 from tf_cross_shard import CrossShardOptimizer
 from tf_cross_shard.collectives import alone
 
@@ -129,6 +129,45 @@ def test_the_strategy_is_left_as_it_was() -> None:
   assert [float(s) for s in strategy.experimental_local_results(sums)] == [
     4.0
   ] * 4
+
+
+@pytest.mark.parametrize("in_cond", [False, True])
+def test_in_one_program_nothing_is_taken_from_others(in_cond: bool) -> None:
+  """A counter of ONLY_FIRST_REPLICA stays the replica's own."""
+  strategy = tpu_tasks.virtual(4)
+  with strategy.scope():
+    counter = tf.Variable(
+      0.0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
+    )
+
+  def replica_fn() -> Any:
+    mark = tf.constant([1.0, 2.0, 4.0, 8.0])[testbed.replica_id()]
+
+    def update() -> tf.Tensor:
+      with alone.in_one_program(strategy):
+        context = tf.distribute.get_replica_context()
+        counter.assign_add(mark)
+        extended = []
+
+        def merge(merged: Any, value: tf.Tensor) -> tf.Tensor:
+          assert merged == strategy
+          extended.append(merged.extended)
+          return merged.extended.broadcast_to(value, counter) * 10
+
+        result = context.merge_call(merge, args=(mark,))
+        assert extended[0].worker_devices == strategy.extended.worker_devices
+        return result + context.all_reduce("SUM", mark)
+
+    if in_cond:
+      result = tf.cond(mark > 0, update, lambda: mark)
+    else:
+      result = update()
+    return result, tf.distribute.get_replica_context().all_reduce("SUM", mark)
+
+  result, total = strategy.run(replica_fn)
+  assert _per_replica(strategy, result) == [11.0, 22.0, 44.0, 88.0]
+  assert _per_replica(strategy, total) == [15.0] * 4
+  assert testbed.copies(counter) == [1.0, 2.0, 4.0, 8.0]
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 import copy
 import dataclasses
+import pathlib
 import pickle
 import re
+import sys
 import time
 import types
 from typing import Any
@@ -13,7 +15,9 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import tensorflow as tf
+from matplotlib import image
 
+from tf_cross_shard import drawing
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.groups import Groups
 
@@ -501,6 +505,59 @@ def test_by_host_refuses_uneven_hosts() -> None:
     groups_lib.by_host(strategy_of(tpus(1, 2)))
   with pytest.raises(ValueError, match="3 does not divide 8"):
     groups_lib.by_host(strategy_of(tpus(3), num_replicas=8))
+
+
+V5E_4X2 = [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]
+V4_2X1X1 = [(0, 0, 0, 0), (0, 0, 0, 1), (1, 0, 0, 0), (1, 0, 0, 1)]
+
+
+@pytest.mark.parametrize(
+  ("coordinates", "axis", "table"),
+  [
+    (V5E_4X2, "x", [[0, 1, 4, 5], [2, 3, 6, 7]]),
+    (V5E_4X2, "y", [[0, 2], [1, 3], [4, 6], [5, 7]]),
+    (V4_2X1X1, "core", [[0, 1], [2, 3]]),
+    (V4_2X1X1, "x", [[0, 2], [1, 3]]),
+    (V4_2X1X1, "z", [[0], [1], [2], [3]]),
+  ],
+)
+def test_along(coordinates: Any, axis: str, table: Table) -> None:
+  assert groups_lib.along(coordinates, axis).to_lists() == table
+
+
+@pytest.mark.parametrize(
+  ("coordinates", "axis", "words"),
+  [
+    (V5E_4X2, "z", r"`axis` must be one of \['x', 'y'\].*got 'z'"),
+    (V4_2X1X1, "w", r"`axis` must be one of \['x', 'y', 'z', 'core'\]"),
+    ([], "x", r"`axis` must be one of \[\]"),
+    ([(0, 0), (1, 0), (0, 1)], "x", "groups of one size"),
+  ],
+)
+def test_along_refuses(coordinates: Any, axis: str, words: str) -> None:
+  with pytest.raises(ValueError, match=words):
+    groups_lib.along(coordinates, axis)
+
+
+@pytest.mark.parametrize("coordinates", [None, V5E_4X2])
+def test_pictures_show_groups_apart(
+  coordinates: Any, tmp_path: pathlib.Path
+) -> None:
+  """As many colours as groups, beside black, white and what is between."""
+  file = tmp_path / "groups.png"
+  table = [[0, 1, 4, 5], [2, 3, 6, 7]]
+  drawing.as_picture(table, str(file), coordinates)
+  pixels = image.imread(file)[..., :3].reshape(-1, 3)
+  colours, counts = np.unique(pixels.round(2), axis=0, return_counts=True)
+  is_grey = np.ptp(colours, axis=1) < 0.02
+  wide = counts > 500
+  assert (wide & ~is_grey).sum() == len(table)
+
+
+def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setitem(sys.modules, "matplotlib", None)
+  with pytest.raises(ImportError, match="pip install matplotlib"):
+    drawing.as_picture([[0, 1]], "groups.png")
 
 
 if __name__ == "__main__":

@@ -142,3 +142,7 @@ def test_groups_along_the_slice() -> None:
     "v5e:4x2", lambda: CrossShardOptimizer("sgd", group_assignment=rows)
   )
   assert {each.groups for each in report.collectives} == {rows.assignment}
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

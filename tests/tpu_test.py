@@ -195,3 +195,7 @@ def test_which_strategies_are_one_program() -> None:
   assert tpu.is_tpu(tpu_tasks.virtual(2))
   assert not tpu.is_tpu(testbed.mirrored())
   assert not tpu.is_tpu(tf.distribute.get_strategy())
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

@@ -150,3 +150,7 @@ def test_exact_arithmetic(grouping: str, reduction: str) -> None:
       assert len(copies) == testbed.REPLICAS > 1
       for replica in members:
         np.testing.assert_array_equal(copies[replica], expected)
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))
