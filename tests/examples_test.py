@@ -1,5 +1,6 @@
 """The examples run as a user runs them, and end with what they promise."""
-# bazel: deps=//examples:custom_loop,//examples:digits timeout=long
+# bazel: timeout=long
+# bazel: deps=//examples:custom_loop,//examples:digits,//examples:tpu
 
 import os
 import re
@@ -168,6 +169,93 @@ def test_custom_loop_is_right_with_either_loss(data_dir: Path) -> None:
   for one, other in zip(plain, keras, strict=True):
     assert one.accuracy == other.accuracy
     assert one.between == other.between
+
+
+@pytest.mark.parametrize(
+  ("num_groups", "groups", "members"),
+  [
+    (1, "all 8", ["0-7"]),
+    (2, "2 of 4: [0, 1, 2, 3], ...", ["0-3", "4-7"]),
+  ],
+)
+def test_tpu_reports_and_trains(
+  data_dir: Path,
+  monkeypatch: pytest.MonkeyPatch,
+  num_groups: int,
+  groups: str,
+  members: list[str],
+) -> None:
+  monkeypatch.syspath_prepend(EXAMPLES)
+  import digits_dataset
+
+  arguments = ["--virtual=8", f"--groups={num_groups}"]
+  output = run_example("tpu.py", data_dir, *arguments)
+  rows = read_table(output)
+  assert [row[:3] for row in rows] == [
+    ("virtual TPU", group, each) for group, each in enumerate(members)
+  ]
+  assert min(row.accuracy for row in rows) >= 95, output
+  assert all(row.inside == 0 for row in rows)
+  if num_groups == 1:
+    assert rows[0].between is None
+  else:
+    assert all(row.between for row in rows)
+  # Each epoch's line has the groups' accuracies, the last one the table's.
+  *_, last = re.findall(r"^22/22 .*", output, re.MULTILINE)
+  shown = [float(x) for x in re.findall(r"test_\d: ([\d.]+)", last)]
+  assert shown == [round(row.accuracy / 100, 4) for row in rows]
+  # One merged sum of every gradient, float32, in the groups asked for.
+  num_bytes = 4 * digits_dataset.make_model().count_params()
+  assert num_bytes == 116_264
+  assert "v5e:4x2: 8 replicas on TPU v5 lite\n" in output
+  (all_reduce,) = re.findall(r"^all-reduce .*", output, re.MULTILINE)
+  kind, dtype, size, _, shown_groups = re.split(r"\s{2,}", all_reduce)
+  assert (kind, dtype, size) == ("all-reduce", "f32", f"{num_bytes:,}")
+  assert shown_groups == groups
+  assert re.search(r"^collectives +1$", output, re.MULTILINE)
+  assert re.search(rf"^wire bytes +{num_bytes:,}$", output, re.MULTILINE)
+
+
+def test_tpu_goes_on_without_the_compiler(
+  data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  # Python takes the first that it finds for the one that is installed.
+  metadata = tmp_path / "libtpu-0.0.1.dist-info" / "METADATA"
+  metadata.parent.mkdir()
+  metadata.write_text("Metadata-Version: 2.1\nName: libtpu\nVersion: 0.0.1\n")
+  path = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+  monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+  output = run_example("tpu.py", data_dir, "--virtual=8", "--epochs=1")
+  assert "No report: " in output
+  assert "found libtpu 0.0.1" in output
+  assert "pip install 'tf-cross-shard[tpu-compiler]'" in output
+  assert "all-reduce" not in output
+  assert [row[:3] for row in read_table(output)] == [("virtual TPU", 0, "0-7")]
+
+
+def test_tpu_without_a_slice_for_its_replicas(data_dir: Path) -> None:
+  output = run_example(
+    "tpu.py", data_dir, "--virtual=4", "--groups=4", "--epochs=1"
+  )
+  assert "No report: --topology names no slice of 4." in output
+  rows = read_table(output)
+  assert [row.replicas for row in rows] == ["0", "1", "2", "3"]
+  # Each was trained on its own share of the images.
+  assert len({row.accuracy for row in rows}) > 1
+  assert all(row.between for row in rows)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "said"),
+  [
+    (["--tpu=local", "--virtual=8"], "At most one of (tpu, virtual)"),
+    (["--virtual=8", "--groups=3"], "--groups must divide 8, the replicas."),
+    (["--topology=v5p:2x2x1"], "Choose a topology of 8 devices"),
+  ],
+)
+def test_tpu_refuses(data_dir: Path, arguments: list[str], said: str) -> None:
+  with pytest.raises(AssertionError, match=re.escape(said)):
+    run_example("tpu.py", data_dir, *arguments)
 
 
 def test_the_split_is_stratified_and_fixed(

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
+from tf_cross_shard import virtual_tpu
 
 REPLICAS = 4
 GROUPINGS: dict[str, list[list[int]] | None] = {
@@ -165,3 +166,28 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, where: str) -> None:
   bound = 1e-6 * max(1.0, float(np.abs(expected).max()))
   difference = float(np.abs(actual - expected).max())
   assert difference <= bound, f"{where}: {difference} > {bound}"
+
+
+@functools.cache
+def virtual(num_replicas: int) -> virtual_tpu.VirtualTPUStrategy:
+  """A virtual TPU that tests share; asserts how many replicas it has."""
+  strategy = virtual_tpu.VirtualTPUStrategy(num_replicas)
+  assert strategy.num_replicas_in_sync == num_replicas
+  return strategy
+
+
+def per_replica(strategy: tf.distribute.Strategy, values: Sequence[Any]) -> Any:
+  """The i-th of `values` as the i-th replica's tensor."""
+  assert len(values) == strategy.num_replicas_in_sync > 1
+  return strategy.experimental_distribute_values_from_function(
+    lambda context: tf.convert_to_tensor(
+      values[context.replica_id_in_sync_group]
+    )
+  )
+
+
+def per_replica_results(strategy: tf.distribute.Strategy, value: Any) -> Any:
+  """Each replica's result as lists and numbers, one item per replica."""
+  results = strategy.experimental_local_results(value)
+  assert len(results) == strategy.num_replicas_in_sync > 1
+  return [np.asarray(result.numpy()).tolist() for result in results]

@@ -32,7 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
   options = parser.parse_args(argv)
   try:
     print(options.command(options))
-  except (ImportError, OSError, TypeError, ValueError) as error:
+  except (
+    ImportError,
+    OSError,
+    TypeError,
+    ValueError,
+    virtual_tpu.TPUCompileError,
+  ) as error:
     print(f"{parser.prog}: {error}", file=sys.stderr)
     return 2
   return 0

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils
 
-from tf_cross_shard.virtual_tpu import lowering, program, variables
+from tf_cross_shard.virtual_tpu import lowering, program
 
 Recorder = Callable[["program.Program", "Call"], Any]
 _recording = threading.local()
@@ -95,6 +95,14 @@ class Call:
         described.append((type(leaf), id(leaf)))
     return tuple(described), _structure_key(self._structure)
 
+  def without_tensors(self) -> list[Any]:
+    """The arguments that are part of the program."""
+    return [
+      leaf
+      for leaf, is_input in zip(self._leaves, self._is_input, strict=True)
+      if not is_input
+    ]
+
   def _per_replica(self, leaf: Any) -> "program.PerReplica":
     """One tensor per replica."""
     if not isinstance(leaf, tf.distribute.DistributedValues):
@@ -116,14 +124,14 @@ class Call:
 class Cache:
   """Programs by function and arguments.
 
-  A function that is gone takes its programs with it.
+  Functions are told apart by identity, not by `==`. One that is gone takes its
+  programs with it.
   """
 
   def __init__(self) -> None:
     """An empty cache."""
-    self._by_owner: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = (
-      weakref.WeakKeyDictionary()
-    )
+    # The first of each pair keeps the owner, or a reference that clears up.
+    self._by_owner: dict[int, tuple[Any, dict[Any, Any]]] = {}
 
   def get(self, fn: Callable[..., Any], call: Call) -> Any:
     """Finds a program.
@@ -136,7 +144,9 @@ class Cache:
       The program for `fn` and arguments like these, or None.
     """
     owner, rest = _owner(fn)
-    return self._by_owner.get(owner, {}).get((rest, call.key()))
+    _, programs = self._by_owner.get(id(owner), (None, {}))
+    traced, _ = programs.get((rest, call.key()), (None, None))
+    return traced
 
   def add(self, fn: Callable[..., Any], call: Call, traced: Any) -> None:
     """Keeps a program as long as its function lives.
@@ -147,7 +157,17 @@ class Cache:
       traced: The program.
     """
     owner, rest = _owner(fn)
-    self._by_owner.setdefault(owner, {})[rest, call.key()] = traced
+    key = id(owner)
+    if key not in self._by_owner:
+      by_owner = self._by_owner
+      try:
+        kept: Any = weakref.ref(owner, lambda _: by_owner.pop(key, None))
+      except TypeError:  # With __slots__ it lives as long as the strategy.
+        kept = owner
+      self._by_owner[key] = kept, {}
+    # The call keeps the objects among its arguments, of which the key has no
+    # more than their addresses.
+    self._by_owner[key][1][rest, call.key()] = traced, call.without_tensors()
 
 
 @contextlib.contextmanager
@@ -192,6 +212,15 @@ def check_outputs(outputs: Any, name: str) -> Any:
     if leaf is None or isinstance(leaf, tf.Operation):
       return None
     try:
+      if isinstance(leaf, tf.IndexedSlices):
+        shape = leaf.dense_shape
+        return tf.IndexedSlices(
+          tf.convert_to_tensor(leaf.values),
+          tf.convert_to_tensor(leaf.indices),
+          None if shape is None else tf.convert_to_tensor(shape),
+        )
+      if tf.is_tensor(leaf) and hasattr(leaf, "_type_spec"):
+        return leaf if not isinstance(leaf, tf.Variable) else leaf.read_value()
       return tf.convert_to_tensor(leaf)
     except (TypeError, ValueError) as error:
       raise TypeError(
@@ -199,7 +228,7 @@ def check_outputs(outputs: Any, name: str) -> Any:
         f" structures of them; it returned {leaf!r}."
       ) from error
 
-  return tf.nest.map_structure(check, outputs, expand_composites=True)
+  return tf.nest.map_structure(check, outputs)
 
 
 def pack(structure: Any, outputs: Sequence["program.PerReplica"]) -> Any:
@@ -227,9 +256,9 @@ def pack(structure: Any, outputs: Sequence["program.PerReplica"]) -> Any:
 
 def _is_input(leaf: Any) -> bool:
   """Whether a leaf of the arguments is data rather than part of the program."""
-  if isinstance(leaf, variables.ReplicaVariable):
+  if isinstance(leaf, (tf.Variable, tf.keras.Variable)):
     return False
-  if tf.is_tensor(leaf) and not isinstance(leaf, (tf.Tensor, tf.Variable)):
+  if tf.is_tensor(leaf) and not isinstance(leaf, tf.Tensor):
     if isinstance(leaf, tf.distribute.DistributedValues):
       return True
     raise lowering.TPUCompileError(

@@ -5,6 +5,7 @@ program; inside a tf.function it becomes one operation that does so.
 """
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -42,11 +43,17 @@ class VirtualTPUExtended(single_host.SingleHost):
       weakref.WeakValueDictionary()
     )
     self._programs = binding.Cache()
+    self._tracing = threading.RLock()
 
   @property
   def client(self) -> Any:
     """The devices that run programs."""
     return self._replicas.client
+
+  @property
+  def lock(self) -> Any:
+    """Held while replicas' copies of variables change."""
+    return self._replicas.lock
 
   # Replicas.
 
@@ -55,11 +62,14 @@ class VirtualTPUExtended(single_host.SingleHost):
   ) -> Any:
     call = binding.Call(args, kwargs, self._num_replicas_in_sync)
     eager = tf.executing_eagerly()
-    traced = self._programs.get(fn, call) if eager else None
-    if traced is None:
+    if eager:
+      with self._tracing:
+        traced = self._programs.get(fn, call)
+        if traced is None:
+          traced = self._trace(fn, call)
+          self._programs.add(fn, call, traced)
+    else:
       traced = self._trace(fn, call)
-      if eager:
-        self._programs.add(fn, call, traced)
     recorder = binding.recorder()
     if recorder is not None:
       recorder(traced, call)
@@ -90,7 +100,9 @@ class VirtualTPUExtended(single_host.SingleHost):
       with strategy.scope(), replica.TracedContext(strategy):
         return binding.check_outputs(target(*args, **kwargs), name)
 
-    traced = lowering.trace(replica_fn, call.specs, self.known_variables)
+    traced = lowering.trace(
+      replica_fn, call.specs, lambda: self.known_variables
+    )
     return program.Program(traced, self._replicas)
 
   cross_replica_sum = staticmethod(replica.cross_replica_sum)
@@ -251,8 +263,9 @@ class VirtualTPUExtended(single_host.SingleHost):
     tensors = [tf.convert_to_tensor(part) for part in parts]
     count: Any = len(tensors)
     if axis is not None:
+      axes = tf.reshape(axis, [-1])
       count = tf.add_n(
-        [tf.size(x) // tf.size(tf.reduce_sum(x, axis)) for x in tensors]
+        [tf.reduce_prod(tf.gather(tf.shape(x), axes)) for x in tensors]
       )
       tensors = [tf.reduce_sum(x, axis) for x in tensors]
     total = tf.add_n(tensors)

@@ -10,12 +10,12 @@ given, and the variables in it are parameters that the program replaces.
 
 import dataclasses
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+from tensorflow.python.eager import context
 
 from tf_cross_shard.virtual_tpu import hlo, replica, tracing
 from tf_cross_shard.virtual_tpu import variables as variables_lib
@@ -43,15 +43,24 @@ class Traced:
 
   Attributes:
     function: The graph. It takes tensors and answers tensors.
-    captured: Tensors of the surrounding program that it uses, in order.
-    variables: The variables that it uses, in order.
+    captures: What it uses beside its arguments, in the order of its inputs:
+      tensors of the surrounding program, and variables.
     structure: What the Python function returned, tensors being symbolic.
   """
 
   function: Any
-  captured: list[tf.Tensor]
-  variables: list[variables_lib.ReplicaVariable]
+  captures: list[tf.Tensor | variables_lib.ReplicaVariable]
   structure: Any
+
+  @property
+  def captured(self) -> list[tf.Tensor]:
+    """The tensors among the captures."""
+    return [x for x in self.captures if not _is_variable(x)]
+
+  @property
+  def variables(self) -> list[variables_lib.ReplicaVariable]:
+    """The variables among the captures."""
+    return [x for x in self.captures if _is_variable(x)]
 
   @property
   def output_specs(self) -> list[tf.TensorSpec]:
@@ -66,16 +75,16 @@ class Lowered:
   """A replica's function as an XLA module.
 
   Attributes:
-    module: A serialized HloModuleProto. Its parameters are the arguments and
-      captured tensors, then `variables`; its outputs are those of the
-      function, then the new values of `updated`.
-    variables: Parameters, after the arguments.
-    updated: Those of them that the program replaces, in order of the outputs.
+    traced: The graph.
+    module: A serialized HloModuleProto. Its parameters are the arguments, then
+      the captures; its outputs are those of the function, then the new values
+      of `updated`.
+    updated: The variables that the program replaces, in order of the outputs.
     outputs: Shape and dtype of the function's own outputs.
   """
 
+  traced: Traced
   module: bytes
-  variables: list[variables_lib.ReplicaVariable]
   updated: list[variables_lib.ReplicaVariable]
   outputs: list[tf.TensorSpec]
 
@@ -83,14 +92,15 @@ class Lowered:
 def trace(
   fn: Callable[..., Any],
   specs: Sequence[tf.TensorSpec],
-  known: Sequence[variables_lib.ReplicaVariable],
+  known: Callable[[], Sequence[variables_lib.ReplicaVariable]],
 ) -> Traced:
   """Builds the graph of a replica's function.
 
   Args:
     fn: Takes one tensor per item of `specs`.
     specs: Their shapes, which may be partly unknown, and dtypes.
-    known: All variables of the strategy.
+    known: Answers all variables of the strategy; asked when `fn` may have made
+      some.
 
   Returns:
     The graph.
@@ -103,26 +113,33 @@ def trace(
 
   def marked(*tensors: tf.Tensor) -> Any:
     tracing.mark_replica_program()
-    return fn(*tensors)
+    outputs = fn(*tensors)
+    flat = tf.nest.flatten(outputs, expand_composites=True)
+    for each in flat:
+      if each is not None:
+        _check_dtype(each.dtype, "an output")
+    return tf.nest.pack_sequence_as(
+      outputs, _behind_barrier(flat), expand_composites=True
+    )
 
-  function = tf.function(marked, autograph=False).get_concrete_function(*specs)
-  by_handle = {id(each.raw_handle): each for each in known}
-  captured, used = [], []
+  function = tf.function(
+    marked, autograph=False, jit_compile=True
+  ).get_concrete_function(*specs)
+  by_handle = {id(each.raw_handle): each for each in known()}
+  captures: list[tf.Tensor | variables_lib.ReplicaVariable] = []
   for tensor in function.captured_inputs:
     if tensor.dtype != tf.resource:
       _check_dtype(tensor.dtype, "a captured tensor")
-      captured.append(tensor)
+      captures.append(tensor)
     elif id(tensor) in by_handle:
-      used.append(by_handle[id(tensor)])
+      captures.append(by_handle[id(tensor)])
     else:
       raise TPUCompileError(
         "A replica's program uses a resource that is not on the virtual TPU:"
         f" {_describe(tensor, function)}. Make variables inside"
         " `with strategy.scope():`, and read datasets outside `strategy.run`."
       )
-  for output in function.outputs:
-    _check_dtype(output.dtype, "an output")
-  return Traced(function, captured, used, function.structured_outputs)
+  return Traced(function, captures, function.structured_outputs)
 
 
 def lower(traced: Traced, shapes: Sequence[tf.TensorShape]) -> Lowered:
@@ -130,7 +147,7 @@ def lower(traced: Traced, shapes: Sequence[tf.TensorShape]) -> Lowered:
 
   Args:
     traced: The graph.
-    shapes: Of the arguments and of the captured tensors, all known.
+    shapes: Of the arguments and then of the captured tensors, all known.
 
   Returns:
     The module.
@@ -138,69 +155,74 @@ def lower(traced: Traced, shapes: Sequence[tf.TensorShape]) -> Lowered:
   Raises:
     TPUCompileError: If the program has what a TPU cannot compile.
   """
-  function = traced.function
-  is_resource = [x.dtype == tf.resource for x in function.captured_inputs]
-  num_arguments = len(shapes) - len(traced.captured)
-  dtypes = [x.dtype for x in function.inputs[:num_arguments]]
-  dtypes += [x.dtype for x in traced.captured]
-
-  def closed(*tensors: tf.Tensor) -> list[tf.Tensor]:
-    tracing.mark_replica_program()
-    given, handles = iter(tensors[num_arguments:]), iter(traced.variables)
-    captured = [
-      next(handles).raw_handle if resource else next(given)
-      for resource in is_resource
-    ]
-    outputs = tf.raw_ops.StatefulPartitionedCall(
-      args=[*tensors[:num_arguments], *captured],
-      Tout=[x.dtype for x in function.outputs],
-      f=function,
-    )
-    # XLA leaves outputs that it knows at compile time out of the module, and
-    # says nowhere which. Behind a barrier it does not look.
-    if not function.outputs:
-      return []
-    return gen_xla_ops.xla_optimization_barrier(input=outputs)
-
-  specs = [
-    tf.TensorSpec(shape, dtype)
-    for shape, dtype in zip(shapes, dtypes, strict=True)
-  ]
-  with tf.init_scope():
-    jitted = tf.function(closed, jit_compile=True, autograph=False)
-    module = hlo.Module(_to_hlo(jitted, specs))
-    handles = jitted.get_concrete_function(*specs).captured_inputs
-  by_handle = {id(each.raw_handle): each for each in traced.variables}
-  parameters = [by_handle[id(handle)] for handle in handles]
-  _check_module(module, len(specs) + len(parameters))
-  num_outputs = len(function.outputs)
+  inputs = traced.function.inputs
+  num_arguments = len(inputs) - len(traced.captures)
+  module = hlo.Module(_to_hlo(traced, shapes, num_arguments))
+  _check_module(module, len(inputs))
+  num_outputs = len(traced.function.outputs)
   aliases = module.outputs_to_parameters()
   updated = [
-    parameters[aliases[i] - len(specs)]
+    traced.captures[aliases[i] - num_arguments]
     for i in range(num_outputs, module.num_outputs)
   ]
   return Lowered(
+    traced=traced,
     module=module.portable(replica.FLOAT64_SUM),
-    variables=parameters,
     updated=updated,
     outputs=[
       tf.TensorSpec(shape, output.dtype)
       for shape, output in zip(
-        module.output_shapes()[:num_outputs], function.outputs, strict=True
+        module.output_shapes()[:num_outputs],
+        traced.function.outputs,
+        strict=True,
       )
     ],
   )
 
 
-def _to_hlo(jitted: Any, specs: Sequence[tf.TensorSpec]) -> bytes:
-  """The serialized module of a compiled function."""
-  with _lock, warnings.catch_warnings():
-    # "device_name is being deprecated": without it, no variables.
-    warnings.simplefilter("ignore", UserWarning)
+def _behind_barrier(flat: Sequence[tf.Tensor | None]) -> list[Any]:
+  """Tensors of which XLA knows nothing at compile time.
+
+  Those that it knows it leaves out of the module, and says nowhere which.
+  """
+  known = [each for each in flat if each is not None]
+  if not known:
+    return list(flat)
+  hidden = iter(gen_xla_ops.xla_optimization_barrier(input=known))
+  return [None if each is None else next(hidden) for each in flat]
+
+
+def _to_hlo(
+  traced: Traced, shapes: Sequence[tf.TensorShape], num_arguments: int
+) -> bytes:
+  """The serialized module of a graph.
+
+  The public `experimental_get_compiler_ir` does this too, for functions that
+  capture no tensor of a function being built. Calling the graph from a function
+  of that kind hides constants from XLA that nested loops need.
+  """
+  inputs = traced.function.inputs
+  specs = [
+    tf.TensorSpec(shape, tensor.dtype)
+    for shape, tensor in zip(shapes, inputs[:num_arguments], strict=False)
+  ]
+  captured_shapes = iter(shapes[num_arguments:])
+  with tf.init_scope(), _lock:
+    # Of captured tensors only dtype and shape count.
+    captured = [
+      x.raw_handle
+      if _is_variable(x)
+      else tf.zeros(next(captured_shapes), x.dtype)
+      for x in traced.captures
+    ]
     try:
-      lowering = jitted.experimental_get_compiler_ir(*specs)
-      module: bytes = lowering(
-        stage="hlo_serialized", device_name="/device:CPU:0"
+      module: bytes = context.context().get_compiler_ir(
+        device_name="/job:localhost/replica:0/task:0/device:CPU:0",
+        platform_name=None,
+        function_name=traced.function.name,
+        flat_args=specs,
+        captured_inputs=captured,
+        stage="hlo_serialized",
       )
     except (tf.errors.OpError, ValueError, TypeError) as error:
       raise TPUCompileError(
@@ -212,9 +234,19 @@ def _to_hlo(jitted: Any, specs: Sequence[tf.TensorSpec]) -> bytes:
   return module
 
 
+def _is_variable(captured: Any) -> bool:
+  """Whether a captured input is a variable."""
+  return isinstance(captured, variables_lib.ReplicaVariable)
+
+
 def _check_module(module: hlo.Module, num_parameters: int) -> None:
   """Raises an error for what XLA takes on a CPU and a TPU does not."""
-  dynamic = module.dynamic_operations()
+  # Not what this file adds.
+  dynamic = [
+    name
+    for name in module.dynamic_operations()
+    if "XlaOptimizationBarrier" not in name and "XLA_Retvals" not in name
+  ]
   if dynamic:
     names = ", ".join(sorted(set(dynamic))[:3])
     raise TPUCompileError(
@@ -225,14 +257,16 @@ def _check_module(module: hlo.Module, num_parameters: int) -> None:
   calls = module.custom_calls()
   if calls:
     raise TPUCompileError(
-      f"A TPU cannot run {', '.join(sorted(set(calls)))}, code for CPUs that"
-      " XLA calls but does not compile. Do this step outside `strategy.run`."
+      f"The virtual TPU cannot run {', '.join(sorted(set(calls)))}: for CPUs"
+      " XLA calls other code there, and what a TPU does is not known here. Do"
+      " this step outside `strategy.run`."
     )
   if module.num_parameters != num_parameters:
-    raise RuntimeError(
+    raise TPUCompileError(
       f"TensorFlow lowered {num_parameters} inputs to"
-      f" {module.num_parameters} parameters; this package does not know this"
-      f" TensorFlow ({tf.__version__}). Please report it."
+      f" {module.num_parameters} parameters. A tensor from outside"
+      " `strategy.run` may be needed as a shape or an axis there: pass a number"
+      " instead."
     )
 
 

@@ -5,8 +5,9 @@ every call only hands over arguments and the variables' memory.
 """
 
 import threading
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
@@ -14,6 +15,7 @@ import tensorflow as tf
 from tf_cross_shard.virtual_tpu import lowering, xla
 
 PerReplica = tuple[tf.Tensor, ...]
+_PROGRAMS: Final = "tf_cross_shard_programs"
 
 
 class Program:
@@ -86,7 +88,12 @@ class Program:
       client = self.replicas.client
       # All is in place before the first variable's memory is handed over.
       given = [client.put(list(map(_as_array, each))) for each in arguments]
-      given += [variable.take(client) for variable in lowered.variables]
+      num_captured = len(self.traced.captured)
+      captured = iter(given[len(given) - num_captured :])
+      given = given[: len(given) - num_captured]
+      for each in self.traced.captures:
+        is_tensor = tf.is_tensor(each) and not hasattr(each, "take")
+        given.append(next(captured) if is_tensor else each.take(client))
       results = executable(given)
       num_outputs = len(lowered.outputs)
       for variable, copies in zip(
@@ -124,11 +131,18 @@ class Program:
         if tf.executing_eagerly():
           self.compile(shapes)
 
+    # TensorFlow keeps what it calls as long as this process lives. The program
+    # is to live as long as the function being built.
+    _keep_with_graph(self)
+    program = weakref.ref(self)
+
     def run(*flat: tf.Tensor) -> list[tf.Tensor]:
       given = [
         tuple(flat[i * count : (i + 1) * count]) for i in range(num_arguments)
       ]
-      return [each for output in self(*given) for each in output]
+      this = program()
+      assert this is not None
+      return [each for output in this(*given) for each in output]
 
     # The variables are among the inputs for the sake of order: what reads or
     # assigns one before or after stays before or after.
@@ -173,13 +187,30 @@ class Replicas:
       return self._client
 
 
+def _keep_with_graph(program: Program) -> None:
+  """Lets a program live as long as the function that is being built."""
+  graph = tf.compat.v1.get_default_graph()
+  # Of functions within functions the outermost is sure to stay.
+  while isinstance(getattr(graph, "outer_graph", None), type(graph)):
+    graph = graph.outer_graph
+  if not hasattr(graph, _PROGRAMS):
+    setattr(graph, _PROGRAMS, [])
+  getattr(graph, _PROGRAMS).append(program)
+
+
 def _as_array(tensor: tf.Tensor) -> np.ndarray:
   """A view of an eager tensor's elements."""
   return np.asarray(tensor._numpy())
 
 
 def _check_shapes(argument: PerReplica) -> None:
-  """Raises an error unless all replicas' arguments have one shape."""
+  """Raises an error unless all replicas' arguments are of one kind."""
+  dtypes = [each.dtype.name for each in argument]
+  if len(set(dtypes)) > 1:
+    raise ValueError(
+      "All replicas run one program, so their arguments must have the same"
+      f" dtype; got {dtypes}. Cast them first."
+    )
   shapes = [tuple(each.shape) for each in argument]
   if len(set(shapes)) > 1:
     raise ValueError(

@@ -25,9 +25,13 @@ def cross_replica_sum(
   """
   if tensor.dtype == tf.float64:
     # TPUs sum it, but this operation has no such form.
+    if tensor.shape.num_elements() == 0:
+      return tensor
     with tf.name_scope(FLOAT64_SUM):
-      words = tf.bitcast(tensor, tf.uint32)
-      return tf.bitcast(cross_replica_sum(words, group_assignment), tf.float64)
+      # Behind a barrier a constant is not turned into words beforehand.
+      [hidden] = gen_xla_ops.xla_optimization_barrier(input=[tensor])
+      words = cross_replica_sum(tf.bitcast(hidden, tf.uint32), group_assignment)
+      return tf.bitcast(words, tf.float64)
   return gen_xla_ops.xla_all_reduce(
     input=tensor,
     group_assignment=group_assignment,
@@ -65,13 +69,34 @@ class TracedContext(tf.distribute.ReplicaContext):
     """
     del options
     count = self.strategy.num_replicas_in_sync
-    mine = tf.one_hot(self.replica_id_in_sync_group, count)
+    is_mine = tf.range(count) == self.replica_id_in_sync_group
 
     def gather(tensor: tf.Tensor) -> tf.Tensor:
       tensor = tf.convert_to_tensor(tensor)
-      shape = [count, *[1] * tensor.shape.rank]
-      spread = tf.cast(tf.reshape(mine, shape), tensor.dtype) * tensor[None]
+      # As words all bits arrive, and dtypes that TPUs do not sum.
+      words = _as_words(tensor)
+      here = tf.reshape(is_mine, [count, *[1] * words.shape.rank])
+      spread = tf.where(here, words[None], tf.zeros([], words.dtype))
       parts = self.all_reduce("SUM", spread)
-      return tf.concat(tf.unstack(parts, count), axis)
+      parts = [_from_words(x, tensor.dtype) for x in tf.unstack(parts, count)]
+      return tf.concat(parts, axis)
 
     return tf.nest.map_structure(gather, value)
+
+
+def _as_words(tensor: tf.Tensor) -> tf.Tensor:
+  """A tensor's bits in a dtype of integers that TPUs sum."""
+  if tensor.dtype.size in (4, 8) and tensor.dtype != tf.complex64:
+    return tf.bitcast(tensor, tf.uint32)
+  if tensor.dtype in (tf.bfloat16, tf.float16):
+    return tf.cast(tf.bitcast(tensor, tf.uint16), tf.uint32)
+  return tf.cast(tensor, tf.int32)
+
+
+def _from_words(words: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+  """What `_as_words` was given."""
+  if dtype.size in (4, 8) and dtype != tf.complex64:
+    return tf.bitcast(words, dtype)
+  if dtype in (tf.bfloat16, tf.float16):
+    return tf.bitcast(tf.cast(words, tf.uint16), dtype)
+  return tf.cast(words, dtype)

@@ -10,6 +10,8 @@ value was set since, by whatever means, every replica receives it before the
 next program runs.
 """
 
+import functools
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
-from tf_cross_shard.virtual_tpu import tracing
+from tf_cross_shard.virtual_tpu import tracing, views
 
 if TYPE_CHECKING:
   from tf_cross_shard.virtual_tpu import xla
@@ -38,8 +40,14 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
     # The host's value when it and the copies last agreed.
     self._agreed: tf.Tensor | None = None
     self._is_in_host_functions = False
-    self._views: tuple[ReplicaView, ...] = ()
+    self._views: tuple[views.ReplicaView, ...] = ()
     super().__init__(**kwargs)
+    if self._is_read_by(tf.VariableAggregation.SUM):
+      # Every copy has the initial value, and the host sees their sum.
+      count = self._distribute_strategy.num_replicas_in_sync
+      total = np.asarray(self._read_raw()._numpy()) * count
+      value = tf.constant(total, self.dtype)
+      tf.raw_ops.AssignVariableOp(resource=self._raw_handle, value=value)
 
   @property
   def _handle(self) -> Any:
@@ -79,9 +87,8 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
     Returns:
       What ResourceVariable answers.
     """
-    value = self._aggregated(value)
-    self._forget_copies()
-    return super().assign(value, *args, **kwargs)
+    self._host_will_assign()
+    return super().assign(self._aggregated(value), *args, **kwargs)
 
   def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
     """Adds to this replica's copy; on the host to the value it sees.
@@ -94,9 +101,8 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
     Returns:
       What ResourceVariable answers.
     """
-    delta = self._aggregated(delta)
-    self._forget_copies()
-    return super().assign_add(delta, *args, **kwargs)
+    self._host_will_assign()
+    return super().assign_add(self._aggregated(delta), *args, **kwargs)
 
   def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
     """Subtracts like `assign_add` adds.
@@ -109,15 +115,33 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
     Returns:
       What ResourceVariable answers.
     """
-    delta = self._aggregated(delta)
-    self._forget_copies()
-    return super().assign_sub(delta, *args, **kwargs)
+    self._host_will_assign()
+    return super().assign_sub(self._aggregated(delta), *args, **kwargs)
 
-  def views(self) -> tuple["ReplicaView", ...]:
+  def _restore_from_tensors(self, restored_tensors: Any) -> Any:
+    self._host_will_assign()
+    return super()._restore_from_tensors(restored_tensors)
+
+  def __deepcopy__(self, memo: dict[int, Any]) -> "ReplicaVariable":
+    """A variable of the same strategy, every copy copied."""
+    with self._distribute_strategy.scope():
+      made: ReplicaVariable = tf.Variable(
+        self.read_value(),
+        trainable=self.trainable,
+        name=self._shared_name,
+        synchronization=self.synchronization,
+        aggregation=self.aggregation,
+        constraint=self.constraint,
+      )
+    made.set_copies([view.numpy() for view in self.views()])
+    memo[id(self)] = made
+    return made
+
+  def views(self) -> tuple["views.ReplicaView", ...]:
     """Each replica's copy, to read and assign on the host."""
     if not self._views:
       count = self._distribute_strategy.num_replicas_in_sync
-      self._views = tuple(ReplicaView(self, i) for i in range(count))
+      self._views = tuple(views.ReplicaView(self, i) for i in range(count))
     return self._views
 
   def take(self, client: "xla.Client") -> "xla.Buffers":
@@ -129,14 +153,14 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
     Returns:
       Their copies, brought up to date with the host's value.
     """
-    if self._copies is None or self._was_assigned():
-      count = client.num_replicas
-      value = self._as_array(self._read_raw())
-      if self._is_read_by(tf.VariableAggregation.SUM):
-        value = (value / count).astype(value.dtype)
-      self._copies = client.put([value.copy() for _ in range(count)])
-      self._agree(self._read_raw())
-    return self._copies
+    with self._lock:
+      if self._copies is None or self._was_assigned():
+        value = self._set_by_host()
+        self._copies = client.put(
+          [value.copy() for _ in range(client.num_replicas)]
+        )
+        self._agreed = self._read_raw()
+      return self._copies
 
   def replace(self, copies: "xla.Buffers") -> None:
     """Takes what a program left.
@@ -144,22 +168,23 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
     Args:
       copies: The replicas' new copies.
     """
-    self._copies = copies
-    self._host_is_behind = True
-    if self._is_in_host_functions:
-      self.update_host()
+    with self._lock:
+      self._copies = copies
+      self._host_is_behind = True
+      if self._is_in_host_functions:
+        self.update_host()
 
   def update_host(self) -> None:
     """Gives the host the newest value."""
-    if not self._host_is_behind:
-      return
-    assert self._copies is not None
-    # Set first: what follows reads and assigns this variable.
-    self._host_is_behind = False
-    with tf.init_scope():
-      value = tf.constant(self._seen_by_host(), self.dtype)
-      tf.raw_ops.AssignVariableOp(resource=self._raw_handle, value=value)
-      self._agree(self._read_raw())
+    with self._lock:
+      if not self._host_is_behind:
+        return
+      # Set first: what follows reads and assigns this variable.
+      self._host_is_behind = False
+      with tf.init_scope():
+        value = tf.constant(self._seen_by_host(), self.dtype)
+        tf.raw_ops.AssignVariableOp(resource=self._raw_handle, value=value)
+        self._agreed = self._read_raw()
 
   def copy(self, replica: int) -> np.ndarray:
     """One replica's value.
@@ -170,13 +195,10 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
     Returns:
       A new array.
     """
-    if self._copies is None or self._was_assigned():
-      value = self._as_array(self._read_raw())
-      if self._is_read_by(tf.VariableAggregation.SUM):
-        count = self._distribute_strategy.num_replicas_in_sync
-        value = (value / count).astype(value.dtype)
-      return np.array(value)
-    return np.array(self._copies.to_numpy(replica))
+    with self._lock:
+      if self._copies is None or self._was_assigned():
+        return np.array(self._set_by_host())
+      return np.array(self._copies.to_numpy(replica))
 
   def set_copies(self, values: Sequence[np.ndarray]) -> None:
     """Gives every replica a value of its own.
@@ -185,10 +207,10 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
       values: One per replica.
     """
     arrays = [np.array(value, self.dtype.as_numpy_dtype) for value in values]
-    if self._copies is None:
-      self._agree(self._read_raw())
     client = self._distribute_strategy.extended.client
-    self.replace(client.put(arrays))
+    with self._lock:
+      self._agreed = self._read_raw()
+      self.replace(client.put(arrays))
 
   def _seen_by_host(self) -> np.ndarray:
     """What reading this variable on the host answers."""
@@ -234,19 +256,50 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
     value = tf.convert_to_tensor(value, self.dtype)
     return context.all_reduce(operation, value)
 
+  def _host_will_assign(self) -> None:
+    """Unless a replica assigns, all copies follow the host's next value.
+
+    Also when it has the value that replica 0 has already.
+    """
+    if tracing.in_replica_program():
+      return
+    if tf.executing_eagerly():
+      self._forget_copies()
+      return
+    # In every call of the function being built, after what stands before. As
+    # `_handle` is asked first, a weak reference will do: its graph has one.
+    variable = weakref.ref(self)
+
+    def forget(handle: tf.Tensor) -> None:
+      del handle
+      this = variable()
+      if this is not None:
+        this._forget_copies()
+
+    tf.py_function(forget, [self._handle], [])
+
   def _forget_copies(self) -> None:
-    """The host is about to set the value for all replicas."""
-    if not tracing.in_replica_program():
+    """Lets the replicas receive the host's value before the next program."""
+    with self._lock:
       self.update_host()
       self._copies = self._agreed = None
+
+  @property
+  def _lock(self) -> Any:
+    """Held by whoever changes copies; by programs while they run."""
+    return self._distribute_strategy.extended.lock
+
+  def _set_by_host(self) -> np.ndarray:
+    """What each replica receives of the host's value."""
+    value = np.asarray(self._read_raw()._numpy())
+    if self._is_read_by(tf.VariableAggregation.SUM):
+      count = self._distribute_strategy.num_replicas_in_sync
+      value = (value / count).astype(value.dtype)
+    return value
 
   def _was_assigned(self) -> bool:
     """Whether the host's value was set since it and the copies agreed."""
     return self._agreed is None or not _same(self._read_raw(), self._agreed)
-
-  def _agree(self, value: tf.Tensor) -> None:
-    """Remembers the host's value of the moment."""
-    self._agreed = value
 
   def _read_raw(self) -> tf.Tensor:
     """The host's value as it is; an eager tensor that shares its memory."""
@@ -255,91 +308,36 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
         resource=self._raw_handle, dtype=self.dtype
       )
 
-  @staticmethod
-  def _as_array(value: tf.Tensor) -> np.ndarray:
-    """A view of an eager tensor."""
-    array: np.ndarray = value._numpy()
-    return array
+
+def _assigning(name: str) -> Any:
+  """A method of ResourceVariable that assigns, for `ReplicaVariable`."""
+  of_base = getattr(resource_variable_ops.ResourceVariable, name)
+
+  @functools.wraps(of_base)
+  def assign(self: ReplicaVariable, *args: Any, **kwargs: Any) -> Any:
+    self._host_will_assign()
+    return of_base(self, *args, **kwargs)
+
+  return assign
 
 
-class ReplicaView:
-  """One replica's copy of a variable, seen from the host."""
-
-  def __init__(self, variable: ReplicaVariable, replica: int) -> None:
-    """A view of one copy.
-
-    Args:
-      variable: The variable.
-      replica: The replica's number.
-    """
-    self._variable = variable
-    self._replica = replica
-
-  @property
-  def handle(self) -> Any:
-    """The variable's: what a tape records when this is read in a scope."""
-    return self._variable.handle
-
-  @property
-  def trainable(self) -> bool:
-    """The variable's."""
-    return bool(self._variable.trainable)
-
-  @property
-  def dtype(self) -> tf.DType:
-    """The variable's."""
-    return self._variable.dtype
-
-  @property
-  def shape(self) -> tf.TensorShape:
-    """The variable's."""
-    return self._variable.shape
-
-  @property
-  def name(self) -> str:
-    """The variable's name and the replica's number."""
-    return f"{self._variable.name}/replica_{self._replica}"
-
-  def numpy(self) -> np.ndarray:
-    """The value."""
-    return self._variable.copy(self._replica)
-
-  def read_value(self) -> tf.Tensor:
-    """The value, as a tensor."""
-    return tf.constant(self.numpy(), self.dtype)
-
-  def assign(self, value: Any) -> "ReplicaView":
-    """Sets this copy and leaves those of other replicas.
-
-    Args:
-      value: What `np.array` takes, of the variable's shape.
-
-    Returns:
-      This view.
-
-    Raises:
-      ValueError: If `value` has another shape.
-    """
-    array = np.array(value)
-    if array.shape != tuple(self.shape):
-      raise ValueError(
-        f"`value` must have the shape {tuple(self.shape)} of {self.name}; got"
-        f" {array.shape}."
-      )
-    views = self._variable.views()
-    values = [view.numpy() for view in views]
-    values[self._replica] = array
-    self._variable.set_copies(values)
-    return self
-
-  def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-    """The value, for NumPy."""
-    del copy
-    return self.numpy() if dtype is None else self.numpy().astype(dtype)
-
-  def __repr__(self) -> str:
-    """Name and value."""
-    return f"<ReplicaView {self.name}, numpy={self.numpy()}>"
+for _name in (
+  "_strided_slice_assign",
+  "batch_scatter_update",
+  "scatter_add",
+  "scatter_div",
+  "scatter_max",
+  "scatter_min",
+  "scatter_mul",
+  "scatter_nd_add",
+  "scatter_nd_max",
+  "scatter_nd_min",
+  "scatter_nd_sub",
+  "scatter_nd_update",
+  "scatter_sub",
+  "scatter_update",
+):
+  setattr(ReplicaVariable, _name, _assigning(_name))
 
 
 def _same(value: tf.Tensor, earlier: tf.Tensor) -> bool:
@@ -354,11 +352,3 @@ def _same(value: tf.Tensor, earlier: tf.Tensor) -> bool:
   if new.ndim and new.ctypes.data == old.ctypes.data:
     return True
   return new.tobytes() == old.tobytes()
-
-
-tf.register_tensor_conversion_function(
-  ReplicaView,
-  lambda view, dtype=None, name=None, as_ref=False: tf.convert_to_tensor(
-    view.numpy(), dtype or view.dtype, name
-  ),
-)

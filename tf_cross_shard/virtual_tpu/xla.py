@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib
 import os
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -36,6 +37,10 @@ _NO_TPU_HERE: Final = {
   "TPU_ACCELERATOR_TYPE": "v5litepod-8",
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+_UNKNOWN: Final = (
+  "`topology` must be a TPU slice that libtpu knows, such as 'v5e:4x2',"
+  " 'v5p:2x2x1', 'v6e:16x16' or 'v4:2x2x1'; got {!r} ({})."
+)
 _lock: Final = threading.Lock()
 
 
@@ -262,6 +267,9 @@ def topology(name: str) -> Topology:
   """
   for distribution in TESTED:
     require(distribution)
+  # libtpu divides by what it is given, and takes no name for another one.
+  if not re.fullmatch(r"[a-z]\w*:[1-9]\d*(x[1-9]\d*){1,2}", name):
+    raise ValueError(_UNKNOWN.format(name, "not GENERATION:XxY or XxYxZ"))
   with _lock:
     for key, value in _NO_TPU_HERE.items():
       os.environ.setdefault(key, value)
@@ -271,10 +279,7 @@ def topology(name: str) -> Topology:
         platform="tpu", topology_name=name
       )
     except Exception as error:
-      raise ValueError(
-        f"`topology` must be a TPU slice that libtpu knows, such as 'v5e:4x2',"
-        f" 'v5p:2x2x1', 'v6e:16x16' or 'v4:2x2x1'; got {name!r} ({error})."
-      ) from error
+      raise ValueError(_UNKNOWN.format(name, error)) from error
   devices = tuple(described.devices)
   return Topology(
     name=name,

@@ -1,0 +1,129 @@
+"""Trains on handwritten digits on a TPU, or on a virtual one on this CPU.
+
+    python examples/tpu.py --virtual=8 --groups=2
+    python examples/tpu.py --tpu=local --groups=2    # on a TPU's own machine
+
+Either runs the replicas as one XLA program. Before that the TPU's own compiler
+tells what the replicas will exchange in a step, which needs no TPU.
+"""
+# bazel: deps=:digits_dataset,:group_history,:replicas
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # Before the imports.
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+
+from collections.abc import Sequence
+from typing import Any
+
+import digits_dataset
+import group_history
+import replicas
+import tensorflow as tf
+from absl import app, flags, logging
+
+import tf_cross_shard
+from tf_cross_shard import groups as groups_lib
+from tf_cross_shard import virtual_tpu
+
+_TPU = flags.DEFINE_string("tpu", None, "Name or address; 'local' beside it.")
+_VIRTUAL = flags.DEFINE_integer(
+  "virtual", None, "Replicas of a virtual TPU: 8 unless --tpu is given.", 1
+)
+flags.mark_flags_as_mutual_exclusive([_TPU, _VIRTUAL])
+_GROUPS = flags.DEFINE_integer("groups", 1, "Groups to train apart.", 1)
+_TOPOLOGY = flags.DEFINE_string(
+  "topology", None, "Slice to compile for: 'v5e:4x2' for 8 replicas if unset."
+)
+_EPOCHS = flags.DEFINE_integer("epochs", 15, "Times to see all images.", 1)
+_DATA_DIR = flags.DEFINE_string(
+  "data_dir", None, "Folder to prepare the data in; the user's cache if unset."
+)
+
+
+def make_strategy() -> tf.distribute.Strategy:
+  """The TPU that the flags name, ready to run, or a virtual one."""
+  if _TPU.value is None:
+    return virtual_tpu.VirtualTPUStrategy(_VIRTUAL.value or 8)
+  resolver = tf.distribute.cluster_resolver.TPUClusterResolver(_TPU.value)
+  tf.config.experimental_connect_to_cluster(resolver)
+  tf.tpu.experimental.initialize_tpu_system(resolver)
+  return tf.distribute.TPUStrategy(resolver)
+
+
+def make_model(
+  strategy: tf.distribute.Strategy, groups: groups_lib.Groups, steps: int
+) -> Any:
+  """A model to train so many steps, from the same start each time."""
+  tf.keras.utils.set_random_seed(0)
+  with strategy.scope():
+    model = digits_dataset.make_model()
+    rate = tf.keras.optimizers.schedules.CosineDecay(0.002, steps)
+    model.compile(
+      optimizer=tf_cross_shard.CrossShardOptimizer(
+        tf.keras.optimizers.Adam(rate), group_assignment=groups
+      ),
+      loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    # Slots are variables, and have to be there before a step is traced.
+    model.optimizer.build(model.trainable_variables)
+  return model
+
+
+def report(groups: groups_lib.Groups, batch: Any) -> Any:
+  """The TPU compiler's, on a step with one replica's `batch`; or why none."""
+  topology = _TOPOLOGY.value
+  if topology is None:
+    if groups.num_replicas != 8:
+      return f"No report: --topology names no slice of {groups.num_replicas}."
+    topology = "v5e:4x2"
+  # The compiler's step is a virtual replica's, so it gets a model of its own.
+  strategy = virtual_tpu.VirtualTPUStrategy(groups.num_replicas)
+  step = make_model(strategy, groups, 1).train_step
+  try:
+    return virtual_tpu.compile_for(topology, step, [batch], strategy=strategy)
+  except ImportError as error:  # It says what to install, and how.
+    return f"No report: {error}"
+
+
+def main(argv: Sequence[str]) -> None:
+  """Compiles a report, trains, and prints a table."""
+  if len(argv) > 1:
+    raise app.UsageError(f"Unknown arguments: {argv[1:]}")
+  logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow tell much.
+  strategy = make_strategy()
+  num_replicas = strategy.num_replicas_in_sync
+  group_size, rest = divmod(num_replicas, _GROUPS.value)
+  if rest:
+    raise app.UsageError(f"--groups must divide {num_replicas}, the replicas.")
+  groups = groups_lib.contiguous(num_replicas, group_size)
+  print(f"{groups.draw()}\n")
+
+  batch_size = replicas.divisible(64, num_replicas)
+  train_data, test_data = digits_dataset.load(batch_size, _DATA_DIR.value)
+  share = train_data.unbatch().batch(batch_size // num_replicas, True)
+  print(f"{report(groups, share.element_spec)}\n")
+
+  steps = len(train_data)
+  model = make_model(strategy, groups, _EPOCHS.value * steps)
+  history = group_history.GroupHistory(
+    strategy, groups, digits_dataset.make_model(), test_data
+  )
+  # To delete an iterator that feeds several devices can take TensorFlow 2.21
+  # minutes, in which tuning threads sleep. Debugging the data starts none; the
+  # functions in the data are traced already and stay as they are.
+  tf.data.experimental.enable_debug_mode()
+  model.fit(
+    train_data.repeat(),
+    epochs=_EPOCHS.value,
+    steps_per_epoch=steps,
+    shuffle=False,  # The pipeline does it.
+    verbose=2,  # One line per epoch.
+    callbacks=[history],
+  )
+  name = "TPU" if _TPU.value else "virtual TPU"
+  print(f"\n{group_history.table({name: history})}")
+
+
+if __name__ == "__main__":
+  app.run(main)
