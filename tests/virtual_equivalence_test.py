@@ -152,5 +152,61 @@ def test_exact_arithmetic(grouping: str, reduction: str) -> None:
         np.testing.assert_array_equal(copies[replica], expected)
 
 
+@pytest.mark.parametrize("way", ["while_loop", "cond", "host_loop"])
+def test_steps_inside_control_flow(way: str) -> None:
+  """All steps in one call; in a loop of the TPU's, or of the host's."""
+  task = testbed.Regression()
+  strategy = tpu_tasks.virtual(testbed.REPLICAS)
+  grouping = [[0, 2], [1, 3]]
+  with strategy.scope():
+    variables = task.variables()
+    optimizer = CrossShardOptimizer(
+      testbed.OPTIMIZERS["SGD"](), group_assignment=grouping
+    )
+    optimizer.build(variables)
+  x, y = tf.constant(task.x), tf.constant(task.y)
+
+  def one_step(step: tf.Tensor) -> tf.Tensor:
+    mine = testbed.replica_id()
+    optimizer.minimize(
+      lambda: task.loss(variables, x[step, mine], y[step, mine]),
+      var_list=variables,
+    )
+    return step + 1
+
+  def replica_fn(start: tf.Tensor) -> tf.Tensor:
+    if way == "while_loop":
+      [end] = tf.while_loop(
+        lambda step: step < task.steps, lambda step: [one_step(step)], [start]
+      )
+      return end
+    if way == "cond":
+      return tf.cond(start < task.steps, lambda: one_step(start), lambda: start)
+    return one_step(start)
+
+  @tf.function(autograph=False)
+  def train() -> None:
+    if way == "while_loop":
+      strategy.run(replica_fn, args=(tf.constant(0),))
+    else:
+
+      def body(step: tf.Tensor) -> list[tf.Tensor]:
+        strategy.run(replica_fn, args=(step,))
+        return [step + 1]
+
+      # A round too many for the condition to matter.
+      rounds = task.steps + (way == "cond")
+      tf.while_loop(lambda step: step < rounds, body, [tf.constant(0)])
+
+  train()
+  assert int(optimizer.iterations.numpy()) == task.steps
+  for members in grouping:
+    plain = testbed.train_plain(task, members, testbed.OPTIMIZERS["SGD"]())
+    for variable, expected in zip(variables, plain, strict=True):
+      copies = testbed.copies(variable)
+      for replica in members:
+        np.testing.assert_array_equal(copies[replica], expected)
+
+
 if __name__ == "__main__":
   raise SystemExit(pytest.main([__file__, "-q"]))
