@@ -64,22 +64,21 @@ class VirtualTPUExtended(single_host.SingleHost):
     eager = tf.executing_eagerly()
     if eager:
       with self._tracing:
-        traced = self._programs.get(fn, call)
-        if traced is None:
-          traced = self._trace(fn, call)
-          self._programs.add(fn, call, traced)
+        step = self._programs.get(fn, call)
+        if step is None:
+          step = self._trace(fn, call)
+          self._programs.add(fn, call, step)
     else:
-      traced = self._trace(fn, call)
+      step = self._trace(fn, call)
     recorder = binding.recorder()
     if recorder is not None:
-      recorder(traced, call)
-    arguments = [*call.tensors, *map(call.to_all, traced.traced.captured)]
-    outputs = (
-      traced(*arguments)
-      if eager
-      else traced.as_operation(arguments, compile_now=recorder is None)
-    )
-    return binding.pack(traced.traced.structure, outputs)
+      recorder(step, call)
+    arguments = [*call.tensors, *map(call.to_all, step.traced.captured)]
+    if eager:
+      outputs = step(*arguments)
+    else:
+      outputs = step.as_operation(arguments, compile_now=recorder is None)
+    return binding.pack(step.traced.structure, outputs)
 
   def _trace(
     self, fn: Callable[..., Any], call: binding.Call
@@ -263,7 +262,7 @@ class VirtualTPUExtended(single_host.SingleHost):
     tensors = [tf.convert_to_tensor(part) for part in parts]
     count: Any = len(tensors)
     if axis is not None:
-      axes = tf.reshape(axis, [-1])
+      axes = tf.reshape(axis, [-1]) % tf.rank(tensors[0])
       count = tf.add_n(
         [tf.reduce_prod(tf.gather(tf.shape(x), axes)) for x in tensors]
       )
