@@ -28,6 +28,7 @@ FLOORS = {
   "groups": 0,
   "drawing": 0,
   "conventions": 0,
+  "converting": 0,
   "packing": 1,
   "wire": 1,
   "sparse": 1,

@@ -15,6 +15,7 @@ from tf_cross_shard import (
   arguments,
   clipping,
   conventions,
+  converting,
   gradients,
   placement,
   reduction,
@@ -170,6 +171,7 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     """Names of the slots of `opt`; empty before the optimizer is built."""
     return self._inner.slot_names()
 
+  @converting.not_ours
   def scale_loss(self, loss: Any) -> Any:
     """The loss that `model.fit` differentiates.
 
@@ -225,6 +227,7 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     """
     return self._gradients(loss, var_list, tape, scaling.REPLICA, kwargs)
 
+  @converting.not_ours
   def apply_gradients(
     self,
     grads_and_vars: Iterable[Any],
@@ -261,6 +264,7 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     arguments.check_name(name)
     return self._apply(grads, variables, global_step, name)
 
+  @converting.not_ours
   def apply(
     self, grads: Sequence[Any], trainable_variables: Any = None
   ) -> None:
@@ -396,10 +400,7 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     options: dict[str, Any],
   ) -> gradients.Pairs:
     """This replica's gradients of the scaled loss."""
-    self._place.check()
-    variables = arguments.check_var_list(var_list)
-    if variables is not None and self._inner.is_built:
-      arguments.check_known(variables, self._inner.knows, "var_list")
+    variables = self._check_gradients(var_list)
     pairs = gradients.compute(
       loss,
       variables,
@@ -412,6 +413,16 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
       return [(grad, self._inner.as_built(v)) for grad, v in pairs]
     return pairs
 
+  @converting.not_ours
+  def _check_gradients(self, var_list: Any) -> Any:
+    """Checks the place; answers the variables to take gradients of."""
+    self._place.check()
+    variables = arguments.check_var_list(var_list)
+    if variables is not None and self._inner.is_built:
+      arguments.check_known(variables, self._inner.knows, "var_list")
+    return variables
+
+  @converting.not_ours
   def _scale(self, loss: Any, default: str) -> Any:
     """`loss` times the mean's factor and the loss scale of `opt`."""
     groups = self._place.groups
