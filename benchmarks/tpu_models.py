@@ -1,0 +1,132 @@
+"""The models that tpu_program.py compiles: one of each common kind.
+
+All are trained by one loss, the mean cross entropy over the replica's own
+examples, in float32.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+_BATCH_SIZE = 8
+_CLASSES = 10
+_WIDTH = 512
+_PIXELS = 32
+_WORDS, _LENGTH, _FEATURES, _HEADS = 1000, 64, 128, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A model and what one replica feeds it with.
+
+  Attributes:
+    name: Of the model.
+    make_model: Makes it; answers logits.
+    specs: Shapes and dtypes of the inputs and of the labels.
+  """
+
+  name: str
+  make_model: Callable[[], Any]
+  specs: tuple[tf.TensorSpec, tf.TensorSpec]
+
+  def loss(self, model: Any, inputs: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+    """The mean over this replica's examples.
+
+    Args:
+      model: What `make_model` answered.
+      inputs: A batch as in `specs`.
+      labels: Its classes.
+
+    Returns:
+      A scalar.
+    """
+    logits = model(inputs, training=True)
+    return tf.reduce_mean(
+      tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+    )
+
+
+def make_mlp() -> Any:
+  """Three dense layers of 512."""
+  layers = [tf.keras.layers.Dense(_WIDTH, "relu") for _ in range(2)]
+  return tf.keras.Sequential(
+    [tf.keras.Input([_WIDTH]), *layers, tf.keras.layers.Dense(_WIDTH)]
+  )
+
+
+def make_resnet() -> Any:
+  """A stem and four blocks of two convolutions, each with its normalization."""
+  inputs = tf.keras.Input([_PIXELS, _PIXELS, 3])
+  x = _convolve(inputs, 16)
+  for filters, strides in ((16, 1), (32, 2), (64, 2), (64, 1)):
+    y = tf.keras.layers.ReLU()(_convolve(x, filters, strides))
+    y = _convolve(y, filters)
+    if x.shape != y.shape:
+      x = _convolve(x, filters, strides, size=1)
+    x = tf.keras.layers.ReLU()(x + y)
+  x = tf.keras.layers.GlobalAveragePooling2D()(x)
+  return tf.keras.Model(inputs, tf.keras.layers.Dense(_CLASSES)(x))
+
+
+def make_transformer() -> Any:
+  """Two blocks that predict the next word."""
+  inputs = tf.keras.Input([_LENGTH], dtype=tf.int32)
+  words = tf.keras.layers.Embedding(_WORDS, _FEATURES)(inputs)
+  places = tf.keras.layers.Embedding(_LENGTH, _FEATURES)(tf.range(_LENGTH))
+  x = words + places
+  for _ in range(2):
+    y = tf.keras.layers.LayerNormalization()(x)
+    attention = tf.keras.layers.MultiHeadAttention(_HEADS, _FEATURES // _HEADS)
+    x = x + attention(y, y, use_causal_mask=True)
+    y = tf.keras.layers.LayerNormalization()(x)
+    y = tf.keras.layers.Dense(4 * _FEATURES, "gelu")(y)
+    x = x + tf.keras.layers.Dense(_FEATURES)(y)
+  x = tf.keras.layers.LayerNormalization()(x)
+  return tf.keras.Model(inputs, tf.keras.layers.Dense(_WORDS)(x))
+
+
+def make_digits_mlp() -> Any:
+  """A network for images of 8x8 pixels."""
+  return tf.keras.Sequential(
+    [
+      tf.keras.Input([64]),
+      tf.keras.layers.Dense(128, "relu"),
+      tf.keras.layers.Dense(_CLASSES),
+    ]
+  )
+
+
+def _convolve(x: Any, filters: int, strides: int = 1, size: int = 3) -> Any:
+  """A convolution and a normalization."""
+  x = tf.keras.layers.Conv2D(
+    filters, size, strides, padding="same", use_bias=False
+  )(x)
+  return tf.keras.layers.BatchNormalization()(x)
+
+
+def _case(
+  name: str,
+  make_model: Callable[[], Any],
+  shape: list[int],
+  dtype: tf.DType = tf.float32,
+  label_shape: tuple[int, ...] = (),
+) -> Case:
+  """A case with a batch of `shape` and one label per example or word."""
+  specs = (
+    tf.TensorSpec([_BATCH_SIZE, *shape], dtype),
+    tf.TensorSpec([_BATCH_SIZE, *label_shape], tf.int32),
+  )
+  return Case(name, make_model, specs)
+
+
+CASES = {
+  case.name: case
+  for case in (
+    _case("mlp", make_mlp, [_WIDTH]),
+    _case("resnet", make_resnet, [_PIXELS, _PIXELS, 3]),
+    _case("transformer", make_transformer, [_LENGTH], tf.int32, (_LENGTH,)),
+  )
+}
+DIGITS = _case("digits", make_digits_mlp, [64])

@@ -1,0 +1,113 @@
+"""How long a step takes to be traced, with AutoGraph and without.
+
+AutoGraph rewrites the Python code that a tf.function calls, unless that is
+Keras' or TensorFlow's own or asks to be left alone. It is on by default.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+import timing
+import tpu_contestants
+import tpu_models
+
+from tf_cross_shard import virtual_tpu
+from tf_cross_shard.virtual_tpu import binding
+
+# What is traced: the whole step or apply_gradients alone, with AutoGraph or
+# not.
+_PARTS = (
+  ("step", True, True),
+  ("apply", False, True),
+  ("step, no AutoGraph", True, False),
+  ("apply, no AutoGraph", False, False),
+)
+
+
+def measure(
+  strategy: virtual_tpu.VirtualTPUStrategy,
+  names: Sequence[str],
+  cases: Sequence[tpu_models.Case],
+  rounds: int,
+) -> list[dict[str, Any]]:
+  """Traces the contestants' steps in turns.
+
+  Args:
+    strategy: The replicas.
+    names: Contestants; plain Keras is the one to compare with.
+    cases: Models.
+    rounds: Tracings of each.
+
+  Returns:
+    Rows, with the time per variable and, of the first model, what the first
+    time of all took.
+  """
+  results: list[dict[str, Any]] = []
+  for case in cases:
+    contestants = [tpu_contestants.make(name, strategy, case) for name in names]
+    count = contestants[0].num_variables
+    for part, is_whole, autograph in _PARTS:
+      traces = {
+        each.name: functools.partial(
+          _trace,
+          strategy,
+          each.step if is_whole else each.apply_step,
+          case.specs if is_whole else (),
+          autograph,
+        )
+        for each in contestants
+      }
+      first = {} if results else _time_each(traces)
+      rows = timing.compare(
+        f"trace {part}, {case.name}",
+        timing.interleave(traces, rounds),
+        [tpu_contestants.KERAS],
+      )
+      timing.show(rows)
+      _show("first time in this process, s", first)
+      each_variable = {row.case: row.milliseconds / count for row in rows}
+      _show(f"{count} variables, ms for each", each_variable)
+      results += [
+        {
+          **vars(row),
+          "variables": count,
+          "milliseconds_per_variable": each_variable[row.case],
+          "first_seconds": first.get(row.case),
+        }
+        for row in rows
+      ]
+  return results
+
+
+def _trace(
+  strategy: virtual_tpu.VirtualTPUStrategy,
+  step: Callable[..., Any],
+  specs: Sequence[tf.TensorSpec],
+  autograph: bool,
+) -> None:
+  """Traces a replica's step anew, and compiles nothing."""
+  train_step = tf.function(
+    lambda *given: strategy.run(step, given), autograph=autograph
+  )
+  with binding.recording(lambda *_: None):
+    train_step.get_concrete_function(*specs)
+
+
+def _time_each(functions: dict[str, Callable[[], Any]]) -> dict[str, float]:
+  """Seconds of one call each, in order."""
+  taken = {}
+  for name, function in functions.items():
+    start = time.perf_counter()
+    function()
+    taken[name] = time.perf_counter() - start
+  return taken
+
+
+def _show(title: str, figures: dict[str, float]) -> None:
+  """Prints figures by contestant in one line."""
+  if figures:
+    cells = "; ".join(f"{name} {value:.2f}" for name, value in figures.items())
+    print(f"  {title}: {cells}", flush=True)
