@@ -1,7 +1,6 @@
 """The part of a strategy that is the same whenever one host feeds all replicas.
 
-Datasets are split by TensorFlow's own code, with the host's memory as the
-place of every replica's share.
+Datasets are read once, and what is read is shared out in the host's memory.
 """
 
 from collections.abc import Callable
@@ -12,9 +11,9 @@ from tensorflow.python.distribute import (
   device_util,
   distribute_lib,
   distribute_utils,
-  input_lib,
-  input_util,
 )
+
+from tf_cross_shard.virtual_tpu import inputs
 
 
 class SingleHost(distribute_lib.StrategyExtendedV1):
@@ -37,33 +36,21 @@ class SingleHost(distribute_lib.StrategyExtendedV1):
 
   # Input.
 
-  def _input_workers(self) -> input_lib.InputWorkers:
-    # The host feeds all replicas from its own memory.
-    fed = (self._host,) * self._num_replicas_in_sync
-    return input_lib.InputWorkers([(self._host, fed)])
-
   def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
-    return input_util.get_distributed_dataset(
-      dataset,
-      self._input_workers(),
-      self._container_strategy(),
-      num_replicas_in_sync=self._num_replicas_in_sync,
-      options=options,
+    return inputs.split(
+      dataset, self._num_replicas_in_sync, _buffer_size(options)
     )
 
   def _distribute_datasets_from_function(
     self, dataset_fn: Callable[..., Any], options: Any
   ) -> Any:
-    context = tf.distribute.InputContext(
-      num_replicas_in_sync=self._num_replicas_in_sync
-    )
-    return input_util.get_distributed_datasets_from_function(
-      dataset_fn,
-      self._input_workers(),
-      [context],
-      self._container_strategy(),
-      options=options,
-    )
+    buffer_size = _buffer_size(options)
+    count = self._num_replicas_in_sync
+    with tf.device(self._host):
+      dataset = dataset_fn(
+        tf.distribute.InputContext(num_replicas_in_sync=count)
+      )
+    return inputs.deal(dataset, count, buffer_size)
 
   def _experimental_distribute_values_from_function(
     self, value_fn: Callable[..., Any]
@@ -131,3 +118,17 @@ class SingleHost(distribute_lib.StrategyExtendedV1):
     """
     del var_list
     return self._host
+
+
+def _buffer_size(options: Any) -> int:
+  """How many steps' input is made ready in advance; sharding is for workers."""
+  if options is None:
+    return 1
+  mode = options.experimental_replication_mode
+  if mode == tf.distribute.InputReplicationMode.PER_REPLICA:
+    raise NotImplementedError(
+      "InputOptions.experimental_replication_mode is PER_REPLICA, which only"
+      " MirroredStrategy has. Leave it at PER_WORKER: one host reads the"
+      " dataset and shares it out."
+    )
+  return int(options.experimental_per_replica_buffer_size)

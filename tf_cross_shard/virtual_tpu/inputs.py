@@ -1,0 +1,259 @@
+"""A dataset cut into the replicas' parts, and read by one iterator.
+
+    split:  [B, ...]  --map-->  PerReplica of N parts [B / N, ...]
+    deal:   N elements in turn  --window, map-->  PerReplica of these N
+
+`PerReplica` is a type that tf.data can carry, so that cutting is a stage of
+the dataset, and TensorFlow's iterators and optionals answer what replicas are
+given. Its own way, which is there for replicas in several places, makes one
+iterator more per replica; to delete those has taken minutes.
+"""
+
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.data.util import structure
+from tensorflow.python.distribute import distribute_utils, input_lib
+from tensorflow.python.util import nest
+
+from tf_cross_shard.virtual_tpu import tracing
+
+
+class _Spec(tf.TypeSpec):
+  """The type of a `SplitDataset` or `SplitIterator`, by what it wraps."""
+
+  __slots__ = ["_plain"]
+
+  def __init__(self, plain: tf.TypeSpec) -> None:
+    self._plain = plain
+
+  @property
+  def value_type(self) -> type:
+    is_dataset = isinstance(self._plain, tf.data.DatasetSpec)
+    return SplitDataset if is_dataset else SplitIterator
+
+  def _serialize(self) -> tuple[tf.TypeSpec]:
+    return (self._plain,)
+
+  @property
+  def _component_specs(self) -> tuple[tf.TypeSpec]:
+    return (self._plain,)
+
+  def _to_components(self, value: Any) -> tuple[Any]:
+    return (value.plain,)
+
+  def _from_components(self, components: Any) -> Any:
+    return self.value_type(*components)
+
+
+class _Wrapper:
+  """Of `plain`. A tf.function that is handed one serves all others like it."""
+
+  def __init__(self, plain: Any) -> None:
+    """Wraps `plain`, a tf.data object whose elements are cut already."""
+    self.plain = plain
+
+  @property
+  def _type_spec(self) -> tf.TypeSpec:
+    return _Spec(tf.type_spec_from_value(self.plain))
+
+  @property
+  def element_spec(self) -> Any:
+    """The types of what is iterated over."""
+    return self.plain.element_spec
+
+
+class SplitIterator(_Wrapper, input_lib.DistributedIterator):
+  """Answers what the replicas are given, step by step."""
+
+  def get_next(self) -> Any:
+    """Takes the next element; after the last that is an `OutOfRangeError`.
+
+    Returns:
+      The structure of the dataset's elements with `PerReplica` values. Of one
+      replica it is the element itself.
+
+    Raises:
+      ValueError: If called by a replica.
+    """
+    _check_caller()
+    return self.plain.get_next()
+
+  def get_next_as_optional(self) -> Any:
+    """Takes the next element, if there is one.
+
+    Returns:
+      A `tf.experimental.Optional` of what `get_next` answers.
+
+    Raises:
+      ValueError: If called by a replica.
+    """
+    _check_caller()
+    return self.plain.get_next_as_optional()
+
+
+class SplitDataset(_Wrapper, input_lib.DistributedDataset):
+  """A dataset of what the replicas are given, made by `split` or `deal`.
+
+  It derives from TensorFlow's, whose name Keras looks for, but has nothing of
+  it beside `reduce`: what a loop in a tf.function becomes.
+  """
+
+  @property
+  def cardinality(self) -> Any:
+    """The number of steps, or what tf.data has for infinite and unknown."""
+    if tf.executing_eagerly():
+      return self.plain.cardinality().numpy()
+    return tf.data.UNKNOWN_CARDINALITY
+
+  def __iter__(self) -> SplitIterator:
+    return SplitIterator(iter(self.plain))
+
+
+def split(
+  dataset: tf.data.Dataset, num_replicas: int, buffer_size: int = 1
+) -> SplitDataset:
+  """Cuts each global batch into the replicas' parts.
+
+  Of B rows each of the N replicas is given B // N, in order, and the first
+  B % N replicas one more. Each batch is cut by itself, so that a smaller one at
+  the end is shared evenly too, if it can be.
+
+  >>> data = split(tf.data.Dataset.range(10).batch(6), num_replicas=2)
+  >>> [[part.numpy().tolist() for part in batch.values] for batch in data]
+  [[[0, 1, 2], [3, 4, 5]], [[6, 7], [8, 9]]]
+
+  Args:
+    dataset: Of structures of tensors whose first dimension is the batch. None
+      in them stays None.
+    num_replicas: N. One replica is given the elements as they are.
+    buffer_size: How many global batches are made ready in advance.
+
+  Returns:
+    The dataset of the parts.
+
+  Raises:
+    TypeError: If it is no `tf.data.Dataset`.
+    ValueError: If it is not batched, or holds what is not a dense tensor.
+  """
+  _check_dense(dataset)
+  for where, spec in _components(dataset):
+    no_rows = isinstance(spec, tf.TensorSpec) and spec.shape.rank == 0
+    if no_rows and num_replicas > 1:
+      raise ValueError(
+        f"{where} has no rows to share among {num_replicas} replicas: {spec}."
+        " Batch the dataset by the global batch size:"
+        " dataset.batch(global_batch_size)."
+      )
+
+  def cut(tensor: Any) -> Any:
+    if tensor is None:
+      return (None,)
+    rows = tensor.shape[0]
+    rows = tf.shape(tensor)[0] if rows is None else rows
+    above = range(num_replicas - 1, -1, -1)
+    return tf.split(tensor, [(rows + i) // num_replicas for i in above])
+
+  @tf.autograph.experimental.do_not_convert
+  def parts(*element: Any) -> Any:
+    # Packed anew: tf.data hands over a tuple as so many arguments.
+    leaves = [_per_replica(*cut(leaf)) for leaf in tf.nest.flatten(element)]
+    return tf.nest.pack_sequence_as(dataset.element_spec, leaves)
+
+  plain = dataset if num_replicas == 1 else dataset.map(parts)
+  return SplitDataset(plain.prefetch(buffer_size))
+
+
+def deal(
+  dataset: tf.data.Dataset, num_replicas: int, buffer_size: int = 1
+) -> SplitDataset:
+  """Gives the replicas one element each, in turn.
+
+  A last round that does not reach all of them is left out: they are one
+  program, which runs with an element for each or not at all.
+
+  >>> data = deal(tf.data.Dataset.range(5).batch(1), num_replicas=2)
+  >>> [[part.numpy().tolist() for part in batch.values] for batch in data]
+  [[[0], [1]], [[2], [3]]]
+
+  Args:
+    dataset: Of structures of tensors. None in them stays None.
+    num_replicas: How many. One replica is given the elements as they are.
+    buffer_size: How many rounds are made ready in advance.
+
+  Returns:
+    The dataset of the rounds.
+
+  Raises:
+    TypeError: If it is no `tf.data.Dataset`.
+    ValueError: If it holds what is not a dense tensor.
+  """
+  _check_dense(dataset)
+
+  @tf.autograph.experimental.do_not_convert
+  def tensors(*element: Any) -> Any:
+    # A window of None cannot be read.
+    return tuple(x for x in tf.nest.flatten(element) if x is not None)
+
+  @tf.autograph.experimental.do_not_convert
+  def parts(*windows: Any) -> Any:
+    # Taken one by one: `batch` would ask that all are of one shape.
+    window = tf.data.Dataset.zip(windows)
+    elements = [
+      window.skip(i).take(1).get_single_element() for i in range(num_replicas)
+    ]
+    given = map(_per_replica, *elements)
+    leaves = [
+      None if isinstance(spec, structure.NoneTensorSpec) else next(given)
+      for spec in tf.nest.flatten(dataset.element_spec)
+    ]
+    return tf.nest.pack_sequence_as(dataset.element_spec, leaves)
+
+  plain = dataset
+  if num_replicas > 1:
+    windows = dataset.map(tensors).window(num_replicas, drop_remainder=True)
+    plain = windows.map(parts)
+  return SplitDataset(plain.prefetch(buffer_size))
+
+
+def _per_replica(*parts: Any) -> Any:
+  """One of each replica's parts; none if they are None."""
+  if parts[0] is None:
+    return None
+  return distribute_utils.regroup(parts, always_wrap=True)
+
+
+def _components(dataset: tf.data.Dataset) -> list[tuple[str, tf.TypeSpec]]:
+  """What the dataset holds, with words for where."""
+  found = nest.flatten_with_joined_string_paths(dataset.element_spec)
+  return [
+    (f"The dataset's component {path!r}" if path else "The dataset", spec)
+    for path, spec in found
+  ]
+
+
+def _check_dense(dataset: Any) -> None:
+  """Refuses what TPUs do not take."""
+  if not isinstance(dataset, tf.data.Dataset):
+    raise TypeError(
+      f"A tf.data.Dataset can be distributed; got a {type(dataset).__name__}."
+    )
+  taken = (tf.TensorSpec, structure.NoneTensorSpec)
+  for where, spec in _components(dataset):
+    if not isinstance(spec, taken):
+      raise ValueError(
+        f"{where} is a {type(spec).__name__}; a TPU takes dense tensors only."
+        " Convert it in dataset.map, by tf.sparse.to_dense or"
+        " tf.RaggedTensor.to_tensor. In place of None, a generator for Keras"
+        " answers a shorter tuple."
+      )
+
+
+def _check_caller() -> None:
+  """Refuses replicas."""
+  if tracing.in_replica_program():
+    raise ValueError(
+      "The next element was asked for inside a function that strategy.run is"
+      " running. Call next(iterator) outside, and hand the element over:"
+      " strategy.run(fn, args=(next(iterator),))."
+    )
