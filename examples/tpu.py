@@ -64,9 +64,8 @@ def make_model(
         tf.keras.optimizers.Adam(rate), group_assignment=groups
       ),
       loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+      metrics=["accuracy"],
     )
-    # Slots are variables, and have to be there before a step is traced.
-    model.optimizer.build(model.trainable_variables)
   return model
 
 
@@ -109,10 +108,6 @@ def main(argv: Sequence[str]) -> None:
   history = group_history.GroupHistory(
     strategy, groups, digits_dataset.make_model(), test_data
   )
-  # To delete an iterator that feeds several devices can take TensorFlow 2.21
-  # minutes, in which tuning threads sleep. Debugging the data starts none; the
-  # functions in the data are traced already and stay as they are.
-  tf.data.experimental.enable_debug_mode()
   model.fit(
     train_data.repeat(),
     epochs=_EPOCHS.value,

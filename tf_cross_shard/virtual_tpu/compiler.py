@@ -46,7 +46,8 @@ def compile_for(
     fn: The function that `strategy.run` is given, or one that calls
       `strategy.run` once.
     args: Its arguments: tensors, arrays or `tf.TensorSpec`, of the shapes
-      that one replica sees.
+      that one replica sees, or structures of these; a Keras model's
+      `train_step` takes one pair.
     strategy: Whose variables `fn` uses. None means the strategy whose scope
       this is called in, the one that `fn` calls `run` of, or a new one.
     num_replicas: If given, checked against the topology.
