@@ -15,9 +15,9 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils
 
-from tf_cross_shard.virtual_tpu import lowering, program
+from tf_cross_shard.virtual_tpu import lowering, runtime
 
-Recorder = Callable[["program.Program", "Call"], Any]
+Recorder = Callable[["runtime.Program", "Call"], Any]
 _recording = threading.local()
 
 
@@ -53,7 +53,7 @@ class Call:
     self.tensors = [self._per_replica(leaf) for leaf in inputs]
     self.specs = [_spec(each) for each in self.tensors]
 
-  def to_all(self, tensor: tf.Tensor) -> "program.PerReplica":
+  def to_all(self, tensor: tf.Tensor) -> "runtime.PerReplica":
     """One tensor that every replica receives.
 
     Args:
@@ -103,7 +103,7 @@ class Call:
       if not is_input
     ]
 
-  def _per_replica(self, leaf: Any) -> "program.PerReplica":
+  def _per_replica(self, leaf: Any) -> "runtime.PerReplica":
     """One tensor per replica."""
     if not isinstance(leaf, tf.distribute.DistributedValues):
       return self.to_all(tf.convert_to_tensor(leaf))
@@ -231,7 +231,7 @@ def check_outputs(outputs: Any, name: str) -> Any:
   return tf.nest.map_structure(check, outputs)
 
 
-def pack(structure: Any, outputs: Sequence["program.PerReplica"]) -> Any:
+def pack(structure: Any, outputs: Sequence["runtime.PerReplica"]) -> Any:
   """The replicas' results, in the structure that the function returned.
 
   Args:
@@ -271,7 +271,7 @@ def _is_input(leaf: Any) -> bool:
   )
 
 
-def _spec(tensors: "program.PerReplica") -> tf.TensorSpec:
+def _spec(tensors: "runtime.PerReplica") -> tf.TensorSpec:
   """What all replicas' tensors have in common."""
   shape = tensors[0].shape
   for tensor in tensors[1:]:

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from tf_cross_shard.virtual_tpu import (
   binding,
-  program,
   report,
+  runtime,
   xla,
 )
 from tf_cross_shard.virtual_tpu import (
@@ -102,7 +102,7 @@ def _record(
   fn: Callable[..., Any],
   args: Sequence[Any],
   strategy: strategy_lib.VirtualTPUStrategy,
-) -> tuple[program.Program, binding.Call]:
+) -> tuple[runtime.Program, binding.Call]:
   """The one program that a step runs, not run."""
   specs = [
     tf.TensorSpec(arg.shape, arg.dtype)
@@ -110,7 +110,7 @@ def _record(
     else arg
     for arg in args
   ]
-  found: list[tuple[program.Program, binding.Call]] = []
+  found: list[tuple[runtime.Program, binding.Call]] = []
   # A tf.function that was traced before would not call `run` again.
   fn = getattr(fn, "python_function", fn)
 

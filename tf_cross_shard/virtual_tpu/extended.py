@@ -16,8 +16,8 @@ from tensorflow.python.distribute import distribute_utils
 from tf_cross_shard.virtual_tpu import (
   binding,
   lowering,
-  program,
   replica,
+  runtime,
   single_host,
   tracing,
   variables,
@@ -37,7 +37,7 @@ class VirtualTPUExtended(single_host.SingleHost):
       num_replicas: How many replicas.
     """
     super().__init__(strategy, num_replicas)
-    self._replicas = program.Replicas(num_replicas)
+    self._replicas = runtime.Replicas(num_replicas)
     # By number: variables cannot be hashed.
     self._variables: weakref.WeakValueDictionary[int, Any] = (
       weakref.WeakValueDictionary()
@@ -82,7 +82,7 @@ class VirtualTPUExtended(single_host.SingleHost):
 
   def _trace(
     self, fn: Callable[..., Any], call: binding.Call
-  ) -> program.Program:
+  ) -> runtime.Program:
     """Traces `fn` for arguments like those of `call`."""
     strategy = self._container_strategy()
     name = getattr(fn, "__name__", type(fn).__name__)
@@ -102,7 +102,7 @@ class VirtualTPUExtended(single_host.SingleHost):
     traced = lowering.trace(
       replica_fn, call.specs, lambda: self.known_variables
     )
-    return program.Program(traced, self._replicas)
+    return runtime.Program(traced, self._replicas)
 
   cross_replica_sum = staticmethod(replica.cross_replica_sum)
 
