@@ -46,7 +46,12 @@ if _muon and "_should_use_adamw" not in inspect.getsource(_muon.update_step):
 def mirrored(num_replicas: int = REPLICAS) -> tf.distribute.MirroredStrategy:
   """MirroredStrategy over logical CPUs; asserts that it is distributed."""
   devices = [f"CPU:{i}" for i in range(num_replicas)]
-  strategy = tf.distribute.MirroredStrategy(devices)
+  # Keys of collectives belong to the process: strategies of two sizes that both
+  # met in them would take each other's.
+  meet = None
+  if num_replicas != REPLICAS:
+    meet = tf.distribute.ReductionToOneDevice()
+  strategy = tf.distribute.MirroredStrategy(devices, cross_device_ops=meet)
   assert strategy.num_replicas_in_sync == num_replicas > 1
   return strategy
 
