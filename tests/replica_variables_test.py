@@ -386,5 +386,18 @@ def test_steps_of_several_threads_all_count() -> None:
   assert _copies(variable) == [81.0, 162.0, 243.0]
 
 
+def test_variables_of_tensorflow_1() -> None:
+  strategy = testbed.virtual(3)
+  with strategy.scope():
+    variable = tf.compat.v1.Variable([1.0, 2.0])
+
+  def replica_fn() -> None:
+    variable.assign_add([1.0, 1.0] * tf.cast(testbed.replica_id(), tf.float32))
+
+  strategy.run(replica_fn)
+  values = [value.tolist() for value in testbed.copies(variable)]
+  assert values == [[1.0, 2.0], [2.0, 3.0], [3.0, 4.0]]
+
+
 if __name__ == "__main__":
   raise SystemExit(pytest.main([__file__, "-q"]))

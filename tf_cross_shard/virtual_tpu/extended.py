@@ -136,7 +136,13 @@ class VirtualTPUExtended(single_host.SingleHost):
     self, next_creator: Callable[..., Any], **kwargs: Any
   ) -> Any:
     del next_creator
-    for name in ("use_resource", "colocate_with", "partitioner"):
+    # The last is what tf.compat.v1.Variable adds.
+    for name in (
+      "use_resource",
+      "colocate_with",
+      "partitioner",
+      "expected_shape",
+    ):
       kwargs.pop(name, None)
     initial = kwargs.get("initial_value")
     if tf.is_tensor(initial) and not hasattr(initial, "numpy"):
