@@ -11,7 +11,7 @@ unless told not to, which the original does not do.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -52,7 +52,7 @@ class Original:
     self.optimizer = tf.compat.v1.tpu.CrossShardOptimizer(opt, **kwargs)
     self._strategy = strategy
     self._variables = [native(variable) for variable in variables]
-    with strategy.scope(), tf.variable_creator_scope(_create):
+    with strategy.scope():
       # The original would make them in its first step, inside the program.
       opt._create_slots(self._variables)
       self._step = (
@@ -113,12 +113,6 @@ def replaced(strategy: tf.distribute.Strategy) -> Iterator[None]:
     tpu_function.tpu_shard_context(count),
   ):
     yield
-
-
-def _create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-  """Makes a variable of TensorFlow 1 where only those of 2 are known."""
-  kwargs.pop("expected_shape", None)
-  return next_creator(**kwargs)
 
 
 def native(variable: Any) -> tf.Variable:

@@ -93,10 +93,6 @@ class Buffers:
     """What executables take."""
     return self._array
 
-  def is_gone(self) -> bool:
-    """Whether a step has taken the memory over."""
-    return bool(self._array.is_deleted())
-
   def to_numpy(self, replica: int) -> np.ndarray:
     """A view of one replica's array; copy what is to outlive the next step.
 
