@@ -218,6 +218,6 @@ def furthest(
 
 def virtual(num_replicas: int) -> virtual_tpu.VirtualTPUStrategy:
   """A virtual TPU; asserts that it is distributed."""
-  strategy = virtual_tpu.VirtualTPUStrategy(num_replicas)
+  strategy = testbed.virtual(num_replicas)
   assert strategy.num_replicas_in_sync == num_replicas > 1
   return strategy

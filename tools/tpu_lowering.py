@@ -14,14 +14,6 @@ from tf_cross_shard import Groups
 from tf_cross_shard.collectives import tpu
 from tf_cross_shard.virtual_tpu import hlo, replica
 
-DTYPES = [
-  tf.bfloat16,
-  tf.float16,
-  tf.float32,
-  tf.float64,
-  tf.int32,
-  tf.uint32,
-]
 GROUPINGS = [
   [[0, 1, 2, 3, 4, 5, 6, 7]],
   [[0, 1, 2, 3], [4, 5, 6, 7]],
@@ -55,7 +47,7 @@ def compare(dtype: tf.DType, groups: Groups) -> str:
 def main() -> int:
   """Compares every dtype in every grouping; 1 if one differs."""
   verdicts = []
-  for dtype, table in itertools.product(DTYPES, GROUPINGS):
+  for dtype, table in itertools.product(tpu.DTYPES, GROUPINGS):
     verdicts.append(compare(dtype, Groups(table)))
     print(f"{dtype.name:9}{re.sub(' ', '', str(table)):40}{verdicts[-1]}")
   same = verdicts.count("same")

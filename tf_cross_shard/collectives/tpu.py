@@ -16,7 +16,7 @@ import tensorflow as tf
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.collectives import alone, base
 
-_DTYPES: Final = (
+DTYPES: Final = (
   tf.bfloat16,
   tf.float16,
   tf.float32,
@@ -42,8 +42,8 @@ class TPU(base.Engine):
       TypeError: If TPUs do not sum a dtype.
     """
     for tensor in tensors:
-      if tensor.dtype not in _DTYPES:
-        names = ", ".join(dtype.name for dtype in _DTYPES)
+      if tensor.dtype not in DTYPES:
+        names = ", ".join(dtype.name for dtype in DTYPES)
         raise TypeError(
           f"TPUs sum {names}; got a gradient of dtype {tensor.dtype.name}."
           " Cast it before apply_gradients."

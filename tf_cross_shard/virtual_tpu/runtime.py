@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard.virtual_tpu import lowering, xla
+from tf_cross_shard.virtual_tpu import lowering, variables, xla
 
 PerReplica = tuple[tf.Tensor, ...]
 _PROGRAMS: Final = "tf_cross_shard_programs"
@@ -87,14 +87,16 @@ class Program:
       lowered, executable = self.compile([each[0].shape for each in arguments])
       client = self.replicas.client
       # All is in place before the first variable's memory is handed over.
-      given = [client.put(list(map(_as_array, each))) for each in arguments]
-      num_captured = len(self.traced.captured)
-      captured = iter(given[len(given) - num_captured :])
-      given = given[: len(given) - num_captured]
-      for each in self.traced.captures:
-        is_tensor = tf.is_tensor(each) and not hasattr(each, "take")
-        given.append(next(captured) if is_tensor else each.take(client))
-      results = executable(given)
+      put = [client.put(list(map(_as_array, each))) for each in arguments]
+      num_arguments = len(put) - len(self.traced.captured)
+      captured = iter(put[num_arguments:])
+      captures = [
+        each.take(client)
+        if isinstance(each, variables.ReplicaVariable)
+        else next(captured)
+        for each in self.traced.captures
+      ]
+      results = executable(put[:num_arguments] + captures)
       num_outputs = len(lowered.outputs)
       for variable, copies in zip(
         lowered.updated, results[num_outputs:], strict=True

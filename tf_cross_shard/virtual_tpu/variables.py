@@ -45,9 +45,7 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
     if self._is_read_by(tf.VariableAggregation.SUM):
       # Every copy has the initial value, and the host sees their sum.
       count = self._distribute_strategy.num_replicas_in_sync
-      total = np.asarray(self._read_raw()._numpy()) * count
-      value = tf.constant(total, self.dtype)
-      tf.raw_ops.AssignVariableOp(resource=self._raw_handle, value=value)
+      self._write_raw(np.asarray(self._read_raw()._numpy()) * count)
 
   @property
   def _handle(self) -> Any:
@@ -181,10 +179,8 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
         return
       # Set first: what follows reads and assigns this variable.
       self._host_is_behind = False
-      with tf.init_scope():
-        value = tf.constant(self._seen_by_host(), self.dtype)
-        tf.raw_ops.AssignVariableOp(resource=self._raw_handle, value=value)
-        self._agreed = self._read_raw()
+      self._write_raw(self._seen_by_host())
+      self._agreed = self._read_raw()
 
   def copy(self, replica: int) -> np.ndarray:
     """One replica's value.
@@ -307,6 +303,12 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
       return tf.raw_ops.ReadVariableOp(
         resource=self._raw_handle, dtype=self.dtype
       )
+
+  def _write_raw(self, array: np.ndarray) -> None:
+    """Sets the host's value and no more."""
+    with tf.init_scope():
+      value = tf.constant(array, self.dtype)
+      tf.raw_ops.AssignVariableOp(resource=self._raw_handle, value=value)
 
 
 def _assigning(name: str) -> Any:
