@@ -1,4 +1,4 @@
-"""How replicas of one process meet in `CollectiveReduceV2`.
+"""How replicas meet in `CollectiveReduceV2`, in one process or in many.
 
 What the runtime asks for was measured: a key per group and per reduction that
 all members share, the same in every step, and a resource that orders the
@@ -17,7 +17,8 @@ import tensorflow as tf
 from tf_cross_shard import groups as groups_lib
 
 # tf.distribute numbers its own groups from 1; a key used twice is an error.
-_group_keys: Final = itertools.count(0x40000000)
+_FIRST_GROUP_KEY: Final = 0x40000000
+_LAST_GROUP_KEY: Final = 0x7FFFFFFF
 _DTYPES: Final = frozenset(
   (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 )
@@ -30,10 +31,22 @@ class Meeting:
   use one key.
   """
 
-  def __init__(self) -> None:
-    """Starts with nothing handed out."""
+  def __init__(
+    self, place: str, chains: int = 1, one_by_one: bool = True
+  ) -> None:
+    """Starts with nothing handed out.
+
+    Args:
+      place: What the members of this meeting, and no others, have in common.
+      chains: How many collectives of one replica may be under way at once.
+      one_by_one: Whether the replicas of this process run one after the other
+        when called eagerly: several could not meet then.
+    """
+    self._place = place
+    self._chains = chains
+    self._one_by_one = one_by_one
     self._first_keys: dict[groups_lib.Groups, int] = {}
-    self._tokens: dict[int, tf.Tensor] = {}
+    self._tokens: dict[tuple[int, int], tf.Tensor] = {}
     self._ordinals: weakref.WeakKeyDictionary[Any, dict[int, int]] = (
       weakref.WeakKeyDictionary()
     )
@@ -60,102 +73,195 @@ class Meeting:
       RuntimeError: If the replicas could not meet from where this is called.
       TypeError: If the runtime cannot sum a dtype.
     """
-    _check_can_meet(tensors)
+    self._check_can_meet(tensors)
     return [
       tf.raw_ops.CollectiveReduceV2(
-        input=tensor,
-        group_size=groups.group_size,
-        group_key=self.group_key(groups, replica),
-        instance_key=self.instance_key(tensor, replica),
-        ordering_token=[self.token(replica, device)],
+        **self._how_to_meet(tensor, groups, replica, device),
         merge_op="Add",
         final_op="Id",
-        communication_hint="auto",
       )
       for tensor in tensors
     ]
 
+  def all_gather(
+    self,
+    tensors: Sequence[tf.Tensor],
+    groups: groups_lib.Groups,
+    replica: int,
+    device: str,
+  ) -> list[tf.Tensor]:
+    """Joins each tensor over the group of `replica` by its first dimension.
+
+    Args:
+      tensors: Tensors of the same shapes on all members, none of them empty.
+      groups: Who gathers from whom.
+      replica: Who calls.
+      device: Where that replica runs.
+
+    Returns:
+      The members' tensors, joined in ascending order of replica.
+
+    Raises:
+      RuntimeError: If the replicas could not meet from where this is called.
+      TypeError: If the runtime cannot gather a dtype.
+    """
+    self._check_can_meet(tensors)
+    return [
+      tf.raw_ops.CollectiveGatherV2(
+        **self._how_to_meet(tensor, groups, replica, device)
+      )
+      for tensor in tensors
+    ]
+
+  def _check_can_meet(self, tensors: Sequence[tf.Tensor]) -> None:
+    """Raises an error where a collective would hang or not run."""
+    in_eager = getattr(threading.current_thread(), "in_eager", False)
+    if self._one_by_one and in_eager:
+      raise RuntimeError(
+        "Gradients cannot be reduced in a tf.function or tf.cond that is called"
+        " eagerly inside `strategy.run`: the replicas run one after the other."
+        " Put `strategy.run` itself into a tf.function."
+      )
+    if _inside_while_loop():
+      raise RuntimeError(
+        "Gradients cannot be reduced in a tf.while_loop inside the function"
+        " given to `strategy.run`. Put the loop around `strategy.run`, in one"
+        " tf.function."
+      )
+    for tensor in tensors:
+      if tensor.dtype not in _DTYPES:
+        names = sorted(dtype.name for dtype in _DTYPES)
+        raise TypeError(
+          f"A gradient of dtype {tensor.dtype.name} cannot be summed by"
+          f" CollectiveReduceV2, which takes {names}. Cast it, or, under"
+          " MirroredStrategy, call apply_gradients outside tf.cond."
+        )
+
+  def _how_to_meet(
+    self,
+    tensor: tf.Tensor,
+    groups: groups_lib.Groups,
+    replica: int,
+    device: str,
+  ) -> dict[str, Any]:
+    """The arguments by which members find each other in one collective."""
+    ordinal = self._next_ordinal(replica)
+    return {
+      "input": tensor,
+      "group_size": groups.group_size,
+      "group_key": self.group_key(groups, replica),
+      "instance_key": instance_key(tensor, ordinal),
+      "ordering_token": [self.token(replica, ordinal % self._chains, device)],
+      "communication_hint": "auto",
+    }
+
   def group_key(self, groups: groups_lib.Groups, replica: int) -> int:
     """A number that the members of one group of one grouping share.
+
+    It is a hash of what all processes know, and so the same in all of them,
+    whatever else each has done before.
 
     Args:
       groups: The grouping.
       replica: A member of the group.
 
     Returns:
-      A number that no other group of this process has.
+      A number that no other group has.
     """
     if groups not in self._first_keys:
-      keys = [next(_group_keys) for _ in groups]
-      self._first_keys[groups] = keys[0]
+      text = repr((self._place, groups.to_lists()))
+      room = _LAST_GROUP_KEY - _FIRST_GROUP_KEY - groups.num_groups
+      hashed = zlib.crc32(text.encode()) % room
+      self._first_keys[groups] = _FIRST_GROUP_KEY + hashed
     return self._first_keys[groups] + groups.index_of(replica)
 
-  def instance_key(self, tensor: tf.Tensor, replica: int) -> tf.Tensor:
-    """A number that this reduction has on every member, in every step.
-
-    It is a hash of what the members agree on. A fresh number per call would
-    leak, since the runtime remembers each.
-
-    Args:
-      tensor: What is reduced.
-      replica: Who reduces it.
-
-    Returns:
-      An int32 scalar.
-    """
+  def _next_ordinal(self, replica: int) -> int:
+    """How many collectives this replica had before in the graph being built."""
+    # The same in every step where each is a new one.
+    if tf.executing_eagerly():
+      return 0
     ordinals = self._ordinals.setdefault(_outermost_graph(), {})
     ordinal = ordinals[replica] = ordinals.get(replica, -1) + 1
-    static = tensor.shape.as_list() if tensor.shape.is_fully_defined() else None
-    text = repr((tensor.dtype.name, static, ordinal))
-    key = zlib.crc32(text.encode()) & 0x3FFFFFFF
-    if static is not None:
-      return tf.constant(key)
-    # The runtime holds one shape per key, so the shape goes into the key.
-    shape = tf.shape(tensor)
-    places = 1 + 2 * tf.range(tf.size(shape))
-    return tf.bitwise.bitwise_and(
-      tf.reduce_sum(shape * places) * 7919 + key, 0x3FFFFFFF
-    )
+    return ordinal
 
-  def token(self, replica: int, device: str) -> tf.Tensor:
-    """A resource that orders the collectives of one replica.
+  def token(self, replica: int, chain: int, device: str) -> tf.Tensor:
+    """A resource that orders the collectives of one chain of one replica.
 
     Without it the stateful operations of all replicas form one chain and the
     first collective waits for ever. Nothing is ever stored in the resource.
 
     Args:
       replica: Whose collectives are to be ordered.
+      chain: Which of its chains.
       device: Where that replica runs.
 
     Returns:
       A resource handle.
     """
-    if replica not in self._tokens:
+    key = replica, chain
+    if key not in self._tokens:
       with tf.init_scope(), tf.device(device):
-        self._tokens[replica] = tf.raw_ops.VarHandleOp(
+        self._tokens[key] = tf.raw_ops.VarHandleOp(
           dtype=tf.float32,
           shape=[],
-          shared_name=f"tf_cross_shard_order_{id(self)}_{replica}",
+          shared_name=f"tf_cross_shard_order_{id(self)}_{replica}_{chain}",
         )
-    return self._tokens[replica]
+    return self._tokens[key]
 
 
+def instance_key(tensor: tf.Tensor, ordinal: int) -> tf.Tensor:
+  """A number that a collective has on every member, in every step.
+
+  It is a hash of what the members agree on. A fresh number per call would
+  leak, since the runtime remembers each.
+
+  Args:
+    tensor: What is reduced.
+    ordinal: How many collectives the replica had before in this graph.
+
+  Returns:
+    An int32 scalar.
+  """
+  static = tensor.shape.as_list() if tensor.shape.is_fully_defined() else None
+  text = repr((tensor.dtype.name, static, ordinal))
+  key = zlib.crc32(text.encode()) & 0x3FFFFFFF
+  if static is not None:
+    return tf.constant(key)
+  # The runtime holds one shape per key, so the shape goes into the key.
+  shape = tf.shape(tensor)
+  places = 1 + 2 * tf.range(tf.size(shape))
+  return tf.bitwise.bitwise_and(
+    tf.reduce_sum(shape * places) * 7919 + key, 0x3FFFFFFF
+  )
+
+
+_places: Final = itertools.count()
 _meetings: "weakref.WeakKeyDictionary[tf.distribute.Strategy, Meeting]" = (
   weakref.WeakKeyDictionary()
 )
 
 
-def of_strategy(strategy: tf.distribute.Strategy) -> Meeting:
+def of_strategy(
+  strategy: tf.distribute.Strategy,
+  place: str | None = None,
+  chains: int = 1,
+  one_by_one: bool = True,
+) -> Meeting:
   """The one meeting of a strategy.
 
   Args:
-    strategy: A strategy all of whose replicas are in this process.
+    strategy: A strategy.
+    place: What all processes know of it; None for one all of whose replicas
+      are in this process.
+    chains: As for `Meeting`.
+    one_by_one: As for `Meeting`.
 
   Returns:
     The same object for the same strategy.
   """
   if strategy not in _meetings:
-    _meetings[strategy] = Meeting()
+    place = place or f"meeting {next(_places)}"
+    _meetings[strategy] = Meeting(place, chains, one_by_one)
   return _meetings[strategy]
 
 
@@ -163,30 +269,6 @@ def can_merge() -> bool:
   """Whether a merge call would work: in the graph that the replica began in."""
   began_in = getattr(threading.current_thread(), "graph", None)
   return began_in is tf.compat.v1.get_default_graph()
-
-
-def _check_can_meet(tensors: Sequence[tf.Tensor]) -> None:
-  """Raises an error where a collective would hang or not run."""
-  if getattr(threading.current_thread(), "in_eager", False):
-    raise RuntimeError(
-      "Gradients cannot be reduced in a tf.function or tf.cond that is called"
-      " eagerly inside `strategy.run`: the replicas run one after the other."
-      " Put `strategy.run` itself into a tf.function."
-    )
-  if _inside_while_loop():
-    raise RuntimeError(
-      "Gradients cannot be reduced in a tf.while_loop inside the function"
-      " given to `strategy.run`. Put the loop around `strategy.run`, in one"
-      " tf.function."
-    )
-  for tensor in tensors:
-    if tensor.dtype not in _DTYPES:
-      names = sorted(dtype.name for dtype in _DTYPES)
-      raise TypeError(
-        f"A gradient of dtype {tensor.dtype.name} cannot be summed by"
-        f" CollectiveReduceV2, which takes {names}. Cast it, or call"
-        " apply_gradients outside tf.cond."
-      )
 
 
 def _enclosing_graphs() -> list[Any]:
