@@ -33,8 +33,10 @@ FLOORS = {
   "wire": 1,
   "sparse": 1,
   "clipping": 1,
+  "agreement": 1,
   "arguments": 1,
   "virtual_tpu": 1,
+  "multi_worker": 1,
   "collectives": 2,
   "gradients": 3,
   "placement": 3,
@@ -277,8 +279,9 @@ def misplaced_names(project: Path) -> list[str]:
     for name in sorted(names):
       package = module.split(".")[0]
       engine = not _is_private(name) or name in distribute - keras
-      if package in ("collectives", "virtual_tpu"):
-        # The second is a strategy itself. `keras` has what a tensor has.
+      if package in ("collectives", "virtual_tpu", "multi_worker"):
+        # The last two have strategies themselves. `keras` has what tensors
+        # have.
         allowed = name not in keras - distribute or name == "_numpy"
       else:
         allowed = package == "inner" and not engine

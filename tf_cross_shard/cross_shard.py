@@ -1,7 +1,7 @@
 """CrossShardOptimizer: a Keras optimizer whose gradients are group sums.
 
 loss -> scale -> gradients -> clip (this replica's own) -> pack
-     -> all-reduce over the group -> unpack
+     -> narrow -> all-reduce over the group -> widen -> unpack
      -> the encapsulated optimizer applies once -> variables
 """
 
@@ -20,6 +20,7 @@ from tf_cross_shard import (
   placement,
   reduction,
   scaling,
+  wire,
 )
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.inner import delegate
@@ -74,6 +75,7 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     clipnorm: float | None = None,
     global_clipnorm: float | None = None,
     clipvalue: float | None = None,
+    wire_dtype: Any = None,
   ) -> None:
     """Encapsulates `opt`. Call it inside `strategy.scope()`.
 
@@ -99,6 +101,9 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
         the argument to `opt`.
       global_clipnorm: The same for the norm of all gradients together.
       clipvalue: The same for the absolute value of each element.
+      wire_dtype: `"bfloat16"` or `"float16"`: what wider gradients are rounded
+        to where they travel between replicas, which halves the bytes. None
+        leaves them exact.
 
     Raises:
       ValueError: If `opt` names no optimizer or is itself a
@@ -116,6 +121,7 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
       clipvalue=clipvalue,
     )
     self._convention = conventions.LossConvention(reduction, averaged_over)
+    self._wire_dtype = wire.as_dtype(wire_dtype)
     self._place = placement.Placement(
       self._inner.strategy, group_assignment, name
     )
@@ -129,6 +135,11 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
   def loss_averaged_over(self) -> str | None:
     """`"replica"`, `"global"`, or None for the call to decide."""
     return self._convention.averaged_over
+
+  @property
+  def wire_dtype(self) -> str | None:
+    """What gradients are rounded to where they travel; None for not at all."""
+    return None if self._wire_dtype is None else str(self._wire_dtype.name)
 
   @property
   def group_assignment(self) -> list[list[int]] | None:
@@ -359,6 +370,26 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     pairs = self._gradients(loss, var_list, tape, default, options)
     return self.apply_gradients(pairs, global_step, name)
 
+  def build(self, variables: Any) -> None:
+    """Makes the slots of `opt`.
+
+    Args:
+      variables: All variables that will ever be trained.
+
+    Raises:
+      DisagreementError: If another worker has other variables, settings or
+        libraries. Before the slots are made: workers wait for each other there.
+      ValueError: If what was unpickled has other shapes.
+      RuntimeError: If slots would be made by one of several replicas for
+        itself.
+    """
+    variables = list(variables)
+    if not self._inner.is_built:
+      self._place.agree_to_build(
+        variables, reduction=self.reduction, wire_dtype=self.wire_dtype
+      )
+    super().build(variables)
+
   def get_config(self) -> dict[str, Any]:
     """Everything the constructor needs, in serializable form."""
     return {
@@ -370,6 +401,7 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
       "clipnorm": self.clipnorm,
       "global_clipnorm": self.global_clipnorm,
       "clipvalue": self.clipvalue,
+      "wire_dtype": self.wire_dtype,
     }
 
   @classmethod
@@ -461,6 +493,7 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
         " auto_scale_loss=False to compile(), or Keras adds another one."
       )
     self.build(list(variables))
+    self._place.agree_to_step(grads, variables, self._inner.iterations)
     if tf.executing_eagerly() or tf.inside_function():
       return self._step(grads, variables, global_step, name)
     # Operations of a version 1 graph run only when something that is fetched
@@ -487,8 +520,10 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
         clipvalue=self._scaled_limit(self.clipvalue),
         keep_infinite=self._inner.scales_dynamically,
       )
-      sums = reduction.reduce_gradients(grads, variables, engine, groups)
-      with engine.alone():
+      sums = reduction.reduce_gradients(
+        grads, variables, engine, groups, self._wire_dtype
+      )
+      with engine.all_or_nothing(sums), engine.alone():
         self._inner.apply_reduced(sums, variables)
         if global_step is not None and engine.updates_here(global_step):
           global_step.assign_add(tf.ones([], global_step.dtype))

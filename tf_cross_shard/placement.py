@@ -1,10 +1,11 @@
 """Where an optimizer is used: its strategy, groups, allowed contexts."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard import collectives
+from tf_cross_shard import agreement, collectives
 from tf_cross_shard import groups as groups_lib
 
 
@@ -83,6 +84,52 @@ class Placement:
         f" {type(here).__name__}, where nothing orders the replicas' updates."
         " Put `strategy.run` into a tf.function."
       )
+
+  def agree_to_build(self, variables: Sequence[Any], **settings: Any) -> None:
+    """Raises an error unless all workers make the same optimizer.
+
+    Args:
+      variables: What it is to be built on.
+      **settings: What else decides what travels.
+
+    Raises:
+      DisagreementError: If another worker has other variables or settings.
+    """
+    self.engine.agree(
+      f"the building of {self._name}",
+      lambda: [
+        *agreement.settings(
+          group_assignment=self.groups.to_lists(), **settings
+        ),
+        *agreement.variables(variables),
+      ],
+    )
+
+  def agree_to_step(
+    self,
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+    iterations: Callable[[], tf.Tensor],
+  ) -> None:
+    """Raises an error unless all workers take the same first step.
+
+    Args:
+      grads: What this replica has.
+      variables: What the gradients belong to.
+      iterations: Answers how many steps were taken before.
+
+    Raises:
+      DisagreementError: If another worker has other gradients, or was restored
+        from another checkpoint.
+    """
+    self.engine.agree(
+      f"a step of {self._name}",
+      lambda: agreement.variables(variables) + agreement.gradients(grads),
+      # Groups that were trained apart may have skipped other steps.
+      lambda: agreement.settings(
+        iterations=int(iterations()) if self.groups.num_groups == 1 else "any"
+      ),
+    )
 
   def _check_group_count(self) -> None:
     """Raises `ValueError` unless the groups hold the strategy's replicas."""

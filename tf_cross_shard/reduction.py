@@ -1,7 +1,7 @@
 """Gradients of one replica to their sums over the group.
 
-    pack -> all-reduce -> unpack      dense gradients
-    gather rows -> add duplicates     sparse gradients
+    pack -> narrow -> all-reduce -> widen -> unpack      dense gradients
+    narrow -> gather rows -> widen -> add duplicates     sparse gradients
 
 This module knows no optimizer.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import packing, sparse
+from tf_cross_shard import packing, sparse, wire
 from tf_cross_shard.clipping import Gradient
 from tf_cross_shard.collectives import base
 
@@ -22,6 +22,7 @@ def reduce_gradients(
   variables: Sequence[Any],
   engine: base.Engine,
   groups: groups_lib.Groups,
+  wire_dtype: tf.DType | None = None,
 ) -> list[Gradient]:
   """Sums every gradient over this replica's group.
 
@@ -40,6 +41,7 @@ def reduce_gradients(
     variables: What the gradients belong to.
     engine: Who carries the numbers.
     groups: Who sums with whom.
+    wire_dtype: What gradients travel in; None for their own dtype.
 
   Returns:
     The sums in the same order. None stays None. A sparse gradient stays
@@ -61,38 +63,52 @@ def reduce_gradients(
   ]
   rows = [i for i in range(len(grads)) if is_sparse[i]]
   sums: list[Gradient] = [None] * len(grads)
-  for i, total in zip(
-    dense, _sum_dense([grads[i] for i in dense], engine, groups), strict=True
-  ):
-    sums[i] = total
-  for i, total in zip(
-    rows, _sum_sparse([grads[i] for i in rows], engine, groups), strict=True
-  ):
-    sums[i] = total
+  for at, add_up in ((dense, _sum_dense), (rows, _sum_sparse)):
+    totals = add_up([grads[i] for i in at], engine, groups, wire_dtype)
+    for i, total in zip(at, totals, strict=True):
+      sums[i] = total
   return sums
 
 
 def _sum_dense(
-  grads: Sequence[tf.Tensor], engine: base.Engine, groups: groups_lib.Groups
+  grads: Sequence[tf.Tensor],
+  engine: base.Engine,
+  groups: groups_lib.Groups,
+  wire_dtype: tf.DType | None,
 ) -> list[tf.Tensor]:
   """Dense gradients travel packed, unless the engine packs by itself."""
   if not grads or groups.group_size == 1:
     return list(grads)
   if engine.bucket_bytes is None:
-    return engine.all_reduce_sum(grads, groups)
+    return _sum_buffers(grads, engine, groups, wire_dtype)
   buffers, unpack = packing.pack(grads, engine.bucket_bytes)
-  return unpack(engine.all_reduce_sum(buffers, groups))
+  return unpack(_sum_buffers(buffers, engine, groups, wire_dtype))
+
+
+def _sum_buffers(
+  buffers: Sequence[tf.Tensor],
+  engine: base.Engine,
+  groups: groups_lib.Groups,
+  wire_dtype: tf.DType | None,
+) -> list[tf.Tensor]:
+  """What travels as it is, exactly or narrowed."""
+  if wire_dtype is None:
+    return engine.all_reduce_sum(buffers, groups)
+  return engine.all_reduce_narrow(buffers, groups, wire_dtype)
 
 
 def _sum_sparse(
   grads: Sequence[tf.IndexedSlices],
   engine: base.Engine,
   groups: groups_lib.Groups,
+  wire_dtype: tf.DType | None,
 ) -> list[tf.IndexedSlices]:
   """Sparse gradients travel as the rows they have; duplicates then add up."""
   if grads and groups.group_size > 1:
     parts = [part for grad in grads for part in (grad.values, grad.indices)]
-    gathered = engine.all_gather(parts, groups)
+    gathered = wire.widen(
+      engine.all_gather(wire.narrow(parts, wire_dtype), groups), parts
+    )
     grads = [
       tf.IndexedSlices(values, indices, grad.dense_shape)
       for grad, values, indices in zip(

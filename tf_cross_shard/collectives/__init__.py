@@ -6,7 +6,13 @@ tf.distribute internals or raw operations.
 
 import tensorflow as tf
 
-from tf_cross_shard.collectives import base, mirrored, one_device, tpu
+from tf_cross_shard.collectives import (
+  base,
+  mirrored,
+  multi_worker,
+  one_device,
+  tpu,
+)
 
 
 def for_strategy(strategy: tf.distribute.Strategy) -> base.Engine:
@@ -30,6 +36,8 @@ def for_strategy(strategy: tf.distribute.Strategy) -> base.Engine:
     return tpu.TPU(strategy)
   if strategy.num_replicas_in_sync == 1:
     return one_device.OneDevice(strategy)
+  if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+    return multi_worker.MultiWorker(strategy)
   if isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy):
     raise NotImplementedError(
       "ParameterServerStrategy has no synchronous replicas, so that there is"

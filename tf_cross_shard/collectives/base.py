@@ -2,13 +2,13 @@
 
 import abc
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import packing
+from tf_cross_shard import packing, wire
 from tf_cross_shard.collectives import alone
 
 
@@ -48,6 +48,25 @@ class Engine(abc.ABC):
     Returns:
       The sums, in the order of `tensors`.
     """
+
+  def all_reduce_narrow(
+    self,
+    tensors: Sequence[tf.Tensor],
+    groups: groups_lib.Groups,
+    wire_dtype: tf.DType,
+  ) -> list[tf.Tensor]:
+    """Sums over the group, in half precision on the wire.
+
+    Args:
+      tensors: As for `all_reduce_sum`.
+      groups: Who sums with whom.
+      wire_dtype: What wider floating tensors are rounded to.
+
+    Returns:
+      The sums, in the dtypes of `tensors`.
+    """
+    narrow = wire.narrow(tensors, wire_dtype)
+    return wire.widen(self.all_reduce_sum(narrow, groups), tensors)
 
   @abc.abstractmethod
   def all_gather(
@@ -100,14 +119,46 @@ class Engine(abc.ABC):
       False on all replicas but the first for a variable that exists once.
     """
     value = _native(variable)
-    is_copied = isinstance(value, tf.distribute.DistributedValues)
+    copied = is_copied(variable)
     # What replicas count in one such variable is added up when it is read.
     is_summed = (
-      is_copied
+      copied
       and value.synchronization == tf.VariableSynchronization.ON_READ
       and value.aggregation == tf.VariableAggregation.SUM
     )
-    return (is_copied and not is_summed) or alone.replica_id() in (0, None)
+    return (copied and not is_summed) or alone.replica_id() in (0, None)
+
+  def agree(
+    self,
+    topic: str,
+    lines: Callable[[], Sequence[str]],
+    state: Callable[[], Sequence[str]] = list,
+  ) -> None:
+    """Raises an error unless all processes are about to do the same.
+
+    Nothing to compare where one process has all replicas.
+
+    Args:
+      topic: What is compared, for errors.
+      lines: Answers what has to be alike, each as `name: value`. What was
+        compared once is not compared again.
+      state: Answers what has to be alike at that moment.
+    """
+    del topic, lines, state
+
+  def all_or_nothing(
+    self, sums: Sequence[Any]
+  ) -> contextlib.AbstractContextManager[Any]:
+    """A context in which nothing is updated before all sums are there.
+
+    Args:
+      sums: All sums of a step.
+
+    Returns:
+      By default one that does nothing: sums within one process do not fail.
+    """
+    del sums
+    return contextlib.nullcontext()
 
   def alone(self) -> contextlib.AbstractContextManager[None]:
     """A context in which this replica updates its own variables only.
@@ -165,6 +216,21 @@ class AnyStrategy(Engine):
         f" {type(self.strategy).__name__}; got {groups.to_lists()}. Leave it"
         " None, or use MirroredStrategy."
       )
+
+
+def is_copied(variable: Any) -> bool:
+  """Whether each replica has a value of its own of a variable.
+
+  >>> is_copied(tf.Variable(1.0))
+  False
+
+  Args:
+    variable: A `tf.Variable` or `keras.Variable`.
+
+  Returns:
+    Whether it was made in a strategy's scope.
+  """
+  return isinstance(_native(variable), tf.distribute.DistributedValues)
 
 
 def _native(variable: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
+from tf_cross_shard import wire
 from tf_cross_shard.collectives import alone, base, meeting
 
 # `benchmarks/step_time.py --sweep`, 500 variables: reduction at 0.33 of Keras'
@@ -64,6 +65,18 @@ class Mirrored(base.Engine):
   ) -> list[tf.Tensor]:
     """Joins over the group."""
     return self._merge(tensors, groups, lambda parts: tf.concat(parts, axis=0))
+
+  def all_reduce_narrow(
+    self,
+    tensors: Sequence[tf.Tensor],
+    groups: groups_lib.Groups,
+    wire_dtype: tf.DType,
+  ) -> list[tf.Tensor]:
+    """Rounds what would travel; merge calls add it up in its own dtype."""
+    if not self._merges():
+      return super().all_reduce_narrow(tensors, groups, wire_dtype)
+    rounded = wire.widen(wire.narrow(tensors, wire_dtype), tensors)
+    return self.all_reduce_sum(rounded, groups)
 
   @property
   def bucket_bytes(self) -> int | None:

@@ -1,0 +1,172 @@
+"""`tf.distribute.MultiWorkerMirroredStrategy`: replicas in many processes.
+
+All replicas of a group meet in `CollectiveReduceV2`, whichever process they are
+in. A collective that only some of them enter waits for ever, and so workers
+compare what they are about to do before its first time.
+
+    worker 0, replica 0 ──┐                  worker 2, replica 2 ──┐
+                          ├─ ring ─ group 0                        ├─ group 1
+    worker 1, replica 1 ──┘                  worker 3, replica 3 ──┘
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+
+from tf_cross_shard import groups as groups_lib
+from tf_cross_shard.collectives import alone, base, meeting
+from tf_cross_shard.multi_worker import coordination
+
+# `benchmarks/multi_worker.py --sweep`
+_CHAINS: Final = 4
+
+
+class MultiWorker(base.Engine):
+  """Sums over the replicas of several processes, grouped or not."""
+
+  def __init__(self, strategy: tf.distribute.Strategy) -> None:
+    """Learns who takes part.
+
+    Args:
+      strategy: A MultiWorkerMirroredStrategy with several replicas.
+    """
+    super().__init__(strategy)
+    self._devices = tuple(strategy.extended.worker_devices)
+    self._meeting = meeting.of_strategy(
+      strategy,
+      place=repr(strategy.cluster_resolver.cluster_spec().as_dict()),
+      chains=_CHAINS,
+      one_by_one=len(self._devices) > 1,
+    )
+    self._workers = coordination.of_strategy(strategy)
+    self._agreed: set[tuple[str, ...]] = set()
+    self._lock = threading.Lock()
+
+  def all_reduce_sum(
+    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
+  ) -> list[tf.Tensor]:
+    """Sums over the group.
+
+    Raises:
+      RuntimeError: If several replicas of this process are called eagerly, or
+        in a loop.
+      TypeError: If a collective cannot sum a dtype.
+    """
+    return self._meeting.all_reduce_sum(tensors, groups, *self._here())
+
+  def all_gather(
+    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
+  ) -> list[tf.Tensor]:
+    """Joins over the group; the first dimension may differ between replicas.
+
+    Collectives take one shape on all members, so that the rows are counted
+    first and padded to the longest.
+    """
+    here = self._here()
+    rows = tf.stack([tf.shape(tensor)[0] for tensor in tensors])
+    [counts] = self._meeting.all_gather([rows[tf.newaxis]], groups, *here)
+    counts = tf.reshape(counts, [groups.group_size, len(tensors)])
+    longest = tf.reduce_max(counts, axis=0)
+    padded = [
+      _pad_rows(_as_words(tensor), _rounded_up(longest[i]))
+      for i, tensor in enumerate(tensors)
+    ]
+    joined = self._meeting.all_gather(padded, groups, *here)
+    return [
+      _from_words(
+        _without_padding(all_rows, counts[:, i], groups.group_size), tensor
+      )
+      for i, (all_rows, tensor) in enumerate(zip(joined, tensors, strict=True))
+    ]
+
+  def agree(
+    self,
+    topic: str,
+    lines: Callable[[], Sequence[str]],
+    state: Callable[[], Sequence[str]] = list,
+  ) -> None:
+    """Compares with the other workers what is new to this one.
+
+    Raises:
+      DisagreementError: If workers differ.
+      MissingWorkerError: If one does not come.
+    """
+    if self._workers is None:
+      return
+    with self._lock:  # the other replicas of this process say the same
+      known = (topic, *lines())
+      if known in self._agreed:
+        return
+      with tf.init_scope():
+        coordination.agree(self._workers, topic, [*known[1:], *state()])
+      self._agreed.add(known)
+
+  def all_or_nothing(self, sums: Sequence[Any]) -> Any:
+    """Waits for all sums: another worker may be lost before the last."""
+    flat = tf.nest.flatten(list(sums), expand_composites=True)
+    return tf.control_dependencies([x for x in flat if x is not None])
+
+  def updates_here(self, variable: Any) -> bool:
+    """Each process has its own of what is made outside the scope."""
+    return super().updates_here(variable) or (
+      alone.replica_id() == self._first_here() and not base.is_copied(variable)
+    )
+
+  def _here(self) -> tuple[int, str]:
+    """This replica and its device."""
+    replica = alone.replica_id()
+    assert replica is not None  # a strategy of processes always knows it
+    return replica, self._devices[replica - self._first_here()]
+
+  def _first_here(self) -> int:
+    """The first replica of this process."""
+    index = self._workers.index if self._workers else 0
+    return index * len(self._devices)
+
+
+def _rounded_up(rows: tf.Tensor) -> tf.Tensor:
+  """The next of few numbers, at most a quarter more, and at least one.
+
+  The runtime keeps something for each shape that was ever gathered, and fails
+  where there are no rows.
+  """
+  rows = tf.maximum(rows, 1)
+  bits = tf.cast(
+    tf.math.floor(
+      tf.math.log(tf.cast(rows, tf.float64))
+      / tf.math.log(tf.constant(2.0, tf.float64))
+    ),
+    tf.int32,
+  )
+  step = tf.bitwise.left_shift(1, tf.maximum(bits - 2, 0))
+  return (rows + step - 1) // step * step
+
+
+def _pad_rows(tensor: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+  """`tensor` with zeros below, to so many rows."""
+  missing = rows - tf.shape(tensor)[0]
+  padding = [[0, missing]] + [[0, 0]] * (tensor.shape.rank - 1)
+  return tf.pad(tensor, padding)
+
+
+def _without_padding(
+  joined: tf.Tensor, counts: tf.Tensor, members: int
+) -> tf.Tensor:
+  """The rows that the members had, without those that were added."""
+  rows = tf.shape(joined)[0] // members
+  is_real = tf.range(rows)[tf.newaxis, :] < counts[:, tf.newaxis]
+  return tf.boolean_mask(joined, tf.reshape(is_real, [-1]))
+
+
+def _as_words(tensor: tf.Tensor) -> tf.Tensor:
+  """Bits in a dtype that collectives gather, which is not bfloat16."""
+  if tensor.dtype == tf.bfloat16:
+    return tf.bitcast(tensor, tf.float16)
+  return tensor
+
+
+def _from_words(words: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+  """The reverse of `_as_words`."""
+  return tf.bitcast(words, like.dtype) if words.dtype != like.dtype else words

@@ -1,0 +1,29 @@
+"""Training on several machines: workers that agree, or say why not.
+
+`MultiWorkerStrategy` is TensorFlow's MultiWorkerMirroredStrategy with checks,
+and with timeouts in the place of hangs.
+"""
+
+from tf_cross_shard.multi_worker.backup import (
+  BackupAndRestore,
+  newest_common,
+)
+from tf_cross_shard.multi_worker.coordination import (
+  DisagreementError,
+  MissingWorkerError,
+)
+from tf_cross_shard.multi_worker.losing import (
+  WorkerLostError,
+  naming_lost_workers,
+)
+from tf_cross_shard.multi_worker.strategy import MultiWorkerStrategy
+
+__all__ = [
+  "BackupAndRestore",
+  "DisagreementError",
+  "MissingWorkerError",
+  "MultiWorkerStrategy",
+  "WorkerLostError",
+  "naming_lost_workers",
+  "newest_common",
+]

@@ -1,0 +1,169 @@
+"""Going on after a crash: from a checkpoint that all workers have.
+
+A worker that is killed may not have written what the others have written. So
+each keeps its last two, in a directory of its own, and they go on from the
+newest that is common to all.
+"""
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import tensorflow as tf
+
+from tf_cross_shard.multi_worker import coordination
+
+_MARKER: Final = "epoch.txt"
+
+
+def newest_common(
+  strategy: tf.distribute.Strategy, numbers: Iterable[int]
+) -> int | None:
+  """The newest checkpoint that all workers have, for loops of one's own.
+
+  All workers call it, each with its own checkpoints:
+
+  >>> newest_common(tf.distribute.get_strategy(), [100, 200])
+  200
+
+  Args:
+    strategy: The strategy that the workers train under.
+    numbers: Of the checkpoints of this worker, say the steps they were made at.
+
+  Returns:
+    The greatest number that every worker has; None where no worker has any.
+
+  Raises:
+    DisagreementError: If there are checkpoints, and none is common to all.
+    MissingWorkerError: If a worker does not come.
+  """
+  numbers = sorted(set(numbers))
+  workers = coordination.of_strategy(strategy)
+  if workers is None:
+    return numbers[-1] if numbers else None
+  return coordination.newest_common(workers, numbers)
+
+
+class BackupAndRestore(tf.keras.callbacks.Callback):
+  """Saves after each epoch, and makes the next `fit` go on from there.
+
+  Like `tf.keras.callbacks.BackupAndRestore`, which does the saving, but for
+  several workers: each has its own files, which no other one overwrites, and
+  all go on from the same epoch. Also for optimizers with groups, whose workers
+  differ, as long as a worker has one replica.
+
+  >>> import tempfile
+  >>> import numpy as np
+  >>> model = tf.keras.Sequential(
+  ...   [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
+  ... )
+  >>> model.compile("sgd", "mse")
+  >>> with tempfile.TemporaryDirectory() as directory:
+  ...   backup = BackupAndRestore(directory, delete_checkpoint=False)
+  ...   arguments = dict(verbose=0, callbacks=[backup])
+  ...   _ = model.fit(np.ones([4, 1]), np.ones([4]), epochs=2, **arguments)
+  ...   history = model.fit(
+  ...     np.ones([4, 1]), np.ones([4]), epochs=3, **arguments
+  ...   )
+  >>> history.epoch
+  [2]
+  """
+
+  def __init__(self, backup_dir: Any, delete_checkpoint: bool = True) -> None:
+    """Names the place.
+
+    Args:
+      backup_dir: A directory, which workers may or may not share. Each writes
+        to `worker_<number>` in it.
+      delete_checkpoint: Delete this worker's files when `fit` ends.
+
+    Raises:
+      ValueError: If `backup_dir` is empty.
+    """
+    super().__init__()
+    if not str(backup_dir):
+      raise ValueError(
+        "`backup_dir` must name a directory; got ''. Use one that outlives the"
+        " process."
+      )
+    self._backup_dir = Path(backup_dir)
+    self._delete = delete_checkpoint
+
+  def on_train_begin(self, logs: Any = None) -> None:
+    """Restores the newest backup that all workers have.
+
+    Args:
+      logs: Not used.
+
+    Raises:
+      DisagreementError: If there are backups, and none is common to all.
+      MissingWorkerError: If a worker does not come.
+      ValueError: If the model is not built.
+    """
+    strategy = self.model.distribute_strategy
+    workers = coordination.of_strategy(strategy)
+    own = self._backup_dir / f"worker_{workers.index if workers else 0}"
+    self._own = own
+    # One is whole while the other is being written.
+    self._slots = [_Slot(own / name, self.model) for name in ("even", "odd")]
+    epochs = {slot.epoch(): slot for slot in self._slots}
+    epochs.pop(None, None)
+    newest = newest_common(strategy, [e for e in epochs if e is not None])
+    if newest is not None:
+      epochs[newest].restore()
+      for epoch, slot in epochs.items():
+        if epoch != newest:
+          slot.forget()  # of a run that has not been
+
+  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    """Saves.
+
+    Args:
+      epoch: The epoch that ended.
+      logs: Of the epoch.
+    """
+    self._slots[epoch % 2].save(epoch, logs)
+
+  def on_train_end(self, logs: Any = None) -> None:
+    """Deletes this worker's files, if they are not to be kept.
+
+    Args:
+      logs: Not used.
+    """
+    if self._delete:
+      shutil.rmtree(self._own, ignore_errors=True)
+
+
+class _Slot:
+  """One backup, written by Keras; known to be whole by a file of its own."""
+
+  def __init__(self, directory: Path, model: Any) -> None:
+    self._marker = directory / _MARKER
+    self._keras = tf.keras.callbacks.BackupAndRestore(
+      str(directory), delete_checkpoint=False
+    )
+    self._keras.set_model(model)
+
+  def epoch(self) -> int | None:
+    """How many epochs the backup has behind it; None where none is whole."""
+    if not self._marker.exists():
+      return None
+    return int(self._marker.read_text())
+
+  def save(self, epoch: int, logs: Any) -> None:
+    """Writes the backup anew."""
+    self.forget()
+    self._keras.on_epoch_end(epoch, logs)
+    beside = self._marker.with_suffix(".new")
+    beside.write_text(str(epoch + 1))
+    os.replace(beside, self._marker)
+
+  def restore(self) -> None:
+    """Loads weights and optimizer, and tells `fit` where to begin."""
+    self._keras.on_train_begin()
+
+  def forget(self) -> None:
+    """Makes the backup one that is not there."""
+    self._marker.unlink(missing_ok=True)

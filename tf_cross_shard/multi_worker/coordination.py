@@ -1,0 +1,348 @@
+"""What workers tell each other before they meet in collectives.
+
+A collective that only some workers enter waits for ever, and one that fails
+breaks every later one in the process. So what has to be alike is compared
+first, through the key-value store of TensorFlow's coordination service, which
+the first worker's process holds: reading waits with a timeout, and what is
+found can be put into words.
+
+    every worker ── its text ──▶ store ──▶ first worker compares all
+    every worker ◀── the verdict ── store ◀──────────┘
+"""
+
+import dataclasses
+import hashlib
+import importlib
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any, Final
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+# Issue: an error within 60 s, and the others learn of it a little later.
+TIMEOUT: Final = 50.0
+VARIABLE: Final = "TF_CROSS_SHARD_TIMEOUT"
+_GRACE: Final = 5.0
+_PREFIX: Final = "tf_cross_shard"
+_AGREED: Final = "agreed"
+_NONE: Final = "none"
+
+# The same on all workers as long as they run the same program.
+_rounds: Final = itertools.count()
+
+
+class DisagreementError(ValueError):
+  """Workers that have to do the same are about to do different things."""
+
+
+class MissingWorkerError(RuntimeError):
+  """A worker that others wait for does not come."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workers:
+  """The workers that train together, and which of them this process is.
+
+  Attributes:
+    names: What errors call them, in the order of their replicas.
+    index: This process' place among them.
+    timeout: Seconds to wait for the others.
+  """
+
+  names: tuple[str, ...]
+  index: int
+  timeout: float = TIMEOUT
+
+  @property
+  def is_first(self) -> bool:
+    """Whether this process compares."""
+    return self.index == 0
+
+
+def of_strategy(strategy: tf.distribute.Strategy) -> Workers | None:
+  """The workers of a strategy.
+
+  >>> of_strategy(tf.distribute.get_strategy())
+
+  Args:
+    strategy: Any strategy.
+
+  Returns:
+    The workers; None where there is one, or nothing to compare them with.
+  """
+  resolver = getattr(strategy, "cluster_resolver", None)
+  if resolver is None or not resolver.cluster_spec():
+    return None
+  if context.context().coordination_service is None:
+    return None
+  cluster = resolver.cluster_spec().as_dict()
+  tasks = [
+    (job, index, address)
+    for job in ("chief", "worker")
+    for index, address in enumerate(cluster.get(job, ()))
+  ]
+  me = (resolver.task_type, int(resolver.task_id))
+  places = [task[:2] for task in tasks]
+  if len(tasks) < 2 or me not in places:
+    return None
+  names = tuple(f"{job} {index} ({address})" for job, index, address in tasks)
+  return Workers(names, places.index(me), timeout_of(strategy))
+
+
+def timeout_of(strategy: Any) -> float:
+  """How long workers wait for each other: the strategy's, or the variable's.
+
+  Args:
+    strategy: A strategy, perhaps with an attribute `timeout`.
+
+  Returns:
+    Seconds.
+
+  Raises:
+    ValueError: If the environment variable is no positive number.
+  """
+  timeout = getattr(strategy, "timeout", None)
+  if timeout is not None:
+    return float(timeout)
+  text = os.environ.get(VARIABLE, str(TIMEOUT))
+  try:
+    timeout = float(text)
+  except ValueError:
+    timeout = 0.0
+  if timeout <= 0:
+    raise ValueError(
+      f"{VARIABLE} must be a positive number of seconds; got {text!r}."
+    )
+  return timeout
+
+
+def agree(workers: Workers, topic: str, lines: Sequence[str]) -> None:
+  """Raises the same error on all workers unless all bring the same lines.
+
+  All workers call it, in the same order of calls.
+
+  Args:
+    workers: Who takes part.
+    topic: What is compared, for errors.
+    lines: What has to be alike, each as `name: value`.
+
+  Raises:
+    DisagreementError: If they differ; names workers and lines.
+    MissingWorkerError: If a worker does not come within the timeout.
+  """
+  meeting = f"{_PREFIX}/{next(_rounds)}"
+  mine = "\n".join(
+    [f"step in the program: {topic}", *library_versions(), *lines]
+  )
+  if not workers.is_first:
+    _put(f"{meeting}/{workers.index}", _digest(mine))
+    _put(f"{meeting}/{workers.index}/text", mine)
+    verdict = _wait_for_first(workers, f"{meeting}/verdict", topic)
+  else:
+    verdict = _compare(workers, meeting, topic, mine)
+    _put(f"{meeting}/verdict", verdict)
+  if verdict.startswith(MissingWorkerError.__name__):
+    raise MissingWorkerError(verdict.partition(": ")[2])
+  if verdict != _AGREED:
+    raise DisagreementError(verdict)
+
+
+def newest_common(workers: Workers, have: Sequence[int]) -> int | None:
+  """The greatest number that every worker has.
+
+  Args:
+    workers: Who takes part; all of them call it.
+    have: The numbers that this worker has.
+
+  Returns:
+    The number; None where no worker has any.
+
+  Raises:
+    DisagreementError: If there are numbers, but no common one.
+    MissingWorkerError: If a worker does not come within the timeout.
+  """
+  meeting = f"{_PREFIX}/{next(_rounds)}"
+  _put(f"{meeting}/{workers.index}", ",".join(map(str, have)) or _NONE)
+  deadline = time.monotonic() + workers.timeout
+  found: list[set[int]] = []
+  for index in range(len(workers.names)):
+    text = _wait(f"{meeting}/{index}", deadline)
+    if text is None:
+      topic = "the choice of a checkpoint"
+      raise MissingWorkerError(_missing(workers, [index], topic))
+    found.append(set() if text == _NONE else set(map(int, text.split(","))))
+  common = set.intersection(*found)
+  if common or not any(found):
+    return max(common, default=None)
+  inventory = "; ".join(
+    f"{name} has {sorted(numbers) or _NONE}"
+    for name, numbers in zip(workers.names, found, strict=True)
+  )
+  raise DisagreementError(
+    f"There is no checkpoint that all workers have: {inventory}. Copy those"
+    " that are missing to their workers, or delete all to start anew."
+  )
+
+
+def announce(
+  workers: Workers, ordinal: int, what: str, same: Callable[[str], bool]
+) -> None:
+  """Says what this worker makes next; the others compare it with the first's.
+
+  One way only: the first worker does not wait. What the others find wrong it
+  learns from them, in the next call of `agree` or by their end.
+
+  Args:
+    workers: Who takes part.
+    ordinal: How many things were announced before.
+    what: What is being made.
+    same: Whether this worker's is the same as the first worker's.
+
+  Raises:
+    DisagreementError: If the first worker makes something else, or nothing.
+  """
+  key = f"{_PREFIX}/made/{ordinal}"
+  if workers.is_first:
+    _put(key, what)
+    return
+  theirs = _wait(key, time.monotonic() + workers.timeout)
+  if theirs is not None and same(theirs):
+    return
+  me, first = workers.names[workers.index], workers.names[0]
+  found = f"makes {theirs}" if theirs else "makes no more variables"
+  message = (
+    f"Workers make different variables: as number {ordinal} {me} makes {what},"
+    f" where {first} {found}. Run the same program on every worker"
+    f"{_slow(workers) if theirs is None else '.'}"
+  )
+  _put(f"{_PREFIX}/failed/{workers.index}", message)
+  raise DisagreementError(message)
+
+
+def library_versions() -> list[str]:
+  """The libraries that have to be the same on all workers.
+
+  >>> library_versions()[1].startswith("tensorflow: ")
+  True
+
+  Returns:
+    Lines `name: version`.
+  """
+  try:
+    own = metadata.version("tf-cross-shard")
+  except metadata.PackageNotFoundError:  # run from a source tree
+    own = "0+source"
+  keras = tf.keras
+  version = getattr(keras, "__version__", None)
+  if version is None:
+    version = importlib.import_module("keras").__version__
+  return [
+    f"tf_cross_shard: {own}",
+    f"tensorflow: {tf.__version__}",
+    f"keras: {version}",
+  ]
+
+
+def _compare(workers: Workers, meeting: str, topic: str, mine: str) -> str:
+  """The verdict of the first worker."""
+  deadline = time.monotonic() + workers.timeout
+  missing, differing = [], []
+  for index in range(1, len(workers.names)):
+    failure = f"{_PREFIX}/failed/{index}"
+    digest = _wait(f"{meeting}/{index}", deadline, unless=failure)
+    if digest is None:
+      reason = _wait(failure, 0.0)
+      if reason:
+        return reason
+      missing.append(index)
+    elif digest != _digest(mine):
+      differing.append(index)
+  if missing:
+    return f"{MissingWorkerError.__name__}: {_missing(workers, missing, topic)}"
+  if not differing:
+    return _AGREED
+  differences = []
+  for index in differing:
+    text = _wait(f"{meeting}/{index}/text", deadline) or ""
+    differences.append(_difference(workers, index, mine, text))
+  return (
+    f"Workers disagree: {'; '.join(differences)}. Run the same program with the"
+    " same arguments and libraries on every worker."
+  )
+
+
+def _difference(workers: Workers, index: int, first: str, other: str) -> str:
+  """The first line that differs, in words."""
+  firsts, others = first.split("\n"), other.split("\n")
+  name, first_name = workers.names[index], workers.names[0]
+  for ours, theirs in itertools.zip_longest(firsts, others):
+    if ours != theirs:
+      return (
+        f"{name} has {_quoted(theirs)} where {first_name} has {_quoted(ours)}"
+      )
+  return f"{name} differs from {first_name}"
+
+
+def _quoted(line: str | None) -> str:
+  """A line, or that there is none."""
+  return "nothing more" if line is None else f"`{line}`"
+
+
+def _wait_for_first(workers: Workers, key: str, topic: str) -> str:
+  """The verdict, which takes the first worker a little longer than the rest."""
+  verdict = _wait(key, time.monotonic() + workers.timeout + _GRACE)
+  if verdict is None:
+    raise MissingWorkerError(_missing(workers, [0], topic))
+  return verdict
+
+
+def _missing(workers: Workers, indices: Sequence[int], topic: str) -> str:
+  """The error for workers that did not come."""
+  names = ", ".join(workers.names[index] for index in indices)
+  return (
+    f"{workers.names[workers.index]} waited {workers.timeout:g} s for {names}"
+    f" at: {topic}. It does not run, or does something else. Look into its log"
+    f" and start all workers with the same program{_slow(workers)}"
+  )
+
+
+def _slow(workers: Workers) -> str:
+  """What to do when nothing is wrong."""
+  return (
+    f"; if it is only slow, set {VARIABLE} to more than"
+    f" {workers.timeout:g} seconds."
+  )
+
+
+def _digest(text: str) -> str:
+  """A short form of a text."""
+  return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _put(key: str, value: str) -> None:
+  """Writes once; a key is never written again."""
+  context.context().set_config_key_value(key, value)
+
+
+def _wait(key: str, deadline: float, unless: str | None = None) -> str | None:
+  """Reads a key when it is there; None when time is up or `unless` is there.
+
+  Short waits, so that Ctrl-C ends them.
+  """
+  while True:
+    left = max(0.001, min(1.0, deadline - time.monotonic()))
+    try:
+      return str(
+        context.context().get_config_key_value(key, max(1, int(left * 1000)))
+      )
+    except tf.errors.DeadlineExceededError:
+      if time.monotonic() >= deadline:
+        return None
+      if unless is not None and _wait(unless, 0.0) is not None:
+        return None
+    except (tf.errors.UnavailableError, tf.errors.CancelledError):
+      return None  # the first worker, which holds the store, is gone
