@@ -1,7 +1,7 @@
 """CrossShardOptimizer: a Keras optimizer whose gradients are group sums.
 
-loss -> scale -> gradients -> clip (this replica's own) -> pack
-     -> narrow -> all-reduce over the group -> widen -> unpack
+loss -> scale -> gradients -> clip (this replica's own) -> narrow
+     -> pack -> all-reduce over the group -> unpack -> widen
      -> the encapsulated optimizer applies once -> variables
 """
 

@@ -1,6 +1,6 @@
 """Gradients of one replica to their sums over the group.
 
-    pack -> narrow -> all-reduce -> widen -> unpack      dense gradients
+    narrow -> pack -> all-reduce -> unpack -> widen      dense gradients
     narrow -> gather rows -> widen -> add duplicates     sparse gradients
 
 This module knows no optimizer.
@@ -79,22 +79,15 @@ def _sum_dense(
   """Dense gradients travel packed, unless the engine packs by itself."""
   if not grads or groups.group_size == 1:
     return list(grads)
+  # Narrowed one by one: to narrow a buffer would be to copy it once more.
+  narrow = wire.narrow(grads, wire_dtype)
+  add_up = engine.all_reduce_narrow if wire_dtype else engine.all_reduce_sum
   if engine.bucket_bytes is None:
-    return _sum_buffers(grads, engine, groups, wire_dtype)
-  buffers, unpack = packing.pack(grads, engine.bucket_bytes)
-  return unpack(_sum_buffers(buffers, engine, groups, wire_dtype))
-
-
-def _sum_buffers(
-  buffers: Sequence[tf.Tensor],
-  engine: base.Engine,
-  groups: groups_lib.Groups,
-  wire_dtype: tf.DType | None,
-) -> list[tf.Tensor]:
-  """What travels as it is, exactly or narrowed."""
-  if wire_dtype is None:
-    return engine.all_reduce_sum(buffers, groups)
-  return engine.all_reduce_narrow(buffers, groups, wire_dtype)
+    sums = add_up(narrow, groups)
+  else:
+    buffers, unpack = packing.pack(narrow, engine.bucket_bytes)
+    sums = unpack(add_up(buffers, groups))
+  return wire.widen(sums, grads)
 
 
 def _sum_sparse(

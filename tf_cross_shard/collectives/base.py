@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import packing, wire
+from tf_cross_shard import packing
 from tf_cross_shard.collectives import alone
 
 
@@ -50,23 +50,18 @@ class Engine(abc.ABC):
     """
 
   def all_reduce_narrow(
-    self,
-    tensors: Sequence[tf.Tensor],
-    groups: groups_lib.Groups,
-    wire_dtype: tf.DType,
+    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
   ) -> list[tf.Tensor]:
-    """Sums over the group, in half precision on the wire.
+    """Sums tensors of half precision, in float32 where the engine can.
 
     Args:
       tensors: As for `all_reduce_sum`.
       groups: Who sums with whom.
-      wire_dtype: What wider floating tensors are rounded to.
 
     Returns:
-      The sums, in the dtypes of `tensors`.
+      The sums, in the dtypes of `tensors` or in float32.
     """
-    narrow = wire.narrow(tensors, wire_dtype)
-    return wire.widen(self.all_reduce_sum(narrow, groups), tensors)
+    return self.all_reduce_sum(tensors, groups)
 
   @abc.abstractmethod
   def all_gather(

@@ -5,11 +5,12 @@ all members share, the same in every step, and a resource that orders the
 reductions of each replica.
 """
 
+import functools
 import itertools
 import threading
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
@@ -22,6 +23,9 @@ _LAST_GROUP_KEY: Final = 0x7FFFFFFF
 _DTYPES: Final = frozenset(
   (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 )
+
+# With twelve members and more `CollectiveAllToAllV2` mixes up whose is whose.
+MOST_IN_ALL_TO_ALL: Final = 11
 
 
 class Meeting:
@@ -75,10 +79,8 @@ class Meeting:
     """
     self._check_can_meet(tensors)
     return [
-      tf.raw_ops.CollectiveReduceV2(
-        **self._how_to_meet(tensor, groups, replica, device),
-        merge_op="Add",
-        final_op="Id",
+      self._meet("CollectiveReduceV2", tensor, groups, replica, device)(
+        merge_op="Add", final_op="Id"
       )
       for tensor in tensors
     ]
@@ -107,9 +109,37 @@ class Meeting:
     """
     self._check_can_meet(tensors)
     return [
-      tf.raw_ops.CollectiveGatherV2(
-        **self._how_to_meet(tensor, groups, replica, device)
-      )
+      self._meet("CollectiveGatherV2", tensor, groups, replica, device)()
+      for tensor in tensors
+    ]
+
+  def all_to_all(
+    self,
+    tensors: Sequence[tf.Tensor],
+    groups: groups_lib.Groups,
+    replica: int,
+    device: str,
+  ) -> list[tf.Tensor]:
+    """Gives each member of a group its row of every member's tensor.
+
+    Args:
+      tensors: Tensors of the same shapes on all members, with as many rows as
+        a group has members, at most `MOST_IN_ALL_TO_ALL`.
+      groups: Who exchanges with whom.
+      replica: Who calls.
+      device: Where that replica runs.
+
+    Returns:
+      Tensors of the same shapes: one row from each member, in ascending order
+      of replica.
+
+    Raises:
+      RuntimeError: If the replicas could not meet from where this is called.
+      TypeError: If the runtime cannot exchange a dtype.
+    """
+    self._check_can_meet(tensors)
+    return [
+      self._meet("CollectiveAllToAllV2", tensor, groups, replica, device)()
       for tensor in tensors
     ]
 
@@ -137,23 +167,25 @@ class Meeting:
           " MirroredStrategy, call apply_gradients outside tf.cond."
         )
 
-  def _how_to_meet(
+  def _meet(
     self,
+    collective: str,
     tensor: tf.Tensor,
     groups: groups_lib.Groups,
     replica: int,
     device: str,
-  ) -> dict[str, Any]:
-    """The arguments by which members find each other in one collective."""
+  ) -> Callable[..., Any]:
+    """A collective of this replica, whose members will find each other."""
     ordinal = self._next_ordinal(replica)
-    return {
-      "input": tensor,
-      "group_size": groups.group_size,
-      "group_key": self.group_key(groups, replica),
-      "instance_key": instance_key(tensor, ordinal),
-      "ordering_token": [self.token(replica, ordinal % self._chains, device)],
-      "communication_hint": "auto",
-    }
+    return functools.partial(
+      getattr(tf.raw_ops, collective),
+      input=tensor,
+      group_size=groups.group_size,
+      group_key=self.group_key(groups, replica),
+      instance_key=instance_key(collective, tensor, ordinal),
+      ordering_token=[self.token(replica, ordinal % self._chains, device)],
+      communication_hint="auto",
+    )
 
   def group_key(self, groups: groups_lib.Groups, replica: int) -> int:
     """A number that the members of one group of one grouping share.
@@ -209,13 +241,14 @@ class Meeting:
     return self._tokens[key]
 
 
-def instance_key(tensor: tf.Tensor, ordinal: int) -> tf.Tensor:
+def instance_key(collective: str, tensor: tf.Tensor, ordinal: int) -> tf.Tensor:
   """A number that a collective has on every member, in every step.
 
   It is a hash of what the members agree on. A fresh number per call would
   leak, since the runtime remembers each.
 
   Args:
+    collective: The operation.
     tensor: What is reduced.
     ordinal: How many collectives the replica had before in this graph.
 
@@ -223,7 +256,7 @@ def instance_key(tensor: tf.Tensor, ordinal: int) -> tf.Tensor:
     An int32 scalar.
   """
   static = tensor.shape.as_list() if tensor.shape.is_fully_defined() else None
-  text = repr((tensor.dtype.name, static, ordinal))
+  text = repr((collective, tensor.dtype.name, static, ordinal))
   key = zlib.crc32(text.encode()) & 0x3FFFFFFF
   if static is not None:
     return tf.constant(key)

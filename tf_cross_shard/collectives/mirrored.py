@@ -67,16 +67,12 @@ class Mirrored(base.Engine):
     return self._merge(tensors, groups, lambda parts: tf.concat(parts, axis=0))
 
   def all_reduce_narrow(
-    self,
-    tensors: Sequence[tf.Tensor],
-    groups: groups_lib.Groups,
-    wire_dtype: tf.DType,
+    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
   ) -> list[tf.Tensor]:
-    """Rounds what would travel; merge calls add it up in its own dtype."""
+    """Adds up in float32 where members meet in a merge call."""
     if not self._merges():
-      return super().all_reduce_narrow(tensors, groups, wire_dtype)
-    rounded = wire.widen(wire.narrow(tensors, wire_dtype), tensors)
-    return self.all_reduce_sum(rounded, groups)
+      return super().all_reduce_narrow(tensors, groups)
+    return self._merge(tensors, groups, _add_widened)
 
   @property
   def bucket_bytes(self) -> int | None:
@@ -131,6 +127,13 @@ class Mirrored(base.Engine):
     replica = alone.replica_id()
     assert replica is not None
     return replica
+
+
+def _add_widened(parts: list[tf.Tensor]) -> tf.Tensor:
+  """The sum, of half precision in float32."""
+  if parts[0].dtype in wire.DTYPES:
+    parts = [tf.cast(part, tf.float32) for part in parts]
+  return tf.add_n(parts)
 
 
 def _one_per_replica(

@@ -8,14 +8,12 @@ from tf_cross_shard.multi_worker.backup import (
   BackupAndRestore,
   newest_common,
 )
-from tf_cross_shard.multi_worker.coordination import (
+from tf_cross_shard.multi_worker.errors import (
   DisagreementError,
   MissingWorkerError,
-)
-from tf_cross_shard.multi_worker.losing import (
   WorkerLostError,
-  naming_lost_workers,
 )
+from tf_cross_shard.multi_worker.losing import naming_lost_workers
 from tf_cross_shard.multi_worker.strategy import MultiWorkerStrategy
 
 __all__ = [

@@ -10,6 +10,7 @@ found can be put into words.
     every worker ◀── the verdict ── store ◀──────────┘
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -23,6 +24,8 @@ from typing import Any, Final
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from tf_cross_shard.multi_worker import errors
+
 # Issue: an error within 60 s, and the others learn of it a little later.
 TIMEOUT: Final = 50.0
 VARIABLE: Final = "TF_CROSS_SHARD_TIMEOUT"
@@ -30,17 +33,12 @@ _GRACE: Final = 5.0
 _PREFIX: Final = "tf_cross_shard"
 _AGREED: Final = "agreed"
 _NONE: Final = "none"
+# A group of collectives that is never met in.
+_PROBE: Final = 0x3FFFFFFF
 
+Task = tuple[str, int, str]
 # The same on all workers as long as they run the same program.
 _rounds: Final = itertools.count()
-
-
-class DisagreementError(ValueError):
-  """Workers that have to do the same are about to do different things."""
-
-
-class MissingWorkerError(RuntimeError):
-  """A worker that others wait for does not come."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,18 +77,50 @@ def of_strategy(strategy: tf.distribute.Strategy) -> Workers | None:
     return None
   if context.context().coordination_service is None:
     return None
-  cluster = resolver.cluster_spec().as_dict()
-  tasks = [
-    (job, index, address)
-    for job in ("chief", "worker")
-    for index, address in enumerate(cluster.get(job, ()))
-  ]
+  found = tasks(resolver.cluster_spec().as_dict())
   me = (resolver.task_type, int(resolver.task_id))
-  places = [task[:2] for task in tasks]
-  if len(tasks) < 2 or me not in places:
+  places = [task[:2] for task in found]
+  if len(found) < 2 or me not in places:
     return None
-  names = tuple(f"{job} {index} ({address})" for job, index, address in tasks)
+  names = tuple(map(name, found))
   return Workers(names, places.index(me), timeout_of(strategy))
+
+
+def tasks(cluster: dict[str, Any]) -> list[Task]:
+  """The tasks that train together, in the order of their replicas.
+
+  >>> tasks({"worker": ["a:1", "b:1"], "evaluator": ["c:1"]})
+  [('worker', 0, 'a:1'), ('worker', 1, 'b:1')]
+
+  Args:
+    cluster: Addresses by job.
+
+  Returns:
+    Job, index and address of each.
+  """
+  found: list[Task] = []
+  for job in ("chief", "worker"):
+    addresses = cluster.get(job, ())
+    if not isinstance(addresses, dict):  # a job may number its tasks itself
+      addresses = dict(enumerate(addresses))
+    found += [(job, int(i), addresses[i]) for i in sorted(addresses)]
+  return found
+
+
+def name(task: Task) -> str:
+  """What errors call a task.
+
+  >>> name(("worker", 1, "host1:12345"))
+  'worker 1 (host1:12345)'
+
+  Args:
+    task: Job, index and address.
+
+  Returns:
+    A name.
+  """
+  job, index, address = task
+  return f"{job} {index} ({address})"
 
 
 def timeout_of(strategy: Any) -> float:
@@ -145,10 +175,10 @@ def agree(workers: Workers, topic: str, lines: Sequence[str]) -> None:
   else:
     verdict = _compare(workers, meeting, topic, mine)
     _put(f"{meeting}/verdict", verdict)
-  if verdict.startswith(MissingWorkerError.__name__):
-    raise MissingWorkerError(verdict.partition(": ")[2])
+  if verdict.startswith(errors.MissingWorkerError.__name__):
+    raise errors.MissingWorkerError(verdict.partition(": ")[2])
   if verdict != _AGREED:
-    raise DisagreementError(verdict)
+    raise errors.DisagreementError(verdict)
 
 
 def newest_common(workers: Workers, have: Sequence[int]) -> int | None:
@@ -173,7 +203,7 @@ def newest_common(workers: Workers, have: Sequence[int]) -> int | None:
     text = _wait(f"{meeting}/{index}", deadline)
     if text is None:
       topic = "the choice of a checkpoint"
-      raise MissingWorkerError(_missing(workers, [index], topic))
+      raise errors.MissingWorkerError(_missing(workers, [index], topic))
     found.append(set() if text == _NONE else set(map(int, text.split(","))))
   common = set.intersection(*found)
   if common or not any(found):
@@ -182,7 +212,7 @@ def newest_common(workers: Workers, have: Sequence[int]) -> int | None:
     f"{name} has {sorted(numbers) or _NONE}"
     for name, numbers in zip(workers.names, found, strict=True)
   )
-  raise DisagreementError(
+  raise errors.DisagreementError(
     f"There is no checkpoint that all workers have: {inventory}. Copy those"
     " that are missing to their workers, or delete all to start anew."
   )
@@ -219,8 +249,26 @@ def announce(
     f" where {first} {found}. Run the same program on every worker"
     f"{_slow(workers) if theirs is None else '.'}"
   )
-  _put(f"{_PREFIX}/failed/{workers.index}", message)
-  raise DisagreementError(message)
+  report(workers, message)
+  raise errors.DisagreementError(message)
+
+
+def report(workers: Workers, message: str) -> None:
+  """Tells the others why this worker does not go on.
+
+  It ends what they wait for: a comparison, or a collective.
+
+  Args:
+    workers: Who takes part.
+    message: What is wrong.
+  """
+  # Where another worker has reported already, there is nobody to tell.
+  with contextlib.suppress(tf.errors.OpError):
+    store = context.context()
+    store.set_config_key_value(f"{_PREFIX}/failed/{workers.index}", message)
+    store.report_error_to_cluster(
+      tf.errors.INVALID_ARGUMENT, f"{errors.REPORTED}{message}"
+    )
 
 
 def library_versions() -> list[str]:
@@ -262,7 +310,8 @@ def _compare(workers: Workers, meeting: str, topic: str, mine: str) -> str:
     elif digest != _digest(mine):
       differing.append(index)
   if missing:
-    return f"{MissingWorkerError.__name__}: {_missing(workers, missing, topic)}"
+    reason = _missing(workers, missing, topic)
+    return f"{errors.MissingWorkerError.__name__}: {reason}"
   if not differing:
     return _AGREED
   differences = []
@@ -296,7 +345,7 @@ def _wait_for_first(workers: Workers, key: str, topic: str) -> str:
   """The verdict, which takes the first worker a little longer than the rest."""
   verdict = _wait(key, time.monotonic() + workers.timeout + _GRACE)
   if verdict is None:
-    raise MissingWorkerError(_missing(workers, [0], topic))
+    raise errors.MissingWorkerError(_missing(workers, [0], topic))
   return verdict
 
 
@@ -325,7 +374,13 @@ def _digest(text: str) -> str:
 
 def _put(key: str, value: str) -> None:
   """Writes once; a key is never written again."""
-  context.context().set_config_key_value(key, value)
+  try:
+    context.context().set_config_key_value(key, value)
+  except (
+    tf.errors.FailedPreconditionError,
+    tf.errors.UnavailableError,
+  ) as lost:
+    raise _why(lost) from lost
 
 
 def _wait(key: str, deadline: float, unless: str | None = None) -> str | None:
@@ -344,5 +399,28 @@ def _wait(key: str, deadline: float, unless: str | None = None) -> str | None:
         return None
       if unless is not None and _wait(unless, 0.0) is not None:
         return None
-    except (tf.errors.UnavailableError, tf.errors.CancelledError):
-      return None  # the first worker, which holds the store, is gone
+    except (
+      tf.errors.FailedPreconditionError,
+      tf.errors.UnavailableError,
+      tf.errors.CancelledError,
+    ) as lost:
+      raise _why(lost) from lost
+
+
+def _why(lost: tf.errors.OpError) -> Exception:
+  """What ended the talk: the store tells it badly, a collective in full."""
+  if errors.REPORTED not in str(lost.message):
+    try:
+      tf.raw_ops.CollectiveReduceV2(
+        input=tf.zeros([]),
+        group_size=2,
+        group_key=_PROBE,
+        instance_key=_PROBE,
+        ordering_token=[],
+        merge_op="Add",
+        final_op="Id",
+        timeout_seconds=1.0,
+      )
+    except tf.errors.OpError as aborted:
+      lost = aborted
+  return errors.of_message(str(lost.message)) or lost

@@ -8,14 +8,18 @@ in an error, and Keras 3's own `fit` works.
 import contextlib
 import os
 import re
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard.multi_worker import coordination, tf_config
+from tf_cross_shard.multi_worker import (
+  coordination,
+  errors,
+  starting,
+  tf_config,
+)
 
 
 class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
@@ -69,13 +73,8 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     self.timeout = coordination.timeout_of(self)
     self._made = 0
     self._announcing = threading.local()
-    _start(
-      lambda: super(MultiWorkerStrategy, self).__init__(
-        cluster_resolver, communication_options
-      ),
-      cluster_resolver,
-      self.timeout,
-    )
+    with starting.waiting(cluster_resolver, self.timeout):
+      super().__init__(cluster_resolver, communication_options)
     self._workers = coordination.of_strategy(self)
     if self._workers:
       coordination.agree(self._workers, "the start", [])
@@ -133,8 +132,24 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     self._announcing.within = True
     try:
       return make(**kwargs)
+    except tf.errors.InvalidArgumentError as error:
+      raise self._not_alike(ordinal, str(mine), error) from error
     finally:
       self._announcing.within = False
+
+  def _not_alike(
+    self, ordinal: int, what: str, error: tf.errors.InvalidArgumentError
+  ) -> Exception:
+    """The error for what shows only when a variable is made: its shape."""
+    found = errors.of_message(str(error.message))
+    if self._workers is None or not isinstance(found, errors.DisagreementError):
+      return error
+    if errors.REPORTED in str(error.message):
+      return found
+    name = self._workers.names[self._workers.index]
+    message = f"{found} It is variable {ordinal} of {name}, {what}."
+    coordination.report(self._workers, message)
+    return errors.DisagreementError(message)
 
 
 def _is_mean(reduce_op: Any) -> bool:
@@ -169,54 +184,3 @@ class _Variable:
       mine == theirs or "?" in (mine, theirs)
       for mine, theirs in zip(self._known, others, strict=True)
     )
-
-
-def _start(make: Callable[[], None], resolver: Any, timeout: float) -> None:
-  """Makes a strategy, but does not wait for ever for the other workers.
-
-  TensorFlow's constructor waits without a limit and cannot be interrupted, so
-  it runs in a thread that is left behind when time is up.
-  """
-  failure: list[BaseException] = []
-
-  def run() -> None:
-    try:
-      make()
-    except BaseException as error:
-      failure.append(error)
-
-  thread = threading.Thread(target=run, daemon=True, name="start_worker")
-  thread.start()
-  thread.join(timeout)
-  if thread.is_alive():
-    raise coordination.MissingWorkerError(_who_is_missing(resolver, timeout))
-  if failure:
-    raise failure[0]
-
-
-def _who_is_missing(resolver: Any, timeout: float) -> str:
-  """The error that names the workers which nobody can reach."""
-  cluster = resolver.cluster_spec().as_dict()
-  silent = [
-    f"{job} {index} ({address})"
-    for job, addresses in cluster.items()
-    if job in ("chief", "worker")
-    for index, address in enumerate(addresses)
-    if not _answers(address)
-  ]
-  who = ", ".join(silent) or "a worker whose address does answer"
-  return (
-    f"{resolver.task_type} {resolver.task_id} waited {timeout:g} s at its start"
-    f" for {who}. Start all workers with the same TF_CONFIG; if one is only"
-    f" slow, set {coordination.VARIABLE} to more than {timeout:g} seconds."
-  )
-
-
-def _answers(address: str) -> bool:
-  """Whether anybody listens there; asked only to put an error into words."""
-  host, _, port = address.rpartition(":")
-  try:
-    socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
-  except OSError:
-    return False
-  return True

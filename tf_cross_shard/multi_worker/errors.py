@@ -1,0 +1,82 @@
+"""What can be wrong among workers, and how TensorFlow's errors tell it.
+
+TensorFlow ends what a worker waits for with an error about a connection, or
+with what another worker reported. Who and why stands in it, many lines down.
+"""
+
+import re
+from typing import Final
+
+# Stands before what one worker tells the others.
+REPORTED: Final = "[tf_cross_shard] "
+_TASK: Final = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
+# TensorFlow's own words for members of a collective that do not fit.
+_MISFIT: Final = re.compile(
+  r"(?:[Ss]hape mismatch|[Ii]nconsisten|is expecting|has already been).*"
+)
+# What tells the end of a peer from other errors.
+_SIGNS: Final = (
+  "Collective ops is aborted",
+  "unhealthy",
+  "WorkerService",
+  "CoordinationService",
+)
+
+
+class DisagreementError(ValueError):
+  """Workers that have to do the same are about to do different things."""
+
+
+class MissingWorkerError(RuntimeError):
+  """A worker that others wait for does not come."""
+
+
+class WorkerLostError(RuntimeError):
+  """Another worker ended while this one was in a step with it."""
+
+
+def of_message(text: str) -> Exception | None:
+  """The error that one of TensorFlow's amounts to.
+
+  >>> of_message(
+  ...   "Collective ops is aborted by: recvmsg:Connection reset by peer"
+  ...   " from remote target /job:worker/replica:0/task:2 while calling"
+  ... )
+  WorkerLostError('worker 2 was lost: it ended, or cannot be reached. ...')
+  >>> of_message("Incompatible shapes: [2] vs. [3]")
+
+  Args:
+    text: The message of an error of TensorFlow's.
+
+  Returns:
+    `DisagreementError` with what another worker or TensorFlow found, or
+    `WorkerLostError` with the worker's name; None if the error is about
+    something else.
+  """
+  reported = text.partition(REPORTED)[2]
+  if reported:
+    return DisagreementError(reported.splitlines()[0])
+  if not any(sign in text for sign in _SIGNS):
+    return None
+  misfit = _MISFIT.search(text)
+  if misfit:
+    return DisagreementError(
+      f"Workers do different things: {misfit[0]} Run the same program on every"
+      " worker."
+    )
+  return WorkerLostError(
+    f"{_lost(text)} was lost: it ended, or cannot be reached. The step that was"
+    " under way changed no variable that is trained. TensorFlow cannot go on in"
+    " this process: start all workers again, and resume from the last"
+    " checkpoint."
+  )
+
+
+def _lost(text: str) -> str:
+  """Who is meant: after "unhealthy", or else next to the innermost cause."""
+  _, unhealthy, cause = text.rpartition("unhealthy")
+  tasks = _TASK.findall(cause)
+  if not tasks:
+    return "A worker"
+  job, index = tasks[0] if unhealthy else tasks[-1]
+  return f"{job} {index}"
