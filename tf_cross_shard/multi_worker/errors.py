@@ -38,11 +38,12 @@ class WorkerLostError(RuntimeError):
 def of_message(text: str) -> Exception | None:
   """The error that one of TensorFlow's amounts to.
 
-  >>> of_message(
-  ...   "Collective ops is aborted by: recvmsg:Connection reset by peer"
-  ...   " from remote target /job:worker/replica:0/task:2 while calling"
+  >>> lost = of_message(
+  ...   "recvmsg:Connection reset by peer from remote target"
+  ...   " /job:worker/replica:0/task:2 while calling /tensorflow.WorkerService"
   ... )
-  WorkerLostError('worker 2 was lost: it ended, or cannot be reached. ...')
+  >>> str(lost).split(":")[0]
+  'worker 2 was lost'
   >>> of_message("Incompatible shapes: [2] vs. [3]")
 
   Args:
