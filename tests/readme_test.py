@@ -2,8 +2,10 @@
 
 # bazel: data=//:sources deps=//tf_cross_shard
 
+import concurrent.futures
 import pathlib
 import re
+import socket
 import subprocess
 import sys
 
@@ -45,7 +47,7 @@ def test_first_example() -> None:
 
 
 def test_groups_and_custom_loop() -> None:
-  _, groups, _, loop = _blocks("python")
+  _, groups, _, _, loop = _blocks("python")
   printed = _run(groups + loop)
   [drawn] = [block for block in _blocks("text") if "group 0" in block]
   assert drawn in printed
@@ -60,6 +62,34 @@ def test_virtual_tpu() -> None:
   expected, seconds = report.rstrip().rsplit("\n", 1)
   assert seconds.startswith("compile seconds")
   assert expected in printed
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_several_machines(workers: int, tmp_path: pathlib.Path) -> None:
+  program = f"import os\nos.chdir({str(tmp_path)!r})\n" + _blocks("python")[3]
+  program += "\nprint('weights', [w.sum() for w in model.get_weights()])"
+  ports = []
+  for _ in range(workers):
+    with socket.socket() as free:
+      free.bind(("localhost", 0))
+      ports.append(free.getsockname()[1])
+  cluster = {"worker": [f"localhost:{port}" for port in ports]}
+  with concurrent.futures.ThreadPoolExecutor() as threads:
+    printed = list(
+      threads.map(
+        lambda index: _run(
+          "import os, json\n"
+          f"config = {{'cluster': {cluster!r},"
+          f" 'task': {{'type': 'worker', 'index': {index}}}}}\n"
+          f"os.environ['TF_CONFIG'] = json.dumps(config)\n{program}"
+        ),
+        range(workers),
+      )
+    )
+  weights = [text.rsplit("weights", 1)[1] for text in printed]
+  assert len(weights) == workers
+  assert weights == weights[:1] * workers
+  assert "loss:" in printed[0]
 
 
 def test_commands_exist() -> None:

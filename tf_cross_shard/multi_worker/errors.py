@@ -23,16 +23,26 @@ _SIGNS: Final = (
 )
 
 
+# AutoGraph, in which most of this is raised, keeps the type of an error that is
+# made like `Exception` and turns any other into a StagingError.
+
+
 class DisagreementError(ValueError):
   """Workers that have to do the same are about to do different things."""
+
+  __init__ = Exception.__init__
 
 
 class MissingWorkerError(RuntimeError):
   """A worker that others wait for does not come."""
 
+  __init__ = Exception.__init__
+
 
 class WorkerLostError(RuntimeError):
   """Another worker ended while this one was in a step with it."""
+
+  __init__ = Exception.__init__
 
 
 def of_message(text: str) -> Exception | None:
