@@ -38,9 +38,11 @@ class MultiWorker(base.Engine):
     """
     super().__init__(strategy)
     self._devices = tuple(strategy.extended.worker_devices)
+    cluster = strategy.cluster_resolver.cluster_spec()
     self._meeting = meeting.of_strategy(
       strategy,
-      place=repr(strategy.cluster_resolver.cluster_spec().as_dict()),
+      # Not the addresses: a worker may know itself by another one.
+      place=repr([(job, cluster.num_tasks(job)) for job in cluster.jobs]),
       chains=_CHAINS,
       one_by_one=len(self._devices) > 1,
     )
