@@ -42,7 +42,9 @@ class MultiWorker(base.Engine):
     self._meeting = meeting.of_strategy(
       strategy,
       # Not the addresses: a worker may know itself by another one.
-      place=repr([(job, cluster.num_tasks(job)) for job in cluster.jobs]),
+      place=repr(
+        [(job, cluster.num_tasks(job)) for job in sorted(cluster.jobs)]
+      ),
       chains=_CHAINS,
       one_by_one=len(self._devices) > 1,
     )
