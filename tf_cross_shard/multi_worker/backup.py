@@ -11,11 +11,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard.multi_worker import coordination
 
 _MARKER: Final = "epoch.txt"
+_RANDOM: Final = "random.npz"
 
 
 def newest_common(
@@ -52,7 +54,8 @@ class BackupAndRestore(tf.keras.callbacks.Callback):
   Like `tf.keras.callbacks.BackupAndRestore`, which does the saving, but for
   several workers: each has its own files, which no other one overwrites, and
   all go on from the same epoch. Also for optimizers with groups, whose workers
-  differ, as long as a worker has one replica.
+  differ, as long as a worker has one replica. The states of random numbers, of
+  dropout say, are saved too; Keras' own leaves them out.
 
   >>> import tempfile
   >>> import numpy as np
@@ -141,6 +144,8 @@ class _Slot:
 
   def __init__(self, directory: Path, model: Any) -> None:
     self._marker = directory / _MARKER
+    self._random = directory / _RANDOM
+    self._model = model
     self._keras = tf.keras.callbacks.BackupAndRestore(
       str(directory), delete_checkpoint=False
     )
@@ -156,6 +161,8 @@ class _Slot:
     """Writes the backup anew."""
     self.forget()
     self._keras.on_epoch_end(epoch, logs)
+    states = [variable.numpy() for variable in _random_states(self._model)]
+    np.savez(self._random, *states)
     beside = self._marker.with_suffix(".new")
     beside.write_text(str(epoch + 1))
     os.replace(beside, self._marker)
@@ -163,7 +170,20 @@ class _Slot:
   def restore(self) -> None:
     """Loads weights and optimizer, and tells `fit` where to begin."""
     self._keras.on_train_begin()
+    with np.load(self._random) as saved:
+      for variable, state in zip(
+        _random_states(self._model), saved.values(), strict=True
+      ):
+        variable.assign(state)
 
   def forget(self) -> None:
     """Makes the backup one that is not there."""
     self._marker.unlink(missing_ok=True)
+
+
+def _random_states(model: Any) -> list[Any]:
+  """What Keras does not count among the weights: states of random numbers."""
+  others = {id(v) for v in (*model.weights, *model.metrics_variables)}
+  return [
+    variable for variable in model.variables if id(variable) not in others
+  ]

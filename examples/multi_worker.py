@@ -1,0 +1,290 @@
+"""Trains on handwritten digits in several processes, on one machine or many.
+
+    python examples/multi_worker.py --workers=2
+    python examples/multi_worker.py --workers=4 --groups=2 --wire_dtype=bfloat16
+
+This starts so many workers here. Where TF_CONFIG is set or srun is the caller,
+the process is one worker of a cluster instead, and `--workers` is not looked
+at: docs/multi_worker.md says how to start those.
+
+The table shows one digest of the weights per worker: members of a group have
+the same one, to the bit. To see that nothing is lost when a worker is, kill one
+and start again:
+
+    python examples/multi_worker.py --workers=2 --epochs=60 --backup=backup
+    kill -9 PROCESS        # of a worker, in another terminal
+    python examples/multi_worker.py --workers=2 --epochs=60 --backup=backup
+
+The other worker ends with an error that names the lost one. The second start
+goes on from the last epoch that both have saved, and ends with the digests of
+a run that nobody disturbed.
+"""
+# bazel: deps=:digits_dataset,:replicas
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # Before the imports.
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+
+import contextlib
+import hashlib
+import itertools
+import json
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import IO, Any
+
+import digits_dataset
+import numpy as np
+import replicas
+import tensorflow as tf
+from absl import app, flags, logging
+
+import tf_cross_shard
+from tf_cross_shard import groups as groups_lib
+from tf_cross_shard import multi_worker
+
+_WORKERS = flags.DEFINE_integer("workers", 2, "Processes to start here.", 1)
+_GROUPS = flags.DEFINE_integer("groups", 1, "Groups to train apart.", 1)
+_WIRE_DTYPE = flags.DEFINE_enum(
+  "wire_dtype", None, ["bfloat16", "float16"], "What gradients travel in."
+)
+_EPOCHS = flags.DEFINE_integer("epochs", 15, "Times to see all images.", 1)
+_BATCH_SIZE = flags.DEFINE_integer(
+  "batch_size", 48, "Images per step, over all replicas.", 1, 1024
+)
+_BACKUP = flags.DEFINE_string(
+  "backup", None, "Folder to save each epoch in, and to resume from."
+)
+_SEED = flags.DEFINE_integer("seed", 0, "Of the weights and the data's order.")
+_DATA_DIR = flags.DEFINE_string(
+  "data_dir", None, "Folder to prepare the data in; the user's cache if unset."
+)
+
+# Within 30 s the others notice a lost worker, within 50 s one that never came.
+_SECONDS_TO_NOTICE = 60
+_SHOWN = 3000  # Characters of what a worker said last.
+
+
+def slurm_resolver() -> Any:
+  """The workers that srun started, on CPUs.
+
+  TensorFlow's resolver asks nvidia-smi for GPUs and fails where there are
+  none, so it is told of one per task, and its cluster handed on without.
+  """
+  resolvers = tf.distribute.cluster_resolver
+  slurm = resolvers.SlurmClusterResolver(
+    gpus_per_node=int(os.environ["SLURM_STEP_NUM_TASKS"]),
+    gpus_per_task=1,
+    auto_set_gpu=False,
+    # Two jobs may share a machine.
+    port_base=10000 + int(os.environ.get("SLURM_JOB_ID", 0)) % 20000,
+  )
+  cluster = slurm.cluster_spec()  # Sets the task, too.
+  return resolvers.SimpleClusterResolver(
+    cluster,
+    task_type=slurm.task_type,
+    task_id=slurm.task_id,
+    rpc_layer="grpc",
+  )
+
+
+def batches(images: Any, labels: Any, optimizer: Any) -> tf.data.Dataset:
+  """Batches for `fit`, endless, each epoch in an order of its own.
+
+  The order depends on nothing but the seed and the epoch, and the first epoch
+  is the one that the optimizer is in when `fit` asks for the first batch. So a
+  run that was resumed sees what the other would have seen.
+  """
+  steps = len(labels) // _BATCH_SIZE.value
+
+  def orders() -> Iterator[np.ndarray]:
+    done = int(optimizer.iterations.numpy()) // steps
+    for epoch in itertools.count(done):
+      rng = np.random.default_rng([_SEED.value, epoch])
+      yield rng.permutation(len(labels))[: steps * _BATCH_SIZE.value]
+
+  indices = tf.data.Dataset.from_generator(
+    orders, output_signature=tf.TensorSpec([None], tf.int64)
+  )
+  data = indices.unbatch().batch(_BATCH_SIZE.value, drop_remainder=True)
+  data = data.map(
+    lambda rows: (tf.gather(images, rows), tf.gather(labels, rows))
+  )
+  # Each worker makes all batches and takes its own part of each.
+  options = tf.data.Options()
+  options.experimental_distribute.auto_shard_policy = (
+    tf.data.experimental.AutoShardPolicy.DATA
+  )
+  return data.with_options(options)
+
+
+def train(resolver: Any = None) -> None:
+  """Trains as one worker; the first one prints what became of all."""
+  strategy = multi_worker.MultiWorkerStrategy(resolver)
+  num_replicas = strategy.num_replicas_in_sync
+  group_size, rest = divmod(num_replicas, _GROUPS.value)
+  if rest or _BATCH_SIZE.value % num_replicas:
+    raise app.UsageError(
+      f"--groups and --batch_size must fit {num_replicas}, the replicas."
+    )
+  groups = groups_lib.contiguous(num_replicas, group_size)
+  is_first = strategy.extended.should_checkpoint  # The first worker.
+
+  train_data, test_data = digits_dataset.load(1, _DATA_DIR.value, _SEED.value)
+  images, labels = next(iter(train_data.unbatch().batch(len(train_data))))
+  # After the data: to prepare them takes random numbers, to read them none.
+  tf.keras.utils.set_random_seed(_SEED.value)
+  tf.config.experimental.enable_op_determinism()
+  with strategy.scope():
+    model = digits_dataset.make_model()
+    model.compile(
+      optimizer=tf_cross_shard.CrossShardOptimizer(
+        tf.keras.optimizers.Adam(0.002),
+        group_assignment=groups,
+        wire_dtype=_WIRE_DTYPE.value,
+      ),
+      loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+      metrics=["accuracy"],
+    )
+  callbacks: list[Any] = []
+  if _BACKUP.value:
+    callbacks.append(
+      multi_worker.BackupAndRestore(_BACKUP.value, delete_checkpoint=False)
+    )
+  if is_first:
+    print(f"{groups.draw()}\n", flush=True)
+  start = time.perf_counter()
+  with multi_worker.naming_lost_workers():
+    model.fit(
+      batches(images, labels, model.optimizer),
+      epochs=_EPOCHS.value,
+      steps_per_epoch=len(labels) // _BATCH_SIZE.value,
+      shuffle=False,  # The batches are.
+      verbose=2 if is_first else 0,
+      callbacks=callbacks,
+    )
+    seconds = time.perf_counter() - start
+    rows = report(strategy, model, test_data)
+  if is_first:
+    print(f"\n{table(groups, rows, seconds)}", flush=True)
+
+
+def report(
+  strategy: tf.distribute.Strategy, model: Any, test_data: tf.data.Dataset
+) -> list[tuple[float, int]]:
+  """The test accuracy and a digest of the weights, of every replica.
+
+  A worker can read its own replicas only, so all work on this and tell the
+  others. `evaluate` would mix the groups.
+  """
+  images, labels = next(iter(test_data))
+  twin = digits_dataset.make_model()  # Outside the scope: of this process.
+  mine = []
+  for weights in replicas.weights_of_replicas(strategy, model):
+    twin.set_weights(weights)
+    answers = np.argmax(twin(images, training=False), axis=-1)
+    digest = hashlib.sha256(b"".join(w.tobytes() for w in weights))
+    # Numbers that travel exactly: of images, and 32 bits.
+    right = int(np.sum(answers == labels.numpy()))
+    mine.append([right, int(digest.hexdigest()[:8], 16)])
+  told = iter(mine)
+  rows = strategy.gather(
+    strategy.experimental_distribute_values_from_function(
+      lambda context: tf.constant([next(told)], tf.int64)
+    ),
+    axis=0,
+  )
+  return [(right / len(labels), digest) for right, digest in rows.numpy()]
+
+
+def table(
+  groups: groups_lib.Groups, rows: Sequence[tuple[float, int]], seconds: float
+) -> str:
+  """One line per replica."""
+  lines = ["replica  group  test accuracy  seconds  digest of the weights"]
+  lines.append("-------  -----  -------------  -------  ---------------------")
+  for replica, (accuracy, digest) in enumerate(rows):
+    lines.append(
+      f"{replica:<7}  {groups.index_of(replica):<5}  {accuracy:>13.2%}"
+      f"  {seconds:>7.1f}  {digest:08x}"
+    )
+  return "\n".join(lines)
+
+
+def start_workers(num_workers: int) -> int:
+  """Starts this program so many times and waits; answers the exit code."""
+  with contextlib.ExitStack() as stack:
+    # All are open at once, so that they differ; gRPC takes them over.
+    sockets = [stack.enter_context(socket.socket()) for _ in range(num_workers)]
+    for each in sockets:
+      each.bind(("localhost", 0))
+    addresses = [f"localhost:{each.getsockname()[1]}" for each in sockets]
+  with contextlib.ExitStack() as stack:
+    processes, outputs = [], []
+    for index in range(num_workers):
+      task = {"type": "worker", "index": index}
+      config = {"cluster": {"worker": addresses}, "task": task}
+      output = stack.enter_context(tempfile.TemporaryFile())
+      process = subprocess.Popen(
+        [sys.executable, __file__, *sys.argv[1:]],
+        env={**os.environ, "TF_CONFIG": json.dumps(config)},
+        # The first tells about all; the others' words are for errors.
+        stdout=output if index else None,
+        stderr=subprocess.STDOUT if index else None,
+      )
+      stack.callback(process.wait)
+      stack.callback(process.kill)
+      processes.append(process)
+      outputs.append(output)
+      print(f"worker {index} is process {process.pid}", flush=True)
+    return wait(processes, outputs)
+
+
+def wait(
+  processes: Sequence[subprocess.Popen[bytes]], outputs: Sequence[IO[bytes]]
+) -> int:
+  """Waits for all workers; says what the ones said that failed."""
+  deadline = None
+  while any(process.poll() is None for process in processes):
+    if deadline is None and any(process.returncode for process in processes):
+      deadline = time.monotonic() + _SECONDS_TO_NOTICE
+    if deadline is not None and time.monotonic() > deadline:
+      break
+    time.sleep(0.1)
+  for index, process in enumerate(processes):
+    if process.returncode is None:
+      print(f"worker {index} goes on, and is killed", file=sys.stderr)
+    elif process.returncode < 0:
+      number = -process.returncode
+      print(f"worker {index} was ended by signal {number}", file=sys.stderr)
+    elif process.returncode:
+      outputs[index].seek(0)
+      said = outputs[index].read().decode(errors="replace").strip()
+      said = said[-_SHOWN:] if index else "(see above)"
+      print(f"worker {index} failed: {said}", file=sys.stderr)
+  return int(any(process.returncode != 0 for process in processes))
+
+
+def main(argv: Sequence[str]) -> None:
+  """Is one worker, or starts all."""
+  if len(argv) > 1:
+    raise app.UsageError(f"Unknown arguments: {argv[1:]}")
+  logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow tell much.
+  if "TF_CONFIG" in os.environ:
+    train()
+  elif "SLURM_STEP_NUM_TASKS" in os.environ:
+    train(slurm_resolver())
+  else:
+    # As an exception, so that the workers are ended on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    sys.exit(start_workers(_WORKERS.value))
+
+
+if __name__ == "__main__":
+  app.run(main)
