@@ -56,12 +56,13 @@ def main(argv: Sequence[str]) -> None:
   groups = groups or groups_lib.singletons(num_replicas)
   print(f"{groups.draw()}\n")
 
-  tf.keras.utils.set_random_seed(_SEED.value)
   train_data, test_data = digits_dataset.load(
     replicas.divisible(_BATCH_SIZE.value, num_replicas),
     _DATA_DIR.value,
     _SEED.value,
   )
+  # After the data: to prepare them takes random numbers, to read them none.
+  tf.keras.utils.set_random_seed(_SEED.value)
   with strategy.scope():
     model = digits_dataset.make_model()
     keras_loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)

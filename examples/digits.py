@@ -52,13 +52,14 @@ def train(
   strategy: tf.distribute.Strategy, groups: groups_lib.Groups
 ) -> group_history.GroupHistory:
   """Trains one model, from the same start each time."""
-  tf.keras.utils.set_random_seed(_SEED.value)
   batch_size = replicas.divisible(
     _BATCH_SIZE.value, strategy.num_replicas_in_sync
   )
   train_data, test_data = digits_dataset.load(
     batch_size, _DATA_DIR.value, _SEED.value
   )
+  # After the data: to prepare them takes random numbers, to read them none.
+  tf.keras.utils.set_random_seed(_SEED.value)
   steps = len(train_data)
   with strategy.scope():
     model = digits_dataset.make_model()
