@@ -385,9 +385,7 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     """
     variables = list(variables)
     if not self._inner.is_built:
-      self._place.agree_to_build(
-        variables, reduction=self.reduction, wire_dtype=self.wire_dtype
-      )
+      self._place.agree_to_build(variables, self._convention, self.wire_dtype)
     super().build(variables)
 
   def get_config(self) -> dict[str, Any]:

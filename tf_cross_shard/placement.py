@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard import agreement, collectives
+from tf_cross_shard import agreement, collectives, conventions
 from tf_cross_shard import groups as groups_lib
 
 
@@ -85,12 +85,18 @@ class Placement:
         " Put `strategy.run` into a tf.function."
       )
 
-  def agree_to_build(self, variables: Sequence[Any], **settings: Any) -> None:
+  def agree_to_build(
+    self,
+    variables: Sequence[Any],
+    convention: conventions.LossConvention,
+    wire_dtype: str | None,
+  ) -> None:
     """Raises an error unless all workers make the same optimizer.
 
     Args:
       variables: What it is to be built on.
-      **settings: What else decides what travels.
+      convention: How losses are scaled.
+      wire_dtype: What gradients travel in.
 
     Raises:
       DisagreementError: If another worker has other variables or settings.
@@ -99,7 +105,10 @@ class Placement:
       f"the building of {self._name}",
       lambda: [
         *agreement.settings(
-          group_assignment=self.groups.to_lists(), **settings
+          group_assignment=self.groups.to_lists(),
+          reduction=convention.reduction,
+          loss_averaged_over=convention.averaged_over,
+          wire_dtype=wire_dtype,
         ),
         *agreement.variables(variables),
       ],

@@ -69,35 +69,25 @@ class MultiWorker(base.Engine):
   ) -> list[tf.Tensor]:
     """Sends half precision and adds in float32, where groups are not large.
 
-    The ring adds in the dtype that it sends, and so rounds once per member.
-    Two members just exchange what they have. More share the work, by which the
-    sum is rounded once more:
+    The ring adds in the dtype that it sends, and so rounds at each member. With
+    two members that is once, like a sum in float32. Three and more share the
+    work:
 
         part k of all members ─ all-to-all ─▶ member k adds ─ gather ─▶ all
     """
-    members = groups.group_size
-    if members > meeting.MOST_IN_ALL_TO_ALL:
+    if not 2 < groups.group_size <= meeting.MOST_IN_ALL_TO_ALL:
       return self.all_reduce_sum(tensors, groups)
-    exchange = self._sum_of_two if members == 2 else self._sum_of_parts
     return [
-      exchange(tensor, groups)
+      self._sum_of_parts(tensor, groups)
       if tensor.dtype in wire.DTYPES
       else self.all_reduce_sum([tensor], groups)[0]
       for tensor in tensors
     ]
 
-  def _sum_of_two(
-    self, tensor: tf.Tensor, groups: groups_lib.Groups
-  ) -> tf.Tensor:
-    """Both members receive both tensors."""
-    words = _as_words(tensor)[tf.newaxis]
-    [both] = self._meeting.all_gather([words], groups, *self._here())
-    return _add_rows(_from_words(both, tensor), 2)
-
   def _sum_of_parts(
     self, tensor: tf.Tensor, groups: groups_lib.Groups
   ) -> tf.Tensor:
-    """Each member adds up one part of the tensor for all."""
+    """Each member adds up one part of the tensor, in one order, for all."""
     members, here = groups.group_size, self._here()
     flat = tf.reshape(tensor, [-1])
     missing = -tf.size(flat) % members
@@ -105,7 +95,8 @@ class MultiWorker(base.Engine):
       missing = -tensor.shape.num_elements() % members
     rows = tf.reshape(tf.pad(flat, [[0, missing]]), [members, -1])
     [parts] = self._meeting.all_to_all([rows], groups, *here)
-    part = tf.cast(_add_rows(parts, members), tensor.dtype)
+    wide = tf.cast(parts, tf.float32)
+    part = tf.cast(tf.add_n(tf.unstack(wide, members)), tensor.dtype)
     [joined] = self._meeting.all_gather([_as_words(part)], groups, *here)
     whole = _from_words(joined, tensor)[: tf.size(flat)]
     return tf.reshape(whole, tf.shape(tensor))
@@ -217,13 +208,6 @@ def _without_padding(
   rows = tf.shape(joined)[0] // members
   is_real = tf.range(rows)[tf.newaxis, :] < counts[:, tf.newaxis]
   return tf.boolean_mask(joined, tf.reshape(is_real, [-1]))
-
-
-def _add_rows(rows: tf.Tensor, members: int) -> tf.Tensor:
-  """The sum of all rows in float32, in one order on all members."""
-  return tf.add_n(
-    [tf.cast(row, tf.float32) for row in tf.unstack(rows, members)]
-  )
 
 
 def _as_words(tensor: tf.Tensor) -> tf.Tensor:

@@ -10,7 +10,6 @@ found can be put into words.
     every worker ◀── the verdict ── store ◀──────────┘
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -24,17 +23,15 @@ from typing import Any, Final
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from tf_cross_shard.multi_worker import errors
+from tf_cross_shard.multi_worker import errors, store
 
 # Issue: an error within 60 s, and the others learn of it a little later.
 TIMEOUT: Final = 50.0
 VARIABLE: Final = "TF_CROSS_SHARD_TIMEOUT"
-_GRACE: Final = 5.0
+_GRACE: Final = 2.0
 _PREFIX: Final = "tf_cross_shard"
 _AGREED: Final = "agreed"
 _NONE: Final = "none"
-# A group of collectives that is never met in.
-_PROBE: Final = 0x3FFFFFFF
 
 Task = tuple[str, int, str]
 # The same on all workers as long as they run the same program.
@@ -168,17 +165,23 @@ def agree(workers: Workers, topic: str, lines: Sequence[str]) -> None:
   mine = "\n".join(
     [f"step in the program: {topic}", *library_versions(), *lines]
   )
-  if not workers.is_first:
-    _put(f"{meeting}/{workers.index}", _digest(mine))
-    _put(f"{meeting}/{workers.index}/text", mine)
-    verdict = _wait_for_first(workers, f"{meeting}/verdict", topic)
+  if workers.is_first:
+    error = _compare(workers, meeting, topic, mine)
+    verdict = errors.to_message(error) if error else _AGREED
+    store.put(f"{meeting}/verdict", verdict)
   else:
-    verdict = _compare(workers, meeting, topic, mine)
-    _put(f"{meeting}/verdict", verdict)
-  if verdict.startswith(errors.MissingWorkerError.__name__):
-    raise errors.MissingWorkerError(verdict.partition(": ")[2])
-  if verdict != _AGREED:
-    raise errors.DisagreementError(verdict)
+    store.put(f"{meeting}/{workers.index}", _digest(mine))
+    store.put(f"{meeting}/{workers.index}/text", mine)
+    error = _verdict_of_first(workers, f"{meeting}/verdict", topic)
+  _raise_on_all(workers, error)
+
+
+def _raise_on_all(workers: Workers, error: Exception | None) -> None:
+  """Raises an error here, and where other workers wait in a collective."""
+  if isinstance(error, errors.MissingWorkerError):
+    store.report(workers.index, error)
+  if error is not None:
+    raise error
 
 
 def newest_common(workers: Workers, have: Sequence[int]) -> int | None:
@@ -196,11 +199,11 @@ def newest_common(workers: Workers, have: Sequence[int]) -> int | None:
     MissingWorkerError: If a worker does not come within the timeout.
   """
   meeting = f"{_PREFIX}/{next(_rounds)}"
-  _put(f"{meeting}/{workers.index}", ",".join(map(str, have)) or _NONE)
+  store.put(f"{meeting}/{workers.index}", ",".join(map(str, have)) or _NONE)
   deadline = time.monotonic() + workers.timeout
   found: list[set[int]] = []
   for index in range(len(workers.names)):
-    text = _wait(f"{meeting}/{index}", deadline)
+    text = store.wait(f"{meeting}/{index}", deadline)
     if text is None:
       topic = "the choice of a checkpoint"
       raise errors.MissingWorkerError(_missing(workers, [index], topic))
@@ -237,38 +240,20 @@ def announce(
   """
   key = f"{_PREFIX}/made/{ordinal}"
   if workers.is_first:
-    _put(key, what)
+    store.put(key, what)
     return
-  theirs = _wait(key, time.monotonic() + workers.timeout)
+  theirs = store.wait(key, time.monotonic() + workers.timeout)
   if theirs is not None and same(theirs):
     return
   me, first = workers.names[workers.index], workers.names[0]
   found = f"makes {theirs}" if theirs else "makes no more variables"
-  message = (
+  error = errors.DisagreementError(
     f"Workers make different variables: as number {ordinal} {me} makes {what},"
     f" where {first} {found}. Run the same program on every worker"
     f"{_slow(workers) if theirs is None else '.'}"
   )
-  report(workers, message)
-  raise errors.DisagreementError(message)
-
-
-def report(workers: Workers, message: str) -> None:
-  """Tells the others why this worker does not go on.
-
-  It ends what they wait for: a comparison, or a collective.
-
-  Args:
-    workers: Who takes part.
-    message: What is wrong.
-  """
-  # Where another worker has reported already, there is nobody to tell.
-  with contextlib.suppress(tf.errors.OpError):
-    store = context.context()
-    store.set_config_key_value(f"{_PREFIX}/failed/{workers.index}", message)
-    store.report_error_to_cluster(
-      tf.errors.INVALID_ARGUMENT, f"{errors.REPORTED}{message}"
-    )
+  store.report(workers.index, error)
+  _raise_on_all(workers, error)
 
 
 def library_versions() -> list[str]:
@@ -295,30 +280,32 @@ def library_versions() -> list[str]:
   ]
 
 
-def _compare(workers: Workers, meeting: str, topic: str, mine: str) -> str:
-  """The verdict of the first worker."""
-  deadline = time.monotonic() + workers.timeout
+def _compare(
+  workers: Workers, meeting: str, topic: str, mine: str
+) -> Exception | None:
+  """What the first worker finds."""
+  # A little longer than others wait for the first: what ended them is told.
+  deadline = time.monotonic() + workers.timeout + _GRACE
   missing, differing = [], []
   for index in range(1, len(workers.names)):
-    failure = f"{_PREFIX}/failed/{index}"
-    digest = _wait(f"{meeting}/{index}", deadline, unless=failure)
+    failure = store.failure_of(index)
+    digest = store.wait(f"{meeting}/{index}", deadline, unless=failure)
     if digest is None:
-      reason = _wait(failure, 0.0)
+      reason = store.wait(failure, 0.0)
       if reason:
-        return reason
+        return errors.of_message(reason)
       missing.append(index)
     elif digest != _digest(mine):
       differing.append(index)
   if missing:
-    reason = _missing(workers, missing, topic)
-    return f"{errors.MissingWorkerError.__name__}: {reason}"
+    return errors.MissingWorkerError(_missing(workers, missing, topic))
   if not differing:
-    return _AGREED
+    return None
   differences = []
   for index in differing:
-    text = _wait(f"{meeting}/{index}/text", deadline) or ""
+    text = store.wait(f"{meeting}/{index}/text", deadline) or ""
     differences.append(_difference(workers, index, mine, text))
-  return (
+  return errors.DisagreementError(
     f"Workers disagree: {'; '.join(differences)}. Run the same program with the"
     " same arguments and libraries on every worker."
   )
@@ -341,12 +328,14 @@ def _quoted(line: str | None) -> str:
   return "nothing more" if line is None else f"`{line}`"
 
 
-def _wait_for_first(workers: Workers, key: str, topic: str) -> str:
-  """The verdict, which takes the first worker a little longer than the rest."""
-  verdict = _wait(key, time.monotonic() + workers.timeout + _GRACE)
+def _verdict_of_first(
+  workers: Workers, key: str, topic: str
+) -> Exception | None:
+  """What the first worker found, which takes it a little longer than others."""
+  verdict = store.wait(key, time.monotonic() + workers.timeout + 2 * _GRACE)
   if verdict is None:
-    raise errors.MissingWorkerError(_missing(workers, [0], topic))
-  return verdict
+    return errors.MissingWorkerError(_missing(workers, [0], topic))
+  return errors.of_message(verdict)
 
 
 def _missing(workers: Workers, indices: Sequence[int], topic: str) -> str:
@@ -370,57 +359,3 @@ def _slow(workers: Workers) -> str:
 def _digest(text: str) -> str:
   """A short form of a text."""
   return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _put(key: str, value: str) -> None:
-  """Writes once; a key is never written again."""
-  try:
-    context.context().set_config_key_value(key, value)
-  except (
-    tf.errors.FailedPreconditionError,
-    tf.errors.UnavailableError,
-  ) as lost:
-    raise _why(lost) from lost
-
-
-def _wait(key: str, deadline: float, unless: str | None = None) -> str | None:
-  """Reads a key when it is there; None when time is up or `unless` is there.
-
-  Short waits, so that Ctrl-C ends them.
-  """
-  while True:
-    left = max(0.001, min(1.0, deadline - time.monotonic()))
-    try:
-      return str(
-        context.context().get_config_key_value(key, max(1, int(left * 1000)))
-      )
-    except tf.errors.DeadlineExceededError:
-      if time.monotonic() >= deadline:
-        return None
-      if unless is not None and _wait(unless, 0.0) is not None:
-        return None
-    except (
-      tf.errors.FailedPreconditionError,
-      tf.errors.UnavailableError,
-      tf.errors.CancelledError,
-    ) as lost:
-      raise _why(lost) from lost
-
-
-def _why(lost: tf.errors.OpError) -> Exception:
-  """What ended the talk: the store tells it badly, a collective in full."""
-  if errors.REPORTED not in str(lost.message):
-    try:
-      tf.raw_ops.CollectiveReduceV2(
-        input=tf.zeros([]),
-        group_size=2,
-        group_key=_PROBE,
-        instance_key=_PROBE,
-        ordering_token=[],
-        merge_op="Add",
-        final_op="Id",
-        timeout_seconds=1.0,
-      )
-    except tf.errors.OpError as aborted:
-      lost = aborted
-  return errors.of_message(str(lost.message)) or lost

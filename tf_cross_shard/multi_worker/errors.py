@@ -7,8 +7,7 @@ with what another worker reported. Who and why stands in it, many lines down.
 import re
 from typing import Final
 
-# Stands before what one worker tells the others.
-REPORTED: Final = "[tf_cross_shard] "
+_REPORTED: Final = re.compile(r"\[tf_cross_shard (\w+)\] (.*)")
 _TASK: Final = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
 # TensorFlow's own words for members of a collective that do not fit.
 _MISFIT: Final = re.compile(
@@ -45,6 +44,36 @@ class WorkerLostError(RuntimeError):
   __init__ = Exception.__init__
 
 
+def to_message(error: Exception) -> str:
+  """What one worker tells the others of an error of its own.
+
+  >>> of_message(to_message(DisagreementError("Worker 1 has two.")))
+  DisagreementError('Worker 1 has two.')
+
+  Args:
+    error: `DisagreementError` or `MissingWorkerError`.
+
+  Returns:
+    A text that `of_message` finds in whatever TensorFlow makes of it.
+  """
+  return f"[tf_cross_shard {type(error).__name__}] {error}"
+
+
+def is_reported(text: str) -> bool:
+  """Whether another worker said so.
+
+  >>> is_reported("Socket closed")
+  False
+
+  Args:
+    text: The message of an error of TensorFlow's.
+
+  Returns:
+    Whether what `to_message` answered is in it.
+  """
+  return _REPORTED.search(text) is not None
+
+
 def of_message(text: str) -> Exception | None:
   """The error that one of TensorFlow's amounts to.
 
@@ -60,13 +89,15 @@ def of_message(text: str) -> Exception | None:
     text: The message of an error of TensorFlow's.
 
   Returns:
-    `DisagreementError` with what another worker or TensorFlow found, or
-    `WorkerLostError` with the worker's name; None if the error is about
-    something else.
+    The error that another worker reported, `DisagreementError` with what
+    TensorFlow found, or `WorkerLostError` with the worker's name; None if the
+    error is about something else.
   """
-  reported = text.partition(REPORTED)[2]
+  reported = _REPORTED.search(text)
   if reported:
-    return DisagreementError(reported.splitlines()[0])
+    is_missing = reported[1] == MissingWorkerError.__name__
+    kind = MissingWorkerError if is_missing else DisagreementError
+    return kind(reported[2])
   if not any(sign in text for sign in _SIGNS):
     return None
   misfit = _MISFIT.search(text)

@@ -18,6 +18,7 @@ from tf_cross_shard.multi_worker import (
   coordination,
   errors,
   starting,
+  store,
   tf_config,
 )
 
@@ -144,12 +145,14 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     found = errors.of_message(str(error.message))
     if self._workers is None or not isinstance(found, errors.DisagreementError):
       return error
-    if errors.REPORTED in str(error.message):
+    if errors.is_reported(str(error.message)):
       return found
     name = self._workers.names[self._workers.index]
-    message = f"{found} It is variable {ordinal} of {name}, {what}."
-    coordination.report(self._workers, message)
-    return errors.DisagreementError(message)
+    detailed = errors.DisagreementError(
+      f"{found} It is variable {ordinal} of {name}, {what}."
+    )
+    store.report(self._workers.index, detailed)
+    return detailed
 
 
 def _is_mean(reduce_op: Any) -> bool:

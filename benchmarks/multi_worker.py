@@ -1,0 +1,464 @@
+"""What several processes take to add their gradients, against plain Keras.
+
+    python benchmarks/multi_worker.py --workers=2,4 --json=multi_worker.json
+    python benchmarks/multi_worker.py --workers=2 --quick   # does all run?
+    python benchmarks/multi_worker.py --workers=2 --sweep   # bucket sizes
+
+Starts so many workers here, which train under one MultiWorkerStrategy, and
+shows what the first one prints. Where TF_CONFIG is set the process is one
+worker instead, so that a real cluster can be measured. On two cores --quick
+took three minutes for two workers; four took longer, 1,000 collectives one by
+one most of all. --parts=training,soak leaves those out.
+
+    tensors     50 MB of gradients to their sums, in 100 and in 1,000 tensors
+    small       the same for 2 MB in 1,000 tensors
+    training    forward, backward, reduction and update of a dense network
+    soak        threads and resident memory over many training steps
+
+The bucket sizes and chains that --sweep compares stand in
+collectives/multi_worker.py. multi_worker_peers.py measures PyTorch and Horovod.
+"""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Before TensorFlow.
+
+import contextlib
+import ctypes
+import gc
+import json
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import contestants
+import multi_worker_peers as peers
+import numpy as np
+import tensorflow as tf
+import timing
+from absl import app, flags, logging
+
+import tf_cross_shard
+from tf_cross_shard import collectives, multi_worker, reduction
+from tf_cross_shard import groups as groups_lib
+from tf_cross_shard.collectives import multi_worker as engines
+
+_WORKERS = flags.DEFINE_list("workers", ["2", "4"], "Processes, at most 8.")
+_PARTS = flags.DEFINE_list(
+  "parts", ["tensors", "small", "training", "soak"], "What to measure."
+)
+_ROUNDS = flags.DEFINE_integer("rounds", 9, "Turns of each case.", 1)
+_STEPS = flags.DEFINE_integer("steps", 3, "Steps in each turn.", 1)
+_SOAK = flags.DEFINE_integer("soak", 2000, "Steps, 0 for none.", 0)
+_QUICK = flags.DEFINE_bool("quick", False, "One round, few steps.")
+_SWEEP = flags.DEFINE_bool("sweep", False, "Measure bucket sizes only.")
+_TIMEOUT = flags.DEFINE_integer(
+  "timeout", 3600, "Seconds until so many workers are killed.", 1
+)
+_JSON = flags.DEFINE_string("json", None, "File to write the figures to.")
+
+KERAS, OURS = contestants.KERAS, contestants.OURS
+BFLOAT16, FLOAT16 = f"{OURS}, bfloat16", f"{OURS}, float16"
+SINGLE, NOTHING = "one by one", "nothing reduced"
+_SMALL = "2 MB in 1,000 tensors"
+# By case: to what, and at most how much of it.
+_GOALS = {OURS: (KERAS, 1.0), BFLOAT16: (KERAS, 0.65)}
+_GOALS_OF_SMALL = {OURS: (SINGLE, 0.2)}
+_BUCKET_MEGABYTES = (1, 2, 4, 8, 16, 64)
+_CHAINS = (1, 2, 4, 8)
+_GROUPINGS = (((0, 1), (2, 3)), ((0, 3), (1, 2)))  # Of four; the worst last.
+_SETTLED = 200  # Steps after which pools have grown to their size.
+_SHOWN = 3000  # Characters of what a failed worker said last.
+_GRACE = 30.0  # Seconds for a worker to say that another failed.
+_PR_SET_PDEATHSIG = 1  # Of Linux' prctl.
+
+_Case = tuple[contestants.Reducer, groups_lib.Groups]
+
+
+class Gradients:
+  """Gradients of this worker, of which every sum is known.
+
+  The elements are -1, 0 and 1, times 2 to the power of the replica: all sums
+  differ by who takes part, and half precision holds them exactly.
+  """
+
+  def __init__(self, tensors: int, size: int, replica: int) -> None:
+    """Makes `tensors` of `size` elements for `replica`."""
+    rng = np.random.default_rng(0)  # The same on all workers.
+    self._replica = replica
+    self._mine = [
+      tf.Variable(2.0**replica * rng.integers(-1, 2, size), dtype=tf.float32)
+      for _ in range(tensors)
+    ]
+
+  def step(
+    self,
+    strategy: tf.distribute.Strategy,
+    reducer: contestants.Reducer,
+    groups: groups_lib.Groups,
+  ) -> contestants.Step:
+    """Traces a reduction and checks its sums.
+
+    Args:
+      strategy: The workers.
+      reducer: Answers the sums of gradients.
+      groups: Over whom it sums.
+
+    Returns:
+      A function that runs it. Gradients are made anew each time, as backward
+      passes do: a collective copies a tensor that others hold.
+
+    Raises:
+      AssertionError: If a sum is wrong.
+    """
+
+    def reduce(scale: tf.Tensor) -> Any:
+      return reducer([grad * scale for grad in self._mine])
+
+    on_replicas = tf.function(
+      lambda scale: strategy.run(reduce, args=(scale,)), autograph=False
+    )
+    one = tf.constant(1.0)
+    members = groups.members_of(self._replica)
+    factor = sum(2.0**member for member in members) / 2.0**self._replica
+    for total, grad in zip(on_replicas(one), self._mine, strict=True):
+      if not np.array_equal(total.numpy(), factor * grad.numpy()):
+        raise AssertionError(f"replica {self._replica} has a wrong sum")
+    return lambda: on_replicas(one)
+
+
+def measure_reduction(
+  strategy: tf.distribute.Strategy, part: str
+) -> list[timing.Row]:
+  """The reduction alone, of the buffers of one part."""
+  engine = collectives.for_strategy(strategy)
+  count = engine.num_replicas
+  whole = groups_lib.contiguous(count, count)
+
+  def ours(
+    groups: groups_lib.Groups, wire_dtype: tf.DType | None = None
+  ) -> _Case:
+    return (
+      lambda grads: reduction.reduce_gradients(
+        grads, grads, engine, groups, wire_dtype
+      ),
+      groups,
+    )
+
+  reducers: dict[str, _Case] = {
+    KERAS: (contestants.keras_reducer, whole),
+    SINGLE: (_single_reducer, whole),
+    OURS: ours(whole),
+    BFLOAT16: ours(whole, tf.bfloat16),
+    FLOAT16: ours(whole, tf.float16),
+    NOTHING: (list, groups_lib.singletons(count)),
+  }
+  if count == 4 and part != _SMALL:
+    for rows in _GROUPINGS:
+      groups = groups_lib.Groups(rows)
+      reducers[f"{OURS}, {groups.to_lists()}"] = ours(groups)
+  grads = Gradients(*peers.BUFFERS[part], _replica(strategy))
+  return _measure(
+    strategy,
+    part,
+    {
+      case: grads.step(strategy, reducer, groups)
+      for case, (reducer, groups) in reducers.items()
+    },
+    baselines=[KERAS, SINGLE],
+  )
+
+
+def measure_sweep(strategy: tf.distribute.Strategy) -> list[timing.Row]:
+  """The reduction alone for buckets of several sizes on several chains."""
+  part = next(iter(peers.BUFFERS))
+  tensors, size = peers.BUFFERS[part]
+  engine = collectives.for_strategy(strategy)
+  assert isinstance(engine, engines.MultiWorker)
+  groups = groups_lib.contiguous(engine.num_replicas, engine.num_replicas)
+  grads = Gradients(tensors, size, _replica(strategy))
+  steps = {KERAS: grads.step(strategy, contestants.keras_reducer, groups)}
+  for megabytes in _BUCKET_MEGABYTES:
+    buckets = -(-4 * tensors * size // (megabytes << 20))
+    for chains in _CHAINS:
+      if chains >= 2 * buckets:
+        continue  # Each bucket has a chain of its own already.
+      # One strategy has one meeting, which looks at this when a step is traced.
+      with mock.patch.object(engine._meeting, "_chains", chains):
+        steps[f"{megabytes} MiB, {chains} chains"] = grads.step(
+          strategy,
+          contestants.packed_reducer(engine, groups, megabytes << 20),
+          groups,
+        )
+  return _measure(strategy, part, steps, baselines=[KERAS])
+
+
+def training_steps(
+  strategy: tf.distribute.Strategy,
+) -> dict[str, contestants.Step]:
+  """Whole steps of one network by Adam, by case."""
+  count = strategy.num_replicas_in_sync
+
+  def ours(wire_dtype: str | None) -> Any:
+    return tf_cross_shard.CrossShardOptimizer(
+      tf.keras.optimizers.Adam(peers.LEARNING_RATE),
+      reduction="sum",
+      wire_dtype=wire_dtype,
+    )
+
+  with strategy.scope():
+    hidden = [tf.keras.layers.Dense(n, "relu") for n in peers.LAYERS[1:-1]]
+    model = tf.keras.Sequential(
+      [
+        tf.keras.Input([peers.LAYERS[0]]),
+        *hidden,
+        tf.keras.layers.Dense(peers.LAYERS[-1]),
+      ]
+    )
+    optimizers = {
+      KERAS: tf.keras.optimizers.Adam(peers.LEARNING_RATE),
+      OURS: ours(None),
+      BFLOAT16: ours("bfloat16"),
+      NOTHING: tf.keras.optimizers.Adam(peers.LEARNING_RATE),
+    }
+    for optimizer in optimizers.values():
+      optimizer.build(model.trainable_variables)
+  # Keras' own way to let others reduce.
+  optimizers[NOTHING]._all_reduce_sum_gradients = lambda pairs: pairs
+  weights = model.trainable_variables
+  rng = np.random.default_rng(_replica(strategy))
+  inputs = tf.constant(
+    rng.standard_normal([peers.BATCH_SIZE, peers.LAYERS[0]]), tf.float32
+  )
+  labels = tf.constant(rng.integers(0, peers.LAYERS[-1], peers.BATCH_SIZE))
+
+  def training_step(optimizer: Any) -> tf.Tensor:
+    with tf.GradientTape() as tape:
+      losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
+        labels, model(inputs, training=True)
+      )
+      loss = tf.reduce_mean(losses) / count
+    grads = tape.gradient(loss, weights)
+    optimizer.apply_gradients(zip(grads, weights, strict=True))
+    return loss
+
+  def on_replicas(optimizer: Any) -> contestants.Step:
+    step: contestants.Step = tf.function(
+      lambda: strategy.run(training_step, args=(optimizer,)), autograph=False
+    )
+    return step
+
+  return {case: on_replicas(each) for case, each in optimizers.items()}
+
+
+def measure_soak(
+  strategy: tf.distribute.Strategy, num_steps: int
+) -> list[dict[str, Any]]:
+  """Growth of this process over many training steps."""
+  steps = training_steps(strategy)
+  settled = min(_SETTLED, num_steps // 2)
+  title = f"from step {settled:,} to step {num_steps:,}"
+  _say(strategy, f"\n{title:<34}{'MB':>17}{'threads':>14}")
+  rows = []
+  for case in (KERAS, OURS, BFLOAT16):
+    sizes = []
+    for count in (settled, num_steps - settled):
+      for _ in range(count):
+        steps[case]()
+      sizes.append(_process_size())
+    (megabytes, threads), after = sizes
+    rows.append(
+      {
+        "case": case,
+        "mb": [megabytes, after[0]],
+        "threads": [threads, after[1]],
+      }
+    )
+    _say(
+      strategy,
+      f"  {case:<32}{megabytes:>8.1f} → {after[0]:<8.1f}"
+      f"{threads:>4} → {after[1]}",
+    )
+  return rows
+
+
+def missed_goals(rows: Sequence[timing.Row]) -> list[str]:
+  """What took more than it was to take, in words."""
+  found = []
+  for row in rows:
+    goals = _GOALS_OF_SMALL if row.part == _SMALL else _GOALS
+    baseline, most = goals.get(row.case, ("", 0.0))
+    ratio = row.ratios.get(baseline, [0.0])[0]
+    if ratio > most:
+      found.append(
+        f"{row.part}: {row.case} took {ratio:.2f} of {baseline}, not {most:.2f}"
+      )
+  return found
+
+
+def work() -> dict[str, Any]:
+  """Is one worker; answers what it measured, which counts on the first."""
+  strategy = multi_worker.MultiWorkerStrategy()
+  _say(strategy, f"\n{strategy.num_replicas_in_sync} workers")
+  _say(strategy, str(timing.machine()))
+  rows: list[timing.Row] = []
+  soak: list[dict[str, Any]] = []
+  if _SWEEP.value:
+    return {"rows": [vars(row) for row in measure_sweep(strategy)]}
+  if "soak" in _PARTS.value and _SOAK.value:  # First: memory is small yet.
+    soak = measure_soak(strategy, 20 if _QUICK.value else _SOAK.value)
+  for part in peers.BUFFERS:
+    if ("small" if part == _SMALL else "tensors") in _PARTS.value:
+      rows += measure_reduction(strategy, part)
+  if "training" in _PARTS.value:
+    rows += _measure(
+      strategy, peers.TRAINING, training_steps(strategy), baselines=[KERAS]
+    )
+  missed = missed_goals(rows)
+  if rows:
+    _say(strategy, "\n" + ("\n".join(missed) or "All goals are met."))
+  return {"rows": [vars(row) for row in rows], "missed": missed, "soak": soak}
+
+
+def start_workers(count: int, folder: str) -> dict[str, Any]:
+  """Starts this program so many times, and ends all when the first is done.
+
+  Args:
+    count: How many.
+    folder: Where to put what they write.
+
+  Returns:
+    What the first one measured.
+
+  Raises:
+    RuntimeError: If a worker fails, or time is up.
+  """
+  with contextlib.ExitStack() as stack:
+    # All are open at once, so that they differ; gRPC takes them over.
+    sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+    for each in sockets:
+      each.bind(("localhost", 0))
+    addresses = [f"localhost:{each.getsockname()[1]}" for each in sockets]
+  result = pathlib.Path(folder, f"{count}.json")
+  outputs = [pathlib.Path(folder, f"{count}_{i}.log") for i in range(count)]
+  with contextlib.ExitStack() as stack:
+    processes: list[subprocess.Popen[bytes]] = []
+    for index, output in enumerate(outputs):
+      task = {"type": "worker", "index": index}
+      config = {"cluster": {"worker": addresses}, "task": task}
+      process = subprocess.Popen(
+        [sys.executable, *sys.argv, f"--json={result}"],
+        env={
+          **os.environ,
+          "TF_CONFIG": json.dumps(config),
+          "CUDA_VISIBLE_DEVICES": "",
+        },
+        stdin=subprocess.DEVNULL,
+        stdout=None if index == 0 else stack.enter_context(output.open("wb")),
+        stderr=None if index == 0 else subprocess.STDOUT,
+        preexec_fn=_die_with_parent,
+      )
+      stack.callback(process.wait)
+      stack.callback(process.kill)
+      processes.append(process)
+    _wait(processes, result)
+    for process in processes:  # The first one first: it would miss the others.
+      process.kill()
+  if not result.exists():
+    for index, output in enumerate(outputs[1:], 1):
+      said = output.read_text(errors="replace").strip()[-_SHOWN:]
+      print(f"worker {index} said: {said}", file=sys.stderr)
+    codes = [process.returncode for process in processes]
+    raise RuntimeError(f"Workers failed or were killed: {codes}.")
+  measured: dict[str, Any] = json.loads(result.read_text())
+  return measured
+
+
+def _wait(
+  processes: Sequence["subprocess.Popen[bytes]"], result: pathlib.Path
+) -> None:
+  """Waits until the first is done, any other has failed, or time is up."""
+  deadline = time.monotonic() + _TIMEOUT.value
+  while processes[0].poll() is None and time.monotonic() < deadline:
+    if not result.exists() and any(each.poll() for each in processes):
+      deadline = min(deadline, time.monotonic() + _GRACE)
+    time.sleep(0.1)
+
+
+def _die_with_parent() -> None:
+  """Lets Linux kill this process when the one that started it has ended."""
+  ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _measure(
+  strategy: tf.distribute.Strategy,
+  part: str,
+  steps: Mapping[str, contestants.Step],
+  baselines: Sequence[str],
+) -> list[timing.Row]:
+  """Times the steps in turns; the first worker shows the table."""
+  rounds = 1 if _QUICK.value else _ROUNDS.value
+  taken = peers.in_turns(steps, rounds, 1 if _QUICK.value else _STEPS.value)
+  rows = timing.compare(part, taken, baselines)
+  if _replica(strategy) == 0:
+    timing.show(rows)
+  gc.collect()  # Functions and variables of one part hold each other.
+  return rows
+
+
+def _single_reducer(grads: list[tf.Tensor]) -> list[tf.Tensor]:
+  """One collective for each gradient, as loops over variables have it."""
+  context = tf.distribute.get_replica_context()
+  return [context.all_reduce(tf.distribute.ReduceOp.SUM, x) for x in grads]
+
+
+def _replica(strategy: tf.distribute.Strategy) -> int:
+  """This worker, which has one replica: its CPU."""
+  return int(strategy.cluster_resolver.task_id)
+
+
+def _say(strategy: tf.distribute.Strategy, text: str) -> None:
+  """Prints on the first worker."""
+  if _replica(strategy) == 0:
+    print(text, flush=True)
+
+
+def _process_size() -> tuple[float, int]:
+  """Resident megabytes and threads, as Linux counts them."""
+  with open("/proc/self/status", encoding="ascii") as file:
+    fields = dict(line.split(":", 1) for line in file)
+  return int(fields["VmRSS"].split()[0]) / 1024, int(fields["Threads"])
+
+
+def main(argv: Sequence[str]) -> None:
+  """Is one worker, or starts all."""
+  if len(argv) > 1:
+    raise app.UsageError(f"Unknown arguments: {argv[1:]}.")
+  logging.set_verbosity(logging.WARNING)  # TensorFlow tells much.
+  tf.get_logger().setLevel("ERROR")  # Each case is a tf.function on purpose.
+  if "TF_CONFIG" in os.environ:
+    results = work()
+    if json.loads(os.environ["TF_CONFIG"])["task"]["index"]:
+      return
+  else:
+    # SystemExit, unlike the signal, ends the workers too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    with tempfile.TemporaryDirectory() as folder:
+      results = {
+        "clusters": {
+          count: start_workers(int(count), folder) for count in _WORKERS.value
+        }
+      }
+  if _JSON.value:
+    timing.write_json(_JSON.value, results)
+
+
+if __name__ == "__main__":
+  app.run(main)

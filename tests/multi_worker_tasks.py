@@ -1,0 +1,177 @@
+"""The programs of workers: each process runs one of `TASKS`.
+
+python tests/multi_worker_tasks.py NAME PLACE reads its arguments from PLACE.in
+and leaves what the task returns in PLACE.out.
+"""
+
+import os
+import pathlib
+import pickle
+import sys
+import time
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tests import multi_worker_cases, multi_worker_faults
+from tf_cross_shard import multi_worker
+from tf_cross_shard.multi_worker import coordination
+
+
+class SlurmOnCPUs(tf.distribute.cluster_resolver.SlurmClusterResolver):
+  """TensorFlow's, which cannot do without GPUs: it counts tasks by them."""
+
+  def num_accelerators(self, *args: Any, **kwargs: Any) -> dict[str, int]:
+    """None."""
+    return {}
+
+
+class PodsOnOneMachine(
+  tf.distribute.cluster_resolver.KubernetesClusterResolver
+):
+  """TensorFlow's, with a port for each pod: pods have an address each."""
+
+  ports: Sequence[int] = ()
+
+  def cluster_spec(self) -> Any:
+    """The running pods."""
+    [addresses] = super().cluster_spec().as_dict().values()
+    hosts = [address.rpartition(":")[0] for address in addresses]
+    return tf.train.ClusterSpec(
+      {"worker": [f"{h}:{p}" for h, p in zip(hosts, self.ports, strict=True)]}
+    )
+
+
+def _kubernetes(ports: Sequence[int], index: int) -> Any:
+  """A resolver whose client knows one running pod for each port."""
+  pods = [
+    types.SimpleNamespace(
+      metadata=types.SimpleNamespace(name=f"pod-{i}"),
+      status=types.SimpleNamespace(phase="Running", host_ip="localhost"),
+    )
+    for i in range(len(ports))
+  ]
+  client = types.SimpleNamespace(
+    list_pod_for_all_namespaces=lambda label_selector: types.SimpleNamespace(
+      items=pods
+    )
+  )
+  resolver = PodsOnOneMachine(
+    {"worker": ["job-name=training"]}, override_client=client
+  )
+  resolver.ports = ports
+  resolver.task_type, resolver.task_id = "worker", index
+  return resolver
+
+
+def resolver_of(starter: str) -> Any:
+  """A cluster resolver, by the name of what starts the workers."""
+  if starter == "TF_CONFIG":
+    return None
+  if starter == "Slurm":
+    return SlurmOnCPUs(
+      port_base=int(os.environ["TEST_PORT"]),
+      gpus_per_node=int(os.environ["SLURM_STEP_NUM_TASKS"]),
+      gpus_per_task=1,
+      auto_set_gpu=False,
+    )
+  ports = [int(port) for port in os.environ["TEST_PORTS"].split(",")]
+  index = int(os.environ["TEST_INDEX"])
+  if starter == "Kubernetes":
+    return _kubernetes(ports, index)
+  return tf.distribute.cluster_resolver.SimpleClusterResolver(
+    tf.train.ClusterSpec({"worker": [f"localhost:{port}" for port in ports]}),
+    task_type="worker",
+    task_id=index,
+    rpc_layer="grpc",
+  )
+
+
+def strategy_of(kind: str, **options: Any) -> tf.distribute.Strategy:
+  """TensorFlow's strategy, or ours."""
+  if kind == "tensorflow":
+    return tf.distribute.MultiWorkerMirroredStrategy(**options)
+  return multi_worker.MultiWorkerStrategy(**options)
+
+
+def numbers(kind: str, folder: pathlib.Path, starter: str) -> dict[Any, Any]:
+  """Everything that is compared with plain Keras and with NumPy."""
+  strategy = strategy_of(kind, cluster_resolver=resolver_of(starter))
+  replicas = strategy.num_replicas_in_sync
+  assert replicas > 1
+  wanted = multi_worker_cases.cases(replicas)
+  if kind != "tensorflow":
+    wanted |= multi_worker_cases.fit_cases(replicas)
+  return {
+    "replicas": replicas,
+    "state": multi_worker_cases.state(folder, strategy),
+    **{key: _timed(key, case, strategy) for key, case in wanted.items()},
+  }
+
+
+def _timed(key: Any, case: Callable[..., Any], strategy: Any) -> Any:
+  """What a case answers; the log says how long it took."""
+  begin = time.monotonic()
+  answer = case(strategy)
+  print(f"{time.monotonic() - begin:.2f} s: {' '.join(key)}", flush=True)
+  return answer
+
+
+def start(
+  starter: str = "TF_CONFIG",
+  older: bool = False,
+  timeout: float | None = None,
+) -> dict[str, Any]:
+  """Starts a worker, sums one gradient, and says what came of it."""
+  if older:
+    mine = coordination.library_versions()[1:]
+    coordination.library_versions = lambda: ["tf_cross_shard: 0.0.1", *mine]
+  sums = []
+
+  def sum_once() -> None:
+    strategy = multi_worker.MultiWorkerStrategy(
+      resolver_of(starter), timeout=timeout
+    )
+    assert strategy.num_replicas_in_sync > 1
+    found = multi_worker_cases.dense_sum(
+      "small", "ungrouped", "function", strategy
+    )
+    sums.extend(found)
+
+  return {**multi_worker_faults.attempt(sum_once), "sums": sums}
+
+
+def faults(kind: str, what: str, odd: bool) -> dict[str, Any]:
+  """What a worker reports where one of them does something else."""
+  strategy = strategy_of(kind)
+  if what == "disagree":
+    return multi_worker_faults.disagree(odd, strategy)
+  return multi_worker_faults.make_others(what, odd, strategy)
+
+
+def lose(kind: str, killed: int) -> dict[str, Any]:
+  """What a worker reports when another one is killed."""
+  strategy = strategy_of(kind)
+  mine = multi_worker_cases.place_of(strategy)
+  return multi_worker_faults.lose(killed, mine, strategy)
+
+
+TASKS: dict[str, Callable[..., Any]] = {
+  task.__name__: task for task in (numbers, start, faults, lose)
+}
+
+
+def main(name: str, place: str) -> None:
+  """Runs one task."""
+  tf.get_logger().setLevel("ERROR")
+  given = pathlib.Path(place)
+  result = TASKS[name](**pickle.loads(given.with_suffix(".in").read_bytes()))
+  part = given.with_suffix(".part")
+  part.write_bytes(pickle.dumps(result))
+  os.replace(part, given.with_suffix(".out"))
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])
