@@ -590,3 +590,45 @@ def fit_cases(replicas: int) -> dict[Key, Case]:
     ("fit", optimizer, grouping): functools.partial(fit, optimizer, grouping)
     for optimizer, grouping in chosen
   }
+
+
+def powers_of_two(
+  grouping: str,
+  wire_dtype: str | None,
+  steps: int,
+  strategy: tf.distribute.Strategy,
+) -> dict[str, Any]:
+  """Replica r has 2 ** r as each gradient, in r + 1 rows of a table."""
+  counter = tf.Variable(0, dtype=tf.int64)  # one in each process
+  with strategy.scope():
+    weight = tf.keras.Variable(np.zeros([3], "f4"))
+    table = tf.keras.Variable(np.zeros([ROWS, 2], "f4"))
+    optimizer = CrossShardOptimizer(
+      tf.keras.optimizers.SGD(1.0),
+      "sum",
+      group_assignment=GROUPINGS[strategy.num_replicas_in_sync][grouping],
+      wire_dtype=wire_dtype,
+    )
+    optimizer.build([weight, table])
+
+  @tf.function(autograph=False)
+  def step() -> None:
+    def replica_step() -> None:
+      mine = testbed.replica_id()
+      power = 2.0 ** tf.cast(mine, tf.float32)
+      rows = tf.IndexedSlices(
+        power * tf.ones([mine + 1, 2]), tf.range(mine + 1), [ROWS, 2]
+      )
+      optimizer.apply_gradients(
+        [(power * tf.ones([3]), weight), (rows, table)], global_step=counter
+      )
+
+    strategy.run(replica_step)
+
+  for _ in range(steps):
+    step()
+  return {
+    "weights": testbed.copies(weight),
+    "tables": testbed.copies(table),
+    "counter": int(counter.numpy()),
+  }

@@ -10,10 +10,12 @@ import pickle
 import sys
 import time
 import types
+import unittest.mock
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.distribute import collective_all_reduce_strategy
 
 from tests import multi_worker_cases, multi_worker_faults
 from tf_cross_shard import multi_worker
@@ -158,8 +160,34 @@ def lose(kind: str, killed: int) -> dict[str, Any]:
   return multi_worker_faults.lose(killed, mine, strategy)
 
 
+def local_replicas(steps: int) -> dict[str, Any]:
+  """Two replicas in each process, as with GPUs; of CPUs it would be one."""
+  cpu = tf.config.list_physical_devices("CPU")[0]
+  tf.config.set_logical_device_configuration(
+    cpu, [tf.config.LogicalDeviceConfiguration()] * 2
+  )
+  with unittest.mock.patch.object(
+    collective_all_reduce_strategy.CollectiveAllReduceExtended,
+    "_initialize_local_devices",
+    lambda extended, resolver, worker: (
+      tuple(f"{worker}/device:CPU:{i}" for i in range(2)),
+      "CPU",
+    ),
+  ):
+    strategy = multi_worker.MultiWorkerStrategy()
+  assert len(strategy.extended.worker_devices) == 2
+  assert strategy.num_replicas_in_sync == 4
+  return {
+    (grouping, wire_dtype): multi_worker_cases.powers_of_two(
+      grouping, wire_dtype, steps, strategy
+    )
+    for grouping in multi_worker_cases.GROUPINGS[4]
+    for wire_dtype in (None, "bfloat16")
+  }
+
+
 TASKS: dict[str, Callable[..., Any]] = {
-  task.__name__: task for task in (numbers, start, faults, lose)
+  task.__name__: task for task in (numbers, start, faults, lose, local_replicas)
 }
 
 

@@ -122,9 +122,8 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     )
     self._convention = conventions.LossConvention(reduction, averaged_over)
     self._wire_dtype = wire.as_dtype(wire_dtype)
-    self._place = placement.Placement(
-      self._inner.strategy, group_assignment, name
-    )
+    strategy = self._inner.strategy
+    self._place = placement.Placement(strategy, group_assignment, name)
 
   @property
   def reduction(self) -> str:
@@ -385,15 +384,18 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     """
     variables = list(variables)
     if not self._inner.is_built:
-      self._place.agree_to_build(variables, self._convention, self.wire_dtype)
+      self._place.agree_to_build(variables, self._settings)
     super().build(variables)
 
   def get_config(self) -> dict[str, Any]:
     """Everything the constructor needs, in serializable form."""
+    opt = tf.keras.utils.serialize_keras_object(self._inner.optimizer)
+    return {"opt": opt, "name": self.name, **self._settings()}
+
+  def _settings(self) -> dict[str, Any]:
+    """What the constructor was told besides."""
     return {
-      "opt": tf.keras.utils.serialize_keras_object(self._inner.optimizer),
       "reduction": self.reduction,
-      "name": self.name,
       "group_assignment": self.group_assignment,
       "loss_averaged_over": self.loss_averaged_over,
       "clipnorm": self.clipnorm,
@@ -491,11 +493,12 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
         " auto_scale_loss=False to compile(), or Keras adds another one."
       )
     self.build(list(variables))
-    self._place.agree_to_step(grads, variables, self._inner.iterations)
+    self._place.agree_to_step(
+      grads, variables, self._settings, self._inner.iterations
+    )
     if tf.executing_eagerly() or tf.inside_function():
       return self._step(grads, variables, global_step, name)
-    # Operations of a version 1 graph run only when something that is fetched
-    # depends on them. A function is one operation that does everything.
+    # Of a version 1 graph only what is fetched runs: one operation for all.
     step = tf.function(
       lambda: self._step(grads, variables, global_step, name), autograph=False
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard import agreement, collectives, conventions
+from tf_cross_shard import agreement, collectives
 from tf_cross_shard import groups as groups_lib
 
 
@@ -86,38 +86,27 @@ class Placement:
       )
 
   def agree_to_build(
-    self,
-    variables: Sequence[Any],
-    convention: conventions.LossConvention,
-    wire_dtype: str | None,
+    self, variables: Sequence[Any], settings: Callable[[], dict[str, Any]]
   ) -> None:
     """Raises an error unless all workers make the same optimizer.
 
     Args:
       variables: What it is to be built on.
-      convention: How losses are scaled.
-      wire_dtype: What gradients travel in.
+      settings: Answers all settings by name.
 
     Raises:
       DisagreementError: If another worker has other variables or settings.
     """
     self.engine.agree(
       f"the building of {self._name}",
-      lambda: [
-        *agreement.settings(
-          group_assignment=self.groups.to_lists(),
-          reduction=convention.reduction,
-          loss_averaged_over=convention.averaged_over,
-          wire_dtype=wire_dtype,
-        ),
-        *agreement.variables(variables),
-      ],
+      lambda: self._settings(settings()) + agreement.variables(variables),
     )
 
   def agree_to_step(
     self,
     grads: Sequence[Any],
     variables: Sequence[Any],
+    settings: Callable[[], dict[str, Any]],
     iterations: Callable[[], tf.Tensor],
   ) -> None:
     """Raises an error unless all workers take the same first step.
@@ -125,6 +114,7 @@ class Placement:
     Args:
       grads: What this replica has.
       variables: What the gradients belong to.
+      settings: Answers all settings by name.
       iterations: Answers how many steps were taken before.
 
     Raises:
@@ -133,12 +123,21 @@ class Placement:
     """
     self.engine.agree(
       f"a step of {self._name}",
-      lambda: agreement.variables(variables) + agreement.gradients(grads),
+      lambda: [
+        *self._settings(settings()),
+        *agreement.variables(variables),
+        *agreement.gradients(grads),
+      ],
       # Groups that were trained apart may have skipped other steps.
       lambda: agreement.settings(
         iterations=int(iterations()) if self.groups.num_groups == 1 else "any"
       ),
     )
+
+  def _settings(self, settings: dict[str, Any]) -> list[str]:
+    """Settings as lines, with the groups in force."""
+    in_force = {**settings, "group_assignment": self.groups.to_lists()}
+    return agreement.settings(**in_force)
 
   def _check_group_count(self) -> None:
     """Raises `ValueError` unless the groups hold the strategy's replicas."""

@@ -198,7 +198,8 @@ class Meeting:
       replica: A member of the group.
 
     Returns:
-      A number that no other group has.
+      A number that no other group of this grouping has; one of another grouping
+      has it once in some hundred million.
     """
     if groups not in self._first_keys:
       text = repr((self._place, groups.to_lists()))
@@ -261,11 +262,10 @@ def instance_key(collective: str, tensor: tf.Tensor, ordinal: int) -> tf.Tensor:
   if static is not None:
     return tf.constant(key)
   # The runtime holds one shape per key, so the shape goes into the key.
-  shape = tf.shape(tensor)
-  places = 1 + 2 * tf.range(tf.size(shape))
-  return tf.bitwise.bitwise_and(
-    tf.reduce_sum(shape * places) * 7919 + key, 0x3FFFFFFF
-  )
+  hashed = tf.constant(key)
+  for size in tf.unstack(tf.shape(tensor), tensor.shape.rank):
+    hashed = hashed * 1000003 + size  # int32 wraps around
+  return tf.bitwise.bitwise_and(hashed, 0x3FFFFFFF)
 
 
 _places: Final = itertools.count()

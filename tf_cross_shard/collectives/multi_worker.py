@@ -38,13 +38,11 @@ class MultiWorker(base.Engine):
     """
     super().__init__(strategy)
     self._devices = tuple(strategy.extended.worker_devices)
-    cluster = strategy.cluster_resolver.cluster_spec()
+    cluster = strategy.cluster_resolver.cluster_spec().as_dict()
     self._meeting = meeting.of_strategy(
       strategy,
       # Not the addresses: a worker may know itself by another one.
-      place=repr(
-        [(job, cluster.num_tasks(job)) for job in sorted(cluster.jobs)]
-      ),
+      place=repr([task[:2] for task in coordination.tasks(cluster)]),
       chains=_CHAINS,
       one_by_one=len(self._devices) > 1,
     )
@@ -87,18 +85,21 @@ class MultiWorker(base.Engine):
   def _sum_of_parts(
     self, tensor: tf.Tensor, groups: groups_lib.Groups
   ) -> tf.Tensor:
-    """Each member adds up one part of the tensor, in one order, for all."""
+    """Each member adds up one part of the tensor for all."""
     members, here = groups.group_size, self._here()
     flat = tf.reshape(tensor, [-1])
-    missing = -tf.size(flat) % members
-    if tensor.shape.num_elements() is not None:  # keeps the shape static
-      missing = -tensor.shape.num_elements() % members
-    rows = tf.reshape(tf.pad(flat, [[0, missing]]), [members, -1])
+    size = flat.shape.num_elements()
+    fits = size is not None and size % members == 0  # saves two copies
+    if not fits:
+      flat = tf.pad(flat, [[0, -tf.size(flat) % members]])
+    rows = tf.reshape(flat, [members, -1])
     [parts] = self._meeting.all_to_all([rows], groups, *here)
-    wide = tf.cast(parts, tf.float32)
-    part = tf.cast(tf.add_n(tf.unstack(wide, members)), tensor.dtype)
-    [joined] = self._meeting.all_gather([_as_words(part)], groups, *here)
-    whole = _from_words(joined, tensor)[: tf.size(flat)]
+    part = tf.reduce_sum(tf.cast(parts, tf.float32), axis=0)
+    words = _as_words(tf.cast(part, tensor.dtype))
+    [joined] = self._meeting.all_gather([words], groups, *here)
+    whole = _from_words(joined, tensor)
+    if not fits:
+      whole = whole[: tf.size(tensor)]
     return tf.reshape(whole, tf.shape(tensor))
 
   @property
@@ -155,8 +156,13 @@ class MultiWorker(base.Engine):
 
   def all_or_nothing(self, sums: Sequence[Any]) -> Any:
     """Waits for all sums: another worker may be lost before the last."""
-    flat = tf.nest.flatten(list(sums), expand_composites=True)
-    return tf.control_dependencies([x for x in flat if x is not None])
+    return tf.control_dependencies(
+      [
+        total.values if isinstance(total, tf.IndexedSlices) else total
+        for total in sums
+        if total is not None
+      ]
+    )
 
   def updates_here(self, variable: Any) -> bool:
     """Each process has its own of what is made outside the scope."""
@@ -172,7 +178,7 @@ class MultiWorker(base.Engine):
 
   def _first_here(self) -> int:
     """The first replica of this process."""
-    index = self._workers.index if self._workers else 0
+    index: int = self.strategy.extended._id_in_cluster
     return index * len(self._devices)
 
 

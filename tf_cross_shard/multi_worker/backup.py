@@ -83,13 +83,18 @@ class BackupAndRestore(tf.keras.callbacks.Callback):
       delete_checkpoint: Delete this worker's files when `fit` ends.
 
     Raises:
-      ValueError: If `backup_dir` is empty.
+      ValueError: If `backup_dir` is empty, or a URL.
     """
     super().__init__()
     if not str(backup_dir):
       raise ValueError(
         "`backup_dir` must name a directory; got ''. Use one that outlives the"
         " process."
+      )
+    if "://" in str(backup_dir):
+      raise ValueError(
+        "`backup_dir` must name a directory of a file system; got"
+        f" {str(backup_dir)!r}. Mount the storage, or use one that is."
       )
     self._backup_dir = Path(backup_dir)
     self._delete = delete_checkpoint
@@ -108,7 +113,8 @@ class BackupAndRestore(tf.keras.callbacks.Callback):
     strategy = self.model.distribute_strategy
     workers = coordination.of_strategy(strategy)
     own = self._backup_dir / f"worker_{workers.index if workers else 0}"
-    self._own = own
+    own.mkdir(parents=True, exist_ok=True)  # fails now, not after an epoch
+    self._own, self._workers = own, workers
     # One is whole while the other is being written.
     self._slots = [_Slot(own / name, self.model) for name in ("even", "odd")]
     epochs = {slot.epoch(): slot for slot in self._slots}
@@ -117,7 +123,7 @@ class BackupAndRestore(tf.keras.callbacks.Callback):
     if newest is not None:
       epochs[newest].restore()
       for epoch, slot in epochs.items():
-        if epoch != newest:
+        if epoch is not None and epoch > newest:
           slot.forget()  # of a run that has not been
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -134,9 +140,16 @@ class BackupAndRestore(tf.keras.callbacks.Callback):
 
     Args:
       logs: Not used.
+
+    Raises:
+      MissingWorkerError: If a worker did not come to the end.
     """
-    if self._delete:
-      shutil.rmtree(self._own, ignore_errors=True)
+    if not self._delete:
+      return
+    if self._workers is not None:
+      # Where one is lost before that, the others keep what it will need.
+      coordination.agree(self._workers, "the end of fit", [])
+    shutil.rmtree(self._own, ignore_errors=True)
 
 
 class _Slot:
@@ -153,9 +166,8 @@ class _Slot:
 
   def epoch(self) -> int | None:
     """How many epochs the backup has behind it; None where none is whole."""
-    if not self._marker.exists():
-      return None
-    return int(self._marker.read_text())
+    text = self._marker.read_text() if self._marker.exists() else ""
+    return int(text) if text.isdecimal() else None
 
   def save(self, epoch: int, logs: Any) -> None:
     """Writes the backup anew."""

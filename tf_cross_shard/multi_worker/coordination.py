@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import importlib
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -140,7 +141,7 @@ def timeout_of(strategy: Any) -> float:
     timeout = float(text)
   except ValueError:
     timeout = 0.0
-  if timeout <= 0:
+  if not 0 < timeout < math.inf:
     raise ValueError(
       f"{VARIABLE} must be a positive number of seconds; got {text!r}."
     )
@@ -198,7 +199,7 @@ def newest_common(workers: Workers, have: Sequence[int]) -> int | None:
     DisagreementError: If there are numbers, but no common one.
     MissingWorkerError: If a worker does not come within the timeout.
   """
-  meeting = f"{_PREFIX}/{next(_rounds)}"
+  meeting = f"{_PREFIX}/{next(_rounds)}/checkpoints"
   store.put(f"{meeting}/{workers.index}", ",".join(map(str, have)) or _NONE)
   deadline = time.monotonic() + workers.timeout
   found: list[set[int]] = []
@@ -206,8 +207,10 @@ def newest_common(workers: Workers, have: Sequence[int]) -> int | None:
     text = store.wait(f"{meeting}/{index}", deadline)
     if text is None:
       topic = "the choice of a checkpoint"
-      raise errors.MissingWorkerError(_missing(workers, [index], topic))
-    found.append(set() if text == _NONE else set(map(int, text.split(","))))
+      missing = errors.MissingWorkerError(_missing(workers, [index], topic))
+      _raise_on_all(workers, missing)
+    numbers = [] if text in (None, _NONE) else str(text).split(",")
+    found.append(set(map(int, numbers)))
   common = set.intersection(*found)
   if common or not any(found):
     return max(common, default=None)
@@ -222,7 +225,11 @@ def newest_common(workers: Workers, have: Sequence[int]) -> int | None:
 
 
 def announce(
-  workers: Workers, ordinal: int, what: str, same: Callable[[str], bool]
+  workers: Workers,
+  series: int,
+  ordinal: int,
+  what: str,
+  same: Callable[[str], bool],
 ) -> None:
   """Says what this worker makes next; the others compare it with the first's.
 
@@ -231,14 +238,15 @@ def announce(
 
   Args:
     workers: Who takes part.
-    ordinal: How many things were announced before.
+    series: Which of this program's series of such things it belongs to.
+    ordinal: How many things were announced before in the series.
     what: What is being made.
     same: Whether this worker's is the same as the first worker's.
 
   Raises:
     DisagreementError: If the first worker makes something else, or nothing.
   """
-  key = f"{_PREFIX}/made/{ordinal}"
+  key = f"{_PREFIX}/made/{series}/{ordinal}"
   if workers.is_first:
     store.put(key, what)
     return

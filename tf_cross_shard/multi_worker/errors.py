@@ -107,9 +107,9 @@ def of_message(text: str) -> Exception | None:
       " worker."
     )
   return WorkerLostError(
-    f"{_lost(text)} was lost: it ended, or cannot be reached. The step that was"
-    " under way changed no variable that is trained. TensorFlow cannot go on in"
-    " this process: start all workers again, and resume from the last"
+    f"{_lost(text)} was lost: it ended, or cannot be reached. The update that a"
+    " CrossShardOptimizer had under way changed nothing. TensorFlow cannot go"
+    " on in this process: start all workers again, and resume from the last"
     " checkpoint."
   )
 

@@ -39,7 +39,7 @@ def waiting(resolver: Any, timeout: float) -> Iterator[None]:
   """
   cluster = resolver.cluster_spec()
   tasks = coordination.tasks(cluster.as_dict() if cluster else {})
-  me = (resolver.task_type, resolver.task_id)
+  me = (resolver.task_type, int(resolver.task_id or 0))
   if len(tasks) < 2 or me not in [task[:2] for task in tasks]:
     yield
     return
@@ -80,9 +80,11 @@ def _still_silent(addresses: Sequence[str], timeout: float) -> set[str]:
   silent = set(addresses)
   deadline = time.monotonic() + timeout
   while silent:
-    silent = {address for address in silent if not _listens(address)}
-    if time.monotonic() >= deadline:
-      break
+    for address in sorted(silent):
+      if _listens(address):
+        silent.remove(address)
+      elif time.monotonic() >= deadline:
+        return silent
     if silent:
       time.sleep(_BETWEEN_TRIES)
   return silent
@@ -93,7 +95,7 @@ def _listens(address: str) -> bool:
   host, _, port = address.rpartition(":")
   try:
     socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
-  except OSError:
+  except (OSError, UnicodeError):  # the latter of no name of a host
     return False
   return True
 

@@ -6,11 +6,13 @@ in an error, and Keras 3's own `fit` works.
 """
 
 import contextlib
+import itertools
+import math
 import os
 import re
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import tensorflow as tf
 
@@ -21,6 +23,9 @@ from tf_cross_shard.multi_worker import (
   store,
   tf_config,
 )
+
+# The same on all workers as long as they run the same program.
+_series: Final = itertools.count()
 
 
 class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
@@ -61,7 +66,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
       MissingWorkerError: If a worker does not start in time.
       DisagreementError: If workers have different libraries.
     """
-    if timeout is not None and not timeout > 0:
+    if timeout is not None and not 0 < timeout < math.inf:
       raise ValueError(
         f"`timeout` must be a positive number of seconds; got {timeout!r}."
       )
@@ -72,7 +77,8 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
       )
     self.timeout = timeout
     self.timeout = coordination.timeout_of(self)
-    self._made = 0
+    self._series = next(_series)
+    self._ordinals = itertools.count()
     self._announcing = threading.local()
     with starting.waiting(cluster_resolver, self.timeout):
       super().__init__(cluster_resolver, communication_options)
@@ -89,8 +95,9 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     Of a structure with a batch in it Keras asks the mean for its shapes. Where
     MirroredStrategy answers it as it came, TensorFlow fails here; this answers
-    the batch of this worker's first replica. A scalar has no dimension to
-    reduce: over any `axis`, its mean or sum is that over the replicas.
+    the batch of this worker's first replica. A structure of scalars is reduced
+    one by one. A scalar has no dimension to reduce: over any `axis`, its mean
+    or sum is that over the replicas.
 
     Args:
       reduce_op: `"MEAN"` or `"SUM"`, or a `tf.distribute.ReduceOp`.
@@ -100,17 +107,25 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     Returns:
       The reduced value, the same on all workers; a batch of this worker.
     """
-    is_batch = isinstance(value, (tuple, list, dict))
-    if is_batch and axis is None and _is_mean(reduce_op):
-      return tf.nest.map_structure(
-        lambda each: self.experimental_local_results(each)[0], value
-      )
-    if axis is not None and all(
-      tf.is_tensor(local) and local.shape.rank == 0
-      for local in self.experimental_local_results(value)
-    ):
+    if isinstance(value, (tuple, list, dict)) and axis is None:
+      if all(map(self._is_scalar, tf.nest.flatten(value))):
+        return tf.nest.map_structure(
+          lambda each: self.reduce(reduce_op, each, None), value
+        )
+      if _is_mean(reduce_op):
+        return tf.nest.map_structure(
+          lambda each: self.experimental_local_results(each)[0], value
+        )
+    if axis is not None and self._is_scalar(value):
       axis = None
     return super().reduce(reduce_op, value, axis)
+
+  def _is_scalar(self, value: Any) -> bool:
+    """Whether each replica has one number."""
+    return all(
+      tf.is_tensor(local) and local.shape.rank == 0
+      for local in self.experimental_local_results(value)
+    )
 
   @contextlib.contextmanager
   def _guarded(self, scope: Any) -> Iterator[Any]:
@@ -127,9 +142,11 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     within = getattr(self._announcing, "within", False)
     if self._workers is None or within:  # scopes may be entered twice
       return make(**kwargs)
-    ordinal, self._made = self._made, self._made + 1
+    ordinal = next(self._ordinals)
     mine = _Variable(kwargs)
-    coordination.announce(self._workers, ordinal, str(mine), mine.is_like)
+    coordination.announce(
+      self._workers, self._series, ordinal, str(mine), mine.is_like
+    )
     self._announcing.within = True
     try:
       return make(**kwargs)
@@ -171,6 +188,7 @@ class _Variable:
       shape = getattr(initial, "shape", None)
     # Keras numbers names by how many of a kind a program made before.
     name = re.sub(r"_\d+(?=/|$)", "", str(kwargs.get("name") or "Variable"))
+    name = name.replace(" ", "_")  # which stand between what is known
     self._known = (
       name,
       tf.as_dtype(dtype).name if dtype is not None else "?",

@@ -47,7 +47,8 @@ def check(text: str | None) -> None:
       _fault("must have a `cluster` that maps jobs to addresses", text)
     )
   for job, addresses in cluster.items():
-    _check_addresses(job, _as_list(addresses), text)
+    if addresses or job in ("chief", "worker"):
+      _check_addresses(job, _as_list(addresses), text)
   everywhere = [a for each in cluster.values() for a in _as_list(each)]
   repeated = sorted({a for a in everywhere if everywhere.count(a) > 1})
   if repeated:
