@@ -272,7 +272,7 @@ def measure_soak(
     for count in (settled, num_steps - settled):
       for _ in range(count):
         steps[case]()
-      sizes.append(_process_size())
+      sizes.append(timing.process_size())
     (megabytes, threads), after = sizes
     rows.append(
       {
@@ -428,13 +428,6 @@ def _say(strategy: tf.distribute.Strategy, text: str) -> None:
   """Prints on the first worker."""
   if _replica(strategy) == 0:
     print(text, flush=True)
-
-
-def _process_size() -> tuple[float, int]:
-  """Resident megabytes and threads, as Linux counts them."""
-  with open("/proc/self/status", encoding="ascii") as file:
-    fields = dict(line.split(":", 1) for line in file)
-  return int(fields["VmRSS"].split()[0]) / 1024, int(fields["Threads"])
 
 
 def main(argv: Sequence[str]) -> None:

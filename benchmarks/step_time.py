@@ -111,10 +111,10 @@ def measure_memory(
   for name, step in steps.items():
     for _ in range(max(num_steps // 4, 1)):  # Pools grow to their size.
       step()
-    megabytes, threads = _process_size()
+    megabytes, threads = timing.process_size()
     for _ in range(num_steps):
       step()
-    after = _process_size()
+    after = timing.process_size()
     rows.append(
       {
         "case": name,
@@ -167,13 +167,6 @@ def _measure(part: str, steps: dict[str, contestants.Step]) -> list[timing.Row]:
   timing.show(rows)
   gc.collect()  # Functions and variables of one part hold each other.
   return rows
-
-
-def _process_size() -> tuple[float, int]:
-  """Resident megabytes and threads, as Linux counts them."""
-  with open("/proc/self/status", encoding="ascii") as file:
-    fields = dict(line.split(":", 1) for line in file)
-  return int(fields["VmRSS"].split()[0]) / 1024, int(fields["Threads"])
 
 
 def main(argv: Sequence[str]) -> None:

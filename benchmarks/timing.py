@@ -128,3 +128,10 @@ def _tensorflow_version() -> str:
   import tensorflow as tf  # Slow; timing itself does not need it.
 
   return str(tf.__version__)
+
+
+def process_size() -> tuple[float, int]:
+  """Resident megabytes and threads, as Linux counts them."""
+  with open("/proc/self/status", encoding="ascii") as file:
+    fields = dict(line.split(":", 1) for line in file)
+  return int(fields["VmRSS"].split()[0]) / 1024, int(fields["Threads"])

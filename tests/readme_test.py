@@ -3,13 +3,15 @@
 # bazel: data=//:sources deps=//tf_cross_shard
 
 import concurrent.futures
+import json
 import pathlib
 import re
-import socket
 import subprocess
 import sys
 
 import pytest
+
+from tests import workers
 
 README = pathlib.Path(__file__).parent.parent / "README.md"
 
@@ -64,31 +66,23 @@ def test_virtual_tpu() -> None:
   assert expected in printed
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_several_machines(workers: int, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_several_machines(count: int, tmp_path: pathlib.Path) -> None:
   program = f"import os\nos.chdir({str(tmp_path)!r})\n" + _blocks("python")[3]
   program += "\nprint('weights', [w.sum() for w in model.get_weights()])"
-  ports = []
-  for _ in range(workers):
-    with socket.socket() as free:
-      free.bind(("localhost", 0))
-      ports.append(free.getsockname()[1])
-  cluster = {"worker": [f"localhost:{port}" for port in ports]}
   with concurrent.futures.ThreadPoolExecutor() as threads:
     printed = list(
       threads.map(
-        lambda index: _run(
-          "import os, json\n"
-          f"config = {{'cluster': {cluster!r},"
-          f" 'task': {{'type': 'worker', 'index': {index}}}}}\n"
-          f"os.environ['TF_CONFIG'] = json.dumps(config)\n{program}"
+        lambda config: _run(
+          f"import os\nos.environ['TF_CONFIG'] = {json.dumps(config)!r}\n"
+          + program
         ),
-        range(workers),
+        workers.cluster_of(count),
       )
     )
   weights = [text.rsplit("weights", 1)[1] for text in printed]
-  assert len(weights) == workers
-  assert weights == weights[:1] * workers
+  assert len(weights) == count
+  assert weights == weights[:1] * count
   assert "loss:" in printed[0]
 
 

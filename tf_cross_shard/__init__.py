@@ -5,8 +5,6 @@ a set of replicas that sum together; a *worker* is a process; a *device* is
 hardware; the *wire* is what travels between replicas.
 """
 
-from importlib import metadata
-
 from tf_cross_shard import requirements
 
 requirements.check_installed()
@@ -15,9 +13,6 @@ from tf_cross_shard import groups  # noqa: E402  # after the check above
 from tf_cross_shard.cross_shard import CrossShardOptimizer  # noqa: E402
 from tf_cross_shard.groups import Groups  # noqa: E402
 
-try:
-  __version__ = metadata.version("tf-cross-shard")
-except metadata.PackageNotFoundError:  # run from a source tree, as Bazel does
-  __version__ = "0+source"
+__version__ = requirements.own_version()
 
 __all__ = ["CrossShardOptimizer", "Groups", "groups", "__version__"]

@@ -6,6 +6,7 @@ of replicas. So an unsuitable version is refused here, by name.
 """
 
 import importlib
+from importlib import metadata
 from typing import Any
 
 from packaging import version
@@ -75,6 +76,21 @@ def check_backend(backend: str) -> None:
       "tf_cross_shard needs Keras on its TensorFlow backend, but the backend"
       f" is {backend!r}. Set KERAS_BACKEND=tensorflow before importing Keras."
     )
+
+
+def own_version() -> str:
+  """The version of this package.
+
+  >>> own_version()[0].isdigit()
+  True
+
+  Returns:
+    What was installed; `"0+source"` for a source tree, as Bazel runs it.
+  """
+  try:
+    return metadata.version("tf-cross-shard")
+  except metadata.PackageNotFoundError:
+    return "0+source"
 
 
 def check_installed() -> None:

@@ -5,12 +5,11 @@ all members share, the same in every step, and a resource that orders the
 reductions of each replica.
 """
 
-import functools
 import itertools
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import tensorflow as tf
@@ -77,13 +76,15 @@ class Meeting:
       RuntimeError: If the replicas could not meet from where this is called.
       TypeError: If the runtime cannot sum a dtype.
     """
-    self._check_can_meet(tensors)
-    return [
-      self._meet("CollectiveReduceV2", tensor, groups, replica, device)(
-        merge_op="Add", final_op="Id"
-      )
-      for tensor in tensors
-    ]
+    return self._meet(
+      "CollectiveReduceV2",
+      tensors,
+      groups,
+      replica,
+      device,
+      merge_op="Add",
+      final_op="Id",
+    )
 
   def all_gather(
     self,
@@ -107,11 +108,7 @@ class Meeting:
       RuntimeError: If the replicas could not meet from where this is called.
       TypeError: If the runtime cannot gather a dtype.
     """
-    self._check_can_meet(tensors)
-    return [
-      self._meet("CollectiveGatherV2", tensor, groups, replica, device)()
-      for tensor in tensors
-    ]
+    return self._meet("CollectiveGatherV2", tensors, groups, replica, device)
 
   def all_to_all(
     self,
@@ -137,11 +134,7 @@ class Meeting:
       RuntimeError: If the replicas could not meet from where this is called.
       TypeError: If the runtime cannot exchange a dtype.
     """
-    self._check_can_meet(tensors)
-    return [
-      self._meet("CollectiveAllToAllV2", tensor, groups, replica, device)()
-      for tensor in tensors
-    ]
+    return self._meet("CollectiveAllToAllV2", tensors, groups, replica, device)
 
   def _check_can_meet(self, tensors: Sequence[tf.Tensor]) -> None:
     """Raises an error where a collective would hang or not run."""
@@ -170,22 +163,29 @@ class Meeting:
   def _meet(
     self,
     collective: str,
-    tensor: tf.Tensor,
+    tensors: Sequence[tf.Tensor],
     groups: groups_lib.Groups,
     replica: int,
     device: str,
-  ) -> Callable[..., Any]:
-    """A collective of this replica, whose members will find each other."""
-    ordinal = self._next_ordinal(replica)
-    return functools.partial(
-      getattr(tf.raw_ops, collective),
-      input=tensor,
-      group_size=groups.group_size,
-      group_key=self.group_key(groups, replica),
-      instance_key=instance_key(collective, tensor, ordinal),
-      ordering_token=[self.token(replica, ordinal % self._chains, device)],
-      communication_hint="auto",
-    )
+    **attributes: str,
+  ) -> list[tf.Tensor]:
+    """One collective for each tensor, in which the members find each other."""
+    self._check_can_meet(tensors)
+    results = []
+    for tensor in tensors:
+      ordinal = self._next_ordinal(replica)
+      results.append(
+        getattr(tf.raw_ops, collective)(
+          input=tensor,
+          group_size=groups.group_size,
+          group_key=self.group_key(groups, replica),
+          instance_key=instance_key(collective, tensor, ordinal),
+          ordering_token=[self.token(replica, ordinal % self._chains, device)],
+          communication_hint="auto",
+          **attributes,
+        )
+      )
+    return results
 
   def group_key(self, groups: groups_lib.Groups, replica: int) -> int:
     """A number that the members of one group of one grouping share.

@@ -12,25 +12,23 @@ found can be put into words.
 
 import dataclasses
 import hashlib
-import importlib
 import itertools
 import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from importlib import metadata
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from tf_cross_shard import requirements
 from tf_cross_shard.multi_worker import errors, store
 
 # Issue: an error within 60 s, and the others learn of it a little later.
 TIMEOUT: Final = 50.0
 VARIABLE: Final = "TF_CROSS_SHARD_TIMEOUT"
 _GRACE: Final = 2.0
-_PREFIX: Final = "tf_cross_shard"
 _AGREED: Final = "agreed"
 _NONE: Final = "none"
 
@@ -162,7 +160,7 @@ def agree(workers: Workers, topic: str, lines: Sequence[str]) -> None:
     DisagreementError: If they differ; names workers and lines.
     MissingWorkerError: If a worker does not come within the timeout.
   """
-  meeting = f"{_PREFIX}/{next(_rounds)}"
+  meeting = f"round/{next(_rounds)}"
   mine = "\n".join(
     [f"step in the program: {topic}", *library_versions(), *lines]
   )
@@ -174,13 +172,19 @@ def agree(workers: Workers, topic: str, lines: Sequence[str]) -> None:
     store.put(f"{meeting}/{workers.index}", _digest(mine))
     store.put(f"{meeting}/{workers.index}/text", mine)
     error = _verdict_of_first(workers, f"{meeting}/verdict", topic)
-  _raise_on_all(workers, error)
-
-
-def _raise_on_all(workers: Workers, error: Exception | None) -> None:
-  """Raises an error here, and where other workers wait in a collective."""
   if isinstance(error, errors.MissingWorkerError):
-    store.report(workers.index, error)
+    _raise_on_all(workers, error)
+  _raise_if(error)  # all read the same verdict
+
+
+def _raise_on_all(workers: Workers, error: Exception) -> NoReturn:
+  """Raises an error here, and where other workers wait in a collective."""
+  store.report(workers.index, error)
+  raise error
+
+
+def _raise_if(error: Exception | None) -> None:
+  """Raises an error, if there is one."""
   if error is not None:
     raise error
 
@@ -199,7 +203,7 @@ def newest_common(workers: Workers, have: Sequence[int]) -> int | None:
     DisagreementError: If there are numbers, but no common one.
     MissingWorkerError: If a worker does not come within the timeout.
   """
-  meeting = f"{_PREFIX}/{next(_rounds)}/checkpoints"
+  meeting = f"round/{next(_rounds)}/checkpoints"
   store.put(f"{meeting}/{workers.index}", ",".join(map(str, have)) or _NONE)
   deadline = time.monotonic() + workers.timeout
   found: list[set[int]] = []
@@ -209,8 +213,7 @@ def newest_common(workers: Workers, have: Sequence[int]) -> int | None:
       topic = "the choice of a checkpoint"
       missing = errors.MissingWorkerError(_missing(workers, [index], topic))
       _raise_on_all(workers, missing)
-    numbers = [] if text in (None, _NONE) else str(text).split(",")
-    found.append(set(map(int, numbers)))
+    found.append(set() if text == _NONE else set(map(int, text.split(","))))
   common = set.intersection(*found)
   if common or not any(found):
     return max(common, default=None)
@@ -246,7 +249,7 @@ def announce(
   Raises:
     DisagreementError: If the first worker makes something else, or nothing.
   """
-  key = f"{_PREFIX}/made/{series}/{ordinal}"
+  key = f"made/{series}/{ordinal}"
   if workers.is_first:
     store.put(key, what)
     return
@@ -258,10 +261,26 @@ def announce(
   error = errors.DisagreementError(
     f"Workers make different variables: as number {ordinal} {me} makes {what},"
     f" where {first} {found}. Run the same program on every worker"
-    f"{_slow(workers) if theirs is None else '.'}"
+    f"{if_slow(workers.timeout) if theirs is None else '.'}"
   )
-  store.report(workers.index, error)
   _raise_on_all(workers, error)
+
+
+def if_slow(timeout: float) -> str:
+  """What to do when nothing is wrong: the end of an error.
+
+  >>> if_slow(50)
+  '; if it is only slow, set TF_CROSS_SHARD_TIMEOUT to more than 50 seconds.'
+
+  Args:
+    timeout: The seconds that were waited.
+
+  Returns:
+    A half sentence.
+  """
+  return (
+    f"; if it is only slow, set {VARIABLE} to more than {timeout:g} seconds."
+  )
 
 
 def library_versions() -> list[str]:
@@ -273,18 +292,10 @@ def library_versions() -> list[str]:
   Returns:
     Lines `name: version`.
   """
-  try:
-    own = metadata.version("tf-cross-shard")
-  except metadata.PackageNotFoundError:  # run from a source tree
-    own = "0+source"
-  keras = tf.keras
-  version = getattr(keras, "__version__", None)
-  if version is None:
-    version = importlib.import_module("keras").__version__
   return [
-    f"tf_cross_shard: {own}",
+    f"tf_cross_shard: {requirements.own_version()}",
     f"tensorflow: {tf.__version__}",
-    f"keras: {version}",
+    f"keras: {tf.keras.__version__}",
   ]
 
 
@@ -352,15 +363,7 @@ def _missing(workers: Workers, indices: Sequence[int], topic: str) -> str:
   return (
     f"{workers.names[workers.index]} waited {workers.timeout:g} s for {names}"
     f" at: {topic}. It does not run, or does something else. Look into its log"
-    f" and start all workers with the same program{_slow(workers)}"
-  )
-
-
-def _slow(workers: Workers) -> str:
-  """What to do when nothing is wrong."""
-  return (
-    f"; if it is only slow, set {VARIABLE} to more than"
-    f" {workers.timeout:g} seconds."
+    f" and start all workers with the same program{if_slow(workers.timeout)}"
   )
 
 

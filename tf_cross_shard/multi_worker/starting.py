@@ -106,6 +106,5 @@ def _why(me: Any, missing: Sequence[Any], timeout: float) -> str:
   return (
     f"{coordination.name(me)} waited {timeout:g} s for {names} to start. Look"
     " into its log, start all workers with the same TF_CONFIG, and let them"
-    f" reach each other; if it is only slow, set {coordination.VARIABLE} to"
-    f" more than {timeout:g} seconds."
+    f" reach each other{coordination.if_slow(timeout)}"
   )

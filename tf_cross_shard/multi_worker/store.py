@@ -13,6 +13,7 @@ from tensorflow.python.eager import context
 
 from tf_cross_shard.multi_worker import errors
 
+_PREFIX: Final = "tf_cross_shard/"  # of keys: others may use the store
 # Seconds in which what is there is read; the store may be on another machine.
 _SHORTEST: Final = 0.2
 # A group of collectives that is never met in.
@@ -38,7 +39,7 @@ def put(key: str, value: str) -> None:
     WorkerLostError: If the first worker cannot be reached.
   """
   try:
-    context.context().set_config_key_value(key, value)
+    context.context().set_config_key_value(_PREFIX + key, value)
   except _OVER as over:
     _raise_why(over)
 
@@ -64,7 +65,9 @@ def wait(key: str, deadline: float, unless: str | None = None) -> str | None:
   while True:
     left = max(_SHORTEST, min(1.0, deadline - time.monotonic()))
     try:
-      return str(context.context().get_config_key_value(key, int(left * 1000)))
+      return str(
+        context.context().get_config_key_value(_PREFIX + key, int(left * 1000))
+      )
     except tf.errors.DeadlineExceededError:
       if time.monotonic() >= deadline:
         return None
@@ -78,7 +81,7 @@ def failure_of(index: int) -> str:
   """Where a worker says why it does not go on.
 
   >>> failure_of(1)
-  'tf_cross_shard/failed/1'
+  'failed/1'
 
   Args:
     index: The worker.
@@ -86,7 +89,7 @@ def failure_of(index: int) -> str:
   Returns:
     A key.
   """
-  return f"tf_cross_shard/failed/{index}"
+  return f"failed/{index}"
 
 
 def report(index: int, error: Exception) -> None:
@@ -101,7 +104,7 @@ def report(index: int, error: Exception) -> None:
   message = errors.to_message(error)
   # Where another worker has reported already, there is nobody to tell.
   with contextlib.suppress(tf.errors.OpError):
-    context.context().set_config_key_value(failure_of(index), message)
+    context.context().set_config_key_value(_PREFIX + failure_of(index), message)
     context.context().report_error_to_cluster(
       tf.errors.INVALID_ARGUMENT, message
     )
