@@ -19,6 +19,15 @@ from tests import testbed
 keras = tf.keras
 
 
+def checkpoint(optimizer: Any, weight: Any) -> tf.train.Checkpoint:
+  """A checkpoint of an optimizer.
+
+  Slots of older optimizers are saved beside the variable that they are for.
+  """
+  beside = {"weight": weight} if testbed.is_legacy(optimizer) else {}
+  return tf.train.Checkpoint(optimizer=optimizer, **beside)
+
+
 class OptimizerContract:
   """Assertions about one optimizer on one device.
 
@@ -66,18 +75,20 @@ class OptimizerContract:
   def test_gradient_of_none_passes(self, make: Any) -> None:
     optimizer, (first, second) = self._built(make, count=2)
     before = second.numpy()
-    optimizer.weight_decay = None
+    optimizer.weight_decay = None  # None decays nothing, in any Keras.
     optimizer.apply_gradients([(tf.ones([2, 3]), first), (None, second)])
     np.testing.assert_array_equal(second.numpy(), before)
     assert np.any(first.numpy() != before)
 
   def test_config_round_trip(self, make: Any) -> None:
-    optimizer = make(clipnorm=0.5, use_ema=True, ema_momentum=0.75)
+    is_legacy = testbed.is_legacy(make())
+    options = {} if is_legacy else {"use_ema": True, "ema_momentum": 0.75}
+    optimizer = make(clipnorm=0.5, **options)
     config = optimizer.get_config()
-    again = type(optimizer).from_config(config)
+    again = type(optimizer).from_config(dict(config))
     assert again.get_config() == config == optimizer.get_config()
-    serialized = keras.utils.serialize_keras_object(optimizer)
-    other = keras.utils.deserialize_keras_object(serialized)
+    serialized = keras.saving.serialize_keras_object(optimizer)
+    other = keras.saving.deserialize_keras_object(serialized)
     assert type(other) is type(optimizer)
     assert other.get_config() == config
 
@@ -85,49 +96,59 @@ class OptimizerContract:
   def test_checkpoint_round_trip(self, make: Any, built_first: bool) -> None:
     optimizer, (weight,) = self._trained(make)
     with tempfile.TemporaryDirectory() as folder:
-      path = tf.train.Checkpoint(optimizer=optimizer).save(
+      path = checkpoint(optimizer, weight).save(
         os.path.join(folder, "checkpoint")
       )
       other = make()
       if built_first:
-        other.build([weight])
-      status = tf.train.Checkpoint(optimizer=other).restore(path)
+        testbed.build(other, [weight])
+      status = checkpoint(other, weight).restore(path)
       if built_first:
         status.assert_consumed()
-      other.build([weight])
+      testbed.build(other, [weight])
     self._assert_same_state(optimizer, other)
 
-  def test_keras_file_round_trip(
+  def test_model_file_round_trip(
     self, make: Any, tmp_path: pathlib.Path
   ) -> None:
     model = self._model()
     model.compile(make(), "mse")
     model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
-    model.save(tmp_path / "model.keras")
-    again = keras.models.load_model(tmp_path / "model.keras")
+    # tf_keras leaves the state of its older optimizers out of .keras files.
+    suffix = "h5" if testbed.is_legacy(model.optimizer) else "keras"
+    model.save(tmp_path / f"model.{suffix}")
+    again = keras.models.load_model(tmp_path / f"model.{suffix}")
     assert type(again.optimizer) is type(model.optimizer)
     self._assert_same_state(model.optimizer, again.optimizer)
 
   def test_schedule(self, make: Any) -> None:
+    inner = getattr(make(), "inner_optimizer", make())
+    if testbed.is_legacy(inner) and type(inner).__name__ == "Nadam":
+      pytest.skip("tf_keras' older Nadam takes no schedules")
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay(
       [0, 1], [0.25, 0.25, 0.5]
     )
     optimizer = make()
     optimizer.learning_rate = schedule
-    weight = keras.Variable(np.ones((2, 3), "float32"), name="weight")
-    optimizer.build([weight])
+    weight = testbed.variable(np.ones((2, 3), "float32"), "weight")
+    testbed.build(optimizer, [weight])
     for rate in (0.25, 0.25, 0.5):
-      assert float(optimizer.learning_rate) == rate
+      if not testbed.IS_TF_KERAS:
+        assert float(optimizer.learning_rate) == rate
       optimizer.apply_gradients([(tf.ones([2, 3]), weight)])
+      if testbed.is_legacy(optimizer):
+        assert optimizer.learning_rate is schedule
+      elif testbed.IS_TF_KERAS:  # It is computed when a step begins.
+        assert float(optimizer.learning_rate) == rate
 
   def _built(self, make: Any, count: int = 1) -> tuple[Any, list[Any]]:
     """An optimizer built on variables of ones."""
     variables = [
-      keras.Variable(np.ones((2, 3), "float32"), name=f"weight_{i}")
+      testbed.variable(np.ones((2, 3), "float32"), f"weight_{i}")
       for i in range(count)
     ]
     optimizer = make()
-    optimizer.build(variables)
+    testbed.build(optimizer, variables)
     return optimizer, variables
 
   def _trained(self, make: Any) -> tuple[Any, list[Any]]:
@@ -144,6 +165,7 @@ class OptimizerContract:
 
   def _assert_same_state(self, first: Any, second: Any) -> None:
     """All variables hold the same bits."""
-    assert len(first.variables) == len(second.variables) >= 2
-    for a, b in zip(first.variables, second.variables, strict=True):
+    states = [testbed.variables_of(each) for each in (first, second)]
+    assert len(states[0]) == len(states[1]) >= 1
+    for a, b in zip(*states, strict=True):
       np.testing.assert_array_equal(a.numpy(), b.numpy())

@@ -1,4 +1,5 @@
 """Runs the contract on plain Keras, and on every way of encapsulating it."""
+# keras: both
 
 import copy
 import pathlib
@@ -32,8 +33,8 @@ class TestCrossShardOptimizer(contract.OptimizerContract):
     optimizer, (weight,) = self._trained(make)
     plain = optimizer.inner_optimizer
     twin = type(plain).from_config(plain.get_config())
-    expected = keras.Variable(np.ones((2, 3), "float32"), name="weight_0")
-    twin.build([expected])
+    expected = testbed.variable(np.ones((2, 3), "float32"), "weight_0")
+    testbed.build(twin, [expected])
     for scale in (1.0, 2.0):
       twin.apply_gradients([(scale * tf.ones([2, 3]), expected)])
     np.testing.assert_array_equal(weight.numpy(), expected.numpy())
@@ -41,8 +42,8 @@ class TestCrossShardOptimizer(contract.OptimizerContract):
 
   def test_variables_are_the_encapsulated_ones(self, make: Any) -> None:
     optimizer, _ = self._built(make)
-    inner = optimizer.inner_optimizer.variables
-    assert len(inner) >= 2
+    inner = testbed.variables_of(optimizer.inner_optimizer)
+    assert len(inner) >= 1
     for listed in (optimizer.variables, optimizer.variables()):
       assert [id(v) for v in listed] == [id(v) for v in inner]
 
@@ -85,16 +86,18 @@ class TestCrossShardOptimizer(contract.OptimizerContract):
       (optimizer, type(inner).from_config(inner.get_config())),
       (inner, make()),
     ):
-      path = tf.train.Checkpoint(optimizer=source).save(str(tmp_path / "ck"))
-      target.build([weight])
-      status = tf.train.Checkpoint(optimizer=target).restore(path)
+      path = contract.checkpoint(source, weight).save(str(tmp_path / "ck"))
+      testbed.build(target, [weight])
+      status = contract.checkpoint(target, weight).restore(path)
       status.assert_consumed()
       self._assert_same_state(source, target)
 
-  def test_keras_files_interchange(
+  def test_model_files_interchange(
     self, make: Any, tmp_path: pathlib.Path
   ) -> None:
     plain = make().inner_optimizer
+    if testbed.is_legacy(plain):
+      pytest.skip("tf_keras keeps no state of these in .keras files")
     first = type(plain).from_config(plain.get_config())
     second = type(plain).from_config(plain.get_config())
     for source, target in ((make(), first), (second, make())):
@@ -103,7 +106,7 @@ class TestCrossShardOptimizer(contract.OptimizerContract):
       model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
       model.save(tmp_path / "model.keras")
       twin.compile(target, "mse")
-      target.build(twin.trainable_variables)
+      testbed.build(target, twin.trainable_variables)
       twin.load_weights(tmp_path / "model.keras")
       assert int(target.iterations) == 1
       self._assert_same_state(source, target)

@@ -18,22 +18,42 @@ GROUPINGS: dict[str, list[list[int]] | None] = {
   "strided": [[0, 2], [1, 3]],
   "singletons": [[0], [1], [2], [3]],
 }
+# TF_USE_LEGACY_KERAS=1 makes `tf.keras` tf_keras, and the same tests run in it.
+IS_TF_KERAS = not hasattr(tf.keras, "Variable")
 _optimizers = tf.keras.optimizers
-OPTIMIZERS: dict[str, Callable[..., Any]] = {
-  "SGD": functools.partial(_optimizers.SGD, 0.125),
-  "Momentum": functools.partial(_optimizers.SGD, 0.125, momentum=0.5),
-  "Adam": functools.partial(_optimizers.Adam, 0.01),
-  "AdamW": functools.partial(_optimizers.AdamW, 0.01, weight_decay=0.1),
-  "RMSprop": functools.partial(_optimizers.RMSprop, 0.01),
-  "Adagrad": functools.partial(_optimizers.Adagrad, 0.1),
-  "Adadelta": functools.partial(_optimizers.Adadelta, 1.0),
-  "Adamax": functools.partial(_optimizers.Adamax, 0.01),
-  "Nadam": functools.partial(_optimizers.Nadam, 0.01),
-  "Ftrl": functools.partial(_optimizers.Ftrl, 0.1),
-  "Lion": functools.partial(_optimizers.Lion, 0.01),
-  "Lamb": functools.partial(_optimizers.Lamb, 0.01),
-  "Adafactor": functools.partial(_optimizers.Adafactor, 0.01),
+
+
+def _made_by(
+  optimizers: Any, rates: dict[str, dict[str, float]], prefix: str = ""
+) -> dict[str, Callable[..., Any]]:
+  """Makers of those optimizers that a Keras has, by name."""
+  return {
+    prefix + name: functools.partial(
+      getattr(optimizers, "SGD" if name == "Momentum" else name), **options
+    )
+    for name, options in rates.items()
+    if name == "Momentum" or hasattr(optimizers, name)
+  }
+
+
+_RATES: dict[str, dict[str, float]] = {
+  "SGD": {"learning_rate": 0.125},
+  "Momentum": {"learning_rate": 0.125, "momentum": 0.5},
+  "Adam": {"learning_rate": 0.01},
+  "AdamW": {"learning_rate": 0.01, "weight_decay": 0.1},
+  "RMSprop": {"learning_rate": 0.01},
+  "Adagrad": {"learning_rate": 0.1},
+  "Adadelta": {"learning_rate": 1.0},
+  "Adamax": {"learning_rate": 0.01},
+  "Nadam": {"learning_rate": 0.01},
+  "Ftrl": {"learning_rate": 0.1},
+  "Lion": {"learning_rate": 0.01},
+  "Lamb": {"learning_rate": 0.01},
+  "Adafactor": {"learning_rate": 0.01},
 }
+OPTIMIZERS = _made_by(_optimizers, _RATES)
+if IS_TF_KERAS:
+  OPTIMIZERS |= _made_by(_optimizers.legacy, _RATES, "legacy ")
 
 # Muon came with Keras 3.9. In 3.12 its update asks for what TensorFlow's
 # variables do not have, so that plain Keras cannot use it either.
@@ -72,6 +92,34 @@ def copies(variable: Any) -> list[np.ndarray]:
   return [copy.numpy() for copy in strategy.experimental_local_results(value)]
 
 
+def variable(value: Any, name: str | None = None) -> Any:
+  """A variable of the Keras that is tested; tf_keras has TensorFlow's."""
+  kind = tf.Variable if IS_TF_KERAS else tf.keras.Variable
+  return kind(value, name=name)
+
+
+def is_legacy(optimizer: Any) -> bool:
+  """Whether it is one of `tf_keras.optimizers.legacy`, encapsulated or not."""
+  optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+  return IS_TF_KERAS and isinstance(optimizer, _optimizers.legacy.Optimizer)
+
+
+def build(optimizer: Any, variables: Sequence[Any]) -> None:
+  """Makes the slots, also where there is no public way to."""
+  if hasattr(optimizer, "build"):
+    optimizer.build(variables)
+  else:
+    optimizer._create_all_weights(variables)
+
+
+def variables_of(optimizer: Any) -> list[Any]:
+  """All variables of an optimizer of any Keras, in one order."""
+  found = optimizer.variables
+  found = list(found() if callable(found) else found)
+  # Of older optimizers they stand in the order in which they were made.
+  return sorted(found, key=lambda v: v.name) if is_legacy(optimizer) else found
+
+
 def groups_of(
   grouping: Sequence[Sequence[int]] | None, num_replicas: int = REPLICAS
 ) -> groups_lib.Groups:
@@ -106,7 +154,7 @@ class Regression:
   def variables(self) -> list[Any]:
     """New weights with the initial values."""
     return [
-      tf.keras.Variable(value, name=name)
+      variable(value, name)
       for value, name in zip(self.initial, ("kernel", "bias"), strict=True)
     ]
 
@@ -134,13 +182,14 @@ def train_plain(
 ) -> list[np.ndarray]:
   """Plain Keras, without a strategy, on a group's concatenated batch."""
   variables = task.variables()
-  optimizer.build(variables)
+  build(optimizer, variables)
   for step in range(task.steps):
     x, y = task.group_batch(step, members)
     with tf.GradientTape() as tape:
       loss = factor * task.loss(variables, x, y)
-    optimizer.apply(tape.gradient(loss, variables), variables)
-  return [variable.numpy() for variable in variables]
+    grads = tape.gradient(loss, variables)
+    optimizer.apply_gradients(zip(grads, variables, strict=True))
+  return [each.numpy() for each in variables]
 
 
 def train_replicas(

@@ -10,8 +10,12 @@ from tf_cross_shard import requirements
 requirements.check_installed()
 
 from tf_cross_shard import groups  # noqa: E402  # after the check above
-from tf_cross_shard.cross_shard import CrossShardOptimizer  # noqa: E402
 from tf_cross_shard.groups import Groups  # noqa: E402
+
+if requirements.uses_tf_keras():
+  from tf_cross_shard.tf_keras import CrossShardOptimizer
+else:
+  from tf_cross_shard.keras3 import CrossShardOptimizer
 
 __version__ = requirements.own_version()
 

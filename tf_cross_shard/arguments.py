@@ -1,5 +1,6 @@
 """Checks of what users hand in, made before any state changes."""
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -20,7 +21,9 @@ def is_variable(value: object) -> bool:
   Returns:
     True for a variable that an optimizer can update.
   """
-  return isinstance(value, (tf.Variable, tf.keras.Variable))
+  # Nobody has a variable of a Keras that is not loaded.
+  keras_variable = getattr(sys.modules.get("keras"), "Variable", ())
+  return isinstance(value, (tf.Variable, keras_variable))
 
 
 def check_variable(argument: str, variable: object) -> None:

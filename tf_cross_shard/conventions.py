@@ -85,6 +85,7 @@ class LossConvention:
     group_size: int,
     by_keras: bool = False,
     traced: bool = False,
+    is_divided: bool = False,
   ) -> None:
     """Warns, once, when gradients are summed whose loss was never scaled.
 
@@ -94,7 +95,15 @@ class LossConvention:
       by_keras: Whether Keras calls, whose losses are averaged over all
         replicas' examples.
       traced: Whether a function is being traced.
+      is_divided: Whether gradients are divided by a loss scale afterwards.
     """
+    if is_divided and not self.ever_scaled and not self._warned:
+      self._warned = True
+      logging.warning(
+        "A LossScaleOptimizer divides gradients by its loss scale, and the loss"
+        " was never multiplied by it. Use compute_gradients() or minimize(), or"
+        " scale_loss(loss) inside the tape."
+      )
     scaled = getattr(self._step, "scaled", False)
     self._step.scaled = False
     if not traced:
@@ -113,8 +122,7 @@ class LossConvention:
       ' reduction="%s" is missing its factor: %g if the loss is averaged'
       " over this replica's examples, %g if over all replicas' examples."
       " Use compute_gradients() or minimize(), or scale_loss(loss) inside the"
-      " tape. If a LossScaleOptimizer is around this optimizer, put it inside"
-      " and pass auto_scale_loss=False to compile().",
+      " tape.",
       self.reduction,
       local,
       over_all,

@@ -3,6 +3,9 @@
 loss -> scale -> gradients -> clip (this replica's own) -> narrow
      -> pack -> all-reduce over the group -> unpack -> widen
      -> the encapsulated optimizer applies once -> variables
+
+The flow is the same in both Kerases. `tf_cross_shard.keras3` and
+`tf_cross_shard.tf_keras` make it an optimizer of one of them.
 """
 
 import copy
@@ -20,14 +23,14 @@ from tf_cross_shard import (
   placement,
   reduction,
   scaling,
+  skipping,
   wire,
 )
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.inner import delegate
 
 
-@tf.keras.utils.register_keras_serializable(package="tf_cross_shard")
-class CrossShardOptimizer(delegate.DelegatingOptimizer):
+class CrossShard(delegate.Delegating):
   """Sums or averages gradients over replicas, then lets `opt` apply them.
 
   With `L_r` the loss of replica `r`, `G` the group it belongs to and `f` the
@@ -38,7 +41,7 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
   Members of a group stay equal to the bit. Different groups are trained apart
   from each other, each with its own weights, slots and moving averages.
 
-  >>> import tensorflow as tf
+  >>> from tf_cross_shard import CrossShardOptimizer
   >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
   >>> with strategy.scope():
   ...   weight = tf.Variable(1.0)
@@ -76,9 +79,11 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     global_clipnorm: float | None = None,
     clipvalue: float | None = None,
     wire_dtype: Any = None,
+    skip_nonfinite: bool = False,
   ) -> None:
     """Encapsulates `opt`. Call it inside `strategy.scope()`.
 
+    >>> from tf_cross_shard import CrossShardOptimizer
     >>> optimizer = CrossShardOptimizer("sgd", clipnorm=1.0)
     >>> float(optimizer.learning_rate.numpy())
     0.009999999776482582
@@ -104,13 +109,16 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
       wire_dtype: `"bfloat16"` or `"float16"`: what wider gradients are rounded
         to where they travel between replicas, which halves the bytes. None
         leaves them exact.
+      skip_nonfinite: Whether a step whose sums hold a NaN or an infinity is
+        left out by the whole group, and counted in `skipped_steps`. A loss
+        scaling optimizer leaves such steps out anyway; they are counted then.
 
     Raises:
       ValueError: If `opt` names no optimizer or is itself a
         CrossShardOptimizer, or if another argument has no valid value.
       TypeError: If `opt` is not a Keras optimizer.
     """
-    opt = delegate.as_optimizer(opt)
+    opt = self._as_optimizer(opt)
     reduction = scaling.canonical_reduction(reduction)
     averaged_over = scaling.check_averaged_over(loss_averaged_over)
     super().__init__(
@@ -124,6 +132,7 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     self._wire_dtype = wire.as_dtype(wire_dtype)
     strategy = self._inner.strategy
     self._place = placement.Placement(strategy, group_assignment, name)
+    self._skipping = skipping.Skipping(skip_nonfinite, strategy)
 
   @property
   def reduction(self) -> str:
@@ -139,6 +148,26 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
   def wire_dtype(self) -> str | None:
     """What gradients are rounded to where they travel; None for not at all."""
     return None if self._wire_dtype is None else str(self._wire_dtype.name)
+
+  @property
+  def skip_nonfinite(self) -> bool:
+    """Whether steps with a NaN or an infinity are left out and counted."""
+    return self._skipping.is_on
+
+  @property
+  def skipped_steps(self) -> Any:
+    """How many steps were left out: a `tf.Variable`, each group with its own.
+
+    It is none of `variables`, and None without `skip_nonfinite`.
+
+    >>> from tf_cross_shard import CrossShardOptimizer
+    >>> optimizer = CrossShardOptimizer("sgd", skip_nonfinite=True)
+    >>> weight = tf.Variable(3.0)
+    >>> _ = optimizer.apply_gradients([(tf.constant(float("nan")), weight)])
+    >>> float(weight.numpy()), int(optimizer.skipped_steps.numpy())
+    (3.0, 1)
+    """
+    return self._skipping.count
 
   @property
   def group_assignment(self) -> list[list[int]] | None:
@@ -158,10 +187,12 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
   def get_slot(self, var: Any, name: str) -> Any:
     """The variable that `opt` made for `var` under `name`, or None.
 
+    >>> from tf_cross_shard import CrossShardOptimizer
     >>> weight = tf.Variable([1.0, 2.0])
     >>> optimizer = CrossShardOptimizer("adam")
     >>> optimizer.build([weight])
-    >>> optimizer.get_slot(weight, "velocity").shape.as_list()
+    >>> velocity = optimizer.get_slot_names()[-1]
+    >>> optimizer.get_slot(weight, velocity).shape.as_list()
     [2]
 
     Args:
@@ -181,22 +212,6 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     """Names of the slots of `opt`; empty before the optimizer is built."""
     return self._inner.slot_names()
 
-  @converting.not_ours
-  def scale_loss(self, loss: Any) -> Any:
-    """The loss that `model.fit` differentiates.
-
-    Args:
-      loss: A loss averaged over all replicas' examples, as Keras' are.
-
-    Returns:
-      The loss times the factor for `"global"`.
-
-    Raises:
-      RuntimeError: If called in the cross-replica context.
-    """
-    self._place.check()
-    return self._scale(loss, scaling.GLOBAL)
-
   def compute_gradients(
     self,
     loss: Any,
@@ -210,6 +225,7 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     They are not reduced yet, so that they can be clipped or changed per
     replica; mind the factor in them.
 
+    >>> from tf_cross_shard import CrossShardOptimizer
     >>> weight = tf.Variable(3.0)
     >>> optimizer = CrossShardOptimizer("sgd")
     >>> [(grad, _)] = optimizer.compute_gradients(lambda: weight**2)
@@ -246,6 +262,7 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
   ) -> Any:
     """Sums each gradient over the group, then lets `opt` apply the sums once.
 
+    >>> from tf_cross_shard import CrossShardOptimizer
     >>> weight = tf.Variable(3.0)
     >>> optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(0.5))
     >>> int(optimizer.apply_gradients([(tf.constant(2.0), weight)]))
@@ -274,42 +291,6 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     arguments.check_name(name)
     return self._apply(grads, variables, global_step, name)
 
-  @converting.not_ours
-  def apply(
-    self, grads: Sequence[Any], trainable_variables: Any = None
-  ) -> None:
-    """Keras' own way in: like `apply_gradients`, with two lists.
-
-    In a loop of your own scale the loss with `scale_loss` first. Keras' losses
-    are averaged over all replicas' examples, so that here, unlike in
-    `apply_gradients`, nothing is said of the ungrouped mean.
-
-    Args:
-      grads: This replica's gradients; an empty list does nothing.
-      trainable_variables: Their variables. None means those that the
-        optimizer was built on.
-
-    Raises:
-      ValueError: If the lists do not match or the optimizer is not built.
-    """
-    grads = list(grads)
-    if not grads:
-      return
-    if trainable_variables is None:
-      if not self._inner.is_built:
-        raise ValueError(
-          "`trainable_variables` is None and the optimizer is not built. Pass"
-          " the variables, or call build(variables) first."
-        )
-      trainable_variables = self._inner.trainable_variables
-    if len(grads) != len(trainable_variables):
-      raise ValueError(
-        f"`grads` must hold one gradient per variable; got {len(grads)}"
-        f" gradients for {len(trainable_variables)} variables."
-      )
-    pairs = zip(grads, trainable_variables, strict=True)
-    self._apply(*arguments.check_pairs(pairs), by_keras=True)
-
   def minimize(
     self,
     loss: Any,
@@ -327,6 +308,7 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
 
     Keras' way to call it, `minimize(loss, var_list, tape=tape)`, works too.
 
+    >>> from tf_cross_shard import CrossShardOptimizer
     >>> weight = tf.Variable(3.0)
     >>> optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(0.5))
     >>> with tf.GradientTape() as tape:
@@ -389,7 +371,7 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
 
   def get_config(self) -> dict[str, Any]:
     """Everything the constructor needs, in serializable form."""
-    opt = tf.keras.utils.serialize_keras_object(self._inner.optimizer)
+    opt = self._serialize(self._inner.optimizer)
     return {"opt": opt, "name": self.name, **self._settings()}
 
   def _settings(self) -> dict[str, Any]:
@@ -402,12 +384,13 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
       "global_clipnorm": self.global_clipnorm,
       "clipvalue": self.clipvalue,
       "wire_dtype": self.wire_dtype,
+      "skip_nonfinite": self.skip_nonfinite,
     }
 
   @classmethod
   def from_config(
     cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-  ) -> "CrossShardOptimizer":
+  ) -> "CrossShard":
     """Makes the optimizer that `get_config` described.
 
     Args:
@@ -417,10 +400,8 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     Returns:
       A new optimizer, not built.
     """
-    # Not optimizers.deserialize: it lacks Lamb, and changes what it is given.
-    opt = tf.keras.utils.deserialize_keras_object(
-      copy.deepcopy(config["opt"]), custom_objects
-    )
+    # A copy: Keras changes what it is given.
+    opt = cls._deserialize(copy.deepcopy(config["opt"]), custom_objects)
     return cls(**{**config, "opt": opt})
 
   def _gradients(
@@ -437,13 +418,14 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
       loss,
       variables,
       tape,
-      scale=lambda seed: self._scale(seed, default),
+      scale=lambda seed: self._inner.scale_loss(self._average(seed, default)),
       options=gradients.graph_options(options),
       scalar=self.reduction == scaling.MEAN,
     )
+    grads = self._inner.unscale([grad for grad, _ in pairs])
     if variables is None:
-      return [(grad, self._inner.as_built(v)) for grad, v in pairs]
-    return pairs
+      variables = [self._inner.as_built(v) for _, v in pairs]
+    return list(zip(grads, variables, strict=True))
 
   @converting.not_ours
   def _check_gradients(self, var_list: Any) -> Any:
@@ -455,8 +437,8 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     return variables
 
   @converting.not_ours
-  def _scale(self, loss: Any, default: str) -> Any:
-    """`loss` times the mean's factor and the loss scale of `opt`."""
+  def _average(self, loss: Any, default: str) -> Any:
+    """`loss` times the mean's factor."""
     groups = self._place.groups
     factor = self._convention.factor(
       default,
@@ -464,7 +446,7 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
       groups.group_size,
       traced=not tf.executing_eagerly(),
     )
-    return self._inner.scale_loss(loss if factor == 1 else loss * factor)
+    return loss if factor == 1 else loss * factor
 
   def _apply(
     self,
@@ -473,36 +455,30 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     global_step: Any = None,
     name: str | None = None,
     by_keras: bool = False,
+    is_reduced: bool = False,
   ) -> Any:
     """Checks the place, makes the slots, and does the step."""
     self._place.check()
     if self._inner.is_built:
       arguments.check_known(variables, self._inner.knows)
     groups = self._place.groups
-    self._convention.end_step(
-      groups.num_replicas,
-      groups.group_size,
-      by_keras,
-      traced=not tf.executing_eagerly(),
-    )
-    if self._inner.scales_dynamically and not self._convention.ever_scaled:
-      raise RuntimeError(
-        f"{self.get_name()} encapsulates a LossScaleOptimizer, which divides"
-        " gradients by its loss scale, but this step never scaled the loss."
-        " Use compute_gradients(), minimize() or scale_loss(loss); pass"
-        " auto_scale_loss=False to compile(), or Keras adds another one."
+    if not is_reduced:
+      self._convention.end_step(
+        groups.num_replicas,
+        groups.group_size,
+        by_keras,
+        traced=not tf.executing_eagerly(),
+        is_divided=self._inner.divides,
       )
     self.build(list(variables))
     self._place.agree_to_step(
       grads, variables, self._settings, self._inner.iterations
     )
+    args = grads, variables, global_step, name, is_reduced
     if tf.executing_eagerly() or tf.inside_function():
-      return self._step(grads, variables, global_step, name)
+      return self._step(*args)
     # Of a version 1 graph only what is fetched runs: one operation for all.
-    step = tf.function(
-      lambda: self._step(grads, variables, global_step, name), autograph=False
-    )
-    return step().op
+    return tf.function(lambda: self._step(*args), autograph=False)().op
 
   def _step(
     self,
@@ -510,27 +486,43 @@ class CrossShardOptimizer(delegate.DelegatingOptimizer):
     variables: Sequence[Any],
     global_step: Any,
     name: str | None,
+    is_reduced: bool,
   ) -> tf.Tensor:
     """Clip, reduce, apply, count."""
-    engine, groups = self._place.engine, self._place.groups
+    engine = self._place.engine
     with tf.name_scope(name or self.get_name()):
-      grads = clipping.clip(
-        grads,
-        clipnorm=self._scaled_limit(self.clipnorm),
-        global_clipnorm=self._scaled_limit(self.global_clipnorm),
-        clipvalue=self._scaled_limit(self.clipvalue),
-        keep_infinite=self._inner.scales_dynamically,
-      )
-      sums = reduction.reduce_gradients(
-        grads, variables, engine, groups, self._wire_dtype
-      )
-      with engine.all_or_nothing(sums), engine.alone():
+      sums = grads if is_reduced else self._sum(grads, variables)
+      skips_itself = self._inner.scales_dynamically
+
+      def apply() -> None:
         self._inner.apply_reduced(sums, variables)
         if global_step is not None and engine.updates_here(global_step):
           global_step.assign_add(tf.ones([], global_step.dtype))
+
+      with engine.all_or_nothing(sums), engine.alone():
+        self._skipping.apply_if_finite(sums, apply, always=skips_itself)
         return tf.identity(self._inner.iterations())
 
+  def _sum(
+    self, grads: Sequence[Any], variables: Sequence[Any]
+  ) -> list[clipping.Gradient]:
+    """Clips this replica's own gradients and sums over the group."""
+    grads = clipping.clip(
+      grads,
+      clipnorm=self._scaled_limit(self.clipnorm),
+      global_clipnorm=self._scaled_limit(self.global_clipnorm),
+      clipvalue=self._scaled_limit(self.clipvalue),
+      keep_infinite=self._inner.scales_dynamically or self.skip_nonfinite,
+    )
+    return reduction.reduce_gradients(
+      grads,
+      variables,
+      self._place.engine,
+      self._place.groups,
+      self._wire_dtype,
+    )
+
   def _scaled_limit(self, limit: float | None) -> Any:
-    """A clipping limit for gradients that carry the loss scale of `opt`."""
+    """A clipping limit for gradients as they come in."""
     # Keras takes a limit of 0 for none.
-    return self._inner.scale_loss(limit) if limit and limit > 0 else None
+    return self._inner.scale_limit(limit) if limit and limit > 0 else None

@@ -1,7 +1,7 @@
 """What the flow of a gradient asks of an encapsulated optimizer."""
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -37,12 +37,43 @@ class InnerOptimizer(abc.ABC):
   @property
   @abc.abstractmethod
   def scales_dynamically(self) -> bool:
-    """Whether gradients are divided by a loss scale that overflow changes."""
+    """Whether steps that overflow are skipped and change a loss scale."""
+
+  @property
+  def divides(self) -> bool:
+    """Whether `apply_reduced` divides by a loss scale."""
+    return False
 
   @property
   @abc.abstractmethod
   def trainable_variables(self) -> list[Any]:
     """What the built optimizer was built on, in order."""
+
+  @property
+  def variables(self) -> list[Any]:
+    """All variables that the optimizer has so far."""
+    return list(self.optimizer.variables)
+
+  @property
+  def state(self) -> list[Any]:
+    """The variables, and those that loss scaling keeps apart from them."""
+    return self.variables
+
+  @property
+  def is_within(self) -> bool:
+    """Whether a loss scaling optimizer around ours is handing down its step."""
+    return False
+
+  def path(self, variable: Any) -> str:
+    """The name by which a variable is known in a pickle.
+
+    Args:
+      variable: One of `variables`.
+
+    Returns:
+      The name; variables of other optimizers may have the same.
+    """
+    return str(variable.name)
 
   @abc.abstractmethod
   def build(self, variables: Sequence[Any]) -> None:
@@ -69,11 +100,33 @@ class InnerOptimizer(abc.ABC):
     """Multiplies by the optimizer's own loss scale, if it has one.
 
     Args:
-      loss: A loss, the seed of its gradient, or a limit of its gradients.
+      loss: A loss, or the seed of its gradient.
 
     Returns:
       The scaled loss.
     """
+
+  def scale_limit(self, limit: float) -> Any:
+    """Brings a limit of gradients to the scale that gradients come in.
+
+    Args:
+      limit: A limit for gradients of the loss that is not scaled.
+
+    Returns:
+      The limit for what comes in.
+    """
+    return self.scale_loss(limit)
+
+  def unscale(self, grads: Sequence[Gradient]) -> list[Gradient]:
+    """Gradients of a scaled loss, as `apply_reduced` takes them.
+
+    Args:
+      grads: This replica's gradients of the scaled loss.
+
+    Returns:
+      The gradients, divided by the scale if nobody does that later.
+    """
+    return list(grads)
 
   @abc.abstractmethod
   def apply_reduced(
@@ -97,3 +150,44 @@ class InnerOptimizer(abc.ABC):
   @abc.abstractmethod
   def slot_names(self) -> list[str]:
     """Every name of a slot, in order of creation, once."""
+
+
+def innermost(optimizer: Any) -> Any:
+  """The optimizer that keeps the slots, below any loss scaling.
+
+  Args:
+    optimizer: An optimizer.
+
+  Returns:
+    What stands innermost.
+  """
+  while hasattr(optimizer, "inner_optimizer"):
+    optimizer = optimizer.inner_optimizer
+  return optimizer
+
+
+def slots_at(
+  optimizer: Any, index: int, count: int, variables: Sequence[Any]
+) -> Iterator[tuple[str, Any]]:
+  """What an optimizer keeps for one of the variables it was built on.
+
+  It keeps each kind of slot as one list along these variables.
+
+  Args:
+    optimizer: A built optimizer.
+    index: Of the variable.
+    count: How many variables it was built on.
+    variables: The optimizer's own.
+
+  Yields:
+    The name of the attribute and the slot.
+  """
+  own = set(map(id, variables))
+  for attribute, values in list(vars(optimizer).items()):
+    if (
+      isinstance(values, list)
+      and len(values) == count
+      and attribute not in ("_variables", "_trainable_variables")
+      and id(values[index]) in own
+    ):
+      yield attribute, values[index]

@@ -1,19 +1,20 @@
-"""A Keras 3 optimizer that is another one in all but its updates.
+"""An optimizer that is another one in all but its updates.
 
 Everything that belongs to the encapsulated optimizer is read, written, saved
-and restored through the wrapper as if the wrapper were not there.
+and restored through the wrapper as if the wrapper were not there. This half
+knows no Keras; each Keras has a class of its own that derives from it and from
+that Keras' optimizer.
 """
 
+import sys
+from collections.abc import Callable
 from typing import Any, Final
 
 import tensorflow as tf
+from absl import logging
 
-from tf_cross_shard.inner import keras3
+from tf_cross_shard.inner import base, scaled
 
-# What Keras' constructor puts on every optimizer and what stays our own.
-_OWN: Final = frozenset(
-  ("name", "clipnorm", "global_clipnorm", "clipvalue", "_lock", "_tracker")
-)
 _HIDDEN: Final = frozenset(("inner_optimizer", "get_slot", "get_slot_names"))
 
 
@@ -25,28 +26,79 @@ class VariableList(list[Any]):
     return self
 
 
-class DelegatingOptimizer(tf.keras.optimizers.Optimizer):
+class Delegating:
   """Forwards state and settings to an encapsulated optimizer.
 
   The clipping arguments and the name stay this object's own.
   """
 
+  name: str
+  clipnorm: float | None
+  global_clipnorm: float | None
+  clipvalue: float | None
+
   def __init__(self, opt: Any, name: str, **clipping: float | None) -> None:
-    """Makes the wrapper.
+    """Makes the wrapper; each Keras has its way.
 
     Args:
-      opt: A Keras 3 optimizer.
+      opt: An optimizer.
       name: The wrapper's name.
       **clipping: `clipnorm`, `global_clipnorm`, `clipvalue`.
+
+    Raises:
+      NotImplementedError: Unless a Keras has its way.
     """
-    super().__init__(learning_rate=0.0, name=name, **clipping)
-    # Keras made an iteration count, a learning rate and settings of its own.
-    # Without them the encapsulated optimizer's are found by __getattr__.
-    for attribute in set(vars(self)) - _OWN:
-      if hasattr(opt, attribute) and not attribute.startswith("_self_"):
-        del self.__dict__[attribute]
-    self._inner = keras3.Keras3Optimizer(opt)
+    raise NotImplementedError
+
+  @classmethod
+  def _as_optimizer(cls, opt: Any) -> Any:
+    """`opt` as an optimizer of this Keras."""
+    raise NotImplementedError
+
+  @staticmethod
+  def _serialize(opt: Any) -> Any:
+    """An optimizer as a dictionary."""
+    raise NotImplementedError
+
+  @staticmethod
+  def _deserialize(config: Any, custom_objects: Any) -> Any:
+    """The optimizer that a dictionary describes, not built."""
+    raise NotImplementedError
+
+  def _encapsulate(self, inner: base.InnerOptimizer) -> None:
+    """Keeps the encapsulated optimizer; from here on it is seen through."""
+    self._inner = inner
     self._wait_for_slots([])
+
+  def _change_places(
+    self,
+    around: Any,
+    adapter: Callable[[base.InnerOptimizer, Any], base.InnerOptimizer],
+    instead: Any,
+  ) -> None:
+    """Reduces before a loss scaling optimizer around this one looks.
+
+    Args:
+      around: The loss scaling optimizer.
+      adapter: Makes the adapter for an optimizer that is scaled.
+      instead: Whose methods `around` has from now on.
+    """
+    inner = self._inner
+    if isinstance(inner, scaled.ScaledOptimizer):
+      inner = inner.inner  # The one before is out of use.
+    if inner.scales_dynamically:
+      logging.info(
+        "%s encapsulates a loss scaling optimizer and is encapsulated by one,"
+        " as compile() does under mixed_float16. The inner one scales; the"
+        " outer one hands all on.",
+        self.name,
+      )
+    else:
+      inner = adapter(inner, around)
+    self._inner = inner
+    for name in dir(instead):
+      if not name.startswith("_"):
+        vars(around)[name] = getattr(instead, name)
 
   def __getattr__(self, name: str) -> Any:
     """Whatever the wrapper does not have is the encapsulated optimizer's."""
@@ -105,10 +157,14 @@ class DelegatingOptimizer(tf.keras.optimizers.Optimizer):
     """The encapsulated optimizer's iteration count."""
     return self._inner.optimizer.iterations
 
+  @iterations.setter
+  def iterations(self, iterations: Any) -> None:
+    self._inner.optimizer.iterations = iterations
+
   @property
   def variables(self) -> VariableList:
     """The encapsulated optimizer's variables, and none of the wrapper's."""
-    return VariableList(self._inner.optimizer.variables)
+    return VariableList(self._inner.variables)
 
   def build(self, variables: Any) -> None:
     """Makes the encapsulated optimizer's slots.
@@ -173,17 +229,15 @@ class DelegatingOptimizer(tf.keras.optimizers.Optimizer):
     """
     self._inner.optimizer.exclude_from_weight_decay(var_list, var_names)
 
-  def update_step(
-    self, gradient: Any, variable: Any, learning_rate: Any
-  ) -> None:
+  def update_step(self, gradient: Any, variable: Any, *rate: Any) -> None:
     """One variable's update by the encapsulated optimizer, not reduced.
 
     Args:
       gradient: The gradient.
       variable: The variable.
-      learning_rate: The learning rate.
+      *rate: The learning rate, in Keras 3.
     """
-    self._inner.optimizer.update_step(gradient, variable, learning_rate)
+    self._inner.optimizer.update_step(gradient, variable, *rate)
 
   def finalize_variable_values(self, var_list: Any) -> None:
     """Writes moving averages into the variables where EMA is used.
@@ -195,7 +249,7 @@ class DelegatingOptimizer(tf.keras.optimizers.Optimizer):
 
   def __reduce__(self) -> tuple[Any, ...]:
     """Pickles and copies settings and state."""
-    current = [(v.path, v.numpy()) for v in self.variables]
+    current = [(self._inner.path(v), v.numpy()) for v in self._inner.state]
     waiting = enumerate(self._unrestored)
     state = [saved or current[i] for i, saved in waiting] or current
     return _unpickle, (type(self), self.get_config(), state)
@@ -206,7 +260,7 @@ class DelegatingOptimizer(tf.keras.optimizers.Optimizer):
     The slots of an optimizer that is not built yet are filled by `build`. What
     has its value becomes None in the list: it may change before the slots come.
     """
-    variables = self.variables
+    variables = self._inner.state
     complete = len(variables) == len(state)
     if complete and any(
       saved and saved[1].shape != tuple(variable.shape)
@@ -215,17 +269,21 @@ class DelegatingOptimizer(tf.keras.optimizers.Optimizer):
       self._wait_for_slots([])
       raise ValueError(
         f"{self.name} was unpickled or copied with slots for variables of other"
-        f" shapes than {[tuple(v.shape) for v in self._trainable_variables]}."
+        f" shapes than {self._shapes()}."
         " Build it on variables of the same shapes in the same order, or make"
         " a new optimizer."
       )
     waiting = list(state)
     for i, (saved, variable) in enumerate(zip(state, variables, strict=False)):
       # Order alone tells which is which only when all are there.
-      if saved and (complete or variable.path == saved[0]):
+      if saved and (complete or self._inner.path(variable) == saved[0]):
         variable.assign(saved[1])
         waiting[i] = None
     self._wait_for_slots([] if complete else waiting)
+
+  def _shapes(self) -> list[tuple[int, ...]]:
+    """The shapes of what the optimizer was built on."""
+    return [tuple(v.shape) for v in self._inner.trainable_variables]
 
   def _wait_for_slots(self, state: list[Any]) -> None:
     """Keeps saved values, as they are: assigned, a list would be tracked."""
@@ -252,17 +310,22 @@ class DelegatingOptimizer(tf.keras.optimizers.Optimizer):
     return self._checkpointed()._deferred_dependencies
 
 
-def as_optimizer(opt: Any) -> Any:
-  """`opt` as a Keras optimizer that a `DelegatingOptimizer` can encapsulate.
-
-  >>> type(as_optimizer("adam")).__name__
-  'Adam'
+def as_optimizer(
+  opt: Any,
+  get: Callable[[Any], Any],
+  kinds: tuple[type[Any], ...],
+  spelling: str,
+) -> Any:
+  """`opt` as an optimizer that a `Delegating` of one Keras can encapsulate.
 
   Args:
     opt: An optimizer, or its name or serialized form.
+    get: Finds an optimizer by its name.
+    kinds: The classes of this Keras' optimizers.
+    spelling: Where users find them.
 
   Returns:
-    A Keras 3 optimizer.
+    An optimizer of this Keras.
 
   Raises:
     ValueError: If `opt` names no optimizer, or encapsulates one itself.
@@ -270,28 +333,45 @@ def as_optimizer(opt: Any) -> Any:
   """
   if isinstance(opt, (str, dict)):
     try:
-      opt = tf.keras.optimizers.get(opt)
+      opt = get(opt)
     except (KeyError, TypeError, ValueError) as error:
       raise ValueError(
         f"`opt` must name a Keras optimizer; got {opt!r}. Use a name such as"
         ' "adam", or an optimizer object.'
       ) from error
-  if not isinstance(opt, tf.keras.optimizers.Optimizer):
-    raise TypeError(
-      "`opt` must be a tf.keras optimizer or its name; got"
-      f" {type(opt).__module__}.{type(opt).__qualname__}. Use one such as"
-      " tf.keras.optimizers.Adam()."
-    )
   layer = opt
   while layer is not None:
-    if isinstance(layer, DelegatingOptimizer):
+    if isinstance(layer, Delegating):
       raise ValueError(
         f"`opt` must not be or contain a {type(layer).__name__} itself; got"
         f" {layer.name!r}. Gradients would be reduced twice. Encapsulate its"
         " inner optimizer."
       )
     layer = getattr(layer, "inner_optimizer", None)
+  if not isinstance(opt, kinds):
+    found = f"{type(opt).__module__}.{type(opt).__qualname__}"
+    raise TypeError(
+      f"`opt` must be an optimizer of {spelling} or its name; got {found}."
+      f" {_remedy(opt, spelling)}"
+    )
   return opt
+
+
+def _remedy(opt: Any, spelling: str) -> str:
+  """What to do with something that is no optimizer of this Keras."""
+  for package, module in (("keras", "keras3"), ("tf_keras", "tf_keras")):
+    # Nobody has an optimizer of a Keras that is not loaded.
+    optimizers = getattr(sys.modules.get(package), "optimizers", None)
+    kinds = [
+      getattr(where, "Optimizer", None)
+      for where in (optimizers, getattr(optimizers, "legacy", None))
+    ]
+    if isinstance(opt, tuple(kind for kind in kinds if kind)):
+      return (
+        f"That is an optimizer of {package}. Encapsulate it in the class for"
+        f" it: from tf_cross_shard.{module} import CrossShardOptimizer"
+      )
+  return f"Use one such as {spelling}.Adam()."
 
 
 def _unpickle(cls: type[Any], config: dict[str, Any], state: list[Any]) -> Any:

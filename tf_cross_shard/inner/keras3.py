@@ -1,4 +1,4 @@
-"""An encapsulated optimizer of Keras 3.
+"""An encapsulated optimizer of Keras 3, and what encapsulates it.
 
 Keras 3 sums gradients over all replicas inside `apply`, with no switch to
 turn that off. It does so through the replica context it finds, and so the
@@ -7,12 +7,18 @@ sum with. Nothing of the user's optimizer is replaced.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
+import keras
 import tensorflow as tf
 
 from tf_cross_shard.clipping import Gradient
-from tf_cross_shard.inner import base
+from tf_cross_shard.inner import base, delegate, scaled
+
+# What Keras' constructor puts on every optimizer and what stays our own.
+_OWN: Final = frozenset(
+  ("name", "clipnorm", "global_clipnorm", "clipvalue", "_lock", "_tracker")
+)
 
 
 class Keras3Optimizer(base.InnerOptimizer):
@@ -35,9 +41,18 @@ class Keras3Optimizer(base.InnerOptimizer):
     return hasattr(self.optimizer, "dynamic_growth_steps")
 
   @property
+  def divides(self) -> bool:
+    """Whether a LossScaleOptimizer stands within."""
+    return self.scales_dynamically
+
+  @property
   def trainable_variables(self) -> list[Any]:
     """What the built optimizer was built on, in order."""
-    return list(_innermost(self.optimizer)._trainable_variables)
+    return list(base.innermost(self.optimizer)._trainable_variables)
+
+  def path(self, variable: Any) -> str:
+    """The name with the scopes around it."""
+    return str(variable.path)
 
   def build(self, variables: Sequence[Any]) -> None:
     """Makes the slots for `variables`, unless they are there."""
@@ -50,12 +65,12 @@ class Keras3Optimizer(base.InnerOptimizer):
 
   def as_built(self, variable: Any) -> Any:
     """The Keras variable, for the native one that tapes and graphs report."""
-    if isinstance(variable, tf.keras.Variable) or not self.is_built:
+    if isinstance(variable, keras.Variable) or not self.is_built:
       return variable
     index = self._index(variable)
     if index is None:
       return variable
-    return _innermost(self.optimizer)._trainable_variables[index]
+    return base.innermost(self.optimizer)._trainable_variables[index]
 
   def scale_loss(self, loss: Any) -> Any:
     """Multiplies by `loss_scale_factor` or the dynamic scale."""
@@ -86,7 +101,7 @@ class Keras3Optimizer(base.InnerOptimizer):
 
   def _index(self, variable: Any) -> int | None:
     """Where `variable` stands among those the optimizer was built on."""
-    last = _innermost(self.optimizer)
+    last = base.innermost(self.optimizer)
     index: int | None = last._trainable_variables_indices.get(
       last._var_key(variable)
     )
@@ -95,34 +110,110 @@ class Keras3Optimizer(base.InnerOptimizer):
   def _slots_at(self, index: int) -> Iterator[tuple[str, Any]]:
     """Names and slots of the index-th variable.
 
-    An optimizer keeps each kind of slot as one list along its variables. The
-    list's items tell the variable's name and the slot's: "dense_kernel" and
+    The list's items tell the variable's name and the slot's: "dense_kernel" and
     "velocity" make "dense_kernel_velocity".
     """
-    last = _innermost(self.optimizer)
+    last = base.innermost(self.optimizer)
     reference = last._trainable_variables[index]
     prefixes = [
       str(name).replace("/", "_").replace(":", "_") + "_"
       for name in (getattr(reference, "path", None), reference.name)
       if name
     ]
-    own = set(map(id, last.variables))
-    for attribute, values in list(vars(last).items()):
-      if (
-        not isinstance(values, list)
-        or len(values) != len(last._trainable_variables)
-        or attribute in ("_variables", "_trainable_variables")
-        or id(values[index]) not in own
-      ):
-        continue
-      name = values[index].name
+    count = len(last._trainable_variables)
+    for attribute, slot in base.slots_at(last, index, count, last.variables):
+      name = slot.name
       kinds = [name.removeprefix(p) for p in prefixes if name.startswith(p)]
       # Adafactor names its row and column statistics after the variable only.
-      yield kinds[0] if kinds else attribute.strip("_"), values[index]
+      yield kinds[0] if kinds else attribute.strip("_"), slot
 
 
-def _innermost(optimizer: Any) -> Any:
-  """The optimizer that keeps the slots, below any loss scaling."""
-  while hasattr(optimizer, "inner_optimizer"):
-    optimizer = optimizer.inner_optimizer
-  return optimizer
+class ScaledKeras3Optimizer(scaled.ScaledOptimizer):
+  """The adapter where a LossScaleOptimizer of Keras 3 stands around ours."""
+
+  @property
+  def divides(self) -> bool:
+    """It divides what it hands on."""
+    return True
+
+  def scale_loss(self, loss: Any) -> Any:
+    """Multiplies by the dynamic scale."""
+    return type(self.around).scale_loss(self.around, loss)
+
+  def _begin(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
+    """Looks at the sums, and calls ours if they are finite."""
+    variables = [self.as_built(v) for v in variables]
+    type(self.around).apply(self.around, list(grads), variables)
+
+
+class _Around:
+  """What a LossScaleOptimizer around ours does instead of its own."""
+
+  def __init__(self, around: Any, ours: Any) -> None:
+    self._around = around
+    self._ours = ours
+
+  def scale_loss(self, loss: Any) -> Any:
+    """Scales by the mean's factor too."""
+    return self._ours.scale_loss(loss)
+
+  def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+    """Reduces first."""
+    if not self._around.built:
+      self._around.build(list(trainable_variables))
+    self._ours.apply(grads, trainable_variables)
+
+
+class Keras3Delegate(delegate.Delegating, keras.optimizers.Optimizer):
+  """A Keras 3 optimizer that is another one in all but its updates."""
+
+  def __init__(self, opt: Any, name: str, **clipping: float | None) -> None:
+    """Makes the wrapper.
+
+    Args:
+      opt: A Keras 3 optimizer.
+      name: The wrapper's name.
+      **clipping: `clipnorm`, `global_clipnorm`, `clipvalue`.
+    """
+    # Not the next in line: that one keeps what follows.
+    keras.optimizers.Optimizer.__init__(
+      self, learning_rate=0.0, name=name, **clipping
+    )
+    # Keras made an iteration count, a learning rate and settings of its own.
+    # Without them the encapsulated optimizer's are found by __getattr__.
+    for attribute in set(vars(self)) - _OWN:
+      if hasattr(opt, attribute) and not attribute.startswith("_self_"):
+        del self.__dict__[attribute]
+    self._encapsulate(Keras3Optimizer(opt))
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    """Writes where the attribute lives; notices who encapsulates this one."""
+    if name == "loss_scale_factor":
+      kind = keras.optimizers.LossScaleOptimizer
+      around = scaled.caller_around(self, kind)
+      if around is not None:
+        self._change_places(
+          around, ScaledKeras3Optimizer, _Around(around, self)
+        )
+    super().__setattr__(name, value)
+
+  @classmethod
+  def _as_optimizer(cls, opt: Any) -> Any:
+    """`opt` as a Keras 3 optimizer."""
+    return delegate.as_optimizer(
+      opt,
+      get=keras.optimizers.get,
+      kinds=(keras.optimizers.Optimizer,),
+      spelling="keras.optimizers",
+    )
+
+  @staticmethod
+  def _serialize(opt: Any) -> Any:
+    """An optimizer as a dictionary."""
+    return keras.saving.serialize_keras_object(opt)
+
+  @staticmethod
+  def _deserialize(config: Any, custom_objects: Any) -> Any:
+    """The optimizer that a dictionary describes, not built."""
+    # Not optimizers.deserialize: it lacks Lamb.
+    return keras.saving.deserialize_keras_object(config, custom_objects)

@@ -295,7 +295,7 @@ def library_versions() -> list[str]:
   return [
     f"tf_cross_shard: {requirements.own_version()}",
     f"tensorflow: {tf.__version__}",
-    f"keras: {tf.keras.__version__}",
+    f"keras: {requirements.keras_version()}",
   ]
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils
 
+from tf_cross_shard import arguments
 from tf_cross_shard.virtual_tpu import lowering, runtime
 
 Recorder = Callable[["runtime.Program", "Call"], Any]
@@ -256,7 +257,7 @@ def pack(structure: Any, outputs: Sequence["runtime.PerReplica"]) -> Any:
 
 def _is_input(leaf: Any) -> bool:
   """Whether a leaf of the arguments is data rather than part of the program."""
-  if isinstance(leaf, (tf.Variable, tf.keras.Variable)):
+  if arguments.is_variable(leaf):
     return False
   if tf.is_tensor(leaf) and not isinstance(leaf, tf.Tensor):
     if isinstance(leaf, tf.distribute.DistributedValues):

@@ -1,0 +1,398 @@
+"""An encapsulated optimizer of tf_keras, and what encapsulates it.
+
+Both kinds have a switch that turns their own reduction off. What else they do
+across replicas (merge calls for weight decay and for moving averages) they do
+through the replica context they find, which is one without peers.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+import tf_keras
+
+from tf_cross_shard.clipping import Gradient
+from tf_cross_shard.inner import base, delegate, scaled
+
+_LEGACY: Final = tf_keras.optimizers.legacy.Optimizer
+
+
+class TfKerasOptimizer(base.InnerOptimizer):
+  """The adapter for `tf_keras.optimizers.Optimizer`."""
+
+  def __init__(self, optimizer: Any) -> None:
+    """Keeps the optimizer.
+
+    Args:
+      optimizer: An optimizer of tf_keras, perhaps a LossScaleOptimizer.
+    """
+    super().__init__(optimizer)
+    self._trainable: list[Any] = []
+
+  @property
+  def strategy(self) -> tf.distribute.Strategy:
+    """The strategy whose scope the optimizer was made in."""
+    made_in = base.innermost(self.optimizer)._distribution_strategy
+    # Of the older kind one that was made outside of all scopes has None.
+    return made_in or tf.distribute.get_strategy()
+
+  @property
+  def is_built(self) -> bool:
+    """Whether the slots are there."""
+    return bool(getattr(base.innermost(self.optimizer), "_built", False))
+
+  @property
+  def scales_dynamically(self) -> bool:
+    """Whether a LossScaleOptimizer with a dynamic scale stands within."""
+    return bool(getattr(self.optimizer, "dynamic", False))
+
+  @property
+  def trainable_variables(self) -> list[Any]:
+    """What the optimizer was built on, if it was built here."""
+    return list(self._trainable)
+
+  @property
+  def state(self) -> list[Any]:
+    """The variables, and the loss scale, which is none of them."""
+    return self.variables + loss_scale_of(self.optimizer)
+
+  def build(self, variables: Sequence[Any]) -> None:
+    """Makes the slots for `variables`, unless they are there."""
+    if not self.is_built:
+      self._trainable = list(variables)
+      # In a function that is being traced, they are to outlive the trace.
+      with tf.init_scope():
+        self.optimizer.build(self._trainable)
+
+  def knows(self, variable: Any) -> bool:
+    """Whether the built optimizer was built on `variable`."""
+    last = base.innermost(self.optimizer)
+    return last._var_key(variable) in last._index_dict
+
+  def as_built(self, variable: Any) -> Any:
+    """The variable: tf_keras has none of its own."""
+    return variable
+
+  def scale_loss(self, loss: Any) -> Any:
+    """Multiplies by the loss scale."""
+    if self._is_loss_scaled:
+      return self.optimizer.get_scaled_loss(tf.convert_to_tensor(loss))
+    return loss
+
+  def scale_limit(self, limit: float) -> Any:
+    """Gradients come in divided by the loss scale."""
+    return limit
+
+  def unscale(self, grads: Sequence[Gradient]) -> list[Gradient]:
+    """Divides by the loss scale, which `apply_gradients` does not do."""
+    if self._is_loss_scaled:
+      return list(self.optimizer.get_unscaled_gradients(list(grads)))
+    return list(grads)
+
+  def apply_reduced(
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
+  ) -> None:
+    """Applies gradients that are sums already."""
+    pairs = list(zip(grads, variables, strict=True))
+    self.optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)
+
+  def iterations(self) -> tf.Tensor:
+    """The count of applied steps."""
+    return tf.convert_to_tensor(self.optimizer.iterations)
+
+  def slots(self, variable: Any) -> dict[str, Any]:
+    """The variables that were made for `variable`."""
+    if not self.is_built or not self.knows(variable):
+      return {}
+    last = base.innermost(self.optimizer)
+    index = last._index_dict[last._var_key(variable)]
+    count = len(last._index_dict)
+    found = base.slots_at(last, index, count, last.variables)
+    # "m/dense/kernel:0" is what Adam calls "m" of "dense/kernel".
+    return {slot.name.split("/")[0]: slot for _, slot in found}
+
+  def slot_names(self) -> list[str]:
+    """Every name of a slot, once."""
+    names = (name for v in self._trainable for name in self.slots(v))
+    return list(dict.fromkeys(names))
+
+  @property
+  def _is_loss_scaled(self) -> bool:
+    """Whether a LossScaleOptimizer, dynamic or not, stands within."""
+    return hasattr(self.optimizer, "get_scaled_loss")
+
+
+class LegacyOptimizer(TfKerasOptimizer):
+  """The adapter for `tf_keras.optimizers.legacy.Optimizer`."""
+
+  def __init__(self, optimizer: Any) -> None:
+    """Keeps the optimizer, and lets it make its iteration count.
+
+    Args:
+      optimizer: An optimizer of the older kind.
+    """
+    super().__init__(optimizer)
+    # Made when it is first read, which may be in one of several replicas.
+    with self.strategy.scope():
+      _ = optimizer.iterations
+
+  @property
+  def is_built(self) -> bool:
+    """Whether slots are there: more are made whenever they are needed."""
+    return bool(self._trainable)
+
+  @property
+  def variables(self) -> list[Any]:
+    """All variables that the optimizer has so far."""
+    return list(self.optimizer.variables())
+
+  def build(self, variables: Sequence[Any]) -> None:
+    """Makes the slots for `variables`, unless they are there."""
+    known = {id(v) for v in self._trainable}
+    new = [v for v in variables if id(v) not in known]
+    if new:
+      with tf.init_scope():
+        base.innermost(self.optimizer)._create_all_weights(list(variables))
+      self._trainable += new
+
+  def knows(self, variable: Any) -> bool:
+    """These take any variable at any time."""
+    return True
+
+  def apply_reduced(
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
+  ) -> None:
+    """Applies gradients that are sums already."""
+    self.optimizer.apply_gradients(
+      zip(grads, variables, strict=True), experimental_aggregate_gradients=False
+    )
+
+  def slots(self, variable: Any) -> dict[str, Any]:
+    """The variables that were made for `variable`."""
+    last = base.innermost(self.optimizer)
+    found = {}
+    for name in last.get_slot_names():
+      try:
+        found[name] = last.get_slot(variable, name)
+      except (AttributeError, KeyError):
+        continue  # One that no slots were made for, or no variable.
+    return found
+
+  def slot_names(self) -> list[str]:
+    """Every name of a slot, once."""
+    return list(self.optimizer.get_slot_names())
+
+
+class ScaledTfKerasOptimizer(scaled.ScaledOptimizer):
+  """The adapter where a LossScaleOptimizer of tf_keras stands around ours."""
+
+  @property
+  def scales_dynamically(self) -> bool:
+    """Whether overflow changes the loss scale."""
+    return bool(self.around.dynamic)
+
+  def scale_loss(self, loss: Any) -> Any:
+    """Multiplies by the loss scale."""
+    loss = tf.convert_to_tensor(loss)
+    return type(self.around).get_scaled_loss(self.around, loss)
+
+  def scale_limit(self, limit: float) -> Any:
+    """Gradients come in divided by the loss scale."""
+    return limit
+
+  def unscale(self, grads: Sequence[Gradient]) -> list[Gradient]:
+    """Divides by the loss scale."""
+    return list(self.around.get_unscaled_gradients(list(grads)))
+
+  def _begin(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
+    """Looks at the sums, and calls ours if they are finite."""
+    type(self.around).apply_gradients(
+      self.around,
+      zip(grads, variables, strict=True),
+      skip_gradients_aggregation=True,
+    )
+
+
+class _Around:
+  """What a LossScaleOptimizer around ours does instead of its own."""
+
+  def __init__(self, around: Any, ours: Any) -> None:
+    self._around = around
+    self._ours = ours
+
+  def get_scaled_loss(self, loss: Any) -> Any:
+    """Scales by the mean's factor too."""
+    if callable(loss):
+      return lambda: self.get_scaled_loss(loss())
+    return self._ours._inner.scale_loss(self._ours.scale_loss(loss))
+
+  def get_unscaled_gradients(self, grads: Any) -> Any:
+    """Divides by the scale of the one that scales."""
+    inner = self._ours._inner
+    if isinstance(inner, scaled.ScaledOptimizer):
+      return type(self._around).get_unscaled_gradients(self._around, grads)
+    return inner.unscale(grads)
+
+  def compute_gradients(
+    self, loss: Any, var_list: Any, tape: Any = None
+  ) -> Any:
+    """This replica's gradients, scaled by the mean's factor too."""
+    return self._ours.compute_gradients(loss, var_list, tape=tape)
+
+  def minimize(self, loss: Any, var_list: Any, tape: Any = None) -> Any:
+    """Ours: there a loss that a tape recorded is Keras'."""
+    return self._ours.minimize(loss, var_list=var_list, tape=tape)
+
+  def aggregate_gradients(self, grads_and_vars: Any) -> Any:
+    """Sums over the group."""
+    return self._ours.aggregate_gradients(grads_and_vars)
+
+  def apply_gradients(self, grads_and_vars: Any, **options: Any) -> Any:
+    """Reduces first."""
+    return self._ours.apply_gradients(grads_and_vars, **options)
+
+
+class TfKerasDelegate(delegate.Delegating, tf_keras.optimizers.Optimizer):
+  """A tf_keras optimizer that is another one in all but its updates."""
+
+  # What Keras asks of an optimizer, and older ones do not have.
+  _mesh = None
+  _run_with_dtensor = False
+
+  def __init__(self, opt: Any, name: str, **clipping: float | None) -> None:
+    """Makes the wrapper.
+
+    Args:
+      opt: An optimizer of tf_keras, of either kind.
+      name: The wrapper's name.
+      **clipping: `clipnorm`, `global_clipnorm`, `clipvalue`.
+
+    Raises:
+      ValueError: If the first two are both set.
+    """
+    # Not Keras' constructor, which makes variables.
+    self.name = name
+    if clipping["clipnorm"] and clipping["global_clipnorm"]:
+      raise ValueError(
+        "At most one of `clipnorm` and `global_clipnorm` can be set; got"
+        f" {clipping}."
+      )
+    for argument, limit in clipping.items():
+      setattr(self, argument, limit)
+    self._encapsulate(_adapter(opt))
+
+  def __dir__(self) -> list[str]:
+    """A checkpoint finds the slots of older optimizers by their names."""
+    names = super().__dir__()
+    if isinstance(self._inner, LegacyOptimizer):
+      names += ["get_slot", "get_slot_names"]
+    return names
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    """Writes where the attribute lives; notices who encapsulates this one."""
+    super().__setattr__(name, value)
+    if name == "_is_wrapped_by_loss_scale_optimizer":
+      kind = tf_keras.mixed_precision.LossScaleOptimizer
+      around = scaled.caller_around(self, kind)
+      if around is not None:
+        self._change_places(
+          around, ScaledTfKerasOptimizer, _Around(around, self)
+        )
+
+  @classmethod
+  def _as_optimizer(cls, opt: Any) -> Any:
+    """`opt` as an optimizer of tf_keras."""
+    return delegate.as_optimizer(
+      opt,
+      get=tf_keras.optimizers.get,
+      kinds=(tf_keras.optimizers.Optimizer, _LEGACY),
+      spelling="tf_keras.optimizers",
+    )
+
+  @staticmethod
+  def _serialize(opt: Any) -> Any:
+    """An optimizer as a dictionary."""
+    return tf_keras.saving.serialize_keras_object(opt)
+
+  @staticmethod
+  def _deserialize(config: Any, custom_objects: Any) -> Any:
+    """The optimizer that a dictionary describes, not built."""
+    try:
+      return tf_keras.saving.deserialize_keras_object(config, custom_objects)
+    except ValueError:
+      # While HDF5 files and SavedModels are read, it knows Keras' own classes
+      # by other names.
+      legacy = str(config.get("module")).endswith(".legacy")
+      home = tf_keras.optimizers.legacy if legacy else tf_keras.optimizers
+      if not hasattr(home, config["class_name"]):
+        raise
+      return getattr(home, config["class_name"]).from_config(config["config"])
+
+  def set_weights(self, weights: Any) -> None:
+    """Sets the encapsulated optimizer's variables.
+
+    Args:
+      weights: One array per variable, in the order of `variables`.
+    """
+    self._inner.optimizer.set_weights(weights)
+
+  def save_own_variables(self, store: Any) -> None:
+    """Saves the encapsulated optimizer's variables.
+
+    Args:
+      store: Where Keras keeps one saved object.
+    """
+    for i, variable in enumerate(self._inner.state):
+      store[str(i)] = variable.numpy()
+
+  def finalize_variable_values(self, var_list: Any) -> None:
+    """Writes moving averages into the variables where EMA is used.
+
+    Args:
+      var_list: The model's trainable variables.
+    """
+    if not isinstance(self._inner.optimizer, _LEGACY):
+      super().finalize_variable_values(var_list)
+
+  def _track_trackable(self, trackable: Any, name: str, *args: Any) -> Any:
+    """Keeps what a LossScaleOptimizer around this one adds to checkpoints."""
+    inner = self.__dict__.get("_inner")
+    if inner is None:
+      return super()._track_trackable(trackable, name, *args)
+    optimizer = inner.optimizer
+    optimizer._maybe_initialize_trackable()
+    if name == "loss_scale" and optimizer._lookup_dependency(name) is not None:
+      return trackable  # Of two loss scales the inner one is used.
+    return optimizer._track_trackable(trackable, name, *args)
+
+  def _handle_deferred_dependencies(self, name: str, trackable: Any) -> Any:
+    """Restores what was added after the checkpoint was read."""
+    checkpointed = self._checkpointed()
+    return checkpointed._handle_deferred_dependencies(name, trackable)
+
+  def _create_or_restore_slot_variable(self, *args: Any, **kwargs: Any) -> Any:
+    """Restores a slot of an older optimizer."""
+    optimizer = self._inner.optimizer
+    return optimizer._create_or_restore_slot_variable(*args, **kwargs)
+
+
+def loss_scale_of(optimizer: Any) -> list[Any]:
+  """The variables that a LossScaleOptimizer keeps apart from `variables`.
+
+  Args:
+    optimizer: An optimizer of tf_keras.
+
+  Returns:
+    The loss scale and the count of steps since it changed; nothing if there is
+    no dynamic loss scale.
+  """
+  if not getattr(optimizer, "dynamic", False):
+    return []
+  scale = optimizer._loss_scale
+  return [scale.current_loss_scale, scale.counter]
+
+
+def _adapter(opt: Any) -> TfKerasOptimizer:
+  """The adapter for an optimizer of either kind."""
+  legacy = isinstance(base.innermost(opt), _LEGACY)
+  return LegacyOptimizer(opt) if legacy else TfKerasOptimizer(opt)

@@ -1,0 +1,93 @@
+"""CrossShardOptimizer for Keras 3.
+
+`tf_cross_shard.CrossShardOptimizer` is this class where `tf.keras` is Keras 3.
+Import it from here where TF_USE_LEGACY_KERAS makes `tf.keras` another one.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tf_cross_shard import requirements
+
+requirements.check_keras3()
+
+import keras  # noqa: E402  # after the check above
+
+from tf_cross_shard import (  # noqa: E402
+  arguments,
+  converting,
+  cross_shard,
+  scaling,
+)
+from tf_cross_shard.inner import keras3  # noqa: E402
+
+
+@keras.saving.register_keras_serializable(package="tf_cross_shard")
+class CrossShardOptimizer(cross_shard.CrossShard, keras3.Keras3Delegate):
+  """Sums or averages gradients over replicas, then lets `opt` apply them.
+
+  All is said in `tf_cross_shard.cross_shard.CrossShard`.
+
+  >>> import tensorflow as tf
+  >>> optimizer = CrossShardOptimizer(keras.optimizers.SGD(0.5))
+  >>> weight = keras.Variable(3.0)
+  >>> int(optimizer.apply_gradients([(tf.constant(2.0), weight)]))
+  1
+  >>> float(weight.numpy())
+  2.0
+  """
+
+  @converting.not_ours
+  def scale_loss(self, loss: Any) -> Any:
+    """The loss that `model.fit` differentiates.
+
+    Args:
+      loss: A loss averaged over all replicas' examples, as Keras' are.
+
+    Returns:
+      The loss times the factor for `"global"`, and times the loss scale.
+
+    Raises:
+      RuntimeError: If called in the cross-replica context.
+    """
+    self._place.check()
+    return self._inner.scale_loss(self._average(loss, scaling.GLOBAL))
+
+  @converting.not_ours
+  def apply(
+    self, grads: Sequence[Any], trainable_variables: Any = None
+  ) -> None:
+    """Keras' own way in: like `apply_gradients`, with two lists.
+
+    In a loop of your own scale the loss with `scale_loss` first. Keras' losses
+    are averaged over all replicas' examples, so that here, unlike in
+    `apply_gradients`, nothing is said of the ungrouped mean.
+
+    Args:
+      grads: This replica's gradients; an empty list does nothing.
+      trainable_variables: Their variables. None means those that the
+        optimizer was built on.
+
+    Raises:
+      ValueError: If the lists do not match or the optimizer is not built.
+    """
+    grads = list(grads)
+    if not grads:
+      return
+    if trainable_variables is None:
+      if not self._inner.is_built:
+        raise ValueError(
+          "`trainable_variables` is None and the optimizer is not built. Pass"
+          " the variables, or call build(variables) first."
+        )
+      trainable_variables = self._inner.trainable_variables
+    if len(grads) != len(trainable_variables):
+      raise ValueError(
+        f"`grads` must hold one gradient per variable; got {len(grads)}"
+        f" gradients for {len(trainable_variables)} variables."
+      )
+    if self._inner.is_within:
+      self._inner.apply_reduced(grads, trainable_variables)
+      return
+    pairs = zip(grads, trainable_variables, strict=True)
+    self._apply(*arguments.check_pairs(pairs), by_keras=True)

@@ -1,0 +1,158 @@
+"""CrossShardOptimizer for tf_keras, which is Keras 2.
+
+`tf_cross_shard.CrossShardOptimizer` is this class where TF_USE_LEGACY_KERAS=1
+makes `tf.keras` tf_keras. Import it from here in a program that has both.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from tf_cross_shard import requirements
+
+requirements.check_tf_keras()
+
+import tf_keras as keras  # noqa: E402  # after the check above
+
+from tf_cross_shard import (  # noqa: E402
+  arguments,
+  converting,
+  cross_shard,
+  gradients,
+  scaling,
+)
+from tf_cross_shard.inner import tf_keras  # noqa: E402
+
+
+@keras.saving.register_keras_serializable(package="tf_cross_shard")
+class CrossShardOptimizer(cross_shard.CrossShard, tf_keras.TfKerasDelegate):
+  """Sums or averages gradients over replicas, then lets `opt` apply them.
+
+  `opt` is a `tf_keras.optimizers.Optimizer` or one of
+  `tf_keras.optimizers.legacy`. All else is said in
+  `tf_cross_shard.cross_shard.CrossShard`.
+
+  >>> import tensorflow as tf
+  >>> optimizer = CrossShardOptimizer(keras.optimizers.SGD(0.5))
+  >>> weight = tf.Variable(3.0)
+  >>> int(optimizer.apply_gradients([(tf.constant(2.0), weight)]))
+  1
+  >>> float(weight.numpy())
+  2.0
+  """
+
+  @converting.not_ours
+  def scale_loss(self, loss: Any) -> Any:
+    """The loss to differentiate in a loop of your own.
+
+    `fit` and `minimize` need no call of it. A loss scale is put on with
+    `get_scaled_loss` and taken off with `get_unscaled_gradients`, as ever.
+
+    Args:
+      loss: A loss averaged over all replicas' examples.
+
+    Returns:
+      The loss times the factor for `"global"`.
+
+    Raises:
+      RuntimeError: If called in the cross-replica context.
+    """
+    self._place.check()
+    return self._average(loss, scaling.GLOBAL)
+
+  @converting.not_ours
+  def aggregate_gradients(
+    self, grads_and_vars: Iterable[Any]
+  ) -> gradients.Pairs:
+    """Clips this replica's gradients and sums them over the group.
+
+    >>> import tensorflow as tf
+    >>> optimizer = CrossShardOptimizer("sgd", clipvalue=1.0)
+    >>> weight = tf.Variable(3.0)
+    >>> [(grad, _)] = optimizer.aggregate_gradients(
+    ...   [(tf.constant(2.0), weight)]
+    ... )
+    >>> float(grad)
+    1.0
+
+    Args:
+      grads_and_vars: Pairs of this replica's gradient and its variable.
+
+    Returns:
+      Pairs for `apply_gradients(..., skip_gradients_aggregation=True)`.
+
+    Raises:
+      RuntimeError: If called in the cross-replica context.
+    """
+    self._place.check()
+    grads, variables = arguments.check_pairs(grads_and_vars)
+    return list(zip(self._sum(grads, variables), variables, strict=True))
+
+  @converting.not_ours
+  def apply_gradients(
+    self,
+    grads_and_vars: Iterable[Any],
+    global_step: Any = None,
+    name: str | None = None,
+    *,
+    skip_gradients_aggregation: bool = False,
+    experimental_aggregate_gradients: bool = True,
+  ) -> Any:
+    """Sums each gradient over the group, then lets `opt` apply the sums once.
+
+    Args:
+      grads_and_vars: Pairs of this replica's gradient (dense, row-sparse or
+        None) and its variable.
+      global_step: An integer variable, incremented by one afterwards.
+      name: The name scope of the operations; this optimizer's name if None.
+      skip_gradients_aggregation: Whether the gradients are sums already.
+      experimental_aggregate_gradients: Its opposite, by its older name.
+
+    Returns:
+      The iteration count after the step, an int64 tensor.
+
+    Raises:
+      RuntimeError: As in `CrossShard`.
+      ValueError: As in `CrossShard`.
+      TypeError: As in `CrossShard`.
+    """
+    if experimental_aggregate_gradients and not skip_gradients_aggregation:
+      return super().apply_gradients(grads_and_vars, global_step, name)
+    grads, variables = arguments.check_pairs(grads_and_vars)
+    if self._inner.is_within:
+      return self._inner.apply_reduced(grads, variables)
+    arguments.check_global_step(global_step)
+    arguments.check_name(name)
+    return self._apply(grads, variables, global_step, name, is_reduced=True)
+
+  def get_slot(self, var: Any, name: str) -> Any:
+    """The variable that `opt` made for `var` under `name`, or None.
+
+    Args:
+      var: A variable that the optimizer was built on. A checkpoint asks for
+        the slots of whatever it saves: None for what is no variable.
+      name: One of `get_slot_names()`.
+
+    Returns:
+      The slot; None where there is none.
+    """
+    return self._inner.slots(var).get(name)
+
+  def get_config(self) -> dict[str, Any]:
+    """Everything the constructor needs, in serializable form."""
+    return {**super().get_config(), "is_legacy_optimizer": False}
+
+  @classmethod
+  def from_config(
+    cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+  ) -> cross_shard.CrossShard:
+    """Makes the optimizer that `get_config` described.
+
+    Args:
+      config: What `get_config` returned; not changed.
+      custom_objects: Classes that `opt` may need, by name.
+
+    Returns:
+      A new optimizer, not built.
+    """
+    mine = {k: v for k, v in config.items() if k != "is_legacy_optimizer"}
+    return super().from_config(mine, custom_objects)
