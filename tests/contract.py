@@ -5,6 +5,7 @@ what is asserted is known to be true of a good optimizer, and once per way of
 encapsulating it.
 """
 
+import importlib
 import os
 import pathlib
 import tempfile
@@ -17,6 +18,10 @@ import tensorflow as tf
 from tests import testbed
 
 keras = tf.keras
+# Keras 3 does not make it an attribute of `tf.keras`.
+saving = importlib.import_module(
+  "tf_keras.saving" if testbed.IS_TF_KERAS else "keras.saving"
+)
 
 
 def checkpoint(optimizer: Any, weight: Any) -> tf.train.Checkpoint:
@@ -87,8 +92,8 @@ class OptimizerContract:
     config = optimizer.get_config()
     again = type(optimizer).from_config(dict(config))
     assert again.get_config() == config == optimizer.get_config()
-    serialized = keras.saving.serialize_keras_object(optimizer)
-    other = keras.saving.deserialize_keras_object(serialized)
+    serialized = saving.serialize_keras_object(optimizer)
+    other = saving.deserialize_keras_object(serialized)
     assert type(other) is type(optimizer)
     assert other.get_config() == config
 

@@ -101,7 +101,7 @@ def variable(value: Any, name: str | None = None) -> Any:
 def is_legacy(optimizer: Any) -> bool:
   """Whether it is one of `tf_keras.optimizers.legacy`, encapsulated or not."""
   optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-  return IS_TF_KERAS and isinstance(optimizer, _optimizers.legacy.Optimizer)
+  return "legacy" in type(optimizer).__module__
 
 
 def build(optimizer: Any, variables: Sequence[Any]) -> None:

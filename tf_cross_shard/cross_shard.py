@@ -22,6 +22,7 @@ from tf_cross_shard import (
   gradients,
   placement,
   reduction,
+  saving_notice,
   scaling,
   skipping,
   wire,
@@ -133,6 +134,8 @@ class CrossShard(delegate.Delegating):
     strategy = self._inner.strategy
     self._place = placement.Placement(strategy, group_assignment, name)
     self._skipping = skipping.Skipping(skip_nonfinite, strategy)
+    num_groups = self._place.groups.num_groups
+    self._notice = saving_notice.SavingNotice(name, num_groups)
 
   @property
   def reduction(self) -> str:
@@ -403,6 +406,12 @@ class CrossShard(delegate.Delegating):
     # A copy: Keras changes what it is given.
     opt = cls._deserialize(copy.deepcopy(config["opt"]), custom_objects)
     return cls(**{**config, "opt": opt})
+
+  def _before_saving(self) -> None:
+    """Says what is lost; nothing while this object is being made."""
+    notice = self.__dict__.get("_notice")
+    if notice is not None:
+      notice.say()
 
   def _gradients(
     self,

@@ -60,6 +60,11 @@ class InnerOptimizer(abc.ABC):
     return self.variables
 
   @property
+  def encapsulated(self) -> "InnerOptimizer":
+    """The adapter for the encapsulated optimizer alone."""
+    return self
+
+  @property
   def is_within(self) -> bool:
     """Whether a loss scaling optimizer around ours is handing down its step."""
     return False

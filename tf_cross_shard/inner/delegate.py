@@ -13,7 +13,7 @@ from typing import Any, Final
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard.inner import base, scaled
+from tf_cross_shard.inner import base
 
 _HIDDEN: Final = frozenset(("inner_optimizer", "get_slot", "get_slot_names"))
 
@@ -65,6 +65,9 @@ class Delegating:
     """The optimizer that a dictionary describes, not built."""
     raise NotImplementedError
 
+  def _before_saving(self) -> None:
+    """Called before the state is saved by others than this package."""
+
   def _encapsulate(self, inner: base.InnerOptimizer) -> None:
     """Keeps the encapsulated optimizer; from here on it is seen through."""
     self._inner = inner
@@ -83,9 +86,7 @@ class Delegating:
       adapter: Makes the adapter for an optimizer that is scaled.
       instead: Whose methods `around` has from now on.
     """
-    inner = self._inner
-    if isinstance(inner, scaled.ScaledOptimizer):
-      inner = inner.inner  # The one before is out of use.
+    inner = self._inner.encapsulated  # What was around before is out of use.
     if inner.scales_dynamically:
       logging.info(
         "%s encapsulates a loss scaling optimizer and is encapsulated by one,"
@@ -208,6 +209,7 @@ class Delegating:
     Args:
       store: Where Keras keeps one saved object.
     """
+    self._before_saving()
     self._inner.optimizer.save_own_variables(store)
 
   def load_own_variables(self, store: Any) -> None:
@@ -249,6 +251,7 @@ class Delegating:
 
   def __reduce__(self) -> tuple[Any, ...]:
     """Pickles and copies settings and state."""
+    self._before_saving()
     current = [(self._inner.path(v), v.numpy()) for v in self._inner.state]
     waiting = enumerate(self._unrestored)
     state = [saved or current[i] for i, saved in waiting] or current
@@ -298,6 +301,7 @@ class Delegating:
 
   def _trackable_children(self, *args: Any, **kwargs: Any) -> Any:
     """What a checkpoint saves."""
+    self._before_saving()
     return self._checkpointed()._trackable_children(*args, **kwargs)
 
   def _lookup_dependency(self, *args: Any, **kwargs: Any) -> Any:
@@ -339,15 +343,18 @@ def as_optimizer(
         f"`opt` must name a Keras optimizer; got {opt!r}. Use a name such as"
         ' "adam", or an optimizer object.'
       ) from error
-  layer = opt
-  while layer is not None:
+  layers = [opt]
+  while layers:
+    layer = layers.pop()
     if isinstance(layer, Delegating):
       raise ValueError(
         f"`opt` must not be or contain a {type(layer).__name__} itself; got"
         f" {layer.name!r}. Gradients would be reduced twice. Encapsulate its"
         " inner optimizer."
       )
-    layer = getattr(layer, "inner_optimizer", None)
+    within = getattr(layer, "inner_optimizer", None)
+    layers += [each for each in (within,) if each is not None]
+    layers += getattr(layer, "_inner_optimizers", ())  # a MultiOptimizer's
   if not isinstance(opt, kinds):
     found = f"{type(opt).__module__}.{type(opt).__qualname__}"
     raise TypeError(

@@ -25,7 +25,6 @@ class ScaledOptimizer(base.InnerOptimizer):
   Subclasses say how a loss is scaled and a step is begun.
 
   Attributes:
-    inner: The adapter for the encapsulated optimizer.
     around: The loss scaling optimizer.
   """
 
@@ -37,34 +36,39 @@ class ScaledOptimizer(base.InnerOptimizer):
       around: The loss scaling optimizer.
     """
     super().__init__(inner.optimizer)
-    self.inner = inner
+    self._inner = inner
     self.around = around
     self._replica = threading.local()  # Replicas may be threads.
 
   @property
   def strategy(self) -> tf.distribute.Strategy:
     """The strategy whose scope the optimizer was made in."""
-    return self.inner.strategy
+    return self._inner.strategy
 
   @property
   def is_built(self) -> bool:
     """Whether the slots are there."""
-    return self.inner.is_built
+    return self._inner.is_built
 
   @property
   def trainable_variables(self) -> list[Any]:
     """What the built optimizer was built on, in order."""
-    return self.inner.trainable_variables
+    return self._inner.trainable_variables
 
   @property
   def variables(self) -> list[Any]:
     """All variables of the encapsulated optimizer."""
-    return self.inner.variables
+    return self._inner.variables
 
   @property
   def scales_dynamically(self) -> bool:
     """Whether overflow changes the loss scale."""
     return True
+
+  @property
+  def encapsulated(self) -> base.InnerOptimizer:
+    """The adapter for the encapsulated optimizer alone."""
+    return self._inner
 
   @property
   def is_within(self) -> bool:
@@ -73,38 +77,38 @@ class ScaledOptimizer(base.InnerOptimizer):
 
   def path(self, variable: Any) -> str:
     """The name by which a variable is known in a pickle."""
-    return self.inner.path(variable)
+    return self._inner.path(variable)
 
   def build(self, variables: Sequence[Any]) -> None:
     """Makes the slots for `variables`, unless they are there."""
-    self.inner.build(variables)
+    self._inner.build(variables)
 
   def knows(self, variable: Any) -> bool:
     """Whether the built optimizer was built on `variable`."""
-    return self.inner.knows(variable)
+    return self._inner.knows(variable)
 
   def as_built(self, variable: Any) -> Any:
     """The object that the optimizer was built on."""
-    return self.inner.as_built(variable)
+    return self._inner.as_built(variable)
 
   def iterations(self) -> tf.Tensor:
     """The count of applied steps."""
-    return self.inner.iterations()
+    return self._inner.iterations()
 
   def slots(self, variable: Any) -> dict[str, Any]:
     """The variables that were made for `variable`."""
-    return self.inner.slots(variable)
+    return self._inner.slots(variable)
 
   def slot_names(self) -> list[str]:
     """Every name of a slot, once."""
-    return self.inner.slot_names()
+    return self._inner.slot_names()
 
   def apply_reduced(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
     """Hands sums to the loss scaling optimizer, and what it answers on."""
     if self.is_within:
-      self.inner.apply_reduced(grads, variables)
+      self._inner.apply_reduced(grads, variables)
       return
     with self._within():
       self._begin(grads, variables)

@@ -12,7 +12,7 @@ import tensorflow as tf
 import tf_keras
 
 from tf_cross_shard.clipping import Gradient
-from tf_cross_shard.inner import base, delegate, scaled
+from tf_cross_shard.inner import base, delegate, scaled, tf_keras_scaled
 
 _LEGACY: Final = tf_keras.optimizers.legacy.Optimizer
 
@@ -183,81 +183,13 @@ class LegacyOptimizer(TfKerasOptimizer):
     return list(self.optimizer.get_slot_names())
 
 
-class ScaledTfKerasOptimizer(scaled.ScaledOptimizer):
-  """The adapter where a LossScaleOptimizer of tf_keras stands around ours."""
-
-  @property
-  def scales_dynamically(self) -> bool:
-    """Whether overflow changes the loss scale."""
-    return bool(self.around.dynamic)
-
-  def scale_loss(self, loss: Any) -> Any:
-    """Multiplies by the loss scale."""
-    loss = tf.convert_to_tensor(loss)
-    return type(self.around).get_scaled_loss(self.around, loss)
-
-  def scale_limit(self, limit: float) -> Any:
-    """Gradients come in divided by the loss scale."""
-    return limit
-
-  def unscale(self, grads: Sequence[Gradient]) -> list[Gradient]:
-    """Divides by the loss scale."""
-    return list(self.around.get_unscaled_gradients(list(grads)))
-
-  def _begin(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
-    """Looks at the sums, and calls ours if they are finite."""
-    type(self.around).apply_gradients(
-      self.around,
-      zip(grads, variables, strict=True),
-      skip_gradients_aggregation=True,
-    )
-
-
-class _Around:
-  """What a LossScaleOptimizer around ours does instead of its own."""
-
-  def __init__(self, around: Any, ours: Any) -> None:
-    self._around = around
-    self._ours = ours
-
-  def get_scaled_loss(self, loss: Any) -> Any:
-    """Scales by the mean's factor too."""
-    if callable(loss):
-      return lambda: self.get_scaled_loss(loss())
-    return self._ours._inner.scale_loss(self._ours.scale_loss(loss))
-
-  def get_unscaled_gradients(self, grads: Any) -> Any:
-    """Divides by the scale of the one that scales."""
-    inner = self._ours._inner
-    if isinstance(inner, scaled.ScaledOptimizer):
-      return type(self._around).get_unscaled_gradients(self._around, grads)
-    return inner.unscale(grads)
-
-  def compute_gradients(
-    self, loss: Any, var_list: Any, tape: Any = None
-  ) -> Any:
-    """This replica's gradients, scaled by the mean's factor too."""
-    return self._ours.compute_gradients(loss, var_list, tape=tape)
-
-  def minimize(self, loss: Any, var_list: Any, tape: Any = None) -> Any:
-    """Ours: there a loss that a tape recorded is Keras'."""
-    return self._ours.minimize(loss, var_list=var_list, tape=tape)
-
-  def aggregate_gradients(self, grads_and_vars: Any) -> Any:
-    """Sums over the group."""
-    return self._ours.aggregate_gradients(grads_and_vars)
-
-  def apply_gradients(self, grads_and_vars: Any, **options: Any) -> Any:
-    """Reduces first."""
-    return self._ours.apply_gradients(grads_and_vars, **options)
-
-
 class TfKerasDelegate(delegate.Delegating, tf_keras.optimizers.Optimizer):
   """A tf_keras optimizer that is another one in all but its updates."""
 
   # What Keras asks of an optimizer, and older ones do not have.
   _mesh = None
   _run_with_dtensor = False
+  _is_exported = False
 
   def __init__(self, opt: Any, name: str, **clipping: float | None) -> None:
     """Makes the wrapper.
@@ -284,7 +216,7 @@ class TfKerasDelegate(delegate.Delegating, tf_keras.optimizers.Optimizer):
   def __dir__(self) -> list[str]:
     """A checkpoint finds the slots of older optimizers by their names."""
     names = super().__dir__()
-    if isinstance(self._inner, LegacyOptimizer):
+    if self._is_legacy and not self._is_exported:
       names += ["get_slot", "get_slot_names"]
     return names
 
@@ -295,9 +227,7 @@ class TfKerasDelegate(delegate.Delegating, tf_keras.optimizers.Optimizer):
       kind = tf_keras.mixed_precision.LossScaleOptimizer
       around = scaled.caller_around(self, kind)
       if around is not None:
-        self._change_places(
-          around, ScaledTfKerasOptimizer, _Around(around, self)
-        )
+        tf_keras_scaled.change_places(self, around)
 
   @classmethod
   def _as_optimizer(cls, opt: Any) -> Any:
@@ -322,7 +252,7 @@ class TfKerasDelegate(delegate.Delegating, tf_keras.optimizers.Optimizer):
     except ValueError:
       # While HDF5 files and SavedModels are read, it knows Keras' own classes
       # by other names.
-      legacy = str(config.get("module")).endswith(".legacy")
+      legacy = config["config"].get("is_legacy_optimizer", True)
       home = tf_keras.optimizers.legacy if legacy else tf_keras.optimizers
       if not hasattr(home, config["class_name"]):
         raise
@@ -337,13 +267,39 @@ class TfKerasDelegate(delegate.Delegating, tf_keras.optimizers.Optimizer):
     self._inner.optimizer.set_weights(weights)
 
   def save_own_variables(self, store: Any) -> None:
-    """Saves the encapsulated optimizer's variables.
+    """Saves what the encapsulated optimizer would save, or all of an older one.
 
     Args:
       store: Where Keras keeps one saved object.
     """
-    for i, variable in enumerate(self._inner.state):
+    if not self._is_legacy:
+      super().save_own_variables(store)
+      return
+    self._before_saving()
+    for i, variable in enumerate(self._inner.variables):
       store[str(i)] = variable.numpy()
+
+  def load_own_variables(self, store: Any) -> None:
+    """Loads what was saved.
+
+    Args:
+      store: Where Keras keeps one saved object.
+
+    Raises:
+      ValueError: If an older optimizer has another number of variables.
+    """
+    if not self._is_legacy:
+      super().load_own_variables(store)
+      return
+    variables = self._inner.variables
+    if len(variables) != len(store.keys()):
+      raise ValueError(
+        f"{self.name} has {len(variables)} variables, and {len(store.keys())}"
+        " were saved. Build it on the model's trainable variables, with the"
+        " settings that it was saved with."
+      )
+    for i, variable in enumerate(variables):
+      variable.assign(store[str(i)])
 
   def finalize_variable_values(self, var_list: Any) -> None:
     """Writes moving averages into the variables where EMA is used.
@@ -351,8 +307,25 @@ class TfKerasDelegate(delegate.Delegating, tf_keras.optimizers.Optimizer):
     Args:
       var_list: The model's trainable variables.
     """
-    if not isinstance(self._inner.optimizer, _LEGACY):
+    if not self._is_legacy:
       super().finalize_variable_values(var_list)
+
+  @property
+  def _is_legacy(self) -> bool:
+    """Whether an older optimizer is within."""
+    return isinstance(self._inner.encapsulated, LegacyOptimizer)
+
+  def _trackable_children(self, save_type: str = "checkpoint", **k: Any) -> Any:
+    """What a checkpoint or a SavedModel saves."""
+    self.__dict__["_is_exported"] = save_type == "savedmodel"
+    if self._is_exported and self._is_legacy:
+      # Who loads it takes this one for a new optimizer, and looks for what
+      # that has. No more is lost than usual: Keras takes no optimizer's state
+      # from there.
+      count = self._inner.optimizer.iterations
+      every = tf.__internal__.tracking.wrap([count])
+      return {"_iterations": count, "_variables": every}
+    return super()._trackable_children(save_type, **k)
 
   def _track_trackable(self, trackable: Any, name: str, *args: Any) -> Any:
     """Keeps what a LossScaleOptimizer around this one adds to checkpoints."""

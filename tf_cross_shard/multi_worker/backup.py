@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
+from tf_cross_shard import requirements, saving_notice
 from tf_cross_shard.multi_worker import coordination
 
 _MARKER: Final = "epoch.txt"
@@ -84,8 +85,16 @@ class BackupAndRestore(tf.keras.callbacks.Callback):
 
     Raises:
       ValueError: If `backup_dir` is empty, or a URL.
+      NotImplementedError: If `tf.keras` is tf_keras.
     """
     super().__init__()
+    if requirements.uses_tf_keras():
+      raise NotImplementedError(
+        "multi_worker.BackupAndRestore is for Keras 3, and `tf.keras` is"
+        " tf_keras here, whose own tf_keras.callbacks.BackupAndRestore is made"
+        " for several workers. Use that; with groups, use"
+        " tf_cross_shard.replica_state.save() and restore()."
+      )
     if not str(backup_dir):
       raise ValueError(
         "`backup_dir` must name a directory; got ''. Use one that outlives the"
@@ -172,7 +181,8 @@ class _Slot:
   def save(self, epoch: int, logs: Any) -> None:
     """Writes the backup anew."""
     self.forget()
-    self._keras.on_epoch_end(epoch, logs)
+    with saving_notice.all_kept():  # by all workers together
+      self._keras.on_epoch_end(epoch, logs)
     states = [variable.numpy() for variable in _random_states(self._model)]
     np.savez(self._random, *states)
     beside = self._marker.with_suffix(".new")
