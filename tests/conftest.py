@@ -4,9 +4,13 @@ Logical devices can only be made before TensorFlow initializes, so this is
 done while pytest imports this file, before it imports any test.
 """
 
+import functools
 import os
+import pathlib
+import re
 import sys
 from collections.abc import Generator
+from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -34,6 +38,37 @@ hypothesis.settings.register_profile(
   "repeatable", derandomize=True, deadline=None, database=None
 )
 hypothesis.settings.load_profile("repeatable")
+
+
+@functools.cache
+def _is_exclusive(file: pathlib.Path) -> bool:
+  """Whether Bazel runs a file's tests alone: they start several processes."""
+  return bool(re.search(r"(?m)^# bazel:.*\btags=exclusive", file.read_text()))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  """With pytest-xdist what takes longest, and mostly waits, comes first."""
+  if "PYTEST_XDIST_WORKER" in os.environ:
+    items.sort(key=lambda item: not _is_exclusive(item.path))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+  """With pytest-xdist a file stays whole, and exclusive ones follow in a row.
+
+  Tests of one file share what they compile, launch or prepare. Two files at a
+  time that each start several processes would be too much for two cores, while
+  one and an ordinary file get on well.
+  """
+  from xdist.scheduler import LoadScopeScheduling
+
+  class ByFile(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+      file = nodeid.split("::")[0]
+      return "exclusive" if _is_exclusive(config.rootpath / file) else file
+
+  config.option.loadscopereorder = False  # Not the file with most tests first.
+  return ByFile(config, log)
 
 
 @pytest.hookimpl(wrapper=True)

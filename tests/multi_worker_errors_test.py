@@ -49,7 +49,8 @@ def _faults(what: str, kind: str = "own") -> dict[str, Any]:
 def _launches() -> dict[str, tuple[str, int, dict[str, Any]]]:
   """The task, the number of workers and the options of each launch.
 
-  Those that wait long come first; nobody computes meanwhile.
+  Those that wait long come first; nobody computes meanwhile. The others follow
+  in the order in which tests ask for them, so that none waits for all.
   """
   return {
     "missing, default timeout": ("start", 2, {"absent": [1]}),
@@ -63,6 +64,13 @@ def _launches() -> dict[str, tuple[str, int, dict[str, Any]]]:
       3,
       {"absent": [0], "chief": True, "environment": SHORT},
     ),
+    "older": (
+      "start",
+      2,
+      {"per_worker": [{"older": False}, {"older": True}]},
+    ),
+    "malformed": ("start", 1, {"environments": [{"TF_CONFIG": BAD_TF_CONFIG}]}),
+    "Kubernetes": ("start", 2, _on_ports("Kubernetes")),
     "disagree own": ("faults", 2, _faults("disagree")),
     "disagree tensorflow": ("faults", 2, _faults("disagree", "tensorflow")),
     **{
@@ -77,13 +85,6 @@ def _launches() -> dict[str, tuple[str, int, dict[str, Any]]]:
       )
       for killed, kind in ((0, "own"), (1, "tensorflow"))
     },
-    "older": (
-      "start",
-      2,
-      {"per_worker": [{"older": False}, {"older": True}]},
-    ),
-    "malformed": ("start", 1, {"environments": [{"TF_CONFIG": BAD_TF_CONFIG}]}),
-    "Kubernetes": ("start", 2, _on_ports("Kubernetes")),
   }
 
 
