@@ -44,7 +44,7 @@ def variables(trained: Iterable[Any]) -> list[str]:
     One line each, and their number.
   """
   trained = list(trained)
-  names = _renumbered(
+  names = renumbered(
     [str(getattr(v, "path", None) or v.name).split(":")[0] for v in trained]
   )
   lines = [
@@ -78,11 +78,20 @@ def _kind(grad: Gradient) -> str:
   return f"{grad.dtype.name}{rows}"
 
 
-def _renumbered(names: Sequence[str]) -> list[str]:
+def renumbered(names: Sequence[str]) -> list[str]:
   """Names whose numbers tell the order only.
 
   Keras numbers layers by how many of a kind the program made before, which may
   differ between workers that train the same: a chief that evaluates, say.
+
+  >>> renumbered(["dense_3/kernel", "dense_7/kernel"])
+  ['dense/kernel', 'dense_1/kernel']
+
+  Args:
+    names: The names of all that belongs together.
+
+  Returns:
+    The names by which another program may know it.
   """
   numbers: dict[str, set[int]] = {}
   for name in names:

@@ -31,6 +31,11 @@ class Engine(abc.ABC):
     """Synchronous replicas in the whole strategy."""
     return int(self.strategy.num_replicas_in_sync)
 
+  @property
+  def replicas_here(self) -> range:
+    """The replicas of this process, in the order of its devices."""
+    return range(self.num_replicas)
+
   @abc.abstractmethod
   def all_reduce_sum(
     self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups

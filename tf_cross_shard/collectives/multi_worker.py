@@ -50,6 +50,12 @@ class MultiWorker(base.Engine):
     self._agreed: set[tuple[str, ...]] = set()
     self._lock = threading.Lock()
 
+  @property
+  def replicas_here(self) -> range:
+    """As many as this process has devices."""
+    first = self._first_here()
+    return range(first, first + len(self._devices))
+
   def all_reduce_sum(
     self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
   ) -> list[tf.Tensor]:

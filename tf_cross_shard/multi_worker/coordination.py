@@ -189,6 +189,38 @@ def _raise_if(error: Exception | None) -> None:
     raise error
 
 
+def tell(
+  workers: Workers, topic: str, text: str, patience: float = 0.0
+) -> list[str]:
+  """Every worker tells all of them something.
+
+  All workers call it, in the same order of calls.
+
+  Args:
+    workers: Who takes part.
+    topic: What they talk about, for errors.
+    text: What this worker has to say; not empty.
+    patience: Seconds to wait longer than usual.
+
+  Returns:
+    What each worker said, in their order.
+
+  Raises:
+    MissingWorkerError: If a worker does not come within the timeout.
+  """
+  meeting = f"round/{next(_rounds)}/told"
+  store.put(f"{meeting}/{workers.index}", text)
+  deadline = time.monotonic() + workers.timeout + patience
+  found: list[str] = []
+  for index in range(len(workers.names)):
+    told = store.wait(f"{meeting}/{index}", deadline)
+    if told is None:
+      missing = errors.MissingWorkerError(_missing(workers, [index], topic))
+      _raise_on_all(workers, missing)
+    found.append(told)
+  return found
+
+
 def newest_common(workers: Workers, have: Sequence[int]) -> int | None:
   """The greatest number that every worker has.
 
@@ -203,17 +235,11 @@ def newest_common(workers: Workers, have: Sequence[int]) -> int | None:
     DisagreementError: If there are numbers, but no common one.
     MissingWorkerError: If a worker does not come within the timeout.
   """
-  meeting = f"round/{next(_rounds)}/checkpoints"
-  store.put(f"{meeting}/{workers.index}", ",".join(map(str, have)) or _NONE)
-  deadline = time.monotonic() + workers.timeout
-  found: list[set[int]] = []
-  for index in range(len(workers.names)):
-    text = store.wait(f"{meeting}/{index}", deadline)
-    if text is None:
-      topic = "the choice of a checkpoint"
-      missing = errors.MissingWorkerError(_missing(workers, [index], topic))
-      _raise_on_all(workers, missing)
-    found.append(set() if text == _NONE else set(map(int, text.split(","))))
+  text = ",".join(map(str, have)) or _NONE
+  found = [
+    set() if told == _NONE else set(map(int, told.split(",")))
+    for told in tell(workers, "the choice of a checkpoint", text)
+  ]
   common = set.intersection(*found)
   if common or not any(found):
     return max(common, default=None)

@@ -1,0 +1,159 @@
+"""All variables of an optimizer, whatever Keras it is of.
+
+Keras' own lists are not complete: that of tf_keras leaves out the learning
+rate and the loss scale. And Keras numbers the names in them by what a program
+made before, so that they would not be found again by another one.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tf_cross_shard import agreement
+
+
+def layers(optimizer: Any) -> Iterator[Any]:
+  """An optimizer, the one that it encapsulates, and so on.
+
+  >>> from tf_cross_shard import CrossShardOptimizer
+  >>> [type(layer).__name__ for layer in layers(CrossShardOptimizer("sgd"))]
+  ['CrossShardOptimizer', 'SGD']
+
+  Args:
+    optimizer: The outermost.
+
+  Yields:
+    The optimizers, from the outermost inwards.
+  """
+  while optimizer is not None:
+    yield optimizer
+    optimizer = getattr(optimizer, "inner_optimizer", None)
+
+
+def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
+  """Every variable of an optimizer and of those within, once, by name.
+
+  >>> import tensorflow as tf
+  >>> sgd = tf.keras.optimizers.SGD(0.1, momentum=0.9)
+  >>> sgd.build([tf.Variable([1.0])])
+  >>> len(state_variables(sgd))  # iteration, learning rate, momentum
+  3
+
+  Args:
+    optimizer: A built optimizer of Keras 3 or tf_keras, wrapped or not.
+
+  Returns:
+    Pairs of a name, which another run of the program has too, and a variable.
+
+  Raises:
+    TypeError: If it is no optimizer.
+    ValueError: If it is not built.
+  """
+  if not hasattr(optimizer, "variables") or not (
+    hasattr(optimizer, "apply_gradients")
+  ):
+    raise TypeError(
+      "`optimizer` must be a Keras optimizer; got"
+      f" {type(optimizer).__name__}. Hand in the CrossShardOptimizer."
+    )
+  found: dict[int, Any] = {}
+  innermost = optimizer
+  for layer in layers(optimizer):
+    innermost = layer
+    for variable in (*_listed(layer), *_unlisted(layer)):
+      found.setdefault(id(variable), variable)
+  if not _is_built(innermost):
+    raise ValueError(
+      "`optimizer` is not built, and so has no state: got"
+      f" {type(optimizer).__name__}. Call build(model.trainable_variables)"
+      " inside `with strategy.scope():` first."
+    )
+  names = _names(list(found.values()), innermost)
+  return list(zip(unique(names), found.values(), strict=True))
+
+
+def unique(names: Sequence[str]) -> list[str]:
+  """Names of which the second of a kind has a number.
+
+  >>> unique(["weight", "weight"])
+  ['weight', 'weight#2']
+
+  Args:
+    names: Any.
+
+  Returns:
+    As many, all different.
+  """
+  counts: dict[str, int] = {}
+  made = []
+  for name in names:
+    count = counts[name] = counts.get(name, 0) + 1
+    made.append(name if count == 1 else f"{name}#{count}")
+  return made
+
+
+def path_of(variable: Any) -> str:
+  """The name that Keras gave, with those of the layers around.
+
+  >>> import tensorflow as tf
+  >>> path_of(tf.Variable(1.0, name="weight"))
+  'weight'
+
+  Args:
+    variable: A variable.
+
+  Returns:
+    A name, not always unique.
+  """
+  return str(getattr(variable, "path", None) or variable.name).split(":")[0]
+
+
+def _listed(optimizer: Any) -> list[Any]:
+  """What the optimizer says; a property in one Keras, a method in others."""
+  variables = optimizer.variables
+  return list(variables() if callable(variables) else variables)
+
+
+def _unlisted(optimizer: Any) -> list[Any]:
+  """What belongs to an optimizer besides."""
+  scale = getattr(optimizer, "_loss_scale", None)  # tf_keras
+  others = [
+    getattr(optimizer, "skipped_steps", None),
+    getattr(optimizer, "_learning_rate", None),  # tf_keras
+    getattr(scale, "current_loss_scale", None),
+    getattr(scale, "counter", None),
+    # The learning rate and other settings of tf_keras' legacy optimizers.
+    *getattr(optimizer, "_hyper", {}).values(),
+  ]
+  return [other for other in others if hasattr(other, "assign")]
+
+
+def _is_built(optimizer: Any) -> bool:
+  """Whether the slots are there."""
+  flags = ("built", "_built", "_hypers_created")
+  return any(getattr(optimizer, flag, False) for flag in flags)
+
+
+def _names(variables: Sequence[Any], innermost: Any) -> list[str]:
+  """Names without the numbers that depend on what a program made before.
+
+  Keras 3 names a slot after its variable, "adam/dense_7_kernel_momentum" for
+  the one of "dense_7/kernel".
+  """
+  trained = list(getattr(innermost, "_trainable_variables", ()))
+  stable: dict[str, str] = {}
+  for variable, name in zip(
+    trained, agreement.renumbered(list(map(path_of, trained))), strict=True
+  ):
+    for given in (getattr(variable, "path", None), variable.name):
+      if given:
+        prefix = str(given).replace("/", "_").replace(":", "_")
+        stable.setdefault(f"{prefix}_", name)
+  paths = []
+  for path in map(path_of, variables):
+    head, slash, last = path.rpartition("/")
+    owners = [prefix for prefix in stable if last.startswith(prefix)]
+    if owners:
+      longest = max(owners, key=len)
+      last = f"{stable[longest]}/{last.removeprefix(longest)}"
+    paths.append(f"{head}{slash}{last}")
+  return agreement.renumbered(paths)
