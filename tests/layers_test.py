@@ -31,12 +31,14 @@ FLOORS = {
   "drawing": 0,
   "conventions": 0,
   "converting": 0,
+  "saving_notice": 0,
   "packing": 1,
   "wire": 1,
   "sparse": 1,
   "clipping": 1,
   "skipping": 1,
   "agreement": 1,
+  "archive": 1,
   "arguments": 1,
   "virtual_tpu": 1,
   "multi_worker": 1,
@@ -45,6 +47,7 @@ FLOORS = {
   "placement": 3,
   "reduction": 3,
   "inner": 3,
+  "group_copies": 3,
   "cross_shard": 4,
   "tower": 4,
   "replica_state": 4,
@@ -54,7 +57,14 @@ FLOORS = {
   "__main__": 6,
 }
 # Plain Python: who reduces with whom, and by what factor.
-WITHOUT_TENSORFLOW = ("groups", "drawing", "scaling", "conventions")
+WITHOUT_TENSORFLOW = (
+  "groups",
+  "drawing",
+  "scaling",
+  "conventions",
+  "saving_notice",
+  "archive",
+)
 # What a module may not reach, directly or through others.
 UNKNOWN_TO = {"reduction": "inner", "inner": "collectives"}
 MOST_LINES = 300

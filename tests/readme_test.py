@@ -4,6 +4,7 @@
 
 import concurrent.futures
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -21,7 +22,7 @@ def _blocks(language: str) -> list[str]:
   return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
-def _run(program: str) -> str:
+def _run(program: str, **environment: str) -> str:
   """Runs a program in a process of its own; answers what it prints."""
   # From the source tree, like the test itself.
   path = f"import sys; sys.path[:0] = {[p for p in sys.path if p]!r}\n"
@@ -32,6 +33,7 @@ def _run(program: str) -> str:
       path + "exec(sys.stdin.read())",
     ],
     input=program,
+    env={**os.environ, **environment},
     capture_output=True,
     text=True,
     timeout=120,
@@ -48,13 +50,31 @@ def test_first_example() -> None:
   assert "loss:" in _run(first)
 
 
+def test_first_example_with_tf_keras() -> None:
+  program = _blocks("python")[0]
+  program += "\nprint(type(model).__module__, len(model.optimizer.variables))"
+  printed = _run(program, TF_USE_LEGACY_KERAS="1")
+  assert "loss:" in printed
+  assert "tf_keras.src" in printed
+
+
 def test_groups_and_custom_loop() -> None:
-  _, groups, _, _, loop = _blocks("python")
+  _, groups, _, _, loop, _ = _blocks("python")
   printed = _run(groups + loop)
   [drawn] = [block for block in _blocks("text") if "group 0" in block]
   assert drawn in printed
   # The gradient of the mean is [1, -1], so one step of 0.1 from [1, -1].
   assert "[ 0.9 -0.9]" in printed
+
+
+def test_values_that_differ_between_groups(tmp_path: pathlib.Path) -> None:
+  program = f"import os\nos.chdir({str(tmp_path)!r})\n" + _blocks("python")[5]
+  program += "\nprint('saved', os.listdir('.'))"
+  printed = _run(program)
+  assert "saved ['groups.npz']" in printed
+  [line] = [line for line in printed.splitlines() if "array(" in line]
+  first, second = re.findall(r"array\((.*?), dtype", line)
+  assert first != second
 
 
 def test_virtual_tpu() -> None:

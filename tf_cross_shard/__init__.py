@@ -9,7 +9,7 @@ from tf_cross_shard import requirements
 
 requirements.check_installed()
 
-from tf_cross_shard import groups  # noqa: E402  # after the check above
+from tf_cross_shard import groups, replica_state  # noqa: E402  # checked above
 from tf_cross_shard.groups import Groups  # noqa: E402
 
 if requirements.uses_tf_keras():
@@ -19,4 +19,10 @@ else:
 
 __version__ = requirements.own_version()
 
-__all__ = ["CrossShardOptimizer", "Groups", "groups", "__version__"]
+__all__ = [
+  "CrossShardOptimizer",
+  "Groups",
+  "groups",
+  "replica_state",
+  "__version__",
+]
