@@ -92,7 +92,7 @@ class GroupHistory(tf.keras.callbacks.Callback):
       logs: Gets the groups' accuracies, which `fit` then prints.
     """
     self.seconds.append(time.perf_counter() - self._start)
-    weights = replicas.weights_of_replicas(self.strategy, self.model)
+    weights = replicas.weights_of_replicas(self.model)
     flat = np.array(
       [np.concatenate([w.ravel() for w in copies]) for copies in weights]
     )

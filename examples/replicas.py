@@ -6,6 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
+from tf_cross_shard import replica_state
 
 
 def make_strategy(num_replicas: int) -> tf.distribute.Strategy:
@@ -62,25 +63,16 @@ def divisible(batch_size: int, num_replicas: int) -> int:
   return max(1, batch_size // num_replicas) * num_replicas
 
 
-def weights_of_replicas(
-  strategy: tf.distribute.Strategy, model: Any
-) -> list[list[np.ndarray]]:
+def weights_of_replicas(model: Any) -> list[list[np.ndarray]]:
   """Reads every replica's own copy of the weights.
 
   `model.get_weights()` and `variable.numpy()` read replica 0 only.
 
   Args:
-    strategy: The strategy in whose scope the model was made.
     model: A built Keras model.
 
   Returns:
     One list per replica, as `set_weights` takes it.
   """
-  copies = [
-    strategy.experimental_local_results(weight.value)
-    for weight in model.weights
-  ]
-  return [
-    [copy.numpy() for copy in of_replica]
-    for of_replica in zip(*copies, strict=True)
-  ]
+  copies = [replica_state.values(weight) for weight in model.weights]
+  return [list(of_replica) for of_replica in zip(*copies, strict=True)]

@@ -14,10 +14,19 @@ import unittest.mock
 from collections.abc import Callable, Sequence
 from typing import Any
 
+if __name__ == "__main__":
+  # Keras imports them for no other reason than that they are installed, and
+  # that takes a third of the time in which a worker starts.
+  sys.modules.update(dict.fromkeys(["jax", "matplotlib", "sklearn"]))
+
 import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy
 
-from tests import multi_worker_cases, multi_worker_faults
+from tests import (
+  multi_worker_cases,
+  multi_worker_faults,
+  replica_state_workers,
+)
 from tf_cross_shard import multi_worker
 from tf_cross_shard.multi_worker import coordination
 
@@ -160,7 +169,7 @@ def lose(kind: str, killed: int) -> dict[str, Any]:
   return multi_worker_faults.lose(killed, mine, strategy)
 
 
-def local_replicas(steps: int) -> dict[str, Any]:
+def two_replicas_each() -> tf.distribute.Strategy:
   """Two replicas in each process, as with GPUs; of CPUs it would be one."""
   cpu = tf.config.list_physical_devices("CPU")[0]
   tf.config.set_logical_device_configuration(
@@ -177,6 +186,12 @@ def local_replicas(steps: int) -> dict[str, Any]:
     strategy = multi_worker.MultiWorkerStrategy()
   assert len(strategy.extended.worker_devices) == 2
   assert strategy.num_replicas_in_sync == 4
+  return strategy
+
+
+def local_replicas(steps: int) -> dict[str, Any]:
+  """What two replicas of one process have."""
+  strategy = two_replicas_each()
   return {
     (grouping, wire_dtype): multi_worker_cases.powers_of_two(
       grouping, wire_dtype, steps, strategy
@@ -186,8 +201,32 @@ def local_replicas(steps: int) -> dict[str, Any]:
   }
 
 
+def replica_states(kind: str, folder: pathlib.Path) -> dict[str, Any]:
+  """What `tf_cross_shard.replica_state` does on each worker."""
+  if kind == "two replicas each":
+    return replica_state_workers.run(two_replicas_each(), folder)
+  return replica_state_workers.run(strategy_of(kind), folder)
+
+
+def interplay() -> dict[Any, Any]:
+  """Two Kerases, mixed precision and loss scaling."""
+  # Here, for no other task imports a second Keras, which takes seconds.
+  from tests import interplay_workers
+
+  return interplay_workers.train()
+
+
 TASKS: dict[str, Callable[..., Any]] = {
-  task.__name__: task for task in (numbers, start, faults, lose, local_replicas)
+  task.__name__: task
+  for task in (
+    numbers,
+    start,
+    faults,
+    lose,
+    local_replicas,
+    interplay,
+    replica_states,
+  )
 }
 
 

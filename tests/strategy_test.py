@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 
 from tests import testbed
-from tf_cross_shard import virtual_tpu
+from tf_cross_shard import replica_state, virtual_tpu
 
 TPUCompileError = virtual_tpu.TPUCompileError
 N = 3
@@ -750,6 +751,19 @@ def test_random_numbers_differ_between_replicas_and_steps() -> None:
   first, second = _results(draw()), _results(draw())
   drawn = [tuple(each) for each in first + second]
   assert len(set(drawn)) == 2 * N
+
+
+def test_variables_that_tf_keras_casts_have_a_copy_per_replica() -> None:
+  policy = tf_keras.mixed_precision.Policy("mixed_bfloat16")
+  with _strategy().scope():
+    layer = tf_keras.layers.Dense(1, use_bias=False, dtype=policy)
+    layer.build((None, 1))
+  [kernel] = layer.weights
+  assert type(kernel).__name__ == "AutoCastDistributedVariable"
+  _run(lambda: kernel.assign(tf.reshape(_marks_of_replica(), [1, 1])))
+  assert _results(kernel) == [[[mark]] for mark in MARKS]
+  assert float(_strategy().reduce("SUM", kernel, axis=None)) == sum(MARKS)
+  assert [v.item() for v in replica_state.values(kernel)] == MARKS
 
 
 if __name__ == "__main__":

@@ -231,10 +231,12 @@ class VirtualTPUExtended(single_host.SingleHost):
   # Values of replicas.
 
   def _local_results(self, value: Any) -> tuple[Any, ...]:
-    if isinstance(value, variables.ReplicaVariable):
+    # Under a mixed policy tf_keras puts an object around each variable.
+    variable = getattr(value, "_variable", value)
+    if isinstance(variable, variables.ReplicaVariable):
       if tracing.in_replica_program():
         return (value,)
-      return value.views()
+      return variable.views()
     if isinstance(value, tf.distribute.DistributedValues):
       return tuple(value.values)
     if tf.nest.is_nested(value):

@@ -1,0 +1,65 @@
+"""Two Kerases, mixed precision and loss scaling, in real processes.
+
+One launch of two workers trains every cell; the tests then read what each
+worker had after each step.
+"""
+# bazel: size=large timeout=long tags=exclusive
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests import interplay, testbed, workers
+from tests import interplay_workers as cells
+from tests.interplay import Run
+
+WANTED = cells.wanted()
+
+
+@pytest.fixture(scope="session")
+def results() -> list[dict[cells.Key, Any]]:
+  """What each worker answered."""
+  count = interplay.REPLICAS[cells.ENGINE]
+  done = workers.run("interplay", count, timeout=240.0)
+  assert len({worker.index for worker in done}) == count > 1
+  return [worker.result for worker in done]
+
+
+Results = list[dict[cells.Key, Any]]
+
+
+def _joined(results: Results, key: cells.Key) -> Run:
+  return interplay.join([result[key] for result in results])
+
+
+@pytest.mark.parametrize("key", WANTED, ids="-".join)
+def test_cell(results: Results, key: cells.Key) -> None:
+  """Plain Keras' weights; where a loss is scaled, one worker has a NaN."""
+  cell, grouping, options = WANTED[key]
+  done = _joined(results, key)
+  groups = interplay.GROUPINGS[cells.ENGINE][grouping]
+  assert bool(done.steps[-1].skipped) == bool(options)
+  interplay.check(cell, done, groups, cells.with_nan(cell, options))
+
+
+def test_tensorflows_strategy(results: Results) -> None:
+  cell = cells.OF_TENSORFLOW
+  done = _joined(results, ("tensorflow", str(cell)))
+  interplay.check(cell, done, None, with_nan=True)
+
+
+def test_evaluate_and_predict_of_tf_keras(results: Results) -> None:
+  """Means over all workers' examples, and all rows, on every worker."""
+  given = interplay.data(len(results), with_nan=False)
+  right = given.x @ given.kernel + given.bias
+  loss = float(np.mean((right - given.y) ** 2))
+  for result in results:
+    evaluated, predicted = result["evaluated", "predicted"]
+    assert evaluated == pytest.approx(loss, rel=1e-6)
+    assert predicted.shape == (right.size, 1)
+    testbed.assert_close(predicted, right.reshape(-1, 1), "predictions")
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))
