@@ -204,6 +204,47 @@ def test_sparse_and_whole_number_gradients() -> None:
   )
 
 
+def test_a_global_step_counts_no_step_that_a_loss_scale_skips() -> None:
+  weight, global_step = keras.Variable([1.0]), tf.Variable(0)
+  optimizer = CrossShardOptimizer(
+    keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0))
+  )
+  optimizer.build([weight])
+  for factor in (BAD[0], 1.0):
+    optimizer.minimize(
+      lambda f=factor: f * tf.reduce_sum(weight),
+      var_list=[weight],
+      global_step=global_step,
+    )
+  assert int(global_step) == int(optimizer.iterations) == 1
+
+
+def test_losses_of_half_precision() -> None:
+  for dtype in ("float16", "bfloat16"):
+    weight = keras.Variable([1.0])
+    optimizer = CrossShardOptimizer(
+      keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(1.0), initial_scale=8.0
+      )
+    )
+    optimizer.build([weight])
+    with tf.GradientTape() as tape:
+      loss = tf.reduce_mean(tf.cast(weight.value, dtype) ** 2)
+    optimizer.minimize(loss, [weight], tape=tape)
+    assert weight.numpy().tolist() == [-1.0]
+
+
+def test_refused_where_an_update_cannot_be_left_out() -> None:
+  strategy = tf.distribute.experimental.CentralStorageStrategy(
+    ["CPU:0", "CPU:1"]
+  )
+  with (
+    strategy.scope(),
+    pytest.raises(NotImplementedError, match="CentralStorageStrategy"),
+  ):
+    CrossShardOptimizer("sgd", skip_nonfinite=True)
+
+
 def test_bad_input() -> None:
   with pytest.raises(TypeError, match="`skip_nonfinite` must be True or False"):
     CrossShardOptimizer("sgd", skip_nonfinite="yes")

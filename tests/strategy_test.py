@@ -10,7 +10,7 @@ import tensorflow as tf
 import tf_keras
 
 from tests import testbed
-from tf_cross_shard import replica_state, virtual_tpu
+from tf_cross_shard import CrossShardOptimizer, replica_state, virtual_tpu
 
 TPUCompileError = virtual_tpu.TPUCompileError
 N = 3
@@ -765,6 +765,51 @@ def test_variables_that_tf_keras_casts_have_a_copy_per_replica() -> None:
   total = _strategy().reduce("SUM", kernel, axis=None)
   assert total.numpy().item() == sum(MARKS)
   assert [v.item() for v in replica_state.values(kernel)] == MARKS
+
+
+def test_moving_averages_are_written_to_the_replica_they_are_of() -> None:
+  strategy = testbed.virtual(4)
+  with strategy.scope():
+    weight = tf.keras.Variable([0.0])
+    inner = tf.keras.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.5)
+    optimizer = CrossShardOptimizer(inner, group_assignment=[[0, 1], [2, 3]])
+    optimizer.build([weight])
+
+  @tf.function
+  def step(grads: Any) -> None:
+    strategy.run(lambda grad: optimizer.apply([grad], [weight]), args=(grads,))
+
+  step(testbed.per_replica(strategy, [[1.0], [2.0], [3.0], [4.0]]))
+  optimizer.finalize_variable_values([weight])
+  # The average of one step is its result: minus 1 + 2, and minus 3 + 4.
+  expected = [[-3.0], [-3.0], [-7.0], [-7.0]]
+  assert [v.tolist() for v in replica_state.values(weight)] == expected
+
+
+def test_what_a_first_step_makes_is_there_in_the_next() -> None:
+  """Keras asks in Python whether the loss scale has been made."""
+  with _strategy().scope():
+    weight = tf.keras.Variable([0.0])
+    optimizer = CrossShardOptimizer(
+      tf.keras.optimizers.LossScaleOptimizer(
+        tf.keras.optimizers.SGD(1.0), initial_scale=8.0
+      )
+    )
+
+  @tf.function
+  def step(factor: tf.Tensor) -> None:
+    def replica_step() -> None:
+      with tf.GradientTape() as tape:
+        loss = optimizer.scale_loss(factor * tf.reduce_sum(weight.value) / N)
+      grads = tape.gradient(loss, [weight.value])
+      optimizer.apply(grads, [weight])
+
+    _strategy().run(replica_step)
+
+  for factor in (1.0, float("nan"), 1.0):
+    step(tf.constant(factor))
+  for value in replica_state.values(weight):
+    np.testing.assert_allclose(value, [-2.0], rtol=1e-6)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """tf_keras beside Keras 3: its own optimizers, new and older, and its ways."""
 
+import pathlib
 import pickle
 from collections.abc import Callable
 from copy import deepcopy
@@ -329,6 +330,104 @@ class TestAsModelGardenBuilds:
 
     _run(step)
     assert testbed.copies(weight) == [-1.5, -1.5, -6.0, -6.0]
+
+
+class TestWhatAReviewFound:
+  def test_attributes_and_the_iteration_count_are_set(self) -> None:
+    optimizer = CrossShardOptimizer("sgd")
+    optimizer.mine, optimizer.list = tf.Variable(0), [1]
+    optimizer.iterations = tf.Variable(3, dtype=tf.int64)
+    optimizer.apply_gradients([(tf.constant(1.0), tf.Variable(1.0))])
+    assert int(optimizer.inner_optimizer.iterations) == 4
+
+  def test_slots_of_an_optimizer_that_was_built_before(self) -> None:
+    plain, weight = optimizers.Adam(), tf.Variable([1.0])
+    plain.build([weight])
+    assert CrossShardOptimizer(plain).get_slot_names() == ["m", "v"]
+
+  def test_what_stands_around_takes_arguments_by_position(self) -> None:
+    weight = tf.Variable(1.0)
+    around = tf_keras.mixed_precision.LossScaleOptimizer(
+      CrossShardOptimizer(optimizers.SGD(1.0))
+    )
+    around.apply_gradients([(tf.constant(1.0), weight)], True)
+    around.apply_gradients([(tf.constant(2.0), weight)], "name")
+    assert weight.numpy() == -2.0
+
+  @pytest.mark.parametrize("place", ["inside", "outside"])
+  def test_small_gradients_survive_a_float16_wire(self, place: str) -> None:
+    scaling = tf_keras.mixed_precision.LossScaleOptimizer
+    with testbed.mirrored().scope():
+      weight = tf.Variable(0.0)
+      if place == "inside":
+        optimizer = CrossShardOptimizer(
+          scaling(optimizers.SGD(1.0)), wire_dtype="float16"
+        )
+      else:
+        optimizer = scaling(
+          CrossShardOptimizer(optimizers.SGD(1.0), wire_dtype="float16")
+        )
+      optimizer.build([weight])
+    small = 2.0**-30  # float16 ends at 2**-24.
+    _run(
+      lambda: optimizer.minimize(
+        lambda: small * _mine() * weight, var_list=[weight]
+      )
+    )
+    assert testbed.copies(weight) == [-small * 15 / 4] * 4
+
+  @pytest.mark.parametrize("form", ["h5", "tf", "keras"])
+  @pytest.mark.parametrize("place", ["inside", "outside"])
+  @BOTH
+  def test_models_with_a_loss_scale_are_loaded(
+    self, home: Any, place: str, form: str, tmp_path: pathlib.Path
+  ) -> None:
+    scaling = tf_keras.mixed_precision.LossScaleOptimizer
+    opt = (
+      CrossShardOptimizer(scaling(home.Adam()))
+      if place == "inside"
+      else scaling(CrossShardOptimizer(home.Adam()))
+    )
+    model = tf_keras.Sequential([tf_keras.layers.Dense(1, input_shape=(1,))])
+    model.compile(opt, "mse")
+    data = np.ones([4, 1], "float32")
+    model.fit(data, data, verbose=0)
+    model.save(str(tmp_path / f"model.{form}"), save_format=form)
+    again = tf_keras.models.load_model(str(tmp_path / f"model.{form}"))
+    kinds = [type(each.optimizer.inner_optimizer) for each in (model, again)]
+    assert kinds[0] is kinds[1]
+    assert type(again.optimizer) is type(opt)
+    for a, b in zip(model.get_weights(), again.get_weights(), strict=True):
+      np.testing.assert_array_equal(a, b)
+    again.fit(data, data, verbose=0)
+
+  @pytest.mark.parametrize("built_first", [True, False])
+  def test_slots_below_a_loss_scale_are_in_checkpoints(
+    self, built_first: bool, tmp_path: pathlib.Path
+  ) -> None:
+    def make(*, ours: bool) -> tuple[Any, Any]:
+      inner = legacy.SGD(1.0, momentum=0.5)
+      optimizer = tf_keras.mixed_precision.LossScaleOptimizer(
+        CrossShardOptimizer(inner) if ours else inner, initial_scale=8.0
+      )
+      return optimizer, tf.Variable(1.0)
+
+    for source_is_ours, target_is_ours in (
+      (True, True),
+      (True, False),
+      (False, True),
+    ):
+      source, weight = make(ours=source_is_ours)
+      source.apply_gradients([(tf.constant(4.0), weight)])
+      path = tf.train.Checkpoint(optimizer=source, weight=weight).save(
+        str(tmp_path / "checkpoint")
+      )
+      target, other = make(ours=target_is_ours)
+      if built_first:
+        testbed.build(target, [other])
+      tf.train.Checkpoint(optimizer=target, weight=other).restore(path)
+      target.apply_gradients([(tf.constant(0.0), other)])
+      assert other.numpy() == 1.0 - 4.0 - 2.0  # The momentum goes on.
 
 
 COPIES = {

@@ -16,6 +16,7 @@ import errno
 import hashlib
 import json
 import os
+import platform
 import secrets
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -117,7 +118,8 @@ def write(
     OSError: If it cannot be written, as the subclass that Python has for the
       cause. What was at `path` before is unchanged then.
   """
-  partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
+  place = f"{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}"
+  partial = path.with_name(f".{path.name}.{place}{_PARTIAL}")
   try:
     try:
       digest = _write_new(partial, arrays, about)
@@ -128,10 +130,25 @@ def write(
     _sync_folder(path.parent)
   except Exception as error:
     _raise_for_disk(path, error)
-  for left in path.parent.glob(f".{_escaped(path.name)}.????????{_PARTIAL}"):
-    with contextlib.suppress(OSError):
-      left.unlink()  # of a process that was killed while it wrote
+  for left in path.parent.glob(f".{_escaped(path.name)}.*-*-*{_PARTIAL}"):
+    if _is_left_behind(left):
+      with contextlib.suppress(OSError):
+        left.unlink()
   return digest
+
+
+def _is_left_behind(partial: Path) -> bool:
+  """Whether it is of a process of this machine that was killed as it wrote."""
+  node, process, _ = partial.name.removesuffix(_PARTIAL).rsplit("-", 2)
+  if not node.endswith(f".{platform.node()}") or not process.isdecimal():
+    return False
+  try:
+    os.kill(int(process), 0)
+  except ProcessLookupError:
+    return True
+  except OSError:
+    return False  # Somebody else's.
+  return False
 
 
 @contextlib.contextmanager

@@ -117,6 +117,8 @@ class CrossShard(delegate.Delegating):
     Raises:
       ValueError: If `opt` names no optimizer or is itself a
         CrossShardOptimizer, or if another argument has no valid value.
+      NotImplementedError: If the strategy has no synchronous replicas, or
+        cannot do what is asked for.
       TypeError: If `opt` is not a Keras optimizer.
     """
     opt = self._as_optimizer(opt)
@@ -133,6 +135,8 @@ class CrossShard(delegate.Delegating):
     self._wire_dtype = wire.as_dtype(wire_dtype)
     strategy = self._inner.strategy
     self._place = placement.Placement(strategy, group_assignment, name)
+    if skip_nonfinite:
+      self._place.engine.check_skipping()
     self._skipping = skipping.Skipping(skip_nonfinite, strategy)
     num_groups = self._place.groups.num_groups
     self._notice = saving_notice.SavingNotice(name, num_groups)
@@ -506,7 +510,8 @@ class CrossShard(delegate.Delegating):
       def apply() -> None:
         self._inner.apply_reduced(sums, variables)
         if global_step is not None and engine.updates_here(global_step):
-          global_step.assign_add(tf.ones([], global_step.dtype))
+          is_one = skipping.all_finite(sums) if skips_itself else True
+          global_step.assign_add(tf.cast(is_one, global_step.dtype))
 
       with engine.all_or_nothing(sums), engine.alone():
         self._skipping.apply_if_finite(sums, apply, always=skips_itself)
@@ -529,6 +534,7 @@ class CrossShard(delegate.Delegating):
       self._place.engine,
       self._place.groups,
       self._wire_dtype,
+      self._inner.wire_scale() if self._wire_dtype == tf.float16 else None,
     )
 
   def _scaled_limit(self, limit: float | None) -> Any:

@@ -123,7 +123,9 @@ def compute(
   grad_loss = None if tf.executing_eagerly() else options.grad_loss
   if scalar:
     arguments.check_scalar(loss, seeded=grad_loss is not None)
-  seed = scale(tf.ones_like(loss) if grad_loss is None else grad_loss)
+  seed = tf.ones_like(loss) if grad_loss is None else grad_loss
+  # Keras widens what it scales; a gradient has the dtype of what it is of.
+  seed = tf.cast(scale(seed), seed.dtype)
   if tape is not None:
     variables = tape.watched_variables() if var_list is None else var_list
     grads = tape.gradient(loss, list(variables), output_gradients=seed)

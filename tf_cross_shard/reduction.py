@@ -23,6 +23,7 @@ def reduce_gradients(
   engine: base.Engine,
   groups: groups_lib.Groups,
   wire_dtype: tf.DType | None = None,
+  wire_scale: Any = None,
 ) -> list[Gradient]:
   """Sums every gradient over this replica's group.
 
@@ -42,13 +43,15 @@ def reduce_gradients(
     engine: Who carries the numbers.
     groups: Who sums with whom.
     wire_dtype: What gradients travel in; None for their own dtype.
+    wire_scale: What they are multiplied by meanwhile, so that what is small is
+      not rounded to 0; a power of two changes no digit.
 
   Returns:
     The sums in the same order. None stays None. A sparse gradient stays
     sparse with each row standing once, or becomes dense where the engine
     cannot gather rows.
   """
-  grads = list(grads)
+  grads = _times(grads, wire_scale)
   is_sparse = [isinstance(grad, tf.IndexedSlices) for grad in grads]
   if groups.group_size > 1 and any(is_sparse) and not engine.can_gather:
     grads = [
@@ -67,7 +70,25 @@ def reduce_gradients(
     totals = add_up([grads[i] for i in at], engine, groups, wire_dtype)
     for i, total in zip(at, totals, strict=True):
       sums[i] = total
-  return sums
+  return _times(sums, None if wire_scale is None else 1.0 / wire_scale)
+
+
+def _times(grads: Sequence[Gradient], factor: Any) -> list[Gradient]:
+  """Gradients times a factor; as they are without one."""
+  if factor is None:
+    return list(grads)
+
+  def scaled(values: tf.Tensor) -> tf.Tensor:
+    return values * tf.cast(factor, values.dtype)
+
+  return [
+    tf.IndexedSlices(scaled(grad.values), grad.indices, grad.dense_shape)
+    if isinstance(grad, tf.IndexedSlices)
+    else None
+    if grad is None
+    else scaled(grad)
+    for grad in grads
+  ]
 
 
 def _sum_dense(

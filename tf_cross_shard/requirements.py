@@ -144,6 +144,13 @@ def check_tf_keras() -> None:
     ImportError: If tf_keras is missing or too old.
   """
   tf = _import_tensorflow()
+  try:
+    # First by what pip recorded: too old a one cannot even be imported.
+    recorded = metadata.version("tf_keras")
+  except metadata.PackageNotFoundError:
+    pass  # None, or a nightly build.
+  else:
+    check_tf_keras_version(recorded, tf.__version__)
   tf_keras = _import(
     "tf_keras",
     "tf_cross_shard.tf_keras, which TF_USE_LEGACY_KERAS=1 asks for too, needs"
@@ -167,8 +174,8 @@ def uses_tf_keras() -> bool:
   try:
     # There `tf.keras` has no version. Keras 2 may also be called `keras`.
     module: str = tf.keras.optimizers.Optimizer.__module__
-  except ImportError:
-    # Not to be had: what TensorFlow was told to look for.
+  except (ImportError, AttributeError, RecursionError):
+    # Missing, or too old for this TensorFlow: what that was told to look for.
     return os.environ.get("TF_USE_LEGACY_KERAS") in ("true", "True", "1")
   return module.split(".")[0] == "tf_keras"
 

@@ -156,3 +156,7 @@ class CrossShardOptimizer(cross_shard.CrossShard, tf_keras.TfKerasDelegate):
     """
     mine = {k: v for k, v in config.items() if k != "is_legacy_optimizer"}
     return super().from_config(mine, custom_objects)
+
+
+# A LossScaleOptimizer in an HDF5 file or a SavedModel looks for this name.
+keras.saving.get_custom_objects()["CrossShardOptimizer"] = CrossShardOptimizer

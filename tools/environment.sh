@@ -91,6 +91,7 @@ EOF
 
 # Prints the extras to ask pip for, given the wanted ones. A TensorFlow that is
 # there already stays, whatever its flavour: two of them share their files.
+# tf_keras, which would bring another one, is installed apart.
 _extras_for_pip() {
   .venv/bin/python - "$@" <<'EOF'
 import importlib.util, sys
@@ -103,7 +104,7 @@ def is_installed(distribution):
     return False
   return True
 
-extras = set(sys.argv[1:])
+extras = set(sys.argv[1:]) - {"tf-keras"}
 if extras & {"cpu", "tensorflow"} and importlib.util.find_spec("tensorflow"):
   extras -= {"cpu", "tensorflow"}
   if is_installed("tensorflow"):
@@ -111,6 +112,17 @@ if extras & {"cpu", "tensorflow"} and importlib.util.find_spec("tensorflow"):
   elif is_installed("tensorflow-cpu"):
     extras.add("cpu")
 print(",".join(sorted(extras)))
+EOF
+}
+
+# Prints the requirement of the tf_keras that belongs to the TensorFlow here.
+_tf_keras_for_pip() {
+  .venv/bin/python - <<'EOF'
+from importlib import metadata
+
+distribution = metadata.packages_distributions()["tensorflow"][0]
+major, minor, _ = metadata.version(distribution).split(".", 2)
+print(f"tf_keras~={major}.{minor}.0")
 EOF
 }
 
@@ -148,6 +160,12 @@ ensure_environment() {
     # first on sys.path instead of last.
     PIP_USER=0 PYTHONWARNINGS=ignore "${pip[@]}" --use-pep517 \
       --editable ".[$(_extras_for_pip $extras)]"
+    if [[ " $extras" == *" tf-keras "* ]]; then
+      # Its one requirement is `tensorflow` of the same minor version, whose
+      # files would overwrite those of tensorflow-cpu.
+      tf_keras=$(_tf_keras_for_pip)
+      PIP_USER=0 "${pip[@]}" --no-deps "$tf_keras"
+    fi
     printf '%s\n' "$fingerprint" "${extras% }" >"$_stamp.new"
     mv "$_stamp.new" "$_stamp"
   )

@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/environment.sh
 
-ensure_environment cpu examples test tpu-compiler virtual-tpu
+ensure_environment cpu examples test tf-keras tpu-compiler virtual-tpu
 export TF_CPP_MIN_LOG_LEVEL="${TF_CPP_MIN_LOG_LEVEL:-2}"
 python=.venv/bin/python
 
@@ -12,4 +12,6 @@ python=.venv/bin/python
 "$python" -m ruff format --check --quiet .
 "$python" -m mypy tf_cross_shard
 "$python" tools/update_build.py --check
+# All of them two at a time: half of the time tests wait for other processes.
+if (( $# == 0 )); then set -- --numprocesses=2; fi
 "$python" -m pytest "$@"  # Fails (5) when there is no test at all.

@@ -91,6 +91,10 @@ class Engine(abc.ABC):
     """
     del groups
 
+  def check_skipping(self) -> None:
+    """Raises an error if one group cannot leave out a step by itself."""
+    return
+
   @property
   def bucket_bytes(self) -> int | None:
     """How large buffers are best, where this is asked; None for no packing."""
@@ -216,6 +220,17 @@ class AnyStrategy(Engine):
         f" {type(self.strategy).__name__}; got {groups.to_lists()}. Leave it"
         " None, or use MirroredStrategy."
       )
+
+  def check_skipping(self) -> None:
+    """Refuses what takes an update inside `tf.cond`.
+
+    Raises:
+      NotImplementedError: Always.
+    """
+    raise NotImplementedError(
+      f"`skip_nonfinite` is not supported under {type(self.strategy).__name__}."
+      " Leave it False, or use MirroredStrategy."
+    )
 
 
 def is_copied(variable: Any) -> bool:

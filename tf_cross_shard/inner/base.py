@@ -122,6 +122,14 @@ class InnerOptimizer(abc.ABC):
     """
     return self.scale_loss(limit)
 
+  def wire_scale(self) -> Any:
+    """What gradients are multiplied by where they travel in float16.
+
+    Returns:
+      A scalar; None where they are scaled already, or nothing scales.
+    """
+    return None
+
   def unscale(self, grads: Sequence[Gradient]) -> list[Gradient]:
     """Gradients of a scaled loss, as `apply_reduced` takes them.
 

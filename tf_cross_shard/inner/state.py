@@ -19,11 +19,14 @@ def layers(optimizer: Any) -> Iterator[Any]:
   ['CrossShardOptimizer', 'SGD']
 
   Args:
-    optimizer: The outermost.
+    optimizer: One of them. A LossScaleOptimizer that `compile` put around it is
+      the first.
 
   Yields:
     The optimizers, from the outermost inwards.
   """
+  around = getattr(vars(optimizer).get("_inner"), "around", None)
+  optimizer = optimizer if around is None else around
   while optimizer is not None:
     yield optimizer
     optimizer = getattr(optimizer, "inner_optimizer", None)

@@ -83,6 +83,10 @@ class TfKerasOptimizer(base.InnerOptimizer):
     """Gradients come in divided by the loss scale."""
     return limit
 
+  def wire_scale(self) -> Any:
+    """The loss scale, which gradients came in divided by."""
+    return self.optimizer.loss_scale if self._is_loss_scaled else None
+
   def unscale(self, grads: Sequence[Gradient]) -> list[Gradient]:
     """Divides by the loss scale, which `apply_gradients` does not do."""
     if self._is_loss_scaled:
@@ -106,15 +110,22 @@ class TfKerasOptimizer(base.InnerOptimizer):
       return {}
     last = base.innermost(self.optimizer)
     index = last._index_dict[last._var_key(variable)]
-    count = len(last._index_dict)
-    found = base.slots_at(last, index, count, last.variables)
-    # "m/dense/kernel:0" is what Adam calls "m" of "dense/kernel".
-    return {slot.name.split("/")[0]: slot for _, slot in found}
+    return self._slots_at(last, index, len(last._index_dict))
 
   def slot_names(self) -> list[str]:
     """Every name of a slot, once."""
-    names = (name for v in self._trainable for name in self.slots(v))
-    return list(dict.fromkeys(names))
+    if not self.is_built:
+      return []
+    last = base.innermost(self.optimizer)
+    count = len(last._index_dict)
+    slots = (self._slots_at(last, index, count) for index in range(count))
+    return list(dict.fromkeys(name for each in slots for name in each))
+
+  def _slots_at(self, last: Any, index: int, count: int) -> dict[str, Any]:
+    """The slots of the index-th variable, by name."""
+    found = base.slots_at(last, index, count, last.variables)
+    # "m/dense/kernel:0" is what Adam calls "m" of "dense/kernel".
+    return {slot.name.split("/")[0]: slot for _, slot in found}
 
   @property
   def _is_loss_scaled(self) -> bool:
@@ -252,6 +263,10 @@ class TfKerasDelegate(delegate.Delegating, tf_keras.optimizers.Optimizer):
     except ValueError:
       # While HDF5 files and SavedModels are read, it knows Keras' own classes
       # by other names.
+      if "inner_optimizer" in config["config"]:
+        return tf_keras.optimizers.deserialize(
+          config, custom_objects, use_legacy_format="module" not in config
+        )
       legacy = config["config"].get("is_legacy_optimizer", True)
       home = tf_keras.optimizers.legacy if legacy else tf_keras.optimizers
       if not hasattr(home, config["class_name"]):
@@ -327,16 +342,18 @@ class TfKerasDelegate(delegate.Delegating, tf_keras.optimizers.Optimizer):
       return {"_iterations": count, "_variables": every}
     return super()._trackable_children(save_type, **k)
 
-  def _track_trackable(self, trackable: Any, name: str, *args: Any) -> Any:
+  def _track_trackable(
+    self, trackable: Any, name: str, *args: Any, **k: Any
+  ) -> Any:
     """Keeps what a LossScaleOptimizer around this one adds to checkpoints."""
     inner = self.__dict__.get("_inner")
     if inner is None:
-      return super()._track_trackable(trackable, name, *args)
+      return super()._track_trackable(trackable, name, *args, **k)
     optimizer = inner.optimizer
     optimizer._maybe_initialize_trackable()
     if name == "loss_scale" and optimizer._lookup_dependency(name) is not None:
       return trackable  # Of two loss scales the inner one is used.
-    return optimizer._track_trackable(trackable, name, *args)
+    return optimizer._track_trackable(trackable, name, *args, **k)
 
   def _handle_deferred_dependencies(self, name: str, trackable: Any) -> Any:
     """Restores what was added after the checkpoint was read."""

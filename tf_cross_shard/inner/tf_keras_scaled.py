@@ -30,6 +30,10 @@ class ScaledTfKerasOptimizer(scaled.ScaledOptimizer):
     """Gradients come in divided by the loss scale."""
     return limit
 
+  def wire_scale(self) -> Any:
+    """The loss scale, which gradients came in divided by."""
+    return self.around.loss_scale
+
   def unscale(self, grads: Sequence[Gradient]) -> list[Gradient]:
     """Divides by the loss scale."""
     return list(self.around.get_unscaled_gradients(list(grads)))
@@ -84,9 +88,24 @@ class _Around:
     """Sums over the group."""
     return self._ours.aggregate_gradients(grads_and_vars)
 
-  def apply_gradients(self, grads_and_vars: Any, **options: Any) -> Any:
+  def apply_gradients(
+    self,
+    grads_and_vars: Any,
+    skip_gradients_aggregation: Any = False,
+    **options: Any,
+  ) -> Any:
     """Reduces first."""
-    return self._ours.apply_gradients(grads_and_vars, **options)
+    if isinstance(skip_gradients_aggregation, str):
+      # In other optimizers the name has this place.
+      options["name"], skip_gradients_aggregation = (
+        skip_gradients_aggregation,
+        False,
+      )
+    return self._ours.apply_gradients(
+      grads_and_vars,
+      skip_gradients_aggregation=skip_gradients_aggregation,
+      **options,
+    )
 
 
 def change_places(ours: Any, around: Any) -> None:
@@ -97,3 +116,11 @@ def change_places(ours: Any, around: Any) -> None:
     around: The LossScaleOptimizer.
   """
   ours._change_places(around, ScaledTfKerasOptimizer, _Around(around, ours))
+  if ours._is_legacy:
+    # By these a checkpoint finds the slots of an older optimizer. In a
+    # SavedModel there are to be none; see ours.
+    vars(around).update(
+      get_slot=ours.get_slot,
+      get_slot_names=lambda: [] if ours._is_exported else ours.get_slot_names(),
+      _create_or_restore_slot_variable=ours._create_or_restore_slot_variable,
+    )

@@ -183,13 +183,21 @@ class VirtualTPUExtended(single_host.SingleHost):
   ) -> Any:
     """On the host: every copy with its own arguments, if those differ."""
     flat = tf.nest.flatten((args, kwargs))
-    if tracing.in_replica_program() or not any(map(_is_distributed, flat)):
+    differ = any(
+      _is_distributed(x) or _replica_variable(x) is not None for x in flat
+    )
+    if tracing.in_replica_program() or not differ:
       result = fn(var, *args, **(kwargs or {}))
       return result if group else tf.nest.map_structure(lambda x: (x,), result)
     results = []
-    for i, view in enumerate(self._local_results(var)):
+    for i, view in enumerate(self._local_results(_native(var))):
+
+      def copy(x: Any, replica: int = i) -> Any:
+        variable = _replica_variable(x)
+        return x if variable is None else variable.views()[replica]
+
       own_args, own_kwargs = distribute_utils.select_replica(
-        i, (args, kwargs or {})
+        i, tf.nest.map_structure(copy, (args, kwargs or {}))
       )
       results.append(fn(view, *own_args, **own_kwargs))
     return tuple(results)
@@ -231,9 +239,8 @@ class VirtualTPUExtended(single_host.SingleHost):
   # Values of replicas.
 
   def _local_results(self, value: Any) -> tuple[Any, ...]:
-    # Under a mixed policy tf_keras puts an object around each variable.
-    variable = getattr(value, "_variable", value)
-    if isinstance(variable, variables.ReplicaVariable):
+    variable = _replica_variable(value)
+    if variable is not None:
       if tracing.in_replica_program():
         return (value,)
       return variable.views()
@@ -304,6 +311,19 @@ class VirtualTPUExtended(single_host.SingleHost):
   def _broadcast_to(self, tensor: tf.Tensor, destinations: Any) -> tf.Tensor:
     del destinations
     return tensor
+
+
+def _native(value: Any) -> Any:
+  """What is within a variable of Keras 3, or within one that tf_keras casts."""
+  value = getattr(value, "_variable", value)
+  within = getattr(value, "value", None)
+  return within if isinstance(within, variables.ReplicaVariable) else value
+
+
+def _replica_variable(value: Any) -> variables.ReplicaVariable | None:
+  """The variable with a copy per replica, if `value` is one."""
+  native = _native(value)
+  return native if isinstance(native, variables.ReplicaVariable) else None
 
 
 def _is_distributed(value: Any) -> bool:

@@ -122,9 +122,16 @@ def trace(
       outputs, _behind_barrier(flat), expand_composites=True
     )
 
-  function = tf.function(
-    marked, autograph=False, jit_compile=True
-  ).get_concrete_function(*specs)
+  def build() -> Any:
+    function = tf.function(marked, autograph=False, jit_compile=True)
+    return function.get_concrete_function(*specs)
+
+  before = len(known())
+  function = build()
+  if len(known()) > before:
+    # As tf.function does: what a program makes in its first run, such as the
+    # state of an optimizer, Python may have taken for not being there.
+    function = build()
   by_handle = {id(each.raw_handle): each for each in known()}
   captures: list[tf.Tensor | variables_lib.ReplicaVariable] = []
   for tensor in function.captured_inputs:

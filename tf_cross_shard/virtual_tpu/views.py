@@ -84,6 +84,42 @@ class ReplicaView:
       self._variable.set_copies(values)
     return self
 
+  def assign_add(self, delta: Any) -> "ReplicaView":
+    """Adds to this copy.
+
+    Args:
+      delta: What `tf.convert_to_tensor` takes.
+
+    Returns:
+      This view.
+    """
+    return self.assign(self + delta)
+
+  def assign_sub(self, delta: Any) -> "ReplicaView":
+    """Subtracts from this copy.
+
+    Args:
+      delta: What `tf.convert_to_tensor` takes.
+
+    Returns:
+      This view.
+    """
+    return self.assign(self - delta)
+
+  def __add__(self, other: Any) -> tf.Tensor:
+    """The sum, as a tensor."""
+    return self.read_value() + tf.convert_to_tensor(other, self.dtype)
+
+  def __sub__(self, other: Any) -> tf.Tensor:
+    """The difference, as a tensor."""
+    return self.read_value() - tf.convert_to_tensor(other, self.dtype)
+
+  def __mul__(self, other: Any) -> tf.Tensor:
+    """The product, as a tensor."""
+    return self.read_value() * tf.convert_to_tensor(other, self.dtype)
+
+  __radd__, __rmul__ = __add__, __mul__
+
   def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
     """The value, for NumPy."""
     del copy
