@@ -19,6 +19,8 @@ import tensorflow as tf
 from tests import interplay, testbed
 from tests.interplay import Cell
 
+pytestmark = pytest.mark.slow
+
 README = pathlib.Path(__file__).parent.parent / "README.md"
 ENGINES = ("mirrored", "virtual_tpu", "one_device")
 CELLS = interplay.cells(*ENGINES)

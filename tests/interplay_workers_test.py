@@ -14,6 +14,8 @@ from tests import interplay, testbed, workers
 from tests import interplay_workers as cells
 from tests.interplay import Run
 
+pytestmark = pytest.mark.slow
+
 WANTED = cells.wanted()
 
 

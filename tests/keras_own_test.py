@@ -23,8 +23,10 @@ import pytest
 import tensorflow as tf
 from packaging import version
 
-from tests import encapsulating
+from tests import encapsulating, testbed
 from tf_cross_shard import CrossShardOptimizer
+
+pytestmark = pytest.mark.slow
 
 KERAS = pathlib.Path(keras.__file__).parent
 
@@ -215,7 +217,7 @@ def test_what_cannot_pass_passes_with_plain_keras() -> None:
 
 def _train(encapsulate: bool, **settings: Any) -> list[np.ndarray]:
   """Weights after each of six steps, with unlike gradients per replica."""
-  strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  strategy = testbed.mirrored(2)
   with strategy.scope():
     weight = keras.Variable([[3.0, 4.0], [5.0, 6.0]])
     optimizer = keras.optimizers.SGD(learning_rate=0.5, **settings)

@@ -42,12 +42,16 @@ def test_names_of_slots(wrapped: bool) -> None:
 
 
 def test_names_of_what_stands_around() -> None:
-  """A loss scale has an iteration count of its own; all are named once."""
+  """A loss scale has an iteration count of its own; all are named once.
+
+  Also where the user, who gave ours to compile, does not hold what stands
+  around it.
+  """
   adam = tf.keras.optimizers.Adam(name="adam")
   sharded = CrossShardOptimizer(adam)
   scaled = tf.keras.optimizers.LossScaleOptimizer(sharded, name="scale")
   scaled.build([tf.Variable([1.0], name="w")])
-  assert _names(sharded) == _names(adam)
+  assert _names(sharded) == _names(scaled)
   assert sorted({*_names(scaled)} - {*_names(adam)}) == [
     f"scale/{name}"
     for name in ("dynamic_scale", "iteration", "learning_rate", "step_counter")

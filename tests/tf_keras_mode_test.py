@@ -16,6 +16,8 @@ import pytest
 from tests import contract, testbed
 from tf_cross_shard import tf_keras
 
+pytestmark = pytest.mark.slow
+
 PROJECT = pathlib.Path(__file__).absolute().parent.parent
 # At least so many tests pass in each; fewer means that something is left out.
 LEAST = {"contract_test.py": 480, "equivalence_test.py": 200}

@@ -135,11 +135,8 @@ class CrossShard(delegate.Delegating):
     self._wire_dtype = wire.as_dtype(wire_dtype)
     strategy = self._inner.strategy
     self._place = placement.Placement(strategy, group_assignment, name)
-    if skip_nonfinite:
-      self._place.engine.check_skipping()
-    self._skipping = skipping.Skipping(skip_nonfinite, strategy)
-    num_groups = self._place.groups.num_groups
-    self._notice = saving_notice.SavingNotice(name, num_groups)
+    self._skipping = skipping.Skipping(skip_nonfinite, self._place.engine)
+    self._notice = saving_notice.SavingNotice(name, self.groups.num_groups)
 
   @property
   def reduction(self) -> str:
@@ -413,9 +410,8 @@ class CrossShard(delegate.Delegating):
 
   def _before_saving(self) -> None:
     """Says what is lost; nothing while this object is being made."""
-    notice = self.__dict__.get("_notice")
-    if notice is not None:
-      notice.say()
+    if "_notice" in vars(self):
+      self._notice.say()
 
   def _gradients(
     self,

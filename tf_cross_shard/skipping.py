@@ -49,7 +49,9 @@ def _floats(value: tf.Tensor) -> list[tf.Tensor]:
 class Skipping:
   """Applies a step, or leaves it out and counts it.
 
-  >>> skipping = Skipping(True, tf.distribute.get_strategy())
+  >>> from tf_cross_shard import collectives
+  >>> engine = collectives.for_strategy(tf.distribute.get_strategy())
+  >>> skipping = Skipping(True, engine)
   >>> skipping.apply_if_finite([tf.constant(float("nan"))], lambda: 1 / 0)
   >>> int(skipping.count.numpy())
   1
@@ -60,14 +62,15 @@ class Skipping:
       if steps are not looked at.
   """
 
-  def __init__(self, is_on: bool, strategy: tf.distribute.Strategy) -> None:
+  def __init__(self, is_on: bool, engine: Any) -> None:
     """Makes the counter.
 
     Args:
       is_on: Whether to look at steps.
-      strategy: Whose replicas count.
+      engine: The engine whose strategy's replicas count.
 
     Raises:
+      NotImplementedError: If they cannot leave out a step group by group.
       TypeError: If `is_on` is no boolean.
     """
     if not isinstance(is_on, bool):
@@ -75,7 +78,8 @@ class Skipping:
     self.is_on = is_on
     self.count: Any = None
     if is_on:
-      with tf.init_scope(), strategy.scope():
+      engine.check_skipping()
+      with tf.init_scope(), engine.strategy.scope():
         self.count = tf.Variable(
           0, trainable=False, dtype=tf.int64, name="skipped_steps"
         )

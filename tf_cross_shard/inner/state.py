@@ -25,7 +25,8 @@ def layers(optimizer: Any) -> Iterator[Any]:
   Yields:
     The optimizers, from the outermost inwards.
   """
-  around = getattr(vars(optimizer).get("_inner"), "around", None)
+  own = getattr(optimizer, "__dict__", {})
+  around = getattr(own.get("_inner"), "around", None)
   optimizer = optimizer if around is None else around
   while optimizer is not None:
     yield optimizer

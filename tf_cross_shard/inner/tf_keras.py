@@ -273,14 +273,6 @@ class TfKerasDelegate(delegate.Delegating, tf_keras.optimizers.Optimizer):
         raise
       return getattr(home, config["class_name"]).from_config(config["config"])
 
-  def set_weights(self, weights: Any) -> None:
-    """Sets the encapsulated optimizer's variables.
-
-    Args:
-      weights: One array per variable, in the order of `variables`.
-    """
-    self._inner.optimizer.set_weights(weights)
-
   def save_own_variables(self, store: Any) -> None:
     """Saves what the encapsulated optimizer would save, or all of an older one.
 
