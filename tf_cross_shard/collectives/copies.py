@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from tf_cross_shard import collectives
 from tf_cross_shard import groups as groups_lib
+from tf_cross_shard.collectives import base
 from tf_cross_shard.multi_worker import coordination, errors
 
 Array = np.ndarray[Any, Any]
@@ -47,8 +48,7 @@ def native(variable: Any) -> Any:
   Raises:
     TypeError: If it is no variable, or one of strings.
   """
-  value = getattr(variable, "value", variable)
-  value = variable if callable(value) else value
+  value = base.native(variable)
   if not hasattr(value, "assign") or not hasattr(value, "read_value"):
     raise TypeError(
       "`variable` must be a tf.Variable, a keras.Variable or a slot; got"

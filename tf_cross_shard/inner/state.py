@@ -6,9 +6,11 @@ made before, so that they would not be found again by another one.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 from tf_cross_shard import agreement
+
+_LOSS_SCALE: Final = ("current_loss_scale", "counter")
 
 
 def layers(optimizer: Any) -> Iterator[Any]:
@@ -117,14 +119,31 @@ def _listed(optimizer: Any) -> list[Any]:
   return list(variables() if callable(variables) else variables)
 
 
+def loss_scale_of(optimizer: Any) -> list[Any]:
+  """The variables that tf_keras' loss scaling keeps apart from `variables`.
+
+  >>> from tf_cross_shard import CrossShardOptimizer
+  >>> loss_scale_of(CrossShardOptimizer("sgd"))
+  []
+
+  Args:
+    optimizer: An optimizer.
+
+  Returns:
+    The loss scale and the count of steps since it changed; nothing if there is
+    no dynamic loss scale.
+  """
+  scale = getattr(optimizer, "_loss_scale", None)
+  both = (getattr(scale, name, None) for name in _LOSS_SCALE)
+  return [variable for variable in both if variable is not None]
+
+
 def _unlisted(optimizer: Any) -> list[Any]:
   """What belongs to an optimizer besides."""
-  scale = getattr(optimizer, "_loss_scale", None)  # tf_keras
   others = [
     getattr(optimizer, "skipped_steps", None),
     getattr(optimizer, "_learning_rate", None),  # tf_keras
-    getattr(scale, "current_loss_scale", None),
-    getattr(scale, "counter", None),
+    *loss_scale_of(optimizer),
     # The learning rate and other settings of tf_keras' legacy optimizers.
     *getattr(optimizer, "_hyper", {}).values(),
   ]

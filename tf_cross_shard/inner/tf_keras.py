@@ -12,7 +12,13 @@ import tensorflow as tf
 import tf_keras
 
 from tf_cross_shard.clipping import Gradient
-from tf_cross_shard.inner import base, delegate, scaled, tf_keras_scaled
+from tf_cross_shard.inner import (
+  base,
+  delegate,
+  scaled,
+  state,
+  tf_keras_scaled,
+)
 
 _LEGACY: Final = tf_keras.optimizers.legacy.Optimizer
 
@@ -54,7 +60,7 @@ class TfKerasOptimizer(base.InnerOptimizer):
   @property
   def state(self) -> list[Any]:
     """The variables, and the loss scale, which is none of them."""
-    return self.variables + loss_scale_of(self.optimizer)
+    return self.variables + state.loss_scale_of(self.optimizer)
 
   def build(self, variables: Sequence[Any]) -> None:
     """Makes the slots for `variables`, unless they are there."""
@@ -356,22 +362,6 @@ class TfKerasDelegate(delegate.Delegating, tf_keras.optimizers.Optimizer):
     """Restores a slot of an older optimizer."""
     optimizer = self._inner.optimizer
     return optimizer._create_or_restore_slot_variable(*args, **kwargs)
-
-
-def loss_scale_of(optimizer: Any) -> list[Any]:
-  """The variables that a LossScaleOptimizer keeps apart from `variables`.
-
-  Args:
-    optimizer: An optimizer of tf_keras.
-
-  Returns:
-    The loss scale and the count of steps since it changed; nothing if there is
-    no dynamic loss scale.
-  """
-  if not getattr(optimizer, "dynamic", False):
-    return []
-  scale = optimizer._loss_scale
-  return [scale.current_loss_scale, scale.counter]
 
 
 def _adapter(opt: Any) -> TfKerasOptimizer:

@@ -36,7 +36,8 @@ class ScaledTfKerasOptimizer(scaled.ScaledOptimizer):
 
   def unscale(self, grads: Sequence[Gradient]) -> list[Gradient]:
     """Divides by the loss scale."""
-    return list(self.around.get_unscaled_gradients(list(grads)))
+    unscale = type(self.around).get_unscaled_gradients
+    return list(unscale(self.around, list(grads)))
 
   def _begin(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
     """Looks at the sums, and calls ours if they are finite."""
@@ -50,8 +51,7 @@ class ScaledTfKerasOptimizer(scaled.ScaledOptimizer):
 class _Around:
   """What a LossScaleOptimizer around ours does instead of its own."""
 
-  def __init__(self, around: Any, ours: Any) -> None:
-    self._around = around
+  def __init__(self, ours: Any) -> None:
     self._ours = ours
 
   def __reduce_ex__(self, protocol: Any) -> Any:
@@ -69,10 +69,7 @@ class _Around:
 
   def get_unscaled_gradients(self, grads: Any) -> Any:
     """Divides by the scale of the one that scales."""
-    inner = self._ours._inner
-    if isinstance(inner, scaled.ScaledOptimizer):
-      return type(self._around).get_unscaled_gradients(self._around, grads)
-    return inner.unscale(grads)
+    return self._ours._inner.unscale(grads)
 
   def compute_gradients(
     self, loss: Any, var_list: Any, tape: Any = None
@@ -115,7 +112,7 @@ def change_places(ours: Any, around: Any) -> None:
     ours: The optimizer that it encapsulates.
     around: The LossScaleOptimizer.
   """
-  ours._change_places(around, ScaledTfKerasOptimizer, _Around(around, ours))
+  ours._change_places(around, ScaledTfKerasOptimizer, _Around(ours))
   if ours._is_legacy:
     # By these a checkpoint finds the slots of an older optimizer. In a
     # SavedModel there are to be none; see ours.
