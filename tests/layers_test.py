@@ -49,6 +49,7 @@ FLOORS = {
   "inner": 3,
   "group_copies": 3,
   "cross_shard": 4,
+  "minimizing": 4,
   "tower": 4,
   "replica_state": 4,
   "keras3": 5,

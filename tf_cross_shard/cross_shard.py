@@ -20,6 +20,7 @@ from tf_cross_shard import (
   conventions,
   converting,
   gradients,
+  minimizing,
   placement,
   reduction,
   saving_notice,
@@ -31,7 +32,7 @@ from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.inner import delegate
 
 
-class CrossShard(delegate.Delegating):
+class CrossShard(minimizing.Minimizing, delegate.Delegating):
   """Sums or averages gradients over replicas, then lets `opt` apply them.
 
   With `L_r` the loss of replica `r`, `G` the group it belongs to and `f` the
@@ -63,10 +64,6 @@ class CrossShard(delegate.Delegating):
   References:
     tf.compat.v1.tpu.CrossShardOptimizer, whose members this class keeps.
   """
-
-  GATE_NONE = gradients.GATE_NONE
-  GATE_OP = gradients.GATE_OP
-  GATE_GRAPH = gradients.GATE_GRAPH
 
   def __init__(
     self,
@@ -295,66 +292,6 @@ class CrossShard(delegate.Delegating):
     arguments.check_name(name)
     return self._apply(grads, variables, global_step, name)
 
-  def minimize(
-    self,
-    loss: Any,
-    global_step: Any = None,
-    var_list: Any = None,
-    gate_gradients: int = gradients.GATE_OP,
-    aggregation_method: int | None = None,
-    colocate_gradients_with_ops: bool = False,
-    name: str | None = None,
-    grad_loss: Any = None,
-    *,
-    tape: tf.GradientTape | None = None,
-  ) -> Any:
-    """`compute_gradients`, then `apply_gradients`.
-
-    Keras' way to call it, `minimize(loss, var_list, tape=tape)`, works too.
-
-    >>> from tf_cross_shard import CrossShardOptimizer
-    >>> weight = tf.Variable(3.0)
-    >>> optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(0.5))
-    >>> with tf.GradientTape() as tape:
-    ...   loss = weight**2
-    >>> int(optimizer.minimize(loss, [weight], tape=tape))
-    1
-    >>> float(weight.numpy())
-    0.0
-
-    Args:
-      loss: As in `compute_gradients`.
-      global_step: An integer variable, incremented by one afterwards.
-      var_list: As in `compute_gradients`.
-      gate_gradients: How graphs order gradients, a `GATE_` constant.
-      aggregation_method: How graphs combine gradient terms.
-      colocate_gradients_with_ops: Put gradients beside their forward ops.
-      name: The name scope of the operations.
-      grad_loss: The gradient of `loss`, in a graph.
-      tape: The tape that recorded `loss`.
-
-    Returns:
-      What `apply_gradients` returns.
-
-    Raises:
-      RuntimeError: As `apply_gradients`.
-      ValueError: As the two methods.
-      TypeError: As the two methods.
-    """
-    if var_list is None and arguments.is_var_list(global_step):
-      global_step, var_list = None, global_step  # Keras' order of arguments.
-    arguments.check_global_step(global_step)
-    arguments.check_name(name)
-    options = {
-      "gate_gradients": gate_gradients,
-      "aggregation_method": aggregation_method,
-      "colocate_gradients_with_ops": colocate_gradients_with_ops,
-      "grad_loss": grad_loss,
-    }
-    default = scaling.REPLICA if tape is None else scaling.GLOBAL
-    pairs = self._gradients(loss, var_list, tape, default, options)
-    return self.apply_gradients(pairs, global_step, name)
-
   def build(self, variables: Any) -> None:
     """Makes the slots of `opt`.
 
@@ -422,28 +359,16 @@ class CrossShard(delegate.Delegating):
     options: dict[str, Any],
   ) -> gradients.Pairs:
     """This replica's gradients of the scaled loss."""
-    variables = self._check_gradients(var_list)
-    pairs = gradients.compute(
+    self._place.check()
+    return gradients.compute_for(
+      self._inner,
       loss,
-      variables,
+      var_list,
       tape,
-      scale=lambda seed: self._inner.scale_loss(self._average(seed, default)),
-      options=gradients.graph_options(options),
+      scale=lambda seed: self._average(seed, default),
+      options=options,
       scalar=self.reduction == scaling.MEAN,
     )
-    grads = self._inner.unscale([grad for grad, _ in pairs])
-    if variables is None:
-      variables = [self._inner.as_built(v) for _, v in pairs]
-    return list(zip(grads, variables, strict=True))
-
-  @converting.not_ours
-  def _check_gradients(self, var_list: Any) -> Any:
-    """Checks the place; answers the variables to take gradients of."""
-    self._place.check()
-    variables = arguments.check_var_list(var_list)
-    if variables is not None and self._inner.is_built:
-      arguments.check_known(variables, self._inner.knows, "var_list")
-    return variables
 
   @converting.not_ours
   def _average(self, loss: Any, default: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard import arguments
+from tf_cross_shard import arguments, converting
 from tf_cross_shard.collectives import variables as replica_variables
 
 GATE_NONE = 0
@@ -149,6 +149,58 @@ def compute(
         " differentiate. Compute it from variables, or pass `var_list`."
       )
   return pairs
+
+
+def compute_for(
+  inner: Any,
+  loss: Any,
+  var_list: Any,
+  tape: tf.GradientTape | None,
+  scale: Callable[[Any], Any],
+  options: dict[str, Any],
+  scalar: bool,
+) -> Pairs:
+  """The same as an encapsulated optimizer takes them, its loss scale included.
+
+  Args:
+    inner: The adapter of the optimizer.
+    loss: As in `compute`.
+    var_list: What a user handed in; None for every variable the loss touched.
+    tape: As in `compute`.
+    scale: What the loss is multiplied by besides.
+    options: Settings for graphs, by name.
+    scalar: Whether the loss has to be one number.
+
+  Returns:
+    Pairs (gradient, variable), the variables as the optimizer was built on.
+
+  Raises:
+    TypeError: If an argument is of the wrong kind.
+    ValueError: If an argument has no valid value, or the optimizer was built
+      without a variable of `var_list`.
+  """
+  variables = _checked(inner, var_list)
+  pairs = compute(
+    loss,
+    variables,
+    tape,
+    scale=lambda seed: inner.scale_loss(scale(seed)),
+    options=graph_options(options),
+    scalar=scalar,
+  )
+  grads = inner.unscale([grad for grad, _ in pairs])
+  if variables is None:
+    variables = [inner.as_built(v) for _, v in pairs]
+  return list(zip(grads, variables, strict=True))
+
+
+@converting.not_ours
+def _checked(inner: Any, var_list: Any) -> list[Any] | None:
+  """The variables to take gradients of."""
+  variables = arguments.check_var_list(var_list)
+  if variables is not None and inner.is_built:
+    arguments.check_known(variables, inner.knows, "var_list")
+  return variables
 
 
 def _graph_gradients(

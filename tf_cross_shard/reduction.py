@@ -75,19 +75,8 @@ def reduce_gradients(
 
 def _times(grads: Sequence[Gradient], factor: Any) -> list[Gradient]:
   """Gradients times a factor; as they are without one."""
-  if factor is None:
-    return list(grads)
-
-  def scaled(values: tf.Tensor) -> tf.Tensor:
-    return values * tf.cast(factor, values.dtype)
-
   return [
-    tf.IndexedSlices(scaled(grad.values), grad.indices, grad.dense_shape)
-    if isinstance(grad, tf.IndexedSlices)
-    else None
-    if grad is None
-    else scaled(grad)
-    for grad in grads
+    sparse.times(grad, 1.0 if factor is None else factor) for grad in grads
   ]
 
 

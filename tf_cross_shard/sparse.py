@@ -1,5 +1,7 @@
 """Row-sparse gradients: pure functions on `tf.IndexedSlices`."""
 
+from typing import Any
+
 import tensorflow as tf
 
 
@@ -51,3 +53,24 @@ def to_dense(slices: tf.IndexedSlices, variable: tf.Variable) -> tf.Tensor:
   )
   dense.set_shape(variable.shape)
   return dense
+
+
+def times(grad: Any, factor: Any) -> Any:
+  """A gradient times a number.
+
+  >>> float(times(tf.constant(3.0), 0.5))
+  1.5
+
+  Args:
+    grad: A dense or row-sparse gradient, or None.
+    factor: A number or a scalar tensor.
+
+  Returns:
+    The product, in the gradient's dtype; None for None.
+  """
+  if grad is None or (isinstance(factor, float) and factor == 1.0):
+    return grad
+  if isinstance(grad, tf.IndexedSlices):
+    values = times(grad.values, factor)
+    return tf.IndexedSlices(values, grad.indices, grad.dense_shape)
+  return grad * tf.cast(factor, grad.dtype)
