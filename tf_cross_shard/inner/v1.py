@@ -1,0 +1,255 @@
+"""What an optimizer of `tf.compat.v1.train` is in Keras.
+
+Reads its class and its settings, and refuses what has no equal. This half
+knows no Keras: `v1_keras3` and `v1_tf_keras` make what a `Recipe` says.
+"""
+
+import dataclasses
+from typing import Any, Final
+
+import tensorflow as tf
+from absl import logging
+
+from tf_cross_shard.inner import v1_rates
+
+_v1: Final = tf.compat.v1.train
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+  """How to make the Keras optimizer.
+
+  Attributes:
+    kind: Which one.
+    rate: Its learning rate.
+    settings: The other arguments of its constructor, by name.
+    name: Its name.
+    source: The class that it is made from, for messages.
+  """
+
+  kind: str
+  rate: v1_rates.Rate
+  settings: dict[str, Any]
+  name: str
+  source: str
+
+  @property
+  def start(self) -> int:
+    """What the step count starts from."""
+    return self.rate.start if isinstance(self.rate, v1_rates.Decay) else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+  """Where an optimizer of version 1 keeps what Keras calls by other names.
+
+  Attributes:
+    name: The kind of the Keras optimizer.
+    rate: The attribute with the learning rate.
+    settings: Attributes with numbers, by Keras' names of them.
+    flags: Attributes with booleans, by Keras' names of them.
+    fixed: Settings that version 1 does not have.
+  """
+
+  name: str
+  rate: str = "_learning_rate"
+  settings: dict[str, str] = dataclasses.field(default_factory=dict)
+  flags: dict[str, str] = dataclasses.field(default_factory=dict)
+  fixed: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+# By the class itself: a subclass of one of them may do anything.
+_KINDS: Final[dict[type, _Kind]] = {
+  _v1.GradientDescentOptimizer: _Kind("SGD"),
+  _v1.MomentumOptimizer: _Kind(
+    "Momentum",
+    settings={"momentum": "_momentum"},
+    flags={"nesterov": "_use_nesterov"},
+  ),
+  _v1.AdamOptimizer: _Kind(
+    "Adam",
+    rate="_lr",
+    settings={"beta_1": "_beta1", "beta_2": "_beta2", "epsilon": "_epsilon"},
+  ),
+  _v1.AdagradOptimizer: _Kind(
+    "Adagrad",
+    settings={"initial_accumulator_value": "_initial_accumulator_value"},
+    fixed={"epsilon": 0.0},
+  ),
+  _v1.RMSPropOptimizer: _Kind(
+    "RMSProp",
+    settings={"rho": "_decay", "momentum": "_momentum", "epsilon": "_epsilon"},
+    flags={"centered": "_centered"},
+  ),
+  _v1.AdadeltaOptimizer: _Kind(
+    "Adadelta",
+    rate="_lr",
+    settings={"rho": "_rho", "epsilon": "_epsilon"},
+  ),
+  _v1.FtrlOptimizer: _Kind(
+    "Ftrl",
+    settings={
+      "learning_rate_power": "_learning_rate_power",
+      "initial_accumulator_value": "_initial_accumulator_value",
+      "l1_regularization_strength": "_l1_regularization_strength",
+      "l2_regularization_strength": "_l2_regularization_strength",
+      "l2_shrinkage_regularization_strength": (
+        "_l2_shrinkage_regularization_strength"
+      ),
+      "beta": "_beta",
+    },
+  ),
+}
+
+_REFUSED: Final[dict[type, str]] = {
+  _v1.ProximalGradientDescentOptimizer: (
+    "no optimizer of Keras makes a proximal step. With strengths of 0 it is"
+    " GradientDescentOptimizer; otherwise FtrlOptimizer has both penalties,"
+    " with another formula"
+  ),
+  _v1.ProximalAdagradOptimizer: (
+    "no optimizer of Keras makes a proximal step. With strengths of 0 it is"
+    " AdagradOptimizer; otherwise FtrlOptimizer has both penalties, with"
+    " another formula"
+  ),
+  _v1.AdagradDAOptimizer: (
+    "no optimizer of Keras averages duals. FtrlOptimizer makes models sparse"
+    " too, with another formula"
+  ),
+  _v1.SyncReplicasOptimizer: (
+    "it waits for workers of a parameter server. CrossShardOptimizer keeps"
+    " replicas in step itself: hand over the optimizer within"
+  ),
+  tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer: (
+    "Keras scales losses itself. Convert the optimizer within, and put Keras'"
+    " LossScaleOptimizer around what comes of it"
+  ),
+}
+
+
+def is_v1(opt: object) -> bool:
+  """Whether `opt` is an optimizer of `tf.compat.v1.train`, or around one."""
+  return isinstance(opt, _v1.Optimizer)
+
+
+def is_cross_shard(opt: object) -> bool:
+  """Whether `opt` is a `tf.compat.v1.tpu.CrossShardOptimizer`."""
+  return type(opt) is tf.compat.v1.tpu.CrossShardOptimizer
+
+
+def within(opt: Any) -> tuple[Any, dict[str, Any]]:
+  """The optimizer in version 1's CrossShardOptimizer, and its arguments.
+
+  Args:
+    opt: A `tf.compat.v1.tpu.CrossShardOptimizer`.
+
+  Returns:
+    The encapsulated optimizer, and the other arguments by name.
+  """
+  arguments = {
+    "reduction": opt._reduction,
+    "name": opt.get_name(),
+    "group_assignment": opt._group_assignment,
+  }
+  return opt._opt, arguments
+
+
+def recipe(opt: Any) -> Recipe:
+  """What a version 1 optimizer is in Keras.
+
+  >>> found = recipe(tf.compat.v1.train.AdamOptimizer(0.5, beta1=0.75))
+  >>> found.kind, found.rate, found.settings["beta_1"]
+  ('Adam', 0.5, 0.75)
+
+  Args:
+    opt: An optimizer of `tf.compat.v1.train`.
+
+  Returns:
+    Its kind in Keras, its learning rate and its settings.
+
+  Raises:
+    TypeError: If Keras has no equal of it.
+    ValueError: If it encapsulates one to reduce gradients, or a setting has
+      no value or one that changes.
+  """
+  source = f"{type(opt).__module__}.{type(opt).__qualname__}"
+  if is_cross_shard(opt):
+    raise ValueError(
+      "`opt` must not be or contain a tf.compat.v1.tpu.CrossShardOptimizer;"
+      f" got {opt.get_name()!r}. Gradients would be reduced twice. Convert all"
+      " of it: tf_cross_shard.migration.from_v1(opt)."
+    )
+  kind = _KINDS.get(type(opt))
+  if kind is None:
+    reason = _REFUSED.get(
+      type(opt),
+      "only the classes of tf.compat.v1.train themselves are known: a class"
+      " of another origin, or derived from one of them, may compute anything."
+      " Write it as a Keras optimizer with an update_step of its own",
+    )
+    raise TypeError(
+      f"`opt` cannot be converted; got {source} {opt.get_name()!r}: {reason}."
+    )
+  source = f"tf.compat.v1.train.{type(opt).__name__}"
+  numbers = {
+    name: v1_rates.number(getattr(opt, attribute), attribute.strip("_"), source)
+    for name, attribute in kind.settings.items()
+  }
+  if numbers.get("momentum", 0.0) < 0.0:  # Keras would take it for 0.
+    raise ValueError(
+      f"`momentum` of {source} must not be negative; got"
+      f" {numbers['momentum']}. Pass one in [0, 1]."
+    )
+  flags = {
+    name: bool(getattr(opt, attribute))
+    for name, attribute in kind.flags.items()
+  }
+  found = Recipe(
+    kind=kind.name,
+    rate=v1_rates.rate(getattr(opt, kind.rate), source),
+    settings=numbers | flags | kind.fixed,
+    name=opt.get_name(),
+    source=source,
+  )
+  _warn(opt, found)
+  return found
+
+
+def said(optimizer: Any, recipe: Recipe) -> None:
+  """Logs what became what.
+
+  Args:
+    optimizer: The Keras optimizer.
+    recipe: What it was made by.
+  """
+  kind = type(optimizer)
+  own = next(c for c in kind.__mro__ if c.__module__ != kind.__module__)
+  rate: object = recipe.rate
+  if isinstance(rate, v1_rates.Decay):
+    rate = f"{rate.kind} from iteration {rate.start}"
+  settings = {"learning_rate": rate} | recipe.settings
+  logging.info(
+    "%s %r became %s, a kind of %s.%s, with %s.",
+    *(recipe.source, recipe.name, kind.__name__),
+    *(own.__module__.split(".")[0], own.__name__),
+    ", ".join(f"{name}={value}" for name, value in settings.items()),
+  )
+
+
+def _warn(opt: Any, recipe: Recipe) -> None:
+  """Says what is lost, once."""
+  if opt.variables() or opt._deferred_slot_restorations:
+    logging.warning(
+      "%s %r was used before: its slots are not carried over, and training"
+      " goes on from new ones. Save a checkpoint of it and convert that:"
+      " tf_cross_shard.migration.convert_checkpoint.",
+      *(recipe.source, recipe.name),
+    )
+  elif recipe.kind == "Adam" and recipe.start:
+    logging.warning(
+      "The schedule of %s %r starts at %d, and so do Keras' `iterations`, by"
+      " which Adam corrects its bias; version 1 counts its own steps for that."
+      " This is right after a checkpoint was restored. Otherwise the first"
+      " steps differ: make the schedule with a `global_step` of 0.",
+      *(recipe.source, recipe.name, recipe.start),
+    )

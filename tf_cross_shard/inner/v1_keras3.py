@@ -1,0 +1,207 @@
+"""Optimizers of `tf.compat.v1.train` as optimizers of Keras 3.
+
+Keras' own classes where they compute the same; otherwise classes derived from
+them, which keep their settings and slots, and update as version 1 does.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import keras
+import tensorflow as tf
+
+from tf_cross_shard import sparse, v1_rules
+from tf_cross_shard.inner import v1, v1_rates, v1_updates
+
+_register: Final = keras.saving.register_keras_serializable("tf_cross_shard")
+
+
+@_register
+class V1Momentum(keras.optimizers.SGD):
+  """SGD whose slot is a sum of gradients, as version 1's."""
+
+  slots_as_v1 = True  # for migration.convert_checkpoint
+
+  def update_step(
+    self, gradient: Any, variable: Any, learning_rate: Any
+  ) -> None:
+    """Updates `variable` by `gradient` at `learning_rate`."""
+    index = self._get_variable_index(variable)
+    v1_updates.momentum(self, index, _once(gradient), variable, learning_rate)
+
+
+@_register
+class V1Adam(keras.optimizers.Adam):
+  """Adam whose powers of beta are rounded as version 1's."""
+
+  slots_as_v1 = True  # for migration.convert_checkpoint
+
+  def update_step(
+    self, gradient: Any, variable: Any, learning_rate: Any
+  ) -> None:
+    """Updates `variable` by `gradient` at `learning_rate`."""
+    index = self._get_variable_index(variable)
+    v1_updates.adam(self, index, _once(gradient), variable, learning_rate)
+
+
+@_register
+class V1RMSProp(keras.optimizers.RMSprop):
+  """RMSprop whose average of squares starts at 1, as version 1's."""
+
+  slots_as_v1 = True  # for migration.convert_checkpoint
+
+  def add_variable_from_reference(
+    self, reference_variable: Any, name: Any = None, initializer: Any = "zeros"
+  ) -> Any:
+    """Makes a slot.
+
+    Args:
+      reference_variable: What it belongs to.
+      name: Its name.
+      initializer: Its first value, if it is none of the average of squares.
+
+    Returns:
+      The slot.
+    """
+    if name == "velocity":
+      initializer = "ones"
+    return super().add_variable_from_reference(
+      reference_variable, name=name, initializer=initializer
+    )
+
+  def update_step(
+    self, gradient: Any, variable: Any, learning_rate: Any
+  ) -> None:
+    """Updates `variable` by `gradient` at `learning_rate`."""
+    index = self._get_variable_index(variable)
+    v1_updates.rmsprop(self, index, _once(gradient), variable, learning_rate)
+
+
+@_register
+class V1Adadelta(keras.optimizers.Adadelta):
+  """Adadelta that touches only a sparse gradient's rows, as version 1's."""
+
+  slots_as_v1 = True  # for migration.convert_checkpoint
+
+  def update_step(
+    self, gradient: Any, variable: Any, learning_rate: Any
+  ) -> None:
+    """Updates `variable` by `gradient` at `learning_rate`."""
+    index = self._get_variable_index(variable)
+    v1_updates.adadelta(self, index, _once(gradient), variable, learning_rate)
+
+
+@_register
+class V1Ftrl(keras.optimizers.Ftrl):
+  """Ftrl that touches only a sparse gradient's rows, as version 1's."""
+
+  slots_as_v1 = True  # for migration.convert_checkpoint
+
+  def update_step(
+    self, gradient: Any, variable: Any, learning_rate: Any
+  ) -> None:
+    """Updates `variable` by `gradient` at `learning_rate`."""
+    index = self._get_variable_index(variable)
+    v1_updates.ftrl(self, index, _once(gradient), variable, learning_rate)
+
+
+@_register
+class V1LinearCosineDecay(keras.optimizers.schedules.LearningRateSchedule):
+  """The schedule that `tf_cross_shard.v1_rules.linear_cosine` computes."""
+
+  def __init__(self, **settings: Any) -> None:
+    """Keeps the settings.
+
+    Args:
+      **settings: Arguments of `linear_cosine`.
+    """
+    self._settings = settings
+
+  def __call__(self, step: Any) -> tf.Tensor:
+    """The learning rate at `step`."""
+    return v1_rules.linear_cosine(step, **self._settings)
+
+  def get_config(self) -> dict[str, Any]:
+    """The settings."""
+    return dict(self._settings)
+
+
+@_register
+class V1Function(keras.optimizers.schedules.LearningRateSchedule):
+  """A learning rate that a function of no arguments answers in every step."""
+
+  def __init__(self, function: Callable[[], Any]) -> None:
+    """Keeps the function.
+
+    Args:
+      function: What the version 1 optimizer was given.
+    """
+    self._function = function
+
+  def __call__(self, step: Any) -> tf.Tensor:
+    """The learning rate now, whatever `step` it is."""
+    return v1_rates.present(self._function)
+
+  def get_config(self) -> dict[str, Any]:
+    """Cannot be: a function is not data.
+
+    Returns:
+      Nothing: it always raises.
+
+    Raises:
+      TypeError: Always, with what to do.
+    """
+    raise TypeError(v1_rates.not_saved(self._function))
+
+
+_CLASSES: Final[dict[str, Any]] = {
+  "SGD": keras.optimizers.SGD,
+  "Adam": V1Adam,
+  "Adagrad": keras.optimizers.Adagrad,
+  "Momentum": V1Momentum,
+  "RMSProp": V1RMSProp,
+  "Adadelta": V1Adadelta,
+  "Ftrl": V1Ftrl,
+}
+
+
+def convert(opt: Any) -> Any:
+  """`opt`, or what it is in Keras 3 if it is a version 1 optimizer.
+
+  >>> made = convert(tf.compat.v1.train.MomentumOptimizer(0.5, 0.75))
+  >>> type(made).__name__, made.momentum
+  ('V1Momentum', 0.75)
+
+  Args:
+    opt: Anything.
+
+  Returns:
+    A new optimizer, or `opt`.
+  """
+  if not v1.is_v1(opt):
+    return opt
+  found = v1.recipe(opt)
+  made = _CLASSES[found.kind](
+    learning_rate=_rate(found.rate), name=found.name, **found.settings
+  )
+  if found.start:
+    made.iterations.assign(found.start)
+  v1.said(made, found)
+  return made
+
+
+def _rate(rate: v1_rates.Rate) -> Any:
+  """What Keras takes as a learning rate."""
+  if isinstance(rate, float):
+    return rate
+  if not isinstance(rate, v1_rates.Decay):
+    return V1Function(rate)
+  kind = getattr(keras.optimizers.schedules, rate.kind, V1LinearCosineDecay)
+  return kind(**rate.settings)
+
+
+def _once(gradient: Any) -> Any:
+  """A gradient each of whose rows stands once; tf_keras sees to it itself."""
+  if isinstance(gradient, tf.IndexedSlices):
+    return sparse.merge_duplicates(gradient)
+  return gradient

@@ -1,0 +1,187 @@
+"""Learning rates of version 1: numbers, variables, functions and schedules.
+
+Version 1 reads a learning rate in every step. So does what is made of it here:
+nothing that may change is frozen.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True)
+class Decay:
+  """A learning rate that follows the optimizer's step count.
+
+  Attributes:
+    kind: The name of the schedule's class.
+    settings: The arguments of its constructor, by name.
+    start: The step that it starts from.
+  """
+
+  kind: str
+  settings: dict[str, Any]
+  start: int
+
+
+# A function is called in every step.
+Rate = float | Decay | Callable[[], Any]
+
+_DECAYS: Final = frozenset(
+  (
+    "ExponentialDecay",
+    "PiecewiseConstantDecay",
+    "PolynomialDecay",
+    "InverseTimeDecay",
+    "CosineDecay",
+    "CosineDecayRestarts",
+    "LinearCosineDecay",
+    "NoisyLinearCosineDecay",
+  )
+)
+
+
+def rate(value: Any, source: str) -> Rate:
+  """A learning rate that changes where version 1's does.
+
+  Args:
+    value: What the version 1 optimizer was given.
+    source: Its class, for messages.
+
+  Returns:
+    A number, a function, or a schedule of Keras and its settings.
+
+  Raises:
+    ValueError: If it has no value.
+  """
+  if _is_variable(value):
+    return lambda: value
+  if not callable(value):
+    return number(value, "learning_rate", source)
+  decay = _decay(value, source)
+  return value if decay is None else decay
+
+
+def number(value: Any, argument: str, source: str) -> float:
+  """A setting as a Python number.
+
+  >>> number(tf.constant(0.5), "momentum", "MomentumOptimizer")
+  0.5
+
+  Args:
+    value: What the version 1 optimizer was given.
+    argument: By what name, for messages.
+    source: The optimizer's class, for messages.
+
+  Returns:
+    The number.
+
+  Raises:
+    ValueError: If it is none, belongs to a graph, or may change.
+  """
+  if tf.is_tensor(value) and tf.is_symbolic_tensor(value):
+    raise ValueError(
+      f"`{argument}` of {source} is {value}, which belongs to a graph and has"
+      " no value here. Pass a number, or a function of no arguments as the"
+      " learning rate; make schedules such as exponential_decay in eager"
+      " execution."
+    )
+  is_step = argument == "global_step"
+  if callable(value) or (_is_variable(value) and not is_step):
+    raise ValueError(
+      f"`{argument}` of {source} is {value!r}, which version 1 reads in every"
+      " step and Keras once. Only a learning rate may change: pass a number"
+      " here."
+    )
+  array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+  if array.shape or array.dtype.kind not in "iufV":
+    raise ValueError(
+      f"`{argument}` of {source} must be a number; got {value!r}. Pass one."
+    )
+  return float(array)
+
+
+def present(function: Callable[[], Any]) -> tf.Tensor:
+  """What a function answers now, and in a graph anew in every step.
+
+  >>> rate = tf.Variable(0.5)
+  >>> float(present(lambda: rate))
+  0.5
+
+  Args:
+    function: Takes nothing and answers a number, a tensor or a variable. May
+      be called more often than once per step.
+
+  Returns:
+    A float32 scalar.
+  """
+  value = function()
+  is_fixed = isinstance(value, (int, float, np.ndarray, np.generic)) or (
+    isinstance(value, tf.Tensor) and not tf.is_symbolic_tensor(value)
+  )
+  if is_fixed and not tf.executing_eagerly():
+    # As it is, the graph that is being traced would keep it for good.
+    value = tf.py_function(
+      lambda: tf.cast(function(), tf.float32), [], tf.float32
+    )
+    value.set_shape([])
+  return tf.cast(tf.convert_to_tensor(value), tf.float32)
+
+
+def not_saved(function: Callable[[], Any]) -> str:
+  """What an error says where a learning rate that is `function` is saved."""
+  return (
+    f"`learning_rate` is {function!r}, which version 1 called in every step. A"
+    " function or a variable cannot be saved. Set `optimizer.learning_rate` to"
+    " a LearningRateSchedule of Keras before saving, or save weights only."
+  )
+
+
+def _decay(function: Callable[[], Any], source: str) -> Decay | float | None:
+  """The schedule in what `tf.compat.v1.train.exponential_decay` answers.
+
+  None where it cannot stand alone: it follows a variable besides the global
+  step, or is none.
+  """
+  if not isinstance(function, functools.partial) or len(function.args) != 1:
+    return None
+  schedule: Any = function.func
+  step = function.args[0]
+  # One of TensorFlow's own, and none that is derived from it.
+  where, kind = type(schedule).__module__, type(schedule).__qualname__
+  is_own = where.startswith("tensorflow.") and kind in _DECAYS
+  if not is_own or function.keywords:
+    return None
+  config = schedule.get_config()
+  if any(_is_variable(x) or callable(x) for x in config.values()):
+    return None
+  if _is_variable(step):
+    if not tf.as_dtype(step.dtype).is_integer:
+      return None
+    settings = {
+      name: _plain(value, name, source)
+      for name, value in config.items()
+      if name != "name"  # a name scope's
+    }
+    return Decay(kind, settings, int(number(step, "global_step", source)))
+  # A step that is a number stays it.
+  number(step, "global_step", source)
+  return number(schedule(step), "learning_rate", source)
+
+
+def _plain(value: Any, argument: str, source: str) -> Any:
+  """A schedule's setting as Python's numbers, booleans and text."""
+  if isinstance(value, (list, tuple)):
+    return [_plain(each, argument, source) for each in value]
+  if isinstance(value, (bool, str)):
+    return value
+  return number(value, argument, source)
+
+
+def _is_variable(value: object) -> bool:
+  """Whether it is a variable, TensorFlow's or a Keras'."""
+  return hasattr(value, "assign")

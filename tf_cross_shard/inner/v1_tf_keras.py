@@ -1,0 +1,198 @@
+"""Optimizers of `tf.compat.v1.train` as optimizers of tf_keras.
+
+Keras' own classes where they compute the same; otherwise classes derived from
+them, which keep their settings and slots, and update as version 1 does.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import tensorflow as tf
+import tf_keras
+
+from tf_cross_shard import v1_rules
+from tf_cross_shard.inner import v1, v1_rates, v1_updates
+
+_register: Final = tf_keras.saving.register_keras_serializable("tf_cross_shard")
+
+
+@_register
+class V1Momentum(tf_keras.optimizers.SGD):
+  """SGD whose slot is a sum of gradients, as version 1's."""
+
+  slots_as_v1 = True  # for migration.convert_checkpoint
+
+  def update_step(self, gradient: Any, variable: Any) -> None:
+    """Updates `variable` by `gradient`, whose rows stand once."""
+    index = self._index_dict[self._var_key(variable)]
+    v1_updates.momentum(self, index, gradient, variable, self.learning_rate)
+
+
+@_register
+class V1Adam(tf_keras.optimizers.Adam):
+  """Adam whose powers of beta are rounded as version 1's."""
+
+  slots_as_v1 = True  # for migration.convert_checkpoint
+
+  def update_step(self, gradient: Any, variable: Any) -> None:
+    """Updates `variable` by `gradient`, whose rows stand once."""
+    index = self._index_dict[self._var_key(variable)]
+    v1_updates.adam(self, index, gradient, variable, self.learning_rate)
+
+
+@_register
+class V1RMSProp(tf_keras.optimizers.RMSprop):
+  """RMSprop whose average of squares starts at 1, as version 1's."""
+
+  slots_as_v1 = True  # for migration.convert_checkpoint
+
+  def add_variable_from_reference(
+    self,
+    model_variable: Any,
+    variable_name: str,
+    shape: Any = None,
+    initial_value: Any = None,
+  ) -> Any:
+    """Makes a slot.
+
+    Args:
+      model_variable: What it belongs to.
+      variable_name: Its name.
+      shape: Its shape, if it is not the variable's.
+      initial_value: Its first value, if it is none of the average of squares.
+
+    Returns:
+      The slot.
+    """
+    if variable_name == "velocity":
+      # Under mixed precision `dtype` is what the variable is computed in.
+      dtype = getattr(model_variable, "true_dtype", model_variable.dtype)
+      initial_value = tf.ones(model_variable.shape, dtype)
+    return super().add_variable_from_reference(
+      model_variable, variable_name, shape, initial_value
+    )
+
+  def update_step(self, gradient: Any, variable: Any) -> None:
+    """Updates `variable` by `gradient`, whose rows stand once."""
+    index = self._index_dict[self._var_key(variable)]
+    v1_updates.rmsprop(self, index, gradient, variable, self.learning_rate)
+
+
+@_register
+class V1Adadelta(tf_keras.optimizers.Adadelta):
+  """Adadelta that touches only a sparse gradient's rows, as version 1's."""
+
+  slots_as_v1 = True  # for migration.convert_checkpoint
+
+  def update_step(self, gradient: Any, variable: Any) -> None:
+    """Updates `variable` by `gradient`, whose rows stand once."""
+    index = self._index_dict[self._var_key(variable)]
+    v1_updates.adadelta(self, index, gradient, variable, self.learning_rate)
+
+
+@_register
+class V1Ftrl(tf_keras.optimizers.Ftrl):
+  """Ftrl that touches only a sparse gradient's rows, as version 1's."""
+
+  slots_as_v1 = True  # for migration.convert_checkpoint
+
+  def update_step(self, gradient: Any, variable: Any) -> None:
+    """Updates `variable` by `gradient`, whose rows stand once."""
+    index = self._index_dict[self._var_key(variable)]
+    v1_updates.ftrl(self, index, gradient, variable, self.learning_rate)
+
+
+@_register
+class V1LinearCosineDecay(tf_keras.optimizers.schedules.LearningRateSchedule):
+  """The schedule that `tf_cross_shard.v1_rules.linear_cosine` computes."""
+
+  def __init__(self, **settings: Any) -> None:
+    """Keeps the settings.
+
+    Args:
+      **settings: Arguments of `linear_cosine`.
+    """
+    self._settings = settings
+
+  def __call__(self, step: Any) -> tf.Tensor:
+    """The learning rate at `step`."""
+    return v1_rules.linear_cosine(step, **self._settings)
+
+  def get_config(self) -> dict[str, Any]:
+    """The settings."""
+    return dict(self._settings)
+
+
+@_register
+class V1Function(tf_keras.optimizers.schedules.LearningRateSchedule):
+  """A learning rate that a function of no arguments answers in every step."""
+
+  def __init__(self, function: Callable[[], Any]) -> None:
+    """Keeps the function.
+
+    Args:
+      function: What the version 1 optimizer was given.
+    """
+    self._function = function
+
+  def __call__(self, step: Any) -> tf.Tensor:
+    """The learning rate now, whatever `step` it is."""
+    return v1_rates.present(self._function)
+
+  def get_config(self) -> dict[str, Any]:
+    """Cannot be: a function is not data.
+
+    Returns:
+      Nothing: it always raises.
+
+    Raises:
+      TypeError: Always, with what to do.
+    """
+    raise TypeError(v1_rates.not_saved(self._function))
+
+
+_CLASSES: Final[dict[str, Any]] = {
+  "SGD": tf_keras.optimizers.SGD,
+  "Adam": V1Adam,
+  "Adagrad": tf_keras.optimizers.Adagrad,
+  "Momentum": V1Momentum,
+  "RMSProp": V1RMSProp,
+  "Adadelta": V1Adadelta,
+  "Ftrl": V1Ftrl,
+}
+
+
+def convert(opt: Any) -> Any:
+  """`opt`, or what it is in tf_keras if it is a version 1 optimizer.
+
+  >>> made = convert(tf.compat.v1.train.MomentumOptimizer(0.5, 0.75))
+  >>> type(made).__name__, made.momentum
+  ('V1Momentum', 0.75)
+
+  Args:
+    opt: Anything.
+
+  Returns:
+    A new optimizer, or `opt`.
+  """
+  if not v1.is_v1(opt):
+    return opt
+  found = v1.recipe(opt)
+  made = _CLASSES[found.kind](
+    learning_rate=_rate(found.rate), name=found.name, **found.settings
+  )
+  if found.start:
+    made.iterations.assign(found.start)
+    made._compute_current_learning_rate()
+  v1.said(made, found)
+  return made
+
+
+def _rate(rate: v1_rates.Rate) -> Any:
+  """What Keras takes as a learning rate."""
+  if isinstance(rate, float):
+    return rate
+  if not isinstance(rate, v1_rates.Decay):
+    return V1Function(rate)
+  kind = getattr(tf_keras.optimizers.schedules, rate.kind, V1LinearCosineDecay)
+  return kind(**rate.settings)

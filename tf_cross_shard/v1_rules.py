@@ -1,0 +1,425 @@
+"""The numbers of `tf.compat.v1.train`, where Keras has others.
+
+A rule is a pure function: it takes a gradient, a variable's value and the
+values of its slots, and answers the new ones. Keras differs in four things:
+
+- Its momentum sums up `-learning_rate * grad`, version 1 sums up `grad`, so
+  that a rate that changes works on all that was gathered before.
+- Its moving average of squares starts at 0 in RMSprop, in version 1 at 1.
+- Adam's powers of beta are products that are rounded in every step, and lose
+  half of the digits where they are subtracted from 1.
+- Under a row-sparse gradient it decays and moves all rows, or sees each of
+  them; version 1 touches the rows of the gradient only, of the slots too.
+
+Hyperparameters are rounded to float32 first and to the variable's type then,
+as version 1 rounds them.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+Values = dict[str, tf.Tensor]
+Rule = Callable[[tf.Tensor, tf.Tensor, Values], tuple[tf.Tensor, Values]]
+
+
+def update(
+  rule: Rule, grad: Any, variable: Any, slots: Mapping[str, Any]
+) -> None:
+  """Applies a rule to a variable and its slots, or to those rows of them.
+
+  >>> weight = tf.Variable([[1.0], [1.0]])
+  >>> def halve(grad, var, slots):
+  ...   return var / 2.0 + grad, slots
+  >>> row = tf.IndexedSlices(tf.constant([[3.0]]), tf.constant([1]))
+  >>> update(halve, row, weight, {})
+  >>> weight.numpy().tolist()
+  [[1.0], [3.5]]
+
+  Args:
+    rule: Answers a new value, and those of the slots that change.
+    grad: The gradient, a tensor or `tf.IndexedSlices` each of whose rows
+      stands once.
+    variable: A `tf.Variable`.
+    slots: More of them, of the same shape, by the names that the rule uses.
+  """
+  if isinstance(grad, tf.IndexedSlices):
+    rows, values = grad.indices, grad.values
+
+    def read(source: Any) -> tf.Tensor:
+      return tf.gather(source, rows)
+
+    def write(target: Any, value: tf.Tensor) -> None:
+      target.scatter_update(tf.IndexedSlices(value, rows))
+  else:
+    values = grad
+
+    def read(source: Any) -> tf.Tensor:
+      return tf.convert_to_tensor(source)
+
+    def write(target: Any, value: tf.Tensor) -> None:
+      target.assign(value)
+
+  # All is read before anything is written.
+  old = {name: read(slot) for name, slot in slots.items()}
+  var, changed = rule(tf.cast(values, variable.dtype), read(variable), old)
+  for name, value in changed.items():
+    write(slots[name], value)
+  write(variable, var)
+
+
+def momentum(
+  grad: tf.Tensor,
+  var: tf.Tensor,
+  slots: Values,
+  *,
+  rate: Any,
+  momentum: Any,
+  nesterov: bool = False,
+) -> tuple[tf.Tensor, Values]:
+  """Moves along a decaying sum of gradients.
+
+      accum = momentum * accum + grad
+      var   = var - rate * accum
+      var   = var - rate * (grad + momentum * accum)    with Nesterov's
+
+  >>> var, slots = momentum(
+  ...   tf.constant(2.0),
+  ...   tf.constant(1.0),
+  ...   {"accum": tf.constant(4.0)},
+  ...   rate=0.5,
+  ...   momentum=0.25,
+  ... )
+  >>> float(var), float(slots["accum"])
+  (-0.5, 3.0)
+
+  Args:
+    grad: The gradient.
+    var: The value of the variable.
+    slots: `accum`, which may be missing where `momentum` is 0.
+    rate: The learning rate.
+    momentum: How much of the sum is kept.
+    nesterov: Whether to look one step ahead.
+
+  Returns:
+    The new value, and those of the slots.
+  """
+  rate, kept = _cast(var, rate, momentum)
+  accum = grad
+  if "accum" in slots:
+    accum = kept * slots["accum"] + grad
+  direction = grad + kept * accum if nesterov else accum
+  return var - rate * direction, dict.fromkeys(slots, accum)
+
+
+def adam(
+  grad: tf.Tensor,
+  var: tf.Tensor,
+  slots: Values,
+  *,
+  rate: Any,
+  betas: tuple[Any, Any],
+  powers: tuple[tf.Tensor, tf.Tensor],
+  epsilon: Any,
+) -> tuple[tf.Tensor, Values]:
+  """Divides a moving average by the root of one of squares.
+
+      m   = m + (1 - beta1) * (grad - m)
+      v   = v + (1 - beta2) * (grad^2 - v)
+      var = var - rate * sqrt(1 - beta2^t) / (1 - beta1^t) * m
+                  / (sqrt(v) + epsilon)
+
+  >>> var, slots = adam(
+  ...   tf.constant(2.0),
+  ...   tf.constant(1.0),
+  ...   {"m": tf.constant(0.0), "v": tf.constant(0.0)},
+  ...   rate=0.5,
+  ...   betas=(0.5, 0.75),
+  ...   powers=(tf.constant(0.5), tf.constant(0.75)),
+  ...   epsilon=0.0,
+  ... )
+  >>> float(var), float(slots["m"]), float(slots["v"])
+  (0.5, 1.0, 1.0)
+
+  Args:
+    grad: The gradient, dense.
+    var: The value of the variable.
+    slots: `m` and `v`.
+    rate: The learning rate.
+    betas: `beta1` and `beta2`.
+    powers: `beta1^t` and `beta2^t`, with this the t-th step.
+    epsilon: What keeps from dividing by 0.
+
+  Returns:
+    The new value, and those of the slots.
+  """
+  rate, beta1, beta2, epsilon = _cast(var, rate, *betas, epsilon)
+  power1, power2 = (tf.cast(power, var.dtype) for power in powers)
+  one = tf.ones([], var.dtype)
+  m = slots["m"] + (grad - slots["m"]) * (one - beta1)
+  v = slots["v"] + (grad * grad - slots["v"]) * (one - beta2)
+  rate = rate * tf.sqrt(one - power2) / (one - power1)
+  return var - m * rate / (tf.sqrt(v) + epsilon), {"m": m, "v": v}
+
+
+def power(beta: float, steps: Any) -> tf.Tensor:
+  """`beta^(steps + 1)` as version 1 has it: multiplied up, step by step.
+
+  >>> float(power(0.5, tf.constant(2, tf.int64)))
+  0.125
+
+  Args:
+    beta: The factor, in [0, 1).
+    steps: How many steps were made, an integer tensor.
+
+  Returns:
+    A float32 scalar.
+  """
+  beta = float(np.float32(beta))
+  known = _powers(beta)
+  last = len(known) - 1
+  multiplied = tf.gather(known, tf.minimum(steps, last))
+  # Where the table ends the digits that are lost no longer matter.
+  computed = tf.pow(
+    tf.constant(beta, tf.float32), tf.cast(steps + 1, tf.float32)
+  )
+  return tf.where(steps > last, computed, multiplied)
+
+
+@functools.cache
+def _powers(beta: float) -> np.ndarray:
+  """The powers until they vanish beside 1; at most 2^18, a megabyte."""
+  count = 1
+  if 0.0 < beta < 1.0:
+    count = math.ceil(math.log(2.0**-25) / math.log(beta))
+  factors = np.full(min(count, 1 << 18), beta, np.float32)
+  return np.multiply.accumulate(factors)
+
+
+def rmsprop(
+  grad: tf.Tensor,
+  var: tf.Tensor,
+  slots: Values,
+  *,
+  rate: Any,
+  rho: Any,
+  momentum: Any,
+  epsilon: Any,
+) -> tuple[tf.Tensor, Values]:
+  """Divides by the root of a moving average of squares.
+
+      rms  = rho * rms + (1 - rho) * grad^2
+      mean = rho * mean + (1 - rho) * grad              if centered
+      mom  = momentum * mom + rate * grad / sqrt(rms - mean^2 + epsilon)
+      var  = var - mom
+
+  >>> var, slots = rmsprop(
+  ...   tf.constant(1.0),
+  ...   tf.constant(1.0),
+  ...   {"rms": tf.constant(1.0)},
+  ...   rate=0.5,
+  ...   rho=0.5,
+  ...   momentum=0.0,
+  ...   epsilon=0.0,
+  ... )
+  >>> float(var), float(slots["rms"])
+  (0.5, 1.0)
+
+  Args:
+    grad: The gradient.
+    var: The value of the variable.
+    slots: `rms`, at first 1. `mean` if centered. `mom`, which may be missing
+      where `momentum` is 0.
+    rate: The learning rate.
+    rho: How much of the averages is kept.
+    momentum: How much of the last step is kept.
+    epsilon: What keeps the root from 0, inside of it.
+
+  Returns:
+    The new value, and those of the slots.
+  """
+  rate, rho, kept, epsilon = _cast(var, rate, rho, momentum, epsilon)
+  new = {"rms": slots["rms"] + (1 - rho) * (grad * grad - slots["rms"])}
+  variance = new["rms"]
+  if "mean" in slots:
+    new["mean"] = rho * slots["mean"] + (1 - rho) * grad
+    variance -= new["mean"] * new["mean"]
+  step = rate * grad / tf.sqrt(variance + epsilon)
+  if "mom" in slots:
+    step = new["mom"] = kept * slots["mom"] + step
+  return var - step, new
+
+
+def adadelta(
+  grad: tf.Tensor,
+  var: tf.Tensor,
+  slots: Values,
+  *,
+  rate: Any,
+  rho: Any,
+  epsilon: Any,
+) -> tuple[tf.Tensor, Values]:
+  """Makes steps as large as past ones relative to past gradients.
+
+      accum = rho * accum + (1 - rho) * grad^2
+      step  = grad * sqrt(moved + epsilon) / sqrt(accum + epsilon)
+      moved = rho * moved + (1 - rho) * step^2
+      var   = var - rate * step
+
+  >>> zero = tf.constant(0.0)
+  >>> var, _ = adadelta(
+  ...   tf.constant(1.0),
+  ...   tf.constant(3.0),
+  ...   {"accum": zero, "moved": zero},
+  ...   rate=2.0,
+  ...   rho=0.0,
+  ...   epsilon=1.0 / 3.0,
+  ... )
+  >>> round(float(var), 6)
+  2.0
+
+  Args:
+    grad: The gradient.
+    var: The value of the variable.
+    slots: `accum` and `moved`, at first 0.
+    rate: The learning rate.
+    rho: How much of the averages is kept.
+    epsilon: What keeps the roots from 0, inside of them.
+
+  Returns:
+    The new value, and those of the slots.
+  """
+  rate, rho, epsilon = _cast(var, rate, rho, epsilon)
+  accum = rho * slots["accum"] + (1 - rho) * grad * grad
+  moved = slots["moved"]
+  step = grad * tf.sqrt(moved + epsilon) * tf.math.rsqrt(accum + epsilon)
+  moved = rho * moved + (1 - rho) * step * step
+  return var - rate * step, {"accum": accum, "moved": moved}
+
+
+def ftrl(
+  grad: tf.Tensor,
+  var: tf.Tensor,
+  slots: Values,
+  *,
+  rate: Any,
+  power: Any,
+  l1: Any,
+  l2: Any,
+  shrinkage: Any,
+  beta: Any,
+) -> tuple[tf.Tensor, Values]:
+  """Follows the regularized leader.
+
+      new    = accum + grad^2
+      linear = linear + grad + 2 * shrinkage * var
+               - (new^-power - accum^-power) / rate * var
+      curve  = new^-power / rate + 2 * l2 + beta / rate
+      var    = (clip(linear, -l1, l1) - linear) / curve
+
+  >>> zero = tf.constant(0.0)
+  >>> var, _ = ftrl(
+  ...   tf.constant(2.0),
+  ...   zero,
+  ...   {"accum": zero, "linear": zero},
+  ...   rate=0.5,
+  ...   power=-0.5,
+  ...   l1=1.0,
+  ...   l2=0.0,
+  ...   shrinkage=0.0,
+  ...   beta=0.0,
+  ... )
+  >>> float(var)
+  -0.25
+
+  Args:
+    grad: The gradient.
+    var: The value of the variable.
+    slots: `accum`, the sum of squares, and `linear`, at first 0.
+    rate: The learning rate.
+    power: How fast steps become smaller, at most 0.
+    l1: The strength of the absolute value's penalty.
+    l2: The strength of the square's penalty, which only steadies.
+    shrinkage: The strength of the square's penalty that is added to the loss.
+    beta: Added to the root of the sum of squares.
+
+  Returns:
+    The new value, and those of the slots.
+  """
+  rate, power, l1, l2, shrinkage, beta = _cast(
+    var, rate, power, l1, l2, shrinkage, beta
+  )
+  accum = slots["accum"] + grad * grad
+  grown = tf.pow(accum, -power) - tf.pow(slots["accum"], -power)
+  penalized = grad + 2 * shrinkage * var
+  linear = slots["linear"] + penalized - grown / rate * var
+  # Version 1 too keeps the rate from 0 here, and only here.
+  floor = tf.maximum(rate, tf.cast(1e-36, rate.dtype))
+  curve = tf.pow(accum, -power) / rate + 2 * (l2 + beta / (2 * floor))
+  var = (tf.clip_by_value(linear, -l1, l1) - linear) / curve
+  return var, {"accum": accum, "linear": linear}
+
+
+def linear_cosine(
+  step: Any,
+  *,
+  initial_learning_rate: float,
+  decay_steps: float,
+  num_periods: float,
+  alpha: float,
+  beta: float,
+  initial_variance: float = 0.0,
+  variance_decay: float = 0.0,
+) -> tf.Tensor:
+  """The learning rate that decays along a line times a cosine.
+
+      line = 1 - step / decay_steps + noise
+      wave = (1 + cos(2 pi * num_periods * step / decay_steps)) / 2
+      rate = initial_learning_rate * ((alpha + line) * wave + beta)
+
+  The noise is normal, of variance
+  `initial_variance / (1 + step)^variance_decay`. It depends on the step alone,
+  so that all replicas have the same; in version 1 each has its own.
+
+  >>> rate = linear_cosine(
+  ...   5,
+  ...   initial_learning_rate=1.0,
+  ...   decay_steps=10,
+  ...   num_periods=0.5,
+  ...   alpha=0.0,
+  ...   beta=0.0,
+  ... )
+  >>> round(float(rate), 6)
+  0.25
+
+  Args:
+    step: How many steps were made; more than `decay_steps` count as so many.
+    initial_learning_rate: The learning rate at the beginning.
+    decay_steps: After how many steps it stays.
+    num_periods: How many waves there are until then.
+    alpha: Added to the line.
+    beta: Added to the product.
+    initial_variance: The noise's variance at the beginning.
+    variance_decay: How fast the noise becomes less.
+
+  Returns:
+    A float32 scalar.
+  """
+  step = tf.minimum(tf.cast(step, tf.float32), float(decay_steps))
+  done = step / decay_steps
+  line = 1.0 - done
+  if initial_variance:
+    variance = initial_variance / tf.pow(1.0 + step, variance_decay)
+    seed = tf.stack([tf.constant(0, tf.int32), tf.cast(step, tf.int32)])
+    line += tf.sqrt(variance) * tf.random.stateless_normal([], seed)
+  wave = 0.5 * (1.0 + tf.cos(2.0 * math.pi * num_periods * done))
+  return initial_learning_rate * ((alpha + line) * wave + beta)
+
+
+def _cast(var: tf.Tensor, *numbers: Any) -> list[tf.Tensor]:
+  """Hyperparameters in the variable's type, by way of float32."""
+  return [tf.cast(tf.convert_to_tensor(x), var.dtype) for x in numbers]
