@@ -30,6 +30,7 @@ from tf_cross_shard import (
 )
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.inner import delegate
+from tf_cross_shard.towers import collecting
 
 
 class CrossShard(minimizing.Minimizing, delegate.Delegating):
@@ -88,7 +89,8 @@ class CrossShard(minimizing.Minimizing, delegate.Delegating):
 
     Args:
       opt: A Keras optimizer, or what `tf.keras.optimizers.get` accepts. It
-        keeps slots, learning rate, iteration count and all other variables.
+        keeps slots, learning rate, iteration count and all other variables. One
+        of `tf.compat.v1.train` is converted, see `migration.from_v1`.
       reduction: `"mean"` or `"sum"` over the group; the spellings of
         `tf.compat.v1.losses.Reduction` and of Keras are accepted.
       name: The name of this optimizer.
@@ -116,7 +118,7 @@ class CrossShard(minimizing.Minimizing, delegate.Delegating):
         CrossShardOptimizer, or if another argument has no valid value.
       NotImplementedError: If the strategy has no synchronous replicas, or
         cannot do what is asked for.
-      TypeError: If `opt` is not a Keras optimizer.
+      TypeError: If `opt` is no optimizer, or one that Keras has no equal of.
     """
     opt = self._as_optimizer(opt)
     reduction = scaling.canonical_reduction(reduction)
@@ -393,6 +395,7 @@ class CrossShard(minimizing.Minimizing, delegate.Delegating):
   ) -> Any:
     """Checks the place, makes the slots, and does the step."""
     self._place.check()
+    collecting.check_outside(self.name)
     if self._inner.is_built:
       arguments.check_known(variables, self._inner.knows)
     groups = self._place.groups

@@ -1,7 +1,7 @@
-"""CrossShardOptimizer for Keras 3.
+"""CrossShardOptimizer and TowerOptimizer for Keras 3.
 
-`tf_cross_shard.CrossShardOptimizer` is this class where `tf.keras` is Keras 3.
-Import it from here where TF_USE_LEGACY_KERAS makes `tf.keras` another one.
+`tf_cross_shard.CrossShardOptimizer` is the one here where `tf.keras` is Keras
+3. Import them from here where TF_USE_LEGACY_KERAS makes `tf.keras` another one.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,10 @@ from tf_cross_shard import (  # noqa: E402
   converting,
   cross_shard,
   scaling,
+  tower,
 )
 from tf_cross_shard.inner import keras3  # noqa: E402
+from tf_cross_shard.towers import collecting  # noqa: E402
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
@@ -72,22 +74,92 @@ class CrossShardOptimizer(cross_shard.CrossShard, keras3.Keras3Delegate):
       ValueError: If the lists do not match or the optimizer is not built.
     """
     grads = list(grads)
-    if not grads:
+    variables = _variables(self._inner, grads, trainable_variables)
+    if not variables:
       return
-    if trainable_variables is None:
-      if not self._inner.is_built:
-        raise ValueError(
-          "`trainable_variables` is None and the optimizer is not built. Pass"
-          " the variables, or call build(variables) first."
-        )
-      trainable_variables = self._inner.trainable_variables
-    if len(grads) != len(trainable_variables):
-      raise ValueError(
-        f"`grads` must hold one gradient per variable; got {len(grads)}"
-        f" gradients for {len(trainable_variables)} variables."
-      )
     if self._inner.is_within:
-      self._inner.apply_reduced(grads, trainable_variables)
+      self._inner.apply_reduced(grads, variables)
       return
-    pairs = zip(grads, trainable_variables, strict=True)
+    pairs = zip(grads, variables, strict=True)
     self._apply(*arguments.check_pairs(pairs), by_keras=True)
+
+
+@keras.saving.register_keras_serializable(package="tf_cross_shard")
+class TowerOptimizer(tower.Tower, keras3.Keras3Delegate):
+  """Gathers gradients across the towers of a model function.
+
+  All is said in `tf_cross_shard.tower.Tower`.
+
+  >>> import tensorflow as tf
+  >>> optimizer = TowerOptimizer(lambda: keras.optimizers.SGD(0.5))
+  >>> weight = keras.Variable(3.0)
+  >>> int(optimizer.apply_gradients([(tf.constant(2.0), weight)]))
+  1
+  >>> float(weight.numpy())
+  2.0
+  """
+
+  def scale_loss(self, loss: Any) -> Any:
+    """The loss to differentiate, as `compute_gradients` does.
+
+    Args:
+      loss: A loss.
+
+    Returns:
+      The encapsulated optimizer's scaled loss; in towers whose mean is wanted
+      divided by their number.
+    """
+    towers = collecting.current()
+    scaled = self._inner.optimizer.scale_loss(loss)
+    return scaled if towers is None else scaled * towers.factor
+
+  @converting.not_ours
+  def apply(
+    self, grads: Sequence[Any], trainable_variables: Any = None
+  ) -> None:
+    """Keras' own way in: like `apply_gradients`, with two lists.
+
+    Args:
+      grads: Gradients; an empty list does nothing.
+      trainable_variables: Their variables. None means those that the
+        optimizer was built on.
+
+    Raises:
+      ValueError: If the lists do not match or the optimizer is not built.
+    """
+    grads = list(grads)
+    variables = _variables(self._inner, grads, trainable_variables)
+    if variables:
+      pairs = zip(grads, variables, strict=True)
+      self._collect_or(self._hand_on, *arguments.check_pairs(pairs))
+
+  def _hand_on(
+    self,
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+    options: dict[str, Any] | None = None,
+  ) -> None:
+    """Keras 3 has no options."""
+    del options
+    self._inner.optimizer.apply(list(grads), list(variables))
+
+
+def _variables(
+  inner: Any, grads: Sequence[Any], trainable_variables: Any
+) -> list[Any]:
+  """The variables that `apply` is to update, one for each gradient."""
+  if not grads:
+    return []
+  if trainable_variables is None:
+    if not inner.is_built:
+      raise ValueError(
+        "`trainable_variables` is None and the optimizer is not built. Pass"
+        " the variables, or call build(variables) first."
+      )
+    trainable_variables = inner.trainable_variables
+  if len(grads) != len(trainable_variables):
+    raise ValueError(
+      f"`grads` must hold one gradient per variable; got {len(grads)}"
+      f" gradients for {len(trainable_variables)} variables."
+    )
+  return list(trainable_variables)

@@ -88,6 +88,9 @@ class Minimizing:
       global_step: An integer variable, incremented by one afterwards.
       name: The name scope of the operations.
 
+    Returns:
+      The iteration count after the step.
+
     Raises:
       NotImplementedError: Unless an optimizer has its way.
     """

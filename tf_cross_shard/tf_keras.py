@@ -1,10 +1,10 @@
-"""CrossShardOptimizer for tf_keras, which is Keras 2.
+"""CrossShardOptimizer and TowerOptimizer for tf_keras, which is Keras 2.
 
-`tf_cross_shard.CrossShardOptimizer` is this class where TF_USE_LEGACY_KERAS=1
-makes `tf.keras` tf_keras. Import it from here in a program that has both.
+`tf_cross_shard.CrossShardOptimizer` is the one here where TF_USE_LEGACY_KERAS=1
+makes `tf.keras` tf_keras. Import them from here in a program that has both.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tf_cross_shard import requirements
@@ -19,6 +19,7 @@ from tf_cross_shard import (  # noqa: E402
   cross_shard,
   gradients,
   scaling,
+  tower,
 )
 from tf_cross_shard.inner import tf_keras  # noqa: E402
 
@@ -158,5 +159,51 @@ class CrossShardOptimizer(cross_shard.CrossShard, tf_keras.TfKerasDelegate):
     return super().from_config(mine, custom_objects)
 
 
-# A LossScaleOptimizer in an HDF5 file or a SavedModel looks for this name.
-keras.saving.get_custom_objects()["CrossShardOptimizer"] = CrossShardOptimizer
+@keras.saving.register_keras_serializable(package="tf_cross_shard")
+class TowerOptimizer(tower.Tower, tf_keras.TfKerasDelegate):
+  """Gathers gradients across the towers of a model function.
+
+  All is said in `tf_cross_shard.tower.Tower`.
+
+  >>> import tensorflow as tf
+  >>> optimizer = TowerOptimizer(lambda: keras.optimizers.SGD(0.5))
+  >>> weight = tf.Variable(3.0)
+  >>> int(optimizer.apply_gradients([(tf.constant(2.0), weight)]))
+  1
+  >>> float(weight.numpy())
+  2.0
+  """
+
+  def aggregate_gradients(
+    self, grads_and_vars: Iterable[Any]
+  ) -> gradients.Pairs:
+    """What the encapsulated optimizer does between replicas.
+
+    Args:
+      grads_and_vars: Pairs of a gradient and its variable.
+
+    Returns:
+      Pairs for `apply_gradients(..., skip_gradients_aggregation=True)`.
+    """
+    self._check_not_scaled()
+    reduced = self._inner.optimizer.aggregate_gradients(list(grads_and_vars))
+    return list(reduced)
+
+  def get_config(self) -> dict[str, Any]:
+    """What the constructor needs, in serializable form."""
+    return {**super().get_config(), "is_legacy_optimizer": False}
+
+  def _hand_on(
+    self,
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+    options: dict[str, Any],
+  ) -> None:
+    """Keras' options are handed on."""
+    pairs = list(zip(grads, variables, strict=True))
+    self._inner.optimizer.apply_gradients(pairs, **options)
+
+
+# A LossScaleOptimizer in an HDF5 file or a SavedModel looks for these names.
+for _optimizer in (CrossShardOptimizer, TowerOptimizer):
+  keras.saving.get_custom_objects()[_optimizer.__name__] = _optimizer

@@ -25,6 +25,15 @@ class InnerOptimizer(abc.ABC):
     self.optimizer = optimizer
 
   @property
+  def name(self) -> str:
+    """The optimizer's name."""
+    optimizer = self.optimizer
+    if not hasattr(optimizer, "name"):  # A loss scaling one of tf_keras.
+      optimizer = innermost(optimizer)
+    # Older ones of tf_keras keep it to themselves.
+    return str(getattr(optimizer, "name", None) or optimizer._name)
+
+  @property
   @abc.abstractmethod
   def strategy(self) -> tf.distribute.Strategy:
     """The strategy whose scope the optimizer was made in."""

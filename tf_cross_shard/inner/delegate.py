@@ -32,6 +32,8 @@ class Delegating:
   The clipping arguments and the name stay this object's own.
   """
 
+  _argument = "opt"  # what the constructor calls the encapsulated optimizer
+
   name: str
   clipnorm: float | None
   global_clipnorm: float | None
@@ -54,6 +56,15 @@ class Delegating:
   def _as_optimizer(cls, opt: Any) -> Any:
     """`opt` as an optimizer of this Keras."""
     raise NotImplementedError
+
+  @classmethod
+  def _check_within(cls, wrapper: "Delegating") -> None:
+    """Raises `ValueError` for a wrapper that this one must not encapsulate."""
+    raise ValueError(
+      f"`{cls._argument}` must not be or contain a {type(wrapper).__name__}"
+      f" itself; got {wrapper.name!r}. Gradients would be reduced twice."
+      " Encapsulate its inner optimizer."
+    )
 
   @staticmethod
   def _serialize(opt: Any) -> Any:
@@ -315,18 +326,22 @@ class Delegating:
 
 
 def as_optimizer(
+  wrapper: type[Delegating],
   opt: Any,
   get: Callable[[Any], Any],
   kinds: tuple[type[Any], ...],
   spelling: str,
+  convert: Callable[[Any], Any],
 ) -> Any:
   """`opt` as an optimizer that a `Delegating` of one Keras can encapsulate.
 
   Args:
+    wrapper: Who encapsulates it.
     opt: An optimizer, or its name or serialized form.
     get: Finds an optimizer by its name.
     kinds: The classes of this Keras' optimizers.
     spelling: Where users find them.
+    convert: Makes an optimizer of this Keras of one of TensorFlow 1.
 
   Returns:
     An optimizer of this Keras.
@@ -340,25 +355,23 @@ def as_optimizer(
       opt = get(opt)
     except (KeyError, TypeError, ValueError) as error:
       raise ValueError(
-        f"`opt` must name a Keras optimizer; got {opt!r}. Use a name such as"
-        ' "adam", or an optimizer object.'
+        f"`{wrapper._argument}` must name a Keras optimizer; got {opt!r}. Use"
+        ' a name such as "adam", or an optimizer object.'
       ) from error
+  opt = convert(opt)
   layers = [opt]
   while layers:
     layer = layers.pop()
     if isinstance(layer, Delegating):
-      raise ValueError(
-        f"`opt` must not be or contain a {type(layer).__name__} itself; got"
-        f" {layer.name!r}. Gradients would be reduced twice. Encapsulate its"
-        " inner optimizer."
-      )
+      wrapper._check_within(layer)
     within = getattr(layer, "inner_optimizer", None)
     layers += [each for each in (within,) if each is not None]
     layers += getattr(layer, "_inner_optimizers", ())  # a MultiOptimizer's
   if not isinstance(opt, kinds):
     found = f"{type(opt).__module__}.{type(opt).__qualname__}"
     raise TypeError(
-      f"`opt` must be an optimizer of {spelling} or its name; got {found}."
+      f"`{wrapper._argument}` must be an optimizer of {spelling} or its name;"
+      f" got {found}."
       f" {_remedy(opt, spelling)}"
     )
   return opt

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tf_cross_shard.clipping import Gradient
-from tf_cross_shard.inner import base, delegate, scaled
+from tf_cross_shard.inner import base, delegate, scaled, v1_keras3
 
 # What Keras' constructor puts on every optimizer and what stays our own.
 _OWN: Final = frozenset(
@@ -201,10 +201,12 @@ class Keras3Delegate(delegate.Delegating, keras.optimizers.Optimizer):
   def _as_optimizer(cls, opt: Any) -> Any:
     """`opt` as a Keras 3 optimizer."""
     return delegate.as_optimizer(
+      cls,
       opt,
       get=keras.optimizers.get,
       kinds=(keras.optimizers.Optimizer,),
       spelling="keras.optimizers",
+      convert=v1_keras3.convert,
     )
 
   @staticmethod

@@ -18,6 +18,7 @@ from tf_cross_shard.inner import (
   scaled,
   state,
   tf_keras_scaled,
+  v1_tf_keras,
 )
 
 _LEGACY: Final = tf_keras.optimizers.legacy.Optimizer
@@ -250,10 +251,12 @@ class TfKerasDelegate(delegate.Delegating, tf_keras.optimizers.Optimizer):
   def _as_optimizer(cls, opt: Any) -> Any:
     """`opt` as an optimizer of tf_keras."""
     return delegate.as_optimizer(
+      cls,
       opt,
       get=tf_keras.optimizers.get,
       kinds=(tf_keras.optimizers.Optimizer, _LEGACY),
       spelling="tf_keras.optimizers",
+      convert=v1_tf_keras.convert,
     )
 
   @staticmethod

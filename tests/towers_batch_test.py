@@ -1,0 +1,147 @@
+"""Nests of tensors cut into parts along axis 0, and joined again."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tf_cross_shard.towers import batch
+
+
+def _lists(value: Any) -> Any:
+  if isinstance(value, tf.RaggedTensor):
+    return value.to_list()
+  if isinstance(value, tf.SparseTensor):
+    value = tf.sparse.to_dense(value)
+  return value.numpy().tolist()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_parts_are_equal_and_in_order(count: int) -> None:
+  rows = np.arange(12).reshape(6, 2)
+  parts = batch.split("x", rows, count)
+  assert [_lists(part) for part in parts] == [
+    each.tolist() for each in np.split(rows, count)
+  ]
+  assert _lists(batch.concatenate("x", parts)) == rows.tolist()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_there_and_back(seed: int) -> None:
+  rng = np.random.default_rng(seed)
+  count = int(rng.integers(1, 5))
+  length = count * int(rng.integers(1, 4))
+  dense = rng.integers(0, 3, size=(length, 3))
+  lengths = rng.integers(0, 3, size=length)
+  tree = {
+    "dense": tf.constant(dense),
+    "sparse": tf.sparse.from_dense(dense),
+    "ragged": (
+      tf.RaggedTensor.from_row_lengths(tf.range(lengths.sum()), lengths),
+      None,
+    ),
+    "texts": tf.constant([str(i) for i in range(length)]),
+  }
+  parts = batch.split("tree", tree, count)
+  assert len(parts) == count
+  for i, part in enumerate(parts):
+    rows = slice(i * length // count, (i + 1) * length // count)
+    assert _lists(part["dense"]) == dense[rows].tolist()
+    assert _lists(part["sparse"]) == dense[rows].tolist()
+    assert _lists(part["texts"]) == [
+      str(n).encode() for n in range(length)[rows]
+    ]
+    assert [len(row) for row in _lists(part["ragged"][0])] == (
+      lengths[rows].tolist()
+    )
+    assert part["ragged"][1] is None
+  whole = batch.concatenate("tree", parts)
+  for name in ("dense", "sparse", "texts"):
+    assert _lists(whole[name]) == _lists(tree[name])
+  assert _lists(whole["ragged"][0]) == _lists(tree["ragged"][0])
+  assert whole["ragged"][1] is None
+
+
+def test_none_and_lists() -> None:
+  assert batch.split("x", None, 3) == [None] * 3
+  first, second = batch.split("x", [tf.range(2), [tf.range(4)]], 2)
+  assert (_lists(first[0]), _lists(second[1][0])) == ([0], [2, 3])
+  first, second = batch.split("x", [1.5, 2.5], 2)
+  assert (_lists(first), _lists(second)) == ([1.5], [2.5])
+  first, second = batch.split("x", [["a", "b"], ["c", "d"]], 2)
+  assert _lists(second) == [[b"c", b"d"]]
+  assert batch.split("x", [], 2) == [[], []]
+
+
+@pytest.mark.parametrize(
+  ("tree", "error", "words"),
+  [
+    (lambda: tf.ones([3]), ValueError, "axis 0 has length 3, of"),
+    (lambda: np.ones([0, 2]), ValueError, "axis 0 has length 0"),
+    (lambda: [1, 2, 3], ValueError, "axis 0 has length 3"),
+    (lambda: (1.0, 2.0), ValueError, "got a scalar"),
+    (lambda: {"a": 3}, ValueError, "Give what is no part of the batch in"),
+    (lambda: tf.sparse.eye(3), ValueError, "SparseTensor with shape (3, 3)"),
+    (lambda: tf.ragged.constant([[1], [], [2]]), ValueError, "RaggedTensor"),
+    (lambda: {"a": {1, 2}}, TypeError, "must hold tensors, arrays or nests"),
+  ],
+)
+def test_what_cannot_be_cut(tree: Any, error: Any, words: str) -> None:
+  with pytest.raises(error) as caught:
+    batch.split("labels", tree(), 2)
+  assert str(caught.value).startswith("`labels` must ")
+  assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "sparse", "ragged"])
+def test_lengths_known_when_the_program_runs(kind: str) -> None:
+  spec, make = {
+    "tensor": (tf.TensorSpec([None]), tf.ones),
+    "sparse": (
+      tf.SparseTensorSpec([None, 1]),
+      lambda shape: tf.sparse.from_dense(tf.ones([*shape, 1])),
+    ),
+    "ragged": (
+      tf.RaggedTensorSpec([None, None], tf.float32),
+      lambda shape: tf.RaggedTensor.from_tensor(tf.ones([*shape, 1])),
+    ),
+  }[kind]
+
+  @tf.function(input_signature=[spec])
+  def there_and_back(x: Any) -> Any:
+    parts = batch.split("x", x, 3)
+    return batch.concatenate("x", [parts[2], parts[0], parts[1]])
+
+  there_and_back(make([6]))
+  for length in (1, 2, 4, 7):
+    with pytest.raises(tf.errors.InvalidArgumentError):
+      there_and_back(make([length]))
+
+
+def test_what_cannot_be_joined() -> None:
+  one, row = tf.constant(1), tf.constant([1])
+  for trees, words in (
+    ([{"a": row}, {"b": row}], ("{'a': '", "tower 1 {'b': '")),
+    ([[row], [row], [row, row]], ("tower 2 ['",)),
+    ([row, (row,)], ("the same structure in every tower",)),
+    ([{"a": None}, {"a": [row]}], ("the same structure",)),
+    ([one, one], ("got a scalar", "Give one value per example")),
+  ):
+    with pytest.raises(ValueError, match="`predictions` must ") as caught:
+      batch.concatenate("predictions", trees)
+    assert str(caught.value).startswith("`predictions` must ")
+    for each in words:
+      assert each in str(caught.value)
+
+
+def test_none_in_one_tower_only() -> None:
+  row = tf.constant([1])
+  for trees in ([row, None], [None, row], [{"a": row}, {"a": None}]):
+    with pytest.raises((TypeError, ValueError)) as caught:
+      batch.concatenate("predictions", trees)
+    assert "`predictions` must" in str(caught.value)
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,465 @@
+"""Variables that a model function makes are made once."""
+# keras: both
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import testbed, towers_bed
+from tests.towers_bed import MODES, TWO, batch, caller, named, sgd, values
+from tf_cross_shard import (
+  ModeKeys,
+  TowerOptimizer,
+  TowerSpec,
+  replicate_model_fn,
+)
+from tf_cross_shard.towers import sharing
+
+keras = tf.keras
+KINDS = ("tf", "keras", "get_variable")
+
+
+def _make(kind: str, value: float, name: str, **options: Any) -> Any:
+  """A variable, made in one of several ways."""
+  if kind == "keras":
+    return testbed.variable(value, name)
+  if kind == "get_variable":
+    return tf.compat.v1.get_variable(name, initializer=value, use_resource=True)
+  return tf.Variable(value, name=name, **options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_made_once_for_all_towers_and_steps(kind: str, mode: str) -> None:
+  optimizer = TowerOptimizer(sgd)
+  seen: list[int] = []
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    c, d = _make(kind, 10.0, "c"), _make(kind, 5.0, "d")
+    seen.append(id(c))
+    loss = tf.reduce_sum(c * features - d)
+    train_op = None
+    if mode == "train":
+      train_op = optimizer.minimize(loss, var_list=[c, d])
+    return TowerSpec(mode, loss, train_op, features * c)
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+  step = caller(replicated, mode)
+  steps = []
+  for rows in ([1.0], [2.0]), ([3.0], [-1.0]):
+    spec = step(batch(*rows))
+    steps.append(float(spec.loss))
+  assert steps == [30.0 - 10.0, 14.0 - 14.0]
+  count = 4 if testbed.IS_TF_KERAS else 2  # Its SGD always has a momentum.
+  assert len(replicated.variables) == count
+  c, d = (named(replicated.variables, name) for name in "cd")
+  assert values([c, d]) == [5.0, 9.0]
+  # What is predicted, and evaluated, is of the weights that were trained.
+  run = caller(lambda x, mode: replicated(x, mode=mode), mode)
+  spec = run(batch([1.0], [2.0]), mode=ModeKeys.PREDICT)
+  assert spec.predictions.numpy().tolist() == [[5.0], [10.0]]
+  assert float(run(batch(), mode="eval").loss) == 15.0 - 18.0
+  c.assign(1.0)
+  spec = run(batch([1.0], [2.0]), mode=ModeKeys.PREDICT)
+  assert spec.predictions.numpy().tolist() == [[1.0], [2.0]]
+  assert len(replicated.variables) == count
+  if kind == "tf":
+    assert len(set(seen)) == 1
+
+
+def _layers(features: Any) -> Any:
+  """A network with automatic names, whose layers have one shape."""
+  hidden = keras.layers.Dense(3, use_bias=True)(features)
+  hidden = keras.layers.Dense(3, "tanh")(hidden)
+  return keras.layers.Dense(3)(hidden)
+
+
+def _by_hand(variables: Any, x: Any) -> Any:
+  """What `_layers` computes, of kernels and biases in order of creation."""
+  kernels = [np.asarray(v.numpy()) for v in variables]
+  hidden = x @ kernels[0] + kernels[1]
+  hidden = np.tanh(hidden @ kernels[2] + kernels[3])
+  return hidden @ kernels[4] + kernels[5]
+
+
+def _network(made: str = "outside") -> Any:
+  """A replicated function of Keras layers made inside."""
+  optimizer = TowerOptimizer(lambda: keras.optimizers.Adam(0.125))
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    opt = optimizer
+    y = _layers(features)
+    loss = tf.reduce_mean((y - features) ** 2)
+    train_op = None
+    if mode == "train":
+      if made == "inside":
+        opt = TowerOptimizer(lambda: keras.optimizers.Adam(0.125))
+      train_op = opt.minimize(loss)
+    return TowerSpec(mode, loss, train_op, y)
+
+  return replicate_model_fn(model_fn, "mean", TWO)
+
+
+def _weights(replicated: Any) -> list[Any]:
+  """Kernels and biases, not what belongs to the optimizer."""
+  return replicated.variables[:6]
+
+
+ROWS = np.random.default_rng(0).normal(size=(4, 3)).astype("float32")
+
+
+@pytest.mark.parametrize("made", ["outside", "inside"])
+@pytest.mark.parametrize("train", MODES)
+@pytest.mark.parametrize("predict", MODES)
+def test_layers_with_automatic_names(
+  predict: str, train: str, made: str
+) -> None:
+  # Names are numbered on: other layers come in between.
+  keras.layers.Dense(3)
+  replicated = _network(made)
+  answer = caller(
+    lambda x: replicated(x, mode=ModeKeys.PREDICT).predictions, predict
+  )
+  evaluate = caller(lambda x: replicated(x, mode="eval").loss, train)
+  if predict == "function" == train:
+    # A tf.function makes variables in its first call only.
+    answer(tf.constant(ROWS))
+  before = answer(tf.constant(ROWS)).numpy()
+  assert len(replicated.variables) == 6
+  np.testing.assert_allclose(
+    before, _by_hand(_weights(replicated), ROWS), rtol=1e-4, atol=1e-5
+  )
+  losses = [float(evaluate(tf.constant(ROWS)))]
+  step = caller(lambda x: replicated(x).loss, train)
+  for _ in range(8):
+    step(tf.constant(ROWS))
+    losses.append(float(evaluate(tf.constant(ROWS))))
+  assert losses[-1] < 0.75 * losses[0]
+  after = answer(tf.constant(ROWS)).numpy()
+  assert np.abs(after - before).max() > 0.05
+  np.testing.assert_allclose(
+    after, _by_hand(_weights(replicated), ROWS), rtol=1e-4, atol=1e-5
+  )
+  shapes = [v.shape.as_list() for v in _weights(replicated)]
+  assert shapes == [[3, 3], [3]] * 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_training_is_that_of_one_network(mode: str) -> None:
+  replicated = _network("inside")
+  step = caller(lambda x: replicated(x).loss, mode)
+  # A look at the weights, before anything is trained.
+  replicated(tf.constant(ROWS), mode=ModeKeys.PREDICT)
+  start = [v.numpy() for v in _weights(replicated)]
+  model = keras.Sequential(
+    [
+      keras.Input((3,)),
+      keras.layers.Dense(3),
+      keras.layers.Dense(3, "tanh"),
+      keras.layers.Dense(3),
+    ]
+  )
+  model.set_weights(start)
+  model.compile(keras.optimizers.Adam(0.125), "mse")
+  for _ in range(3):
+    step(tf.constant(ROWS))
+    model.train_on_batch(ROWS, ROWS)
+  for a, b, s in zip(
+    _weights(replicated), model.get_weights(), start, strict=True
+  ):
+    assert np.abs(b - s).max() > 0.02
+    np.testing.assert_allclose(a.numpy(), b, atol=1e-4)
+
+
+@pytest.mark.parametrize("first", MODES)
+def test_eagerly_and_in_functions_in_turn(first: str) -> None:
+  optimizer = TowerOptimizer(lambda: sgd(momentum=0.5))
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    c = tf.Variable(16.0, name="c")
+    loss = tf.reduce_sum(c * features)
+    return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+  found = []
+  in_function = tf.function(replicated)
+  for i in range(4):
+    is_eager = (i % 2 == 0) == (first == "eager")
+    (replicated if is_eager else in_function)(batch())
+    found.append(values(replicated.variables)[0])
+  # velocity 3, 4.5, 5.25, 5.625
+  assert found == [13.0, 8.5, 3.25, -2.375]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_optimizer_made_inside_keeps_its_state(mode: str) -> None:
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    c, d = tf.Variable(10.0, name="c"), tf.Variable(10.0, name="d")
+    ops = []
+    for variable in (c, d):
+      optimizer = TowerOptimizer(keras.optimizers.Adam(0.5))
+      loss = tf.reduce_sum(variable * features)
+      if variable is d:
+        loss = loss * loss
+      ops.append(optimizer.minimize(loss, var_list=[variable]))
+    return TowerSpec(mode, None, ops[-1])
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+  step = caller(replicated, mode)
+  plain = [testbed.variable(10.0), testbed.variable(10.0)]
+  optimizers = [keras.optimizers.Adam(0.5) for _ in plain]
+  counts = []
+  for x, y in ((1.0, 2.0), (4.0, -1.0), (0.5, 1.0)):
+    counts.append(int(step(batch([x], [y])).train_op))
+    for each, variable in zip(optimizers, plain, strict=True):
+      with tf.GradientTape() as tape:
+        parts = [variable * x, variable * y]
+        loss = sum(p * p if variable is plain[1] else p for p in parts)
+      native = towers_bed.native(variable)
+      each.apply_gradients([(tape.gradient(loss, native), variable)])
+  assert counts == [1, 2, 3]
+  for name, expected in zip("cd", plain, strict=True):
+    found = float(named(replicated.variables, name))
+    assert abs(found - 10.0) > 0.5
+    assert abs(found - float(expected.numpy())) < 1e-4
+  assert len({id(v) for v in replicated.variables}) == len(replicated.variables)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_variables_are_where_the_first_tower_is(mode: str) -> None:
+  devices = ("CPU:2", "CPU:1")
+  optimizer = TowerOptimizer(sgd(momentum=0.5))
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    c = tf.Variable(10.0, name="c")
+    loss = tf.reduce_sum(c * features)
+    return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
+
+  replicated = replicate_model_fn(model_fn, devices=devices)
+  caller(replicated, mode)(batch())
+  [c] = replicated.variables[:1]
+  assert c.device.endswith("CPU:2")
+  assert float(c) == 7.0
+  [slot] = [
+    each
+    for each in replicated.variables[1:]
+    if each.shape == c.shape and each.dtype == c.dtype
+  ][:1]
+  assert slot.device.endswith("CPU:2")
+  assert float(slot) == -3.0
+
+
+class TestChanges:
+  @pytest.mark.parametrize("mode", MODES)
+  def test_another_start(self, mode: str) -> None:
+    def model_fn(features: Any, mode: str, params: Any) -> TowerSpec:
+      c = tf.Variable(params["start"], name="c")
+      return TowerSpec(mode, predictions=features * c)
+
+    replicated = replicate_model_fn(model_fn, devices=TWO)
+
+    def predict(start: float) -> Any:
+      return (
+        caller(
+          lambda x: replicated(x, mode="infer", params={"start": start}), mode
+        )(batch())
+        .predictions.numpy()
+        .tolist()
+      )
+
+    assert predict(10.0) == [[10.0], [20.0]]
+    with pytest.raises(ValueError, match="the same variables") as caught:
+      predict(11.0)
+    for words in (
+      "must make the same variables in every tower and every call",
+      "c started from 10.0 and is to start from 11.0 now",
+    ):
+      assert words in str(caught.value)
+    assert predict(10.0) == [[10.0], [20.0]]
+
+  def test_another_learning_rate(self) -> None:
+    c = tf.Variable(10.0)
+
+    def model_fn(features: Any, mode: str, params: Any) -> TowerSpec:
+      optimizer = TowerOptimizer(sgd(params["rate"]))
+      loss = tf.reduce_sum(c * features)
+      return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
+
+    replicated = replicate_model_fn(model_fn, devices=TWO)
+    replicated(batch(), params={"rate": 1.0})
+    assert float(c) == 7.0
+    with pytest.raises(ValueError, match=r"learning_rate.* started from 1\.0"):
+      replicated(batch(), params={"rate": 2.0})
+    assert float(c) == 7.0
+    replicated(batch(), params={"rate": 1.0})
+    assert float(c) == 4.0
+
+  def test_another_shape(self) -> None:
+    towers: list[int] = []
+
+    def model_fn(features: Any, mode: str) -> TowerSpec:
+      towers.append(len(towers))
+      tf.Variable(tf.zeros([len(towers)]), name="c")
+      return TowerSpec(mode)
+
+    with pytest.raises(ValueError, match=r"c has shape \(1,\), and now \(2,\)"):
+      replicate_model_fn(model_fn, devices=TWO)(batch(), mode="eval")
+
+  def test_another_dtype(self) -> None:
+    towers: list[int] = []
+
+    def model_fn(features: Any, mode: str) -> TowerSpec:
+      towers.append(len(towers))
+      dtype = tf.float32 if len(towers) == 1 else tf.float64
+      c = tf.Variable(lambda: tf.zeros([2], dtype), name="c", dtype=dtype)
+      assert c.dtype == dtype
+      return TowerSpec(mode)
+
+    with pytest.raises(ValueError, match="dtype"):
+      replicate_model_fn(model_fn, devices=TWO)(batch(), mode="eval")
+
+  def test_a_start_that_is_no_number_is_not_compared(self) -> None:
+    def model_fn(features: Any, mode: str) -> TowerSpec:
+      c = tf.Variable(float("nan"), name="c")
+      d = tf.Variable(tf.random.uniform([2]), name="d")
+      e = tf.Variable(lambda: tf.random.uniform([]), name="e")
+      return TowerSpec(mode, predictions=features * (e + d[0] + 0.0 * c))
+
+    replicated = replicate_model_fn(model_fn, devices=TWO)
+    for _ in range(2):
+      replicated(batch(), mode="infer")
+    assert len(replicated.variables) == 3
+
+
+class TestNames:
+  def test_scopes_and_numbers(self) -> None:
+    shared = sharing.SharedVariables()
+
+    def call(*names: str) -> list[float]:
+      with shared.reused():
+        found = []
+        for i, name in enumerate(names):
+          *scopes, last = name.split("/")
+          if scopes:
+            with tf.name_scope("/".join(scopes)):
+              found.append(tf.Variable(tf.fill([2], float(i)), name=last))
+          else:
+            found.append(tf.Variable(tf.fill([2], float(i)), name=last))
+        return [float(each[0]) for each in found]
+
+    assert call("a", "b/c", "d_1/c", "d_2/c") == [0.0, 1.0, 2.0, 3.0]
+    # In another order, of names that are known.
+    assert call("d_2/c", "b/c", "a", "d_1/c") == [3.0, 1.0, 0.0, 2.0]
+    # Numbered on.
+    assert call("d_3/c", "d_4/c") == [2.0, 3.0]
+    # What is new is made; what is there twice in one call too.
+    assert call("new", "a", "a") == [0.0, 0.0, 2.0]
+    assert len(shared.variables) == 6
+
+  def test_numbers_that_overlap(self) -> None:
+    shared = sharing.SharedVariables()
+
+    def call(first: int) -> list[float]:
+      with shared.reused():
+        found = [
+          tf.Variable(tf.fill([2], float(i)), name=f"dense_{first + i}/kernel")
+          for i in range(3)
+        ]
+        return [float(each[0]) for each in found]
+
+    assert call(3) == [0.0, 1.0, 2.0]
+    assert call(6) == [0.0, 1.0, 2.0]  # the second tower
+    # A new graph, or keras.backend.clear_session(), begins anew.
+    assert call(1) == [0.0, 1.0, 2.0]
+    assert call(4) == [0.0, 1.0, 2.0]
+    assert len(shared.variables) == 3
+
+  @pytest.mark.parametrize("mode", MODES)
+  def test_keras_counts_anew(self, mode: str) -> None:
+    for others in (0, 2):
+      keras.backend.clear_session()
+      for _ in range(others):
+        keras.layers.Dense(3)
+      replicated = _network()
+      replicated(tf.constant(ROWS), mode="infer")
+      predict = caller(
+        lambda x, r=replicated: r(x, mode="infer").predictions, mode
+      )
+      expected = _by_hand(_weights(replicated), ROWS)
+      for again in range(3):
+        keras.backend.clear_session()
+        for _ in range(again):
+          keras.layers.Dense(3)
+        rows = tf.constant(np.concatenate([ROWS] * (again + 1)))
+        found = predict(rows).numpy()[:4]
+        np.testing.assert_allclose(
+          found, expected, rtol=1e-4, atol=1e-5, err_msg=f"{others} {again}"
+        )
+      assert len(replicated.variables) == 6
+
+
+def test_each_replicated_function_has_its_own() -> None:
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    c = tf.Variable(1.0, name="c")
+    c.assign_add(1.0)
+    return TowerSpec(mode, predictions=features * c)
+
+  first, second = (replicate_model_fn(model_fn, devices=TWO) for _ in "12")
+  for _ in range(3):
+    first(batch(), mode="eval")
+  second(batch(), mode="eval")
+  assert values(first.variables + second.variables) == [7.0, 3.0]
+
+
+def test_retracing() -> None:
+  optimizer = TowerOptimizer(lambda: sgd(momentum=0.5))
+  traces: list[int] = []
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    traces.append(1)
+    c = tf.Variable(16.0, name="c")
+    loss = tf.reduce_sum(c * features)
+    return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+  step = tf.function(replicated)
+  found = []
+  for rows in ([[1.0], [2.0]], [[1.0], [2.0], [0.0], [0.0]], [[1.0]] * 6):
+    before = len(traces)
+    step(batch(*rows))
+    assert len(traces) >= before + 2
+    step(batch(*rows))
+    found.append(values(replicated.variables)[0])
+  assert len(traces) <= 8
+  # sums 3, 3, 3, 3, 6, 6; velocity 3, 4.5, 5.25, 5.625, 8.8125, 10.40625
+  assert found == [8.5, -2.375, -21.59375]
+
+
+@pytest.mark.parametrize("tower", [0, 1])
+def test_a_trace_that_fails_leaves_nothing_behind(tower: int) -> None:
+  optimizer = TowerOptimizer(lambda: sgd(momentum=0.5))
+  fails = [True]
+  towers: list[int] = []
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    towers.append(len(towers))
+    c = tf.Variable(10.0, name="c")
+    loss = tf.reduce_sum(c * features)
+    train_op = optimizer.minimize(loss, var_list=[c])
+    if fails[0] and len(towers) == tower + 1:
+      raise KeyError("not this time")
+    return TowerSpec(mode, loss, train_op)
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+  with pytest.raises(KeyError):
+    tf.function(replicated)(batch())
+  fails[0] = False
+  assert float(tf.function(replicated)(batch()).loss) == 30.0
+  assert float(named(replicated.variables, "c")) == 7.0
+  assert float(replicated(batch()).loss) == 21.0
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,173 @@
+"""Batches to parts for towers, and the towers' answers back to one.
+
+Pure functions on nests of tensors; axis 0 is the batch.
+"""
+
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+
+def split(argument: str, tree: Any, count: int) -> list[Any]:
+  """Cuts every tensor of a nest into equal parts along axis 0.
+
+  >>> [part.numpy().tolist() for part in split("x", tf.constant([1, 2]), 2)]
+  [[1], [2]]
+
+  Args:
+    argument: What users call `tree`, for errors.
+    tree: A tensor, `SparseTensor`, `RaggedTensor`, array, list of numbers, or
+      a nest of these. None stays None.
+    count: How many parts.
+
+  Returns:
+    One nest of the same structure for each part.
+
+  Raises:
+    ValueError: If a tensor has no axis 0, or one that does not divide. Of a
+      length that is known only when the program runs, the program complains.
+    TypeError: If there is something that cannot be made a tensor.
+  """
+  if _is_table(tree):
+    tree = tf.convert_to_tensor(tree)
+  leaves = tf.nest.flatten(tree)
+  parts = [_split_leaf(argument, leaf, count) for leaf in leaves]
+  return [
+    tf.nest.pack_sequence_as(tree, [part[i] for part in parts])
+    for i in range(count)
+  ]
+
+
+def concatenate(what: str, trees: Sequence[Any]) -> Any:
+  """Joins nests of tensors along axis 0, in order.
+
+  >>> concatenate("x", [{"a": tf.constant([1])}, {"a": tf.constant([2])}])[
+  ...   "a"
+  ... ].numpy().tolist()
+  [1, 2]
+
+  Args:
+    what: What users call the nests, for errors.
+    trees: One nest for each tower, alike in structure.
+
+  Returns:
+    One nest. None stays None.
+
+  Raises:
+    ValueError: If the nests differ in structure, or a tensor has no axis 0.
+  """
+  for tower, tree in enumerate(trees):
+    try:
+      tf.nest.assert_same_structure(*map(_without_none, (trees[0], tree)))
+    except (TypeError, ValueError) as error:
+      raise ValueError(
+        f"`{what}` must have the same structure in every tower; tower 0"
+        f" answered {_shape_of(trees[0])}, tower {tower} {_shape_of(tree)}."
+        " Let model_fn answer the same keys whatever part of the batch it gets."
+      ) from error
+  columns = zip(*map(tf.nest.flatten, trees), strict=True)
+  joined = [_join_leaves(what, column) for column in columns]
+  return tf.nest.pack_sequence_as(trees[0], joined)
+
+
+def _is_table(tree: Any) -> bool:
+  """Whether a list is one of numbers or texts: a tensor, not a nest."""
+  if not isinstance(tree, list) or not tree:
+    return False
+  leaves = tf.nest.flatten(tree)
+  plain = (numbers.Number, np.generic, str, bytes)
+  return bool(leaves) and all(isinstance(leaf, plain) for leaf in leaves)
+
+
+def _split_leaf(argument: str, leaf: Any, count: int) -> Sequence[Any]:
+  """The parts of one tensor."""
+  if leaf is None:
+    return [None] * count
+  if not isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor)):
+    try:
+      leaf = tf.convert_to_tensor(leaf)
+    except (TypeError, ValueError) as error:
+      raise TypeError(
+        f"`{argument}` must hold tensors, arrays or nests of them; got"
+        f" {leaf!r}. Convert it to a tensor whose axis 0 is the batch."
+      ) from error
+  if leaf.shape.rank == 0:
+    raise ValueError(
+      f"`{argument}` must hold tensors with the batch in axis 0; got a scalar:"
+      f" {leaf!r}. Give what is no part of the batch in `params`."
+    )
+  length = _length(leaf)
+  if length is not None and (length % count or not length):
+    raise ValueError(
+      f"`{argument}` must divide into {count} towers; axis 0 has length"
+      f" {length}, of {type(leaf).__name__} with shape {leaf.shape}. Change the"
+      " batch size (drop_remainder=True in tf.data), or give fewer devices."
+    )
+  if isinstance(leaf, tf.SparseTensor):
+    return _split_sparse(leaf, count)
+  if isinstance(leaf, tf.RaggedTensor):
+    rows = _even(leaf.nrows(), count) // count
+    return [leaf[i * rows : (i + 1) * rows] for i in range(count)]
+  parts: Sequence[Any] = tf.split(leaf, count, axis=0)
+  return parts
+
+
+def _length(leaf: Any) -> int | None:
+  """The length of axis 0, where it is known."""
+  if leaf.shape.rank is not None and leaf.shape[0] is not None:
+    return int(leaf.shape[0])
+  if isinstance(leaf, tf.RaggedTensor):
+    static = tf.get_static_value(leaf.nrows())
+    return None if static is None else int(static)
+  return None
+
+
+def _split_sparse(leaf: tf.SparseTensor, count: int) -> Sequence[Any]:
+  """The parts of a sparse tensor, each of the same number of rows."""
+  shape = leaf.dense_shape
+  rows = _even(shape[0], count)
+  shape = tf.concat([rows[tf.newaxis], shape[1:]], axis=0)
+  leaf = tf.SparseTensor(leaf.indices, leaf.values, shape)
+  parts: Sequence[Any] = tf.sparse.split(leaf, count, axis=0)
+  return parts
+
+
+def _even(rows: tf.Tensor, count: int) -> tf.Tensor:
+  """The number of rows, once it is known to divide: they would be cut off."""
+  divides = tf.debugging.assert_equal(
+    rows % count,
+    tf.constant(0, rows.dtype),
+    f"axis 0 must divide into {count} towers",
+  )
+  with tf.control_dependencies([] if divides is None else [divides]):
+    return tf.identity(rows)
+
+
+def _join_leaves(what: str, parts: Sequence[Any]) -> Any:
+  """The parts of one tensor, joined."""
+  if parts[0] is None:
+    return None
+  if isinstance(parts[0], tf.SparseTensor):
+    return tf.sparse.concat(0, list(parts))  # It makes a generator of a tuple.
+  if not isinstance(parts[0], tf.RaggedTensor):
+    parts = [tf.convert_to_tensor(part) for part in parts]
+  if parts[0].shape.rank == 0:
+    raise ValueError(
+      f"`{what}` must hold tensors with the batch in axis 0; got a scalar:"
+      f" {parts[0]!r}. Give one value per example, or give it in `metrics`."
+    )
+  return tf.concat(parts, axis=0)
+
+
+def _without_none(tree: Any) -> Any:
+  """A nest in which None differs from a tensor, not only in value."""
+  leaves = [() if leaf is None else 0 for leaf in tf.nest.flatten(tree)]
+  return tf.nest.pack_sequence_as(tree, leaves)
+
+
+def _shape_of(tree: Any) -> Any:
+  """A nest as an error shows it."""
+  return tf.nest.map_structure(lambda leaf: type(leaf).__name__, tree)

@@ -1,0 +1,343 @@
+"""The gradients of one step: collected in every tower, applied after the last.
+
+They are applied only when the last tower has returned and all is known to fit.
+Applied any earlier, a second loss of the last tower would be computed from
+other weights than the same loss of the other towers, and an error found later
+would leave a step half done.
+"""
+
+import contextlib
+import dataclasses
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard import scaling, sparse
+from tf_cross_shard.clipping import Gradient
+from tf_cross_shard.collectives import base
+
+# Applies sums of gradients, by optimizer's own means, and answers the count.
+Apply = Callable[[list[Gradient], list[Any]], Any]
+
+_here = threading.local()  # Replicas may be threads, each with its towers.
+_used = threading.Event()
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+  """One `apply_gradients` in one tower.
+
+  Attributes:
+    owner: The optimizer.
+    optimizer: What it is called, for errors.
+    grads: The gradients.
+    variables: What they belong to.
+    apply: Applies sums in place of the gradients.
+  """
+
+  owner: Any
+  optimizer: str
+  grads: Sequence[Gradient]
+  variables: Sequence[Any]
+  apply: Apply
+
+
+class Towers:
+  """The towers of one step.
+
+  Attributes:
+    count: How many there are.
+    reduction: `"mean"` or `"sum"` of their losses.
+    tape: What the tower that is running records on, in eager execution.
+    result: What the last optimizer's `apply` answered, once applied.
+    made: The optimizers that the towers themselves have made.
+  """
+
+  def __init__(self, count: int, reduction: str) -> None:
+    """Starts before the first tower.
+
+    Args:
+      count: How many towers there are.
+      reduction: `"mean"` or `"sum"`.
+    """
+    self.count = count
+    self.reduction = reduction
+    self.tape: tf.GradientTape | None = None
+    self.result: Any = None
+    self.made: list[Any] = []
+    self._calls: list[list[Call]] = []
+    self._program = _program()
+
+  @property
+  def factor(self) -> float:
+    """What every tower's loss is multiplied by."""
+    return 1.0 / self.count if self.reduction == scaling.MEAN else 1.0
+
+  @property
+  def has_calls(self) -> bool:
+    """Whether an optimizer was called in a tower."""
+    return any(self._calls)
+
+  @contextlib.contextmanager
+  def one(self, trains: bool = True) -> Iterator[None]:
+    """Runs one tower. What it called is checked against the first.
+
+    Args:
+      trains: Whether gradients may be asked for of what it computes.
+
+    Yields:
+      None.
+
+    Raises:
+      ValueError: If it called fewer optimizers than the first.
+    """
+    self._calls.append([])
+    records = trains and tf.executing_eagerly()
+    tape = tf.GradientTape(persistent=True) if records else None
+    outer, _here.towers, self.tape = current(), self, tape
+    try:
+      with tape or contextlib.nullcontext():
+        yield
+    finally:
+      _here.towers, self.tape = outer, None
+    first, last = self._calls[0], self._calls[-1]
+    if len(last) < len(first):
+      raise ValueError(
+        self._odd(
+          f"called {len(last)} optimizers, tower 0 called {len(first)}:"
+          f" {first[len(last)].optimizer} is missing"
+        )
+      )
+
+  def collect(self, call: Call) -> None:
+    """Keeps what one tower would apply.
+
+    Args:
+      call: What it is.
+
+    Raises:
+      ValueError: If the first tower called another optimizer there, none, or
+        the same with other variables, or if the gradients are of a branch, a
+        loop or a function of its own, out of which they cannot be brought.
+    """
+    if _program() is not self._program:
+      raise ValueError(
+        f"{call.optimizer} was called inside tf.cond, tf.while_loop or a"
+        " tf.function of its own within `model_fn`. Its gradients must leave"
+        " the tower to be added up: return the loss from there, and call the"
+        " optimizer in model_fn itself."
+      )
+    _used.set()
+    calls = self._calls[-1]
+    at = len(calls)
+    calls.append(call)
+    if len(self._calls) == 1:
+      return
+    if at >= len(self._calls[0]):
+      raise ValueError(
+        self._odd(f"called {call.optimizer}, which tower 0 did not call")
+      )
+    first = self._calls[0][at]
+    if not self._is_same(first, call):
+      raise ValueError(
+        self._odd(
+          f"called {call.optimizer} where tower 0 called {first.optimizer}"
+        )
+      )
+    if set(map(_key, first.variables)) != set(map(_key, call.variables)):
+      raise ValueError(
+        self._odd(
+          f"called {call.optimizer} with the variables"
+          f" {_names(call.variables)}, tower 0 with {_names(first.variables)}"
+        )
+      )
+
+  def apply(self) -> Any:
+    """Sums every call over the towers and applies each sum once.
+
+    Returns:
+      What the last optimizer answered.
+    """
+    calls = list(zip(*self._calls, strict=True))
+    every = [g for each in calls for call in each for g in call.grads]
+    # No variable changes before all gradients are there: an error in any of
+    # them leaves the step undone. In eager execution they are there.
+    with tf.control_dependencies(_tensors(every)):
+      for same in calls:
+        variables = list(same[-1].variables)
+        self.result = same[-1].apply(_total(same, variables), variables)
+    return self.result
+
+  def _is_same(self, first: Call, call: Call) -> bool:
+    """Whether two towers called one optimizer, or each its own of one kind."""
+    if call.owner is first.owner:
+      return True
+    owners = [each.owner for each in self._calls[0]]
+    if any(call.owner is owner for owner in owners):
+      return False
+    if not all(
+      any(o is m for m in self.made) for o in (first.owner, call.owner)
+    ):
+      return False  # They were there before, and are two.
+    # One that a model function makes has another number in each call.
+    return _unnumbered(call.optimizer) == _unnumbered(first.optimizer)
+
+  def _odd(self, text: str) -> str:
+    """The message for a tower that does other things than the first."""
+    return (
+      f"`model_fn` must call the same optimizers in the same order in every"
+      f" tower; tower {len(self._calls) - 1} {text}. Nothing was applied. Call"
+      " them whatever part of the batch the tower got."
+    )
+
+
+def current() -> Towers | None:
+  """The towers that the caller runs in, or None.
+
+  >>> current() is None
+  True
+
+  Returns:
+    The step's towers.
+  """
+  towers: Towers | None = getattr(_here, "towers", None)
+  return towers
+
+
+@contextlib.contextmanager
+def not_recording() -> Iterator[None]:
+  """Keeps what is computed for an update off the tower's tape.
+
+  Yields:
+    None.
+  """
+  towers = current()
+  if towers is None or towers.tape is None:
+    yield
+  else:
+    with towers.tape.stop_recording():
+      yield
+
+
+def note_made(owner: Any) -> None:
+  """Remembers that a tower made an optimizer, as each of them may.
+
+  Args:
+    owner: The optimizer.
+  """
+  towers = current()
+  if towers is not None:
+    towers.made.append(owner)
+
+
+def note_use() -> None:
+  """Remembers that gradients were applied by an optimizer that can collect."""
+  _used.set()
+
+
+def has_been_used() -> bool:
+  """Whether such an optimizer applied gradients in this program.
+
+  Returns:
+    True after the first time.
+  """
+  return _used.is_set()
+
+
+def check_outside(optimizer: str) -> None:
+  """Checks that an optimizer that cannot collect is not called in a tower.
+
+  >>> check_outside("mine")
+
+  Args:
+    optimizer: Its name.
+
+  Raises:
+    ValueError: If it is in one of several towers.
+  """
+  towers = current()
+  if towers is not None and towers.count > 1:
+    raise ValueError(not_a_tower(optimizer, towers.count))
+
+
+def not_a_tower(optimizer: str, count: int) -> str:
+  """The message for an optimizer that every tower would apply by itself.
+
+  Args:
+    optimizer: What it is called.
+    count: How many towers there are.
+
+  Returns:
+    What is wrong, and the remedy.
+  """
+  return (
+    f"`model_fn` must apply gradients through a TowerOptimizer when it is"
+    f" replicated; it calls {optimizer}, which would apply the gradients of"
+    f" each of the {count} towers by themselves. Nothing was applied. Use"
+    f" TowerOptimizer({optimizer})."
+  )
+
+
+def _program() -> Any:
+  """What operations are added to; None where they run at once."""
+  if tf.executing_eagerly():
+    return None
+  return tf.compat.v1.get_default_graph()
+
+
+def _unnumbered(name: str) -> str:
+  """A name without the number that Keras made it unique by."""
+  return re.sub(r"_\d+", "", name)
+
+
+def _total(calls: Sequence[Call], variables: Sequence[Any]) -> list[Gradient]:
+  """The sum over towers for each variable, in one order."""
+  terms: dict[int, list[Gradient]] = {_key(v): [] for v in variables}
+  for call in calls:
+    for grad, variable in zip(call.grads, call.variables, strict=True):
+      terms[_key(variable)].append(grad)
+  return [_add(terms[_key(v)], v) for v in variables]
+
+
+def _add(grads: Sequence[Gradient], variable: Any) -> Gradient:
+  """A sum that stays row-sparse if all terms are; None without any."""
+  present = [grad for grad in grads if grad is not None]
+  if not present:
+    return None
+  if all(isinstance(grad, tf.IndexedSlices) for grad in present):
+    rows = tf.IndexedSlices(
+      tf.concat([grad.values for grad in present], axis=0),
+      tf.concat([grad.indices for grad in present], axis=0),
+      present[0].dense_shape,
+    )
+    return sparse.merge_duplicates(rows)
+  return tf.add_n(
+    [
+      sparse.to_dense(grad, variable)
+      if isinstance(grad, tf.IndexedSlices)
+      else grad
+      for grad in present
+    ]
+  )
+
+
+def _tensors(grads: Sequence[Gradient]) -> list[tf.Tensor]:
+  """What has to be there before gradients can be added."""
+  return [
+    grad.values if isinstance(grad, tf.IndexedSlices) else grad
+    for grad in grads
+    if grad is not None
+  ]
+
+
+def _key(variable: Any) -> int:
+  """What a variable is known by: Keras may wrap one in several objects."""
+  return id(base.native(variable))
+
+
+def _names(variables: Sequence[Any]) -> list[str]:
+  """The names of variables, for errors."""
+  return [str(getattr(v, "path", None) or v.name) for v in variables]
