@@ -2,27 +2,37 @@
 
 Glossary: a *replica* is one synchronous copy of a training step; a *group* is
 a set of replicas that sum together; a *worker* is a process; a *device* is
-hardware; the *wire* is what travels between replicas.
+hardware; a *tower* is one of several copies of a model function in one program;
+the *wire* is what travels between replicas.
 """
 
 from tf_cross_shard import requirements
 
 requirements.check_installed()
 
-from tf_cross_shard import groups, replica_state  # noqa: E402  # checked above
+from tf_cross_shard import groups, migration, replica_state  # noqa: E402
+from tf_cross_shard.binding import (  # noqa: E402
+  CrossShardOptimizer,
+  TowerOptimizer,
+)
 from tf_cross_shard.groups import Groups  # noqa: E402
-
-if requirements.uses_tf_keras():
-  from tf_cross_shard.tf_keras import CrossShardOptimizer
-else:
-  from tf_cross_shard.keras3 import CrossShardOptimizer
+from tf_cross_shard.towers import (  # noqa: E402
+  ModeKeys,
+  TowerSpec,
+  replicate_model_fn,
+)
 
 __version__ = requirements.own_version()
 
 __all__ = [
   "CrossShardOptimizer",
   "Groups",
+  "ModeKeys",
+  "TowerOptimizer",
+  "TowerSpec",
   "groups",
+  "migration",
   "replica_state",
+  "replicate_model_fn",
   "__version__",
 ]

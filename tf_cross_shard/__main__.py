@@ -1,12 +1,14 @@
 """The command line: `python -m tf_cross_shard`.
 
-groups    draws a grouping
-compile   compiles a step for a TPU slice, without a TPU
+groups              draws a grouping
+compile             compiles a step for a TPU slice, without a TPU
+convert-checkpoint  brings a checkpoint of TensorFlow 1 over
 """
 
 import argparse
 import ast
 import importlib
+import json
 import os
 import re
 import sys
@@ -15,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard import drawing, virtual_tpu
+from tf_cross_shard import drawing, migration, virtual_tpu
 from tf_cross_shard import groups as groups_lib
 
 
@@ -91,6 +93,29 @@ def _parser() -> argparse.ArgumentParser:
     "--json", action="store_true", help="print JSON, not a table"
   )
   compile_.add_argument("--hlo", metavar="FILE", help="also write the program")
+
+  convert = commands.add_parser(
+    "convert-checkpoint", help="bring a checkpoint of TensorFlow 1 over"
+  )
+  convert.set_defaults(command=_convert_checkpoint)
+  convert.add_argument("src", metavar="SRC", help="its prefix, or a folder")
+  convert.add_argument("dst", metavar="DST", help="the prefix of the new one")
+  convert.add_argument(
+    "--program",
+    required=True,
+    metavar="MODULE:FUNCTION",
+    help="what makes the model and the optimizer, and returns both",
+  )
+  convert.add_argument(
+    "--names",
+    metavar="FILE.json",
+    help="names in the model and, for each, the name in the checkpoint",
+  )
+  convert.add_argument(
+    "--allow-unmatched",
+    action="store_true",
+    help="leave what has no counterpart",
+  )
   return parser
 
 
@@ -124,20 +149,7 @@ def _groups(options: argparse.Namespace) -> str:
 def _compile(options: argparse.Namespace) -> str:
   """Compiles the named step and describes the result."""
   inputs = [_spec(text) for text in options.input]
-  module_name, colon, name = options.step.partition(":")
-  if not colon:
-    raise ValueError(
-      f"the step must be named MODULE:FUNCTION; got {options.step!r}."
-    )
-  sys.path.insert(0, os.getcwd())  # As `python -m` does for its own module.
-  try:
-    module = importlib.import_module(module_name)
-  finally:
-    sys.path.remove(os.getcwd())
-  step = getattr(module, name, None)
-  if step is None:
-    raise ValueError(f"{module_name} has no function {name!r}.")
-
+  module, step = _named(options.step, "the step")
   strategies = [
     value
     for value in vars(module).values()
@@ -155,6 +167,45 @@ def _compile(options: argparse.Namespace) -> str:
   return report.to_json() if options.json else str(report)
 
 
+def _convert_checkpoint(options: argparse.Namespace) -> str:
+  """Converts a checkpoint and describes what was matched."""
+  names = None
+  if options.names:
+    with open(options.names, encoding="utf-8") as file:
+      names = _json(options.names, file.read())
+  _, program = _named(options.program, "--program")
+  made = program()
+  if not isinstance(made, tuple) or len(made) != 2:
+    raise TypeError(
+      f"--program {options.program} must return a model and an optimizer; got"
+      f" {type(made).__name__}."
+    )
+  done = migration.convert_checkpoint(
+    options.src,
+    options.dst,
+    *made,
+    names=names,
+    allow_unmatched=options.allow_unmatched,
+  )
+  return str(done)
+
+
+def _named(text: str, what: str) -> tuple[Any, Any]:
+  """A module in the path or the working directory, and a function of it."""
+  module_name, colon, name = text.partition(":")
+  if not colon:
+    raise ValueError(f"{what} must be named MODULE:FUNCTION; got {text!r}.")
+  sys.path.insert(0, os.getcwd())  # As `python -m` does for its own module.
+  try:
+    module = importlib.import_module(module_name)
+  finally:
+    sys.path.remove(os.getcwd())
+  function = getattr(module, name, None)
+  if function is None:
+    raise ValueError(f"{module_name} has no function {name!r}.")
+  return module, function
+
+
 def _signature(step: Any) -> Sequence[Any]:
   """The arguments that a tf.function says it takes."""
   return tuple(getattr(step, "input_signature", None) or ())
@@ -167,6 +218,17 @@ def _table(text: str) -> Any:
   except (SyntaxError, ValueError):
     raise ValueError(
       f"--assignment must be a table such as '[[0, 1], [2, 3]]'; got {text!r}."
+    ) from None
+
+
+def _json(path: str, text: str) -> Any:
+  """What a JSON file holds."""
+  try:
+    return json.loads(text)
+  except ValueError as error:
+    raise ValueError(
+      '--names must be a file such as {"dense/kernel": "fc/weights"}; got'
+      f" {path}: {error}."
     ) from None
 
 

@@ -1,0 +1,91 @@
+"""Optimizers of TensorFlow 1 as a CrossShardOptimizer."""
+
+from typing import Any
+
+from tf_cross_shard import binding, scaling
+from tf_cross_shard.inner import v1
+
+
+def from_v1(opt: Any) -> binding.CrossShardOptimizer:
+  """Makes a CrossShardOptimizer that computes what `opt` computed.
+
+  `opt` is an optimizer of `tf.compat.v1.train`, or one in a
+  `tf.compat.v1.tpu.CrossShardOptimizer`. Call it inside `strategy.scope()`.
+  Both make the same numbers of the same gradients:
+
+  | version 1 | Keras | what is different from plain Keras |
+  |---|---|---|
+  | GradientDescent | SGD | nothing |
+  | Adam | of Adam | rounding: `1 - beta^t` has few digits at first |
+  | Adagrad | Adagrad | the epsilon is 0 |
+  | Momentum | of SGD | `accum = momentum * accum + grad`; |
+  |          |        | `var -= learning_rate * accum` |
+  | RMSProp | of RMSprop | the average of squares starts at 1 |
+  | Adadelta | of Adadelta | sparse gradients |
+  | Ftrl | of Ftrl | sparse gradients |
+
+  Keras' momentum sums up `learning_rate * grad`, which is another number as
+  soon as the learning rate changes. The last four touch the rows of a sparse
+  gradient only, in the variable and in the slots; Keras decays or moves all.
+  Slots hold what version 1's hold, under Keras' names of them. They are not
+  carried over from `opt`: checkpoints are.
+
+  A learning rate that is a variable or a function is read in every step. Then
+  the optimizer cannot be saved until it has another. A TPU reads variables, and
+  cannot call a function that answers Python's numbers. What
+  `tf.compat.v1.train.exponential_decay` and its siblings answer in eager
+  execution becomes that schedule of Keras; it follows the optimizer's
+  `iterations` from then on, which start from the present `global_step`.
+
+  `use_locking` is dropped: updates here never race.
+
+  >>> import tensorflow as tf
+  >>> optimizer = from_v1(
+  ...   tf.compat.v1.tpu.CrossShardOptimizer(
+  ...     tf.compat.v1.train.MomentumOptimizer(0.5, momentum=0.5),
+  ...     reduction=tf.compat.v1.losses.Reduction.SUM,
+  ...   )
+  ... )
+  >>> optimizer.reduction
+  'sum'
+  >>> weight = tf.Variable(1.0)
+  >>> for _ in range(2):
+  ...   _ = optimizer.apply_gradients([(tf.constant(1.0), weight)])
+  >>> float(weight.numpy())  # 1 - 0.5 * 1 - 0.5 * (0.5 * 1 + 1)
+  -0.25
+
+  Args:
+    opt: An optimizer of `tf.compat.v1.train`, whose class is one of those in
+      the table itself and none derived from it, or a
+      `tf.compat.v1.tpu.CrossShardOptimizer` around such a one, whose
+      `reduction`, `group_assignment` and name are kept.
+
+  Returns:
+    A CrossShardOptimizer of the Keras that `tf.keras` is; its reduction is
+    `"mean"` if `opt` had none.
+
+  Raises:
+    TypeError: If `opt` is no version 1 optimizer, or one that no optimizer of
+      Keras equals.
+    ValueError: If a setting has no value yet, or one that Keras would not
+      follow.
+  """
+  if not v1.is_v1(opt):
+    raise TypeError(f"`opt` must be a version 1 optimizer; {_instead(opt)}")
+  arguments: dict[str, Any] = {"reduction": scaling.MEAN}
+  if v1.is_cross_shard(opt):
+    opt, arguments = v1.within(opt)
+  return binding.CrossShardOptimizer(opt, **arguments)
+
+
+def _instead(opt: Any) -> str:
+  """What was handed over, and what to do with it."""
+  found = f"got {type(opt).__module__}.{type(opt).__qualname__}"
+  if isinstance(opt, str):
+    return f"got {opt!r}. Pass it to CrossShardOptimizer as it is."
+  if hasattr(opt, "apply_gradients"):
+    return (
+      f"{found}, which is a Keras optimizer already."
+      " Pass it to CrossShardOptimizer as it is."
+    )
+  return f"{found}. Pass one such as tf.compat.v1.train.AdamOptimizer(0.001)."

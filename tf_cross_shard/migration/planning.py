@@ -1,0 +1,295 @@
+"""What a conversion will assign: found, read and checked, and not yet done."""
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard import archive
+from tf_cross_shard.inner import adapters, base
+from tf_cross_shard.migration import matching, slot_names, steps_in, v1_file
+
+ITERATIONS: Final = "iterations"
+_MOMENTUM_REMEDY: Final = (
+  "Hand in the optimizer that tf_cross_shard.migration.from_v1 makes of"
+  " version 1's, which keeps momentum as version 1 did."
+)
+
+
+class Assignment(NamedTuple):
+  """A variable, and the value that it is to receive.
+
+  Attributes:
+    name: What users know the variable by.
+    variable: The variable.
+    source: The checkpoint's name of the value.
+    value: The value; of the variable's shape and dtype.
+  """
+
+  name: str
+  variable: Any
+  source: str
+  value: archive.Array
+
+
+class Plan:
+  """Finds the counterpart of everything.
+
+  Attributes:
+    assignments: What is to be assigned.
+    unmatched_in_checkpoint: Names and shapes of what nothing receives.
+    unmatched_in_model: Names and shapes of what receives nothing.
+  """
+
+  def __init__(
+    self,
+    file: v1_file.V1File,
+    model: Any,
+    optimizer: Any,
+    names: matching.Names,
+    allowed: matching.Allowed,
+  ) -> None:
+    """Compares names, shapes and dtypes, and then reads the values.
+
+    Args:
+      file: The checkpoint.
+      model: What has the weights; built.
+      optimizer: What has the slots; built.
+      names: The user's names for weights.
+      allowed: What need not have a counterpart.
+
+    Raises:
+      ValueError: If something has none, or more than one, or another form; if
+        the checkpoint is damaged.
+      TypeError: If an argument is something else.
+    """
+    self._file = file
+    self._allowed = allowed
+    self._optimizer = base.innermost(optimizer)
+    self._kind = slot_names.kind_of(self._optimizer)
+    self._adapter = adapters.adapter_of(optimizer)
+    self._found: list[tuple[str, Any, str, Any]] = []
+    self._used: set[str] = set()
+    self._wanted: dict[str, Any] = {}
+
+    weights = weights_of(model)
+    labels = matching.labels_of(weights)
+    self._wanted.update(zip(labels, weights, strict=True))
+    sources = matching.match_weights(model, weights, file.shapes, names)
+    for label, source in sources.items():
+      self._take(label, self._wanted[label], source)
+    self._match_slots(labels, weights, sources)
+    self._match_iterations()
+
+    matched = {name for name, *_ in self._found}
+    self.unmatched_in_checkpoint: matching.Shapes = {
+      n: shape for n, shape in file.shapes.items() if n not in self._used
+    }
+    self.unmatched_in_model: matching.Shapes = {
+      name: tuple(self._wanted[name].shape)
+      for name in sorted(set(self._wanted) - matched)
+    }
+    matching.check_unmatched(
+      self.unmatched_in_checkpoint, self.unmatched_in_model, allowed
+    )
+    self._check_forms()
+    self.assignments = [
+      Assignment(name, variable, source, self._value(variable, source, value))
+      for name, variable, source, value in self._found
+    ]
+
+  def _take(
+    self, name: str, variable: Any, source: str, value: Any = None
+  ) -> None:
+    """Notes a counterpart; its value if it is not simply what is stored."""
+    self._found.append((name, variable, source, value))
+    self._used.add(source)
+
+  def _want(self, name: str, variable: Any) -> None:
+    """Notes a variable of the optimizer, whatever the model's are called."""
+    while name in self._wanted:
+      name = f"optimizer/{name}"
+    self._wanted[name] = variable
+
+  def _name_of(self, variable: Any) -> str:
+    """The name under which a variable was noted."""
+    return next(n for n, other in self._wanted.items() if other is variable)
+
+  def _match_slots(
+    self, labels: Sequence[str], weights: Sequence[Any], sources: dict[str, str]
+  ) -> None:
+    """Finds what version 1's optimizer kept for each weight."""
+    known = {id(self._optimizer.iterations)}
+    slots: dict[str, dict[str, Any]] = {}
+    for label, weight in zip(labels, weights, strict=True):
+      own = self._adapter.slots(weight)
+      known.update(map(id, own.values()))
+      # tf_keras makes a momentum even where it is 0, and then forgets it.
+      is_idle = self._kind == "SGD" and not (
+        adapters.setting_of(self._optimizer, "momentum")
+      )
+      slots[label] = {} if is_idle else own
+      for name, slot in slots[label].items():
+        self._want(f"{label}/{name}", slot)
+    others = [
+      variable
+      for variable in adapters.trained_state(self._optimizer)
+      if id(variable) not in known
+    ]
+    for path, other in zip(matching.labels_of(others), others, strict=True):
+      self._want(path, other)
+    if self._kind is None:
+      return
+    owners = {source: label for label, source in sources.items()}
+    trained = [source for source, label in owners.items() if slots[label]]
+    free = [name for name in self._file.shapes if name not in self._used]
+    found = slot_names.families(self._kind, trained, free)
+    family = self._choose_family(found)
+    if family is None:
+      return
+    for owner, count in found[family].items():
+      label = owners[owner]
+      order = slot_names.order_of(self._kind, count)
+      for number, possible in enumerate(order):
+        source = family.slot(owner, number)
+        names = [name for name in slots[label] if name in possible]
+        if names:
+          slot = slots[label][names[0]]
+          value = self._momentum(source) if self._kind == "SGD" else None
+          self._take(self._name_of(slot), slot, source, value)
+        elif slot_names.is_dropped(self._kind, possible):
+          self._used.add(source)
+
+  def _choose_family(
+    self, found: slot_names.Families
+  ) -> slot_names.Family | None:
+    """The optimizer of version 1 whose slots these are."""
+    # Named by the first slot of the first variable, so that users may name
+    # those that it is not as they name anything.
+    options = {
+      family.slot(next(iter(counts)), 0): family
+      for family, counts in found.items()
+    }
+    name = matching.choose(
+      "The optimizer's first slot", list(options), self._allowed, False
+    )
+    return None if name is None else options[name]
+
+  def _momentum(self, source: str) -> Any:
+    """Version 1's momentum, as this optimizer keeps it."""
+    if getattr(self._optimizer, "slots_as_v1", False):
+      return None
+    rate = adapters.rate_of(self._optimizer)
+    if not rate:
+      found = "a schedule" if rate is None else "0"
+      raise ValueError(
+        f"`optimizer` is {type(self._optimizer).__name__}, whose momentum has"
+        " the learning rate of each step in it, where version 1's has none:"
+        f" {source} cannot be converted for a learning rate that is {found}."
+        f" {_MOMENTUM_REMEDY}"
+      )
+    # Keras: momentum = -rate * accumulator, variable += momentum.
+    value = self._file.read(source)
+    return (-value.dtype.type(rate) * value).astype(value.dtype)
+
+  def _match_iterations(self) -> None:
+    """Finds the number of steps."""
+    count = self._optimizer.iterations
+    self._want(ITERATIONS, count)
+    free = [name for name in self._file.shapes if name not in self._used]
+    betas = [
+      adapters.setting_of(self._optimizer, f"beta_{number}")
+      for number in (1, 2)
+      if self._kind == "Adam"
+    ]
+    steps = steps_in.find(self._file, free, betas, self._allowed)
+    if steps is not None:
+      value = np.array(steps.number)
+      self._take(self._name_of(count), count, steps.source, value)
+      self._used.update(steps.confirmed_by)
+
+  def _check_forms(self) -> None:
+    """Raises an error unless shapes and dtypes are alike."""
+    lines = []
+    for name, variable, source, _ in self._found:
+      shape, dtype = self._file.shapes[source], self._file.dtypes[source]
+      if variable is self._optimizer.iterations:
+        continue  # From what may be a power.
+      if (shape, dtype) != (tuple(variable.shape), _dtype(variable)):
+        lines.append(
+          f"  {name} is {_dtype(variable).name} {list(variable.shape)};"
+          f" {source} in the checkpoint is {dtype.name} {list(shape)}"
+        )
+    if lines:
+      raise ValueError(
+        "Shapes or dtypes differ:\n" + "\n".join(sorted(lines)) + "\nBuild the"
+        " model as it was in version 1, or say with `names` which variables"
+        " belong together."
+      )
+
+  def _value(self, variable: Any, source: str, value: Any) -> archive.Array:
+    """The value to assign."""
+    value = self._file.read(source) if value is None else value
+    numpy_dtype = _dtype(variable).as_numpy_dtype
+    return np.asarray(value, numpy_dtype).reshape(tuple(variable.shape))
+
+
+def weights_of(model: Any) -> list[Any]:
+  """The variables that a model is to have back; not its random states.
+
+  Args:
+    model: A Keras model, a tf.Module, or a list of variables.
+
+  Returns:
+    Each once.
+
+  Raises:
+    TypeError: If it is something else.
+    ValueError: If there are none yet.
+  """
+  # Asked of the class: where there are none yet, the model may raise an error.
+  is_keras = hasattr(type(model), "weights")
+  if isinstance(model, (list, tuple)):
+    variables = list(model)
+  elif not is_keras and not isinstance(model, tf.Module):
+    raise TypeError(
+      "`model` must be a Keras model, a tf.Module or a list of variables; got"
+      f" {type(model).__name__}."
+    )
+  elif not getattr(model, "built", True):
+    variables = []
+  else:
+    # Keras' `variables` are metrics and random states as well.
+    variables = list(model.weights if is_keras else model.variables)
+  if not variables:
+    raise ValueError(
+      f"`model` has no variables yet: got {type(model).__name__}. Build it with"
+      " model.build(input_shape), or call it on one batch."
+    )
+  for variable in variables:
+    if not (hasattr(variable, "assign") and hasattr(variable, "shape")):
+      raise TypeError(
+        "`model` must be a Keras model, a tf.Module or a list of variables; got"
+        f" a list with {type(variable).__name__} in it."
+      )
+  return list({id(variable): variable for variable in variables}.values())
+
+
+def trained_of(model: Any) -> list[Any]:
+  """The variables that a model trains, in its order.
+
+  Args:
+    model: What `weights_of` took.
+
+  Returns:
+    Its trainable variables.
+  """
+  if isinstance(model, (list, tuple)):
+    return [weight for weight in weights_of(model) if weight.trainable]
+  return list(model.trainable_variables)
+
+
+def _dtype(variable: Any) -> tf.DType:
+  """The dtype of a variable of either Keras."""
+  return tf.as_dtype(variable.dtype)

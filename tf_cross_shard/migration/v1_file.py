@@ -1,0 +1,136 @@
+"""A checkpoint that TensorFlow 1 wrote: values by the names of variables."""
+
+import os
+from typing import Any, Final
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard import archive
+from tf_cross_shard.inner import adapters
+
+# What the reader raises for what it cannot read, after its own translation.
+_READING: Final = (tf.errors.OpError, RuntimeError, ValueError, IndexError)
+
+
+class V1File:
+  """What a checkpoint holds; its files are only read.
+
+  Attributes:
+    path: The prefix of its files.
+    shapes: The shape of each variable, by name, sorted.
+    dtypes: The dtype of each variable, by name.
+  """
+
+  def __init__(self, path: str) -> None:
+    """Reads the names.
+
+    Args:
+      path: The prefix of its files.
+
+    Raises:
+      CheckpointError: If it is damaged, or has no names. It is a ValueError.
+    """
+    self.path = path
+    try:
+      self._reader: Any = tf.train.load_checkpoint(path)
+      shapes = self._reader.get_variable_to_shape_map()
+      self.dtypes: dict[str, Any] = self._reader.get_variable_to_dtype_map()
+    except _READING as error:
+      raise archive.CheckpointError(_damaged(path, error)) from error
+    if adapters.OBJECT_GRAPH in shapes:
+      raise archive.CheckpointError(
+        f"`src` must be a checkpoint of TensorFlow 1; {path} is one of"
+        " TensorFlow 2, whose values belong to objects, not to names. Read it"
+        " with tf.train.Checkpoint(model=model, optimizer=optimizer).read(src)."
+      )
+    self.shapes = {name: tuple(shapes[name]) for name in sorted(shapes)}
+
+  def read(self, name: str) -> archive.Array:
+    """Reads the value of a variable.
+
+    Args:
+      name: One of `shapes`.
+
+    Returns:
+      A new array.
+
+    Raises:
+      CheckpointError: If it is damaged, or cannot be read by TensorFlow 2.
+    """
+    try:
+      return np.array(self._reader.get_tensor(name))
+    except tf.errors.UnimplementedError as error:  # of the oldest kind
+      raise archive.CheckpointError(
+        f"`src` holds {name} in parts that TensorFlow 2 cannot read:"
+        f" {self.path}. Write it with version 1 once more, by"
+        " Saver(write_version=SaverDef.V2)."
+      ) from error
+    except _READING as error:
+      raise archive.CheckpointError(_damaged(self.path, error)) from error
+
+
+def prefix_of(src: Any) -> str:
+  """The prefix of a checkpoint's files.
+
+  Args:
+    src: The prefix, or a folder, of which the latest checkpoint is meant.
+
+  Returns:
+    The prefix, of files that are there.
+
+  Raises:
+    TypeError: If `src` is neither a string nor a path.
+    FileNotFoundError: If there is no checkpoint.
+  """
+  path = as_text(src, "src")
+  exists, is_folder = tf.io.gfile.exists, tf.io.gfile.isdir(path)
+  # The oldest kind of checkpoint is one file, without an index beside it.
+  if exists(f"{path}.index") or (exists(path) and not is_folder):
+    return path
+  if is_folder:
+    latest = tf.train.latest_checkpoint(path)
+    if latest is None:
+      raise FileNotFoundError(
+        f"`src` is the folder {path}, in which the file named `checkpoint`"
+        " names no checkpoint that is there. Name one by the prefix of its"
+        f' files, such as "{os.path.join(path, "model.ckpt-1000")}".'
+      )
+    return str(latest)
+  remedy = "Name the prefix of its files, without .index or .data."
+  raise FileNotFoundError(f"`src` names no checkpoint: got {path!r}. {remedy}")
+
+
+def as_text(path: Any, argument: str) -> str:
+  """A path as a string.
+
+  >>> as_text("folder/model.ckpt-7", "src")
+  'folder/model.ckpt-7'
+
+  Args:
+    path: A string or path-like object.
+    argument: What the user knows it by, for errors.
+
+  Returns:
+    The string, which may be a URL.
+
+  Raises:
+    TypeError: If it is neither, or empty.
+  """
+  if isinstance(path, (str, os.PathLike)):
+    text = os.fspath(path)
+    if text and isinstance(text, str):
+      return text
+  raise TypeError(
+    f"`{argument}` must be a string or a path; got {path!r}. Name the prefix"
+    ' of a checkpoint, such as "folder/model.ckpt-1000".'
+  )
+
+
+def _damaged(path: str, error: Exception) -> str:
+  """The words about what cannot be read."""
+  return (
+    f"`src` cannot be read: {path} is damaged or no checkpoint:"
+    f" {getattr(error, 'message', error)}. Copy it again from where it is"
+    " whole, all of its files."
+  )
