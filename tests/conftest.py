@@ -41,15 +41,29 @@ hypothesis.settings.load_profile("repeatable")
 
 
 @functools.cache
+def _tells_bazel(file: pathlib.Path, words: str) -> bool:
+  """Whether an expression describes what a test's head asks of Bazel."""
+  return bool(re.search(rf"(?m)^# bazel:.*\b({words})\b", file.read_text()))
+
+
 def _is_exclusive(file: pathlib.Path) -> bool:
   """Whether Bazel runs a file's tests alone: they start several processes."""
-  return bool(re.search(r"(?m)^# bazel:.*\btags=exclusive", file.read_text()))
+  return _tells_bazel(file, "tags=exclusive")
+
+
+def _place(item: pytest.Item) -> tuple[bool, bool]:
+  """What takes longest, and mostly waits, comes first, then what is large.
+
+  So the last that a process runs is small, and none waits long for the other.
+  """
+  is_large = _tells_bazel(item.path, "size=large|timeout=long")
+  return not _is_exclusive(item.path), not is_large
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-  """With pytest-xdist what takes longest, and mostly waits, comes first."""
+  """With pytest-xdist the order matters."""
   if "PYTEST_XDIST_WORKER" in os.environ:
-    items.sort(key=lambda item: not _is_exclusive(item.path))
+    items.sort(key=_place)
 
 
 @pytest.hookimpl(optionalhook=True)

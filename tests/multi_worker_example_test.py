@@ -143,10 +143,14 @@ def test_two_workers_in_one_command(data_dir: Path, tmp_path: Path) -> None:
   assert rows[0][2:] == rows[1][2:]
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_is_as_undisturbed(
   data_dir: Path, tmp_path: Path
 ) -> None:
   """In groups, so that workers have to find what each alone has saved.
+
+  Every day `multi_worker_errors_test.py` kills workers and finds the newest
+  checkpoint that all have, and `backup_test.py` resumes.
 
   The undisturbed workers are started like Slurm's, the others by one command.
   """

@@ -14,6 +14,9 @@ from tf_cross_shard import requirements
 
 PROJECT = Path(__file__).absolute().parent.parent
 MINOR = ".".join(tf.__version__.split(".")[:2])
+# Keras imports them for no other reason than that they are installed, and that
+# takes a third of the time of an import.
+IDLE = ("jax", "matplotlib", "sklearn")
 NO_KERAS = (
   "tf_cross_shard needs Keras 3, and none is installed. Run:"
   " pip install 'keras>=3.8'"
@@ -162,8 +165,9 @@ def _import_in_a_fresh_process(
     for key, value in os.environ.items()
     if key not in ("TF_USE_LEGACY_KERAS", "KERAS_BACKEND")
   }
+  program = [_without(*IDLE), preparation, f"import {module}", afterwards]
   return subprocess.run(
-    [sys.executable, "-c", f"{preparation}\nimport {module}\n{afterwards}"],
+    [sys.executable, "-c", "\n".join(program)],
     cwd=PROJECT,
     env={
       **inherited,
