@@ -59,7 +59,7 @@ def test_first_example_with_tf_keras() -> None:
 
 
 def test_groups_and_custom_loop() -> None:
-  _, groups, _, _, loop, _ = _blocks("python")
+  _, groups, _, _, loop, *_ = _blocks("python")
   printed = _run(groups + loop)
   [drawn] = [block for block in _blocks("text") if "group 0" in block]
   assert drawn in printed
@@ -75,6 +75,22 @@ def test_values_that_differ_between_groups(tmp_path: pathlib.Path) -> None:
   [line] = [line for line in printed.splitlines() if "array(" in line]
   first, second = re.findall(r"array\((.*?), dtype", line)
   assert first != second
+
+
+def test_towers() -> None:
+  printed = _run(_blocks("python")[6])
+  loss, shape, error = re.findall(r"(\S+) (\(.*\)) (\S+)", printed)[-1]
+  assert 0 < float(loss) < 20
+  assert shape == "(64, 1)"
+  assert 0 < float(error) < 5
+
+
+def test_from_tensorflow_1() -> None:
+  printed = _run(_blocks("python")[7])
+  assert printed.splitlines()[-1].split() == [
+    "CrossShardOptimizer",
+    "V1Momentum",
+  ]
 
 
 def test_virtual_tpu() -> None:

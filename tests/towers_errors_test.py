@@ -551,6 +551,20 @@ class TestMaking:
       assert "`loss_reduction` must be one of" in str(caught.value)
       assert repr(reduction) in str(caught.value)
 
+  @pytest.mark.parametrize("reduction", tf.compat.v1.losses.Reduction.all())
+  def test_reductions_of_version_1(self, reduction: str) -> None:
+    """All but the sum were divided by the number of towers."""
+    if reduction == tf.compat.v1.losses.Reduction.NONE:
+      return  # an error, above
+    factor = 2 if reduction == tf.compat.v1.losses.Reduction.SUM else 1
+    replicated = replicate_model_fn(
+      lambda features, mode: TowerSpec(mode, tf.reduce_sum(features)),
+      reduction,
+      TWO,
+    )
+    spec = replicated(tf.constant([1.0, 3.0]), mode="eval")
+    assert float(spec.loss) == 2.0 * factor
+
   def test_devices(self) -> None:
     with pytest.raises(ValueError, match=r"`devices` must name at least one"):
       replicate_model_fn(lambda features: None, devices=[])

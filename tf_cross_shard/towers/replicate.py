@@ -28,6 +28,12 @@ _MODES: Final = (
   spec_lib.ModeKeys.PREDICT,
 )
 
+# Version 1's towers took a mean for these, whatever it was divided by.
+_MEANS: Final = (
+  "weighted_sum_over_batch_size",
+  "weighted_sum_by_nonzero_weights",
+)
+
 
 class ReplicatedModelFn:
   """What `replicate_model_fn` returns: call it like the model function.
@@ -309,6 +315,8 @@ def _has_default(model_fn: Callable[..., Any], name: str) -> bool:
 
 def _loss_reduction(loss_reduction: Any) -> str:
   """`"mean"` or `"sum"`."""
+  if loss_reduction in _MEANS:
+    return scaling.MEAN
   try:
     return scaling.canonical_reduction(loss_reduction)
   except ValueError as error:

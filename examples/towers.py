@@ -1,0 +1,118 @@
+"""Trains on handwritten digits in towers: one model function on each device.
+
+    python examples/towers.py --towers=4
+    python examples/towers.py --towers=1    # ends with the same losses
+
+Towers are copies of one function in one program, with one set of variables,
+as tf.contrib.estimator.replicate_model_fn made them. They take all GPUs of the
+machine or, without any, one CPU as so many logical devices.
+"""
+# bazel: deps=:digits_dataset,:replicas
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # Before the imports.
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+
+from collections.abc import Sequence
+from typing import Any
+
+import digits_dataset
+import matplotlib.pyplot as plt
+import replicas
+import tensorflow as tf
+from absl import app, flags, logging
+
+import tf_cross_shard
+
+_TOWERS = flags.DEFINE_integer("towers", 4, "Without GPUs: logical CPUs.", 1)
+_EPOCHS = flags.DEFINE_integer("epochs", 15, "Times to see all images.", 1)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Of all towers.", 1, 1024)
+_DATA_DIR = flags.DEFINE_string(
+  "data_dir", None, "Folder to prepare the data in; the user's cache if unset."
+)
+_PICTURE = flags.DEFINE_string("picture", None, "File to draw the losses to.")
+
+
+def make_model() -> Any:
+  """A network without dropout: one tower or four learn the same."""
+  layers = tf.keras.layers
+  return tf.keras.Sequential(
+    [
+      layers.Input(digits_dataset.IMAGE_SHAPE),
+      layers.Conv2D(32, 3, padding="same", activation="relu"),
+      layers.MaxPooling2D(),
+      layers.Flatten(),
+      layers.Dense(digits_dataset.NUM_CLASSES),
+    ]
+  )
+
+
+def main(argv: Sequence[str]) -> None:
+  """Trains, evaluates after each epoch, and draws."""
+  if len(argv) > 1:
+    raise app.UsageError(f"Unknown arguments: {argv[1:]}")
+  logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow tell much.
+  tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * _TOWERS.value,
+  )
+  tf.keras.utils.set_random_seed(0)
+  model = make_model()
+  optimizer = tf_cross_shard.TowerOptimizer(tf.keras.optimizers.Adam(0.005))
+  optimizer.build(model.trainable_variables)
+  accuracy = tf.keras.metrics.SparseCategoricalAccuracy()
+
+  def model_fn(
+    features: tf.Tensor, labels: tf.Tensor, mode: str
+  ) -> tf_cross_shard.TowerSpec:
+    """One tower, with its share of the batch."""
+    logits = model(features, training=mode == "train")
+    loss = tf.reduce_mean(
+      tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+    )
+    if mode == tf_cross_shard.ModeKeys.TRAIN:
+      train_op = optimizer.minimize(loss, var_list=model.trainable_variables)
+      return tf_cross_shard.TowerSpec(mode, loss, train_op)
+    accuracy.update_state(labels, logits)
+    return tf_cross_shard.TowerSpec(mode, loss, metrics={"accuracy": accuracy})
+
+  # The mean over the towers of means over their shares: that over the batch.
+  replicated = tf_cross_shard.replicate_model_fn(model_fn, "mean")
+  towers = len(replicated.devices)
+  print(f"{towers} towers on {', '.join(replicated.devices)}")
+
+  @tf.function
+  def train_step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+    """One step of all towers, which run at the same time; its loss."""
+    return replicated(images, labels, "train").loss
+
+  @tf.function
+  def evaluate(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+    """The accuracy over all towers."""
+    return replicated(images, labels, "eval").metrics["accuracy"]
+
+  train_data, test_data = digits_dataset.load(
+    replicas.divisible(_BATCH_SIZE.value, towers), _DATA_DIR.value
+  )
+  ((test_images, test_labels),) = test_data
+  used = replicas.divisible(len(test_labels), towers)
+  losses = []
+  for epoch in range(_EPOCHS.value):
+    losses += [float(train_step(*batch)) for batch in train_data]
+    replicated.reset_metrics()
+    right = float(evaluate(test_images[:used], test_labels[:used]))
+    print(
+      f"epoch {epoch + 1}: loss {losses[-1]:.5f}, test accuracy {right:.2%}"
+    )
+
+  if _PICTURE.value:
+    plt.plot(losses)
+    plt.xlabel("step")
+    plt.ylabel(f"loss, mean over {towers} towers")
+    plt.yscale("log")
+    plt.savefig(_PICTURE.value)
+
+
+if __name__ == "__main__":
+  app.run(main)
