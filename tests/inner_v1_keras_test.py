@@ -72,7 +72,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 SLOTS: dict[str, dict[str, str]] = {
   "momentum": {"momentum": "momentum", "m": "momentum"},
   "adam": {"momentum": "m", "velocity": "v", "m": "m", "v": "v"},
-  "adagrad": {"accumulator": "accumulator"},
+  "adagrad": {"accumulator": "accumulator", "accumulators": "accumulator"},
   "rmsprop": {
     "velocity": "rms",
     "momentum": "momentum",
@@ -82,7 +82,12 @@ SLOTS: dict[str, dict[str, str]] = {
     "accumulated_grad": "accum",
     "accumulated_delta_var": "accum_update",
   },
-  "ftrl": {"accumulator": "accum", "linear": "linear"},
+  "ftrl": {
+    "accumulator": "accum",
+    "linear": "linear",
+    "accumulators": "accum",  # in Keras 3.8
+    "linears": "linear",
+  },
 }
 SLOTS["nesterov"] = SLOTS["momentum"]
 

@@ -81,7 +81,7 @@ PAIRS = {
     lambda: v1.train.AdagradOptimizer(0.1),
     "Adagrad",
     {"learning_rate": 0.1, "epsilon": 1e-12},
-    {"Adagrad": ("accumulator",)},
+    {"Adagrad": ("accumulator", "accumulators")},
   ),
   "Adadelta": Pair(
     lambda: v1.train.AdadeltaOptimizer(1.0, 0.95, 1e-6),
@@ -132,7 +132,7 @@ PAIRS = {
       "l1_regularization_strength": 0.001,
       "l2_regularization_strength": 0.01,
     },
-    {"Ftrl": ("accumulator",), "Ftrl_1": ("linear",)},
+    {"Ftrl": ("accumulator", "accumulators"), "Ftrl_1": ("linear", "linears")},
   ),
 }
 

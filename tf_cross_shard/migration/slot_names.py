@@ -10,12 +10,15 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
+# Keras 3.8 names these slots after the variable only; ours are then called by
+# the list that they stand in.
+_ACCUMULATOR: Final = frozenset(("accumulator", "accumulators"))
 # By Keras' class and the number of slots that version 1 made: the k-th slot's
 # names in Keras 3 and in tf_keras, newer and older.
 _ORDERS: Final[Mapping[str, Mapping[int, tuple[frozenset[str], ...]]]] = {
   "SGD": {1: (frozenset(("momentum", "m")),)},
   "Adam": {2: (frozenset(("momentum", "m")), frozenset(("velocity", "v")))},
-  "Adagrad": {1: (frozenset(("accumulator",)),)},
+  "Adagrad": {1: (_ACCUMULATOR,)},
   "Adadelta": {
     2: (
       frozenset(("accumulated_grad", "accum_grad")),
@@ -30,7 +33,7 @@ _ORDERS: Final[Mapping[str, Mapping[int, tuple[frozenset[str], ...]]]] = {
       frozenset(("momentum",)),
     ),
   },
-  "Ftrl": {2: (frozenset(("accumulator",)), frozenset(("linear",)))},
+  "Ftrl": {2: (_ACCUMULATOR, frozenset(("linear", "linears")))},
 }
 _SAME_SLOTS: Final = {"AdamW": "Adam"}
 # The names that version 1 gave unless told otherwise, by Keras' class.
