@@ -742,5 +742,30 @@ def test_names_and_gates() -> None:
   assert optimizer.get_slot_names() == []
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_what_a_graph_has_read_is_updated_on_every_replica(
+  momentum: float,
+) -> None:
+  """A graph reports replicas' copies; the optimizer is built on the whole."""
+  strategy = testbed.mirrored()
+  with strategy.scope():
+    weight = tf.Variable(10.0)
+    sgd = tf.keras.optimizers.SGD(1.0, momentum=momentum)
+    optimizer = CrossShardOptimizer(sgd, "sum")
+
+  @tf.function
+  def step() -> None:
+    def replica_step() -> None:
+      slope = tf.cast(testbed.replica_id(), tf.float32)
+      optimizer.minimize(slope * weight)  # neither built nor told of variables
+
+    strategy.run(replica_step)
+
+  step()
+  step()
+  expected = 10.0 - 6.0 - 6.0 * (1.0 + momentum)
+  assert testbed.copies(weight) == [expected] * testbed.REPLICAS
+
+
 if __name__ == "__main__":
   raise SystemExit(pytest.main([__file__, "-q"]))

@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_cross_shard import converting
+
 
 def whole(variable: Any) -> Any:
   """The distributed variable that `variable` is a copy in, or itself.
@@ -18,10 +20,18 @@ def whole(variable: Any) -> Any:
   Returns:
     The variable as its maker knows it.
   """
-  container = getattr(variable, "_distributed_container", None)
-  return variable if container is None else container() or variable
+  if isinstance(variable, tf.distribute.DistributedValues):
+    return variable
+  # TensorFlow puts it on the handle of a copy that has one.
+  for holder in (variable, getattr(variable, "handle", None)):
+    container = getattr(holder, "_distributed_container", None)
+    if container is not None:
+      found = container()
+      return variable if found is None else found
+  return variable
 
 
+@converting.not_ours
 def read_by_graph() -> list[Any]:
   """Trainable variables that the graph being built has read so far.
 
