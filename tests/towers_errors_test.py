@@ -639,5 +639,86 @@ def test_version_1_is_left_as_it_was() -> None:
   assert float(weight.numpy()) == 0.5
 
 
+class TestBeforeTheUpdate:
+  """Found before the first of several optimizers has applied."""
+
+  @pytest.mark.parametrize("mode", MODES)
+  def test_a_variable_that_the_second_does_not_know(self, mode: str) -> None:
+    a, b, c = (tf.Variable(10.0) for _ in "abc")
+    first, second = TowerOptimizer(sgd()), TowerOptimizer(sgd())
+    testbed.build(second.inner_optimizer, [b])
+
+    def model_fn(features: Any, mode: str) -> TowerSpec:
+      first.minimize(tf.reduce_sum(a * features), var_list=[a])
+      second.apply_gradients([(tf.reduce_sum(features), c)])
+      return TowerSpec(mode)
+
+    replicated = caller(replicate_model_fn(model_fn, devices=TWO), mode)
+    with pytest.raises((ValueError, KeyError), match=r"(?i)unknown variable"):
+      replicated(batch())
+    assert [float(v) for v in (a, b, c)] == [10.0] * 3
+    assert int(first.iterations) == 0
+
+  @pytest.mark.parametrize("mode", MODES)
+  def test_one_optimizer_is_built_on_all_that_it_updates(
+    self, mode: str
+  ) -> None:
+    a, b = tf.Variable(10.0), tf.Variable(10.0)
+    optimizer = TowerOptimizer(sgd(momentum=0.5))
+
+    def model_fn(features: Any, mode: str) -> TowerSpec:
+      optimizer.minimize(tf.reduce_sum(a * features), var_list=[a])
+      optimizer.minimize(tf.reduce_sum(2.0 * b * features), var_list=[b])
+      return TowerSpec(mode)
+
+    caller(replicate_model_fn(model_fn, devices=TWO), mode)(batch())
+    assert [float(a), float(b)] == [7.0, 4.0]
+
+
+@pytest.mark.parametrize("devices", [TWO, TWO[:1]])
+@pytest.mark.parametrize("mode", MODES)
+def test_optimizers_are_for_training(mode: str, devices: Any) -> None:
+  c = tf.Variable(10.0)
+  optimizer = TowerOptimizer(sgd())
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    loss = tf.reduce_sum(c * features)
+    return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
+
+  replicated = replicate_model_fn(model_fn, devices=devices)
+  evaluate = caller(lambda x: replicated(x, mode="eval"), mode)
+  with pytest.raises(ValueError, match='in the mode "train" only'):
+    evaluate(batch())
+  assert float(c) == 10.0
+  caller(replicated, mode)(batch())
+  assert float(c) == 7.0
+
+
+def test_gradients_of_one_s_own_under_a_mean_are_warned_of(
+  caplog: pytest.LogCaptureFixture,
+) -> None:
+  c = tf.Variable(10.0)
+  optimizer = TowerOptimizer(sgd())
+
+  def model_fn(features: Any, mode: str, params: bool) -> TowerSpec:
+    with tf.GradientTape() as tape:
+      loss = tf.reduce_sum(c * features)
+    if params:
+      optimizer.minimize(loss, [c], tape=tape)
+    else:
+      optimizer.apply_gradients([(tape.gradient(loss, c), c)])
+    return TowerSpec(mode, loss)
+
+  replicated = replicate_model_fn(model_fn, "mean", TWO)
+  with caplog.at_level("WARNING", logger="absl"):
+    replicated(batch(), params=True)
+    assert (float(c), caplog.messages) == (8.5, [])
+    replicated(batch(), params=False)
+  assert float(c) == 5.5
+  [line] = caplog.messages
+  assert "in 2 towers whose mean is wanted" in line
+  assert "multiply the loss by 0.5" in line
+
+
 if __name__ == "__main__":
   raise SystemExit(pytest.main([__file__, "-q"]))

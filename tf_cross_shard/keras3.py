@@ -21,7 +21,6 @@ from tf_cross_shard import (  # noqa: E402
   tower,
 )
 from tf_cross_shard.inner import keras3  # noqa: E402
-from tf_cross_shard.towers import collecting  # noqa: E402
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
@@ -109,9 +108,7 @@ class TowerOptimizer(tower.Tower, keras3.Keras3Delegate):
       The encapsulated optimizer's scaled loss; in towers whose mean is wanted
       divided by their number.
     """
-    towers = collecting.current()
-    scaled = self._inner.optimizer.scale_loss(loss)
-    return scaled if towers is None else scaled * towers.factor
+    return self._inner.optimizer.scale_loss(loss) * self._factor()
 
   @converting.not_ours
   def apply(

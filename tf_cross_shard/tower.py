@@ -23,6 +23,7 @@ from tf_cross_shard import (
   skipping,
   sparse,
 )
+from tf_cross_shard.collectives import base
 from tf_cross_shard.inner import delegate
 from tf_cross_shard.towers import collecting
 
@@ -229,8 +230,9 @@ class Tower(minimizing.Minimizing, delegate.Delegating):
     options: dict[str, Any],
   ) -> gradients.Pairs:
     """Gradients of the scaled loss in this tower."""
+    collecting.check_trains(self.get_name())
     towers = collecting.current()
-    factor = 1.0 if towers is None else towers.factor
+    factor = self._factor()
     with collecting.not_recording():
       if towers is not None and tf.is_tensor(loss):
         tape = tape or towers.tape
@@ -267,14 +269,20 @@ class Tower(minimizing.Minimizing, delegate.Delegating):
     variables: Sequence[Any],
   ) -> Any:
     """Leaves `apply` to the last tower; does it now where there is but one."""
+    collecting.check_trains(self.get_name())
     collecting.note_use()
     towers = collecting.current()
-    if towers is None or towers.count == 1:
+    if towers is None:
       return apply(list(grads), list(variables))
+    if towers.count == 1:
+      with towers.update(self):
+        return apply(list(grads), list(variables))
     self._check_not_scaled()
     optimizer = self._inner.optimizer
     label = f"{type(optimizer).__name__}({self.get_name()!r})"
-    towers.collect(collecting.Call(self, label, grads, variables, apply))
+    towers.collect(
+      collecting.Call(self, label, grads, variables, apply, self._prepare)
+    )
     return tf.identity(self._inner.iterations())
 
   def _check_not_scaled(self) -> None:
@@ -297,22 +305,36 @@ class Tower(minimizing.Minimizing, delegate.Delegating):
     options: dict[str, Any],
   ) -> Any:
     """Lets the encapsulated optimizer apply."""
+    self._prepare(variables)
     optimizer = self._inner.optimizer
-    if not self._inner.is_built:
-      # Outside of the tower's scope, which tf_keras would name slots after.
-      with tf.name_scope(""):
-        self.build(list(variables))
     if isinstance(optimizer, cross_shard.CrossShard):
       pairs = zip(grads, variables, strict=True)
       return optimizer.apply_gradients(pairs, global_step, **options)
-    if self._inner.is_built:
-      arguments.check_known(variables, self._inner.knows)
     self._hand_on(grads, [self._inner.as_built(v) for v in variables], options)
     if global_step is not None:
       skips = self._inner.scales_dynamically
       is_one = skipping.all_finite(grads) if skips else True
       global_step.assign_add(tf.cast(is_one, global_step.dtype))
     return tf.identity(self._inner.iterations())
+
+  @converting.not_ours
+  def _prepare(self, variables: Sequence[Any]) -> None:
+    """Makes the slots for all that a step updates, or checks that they are."""
+    if self._inner.is_built:
+      arguments.check_known(variables, self._inner.knows)
+      return
+    unique = list({id(base.native(v)): v for v in variables}.values())
+    # Outside of the tower's scope, which tf_keras would name slots after.
+    with tf.name_scope(""):
+      self.build(unique)
+
+  def _factor(self) -> float:
+    """What the loss is multiplied by in this tower, which is remembered."""
+    towers = collecting.current()
+    if towers is None:
+      return 1.0
+    towers.note_scaled(self)
+    return towers.factor
 
   def _hand_on(
     self,

@@ -32,7 +32,7 @@ def split(argument: str, tree: Any, count: int) -> list[Any]:
     TypeError: If there is something that cannot be made a tensor.
   """
   if _is_table(tree):
-    tree = tf.convert_to_tensor(tree)
+    tree = _as_tensor(argument, tree)
   leaves = tf.nest.flatten(tree)
   parts = [_split_leaf(argument, leaf, count) for leaf in leaves]
   return [
@@ -82,18 +82,23 @@ def _is_table(tree: Any) -> bool:
   return bool(leaves) and all(isinstance(leaf, plain) for leaf in leaves)
 
 
+def _as_tensor(argument: str, value: Any) -> tf.Tensor:
+  """A value as a tensor."""
+  try:
+    return tf.convert_to_tensor(value)
+  except (TypeError, ValueError) as error:
+    raise TypeError(
+      f"`{argument}` must hold tensors, arrays or nests of them; got {value!r}."
+      " Convert it to a tensor whose axis 0 is the batch."
+    ) from error
+
+
 def _split_leaf(argument: str, leaf: Any, count: int) -> Sequence[Any]:
   """The parts of one tensor."""
   if leaf is None:
     return [None] * count
   if not isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor)):
-    try:
-      leaf = tf.convert_to_tensor(leaf)
-    except (TypeError, ValueError) as error:
-      raise TypeError(
-        f"`{argument}` must hold tensors, arrays or nests of them; got"
-        f" {leaf!r}. Convert it to a tensor whose axis 0 is the batch."
-      ) from error
+    leaf = _as_tensor(argument, leaf)
   if leaf.shape.rank == 0:
     raise ValueError(
       f"`{argument}` must hold tensors with the batch in axis 0; got a scalar:"

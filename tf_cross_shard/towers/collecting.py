@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
 from tf_cross_shard import scaling, sparse
 from tf_cross_shard.clipping import Gradient
@@ -21,6 +22,10 @@ from tf_cross_shard.collectives import base
 
 # Applies sums of gradients, by optimizer's own means, and answers the count.
 Apply = Callable[[list[Gradient], list[Any]], Any]
+
+# Begins an update by the optimizer that a tower made for its so-manyth call, or
+# by one that was there before.
+Updating = Callable[[int | None], contextlib.AbstractContextManager[Any]]
 
 _here = threading.local()  # Replicas may be threads, each with its towers.
 _used = threading.Event()
@@ -36,6 +41,8 @@ class Call:
     grads: The gradients.
     variables: What they belong to.
     apply: Applies sums in place of the gradients.
+    prepare: Makes ready for all variables that the optimizer is to update in
+      the step, or raises an error.
   """
 
   owner: Any
@@ -43,6 +50,7 @@ class Call:
   grads: Sequence[Gradient]
   variables: Sequence[Any]
   apply: Apply
+  prepare: Callable[[list[Any]], None]
 
 
 class Towers:
@@ -50,24 +58,38 @@ class Towers:
 
   Attributes:
     count: How many there are.
+    trains: Whether gradients may be asked for.
     reduction: `"mean"` or `"sum"` of their losses.
     tape: What the tower that is running records on, in eager execution.
     result: What the last optimizer's `apply` answered, once applied.
     made: The optimizers that the towers themselves have made.
   """
 
-  def __init__(self, count: int, reduction: str) -> None:
+  def __init__(
+    self,
+    count: int,
+    reduction: str,
+    trains: bool = True,
+    updating: Updating = contextlib.nullcontext,
+  ) -> None:
     """Starts before the first tower.
 
     Args:
       count: How many towers there are.
       reduction: `"mean"` or `"sum"`.
+      trains: Whether this is a step that trains.
+      updating: Begins an update, and takes which of a tower's calls it is; None
+        by an optimizer that was there before.
     """
     self.count = count
+    self._updating = updating
+    self._next = 0
+    self.trains = trains
     self.reduction = reduction
     self.tape: tf.GradientTape | None = None
     self.result: Any = None
     self.made: list[Any] = []
+    self._scaled: list[Any] = []
     self._calls: list[list[Call]] = []
     self._program = _program()
 
@@ -82,11 +104,8 @@ class Towers:
     return any(self._calls)
 
   @contextlib.contextmanager
-  def one(self, trains: bool = True) -> Iterator[None]:
+  def one(self) -> Iterator[None]:
     """Runs one tower. What it called is checked against the first.
-
-    Args:
-      trains: Whether gradients may be asked for of what it computes.
 
     Yields:
       None.
@@ -95,7 +114,7 @@ class Towers:
       ValueError: If it called fewer optimizers than the first.
     """
     self._calls.append([])
-    records = trains and tf.executing_eagerly()
+    records = self.trains and tf.executing_eagerly()
     tape = tf.GradientTape(persistent=True) if records else None
     outer, _here.towers, self.tape = current(), self, tape
     try:
@@ -130,7 +149,16 @@ class Towers:
         " the tower to be added up: return the loss from there, and call the"
         " optimizer in model_fn itself."
       )
-    _used.set()
+    is_divided = any(call.owner is each for each in self._scaled)
+    if self.reduction == scaling.MEAN and not is_divided:
+      logging.log_first_n(
+        logging.WARNING,
+        "%s is given gradients that it did not compute, in %d towers whose mean"
+        " is wanted. They are summed: multiply the loss by %s before you"
+        " differentiate it, or take them by compute_gradients or minimize.",
+        1,
+        *(call.optimizer, self.count, self.factor),
+      )
     calls = self._calls[-1]
     at = len(calls)
     calls.append(call)
@@ -155,6 +183,41 @@ class Towers:
         )
       )
 
+  def is_made_here(self, owner: Any) -> bool:
+    """Whether a tower made an optimizer, and every tower has its own.
+
+    Args:
+      owner: The optimizer.
+
+    Returns:
+      False for one that was there before.
+    """
+    return any(owner is each for each in self.made)
+
+  @contextlib.contextmanager
+  def update(self, owner: Any, place: int | None = None) -> Iterator[None]:
+    """Begins an update by an optimizer.
+
+    Args:
+      owner: The optimizer.
+      place: Which of a tower's calls it is; None for the next one.
+
+    Yields:
+      None.
+    """
+    if place is None:
+      place, self._next = self._next, self._next + 1
+    with self._updating(place if self.is_made_here(owner) else None):
+      yield
+
+  def prepare(self) -> None:
+    """Makes slots, and finds what cannot be applied, before anything is."""
+    last = self._calls[-1]
+    for place, call in enumerate(last):
+      calls = [each for each in last if each.owner is call.owner]
+      with self.update(call.owner, place):
+        call.prepare([v for each in calls for v in each.variables])
+
   def apply(self) -> Any:
     """Sums every call over the towers and applies each sum once.
 
@@ -166,10 +229,19 @@ class Towers:
     # No variable changes before all gradients are there: an error in any of
     # them leaves the step undone. In eager execution they are there.
     with tf.control_dependencies(_tensors(every)):
-      for same in calls:
+      for place, same in enumerate(calls):
         variables = list(same[-1].variables)
-        self.result = same[-1].apply(_total(same, variables), variables)
+        with self.update(same[-1].owner, place):
+          self.result = same[-1].apply(_total(same, variables), variables)
     return self.result
+
+  def note_scaled(self, owner: Any) -> None:
+    """Remembers that an optimizer divided this step's loss by the towers.
+
+    Args:
+      owner: The optimizer.
+    """
+    self._scaled.append(owner)
 
   def _is_same(self, first: Call, call: Call) -> bool:
     """Whether two towers called one optimizer, or each its own of one kind."""
@@ -178,9 +250,7 @@ class Towers:
     owners = [each.owner for each in self._calls[0]]
     if any(call.owner is owner for owner in owners):
       return False
-    if not all(
-      any(o is m for m in self.made) for o in (first.owner, call.owner)
-    ):
+    if not all(map(self.is_made_here, (first.owner, call.owner))):
       return False  # They were there before, and are two.
     # One that a model function makes has another number in each call.
     return _unnumbered(call.optimizer) == _unnumbered(first.optimizer)
@@ -245,6 +315,25 @@ def has_been_used() -> bool:
     True after the first time.
   """
   return _used.is_set()
+
+
+def check_trains(optimizer: str) -> None:
+  """Checks that an optimizer is not called where nothing is to be trained.
+
+  >>> check_trains("mine")
+
+  Args:
+    optimizer: Its name.
+
+  Raises:
+    ValueError: If it is in a tower of a step that does not train.
+  """
+  towers = current()
+  if towers is not None and not towers.trains:
+    raise ValueError(
+      f'`model_fn` must call optimizers in the mode "train" only; it called'
+      f" {optimizer} in another. Nothing was applied. Look at `mode` first."
+    )
 
 
 def check_outside(optimizer: str) -> None:

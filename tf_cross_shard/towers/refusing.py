@@ -14,17 +14,14 @@ afterwards, and does in other threads what it always did.
 
 import contextlib
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
 
-from tf_cross_shard.towers import collecting
+from tf_cross_shard.towers import collecting, owners
 
-_OPTIMIZERS: Final = ("Optimizer", "BaseOptimizer", "OptimizerV2")
-_CALLER: Final = "tf_cross_shard.towers.replicate"  # of model_fn
 _V1: Final[Any] = tf.compat.v1.train.Optimizer
 _APPLY: Final = _V1.apply_gradients
 _lock: Final = threading.Lock()
@@ -107,10 +104,6 @@ class _TowerContext(tf.distribute.ReplicaContext):
 
   def _refuse(self) -> None:
     """Raises `ValueError` if it is an optimizer that asks."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__") != _CALLER:
-      caller = frame.f_locals.get("self")
-      names = [kind.__name__ for kind in type(caller).__mro__]
-      if any(name in _OPTIMIZERS for name in names):
-        raise ValueError(collecting.not_a_tower(names[0], self._count))
-      frame = frame.f_back
+    optimizer = owners.optimizer_calling()
+    if optimizer is not None:
+      raise ValueError(collecting.not_a_tower(optimizer, self._count))

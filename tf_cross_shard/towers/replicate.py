@@ -6,6 +6,7 @@ features, labels -> split -> tower_0: model_fn -+-> merged TowerSpec
 """
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -121,15 +122,17 @@ class ReplicatedModelFn:
     parts = batch.split("features", features, len(devices))
     labels_parts = batch.split("labels", labels, len(devices))
     options = self._options({"mode": mode, "params": params, "config": config})
-    towers = collecting.Towers(len(devices), self._reduction)
+    trains = mode == spec_lib.ModeKeys.TRAIN
+    towers = collecting.Towers(
+      len(devices), self._reduction, trains, self._shared.updating
+    )
     specs = []
     with self._shared.kept():
       for tower, device in enumerate(devices):
         if "labels" in self._takes:
           options["labels"] = labels_parts[tower]
-        trains = mode == spec_lib.ModeKeys.TRAIN
-        with self._in_tower(towers, tower, device, trains):
-          answer = self._model_fn(parts[tower], **options)
+        with self._in_tower(towers, tower, device):
+          answer = self._model_fn(parts[tower], **_own(options))
         specs.append(spec_lib.check(answer, tower, mode))
       merged = self._merge(towers, specs, devices)
     return merged
@@ -188,7 +191,7 @@ class ReplicatedModelFn:
   @contextlib.contextmanager
   @converting.not_ours
   def _in_tower(
-    self, towers: collecting.Towers, tower: int, device: str, trains: bool
+    self, towers: collecting.Towers, tower: int, device: str
   ) -> Iterator[None]:
     """The device, the names, the variables and the gradients of one tower."""
     scope = tf.compat.v1.get_variable_scope()
@@ -201,7 +204,7 @@ class ReplicatedModelFn:
       ),
       self._shared.reused(),
       refusing.plain_optimizers(towers.count),
-      towers.one(trains),
+      towers.one(),
     ):
       yield
 
@@ -230,12 +233,14 @@ class ReplicatedModelFn:
     answers = tf.nest.flatten(merged, expand_composites=True)
     with (
       _on(devices[0]),  # where the variables are
-      # Nothing is to go wrong after the update in a graph either.
-      tf.control_dependencies([each for each in answers if tf.is_tensor(each)]),
       tf.name_scope(f"tower_{towers.count - 1}"),
-      self._shared.reused(within="update"),
+      self._shared.reused(),
     ):
-      return merged.having_applied(towers.apply())
+      # Slots may be made outside of the program: they depend on nothing in it.
+      towers.prepare()
+      # Nothing is to go wrong after the update in a graph either.
+      with tf.control_dependencies(list(filter(tf.is_tensor, answers))):
+        return merged.having_applied(towers.apply())
 
 
 def replicate_model_fn(
@@ -251,13 +256,15 @@ def replicate_model_fn(
       sum over i of L_i              loss_reduction="sum"
       (sum over i of L_i) / n        loss_reduction="mean"
 
-  if model_fn applies them through a `TowerOptimizer`. Nothing is applied before
-  every tower has returned. In a tf.function towers run in parallel.
+  if model_fn applies them through a `TowerOptimizer`, whose compute_gradients,
+  minimize and scale_loss do the division. Nothing is applied before every tower
+  has returned. In a tf.function towers run in parallel.
 
   All towers, and all calls, share one set of variables, also those that
   model_fn makes itself. These are made by the first call, on the first device;
-  afterwards they are known by their names. A tf.function makes variables in its
-  first call only: use one for each mode, or call without tf.function first.
+  afterwards they are known by their names, and where Keras gave those, by their
+  order. A tf.function makes variables in its first call only: use one for each
+  mode, or call without tf.function first. What is made outside keeps its own.
 
   >>> from tf_cross_shard import TowerOptimizer, TowerSpec
   >>> c = tf.Variable(10.0)
@@ -290,6 +297,14 @@ def replicate_model_fn(
     tf.contrib.estimator.replicate_model_fn, which this brings to TensorFlow 2.
   """
   return ReplicatedModelFn(model_fn, loss_reduction, devices)
+
+
+def _own(options: dict[str, Any]) -> dict[str, Any]:
+  """Arguments for one tower: what it changes is not to be another's."""
+  params = options.get("params")
+  if isinstance(params, dict):
+    return {**options, "params": copy.copy(params)}
+  return options
 
 
 def _on(device: str) -> contextlib.AbstractContextManager[Any]:

@@ -2,31 +2,37 @@
 
 A model function makes its variables each time it is called. The first time they
 are made; every other time, in the next tower or the next step, it is given
-those of the first again.
+those of the first again. `tf_cross_shard.towers.owners` says what a variable is
+known by; several of one name are told apart by their order.
 
-They are known by name. Keras numbers the names of its layers on and on, so that
-"dense/kernel" of the first call is "dense_7/kernel" of a later one: a name that
-is not known is matched without its numbers, in order of creation.
-From then on numbers tell nothing of these: they begin anew in another graph, or
-when Keras' session is cleared, and "dense_1" may then be another layer.
+What would be a guess is an error. If Keras named a layer, only its place among
+its like tells which it is: they must be as many in each call. And a layer that
+was there before, and is built in a call, keeps its variables to itself.
 """
 
 import contextlib
-import dataclasses
-import re
+import gc
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
+from tf_cross_shard.towers import owners
 
-@dataclasses.dataclass
+_MUST = "`model_fn` must make the same variables in every tower and every call;"
+_REMEDY = "name them, or make them outside of model_fn"
+
+
 class _Shared:
-  """A variable, the name it was made by, and the number it started from."""
+  """A variable, who made it, and the number it started from."""
 
-  name: str
-  variable: Any
-  start: Any
+  def __init__(self, variable: Any, owner: Any, start: Any, call: int) -> None:
+    self.variable = variable
+    self.owner = None if owner is None else weakref.ref(owner)
+    self.start = start
+    self.call = call
 
 
 class SharedVariables:
@@ -34,7 +40,7 @@ class SharedVariables:
 
   >>> shared = SharedVariables()
   >>> def count():
-  ...   with shared.reused():
+  ...   with shared.kept(), shared.reused():
   ...     return tf.Variable(1.0, name="count").assign_add(1.0)
   >>> float(count()), float(count())
   (2.0, 3.0)
@@ -48,85 +54,155 @@ class SharedVariables:
   def __init__(self) -> None:
     """Starts without variables."""
     self.variables: list[Any] = []
-    self._by_kind: dict[str, list[_Shared]] = {}
-    self._numbered: set[str] = set()  # Kinds that were met by two names.
+    self._known: dict[str, list[_Shared]] = {}
+    self._call = 0
+    self._here = threading.local()
+    self._lock = threading.RLock()
 
   @contextlib.contextmanager
   def kept(self) -> Iterator[None]:
-    """Begins a step, whose variables are forgotten if its trace fails.
+    """Begins a call, whose new variables are forgotten if it fails.
 
-    They would stay without a value: a tf.function gives them one at the end.
+    In a trace they would stay without values, which a tf.function gives them at
+    the end. Threads wait for each other, unless they are replicas, which meet.
 
     Yields:
       None.
     """
-    before = len(self.variables)
-    try:
-      yield
-    except BaseException:
-      if not tf.executing_eagerly():
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    with self._lock if replicas == 1 else contextlib.nullcontext():
+      before = len(self.variables)
+      self._call += 1
+      try:
+        yield
+      except BaseException:
         self._forget(self.variables[before:])
-      raise
+        raise
 
   @contextlib.contextmanager
-  def reused(self, within: str = "") -> Iterator[None]:
-    """Begins one call of the function, whose variables are shared.
-
-    Args:
-      within: What is put before the names. Calls that make other variables in
-        between have their own.
+  def reused(self) -> Iterator[None]:
+    """Begins one tower, whose variables are shared.
 
     Yields:
       None.
+
+    Raises:
+      ValueError: If variables that only their order tells apart are not as
+        many as before, or what is asked for is not what there is.
     """
-    used: set[int] = set()
+    used: dict[str, list[_Shared]] = {}
+    counted: set[str] = set()
+    errors: list[ValueError] = []
     outside = tf.get_current_name_scope()
 
     def creator(make: Callable[..., Any], **kwargs: Any) -> Any:
-      name = _full_name(kwargs.get("name"), outside, within)
-      return self._get(name, used, lambda: make(**kwargs), kwargs)
+      within = getattr(self._here, "within", "")
+      if within is None:
+        return make(**kwargs)
+      parts = _parts(kwargs.get("name"), outside)
+      if within:
+        name = f"{within}/{owners.unnumbered('/'.join(parts))}"
+        known = owners.Known(name, False, None)
+      else:
+        known = owners.known_as(parts)
+      if known.is_numbered:
+        counted.add(known.name)
+      try:
+        return self._get(known, used, lambda: make(**kwargs), kwargs)
+      except ValueError as error:
+        errors.append(error)
+        raise
 
     with tf.variable_creator_scope(creator):
       yield
+    if errors:  # tf_keras' Sequential goes on after any.
+      raise ValueError(str(errors[0])) from errors[0]
+    for name in sorted(counted):
+      self._check_count(name, len(used[name]))
+
+  @contextlib.contextmanager
+  def updating(self, place: int | None) -> Iterator[None]:
+    """Begins an update, whose optimizer makes its slots.
+
+    Args:
+      place: Of an optimizer that the function makes anew in each call, among
+        them. None for one that was there before: its slots are its own.
+
+    Yields:
+      None.
+    """
+    outer = getattr(self._here, "within", "")
+    self._here.within = None if place is None else f"update_{place}"
+    try:
+      yield
+    finally:
+      self._here.within = outer
 
   def _get(
     self,
-    name: str,
-    used: set[int],
+    known: owners.Known,
+    used: dict[str, list[_Shared]],
     make: Callable[[], Any],
     kwargs: dict[str, Any],
   ) -> Any:
-    """The variable that stands for `name` in this call."""
-    kind = re.sub(r"(_\d+)+(?=/|$)", "", name)
-    known = self._by_kind.get(kind, [])
-    if kind not in self._numbered:
-      known = [s for s in known if s.name == name] + known
-    shared = next((s for s in known if id(s) not in used), None)
-    if shared is None:
-      shared = _Shared(name, make(), _start(kwargs))
-      self.variables.append(shared.variable)
-      self._by_kind.setdefault(kind, []).append(shared)
+    """The variable that is known by this name in this tower."""
+    there = self._known.setdefault(known.name, [])
+    at = len(used.setdefault(known.name, []))
+    if at < len(there):
+      shared = there[at]
+      self._check_owner(known, shared)
+      _check(known.name, shared, kwargs)
     else:
-      _check(name, shared, kwargs)
-      if shared.name != name:
-        self._numbered.add(kind)
-    used.add(id(shared))
+      if known.is_numbered and any(s.call != self._call for s in there):
+        raise ValueError(
+          f"{_MUST} of {known.name} there were {len(there)}, and one more is"
+          f" asked for. Only their order tells them apart: {_REMEDY}."
+        )
+      shared = _Shared(make(), known.owner, _start(kwargs), self._call)
+      there.append(shared)
+      self.variables.append(shared.variable)
+    used[known.name].append(shared)
     return shared.variable
+
+  def _check_owner(self, known: owners.Known, shared: _Shared) -> None:
+    """Raises `ValueError` for a variable that another object still holds."""
+    if shared.owner is None or shared.call == self._call:
+      return  # In one call, what was there before is built once.
+    if shared.owner() is not None:
+      gc.collect()  # Keras' objects refer to themselves.
+    owner = shared.owner()
+    if owner is not None and owner is not known.owner:
+      raise ValueError(
+        f"{_MUST} {known.name} was made by {owner.name!r}, which is still"
+        f" there, and {known.owner.name!r} asks for one of the same name. If"
+        " both are to have their own, build them before the first call. If"
+        " model_fn makes them, let it keep none of them."
+      )
+    shared.owner = None
+
+  def _check_count(self, name: str, count: int) -> None:
+    """Raises `ValueError` if a tower made fewer variables than others did."""
+    expected = len(self._known[name])
+    if count != expected:
+      raise ValueError(
+        f"{_MUST} of {name} there were {expected}, and now {count}. Only their"
+        f" order tells them apart: {_REMEDY}."
+      )
 
   def _forget(self, variables: list[Any]) -> None:
     """Makes them anew when they are asked for again."""
     gone = set(map(id, variables))
     self.variables = [v for v in self.variables if id(v) not in gone]
-    for kind, known in self._by_kind.items():
-      self._by_kind[kind] = [s for s in known if id(s.variable) not in gone]
+    for name, known in self._known.items():
+      self._known[name] = [s for s in known if id(s.variable) not in gone]
 
 
-def _full_name(name: Any, outside: str, within: str) -> str:
-  """A variable's name in its scopes, those of the tower left out."""
+def _parts(name: Any, outside: str) -> list[str]:
+  """A variable's scopes and name, the scopes of the tower left out."""
   scope = tf.get_current_name_scope()
   if outside and (scope + "/").startswith(outside + "/"):
     scope = scope[len(outside) + 1 :]
-  return "/".join(filter(None, (within, scope, str(name or "Variable"))))
+  return [*filter(None, scope.split("/")), *str(name or "Variable").split("/")]
 
 
 def _start(kwargs: dict[str, Any]) -> Any:
@@ -144,33 +220,42 @@ def _start(kwargs: dict[str, Any]) -> Any:
 
 def _check(name: str, shared: _Shared, kwargs: dict[str, Any]) -> None:
   """Raises `ValueError` where another variable than the first is asked for."""
-  shape = kwargs.get("shape")
-  value = kwargs.get("initial_value")
-  if shape is None and value is not None and not callable(value):
-    shape = tf.convert_to_tensor(value).shape
+  shape, dtype = _asked_for(kwargs)
   known = tf.TensorShape(shared.variable.shape)
-  if shape is not None and not known.is_compatible_with(tf.TensorShape(shape)):
+  if shape is not None and not known.is_compatible_with(shape):
     raise ValueError(
-      f"`model_fn` must make the same variables in every tower and every call;"
-      f" {name} has shape {known}, and now {tf.TensorShape(shape)} is asked"
-      " for. Make the variables in the same order, name them, or make them"
-      " outside of model_fn."
+      f"{_MUST} {name} has shape {known}, and now {shape} is asked for. Make"
+      f" them in the same order, {_REMEDY}."
     )
-  dtype = kwargs.get("dtype")
   if dtype is not None and tf.as_dtype(dtype) != shared.variable.dtype:
     raise ValueError(
-      f"`model_fn` must make the same variables in every tower and every call;"
-      f" {name} has dtype {shared.variable.dtype.name}, and now"
-      f" {tf.as_dtype(dtype).name} is asked for. Make the variables in the same"
-      " order, name them, or make them outside of model_fn."
+      f"{_MUST} {name} has dtype {shared.variable.dtype.name}, and now"
+      f" {tf.as_dtype(dtype).name} is asked for. Make them in the same order,"
+      f" {_REMEDY}."
     )
   start = _start(kwargs)
   is_known = start is not None and shared.start is not None
   # A NaN is like no number, and so not like itself.
   if is_known and start != shared.start and start == start:
     raise ValueError(
-      f"`model_fn` must make the same variables in every tower and every call;"
-      f" {name} started from {shared.start} and is to start from {start} now,"
-      " but is not made again. Make it, or the optimizer that it belongs to,"
-      " outside of model_fn, and assign to it."
+      f"{_MUST} {name} started from {shared.start} and is to start from"
+      f" {start} now, but is not made again. Make it, or the optimizer that it"
+      " belongs to, outside of model_fn, and assign to it."
     )
+
+
+def _asked_for(kwargs: dict[str, Any]) -> tuple[Any, Any]:
+  """Shape and dtype of the variable that is asked for; None for unknown."""
+  value, dtype = kwargs.get("initial_value"), kwargs.get("dtype")
+  if kwargs.get("shape") is not None:
+    return tf.TensorShape(kwargs["shape"]), dtype
+  if value is None:
+    return None, dtype
+  if callable(value):
+    # Keras hands over initializers. In a graph nothing of it runs.
+    with tf.Graph().as_default():
+      try:
+        value = tf.convert_to_tensor(value())
+      except Exception:  # one that does not work in another graph
+        return None, dtype
+  return tf.convert_to_tensor(value).shape, dtype
