@@ -198,6 +198,63 @@ def test_duplicate_rows_without_cross_shard(which: str, kind: str) -> None:
   assert np.abs(variable.numpy() - _first()).max() > 0.01
 
 
+@pytest.mark.parametrize("clipnorm", [None, 1e6])
+@pytest.mark.parametrize(
+  "rows", [[0], [0, 0, 1, 2], [3, 3, 1, 3, 1, 3]], ids=str
+)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("which", KERASES)
+def test_compiled_sparse_gradients(
+  which: str, kind: str, rows: list[int], clipnorm: float | None
+) -> None:
+  """Rows are merged here, by clipping, and by tf_keras: XLA lost them."""
+  if clipnorm and kind not in ("momentum", "adagrad"):
+    pytest.skip("clipping merges before any of them")
+  theirs = KINDS[kind](0.05)
+  ours = KERASES[which].CrossShardOptimizer(
+    KINDS[kind](0.05), clipnorm=clipnorm
+  )
+  variable, other = tf.Variable(_first()), tf.Variable(_first())
+  ours.build([variable])
+
+  @tf.function(jit_compile=True)
+  def step(values: tf.Tensor, indices: tf.Tensor) -> None:
+    grad = tf.IndexedSlices(values, indices, tf.constant(SHAPE))
+    ours.apply_gradients([(grad, variable)])
+
+  rng = np.random.default_rng(7)
+  indices = tf.constant(rows)
+  for _ in range(5):
+    values = tf.constant(rng.normal(size=(len(rows), SHAPE[1])), tf.float32)
+    grad = tf.IndexedSlices(values, indices, tf.constant(SHAPE))
+    theirs.apply_gradients([(grad, other)])
+    step(values, indices)
+  _check(variable, other, 5 * BOUND)
+  moved = np.abs(variable.numpy() - _first()).max(axis=1) > 1e-4
+  assert np.flatnonzero(moved).tolist() == sorted(set(rows))
+
+
+@pytest.mark.parametrize("kind", ["momentum", "rmsprop_centered", "ftrl"])
+@pytest.mark.parametrize("which", KERASES)
+def test_compiled_after_it_was_traced(which: str, kind: str) -> None:
+  """The inner function keeps its trace, which knows nothing of XLA."""
+  theirs = KINDS[kind](0.05)
+  ours = KERASES[which].CrossShardOptimizer(KINDS[kind](0.05), clipnorm=1e6)
+  variable, other = tf.Variable(_first()), tf.Variable(_first())
+  ours.build([variable])
+
+  @tf.function
+  def step(values: tf.Tensor, indices: tf.Tensor) -> None:
+    grad = tf.IndexedSlices(values, indices, tf.constant(SHAPE))
+    ours.apply_gradients([(grad, variable)])
+
+  compiled = tf.function(step, jit_compile=True)
+  for i, grad in enumerate(_gradients(sparse=True)[:6]):
+    theirs.apply_gradients([(grad, other)])
+    (compiled if i % 2 else step)(grad.values, grad.indices)
+    _check(variable, other, 5 * BOUND)
+
+
 @pytest.mark.parametrize("rate", [0.01, 0.1, 1.0])
 @pytest.mark.parametrize("which", KERASES)
 def test_adam_rounds_its_powers_as_version_1(which: str, rate: float) -> None:
@@ -384,6 +441,28 @@ def test_keras_file(which: str, kind: str, tmp_path: pathlib.Path) -> None:
     model.get_weights(), again.get_weights(), strict=True
   ):
     np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("which", KERASES)
+def test_names_with_slashes(which: str) -> None:
+  made = CONVERT[which](train.MomentumOptimizer(0.5, 0.5, name="train/Mom"))
+  assert made.name == "train_Mom"
+
+
+@pytest.mark.parametrize("beta", [0.999, 0.9999])
+@pytest.mark.parametrize("which", KERASES)
+def test_graphs_of_adam_stay_small(which: str, beta: float) -> None:
+  """The powers stand there once, and not once per variable."""
+  opt = KERASES[which].CrossShardOptimizer(train.AdamOptimizer(0.5, beta2=beta))
+  variables = [tf.Variable(1.0, name=f"v{i}") for i in range(30)]
+  opt.build(variables)
+  step = tf.function(
+    lambda: opt.apply_gradients([(tf.ones([]), v) for v in variables]),
+    autograph=False,
+  )
+  size = step.get_concrete_function().graph.as_graph_def().ByteSize()
+  table = 4 * 17.4 / (1.0 - beta)  # bytes
+  assert table < size < 2 * table + 1e6
 
 
 @pytest.mark.parametrize("which", KERASES)

@@ -296,8 +296,77 @@ class TestRefusals:
     with pytest.raises(ValueError, match=r"`momentum` .* negative; got -0\.5"):
       v1.recipe(train.RMSPropOptimizer(0.5, momentum=-0.5))
 
+  @pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+      (lambda x: train.RMSPropOptimizer(0.5, momentum=x), "momentum"),
+      (lambda x: train.RMSPropOptimizer(0.5, decay=x), "decay"),
+      (lambda x: train.AdamOptimizer(x), "learning_rate"),
+      (lambda x: train.AdamOptimizer(0.5, epsilon=x), "epsilon"),
+      (
+        lambda x: train.AdamOptimizer(
+          train.exponential_decay(x, tf.Variable(0), 1, 0.5)
+        ),
+        "initial_learning_rate",
+      ),
+    ],
+  )
+  @pytest.mark.parametrize("kind", [float, np.float32, tf.constant])
+  def test_nan(
+    self, kind: Any, make: Callable[[Any], Any], argument: str
+  ) -> None:
+    with pytest.raises(
+      ValueError, match=rf"`{argument}` of .* must be a number; got NaN\. Pass"
+    ):
+      v1.recipe(make(kind(float("nan"))))
+
+  @pytest.mark.parametrize("argument", ["beta1", "beta2"])
+  @pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+      (np.float64(0.9), "float64"),
+      (np.float64(0.5), "float64"),
+      (np.asarray(0.9), "float64"),
+      (tf.constant(0.9, tf.float64), "float64"),
+      (np.float16(0.9), "float16"),
+      (tf.constant(0.9, tf.bfloat16), "bfloat16"),
+    ],
+  )
+  def test_powers_in_another_type(
+    self, value: Any, kind: str, argument: str
+  ) -> None:
+    """Version 1 multiplies them in it: as far off as 9e-2 for 0.9999999."""
+    opt = train.AdamOptimizer(0.5, **{argument: value})
+    with pytest.raises(
+      ValueError,
+      match=rf"`{argument}` of tf\.compat\.v1\.train\.AdamOptimizer must be a"
+      rf" Python number or float32; got {kind}, .*Pass float\(x\)",
+    ):
+      v1.recipe(opt)
+    # The remedy is one.
+    remedied = train.AdamOptimizer(0.5, **{argument: float(value)})
+    found = v1.recipe(remedied).settings
+    assert found[f"beta_{argument[-1]}"] == float(value)
+
+
+def test_slashes_in_names() -> None:
+  """Keras 3 refuses them."""
+  opt = train.MomentumOptimizer(0.5, 0.5, name="train/Mom")
+  assert v1.recipe(opt).name == "train_Mom"
+  around = tf.compat.v1.tpu.CrossShardOptimizer(opt, name="a/b")
+  assert v1.within(around)[1]["name"] == "a_b"
+
 
 class TestWarnings:
+  def test_of_float64(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = _logged(monkeypatch, "warning")
+    for value in (0.9, np.float32(0.9), np.float64(0.5), tf.constant(0.9)):
+      v1.recipe(train.MomentumOptimizer(np.float64(0.1), value))
+    assert lines == []
+    v1.recipe(train.MomentumOptimizer(0.1, np.float64(0.9)))
+    [line] = lines
+    assert "`momentum` of tf.compat.v1.train.MomentumOptimizer is float" in line
+
   def test_of_slots_that_are_lost(
     self, monkeypatch: pytest.MonkeyPatch
   ) -> None:

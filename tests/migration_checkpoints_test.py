@@ -205,6 +205,47 @@ def test_goes_on_in_replicas(name: str, tmp_path: Path) -> None:
   assert _goes_on(training, name, saved(name)) < LIMIT
 
 
+@pytest.mark.parametrize("is_full", [False, True])
+def test_what_replicas_sum_up(is_full: bool, tmp_path: Path) -> None:
+  """Each has a part of it, and only the sum is what version 1 had."""
+  src = _small(tmp_path, {"w": [1.0, 2.0], "seen": 7, "global_step": 3})
+  strategy = testbed.mirrored()
+
+  def make() -> Any:
+    module = _weight_model()
+    module.seen = tf.Variable(
+      np.int64(0),
+      name="seen",
+      trainable=False,
+      synchronization=tf.VariableSynchronization.ON_READ,
+      aggregation=tf.VariableAggregation.SUM,
+    )
+    return module
+
+  training = sessions.Training(lambda: _wrapped("SGD"), strategy, make)
+  seen = training.model.seen
+  for i, copy in enumerate(_native_copies(strategy, seen)):
+    copy.assign(i + 10)
+  if is_full:
+    error = tf.errors.ResourceExhaustedError(None, None, "disk is full")
+    with mock.patch.object(tf.train.Checkpoint, "write", side_effect=error):
+      words = r"`dst` cannot be written"
+      _refused(training, src, tmp_path / "new", words, OSError)
+    assert [int(c) for c in testbed.copies(seen)] == [10, 11, 12, 13]
+    return
+  _convert(training, src, tmp_path / "new")
+  assert [int(c) for c in testbed.copies(seen)] == [7, 0, 0, 0]
+  assert int(seen.read_value()) == 7
+  assert testbed.copies(training.model.w)[1].tolist() == [1.0, 2.0]
+  # Restored where there are no replicas, it is what it was.
+  other = make()
+  tf.train.Checkpoint(model=other).read(str(tmp_path / "new"))
+  assert int(other.seen) == 7
+  # And such a one there is not summed up.
+  migration.convert_checkpoint(src, tmp_path / "one", other, _wrapped("SGD"))
+  assert int(other.seen) == 7
+
+
 def test_outside_the_scope_all_replicas_receive_it(tmp_path: Path) -> None:
   strategy = testbed.mirrored()
   training = sessions.Training(lambda: _wrapped("Adam"), strategy)
@@ -267,6 +308,30 @@ def test_goes_on_in_what_from_v1_makes(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(value, old.after[path], atol=LIMIT)
 
 
+@pytest.mark.parametrize("name", V1_MADE)
+def test_what_from_v1_makes_restored(name: str, tmp_path: Path) -> None:
+  """Wrapped or not, by an optimizer of the same class."""
+  old = saved(name)
+
+  def wrapped() -> Any:
+    return migration.from_v1(sessions.PAIRS[name].v1())
+
+  def alone() -> Any:
+    return wrapped().inner_optimizer
+
+  first = sessions.Training(wrapped)
+  _convert(first, old.src, tmp_path / "new")
+  for make in (wrapped, alone):
+    other = sessions.Training(make)
+    adapters.build(other.optimizer, other.model.trainable_variables)
+    checkpoint = tf.train.Checkpoint(
+      model=other.model, optimizer=other.optimizer
+    )
+    checkpoint.read(str(tmp_path / "new")).assert_consumed()
+    losses = other.train(BEFORE, AFTER)
+    assert sessions.largest(losses, old.losses) < LIMIT
+
+
 @pytest.mark.parametrize("rate", [0.01, 0.1])
 def test_adam_goes_on_at_a_large_rate(rate: float, tmp_path: Path) -> None:
   """Plain Keras rounds otherwise while beta's powers are close to 1."""
@@ -294,6 +359,33 @@ def test_a_learning_rate_that_is_a_function(name: str, tmp_path: Path) -> None:
   _convert(training, saved(name).src, tmp_path / "new")
   losses = training.train(BEFORE, AFTER)
   assert sessions.largest(losses, saved(name).losses) < LIMIT
+
+
+@pytest.mark.parametrize("name", ["Momentum", "mine"])
+def test_a_momentum_of_0(name: str, tmp_path: Path) -> None:
+  """Version 1 keeps it all the same, and Keras does not."""
+
+  def make() -> Any:
+    return v1.train.MomentumOptimizer(0.1, 0.0, name=name)
+
+  old = sessions.Sessions(make)
+  old.train(0, BEFORE)
+  src = old.save(tmp_path / "old")
+  training = sessions.Training(lambda: migration.from_v1(make()))
+  done = _convert(training, src, tmp_path / "new")
+  assert len(done.matched) == 5
+  assert done.unmatched_in_checkpoint == done.unmatched_in_model == {}
+  losses, expected = training.train(BEFORE, AFTER), old.train(BEFORE, AFTER)
+  assert sessions.largest(losses, expected) < LIMIT
+  # Of another name it may be anything.
+  other = migration.from_v1(v1.train.MomentumOptimizer(0.1, 0.0, name="other"))
+  training = sessions.Training(lambda: other)
+  if name == "Momentum":
+    _convert(training, src, tmp_path / "other")
+  else:
+    words = r"(?s)in the checkpoint only:\n    one/bias/mine \[3\]"
+    _refused(training, src, tmp_path / "other", words)
+    _convert(training, src, tmp_path / "other", slots="mine")
 
 
 def test_a_schedule_is_refused_for_the_momentum_of_keras(
@@ -358,15 +450,15 @@ def test_a_loss_scale_stays(tmp_path: Path) -> None:
 def test_other_names_of_the_optimizer_and_scopes(tmp_path: Path) -> None:
   for i, (make, options) in enumerate(
     (
-      (lambda: v1.train.AdamOptimizer(0.01, name="my_1"), {}),
-      (sessions.PAIRS["Adam"].v1, {"scope": "training"}),
+      (lambda: v1.train.AdamOptimizer(0.01, name="my_1"), {"slots": "my_1"}),
+      (sessions.PAIRS["Adam"].v1, {}),
     )
   ):
-    old = sessions.Sessions(make, **options)
+    old = sessions.Sessions(make, scope="training" if i else "")
     old.train(0, BEFORE)
     src, at = old.save(tmp_path / f"old{i}"), old.values()
     training = sessions.Training(lambda: _wrapped("Adam"))
-    done = _convert(training, src, tmp_path / f"new{i}")
+    done = _convert(training, src, tmp_path / f"new{i}", **options)
     assert sum("two/bias" in source for source in done.matched.values()) == 3
     assert any(k.startswith(("training/", "two/bias/my_1")) for k in at)
     for path, weight in zip(
@@ -809,6 +901,13 @@ def _refuses_one(
   assert sorted(Path(src).parent.glob("*")) == there
 
 
+def _weight_model() -> Any:
+  """A module with `w`, of the Keras that is tested."""
+  module = tf.Module()
+  module.w = tf.Variable([0.0, 0.0], name="w")
+  return module
+
+
 class TestErrors:
   @pytest.fixture
   def src(self, tmp_path: Path) -> str:
@@ -829,6 +928,18 @@ class TestErrors:
       words = rf"`dst` is '.*/new', of which there is {left} already\. Name"
       _refuses_one(src, tmp_path / "new", words, error=FileExistsError)
       (tmp_path / left).unlink()
+    for name in ("a[b]", "a[b", "[b]/new", "a\\b"):
+      words = (
+        r"`dst` must have no \[ or \\ in it, .* cannot read; got .*\. Name"
+      )
+      _refuses_one(src, f"{tmp_path}/{name}", words)
+    words = r"`dst` must have no character NUL in it; got '.*/a\\x00b'\. Name"
+    _refuses_one(src, f"{tmp_path}/a\0b", words)
+    words = r"`src` must have no character NUL in it"
+    with pytest.raises(ValueError, match=words):
+      migration.convert_checkpoint(
+        "a\0b", tmp_path / "new", [tf.Variable(1.0)], tf.keras.optimizers.SGD()
+      )
     words = r"`dst` must be a string or a path; got 7\. Name the prefix"
     _refuses_one(src, 7, words, error=TypeError)
 
@@ -847,6 +958,33 @@ class TestErrors:
     )
     words = r"must be a checkpoint of TensorFlow 1; .*/second is one of"
     _refuses_one(second, new, words, error=archive.CheckpointError)
+
+  def test_sources_that_are_one_file_of_several(
+    self, src: str, tmp_path: Path
+  ) -> None:
+    Path(f"{src}.meta").touch()
+    for end in ("index", "meta", "data-00000-of-00001"):
+      words = rf"`src` names one file .*\.{end}'\. Name .*: '{src}'\."
+      for allow in (False, True):
+        _refuses_one(
+          f"{src}.{end}",
+          tmp_path / "new",
+          words,
+          error=FileNotFoundError,
+          allow_unmatched=allow,
+        )
+
+  def test_not_one_weight(self, src: str, tmp_path: Path) -> None:
+    weight = tf.Variable(0.0, name="v")
+    words = r"`src` has no value for any weight of `model`: .* global_step, w\."
+    _refuses_one(
+      src, tmp_path / "new", words, weight=weight, allow_unmatched=True
+    )
+    # The oldest kind of checkpoint is any file, and this has no names in it.
+    other = tmp_path / "renamed"
+    other.write_bytes(Path(f"{src}.index").read_bytes())
+    words = r"`src` has no value for any weight of `model`: .* holds nothing\."
+    _refuses_one(other, tmp_path / "new", words, allow_unmatched=True)
 
   @pytest.mark.parametrize("part", ["index", "data-00000-of-00001", "gone"])
   def test_damaged_sources(self, part: str, src: str, tmp_path: Path) -> None:
@@ -1012,6 +1150,7 @@ Give"""
       "w/other": [2.0, 2.0],
       "w/ExponentialMovingAverage": [3.0, 3.0],
       "global_step": 1,
+      "training/w/Momentum": [4.0, 4.0],
     }
     src, new = _small(tmp_path, values), tmp_path / "new"
     average = "w/ExponentialMovingAverage"
@@ -1019,17 +1158,131 @@ Give"""
     def sgd() -> Any:
       return tf.keras.optimizers.SGD(0.5, momentum=0.5)
 
-    words = r"first slot may be `w/Momentum` or `w/other` of the checkpoint"
+    second = "training/w/Momentum"
+    words = rf"first slot may be `{second}` or `w/Momentum` of the checkpoint"
     _refuses_one(src, new, words, sgd())
     _refuses_one(src, new, words, sgd(), allow_unmatched=True)
-    words = r"(?s)only:\n    w/ExponentialMovingAverage \[2\]\nGive"
-    _refuses_one(src, new, words, sgd(), allow_unmatched=["w/other"])
+    words = rf"(?s)only:\n    {average} \[2\]\n    w/other \[2\]\nGive"
+    _refuses_one(src, new, words, sgd(), allow_unmatched=[second])
+    words = rf"(?s)only:\n    {second} \[2\]\n    w/Exp.*\n    w/Momentum"
+    _refuses_one(src, new, words, sgd(), slots="other")
     weight = tf.Variable([0.0, 0.0], name="w")
+    left = [second, "w/other", average]
     done = migration.convert_checkpoint(
-      src, new, [weight], sgd(), allow_unmatched=["w/other", average]
+      src, new, [weight], sgd(), allow_unmatched=left
     )
     assert "w/Momentum" in done.matched.values()
-    assert done.unmatched_in_checkpoint == {average: (2,), "w/other": (2,)}
+    assert done.unmatched_in_checkpoint == dict.fromkeys(left, (2,))
+
+  def test_what_may_be_no_slot(self, tmp_path: Path) -> None:
+    """An average of another name looks like a momentum."""
+    values = {"w": [1.0, 2.0], "w/avg": [3.0, 4.0], "global_step": 1}
+    src, new = _small(tmp_path, values), tmp_path / "new"
+    optimizers = tf.keras.optimizers
+
+    def v1_momentum(name: str = "Momentum") -> Any:
+      return migration.from_v1(v1.train.MomentumOptimizer(0.5, 0.5, name=name))
+
+    for make, usual in (
+      (lambda: optimizers.SGD(0.5, momentum=0.5), "Momentum"),
+      (lambda: optimizers.Adagrad(0.5), "Adagrad"),
+      (v1_momentum, "Momentum"),
+    ):
+      words = (
+        r"first slot may be `w/avg` of the checkpoint, and the name tells not:"
+        rf" it is neither '{usual}' nor .*\. Say `slots='avg'` if these"
+      )
+      _refuses_one(src, new, words, make())
+      _refuses_one(src, new, words, make(), allow_unmatched=True)
+      words = r"(?s)counterpart:\n  in model and optimizer only:\n    w/"
+      _refuses_one(src, new, words, make(), allow_unmatched=["w/avg"])
+    words = r"`slots` is 'other', and beside no weight .*It holds .*w/avg"
+    _refuses_one(src, new, words, v1_momentum(), slots="other")
+    words = r"`slots` is 'avg', .* as many as Adam has"
+    _refuses_one(src, new, words, optimizers.Adam(), slots="avg")
+    for wrong in ("", 7):
+      words = r"`slots` must be the name of version 1's optimizer"
+      _refuses_one(src, new, words, error=TypeError, slots=wrong)
+    weight = tf.Variable([0.0, 0.0], name="w")
+    for i, (made, options) in enumerate(
+      ((v1_momentum(), {"slots": "avg"}), (v1_momentum("avg"), {}))
+    ):
+      done = migration.convert_checkpoint(
+        src, tmp_path / f"new{i}", [weight], made, **options
+      )
+      assert "w/avg" in done.matched.values()
+      [slot] = adapters.adapter_of(made).slots(weight).values()
+      assert testbed.copies(slot)[0].tolist() == [3.0, 4.0]
+
+  def test_what_is_refused_builds_nothing(self, tmp_path: Path) -> None:
+    """So that the right model can be tried with the same optimizer."""
+    optimizers = tf.keras.optimizers
+    makers: dict[str, Callable[[], Any]] = {
+      "plain": lambda: optimizers.Adam(0.5),
+      "ours": lambda: CrossShardOptimizer(optimizers.Adam(0.5)),
+      "v1": lambda: migration.from_v1(v1.train.AdamOptimizer(0.5)),
+      "function": lambda: migration.from_v1(
+        v1.train.AdamOptimizer(lambda: 0.5)
+      ),
+      "schedule": lambda: optimizers.Adam(
+        optimizers.schedules.ExponentialDecay(0.5, 10, 0.5)
+      ),
+    }
+    if OLDER:
+      makers["legacy"] = lambda: optimizers.legacy.Adam(0.5)
+    good = {**ADAM, "global_step": 3}
+    faults: dict[str, dict[str, Any]] = {
+      "weight": {**good, "w": [1.0, 2.0, 3.0]},
+      "dtype": {**good, "w": 3},
+      "slot": {**good, "w/Adam_1": [1.0]},
+      "steps": {**good, "beta1_power": _power(0.9, 8)},
+      "slots": {name: good[name] for name in ("w", "global_step")},
+    }
+    (tmp_path / "good").mkdir()
+    right = _small(tmp_path / "good", good)
+    for kind, make in makers.items():
+      for strategy in (None, testbed.mirrored()):
+        training = sessions.Training(make, strategy, _weight_model)
+        optimizer = training.optimizer
+        adapters.adapter_of(optimizer)  # makes the older kind's iterations
+        count = len(testbed.variables_of(optimizer))
+        for fault, values in faults.items():
+          (tmp_path / fault).mkdir(exist_ok=True)
+          src = _small(tmp_path / fault, values)
+          with pytest.raises(ValueError, match=r"differ|disagree|counterpart"):
+            _convert(training, src, tmp_path / "new")
+          assert len(testbed.variables_of(optimizer)) == count
+        name = f"{kind}-{strategy is None}"
+        done = _convert(training, right, tmp_path / name)
+        assert len(done.matched) == 4
+        assert len(testbed.variables_of(optimizer)) == count + 2
+
+  def test_what_cannot_be_made_twice(self, tmp_path: Path) -> None:
+    """Then at least the weights have to fit before it is built."""
+
+    class Mine(tf.keras.optimizers.Adam):  # type: ignore[misc]
+      def __init__(self, secret: Any) -> None:
+        super().__init__(secret + 0.5)
+
+    good = {**ADAM, "global_step": 3}
+    adam = Mine(0.0)
+    count = len(testbed.variables_of(adam))
+    for i, wrong in enumerate(([1.0], 3)):
+      (tmp_path / f"{i}").mkdir()
+      src = _small(tmp_path / f"{i}", {**good, "w": wrong})
+      with pytest.raises(ValueError, match=r"Shapes or dtypes differ"):
+        migration.convert_checkpoint(
+          src, tmp_path / "new", [tf.Variable([0.0, 0.0], name="w")], adam
+        )
+    src = _small(tmp_path, good)
+    other = [tf.Variable([0.0, 0.0], name=name) for name in ("w", "b")]
+    with pytest.raises(
+      ValueError, match=r"(?s)optimizer only:\n    b \[2\]\nG"
+    ):
+      migration.convert_checkpoint(src, tmp_path / "new", other, adam)
+    assert len(testbed.variables_of(adam)) == count
+    done = migration.convert_checkpoint(src, tmp_path / "new", other[:1], adam)
+    assert len(done.matched) == 4
 
   def test_in_a_function_and_in_a_replica(self, tmp_path: Path) -> None:
     training = sessions.Training(
@@ -1121,6 +1374,18 @@ def test_families() -> None:
   assert slot_names.families("Adam", ["w"], names) == {}
 
 
+def test_families_that_are_asked_for() -> None:
+  names = ["w/Adam", "w/Adam_1", "w/a/Mom", "b/a/Mom", "w/Adagrad"]
+  for asked, found in (
+    ("a/Mom", {slot_names.Family("", "a/Mom"): {"w": 1, "b": 1}}),
+    ("Adagrad", {slot_names.Family("", "Adagrad"): {"w": 1}}),
+    ("Adam", {}),  # two slots
+    ("Mom", {}),
+    (None, {}),
+  ):
+    assert slot_names.families("SGD", ["w", "b"], names, asked) == found
+
+
 def test_every_kind_that_is_known_is_tested() -> None:
   kinds = {slot_names.kind_of(_plain(name)) for name in sessions.PAIRS}
   assert kinds == {"SGD", "Adam", "Adagrad", "Adadelta", "RMSprop", "Ftrl"}
@@ -1143,6 +1408,8 @@ PROGRAM = """
 
   def nothing():
     pass
+
+  number = 7
 """
 
 
@@ -1195,12 +1462,41 @@ class TestCommandLine:
     assert "in the checkpoint only:\n  beta1_power []\n" in out
     assert (tmp_path / "new.index").exists()
 
+  def test_slots_of_another_name(
+    self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+  ) -> None:
+    old = sessions.Sessions(
+      lambda: v1.train.MomentumOptimizer(0.1, 0.9, name="mine")
+    )
+    src = old.save(tmp_path / "old")
+    words = [src, "new", "--program", f"{self.module}:momentum"]
+    status, _, err = self._main(capsys, *words)
+    assert status == 2
+    assert "Say `slots='mine'`" in err
+    status, out, err = self._main(capsys, *words, "--slots", "mine")
+    assert (status, err) == (0, "")
+    assert "one/kernel/mine\n" in out
+
   @pytest.mark.parametrize(
     ("options", "words"),
     [
       (["--program", "none"], "--program must be named MODULE:FUNCTION; got"),
       (["--program", "none_such:f"], "No module named 'none_such'"),
       (["--program", "MODULE:other"], "has no function 'other'."),
+      (["--program", "MODULE:number"], "must name a function; got int: 7."),
+      (["--program", "MODULE:"], "must be named MODULE:FUNCTION; got"),
+      (
+        ["--program", "MODULE:adam", "--names", "list.json"],
+        "--names must be a file such as",
+      ),
+      (
+        ["--program", "MODULE:adam", "--names", "nested.json"],
+        "nested.json: 'w' has ['w'], which is no name.",
+      ),
+      (
+        ["--program", "MODULE:momentum", "--slots", "mine"],
+        "`slots` is 'mine', and beside no weight",
+      ),
       (["--program", "MODULE:nothing"], "must return a model and an optimizer"),
       (["--program", "MODULE:adam"], "Not everything has a counterpart:"),
       (
@@ -1218,6 +1514,8 @@ class TestCommandLine:
     tmp_path: Path,
   ) -> None:
     (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "list.json").write_text('["w"]')
+    (tmp_path / "nested.json").write_text('{"w": ["w"]}')
     options = [text.replace("MODULE", self.module) for text in options]
     src = saved("Momentum").src
     status, out, err = self._main(capsys, src, "new", *options)

@@ -202,6 +202,16 @@ def test_arguments_of_version_1s_own_are_kept() -> None:
     assert optimizer.group_assignment == [[0]]
 
 
+def test_slashes_in_names_become_what_keras_takes() -> None:
+  optimizer = migration.from_v1(
+    tpu.CrossShardOptimizer(
+      train.MomentumOptimizer(0.5, 0.5, name="train/Mom"), name="train/Cross"
+    )
+  )
+  assert optimizer.name == "train_Cross"
+  assert optimizer.inner_optimizer.name == "train_Mom"
+
+
 def test_what_became_what_is_said_once(
   monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -299,7 +299,10 @@ def digests(path: str) -> dict[str, str]:
 
 def state(model: Any, optimizer: Any) -> list[Any]:
   """What all replicas have of weights and the optimizer's variables."""
-  weights = model if isinstance(model, list) else list(model.weights)
+  if isinstance(model, list):
+    weights = model
+  else:  # A tf.Module has no `weights`.
+    weights = list(getattr(model, "weights", None) or model.variables)
   own: Any = optimizer.variables
   own = own() if callable(own) else own
   return [

@@ -138,5 +138,50 @@ def test_no_rows_are_a_gradient_of_zero() -> None:
   assert not dense.numpy().any()
 
 
+@pytest.mark.parametrize("is_branch", [False, True])
+@pytest.mark.parametrize(
+  "rows", [[2], [0, 0, 1, 2], [3, 3, 1, 3, 1, 3], [5, 5]], ids=str
+)
+def test_compiled_rows_are_merged_once(
+  rows: list[int], is_branch: bool
+) -> None:
+  """XLA loses rows where they are merged a second time."""
+  values = np.arange(1.0, 2 * len(rows) + 1).reshape(-1, 2)
+  slices = tf.IndexedSlices(tf.constant(values, tf.float32), tf.constant(rows))
+  table = tf.Variable(tf.zeros([ROWS, 2]))
+
+  @tf.function(jit_compile=True)
+  def merge(values: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
+    merged = sparse.merge_duplicates(tf.IndexedSlices(values, indices))
+
+    def write() -> tf.Tensor:
+      again = sparse.merge_duplicates(sparse.times(merged, 2.0))
+      table.scatter_update(again)
+      return sparse.to_dense(again, table)
+
+    if is_branch:
+      return tf.cond(values[0, 0] > 0.0, write, lambda: tf.zeros([ROWS, 2]))
+    return write()
+
+  dense = merge(slices.values, slices.indices)
+  np.testing.assert_array_equal(dense, 2.0 * scatter_add(slices))
+  np.testing.assert_array_equal(table, 2.0 * scatter_add(slices))
+
+
+def test_merging_twice_is_merging_once() -> None:
+  @tf.function
+  def trace(ids: tf.Tensor) -> None:
+    slices = tf.IndexedSlices(tf.ones([3, 1]), ids)
+    merged = sparse.merge_duplicates(slices)
+    scaled = sparse.times(merged, 2.0)
+    assert merged is not slices
+    assert sparse.merge_duplicates(scaled) is scaled
+    # The other answer of `tf.unique` has duplicates.
+    positions = tf.IndexedSlices(tf.ones([3, 1]), tf.unique(ids)[1])
+    assert sparse.merge_duplicates(positions) is not positions
+
+  trace(tf.constant([4, 4, 1]))
+
+
 if __name__ == "__main__":
   raise SystemExit(pytest.main([__file__, "-q"]))

@@ -153,6 +153,56 @@ def test_equals_the_kernel(name: str, sparse: bool) -> None:
     assert difference <= BOUND * scale, (mine.name, difference)
 
 
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+@pytest.mark.parametrize("power", [-0.5, -1.0, -0.75, 0.0])
+@pytest.mark.parametrize("l1", [0.0, 0.25])
+@pytest.mark.parametrize("shrinkage", [0.0, 0.125])
+def test_ftrl_where_nothing_was_seen_yet(
+  shrinkage: float, l1: float, power: float, rate: float, sparse: bool
+) -> None:
+  """An accumulator of 0 and a gradient of 0 would divide 0 by 0."""
+  if sparse and rate == 0.0:
+    pytest.skip("which the kernel refuses")
+  case = _ftrl(shrinkage, power, l1)
+  case.arguments["l2"] = case.settings["l2"] = 0.0
+  # Gradients, values, and linear terms, in all combinations with 0.
+  given = np.array(
+    [(g, w, z) for g in (0, 0.5, -2) for w in (0, 1, -1) for z in (0, 0.5, -1)],
+    "float32",
+  ).T[..., None]
+  ours, theirs = (
+    [
+      tf.Variable(given[1]),
+      tf.Variable(np.zeros_like(given[1])),
+      tf.Variable(given[2]),
+    ]
+    for _ in range(2)
+  )
+  grad = tf.constant(given[0])
+  rows = tf.range(len(given[0]))
+  rule = functools.partial(v1_rules.ftrl, rate=rate, **case.settings)
+  for _ in range(3):
+    arguments = {"grad": grad, "lr": tf.constant(rate)}
+    arguments |= {k: tf.constant(v) for k, v in case.arguments.items()}
+    if sparse:
+      arguments["indices"] = rows
+    _kernel(case, sparse)(**_handles(case, theirs), **arguments)
+    v1_rules.update(
+      rule,
+      tf.IndexedSlices(grad, rows) if sparse else grad,
+      ours[0],
+      dict(zip(case.slots, ours[1:], strict=True)),
+    )
+    if sparse:  # That kernel divides 0 by 0; the dense one never does.
+      lost = np.isnan(theirs[0].numpy())
+      assert lost.any() or power == 0.0
+      assert not ours[0].numpy()[lost].any()
+      theirs[0].assign(np.where(lost, 0.0, theirs[0]))
+    for mine, other in zip(ours, theirs, strict=True):
+      np.testing.assert_allclose(mine, other, rtol=BOUND, atol=BOUND)
+
+
 def test_beta_is_added_to_the_root() -> None:
   """The kernels know no beta: version 1 puts it into l2."""
   slots = {"accum": tf.constant(4.0), "linear": tf.constant(1.0)}
@@ -277,6 +327,61 @@ def test_powers_go_on_beyond_the_table() -> None:
   assert float(v1_rules.power(0.999999, steps)) == pytest.approx(
     expected, rel=1e-5
   )
+
+
+def _constants(function: Any) -> int:
+  """How many bytes the tables have in a function's graph, branches included."""
+  graph = function.get_concrete_function().graph.as_graph_def()
+  nodes = [
+    *graph.node,
+    *(n for f in graph.library.function for n in f.node_def),
+  ]
+  sizes = [n.attr["value"].tensor.ByteSize() for n in nodes if n.op == "Const"]
+  return sum(size for size in sizes if size > 1000)
+
+
+def test_tables_stand_once_in_a_graph() -> None:
+  steps = tf.Variable(5, dtype=tf.int64)
+
+  def powers(count: int) -> list[tf.Tensor]:
+    betas = (0.9, 0.999) * count
+    return [v1_rules.power(beta, tf.convert_to_tensor(steps)) for beta in betas]
+
+  one, many = (
+    _constants(tf.function(functools.partial(powers, count), autograph=False))
+    for count in (1, 50)
+  )
+  assert one == many > 4 * 17000
+  np.testing.assert_array_equal(
+    tf.function(powers, autograph=False)(2), powers(2)
+  )
+
+
+def test_tables_in_branches_and_graphs() -> None:
+  """A table in a branch is out of reach of what is beside it."""
+
+  def power(steps: tf.Tensor) -> tf.Tensor:
+    branch = tf.cond(
+      steps > 0,
+      lambda: v1_rules.power(0.9, steps),
+      lambda: v1_rules.power(0.9, steps + 1),
+    )
+    return branch + v1_rules.power(0.9, steps) + v1_rules.power(0.9, steps)
+
+  steps = tf.constant(3, tf.int64)
+  expected = float(power(steps))
+  assert expected == pytest.approx(3 * 0.9**4, rel=1e-6)
+  for jit in (False, True):
+    assert float(tf.function(power, jit_compile=jit)(steps)) == expected
+  with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+    # Control flow of version 1, as its graphs have it.
+    tf.compat.v1.disable_control_flow_v2()
+    try:
+      result = power(tf.constant(3, tf.int64))
+    finally:
+      tf.compat.v1.enable_control_flow_v2()
+    assert float(session.run(result)) == expected
+    tf.compat.v1.train.export_meta_graph()
 
 
 if __name__ == "__main__":

@@ -116,6 +116,11 @@ def _parser() -> argparse.ArgumentParser:
     action="store_true",
     help="leave what has no counterpart",
   )
+  convert.add_argument(
+    "--slots",
+    metavar="NAME",
+    help="the name that version 1's optimizer was given, if it was",
+  )
   return parser
 
 
@@ -174,6 +179,11 @@ def _convert_checkpoint(options: argparse.Namespace) -> str:
     with open(options.names, encoding="utf-8") as file:
       names = _json(options.names, file.read())
   _, program = _named(options.program, "--program")
+  if not callable(program):
+    raise TypeError(
+      f"--program {options.program} must name a function; got"
+      f" {type(program).__name__}: {program!r}."
+    )
   made = program()
   if not isinstance(made, tuple) or len(made) != 2:
     raise TypeError(
@@ -186,14 +196,15 @@ def _convert_checkpoint(options: argparse.Namespace) -> str:
     *made,
     names=names,
     allow_unmatched=options.allow_unmatched,
+    slots=options.slots,
   )
   return str(done)
 
 
 def _named(text: str, what: str) -> tuple[Any, Any]:
   """A module in the path or the working directory, and a function of it."""
-  module_name, colon, name = text.partition(":")
-  if not colon:
+  module_name, _, name = text.partition(":")
+  if not module_name or not name:
     raise ValueError(f"{what} must be named MODULE:FUNCTION; got {text!r}.")
   sys.path.insert(0, os.getcwd())  # As `python -m` does for its own module.
   try:
@@ -224,7 +235,13 @@ def _table(text: str) -> Any:
 def _json(path: str, text: str) -> Any:
   """What a JSON file holds."""
   try:
-    return json.loads(text)
+    found = json.loads(text)
+    if not isinstance(found, dict):
+      raise ValueError(f"it is {text.strip()}")
+    for key, name in found.items():
+      if not isinstance(name, str):
+        raise ValueError(f"{key!r} has {name!r}, which is no name")
+    return found
   except ValueError as error:
     raise ValueError(
       '--names must be a file such as {"dense/kernel": "fc/weights"}; got'

@@ -21,17 +21,36 @@ def merge_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
   >>> merged.indices.numpy().tolist(), merged.values.numpy().tolist()
   ([3, 0], [[5.0], [2.0]])
 
+  What was merged already is left alone, also in branches and for values that
+  were changed since. XLA (`tf.function(jit_compile=True)`) would take its own
+  padding for rows if `tf.unique` were asked twice.
+
   Args:
     slices: `values` of shape `[rows, ...]`, `indices` of shape `[rows]`.
 
   Returns:
     Slices of the same dense value whose indices differ from each other.
   """
+  # One row is unique; XLA compiles less of what comes after `tf.unique`.
+  if slices.indices.shape == [1] or _is_unique(slices.indices):
+    return slices
   indices, position = tf.unique(slices.indices)
   values = tf.math.unsorted_segment_sum(
     slices.values, position, tf.shape(indices)[0]
   )
   return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def _is_unique(indices: Any) -> bool:
+  """Whether they are `tf.unique`'s, in this graph or in one around it."""
+  while tf.is_symbolic_tensor(indices):
+    if indices.op.type == "Unique":
+      return bool(indices.value_index == 0)
+    # A branch is given what it takes from outside as an argument.
+    captures = getattr(indices.graph, "captures", ())
+    outside = (outer for outer, inner in captures if inner is indices)
+    indices = next(outside, None)
+  return False
 
 
 def to_dense(slices: tf.IndexedSlices, variable: tf.Variable) -> tf.Tensor:

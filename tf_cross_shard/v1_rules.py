@@ -180,14 +180,33 @@ def power(beta: float, steps: Any) -> tf.Tensor:
     A float32 scalar.
   """
   beta = float(np.float32(beta))
-  known = _powers(beta)
-  last = len(known) - 1
+  steps = tf.convert_to_tensor(steps)
+  known = _table(beta, steps)
+  last = int(known.shape[0]) - 1
   multiplied = tf.gather(known, tf.minimum(steps, last))
   # Where the table ends the digits that are lost no longer matter.
   computed = tf.pow(
     tf.constant(beta, tf.float32), tf.cast(steps + 1, tf.float32)
   )
   return tf.where(steps > last, computed, multiplied)
+
+
+def _table(beta: float, steps: tf.Tensor) -> tf.Tensor:
+  """The powers as a tensor, once per graph and not once per variable."""
+  graph: Any = tf.compat.v1.get_default_graph()
+  # In version 1's graphs what a branch makes is out of reach beside it.
+  if tf.executing_eagerly() or not graph.building_function:
+    return tf.constant(_powers(beta))
+  # Replicas in one graph do not wait for each other's tables.
+  key = beta, steps.device
+  # What is no string is left out where a graph is written to a file.
+  tables = graph.get_collection_ref((__name__, "powers"))
+  for known, table in tables:
+    # Branches have their outer graph's collections, and cannot share.
+    if known == key and table.graph is graph:
+      return table
+  tables.append((key, tf.constant(_powers(beta))))
+  return tables[-1][1]
 
 
 @functools.cache
@@ -319,7 +338,8 @@ def ftrl(
       linear = linear + grad + 2 * shrinkage * var
                - (new^-power - accum^-power) / rate * var
       curve  = new^-power / rate + 2 * l2 + beta / rate
-      var    = (clip(linear, -l1, l1) - linear) / curve
+      var    = (sign(linear) * l1 - linear) / curve     if |linear| > l1
+      var    = 0                                        otherwise
 
   >>> zero = tf.constant(0.0)
   >>> var, _ = ftrl(
@@ -360,7 +380,10 @@ def ftrl(
   # Version 1 too keeps the rate from 0 here, and only here.
   floor = tf.maximum(rate, tf.cast(1e-36, rate.dtype))
   curve = tf.pow(accum, -power) / rate + 2 * (l2 + beta / (2 * floor))
-  var = (tf.clip_by_value(linear, -l1, l1) - linear) / curve
+  # Within l1 it is 0, even where there is no curve yet. So says the kernel for
+  # dense gradients; the one for sparse ones divides 0 by 0 then.
+  moved = (l1 * tf.sign(linear) - linear) / curve
+  var = tf.where(tf.abs(linear) > l1, moved, tf.zeros_like(var))
   return var, {"accum": accum, "linear": linear}
 
 

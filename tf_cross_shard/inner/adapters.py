@@ -6,9 +6,10 @@ is, and neither is imported for an optimizer of the other.
 
 import contextlib
 import importlib
+import inspect
 import sys
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -17,6 +18,32 @@ from tf_cross_shard.inner import base, delegate, state
 
 # Of a checkpoint of TensorFlow 2 only: which object has which value.
 OBJECT_GRAPH: Final = "_CHECKPOINTABLE_OBJECT_GRAPH"
+
+
+class Form(NamedTuple):
+  """What a variable will be, of an optimizer that is not built.
+
+  Attributes:
+    name: What Keras will call it.
+    shape: Its shape.
+    dtype: Its dtype.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  dtype: Any
+
+
+class Kept(NamedTuple):
+  """What an optimizer keeps, or will: variables, or their forms.
+
+  Attributes:
+    slots: By name, for each variable that it trains, by `id`.
+    others: What belongs to none of these, and is not the count of steps.
+  """
+
+  slots: Mapping[int, Mapping[str, Any]]
+  others: Sequence[Any]
 
 
 def adapter_of(optimizer: Any) -> base.InnerOptimizer:
@@ -88,6 +115,71 @@ def build(
       layers[0].build(list(variables))
 
 
+def kept(optimizer: Any, variables: Sequence[Any]) -> Kept:
+  """What a built optimizer keeps.
+
+  Args:
+    optimizer: An optimizer.
+    variables: Any; some it may not train.
+
+  Returns:
+    Its variables.
+  """
+  adapter = adapter_of(optimizer)
+  slots = {id(v): adapter.slots(v) for v in variables}
+  known = {id(base.innermost(optimizer).iterations)}
+  known.update(id(slot) for own in slots.values() for slot in own.values())
+  others = [v for v in trained_state(optimizer) if id(v) not in known]
+  return Kept(slots, others)
+
+
+def foreseen(
+  optimizer: Any, variables: Sequence[Any], is_alike: bool
+) -> Kept | None:
+  """What slots an optimizer will have once it is built, which it is not here.
+
+  >>> weight = tf.Variable([1.0, 2.0])
+  >>> sgd = tf.keras.optimizers.SGD(momentum=0.9)
+  >>> found = foreseen(sgd, [weight], is_alike=True).slots[id(weight)]
+  >>> {name: form.shape for name, form in found.items()}, sgd.built
+  ({'momentum': (2,)}, False)
+
+  Args:
+    optimizer: An optimizer.
+    variables: What it will train.
+    is_alike: Whether slots have the shapes of their variables, so that no
+      memory as large as theirs is needed to find out.
+
+  Returns:
+    Forms; None if there is no second optimizer like this one.
+  """
+  specimen = _specimen(base.innermost(optimizer))
+  if specimen is None:
+    return None
+  stands_in: dict[Any, Any] = {}
+  keys = [
+    (() if is_alike else tuple(v.shape), tf.as_dtype(v.dtype))
+    for v in variables
+  ]
+  for shape, dtype in keys:
+    if (shape, dtype) not in stands_in:
+      zeros = tf.zeros(shape, dtype)
+      stands_in[shape, dtype] = tf.Variable(zeros, name="weight")
+  build(specimen, list(stands_in.values()))
+  found = kept(specimen, list(stands_in.values()))
+  slots = {
+    id(variable): {
+      name: Form(
+        name, tuple((variable if is_alike else slot).shape), slot.dtype
+      )
+      for name, slot in found.slots[id(stands_in[key])].items()
+    }
+    for variable, key in zip(variables, keys, strict=True)
+  }
+  # Others have names that Keras counts on; none depends on the variables.
+  return Kept(slots, ())
+
+
 def rate_of(optimizer: Any) -> float | None:
   """The learning rate, if it is the same in every step.
 
@@ -151,6 +243,19 @@ def trained_state(optimizer: Any) -> list[Any]:
   variables = list(variables() if callable(variables) else variables)
   rate = getattr(last, "_learning_rate", None)
   return [v for v in variables if v is not rate]
+
+
+def _specimen(optimizer: Any) -> Any:
+  """A new optimizer of the same settings; None if there is no way to it."""
+  kind = type(optimizer)
+  # Classes of users may raise anything here.
+  with contextlib.suppress(Exception):
+    return kind.from_config(optimizer.get_config())
+  # A rate that is a function has no config, and makes no difference to slots.
+  names = set(inspect.signature(kind).parameters) - {"learning_rate"}
+  with contextlib.suppress(Exception):
+    return kind(**{n: getattr(optimizer, n) for n in names - {"kwargs"}})
+  return None
 
 
 def _float(value: Any) -> float:

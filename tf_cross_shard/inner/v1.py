@@ -7,6 +7,7 @@ knows no Keras: `v1_keras3` and `v1_tf_keras` make what a `Recipe` says.
 import dataclasses
 from typing import Any, Final
 
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -148,7 +149,7 @@ def within(opt: Any) -> tuple[Any, dict[str, Any]]:
   """
   arguments = {
     "reduction": opt._reduction,
-    "name": opt.get_name(),
+    "name": _name(opt),
     "group_assignment": opt._group_assignment,
   }
   return opt._opt, arguments
@@ -170,7 +171,7 @@ def recipe(opt: Any) -> Recipe:
   Raises:
     TypeError: If Keras has no equal of it.
     ValueError: If it encapsulates one to reduce gradients, or a setting has
-      no value or one that changes.
+      no value, one that changes, or one of a type that Keras would not keep.
   """
   source = f"{type(opt).__module__}.{type(opt).__qualname__}"
   if is_cross_shard(opt):
@@ -191,6 +192,7 @@ def recipe(opt: Any) -> Recipe:
       f"`opt` cannot be converted; got {source} {opt.get_name()!r}: {reason}."
     )
   source = f"tf.compat.v1.train.{type(opt).__name__}"
+  _check_types(opt, kind, source)
   numbers = {
     name: v1_rates.number(getattr(opt, attribute), attribute.strip("_"), source)
     for name, attribute in kind.settings.items()
@@ -208,7 +210,7 @@ def recipe(opt: Any) -> Recipe:
     kind=kind.name,
     rate=v1_rates.rate(getattr(opt, kind.rate), source),
     settings=numbers | flags | kind.fixed,
-    name=opt.get_name(),
+    name=_name(opt),
     source=source,
   )
   _warn(opt, found)
@@ -234,6 +236,40 @@ def said(optimizer: Any, recipe: Recipe) -> None:
     *(own.__module__.split(".")[0], own.__name__),
     ", ".join(f"{name}={value}" for name, value in settings.items()),
   )
+
+
+def _name(opt: Any) -> str:
+  """Its name as Keras 3 takes it: without slashes."""
+  return str(opt.get_name()).replace("/", "_")
+
+
+def _check_types(opt: Any, kind: _Kind, source: str) -> None:
+  """Refuses or tells of numbers that version 1 keeps in their own type.
+
+  NumPy's numbers and tensors have one; Python's become float32.
+  """
+  for name, attribute in kind.settings.items():
+    value = getattr(opt, attribute)
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or callable(value) or hasattr(value, "assign"):
+      continue  # A variable is refused for what it is.
+    dtype = tf.as_dtype(dtype)
+    if not dtype.is_floating or dtype == tf.float32:
+      continue
+    if name in ("beta_1", "beta_2"):
+      raise ValueError(
+        f"`{attribute.strip('_')}` of {source} must be a Python number or"
+        f" float32; got {dtype.name}, in which version 1 multiplies its powers:"
+        " those of float32 are other numbers. Pass float(x), and see that"
+        " results are as good."
+      )
+    if dtype == tf.float64 and float(value) != float(np.float32(value)):
+      logging.warning(
+        "`%s` of %s is float64, and becomes float32 here. Variables of float64"
+        " are updated by less precise numbers than in version 1; others are"
+        " not affected.",
+        *(attribute.strip("_"), source),
+      )
 
 
 def _warn(opt: Any, recipe: Recipe) -> None:

@@ -81,7 +81,7 @@ def number(value: Any, argument: str, source: str) -> float:
     The number.
 
   Raises:
-    ValueError: If it is none, belongs to a graph, or may change.
+    ValueError: If it is none, NaN too, belongs to a graph, or may change.
   """
   if tf.is_tensor(value) and tf.is_symbolic_tensor(value):
     raise ValueError(
@@ -101,6 +101,10 @@ def number(value: Any, argument: str, source: str) -> float:
   if array.shape or array.dtype.kind not in "iufV":
     raise ValueError(
       f"`{argument}` of {source} must be a number; got {value!r}. Pass one."
+    )
+  if np.isnan(float(array)):  # Comparisons with it are false: Keras takes it.
+    raise ValueError(
+      f"`{argument}` of {source} must be a number; got NaN. Pass one."
     )
   return float(array)
 

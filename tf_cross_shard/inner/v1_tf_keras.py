@@ -4,20 +4,33 @@ Keras' own classes where they compute the same; otherwise classes derived from
 them, which keep their settings and slots, and update as version 1 does.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
 import tf_keras
 
-from tf_cross_shard import v1_rules
+from tf_cross_shard import sparse, v1_rules
 from tf_cross_shard.inner import v1, v1_rates, v1_updates
 
 _register: Final = tf_keras.saving.register_keras_serializable("tf_cross_shard")
 
 
+class _MergesOnce:
+  """Keeps tf_keras from merging rows a second time, which XLA loses."""
+
+  def _deduplicate_sparse_grad(self, grads: Sequence[Any]) -> list[Any]:
+    """Gradients each of whose rows stands once."""
+    return [
+      sparse.merge_duplicates(grad)
+      if isinstance(grad, tf.IndexedSlices)
+      else grad
+      for grad in grads
+    ]
+
+
 @_register
-class V1Momentum(tf_keras.optimizers.SGD):
+class V1Momentum(_MergesOnce, tf_keras.optimizers.SGD):
   """SGD whose slot is a sum of gradients, as version 1's."""
 
   slots_as_v1 = True  # for migration.convert_checkpoint
@@ -29,7 +42,7 @@ class V1Momentum(tf_keras.optimizers.SGD):
 
 
 @_register
-class V1Adam(tf_keras.optimizers.Adam):
+class V1Adam(_MergesOnce, tf_keras.optimizers.Adam):
   """Adam whose powers of beta are rounded as version 1's."""
 
   slots_as_v1 = True  # for migration.convert_checkpoint
@@ -41,7 +54,7 @@ class V1Adam(tf_keras.optimizers.Adam):
 
 
 @_register
-class V1RMSProp(tf_keras.optimizers.RMSprop):
+class V1RMSProp(_MergesOnce, tf_keras.optimizers.RMSprop):
   """RMSprop whose average of squares starts at 1, as version 1's."""
 
   slots_as_v1 = True  # for migration.convert_checkpoint
@@ -79,7 +92,7 @@ class V1RMSProp(tf_keras.optimizers.RMSprop):
 
 
 @_register
-class V1Adadelta(tf_keras.optimizers.Adadelta):
+class V1Adadelta(_MergesOnce, tf_keras.optimizers.Adadelta):
   """Adadelta that touches only a sparse gradient's rows, as version 1's."""
 
   slots_as_v1 = True  # for migration.convert_checkpoint
@@ -91,7 +104,7 @@ class V1Adadelta(tf_keras.optimizers.Adadelta):
 
 
 @_register
-class V1Ftrl(tf_keras.optimizers.Ftrl):
+class V1Ftrl(_MergesOnce, tf_keras.optimizers.Ftrl):
   """Ftrl that touches only a sparse gradient's rows, as version 1's."""
 
   slots_as_v1 = True  # for migration.convert_checkpoint

@@ -67,6 +67,7 @@ def convert_checkpoint(
   *,
   names: matching.Names = None,
   allow_unmatched: bool | Collection[str] = False,
+  slots: str | None = None,
 ) -> Conversion:
   """Brings weights, slots and the count of steps over from TensorFlow 1.
 
@@ -75,8 +76,13 @@ def convert_checkpoint(
 
       tf.train.Checkpoint(model=model, optimizer=optimizer).read(dst)
 
-  around whatever optimizer, plain or in a CrossShardOptimizer; `model.save`
-  writes other formats.
+  around an optimizer of the same class, built on the same variables. Whether it
+  stands in a CrossShardOptimizer, there or here, makes no difference. The class
+  does, and TensorFlow does not notice: what was converted for the optimizer
+  that `from_v1` makes of MomentumOptimizer belongs into such a one only, and
+  what was converted for a plain SGD into a plain SGD only. Their slots have the
+  same name; those of the second are those of the first times minus the learning
+  rate. `model.save` writes other formats.
 
   >>> import os, tempfile
   >>> v1 = tf.compat.v1
@@ -102,15 +108,19 @@ def convert_checkpoint(
   >>> folder.cleanup()
 
   Weights are matched by the names of the variables, also without the model's
-  own name before them. Slots are found beside the weights, under whatever name
-  version 1's optimizer had. Nothing is guessed: what names do not tell is an
-  error, before anything is changed.
+  own name before them. Slots are found beside the weights, under the name that
+  version 1 gave to such an optimizer, or under `optimizer`'s own, which is
+  version 1's where `from_v1` made it; any other is to be told in `slots`.
+  Nothing is guessed: what names do not tell is an error, before anything is
+  changed or built. An optimizer of a class that cannot be made a second time
+  from its settings is the exception: it is built as soon as the weights fit.
 
   Only state is converted. Learning rate, betas, epsilon and the like, a loss
   scale too, stay what the optimizer was made with: give it what version 1 had.
   Keras' SGD has the learning rate in its momentum, so that it continues alike
   as long as that rate stays as it is; the optimizers that `from_v1` makes keep
-  momentum as version 1 did, and continue alike under any schedule.
+  momentum as version 1 did, and continue alike under any schedule. Where their
+  momentum is 0, they have none, and leave out what version 1 kept of it.
 
   On several machines convert on one, and restore on all.
 
@@ -129,15 +139,18 @@ def convert_checkpoint(
       names and regular expressions that match whole names, of either side.
       Where several values might be meant, as the global steps of two
       optimizers, those that are listed here are not.
+    slots: The name that version 1's optimizer had, where it was given one: for
+      "dense/kernel/my_adam" it is "my_adam".
 
   Returns:
     What was matched and what was not.
 
   Raises:
     ValueError: If something has no counterpart, another shape or dtype, or
-      more than one; if counts of steps disagree; if `src` is damaged or of
-      TensorFlow 2 (a CheckpointError); if `model` has no variables; if `dst` is
-      `src`; if a learning rate that changes would spoil the momentum.
+      more than one; if not one weight has a value, whatever is allowed; if
+      counts of steps disagree; if `src` is damaged or of TensorFlow 2 (a
+      CheckpointError); if `model` has no variables; if `dst` is `src`; if a
+      learning rate that changes would spoil the momentum.
     TypeError: If an argument is something else.
     FileExistsError: If there is a checkpoint at `dst`.
     FileNotFoundError: If there is none at `src`, or no folder for `dst`.
@@ -150,15 +163,23 @@ def convert_checkpoint(
   copies.Copies(tf.distribute.get_strategy())
   allowed = matching.Allowed(allow_unmatched)
   weights = planning.weights_of(model)
-  adapters.adapter_of(optimizer)
+  adapter = adapters.adapter_of(optimizer)
+  if not isinstance(slots, (str, type(None))) or slots == "":
+    raise TypeError(
+      "`slots` must be the name of version 1's optimizer, such as"
+      f' "my_adam", or None; got {slots!r}.'
+    )
   file = v1_file.V1File(v1_file.prefix_of(src))
-  matching.match_weights(model, weights, file.shapes, names)
-  adapters.build(
-    optimizer,
-    planning.trained_of(model),
-    copies.strategy_of(weights[0]),
-  )
-  plan = planning.Plan(file, model, optimizer, names, allowed)
+
+  def plan_with(kept: adapters.Kept | None) -> planning.Plan:
+    return planning.Plan(file, model, optimizer, kept, names, allowed, slots)
+
+  trained = planning.trained_of(model)
+  if not adapter.is_built:
+    # An optimizer is built once: on what will be refused, it would be spoilt.
+    plan_with(planning.foreseen(optimizer, trained))
+    adapters.build(optimizer, trained, copies.strategy_of(weights[0]))
+  plan = plan_with(adapters.kept(optimizer, weights))
   with writing.assigned([(a.variable, a.value) for a in plan.assignments]):
     writing.write(prefix, model, optimizer)
   return Conversion(

@@ -22,7 +22,8 @@ def from_v1(opt: Any) -> binding.CrossShardOptimizer:
   |          |        | `var -= learning_rate * accum` |
   | RMSProp | of RMSprop | the average of squares starts at 1 |
   | Adadelta | of Adadelta | sparse gradients |
-  | Ftrl | of Ftrl | sparse gradients |
+  | Ftrl | of Ftrl | sparse gradients; 0 where Keras has NaN, if accumulator |
+  |      |         | and gradient are 0 |
 
   Keras' momentum sums up `learning_rate * grad`, which is another number as
   soon as the learning rate changes. The last four touch the rows of a sparse
@@ -30,12 +31,20 @@ def from_v1(opt: Any) -> binding.CrossShardOptimizer:
   Slots hold what version 1's hold, under Keras' names of them. They are not
   carried over from `opt`: checkpoints are.
 
-  A learning rate that is a variable or a function is read in every step. Then
-  the optimizer cannot be saved until it has another. A TPU reads variables, and
-  cannot call a function that answers Python's numbers. What
-  `tf.compat.v1.train.exponential_decay` and its siblings answer in eager
+  A learning rate that is a variable or a function is read in every step. Assign
+  the variable to change it: to set `optimizer.learning_rate` to a number is an
+  error, and `ReduceLROnPlateau` of tf_keras has no effect. Such an optimizer
+  cannot be saved until its learning rate is a schedule of Keras. A TPU reads
+  variables, and cannot call a function that answers Python's numbers.
+
+  What `tf.compat.v1.train.exponential_decay` and its siblings answer in eager
   execution becomes that schedule of Keras; it follows the optimizer's
-  `iterations` from then on, which start from the present `global_step`.
+  `iterations` from then on, which start from the present `global_step`. That
+  variable is not looked at again. In version 1 it may be assigned, or count
+  other than once per `apply_gradients`: then rates differ.
+
+  Adam's betas must be Python's numbers or float32: of others version 1 has
+  other powers. A `/` in a name becomes `_`.
 
   `use_locking` is dropped: updates here never race.
 
@@ -67,8 +76,8 @@ def from_v1(opt: Any) -> binding.CrossShardOptimizer:
   Raises:
     TypeError: If `opt` is no version 1 optimizer, or one that no optimizer of
       Keras equals.
-    ValueError: If a setting has no value yet, or one that Keras would not
-      follow.
+    ValueError: If a setting has no value yet, is NaN, or is one that Keras
+      would not follow.
   """
   if not v1.is_v1(opt):
     raise TypeError(f"`opt` must be a version 1 optimizer; {_instead(opt)}")

@@ -1,6 +1,6 @@
 """What a conversion will assign: found, read and checked, and not yet done."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -47,17 +47,21 @@ class Plan:
     file: v1_file.V1File,
     model: Any,
     optimizer: Any,
+    kept: adapters.Kept | None,
     names: matching.Names,
     allowed: matching.Allowed,
+    slots: str | None = None,
   ) -> None:
     """Compares names, shapes and dtypes, and then reads the values.
 
     Args:
       file: The checkpoint.
       model: What has the weights; built.
-      optimizer: What has the slots; built.
+      optimizer: What has the settings and the count of steps.
+      kept: Its slots, or what they will be; None to leave it to the weights.
       names: The user's names for weights.
       allowed: What need not have a counterpart.
+      slots: The user's name for version 1's optimizer.
 
     Raises:
       ValueError: If something has none, or more than one, or another form; if
@@ -68,7 +72,6 @@ class Plan:
     self._allowed = allowed
     self._optimizer = base.innermost(optimizer)
     self._kind = slot_names.kind_of(self._optimizer)
-    self._adapter = adapters.adapter_of(optimizer)
     self._found: list[tuple[str, Any, str, Any]] = []
     self._used: set[str] = set()
     self._wanted: dict[str, Any] = {}
@@ -79,12 +82,19 @@ class Plan:
     sources = matching.match_weights(model, weights, file.shapes, names)
     for label, source in sources.items():
       self._take(label, self._wanted[label], source)
-    self._match_slots(labels, weights, sources)
-    self._match_iterations()
+    if kept is not None:
+      own = {
+        label: kept.slots.get(id(weight), {})
+        for label, weight in zip(labels, weights, strict=True)
+      }
+      self._match_slots(own, kept.others, sources, slots)
+      self._match_iterations()
 
     matched = {name for name, *_ in self._found}
     self.unmatched_in_checkpoint: matching.Shapes = {
-      n: shape for n, shape in file.shapes.items() if n not in self._used
+      n: shape
+      for n, shape in file.shapes.items()
+      if n not in self._used and kept is not None
     }
     self.unmatched_in_model: matching.Shapes = {
       name: tuple(self._wanted[name].shape)
@@ -93,6 +103,12 @@ class Plan:
     matching.check_unmatched(
       self.unmatched_in_checkpoint, self.unmatched_in_model, allowed
     )
+    if not sources:
+      raise ValueError(
+        f"`src` has no value for any weight of `model`: {file.path} holds"
+        f" {', '.join(file.shapes) or 'nothing'}. Name the checkpoint of this"
+        " model, or say with `names` which variables belong together."
+      )
     self._check_forms()
     self.assignments = [
       Assignment(name, variable, source, self._value(variable, source, value))
@@ -117,36 +133,41 @@ class Plan:
     return next(n for n, other in self._wanted.items() if other is variable)
 
   def _match_slots(
-    self, labels: Sequence[str], weights: Sequence[Any], sources: dict[str, str]
+    self,
+    slots: dict[str, Mapping[str, Any]],
+    others: Sequence[Any],
+    sources: dict[str, str],
+    asked: str | None,
   ) -> None:
     """Finds what version 1's optimizer kept for each weight."""
-    known = {id(self._optimizer.iterations)}
-    slots: dict[str, dict[str, Any]] = {}
-    for label, weight in zip(labels, weights, strict=True):
-      own = self._adapter.slots(weight)
-      known.update(map(id, own.values()))
-      # tf_keras makes a momentum even where it is 0, and then forgets it.
-      is_idle = self._kind == "SGD" and not (
-        adapters.setting_of(self._optimizer, "momentum")
-      )
-      slots[label] = {} if is_idle else own
-      for name, slot in slots[label].items():
+    # tf_keras makes a momentum even where it is 0, and then forgets it.
+    is_idle = self._kind == "SGD" and not (
+      adapters.setting_of(self._optimizer, "momentum")
+    )
+    # Version 1 makes one too; a plain SGD may be meant to replace something
+    # that had one, and one of `from_v1` has what version 1's had.
+    drops = is_idle and getattr(self._optimizer, "slots_as_v1", False)
+    if is_idle:
+      slots = {label: {} for label in slots}
+    for label, own in slots.items():
+      for name, slot in own.items():
         self._want(f"{label}/{name}", slot)
-    others = [
-      variable
-      for variable in adapters.trained_state(self._optimizer)
-      if id(variable) not in known
-    ]
     for path, other in zip(matching.labels_of(others), others, strict=True):
       self._want(path, other)
-    if self._kind is None:
-      return
     owners = {source: label for label, source in sources.items()}
-    trained = [source for source, label in owners.items() if slots[label]]
+    trained = [s for s, label in owners.items() if drops or slots[label]]
     free = [name for name in self._file.shapes if name not in self._used]
-    found = slot_names.families(self._kind, trained, free)
-    family = self._choose_family(found)
-    if family is None:
+    found: slot_names.Families = {}
+    if self._kind is not None:
+      found = slot_names.families(self._kind, trained, free, asked)
+    if asked is not None and not found:
+      raise ValueError(
+        f"`slots` is {asked!r}, and beside no weight does the checkpoint hold"
+        f" slots of that name, as many as {type(self._optimizer).__name__}"
+        f" has. It holds {', '.join(free) or 'nothing else'}."
+      )
+    family = self._choose_family(found, asked, must_ask=not drops)
+    if family is None or self._kind is None:
       return
     for owner, count in found[family].items():
       label = owners[owner]
@@ -158,11 +179,11 @@ class Plan:
           slot = slots[label][names[0]]
           value = self._momentum(source) if self._kind == "SGD" else None
           self._take(self._name_of(slot), slot, source, value)
-        elif slot_names.is_dropped(self._kind, possible):
+        elif drops or slot_names.is_dropped(self._kind, possible):
           self._used.add(source)
 
   def _choose_family(
-    self, found: slot_names.Families
+    self, found: slot_names.Families, asked: str | None, must_ask: bool
   ) -> slot_names.Family | None:
     """The optimizer of version 1 whose slots these are."""
     # Named by the first slot of the first variable, so that users may name
@@ -171,10 +192,31 @@ class Plan:
       family.slot(next(iter(counts)), 0): family
       for family, counts in found.items()
     }
-    name = matching.choose(
-      "The optimizer's first slot", list(options), self._allowed, False
-    )
-    return None if name is None else options[name]
+    if self._kind is None or not options:
+      return None
+    left = list(options)
+    if len(left) > 1:
+      left = [name for name in left if not self._allowed.names(name)]
+    # Averages look like slots, and only names tell them apart. `from_v1` keeps
+    # the name that version 1's optimizer had.
+    usual = slot_names.default_of(self._kind)
+    own = adapters.adapter_of(self._optimizer).name
+    known = {usual, own, asked}
+    sure = [name for name in left if options[name].name in known]
+    what = "The optimizer's first slot"
+    if sure:
+      name = matching.choose(what, sure, self._allowed, False)
+      return None if name is None else options[name]
+    unsure = [name for name in left if not self._allowed.names(name)]
+    if unsure and must_ask:
+      raise ValueError(
+        f"{what} may be {' or '.join(f'`{name}`' for name in unsure)} of the"
+        f" checkpoint, and the name tells not: it is neither {usual!r} nor this"
+        f" optimizer's own, {own!r}. Say"
+        f" `slots={options[unsure[0]].name!r}` if these are its slots, or list"
+        " in `allow_unmatched` what is not."
+      )
+    return None
 
   def _momentum(self, source: str) -> Any:
     """Version 1's momentum, as this optimizer keeps it."""
@@ -233,6 +275,21 @@ class Plan:
     value = self._file.read(source) if value is None else value
     numpy_dtype = _dtype(variable).as_numpy_dtype
     return np.asarray(value, numpy_dtype).reshape(tuple(variable.shape))
+
+
+def foreseen(optimizer: Any, trained: Sequence[Any]) -> adapters.Kept | None:
+  """What an optimizer that is not built will keep.
+
+  Args:
+    optimizer: An optimizer.
+    trained: What it will train.
+
+  Returns:
+    Forms; None if that cannot be told without building it.
+  """
+  # Those that version 1 had as well have slots as large as the variables.
+  is_alike = slot_names.kind_of(base.innermost(optimizer)) is not None
+  return adapters.foreseen(optimizer, trained, is_alike)
 
 
 def weights_of(model: Any) -> list[Any]:

@@ -118,6 +118,21 @@ def order_of(kind: str, count: int) -> tuple[frozenset[str], ...]:
   return _ORDERS[kind].get(count, ())
 
 
+def default_of(kind: str) -> str:
+  """The name that version 1's optimizer has unless it was given another.
+
+  >>> default_of("SGD")
+  'Momentum'
+
+  Args:
+    kind: A class, from `kind_of`.
+
+  Returns:
+    The name.
+  """
+  return _V1_NAMES[kind]
+
+
 def is_dropped(kind: str, names: frozenset[str]) -> bool:
   """Whether a slot of version 1 may be left out where Keras has none.
 
@@ -135,7 +150,10 @@ def is_dropped(kind: str, names: frozenset[str]) -> bool:
 
 
 def families(
-  kind: str, owners: Collection[str], others: Collection[str]
+  kind: str,
+  owners: Collection[str],
+  others: Collection[str],
+  asked: str | None = None,
 ) -> Families:
   """The optimizers that may have made what stands beside the variables.
 
@@ -146,6 +164,7 @@ def families(
     kind: The class in Keras, from `kind_of`.
     owners: The names that trained variables have in the checkpoint.
     others: The names in the checkpoint that belong to no variable of the model.
+    asked: The name of the only one that is meant, whatever name it is.
 
   Returns:
     Those that made as many slots as that class does, each with the number of
@@ -153,7 +172,7 @@ def families(
   """
   beside: dict[tuple[str, str], set[str]] = {}
   for name in sorted(others):
-    head, _, last = name.rpartition("/")
+    head, last = _split(name, asked)
     owner = _owner(head, set(owners), set(others))
     if owner is not None:
       scope = head.removesuffix(owner)
@@ -162,9 +181,20 @@ def families(
   found: Families = {}
   for (scope, owner), suffixes in beside.items():
     for name, count in _numbered(suffixes):
-      if count in _ORDERS[kind] and name not in not_this:
+      is_meant = name not in not_this if asked is None else name == asked
+      if count in _ORDERS[kind] and is_meant:
         found.setdefault(Family(scope, name), {})[owner] = count
   return found
+
+
+def _split(name: str, asked: str | None) -> tuple[str, str]:
+  """What a slot may stand beside, and its optimizer's name with a number."""
+  if asked is not None:  # It may have slashes in it.
+    match = re.fullmatch(rf"(.+)/({re.escape(asked)}(?:_\d+)?)", name)
+    if match is not None:
+      return match[1], match[2]
+  head, _, last = name.rpartition("/")
+  return head, last
 
 
 def _owner(head: str, owners: set[str], others: set[str]) -> str | None:

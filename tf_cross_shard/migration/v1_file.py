@@ -1,6 +1,7 @@
 """A checkpoint that TensorFlow 1 wrote: values by the names of variables."""
 
 import os
+import re
 from typing import Any, Final
 
 import numpy as np
@@ -9,6 +10,8 @@ import tensorflow as tf
 from tf_cross_shard import archive
 from tf_cross_shard.inner import adapters
 
+# What stands after the prefix in the names of files.
+_ONE_FILE: Final = re.compile(r"(.+)\.(index|meta|data-\d+-of-\d+)", re.DOTALL)
 # What the reader raises for what it cannot read, after its own translation.
 _READING: Final = (tf.errors.OpError, RuntimeError, ValueError, IndexError)
 
@@ -45,6 +48,7 @@ class V1File:
         " with tf.train.Checkpoint(model=model, optimizer=optimizer).read(src)."
       )
     self.shapes = {name: tuple(shapes[name]) for name in sorted(shapes)}
+    self._values: dict[str, archive.Array] = {}
 
   def read(self, name: str) -> archive.Array:
     """Reads the value of a variable.
@@ -53,13 +57,15 @@ class V1File:
       name: One of `shapes`.
 
     Returns:
-      A new array.
+      An array, the same one whenever it is asked for.
 
     Raises:
       CheckpointError: If it is damaged, or cannot be read by TensorFlow 2.
     """
+    if name in self._values:
+      return self._values[name]
     try:
-      return np.array(self._reader.get_tensor(name))
+      value = np.array(self._reader.get_tensor(name))
     except tf.errors.UnimplementedError as error:  # of the oldest kind
       raise archive.CheckpointError(
         f"`src` holds {name} in parts that TensorFlow 2 cannot read:"
@@ -68,6 +74,8 @@ class V1File:
       ) from error
     except _READING as error:
       raise archive.CheckpointError(_damaged(self.path, error)) from error
+    self._values[name] = value
+    return value
 
 
 def prefix_of(src: Any) -> str:
@@ -81,13 +89,20 @@ def prefix_of(src: Any) -> str:
 
   Raises:
     TypeError: If `src` is neither a string nor a path.
-    FileNotFoundError: If there is no checkpoint.
+    ValueError: If it has a character in it that no path has.
+    FileNotFoundError: If there is no checkpoint of that prefix.
   """
   path = as_text(src, "src")
   exists, is_folder = tf.io.gfile.exists, tf.io.gfile.isdir(path)
   # The oldest kind of checkpoint is one file, without an index beside it.
   if exists(f"{path}.index") or (exists(path) and not is_folder):
-    return path
+    found = _ONE_FILE.fullmatch(path)
+    if found is None or exists(f"{path}.index"):
+      return path
+    raise FileNotFoundError(
+      f"`src` names one file of a checkpoint, got {path!r}. Name what all of"
+      f" its files begin with: {found[1]!r}."
+    )
   if is_folder:
     latest = tf.train.latest_checkpoint(path)
     if latest is None:
@@ -116,10 +131,16 @@ def as_text(path: Any, argument: str) -> str:
 
   Raises:
     TypeError: If it is neither, or empty.
+    ValueError: If it has a character in it that no path has.
   """
   if isinstance(path, (str, os.PathLike)):
     text = os.fspath(path)
     if text and isinstance(text, str):
+      if "\0" in text:
+        raise ValueError(
+          f"`{argument}` must have no character NUL in it; got {text!r}. Name"
+          ' the prefix of a checkpoint, such as "folder/model.ckpt-1000".'
+        )
       return text
   raise TypeError(
     f"`{argument}` must be a string or a path; got {path!r}. Name the prefix"

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
+import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard import archive
@@ -27,7 +28,7 @@ def check_target(dst: Any, src: Any) -> str:
 
   Raises:
     TypeError: If `dst` is neither a string nor a path.
-    ValueError: If it names `src` or a folder.
+    ValueError: If it names `src` or a folder, or could not be read back.
     FileExistsError: If there is such a checkpoint.
     FileNotFoundError: If its folder is not there.
   """
@@ -37,6 +38,12 @@ def check_target(dst: Any, src: Any) -> str:
     raise ValueError(
       f"`dst` must be the prefix of a checkpoint's files; got the folder"
       f' {path!r}. Name one in it, such as "{path}converted".'
+    )
+  # TensorFlow looks for the files by a pattern, in which these mean others.
+  if "[" in path or "\\" in path:
+    raise ValueError(
+      "`dst` must have no [ or \\ in it, since TensorFlow writes such names and"
+      f" cannot read; got {path!r}. Name a prefix and a folder without."
     )
   if _place(path) == _place(v1_file.as_text(src, "src")):
     raise ValueError(
@@ -63,6 +70,9 @@ def check_target(dst: Any, src: Any) -> str:
 def assigned(pairs: Sequence[tuple[Any, archive.Array]]) -> Iterator[None]:
   """Assigns values on all replicas, and takes them back after an error.
 
+  Of a variable that is the sum of what its replicas have, the first has the
+  value, and the others have zeros.
+
   >>> weight = tf.Variable([1.0, 2.0])
   >>> with assigned([(weight, weight.numpy() * 3)]):
   ...   weight.numpy()
@@ -79,7 +89,13 @@ def assigned(pairs: Sequence[tuple[Any, archive.Array]]) -> Iterator[None]:
     for variable, value in pairs:
       own = _copies(variable)
       before.append((variable, own.here(variable)))
-      own.write(variable, [value] * len(own.engine.replicas_here))
+      values = [value] * len(own.engine.replicas_here)
+      if _is_summed(variable):
+        # Equal parts would be rounded, as whole numbers are when divided.
+        values = [np.zeros_like(value)] * len(values)
+        if own.engine.replicas_here.start == 0:
+          values[0] = value
+      own.write(variable, values)
     yield
   except BaseException:  # Also of a program that is interrupted.
     for variable, values in before:
@@ -130,6 +146,14 @@ def _copies(variable: Any) -> copies.Copies:
   """The replicas that have a variable."""
   strategy = copies.strategy_of(variable)
   return copies.Copies(strategy or tf.distribute.get_strategy())
+
+
+def _is_summed(variable: Any) -> bool:
+  """Whether its value is the sum of what the replicas have."""
+  native = copies.native(variable)
+  kind = getattr(native, "synchronization", None)
+  is_on_read = kind == tf.VariableSynchronization.ON_READ
+  return is_on_read and bool(native.aggregation == tf.VariableAggregation.SUM)
 
 
 def _is_of(file: str, name: str) -> bool:
