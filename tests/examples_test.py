@@ -113,7 +113,7 @@ def test_digits_trains_ungrouped_and_in_groups(
 @pytest.mark.parametrize(
   ("num_replicas", "expected"),
   [
-    (1, [("ungrouped", 0, "0")]),
+    pytest.param(1, [("ungrouped", 0, "0")], marks=pytest.mark.slow),
     # Two do not divide three, so that each is a group of its own.
     (
       3,
@@ -216,6 +216,7 @@ def test_tpu_reports_and_trains(
   assert re.search(rf"^wire bytes +{num_bytes:,}$", output, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_tpu_goes_on_without_the_compiler(
   data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,6 +234,7 @@ def test_tpu_goes_on_without_the_compiler(
   assert [row[:3] for row in read_table(output)] == [("virtual TPU", 0, "0-7")]
 
 
+@pytest.mark.slow
 def test_tpu_without_a_slice_for_its_replicas(data_dir: Path) -> None:
   output = run_example(
     "tpu.py", data_dir, "--virtual=4", "--groups=4", "--epochs=1"
@@ -249,8 +251,16 @@ def test_tpu_without_a_slice_for_its_replicas(data_dir: Path) -> None:
   ("arguments", "said"),
   [
     (["--tpu=local", "--virtual=8"], "At most one of (tpu, virtual)"),
-    (["--virtual=8", "--groups=3"], "--groups must divide 8, the replicas."),
-    (["--topology=v5p:2x2x1"], "Choose a topology of 8 devices"),
+    pytest.param(
+      ["--virtual=8", "--groups=3"],
+      "--groups must divide 8, the replicas.",
+      marks=pytest.mark.slow,
+    ),
+    pytest.param(
+      ["--topology=v5p:2x2x1"],
+      "Choose a topology of 8 devices",
+      marks=pytest.mark.slow,
+    ),
   ],
 )
 def test_tpu_refuses(data_dir: Path, arguments: list[str], said: str) -> None:

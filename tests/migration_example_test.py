@@ -109,7 +109,9 @@ def assert_goes_on(output: str, expected: dict[int, float]) -> None:
   ("arguments", "keras"),
   [
     (["--strategy=mirrored"], "0"),
-    (["--strategy=mirrored", "--replicas=2"], "1"),
+    pytest.param(
+      ["--strategy=mirrored", "--replicas=2"], "1", marks=pytest.mark.slow
+    ),
   ],
 )
 def test_after_goes_on_as_before_does(

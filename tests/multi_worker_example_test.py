@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import pytest
 
+# Every day readme_test and multi_worker_test start workers.
+pytestmark = pytest.mark.slow
 # Not resolved: under Bazel the files are links, and lead out of the sandbox.
 PROJECT = Path(__file__).absolute().parent.parent
 EXAMPLE = PROJECT / "examples" / "multi_worker.py"
@@ -143,7 +145,6 @@ def test_two_workers_in_one_command(data_dir: Path, tmp_path: Path) -> None:
   assert rows[0][2:] == rows[1][2:]
 
 
-@pytest.mark.slow
 def test_killed_and_resumed_is_as_undisturbed(
   data_dir: Path, tmp_path: Path
 ) -> None:

@@ -173,6 +173,9 @@ _CLASSES: Final[dict[str, Any]] = {
   "Adadelta": V1Adadelta,
   "Ftrl": V1Ftrl,
 }
+# HDF5 files look for a class by its bare name.
+for _class in (V1Momentum, V1Adam, V1RMSProp, V1Adadelta, V1Ftrl):
+  tf_keras.saving.get_custom_objects()[_class.__name__] = _class
 
 
 def convert(opt: Any) -> Any:
