@@ -322,20 +322,21 @@ class TestRefusals:
 
   @pytest.mark.parametrize("argument", ["beta1", "beta2"])
   @pytest.mark.parametrize(
-    ("value", "kind"),
+    ("make", "kind"),
     [
-      (np.float64(0.9), "float64"),
-      (np.float64(0.5), "float64"),
-      (np.asarray(0.9), "float64"),
-      (tf.constant(0.9, tf.float64), "float64"),
-      (np.float16(0.9), "float16"),
-      (tf.constant(0.9, tf.bfloat16), "bfloat16"),
+      (lambda: np.float64(0.9), "float64"),
+      (lambda: np.float64(0.5), "float64"),
+      (lambda: np.asarray(0.9), "float64"),
+      (lambda: tf.constant(0.9, tf.float64), "float64"),
+      (lambda: np.float16(0.9), "float16"),
+      (lambda: tf.constant(0.9, tf.bfloat16), "bfloat16"),
     ],
   )
   def test_powers_in_another_type(
-    self, value: Any, kind: str, argument: str
+    self, make: Callable[[], Any], kind: str, argument: str
   ) -> None:
     """Version 1 multiplies them in it: as far off as 9e-2 for 0.9999999."""
+    value = make()
     opt = train.AdamOptimizer(0.5, **{argument: value})
     with pytest.raises(
       ValueError,
