@@ -183,5 +183,13 @@ def test_merging_twice_is_merging_once() -> None:
   trace(tf.constant([4, 4, 1]))
 
 
+def test_indices_need_be_no_tensor() -> None:
+  merged = sparse.merge_duplicates(
+    tf.IndexedSlices(tf.constant([[1.0], [2.0], [4.0]]), (2, 0, 2))
+  )
+  assert merged.indices.numpy().tolist() == [2, 0]
+  assert merged.values.numpy().tolist() == [[5.0], [2.0]]
+
+
 if __name__ == "__main__":
   raise SystemExit(pytest.main([__file__, "-q"]))

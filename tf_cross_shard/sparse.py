@@ -31,10 +31,11 @@ def merge_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
   Returns:
     Slices of the same dense value whose indices differ from each other.
   """
+  rows = tf.convert_to_tensor(slices.indices)  # Keras' tests have tuples.
   # One row is unique; XLA compiles less of what comes after `tf.unique`.
-  if slices.indices.shape == [1] or _is_unique(slices.indices):
+  if rows.shape == [1] or _is_unique(rows):
     return slices
-  indices, position = tf.unique(slices.indices)
+  indices, position = tf.unique(rows)
   values = tf.math.unsorted_segment_sum(
     slices.values, position, tf.shape(indices)[0]
   )
