@@ -61,7 +61,6 @@ class Towers:
     trains: Whether gradients may be asked for.
     reduction: `"mean"` or `"sum"` of their losses.
     tape: What the tower that is running records on, in eager execution.
-    result: What the last optimizer's `apply` answered, once applied.
     made: The optimizers that the towers themselves have made.
   """
 
@@ -87,7 +86,6 @@ class Towers:
     self.trains = trains
     self.reduction = reduction
     self.tape: tf.GradientTape | None = None
-    self.result: Any = None
     self.made: list[Any] = []
     self._scaled: list[Any] = []
     self._calls: list[list[Call]] = []
@@ -228,12 +226,13 @@ class Towers:
     every = [g for each in calls for call in each for g in call.grads]
     # No variable changes before all gradients are there: an error in any of
     # them leaves the step undone. In eager execution they are there.
+    result: Any = None
     with tf.control_dependencies(_tensors(every)):
       for place, same in enumerate(calls):
         variables = list(same[-1].variables)
         with self.update(same[-1].owner, place):
-          self.result = same[-1].apply(_total(same, variables), variables)
-    return self.result
+          result = same[-1].apply(_total(same, variables), variables)
+    return result
 
   def note_scaled(self, owner: Any) -> None:
     """Remembers that an optimizer divided this step's loss by the towers.
