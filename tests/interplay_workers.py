@@ -49,11 +49,13 @@ def train() -> dict[Key, Any]:
     key: _timed(key, strategy, *one) for key, one in wanted().items()
   }
   found["evaluated", "predicted"] = _evaluate(strategy)
-  theirs = tf.distribute.MultiWorkerMirroredStrategy()
-  found["tensorflow", str(OF_TENSORFLOW)] = _timed(
-    ("tensorflow",), theirs, OF_TENSORFLOW, "ungrouped", {}
-  )
   return found
+
+
+def train_with_tensorflows() -> interplay.Run:
+  """Trains the cell under TensorFlow's strategy."""
+  strategy = tf.distribute.MultiWorkerMirroredStrategy()
+  return _timed(("tensorflow",), strategy, OF_TENSORFLOW, "ungrouped", {})
 
 
 def with_nan(cell: interplay.Cell, options: dict[str, Any]) -> bool:

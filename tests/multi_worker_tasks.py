@@ -201,6 +201,23 @@ def local_replicas(steps: int) -> dict[str, Any]:
   }
 
 
+def one_after_the_other(delay: float) -> list[Any]:
+  """Sums under several strategies; what each broadcasts first differs."""
+  found = []
+  for dtype, grouping in (
+    ("float32", "ungrouped"),
+    ("int64", "singletons"),
+    ("float64", "ungrouped"),
+  ):
+    time.sleep(delay)
+    strategy = multi_worker.MultiWorkerStrategy()
+    with strategy.scope():
+      first = tf.Variable([strategy.num_replicas_in_sync], dtype=dtype)
+    sums = multi_worker_cases.dense_sum("small", grouping, "function", strategy)
+    found.append((grouping, first.numpy().tolist(), sums))
+  return found
+
+
 def replica_states(kind: str, folder: pathlib.Path) -> dict[str, Any]:
   """What `tf_cross_shard.replica_state` does on each worker."""
   if kind == "two replicas each":
@@ -208,11 +225,13 @@ def replica_states(kind: str, folder: pathlib.Path) -> dict[str, Any]:
   return replica_state_workers.run(strategy_of(kind), folder)
 
 
-def interplay() -> dict[Any, Any]:
+def interplay(kind: str) -> Any:
   """Two Kerases, mixed precision and loss scaling."""
   # Here, for no other task imports a second Keras, which takes seconds.
   from tests import interplay_workers
 
+  if kind == "tensorflow":
+    return interplay_workers.train_with_tensorflows()
   return interplay_workers.train()
 
 
@@ -225,6 +244,7 @@ TASKS: dict[str, Callable[..., Any]] = {
     lose,
     local_replicas,
     interplay,
+    one_after_the_other,
     replica_states,
   )
 }

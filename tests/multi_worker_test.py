@@ -329,6 +329,28 @@ def test_one_worker_traces_anew(
   _assert_groups_differ(held, key[2])
 
 
+_small = functools.partial(_dense, "small")
+
+
+@pytest.mark.slow
+def test_one_strategy_after_the_other() -> None:
+  """None makes variables before the slowest worker is there too.
+
+  TensorFlow's strategy alone waits for nobody when it is made again: the
+  faster worker meets what the other one still knows of the strategy before.
+  """
+  done = workers.run(
+    "one_after_the_other", 2, per_worker=[{"delay": 0.5}, {"delay": 0.0}]
+  )
+  assert len(done) == 2
+  for made in zip(*(worker.result for worker in done), strict=True):
+    grouping = made[0][0]
+    assert [first for _, first, _ in made] == [[2], [2]]
+    held = [sums for *_, sums in made]
+    _check(held, grouping, lambda them: _negative_sums(_small, them))
+    _assert_groups_differ(held, grouping)
+
+
 # ---------------------------------------------------------------- loss scales
 
 

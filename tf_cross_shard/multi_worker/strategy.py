@@ -31,7 +31,8 @@ _series: Final = itertools.count()
 class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
   """MultiWorkerMirroredStrategy with checks, timeouts and Keras 3's `fit`.
 
-  Use it in the place of TensorFlow's. Without TF_CONFIG it is one worker:
+  Use it in the place of TensorFlow's. A program may make several, one after the
+  other. Without TF_CONFIG it is one worker:
 
   >>> import tensorflow as tf
   >>> strategy = MultiWorkerStrategy()
