@@ -106,10 +106,11 @@ status=0
 "$bazel" test //... --build_event_json_file="$events" "$@" || status=$?
 touch "$events"  # When Bazel did not get as far as that.
 
-# A test that could not even be built has no result and counts as failed.
+# A test that could not even be built has no result and counts as failed. The
+# ends of what failed come last, for who sees the end of the output only.
 counts=$(python - "$events" <<'EOF'
-import json, sys
-tests, passed = set(), set()
+import json, sys, urllib.parse
+tests, passed, logs = set(), set(), {}
 for line in open(sys.argv[1], encoding="utf-8"):
   event = json.loads(line)
   if "testSize" in event.get("configured", {}):
@@ -120,6 +121,13 @@ for line in open(sys.argv[1], encoding="utf-8"):
     tests.add(label)
     if summary["overallStatus"] in ("PASSED", "FLAKY"):
       passed.add(label)
+    logs[label] = [file["uri"] for file in summary.get("failed", ())]
+for label in sorted(tests - passed):
+  for uri in logs.get(label, ())[:1]:
+    path = urllib.parse.unquote(urllib.parse.urlsplit(uri).path)
+    with open(path, encoding="utf-8", errors="replace") as log:
+      tail = log.read()[-3000:]
+    print(f"--- the end of what {label} wrote ---\n{tail}", file=sys.stderr)
 print(f"{len(passed)} passed, {len(tests - passed)} failed")
 EOF
 )
