@@ -134,7 +134,7 @@ def label(module: str, sources: dict[str, Path], package: Path) -> str:
 
 def options(path: Path, text: str) -> dict[str, str]:
   """Returns the keys and values of the file's `# bazel:` lines."""
-  result = {}
+  result: dict[str, str] = {}
   for line in text.splitlines():
     if not line.startswith("# bazel:"):
       continue
@@ -144,6 +144,11 @@ def options(path: Path, text: str) -> dict[str, str]:
         raise Error(
           f"{path}: {word!r} in a `# bazel:` line is not one of "
           f"{'=, '.join(OPTIONS)}=."
+        )
+      if key in result:
+        raise Error(
+          f"{path}: `# bazel:` lines set {key}= to {result[key]!r} and to "
+          f"{value!r}. Write it once; lists are separated by commas."
         )
       result[key] = value
   return result
