@@ -26,6 +26,23 @@ def is_variable(value: object) -> bool:
   return isinstance(value, (tf.Variable, keras_variable))
 
 
+def native(variable: Any) -> Any:
+  """The `tf.Variable` of a `tf.Variable` or `keras.Variable`.
+
+  >>> weight = tf.Variable(1.0)
+  >>> native(weight) is weight
+  True
+
+  Args:
+    variable: A variable.
+
+  Returns:
+    What a strategy made, in the place of Keras' wrapper around it.
+  """
+  value = getattr(variable, "value", variable)
+  return variable if callable(value) else value
+
+
 def check_variable(argument: str, variable: object) -> None:
   """Checks that something handed in is a variable.
 

@@ -23,7 +23,6 @@ from tf_cross_shard import (
   skipping,
   sparse,
 )
-from tf_cross_shard.collectives import base
 from tf_cross_shard.inner import delegate
 from tf_cross_shard.towers import collecting
 
@@ -323,7 +322,7 @@ class Tower(minimizing.Minimizing, delegate.Delegating):
     if self._inner.is_built:
       arguments.check_known(variables, self._inner.knows)
       return
-    unique = list({id(base.native(v)): v for v in variables}.values())
+    unique = list({id(arguments.native(v)): v for v in variables}.values())
     # Outside of the tower's scope, which tf_keras would name slots after.
     with tf.name_scope(""):
       self.build(unique)

@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_cross_shard import arguments, packing
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import packing
 from tf_cross_shard.collectives import alone
 
 
@@ -122,7 +122,7 @@ class Engine(abc.ABC):
     Returns:
       False on all replicas but the first for a variable that exists once.
     """
-    value = native(variable)
+    value = arguments.native(variable)
     copied = is_copied(variable)
     # What replicas count in one such variable is added up when it is read.
     is_summed = (
@@ -204,7 +204,7 @@ class AnyStrategy(Engine):
 
   def updates_here(self, variable: Any) -> bool:
     """Every replica takes part in an assignment that is aggregated."""
-    aggregation = native(variable).aggregation
+    aggregation = arguments.native(variable).aggregation
     is_aggregated = aggregation != tf.VariableAggregation.NONE
     return is_aggregated or super().updates_here(variable)
 
@@ -245,21 +245,4 @@ def is_copied(variable: Any) -> bool:
   Returns:
     Whether it was made in a strategy's scope.
   """
-  return isinstance(native(variable), tf.distribute.DistributedValues)
-
-
-def native(variable: Any) -> Any:
-  """The `tf.Variable` of a `tf.Variable` or `keras.Variable`.
-
-  >>> weight = tf.Variable(1.0)
-  >>> native(weight) is weight
-  True
-
-  Args:
-    variable: A variable.
-
-  Returns:
-    The one that a strategy made.
-  """
-  value = getattr(variable, "value", variable)
-  return variable if callable(value) else value
+  return isinstance(arguments.native(variable), tf.distribute.DistributedValues)

@@ -19,9 +19,8 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard import collectives
+from tf_cross_shard import arguments, collectives
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard.collectives import base
 from tf_cross_shard.multi_worker import coordination, errors
 
 Array = np.ndarray[Any, Any]
@@ -48,7 +47,7 @@ def native(variable: Any) -> Any:
   Raises:
     TypeError: If it is no variable, or one of strings.
   """
-  value = base.native(variable)
+  value = arguments.native(variable)
   if not hasattr(value, "assign") or not hasattr(value, "read_value"):
     raise TypeError(
       "`variable` must be a tf.Variable, a keras.Variable or a slot; got"

@@ -12,6 +12,8 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
+from tf_cross_shard import v1_rules
+
 
 @dataclasses.dataclass(frozen=True)
 class Decay:
@@ -136,13 +138,56 @@ def present(function: Callable[[], Any]) -> tf.Tensor:
   return tf.cast(tf.convert_to_tensor(value), tf.float32)
 
 
-def not_saved(function: Callable[[], Any]) -> str:
-  """What an error says where a learning rate that is `function` is saved."""
-  return (
-    f"`learning_rate` is {function!r}, which version 1 called in every step. A"
-    " function or a variable cannot be saved. Set `optimizer.learning_rate` to"
-    " a LearningRateSchedule of Keras before saving, or save weights only."
-  )
+class LinearCosine:
+  """What the two Kerases' schedules of `v1_rules.linear_cosine` share."""
+
+  def __init__(self, **settings: Any) -> None:
+    """Keeps the settings.
+
+    Args:
+      **settings: Arguments of `linear_cosine`.
+    """
+    self._settings = settings
+
+  def __call__(self, step: Any) -> tf.Tensor:
+    """The learning rate at `step`."""
+    return v1_rules.linear_cosine(step, **self._settings)
+
+  def get_config(self) -> dict[str, Any]:
+    """The settings."""
+    return dict(self._settings)
+
+
+class Function:
+  """What the two Kerases' schedules that ask a function share."""
+
+  def __init__(self, function: Callable[[], Any]) -> None:
+    """Keeps the function.
+
+    Args:
+      function: What the version 1 optimizer was given.
+    """
+    self._function = function
+
+  def __call__(self, step: Any) -> tf.Tensor:
+    """The learning rate now, whatever `step` it is."""
+    return present(self._function)
+
+  def get_config(self) -> dict[str, Any]:
+    """Cannot be: a function is not data.
+
+    Returns:
+      Nothing: it always raises.
+
+    Raises:
+      TypeError: Always, with what to do.
+    """
+    raise TypeError(
+      f"`learning_rate` is {self._function!r}, which version 1 called in every"
+      " step. A function or a variable cannot be saved. Set"
+      " `optimizer.learning_rate` to a LearningRateSchedule of Keras before"
+      " saving, or save weights only."
+    )
 
 
 def _decay(function: Callable[[], Any], source: str) -> Decay | float | None:

@@ -4,13 +4,13 @@ Keras' own classes where they compute the same; otherwise classes derived from
 them, which keep their settings and slots, and update as version 1 does.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import tensorflow as tf
 import tf_keras
 
-from tf_cross_shard import sparse, v1_rules
+from tf_cross_shard import sparse
 from tf_cross_shard.inner import v1, v1_rates, v1_updates
 
 _register: Final = tf_keras.saving.register_keras_serializable("tf_cross_shard")
@@ -116,52 +116,17 @@ class V1Ftrl(_MergesOnce, tf_keras.optimizers.Ftrl):
 
 
 @_register
-class V1LinearCosineDecay(tf_keras.optimizers.schedules.LearningRateSchedule):
+class V1LinearCosineDecay(
+  v1_rates.LinearCosine, tf_keras.optimizers.schedules.LearningRateSchedule
+):
   """The schedule that `tf_cross_shard.v1_rules.linear_cosine` computes."""
-
-  def __init__(self, **settings: Any) -> None:
-    """Keeps the settings.
-
-    Args:
-      **settings: Arguments of `linear_cosine`.
-    """
-    self._settings = settings
-
-  def __call__(self, step: Any) -> tf.Tensor:
-    """The learning rate at `step`."""
-    return v1_rules.linear_cosine(step, **self._settings)
-
-  def get_config(self) -> dict[str, Any]:
-    """The settings."""
-    return dict(self._settings)
 
 
 @_register
-class V1Function(tf_keras.optimizers.schedules.LearningRateSchedule):
+class V1Function(
+  v1_rates.Function, tf_keras.optimizers.schedules.LearningRateSchedule
+):
   """A learning rate that a function of no arguments answers in every step."""
-
-  def __init__(self, function: Callable[[], Any]) -> None:
-    """Keeps the function.
-
-    Args:
-      function: What the version 1 optimizer was given.
-    """
-    self._function = function
-
-  def __call__(self, step: Any) -> tf.Tensor:
-    """The learning rate now, whatever `step` it is."""
-    return v1_rates.present(self._function)
-
-  def get_config(self) -> dict[str, Any]:
-    """Cannot be: a function is not data.
-
-    Returns:
-      Nothing: it always raises.
-
-    Raises:
-      TypeError: Always, with what to do.
-    """
-    raise TypeError(v1_rates.not_saved(self._function))
 
 
 _CLASSES: Final[dict[str, Any]] = {

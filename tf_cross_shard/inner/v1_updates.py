@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard import sparse, v1_rules
+from tf_cross_shard import arguments, sparse, v1_rules
 
 
 def momentum(
@@ -43,9 +43,9 @@ def adam(optimizer: Any, index: int, grad: Any, var: Any, rate: Any) -> None:
     rate: The learning rate.
   """
   if isinstance(grad, tf.IndexedSlices):
-    grad = sparse.to_dense(grad, _native(var))
+    grad = sparse.to_dense(grad, arguments.native(var))
   betas = optimizer.beta_1, optimizer.beta_2
-  steps = tf.convert_to_tensor(_native(optimizer.iterations))
+  steps = tf.convert_to_tensor(arguments.native(optimizer.iterations))
   rule = functools.partial(
     v1_rules.adam,
     rate=rate,
@@ -141,11 +141,5 @@ def _update(
 ) -> None:
   """Updates a variable and its slots; a list without slots is left out."""
   # A Keras 3 variable holds the one of TensorFlow that rows are written to.
-  own = {k: _native(each[index]) for k, each in slots.items() if each}
-  v1_rules.update(rule, grad, _native(var), own)
-
-
-def _native(variable: Any) -> Any:
-  """TensorFlow's variable."""
-  value = getattr(variable, "value", variable)
-  return variable if callable(value) else value
+  own = {k: arguments.native(each[index]) for k, each in slots.items() if each}
+  v1_rules.update(rule, grad, arguments.native(var), own)

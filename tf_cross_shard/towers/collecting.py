@@ -16,9 +16,8 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard import scaling, sparse
+from tf_cross_shard import arguments, scaling, sparse
 from tf_cross_shard.clipping import Gradient
-from tf_cross_shard.collectives import base
 
 # Applies sums of gradients, by optimizer's own means, and answers the count.
 Apply = Callable[[list[Gradient], list[Any]], Any]
@@ -423,7 +422,7 @@ def _tensors(grads: Sequence[Gradient]) -> list[tf.Tensor]:
 
 def _key(variable: Any) -> int:
   """What a variable is known by: Keras may wrap one in several objects."""
-  return id(base.native(variable))
+  return id(arguments.native(variable))
 
 
 def _names(variables: Sequence[Any]) -> list[str]:
