@@ -110,10 +110,11 @@ def test_digits_trains_ungrouped_and_in_groups(
   assert len(content) > 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("num_replicas", "expected"),
   [
-    pytest.param(1, [("ungrouped", 0, "0")], marks=pytest.mark.slow),
+    (1, [("ungrouped", 0, "0")]),
     # Two do not divide three, so that each is a group of its own.
     (
       3,
@@ -147,6 +148,7 @@ def test_digits_takes_any_number_of_replicas(
   assert picture.read_bytes().startswith(PNG_START)
 
 
+@pytest.mark.slow
 def test_custom_loop_is_right_with_either_loss(data_dir: Path) -> None:
   outputs = {
     loss: run_example(
@@ -247,20 +249,13 @@ def test_tpu_without_a_slice_for_its_replicas(data_dir: Path) -> None:
   assert all(row.between for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("arguments", "said"),
   [
     (["--tpu=local", "--virtual=8"], "At most one of (tpu, virtual)"),
-    pytest.param(
-      ["--virtual=8", "--groups=3"],
-      "--groups must divide 8, the replicas.",
-      marks=pytest.mark.slow,
-    ),
-    pytest.param(
-      ["--topology=v5p:2x2x1"],
-      "Choose a topology of 8 devices",
-      marks=pytest.mark.slow,
-    ),
+    (["--virtual=8", "--groups=3"], "--groups must divide 8, the replicas."),
+    (["--topology=v5p:2x2x1"], "Choose a topology of 8 devices"),
   ],
 )
 def test_tpu_refuses(data_dir: Path, arguments: list[str], said: str) -> None:

@@ -173,6 +173,7 @@ for after.migration.convert_checkpoint in (nothing, no_slots):
     assert max(off) > 1000 * ROUNDING, output
 
 
+@pytest.mark.slow
 def test_towers_learn_what_one_device_learns(tmp_path: Path) -> None:
   """To a stated accuracy, and the same whatever the number of towers."""
   script = str(EXAMPLES / "towers.py")

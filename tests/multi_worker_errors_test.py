@@ -147,7 +147,7 @@ def _assert_says(report: Mapping[str, Any], error: str, words: str) -> None:
   [
     ("missing first", _name(0)),
     ("missing chief", _name(0, "chief")),
-    ("missing, default timeout", _name(1)),
+    pytest.param("missing, default timeout", _name(1), marks=pytest.mark.slow),
   ],
 )
 def test_a_worker_that_does_not_start_is_named(

@@ -24,6 +24,7 @@ LAUNCHES = {
   "own-2": ("own", 2, "Slurm"),
   "own-4": ("own", 4, "TF_CONFIG"),
 }
+SLOW = {"tensorflow-2"}  # where the others show what is ours
 ALL = [
   (launch, key)
   for launch, (kind, count, _) in LAUNCHES.items()
@@ -41,8 +42,18 @@ def _of(function: str) -> Any:
   """The tests of all cases of one function."""
   chosen = [(launch, key) for launch, key in ALL if key[0] == function]
   assert chosen
-  ids = [" ".join([launch, *key[1:]]) for launch, key in chosen]
-  return pytest.mark.parametrize(("launch", "key"), chosen, ids=ids)
+  return pytest.mark.parametrize(
+    ("launch", "key"),
+    [
+      pytest.param(
+        launch,
+        key,
+        id=" ".join([launch, *key[1:]]),
+        marks=[pytest.mark.slow] if launch in SLOW else [],
+      )
+      for launch, key in chosen
+    ],
+  )
 
 
 class Launches:

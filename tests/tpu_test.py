@@ -91,6 +91,7 @@ def test_one_sum_per_gradient_over_the_groups(
   assert not others & tpu_resolver.operations(graph)
 
 
+@pytest.mark.slow
 def test_2048_replicas() -> None:
   halves = groups.contiguous(2048, 1024).to_lists()
 
