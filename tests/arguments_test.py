@@ -184,15 +184,24 @@ def test_a_pair_the_wrong_way_round_is_refused() -> None:
     [[1.0], [2.0, 3.0]],
     "text",
     lambda: tf.constant([1, 2]),
+    lambda: tf.constant(1j),
   ],
-  ids=["object", "dict", "SparseTensor", "ragged", "string", "integers"],
+  ids=[
+    "object",
+    "dict",
+    "SparseTensor",
+    "ragged",
+    "string",
+    "integers",
+    "complex",
+  ],
 )
 def test_what_is_no_tensor_is_refused(gradient: Any) -> None:
   pair = (_made(gradient), variable_named("v"))
   text = words_of(TypeError, arguments.check_pairs, [pair])
   assert text.startswith(
-    "`grads_and_vars` must hold tensors of floating or complex numbers; the"
-    " gradient of v:0 is "
+    "`grads_and_vars` must hold tensors of floating numbers, or of complex ones"
+    " where the variable is complex; the gradient of v:0 is "
   )
   assert text.endswith(". Pass what a tape or compute_gradients() returned.")
 

@@ -40,6 +40,19 @@ class TestCrossShardOptimizer(contract.OptimizerContract):
     np.testing.assert_array_equal(weight.numpy(), expected.numpy())
     self._assert_same_state(optimizer, twin)
 
+  def test_gradients_of_another_dtype_are_cast(self, make: Any) -> None:
+    """In tf_keras too, which would fail when the first variable is updated."""
+    results = []
+    for second in ("float16", "float32"):
+      optimizer, variables = self._built(make, 2)
+      grads = [tf.ones([2, 3]), tf.ones([2, 3], second)]
+      for _ in range(2):
+        pairs = zip(grads, variables, strict=True)
+        optimizer.apply_gradients(pairs)
+      results.append([variable.numpy() for variable in variables])
+    np.testing.assert_array_equal(*results)
+    assert (results[0][1] != 1.0).all()
+
   def test_variables_are_the_encapsulated_ones(self, make: Any) -> None:
     optimizer, _ = self._built(make)
     inner = testbed.variables_of(optimizer.inner_optimizer)

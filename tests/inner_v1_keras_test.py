@@ -154,6 +154,23 @@ def _check(ours: Any, theirs: Any, bound: float = BOUND) -> None:
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("which", KERASES)
+def test_gradients_of_another_dtype(
+  which: str, kind: str, sparse: bool
+) -> None:
+  results = []
+  for dtype in ("float32", "float64"):
+    ours = KERASES[which].CrossShardOptimizer(KINDS[kind](0.05))
+    variable = tf.Variable(_first())
+    for grad in _gradients(sparse)[:3]:
+      ours.apply_gradients([(tf.cast(grad, dtype), variable)])
+    results.append(variable.numpy())
+  np.testing.assert_array_equal(*results)
+  assert (results[0] != _first()).any()
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("which", KERASES)
 def test_50_steps_equal_version_1(which: str, kind: str, sparse: bool) -> None:
   theirs = KINDS[kind](0.05)
   ours = KERASES[which].CrossShardOptimizer(KINDS[kind](0.05))

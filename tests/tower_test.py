@@ -248,6 +248,26 @@ def test_rows_that_overlap_add_up(mode: str, reduction: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
+def test_gradients_of_other_dtypes_are_cast(mode: str, is_sparse: bool) -> None:
+  """Those of a second optimizer too: none has applied when they are seen."""
+  c, table = tf.Variable(10.0), tf.Variable([[1.0], [2.0], [3.0]])
+  optimizers = [TowerOptimizer(sgd), TowerOptimizer(sgd)]
+  dtypes = iter(["float64", "float16"] * 2)
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    optimizers[0].apply_gradients([(tf.reduce_sum(features), c)])
+    grad: Any = tf.cast(features, next(dtypes))  # of each tower another one
+    rows = tf.IndexedSlices(grad, [1], [3, 1])
+    grad = rows if is_sparse else tf.pad(grad, [[1, 1], [0, 0]])
+    return TowerSpec(mode, None, optimizers[1].apply_gradients([(grad, table)]))
+
+  caller(replicate_model_fn(model_fn, "sum", TWO), mode)(batch())
+  assert float(c) == 10.0 - 3.0
+  assert table.numpy().tolist() == [[1.0], [2.0 - 3.0], [3.0]]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_overlapping_rows_are_one_row_to_adam(mode: str) -> None:
   table = tf.Variable([[1.0], [2.0], [3.0]])
   plain = testbed.variable([[1.0], [2.0], [3.0]])

@@ -275,7 +275,8 @@ def _check_gradient(grad: Any, variable: Any) -> Any:
     except (TypeError, ValueError) as error:
       raise _not_a_gradient(grad, variable) from error
     shape = grad.shape
-  if not (grad.dtype.is_floating or grad.dtype.is_complex):
+  is_complex = tf.as_dtype(variable.dtype).is_complex
+  if not (grad.dtype.is_floating or (grad.dtype.is_complex and is_complex)):
     raise _not_a_gradient(grad, variable)
   expected = tf.TensorShape(variable.shape)
   if not shape.is_compatible_with(expected):
@@ -290,9 +291,9 @@ def _check_gradient(grad: Any, variable: Any) -> Any:
 def _not_a_gradient(grad: Any, variable: Any) -> TypeError:
   """The error for a gradient that is none."""
   return TypeError(
-    "`grads_and_vars` must hold tensors of floating or complex numbers; the"
-    f" gradient of {_name(variable)} is {_shown(grad)}. Pass what a tape or"
-    " compute_gradients() returned."
+    "`grads_and_vars` must hold tensors of floating numbers, or of complex ones"
+    f" where the variable is complex; the gradient of {_name(variable)} is"
+    f" {_shown(grad)}. Pass what a tape or compute_gradients() returned."
   )
 
 

@@ -200,7 +200,7 @@ class TowerOptimizer(tower.Tower, tf_keras.TfKerasDelegate):
     options: dict[str, Any],
   ) -> None:
     """Keras' options are handed on."""
-    pairs = list(zip(grads, variables, strict=True))
+    pairs = tf_keras.paired(grads, variables)
     self._inner.optimizer.apply_gradients(pairs, **options)
 
 

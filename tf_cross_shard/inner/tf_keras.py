@@ -11,6 +11,7 @@ from typing import Any, Final
 import tensorflow as tf
 import tf_keras
 
+from tf_cross_shard import sparse
 from tf_cross_shard.clipping import Gradient
 from tf_cross_shard.inner import (
   base,
@@ -104,7 +105,7 @@ class TfKerasOptimizer(base.InnerOptimizer):
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
     """Applies gradients that are sums already."""
-    pairs = list(zip(grads, variables, strict=True))
+    pairs = paired(grads, variables)
     self.optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)
 
   def iterations(self) -> tf.Tensor:
@@ -182,7 +183,7 @@ class LegacyOptimizer(TfKerasOptimizer):
   ) -> None:
     """Applies gradients that are sums already."""
     self.optimizer.apply_gradients(
-      zip(grads, variables, strict=True), experimental_aggregate_gradients=False
+      paired(grads, variables), experimental_aggregate_gradients=False
     )
 
   def slots(self, variable: Any) -> dict[str, Any]:
@@ -199,6 +200,24 @@ class LegacyOptimizer(TfKerasOptimizer):
   def slot_names(self) -> list[str]:
     """Every name of a slot, once."""
     return list(self.optimizer.get_slot_names())
+
+
+def paired(
+  grads: Sequence[Gradient], variables: Sequence[Any]
+) -> list[tuple[Gradient, Any]]:
+  """What tf_keras takes: pairs, and gradients of their variables' dtypes.
+
+  Args:
+    grads: Gradients of any floating dtype, or None.
+    variables: What they belong to.
+
+  Returns:
+    (gradient, variable) for each.
+  """
+  return [
+    (sparse.cast(grad, variable), variable)
+    for grad, variable in zip(grads, variables, strict=True)
+  ]
 
 
 class TfKerasDelegate(delegate.Delegating, tf_keras.optimizers.Optimizer):

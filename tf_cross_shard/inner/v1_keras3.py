@@ -26,7 +26,9 @@ class V1Momentum(keras.optimizers.SGD):
   ) -> None:
     """Updates `variable` by `gradient` at `learning_rate`."""
     index = self._get_variable_index(variable)
-    v1_updates.momentum(self, index, _once(gradient), variable, learning_rate)
+    v1_updates.momentum(
+      self, index, _ready(gradient, variable), variable, learning_rate
+    )
 
 
 @_register
@@ -40,7 +42,9 @@ class V1Adam(keras.optimizers.Adam):
   ) -> None:
     """Updates `variable` by `gradient` at `learning_rate`."""
     index = self._get_variable_index(variable)
-    v1_updates.adam(self, index, _once(gradient), variable, learning_rate)
+    v1_updates.adam(
+      self, index, _ready(gradient, variable), variable, learning_rate
+    )
 
 
 @_register
@@ -73,7 +77,9 @@ class V1RMSProp(keras.optimizers.RMSprop):
   ) -> None:
     """Updates `variable` by `gradient` at `learning_rate`."""
     index = self._get_variable_index(variable)
-    v1_updates.rmsprop(self, index, _once(gradient), variable, learning_rate)
+    v1_updates.rmsprop(
+      self, index, _ready(gradient, variable), variable, learning_rate
+    )
 
 
 @_register
@@ -87,7 +93,9 @@ class V1Adadelta(keras.optimizers.Adadelta):
   ) -> None:
     """Updates `variable` by `gradient` at `learning_rate`."""
     index = self._get_variable_index(variable)
-    v1_updates.adadelta(self, index, _once(gradient), variable, learning_rate)
+    v1_updates.adadelta(
+      self, index, _ready(gradient, variable), variable, learning_rate
+    )
 
 
 @_register
@@ -101,7 +109,9 @@ class V1Ftrl(keras.optimizers.Ftrl):
   ) -> None:
     """Updates `variable` by `gradient` at `learning_rate`."""
     index = self._get_variable_index(variable)
-    v1_updates.ftrl(self, index, _once(gradient), variable, learning_rate)
+    v1_updates.ftrl(
+      self, index, _ready(gradient, variable), variable, learning_rate
+    )
 
 
 @_register
@@ -164,8 +174,12 @@ def _rate(rate: v1_rates.Rate) -> Any:
   return kind(**rate.settings)
 
 
-def _once(gradient: Any) -> Any:
-  """A gradient each of whose rows stands once; tf_keras sees to it itself."""
+def _ready(gradient: Any, variable: Any) -> Any:
+  """A gradient of the variable's dtype, each of whose rows stands once.
+
+  Keras 3's own `update_step` casts; tf_keras merges rows itself.
+  """
+  gradient = sparse.cast(gradient, variable)
   if isinstance(gradient, tf.IndexedSlices):
     return sparse.merge_duplicates(gradient)
   return gradient

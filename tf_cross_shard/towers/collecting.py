@@ -394,6 +394,8 @@ def _add(grads: Sequence[Gradient], variable: Any) -> Gradient:
   present = [grad for grad in grads if grad is not None]
   if not present:
     return None
+  if len({grad.dtype for grad in present}) > 1:
+    present = [sparse.cast(grad, variable) for grad in present]
   if all(isinstance(grad, tf.IndexedSlices) for grad in present):
     rows = tf.IndexedSlices(
       tf.concat([grad.values for grad in present], axis=0),
