@@ -15,13 +15,15 @@ class Recorder:
   def __init__(self, name: str = "SGD('sgd')") -> None:
     self.name = name
     self.applied: list[Any] = []
+    self.checked: list[Any] = []
     self.prepared: list[Any] = []
 
   def call(self, *pairs: tuple[Any, Any]) -> collecting.Call:
     """What it would hand in."""
     grads, variables = zip(*pairs, strict=True)
     return collecting.Call(
-      self, self.name, grads, variables, self._apply, self.prepared.extend
+      *(self, self.name, grads, variables),
+      *(self._apply, self.checked.extend, self.prepared.extend),
     )
 
   def _apply(self, grads: list[Any], variables: list[Any]) -> int:

@@ -53,12 +53,20 @@ def check_variable(argument: str, variable: object) -> None:
     variable: What came in.
 
   Raises:
-    TypeError: If it is no variable.
+    TypeError: If it is no variable, or one of the kind that TensorFlow 2 has no
+      more.
   """
   if not is_variable(variable):
     raise TypeError(
       f"`{argument}` must hold tf.Variable or keras.Variable objects; got"
       f" {_shown(variable)}. Pass the variable itself, not its value."
+    )
+  dtype = getattr(variable, "dtype", None)
+  if isinstance(dtype, tf.DType) and dtype != dtype.base_dtype:
+    raise TypeError(
+      f"`{argument}` must hold resource variables; got {_shown(variable)}, a"
+      " reference variable of version 1. Make it with use_resource=True, or"
+      " call tf.compat.v1.enable_resource_variables() first."
     )
 
 
@@ -136,6 +144,31 @@ def check_pairs(grads_and_vars: Iterable[Any]) -> tuple[list[Any], list[Any]]:
       " the loss from the variables, inside the tape."
     )
   return [g for g, _ in checked], [v for _, v in checked]
+
+
+def check_rows(grad: Any, variable: Any) -> None:
+  """Checks the rows of a sparse gradient, where they are known.
+
+  >>> check_rows(tf.constant(1.0), tf.Variable(2.0))
+
+  Args:
+    grad: A gradient, or None.
+    variable: What it belongs to.
+
+  Raises:
+    ValueError: If it has a row that the variable has not. On some devices such
+      a row would be left out without a word.
+  """
+  if not isinstance(grad, tf.IndexedSlices) or not tf.executing_eagerly():
+    return
+  indices = tf.convert_to_tensor(grad.indices).numpy()
+  rows = variable.shape[0]
+  if indices.size and not 0 <= indices.min() <= indices.max() < rows:
+    raise ValueError(
+      f"`grads_and_vars` must hold gradients of rows that there are; that of"
+      f" {_name(variable)}, which has {rows}, has the rows {indices.min()} to"
+      f" {indices.max()}. Look up numbers from 0 to {rows - 1}."
+    )
 
 
 def check_var_list(var_list: Any) -> list[Any] | None:

@@ -174,6 +174,9 @@ class TowerOptimizer(tower.Tower, tf_keras.TfKerasDelegate):
   2.0
   """
 
+  # Of all optimizers the count of steps is called `iteration`.
+  _state_has_its_name = False
+
   def aggregate_gradients(
     self, grads_and_vars: Iterable[Any]
   ) -> gradients.Pairs:

@@ -8,8 +8,9 @@ What a tower is, `tf_cross_shard.towers` says.
 """
 
 import copy
+import inspect
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import tensorflow as tf
 
@@ -25,6 +26,14 @@ from tf_cross_shard import (
 )
 from tf_cross_shard.inner import delegate
 from tf_cross_shard.towers import collecting
+
+# Of version 1's compute_gradients, in its order.
+_OPTIONS: Final = (
+  "gate_gradients",
+  "aggregation_method",
+  "colocate_gradients_with_ops",
+  "grad_loss",
+)
 
 
 class Tower(minimizing.Minimizing, delegate.Delegating):
@@ -62,6 +71,7 @@ class Tower(minimizing.Minimizing, delegate.Delegating):
 
   COLLECTION_FOR_GRAPH_STATES = "replicate_model_fn_graph_states"
   _argument = "optimizer_or_optimizer_fn"
+  _state_has_its_name = True
 
   def __init__(self, optimizer_or_optimizer_fn: Any) -> None:
     """Encapsulates an optimizer, or what a function makes.
@@ -117,7 +127,7 @@ class Tower(minimizing.Minimizing, delegate.Delegating):
     self,
     loss: Any,
     var_list: Any = None,
-    *,
+    *args: Any,
     tape: tf.GradientTape | None = None,
     **kwargs: Any,
   ) -> gradients.Pairs:
@@ -133,7 +143,10 @@ class Tower(minimizing.Minimizing, delegate.Delegating):
     Args:
       loss: A function of no arguments, a tensor recorded by `tape`, a tensor of
         the graph being built, or any tensor computed in the tower.
-      var_list: Trainable variables. None means all that the loss touches.
+      var_list: Trainable variables. None means all that the loss touches. In
+        Keras 3 weights with constraints have to be listed, or the optimizer
+        built on them.
+      *args: Those of `kwargs`, in that order.
       tape: The tape that recorded `loss`.
       **kwargs: `gate_gradients`, `aggregation_method`,
         `colocate_gradients_with_ops` and `grad_loss`. Graphs use them, eager
@@ -146,7 +159,19 @@ class Tower(minimizing.Minimizing, delegate.Delegating):
       ValueError: If an argument has no valid value.
       TypeError: If an argument is of the wrong kind.
     """
-    return self._gradients(loss, var_list, tape, scaling.REPLICA, kwargs)
+    if len(args) > len(_OPTIONS):
+      raise TypeError(
+        f"compute_gradients takes at most {len(_OPTIONS)} arguments after"
+        f" `var_list`, which are {', '.join(_OPTIONS)}; got {args!r}."
+      )
+    twice = [n for n in _OPTIONS[: len(args)] if n in kwargs]
+    if twice:
+      raise TypeError(
+        f"`{twice[0]}` was given twice: {args!r} and {kwargs[twice[0]]!r}."
+        " Give it once."
+      )
+    options = {**dict(zip(_OPTIONS, args, strict=False)), **kwargs}
+    return self._gradients(loss, var_list, tape, scaling.REPLICA, options)
 
   @converting.not_ours
   def apply_gradients(
@@ -181,11 +206,13 @@ class Tower(minimizing.Minimizing, delegate.Delegating):
     Raises:
       ValueError: If `grads_and_vars` is empty or malformed, or if this tower
         does other things than the first.
-      TypeError: If a variable is none, or `global_step` no integer variable.
+      TypeError: If a variable is none, `global_step` no integer variable, or
+        the encapsulated optimizer takes no such argument.
     """
     grads, variables = arguments.check_pairs(grads_and_vars)
     arguments.check_global_step(global_step)
     arguments.check_name(name)
+    self._check_options(kwargs)
     kwargs["name"] = name
 
     def apply(grads: list[Any], variables: list[Any]) -> Any:
@@ -269,20 +296,52 @@ class Tower(minimizing.Minimizing, delegate.Delegating):
   ) -> Any:
     """Leaves `apply` to the last tower; does it now where there is but one."""
     collecting.check_trains(self.get_name())
-    collecting.note_use()
+
+    def applied(grads: list[Any], variables: list[Any]) -> Any:
+      result = apply(grads, variables)
+      collecting.note_use()
+      return result
+
     towers = collecting.current()
     if towers is None:
-      return apply(list(grads), list(variables))
-    if towers.count == 1:
-      with towers.update(self):
-        return apply(list(grads), list(variables))
-    self._check_not_scaled()
+      return applied(list(grads), list(variables))
     optimizer = self._inner.optimizer
     label = f"{type(optimizer).__name__}({self.get_name()!r})"
+    if towers.count == 1:
+      with towers.update(self) as place:
+        self._check(variables)
+        self._prepare(towers.in_order(self, label, place, variables))
+        return applied(list(grads), list(variables))
+    self._check_not_scaled()
     towers.collect(
-      collecting.Call(self, label, grads, variables, apply, self._prepare)
+      collecting.Call(
+        *(self, label, grads, variables, applied, self._check, self._prepare)
+      )
     )
     return tf.identity(self._inner.iterations())
+
+  def _check_options(self, options: dict[str, Any]) -> None:
+    """Raises `TypeError` for what the encapsulated optimizer does not take."""
+    optimizer = self._inner.optimizer
+    parameters = inspect.signature(optimizer.apply_gradients).parameters
+    taken = set(parameters) - {"grads_and_vars", "global_step", "name"}
+    if "kwargs" in taken:  # of tf_keras, which ignores all but this one
+      taken = taken - {"kwargs"} | {"experimental_aggregate_gradients"}
+    odd = sorted(set(options) - taken)
+    if odd:
+      raise TypeError(
+        f"`{odd[0]}` is no argument of {type(optimizer).__name__}'s"
+        f" apply_gradients; got {options[odd[0]]!r}. It takes"
+        f" {', '.join(['global_step', 'name', *sorted(taken)])}."
+      )
+
+  def _check(self, variables: Sequence[Any]) -> None:
+    """Raises an error if this cannot update variables; changes nothing."""
+    optimizer = self._inner.optimizer
+    if isinstance(optimizer, cross_shard.CrossShard):
+      optimizer._place.check()
+    if self._inner.is_built:
+      arguments.check_known(variables, self._inner.knows)
 
   def _check_not_scaled(self) -> None:
     """Raises `ValueError` in towers for a loss scale around this optimizer."""

@@ -35,7 +35,9 @@ def whole(variable: Any) -> Any:
 def read_by_graph() -> list[Any]:
   """Trainable variables that the graph being built has read so far.
 
-  All replicas answer them in one order: gradients are summed by position.
+  All replicas answer them in one order: gradients are summed by position. It is
+  the order in which they were made, as a tape has it: slots and moving averages
+  are made and found by position too.
 
   Returns:
     Variables or replicas' copies of them, those of other replicas included.
@@ -45,4 +47,11 @@ def read_by_graph() -> list[Any]:
   # While a function is traced its `trainable_variables` is still empty.
   watched = tf.compat.v1.get_default_graph()._watched_variables
   trainable = [variable for variable in watched if variable.trainable]
-  return sorted(trainable, key=lambda variable: whole(variable)._unique_id)
+  return sorted(trainable, key=_made)
+
+
+def _made(variable: Any) -> tuple[int, str]:
+  """By what variables are sorted: the number that TensorFlow counted up."""
+  name = whole(variable)._unique_id
+  number = name.rpartition("_")[2]
+  return (int(number) if number.isdigit() else 0, name)

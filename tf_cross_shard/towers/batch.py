@@ -41,6 +41,29 @@ def split(argument: str, tree: Any, count: int) -> list[Any]:
   ]
 
 
+def check_alike(features: Any, labels: Any) -> None:
+  """Checks that features and labels are as many, where each is one tensor.
+
+  Parts of them may fit where the whole does not: of shapes [4, 1] and [2, 1]
+  two towers get [2, 1] and [1, 1], which broadcasts.
+
+  >>> check_alike(tf.zeros([4, 1]), tf.zeros([4]))
+
+  Args:
+    features: The batch, which may be a nest.
+    labels: The same, or None.
+
+  Raises:
+    ValueError: If both are single tensors, and of different lengths.
+  """
+  lengths = [_rows(features), _rows(labels)]
+  if None not in lengths and lengths[0] != lengths[1]:
+    raise ValueError(
+      "`labels` must be as many as `features`; axis 0 has length"
+      f" {lengths[1]}, that of `features` {lengths[0]}. Batch them together."
+    )
+
+
 def concatenate(what: str, trees: Sequence[Any]) -> Any:
   """Joins nests of tensors along axis 0, in order.
 
@@ -116,8 +139,21 @@ def _split_leaf(argument: str, leaf: Any, count: int) -> Sequence[Any]:
   if isinstance(leaf, tf.RaggedTensor):
     rows = _even(leaf.nrows(), count) // count
     return [leaf[i * rows : (i + 1) * rows] for i in range(count)]
+  if length is None:
+    with tf.control_dependencies([_even(tf.shape(leaf)[0], count)]):
+      leaf = tf.identity(leaf)
   parts: Sequence[Any] = tf.split(leaf, count, axis=0)
   return parts
+
+
+def _rows(tree: Any) -> int | None:
+  """The length of what is one tensor, in any form, where it is known."""
+  if isinstance(tree, np.ndarray):
+    return len(tree) if tree.ndim else None
+  if _is_table(tree):
+    return len(tree)
+  is_one = isinstance(tree, (tf.Tensor, tf.SparseTensor, tf.RaggedTensor))
+  return _length(tree) if is_one and tree.shape.rank != 0 else None
 
 
 def _length(leaf: Any) -> int | None:
@@ -142,12 +178,17 @@ def _split_sparse(leaf: tf.SparseTensor, count: int) -> Sequence[Any]:
 
 def _even(rows: tf.Tensor, count: int) -> tf.Tensor:
   """The number of rows, once it is known to divide: they would be cut off."""
-  divides = tf.debugging.assert_equal(
-    rows % count,
-    tf.constant(0, rows.dtype),
-    f"axis 0 must divide into {count} towers",
-  )
-  with tf.control_dependencies([] if divides is None else [divides]):
+  checks = [
+    tf.debugging.assert_equal(
+      rows % count,
+      tf.constant(0, rows.dtype),
+      f"axis 0 must divide into {count} towers",
+    ),
+    tf.debugging.assert_positive(rows, "axis 0 must not be empty"),
+  ]
+  with tf.control_dependencies(
+    [check for check in checks if check is not None]
+  ):
     return tf.identity(rows)
 
 

@@ -16,8 +16,9 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard import arguments, scaling, sparse
+from tf_cross_shard import arguments, scaling
 from tf_cross_shard.clipping import Gradient
+from tf_cross_shard.towers import adding
 
 # Applies sums of gradients, by optimizer's own means, and answers the count.
 Apply = Callable[[list[Gradient], list[Any]], Any]
@@ -25,6 +26,10 @@ Apply = Callable[[list[Gradient], list[Any]], Any]
 # Begins an update by the optimizer that a tower made for its so-manyth call, or
 # by one that was there before.
 Updating = Callable[[int | None], contextlib.AbstractContextManager[Any]]
+
+# What an optimizer that towers make is called without numbers, and its
+# variables; by the place of its call, and by that name if its state has it too.
+Orders = dict[tuple[int, str], tuple[str, list[Any]]]
 
 _here = threading.local()  # Replicas may be threads, each with its towers.
 _used = threading.Event()
@@ -40,8 +45,10 @@ class Call:
     grads: The gradients.
     variables: What they belong to.
     apply: Applies sums in place of the gradients.
+    check: Raises an error if the optimizer cannot update these variables. It
+      changes nothing.
     prepare: Makes ready for all variables that the optimizer is to update in
-      the step, or raises an error.
+      the step.
   """
 
   owner: Any
@@ -49,6 +56,7 @@ class Call:
   grads: Sequence[Gradient]
   variables: Sequence[Any]
   apply: Apply
+  check: Callable[[list[Any]], None]
   prepare: Callable[[list[Any]], None]
 
 
@@ -69,6 +77,7 @@ class Towers:
     reduction: str,
     trains: bool = True,
     updating: Updating = contextlib.nullcontext,
+    orders: Orders | None = None,
   ) -> None:
     """Starts before the first tower.
 
@@ -78,9 +87,12 @@ class Towers:
       trains: Whether this is a step that trains.
       updating: Begins an update, and takes which of a tower's calls it is; None
         by an optimizer that was there before.
+      orders: What the optimizers that towers made were built on in the steps
+        before; added to.
     """
     self.count = count
     self._updating = updating
+    self._orders: Orders = {} if orders is None else orders
     self._next = 0
     self.trains = trains
     self.reduction = reduction
@@ -172,11 +184,12 @@ class Towers:
           f"called {call.optimizer} where tower 0 called {first.optimizer}"
         )
       )
-    if set(map(_key, first.variables)) != set(map(_key, call.variables)):
+    if adding.counted(first.variables) != adding.counted(call.variables):
       raise ValueError(
         self._odd(
           f"called {call.optimizer} with the variables"
-          f" {_names(call.variables)}, tower 0 with {_names(first.variables)}"
+          f" {adding.names(call.variables)}, tower 0 with"
+          f" {adding.names(first.variables)}"
         )
       )
 
@@ -192,7 +205,7 @@ class Towers:
     return any(owner is each for each in self.made)
 
   @contextlib.contextmanager
-  def update(self, owner: Any, place: int | None = None) -> Iterator[None]:
+  def update(self, owner: Any, place: int | None = None) -> Iterator[int]:
     """Begins an update by an optimizer.
 
     Args:
@@ -200,20 +213,70 @@ class Towers:
       place: Which of a tower's calls it is; None for the next one.
 
     Yields:
-      None.
+      The place.
     """
     if place is None:
       place, self._next = self._next, self._next + 1
     with self._updating(place if self.is_made_here(owner) else None):
-      yield
+      yield place
 
   def prepare(self) -> None:
     """Makes slots, and finds what cannot be applied, before anything is."""
     last = self._calls[-1]
-    for place, call in enumerate(last):
-      calls = [each for each in last if each.owner is call.owner]
+    wanted = [
+      [v for each in last if each.owner is call.owner for v in each.variables]
+      for call in last
+    ]
+    for call, variables in zip(last, wanted, strict=True):
+      call.check(variables)
+    for call in (call for calls in self._calls for call in calls):
+      for grad, variable in zip(call.grads, call.variables, strict=True):
+        arguments.check_rows(grad, variable)
+    ordered = [
+      self.in_order(call.owner, call.optimizer, place, variables)
+      for place, (call, variables) in enumerate(zip(last, wanted, strict=True))
+    ]
+    for place, (call, variables) in enumerate(zip(last, ordered, strict=True)):
       with self.update(call.owner, place):
-        call.prepare([v for each in calls for v in each.variables])
+        call.prepare(variables)
+
+  def in_order(
+    self, owner: Any, optimizer: str, place: int, variables: Sequence[Any]
+  ) -> list[Any]:
+    """What to build an optimizer on: slots are found again by their order.
+
+    Args:
+      owner: The optimizer.
+      optimizer: What it is called.
+      place: Which of a tower's calls it is.
+      variables: What it is to update.
+
+    Returns:
+      Each variable once; of an optimizer that is made in every call, in the
+      order of the first.
+
+    Raises:
+      ValueError: If such a one had other variables before; of tf_keras also if
+        it was another one.
+    """
+    unique = {adding.key(variable): variable for variable in variables}
+    if not self.is_made_here(owner):
+      return list(unique.values())
+    mine = _unnumbered(optimizer)
+    by_name = getattr(owner, "_state_has_its_name", True)
+    known, first = self._orders.setdefault(
+      (place, mine if by_name else ""), (mine, list(unique.values()))
+    )
+    if known != mine or set(map(adding.key, first)) != set(unique):
+      remedy = "Make it outside of model_fn"
+      if by_name:
+        remedy += ", or give each optimizer a name of its own"
+      raise ValueError(
+        f"`model_fn` makes {optimizer} for {adding.names(variables)}, and in its"
+        f" place made {known} for {adding.names(first)} before. What that has"
+        f" kept would be taken for this one's. {remedy}. Nothing was applied."
+      )
+    return [unique[adding.key(variable)] for variable in first]
 
   def apply(self) -> Any:
     """Sums every call over the towers and applies each sum once.
@@ -226,11 +289,16 @@ class Towers:
     # No variable changes before all gradients are there: an error in any of
     # them leaves the step undone. In eager execution they are there.
     result: Any = None
-    with tf.control_dependencies(_tensors(every)):
+    with tf.control_dependencies(adding.tensors(every)):
       for place, same in enumerate(calls):
         variables = list(same[-1].variables)
         with self.update(same[-1].owner, place):
-          result = same[-1].apply(_total(same, variables), variables)
+          result = same[-1].apply(
+            adding.total(
+              [(each.grads, each.variables) for each in same], variables
+            ),
+            variables,
+          )
     return result
 
   def note_scaled(self, owner: Any) -> None:
@@ -378,55 +446,3 @@ def _program() -> Any:
 def _unnumbered(name: str) -> str:
   """A name without the number that Keras made it unique by."""
   return re.sub(r"_\d+", "", name)
-
-
-def _total(calls: Sequence[Call], variables: Sequence[Any]) -> list[Gradient]:
-  """The sum over towers for each variable, in one order."""
-  terms: dict[int, list[Gradient]] = {_key(v): [] for v in variables}
-  for call in calls:
-    for grad, variable in zip(call.grads, call.variables, strict=True):
-      terms[_key(variable)].append(grad)
-  return [_add(terms[_key(v)], v) for v in variables]
-
-
-def _add(grads: Sequence[Gradient], variable: Any) -> Gradient:
-  """A sum that stays row-sparse if all terms are; None without any."""
-  present = [grad for grad in grads if grad is not None]
-  if not present:
-    return None
-  if len({grad.dtype for grad in present}) > 1:
-    present = [sparse.cast(grad, variable) for grad in present]
-  if all(isinstance(grad, tf.IndexedSlices) for grad in present):
-    rows = tf.IndexedSlices(
-      tf.concat([grad.values for grad in present], axis=0),
-      tf.concat([grad.indices for grad in present], axis=0),
-      present[0].dense_shape,
-    )
-    return sparse.merge_duplicates(rows)
-  return tf.add_n(
-    [
-      sparse.to_dense(grad, variable)
-      if isinstance(grad, tf.IndexedSlices)
-      else grad
-      for grad in present
-    ]
-  )
-
-
-def _tensors(grads: Sequence[Gradient]) -> list[tf.Tensor]:
-  """What has to be there before gradients can be added."""
-  return [
-    grad.values if isinstance(grad, tf.IndexedSlices) else grad
-    for grad in grads
-    if grad is not None
-  ]
-
-
-def _key(variable: Any) -> int:
-  """What a variable is known by: Keras may wrap one in several objects."""
-  return id(arguments.native(variable))
-
-
-def _names(variables: Sequence[Any]) -> list[str]:
-  """The names of variables, for errors."""
-  return [str(getattr(v, "path", None) or v.name) for v in variables]

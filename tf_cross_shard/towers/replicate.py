@@ -75,6 +75,7 @@ class ReplicatedModelFn:
     self._devices = None if devices is None else _as_devices(devices)
     self._shared = sharing.SharedVariables()
     self._metrics: dict[tuple[str, str], Any] = {}
+    self._orders: collecting.Orders = {}
 
   @property
   def devices(self) -> list[str]:
@@ -121,10 +122,15 @@ class ReplicatedModelFn:
     devices = self._check(labels, mode)
     parts = batch.split("features", features, len(devices))
     labels_parts = batch.split("labels", labels, len(devices))
+    batch.check_alike(features, labels)
     options = self._options({"mode": mode, "params": params, "config": config})
     trains = mode == spec_lib.ModeKeys.TRAIN
     towers = collecting.Towers(
-      len(devices), self._reduction, trains, self._shared.updating
+      len(devices),
+      self._reduction,
+      trains,
+      self._shared.updating,
+      self._orders,
     )
     specs = []
     with self._shared.kept():
@@ -291,7 +297,7 @@ def replicate_model_fn(
   Raises:
     ValueError: If `loss_reduction` is `"none"` or unknown, if `devices` holds
       no devices of this machine, or if `model_fn` is replicated already.
-    TypeError: If `model_fn` is no function.
+    TypeError: If `model_fn` is no function, or `devices` holds no names.
 
   References:
     tf.contrib.estimator.replicate_model_fn, which this brings to TensorFlow 2.
@@ -301,10 +307,19 @@ def replicate_model_fn(
 
 def _own(options: dict[str, Any]) -> dict[str, Any]:
   """Arguments for one tower: what it changes is not to be another's."""
-  params = options.get("params")
-  if isinstance(params, dict):
-    return {**options, "params": copy.copy(params)}
-  return options
+  return {
+    name: _copied(value) if name == "params" else value
+    for name, value in options.items()
+  }
+
+
+def _copied(value: Any) -> Any:
+  """A copy of dictionaries and lists; what they hold stays what it is."""
+  if isinstance(value, dict):
+    again = copy.copy(value)  # of its own class, which may order its keys
+    again.update({key: _copied(each) for key, each in value.items()})
+    return again
+  return list(map(_copied, value)) if type(value) is list else value
 
 
 def _on(device: str) -> contextlib.AbstractContextManager[Any]:
@@ -342,7 +357,16 @@ def _loss_reduction(loss_reduction: Any) -> str:
 
 def _as_devices(devices: Any) -> list[str]:
   """The names of devices that are there."""
-  names = [devices] if isinstance(devices, str) else list(devices)
+  try:
+    given = [devices] if isinstance(devices, str) else list(devices)
+    names = [getattr(each, "name", each) for each in given]
+    if not all(isinstance(name, (str, type(None))) for name in names):
+      raise TypeError
+  except TypeError:
+    raise TypeError(
+      f"`devices` must hold names of devices; got {devices!r}. Use for example"
+      ' ["GPU:0", "GPU:1"], or tf.config.list_logical_devices("GPU").'
+    ) from None
   if not names:
     raise ValueError(
       "`devices` must name at least one device; got []. Leave it None to take"
@@ -353,7 +377,7 @@ def _as_devices(devices: Any) -> list[str]:
   for name in names:
     try:
       wanted = tf.DeviceSpec.from_string(name or "")
-    except ValueError:
+    except (AttributeError, ValueError):
       wanted = None
     if name and not any(_is_in(wanted, spec) for spec in specs):
       raise ValueError(
@@ -368,7 +392,10 @@ def _is_in(wanted: tf.DeviceSpec | None, device: tf.DeviceSpec) -> bool:
   """Whether a device is what a name asks for."""
   if wanted is None or wanted.device_type != device.device_type:
     return False
-  return wanted.device_index in (device.device_index, None)
+  return all(
+    getattr(wanted, part) in (getattr(device, part), None)
+    for part in ("job", "replica", "task", "device_index")
+  )
 
 
 def _local_devices() -> list[str]:
