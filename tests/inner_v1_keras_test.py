@@ -203,7 +203,14 @@ def _check_slots(
 
 
 @pytest.mark.parametrize(
-  "kind", ["momentum", "rmsprop_centered", "adadelta", "ftrl_shrinkage_beta"]
+  "kind",
+  [
+    "momentum",
+    "adagrad",
+    "rmsprop_centered",
+    "adadelta",
+    "ftrl_shrinkage_beta",
+  ],
 )
 @pytest.mark.parametrize("which", KERASES)
 def test_duplicate_rows_without_cross_shard(which: str, kind: str) -> None:
@@ -215,6 +222,38 @@ def test_duplicate_rows_without_cross_shard(which: str, kind: str) -> None:
     ours.apply_gradients([(grad, variable)])
   _check(variable, other)
   assert np.abs(variable.numpy() - _first()).max() > 0.01
+
+
+@pytest.mark.parametrize("within", ["eager", "graph", "compiled"])
+@pytest.mark.parametrize(
+  ("dtype", "initial"), [("float32", 1e-40), ("float16", 1e-8)]
+)
+@pytest.mark.parametrize("which", KERASES)
+def test_adagrad_with_an_accumulator_of_0(
+  which: str, dtype: str, initial: float, within: str
+) -> None:
+  """It is rounded to that. Divided by its root, rows not touched are NaN."""
+  theirs = train.AdagradOptimizer(0.1, initial)
+  ours = KERASES[which].CrossShardOptimizer(
+    train.AdagradOptimizer(0.1, initial)
+  )
+  variable, other = (tf.Variable(tf.ones([4, 1], dtype)) for _ in range(2))
+  ours.build([variable])
+
+  def step(values: tf.Tensor, rows: tf.Tensor) -> None:
+    grad = tf.IndexedSlices(values, rows, tf.constant([4, 1]))
+    ours.apply_gradients([(grad, variable)])
+
+  if within != "eager":
+    step = tf.function(step, jit_compile=within == "compiled")
+  for rows in ([1], [1, 3, 1]):
+    values = tf.ones([len(rows), 1], dtype)
+    grad = tf.IndexedSlices(values, tf.constant(rows), tf.constant([4, 1]))
+    theirs.apply_gradients([(grad, other)])
+    step(values, tf.constant(rows))
+    _check(variable, other, 1e-3 if dtype == "float16" else BOUND)
+  assert np.isfinite(other.numpy()).all()
+  assert (other.numpy() != 1.0).ravel().tolist() == [False, True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -357,10 +396,47 @@ def test_noisy_schedule(which: str) -> None:
   assert abs(float(noisy.learning_rate) - float(linear())) > 1e-3
 
 
+@pytest.mark.parametrize("compiled", [None, False, True], ids=str)
 @pytest.mark.parametrize("which", KERASES)
-def test_a_function_is_called_in_every_step(which: str) -> None:
+def test_large_boundaries(which: str, compiled: bool | None) -> None:
+  """As float32, the boundary and the next step would be one number."""
+  last = 30000001
+  count = tf.Variable(last - 1, dtype=tf.int64)
+  schedule = train.piecewise_constant(count, [5, last], [4.0, 1.0, 0.25])
+  opt = train.GradientDescentOptimizer(schedule)
+  first = KERASES[which].CrossShardOptimizer(opt)
+  for ours in (first, pickle.loads(pickle.dumps(first))):
+    weight = tf.Variable(0.0, name="weight")
+    ours.build([weight])
+
+    def apply(ours: Any = ours, weight: Any = weight) -> None:
+      ours.apply_gradients([(-tf.ones([]), weight)])
+
+    step = apply
+    if compiled is not None:
+      step = tf.function(apply, jit_compile=compiled)
+    moved = []
+    for _ in range(4):
+      weight.assign(0.0)
+      step()
+      moved.append(float(weight.numpy()))
+    # Version 1 changes after the boundary itself.
+    expected = []
+    for steps in range(last - 1, last + 3):
+      count.assign(steps)
+      expected.append(float(schedule()))
+    assert moved == expected == [1.0, 1.0, 0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+  "wrap", [float, tf.constant, lambda x: tf.minimum(x, 1.0)]
+)
+@pytest.mark.parametrize("which", KERASES)
+def test_a_function_is_called_in_every_step(
+  which: str, wrap: Callable[[float], Any]
+) -> None:
   rates = {"now": 0.5}
-  opt = train.GradientDescentOptimizer(lambda: rates["now"])
+  opt = train.GradientDescentOptimizer(lambda: wrap(rates["now"]))
   ours = KERASES[which].CrossShardOptimizer(opt)
   weight = tf.Variable(0.0)
   step = tf.function(lambda: ours.apply_gradients([(tf.ones([]), weight)]))
@@ -369,6 +445,27 @@ def test_a_function_is_called_in_every_step(which: str) -> None:
   rates["now"] = 0.25
   step()
   assert float(weight.numpy()) == -0.75
+
+
+@pytest.mark.parametrize("which", KERASES)
+def test_a_function_is_called_in_every_step_of_fit(which: str) -> None:
+  library = {"keras3": keras, "tf_keras": tf_keras}[which]
+  rates = {"now": 0.25}
+  opt = train.GradientDescentOptimizer(lambda: tf.constant(rates["now"]))
+  model = library.Sequential(
+    [library.Input((1,)), library.layers.Dense(1, use_bias=False)]
+  )
+  ours = KERASES[which].CrossShardOptimizer(opt)
+  # Keras 3 would compile on a GPU, and Python is not compiled.
+  model.compile(ours, "mse", jit_compile=False)
+  before = model.get_weights()[0]
+  x = np.ones((4, 1), "float32")
+  model.fit(x, x + 1.0, epochs=2, verbose=0)
+  after = model.get_weights()[0]
+  assert (after != before).any()
+  rates["now"] = 0.0
+  model.fit(x, x + 1.0, epochs=2, verbose=0)
+  np.testing.assert_array_equal(model.get_weights()[0], after)
 
 
 @pytest.mark.parametrize("which", KERASES)
@@ -430,7 +527,14 @@ def test_schedules_come_back(which: str, schedule: str) -> None:
 
 
 @pytest.mark.parametrize(
-  "kind", ["nesterov", "rmsprop_centered", "adadelta", "ftrl_shrinkage_beta"]
+  "kind",
+  [
+    "nesterov",
+    "adagrad",
+    "rmsprop_centered",
+    "adadelta",
+    "ftrl_shrinkage_beta",
+  ],
 )
 @pytest.mark.parametrize(
   ("which", "file"),
@@ -496,14 +600,11 @@ def test_graphs_of_adam_stay_small(which: str, beta: float) -> None:
 @pytest.mark.parametrize("which", KERASES)
 def test_keras_own_classes_where_they_do(which: str) -> None:
   library = {"keras3": keras, "tf_keras": tf_keras}[which].optimizers
-  for kind, own in (
-    ("descent", library.SGD),
-    ("adagrad", library.Adagrad),
-  ):
-    assert type(CONVERT[which](KINDS[kind](0.05))) is own
+  assert type(CONVERT[which](KINDS["descent"](0.05))) is library.SGD
   for kind, derived in (
     ("momentum", library.SGD),
     ("adam", library.Adam),
+    ("adagrad", library.Adagrad),
     ("rmsprop", library.RMSprop),
     ("adadelta", library.Adadelta),
     ("ftrl", library.Ftrl),

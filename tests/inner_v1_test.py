@@ -144,6 +144,20 @@ class TestRate:
     assert found.kind == "ExponentialDecay"
     assert found.settings["decay_rate"] == pytest.approx(np.exp(-0.75))
 
+  @pytest.mark.parametrize("kind", [int, np.int64, tf.convert_to_tensor])
+  def test_boundaries_stay_whole(self, kind: Callable[[int], Any]) -> None:
+    """As float32, 30000001 and its neighbours are one number."""
+    step = tf.Variable(0, dtype=tf.int64)
+    boundaries = [kind(30000001), kind(5 * 10**8)]
+    decay = train.piecewise_constant(step, boundaries, [4, 2, 1])
+    found = v1.recipe(train.AdagradOptimizer(decay)).rate
+    assert isinstance(found, v1_rates.Decay)
+    boundaries, values = (found.settings[k] for k in ("boundaries", "values"))
+    assert boundaries == [30000001, 5 * 10**8]
+    assert [type(x) for x in boundaries] == [int, int]
+    # Of integers Keras would make a rate that is one.
+    assert [type(x) for x in values] == [float] * 3
+
   def test_a_step_that_is_a_number_stays_it(self) -> None:
     decay = train.exponential_decay(0.5, 10, 10, 0.75)
     assert v1.recipe(train.AdagradOptimizer(decay)).rate == 0.375
@@ -184,6 +198,104 @@ class TestPresent:
     assert float(run()) == 0.5
     rates["now"] = tf.constant(0.25)
     assert float(run()) == 0.25
+
+  @pytest.mark.parametrize(
+    "wrap",
+    [
+      tf.constant,
+      lambda x: tf.minimum(x, 1.0),
+      lambda x: tf.reduce_mean(tf.fill([200], x)),
+      lambda x: tf.cond(
+        tf.greater(x, 0.0), lambda: tf.identity(x), lambda: -1.0
+      ),
+    ],
+    ids=["constant", "minimum", "large", "branch"],
+  )
+  @pytest.mark.parametrize("kind", [float, tf.constant, np.float32])
+  def test_what_is_made_of_them_is_not_frozen(
+    self, kind: Callable[[float], Any], wrap: Callable[[Any], Any]
+  ) -> None:
+    rates = {"now": kind(0.5)}
+    present = functools.partial(v1_rates.present, lambda: wrap(rates["now"]))
+
+    @tf.function(autograph=False)
+    def run() -> tuple[Any, Any]:
+      # A graph keeps an eager tensor that it uses, here before it is asked for.
+      return tf.add(rates["now"], 1.0), present()
+
+    assert float(run()[1]) == float(present()) == 0.5
+    rates["now"] = kind(0.25)
+    assert float(run()[1]) == float(present()) == 0.25
+
+  def test_a_large_eager_tensor_is_not_frozen(self) -> None:
+    """A graph captures those that are not small, as it does variables."""
+    rates = {"now": tf.fill([200], 0.5)}
+    run = tf.function(
+      lambda: v1_rates.present(lambda: tf.reduce_mean(rates["now"])),
+      autograph=False,
+    )
+    assert float(run()) == 0.5
+    rates["now"] = tf.fill([200], 0.25)
+    assert float(run()) == 0.25
+
+  def test_a_function_does_once_per_step_what_it_does(self) -> None:
+    calls, count = [], tf.Variable(0)
+
+    def rate() -> tf.Tensor:
+      calls.append("call")
+      count.assign_add(1)
+      return tf.constant(0.5)
+
+    run = tf.function(lambda: v1_rates.present(rate), autograph=False)
+    run.get_concrete_function()
+    assert (len(calls), int(count)) == (1, 0)
+    for step in (1, 2, 3):
+      run()
+      assert (len(calls), int(count)) == (1 + step, step)
+
+  @pytest.mark.parametrize("compiled", [False, True])
+  def test_what_is_made_of_variables_is_read_without_python(
+    self, compiled: bool
+  ) -> None:
+    rate, calls = tf.Variable(0.5), []
+
+    def half() -> tf.Tensor:
+      calls.append("call")
+      return tf.cond(rate > 0.0, lambda: rate / 2.0, lambda: 0.0)
+
+    run = tf.function(
+      lambda: v1_rates.present(half), autograph=False, jit_compile=compiled
+    )
+    assert float(run()) == 0.25
+    rate.assign(0.25)
+    assert float(run()) == 0.125
+    assert len(calls) <= 2
+
+  def test_tensors_of_the_step_are_read_without_python(self) -> None:
+    """Which cannot be read out of it, were they constants of its graph."""
+    rates: dict[str, Any] = {}
+    given = functools.partial(v1_rates.present, lambda: rates["given"] * 2.0)
+
+    @tf.function(autograph=False)
+    def run(given_rate: tf.Tensor) -> tuple[Any, ...]:
+      rates.update(given=given_rate, made=tf.constant(0.125))
+      return (
+        v1_rates.present(lambda: rates["given"]),
+        given(),
+        tf.cond(given_rate > 0.0, given, lambda: 0.0),
+        v1_rates.present(lambda: rates["made"]),
+        v1_rates.present(lambda: rates["made"] * 2.0),
+      )
+
+    for rate in (0.5, 0.25):
+      results = [float(x) for x in run(tf.constant(rate))]
+      assert results == [rate, 2 * rate, 2 * rate, 0.125, 0.25]
+
+  def test_random_numbers_are_drawn_in_every_step(self) -> None:
+    run = tf.function(
+      lambda: v1_rates.present(lambda: tf.random.uniform([])), autograph=False
+    )
+    assert len({float(run()) for _ in range(5)}) > 1
 
   def test_variables_are_read_without_python(self) -> None:
     """`py_function` cannot be compiled for a TPU; a variable can."""
@@ -367,6 +479,19 @@ class TestWarnings:
     v1.recipe(train.MomentumOptimizer(0.1, np.float64(0.9)))
     [line] = lines
     assert "`momentum` of tf.compat.v1.train.MomentumOptimizer is float" in line
+
+  @pytest.mark.parametrize("argument", ["accum_name", "linear_name"])
+  def test_of_names_of_slots(
+    self, argument: str, monkeypatch: pytest.MonkeyPatch
+  ) -> None:
+    lines = _logged(monkeypatch, "warning")
+    v1.recipe(train.FtrlOptimizer(0.5))
+    assert lines == []
+    v1.recipe(train.FtrlOptimizer(0.5, name="mine", **{argument: "acc"}))
+    [line] = lines
+    assert "train.FtrlOptimizer 'mine', its accum_name and linear_name" in line
+    assert "are not kept. tf_cross_shard.migration.convert_checkpoint" in line
+    assert "weight/mine and weight/mine_1." in line
 
   def test_of_slots_that_are_lost(
     self, monkeypatch: pytest.MonkeyPatch

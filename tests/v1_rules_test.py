@@ -77,6 +77,9 @@ def _ftrl(shrinkage: float, power: float, l1: float) -> Case:
 CASES = {
   "momentum": _momentum(nesterov=False),
   "nesterov": _momentum(nesterov=True),
+  "adagrad": Case(
+    v1_rules.adagrad, {"accum": 0.1}, "Adagrad", {}, {"epsilon": 0.0}, {}
+  ),
   "rmsprop": _rmsprop(centered=False),
   "centered": _rmsprop(centered=True),
   "adadelta": Case(
@@ -105,6 +108,7 @@ def _handles(case: Case, variables: list[Any]) -> dict[str, Any]:
   """The variable and the slots, by the kernel's names."""
   names = {
     "Momentum": ("var", "accum"),
+    "Adagrad": ("var", "accum"),
     "RMSProp": ("var", "ms", "mom"),
     "CenteredRMSProp": ("var", "mg", "ms", "mom"),
     "Adadelta": ("var", "accum", "accum_update"),

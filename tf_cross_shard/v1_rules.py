@@ -8,8 +8,8 @@ values of its slots, and answers the new ones. Keras differs in four things:
 - Its moving average of squares starts at 0 in RMSprop, in version 1 at 1.
 - Adam's powers of beta are products that are rounded in every step, and lose
   half of the digits where they are subtracted from 1.
-- Under a row-sparse gradient it decays and moves all rows, or sees each of
-  them; version 1 touches the rows of the gradient only, of the slots too.
+- Under a row-sparse gradient it decays, moves or divides all rows, or sees each
+  of them; version 1 touches the rows of the gradient only, of the slots too.
 
 Hyperparameters are rounded to float32 first and to the variable's type then,
 as version 1 rounds them.
@@ -217,6 +217,45 @@ def _powers(beta: float) -> np.ndarray:
     count = math.ceil(math.log(2.0**-25) / math.log(beta))
   factors = np.full(min(count, 1 << 18), beta, np.float32)
   return np.multiply.accumulate(factors)
+
+
+def adagrad(
+  grad: tf.Tensor,
+  var: tf.Tensor,
+  slots: Values,
+  *,
+  rate: Any,
+  epsilon: Any,
+) -> tuple[tf.Tensor, Values]:
+  """Divides by the root of a sum of squares.
+
+      accum = accum + grad^2
+      var   = var - rate * grad / sqrt(accum + epsilon)
+
+  >>> var, slots = adagrad(
+  ...   tf.constant(3.0),
+  ...   tf.constant(1.0),
+  ...   {"accum": tf.constant(16.0)},
+  ...   rate=0.5,
+  ...   epsilon=0.0,
+  ... )
+  >>> round(float(var), 6), float(slots["accum"])
+  (0.7, 25.0)
+
+  Args:
+    grad: The gradient.
+    var: The value of the variable.
+    slots: `accum`.
+    rate: The learning rate.
+    epsilon: What keeps the root from 0, inside of it.
+
+  Returns:
+    The new value, and those of the slots.
+  """
+  rate, epsilon = _cast(var, rate, epsilon)
+  accum = slots["accum"] + grad * grad
+  step = grad * rate * tf.math.rsqrt(accum + epsilon)
+  return var - step, {"accum": accum}
 
 
 def rmsprop(

@@ -274,6 +274,15 @@ def _check_types(opt: Any, kind: _Kind, source: str) -> None:
 
 def _warn(opt: Any, recipe: Recipe) -> None:
   """Says what is lost, once."""
+  names = ("accum_name", "linear_name")
+  if any(getattr(opt, f"_{name}", None) for name in names):
+    logging.warning(
+      "The slots' names of %s %r, its accum_name and linear_name, are not kept."
+      " tf_cross_shard.migration.convert_checkpoint does not know them either:"
+      " before you convert a checkpoint, name its slots after the optimizer,"
+      " such as weight/%s and weight/%s_1.",
+      *(recipe.source, recipe.name, opt.get_name(), opt.get_name()),
+    )
   if opt.variables() or opt._deferred_slot_restorations:
     logging.warning(
       "%s %r was used before: its slots are not carried over, and training"

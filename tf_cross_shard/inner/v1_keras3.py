@@ -48,6 +48,22 @@ class V1Adam(keras.optimizers.Adam):
 
 
 @_register
+class V1Adagrad(keras.optimizers.Adagrad):
+  """Adagrad that divides only a sparse gradient's rows, as version 1's."""
+
+  slots_as_v1 = True  # for migration.convert_checkpoint
+
+  def update_step(
+    self, gradient: Any, variable: Any, learning_rate: Any
+  ) -> None:
+    """Updates `variable` by `gradient` at `learning_rate`."""
+    index = self._get_variable_index(variable)
+    v1_updates.adagrad(
+      self, index, _ready(gradient, variable), variable, learning_rate
+    )
+
+
+@_register
 class V1RMSProp(keras.optimizers.RMSprop):
   """RMSprop whose average of squares starts at 1, as version 1's."""
 
@@ -131,7 +147,7 @@ class V1Function(
 _CLASSES: Final[dict[str, Any]] = {
   "SGD": keras.optimizers.SGD,
   "Adam": V1Adam,
-  "Adagrad": keras.optimizers.Adagrad,
+  "Adagrad": V1Adagrad,
   "Momentum": V1Momentum,
   "RMSProp": V1RMSProp,
   "Adadelta": V1Adadelta,

@@ -119,22 +119,27 @@ def present(function: Callable[[], Any]) -> tf.Tensor:
   0.5
 
   Args:
-    function: Takes nothing and answers a number, a tensor or a variable. May
-      be called more often than once per step.
+    function: Takes nothing and answers a number, a tensor or a variable. Is
+      called twice at most while a graph is traced, and then once per step if
+      the graph alone would not see a change.
 
   Returns:
     A float32 scalar.
   """
-  value = function()
-  is_fixed = isinstance(value, (int, float, np.ndarray, np.generic)) or (
-    isinstance(value, tf.Tensor) and not tf.is_symbolic_tensor(value)
-  )
-  if is_fixed and not tf.executing_eagerly():
+  if tf.executing_eagerly():
+    return tf.cast(tf.convert_to_tensor(function()), tf.float32)
+  # What it does on its way, such as printing, is not to stay in the graph if
+  # it is called in every step.
+  with tf.__internal__.FuncGraph("rate").as_default() as scratch:
+    value = function()
+  if _is_fixed(value, scratch):
     # As it is, the graph that is being traced would keep it for good.
     value = tf.py_function(
       lambda: tf.cast(function(), tf.float32), [], tf.float32
     )
     value.set_shape([])
+  elif getattr(value, "graph", None) is scratch:
+    value = function()
   return tf.cast(tf.convert_to_tensor(value), tf.float32)
 
 
@@ -222,13 +227,50 @@ def _decay(function: Callable[[], Any], source: str) -> Decay | float | None:
   return number(schedule(step), "learning_rate", source)
 
 
+def _is_fixed(value: Any, scratch: Any) -> bool:
+  """Whether a graph that keeps it would have the same in every step.
+
+  That is what depends on Python's values and eager tensors alone.
+
+  Args:
+    value: What the function answered.
+    scratch: The graph in which it was called.
+  """
+  if not isinstance(value, tf.Tensor):
+    return isinstance(value, (int, float, np.ndarray, np.generic))
+  if not tf.is_symbolic_tensor(value):
+    return True
+  if value.graph is not scratch:
+    return False
+  captured = {within.op.name: of for of, within in scratch.captures}
+  found, left = {value.op.name}, [value.op]
+  while left:
+    op = left.pop()
+    if op.op_def.is_stateful:  # It reads a variable, or draws.
+      return False
+    if op.type == "Placeholder":
+      of = captured.get(op.name)
+      if of is None or tf.is_symbolic_tensor(of):
+        return False
+    for before in (each.op for each in op.inputs):
+      if before.name not in found:
+        found.add(before.name)
+        left.append(before)
+  return True
+
+
 def _plain(value: Any, argument: str, source: str) -> Any:
   """A schedule's setting as Python's numbers, booleans and text."""
   if isinstance(value, (list, tuple)):
     return [_plain(each, argument, source) for each in value]
   if isinstance(value, (bool, str)):
     return value
-  return number(value, argument, source)
+  plain = number(value, argument, source)
+  # As floats, steps beyond 2^24 would be rounded. In what else there is, Keras
+  # would compute with integers.
+  if argument == "boundaries" and np.asarray(value).dtype.kind in "iu":
+    return int(np.asarray(value))
+  return plain
 
 
 def _is_variable(value: object) -> bool:

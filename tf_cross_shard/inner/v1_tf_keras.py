@@ -54,6 +54,18 @@ class V1Adam(_MergesOnce, tf_keras.optimizers.Adam):
 
 
 @_register
+class V1Adagrad(_MergesOnce, tf_keras.optimizers.Adagrad):
+  """Adagrad that computes by the same rule as in Keras 3."""
+
+  slots_as_v1 = True  # for migration.convert_checkpoint
+
+  def update_step(self, gradient: Any, variable: Any) -> None:
+    """Updates `variable` by `gradient`, whose rows stand once."""
+    index = self._index_dict[self._var_key(variable)]
+    v1_updates.adagrad(self, index, gradient, variable, self.learning_rate)
+
+
+@_register
 class V1RMSProp(_MergesOnce, tf_keras.optimizers.RMSprop):
   """RMSprop whose average of squares starts at 1, as version 1's."""
 
@@ -132,14 +144,14 @@ class V1Function(
 _CLASSES: Final[dict[str, Any]] = {
   "SGD": tf_keras.optimizers.SGD,
   "Adam": V1Adam,
-  "Adagrad": tf_keras.optimizers.Adagrad,
+  "Adagrad": V1Adagrad,
   "Momentum": V1Momentum,
   "RMSProp": V1RMSProp,
   "Adadelta": V1Adadelta,
   "Ftrl": V1Ftrl,
 }
 # HDF5 files look for a class by its bare name.
-for _class in (V1Momentum, V1Adam, V1RMSProp, V1Adadelta, V1Ftrl):
+for _class in (V1Momentum, V1Adam, V1Adagrad, V1RMSProp, V1Adadelta, V1Ftrl):
   tf_keras.saving.get_custom_objects()[_class.__name__] = _class
 
 

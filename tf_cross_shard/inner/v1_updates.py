@@ -60,6 +60,22 @@ def adam(optimizer: Any, index: int, grad: Any, var: Any, rate: Any) -> None:
   )
 
 
+def adagrad(optimizer: Any, index: int, grad: Any, var: Any, rate: Any) -> None:
+  """Updates as version 1's AdagradOptimizer.
+
+  Args:
+    optimizer: An Adagrad.
+    index: Where the variable stands among those it was built on.
+    grad: The gradient.
+    var: The variable.
+    rate: The learning rate.
+  """
+  rule = functools.partial(
+    v1_rules.adagrad, rate=rate, epsilon=optimizer.epsilon
+  )
+  _update(rule, grad, var, index, accum=optimizer._accumulators)
+
+
 def rmsprop(optimizer: Any, index: int, grad: Any, var: Any, rate: Any) -> None:
   """Updates as version 1's RMSPropOptimizer.
 

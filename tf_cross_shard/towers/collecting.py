@@ -272,8 +272,8 @@ class Towers:
       if by_name:
         remedy += ", or give each optimizer a name of its own"
       raise ValueError(
-        f"`model_fn` makes {optimizer} for {adding.names(variables)}, and in its"
-        f" place made {known} for {adding.names(first)} before. What that has"
+        f"`model_fn` makes {optimizer} for {adding.names(variables)}, and made"
+        f" {known} for {adding.names(first)} in its place before. What that has"
         f" kept would be taken for this one's. {remedy}. Nothing was applied."
       )
     return [unique[adding.key(variable)] for variable in first]
