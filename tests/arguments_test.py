@@ -206,6 +206,29 @@ def test_what_is_no_tensor_is_refused(gradient: Any) -> None:
   assert text.endswith(". Pass what a tape or compute_gradients() returned.")
 
 
+def test_a_reference_variable_is_refused() -> None:
+  """Version 1's kind, of which Keras knows nothing."""
+  with tf.Graph().as_default():
+    old = tf.compat.v1.get_variable("x", initializer=1.0, use_resource=False)
+    pair = (tf.constant(1.0), old)
+    text = words_of(TypeError, arguments.check_pairs, [pair])
+    assert "must hold resource variables; got <tf.Variable 'x:0'" in text
+    assert "enable_resource_variables()" in text
+    new = tf.compat.v1.get_variable("y", initializer=1.0, use_resource=True)
+    arguments.check_variable("var_list", new)
+
+
+@pytest.mark.parametrize("row", [-1, 2])
+def test_a_row_that_is_not_there_is_refused(row: int) -> None:
+  table = variable_named("table", tf.zeros([2, 1]))
+  rows = tf.IndexedSlices(tf.ones([2, 1]), [0, row])
+  text = words_of(ValueError, arguments.check_rows, rows, table)
+  low, high = sorted((0, row))
+  assert f"has 2, has the rows {low} to {high}. Look up" in text
+  arguments.check_rows(tf.IndexedSlices(tf.ones([2, 1]), [1, 0]), table)
+  arguments.check_rows(tf.IndexedSlices(tf.ones([0, 1]), []), table)
+
+
 @pytest.mark.parametrize(
   ("gradient", "shape", "expected"),
   [

@@ -2,6 +2,7 @@
 # keras: both
 # bazel: size=large timeout=long
 
+import contextlib
 import functools
 import json
 import math
@@ -132,6 +133,12 @@ def _convert(
     )
 
 
+def _left(name: str) -> dict[str, Any]:
+  """What plain Keras does without is to be allowed."""
+  dropped = [f".*/{slot}" for slot in sessions.PAIRS[name].dropped]
+  return {"allow_unmatched": dropped} if dropped else {}
+
+
 def _goes_on(training: sessions.Training, name: str, old: Saved) -> float:
   losses = training.train(BEFORE, AFTER)
   assert len(losses) == len(old.losses) == 20
@@ -150,13 +157,16 @@ def _goes_on(training: sessions.Training, name: str, old: Saved) -> float:
 def test_goes_on_as_version_1(maker: str, name: str, tmp_path: Path) -> None:
   old, before = saved(name), sessions.digests(saved(name).src)
   training = sessions.Training(lambda: MAKERS[maker](name))
-  done = _convert(training, old.src, tmp_path / "new")
+  done = _convert(training, old.src, tmp_path / "new", **_left(name))
   assert _deviation(training, name, old.at) < 1e-7
   assert int(training.optimizer.iterations) == BEFORE
   assert _goes_on(training, name, old) < LIMIT
   assert int(training.optimizer.iterations) == AFTER
   assert sessions.digests(old.src) == before
-  assert done.unmatched_in_checkpoint == done.unmatched_in_model == {}
+  dropped = sessions.PAIRS[name].dropped
+  left = {f"{path}/{slot}" for path in sessions.SHAPES for slot in dropped}
+  assert set(done.unmatched_in_checkpoint) == left
+  assert done.unmatched_in_model == {}
   assert done.path == str(tmp_path / "new")
   assert len(done.matched) == 4 * (1 + len(sessions.PAIRS[name].slots)) + 1
 
@@ -166,7 +176,7 @@ def test_without_slots_it_does_not(name: str, tmp_path: Path) -> None:
   """So that the test above can fail."""
   old = saved(name)
   training = sessions.Training(lambda: _wrapped(name))
-  _convert(training, old.src, tmp_path / "new")
+  _convert(training, old.src, tmp_path / "new", **_left(name))
   other = sessions.Training(lambda: _wrapped(name))
   other.model.set_weights(training.model.get_weights())
   assert _goes_on(other, name, old) > 1000 * LIMIT
@@ -177,7 +187,7 @@ def test_without_slots_it_does_not(name: str, tmp_path: Path) -> None:
 def test_restored_elsewhere(maker: str, name: str, tmp_path: Path) -> None:
   old, dst = saved(name), tmp_path / "new"
   first = sessions.Training(lambda: MAKERS[maker](name))
-  _convert(first, old.src, dst)
+  _convert(first, old.src, dst, **_left(name))
   assert sorted(p.name for p in tmp_path.iterdir()) == [
     "new.data-00000-of-00001",
     "new.index",
@@ -198,7 +208,8 @@ def test_restored_elsewhere(maker: str, name: str, tmp_path: Path) -> None:
 def test_goes_on_in_replicas(name: str, tmp_path: Path) -> None:
   strategy = testbed.mirrored()
   training = sessions.Training(lambda: _wrapped(name), strategy)
-  done = _convert(training, saved(name).src, tmp_path / "new")
+  src = saved(name).src
+  done = _convert(training, src, tmp_path / "new", **_left(name))
   assert len(done.matched) > len(sessions.SHAPES)
   for weight in training.model.weights:
     assert len(testbed.copies(weight)) == testbed.REPLICAS > 1
@@ -292,10 +303,7 @@ def test_momentum_under_a_schedule(nesterov: bool, tmp_path: Path) -> None:
     )
 
 
-V1_MADE = [n for n in STATEFUL if n != "Adagrad"]
-
-
-@pytest.mark.parametrize("name", V1_MADE)
+@pytest.mark.parametrize("name", STATEFUL)
 def test_goes_on_in_what_from_v1_makes(name: str, tmp_path: Path) -> None:
   old = saved(name)
   training = sessions.Training(
@@ -308,7 +316,7 @@ def test_goes_on_in_what_from_v1_makes(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(value, old.after[path], atol=LIMIT)
 
 
-@pytest.mark.parametrize("name", V1_MADE)
+@pytest.mark.parametrize("name", STATEFUL)
 def test_what_from_v1_makes_restored(name: str, tmp_path: Path) -> None:
   """Wrapped or not, by an optimizer of the same class."""
   old = saved(name)
@@ -467,6 +475,15 @@ def test_other_names_of_the_optimizer_and_scopes(tmp_path: Path) -> None:
       np.testing.assert_array_equal(testbed.copies(weight)[0], at[path])
 
 
+def test_a_name_with_a_slash(tmp_path: Path) -> None:
+  make = functools.partial(v1.train.AdamOptimizer, 0.1, name="my/adam")
+  old = _TwoWeights(tmp_path, "", [make])
+  made = migration.from_v1(make())
+  done = _goes_on_as(old, 0, made, tmp_path / "new", slots="my/adam")
+  assert "deep/w/my/adam_1" in done.matched.values()
+  assert done.unmatched_in_checkpoint == done.unmatched_in_model == {}
+
+
 def test_of_a_folder_the_latest(tmp_path: Path) -> None:
   old = saved("Adam")
   training = sessions.Training(lambda: _wrapped("Adam"))
@@ -518,6 +535,179 @@ def test_partitions_in_the_oldest_kind_of_file(tmp_path: Path) -> None:
   _refuses_one(
     src, tmp_path / "new", words, sgd, archive.CheckpointError, weight
   )
+
+
+class _TwoWeights:
+  """A partitioned weight and another, trained by version 1's optimizers."""
+
+  def __init__(
+    self,
+    folder: Path,
+    scope: str,
+    makers: list[Callable[[], Any]],
+    parts: int = 1,
+    is_mixed: bool = True,
+  ) -> None:
+    self._graph = tf.Graph()
+    with self._graph.as_default():
+      self.weights = []
+      shapes = {"deep/emb": (4, 2), "deep/w": (3, 2)}
+      for i, (name, shape) in enumerate(shapes.items()):
+        is_whole = is_mixed and i == 1
+        weight = v1.get_variable(
+          name,
+          shape,
+          initializer=v1.random_uniform_initializer(-1, 1, seed=i),
+          partitioner=None if is_whole else v1.fixed_size_partitioner(parts),
+        )
+        self.weights.append(tf.convert_to_tensor(weight))
+      step = v1.train.get_or_create_global_step()
+      loss = _loss(*self.weights)
+      around = v1.variable_scope(scope) if scope else contextlib.nullcontext()
+      with around:
+        self._train = [
+          make().minimize(loss, global_step=step) for make in makers
+        ]
+      self._session = v1.Session()
+      self._session.run(v1.global_variables_initializer())
+      self.train(range(len(makers)), 5)
+      self.src = v1.train.Saver().save(self._session, str(folder / "old"))
+
+  def train(self, which: Any, steps: int) -> list[Any]:
+    for _ in range(steps):
+      for i in which:
+        self._session.run(self._train[i])
+    return list(self._session.run(self.weights))
+
+
+def _loss(emb: Any, w: Any) -> Any:
+  return tf.reduce_sum(tf.sin(emb) ** 2) + tf.reduce_sum(emb[:3] * w + w**2)
+
+
+def _goes_on_as(
+  old: _TwoWeights, which: int, optimizer: Any, dst: Path, **options: Any
+) -> migration.Conversion:
+  """Both train for ten steps more."""
+  weights = [
+    tf.Variable(tf.zeros((4, 2)), name="deep/emb"),
+    tf.Variable(tf.zeros((3, 2)), name="deep/w"),
+  ]
+  done = migration.convert_checkpoint(
+    old.src, dst, weights, optimizer, **options
+  )
+  for _ in range(10):
+    with tf.GradientTape() as tape:
+      loss = _loss(*weights)
+    optimizer.apply_gradients(
+      zip(tape.gradient(loss, weights), weights, strict=True)
+    )
+  for weight, expected in zip(weights, old.train([which], 10), strict=True):
+    np.testing.assert_allclose(weight.numpy(), expected, atol=LIMIT)
+  return done
+
+
+# One letter is left of the name, all of it, more than it, and of the scope too.
+@pytest.mark.parametrize(
+  ("scope", "head"),
+  [
+    ("", "deep/emb"),
+    ("d", "deep/emb/0"),
+    ("dn", "deep/emb/_0"),
+    ("dnn", "deep/emb/t_0"),
+    ("dnnn", "deep/emb/rt_0"),
+    ("a/bcd", "deep/emb/art_0"),
+    ("a/bcde", "deep/emb/part_0"),
+    ("a/bcdef", "deep/emb//part_0"),
+    ("training", "deep/emb/b/part_0"),
+    ("a_scope_as_long", "deep/emb/deep/emb/part_0"),
+    ("a_scope/as_long_", "deep/emb//deep/emb/part_0"),
+    ("a_scope/as_long/too", "deep/emb/too/deep/emb/part_0"),
+  ],
+)
+@pytest.mark.parametrize("is_mixed", [True, False])
+def test_partitions_in_a_scope(
+  is_mixed: bool, scope: str, head: str, tmp_path: Path
+) -> None:
+  make = functools.partial(v1.train.AdamOptimizer, 0.1)
+  old = _TwoWeights(tmp_path, scope, [make], is_mixed=is_mixed)
+  for i, options in enumerate(({}, {"slots": "Adam"})):
+    if i:  # It has gone on.
+      (tmp_path / "again").mkdir()
+      old = _TwoWeights(tmp_path / "again", scope, [make], is_mixed=is_mixed)
+    done = _goes_on_as(
+      old, 0, migration.from_v1(make()), tmp_path / f"new{i}", **options
+    )
+    sources = set(done.matched.values())
+    assert {f"{head}/Adam", f"{head}/Adam_1"} <= sources
+    if is_mixed:
+      assert f"{scope}/deep/w/Adam".removeprefix("/") in sources
+    assert set(done.unmatched_in_checkpoint) <= {
+      f"{scope}/beta{n}_power" for n in (1, 2)
+    }
+    assert done.unmatched_in_model == {}
+
+
+def test_several_parts_in_a_scope(tmp_path: Path) -> None:
+  """Then none of the slots is whole, and none is taken."""
+  make = functools.partial(v1.train.AdagradOptimizer, 0.1)
+  old = _TwoWeights(tmp_path, "dnn", [make], parts=2)
+  weights = [
+    tf.Variable(tf.zeros((4, 2)), name="deep/emb"),
+    tf.Variable(tf.zeros((3, 2)), name="deep/w"),
+  ]
+  words = (
+    r"(?s)only:\n    deep/emb/t_0/Adagrad \[4, 2\]\n    deep/emb/t_1/Adagrad"
+    r".*optimizer only:\n    deep/emb/accumulator"
+  )
+  with pytest.raises(ValueError, match=words):
+    migration.convert_checkpoint(
+      old.src, tmp_path / "new", weights, migration.from_v1(make())
+    )
+
+
+ADAMS = [
+  functools.partial(v1.train.AdamOptimizer, rate, beta)
+  for rate, beta in ((0.1, 0.9), (0.01, 0.8), (0.02, 0.7))
+]
+MOMENTA = [
+  functools.partial(v1.train.MomentumOptimizer, 0.01, momentum)
+  for momentum in (0.9, 0.8, 0.7)
+]
+
+
+@pytest.mark.parametrize("scope", ["", "dnn"])
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("makers", [ADAMS, MOMENTA], ids=["Adam", "Momentum"])
+def test_one_of_three_of_one_class(
+  makers: list[Any], which: int, scope: str, tmp_path: Path
+) -> None:
+  count, name = (2, "Adam") if makers is ADAMS else (1, "Momentum")
+  slots = [name, *(f"{name}_{i}" for i in range(1, 3 * count))]
+  mine = slots[count * which : count * (which + 1)]
+  others = [f".*/{slot}" for slot in slots if slot not in mine]
+  powers = [
+    f".*beta[12]_power{suffix}"
+    for i, suffix in enumerate(("", "_1", "_2"))
+    if i != which and count == 2
+  ]
+  # All steps are in the global one, and each Adam's own in its powers.
+  powers += ["global_step"] if count == 2 else []
+  for i, options in enumerate(
+    (
+      {"allow_unmatched": [*others, *powers]},
+      {"allow_unmatched": [*others, *powers], "slots": mine[0]},
+      {"allow_unmatched": [f".*/{name}.*", *powers], "slots": mine[0]},
+    )
+  ):
+    (tmp_path / f"{i}").mkdir()
+    old = _TwoWeights(tmp_path / f"{i}", scope, makers)
+    made = migration.from_v1(makers[which]())
+    done = _goes_on_as(old, which, made, tmp_path / f"new{i}", **options)
+    ends = {s.split("/")[-1] for s in done.matched.values() if name in s}
+    assert ends == set(mine)
+    left = {s.split("/")[-1] for s in done.unmatched_in_checkpoint if name in s}
+    assert left == set(slots) - set(mine)
+    assert done.unmatched_in_model == {}
 
 
 def _renamed() -> Any:
@@ -1174,6 +1364,42 @@ Give"""
     assert "w/Momentum" in done.matched.values()
     assert done.unmatched_in_checkpoint == dict.fromkeys(left, (2,))
 
+  def test_two_of_one_class(self, tmp_path: Path) -> None:
+    numbers = range(4)
+    slots = ["w/Adam", *(f"w/Adam_{i}" for i in numbers[1:])]
+    values: dict[str, Any] = {s: [i, i + 0.5] for i, s in enumerate(slots)}
+    values |= {"w": [1.0, 2.0], "w/Momentum": [1.0, 1.0], "global_step": 1}
+    values["w/Momentum_1"] = [2.0, 2.0]
+    src, new = _small(tmp_path, values), tmp_path / "new"
+    optimizers = tf.keras.optimizers
+
+    def adam() -> Any:
+      return optimizers.Adam(0.5)
+
+    words = (
+      r"first slot may be `w/Adam` or `w/Adam_2` of the checkpoint\. Say"
+      r" `slots='Adam'` or `slots='Adam_2'`, or list in `allow_unmatched` the"
+      r" slots of the others, as \['w/Adam_2', 'w/Adam_3'\]\."
+    )
+    _refuses_one(src, new, words, adam())
+    _refuses_one(src, new, words, adam(), allow_unmatched=True)
+    words = r"may be `w/Momentum` or `w/Momentum_1` of the .*as \['w/Mo.*_1'\]"
+    sgd = optimizers.SGD(0.5, momentum=0.5)
+    _refuses_one(src, new, words, sgd, allow_unmatched=["w/Adam.*"])
+    # What is left of the other has no counterpart.
+    allowed = ["w/Momentum.*"]
+    words = r"(?s)the checkpoint only:\n    w/Adam \[2\]\n    w/Adam_1 \[2\]\nG"
+    _refuses_one(
+      src, new, words, adam(), slots="Adam_2", allow_unmatched=allowed
+    )
+    words = r"(?s)the checkpoint only:\n    w/Adam_3 \[2\]\nG"
+    allowed.append("w/Adam_2")
+    _refuses_one(src, new, words, adam(), allow_unmatched=allowed)
+    # No optimizer starts there.
+    for asked in ("Adam_1", "Adam_3", "Adam_4", "Adam_02"):
+      words = rf"`slots` is '{asked}', .* as many as Adam has\. It holds"
+      _refuses_one(src, new, words, adam(), slots=asked, allow_unmatched=True)
+
   def test_what_may_be_no_slot(self, tmp_path: Path) -> None:
     """An average of another name looks like a momentum."""
     values = {"w": [1.0, 2.0], "w/avg": [3.0, 4.0], "global_step": 1}
@@ -1384,6 +1610,91 @@ def test_families_that_are_asked_for() -> None:
     (None, {}),
   ):
     assert slot_names.families("SGD", ["w", "b"], names, asked) == found
+
+
+def test_families_of_several_of_one_name() -> None:
+  Family = slot_names.Family  # noqa: N806
+  names = ["w/Adam", "w/Adam_1", "w/Adam_2", "w/Adam_3", "b/Adam", "b/Adam_1"]
+  both = {
+    Family("", "Adam"): {"w": 2, "b": 2},
+    Family("", "Adam", 2): {"w": 2},
+  }
+  first, second = ({family: counts} for family, counts in both.items())
+
+  def found(*left_out: str, **options: Any) -> slot_names.Families:
+    return slot_names.families(
+      "Adam",
+      ["w", "b"],
+      names,
+      is_left_out=left_out.__contains__,
+      **options,
+    )
+
+  assert found(known=["Adam"]) == both
+  assert [f.called for f in both] == ["Adam", "Adam_2"]
+  assert [f.slot("w", 1) for f in both] == ["w/Adam_1", "w/Adam_3"]
+  # Of a name that tells nothing they may be anything.
+  assert found() == found(known=["other"]) == {Family("", "Adam"): {"b": 2}}
+  assert found("w/Adam_2", "w/Adam_3") == first
+  assert found(asked="Adam") == found(*names, asked="Adam") == first
+  assert found(asked="Adam_2") == found(*names, asked="Adam_2") == second
+  # Where there is one only, it is meant whatever is left out.
+  assert found(*names) == {Family("", "Adam"): {"b": 2}}
+  # Two that do not belong together.
+  assert found("w/Adam", "w/Adam_3") == {Family("", "Adam"): {"b": 2}}
+  assert found(asked="Adam_1") == {}
+  names[:] = ["w/my_1", "w/my_1_1", "w/a/my_2", "w/a/my_3"]
+  assert found(asked="my_1") == {Family("", "my_1"): {"w": 2}}
+  assert found(asked="a/my_2") == {Family("", "a/my", 2): {"w": 2}}
+  # A momentum's, and then Adam's.
+  names[:] = ["w/my", "w/my_1", "w/my_2"]
+  assert found(asked="my_1") == {}
+  assert found("w/my", asked="my_1") == found("w/my")
+  assert found("w/my") == {Family("", "my", 1): {"w": 2}}
+  for size, numbers in {2: (0, 2, 4), 3: (0, 3)}.items():
+    names[:] = ["w/R", *(f"w/R_{i}" for i in range(1, 6))]
+    assert slot_names.families(
+      "RMSprop", ["w"], names, known=["R"], size=size
+    ) == {Family("", "R", n): {"w": size} for n in numbers}
+
+
+def test_families_of_partitioned_variables() -> None:
+  Family = slot_names.Family  # noqa: N806
+
+  def found(*names: str, owners: str = "w b") -> slot_names.Families:
+    return slot_names.families("SGD", owners.split(), names)
+
+  # Scopes that differ are two optimizers, and the same one is one.
+  one = {Family("dnn/", "M"): {"b": 1, "w": 1}}
+  assert found("dnn/b/M", "w/t_0/M") == one
+  assert [f.slot("w", 0) for f in found("dnn/b/M", "w/t_0/M")] == ["w/t_0/M"]
+  assert list(found("b/t_0/M", "w/t_0/M").values()) == [{"b": 1, "w": 1}]
+  assert len(found("dn/b/M", "w/t_0/M")) == 2
+  assert len(found("b/_0/M", "w/t_0/M")) == 2
+  assert len(found("dnn/b/M", "abc/b/M", "w/t_0/M")) == 3
+  # Of long scopes the end is known.
+  long = "w/1/w/part_0/M"
+  assert found("12345678_1/b/M", long) == {
+    Family("12345678_1/", "M"): {"b": 1, "w": 1}
+  }
+  assert len(found("12345678_2/b/M", long)) == 2
+  assert len(found("w/2/w/part_0/M", long)) == 2
+  # Other names, other variables, several parts.
+  for names in (
+    ["w/part_1/M"],
+    ["w/x_0/M"],
+    ["w//M"],
+    ["w/t_0", "w/t_0/M"],
+    ["w/t_0/M", "w/t_1/M"],
+  ):
+    assert "M" not in {f.name for f in found(*names, owners="w")}
+
+
+def test_how_many_slots_an_optimizer_has() -> None:
+  for centered, size in ((True, 3), (False, 2)):
+    made = tf.keras.optimizers.RMSprop(0.1, centered=centered)
+    assert slot_names.size_of("RMSprop", made) == size
+  assert slot_names.size_of("SGD", tf.keras.optimizers.SGD()) == 1
 
 
 def test_every_kind_that_is_known_is_tested() -> None:

@@ -176,7 +176,7 @@ def _convert_checkpoint(options: argparse.Namespace) -> str:
   """Converts a checkpoint and describes what was matched."""
   names = None
   if options.names:
-    with open(options.names, encoding="utf-8") as file:
+    with open(options.names, "rb") as file:
       names = _json(options.names, file.read())
   _, program = _named(options.program, "--program")
   if not callable(program):
@@ -206,11 +206,12 @@ def _named(text: str, what: str) -> tuple[Any, Any]:
   module_name, _, name = text.partition(":")
   if not module_name or not name:
     raise ValueError(f"{what} must be named MODULE:FUNCTION; got {text!r}.")
-  sys.path.insert(0, os.getcwd())  # As `python -m` does for its own module.
+  here = os.getcwd()  # The module may change it.
+  sys.path.insert(0, here)  # As `python -m` does for its own module.
   try:
     module = importlib.import_module(module_name)
   finally:
-    sys.path.remove(os.getcwd())
+    sys.path.remove(here)
   function = getattr(module, name, None)
   if function is None:
     raise ValueError(f"{module_name} has no function {name!r}.")
@@ -232,9 +233,10 @@ def _table(text: str) -> Any:
     ) from None
 
 
-def _json(path: str, text: str) -> Any:
+def _json(path: str, content: bytes) -> Any:
   """What a JSON file holds."""
   try:
+    text = content.decode()
     found = json.loads(text)
     if not isinstance(found, dict):
       raise ValueError(f"it is {text.strip()}")

@@ -33,6 +33,11 @@ _STRATEGY = flags.DEFINE_enum(
   "strategy", "mirrored", ["one", "mirrored", "virtual_tpu", "tpu"], "Replicas."
 )
 _REPLICAS = flags.DEFINE_integer("replicas", 4, "Of mirrored, virtual_tpu.", 1)
+flags.register_validator(
+  "replicas",
+  lambda count: digits_batches.BATCH_SIZE % count == 0,
+  f"must divide a batch of {digits_batches.BATCH_SIZE}",
+)
 
 
 def make_strategy() -> tf.distribute.Strategy:

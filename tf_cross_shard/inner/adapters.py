@@ -206,6 +206,30 @@ def rate_of(optimizer: Any) -> float | None:
   return _float(last.learning_rate)
 
 
+def rate_after(optimizer: Any, steps: int) -> tuple[Any, np.ndarray] | None:
+  """What an optimizer shows as its learning rate, and what it has to be.
+
+  tf_keras keeps what a schedule gave at the last update in a variable.
+
+  >>> rate_after(tf.keras.optimizers.SGD(0.5), 7) is None
+  True
+
+  Args:
+    optimizer: An optimizer.
+    steps: The count of its steps.
+
+  Returns:
+    The variable and its value after so many; None if there is no such variable.
+  """
+  last = base.innermost(optimizer)
+  shown = getattr(last, "_current_learning_rate", None)
+  rate = getattr(last, "_learning_rate", None)
+  if shown is None or not callable(rate) or hasattr(rate, "assign"):
+    return None
+  value = tf.cast(rate(tf.constant(steps, last.iterations.dtype)), shown.dtype)
+  return shown, value.numpy()
+
+
 def setting_of(optimizer: Any, name: str) -> float | None:
   """A number that an optimizer was made with.
 

@@ -18,6 +18,7 @@ from tf_cross_shard.collectives import copies
 from tf_cross_shard.inner import adapters
 from tf_cross_shard.migration import (
   matching,
+  models,
   planning,
   v1_file,
   writing,
@@ -112,8 +113,9 @@ def convert_checkpoint(
   version 1 gave to such an optimizer, or under `optimizer`'s own, which is
   version 1's where `from_v1` made it; any other is to be told in `slots`.
   Nothing is guessed: what names do not tell is an error, before anything is
-  changed or built. An optimizer of a class that cannot be made a second time
-  from its settings is the exception: it is built as soon as the weights fit.
+  changed or built. An optimizer that cannot be made a second time from its
+  settings, or keeps more than slots and the count of steps (Nadam), is the
+  exception: it is built as soon as the weights fit.
 
   Only state is converted. Learning rate, betas, epsilon and the like, a loss
   scale too, stay what the optimizer was made with: give it what version 1 had.
@@ -134,13 +136,16 @@ def convert_checkpoint(
       tf_keras. One that is not built is built on the trainable variables.
     names: For weights that have another name now: a dictionary from names in
       the model to names in the checkpoint, or a function, which may answer
-      None. A second variable of the same name is known as "name#2".
+      None. A second variable of the same name is known as "name#2". In a
+      dictionary "iterations" is the count of steps, which is "global_step"
+      otherwise.
     allow_unmatched: What need not have a counterpart: True for anything, or
       names and regular expressions that match whole names, of either side.
       Where several values might be meant, as the global steps of two
       optimizers, those that are listed here are not.
     slots: The name that version 1's optimizer had, where it was given one: for
-      "dense/kernel/my_adam" it is "my_adam".
+      "dense/kernel/my_adam" it is "my_adam". Of several optimizers of one name,
+      the first slot of the one that is meant, such as "Adam_2".
 
   Returns:
     What was matched and what was not.
@@ -158,29 +163,32 @@ def convert_checkpoint(
       optimizer have the values that they had.
     RuntimeError: If called in a tf.function, or by a replica.
   """
+  source = v1_file.prefix_of(src)
   prefix = writing.check_target(dst, src)
   # Raises an error in a tf.function and in a replica.
   copies.Copies(tf.distribute.get_strategy())
   allowed = matching.Allowed(allow_unmatched)
-  weights = planning.weights_of(model)
+  weights = models.weights_of(model)
   adapter = adapters.adapter_of(optimizer)
   if not isinstance(slots, (str, type(None))) or slots == "":
     raise TypeError(
       "`slots` must be the name of version 1's optimizer, such as"
       f' "my_adam", or None; got {slots!r}.'
     )
-  file = v1_file.V1File(v1_file.prefix_of(src))
+  file = v1_file.V1File(source)
 
   def plan_with(kept: adapters.Kept | None) -> planning.Plan:
     return planning.Plan(file, model, optimizer, kept, names, allowed, slots)
 
-  trained = planning.trained_of(model)
+  trained = models.trained_of(model)
   if not adapter.is_built:
     # An optimizer is built once: on what will be refused, it would be spoilt.
     plan_with(planning.foreseen(optimizer, trained))
     adapters.build(optimizer, trained, copies.strategy_of(weights[0]))
   plan = plan_with(adapters.kept(optimizer, weights))
-  with writing.assigned([(a.variable, a.value) for a in plan.assignments]):
+  pairs = [(a.variable, a.value) for a in plan.assignments]
+  shown = adapters.rate_after(optimizer, plan.steps)
+  with writing.assigned([*pairs, *([shown] if shown else [])]):
     writing.write(prefix, model, optimizer)
   return Conversion(
     prefix,

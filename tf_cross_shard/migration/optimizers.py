@@ -17,7 +17,7 @@ def from_v1(opt: Any) -> binding.CrossShardOptimizer:
   |---|---|---|
   | GradientDescent | SGD | nothing |
   | Adam | of Adam | rounding: `1 - beta^t` has few digits at first |
-  | Adagrad | Adagrad | the epsilon is 0 |
+  | Adagrad | of Adagrad | the epsilon is 0; sparse gradients |
   | Momentum | of SGD | `accum = momentum * accum + grad`; |
   |          |        | `var -= learning_rate * accum` |
   | RMSProp | of RMSprop | the average of squares starts at 1 |
@@ -26,16 +26,18 @@ def from_v1(opt: Any) -> binding.CrossShardOptimizer:
   |      |         | and gradient are 0 |
 
   Keras' momentum sums up `learning_rate * grad`, which is another number as
-  soon as the learning rate changes. The last four touch the rows of a sparse
-  gradient only, in the variable and in the slots; Keras decays or moves all.
+  soon as the learning rate changes. Adagrad and the last four touch the rows of
+  a sparse gradient only, in the variable and in the slots; Keras decays or
+  moves all, or divides by 0 in them.
   Slots hold what version 1's hold, under Keras' names of them. They are not
   carried over from `opt`: checkpoints are.
 
   A learning rate that is a variable or a function is read in every step. Assign
   the variable to change it: to set `optimizer.learning_rate` to a number is an
   error, and `ReduceLROnPlateau` of tf_keras has no effect. Such an optimizer
-  cannot be saved until its learning rate is a schedule of Keras. A TPU reads
-  variables, and cannot call a function that answers Python's numbers.
+  cannot be saved until its learning rate is a schedule of Keras. A TPU, or any
+  program that XLA compiles, reads variables, and cannot call a function that
+  answers Python's numbers or tensors made of them.
 
   What `tf.compat.v1.train.exponential_decay` and its siblings answer in eager
   execution becomes that schedule of Keras; it follows the optimizer's

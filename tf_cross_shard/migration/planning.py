@@ -8,7 +8,13 @@ import tensorflow as tf
 
 from tf_cross_shard import archive
 from tf_cross_shard.inner import adapters, base
-from tf_cross_shard.migration import matching, slot_names, steps_in, v1_file
+from tf_cross_shard.migration import (
+  matching,
+  models,
+  slot_names,
+  steps_in,
+  v1_file,
+)
 
 ITERATIONS: Final = "iterations"
 _MOMENTUM_REMEDY: Final = (
@@ -76,9 +82,13 @@ class Plan:
     self._used: set[str] = set()
     self._wanted: dict[str, Any] = {}
 
-    weights = weights_of(model)
+    weights = models.weights_of(model)
     labels = matching.labels_of(weights)
     self._wanted.update(zip(labels, weights, strict=True))
+    step: str | None = None
+    if isinstance(names, Mapping) and ITERATIONS not in labels:
+      step = names.get(ITERATIONS)
+      names = {key: name for key, name in names.items() if key != ITERATIONS}
     sources = matching.match_weights(model, weights, file.shapes, names)
     for label, source in sources.items():
       self._take(label, self._wanted[label], source)
@@ -88,7 +98,7 @@ class Plan:
         for label, weight in zip(labels, weights, strict=True)
       }
       self._match_slots(own, kept.others, sources, slots)
-      self._match_iterations()
+      self._match_iterations(step)
 
     matched = {name for name, *_ in self._found}
     self.unmatched_in_checkpoint: matching.Shapes = {
@@ -114,6 +124,13 @@ class Plan:
       Assignment(name, variable, source, self._value(variable, source, value))
       for name, variable, source, value in self._found
     ]
+
+  @property
+  def steps(self) -> int:
+    """The count of steps that the optimizer is to have."""
+    count = self._optimizer.iterations
+    values = [a.value for a in self.assignments if a.variable is count]
+    return int(values[0] if values else count.numpy())
 
   def _take(
     self, name: str, variable: Any, source: str, value: Any = None
@@ -146,7 +163,8 @@ class Plan:
     )
     # Version 1 makes one too; a plain SGD may be meant to replace something
     # that had one, and one of `from_v1` has what version 1's had.
-    drops = is_idle and getattr(self._optimizer, "slots_as_v1", False)
+    is_as_v1 = getattr(self._optimizer, "slots_as_v1", False)
+    drops = is_idle and is_as_v1
     if is_idle:
       slots = {label: {} for label in slots}
     for label, own in slots.items():
@@ -159,7 +177,15 @@ class Plan:
     free = [name for name in self._file.shapes if name not in self._used]
     found: slot_names.Families = {}
     if self._kind is not None:
-      found = slot_names.families(self._kind, trained, free, asked)
+      found = slot_names.families(
+        self._kind,
+        trained,
+        free,
+        asked,
+        known=self._known_names(self._kind),
+        size=slot_names.size_of(self._kind, self._optimizer),
+        is_left_out=self._allowed.names,
+      )
     if asked is not None and not found:
       raise ValueError(
         f"`slots` is {asked!r}, and beside no weight does the checkpoint hold"
@@ -179,8 +205,16 @@ class Plan:
           slot = slots[label][names[0]]
           value = self._momentum(source) if self._kind == "SGD" else None
           self._take(self._name_of(slot), slot, source, value)
-        elif drops or slot_names.is_dropped(self._kind, possible):
+        elif drops or (
+          is_as_v1 and slot_names.is_dropped(self._kind, possible)
+        ):
           self._used.add(source)
+
+  def _known_names(self, kind: str) -> tuple[str, str]:
+    """Version 1's usual name, and the optimizer's own."""
+    # `from_v1` keeps the name that version 1's optimizer had.
+    own = adapters.adapter_of(self._optimizer).name
+    return slot_names.default_of(kind), own
 
   def _choose_family(
     self, found: slot_names.Families, asked: str | None, must_ask: bool
@@ -197,13 +231,20 @@ class Plan:
     left = list(options)
     if len(left) > 1:
       left = [name for name in left if not self._allowed.names(name)]
-    # Averages look like slots, and only names tell them apart. `from_v1` keeps
-    # the name that version 1's optimizer had.
-    usual = slot_names.default_of(self._kind)
-    own = adapters.adapter_of(self._optimizer).name
-    known = {usual, own, asked}
-    sure = [name for name in left if options[name].name in known]
+    # Averages look like slots, and only names tell them apart.
+    usual, own = known = self._known_names(self._kind)
+    sure = [n for n in left if asked is not None or options[n].name in known]
     what = "The optimizer's first slot"
+    calls = list(dict.fromkeys(options[name].called for name in sure))
+    if len(calls) > 1:
+      other = options[sure[-1]]
+      [owner, count], *_ = found[other].items()
+      raise ValueError(
+        f"{what} may be {' or '.join(f'`{name}`' for name in sure)} of the"
+        f" checkpoint. Say {' or '.join(f'`slots={c!r}`' for c in calls)}, or"
+        " list in `allow_unmatched` the slots of the others, as"
+        f" {[other.slot(owner, number) for number in range(count)]}."
+      )
     if sure:
       name = matching.choose(what, sure, self._allowed, False)
       return None if name is None else options[name]
@@ -213,8 +254,8 @@ class Plan:
         f"{what} may be {' or '.join(f'`{name}`' for name in unsure)} of the"
         f" checkpoint, and the name tells not: it is neither {usual!r} nor this"
         f" optimizer's own, {own!r}. Say"
-        f" `slots={options[unsure[0]].name!r}` if these are its slots, or list"
-        " in `allow_unmatched` what is not."
+        f" `slots={options[unsure[0]].called!r}` if these are its slots, or"
+        " list in `allow_unmatched` what is not."
       )
     return None
 
@@ -235,7 +276,7 @@ class Plan:
     value = self._file.read(source)
     return (-value.dtype.type(rate) * value).astype(value.dtype)
 
-  def _match_iterations(self) -> None:
+  def _match_iterations(self, asked: str | None) -> None:
     """Finds the number of steps."""
     count = self._optimizer.iterations
     self._want(ITERATIONS, count)
@@ -245,7 +286,7 @@ class Plan:
       for number in (1, 2)
       if self._kind == "Adam"
     ]
-    steps = steps_in.find(self._file, free, betas, self._allowed)
+    steps = steps_in.find(self._file, free, betas, self._allowed, asked)
     if steps is not None:
       value = np.array(steps.number)
       self._take(self._name_of(count), count, steps.source, value)
@@ -290,61 +331,6 @@ def foreseen(optimizer: Any, trained: Sequence[Any]) -> adapters.Kept | None:
   # Those that version 1 had as well have slots as large as the variables.
   is_alike = slot_names.kind_of(base.innermost(optimizer)) is not None
   return adapters.foreseen(optimizer, trained, is_alike)
-
-
-def weights_of(model: Any) -> list[Any]:
-  """The variables that a model is to have back; not its random states.
-
-  Args:
-    model: A Keras model, a tf.Module, or a list of variables.
-
-  Returns:
-    Each once.
-
-  Raises:
-    TypeError: If it is something else.
-    ValueError: If there are none yet.
-  """
-  # Asked of the class: where there are none yet, the model may raise an error.
-  is_keras = hasattr(type(model), "weights")
-  if isinstance(model, (list, tuple)):
-    variables = list(model)
-  elif not is_keras and not isinstance(model, tf.Module):
-    raise TypeError(
-      "`model` must be a Keras model, a tf.Module or a list of variables; got"
-      f" {type(model).__name__}."
-    )
-  elif not getattr(model, "built", True):
-    variables = []
-  else:
-    # Keras' `variables` are metrics and random states as well.
-    variables = list(model.weights if is_keras else model.variables)
-  if not variables:
-    raise ValueError(
-      f"`model` has no variables yet: got {type(model).__name__}. Build it with"
-      " model.build(input_shape), or call it on one batch."
-    )
-  for variable in variables:
-    if not (hasattr(variable, "assign") and hasattr(variable, "shape")):
-      raise TypeError(
-        "`model` must be a Keras model, a tf.Module or a list of variables; got"
-        f" a list with {type(variable).__name__} in it."
-      )
-  return list({id(variable): variable for variable in variables}.values())
-
-
-def trained_of(model: Any) -> list[Any]:
-  """The variables that a model trains, in its order.
-
-  Args:
-    model: What `weights_of` took.
-
-  Returns:
-    Its trainable variables.
-  """
-  if isinstance(model, (list, tuple)):
-    return [weight for weight in weights_of(model) if weight.trainable]
-  return list(model.trainable_variables)
 
 
 def _dtype(variable: Any) -> tf.DType:

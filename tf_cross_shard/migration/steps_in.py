@@ -32,6 +32,7 @@ def find(
   free: Sequence[str],
   betas: Sequence[float | None],
   allowed: matching.Allowed,
+  asked: str | None = None,
 ) -> Steps | None:
   """Finds the number of steps.
 
@@ -40,15 +41,20 @@ def find(
     free: The names in it that nothing else is matched with.
     betas: The first and the second of the optimizer; none unless it is Adam.
     allowed: Which counts the user excludes, where they disagree.
+    asked: What the user says is the count, whatever it is called.
 
   Returns:
     The number; None if the checkpoint does not tell.
 
   Raises:
-    ValueError: If there are several, or they disagree.
+    ValueError: If there are several, or they disagree; if `asked` is no count.
   """
   integers = [name for name in free if file.dtypes[name].is_integer]
-  name = _scalar("`global_step`", _STEP, file, integers, allowed)
+  name = asked
+  if asked is None:
+    name = _scalar("`global_step`", _STEP, file, integers, allowed)
+  else:
+    _check_count(file, asked)
   powers = _powers(file, free, betas, allowed)
   if name is not None:
     count = int(file.read(name))
@@ -61,6 +67,22 @@ def find(
       raise ValueError(_disagreement(f"`{name}` is {count}", powers))
     powers = kept
   return _implied(powers)
+
+
+def _check_count(file: v1_file.V1File, name: str) -> None:
+  """Raises `ValueError` unless a value is a whole number."""
+  found = "not there"
+  if name in file.shapes:
+    value = file.read(name)
+    numeric = file.dtypes[name].is_integer or file.dtypes[name].is_floating
+    if value.shape == () and numeric and value == int(value) >= 0:
+      return
+    found = f"{value.dtype} {list(value.shape)}"
+  raise ValueError(
+    f"`names` says that {name!r} of the checkpoint is the count of steps, which"
+    f" must be a whole number; it is {found}. The checkpoint holds"
+    f" {', '.join(file.shapes)}."
+  )
 
 
 def _implied(powers: Sequence[counting.Power]) -> Steps | None:

@@ -12,6 +12,7 @@ from tf_cross_shard.inner import adapters
 
 # What stands after the prefix in the names of files.
 _ONE_FILE: Final = re.compile(r"(.+)\.(index|meta|data-\d+-of-\d+)", re.DOTALL)
+_PARTS: Final = re.compile(r".+-\?{5}-of-\d{5}", re.DOTALL)
 # What the reader raises for what it cannot read, after its own translation.
 _READING: Final = (tf.errors.OpError, RuntimeError, ValueError, IndexError)
 
@@ -36,7 +37,9 @@ class V1File:
     """
     self.path = path
     try:
-      self._reader: Any = tf.train.load_checkpoint(path)
+      # Not load_checkpoint, which reads another one where there is a folder of
+      # this name too.
+      self._reader: Any = tf.compat.v1.train.NewCheckpointReader(path)
       shapes = self._reader.get_variable_to_shape_map()
       self.dtypes: dict[str, Any] = self._reader.get_variable_to_dtype_map()
     except _READING as error:
@@ -89,10 +92,17 @@ def prefix_of(src: Any) -> str:
 
   Raises:
     TypeError: If `src` is neither a string nor a path.
-    ValueError: If it has a character in it that no path has.
+    ValueError: If it has a character in it that no path has, or that
+      TensorFlow cannot read.
     FileNotFoundError: If there is no checkpoint of that prefix.
   """
   path = as_text(src, "src")
+  # TensorFlow looks for the files by a pattern, in which these mean others.
+  if "[" in path or "\\" in path:
+    raise ValueError(
+      "`src` must have no [ or \\ in it, since TensorFlow cannot read such"
+      f" names; got {path!r}. Copy its files to a folder and a prefix without."
+    )
   exists, is_folder = tf.io.gfile.exists, tf.io.gfile.isdir(path)
   # The oldest kind of checkpoint is one file, without an index beside it.
   if exists(f"{path}.index") or (exists(path) and not is_folder):
@@ -112,6 +122,9 @@ def prefix_of(src: Any) -> str:
         f' files, such as "{os.path.join(path, "model.ckpt-1000")}".'
       )
     return str(latest)
+  # Of its parts the oldest kind has no index either, and this is their prefix.
+  if _PARTS.fullmatch(path) and tf.io.gfile.glob(path):
+    return path
   remedy = "Name the prefix of its files, without .index or .data."
   raise FileNotFoundError(f"`src` names no checkpoint: got {path!r}. {remedy}")
 
