@@ -25,11 +25,13 @@ LEAST = {
   "equivalence_test.py": 200,
   "migration_checkpoints_test.py": 200,
   "migration_optimizers_test.py": 40,
+  "migration_sources_test.py": 15,
   "tower_test.py": 165,
   "towers_errors_test.py": 105,
   "towers_property_test.py": 65,
   "towers_replicate_test.py": 60,
   "towers_sharing_test.py": 30,
+  "towers_steps_test.py": 33,
 }
 
 
