@@ -173,10 +173,11 @@ def test_custom_loop_is_right_with_either_loss(data_dir: Path) -> None:
     assert one.between == other.between
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("num_groups", "groups", "members"),
   [
-    pytest.param(1, "all 8", ["0-7"], marks=pytest.mark.slow),
+    (1, "all 8", ["0-7"]),
     (2, "2 of 4: [0, 1, 2, 3], ...", ["0-3", "4-7"]),
   ],
 )

@@ -182,6 +182,7 @@ def test_without_slots_it_does_not(name: str, tmp_path: Path) -> None:
   assert _goes_on(other, name, old) > 1000 * LIMIT
 
 
+@pytest.mark.slow
 @every_pair
 @every_maker
 def test_restored_elsewhere(maker: str, name: str, tmp_path: Path) -> None:
@@ -204,6 +205,7 @@ def test_restored_elsewhere(maker: str, name: str, tmp_path: Path) -> None:
     assert _goes_on(training, name, old) < LIMIT
 
 
+@pytest.mark.slow
 @every_pair
 def test_goes_on_in_replicas(name: str, tmp_path: Path) -> None:
   strategy = testbed.mirrored()
@@ -606,6 +608,7 @@ def _goes_on_as(
   return done
 
 
+@pytest.mark.slow
 # One letter is left of the name, all of it, more than it, and of the scope too.
 @pytest.mark.parametrize(
   ("scope", "head"),
@@ -675,6 +678,7 @@ MOMENTA = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["", "dnn"])
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("makers", [ADAMS, MOMENTA], ids=["Adam", "Momentum"])

@@ -127,6 +127,7 @@ def test_after_goes_on_as_before_does(
   assert re.search(rf"kernel/{slot} +hidden/kernel/Momentum", output)
 
 
+@pytest.mark.slow
 def test_what_the_command_converts_is_restored(
   trained: tuple[Path, dict[int, float]], checkpoint: Path
 ) -> None:
@@ -139,6 +140,7 @@ def test_what_the_command_converts_is_restored(
   assert_goes_on(output, trained[1])
 
 
+@pytest.mark.slow
 def test_a_conversion_of_less_is_noticed(
   trained: tuple[Path, dict[int, float]], checkpoint: Path
 ) -> None:

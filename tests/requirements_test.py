@@ -193,6 +193,7 @@ def _without(*packages: str) -> str:
   return f"import sys; sys.modules.update(dict.fromkeys({packages}))"
 
 
+@pytest.mark.slow
 def test_without_tensorflow_the_extras_are_named() -> None:
   assert _refusal(_without("tensorflow")) == (
     "ImportError: tf_cross_shard needs TensorFlow, and none is installed. Run"
@@ -201,6 +202,7 @@ def test_without_tensorflow_the_extras_are_named() -> None:
   )
 
 
+@pytest.mark.slow
 def test_a_broken_tensorflow_tells_its_own_story(tmp_path: Path) -> None:
   """TensorFlow that lacks a dependency of its own is not "missing"."""
   (tmp_path / "tensorflow.py").write_text("import a_missing_dependency\n")
@@ -209,20 +211,24 @@ def test_a_broken_tensorflow_tells_its_own_story(tmp_path: Path) -> None:
   )
 
 
+@pytest.mark.slow
 def test_without_keras_it_is_named() -> None:
   assert _refusal(_without("keras")) == f"ImportError: {NO_KERAS}"
 
 
+@pytest.mark.slow
 def test_without_tf_keras_it_is_named() -> None:
   last = _refusal(_without("tf_keras"), TF_USE_LEGACY_KERAS="1")
   assert last == f"ImportError: {NO_TF_KERAS}"
 
 
+@pytest.mark.slow
 def test_without_tf_keras_its_module_says_so() -> None:
   last = _refusal(_without("tf_keras"), "", "tf_cross_shard.tf_keras")
   assert last == f"ImportError: {NO_TF_KERAS}"
 
 
+@pytest.mark.slow
 def test_without_keras_its_module_says_so() -> None:
   last = _refusal(
     _without("keras"), "", "tf_cross_shard.keras3", TF_USE_LEGACY_KERAS="1"
@@ -246,6 +252,7 @@ def test_an_old_tf_keras_is_refused_at_import() -> None:
   assert _refusal(old, TF_USE_LEGACY_KERAS="1") == OLD_TF_KERAS
 
 
+@pytest.mark.slow
 def test_an_old_tf_keras_that_breaks_is_refused_at_import(
   tmp_path: Path,
 ) -> None:
@@ -258,6 +265,7 @@ def test_an_old_tf_keras_that_breaks_is_refused_at_import(
   assert _refusal(first, TF_USE_LEGACY_KERAS="1") == OLD_TF_KERAS
 
 
+@pytest.mark.slow
 def test_a_broken_tf_keras_tells_its_own_story(tmp_path: Path) -> None:
   (tmp_path / "tf_keras.py").write_text("raise AttributeError('gone')\n")
   first = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
@@ -265,6 +273,7 @@ def test_a_broken_tf_keras_tells_its_own_story(tmp_path: Path) -> None:
   assert last == "AttributeError: gone"
 
 
+@pytest.mark.slow
 def test_keras_2_as_keras_is_no_tf_keras(tmp_path: Path) -> None:
   """That `tf.keras` is Keras 2 does not make it tf_keras, which is here too."""
   package = tmp_path / "keras" / "api" / "_v2" / "keras"

@@ -501,6 +501,303 @@ class TestWhoMakesThem:
       np.testing.assert_allclose(each, found[0], rtol=1e-6)
 
 
+_RANDOM = ("Dropout", "GaussianNoise", "LSTM", "MultiHeadAttention")
+
+
+def _at_random(kind: str, x: Any) -> Any:
+  """What a new layer that draws random numbers makes of rows of numbers."""
+  layer = getattr(keras.layers, kind)
+  row = x[:, None, :]
+  if kind == "LSTM":
+    return layer(1, dropout=0.5)(row, training=True)
+  if kind == "MultiHeadAttention":
+    return layer(1, 2, dropout=0.5)(row, row, training=True)[:, 0]
+  return layer(0.5)(x, training=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("devices", [TWO, TWO[:1]])
+@pytest.mark.parametrize("kind", _RANDOM)
+def test_layers_that_draw_random_numbers(
+  kind: str, devices: Any, mode: str
+) -> None:
+  optimizer = TowerOptimizer(lambda: sgd(0.01))
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    y = keras.layers.Dense(1, name="head")(_at_random(kind, features))
+    loss = tf.reduce_mean((y - 8.0) ** 2)
+    train_op = optimizer.minimize(loss) if mode == "train" else None
+    return TowerSpec(mode, loss, train_op, y)
+
+  replicated = replicate_model_fn(model_fn, "mean", devices)
+  step = caller(lambda x: replicated(x).loss, mode)
+  losses = [float(step(batch()))]
+  before = len(replicated.variables)
+  losses += [float(step(batch())) for _ in range(30)]
+  caller(lambda x: replicated(x, mode="infer").predictions, mode)(batch())
+  assert len(replicated.variables) == before
+  assert losses[-1] < 0.75 * losses[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_that_draw_random_numbers_in_some_calls(mode: str) -> None:
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    names = "ab" if mode == "eval" else "b"
+    for name in names:
+      features = keras.layers.Dropout(0.0625, name=name)(
+        features, training=True
+      )
+    return TowerSpec(mode, predictions=features)
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+  counts = []
+  for which in ("eval", "infer", "eval"):
+    caller(lambda x, m=which: replicated(x, mode=m).predictions, mode)(batch())
+    counts.append(len(replicated.variables))
+  assert counts == [0 if testbed.IS_TF_KERAS else 2] * 3
+
+
+class Nested(keras.layers.Layer):
+  """A layer that names another after itself."""
+
+  def __init__(self) -> None:
+    super().__init__()
+    self.inner = keras.layers.Dense(2, name=self.name + "_dense")
+
+  def call(self, x: Any) -> Any:
+    return self.inner(x)
+
+
+def _named_after(kind: str, x: Any) -> Any:
+  """What layers whose names hold numbers of Keras' make of rows."""
+  if kind == "bidirectional":
+    cell = keras.layers.SimpleRNN(1)
+    return keras.layers.Bidirectional(cell)(x[:, None, :])
+  if kind == "self":
+    return Nested()(x)
+  first = keras.layers.Dense(2)
+  return keras.layers.Dense(2, name=f"{first.name}_head")(first(x))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("devices", [TWO, TWO[:1]])
+@pytest.mark.parametrize("kind", ["bidirectional", "other", "self"])
+def test_names_made_of_names_that_keras_numbered(
+  kind: str, devices: Any, mode: str
+) -> None:
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    return TowerSpec(mode, predictions=_named_after(kind, features))
+
+  replicated = replicate_model_fn(model_fn, devices=devices)
+  predict = caller(lambda x: replicated(x, mode="infer").predictions, mode)
+  first = predict(tf.ones([2, 1])).numpy()
+  before = len(replicated.variables)
+  np.testing.assert_allclose(first[0], first[1], rtol=1e-5)
+  for _ in range(2):
+    keras.layers.Dense(1)
+    again = predict(tf.ones([4, 1])).numpy()
+    np.testing.assert_allclose(again[2:], first, rtol=1e-5)
+  assert len(replicated.variables) == before
+
+
+def _forgotten(x: Any) -> tuple[Any, str]:
+  """What a layer makes of rows, and its name, which is all that is left."""
+  layer = keras.layers.Dense(2)
+  return layer(x), layer.name
+
+
+@pytest.mark.parametrize("devices", [TWO, TWO[:1]])
+def test_a_name_made_of_one_that_is_gone(devices: Any) -> None:
+  c = tf.Variable(10.0)
+  optimizer = TowerOptimizer(sgd())
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    y, name = _forgotten(features)
+    y = keras.layers.Dense(1, name=f"{name}_head")(y)
+    loss = tf.reduce_sum(c * features)
+    return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]), y)
+
+  replicated = replicate_model_fn(model_fn, devices=devices)
+  started = 10.0
+  if len(devices) == 1:
+    replicated(batch())
+    started = 7.0
+  with pytest.raises(ValueError, match=r"dense(_\d+)?_head/.*: name them"):
+    replicated(batch())
+  assert float(c) == started
+
+
+def test_a_later_tower_makes_nothing_new() -> None:
+  c = tf.Variable(10.0)
+  optimizer = TowerOptimizer(sgd())
+  towers: list[int] = []
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    tf.Variable(1.0, name="common")
+    if len(towers) % 2 and towers[0]:
+      tf.Variable(1.0, name="more")
+    towers.append(1)
+    loss = tf.reduce_sum(c * features)
+    return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+  with pytest.raises(
+    ValueError, match=r"same variables .* tower 1 asks for one more of more"
+  ):
+    replicated(batch())
+  assert float(c) == 10.0
+  assert not replicated.variables
+  towers[:] = [0]
+  replicated(batch())
+  assert float(c) == 7.0
+
+
+class _Two(keras.Model):
+  """A model without build(), with two layers of one shape."""
+
+  def __init__(self, name: str | None, head: str | None) -> None:
+    super().__init__(name=name)
+    self.aux = _dense(5.0, name="aux")
+    self.head = _dense(1.0, name=head)
+
+  def call(self, x: Any, both: bool = False) -> Any:
+    if both:
+      self.aux(x)
+    return self.head(x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+  "names", [("net", "head"), ("net", None), (None, "head"), (None, None)]
+)
+def test_layers_of_a_model_without_build(names: Any, mode: str) -> None:
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    model = _Two(*names)
+    return TowerSpec(mode, predictions=model(features, both=mode == "eval"))
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+  counts = []
+  for which in ("eval", "infer", "eval"):
+    run = caller(lambda x, m=which: replicated(x, mode=m).predictions, mode)
+    np.testing.assert_array_equal(run(batch()), batch())
+    counts.append(len(replicated.variables))
+  assert counts == counts[:1] * 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_metrics_that_the_user_named(mode: str) -> None:
+  def model_fn(features: Any, mode: str, params: str) -> TowerSpec:
+    metrics = {}
+    for name in params:
+      metrics[name] = keras.metrics.Mean(name=name)
+      metrics[name].update_state(features * (1.0 if name == "a" else 10.0))
+    return TowerSpec(mode, metrics=metrics)
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+  for names in ("ab", "b", "ba"):
+    evaluate = caller(
+      lambda x, n=names: replicated(x, mode="eval", params=n).metrics, mode
+    )
+    found = {name: float(value) for name, value in evaluate(batch()).items()}
+    assert found == {name: {"a": 1.5, "b": 15.0}[name] for name in names}
+
+
+class _Lazy(tf.Module):
+  """A module that makes its weight when it is called."""
+
+  def __init__(self, value: float) -> None:
+    super().__init__()
+    self.value = value
+    self.w: Any = None
+
+  def __call__(self, x: Any) -> Any:
+    if self.w is None:
+      self.w = tf.Variable([[self.value]], name="w")
+    return x @ self.w
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modules_from_outside_that_are_built_within(mode: str) -> None:
+  modules = [_Lazy(1.0), _Lazy(3.0)]
+
+  def model_fn(features: Any, mode: str, params: int) -> TowerSpec:
+    return TowerSpec(mode, predictions=modules[params](features))
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+
+  def predict(i: int) -> Any:
+    run = caller(lambda x: replicated(x, mode="infer", params=i), mode)
+    return run(batch()).predictions
+
+  np.testing.assert_array_equal(predict(0), batch())
+  with pytest.raises(ValueError, match="build them before the first call"):
+    predict(1)
+  modules[1] = _Lazy(3.0)
+  modules[1](batch())
+  for i, factor in ((1, 3.0), (0, 1.0)):
+    np.testing.assert_array_equal(predict(i), batch() * factor)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modules_from_within_share_their_variables(mode: str) -> None:
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    return TowerSpec(mode, predictions=_Lazy(2.0)(features))
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+  predict = caller(lambda x: replicated(x, mode="infer").predictions, mode)
+  predict(batch())
+  replicated.variables[0].assign([[4.0]])
+  np.testing.assert_array_equal(predict(batch()), batch() * 4.0)
+  assert len(replicated.variables) == 1
+
+
+class OwnGradient(keras.layers.Layer):
+  """A layer with a gradient of its own, which TensorFlow keeps."""
+
+  def build(self, shape: Any) -> None:
+    self.w = self.add_weight(name="w", shape=(shape[-1], 2))
+
+  def call(self, x: Any) -> Any:
+    @tf.custom_gradient
+    def twice(z: Any) -> Any:
+      return z, lambda grad: grad * (1.0 if self.w is None else 2.0)
+
+    return twice(tf.matmul(x, self.w))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_that_tensorflow_keeps(mode: str) -> None:
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    return TowerSpec(mode, predictions=OwnGradient()(features))
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+  predict = caller(lambda x: replicated(x, mode="infer").predictions, mode)
+  first = predict(tf.ones([2, 3])).numpy()
+  np.testing.assert_allclose(predict(tf.ones([4, 3]))[2:], first, rtol=1e-5)
+  np.testing.assert_allclose(first[0], first[1], rtol=1e-5)
+  assert len(replicated.variables) == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_that_model_fn_keeps(mode: str) -> None:
+  kept: dict[int, Any] = {}
+
+  def model_fn(features: Any, mode: str, params: int) -> TowerSpec:
+    if params not in kept:
+      kept[params] = _dense(float(params))
+    return TowerSpec(mode, predictions=kept[params](features))
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+
+  def predict(i: int) -> Any:
+    run = caller(lambda x: replicated(x, mode="infer", params=i), mode)
+    return run(batch()).predictions
+
+  np.testing.assert_array_equal(predict(1), batch())
+  with pytest.raises(ValueError, match="let it keep none of them"):
+    predict(2)
+
+
 def test_each_replicated_function_has_its_own() -> None:
   def model_fn(features: Any, mode: str) -> TowerSpec:
     c = tf.Variable(1.0, name="c")

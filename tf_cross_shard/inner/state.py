@@ -12,6 +12,9 @@ from tf_cross_shard import agreement
 
 _LOSS_SCALE: Final = ("current_loss_scale", "counter")
 
+# Keras 3 makes in it what layers without build() have waited with.
+DEFERRED: Final = "_deferred_initialize"
+
 
 def layers(optimizer: Any) -> Iterator[Any]:
   """An optimizer, the one that it encapsulates, and so on.
@@ -180,3 +183,30 @@ def _names(variables: Sequence[Any], innermost: Any) -> list[str]:
       last = f"{stable[longest]}/{last.removeprefix(longest)}"
     paths.append(f"{head}{slash}{last}")
   return agreement.renumbered(paths)
+
+
+def holders(variable: Any, makers: Sequence[Any]) -> list[Any]:
+  """Keras 3's objects within others of which a variable is a part.
+
+  >>> import tensorflow as tf
+  >>> holders(tf.Variable(1.0), [])
+  []
+
+  Args:
+    variable: A variable of Keras 3.
+    makers: Layers and models, the innermost first.
+
+  Returns:
+    The generator of seeds and the layers within the first of these that has
+    it, the innermost first.
+  """
+  found: list[Any] = []
+  for maker in makers:
+    for layer in getattr(maker, "_flatten_layers", list)():
+      if any(variable is each for each in layer.variables):
+        found.append(layer)
+        seeds = getattr(layer, "_seed_generators", ())
+        found += [each for each in seeds if each.state is variable]
+    if found:
+      break
+  return found[::-1]

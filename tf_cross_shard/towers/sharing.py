@@ -6,8 +6,9 @@ those of the first again. `tf_cross_shard.towers.owners` says what a variable is
 known by; several of one name are told apart by their order.
 
 What would be a guess is an error. If Keras named a layer, only its place among
-its like tells which it is: they must be as many in each call. And a layer that
-was there before, and is built in a call, keeps its variables to itself.
+its like tells which it is: they must be as many in each call. What the first
+tower did not need, no other makes. And a layer or tf.Module that was there
+before, and is built in a call, keeps its variables to itself.
 """
 
 import contextlib
@@ -73,11 +74,14 @@ class SharedVariables:
     with self._lock if replicas == 1 else contextlib.nullcontext():
       before = len(self.variables)
       self._call += 1
+      self._here.tower = 0
       try:
         yield
       except BaseException:
         self._forget(self.variables[before:])
         raise
+      finally:
+        self._here.tower = None
 
   @contextlib.contextmanager
   def reused(self) -> Iterator[None]:
@@ -88,7 +92,8 @@ class SharedVariables:
 
     Raises:
       ValueError: If variables that only their order tells apart are not as
-        many as before, or what is asked for is not what there is.
+        many as before, or what is asked for is not what there is, or not what
+        the first tower asked for.
     """
     used: dict[str, list[_Shared]] = {}
     counted: set[str] = set()
@@ -119,6 +124,8 @@ class SharedVariables:
       raise ValueError(str(errors[0])) from errors[0]
     for name in sorted(counted):
       self._check_count(name, len(used[name]))
+    if getattr(self._here, "tower", None) is not None:
+      self._here.tower += 1
 
   @contextlib.contextmanager
   def updating(self, place: int | None) -> Iterator[None]:
@@ -153,11 +160,13 @@ class SharedVariables:
       self._check_owner(known, shared)
       _check(known.name, shared, kwargs)
     else:
+      self._check_tower(known.name)
       if known.is_numbered and any(s.call != self._call for s in there):
         raise ValueError(
           f"{_MUST} of {known.name} there were {len(there)}, and one more is"
           f" asked for. Only their order tells them apart: {_REMEDY}."
         )
+      self._check_doubtful(known.name, used)
       shared = _Shared(make(), known.owner, _start(kwargs), self._call)
       there.append(shared)
       self.variables.append(shared.variable)
@@ -166,19 +175,50 @@ class SharedVariables:
 
   def _check_owner(self, known: owners.Known, shared: _Shared) -> None:
     """Raises `ValueError` for a variable that another object still holds."""
-    if shared.owner is None or shared.call == self._call:
-      return  # In one call, what was there before is built once.
-    if shared.owner() is not None:
-      gc.collect()  # Keras' objects refer to themselves.
+    if shared.owner is None or shared.owner() is known.owner:
+      return
+    if shared.call == self._call:
+      # Every tower makes its own. What was there before is built once. So this
+      # is no owner, though TensorFlow may keep it: the gradients that a layer
+      # defines stay in a registry.
+      shared.owner = None
+      return
+    gc.collect()  # Keras' objects refer to themselves.
     owner = shared.owner()
-    if owner is not None and owner is not known.owner:
+    shared.owner = None if owner is None else shared.owner
+    if owner is not None:
+      asks = getattr(known.owner, "name", "model_fn")
       raise ValueError(
         f"{_MUST} {known.name} was made by {owner.name!r}, which is still"
-        f" there, and {known.owner.name!r} asks for one of the same name. If"
-        " both are to have their own, build them before the first call. If"
-        " model_fn makes them, let it keep none of them."
+        f" there, and {asks!r} asks for one of the same name. If both are to"
+        " have their own, build them before the first call. If model_fn makes"
+        " them, let it keep none of them."
       )
-    shared.owner = None
+
+  def _check_tower(self, name: str) -> None:
+    """Raises `ValueError` if a tower is to make what the first did not."""
+    tower = getattr(self._here, "tower", None)
+    if tower and not getattr(self._here, "within", ""):
+      raise ValueError(
+        f"{_MUST} tower {tower} asks for one more of {name} than tower 0."
+        " Where a name is made of another that Keras numbered, each tower has"
+        f" its own: {_REMEDY}."
+      )
+
+  def _check_doubtful(self, name: str, used: dict[str, list[_Shared]]) -> None:
+    """Raises `ValueError` if a new name may be another's with a new number."""
+    rest = owners.without_doubtful(name)
+    for other, there in self._known.items():
+      if (
+        other != name
+        and not used.get(other)
+        and any(shared.call != self._call for shared in there)
+        and owners.without_doubtful(other) == rest
+      ):
+        raise ValueError(
+          f"{_MUST} {name} is asked for, and {other} was in another call. The"
+          f" number may be one that Keras gave: {_REMEDY}."
+        )
 
   def _check_count(self, name: str, count: int) -> None:
     """Raises `ValueError` if a tower made fewer variables than others did."""
