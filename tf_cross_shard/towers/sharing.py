@@ -183,7 +183,8 @@ class SharedVariables:
       # defines stay in a registry.
       shared.owner = None
       return
-    gc.collect()  # Keras' objects refer to themselves.
+    if shared.owner() is not None:
+      gc.collect()  # Keras' objects refer to themselves.
     owner = shared.owner()
     shared.owner = None if owner is None else shared.owner
     if owner is not None:
