@@ -515,6 +515,7 @@ def _at_random(kind: str, x: Any) -> Any:
   return layer(0.5)(x, training=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("devices", [TWO, TWO[:1]])
 @pytest.mark.parametrize("kind", _RANDOM)
@@ -579,6 +580,7 @@ def _named_after(kind: str, x: Any) -> Any:
   return keras.layers.Dense(2, name=f"{first.name}_head")(first(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("devices", [TWO, TWO[:1]])
 @pytest.mark.parametrize("kind", ["bidirectional", "other", "self"])
@@ -666,6 +668,7 @@ class _Two(keras.Model):
     return self.head(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
   "names", [("net", "head"), ("net", None), (None, "head"), (None, None)]

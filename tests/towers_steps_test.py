@@ -77,6 +77,7 @@ def test_variables_come_in_the_order_in_which_they_were_made(wrap: Any) -> None:
   assert [id(v) for v in found] == [id(w) for w in weights]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["eeee", "ffff", "eeff", "ffee", "efef"])
 def test_optimizers_made_inside_find_their_slots(order: str) -> None:
   """Eleven layers and more, of which tf.function and eager steps take turns."""
