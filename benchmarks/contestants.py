@@ -11,8 +11,8 @@ import tensorflow as tf
 
 import tf_cross_shard
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import packing
 from tf_cross_shard.collectives import base
+from tf_cross_shard.gradients import packing
 
 KERAS, OURS, GROUPED = "plain Keras", "ours", "ours, grouped"
 _PARAMETERS = 12_000_000

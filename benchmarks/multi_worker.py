@@ -46,9 +46,10 @@ import timing
 from absl import app, flags, logging
 
 import tf_cross_shard
-from tf_cross_shard import collectives, multi_worker, reduction
+from tf_cross_shard import collectives, multi_worker
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.collectives import multi_worker as engines
+from tf_cross_shard.collectives import reduction
 
 _WORKERS = flags.DEFINE_list("workers", ["2", "4"], "Processes, at most 8.")
 _PARTS = flags.DEFINE_list(

@@ -6,23 +6,16 @@ hardware; a *tower* is one of several copies of a model function in one program;
 the *wire* is what travels between replicas.
 """
 
-from tf_cross_shard import requirements
+from tf_cross_shard import versions
 
-requirements.check_installed()
+versions.check_installed()
 
 from tf_cross_shard import groups, migration, replica_state  # noqa: E402
-from tf_cross_shard.binding import (  # noqa: E402
-  CrossShardOptimizer,
-  TowerOptimizer,
-)
+from tf_cross_shard.binding import CrossShardOptimizer, TowerOptimizer  # noqa: E402
 from tf_cross_shard.groups import Groups  # noqa: E402
-from tf_cross_shard.towers import (  # noqa: E402
-  ModeKeys,
-  TowerSpec,
-  replicate_model_fn,
-)
+from tf_cross_shard.towers import ModeKeys, TowerSpec, replicate_model_fn  # noqa: E402
 
-__version__ = requirements.own_version()
+__version__ = versions.own_version()
 
 __all__ = [
   "CrossShardOptimizer",

@@ -17,19 +17,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard import drawing, migration, virtual_tpu
 from tf_cross_shard import groups as groups_lib
+from tf_cross_shard import migration, virtual_tpu
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs one command.
-
-  Args:
-    argv: The words after the program's name; None means those of this process.
-
-  Returns:
-    The exit status: 0, or 2 after an error.
-  """
+  """Runs one command."""
   parser = _parser()
   options = parser.parse_args(argv)
   try:
@@ -70,7 +63,6 @@ def _parser() -> argparse.ArgumentParser:
     help="replicas of --topology that differ in this coordinate only",
   )
   groups.add_argument("--topology", help="a TPU slice, such as v5e:4x2")
-  groups.add_argument("--picture", metavar="FILE", help="also draw an image")
 
   compile_ = commands.add_parser(
     "compile", help="compile a step for a TPU slice, without a TPU"
@@ -125,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _groups(options: argparse.Namespace) -> str:
-  """Draws a grouping as text, and as a picture when asked to."""
+  """Draws a grouping as text."""
   coordinates = None
   if options.topology:
     coordinates = virtual_tpu.coordinates(options.topology)
@@ -146,8 +138,6 @@ def _groups(options: argparse.Namespace) -> str:
       f"--topology {options.topology} has {len(coordinates)} devices; the"
       f" groups hold {groups.num_replicas} replicas."
     )
-  if options.picture:
-    drawing.as_picture(groups.assignment, options.picture, coordinates)
   return groups.draw()
 
 

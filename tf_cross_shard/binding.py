@@ -1,8 +1,8 @@
 """The optimizers for the Keras that `tf.keras` is."""
 
-from tf_cross_shard import requirements
+from tf_cross_shard import versions
 
-if requirements.uses_tf_keras():
+if versions.uses_tf_keras():
   from tf_cross_shard.tf_keras import CrossShardOptimizer, TowerOptimizer
 else:
   from tf_cross_shard.keras3 import CrossShardOptimizer, TowerOptimizer

@@ -7,27 +7,24 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tf_cross_shard import requirements
+from tf_cross_shard import versions
 
-requirements.check_keras3()
+versions.check_keras3()
 
 import keras  # noqa: E402  # after the check above
+import tensorflow as tf  # noqa: E402
 
-from tf_cross_shard import (  # noqa: E402
-  arguments,
-  converting,
-  cross_shard,
-  scaling,
-  tower,
-)
-from tf_cross_shard.inner import keras3  # noqa: E402
+from tf_cross_shard import optimizer, validation  # noqa: E402
+from tf_cross_shard.gradients import loss_factor  # noqa: E402
+from tf_cross_shard.inner_optimizer import keras3  # noqa: E402
+from tf_cross_shard.towers import tower_optimizer  # noqa: E402
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class CrossShardOptimizer(cross_shard.CrossShard, keras3.Keras3Delegate):
+class CrossShardOptimizer(optimizer.CrossShard, keras3.Keras3Delegate):
   """Sums or averages gradients over replicas, then lets `opt` apply them.
 
-  All is said in `tf_cross_shard.cross_shard.CrossShard`.
+  All is said in `tf_cross_shard.optimizer.CrossShard`.
 
   >>> import tensorflow as tf
   >>> optimizer = CrossShardOptimizer(keras.optimizers.SGD(0.5))
@@ -38,7 +35,7 @@ class CrossShardOptimizer(cross_shard.CrossShard, keras3.Keras3Delegate):
   2.0
   """
 
-  @converting.not_ours
+  @tf.autograph.experimental.do_not_convert
   def scale_loss(self, loss: Any) -> Any:
     """The loss that `model.fit` differentiates.
 
@@ -52,9 +49,9 @@ class CrossShardOptimizer(cross_shard.CrossShard, keras3.Keras3Delegate):
       RuntimeError: If called in the cross-replica context.
     """
     self._place.check()
-    return self._inner.scale_loss(self._average(loss, scaling.GLOBAL))
+    return self._inner.scale_loss(self._average(loss, loss_factor.GLOBAL))
 
-  @converting.not_ours
+  @tf.autograph.experimental.do_not_convert
   def apply(
     self, grads: Sequence[Any], trainable_variables: Any = None
   ) -> None:
@@ -80,14 +77,14 @@ class CrossShardOptimizer(cross_shard.CrossShard, keras3.Keras3Delegate):
       self._inner.apply_reduced(grads, variables)
       return
     pairs = zip(grads, variables, strict=True)
-    self._apply(*arguments.check_pairs(pairs), by_keras=True)
+    self._apply(*validation.check_pairs(pairs), by_keras=True)
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class TowerOptimizer(tower.Tower, keras3.Keras3Delegate):
+class TowerOptimizer(tower_optimizer.Tower, keras3.Keras3Delegate):
   """Gathers gradients across the towers of a model function.
 
-  All is said in `tf_cross_shard.tower.Tower`.
+  All is said in `tf_cross_shard.towers.tower_optimizer.Tower`.
 
   >>> import tensorflow as tf
   >>> optimizer = TowerOptimizer(lambda: keras.optimizers.SGD(0.5))
@@ -110,7 +107,7 @@ class TowerOptimizer(tower.Tower, keras3.Keras3Delegate):
     """
     return self._inner.optimizer.scale_loss(loss) * self._factor()
 
-  @converting.not_ours
+  @tf.autograph.experimental.do_not_convert
   def apply(
     self, grads: Sequence[Any], trainable_variables: Any = None
   ) -> None:
@@ -128,7 +125,7 @@ class TowerOptimizer(tower.Tower, keras3.Keras3Delegate):
     variables = _variables(self._inner, grads, trainable_variables)
     if variables:
       pairs = zip(grads, variables, strict=True)
-      self._collect_or(self._hand_on, *arguments.check_pairs(pairs))
+      self._collect_or(self._hand_on, *validation.check_pairs(pairs))
 
   def _hand_on(
     self,

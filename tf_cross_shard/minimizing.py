@@ -5,22 +5,23 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard import arguments, gradients, scaling
+from tf_cross_shard import validation
+from tf_cross_shard.gradients import compute, loss_factor
 
 
 class Minimizing:
   """Both orders of `minimize`'s arguments, for optimizers of this package."""
 
-  GATE_NONE = gradients.GATE_NONE
-  GATE_OP = gradients.GATE_OP
-  GATE_GRAPH = gradients.GATE_GRAPH
+  GATE_NONE = compute.GATE_NONE
+  GATE_OP = compute.GATE_OP
+  GATE_GRAPH = compute.GATE_GRAPH
 
   def minimize(
     self,
     loss: Any,
     global_step: Any = None,
     var_list: Any = None,
-    gate_gradients: int = gradients.GATE_OP,
+    gate_gradients: int = compute.GATE_OP,
     aggregation_method: int | None = None,
     colocate_gradients_with_ops: bool = False,
     name: str | None = None,
@@ -61,17 +62,17 @@ class Minimizing:
       ValueError: As the two methods.
       TypeError: As the two methods.
     """
-    if var_list is None and arguments.is_var_list(global_step):
+    if var_list is None and validation.is_var_list(global_step):
       global_step, var_list = None, global_step  # Keras' order of arguments.
-    arguments.check_global_step(global_step)
-    arguments.check_name(name)
+    validation.check_global_step(global_step)
+    validation.check_name(name)
     options = {
       "gate_gradients": gate_gradients,
       "aggregation_method": aggregation_method,
       "colocate_gradients_with_ops": colocate_gradients_with_ops,
       "grad_loss": grad_loss,
     }
-    default = scaling.REPLICA if tape is None else scaling.GLOBAL
+    default = loss_factor.REPLICA if tape is None else loss_factor.GLOBAL
     pairs = self._gradients(loss, var_list, tape, default, options)
     return self.apply_gradients(pairs, global_step, name=name)
 
@@ -103,6 +104,6 @@ class Minimizing:
     tape: tf.GradientTape | None,
     default: str,
     options: dict[str, Any],
-  ) -> gradients.Pairs:
+  ) -> compute.Pairs:
     """Gradients of the scaled loss; each optimizer has its way."""
     raise NotImplementedError

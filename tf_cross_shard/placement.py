@@ -5,23 +5,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard import agreement, collectives
+from tf_cross_shard import collectives
 from tf_cross_shard import groups as groups_lib
+from tf_cross_shard.multi_worker import consistency
 
 
 class Placement:
-  """The strategy that an optimizer was made for and the groups in it.
-
-  >>> placement = Placement(tf.distribute.get_strategy(), None, "mine")
-  >>> placement.groups.to_lists()
-  [[0]]
-  >>> placement.check()
-
-  Attributes:
-    engine: How tensors are added across the strategy's replicas.
-    assigned: The groups that the user gave, or None.
-    groups: The groups in force: one of all replicas where none were given.
-  """
+  """The strategy that an optimizer was made for and the groups in it."""
 
   def __init__(
     self,
@@ -29,18 +19,7 @@ class Placement:
     group_assignment: Any,
     name: str,
   ) -> None:
-    """Checks the groups, and their number where there are several replicas.
-
-    Args:
-      strategy: The strategy whose scope the optimizer was made in.
-      group_assignment: None, a table in any accepted form, or `Groups`.
-      name: The optimizer's name, for errors.
-
-    Raises:
-      ValueError: If the groups are malformed or do not fit the strategy.
-      NotImplementedError: If the strategy has no synchronous replicas, or no
-        groups.
-    """
+    """Checks the groups, and their number where there are several replicas."""
     self.assigned = as_groups(group_assignment)
     self.engine = collectives.for_strategy(strategy)
     replicas = self.engine.num_replicas
@@ -53,14 +32,7 @@ class Placement:
       self._check_group_count()
 
   def check(self) -> None:
-    """Raises an error where gradients cannot be reduced.
-
-    Raises:
-      RuntimeError: If called in the cross-replica context, under another
-        strategy than the optimizer was made for, or in a version 1 graph with
-        several replicas.
-      ValueError: If the groups do not fit the strategy.
-    """
+    """Raises an error where gradients cannot be reduced."""
     if tf.distribute.in_cross_replica_context():
       raise RuntimeError(
         f"{self._name} was called in the cross-replica context (inside"
@@ -88,18 +60,10 @@ class Placement:
   def agree_to_build(
     self, variables: Sequence[Any], settings: Callable[[], dict[str, Any]]
   ) -> None:
-    """Raises an error unless all workers make the same optimizer.
-
-    Args:
-      variables: What it is to be built on.
-      settings: Answers all settings by name.
-
-    Raises:
-      DisagreementError: If another worker has other variables or settings.
-    """
+    """Raises an error unless all workers make the same optimizer."""
     self.engine.agree(
       f"the building of {self._name}",
-      lambda: self._settings(settings()) + agreement.variables(variables),
+      lambda: self._settings(settings()) + consistency.variables(variables),
     )
 
   def agree_to_step(
@@ -109,27 +73,16 @@ class Placement:
     settings: Callable[[], dict[str, Any]],
     iterations: Callable[[], tf.Tensor],
   ) -> None:
-    """Raises an error unless all workers take the same first step.
-
-    Args:
-      grads: What this replica has.
-      variables: What the gradients belong to.
-      settings: Answers all settings by name.
-      iterations: Answers how many steps were taken before.
-
-    Raises:
-      DisagreementError: If another worker has other gradients, or was restored
-        from another checkpoint.
-    """
+    """Raises an error unless all workers take the same first step."""
     self.engine.agree(
       f"a step of {self._name}",
       lambda: [
         *self._settings(settings()),
-        *agreement.variables(variables),
-        *agreement.gradients(grads),
+        *consistency.variables(variables),
+        *consistency.gradients(grads),
       ],
       # Groups that were trained apart may have skipped other steps.
-      lambda: agreement.settings(
+      lambda: consistency.settings(
         iterations=int(iterations()) if self.groups.num_groups == 1 else "any"
       ),
     )
@@ -137,7 +90,7 @@ class Placement:
   def _settings(self, settings: dict[str, Any]) -> list[str]:
     """Settings as lines, with the groups in force."""
     in_force = {**settings, "group_assignment": self.groups.to_lists()}
-    return agreement.settings(**in_force)
+    return consistency.settings(**in_force)
 
   def _check_group_count(self) -> None:
     """Raises `ValueError` unless the groups hold the strategy's replicas."""
@@ -152,21 +105,7 @@ class Placement:
 
 
 def as_groups(group_assignment: Any) -> groups_lib.Groups | None:
-  """Any accepted form of `group_assignment`, checked.
-
-  >>> as_groups(tf.constant([[0, 1]])).to_lists()
-  [[0, 1]]
-
-  Args:
-    group_assignment: None, nested lists or tuples, an array, a constant
-      tensor, or `Groups`.
-
-  Returns:
-    The groups; None for None.
-
-  Raises:
-    ValueError: If the table is malformed or a symbolic tensor.
-  """
+  """Any accepted form of `group_assignment`, checked."""
   if group_assignment is None or isinstance(
     group_assignment, groups_lib.Groups
   ):

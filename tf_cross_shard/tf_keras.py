@@ -7,30 +7,26 @@ makes `tf.keras` tf_keras. Import them from here in a program that has both.
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tf_cross_shard import requirements
+from tf_cross_shard import versions
 
-requirements.check_tf_keras()
+versions.check_tf_keras()
 
-import tf_keras as keras  # noqa: E402  # after the check above
+import tensorflow as tf  # noqa: E402  # after the check above
+import tf_keras as keras  # noqa: E402
 
-from tf_cross_shard import (  # noqa: E402
-  arguments,
-  converting,
-  cross_shard,
-  gradients,
-  scaling,
-  tower,
-)
-from tf_cross_shard.inner import tf_keras  # noqa: E402
+from tf_cross_shard import optimizer, validation  # noqa: E402
+from tf_cross_shard.gradients import compute, loss_factor  # noqa: E402
+from tf_cross_shard.inner_optimizer import tf_keras  # noqa: E402
+from tf_cross_shard.towers import tower_optimizer  # noqa: E402
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class CrossShardOptimizer(cross_shard.CrossShard, tf_keras.TfKerasDelegate):
+class CrossShardOptimizer(optimizer.CrossShard, tf_keras.TfKerasDelegate):
   """Sums or averages gradients over replicas, then lets `opt` apply them.
 
   `opt` is a `tf_keras.optimizers.Optimizer` or one of
   `tf_keras.optimizers.legacy`. All else is said in
-  `tf_cross_shard.cross_shard.CrossShard`.
+  `tf_cross_shard.optimizer.CrossShard`.
 
   >>> import tensorflow as tf
   >>> optimizer = CrossShardOptimizer(keras.optimizers.SGD(0.5))
@@ -41,7 +37,7 @@ class CrossShardOptimizer(cross_shard.CrossShard, tf_keras.TfKerasDelegate):
   2.0
   """
 
-  @converting.not_ours
+  @tf.autograph.experimental.do_not_convert
   def scale_loss(self, loss: Any) -> Any:
     """The loss to differentiate in a loop of your own.
 
@@ -58,12 +54,10 @@ class CrossShardOptimizer(cross_shard.CrossShard, tf_keras.TfKerasDelegate):
       RuntimeError: If called in the cross-replica context.
     """
     self._place.check()
-    return self._average(loss, scaling.GLOBAL)
+    return self._average(loss, loss_factor.GLOBAL)
 
-  @converting.not_ours
-  def aggregate_gradients(
-    self, grads_and_vars: Iterable[Any]
-  ) -> gradients.Pairs:
+  @tf.autograph.experimental.do_not_convert
+  def aggregate_gradients(self, grads_and_vars: Iterable[Any]) -> compute.Pairs:
     """Clips this replica's gradients and sums them over the group.
 
     >>> import tensorflow as tf
@@ -85,10 +79,10 @@ class CrossShardOptimizer(cross_shard.CrossShard, tf_keras.TfKerasDelegate):
       RuntimeError: If called in the cross-replica context.
     """
     self._place.check()
-    grads, variables = arguments.check_pairs(grads_and_vars)
+    grads, variables = validation.check_pairs(grads_and_vars)
     return list(zip(self._sum(grads, variables), variables, strict=True))
 
-  @converting.not_ours
+  @tf.autograph.experimental.do_not_convert
   def apply_gradients(
     self,
     grads_and_vars: Iterable[Any],
@@ -118,11 +112,11 @@ class CrossShardOptimizer(cross_shard.CrossShard, tf_keras.TfKerasDelegate):
     """
     if experimental_aggregate_gradients and not skip_gradients_aggregation:
       return super().apply_gradients(grads_and_vars, global_step, name)
-    grads, variables = arguments.check_pairs(grads_and_vars)
+    grads, variables = validation.check_pairs(grads_and_vars)
     if self._inner.is_within:
       return self._inner.apply_reduced(grads, variables)
-    arguments.check_global_step(global_step)
-    arguments.check_name(name)
+    validation.check_global_step(global_step)
+    validation.check_name(name)
     return self._apply(grads, variables, global_step, name, is_reduced=True)
 
   def get_slot(self, var: Any, name: str) -> Any:
@@ -145,7 +139,7 @@ class CrossShardOptimizer(cross_shard.CrossShard, tf_keras.TfKerasDelegate):
   @classmethod
   def from_config(
     cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-  ) -> cross_shard.CrossShard:
+  ) -> optimizer.CrossShard:
     """Makes the optimizer that `get_config` described.
 
     Args:
@@ -160,10 +154,10 @@ class CrossShardOptimizer(cross_shard.CrossShard, tf_keras.TfKerasDelegate):
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class TowerOptimizer(tower.Tower, tf_keras.TfKerasDelegate):
+class TowerOptimizer(tower_optimizer.Tower, tf_keras.TfKerasDelegate):
   """Gathers gradients across the towers of a model function.
 
-  All is said in `tf_cross_shard.tower.Tower`.
+  All is said in `tf_cross_shard.towers.tower_optimizer.Tower`.
 
   >>> import tensorflow as tf
   >>> optimizer = TowerOptimizer(lambda: keras.optimizers.SGD(0.5))
@@ -177,9 +171,7 @@ class TowerOptimizer(tower.Tower, tf_keras.TfKerasDelegate):
   # Of all optimizers the count of steps is called `iteration`.
   _state_has_its_name = False
 
-  def aggregate_gradients(
-    self, grads_and_vars: Iterable[Any]
-  ) -> gradients.Pairs:
+  def aggregate_gradients(self, grads_and_vars: Iterable[Any]) -> compute.Pairs:
     """What the encapsulated optimizer does between replicas.
 
     Args:

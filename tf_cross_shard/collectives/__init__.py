@@ -6,36 +6,17 @@ tf.distribute internals or raw operations.
 
 import tensorflow as tf
 
-from tf_cross_shard.collectives import (
-  base,
-  mirrored,
-  multi_worker,
-  one_device,
-  tpu,
-)
+from tf_cross_shard.collectives import base, mirrored, multi_worker, tpu
 
 
 def for_strategy(strategy: tf.distribute.Strategy) -> base.Engine:
-  """The engine for a strategy.
-
-  >>> type(for_strategy(tf.distribute.get_strategy())).__name__
-  'OneDevice'
-
-  Args:
-    strategy: Any strategy, the default one included.
-
-  Returns:
-    An engine whose methods are called in the replica context.
-
-  Raises:
-    NotImplementedError: If the strategy has no synchronous replicas.
-  """
+  """The engine for a strategy."""
   if isinstance(strategy, tf.distribute.MirroredStrategy):
     return mirrored.Mirrored(strategy)
   if tpu.is_tpu(strategy):
     return tpu.TPU(strategy)
   if strategy.num_replicas_in_sync == 1:
-    return one_device.OneDevice(strategy)
+    return base.OneDevice(strategy)
   if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
     return multi_worker.MultiWorker(strategy)
   if isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy):

@@ -7,9 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard import arguments, packing
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard.collectives import alone
+from tf_cross_shard import validation
+from tf_cross_shard.collectives import replica_isolation
+from tf_cross_shard.gradients import packing
 
 
 class Engine(abc.ABC):
@@ -19,11 +20,7 @@ class Engine(abc.ABC):
   """
 
   def __init__(self, strategy: tf.distribute.Strategy) -> None:
-    """Keeps the strategy whose replicas take part.
-
-    Args:
-      strategy: The strategy; not necessarily the current one.
-    """
+    """Keeps the strategy whose replicas take part."""
     self.strategy = strategy
 
   @property
@@ -45,50 +42,22 @@ class Engine(abc.ABC):
         result[i] = sum over r in group of tensors_r[i]
 
     All members of a group receive the same bits.
-
-    Args:
-      tensors: Dense tensors, of the same shapes and dtypes on all members.
-      groups: Who sums with whom.
-
-    Returns:
-      The sums, in the order of `tensors`.
     """
 
   def all_reduce_narrow(
     self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
   ) -> list[tf.Tensor]:
-    """Sums tensors of half precision, in float32 where the engine can.
-
-    Args:
-      tensors: As for `all_reduce_sum`.
-      groups: Who sums with whom.
-
-    Returns:
-      The sums, in the dtypes of `tensors` or in float32.
-    """
+    """Sums tensors of half precision, in float32 where the engine can."""
     return self.all_reduce_sum(tensors, groups)
 
   @abc.abstractmethod
   def all_gather(
     self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
   ) -> list[tf.Tensor]:
-    """Joins each tensor of this replica's group along the first dimension.
-
-    Args:
-      tensors: Tensors of one dimension or more. The first may differ between
-        replicas.
-      groups: Who gathers from whom.
-
-    Returns:
-      The members' tensors, joined in ascending order of replica.
-    """
+    """Joins each tensor of this replica's group along the first dimension."""
 
   def check_groups(self, groups: groups_lib.Groups) -> None:
-    """Raises an error if this engine cannot sum in `groups`.
-
-    Args:
-      groups: Groups of all replicas of the strategy.
-    """
+    """Raises an error if this engine cannot sum in `groups`."""
     del groups
 
   def check_skipping(self) -> None:
@@ -115,14 +84,8 @@ class Engine(abc.ABC):
 
     A variable made outside the strategy's scope exists once, so that one
     replica alone must update it.
-
-    Args:
-      variable: A `tf.Variable` or `keras.Variable`.
-
-    Returns:
-      False on all replicas but the first for a variable that exists once.
     """
-    value = arguments.native(variable)
+    value = validation.native(variable)
     copied = is_copied(variable)
     # What replicas count in one such variable is added up when it is read.
     is_summed = (
@@ -130,7 +93,10 @@ class Engine(abc.ABC):
       and value.synchronization == tf.VariableSynchronization.ON_READ
       and value.aggregation == tf.VariableAggregation.SUM
     )
-    return (copied and not is_summed) or alone.replica_id() in (0, None)
+    return (copied and not is_summed) or replica_isolation.replica_id() in (
+      0,
+      None,
+    )
 
   def agree(
     self,
@@ -141,36 +107,43 @@ class Engine(abc.ABC):
     """Raises an error unless all processes are about to do the same.
 
     Nothing to compare where one process has all replicas.
-
-    Args:
-      topic: What is compared, for errors.
-      lines: Answers what has to be alike, each as `name: value`. What was
-        compared once is not compared again.
-      state: Answers what has to be alike at that moment.
     """
     del topic, lines, state
 
   def all_or_nothing(
     self, sums: Sequence[Any]
   ) -> contextlib.AbstractContextManager[Any]:
-    """A context in which nothing is updated before all sums are there.
-
-    Args:
-      sums: All sums of a step.
-
-    Returns:
-      By default one that does nothing: sums within one process do not fail.
-    """
+    """A context in which nothing is updated before all sums are there."""
     del sums
     return contextlib.nullcontext()
 
   def alone(self) -> contextlib.AbstractContextManager[None]:
-    """A context in which this replica updates its own variables only.
+    """A context in which this replica updates its own variables only."""
+    return replica_isolation.alone(self.strategy)
 
-    Returns:
-      What `tf_cross_shard.collectives.alone.alone` answers.
-    """
-    return alone.alone(self.strategy)
+
+class OneDevice(Engine):
+  """The sum over one replica is its own value."""
+
+  def all_reduce_sum(
+    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
+  ) -> list[tf.Tensor]:
+    """The tensors themselves."""
+    del groups
+    return list(tensors)
+
+  def all_gather(
+    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
+  ) -> list[tf.Tensor]:
+    """The tensors themselves."""
+    del groups
+    return list(tensors)
+
+  def alone(self) -> contextlib.AbstractContextManager[None]:
+    """Nothing to arrange where a merge call is a plain call anyway."""
+    if isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy):
+      return super().alone()
+    return contextlib.nullcontext()
 
 
 class AnyStrategy(Engine):
@@ -200,20 +173,16 @@ class AnyStrategy(Engine):
 
   def alone(self) -> contextlib.AbstractContextManager[None]:
     """All that is sure to work: no second reduction."""
-    return alone.not_reducing(self.strategy)
+    return replica_isolation.not_reducing(self.strategy)
 
   def updates_here(self, variable: Any) -> bool:
     """Every replica takes part in an assignment that is aggregated."""
-    aggregation = arguments.native(variable).aggregation
+    aggregation = validation.native(variable).aggregation
     is_aggregated = aggregation != tf.VariableAggregation.NONE
     return is_aggregated or super().updates_here(variable)
 
   def check_groups(self, groups: groups_lib.Groups) -> None:
-    """Refuses groups, which no public call has.
-
-    Raises:
-      NotImplementedError: If there is more than one group.
-    """
+    """Refuses groups, which no public call has."""
     if groups.num_groups > 1:
       raise NotImplementedError(
         f"`group_assignment` is not supported under"
@@ -222,11 +191,7 @@ class AnyStrategy(Engine):
       )
 
   def check_skipping(self) -> None:
-    """Refuses what takes an update inside `tf.cond`.
-
-    Raises:
-      NotImplementedError: Always.
-    """
+    """Refuses what takes an update inside `tf.cond`."""
     raise NotImplementedError(
       f"`skip_nonfinite` is not supported under {type(self.strategy).__name__}."
       " Leave it False, or use MirroredStrategy."
@@ -234,15 +199,7 @@ class AnyStrategy(Engine):
 
 
 def is_copied(variable: Any) -> bool:
-  """Whether each replica has a value of its own of a variable.
-
-  >>> is_copied(tf.Variable(1.0))
-  False
-
-  Args:
-    variable: A `tf.Variable` or `keras.Variable`.
-
-  Returns:
-    Whether it was made in a strategy's scope.
-  """
-  return isinstance(arguments.native(variable), tf.distribute.DistributedValues)
+  """Whether each replica has a value of its own of a variable."""
+  return isinstance(
+    validation.native(variable), tf.distribute.DistributedValues
+  )

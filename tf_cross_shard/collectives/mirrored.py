@@ -17,8 +17,8 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import wire
-from tf_cross_shard.collectives import alone, base, meeting
+from tf_cross_shard.collectives import base, collective_ops, replica_isolation
+from tf_cross_shard.gradients import packing
 
 # `benchmarks/step_time.py --sweep`, 500 variables: reduction at 0.33 of Keras'
 # time with 64 KiB, 0.68 with 256 KiB; 50 variables: no difference to 1 MiB.
@@ -31,28 +31,17 @@ class Mirrored(base.Engine):
   def __init__(
     self, strategy: tf.distribute.Strategy, prefer_merge: bool | None = None
   ) -> None:
-    """Chooses the way that suits the devices.
-
-    Args:
-      strategy: A MirroredStrategy.
-      prefer_merge: Meet in merge calls where that is possible. None means on
-        CPUs only.
-    """
+    """Chooses the way that suits the devices."""
     super().__init__(strategy)
     self._devices = tuple(strategy.extended.worker_devices)
     on_cpus = all("CPU" in device.upper() for device in self._devices)
     self._prefer_merge = on_cpus if prefer_merge is None else prefer_merge
-    self._meeting = meeting.of_strategy(strategy)
+    self._meeting = collective_ops.of_strategy(strategy)
 
   def all_reduce_sum(
     self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
   ) -> list[tf.Tensor]:
-    """Sums over the group.
-
-    Raises:
-      RuntimeError: If neither a merge call nor a collective can be made here.
-      TypeError: If a collective cannot sum a dtype.
-    """
+    """Sums over the group."""
     if self._merges():
       return self._merge(tensors, groups, tf.add_n)
     replica = self._replica()
@@ -82,13 +71,13 @@ class Mirrored(base.Engine):
   @property
   def can_gather(self) -> bool:
     """Rows are joined in merge calls only."""
-    return meeting.can_merge()
+    return collective_ops.can_merge()
 
   def _merges(self) -> bool:
     """Whether to meet in a merge call here."""
     # Eager replicas run one after the other, so that the first would wait for
     # ever in a collective.
-    return meeting.can_merge() and (
+    return collective_ops.can_merge() and (
       self._prefer_merge or tf.executing_eagerly()
     )
 
@@ -124,14 +113,14 @@ class Mirrored(base.Engine):
 
   def _replica(self) -> int:
     """This replica's number, which MirroredStrategy always knows."""
-    replica = alone.replica_id()
+    replica = replica_isolation.replica_id()
     assert replica is not None
     return replica
 
 
 def _add_widened(parts: list[tf.Tensor]) -> tf.Tensor:
   """The sum, of half precision in float32."""
-  if parts[0].dtype in wire.DTYPES:
+  if parts[0].dtype in packing.WIRE_DTYPES:
     parts = [tf.cast(part, tf.float32) for part in parts]
   return tf.add_n(parts)
 

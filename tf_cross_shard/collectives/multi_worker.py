@@ -16,8 +16,8 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import wire
-from tf_cross_shard.collectives import alone, base, meeting
+from tf_cross_shard.collectives import base, collective_ops, replica_isolation
+from tf_cross_shard.gradients import packing
 from tf_cross_shard.multi_worker import coordination
 
 # `benchmarks/multi_worker.py --sweep`: of 50 MB, 8 MiB buckets on four chains
@@ -31,15 +31,11 @@ class MultiWorker(base.Engine):
   """Sums over the replicas of several processes, grouped or not."""
 
   def __init__(self, strategy: tf.distribute.Strategy) -> None:
-    """Learns who takes part.
-
-    Args:
-      strategy: A MultiWorkerMirroredStrategy with several replicas.
-    """
+    """Learns who takes part."""
     super().__init__(strategy)
     self._devices = tuple(strategy.extended.worker_devices)
     cluster = strategy.cluster_resolver.cluster_spec().as_dict()
-    self._meeting = meeting.of_strategy(
+    self._meeting = collective_ops.of_strategy(
       strategy,
       # Not the addresses: a worker may know itself by another one.
       place=repr([task[:2] for task in coordination.tasks(cluster)]),
@@ -59,13 +55,7 @@ class MultiWorker(base.Engine):
   def all_reduce_sum(
     self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
   ) -> list[tf.Tensor]:
-    """Sums over the group.
-
-    Raises:
-      RuntimeError: If several replicas of this process are called eagerly, or
-        in a loop.
-      TypeError: If a collective cannot sum a dtype.
-    """
+    """Sums over the group."""
     return self._meeting.all_reduce_sum(tensors, groups, *self._here())
 
   def all_reduce_narrow(
@@ -79,11 +69,11 @@ class MultiWorker(base.Engine):
 
         part k of all members ─ all-to-all ─▶ member k adds ─ gather ─▶ all
     """
-    if not 2 < groups.group_size <= meeting.MOST_IN_ALL_TO_ALL:
+    if not 2 < groups.group_size <= collective_ops.MOST_IN_ALL_TO_ALL:
       return self.all_reduce_sum(tensors, groups)
     return [
       self._sum_of_parts(tensor, groups)
-      if tensor.dtype in wire.DTYPES
+      if tensor.dtype in packing.WIRE_DTYPES
       else self.all_reduce_sum([tensor], groups)[0]
       for tensor in tensors
     ]
@@ -144,12 +134,7 @@ class MultiWorker(base.Engine):
     lines: Callable[[], Sequence[str]],
     state: Callable[[], Sequence[str]] = list,
   ) -> None:
-    """Compares with the other workers what is new to this one.
-
-    Raises:
-      DisagreementError: If workers differ.
-      MissingWorkerError: If one does not come.
-    """
+    """Compares with the other workers what is new to this one."""
     if self._workers is None:
       return
     with self._lock:  # the other replicas of this process say the same
@@ -173,12 +158,13 @@ class MultiWorker(base.Engine):
   def updates_here(self, variable: Any) -> bool:
     """Each process has its own of what is made outside the scope."""
     return super().updates_here(variable) or (
-      alone.replica_id() == self._first_here() and not base.is_copied(variable)
+      replica_isolation.replica_id() == self._first_here()
+      and not base.is_copied(variable)
     )
 
   def _here(self) -> tuple[int, str]:
     """This replica and its device."""
-    replica = alone.replica_id()
+    replica = replica_isolation.replica_id()
     assert replica is not None  # a strategy of processes always knows it
     return replica, self._devices[replica - self._first_here()]
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard.collectives import alone, base
+from tf_cross_shard.collectives import base, replica_isolation
 
 DTYPES: Final = (
   tf.bfloat16,
@@ -36,11 +36,7 @@ class TPU(base.Engine):
   def all_reduce_sum(
     self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
   ) -> list[tf.Tensor]:
-    """Sums each tensor by itself.
-
-    Raises:
-      TypeError: If TPUs do not sum a dtype.
-    """
+    """Sums each tensor by itself."""
     for tensor in tensors:
       if tensor.dtype not in DTYPES:
         names = ", ".join(dtype.name for dtype in DTYPES)
@@ -54,11 +50,7 @@ class TPU(base.Engine):
   def all_gather(
     self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
   ) -> list[tf.Tensor]:
-    """Not offered: see `can_gather`.
-
-    Raises:
-      NotImplementedError: Always.
-    """
+    """Not offered: see `can_gather`."""
     raise NotImplementedError(
       "A TPU program has no shapes that depend on data, so that replicas"
       " cannot join rows. Make the tensors dense."
@@ -81,7 +73,7 @@ class TPU(base.Engine):
 
   def alone(self) -> contextlib.AbstractContextManager[None]:
     """Merge calls cost nothing here: they run at once, also in `tf.cond`."""
-    return alone.in_one_program(self.strategy)
+    return replica_isolation.in_one_program(self.strategy)
 
   def _sum(self, tensor: tf.Tensor, assignment: list[list[int]]) -> Any:
     """One cross-replica sum."""
@@ -92,15 +84,7 @@ class TPU(base.Engine):
 
 
 def is_tpu(strategy: tf.distribute.Strategy) -> bool:
-  """Whether the replicas of a strategy are one XLA program.
-
-  Args:
-    strategy: Any strategy.
-
-  Returns:
-    True for the TPU strategies of TensorFlow, and for those that bring a
-    cross-replica sum of their own.
-  """
+  """Whether the replicas of a strategy are one XLA program."""
   return isinstance(
     strategy,
     (tf.distribute.TPUStrategy, tf.distribute.experimental.TPUStrategy),

@@ -7,10 +7,7 @@
 0.5
 """
 
-from tf_cross_shard.migration.checkpoints import (
-  Conversion,
-  convert_checkpoint,
-)
+from tf_cross_shard.migration.checkpoints import Conversion, convert_checkpoint
 from tf_cross_shard.migration.optimizers import from_v1
 
 __all__ = ["Conversion", "convert_checkpoint", "from_v1"]

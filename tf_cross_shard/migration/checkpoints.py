@@ -14,15 +14,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard.collectives import copies
-from tf_cross_shard.inner import adapters
 from tf_cross_shard.migration import (
+  adapters,
   matching,
   models,
   planning,
   v1_file,
   writing,
 )
+from tf_cross_shard.replica_state import replica_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +166,7 @@ def convert_checkpoint(
   source = v1_file.prefix_of(src)
   prefix = writing.check_target(dst, src)
   # Raises an error in a tf.function and in a replica.
-  copies.Copies(tf.distribute.get_strategy())
+  replica_values.Copies(tf.distribute.get_strategy())
   allowed = matching.Allowed(allow_unmatched)
   weights = models.weights_of(model)
   adapter = adapters.adapter_of(optimizer)
@@ -184,7 +184,7 @@ def convert_checkpoint(
   if not adapter.is_built:
     # An optimizer is built once: on what will be refused, it would be spoilt.
     plan_with(planning.foreseen(optimizer, trained))
-    adapters.build(optimizer, trained, copies.strategy_of(weights[0]))
+    adapters.build(optimizer, trained, replica_values.strategy_of(weights[0]))
   plan = plan_with(adapters.kept(optimizer, weights))
   pairs = [(a.variable, a.value) for a in plan.assignments]
   shown = adapters.rate_after(optimizer, plan.steps)

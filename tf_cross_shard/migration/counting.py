@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from tf_cross_shard import archive
+from tf_cross_shard.replica_state import archive
 
 # Below, float32 soon has no more than a few bits, and then none.
 SMALLEST: Final = 1e-30
@@ -21,13 +21,7 @@ _MOST_STEPS: Final = 10**7
 
 
 class Power(NamedTuple):
-  """A power that a checkpoint holds.
-
-  Attributes:
-    name: Its name there.
-    value: The number, of the dtype in which it was multiplied.
-    beta: What it is a power of.
-  """
+  """A power that a checkpoint holds."""
 
   name: str
   value: Any
@@ -39,14 +33,7 @@ class Power(NamedTuple):
     return bool(self.value > SMALLEST) and len(self._products) > 0
 
   def steps(self) -> int | None:
-    """The number of steps after which version 1 has this power.
-
-    >>> Power("beta1_power", np.float32(0.729), 0.9).steps()
-    2
-
-    Returns:
-      The number; None if there is none within the error of float32.
-    """
+    """The number of steps after which version 1 has this power."""
     if not self.is_useful:
       return None
     steps = int(np.abs(self._products - self.value).argmin())
@@ -57,19 +44,7 @@ class Power(NamedTuple):
     return steps if self._distance(steps) <= error else None
 
   def fits(self, steps: int) -> bool:
-    """Whether this is the power after so many steps.
-
-    >>> power = Power("beta1_power", np.float32(0.729), 0.9)
-    >>> power.fits(2), power.fits(3)
-    (True, False)
-
-    Args:
-      steps: How many.
-
-    Returns:
-      Whether it is, within the error of float32. One too small to tell fits
-      all that make it so small.
-    """
+    """Whether this is the power after so many steps."""
     products = self._products
     if not len(products):
       return True  # A beta of 0 or 1 tells nothing.

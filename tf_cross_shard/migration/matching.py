@@ -8,29 +8,17 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from tf_cross_shard.inner import state
+from tf_cross_shard.inner_optimizer import optimizer_state
 
 Names = Mapping[str, str] | Callable[[str], str | None] | None
 Shapes = dict[str, tuple[int, ...]]
 
 
 class Allowed:
-  """What need not have a counterpart.
-
-  Attributes:
-    everything: Whether nothing has to have one.
-  """
+  """What need not have a counterpart."""
 
   def __init__(self, allow_unmatched: bool | Collection[str]) -> None:
-    """Checks the argument.
-
-    Args:
-      allow_unmatched: True for everything, False for nothing; or names and
-        regular expressions that match whole names.
-
-    Raises:
-      TypeError: If it is something else.
-    """
+    """Checks the argument."""
     self.everything = allow_unmatched is True
     self._texts: list[str] = []
     if isinstance(allow_unmatched, bool):
@@ -47,74 +35,25 @@ class Allowed:
       )
 
   def names(self, name: str) -> bool:
-    """Whether the user spelt that this has no counterpart.
-
-    >>> allowed = Allowed(["global_step", ".*/Adam(_1)?"])
-    >>> allowed.names("w/Adam_1"), allowed.names("w/Adam_2")
-    (True, False)
-
-    Args:
-      name: Of a variable, of either side.
-
-    Returns:
-      Whether one of the texts is it or matches it; not that all are allowed.
-    """
+    """Whether the user spelt that this has no counterpart."""
     return any(text == name or _matches(text, name) for text in self._texts)
 
   def covers(self, name: str) -> bool:
-    """Whether this may be left without a counterpart.
-
-    Args:
-      name: Of a variable, of either side.
-
-    Returns:
-      Whether everything may, or this one.
-    """
+    """Whether this may be left without a counterpart."""
     return self.everything or self.names(name)
 
 
 def labels_of(variables: Sequence[Any]) -> list[str]:
-  """The names by which users tell variables apart.
-
-  >>> import tensorflow as tf
-  >>> labels_of([tf.Variable(1.0, name="w"), tf.Variable(2.0, name="w")])
-  ['w', 'w#2']
-
-  Args:
-    variables: Any.
-
-  Returns:
-    As many, all different.
-  """
-  return state.unique(list(map(state.path_of, variables)))
+  """The names by which users tell variables apart."""
+  return optimizer_state.unique(list(map(optimizer_state.path_of, variables)))
 
 
 def match_weights(
   model: Any, variables: Sequence[Any], shapes: Shapes, names: Names
 ) -> dict[str, str]:
-  """The checkpoint's name of each variable that has one there.
-
-  >>> import tensorflow as tf
-  >>> weights = [tf.Variable([1.0], name="w"), tf.Variable(2.0, name="b")]
-  >>> match_weights(None, weights, {"w": (1,), "c": ()}, {"b": "c"})
-  {'w': 'w', 'b': 'c'}
-
-  Args:
-    model: The model, whose own name may stand before those of its variables.
-    variables: The model's.
-    shapes: What the checkpoint holds.
-    names: What the user says of some.
-
-  Returns:
-    By label, in the order of the variables.
-
-  Raises:
-    ValueError: If `names` names what is not there, or names alone do not tell
-      which belongs to which.
-    TypeError: If `names` is no mapping or function.
-  """
+  """The checkpoint's name of each variable that has one there."""
   labels = labels_of(variables)
-  paths = list(map(state.path_of, variables))
+  paths = list(map(optimizer_state.path_of, variables))
   asked = _asked(model, labels, shapes, names)
   found: dict[str, str] = {}
   for label, path in zip(labels, paths, strict=True):
@@ -144,20 +83,7 @@ def match_weights(
 def choose(
   what: str, options: Sequence[str], allowed: Allowed, is_optional: bool
 ) -> str | None:
-  """The one that the user left.
-
-  Args:
-    what: What is looked for, for errors.
-    options: Names in the checkpoint.
-    allowed: What the user says has no counterpart, if there are several.
-    is_optional: Whether everything allowed allows that none is taken.
-
-  Returns:
-    A name; None if there is none, or the user excludes them all.
-
-  Raises:
-    ValueError: If there are several.
-  """
+  """The one that the user left."""
   left = list(options)
   if len(left) > 1:
     left = [name for name in left if not allowed.names(name)]
@@ -172,16 +98,7 @@ def choose(
 def check_unmatched(
   in_checkpoint: Shapes, in_model: Shapes, allowed: Allowed
 ) -> None:
-  """Raises an error if something has no counterpart and is to have one.
-
-  Args:
-    in_checkpoint: Names and shapes there.
-    in_model: Names and shapes of variables of the model and the optimizer.
-    allowed: What need not have one.
-
-  Raises:
-    ValueError: If there is such; names all of it, on both sides.
-  """
+  """Raises an error if something has no counterpart and is to have one."""
   lines: list[str] = []
   for where, shapes in (
     ("in the checkpoint", in_checkpoint),

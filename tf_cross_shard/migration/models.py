@@ -6,18 +6,7 @@ import tensorflow as tf
 
 
 def weights_of(model: Any) -> list[Any]:
-  """The variables that a model is to have back; not its random states.
-
-  Args:
-    model: A Keras model, a tf.Module, or a list of variables.
-
-  Returns:
-    Each once.
-
-  Raises:
-    TypeError: If it is something else.
-    ValueError: If there are none yet.
-  """
+  """The variables that a model is to have back; not its random states."""
   # Asked of the class: where there are none yet, the model may raise an error.
   is_keras = hasattr(type(model), "weights")
   if isinstance(model, (list, tuple)):
@@ -47,14 +36,7 @@ def weights_of(model: Any) -> list[Any]:
 
 
 def trained_of(model: Any) -> list[Any]:
-  """The variables that a model trains, in its order.
-
-  Args:
-    model: What `weights_of` took.
-
-  Returns:
-    Its trainable variables.
-  """
+  """The variables that a model trains, in its order."""
   if isinstance(model, (list, tuple)):
     return [weight for weight in weights_of(model) if weight.trainable]
   return list(model.trainable_variables)

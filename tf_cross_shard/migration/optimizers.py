@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from tf_cross_shard import binding, scaling
-from tf_cross_shard.inner import v1
+from tf_cross_shard import binding
+from tf_cross_shard.gradients import loss_factor
+from tf_cross_shard.migration import v1
 
 
 def from_v1(opt: Any) -> binding.CrossShardOptimizer:
@@ -83,7 +84,7 @@ def from_v1(opt: Any) -> binding.CrossShardOptimizer:
   """
   if not v1.is_v1(opt):
     raise TypeError(f"`opt` must be a version 1 optimizer; {_instead(opt)}")
-  arguments: dict[str, Any] = {"reduction": scaling.MEAN}
+  arguments: dict[str, Any] = {"reduction": loss_factor.MEAN}
   if v1.is_cross_shard(opt):
     opt, arguments = v1.within(opt)
   return binding.CrossShardOptimizer(opt, **arguments)

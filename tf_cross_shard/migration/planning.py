@@ -6,15 +6,16 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard import archive
-from tf_cross_shard.inner import adapters, base
+from tf_cross_shard.inner_optimizer import base
 from tf_cross_shard.migration import (
+  adapters,
   matching,
   models,
   slot_names,
   steps_in,
   v1_file,
 )
+from tf_cross_shard.replica_state import archive
 
 ITERATIONS: Final = "iterations"
 _MOMENTUM_REMEDY: Final = (
@@ -24,14 +25,7 @@ _MOMENTUM_REMEDY: Final = (
 
 
 class Assignment(NamedTuple):
-  """A variable, and the value that it is to receive.
-
-  Attributes:
-    name: What users know the variable by.
-    variable: The variable.
-    source: The checkpoint's name of the value.
-    value: The value; of the variable's shape and dtype.
-  """
+  """A variable, and the value that it is to receive."""
 
   name: str
   variable: Any
@@ -40,13 +34,7 @@ class Assignment(NamedTuple):
 
 
 class Plan:
-  """Finds the counterpart of everything.
-
-  Attributes:
-    assignments: What is to be assigned.
-    unmatched_in_checkpoint: Names and shapes of what nothing receives.
-    unmatched_in_model: Names and shapes of what receives nothing.
-  """
+  """Finds the counterpart of everything."""
 
   def __init__(
     self,
@@ -58,22 +46,7 @@ class Plan:
     allowed: matching.Allowed,
     slots: str | None = None,
   ) -> None:
-    """Compares names, shapes and dtypes, and then reads the values.
-
-    Args:
-      file: The checkpoint.
-      model: What has the weights; built.
-      optimizer: What has the settings and the count of steps.
-      kept: Its slots, or what they will be; None to leave it to the weights.
-      names: The user's names for weights.
-      allowed: What need not have a counterpart.
-      slots: The user's name for version 1's optimizer.
-
-    Raises:
-      ValueError: If something has none, or more than one, or another form; if
-        the checkpoint is damaged.
-      TypeError: If an argument is something else.
-    """
+    """Compares names, shapes and dtypes, and then reads the values."""
     self._file = file
     self._allowed = allowed
     self._optimizer = base.innermost(optimizer)
@@ -319,15 +292,7 @@ class Plan:
 
 
 def foreseen(optimizer: Any, trained: Sequence[Any]) -> adapters.Kept | None:
-  """What an optimizer that is not built will keep.
-
-  Args:
-    optimizer: An optimizer.
-    trained: What it will train.
-
-  Returns:
-    Forms; None if that cannot be told without building it.
-  """
+  """What an optimizer that is not built will keep."""
   # Those that version 1 had as well have slots as large as the variables.
   is_alike = slot_names.kind_of(base.innermost(optimizer)) is not None
   return adapters.foreseen(optimizer, trained, is_alike)

@@ -59,15 +59,7 @@ _UNKNOWN: Final = "*"
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """The slots that one optimizer of version 1 made.
-
-  Attributes:
-    scope: What stands before the variables' names, with its slash; or "".
-    name: The optimizer's name.
-    first: The number of its first slot.
-    heads: By variable, what its slots stand behind; scope and name if it is not
-      in here.
-  """
+  """The slots that one optimizer of version 1 made."""
 
   scope: str
   name: str
@@ -78,26 +70,11 @@ class Family:
 
   @property
   def called(self) -> str:
-    """What `slots` is to be if it is meant.
-
-    >>> Family("", "Adam", 2).called
-    'Adam_2'
-    """
+    """What `slots` is to be if it is meant."""
     return _with_number(self.name, self.first)
 
   def slot(self, variable: str, number: int) -> str:
-    """The name of a slot.
-
-    >>> Family("", "Adam").slot("dense/kernel", 1)
-    'dense/kernel/Adam_1'
-
-    Args:
-      variable: The variable's name in the checkpoint.
-      number: Of the slot, from 0.
-
-    Returns:
-      The slot's name there.
-    """
+    """The name of a slot."""
     head = self.heads.get(variable, f"{self.scope}{variable}")
     return f"{head}/{_with_number(self.name, self.first + number)}"
 
@@ -108,18 +85,7 @@ _Found = dict[tuple[str, str, int], dict[str, int]]
 
 
 def kind_of(optimizer: Any) -> str | None:
-  """Keras' class of an optimizer, of those that version 1 had as well.
-
-  >>> import tensorflow as tf
-  >>> kind_of(tf.keras.optimizers.AdamW())
-  'Adam'
-
-  Args:
-    optimizer: The innermost one; its class may be derived from Keras'.
-
-  Returns:
-    The name of the class; None if version 1 had none like it.
-  """
+  """Keras' class of an optimizer, of those that version 1 had as well."""
   for base in type(optimizer).__mro__:
     if base.__module__.split(".")[0] in _OURS:
       name = _SAME_SLOTS.get(base.__name__, base.__name__)
@@ -129,31 +95,12 @@ def kind_of(optimizer: Any) -> str | None:
 
 
 def order_of(kind: str, count: int) -> tuple[frozenset[str], ...]:
-  """What each of version 1's slots is in Keras.
-
-  Args:
-    kind: A class, from `kind_of`.
-    count: How many slots version 1 made for a variable.
-
-  Returns:
-    For each, in the order of creation, all names that some Keras has for it;
-    nothing if that optimizer never makes so many.
-  """
+  """What each of version 1's slots is in Keras."""
   return _ORDERS[kind].get(count, ())
 
 
 def default_of(kind: str) -> str:
-  """The name that version 1's optimizer has unless it was given another.
-
-  >>> default_of("SGD")
-  'Momentum'
-
-  Args:
-    kind: A class, from `kind_of`.
-
-  Returns:
-    The name.
-  """
+  """The name that version 1's optimizer has unless it was given another."""
   return _V1_NAMES[kind]
 
 
@@ -162,27 +109,12 @@ def is_dropped(kind: str, names: frozenset[str]) -> bool:
 
   Version 1's RMSProp keeps a momentum even where it is 0, and then does not
   use it.
-
-  Args:
-    kind: A class, from `kind_of`.
-    names: One slot's, from `order_of`.
-
-  Returns:
-    Whether nothing is lost without it.
   """
   return kind == "RMSprop" and "momentum" in names
 
 
 def size_of(kind: str, optimizer: Any) -> int:
-  """How many slots of a variable version 1 made for such an optimizer.
-
-  Args:
-    kind: Its class, from `kind_of`.
-    optimizer: Keras', whose settings tell.
-
-  Returns:
-    The number.
-  """
+  """How many slots of a variable version 1 made for such an optimizer."""
   return (max if getattr(optimizer, "centered", False) else min)(_ORDERS[kind])
 
 
@@ -196,27 +128,7 @@ def families(
   size: int | None = None,
   is_left_out: Callable[[str], bool] = lambda name: False,
 ) -> Families:
-  """The optimizers that may have made what stands beside the variables.
-
-  >>> families("Adam", ["w"], ["w/Adam", "w/Adam_1", "w/Momentum", "step"])
-  {Family(scope='', name='Adam', first=0): {'w': 2}}
-
-  Args:
-    kind: The class in Keras, from `kind_of`.
-    owners: The names that trained variables have in the checkpoint.
-    others: The names in the checkpoint that belong to no variable of the model.
-    asked: The name of the only one that is meant, whatever name it is; or the
-      name of its first slot, with a number.
-    known: Names of which more slots than one optimizer makes are those of
-      several. Of another name they may be anything.
-    size: How many slots each of several made; None for the fewest.
-    is_left_out: Whether a name is none of those that are looked for, where
-      there are more than one optimizer makes.
-
-  Returns:
-    Those that made as many slots as that class does, each with the number of
-    slots for each variable.
-  """
+  """The optimizers that may have made what stands beside the variables."""
   counts = sorted(_ORDERS[kind])
   not_this = {name for k, name in _V1_NAMES.items() if k != kind} | _NEVER
   found: _Found = {}
@@ -281,11 +193,7 @@ def _split(name: str, asked: str | None) -> tuple[str, str]:
 
 
 def _readings(asked: str) -> list[tuple[str, int]]:
-  """An optimizer's name and a number: as it is, and of a slot's name.
-
-  >>> _readings("my_2")
-  [('my_2', 0), ('my', 2)]
-  """
+  """An optimizer's name and a number: as it is, and of a slot's name."""
   match = re.fullmatch(r"(.+)_([1-9]\d*)", asked)
   return [(asked, 0)] + ([(match[1], int(match[2]))] if match else [])
 
@@ -316,11 +224,6 @@ def _tail(head: str, owner: str) -> str:
 
   Version 1 cut the length of `w/part_0/` off `SCOPE/w/part_0/Adam`, and put the
   rest behind `w`: as many letters too many as the scope has.
-
-  >>> _tail("w/t_0", "w")  # in dnn/
-  't_0'
-  >>> _tail("w/g/w/part_0", "w")  # in training/w/
-  'g/w/part_0'
   """
   part = f"{owner}/part_0"
   tail = head.removeprefix(f"{owner}/")
@@ -361,19 +264,7 @@ def _with_number(name: str, number: int) -> str:
 
 
 def _starts(numbers: list[int], left: list[int], count: int) -> list[int]:
-  """The first number of each optimizer that made so many slots.
-
-  >>> _starts([0, 1, 2, 3], [0, 1, 2, 3], 2), _starts([0, 1, 2], [1, 2], 2)
-  ([0, 2], [1])
-
-  Args:
-    numbers: All, without a gap.
-    left: Those of them that may be meant.
-    count: How many each made.
-
-  Returns:
-    Numbers; none where it does not come out even.
-  """
+  """The first number of each optimizer that made so many slots."""
   starts: list[int] = []
   run: list[int] = []
   for number in left:

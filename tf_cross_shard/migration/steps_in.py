@@ -14,13 +14,7 @@ _STEP: Final = r"(.*/)?global_step(_\d+)?"
 
 
 class Steps(NamedTuple):
-  """A number of steps.
-
-  Attributes:
-    number: How many.
-    source: The checkpoint's name of what it was taken from.
-    confirmed_by: The names of what implies the same.
-  """
+  """A number of steps."""
 
   number: int
   source: str
@@ -34,21 +28,7 @@ def find(
   allowed: matching.Allowed,
   asked: str | None = None,
 ) -> Steps | None:
-  """Finds the number of steps.
-
-  Args:
-    file: The checkpoint.
-    free: The names in it that nothing else is matched with.
-    betas: The first and the second of the optimizer; none unless it is Adam.
-    allowed: Which counts the user excludes, where they disagree.
-    asked: What the user says is the count, whatever it is called.
-
-  Returns:
-    The number; None if the checkpoint does not tell.
-
-  Raises:
-    ValueError: If there are several, or they disagree; if `asked` is no count.
-  """
+  """Finds the number of steps."""
   integers = [name for name in free if file.dtypes[name].is_integer]
   name = asked
   if asked is None:

@@ -7,8 +7,8 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard import archive
-from tf_cross_shard.inner import adapters
+from tf_cross_shard.migration import adapters
+from tf_cross_shard.replica_state import archive
 
 # What stands after the prefix in the names of files.
 _ONE_FILE: Final = re.compile(r"(.+)\.(index|meta|data-\d+-of-\d+)", re.DOTALL)
@@ -18,23 +18,10 @@ _READING: Final = (tf.errors.OpError, RuntimeError, ValueError, IndexError)
 
 
 class V1File:
-  """What a checkpoint holds; its files are only read.
-
-  Attributes:
-    path: The prefix of its files.
-    shapes: The shape of each variable, by name, sorted.
-    dtypes: The dtype of each variable, by name.
-  """
+  """What a checkpoint holds; its files are only read."""
 
   def __init__(self, path: str) -> None:
-    """Reads the names.
-
-    Args:
-      path: The prefix of its files.
-
-    Raises:
-      CheckpointError: If it is damaged, or has no names. It is a ValueError.
-    """
+    """Reads the names."""
     self.path = path
     try:
       # Not load_checkpoint, which reads another one where there is a folder of
@@ -54,17 +41,7 @@ class V1File:
     self._values: dict[str, archive.Array] = {}
 
   def read(self, name: str) -> archive.Array:
-    """Reads the value of a variable.
-
-    Args:
-      name: One of `shapes`.
-
-    Returns:
-      An array, the same one whenever it is asked for.
-
-    Raises:
-      CheckpointError: If it is damaged, or cannot be read by TensorFlow 2.
-    """
+    """Reads the value of a variable."""
     if name in self._values:
       return self._values[name]
     try:
@@ -82,20 +59,7 @@ class V1File:
 
 
 def prefix_of(src: Any) -> str:
-  """The prefix of a checkpoint's files.
-
-  Args:
-    src: The prefix, or a folder, of which the latest checkpoint is meant.
-
-  Returns:
-    The prefix, of files that are there.
-
-  Raises:
-    TypeError: If `src` is neither a string nor a path.
-    ValueError: If it has a character in it that no path has, or that
-      TensorFlow cannot read.
-    FileNotFoundError: If there is no checkpoint of that prefix.
-  """
+  """The prefix of a checkpoint's files."""
   path = as_text(src, "src")
   # TensorFlow looks for the files by a pattern, in which these mean others.
   if "[" in path or "\\" in path:
@@ -130,22 +94,7 @@ def prefix_of(src: Any) -> str:
 
 
 def as_text(path: Any, argument: str) -> str:
-  """A path as a string.
-
-  >>> as_text("folder/model.ckpt-7", "src")
-  'folder/model.ckpt-7'
-
-  Args:
-    path: A string or path-like object.
-    argument: What the user knows it by, for errors.
-
-  Returns:
-    The string, which may be a URL.
-
-  Raises:
-    TypeError: If it is neither, or empty.
-    ValueError: If it has a character in it that no path has.
-  """
+  """A path as a string."""
   if isinstance(path, (str, os.PathLike)):
     text = os.fspath(path)
     if text and isinstance(text, str):

@@ -9,29 +9,14 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard import archive
-from tf_cross_shard.collectives import copies
 from tf_cross_shard.migration import v1_file
+from tf_cross_shard.replica_state import archive, replica_values
 
 _INDEX: Final = ".index"
 
 
 def check_target(dst: Any, src: Any) -> str:
-  """The prefix to write, of which there is nothing yet.
-
-  Args:
-    dst: What the user hands in.
-    src: What is read, which is to stay as it is.
-
-  Returns:
-    The prefix.
-
-  Raises:
-    TypeError: If `dst` is neither a string nor a path.
-    ValueError: If it names `src` or a folder, or could not be read back.
-    FileExistsError: If there is such a checkpoint.
-    FileNotFoundError: If its folder is not there.
-  """
+  """The prefix to write, of which there is nothing yet."""
   path = v1_file.as_text(dst, "dst")
   folder, name = os.path.split(path)
   if not name:
@@ -72,17 +57,6 @@ def assigned(pairs: Sequence[tuple[Any, archive.Array]]) -> Iterator[None]:
 
   Of a variable that is the sum of what its replicas have, the first has the
   value, and the others have zeros.
-
-  >>> weight = tf.Variable([1.0, 2.0])
-  >>> with assigned([(weight, weight.numpy() * 3)]):
-  ...   weight.numpy()
-  array([3., 6.], dtype=float32)
-
-  Args:
-    pairs: Variables and values of their dtypes and shapes.
-
-  Yields:
-    None, with the values assigned.
   """
   before: list[tuple[Any, list[archive.Array]]] = []
   try:
@@ -104,16 +78,7 @@ def assigned(pairs: Sequence[tuple[Any, archive.Array]]) -> Iterator[None]:
 
 
 def write(path: str, model: Any, optimizer: Any) -> None:
-  """Writes a checkpoint under another name and then gives it its own.
-
-  Args:
-    path: A prefix, from `check_target`.
-    model: What the checkpoint has as `model`.
-    optimizer: What it has as `optimizer`.
-
-  Raises:
-    OSError: If it cannot be written. Nothing of it is left then.
-  """
+  """Writes a checkpoint under another name and then gives it its own."""
   folder, name = os.path.split(path)
   partial = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.partial")
   moved: list[str] = []
@@ -142,15 +107,15 @@ def write(path: str, model: Any, optimizer: Any) -> None:
       tf.io.gfile.rmtree(partial)
 
 
-def _copies(variable: Any) -> copies.Copies:
+def _copies(variable: Any) -> replica_values.Copies:
   """The replicas that have a variable."""
-  strategy = copies.strategy_of(variable)
-  return copies.Copies(strategy or tf.distribute.get_strategy())
+  strategy = replica_values.strategy_of(variable)
+  return replica_values.Copies(strategy or tf.distribute.get_strategy())
 
 
 def _is_summed(variable: Any) -> bool:
   """Whether its value is the sum of what the replicas have."""
-  native = copies.native(variable)
+  native = replica_values.native(variable)
   kind = getattr(native, "synchronization", None)
   is_on_read = kind == tf.VariableSynchronization.ON_READ
   return is_on_read and bool(native.aggregation == tf.VariableAggregation.SUM)

@@ -4,16 +4,13 @@
 and with timeouts in the place of hangs.
 """
 
-from tf_cross_shard.multi_worker.backup import (
-  BackupAndRestore,
-  newest_common,
-)
+from tf_cross_shard.multi_worker.backup import BackupAndRestore, newest_common
 from tf_cross_shard.multi_worker.errors import (
   DisagreementError,
   MissingWorkerError,
   WorkerLostError,
 )
-from tf_cross_shard.multi_worker.losing import naming_lost_workers
+from tf_cross_shard.multi_worker.lost_workers import naming_lost_workers
 from tf_cross_shard.multi_worker.strategy import MultiWorkerStrategy
 
 __all__ = [

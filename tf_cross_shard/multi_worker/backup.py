@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard import requirements, saving_notice
+from tf_cross_shard import saving_warning, versions
 from tf_cross_shard.multi_worker import coordination
 
 _MARKER: Final = "epoch.txt"
@@ -88,7 +88,7 @@ class BackupAndRestore(tf.keras.callbacks.Callback):
       NotImplementedError: If `tf.keras` is tf_keras.
     """
     super().__init__()
-    if requirements.uses_tf_keras():
+    if versions.uses_tf_keras():
       raise NotImplementedError(
         "multi_worker.BackupAndRestore is for Keras 3, and `tf.keras` is"
         " tf_keras here, whose own tf_keras.callbacks.BackupAndRestore is made"
@@ -181,7 +181,7 @@ class _Slot:
   def save(self, epoch: int, logs: Any) -> None:
     """Writes the backup anew."""
     self.forget()
-    with saving_notice.all_kept():  # by all workers together
+    with saving_warning.all_kept():  # by all workers together
       self._keras.on_epoch_end(epoch, logs)
     states = [variable.numpy() for variable in _random_states(self._model)]
     np.savez(self._random, *states)

@@ -22,8 +22,8 @@ from typing import Any, Final, NoReturn
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from tf_cross_shard import requirements
-from tf_cross_shard.multi_worker import errors, store
+from tf_cross_shard import versions
+from tf_cross_shard.multi_worker import errors, key_value_store
 
 # Issue: an error within 60 s, and the others learn of it a little later.
 TIMEOUT: Final = 50.0
@@ -39,13 +39,7 @@ _rounds: Final = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class Workers:
-  """The workers that train together, and which of them this process is.
-
-  Attributes:
-    names: What errors call them, in the order of their replicas.
-    index: This process' place among them.
-    timeout: Seconds to wait for the others.
-  """
+  """The workers that train together, and which of them this process is."""
 
   names: tuple[str, ...]
   index: int
@@ -58,16 +52,7 @@ class Workers:
 
 
 def of_strategy(strategy: tf.distribute.Strategy) -> Workers | None:
-  """The workers of a strategy.
-
-  >>> of_strategy(tf.distribute.get_strategy())
-
-  Args:
-    strategy: Any strategy.
-
-  Returns:
-    The workers; None where there is one, or nothing to compare them with.
-  """
+  """The workers of a strategy."""
   resolver = getattr(strategy, "cluster_resolver", None)
   if resolver is None or not resolver.cluster_spec():
     return None
@@ -83,17 +68,7 @@ def of_strategy(strategy: tf.distribute.Strategy) -> Workers | None:
 
 
 def tasks(cluster: dict[str, Any]) -> list[Task]:
-  """The tasks that train together, in the order of their replicas.
-
-  >>> tasks({"worker": ["a:1", "b:1"], "evaluator": ["c:1"]})
-  [('worker', 0, 'a:1'), ('worker', 1, 'b:1')]
-
-  Args:
-    cluster: Addresses by job.
-
-  Returns:
-    Job, index and address of each.
-  """
+  """The tasks that train together, in the order of their replicas."""
   found: list[Task] = []
   for job in ("chief", "worker"):
     addresses = cluster.get(job, ())
@@ -104,33 +79,13 @@ def tasks(cluster: dict[str, Any]) -> list[Task]:
 
 
 def name(task: Task) -> str:
-  """What errors call a task.
-
-  >>> name(("worker", 1, "host1:12345"))
-  'worker 1 (host1:12345)'
-
-  Args:
-    task: Job, index and address.
-
-  Returns:
-    A name.
-  """
+  """What errors call a task."""
   job, index, address = task
   return f"{job} {index} ({address})"
 
 
 def timeout_of(strategy: Any) -> float:
-  """How long workers wait for each other: the strategy's, or the variable's.
-
-  Args:
-    strategy: A strategy, perhaps with an attribute `timeout`.
-
-  Returns:
-    Seconds.
-
-  Raises:
-    ValueError: If the environment variable is no positive number.
-  """
+  """How long workers wait for each other: the strategy's, or the variable's."""
   timeout = getattr(strategy, "timeout", None)
   if timeout is not None:
     return float(timeout)
@@ -150,15 +105,6 @@ def agree(workers: Workers, topic: str, lines: Sequence[str]) -> None:
   """Raises the same error on all workers unless all bring the same lines.
 
   All workers call it, in the same order of calls.
-
-  Args:
-    workers: Who takes part.
-    topic: What is compared, for errors.
-    lines: What has to be alike, each as `name: value`.
-
-  Raises:
-    DisagreementError: If they differ; names workers and lines.
-    MissingWorkerError: If a worker does not come within the timeout.
   """
   meeting = f"round/{next(_rounds)}"
   mine = "\n".join(
@@ -167,10 +113,10 @@ def agree(workers: Workers, topic: str, lines: Sequence[str]) -> None:
   if workers.is_first:
     error = _compare(workers, meeting, topic, mine)
     verdict = errors.to_message(error) if error else _AGREED
-    store.put(f"{meeting}/verdict", verdict)
+    key_value_store.put(f"{meeting}/verdict", verdict)
   else:
-    store.put(f"{meeting}/{workers.index}", _digest(mine))
-    store.put(f"{meeting}/{workers.index}/text", mine)
+    key_value_store.put(f"{meeting}/{workers.index}", _digest(mine))
+    key_value_store.put(f"{meeting}/{workers.index}/text", mine)
     error = _verdict_of_first(workers, f"{meeting}/verdict", topic)
   if isinstance(error, errors.MissingWorkerError):
     _raise_on_all(workers, error)
@@ -179,7 +125,7 @@ def agree(workers: Workers, topic: str, lines: Sequence[str]) -> None:
 
 def _raise_on_all(workers: Workers, error: Exception) -> NoReturn:
   """Raises an error here, and where other workers wait in a collective."""
-  store.report(workers.index, error)
+  key_value_store.report(workers.index, error)
   raise error
 
 
@@ -195,25 +141,13 @@ def tell(
   """Every worker tells all of them something.
 
   All workers call it, in the same order of calls.
-
-  Args:
-    workers: Who takes part.
-    topic: What they talk about, for errors.
-    text: What this worker has to say; not empty.
-    patience: Seconds to wait longer than usual.
-
-  Returns:
-    What each worker said, in their order.
-
-  Raises:
-    MissingWorkerError: If a worker does not come within the timeout.
   """
   meeting = f"round/{next(_rounds)}/told"
-  store.put(f"{meeting}/{workers.index}", text)
+  key_value_store.put(f"{meeting}/{workers.index}", text)
   deadline = time.monotonic() + workers.timeout + patience
   found: list[str] = []
   for index in range(len(workers.names)):
-    told = store.wait(f"{meeting}/{index}", deadline)
+    told = key_value_store.wait(f"{meeting}/{index}", deadline)
     if told is None:
       missing = errors.MissingWorkerError(_missing(workers, [index], topic))
       _raise_on_all(workers, missing)
@@ -222,19 +156,7 @@ def tell(
 
 
 def newest_common(workers: Workers, have: Sequence[int]) -> int | None:
-  """The greatest number that every worker has.
-
-  Args:
-    workers: Who takes part; all of them call it.
-    have: The numbers that this worker has.
-
-  Returns:
-    The number; None where no worker has any.
-
-  Raises:
-    DisagreementError: If there are numbers, but no common one.
-    MissingWorkerError: If a worker does not come within the timeout.
-  """
+  """The greatest number that every worker has."""
   text = ",".join(map(str, have)) or _NONE
   found = [
     set() if told == _NONE else set(map(int, told.split(",")))
@@ -264,22 +186,12 @@ def announce(
 
   One way only: the first worker does not wait. What the others find wrong it
   learns from them, in the next call of `agree` or by their end.
-
-  Args:
-    workers: Who takes part.
-    series: Which of this program's series of such things it belongs to.
-    ordinal: How many things were announced before in the series.
-    what: What is being made.
-    same: Whether this worker's is the same as the first worker's.
-
-  Raises:
-    DisagreementError: If the first worker makes something else, or nothing.
   """
   key = f"made/{series}/{ordinal}"
   if workers.is_first:
-    store.put(key, what)
+    key_value_store.put(key, what)
     return
-  theirs = store.wait(key, time.monotonic() + workers.timeout)
+  theirs = key_value_store.wait(key, time.monotonic() + workers.timeout)
   if theirs is not None and same(theirs):
     return
   me, first = workers.names[workers.index], workers.names[0]
@@ -293,35 +205,18 @@ def announce(
 
 
 def if_slow(timeout: float) -> str:
-  """What to do when nothing is wrong: the end of an error.
-
-  >>> if_slow(50)
-  '; if it is only slow, set TF_CROSS_SHARD_TIMEOUT to more than 50 seconds.'
-
-  Args:
-    timeout: The seconds that were waited.
-
-  Returns:
-    A half sentence.
-  """
+  """What to do when nothing is wrong: the end of an error."""
   return (
     f"; if it is only slow, set {VARIABLE} to more than {timeout:g} seconds."
   )
 
 
 def library_versions() -> list[str]:
-  """The libraries that have to be the same on all workers.
-
-  >>> library_versions()[1].startswith("tensorflow: ")
-  True
-
-  Returns:
-    Lines `name: version`.
-  """
+  """The libraries that have to be the same on all workers."""
   return [
-    f"tf_cross_shard: {requirements.own_version()}",
+    f"tf_cross_shard: {versions.own_version()}",
     f"tensorflow: {tf.__version__}",
-    f"keras: {requirements.keras_version()}",
+    f"keras: {versions.keras_version()}",
   ]
 
 
@@ -333,10 +228,12 @@ def _compare(
   deadline = time.monotonic() + workers.timeout + _GRACE
   missing, differing = [], []
   for index in range(1, len(workers.names)):
-    failure = store.failure_of(index)
-    digest = store.wait(f"{meeting}/{index}", deadline, unless=failure)
+    failure = key_value_store.failure_of(index)
+    digest = key_value_store.wait(
+      f"{meeting}/{index}", deadline, unless=failure
+    )
     if digest is None:
-      reason = store.wait(failure, 0.0)
+      reason = key_value_store.wait(failure, 0.0)
       if reason:
         return errors.of_message(reason)
       missing.append(index)
@@ -348,7 +245,7 @@ def _compare(
     return None
   differences = []
   for index in differing:
-    text = store.wait(f"{meeting}/{index}/text", deadline) or ""
+    text = key_value_store.wait(f"{meeting}/{index}/text", deadline) or ""
     differences.append(_difference(workers, index, mine, text))
   return errors.DisagreementError(
     f"Workers disagree: {'; '.join(differences)}. Run the same program with the"
@@ -377,7 +274,9 @@ def _verdict_of_first(
   workers: Workers, key: str, topic: str
 ) -> Exception | None:
   """What the first worker found, which takes it a little longer than others."""
-  verdict = store.wait(key, time.monotonic() + workers.timeout + 2 * _GRACE)
+  verdict = key_value_store.wait(
+    key, time.monotonic() + workers.timeout + 2 * _GRACE
+  )
   if verdict is None:
     return errors.MissingWorkerError(_missing(workers, [0], topic))
   return errors.of_message(verdict)

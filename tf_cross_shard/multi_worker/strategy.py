@@ -19,8 +19,8 @@ import tensorflow as tf
 from tf_cross_shard.multi_worker import (
   coordination,
   errors,
-  starting,
-  store,
+  key_value_store,
+  startup,
   tf_config,
 )
 
@@ -81,7 +81,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     self._series = next(_series)
     self._ordinals = itertools.count()
     self._announcing = threading.local()
-    with starting.waiting(cluster_resolver, self.timeout):
+    with startup.waiting(cluster_resolver, self.timeout):
       super().__init__(cluster_resolver, communication_options)
     self._workers = coordination.of_strategy(self)
     if self._workers:
@@ -169,7 +169,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     detailed = errors.DisagreementError(
       f"{found} It is variable {ordinal} of {name}, {what}."
     )
-    store.report(self._workers.index, detailed)
+    key_value_store.report(self._workers.index, detailed)
     return detailed
 
 

@@ -8,10 +8,10 @@ The towers share one set of variables. This package knows no optimizer: one
 that collects here says itself how a sum is applied.
 """
 
-from tf_cross_shard.towers.replicate import (
+from tf_cross_shard.towers.replicated_model_fn import (
   ReplicatedModelFn,
   replicate_model_fn,
 )
-from tf_cross_shard.towers.spec import ModeKeys, TowerSpec
+from tf_cross_shard.towers.tower_spec import ModeKeys, TowerSpec
 
 __all__ = ["ModeKeys", "ReplicatedModelFn", "TowerSpec", "replicate_model_fn"]

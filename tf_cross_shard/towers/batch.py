@@ -12,25 +12,7 @@ import tensorflow as tf
 
 
 def split(argument: str, tree: Any, count: int) -> list[Any]:
-  """Cuts every tensor of a nest into equal parts along axis 0.
-
-  >>> [part.numpy().tolist() for part in split("x", tf.constant([1, 2]), 2)]
-  [[1], [2]]
-
-  Args:
-    argument: What users call `tree`, for errors.
-    tree: A tensor, `SparseTensor`, `RaggedTensor`, array, list of numbers, or
-      a nest of these. None stays None.
-    count: How many parts.
-
-  Returns:
-    One nest of the same structure for each part.
-
-  Raises:
-    ValueError: If a tensor has no axis 0, or one that does not divide. Of a
-      length that is known only when the program runs, the program complains.
-    TypeError: If there is something that cannot be made a tensor.
-  """
+  """Cuts every tensor of a nest into equal parts along axis 0."""
   if _is_table(tree):
     tree = _as_tensor(argument, tree)
   leaves = tf.nest.flatten(tree)
@@ -46,15 +28,6 @@ def check_alike(features: Any, labels: Any) -> None:
 
   Parts of them may fit where the whole does not: of shapes [4, 1] and [2, 1]
   two towers get [2, 1] and [1, 1], which broadcasts.
-
-  >>> check_alike(tf.zeros([4, 1]), tf.zeros([4]))
-
-  Args:
-    features: The batch, which may be a nest.
-    labels: The same, or None.
-
-  Raises:
-    ValueError: If both are single tensors, and of different lengths.
   """
   lengths = [_rows(features), _rows(labels)]
   if None not in lengths and lengths[0] != lengths[1]:
@@ -65,23 +38,7 @@ def check_alike(features: Any, labels: Any) -> None:
 
 
 def concatenate(what: str, trees: Sequence[Any]) -> Any:
-  """Joins nests of tensors along axis 0, in order.
-
-  >>> concatenate("x", [{"a": tf.constant([1])}, {"a": tf.constant([2])}])[
-  ...   "a"
-  ... ].numpy().tolist()
-  [1, 2]
-
-  Args:
-    what: What users call the nests, for errors.
-    trees: One nest for each tower, alike in structure.
-
-  Returns:
-    One nest. None stays None.
-
-  Raises:
-    ValueError: If the nests differ in structure, or a tensor has no axis 0.
-  """
+  """Joins nests of tensors along axis 0, in order."""
   for tower, tree in enumerate(trees):
     try:
       tf.nest.assert_same_structure(*map(_without_none, (trees[0], tree)))

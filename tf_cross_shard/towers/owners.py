@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
 
-from tf_cross_shard.inner import state
+from tf_cross_shard.inner_optimizer import optimizer_state
 
 _LAYERS: Final = ("Layer",)
 _METRICS: Final = ("Metric",)
@@ -25,19 +25,12 @@ _OPTIMIZERS: Final = ("Optimizer", "BaseOptimizer", "OptimizerV2")
 _MAKERS: Final = _LAYERS + _METRICS + _SEEDS + _OPTIMIZERS
 _VARIABLES: Final = ("Variable", "KerasVariable")
 _KERASES: Final = ("keras", "tf_keras", "tf_cross_shard")
-_CALLER: Final = "tf_cross_shard.towers.replicate"  # of model_fn
+_CALLER: Final = "tf_cross_shard.towers.replicated_model_fn"  # of model_fn
 _UNNAMED: Final = re.compile(r"(v|V)ariable(_\d+)*")
 
 
 class Known(NamedTuple):
-  """What a variable is known by.
-
-  Attributes:
-    name: The name, without numbers where Keras gave them.
-    is_numbered: Whether only the order tells several of that name apart.
-    owner: The layer, tf.Module or optimizer that makes it; None for a metric,
-      which makes its variables when it is made itself, and for nobody.
-  """
+  """What a variable is known by."""
 
   name: str
   is_numbered: bool
@@ -45,25 +38,15 @@ class Known(NamedTuple):
 
 
 def known_as(parts: list[str]) -> Known:
-  """What the variable that is being made is known by.
-
-  >>> known_as(["block", "w_1"])[:2], known_as(["variable_7"])[:2]
-  (('block/w_1', False), ('variable', True))
-
-  Args:
-    parts: Its scopes within the tower, and its name.
-
-  Returns:
-    Name and owner.
-  """
+  """What the variable that is being made is known by."""
   frames = _frames()
   callers = _callers(frames)
   makers = [each for each in callers if _is_a(each, _MAKERS)]
   variable: Any = next((v for v in callers if _is_a(v, _VARIABLES)), None)
-  if any(frame.f_code.co_name == state.DEFERRED for frame in frames):
+  if any(frame.f_code.co_name == optimizer_state.DEFERRED for frame in frames):
     # Keras 3 makes those of a layer without build() at the end of the call of
     # the outermost, in its scope.
-    holders = state.holders(variable, makers)
+    holders = optimizer_state.holders(variable, makers)
     inner = [h for h in holders if not any(h is each for each in makers)]
     if inner:
       names = [_name(each) for each in reversed(inner)]
@@ -102,29 +85,12 @@ def known_as(parts: list[str]) -> Known:
 
 
 def unnumbered(name: str) -> str:
-  """A name without the numbers that Keras made it unique by.
-
-  >>> unnumbered("adam_3/dense_12_kernel_momentum")
-  'adam/dense_kernel_momentum'
-
-  Args:
-    name: A name with its scopes.
-
-  Returns:
-    The rest.
-  """
+  """A name without the numbers that Keras made it unique by."""
   return re.sub(r"_\d+(?=_|/|$)", "", name)
 
 
 def optimizer_calling() -> str | None:
-  """The class of the optimizer that the caller is called by, in a tower.
-
-  >>> optimizer_calling() is None
-  True
-
-  Returns:
-    Its name; None if no optimizer of Keras calls.
-  """
+  """The class of the optimizer that the caller is called by, in a tower."""
   for caller in _callers(_frames()):
     if _is_a(caller, _OPTIMIZERS):
       return type(caller).__name__
@@ -132,17 +98,7 @@ def optimizer_calling() -> str | None:
 
 
 def without_doubtful(name: str) -> str:
-  """A name without numbers before which scopes are called as Keras calls.
-
-  >>> without_doubtful("net/dense_7_head/kernel"), without_doubtful("head_7/w")
-  ('net/dense_head/kernel', 'head_7/w')
-
-  Args:
-    name: What a variable is known by.
-
-  Returns:
-    The rest: of what users numbered so too.
-  """
+  """A name without numbers before which scopes are called as Keras calls."""
   return _doubtful().sub(r"\1", name)
 
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from tf_cross_shard.towers import collecting, owners
+from tf_cross_shard.towers import gradient_collector, owners
 
 _V1: Final[Any] = tf.compat.v1.train.Optimizer
 _APPLY: Final = _V1.apply_gradients
@@ -30,14 +30,7 @@ _users = 0  # Replicas may be threads, each with its towers.
 
 @contextlib.contextmanager
 def plain_optimizers(count: int) -> Iterator[None]:
-  """Raises an error in optimizers that are called directly.
-
-  Args:
-    count: How many towers there are; one is free to do as it likes.
-
-  Yields:
-    None.
-  """
+  """Raises an error in optimizers that are called directly."""
   context = tf.distribute.get_replica_context()
   if count == 1 or context is None:
     yield
@@ -66,7 +59,7 @@ def _guarding_version_1() -> Iterator[None]:
 @functools.wraps(_APPLY)
 def _guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
   """`apply_gradients`, but in a tower."""
-  collecting.check_outside(type(self).__name__)
+  gradient_collector.check_outside(type(self).__name__)
   return _APPLY(self, *args, **kwargs)
 
 
@@ -106,4 +99,4 @@ class _TowerContext(tf.distribute.ReplicaContext):
     """Raises `ValueError` if it is an optimizer that asks."""
     optimizer = owners.optimizer_calling()
     if optimizer is not None:
-      raise ValueError(collecting.not_a_tower(optimizer, self._count))
+      raise ValueError(gradient_collector.not_a_tower(optimizer, self._count))

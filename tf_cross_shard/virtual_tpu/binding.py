@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils
 
-from tf_cross_shard import arguments
+from tf_cross_shard import validation
 from tf_cross_shard.virtual_tpu import lowering, runtime
 
 Recorder = Callable[["runtime.Program", "Call"], Any]
@@ -23,25 +23,10 @@ _recording = threading.local()
 
 
 class Call:
-  """The arguments of one call of `strategy.run`.
-
-  Attributes:
-    tensors: Of each input of the program one tensor per replica.
-    specs: Their dtypes and shapes, one replica's.
-  """
+  """The arguments of one call of `strategy.run`."""
 
   def __init__(self, args: Any, kwargs: Any, num_replicas: int) -> None:
-    """Sorts arguments into inputs of the program and parts of it.
-
-    Args:
-      args: Positional arguments, in any structure.
-      kwargs: Keyword arguments, or None.
-      num_replicas: How many replicas receive them.
-
-    Raises:
-      TPUCompileError: If one is sparse or ragged.
-      ValueError: If one has values for another number of replicas.
-    """
+    """Sorts arguments into inputs of the program and parts of it."""
     self._num_replicas = num_replicas
     self._structure = (tuple(args), dict(kwargs or {}))
     self._leaves = tf.nest.flatten(self._structure)
@@ -55,25 +40,11 @@ class Call:
     self.specs = [_spec(each) for each in self.tensors]
 
   def to_all(self, tensor: tf.Tensor) -> "runtime.PerReplica":
-    """One tensor that every replica receives.
-
-    Args:
-      tensor: Any.
-
-    Returns:
-      It, once per replica.
-    """
+    """One tensor that every replica receives."""
     return (tensor,) * self._num_replicas
 
   def bind(self, tensors: Sequence[tf.Tensor]) -> tuple[Any, Any]:
-    """One replica's arguments.
-
-    Args:
-      tensors: The program's inputs.
-
-    Returns:
-      Positional and keyword arguments of the function.
-    """
+    """One replica's arguments."""
     given = iter(tensors)
     leaves = [
       next(given) if is_input else leaf
@@ -135,28 +106,14 @@ class Cache:
     self._by_owner: dict[int, tuple[Any, dict[Any, Any]]] = {}
 
   def get(self, fn: Callable[..., Any], call: Call) -> Any:
-    """Finds a program.
-
-    Args:
-      fn: What `strategy.run` was given.
-      call: Its arguments.
-
-    Returns:
-      The program for `fn` and arguments like these, or None.
-    """
+    """Finds a program."""
     owner, rest = _owner(fn)
     _, programs = self._by_owner.get(id(owner), (None, {}))
     traced, _ = programs.get((rest, call.key()), (None, None))
     return traced
 
   def add(self, fn: Callable[..., Any], call: Call, traced: Any) -> None:
-    """Keeps a program as long as its function lives.
-
-    Args:
-      fn: What `strategy.run` was given.
-      call: Its arguments.
-      traced: The program.
-    """
+    """Keeps a program as long as its function lives."""
     owner, rest = _owner(fn)
     key = id(owner)
     if key not in self._by_owner:
@@ -176,12 +133,6 @@ def recording(recorder: Recorder) -> Iterator[None]:
   """Shows `recorder` the programs that this thread puts into functions.
 
   They are not compiled then.
-
-  Args:
-    recorder: Called with the program and the arguments.
-
-  Yields:
-    None.
   """
   _recording.recorder = recorder
   try:
@@ -196,18 +147,7 @@ def recorder() -> Recorder | None:
 
 
 def check_outputs(outputs: Any, name: str) -> Any:
-  """What a replica's function returned, in a form that a program can answer.
-
-  Args:
-    outputs: Any structure.
-    name: The function's name, for errors.
-
-  Returns:
-    The structure with tensors for variables and numbers.
-
-  Raises:
-    TypeError: If a leaf is none of these.
-  """
+  """What a replica's function returned, in a form that a program can answer."""
 
   def check(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, tf.Operation):
@@ -233,15 +173,7 @@ def check_outputs(outputs: Any, name: str) -> Any:
 
 
 def pack(structure: Any, outputs: Sequence["runtime.PerReplica"]) -> Any:
-  """The replicas' results, in the structure that the function returned.
-
-  Args:
-    structure: With something in the place of each output, and None.
-    outputs: Of each output one tensor per replica.
-
-  Returns:
-    The structure with `PerReplica` values.
-  """
+  """The replicas' results, in the structure that the function returned."""
   flat = tf.nest.flatten(structure, expand_composites=True)
   if not outputs:
     return structure
@@ -257,7 +189,7 @@ def pack(structure: Any, outputs: Sequence["runtime.PerReplica"]) -> Any:
 
 def _is_input(leaf: Any) -> bool:
   """Whether a leaf of the arguments is data rather than part of the program."""
-  if arguments.is_variable(leaf):
+  if validation.is_variable(leaf):
     return False
   if tf.is_tensor(leaf) and not isinstance(leaf, tf.Tensor):
     if isinstance(leaf, tf.distribute.DistributedValues):

@@ -9,15 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard.virtual_tpu import (
-  binding,
-  report,
-  runtime,
-  xla,
-)
-from tf_cross_shard.virtual_tpu import (
-  strategy as strategy_lib,
-)
+from tf_cross_shard.virtual_tpu import binding, report, runtime, xla
+from tf_cross_shard.virtual_tpu import strategy as strategy_lib
 
 
 def compile_for(

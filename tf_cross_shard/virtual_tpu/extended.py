@@ -30,12 +30,7 @@ class VirtualTPUExtended(single_host.SingleHost):
   def __init__(
     self, strategy: tf.distribute.Strategy, num_replicas: int
   ) -> None:
-    """Called by `VirtualTPUStrategy`.
-
-    Args:
-      strategy: The strategy that this belongs to.
-      num_replicas: How many replicas.
-    """
+    """Called by `VirtualTPUStrategy`."""
     super().__init__(strategy, num_replicas)
     self._replicas = runtime.Replicas(num_replicas)
     # By number: variables cannot be hashed.
@@ -164,14 +159,7 @@ class VirtualTPUExtended(single_host.SingleHost):
   def colocate_vars_with(
     self, colocate_with_variable: Any
   ) -> contextlib.AbstractContextManager[None]:
-    """All variables are in one place.
-
-    Args:
-      colocate_with_variable: Any of them.
-
-    Returns:
-      A context that changes nothing.
-    """
+    """All variables are in one place."""
     del colocate_with_variable
     return contextlib.nullcontext()
 
@@ -215,25 +203,11 @@ class VirtualTPUExtended(single_host.SingleHost):
     return result if group else tf.nest.map_structure(lambda x: (x,), result)
 
   def read_var(self, var: Any) -> tf.Tensor:
-    """What the host reads.
-
-    Args:
-      var: A variable of this strategy.
-
-    Returns:
-      Its value.
-    """
+    """What the host reads."""
     return var.read_value()
 
   def value_container(self, value: Any) -> Any:
-    """A variable is one object.
-
-    Args:
-      value: A variable.
-
-    Returns:
-      The same.
-    """
+    """A variable is one object."""
     return value
 
   # Values of replicas.
@@ -260,16 +234,7 @@ class VirtualTPUExtended(single_host.SingleHost):
   def combine(
     self, operation: tf.distribute.ReduceOp, value: Any, axis: Any = None
   ) -> tf.Tensor:
-    """Sum or mean of the replicas' values, over elements of `axis` too.
-
-    Args:
-      operation: SUM or MEAN.
-      value: Distributed, or one value that all replicas share.
-      axis: The dimensions of each replica's value to reduce as well.
-
-    Returns:
-      A tensor.
-    """
+    """Sum or mean of the replicas' values, over elements of `axis` too."""
     if tracing.in_replica_program():  # In a merge call.
       return self._replica_ctx_all_reduce(operation, [value])[0]
     parts = self._local_results(value)

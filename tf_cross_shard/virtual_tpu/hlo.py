@@ -30,17 +30,7 @@ _NAMES: Final = {"PRED": "bool"}
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """One operation in which replicas exchange data.
-
-  Attributes:
-    kind: HLO's name, such as "all-reduce".
-    dtype: HLO's name of the operands' dtype, such as "f32"; several joined
-      by "+".
-    shapes: The shapes of the operands.
-    bytes: What each replica hands in, in bytes.
-    groups: The replica ids of each group; one group of all where HLO names
-      none.
-  """
+  """One operation in which replicas exchange data."""
 
   kind: str
   dtype: str
@@ -53,11 +43,7 @@ class Module:
   """An HLO module that can be read and slightly changed."""
 
   def __init__(self, serialized: bytes) -> None:
-    """Parses a module.
-
-    Args:
-      serialized: A serialized HloModuleProto.
-    """
+    """Parses a module."""
     self._proto = hlo_pb2.HloModuleProto.FromString(serialized)
     self._by_id = {
       instruction.id: instruction
@@ -105,13 +91,6 @@ class Module:
     StableHLO has no copy operation. A reshape to the same shape does the same;
     the compiler makes the copies that it needs. Sums of float64 numbers become
     such sums again.
-
-    Args:
-      float64_sum: Part of the source name of all-reduces whose operands are
-        float64 numbers as pairs of words.
-
-    Returns:
-      A serialized HloModuleProto.
     """
     for instruction in self._by_id.values():
       if instruction.opcode == "copy":
@@ -142,14 +121,7 @@ class Module:
     ]
 
   def collectives(self, num_replicas: int) -> list[Collective]:
-    """Every exchange between replicas, in the order of the module.
-
-    Args:
-      num_replicas: Of the program.
-
-    Returns:
-      One item per operation, a merged one with several shapes.
-    """
+    """Every exchange between replicas, in the order of the module."""
     return [
       self._collective(instruction, num_replicas)
       for instruction in self._by_id.values()

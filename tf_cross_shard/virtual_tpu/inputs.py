@@ -67,27 +67,12 @@ class SplitIterator(_Wrapper, input_lib.DistributedIterator):
   """Answers what the replicas are given, step by step."""
 
   def get_next(self) -> Any:
-    """Takes the next element; after the last that is an `OutOfRangeError`.
-
-    Returns:
-      The structure of the dataset's elements with `PerReplica` values. Of one
-      replica it is the element itself.
-
-    Raises:
-      ValueError: If called by a replica.
-    """
+    """Takes the next element; after the last that is an `OutOfRangeError`."""
     _check_caller()
     return self.plain.get_next()
 
   def get_next_as_optional(self) -> Any:
-    """Takes the next element, if there is one.
-
-    Returns:
-      A `tf.experimental.Optional` of what `get_next` answers.
-
-    Raises:
-      ValueError: If called by a replica.
-    """
+    """Takes the next element, if there is one."""
     _check_caller()
     return self.plain.get_next_as_optional()
 
@@ -118,23 +103,6 @@ def split(
   Of B rows each of the N replicas is given B // N, in order, and the first
   B % N replicas one more. Each batch is cut by itself, so that a smaller one at
   the end is shared evenly too, if it can be.
-
-  >>> data = split(tf.data.Dataset.range(10).batch(6), num_replicas=2)
-  >>> [[part.numpy().tolist() for part in batch.values] for batch in data]
-  [[[0, 1, 2], [3, 4, 5]], [[6, 7], [8, 9]]]
-
-  Args:
-    dataset: Of structures of tensors whose first dimension is the batch. None
-      in them stays None.
-    num_replicas: N. One replica is given the elements as they are.
-    buffer_size: How many global batches are made ready in advance.
-
-  Returns:
-    The dataset of the parts.
-
-  Raises:
-    TypeError: If it is no `tf.data.Dataset`.
-    ValueError: If it is not batched, or holds what is not a dense tensor.
   """
   _check_dense(dataset)
   for where, spec in _components(dataset):
@@ -171,22 +139,6 @@ def deal(
 
   A last round that does not reach all of them is left out: they are one
   program, which runs with an element for each or not at all.
-
-  >>> data = deal(tf.data.Dataset.range(5).batch(1), num_replicas=2)
-  >>> [[part.numpy().tolist() for part in batch.values] for batch in data]
-  [[[0], [1]], [[2], [3]]]
-
-  Args:
-    dataset: Of structures of tensors. None in them stays None.
-    num_replicas: How many. One replica is given the elements as they are.
-    buffer_size: How many rounds are made ready in advance.
-
-  Returns:
-    The dataset of the rounds.
-
-  Raises:
-    TypeError: If it is no `tf.data.Dataset`.
-    ValueError: If it holds what is not a dense tensor.
   """
   _check_dense(dataset)
 

@@ -29,24 +29,13 @@ class TPUCompileError(tf.errors.InvalidArgumentError):
   ag_pass_through = True  # AutoGraph would raise a class of its own instead.
 
   def __init__(self, message: str) -> None:
-    """Makes the error.
-
-    Args:
-      message: What a TPU cannot run, and what to do about it.
-    """
+    """Makes the error."""
     super().__init__(None, None, message)
 
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-  """A replica's function as a graph.
-
-  Attributes:
-    function: The graph. It takes tensors and answers tensors.
-    captures: What it uses beside its arguments, in the order of its inputs:
-      tensors of the surrounding program, and variables.
-    structure: What the Python function returned, tensors being symbolic.
-  """
+  """A replica's function as a graph."""
 
   function: Any
   captures: list[tf.Tensor | variables_lib.ReplicaVariable]
@@ -72,16 +61,7 @@ class Traced:
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-  """A replica's function as an XLA module.
-
-  Attributes:
-    traced: The graph.
-    module: A serialized HloModuleProto. Its parameters are the arguments, then
-      the captures; its outputs are those of the function, then the new values
-      of `updated`.
-    updated: The variables that the program replaces, in order of the outputs.
-    outputs: Shape and dtype of the function's own outputs.
-  """
+  """A replica's function as an XLA module."""
 
   traced: Traced
   module: bytes
@@ -94,20 +74,7 @@ def trace(
   specs: Sequence[tf.TensorSpec],
   known: Callable[[], Sequence[variables_lib.ReplicaVariable]],
 ) -> Traced:
-  """Builds the graph of a replica's function.
-
-  Args:
-    fn: Takes one tensor per item of `specs`.
-    specs: Their shapes, which may be partly unknown, and dtypes.
-    known: Answers all variables of the strategy; asked when `fn` may have made
-      some.
-
-  Returns:
-    The graph.
-
-  Raises:
-    TPUCompileError: If a variable or dtype cannot be on a TPU.
-  """
+  """Builds the graph of a replica's function."""
   for spec in specs:
     _check_dtype(spec.dtype, "an argument")
 
@@ -150,18 +117,7 @@ def trace(
 
 
 def lower(traced: Traced, shapes: Sequence[tf.TensorShape]) -> Lowered:
-  """Lowers a graph for arguments of these shapes.
-
-  Args:
-    traced: The graph.
-    shapes: Of the arguments and then of the captured tensors, all known.
-
-  Returns:
-    The module.
-
-  Raises:
-    TPUCompileError: If the program has what a TPU cannot compile.
-  """
+  """Lowers a graph for arguments of these shapes."""
   inputs = traced.function.inputs
   num_arguments = len(inputs) - len(traced.captures)
   module = hlo.Module(_to_hlo(traced, shapes, num_arguments))

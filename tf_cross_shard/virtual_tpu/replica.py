@@ -14,15 +14,7 @@ FLOAT64_SUM: Final = "CrossReplicaSumOfFloat64"
 def cross_replica_sum(
   tensor: tf.Tensor, group_assignment: Sequence[Sequence[int]]
 ) -> tf.Tensor:
-  """Sums a tensor over this replica's group; called in a replica's program.
-
-  Args:
-    tensor: A dense tensor.
-    group_assignment: The groups' members.
-
-  Returns:
-    The sum.
-  """
+  """Sums a tensor over this replica's group; called in a replica's program."""
   if tensor.dtype == tf.float64:
     # TPUs sum it, but this operation has no such form.
     if tensor.shape.num_elements() == 0:
@@ -44,11 +36,7 @@ class TracedContext(tf.distribute.ReplicaContext):
   """The context in which a replica's function is traced."""
 
   def __init__(self, strategy: tf.distribute.Strategy) -> None:
-    """Called where the replica's function is traced.
-
-    Args:
-      strategy: The strategy that runs it.
-    """
+    """Called where the replica's function is traced."""
     super().__init__(strategy, replica_id_in_sync_group=0)
 
   @property
@@ -57,16 +45,7 @@ class TracedContext(tf.distribute.ReplicaContext):
     return tf.cast(gen_xla_ops.xla_replica_id(), tf.int32)
 
   def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-    """Joins the replicas' values, by adding each at its own place.
-
-    Args:
-      value: Tensors of one dimension or more, of one shape on all replicas.
-      axis: The dimension along which they are joined.
-      options: Not used.
-
-    Returns:
-      The joined tensors, in the structure of `value`.
-    """
+    """Joins the replicas' values, by adding each at its own place."""
     del options
     count = self.strategy.num_replicas_in_sync
     is_mine = tf.range(count) == self.replica_id_in_sync_group

@@ -22,36 +22,17 @@ class Program:
   """A traced function of the replicas, and its compiled forms by shape."""
 
   def __init__(self, traced: lowering.Traced, replicas: "Replicas") -> None:
-    """Keeps the graph; compiles nothing yet.
-
-    Args:
-      traced: The graph.
-      replicas: Where it runs.
-    """
+    """Keeps the graph; compiles nothing yet."""
     self.traced = traced
     self.replicas = replicas
     self._compiled: dict[Any, tuple[lowering.Lowered, xla.Executable]] = {}
 
   def lower(self, shapes: Sequence[tf.TensorShape]) -> lowering.Lowered:
-    """The XLA module for arguments of these shapes.
-
-    Args:
-      shapes: One replica's, of arguments and captured tensors.
-
-    Returns:
-      The module and what its inputs and outputs are.
-    """
+    """The XLA module for arguments of these shapes."""
     return lowering.lower(self.traced, shapes)
 
   def compile(self, shapes: Sequence[tf.TensorShape]) -> Any:
-    """Compiles for arguments of these shapes, unless that was done before.
-
-    Args:
-      shapes: One replica's, of arguments and captured tensors.
-
-    Returns:
-      The module and the executable.
-    """
+    """Compiles for arguments of these shapes, unless that was done before."""
     key = tuple(tuple(shape) for shape in shapes)
     if key not in self._compiled:
       lowered = self.lower(shapes)
@@ -68,19 +49,7 @@ class Program:
     return self._compiled[key]
 
   def __call__(self, *arguments: PerReplica) -> list[PerReplica]:
-    """Runs one step on all replicas.
-
-    Args:
-      *arguments: Eager tensors, one per replica, of each argument and each
-        captured tensor.
-
-    Returns:
-      Of each output one tensor per replica.
-
-    Raises:
-      ValueError: If an argument's shape differs between replicas.
-      TPUCompileError: If the program cannot be compiled for these shapes.
-    """
+    """Runs one step on all replicas."""
     for argument in arguments:
       _check_shapes(argument)
     with self.replicas.lock:
@@ -114,17 +83,7 @@ class Program:
   def as_operation(
     self, arguments: Sequence[PerReplica], compile_now: bool = True
   ) -> list[PerReplica]:
-    """Puts an operation that runs a step into the function being built.
-
-    Args:
-      arguments: Symbolic tensors, one per replica, of each argument and each
-        captured tensor.
-      compile_now: Whether to compile at once where shapes are known, so that
-        errors name the user's line, rather than in the first step.
-
-    Returns:
-      Of each output one symbolic tensor per replica.
-    """
+    """Puts an operation that runs a step into the function being built."""
     count, num_arguments = self.replicas.num_replicas, len(arguments)
     used, specs = self.traced.variables, self.traced.output_specs
     shapes = [each[0].shape for each in arguments]
@@ -163,19 +122,10 @@ class Program:
 
 
 class Replicas:
-  """What the programs of one strategy share.
-
-  Attributes:
-    num_replicas: How many replicas there are.
-    lock: Held while a program takes and replaces variables.
-  """
+  """What the programs of one strategy share."""
 
   def __init__(self, num_replicas: int) -> None:
-    """Makes no device before a program runs.
-
-    Args:
-      num_replicas: How many replicas.
-    """
+    """Makes no device before a program runs."""
     self.num_replicas = num_replicas
     self.lock = threading.RLock()
     self._client: xla.Client | None = None

@@ -22,12 +22,7 @@ class SingleHost(distribute_lib.StrategyExtendedV1):
   def __init__(
     self, strategy: tf.distribute.Strategy, num_replicas: int
   ) -> None:
-    """Called by a strategy.
-
-    Args:
-      strategy: The strategy that this belongs to.
-      num_replicas: How many replicas.
-    """
+    """Called by a strategy."""
     super().__init__(strategy)
     self._num_replicas = num_replicas
     self._host = device_util.canonicalize("/device:CPU:0")
@@ -108,14 +103,7 @@ class SingleHost(distribute_lib.StrategyExtendedV1):
     return replica_id
 
   def non_slot_devices(self, var_list: Any) -> str:
-    """The host.
-
-    Args:
-      var_list: Variables.
-
-    Returns:
-      The host's name.
-    """
+    """The host."""
     del var_list
     return self._host
 

@@ -16,9 +16,6 @@ def in_replica_program() -> bool:
   """Whether what is built now becomes part of a replica's program.
 
   Not asked of the replica context: in a merge call there is none.
-
-  Returns:
-    False when executing eagerly and in the host's functions.
   """
   if tf.executing_eagerly():
     return False

@@ -29,11 +29,7 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
   """What `tf.Variable` makes under `VirtualTPUStrategy`."""
 
   def __init__(self, **kwargs: Any) -> None:
-    """Makes the host's variable; the replicas' copies follow when needed.
-
-    Args:
-      **kwargs: What ResourceVariable takes.
-    """
+    """Makes the host's variable; the replicas' copies follow when needed."""
     self._copies: xla.Buffers | None = None
     # Whether the copies are newer than the host's value.
     self._host_is_behind = False
@@ -75,44 +71,17 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
     return self._distribute_strategy
 
   def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sets this replica's copy; on the host all copies.
-
-    Args:
-      value: The new value.
-      *args: What ResourceVariable takes.
-      **kwargs: What ResourceVariable takes.
-
-    Returns:
-      What ResourceVariable answers.
-    """
+    """Sets this replica's copy; on the host all copies."""
     self._host_will_assign()
     return super().assign(self._aggregated(value), *args, **kwargs)
 
   def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
-    """Adds to this replica's copy; on the host to the value it sees.
-
-    Args:
-      delta: What to add.
-      *args: What ResourceVariable takes.
-      **kwargs: What ResourceVariable takes.
-
-    Returns:
-      What ResourceVariable answers.
-    """
+    """Adds to this replica's copy; on the host to the value it sees."""
     self._host_will_assign()
     return super().assign_add(self._aggregated(delta), *args, **kwargs)
 
   def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
-    """Subtracts like `assign_add` adds.
-
-    Args:
-      delta: What to subtract.
-      *args: What ResourceVariable takes.
-      **kwargs: What ResourceVariable takes.
-
-    Returns:
-      What ResourceVariable answers.
-    """
+    """Subtracts like `assign_add` adds."""
     self._host_will_assign()
     return super().assign_sub(self._aggregated(delta), *args, **kwargs)
 
@@ -143,14 +112,7 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
     return self._views
 
   def take(self, client: "xla.Client") -> "xla.Buffers":
-    """The replicas' copies, for a program to use and replace.
-
-    Args:
-      client: The replicas.
-
-    Returns:
-      Their copies, brought up to date with the host's value.
-    """
+    """The replicas' copies, for a program to use and replace."""
     with self._lock:
       if self._copies is None or self._was_assigned():
         value = self._set_by_host()
@@ -161,11 +123,7 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
       return self._copies
 
   def replace(self, copies: "xla.Buffers") -> None:
-    """Takes what a program left.
-
-    Args:
-      copies: The replicas' new copies.
-    """
+    """Takes what a program left."""
     with self._lock:
       self._copies = copies
       self._host_is_behind = True
@@ -183,25 +141,14 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
       self._agreed = self._read_raw()
 
   def copy(self, replica: int) -> np.ndarray:
-    """One replica's value.
-
-    Args:
-      replica: Its number.
-
-    Returns:
-      A new array.
-    """
+    """One replica's value."""
     with self._lock:
       if self._copies is None or self._was_assigned():
         return np.array(self._set_by_host())
       return np.array(self._copies.to_numpy(replica))
 
   def set_copies(self, values: Sequence[np.ndarray]) -> None:
-    """Gives every replica a value of its own.
-
-    Args:
-      values: One per replica.
-    """
+    """Gives every replica a value of its own."""
     arrays = [np.array(value, self.dtype.as_numpy_dtype) for value in values]
     client = self._distribute_strategy.extended.client
     with self._lock:

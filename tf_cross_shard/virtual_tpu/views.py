@@ -10,12 +10,7 @@ class ReplicaView:
   """One replica's copy of a variable, seen from the host."""
 
   def __init__(self, variable: Any, replica: int) -> None:
-    """A view of one copy.
-
-    Args:
-      variable: The variable.
-      replica: The replica's number.
-    """
+    """A view of one copy."""
     self._variable = variable
     self._replica = replica
 
@@ -53,18 +48,7 @@ class ReplicaView:
     return tf.constant(self.numpy(), self.dtype)
 
   def assign(self, value: Any) -> "ReplicaView":
-    """Sets this copy and leaves those of other replicas.
-
-    Args:
-      value: What `np.array` takes, of the variable's shape.
-
-    Returns:
-      This view.
-
-    Raises:
-      ValueError: If `value` has another shape.
-      TypeError: If it cannot be of the variable's dtype.
-    """
+    """Sets this copy and leaves those of other replicas."""
     array = np.array(value)
     expected = self.dtype.as_numpy_dtype
     if not np.can_cast(array.dtype, expected, "same_kind"):
@@ -85,25 +69,11 @@ class ReplicaView:
     return self
 
   def assign_add(self, delta: Any) -> "ReplicaView":
-    """Adds to this copy.
-
-    Args:
-      delta: What `tf.convert_to_tensor` takes.
-
-    Returns:
-      This view.
-    """
+    """Adds to this copy."""
     return self.assign(self + delta)
 
   def assign_sub(self, delta: Any) -> "ReplicaView":
-    """Subtracts from this copy.
-
-    Args:
-      delta: What `tf.convert_to_tensor` takes.
-
-    Returns:
-      This view.
-    """
+    """Subtracts from this copy."""
     return self.assign(self - delta)
 
   def __add__(self, other: Any) -> tf.Tensor:

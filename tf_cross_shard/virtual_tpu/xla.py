@@ -45,14 +45,7 @@ _lock: Final = threading.Lock()
 
 
 def require(distribution: str) -> None:
-  """Raises an error unless a tested version of a distribution is installed.
-
-  Args:
-    distribution: A key of `TESTED`.
-
-  Raises:
-    ImportError: If it is missing or of another version.
-  """
+  """Raises an error unless a tested version of a distribution is installed."""
   extra, tested = _EXTRAS[distribution], TESTED[distribution]
   remedy = f"Install it with: pip install 'tf-cross-shard[{extra}]'."
   try:
@@ -71,19 +64,10 @@ def require(distribution: str) -> None:
 
 
 class Buffers:
-  """One array per replica, in the replicas' memory.
-
-  Attributes:
-    shape: The shape of each of them.
-    dtype: The NumPy dtype of each of them.
-  """
+  """One array per replica, in the replicas' memory."""
 
   def __init__(self, array: Any) -> None:
-    """Wraps what jaxlib made.
-
-    Args:
-      array: A jax.Array that has one shard per replica.
-    """
+    """Wraps what jaxlib made."""
     self._array = array
     self.shape = array.shape
     self.dtype = array.dtype
@@ -94,14 +78,7 @@ class Buffers:
     return self._array
 
   def to_numpy(self, replica: int) -> np.ndarray:
-    """A view of one replica's array; copy what is to outlive the next step.
-
-    Args:
-      replica: Its number.
-
-    Returns:
-      The array.
-    """
+    """A view of one replica's array; copy what is to outlive the next step."""
     return np.asarray(self._array._arrays[replica])
 
   def addresses(self) -> list[int]:
@@ -113,14 +90,7 @@ class Client:
   """`num_replicas` devices that share this machine's CPU."""
 
   def __init__(self, num_replicas: int) -> None:
-    """Makes the devices. No setting of jax's own is touched.
-
-    Args:
-      num_replicas: How many.
-
-    Raises:
-      ImportError: If jax or jaxlib is missing or of an untested version.
-    """
+    """Makes the devices. No setting of jax's own is touched."""
     require("jax")
     require("jaxlib")
     self._jax = importlib.import_module("jax")
@@ -144,14 +114,7 @@ class Client:
     return len(self._devices)
 
   def put(self, arrays: Sequence[np.ndarray]) -> Buffers:
-    """Copies one array to each replica.
-
-    Args:
-      arrays: One per replica, of one shape and dtype.
-
-    Returns:
-      The replicas' copies.
-    """
+    """Copies one array to each replica."""
     first = arrays[0]
     with self._jax.enable_x64(True):
       aval = self._core.ShapedArray(first.shape, first.dtype)
@@ -172,15 +135,7 @@ class Client:
   def compile(
     self, module: bytes, outputs: Sequence[tuple[tuple[int, ...], Any]]
   ) -> "Executable":
-    """Compiles a module for all replicas.
-
-    Args:
-      module: A serialized HloModuleProto.
-      outputs: Shape and NumPy dtype of each output.
-
-    Returns:
-      The program.
-    """
+    """Compiles a module for all replicas."""
     options = _options(self._xla, range(self.num_replicas))
     loaded = self._client.compile_and_load(
       _to_stablehlo(self._xla, module),
@@ -204,25 +159,12 @@ class Executable:
   """A program loaded onto the replicas of a `Client`."""
 
   def __init__(self, loaded: Any, handlers: Sequence[Any]) -> None:
-    """Takes what jaxlib loaded.
-
-    Args:
-      loaded: The program.
-      handlers: How to wrap each output.
-    """
+    """Takes what jaxlib loaded."""
     self._loaded = loaded
     self._handlers = list(handlers)
 
   def __call__(self, arguments: Sequence[Buffers]) -> list[Buffers]:
-    """Runs all replicas once, and waits for them.
-
-    Args:
-      arguments: The parameters. Those whose memory an output takes over are
-        gone afterwards.
-
-    Returns:
-      The outputs.
-    """
+    """Runs all replicas once, and waits for them."""
     results = self._loaded.execute_sharded([each.array for each in arguments])
     outputs = results.consume_with_handlers(self._handlers)
     for output in outputs:
@@ -232,14 +174,7 @@ class Executable:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-  """The devices of a TPU slice.
-
-  Attributes:
-    name: As given, such as "v5e:4x2".
-    coordinates: Of each device, in replica order: x, y, z, core on the chip.
-    kind: The maker's name of the device.
-    devices: What the compiler takes.
-  """
+  """The devices of a TPU slice."""
 
   name: str
   coordinates: tuple[tuple[int, ...], ...]
@@ -249,18 +184,7 @@ class Topology:
 
 @functools.cache
 def topology(name: str) -> Topology:
-  """The slice of this name, as libtpu describes it.
-
-  Args:
-    name: Generation and chips in each direction, such as "v5p:2x2x1".
-
-  Returns:
-    Its devices.
-
-  Raises:
-    ImportError: If libtpu or jax is missing or of an untested version.
-    ValueError: If there is no such topology.
-  """
+  """The slice of this name, as libtpu describes it."""
   for distribution in TESTED:
     require(distribution)
   # libtpu divides by what it is given, and takes no name for another one.
@@ -289,35 +213,13 @@ def topology(name: str) -> Topology:
 
 
 def coordinates(name: str) -> tuple[tuple[int, ...], ...]:
-  """Where the replicas of a slice are: x, y, z, and the core on the chip.
-
-  >>> coordinates("v5e:2x2")
-  ((0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (1, 1, 0, 0))
-
-  Args:
-    name: The slice, such as "v5e:4x2".
-
-  Returns:
-    The coordinates of each device, in replica order.
-
-  Raises:
-    ImportError: If libtpu or jax is missing or of an untested version.
-    ValueError: If there is no such topology.
-  """
+  """Where the replicas of a slice are: x, y, z, and the core on the chip."""
   return topology(name).coordinates
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-  """What the TPU compiler made of a module.
-
-  Attributes:
-    module: The optimized module, a serialized HloModuleProto.
-    text: The same as text.
-    memory: Bytes by kind, as the compiler counts them.
-    cost: Its estimates, "flops" among them.
-    seconds: How long it took.
-  """
+  """What the TPU compiler made of a module."""
 
   module: bytes
   text: str
@@ -327,15 +229,7 @@ class Compiled:
 
 
 def compile_for_tpu(module: bytes, where: Topology) -> Compiled:
-  """Compiles a module for every device of a slice; needs no TPU.
-
-  Args:
-    module: A serialized HloModuleProto.
-    where: The slice. Replica r runs on its r-th device.
-
-  Returns:
-    The compiler's results.
-  """
+  """Compiles a module for every device of a slice; needs no TPU."""
   xla = importlib.import_module("jax._src.lib").xla_client
   ir = importlib.import_module("jax._src.lib.mlir").ir
   mlir = importlib.import_module("jax._src.interpreters.mlir")

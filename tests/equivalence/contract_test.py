@@ -1,0 +1,131 @@
+"""Runs the contract on plain Keras, and on every way of encapsulating it."""
+# keras: both
+
+import copy
+import pathlib
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import contract, testbed
+from tf_cross_shard import CrossShardOptimizer
+
+keras = tf.keras
+
+
+class TestReference(contract.OptimizerContract):
+  """Plain Keras keeps the contract, so the contract is a fair one."""
+
+  def wrap(self, opt: Any) -> Any:
+    return opt
+
+
+class TestCrossShardOptimizer(contract.OptimizerContract):
+  """So does every optimizer when it is encapsulated."""
+
+  def wrap(self, opt: Any) -> Any:
+    return CrossShardOptimizer(opt)
+
+  def test_same_numbers_as_plain_keras(self, make: Any) -> None:
+    optimizer, (weight,) = self._trained(make)
+    plain = optimizer.inner_optimizer
+    twin = type(plain).from_config(plain.get_config())
+    expected = testbed.variable(np.ones((2, 3), "float32"), "weight_0")
+    testbed.build(twin, [expected])
+    for scale in (1.0, 2.0):
+      twin.apply_gradients([(scale * tf.ones([2, 3]), expected)])
+    np.testing.assert_array_equal(weight.numpy(), expected.numpy())
+    self._assert_same_state(optimizer, twin)
+
+  def test_gradients_of_another_dtype_are_cast(self, make: Any) -> None:
+    """In tf_keras too, which would fail when the first variable is updated."""
+    results = []
+    for second in ("float16", "float32"):
+      optimizer, variables = self._built(make, 2)
+      grads = [tf.ones([2, 3]), tf.ones([2, 3], second)]
+      for _ in range(2):
+        pairs = zip(grads, variables, strict=True)
+        optimizer.apply_gradients(pairs)
+      results.append([variable.numpy() for variable in variables])
+    np.testing.assert_array_equal(*results)
+    assert (results[0][1] != 1.0).all()
+
+  def test_variables_are_the_encapsulated_ones(self, make: Any) -> None:
+    optimizer, _ = self._built(make)
+    inner = testbed.variables_of(optimizer.inner_optimizer)
+    assert len(inner) >= 1
+    for listed in (optimizer.variables, optimizer.variables()):
+      assert [id(v) for v in listed] == [id(v) for v in inner]
+
+  def test_slots_are_found_by_name(self, make: Any) -> None:
+    optimizer, (weight,) = self._built(make)
+    names = optimizer.get_slot_names()
+    slots = [optimizer.get_slot(weight, name) for name in names]
+    assert len(set(map(id, slots))) == len(slots)
+    made_for_weight = [
+      v
+      for v in optimizer.variables
+      if v.shape.rank
+      and v.name not in ("iteration", "learning_rate")
+      and tuple(v.shape) != (1,)
+    ]
+    found = {id(slot) for slot in slots}
+    assert {id(v) for v in made_for_weight} <= found
+    assert optimizer.get_slot(weight, "no_such_slot") is None
+    assert all(
+      optimizer.get_slot(tf.Variable(1.0), name) is None for name in names
+    )
+
+  def test_pickle_and_copy(self, make: Any) -> None:
+    optimizer, (weight,) = self._trained(make)
+    for again in (
+      pickle.loads(pickle.dumps(optimizer)),
+      copy.deepcopy(optimizer),
+    ):
+      assert again.get_config() == optimizer.get_config()
+      assert int(again.iterations) == 2
+      again.build([weight])
+      self._assert_same_state(optimizer, again)
+
+  def test_checkpoints_interchange(
+    self, make: Any, tmp_path: pathlib.Path
+  ) -> None:
+    optimizer, (weight,) = self._trained(make)
+    inner = optimizer.inner_optimizer
+    for source, target in (
+      (optimizer, type(inner).from_config(inner.get_config())),
+      (inner, make()),
+    ):
+      path = contract.checkpoint(source, weight).save(str(tmp_path / "ck"))
+      testbed.build(target, [weight])
+      status = contract.checkpoint(target, weight).restore(path)
+      status.assert_consumed()
+      self._assert_same_state(source, target)
+
+  def test_model_files_interchange(
+    self, make: Any, tmp_path: pathlib.Path
+  ) -> None:
+    plain = make().inner_optimizer
+    if testbed.is_legacy(plain):
+      pytest.skip("tf_keras keeps no state of these in .keras files")
+    first = type(plain).from_config(plain.get_config())
+    second = type(plain).from_config(plain.get_config())
+    for source, target in ((make(), first), (second, make())):
+      model, twin = self._model(), self._model()
+      model.compile(source, "mse")
+      model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
+      model.save(tmp_path / "model.keras")
+      twin.compile(target, "mse")
+      testbed.build(target, twin.trainable_variables)
+      twin.load_weights(tmp_path / "model.keras")
+      assert int(target.iterations) == 1
+      self._assert_same_state(source, target)
+
+
+assert len(testbed.OPTIMIZERS) >= 13
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

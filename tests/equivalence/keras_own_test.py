@@ -1,0 +1,290 @@
+"""Keras' own tests of its optimizers pass when every optimizer is encapsulated.
+
+The wheel of Keras 3.15 holds them, older ones and tf_keras' hold none. They run
+in a process of their own, once with each optimizer encapsulated, and those
+about optimizers that consist of others once more with the whole encapsulated;
+see `tests.support.encapsulating`.
+"""
+
+import collections
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from packaging import version
+
+from tests.support import encapsulating, testbed
+from tf_cross_shard import CrossShardOptimizer
+
+pytestmark = pytest.mark.slow
+
+KERAS = pathlib.Path(keras.__file__).parent
+
+# What a test became of: {"outcome": ..., "made": ..., "error": ...}.
+Tests = Mapping[str, Mapping[str, Any]]
+
+# Tests of Keras that do not pass, each with what it tests instead of training.
+CANNOT_PASS = {
+  encapsulating.EACH: {
+    "optimizers/optimizer_test.py::OptimizerTest::test_get_method": (
+      'asks whether get("sgd") is of the class SGD, not what it does'
+    ),
+    "optimizers/multi_optimizer_test.py::MultiOptimizerTest"
+    "::test_serialization": (
+      "asks for the names of the classes of what it made again"
+    ),
+    "optimizers/muon_test.py::MuonTest::test_adamw_weight_decay": (
+      "calls the private _apply_weight_decay, which Muon overrides; only the"
+      " encapsulated optimizer's is ever called in training"
+    ),
+    "backend/tensorflow/optimizer_distribute_test.py"
+    "::OptimizerDistributeTest::test_gradient_accumulation": (
+      "reads the private _accumulated_gradients after each step: they hold"
+      " sums over the replicas, Keras' hold one replica's gradients and are"
+      " summed at the end. test_accumulation_as_in_keras has the weights"
+    ),
+    "backend/tensorflow/optimizer_distribute_test.py"
+    "::OptimizerDistributeTest::test_ema": (
+      "gives all replicas one and the same tensor object from outside the"
+      " step, of which tf.distribute inside Keras makes 1 + 1 = 1; made inside"
+      " the step, as the other tests make theirs, Keras' gives 2, too."
+      " test_moving_average_as_in_keras does that"
+    ),
+  },
+  encapsulating.WHOLE: {
+    "optimizers/loss_scale_optimizer_test.py::LossScaleOptimizerTest"
+    "::test_serialization": "counts the entries of get_config()",
+    "optimizers/multi_optimizer_test.py::MultiOptimizerTest"
+    "::test_multi_optimizer_blocks_nested_optimizers": (
+      "asks Keras to know a LossScaleOptimizer by its class"
+    ),
+  },
+}
+# The parts, or the whole: which tests are about optimizers that have parts.
+SELECTED = {
+  encapsulating.EACH: "",
+  encapsulating.WHOLE: "loss_scale or multi_optimizer",
+}
+# Fewer means that tests are gone, or no longer found.
+LEAST_PASSED = {encapsulating.EACH: 234, encapsulating.WHOLE: 37}
+# The Keras that this is about. With another one the tests listed above may be
+# gone, or all of them.
+IS_LISTED_FOR = version.Version(keras.__version__).release[:2] == (3, 15)
+
+
+def files() -> list[pathlib.Path]:
+  """The files with Keras' tests of optimizers."""
+  backend = KERAS / "src/backend/tensorflow"
+  found = sorted((KERAS / "src/optimizers").glob("*_test.py"))
+  if not found and not IS_LISTED_FOR:
+    pytest.skip(f"the wheel of Keras {keras.__version__} holds no such tests")
+  return [
+    *found,
+    backend / "optimizer_distribute_test.py",
+    backend / "distribute_test.py",
+  ]
+
+
+def run(which: str, *arguments: str) -> dict[str, Any]:
+  """Runs Keras' tests; what became of them by ids like those listed above."""
+  with tempfile.TemporaryDirectory() as folder:
+    report = pathlib.Path(folder, "report.json")
+    command = [
+      *(sys.executable, "-m", "pytest", "-q", "--tb=short"),
+      *("-p", encapsulating.__name__, f"--encapsulate={which}"),
+      f"--encapsulation-report={report}",
+      # Nothing of this project's pytest, and nothing left beside Keras.
+      *("-c", os.devnull, "--rootdir", str(KERAS.parent)),
+      *("--import-mode=importlib", "--assert=plain", "-p", "no:cacheprovider"),
+      *arguments,
+    ]
+    environment = {
+      **os.environ,
+      "KERAS_BACKEND": "tensorflow",
+      "PYTHONDONTWRITEBYTECODE": "1",
+      "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+      "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
+    # Both would be wrong there: which Keras, and what pytest is told besides.
+    for name in ("TF_USE_LEGACY_KERAS", "PYTEST_ADDOPTS"):
+      environment.pop(name, None)
+    done = subprocess.run(
+      command,
+      cwd=folder,
+      env=environment,
+      stdin=subprocess.DEVNULL,
+      capture_output=True,
+      text=True,
+      timeout=270,
+    )
+    assert report.exists(), done.stdout + done.stderr
+    tests = json.loads(report.read_text())
+  assert done.returncode in (0, 1), done.stdout + done.stderr
+  return {name.removeprefix("keras/src/"): test for name, test in tests.items()}
+
+
+@functools.cache
+def run_all(which: str) -> dict[str, Any]:
+  """Runs all the files, encapsulated."""
+  return run(which, "-k", SELECTED[which], *map(str, files()))
+
+
+def having(tests: Tests, outcome: str) -> set[str]:
+  """The tests that passed, failed or were skipped."""
+  return {name for name, test in tests.items() if test["outcome"] == outcome}
+
+
+def complaints(
+  tests: Tests, listed: Iterable[str], least_passed: int
+) -> list[str]:
+  """What is wrong with a run of Keras' tests, encapsulated."""
+  found = [
+    f"{name} does not pass:\n{tests[name]['error']}"
+    for name in sorted(having(tests, "failed") - set(listed))
+  ]
+  found += [
+    f"{name} is listed, but is {tests[name]['outcome']}"
+    for name in sorted(set(listed) & set(tests) - having(tests, "failed"))
+  ]
+  passed = len(having(tests, "passed"))
+  if passed < least_passed:
+    found.append(f"{passed} tests passed; there are {least_passed} or more")
+  made = collections.Counter[str]()
+  for name, test in tests.items():
+    made[name.split("::")[0]] += test["made"]
+  found += [f"{name} encapsulated nothing" for name in made if not made[name]]
+  return found
+
+
+@pytest.mark.parametrize("which", CANNOT_PASS)
+def test_keras_own_tests_pass(which: str) -> None:
+  tests = run_all(which)
+  least = LEAST_PASSED[which] if IS_LISTED_FOR else 1
+  found = complaints(tests, CANNOT_PASS[which], least)
+  assert not found, "\n".join(found)  # All of them, where == [] shows few.
+  if IS_LISTED_FOR:
+    assert set(CANNOT_PASS[which]) <= set(tests)
+
+
+@pytest.mark.parametrize("which", CANNOT_PASS)
+def test_tests_that_build_an_optimizer_got_ours(which: str) -> None:
+  """Those that got none are those that want none, or an error."""
+  tests = run_all(which)
+  without = {
+    name.split("::")[-1]
+    for name in having(tests, "passed")
+    if not tests[name]["made"]
+  }
+  if which == encapsulating.WHOLE:
+    # Some make a MultiOptimizer's map only; the rest never get so far.
+    expected = ("test_init_", "test_optimizer_map_matching")
+    assert [x for x in without if not x.startswith(expected)] == []
+    return
+  assert {x for x in without if not x.startswith("test_invalid_")} <= {
+    "test_weight_decay_is_none",  # an error
+    "test_single_step1",  # of tf_keras
+    "test_epoch_iterator",
+    "test_seed_generator",
+    "test_strategy_run",
+    "test_variable_aggregation",
+    "test_variable_creation",
+    "test_variable_synchronization",
+  }
+
+
+def test_what_cannot_pass_passes_with_plain_keras() -> None:
+  listed = {name for names in CANNOT_PASS.values() for name in names}
+  there = {name for which in CANNOT_PASS for name in run_all(which)}
+  selected = sorted(listed & there)
+  places = [str(KERAS / "src" / name) for name in selected]
+  tests = run(encapsulating.NOTHING, *places)
+  assert having(tests, "passed") == set(selected)
+  assert not any(test["made"] for test in tests.values())
+
+
+# What the two listed tests of several replicas are about, on equal terms.
+
+
+def _train(encapsulate: bool, **settings: Any) -> list[np.ndarray]:
+  """Weights after each of six steps, with unlike gradients per replica."""
+  strategy = testbed.mirrored(2)
+  with strategy.scope():
+    weight = keras.Variable([[3.0, 4.0], [5.0, 6.0]])
+    optimizer = keras.optimizers.SGD(learning_rate=0.5, **settings)
+    if encapsulate:
+      optimizer = CrossShardOptimizer(optimizer, reduction="sum")
+    optimizer.build([weight])
+
+  def step() -> None:
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+    slope = 1.0 + 3.0 * tf.cast(replica, tf.float32)
+    optimizer.apply_gradients([(slope * tf.ones([2, 2]), weight)])
+
+  after = []
+  for _ in range(6):
+    strategy.run(step)  # Not traced: Keras 3 cannot trace the moving average.
+    after.append(weight.numpy())
+  return after
+
+
+def _compare(**settings: Any) -> list[float]:
+  """Encapsulated like plain; the first weight after each step."""
+  plain, ours = _train(False, **settings), _train(True, **settings)
+  np.testing.assert_allclose(ours, plain, rtol=1e-6)
+  return [float(weight[0, 0]) for weight in ours]
+
+
+def test_accumulation_as_in_keras() -> None:
+  weights = _compare(gradient_accumulation_steps=3)
+  assert weights == [3.0, 3.0, 0.5, 0.5, 0.5, -2.0]  # 0.5 * (1 + 4) a time
+
+
+def test_moving_average_as_in_keras() -> None:
+  settings = {"use_ema": True, "ema_momentum": 0.5}
+  weights = _compare(**settings, ema_overwrite_frequency=3)
+  # Then -4.5, but for the average: of 0.5 and -2, and of that and -4.5.
+  assert weights[:3] == [0.5, -2.0, -2.625]
+
+
+# A run that went wrong is found.
+
+PASSED = {"outcome": "passed", "made": 1}
+FAILED = {"outcome": "failed", "made": 1, "error": "1 != 2"}
+
+
+def test_a_good_run_has_no_complaints() -> None:
+  tests = {"a.py::test_b": PASSED, "a.py::test_c": FAILED}
+  assert complaints(tests, ["a.py::test_c", "a.py::test_gone"], 1) == []
+
+
+@pytest.mark.parametrize(
+  ("change", "complaint"),
+  [
+    ({"a.py::test_b": FAILED}, "a.py::test_b does not pass:\n1 != 2"),
+    ({"a.py::test_c": PASSED}, "a.py::test_c is listed, but is passed"),
+    ({"d.py::test_e": {**PASSED, "made": 0}}, "d.py encapsulated nothing"),
+    (
+      {"a.py::test_b": {"outcome": "skipped", "made": 1}},
+      "0 tests passed; there are 1 or more",
+    ),
+  ],
+)
+def test_a_bad_run_has_complaints(
+  change: dict[str, Any], complaint: str
+) -> None:
+  tests = {"a.py::test_b": PASSED, "a.py::test_c": FAILED, **change}
+  assert complaint in complaints(tests, ["a.py::test_c"], 1)
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

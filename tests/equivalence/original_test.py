@@ -1,0 +1,130 @@
+"""Against TensorFlow 1's own CrossShardOptimizer, in the same TPU program."""
+# bazel: size=medium
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from benchmarks import original
+from tests.support import testbed, tpu_tasks
+from tf_cross_shard import CrossShardOptimizer, virtual_tpu
+
+# Every day equivalence_test and virtual_equivalence_test have the numbers.
+pytestmark = pytest.mark.slow
+_v1 = tf.compat.v1.train
+_keras = tf.keras.optimizers
+PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+  "SGD": (
+    lambda: _v1.GradientDescentOptimizer(0.125),
+    lambda: _keras.SGD(0.125),
+  ),
+  "Momentum": (
+    lambda: _v1.MomentumOptimizer(0.125, 0.5),
+    lambda: _keras.SGD(0.125, momentum=0.5),
+  ),
+  "Adam": (
+    lambda: _v1.AdamOptimizer(0.01, epsilon=1e-3),
+    lambda: _keras.Adam(0.01, epsilon=1e-3),
+  ),
+}
+_reduction = tf.compat.v1.losses.Reduction
+GROUPINGS = [None, [[0, 1], [2, 3]], [[0, 2], [1, 3]]]
+
+
+def _original(
+  task: tpu_tasks.Task, name: str, **options: Any
+) -> tuple[Any, Any, Any]:
+  """Strategy, model and step of the original."""
+  strategy = tpu_tasks.virtual(4)
+  with strategy.scope():
+    model = task.model()
+  optimizer = original.Original(
+    strategy, PAIRS[name][0](), model.trainable_variables, **options
+  )
+
+  def step(x: tf.Tensor, y: tf.Tensor) -> None:
+    optimizer.minimize(tpu_tasks.loss(model, x, y))
+
+  return strategy, model, step
+
+
+def _ours(
+  task: tpu_tasks.Task, name: str, **options: Any
+) -> tuple[Any, Any, Any]:
+  """Strategy, model and step of ours."""
+  strategy = tpu_tasks.virtual(4)
+  with strategy.scope():
+    model = task.model()
+    optimizer = CrossShardOptimizer(PAIRS[name][1](), **options)
+    optimizer.build(model.trainable_variables)
+
+  def step(x: tf.Tensor, y: tf.Tensor) -> None:
+    pairs = optimizer.compute_gradients(
+      lambda: tpu_tasks.loss(model, x, y), model.trainable_variables
+    )
+    optimizer.apply_gradients(pairs)
+
+  return strategy, model, step
+
+
+def _train(task: tpu_tasks.Task, made: tuple[Any, Any, Any]) -> Any:
+  """Every replica's weights after all steps."""
+  strategy, model, step = made
+  for x, y in zip(task.x, task.y, strict=True):
+    data = (
+      tpu_tasks.distribute(strategy, x),
+      tpu_tasks.distribute(strategy, y),
+    )
+    strategy.run(step, args=data)
+  return tpu_tasks.weights_of(model, 4)
+
+
+@pytest.mark.parametrize("reduction", [_reduction.MEAN, _reduction.SUM])
+@pytest.mark.parametrize("grouping", GROUPINGS)
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_same_weights(name: str, grouping: Any, reduction: str) -> None:
+  task = tpu_tasks.task(tpu_tasks.dense, 4, steps=10)
+  options = {"reduction": reduction, "group_assignment": grouping}
+  theirs = _train(task, _original(task, name, **options))
+  mine = _train(task, _ours(task, name, **options))
+  start = [v.numpy() for v in task.model().variables]
+  for replica in range(4):
+    bound = 1e-6 * tpu_tasks.largest(theirs[replica])
+    assert tpu_tasks.furthest(mine[replica], theirs[replica]) <= bound
+    assert tpu_tasks.furthest(theirs[replica], start) > 1e-2
+  for members in testbed.groups_of(grouping, 4):
+    for replica in members:
+      assert tpu_tasks.furthest(theirs[replica], theirs[members[0]]) == 0
+  if grouping is not None:
+    first, other = grouping[0][0], grouping[1][0]
+    assert tpu_tasks.furthest(theirs[first], theirs[other]) > 1e-3
+
+
+@pytest.mark.parametrize("grouping", GROUPINGS)
+@pytest.mark.parametrize("model", tpu_tasks.MODELS)
+@pytest.mark.parametrize("name", PAIRS)
+def test_no_more_on_the_wire(name: str, model: str, grouping: Any) -> None:
+  task = tpu_tasks.task(tpu_tasks.MODELS[model], 4, steps=1)
+  options = {"group_assignment": grouping}
+  reports = []
+  for strategy, _, step in (
+    _original(task, name, **options),
+    _ours(task, name, **options),
+  ):
+    args = (tf.constant(task.x[0, 0]), tf.constant(task.y[0, 0]))
+    reports.append(
+      virtual_tpu.compile_for("v5e:2x2", step, args, strategy=strategy)
+    )
+  theirs, mine = reports
+  assert theirs.wire_bytes > 0
+  assert len(mine.collectives) <= len(theirs.collectives)
+  assert mine.wire_bytes <= theirs.wire_bytes
+  assert [each.groups for each in mine.collectives] == [
+    each.groups for each in theirs.collectives
+  ]
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

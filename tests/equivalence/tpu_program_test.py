@@ -1,0 +1,148 @@
+"""What the real TPU compiler makes of a training step."""
+# bazel: size=large
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from tests.support import tpu_tasks
+from tf_cross_shard import CrossShardOptimizer, groups, virtual_tpu
+
+TOPOLOGIES = {
+  "v4:2x2x1": 8,
+  "v5e:4x2": 8,
+  "v5p:2x2x2": 8,
+  "v6e:4x2": 8,
+  "v5e:16x16": 256,
+  "v6e:16x16": 256,
+}
+_GROUPINGS: dict[str, Callable[[int], groups.Groups | None]] = {
+  "ungrouped": lambda replicas: None,
+  "halves": lambda replicas: groups.contiguous(replicas, replicas // 2),
+  "strided": lambda replicas: groups.strided(replicas, 4),
+}
+
+
+def _compile(
+  topology: str,
+  make_optimizer: Callable[[], Any],
+  make_model: Callable[[], Any] = tpu_tasks.dense,
+) -> tuple[virtual_tpu.Report, Any]:
+  """The report on a training step of Keras' kind, and the model."""
+  strategy = tpu_tasks.virtual(TOPOLOGIES[topology])
+  with strategy.scope():
+    model = make_model()
+    optimizer = make_optimizer()
+    optimizer.build(model.trainable_variables)
+
+  def replica_step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+    with tf.GradientTape() as tape:
+      value = tpu_tasks.loss(model, x, y)
+    weights = model.trainable_variables
+    grads = tape.gradient(value, weights)
+    if isinstance(optimizer, CrossShardOptimizer):
+      optimizer.apply_gradients(zip(grads, weights, strict=True))
+    else:
+      optimizer.apply(grads, weights)
+    return value
+
+  args = (
+    tf.TensorSpec([4, *model.input_shape[1:]], model.inputs[0].dtype),
+    tf.TensorSpec([4, 3]),
+  )
+  report = virtual_tpu.compile_for(
+    topology, replica_step, args, strategy=strategy
+  )
+  assert report.num_replicas == TOPOLOGIES[topology]
+  return report, model
+
+
+@functools.cache
+def _of_plain_keras(topology: str, model: str) -> virtual_tpu.Report:
+  """The report on the same step with plain Keras."""
+  report, _ = _compile(
+    topology,
+    lambda: tf.keras.optimizers.Adam(0.01),
+    tpu_tasks.MODELS[model],
+  )
+  return report
+
+
+def _bytes(model: Any) -> int:
+  """What the gradients take, in float32."""
+  weights = model.trainable_variables
+  return sum(4 * weight.shape.num_elements() for weight in weights)
+
+
+@pytest.mark.parametrize("model", tpu_tasks.MODELS)
+@pytest.mark.parametrize("grouping", _GROUPINGS)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_gradients_cross_once_within_their_groups(
+  topology: str, grouping: str, model: str
+) -> None:
+  replicas = TOPOLOGIES[topology]
+  assigned = _GROUPINGS[grouping](replicas)
+  report, trained = _compile(
+    topology,
+    lambda: CrossShardOptimizer(
+      tf.keras.optimizers.Adam(0.01), group_assignment=assigned
+    ),
+    tpu_tasks.MODELS[model],
+  )
+  in_force = assigned or groups.contiguous(replicas, replicas)
+  plain = _of_plain_keras(topology, model)
+  assert {each.kind for each in report.collectives} == {"all-reduce"}
+  assert {each.groups for each in report.collectives} == {in_force.assignment}
+  assert len(report.collectives) <= len(plain.collectives)
+  assert len(report.collectives) == 1
+  assert report.wire_bytes == _bytes(trained) == plain.wire_bytes
+  if assigned is None:
+    assert report.argument_bytes <= plain.argument_bytes
+    assert report.temp_bytes <= plain.temp_bytes
+
+
+def test_groups_of_one_exchange_nothing() -> None:
+  report, _ = _compile(
+    "v5e:4x2",
+    lambda: CrossShardOptimizer("adam", group_assignment=groups.singletons(8)),
+  )
+  assert report.collectives == ()
+  assert report.wire_bytes == 0
+  assert "No collective" in str(report)
+
+
+def test_narrow_gradients_cross_narrow() -> None:
+  """Weights in bfloat16: half the bytes, one merged sum."""
+  strategy = tpu_tasks.virtual(8)
+  with strategy.scope():
+    weights = [tf.Variable(tf.zeros(n, tf.bfloat16)) for n in ([6, 8], [8])]
+    optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(0.1))
+    optimizer.build(weights)
+
+  def replica_step() -> None:
+    grads = [2 * each for each in weights]
+    optimizer.apply_gradients(zip(grads, weights, strict=True))
+
+  report = virtual_tpu.compile_for("v5e:4x2", replica_step, strategy=strategy)
+  assert {each.dtype for each in report.collectives} == {"bf16"}
+  assert report.wire_bytes == 2 * (6 * 8 + 8)
+
+
+def test_groups_along_the_slice() -> None:
+  """Rows of chips sum together, by the coordinates that libtpu tells."""
+  coordinates = virtual_tpu.coordinates("v5e:4x2")
+  rows = groups.along(coordinates, "x")
+  assert rows.num_groups == 2
+  for row in rows:
+    assert len({coordinates[replica][1] for replica in row}) == 1
+  report, _ = _compile(
+    "v5e:4x2", lambda: CrossShardOptimizer("sgd", group_assignment=rows)
+  )
+  assert {each.groups for each in report.collectives} == {rows.assignment}
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,207 @@
+"""The examples that come from TensorFlow 1 do what TensorFlow 1 did.
+
+`before.py` runs by version 1's sessions, in a process of its own. What it
+prints when it goes on itself is what `after.py` has to print.
+"""
+# bazel: timeout=long data=//:sources
+# bazel: deps=//examples/migration:after,//examples:towers
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+# Not resolved: under Bazel the files are links, and lead out of the sandbox.
+PROJECT = Path(__file__).absolute().parent.parent.parent
+EXAMPLES = PROJECT / "examples"
+MIGRATION = EXAMPLES / "migration"
+CONVERTED_AT, END = 30, 40
+# Two replicas or four sum float32 in another order than one.
+ROUNDING = 2e-5
+
+
+def run(command: list[str], folder: Path, **variables: str) -> str:
+  """Runs Python in another folder than the examples'; answers what it says."""
+  # The folder of the test's own copy first, then whatever Bazel set.
+  path = [str(PROJECT), str(MIGRATION), os.environ.get("PYTHONPATH", "")]
+  environment = {**os.environ, **variables}
+  # Bazel sets it for tests; it would hide an example's siblings from it.
+  environment.pop("PYTHONSAFEPATH", None)
+  environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+  done = subprocess.run(
+    [sys.executable, *command],
+    cwd=folder,
+    env=environment,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    timeout=120,
+    check=False,
+  )
+  assert done.returncode == 0, done.stdout
+  return done.stdout
+
+
+def before(folder: Path, steps: int) -> dict[int, float]:
+  """Lets `before.py` train; answers the losses by step."""
+  script = str(MIGRATION / "before.py")
+  return losses_in(
+    run([script, f"--folder={folder}", f"--steps={steps}"], folder)
+  )
+
+
+def after(folder: Path, *arguments: str, **variables: str) -> str:
+  """Lets `after.py` go on; answers what it prints."""
+  script = str(MIGRATION / "after.py")
+  command = [script, f"--folder={folder}", f"--steps={END}", *arguments]
+  return run(command, folder, **variables)
+
+
+def losses_in(output: str) -> dict[int, float]:
+  """What a program printed, by step."""
+  found = re.findall(r"^step (\d+): loss ([\d.]+)$", output, re.MULTILINE)
+  return {int(step): float(loss) for step, loss in found}
+
+
+@pytest.fixture(scope="module")
+def trained(
+  tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, dict[int, float]]:
+  """A folder with a checkpoint of `before.py`, and how it went on itself."""
+  folder = tmp_path_factory.mktemp("checkpoint")
+  first = before(folder, CONVERTED_AT)
+  assert list(first) == list(range(CONVERTED_AT))
+  itself = tmp_path_factory.mktemp("itself")
+  shutil.copytree(folder, itself, dirs_exist_ok=True)
+  text = (itself / "checkpoint").read_text()
+  (itself / "checkpoint").write_text(text.replace(str(folder), str(itself)))
+  losses = before(itself, END)
+  assert list(losses) == list(range(CONVERTED_AT, END))
+  assert max(losses.values()) < min(list(first.values())[:5])
+  return folder, losses
+
+
+@pytest.fixture
+def checkpoint(trained: tuple[Path, dict[int, float]], tmp_path: Path) -> Path:
+  """A copy of what `before.py` left, that nobody has converted yet."""
+  folder = tmp_path / "copy"
+  shutil.copytree(trained[0], folder)
+  text = (folder / "checkpoint").read_text()
+  (folder / "checkpoint").write_text(text.replace(str(trained[0]), str(folder)))
+  return folder
+
+
+def assert_goes_on(output: str, expected: dict[int, float]) -> None:
+  """Compares the losses, number by number."""
+  losses = losses_in(output)
+  assert list(losses) == list(expected), output
+  np.testing.assert_allclose(
+    list(losses.values()), list(expected.values()), atol=ROUNDING, rtol=0
+  )
+
+
+@pytest.mark.parametrize(
+  ("arguments", "keras"),
+  [
+    (["--strategy=mirrored"], "0"),
+    pytest.param(
+      ["--strategy=mirrored", "--replicas=2"], "1", marks=pytest.mark.slow
+    ),
+  ],
+)
+def test_after_goes_on_as_before_does(
+  trained: tuple[Path, dict[int, float]],
+  checkpoint: Path,
+  arguments: list[str],
+  keras: str,
+) -> None:
+  output = after(checkpoint, *arguments, TF_USE_LEGACY_KERAS=keras)
+  assert_goes_on(output, trained[1])
+  assert "converted: 9 variables" in output
+  slot = {"0": "momentum", "1": "m"}[keras]
+  assert re.search(rf"kernel/{slot} +hidden/kernel/Momentum", output)
+
+
+@pytest.mark.slow
+def test_what_the_command_converts_is_restored(
+  trained: tuple[Path, dict[int, float]], checkpoint: Path
+) -> None:
+  command = ["-m", "tf_cross_shard", "convert-checkpoint"]
+  paths = [str(checkpoint), str(checkpoint / "converted")]
+  output = run([*command, *paths, "--program", "after:program"], checkpoint)
+  assert "converted: 9 variables" in output
+  output = after(checkpoint, "--strategy=virtual_tpu")
+  assert "9 variables" not in output  # It only reads.
+  assert_goes_on(output, trained[1])
+
+
+@pytest.mark.slow
+def test_a_conversion_of_less_is_noticed(
+  trained: tuple[Path, dict[int, float]], checkpoint: Path
+) -> None:
+  """What the tests above compare depends on all that is converted."""
+  program = f"""
+import sys, pathlib
+import after
+after.flags.FLAGS(["", *sys.argv[1:]])
+convert = after.migration.convert_checkpoint
+
+def nothing(folder, target, model, optimizer):
+  optimizer.build(model.trainable_variables)
+  optimizer.iterations.assign({CONVERTED_AT})
+
+def no_slots(folder, target, model, optimizer):
+  convert(folder, target, model, optimizer)
+  slots = [optimizer.get_slot(v, "momentum") for v in model.trainable_variables]
+  for slot in slots:
+    slot.assign(0.0 * slot)
+
+for after.migration.convert_checkpoint in (nothing, no_slots):
+  print("converted by", after.migration.convert_checkpoint.__name__)
+  after.main([""])
+"""
+  arguments = [f"--folder={checkpoint}", f"--steps={END}", "--strategy=one"]
+  output = run(["-c", program, *arguments], checkpoint)
+  _, nothing, no_slots = output.split("converted by")
+  for part in (nothing, no_slots):
+    losses = losses_in(part)
+    assert list(losses) == list(trained[1]), output
+    off = [abs(losses[step] - trained[1][step]) for step in losses]
+    assert max(off) > 1000 * ROUNDING, output
+
+
+@pytest.mark.slow
+def test_towers_learn_what_one_device_learns(tmp_path: Path) -> None:
+  """To a stated accuracy, and the same whatever the number of towers."""
+  script = str(EXAMPLES / "towers.py")
+  picture = tmp_path / "losses.png"
+  outputs = {}
+  for towers in ("4", "1"):
+    arguments = [f"--towers={towers}", f"--data_dir={tmp_path}", "--epochs=5"]
+    outputs[towers] = run(
+      [script, *arguments, f"--picture={picture}"], tmp_path
+    )
+    assert f"{towers} towers on " in outputs[towers]
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    picture.unlink()
+  pattern = r"loss ([\d.]+), test accuracy ([\d.]+)%"
+  found = {
+    towers: np.array(re.findall(pattern, output), float)
+    for towers, output in outputs.items()
+  }
+  assert found["4"].shape == (5, 2)
+  assert found["4"][-1, 1] >= 95, outputs["4"]
+  # An image of the 364 is 0.27 %.
+  np.testing.assert_allclose(
+    found["4"], found["1"], atol=0.3, rtol=0, err_msg=outputs["1"]
+  )
+  np.testing.assert_allclose(found["4"][:, 0], found["1"][:, 0], atol=1e-3)
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,312 @@
+"""The example of several workers, and that its documentation is right.
+
+Every process is of its own, and ends with the test whatever happens to it.
+"""
+# bazel: timeout=long tags=exclusive data=//:sources
+# bazel: deps=//examples:multi_worker
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+# Every day readme_test and multi_worker_test start workers.
+pytestmark = pytest.mark.slow
+# Not resolved: under Bazel the files are links, and lead out of the sandbox.
+PROJECT = Path(__file__).absolute().parent.parent.parent
+EXAMPLE = PROJECT / "examples" / "multi_worker.py"
+PAGE = PROJECT / "docs" / "multi_worker.md"
+EPOCHS = 10
+SECONDS = 120  # For one run, on a busy machine.
+
+
+class Row(NamedTuple):
+  """A line of the table that the example ends with."""
+
+  replica: int
+  group: int
+  accuracy: float  # in percent
+  digest: str
+
+
+def read_table(output: str) -> list[Row]:
+  """The rows of the only table in `output`."""
+  found = re.findall(
+    r"^(\d+) +(\d+) +([\d.]+)% +[\d.]+ +([0-9a-f]{8})$", output, re.MULTILINE
+  )
+  return [Row(int(r), int(g), float(a), d) for r, g, a, d in found]
+
+
+@contextlib.contextmanager
+def started(
+  arguments: list[str],
+  folder: Path,
+  name: str = "output",
+  variables: Mapping[str, str] | None = None,
+) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+  """A process in a session of its own, all of which ends with the context."""
+  # The folder of the test's own copy first, then whatever Bazel set.
+  path = [str(PROJECT), os.environ.get("PYTHONPATH", "")]
+  environment = {**os.environ, **(variables or {})}
+  # Bazel sets it for tests; it would hide an example's siblings from it.
+  environment.pop("PYTHONSAFEPATH", None)
+  environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+  output = folder / name
+  with output.open("wb") as file:
+    process = subprocess.Popen(
+      [sys.executable, *arguments],
+      cwd=folder,
+      env=environment,
+      stdout=file,
+      stderr=subprocess.STDOUT,
+      start_new_session=True,
+    )
+    try:
+      yield process, output
+    finally:
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+      process.wait()
+
+
+def run_both(
+  arguments: list[str], variables: list[dict[str, str]], folder: Path
+) -> list[str]:
+  """Runs one program as two workers; answers what each said."""
+  with contextlib.ExitStack() as stack:
+    both = [
+      stack.enter_context(started(arguments, folder, f"worker_{i}", each))
+      for i, each in enumerate(variables)
+    ]
+    for process, output in both:
+      assert process.wait(SECONDS) == 0, output.read_text()[-3000:]
+    return [output.read_text() for _, output in both]
+
+
+def until_said(
+  process: subprocess.Popen[bytes], output: Path, what: str
+) -> re.Match[str]:
+  """Waits until the output has what an expression describes."""
+  deadline = time.monotonic() + SECONDS
+  while True:
+    match = re.search(what, output.read_text())
+    if match:
+      return match
+    assert process.poll() is None, output.read_text()[-3000:]
+    assert time.monotonic() < deadline, f"never said {what}"
+    time.sleep(0.05)
+
+
+def free_ports(number: int) -> list[int]:
+  """Ports that nobody listens on."""
+  with contextlib.ExitStack() as stack:
+    sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+    for each in sockets:
+      each.bind(("localhost", 0))
+    return [each.getsockname()[1] for each in sockets]
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+  """A folder with the prepared digits, shared by the tests."""
+  folder = tmp_path_factory.mktemp("data")
+  with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(EXAMPLE.parent)
+    import digits_dataset
+
+    digits_dataset.load(1, str(folder))
+  return folder
+
+
+def command(data_dir: Path, *arguments: str) -> list[str]:
+  """The example's."""
+  return [str(EXAMPLE), f"--data_dir={data_dir}", *arguments]
+
+
+def test_two_workers_in_one_command(data_dir: Path, tmp_path: Path) -> None:
+  arguments = command(data_dir, "--workers=2", "--epochs=4")
+  with started(arguments, tmp_path) as (process, output):
+    code = process.wait(SECONDS)
+    said = output.read_text()
+  assert code == 0, said[-3000:]
+  rows = read_table(said)
+  assert [row[:2] for row in rows] == [(0, 0), (1, 0)], said
+  assert rows[0].accuracy >= 92
+  assert rows[0][2:] == rows[1][2:]
+
+
+def test_killed_and_resumed_is_as_undisturbed(
+  data_dir: Path, tmp_path: Path
+) -> None:
+  """In groups, so that workers have to find what each alone has saved.
+
+  Every day `multi_worker_errors_test.py` kills workers and finds the newest
+  checkpoint that all have, and `backup_test.py` resumes.
+
+  The undisturbed workers are started like Slurm's, the others by one command.
+  """
+  arguments = command(
+    data_dir, f"--epochs={EPOCHS}", "--groups=2", "--wire_dtype=bfloat16"
+  )
+  slurm = {
+    "SLURM_JOB_ID": str(os.getpid()),  # The port follows from it.
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+  }
+  first, second = run_both(
+    arguments, [{**slurm, "SLURM_PROCID": str(i)} for i in range(2)], tmp_path
+  )
+  undisturbed = read_table(first)
+  assert [row[:2] for row in undisturbed] == [(0, 0), (1, 1)], first
+  assert min(row.accuracy for row in undisturbed) >= 92
+  assert undisturbed[0].digest != undisturbed[1].digest
+  assert read_table(second) == []
+
+  arguments += ["--workers=2", f"--backup={tmp_path / 'backup'}"]
+  with started(arguments, tmp_path, "killed") as (process, output):
+    until_said(process, output, "Epoch 4/")
+    worker = until_said(process, output, r"worker 1 is process (\d+)")[1]
+    os.kill(int(worker), signal.SIGKILL)
+    start = time.monotonic()
+    code = process.wait(SECONDS)
+    seconds = time.monotonic() - start
+    said = output.read_text()
+  assert code == 1, said[-3000:]
+  assert seconds < 30
+  assert "worker 1 was ended by signal 9" in said
+  # By itself, not because the one that started it lost patience.
+  assert "worker 0 failed" in said
+  assert re.search(r"^\S*WorkerLostError: worker 1 ", said, re.MULTILINE), said
+  assert read_table(said) == []
+
+  with started(arguments, tmp_path, "resumed") as (process, output):
+    code = process.wait(SECONDS)
+    said = output.read_text()
+  assert code == 0, said[-3000:]
+  assert f"Epoch {EPOCHS}/" in said
+  assert "Epoch 3/" not in said
+  assert read_table(said) == undisturbed
+
+
+# The page.
+
+
+def blocks(language: str) -> list[str]:
+  """The page's blocks in one language."""
+  text = PAGE.read_text(encoding="utf-8")
+  return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+def run_shell(script: str, variables: Mapping[str, str] | None = None) -> str:
+  """What sh prints."""
+  environment = {"PATH": os.environ["PATH"], **(variables or {})}
+  return subprocess.run(
+    ["sh", "-euc", script],
+    env=environment,
+    capture_output=True,
+    text=True,
+    timeout=20,
+    check=True,
+  ).stdout
+
+
+def test_python_of_the_page_compiles() -> None:
+  programs = blocks("python")
+  assert len(programs) == 2
+  for program in programs:
+    compile(program, str(PAGE), "exec")
+
+
+def test_first_program_of_the_page_runs(tmp_path: Path) -> None:
+  """With the page's own TF_CONFIG, but for the hosts."""
+  by_hand, _ = blocks("sh")
+  assert by_hand.rstrip().endswith("python train.py")
+  show = by_hand.replace("python train.py", 'printf %s "$TF_CONFIG"')
+  text = run_shell(show)
+  for i, port in enumerate(free_ports(2)):
+    text = text.replace(f"host{i}:12345", f"localhost:{port}")
+  config = json.loads(text)
+  assert len(config["cluster"]["worker"]) == 2
+  assert config["task"] == {"type": "worker", "index": 0}
+  other = {**config, "task": {"type": "worker", "index": 1}}
+
+  program = tmp_path / "train.py"
+  program.write_text(blocks("python")[0])
+  said = run_both(
+    [str(program)],
+    [{"TF_CONFIG": json.dumps(each)} for each in (config, other)],
+    tmp_path,
+  )
+  losses = [re.findall(r"loss: ([\d.]+)", each)[-1] for each in said]
+  assert losses[0] == losses[1]
+  # `fit` ended, and so nothing is left to resume from.
+  assert not list((tmp_path / "backup").iterdir())
+
+
+def test_slurm_script_of_the_page_is_a_script(tmp_path: Path) -> None:
+  """With another srun, which fails twice."""
+  _, script = blocks("sh")
+  srun = tmp_path / "srun"
+  srun.write_text(
+    f'#!/bin/sh\necho "srun $@"; echo x >> {tmp_path}/n\n'
+    f"[ $(wc -l < {tmp_path}/n) -ge 3 ]\n"
+  )
+  srun.chmod(0o755)
+  path = f"{tmp_path}:{os.environ['PATH']}"
+  assert run_shell(script, {"PATH": path}) == "srun python train.py\n" * 3
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_kubernetes_shell_sets_tf_config(index: int) -> None:
+  (manifest,) = blocks("yaml")
+  _, _, lines = manifest.partition("args:\n        - |\n")
+  lines = lines.replace("exec python train.py", 'printf %s "$TF_CONFIG"')
+  variables = {"WORKERS": "3", "JOB_COMPLETION_INDEX": str(index)}
+  assert json.loads(run_shell(lines, variables)) == {
+    "cluster": {"worker": [f"train-{i}.train:12345" for i in range(3)]},
+    "task": {"type": "worker", "index": index},
+  }
+
+
+def test_kubernetes_manifest_is_of_one_piece() -> None:
+  """What has to be the same in several places is."""
+  (manifest,) = blocks("yaml")
+  service, job = manifest.split("---\n")
+  assert re.findall(r"^kind: (\w+)", manifest, re.MULTILINE) == [
+    "Service",
+    "Job",
+  ]
+  names = re.findall(r"^metadata: {name: (\w+)}", manifest, re.MULTILINE)
+  names += re.findall(r"job-name: (\w+)", service)
+  names += re.findall(r"subdomain: (\w+)", job)
+  assert names == ["train"] * 4
+  workers = re.findall(r"(?:completions|parallelism): (\d+)", job)
+  workers += re.findall(r'name: WORKERS, value: "(\d+)"', job)
+  assert workers == ["2"] * 3
+
+
+def test_page_names_what_there_is() -> None:
+  """Files, and names of the example."""
+  text = PAGE.read_text(encoding="utf-8")
+  for file in re.findall(r"(?:examples|tests)/\w+\.py", text):
+    assert (PROJECT / file).exists(), file
+  example = EXAMPLE.read_text()
+  for name in ("slurm_resolver", "batches", "report"):
+    assert f"`{name}`" in text
+    assert re.search(rf"^(def|class) {name}\b", example, re.MULTILINE), name
+  assert len(text.splitlines()) <= 150
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,181 @@
+"""Values of the replicas of several workers: what each of them is told."""
+# bazel: size=large timeout=long tags=exclusive
+
+import pathlib
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support import replica_state_workers as program
+from tests.support import workers
+
+# What strategy the workers have, and so how many replicas there are.
+LAUNCHES = {"two replicas each": 4, "tensorflow": 2}
+
+
+class Found:
+  """What the workers of a launch answered."""
+
+  def __init__(self, kind: str, folder: str) -> None:
+    done = workers.run(
+      "replica_states",
+      2,
+      arguments={"kind": kind, "folder": pathlib.Path(folder)},
+      timeout=150.0,
+    )
+    self.replicas = LAUNCHES[kind]
+    self.groups = program.GROUPS[self.replicas]
+    self.results = [worker.result for worker in done]
+    here = [result["replicas"] for result in self.results]
+    assert len(here) == 2
+    assert [*here[0], *here[1]] == list(range(self.replicas))
+
+  def same(self, case: str) -> Any:
+    """What all workers answered alike."""
+    first, second = (result[case] for result in self.results)
+    assert first == second
+    return first
+
+
+@pytest.fixture(scope="module", params=LAUNCHES)
+def found(request: pytest.FixtureRequest) -> Iterator[Found]:
+  with tempfile.TemporaryDirectory() as folder:
+    yield Found(request.param, folder)
+
+
+def test_values_of_all_replicas_of_all_workers(found: Found) -> None:
+  replicas = range(found.replicas)
+  for result in found.results:
+    values = dict(result["values"])
+    for dtype in program.DTYPES:
+      expected = [program.replica_value(dtype, r).tolist() for r in replicas]
+      assert values[dtype] == [(dtype, each) for each in expected]
+    assert values["scalar"] == values["total"] == [2.0**r for r in replicas]
+  alone = [result["values"]["alone"] for result in found.results]
+  assert alone == [[[0.0]], [[1.0]]]  # of a process, not of the strategy
+
+
+def test_what_travels_in_several_parts(found: Found) -> None:
+  long, blobs = found.same("in_parts")
+  replicas = range(found.replicas)
+  assert long == [list(range(r, r + program.LONG)) for r in replicas]
+  assert blobs == [
+    bytes([1 + i % 250]) * size for i, size in enumerate(program.SIZES)
+  ]
+
+
+def test_a_restored_run_goes_on_to_the_bit(found: Found) -> None:
+  for i, result in enumerate(found.results):
+    resumed = result["resume"]
+    assert resumed["wrote"] == (1 if i == 0 else 0)
+    assert resumed["differed"] > 10
+    assert resumed["trained"] > 10
+    assert resumed["restored"] == resumed["went on"] == []
+    assert len(set(resumed["groups"])) == len(found.groups) == 2
+    for members, value in zip(found.groups, resumed["groups"], strict=True):
+      assert [resumed["values"][r] for r in members] == [value] * len(members)
+
+
+def test_group_i_goes_to_group_i(found: Found) -> None:
+  expected = [0.0] * found.replicas
+  for i, members in enumerate(program.OTHER_ORDER[found.replicas]):
+    for replica in members:
+      expected[replica] = i + 1.0
+  for values in found.same("other_order"):
+    assert values == expected
+
+
+def test_average(found: Found) -> None:
+  replicas = range(found.replicas)
+  total = np.zeros(2)
+  for replica in replicas:
+    total = total + np.float32([2.0**replica, 0.1 * replica])
+  mean = (total / found.replicas).astype("float32").tobytes()
+  assert found.same("average") == [[mean] * found.replicas] * 2
+
+
+def _words(found: Found, name: str) -> tuple[Any, Any]:
+  """Kinds and words of the error that both workers have."""
+  (kinds, code, first), (others, other_code, second) = (
+    result["errors"][name] for result in found.results
+  )
+  assert (kinds, code) == (others, other_code)
+  return kinds, (first, second)
+
+
+def test_errors_of_the_first_workers_disk(found: Found) -> None:
+  kinds, words = _words(found, "no folder")
+  assert "FileNotFoundError" in kinds
+  assert all("Make the folder first" in text for text in words)
+  kinds, words = _words(found, "full disk")
+  assert "OSError" in kinds
+  assert all("No space left" in text for text in words)
+  assert "On worker 0 (" in words[1]
+  for result in found.results:
+    assert result["errors"]["the old file"]
+    assert result["errors"]["left behind"] == []
+
+
+@pytest.mark.parametrize(
+  ("name", "kind", "words"),
+  [
+    ("damaged", "CheckpointError", "is damaged"),
+    ("missing", "FileNotFoundError", "cannot be read"),
+    ("another file", "CheckpointError", "read different checkpoints"),
+  ],
+)
+def test_errors_of_one_workers_file(
+  found: Found, name: str, kind: str, words: str
+) -> None:
+  kinds, texts = _words(found, name)
+  assert kind in kinds
+  assert all(words in text for text in texts)
+  assert "worker 1 (" in texts[0]
+  for result in found.results:
+    here = len(result["replicas"])
+    assert result["errors"][f"{name}: unchanged"] == [[[9.0, 9.0]] * here]
+    assert result["errors"]["the same file"] is None
+    assert result["errors"]["the same file: unchanged"] != [[[9.0, 9.0]] * here]
+
+
+def test_workers_that_ask_for_different_things(found: Found) -> None:
+  kinds, texts = _words(found, "another model")
+  assert "DisagreementError" in kinds
+  assert all("model/weight" in text for text in texts)
+
+
+def test_members_in_different_workers_are_compared(found: Found) -> None:
+  if found.replicas == 2:  # a group each
+    assert all(r["errors"]["in sync"] is None for r in found.results)
+    return
+  for name in ("in sync", "saved out of sync"):
+    kinds, (first, second) = _words(found, name)
+    assert first == second
+    assert "OutOfSyncError" in kinds
+    assert "`model/weight` differs within group 0 [0, 3]" in first
+    assert "replicas 0 and 3 differ by up to 14." in first
+
+
+def test_in_the_end_all_is_as_it_was_saved(found: Found) -> None:
+  if found.replicas == 2:  # then what was saved last is out of sync
+    return
+  for result in found.results:
+    for variable in result["errors"]["at the end"]:
+      for replica, value in zip(result["replicas"], variable, strict=True):
+        index = [replica in members for members in found.groups].index(True)
+        assert np.max(value) == index + 1
+
+
+def test_a_worker_that_does_not_come_is_not_waited_for(found: Found) -> None:
+  (kinds, _, words), exists = found.results[0]["missing"]
+  assert "MissingWorkerError" in kinds
+  assert "worker 1 (" in words
+  assert "at: saving missing." in words
+  assert not exists
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,176 @@
+"""The contract that every optimizer keeps, encapsulated or plain.
+
+`OptimizerContract` is inherited: once by the reference, plain Keras, so that
+what is asserted is known to be true of a good optimizer, and once per way of
+encapsulating it.
+"""
+
+import importlib
+import os
+import pathlib
+import tempfile
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import testbed
+
+keras = tf.keras
+# Keras 3 does not make it an attribute of `tf.keras`.
+saving = importlib.import_module(
+  "tf_keras.saving" if testbed.IS_TF_KERAS else "keras.saving"
+)
+
+
+def checkpoint(optimizer: Any, weight: Any) -> tf.train.Checkpoint:
+  """A checkpoint of an optimizer.
+
+  Slots of older optimizers are saved beside the variable that they are for.
+  """
+  beside = {"weight": weight} if testbed.is_legacy(optimizer) else {}
+  return tf.train.Checkpoint(optimizer=optimizer, **beside)
+
+
+class OptimizerContract:
+  """Assertions about one optimizer on one device.
+
+  Subclasses say how a Keras optimizer is wrapped.
+  """
+
+  def wrap(self, opt: Any) -> Any:
+    """The optimizer under test around (or instead of) `opt`."""
+    raise NotImplementedError
+
+  @pytest.fixture(params=list(testbed.OPTIMIZERS))
+  def make(self, request: pytest.FixtureRequest) -> Any:
+    """A function that makes the optimizer under test."""
+    return lambda **options: self.wrap(
+      testbed.OPTIMIZERS[request.param](**options)
+    )
+
+  def test_updates_and_counts(self, make: Any) -> None:
+    optimizer, (weight,) = self._built(make)
+    before = weight.numpy()
+    result = optimizer.apply_gradients([(tf.ones([2, 3]), weight)])
+    assert int(result) == int(optimizer.iterations) == 1
+    assert np.all(weight.numpy() < before)
+
+  def test_lowers_a_loss(self, make: Any) -> None:
+    optimizer, (weight,) = self._built(make)
+    start = float(tf.reduce_sum(weight**2))
+    for _ in range(5):
+      with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(weight**2)
+      optimizer.apply_gradients([(tape.gradient(loss, weight), weight)])
+    assert float(tf.reduce_sum(weight**2)) < start
+
+  def test_learning_rate_is_read_and_written(self, make: Any) -> None:
+    ends = []
+    for rate in (None, 0.5):
+      optimizer, (weight,) = self._built(make)
+      if rate is not None:
+        optimizer.learning_rate = rate
+        assert float(optimizer.learning_rate) == rate
+      optimizer.apply_gradients([(tf.ones([2, 3]), weight)])
+      ends.append(weight.numpy())
+    assert np.all(ends[0] != ends[1])
+
+  def test_gradient_of_none_passes(self, make: Any) -> None:
+    optimizer, (first, second) = self._built(make, count=2)
+    before = second.numpy()
+    optimizer.weight_decay = None  # None decays nothing, in any Keras.
+    optimizer.apply_gradients([(tf.ones([2, 3]), first), (None, second)])
+    np.testing.assert_array_equal(second.numpy(), before)
+    assert np.any(first.numpy() != before)
+
+  def test_config_round_trip(self, make: Any) -> None:
+    is_legacy = testbed.is_legacy(make())
+    options = {} if is_legacy else {"use_ema": True, "ema_momentum": 0.75}
+    optimizer = make(clipnorm=0.5, **options)
+    config = optimizer.get_config()
+    again = type(optimizer).from_config(dict(config))
+    assert again.get_config() == config == optimizer.get_config()
+    serialized = saving.serialize_keras_object(optimizer)
+    other = saving.deserialize_keras_object(serialized)
+    assert type(other) is type(optimizer)
+    assert other.get_config() == config
+
+  @pytest.mark.parametrize("built_first", [True, False])
+  def test_checkpoint_round_trip(self, make: Any, built_first: bool) -> None:
+    optimizer, (weight,) = self._trained(make)
+    with tempfile.TemporaryDirectory() as folder:
+      path = checkpoint(optimizer, weight).save(
+        os.path.join(folder, "checkpoint")
+      )
+      other = make()
+      if built_first:
+        testbed.build(other, [weight])
+      status = checkpoint(other, weight).restore(path)
+      if built_first:
+        status.assert_consumed()
+      testbed.build(other, [weight])
+    self._assert_same_state(optimizer, other)
+
+  def test_model_file_round_trip(
+    self, make: Any, tmp_path: pathlib.Path
+  ) -> None:
+    model = self._model()
+    model.compile(make(), "mse")
+    model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
+    # tf_keras leaves the state of its older optimizers out of .keras files.
+    suffix = "h5" if testbed.is_legacy(model.optimizer) else "keras"
+    model.save(tmp_path / f"model.{suffix}")
+    again = keras.models.load_model(tmp_path / f"model.{suffix}")
+    assert type(again.optimizer) is type(model.optimizer)
+    self._assert_same_state(model.optimizer, again.optimizer)
+
+  def test_schedule(self, make: Any) -> None:
+    inner = getattr(make(), "inner_optimizer", make())
+    if testbed.is_legacy(inner) and type(inner).__name__ == "Nadam":
+      pytest.skip("tf_keras' older Nadam takes no schedules")
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay(
+      [0, 1], [0.25, 0.25, 0.5]
+    )
+    optimizer = make()
+    optimizer.learning_rate = schedule
+    weight = testbed.variable(np.ones((2, 3), "float32"), "weight")
+    testbed.build(optimizer, [weight])
+    for rate in (0.25, 0.25, 0.5):
+      if not testbed.IS_TF_KERAS:
+        assert float(optimizer.learning_rate) == rate
+      optimizer.apply_gradients([(tf.ones([2, 3]), weight)])
+      if testbed.is_legacy(optimizer):
+        assert optimizer.learning_rate is schedule
+      elif testbed.IS_TF_KERAS:  # It is computed when a step begins.
+        assert float(optimizer.learning_rate) == rate
+
+  def _built(self, make: Any, count: int = 1) -> tuple[Any, list[Any]]:
+    """An optimizer built on variables of ones."""
+    variables = [
+      testbed.variable(np.ones((2, 3), "float32"), f"weight_{i}")
+      for i in range(count)
+    ]
+    optimizer = make()
+    testbed.build(optimizer, variables)
+    return optimizer, variables
+
+  def _trained(self, make: Any) -> tuple[Any, list[Any]]:
+    """An optimizer that has applied two gradients."""
+    optimizer, variables = self._built(make)
+    for scale in (1.0, 2.0):
+      optimizer.apply_gradients([(scale * tf.ones([2, 3]), variables[0])])
+    assert int(optimizer.iterations) == 2
+    return optimizer, variables
+
+  def _model(self) -> Any:
+    """A small network."""
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+
+  def _assert_same_state(self, first: Any, second: Any) -> None:
+    """All variables hold the same bits."""
+    states = [testbed.variables_of(each) for each in (first, second)]
+    assert len(states[0]) == len(states[1]) >= 1
+    for a, b in zip(*states, strict=True):
+      np.testing.assert_array_equal(a.numpy(), b.numpy())

@@ -1,0 +1,195 @@
+"""A pytest plugin that encapsulates every optimizer that a test makes.
+
+    python -m pytest -p tests.support.encapsulating --encapsulate=each \
+        --encapsulation-report=report.json .../keras/src/optimizers/sgd_test.py
+
+It is for test files that know nothing of this project, such as Keras' own.
+`SGD(...)` then answers `CrossShardOptimizer(SGD(...), reduction="sum")`, for
+every subclass of Keras' optimizer, whoever calls it: the test, `optimizers.get`
+or `model.compile("sgd")`. That is done in `__new__`, which Python lets answer
+an object of another class. To put something else in the place of the names
+would not reach classes that test files keep in tables, nor `isinstance` and
+`SGD.from_config`, which need the classes themselves.
+
+What a CrossShardOptimizer keeps for itself is handed to it: the name, and the
+limits of clipping, which Keras 3 applies before its sum over the replicas, as
+CrossShardOptimizer does its own. What a test mocks is mocked on the optimizer
+that does the updates.
+
+Not imported by other tests: it is for a process of its own.
+"""
+
+import contextlib
+import json
+import pathlib
+from collections.abc import Generator, Iterator
+from typing import Any
+from unittest import mock
+
+import keras
+import pytest
+from keras.src.optimizers import base_optimizer
+
+import tf_cross_shard
+
+# Optimizers that consist of others: which of them are to be encapsulated?
+EACH = "each"  # the parts: LossScaleOptimizer(CrossShardOptimizer(SGD()))
+WHOLE = "whole"  # the whole: CrossShardOptimizer(LossScaleOptimizer(SGD()))
+NOTHING = "nothing"  # Keras as it is, for comparison
+
+# Losses of Keras are averaged over all replicas' examples, and with them "sum"
+# gives N times the gradient on N replicas, by contract. So where a test trains
+# by `fit` on several replicas, "mean" is what plain Keras does.
+_TRAINS_BY_FIT_ON_REPLICAS = (
+  "keras/src/backend/tensorflow/distribute_test.py",
+)
+
+_CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
+
+
+class Encapsulation:
+  """Makes optimizers come out encapsulated, and counts them.
+
+  Attributes:
+    made: How many there were since the last test began.
+  """
+
+  def __init__(self, which: str) -> None:
+    self._which = which
+    self._paused = True
+    self._reduction = "sum"
+    self._composite = tuple(
+      getattr(keras.optimizers, name)
+      for name in ("LossScaleOptimizer", "MultiOptimizer")
+      if hasattr(keras.optimizers, name)  # MultiOptimizer is new
+    )
+    self.made = 0
+    base = base_optimizer.BaseOptimizer
+    assert "__new__" not in vars(base), "Keras defines it itself now"
+    # For good: without a `__new__` that was there once Python takes no
+    # arguments any more (https://github.com/python/cpython/issues/49572).
+    base.__new__ = lambda cls, *args, **kwargs: self._new(cls, args, kwargs)
+
+  @contextlib.contextmanager
+  def active(self, nodeid: str) -> Iterator[None]:
+    """Encapsulates until the `with` block, which runs one test, ends."""
+    by_fit = nodeid.startswith(_TRAINS_BY_FIT_ON_REPLICAS)
+    self._reduction = "mean" if by_fit else "sum"
+    ours = tf_cross_shard.CrossShardOptimizer
+    from_config = ours.from_config.__func__
+    self.made = 0
+    with (
+      mock.patch.object(ours, "from_config", self._pausing(from_config)),
+      mock.patch.object(mock.patch, "object", _patch_innermost),
+      self._set_paused(self._which == NOTHING),
+    ):
+      yield
+
+  def _new(self, cls: type[Any], args: Any, kwargs: Any) -> Any:
+    """What `cls(*args, **kwargs)` answers; Python initializes a `cls` only."""
+    optimizer = object.__new__(cls)
+    if self._paused or not self._is_wanted(cls):
+      return optimizer
+    if issubclass(cls, self._composite):
+      args = tuple(map(_plain, args))
+      kwargs = {name: _plain(value) for name, value in kwargs.items()}
+    optimizer.__init__(*args, **kwargs)
+    own = {name: getattr(optimizer, name) for name in _CLIPPING}
+    for name in _CLIPPING:
+      setattr(optimizer, name, None)
+    self.made += 1
+    return tf_cross_shard.CrossShardOptimizer(
+      optimizer, reduction=self._reduction, name=optimizer.name, **own
+    )
+
+  def _is_wanted(self, cls: type[Any]) -> bool:
+    if issubclass(cls, tf_cross_shard.CrossShardOptimizer):
+      return False
+    return issubclass(cls, self._composite) == (self._which == WHOLE)
+
+  def _pausing(self, method: Any) -> Any:
+    """`CrossShardOptimizer.from_config`, which makes what it encapsulates."""
+
+    def paused(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
+      with self._set_paused(True):
+        return method(cls, *args, **kwargs)
+
+    return classmethod(paused)
+
+  @contextlib.contextmanager
+  def _set_paused(self, paused: bool) -> Iterator[None]:
+    before, self._paused = self._paused, paused
+    try:
+      yield
+    finally:
+      self._paused = before
+
+
+def _plain(value: Any) -> Any:
+  """What a CrossShardOptimizer encapsulates; anything else as it is."""
+  if isinstance(value, tf_cross_shard.CrossShardOptimizer):
+    return value.inner_optimizer
+  return value
+
+
+def _innermost(optimizer: Any) -> Any:
+  """The optimizer that does the updates."""
+  while hasattr(optimizer, "inner_optimizer"):
+    optimizer = optimizer.inner_optimizer
+  return optimizer
+
+
+_patch_object = mock.patch.object
+
+
+def _patch_innermost(target: Any, *args: Any, **kwargs: Any) -> Any:
+  """`mock.patch.object`, which tests use to watch how updates are done."""
+  if isinstance(target, tf_cross_shard.CrossShardOptimizer):
+    target = _innermost(target)
+  return _patch_object(target, *args, **kwargs)
+
+
+class Plugin:
+  """Encapsulates while a test runs, and writes down what became of it."""
+
+  def __init__(self, which: str, report: pathlib.Path) -> None:
+    self._encapsulation = Encapsulation(which)
+    self._report = report
+    self._tests: dict[str, dict[str, Any]] = {}
+
+  def _test(self, nodeid: str) -> dict[str, Any]:
+    return self._tests.setdefault(nodeid, {"outcome": "passed", "made": 0})
+
+  @pytest.hookimpl(wrapper=True)
+  def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
+    with self._encapsulation.active(item.nodeid):
+      try:
+        return (yield)
+      finally:
+        self._test(item.nodeid)["made"] = self._encapsulation.made
+
+  def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    test = self._test(report.nodeid)
+    if report.failed:
+      test.update(outcome="failed", error=report.longreprtext)
+    elif report.skipped and test["outcome"] == "passed":
+      test["outcome"] = "skipped"
+
+  def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+    if report.failed:  # a file that cannot be imported
+      test = self._test(report.nodeid)
+      test.update(outcome="failed", error=report.longreprtext)
+
+  def pytest_sessionfinish(self) -> None:
+    self._report.write_text(json.dumps(self._tests))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+  parser.addoption("--encapsulate", choices=[EACH, WHOLE, NOTHING])
+  parser.addoption("--encapsulation-report", type=pathlib.Path)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+  which = config.getoption("--encapsulate")
+  report = config.getoption("--encapsulation-report")
+  config.pluginmanager.register(Plugin(which, report))

@@ -1,0 +1,624 @@
+"""Two Kerases, mixed precision and loss scaling: every combination.
+
+{Keras 3, tf_keras, its older optimizers} x {fit, custom loop} x 4 engines
+  x {float32, mixed_float16, mixed_bfloat16}
+  x {no loss scaling of the user's, inside of ours, around ours}
+
+A cell trains a linear regression whose data are multiples of powers of two, so
+that half precision rounds nothing but the inputs: replicas and a whole batch
+have the same bits. One row of one replica is NaN in one step.
+"""
+
+import contextlib
+import dataclasses
+import fnmatch
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+import tf_keras
+
+from tests.support import testbed
+from tf_cross_shard import keras3 as sharded_keras3
+from tf_cross_shard import tf_keras as sharded_tf_keras
+
+KERASES = {
+  "keras3": "Keras 3",
+  "tf_keras": "tf_keras",
+  "tf_keras_legacy": "tf_keras, `legacy`",
+}
+WAYS = ("fit", "loop")
+ENGINES = {
+  "mirrored": "MirroredStrategy",
+  "multi_worker": "MultiWorkerStrategy",
+  "virtual_tpu": "VirtualTPUStrategy",
+  "one_device": "OneDeviceStrategy",
+}
+POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
+SCALINGS = ("plain", "inside", "outside")
+
+# Which cells cannot be, and what tf_keras says of them; the first that fits.
+IMPOSSIBLE = {
+  "tf_keras*-*-virtual_tpu-mixed_float16-*": (
+    "Mixed precision is not supported with the tf.distribute.Strategy"
+  ),
+  "tf_keras*-*-virtual_tpu-*-inside": (
+    "Loss scaling is not supported with the tf.distribute.Strategy"
+  ),
+  "tf_keras*-*-virtual_tpu-*-outside": (
+    "Loss scaling is not supported with the tf.distribute.Strategy"
+  ),
+}
+
+Grouping = list[list[int]] | None
+GROUPINGS: dict[str, dict[str, Grouping]] = {
+  "mirrored": {"contiguous": [[0, 1], [2, 3]]},
+  "multi_worker": {"ungrouped": None, "singletons": [[0], [1]]},
+  "virtual_tpu": {"strided": [[0, 2], [1, 3]]},
+  "one_device": {"ungrouped": None},
+}
+REPLICAS = {"mirrored": 4, "multi_worker": 2, "virtual_tpu": 4, "one_device": 1}
+
+STEPS = 4
+EXAMPLES = 2  # of each replica and step
+# With which no two replicas have the same data in a step, and all is exact.
+SEEDS = {1: 0, 2: 1, 4: 9}
+BAD_STEP = 1  # in which one replica has a NaN
+SCALE = 64.0  # at first, of a loss scaling optimizer of the user's
+SCALE_OF_COMPILE = 2.0**15  # of the one that compile() adds
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+  """One combination; its parts are keys of the tables above.
+
+  Attributes:
+    kind: Of Keras.
+    way: To train; besides those of the table, "minimize" in a custom loop.
+    engine: What distributes.
+    policy: Of the model.
+    scaling: Where the user's loss scaling optimizer stands.
+  """
+
+  kind: str
+  way: str
+  engine: str
+  policy: str
+  scaling: str
+
+  def __str__(self) -> str:
+    return "-".join(dataclasses.astuple(self))
+
+  @property
+  def scale(self) -> float | None:
+    """The first loss scale; None where nobody scales."""
+    if self.scaling != "plain":
+      return SCALE
+    is_added = self.policy == "mixed_float16" and self.way == "fit"
+    return SCALE_OF_COMPILE if is_added else None
+
+  @property
+  def impossible(self) -> str | None:
+    """What is said where it cannot be."""
+    for pattern, reason in IMPOSSIBLE.items():
+      if fnmatch.fnmatchcase(str(self), pattern):
+        return reason
+    return None
+
+
+def cells(*engines: str) -> list[Cell]:
+  """All cells of some engines."""
+  return [
+    Cell(*parts)
+    for parts in itertools.product(KERASES, WAYS, engines, POLICIES, SCALINGS)
+  ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+  """Examples for each replica and step, and where the weights start.
+
+  Attributes:
+    x: Inputs, float32 [steps, replicas, examples, 2].
+    y: Targets, float32 [steps, replicas, examples, 1].
+    kernel: float32 [2, 1].
+    bias: float32 [1].
+  """
+
+  x: np.ndarray
+  y: np.ndarray
+  kernel: np.ndarray
+  bias: np.ndarray
+
+
+@functools.cache
+def data(replicas: int, with_nan: bool) -> Data:
+  """Data that differ between replicas; exact but for the rounding of x."""
+  rng = np.random.default_rng(SEEDS[replicas])
+  shape = (STEPS, replicas, EXAMPLES)
+  x = rng.integers(-1, 2, size=(*shape, 2)).astype("float32")
+  y = rng.integers(-2, 3, size=(*shape, 1)).astype("float32") / 4
+  kernel = rng.integers(-1, 2, size=(2, 1)).astype("float32") / 4
+  bias = rng.integers(-1, 2, size=(1,)).astype("float32") / 4
+  # So that a policy makes a difference: half precision rounds this away.
+  x *= 1 + 2.0**-13
+  if with_nan:
+    x[BAD_STEP, bad_replica(replicas), 0, 0] = np.nan
+  return Data(x, y, kernel, bias)
+
+
+def tiny_data() -> Data:
+  """A step of one replica, whose gradients float16 makes 0, if not scaled."""
+  small = np.float32(2.0**-13)
+  x = np.array([[1, -1], [1, -1]], "float32") * small
+  y = np.array([[1 / 2], [1 / 4]], "float32") * small
+  return Data(
+    x[None, None], y[None, None], np.zeros((2, 1), "f4"), np.zeros(1, "f4")
+  )
+
+
+def bad_replica(replicas: int) -> int:
+  """Whose data hold the NaN."""
+  return min(1, replicas - 1)
+
+
+# ------------------------------------------------------------------ optimizers
+
+
+def keras_of(kind: str) -> Any:
+  """The Keras that models and optimizers are from."""
+  return keras if kind == "keras3" else tf_keras
+
+
+def _loss_scaling(kind: str) -> Any:
+  """The class of loss scaling optimizers."""
+  return keras_of(kind).mixed_precision.LossScaleOptimizer
+
+
+def plain(kind: str, scale: float | None) -> Any:
+  """An optimizer of Keras alone."""
+  module = keras_of(kind).optimizers
+  if kind == "tf_keras_legacy":
+    module = module.legacy
+  # The momentum goes on in a step that is applied with gradients of zero.
+  optimizer = module.SGD(0.5, momentum=0.5)
+  if scale is None:
+    return optimizer
+  return _loss_scaling(kind)(optimizer, initial_scale=scale)
+
+
+def sharded(cell: Cell, grouping: Grouping, **options: Any) -> Any:
+  """Ours, encapsulating and encapsulated as the cell says."""
+  is_keras3 = cell.kind == "keras3"
+  module = sharded_keras3 if is_keras3 else sharded_tf_keras
+  inner = plain(cell.kind, SCALE if cell.scaling == "inside" else None)
+  optimizer = module.CrossShardOptimizer(
+    inner, group_assignment=grouping, **options
+  )
+  if cell.scaling == "outside":
+    return _loss_scaling(cell.kind)(optimizer, initial_scale=SCALE)
+  return optimizer
+
+
+@contextlib.contextmanager
+def policy(kind: str, name: str) -> Iterator[None]:
+  """Everything made in it has the policy."""
+  precision = keras_of(kind).mixed_precision
+  get = getattr(precision, "global_policy", None) or precision.dtype_policy
+  before = get()
+  precision.set_global_policy(name)
+  try:
+    yield
+  finally:
+    precision.set_global_policy(before)
+
+
+def model_of(kind: str, given: Data) -> Any:
+  """A linear regression in the policy that is in force."""
+  module = keras_of(kind)
+  return module.Sequential(
+    [
+      module.Input((2,)),
+      module.layers.Dense(
+        1,
+        kernel_initializer=lambda shape, dtype=None: tf.constant(
+          given.kernel, dtype
+        ),
+        bias_initializer=lambda shape, dtype=None: tf.constant(
+          given.bias, dtype
+        ),
+      ),
+      # As Keras advises: tf_keras would take the loss in half precision.
+      module.layers.Activation("linear", dtype="float32"),
+    ]
+  )
+
+
+def mean_square(model: Any, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+  """The squared error, averaged over the examples handed in."""
+  predicted = tf.cast(model(x, training=True), tf.float32)
+  return tf.reduce_mean((predicted - y) ** 2)
+
+
+# -------------------------------------------------------------------- training
+
+
+@dataclasses.dataclass
+class Step:
+  """What there is after a step; each list has an item per replica.
+
+  Attributes:
+    weights: Each variable of the model.
+    iterations: The count of the encapsulated optimizer.
+    scales: The loss scale in use; empty if there is none.
+    skipped: `skipped_steps`; empty if they are not counted.
+    loss: Of the step, before any scaling; only of plain Keras.
+  """
+
+  weights: list[list[np.ndarray]]
+  iterations: list[int]
+  scales: list[float]
+  skipped: list[int]
+  loss: float = 0.0
+
+
+@dataclasses.dataclass
+class Run:
+  """What came of a cell.
+
+  Attributes:
+    steps: One after the other.
+    compute_dtype: In which the model calculates.
+    history: `History.history` of `fit`.
+  """
+
+  steps: list[Step]
+  compute_dtype: str
+  history: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+
+
+def look(kind: str, variables: Sequence[Any], optimizer: Any) -> Step:
+  """Every replica's values now."""
+  chain = [optimizer]
+  while hasattr(chain[-1], "inner_optimizer"):
+    chain.append(chain[-1].inner_optimizer)
+  scales: list[float] = []
+  for each in chain:  # Of two loss scales the inner one is used.
+    if isinstance(each, _loss_scaling(kind)):
+      scale = (
+        each.dynamic_scale
+        if kind == "keras3"
+        else each._loss_scale.current_loss_scale
+      )
+      scales = [float(copy) for copy in testbed.copies(scale)]
+  counts = [
+    each.skipped_steps
+    for each in chain
+    if hasattr(type(each), "skipped_steps") and each.skip_nonfinite
+  ]
+  by_variable = [testbed.copies(variable) for variable in variables]
+  return Step(
+    weights=[list(each) for each in zip(*by_variable, strict=True)],
+    iterations=[int(copy) for copy in testbed.copies(chain[-1].iterations)],
+    scales=scales,
+    skipped=[int(copy) for each in counts for copy in testbed.copies(each)],
+  )
+
+
+def run(
+  cell: Cell,
+  strategy: tf.distribute.Strategy,
+  grouping: Grouping,
+  given: Data,
+  **options: Any,
+) -> Run:
+  """Trains a cell."""
+  assert strategy.num_replicas_in_sync == REPLICAS[cell.engine]
+  with policy(cell.kind, cell.policy):
+    with strategy.scope():
+      model = model_of(cell.kind, given)
+      optimizer = sharded(cell, grouping, **options)
+    train = _fit if cell.way == "fit" else _loop
+    return train(cell, strategy, model, optimizer, given)
+
+
+def batches(given: Data) -> tf.data.Dataset:
+  """The examples of all replicas in a step as one batch."""
+  size = given.x.shape[1] * given.x.shape[2]
+  return tf.data.Dataset.from_tensor_slices(
+    (given.x.reshape(-1, 2), given.y.reshape(-1, 1))
+  ).batch(size, drop_remainder=True)
+
+
+def _fit(
+  cell: Cell,
+  strategy: tf.distribute.Strategy,
+  model: Any,
+  optimizer: Any,
+  given: Data,
+) -> Run:
+  """Keras' own loop; under mixed_float16 it adds a loss scale."""
+  with strategy.scope():
+    model.compile(optimizer, "mse")
+  done = Run([], model.layers[0].compute_dtype)
+
+  def after_step(batch: int, logs: Any) -> None:
+    done.steps.append(
+      look(cell.kind, model.trainable_variables, model.optimizer)
+    )
+
+  callback = keras_of(cell.kind).callbacks.LambdaCallback(
+    on_train_batch_end=after_step
+  )
+  history = model.fit(batches(given), verbose=0, callbacks=[callback])
+  done.history = history.history
+  return done
+
+
+def _loop(
+  cell: Cell,
+  strategy: tf.distribute.Strategy,
+  model: Any,
+  optimizer: Any,
+  given: Data,
+) -> Run:
+  """A loop as Keras documents it for each kind of loss scaling."""
+  variables = model.trainable_variables
+  with strategy.scope():
+    optimizer.build(variables)
+
+  def minimize(x: tf.Tensor, y: tf.Tensor) -> None:
+    optimizer.minimize(lambda: mean_square(model, x, y), var_list=variables)
+
+  def with_tape(x: tf.Tensor, y: tf.Tensor) -> None:
+    with tf.GradientTape() as tape:
+      loss = mean_square(model, x, y)
+      # As Keras' losses: averaged over all replicas' examples.
+      loss = scaled_loss(cell, optimizer, loss / strategy.num_replicas_in_sync)
+    grads = tape.gradient(loss, model.trainable_weights)
+    if cell.kind != "keras3" and cell.scaling != "plain":
+      grads = optimizer.get_unscaled_gradients(grads)
+    optimizer.apply_gradients(zip(grads, variables, strict=True))
+
+  def replica_step(x: tf.Tensor, y: tf.Tensor) -> None:
+    mine = testbed.replica_id()
+    train = minimize if cell.way == "minimize" else with_tape
+    train(x[mine], y[mine])
+
+  @tf.function(autograph=False)
+  def step(x: tf.Tensor, y: tf.Tensor) -> None:
+    strategy.run(replica_step, args=(x, y))
+
+  done = Run([], model.layers[0].compute_dtype)
+  for x, y in zip(given.x, given.y, strict=True):
+    step(tf.constant(x), tf.constant(y))
+    done.steps.append(look(cell.kind, variables, optimizer))
+  return done
+
+
+def scaled_loss(cell: Cell, optimizer: Any, loss: tf.Tensor) -> tf.Tensor:
+  """The loss to differentiate, by the methods that each Keras has for it."""
+  if cell.kind == "keras3" or cell.scaling == "plain":
+    return optimizer.scale_loss(loss)
+  if cell.scaling == "inside":
+    loss = optimizer.scale_loss(loss)
+  return optimizer.get_scaled_loss(loss)
+
+
+# -------------------------------------------------------------- what is right
+
+
+@functools.cache
+def expected(
+  kind: str,
+  policy_name: str,
+  scale: float | None,
+  replicas: int,
+  members: tuple[int, ...],
+  with_nan: bool,
+) -> list[Step]:
+  """Plain Keras, with no strategy, on the group's concatenated batches.
+
+  Without a loss scale the step that is not finite is left out.
+  """
+  given = data(replicas, with_nan)
+  rows = list(members)
+  with policy(kind, policy_name):
+    model = model_of(kind, given)
+  optimizer = plain(kind, scale)
+  variables = model.trainable_variables
+  testbed.build(optimizer, variables)
+  steps: list[Step] = []
+  for x, y in zip(given.x[:, rows], given.y[:, rows], strict=True):
+    if scale is None and not np.isfinite(x).all():
+      steps.append(steps[-1])
+      continue
+    with tf.GradientTape() as tape:
+      loss = mean_square(
+        model,
+        tf.constant(np.concatenate(x)),
+        tf.constant(np.concatenate(y)),
+      )
+      scaled = loss
+      if scale is not None:
+        scaled = (
+          optimizer.scale_loss(loss)
+          if kind == "keras3"
+          else optimizer.get_scaled_loss(loss)
+        )
+    grads = tape.gradient(scaled, model.trainable_weights)
+    if scale is not None and kind != "keras3":
+      grads = optimizer.get_unscaled_gradients(grads)
+    optimizer.apply_gradients(zip(grads, variables, strict=True))
+    steps.append(look(kind, variables, optimizer))
+    steps[-1].loss = float(loss)
+  return steps
+
+
+def by_hand(given: Data, policy_name: str, members: Sequence[int]) -> Any:
+  """Kernel and bias after all steps, by NumPy in float64."""
+  narrow = {
+    "float32": np.float32,
+    "mixed_float16": np.float16,
+    "mixed_bfloat16": tf.bfloat16.as_numpy_dtype,
+  }[policy_name]
+  rows = list(members)
+  kernel, bias = given.kernel.astype("float64"), given.bias.astype("float64")
+  momenta = np.zeros_like(kernel), np.zeros_like(bias)
+  for x, y in zip(given.x[:, rows], given.y[:, rows], strict=True):
+    inputs = np.concatenate(x).astype(narrow).astype("float64")
+    error = inputs @ kernel + bias - np.concatenate(y)
+    slopes = inputs.T @ error, error.sum(axis=0)
+    for momentum, slope in zip(momenta, slopes, strict=True):
+      momentum *= 0.5
+      momentum -= 0.5 * 2 * slope / len(error)
+    kernel, bias = kernel + momenta[0], bias + momenta[1]
+  return kernel, bias
+
+
+def check(cell: Cell, done: Run, grouping: Grouping, with_nan: bool) -> None:
+  """Each replica has, after each step, what its group was to learn."""
+  replicas = REPLICAS[cell.engine]
+  groups = testbed.groups_of(grouping, replicas)
+  assert done.compute_dtype == cell.policy.removeprefix("mixed_")
+  assert len(done.steps) == STEPS
+  for members in groups:
+    right = expected(
+      cell.kind, cell.policy, cell.scale, replicas, tuple(members), with_nan
+    )
+    for step, (found, wanted) in enumerate(zip(done.steps, right, strict=True)):
+      assert len(found.weights) == replicas
+      for replica in members:
+        where = f"{cell}: replica {replica}, step {step}"
+        _check_weights(
+          cell,
+          found.weights[replica],
+          found.weights[members[0]],
+          wanted.weights[0],
+          where,
+        )
+        assert found.iterations[replica] == wanted.iterations[0], where
+    hit = with_nan and bad_replica(replicas) in members
+    _check_counts(cell, done, members, hit)
+    assert (right[-1].weights[0][0] != right[0].weights[0][0]).any()
+  if done.history and cell.policy == "float32" and not with_nan:
+    _check_history(cell, done, groups)
+  firsts = [done.steps[-1].weights[members[0]][0] for members in groups]
+  for one, other in itertools.combinations(firsts, 2):
+    assert np.abs(one - other).max() > 1e-2
+
+
+def _check_history(cell: Cell, done: Run, groups: Any) -> None:
+  """The loss that `fit` reports is the mean over all replicas' examples."""
+  losses = [
+    step.loss
+    for members in groups
+    for step in expected(
+      cell.kind,
+      cell.policy,
+      cell.scale,
+      REPLICAS[cell.engine],
+      tuple(members),
+      False,
+    )
+  ]
+  [reported] = done.history["loss"]
+  assert abs(reported - np.mean(losses)) <= 1e-6 * np.mean(losses)
+
+
+def _check_weights(
+  cell: Cell,
+  mine: Sequence[np.ndarray],
+  firsts: Sequence[np.ndarray],
+  wanted: Sequence[np.ndarray],
+  where: str,
+) -> None:
+  """A replica's are its group's to the bit, and plain Keras'."""
+  for one, first, right in zip(mine, firsts, wanted, strict=True):
+    assert one.dtype == np.float32
+    assert np.isfinite(one).all(), where
+    assert one.tobytes() == first.tobytes(), where
+    if cell.policy == "float32":
+      testbed.assert_close(one, right, where)
+    else:
+      np.testing.assert_array_equal(one, right, where)
+
+
+def _check_counts(
+  cell: Cell, done: Run, members: Sequence[int], hit: bool
+) -> None:
+  """A group with a NaN halves its loss scale once, and counts what it left."""
+  before, after = (1.0, 0.5) if hit else (1.0, 1.0)
+  for step, found in enumerate(done.steps):
+    is_late = step >= BAD_STEP
+    for replica in members:
+      if cell.scale is None:
+        assert not found.scales
+      else:
+        factor = after if is_late else before
+        assert found.scales[replica] == factor * cell.scale
+      if found.skipped:
+        assert found.skipped[replica] == int(hit and is_late)
+      applied = step + 1
+      # tf_keras' loss scaling optimizers count what they leave out as well.
+      if hit and is_late and (cell.scale is None or cell.kind == "keras3"):
+        applied -= 1
+      assert found.iterations[replica] == applied
+
+
+def join(parts: Sequence[Run]) -> Run:
+  """What several workers have, as if one program had seen it."""
+  steps = [
+    Step(
+      weights=[each for step in same for each in step.weights],
+      iterations=[each for step in same for each in step.iterations],
+      scales=[each for step in same for each in step.scales],
+      skipped=[each for step in same for each in step.skipped],
+    )
+    for same in zip(*(part.steps for part in parts), strict=True)
+  ]
+  return dataclasses.replace(parts[0], steps=steps)
+
+
+# ------------------------------------------------------------------ the README
+
+
+def table() -> str:
+  """The table in the README, of these cells."""
+  reasons = list(dict.fromkeys(IMPOSSIBLE.values()))
+  lines = [
+    "| | " + " | ".join(ENGINES.values()) + " |",
+    "|---" * (len(ENGINES) + 1) + "|",
+  ]
+  for kind, policy_name in itertools.product(KERASES, POLICIES):
+    row = [f"{KERASES[kind]}, `{policy_name}`"]
+    for engine in ENGINES:
+      of_engine = [
+        cell
+        for cell in cells(engine)
+        if (cell.kind, cell.policy) == (kind, policy_name)
+      ]
+      row.append(_entry(of_engine, reasons))
+    lines.append("| " + " | ".join(row) + " |")
+  notes = [f'{i + 1}: "{reason} ..."' for i, reason in enumerate(reasons)]
+  return "\n".join([*lines, "", "; ".join(notes) + "."])
+
+
+def _entry(of_engine: Sequence[Cell], reasons: Sequence[str]) -> str:
+  """Which ways of loss scaling work, and which note says why others do not."""
+  by_scaling = {
+    scaling: {cell.impossible for cell in of_engine if cell.scaling == scaling}
+    for scaling in SCALINGS
+  }
+  works = [name for name, found in by_scaling.items() if found == {None}]
+  fails = {
+    reason for found in by_scaling.values() for reason in found if reason
+  }
+  notes = ", ".join(str(reasons.index(reason) + 1) for reason in sorted(fails))
+  return " ".join(
+    filter(None, [", ".join(works), f"({notes})" if notes else ""])
+  )

@@ -1,0 +1,318 @@
+"""A training by sessions of TensorFlow 1, and the same one in Keras."""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tests.support import testbed
+
+Arrays = dict[str, np.ndarray]
+
+v1 = tf.compat.v1
+EXAMPLES = 8  # in a step, of all replicas
+SHAPES = {
+  "one/kernel": (4, 3),
+  "one/bias": (3,),
+  "two/kernel": (3, 2),
+  "two/bias": (2,),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+  """An optimizer of version 1 and what Keras has instead.
+
+  Attributes:
+    v1: Makes the first.
+    kind: The class of the second, of each Keras.
+    settings: Its settings.
+    slots: For each slot of version 1, by what follows the variable's name, all
+      names that it has in some Keras.
+    factor: What a slot of Keras is, where version 1's is 1.
+    dropped: Slots of version 1 that Keras does without.
+  """
+
+  v1: Callable[[], Any]
+  kind: str
+  settings: dict[str, Any]
+  slots: dict[str, tuple[str, ...]]
+  factor: float = 1.0
+  dropped: tuple[str, ...] = ()
+
+
+_MOMENTUM = ("momentum", "m")
+_RMS = ("velocity", "rms")
+_RMSPROP = {"learning_rate": 0.01, "rho": 0.9, "epsilon": 1e-10}
+PAIRS = {
+  "SGD": Pair(
+    lambda: v1.train.GradientDescentOptimizer(0.1),
+    "SGD",
+    {"learning_rate": 0.1},
+    {},
+  ),
+  "Momentum": Pair(
+    lambda: v1.train.MomentumOptimizer(0.1, 0.9),
+    "SGD",
+    {"learning_rate": 0.1, "momentum": 0.9},
+    {"Momentum": _MOMENTUM},
+    factor=-0.1,
+  ),
+  "Nesterov": Pair(
+    lambda: v1.train.MomentumOptimizer(0.1, 0.9, use_nesterov=True),
+    "SGD",
+    {"learning_rate": 0.1, "momentum": 0.9, "nesterov": True},
+    {"Momentum": _MOMENTUM},
+    factor=-0.1,
+  ),
+  "Adam": Pair(
+    # Version 1 multiplies powers of betas, and Keras computes each of them. Of
+    # 1 - 0.999**8 they agree in 5 digits, and so in the rate of that step.
+    lambda: v1.train.AdamOptimizer(0.001),
+    "Adam",
+    {"learning_rate": 0.001, "epsilon": 1e-8},
+    {"Adam": _MOMENTUM, "Adam_1": ("velocity", "v")},
+  ),
+  "Adagrad": Pair(
+    lambda: v1.train.AdagradOptimizer(0.1),
+    "Adagrad",
+    {"learning_rate": 0.1, "epsilon": 1e-12},
+    {"Adagrad": ("accumulator", "accumulators")},
+  ),
+  "Adadelta": Pair(
+    lambda: v1.train.AdadeltaOptimizer(1.0, 0.95, 1e-6),
+    "Adadelta",
+    {"learning_rate": 1.0, "rho": 0.95, "epsilon": 1e-6},
+    {
+      "Adadelta": ("accumulated_grad", "accum_grad"),
+      "Adadelta_1": ("accumulated_delta_var", "accum_var"),
+    },
+  ),
+  "RMSProp": Pair(
+    lambda: v1.train.RMSPropOptimizer(0.01, 0.9, 0.0, 1e-10),
+    "RMSprop",
+    _RMSPROP,
+    {"RMSProp": _RMS},
+    dropped=("RMSProp_1",),
+  ),
+  "RMSProp momentum": Pair(
+    lambda: v1.train.RMSPropOptimizer(0.01, 0.9, 0.5, 1e-10),
+    "RMSprop",
+    {**_RMSPROP, "momentum": 0.5},
+    {"RMSProp": _RMS, "RMSProp_1": ("momentum",)},
+  ),
+  "RMSProp centered": Pair(
+    lambda: v1.train.RMSPropOptimizer(0.01, 0.9, 0.5, 1e-10, centered=True),
+    "RMSprop",
+    {**_RMSPROP, "momentum": 0.5, "centered": True},
+    {
+      "RMSProp": _RMS,
+      "RMSProp_1": ("average_gradient", "mg"),
+      "RMSProp_2": ("momentum",),
+    },
+  ),
+  "RMSProp centered only": Pair(
+    lambda: v1.train.RMSPropOptimizer(0.01, 0.9, 0.0, 1e-10, centered=True),
+    "RMSprop",
+    {**_RMSPROP, "centered": True},
+    {"RMSProp": _RMS, "RMSProp_1": ("average_gradient", "mg")},
+    dropped=("RMSProp_2",),
+  ),
+  "Ftrl": Pair(
+    lambda: v1.train.FtrlOptimizer(
+      0.1, l1_regularization_strength=0.001, l2_regularization_strength=0.01
+    ),
+    "Ftrl",
+    {
+      "learning_rate": 0.1,
+      "l1_regularization_strength": 0.001,
+      "l2_regularization_strength": 0.01,
+    },
+    {"Ftrl": ("accumulator", "accumulators"), "Ftrl_1": ("linear", "linears")},
+  ),
+}
+
+
+def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
+  """The examples of a step: inputs and what they are to become."""
+  rng = np.random.default_rng([2, step])
+  x = rng.normal(size=(EXAMPLES, 4)).astype("float32")
+  y = rng.normal(size=(EXAMPLES, 2)).astype("float32")
+  return x, y
+
+
+class Sessions:
+  """A network that version 1 trains."""
+
+  def __init__(
+    self,
+    make: Callable[[], Any],
+    with_step: bool = True,
+    scope: str = "",
+    more: Callable[[], Any] | None = None,
+  ) -> None:
+    """Makes the graph.
+
+    Args:
+      make: Makes the optimizer, in the graph.
+      with_step: Whether there is a global_step.
+      scope: Around the optimizer.
+      more: Makes variables besides.
+    """
+    rng = np.random.default_rng(1)
+    self._graph = tf.Graph()
+    with self._graph.as_default():
+      self._x = v1.placeholder(tf.float32, (None, 4))
+      self._y = v1.placeholder(tf.float32, (None, 2))
+      w = {
+        name: v1.get_variable(
+          name, initializer=rng.normal(size=shape).astype("float32")
+        )
+        for name, shape in SHAPES.items()
+      }
+      hidden = tf.tanh(self._x @ w["one/kernel"] + w["one/bias"])
+      out = hidden @ w["two/kernel"] + w["two/bias"]
+      self._loss = tf.reduce_mean((out - self._y) ** 2)
+      step = v1.train.get_or_create_global_step() if with_step else None
+      if scope:
+        with v1.variable_scope(scope):
+          train = make().minimize(self._loss, global_step=step)
+      else:
+        train = make().minimize(self._loss, global_step=step)
+      if more is not None:
+        more()
+      self._train = train
+      self._saver = v1.train.Saver()
+      self._session = v1.Session()
+      self._session.run(v1.global_variables_initializer())
+
+  def train(self, start: int, end: int) -> list[float]:
+    """Trains on the batches of these steps; answers the losses before each."""
+    losses = []
+    for step in range(start, end):
+      x, y = batch(step)
+      feed = {self._x: x, self._y: y}
+      loss, _ = self._session.run([self._loss, self._train], feed)
+      losses.append(float(loss))
+    return losses
+
+  def values(self) -> Arrays:
+    """Every variable, by name."""
+    with self._graph.as_default():
+      variables = {v.op.name: v for v in v1.global_variables()}
+      return self._session.run(variables)
+
+  def save(self, path: Path) -> str:
+    """Writes a checkpoint."""
+    with self._graph.as_default():
+      return self._saver.save(self._session, str(path), write_meta_graph=False)
+
+
+class Training:
+  """The same network in Keras."""
+
+  def __init__(
+    self,
+    optimizer: Callable[[], Any],
+    strategy: tf.distribute.Strategy | None = None,
+    model: Callable[[], Any] | None = None,
+  ) -> None:
+    """Makes the model and the optimizer, which is not built.
+
+    Args:
+      optimizer: Makes it.
+      strategy: In whose scope; None for none.
+      model: Makes another model.
+    """
+    self.strategy = strategy or tf.distribute.get_strategy()
+    with self.strategy.scope():
+      self.model = (model or network)()
+      self.optimizer = optimizer()
+    self._run = tf.function(self._step, autograph=False)
+
+  def _step(self, xs: Any, ys: Any) -> Any:
+    variables = self.model.trainable_variables
+
+    def replica_step() -> Any:
+      i = testbed.replica_id() if xs.shape[0] > 1 else 0
+      x, y = tf.gather(xs, i), tf.gather(ys, i)
+
+      def loss() -> Any:
+        return tf.reduce_mean((self.model(x, training=True) - y) ** 2)
+
+      if hasattr(self.optimizer, "compute_gradients"):
+        pairs = self.optimizer.compute_gradients(loss, variables)
+        self.optimizer.apply_gradients(pairs)
+        return loss()
+      with tf.GradientTape() as tape:
+        value = loss()
+      grads = tape.gradient(value, variables)
+      self.optimizer.apply_gradients(zip(grads, variables, strict=True))
+      return value
+
+    return self.strategy.run(replica_step)
+
+  def train(self, start: int, end: int) -> list[float]:
+    """Trains on the batches of these steps; answers the losses before each."""
+    losses = []
+    replicas = self.strategy.num_replicas_in_sync
+    for step in range(start, end):
+      x, y = batch(step)
+      losses.append(float(np.mean((self.model(x).numpy() - y) ** 2)))
+      own = [each.reshape(replicas, -1, each.shape[-1]) for each in (x, y)]
+      self._run(*map(tf.constant, own))
+    return losses
+
+
+def network() -> Any:
+  """The model."""
+  layers = tf.keras.layers
+  return tf.keras.Sequential(
+    [
+      tf.keras.Input((4,)),
+      layers.Dense(3, activation="tanh", name="one"),
+      layers.Dense(2, name="two"),
+    ],
+    name="net",
+  )
+
+
+def plain(name: str, library: Any = None, **settings: Any) -> Any:
+  """The optimizer of Keras for one of `PAIRS`."""
+  pair = PAIRS[name]
+  library = library or tf.keras.optimizers
+  return getattr(library, pair.kind)(**{**pair.settings, **settings})
+
+
+def digests(path: str) -> dict[str, str]:
+  """A digest of each file of a checkpoint."""
+  return {
+    file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+    for file in sorted(Path(path).parent.glob("*"))
+    if file.is_file()
+  }
+
+
+def state(model: Any, optimizer: Any) -> list[Any]:
+  """What all replicas have of weights and the optimizer's variables."""
+  if isinstance(model, list):
+    weights = model
+  else:  # A tf.Module has no `weights`.
+    weights = list(getattr(model, "weights", None) or model.variables)
+  own: Any = optimizer.variables
+  own = own() if callable(own) else own
+  return [
+    [copy.tolist() for copy in testbed.copies(v)] for v in [*weights, *own]
+  ]
+
+
+def largest(first: Sequence[Any], second: Sequence[Any]) -> float:
+  """The largest difference between numbers in the same places."""
+  return max(
+    float(np.max(np.abs(np.asarray(a) - np.asarray(b))))
+    for a, b in zip(first, second, strict=True)
+  )

@@ -1,0 +1,634 @@
+"""What each of several workers computes, and the data that it does it with.
+
+A case is run by every worker alike and answers what that worker holds then.
+The test's own process knows the data of all workers, and so what is right.
+"""
+
+import functools
+import itertools
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tests.support import testbed
+from tf_cross_shard import CrossShardOptimizer
+
+Key = tuple[str, ...]
+Case = Callable[[tf.distribute.Strategy], Any]
+
+GROUPINGS: dict[int, dict[str, list[list[int]] | None]] = {
+  2: {
+    "ungrouped": None,
+    "together": [[1, 0]],
+    "singletons": [[0], [1]],
+  },
+  4: {
+    "ungrouped": None,
+    "contiguous": [[0, 1], [2, 3]],
+    "strided": [[0, 2], [1, 3]],
+    "crossed": [[0, 3], [1, 2]],
+    "singletons": [[0], [1], [2], [3]],
+  },
+}
+WIRES = ("bfloat16", "float16")
+ROWS = 7  # of each table whose gradients are sparse
+STEPS = 3  # of those cases that take several
+LARGEST_SCALE = 1024.0
+FIT = {"share": 2, "steps": 3, "epochs": 2}  # of `model.fit`
+
+
+def own(variables: Sequence[Any]) -> list[np.ndarray]:
+  """What this worker has of each variable."""
+  values = [testbed.copies(variable) for variable in variables]
+  assert all(len(value) == 1 for value in values)
+  return [value[0] for value in values]
+
+
+def place_of(strategy: tf.distribute.Strategy) -> int:
+  """This worker's replica, asked from outside of `strategy.run`."""
+  resolver = strategy.cluster_resolver
+  cluster = resolver.cluster_spec().as_dict()
+  before = len(cluster.get("chief", ())) if resolver.task_type != "chief" else 0
+  return before + int(resolver.task_id)
+
+
+def _run(
+  strategy: tf.distribute.Strategy, step: Callable[..., Any], mode: str
+) -> Callable[..., Any]:
+  """`step` in every replica, eagerly or as one function."""
+
+  def run(*args: Any) -> Any:
+    return strategy.run(step, args=args)
+
+  if mode == "eager":
+    return run
+  return tf.function(run, autograph=False)
+
+
+# ---------------------------------------------------------------- regression
+
+
+def regression(
+  grouping: str,
+  reduction: str,
+  optimizer: str,
+  mode: str,
+  strategy: tf.distribute.Strategy,
+  **options: Any,
+) -> list[np.ndarray]:
+  """Three steps on data that differ between workers."""
+  replicas = strategy.num_replicas_in_sync
+  task = testbed.Regression(num_replicas=replicas)
+  with strategy.scope():
+    variables = task.variables()
+    sharded = CrossShardOptimizer(
+      testbed.OPTIMIZERS[optimizer](),
+      reduction,
+      group_assignment=GROUPINGS[replicas][grouping],
+      **options,
+    )
+    sharded.build(variables)
+  testbed.train_replicas(task, strategy, sharded, variables, mode == "eager")
+  return own(variables)
+
+
+# ---------------------------------------------------- sums of given gradients
+
+
+def _shapes(kind: str) -> list[tuple[int, ...]]:
+  if kind == "many":
+    return [(1 + i % 3, 1 + i % 5) for i in range(200)]
+  if kind == "large":  # 5.2 MB in one, and several buckets of 4 MB
+    return [(1300, 1000), (700, 1000), (600, 1000), (3,)]
+  return [(40, 30), (1,), (7, 3)]
+
+
+def dense_gradients(kind: str, replica: int) -> list[np.ndarray]:
+  """A replica's gradients; whole numbers, so that sums are exact."""
+  rng = np.random.default_rng([replica, len(kind)])
+  if kind == "normal":  # but not these
+    return [rng.normal(size=s).astype("float32") for s in _shapes(kind)]
+  values = [rng.integers(-8, 9, size=s) for s in _shapes(kind)]
+  dtypes: Sequence[Any] = ["float32"] * len(values)
+  if kind == "mixed":
+    dtypes = ["float32", "float64", "float16"]
+  return [v.astype(t) for v, t in zip(values, dtypes, strict=True)]
+
+
+def _row_ids(kind: str, replica: int) -> list[int]:
+  if kind == "nowhere":
+    return []
+  if kind == "one without":
+    return [] if replica == 1 else [replica, 2, 3]
+  if kind == "repeated":
+    return [3, 3, replica, 3, replica]
+  # different numbers of rows: 3, 1, 4, 2
+  return [(2 * replica + i) % ROWS for i in range([3, 1, 4, 2][replica])]
+
+
+def sparse_gradients(
+  kind: str, replica: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Rows, their values, and a dense gradient beside them."""
+  rng = np.random.default_rng([replica, len(kind), 1])
+  ids = np.array(_row_ids(kind, replica), "int32")
+  if kind == "int64":
+    ids = ids.astype("int64")
+  values = rng.integers(-8, 9, size=(len(ids), 2)).astype("float32")
+  if kind == "normal":
+    values = rng.normal(size=values.shape).astype("float32")
+  return ids, values, rng.integers(-8, 9, size=(3,)).astype("float32")
+
+
+def sparse_dtype(kind: str) -> str:
+  """The dtype of the values."""
+  return kind if kind in ("bfloat16", "float16") else "float32"
+
+
+def _summing(
+  strategy: tf.distribute.Strategy, grouping: str, **options: Any
+) -> CrossShardOptimizer:
+  """An optimizer that makes a weight of 0 the negative sum of gradients."""
+  return CrossShardOptimizer(
+    tf.keras.optimizers.SGD(1.0),
+    "sum",
+    group_assignment=GROUPINGS[strategy.num_replicas_in_sync][grouping],
+    **options,
+  )
+
+
+def _zeros(like: Sequence[np.ndarray]) -> list[Any]:
+  return [
+    tf.keras.Variable(np.zeros_like(each), dtype=each.dtype.name)
+    for each in like
+  ]
+
+
+def dense_sum(
+  kind: str,
+  grouping: str,
+  mode: str,
+  strategy: tf.distribute.Strategy,
+  **options: Any,
+) -> list[np.ndarray]:
+  """The negative sums, as the weights hold them after a step."""
+  mine = dense_gradients(kind, place_of(strategy))
+  with strategy.scope():
+    variables = _zeros(mine)
+    optimizer = _summing(strategy, grouping, **options)
+    optimizer.build(variables)
+
+  def step(*grads: tf.Tensor) -> None:
+    if mode == "cond":
+      tf.cond(
+        tf.reduce_all(tf.math.is_finite(grads[0])),
+        lambda: optimizer.apply_gradients(zip(grads, variables, strict=True)),
+        lambda: tf.constant(0, tf.int64),
+      )
+    else:
+      optimizer.apply_gradients(zip(grads, variables, strict=True))
+
+  _run(strategy, step, mode)(*map(tf.constant, mine))
+  return own(variables)
+
+
+def sparse_sum(
+  kind: str,
+  grouping: str,
+  mode: str,
+  strategy: tf.distribute.Strategy,
+  **options: Any,
+) -> list[np.ndarray]:
+  """The negative sums in a table and in a dense variable."""
+  ids, values, dense = sparse_gradients(kind, place_of(strategy))
+  # TensorFlow does not send the initial value of a bfloat16 variable.
+  dtype = "float16" if kind == "float16" else "float32"
+  with strategy.scope():
+    table = tf.keras.Variable(np.zeros((ROWS, 2)), dtype=dtype)
+    bias = tf.keras.Variable(np.zeros((3,)), dtype="float32")
+    optimizer = _summing(strategy, grouping, **options)
+    optimizer.build([table, bias])
+
+  def step(ids: tf.Tensor, values: tf.Tensor, dense: tf.Tensor) -> None:
+    rows = tf.IndexedSlices(values, ids, tf.constant([ROWS, 2], ids.dtype))
+    optimizer.apply_gradients([(rows, table), (dense, bias)])
+
+  given = (
+    tf.constant(ids),
+    tf.cast(values, sparse_dtype(kind)),
+    tf.constant(dense),
+  )
+  run = _run(strategy, step, mode)
+  if mode == "dynamic":
+    run = tf.function(
+      lambda *args: strategy.run(step, args=args),
+      autograph=False,
+      input_signature=[
+        tf.TensorSpec([None], given[0].dtype),
+        tf.TensorSpec([None, 2], given[1].dtype),
+        tf.TensorSpec([3], tf.float32),
+      ],
+    )
+  run(*given)
+  return [each.astype("float32") for each in own([table, bias])]
+
+
+def two_optimizers(
+  first: str, second: str, strategy: tf.distribute.Strategy
+) -> list[np.ndarray]:
+  """Two groupings in one step; each variable holds its own sum."""
+  given = dense_gradients("two", place_of(strategy))[:2]
+  with strategy.scope():
+    variables = _zeros(given)
+    optimizers = [_summing(strategy, name) for name in (first, second)]
+    for optimizer, variable in zip(optimizers, variables, strict=True):
+      optimizer.build([variable])
+
+  def step(*grads: tf.Tensor) -> None:
+    for optimizer, grad, variable in zip(
+      optimizers, grads, variables, strict=True
+    ):
+      optimizer.apply_gradients([(grad, variable)])
+
+  run = _run(strategy, step, "function")
+  for _ in range(STEPS):
+    run(*map(tf.constant, given))
+  return own(variables)
+
+
+def retrace(
+  how: str, grouping: str, strategy: tf.distribute.Strategy
+) -> list[np.ndarray]:
+  """Worker 1 alone traces its step anew, by another argument or shape."""
+  mine = place_of(strategy)
+  given = dense_gradients("retrace", mine)
+  with strategy.scope():
+    variables = _zeros(given)
+    optimizer = _summing(strategy, grouping)
+    optimizer.build(variables)
+  traced = []
+
+  @tf.function(autograph=False)
+  def step(name: str, padding: tf.Tensor, *grads: tf.Tensor) -> None:
+    traced.append(name)
+
+    def replica_step(*grads: tf.Tensor) -> None:
+      nothing = tf.reduce_sum(padding)
+      pairs = [
+        (grad + nothing, v) for grad, v in zip(grads, variables, strict=True)
+      ]
+      optimizer.apply_gradients(pairs)
+
+    strategy.run(replica_step, args=grads)
+
+  for i in range(STEPS):
+    odd = mine == 1 and i == 1
+    name = "another" if odd and how == "argument" else "the same"
+    padding = tf.zeros([5 if odd and how == "shape" else 3])
+    step(name, padding, *map(tf.constant, given))
+  assert len(traced) == (2 if mine == 1 else 1)
+  return own(variables)
+
+
+# ---------------------------------------------------------------- loss scales
+
+
+def overflowing(
+  wire_dtype: str, grouping: str, strategy: tf.distribute.Strategy
+) -> dict[str, list[float]]:
+  """A loss scale that float16 overflows at, until it was halved enough."""
+  return _scaled(strategy, grouping, [100.0] * 5, wire_dtype=wire_dtype)
+
+
+def one_is_not_finite(
+  grouping: str, strategy: tf.distribute.Strategy
+) -> dict[str, list[float]]:
+  """A gradient that is NaN on worker 1 in the first step."""
+  first = float("nan") if place_of(strategy) == 1 else 1.0
+  return _scaled(strategy, grouping, [first, 1.0])
+
+
+def _scaled(
+  strategy: tf.distribute.Strategy,
+  grouping: str,
+  slopes: Sequence[float],
+  **options: Any,
+) -> dict[str, list[float]]:
+  """The weight and the loss scale after steps with these gradients."""
+  with strategy.scope():
+    weight = tf.keras.Variable(0.0)
+    inner = tf.keras.optimizers.LossScaleOptimizer(
+      tf.keras.optimizers.SGD(1.0), initial_scale=LARGEST_SCALE
+    )
+    optimizer = CrossShardOptimizer(
+      inner,
+      "sum",
+      group_assignment=GROUPINGS[strategy.num_replicas_in_sync][grouping],
+      **options,
+    )
+    optimizer.build([weight])
+
+  def step(slope: tf.Tensor) -> None:
+    optimizer.minimize(lambda: slope * weight.value, var_list=[weight])
+
+  run = _run(strategy, step, "function")
+  weights, scales = [], []
+  for slope in slopes:
+    run(tf.constant(slope))
+    weights.append(float(own([weight])[0]))
+    scales.append(float(own([inner.dynamic_scale])[0]))
+  return {"weights": weights, "scales": scales}
+
+
+# ------------------------------------------------------------ Keras' own loop
+
+
+def network() -> Any:
+  """A network with a nonlinearity; the same weights each time."""
+  tf.keras.utils.set_random_seed(1)
+  layers = tf.keras.layers
+  return tf.keras.Sequential(
+    [
+      tf.keras.Input((3,)),
+      layers.Dense(4, activation="tanh", name="hidden"),
+      layers.Dense(2, name="last"),
+    ]
+  )
+
+
+def fit_data(replicas: int) -> tuple[np.ndarray, np.ndarray]:
+  """Different examples, [steps, replicas, share, ...]."""
+  rng = np.random.default_rng(5)
+  shape = (FIT["steps"], replicas, FIT["share"])
+  x = rng.normal(size=(*shape, 3)).astype("float32")
+  y = rng.normal(size=(*shape, 2)).astype("float32")
+  return x, y
+
+
+def batches(x: np.ndarray, y: np.ndarray) -> tf.data.Dataset:
+  """One batch of all given replicas per step, in order."""
+  size = x.shape[1] * x.shape[2]
+  return tf.data.Dataset.from_tensor_slices(
+    (x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]))
+  ).batch(size)
+
+
+def fit(
+  optimizer: str,
+  grouping: str,
+  strategy: tf.distribute.Strategy,
+  **options: Any,
+) -> dict[str, Any]:
+  """`fit`, `evaluate` and `predict` of Keras 3."""
+  replicas = strategy.num_replicas_in_sync
+  with strategy.scope():
+    model = network()
+    model.compile(
+      CrossShardOptimizer(
+        testbed.OPTIMIZERS[optimizer](),
+        group_assignment=GROUPINGS[replicas][grouping],
+        **options,
+      ),
+      "mse",
+      metrics=["mae"],
+    )
+  data = batches(*fit_data(replicas))
+  history = model.fit(data, epochs=FIT["epochs"], verbose=0)
+  return {
+    "weights": own(model.trainable_variables),
+    "history": history.history,
+    "evaluated": model.evaluate(data, verbose=0, return_dict=True),
+    "predicted": model.predict(data, verbose=0),
+  }
+
+
+# ---------------------------------------------------------------------- state
+
+
+def train_network(
+  model: Any,
+  optimizer: Any,
+  strategy: tf.distribute.Strategy | None,
+  replicas: int,
+) -> None:
+  """Three steps: on all examples, or on each replica's own."""
+  x, y = fit_data(replicas)
+  width = x.shape[-1]
+
+  def replica_step(x: tf.Tensor, y: tf.Tensor) -> None:
+    def loss() -> tf.Tensor:
+      return tf.reduce_mean((model(x) - y) ** 2)
+
+    with tf.GradientTape() as tape:
+      value = loss() / (replicas if strategy else 1)
+    variables = model.trainable_variables
+    optimizer.apply(tape.gradient(value, variables), variables)
+
+  @tf.function(autograph=False)
+  def step(x: tf.Tensor, y: tf.Tensor) -> None:
+    if strategy is None:
+      replica_step(x, y)
+    else:
+      strategy.run(replica_step, args=(x, y))
+
+  for i in range(len(x)):
+    rows = slice(None) if strategy is None else place_of(strategy)
+    step(
+      tf.constant(x[i, rows].reshape(-1, width)),
+      tf.constant(y[i, rows].reshape(-1, y.shape[-1])),
+    )
+
+
+def save_state(folder: pathlib.Path, model: Any, optimizer: Any) -> None:
+  """Writes the state in every way there is."""
+  folder.mkdir(parents=True, exist_ok=True)
+  checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer)
+  checkpoint.write(os.path.join(folder, "checkpoint"))
+  model.save_weights(folder / "model.weights.h5")
+  model.save(folder / "model.keras")
+
+
+def load_state(
+  folder: pathlib.Path, way: str, make: Callable[[], Any]
+) -> tuple[Any, Any]:
+  """A model and its optimizer as they were saved in one of the ways."""
+  if way == "keras_file":
+    model = tf.keras.models.load_model(folder / "model.keras")
+    return model, model.optimizer
+  model = network()
+  optimizer = make()
+  optimizer.build(model.trainable_variables)
+  model.compile(optimizer, "mse")
+  if way == "weights":
+    model.load_weights(folder / "model.weights.h5")
+  else:
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer)
+    checkpoint.read(
+      os.path.join(folder, "checkpoint")
+    ).expect_partial().assert_existing_objects_matched()
+  return model, optimizer
+
+
+STATE_WAYS = ("checkpoint", "weights", "keras_file")
+
+
+def sharded_adam() -> CrossShardOptimizer:
+  """The optimizer of the tests of state."""
+  return CrossShardOptimizer(testbed.OPTIMIZERS["Adam"]())
+
+
+def state(
+  folder: pathlib.Path, strategy: tf.distribute.Strategy
+) -> dict[str, Any]:
+  """Continues what one process saved; saves for one process to continue."""
+  replicas = strategy.num_replicas_in_sync
+  here = folder / f"worker_{place_of(strategy)}"
+  found: dict[str, Any] = {}
+  with strategy.scope():
+    model, optimizer = network(), sharded_adam()
+    optimizer.build(model.trainable_variables)
+    model.compile(optimizer, "mse")
+  train_network(model, optimizer, strategy, replicas)
+  save_state(here, model, optimizer)
+  found["saved"] = own(model.trainable_variables)
+  train_network(model, optimizer, strategy, replicas)
+  found["continued"] = own(model.trainable_variables)
+  for way in STATE_WAYS:
+    with strategy.scope():
+      model, optimizer = load_state(folder / "alone", way, sharded_adam)
+    found[f"{way} loaded"] = own(model.trainable_variables)
+    found[f"{way} iterations"] = int(own([optimizer.iterations])[0])
+    train_network(model, optimizer, strategy, replicas)
+    found[f"{way} continued"] = own(model.trainable_variables)
+  return found
+
+
+# ------------------------------------------------------------------ all cases
+
+
+def cases(replicas: int) -> dict[Key, Case]:
+  """All cases that run under any strategy of so many workers."""
+  names = GROUPINGS[replicas]
+  one, other = (
+    ("contiguous", "crossed")
+    if replicas == 4
+    else (
+      "ungrouped",
+      "singletons",
+    )
+  )
+  found: dict[Key, Case] = {}
+
+  def add(function: Callable[..., Any], *key: str, **options: Any) -> None:
+    found[(function.__name__, *key, *map(str, options.values()))] = (
+      functools.partial(function, *key, **options)
+    )
+
+  for grouping, reduction, optimizer in itertools.product(
+    names, ("mean", "sum"), ("SGD", "Adam")
+  ):
+    add(regression, grouping, reduction, optimizer, "function")
+  for grouping in names:
+    add(regression, grouping, "mean", "SGD", "eager")
+  for grouping, reduction, averaged in itertools.product(
+    ("ungrouped", one), ("mean", "sum"), ("replica", "global")
+  ):
+    add(
+      regression,
+      grouping,
+      reduction,
+      "SGD",
+      "function",
+      loss_averaged_over=averaged,
+    )
+  for grouping, optimizer in itertools.product(
+    ("ungrouped", one), ("Momentum", "RMSprop")
+  ):
+    add(regression, grouping, "mean", optimizer, "function")
+  for grouping in ("ungrouped", other):
+    for kind, mode in (
+      ("large", "function"),
+      ("mixed", "function"),
+      ("mixed", "eager"),
+      ("small", "cond"),
+    ):
+      add(dense_sum, kind, grouping, mode)
+    for kind in ("different", "one without", "nowhere", "repeated", "int64"):
+      add(sparse_sum, kind, grouping, "function")
+    for kind in ("different", "one without"):
+      add(sparse_sum, kind, grouping, "eager")
+      add(sparse_sum, kind, grouping, "dynamic")
+    for kind in ("bfloat16", "float16"):
+      add(sparse_sum, kind, grouping, "function")
+    for wire in WIRES:
+      for kind in ("normal", "small", "mixed", "large"):
+        add(dense_sum, kind, grouping, "function", wire_dtype=wire)
+      for kind in ("normal", "repeated"):
+        add(sparse_sum, kind, grouping, "function", wire_dtype=wire)
+    add(overflowing, "float16", grouping)
+    add(overflowing, "bfloat16", grouping)
+    add(one_is_not_finite, grouping)
+    for how in ("argument", "shape"):
+      add(retrace, how, grouping)
+  # Making so many variables takes seconds.
+  add(dense_sum, "many", other if replicas == 4 else "ungrouped", "function")
+  add(two_optimizers, one, other)
+  add(two_optimizers, other, "ungrouped")
+  return found
+
+
+def fit_cases(replicas: int) -> dict[Key, Case]:
+  """Those that need MultiWorkerStrategy; each takes seconds."""
+  chosen = [("Adam", "ungrouped"), ("SGD", "singletons")]
+  if replicas == 4:
+    chosen = [("SGD", "ungrouped"), ("Adam", "crossed")]
+  return {
+    ("fit", optimizer, grouping): functools.partial(fit, optimizer, grouping)
+    for optimizer, grouping in chosen
+  }
+
+
+def powers_of_two(
+  grouping: str,
+  wire_dtype: str | None,
+  steps: int,
+  strategy: tf.distribute.Strategy,
+) -> dict[str, Any]:
+  """Replica r has 2 ** r as each gradient, in r + 1 rows of a table."""
+  counter = tf.Variable(0, dtype=tf.int64)  # one in each process
+  with strategy.scope():
+    weight = tf.keras.Variable(np.zeros([3], "f4"))
+    table = tf.keras.Variable(np.zeros([ROWS, 2], "f4"))
+    optimizer = CrossShardOptimizer(
+      tf.keras.optimizers.SGD(1.0),
+      "sum",
+      group_assignment=GROUPINGS[strategy.num_replicas_in_sync][grouping],
+      wire_dtype=wire_dtype,
+    )
+    optimizer.build([weight, table])
+
+  @tf.function(autograph=False)
+  def step() -> None:
+    def replica_step() -> None:
+      mine = testbed.replica_id()
+      power = 2.0 ** tf.cast(mine, tf.float32)
+      rows = tf.IndexedSlices(
+        power * tf.ones([mine + 1, 2]), tf.range(mine + 1), [ROWS, 2]
+      )
+      optimizer.apply_gradients(
+        [(power * tf.ones([3]), weight), (rows, table)], global_step=counter
+      )
+
+    strategy.run(replica_step)
+
+  for _ in range(steps):
+    step()
+  return {
+    "weights": testbed.copies(weight),
+    "tables": testbed.copies(table),
+    "counter": int(counter.numpy()),
+  }

@@ -1,0 +1,281 @@
+"""What workers do that is wrong, and what they then report.
+
+Each function is run by every worker alike, and is told whether this worker is
+the odd one.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tests.support import multi_worker_cases as cases
+from tf_cross_shard import CrossShardOptimizer
+from tf_cross_shard.multi_worker import (
+  coordination,
+  naming_lost_workers,
+  newest_common,
+)
+
+# What differs on worker 1, in programs that can go on after the error.
+DIFFERENCES = (
+  "group_assignment",
+  "wire_dtype",
+  "reduction",
+  "fewer variables",
+  "more variables",
+  "order",
+  "dtype",
+  "shape",
+  "no gradient",
+  "sparse gradient",
+  "dtype of gradient",
+  "iterations",
+  "versions",
+)
+# The numbers of checkpoints that worker 0 and worker 1 have.
+CHECKPOINTS: dict[str, tuple[list[int], list[int]]] = {
+  "one is newer": ([10, 20], [20, 30]),
+  "none": ([], []),
+  "no common one": ([10, 20], [30]),
+  "none on one": ([], [30]),
+}
+# What differs in what is made in the scope.
+MADE = (
+  "fewer",
+  "more",
+  "shape",
+  "fewer at the end",
+  "more at the end",
+)
+
+
+def attempt(function: Callable[[], Any]) -> dict[str, Any]:
+  """What an error says, and how long it took."""
+  begin = time.monotonic()
+  found = {"error": None, "message": ""}
+  try:
+    function()
+  except Exception as error:
+    found = {
+      "error": type(error).__name__,
+      "message": str(error),
+      "cause": str(error.__cause__),
+    }
+  return {**found, "seconds": time.monotonic() - begin}
+
+
+def differ(
+  what: str, odd: bool, strategy: tf.distribute.Strategy
+) -> dict[str, Any]:
+  """One step of two workers of which one does something else."""
+  options: dict[str, Any] = {}
+  if odd:
+    others: dict[str, dict[str, Any]] = {
+      "group_assignment": {"group_assignment": [[0], [1]]},
+      "wire_dtype": {"wire_dtype": "bfloat16"},
+      "reduction": {"reduction": "sum"},
+    }
+    options = others.get(what, {})
+  with strategy.scope():
+    make = tf.keras.Variable
+    a = make(np.ones([3], "float32"), name="a")
+    b = make(np.ones([2, 3], "float32"), name="b")
+    double = make(np.ones([3]), dtype="float64", name="a")
+    longer = make(np.ones([4], "float32"), name="a")
+    optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(1.0), **options)
+  everything = [a, b, double, longer]
+  trained = [a, b]
+  if odd:
+    trained = {
+      "fewer variables": [a],
+      "more variables": [a, b, longer],
+      "order": [b, a],
+      "dtype": [double, b],
+      "shape": [longer, b],
+    }.get(what, trained)
+  grads: list[Any] = [tf.ones(v.shape, v.dtype) for v in trained]
+  if odd and what == "no gradient":
+    grads[0] = None
+  if odd and what == "sparse gradient":
+    grads[1] = tf.IndexedSlices(
+      tf.ones([1, 3]), tf.constant([1]), tf.constant([2, 3])
+    )
+  if odd and what == "dtype of gradient":
+    grads[0] = tf.ones([3], tf.float16)
+
+  def step() -> None:
+    if odd and what == "absence":
+      time.sleep(coordination.timeout_of(strategy) + 3.0)
+      return
+    optimizer.build(trained)
+    if odd and what == "iterations":
+      (own,) = strategy.experimental_local_results(optimizer.iterations.value)
+      own.assign(5)
+
+    @tf.function  # with AutoGraph, as users have it
+    def run() -> None:
+      def replica_step() -> None:
+        optimizer.apply_gradients(zip(grads, trained, strict=True))
+
+      strategy.run(replica_step)
+
+    run()
+
+  before = cases.own(everything)
+  versions = coordination.library_versions
+  if odd and what == "versions":
+    coordination.library_versions = lambda: [
+      "tf_cross_shard: 0.0.1",
+      *versions()[1:],
+    ]
+  try:
+    found = attempt(step)
+  finally:
+    coordination.library_versions = versions
+  after = cases.own(everything)
+  found["unchanged"] = all(
+    (x == y).all() for x, y in zip(before, after, strict=True)
+  )
+  return found
+
+
+def disagree(
+  odd: bool, strategy: tf.distribute.Strategy
+) -> dict[str, dict[str, Any]]:
+  """All differences, one after the other, and what is right at the end."""
+  programs = (*DIFFERENCES, "nothing")
+  found = {what: differ(what, odd, strategy) for what in programs}
+  for name, numbers in CHECKPOINTS.items():
+    found[name] = choose(numbers[odd], strategy)
+  found["absence"] = differ("absence", odd, strategy)  # ends the agreement
+  return found
+
+
+def choose(
+  numbers: Sequence[int], strategy: tf.distribute.Strategy
+) -> dict[str, Any]:
+  """The checkpoint to go on from, of those that this worker has."""
+  chosen: list[Any] = []
+  found = attempt(lambda: chosen.append(newest_common(strategy, numbers)))
+  return {**found, "chosen": chosen}
+
+
+class Early:
+  """Variables that were trained well for a step, before something fails."""
+
+  def __init__(self, strategy: tf.distribute.Strategy) -> None:
+    self._strategy = strategy
+    with strategy.scope():
+      # Of two dtypes, and so at least two buffers travel.
+      self.variables = [
+        tf.keras.Variable(np.zeros([3]), dtype="float32", name="early"),
+        tf.keras.Variable(np.zeros([3]), dtype="float64", name="early"),
+        tf.keras.Variable(np.zeros([1500, 1000]), dtype="float32", name="big"),
+        tf.keras.Variable(np.zeros([5, 2]), dtype="float32", name="table"),
+      ]
+      self.optimizer = CrossShardOptimizer(
+        tf.keras.optimizers.SGD(1.0, momentum=0.5), "sum"
+      )
+      self.optimizer.build(self.variables)
+
+  def state(self) -> list[np.ndarray]:
+    """What this worker has of every variable."""
+    return cases.own([*self.variables, *self.optimizer.variables])
+
+  def step(self, wait: Callable[[], None] | None = None) -> None:
+    """A step whose last gradient comes after `wait`."""
+
+    def replica_step() -> None:
+      grads = [tf.ones(v.shape, v.dtype) for v in self.variables[:3]]
+      rows = tf.ones([2, 2])
+      if wait is not None:
+        with tf.control_dependencies([tf.py_function(wait, [], [])]):
+          rows = tf.identity(rows)
+      table = tf.IndexedSlices(rows, tf.constant([1, 3]), tf.constant([5, 2]))
+      pairs = zip([*grads, table], self.variables, strict=True)
+      self.optimizer.apply_gradients(pairs)
+
+    @tf.function
+    def run() -> None:
+      self._strategy.run(replica_step)
+
+    run()
+
+
+def make_others(
+  what: str, odd: bool, strategy: tf.distribute.Strategy
+) -> dict[str, Any]:
+  """Layers that differ, made in the scope and trained."""
+  early = Early(strategy)
+  early.step()
+  before = early.state()
+  layers = tf.keras.layers
+  at_the_end = what.endswith("at the end")
+  widths = [4, 2]
+  if odd:
+    kind = what.split()[0]
+    widths = {"fewer": [4], "more": [4, 2, 2], "shape": [5, 2]}[kind]
+
+  def train() -> None:
+    with strategy.scope():
+      optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(1.0))
+      model = tf.keras.Sequential(
+        [
+          tf.keras.Input((3,)),
+          *(layers.Dense(width) for width in widths),
+        ]
+      )
+      if not at_the_end:  # else nothing follows the layers
+        optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(1.0))
+      optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step() -> None:
+      def replica_step() -> None:
+        optimizer.minimize(
+          lambda: tf.reduce_sum(model(tf.ones([2, 3]))),
+          var_list=model.trainable_variables,
+        )
+
+      strategy.run(replica_step)
+
+    step()
+
+  def named() -> None:
+    with naming_lost_workers():
+      train()
+
+  return {**attempt(named), "unchanged": _same(before, early.state())}
+
+
+def lose(
+  killed: int, mine: int, strategy: tf.distribute.Strategy
+) -> dict[str, Any]:
+  """A worker is killed in mid-step; what the others are left with."""
+  early = Early(strategy)
+  early.step()
+  before = early.state()
+
+  def die() -> None:
+    time.sleep(1.0)  # the other sums of this step are there meanwhile
+    os.kill(os.getpid(), signal.SIGKILL)
+
+  def step() -> None:
+    with naming_lost_workers():
+      early.step(die if mine == killed else None)
+
+  found = attempt(step)
+  return {
+    **found,
+    "trained": float(before[0][0]),
+    "unchanged": _same(before, early.state()),
+  }
+
+
+def _same(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> bool:
+  return all((x == y).all() for x, y in zip(before, after, strict=True))

@@ -1,0 +1,104 @@
+"""A training that groups do apart, in any strategy, to be saved and restored.
+
+Used in the tests' own process and in those of several workers.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tests.support import testbed
+from tf_cross_shard import CrossShardOptimizer, replica_state
+
+EXAMPLES = 4  # of each replica in a step
+
+
+class Training:
+  """A small network with all kinds of state, and a step on each replica."""
+
+  def __init__(
+    self,
+    strategy: tf.distribute.Strategy,
+    groups: Sequence[Sequence[int]] | None,
+    seed: int,
+    optimizer: Any = tf.keras.optimizers.Adam,
+    with_own_state: bool = True,
+    units: int = 3,
+    library: Any = tf.keras,
+    wrapper: Any = CrossShardOptimizer,
+  ) -> None:
+    self.strategy = strategy
+    self.replicas = strategy.num_replicas_in_sync
+    rng = np.random.default_rng(seed)
+    with strategy.scope():
+      layers = [library.Input((4,)), library.layers.Dense(units)]
+      if with_own_state:
+        layers += [
+          library.layers.BatchNormalization(momentum=0.5),
+          library.layers.Dropout(0.25, seed=seed),
+        ]
+      self.model = library.Sequential([*layers, library.layers.Dense(2)])
+      # Of 32 bits on every platform: not the generators of Keras.
+      for weight in self.model.trainable_variables:
+        weight.assign(rng.normal(size=weight.shape).astype("float32"))
+      self.optimizer = wrapper(optimizer(0.01), group_assignment=groups)
+      self.optimizer.build(self.model.trainable_variables)
+    self.run = tf.function(self._run, autograph=False)
+
+  def _run(self, x: tf.Tensor) -> None:
+    def replica_step() -> None:
+      mine = x[testbed.replica_id()]
+
+      def loss() -> tf.Tensor:
+        return tf.reduce_mean(self.model(mine, training=True) ** 2)
+
+      self.optimizer.minimize(loss, var_list=self.model.trainable_variables)
+
+    self.strategy.run(replica_step)
+
+  def steps(self, start: int, end: int) -> None:
+    """Trains on data that differ between replicas and steps."""
+    for step in range(start, end):
+      rng = np.random.default_rng([1, step])
+      shape = (self.replicas, EXAMPLES, 4)
+      self.run(tf.constant(rng.normal(size=shape).astype("float32")))
+
+  def state(self) -> dict[str, list[np.ndarray]]:
+    """What the replicas of this process have of all variables."""
+    variables = [*self.model.variables, *self.optimizer.variables]
+    return {
+      f"{i} {variable.name}": testbed.copies(variable)
+      for i, variable in enumerate(variables)
+    }
+
+  def save(self, path: Any) -> None:
+    replica_state.save(path, self.optimizer, self.model)
+
+  def restore(self, path: Any) -> None:
+    replica_state.restore(path, self.optimizer, self.model)
+
+
+def same(
+  one: dict[str, list[np.ndarray]], other: dict[str, list[np.ndarray]]
+) -> list[str]:
+  """Whether two trainings have the same bits: what differs."""
+  assert len(one) == len(other) > 0
+  return [
+    name
+    for (name, mine), theirs in zip(one.items(), other.values(), strict=True)
+    if [(a.dtype, a.shape, a.tobytes()) for a in mine]
+    != [(a.dtype, a.shape, a.tobytes()) for a in theirs]
+  ]
+
+
+def spread(variable: Any, arrays: Sequence[Any]) -> None:
+  """Gives each replica of this process a value of its own."""
+  value = getattr(variable, "value", variable)
+  value = variable if callable(value) else value
+  strategy = value.distribute_strategy
+  locals_ = strategy.experimental_local_results(value)
+  assert len(locals_) == len(arrays)
+  for copy, array in zip(locals_, arrays, strict=True):
+    copy.assign(array)

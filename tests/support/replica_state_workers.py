@@ -1,0 +1,273 @@
+"""What each of several workers does with the values of all replicas.
+
+Each case answers what the test's own process then compares.
+"""
+
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+
+from tests.support import multi_worker_cases
+from tests.support import replica_state_cases as cases
+from tf_cross_shard import CrossShardOptimizer, replica_state
+from tf_cross_shard.replica_state import archive, replica_values
+
+# Of other dtypes TensorFlow makes no variables under this strategy.
+DTYPES = ("float16", "float32", "float64", "int32", "int64", "bool")
+GROUPS = {2: [[0], [1]], 4: [[0, 3], [1, 2]]}
+OTHER_ORDER = {2: [[1], [0]], 4: [[1, 2], [3, 0]]}
+STEPS = 50
+LONG = 777  # elements of what travels in several parts
+SIZES = (0, 1, 3, 4, 5, 0, 300, 255, 256, 257, 1000, 2, 0)  # bytes
+
+
+class Worker:
+  """This worker, its replicas, and the folder that all workers see."""
+
+  def __init__(
+    self, strategy: tf.distribute.Strategy, folder: pathlib.Path
+  ) -> None:
+    self.strategy, self.folder = strategy, folder
+    self.index = multi_worker_cases.place_of(strategy)
+    here = len(strategy.extended.worker_devices)
+    self.replicas = range(self.index * here, (self.index + 1) * here)
+    self.count = strategy.num_replicas_in_sync
+    assert self.count > here >= 1
+
+  def spread(self, variable: Any, of_replica: Callable[[int], Any]) -> None:
+    """Gives each replica a value of its own."""
+    cases.spread(variable, [of_replica(replica) for replica in self.replicas])
+
+  def simple(self, groups: Sequence[Sequence[int]]) -> Any:
+    """An optimizer and a weight of which each group has its own."""
+    with self.strategy.scope():
+      weight = tf.keras.Variable([0.0, 0.0], name="weight")
+      optimizer = CrossShardOptimizer(
+        tf.keras.optimizers.SGD(momentum=0.5), group_assignment=groups
+      )
+      optimizer.build([weight])
+    for variable in [weight, *optimizer.variables]:
+      self.spread(
+        variable,
+        lambda replica, like=variable: np.full(
+          like.shape, optimizer.groups.index_of(replica) + 1
+        ).astype(like.dtype),
+      )
+    return optimizer, weight
+
+  def own(self, variables: Sequence[Any]) -> list[list[Any]]:
+    """What this worker's replicas have."""
+    return [
+      [copy.tolist() for copy in cases.testbed.copies(variable)]
+      for variable in variables
+    ]
+
+
+def replica_value(dtype: str, replica: int) -> Any:
+  """A value that tells whose it is."""
+  numbers = np.array([replica, 5, 0, replica * replica % 3])
+  return numbers.astype(dtype)
+
+
+def values(worker: Worker) -> Any:
+  """Of several dtypes, of a scalar, and of what is no variable of replicas."""
+  found: dict[str, Any] = {}
+  for dtype in DTYPES:
+    with worker.strategy.scope():
+      variable = tf.Variable(replica_value(dtype, 0), trainable=False)
+    worker.spread(variable, lambda r, dtype=dtype: replica_value(dtype, r))
+    arrays = replica_state.values(variable)
+    found[dtype] = [(a.dtype.name, a.tolist()) for a in arrays]
+  with worker.strategy.scope():
+    scalar = tf.Variable(0.0)
+    total = tf.Variable(
+      0.0,
+      synchronization=tf.VariableSynchronization.ON_READ,
+      aggregation=tf.VariableAggregation.SUM,
+    )
+  for name, variable in (("scalar", scalar), ("total", total)):
+    worker.spread(variable, lambda r: 2.0**r)
+    found[name] = [float(a) for a in replica_state.values(variable)]
+  alone = tf.Variable([float(worker.index)])
+  found["alone"] = [a.tolist() for a in replica_state.values(alone)]
+  return found
+
+
+def in_parts(worker: Worker) -> Any:
+  """What is longer than one message, and many that share one."""
+  with worker.strategy.scope():
+    long = tf.Variable(np.zeros(LONG, "float16"), trainable=False)
+  worker.spread(long, lambda r: np.arange(LONG, dtype="float16") + r)
+  with mock.patch.object(replica_values, "_MOST_WORDS", 64):
+    whole = replica_state.values(long)
+    blobs = replica_values.Copies(worker.strategy).share(
+      [i % worker.count for i in range(len(SIZES))],
+      SIZES,
+      lambda i: bytes([1 + i % 250]) * SIZES[i],
+    )
+    return [each.tolist() for each in whole], list(blobs)
+
+
+def resume(worker: Worker) -> Any:
+  """50 steps, saved, 50 more; against 50 more after restoring elsewhere."""
+  groups = GROUPS[worker.count]
+  path = worker.folder / "resume"
+  one = cases.Training(worker.strategy, groups, seed=1)
+  one.steps(0, STEPS)
+  saved = one.state()
+  with mock.patch.object(archive, "write", wraps=archive.write) as write:
+    one.save(path)
+  one.steps(STEPS, 2 * STEPS)
+  other = cases.Training(worker.strategy, groups, seed=2)
+  other.steps(0, 1)
+  before = len(cases.same(saved, other.state()))
+  other.restore(path)
+  restored = cases.same(saved, other.state())
+  other.steps(STEPS, 2 * STEPS)
+  kernel = one.model.trainable_variables[0]
+  return {
+    "wrote": write.call_count,
+    "differed": before,
+    "restored": restored,
+    "went on": cases.same(one.state(), other.state()),
+    "trained": len(cases.same(saved, one.state())),
+    "groups": [
+      value.tobytes()
+      for value in replica_state.group_values(kernel, one.optimizer)
+    ],
+    "values": [value.tobytes() for value in replica_state.values(kernel)],
+  }
+
+
+def other_order(worker: Worker) -> Any:
+  """Group i goes to group i, whoever is in it."""
+  optimizer, weight = worker.simple(GROUPS[worker.count])
+  replica_state.save(worker.folder / "order", optimizer, [weight])
+  other, weight = worker.simple(OTHER_ORDER[worker.count])
+  for variable in [weight, *other.variables]:
+    variable.assign(tf.zeros_like(variable))
+  replica_state.restore(worker.folder / "order", other, [weight])
+  return [
+    [float(np.max(copy)) for copy in replica_state.values(variable)]
+    for variable in [weight, *other.variables]
+  ]
+
+
+def average(worker: Worker) -> Any:
+  """The mean over all replicas of all workers."""
+  optimizer, weight = worker.simple(GROUPS[worker.count])
+  slot = optimizer.get_slot(weight, "momentum")
+  for variable in (weight, slot):
+    worker.spread(variable, lambda r: np.float32([2.0**r, 0.1 * r]))
+  replica_state.average(optimizer, [weight], slots=True)
+  return [
+    [value.tobytes() for value in replica_state.values(variable)]
+    for variable in (weight, slot)
+  ]
+
+
+def _attempt(work: Callable[[], Any]) -> Any:
+  """What kind of error there is, and its words."""
+  try:
+    work()
+  except Exception as error:
+    return (
+      [kind.__name__ for kind in type(error).__mro__],
+      getattr(error, "errno", None),
+      str(error),
+    )
+  return None
+
+
+def errors(worker: Worker) -> Any:
+  """Where something is wrong on one worker only; all have to hear of it."""
+  groups = GROUPS[worker.count]
+  optimizer, weight = worker.simple(groups)
+  variables = [weight, *optimizer.variables]
+  good, mine = worker.folder / "good", worker.folder / f"own_{worker.index}"
+  replica_state.save(good, optimizer, [weight])
+  before = good.read_bytes()
+  found: dict[str, Any] = {}
+
+  def save_to(path: Any) -> Callable[[], None]:
+    return lambda: replica_state.save(path, optimizer, [weight])
+
+  def restore(name: str, data: bytes | None) -> None:
+    """Of one's own file, which is another one on the last worker."""
+    if data is not None:
+      mine.write_bytes(data)
+    else:
+      mine.unlink()
+    weight.assign([9.0, 9.0])
+    found[name] = _attempt(
+      lambda: replica_state.restore(mine, optimizer, [weight])
+    )
+    found[f"{name}: unchanged"] = worker.own([weight])
+
+  found["no folder"] = _attempt(save_to(worker.folder / "none" / "a"))
+  real = archive.os.fsync
+  failure = OSError(28, "No space left on device")
+  with mock.patch.object(
+    archive.os, "fsync", side_effect=failure if not worker.index else real
+  ):
+    found["full disk"] = _attempt(save_to(good))
+  found["the old file"] = good.read_bytes() == before
+
+  is_last = worker.index == 1
+  restore("damaged", before[:-5] if is_last else before)
+  restore("missing", None if is_last else before)
+  weight.assign([3.0, 3.0])
+  replica_state.save(worker.folder / "other", optimizer, [weight])
+  other = (worker.folder / "other").read_bytes()
+  restore("another file", other if is_last else before)
+  restore("the same file", before)
+
+  found["another model"] = _attempt(
+    lambda: replica_state.assert_in_sync(
+      optimizer, [weight] if is_last else None
+    )
+  )
+  worker.spread(weight, lambda r: [1.0, 2.0 ** (r + 1)])
+  found["in sync"] = _attempt(
+    lambda: replica_state.assert_in_sync(optimizer, [weight])
+  )
+  found["saved out of sync"] = _attempt(save_to(good))
+  replica_state.restore(good, optimizer, [weight])
+  found["at the end"] = worker.own(variables)
+  found["left behind"] = sorted(
+    path.name for path in worker.folder.iterdir() if "partial" in path.name
+  )
+  return found
+
+
+def missing(worker: Worker) -> Any:
+  """The last case: one worker does something else meanwhile."""
+  optimizer, weight = worker.simple(GROUPS[worker.count])
+  worker.strategy.timeout = 1.0
+  if worker.index == 1:
+    time.sleep(2.0)
+    return None
+  path = worker.folder / "missing"
+  found = _attempt(lambda: replica_state.save(path, optimizer, [weight]))
+  return found, path.exists()
+
+
+CASES = (values, in_parts, resume, other_order, average, errors, missing)
+
+
+def run(
+  strategy: tf.distribute.Strategy, folder: pathlib.Path
+) -> dict[str, Any]:
+  """All cases, one after the other."""
+  worker = Worker(strategy, folder)
+  found: dict[str, Any] = {"replicas": list(worker.replicas)}
+  for case in CASES:
+    begin = time.monotonic()
+    found[case.__name__] = case(worker)
+    print(f"{time.monotonic() - begin:.2f} s: {case.__name__}", flush=True)
+  return found

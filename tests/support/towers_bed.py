@@ -1,0 +1,63 @@
+"""What tests of towers share: ways to call, devices, and state to compare."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tests.support import testbed
+
+MODES = ("eager", "function")
+TWO = ("CPU:0", "CPU:1")
+FOUR = ("CPU:0", "CPU:1", "CPU:2", "CPU:3")
+BATCH = ((1.0,), (2.0,))
+
+
+def caller(function: Callable[..., Any], mode: str) -> Callable[..., Any]:
+  """A function as it is, or as one tf.function; `train_op` is a tensor."""
+  return function if mode == "eager" else tf.function(function)
+
+
+def batch(*rows: Sequence[float]) -> tf.Tensor:
+  """A batch of floats; without rows the one of the contract."""
+  return tf.constant(rows or BATCH, tf.float32)
+
+
+def named(variables: Iterable[Any], name: str) -> Any:
+  """The variable of a name; those of optimizers, which come later, are not."""
+  return next(
+    each for each in variables if each.name.split("/")[-1].split(":")[0] == name
+  )
+
+
+def values(variables: Iterable[Any]) -> list[Any]:
+  """What variables hold, as lists and numbers."""
+  return [np.asarray(each.numpy()).tolist() for each in variables]
+
+
+def native(variable: Any) -> Any:
+  """The variable of TensorFlow that one of Keras is."""
+  return variable if testbed.IS_TF_KERAS else variable.value
+
+
+def sgd(rate: float = 1.0, **options: Any) -> Any:
+  """An optimizer whose arithmetic is exact on small whole numbers."""
+  return tf.keras.optimizers.SGD(rate, **options)
+
+
+class Untouched:
+  """Asserts that variables and optimizers are after a failure as before."""
+
+  def __init__(self, variables: Sequence[Any], *optimizers: Any) -> None:
+    self._variables = list(variables)
+    self._optimizers = optimizers
+    self._before = self._state()
+
+  def check(self) -> None:
+    """Nothing has changed, nor has anything been added."""
+    assert self._state() == self._before
+
+  def _state(self) -> list[Any]:
+    slots = [testbed.variables_of(each) for each in self._optimizers]
+    return [values(self._variables), [values(each) for each in slots]]

@@ -1,0 +1,223 @@
+"""Small models and data for programs that TPUs run."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tests.support import testbed
+from tf_cross_shard import virtual_tpu
+
+_layers = tf.keras.layers
+
+
+def dense() -> Any:
+  """A network of dense layers."""
+  return tf.keras.Sequential(
+    [
+      tf.keras.Input((6,)),
+      _layers.Dense(8, activation="tanh"),
+      _layers.Dense(3),
+    ]
+  )
+
+
+def convolution() -> Any:
+  """A network with convolutions."""
+  return tf.keras.Sequential(
+    [
+      tf.keras.Input((6, 6, 2)),
+      _layers.Conv2D(4, 3, strides=2, activation="tanh"),
+      _layers.DepthwiseConv2D(2, padding="same"),
+      _layers.Flatten(),
+      _layers.Dense(3),
+    ]
+  )
+
+
+def embedding() -> Any:
+  """A network that looks rows up, so that gradients are sparse."""
+  return tf.keras.Sequential(
+    [
+      tf.keras.Input((2,), dtype="int32"),
+      _layers.Embedding(64, 4),
+      _layers.Flatten(),
+      _layers.Dense(3),
+    ]
+  )
+
+
+def batch_norm() -> Any:
+  """A network whose statistics are the replica's own."""
+  return tf.keras.Sequential(
+    [
+      tf.keras.Input((6,)),
+      # A bias that is normalized away has a gradient of rounding errors only,
+      # which Adam would scale up.
+      _layers.Dense(8, use_bias=False),
+      _layers.BatchNormalization(momentum=0.5),
+      _layers.Activation("tanh"),
+      _layers.Dense(3),
+    ]
+  )
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+  "dense": dense,
+  "convolution": convolution,
+  "embedding": embedding,
+}
+# Adam divides a gradient by its size, also one that is little more than the
+# rounding errors of its terms. A larger epsilon leaves such elements small, and
+# lets Adam feel a factor that is missing.
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+  "SGD": functools.partial(tf.keras.optimizers.SGD, 0.125, momentum=0.5),
+  "Adam": functools.partial(tf.keras.optimizers.Adam, 0.01, epsilon=1e-3),
+  "AdamW": functools.partial(
+    tf.keras.optimizers.AdamW, 0.01, epsilon=1e-3, weight_decay=0.1
+  ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """A model and different data for every replica and step.
+
+  Attributes:
+    make: Makes the model, with the same weights each time.
+    x: Inputs, [steps, replicas, examples, ...].
+    y: Targets, [steps, replicas, examples, 3].
+  """
+
+  make: Callable[[], Any]
+  x: np.ndarray
+  y: np.ndarray
+
+  def model(self) -> Any:
+    """The model with its initial weights."""
+    tf.keras.utils.set_random_seed(3)
+    return self.make()
+
+  def group_batch(
+    self, step: int, members: Sequence[int]
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """The examples of all members of a group, concatenated."""
+    rows = list(members)
+    return np.concatenate(self.x[step, rows]), np.concatenate(
+      self.y[step, rows]
+    )
+
+
+def task(
+  make: Callable[[], Any],
+  num_replicas: int,
+  steps: int = 20,
+  examples: int = 4,
+) -> Task:
+  """A task for a model; no row of an embedding is looked up twice in a step.
+
+  Plain Keras squares repeated rows one by one, which dense sums do not.
+  """
+  rng = np.random.default_rng(num_replicas)
+  batch = (steps, num_replicas, examples)
+  if make is embedding:
+    ids = [rng.permutation(64) for _ in range(steps)]
+    ids = [each[: num_replicas * examples * 2] for each in ids]
+    x = np.stack(ids).reshape(*batch, 2).astype("int32")
+  else:
+    shape = make().input_shape[1:]
+    x = rng.normal(size=(*batch, *shape)).astype("float32")
+  y = rng.normal(size=(*batch, 3)).astype("float32")
+  flat = x.reshape(steps, num_replicas, -1)
+  assert (flat[:, 1:] != flat[:, :1]).any(axis=(0, 2)).all(), "same data"
+  return Task(make, x, y)
+
+
+def loss(model: Any, x: Any, y: Any) -> tf.Tensor:
+  """The squared error, averaged over the examples handed in."""
+  return tf.reduce_mean((model(x, training=True) - y) ** 2)
+
+
+def distribute(
+  strategy: tf.distribute.Strategy, per_replica: np.ndarray
+) -> Any:
+  """One slice of the first dimension for each replica."""
+  return strategy.experimental_distribute_values_from_function(
+    lambda context: tf.constant(per_replica[context.replica_id_in_sync_group])
+  )
+
+
+def train(
+  given: Task,
+  strategy: tf.distribute.Strategy,
+  make_optimizer: Callable[[], Any],
+) -> Any:
+  """Minimizes every replica's own loss; answers the model."""
+  with strategy.scope():
+    model = given.model()
+    optimizer = make_optimizer()
+    optimizer.build(model.trainable_variables)
+
+  @tf.function(autograph=False)
+  def step(x: Any, y: Any) -> None:
+    def replica_step(x: tf.Tensor, y: tf.Tensor) -> None:
+      optimizer.minimize(
+        lambda: loss(model, x, y), var_list=model.trainable_variables
+      )
+
+    strategy.run(replica_step, args=(x, y))
+
+  for x, y in zip(given.x, given.y, strict=True):
+    step(distribute(strategy, x), distribute(strategy, y))
+  return model
+
+
+def train_plain(
+  given: Task, members: Sequence[int], optimizer: Any
+) -> list[np.ndarray]:
+  """Plain Keras without a strategy, on a group's concatenated batch."""
+  model = given.model()
+  optimizer.build(model.trainable_variables)
+
+  @tf.function(autograph=False)
+  def step(x: tf.Tensor, y: tf.Tensor) -> None:
+    with tf.GradientTape() as tape:
+      value = loss(model, x, y)
+    grads = tape.gradient(value, model.trainable_variables)
+    optimizer.apply(grads, model.trainable_variables)
+
+  for index in range(len(given.x)):
+    step(*map(tf.constant, given.group_batch(index, members)))
+  return [variable.numpy() for variable in model.variables]
+
+
+def weights_of(model: Any, num_replicas: int) -> list[list[np.ndarray]]:
+  """Every replica's weights; asserts that there are so many replicas."""
+  by_variable = [testbed.copies(variable) for variable in model.variables]
+  assert {len(each) for each in by_variable} == {num_replicas}
+  assert num_replicas > 1
+  return [[each[r] for each in by_variable] for r in range(num_replicas)]
+
+
+def largest(weights: Sequence[np.ndarray]) -> float:
+  """The largest absolute value in a model."""
+  return max(float(np.abs(weight).max()) for weight in weights)
+
+
+def furthest(
+  actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]
+) -> float:
+  """The largest difference between two models."""
+  return max(
+    float(np.abs(a - b).max()) for a, b in zip(actual, expected, strict=True)
+  )
+
+
+def virtual(num_replicas: int) -> virtual_tpu.VirtualTPUStrategy:
+  """A virtual TPU; asserts that it is distributed."""
+  strategy = testbed.virtual(num_replicas)
+  assert strategy.num_replicas_in_sync == num_replicas > 1
+  return strategy

@@ -1,0 +1,201 @@
+"""Encapsulated Keras 3 optimizers: reduced once, and whole in every mode."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import testbed
+from tf_cross_shard import CrossShardOptimizer
+
+keras = tf.keras
+optimizers = keras.optimizers
+
+FEATURES: dict[str, Callable[[], Any]] = {
+  "plain": lambda: optimizers.SGD(0.125),
+  "ema": lambda: optimizers.Adam(0.01, use_ema=True, ema_momentum=0.5),
+  "ema_overwrite": lambda: optimizers.SGD(
+    0.125, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
+  ),
+  "weight_decay": lambda: optimizers.SGD(0.125, weight_decay=0.5),
+  "accumulation": lambda: optimizers.SGD(0.125, gradient_accumulation_steps=2),
+  "accumulation_adam_ema": lambda: optimizers.Adam(
+    0.01,
+    gradient_accumulation_steps=2,
+    use_ema=True,
+    ema_overwrite_frequency=1,
+  ),
+  "accumulation_nadam": lambda: optimizers.Nadam(
+    0.01, gradient_accumulation_steps=3
+  ),
+  "schedule": lambda: optimizers.SGD(
+    optimizers.schedules.PiecewiseConstantDecay([1, 2], [0.5, 0.25, 0.125])
+  ),
+  "clipnorm": lambda: optimizers.Adam(0.01, clipnorm=0.1),
+  "global_clipnorm": lambda: optimizers.Adam(0.01, global_clipnorm=0.1),
+  "loss_scale_factor": lambda: optimizers.SGD(0.125, loss_scale_factor=1024.0),
+  "loss_scale_optimizer": lambda: optimizers.LossScaleOptimizer(
+    optimizers.Adam(0.01), initial_scale=1024.0, dynamic_growth_steps=2
+  ),
+}
+
+
+def _constrained(task: testbed.Regression) -> list[Any]:
+  """The task's weights, the first of them kept non-negative."""
+  variables = task.variables()
+  variables[0].constraint = keras.constraints.NonNeg()
+  return variables
+
+
+def _expected(
+  task: testbed.Regression, optimizer: Any, members: tuple[int, ...]
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+  """Plain Keras on one device; weights and the optimizer's variables."""
+  variables = _constrained(task)
+  optimizer.build(variables)
+  for step in range(task.steps):
+    x, y = task.group_batch(step, members)
+    with tf.GradientTape() as tape:
+      loss = optimizer.scale_loss(task.loss(variables, x, y))
+    optimizer.apply(tape.gradient(loss, variables), variables)
+  optimizer.finalize_variable_values(variables)
+  return (
+    [variable.numpy() for variable in variables],
+    [variable.numpy() for variable in optimizer.variables],
+  )
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize("grouping", ["ungrouped", "strided"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_of_the_encapsulated_optimizer(
+  feature: str, grouping: str, mode: str
+) -> None:
+  """In graph mode too, where plain Keras itself fails on its conditionals."""
+  task = testbed.Regression(seed=2)
+  strategy = testbed.mirrored()
+  with strategy.scope():
+    variables = _constrained(task)
+    optimizer = CrossShardOptimizer(
+      FEATURES[feature](), group_assignment=testbed.GROUPINGS[grouping]
+    )
+    optimizer.build(variables)
+
+  testbed.train_replicas(
+    task, strategy, optimizer, variables, eager=mode == "eager"
+  )
+  with strategy.scope():
+    optimizer.finalize_variable_values(variables)
+  for members in testbed.groups_of(testbed.GROUPINGS[grouping]):
+    weights, state = _expected(task, FEATURES[feature](), members)
+    assert len(state) == len(optimizer.variables)
+    for variable, value in zip(
+      [*variables, *optimizer.variables], [*weights, *state], strict=True
+    ):
+      held = testbed.copies(variable)
+      assert len(held) == testbed.REPLICAS
+      for replica in members:
+        testbed.assert_close(
+          np.asarray(held[replica], "float64"),
+          np.asarray(value, "float64"),
+          f"{variable.path} of replica {replica}",
+        )
+
+
+def test_plain_keras_fails_where_ours_works() -> None:
+  """The reason for `Engine.alone`; if this passes, Keras was mended."""
+  strategy = testbed.mirrored()
+  with strategy.scope():
+    weight = keras.Variable(1.0)
+    plain = optimizers.SGD(1.0, gradient_accumulation_steps=2)
+    plain.build([weight])
+
+  @tf.function(autograph=False)
+  def step() -> None:
+    strategy.run(lambda: plain.apply([tf.constant(1.0)], [weight]))
+
+  with pytest.raises(RuntimeError, match="merge_call"):
+    step()
+
+
+@pytest.mark.parametrize("name", testbed.OPTIMIZERS)
+def test_gradients_are_applied_exactly_once(name: str) -> None:
+  """Pins every optimizer: a Keras that reduced again would fail here.
+
+  The encapsulated optimizer is fed a sum; a second reduction over the four
+  replicas would hand `update_step` four times as much.
+  """
+  strategy = testbed.mirrored()
+  with strategy.scope():
+    weight = keras.Variable(np.ones((2, 2), "float32"), name="weight")
+    inner = testbed.OPTIMIZERS[name]()
+    optimizer = CrossShardOptimizer(inner)
+    optimizer.build([weight])
+    received = [
+      tf.Variable(0.0, aggregation=tf.VariableAggregation.NONE),
+      tf.Variable(0.0, aggregation=tf.VariableAggregation.NONE),
+    ]
+  update_step = inner.update_step
+
+  def recording(gradient: Any, variable: Any, rate: Any) -> None:
+    received[0].assign_add(gradient[0, 0])
+    received[1].assign_add(1.0)
+    update_step(gradient, variable, rate)
+
+  inner.update_step = recording
+
+  @tf.function(autograph=False)
+  def step() -> None:
+    def replica_step() -> None:
+      mine = tf.cast(testbed.replica_id(), tf.float32)
+      optimizer.apply_gradients([(tf.fill([2, 2], 10.0**mine), weight)])
+
+    strategy.run(replica_step)
+
+  step()
+  assert testbed.copies(received[0]) == [1111.0] * 4
+  assert testbed.copies(received[1]) == [1.0] * 4
+  assert testbed.copies(inner._iterations) == [1] * 4
+
+
+def test_callbacks_and_steps_per_execution() -> None:
+  strategy = testbed.mirrored()
+  data = tf.data.Dataset.from_tensor_slices(
+    (np.ones((32, 3), "float32"), np.ones((32, 2), "float32"))
+  ).batch(8)
+  with strategy.scope():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile(
+      CrossShardOptimizer(
+        optimizers.Adam(0.5, use_ema=True, ema_momentum=0.9),
+        group_assignment=[[0, 1], [2, 3]],
+      ),
+      "mse",
+      steps_per_execution=2,
+    )
+  rates = []
+  history = model.fit(
+    data,
+    epochs=3,
+    verbose=0,
+    callbacks=[
+      keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2),
+      keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=1e9),
+      keras.callbacks.SwapEMAWeights(swap_on_epoch=False),
+      keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: rates.append(
+          float(model.optimizer.learning_rate.numpy())
+        )
+      ),
+    ],
+  )
+  assert rates[0] == 0.25
+  assert rates[1] < 0.25
+  assert model.optimizer.iterations.numpy() == 12
+  assert history.history["loss"][-1] < history.history["loss"][0]
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

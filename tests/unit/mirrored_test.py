@@ -1,0 +1,227 @@
+"""The MirroredStrategy engine: merge calls, collectives, refusals."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import testbed
+from tf_cross_shard import groups as groups_lib
+from tf_cross_shard.collectives import mirrored
+
+GROUPINGS = [[[0, 1, 2, 3]], [[0, 1], [2, 3]], [[3, 0], [1, 2]]]
+# Powers of two tell from a sum which replicas are in it.
+MARKS = np.array([1, 2, 4, 8])
+
+
+def _sums(
+  engine: mirrored.Mirrored,
+  groups: groups_lib.Groups,
+  wrap: Any = lambda reduce: reduce(),
+  dtypes: Any = (tf.float32,),
+  eager: bool = False,
+) -> list[list[float]]:
+  """Each replica's sums of its mark, one tensor per dtype."""
+
+  def replica_fn() -> list[tf.Tensor]:
+    tensors = [
+      tf.fill([3], tf.constant(MARKS, dtype)[testbed.replica_id()])
+      for dtype in dtypes
+    ]
+    sums = wrap(lambda: engine.all_reduce_sum(tensors, groups))
+    # A tensor that replicas share would come back as one, not as four.
+    return [tf.identity(total) for total in sums]
+
+  def run() -> Any:
+    return engine.strategy.run(replica_fn)
+
+  results = run() if eager else tf.function(run, autograph=False)()
+  per_tensor = [
+    engine.strategy.experimental_local_results(result) for result in results
+  ]
+  for copies, dtype in zip(per_tensor, dtypes, strict=True):
+    assert len(copies) == testbed.REPLICAS
+    for copy in copies:
+      assert copy.dtype == dtype
+      assert copy.shape == (3,)
+      assert len(np.unique(copy.numpy().astype("float64"))) == 1
+  return [[float(copy[0]) for copy in copies] for copies in per_tensor]
+
+
+def _expected(groups: groups_lib.Groups) -> list[float]:
+  """What each replica has to receive."""
+  return [float(MARKS[list(groups.members_of(r))].sum()) for r in range(4)]
+
+
+def _in_cond(reduce: Any) -> Any:
+  return tf.cond(testbed.replica_id() >= 0, reduce, lambda: [tf.zeros([3])])
+
+
+def _in_nested_function(reduce: Any) -> Any:
+  return tf.function(reduce, autograph=False)()
+
+
+@pytest.mark.parametrize("table", GROUPINGS)
+class TestSums:
+  @pytest.mark.parametrize("eager", [False, True])
+  def test_merge(self, table: list[list[int]], eager: bool) -> None:
+    groups = groups_lib.Groups(table)
+    engine = mirrored.Mirrored(testbed.mirrored())
+    dtypes = (tf.float32, tf.int32, tf.bfloat16, tf.float16, tf.float64)
+    sums = _sums(engine, groups, dtypes=dtypes, eager=eager)
+    assert sums == [_expected(groups)] * len(dtypes)
+
+  def test_collective(self, table: list[list[int]]) -> None:
+    """As on GPUs: collectives although a merge call could be made."""
+    groups = groups_lib.Groups(table)
+    engine = mirrored.Mirrored(testbed.mirrored(), prefer_merge=False)
+    dtypes = (tf.float32, tf.int32, tf.bfloat16, tf.float16, tf.float64)
+    sums = _sums(engine, groups, dtypes=dtypes)
+    assert sums == [_expected(groups)] * len(dtypes)
+    assert _sums(engine, groups, eager=True) == [_expected(groups)]
+
+  @pytest.mark.parametrize("wrap", [_in_cond, _in_nested_function])
+  def test_where_merge_calls_fail(
+    self, table: list[list[int]], wrap: Any
+  ) -> None:
+    groups = groups_lib.Groups(table)
+    engine = mirrored.Mirrored(testbed.mirrored())
+    assert _sums(engine, groups, wrap) == [_expected(groups)]
+    # A new trace meets under the same keys.
+    assert _sums(engine, groups, wrap) == [_expected(groups)]
+
+
+def test_two_groupings_and_many_reductions_in_one_step() -> None:
+  engine = mirrored.Mirrored(testbed.mirrored())
+  pairs, crossed = map(groups_lib.Groups, GROUPINGS[1:])
+
+  def twice() -> list[tf.Tensor]:
+    mark = tf.constant(MARKS, tf.float32)[testbed.replica_id()]
+    first = engine.all_reduce_sum([mark, 16 * mark], pairs)
+    return engine.all_reduce_sum(first, crossed)
+
+  @tf.function(autograph=False)
+  def run() -> Any:
+    return engine.strategy.run(
+      lambda: tf.cond(
+        testbed.replica_id() >= 0, twice, lambda: [tf.zeros([]), tf.zeros([])]
+      )
+    )
+
+  for _ in range(3):
+    for result, scale in zip(run(), (1, 16), strict=True):
+      copies = engine.strategy.experimental_local_results(result)
+      # Pairs sum to 3 and 12; each crossed pair has one of either.
+      assert [float(copy) for copy in copies] == [15.0 * scale] * 4
+
+
+def test_dynamic_shapes_meet() -> None:
+  engine = mirrored.Mirrored(testbed.mirrored(), prefer_merge=False)
+  groups = groups_lib.Groups(GROUPINGS[1])
+
+  @tf.function(
+    autograph=False, input_signature=[tf.TensorSpec([None], tf.float32)]
+  )
+  def run(x: tf.Tensor) -> Any:
+    return engine.strategy.run(
+      lambda: [tf.identity(engine.all_reduce_sum([x], groups)[0])]
+    )
+
+  for size in (2, 5):
+    [result] = run(tf.range(size, dtype=tf.float32))
+    copies = engine.strategy.experimental_local_results(result)
+    assert len(copies) == testbed.REPLICAS
+    for copy in copies:
+      np.testing.assert_array_equal(copy, 2.0 * np.arange(size))
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_gathers_rows_of_the_group(eager: bool) -> None:
+  engine = mirrored.Mirrored(testbed.mirrored())
+  groups = groups_lib.Groups([[3, 0], [1, 2]])
+
+  def replica_fn() -> Any:
+    assert engine.can_gather
+    mine = testbed.replica_id()
+    return engine.all_gather([tf.fill([mine, 2], mine)], groups)
+
+  def run() -> Any:
+    return engine.strategy.run(replica_fn)
+
+  [rows] = run() if eager else tf.function(run, autograph=False)()
+  copies = engine.strategy.experimental_local_results(rows)
+  for replica, expected in enumerate([[3] * 3, [1, 2, 2], [1, 2, 2], [3] * 3]):
+    np.testing.assert_array_equal(copies[replica][:, 0], expected)
+    assert copies[replica].shape[1] == 2
+
+
+class TestRefusals:
+  """Where a collective would wait for ever, an error says what to do."""
+
+  def test_function_called_eagerly_inside_run(self) -> None:
+    engine = mirrored.Mirrored(testbed.mirrored())
+    groups = groups_lib.Groups(GROUPINGS[0])
+    with pytest.raises(RuntimeError, match=r"into a tf.function"):
+      _sums(engine, groups, _in_nested_function, eager=True)
+
+  def test_loop_inside_run(self) -> None:
+    engine = mirrored.Mirrored(testbed.mirrored())
+    groups = groups_lib.Groups(GROUPINGS[0])
+
+    def in_loop(reduce: Any) -> Any:
+      _, result = tf.while_loop(
+        lambda i, _: i < 2,
+        lambda i, _: (i + 1, reduce()[0]),
+        (0, tf.zeros([3])),
+      )
+      return [result]
+
+    with pytest.raises(RuntimeError, match=r"loop around `strategy\.run`"):
+      _sums(engine, groups, in_loop)
+
+  def test_dtype_that_no_collective_sums(self) -> None:
+    engine = mirrored.Mirrored(testbed.mirrored(), prefer_merge=False)
+    groups = groups_lib.Groups(GROUPINGS[0])
+    with pytest.raises(TypeError, match=r"complex64.*float32"):
+      _sums(engine, groups, dtypes=(tf.complex64,))
+
+
+def test_a_loop_around_run_is_fine() -> None:
+  engine = mirrored.Mirrored(testbed.mirrored())
+  groups = groups_lib.Groups(GROUPINGS[1])
+  with engine.strategy.scope():
+    total = tf.Variable(0.0)
+
+  def replica_fn() -> None:
+    mark = tf.constant(MARKS, tf.float32)[testbed.replica_id()]
+    total.assign_add(engine.all_reduce_sum([mark], groups)[0])
+
+  @tf.function
+  def run() -> None:
+    for _ in tf.range(3):
+      engine.strategy.run(replica_fn)
+
+  run()
+  assert testbed.copies(total) == [9.0, 9.0, 36.0, 36.0]
+
+
+def test_strategies_do_not_share_keys() -> None:
+  two = mirrored.Mirrored(testbed.mirrored(2), prefer_merge=False)
+  four = mirrored.Mirrored(testbed.mirrored(4), prefer_merge=False)
+  again = mirrored.Mirrored(testbed.mirrored(4), prefer_merge=False)
+  pair = groups_lib.Groups([[0, 1]])
+  pairs = groups_lib.Groups(GROUPINGS[1])
+  keys = [
+    two._meeting.group_key(pair, 0),
+    four._meeting.group_key(pairs, 0),
+    four._meeting.group_key(pairs, 2),
+    four._meeting.group_key(groups_lib.Groups(GROUPINGS[0]), 0),
+  ]
+  assert len(set(keys)) == len(keys)
+  assert four._meeting.group_key(pairs, 1) == keys[1]
+  assert again._meeting is four._meeting
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,255 @@
+"""Steps that are not finite are left out by a whole group, and counted."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import testbed
+from tf_cross_shard import CrossShardOptimizer
+from tf_cross_shard.gradients import nonfinite
+
+keras = tf.keras
+HALVES = [[0, 1], [2, 3]]
+BAD = (float("nan"), float("inf"), float("-inf"))
+
+
+def _train(
+  grouping: Any,
+  factors: list[list[float]],
+  mode: str = "function",
+  strategy: Any = None,
+  **options: Any,
+) -> tuple[Any, Any, Any]:
+  """One step for each row of factors, one factor for each replica."""
+  strategy = strategy or testbed.mirrored()
+  with strategy.scope():
+    weight = keras.Variable([1.0, 2.0])
+    global_step = tf.Variable(0, dtype=tf.int64)
+    optimizer = CrossShardOptimizer(
+      keras.optimizers.SGD(0.5, momentum=0.5),
+      "sum",
+      group_assignment=grouping,
+      skip_nonfinite=True,
+      **options,
+    )
+    optimizer.build([weight])
+
+  def replica_step(factor: tf.Tensor) -> None:
+    grad = tf.stack([1.0, factor])
+    optimizer.apply_gradients([(grad, weight)], global_step)
+
+  def step(factors: Any) -> None:
+    strategy.run(replica_step, args=(factors,))
+
+  run = tf.function(step) if mode == "function" else step
+  for row in factors:
+    run(testbed.per_replica(strategy, row))
+  return optimizer, weight, global_step
+
+
+def _by_hand(steps: list[float], members: int) -> list[float]:
+  """SGD with momentum on the sums [members, step] of the steps applied."""
+  value, velocity = np.array([1.0, 2.0]), np.zeros(2)
+  for total in steps:
+    velocity = 0.5 * velocity - 0.5 * np.array([members, total])
+    value = value + velocity
+  return value.tolist()
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_a_group_skips_what_one_of_it_cannot_apply(
+  mode: str, bad: float
+) -> None:
+  rows = [[1.0, 2.0, 3.0, 4.0], [1.0, bad, 2.0, 2.0], [2.0, 2.0, 1.0, 1.0]]
+  optimizer, weight, global_step = _train(HALVES, rows, mode)
+  first, second = _by_hand([3.0, 4.0], 2), _by_hand([7.0, 4.0, 2.0], 2)
+  assert [v.tolist() for v in testbed.copies(weight)] == [
+    first,
+    first,
+    second,
+    second,
+  ]
+  assert testbed.copies(optimizer.skipped_steps) == [1, 1, 0, 0]
+  assert testbed.copies(optimizer.iterations) == [2, 2, 3, 3]
+  assert testbed.copies(global_step) == [2, 2, 3, 3]
+
+
+def test_ungrouped_all_skip() -> None:
+  rows = [[1.0, 2.0, 3.0, BAD[0]], [1.0, 1.0, 1.0, 1.0]]
+  optimizer, weight, _ = _train(None, rows)
+  assert [v.tolist() for v in testbed.copies(weight)] == [
+    _by_hand([4.0], 4)
+  ] * 4
+  assert testbed.copies(optimizer.skipped_steps) == [1] * 4
+
+
+def test_on_the_virtual_tpu() -> None:
+  rows = [[1.0, BAD[1], 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]]
+  optimizer, weight, _ = _train(HALVES, rows, strategy=testbed.virtual(4))
+  first, second = _by_hand([3.0], 2), _by_hand([7.0, 7.0], 2)
+  assert [v.tolist() for v in testbed.copies(weight)] == [
+    first,
+    first,
+    second,
+    second,
+  ]
+  assert testbed.copies(optimizer.skipped_steps) == [1, 1, 0, 0]
+
+
+def test_clipping_does_not_hide_an_infinity() -> None:
+  rows = [[1.0, BAD[1], 3.0, 4.0]]
+  optimizer, weight, _ = _train(HALVES, rows, clipvalue=1.0)
+  assert testbed.copies(optimizer.skipped_steps) == [1, 1, 0, 0]
+  assert testbed.copies(weight)[1].tolist() == [1.0, 2.0]
+
+
+def test_sums_that_overflow_are_skipped() -> None:
+  rows = [[2e38, 2e38, 1.0, 1.0]]  # float32 ends at 3.4e38.
+  optimizer, weight, _ = _train(HALVES, rows)
+  assert testbed.copies(optimizer.skipped_steps) == [1, 1, 0, 0]
+  assert testbed.copies(weight)[0].tolist() == [1.0, 2.0]
+  assert testbed.copies(weight)[2].tolist() == _by_hand([2.0], 2)
+
+
+def test_a_loss_scale_skips_by_itself_and_is_counted() -> None:
+  strategy = testbed.mirrored()
+  with strategy.scope():
+    weight = keras.Variable([1.0, 2.0])
+    inner = keras.optimizers.LossScaleOptimizer(
+      keras.optimizers.SGD(1.0), initial_scale=8.0
+    )
+    optimizer = CrossShardOptimizer(
+      inner, group_assignment=HALVES, skip_nonfinite=True
+    )
+    optimizer.build([weight])
+
+  @tf.function
+  def step(factors: Any) -> None:
+    strategy.run(
+      lambda factor: optimizer.minimize(
+        lambda: factor * tf.reduce_sum(weight), var_list=[weight]
+      ),
+      args=(factors,),
+    )
+
+  step(testbed.per_replica(strategy, [1.0, BAD[0], 2.0, 4.0]))
+  values = [v.tolist() for v in testbed.copies(weight)]
+  assert values == [[1.0, 2.0]] * 2 + [[-2.0, -1.0]] * 2
+  assert testbed.copies(inner.dynamic_scale) == [4.0, 4.0, 8.0, 8.0]
+  assert testbed.copies(optimizer.skipped_steps) == [1, 1, 0, 0]
+
+
+def test_callbacks_read_the_count() -> None:
+  seen = []
+  optimizer = CrossShardOptimizer("sgd", skip_nonfinite=True)
+  model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+  model.compile(optimizer, "mse")
+  x = np.array([[1.0], [np.nan], [2.0], [np.inf]], "float32")
+  model.fit(
+    x,
+    np.ones([4, 1]),
+    batch_size=1,
+    shuffle=False,
+    verbose=0,
+    callbacks=[
+      keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(
+          int(optimizer.skipped_steps.numpy())
+        )
+      )
+    ],
+  )
+  assert seen == [0, 1, 1, 2]
+  assert np.isfinite(model.get_weights()[0]).all()
+
+
+def test_without_it_a_step_is_applied_as_it_is() -> None:
+  optimizer = CrossShardOptimizer("sgd")
+  assert optimizer.skipped_steps is None
+  weight = keras.Variable(1.0)
+  optimizer.apply_gradients([(tf.constant(BAD[0]), weight)])
+  assert np.isnan(weight.numpy())
+
+
+def test_the_count_is_none_of_the_variables_nor_in_checkpoints() -> None:
+  counting, plain = (
+    CrossShardOptimizer("adam", skip_nonfinite=counts)
+    for counts in (True, False)
+  )
+  weight = keras.Variable([1.0])
+  for optimizer in (counting, plain):
+    optimizer.build([weight])
+  assert len(counting.variables) == len(plain.variables)
+  assert counting.get_config()["skip_nonfinite"] is True
+  again = type(counting).from_config(counting.get_config())
+  assert int(again.skipped_steps.numpy()) == 0
+
+
+def test_sparse_and_whole_number_gradients() -> None:
+  def is_finite(*values: float) -> bool:
+    rows = tf.IndexedSlices(
+      tf.constant(values), tf.range(len(values)), tf.constant([9])
+    )
+    grads = [rows, None, tf.constant([1, 2]), tf.constant(1 + 2j)]
+    return bool(nonfinite.all_finite(grads))
+
+  assert is_finite(1.0, 2.0)
+  assert not is_finite(1.0, BAD[0])
+  assert bool(nonfinite.all_finite([]))
+  assert not bool(nonfinite.all_finite([tf.constant(complex(0, BAD[1]))]))
+  assert not bool(
+    nonfinite.all_finite([tf.constant([1.0, BAD[2]], tf.bfloat16)])
+  )
+
+
+def test_a_global_step_counts_no_step_that_a_loss_scale_skips() -> None:
+  weight, global_step = keras.Variable([1.0]), tf.Variable(0)
+  optimizer = CrossShardOptimizer(
+    keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0))
+  )
+  optimizer.build([weight])
+  for factor in (BAD[0], 1.0):
+    optimizer.minimize(
+      lambda f=factor: f * tf.reduce_sum(weight),
+      var_list=[weight],
+      global_step=global_step,
+    )
+  assert int(global_step) == int(optimizer.iterations) == 1
+
+
+def test_losses_of_half_precision() -> None:
+  for dtype in ("float16", "bfloat16"):
+    weight = keras.Variable([1.0])
+    optimizer = CrossShardOptimizer(
+      keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(1.0), initial_scale=8.0
+      )
+    )
+    optimizer.build([weight])
+    with tf.GradientTape() as tape:
+      loss = tf.reduce_mean(tf.cast(weight.value, dtype) ** 2)
+    optimizer.minimize(loss, [weight], tape=tape)
+    assert weight.numpy().tolist() == [-1.0]
+
+
+def test_refused_where_an_update_cannot_be_left_out() -> None:
+  strategy = tf.distribute.experimental.CentralStorageStrategy(
+    ["CPU:0", "CPU:1"]
+  )
+  with (
+    strategy.scope(),
+    pytest.raises(NotImplementedError, match="CentralStorageStrategy"),
+  ):
+    CrossShardOptimizer("sgd", skip_nonfinite=True)
+
+
+def test_bad_input() -> None:
+  with pytest.raises(TypeError, match="`skip_nonfinite` must be True or False"):
+    CrossShardOptimizer("sgd", skip_nonfinite="yes")
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

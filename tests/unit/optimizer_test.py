@@ -1,0 +1,771 @@
+"""What CrossShardOptimizer promises beyond the numbers of the matrix."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl import logging
+
+from tests.support import testbed
+from tf_cross_shard import CrossShardOptimizer, Groups
+
+keras = tf.keras
+SGD = keras.optimizers.SGD
+_sgd = functools.partial(SGD, 1.0)
+
+
+def _run(step: Callable[[], Any], mode: str = "function") -> list[Any]:
+  """Runs a replica step on four replicas; answers each replica's result."""
+  strategy = testbed.mirrored()
+
+  def run() -> Any:
+    return strategy.run(step)
+
+  call = tf.function(run, autograph=False) if mode == "function" else run
+  return list(strategy.experimental_local_results(call()))
+
+
+def _make(
+  opt: Callable[[], Any], *args: Any, initial: Any = 0.0, **kwargs: Any
+) -> tuple[Any, Any]:
+  """An optimizer and one built variable under four replicas."""
+  with testbed.mirrored().scope():
+    weight = keras.Variable(np.asarray(initial, "float32"), name="weight")
+    optimizer = CrossShardOptimizer(opt(), *args, **kwargs)
+    optimizer.build([weight])
+  return optimizer, weight
+
+
+def _mine() -> tf.Tensor:
+  """1, 2, 4 or 8: a gradient that tells which replicas were summed."""
+  return tf.constant([1.0, 2.0, 4.0, 8.0])[testbed.replica_id()]
+
+
+def _norm() -> tf.Tensor:
+  """A gradient of norm 5, 10, 20 or 40."""
+  return _mine() * tf.constant([3.0, 4.0])
+
+
+class TestReduction:
+  @pytest.mark.parametrize("mode", ["eager", "function"])
+  def test_apply_gradients_sums(self, mode: str) -> None:
+    optimizer, weight = _make(_sgd)
+
+    def step() -> Any:
+      return optimizer.apply_gradients([(_mine(), weight)])
+
+    counts = _run(step, mode)
+    assert testbed.copies(weight) == [-15.0] * 4
+    assert [int(count) for count in counts] == [1] * 4
+
+  def test_groups_sum_apart(self) -> None:
+    optimizer, weight = _make(_sgd, group_assignment=[[3, 0], [1, 2]])
+    _run(lambda: optimizer.apply_gradients([(_mine(), weight)]))
+    assert testbed.copies(weight) == [-9.0, -6.0, -6.0, -9.0]
+
+  def test_mean_is_in_compute_gradients(self) -> None:
+    optimizer, weight = _make(_sgd, group_assignment=[[0, 1], [2, 3]])
+
+    def step() -> Any:
+      [(grad, variable)] = optimizer.compute_gradients(
+        lambda: _mine() * weight, [weight]
+      )
+      assert variable is weight
+      return grad
+
+    assert [float(grad) for grad in _run(step)] == [0.5, 1.0, 2.0, 4.0]
+
+  def test_scale_loss_carries_keras_factor(self) -> None:
+    for groups, reduction, factor in (
+      (None, "mean", 1.0),
+      ([[0, 1], [2, 3]], "mean", 2.0),
+      (None, "sum", 4.0),
+      ([[0, 1], [2, 3]], "sum", 4.0),
+    ):
+      optimizer, _ = _make(_sgd, reduction, group_assignment=groups)
+      results = _run(lambda o=optimizer: o.scale_loss(tf.constant(3.0)))
+      assert [float(result) for result in results] == [3.0 * factor] * 4
+
+  def test_constant_gradient_shared_by_all_replicas(self) -> None:
+    optimizer, weight = _make(_sgd)
+    shared = tf.constant(1.0)
+    _run(lambda: optimizer.apply_gradients([(shared, weight)]), "eager")
+    assert testbed.copies(weight) == [-4.0] * 4
+
+  def test_global_step_is_incremented_once(self) -> None:
+    optimizer, weight = _make(_sgd)
+    outside = tf.Variable(0, dtype=tf.int64)
+    with testbed.mirrored().scope():
+      inside = tf.Variable(5, dtype=tf.int32)
+      first = tf.Variable(
+        7,
+        dtype=tf.int64,
+        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+      )
+    for global_step in (outside, inside, first):
+      _run(
+        lambda s=global_step: optimizer.apply_gradients(
+          [(_mine(), weight)], global_step=s
+        )
+      )
+    assert testbed.copies(outside) == [1]
+    assert testbed.copies(inside) == [6] * 4
+    assert testbed.copies(first) == [8] * 4
+
+  def test_variables_found_by_the_loss(self) -> None:
+    for mode in ("eager", "function"):
+      optimizer, weight = _make(_sgd)
+      _run(lambda o=optimizer, w=weight: o.minimize(lambda: _mine() * w), mode)
+      assert testbed.copies(weight) == [-3.75] * 4
+
+  def test_tensor_loss_in_a_function(self) -> None:
+    optimizer, weight = _make(_sgd, "sum")
+
+    def step() -> Any:
+      loss = _mine() * weight
+      return optimizer.minimize(loss)
+
+    _run(step)
+    assert testbed.copies(weight) == [-15.0] * 4
+
+  def test_aggregated_tf_variable_stays_apart_between_groups(self) -> None:
+    strategy = testbed.mirrored()
+    with strategy.scope():
+      weight = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
+      optimizer = CrossShardOptimizer(
+        SGD(1.0), group_assignment=[[0, 1], [2, 3]]
+      )
+      optimizer.build([weight])
+    _run(lambda: optimizer.apply_gradients([(_mine(), weight)]))
+    assert testbed.copies(weight) == [-3.0, -3.0, -12.0, -12.0]
+
+  def test_slots_made_in_the_first_step(self) -> None:
+    strategy = testbed.mirrored()
+    with strategy.scope():
+      weight = keras.Variable(0.0, name="weight")
+      optimizer = CrossShardOptimizer(SGD(1.0, momentum=0.5))
+    _run(lambda: optimizer.apply_gradients([(_mine(), weight)]))
+    assert testbed.copies(weight) == [-15.0] * 4
+    slot = optimizer.get_slot(weight, "momentum")
+    assert testbed.copies(slot) == [-15.0] * 4
+
+  def test_constraints_hold_for_variables_that_the_loss_found(self) -> None:
+    for mode in ("eager", "function"):
+      optimizer, weight = _make(_sgd, initial=1.0)
+      weight.constraint = keras.constraints.NonNeg()
+      _run(
+        lambda o=optimizer, w=weight: o.minimize(lambda: _mine() * w.value),
+        mode,
+      )
+      assert testbed.copies(weight) == [0.0] * 4
+
+  def test_aggregated_keras_variables_with_constraints(self) -> None:
+    for mode in ("eager", "function"):
+      for aggregation in ("mean", "sum", "only_first_replica"):
+        with testbed.mirrored().scope():
+          weight = keras.Variable(1.0, aggregation=aggregation)
+          weight.constraint = keras.constraints.get("non_neg")
+          optimizer = CrossShardOptimizer(
+            SGD(0.25), group_assignment=[[0, 1], [2, 3]]
+          )
+          optimizer.build([weight])
+        _run(
+          lambda o=optimizer, w=weight: o.apply_gradients([(_mine(), w)]), mode
+        )
+        assert testbed.copies(weight) == [0.25, 0.25, 0.0, 0.0]
+
+  @pytest.mark.parametrize("mode", ["eager", "function"])
+  def test_global_step_of_every_kind_counts_one(self, mode: str) -> None:
+    synchronization = tf.VariableSynchronization
+    aggregation = tf.VariableAggregation
+    for sync, aggregate in (
+      (synchronization.AUTO, aggregation.SUM),
+      (synchronization.ON_READ, aggregation.SUM),
+      (synchronization.ON_READ, aggregation.ONLY_FIRST_REPLICA),
+    ):
+      optimizer, weight = _make(_sgd)
+      with testbed.mirrored().scope():
+        step = tf.Variable(
+          0, dtype=tf.int64, synchronization=sync, aggregation=aggregate
+        )
+      for _ in range(2):
+        _run(
+          lambda o=optimizer, w=weight, s=step: o.apply_gradients(
+            [(_mine(), w)], s
+          ),
+          mode,
+        )
+      assert step.numpy() == 2
+      assert testbed.copies(weight) == [-30.0] * 4
+
+
+class TestLossScaleOptimizer:
+  def test_of_two_the_inner_one_scales(self) -> None:
+    """Under mixed_float16 Keras adds a second one around ours."""
+
+    def train(*, twice: bool) -> list[Any]:
+      optimizer = CrossShardOptimizer(
+        keras.optimizers.LossScaleOptimizer(_sgd(), initial_scale=8.0)
+      )
+      weight = keras.Variable([1.0, 2.0])
+      if twice:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+      optimizer.build([weight])
+      for factor in (1.0, np.inf, 2.0):
+        with tf.GradientTape() as tape:
+          loss = optimizer.scale_loss(factor * tf.reduce_sum(weight))
+        grads = tape.gradient(loss, [weight.value])
+        optimizer.apply(grads, [weight])
+      if twice:
+        optimizer = optimizer.inner_optimizer
+      return [weight.numpy().tolist(), float(optimizer.dynamic_scale)]
+
+    assert train(twice=True) == train(twice=False) == [[-2.0, -1.0], 4.0]
+
+  @pytest.mark.parametrize("option", ["clipnorm", "clipvalue"])
+  def test_local_clipping_does_not_hide_overflow(self, option: str) -> None:
+    def opt() -> Any:
+      return keras.optimizers.LossScaleOptimizer(_sgd(), initial_scale=1024.0)
+
+    optimizer, weight = _make(opt, initial=[1.0, 2.0], **{option: 0.5})
+
+    def step() -> Any:
+      pairs = optimizer.compute_gradients(
+        lambda: tf.reduce_sum(weight), [weight]
+      )
+      overflow = tf.where(testbed.replica_id() == 1, np.inf, 1.0)
+      return optimizer.apply_gradients(
+        [(grad * tf.cast(overflow, grad.dtype), v) for grad, v in pairs]
+      )
+
+    _run(step)
+    for copy in testbed.copies(weight):
+      np.testing.assert_array_equal(copy, [1.0, 2.0])
+    assert testbed.copies(optimizer.dynamic_scale) == [512.0] * 4
+
+
+class TestClipping:
+  def test_before_the_sum_and_after_it(self) -> None:
+    before, weight = _make(_sgd, clipvalue=3.0)
+    _run(lambda: before.apply_gradients([(_mine(), weight)]))
+    assert testbed.copies(weight) == [-(1.0 + 2.0 + 3.0 + 3.0)] * 4
+    after, weight = _make(lambda: SGD(1.0, clipvalue=3.0))
+    _run(lambda: after.apply_gradients([(_mine(), weight)]))
+    assert testbed.copies(weight) == [-3.0] * 4
+    both, weight = _make(lambda: SGD(1.0, clipvalue=8.0), clipvalue=3.0)
+    _run(lambda: both.apply_gradients([(_mine(), weight)]))
+    assert testbed.copies(weight) == [-8.0] * 4
+
+  def test_by_norm(self) -> None:
+    for option in ("clipnorm", "global_clipnorm"):
+      optimizer, weight = _make(_sgd, initial=[0, 0], **{option: 5.0})
+
+      _run(lambda o=optimizer, w=weight: o.apply_gradients([(_norm(), w)]))
+      for copy in testbed.copies(weight):
+        np.testing.assert_allclose(copy, [-12.0, -16.0], rtol=1e-6)
+
+  @pytest.mark.parametrize(
+    "option", ["clipnorm", "global_clipnorm", "clipvalue"]
+  )
+  @pytest.mark.parametrize("scaling", ["factor", "optimizer"])
+  def test_limits_do_not_feel_the_loss_scale(
+    self, option: str, scaling: str
+  ) -> None:
+    def opt() -> Any:
+      if scaling == "factor":
+        return SGD(1.0, loss_scale_factor=1024.0)
+      return keras.optimizers.LossScaleOptimizer(_sgd(), initial_scale=1024.0)
+
+    optimizer, weight = _make(opt, **{option: 3.0})
+    _run(
+      lambda: optimizer.apply_gradients(
+        optimizer.compute_gradients(lambda: 4.0 * _mine() * weight, [weight])
+      )
+    )
+    assert testbed.copies(weight) == [-(1.0 + 2.0 + 3.0 + 3.0)] * 4
+
+  @pytest.mark.parametrize(
+    "option", ["clipnorm", "global_clipnorm", "clipvalue"]
+  )
+  def test_a_limit_of_zero_is_none_as_in_keras(self, option: str) -> None:
+    optimizer, weight = _make(_sgd, **{option: 0.0})
+    _run(lambda: optimizer.apply_gradients([(_mine(), weight)]))
+    assert testbed.copies(weight) == [-15.0] * 4
+
+  def test_local_clipping_between_the_two_calls(self) -> None:
+    optimizer, weight = _make(_sgd)
+
+    def step() -> Any:
+      [(grad, variable)] = optimizer.compute_gradients(
+        lambda: _mine() * weight, [weight]
+      )
+      return optimizer.apply_gradients(
+        [(tf.clip_by_value(grad, -0.5, 0.5), variable)]
+      )
+
+    _run(step)
+    assert testbed.copies(weight) == [-(0.25 + 0.5 + 0.5 + 0.5)] * 4
+
+
+class TestSparse:
+  @pytest.mark.parametrize("grouping", testbed.GROUPINGS)
+  @pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad"])
+  @pytest.mark.parametrize("mode", ["eager", "function", "cond"])
+  def test_rows_shared_within_and_between_replicas(
+    self, mode: str, name: str, grouping: str
+  ) -> None:
+    groups = testbed.groups_of(testbed.GROUPINGS[grouping])
+    table = np.arange(12, dtype="float32").reshape(6, 2)
+    with testbed.mirrored().scope():
+      embedding = keras.Variable(table, name="embedding")
+      optimizer = CrossShardOptimizer(
+        testbed.OPTIMIZERS[name](),
+        group_assignment=testbed.GROUPINGS[grouping],
+      )
+      optimizer.build([embedding])
+    # Row 0 is everybody's, twice; row r + 1 is replica r's own, r + 1 times.
+    rows = [[0, 0] + [r + 1] * (r + 1) for r in range(4)]
+
+    def step() -> Any:
+      mine = testbed.replica_id()
+      ids = _rows(rows)
+      values = tf.ones([tf.size(ids), 2]) * (1.0 + tf.cast(mine, tf.float32))
+      grad = tf.IndexedSlices(values, ids, tf.constant([6, 2]))
+
+      def apply() -> tf.Tensor:
+        return optimizer.apply_gradients([(grad, embedding)])
+
+      if mode != "cond":
+        return apply()
+      return tf.cond(mine >= 0, apply, lambda: tf.constant(0, tf.int64))
+
+    for _ in range(2):
+      _run(step, "eager" if mode == "eager" else "function")
+    for members in groups:
+      dense = np.zeros_like(table)
+      for replica in members:
+        np.add.at(dense, rows[replica], 1.0 + replica)
+      plain = testbed.OPTIMIZERS[name]()
+      expected = keras.Variable(table)
+      plain.build([expected])
+      for _ in range(2):
+        plain.apply([tf.constant(dense)], [expected])
+      held = testbed.copies(embedding)
+      for replica in members:
+        testbed.assert_close(held[replica], expected.numpy(), str(replica))
+
+
+def _rows(rows: list[list[int]]) -> tf.Tensor:
+  """This replica's row of a ragged table; lengths differ."""
+  flat = tf.constant(list(itertools.chain(*rows)))
+  ends = np.cumsum([len(row) for row in rows])
+  mine = testbed.replica_id()
+  begin = tf.constant([0, *ends[:-1].tolist()])[mine]
+  return flat[begin : tf.constant(ends.tolist())[mine]]
+
+
+class TestPlaces:
+  def test_one_replica_reduces_nothing(self) -> None:
+    for strategy in (
+      tf.distribute.get_strategy(),
+      tf.distribute.OneDeviceStrategy("CPU:0"),
+    ):
+      with strategy.scope():
+        weight = keras.Variable(1.0)
+        optimizer = CrossShardOptimizer(SGD(1.0), group_assignment=[[0]])
+
+      step = functools.partial(
+        optimizer.minimize, functools.partial(tf.multiply, 3.0, weight)
+      )
+      strategy.run(tf.function(step, autograph=False))
+      strategy.run(step)
+      assert float(weight.numpy()) == -5.0
+
+  def test_cross_replica_context_is_refused(self) -> None:
+    optimizer, weight = _make(_sgd)
+    with testbed.mirrored().scope():
+      for call in (
+        lambda: optimizer.apply_gradients([(tf.constant(1.0), weight)]),
+        lambda: optimizer.apply([tf.constant(1.0)], [weight]),
+        lambda: optimizer.compute_gradients(lambda: weight * 2.0, [weight]),
+        lambda: optimizer.minimize(lambda: weight * 2.0, var_list=[weight]),
+        lambda: optimizer.scale_loss(tf.constant(1.0)),
+      ):
+        with pytest.raises(RuntimeError, match=r"inside the.*strategy\.run"):
+          call()
+    assert testbed.copies(weight) == [0.0] * 4
+
+  def test_outside_its_strategy_is_refused(self) -> None:
+    optimizer, weight = _make(_sgd)
+    with pytest.raises(RuntimeError, match=r"MirroredStrategy \(4 replicas\)"):
+      optimizer.apply_gradients([(tf.constant(1.0), weight)])
+    stray = CrossShardOptimizer(SGD(1.0))
+    with pytest.raises(RuntimeError, match=r"with strategy\.scope\(\)"):
+      _run(lambda: stray.apply_gradients([(_mine(), weight)]))
+    assert testbed.copies(weight) == [0.0] * 4
+
+  def test_inner_made_outside_the_scope_is_refused(self) -> None:
+    inner = SGD(1.0)
+    with testbed.mirrored().scope():
+      weight = keras.Variable(0.0)
+      optimizer = CrossShardOptimizer(inner)
+    with pytest.raises(RuntimeError, match="made under"):
+      _run(lambda: optimizer.apply_gradients([(_mine(), weight)]))
+
+  def test_groups_without_strategy_are_refused_when_used(self) -> None:
+    optimizer = CrossShardOptimizer("sgd", group_assignment=[[0, 1]])
+    weight = keras.Variable(0.0)
+    with pytest.raises(ValueError, match=r"`group_assignment`.*\[\[0, 1\]\]"):
+      optimizer.apply_gradients([(tf.constant(1.0), weight)])
+    assert optimizer.iterations.numpy() == 0
+
+  def test_version_1_graph_of_several_replicas_is_refused(self) -> None:
+    with tf.Graph().as_default():
+      strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+      with strategy.scope():
+        weight = tf.Variable(3.0)
+        optimizer = CrossShardOptimizer(_sgd())
+      with pytest.raises(RuntimeError, match=r"version 1 graph.*tf\.function"):
+        strategy.run(lambda: optimizer.minimize(weight * weight))
+
+  def test_version_1_graph(self) -> None:
+    with tf.Graph().as_default():
+      weight = tf.Variable(3.0)
+      optimizer = CrossShardOptimizer(SGD(0.25))
+      global_step = tf.compat.v1.train.get_or_create_global_step()
+      step = optimizer.minimize(
+        weight * weight,
+        global_step,
+        gate_gradients=CrossShardOptimizer.GATE_GRAPH,
+        grad_loss=tf.constant(2.0),
+      )
+      assert isinstance(step, tf.Operation)
+      with tf.compat.v1.Session() as session:
+        session.run(tf.compat.v1.global_variables_initializer())
+        session.run(step)
+        assert session.run([weight, global_step]) == [0.0, 1]
+
+
+class TestBadInput:
+  @pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+      ({"opt": 3}, TypeError, "`opt` must be an optimizer of keras"),
+      ({"opt": "adan"}, ValueError, r"`opt` must name .*'adan'.*\"adam\""),
+      ({"opt": None}, TypeError, "`opt`"),
+      ({"opt": SGD}, TypeError, "`opt`"),
+      ({"reduction": "max"}, ValueError, r"`reduction`.*'mean'.*'max'"),
+      ({"loss_averaged_over": "all"}, ValueError, "`loss_averaged_over`"),
+      ({"group_assignment": [0, 1]}, ValueError, "two-dimensional"),
+      ({"group_assignment": [[0, 1], [2]]}, ValueError, "one size"),
+      ({"group_assignment": []}, ValueError, "empty"),
+      ({"group_assignment": [[0, 1], [1, 0]]}, ValueError, "twice"),
+      ({"group_assignment": [[0, 0], [1, 1]]}, ValueError, "twice"),
+      ({"group_assignment": [[0, 1], [2, 4]]}, ValueError, "out of range"),
+      ({"group_assignment": [[0, -1]]}, ValueError, "out of range"),
+      ({"group_assignment": [[0.0, 1.0]]}, ValueError, "integers"),
+      ({"clipnorm": 1.0, "clipvalue": 1.0}, ValueError, "clip"),
+    ],
+  )
+  def test_constructor(
+    self, arguments: dict[str, Any], error: type[Exception], words: str
+  ) -> None:
+    with pytest.raises(error, match=words):
+      CrossShardOptimizer(**{"opt": "sgd", **arguments})
+
+  def test_group_count_is_checked_under_the_strategy(self) -> None:
+    with (
+      testbed.mirrored().scope(),
+      pytest.raises(
+        ValueError, match=r"4 replicas of MirroredStrategy.*holds 2"
+      ),
+    ):
+      CrossShardOptimizer("sgd", group_assignment=[[0, 1]])
+
+  def test_nested_in_itself(self) -> None:
+    inner = CrossShardOptimizer("sgd", name="within")
+    with pytest.raises(ValueError, match=r"within.*reduced twice"):
+      CrossShardOptimizer(inner)
+
+  def test_symbolic_group_assignment(self) -> None:
+    @tf.function
+    def make(groups: tf.Tensor) -> None:
+      CrossShardOptimizer("sgd", group_assignment=groups)
+
+    with pytest.raises(ValueError, match="known when the program is built"):
+      make(tf.constant([[0]]))
+
+  def test_every_form_of_group_assignment(self) -> None:
+    table = [[0, 2], [1, 3]]
+    for form in (
+      table,
+      tuple(map(tuple, table)),
+      np.array(table, np.int32),
+      tf.constant(table),
+      Groups(table),
+    ):
+      optimizer = CrossShardOptimizer("sgd", group_assignment=form)
+      assert optimizer.group_assignment == optimizer.groups.to_lists() == table
+      assert type(optimizer.get_config()["group_assignment"][0][0]) is int
+
+  @pytest.mark.parametrize(
+    ("pairs", "error", "words"),
+    [
+      (lambda w: [], ValueError, r"`grads_and_vars`.*at least one"),
+      (lambda w: [w], ValueError, "pairs"),
+      (lambda w: [(None, w)], ValueError, "not None.*weight"),
+      (lambda w: [(tf.ones([3]), w)], ValueError, r"\(3,\).*weight|weight.*3"),
+      (lambda w: [(tf.ones([]), 1.0)], TypeError, "Variable"),
+      (lambda w: [("x" * 3, w)], (TypeError, ValueError), "weight|str"),
+    ],
+  )
+  def test_apply_gradients(
+    self, pairs: Any, error: type[Exception], words: str
+  ) -> None:
+    optimizer, weight = _make(_sgd, initial=[1.0, 2.0])
+    with pytest.raises(error, match=words):
+      _run(lambda: optimizer.apply_gradients(pairs(weight)))
+    assert optimizer.iterations.numpy() == 0
+    np.testing.assert_array_equal(testbed.copies(weight)[3], [1.0, 2.0])
+
+  def test_foreign_variable(self) -> None:
+    optimizer, weight = _make(_sgd)
+    with testbed.mirrored().scope():
+      foreign = keras.Variable(0.0, name="foreign")
+    with pytest.raises(ValueError, match=r"foreign.*not among"):
+      _run(
+        lambda: optimizer.apply_gradients(
+          [(_mine(), weight), (_mine(), foreign)]
+        )
+      )
+    assert testbed.copies(weight) == [0.0] * 4
+
+  def test_global_step(self) -> None:
+    optimizer, weight = _make(_sgd)
+    for bad, words in ((3, "got 3"), (tf.Variable(0.0), "float32")):
+      for call in (optimizer.apply_gradients, optimizer.minimize):
+        argument = (
+          [(tf.constant(1.0), weight)]
+          if call == optimizer.apply_gradients
+          else (lambda: weight * 1.0)
+        )
+        with pytest.raises(TypeError, match=f"`global_step`.*{words}"):
+          _run(lambda c=call, a=argument, b=bad: c(a, global_step=b))
+    assert testbed.copies(weight) == [0.0] * 4
+
+  def test_loss(self) -> None:
+    weight = keras.Variable([1.0, 2.0])
+    optimizer = CrossShardOptimizer("sgd")
+    with pytest.raises(ValueError, match=r"`loss`.*scalar.*\(2,\)"):
+      optimizer.compute_gradients(lambda: weight * 1.0, [weight])
+    with pytest.raises(TypeError, match="`loss` is an eager tensor"):
+      optimizer.compute_gradients(tf.constant(1.0), [weight])
+    with pytest.raises(TypeError, match="`loss` must be a tensor"):
+      optimizer.compute_gradients("loss", [weight])
+    with pytest.raises(ValueError, match="touches no trainable variable"):
+      optimizer.compute_gradients(lambda: tf.constant(1.0))
+    with pytest.raises(TypeError, match=r"no argument 'learning'.*grad_loss"):
+      optimizer.compute_gradients(lambda: weight, [weight], learning=1)
+    with pytest.raises(ValueError, match="`gate_gradients`"):
+      optimizer.minimize(lambda: weight[0], var_list=[weight], gate_gradients=7)
+    total = CrossShardOptimizer("sgd", "sum")
+    [(grad, _)] = total.compute_gradients(lambda: weight * 1.0, [weight])
+    np.testing.assert_array_equal(grad, [1.0, 1.0])
+
+  def test_var_list(self) -> None:
+    weight = keras.Variable(1.0)
+    frozen = keras.Variable(1.0, trainable=False, name="frozen")
+    optimizer = CrossShardOptimizer("sgd")
+    for var_list, error, words in (
+      ([frozen], ValueError, "frozen.*trainable=False"),
+      ([], ValueError, "at least one"),
+      ([1.0], TypeError, "`var_list`"),
+    ):
+      with pytest.raises(error, match=words):
+        optimizer.minimize(lambda: weight * frozen, var_list=var_list)
+
+  def test_foreign_var_list(self) -> None:
+    optimizer, _ = _make(_sgd)
+    with testbed.mirrored().scope():
+      foreign = keras.Variable(0.0, name="foreign")
+    with pytest.raises(ValueError, match=r"`var_list` holds foreign"):
+      _run(lambda: optimizer.minimize(lambda: 2 * foreign, var_list=[foreign]))
+
+  def test_names_and_slots(self) -> None:
+    optimizer, weight = _make(_sgd)
+    with pytest.raises(TypeError, match=r"`name` must be a string.*5"):
+      _run(lambda: optimizer.apply_gradients([(_mine(), weight)], name=5))
+    for other in ("weight", None, tf.constant(1.0)):
+      with pytest.raises(TypeError, match="`var` must hold"):
+        optimizer.get_slot(other, "momentum")
+
+  def test_keras_order_of_arguments(self) -> None:
+    weight = keras.Variable(1.0)
+    optimizer = CrossShardOptimizer(_sgd())
+    for var_list in ((weight,), [weight], (v for v in [weight])):
+      optimizer.minimize(lambda: 1.0 * weight, var_list)
+    assert float(weight.numpy()) == -2.0
+
+  def test_apply(self) -> None:
+    optimizer = CrossShardOptimizer("sgd")
+    with pytest.raises(ValueError, match="not built"):
+      optimizer.apply([tf.constant(1.0)])
+    weight = keras.Variable(1.0)
+    with pytest.raises(ValueError, match="one gradient per variable"):
+      optimizer.apply([tf.constant(1.0)] * 2, [weight])
+
+
+class TestWords:
+  """What is logged, and that it is logged once."""
+
+  @pytest.fixture
+  def said(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    for level in ("info", "warning"):
+      monkeypatch.setattr(
+        logging,
+        level,
+        lambda text, *args, level=level: lines.append(
+          f"{level}: {text % args if args else text}"
+        ),
+      )
+    return lines
+
+  def test_default_convention_is_said_once(self, said: list[str]) -> None:
+    optimizer, weight = _make(_sgd)
+    for _ in range(2):
+      _run(
+        lambda: optimizer.minimize(lambda: _mine() * weight, var_list=[weight])
+      )
+    assert len(said) == 1
+    assert said[0].startswith("info:")
+    assert "this replica's examples" in said[0]
+    assert "loss_averaged_over" in said[0]
+
+  def test_a_choice_is_not_commented(self, said: list[str]) -> None:
+    optimizer, weight = _make(_sgd, loss_averaged_over="replica")
+    _run(
+      lambda: optimizer.minimize(lambda: _mine() * weight, var_list=[weight])
+    )
+    assert said == []
+
+  def test_missing_factor_is_warned_about_once(self, said: list[str]) -> None:
+    optimizer, weight = _make(_sgd, group_assignment=[[0, 1], [2, 3]])
+    for _ in range(2):
+      _run(lambda: optimizer.apply_gradients([(_mine(), weight)]))
+    assert len(said) == 1
+    assert said[0].startswith("warning:")
+    assert "0.5 if" in said[0]
+    assert "2 if" in said[0]
+
+  def test_no_false_alarm(self, said: list[str]) -> None:
+    """Keras' ungrouped mean has no factor; functions scale unseen."""
+    optimizer, weight = _make(_sgd, loss_averaged_over="global")
+    _run(lambda: optimizer.apply([_mine()], [weight]))
+    optimizer, weight = _make(_sgd, loss_averaged_over="replica")
+    compute = tf.function(
+      lambda: optimizer.compute_gradients(lambda: 2 * weight, [weight])[0][0]
+    )
+    alone = CrossShardOptimizer(_sgd())
+    assert alone.get_name()
+    for _ in range(3):
+      _run(lambda: optimizer.apply_gradients([(compute(), weight)]), "eager")
+    assert said == []
+
+  def test_keras_ways_that_miss_a_factor(self, said: list[str]) -> None:
+    """What LossScaleOptimizer does when it stands around ours."""
+    optimizer, weight = _make(_sgd, "sum")
+    _run(lambda: optimizer.apply([_mine()], [weight]))
+    assert len(said) == 1
+    assert "4 if over all" in said[0]
+
+  def test_no_warning_without_a_mean_or_peers(self, said: list[str]) -> None:
+    optimizer, weight = _make(_sgd, "sum")
+    _run(lambda: optimizer.apply_gradients([(_mine(), weight)]))
+    alone = CrossShardOptimizer("sgd")
+    alone.apply_gradients([(tf.constant(1.0), tf.Variable(1.0))])
+    assert said == []
+
+
+def test_members_stay_bitwise_equal_and_one_trace_serves_all_steps() -> None:
+  strategy = testbed.mirrored()
+  task = testbed.Regression()
+  with strategy.scope():
+    variables = task.variables()
+    optimizer = CrossShardOptimizer(
+      testbed.OPTIMIZERS["Adam"](), group_assignment=[[0, 2], [1, 3]]
+    )
+    optimizer.build(variables)
+  traces = []
+
+  @tf.function
+  def step(x: tf.Tensor, y: tf.Tensor) -> None:
+    traces.append(1)
+
+    def replica_step() -> None:
+      mine = testbed.replica_id()
+      optimizer.minimize(
+        lambda: task.loss(variables, x[mine], y[mine]), var_list=variables
+      )
+
+    strategy.run(replica_step)
+
+  rng = np.random.default_rng(0)
+  for _ in range(200):
+    step(
+      tf.constant(rng.normal(size=task.x[0].shape).astype("float32")),
+      tf.constant(rng.normal(size=task.y[0].shape).astype("float32")),
+    )
+  assert len(traces) == 1
+  for variable in [*variables, *optimizer.variables]:
+    held = testbed.copies(variable)
+    assert len(held) == 4
+    np.testing.assert_array_equal(held[0], held[2])
+    np.testing.assert_array_equal(held[1], held[3])
+  apart = np.abs(
+    testbed.copies(variables[0])[0] - testbed.copies(variables[0])[1]
+  )
+  assert apart.max() > 1e-3
+
+
+def test_names_and_gates() -> None:
+  optimizer = CrossShardOptimizer("adam", name="mine")
+  assert optimizer.get_name() == optimizer.name == "mine"
+  assert CrossShardOptimizer("sgd").get_name() == "CrossShardOptimizer"
+  assert isinstance(optimizer, keras.optimizers.Optimizer)
+  gates = (optimizer.GATE_NONE, optimizer.GATE_OP, optimizer.GATE_GRAPH)
+  assert gates == (0, 1, 2)
+  assert optimizer.get_slot_names() == []
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_what_a_graph_has_read_is_updated_on_every_replica(
+  momentum: float,
+) -> None:
+  """A graph reports replicas' copies; the optimizer is built on the whole."""
+  strategy = testbed.mirrored()
+  with strategy.scope():
+    weight = tf.Variable(10.0)
+    sgd = tf.keras.optimizers.SGD(1.0, momentum=momentum)
+    optimizer = CrossShardOptimizer(sgd, "sum")
+
+  @tf.function
+  def step() -> None:
+    def replica_step() -> None:
+      slope = tf.cast(testbed.replica_id(), tf.float32)
+      optimizer.minimize(slope * weight)  # neither built nor told of variables
+
+    strategy.run(replica_step)
+
+  step()
+  step()
+  expected = 10.0 - 6.0 - 6.0 * (1.0 + momentum)
+  assert testbed.copies(weight) == [expected] * testbed.REPLICAS
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,131 @@
+"""Gradients to their sums: dense, sparse, None, mixed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import testbed
+from tf_cross_shard import collectives
+from tf_cross_shard import groups as groups_lib
+from tf_cross_shard.collectives import base, reduction
+
+
+class Recording(base.Engine):
+  """Pretends to be one of two replicas that hold the same values."""
+
+  def __init__(self, gathers: bool = True) -> None:
+    super().__init__(tf.distribute.get_strategy())
+    self.reduced: list[tf.Tensor] = []
+    self.gathered: list[tf.Tensor] = []
+    self._gathers = gathers
+
+  @property
+  def can_gather(self) -> bool:
+    return self._gathers
+
+  def all_reduce_sum(
+    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
+  ) -> list[tf.Tensor]:
+    self.reduced += tensors
+    return [tensor * 2 for tensor in tensors]
+
+  def all_gather(
+    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
+  ) -> list[tf.Tensor]:
+    self.gathered += tensors
+    return [tf.concat([tensor, tensor], axis=0) for tensor in tensors]
+
+
+PAIR = groups_lib.Groups([[0, 1]])
+
+
+def _mixed() -> tuple[list[Any], list[Any]]:
+  rows = tf.IndexedSlices(
+    tf.constant([[1.0], [2.0], [4.0]]),
+    tf.constant([2, 0, 2]),
+    tf.constant([3, 1]),
+  )
+  grads = [
+    tf.constant([1.0, 2.0]),
+    None,
+    rows,
+    tf.constant([[3.0]], tf.float16),
+    tf.constant(5.0),
+  ]
+  variables = [
+    tf.Variable(tf.zeros(shape, dtype))
+    for shape, dtype in (
+      ([2], tf.float32),
+      ([4], tf.float32),
+      ([3, 1], tf.float32),
+      ([1, 1], tf.float16),
+      ([], tf.float32),
+    )
+  ]
+  return grads, variables
+
+
+def test_everything_at_once_in_order() -> None:
+  engine = Recording()
+  grads, variables = _mixed()
+  sums = reduction.reduce_gradients(grads, variables, engine, PAIR)
+  np.testing.assert_array_equal(sums[0], [2.0, 4.0])
+  assert sums[1] is None
+  np.testing.assert_array_equal(sums[2].indices, [2, 0])
+  np.testing.assert_array_equal(sums[2].values, [[10.0], [4.0]])
+  np.testing.assert_array_equal(sums[3], [[6.0]])
+  assert sums[3].dtype == tf.float16
+  assert float(sums[4]) == 10.0
+  # One buffer per dtype; the rows travel as values and indices.
+  assert sorted(t.dtype.name for t in engine.reduced) == ["float16", "float32"]
+  assert [t.dtype.name for t in engine.gathered] == ["float32", "int32"]
+
+
+def test_rows_become_dense_where_they_cannot_be_gathered() -> None:
+  engine = Recording(gathers=False)
+  grads, variables = _mixed()
+  sums = reduction.reduce_gradients(grads, variables, engine, PAIR)
+  np.testing.assert_array_equal(sums[2], [[4.0], [0.0], [10.0]])
+  assert engine.gathered == []
+
+
+def test_groups_of_one_send_nothing() -> None:
+  engine = Recording()
+  grads, variables = _mixed()
+  alone = groups_lib.singletons(2)
+  sums = reduction.reduce_gradients(grads, variables, engine, alone)
+  assert engine.reduced == engine.gathered == []
+  assert sums[0] is grads[0]
+  np.testing.assert_array_equal(sums[2].values, [[5.0], [2.0]])
+
+
+def test_under_a_strategy() -> None:
+  strategy = testbed.mirrored()
+  engine = collectives.for_strategy(strategy)
+  groups = groups_lib.Groups([[0, 3], [1, 2]])
+
+  def replica_fn() -> Any:
+    mine = tf.cast(testbed.replica_id(), tf.float32)
+    grads = [tf.fill([2], mine), tf.fill([70000], mine + 1), None]
+    variables = [tf.zeros([2]), tf.zeros([70000]), tf.zeros([])]
+    first, second, third = reduction.reduce_gradients(
+      grads, variables, engine, groups
+    )
+    assert third is None
+    return tf.identity(first), tf.identity(second)
+
+  first, second = tf.function(
+    lambda: strategy.run(replica_fn), autograph=False
+  )()
+  for result, expected in ((first, 3.0), (second, 5.0)):
+    copies = strategy.experimental_local_results(result)
+    assert len(copies) == testbed.REPLICAS
+    for copy in copies:
+      assert set(copy.numpy()) == {expected}
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

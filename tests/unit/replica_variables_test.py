@@ -1,0 +1,403 @@
+"""A variable's copies on replicas, and the host's view of them."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import testbed
+from tf_cross_shard import virtual_tpu
+
+N = 3
+Aggregation = tf.VariableAggregation
+ON_READ = tf.VariableSynchronization.ON_READ
+
+
+def _variable(initial: Any, **options: Any) -> Any:
+  with testbed.virtual(N).scope():
+    variable = tf.Variable(initial, **options)
+  assert len(testbed.copies(variable)) == N
+  return variable
+
+
+def _run(fn: Callable[..., Any]) -> Any:
+  return testbed.virtual(N).run(fn)
+
+
+def _ids(variable: Any) -> tf.Tensor:
+  """This replica's number in the form of a variable."""
+  return tf.cast(tf.fill(variable.shape, testbed.replica_id()), variable.dtype)
+
+
+def _spread(variable: Any) -> None:
+  """Sets replica r's copy to r."""
+  _run(lambda: variable.assign(_ids(variable)))
+
+
+def _copies(variable: Any) -> list[Any]:
+  return [copy.tolist() for copy in testbed.copies(variable)]
+
+
+@pytest.mark.parametrize("initial", [1, [0, 1], []], ids=["scalar", "two", "0"])
+@pytest.mark.parametrize(
+  "dtype",
+  ["float32", "float64", "half", "bfloat16", "uint8", "int8", "int32", "int64"]
+  + ["complex64"],
+)
+def test_dtypes(dtype: str, initial: Any) -> None:
+  value = np.asarray(tf.cast(tf.constant(initial, tf.int32), dtype).numpy())
+  variable = _variable(value)
+  assert variable.dtype == tf.as_dtype(dtype)
+  result = _run(lambda: variable.assign_add(_ids(variable)))
+  expected = [(value + value.dtype.type(i)).tolist() for i in range(N)]
+  assert _copies(variable) == expected
+  assert testbed.per_replica_results(testbed.virtual(N), result) == expected
+  variable.assign(variable)
+  assert _copies(variable) == [value.tolist()] * N
+
+
+def test_flags() -> None:
+  variable = _variable([True, False])
+  _run(lambda: variable.assign(variable ^ (testbed.replica_id() > 0)))
+  assert _copies(variable) == [[True, False]] + [[False, True]] * 2
+
+
+class TestHost:
+  """Whatever the host assigns reaches every replica."""
+
+  @pytest.mark.parametrize(
+    ("assign", "expected"),
+    [
+      (lambda v: v.assign([5.0, 6.0]), [5, 6]),
+      (lambda v: v.assign(v), [0, 0]),
+      (lambda v: v.assign_add([1.0, 2.0]), [1, 2]),
+      (lambda v: v.assign_sub([1.0, 2.0]), [-1, -2]),
+      (lambda v: v[1].assign(9.0), [0, 9]),
+      (lambda v: v.scatter_update(tf.IndexedSlices([4.0], [1])), [0, 4]),
+      (lambda v: v.scatter_add(tf.IndexedSlices([4.0], [0])), [4, 0]),
+      (lambda v: v.scatter_nd_update([[1]], [3.0]), [0, 3]),
+      (
+        lambda v: tf.raw_ops.AssignVariableOp(
+          resource=v.handle, value=tf.constant([7.0, 8.0])
+        ),
+        [7, 8],
+      ),
+    ],
+  )
+  @pytest.mark.parametrize("traced", [False, True])
+  def test_assigns(self, assign: Any, expected: Any, traced: bool) -> None:
+    variable = _variable([1.0, 1.0])
+
+    def host(variable: Any) -> None:
+      assign(variable)
+
+    operation = tf.function(host) if traced else host
+    for _ in range(2):
+      _spread(variable)
+      operation(variable)
+      assert _copies(variable) == [expected] * N
+      _run(lambda: variable.assign_add(_ids(variable)))
+      assert _copies(variable) == [[x + i for x in expected] for i in range(N)]
+
+  @pytest.mark.parametrize("shape", [(), (2,)])
+  @pytest.mark.parametrize("traced", [False, True])
+  def test_assigns_what_replica_0_holds(self, shape: Any, traced: bool) -> None:
+    """The value that the host sees does not change; the others' does."""
+    variable = _variable(np.zeros(shape, np.float32))
+
+    def clear() -> None:
+      variable.assign(tf.zeros(shape))
+
+    operation = tf.function(clear) if traced else clear
+    for _ in range(3):
+      _spread(variable)
+      operation()
+      assert _copies(variable) == [np.zeros(shape).tolist()] * N
+
+  def test_clears_and_runs_in_one_function(self) -> None:
+    variable = _variable(0.0)
+
+    @tf.function
+    def step() -> Any:
+      variable.assign(0.0)
+      return testbed.virtual(N).run(lambda: variable.assign_add(_ids(variable)))
+
+    for _ in range(3):
+      step()
+      assert _copies(variable) == [0.0, 1.0, 2.0]
+
+  def test_reads_before_between_and_after_steps(self) -> None:
+    variable = _variable([1.0, 2.0])
+
+    def replica_fn() -> None:
+      variable.assign_add(_ids(variable) + 1.0)
+
+    @tf.function
+    def steps() -> Any:
+      before = tf.identity(variable)
+      testbed.virtual(N).run(replica_fn)
+      between = tf.identity(variable)
+      variable.assign(10.0 * variable)
+      testbed.virtual(N).run(replica_fn)
+      after = variable.read_value()
+      variable.assign_add([1.0, 1.0])
+      return before, between, after
+
+    value = np.array([1.0, 2.0])
+    for _ in range(3):
+      found = [each.numpy().tolist() for each in steps()]
+      after = 10 * (value + 1) + 1
+      assert found == [value.tolist(), (value + 1).tolist(), after.tolist()]
+      value = after + 1
+      assert _copies(variable) == [value.tolist()] * N
+
+  def test_reads_eagerly_after_every_step(self) -> None:
+    variable = _variable(0.0)
+    for step in range(1, 4):
+      _run(lambda: variable.assign_add(_ids(variable) + 1.0))
+      assert float(variable.numpy()) == step
+      assert _copies(variable) == [step, 2.0 * step, 3.0 * step]
+
+
+class TestReplicas:
+  def test_scatter_updates(self) -> None:
+    variable = _variable(tf.zeros([4]))
+
+    def replica_fn() -> tf.Tensor:
+      own = tf.cast(testbed.replica_id() + 1, tf.float32)
+      variable.scatter_add(
+        tf.IndexedSlices([own, own], [0, testbed.replica_id() + 1])
+      )
+      variable[1:2].assign([9.0])
+      return tf.gather(variable, [0])
+
+    rows = _run(replica_fn)
+    found = testbed.per_replica_results(testbed.virtual(N), rows)
+    assert found == [[1.0], [2.0], [3.0]]
+    assert _copies(variable) == [[1, 9, 0, 0], [2, 9, 2, 0], [3, 9, 0, 3]]
+
+  @pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+      (Aggregation.NONE, [7.0, 8.0, 9.0]),
+      (Aggregation.SUM, [12.0] * N),
+      (Aggregation.MEAN, [8.0] * N),
+    ],
+  )
+  def test_aggregation(self, aggregation: Any, expected: Any) -> None:
+    variable = _variable(6.0, aggregation=aggregation)
+    _run(lambda: variable.assign_add(_ids(variable) + 1.0))
+    assert _copies(variable) == expected
+
+  def test_many_variables(self) -> None:
+    variables = [_variable(float(i)) for i in range(60)]
+
+    def replica_fn() -> None:
+      for variable in variables:
+        variable.assign_add(_ids(variable))
+
+    _run(replica_fn)
+    for i, variable in enumerate(variables):
+      assert _copies(variable) == [i, i + 1.0, i + 2.0]
+
+  def test_made_by_the_first_step(self) -> None:
+    made: list[Any] = []
+
+    def replica_fn() -> None:
+      if not made:
+        made.append(tf.Variable(lambda: tf.ones([2]), trainable=False))
+      made[0].assign_add(_ids(made[0]))
+
+    for step in range(1, 3):
+      _run(replica_fn)
+      assert _copies(made[0]) == [[1.0 + step * i] * 2 for i in range(N)]
+
+  def test_made_of_what_a_step_computes(self) -> None:
+    with pytest.raises(ValueError, match=r"inside `with strategy\.scope"):
+      _run(lambda: tf.Variable(tf.ones([2]) * _ids(tf.ones([2])), name="late"))
+
+
+class TestOnRead:
+  """Metrics: copies are kept apart and combined when the host looks."""
+
+  @pytest.mark.parametrize(
+    ("aggregation", "read", "each"),
+    [
+      (Aggregation.SUM, 6.0, 3.0),
+      (Aggregation.MEAN, 2.0, 9.0),
+      (Aggregation.ONLY_FIRST_REPLICA, 1.0, 9.0),
+    ],
+  )
+  def test_combined(self, aggregation: Any, read: float, each: float) -> None:
+    variable = _variable(0.0, synchronization=ON_READ, aggregation=aggregation)
+    _run(lambda: variable.assign_add(_ids(variable) + 1.0))
+    assert _copies(variable) == [1.0, 2.0, 3.0]
+    assert float(variable.numpy()) == read
+    variable.assign(9.0)
+    assert float(variable.numpy()) == 9.0
+    assert _copies(variable) == [each] * N
+
+  def test_initial_value_is_every_replicas(self) -> None:
+    """As under MirroredStrategy and TPUStrategy."""
+    options = {"synchronization": ON_READ, "aggregation": Aggregation.SUM}
+    variable = _variable(6.0, **options)
+    with testbed.mirrored(N).scope():
+      expected = tf.Variable(6.0, **options)
+    assert _copies(variable) == _copies(expected) == [6.0] * N
+    assert float(variable.numpy()) == float(expected.numpy()) == 18.0
+
+  def test_reset_in_a_function(self) -> None:
+    strategy = testbed.virtual(N)
+    with strategy.scope():
+      metric = tf.keras.metrics.Mean()
+
+    @tf.function
+    def epoch() -> Any:
+      metric.reset_state()
+      strategy.run(
+        lambda: metric.update_state(tf.cast(testbed.replica_id(), tf.float32))
+      )
+      return metric.result()
+
+    assert [float(epoch()) for _ in range(3)] == [1.0] * 3
+
+
+class TestViews:
+  def test_assign_one_copy(self) -> None:
+    variable = _variable([1, 2])
+    views = testbed.virtual(N).experimental_local_results(variable)
+    assert views[1].assign([5, 6]) is views[1]
+    views[2].assign(tf.constant([7, 8]))
+    assert _copies(variable) == [[1, 2], [5, 6], [7, 8]]
+    views[0].assign(views[2])
+    _run(lambda: variable.assign_add([1, 1]))
+    assert _copies(variable) == [[8, 9], [6, 7], [8, 9]]
+    assert variable.numpy().tolist() == [8, 9]
+
+  def test_read(self) -> None:
+    variable = _variable([1.0, 2.0])
+    _spread(variable)
+    for i, view in enumerate(variable.views()):
+      assert view.read_value().numpy().tolist() == [i, i]
+      assert tf.convert_to_tensor(view).dtype == tf.float32
+      assert np.asarray(view, "float64").tolist() == [i, i]
+      assert tf.concat([view, view], 0).shape == (4,)
+      assert tf.add(view, 1.0).numpy().tolist() == [i + 1, i + 1]
+      assert (view.shape, view.dtype) == ((2,), tf.float32)
+      assert f"replica_{i}" in repr(view)
+
+  def test_wrong_shape(self) -> None:
+    view = _variable([1.0, 2.0]).views()[1]
+    with pytest.raises(ValueError, match=r"`value`.*\(2,\).*replica_1.*\(3,\)"):
+      view.assign([1.0, 2.0, 3.0])
+
+  def test_wrong_dtype(self) -> None:
+    variable = _variable([1, 2])
+    with pytest.raises((TypeError, ValueError), match=r"`value`.*int32"):
+      variable.views()[1].assign([1.5, 2.5])
+    assert _copies(variable) == [[1, 2]] * N
+
+
+class TestCheckpoints:
+  def test_round_trip(self, tmp_path: Path) -> None:
+    variable = _variable([1.0, 2.0])
+    checkpoint = tf.train.Checkpoint(variable=variable)
+    _run(lambda: variable.assign_add(_ids(variable) + 1.0))
+    path = checkpoint.save(str(tmp_path / "ck"))
+    _run(lambda: variable.assign_add(_ids(variable) + 1.0))
+    checkpoint.restore(path).assert_consumed()
+    assert _copies(variable) == [[2.0, 3.0]] * N
+
+    plain = tf.Variable([0.0, 0.0])
+    tf.train.Checkpoint(variable=plain).restore(path)
+    assert plain.numpy().tolist() == [2.0, 3.0]
+    later = tf.train.Checkpoint()
+    later.restore(path)
+    later.variable = _variable([0.0, 0.0])
+    assert _copies(later.variable) == [[2.0, 3.0]] * N
+
+  @pytest.mark.parametrize("shape", [(), (2,)])
+  def test_restores_what_replica_0_still_holds(
+    self, tmp_path: Path, shape: Any
+  ) -> None:
+    variable = _variable(np.zeros(shape, np.float32))
+    checkpoint = tf.train.Checkpoint(variable=variable)
+    _spread(variable)
+    path = checkpoint.save(str(tmp_path / "ck"))
+    checkpoint.restore(path)
+    assert _copies(variable) == [np.zeros(shape).tolist()] * N
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_nothing_outlives_its_strategy(traced: bool) -> None:
+  def use() -> list[Any]:
+    strategy = virtual_tpu.VirtualTPUStrategy(2)
+    with strategy.scope():
+      variable = tf.Variable(0.0)
+
+    def step() -> None:
+      strategy.run(lambda: variable.assign_add(_ids(variable) + 1.0))
+
+    (tf.function(step) if traced else step)()
+    assert _copies(variable) == [1.0, 2.0]
+    return [weakref.ref(strategy), weakref.ref(variable)]
+
+  references = use()
+  gc.collect()
+  assert [reference() for reference in references] == [None, None]
+
+
+def test_steps_of_several_threads_all_count() -> None:
+  variable = _variable(0.0)
+  errors: list[BaseException] = []
+
+  def replica_fn() -> None:
+    variable.assign_add(_ids(variable) + 1.0)
+
+  in_function = tf.function(lambda: testbed.virtual(N).run(replica_fn))
+  in_function()
+
+  def work(eager: bool) -> None:
+    try:
+      for _ in range(20):
+        if eager:
+          _run(replica_fn)
+        else:
+          in_function()
+        variable.numpy()
+    except BaseException as error:
+      errors.append(error)
+
+  threads = [
+    threading.Thread(target=work, args=(i % 2 == 0,), daemon=True)
+    for i in range(4)
+  ]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join(60)
+  assert errors == []
+  assert _copies(variable) == [81.0, 162.0, 243.0]
+
+
+def test_variables_of_tensorflow_1() -> None:
+  strategy = testbed.virtual(3)
+  with strategy.scope():
+    variable = tf.compat.v1.Variable([1.0, 2.0])
+
+  def replica_fn() -> None:
+    variable.assign_add([1.0, 1.0] * tf.cast(testbed.replica_id(), tf.float32))
+
+  strategy.run(replica_fn)
+  values = [value.tolist() for value in testbed.copies(variable)]
+  assert values == [[1.0, 2.0], [2.0, 3.0], [3.0, 4.0]]
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,299 @@
+"""Saved with the wrapper, loaded without it, and the other way round.
+
+By Keras' and TensorFlow's own ways, in both Kerases, under MirroredStrategy;
+training then goes on like one that never stopped.
+"""
+
+import copy
+import functools
+import pathlib
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+from absl import logging as absl_logging
+
+import tf_cross_shard.keras3
+import tf_cross_shard.tf_keras
+from tests.support import testbed
+from tf_cross_shard import saving_warning
+
+APART = [[0], [1]]
+KINDS = ("keras3", "tf_keras", "legacy")
+Wrap = Callable[[Any], Any]
+
+
+def _keras_of(kind: str) -> Any:
+  return keras if kind == "keras3" else tf_keras
+
+
+@functools.cache
+def _wrap(kind: str) -> Wrap:
+  """Encapsulates, ungrouped."""
+  return _wrapping(kind)
+
+
+def _wrapping(kind: str, **options: Any) -> Wrap:
+  """Encapsulates."""
+  package = (
+    tf_cross_shard.keras3 if kind == "keras3" else (tf_cross_shard.tf_keras)
+  )
+  return lambda opt: package.CrossShardOptimizer(opt, **options)
+
+
+def _plain(opt: Any) -> Any:
+  """Leaves an optimizer as it is."""
+  return opt
+
+
+def _adam(kind: str) -> Any:
+  """Adam in one of the three kinds."""
+  optimizers = _keras_of(kind).optimizers
+  home = optimizers.legacy if kind == "legacy" else optimizers
+  return home.Adam(0.01, epsilon=1e-3)
+
+
+def _model(kind: str, wrap: Wrap) -> Any:
+  """A compiled model under MirroredStrategy, with the same weights always."""
+  library = _keras_of(kind)
+  library.utils.set_random_seed(1)
+  with testbed.mirrored(2).scope():
+    model = library.Sequential(
+      [
+        library.layers.Input((3,))
+        if kind == "keras3"
+        else library.layers.InputLayer((3,)),
+        library.layers.Dense(4, activation="tanh", name="first"),
+        library.layers.Dense(2, name="second"),
+      ]
+    )
+    model.compile(wrap(_adam(kind)), "mse")
+  return model
+
+
+def _data() -> tf.data.Dataset:
+  """Three batches of eight; replicas see different rows."""
+  rng = np.random.default_rng(0)
+  x, y = rng.normal(size=(24, 3)), rng.normal(size=(24, 2))
+  data = tf.data.Dataset.from_tensor_slices(
+    (x.astype("float32"), y.astype("float32"))
+  )
+  return data.batch(8)
+
+
+def _state(model: Any) -> list[np.ndarray]:
+  """Weights, then what the optimizer keeps."""
+  kept = testbed.variables_of(model.optimizer)
+  return [np.asarray(v.numpy()) for v in [*model.weights, *kept]]
+
+
+def _assert_same(first: Any, second: Any) -> None:
+  for a, b in zip(_state(first), _state(second), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+@functools.cache
+def _trained(kind: str, wrap: Wrap) -> Any:
+  """A model that had one epoch: what is saved."""
+  model = _model(kind, wrap)
+  model.fit(_data(), verbose=0)
+  return model
+
+
+@functools.cache
+def _never_stopped(kind: str) -> list[np.ndarray]:
+  """The state after two epochs of plain Keras."""
+  model = _model(kind, _plain)
+  model.fit(_data(), epochs=2, verbose=0)
+  return _state(model)
+
+
+def _assert_goes_on_alike(kind: str, resumed: Any) -> None:
+  """`resumed` had one epoch before it was saved, and now gets another."""
+  assert int(np.asarray(resumed.optimizer.iterations)) == 3
+  resumed.fit(_data(), verbose=0)
+  for a, b in zip(_state(resumed), _never_stopped(kind), strict=True):
+    testbed.assert_close(a, b, "state")
+
+
+BOTH_WAYS = pytest.mark.parametrize("saved", ["wrapped", "plain"])
+ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
+
+
+def _pair(kind: str, saved: str) -> tuple[Wrap, Wrap]:
+  """How the saved optimizer is wrapped, and how the loaded one is."""
+  wrapped = _wrap(kind)
+  return (wrapped, _plain) if saved == "wrapped" else (_plain, wrapped)
+
+
+@ALL_KINDS
+@BOTH_WAYS
+def test_checkpoint(kind: str, saved: str, tmp_path: pathlib.Path) -> None:
+  before, after = _pair(kind, saved)
+  source, target = _trained(kind, before), _model(kind, after)
+  path = tf.train.Checkpoint(model=source, optimizer=source.optimizer).save(
+    str(tmp_path / "checkpoint")
+  )
+  with testbed.mirrored(2).scope():
+    testbed.build(target.optimizer, target.trainable_variables)
+  status = tf.train.Checkpoint(model=target, optimizer=target.optimizer)
+  status.restore(path).assert_existing_objects_matched()
+  _assert_same(source, target)
+  _assert_goes_on_alike(kind, target)
+
+
+@pytest.mark.parametrize("kind", ["keras3", "tf_keras"])
+@BOTH_WAYS
+def test_model_checkpoint(
+  kind: str, saved: str, tmp_path: pathlib.Path
+) -> None:
+  before, after = _pair(kind, saved)
+  library = _keras_of(kind)
+  source, target = _model(kind, before), _model(kind, after)
+  file = tmp_path / "model.keras"
+  callback = library.callbacks.ModelCheckpoint(str(file))
+  source.fit(_data(), verbose=0, callbacks=[callback])
+  with testbed.mirrored(2).scope():
+    testbed.build(target.optimizer, target.trainable_variables)
+    target.load_weights(str(file))
+  _assert_same(source, target)
+  _assert_goes_on_alike(kind, target)
+  with testbed.mirrored(2).scope():
+    loaded = library.models.load_model(str(file))
+  assert type(loaded.optimizer) is type(source.optimizer)
+  _assert_same(source, loaded)
+
+
+@pytest.mark.parametrize("kind", ["tf_keras", "legacy"])
+@pytest.mark.parametrize("form", ["h5", "tf"])
+def test_older_formats_of_tf_keras(
+  kind: str, form: str, tmp_path: pathlib.Path
+) -> None:
+  source = _trained(kind, _wrap(kind))
+  source.save(str(tmp_path / f"model.{form}"), save_format=form)
+  with testbed.mirrored(2).scope():
+    loaded = tf_keras.models.load_model(str(tmp_path / f"model.{form}"))
+  assert type(loaded.optimizer) is type(source.optimizer)
+  if form == "tf":  # It keeps no state of a plain optimizer either.
+    for a, b in zip(source.weights, loaded.weights, strict=True):
+      np.testing.assert_array_equal(a.numpy(), b.numpy())
+    return
+  _assert_same(source, loaded)
+  _assert_goes_on_alike(kind, loaded)
+
+
+def test_keras_files_keep_the_state_of_older_optimizers_too(
+  tmp_path: pathlib.Path,
+) -> None:
+  source = _trained("legacy", _wrap("legacy"))
+  source.save(str(tmp_path / "model.keras"))
+  with testbed.mirrored(2).scope():
+    loaded = tf_keras.models.load_model(str(tmp_path / "model.keras"))
+  _assert_same(source, loaded)
+  _assert_goes_on_alike("legacy", loaded)
+  stranger = _wrap("legacy")(tf_keras.optimizers.legacy.SGD())
+  with pytest.raises(ValueError, match="3 were saved"):
+    stranger.load_own_variables({"0": 1, "1": 2, "2": 3})
+
+
+@ALL_KINDS
+@BOTH_WAYS
+def test_backup_and_restore(
+  kind: str, saved: str, tmp_path: pathlib.Path
+) -> None:
+  before, after = _pair(kind, saved)
+  library = _keras_of(kind)
+
+  class Stop(library.callbacks.Callback):  # type: ignore[misc,name-defined]
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+      if epoch == 1:
+        raise KeyboardInterrupt
+
+  def backup() -> Any:
+    return library.callbacks.BackupAndRestore(str(tmp_path / "backup"))
+
+  source, target = _model(kind, before), _model(kind, after)
+  with pytest.raises(KeyboardInterrupt):
+    source.fit(_data(), epochs=2, verbose=0, callbacks=[Stop(), backup()])
+  with testbed.mirrored(2).scope():
+    testbed.build(target.optimizer, target.trainable_variables)
+  history = target.fit(_data(), epochs=2, verbose=0, callbacks=[backup()])
+  assert history.epoch == [1]
+  for a, b in zip(_state(target), _never_stopped(kind), strict=True):
+    testbed.assert_close(a, b, "state")
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+  """What is warned about."""
+  lines: list[str] = []
+  monkeypatch.setattr(
+    absl_logging, "warning", lambda text, *args: lines.append(text % args)
+  )
+  return lines
+
+
+def _ways(model: Any, folder: pathlib.Path) -> dict[str, Callable[[], Any]]:
+  """The usual ways of saving."""
+  optimizer = model.optimizer
+  return {
+    "checkpoint": lambda: tf.train.Checkpoint(optimizer=optimizer).save(
+      str(folder / "checkpoint")
+    ),
+    "model": lambda: model.save(str(folder / "model.keras")),
+    "pickle": lambda: pickle.dumps(optimizer),
+    "copy": lambda: copy.deepcopy(optimizer),
+  }
+
+
+@ALL_KINDS
+@pytest.mark.parametrize("way", ["checkpoint", "model", "pickle", "copy"])
+def test_groups_are_warned_about_once(
+  kind: str, way: str, said: list[str], tmp_path: pathlib.Path
+) -> None:
+  model = _model(kind, _wrapping(kind, group_assignment=APART))
+  with testbed.mirrored(2).scope():
+    model.optimizer.build(model.trainable_variables)
+  save = _ways(model, tmp_path)[way]
+  assert said == []
+  save()
+  save()
+  [line] = said
+  assert "trains 2 groups, which differ in weights and slots" in line
+  assert "tf_cross_shard.replica_state.save()" in line
+
+
+@ALL_KINDS
+def test_one_group_needs_no_warning(
+  kind: str, said: list[str], tmp_path: pathlib.Path
+) -> None:
+  model = _model(kind, _wrap(kind))
+  with testbed.mirrored(2).scope():
+    model.optimizer.build(model.trainable_variables)
+  for save in _ways(model, tmp_path).values():
+    save()
+  assert said == []
+
+
+def test_training_alone_warns_about_nothing(said: list[str]) -> None:
+  model = _model("keras3", _wrapping("keras3", group_assignment=APART))
+  model.fit(_data(), verbose=0)
+  assert said == []
+
+
+def test_those_that_keep_all_are_not_warned(said: list[str]) -> None:
+  notice = saving_warning.SavingNotice("mine", 2)
+  with saving_warning.all_kept():
+    notice.say()
+  assert said == []
+  notice.say()
+  assert len(said) == 1
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

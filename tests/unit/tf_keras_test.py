@@ -1,0 +1,475 @@
+"""tf_keras beside Keras 3: its own optimizers, new and older, and its ways."""
+
+import pathlib
+import pickle
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+import tf_cross_shard
+from tests.support import testbed
+from tf_cross_shard import keras3
+from tf_cross_shard.tf_keras import CrossShardOptimizer
+
+HALVES = [[0, 1], [2, 3]]
+optimizers = tf_keras.optimizers
+legacy = tf_keras.optimizers.legacy
+BOTH = pytest.mark.parametrize("home", [optimizers, legacy])
+
+
+def _make(opt: Callable[[], Any], initial: Any, **options: Any) -> Any:
+  """A built optimizer and its variable, under MirroredStrategy."""
+  with testbed.mirrored().scope():
+    weight = tf.Variable(initial, dtype=tf.float32)
+    optimizer = CrossShardOptimizer(opt(), **options)
+    optimizer.build([weight])
+  return optimizer, weight
+
+
+def _run(step: Callable[[], Any], mode: str = "function") -> None:
+  """One step on four replicas."""
+  strategy = testbed.mirrored()
+  assert strategy.num_replicas_in_sync == 4
+
+  def replica_step() -> None:
+    step()
+
+  def run() -> None:
+    strategy.run(replica_step)
+
+  (tf.function(run) if mode == "function" else run)()
+
+
+def _mine() -> tf.Tensor:
+  """1, 2, 4 and 8 on the four replicas."""
+  return tf.cast(2 ** testbed.replica_id(), tf.float32)
+
+
+class TestWhichKeras:
+  def test_each_path_has_an_optimizer_of_its_keras(self) -> None:
+    mine = CrossShardOptimizer(optimizers.Adam())
+    other = keras3.CrossShardOptimizer(keras.optimizers.Adam())
+    assert isinstance(mine, optimizers.Optimizer)
+    assert not isinstance(mine, keras.optimizers.Optimizer)
+    assert isinstance(other, keras.optimizers.Optimizer)
+    assert tf_cross_shard.CrossShardOptimizer is keras3.CrossShardOptimizer
+
+  @pytest.mark.parametrize(
+    "opt",
+    [
+      optimizers.Adam,
+      legacy.Adam,
+      lambda: tf_keras.mixed_precision.LossScaleOptimizer(legacy.SGD()),
+    ],
+  )
+  def test_keras3_names_the_path_for_tf_keras(self, opt: Any) -> None:
+    with pytest.raises(TypeError) as raised:
+      keras3.CrossShardOptimizer(opt())
+    assert "an optimizer of tf_keras" in str(raised.value)
+    assert "from tf_cross_shard.tf_keras import" in str(raised.value)
+
+  def test_tf_keras_names_the_path_for_keras3(self) -> None:
+    for opt in (
+      keras.optimizers.Adam(),
+      keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
+    ):
+      with pytest.raises(TypeError) as raised:
+        CrossShardOptimizer(opt)
+      assert "an optimizer of keras." in str(raised.value)
+      assert "from tf_cross_shard.keras3 import" in str(raised.value)
+
+  def test_one_of_ours_within_another(self) -> None:
+    inner = keras3.CrossShardOptimizer(keras.optimizers.SGD())
+    with pytest.raises(ValueError, match="reduced twice"):
+      CrossShardOptimizer(inner)
+    with pytest.raises(ValueError, match="reduced twice"):
+      CrossShardOptimizer(CrossShardOptimizer("sgd"))
+
+  def test_names_and_other_things(self) -> None:
+    assert type(CrossShardOptimizer("adam").inner_optimizer) is optimizers.Adam
+    with pytest.raises(ValueError, match="must name a Keras optimizer"):
+      CrossShardOptimizer("adamant")
+    with pytest.raises(TypeError, match="must be an optimizer of tf_keras"):
+      CrossShardOptimizer(3)
+
+  def test_a_variable_of_the_other_keras(self) -> None:
+    optimizer = CrossShardOptimizer("sgd")
+    optimizer.build([tf.Variable(1.0)])
+    with pytest.raises(ValueError, match="built"):
+      optimizer.apply_gradients([(tf.constant(1.0), tf.Variable(1.0))])
+
+
+class TestReduction:
+  @BOTH
+  @pytest.mark.parametrize("mode", ["eager", "function"])
+  def test_sums_in_groups(self, home: Any, mode: str) -> None:
+    optimizer, weight = _make(
+      lambda: home.SGD(1.0), 0.0, group_assignment=HALVES
+    )
+    _run(lambda: optimizer.apply_gradients([(_mine(), weight)]), mode)
+    assert testbed.copies(weight) == [-3.0, -3.0, -12.0, -12.0]
+
+  @BOTH
+  def test_gradients_that_are_sums_already(self, home: Any) -> None:
+    for switch in (
+      {"skip_gradients_aggregation": True},
+      {"experimental_aggregate_gradients": False},
+    ):
+      optimizer, weight = _make(lambda h=home: h.SGD(1.0), 0.0)
+      _run(
+        lambda o=optimizer, w=weight, s=switch: o.apply_gradients(
+          [(_mine(), w)], **s
+        )
+      )
+      assert testbed.copies(weight) == [-1.0, -2.0, -4.0, -8.0]
+
+  def test_aggregated_first_and_applied_then(self) -> None:
+    optimizer, weight = _make(
+      lambda: optimizers.SGD(1.0), 0.0, group_assignment=HALVES, clipvalue=2.0
+    )
+
+    def step() -> Any:
+      pairs = optimizer.aggregate_gradients([(_mine(), weight)])
+      return optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)
+
+    _run(step)
+    assert testbed.copies(weight) == [-3.0, -3.0, -4.0, -4.0]
+
+  @BOTH
+  def test_clipping_before_the_sum_and_after_it(self, home: Any) -> None:
+    before, weight = _make(lambda: home.SGD(1.0), 0.0, clipvalue=3.0)
+    _run(lambda: before.apply_gradients([(_mine(), weight)]))
+    assert testbed.copies(weight) == [-(1.0 + 2.0 + 3.0 + 3.0)] * 4
+    after, weight = _make(lambda: home.SGD(1.0, clipvalue=3.0), 0.0)
+    _run(lambda: after.apply_gradients([(_mine(), weight)]))
+    assert testbed.copies(weight) == [-3.0] * 4
+
+  @BOTH
+  def test_rows(self, home: Any) -> None:
+    optimizer, table = _make(
+      lambda: home.SGD(1.0), [[0.0]] * 4, group_assignment=HALVES
+    )
+
+    def step() -> Any:
+      row = testbed.replica_id() // 2
+      values = tf.reshape(tf.stack([_mine(), _mine()]), [2, 1])
+      rows = tf.IndexedSlices(values, tf.stack([row, row]), tf.constant([4, 1]))
+      return optimizer.apply_gradients([(rows, table)])
+
+    _run(step)
+    for replica, copy in enumerate(testbed.copies(table)):
+      expected = np.zeros([4, 1])
+      expected[replica // 2] = [-6.0, -24.0][replica // 2]
+      np.testing.assert_array_equal(copy, expected)
+
+  def test_moving_averages_and_weight_decay_stay_in_the_group(self) -> None:
+    for mode in ("eager", "function"):
+      optimizer, weight = _make(
+        lambda: optimizers.SGD(
+          1.0,
+          weight_decay=0.5,
+          use_ema=True,
+          ema_momentum=0.5,
+          ema_overwrite_frequency=2,
+        ),
+        8.0,
+        group_assignment=HALVES,
+      )
+      for _ in range(2):
+        _run(
+          lambda o=optimizer, w=weight: o.apply_gradients([(_mine(), w)]), mode
+        )
+      # 8 -> 4 - g -> (4 - g) / 2 - g; the average 8 -> 6 - g / 2 -> the mean.
+      for total, copies in ((3.0, slice(0, 2)), (12.0, slice(2, 4))):
+        first = 4.0 - total
+        second = first / 2 - total
+        average = ((8.0 + first) / 2 + second) / 2
+        assert testbed.copies(weight)[copies] == [average] * 2
+
+  def test_constraints(self) -> None:
+    for home in (optimizers, legacy):
+      with testbed.mirrored().scope():
+        weight = tf.Variable(1.0, constraint=tf_keras.constraints.NonNeg())
+        optimizer = CrossShardOptimizer(home.SGD(0.25), group_assignment=HALVES)
+        optimizer.build([weight])
+      _run(lambda o=optimizer, w=weight: o.apply_gradients([(_mine(), w)]))
+      assert testbed.copies(weight) == [0.25, 0.25, 0.0, 0.0]
+
+
+class TestState:
+  @BOTH
+  def test_slots_have_the_names_that_keras_gives(self, home: Any) -> None:
+    optimizer = CrossShardOptimizer(home.Adam())
+    weight = tf.Variable([1.0, 2.0])
+    optimizer.build([weight])
+    assert optimizer.get_slot_names() == ["m", "v"]
+    assert optimizer.get_slot(weight, "v").shape == [2]
+    assert optimizer.get_slot(weight, "w") is None
+
+  def test_older_ones_take_new_variables_at_any_time(self) -> None:
+    optimizer = CrossShardOptimizer(legacy.SGD(1.0, momentum=0.5))
+    first, second = tf.Variable(1.0), tf.Variable(1.0)
+    optimizer.apply_gradients([(tf.constant(1.0), first)])
+    optimizer.apply_gradients([(tf.constant(2.0), second)])
+    assert (first.numpy(), second.numpy()) == (0.0, -1.0)
+    assert optimizer.get_slot(second, "momentum").numpy() == -2.0
+
+  @BOTH
+  def test_the_learning_rate_under_all_its_names(self, home: Any) -> None:
+    optimizer = CrossShardOptimizer(home.SGD(0.5))
+    assert float(optimizer.lr) == float(optimizer.learning_rate) == 0.5
+    optimizer.lr = 0.25
+    assert float(optimizer.inner_optimizer.learning_rate) == 0.25
+    weight = tf.Variable(1.0)
+    optimizer.apply_gradients([(tf.constant(2.0), weight)])
+    assert weight.numpy() == 0.5
+
+  @BOTH
+  def test_callbacks_change_the_rate_in_fit(self, home: Any) -> None:
+    model = tf_keras.Sequential([tf_keras.layers.Dense(1, input_shape=(1,))])
+    model.compile(CrossShardOptimizer(home.SGD(0.5)), "mse")
+    schedule = tf_keras.callbacks.LearningRateScheduler(
+      lambda epoch: 0.5 / 2**epoch
+    )
+    data = np.ones([4, 1], "float32")
+    model.fit(data, data, epochs=3, verbose=0, callbacks=[schedule])
+    assert float(model.optimizer.learning_rate) == 0.125
+
+
+class TestAsModelGardenBuilds:
+  """What tf-models-official does with an optimizer, in its own order."""
+
+  @BOTH
+  @pytest.mark.parametrize("dynamic", [True, False])
+  def test_a_training_step(self, home: Any, dynamic: bool) -> None:
+    strategy = testbed.mirrored()
+    with strategy.scope():
+      weight = tf.Variable([1.0, 2.0])
+      optimizer = CrossShardOptimizer(
+        home.SGD(0.5), loss_averaged_over="global"
+      )
+      # official/modeling/optimization refuses what is none.
+      assert isinstance(optimizer, tf_keras.optimizers.Optimizer)
+      optimizer = tf_keras.mixed_precision.LossScaleOptimizer(
+        optimizer, dynamic=dynamic, initial_scale=16.0
+      )
+      assert isinstance(optimizer, tf_keras.mixed_precision.LossScaleOptimizer)
+
+    def train_step() -> None:
+      with tf.GradientTape() as tape:
+        loss = _mine() * tf.reduce_sum(weight)
+        loss = loss / tf.distribute.get_strategy().num_replicas_in_sync
+        scaled = optimizer.get_scaled_loss(loss)
+      grads = tape.gradient(scaled, [weight])
+      grads = optimizer.get_unscaled_gradients(grads)
+      optimizer.apply_gradients(list(zip(grads, [weight], strict=True)))
+
+    _run(train_step)
+    # The mean of 1, 2, 4 and 8, times 0.5.
+    for copy in testbed.copies(weight):
+      np.testing.assert_array_equal(copy, [1.0 - 1.875, 2.0 - 1.875])
+    assert float(optimizer.loss_scale) == 16.0
+
+  @BOTH
+  def test_gradients_that_the_trainer_reduced(self, home: Any) -> None:
+    optimizer, weight = _make(lambda: home.SGD(1.0), 0.0)
+
+    def step() -> Any:
+      context = tf.distribute.get_replica_context()
+      total = context.all_reduce("SUM", _mine())
+      return optimizer.apply_gradients(
+        [(total, weight)], experimental_aggregate_gradients=False
+      )
+
+    _run(step)
+    assert testbed.copies(weight) == [-15.0] * 4
+
+  def test_a_loss_scale_with_reduced_gradients(self) -> None:
+    with testbed.mirrored().scope():
+      weight = tf.Variable(0.0)
+      optimizer = tf_keras.mixed_precision.LossScaleOptimizer(
+        CrossShardOptimizer(optimizers.SGD(1.0)), initial_scale=8.0
+      )
+      optimizer.build([weight])
+    _run(
+      lambda: optimizer.apply_gradients(
+        [(_mine(), weight)], skip_gradients_aggregation=True
+      )
+    )
+    assert testbed.copies(weight) == [-1.0, -2.0, -4.0, -8.0]
+
+  @pytest.mark.parametrize("way", ["function", "tape", "compute"])
+  def test_minimize_of_the_one_around(self, way: str) -> None:
+    """A function's loss is the replica's; a tape's, Keras'."""
+    with testbed.mirrored().scope():
+      weight = tf.Variable(0.0)
+      optimizer = tf_keras.mixed_precision.LossScaleOptimizer(
+        CrossShardOptimizer(optimizers.SGD(1.0), group_assignment=HALVES),
+        initial_scale=8.0,
+      )
+      optimizer.build([weight])
+
+    def step() -> None:
+      def loss() -> tf.Tensor:
+        return _mine() * weight
+
+      if way == "function":
+        optimizer.minimize(loss, [weight])
+      elif way == "compute":
+        optimizer.apply_gradients(optimizer.compute_gradients(loss, [weight]))
+      else:
+        with tf.GradientTape() as tape:
+          value = loss() / testbed.REPLICAS
+        optimizer.minimize(value, [weight], tape=tape)
+
+    _run(step)
+    assert testbed.copies(weight) == [-1.5, -1.5, -6.0, -6.0]
+
+
+class TestWhatAReviewFound:
+  def test_attributes_and_the_iteration_count_are_set(self) -> None:
+    optimizer = CrossShardOptimizer("sgd")
+    optimizer.mine, optimizer.list = tf.Variable(0), [1]
+    optimizer.iterations = tf.Variable(3, dtype=tf.int64)
+    optimizer.apply_gradients([(tf.constant(1.0), tf.Variable(1.0))])
+    assert int(optimizer.inner_optimizer.iterations) == 4
+
+  def test_slots_of_an_optimizer_that_was_built_before(self) -> None:
+    plain, weight = optimizers.Adam(), tf.Variable([1.0])
+    plain.build([weight])
+    assert CrossShardOptimizer(plain).get_slot_names() == ["m", "v"]
+
+  def test_what_stands_around_takes_arguments_by_position(self) -> None:
+    weight = tf.Variable(1.0)
+    around = tf_keras.mixed_precision.LossScaleOptimizer(
+      CrossShardOptimizer(optimizers.SGD(1.0))
+    )
+    around.apply_gradients([(tf.constant(1.0), weight)], True)
+    around.apply_gradients([(tf.constant(2.0), weight)], "name")
+    assert weight.numpy() == -2.0
+
+  @pytest.mark.parametrize("place", ["inside", "outside"])
+  def test_small_gradients_survive_a_float16_wire(self, place: str) -> None:
+    scaling = tf_keras.mixed_precision.LossScaleOptimizer
+    with testbed.mirrored().scope():
+      weight = tf.Variable(0.0)
+      if place == "inside":
+        optimizer = CrossShardOptimizer(
+          scaling(optimizers.SGD(1.0)), wire_dtype="float16"
+        )
+      else:
+        optimizer = scaling(
+          CrossShardOptimizer(optimizers.SGD(1.0), wire_dtype="float16")
+        )
+      optimizer.build([weight])
+    small = 2.0**-30  # float16 ends at 2**-24.
+    _run(
+      lambda: optimizer.minimize(
+        lambda: small * _mine() * weight, var_list=[weight]
+      )
+    )
+    assert testbed.copies(weight) == [-small * 15 / 4] * 4
+
+  @pytest.mark.parametrize("form", ["h5", "tf", "keras"])
+  @pytest.mark.parametrize("place", ["inside", "outside"])
+  @BOTH
+  def test_models_with_a_loss_scale_are_loaded(
+    self, home: Any, place: str, form: str, tmp_path: pathlib.Path
+  ) -> None:
+    scaling = tf_keras.mixed_precision.LossScaleOptimizer
+    opt = (
+      CrossShardOptimizer(scaling(home.Adam()))
+      if place == "inside"
+      else scaling(CrossShardOptimizer(home.Adam()))
+    )
+    model = tf_keras.Sequential([tf_keras.layers.Dense(1, input_shape=(1,))])
+    model.compile(opt, "mse")
+    data = np.ones([4, 1], "float32")
+    model.fit(data, data, verbose=0)
+    model.save(str(tmp_path / f"model.{form}"), save_format=form)
+    again = tf_keras.models.load_model(str(tmp_path / f"model.{form}"))
+    kinds = [type(each.optimizer.inner_optimizer) for each in (model, again)]
+    assert kinds[0] is kinds[1]
+    assert type(again.optimizer) is type(opt)
+    for a, b in zip(model.get_weights(), again.get_weights(), strict=True):
+      np.testing.assert_array_equal(a, b)
+    again.fit(data, data, verbose=0)
+
+  @pytest.mark.parametrize("built_first", [True, False])
+  def test_slots_below_a_loss_scale_are_in_checkpoints(
+    self, built_first: bool, tmp_path: pathlib.Path
+  ) -> None:
+    def make(*, ours: bool) -> tuple[Any, Any]:
+      inner = legacy.SGD(1.0, momentum=0.5)
+      optimizer = tf_keras.mixed_precision.LossScaleOptimizer(
+        CrossShardOptimizer(inner) if ours else inner, initial_scale=8.0
+      )
+      return optimizer, tf.Variable(1.0)
+
+    for source_is_ours, target_is_ours in (
+      (True, True),
+      (True, False),
+      (False, True),
+    ):
+      source, weight = make(ours=source_is_ours)
+      source.apply_gradients([(tf.constant(4.0), weight)])
+      path = tf.train.Checkpoint(optimizer=source, weight=weight).save(
+        str(tmp_path / "checkpoint")
+      )
+      target, other = make(ours=target_is_ours)
+      if built_first:
+        testbed.build(target, [other])
+      tf.train.Checkpoint(optimizer=target, weight=other).restore(path)
+      target.apply_gradients([(tf.constant(0.0), other)])
+      assert other.numpy() == 1.0 - 4.0 - 2.0  # The momentum goes on.
+
+
+COPIES = {
+  "config": lambda around: type(around).from_config(around.get_config()),
+  "copy": deepcopy,
+  "pickle": lambda around: pickle.loads(pickle.dumps(around)),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("kind", ["keras3", "tf_keras"])
+def test_a_loss_scaling_optimizer_is_copied(kind: str, way: str) -> None:
+  """What stands around is told apart from its copy."""
+  if kind == "keras3":
+    ours: Any = keras3.CrossShardOptimizer(keras.optimizers.SGD(1.0))
+    around: Any = keras.optimizers.LossScaleOptimizer(ours, initial_scale=8.0)
+    weight: Any = keras.Variable(1.0)
+  else:
+    ours = CrossShardOptimizer(optimizers.SGD(1.0))
+    around = tf_keras.mixed_precision.LossScaleOptimizer(
+      ours, initial_scale=8.0
+    )
+    weight = tf.Variable(1.0)
+    if way != "config":  # Nor does tf_keras copy its own.
+      with pytest.raises(TypeError, match="neither copied nor pickled"):
+        COPIES[way](around)
+      return
+  again = COPIES[way](around)
+  assert again.inner_optimizer is not ours
+  again.build([weight])
+  scale = again.scale_loss if kind == "keras3" else again.get_scaled_loss
+  for factor, expected in ((2.0, -1.0), (np.inf, -1.0), (1.0, -2.0)):
+    with tf.GradientTape() as tape:
+      value = scale(tf.convert_to_tensor(weight * factor))
+    native = weight.value if kind == "keras3" else weight
+    grads = tape.gradient(value, [native])
+    if kind == "tf_keras":
+      grads = again.get_unscaled_gradients(grads)
+    again.apply_gradients(zip(grads, [weight], strict=True))
+    assert float(weight.numpy()) == expected
+  assert int(np.asarray(ours.iterations)) == 0
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,588 @@
+"""A replicated model function: batches in, one answer out."""
+# keras: both
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import testbed, towers_bed
+from tests.support.towers_bed import (
+  FOUR,
+  MODES,
+  TWO,
+  batch,
+  caller,
+  sgd,
+  values,
+)
+from tf_cross_shard import (
+  ModeKeys,
+  TowerOptimizer,
+  TowerSpec,
+  replicate_model_fn,
+)
+
+keras = tf.keras
+PREDICT = ModeKeys.PREDICT
+
+
+def _echo(features: Any, mode: str) -> TowerSpec:
+  """Answers its part of the batch."""
+  return TowerSpec(mode, predictions=features)
+
+
+def _parts(
+  features: Any, devices: Any = TWO, labels: Any = None
+) -> list[tuple[Any, Any]]:
+  """What each tower is given."""
+  found: list[tuple[Any, Any]] = []
+
+  def model_fn(features: Any, labels: Any, mode: str) -> TowerSpec:
+    found.append((features, labels))
+    return TowerSpec(mode)
+
+  replicate_model_fn(model_fn, devices=devices)(features, labels, PREDICT)
+  assert len(found) == len(devices)
+  return found
+
+
+def _lists(value: Any) -> Any:
+  """A tensor as lists."""
+  if isinstance(value, tf.RaggedTensor):
+    return value.to_list()
+  if isinstance(value, tf.SparseTensor):
+    value = tf.sparse.to_dense(value)
+  return value.numpy().tolist()
+
+
+class Pair(NamedTuple):
+  """A nest with names."""
+
+  left: Any
+  right: Any
+
+
+SPARSE = ([[0, 1], [1, 0], [3, 2]], [5.0, 6.0, 7.0], [4, 3])
+KINDS: dict[str, tuple[Callable[[], Any], list[Any]]] = {
+  "tensor": (
+    lambda: tf.constant([[1], [2], [3], [4]]),
+    [[[1], [2]], [[3], [4]]],
+  ),
+  "variable": (lambda: tf.Variable([1, 2, 3, 4]), [[1, 2], [3, 4]]),
+  "array": (lambda: np.arange(4), [[0, 1], [2, 3]]),
+  "texts": (lambda: tf.constant(["a", "b"]), [[b"a"], [b"b"]]),
+  "array of texts": (lambda: np.array(["a", "b"]), [[b"a"], [b"b"]]),
+  "list of texts": (lambda: ["a", "b"], [[b"a"], [b"b"]]),
+  "list of numbers": (lambda: [1, 2, 3, 4], [[1, 2], [3, 4]]),
+  "table": (lambda: [[1.0], [2.0]], [[[1.0]], [[2.0]]]),
+  "sparse": (
+    lambda: tf.SparseTensor(*SPARSE),
+    [[[0.0, 5.0, 0.0], [6.0, 0.0, 0.0]], [[0.0] * 3, [0.0, 0.0, 7.0]]],
+  ),
+  "ragged": (
+    lambda: tf.ragged.constant([[1], [], [2, 3], [4, 5, 6]]),
+    [[[1], []], [[2, 3], [4, 5, 6]]],
+  ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_tower_has_its_part(kind: str) -> None:
+  make, expected = KINDS[kind]
+  parts = _parts(make())
+  assert [_lists(features) for features, _ in parts] == expected
+  assert [labels for _, labels in parts] == [None, None]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_predictions_come_back_in_order(kind: str, mode: str) -> None:
+  whole = KINDS[kind][0]()
+  replicated = replicate_model_fn(_echo, devices=TWO)
+  spec = caller(lambda x: replicated(x, mode=PREDICT), mode)(whole)
+  plain = whole
+  if not isinstance(whole, (tf.SparseTensor, tf.RaggedTensor)):
+    plain = tf.convert_to_tensor(whole)
+  assert _lists(spec.predictions) == _lists(plain)
+  assert spec.mode == PREDICT
+  assert spec.loss is spec.train_op is spec.metrics is None
+
+
+def test_nests() -> None:
+  features = {
+    "a": np.arange(4),
+    "b": Pair(tf.constant(["a", "b", "c", "d"]), (tf.range(8), None)),
+    "c": [tf.SparseTensor(*SPARSE), tf.constant([[1.0], [2.0], [3.0], [4.0]])],
+  }
+  first, second = _parts(features, labels=(tf.range(4), {"x": tf.range(2)}))
+  assert _lists(first[0]["a"]) == [0, 1]
+  assert _lists(second[0]["b"].left) == [b"c", b"d"]
+  assert _lists(second[0]["b"].right[0]) == [4, 5, 6, 7]
+  assert second[0]["b"].right[1] is None
+  assert _lists(second[0]["c"][0]) == [[0.0] * 3, [0.0, 0.0, 7.0]]
+  assert _lists(first[0]["c"][1]) == [[1.0], [2.0]]
+  assert _lists(second[1][0]) == [2, 3]
+  assert _lists(second[1][1]["x"]) == [1]
+
+
+@pytest.mark.parametrize("devices", [TWO[:1], TWO, FOUR, ("", "", "", "")])
+def test_each_row_reaches_one_tower(devices: Any) -> None:
+  rows = np.arange(24).reshape(8, 3)
+  parts = [_lists(features) for features, _ in _parts(rows, devices)]
+  assert np.concatenate(parts).tolist() == rows.tolist()
+  assert {len(part) for part in parts} == {8 // len(devices)}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nests_of_predictions_and_exports(mode: str) -> None:
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    predictions = {
+      "twice": 2.0 * features["x"],
+      "more": [features["text"], (features["ragged"], None)],
+    }
+    return TowerSpec(
+      mode,
+      predictions=predictions,
+      export_outputs={"serving": {"sum": tf.reduce_sum(features["x"], 1)}},
+    )
+
+  features = {
+    "x": batch([1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]),
+    "text": tf.constant(["a", "b", "c", "d"]),
+    "ragged": tf.ragged.constant([[1], [], [2, 3], [4, 5, 6]]),
+  }
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+  spec = caller(lambda x: replicated(x, mode=PREDICT), mode)(features)
+  assert _lists(spec.predictions["twice"])[2] == [10.0, 12.0]
+  assert _lists(spec.predictions["more"][0]) == [b"a", b"b", b"c", b"d"]
+  ragged, none = spec.predictions["more"][1]
+  assert (_lists(ragged)[1:3], none) == ([[], [2, 3]], None)
+  assert _lists(spec.export_outputs["serving"]["sum"]) == [3.0, 7.0, 11.0, 15.0]
+
+
+UNKNOWN: dict[str, tuple[Any, Callable[[int], Any]]] = {
+  "tensor": (
+    tf.TensorSpec([None, 1]),
+    lambda n: tf.reshape(tf.range(1.0, n + 1.0), [n, 1]),
+  ),
+  "sparse": (
+    tf.SparseTensorSpec([None, 1]),
+    lambda n: tf.sparse.from_dense(tf.reshape(tf.range(1.0, n + 1.0), [n, 1])),
+  ),
+  "ragged": (
+    tf.RaggedTensorSpec([None, None], tf.float32, 1),
+    lambda n: tf.RaggedTensor.from_row_lengths(
+      tf.range(1.0, n + 1.0), tf.ones([n], tf.int64)
+    ),
+  ),
+}
+
+
+def _dense(x: Any) -> Any:
+  """All numbers of a tensor of any kind."""
+  if isinstance(x, tf.SparseTensor):
+    return tf.sparse.to_dense(x)
+  return x.values if isinstance(x, tf.RaggedTensor) else x
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+@pytest.mark.parametrize("first", ["good", "bad"])
+def test_a_batch_size_known_when_it_runs(kind: str, first: str) -> None:
+  spec, make = UNKNOWN[kind]
+  c, global_step = tf.Variable(10.0), tf.Variable(0)
+  optimizer = TowerOptimizer(sgd(momentum=0.5))
+  testbed.build(optimizer, [c])
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    loss = tf.reduce_sum(c * _dense(features))
+    train_op = optimizer.minimize(loss, global_step, [c])
+    return TowerSpec(mode, loss, train_op)
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+  step = tf.function(lambda x: replicated(x).loss, input_signature=[spec])
+  expected = 10.0
+  if first == "good":
+    assert float(step(make(4))) == 100.0
+    assert [float(c), int(global_step)] == [0.0, 1]
+    expected = 0.0
+  untouched = towers_bed.Untouched([c, global_step], optimizer)
+  for length in (3, 5, 1):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"divi|split"):
+      step(make(length))
+    untouched.check()
+  step(make(2))
+  momentum = -5.0 if first == "good" else 0.0
+  assert float(c) == expected - 3.0 + momentum
+
+
+@pytest.mark.parametrize("unused", ["labels", "feature"])
+def test_what_no_gradient_needs_has_to_divide_too(unused: str) -> None:
+  c, global_step = tf.Variable(10.0), tf.Variable(0)
+  optimizer = TowerOptimizer(sgd(momentum=0.5))
+  testbed.build(optimizer, [c])
+
+  def model_fn(features: Any, labels: Any, mode: str) -> TowerSpec:
+    loss = tf.reduce_sum(c * features["x"])
+    train_op = optimizer.minimize(loss, global_step, [c])
+    other = labels if unused == "labels" else features["other"]
+    return TowerSpec(mode, loss, train_op, {"other": other})
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+  sizes = [tf.TensorSpec([None]), tf.TensorSpec([None])]
+
+  @tf.function(input_signature=sizes)
+  def step(x: Any, other: Any) -> Any:
+    if unused == "labels":
+      return replicated({"x": x}, other).predictions
+    return replicated({"x": x, "other": other}, tf.zeros([2])).predictions
+
+  step(tf.ones([4]), tf.ones([2]))
+  untouched = towers_bed.Untouched([c, global_step], optimizer)
+  for _ in range(5):  # Nothing may depend on which operation comes first.
+    with pytest.raises(tf.errors.InvalidArgumentError):
+      step(tf.ones([4]), tf.ones([3]))
+    untouched.check()
+
+
+def _accuracy(x: Any) -> Any:
+  """Labels and predictions, so that towers have different results."""
+  return tf.cast(x > 2.0, tf.float32), tf.cast(x > 4.0, tf.float32)
+
+
+def _new_metrics() -> dict[str, Any]:
+  return {
+    "mean": keras.metrics.Mean(),
+    "accuracy": keras.metrics.BinaryAccuracy(),
+    "root": keras.metrics.RootMeanSquaredError(),
+  }
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("place", ["outside", "inside"])
+def test_metrics_are_those_of_the_whole_batch(place: str, mode: str) -> None:
+  made = _new_metrics() if place == "outside" else None
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    metrics = made or _new_metrics()
+    labels, predictions = _accuracy(features)
+    metrics["mean"].update_state(features)
+    metrics["accuracy"].update_state(labels, predictions)
+    metrics["root"].update_state(labels, predictions)
+    return TowerSpec(mode, tf.reduce_mean(features), metrics=metrics)
+
+  replicated = replicate_model_fn(model_fn, "mean", TWO)
+  step = caller(lambda x: replicated(x, mode="eval").metrics, mode)
+  batches = [
+    batch([1.0], [2.0], [3.0], [5.0]),
+    batch([7.0], [3.0], [0.0], [4.0]),
+    batch([9.0], [9.0], [4.0], [3.0]),
+  ]
+
+  def check(batches: Any) -> None:
+    whole = _new_metrics()
+    for x in batches:
+      labels, predictions = _accuracy(x)
+      whole["mean"].update_state(x)
+      whole["accuracy"].update_state(labels, predictions)
+      whole["root"].update_state(labels, predictions)
+      found = step(x)
+      assert sorted(found) == sorted(whole)
+      for name, metric in whole.items():
+        np.testing.assert_allclose(
+          float(found[name]), float(metric.result()), rtol=1e-6
+        )
+    assert float(whole["mean"].result()) != float(tf.reduce_mean(batches[-1]))
+
+  check(batches)
+  replicated.reset_metrics()
+  check(batches[1:])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_losses(mode: str) -> None:
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    return TowerSpec(mode, tf.reduce_max(features))
+
+  rows = batch([1.0], [2.0], [8.0], [4.0])
+  for reduction, expected in (
+    ("sum", 10.0),
+    ("mean", 5.0),
+    (tf.compat.v1.losses.Reduction.MEAN, 5.0),
+    ("sum_over_batch_size", 5.0),
+  ):
+    replicated = replicate_model_fn(model_fn, reduction, TWO)
+    step = caller(lambda x, r=replicated: r(x, mode="eval").loss, mode)
+    assert float(step(rows)) == expected
+  plain = replicate_model_fn(lambda features: TowerSpec("eval", 3), "sum", TWO)
+  assert int(plain(rows, mode="eval").loss) == 6
+
+
+class CalledObject:
+  """An object that is called like a function."""
+
+  def __init__(self) -> None:
+    self.got: list[Any] = []
+
+  def __call__(self, features: Any, params: Any, mode: str) -> TowerSpec:
+    self.got.append(("params", params, mode))
+    return TowerSpec(mode)
+
+  def method(self, features: Any, mode: str, config: Any = 7) -> TowerSpec:
+    self.got.append(("config", config, mode))
+    return TowerSpec(mode)
+
+
+class TestArguments:
+  def test_only_what_is_taken(self) -> None:
+    got: list[Any] = []
+
+    def all_of_them(
+      features: Any, labels: Any, mode: str, params: Any, config: Any
+    ) -> TowerSpec:
+      got.append((_lists(labels), mode, params, config))
+      return TowerSpec(mode)
+
+    def by_keyword(features: Any, *, mode: str, **kwargs: Any) -> TowerSpec:
+      kwargs["labels"] = _lists(kwargs["labels"])
+      got.append((mode, sorted(kwargs.items())))
+      return TowerSpec(mode)
+
+    def another_name(x: Any, labels: Any = 5, mode: str = "none") -> TowerSpec:
+      got.append((_lists(x), labels if labels is None else None, mode))
+      return TowerSpec(mode)
+
+    def with_a_first(first: Any, features: Any, mode: str) -> TowerSpec:
+      got.append((first, _lists(features), mode))
+      return TowerSpec(mode)
+
+    x, y = batch(), tf.constant([3, 4])
+    both = functools.partial(replicate_model_fn, devices=TWO)
+    both(all_of_them)(x, y, PREDICT, {"a": 1}, "config")
+    both(by_keyword)(x, y, "eval", {"a": 1}, "config")
+    both(another_name)(x, mode="eval")
+    both(functools.partial(with_a_first, "first"))(x, mode="eval")
+    both(lambda features: TowerSpec("eval", None, None, features + 1.0))(
+      x, mode="eval", params={"a": 1}
+    )
+
+    def features_only(features: Any) -> TowerSpec:
+      got.append(_lists(features))
+      return TowerSpec("eval")
+
+    both(features_only)(x, None, "eval", {"a": 1}, "config")
+    assert got == [
+      ([3], "infer", {"a": 1}, "config"),
+      ([4], "infer", {"a": 1}, "config"),
+      *(
+        (
+          "eval",
+          [("config", "config"), ("labels", [y]), ("params", {"a": 1})],
+        )
+        for y in (3, 4)
+      ),
+      ([[1.0]], None, "eval"),
+      ([[2.0]], None, "eval"),
+      ("first", [[1.0]], "eval"),
+      ("first", [[2.0]], "eval"),
+      [[1.0]],
+      [[2.0]],
+    ]
+
+  def test_callable_objects_and_methods(self) -> None:
+    model = CalledObject()
+    replicate_model_fn(model, devices=TWO)(
+      batch(), mode="eval", params={"a": 1}, config=2
+    )
+    replicate_model_fn(model.method, devices=TWO)(
+      batch(), mode="infer", params={"a": 1}, config=2
+    )
+    assert model.got == [
+      *[("params", {"a": 1}, "eval")] * 2,
+      *[("config", 2, "infer")] * 2,
+    ]
+
+  def test_a_partial_that_binds_an_argument(self) -> None:
+    got: list[Any] = []
+
+    def model_fn(features: Any, mode: str, params: Any) -> TowerSpec:
+      got.append(params)
+      return TowerSpec(mode)
+
+    bound = functools.partial(model_fn, params="mine")
+    replicate_model_fn(bound, devices=TWO)(batch(), mode="eval")
+    replicate_model_fn(bound, devices=TWO)(batch(), mode="eval", params="new")
+    assert got == ["mine", "mine", "new", "new"]
+
+  def test_the_mode_is_train_by_default(self) -> None:
+    seen: list[str] = []
+
+    def model_fn(features: Any, mode: str) -> TowerSpec:
+      seen.append(mode)
+      return TowerSpec(mode)
+
+    replicate_model_fn(model_fn, devices=TWO[:1])(batch())
+    assert seen == ["train"] == [ModeKeys.TRAIN]
+    assert [ModeKeys.EVAL, ModeKeys.PREDICT] == ["eval", "infer"]
+
+
+@pytest.mark.parametrize("devices", [FOUR, FOUR[::-1], ("CPU:2", "CPU:2")])
+@pytest.mark.parametrize("mode", MODES)
+def test_operations_are_on_their_tower_s_device(
+  devices: Any, mode: str
+) -> None:
+  found: list[tuple[str, str]] = []
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    y = tf.matmul(features, [[2.0]], name="product")
+    name = "" if tf.executing_eagerly() else y.op.name
+    found.append((y.device, name))
+    assert tf.get_current_name_scope() == f"tower_{len(found) - 1}"
+    return TowerSpec(mode, predictions=y)
+
+  replicated = replicate_model_fn(model_fn, devices=devices)
+  rows = batch([1.0], [2.0], [3.0], [4.0])
+  spec = caller(lambda x: replicated(x, mode=PREDICT), mode)(rows)
+  assert _lists(spec.predictions) == [[2.0], [4.0], [6.0], [8.0]]
+  places = [tf.DeviceSpec.from_string(device) for device, _ in found]
+  assert [
+    f"{place.device_type}:{place.device_index}" for place in places
+  ] == list(devices)
+  if mode == "function":
+    assert [name for _, name in found] == [
+      f"tower_{i}/product" for i in range(len(devices))
+    ]
+
+
+def test_towers_wait_for_each_other_in_nothing_but_the_update() -> None:
+  c, optimizer = tf.Variable(10.0), TowerOptimizer(sgd)
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    loss = tf.reduce_sum(tf.matmul(features, [[2.0]]) * c)
+    return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+  graph = (
+    tf.function(lambda x: replicated(x).loss)
+    .get_concrete_function(tf.TensorSpec([2, 1]))
+    .graph
+  )
+  [product] = [
+    op
+    for op in graph.get_operations()
+    if op.type == "MatMul" and op.name == "tower_1/MatMul"
+  ]
+  needed, waiting = set(), [product]
+  while waiting:
+    op = waiting.pop()
+    needed.add(op.name)
+    before = [*op.control_inputs, *(each.op for each in op.inputs)]
+    waiting += [each for each in before if each.name not in needed]
+  assert product.device.endswith("CPU:1")
+  assert len(needed) > 2
+  assert not [name for name in needed if name.startswith("tower_0")]
+
+
+def test_devices_left_out_are_all_of_them() -> None:
+  found = replicate_model_fn(_echo).devices
+  kind = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
+  expected = [each.name for each in tf.config.list_logical_devices(kind)]
+  assert found == expected
+  if kind == "CPU":
+    assert len(found) == 4
+  replicated = replicate_model_fn(_echo)
+  rows = tf.range(4 * len(found))
+  spec = replicated(rows, mode=PREDICT)
+  assert _lists(spec.predictions) == _lists(rows)
+  assert replicate_model_fn(_echo, devices="CPU:1").devices == ["CPU:1"]
+
+
+@pytest.mark.parametrize("devices", [TWO[:1], TWO])
+def test_a_tf_function_returns_the_spec(devices: Any) -> None:
+  c, optimizer = tf.Variable(10.0), TowerOptimizer(sgd)
+  metric = keras.metrics.Mean()
+
+  def model_fn(features: Any, labels: Any, mode: str) -> TowerSpec:
+    loss = tf.reduce_sum(c * features)
+    metric.update_state(labels)
+    train_op = None
+    if mode == "train":
+      train_op = optimizer.minimize(loss, var_list=[c])
+    return TowerSpec(mode, loss, train_op, {"y": features}, {"m": metric})
+
+  step = tf.function(replicate_model_fn(model_fn, devices=devices))
+  spec = step(batch(), tf.constant([3.0, 5.0]))
+  assert type(spec) is TowerSpec
+  assert spec.mode == "train"
+  assert [float(spec.loss), int(spec.train_op), float(c)] == [30.0, 1, 7.0]
+  assert _lists(spec.predictions["y"]) == [[1.0], [2.0]]
+  assert float(spec.metrics["m"]) == 4.0
+  assert spec.export_outputs is None
+  spec = step(batch(), tf.constant([0.0, 0.0]), "eval")
+  assert [float(spec.loss), spec.train_op, float(c)] == [21.0, None, 7.0]
+  assert float(spec.metrics["m"]) == 2.0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_branches_and_loops_on_tensors(mode: str) -> None:
+  c, optimizer = tf.Variable(10.0), TowerOptimizer(sgd)
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    if tf.reduce_sum(features) > 1.5:
+      scale = 10.0 * c
+    else:
+      scale = 1.0 * c
+    total = tf.constant(0.0)
+    for row in features:
+      total += scale * row[0]
+    return TowerSpec(mode, total, optimizer.minimize(total, var_list=[c]))
+
+  step = caller(replicate_model_fn(model_fn, devices=TWO), mode)
+  assert float(step(batch()).loss) == 10.0 + 200.0
+  assert float(c) == 10.0 - 1.0 - 20.0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_are_right_with_a_network_of_keras(mode: str) -> None:
+  rng = np.random.default_rng(1)
+  x = rng.normal(size=(8, 3)).astype("float32")
+  y = rng.normal(size=(8, 2)).astype("float32")
+
+  def network() -> Any:
+    layers = [keras.layers.Dense(4, "tanh"), keras.layers.Dense(2)]
+    return keras.Sequential([keras.Input((3,)), *layers])
+
+  first, second = network(), network()
+  second.set_weights(first.get_weights())
+  start = first.get_weights()
+  optimizer = TowerOptimizer(keras.optimizers.Adam(0.125))
+
+  def model_fn(features: Any, labels: Any, mode: str) -> TowerSpec:
+    loss = tf.reduce_mean((first(features) - labels) ** 2)
+    weights = first.trainable_variables
+    return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=weights))
+
+  step = caller(replicate_model_fn(model_fn, "mean", FOUR), mode)
+  plain = keras.optimizers.Adam(0.125)
+  for _ in range(3):
+    spec = step(tf.constant(x), tf.constant(y))
+    with tf.GradientTape() as tape:
+      loss = tf.reduce_mean((second(x) - y) ** 2)
+    weights = second.trainable_variables
+    plain.apply_gradients(
+      zip(tape.gradient(loss, weights), weights, strict=True)
+    )
+    np.testing.assert_allclose(float(spec.loss), float(loss), rtol=1e-5)
+  for a, b, c in zip(
+    first.get_weights(), second.get_weights(), start, strict=True
+  ):
+    assert np.abs(a - c).max() > 0.05
+    np.testing.assert_allclose(a, b, atol=2e-5)
+  assert values([optimizer.iterations]) == [3]
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

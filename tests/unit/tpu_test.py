@@ -1,0 +1,202 @@
+"""The program that the real TPUStrategy class traces."""
+# bazel: size=medium
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from tests.support import testbed, tpu_resolver, tpu_tasks
+from tf_cross_shard import CrossShardOptimizer, collectives, groups
+from tf_cross_shard.collectives import tpu
+
+STRATEGIES = [
+  tf.distribute.TPUStrategy,
+  tf.distribute.experimental.TPUStrategy,
+]
+
+
+def _strategy(num_replicas: int, kind: Any = STRATEGIES[0]) -> Any:
+  strategy = kind(tpu_resolver.Resolver(num_replicas))
+  assert strategy.num_replicas_in_sync == num_replicas > 1
+  return strategy
+
+
+def _trace(
+  num_replicas: int,
+  make_optimizer: Callable[[], Any],
+  make_model: Callable[[], Any] = tpu_tasks.dense,
+  in_function: bool = False,
+  kind: Any = STRATEGIES[0],
+) -> tuple[tf.Graph, list[Any]]:
+  """The graph of a training step, and the model's weights."""
+  with tf.Graph().as_default() as graph:
+    strategy = _strategy(num_replicas, kind)
+    with strategy.scope():
+      model = make_model()
+      optimizer = make_optimizer()
+      optimizer.build(model.trainable_variables)
+    shape = (4, *model.input_shape[1:])
+    x = tf.zeros(shape, model.inputs[0].dtype)
+    y = tf.zeros([4, 3])
+
+    def replica_step(x: tf.Tensor, y: tf.Tensor) -> None:
+      with tf.GradientTape() as tape:
+        loss = tpu_tasks.loss(model, x, y)
+      grads = tape.gradient(loss, model.trainable_variables)
+      optimizer.apply(grads, model.trainable_variables)
+
+    def step() -> Any:
+      return strategy.run(replica_step, args=(x, y))
+
+    if in_function:
+      tf.function(step, autograph=False)()
+    else:
+      step()
+    weights = list(model.trainable_variables)
+  assert "TPUReplicateMetadata" in tpu_resolver.operations(graph)
+  return graph, weights
+
+
+def _adam() -> Any:
+  return tf.keras.optimizers.Adam(0.01)
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize("in_function", [False, True])
+@pytest.mark.parametrize(
+  "grouping",
+  [None, [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 7], [1, 6], [2, 5], [3, 4]]],
+)
+def test_one_sum_per_gradient_over_the_groups(
+  grouping: Any, in_function: bool, kind: Any
+) -> None:
+  graph, weights = _trace(
+    8,
+    lambda: CrossShardOptimizer(_adam(), group_assignment=grouping),
+    in_function=in_function,
+    kind=kind,
+  )
+  expected = grouping or [list(range(8))]
+  sums = tpu_resolver.cross_replica_sums(graph)
+  assert len(weights) == 4
+  assert sums == [(tf.float32, expected)] * len(weights)
+  others = {
+    "AllToAll",
+    "CollectivePermute",
+    "CollectiveReduceV2",
+    "XlaAllReduce",
+  }
+  assert not others & tpu_resolver.operations(graph)
+
+
+@pytest.mark.slow
+def test_2048_replicas() -> None:
+  halves = groups.contiguous(2048, 1024).to_lists()
+
+  def model() -> Any:
+    return tf.keras.Sequential([tf.keras.Input((6,)), tf.keras.layers.Dense(3)])
+
+  graph, weights = _trace(
+    2048,
+    lambda: CrossShardOptimizer("sgd", group_assignment=halves),
+    model,
+  )
+  sums = tpu_resolver.cross_replica_sums(graph)
+  assert sums == [(tf.float32, halves)] * len(weights)
+  assert len(weights) == 2
+
+
+def test_plain_keras_sums_as_often() -> None:
+  graph, weights = _trace(8, _adam)
+  assert len(tpu_resolver.cross_replica_sums(graph)) == len(weights) == 4
+  # And it takes the iteration count from the first replica, with one more
+  # exchange; the test above asserts that we do not.
+  assert "AllToAll" in tpu_resolver.operations(graph)
+
+
+def test_groups_of_one_do_not_sum() -> None:
+  graph, _ = _trace(
+    8,
+    lambda: CrossShardOptimizer(_adam(), group_assignment=groups.singletons(8)),
+  )
+  assert tpu_resolver.cross_replica_sums(graph) == []
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    {"gradient_accumulation_steps": 2},
+    {"use_ema": True, "ema_overwrite_frequency": 2},
+    {"weight_decay": 0.1, "global_clipnorm": 1.0},
+  ],
+)
+def test_conditions_within_the_optimizer(options: dict[str, Any]) -> None:
+  graph, weights = _trace(
+    8,
+    lambda: CrossShardOptimizer(
+      tf.keras.optimizers.Adam(0.01, **options),
+      group_assignment=groups.strided(8, 2),
+    ),
+  )
+  sums = tpu_resolver.cross_replica_sums(graph)
+  assert len(sums) == len(weights)
+
+
+def test_sparse_gradients_are_summed_dense() -> None:
+  graph, weights = _trace(
+    8, lambda: CrossShardOptimizer(_adam()), tpu_tasks.embedding
+  )
+  sums = tpu_resolver.cross_replica_sums(graph)
+  assert len(sums) == len(weights) == 3
+
+
+@pytest.mark.parametrize(
+  "dtype",
+  [tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.uint32],
+)
+def test_dtypes(dtype: tf.DType) -> None:
+  halves = groups.Groups([[0, 1], [2, 3]])
+  with tf.Graph().as_default() as graph:
+    strategy = _strategy(4)
+    engine = collectives.for_strategy(strategy)
+    assert type(engine) is tpu.TPU
+
+    def replica_fn() -> Any:
+      return engine.all_reduce_sum([tf.ones([2], dtype)], halves)
+
+    strategy.run(replica_fn)
+  assert tpu_resolver.cross_replica_sums(graph) == [(dtype, halves.to_lists())]
+
+
+@pytest.mark.parametrize("dtype", [tf.int64, tf.int8, tf.complex64, tf.bool])
+def test_other_dtypes_are_refused(dtype: tf.DType) -> None:
+  engine = tpu.TPU(tpu_tasks.virtual(2))
+  with pytest.raises(TypeError, match=rf"TPUs sum bfloat16, .* {dtype.name}\."):
+    engine.all_reduce_sum([tf.zeros([2], dtype)], groups.contiguous(2, 2))
+
+
+def test_rows_are_not_gathered() -> None:
+  engine = tpu.TPU(tpu_tasks.virtual(2))
+  assert not engine.can_gather
+  with pytest.raises(NotImplementedError, match="Make the tensors dense"):
+    engine.all_gather([tf.zeros([2])], groups.contiguous(2, 2))
+
+
+def test_wrong_number_of_replicas() -> None:
+  with tf.Graph().as_default():
+    strategy = _strategy(8)
+    with strategy.scope():
+      with pytest.raises(ValueError, match="must hold the 8 replicas of TPU"):
+        CrossShardOptimizer(_adam(), group_assignment=[[0, 1], [2, 3]])
+
+
+def test_which_strategies_are_one_program() -> None:
+  assert tpu.is_tpu(tpu_tasks.virtual(2))
+  assert not tpu.is_tpu(testbed.mirrored())
+  assert not tpu.is_tpu(tf.distribute.get_strategy())
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,212 @@
+"""`wire_dtype` where replicas share a process, and on TPUs.
+
+On machines of their own: `tests/multi_worker_test.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import testbed
+from tf_cross_shard import CrossShardOptimizer, virtual_tpu
+
+PAIRS = [[0, 1], [2, 3]]
+NARROW = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+# One replica's gradients need 20 bits and more, and so do their sums.
+GRADS = np.array(
+  [[1.0009765625, -3.14159, 100.25], [2.0029296875, 2.71828, 0.3]] * 2, "f4"
+) * np.arange(1, 5, dtype="f4").reshape(4, 1)
+
+
+def _sums(
+  strategy: tf.distribute.Strategy,
+  wire_dtype: str | None,
+  grads: np.ndarray = GRADS,
+  in_function: bool = True,
+  wrap: Callable[[Callable[[], Any]], Any] = lambda apply: apply(),
+  make_opt: Callable[[], Any] = lambda: tf.keras.optimizers.SGD(1.0),
+  scale: float = 1.0,
+) -> list[np.ndarray]:
+  """What each replica subtracts from its weight in one step of SGD."""
+  with strategy.scope():
+    weight = tf.keras.Variable(np.zeros(grads.shape[1:], "f4"))
+    optimizer = CrossShardOptimizer(
+      make_opt(),
+      reduction="sum",
+      group_assignment=PAIRS,
+      wire_dtype=wire_dtype,
+    )
+    optimizer.build([weight])
+
+  def step() -> None:
+    def replica_step() -> None:
+      mine = scale * tf.constant(grads)[testbed.replica_id()]
+
+      def apply() -> tf.Tensor:
+        optimizer.scale_loss(0.0)
+        return optimizer.apply_gradients([(mine, weight)])
+
+      wrap(apply)
+
+    strategy.run(replica_step)
+
+  (tf.function(step, autograph=False) if in_function else step)()
+  copies = testbed.copies(weight)
+  assert len(copies) == 4
+  return [-copy for copy in copies]
+
+
+def _rounded_sums(wire_dtype: str) -> np.ndarray:
+  """The sums of rounded gradients, in float32, for each replica."""
+  rounded = GRADS.astype(NARROW[wire_dtype]).astype("f4")
+  pairs = rounded.reshape(2, 2, 3).sum(axis=1, dtype="f4")
+  return np.repeat(pairs, 2, axis=0)
+
+
+@pytest.mark.parametrize("in_function", [True, False])
+@pytest.mark.parametrize("wire_dtype", NARROW)
+def test_merge_calls_round_each_gradient_once(
+  wire_dtype: str, in_function: bool
+) -> None:
+  sums = _sums(testbed.mirrored(), wire_dtype, in_function=in_function)
+  np.testing.assert_array_equal(sums, _rounded_sums(wire_dtype))
+  # The rounding can be seen at all, and differs between the groups.
+  exact = _sums(testbed.mirrored(), None, in_function=in_function)
+  assert (np.array(sums) != np.array(exact)).any(axis=1).all()
+  assert (sums[0] != sums[2]).all()
+
+
+@pytest.mark.parametrize("wire_dtype", NARROW)
+def test_collectives_round_the_sum_once_more(wire_dtype: str) -> None:
+  def in_cond(apply: Callable[[], Any]) -> Any:
+    return tf.cond(
+      testbed.replica_id() >= 0, apply, lambda: tf.zeros([], tf.int64)
+    )
+
+  sums = _sums(testbed.mirrored(), wire_dtype, wrap=in_cond)
+  narrow = NARROW[wire_dtype]
+  expected = _rounded_sums(wire_dtype).astype(narrow).astype("f4")
+  np.testing.assert_array_equal(sums, expected)
+
+
+@pytest.mark.parametrize("wire_dtype", NARROW)
+def test_virtual_tpu(wire_dtype: str) -> None:
+  sums = _sums(testbed.virtual(4), wire_dtype)
+  # Half a unit in the last place, of each gradient and of the sum.
+  ulp = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[wire_dtype]
+  exact = np.repeat(GRADS.reshape(2, 2, 3).sum(axis=1), 2, axis=0)
+  bound = ulp * (
+    np.abs(GRADS).reshape(2, 2, 3).sum(axis=1) + np.abs(exact[::2])
+  )
+  assert (np.abs(np.array(sums) - exact) <= np.repeat(bound, 2, axis=0)).all()
+  np.testing.assert_array_equal(sums[::2], sums[1::2])
+  assert (np.array(sums) != exact).any()
+
+
+@pytest.mark.parametrize("wire_dtype", NARROW)
+@pytest.mark.parametrize("strategy", [testbed.mirrored, testbed.virtual])
+def test_what_fits_is_exact(strategy: Any, wire_dtype: str) -> None:
+  grads = np.arange(24, dtype="f4").reshape(4, 6) - 9
+  expected = np.repeat(grads.reshape(2, 2, 6).sum(axis=1), 2, axis=0)
+  np.testing.assert_array_equal(_sums(strategy(4), wire_dtype, grads), expected)
+
+
+def test_scaled_gradients_travel_and_are_unscaled_afterwards() -> None:
+  """Gradients that float16 would lose arrive when the loss is scaled."""
+  tiny = np.arange(1, 25, dtype="f4").reshape(4, 6) * 2.0**-30
+  lost = _sums(testbed.mirrored(), "float16", tiny)
+  assert not np.any(lost)
+
+  def scaled() -> Any:
+    return tf.keras.optimizers.LossScaleOptimizer(
+      tf.keras.optimizers.SGD(1.0), initial_scale=2.0**20
+    )
+
+  sums = _sums(
+    testbed.mirrored(), "float16", tiny, make_opt=scaled, scale=2.0**20
+  )
+  expected = np.repeat(tiny.reshape(2, 2, 6).sum(axis=1), 2, axis=0)
+  np.testing.assert_array_equal(sums, expected)
+
+
+def test_rows_travel_narrow() -> None:
+  strategy = testbed.mirrored()
+  with strategy.scope():
+    table = tf.keras.Variable(np.zeros([4, 3], "f4"))
+    optimizer = CrossShardOptimizer(
+      tf.keras.optimizers.SGD(1.0),
+      "sum",
+      group_assignment=PAIRS,
+      wire_dtype="bfloat16",
+    )
+    optimizer.build([table])
+
+  @tf.function(autograph=False)
+  def step() -> None:
+    def replica_step() -> None:
+      mine = testbed.replica_id()
+      rows = tf.IndexedSlices(
+        tf.constant(GRADS)[mine][tf.newaxis],
+        tf.constant([2]),
+        tf.constant([4, 3]),
+      )
+      optimizer.apply_gradients([(rows, table)])
+
+    strategy.run(replica_step)
+
+  step()
+  copies = -np.array(testbed.copies(table))
+  np.testing.assert_array_equal(copies[:, 2], _rounded_sums("bfloat16"))
+  assert not copies[:, [0, 1, 3]].any()
+
+
+def test_one_replica_sends_nothing_and_rounds_nothing() -> None:
+  weight = tf.keras.Variable(0.0)
+  optimizer = CrossShardOptimizer(
+    tf.keras.optimizers.SGD(1.0), wire_dtype="bfloat16"
+  )
+  optimizer.apply_gradients([(tf.constant(1.0009765625), weight)])
+  assert float(weight.numpy()) == -1.0009765625
+
+
+@pytest.mark.parametrize(("wire_dtype", "size"), [(None, 4), ("bfloat16", 2)])
+def test_the_tpu_compiler_sends_half(wire_dtype: str | None, size: int) -> None:
+  strategy = testbed.virtual(8)
+  with strategy.scope():
+    weights = [tf.Variable(tf.zeros(n)) for n in ([64, 10], [10])]
+    optimizer = CrossShardOptimizer(
+      tf.keras.optimizers.SGD(0.1), wire_dtype=wire_dtype
+    )
+    optimizer.build(weights)
+
+  def replica_step() -> None:
+    grads = [2.0 * each + 1.0 for each in weights]
+    optimizer.apply_gradients(zip(grads, weights, strict=True))
+
+  report = virtual_tpu.compile_for("v5e:4x2", replica_step, strategy=strategy)
+  assert len(report.collectives) == 1
+  assert report.wire_bytes == size * 650
+
+
+def test_settings_are_kept() -> None:
+  optimizer = CrossShardOptimizer("sgd", wire_dtype=tf.float16)
+  assert optimizer.wire_dtype == "float16"
+  again = CrossShardOptimizer.from_config(optimizer.get_config())
+  assert again.wire_dtype == "float16"
+  assert CrossShardOptimizer("sgd").wire_dtype is None
+
+
+@pytest.mark.parametrize(
+  "wrong", ["float32", "int8", "half a byte", 16, "bf16"]
+)
+def test_what_is_no_wire_dtype_is_refused(wrong: Any) -> None:
+  with pytest.raises(ValueError, match=r"`wire_dtype` .* got .* None"):
+    CrossShardOptimizer("sgd", wire_dtype=wrong)
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

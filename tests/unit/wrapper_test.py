@@ -1,0 +1,223 @@
+"""The wrapper reads and writes as if it were the encapsulated optimizer."""
+
+import copy
+import pathlib
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import testbed
+from tf_cross_shard import CrossShardOptimizer
+
+keras = tf.keras
+
+
+@pytest.fixture
+def optimizer() -> Any:
+  return CrossShardOptimizer(keras.optimizers.Adam(0.5, beta_1=0.75))
+
+
+def test_settings_live_in_the_encapsulated_optimizer(optimizer: Any) -> None:
+  inner = optimizer.inner_optimizer
+  assert optimizer.beta_1 == 0.75
+  for name, value in (
+    ("beta_1", 0.25),
+    ("weight_decay", 0.125),
+    ("use_ema", True),
+    ("ema_momentum", 0.5),
+    ("loss_scale_factor", 8.0),
+    ("gradient_accumulation_steps", 3),
+  ):
+    setattr(optimizer, name, value)
+    assert getattr(inner, name) == getattr(optimizer, name) == value
+  optimizer.learning_rate = 0.25
+  assert float(inner.learning_rate) == 0.25
+  inner.learning_rate = 0.75
+  assert float(optimizer.learning_rate) == 0.75
+
+
+def test_attributes_are_deleted_where_they_live(optimizer: Any) -> None:
+  optimizer.note = "mine"
+  del optimizer.note
+  optimizer.inner_optimizer.extra = 1
+  del optimizer.extra
+  for holder in (optimizer, optimizer.inner_optimizer):
+    assert not hasattr(holder, "note")
+    assert not hasattr(holder, "extra")
+
+
+def test_pickled_twice_before_it_is_built(optimizer: Any) -> None:
+  weight = keras.Variable(1.0, name="weight")
+  optimizer.apply_gradients([(tf.constant(1.0), weight)])
+  again = optimizer
+  for _ in range(3):
+    again = pickle.loads(pickle.dumps(again))
+  again.build([weight])
+  assert again.iterations.numpy() == 1
+  for ours, theirs in zip(again.variables, optimizer.variables, strict=True):
+    assert ours.numpy() == theirs.numpy()
+
+
+def test_unpickled_state_is_restored_once_in_a_function() -> None:
+  weight = keras.Variable(0.0, name="weight")
+  optimizer = CrossShardOptimizer(keras.optimizers.SGD(1.0, momentum=0.5))
+  optimizer.apply_gradients([(tf.constant(1.0), weight)])
+  again = pickle.loads(pickle.dumps(optimizer))
+
+  @tf.function(autograph=False)
+  def step() -> None:
+    again.apply_gradients([(tf.constant(1.0), weight)])
+
+  for momentum in (-1.5, -1.75):
+    step()
+    assert again.get_slot(weight, "momentum").numpy() == momentum
+  assert again.iterations.numpy() == 3
+
+
+def test_unpickled_state_reaches_every_replica() -> None:
+  strategy = testbed.mirrored()
+  with strategy.scope():
+    weight = keras.Variable(0.0, name="weight")
+    optimizer = CrossShardOptimizer(keras.optimizers.SGD(1.0, momentum=0.5))
+    optimizer.build([weight])
+
+  def step(stepping: Any) -> None:
+    strategy.run(lambda: stepping.apply_gradients([(tf.constant(1.0), weight)]))
+
+  step(optimizer)
+  with strategy.scope():
+    again = pickle.loads(pickle.dumps(optimizer))
+  with pytest.raises(RuntimeError, match=r"not built.*strategy\.scope\(\)"):
+    step(again)
+  with strategy.scope():
+    again.build([weight])
+  assert testbed.copies(again.get_slot(weight, "momentum")) == [-4.0] * 4
+  step(again)
+  assert testbed.copies(again.get_slot(weight, "momentum")) == [-6.0] * 4
+  assert testbed.copies(again.iterations) == [2] * 4
+
+
+def test_what_changes_before_the_slots_come_stays(optimizer: Any) -> None:
+  weight = keras.Variable(1.0, name="weight")
+  optimizer.apply_gradients([(tf.constant(1.0), weight)])
+  again = copy.deepcopy(optimizer)
+  again.learning_rate = 0.25
+  again.iterations.assign(7)
+  again = copy.deepcopy(again)
+  again.build([weight])
+  assert float(again.learning_rate) == 0.25
+  assert again.iterations.numpy() == 7
+  velocity = optimizer.get_slot(weight, "velocity").numpy()
+  assert again.get_slot(weight, "velocity").numpy() == velocity != 0
+
+
+def test_unpickled_and_built_on_other_shapes(optimizer: Any) -> None:
+  optimizer.build([keras.Variable([1.0, 2.0])])
+  again = pickle.loads(pickle.dumps(optimizer))
+  with pytest.raises(ValueError, match=r"other shapes than \[\(3,\)\]"):
+    again.build([keras.Variable([1.0, 2.0, 3.0])])
+
+
+def test_another_wrapper_further_in_is_refused(optimizer: Any) -> None:
+  between = keras.optimizers.LossScaleOptimizer(optimizer)
+  with pytest.raises(ValueError, match="reduced twice"):
+    CrossShardOptimizer(between)
+
+
+def test_clipping_and_name_are_its_own(optimizer: Any) -> None:
+  for name in ("clipnorm", "clipvalue", "global_clipnorm"):
+    setattr(optimizer, name, 2.0)
+    assert getattr(optimizer.inner_optimizer, name) is None
+  assert optimizer.name != optimizer.inner_optimizer.name
+
+
+def test_new_attributes_stay_on_the_wrapper(optimizer: Any) -> None:
+  optimizer.note = "mine"
+  assert optimizer.note == "mine"
+  assert not hasattr(optimizer.inner_optimizer, "note")
+
+
+def test_unknown_attributes_are_errors(optimizer: Any) -> None:
+  with pytest.raises(AttributeError, match="no_such_thing"):
+    _ = optimizer.no_such_thing
+
+
+def test_nothing_is_saved_twice(optimizer: Any, tmp_path: pathlib.Path) -> None:
+  weight = keras.Variable([1.0, 2.0], name="weight")
+  optimizer.build([weight])
+  assert "inner_optimizer" not in dir(optimizer)
+  assert "get_slot_names" not in dir(optimizer)
+  inner = optimizer.inner_optimizer
+  paths = [
+    tf.train.Checkpoint(optimizer=saved).save(str(tmp_path / name))
+    for saved, name in ((optimizer, "wrapped"), (inner, "plain"))
+  ]
+  wrapped, plain = map(tf.train.list_variables, paths)
+  assert wrapped == plain
+  assert len(plain) >= 5
+
+
+def test_weights_and_exclusions(optimizer: Any) -> None:
+  decayed = CrossShardOptimizer(keras.optimizers.SGD(0.5, weight_decay=0.5))
+  bias = keras.Variable(4.0, name="bias")
+  kernel = keras.Variable(4.0, name="kernel")
+  decayed.exclude_from_weight_decay(var_names=["bias"])
+  decayed.apply_gradients([(tf.constant(0.0), v) for v in (bias, kernel)])
+  assert (float(bias.numpy()), float(kernel.numpy())) == (4.0, 3.0)
+  optimizer.build([bias])
+  values = [np.full(v.shape, 3.0) for v in optimizer.variables]
+  optimizer.set_weights(values)
+  assert optimizer.iterations.numpy() == 3
+  assert optimizer.get_slot(bias, "velocity").numpy() == 3.0
+
+
+def test_update_step_is_the_encapsulated_one() -> None:
+  weight = keras.Variable(1.0)
+  optimizer = CrossShardOptimizer(keras.optimizers.SGD(0.5))
+  optimizer.build([weight])
+  optimizer.update_step(tf.constant(1.0), weight, 0.25)
+  assert float(weight.numpy()) == 0.75
+
+
+def test_loss_scale_optimizer_inside() -> None:
+  with testbed.mirrored().scope():
+    weight = keras.Variable([1.0, 2.0], name="weight")
+    optimizer = CrossShardOptimizer(
+      keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.5))
+    )
+    optimizer.build([weight])
+  assert optimizer.get_slot_names() == ["momentum", "velocity"]
+  assert optimizer.get_slot(weight, "momentum").shape == (2,)
+  names = [v.name for v in optimizer.variables]
+  assert "dynamic_scale" in names
+  assert "weight_velocity" in names
+
+
+def test_a_model_saved_under_a_strategy_loads_without(
+  tmp_path: pathlib.Path,
+) -> None:
+  """Groups and all: the file is for one device and for four."""
+  data = np.ones((8, 3), "float32"), np.ones((8, 2), "float32")
+  with testbed.mirrored().scope():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile(
+      CrossShardOptimizer("adam", group_assignment=[[0, 1], [2, 3]]), "mse"
+    )
+  dataset = tf.data.Dataset.from_tensor_slices(data).batch(8)
+  model.fit(dataset, verbose=0)
+  path = tmp_path / "model.keras"
+  model.save(path)
+  alone = keras.models.load_model(path)
+  assert alone.optimizer.group_assignment == [[0, 1], [2, 3]]
+  np.testing.assert_allclose(alone.predict(data[0], verbose=0).shape, (8, 2))
+  with testbed.mirrored().scope():
+    again = keras.models.load_model(path)
+  again.fit(dataset, verbose=0)
+  assert again.optimizer.iterations.numpy() == 2
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

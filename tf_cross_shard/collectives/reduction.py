@@ -1,0 +1,100 @@
+"""Gradients of one replica to their sums over the group.
+
+    narrow -> pack -> all-reduce -> unpack -> widen      dense gradients
+    narrow -> gather rows -> widen -> add duplicates     sparse gradients
+
+This module knows no optimizer.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard import groups as groups_lib
+from tf_cross_shard.collectives import base
+from tf_cross_shard.gradients import indexed_slices, packing
+from tf_cross_shard.gradients.clipping import Gradient
+
+
+def reduce_gradients(
+  grads: Sequence[Gradient],
+  variables: Sequence[Any],
+  engine: base.Engine,
+  groups: groups_lib.Groups,
+  wire_dtype: tf.DType | None = None,
+  wire_scale: Any = None,
+) -> list[Gradient]:
+  """Sums every gradient over this replica's group.
+
+  result[i] = sum over r in group of grads_r[i]
+  """
+  grads = _times(grads, wire_scale)
+  is_sparse = [isinstance(grad, tf.IndexedSlices) for grad in grads]
+  if groups.group_size > 1 and any(is_sparse) and not engine.can_gather:
+    grads = [
+      indexed_slices.to_dense(grad, variable) if sparse_grad else grad
+      for grad, variable, sparse_grad in zip(
+        grads, variables, is_sparse, strict=True
+      )
+    ]
+    is_sparse = [False] * len(grads)
+  dense = [
+    i for i, grad in enumerate(grads) if grad is not None and not is_sparse[i]
+  ]
+  rows = [i for i in range(len(grads)) if is_sparse[i]]
+  sums: list[Gradient] = [None] * len(grads)
+  for at, add_up in ((dense, _sum_dense), (rows, _sum_sparse)):
+    totals = add_up([grads[i] for i in at], engine, groups, wire_dtype)
+    for i, total in zip(at, totals, strict=True):
+      sums[i] = total
+  return _times(sums, None if wire_scale is None else 1.0 / wire_scale)
+
+
+def _times(grads: Sequence[Gradient], factor: Any) -> list[Gradient]:
+  """Gradients times a factor; as they are without one."""
+  return [
+    indexed_slices.times(grad, 1.0 if factor is None else factor)
+    for grad in grads
+  ]
+
+
+def _sum_dense(
+  grads: Sequence[tf.Tensor],
+  engine: base.Engine,
+  groups: groups_lib.Groups,
+  wire_dtype: tf.DType | None,
+) -> list[tf.Tensor]:
+  """Dense gradients travel packed, unless the engine packs by itself."""
+  if not grads or groups.group_size == 1:
+    return list(grads)
+  # Narrowed one by one: to narrow a buffer would be to copy it once more.
+  narrow = packing.narrow(grads, wire_dtype)
+  add_up = engine.all_reduce_narrow if wire_dtype else engine.all_reduce_sum
+  if engine.bucket_bytes is None:
+    sums = add_up(narrow, groups)
+  else:
+    buffers, unpack = packing.pack(narrow, engine.bucket_bytes)
+    sums = unpack(add_up(buffers, groups))
+  return packing.widen(sums, grads)
+
+
+def _sum_sparse(
+  grads: Sequence[tf.IndexedSlices],
+  engine: base.Engine,
+  groups: groups_lib.Groups,
+  wire_dtype: tf.DType | None,
+) -> list[tf.IndexedSlices]:
+  """Sparse gradients travel as the rows they have; duplicates then add up."""
+  if grads and groups.group_size > 1:
+    parts = [part for grad in grads for part in (grad.values, grad.indices)]
+    gathered = packing.widen(
+      engine.all_gather(packing.narrow(parts, wire_dtype), groups), parts
+    )
+    grads = [
+      tf.IndexedSlices(values, indices, grad.dense_shape)
+      for grad, values, indices in zip(
+        grads, gathered[::2], gathered[1::2], strict=True
+      )
+    ]
+  return [indexed_slices.merge_duplicates(grad) for grad in grads]

@@ -1,0 +1,1 @@
+"""Pure functions on the gradients of one replica."""

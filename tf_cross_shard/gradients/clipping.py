@@ -1,0 +1,97 @@
+"""Clipping of one replica's own gradients, before they are summed."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+
+from tf_cross_shard.gradients import indexed_slices
+
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
+
+
+def clip(
+  grads: Sequence[Gradient],
+  *,
+  clipnorm: Any = None,
+  global_clipnorm: Any = None,
+  clipvalue: Any = None,
+  keep_infinite: bool = False,
+) -> list[Gradient]:
+  """Clips gradients by norm, by global norm or by value.
+
+  With `g_i` the gradients and `c` the limit:
+
+      clipnorm         g_i * min(1, c / ||g_i||)
+      global_clipnorm  g_i * min(1, c / sqrt(sum_j ||g_j||^2))
+      clipvalue        min(max(g_i, -c), c)
+
+  Rows of a sparse gradient that share an index are added first: the norm of a
+  gradient does not depend on how it is written down.
+
+  >>> clip([tf.constant([3.0, 4.0]), None], clipnorm=1.0)[0].numpy().tolist()
+  [0.6000000238418579, 0.800000011920929]
+  """
+  limits = (clipnorm, global_clipnorm, clipvalue)
+  if limits == (None, None, None):
+    return list(grads)
+  wide = [_widen(grad) for grad in grads]
+  if clipnorm is not None:
+    wide = [_each(grad, tf.clip_by_norm, clipnorm) for grad in wide]
+  elif global_clipnorm is not None:
+    dtype = tf.float64 if tf.float64 in map(_dtype, wide) else tf.float32
+    norm = tf.linalg.global_norm([_each(grad, tf.cast, dtype) for grad in wide])
+    wide = [
+      grad
+      if grad is None
+      else tf.clip_by_global_norm(
+        [grad], global_clipnorm, use_norm=tf.cast(norm, grad.dtype)
+      )[0][0]
+      for grad in wide
+    ]
+  elif clipvalue is not None:
+    wide = [
+      _each(grad, _clip_by_value, clipvalue, keep_infinite) for grad in wide
+    ]
+  return [
+    _each(clipped, tf.cast, _dtype(grad))
+    for clipped, grad in zip(wide, grads, strict=True)
+  ]
+
+
+def _clip_by_value(
+  values: tf.Tensor, limit: Any, keep_infinite: bool
+) -> tf.Tensor:
+  """Elements between `-limit` and `limit`."""
+  limit = tf.cast(limit, values.dtype)
+  clipped = tf.clip_by_value(values, -limit, limit)
+  if keep_infinite:
+    return tf.where(tf.math.is_inf(values), values, clipped)
+  return clipped
+
+
+def _widen(grad: Gradient) -> Gradient:
+  """A gradient whose norm can be taken: rows merged, at least float32.
+
+  The square of 300 is infinite in float16.
+  """
+  if isinstance(grad, tf.IndexedSlices):
+    grad = indexed_slices.merge_duplicates(grad)
+  if _dtype(grad) in (tf.float16, tf.bfloat16):
+    return _each(grad, tf.cast, tf.float32)
+  return grad
+
+
+def _dtype(grad: Gradient) -> tf.DType | None:
+  """The dtype of a gradient; None for None."""
+  return None if grad is None else grad.dtype
+
+
+def _each(
+  grad: Gradient, function: Callable[..., tf.Tensor], *arguments: Any
+) -> Gradient:
+  """`function` of a dense gradient or of a sparse one's rows; None for None."""
+  if isinstance(grad, tf.IndexedSlices):
+    values = function(grad.values, *arguments)
+    return tf.IndexedSlices(values, grad.indices, grad.dense_shape)
+  return None if grad is None else function(grad, *arguments)

@@ -1,0 +1,197 @@
+"""From a loss to this replica's own gradients.
+
+The factor of the mean is put into the *seed* of the backward pass, the
+gradient of the loss with respect to itself. That is the same arithmetic as
+multiplying the loss, works for a loss that a tape has already recorded, and
+leaves the loss that the user sees alone.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard import validation
+
+GATE_NONE = 0
+GATE_OP = 1
+GATE_GRAPH = 2
+
+Pairs = list[tuple[Any, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphOptions:
+  """How a graph computes gradients; eager execution has no use for it."""
+
+  gate_gradients: int = GATE_OP
+  aggregation_method: int | None = None
+  colocate_gradients_with_ops: bool = False
+  grad_loss: Any = None
+
+  def __post_init__(self) -> None:
+    """Checks the gate."""
+    if self.gate_gradients not in (GATE_NONE, GATE_OP, GATE_GRAPH):
+      raise ValueError(
+        "`gate_gradients` must be GATE_NONE (0), GATE_OP (1) or GATE_GRAPH"
+        f" (2); got {self.gate_gradients!r}."
+      )
+
+
+def graph_options(options: dict[str, Any]) -> GraphOptions:
+  """Checks keyword arguments that are meant for graphs.
+
+  >>> graph_options({"gate_gradients": GATE_NONE}).gate_gradients
+  0
+  """
+  known = [field.name for field in dataclasses.fields(GraphOptions)]
+  for name in options:
+    if name not in known:
+      raise TypeError(
+        f"`compute_gradients` has no argument {name!r}. Besides `loss`,"
+        f" `var_list` and `tape` it takes {known}."
+      )
+  return GraphOptions(**options)
+
+
+def compute(
+  loss: Any,
+  var_list: list[Any] | None,
+  tape: tf.GradientTape | None,
+  scale: Callable[[tf.Tensor], tf.Tensor],
+  options: GraphOptions,
+  scalar: bool,
+) -> Pairs:
+  """Gradients of `scale(loss)` with respect to the variables.
+
+  >>> v = tf.Variable(3.0)
+  >>> [(grad, _)] = compute(
+  ...   lambda: v * v, [v], None, lambda seed: seed / 2, GraphOptions(), True
+  ... )
+  >>> float(grad)
+  3.0
+  """
+  if callable(loss):
+    tape = tape or tf.GradientTape()
+    with tape:
+      loss = loss()
+  if not tf.is_tensor(loss):
+    raise TypeError(
+      f"`loss` must be a tensor or a function that returns one; got {loss!r}."
+    )
+  grad_loss = None if tf.executing_eagerly() else options.grad_loss
+  if scalar:
+    validation.check_scalar(loss, seeded=grad_loss is not None)
+  seed = tf.ones_like(loss) if grad_loss is None else grad_loss
+  # Keras widens what it scales; a gradient has the dtype of what it is of.
+  seed = tf.cast(scale(seed), seed.dtype)
+  if tape is not None:
+    variables = tape.watched_variables() if var_list is None else var_list
+    grads = tape.gradient(loss, list(variables), output_gradients=seed)
+  elif tf.executing_eagerly():
+    raise TypeError(
+      "`loss` is an eager tensor, which remembers nothing of how it was"
+      f" computed: {loss!r}. Pass a function of no arguments that computes it,"
+      " or `tape=` the tape that recorded it."
+    )
+  else:
+    variables = read_by_graph() if var_list is None else var_list
+    grads = _graph_gradients(loss, list(variables), seed, options)
+  pairs = list(zip(grads, variables, strict=True))
+  if var_list is None:
+    pairs = [(g, whole(v)) for g, v in pairs if g is not None]
+    if not pairs:
+      raise ValueError(
+        "`loss` touches no trainable variable, so there is nothing to"
+        " differentiate. Compute it from variables, or pass `var_list`."
+      )
+  return pairs
+
+
+def compute_for(
+  inner: Any,
+  loss: Any,
+  var_list: Any,
+  tape: tf.GradientTape | None,
+  scale: Callable[[Any], Any],
+  options: dict[str, Any],
+  scalar: bool,
+) -> Pairs:
+  """`compute` for an encapsulated optimizer, with its loss scale."""
+  variables = _checked(inner, var_list)
+  pairs = compute(
+    loss,
+    variables,
+    tape,
+    scale=lambda seed: inner.scale_loss(scale(seed)),
+    options=graph_options(options),
+    scalar=scalar,
+  )
+  grads = inner.unscale([grad for grad, _ in pairs])
+  if variables is None:
+    variables = [inner.as_built(v) for _, v in pairs]
+  return list(zip(grads, variables, strict=True))
+
+
+@tf.autograph.experimental.do_not_convert
+def _checked(inner: Any, var_list: Any) -> list[Any] | None:
+  """The variables to take gradients of."""
+  variables = validation.check_var_list(var_list)
+  if variables is not None and inner.is_built:
+    validation.check_known(variables, inner.knows, "var_list")
+  return variables
+
+
+def _graph_gradients(
+  loss: tf.Tensor, variables: list[Any], seed: tf.Tensor, options: GraphOptions
+) -> list[Any]:
+  """`tf.gradients` with the gates that version 1 optimizers had."""
+  grads = tf.compat.v1.gradients(
+    loss,
+    variables,
+    grad_ys=seed,
+    gate_gradients=options.gate_gradients == GATE_OP,
+    aggregation_method=options.aggregation_method,
+    colocate_gradients_with_ops=options.colocate_gradients_with_ops,
+  )
+  any_gradient = any(grad is not None for grad in grads)
+  if options.gate_gradients == GATE_GRAPH and any_gradient:
+    grads = tf.tuple(grads)
+  return list(grads)
+
+
+def whole(variable: Any) -> Any:
+  """The distributed variable that `variable` is a copy in, or itself."""
+  if isinstance(variable, tf.distribute.DistributedValues):
+    return variable
+  # TensorFlow puts it on the handle of a copy that has one.
+  for holder in (variable, getattr(variable, "handle", None)):
+    container = getattr(holder, "_distributed_container", None)
+    if container is not None:
+      found = container()
+      return variable if found is None else found
+  return variable
+
+
+@tf.autograph.experimental.do_not_convert
+def read_by_graph() -> list[Any]:
+  """Trainable variables that the graph being built has read so far.
+
+  All replicas answer them in one order: gradients are summed by position. It is
+  the order in which they were made, as a tape has it: slots and moving averages
+  are made and found by position too.
+  """
+  if not tf.inside_function():
+    return list(tf.compat.v1.trainable_variables())
+  # While a function is traced its `trainable_variables` is still empty.
+  watched = tf.compat.v1.get_default_graph()._watched_variables
+  trainable = [variable for variable in watched if variable.trainable]
+  return sorted(trainable, key=_made)
+
+
+def _made(variable: Any) -> tuple[int, str]:
+  """By what variables are sorted: the number that TensorFlow counted up."""
+  name = whole(variable)._unique_id
+  number = name.rpartition("_")[2]
+  return (int(number) if number.isdigit() else 0, name)

@@ -1,0 +1,164 @@
+"""What travels between replicas: narrow, in few buffers, and back.
+
+    narrow -> pack -> all-reduce -> unpack -> widen
+
+A collective costs a fixed time per buffer, so small tensors travel together.
+A tensor that alone fills a bucket travels alone: joining it to others would
+copy it twice and save nothing.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+
+# For collectives: below it the fixed cost per buffer rules, above it nothing is
+# gained. An engine that sums otherwise names another size.
+BUCKET_BYTES: Final = 4 << 20
+
+Unpack = Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]
+
+
+def pack(
+  tensors: Sequence[tf.Tensor], bucket_bytes: int = BUCKET_BYTES
+) -> tuple[list[tf.Tensor], Unpack]:
+  """Joins `tensors` into flat buffers of one dtype each.
+
+  >>> a, b = tf.constant([[1.0, 2.0]]), tf.constant(3.0)
+  >>> buffers, unpack = pack([a, b])
+  >>> [buffer.numpy().tolist() for buffer in buffers]
+  [[1.0, 2.0, 3.0]]
+  >>> [tensor.shape.as_list() for tensor in unpack(buffers)]
+  [[1, 2], []]
+  """
+  if bucket_bytes < 1:
+    raise ValueError(f"`bucket_bytes` must be positive; got {bucket_bytes}.")
+  buckets = _assign_buckets(tensors, bucket_bytes)
+  buffers = [_join([tensors[i] for i in bucket]) for bucket in buckets]
+
+  def unpack(reduced: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    parts: list[Any] = [None] * len(tensors)
+    for bucket, buffer in zip(buckets, reduced, strict=True):
+      for i, part in zip(
+        bucket, _cut(buffer, [tensors[i] for i in bucket]), strict=True
+      ):
+        parts[i] = part
+    return parts
+
+  return buffers, unpack
+
+
+def _assign_buckets(
+  tensors: Sequence[tf.Tensor], bucket_bytes: int
+) -> list[list[int]]:
+  """The positions of the tensors that travel together, bucket by bucket."""
+  buckets: list[list[int]] = []
+  open_buckets: dict[tf.DType, tuple[list[int], int]] = {}
+  for i, tensor in enumerate(tensors):
+    size = (tensor.shape.num_elements() or 0) * tensor.dtype.size
+    if size >= bucket_bytes:
+      buckets.append([i])
+      continue
+    bucket, filled = open_buckets.get(tensor.dtype, ([], 0))
+    if not bucket or filled + size > bucket_bytes:
+      bucket, filled = [], 0
+      buckets.append(bucket)
+    bucket.append(i)
+    open_buckets[tensor.dtype] = (bucket, filled + size)
+  return buckets
+
+
+def _join(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+  """The elements of all tensors in one dimension."""
+  flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
+  return flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)
+
+
+def _cut(buffer: tf.Tensor, like: Sequence[tf.Tensor]) -> Iterable[tf.Tensor]:
+  """The parts of `buffer` in the shapes of `like`."""
+  if len(like) == 1:
+    return [_reshape_like(buffer, like[0])]
+  sizes = [
+    tf.size(tensor)
+    if tensor.shape.num_elements() is None
+    else tensor.shape.num_elements()
+    for tensor in like
+  ]
+  parts = tf.split(buffer, sizes)
+  return [
+    _reshape_like(part, tensor)
+    for part, tensor in zip(parts, like, strict=True)
+  ]
+
+
+def _reshape_like(part: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+  """`part` in the shape of `tensor`, static where that is known."""
+  if tensor.shape.is_fully_defined():
+    return tf.reshape(part, tensor.shape)
+  shaped = tf.reshape(part, tf.shape(tensor))
+  shaped.set_shape(tensor.shape)
+  return shaped
+
+
+WIRE_DTYPES: Final = (tf.bfloat16, tf.float16)
+
+
+def as_wire_dtype(wire_dtype: Any) -> tf.DType | None:
+  """The dtype that `wire_dtype` names.
+
+  >>> as_wire_dtype("bfloat16").name
+  'bfloat16'
+  >>> as_wire_dtype(None)
+  """
+  if wire_dtype is None:
+    return None
+  try:
+    dtype = tf.as_dtype(wire_dtype)
+  except TypeError:
+    dtype = None
+  if dtype not in WIRE_DTYPES:
+    names = ", ".join(f'"{known.name}"' for known in WIRE_DTYPES)
+    raise ValueError(
+      f"`wire_dtype` must be one of {names} or None; got {wire_dtype!r}. Leave"
+      " it None for exact sums."
+    )
+  return dtype
+
+
+def narrow(
+  tensors: Sequence[tf.Tensor], dtype: tf.DType | None
+) -> list[tf.Tensor]:
+  """Rounds wider floating tensors to `dtype`; leaves others as they are.
+
+  >>> [narrowed] = narrow([tf.constant([1.0, 1.0001])], tf.bfloat16)
+  >>> narrowed.dtype.name, tf.cast(narrowed, tf.float32).numpy().tolist()
+  ('bfloat16', [1.0, 1.0])
+  """
+  return [
+    tf.cast(tensor, dtype) if _is_wider(tensor.dtype, dtype) else tensor
+    for tensor in tensors
+  ]
+
+
+def widen(
+  tensors: Sequence[tf.Tensor], like: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+  """Gives tensors that were narrowed their dtypes back.
+
+  >>> [wide] = widen([tf.constant([1.5], tf.bfloat16)], [tf.constant([0.0])])
+  >>> wide.dtype.name
+  'float32'
+  """
+  return [
+    tensor if tensor.dtype == wide.dtype else tf.cast(tensor, wide.dtype)
+    for tensor, wide in zip(tensors, like, strict=True)
+  ]
+
+
+def _is_wider(dtype: tf.DType, wire_dtype: tf.DType | None) -> bool:
+  """Whether anything is saved by narrowing."""
+  return (
+    wire_dtype is not None
+    and dtype.is_floating
+    and dtype.size > wire_dtype.size
+  )

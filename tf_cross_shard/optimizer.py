@@ -1,0 +1,463 @@
+"""CrossShardOptimizer: a Keras optimizer whose gradients are group sums.
+
+loss -> scale -> gradients -> clip (this replica's own) -> narrow
+     -> pack -> all-reduce over the group -> unpack -> widen
+     -> the encapsulated optimizer applies once -> variables
+
+The flow is the same in both Kerases. `tf_cross_shard.keras3` and
+`tf_cross_shard.tf_keras` make it an optimizer of one of them.
+"""
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard import groups as groups_lib
+from tf_cross_shard import minimizing, placement, saving_warning, validation
+from tf_cross_shard.collectives import reduction
+from tf_cross_shard.gradients import (
+  clipping,
+  compute,
+  loss_factor,
+  nonfinite,
+  packing,
+)
+from tf_cross_shard.inner_optimizer import wrapper
+from tf_cross_shard.towers import gradient_collector
+
+
+class CrossShard(minimizing.Minimizing, wrapper.Delegating):
+  """Sums or averages gradients over replicas, then lets `opt` apply them.
+
+  With `L_r` the loss of replica `r`, `G` the group it belongs to and `f` the
+  factor in the table of `tf_cross_shard.gradients.loss_factor`, every member
+  of `G` applies
+
+      g = sum over r in G of clip(grad(f * L_r))
+
+  Members of a group stay equal to the bit. Different groups are trained apart
+  from each other, each with its own weights, slots and moving averages.
+
+  >>> from tf_cross_shard import CrossShardOptimizer
+  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  >>> with strategy.scope():
+  ...   weight = tf.Variable(1.0)
+  ...   optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(1.0))
+  ...   optimizer.build([weight])
+  >>> @tf.function
+  ... def step():
+  ...   def replica_step():
+  ...     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+  ...     slope = 1.0 + 2.0 * tf.cast(replica, tf.float32)  # 1 and 3
+  ...     return optimizer.minimize(lambda: slope * weight, var_list=[weight])
+  ...
+  ...   return strategy.run(replica_step)
+  >>> _ = step()
+  >>> float(weight.numpy())  # 1 - (1 + 3) / 2
+  -1.0
+
+  References:
+    tf.compat.v1.tpu.CrossShardOptimizer, whose members this class keeps.
+  """
+
+  def __init__(
+    self,
+    opt: Any,
+    reduction: Any = loss_factor.MEAN,
+    name: str = "CrossShardOptimizer",
+    group_assignment: Any = None,
+    *,
+    loss_averaged_over: str | None = None,
+    clipnorm: float | None = None,
+    global_clipnorm: float | None = None,
+    clipvalue: float | None = None,
+    wire_dtype: Any = None,
+    skip_nonfinite: bool = False,
+  ) -> None:
+    """Encapsulates `opt`. Call it inside `strategy.scope()`.
+
+    >>> from tf_cross_shard import CrossShardOptimizer
+    >>> optimizer = CrossShardOptimizer("sgd", clipnorm=1.0)
+    >>> float(optimizer.learning_rate.numpy())
+    0.009999999776482582
+
+    Args:
+      opt: A Keras optimizer, or what `tf.keras.optimizers.get` accepts. It
+        keeps slots, learning rate, iteration count and all other variables. One
+        of `tf.compat.v1.train` is converted, see `migration.from_v1`.
+      reduction: `"mean"` or `"sum"` over the group; the spellings of
+        `tf.compat.v1.losses.Reduction` and of Keras are accepted.
+      name: The name of this optimizer.
+      group_assignment: None for one group of all replicas, or int32
+        `[num_groups, group_size]`: lists, array, constant tensor or `Groups`.
+      loss_averaged_over: `"replica"` if losses are averaged over the
+        replica's own examples, `"global"` if over all replicas'. None decides
+        by the call: `compute_gradients` and `minimize(callable)` mean
+        `"replica"`; Keras' own calls (`fit`, `minimize` with `tape=`) mean
+        `"global"`.
+      clipnorm: Limit of the norm of each gradient of the scaled loss, on the
+        replica, before the sum; None or 0 does not clip. To clip the sum, give
+        the argument to `opt`.
+      global_clipnorm: The same for the norm of all gradients together.
+      clipvalue: The same for the absolute value of each element.
+      wire_dtype: `"bfloat16"` or `"float16"`: what wider gradients are rounded
+        to where they travel between replicas, which halves the bytes. None
+        leaves them exact.
+      skip_nonfinite: Whether a step whose sums hold a NaN or an infinity is
+        left out by the whole group, and counted in `skipped_steps`. A loss
+        scaling optimizer leaves such steps out anyway; they are counted then.
+
+    Raises:
+      ValueError: If `opt` names no optimizer or is itself a
+        CrossShardOptimizer, or if another argument has no valid value.
+      NotImplementedError: If the strategy has no synchronous replicas, or
+        cannot do what is asked for.
+      TypeError: If `opt` is no optimizer, or one that Keras has no equal of.
+    """
+    opt = self._as_optimizer(opt)
+    reduction = loss_factor.canonical_reduction(reduction)
+    averaged_over = loss_factor.check_averaged_over(loss_averaged_over)
+    super().__init__(
+      opt,
+      name=name,
+      clipnorm=clipnorm,
+      global_clipnorm=global_clipnorm,
+      clipvalue=clipvalue,
+    )
+    self._convention = loss_factor.LossConvention(reduction, averaged_over)
+    self._wire_dtype = packing.as_wire_dtype(wire_dtype)
+    strategy = self._inner.strategy
+    self._place = placement.Placement(strategy, group_assignment, name)
+    self._skipping = nonfinite.Skipping(skip_nonfinite, self._place.engine)
+    self._notice = saving_warning.SavingNotice(name, self.groups.num_groups)
+
+  @property
+  def reduction(self) -> str:
+    """`"mean"` or `"sum"`."""
+    return self._convention.reduction
+
+  @property
+  def loss_averaged_over(self) -> str | None:
+    """`"replica"`, `"global"`, or None for the call to decide."""
+    return self._convention.averaged_over
+
+  @property
+  def wire_dtype(self) -> str | None:
+    """What gradients are rounded to where they travel; None for not at all."""
+    return None if self._wire_dtype is None else str(self._wire_dtype.name)
+
+  @property
+  def skip_nonfinite(self) -> bool:
+    """Whether steps with a NaN or an infinity are left out and counted."""
+    return self._skipping.is_on
+
+  @property
+  def skipped_steps(self) -> Any:
+    """How many steps were left out: a `tf.Variable`, each group with its own.
+
+    It is none of `variables`, and None without `skip_nonfinite`.
+
+    >>> from tf_cross_shard import CrossShardOptimizer
+    >>> optimizer = CrossShardOptimizer("sgd", skip_nonfinite=True)
+    >>> weight = tf.Variable(3.0)
+    >>> _ = optimizer.apply_gradients([(tf.constant(float("nan")), weight)])
+    >>> float(weight.numpy()), int(optimizer.skipped_steps.numpy())
+    (3.0, 1)
+    """
+    return self._skipping.count
+
+  @property
+  def group_assignment(self) -> list[list[int]] | None:
+    """The groups as lists of replica ids; None for one group of all."""
+    assigned = self._place.assigned
+    return None if assigned is None else assigned.to_lists()
+
+  @property
+  def groups(self) -> groups_lib.Groups:
+    """The groups in force, one of all replicas where none were given."""
+    return self._place.groups
+
+  def get_name(self) -> str:
+    """Answers the name given to the constructor."""
+    return str(self.name)
+
+  def get_slot(self, var: Any, name: str) -> Any:
+    """The variable that `opt` made for `var` under `name`, or None.
+
+    >>> from tf_cross_shard import CrossShardOptimizer
+    >>> weight = tf.Variable([1.0, 2.0])
+    >>> optimizer = CrossShardOptimizer("adam")
+    >>> optimizer.build([weight])
+    >>> velocity = optimizer.get_slot_names()[-1]
+    >>> optimizer.get_slot(weight, velocity).shape.as_list()
+    [2]
+
+    Args:
+      var: A variable that the optimizer was built on.
+      name: One of `get_slot_names()`.
+
+    Returns:
+      The slot; None where there is none.
+
+    Raises:
+      TypeError: If `var` is not a variable.
+    """
+    validation.check_variable("var", var)
+    return self._inner.slots(var).get(name)
+
+  def get_slot_names(self) -> list[str]:
+    """Names of the slots of `opt`; empty before the optimizer is built."""
+    return self._inner.slot_names()
+
+  def compute_gradients(
+    self,
+    loss: Any,
+    var_list: Any = None,
+    *,
+    tape: tf.GradientTape | None = None,
+    **kwargs: Any,
+  ) -> compute.Pairs:
+    """Scales the loss, then takes this replica's own gradients.
+
+    They are not reduced yet, so that they can be clipped or changed per
+    replica; mind the factor in them.
+
+    >>> from tf_cross_shard import CrossShardOptimizer
+    >>> weight = tf.Variable(3.0)
+    >>> optimizer = CrossShardOptimizer("sgd")
+    >>> [(grad, _)] = optimizer.compute_gradients(lambda: weight**2)
+    >>> float(grad)
+    6.0
+
+    Args:
+      loss: A function of no arguments, a tensor recorded by `tape`, or a
+        tensor of the graph being built. A scalar under `"mean"`.
+      var_list: Trainable variables. None means all that the loss touches; Keras
+        variables are then known as such only if the optimizer is built.
+      tape: The tape that recorded `loss`.
+      **kwargs: `gate_gradients`, `aggregation_method`,
+        `colocate_gradients_with_ops` and `grad_loss`. Graphs use them, eager
+        execution ignores them.
+
+    Returns:
+      A list of (gradient, variable); the gradient is None for a variable of
+      `var_list` that the loss does not touch.
+
+    Raises:
+      RuntimeError: If called in the cross-replica context.
+      ValueError: If an argument has no valid value.
+      TypeError: If an argument is of the wrong kind.
+    """
+    return self._gradients(loss, var_list, tape, loss_factor.REPLICA, kwargs)
+
+  @tf.autograph.experimental.do_not_convert
+  def apply_gradients(
+    self,
+    grads_and_vars: Iterable[Any],
+    global_step: Any = None,
+    name: str | None = None,
+  ) -> Any:
+    """Sums each gradient over the group, then lets `opt` apply the sums once.
+
+    >>> from tf_cross_shard import CrossShardOptimizer
+    >>> weight = tf.Variable(3.0)
+    >>> optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(0.5))
+    >>> int(optimizer.apply_gradients([(tf.constant(2.0), weight)]))
+    1
+    >>> float(weight.numpy())
+    2.0
+
+    Args:
+      grads_and_vars: Pairs of this replica's gradient (dense, row-sparse or
+        None) and its variable.
+      global_step: An integer variable, incremented by one afterwards.
+      name: The name scope of the operations; this optimizer's name if None.
+
+    Returns:
+      The iteration count after the step, an int64 tensor; in a version 1
+      graph the operation that does the step.
+
+    Raises:
+      RuntimeError: If called in the cross-replica context, or under another
+        strategy than the optimizer was made in.
+      ValueError: If `grads_and_vars` is empty or malformed.
+      TypeError: If a variable is none, or `global_step` no integer variable.
+    """
+    grads, variables = validation.check_pairs(grads_and_vars)
+    validation.check_global_step(global_step)
+    validation.check_name(name)
+    return self._apply(grads, variables, global_step, name)
+
+  def build(self, variables: Any) -> None:
+    """Makes the slots of `opt`.
+
+    Args:
+      variables: All variables that will ever be trained.
+
+    Raises:
+      DisagreementError: If another worker has other variables, settings or
+        libraries. Before the slots are made: workers wait for each other there.
+      ValueError: If what was unpickled has other shapes.
+      RuntimeError: If slots would be made by one of several replicas for
+        itself.
+    """
+    variables = list(variables)
+    if not self._inner.is_built:
+      self._place.agree_to_build(variables, self._settings)
+    super().build(variables)
+
+  def get_config(self) -> dict[str, Any]:
+    """Everything the constructor needs, in serializable form."""
+    opt = self._serialize(self._inner.optimizer)
+    return {"opt": opt, "name": self.name, **self._settings()}
+
+  def _settings(self) -> dict[str, Any]:
+    """What the constructor was told besides."""
+    return {
+      "reduction": self.reduction,
+      "group_assignment": self.group_assignment,
+      "loss_averaged_over": self.loss_averaged_over,
+      "clipnorm": self.clipnorm,
+      "global_clipnorm": self.global_clipnorm,
+      "clipvalue": self.clipvalue,
+      "wire_dtype": self.wire_dtype,
+      "skip_nonfinite": self.skip_nonfinite,
+    }
+
+  @classmethod
+  def from_config(
+    cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+  ) -> "CrossShard":
+    """Makes the optimizer that `get_config` described.
+
+    Args:
+      config: What `get_config` returned; not changed.
+      custom_objects: Classes that `opt` may need, by name.
+
+    Returns:
+      A new optimizer, not built.
+    """
+    # A copy: Keras changes what it is given.
+    opt = cls._deserialize(copy.deepcopy(config["opt"]), custom_objects)
+    return cls(**{**config, "opt": opt})
+
+  def _before_saving(self) -> None:
+    """Says what is lost; nothing while this object is being made."""
+    if "_notice" in vars(self):
+      self._notice.say()
+
+  def _gradients(
+    self,
+    loss: Any,
+    var_list: Any,
+    tape: tf.GradientTape | None,
+    default: str,
+    options: dict[str, Any],
+  ) -> compute.Pairs:
+    """This replica's gradients of the scaled loss."""
+    self._place.check()
+    return compute.compute_for(
+      self._inner,
+      loss,
+      var_list,
+      tape,
+      scale=lambda seed: self._average(seed, default),
+      options=options,
+      scalar=self.reduction == loss_factor.MEAN,
+    )
+
+  @tf.autograph.experimental.do_not_convert
+  def _average(self, loss: Any, default: str) -> Any:
+    """`loss` times the mean's factor."""
+    groups = self._place.groups
+    factor = self._convention.factor(
+      default,
+      groups.num_replicas,
+      groups.group_size,
+      traced=not tf.executing_eagerly(),
+    )
+    return loss if factor == 1 else loss * factor
+
+  def _apply(
+    self,
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+    global_step: Any = None,
+    name: str | None = None,
+    by_keras: bool = False,
+    is_reduced: bool = False,
+  ) -> Any:
+    """Checks the place, makes the slots, and does the step."""
+    self._place.check()
+    gradient_collector.check_outside(self.name)
+    if self._inner.is_built:
+      validation.check_known(variables, self._inner.knows)
+    groups = self._place.groups
+    if not is_reduced:
+      self._convention.end_step(
+        groups.num_replicas,
+        groups.group_size,
+        by_keras,
+        traced=not tf.executing_eagerly(),
+        is_divided=self._inner.divides,
+      )
+    self.build(list(variables))
+    self._place.agree_to_step(
+      grads, variables, self._settings, self._inner.iterations
+    )
+    args = grads, variables, global_step, name, is_reduced
+    if tf.executing_eagerly() or tf.inside_function():
+      return self._step(*args)
+    # Of a version 1 graph only what is fetched runs: one operation for all.
+    return tf.function(lambda: self._step(*args), autograph=False)().op
+
+  def _step(
+    self,
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+    global_step: Any,
+    name: str | None,
+    is_reduced: bool,
+  ) -> tf.Tensor:
+    """Clip, reduce, apply, count."""
+    engine = self._place.engine
+    with tf.name_scope(name or self.get_name()):
+      sums = grads if is_reduced else self._sum(grads, variables)
+      skips_itself = self._inner.scales_dynamically
+
+      def apply() -> None:
+        self._inner.apply_reduced(sums, variables)
+        if global_step is not None and engine.updates_here(global_step):
+          is_one = nonfinite.all_finite(sums) if skips_itself else True
+          global_step.assign_add(tf.cast(is_one, global_step.dtype))
+
+      with engine.all_or_nothing(sums), engine.alone():
+        self._skipping.apply_if_finite(sums, apply, always=skips_itself)
+        return tf.identity(self._inner.iterations())
+
+  def _sum(
+    self, grads: Sequence[Any], variables: Sequence[Any]
+  ) -> list[clipping.Gradient]:
+    """Clips this replica's own gradients and sums over the group."""
+    grads = clipping.clip(
+      grads,
+      clipnorm=self._scaled_limit(self.clipnorm),
+      global_clipnorm=self._scaled_limit(self.global_clipnorm),
+      clipvalue=self._scaled_limit(self.clipvalue),
+      keep_infinite=self._inner.scales_dynamically or self.skip_nonfinite,
+    )
+    return reduction.reduce_gradients(
+      grads,
+      variables,
+      self._place.engine,
+      self._place.groups,
+      self._wire_dtype,
+      self._inner.wire_scale() if self._wire_dtype == tf.float16 else None,
+    )
+
+  def _scaled_limit(self, limit: float | None) -> Any:
+    """A clipping limit for gradients as they come in."""
+    # Keras takes a limit of 0 for none.
+    return self._inner.scale_limit(limit) if limit and limit > 0 else None

@@ -1,0 +1,244 @@
+"""What each group of replicas has: of the optimizer, and of the model.
+
+Members of a group have the same weights and optimizer state, to the bit. What
+is not trained, say the statistics of batch normalization, may be each
+replica's own.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard import groups as groups_lib
+from tf_cross_shard.inner_optimizer import optimizer_state
+from tf_cross_shard.multi_worker import consistency, coordination, errors
+from tf_cross_shard.replica_state import archive, replica_values
+
+# What ends the talk among workers.
+_LOST: Final = (
+  errors.MissingWorkerError,
+  errors.WorkerLostError,
+  tf.errors.OpError,
+)
+
+
+class OutOfSyncError(AssertionError):
+  """Members of a group have different values where they have to be equal."""
+
+
+class Part(NamedTuple):
+  """A variable of the state."""
+
+  name: str
+  variable: Any
+  is_shared: bool
+
+
+class GroupCopies:
+  """The state of an optimizer and a model, in all groups.
+
+  On several machines all workers call the methods alike.
+  """
+
+  def __init__(self, optimizer: Any, model: Any = None) -> None:
+    """Finds the variables, the strategy and the groups."""
+    self.parts = [
+      Part(f"optimizer/{name}", variable, True)
+      for name, variable in optimizer_state.state_variables(optimizer)
+    ]
+    mine = {id(replica_values.native(part.variable)) for part in self.parts}
+    variables = []
+    for variable in _variables_of(model):
+      if id(replica_values.native(variable)) not in mine:
+        mine.add(id(replica_values.native(variable)))
+        variables.append(variable)
+    paths = consistency.renumbered(
+      list(map(optimizer_state.path_of, variables))
+    )
+    self.parts += [
+      Part(f"model/{name}", variable, bool(variable.trainable))
+      for name, variable in zip(
+        optimizer_state.unique(paths), variables, strict=True
+      )
+    ]
+    self.copies = replica_values.Copies(_strategy_of(self.parts))
+    self.groups = groups_of(optimizer, self.copies.engine.num_replicas)
+
+  def agree(self, topic: str) -> None:
+    """Raises the same error on all workers unless all do this."""
+    lines = consistency.settings(group_assignment=self.groups.to_lists())
+    for part in self.parts:
+      dtype = tf.as_dtype(part.variable.dtype).name
+      lines.append(f"{part.name}: {dtype} {list(part.variable.shape)}")
+    self.copies.agree(topic, lines)
+
+  def apart(self, topic: str) -> set[str]:
+    """Names of the variables of which members of a group have their own."""
+    if self.groups.group_size == 1:
+      return set()
+    differing = []
+    digests = self.copies.digests([part.variable for part in self.parts])
+    for part, each in zip(self.parts, digests, strict=True):
+      for index, members in enumerate(self.groups):
+        odd = [r for r in members if each[r] != each[members[0]]]
+        if odd:
+          differing.append((part, index, members[0], odd[0]))
+          break
+    wrong = [found for found in differing if found[0].is_shared]
+    if wrong:
+      raise OutOfSyncError(self._difference(topic, wrong))
+    return {part.name for part, *_ in differing}
+
+  def arrays(self, apart: Iterable[str]) -> Iterator[tuple[str, archive.Array]]:
+    """Every group's values, once per group or, of `apart`, once per member."""
+    own = set(apart)
+    names, wanted = [], []
+    for part in self.parts:
+      for index, members in enumerate(self.groups):
+        for place, replica in enumerate(members):
+          if part.name in own or place == 0:
+            member = place if part.name in own else None
+            names.append(key(part.name, index, member))
+            wanted.append((part.variable, replica))
+    yield from zip(names, self.copies.read(wanted), strict=True)
+
+  def nbytes(self) -> int:
+    """At most how many bytes `arrays` has, where nothing is apart."""
+    one = sum(
+      int(np.prod(part.variable.shape)) * tf.as_dtype(part.variable.dtype).size
+      for part in self.parts
+    )
+    return one * self.groups.num_groups
+
+  def conclude(
+    self,
+    topic: str,
+    error: Exception | None,
+    digest: str = "",
+    patience: float = 0.0,
+  ) -> None:
+    """Raises an error on all workers if there is one on any of them."""
+    workers = self.copies.workers
+    # Where the workers cannot talk any more, there is nothing to conclude.
+    if workers is None or isinstance(error, _LOST):
+      _raise_if(error)
+      return
+    mine = {
+      "error": error and str(getattr(error, "strerror", None) or error),
+      "errno": getattr(error, "errno", None),
+      "digest": digest,
+    }
+    told = coordination.tell(workers, topic, json.dumps(mine), patience)
+    _raise_if(error)
+    first = json.loads(told[0])["digest"]
+    for name, text in zip(workers.names, told, strict=True):
+      other = json.loads(text)
+      if other["error"] and other["errno"]:
+        raise OSError(other["errno"], f"On {name}: {other['error']}")
+      if other["error"]:
+        raise archive.CheckpointError(f"On {name}: {other['error']}")
+      if other["digest"] != first:
+        raise archive.CheckpointError(
+          f"{name} and {workers.names[0]} read different checkpoints at"
+          f" {topic}; nothing was changed. Name a file that all workers see, or"
+          " copy it to each of them."
+        )
+
+  def _difference(
+    self, topic: str, found: Sequence[tuple[Part, int, int, int]]
+  ) -> str:
+    """The error for members that differ, with the first such variable."""
+    part, index, first, odd = found[0]
+    one, other = self.copies.read(
+      [(part.variable, first), (part.variable, odd)]
+    )
+    more = f" So do {len(found) - 1} more variables." if found[1:] else ""
+    return (
+      f"`{part.name}` differs within group {index}"
+      f" {list(self.groups.assignment[index])} at {topic}: replicas {first} and"
+      f" {odd} {_apart_by(one, other)}.{more} Members of a group are equal as"
+      " long as they start equal and only the optimizer changes them. Look with"
+      " replica_state.values() for what else assigns it; average() makes all"
+      " replicas equal again."
+    )
+
+
+def key(name: str, group: int, member: int | None = None) -> str:
+  """What a group's array is called in a checkpoint."""
+  own = "" if member is None else f"member_{member}/"
+  return f"group_{group}/{own}{name}"
+
+
+def groups_of(optimizer: Any, num_replicas: int | None) -> groups_lib.Groups:
+  """The groups in force: the optimizer's, or one of all replicas."""
+  for layer in optimizer_state.layers(optimizer):
+    groups = getattr(layer, "groups", None)
+    if isinstance(groups, groups_lib.Groups):
+      if num_replicas not in (None, groups.num_replicas):
+        raise ValueError(
+          f"`optimizer` has groups of {groups.num_replicas} replicas,"
+          f" {groups.to_lists()}; the variables have {num_replicas}. Make"
+          " both inside the scope of one strategy."
+        )
+      return groups
+  return groups_lib.contiguous(num_replicas or 1, num_replicas or 1)
+
+
+def _raise_if(error: Exception | None) -> None:
+  """Raises an error, if there is one."""
+  if error is not None:
+    raise error
+
+
+def _variables_of(model: Any) -> list[Any]:
+  """The variables of a model, or those in a list."""
+  if model is None:
+    return []
+  variables = getattr(model, "variables", model)
+  variables = variables() if callable(variables) else variables
+  if not isinstance(variables, Iterable):
+    raise TypeError(
+      "`model` must have variables, or be a list of them; got"
+      f" {type(model).__name__}."
+    )
+  found = list(variables)
+  if not found:
+    raise ValueError(
+      "`model` has no variables yet. Build it first: call it on a batch, or"
+      " give it a tf.keras.Input."
+    )
+  return found
+
+
+def _strategy_of(parts: Sequence[Part]) -> tf.distribute.Strategy:
+  """The one strategy whose replicas have the variables."""
+  first: tuple[str, Any] | None = None
+  for part in parts:
+    strategy = replica_values.strategy_of(part.variable)
+    if strategy is None:
+      continue
+    if first is not None and strategy is not first[1]:
+      raise ValueError(
+        f"`{part.name}` and `{first[0]}` belong to different strategies. Make"
+        " model and optimizer inside the scope of one."
+      )
+    first = first or (part.name, strategy)
+  return tf.distribute.get_strategy() if first is None else first[1]
+
+
+def _apart_by(one: archive.Array, other: archive.Array) -> str:
+  """How far two arrays are apart, in words."""
+  wide = np.complex128 if np.iscomplexobj(one) else np.float64
+  with np.errstate(all="ignore"):
+    one, other = one.astype(wide), other.astype(wide)
+    differences = np.abs(one - other)
+  largest = float(np.max(differences, initial=0.0, where=differences > 0))
+  count = int(np.sum(np.isnan(one) != np.isnan(other)))
+  if count:
+    return f"differ by up to {largest:.9g}, and in {count} NaN"
+  if not largest:
+    return "differ in bits only (the sign of a zero, or kinds of NaN)"
+  return f"differ by up to {largest:.9g}"

@@ -1,0 +1,417 @@
+"""TowerOptimizer: gathers the gradients of all towers, applies their sum once.
+
+    in a tower of several          loss / n -> gradients -> collect
+    when the last has returned     sum over towers -> the encapsulated optimizer
+    anywhere else                  the encapsulated optimizer
+
+What a tower is, `tf_cross_shard.towers` says.
+"""
+
+import copy
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+
+from tf_cross_shard import minimizing, validation
+from tf_cross_shard.gradients import (
+  compute,
+  indexed_slices,
+  loss_factor,
+  nonfinite,
+)
+from tf_cross_shard.inner_optimizer import wrapper
+from tf_cross_shard.optimizer import CrossShard
+from tf_cross_shard.towers import gradient_collector
+
+# Of version 1's compute_gradients, in its order.
+_OPTIONS: Final = (
+  "gate_gradients",
+  "aggregation_method",
+  "colocate_gradients_with_ops",
+  "grad_loss",
+)
+
+
+class Tower(minimizing.Minimizing, wrapper.Delegating):
+  """Gathers gradients across the towers of a model function.
+
+  In a function made by `replicate_model_fn` with `n` towers, with `L_i` the
+  loss of tower `i`, the encapsulated optimizer applies, once,
+
+      g = sum over i of grad(L_i)              loss_reduction="sum"
+      g = (sum over i of grad(L_i)) / n        loss_reduction="mean"
+
+  after all towers have returned. In one tower, and outside of towers, all is
+  handed to the encapsulated optimizer as it comes.
+
+  Several optimizers, of the same or of different losses, may be used. Each
+  tower has to call the same ones in the same order. An optimizer may be made
+  inside the model function; its variables are shared as the others are.
+
+  >>> from tf_cross_shard import TowerOptimizer, TowerSpec, replicate_model_fn
+  >>> c = tf.Variable(10.0)
+  >>> optimizer = TowerOptimizer(tf.keras.optimizers.SGD(1.0))
+  >>> def model_fn(features, mode):
+  ...   loss = tf.reduce_sum(c * features)
+  ...   return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
+  >>> mean = replicate_model_fn(model_fn, "mean", ["CPU:0", "CPU:1"])
+  >>> spec = mean(tf.constant([[1.0], [2.0]]), mode="train")
+  >>> float(c.numpy())  # 10 - (1 + 2) / 2
+  8.5
+
+  With a `CrossShardOptimizer` within, towers add up first and replicas then.
+
+  References:
+    tf.contrib.estimator.TowerOptimizer, whose members this class keeps.
+  """
+
+  COLLECTION_FOR_GRAPH_STATES = "replicate_model_fn_graph_states"
+  _argument = "optimizer_or_optimizer_fn"
+  _state_has_its_name = True
+
+  def __init__(self, optimizer_or_optimizer_fn: Any) -> None:
+    """Encapsulates an optimizer, or what a function makes.
+
+    Args:
+      optimizer_or_optimizer_fn: An optimizer, or its name, or a function of no
+        arguments that returns one, which is called now, once.
+
+    Raises:
+      ValueError: If it names no optimizer or is itself a TowerOptimizer.
+      TypeError: If it is no optimizer.
+    """
+    opt = optimizer_or_optimizer_fn
+    if callable(opt):
+      opt = opt()
+    # Clipping is the encapsulated optimizer's.
+    super().__init__(
+      self._as_optimizer(opt),
+      name="TowerOptimizer",
+      clipnorm=None,
+      global_clipnorm=None,
+      clipvalue=None,
+    )
+    self._scaled_by: str | None = None
+    gradient_collector.note_made(self)
+
+  @staticmethod
+  def has_been_used() -> bool:
+    """Whether any TowerOptimizer applied gradients in this program."""
+    return gradient_collector.has_been_used()
+
+  def get_name(self) -> str:
+    """The encapsulated optimizer's name."""
+    return self._inner.name
+
+  def get_slot(self, var: Any, name: str) -> Any:
+    """The variable that the encapsulated optimizer made for `var`, or None.
+
+    Args:
+      var: A variable that the optimizer was built on.
+      name: One of `get_slot_names()`.
+
+    Returns:
+      The slot; None where there is none.
+    """
+    return self._inner.slots(var).get(name)
+
+  def get_slot_names(self) -> list[str]:
+    """Names of the slots; empty before the optimizer is built."""
+    return self._inner.slot_names()
+
+  def compute_gradients(
+    self,
+    loss: Any,
+    var_list: Any = None,
+    *args: Any,
+    tape: tf.GradientTape | None = None,
+    **kwargs: Any,
+  ) -> compute.Pairs:
+    """Scales the loss if the towers' mean is wanted, then takes gradients.
+
+    >>> from tf_cross_shard import TowerOptimizer
+    >>> weight = tf.Variable(3.0)
+    >>> optimizer = TowerOptimizer("sgd")
+    >>> [(grad, _)] = optimizer.compute_gradients(lambda: weight**2)
+    >>> float(grad)
+    6.0
+
+    Args:
+      loss: A function of no arguments, a tensor recorded by `tape`, a tensor of
+        the graph being built, or any tensor computed in the tower.
+      var_list: Trainable variables. None means all that the loss touches. In
+        Keras 3 weights with constraints have to be listed, or the optimizer
+        built on them.
+      *args: Those of `kwargs`, in that order.
+      tape: The tape that recorded `loss`.
+      **kwargs: `gate_gradients`, `aggregation_method`,
+        `colocate_gradients_with_ops` and `grad_loss`. Graphs use them, eager
+        execution ignores them.
+
+    Returns:
+      A list of (gradient, variable).
+
+    Raises:
+      ValueError: If an argument has no valid value.
+      TypeError: If an argument is of the wrong kind.
+    """
+    if len(args) > len(_OPTIONS):
+      raise TypeError(
+        f"compute_gradients takes at most {len(_OPTIONS)} arguments after"
+        f" `var_list`, which are {', '.join(_OPTIONS)}; got {args!r}."
+      )
+    twice = [n for n in _OPTIONS[: len(args)] if n in kwargs]
+    if twice:
+      raise TypeError(
+        f"`{twice[0]}` was given twice: {args!r} and {kwargs[twice[0]]!r}."
+        " Give it once."
+      )
+    options = {**dict(zip(_OPTIONS, args, strict=False)), **kwargs}
+    return self._gradients(loss, var_list, tape, loss_factor.REPLICA, options)
+
+  @tf.autograph.experimental.do_not_convert
+  def apply_gradients(
+    self,
+    grads_and_vars: Iterable[Any],
+    global_step: Any = None,
+    name: str | None = None,
+    **kwargs: Any,
+  ) -> Any:
+    """Collects gradients; they are applied when the last tower has returned.
+
+    >>> from tf_cross_shard import TowerOptimizer
+    >>> weight = tf.Variable(3.0)
+    >>> optimizer = TowerOptimizer(tf.keras.optimizers.SGD(0.5))
+    >>> int(optimizer.apply_gradients([(tf.constant(2.0), weight)]))
+    1
+    >>> float(weight.numpy())
+    2.0
+
+    Args:
+      grads_and_vars: Pairs of a gradient (dense, row-sparse or None) and its
+        variable.
+      global_step: An integer variable, incremented by one afterwards.
+      name: The name scope of the operations, where the encapsulated optimizer
+        takes one.
+      **kwargs: What else the encapsulated optimizer takes.
+
+    Returns:
+      The iteration count after the update; in a tower of several, where the
+      update is still to come, the count as it is.
+
+    Raises:
+      ValueError: If `grads_and_vars` is empty or malformed, or if this tower
+        does other things than the first.
+      TypeError: If a variable is none, `global_step` no integer variable, or
+        the encapsulated optimizer takes no such argument.
+    """
+    grads, variables = validation.check_pairs(grads_and_vars)
+    validation.check_global_step(global_step)
+    validation.check_name(name)
+    self._check_options(kwargs)
+    kwargs["name"] = name
+
+    def apply(grads: list[Any], variables: list[Any]) -> Any:
+      return self._apply(grads, variables, global_step, kwargs)
+
+    return self._collect_or(apply, grads, variables)
+
+  def get_config(self) -> dict[str, Any]:
+    """What the constructor needs, in serializable form."""
+    return {self._argument: self._serialize(self._inner.optimizer)}
+
+  @classmethod
+  def from_config(
+    cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+  ) -> "Tower":
+    """Makes the optimizer that `get_config` described.
+
+    Args:
+      config: What `get_config` returned; not changed.
+      custom_objects: Classes that the encapsulated optimizer may need, by name.
+
+    Returns:
+      A new optimizer, not built.
+    """
+    # A copy: Keras changes what it is given.
+    opt = copy.deepcopy(config[cls._argument])
+    return cls(cls._deserialize(opt, custom_objects))
+
+  @classmethod
+  def _check_within(cls, wrapper: wrapper.Delegating) -> None:
+    """Towers of replicas make sense, towers of towers do not."""
+    if isinstance(wrapper, Tower):
+      super()._check_within(wrapper)
+
+  def _gradients(
+    self,
+    loss: Any,
+    var_list: Any,
+    tape: tf.GradientTape | None,
+    default: str,
+    options: dict[str, Any],
+  ) -> compute.Pairs:
+    """Gradients of the scaled loss in this tower."""
+    gradient_collector.check_trains(self.get_name())
+    towers = gradient_collector.current()
+    factor = self._factor()
+    with gradient_collector.not_recording():
+      if towers is not None and tf.is_tensor(loss):
+        tape = tape or towers.tape
+      pairs = self._compute(loss, var_list, tape, default, options)
+    # Not the loss: it may have been recorded before, and not be any more.
+    return [
+      (indexed_slices.times(grad, factor), variable) for grad, variable in pairs
+    ]
+
+  def _compute(
+    self,
+    loss: Any,
+    var_list: Any,
+    tape: tf.GradientTape | None,
+    default: str,
+    options: dict[str, Any],
+  ) -> compute.Pairs:
+    """The encapsulated optimizer's gradients."""
+    optimizer = self._inner.optimizer
+    if isinstance(optimizer, CrossShard):
+      return optimizer._gradients(loss, var_list, tape, default, options)
+    return compute.compute_for(
+      self._inner,
+      loss,
+      var_list,
+      tape,
+      scale=lambda seed: seed,
+      options=options,
+      scalar=False,
+    )
+
+  def _collect_or(
+    self,
+    apply: gradient_collector.Apply,
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+  ) -> Any:
+    """Leaves `apply` to the last tower; does it now where there is but one."""
+    gradient_collector.check_trains(self.get_name())
+
+    def applied(grads: list[Any], variables: list[Any]) -> Any:
+      result = apply(grads, variables)
+      gradient_collector.note_use()
+      return result
+
+    towers = gradient_collector.current()
+    if towers is None:
+      return applied(list(grads), list(variables))
+    optimizer = self._inner.optimizer
+    label = f"{type(optimizer).__name__}({self.get_name()!r})"
+    if towers.count == 1:
+      with towers.update(self) as place:
+        self._check(variables)
+        self._prepare(towers.in_order(self, label, place, variables))
+        return applied(list(grads), list(variables))
+    self._check_not_scaled()
+    towers.collect(
+      gradient_collector.Call(
+        *(self, label, grads, variables, applied, self._check, self._prepare)
+      )
+    )
+    return tf.identity(self._inner.iterations())
+
+  def _check_options(self, options: dict[str, Any]) -> None:
+    """Raises `TypeError` for what the encapsulated optimizer does not take."""
+    optimizer = self._inner.optimizer
+    parameters = inspect.signature(optimizer.apply_gradients).parameters
+    taken = set(parameters) - {"grads_and_vars", "global_step", "name"}
+    if "kwargs" in taken:  # of tf_keras, which ignores all but this one
+      taken = taken - {"kwargs"} | {"experimental_aggregate_gradients"}
+    odd = sorted(set(options) - taken)
+    if odd:
+      raise TypeError(
+        f"`{odd[0]}` is no argument of {type(optimizer).__name__}'s"
+        f" apply_gradients; got {options[odd[0]]!r}. It takes"
+        f" {', '.join(['global_step', 'name', *sorted(taken)])}."
+      )
+
+  def _check(self, variables: Sequence[Any]) -> None:
+    """Raises an error if this cannot update variables; changes nothing."""
+    optimizer = self._inner.optimizer
+    if isinstance(optimizer, CrossShard):
+      optimizer._place.check()
+    if self._inner.is_built:
+      validation.check_known(variables, self._inner.knows)
+
+  def _check_not_scaled(self) -> None:
+    """Raises `ValueError` in towers for a loss scale around this optimizer."""
+    towers = gradient_collector.current()
+    if self._scaled_by is None or towers is None or towers.count == 1:
+      return
+    raise ValueError(
+      f"{self._scaled_by} encapsulates a TowerOptimizer and looks at the"
+      " gradients of one tower, not at their sum. Put the TowerOptimizer"
+      " outside: TowerOptimizer(LossScaleOptimizer(...))."
+    )
+
+  @tf.autograph.experimental.do_not_convert
+  def _apply(
+    self,
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+    global_step: Any,
+    options: dict[str, Any],
+  ) -> Any:
+    """Lets the encapsulated optimizer apply."""
+    self._prepare(variables)
+    optimizer = self._inner.optimizer
+    if isinstance(optimizer, CrossShard):
+      pairs = zip(grads, variables, strict=True)
+      return optimizer.apply_gradients(pairs, global_step, **options)
+    self._hand_on(grads, [self._inner.as_built(v) for v in variables], options)
+    if global_step is not None:
+      skips = self._inner.scales_dynamically
+      is_one = nonfinite.all_finite(grads) if skips else True
+      global_step.assign_add(tf.cast(is_one, global_step.dtype))
+    return tf.identity(self._inner.iterations())
+
+  @tf.autograph.experimental.do_not_convert
+  def _prepare(self, variables: Sequence[Any]) -> None:
+    """Makes the slots for all that a step updates, or checks that they are."""
+    if self._inner.is_built:
+      validation.check_known(variables, self._inner.knows)
+      return
+    unique = list({id(validation.native(v)): v for v in variables}.values())
+    # Outside of the tower's scope, which tf_keras would name slots after.
+    with tf.name_scope(""):
+      self.build(unique)
+
+  def _factor(self) -> float:
+    """What the loss is multiplied by in this tower, which is remembered."""
+    towers = gradient_collector.current()
+    if towers is None:
+      return 1.0
+    towers.note_scaled(self)
+    return towers.factor
+
+  def _hand_on(
+    self,
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+    options: dict[str, Any],
+  ) -> None:
+    """Calls the encapsulated optimizer; each Keras has its way."""
+    raise NotImplementedError
+
+  def _change_places(self, around: Any, adapter: Any, instead: Any) -> None:
+    """Stays within a loss scaling optimizer, which sees one tower only."""
+    del adapter, instead
+    if isinstance(self._inner.optimizer, CrossShard):
+      raise ValueError(
+        f"{type(around).__name__} must not encapsulate a TowerOptimizer of a"
+        " CrossShardOptimizer: each replica would decide for itself whether a"
+        " step has overflowed. Put it innermost: TowerOptimizer("
+        f"CrossShardOptimizer({type(around).__name__}(...))), and turn"
+        " compile's own off with auto_scale_loss=False."
+      )
+    self._scaled_by = type(around).__name__

@@ -1,0 +1,217 @@
+"""Checks of what users hand in, made before any state changes."""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+
+_SHOWN: Final = 200  # characters of a bad value that an error repeats
+
+
+def is_variable(value: object) -> bool:
+  """Whether `value` is a `tf.Variable` or a `keras.Variable`."""
+  # Nobody has a variable of a Keras that is not loaded.
+  keras_variable = getattr(sys.modules.get("keras"), "Variable", ())
+  return isinstance(value, (tf.Variable, keras_variable))
+
+
+def native(variable: Any) -> Any:
+  """The `tf.Variable` of a `tf.Variable` or `keras.Variable`."""
+  value = getattr(variable, "value", variable)
+  return variable if callable(value) else value
+
+
+def check_variable(argument: str, variable: object) -> None:
+  """Checks that something handed in is a variable."""
+  if not is_variable(variable):
+    raise TypeError(
+      f"`{argument}` must hold tf.Variable or keras.Variable objects; got"
+      f" {_shown(variable)}. Pass the variable itself, not its value."
+    )
+  dtype = getattr(variable, "dtype", None)
+  if isinstance(dtype, tf.DType) and dtype != dtype.base_dtype:
+    raise TypeError(
+      f"`{argument}` must hold resource variables; got {_shown(variable)}, a"
+      " reference variable of version 1. Make it with use_resource=True, or"
+      " call tf.compat.v1.enable_resource_variables() first."
+    )
+
+
+def is_var_list(value: Any) -> bool:
+  """Whether a second argument of `minimize` is Keras' list of variables."""
+  if is_variable(value) or tf.is_tensor(value) or isinstance(value, str):
+    return False
+  return isinstance(value, Iterable)
+
+
+def check_name(name: Any) -> None:
+  """Checks the name of operations."""
+  if name is not None and not isinstance(name, str):
+    raise TypeError(
+      f'`name` must be a string or None; got {name!r}. Use for example "step".'
+    )
+
+
+def check_pairs(grads_and_vars: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+  """Splits (gradient, variable) pairs after checking each of them."""
+  pairs = _as_list("grads_and_vars", grads_and_vars)
+  if not pairs:
+    raise ValueError(
+      "`grads_and_vars` must hold at least one (gradient, variable) pair; got"
+      " []. Pass what compute_gradients() returned."
+    )
+  for pair in pairs:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+      raise ValueError(
+        "`grads_and_vars` must hold (gradient, variable) pairs; got"
+        f" {_shown(pair)}. Use zip(grads, variables)."
+      )
+  checked = [(_check_gradient(g, v), v) for g, v in pairs]
+  if all(grad is None for grad, _ in checked):
+    raise ValueError(
+      "`grads_and_vars` must hold a gradient that is not None. No gradients"
+      f" provided for any variable: {[_name(v) for _, v in checked]}. Compute"
+      " the loss from the variables, inside the tape."
+    )
+  return [g for g, _ in checked], [v for _, v in checked]
+
+
+def check_rows(grad: Any, variable: Any) -> None:
+  """Checks the rows of a sparse gradient, where they are known."""
+  if not isinstance(grad, tf.IndexedSlices) or not tf.executing_eagerly():
+    return
+  indices = tf.convert_to_tensor(grad.indices).numpy()
+  rows = variable.shape[0]
+  if indices.size and not 0 <= indices.min() <= indices.max() < rows:
+    raise ValueError(
+      f"`grads_and_vars` must hold gradients of rows that there are; that of"
+      f" {_name(variable)}, which has {rows}, has the rows {indices.min()} to"
+      f" {indices.max()}. Look up numbers from 0 to {rows - 1}."
+    )
+
+
+def check_var_list(var_list: Any) -> list[Any] | None:
+  """Checks that every variable of `var_list` can be trained."""
+  if callable(var_list) and not is_variable(var_list):
+    var_list = var_list()
+  if var_list is None:
+    return None
+  variables = (
+    [var_list] if is_variable(var_list) else _as_list("var_list", var_list)
+  )
+  if not variables:
+    raise ValueError(
+      "`var_list` must hold at least one variable; got []. Leave it None to"
+      " take every trainable variable that the loss touches."
+    )
+  for variable in variables:
+    check_variable("var_list", variable)
+    if not variable.trainable:
+      raise ValueError(
+        f"`var_list` must hold trainable variables; {_name(variable)} has"
+        " trainable=False. Leave it out or make it trainable."
+      )
+  return variables
+
+
+def check_global_step(global_step: Any) -> None:
+  """Checks that `global_step` can be incremented by one."""
+  if global_step is None:
+    return
+  if not is_variable(global_step):
+    raise TypeError(
+      "`global_step` must be an integer variable or None; got"
+      f" {_shown(global_step)}. Use tf.Variable(0, dtype=tf.int64)."
+    )
+  if not tf.as_dtype(global_step.dtype).is_integer:
+    raise TypeError(
+      "`global_step` must be an integer variable; its dtype is"
+      f" {tf.as_dtype(global_step.dtype).name}. Use"
+      " tf.Variable(0, dtype=tf.int64), or `var_list=` for what is to be"
+      " trained."
+    )
+
+
+def check_scalar(loss: tf.Tensor, seeded: bool) -> None:
+  """Checks that a loss that is to be averaged is one number."""
+  if not seeded and loss.shape.rank not in (0, None):
+    raise ValueError(
+      '`loss` must be a scalar when `reduction` is "mean"; got shape'
+      f" {loss.shape}, whose gradient would be that of the sum. Use"
+      " tf.reduce_mean(loss), or pass `grad_loss`."
+    )
+
+
+def check_known(
+  variables: Sequence[Any],
+  is_known: Callable[[Any], bool],
+  argument: str = "grads_and_vars",
+) -> None:
+  """Checks that a built optimizer was built on all of `variables`."""
+  for variable in variables:
+    if not is_known(variable):
+      raise ValueError(
+        f"Unknown variable: `{argument}` holds {_name(variable)}, which is"
+        " not among the variables that the optimizer was built on. Call"
+        " build() with all variables first, or make a new optimizer."
+      )
+
+
+def _as_list(argument: str, value: Any) -> list[Any]:
+  """`value` as a list; a tensor is none, although it can be iterated."""
+  if not isinstance(value, Iterable) or tf.is_tensor(value):
+    raise TypeError(
+      f"`{argument}` must be a list; got {_shown(value)}. Pass what"
+      " compute_gradients() returned, or a list of variables."
+    )
+  return list(value)
+
+
+def _check_gradient(grad: Any, variable: Any) -> Any:
+  """`grad` as a tensor, of the shape of `variable`."""
+  check_variable("grads_and_vars", variable)
+  if grad is None:
+    return None
+  if isinstance(grad, tf.IndexedSlices):
+    shape = tf.TensorShape([None]).concatenate(grad.values.shape[1:])
+  else:
+    try:
+      grad = tf.convert_to_tensor(grad)
+    except (TypeError, ValueError) as error:
+      raise _not_a_gradient(grad, variable) from error
+    shape = grad.shape
+  is_complex = tf.as_dtype(variable.dtype).is_complex
+  if not (grad.dtype.is_floating or (grad.dtype.is_complex and is_complex)):
+    raise _not_a_gradient(grad, variable)
+  expected = tf.TensorShape(variable.shape)
+  if not shape.is_compatible_with(expected):
+    raise ValueError(
+      f"`grads_and_vars` must hold gradients of their variables' shapes; the"
+      f" gradient of {_name(variable)} has shape {shape}, the variable"
+      f" {expected}. Pair each gradient with its own variable."
+    )
+  return grad
+
+
+def _not_a_gradient(grad: Any, variable: Any) -> TypeError:
+  """The error for a gradient that is none."""
+  return TypeError(
+    "`grads_and_vars` must hold tensors of floating numbers, or of complex ones"
+    f" where the variable is complex; the gradient of {_name(variable)} is"
+    f" {_shown(grad)}. Pass what a tape or compute_gradients() returned."
+  )
+
+
+def _shown(value: Any) -> str:
+  """`value` as an error shows it: short, and whatever kind of thing it is."""
+  try:
+    text = repr(value)
+  except Exception:  # Keras 3.8 cannot show a variable in a graph
+    text = f"a {type(value).__name__}"
+  return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def _name(variable: Any) -> str:
+  """The most telling name that a variable has."""
+  return str(getattr(variable, "path", None) or variable.name)
