@@ -21,7 +21,7 @@ from tf_cross_shard.towers import tower_optimizer  # noqa: E402
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class CrossShardOptimizer(optimizer.CrossShard, keras3.Keras3Delegate):
+class CrossShardOptimizer(optimizer.CrossShard, keras3.Keras3Wrapper):
   """Sums or averages gradients over replicas, then lets `opt` apply them.
 
   All is said in `tf_cross_shard.optimizer.CrossShard`.
@@ -81,7 +81,7 @@ class CrossShardOptimizer(optimizer.CrossShard, keras3.Keras3Delegate):
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class TowerOptimizer(tower_optimizer.Tower, keras3.Keras3Delegate):
+class TowerOptimizer(tower_optimizer.Tower, keras3.Keras3Wrapper):
   """Gathers gradients across the towers of a model function.
 
   All is said in `tf_cross_shard.towers.tower_optimizer.Tower`.

@@ -21,7 +21,7 @@ from tf_cross_shard.towers import tower_optimizer  # noqa: E402
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class CrossShardOptimizer(optimizer.CrossShard, tf_keras.TfKerasDelegate):
+class CrossShardOptimizer(optimizer.CrossShard, tf_keras.TfKerasWrapper):
   """Sums or averages gradients over replicas, then lets `opt` apply them.
 
   `opt` is a `tf_keras.optimizers.Optimizer` or one of
@@ -154,7 +154,7 @@ class CrossShardOptimizer(optimizer.CrossShard, tf_keras.TfKerasDelegate):
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class TowerOptimizer(tower_optimizer.Tower, tf_keras.TfKerasDelegate):
+class TowerOptimizer(tower_optimizer.Tower, tf_keras.TfKerasWrapper):
   """Gathers gradients across the towers of a model function.
 
   All is said in `tf_cross_shard.towers.tower_optimizer.Tower`.
@@ -195,7 +195,7 @@ class TowerOptimizer(tower_optimizer.Tower, tf_keras.TfKerasDelegate):
     options: dict[str, Any],
   ) -> None:
     """Keras' options are handed on."""
-    pairs = tf_keras.paired(grads, variables)
+    pairs = tf_keras.as_pairs(grads, variables)
     self._inner.optimizer.apply_gradients(pairs, **options)
 
 
