@@ -16,8 +16,6 @@ from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
 
-from tf_cross_shard.inner_optimizer import optimizer_state
-
 _LAYERS: Final = ("Layer",)
 _METRICS: Final = ("Metric",)
 _SEEDS: Final = ("SeedGenerator",)
