@@ -49,7 +49,7 @@ class CrossShardOptimizer(optimizer.CrossShard, keras3.Keras3Wrapper):
       RuntimeError: If called in the cross-replica context.
     """
     self._place.check()
-    return self._inner.scale_loss(self._average(loss, loss_factor.GLOBAL))
+    return self._inner.scale_loss(self._scale(loss, loss_factor.GLOBAL))
 
   @tf.autograph.experimental.do_not_convert
   def apply(
@@ -74,10 +74,10 @@ class CrossShardOptimizer(optimizer.CrossShard, keras3.Keras3Wrapper):
     if not variables:
       return
     if self._inner.is_within:
-      self._inner.apply_reduced(grads, variables)
+      self._inner.apply_reduced(grads, variables, through_apply=True)
       return
     pairs = zip(grads, variables, strict=True)
-    self._apply(*validation.check_pairs(pairs), by_keras=True)
+    self._apply(*validation.check_pairs(pairs), through_apply=True)
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")

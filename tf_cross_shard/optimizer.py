@@ -9,6 +9,8 @@ The flow is the same in both Kerases. `tf_cross_shard.keras3` and
 """
 
 import copy
+import sys
+import types
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ from tf_cross_shard.collectives import reduction
 from tf_cross_shard.gradients import (
   clipping,
   compute,
+  indexed_slices,
   loss_factor,
   nonfinite,
   packing,
@@ -74,6 +77,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     clipvalue: float | None = None,
     wire_dtype: Any = None,
     skip_nonfinite: bool = False,
+    scale_gradients: bool = False,
   ) -> None:
     """Encapsulates `opt`. Call it inside `strategy.scope()`.
 
@@ -107,6 +111,11 @@ class CrossShard(wrapper.OptimizerWrapper):
       skip_nonfinite: Whether the whole group skips a step whose sums hold a
         NaN or an infinity, and counts it in `skipped_steps`. A
         LossScaleOptimizer skips such steps anyway; then they are only counted.
+      scale_gradients: Whether `apply_gradients` multiplies the gradients by the
+        factor of the mean, in place of `compute_gradients`, `minimize` and
+        `scale_loss`, which multiply the loss. For loops that you cannot edit;
+        `loss_averaged_over` tells of which loss they take gradients, and None
+        means `"global"` there.
 
     Raises:
       ValueError: If `opt` names no optimizer or is itself a
@@ -125,7 +134,9 @@ class CrossShard(wrapper.OptimizerWrapper):
       global_clipnorm=global_clipnorm,
       clipvalue=clipvalue,
     )
-    self._convention = loss_factor.LossConvention(reduction, averaged_over)
+    self._convention = loss_factor.LossConvention(
+      reduction, averaged_over, scale_gradients
+    )
     self._wire_dtype = packing.as_wire_dtype(wire_dtype)
     strategy = self._inner.strategy
     self._place = placement.Placement(strategy, group_assignment, name)
@@ -146,6 +157,11 @@ class CrossShard(wrapper.OptimizerWrapper):
   def wire_dtype(self) -> str | None:
     """The dtype that gradients are rounded to on the wire; None for exact."""
     return None if self._wire_dtype is None else str(self._wire_dtype.name)
+
+  @property
+  def scale_gradients(self) -> bool:
+    """Whether gradients are scaled in place of the loss."""
+    return self._convention.scale_gradients
 
   @property
   def skip_nonfinite(self) -> bool:
@@ -319,6 +335,7 @@ class CrossShard(wrapper.OptimizerWrapper):
       "clipvalue": self.clipvalue,
       "wire_dtype": self.wire_dtype,
       "skip_nonfinite": self.skip_nonfinite,
+      "scale_gradients": self.scale_gradients,
     }
 
   @classmethod
@@ -358,20 +375,21 @@ class CrossShard(wrapper.OptimizerWrapper):
       loss,
       var_list,
       tape,
-      scale=lambda seed: self._average(seed, default),
+      scale=lambda seed: self._scale(seed, default),
       options=options,
       scalar=self.reduction == loss_factor.MEAN,
     )
 
   @tf.autograph.experimental.do_not_convert
-  def _average(self, loss: Any, default: str) -> Any:
+  def _scale(self, loss: Any, default: str) -> Any:
     """`loss` times the factor of the mean."""
     groups = self._place.groups
-    factor = self._convention.factor(
+    factor = self._convention.for_loss(
       default,
       groups.num_replicas,
       groups.group_size,
       traced=not tf.executing_eagerly(),
+      is_sure=_is_called_by_keras(),
     )
     return loss if factor == 1 else loss * factor
 
@@ -381,7 +399,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     variables: Sequence[Any],
     global_step: Any = None,
     name: str | None = None,
-    by_keras: bool = False,
+    through_apply: bool = False,
     is_reduced: bool = False,
   ) -> Any:
     """Checks everything, makes the slots, and does the step."""
@@ -393,7 +411,6 @@ class CrossShard(wrapper.OptimizerWrapper):
       self._convention.end_step(
         groups.num_replicas,
         groups.group_size,
-        by_keras,
         traced=not tf.executing_eagerly(),
         is_divided=self._inner.divides,
       )
@@ -401,7 +418,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     self._place.agree_to_step(
       grads, variables, self._settings, self._inner.iterations
     )
-    args = grads, variables, global_step, name, is_reduced
+    args = grads, variables, global_step, name, through_apply, is_reduced
     if tf.executing_eagerly() or tf.inside_function():
       return self._step(*args)
     # A version 1 graph runs only what is fetched: one operation for all.
@@ -413,6 +430,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     variables: Sequence[Any],
     global_step: Any,
     name: str | None,
+    through_apply: bool,
     is_reduced: bool,
   ) -> tf.Tensor:
     """Clip, reduce, apply, count: the way of a gradient from here on."""
@@ -422,7 +440,7 @@ class CrossShard(wrapper.OptimizerWrapper):
       skips_itself = self._inner.scales_dynamically
 
       def apply() -> None:
-        self._inner.apply_reduced(sums, variables)
+        self._inner.apply_reduced(sums, variables, through_apply)
         if global_step is not None and engine.updates_here(global_step):
           is_one = nonfinite.all_finite(sums) if skips_itself else True
           global_step.assign_add(tf.cast(is_one, global_step.dtype))
@@ -434,7 +452,12 @@ class CrossShard(wrapper.OptimizerWrapper):
   def _sum(
     self, grads: Sequence[Any], variables: Sequence[Any]
   ) -> list[clipping.Gradient]:
-    """Clips this replica's own gradients, then sums over the group."""
+    """Scales and clips this replica's gradients, then sums over the group."""
+    groups = self._place.groups
+    factor = self._convention.for_gradients(
+      groups.num_replicas, groups.group_size
+    )
+    grads = [indexed_slices.times(grad, factor) for grad in grads]
     grads = clipping.clip(
       grads,
       clipnorm=self._scaled_limit(self.clipnorm),
@@ -446,7 +469,7 @@ class CrossShard(wrapper.OptimizerWrapper):
       grads,
       variables,
       self._place.engine,
-      self._place.groups,
+      groups,
       self._wire_dtype,
       self._inner.wire_scale() if self._wire_dtype == tf.float16 else None,
     )
@@ -455,3 +478,14 @@ class CrossShard(wrapper.OptimizerWrapper):
     """A clipping limit, in the scale that gradients come in."""
     # In Keras a limit of 0 does not clip.
     return self._inner.scale_limit(limit) if limit and limit > 0 else None
+
+
+def _is_called_by_keras() -> bool:
+  """Whether Keras called this package: in `fit`, losses are Keras'."""
+  frame: types.FrameType | None = sys._getframe(1)
+  while frame is not None:
+    module = frame.f_globals.get("__name__", "")
+    if not module.startswith(("tf_cross_shard", "tensorflow")):
+      return module.startswith(("keras.src.", "tf_keras.src."))
+    frame = frame.f_back
+  return False

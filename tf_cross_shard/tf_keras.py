@@ -54,7 +54,7 @@ class CrossShardOptimizer(optimizer.CrossShard, tf_keras.TfKerasWrapper):
       RuntimeError: If called in the cross-replica context.
     """
     self._place.check()
-    return self._average(loss, loss_factor.GLOBAL)
+    return self._scale(loss, loss_factor.GLOBAL)
 
   @tf.autograph.experimental.do_not_convert
   def aggregate_gradients(self, grads_and_vars: Iterable[Any]) -> compute.Pairs:

@@ -158,42 +158,43 @@ class _NotReducingContext(_ReducedContext):
     kwargs: dict[str, Any] | None = None,
   ) -> Any:
     """Merges in the context that the strategy knows."""
+
+    def merge(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+      return merge_fn(self.strategy_in_merge(strategy), *args, **kwargs)
+
     with self._outer:
-      return self._outer.merge_call(merge_fn, args, kwargs)
+      return self._outer.merge_call(merge, args, kwargs)
+
+  def strategy_in_merge(self, strategy: Any) -> Any:
+    """The strategy that merged functions see."""
+    return _NotReducing(strategy)
 
 
 class _OneProgramContext(_NotReducingContext):
   """A replica context whose merge calls take nothing from other replicas."""
 
-  def merge_call(
-    self,
-    merge_fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: dict[str, Any] | None = None,
-  ) -> Any:
-    """Calls `merge_fn` with a strategy that does not broadcast."""
-
-    def merge(strategy: Any, *args: Any, **kwargs: Any) -> Any:
-      return merge_fn(_NotBroadcasting(strategy), *args, **kwargs)
-
-    return super().merge_call(merge, args, kwargs)
+  def strategy_in_merge(self, strategy: Any) -> Any:
+    """The strategy that merged functions see."""
+    return _NotBroadcasting(strategy)
 
 
-class _NotBroadcasting:
-  """A strategy, or its `extended`, whose broadcast changes nothing."""
+class _NotReducing:
+  """A strategy, or its `extended`, whose reductions change nothing."""
 
   def __init__(self, real: Any) -> None:
     self._real = real
 
   @property
-  def extended(self) -> "_NotBroadcasting":
+  def extended(self) -> "_NotReducing":
     """The object whose methods merged updates call."""
-    return _NotBroadcasting(self._real.extended)
+    return type(self)(self._real.extended)
 
-  def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-    """Returns the value, which is where it must be."""
-    del destinations
-    return tensor
+  def batch_reduce_to(
+    self, reduce_op: Any, pairs: Any, options: Any = None
+  ) -> list[Any]:
+    """Returns the values, which are sums already."""
+    del reduce_op, options
+    return [value for value, _ in pairs]
 
   def __getattr__(self, name: str) -> Any:
     """Everything else is the strategy's own."""
@@ -206,6 +207,15 @@ class _NotBroadcasting:
   def __hash__(self) -> int:
     """As the strategy's."""
     return hash(self._real)
+
+
+class _NotBroadcasting(_NotReducing):
+  """One whose broadcast changes nothing, either."""
+
+  def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+    """Returns the value, which is where it must be."""
+    del destinations
+    return tensor
 
 
 class _IsolatedStrategy:

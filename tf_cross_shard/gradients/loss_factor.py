@@ -18,6 +18,10 @@ MEAN: Final = "mean"
 SUM: Final = "sum"
 REPLICA: Final = "replica"
 GLOBAL: Final = "global"
+_EXAMPLES: Final = {
+  REPLICA: "this replica's examples",
+  GLOBAL: "all replicas' examples",
+}
 
 # TensorFlow 1 spells a mean "weighted_mean", Keras "sum_over_batch_size".
 _REDUCTIONS: Final = {
@@ -85,86 +89,123 @@ def loss_factor(
 class LossConvention:
   """Decides between `"replica"` and `"global"`, and checks that steps scale.
 
-  A default cannot know where a loss comes from. So the convention that it takes
-  is logged at its first use, and a step that never scaled its loss is warned
-  about.
+  A default cannot know where a loss comes from. So the first time that one
+  decides it is logged, and a step that never scaled its loss is warned about.
 
-  >>> convention = LossConvention("mean", None)
-  >>> convention.factor("global", num_replicas=4, group_size=2)
+  >>> convention = LossConvention("mean", "global")
+  >>> convention.for_loss("replica", num_replicas=4, group_size=2)
   2.0
-  >>> LossConvention("mean", "replica").factor("global", 4, 2)
-  0.5
+  >>> convention.for_gradients(num_replicas=4, group_size=2)
+  1.0
   """
 
-  def __init__(self, reduction: str, averaged_over: str | None) -> None:
+  def __init__(
+    self,
+    reduction: str,
+    averaged_over: str | None,
+    scale_gradients: bool = False,
+  ) -> None:
+    if not isinstance(scale_gradients, bool):
+      raise TypeError(
+        f"`scale_gradients` must be True or False; got {scale_gradients!r}."
+      )
     self.reduction = reduction
     self.averaged_over = averaged_over
+    self.scale_gradients = scale_gradients
     # A replica traces or runs eagerly in one thread.
     self._step = threading.local()
     self._scaled_in_trace = False
-    self.ever_scaled = False
+    self._ever_scaled = False
     self._told = False
     self._warned = False
 
-  def factor(
+  def for_loss(
     self,
     default: str,
     num_replicas: int,
     group_size: int,
+    *,
     traced: bool = False,
+    is_sure: bool = False,
   ) -> float:
-    """Returns the factor, and remembers that this step scales its loss.
-
-    The first time that `default` decides, a message says so.
+    """Returns the factor of the loss, and remembers that this step scales it.
 
     Args:
       default: `"replica"` or `"global"`, where the user chose neither.
       num_replicas: Replicas in the whole strategy.
       group_size: Replicas that sum together.
       traced: Whether a function is being traced, which may run in later steps.
+      is_sure: Whether the default is known to be right, as in Keras' `fit`.
     """
-    self.ever_scaled = True
+    self._ever_scaled = True
     self._step.scaled = True
+    self._step.default = default, is_sure
     self._scaled_in_trace |= traced
+    if self.scale_gradients:
+      return 1.0
+    return self._factor(default, num_replicas, group_size, is_sure)
+
+  def for_gradients(self, num_replicas: int, group_size: int) -> float:
+    """Returns the factor of the gradients: 1 unless `scale_gradients`."""
+    if not self.scale_gradients:
+      return 1.0
+    default, is_sure = getattr(self._step, "default", (GLOBAL, False))
+    return self._factor(default, num_replicas, group_size, is_sure)
+
+  def _factor(
+    self, default: str, num_replicas: int, group_size: int, is_sure: bool
+  ) -> float:
+    """The factor of the convention; logs the first guess."""
     taken = self.averaged_over or default
-    if self.averaged_over is None and num_replicas > 1 and not self._told:
+    other = GLOBAL if taken == REPLICA else REPLICA
+    factors = {
+      over: loss_factor(self.reduction, over, num_replicas, group_size)
+      for over in (taken, other)
+    }
+    is_guess = self.averaged_over is None and not is_sure
+    if is_guess and factors[taken] != factors[other] and not self._told:
       self._told = True
-      logging.info(
-        "CrossShardOptimizer takes the loss to be averaged over %s. If it is"
-        ' not, pass loss_averaged_over="replica" (a mean over this replica\'s'
-        ' examples) or "global" (over all replicas\', as Keras losses are).',
-        "this replica's examples"
-        if taken == REPLICA
-        else "all replicas' examples",
+      logging.warning(
+        "CrossShardOptimizer assumes a loss that is averaged over %s, and"
+        ' scales by %g. Pass loss_averaged_over="%s" if that is right. If the'
+        ' loss is averaged over %s, pass loss_averaged_over="%s": then the'
+        " factor is %g.",
+        _EXAMPLES[taken],
+        factors[taken],
+        taken,
+        _EXAMPLES[other],
+        other,
+        factors[other],
       )
-    return loss_factor(self.reduction, taken, num_replicas, group_size)
+    return factors[taken]
 
   def end_step(
     self,
     num_replicas: int,
     group_size: int,
-    by_keras: bool = False,
+    *,
     traced: bool = False,
     is_divided: bool = False,
   ) -> None:
     """Warns, once, if gradients are summed whose loss was never scaled.
 
+    Unless the user chose, such a loss is taken for one that is averaged over
+    all replicas' examples, as Keras' losses are.
+
     Args:
       num_replicas: Replicas in the whole strategy.
       group_size: Replicas that sum together.
-      by_keras: Whether Keras calls, whose losses are averaged over all
-        replicas' examples.
       traced: Whether a function is being traced.
       is_divided: Whether gradients are divided by a loss scale afterwards.
     """
-    if is_divided and not self.ever_scaled and not self._warned:
+    if is_divided and not self._ever_scaled and not self._warned:
       self._warned = True
       logging.warning(
         "A LossScaleOptimizer divides gradients by its loss scale, and the loss"
         " was never multiplied by it. Use compute_gradients() or minimize(), or"
         " scale_loss(loss) inside the tape."
       )
-    scaled = getattr(self._step, "scaled", False)
+    scaled = getattr(self._step, "scaled", False) or self.scale_gradients
     self._step.scaled = False
     if not traced:
       # A function that was traced once may scale in every eager step.
@@ -173,8 +214,11 @@ class LossConvention:
       loss_factor(self.reduction, over, num_replicas, group_size)
       for over in (REPLICA, GLOBAL)
     )
-    is_missing = over_all != 1 if by_keras else self.reduction == MEAN
-    if scaled or self._warned or num_replicas == 1 or not is_missing:
+    if self.averaged_over is None and self.reduction == SUM:
+      missing = 1.0  # The sum of the gradients as they are may be wanted.
+    else:
+      missing = local if self.averaged_over == REPLICA else over_all
+    if scaled or self._warned or missing == 1:
       return
     self._warned = True
     logging.warning(
@@ -182,7 +226,7 @@ class LossConvention:
       ' reduction="%s" is missing its factor: %g if the loss is averaged'
       " over this replica's examples, %g if over all replicas' examples."
       " Use compute_gradients() or minimize(), or scale_loss(loss) inside the"
-      " tape.",
+      " tape, or pass scale_gradients=True.",
       self.reduction,
       local,
       over_all,

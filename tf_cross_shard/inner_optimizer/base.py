@@ -109,15 +109,21 @@ class InnerOptimizer(abc.ABC):
     return list(grads)
 
   def apply_reduced(
-    self, grads: Sequence[Gradient], variables: Sequence[Any]
+    self,
+    grads: Sequence[Gradient],
+    variables: Sequence[Any],
+    through_apply: bool = False,
   ) -> None:
     """Applies sums over the group, exactly once.
+
+    `through_apply` tells that the caller used Keras 3's `apply`, which does not
+    run what the user's class overrides in `apply_gradients`.
 
     A LossScaleOptimizer around ours goes first: it looks at the sums, and if
     they are finite it calls our optimizer, and so this method, once more.
     """
     if self.around is None or self.is_within:
-      self._apply(grads, variables)
+      self._apply(grads, variables, through_apply)
       return
     self._thread.is_within = True
     try:
@@ -126,7 +132,12 @@ class InnerOptimizer(abc.ABC):
       self._thread.is_within = False
 
   @abc.abstractmethod
-  def _apply(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
+  def _apply(
+    self,
+    grads: Sequence[Gradient],
+    variables: Sequence[Any],
+    through_apply: bool,
+  ) -> None:
     """Hands sums to the optimizer."""
 
   @abc.abstractmethod

@@ -83,9 +83,19 @@ class Keras3Optimizer(base.InnerOptimizer):
     """Gradients come in multiplied by the loss scale."""
     return self.scale_loss(limit)
 
-  def _apply(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
-    """Hands sums to the optimizer."""
-    self.optimizer.apply(list(grads), [self.as_built(v) for v in variables])
+  def _apply(
+    self,
+    grads: Sequence[Gradient],
+    variables: Sequence[Any],
+    through_apply: bool,
+  ) -> None:
+    """Hands sums to the optimizer, by the method that the caller used."""
+    variables = [self.as_built(v) for v in variables]
+    if through_apply:
+      self.optimizer.apply(list(grads), variables)
+    else:
+      pairs = zip(grads, variables, strict=True)
+      self.optimizer.apply_gradients(list(pairs))
 
   def _apply_around(
     self, grads: Sequence[Gradient], variables: Sequence[Any]

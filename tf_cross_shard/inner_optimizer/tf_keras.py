@@ -1,8 +1,8 @@
 """An encapsulated optimizer of tf_keras, and the wrapper around it.
 
-New and legacy optimizers have a switch that turns their own reduction off. What
-else they do across replicas (merge calls for weight decay and for moving
-averages) they do through the replica context that they find, which is isolated.
+Everything that it does across replicas (its own reduction, merge calls for
+weight decay and for moving averages) it does through the replica context that
+it finds, which is isolated.
 """
 
 from collections.abc import Sequence
@@ -96,10 +96,20 @@ class TfKerasOptimizer(base.InnerOptimizer):
       return list(grads)
     return list(type(scaler).get_unscaled_gradients(scaler, list(grads)))
 
-  def _apply(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
-    """Hands sums to the optimizer."""
-    pairs = as_pairs(grads, variables)
-    self.optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)
+  def _apply(
+    self,
+    grads: Sequence[Gradient],
+    variables: Sequence[Any],
+    through_apply: bool,
+  ) -> None:
+    """Hands sums to the optimizer.
+
+    It aggregates them in isolation, which changes nothing, and so runs what the
+    user's class overrides. Its switches (`skip_gradients_aggregation`,
+    `experimental_aggregate_gradients`) would switch that off too.
+    """
+    del through_apply  # tf_keras has no `apply`.
+    self.optimizer.apply_gradients(as_pairs(grads, variables))
 
   def _apply_around(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
@@ -165,12 +175,6 @@ class LegacyOptimizer(TfKerasOptimizer):
   def knows(self, variable: Any) -> bool:
     """True: legacy optimizers take any variable at any time."""
     return True
-
-  def _apply(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
-    """Hands sums to the optimizer."""
-    self.optimizer.apply_gradients(
-      as_pairs(grads, variables), experimental_aggregate_gradients=False
-    )
 
   def slots(self, variable: Any) -> dict[str, Any]:
     """The slots of `variable`, by name."""

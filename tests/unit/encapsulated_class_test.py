@@ -1,0 +1,185 @@
+"""Methods that the user's own optimizer class overrides run as in plain Keras."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from tf_cross_shard import keras3
+from tf_cross_shard import tf_keras as ours_tf_keras
+
+
+class ClipsInApplyGradients(keras.optimizers.SGD):
+  """Clips where Keras' `fit` calls it."""
+
+  def apply_gradients(self, grads_and_vars: Any) -> Any:
+    return super().apply_gradients(
+      [(tf.clip_by_value(g, -1.0, 1.0), v) for g, v in grads_and_vars]
+    )
+
+
+class ClipsInApply(keras.optimizers.SGD):
+  """Clips where a loop of one's own may call it."""
+
+  def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+    super().apply(
+      [tf.clip_by_value(g, -1.0, 1.0) for g in grads], trainable_variables
+    )
+
+
+class Negates(keras.optimizers.SGD):
+  """Another update step."""
+
+  def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> Any:
+    super().update_step(-gradient, variable, learning_rate)
+
+
+def train(strategy: Any, optimizer: Any, variable: Any, method: str) -> Any:
+  """One step with gradients 100 and 300 on two replicas, mean 200."""
+
+  @tf.function
+  def step() -> None:
+    def replica_step() -> None:
+      replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+      grad = 50.0 + 100.0 * tf.cast(replica, tf.float32)
+      if method == "apply":
+        optimizer.apply([grad], [variable])
+      else:
+        optimizer.apply_gradients([(grad, variable)])
+
+    strategy.run(replica_step)
+
+  step()
+  copies = strategy.experimental_local_results(
+    getattr(variable, "value", variable)
+    if isinstance(variable, keras.Variable)
+    else variable
+  )
+  assert len(copies) == 2
+  values = [float(copy.numpy()) for copy in copies]
+  assert values[0] == values[1]
+  return values[0]
+
+
+def mirrored() -> tf.distribute.Strategy:
+  return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+@pytest.mark.parametrize(
+  ("kind", "method", "expected"),
+  [
+    (ClipsInApplyGradients, "apply_gradients", 1.0 - 1.0),
+    (ClipsInApplyGradients, "apply", 1.0 - 200.0),  # As plain Keras' apply.
+    (ClipsInApply, "apply_gradients", 1.0 - 1.0),
+    (ClipsInApply, "apply", 1.0 - 1.0),
+    (Negates, "apply_gradients", 1.0 + 200.0),
+  ],
+)
+def test_keras3_overrides_run(kind: Any, method: str, expected: float) -> None:
+  strategy = mirrored()
+  with strategy.scope():
+    weight = keras.Variable(1.0)
+    optimizer = keras3.CrossShardOptimizer(
+      kind(1.0), loss_averaged_over="global"
+    )
+    optimizer.build([weight])
+  assert train(strategy, optimizer, weight, method) == expected
+
+
+class NewClips(tf_keras.optimizers.SGD):
+  """Clips in a hook of the new optimizers."""
+
+  def aggregate_gradients(self, grads_and_vars: Any) -> Any:
+    pairs = super().aggregate_gradients(grads_and_vars)
+    return [(tf.clip_by_value(g, -1.0, 1.0), v) for g, v in pairs]
+
+
+class OldSignature(tf_keras.optimizers.SGD):
+  """Has no newer arguments, as older classes of tf-models."""
+
+  def apply_gradients(self, grads_and_vars: Any, name: Any = None) -> Any:
+    return super().apply_gradients(
+      [(tf.clip_by_value(g, -1.0, 1.0), v) for g, v in grads_and_vars], name
+    )
+
+
+class LegacyClips(tf_keras.optimizers.legacy.SGD):
+  """Clips unless told not to aggregate, as tf-models' AdamWeightDecay."""
+
+  def apply_gradients(
+    self,
+    grads_and_vars: Any,
+    name: Any = None,
+    experimental_aggregate_gradients: bool = True,
+  ) -> Any:
+    if experimental_aggregate_gradients:
+      grads_and_vars = [
+        (tf.clip_by_value(g, -1.0, 1.0), v) for g, v in grads_and_vars
+      ]
+    return super().apply_gradients(
+      grads_and_vars,
+      name=name,
+      experimental_aggregate_gradients=experimental_aggregate_gradients,
+    )
+
+
+def legacy_with_hooks(rate: float) -> Any:
+  """Arguments of legacy optimizers: a transformation and an aggregator."""
+  return tf_keras.optimizers.legacy.SGD(
+    rate,
+    gradient_transformers=[
+      lambda pairs: [(tf.clip_by_value(g, -1.0, 1.0), v) for g, v in pairs]
+    ],
+    gradient_aggregator=lambda pairs: list(pairs),
+  )
+
+
+@pytest.mark.parametrize(
+  "kind", [NewClips, OldSignature, LegacyClips, legacy_with_hooks]
+)
+def test_tf_keras_overrides_run(kind: Any) -> None:
+  strategy = mirrored()
+  with strategy.scope():
+    weight = tf.Variable(1.0)
+    optimizer = ours_tf_keras.CrossShardOptimizer(
+      kind(1.0), loss_averaged_over="global"
+    )
+    optimizer.build([weight])
+  assert train(strategy, optimizer, weight, "apply_gradients") == 0.0
+
+
+@pytest.mark.parametrize(
+  "kind",
+  [tf_keras.optimizers.SGD, tf_keras.optimizers.legacy.SGD],
+)
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_tf_keras_reduces_once(kind: Any, num_replicas: int) -> None:
+  """Its own aggregation runs in isolation and changes nothing."""
+  devices = [f"CPU:{i}" for i in range(num_replicas)]
+  strategy = tf.distribute.MirroredStrategy(devices)
+  with strategy.scope():
+    weight = tf.Variable(1.0)
+    optimizer = ours_tf_keras.CrossShardOptimizer(
+      kind(1.0), loss_averaged_over="global"
+    )
+    optimizer.build([weight])
+
+  @tf.function
+  def step() -> None:
+    def replica_step() -> None:
+      replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+      grad = 1.0 + 2.0 * tf.cast(replica, tf.float32)
+      optimizer.apply_gradients([(grad, weight)])
+
+    strategy.run(replica_step)
+
+  step()
+  expected = 1.0 - sum(1.0 + 2.0 * i for i in range(num_replicas))
+  np.testing.assert_array_equal(weight.numpy(), expected)
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))
