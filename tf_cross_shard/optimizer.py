@@ -127,6 +127,9 @@ class CrossShard(wrapper.OptimizerWrapper):
     opt = self._as_optimizer(opt)
     reduction = loss_factor.canonical_reduction(reduction)
     averaged_over = loss_factor.check_averaged_over(loss_averaged_over)
+    validation.check_limits(
+      clipnorm=clipnorm, global_clipnorm=global_clipnorm, clipvalue=clipvalue
+    )
     super().__init__(
       opt,
       name=name,
@@ -404,6 +407,7 @@ class CrossShard(wrapper.OptimizerWrapper):
   ) -> Any:
     """Checks everything, makes the slots, and does the step."""
     self._place.check()
+    self._place.check_variables(variables)
     if self._inner.is_built:
       validation.check_known(variables, self._inner.knows)
     groups = self._place.groups
@@ -413,6 +417,7 @@ class CrossShard(wrapper.OptimizerWrapper):
         groups.group_size,
         traced=not tf.executing_eagerly(),
         is_divided=self._inner.divides,
+        by_keras=through_apply and _is_called_by_keras(),
       )
     self.build(list(variables))
     self._place.agree_to_step(
@@ -452,6 +457,27 @@ class CrossShard(wrapper.OptimizerWrapper):
   def _sum(
     self, grads: Sequence[Any], variables: Sequence[Any]
   ) -> list[clipping.Gradient]:
+    """This replica's gradients to what the whole group applies."""
+    carries_value = [
+      getattr(variable, "overwrite_with_gradient", False)
+      for variable in variables
+    ]
+    if not any(carries_value):
+      return self._sum_gradients(grads, variables)
+    sums = list(grads)
+    for is_value, reduce in (
+      (False, self._sum_gradients),
+      (True, self._average_values),
+    ):
+      at = [i for i, each in enumerate(carries_value) if each == is_value]
+      parts = [[each[i] for i in at] for each in (grads, variables)]
+      for i, total in zip(at, reduce(*parts), strict=True):
+        sums[i] = total
+    return sums
+
+  def _sum_gradients(
+    self, grads: Sequence[Any], variables: Sequence[Any]
+  ) -> list[clipping.Gradient]:
     """Scales and clips this replica's gradients, then sums over the group."""
     groups = self._place.groups
     factor = self._convention.for_gradients(
@@ -473,6 +499,22 @@ class CrossShard(wrapper.OptimizerWrapper):
       self._wire_dtype,
       self._inner.wire_scale() if self._wire_dtype == tf.float16 else None,
     )
+
+  def _average_values(
+    self, values: Sequence[Any], variables: Sequence[Any]
+  ) -> list[clipping.Gradient]:
+    """The group's mean of values that variables take in place of an update.
+
+    Keras' float8 scales (`overwrite_with_gradient`) carry such values as their
+    gradients. They must be neither scaled nor clipped nor rounded.
+    """
+    groups = self._place.groups
+    sums = reduction.reduce_gradients(
+      values, variables, self._place.engine, groups
+    )
+    return [
+      indexed_slices.times(each, 1.0 / groups.group_size) for each in sums
+    ]
 
   def _scaled_limit(self, limit: float | None) -> Any:
     """A clipping limit, in the scale that gradients come in."""

@@ -5,8 +5,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard import collectives
+from tf_cross_shard import collectives, validation
 from tf_cross_shard import groups as groups_lib
+from tf_cross_shard.gradients import compute
 from tf_cross_shard.multi_worker import consistency
 
 
@@ -56,6 +57,25 @@ class Placement:
         f" {type(here).__name__}, where nothing orders the replicas' updates."
         " Put `strategy.run` into a tf.function."
       )
+
+  def check_variables(self, variables: Sequence[Any]) -> None:
+    """Raises `ValueError` for a variable made outside the strategy's scope.
+
+    It exists once: each replica would update it, and groups would mix in it.
+    """
+    strategy = self.engine.strategy
+    if self.engine.num_replicas == 1:
+      return
+    for variable in variables:
+      whole = compute.distributed_variable(validation.native(variable))
+      if getattr(whole, "distribute_strategy", None) is not strategy:
+        name = getattr(variable, "path", None) or variable.name
+        raise ValueError(
+          f"`grads_and_vars` must hold variables of the"
+          f" {type(strategy).__name__} that {self._name} was made under; {name}"
+          " was made outside its scope. Make it inside `with"
+          " strategy.scope():`."
+        )
 
   def agree_to_build(
     self, variables: Sequence[Any], settings: Callable[[], dict[str, Any]]

@@ -135,6 +135,17 @@ def check_global_step(global_step: Any) -> None:
     )
 
 
+def check_limits(**limits: Any) -> None:
+  """Raises `ValueError` unless each clipping limit is None or at least 0."""
+  for name, limit in limits.items():
+    # A comparison that NaN fails.
+    if limit is not None and not limit >= 0:
+      raise ValueError(
+        f"`{name}` must be a number of at least 0, or None; got {limit!r}. None"
+        " or 0 does not clip."
+      )
+
+
 def check_scalar(loss: tf.Tensor, seeded: bool) -> None:
   """Raises `ValueError` unless a loss that is averaged is one number.
 

@@ -1,4 +1,4 @@
-"""Methods that the user's own optimizer class overrides run as in plain Keras."""
+"""What the user's own optimizer class overrides runs as in plain Keras."""
 
 from typing import Any
 
@@ -33,7 +33,9 @@ class ClipsInApply(keras.optimizers.SGD):
 class Negates(keras.optimizers.SGD):
   """Another update step."""
 
-  def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> Any:
+  def update_step(
+    self, gradient: Any, variable: Any, learning_rate: Any
+  ) -> Any:
     super().update_step(-gradient, variable, learning_rate)
 
 

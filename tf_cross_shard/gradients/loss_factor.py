@@ -186,6 +186,7 @@ class LossConvention:
     *,
     traced: bool = False,
     is_divided: bool = False,
+    by_keras: bool = False,
   ) -> None:
     """Warns, once, if gradients are summed whose loss was never scaled.
 
@@ -197,6 +198,11 @@ class LossConvention:
       group_size: Replicas that sum together.
       traced: Whether a function is being traced.
       is_divided: Whether gradients are divided by a loss scale afterwards.
+      by_keras: Whether Keras called without a way to scale the loss, as its
+        MultiOptimizer does.
+
+    Raises:
+      RuntimeError: If Keras called, and the factor that is missing is not 1.
     """
     if is_divided and not self._ever_scaled and not self._warned:
       self._warned = True
@@ -220,6 +226,12 @@ class LossConvention:
       missing = local if self.averaged_over == REPLICA else over_all
     if scaled or self._warned or missing == 1:
       return
+    if by_keras:
+      raise RuntimeError(
+        f'Keras never scaled the loss, so reduction="{self.reduction}" is'
+        f" missing its factor {missing:g}. Pass scale_gradients=True to the"
+        " CrossShardOptimizer."
+      )
     self._warned = True
     logging.warning(
       "CrossShardOptimizer sums gradients whose loss it never scaled, so"

@@ -1,0 +1,302 @@
+"""Where the factor of the mean is applied, and what is said about it."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from tf_cross_shard import keras3
+from tf_cross_shard import tf_keras as ours_tf_keras
+
+SLOPES = tf.constant([1.0, 3.0, 8.0, 16.0])  # Of the loss of each replica.
+GROUPS = [[0, 1], [2, 3]]
+ONE = [[0, 1, 2, 3]]
+
+
+@pytest.fixture
+def warnings() -> Iterator[list[str]]:
+  """The warnings that this package logs in a test."""
+  found: list[str] = []
+
+  class Recorder(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+      found.append(record.getMessage())
+
+  logger, recorder = logging.getLogger("absl"), Recorder(logging.WARNING)
+  logger.addHandler(recorder)
+  yield found
+  logger.removeHandler(recorder)
+
+
+def run(
+  package: Any, groups: Any, way: str, averaged_over: str, **options: Any
+) -> list[float]:
+  """One step of SGD(1); returns what each replica's weight moved by."""
+  strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
+  assert strategy.num_replicas_in_sync == 4
+  share = 0.25 if averaged_over == "global" else 1.0
+  with strategy.scope():
+    weight = tf.Variable(0.0)
+    home = keras if package is keras3 else tf_keras
+    optimizer = package.CrossShardOptimizer(
+      home.optimizers.SGD(1.0), group_assignment=groups, **options
+    )
+    optimizer.build([weight])
+
+  @tf.function
+  def step() -> None:
+    def replica_step() -> None:
+      replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+      slope = share * SLOPES[replica]
+      if way == "minimize":
+        optimizer.minimize(lambda: slope * weight, var_list=[weight])
+        return
+      with tf.GradientTape() as tape:
+        loss = slope * weight
+        if way == "scale_loss":
+          loss = optimizer.scale_loss(loss)
+      if way == "tape":
+        optimizer.minimize(loss, [weight], tape=tape)
+        return
+      grads = tape.gradient(loss, [weight])
+      optimizer.apply_gradients(zip(grads, [weight], strict=True))
+
+    strategy.run(replica_step)
+
+  step()
+  copies = strategy.experimental_local_results(weight)
+  return [-float(copy.numpy()) for copy in copies]
+
+
+def expected(groups: Any, reduction: str) -> list[float]:
+  """The mean or the sum of the group's slopes, for each replica."""
+  reduce = np.mean if reduction == "mean" else np.sum
+  values = {
+    r: float(reduce(SLOPES.numpy()[members]))
+    for members in groups
+    for r in members
+  }
+  return [values[r] for r in range(4)]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("averaged_over", ["replica", "global"])
+@pytest.mark.parametrize(
+  ("package", "groups", "way", "scale_gradients"),
+  [
+    (keras3, ONE, "bare", True),
+    (keras3, GROUPS, "bare", True),
+    (keras3, GROUPS, "minimize", True),
+    (keras3, ONE, "tape", True),
+    (keras3, GROUPS, "scale_loss", True),
+    (keras3, GROUPS, "scale_loss", False),
+    (ours_tf_keras, GROUPS, "bare", True),
+    (ours_tf_keras, GROUPS, "tape", False),
+  ],
+)
+def test_every_cell(
+  package: Any,
+  groups: Any,
+  way: str,
+  scale_gradients: bool,
+  averaged_over: str,
+  reduction: str,
+  warnings: list[str],
+) -> None:
+  moved = run(
+    package,
+    groups,
+    way,
+    averaged_over,
+    reduction=reduction,
+    loss_averaged_over=averaged_over,
+    scale_gradients=scale_gradients,
+  )
+  assert moved == expected(groups, reduction)
+  assert warnings == []
+
+
+def test_the_limits_are_those_of_scaled_gradients() -> None:
+  """Clipping sees what it sees where the loss is scaled."""
+  moved = [
+    run(
+      keras3,
+      GROUPS,
+      "minimize",
+      "replica",
+      loss_averaged_over="replica",
+      clipvalue=2.0,
+      scale_gradients=scale_gradients,
+    )
+    for scale_gradients in (False, True)
+  ]
+  assert moved[0] == moved[1] == [0.5 + 1.5] * 2 + [2.0 + 2.0] * 2
+
+
+@pytest.mark.parametrize(
+  ("way", "averaged_over", "words"),
+  [
+    ("minimize", "replica", r"over this replica's examples, and scales by 0.5"),
+    ("tape", "global", r"over all replicas' examples, and scales by 2\b"),
+    ("scale_loss", "global", r"over all replicas' examples, and scales by 2\b"),
+  ],
+)
+def test_a_guess_in_a_loop_is_heard_once(
+  way: str, averaged_over: str, words: str, warnings: list[str]
+) -> None:
+  moved = run(keras3, GROUPS, way, averaged_over)
+  assert moved == expected(GROUPS, "mean")
+  [text] = warnings
+  assert tf.strings.regex_full_match(text, f".*{words}.*")
+  assert 'loss_averaged_over="replica"' in text
+  assert 'loss_averaged_over="global"' in text
+
+
+@pytest.mark.parametrize("averaged_over", [None, "global"])
+def test_a_right_ungrouped_loop_is_not_warned_of(
+  averaged_over: str | None, warnings: list[str]
+) -> None:
+  moved = run(keras3, None, "bare", "global", loss_averaged_over=averaged_over)
+  assert moved == expected(ONE, "mean")
+  assert warnings == []
+
+
+@pytest.mark.parametrize("averaged_over", [None, "replica"])
+def test_a_missing_factor_is_warned_of(
+  averaged_over: str | None, warnings: list[str]
+) -> None:
+  run(keras3, GROUPS, "bare", "replica", loss_averaged_over=averaged_over)
+  [text] = warnings
+  assert "0.5 if the loss is averaged over this replica's examples, 2" in text
+  assert "scale_gradients=True" in text
+
+
+@pytest.mark.parametrize("package", [keras3, ours_tf_keras])
+@pytest.mark.parametrize("scale_gradients", [False, True])
+def test_fit_guesses_right_and_silently(
+  package: Any, scale_gradients: bool, warnings: list[str]
+) -> None:
+  home = keras if package is keras3 else tf_keras
+  x = np.array([[1.0], [3.0], [8.0], [16.0]], "float32")
+  strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
+  with strategy.scope():
+    layers = [home.Input((1,)), home.layers.Dense(1, use_bias=False)]
+    model = home.Sequential(layers)
+    model.layers[-1].set_weights([np.zeros((1, 1), "float32")])
+    optimizer = package.CrossShardOptimizer(
+      home.optimizers.SGD(1.0),
+      group_assignment=GROUPS,
+      scale_gradients=scale_gradients,
+    )
+    # The gradient of each example is its input.
+    model.compile(optimizer, lambda y, prediction: prediction[:, 0])
+  model.fit(x, x, batch_size=4, shuffle=False, verbose=0)
+  kernel = model.trainable_variables[0]
+  native = kernel.value if package is keras3 else kernel
+  copies = strategy.experimental_local_results(native)
+  moved = [-float(copy.numpy()[0, 0]) for copy in copies]
+  assert moved == expected(GROUPS, "mean")
+  assert warnings == []
+
+
+@pytest.mark.parametrize("scale_gradients", [False, True])
+def test_a_multi_optimizer_around_groups(scale_gradients: bool) -> None:
+  """Keras scales no loss for it: an error, or `scale_gradients`."""
+  strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
+  with strategy.scope():
+    weight = keras.Variable(0.0)
+    ours = keras3.CrossShardOptimizer(
+      keras.optimizers.SGD(1.0),
+      group_assignment=GROUPS,
+      scale_gradients=scale_gradients,
+    )
+    optimizer = keras.optimizers.MultiOptimizer(
+      keras.optimizers.OptimizerMap(ours)
+    )
+    optimizer.build([weight])
+
+  @tf.function
+  def step() -> None:
+    def replica_step() -> None:
+      replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+      optimizer.apply_gradients([(0.25 * SLOPES[replica], weight)])
+
+    strategy.run(replica_step)
+
+  if scale_gradients:
+    step()
+    copies = strategy.experimental_local_results(weight.value)
+    assert [-float(c.numpy()) for c in copies] == expected(GROUPS, "mean")
+  else:
+    with pytest.raises(RuntimeError, match="scale_gradients=True"):
+      step()
+    assert float(weight.numpy()) == 0.0
+
+
+def test_values_that_overwrite_are_averaged_only() -> None:
+  """float8 scales: neither scaled nor clipped nor narrowed nor summed."""
+  strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
+  with strategy.scope():
+    scale = keras.Variable(0.0)
+    scale.overwrite_with_gradient = True
+    weight = keras.Variable(0.0)
+    optimizer = keras3.CrossShardOptimizer(
+      keras.optimizers.SGD(1.0),
+      group_assignment=GROUPS,
+      loss_averaged_over="replica",
+      clipvalue=0.125,
+      wire_dtype="bfloat16",
+      scale_gradients=True,
+    )
+    optimizer.build([weight, scale])
+
+  values = tf.constant([1.001, 3.003, 8.0, 16.0])
+
+  @tf.function
+  def step() -> None:
+    def replica_step() -> None:
+      replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+      optimizer.apply_gradients(
+        [(SLOPES[replica], weight), (values[replica], scale)]
+      )
+
+    strategy.run(replica_step)
+
+  step()
+  copies = strategy.experimental_local_results(scale.value)
+  found = [float(copy.numpy()) for copy in copies]
+  np.testing.assert_allclose(found, [2.002, 2.002, 12.0, 12.0], rtol=1e-6)
+  copies = strategy.experimental_local_results(weight.value)
+  assert [-float(copy.numpy()) for copy in copies] == [0.25] * 4
+
+
+def test_a_variable_from_outside_the_scope_is_refused() -> None:
+  strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  weight = tf.Variable(1.0, name="outside")
+  with strategy.scope():
+    optimizer = keras3.CrossShardOptimizer(keras.optimizers.SGD(1.0))
+
+  @tf.function
+  def step() -> None:
+    strategy.run(lambda: optimizer.apply_gradients([(1.0, weight)]))
+
+  with pytest.raises(ValueError, match="outside:0 was made outside its scope"):
+    step()
+  assert float(weight.numpy()) == 1.0
+
+
+@pytest.mark.parametrize("name", ["clipnorm", "global_clipnorm", "clipvalue"])
+@pytest.mark.parametrize("limit", [-1.0, float("nan")])
+@pytest.mark.parametrize("package", [keras3, ours_tf_keras])
+def test_limits_are_checked(package: Any, name: str, limit: float) -> None:
+  with pytest.raises(ValueError, match=f"`{name}` must be .* got {limit}"):
+    package.CrossShardOptimizer("sgd", **{name: limit})
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))
