@@ -153,6 +153,62 @@ def test_tf_keras_overrides_run(kind: Any) -> None:
   assert train(strategy, optimizer, weight, "apply_gradients") == 0.0
 
 
+class Doubles(tf_keras.optimizers.SGD):
+  """Changes gradients where plain `minimize` takes them."""
+
+  def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
+    pairs = super().compute_gradients(*args, **kwargs)
+    return [(2.0 * g, v) for g, v in pairs]
+
+
+class LegacyDoubles(tf_keras.optimizers.legacy.SGD):
+  """The same in a hook of legacy optimizers."""
+
+  def _get_gradients(self, *args: Any, **kwargs: Any) -> Any:
+    pairs = super()._get_gradients(*args, **kwargs)
+    return [(2.0 * g, v) for g, v in pairs]
+
+
+@pytest.mark.parametrize("kind", [Doubles, LegacyDoubles])
+@pytest.mark.parametrize("way", ["callable", "tape"])
+def test_tf_keras_ways_to_gradients_run(kind: Any, way: str) -> None:
+  strategy = mirrored()
+  with strategy.scope():
+    weight = tf.Variable(0.0)
+    optimizer = ours_tf_keras.CrossShardOptimizer(
+      kind(1.0), loss_averaged_over="replica"
+    )
+
+  @tf.function
+  def step() -> None:
+    def replica_step() -> None:
+      replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+      slope = 1.0 + 2.0 * tf.cast(replica, tf.float32)  # 1 and 3, mean 2
+      if way == "callable":
+        optimizer.minimize(lambda: slope * weight, var_list=[weight])
+      else:
+        with tf.GradientTape() as tape:
+          loss = slope * weight
+        optimizer.minimize(loss, [weight], tape=tape)
+
+    strategy.run(replica_step)
+
+  with strategy.scope():
+    optimizer.build([weight])
+  step()
+  copies = strategy.experimental_local_results(weight)
+  assert [float(copy.numpy()) for copy in copies] == [-4.0, -4.0]
+
+
+def test_a_minimize_that_cannot_run_is_refused() -> None:
+  class Minimizes(tf_keras.optimizers.SGD):
+    def minimize(self, loss: Any, var_list: Any, tape: Any = None) -> Any:
+      return super().minimize(loss, var_list, tape)
+
+  with pytest.raises(ValueError, match=r"override minimize.*Minimizes"):
+    ours_tf_keras.CrossShardOptimizer(Minimizes(1.0))
+
+
 @pytest.mark.parametrize(
   "kind",
   [tf_keras.optimizers.SGD, tf_keras.optimizers.legacy.SGD],

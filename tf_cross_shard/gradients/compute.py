@@ -62,8 +62,12 @@ def compute(
   scale: Callable[[tf.Tensor], tf.Tensor],
   options: GraphOptions,
   scalar: bool,
+  differentiate: Callable[..., Pairs] | None = None,
 ) -> Pairs:
   """Gradients of `scale(loss)` with respect to the variables.
+
+  `differentiate(loss, variables, tape)` is the method of a user's class, which
+  takes the place of `tape.gradient`.
 
   >>> v = tf.Variable(3.0)
   >>> [(grad, _)] = compute(
@@ -88,7 +92,16 @@ def compute(
   seed = tf.cast(scale(seed), seed.dtype)
   if tape is not None:
     variables = tape.watched_variables() if var_list is None else var_list
+    if differentiate is not None:
+      with tape:  # The method takes a loss and no seed.
+        loss = tf.cast(scale(loss), loss.dtype)
+      return differentiate(loss, variables, tape)
     grads = tape.gradient(loss, list(variables), output_gradients=seed)
+  elif differentiate is not None:
+    raise TypeError(
+      "`loss` must be a function, or `tape` be given, for an optimizer whose"
+      " class computes gradients itself; got a tensor of a graph."
+    )
   elif tf.executing_eagerly():
     raise TypeError(
       "`loss` is an eager tensor, which does not know how it was computed:"
@@ -127,10 +140,11 @@ def compute_for(
     scale=lambda seed: inner.scale_loss(scale(seed)),
     options=graph_options(options),
     scalar=scalar,
+    differentiate=inner.compute_gradients if inner.computes_gradients else None,
   )
-  grads = inner.unscale([grad for grad, _ in pairs])
   if variables is None:
     variables = [inner.as_built(v) for _, v in pairs]
+  grads = inner.unscale([grad for grad, _ in pairs])
   return list(zip(grads, variables, strict=True))
 
 

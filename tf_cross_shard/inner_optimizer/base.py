@@ -89,6 +89,17 @@ class InnerOptimizer(abc.ABC):
     """The Keras variable, for the native one that tapes and graphs report."""
     return variable
 
+  @property
+  def computes_gradients(self) -> bool:
+    """Whether the user's class overrides the way from a loss to gradients."""
+    return False
+
+  def compute_gradients(
+    self, loss: Any, variables: Sequence[Any], tape: tf.GradientTape
+  ) -> list[tuple[Gradient, Any]]:
+    """Calls the user's class with a loss that `tape` recorded."""
+    raise NotImplementedError
+
   @abc.abstractmethod
   def scale_loss(self, loss: Any) -> Any:
     """Multiplies a loss, or the seed of its gradient, by the loss scale."""

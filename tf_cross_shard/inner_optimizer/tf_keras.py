@@ -26,6 +26,9 @@ _LEGACY: Final = tf_keras.optimizers.legacy.Optimizer
 class TfKerasOptimizer(base.InnerOptimizer):
   """An encapsulated `tf_keras.optimizers.Optimizer`."""
 
+  # The first calls the others.
+  _gradient_methods: tuple[str, ...] = ("compute_gradients",)
+
   def __init__(self, optimizer: Any) -> None:
     super().__init__(optimizer)
     self._trainable: list[Any] = []
@@ -75,6 +78,40 @@ class TfKerasOptimizer(base.InnerOptimizer):
     """Whether the built optimizer was built on `variable`."""
     last = base.innermost(self.optimizer)
     return last._var_key(variable) in last._index_dict
+
+  @property
+  def computes_gradients(self) -> bool:
+    """Whether the user's class overrides the way from a loss to gradients."""
+    return self._overrides(*self._gradient_methods)
+
+  def compute_gradients(
+    self, loss: Any, variables: Sequence[Any], tape: tf.GradientTape
+  ) -> list[tuple[Gradient, Any]]:
+    """Calls the user's class with a loss that `tape` recorded."""
+    compute = getattr(base.innermost(self.optimizer), self._gradient_methods[0])
+    return list(compute(loss, list(variables), tape=tape))
+
+  def check_class(self) -> None:
+    """Raises `ValueError` for a class with a method that cannot run.
+
+    `fit` of plain tf_keras calls `minimize`; here gradients must be summed
+    between its two halves.
+    """
+    if self._overrides("minimize"):
+      kind = type(base.innermost(self.optimizer)).__name__
+      raise ValueError(
+        f"`opt` must not override minimize(), as {kind} does: gradients are"
+        " summed over the replicas between its halves. Override"
+        f" {self._gradient_methods[0]}() or apply_gradients()."
+      )
+
+  def _overrides(self, *names: str) -> bool:
+    """Whether the class of the innermost optimizer has its own such methods."""
+    kind = type(base.innermost(self.optimizer))
+    return any(
+      not getattr(kind, name).__module__.startswith("tf_keras.src.")
+      for name in names
+    )
 
   def scale_loss(self, loss: Any) -> Any:
     """Multiplies by the loss scale."""
@@ -145,6 +182,12 @@ class TfKerasOptimizer(base.InnerOptimizer):
 
 class LegacyOptimizer(TfKerasOptimizer):
   """An encapsulated `tf_keras.optimizers.legacy.Optimizer`."""
+
+  _gradient_methods = (
+    "_compute_gradients",
+    "_get_gradients",
+    "_transform_loss",
+  )
 
   def __init__(self, optimizer: Any) -> None:
     super().__init__(optimizer)
@@ -222,7 +265,9 @@ class TfKerasWrapper(wrapper.OptimizerWrapper, tf_keras.optimizers.Optimizer):
       )
     for argument, limit in clipping.items():
       setattr(self, argument, limit)
-    self._encapsulate(_adapter(opt))
+    inner = _adapter(opt)
+    inner.check_class()
+    self._encapsulate(inner)
 
   def __dir__(self) -> list[str]:
     """Adds the names by which a checkpoint finds slots of legacy optimizers."""
