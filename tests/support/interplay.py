@@ -1,7 +1,7 @@
-"""Two Kerases, mixed precision and loss scaling: every combination.
+"""Two Kerases, mixed precision and loss scaling, in every pair of settings.
 
-{Keras 3, tf_keras, its older optimizers} x {fit, custom loop} x 4 engines
-  x {float32, mixed_float16, mixed_bfloat16}
+{Keras 3, tf_keras, its older optimizers} x {fit, custom loop, minimize}
+  x 4 engines x {float32, mixed_float16, mixed_bfloat16}
   x {no loss scaling of the user's, inside of ours, around ours}
 
 A cell trains a linear regression whose data are multiples of powers of two, so
@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from tests.support import testbed
+from tests.support import covering, testbed
 from tf_cross_shard import keras3 as sharded_keras3
 from tf_cross_shard import tf_keras as sharded_tf_keras
 
@@ -41,7 +41,7 @@ ENGINES = {
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 SCALINGS = ("plain", "inside", "outside")
 
-# Which cells cannot be, and what tf_keras says of them; the first that fits.
+# Which cells cannot be, and what is said of them; the first that fits.
 IMPOSSIBLE = {
   "tf_keras*-*-virtual_tpu-mixed_float16-*": (
     "Mixed precision is not supported with the tf.distribute.Strategy"
@@ -112,10 +112,25 @@ class Cell:
 
 def cells(*engines: str) -> list[Cell]:
   """All cells of some engines."""
-  return [
-    Cell(*parts)
-    for parts in itertools.product(KERASES, WAYS, engines, POLICIES, SCALINGS)
-  ]
+  columns = KERASES, WAYS, engines, POLICIES, SCALINGS
+  return [Cell(*parts) for parts in itertools.product(*columns)]
+
+
+def covering_cells(*engines: str) -> list[tuple[Cell, bool]]:
+  """Cells with every pair of settings, and whether each skips by itself.
+
+  `minimize` is a way too, and `skip_nonfinite` a setting.
+  """
+
+  def is_possible(row: covering.Row) -> bool:
+    # LossScaleOptimizer of Keras 3 has no `minimize`.
+    has_way = (row[0], row[1], row[4]) != ("keras3", "minimize", "outside")
+    return has_way and Cell(*row[:-1]).impossible is None
+
+  ways = (*WAYS, "minimize")
+  columns = list(KERASES), ways, engines, POLICIES, SCALINGS, (False, True)
+  rows = covering.pairwise(columns, is_possible)
+  return [(Cell(*row[:-1]), row[-1]) for row in rows]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -584,11 +599,11 @@ def join(parts: Sequence[Run]) -> Run:
   return dataclasses.replace(parts[0], steps=steps)
 
 
-# ------------------------------------------------------------------ the README
+# ------------------------------------------------------------------- the table
 
 
 def table() -> str:
-  """The table in the README, of these cells."""
+  """The table in the documentation, of these cells."""
   reasons = list(dict.fromkeys(IMPOSSIBLE.values()))
   lines = [
     "| | " + " | ".join(ENGINES.values()) + " |",
