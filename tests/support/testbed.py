@@ -151,10 +151,10 @@ class Regression:
     flat = self.x.reshape(self.steps, num_replicas, -1)
     assert not (flat == flat[:, :1]).all(axis=(0, 2))[1:].any(), "same data"
 
-  def variables(self) -> list[Any]:
+  def variables(self, library: Any = tf.keras) -> list[Any]:
     """New weights with the initial values."""
     return [
-      variable(value, name)
+      variable(value, name, library)
       for value, name in zip(self.initial, ("kernel", "bias"), strict=True)
     ]
 
@@ -179,9 +179,10 @@ def train_plain(
   members: Sequence[int],
   optimizer: Any,
   factor: float = 1.0,
+  library: Any = tf.keras,
 ) -> list[np.ndarray]:
   """Plain Keras, without a strategy, on a group's concatenated batch."""
-  variables = task.variables()
+  variables = task.variables(library)
   build(optimizer, variables)
   for step in range(task.steps):
     x, y = task.group_batch(step, members)

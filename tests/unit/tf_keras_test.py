@@ -13,7 +13,7 @@ import tensorflow as tf
 import tf_keras
 
 import tf_cross_shard
-from tests.support import testbed
+from tests.support import covering, testbed
 from tf_cross_shard import keras3
 from tf_cross_shard.tf_keras import CrossShardOptimizer
 
@@ -115,19 +115,19 @@ class TestReduction:
     _run(lambda: optimizer.apply_gradients([(_mine(), weight)]), mode)
     assert testbed.copies(weight) == [-3.0, -3.0, -12.0, -12.0]
 
-  @BOTH
-  def test_gradients_that_are_sums_already(self, home: Any) -> None:
-    for switch in (
-      {"skip_gradients_aggregation": True},
-      {"experimental_aggregate_gradients": False},
-    ):
-      optimizer, weight = _make(lambda h=home: h.SGD(1.0), 0.0)
-      _run(
-        lambda o=optimizer, w=weight, s=switch: o.apply_gradients(
-          [(_mine(), w)], **s
-        )
-      )
-      assert testbed.copies(weight) == [-1.0, -2.0, -4.0, -8.0]
+  @pytest.mark.parametrize(
+    ("home", "switch"),
+    [
+      (optimizers, {"skip_gradients_aggregation": True}),
+      (legacy, {"experimental_aggregate_gradients": False}),
+    ],
+  )
+  def test_gradients_that_are_sums_already(
+    self, home: Any, switch: dict[str, bool]
+  ) -> None:
+    optimizer, weight = _make(lambda: home.SGD(1.0), 0.0)
+    _run(lambda: optimizer.apply_gradients([(_mine(), weight)], **switch))
+    assert testbed.copies(weight) == [-1.0, -2.0, -4.0, -8.0]
 
   def test_aggregated_first_and_applied_then(self) -> None:
     optimizer, weight = _make(
@@ -169,28 +169,45 @@ class TestReduction:
       np.testing.assert_array_equal(copy, expected)
 
   def test_moving_averages_and_weight_decay_stay_in_the_group(self) -> None:
-    for mode in ("eager", "function"):
-      optimizer, weight = _make(
-        lambda: optimizers.SGD(
-          1.0,
-          weight_decay=0.5,
-          use_ema=True,
-          ema_momentum=0.5,
-          ema_overwrite_frequency=2,
-        ),
-        8.0,
-        group_assignment=HALVES,
+    optimizer, weight = _make(
+      lambda: optimizers.SGD(
+        1.0,
+        weight_decay=0.5,
+        use_ema=True,
+        ema_momentum=0.5,
+        ema_overwrite_frequency=2,
+      ),
+      8.0,
+      group_assignment=HALVES,
+    )
+    for _ in range(2):
+      _run(lambda: optimizer.apply_gradients([(_mine(), weight)]))
+    # 8 -> 4 - g -> (4 - g) / 2 - g; the average 8 -> 6 - g / 2 -> the mean.
+    for total, copies in ((3.0, slice(0, 2)), (12.0, slice(2, 4))):
+      first = 4.0 - total
+      second = first / 2 - total
+      average = ((8.0 + first) / 2 + second) / 2
+      assert testbed.copies(weight)[copies] == [average] * 2
+
+  @pytest.mark.parametrize(
+    "name", ["Adagrad", "Adafactor", "Lion", "legacy Adam", "legacy Ftrl"]
+  )
+  def test_the_numbers_of_plain_tf_keras(self, name: str) -> None:
+    strategy, task = testbed.mirrored(), testbed.Regression()
+    make = testbed.optimizers_of(tf_keras)[name]
+    with strategy.scope():
+      variables = task.variables(tf_keras)
+      optimizer = CrossShardOptimizer(
+        make(), group_assignment=testbed.GROUPINGS["strided"]
       )
-      for _ in range(2):
-        _run(
-          lambda o=optimizer, w=weight: o.apply_gradients([(_mine(), w)]), mode
-        )
-      # 8 -> 4 - g -> (4 - g) / 2 - g; the average 8 -> 6 - g / 2 -> the mean.
-      for total, copies in ((3.0, slice(0, 2)), (12.0, slice(2, 4))):
-        first = 4.0 - total
-        second = first / 2 - total
-        average = ((8.0 + first) / 2 + second) / 2
-        assert testbed.copies(weight)[copies] == [average] * 2
+      optimizer.build(variables)
+    testbed.train_replicas(task, strategy, optimizer, variables, eager=False)
+    for members in ([0, 2], [1, 3]):
+      plain = testbed.train_plain(task, members, make(), library=tf_keras)
+      for variable, right in zip(variables, plain, strict=True):
+        for replica in members:
+          held = testbed.copies(variable)[replica]
+          testbed.assert_close(held, right, f"replica {replica}")
 
   def test_constraints(self) -> None:
     for home in (optimizers, legacy):
@@ -245,8 +262,9 @@ class TestState:
 class TestAsModelGardenBuilds:
   """What tf-models-official does with an optimizer, in its own order."""
 
-  @BOTH
-  @pytest.mark.parametrize("dynamic", [True, False])
+  @pytest.mark.parametrize(
+    ("home", "dynamic"), [(optimizers, True), (legacy, False)]
+  )
   def test_a_training_step(self, home: Any, dynamic: bool) -> None:
     strategy = testbed.mirrored()
     with strategy.scope():
@@ -275,20 +293,6 @@ class TestAsModelGardenBuilds:
     for copy in testbed.copies(weight):
       np.testing.assert_array_equal(copy, [1.0 - 1.875, 2.0 - 1.875])
     assert float(optimizer.loss_scale) == 16.0
-
-  @BOTH
-  def test_gradients_that_the_trainer_reduced(self, home: Any) -> None:
-    optimizer, weight = _make(lambda: home.SGD(1.0), 0.0)
-
-    def step() -> Any:
-      context = tf.distribute.get_replica_context()
-      total = context.all_reduce("SUM", _mine())
-      return optimizer.apply_gradients(
-        [(total, weight)], experimental_aggregate_gradients=False
-      )
-
-    _run(step)
-    assert testbed.copies(weight) == [-15.0] * 4
 
   def test_a_loss_scale_with_reduced_gradients(self) -> None:
     with testbed.mirrored().scope():
@@ -332,7 +336,7 @@ class TestAsModelGardenBuilds:
     assert testbed.copies(weight) == [-1.5, -1.5, -6.0, -6.0]
 
 
-class TestWhatAReviewFound:
+class TestCornersOfTheInterface:
   def test_attributes_and_the_iteration_count_are_set(self) -> None:
     optimizer = CrossShardOptimizer("sgd")
     optimizer.mine, optimizer.list = tf.Variable(0), [1]
@@ -376,11 +380,14 @@ class TestWhatAReviewFound:
     )
     assert testbed.copies(weight) == [-small * 15 / 4] * 4
 
-  @pytest.mark.parametrize("form", ["h5", "tf", "keras"])
-  @pytest.mark.parametrize("place", ["inside", "outside"])
-  @BOTH
+  @pytest.mark.parametrize(
+    ("form", "place", "home"),
+    covering.pairwise(
+      [("h5", "tf", "keras"), ("inside", "outside"), (optimizers, legacy)]
+    ),
+  )
   def test_models_with_a_loss_scale_are_loaded(
-    self, home: Any, place: str, form: str, tmp_path: pathlib.Path
+    self, form: str, place: str, home: Any, tmp_path: pathlib.Path
   ) -> None:
     scaling = tf_keras.mixed_precision.LossScaleOptimizer
     opt = (
