@@ -67,8 +67,9 @@ class TestAnyStrategy:
       ):
         call([tf.constant([1.0])], groups)
 
-  @pytest.mark.parametrize("name", ["Adam", "Momentum"])
-  @pytest.mark.parametrize("eager", [False, True])
+  @pytest.mark.parametrize(
+    ("name", "eager"), [("Adam", False), ("Momentum", True)]
+  )
   def test_trains_like_plain_keras(
     self, name: str, eager: bool, monkeypatch: pytest.MonkeyPatch
   ) -> None:

@@ -58,8 +58,10 @@ def _by_hand(steps: list[float], members: int) -> list[float]:
   return value.tolist()
 
 
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize(
+  ("mode", "bad"),
+  [("eager", BAD[0]), ("function", BAD[1]), ("function", BAD[2])],
+)
 def test_a_group_skips_what_one_of_it_cannot_apply(
   mode: str, bad: float
 ) -> None:
@@ -244,11 +246,6 @@ def test_refused_where_an_update_cannot_be_left_out() -> None:
     pytest.raises(NotImplementedError, match="CentralStorageStrategy"),
   ):
     CrossShardOptimizer("sgd", skip_nonfinite=True)
-
-
-def test_bad_input() -> None:
-  with pytest.raises(TypeError, match="`skip_nonfinite` must be True or False"):
-    CrossShardOptimizer("sgd", skip_nonfinite="yes")
 
 
 if __name__ == "__main__":
