@@ -1,7 +1,7 @@
 """Which replicas sum together.
 
-A grouping is a table of int32 `[num_groups, group_size]` in which each replica
-of `range(num_replicas)` stands exactly once; a row is a group. This module is
+A grouping is a table of int32 `[num_groups, group_size]` that holds each
+replica of `range(num_replicas)` exactly once; a row is a group. This module is
 plain Python: it knows no tensor and no strategy.
 """
 
@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import operator
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -16,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 AXES: Final = ("x", "y", "z", "core")  # of a device in a TPU slice
-_SHOWN: Final = 100  # characters of a bad value that an error repeats
 _REMEDY: Final = (
   "Give one row of replica ids per group, all rows of one length, such as"
   " [[0, 1], [2, 3]]."
@@ -42,7 +42,7 @@ class Groups:
   Attributes:
     assignment: The rows as tuples of int.
     num_replicas: How many replicas the rows hold; given to the constructor,
-      how many they have to hold.
+      how many they must hold.
   """
 
   assignment: tuple[tuple[int, ...], ...]
@@ -87,7 +87,7 @@ class Groups:
     return iter(self.assignment)
 
   def index_of(self, replica: int) -> int:
-    """The row in which `replica` stands.
+    """The row that holds `replica`.
 
     Args:
       replica: A number in `range(num_replicas)`.
@@ -290,10 +290,10 @@ def _from_table(table: npt.NDArray[np.int_]) -> tuple[tuple[int, ...], ...]:
 
 
 def _shown(value: object) -> str:
-  """`value` as an error shows it: whole when short, else its beginning."""
+  """`value` for an error, in one line, shortened."""
   tolist = getattr(value, "tolist", None)
   text = str(tolist() if callable(tolist) else value)
-  return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+  return textwrap.shorten(text, 100, placeholder=" ...")
 
 
 def _as_rows(value: Any) -> Sequence[Sequence[Any]]:

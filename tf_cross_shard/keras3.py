@@ -21,10 +21,10 @@ from tf_cross_shard.towers import tower_optimizer  # noqa: E402
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class CrossShardOptimizer(optimizer.CrossShard, keras3.Keras3Delegate):
+class CrossShardOptimizer(optimizer.CrossShard, keras3.Keras3Wrapper):
   """Sums or averages gradients over replicas, then lets `opt` apply them.
 
-  All is said in `tf_cross_shard.optimizer.CrossShard`.
+  Arguments and members: `tf_cross_shard.optimizer.CrossShard`.
 
   >>> import tensorflow as tf
   >>> optimizer = CrossShardOptimizer(keras.optimizers.SGD(0.5))
@@ -55,11 +55,11 @@ class CrossShardOptimizer(optimizer.CrossShard, keras3.Keras3Delegate):
   def apply(
     self, grads: Sequence[Any], trainable_variables: Any = None
   ) -> None:
-    """Keras' own way in: like `apply_gradients`, with two lists.
+    """Applies gradients as Keras calls it: `apply_gradients` with two lists.
 
-    In a loop of your own scale the loss with `scale_loss` first. Keras' losses
-    are averaged over all replicas' examples, so that here, unlike in
-    `apply_gradients`, nothing is said of the ungrouped mean.
+    In your own loop scale the loss with `scale_loss` first. Keras' losses are
+    averaged over all replicas' examples, so an ungrouped mean needs no factor
+    and gets no warning here.
 
     Args:
       grads: This replica's gradients; an empty list does nothing.
@@ -81,10 +81,10 @@ class CrossShardOptimizer(optimizer.CrossShard, keras3.Keras3Delegate):
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class TowerOptimizer(tower_optimizer.Tower, keras3.Keras3Delegate):
+class TowerOptimizer(tower_optimizer.Tower, keras3.Keras3Wrapper):
   """Gathers gradients across the towers of a model function.
 
-  All is said in `tf_cross_shard.towers.tower_optimizer.Tower`.
+  Arguments and members: `tf_cross_shard.towers.tower_optimizer.Tower`.
 
   >>> import tensorflow as tf
   >>> optimizer = TowerOptimizer(lambda: keras.optimizers.SGD(0.5))
@@ -111,7 +111,7 @@ class TowerOptimizer(tower_optimizer.Tower, keras3.Keras3Delegate):
   def apply(
     self, grads: Sequence[Any], trainable_variables: Any = None
   ) -> None:
-    """Keras' own way in: like `apply_gradients`, with two lists.
+    """Applies gradients as Keras calls it: `apply_gradients` with two lists.
 
     Args:
       grads: Gradients; an empty list does nothing.
@@ -141,7 +141,7 @@ class TowerOptimizer(tower_optimizer.Tower, keras3.Keras3Delegate):
 def _variables(
   inner: Any, grads: Sequence[Any], trainable_variables: Any
 ) -> list[Any]:
-  """The variables that `apply` is to update, one for each gradient."""
+  """The variables that `apply` must update, one for each gradient."""
   if not grads:
     return []
   if trainable_variables is None:

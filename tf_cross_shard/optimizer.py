@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import minimizing, placement, saving_warning, validation
+from tf_cross_shard import placement, saving_warning, validation
 from tf_cross_shard.collectives import reduction
 from tf_cross_shard.gradients import (
   clipping,
@@ -25,10 +25,9 @@ from tf_cross_shard.gradients import (
   packing,
 )
 from tf_cross_shard.inner_optimizer import wrapper
-from tf_cross_shard.towers import gradient_collector
 
 
-class CrossShard(minimizing.Minimizing, wrapper.Delegating):
+class CrossShard(wrapper.OptimizerWrapper):
   """Sums or averages gradients over replicas, then lets `opt` apply them.
 
   With `L_r` the loss of replica `r`, `G` the group it belongs to and `f` the
@@ -105,9 +104,9 @@ class CrossShard(minimizing.Minimizing, wrapper.Delegating):
       wire_dtype: `"bfloat16"` or `"float16"`: what wider gradients are rounded
         to where they travel between replicas, which halves the bytes. None
         leaves them exact.
-      skip_nonfinite: Whether a step whose sums hold a NaN or an infinity is
-        left out by the whole group, and counted in `skipped_steps`. A loss
-        scaling optimizer leaves such steps out anyway; they are counted then.
+      skip_nonfinite: Whether the whole group skips a step whose sums hold a
+        NaN or an infinity, and counts it in `skipped_steps`. A
+        LossScaleOptimizer skips such steps anyway; then they are only counted.
 
     Raises:
       ValueError: If `opt` names no optimizer or is itself a
@@ -130,7 +129,7 @@ class CrossShard(minimizing.Minimizing, wrapper.Delegating):
     self._wire_dtype = packing.as_wire_dtype(wire_dtype)
     strategy = self._inner.strategy
     self._place = placement.Placement(strategy, group_assignment, name)
-    self._skipping = nonfinite.Skipping(skip_nonfinite, self._place.engine)
+    self._guard = nonfinite.NonfiniteGuard(skip_nonfinite, self._place.engine)
     self._notice = saving_warning.SavingNotice(name, self.groups.num_groups)
 
   @property
@@ -145,19 +144,19 @@ class CrossShard(minimizing.Minimizing, wrapper.Delegating):
 
   @property
   def wire_dtype(self) -> str | None:
-    """What gradients are rounded to where they travel; None for not at all."""
+    """The dtype that gradients are rounded to on the wire; None for exact."""
     return None if self._wire_dtype is None else str(self._wire_dtype.name)
 
   @property
   def skip_nonfinite(self) -> bool:
-    """Whether steps with a NaN or an infinity are left out and counted."""
-    return self._skipping.is_on
+    """Whether steps with a NaN or an infinity are skipped and counted."""
+    return self._guard.is_on
 
   @property
   def skipped_steps(self) -> Any:
-    """How many steps were left out: a `tf.Variable`, each group with its own.
+    """How many steps were skipped: a `tf.Variable`, each group with its own.
 
-    It is none of `variables`, and None without `skip_nonfinite`.
+    It is none of `variables`. None without `skip_nonfinite`.
 
     >>> from tf_cross_shard import CrossShardOptimizer
     >>> optimizer = CrossShardOptimizer("sgd", skip_nonfinite=True)
@@ -166,7 +165,7 @@ class CrossShard(minimizing.Minimizing, wrapper.Delegating):
     >>> float(weight.numpy()), int(optimizer.skipped_steps.numpy())
     (3.0, 1)
     """
-    return self._skipping.count
+    return self._guard.count
 
   @property
   def group_assignment(self) -> list[list[int]] | None:
@@ -178,10 +177,6 @@ class CrossShard(minimizing.Minimizing, wrapper.Delegating):
   def groups(self) -> groups_lib.Groups:
     """The groups in force, one of all replicas where none were given."""
     return self._place.groups
-
-  def get_name(self) -> str:
-    """Answers the name given to the constructor."""
-    return str(self.name)
 
   def get_slot(self, var: Any, name: str) -> Any:
     """The variable that `opt` made for `var` under `name`, or None.
@@ -221,8 +216,8 @@ class CrossShard(minimizing.Minimizing, wrapper.Delegating):
   ) -> compute.Pairs:
     """Scales the loss, then takes this replica's own gradients.
 
-    They are not reduced yet, so that they can be clipped or changed per
-    replica; mind the factor in them.
+    They are not reduced yet, so that each replica can clip or change its own.
+    They contain the factor of the mean.
 
     >>> from tf_cross_shard import CrossShardOptimizer
     >>> weight = tf.Variable(3.0)
@@ -314,7 +309,7 @@ class CrossShard(minimizing.Minimizing, wrapper.Delegating):
     return {"opt": opt, "name": self.name, **self._settings()}
 
   def _settings(self) -> dict[str, Any]:
-    """What the constructor was told besides."""
+    """The other arguments of the constructor."""
     return {
       "reduction": self.reduction,
       "group_assignment": self.group_assignment,
@@ -333,7 +328,7 @@ class CrossShard(minimizing.Minimizing, wrapper.Delegating):
     """Makes the optimizer that `get_config` described.
 
     Args:
-      config: What `get_config` returned; not changed.
+      config: The result of `get_config`; not changed.
       custom_objects: Classes that `opt` may need, by name.
 
     Returns:
@@ -344,7 +339,7 @@ class CrossShard(minimizing.Minimizing, wrapper.Delegating):
     return cls(**{**config, "opt": opt})
 
   def _before_saving(self) -> None:
-    """Says what is lost; nothing while this object is being made."""
+    """Warns of what is lost; does nothing while this object is being made."""
     if "_notice" in vars(self):
       self._notice.say()
 
@@ -370,7 +365,7 @@ class CrossShard(minimizing.Minimizing, wrapper.Delegating):
 
   @tf.autograph.experimental.do_not_convert
   def _average(self, loss: Any, default: str) -> Any:
-    """`loss` times the mean's factor."""
+    """`loss` times the factor of the mean."""
     groups = self._place.groups
     factor = self._convention.factor(
       default,
@@ -389,9 +384,8 @@ class CrossShard(minimizing.Minimizing, wrapper.Delegating):
     by_keras: bool = False,
     is_reduced: bool = False,
   ) -> Any:
-    """Checks the place, makes the slots, and does the step."""
+    """Checks everything, makes the slots, and does the step."""
     self._place.check()
-    gradient_collector.check_outside(self.name)
     if self._inner.is_built:
       validation.check_known(variables, self._inner.knows)
     groups = self._place.groups
@@ -410,7 +404,7 @@ class CrossShard(minimizing.Minimizing, wrapper.Delegating):
     args = grads, variables, global_step, name, is_reduced
     if tf.executing_eagerly() or tf.inside_function():
       return self._step(*args)
-    # Of a version 1 graph only what is fetched runs: one operation for all.
+    # A version 1 graph runs only what is fetched: one operation for all.
     return tf.function(lambda: self._step(*args), autograph=False)().op
 
   def _step(
@@ -421,7 +415,7 @@ class CrossShard(minimizing.Minimizing, wrapper.Delegating):
     name: str | None,
     is_reduced: bool,
   ) -> tf.Tensor:
-    """Clip, reduce, apply, count."""
+    """Clip, reduce, apply, count: the way of a gradient from here on."""
     engine = self._place.engine
     with tf.name_scope(name or self.get_name()):
       sums = grads if is_reduced else self._sum(grads, variables)
@@ -433,14 +427,14 @@ class CrossShard(minimizing.Minimizing, wrapper.Delegating):
           is_one = nonfinite.all_finite(sums) if skips_itself else True
           global_step.assign_add(tf.cast(is_one, global_step.dtype))
 
-      with engine.all_or_nothing(sums), engine.alone():
-        self._skipping.apply_if_finite(sums, apply, always=skips_itself)
+      with engine.all_or_nothing(sums), engine.isolate():
+        self._guard.apply_if_finite(sums, apply, always=skips_itself)
         return tf.identity(self._inner.iterations())
 
   def _sum(
     self, grads: Sequence[Any], variables: Sequence[Any]
   ) -> list[clipping.Gradient]:
-    """Clips this replica's own gradients and sums over the group."""
+    """Clips this replica's own gradients, then sums over the group."""
     grads = clipping.clip(
       grads,
       clipnorm=self._scaled_limit(self.clipnorm),
@@ -458,6 +452,6 @@ class CrossShard(minimizing.Minimizing, wrapper.Delegating):
     )
 
   def _scaled_limit(self, limit: float | None) -> Any:
-    """A clipping limit for gradients as they come in."""
-    # Keras takes a limit of 0 for none.
+    """A clipping limit, in the scale that gradients come in."""
+    # In Keras a limit of 0 does not clip.
     return self._inner.scale_limit(limit) if limit and limit > 0 else None

@@ -1,4 +1,4 @@
-"""Where an optimizer is used: its strategy, groups, allowed contexts."""
+"""Where an optimizer is used: its strategy, its groups, allowed contexts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ class Placement:
     self.groups = self.assigned or groups_lib.contiguous(replicas, replicas)
     self._name = name
     # Without a strategy the optimizer may have been loaded for inference only;
-    # `check` looks before the first step.
+    # `check` raises before the first step.
     if replicas > 1:
       self.engine.check_groups(self.groups)
       self._check_group_count()
@@ -88,7 +88,7 @@ class Placement:
     )
 
   def _settings(self, settings: dict[str, Any]) -> list[str]:
-    """Settings as lines, with the groups in force."""
+    """Lines of settings, with the groups in force."""
     in_force = {**settings, "group_assignment": self.groups.to_lists()}
     return consistency.settings(**in_force)
 

@@ -21,11 +21,11 @@ from tf_cross_shard.towers import tower_optimizer  # noqa: E402
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class CrossShardOptimizer(optimizer.CrossShard, tf_keras.TfKerasDelegate):
+class CrossShardOptimizer(optimizer.CrossShard, tf_keras.TfKerasWrapper):
   """Sums or averages gradients over replicas, then lets `opt` apply them.
 
   `opt` is a `tf_keras.optimizers.Optimizer` or one of
-  `tf_keras.optimizers.legacy`. All else is said in
+  `tf_keras.optimizers.legacy`. Arguments and members:
   `tf_cross_shard.optimizer.CrossShard`.
 
   >>> import tensorflow as tf
@@ -39,10 +39,10 @@ class CrossShardOptimizer(optimizer.CrossShard, tf_keras.TfKerasDelegate):
 
   @tf.autograph.experimental.do_not_convert
   def scale_loss(self, loss: Any) -> Any:
-    """The loss to differentiate in a loop of your own.
+    """The loss to differentiate in your own loop.
 
-    `fit` and `minimize` need no call of it. A loss scale is put on with
-    `get_scaled_loss` and taken off with `get_unscaled_gradients`, as ever.
+    `fit` and `minimize` need no call of it. Apply a loss scale with
+    `get_scaled_loss` and `get_unscaled_gradients`, as in plain tf_keras.
 
     Args:
       loss: A loss averaged over all replicas' examples.
@@ -123,8 +123,8 @@ class CrossShardOptimizer(optimizer.CrossShard, tf_keras.TfKerasDelegate):
     """The variable that `opt` made for `var` under `name`, or None.
 
     Args:
-      var: A variable that the optimizer was built on. A checkpoint asks for
-        the slots of whatever it saves: None for what is no variable.
+      var: A variable that the optimizer was built on. Any other object has no
+        slot: a checkpoint asks for the slots of everything that it saves.
       name: One of `get_slot_names()`.
 
     Returns:
@@ -154,10 +154,10 @@ class CrossShardOptimizer(optimizer.CrossShard, tf_keras.TfKerasDelegate):
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class TowerOptimizer(tower_optimizer.Tower, tf_keras.TfKerasDelegate):
+class TowerOptimizer(tower_optimizer.Tower, tf_keras.TfKerasWrapper):
   """Gathers gradients across the towers of a model function.
 
-  All is said in `tf_cross_shard.towers.tower_optimizer.Tower`.
+  Arguments and members: `tf_cross_shard.towers.tower_optimizer.Tower`.
 
   >>> import tensorflow as tf
   >>> optimizer = TowerOptimizer(lambda: keras.optimizers.SGD(0.5))
@@ -168,11 +168,11 @@ class TowerOptimizer(tower_optimizer.Tower, tf_keras.TfKerasDelegate):
   2.0
   """
 
-  # Of all optimizers the count of steps is called `iteration`.
+  # Every optimizer names its count of steps `iteration`.
   _state_has_its_name = False
 
   def aggregate_gradients(self, grads_and_vars: Iterable[Any]) -> compute.Pairs:
-    """What the encapsulated optimizer does between replicas.
+    """Aggregates as the encapsulated optimizer does between replicas.
 
     Args:
       grads_and_vars: Pairs of a gradient and its variable.
@@ -194,8 +194,8 @@ class TowerOptimizer(tower_optimizer.Tower, tf_keras.TfKerasDelegate):
     variables: Sequence[Any],
     options: dict[str, Any],
   ) -> None:
-    """Keras' options are handed on."""
-    pairs = tf_keras.paired(grads, variables)
+    """Passes Keras' options on."""
+    pairs = tf_keras.as_pairs(grads, variables)
     self._inner.optimizer.apply_gradients(pairs, **options)
 
 

@@ -1,12 +1,11 @@
-"""Checks of what users hand in, made before any state changes."""
+"""Checks of the users' arguments, made before any state changes."""
 
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import tensorflow as tf
-
-_SHOWN: Final = 200  # characters of a bad value that an error repeats
 
 
 def is_variable(value: object) -> bool:
@@ -23,7 +22,7 @@ def native(variable: Any) -> Any:
 
 
 def check_variable(argument: str, variable: object) -> None:
-  """Checks that something handed in is a variable."""
+  """Raises `TypeError` unless a value of `argument` is a variable."""
   if not is_variable(variable):
     raise TypeError(
       f"`{argument}` must hold tf.Variable or keras.Variable objects; got"
@@ -46,7 +45,7 @@ def is_var_list(value: Any) -> bool:
 
 
 def check_name(name: Any) -> None:
-  """Checks the name of operations."""
+  """Raises `TypeError` unless the name of operations is a string or None."""
   if name is not None and not isinstance(name, str):
     raise TypeError(
       f'`name` must be a string or None; got {name!r}. Use for example "step".'
@@ -78,21 +77,24 @@ def check_pairs(grads_and_vars: Iterable[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def check_rows(grad: Any, variable: Any) -> None:
-  """Checks the rows of a sparse gradient, where they are known."""
+  """Raises `ValueError` for rows of a sparse gradient that do not exist.
+
+  Some devices would leave them out silently. Symbolic rows are not checked.
+  """
   if not isinstance(grad, tf.IndexedSlices) or not tf.executing_eagerly():
     return
   indices = tf.convert_to_tensor(grad.indices).numpy()
   rows = variable.shape[0]
   if indices.size and not 0 <= indices.min() <= indices.max() < rows:
     raise ValueError(
-      f"`grads_and_vars` must hold gradients of rows that there are; that of"
+      f"`grads_and_vars` must hold gradients of existing rows; that of"
       f" {_name(variable)}, which has {rows}, has the rows {indices.min()} to"
       f" {indices.max()}. Look up numbers from 0 to {rows - 1}."
     )
 
 
 def check_var_list(var_list: Any) -> list[Any] | None:
-  """Checks that every variable of `var_list` can be trained."""
+  """Returns the variables of `var_list`, each checked to be trainable."""
   if callable(var_list) and not is_variable(var_list):
     var_list = var_list()
   if var_list is None:
@@ -116,7 +118,7 @@ def check_var_list(var_list: Any) -> list[Any] | None:
 
 
 def check_global_step(global_step: Any) -> None:
-  """Checks that `global_step` can be incremented by one."""
+  """Raises `TypeError` unless `global_step` can be incremented by one."""
   if global_step is None:
     return
   if not is_variable(global_step):
@@ -134,7 +136,10 @@ def check_global_step(global_step: Any) -> None:
 
 
 def check_scalar(loss: tf.Tensor, seeded: bool) -> None:
-  """Checks that a loss that is to be averaged is one number."""
+  """Raises `ValueError` unless a loss that is averaged is one number.
+
+  With `seeded` the caller weights its elements (`grad_loss`).
+  """
   if not seeded and loss.shape.rank not in (0, None):
     raise ValueError(
       '`loss` must be a scalar when `reduction` is "mean"; got shape'
@@ -148,7 +153,7 @@ def check_known(
   is_known: Callable[[Any], bool],
   argument: str = "grads_and_vars",
 ) -> None:
-  """Checks that a built optimizer was built on all of `variables`."""
+  """Raises `ValueError` if a built optimizer does not know a variable."""
   for variable in variables:
     if not is_known(variable):
       raise ValueError(
@@ -195,7 +200,7 @@ def _check_gradient(grad: Any, variable: Any) -> Any:
 
 
 def _not_a_gradient(grad: Any, variable: Any) -> TypeError:
-  """The error for a gradient that is none."""
+  """The error for a value that is no gradient."""
   return TypeError(
     "`grads_and_vars` must hold tensors of floating numbers, or of complex ones"
     f" where the variable is complex; the gradient of {_name(variable)} is"
@@ -204,14 +209,14 @@ def _not_a_gradient(grad: Any, variable: Any) -> TypeError:
 
 
 def _shown(value: Any) -> str:
-  """`value` as an error shows it: short, and whatever kind of thing it is."""
+  """`value` for an error, in one line, shortened."""
   try:
     text = repr(value)
-  except Exception:  # Keras 3.8 cannot show a variable in a graph
+  except Exception:  # Keras 3.8 cannot show a variable in a graph.
     text = f"a {type(value).__name__}"
-  return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+  return textwrap.shorten(text, 200, placeholder=" ...")
 
 
 def _name(variable: Any) -> str:
-  """The most telling name that a variable has."""
+  """The name of a variable, with those of the layers around."""
   return str(getattr(variable, "path", None) or variable.name)

@@ -1,9 +1,9 @@
-"""Which TensorFlow and Keras this package stands on, checked at import.
+"""Which versions of TensorFlow and Keras are supported, checked at import.
 
-A wrong Keras does not fail, it trains wrongly: before 3.8 its custom loops do
-not reduce gradients at all or its `fit` does not divide the loss by the number
-of replicas. So an unsuitable version is refused here, by name. Which Keras is
-asked: the one that `tf.keras` is.
+An unsupported Keras does not fail, it trains wrongly: before 3.8 its custom
+loops do not reduce gradients at all, or its `fit` does not divide the loss by
+the number of replicas. So it is refused at import, by name. The Keras that is
+checked is the one that `tf.keras` is.
 """
 
 import importlib
@@ -19,7 +19,7 @@ OLDEST_TENSORFLOW = version.Version("2.16")
 
 
 def check_keras(keras_version: str) -> None:
-  """Raises `ImportError` unless `keras_version` is a Keras 3 that adds up."""
+  """Raises `ImportError` unless `keras_version` reduces rightly."""
   found = version.Version(keras_version)
   remedy = f"Run: pip install --upgrade 'keras>={OLDEST_KERAS}'"
   if found < version.Version("3.0.dev0"):
@@ -75,7 +75,7 @@ def own_version() -> str:
 
 
 def check_keras3() -> None:
-  """Raises `ImportError` unless a suitable Keras 3 is there."""
+  """Raises `ImportError` unless a supported Keras 3 is installed."""
   keras = _import(
     "keras",
     "tf_cross_shard needs Keras 3, and none is installed. Run:"
@@ -86,10 +86,10 @@ def check_keras3() -> None:
 
 
 def check_tf_keras() -> None:
-  """Raises `ImportError` unless a suitable tf_keras is there."""
+  """Raises `ImportError` unless a supported tf_keras is installed."""
   tf = _import_tensorflow()
   try:
-    # First by what pip recorded: too old a one cannot even be imported.
+    # The recorded version first: one that is too old cannot be imported.
     recorded = metadata.version("tf_keras")
   except metadata.PackageNotFoundError:
     pass  # None, or a nightly build.
@@ -123,17 +123,17 @@ def keras_version() -> str:
 
 
 def check_installed() -> None:
-  """Raises `ImportError` unless a suitable TensorFlow and Keras are there."""
+  """Raises `ImportError` unless TensorFlow and `tf.keras` are supported."""
   check_tensorflow(_import_tensorflow().__version__)
   (check_tf_keras if uses_tf_keras() else check_keras3)()
 
 
 def _import(name: str, words: str) -> Any:
-  """The package of that name; an `ImportError` of these words without it."""
+  """The package of that name; without it an `ImportError` of these words."""
   try:
     return importlib.import_module(name)
   except ModuleNotFoundError as error:
-    if error.name != name:  # It lacks something itself, and says so.
+    if error.name != name:  # One of its own requirements is missing.
       raise
     raise ImportError(words) from error
 
@@ -149,7 +149,7 @@ def _import_tensorflow() -> Any:
 
 
 def _install_tf_keras(tensorflow_version: str) -> str:
-  """How to get the tf_keras of that TensorFlow."""
+  """The command that installs the tf_keras of that TensorFlow."""
   major, minor = version.Version(tensorflow_version).release[:2]
   # Its one requirement is `tensorflow`, and this one may be tensorflow-cpu,
   # whose files pip would overwrite.

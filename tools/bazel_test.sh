@@ -1,5 +1,9 @@
 #!/usr/bin/env bash
-# Runs every Bazel test; the arguments go to `bazel test`.
+# Builds everything with Bazel, then tests. The arguments go to `bazel test`:
+#
+#   bash tools/bazel_test.sh                            # every test
+#   bash tools/bazel_test.sh //tests/unit:groups_test   # one of them
+#   bash tools/bazel_test.sh --test_tag_filters=slow,smoke   # as .ci/run does
 #
 # The last line reads "N passed, N failed", in test targets. Fails when one
 # fails, when Bazel fails and when there is no test. BAZEL chooses the program;
@@ -103,7 +107,16 @@ fi
 export PATH="$PWD/.venv/bin:$PATH"
 events=$scratch/events.json
 status=0
-"$bazel" test //... --build_event_json_file="$events" "$@" || status=$?
+options=() targets=()
+for argument in "$@"; do
+  case $argument in
+    -*) options+=("$argument") ;;
+    *) targets+=("$argument") ;;
+  esac
+done
+"$bazel" build //...
+"$bazel" test --build_event_json_file="$events" "${options[@]}" -- \
+  "${targets[@]:-//...}" || status=$?
 touch "$events"  # When Bazel did not get as far as that.
 
 # A test that could not even be built has no result and counts as failed. The

@@ -13,8 +13,9 @@ import pytest
 import tensorflow as tf
 from absl import logging
 
+import tf_cross_shard
 from tests.support import testbed
-from tf_cross_shard import binding, migration
+from tf_cross_shard import migration
 
 train = tf.compat.v1.train
 tpu = tf.compat.v1.tpu
@@ -176,7 +177,7 @@ def test_replicas_draw_the_same_noise() -> None:
 
 def test_the_kind_is_the_chosen_keras() -> None:
   optimizer = migration.from_v1(train.AdamOptimizer(0.5, name="mine"))
-  assert type(optimizer) is binding.CrossShardOptimizer
+  assert type(optimizer) is tf_cross_shard.CrossShardOptimizer
   assert isinstance(optimizer, tf.keras.optimizers.Optimizer)
   assert isinstance(optimizer.inner_optimizer, tf.keras.optimizers.Adam)
   assert (optimizer.reduction, optimizer.name) == (
@@ -222,7 +223,7 @@ def test_what_became_what_is_said_once(
 
   monkeypatch.setattr(logging, "info", collect)
   decay = train.exponential_decay(0.5, tf.Variable(7), 10, 0.5)
-  binding.CrossShardOptimizer(train.MomentumOptimizer(decay, 0.25))
+  tf_cross_shard.CrossShardOptimizer(train.MomentumOptimizer(decay, 0.25))
   [line] = lines
   home = "tf_keras" if testbed.IS_TF_KERAS else "keras"
   assert line == (
@@ -241,7 +242,7 @@ class TestRefusals:
         r"got .*Adam, which is a Keras optimizer already\. Pass it to Cross",
       ),
       (
-        lambda: binding.CrossShardOptimizer("sgd"),
+        lambda: tf_cross_shard.CrossShardOptimizer("sgd"),
         r"got .*CrossShardOptimizer, which is a Keras optimizer already",
       ),
       (lambda: "adam", r"got 'adam'\. Pass it to CrossShardOptimizer"),
@@ -258,7 +259,7 @@ class TestRefusals:
     opt = tpu.CrossShardOptimizer(train.AdamOptimizer(0.5))
     words = r"reduced twice\..*tf_cross_shard\.migration\.from_v1"
     with pytest.raises(ValueError, match=words):
-      binding.CrossShardOptimizer(opt)
+      tf_cross_shard.CrossShardOptimizer(opt)
     with pytest.raises(ValueError, match=words):
       migration.from_v1(tpu.CrossShardOptimizer(opt))
 

@@ -1,7 +1,7 @@
 """How an engine adds numbers across replicas, grouped or not.
 
-One file per way of distributing; these are the only files that name
-tf.distribute internals or raw operations.
+One file per engine. Only the files of this folder use internals of
+tf.distribute and raw operations.
 """
 
 import tensorflow as tf

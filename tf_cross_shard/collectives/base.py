@@ -1,4 +1,4 @@
-"""What every engine offers, and the engine for strategies of others."""
+"""The interface of engines, and the engines that need no collectives."""
 
 import abc
 import contextlib
@@ -20,7 +20,6 @@ class Engine(abc.ABC):
   """
 
   def __init__(self, strategy: tf.distribute.Strategy) -> None:
-    """Keeps the strategy whose replicas take part."""
     self.strategy = strategy
 
   @property
@@ -61,17 +60,17 @@ class Engine(abc.ABC):
     del groups
 
   def check_skipping(self) -> None:
-    """Raises an error if one group cannot leave out a step by itself."""
+    """Raises an error if one group cannot skip a step by itself."""
     return
 
   @property
   def bucket_bytes(self) -> int | None:
-    """How large buffers are best, where this is asked; None for no packing."""
+    """The best size of buffers at this place; None for no packing."""
     return packing.BUCKET_BYTES
 
   @property
   def can_gather(self) -> bool:
-    """Whether `all_gather` can be used where this is asked."""
+    """Whether `all_gather` works at this place."""
     return True
 
   @property
@@ -80,23 +79,21 @@ class Engine(abc.ABC):
     return self.num_replicas == 1
 
   def updates_here(self, variable: Any) -> bool:
-    """Whether this replica is to update `variable`.
+    """Whether this replica must update `variable`.
 
-    A variable made outside the strategy's scope exists once, so that one
-    replica alone must update it.
+    A variable made outside the strategy's scope exists once, so one replica
+    alone updates it.
     """
     value = validation.native(variable)
     copied = is_copied(variable)
-    # What replicas count in one such variable is added up when it is read.
+    # The counts of all replicas are added up when such a variable is read.
     is_summed = (
       copied
       and value.synchronization == tf.VariableSynchronization.ON_READ
       and value.aggregation == tf.VariableAggregation.SUM
     )
-    return (copied and not is_summed) or replica_isolation.replica_id() in (
-      0,
-      None,
-    )
+    is_first = replica_isolation.replica_id() in (0, None)
+    return is_first or (copied and not is_summed)
 
   def agree(
     self,
@@ -106,20 +103,26 @@ class Engine(abc.ABC):
   ) -> None:
     """Raises an error unless all processes are about to do the same.
 
-    Nothing to compare where one process has all replicas.
+    There is nothing to compare where one process has all replicas.
+
+    Args:
+      topic: What is compared, for errors.
+      lines: Returns lines that must be equal, each as `name: value`. They are
+        compared once.
+      state: Returns lines that must be equal at that moment.
     """
     del topic, lines, state
 
   def all_or_nothing(
     self, sums: Sequence[Any]
   ) -> contextlib.AbstractContextManager[Any]:
-    """A context in which nothing is updated before all sums are there."""
+    """A context in which no variable is updated before all sums exist."""
     del sums
     return contextlib.nullcontext()
 
-  def alone(self) -> contextlib.AbstractContextManager[None]:
+  def isolate(self) -> contextlib.AbstractContextManager[Any]:
     """A context in which this replica updates its own variables only."""
-    return replica_isolation.alone(self.strategy)
+    return replica_isolation.isolate(self.strategy)
 
 
 class OneDevice(Engine):
@@ -139,10 +142,10 @@ class OneDevice(Engine):
     del groups
     return list(tensors)
 
-  def alone(self) -> contextlib.AbstractContextManager[None]:
-    """Nothing to arrange where a merge call is a plain call anyway."""
+  def isolate(self) -> contextlib.AbstractContextManager[Any]:
+    """Does nothing where a merge call is a plain call anyway."""
     if isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy):
-      return super().alone()
+      return super().isolate()
     return contextlib.nullcontext()
 
 
@@ -159,8 +162,8 @@ class AnyStrategy(Engine):
     """Sums over all replicas."""
     self.check_groups(groups)
     context = tf.distribute.get_replica_context()
-    # One by one: a list of mixed dtypes is rejected by some strategies. Copied:
-    # one tensor that all replicas share would be taken for the sum itself.
+    # One by one: some strategies reject a list of mixed dtypes. Copied: a
+    # tensor that all replicas share would be taken for the sum itself.
     return [context.all_reduce("SUM", tf.identity(x)) for x in tensors]
 
   def all_gather(
@@ -171,9 +174,9 @@ class AnyStrategy(Engine):
     context = tf.distribute.get_replica_context()
     return [context.all_gather(tensor, axis=0) for tensor in tensors]
 
-  def alone(self) -> contextlib.AbstractContextManager[None]:
-    """All that is sure to work: no second reduction."""
-    return replica_isolation.not_reducing(self.strategy)
+  def isolate(self) -> contextlib.AbstractContextManager[Any]:
+    """Prevents a second reduction; nothing more is sure to work."""
+    return replica_isolation.isolate_reductions(self.strategy)
 
   def updates_here(self, variable: Any) -> bool:
     """Every replica takes part in an assignment that is aggregated."""
@@ -182,7 +185,7 @@ class AnyStrategy(Engine):
     return is_aggregated or super().updates_here(variable)
 
   def check_groups(self, groups: groups_lib.Groups) -> None:
-    """Refuses groups, which no public call has."""
+    """Refuses groups, which no public method supports."""
     if groups.num_groups > 1:
       raise NotImplementedError(
         f"`group_assignment` is not supported under"
@@ -191,7 +194,7 @@ class AnyStrategy(Engine):
       )
 
   def check_skipping(self) -> None:
-    """Refuses what takes an update inside `tf.cond`."""
+    """Refuses, since it needs an update inside `tf.cond`."""
     raise NotImplementedError(
       f"`skip_nonfinite` is not supported under {type(self.strategy).__name__}."
       " Leave it False, or use MirroredStrategy."
@@ -199,7 +202,7 @@ class AnyStrategy(Engine):
 
 
 def is_copied(variable: Any) -> bool:
-  """Whether each replica has a value of its own of a variable."""
+  """Whether each replica has a copy of a variable."""
   return isinstance(
     validation.native(variable), tf.distribute.DistributedValues
   )

@@ -1,8 +1,8 @@
-"""How replicas meet in `CollectiveReduceV2`, in one process or in many.
+"""TensorFlow's collective operations, in one process or in several.
 
-What the runtime asks for was measured: a key per group and per reduction that
-all members share, the same in every step, and a resource that orders the
-reductions of each replica.
+The runtime needs, as was measured, a key per group and per collective that all
+members share and that is the same in every step, and a resource that orders the
+collectives of each replica.
 """
 
 import itertools
@@ -23,72 +23,81 @@ _DTYPES: Final = frozenset(
   (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 )
 
-# With twelve members and more `CollectiveAllToAllV2` mixes up whose is whose.
-MOST_IN_ALL_TO_ALL: Final = 11
+ALL_REDUCE: Final = "CollectiveReduceV2"
+ALL_GATHER: Final = "CollectiveGatherV2"
+ALL_TO_ALL: Final = "CollectiveAllToAllV2"
+_ATTRIBUTES: Final = {ALL_REDUCE: {"merge_op": "Add", "final_op": "Id"}}
+
+# With twelve members or more `CollectiveAllToAllV2` returns wrong rows.
+MAX_ALL_TO_ALL: Final = 11
 
 
-class Meeting:
-  """Keys and tokens by which the replicas of one strategy find each other.
+class CollectiveOps:
+  """The collectives of one strategy, with their keys and ordering tokens.
 
-  One per strategy, not per optimizer: two optimizers in one step must not
-  use one key.
+  One object per strategy, not per optimizer: two optimizers in one step must
+  not use one key.
   """
 
   def __init__(
-    self, place: str, chains: int = 1, one_by_one: bool = True
+    self, identity: str, chains: int = 1, is_serial: bool = True
   ) -> None:
-    """Starts with nothing handed out."""
-    self._place = place
+    """Makes no keys yet.
+
+    Args:
+      identity: Text that all processes of the strategy, and no others, have.
+      chains: How many collectives of one replica may run at once.
+      is_serial: Whether eager replicas of this process run one after the other,
+        so that several of them would wait for each other for ever.
+    """
+    self._identity = identity
     self._chains = chains
-    self._one_by_one = one_by_one
+    self._is_serial = is_serial
     self._first_keys: dict[groups_lib.Groups, int] = {}
     self._tokens: dict[tuple[int, int], tf.Tensor] = {}
     self._ordinals: weakref.WeakKeyDictionary[Any, dict[int, int]] = (
       weakref.WeakKeyDictionary()
     )
 
-  def all_reduce_sum(
+  def run(
     self,
+    name: str,
     tensors: Sequence[tf.Tensor],
     groups: groups_lib.Groups,
     replica: int,
     device: str,
   ) -> list[tf.Tensor]:
-    """Sums each tensor over the group of `replica`."""
-    return self._meet(
-      "CollectiveReduceV2",
-      tensors,
-      groups,
-      replica,
-      device,
-      merge_op="Add",
-      final_op="Id",
-    )
+    """Runs one collective per tensor over the group of `replica`.
 
-  def all_gather(
-    self,
-    tensors: Sequence[tf.Tensor],
-    groups: groups_lib.Groups,
-    replica: int,
-    device: str,
-  ) -> list[tf.Tensor]:
-    """Joins each tensor over the group of `replica` by its first dimension."""
-    return self._meet("CollectiveGatherV2", tensors, groups, replica, device)
+    Args:
+      name: `ALL_REDUCE`, `ALL_GATHER` (joins along the first dimension, no
+        tensor empty) or `ALL_TO_ALL` (row i goes to the i-th member).
+      tensors: Of the same shapes and dtypes on all members.
+      groups: The grouping.
+      replica: The caller.
+      device: The device of the caller.
+    """
+    self._check(tensors)
+    results = []
+    for tensor in tensors:
+      ordinal = self._next_ordinal(replica)
+      results.append(
+        getattr(tf.raw_ops, name)(
+          input=tensor,
+          group_size=groups.group_size,
+          group_key=self.group_key(groups, replica),
+          instance_key=instance_key(name, tensor, ordinal),
+          ordering_token=[self.token(replica, ordinal % self._chains, device)],
+          communication_hint="auto",
+          **_ATTRIBUTES.get(name, {}),
+        )
+      )
+    return results
 
-  def all_to_all(
-    self,
-    tensors: Sequence[tf.Tensor],
-    groups: groups_lib.Groups,
-    replica: int,
-    device: str,
-  ) -> list[tf.Tensor]:
-    """Gives each member of a group its row of every member's tensor."""
-    return self._meet("CollectiveAllToAllV2", tensors, groups, replica, device)
-
-  def _check_can_meet(self, tensors: Sequence[tf.Tensor]) -> None:
+  def _check(self, tensors: Sequence[tf.Tensor]) -> None:
     """Raises an error where a collective would hang or not run."""
     in_eager = getattr(threading.current_thread(), "in_eager", False)
-    if self._one_by_one and in_eager:
+    if self._is_serial and in_eager:
       raise RuntimeError(
         "Gradients cannot be reduced in a tf.function or tf.cond that is called"
         " eagerly inside `strategy.run`: the replicas run one after the other."
@@ -109,41 +118,14 @@ class Meeting:
           " MirroredStrategy, call apply_gradients outside tf.cond."
         )
 
-  def _meet(
-    self,
-    collective: str,
-    tensors: Sequence[tf.Tensor],
-    groups: groups_lib.Groups,
-    replica: int,
-    device: str,
-    **attributes: str,
-  ) -> list[tf.Tensor]:
-    """One collective for each tensor, in which the members find each other."""
-    self._check_can_meet(tensors)
-    results = []
-    for tensor in tensors:
-      ordinal = self._next_ordinal(replica)
-      results.append(
-        getattr(tf.raw_ops, collective)(
-          input=tensor,
-          group_size=groups.group_size,
-          group_key=self.group_key(groups, replica),
-          instance_key=instance_key(collective, tensor, ordinal),
-          ordering_token=[self.token(replica, ordinal % self._chains, device)],
-          communication_hint="auto",
-          **attributes,
-        )
-      )
-    return results
-
   def group_key(self, groups: groups_lib.Groups, replica: int) -> int:
-    """A number that the members of one group of one grouping share.
+    """A number that only the members of one group of one grouping have.
 
-    It is a hash of what all processes know, and so the same in all of them,
-    whatever else each has done before.
+    It is a hash of values that all processes know, and so the same in all of
+    them, whatever each has done before.
     """
     if groups not in self._first_keys:
-      text = repr((self._place, groups.to_lists()))
+      text = repr((self._identity, groups.to_lists()))
       room = _LAST_GROUP_KEY - _FIRST_GROUP_KEY - groups.num_groups
       hashed = zlib.crc32(text.encode()) % room
       self._first_keys[groups] = _FIRST_GROUP_KEY + hashed
@@ -151,7 +133,7 @@ class Meeting:
 
   def _next_ordinal(self, replica: int) -> int:
     """How many collectives this replica had before in the graph being built."""
-    # The same in every step where each is a new one.
+    # Eagerly it is the same in every step.
     if tf.executing_eagerly():
       return 0
     ordinals = self._ordinals.setdefault(_outermost_graph(), {})
@@ -162,7 +144,7 @@ class Meeting:
     """A resource that orders the collectives of one chain of one replica.
 
     Without it the stateful operations of all replicas form one chain and the
-    first collective waits for ever. Nothing is ever stored in the resource.
+    first collective hangs. Nothing is ever stored in the resource.
     """
     key = replica, chain
     if key not in self._tokens:
@@ -178,8 +160,8 @@ class Meeting:
 def instance_key(collective: str, tensor: tf.Tensor, ordinal: int) -> tf.Tensor:
   """A number that a collective has on every member, in every step.
 
-  It is a hash of what the members agree on. A fresh number per call would
-  leak, since the runtime remembers each.
+  It is a hash of values that the members have in common. A fresh number per
+  call would leak, since the runtime remembers each.
   """
   static = tensor.shape.as_list() if tensor.shape.is_fully_defined() else None
   text = repr((collective, tensor.dtype.name, static, ordinal))
@@ -193,27 +175,27 @@ def instance_key(collective: str, tensor: tf.Tensor, ordinal: int) -> tf.Tensor:
   return tf.bitwise.bitwise_and(hashed, 0x3FFFFFFF)
 
 
-_places: Final = itertools.count()
-_meetings: "weakref.WeakKeyDictionary[tf.distribute.Strategy, Meeting]" = (
+_local_strategies: Final = itertools.count()
+_of_strategy: "weakref.WeakKeyDictionary[Any, CollectiveOps]" = (
   weakref.WeakKeyDictionary()
 )
 
 
 def of_strategy(
   strategy: tf.distribute.Strategy,
-  place: str | None = None,
+  identity: str | None = None,
   chains: int = 1,
-  one_by_one: bool = True,
-) -> Meeting:
-  """The one meeting of a strategy."""
-  if strategy not in _meetings:
-    place = place or f"meeting {next(_places)}"
-    _meetings[strategy] = Meeting(place, chains, one_by_one)
-  return _meetings[strategy]
+  is_serial: bool = True,
+) -> CollectiveOps:
+  """The one object of a strategy; without `identity`, of a local one."""
+  if strategy not in _of_strategy:
+    identity = identity or f"local strategy {next(_local_strategies)}"
+    _of_strategy[strategy] = CollectiveOps(identity, chains, is_serial)
+  return _of_strategy[strategy]
 
 
 def can_merge() -> bool:
-  """Whether a merge call would work: in the graph that the replica began in."""
+  """Whether a merge call works here: only in the graph the replica began in."""
   began_in = getattr(threading.current_thread(), "graph", None)
   return began_in is tf.compat.v1.get_default_graph()
 

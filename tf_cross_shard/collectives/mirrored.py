@@ -1,10 +1,9 @@
 """`tf.distribute.MirroredStrategy`: all replicas in one process.
 
-On CPUs the fastest sum is the plain one: meet in a merge call, add the
-members' buffers, hand the sum to each of them. Where a merge call cannot be
-made, inside `tf.cond` or a `tf.function` nested in the replica function, and
-on GPUs, where copying everything to one device is slow, the replicas meet in
-`CollectiveReduceV2` instead.
+On CPUs the fastest sum is the plain one: a merge call adds the members' buffers
+and hands the sum to each of them. `CollectiveReduceV2` sums where no merge call
+can be made, inside `tf.cond` or a `tf.function` nested in the replica function,
+and on GPUs, where copying everything to one device is slow.
 
     replica 0 ──┐                      replica 2 ──┐
                 ├─ add_n ─▶ group 0                ├─ add_n ─▶ group 1
@@ -31,22 +30,26 @@ class Mirrored(base.Engine):
   def __init__(
     self, strategy: tf.distribute.Strategy, prefer_merge: bool | None = None
   ) -> None:
-    """Chooses the way that suits the devices."""
+    """Chooses merge calls or collectives; None means merge calls on CPUs."""
     super().__init__(strategy)
     self._devices = tuple(strategy.extended.worker_devices)
     on_cpus = all("CPU" in device.upper() for device in self._devices)
     self._prefer_merge = on_cpus if prefer_merge is None else prefer_merge
-    self._meeting = collective_ops.of_strategy(strategy)
+    self._collectives = collective_ops.of_strategy(strategy)
 
   def all_reduce_sum(
     self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
   ) -> list[tf.Tensor]:
     """Sums over the group."""
-    if self._merges():
+    if self._merges_here():
       return self._merge(tensors, groups, tf.add_n)
     replica = self._replica()
-    return self._meeting.all_reduce_sum(
-      tensors, groups, replica, self._devices[replica]
+    return self._collectives.run(
+      collective_ops.ALL_REDUCE,
+      tensors,
+      groups,
+      replica,
+      self._devices[replica],
     )
 
   def all_gather(
@@ -58,25 +61,25 @@ class Mirrored(base.Engine):
   def all_reduce_narrow(
     self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
   ) -> list[tf.Tensor]:
-    """Adds up in float32 where members meet in a merge call."""
-    if not self._merges():
+    """Adds in float32 where members sum in a merge call."""
+    if not self._merges_here():
       return super().all_reduce_narrow(tensors, groups)
     return self._merge(tensors, groups, _add_widened)
 
   @property
   def bucket_bytes(self) -> int | None:
-    """Sums in merge calls need no copies, so little is worth joining."""
-    return _MERGE_BUCKET_BYTES if self._merges() else super().bucket_bytes
+    """Small ones: sums in merge calls need no copies."""
+    return _MERGE_BUCKET_BYTES if self._merges_here() else super().bucket_bytes
 
   @property
   def can_gather(self) -> bool:
     """Rows are joined in merge calls only."""
     return collective_ops.can_merge()
 
-  def _merges(self) -> bool:
-    """Whether to meet in a merge call here."""
-    # Eager replicas run one after the other, so that the first would wait for
-    # ever in a collective.
+  def _merges_here(self) -> bool:
+    """Whether to sum in a merge call here."""
+    # Eager replicas run one after the other, so that the first would hang in a
+    # collective.
     return collective_ops.can_merge() and (
       self._prefer_merge or tf.executing_eagerly()
     )
@@ -128,6 +131,6 @@ def _add_widened(parts: list[tf.Tensor]) -> tf.Tensor:
 def _one_per_replica(
   strategy: tf.distribute.Strategy, value: Any, num_replicas: int
 ) -> Sequence[tf.Tensor]:
-  """The replicas' values; one that all replicas share is not distributed."""
+  """The replicas' values, also of one that all replicas share."""
   values = strategy.experimental_local_results(value)
   return values if len(values) == num_replicas else values * num_replicas

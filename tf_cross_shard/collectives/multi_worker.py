@@ -1,8 +1,8 @@
 """`tf.distribute.MultiWorkerMirroredStrategy`: replicas in many processes.
 
-All replicas of a group meet in `CollectiveReduceV2`, whichever process they are
-in. A collective that only some of them enter waits for ever, and so workers
-compare what they are about to do before its first time.
+All replicas of a group sum in `CollectiveReduceV2`, whichever process they are
+in. A collective that only some of them enter hangs, and so workers compare what
+they are about to do before they do it for the first time.
 
     worker 0, replica 0 ──┐                  worker 2, replica 2 ──┐
                           ├─ ring ─ group 0                        ├─ group 1
@@ -31,16 +31,15 @@ class MultiWorker(base.Engine):
   """Sums over the replicas of several processes, grouped or not."""
 
   def __init__(self, strategy: tf.distribute.Strategy) -> None:
-    """Learns who takes part."""
     super().__init__(strategy)
     self._devices = tuple(strategy.extended.worker_devices)
     cluster = strategy.cluster_resolver.cluster_spec().as_dict()
-    self._meeting = collective_ops.of_strategy(
+    self._collectives = collective_ops.of_strategy(
       strategy,
       # Not the addresses: a worker may know itself by another one.
-      place=repr([task[:2] for task in coordination.tasks(cluster)]),
+      identity=repr([task[:2] for task in coordination.tasks(cluster)]),
       chains=_CHAINS,
-      one_by_one=len(self._devices) > 1,
+      is_serial=len(self._devices) > 1,
     )
     self._workers = coordination.of_strategy(strategy)
     self._agreed: set[tuple[str, ...]] = set()
@@ -48,7 +47,7 @@ class MultiWorker(base.Engine):
 
   @property
   def replicas_here(self) -> range:
-    """As many as this process has devices."""
+    """As many replicas as this process has devices."""
     first = self._first_here()
     return range(first, first + len(self._devices))
 
@@ -56,7 +55,7 @@ class MultiWorker(base.Engine):
     self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
   ) -> list[tf.Tensor]:
     """Sums over the group."""
-    return self._meeting.all_reduce_sum(tensors, groups, *self._here())
+    return self._run(collective_ops.ALL_REDUCE, tensors, groups)
 
   def all_reduce_narrow(
     self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
@@ -69,7 +68,7 @@ class MultiWorker(base.Engine):
 
         part k of all members ─ all-to-all ─▶ member k adds ─ gather ─▶ all
     """
-    if not 2 < groups.group_size <= collective_ops.MOST_IN_ALL_TO_ALL:
+    if not 2 < groups.group_size <= collective_ops.MAX_ALL_TO_ALL:
       return self.all_reduce_sum(tensors, groups)
     return [
       self._sum_of_parts(tensor, groups)
@@ -82,17 +81,17 @@ class MultiWorker(base.Engine):
     self, tensor: tf.Tensor, groups: groups_lib.Groups
   ) -> tf.Tensor:
     """Each member adds up one part of the tensor for all."""
-    members, here = groups.group_size, self._here()
+    members = groups.group_size
     flat = tf.reshape(tensor, [-1])
     size = flat.shape.num_elements()
     fits = size is not None and size % members == 0  # saves two copies
     if not fits:
       flat = tf.pad(flat, [[0, -tf.size(flat) % members]])
     rows = tf.reshape(flat, [members, -1])
-    [parts] = self._meeting.all_to_all([rows], groups, *here)
+    [parts] = self._run(collective_ops.ALL_TO_ALL, [rows], groups)
     part = tf.reduce_sum(tf.cast(parts, tf.float32), axis=0)
     words = _as_words(tf.cast(part, tensor.dtype))
-    [joined] = self._meeting.all_gather([words], groups, *here)
+    [joined] = self._run(collective_ops.ALL_GATHER, [words], groups)
     whole = _from_words(joined, tensor)
     if not fits:
       whole = whole[: tf.size(tensor)]
@@ -100,7 +99,7 @@ class MultiWorker(base.Engine):
 
   @property
   def bucket_bytes(self) -> int | None:
-    """Larger than within one process: each costs a call to the others."""
+    """Larger than within one process: each costs a call to other processes."""
     return _BUCKET_BYTES
 
   def all_gather(
@@ -108,19 +107,18 @@ class MultiWorker(base.Engine):
   ) -> list[tf.Tensor]:
     """Joins over the group; the first dimension may differ between replicas.
 
-    Collectives take one shape on all members, so that the rows are counted
-    first and padded to the longest.
+    Collectives take one shape on all members. So the rows are counted first and
+    padded to the longest.
     """
-    here = self._here()
     rows = tf.stack([tf.shape(tensor)[0] for tensor in tensors])
-    [counts] = self._meeting.all_gather([rows[tf.newaxis]], groups, *here)
+    [counts] = self._run(collective_ops.ALL_GATHER, [rows[tf.newaxis]], groups)
     counts = tf.reshape(counts, [groups.group_size, len(tensors)])
     longest = tf.reduce_max(counts, axis=0)
     padded = [
       _pad_rows(_as_words(tensor), _rounded_up(longest[i]))
       for i, tensor in enumerate(tensors)
     ]
-    joined = self._meeting.all_gather(padded, groups, *here)
+    joined = self._run(collective_ops.ALL_GATHER, padded, groups)
     return [
       _from_words(
         _without_padding(all_rows, counts[:, i], groups.group_size), tensor
@@ -134,10 +132,10 @@ class MultiWorker(base.Engine):
     lines: Callable[[], Sequence[str]],
     state: Callable[[], Sequence[str]] = list,
   ) -> None:
-    """Compares with the other workers what is new to this one."""
+    """Compares with the other workers what this one has not compared yet."""
     if self._workers is None:
       return
-    with self._lock:  # the other replicas of this process say the same
+    with self._lock:  # The other replicas of this process do the same.
       known = (topic, *lines())
       if known in self._agreed:
         return
@@ -146,7 +144,7 @@ class MultiWorker(base.Engine):
       self._agreed.add(known)
 
   def all_or_nothing(self, sums: Sequence[Any]) -> Any:
-    """Waits for all sums: another worker may be lost before the last."""
+    """Waits for all sums: a worker may be lost before the last of them."""
     return tf.control_dependencies(
       [
         total.values if isinstance(total, tf.IndexedSlices) else total
@@ -156,17 +154,23 @@ class MultiWorker(base.Engine):
     )
 
   def updates_here(self, variable: Any) -> bool:
-    """Each process has its own of what is made outside the scope."""
+    """Each process has its own variable where it is made outside the scope."""
     return super().updates_here(variable) or (
       replica_isolation.replica_id() == self._first_here()
       and not base.is_copied(variable)
     )
 
-  def _here(self) -> tuple[int, str]:
-    """This replica and its device."""
+  def _run(
+    self,
+    name: str,
+    tensors: Sequence[tf.Tensor],
+    groups: groups_lib.Groups,
+  ) -> list[tf.Tensor]:
+    """Runs a collective for the calling replica."""
     replica = replica_isolation.replica_id()
-    assert replica is not None  # a strategy of processes always knows it
-    return replica, self._devices[replica - self._first_here()]
+    assert replica is not None  # A strategy of processes always knows it.
+    device = self._devices[replica - self._first_here()]
+    return self._collectives.run(name, tensors, groups, replica, device)
 
   def _first_here(self) -> int:
     """The first replica of this process."""
@@ -177,8 +181,8 @@ class MultiWorker(base.Engine):
 def _rounded_up(rows: tf.Tensor) -> tf.Tensor:
   """The next of few numbers, at most a quarter more, and at least one.
 
-  The runtime keeps something for each shape that was ever gathered, and fails
-  where there are no rows.
+  The runtime keeps memory for each shape that was ever gathered, and fails if
+  there are no rows.
   """
   rows = tf.maximum(rows, 1)
   bits = tf.cast(
@@ -193,7 +197,7 @@ def _rounded_up(rows: tf.Tensor) -> tf.Tensor:
 
 
 def _pad_rows(tensor: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-  """`tensor` with zeros below, to so many rows."""
+  """`tensor` with rows of zeros below, `rows` rows in all."""
   missing = rows - tf.shape(tensor)[0]
   padding = [[0, missing]] + [[0, 0]] * (tensor.shape.rank - 1)
   return tf.pad(tensor, padding)
@@ -202,14 +206,14 @@ def _pad_rows(tensor: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
 def _without_padding(
   joined: tf.Tensor, counts: tf.Tensor, members: int
 ) -> tf.Tensor:
-  """The rows that the members had, without those that were added."""
+  """The rows that the members had, without the padding."""
   rows = tf.shape(joined)[0] // members
   is_real = tf.range(rows)[tf.newaxis, :] < counts[:, tf.newaxis]
   return tf.boolean_mask(joined, tf.reshape(is_real, [-1]))
 
 
 def _as_words(tensor: tf.Tensor) -> tf.Tensor:
-  """Bits in a dtype that collectives gather, which is not bfloat16."""
+  """The same bits in a dtype that collectives gather: bfloat16 is none."""
   if tensor.dtype == tf.bfloat16:
     return tf.bitcast(tensor, tf.float16)
   return tensor

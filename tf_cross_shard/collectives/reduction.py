@@ -1,9 +1,7 @@
-"""Gradients of one replica to their sums over the group.
+"""Sums of gradients over the group.
 
-    narrow -> pack -> all-reduce -> unpack -> widen      dense gradients
-    narrow -> gather rows -> widen -> add duplicates     sparse gradients
-
-This module knows no optimizer.
+narrow -> pack -> all-reduce -> unpack -> widen      dense gradients
+narrow -> gather rows -> widen -> add duplicates     sparse gradients
 """
 
 from collections.abc import Sequence
@@ -27,9 +25,22 @@ def reduce_gradients(
 ) -> list[Gradient]:
   """Sums every gradient over this replica's group.
 
-  result[i] = sum over r in group of grads_r[i]
+      result[i] = sum over r in group of grads_r[i]
+
+  None stays None. A sparse gradient stays sparse, without duplicate rows, or
+  becomes dense where the engine cannot gather rows.
+
+  Args:
+    grads: Dense, row-sparse or None, of the same kinds on all members.
+    variables: The variables of the gradients.
+    engine: The engine that sums.
+    groups: The groups.
+    wire_dtype: What gradients are rounded to on the wire; None for exact sums.
+    wire_scale: What they are multiplied by meanwhile, so that small ones are
+      not rounded to 0; a power of two changes no digit.
   """
-  grads = _times(grads, wire_scale)
+  if wire_scale is not None:
+    grads = [indexed_slices.times(grad, wire_scale) for grad in grads]
   is_sparse = [isinstance(grad, tf.IndexedSlices) for grad in grads]
   if groups.group_size > 1 and any(is_sparse) and not engine.can_gather:
     grads = [
@@ -48,15 +59,9 @@ def reduce_gradients(
     totals = add_up([grads[i] for i in at], engine, groups, wire_dtype)
     for i, total in zip(at, totals, strict=True):
       sums[i] = total
-  return _times(sums, None if wire_scale is None else 1.0 / wire_scale)
-
-
-def _times(grads: Sequence[Gradient], factor: Any) -> list[Gradient]:
-  """Gradients times a factor; as they are without one."""
-  return [
-    indexed_slices.times(grad, 1.0 if factor is None else factor)
-    for grad in grads
-  ]
+  if wire_scale is not None:
+    sums = [indexed_slices.times(grad, 1.0 / wire_scale) for grad in sums]
+  return sums
 
 
 def _sum_dense(
@@ -65,10 +70,10 @@ def _sum_dense(
   groups: groups_lib.Groups,
   wire_dtype: tf.DType | None,
 ) -> list[tf.Tensor]:
-  """Dense gradients travel packed, unless the engine packs by itself."""
+  """Sums packed buffers, unless the engine packs by itself."""
   if not grads or groups.group_size == 1:
     return list(grads)
-  # Narrowed one by one: to narrow a buffer would be to copy it once more.
+  # Narrowing a buffer instead would copy it once more.
   narrow = packing.narrow(grads, wire_dtype)
   add_up = engine.all_reduce_narrow if wire_dtype else engine.all_reduce_sum
   if engine.bucket_bytes is None:
@@ -85,7 +90,7 @@ def _sum_sparse(
   groups: groups_lib.Groups,
   wire_dtype: tf.DType | None,
 ) -> list[tf.IndexedSlices]:
-  """Sparse gradients travel as the rows they have; duplicates then add up."""
+  """Gathers the rows of all members, then adds duplicates."""
   if grads and groups.group_size > 1:
     parts = [part for grad in grads for part in (grad.values, grad.indices)]
     gathered = packing.widen(

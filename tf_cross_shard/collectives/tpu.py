@@ -71,9 +71,9 @@ class TPU(base.Engine):
     """One program: its operations are ordered like any function's."""
     return True
 
-  def alone(self) -> contextlib.AbstractContextManager[None]:
+  def isolate(self) -> contextlib.AbstractContextManager[Any]:
     """Merge calls cost nothing here: they run at once, also in `tf.cond`."""
-    return replica_isolation.in_one_program(self.strategy)
+    return replica_isolation.isolate_in_one_program(self.strategy)
 
   def _sum(self, tensor: tf.Tensor, assignment: list[list[int]]) -> Any:
     """One cross-replica sum."""

@@ -27,7 +27,10 @@ def clip(
       clipvalue        min(max(g_i, -c), c)
 
   Rows of a sparse gradient that share an index are added first: the norm of a
-  gradient does not depend on how it is written down.
+  gradient does not depend on how it is stored.
+
+  With `keep_infinite`, `clipvalue` leaves infinite elements alone, so that a
+  later check for overflow finds them.
 
   >>> clip([tf.constant([3.0, 4.0]), None], clipnorm=1.0)[0].numpy().tolist()
   [0.6000000238418579, 0.800000011920929]
@@ -90,7 +93,7 @@ def _dtype(grad: Gradient) -> tf.DType | None:
 def _each(
   grad: Gradient, function: Callable[..., tf.Tensor], *arguments: Any
 ) -> Gradient:
-  """`function` of a dense gradient or of a sparse one's rows; None for None."""
+  """`function` of a dense gradient or of a sparse one's rows."""
   if isinstance(grad, tf.IndexedSlices):
     values = function(grad.values, *arguments)
     return tf.IndexedSlices(values, grad.indices, grad.dense_shape)

@@ -1,9 +1,9 @@
-"""From a loss to this replica's own gradients.
+"""This replica's own gradients of a loss.
 
-The factor of the mean is put into the *seed* of the backward pass, the
-gradient of the loss with respect to itself. That is the same arithmetic as
-multiplying the loss, works for a loss that a tape has already recorded, and
-leaves the loss that the user sees alone.
+The factor of the mean goes into the *seed* of the backward pass, the gradient
+of the loss with respect to itself. That is the same arithmetic as multiplying
+the loss, works for a loss that a tape has already recorded, and does not change
+the loss that the user sees.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ Pairs = list[tuple[Any, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class GraphOptions:
-  """How a graph computes gradients; eager execution has no use for it."""
+  """How a graph computes gradients; eager execution ignores it."""
 
   gate_gradients: int = GATE_OP
   aggregation_method: int | None = None
@@ -31,7 +31,7 @@ class GraphOptions:
   grad_loss: Any = None
 
   def __post_init__(self) -> None:
-    """Checks the gate."""
+    """Raises `ValueError` for an unknown gate."""
     if self.gate_gradients not in (GATE_NONE, GATE_OP, GATE_GRAPH):
       raise ValueError(
         "`gate_gradients` must be GATE_NONE (0), GATE_OP (1) or GATE_GRAPH"
@@ -84,23 +84,23 @@ def compute(
   if scalar:
     validation.check_scalar(loss, seeded=grad_loss is not None)
   seed = tf.ones_like(loss) if grad_loss is None else grad_loss
-  # Keras widens what it scales; a gradient has the dtype of what it is of.
+  # Keras widens what it scales; a gradient has the dtype of its loss.
   seed = tf.cast(scale(seed), seed.dtype)
   if tape is not None:
     variables = tape.watched_variables() if var_list is None else var_list
     grads = tape.gradient(loss, list(variables), output_gradients=seed)
   elif tf.executing_eagerly():
     raise TypeError(
-      "`loss` is an eager tensor, which remembers nothing of how it was"
-      f" computed: {loss!r}. Pass a function of no arguments that computes it,"
+      "`loss` is an eager tensor, which does not know how it was computed:"
+      f" {loss!r}. Pass a function of no arguments that computes it,"
       " or `tape=` the tape that recorded it."
     )
   else:
-    variables = read_by_graph() if var_list is None else var_list
+    variables = variables_read() if var_list is None else var_list
     grads = _graph_gradients(loss, list(variables), seed, options)
   pairs = list(zip(grads, variables, strict=True))
   if var_list is None:
-    pairs = [(g, whole(v)) for g, v in pairs if g is not None]
+    pairs = [(g, distributed_variable(v)) for g, v in pairs if g is not None]
     if not pairs:
       raise ValueError(
         "`loss` touches no trainable variable, so there is nothing to"
@@ -136,7 +136,7 @@ def compute_for(
 
 @tf.autograph.experimental.do_not_convert
 def _checked(inner: Any, var_list: Any) -> list[Any] | None:
-  """The variables to take gradients of."""
+  """The variables to take gradients of, checked."""
   variables = validation.check_var_list(var_list)
   if variables is not None and inner.is_built:
     validation.check_known(variables, inner.knows, "var_list")
@@ -161,11 +161,14 @@ def _graph_gradients(
   return list(grads)
 
 
-def whole(variable: Any) -> Any:
-  """The distributed variable that `variable` is a copy in, or itself."""
+def distributed_variable(variable: Any) -> Any:
+  """The distributed variable that `variable` is a copy of, or itself.
+
+  Graphs and tapes may report one replica's copy; optimizers know the whole.
+  """
   if isinstance(variable, tf.distribute.DistributedValues):
     return variable
-  # TensorFlow puts it on the handle of a copy that has one.
+  # TensorFlow stores it on the copy or on the handle of the copy.
   for holder in (variable, getattr(variable, "handle", None)):
     container = getattr(holder, "_distributed_container", None)
     if container is not None:
@@ -175,23 +178,22 @@ def whole(variable: Any) -> Any:
 
 
 @tf.autograph.experimental.do_not_convert
-def read_by_graph() -> list[Any]:
+def variables_read() -> list[Any]:
   """Trainable variables that the graph being built has read so far.
 
-  All replicas answer them in one order: gradients are summed by position. It is
-  the order in which they were made, as a tape has it: slots and moving averages
-  are made and found by position too.
+  They are in order of creation, like a tape's. All replicas must have the same
+  order: gradients are summed by position, and slots are found by position.
   """
   if not tf.inside_function():
     return list(tf.compat.v1.trainable_variables())
-  # While a function is traced its `trainable_variables` is still empty.
+  # The `trainable_variables` of a function are empty while it is traced.
   watched = tf.compat.v1.get_default_graph()._watched_variables
   trainable = [variable for variable in watched if variable.trainable]
-  return sorted(trainable, key=_made)
+  return sorted(trainable, key=_creation_order)
 
 
-def _made(variable: Any) -> tuple[int, str]:
-  """By what variables are sorted: the number that TensorFlow counted up."""
-  name = whole(variable)._unique_id
+def _creation_order(variable: Any) -> tuple[int, str]:
+  """The number that TensorFlow gave a variable, then its name."""
+  name = distributed_variable(variable)._unique_id
   number = name.rpartition("_")[2]
   return (int(number) if number.isdigit() else 0, name)

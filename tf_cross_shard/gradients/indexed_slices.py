@@ -6,7 +6,7 @@ import tensorflow as tf
 
 
 def merge_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-  """Adds up rows that share an index, so that each index stands once.
+  """Adds up rows that share an index, so that no index occurs twice.
 
   The dense value is the same before and after. It matters because optimizers
   that square gradients (Adam, RMSprop, ...) would square each of several rows
@@ -21,12 +21,12 @@ def merge_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
   >>> merged.indices.numpy().tolist(), merged.values.numpy().tolist()
   ([3, 0], [[5.0], [2.0]])
 
-  What was merged already is left alone, also in branches and for values that
-  were changed since. XLA (`tf.function(jit_compile=True)`) would take its own
-  padding for rows if `tf.unique` were asked twice.
+  Merged slices are returned as they are, also in branches and after their
+  values were changed. XLA (`tf.function(jit_compile=True)`) would take its own
+  padding for rows if `tf.unique` were called twice.
   """
   rows = tf.convert_to_tensor(slices.indices)  # Keras' tests have tuples.
-  # One row is unique; XLA compiles less of what comes after `tf.unique`.
+  # One row is unique; XLA cannot compile every operation after `tf.unique`.
   if rows.shape == [1] or _is_unique(rows):
     return slices
   indices, position = tf.unique(rows)
@@ -37,11 +37,11 @@ def merge_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def _is_unique(indices: Any) -> bool:
-  """Whether they are `tf.unique`'s, in this graph or in one around it."""
+  """Whether `indices` are a result of `tf.unique`, here or further out."""
   while tf.is_symbolic_tensor(indices):
     if indices.op.type == "Unique":
       return bool(indices.value_index == 0)
-    # A branch is given what it takes from outside as an argument.
+    # A branch receives tensors from outside as arguments.
     captures = getattr(indices.graph, "captures", ())
     outside = (outer for outer, inner in captures if inner is indices)
     indices = next(outside, None)
@@ -65,15 +65,15 @@ def to_dense(slices: tf.IndexedSlices, variable: tf.Variable) -> tf.Tensor:
 def cast(grad: Any, variable: Any) -> Any:
   """A gradient in the dtype of its variable, as Keras 3 itself casts it.
 
-  tf_keras fails, when it has updated the variables before, and so do the
-  kernels of TensorFlow 1.
+  tf_keras, and TensorFlow 1's kernels, would fail on another dtype after other
+  variables were already updated.
 
   >>> cast(tf.constant(1.0, tf.float64), tf.Variable(2.0)).dtype.name
   'float32'
   """
   if grad is None:
     return None
-  # Under mixed precision `dtype` is what the variable is computed in.
+  # Under mixed precision `dtype` is the dtype of the computation.
   return tf.cast(grad, getattr(variable, "true_dtype", variable.dtype))
 
 

@@ -31,7 +31,7 @@ _REDUCTIONS: Final = {
 
 
 def canonical_reduction(reduction: object) -> str:
-  """Answers `"mean"` or `"sum"` for any accepted spelling of a reduction.
+  """Returns `"mean"` or `"sum"` for any accepted spelling of a reduction.
 
   >>> canonical_reduction("weighted_mean")
   'mean'
@@ -46,7 +46,7 @@ def canonical_reduction(reduction: object) -> str:
 
 
 def check_averaged_over(loss_averaged_over: object) -> str | None:
-  """Answers `loss_averaged_over` when it is `"replica"`, `"global"` or None.
+  """Returns `loss_averaged_over` if it is `"replica"`, `"global"` or None.
 
   >>> check_averaged_over("global")
   'global'
@@ -83,7 +83,11 @@ def loss_factor(
 
 
 class LossConvention:
-  """Decides `"replica"` or `"global"` and remembers whether a step scaled.
+  """Decides between `"replica"` and `"global"`, and checks that steps scale.
+
+  A default cannot know where a loss comes from. So the convention that it takes
+  is logged at its first use, and a step that never scaled its loss is warned
+  about.
 
   >>> convention = LossConvention("mean", None)
   >>> convention.factor("global", num_replicas=4, group_size=2)
@@ -93,10 +97,9 @@ class LossConvention:
   """
 
   def __init__(self, reduction: str, averaged_over: str | None) -> None:
-    """Makes the convention of one optimizer."""
     self.reduction = reduction
     self.averaged_over = averaged_over
-    # One replica's trace or eager call is one thread's business.
+    # A replica traces or runs eagerly in one thread.
     self._step = threading.local()
     self._scaled_in_trace = False
     self.ever_scaled = False
@@ -110,9 +113,15 @@ class LossConvention:
     group_size: int,
     traced: bool = False,
   ) -> float:
-    """Notes that this step scales its loss, and answers by what factor.
+    """Returns the factor, and remembers that this step scales its loss.
 
-    The convention that a default takes is said at its first use.
+    The first time that `default` decides, a message says so.
+
+    Args:
+      default: `"replica"` or `"global"`, where the user chose neither.
+      num_replicas: Replicas in the whole strategy.
+      group_size: Replicas that sum together.
+      traced: Whether a function is being traced, which may run in later steps.
     """
     self.ever_scaled = True
     self._step.scaled = True
@@ -138,7 +147,16 @@ class LossConvention:
     traced: bool = False,
     is_divided: bool = False,
   ) -> None:
-    """Warns, once, when gradients are summed whose loss was never scaled."""
+    """Warns, once, if gradients are summed whose loss was never scaled.
+
+    Args:
+      num_replicas: Replicas in the whole strategy.
+      group_size: Replicas that sum together.
+      by_keras: Whether Keras calls, whose losses are averaged over all
+        replicas' examples.
+      traced: Whether a function is being traced.
+      is_divided: Whether gradients are divided by a loss scale afterwards.
+    """
     if is_divided and not self.ever_scaled and not self._warned:
       self._warned = True
       logging.warning(

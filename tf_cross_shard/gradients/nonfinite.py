@@ -1,7 +1,7 @@
-"""Leaving out steps whose gradients are not finite, and counting them.
+"""Skips steps whose gradients are not finite, and counts them.
 
-Looked at are the sums, which all members of a group have alike, so that they
-decide alike without asking each other.
+The sums over the group are checked. All members have the same sums, and so
+decide alike without communication.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,25 +34,29 @@ def all_finite(grads: Sequence[Gradient]) -> tf.Tensor:
 
 
 def _floats(value: tf.Tensor) -> list[tf.Tensor]:
-  """The floating-point tensors in a tensor: what is_finite takes."""
+  """The parts of a tensor that `is_finite` takes."""
   if value.dtype.is_complex:
     return [tf.math.real(value), tf.math.imag(value)]
   return [value] if value.dtype.is_floating else []
 
 
-class Skipping:
-  """Applies a step, or leaves it out and counts it.
+class NonfiniteGuard:
+  """Applies a step, or skips and counts it.
+
+  Attributes:
+    is_on: Whether steps are checked.
+    count: How many were not finite, int64; each replica has its group's. None
+      if steps are not checked.
 
   >>> from tf_cross_shard import collectives
   >>> engine = collectives.for_strategy(tf.distribute.get_strategy())
-  >>> skipping = Skipping(True, engine)
-  >>> skipping.apply_if_finite([tf.constant(float("nan"))], lambda: 1 / 0)
-  >>> int(skipping.count.numpy())
+  >>> guard = NonfiniteGuard(True, engine)
+  >>> guard.apply_if_finite([tf.constant(float("nan"))], lambda: 1 / 0)
+  >>> int(guard.count.numpy())
   1
   """
 
   def __init__(self, is_on: bool, engine: Any) -> None:
-    """Makes the counter."""
     if not isinstance(is_on, bool):
       raise TypeError(f"`skip_nonfinite` must be True or False; got {is_on!r}.")
     self.is_on = is_on
@@ -70,7 +74,10 @@ class Skipping:
     apply: Callable[[], None],
     always: bool = False,
   ) -> None:
-    """Applies sums, unless they are looked at and not finite."""
+    """Calls `apply`, unless steps are checked and `sums` are not finite.
+
+    With `always` it is called in any case: it skips such steps by itself.
+    """
     if not self.is_on:
       apply()
       return

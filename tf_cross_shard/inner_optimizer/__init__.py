@@ -1,4 +1,4 @@
-"""How an encapsulated optimizer takes reduced gradients, once.
+"""The encapsulated optimizer: how it applies sums of gradients, once.
 
-These are the only files that touch private names of Keras.
+Only the files of this folder use private names of Keras.
 """

@@ -1,6 +1,7 @@
-"""What the flow of a gradient asks of an encapsulated optimizer."""
+"""What the flow of a gradient needs of an encapsulated optimizer."""
 
 import abc
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,19 +11,26 @@ from tf_cross_shard.gradients.clipping import Gradient
 
 
 class InnerOptimizer(abc.ABC):
-  """An encapsulated optimizer: one class per Keras."""
+  """The encapsulated optimizer, seen alike in both Kerases.
+
+  Attributes:
+    optimizer: The user's optimizer.
+    around: A LossScaleOptimizer that encapsulates *our* optimizer, or None; see
+      `loss_scaling`.
+  """
 
   def __init__(self, optimizer: Any) -> None:
-    """Keeps the optimizer."""
     self.optimizer = optimizer
+    self.around: Any = None
+    self._thread = threading.local()  # Replicas may be threads.
 
   @property
   def name(self) -> str:
     """The optimizer's name."""
     optimizer = self.optimizer
-    if not hasattr(optimizer, "name"):  # A loss scaling one of tf_keras.
+    if not hasattr(optimizer, "name"):  # A LossScaleOptimizer of tf_keras.
       optimizer = innermost(optimizer)
-    # Older ones of tf_keras keep it to themselves.
+    # Legacy optimizers of tf_keras have it as a private attribute.
     return str(getattr(optimizer, "name", None) or optimizer._name)
 
   @property
@@ -33,26 +41,26 @@ class InnerOptimizer(abc.ABC):
   @property
   @abc.abstractmethod
   def is_built(self) -> bool:
-    """Whether the slots are there."""
+    """Whether the slots exist."""
 
   @property
   @abc.abstractmethod
   def scales_dynamically(self) -> bool:
-    """Whether steps that overflow are skipped and change a loss scale."""
+    """Whether a loss scale skips steps that overflow and then changes."""
 
   @property
   def divides(self) -> bool:
-    """Whether `apply_reduced` divides by a loss scale."""
+    """Whether `apply_reduced` divides gradients by a loss scale."""
     return False
 
   @property
   @abc.abstractmethod
   def trainable_variables(self) -> list[Any]:
-    """What the built optimizer was built on, in order."""
+    """The variables that the optimizer was built on, in order."""
 
   @property
   def variables(self) -> list[Any]:
-    """All variables that the optimizer has so far."""
+    """All variables of the optimizer."""
     return list(self.optimizer.variables)
 
   @property
@@ -61,64 +69,83 @@ class InnerOptimizer(abc.ABC):
     return self.variables
 
   @property
-  def encapsulated(self) -> "InnerOptimizer":
-    """The adapter for the encapsulated optimizer alone."""
-    return self
-
-  @property
   def is_within(self) -> bool:
-    """Whether a loss scaling optimizer around ours is handing down its step."""
-    return False
+    """Whether `around` is calling our optimizer for its update."""
+    return getattr(self._thread, "is_within", False)
 
   def path(self, variable: Any) -> str:
-    """The name by which a variable is known in a pickle."""
+    """The name of a variable of the optimizer in a pickle; not unique."""
     return str(variable.name)
 
   @abc.abstractmethod
   def build(self, variables: Sequence[Any]) -> None:
-    """Makes the slots for `variables`, unless they are there."""
+    """Makes the slots for `variables`, unless they exist."""
 
   @abc.abstractmethod
   def knows(self, variable: Any) -> bool:
     """Whether the built optimizer was built on `variable`."""
 
-  @abc.abstractmethod
   def as_built(self, variable: Any) -> Any:
-    """The object that the optimizer was built on, for any form of it."""
+    """The Keras variable, for the native one that tapes and graphs report."""
+    return variable
 
   @abc.abstractmethod
   def scale_loss(self, loss: Any) -> Any:
-    """Multiplies by the optimizer's own loss scale, if it has one."""
+    """Multiplies a loss, or the seed of its gradient, by the loss scale."""
 
   def scale_limit(self, limit: float) -> Any:
-    """Brings a limit of gradients to the scale that gradients come in."""
-    return self.scale_loss(limit)
+    """A clipping limit, in the scale that incoming gradients have."""
+    return limit
 
   def wire_scale(self) -> Any:
-    """What gradients are multiplied by where they travel in float16."""
+    """The factor of gradients that travel in float16, or None.
+
+    Gradients that come in divided by the loss scale would be rounded to 0.
+    """
     return None
 
   def unscale(self, grads: Sequence[Gradient]) -> list[Gradient]:
-    """Gradients of a scaled loss, as `apply_reduced` takes them."""
+    """Gradients of the scaled loss, in the scale that `apply_reduced` takes."""
     return list(grads)
 
-  @abc.abstractmethod
   def apply_reduced(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
-    """Applies gradients that are sums already, exactly once."""
+    """Applies sums over the group, exactly once.
+
+    A LossScaleOptimizer around ours goes first: it looks at the sums, and if
+    they are finite it calls our optimizer, and so this method, once more.
+    """
+    if self.around is None or self.is_within:
+      self._apply(grads, variables)
+      return
+    self._thread.is_within = True
+    try:
+      self._apply_around(grads, variables)
+    finally:
+      self._thread.is_within = False
 
   @abc.abstractmethod
+  def _apply(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
+    """Hands sums to the optimizer."""
+
+  @abc.abstractmethod
+  def _apply_around(
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
+  ) -> None:
+    """Hands sums to the LossScaleOptimizer around ours."""
+
   def iterations(self) -> tf.Tensor:
     """How many times gradients were applied, int64."""
+    return tf.convert_to_tensor(self.optimizer.iterations)
 
   @abc.abstractmethod
   def slots(self, variable: Any) -> dict[str, Any]:
-    """The variables made for `variable`, by the name each was given."""
+    """The slots of `variable`, by name; empty where there are none."""
 
   @abc.abstractmethod
   def slot_names(self) -> list[str]:
-    """Every name of a slot, in order of creation, once."""
+    """The name of every slot, once, in order of creation."""
 
 
 def innermost(optimizer: Any) -> Any:
@@ -131,9 +158,9 @@ def innermost(optimizer: Any) -> Any:
 def slots_at(
   optimizer: Any, index: int, count: int, variables: Sequence[Any]
 ) -> Iterator[tuple[str, Any]]:
-  """What an optimizer keeps for one of the variables it was built on.
+  """Yields attribute and slot of the index-th of `count` trained variables.
 
-  It keeps each kind of slot as one list along these variables.
+  An optimizer keeps each kind of slot as a list along these variables.
   """
   own = set(map(id, variables))
   for attribute, values in list(vars(optimizer).items()):

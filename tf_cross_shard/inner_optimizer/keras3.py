@@ -1,9 +1,9 @@
-"""An encapsulated optimizer of Keras 3, and what encapsulates it.
+"""An encapsulated optimizer of Keras 3, and the wrapper around it.
 
 Keras 3 sums gradients over all replicas inside `apply`, with no switch to
-turn that off. It does so through the replica context it finds, and so the
-caller puts `apply_reduced` into `Engine.alone()`, whose context has nobody to
-sum with. Nothing of the user's optimizer is replaced.
+turn that off. It does so through the replica context that it finds, and so
+`apply_reduced` is called inside `Engine.isolate()`, whose context has no other
+replicas. Nothing of the user's optimizer is replaced.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import base, loss_scaling, wrapper
-from tf_cross_shard.migration import v1_keras3
 
 # What Keras' constructor puts on every optimizer and what stays our own.
 _OWN: Final = frozenset(
@@ -23,7 +22,7 @@ _OWN: Final = frozenset(
 
 
 class Keras3Optimizer(base.InnerOptimizer):
-  """The adapter for `keras.optimizers.Optimizer`."""
+  """An encapsulated `keras.optimizers.Optimizer`."""
 
   @property
   def strategy(self) -> tf.distribute.Strategy:
@@ -33,22 +32,23 @@ class Keras3Optimizer(base.InnerOptimizer):
 
   @property
   def is_built(self) -> bool:
-    """Whether the slots are there."""
+    """Whether the slots exist."""
     return bool(self.optimizer.built)
 
   @property
   def scales_dynamically(self) -> bool:
-    """Whether a LossScaleOptimizer stands within."""
-    return hasattr(self.optimizer, "dynamic_growth_steps")
+    """Whether a LossScaleOptimizer is within or around."""
+    is_within = hasattr(self.optimizer, "dynamic_growth_steps")
+    return is_within or self.around is not None
 
   @property
   def divides(self) -> bool:
-    """Whether a LossScaleOptimizer stands within."""
+    """Whether a LossScaleOptimizer is within or around."""
     return self.scales_dynamically
 
   @property
   def trainable_variables(self) -> list[Any]:
-    """What the built optimizer was built on, in order."""
+    """The variables that the optimizer was built on, in order."""
     return list(base.innermost(self.optimizer)._trainable_variables)
 
   def path(self, variable: Any) -> str:
@@ -56,7 +56,7 @@ class Keras3Optimizer(base.InnerOptimizer):
     return str(variable.path)
 
   def build(self, variables: Sequence[Any]) -> None:
-    """Makes the slots for `variables`, unless they are there."""
+    """Makes the slots for `variables`, unless they exist."""
     if not self.is_built:
       self.optimizer.build(list(variables))
 
@@ -75,25 +75,32 @@ class Keras3Optimizer(base.InnerOptimizer):
 
   def scale_loss(self, loss: Any) -> Any:
     """Multiplies by `loss_scale_factor` or the dynamic scale."""
+    if self.around is not None:  # Its own method is replaced by ours.
+      return type(self.around).scale_loss(self.around, loss)
     return self.optimizer.scale_loss(loss)
 
-  def apply_reduced(
-    self, grads: Sequence[Gradient], variables: Sequence[Any]
-  ) -> None:
-    """Applies gradients that are sums already."""
+  def scale_limit(self, limit: float) -> Any:
+    """Gradients come in multiplied by the loss scale."""
+    return self.scale_loss(limit)
+
+  def _apply(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
+    """Hands sums to the optimizer."""
     self.optimizer.apply(list(grads), [self.as_built(v) for v in variables])
 
-  def iterations(self) -> tf.Tensor:
-    """The count of applied steps."""
-    return tf.convert_to_tensor(self.optimizer.iterations)
+  def _apply_around(
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
+  ) -> None:
+    """Hands sums to the LossScaleOptimizer around ours."""
+    variables = [self.as_built(v) for v in variables]
+    type(self.around).apply(self.around, list(grads), variables)
 
   def slots(self, variable: Any) -> dict[str, Any]:
-    """The variables that were made for `variable`."""
+    """The slots of `variable`, by name."""
     index = self._index(variable) if self.is_built else None
     return {} if index is None else dict(self._slots_at(index))
 
   def slot_names(self) -> list[str]:
-    """Every name of a slot, once."""
+    """The name of every slot, once."""
     if not self.is_built:
       return []
     count = len(self.trainable_variables)
@@ -101,7 +108,7 @@ class Keras3Optimizer(base.InnerOptimizer):
     return list(dict.fromkeys(names))
 
   def _index(self, variable: Any) -> int | None:
-    """Where `variable` stands among those the optimizer was built on."""
+    """The place of `variable` among those the optimizer was built on."""
     last = base.innermost(self.optimizer)
     index: int | None = last._trainable_variables_indices.get(
       last._var_key(variable)
@@ -109,9 +116,9 @@ class Keras3Optimizer(base.InnerOptimizer):
     return index
 
   def _slots_at(self, index: int) -> Iterator[tuple[str, Any]]:
-    """Names and slots of the index-th variable.
+    """Yields names and slots of the index-th variable.
 
-    The list's items tell the variable's name and the slot's: "dense_kernel" and
+    Keras joins the variable's name and the slot's: "dense_kernel" and
     "velocity" make "dense_kernel_velocity".
     """
     last = base.innermost(self.optimizer)
@@ -129,80 +136,32 @@ class Keras3Optimizer(base.InnerOptimizer):
       yield kinds[0] if kinds else attribute.strip("_"), slot
 
 
-class ScaledKeras3Optimizer(loss_scaling.ScaledOptimizer):
-  """The adapter where a LossScaleOptimizer of Keras 3 stands around ours."""
+class Keras3Wrapper(wrapper.OptimizerWrapper, keras.optimizers.Optimizer):
+  """A Keras 3 optimizer that is another one in all but its update step."""
 
-  @property
-  def divides(self) -> bool:
-    """It divides what it hands on."""
-    return True
-
-  def scale_loss(self, loss: Any) -> Any:
-    """Multiplies by the dynamic scale."""
-    return type(self.around).scale_loss(self.around, loss)
-
-  def _begin(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
-    """Looks at the sums, and calls ours if they are finite."""
-    variables = [self.as_built(v) for v in variables]
-    type(self.around).apply(self.around, list(grads), variables)
-
-
-class _Around:
-  """What a LossScaleOptimizer around ours does instead of its own."""
-
-  def __init__(self, around: Any, ours: Any) -> None:
-    self._around = around
-    self._ours = ours
-
-  def scale_loss(self, loss: Any) -> Any:
-    """Scales by the mean's factor too."""
-    return self._ours.scale_loss(loss)
-
-  def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-    """Reduces first."""
-    if not self._around.built:
-      self._around.build(list(trainable_variables))
-    self._ours.apply(grads, trainable_variables)
-
-
-class Keras3Delegate(wrapper.Delegating, keras.optimizers.Optimizer):
-  """A Keras 3 optimizer that is another one in all but its updates."""
+  _package = "keras"
 
   def __init__(self, opt: Any, name: str, **clipping: float | None) -> None:
-    """Makes the wrapper."""
-    # Not the next in line: that one keeps what follows.
+    # Not super(), whose next class is the wrapper.
     keras.optimizers.Optimizer.__init__(
       self, learning_rate=0.0, name=name, **clipping
     )
     # Keras made an iteration count, a learning rate and settings of its own.
-    # Without them the encapsulated optimizer's are found by __getattr__.
+    # Without them __getattr__ finds the encapsulated optimizer's.
     for attribute in set(vars(self)) - _OWN:
       if hasattr(opt, attribute) and not attribute.startswith("_self_"):
         del self.__dict__[attribute]
     self._encapsulate(Keras3Optimizer(opt))
 
   def __setattr__(self, name: str, value: Any) -> None:
-    """Writes where the attribute lives; notices who encapsulates this one."""
+    """Writes where the attribute is; notices who encapsulates this one."""
     if name == "loss_scale_factor":
       kind = keras.optimizers.LossScaleOptimizer
-      around = loss_scaling.caller_around(self, kind)
+      around = loss_scaling.find_caller(self, kind)
       if around is not None:
-        self._change_places(
-          around, ScaledKeras3Optimizer, _Around(around, self)
-        )
+        methods = loss_scaling.Keras3Methods(around, self)
+        self._reduce_before(around, methods)
     super().__setattr__(name, value)
-
-  @classmethod
-  def _as_optimizer(cls, opt: Any) -> Any:
-    """`opt` as a Keras 3 optimizer."""
-    return wrapper.as_optimizer(
-      cls,
-      opt,
-      get=keras.optimizers.get,
-      kinds=(keras.optimizers.Optimizer,),
-      spelling="keras.optimizers",
-      convert=v1_keras3.convert,
-    )
 
   @staticmethod
   def _serialize(opt: Any) -> Any:

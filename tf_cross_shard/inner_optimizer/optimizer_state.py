@@ -1,8 +1,8 @@
-"""All variables of an optimizer, whatever Keras it is of.
+"""All variables of an optimizer of either Keras, under stable names.
 
 Keras' own lists are not complete: that of tf_keras leaves out the learning
-rate and the loss scale. And Keras numbers the names in them by what a program
-made before, so that they would not be found again by another one.
+rate and the loss scale. And Keras numbers names by how many of a kind a program
+made before, so that another program would not find them again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,12 +12,12 @@ from tf_cross_shard.multi_worker import consistency
 
 _LOSS_SCALE: Final = ("current_loss_scale", "counter")
 
-# Keras 3 makes in it what layers without build() have waited with.
-DEFERRED: Final = "_deferred_initialize"
-
 
 def layers(optimizer: Any) -> Iterator[Any]:
-  """An optimizer, the one that it encapsulates, and so on."""
+  """Yields an optimizer, the one that it encapsulates, and so on.
+
+  A LossScaleOptimizer that `compile` put around ours is the first.
+  """
   own = getattr(optimizer, "__dict__", {})
   around = getattr(own.get("_inner"), "around", None)
   optimizer = optimizer if around is None else around
@@ -27,7 +27,7 @@ def layers(optimizer: Any) -> Iterator[Any]:
 
 
 def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
-  """Every variable of an optimizer and of those within, once, by name."""
+  """Every variable of an optimizer and of those it encapsulates, by name."""
   if not hasattr(optimizer, "variables") or not (
     hasattr(optimizer, "apply_gradients")
   ):
@@ -52,7 +52,7 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
 
 
 def unique(names: Sequence[str]) -> list[str]:
-  """Names of which the second of a kind has a number."""
+  """Numbers the second and later of equal names: `weight#2`."""
   counts: dict[str, int] = {}
   made = []
   for name in names:
@@ -67,7 +67,7 @@ def path_of(variable: Any) -> str:
 
 
 def _listed(optimizer: Any) -> list[Any]:
-  """What the optimizer says; a property in one Keras, a method in others."""
+  """The list of an optimizer, which is a method in legacy ones."""
   variables = optimizer.variables
   return list(variables() if callable(variables) else variables)
 
@@ -80,7 +80,7 @@ def loss_scale_of(optimizer: Any) -> list[Any]:
 
 
 def _unlisted(optimizer: Any) -> list[Any]:
-  """What belongs to an optimizer besides."""
+  """The variables of an optimizer that its own list leaves out."""
   others = [
     getattr(optimizer, "skipped_steps", None),
     getattr(optimizer, "_learning_rate", None),  # tf_keras
@@ -92,7 +92,7 @@ def _unlisted(optimizer: Any) -> list[Any]:
 
 
 def _is_built(optimizer: Any) -> bool:
-  """Whether the slots are there."""
+  """Whether the slots exist."""
   flags = ("built", "_built", "_hypers_created")
   return any(getattr(optimizer, flag, False) for flag in flags)
 
@@ -121,17 +121,3 @@ def _names(variables: Sequence[Any], innermost: Any) -> list[str]:
       last = f"{stable[longest]}/{last.removeprefix(longest)}"
     paths.append(f"{head}{slash}{last}")
   return consistency.renumbered(paths)
-
-
-def holders(variable: Any, makers: Sequence[Any]) -> list[Any]:
-  """Keras 3's objects within others of which a variable is a part."""
-  found: list[Any] = []
-  for maker in makers:
-    for layer in getattr(maker, "_flatten_layers", list)():
-      if any(variable is each for each in layer.variables):
-        found.append(layer)
-        seeds = getattr(layer, "_seed_generators", ())
-        found += [each for each in seeds if each.state is variable]
-    if found:
-      break
-  return found[::-1]

@@ -1,8 +1,8 @@
-"""An encapsulated optimizer of tf_keras, and what encapsulates it.
+"""An encapsulated optimizer of tf_keras, and the wrapper around it.
 
-Both kinds have a switch that turns their own reduction off. What else they do
-across replicas (merge calls for weight decay and for moving averages) they do
-through the replica context they find, which is one without peers.
+New and legacy optimizers have a switch that turns their own reduction off. What
+else they do across replicas (merge calls for weight decay and for moving
+averages) they do through the replica context that they find, which is isolated.
 """
 
 from collections.abc import Sequence
@@ -17,19 +17,16 @@ from tf_cross_shard.inner_optimizer import (
   base,
   loss_scaling,
   optimizer_state,
-  tf_keras_loss_scaling,
   wrapper,
 )
-from tf_cross_shard.migration import v1_tf_keras
 
 _LEGACY: Final = tf_keras.optimizers.legacy.Optimizer
 
 
 class TfKerasOptimizer(base.InnerOptimizer):
-  """The adapter for `tf_keras.optimizers.Optimizer`."""
+  """An encapsulated `tf_keras.optimizers.Optimizer`."""
 
   def __init__(self, optimizer: Any) -> None:
-    """Keeps the optimizer."""
     super().__init__(optimizer)
     self._trainable: list[Any] = []
 
@@ -37,22 +34,22 @@ class TfKerasOptimizer(base.InnerOptimizer):
   def strategy(self) -> tf.distribute.Strategy:
     """The strategy whose scope the optimizer was made in."""
     made_in = base.innermost(self.optimizer)._distribution_strategy
-    # Of the older kind one that was made outside of all scopes has None.
+    # A legacy optimizer that was made outside all scopes has None.
     return made_in or tf.distribute.get_strategy()
 
   @property
   def is_built(self) -> bool:
-    """Whether the slots are there."""
+    """Whether the slots exist."""
     return bool(getattr(base.innermost(self.optimizer), "_built", False))
 
   @property
   def scales_dynamically(self) -> bool:
-    """Whether a LossScaleOptimizer with a dynamic scale stands within."""
-    return bool(getattr(self.optimizer, "dynamic", False))
+    """Whether a LossScaleOptimizer with a dynamic scale is within or around."""
+    return bool(getattr(self._loss_scaler, "dynamic", False))
 
   @property
   def trainable_variables(self) -> list[Any]:
-    """What the optimizer was built on, if it was built here."""
+    """The variables that the optimizer was built on, if it was built here."""
     return list(self._trainable)
 
   @property
@@ -60,11 +57,17 @@ class TfKerasOptimizer(base.InnerOptimizer):
     """The variables, and the loss scale, which is none of them."""
     return self.variables + optimizer_state.loss_scale_of(self.optimizer)
 
+  @property
+  def _loss_scaler(self) -> Any:
+    """The LossScaleOptimizer around or within, dynamic or not, or None."""
+    is_within = hasattr(self.optimizer, "get_scaled_loss")
+    return self.around or (self.optimizer if is_within else None)
+
   def build(self, variables: Sequence[Any]) -> None:
-    """Makes the slots for `variables`, unless they are there."""
+    """Makes the slots for `variables`, unless they exist."""
     if not self.is_built:
       self._trainable = list(variables)
-      # In a function that is being traced, they are to outlive the trace.
+      # In a function that is being traced, they must outlive the trace.
       with tf.init_scope():
         self.optimizer.build(self._trainable)
 
@@ -73,92 +76,85 @@ class TfKerasOptimizer(base.InnerOptimizer):
     last = base.innermost(self.optimizer)
     return last._var_key(variable) in last._index_dict
 
-  def as_built(self, variable: Any) -> Any:
-    """The variable: tf_keras has none of its own."""
-    return variable
-
   def scale_loss(self, loss: Any) -> Any:
     """Multiplies by the loss scale."""
-    if self._is_loss_scaled:
-      return self.optimizer.get_scaled_loss(tf.convert_to_tensor(loss))
-    return loss
-
-  def scale_limit(self, limit: float) -> Any:
-    """Gradients come in divided by the loss scale."""
-    return limit
+    scaler = self._loss_scaler
+    if scaler is None:
+      return loss
+    # Of one around ours the instance's method is replaced by ours.
+    return type(scaler).get_scaled_loss(scaler, tf.convert_to_tensor(loss))
 
   def wire_scale(self) -> Any:
     """The loss scale, which gradients came in divided by."""
-    return self.optimizer.loss_scale if self._is_loss_scaled else None
+    scaler = self._loss_scaler
+    return None if scaler is None else scaler.loss_scale
 
   def unscale(self, grads: Sequence[Gradient]) -> list[Gradient]:
     """Divides by the loss scale, which `apply_gradients` does not do."""
-    if self._is_loss_scaled:
-      return list(self.optimizer.get_unscaled_gradients(list(grads)))
-    return list(grads)
+    scaler = self._loss_scaler
+    if scaler is None:
+      return list(grads)
+    return list(type(scaler).get_unscaled_gradients(scaler, list(grads)))
 
-  def apply_reduced(
-    self, grads: Sequence[Gradient], variables: Sequence[Any]
-  ) -> None:
-    """Applies gradients that are sums already."""
-    pairs = paired(grads, variables)
+  def _apply(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
+    """Hands sums to the optimizer."""
+    pairs = as_pairs(grads, variables)
     self.optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)
 
-  def iterations(self) -> tf.Tensor:
-    """The count of applied steps."""
-    return tf.convert_to_tensor(self.optimizer.iterations)
+  def _apply_around(
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
+  ) -> None:
+    """Hands sums to the LossScaleOptimizer around ours."""
+    pairs = zip(grads, variables, strict=True)
+    type(self.around).apply_gradients(
+      self.around, pairs, skip_gradients_aggregation=True
+    )
 
   def slots(self, variable: Any) -> dict[str, Any]:
-    """The variables that were made for `variable`."""
+    """The slots of `variable`, by name."""
     if not self.is_built or not self.knows(variable):
       return {}
     last = base.innermost(self.optimizer)
-    index = last._index_dict[last._var_key(variable)]
-    return self._slots_at(last, index, len(last._index_dict))
+    return self._slots_at(last._index_dict[last._var_key(variable)])
 
   def slot_names(self) -> list[str]:
-    """Every name of a slot, once."""
+    """The name of every slot, once."""
     if not self.is_built:
       return []
-    last = base.innermost(self.optimizer)
-    count = len(last._index_dict)
-    slots = (self._slots_at(last, index, count) for index in range(count))
+    count = len(base.innermost(self.optimizer)._index_dict)
+    slots = (self._slots_at(index) for index in range(count))
     return list(dict.fromkeys(name for each in slots for name in each))
 
-  def _slots_at(self, last: Any, index: int, count: int) -> dict[str, Any]:
+  def _slots_at(self, index: int) -> dict[str, Any]:
     """The slots of the index-th variable, by name."""
-    found = base.slots_at(last, index, count, last.variables)
-    # "m/dense/kernel:0" is what Adam calls "m" of "dense/kernel".
+    last = base.innermost(self.optimizer)
+    found = base.slots_at(last, index, len(last._index_dict), last.variables)
+    # "m/dense/kernel:0" is Adam's slot "m" of "dense/kernel".
     return {slot.name.split("/")[0]: slot for _, slot in found}
-
-  @property
-  def _is_loss_scaled(self) -> bool:
-    """Whether a LossScaleOptimizer, dynamic or not, stands within."""
-    return hasattr(self.optimizer, "get_scaled_loss")
 
 
 class LegacyOptimizer(TfKerasOptimizer):
-  """The adapter for `tf_keras.optimizers.legacy.Optimizer`."""
+  """An encapsulated `tf_keras.optimizers.legacy.Optimizer`."""
 
   def __init__(self, optimizer: Any) -> None:
-    """Keeps the optimizer, and lets it make its iteration count."""
     super().__init__(optimizer)
-    # Made when it is first read, which may be in one of several replicas.
+    # The count is made when it is first read, which may be in one of several
+    # replicas.
     with self.strategy.scope():
       _ = optimizer.iterations
 
   @property
   def is_built(self) -> bool:
-    """Whether slots are there: more are made whenever they are needed."""
+    """Whether slots exist; more are made whenever they are needed."""
     return bool(self._trainable)
 
   @property
   def variables(self) -> list[Any]:
-    """All variables that the optimizer has so far."""
+    """All variables of the optimizer."""
     return list(self.optimizer.variables())
 
   def build(self, variables: Sequence[Any]) -> None:
-    """Makes the slots for `variables`, unless they are there."""
+    """Makes the slots for `variables`, unless they exist."""
     known = {id(v) for v in self._trainable}
     new = [v for v in variables if id(v) not in known]
     if new:
@@ -167,53 +163,52 @@ class LegacyOptimizer(TfKerasOptimizer):
       self._trainable += new
 
   def knows(self, variable: Any) -> bool:
-    """These take any variable at any time."""
+    """True: legacy optimizers take any variable at any time."""
     return True
 
-  def apply_reduced(
-    self, grads: Sequence[Gradient], variables: Sequence[Any]
-  ) -> None:
-    """Applies gradients that are sums already."""
+  def _apply(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
+    """Hands sums to the optimizer."""
     self.optimizer.apply_gradients(
-      paired(grads, variables), experimental_aggregate_gradients=False
+      as_pairs(grads, variables), experimental_aggregate_gradients=False
     )
 
   def slots(self, variable: Any) -> dict[str, Any]:
-    """The variables that were made for `variable`."""
+    """The slots of `variable`, by name."""
     last = base.innermost(self.optimizer)
     found = {}
     for name in last.get_slot_names():
       try:
         found[name] = last.get_slot(variable, name)
       except (AttributeError, KeyError):
-        continue  # One that no slots were made for, or no variable.
+        continue  # No variable, or one that no slots were made for.
     return found
 
   def slot_names(self) -> list[str]:
-    """Every name of a slot, once."""
+    """The name of every slot, once."""
     return list(self.optimizer.get_slot_names())
 
 
-def paired(
+def as_pairs(
   grads: Sequence[Gradient], variables: Sequence[Any]
 ) -> list[tuple[Gradient, Any]]:
-  """What tf_keras takes: pairs, and gradients of their variables' dtypes."""
+  """What tf_keras takes: pairs, with gradients of their variables' dtypes."""
   return [
     (indexed_slices.cast(grad, variable), variable)
     for grad, variable in zip(grads, variables, strict=True)
   ]
 
 
-class TfKerasDelegate(wrapper.Delegating, tf_keras.optimizers.Optimizer):
-  """A tf_keras optimizer that is another one in all but its updates."""
+class TfKerasWrapper(wrapper.OptimizerWrapper, tf_keras.optimizers.Optimizer):
+  """A tf_keras optimizer that is another one in all but its update step."""
 
-  # What Keras asks of an optimizer, and older ones do not have.
+  _package = "tf_keras"
+
+  # Keras reads these of any optimizer; legacy ones do not have them.
   _mesh = None
   _run_with_dtensor = False
   _is_exported = False
 
   def __init__(self, opt: Any, name: str, **clipping: float | None) -> None:
-    """Makes the wrapper."""
     # Not Keras' constructor, which makes variables.
     self.name = name
     if clipping["clipnorm"] and clipping["global_clipnorm"]:
@@ -226,32 +221,33 @@ class TfKerasDelegate(wrapper.Delegating, tf_keras.optimizers.Optimizer):
     self._encapsulate(_adapter(opt))
 
   def __dir__(self) -> list[str]:
-    """A checkpoint finds the slots of older optimizers by their names."""
+    """Adds the names by which a checkpoint finds slots of legacy optimizers."""
     names = super().__dir__()
     if self._is_legacy and not self._is_exported:
       names += ["get_slot", "get_slot_names"]
     return names
 
   def __setattr__(self, name: str, value: Any) -> None:
-    """Writes where the attribute lives; notices who encapsulates this one."""
+    """Writes where the attribute is; notices who encapsulates this one."""
     super().__setattr__(name, value)
     if name == "_is_wrapped_by_loss_scale_optimizer":
       kind = tf_keras.mixed_precision.LossScaleOptimizer
-      around = loss_scaling.caller_around(self, kind)
+      around = loss_scaling.find_caller(self, kind)
       if around is not None:
-        tf_keras_loss_scaling.change_places(self, around)
+        self._reduce_before(around, loss_scaling.TfKerasMethods(self))
 
-  @classmethod
-  def _as_optimizer(cls, opt: Any) -> Any:
-    """`opt` as an optimizer of tf_keras."""
-    return wrapper.as_optimizer(
-      cls,
-      opt,
-      get=tf_keras.optimizers.get,
-      kinds=(tf_keras.optimizers.Optimizer, _LEGACY),
-      spelling="tf_keras.optimizers",
-      convert=v1_tf_keras.convert,
-    )
+  def _reduce_before(self, around: Any, methods: Any) -> None:
+    """Also lets a checkpoint of `around` find legacy optimizers' slots."""
+    super()._reduce_before(around, methods)
+    if self._is_legacy:
+      vars(around).update(
+        get_slot=self.get_slot,
+        # In a SavedModel there are to be none, as in ours.
+        get_slot_names=lambda: (
+          [] if self._is_exported else self.get_slot_names()
+        ),
+        _create_or_restore_slot_variable=self._create_or_restore_slot_variable,
+      )
 
   @staticmethod
   def _serialize(opt: Any) -> Any:
@@ -264,8 +260,8 @@ class TfKerasDelegate(wrapper.Delegating, tf_keras.optimizers.Optimizer):
     try:
       return tf_keras.saving.deserialize_keras_object(config, custom_objects)
     except ValueError:
-      # While HDF5 files and SavedModels are read, it knows Keras' own classes
-      # by other names.
+      # While HDF5 files and SavedModels are read, Keras' own classes have other
+      # names.
       if "inner_optimizer" in config["config"]:
         return tf_keras.optimizers.deserialize(
           config, custom_objects, use_legacy_format="module" not in config
@@ -307,16 +303,15 @@ class TfKerasDelegate(wrapper.Delegating, tf_keras.optimizers.Optimizer):
 
   @property
   def _is_legacy(self) -> bool:
-    """Whether an older optimizer is within."""
-    return isinstance(self._inner.encapsulated, LegacyOptimizer)
+    """Whether the encapsulated optimizer is a legacy one."""
+    return isinstance(self._inner, LegacyOptimizer)
 
   def _trackable_children(self, save_type: str = "checkpoint", **k: Any) -> Any:
     """What a checkpoint or a SavedModel saves."""
     self.__dict__["_is_exported"] = save_type == "savedmodel"
     if self._is_exported and self._is_legacy:
-      # Who loads it takes this one for a new optimizer, and looks for what
-      # that has. No more is lost than usual: Keras takes no optimizer's state
-      # from there.
+      # The loader takes this one for a new optimizer and looks for these two
+      # names. Nothing is lost: Keras restores no optimizer from a SavedModel.
       count = self._inner.optimizer.iterations
       every = tf.__internal__.tracking.wrap([count])
       return {"_iterations": count, "_variables": every}
@@ -336,17 +331,17 @@ class TfKerasDelegate(wrapper.Delegating, tf_keras.optimizers.Optimizer):
     return optimizer._track_trackable(trackable, name, *args, **k)
 
   def _handle_deferred_dependencies(self, name: str, trackable: Any) -> Any:
-    """Restores what was added after the checkpoint was read."""
+    """Restores objects that were added after the checkpoint was read."""
     checkpointed = self._checkpointed()
     return checkpointed._handle_deferred_dependencies(name, trackable)
 
   def _create_or_restore_slot_variable(self, *args: Any, **kwargs: Any) -> Any:
-    """Restores a slot of an older optimizer."""
+    """Restores a slot of a legacy optimizer."""
     optimizer = self._inner.optimizer
     return optimizer._create_or_restore_slot_variable(*args, **kwargs)
 
 
 def _adapter(opt: Any) -> TfKerasOptimizer:
-  """The adapter for an optimizer of either kind."""
+  """The encapsulated form of a new or a legacy optimizer."""
   legacy = isinstance(base.innermost(opt), _LEGACY)
   return LegacyOptimizer(opt) if legacy else TfKerasOptimizer(opt)

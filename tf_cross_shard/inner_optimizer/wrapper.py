@@ -1,20 +1,23 @@
-"""An optimizer that is another one in all but its updates.
+"""An optimizer that is another one in all but its update step.
 
-Everything that belongs to the encapsulated optimizer is read, written, saved
-and restored through the wrapper as if the wrapper were not there. This half
-knows no Keras; each Keras has a class of its own that derives from it and from
-that Keras' optimizer.
+What belongs to the encapsulated optimizer is read, written, saved and restored
+through the wrapper as if the wrapper were not there. `inner_optimizer.keras3`
+and `inner_optimizer.tf_keras` make it an optimizer of one Keras.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any, Final
 
 import tensorflow as tf
-from absl import logging
 
-from tf_cross_shard.inner_optimizer import base
+from tf_cross_shard import validation
+from tf_cross_shard.gradients import compute, loss_factor
+from tf_cross_shard.inner_optimizer import base, loss_scaling
 
+# Keras saves each optimizer that it finds among an object's names, and
+# tf.train.Checkpoint takes an object with slot names for a version 1 optimizer.
+# Both would save the same variables twice.
 _HIDDEN: Final = frozenset(("inner_optimizer", "get_slot", "get_slot_names"))
 
 
@@ -22,17 +25,41 @@ class VariableList(list[Any]):
   """Variables that read as a property and, as in version 1, as a method."""
 
   def __call__(self) -> "VariableList":
-    """Answers itself."""
+    """Returns itself."""
     return self
 
 
-class Delegating:
+def _forwarded(name: str) -> property:
+  """A property that is the encapsulated optimizer's."""
+
+  def get(self: Any) -> Any:
+    inner = self.__dict__.get("_inner")
+    return None if inner is None else getattr(inner.optimizer, name)
+
+  def set_value(self: Any, value: Any) -> None:
+    inner = self.__dict__.get("_inner")
+    if inner is not None:  # Keras' constructor sets its defaults before.
+      setattr(inner.optimizer, name, value)
+
+  return property(
+    get, set_value, doc=f"`{name}` of the encapsulated optimizer."
+  )
+
+
+class OptimizerWrapper:
   """Forwards state and settings to an encapsulated optimizer.
 
-  The clipping arguments and the name stay this object's own.
+  The name and the clipping arguments are the wrapper's own.
   """
 
-  _argument = "opt"  # what the constructor calls the encapsulated optimizer
+  GATE_NONE = compute.GATE_NONE
+  GATE_OP = compute.GATE_OP
+  GATE_GRAPH = compute.GATE_GRAPH
+
+  _package: str  # "keras" or "tf_keras"
+  _argument = "opt"  # The constructor's name for the encapsulated optimizer.
+  _inner: base.InnerOptimizer
+  _unrestored: list[Any]
 
   name: str
   clipnorm: float | None
@@ -43,13 +70,64 @@ class Delegating:
     """Makes the wrapper; each Keras has its way."""
     raise NotImplementedError
 
-  @classmethod
-  def _as_optimizer(cls, opt: Any) -> Any:
-    """`opt` as an optimizer of this Keras."""
+  @staticmethod
+  def _serialize(opt: Any) -> Any:
+    """An optimizer as a dictionary; each Keras has its way."""
     raise NotImplementedError
 
+  @staticmethod
+  def _deserialize(config: Any, custom_objects: Any) -> Any:
+    """The optimizer that a dictionary describes; each Keras has its way."""
+    raise NotImplementedError
+
+  learning_rate = _forwarded("learning_rate")
+  iterations = _forwarded("iterations")
+  weight_decay = _forwarded("weight_decay")
+  use_ema = _forwarded("use_ema")
+  ema_momentum = _forwarded("ema_momentum")
+  ema_overwrite_frequency = _forwarded("ema_overwrite_frequency")
+
+  def _encapsulate(self, inner: base.InnerOptimizer) -> None:
+    """Keeps the encapsulated optimizer; from here on it is seen through."""
+    self._inner = inner
+    self._keep_until_built([])
+
   @classmethod
-  def _check_within(cls, wrapper: "Delegating") -> None:
+  def _as_optimizer(cls, opt: Any) -> Any:
+    """`opt` as an optimizer of this Keras, checked."""
+    optimizers = sys.modules[cls._package].optimizers
+    if isinstance(opt, (str, dict)):
+      try:
+        opt = optimizers.get(opt)
+      except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+          f"`{cls._argument}` must name a Keras optimizer; got {opt!r}. Use"
+          ' a name such as "adam", or an optimizer object.'
+        ) from error
+    elif isinstance(opt, tf.compat.v1.train.Optimizer):
+      # The one place where the core knows TensorFlow 1. At import it would be a
+      # circle.
+      from tf_cross_shard import migration
+
+      opt = migration.convert_optimizer(opt, cls._package)
+    layers = [opt]
+    while layers:
+      layer = layers.pop()
+      if isinstance(layer, OptimizerWrapper):
+        cls._check_wrapper_within(layer)
+      within = getattr(layer, "inner_optimizer", None)
+      layers += [] if within is None else [within]
+      layers += getattr(layer, "_inner_optimizers", ())  # A MultiOptimizer's.
+    if not isinstance(opt, _optimizer_classes(cls._package)):
+      raise TypeError(
+        f"`{cls._argument}` must be an optimizer of {cls._package}.optimizers"
+        f" or its name; got {type(opt).__module__}.{type(opt).__qualname__}."
+        f" {_remedy(opt, cls._package)}"
+      )
+    return opt
+
+  @classmethod
+  def _check_wrapper_within(cls, wrapper: "OptimizerWrapper") -> None:
     """Raises `ValueError` for a wrapper that this one must not encapsulate."""
     raise ValueError(
       f"`{cls._argument}` must not be or contain a {type(wrapper).__name__}"
@@ -57,48 +135,15 @@ class Delegating:
       " Encapsulate its inner optimizer."
     )
 
-  @staticmethod
-  def _serialize(opt: Any) -> Any:
-    """An optimizer as a dictionary."""
-    raise NotImplementedError
-
-  @staticmethod
-  def _deserialize(config: Any, custom_objects: Any) -> Any:
-    """The optimizer that a dictionary describes, not built."""
-    raise NotImplementedError
-
   def _before_saving(self) -> None:
     """Called before the state is saved by others than this package."""
 
-  def _encapsulate(self, inner: base.InnerOptimizer) -> None:
-    """Keeps the encapsulated optimizer; from here on it is seen through."""
-    self._inner = inner
-    self._wait_for_slots([])
-
-  def _change_places(
-    self,
-    around: Any,
-    adapter: Callable[[base.InnerOptimizer, Any], base.InnerOptimizer],
-    instead: Any,
-  ) -> None:
-    """Reduces before a loss scaling optimizer around this one looks."""
-    inner = self._inner.encapsulated  # What was around before is out of use.
-    if inner.scales_dynamically:
-      logging.info(
-        "%s encapsulates a loss scaling optimizer and is encapsulated by one,"
-        " as compile() does under mixed_float16. The inner one scales; the"
-        " outer one hands all on.",
-        self.name,
-      )
-    else:
-      inner = adapter(inner, around)
-    self._inner = inner
-    for name in dir(instead):
-      if not name.startswith("_"):
-        vars(around)[name] = getattr(instead, name)
+  def _reduce_before(self, around: Any, methods: Any) -> None:
+    """Changes places with a LossScaleOptimizer around this optimizer."""
+    loss_scaling.change_places(self, around, methods)
 
   def __getattr__(self, name: str) -> Any:
-    """Whatever the wrapper does not have is the encapsulated optimizer's."""
+    """Reads what the wrapper does not have from the encapsulated optimizer."""
     inner = self.__dict__.get("_inner")
     if inner is None or (name.startswith("__") and name.endswith("__")):
       raise AttributeError(
@@ -106,17 +151,8 @@ class Delegating:
       )
     return getattr(inner.optimizer, name)
 
-  def __dir__(self) -> list[str]:
-    """The wrapper's own names, but those by which savers would save twice.
-
-    Keras saves each optimizer that it finds among an object's names beside
-    the object. tf.train.Checkpoint takes an object with slot names for a
-    version 1 optimizer and saves the slots apart from the variables.
-    """
-    return [name for name in super().__dir__() if name not in _HIDDEN]
-
   def __setattr__(self, name: str, value: Any) -> None:
-    """Writes where the attribute lives."""
+    """Writes what only the encapsulated optimizer has to that one."""
     inner = self.__dict__.get("_inner")
     if (
       inner is not None
@@ -129,11 +165,15 @@ class Delegating:
       super().__setattr__(name, value)
 
   def __delattr__(self, name: str) -> None:
-    """Deletes where the attribute lives."""
+    """Deletes where the attribute is."""
     if name in self.__dict__ or hasattr(type(self), name):
       super().__delattr__(name)
     else:
       delattr(self._inner.optimizer, name)
+
+  def __dir__(self) -> list[str]:
+    """The wrapper's own names, but those by which savers would save twice."""
+    return [name for name in super().__dir__() if name not in _HIDDEN]
 
   @property
   def inner_optimizer(self) -> Any:
@@ -141,32 +181,106 @@ class Delegating:
     return self._inner.optimizer
 
   @property
-  def learning_rate(self) -> Any:
-    """The encapsulated optimizer's learning rate."""
-    return self._inner.optimizer.learning_rate
-
-  @learning_rate.setter
-  def learning_rate(self, learning_rate: Any) -> None:
-    self._inner.optimizer.learning_rate = learning_rate
-
-  @property
-  def iterations(self) -> Any:
-    """The encapsulated optimizer's iteration count."""
-    return self._inner.optimizer.iterations
-
-  @iterations.setter
-  def iterations(self, iterations: Any) -> None:
-    self._inner.optimizer.iterations = iterations
-
-  @property
   def variables(self) -> VariableList:
     """The encapsulated optimizer's variables, and none of the wrapper's."""
     return VariableList(self._inner.variables)
 
+  def get_name(self) -> str:
+    """Returns the name given to the constructor."""
+    return str(self.name)
+
+  def minimize(
+    self,
+    loss: Any,
+    global_step: Any = None,
+    var_list: Any = None,
+    gate_gradients: int = compute.GATE_OP,
+    aggregation_method: int | None = None,
+    colocate_gradients_with_ops: bool = False,
+    name: str | None = None,
+    grad_loss: Any = None,
+    *,
+    tape: tf.GradientTape | None = None,
+  ) -> Any:
+    """`compute_gradients`, then `apply_gradients`.
+
+    Keras' way to call it, `minimize(loss, var_list, tape=tape)`, works too.
+
+    >>> from tf_cross_shard import CrossShardOptimizer
+    >>> weight = tf.Variable(3.0)
+    >>> optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(0.5))
+    >>> with tf.GradientTape() as tape:
+    ...   loss = weight**2
+    >>> int(optimizer.minimize(loss, [weight], tape=tape))
+    1
+    >>> float(weight.numpy())
+    0.0
+
+    Args:
+      loss: As in `compute_gradients`.
+      global_step: An integer variable, incremented by one afterwards.
+      var_list: As in `compute_gradients`.
+      gate_gradients: How graphs order gradients, a `GATE_` constant.
+      aggregation_method: How graphs combine gradient terms.
+      colocate_gradients_with_ops: Put gradients beside their forward ops.
+      name: The name scope of the operations.
+      grad_loss: The gradient of `loss`, in a graph.
+      tape: The tape that recorded `loss`.
+
+    Returns:
+      What `apply_gradients` returns.
+
+    Raises:
+      RuntimeError: As `apply_gradients`.
+      ValueError: As the two methods.
+      TypeError: As the two methods.
+    """
+    if var_list is None and validation.is_var_list(global_step):
+      global_step, var_list = None, global_step  # Keras' order of arguments.
+    validation.check_global_step(global_step)
+    validation.check_name(name)
+    options = {
+      "gate_gradients": gate_gradients,
+      "aggregation_method": aggregation_method,
+      "colocate_gradients_with_ops": colocate_gradients_with_ops,
+      "grad_loss": grad_loss,
+    }
+    default = loss_factor.REPLICA if tape is None else loss_factor.GLOBAL
+    pairs = self._gradients(loss, var_list, tape, default, options)
+    return self.apply_gradients(pairs, global_step, name=name)
+
+  def apply_gradients(
+    self,
+    grads_and_vars: Iterable[Any],
+    global_step: Any = None,
+    name: str | None = None,
+  ) -> Any:
+    """Applies gradients; each kind of wrapper has its way."""
+    raise NotImplementedError
+
+  def _gradients(
+    self,
+    loss: Any,
+    var_list: Any,
+    tape: tf.GradientTape | None,
+    default: str,
+    options: dict[str, Any],
+  ) -> compute.Pairs:
+    """Gradients of the scaled loss; each kind of wrapper has its way."""
+    raise NotImplementedError
+
   def build(self, variables: Any) -> None:
     """Makes the encapsulated optimizer's slots.
 
-    What was pickled waits for the slots: restore a checkpoint after `build`.
+    Pickled values wait for the slots: restore a checkpoint after `build`.
+
+    Args:
+      variables: All variables that will ever be trained.
+
+    Raises:
+      ValueError: If pickled values have other shapes.
+      RuntimeError: If pickled values wait for the slots and this is called by
+        one of several replicas, whose slots alone would receive them.
     """
     if self._unrestored and not tf.distribute.in_cross_replica_context():
       replicas = tf.distribute.get_strategy().num_replicas_in_sync
@@ -179,35 +293,62 @@ class Delegating:
         )
     self._inner.build(variables)
     if self._unrestored:
-      # Once, now: traced into a function it would happen in every step.
+      # Traced into a function it would happen in every step.
       with tf.init_scope():
         self._restore(self._unrestored)
 
   def set_weights(self, weights: Any) -> None:
-    """Sets the encapsulated optimizer's variables."""
+    """Sets the encapsulated optimizer's variables.
+
+    Args:
+      weights: One array per variable, in the order of `variables`.
+    """
     self._inner.optimizer.set_weights(weights)
 
   def save_own_variables(self, store: Any) -> None:
-    """Saves what the encapsulated optimizer would save."""
+    """Saves what the encapsulated optimizer would save.
+
+    Args:
+      store: Where Keras keeps one saved object.
+    """
     self._before_saving()
     self._inner.optimizer.save_own_variables(store)
 
   def load_own_variables(self, store: Any) -> None:
-    """Loads what the encapsulated optimizer saved, wrapped or not."""
+    """Loads what the encapsulated optimizer saved, wrapped or not.
+
+    Args:
+      store: Where Keras keeps one saved object.
+    """
     self._inner.optimizer.load_own_variables(store)
 
   def exclude_from_weight_decay(
     self, var_list: Any = None, var_names: Any = None
   ) -> None:
-    """Keeps variables out of the encapsulated optimizer's weight decay."""
+    """Keeps variables out of the encapsulated optimizer's weight decay.
+
+    Args:
+      var_list: Variables.
+      var_names: Parts of names.
+    """
     self._inner.optimizer.exclude_from_weight_decay(var_list, var_names)
 
   def update_step(self, gradient: Any, variable: Any, *rate: Any) -> None:
-    """One variable's update by the encapsulated optimizer, not reduced."""
+    """One variable's update by the encapsulated optimizer, not reduced.
+
+    Args:
+      gradient: The gradient.
+      variable: The variable.
+      *rate: The learning rate, in Keras 3.
+    """
     self._inner.optimizer.update_step(gradient, variable, *rate)
 
   def finalize_variable_values(self, var_list: Any) -> None:
-    """Writes moving averages into the variables where EMA is used."""
+    """Writes moving averages into the variables where EMA is used.
+
+    Args:
+      var_list: The model's trainable variables.
+    """
     self._inner.optimizer.finalize_variable_values(var_list)
 
   def __reduce__(self) -> tuple[Any, ...]:
@@ -218,11 +359,23 @@ class Delegating:
     state = [saved or current[i] for i, saved in waiting] or current
     return _unpickle, (type(self), self.get_config(), state)
 
-  def _restore(self, state: list[Any]) -> None:
-    """Assigns saved values to the variables there are; keeps the others.
+  def get_config(self) -> dict[str, Any]:
+    """Everything the constructor needs; each kind of wrapper has its way."""
+    raise NotImplementedError
 
-    The slots of an optimizer that is not built yet are filled by `build`. What
-    has its value becomes None in the list: it may change before the slots come.
+  @classmethod
+  def from_config(
+    cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+  ) -> "OptimizerWrapper":
+    """Makes what `get_config` described; each kind of wrapper has its way."""
+    raise NotImplementedError
+
+  def _restore(self, state: list[Any]) -> None:
+    """Assigns saved values to existing variables, and keeps the others.
+
+    `build` restores the slots of an optimizer that is not built yet. A value
+    that is assigned becomes None in the list, since its variable may change
+    before the slots are made.
     """
     variables = self._inner.state
     complete = len(variables) == len(state)
@@ -230,30 +383,26 @@ class Delegating:
       saved and saved[1].shape != tuple(variable.shape)
       for saved, variable in zip(state, variables, strict=True)
     ):
-      self._wait_for_slots([])
+      self._keep_until_built([])
+      shapes = [tuple(v.shape) for v in self._inner.trainable_variables]
       raise ValueError(
         f"{self.name} was unpickled or copied with slots for variables of other"
-        f" shapes than {self._shapes()}."
-        " Build it on variables of the same shapes in the same order, or make"
-        " a new optimizer."
+        f" shapes than {shapes}. Build it on variables of the same shapes in"
+        " the same order, or make a new optimizer."
       )
     waiting = list(state)
     for i, (saved, variable) in enumerate(zip(state, variables, strict=False)):
-      # Order alone tells which is which only when all are there.
+      # The order alone identifies variables only when all of them exist.
       if saved and (complete or self._inner.path(variable) == saved[0]):
         variable.assign(saved[1])
         waiting[i] = None
-    self._wait_for_slots([] if complete else waiting)
+    self._keep_until_built([] if complete else waiting)
 
-  def _shapes(self) -> list[tuple[int, ...]]:
-    """The shapes of what the optimizer was built on."""
-    return [tuple(v.shape) for v in self._inner.trainable_variables]
-
-  def _wait_for_slots(self, state: list[Any]) -> None:
-    """Keeps saved values, as they are: assigned, a list would be tracked."""
+  def _keep_until_built(self, state: list[Any]) -> None:
+    """Keeps saved values; Keras would track a list that is assigned."""
     self.__dict__["_unrestored"] = state
 
-  # tf.train.Checkpoint sees the encapsulated optimizer in this one's place.
+  # tf.train.Checkpoint sees the encapsulated optimizer in place of this one.
 
   def _checkpointed(self) -> Any:
     """Whose children a checkpoint sees: its own while it is being made."""
@@ -271,65 +420,33 @@ class Delegating:
 
   @property
   def _deferred_dependencies(self) -> Any:
-    """Saved values that wait for slots to be built."""
+    """Saved values that wait until the slots are built."""
     return self._checkpointed()._deferred_dependencies
 
 
-def as_optimizer(
-  wrapper: type[Delegating],
-  opt: Any,
-  get: Callable[[Any], Any],
-  kinds: tuple[type[Any], ...],
-  spelling: str,
-  convert: Callable[[Any], Any],
-) -> Any:
-  """`opt` as an optimizer that a `Delegating` of one Keras can encapsulate."""
-  if isinstance(opt, (str, dict)):
-    try:
-      opt = get(opt)
-    except (KeyError, TypeError, ValueError) as error:
-      raise ValueError(
-        f"`{wrapper._argument}` must name a Keras optimizer; got {opt!r}. Use"
-        ' a name such as "adam", or an optimizer object.'
-      ) from error
-  opt = convert(opt)
-  layers = [opt]
-  while layers:
-    layer = layers.pop()
-    if isinstance(layer, Delegating):
-      wrapper._check_within(layer)
-    within = getattr(layer, "inner_optimizer", None)
-    layers += [each for each in (within,) if each is not None]
-    layers += getattr(layer, "_inner_optimizers", ())  # a MultiOptimizer's
-  if not isinstance(opt, kinds):
-    found = f"{type(opt).__module__}.{type(opt).__qualname__}"
-    raise TypeError(
-      f"`{wrapper._argument}` must be an optimizer of {spelling} or its name;"
-      f" got {found}."
-      f" {_remedy(opt, spelling)}"
-    )
-  return opt
+def _optimizer_classes(package: str) -> tuple[type[Any], ...]:
+  """The optimizer classes of a Keras, of which tf_keras has an older one."""
+  # Nobody has an optimizer of a Keras that is not loaded.
+  optimizers = getattr(sys.modules.get(package), "optimizers", None)
+  legacy = getattr(optimizers, "legacy", None)
+  found = (getattr(home, "Optimizer", None) for home in (optimizers, legacy))
+  return tuple(each for each in found if each is not None)
 
 
-def _remedy(opt: Any, spelling: str) -> str:
-  """What to do with something that is no optimizer of this Keras."""
-  for package, module in (("keras", "keras3"), ("tf_keras", "tf_keras")):
-    # Nobody has an optimizer of a Keras that is not loaded.
-    optimizers = getattr(sys.modules.get(package), "optimizers", None)
-    kinds = [
-      getattr(where, "Optimizer", None)
-      for where in (optimizers, getattr(optimizers, "legacy", None))
-    ]
-    if isinstance(opt, tuple(kind for kind in kinds if kind)):
+def _remedy(opt: Any, package: str) -> str:
+  """What to do with an object that is no optimizer of this Keras."""
+  for other in ("keras", "tf_keras"):
+    if isinstance(opt, _optimizer_classes(other)):
+      module = "keras3" if other == "keras" else other
       return (
-        f"That is an optimizer of {package}. Encapsulate it in the class for"
-        f" it: from tf_cross_shard.{module} import CrossShardOptimizer"
+        f"That is an optimizer of {other}. Encapsulate it in the class for it:"
+        f" from tf_cross_shard.{module} import CrossShardOptimizer"
       )
-  return f"Use one such as {spelling}.Adam()."
+  return f"Use one such as {package}.optimizers.Adam()."
 
 
 def _unpickle(cls: type[Any], config: dict[str, Any], state: list[Any]) -> Any:
-  """The reverse of `DelegatingOptimizer.__reduce__`."""
+  """The reverse of `OptimizerWrapper.__reduce__`."""
   optimizer = cls.from_config(config)
   optimizer._restore(state)
   return optimizer

@@ -38,8 +38,8 @@ class Kept(NamedTuple):
 def adapter_of(optimizer: Any) -> base.InnerOptimizer:
   """What reads the slots of an optimizer, whatever stands around it."""
   for layer in optimizer_state.layers(optimizer):
-    if isinstance(layer, wrapper.Delegating):
-      return layer._inner.encapsulated
+    if isinstance(layer, wrapper.OptimizerWrapper):
+      return layer._inner
   # Nobody has an optimizer of a Keras that is not loaded.
   for package, module in (("keras", "keras3"), ("tf_keras", "tf_keras")):
     optimizers = getattr(sys.modules.get(package), "optimizers", None)
@@ -69,7 +69,7 @@ def build(
 ) -> None:
   """Makes the slots, of all that stand around each other, if they are not."""
   layers = list(optimizer_state.layers(optimizer))
-  ours = [a for a in layers if isinstance(a, wrapper.Delegating)]
+  ours = [a for a in layers if isinstance(a, wrapper.OptimizerWrapper)]
   with strategy.scope() if strategy else contextlib.nullcontext():
     if not ours:
       adapter_of(optimizer).build(variables)

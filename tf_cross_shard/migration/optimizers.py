@@ -2,12 +2,11 @@
 
 from typing import Any
 
-from tf_cross_shard import binding
 from tf_cross_shard.gradients import loss_factor
 from tf_cross_shard.migration import v1
 
 
-def from_v1(opt: Any) -> binding.CrossShardOptimizer:
+def from_v1(opt: Any) -> Any:
   """Makes a CrossShardOptimizer that computes what `opt` computed.
 
   `opt` is an optimizer of `tf.compat.v1.train`, or one in a
@@ -87,7 +86,9 @@ def from_v1(opt: Any) -> binding.CrossShardOptimizer:
   arguments: dict[str, Any] = {"reduction": loss_factor.MEAN}
   if v1.is_cross_shard(opt):
     opt, arguments = v1.within(opt)
-  return binding.CrossShardOptimizer(opt, **arguments)
+  import tf_cross_shard  # Not at import: that would be a circle.
+
+  return tf_cross_shard.CrossShardOptimizer(opt, **arguments)
 
 
 def _instead(opt: Any) -> str:

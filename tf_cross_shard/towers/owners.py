@@ -16,8 +16,6 @@ from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
 
-from tf_cross_shard.inner_optimizer import optimizer_state
-
 _LAYERS: Final = ("Layer",)
 _METRICS: Final = ("Metric",)
 _SEEDS: Final = ("SeedGenerator",)
@@ -43,10 +41,10 @@ def known_as(parts: list[str]) -> Known:
   callers = _callers(frames)
   makers = [each for each in callers if _is_a(each, _MAKERS)]
   variable: Any = next((v for v in callers if _is_a(v, _VARIABLES)), None)
-  if any(frame.f_code.co_name == optimizer_state.DEFERRED for frame in frames):
+  if any(frame.f_code.co_name == "_deferred_initialize" for frame in frames):
     # Keras 3 makes those of a layer without build() at the end of the call of
     # the outermost, in its scope.
-    holders = optimizer_state.holders(variable, makers)
+    holders = find_holders(variable, makers)
     inner = [h for h in holders if not any(h is each for each in makers)]
     if inner:
       names = [_name(each) for each in reversed(inner)]
@@ -214,3 +212,17 @@ def _snake(name: str) -> str:
   """A class' name as Keras writes it in names."""
   name = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", name))
   return re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
+
+
+def find_holders(variable: Any, makers: list[Any]) -> list[Any]:
+  """Keras 3's objects within others of which a variable is a part."""
+  found: list[Any] = []
+  for maker in makers:
+    for layer in getattr(maker, "_flatten_layers", list)():
+      if any(variable is each for each in layer.variables):
+        found.append(layer)
+        seeds = getattr(layer, "_seed_generators", ())
+        found += [each for each in seeds if each.state is variable]
+    if found:
+      break
+  return found[::-1]

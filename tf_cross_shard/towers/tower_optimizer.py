@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from tf_cross_shard import minimizing, validation
+from tf_cross_shard import validation
 from tf_cross_shard.gradients import (
   compute,
   indexed_slices,
@@ -34,7 +34,7 @@ _OPTIONS: Final = (
 )
 
 
-class Tower(minimizing.Minimizing, wrapper.Delegating):
+class Tower(wrapper.OptimizerWrapper):
   """Gathers gradients across the towers of a model function.
 
   In a function made by `replicate_model_fn` with `n` towers, with `L_i` the
@@ -240,10 +240,10 @@ class Tower(minimizing.Minimizing, wrapper.Delegating):
     return cls(cls._deserialize(opt, custom_objects))
 
   @classmethod
-  def _check_within(cls, wrapper: wrapper.Delegating) -> None:
+  def _check_wrapper_within(cls, wrapper: wrapper.OptimizerWrapper) -> None:
     """Towers of replicas make sense, towers of towers do not."""
     if isinstance(wrapper, Tower):
-      super()._check_within(wrapper)
+      super()._check_wrapper_within(wrapper)
 
   def _gradients(
     self,
@@ -403,9 +403,9 @@ class Tower(minimizing.Minimizing, wrapper.Delegating):
     """Calls the encapsulated optimizer; each Keras has its way."""
     raise NotImplementedError
 
-  def _change_places(self, around: Any, adapter: Any, instead: Any) -> None:
+  def _reduce_before(self, around: Any, methods: Any) -> None:
     """Stays within a loss scaling optimizer, which sees one tower only."""
-    del adapter, instead
+    del methods
     if isinstance(self._inner.optimizer, CrossShard):
       raise ValueError(
         f"{type(around).__name__} must not encapsulate a TowerOptimizer of a"
