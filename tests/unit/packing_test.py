@@ -116,11 +116,6 @@ def test_dtypes_do_not_share_a_buffer_nor_close_each_others() -> None:
     unpack(buffers[:1])
 
 
-def test_a_bucket_needs_a_byte() -> None:
-  with pytest.raises(ValueError, match=r"`bucket_bytes` .* got 0"):
-    packing.pack([tf.constant(1.0)], 0)
-
-
 @pytest.mark.parametrize(
   ("rows", "bucket_bytes"), [(0, 8), (5, 1), (5, 1 << 18)]
 )
