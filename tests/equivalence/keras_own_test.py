@@ -25,6 +25,8 @@ from packaging import version
 from tests.support import encapsulating, testbed
 from tf_cross_shard import CrossShardOptimizer
 
+pytestmark = pytest.mark.slow
+
 KERAS = pathlib.Path(keras.__file__).parent
 
 # What a test became of: {"outcome": ..., "made": ..., "error": ...}.

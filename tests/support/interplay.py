@@ -15,7 +15,7 @@ import fnmatch
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -74,21 +74,13 @@ SCALE_OF_COMPILE = 2.0**15  # of the one that compile() adds
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-  """One combination; its parts are keys of the tables above.
+  """One combination; its parts are keys of the tables above."""
 
-  Attributes:
-    kind: Of Keras.
-    way: To train; besides those of the table, "minimize" in a custom loop.
-    engine: What distributes.
-    policy: Of the model.
-    scaling: Where the user's loss scaling optimizer stands.
-  """
-
-  kind: str
-  way: str
+  kind: str  # of Keras
+  way: str  # to train; besides those of the table, "minimize" in a loop
   engine: str
   policy: str
-  scaling: str
+  scaling: str  # where the user's loss scaling optimizer is
 
   def __str__(self) -> str:
     return "-".join(dataclasses.astuple(self))
@@ -133,21 +125,13 @@ def covering_cells(*engines: str) -> list[tuple[Cell, bool]]:
   return [(Cell(*row[:-1]), row[-1]) for row in rows]
 
 
-@dataclasses.dataclass(frozen=True)
-class Data:
-  """Examples for each replica and step, and where the weights start.
+class Data(NamedTuple):
+  """Examples for each replica and step, and where the weights start."""
 
-  Attributes:
-    x: Inputs, float32 [steps, replicas, examples, 2].
-    y: Targets, float32 [steps, replicas, examples, 1].
-    kernel: float32 [2, 1].
-    bias: float32 [1].
-  """
-
-  x: np.ndarray
-  y: np.ndarray
-  kernel: np.ndarray
-  bias: np.ndarray
+  x: np.ndarray  # [steps, replicas, examples, 2]
+  y: np.ndarray  # [steps, replicas, examples, 1]
+  kernel: np.ndarray  # [2, 1]
+  bias: np.ndarray  # [1]
 
 
 @functools.cache
@@ -264,32 +248,18 @@ def mean_square(model: Any, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
 
 @dataclasses.dataclass
 class Step:
-  """What there is after a step; each list has an item per replica.
+  """What there is after a step; each list has an item per replica."""
 
-  Attributes:
-    weights: Each variable of the model.
-    iterations: The count of the encapsulated optimizer.
-    scales: The loss scale in use; empty if there is none.
-    skipped: `skipped_steps`; empty if they are not counted.
-    loss: Of the step, before any scaling; only of plain Keras.
-  """
-
-  weights: list[list[np.ndarray]]
-  iterations: list[int]
-  scales: list[float]
-  skipped: list[int]
-  loss: float = 0.0
+  weights: list[list[np.ndarray]]  # each variable of the model
+  iterations: list[int]  # of the encapsulated optimizer
+  scales: list[float]  # the loss scale in use; empty if there is none
+  skipped: list[int]  # `skipped_steps`; empty if they are not counted
+  loss: float = 0.0  # before any scaling; only of plain Keras
 
 
 @dataclasses.dataclass
 class Run:
-  """What came of a cell.
-
-  Attributes:
-    steps: One after the other.
-    compute_dtype: In which the model calculates.
-    history: `History.history` of `fit`.
-  """
+  """What came of a cell; `history` is that of `fit`."""
 
   steps: list[Step]
   compute_dtype: str

@@ -105,10 +105,8 @@ def test_a_duplicate_is_refused(table: Table, data: st.DataObject) -> None:
   assert f"replica {duplicate} is in it twice" in refusal(table)
 
 
-def test_every_replica_twice_is_refused() -> None:
-  """What the original optimizer let through."""
-  text = refusal([[0, 1], [1, 0]])
-  assert "replica 1 is in it twice: [[0, 1], [1, 0]]." in text
+def test_what_the_original_let_through_is_refused() -> None:
+  assert "twice: [[0, 1], [1, 0]]." in refusal([[0, 1], [1, 0]])
 
 
 @hypothesis.given(tables(min_groups=2), st.data())
@@ -182,11 +180,6 @@ def test_an_empty_table_is_refused(empty: Any) -> None:
 )
 def test_what_is_no_integer_table_is_refused(other: Any, shown: str) -> None:
   assert shown in refusal(other)
-
-
-def test_a_tensor_of_another_kind_is_refused() -> None:
-  assert "got int32 of shape [2]" in refusal(tf.constant([0, 1]))
-  assert "got float32 of shape [1, 1]" in refusal(tf.constant([[0.0]]))
 
 
 @hypothesis.given(tables(), st.integers(1, 40))

@@ -57,11 +57,6 @@ class TestReduction:
     assert testbed.copies(weight) == [-15.0] * 4
     assert [int(count) for count in counts] == [1] * 4
 
-  def test_groups_sum_apart(self) -> None:
-    optimizer, weight = _make(_sgd, group_assignment=[[3, 0], [1, 2]])
-    _run(lambda: optimizer.apply_gradients([(_mine(), weight)]))
-    assert testbed.copies(weight) == [-9.0, -6.0, -6.0, -9.0]
-
   def test_mean_is_in_compute_gradients(self) -> None:
     optimizer, weight = _make(_sgd, group_assignment=[[0, 1], [2, 3]])
 
@@ -73,17 +68,6 @@ class TestReduction:
       return grad
 
     assert [float(grad) for grad in _run(step)] == [0.5, 1.0, 2.0, 4.0]
-
-  def test_scale_loss_carries_keras_factor(self) -> None:
-    for groups, reduction, factor in (
-      (None, "mean", 1.0),
-      ([[0, 1], [2, 3]], "mean", 2.0),
-      (None, "sum", 4.0),
-      ([[0, 1], [2, 3]], "sum", 4.0),
-    ):
-      optimizer, _ = _make(_sgd, reduction, group_assignment=groups)
-      results = _run(lambda o=optimizer: o.scale_loss(tf.constant(3.0)))
-      assert [float(result) for result in results] == [3.0 * factor] * 4
 
   def test_constant_gradient_shared_by_all_replicas(self) -> None:
     optimizer, weight = _make(_sgd)
@@ -200,12 +184,11 @@ class TestLossScaleOptimizer:
 
     assert train(twice=True) == train(twice=False) == [[-2.0, -1.0], 4.0]
 
-  @pytest.mark.parametrize("option", ["clipnorm", "clipvalue"])
-  def test_local_clipping_does_not_hide_overflow(self, option: str) -> None:
+  def test_local_clipping_does_not_hide_overflow(self) -> None:
     def opt() -> Any:
       return keras.optimizers.LossScaleOptimizer(_sgd(), initial_scale=1024.0)
 
-    optimizer, weight = _make(opt, initial=[1.0, 2.0], **{option: 0.5})
+    optimizer, weight = _make(opt, initial=[1.0, 2.0], clipvalue=0.5)
 
     def step() -> Any:
       pairs = optimizer.compute_gradients(
@@ -361,22 +344,17 @@ class TestPlaces:
           call()
     assert testbed.copies(weight) == [0.0] * 4
 
-  def test_outside_its_strategy_is_refused(self) -> None:
+  def test_under_another_strategy_is_refused(self) -> None:
     optimizer, weight = _make(_sgd)
     with pytest.raises(RuntimeError, match=r"MirroredStrategy \(4 replicas\)"):
       optimizer.apply_gradients([(tf.constant(1.0), weight)])
-    stray = CrossShardOptimizer(SGD(1.0))
-    with pytest.raises(RuntimeError, match=r"with strategy\.scope\(\)"):
-      _run(lambda: stray.apply_gradients([(_mine(), weight)]))
-    assert testbed.copies(weight) == [0.0] * 4
-
-  def test_inner_made_outside_the_scope_is_refused(self) -> None:
-    inner = SGD(1.0)
+    stray, inner = CrossShardOptimizer(SGD(1.0)), SGD(1.0)
     with testbed.mirrored().scope():
-      weight = keras.Variable(0.0)
-      optimizer = CrossShardOptimizer(inner)
-    with pytest.raises(RuntimeError, match="made under"):
-      _run(lambda: optimizer.apply_gradients([(_mine(), weight)]))
+      half = CrossShardOptimizer(inner)
+    for each in (stray, half):
+      with pytest.raises(RuntimeError, match=r"with strategy\.scope\(\)"):
+        _run(lambda o=each: o.apply_gradients([(_mine(), weight)]))
+    assert testbed.copies(weight) == [0.0] * 4
 
   def test_groups_without_strategy_are_refused_when_used(self) -> None:
     optimizer = CrossShardOptimizer("sgd", group_assignment=[[0, 1]])
@@ -672,15 +650,12 @@ def test_names_and_gates() -> None:
   assert optimizer.get_slot_names() == []
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_what_a_graph_has_read_is_updated_on_every_replica(
-  momentum: float,
-) -> None:
+def test_what_a_graph_has_read_is_updated_on_every_replica() -> None:
   """A graph reports replicas' copies; the optimizer is built on the whole."""
   strategy = testbed.mirrored()
   with strategy.scope():
     weight = tf.Variable(10.0)
-    sgd = tf.keras.optimizers.SGD(1.0, momentum=momentum)
+    sgd = SGD(1.0, momentum=0.5)
     optimizer = CrossShardOptimizer(sgd, "sum")
 
   @tf.function
@@ -693,7 +668,7 @@ def test_what_a_graph_has_read_is_updated_on_every_replica(
 
   step()
   step()
-  expected = 10.0 - 6.0 - 6.0 * (1.0 + momentum)
+  expected = 10.0 - 6.0 - 6.0 * 1.5
   assert testbed.copies(weight) == [expected] * testbed.REPLICAS
 
 

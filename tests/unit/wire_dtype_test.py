@@ -107,16 +107,6 @@ def test_virtual_tpu() -> None:
   assert (np.array(sums) != exact).any()
 
 
-@pytest.mark.parametrize(
-  ("strategy", "wire_dtype"),
-  [(testbed.mirrored, "bfloat16"), (testbed.virtual, "float16")],
-)
-def test_what_fits_is_exact(strategy: Any, wire_dtype: str) -> None:
-  grads = np.arange(24, dtype="f4").reshape(4, 6) - 9
-  expected = np.repeat(grads.reshape(2, 2, 6).sum(axis=1), 2, axis=0)
-  np.testing.assert_array_equal(_sums(strategy(4), wire_dtype, grads), expected)
-
-
 def test_scaled_gradients_travel_and_are_unscaled_afterwards() -> None:
   """Gradients that float16 would lose arrive when the loss is scaled."""
   tiny = np.arange(1, 25, dtype="f4").reshape(4, 6) * 2.0**-30
