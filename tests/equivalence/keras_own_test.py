@@ -210,30 +210,5 @@ def test_moving_average_as_in_keras() -> None:
   assert weights[:3] == [0.5, -2.0, -2.625]
 
 
-# A run that went wrong is found.
-
-PASSED = {"outcome": "passed", "made": 1}
-FAILED = {"outcome": "failed", "made": 1, "error": "1 != 2"}
-
-
-@pytest.mark.parametrize(
-  ("change", "fault"),
-  [
-    ({}, None),
-    ({"a.py::test_b": FAILED}, "a.py::test_b does not pass:\n1 != 2"),
-    ({"a.py::test_c": PASSED}, "a.py::test_c is listed, but is passed"),
-    ({"d.py::test_e": {**PASSED, "made": 0}}, "d.py encapsulated nothing"),
-    (
-      {"a.py::test_b": {"outcome": "skipped", "made": 1}},
-      "0 tests passed; there are 1 or more",
-    ),
-  ],
-)
-def test_faults_are_found(change: dict[str, Any], fault: str | None) -> None:
-  tests = {"a.py::test_b": PASSED, "a.py::test_c": FAILED, **change}
-  found = _faults(tests, {"a.py::test_c", "a.py::test_gone"}, 1)
-  assert fault in found if fault else not found
-
-
 if __name__ == "__main__":
   raise SystemExit(pytest.main([__file__, "-q"]))

@@ -61,30 +61,6 @@ class TestAnyStrategy:
       ):
         call([tf.constant([1.0])], groups)
 
-  @pytest.mark.parametrize(
-    ("name", "eager"), [("Adam", False), ("Momentum", True)]
-  )
-  def test_trains_like_plain_keras(
-    self, name: str, eager: bool, monkeypatch: pytest.MonkeyPatch
-  ) -> None:
-    monkeypatch.setattr(collectives, "for_strategy", base.AnyStrategy)
-    strategy = testbed.mirrored()
-    task = testbed.Regression()
-    with strategy.scope():
-      variables = task.variables()
-      optimizer = CrossShardOptimizer(testbed.OPTIMIZERS[name]())
-      optimizer.build(variables)
-
-    testbed.train_replicas(task, strategy, optimizer, variables, eager)
-    plain = testbed.OPTIMIZERS[name]()
-    expected = testbed.train_plain(task, range(testbed.REPLICAS), plain)
-    for variable, value in zip(variables, expected, strict=True):
-      held = testbed.copies(variable)
-      assert len(held) == testbed.REPLICAS
-      for copy in held:
-        testbed.assert_close(copy, value, name)
-    assert testbed.copies(optimizer.iterations) == [task.steps] * 4
-
 
 class TestCentralStorage:
   """One variable for all replicas, and no engine of its own."""

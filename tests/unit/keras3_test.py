@@ -110,22 +110,6 @@ def test_features_of_the_encapsulated_optimizer(
         )
 
 
-def test_plain_keras_fails_where_ours_works() -> None:
-  """The reason for isolating replicas; if this passes, Keras was mended."""
-  strategy = testbed.mirrored()
-  with strategy.scope():
-    weight = keras.Variable(1.0)
-    plain = optimizers.SGD(1.0, gradient_accumulation_steps=2)
-    plain.build([weight])
-
-  @tf.function(autograph=False)
-  def step() -> None:
-    strategy.run(lambda: plain.apply([tf.constant(1.0)], [weight]))
-
-  with pytest.raises(RuntimeError, match="merge_call"):
-    step()
-
-
 @pytest.mark.parametrize("name", ["Momentum", "Adam", "Adafactor"])
 def test_gradients_are_applied_exactly_once(name: str) -> None:
   """A Keras that reduced again would fail here.

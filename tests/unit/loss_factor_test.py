@@ -73,30 +73,6 @@ def test_each_cell_of_the_table(
     assert convention.factor(default, 8, group_size) == factor
 
 
-def _mean(values: list[float]) -> float:
-  return sum(values) / len(values)
-
-
-@pytest.mark.parametrize("averaged_over", ["replica", "global"])
-@pytest.mark.parametrize(
-  ("reduction", "combine"), [("mean", _mean), ("sum", sum)]
-)
-@pytest.mark.parametrize("groups", [[[0, 1, 2, 3]], [[0, 3], [1, 2]]])
-def test_the_summed_loss_is_what_the_reduction_says(
-  groups: list[list[int]],
-  reduction: str,
-  combine: Callable[[list[float]], float],
-  averaged_over: str,
-) -> None:
-  """The group's result does not depend on who divided the loss before."""
-  own_means = [1.0, 2.0, 4.0, 8.0]  # of each replica's examples
-  divided = 1 if averaged_over == "replica" else len(own_means)
-  factor = loss_factor.loss_factor(reduction, averaged_over, 4, len(groups[0]))
-  for group in groups:
-    summed = sum(factor * own_means[r] / divided for r in group)
-    assert summed == combine([own_means[r] for r in group])
-
-
 # What is said of it.
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl import logging
 
 from tests.support import covering, testbed
-from tf_cross_shard import CrossShardOptimizer, Groups
+from tf_cross_shard import CrossShardOptimizer
 
 keras = tf.keras
 SGD = keras.optimizers.SGD
@@ -434,13 +434,6 @@ class TestBadInput:
 
     with pytest.raises(ValueError, match="known when the program is built"):
       make(tf.constant([[0]]))
-
-  def test_every_form_of_group_assignment(self) -> None:
-    table = [[0, 2], [1, 3]]
-    for form in (table, np.array(table), tf.constant(table), Groups(table)):
-      optimizer = CrossShardOptimizer("sgd", group_assignment=form)
-      assert optimizer.group_assignment == optimizer.groups.to_lists() == table
-      assert type(optimizer.get_config()["group_assignment"][0][0]) is int
 
   @pytest.mark.parametrize(
     ("pairs", "error", "words"),

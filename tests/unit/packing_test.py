@@ -47,35 +47,6 @@ def test_every_bit_comes_back(
   assert bits_of(unpack(buffers)) == bits_of(tensors)
 
 
-@hypothesis.given(st.lists(specs, max_size=12), st.integers(1, 200))
-def test_buffers_are_flat_full_and_no_larger_than_a_bucket(
-  wanted: list[Any], bucket_bytes: int
-) -> None:
-  # Each tensor's elements are its number, which tells who is in a buffer.
-  tensors = [
-    tf.cast(tf.fill(shape, i + 1), dtype)
-    for i, (shape, dtype) in enumerate(wanted)
-  ]
-  buffers, _ = packing.pack(tensors, bucket_bytes)
-  assert all(buffer.shape.rank == 1 for buffer in buffers)
-  for dtype in DTYPES:
-    there = [b for b in buffers if b.dtype == dtype]
-    sizes = [t.shape.num_elements() for t in tensors if t.dtype == dtype]
-    assert sum(b.shape[0] for b in there) == sum(sizes)
-    members = [set(b.numpy().astype(int)) for b in there]
-    assert sum(map(len, members)) == sum(size > 0 for size in sizes)
-    small_bytes = []
-    for buffer, of in zip(there, members, strict=True):
-      buffer_bytes = buffer.shape[0] * dtype.size
-      if len(of) > 1:
-        assert buffer_bytes <= bucket_bytes
-      if buffer_bytes < bucket_bytes:
-        small_bytes.append(buffer_bytes)
-    # Greedy, in order: what is in two neighbours would not fit into one, so
-    # that more than half of the buckets' room is used.
-    assert len(small_bytes) <= 1 + 2 * (sum(sizes) * dtype.size / bucket_bytes)
-
-
 def lengths(tensors: Sequence[tf.Tensor], bucket_bytes: int) -> list[int]:
   """Elements in each buffer."""
   buffers, _ = packing.pack(tensors, bucket_bytes)
@@ -221,16 +192,6 @@ def test_each_tensor_gets_its_own_dtype_back() -> None:
   wide = packing.widen(narrow, tensors)
   assert [t.dtype for t in wide] == [t.dtype for t in tensors]
   assert [t.numpy().tolist() for t in wide] == [[1.5], [2], [2.5]]
-
-
-def test_the_range_is_that_of_the_dtype() -> None:
-  given = [tf.constant([65504.0, 70000.0, float("nan")])]
-  [half] = packing.widen(packing.narrow(given, tf.float16), given)
-  assert half.numpy()[:2].tolist() == [65504.0, float("inf")]
-  [brain] = packing.widen(packing.narrow(given, tf.bfloat16), given)
-  assert np.isfinite(brain.numpy()[:2]).all()
-  assert np.isnan(half.numpy()[2])
-  assert np.isnan(brain.numpy()[2])
 
 
 if __name__ == "__main__":
