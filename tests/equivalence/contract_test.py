@@ -1,7 +1,7 @@
 """Runs the contract on plain Keras, and on every way of encapsulating it."""
-# keras: both
 
 import copy
+import importlib
 import pathlib
 import pickle
 from typing import Any
@@ -12,8 +12,6 @@ import tensorflow as tf
 
 from tests.support import contract, testbed
 from tf_cross_shard import CrossShardOptimizer
-
-keras = tf.keras
 
 
 class TestReference(contract.OptimizerContract):
@@ -29,11 +27,12 @@ class TestCrossShardOptimizer(contract.OptimizerContract):
   def wrap(self, opt: Any) -> Any:
     return CrossShardOptimizer(opt)
 
+  @pytest.mark.tf_keras_mode
   def test_same_numbers_as_plain_keras(self, make: Any) -> None:
     optimizer, (weight,) = self._trained(make)
     plain = optimizer.inner_optimizer
     twin = type(plain).from_config(plain.get_config())
-    expected = testbed.variable(np.ones((2, 3), "float32"), "weight_0")
+    expected = self._variable("weight_0")
     testbed.build(twin, [expected])
     for scale in (1.0, 2.0):
       twin.apply_gradients([(scale * tf.ones([2, 3]), expected)])
@@ -79,6 +78,7 @@ class TestCrossShardOptimizer(contract.OptimizerContract):
       optimizer.get_slot(tf.Variable(1.0), name) is None for name in names
     )
 
+  @pytest.mark.tf_keras_mode
   def test_pickle_and_copy(self, make: Any) -> None:
     optimizer, (weight,) = self._trained(make)
     for again in (
@@ -125,7 +125,29 @@ class TestCrossShardOptimizer(contract.OptimizerContract):
       self._assert_same_state(source, target)
 
 
-assert len(testbed.OPTIMIZERS) >= 13
+class _OfTfKeras:
+  """Two representatives of tf_keras beside Keras 3: one new and one older."""
+
+  library_name = "tf_keras"
+
+  @pytest.fixture(params=["Adam", "legacy Momentum"])
+  def make(self, request: pytest.FixtureRequest) -> Any:
+    makers = testbed.optimizers_of(pytest.importorskip("tf_keras"))
+    return lambda **options: self.wrap(makers[request.param](**options))
+
+
+class TestReferenceOfTfKeras(_OfTfKeras, TestReference):
+  """Plain tf_keras keeps the contract."""
+
+
+class TestCrossShardOptimizerOfTfKeras(_OfTfKeras, TestCrossShardOptimizer):
+  """So does what it encapsulates."""
+
+  def wrap(self, opt: Any) -> Any:
+    return importlib.import_module(
+      "tf_cross_shard.tf_keras"
+    ).CrossShardOptimizer(opt)
+
 
 if __name__ == "__main__":
   raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,12 +1,8 @@
-"""Two Kerases, mixed precision and loss scaling, in one process.
-
-{Keras 3, tf_keras, its older optimizers} x {fit, custom loop}
-  x {Mirrored, virtual TPU, one device}
-  x {float32, mixed_float16, mixed_bfloat16}
-  x {no loss scaling of the user's, inside of ours, around ours}
-"""
+"""Two Kerases, mixed precision and loss scaling, in one process, pairwise."""
 # bazel: size=large data=//:sources
 
+import dataclasses
+import fnmatch
 import functools
 import itertools
 import pathlib
@@ -16,14 +12,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import interplay, testbed
+from tests.support import covering, interplay, testbed
 from tests.support.interplay import Cell
 
-pytestmark = pytest.mark.slow
-
-README = pathlib.Path(__file__).parent.parent.parent / "README.md"
+PROJECT = pathlib.Path(__file__).absolute().parent.parent.parent
+# The one that holds the table between two marks.
+DOCUMENTS = (PROJECT / "README.md", *(PROJECT / "docs").glob("*.md"))
 ENGINES = ("mirrored", "virtual_tpu", "one_device")
-CELLS = interplay.cells(*ENGINES)
+CELLS = interplay.covering_cells(*ENGINES)
 
 
 def _strategy(engine: str) -> tf.distribute.Strategy:
@@ -46,73 +42,39 @@ def _of(cell: Cell) -> Any:
   return _strategy(cell.engine), grouping
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_cell(cell: Cell) -> None:
-  """Plain Keras' weights; where a loss is scaled, one replica has a NaN."""
+@pytest.mark.parametrize(("cell", "skips"), CELLS, ids=str)
+def test_cell(cell: Cell, skips: bool) -> None:
+  """Plain Keras' weights; a NaN where a loss is scaled or steps are skipped."""
   strategy, grouping = _of(cell)
-  with_nan = cell.scale is not None
-  given = interplay.data(interplay.REPLICAS[cell.engine], with_nan)
-  if cell.impossible:
-    with pytest.raises(ValueError, match=cell.impossible):
-      interplay.run(cell, strategy, grouping, given)
-    return
-  done = interplay.run(cell, strategy, grouping, given)
-  interplay.check(cell, done, grouping, with_nan)
-
-
-_SKIPPING = [
-  cell for cell in CELLS if (cell.policy, cell.scaling) == ("float32", "plain")
-]
-# These skip by themselves, and are counted.
-_COUNTING = [
-  Cell(kind, "loop", "mirrored", "mixed_float16", scaling)
-  for kind, scaling in itertools.product(
-    interplay.KERASES, ("inside", "outside")
-  )
-]
-
-
-@pytest.mark.parametrize("cell", [*_SKIPPING, *_COUNTING], ids=str)
-def test_skip_nonfinite(cell: Cell) -> None:
-  """A group leaves a step out, and counts it."""
-  strategy, grouping = _of(cell)
+  with_nan = cell.scale is not None or skips
   replicas = interplay.REPLICAS[cell.engine]
-  given = interplay.data(replicas, with_nan=True)
-  done = interplay.run(cell, strategy, grouping, given, skip_nonfinite=True)
-  assert all(len(step.skipped) == replicas for step in done.steps)
-  interplay.check(cell, done, grouping, with_nan=True)
-
-
-@pytest.mark.parametrize(
-  "cell",
-  [
-    Cell(kind, "minimize", "mirrored", "mixed_float16", scaling)
-    for kind, scaling in itertools.product(
-      interplay.KERASES, interplay.SCALINGS
-    )
-    # LossScaleOptimizer of Keras 3 has no `minimize`.
-    if (kind, scaling) != ("keras3", "outside")
-  ],
-  ids=str,
-)
-def test_minimize(cell: Cell) -> None:
-  """A loss that is averaged over the replica's own examples."""
-  strategy, grouping = _of(cell)
-  with_nan = cell.scale is not None
-  done = interplay.run(cell, strategy, grouping, interplay.data(4, with_nan))
+  given = interplay.data(replicas, with_nan)
+  options = {"skip_nonfinite": True} if skips else {}
+  done = interplay.run(cell, strategy, grouping, given, **options)
+  if skips:
+    assert all(len(step.skipped) == replicas for step in done.steps)
   interplay.check(cell, done, grouping, with_nan)
 
 
-_SCALED = [
-  cell
-  for cell in CELLS
-  if (cell.engine, cell.policy) == ("one_device", "mixed_float16")
-]
+@pytest.mark.parametrize("pattern", interplay.IMPOSSIBLE)
+def test_what_tf_keras_refuses(pattern: str) -> None:
+  [cell, *_] = (
+    cell
+    for cell in interplay.cells("virtual_tpu")
+    if fnmatch.fnmatchcase(str(cell), pattern)
+  )
+  strategy, grouping = _of(cell)
+  with pytest.raises(ValueError, match=interplay.IMPOSSIBLE[pattern]):
+    interplay.run(cell, strategy, grouping, interplay.data(4, with_nan=True))
 
 
-@pytest.mark.parametrize("cell", _SCALED, ids=str)
-def test_the_loss_is_scaled_before_gradients_are_taken(cell: Cell) -> None:
+@pytest.mark.parametrize("scaling", interplay.SCALINGS)
+@pytest.mark.parametrize("kind", interplay.KERASES)
+def test_the_loss_is_scaled_before_gradients_are_taken(
+  kind: str, scaling: str
+) -> None:
   """Or gradients as small as these were 0 in float16."""
+  cell = Cell(kind, "loop", "one_device", "mixed_float16", scaling)
   strategy, grouping = _of(cell)
   given = interplay.tiny_data()
   [step] = interplay.run(cell, strategy, grouping, given).steps
@@ -158,17 +120,22 @@ def test_data_differ_between_replicas() -> None:
       assert (both[:, one] != both[:, other]).any(axis=(1, 2)).all()
 
 
-def test_number_of_cells() -> None:
-  cells = interplay.cells(*interplay.ENGINES)
-  assert len(cells) == len(set(map(str, cells))) == 216
-  assert sum(cell.impossible is not None for cell in cells) == 28
+def test_every_possible_pair_of_settings_is_trained() -> None:
+  settings = [dataclasses.astuple(cell) for cell, _ in CELLS]
+  found = set().union(*map(covering.pairs, settings))
+  for cell in interplay.cells(*ENGINES):
+    if not cell.impossible:
+      assert covering.pairs(dataclasses.astuple(cell)) <= found
+  assert len(CELLS) <= 22
 
 
-def test_readme() -> None:
-  """The README has this file's table."""
-  text = README.read_text(encoding="utf-8")
-  table = text.split("<!-- interplay -->")[1].split("<!-- /interplay -->")[0]
-  assert table.strip() == interplay.table()
+def test_the_documents_have_the_table() -> None:
+  parts = [
+    text.split("<!-- interplay -->")[1].split("<!-- /interplay -->")[0]
+    for text in (file.read_text(encoding="utf-8") for file in DOCUMENTS)
+    if "<!-- interplay -->" in text
+  ]
+  assert [part.strip() for part in parts] == [interplay.table()]
 
 
 if __name__ == "__main__":

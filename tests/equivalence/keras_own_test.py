@@ -1,10 +1,9 @@
 """Keras' own tests of its optimizers pass when every optimizer is encapsulated.
 
 The wheel of Keras 3.15 holds them, older ones and tf_keras' hold none. They run
-in a process of their own, once with each optimizer encapsulated, and those
-about optimizers that consist of others once more with the whole encapsulated;
-see `tests.support.encapsulating`.
+in a process of their own; see `tests.support.encapsulating`.
 """
+# bazel: size=medium
 
 import collections
 import functools
@@ -14,7 +13,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -34,55 +33,36 @@ KERAS = pathlib.Path(keras.__file__).parent
 Tests = Mapping[str, Mapping[str, Any]]
 
 # Tests of Keras that do not pass, each with what it tests instead of training.
+# All pass with plain Keras.
+_REPLICAS = (
+  "backend/tensorflow/optimizer_distribute_test.py::OptimizerDistributeTest"
+)
 CANNOT_PASS = {
-  encapsulating.EACH: {
-    "optimizers/optimizer_test.py::OptimizerTest::test_get_method": (
-      'asks whether get("sgd") is of the class SGD, not what it does'
-    ),
-    "optimizers/multi_optimizer_test.py::MultiOptimizerTest"
-    "::test_serialization": (
-      "asks for the names of the classes of what it made again"
-    ),
-    "optimizers/muon_test.py::MuonTest::test_adamw_weight_decay": (
-      "calls the private _apply_weight_decay, which Muon overrides; only the"
-      " encapsulated optimizer's is ever called in training"
-    ),
-    "backend/tensorflow/optimizer_distribute_test.py"
-    "::OptimizerDistributeTest::test_gradient_accumulation": (
-      "reads the private _accumulated_gradients after each step: they hold"
-      " sums over the replicas, Keras' hold one replica's gradients and are"
-      " summed at the end. test_accumulation_as_in_keras has the weights"
-    ),
-    "backend/tensorflow/optimizer_distribute_test.py"
-    "::OptimizerDistributeTest::test_ema": (
-      "gives all replicas one and the same tensor object from outside the"
-      " step, of which tf.distribute inside Keras makes 1 + 1 = 1; made inside"
-      " the step, as the other tests make theirs, Keras' gives 2, too."
-      " test_moving_average_as_in_keras does that"
-    ),
-  },
-  encapsulating.WHOLE: {
-    "optimizers/loss_scale_optimizer_test.py::LossScaleOptimizerTest"
-    "::test_serialization": "counts the entries of get_config()",
-    "optimizers/multi_optimizer_test.py::MultiOptimizerTest"
-    "::test_multi_optimizer_blocks_nested_optimizers": (
-      "asks Keras to know a LossScaleOptimizer by its class"
-    ),
-  },
-}
-# The parts, or the whole: which tests are about optimizers that have parts.
-SELECTED = {
-  encapsulating.EACH: "",
-  encapsulating.WHOLE: "loss_scale or multi_optimizer",
+  "optimizers/optimizer_test.py::OptimizerTest::test_get_method": (
+    'asks whether get("sgd") is of the class SGD'
+  ),
+  "optimizers/multi_optimizer_test.py::MultiOptimizerTest"
+  "::test_serialization": "asks for the names of classes",
+  "optimizers/muon_test.py::MuonTest::test_adamw_weight_decay": (
+    "calls the private _apply_weight_decay, which training never calls on ours"
+  ),
+  f"{_REPLICAS}::test_gradient_accumulation": (
+    "reads the private sums, which in Keras are those of one replica;"
+    " test_accumulation_as_in_keras has the weights"
+  ),
+  f"{_REPLICAS}::test_ema": (
+    "gives all replicas one tensor object, of which Keras makes 1 + 1 = 1;"
+    " test_moving_average_as_in_keras gives each its own"
+  ),
 }
 # Fewer means that tests are gone, or no longer found.
-LEAST_PASSED = {encapsulating.EACH: 234, encapsulating.WHOLE: 37}
+LEAST_PASSED = 234
 # The Keras that this is about. With another one the tests listed above may be
 # gone, or all of them.
 IS_LISTED_FOR = version.Version(keras.__version__).release[:2] == (3, 15)
 
 
-def files() -> list[pathlib.Path]:
+def _files() -> list[pathlib.Path]:
   """The files with Keras' tests of optimizers."""
   backend = KERAS / "src/backend/tensorflow"
   found = sorted((KERAS / "src/optimizers").glob("*_test.py"))
@@ -95,18 +75,18 @@ def files() -> list[pathlib.Path]:
   ]
 
 
-def run(which: str, *arguments: str) -> dict[str, Any]:
-  """Runs Keras' tests; what became of them by ids like those listed above."""
+@functools.cache
+def _run() -> dict[str, Any]:
+  """Runs Keras' tests, encapsulated; returns their outcomes by id."""
   with tempfile.TemporaryDirectory() as folder:
     report = pathlib.Path(folder, "report.json")
     command = [
       *(sys.executable, "-m", "pytest", "-q", "--tb=short"),
-      *("-p", encapsulating.__name__, f"--encapsulate={which}"),
-      f"--encapsulation-report={report}",
+      *("-p", encapsulating.__name__, f"--encapsulation-report={report}"),
       # Nothing of this project's pytest, and nothing left beside Keras.
       *("-c", os.devnull, "--rootdir", str(KERAS.parent)),
       *("--import-mode=importlib", "--assert=plain", "-p", "no:cacheprovider"),
-      *arguments,
+      *map(str, _files()),
     ]
     environment = {
       **os.environ,
@@ -133,30 +113,23 @@ def run(which: str, *arguments: str) -> dict[str, Any]:
   return {name.removeprefix("keras/src/"): test for name, test in tests.items()}
 
 
-@functools.cache
-def run_all(which: str) -> dict[str, Any]:
-  """Runs all the files, encapsulated."""
-  return run(which, "-k", SELECTED[which], *map(str, files()))
-
-
-def having(tests: Tests, outcome: str) -> set[str]:
+def _having(tests: Tests, outcome: str) -> set[str]:
   """The tests that passed, failed or were skipped."""
   return {name for name, test in tests.items() if test["outcome"] == outcome}
 
 
-def complaints(
-  tests: Tests, listed: Iterable[str], least_passed: int
-) -> list[str]:
-  """What is wrong with a run of Keras' tests, encapsulated."""
+def _faults(tests: Tests, listed: set[str], least_passed: int) -> list[str]:
+  """What is wrong with a run of Keras' tests."""
+  failed = _having(tests, "failed")
   found = [
     f"{name} does not pass:\n{tests[name]['error']}"
-    for name in sorted(having(tests, "failed") - set(listed))
+    for name in sorted(failed - listed)
   ]
   found += [
     f"{name} is listed, but is {tests[name]['outcome']}"
-    for name in sorted(set(listed) & set(tests) - having(tests, "failed"))
+    for name in sorted(listed & set(tests) - failed)
   ]
-  passed = len(having(tests, "passed"))
+  passed = len(_having(tests, "passed"))
   if passed < least_passed:
     found.append(f"{passed} tests passed; there are {least_passed} or more")
   made = collections.Counter[str]()
@@ -166,30 +139,21 @@ def complaints(
   return found
 
 
-@pytest.mark.parametrize("which", CANNOT_PASS)
-def test_keras_own_tests_pass(which: str) -> None:
-  tests = run_all(which)
-  least = LEAST_PASSED[which] if IS_LISTED_FOR else 1
-  found = complaints(tests, CANNOT_PASS[which], least)
+def test_keras_own_tests_pass() -> None:
+  least = LEAST_PASSED if IS_LISTED_FOR else 1
+  found = _faults(_run(), set(CANNOT_PASS), least)
   assert not found, "\n".join(found)  # All of them, where == [] shows few.
   if IS_LISTED_FOR:
-    assert set(CANNOT_PASS[which]) <= set(tests)
+    assert set(CANNOT_PASS) <= set(_run())
 
 
-@pytest.mark.parametrize("which", CANNOT_PASS)
-def test_tests_that_build_an_optimizer_got_ours(which: str) -> None:
+def test_tests_that_build_an_optimizer_got_ours() -> None:
   """Those that got none are those that want none, or an error."""
-  tests = run_all(which)
   without = {
     name.split("::")[-1]
-    for name in having(tests, "passed")
-    if not tests[name]["made"]
+    for name in _having(_run(), "passed")
+    if not _run()[name]["made"]
   }
-  if which == encapsulating.WHOLE:
-    # Some make a MultiOptimizer's map only; the rest never get so far.
-    expected = ("test_init_", "test_optimizer_map_matching")
-    assert [x for x in without if not x.startswith(expected)] == []
-    return
   assert {x for x in without if not x.startswith("test_invalid_")} <= {
     "test_weight_decay_is_none",  # an error
     "test_single_step1",  # of tf_keras
@@ -200,16 +164,6 @@ def test_tests_that_build_an_optimizer_got_ours(which: str) -> None:
     "test_variable_creation",
     "test_variable_synchronization",
   }
-
-
-def test_what_cannot_pass_passes_with_plain_keras() -> None:
-  listed = {name for names in CANNOT_PASS.values() for name in names}
-  there = {name for which in CANNOT_PASS for name in run_all(which)}
-  selected = sorted(listed & there)
-  places = [str(KERAS / "src" / name) for name in selected]
-  tests = run(encapsulating.NOTHING, *places)
-  assert having(tests, "passed") == set(selected)
-  assert not any(test["made"] for test in tests.values())
 
 
 # What the two listed tests of several replicas are about, on equal terms.
@@ -254,36 +208,6 @@ def test_moving_average_as_in_keras() -> None:
   weights = _compare(**settings, ema_overwrite_frequency=3)
   # Then -4.5, but for the average: of 0.5 and -2, and of that and -4.5.
   assert weights[:3] == [0.5, -2.0, -2.625]
-
-
-# A run that went wrong is found.
-
-PASSED = {"outcome": "passed", "made": 1}
-FAILED = {"outcome": "failed", "made": 1, "error": "1 != 2"}
-
-
-def test_a_good_run_has_no_complaints() -> None:
-  tests = {"a.py::test_b": PASSED, "a.py::test_c": FAILED}
-  assert complaints(tests, ["a.py::test_c", "a.py::test_gone"], 1) == []
-
-
-@pytest.mark.parametrize(
-  ("change", "complaint"),
-  [
-    ({"a.py::test_b": FAILED}, "a.py::test_b does not pass:\n1 != 2"),
-    ({"a.py::test_c": PASSED}, "a.py::test_c is listed, but is passed"),
-    ({"d.py::test_e": {**PASSED, "made": 0}}, "d.py encapsulated nothing"),
-    (
-      {"a.py::test_b": {"outcome": "skipped", "made": 1}},
-      "0 tests passed; there are 1 or more",
-    ),
-  ],
-)
-def test_a_bad_run_has_complaints(
-  change: dict[str, Any], complaint: str
-) -> None:
-  tests = {"a.py::test_b": PASSED, "a.py::test_c": FAILED, **change}
-  assert complaint in complaints(tests, ["a.py::test_c"], 1)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from benchmarks import original
-from tests.support import testbed, tpu_tasks
+from tests.support import covering, testbed, tpu_tasks
 from tf_cross_shard import CrossShardOptimizer, virtual_tpu
 
 # Every day equivalence_test and virtual_equivalence_test have the numbers.
@@ -30,7 +30,7 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
   ),
 }
 _reduction = tf.compat.v1.losses.Reduction
-GROUPINGS = [None, [[0, 1], [2, 3]], [[0, 2], [1, 3]]]
+GROUPINGS = ("ungrouped", "contiguous", "strided")
 
 
 def _original(
@@ -81,12 +81,16 @@ def _train(task: tpu_tasks.Task, made: tuple[Any, Any, Any]) -> Any:
   return tpu_tasks.weights_of(model, 4)
 
 
-@pytest.mark.parametrize("reduction", [_reduction.MEAN, _reduction.SUM])
-@pytest.mark.parametrize("grouping", GROUPINGS)
-@pytest.mark.parametrize("name", PAIRS)
-def test_the_same_weights(name: str, grouping: Any, reduction: str) -> None:
+@pytest.mark.parametrize(
+  ("grouping", "name", "reduction"),
+  covering.pairwise(
+    [GROUPINGS, list(PAIRS), (_reduction.MEAN, _reduction.SUM)]
+  ),
+)
+def test_the_same_weights(grouping: str, name: str, reduction: str) -> None:
   task = tpu_tasks.task(tpu_tasks.dense, 4, steps=10)
-  options = {"reduction": reduction, "group_assignment": grouping}
+  table = testbed.GROUPINGS[grouping]
+  options = {"reduction": reduction, "group_assignment": table}
   theirs = _train(task, _original(task, name, **options))
   mine = _train(task, _ours(task, name, **options))
   start = [v.numpy() for v in task.model().variables]
@@ -94,20 +98,21 @@ def test_the_same_weights(name: str, grouping: Any, reduction: str) -> None:
     bound = 1e-6 * tpu_tasks.largest(theirs[replica])
     assert tpu_tasks.furthest(mine[replica], theirs[replica]) <= bound
     assert tpu_tasks.furthest(theirs[replica], start) > 1e-2
-  for members in testbed.groups_of(grouping, 4):
+  for members in testbed.groups_of(table):
     for replica in members:
       assert tpu_tasks.furthest(theirs[replica], theirs[members[0]]) == 0
-  if grouping is not None:
-    first, other = grouping[0][0], grouping[1][0]
+  if table is not None:
+    first, other = table[0][0], table[1][0]
     assert tpu_tasks.furthest(theirs[first], theirs[other]) > 1e-3
 
 
-@pytest.mark.parametrize("grouping", GROUPINGS)
-@pytest.mark.parametrize("model", tpu_tasks.MODELS)
-@pytest.mark.parametrize("name", PAIRS)
-def test_no_more_on_the_wire(name: str, model: str, grouping: Any) -> None:
+@pytest.mark.parametrize(
+  ("grouping", "model", "name"),
+  covering.pairwise([GROUPINGS, list(tpu_tasks.MODELS), ("SGD", "Adam")]),
+)
+def test_no_more_on_the_wire(grouping: str, model: str, name: str) -> None:
   task = tpu_tasks.task(tpu_tasks.MODELS[model], 4, steps=1)
-  options = {"group_assignment": grouping}
+  options = {"group_assignment": testbed.GROUPINGS[grouping]}
   reports = []
   for strategy, _, step in (
     _original(task, name, **options),

@@ -1,9 +1,10 @@
-"""The contract and the equivalence matrix where `tf.keras` is tf_keras.
+"""A few tests more where `tf.keras` is tf_keras.
 
-TF_USE_LEGACY_KERAS=1 has to be set before TensorFlow is imported, so that each
-file whose head says `# keras: both` runs once more, in a process of its own.
+TF_USE_LEGACY_KERAS=1 has to be set before TensorFlow is imported, so that the
+tests with the mark `tf_keras_mode` run once more, in one process of their own.
+All others about tf_keras import `tf_cross_shard.tf_keras` beside Keras 3.
 """
-# bazel: size=large timeout=eternal data=//:sources deps=//tests:oracle
+# bazel: size=medium data=//:sources deps=//tests/support:oracle
 
 import os
 import pathlib
@@ -16,39 +17,20 @@ import pytest
 from tests.support import contract, testbed
 from tf_cross_shard import tf_keras
 
-pytestmark = pytest.mark.slow
-
 PROJECT = pathlib.Path(__file__).absolute().parent.parent.parent
-# At least so many tests pass in each; fewer means that something is left out.
-LEAST = {
-  "contract_test.py": 480,
-  "equivalence_test.py": 200,
-  "migration_checkpoints_test.py": 200,
-  "migration_optimizers_test.py": 40,
-  "migration_sources_test.py": 15,
-  "tower_test.py": 165,
-  "towers_errors_test.py": 105,
-  "towers_property_test.py": 65,
-  "towers_replicate_test.py": 60,
-  "towers_sharing_test.py": 30,
-  "towers_steps_test.py": 33,
-}
+MARK = "pytest.mark." + "tf_keras_mode"
+# Fewer passed tests mean that some are left out.
+LEAST = 15
 
 
-def test_files_that_say_so_are_run() -> None:
-  say_so = {
-    file.name
-    for file in (PROJECT / "tests").glob("*_test.py")
-    if "\n# keras: both\n" in file.read_text()
-  }
-  assert say_so == set(LEAST)
+def test_marked_tests_pass(tmp_path: pathlib.Path) -> None:
   for module in (contract, testbed, tf_keras):  # what those files test
     assert module.__file__
-
-
-@pytest.mark.timeout(1500)
-@pytest.mark.parametrize("file", LEAST)
-def test_with_tf_keras(file: str, tmp_path: pathlib.Path) -> None:
+  files = [
+    str(file)
+    for file in sorted((PROJECT / "tests").rglob("*_test.py"))
+    if MARK in file.read_text()
+  ]
   environment = {
     name: value
     for name, value in os.environ.items()
@@ -57,15 +39,15 @@ def test_with_tf_keras(file: str, tmp_path: pathlib.Path) -> None:
   report = tmp_path / "report.xml"
   run = subprocess.run(
     [
-      *(sys.executable, "-m", "pytest", f"tests/{file}", "-q"),
-      *("-p", "no:cacheprovider", f"--junitxml={report}"),
+      *(sys.executable, "-m", "pytest", "-q", "-m", "tf_keras_mode"),
+      *("-p", "no:cacheprovider", f"--junitxml={report}", *files),
     ],
     cwd=PROJECT,
     env={**environment, "TF_USE_LEGACY_KERAS": "1"},
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,
-    timeout=1400,
+    timeout=280,
     check=False,
   )
   assert run.returncode == 0, run.stdout[-8000:]
@@ -75,7 +57,7 @@ def test_with_tf_keras(file: str, tmp_path: pathlib.Path) -> None:
     for name in ("tests", "failures", "errors", "skipped")
   }
   assert count["failures"] == count["errors"] == 0
-  assert count["tests"] - count["skipped"] >= LEAST[file], count
+  assert count["tests"] - count["skipped"] >= LEAST, count
 
 
 if __name__ == "__main__":

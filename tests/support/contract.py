@@ -6,9 +6,7 @@ encapsulating it.
 """
 
 import importlib
-import os
 import pathlib
-import tempfile
 from typing import Any
 
 import numpy as np
@@ -17,11 +15,8 @@ import tensorflow as tf
 
 from tests.support import testbed
 
-keras = tf.keras
-# Keras 3 does not make it an attribute of `tf.keras`.
-saving = importlib.import_module(
-  "tf_keras.saving" if testbed.IS_TF_KERAS else "keras.saving"
-)
+# A momentum, two slots, one slot, slots of other shapes, a sign.
+REPRESENTATIVES = ("Momentum", "Adam", "Adagrad", "Adafactor", "Lion")
 
 
 def checkpoint(optimizer: Any, weight: Any) -> tf.train.Checkpoint:
@@ -36,19 +31,30 @@ def checkpoint(optimizer: Any, weight: Any) -> tf.train.Checkpoint:
 class OptimizerContract:
   """Assertions about one optimizer on one device.
 
-  Subclasses say how a Keras optimizer is wrapped.
+  Subclasses say how a Keras optimizer is wrapped, and of which Keras it is.
   """
+
+  library_name = "tf_keras" if testbed.IS_TF_KERAS else "keras"
+
+  @property
+  def library(self) -> Any:
+    """Keras 3 or tf_keras."""
+    return importlib.import_module(self.library_name)
+
+  @property
+  def is_tf_keras(self) -> bool:
+    """Whether it is tf_keras."""
+    return self.library_name == "tf_keras"
 
   def wrap(self, opt: Any) -> Any:
     """The optimizer under test around (or instead of) `opt`."""
     raise NotImplementedError
 
-  @pytest.fixture(params=list(testbed.OPTIMIZERS))
+  @pytest.fixture(params=REPRESENTATIVES)
   def make(self, request: pytest.FixtureRequest) -> Any:
     """A function that makes the optimizer under test."""
-    return lambda **options: self.wrap(
-      testbed.OPTIMIZERS[request.param](**options)
-    )
+    makers = testbed.optimizers_of(self.library)
+    return lambda **options: self.wrap(makers[request.param](**options))
 
   def test_updates_and_counts(self, make: Any) -> None:
     optimizer, (weight,) = self._built(make)
@@ -56,15 +62,6 @@ class OptimizerContract:
     result = optimizer.apply_gradients([(tf.ones([2, 3]), weight)])
     assert int(result) == int(optimizer.iterations) == 1
     assert np.all(weight.numpy() < before)
-
-  def test_lowers_a_loss(self, make: Any) -> None:
-    optimizer, (weight,) = self._built(make)
-    start = float(tf.reduce_sum(weight**2))
-    for _ in range(5):
-      with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(weight**2)
-      optimizer.apply_gradients([(tape.gradient(loss, weight), weight)])
-    assert float(tf.reduce_sum(weight**2)) < start
 
   def test_learning_rate_is_read_and_written(self, make: Any) -> None:
     ends = []
@@ -86,6 +83,7 @@ class OptimizerContract:
     assert np.any(first.numpy() != before)
 
   def test_config_round_trip(self, make: Any) -> None:
+    saving = importlib.import_module(f"{self.library_name}.saving")
     is_legacy = testbed.is_legacy(make())
     options = {} if is_legacy else {"use_ema": True, "ema_momentum": 0.75}
     optimizer = make(clipnorm=0.5, **options)
@@ -98,19 +96,18 @@ class OptimizerContract:
     assert other.get_config() == config
 
   @pytest.mark.parametrize("built_first", [True, False])
-  def test_checkpoint_round_trip(self, make: Any, built_first: bool) -> None:
+  def test_checkpoint_round_trip(
+    self, make: Any, built_first: bool, tmp_path: pathlib.Path
+  ) -> None:
     optimizer, (weight,) = self._trained(make)
-    with tempfile.TemporaryDirectory() as folder:
-      path = checkpoint(optimizer, weight).save(
-        os.path.join(folder, "checkpoint")
-      )
-      other = make()
-      if built_first:
-        testbed.build(other, [weight])
-      status = checkpoint(other, weight).restore(path)
-      if built_first:
-        status.assert_consumed()
+    path = checkpoint(optimizer, weight).save(str(tmp_path / "checkpoint"))
+    other = make()
+    if built_first:
       testbed.build(other, [weight])
+    status = checkpoint(other, weight).restore(path)
+    if built_first:
+      status.assert_consumed()
+    testbed.build(other, [weight])
     self._assert_same_state(optimizer, other)
 
   def test_model_file_round_trip(
@@ -122,36 +119,34 @@ class OptimizerContract:
     # tf_keras leaves the state of its older optimizers out of .keras files.
     suffix = "h5" if testbed.is_legacy(model.optimizer) else "keras"
     model.save(tmp_path / f"model.{suffix}")
-    again = keras.models.load_model(tmp_path / f"model.{suffix}")
+    again = self.library.models.load_model(tmp_path / f"model.{suffix}")
     assert type(again.optimizer) is type(model.optimizer)
     self._assert_same_state(model.optimizer, again.optimizer)
 
   def test_schedule(self, make: Any) -> None:
-    inner = getattr(make(), "inner_optimizer", make())
-    if testbed.is_legacy(inner) and type(inner).__name__ == "Nadam":
-      pytest.skip("tf_keras' older Nadam takes no schedules")
-    schedule = keras.optimizers.schedules.PiecewiseConstantDecay(
+    schedule = self.library.optimizers.schedules.PiecewiseConstantDecay(
       [0, 1], [0.25, 0.25, 0.5]
     )
     optimizer = make()
     optimizer.learning_rate = schedule
-    weight = testbed.variable(np.ones((2, 3), "float32"), "weight")
+    weight = self._variable("weight")
     testbed.build(optimizer, [weight])
     for rate in (0.25, 0.25, 0.5):
-      if not testbed.IS_TF_KERAS:
+      if not self.is_tf_keras:
         assert float(optimizer.learning_rate) == rate
       optimizer.apply_gradients([(tf.ones([2, 3]), weight)])
       if testbed.is_legacy(optimizer):
         assert optimizer.learning_rate is schedule
-      elif testbed.IS_TF_KERAS:  # It is computed when a step begins.
+      elif self.is_tf_keras:  # It is computed when a step begins.
         assert float(optimizer.learning_rate) == rate
+
+  def _variable(self, name: str) -> Any:
+    """A variable of ones."""
+    return testbed.variable(np.ones((2, 3), "float32"), name, self.library)
 
   def _built(self, make: Any, count: int = 1) -> tuple[Any, list[Any]]:
     """An optimizer built on variables of ones."""
-    variables = [
-      testbed.variable(np.ones((2, 3), "float32"), f"weight_{i}")
-      for i in range(count)
-    ]
+    variables = [self._variable(f"weight_{i}") for i in range(count)]
     optimizer = make()
     testbed.build(optimizer, variables)
     return optimizer, variables
@@ -166,7 +161,8 @@ class OptimizerContract:
 
   def _model(self) -> Any:
     """A small network."""
-    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    layers = self.library.layers
+    return self.library.Sequential([self.library.Input((3,)), layers.Dense(2)])
 
   def _assert_same_state(self, first: Any, second: Any) -> None:
     """All variables hold the same bits."""

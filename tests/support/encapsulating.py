@@ -1,15 +1,16 @@
 """A pytest plugin that encapsulates every optimizer that a test makes.
 
-    python -m pytest -p tests.support.encapsulating --encapsulate=each \
+    python -m pytest -p tests.support.encapsulating \
         --encapsulation-report=report.json .../keras/src/optimizers/sgd_test.py
 
 It is for test files that know nothing of this project, such as Keras' own.
-`SGD(...)` then answers `CrossShardOptimizer(SGD(...), reduction="sum")`, for
+`SGD(...)` then makes `CrossShardOptimizer(SGD(...), reduction="sum")`, for
 every subclass of Keras' optimizer, whoever calls it: the test, `optimizers.get`
-or `model.compile("sgd")`. That is done in `__new__`, which Python lets answer
-an object of another class. To put something else in the place of the names
-would not reach classes that test files keep in tables, nor `isinstance` and
-`SGD.from_config`, which need the classes themselves.
+or `model.compile("sgd")`. That is done in `__new__`, which may return an object
+of another class. To replace the names would not reach classes that test files
+keep in tables, nor `isinstance` and `SGD.from_config`, which need the classes
+themselves. Of optimizers that consist of others the parts are encapsulated:
+`LossScaleOptimizer(CrossShardOptimizer(SGD()))`.
 
 What a CrossShardOptimizer keeps for itself is handed to it: the name, and the
 limits of clipping, which Keras 3 applies before its sum over the replicas, as
@@ -32,11 +33,6 @@ from keras.src.optimizers import base_optimizer
 
 import tf_cross_shard
 
-# Optimizers that consist of others: which of them are to be encapsulated?
-EACH = "each"  # the parts: LossScaleOptimizer(CrossShardOptimizer(SGD()))
-WHOLE = "whole"  # the whole: CrossShardOptimizer(LossScaleOptimizer(SGD()))
-NOTHING = "nothing"  # Keras as it is, for comparison
-
 # Losses of Keras are averaged over all replicas' examples, and with them "sum"
 # gives N times the gradient on N replicas, by contract. So where a test trains
 # by `fit` on several replicas, "mean" is what plain Keras does.
@@ -54,8 +50,7 @@ class Encapsulation:
     made: How many there were since the last test began.
   """
 
-  def __init__(self, which: str) -> None:
-    self._which = which
+  def __init__(self) -> None:
     self._paused = True
     self._reduction = "sum"
     self._composite = tuple(
@@ -81,31 +76,24 @@ class Encapsulation:
     with (
       mock.patch.object(ours, "from_config", self._pausing(from_config)),
       mock.patch.object(mock.patch, "object", _patch_innermost),
-      self._set_paused(self._which == NOTHING),
+      self._set_paused(False),
     ):
       yield
 
   def _new(self, cls: type[Any], args: Any, kwargs: Any) -> Any:
-    """What `cls(*args, **kwargs)` answers; Python initializes a `cls` only."""
+    """What `cls(*args, **kwargs)` returns; Python initializes a `cls` only."""
     optimizer = object.__new__(cls)
-    if self._paused or not self._is_wanted(cls):
+    ours = tf_cross_shard.CrossShardOptimizer
+    if self._paused or issubclass(cls, (ours, *self._composite)):
       return optimizer
-    if issubclass(cls, self._composite):
-      args = tuple(map(_plain, args))
-      kwargs = {name: _plain(value) for name, value in kwargs.items()}
     optimizer.__init__(*args, **kwargs)
     own = {name: getattr(optimizer, name) for name in _CLIPPING}
     for name in _CLIPPING:
       setattr(optimizer, name, None)
     self.made += 1
-    return tf_cross_shard.CrossShardOptimizer(
+    return ours(
       optimizer, reduction=self._reduction, name=optimizer.name, **own
     )
-
-  def _is_wanted(self, cls: type[Any]) -> bool:
-    if issubclass(cls, tf_cross_shard.CrossShardOptimizer):
-      return False
-    return issubclass(cls, self._composite) == (self._which == WHOLE)
 
   def _pausing(self, method: Any) -> Any:
     """`CrossShardOptimizer.from_config`, which makes what it encapsulates."""
@@ -123,13 +111,6 @@ class Encapsulation:
       yield
     finally:
       self._paused = before
-
-
-def _plain(value: Any) -> Any:
-  """What a CrossShardOptimizer encapsulates; anything else as it is."""
-  if isinstance(value, tf_cross_shard.CrossShardOptimizer):
-    return value.inner_optimizer
-  return value
 
 
 def _innermost(optimizer: Any) -> Any:
@@ -152,8 +133,8 @@ def _patch_innermost(target: Any, *args: Any, **kwargs: Any) -> Any:
 class Plugin:
   """Encapsulates while a test runs, and writes down what became of it."""
 
-  def __init__(self, which: str, report: pathlib.Path) -> None:
-    self._encapsulation = Encapsulation(which)
+  def __init__(self, report: pathlib.Path) -> None:
+    self._encapsulation = Encapsulation()
     self._report = report
     self._tests: dict[str, dict[str, Any]] = {}
 
@@ -185,11 +166,9 @@ class Plugin:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-  parser.addoption("--encapsulate", choices=[EACH, WHOLE, NOTHING])
   parser.addoption("--encapsulation-report", type=pathlib.Path)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-  which = config.getoption("--encapsulate")
   report = config.getoption("--encapsulation-report")
-  config.pluginmanager.register(Plugin(which, report))
+  config.pluginmanager.register(Plugin(report))

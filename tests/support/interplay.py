@@ -1,7 +1,7 @@
-"""Two Kerases, mixed precision and loss scaling: every combination.
+"""Two Kerases, mixed precision and loss scaling, in every pair of settings.
 
-{Keras 3, tf_keras, its older optimizers} x {fit, custom loop} x 4 engines
-  x {float32, mixed_float16, mixed_bfloat16}
+{Keras 3, tf_keras, its older optimizers} x {fit, custom loop, minimize}
+  x 4 engines x {float32, mixed_float16, mixed_bfloat16}
   x {no loss scaling of the user's, inside of ours, around ours}
 
 A cell trains a linear regression whose data are multiples of powers of two, so
@@ -15,14 +15,14 @@ import fnmatch
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from tests.support import testbed
+from tests.support import covering, testbed
 from tf_cross_shard import keras3 as sharded_keras3
 from tf_cross_shard import tf_keras as sharded_tf_keras
 
@@ -41,7 +41,7 @@ ENGINES = {
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 SCALINGS = ("plain", "inside", "outside")
 
-# Which cells cannot be, and what tf_keras says of them; the first that fits.
+# Which cells cannot be, and what is said of them; the first that fits.
 IMPOSSIBLE = {
   "tf_keras*-*-virtual_tpu-mixed_float16-*": (
     "Mixed precision is not supported with the tf.distribute.Strategy"
@@ -74,21 +74,13 @@ SCALE_OF_COMPILE = 2.0**15  # of the one that compile() adds
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-  """One combination; its parts are keys of the tables above.
+  """One combination; its parts are keys of the tables above."""
 
-  Attributes:
-    kind: Of Keras.
-    way: To train; besides those of the table, "minimize" in a custom loop.
-    engine: What distributes.
-    policy: Of the model.
-    scaling: Where the user's loss scaling optimizer stands.
-  """
-
-  kind: str
-  way: str
+  kind: str  # of Keras
+  way: str  # to train; besides those of the table, "minimize" in a loop
   engine: str
   policy: str
-  scaling: str
+  scaling: str  # where the user's loss scaling optimizer is
 
   def __str__(self) -> str:
     return "-".join(dataclasses.astuple(self))
@@ -112,27 +104,34 @@ class Cell:
 
 def cells(*engines: str) -> list[Cell]:
   """All cells of some engines."""
-  return [
-    Cell(*parts)
-    for parts in itertools.product(KERASES, WAYS, engines, POLICIES, SCALINGS)
-  ]
+  columns = KERASES, WAYS, engines, POLICIES, SCALINGS
+  return [Cell(*parts) for parts in itertools.product(*columns)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Data:
-  """Examples for each replica and step, and where the weights start.
+def covering_cells(*engines: str) -> list[tuple[Cell, bool]]:
+  """Cells with every pair of settings, and whether each skips by itself.
 
-  Attributes:
-    x: Inputs, float32 [steps, replicas, examples, 2].
-    y: Targets, float32 [steps, replicas, examples, 1].
-    kernel: float32 [2, 1].
-    bias: float32 [1].
+  `minimize` is a way too, and `skip_nonfinite` a setting.
   """
 
-  x: np.ndarray
-  y: np.ndarray
-  kernel: np.ndarray
-  bias: np.ndarray
+  def is_possible(row: covering.Row) -> bool:
+    # LossScaleOptimizer of Keras 3 has no `minimize`.
+    has_way = (row[0], row[1], row[4]) != ("keras3", "minimize", "outside")
+    return has_way and Cell(*row[:-1]).impossible is None
+
+  ways = (*WAYS, "minimize")
+  columns = list(KERASES), ways, engines, POLICIES, SCALINGS, (False, True)
+  rows = covering.pairwise(columns, is_possible)
+  return [(Cell(*row[:-1]), row[-1]) for row in rows]
+
+
+class Data(NamedTuple):
+  """Examples for each replica and step, and where the weights start."""
+
+  x: np.ndarray  # [steps, replicas, examples, 2]
+  y: np.ndarray  # [steps, replicas, examples, 1]
+  kernel: np.ndarray  # [2, 1]
+  bias: np.ndarray  # [1]
 
 
 @functools.cache
@@ -249,32 +248,18 @@ def mean_square(model: Any, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
 
 @dataclasses.dataclass
 class Step:
-  """What there is after a step; each list has an item per replica.
+  """What there is after a step; each list has an item per replica."""
 
-  Attributes:
-    weights: Each variable of the model.
-    iterations: The count of the encapsulated optimizer.
-    scales: The loss scale in use; empty if there is none.
-    skipped: `skipped_steps`; empty if they are not counted.
-    loss: Of the step, before any scaling; only of plain Keras.
-  """
-
-  weights: list[list[np.ndarray]]
-  iterations: list[int]
-  scales: list[float]
-  skipped: list[int]
-  loss: float = 0.0
+  weights: list[list[np.ndarray]]  # each variable of the model
+  iterations: list[int]  # of the encapsulated optimizer
+  scales: list[float]  # the loss scale in use; empty if there is none
+  skipped: list[int]  # `skipped_steps`; empty if they are not counted
+  loss: float = 0.0  # before any scaling; only of plain Keras
 
 
 @dataclasses.dataclass
 class Run:
-  """What came of a cell.
-
-  Attributes:
-    steps: One after the other.
-    compute_dtype: In which the model calculates.
-    history: `History.history` of `fit`.
-  """
+  """What came of a cell; `history` is that of `fit`."""
 
   steps: list[Step]
   compute_dtype: str
@@ -584,11 +569,11 @@ def join(parts: Sequence[Run]) -> Run:
   return dataclasses.replace(parts[0], steps=steps)
 
 
-# ------------------------------------------------------------------ the README
+# ------------------------------------------------------------------- the table
 
 
 def table() -> str:
-  """The table in the README, of these cells."""
+  """The table in the documentation, of these cells."""
   reasons = list(dict.fromkeys(IMPOSSIBLE.values()))
   lines = [
     "| | " + " | ".join(ENGINES.values()) + " |",

@@ -25,8 +25,12 @@ def train(
   members: Sequence[int],
   reduction: str,
   update: str,
+  scale: float = 1.0,
 ) -> list[np.ndarray]:
-  """Trains one group; x is [steps, replicas, examples, features]."""
+  """Trains one group on `scale` times the loss.
+
+  `x` is [steps, replicas, examples, features].
+  """
   weights = [value.astype(np.float64) for value in initial]
   first = [np.zeros_like(w) for w in weights]
   second = [np.zeros_like(w) for w in weights]
@@ -38,7 +42,7 @@ def train(
         gradient(*weights, x[step, replica], y[step, replica]),
         strict=True,
       ):
-        part += g / len(members) if reduction == "mean" else g
+        part += scale * (g / len(members) if reduction == "mean" else g)
     for i, g in enumerate(total):
       if update == "SGD":
         weights[i] = weights[i] - 0.125 * g

@@ -20,20 +20,6 @@ GROUPINGS: dict[str, list[list[int]] | None] = {
 }
 # TF_USE_LEGACY_KERAS=1 makes `tf.keras` tf_keras, and the same tests run in it.
 IS_TF_KERAS = not hasattr(tf.keras, "Variable")
-_optimizers = tf.keras.optimizers
-
-
-def _made_by(
-  optimizers: Any, rates: dict[str, dict[str, float]], prefix: str = ""
-) -> dict[str, Callable[..., Any]]:
-  """Makers of those optimizers that a Keras has, by name."""
-  return {
-    prefix + name: functools.partial(
-      getattr(optimizers, "SGD" if name == "Momentum" else name), **options
-    )
-    for name, options in rates.items()
-    if name == "Momentum" or hasattr(optimizers, name)
-  }
 
 
 _RATES: dict[str, dict[str, float]] = {
@@ -51,15 +37,28 @@ _RATES: dict[str, dict[str, float]] = {
   "Lamb": {"learning_rate": 0.01},
   "Adafactor": {"learning_rate": 0.01},
 }
-OPTIMIZERS = _made_by(_optimizers, _RATES)
-if IS_TF_KERAS:
-  OPTIMIZERS |= _made_by(_optimizers.legacy, _RATES, "legacy ")
 
-# Muon came with Keras 3.9. In 3.12 its update asks for what TensorFlow's
-# variables do not have, so that plain Keras cannot use it either.
-_muon = getattr(_optimizers, "Muon", None)
-if _muon and "_should_use_adamw" not in inspect.getsource(_muon.update_step):
-  OPTIMIZERS["Muon"] = functools.partial(_muon, 0.01)
+
+def optimizers_of(library: Any) -> dict[str, Callable[..., Any]]:
+  """Makers of those optimizers that a Keras has, by name."""
+  found = {}
+  homes = {"": library.optimizers}
+  if not hasattr(library, "Variable"):
+    homes["legacy "] = library.optimizers.legacy
+  for prefix, home in homes.items():
+    for name, options in _RATES.items():
+      kind = getattr(home, "SGD" if name == "Momentum" else name, None)
+      if kind is not None:
+        found[prefix + name] = functools.partial(kind, **options)
+  # Muon came with Keras 3.9. In 3.12 its update asks for what TensorFlow's
+  # variables do not have, so that plain Keras cannot use it either.
+  muon = getattr(library.optimizers, "Muon", None)
+  if muon and "_should_use_adamw" not in inspect.getsource(muon.update_step):
+    found["Muon"] = functools.partial(muon, 0.01)
+  return found
+
+
+OPTIMIZERS = optimizers_of(tf.keras)
 
 
 @functools.cache
@@ -92,10 +91,11 @@ def copies(variable: Any) -> list[np.ndarray]:
   return [copy.numpy() for copy in strategy.experimental_local_results(value)]
 
 
-def variable(value: Any, name: str | None = None) -> Any:
-  """A variable of the Keras that is tested; tf_keras has TensorFlow's."""
-  kind = tf.Variable if IS_TF_KERAS else tf.keras.Variable
-  return kind(value, name=name)
+def variable(
+  value: Any, name: str | None = None, library: Any = tf.keras
+) -> Any:
+  """A variable of a Keras; tf_keras has TensorFlow's."""
+  return getattr(library, "Variable", tf.Variable)(value, name=name)
 
 
 def is_legacy(optimizer: Any) -> bool:
@@ -151,10 +151,10 @@ class Regression:
     flat = self.x.reshape(self.steps, num_replicas, -1)
     assert not (flat == flat[:, :1]).all(axis=(0, 2))[1:].any(), "same data"
 
-  def variables(self) -> list[Any]:
+  def variables(self, library: Any = tf.keras) -> list[Any]:
     """New weights with the initial values."""
     return [
-      variable(value, name)
+      variable(value, name, library)
       for value, name in zip(self.initial, ("kernel", "bias"), strict=True)
     ]
 
@@ -179,9 +179,10 @@ def train_plain(
   members: Sequence[int],
   optimizer: Any,
   factor: float = 1.0,
+  library: Any = tf.keras,
 ) -> list[np.ndarray]:
   """Plain Keras, without a strategy, on a group's concatenated batch."""
-  variables = task.variables()
+  variables = task.variables(library)
   build(optimizer, variables)
   for step in range(task.steps):
     x, y = task.group_batch(step, members)

@@ -30,32 +30,26 @@ def test_for_strategy() -> None:
 class TestAnyStrategy:
   """MirroredStrategy stands in for a strategy that nobody knows."""
 
-  def test_sums_and_joins_over_all_replicas(self) -> None:
+  @pytest.mark.parametrize("eager", [False, True])
+  def test_sums_and_joins_over_all_replicas(self, eager: bool) -> None:
+    """And a tensor that replicas share counts for each of them."""
     engine = base.AnyStrategy(testbed.mirrored())
     everyone = groups_lib.Groups([[0, 1, 2, 3]])
+    shared = tf.constant(1)
 
     def replica_fn() -> tuple[tf.Tensor, ...]:
       mark = tf.constant([1.0, 2.0, 4.0, 8.0])[testbed.replica_id()]
-      total, count = engine.all_reduce_sum([mark, tf.constant(1)], everyone)
+      total, count = engine.all_reduce_sum([mark, shared], everyone)
       [rows] = engine.all_gather([mark[tf.newaxis]], everyone)
       return tf.identity(total), tf.identity(count), tf.reduce_sum(rows)
 
-    results = tf.function(
-      lambda: engine.strategy.run(replica_fn), autograph=False
-    )()
+    def run() -> tuple[tf.Tensor, ...]:
+      return engine.strategy.run(replica_fn)
+
+    results = run() if eager else tf.function(run, autograph=False)()
     for result, expected in zip(results, (15, 4, 15), strict=True):
       copies = engine.strategy.experimental_local_results(result)
       assert [float(copy) for copy in copies] == [expected] * 4
-
-  def test_a_tensor_that_replicas_share_counts_for_each(self) -> None:
-    engine = base.AnyStrategy(testbed.mirrored())
-    everyone = groups_lib.Groups([[0, 1, 2, 3]])
-    shared = tf.constant(1.0)
-    [total] = engine.strategy.run(
-      lambda: engine.all_reduce_sum([shared], everyone)
-    )
-    copies = engine.strategy.experimental_local_results(total)
-    assert [float(copy) for copy in copies] == [4.0] * 4
 
   def test_refuses_groups(self) -> None:
     engine = base.AnyStrategy(testbed.mirrored())
@@ -66,29 +60,6 @@ class TestAnyStrategy:
         match=r"`group_assignment`.*MirroredStrategy.*\[\[0, 1\], \[2, 3\]\]",
       ):
         call([tf.constant([1.0])], groups)
-
-  @pytest.mark.parametrize("name", ["Adam", "Momentum"])
-  @pytest.mark.parametrize("eager", [False, True])
-  def test_trains_like_plain_keras(
-    self, name: str, eager: bool, monkeypatch: pytest.MonkeyPatch
-  ) -> None:
-    monkeypatch.setattr(collectives, "for_strategy", base.AnyStrategy)
-    strategy = testbed.mirrored()
-    task = testbed.Regression()
-    with strategy.scope():
-      variables = task.variables()
-      optimizer = CrossShardOptimizer(testbed.OPTIMIZERS[name]())
-      optimizer.build(variables)
-
-    testbed.train_replicas(task, strategy, optimizer, variables, eager)
-    plain = testbed.OPTIMIZERS[name]()
-    expected = testbed.train_plain(task, range(testbed.REPLICAS), plain)
-    for variable, value in zip(variables, expected, strict=True):
-      held = testbed.copies(variable)
-      assert len(held) == testbed.REPLICAS
-      for copy in held:
-        testbed.assert_close(copy, value, name)
-    assert testbed.copies(optimizer.iterations) == [task.steps] * 4
 
 
 class TestCentralStorage:

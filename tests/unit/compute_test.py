@@ -109,20 +109,5 @@ def test_sparse_gradients_stay_sparse() -> None:
   np.testing.assert_array_equal(grad.values, np.full((2, 2), 0.5))
 
 
-def test_half_precision_losses_keep_their_dtype() -> None:
-  v = tf.Variable(2.0, dtype=tf.float16)
-  [(grad, _)] = compute.compute(
-    lambda: v * v, [v], None, _halved, OPTIONS, True
-  )
-  assert grad.dtype == tf.float16
-  assert float(grad) == 2.0
-
-
-@pytest.mark.parametrize("gate", [-1, 3, "op", None])
-def test_gates_are_checked(gate: Any) -> None:
-  with pytest.raises(ValueError, match=r"`gate_gradients`.*GATE_OP \(1\)"):
-    compute.GraphOptions(gate_gradients=gate)
-
-
 if __name__ == "__main__":
   raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,7 +1,8 @@
-"""The factor of the mean, in each cell of its table."""
+"""The factor of the mean in each cell of its table, and what is said of it."""
 
-import enum
-from collections.abc import Callable
+import logging
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,46 +11,28 @@ import tensorflow as tf
 from tf_cross_shard.gradients import loss_factor
 
 
-class Spelling(enum.Enum):
-  """Stands in for a framework's enumeration of reductions."""
-
-  AVERAGE = "SUM_OVER_BATCH_SIZE"
-  ADD = "sum"
-  KEEP = "none"
-
-
 @pytest.mark.parametrize(
   ("spelling", "canonical"),
   [
     ("mean", "mean"),
-    ("MEAN", "mean"),
     ("Weighted_Mean", "mean"),
     ("sum_over_batch_size", "mean"),
-    ("sum", "sum"),
     ("SUM", "sum"),
-    ("weighted_sum", "sum"),
     (tf.compat.v1.losses.Reduction.MEAN, "mean"),
     (tf.compat.v1.losses.Reduction.SUM, "sum"),
-    (Spelling.AVERAGE, "mean"),
-    (Spelling.ADD, "sum"),
   ],
 )
 def test_accepted_spellings(spelling: Any, canonical: str) -> None:
   assert loss_factor.canonical_reduction(spelling) == canonical
 
 
-@pytest.mark.parametrize(
-  "reduction",
-  ["", "avg", "none", "mean ", None, 1, True, ["mean"], Spelling.KEEP],
-)
+@pytest.mark.parametrize("reduction", ["", "avg", "none", None, 1, ["mean"]])
 def test_unknown_reduction_lists_the_known_ones(reduction: Any) -> None:
   with pytest.raises(ValueError, match="`reduction` must be one of") as error:
     loss_factor.canonical_reduction(reduction)
-  text = str(error.value)
   for known in ("mean", "weighted_mean", "sum_over_batch_size", "sum"):
-    assert repr(known) in text
-  assert f"got {reduction!r}." in text
-  assert 'Use "mean" to average gradients over the group or "sum"' in text
+    assert repr(known) in str(error.value)
+  assert f"got {reduction!r}." in str(error.value)
 
 
 @pytest.mark.parametrize("averaged_over", ["replica", "global", None])
@@ -61,64 +44,135 @@ def test_accepted_conventions(averaged_over: str | None) -> None:
 def test_unknown_convention_explains_the_known_ones(averaged_over: Any) -> None:
   with pytest.raises(ValueError, match="`loss_averaged_over`") as error:
     loss_factor.check_averaged_over(averaged_over)
-  text = str(error.value)
-  assert '"replica" (the loss is a mean over this replica\'s examples)' in text
-  assert '"global" (over all replicas\' examples' in text
-  assert "None to decide by the call" in text
-  assert text.endswith(f"got {averaged_over!r}.")
+  for words in ('"replica" (', '"global" (', f"got {averaged_over!r}."):
+    assert words in str(error.value)
 
 
-@pytest.mark.parametrize(
-  ("reduction", "averaged_over", "group_size", "factor"),
-  [
-    ("mean", "replica", 8, 1 / 8),
-    ("mean", "replica", 2, 1 / 2),
-    ("mean", "global", 8, 1.0),
-    ("mean", "global", 2, 4.0),
-    ("sum", "replica", 8, 1.0),
-    ("sum", "replica", 2, 1.0),
-    ("sum", "global", 8, 8.0),
-    ("sum", "global", 2, 8.0),
-  ],
-)
+CELLS = [
+  ("mean", "replica", 8, 1 / 8),
+  ("mean", "replica", 2, 1 / 2),
+  ("mean", "global", 8, 1.0),
+  ("mean", "global", 2, 4.0),
+  ("sum", "replica", 8, 1.0),
+  ("sum", "replica", 2, 1.0),
+  ("sum", "global", 8, 8.0),
+  ("sum", "global", 2, 8.0),
+]
+
+
+@pytest.mark.parametrize(("reduction", "taken", "group_size", "factor"), CELLS)
 def test_each_cell_of_the_table(
-  reduction: str, averaged_over: str, group_size: int, factor: float
+  reduction: str, taken: str, group_size: int, factor: float
 ) -> None:
-  found = loss_factor.loss_factor(
-    reduction, averaged_over, num_replicas=8, group_size=group_size
-  )
-  assert found == factor
-  assert isinstance(found, float)
+  """By itself, by the way in, and by the user's word against the way in."""
+  assert loss_factor.loss_factor(reduction, taken, 8, group_size) == factor
+  assert loss_factor.loss_factor(reduction, taken, 1, 1) == 1.0
+  other = "global" if taken == "replica" else "replica"
+  for averaged_over, default in ((None, taken), (taken, other), (taken, taken)):
+    convention = loss_factor.LossConvention(reduction, averaged_over)
+    assert convention.factor(default, 8, group_size) == factor
 
 
-def _mean(values: list[float]) -> float:
-  return sum(values) / len(values)
+# What is said of it.
 
 
-@pytest.mark.parametrize("averaged_over", ["replica", "global"])
+class Recorder(logging.Handler):
+  """Keeps what is logged."""
+
+  def __init__(self) -> None:
+    super().__init__()
+    self.lines: list[str] = []
+
+  def emit(self, record: logging.LogRecord) -> None:
+    self.lines.append(f"{record.levelname}: {record.getMessage()}")
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+  """What absl logs in a test, informative lines included."""
+  logger, recorder = logging.getLogger("absl"), Recorder()
+  level = logger.level
+  logger.addHandler(recorder)
+  logger.setLevel(logging.INFO)
+  yield recorder.lines
+  logger.setLevel(level)
+  logger.removeHandler(recorder)
+
+
+@pytest.mark.parametrize("default", ["replica", "global"])
+def test_a_default_is_told_once_by_each_optimizer(
+  log: list[str], default: str
+) -> None:
+  whose = "this replica's" if default == "replica" else "all replicas'"
+  for count in (1, 2):
+    convention = loss_factor.LossConvention("mean", None)
+    for _ in range(3):
+      convention.factor(default, 4, 2)
+      convention.end_step(4, 2)
+    assert len(log) == count
+    assert f"averaged over {whose} examples" in log[-1]
+    assert "loss_averaged_over=" in log[-1]
+
+
+def test_a_choice_or_one_replica_needs_no_telling(log: list[str]) -> None:
+  for averaged_over in ("replica", "global"):
+    chosen = loss_factor.LossConvention("mean", averaged_over)
+    chosen.factor("replica", 4, 2)
+    chosen.factor("global", 4, 2)
+  loss_factor.LossConvention("mean", None).factor("replica", 1, 1)
+  assert log == []
+
+
 @pytest.mark.parametrize(
-  ("reduction", "combine"), [("mean", _mean), ("sum", sum)]
+  ("group_size", "local", "over_all"), [(1, 1, 4), (2, 0.5, 2), (4, 0.25, 1)]
 )
-@pytest.mark.parametrize("groups", [[[0, 1, 2, 3]], [[0, 3], [1, 2]]])
-def test_the_summed_loss_is_what_the_reduction_says(
-  groups: list[list[int]],
-  reduction: str,
-  combine: Callable[[list[float]], float],
-  averaged_over: str,
+def test_a_step_that_never_scaled_is_warned_about_once(
+  log: list[str], group_size: int, local: float, over_all: float
 ) -> None:
-  """The group's result does not depend on who divided the loss before."""
-  own_means = [1.0, 2.0, 4.0, 8.0]  # of each replica's examples
-  divided = 1 if averaged_over == "replica" else len(own_means)
-  factor = loss_factor.loss_factor(reduction, averaged_over, 4, len(groups[0]))
-  for group in groups:
-    summed = sum(factor * own_means[r] / divided for r in group)
-    assert summed == combine([own_means[r] for r in group])
+  convention = loss_factor.LossConvention("mean", None)
+  for _ in range(3):
+    convention.end_step(4, group_size)
+  [line] = log
+  assert line.startswith("WARNING:")
+  assert 'reduction="mean" is missing its factor' in line
+  assert f"{local:g} if the loss is averaged over this replica's" in line
+  assert f"{over_all:g} if over all replicas'" in line
+  assert "scale_loss(loss)" in line
 
 
-def test_one_replica_needs_no_factor() -> None:
-  for reduction in ("mean", "sum"):
-    for averaged_over in ("replica", "global"):
-      assert loss_factor.loss_factor(reduction, averaged_over, 1, 1) == 1.0
+def test_a_scaled_step_is_not_warned_about_but_the_next_is(
+  log: list[str],
+) -> None:
+  convention = loss_factor.LossConvention("mean", "replica")
+  convention.factor("replica", 4, 4)
+  convention.end_step(4, 4)
+  assert log == []
+  convention.end_step(4, 4)
+  assert len(log) == 1
+
+
+def test_a_sum_or_one_replica_misses_no_factor(log: list[str]) -> None:
+  loss_factor.LossConvention("sum", None).end_step(4, 2)
+  loss_factor.LossConvention("mean", None).end_step(1, 1)
+  assert log == []
+
+
+def test_each_thread_has_a_step_of_its_own(log: list[str]) -> None:
+  """What one replica's thread scaled says nothing of another's."""
+  convention = loss_factor.LossConvention("mean", "replica")
+
+  def run(call: Callable[..., Any], *args: Any) -> None:
+    thread = threading.Thread(target=call, args=args)
+    thread.start()
+    thread.join()
+
+  convention.factor("replica", 2, 2)  # here
+  run(convention.factor, "replica", 2, 2)  # ends without end_step
+  convention.end_step(2, 2)  # here: scaled
+  assert log == []
+  convention.factor("replica", 2, 2)
+  run(convention.end_step, 2, 2)  # there: never scaled
+  assert len(log) == 1
 
 
 if __name__ == "__main__":

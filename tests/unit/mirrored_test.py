@@ -62,23 +62,20 @@ def _in_nested_function(reduce: Any) -> Any:
   return tf.function(reduce, autograph=False)()
 
 
+DTYPES = (tf.float32, tf.int32, tf.bfloat16, tf.float16, tf.float64)
+
+
 @pytest.mark.parametrize("table", GROUPINGS)
 class TestSums:
-  @pytest.mark.parametrize("eager", [False, True])
-  def test_merge(self, table: list[list[int]], eager: bool) -> None:
+  @pytest.mark.parametrize("prefer_merge", [True, False])
+  def test_with_and_without_a_merge_call(
+    self, table: list[list[int]], prefer_merge: bool
+  ) -> None:
+    """GPUs have collectives, although a merge call could be made."""
     groups = groups_lib.Groups(table)
-    engine = mirrored.Mirrored(testbed.mirrored())
-    dtypes = (tf.float32, tf.int32, tf.bfloat16, tf.float16, tf.float64)
-    sums = _sums(engine, groups, dtypes=dtypes, eager=eager)
-    assert sums == [_expected(groups)] * len(dtypes)
-
-  def test_collective(self, table: list[list[int]]) -> None:
-    """As on GPUs: collectives although a merge call could be made."""
-    groups = groups_lib.Groups(table)
-    engine = mirrored.Mirrored(testbed.mirrored(), prefer_merge=False)
-    dtypes = (tf.float32, tf.int32, tf.bfloat16, tf.float16, tf.float64)
-    sums = _sums(engine, groups, dtypes=dtypes)
-    assert sums == [_expected(groups)] * len(dtypes)
+    engine = mirrored.Mirrored(testbed.mirrored(), prefer_merge=prefer_merge)
+    sums = _sums(engine, groups, dtypes=DTYPES)
+    assert sums == [_expected(groups)] * len(DTYPES)
     assert _sums(engine, groups, eager=True) == [_expected(groups)]
 
   @pytest.mark.parametrize("wrap", [_in_cond, _in_nested_function])
@@ -204,23 +201,6 @@ def test_a_loop_around_run_is_fine() -> None:
 
   run()
   assert testbed.copies(total) == [9.0, 9.0, 36.0, 36.0]
-
-
-def test_strategies_do_not_share_keys() -> None:
-  two = mirrored.Mirrored(testbed.mirrored(2), prefer_merge=False)
-  four = mirrored.Mirrored(testbed.mirrored(4), prefer_merge=False)
-  again = mirrored.Mirrored(testbed.mirrored(4), prefer_merge=False)
-  pair = groups_lib.Groups([[0, 1]])
-  pairs = groups_lib.Groups(GROUPINGS[1])
-  keys = [
-    two._meeting.group_key(pair, 0),
-    four._meeting.group_key(pairs, 0),
-    four._meeting.group_key(pairs, 2),
-    four._meeting.group_key(groups_lib.Groups(GROUPINGS[0]), 0),
-  ]
-  assert len(set(keys)) == len(keys)
-  assert four._meeting.group_key(pairs, 1) == keys[1]
-  assert again._meeting is four._meeting
 
 
 if __name__ == "__main__":

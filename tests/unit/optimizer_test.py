@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 from absl import logging
 
-from tests.support import testbed
-from tf_cross_shard import CrossShardOptimizer, Groups
+from tests.support import covering, testbed
+from tf_cross_shard import CrossShardOptimizer
 
 keras = tf.keras
 SGD = keras.optimizers.SGD
@@ -45,11 +45,6 @@ def _mine() -> tf.Tensor:
   return tf.constant([1.0, 2.0, 4.0, 8.0])[testbed.replica_id()]
 
 
-def _norm() -> tf.Tensor:
-  """A gradient of norm 5, 10, 20 or 40."""
-  return _mine() * tf.constant([3.0, 4.0])
-
-
 class TestReduction:
   @pytest.mark.parametrize("mode", ["eager", "function"])
   def test_apply_gradients_sums(self, mode: str) -> None:
@@ -61,11 +56,6 @@ class TestReduction:
     counts = _run(step, mode)
     assert testbed.copies(weight) == [-15.0] * 4
     assert [int(count) for count in counts] == [1] * 4
-
-  def test_groups_sum_apart(self) -> None:
-    optimizer, weight = _make(_sgd, group_assignment=[[3, 0], [1, 2]])
-    _run(lambda: optimizer.apply_gradients([(_mine(), weight)]))
-    assert testbed.copies(weight) == [-9.0, -6.0, -6.0, -9.0]
 
   def test_mean_is_in_compute_gradients(self) -> None:
     optimizer, weight = _make(_sgd, group_assignment=[[0, 1], [2, 3]])
@@ -79,42 +69,11 @@ class TestReduction:
 
     assert [float(grad) for grad in _run(step)] == [0.5, 1.0, 2.0, 4.0]
 
-  def test_scale_loss_carries_keras_factor(self) -> None:
-    for groups, reduction, factor in (
-      (None, "mean", 1.0),
-      ([[0, 1], [2, 3]], "mean", 2.0),
-      (None, "sum", 4.0),
-      ([[0, 1], [2, 3]], "sum", 4.0),
-    ):
-      optimizer, _ = _make(_sgd, reduction, group_assignment=groups)
-      results = _run(lambda o=optimizer: o.scale_loss(tf.constant(3.0)))
-      assert [float(result) for result in results] == [3.0 * factor] * 4
-
   def test_constant_gradient_shared_by_all_replicas(self) -> None:
     optimizer, weight = _make(_sgd)
     shared = tf.constant(1.0)
     _run(lambda: optimizer.apply_gradients([(shared, weight)]), "eager")
     assert testbed.copies(weight) == [-4.0] * 4
-
-  def test_global_step_is_incremented_once(self) -> None:
-    optimizer, weight = _make(_sgd)
-    outside = tf.Variable(0, dtype=tf.int64)
-    with testbed.mirrored().scope():
-      inside = tf.Variable(5, dtype=tf.int32)
-      first = tf.Variable(
-        7,
-        dtype=tf.int64,
-        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-      )
-    for global_step in (outside, inside, first):
-      _run(
-        lambda s=global_step: optimizer.apply_gradients(
-          [(_mine(), weight)], global_step=s
-        )
-      )
-    assert testbed.copies(outside) == [1]
-    assert testbed.copies(inside) == [6] * 4
-    assert testbed.copies(first) == [8] * 4
 
   def test_variables_found_by_the_loss(self) -> None:
     for mode in ("eager", "function"):
@@ -153,45 +112,44 @@ class TestReduction:
     slot = optimizer.get_slot(weight, "momentum")
     assert testbed.copies(slot) == [-15.0] * 4
 
-  def test_constraints_hold_for_variables_that_the_loss_found(self) -> None:
-    for mode in ("eager", "function"):
-      optimizer, weight = _make(_sgd, initial=1.0)
-      weight.constraint = keras.constraints.NonNeg()
-      _run(
-        lambda o=optimizer, w=weight: o.minimize(lambda: _mine() * w.value),
-        mode,
+  @pytest.mark.parametrize("way", ["apply", "found by the loss"])
+  @pytest.mark.parametrize("aggregation", ["none", "mean", "sum"])
+  def test_constraints_of_keras_variables(
+    self, aggregation: str, way: str
+  ) -> None:
+    with testbed.mirrored().scope():
+      weight = keras.Variable(1.0, aggregation=aggregation)
+      weight.constraint = keras.constraints.get("non_neg")
+      optimizer = CrossShardOptimizer(
+        SGD(0.25), "sum", group_assignment=[[0, 1], [2, 3]]
       )
-      assert testbed.copies(weight) == [0.0] * 4
+      optimizer.build([weight])
 
-  def test_aggregated_keras_variables_with_constraints(self) -> None:
-    for mode in ("eager", "function"):
-      for aggregation in ("mean", "sum", "only_first_replica"):
-        with testbed.mirrored().scope():
-          weight = keras.Variable(1.0, aggregation=aggregation)
-          weight.constraint = keras.constraints.get("non_neg")
-          optimizer = CrossShardOptimizer(
-            SGD(0.25), group_assignment=[[0, 1], [2, 3]]
-          )
-          optimizer.build([weight])
-        _run(
-          lambda o=optimizer, w=weight: o.apply_gradients([(_mine(), w)]), mode
-        )
-        assert testbed.copies(weight) == [0.25, 0.25, 0.0, 0.0]
+    def step() -> Any:
+      if way == "apply":
+        return optimizer.apply_gradients([(_mine(), weight)])
+      return optimizer.minimize(lambda: _mine() * weight.value)
+
+    _run(step)
+    assert testbed.copies(weight) == [0.25, 0.25, 0.0, 0.0]
 
   @pytest.mark.parametrize("mode", ["eager", "function"])
   def test_global_step_of_every_kind_counts_one(self, mode: str) -> None:
-    synchronization = tf.VariableSynchronization
-    aggregation = tf.VariableAggregation
-    for sync, aggregate in (
-      (synchronization.AUTO, aggregation.SUM),
-      (synchronization.ON_READ, aggregation.SUM),
-      (synchronization.ON_READ, aggregation.ONLY_FIRST_REPLICA),
-    ):
+    on_read = tf.VariableSynchronization.ON_READ
+    only_first = tf.VariableAggregation.ONLY_FIRST_REPLICA
+    total = tf.VariableAggregation.SUM
+    counters = [tf.Variable(0)]
+    with testbed.mirrored().scope():
+      for options in (
+        {},
+        {"aggregation": only_first},
+        {"aggregation": total},
+        {"synchronization": on_read, "aggregation": total},
+        {"synchronization": on_read, "aggregation": only_first},
+      ):
+        counters.append(tf.Variable(0, **options))
+    for step in counters:
       optimizer, weight = _make(_sgd)
-      with testbed.mirrored().scope():
-        step = tf.Variable(
-          0, dtype=tf.int64, synchronization=sync, aggregation=aggregate
-        )
       for _ in range(2):
         _run(
           lambda o=optimizer, w=weight, s=step: o.apply_gradients(
@@ -226,12 +184,11 @@ class TestLossScaleOptimizer:
 
     assert train(twice=True) == train(twice=False) == [[-2.0, -1.0], 4.0]
 
-  @pytest.mark.parametrize("option", ["clipnorm", "clipvalue"])
-  def test_local_clipping_does_not_hide_overflow(self, option: str) -> None:
+  def test_local_clipping_does_not_hide_overflow(self) -> None:
     def opt() -> Any:
       return keras.optimizers.LossScaleOptimizer(_sgd(), initial_scale=1024.0)
 
-    optimizer, weight = _make(opt, initial=[1.0, 2.0], **{option: 0.5})
+    optimizer, weight = _make(opt, initial=[1.0, 2.0], clipvalue=0.5)
 
     def step() -> Any:
       pairs = optimizer.compute_gradients(
@@ -250,9 +207,6 @@ class TestLossScaleOptimizer:
 
 class TestClipping:
   def test_before_the_sum_and_after_it(self) -> None:
-    before, weight = _make(_sgd, clipvalue=3.0)
-    _run(lambda: before.apply_gradients([(_mine(), weight)]))
-    assert testbed.copies(weight) == [-(1.0 + 2.0 + 3.0 + 3.0)] * 4
     after, weight = _make(lambda: SGD(1.0, clipvalue=3.0))
     _run(lambda: after.apply_gradients([(_mine(), weight)]))
     assert testbed.copies(weight) == [-3.0] * 4
@@ -260,18 +214,24 @@ class TestClipping:
     _run(lambda: both.apply_gradients([(_mine(), weight)]))
     assert testbed.copies(weight) == [-8.0] * 4
 
-  def test_by_norm(self) -> None:
-    for option in ("clipnorm", "global_clipnorm"):
-      optimizer, weight = _make(_sgd, initial=[0, 0], **{option: 5.0})
-
-      _run(lambda o=optimizer, w=weight: o.apply_gradients([(_norm(), w)]))
-      for copy in testbed.copies(weight):
-        np.testing.assert_allclose(copy, [-12.0, -16.0], rtol=1e-6)
-
   @pytest.mark.parametrize(
     "option", ["clipnorm", "global_clipnorm", "clipvalue"]
   )
-  @pytest.mark.parametrize("scaling", ["factor", "optimizer"])
+  def test_each_limit_is_this_replicas_own(self, option: str) -> None:
+    """And a limit of 0 is none, as in Keras."""
+    for limit, total in ((3.0, 1.0 + 2.0 + 3.0 + 3.0), (0.0, 15.0)):
+      optimizer, weight = _make(_sgd, **{option: limit})
+      _run(lambda o=optimizer, w=weight: o.apply_gradients([(_mine(), w)]))
+      assert testbed.copies(weight) == [-total] * 4
+
+  @pytest.mark.parametrize(
+    ("option", "scaling"),
+    [
+      ("clipnorm", "factor"),
+      ("global_clipnorm", "optimizer"),
+      ("clipvalue", "optimizer"),
+    ],
+  )
   def test_limits_do_not_feel_the_loss_scale(
     self, option: str, scaling: str
   ) -> None:
@@ -288,33 +248,18 @@ class TestClipping:
     )
     assert testbed.copies(weight) == [-(1.0 + 2.0 + 3.0 + 3.0)] * 4
 
-  @pytest.mark.parametrize(
-    "option", ["clipnorm", "global_clipnorm", "clipvalue"]
-  )
-  def test_a_limit_of_zero_is_none_as_in_keras(self, option: str) -> None:
-    optimizer, weight = _make(_sgd, **{option: 0.0})
-    _run(lambda: optimizer.apply_gradients([(_mine(), weight)]))
-    assert testbed.copies(weight) == [-15.0] * 4
-
-  def test_local_clipping_between_the_two_calls(self) -> None:
-    optimizer, weight = _make(_sgd)
-
-    def step() -> Any:
-      [(grad, variable)] = optimizer.compute_gradients(
-        lambda: _mine() * weight, [weight]
-      )
-      return optimizer.apply_gradients(
-        [(tf.clip_by_value(grad, -0.5, 0.5), variable)]
-      )
-
-    _run(step)
-    assert testbed.copies(weight) == [-(0.25 + 0.5 + 0.5 + 0.5)] * 4
-
 
 class TestSparse:
-  @pytest.mark.parametrize("grouping", testbed.GROUPINGS)
-  @pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad"])
-  @pytest.mark.parametrize("mode", ["eager", "function", "cond"])
+  @pytest.mark.parametrize(
+    ("mode", "name", "grouping"),
+    covering.pairwise(
+      [
+        ("eager", "function", "cond"),
+        ("SGD", "Adam", "Adagrad"),
+        list(testbed.GROUPINGS),
+      ]
+    ),
+  )
   def test_rows_shared_within_and_between_replicas(
     self, mode: str, name: str, grouping: str
   ) -> None:
@@ -399,22 +344,17 @@ class TestPlaces:
           call()
     assert testbed.copies(weight) == [0.0] * 4
 
-  def test_outside_its_strategy_is_refused(self) -> None:
+  def test_under_another_strategy_is_refused(self) -> None:
     optimizer, weight = _make(_sgd)
     with pytest.raises(RuntimeError, match=r"MirroredStrategy \(4 replicas\)"):
       optimizer.apply_gradients([(tf.constant(1.0), weight)])
-    stray = CrossShardOptimizer(SGD(1.0))
-    with pytest.raises(RuntimeError, match=r"with strategy\.scope\(\)"):
-      _run(lambda: stray.apply_gradients([(_mine(), weight)]))
-    assert testbed.copies(weight) == [0.0] * 4
-
-  def test_inner_made_outside_the_scope_is_refused(self) -> None:
-    inner = SGD(1.0)
+    stray, inner = CrossShardOptimizer(SGD(1.0)), SGD(1.0)
     with testbed.mirrored().scope():
-      weight = keras.Variable(0.0)
-      optimizer = CrossShardOptimizer(inner)
-    with pytest.raises(RuntimeError, match="made under"):
-      _run(lambda: optimizer.apply_gradients([(_mine(), weight)]))
+      half = CrossShardOptimizer(inner)
+    for each in (stray, half):
+      with pytest.raises(RuntimeError, match=r"with strategy\.scope\(\)"):
+        _run(lambda o=each: o.apply_gradients([(_mine(), weight)]))
+    assert testbed.copies(weight) == [0.0] * 4
 
   def test_groups_without_strategy_are_refused_when_used(self) -> None:
     optimizer = CrossShardOptimizer("sgd", group_assignment=[[0, 1]])
@@ -460,14 +400,10 @@ class TestBadInput:
       ({"opt": SGD}, TypeError, "`opt`"),
       ({"reduction": "max"}, ValueError, r"`reduction`.*'mean'.*'max'"),
       ({"loss_averaged_over": "all"}, ValueError, "`loss_averaged_over`"),
-      ({"group_assignment": [0, 1]}, ValueError, "two-dimensional"),
       ({"group_assignment": [[0, 1], [2]]}, ValueError, "one size"),
-      ({"group_assignment": []}, ValueError, "empty"),
       ({"group_assignment": [[0, 1], [1, 0]]}, ValueError, "twice"),
-      ({"group_assignment": [[0, 0], [1, 1]]}, ValueError, "twice"),
-      ({"group_assignment": [[0, 1], [2, 4]]}, ValueError, "out of range"),
-      ({"group_assignment": [[0, -1]]}, ValueError, "out of range"),
-      ({"group_assignment": [[0.0, 1.0]]}, ValueError, "integers"),
+      ({"skip_nonfinite": "yes"}, TypeError, "`skip_nonfinite`.*'yes'"),
+      ({"wire_dtype": "bf16"}, ValueError, "`wire_dtype`.*'bf16'"),
       ({"clipnorm": 1.0, "clipvalue": 1.0}, ValueError, "clip"),
     ],
   )
@@ -499,19 +435,6 @@ class TestBadInput:
     with pytest.raises(ValueError, match="known when the program is built"):
       make(tf.constant([[0]]))
 
-  def test_every_form_of_group_assignment(self) -> None:
-    table = [[0, 2], [1, 3]]
-    for form in (
-      table,
-      tuple(map(tuple, table)),
-      np.array(table, np.int32),
-      tf.constant(table),
-      Groups(table),
-    ):
-      optimizer = CrossShardOptimizer("sgd", group_assignment=form)
-      assert optimizer.group_assignment == optimizer.groups.to_lists() == table
-      assert type(optimizer.get_config()["group_assignment"][0][0]) is int
-
   @pytest.mark.parametrize(
     ("pairs", "error", "words"),
     [
@@ -532,16 +455,15 @@ class TestBadInput:
     assert optimizer.iterations.numpy() == 0
     np.testing.assert_array_equal(testbed.copies(weight)[3], [1.0, 2.0])
 
-  def test_foreign_variable(self) -> None:
+  def test_foreign_variables(self) -> None:
     optimizer, weight = _make(_sgd)
     with testbed.mirrored().scope():
       foreign = keras.Variable(0.0, name="foreign")
-    with pytest.raises(ValueError, match=r"foreign.*not among"):
-      _run(
-        lambda: optimizer.apply_gradients(
-          [(_mine(), weight), (_mine(), foreign)]
-        )
-      )
+    pairs = [(0.0, weight), (0.0, foreign)]
+    with pytest.raises(ValueError, match=r"`grads_and_vars` holds foreign"):
+      _run(lambda: optimizer.apply_gradients(pairs))
+    with pytest.raises(ValueError, match=r"`var_list` holds foreign"):
+      _run(lambda: optimizer.minimize(lambda: 2 * foreign, var_list=[foreign]))
     assert testbed.copies(weight) == [0.0] * 4
 
   def test_global_step(self) -> None:
@@ -587,13 +509,6 @@ class TestBadInput:
     ):
       with pytest.raises(error, match=words):
         optimizer.minimize(lambda: weight * frozen, var_list=var_list)
-
-  def test_foreign_var_list(self) -> None:
-    optimizer, _ = _make(_sgd)
-    with testbed.mirrored().scope():
-      foreign = keras.Variable(0.0, name="foreign")
-    with pytest.raises(ValueError, match=r"`var_list` holds foreign"):
-      _run(lambda: optimizer.minimize(lambda: 2 * foreign, var_list=[foreign]))
 
   def test_names_and_slots(self) -> None:
     optimizer, weight = _make(_sgd)
@@ -646,13 +561,6 @@ class TestWords:
     assert "this replica's examples" in said[0]
     assert "loss_averaged_over" in said[0]
 
-  def test_a_choice_is_not_commented(self, said: list[str]) -> None:
-    optimizer, weight = _make(_sgd, loss_averaged_over="replica")
-    _run(
-      lambda: optimizer.minimize(lambda: _mine() * weight, var_list=[weight])
-    )
-    assert said == []
-
   def test_missing_factor_is_warned_about_once(self, said: list[str]) -> None:
     optimizer, weight = _make(_sgd, group_assignment=[[0, 1], [2, 3]])
     for _ in range(2):
@@ -683,13 +591,6 @@ class TestWords:
     assert len(said) == 1
     assert "4 if over all" in said[0]
 
-  def test_no_warning_without_a_mean_or_peers(self, said: list[str]) -> None:
-    optimizer, weight = _make(_sgd, "sum")
-    _run(lambda: optimizer.apply_gradients([(_mine(), weight)]))
-    alone = CrossShardOptimizer("sgd")
-    alone.apply_gradients([(tf.constant(1.0), tf.Variable(1.0))])
-    assert said == []
-
 
 def test_members_stay_bitwise_equal_and_one_trace_serves_all_steps() -> None:
   strategy = testbed.mirrored()
@@ -715,7 +616,7 @@ def test_members_stay_bitwise_equal_and_one_trace_serves_all_steps() -> None:
     strategy.run(replica_step)
 
   rng = np.random.default_rng(0)
-  for _ in range(200):
+  for _ in range(50):
     step(
       tf.constant(rng.normal(size=task.x[0].shape).astype("float32")),
       tf.constant(rng.normal(size=task.y[0].shape).astype("float32")),
@@ -742,15 +643,12 @@ def test_names_and_gates() -> None:
   assert optimizer.get_slot_names() == []
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_what_a_graph_has_read_is_updated_on_every_replica(
-  momentum: float,
-) -> None:
+def test_what_a_graph_has_read_is_updated_on_every_replica() -> None:
   """A graph reports replicas' copies; the optimizer is built on the whole."""
   strategy = testbed.mirrored()
   with strategy.scope():
     weight = tf.Variable(10.0)
-    sgd = tf.keras.optimizers.SGD(1.0, momentum=momentum)
+    sgd = SGD(1.0, momentum=0.5)
     optimizer = CrossShardOptimizer(sgd, "sum")
 
   @tf.function
@@ -763,7 +661,7 @@ def test_what_a_graph_has_read_is_updated_on_every_replica(
 
   step()
   step()
-  expected = 10.0 - 6.0 - 6.0 * (1.0 + momentum)
+  expected = 10.0 - 6.0 - 6.0 * 1.5
   assert testbed.copies(weight) == [expected] * testbed.REPLICAS
 
 

@@ -1,11 +1,13 @@
-"""Packing and unpacking gives every bit back, in few buffers."""
+"""Packed, every bit comes back; narrowed, numbers are rounded once."""
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import hypothesis
+import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
+import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -45,107 +47,49 @@ def test_every_bit_comes_back(
   assert bits_of(unpack(buffers)) == bits_of(tensors)
 
 
-@hypothesis.given(st.lists(specs, max_size=12), st.integers(1, 200))
-def test_buffers_are_flat_full_and_no_larger_than_a_bucket(
-  wanted: list[Any], bucket_bytes: int
-) -> None:
-  # Each tensor's elements are its number, which tells who is in a buffer.
-  tensors = [
-    tf.cast(tf.fill(shape, i + 1), dtype)
-    for i, (shape, dtype) in enumerate(wanted)
-  ]
-  buffers, _ = packing.pack(tensors, bucket_bytes)
-  assert all(buffer.shape.rank == 1 for buffer in buffers)
-  for dtype in DTYPES:
-    there = [b for b in buffers if b.dtype == dtype]
-    sizes = [t.shape.num_elements() for t in tensors if t.dtype == dtype]
-    assert sum(b.shape[0] for b in there) == sum(sizes)
-    members = [set(b.numpy().astype(int)) for b in there]
-    assert sum(map(len, members)) == sum(size > 0 for size in sizes)
-    small_bytes = []
-    for buffer, of in zip(there, members, strict=True):
-      buffer_bytes = buffer.shape[0] * dtype.size
-      if len(of) > 1:
-        assert buffer_bytes <= bucket_bytes
-      if buffer_bytes < bucket_bytes:
-        small_bytes.append(buffer_bytes)
-    # Greedy, in order: what is in two neighbours would not fit into one, so
-    # that more than half of the buckets' room is used.
-    assert len(small_bytes) <= 1 + 2 * (sum(sizes) * dtype.size / bucket_bytes)
-
-
 def lengths(tensors: Sequence[tf.Tensor], bucket_bytes: int) -> list[int]:
   """Elements in each buffer."""
   buffers, _ = packing.pack(tensors, bucket_bytes)
   return [buffer.shape[0] for buffer in buffers]
 
 
-def test_a_bucket_is_filled_to_the_last_byte() -> None:
-  three = [tf.zeros([2]), tf.zeros([2]), tf.zeros([2])]  # 8 bytes each
-  assert lengths(three, 24) == [6]
-  assert lengths(three, 23) == [4, 2]
-  assert lengths(three, 16) == [4, 2]
-  assert lengths(three, 15) == [2, 2, 2]
-
-
-def test_a_tensor_that_fills_a_bucket_travels_alone() -> None:
-  tensors = [tf.zeros([1]), tf.zeros([4]), tf.zeros([1])]
-  assert lengths(tensors, 16) == [2, 4]
-  assert lengths(tensors, 17) == [1, 4, 1]
-  assert lengths(tensors, 20) == [5, 1]
-  assert lengths(tensors, 24) == [6]
-
-
-def test_the_default_bucket_joins_small_tensors_only() -> None:
-  small, large = tf.zeros([10]), tf.zeros([packing.BUCKET_BYTES // 4])
-  buffers, unpack = packing.pack([small, large, small])
-  assert [b.shape[0] for b in buffers] == [20, packing.BUCKET_BYTES // 4]
-  assert [t.shape.as_list() for t in unpack(buffers)] == [
-    [10],
-    [packing.BUCKET_BYTES // 4],
-    [10],
-  ]
+@pytest.mark.parametrize(
+  ("elements", "bucket_bytes", "buffers"),
+  [
+    ([2, 2, 2], 24, [6]),  # filled to the last byte
+    ([2, 2, 2], 23, [4, 2]),
+    ([2, 2, 2], 15, [2, 2, 2]),
+    ([1, 4, 1], 16, [2, 4]),  # what fills a bucket travels alone
+    ([1, 4, 1], 20, [5, 1]),
+    (
+      [10, packing.BUCKET_BYTES // 4, 10],
+      None,
+      [20, packing.BUCKET_BYTES // 4],
+    ),
+    ([], None, []),
+  ],
+)
+def test_lengths_of_buffers(
+  elements: list[int], bucket_bytes: int | None, buffers: list[int]
+) -> None:
+  given = [tf.zeros([n]) for n in elements]
+  assert lengths(given, bucket_bytes or packing.BUCKET_BYTES) == buffers
 
 
 def test_dtypes_do_not_share_a_buffer_nor_close_each_others() -> None:
-  tensors = [
-    tf.constant([1, 2]),
-    tf.constant([1.5]),
-    tf.constant(3),
-    tf.constant(2.5),
-  ]
-  buffers, _ = packing.pack(tensors)
+  tensors = [tf.constant(x) for x in ([1, 2], [1.5], 3, 2.5)]
+  buffers, unpack = packing.pack(tensors)
   assert [b.numpy().tolist() for b in buffers] == [[1, 2, 3], [1.5, 2.5]]
-
-
-def test_no_tensors_make_no_buffers() -> None:
-  buffers, unpack = packing.pack([])
-  assert buffers == []
-  assert unpack([]) == []
-
-
-def test_what_is_unpacked_is_what_is_given_not_what_was_packed() -> None:
-  a, b = tf.constant([[1.0], [2.0]]), tf.constant(3.0)
-  buffers, unpack = packing.pack([a, b])
+  # What is given is unpacked, not what was packed.
   doubled = unpack([2 * buffer for buffer in buffers])
-  assert [t.numpy().tolist() for t in doubled] == [[[2.0], [4.0]], 6.0]
-
-
-def test_a_missing_buffer_is_an_error() -> None:
-  buffers, unpack = packing.pack([tf.constant(1.0), tf.constant(2)])
+  assert [t.numpy().tolist() for t in doubled] == [[2, 4], [3.0], 6, 5.0]
   with pytest.raises(ValueError, match="shorter"):
     unpack(buffers[:1])
 
 
-@pytest.mark.parametrize("bucket_bytes", [0, -1])
-def test_a_bucket_needs_a_byte(bucket_bytes: int) -> None:
-  with pytest.raises(ValueError, match="`bucket_bytes` must be positive") as e:
-    packing.pack([tf.constant(1.0)], bucket_bytes)
-  assert str(e.value).endswith(f"got {bucket_bytes}.")
-
-
-@pytest.mark.parametrize("bucket_bytes", [1, 8, 1 << 18])
-@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize(
+  ("rows", "bucket_bytes"), [(0, 8), (5, 1), (5, 1 << 18)]
+)
 def test_shapes_known_only_when_the_program_runs(
   rows: int, bucket_bytes: int
 ) -> None:
@@ -180,13 +124,74 @@ def test_shapes_known_only_when_the_program_runs(
   assert [str(shape) for shape in after] == [str(shape) for shape in before]
 
 
-def test_unknown_shapes_share_a_buffer_with_known_ones() -> None:
-  @tf.function(input_signature=[tf.TensorSpec([None]), tf.TensorSpec([2])])
-  def joined(a: tf.Tensor, b: tf.Tensor) -> list[tf.Tensor]:
-    return packing.pack([a, b])[0]
+# Narrow on the wire.
 
-  [buffer] = joined(tf.constant([1.0, 2.0, 3.0]), tf.constant([4.0, 5.0]))
-  assert buffer.numpy().tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+NUMPY = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+normal = st.floats(-(2.0**15), 2.0**15, width=32).filter(
+  lambda x: x == 0 or abs(x) >= 2.0**-14
+)
+arrays = hnp.arrays(
+  "float32", hnp.array_shapes(min_dims=0, max_dims=2), elements=normal
+)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_names_and_dtypes(name: str) -> None:
+  dtype = tf.as_dtype(name)
+  assert packing.as_wire_dtype(name) == packing.as_wire_dtype(dtype) == dtype
+  assert packing.as_wire_dtype(NUMPY[name]) == dtype
+  assert packing.as_wire_dtype(None) is None
+
+
+@pytest.mark.parametrize(
+  "bad", ["float32", "float64", "int8", "half precision", "", 16, True, []]
+)
+def test_what_is_no_wire_dtype(bad: object) -> None:
+  with pytest.raises(ValueError, match="`wire_dtype` must be one of") as caught:
+    packing.as_wire_dtype(bad)
+  assert f'"bfloat16", "float16" or None; got {bad!r}' in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+@hypothesis.given(arrays)
+def test_rounds_as_numpy_does(name: str, values: np.ndarray) -> None:
+  wide = tf.constant(values)
+  [narrow] = packing.narrow([wide], tf.as_dtype(name))
+  [again] = packing.widen([narrow], [wide])
+  assert narrow.dtype == tf.as_dtype(name)
+  assert again.dtype == tf.float32
+  assert again.shape == wide.shape
+  rounded = values.astype(NUMPY[name]).astype("float32")
+  np.testing.assert_array_equal(again.numpy(), rounded)
+  off = np.abs(again.numpy().astype("float64") - values)
+  assert (off <= UNIT[name] * np.abs(values)).all()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+  "dtype", [tf.bfloat16, tf.float16, tf.int32, tf.int64, tf.bool]
+)
+def test_what_is_not_wider_is_left_alone(name: str, dtype: tf.DType) -> None:
+  tensor = tf.cast([0, 1], dtype)
+  assert packing.narrow([tensor], tf.as_dtype(name))[0] is tensor
+  assert packing.widen([tensor], [tensor])[0] is tensor
+
+
+def test_each_tensor_gets_its_own_dtype_back() -> None:
+  tensors = [
+    tf.constant([1.5], tf.float64),
+    tf.constant([2], tf.int32),
+    tf.constant([2.5]),
+  ]
+  narrow = packing.narrow(tensors, tf.float16)
+  assert [t.dtype for t in narrow] == [tf.float16, tf.int32, tf.float16]
+  kept = packing.narrow(tensors, None)
+  assert all(a is b for a, b in zip(kept, tensors, strict=True))
+  wide = packing.widen(narrow, tensors)
+  assert [t.dtype for t in wide] == [t.dtype for t in tensors]
+  assert [t.numpy().tolist() for t in wide] == [[1.5], [2], [2.5]]
 
 
 if __name__ == "__main__":

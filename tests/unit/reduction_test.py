@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import testbed
-from tf_cross_shard import collectives
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.collectives import base, reduction
 
@@ -100,31 +98,6 @@ def test_groups_of_one_send_nothing() -> None:
   assert engine.reduced == engine.gathered == []
   assert sums[0] is grads[0]
   np.testing.assert_array_equal(sums[2].values, [[5.0], [2.0]])
-
-
-def test_under_a_strategy() -> None:
-  strategy = testbed.mirrored()
-  engine = collectives.for_strategy(strategy)
-  groups = groups_lib.Groups([[0, 3], [1, 2]])
-
-  def replica_fn() -> Any:
-    mine = tf.cast(testbed.replica_id(), tf.float32)
-    grads = [tf.fill([2], mine), tf.fill([70000], mine + 1), None]
-    variables = [tf.zeros([2]), tf.zeros([70000]), tf.zeros([])]
-    first, second, third = reduction.reduce_gradients(
-      grads, variables, engine, groups
-    )
-    assert third is None
-    return tf.identity(first), tf.identity(second)
-
-  first, second = tf.function(
-    lambda: strategy.run(replica_fn), autograph=False
-  )()
-  for result, expected in ((first, 3.0), (second, 5.0)):
-    copies = strategy.experimental_local_results(result)
-    assert len(copies) == testbed.REPLICAS
-    for copy in copies:
-      assert set(copy.numpy()) == {expected}
 
 
 if __name__ == "__main__":

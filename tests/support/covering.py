@@ -1,0 +1,42 @@
+"""Pairwise covering arrays: every pair of settings, not every combination."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Row = tuple[Any, ...]
+
+
+def pairs(row: Row) -> set[tuple[Any, ...]]:
+  """Each two settings of a row, with the columns that they are in."""
+  return set(itertools.combinations(enumerate(row), 2))
+
+
+def possible_rows(
+  columns: Sequence[Sequence[Any]], is_possible: Callable[[Row], bool]
+) -> list[Row]:
+  """The full product, without the rows that cannot be."""
+  return [row for row in itertools.product(*columns) if is_possible(row)]
+
+
+def pairwise(
+  columns: Sequence[Sequence[Any]],
+  is_possible: Callable[[Row], bool] = lambda row: True,
+) -> list[Row]:
+  """Few rows that have every pair of settings which the product has.
+
+  Greedy: each time the first row with the most pairs that are still missing.
+
+  >>> pairwise(["ab", "cd"])
+  [('a', 'c'), ('a', 'd'), ('b', 'c'), ('b', 'd')]
+  >>> len(pairwise(["abc"] * 4))  # instead of 81
+  9
+  """
+  pairs_of = {row: pairs(row) for row in possible_rows(columns, is_possible)}
+  missing = set().union(*pairs_of.values())
+  chosen = []
+  while missing:
+    row = max(pairs_of, key=lambda row: len(pairs_of[row] & missing))
+    missing -= pairs_of[row]
+    chosen.append(row)
+  return chosen
