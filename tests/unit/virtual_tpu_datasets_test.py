@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tests.support import testbed
 from tf_cross_shard import virtual_tpu
-from tf_cross_shard.virtual_tpu import inputs
+from tf_cross_shard.virtual_tpu import datasets
 
 N = 3
 Dataset = tf.data.Dataset
@@ -255,7 +255,7 @@ class TestInFunctions:
         assert int(step(iterator)) == 6 * first + 2 + 6
       with pytest.raises(tf.errors.OutOfRangeError):
         step(iterator)
-    assert traces == [inputs.SplitIterator]
+    assert traces == [datasets.SplitIterator]
 
   def test_one_trace_for_all_datasets(self) -> None:
     traces = []
@@ -272,7 +272,7 @@ class TestInFunctions:
     for start in (0, 5):
       data = Dataset.range(start, start + 6).batch(3, drop_remainder=True)
       assert int(epoch(_distribute(data))) == 12 * start + 18 + 16
-    assert traces == [inputs.SplitDataset]
+    assert traces == [datasets.SplitDataset]
 
   def test_replicas_and_shapes_are_part_of_the_type(self) -> None:
     traces = []
@@ -285,7 +285,7 @@ class TestInFunctions:
 
     for count, rows in ((2, 4), (3, 6), (3, 9), (3, 12), (3, 15), (2, 8)):
       data = Dataset.range(rows).batch(rows, drop_remainder=True)
-      iterator = iter(inputs.split(data, count))
+      iterator = iter(datasets.split(data, count))
       assert step(iterator).numpy().tolist() == list(range(rows // count))
     # The fourth serves all numbers of rows; two replicas' have another.
     assert traces == [2, 3, 3, 2]

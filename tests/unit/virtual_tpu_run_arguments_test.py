@@ -10,13 +10,13 @@ import tensorflow as tf
 
 from tests.support import testbed
 from tf_cross_shard import virtual_tpu
-from tf_cross_shard.virtual_tpu import binding
+from tf_cross_shard.virtual_tpu import program, run_arguments
 
 N = 3
 
 
-def _call(*args: Any, **kwargs: Any) -> binding.Call:
-  return binding.Call(args, kwargs, N)
+def _call(*args: Any, **kwargs: Any) -> run_arguments.RunArguments:
+  return run_arguments.RunArguments(args, kwargs, N)
 
 
 def _marks() -> Any:
@@ -102,7 +102,7 @@ class TestCall:
 
 class TestCache:
   def test_finds_by_function_and_arguments(self) -> None:
-    cache = binding.Cache()
+    cache = program.Cache()
 
     def one() -> None: ...
     def other() -> None: ...
@@ -116,7 +116,7 @@ class TestCache:
     assert cache.get(other, _call(1)) is None
 
   def test_methods(self) -> None:
-    cache = binding.Cache()
+    cache = program.Cache()
 
     class Owner:
       def one(self) -> None: ...
@@ -129,7 +129,7 @@ class TestCache:
     assert cache.get(another.one, _call()) is None
 
   def test_methods_of_equal_owners(self) -> None:
-    cache = binding.Cache()
+    cache = program.Cache()
 
     class Owner:
       def __eq__(self, other: object) -> bool:
@@ -145,7 +145,7 @@ class TestCache:
     assert cache.get(another.method, _call()) is None
 
   def test_an_argument_that_is_gone_is_not_mistaken(self) -> None:
-    cache = binding.Cache()
+    cache = program.Cache()
 
     class Option: ...
 
@@ -158,7 +158,7 @@ class TestCache:
       del call
 
   def test_a_function_takes_its_programs_with_it(self) -> None:
-    cache = binding.Cache()
+    cache = program.Cache()
     for i in range(3):
       cache.add(lambda x: x, _call(i), object())
     gc.collect()
@@ -172,45 +172,50 @@ class TestCache:
 
 def test_recording_is_this_threads_and_ends() -> None:
   seen: list[Any] = []
-  with binding.recording(lambda *each: seen.append(each)):
-    recorder = binding.recorder()
+  with program.recording(lambda *each: seen.append(each)):
+    recorder = program.recorder()
     assert recorder is not None
     recorder("program", "call")  # type: ignore[arg-type]
     elsewhere: list[Any] = []
     thread = threading.Thread(
-      target=lambda: elsewhere.append(binding.recorder())
+      target=lambda: elsewhere.append(program.recorder())
     )
     thread.start()
     thread.join()
   assert seen == [("program", "call")]
   assert elsewhere == [None]
-  assert binding.recorder() is None
+  assert program.recorder() is None
 
 
 class TestOutputs:
   def test_checked(self) -> None:
-    found = binding.check_outputs({"a": (1, None), "b": [np.ones([2])]}, "fn")
+    found = run_arguments.check_results(
+      {"a": (1, None), "b": [np.ones([2])]}, "fn"
+    )
     assert found["a"][0].numpy() == 1
     assert found["a"][1] is None
     assert found["b"][0].numpy().tolist() == [1.0, 1.0]
 
   def test_what_no_program_answers(self) -> None:
     with pytest.raises(TypeError, match=r"my_step, which.*returned <object"):
-      binding.check_outputs([object()], "my_step")
+      run_arguments.check_results([object()], "my_step")
 
   def test_packed(self) -> None:
     structure = {"a": (1, None), "b": [2]}
     outputs = [
       tuple(tf.constant(10 * k + i) for i in range(N)) for k in range(2)
     ]
-    packed = binding.pack(structure, outputs)
+    packed = run_arguments.pack_results(structure, outputs)
     results = testbed.per_replica_results
     assert packed["a"][1] is None
     assert results(testbed.virtual(N), packed["a"][0]) == [0, 1, 2]
     assert results(testbed.virtual(N), packed["b"][0]) == [10, 11, 12]
 
   def test_packed_nothing(self) -> None:
-    assert binding.pack({"a": (None,), "b": []}, []) == {"a": (None,), "b": []}
+    assert run_arguments.pack_results({"a": (None,), "b": []}, []) == {
+      "a": (None,),
+      "b": [],
+    }
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import testbed
-from tf_cross_shard.virtual_tpu import hlo, lowering, replica
+from tf_cross_shard.virtual_tpu import hlo, lowering, replica_context
 
 N = 3
 
@@ -17,7 +17,7 @@ def _trace(fn: Callable[..., Any], *specs: tf.TensorSpec) -> lowering.Traced:
   strategy = testbed.virtual(N)
 
   def replica_fn(*tensors: tf.Tensor) -> Any:
-    with strategy.scope(), replica.TracedContext(strategy):
+    with strategy.scope(), replica_context.TracedReplicaContext(strategy):
       return fn(*tensors)
 
   return lowering.trace(
@@ -116,7 +116,7 @@ class TestLower:
 
   def test_sums_of_groups(self) -> None:
     def fn(x: tf.Tensor) -> tf.Tensor:
-      return replica.cross_replica_sum(x, [[0, 1, 2]])
+      return replica_context.cross_replica_sum(x, [[0, 1, 2]])
 
     spec = tf.TensorSpec([2], tf.float32)
     lowered = lowering.lower(_trace(fn, spec), [spec.shape])

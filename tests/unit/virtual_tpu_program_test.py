@@ -9,21 +9,21 @@ import pytest
 import tensorflow as tf
 
 from tests.support import testbed
-from tf_cross_shard.virtual_tpu import lowering, replica, runtime
+from tf_cross_shard.virtual_tpu import lowering, program, replica_context
 
 N = 3
 
 
-def _program(fn: Callable[..., Any], *specs: tf.TensorSpec) -> runtime.Program:
+def _program(fn: Callable[..., Any], *specs: tf.TensorSpec) -> program.Program:
   strategy = testbed.virtual(N)
 
   def replica_fn(*tensors: tf.Tensor) -> Any:
-    with strategy.scope(), replica.TracedContext(strategy):
+    with strategy.scope(), replica_context.TracedReplicaContext(strategy):
       return fn(*tensors)
 
   known = lambda: strategy.extended.known_variables  # noqa: E731
   traced = lowering.trace(replica_fn, specs, known)
-  return runtime.Program(traced, strategy.extended._replicas)
+  return program.Program(traced, strategy.extended._replicas)
 
 
 def _tensors(*values: Any) -> tuple[tf.Tensor, ...]:
@@ -124,7 +124,7 @@ def test_an_operation_is_compiled_while_it_is_traced() -> None:
 
 
 def test_devices_are_made_by_the_first_program() -> None:
-  replicas = runtime.Replicas(2)
+  replicas = program.Replicas(2)
   assert replicas._client is None
   assert replicas.client.num_replicas == replicas.num_replicas == 2
   assert replicas.client is replicas.client

@@ -8,7 +8,7 @@ from tensorflow.compiler.xla import xla_data_pb2
 from tensorflow.compiler.xla.service import hlo_pb2
 
 from tests.support import testbed
-from tf_cross_shard.virtual_tpu import hlo, lowering, replica
+from tf_cross_shard.virtual_tpu import hlo, lowering, replica_context
 
 N = 4
 TYPES = xla_data_pb2.PrimitiveType
@@ -46,7 +46,7 @@ def _lower(fn: Any, *specs: tf.TensorSpec) -> bytes:
   strategy = testbed.virtual(N)
 
   def replica_fn(*tensors: tf.Tensor) -> Any:
-    with strategy.scope(), replica.TracedContext(strategy):
+    with strategy.scope(), replica_context.TracedReplicaContext(strategy):
       return fn(*tensors)
 
   traced = lowering.trace(
@@ -58,8 +58,8 @@ def _lower(fn: Any, *specs: tf.TensorSpec) -> bytes:
 class TestCollectives:
   def test_of_a_step(self) -> None:
     def fn(x: tf.Tensor, y: tf.Tensor) -> Any:
-      pairs = replica.cross_replica_sum(x, [[0, 2], [1, 3]])
-      return pairs, replica.cross_replica_sum(y, [[0, 1, 2, 3]])
+      pairs = replica_context.cross_replica_sum(x, [[0, 2], [1, 3]])
+      return pairs, replica_context.cross_replica_sum(y, [[0, 1, 2, 3]])
 
     found = hlo.Module(
       _lower(
@@ -73,7 +73,7 @@ class TestCollectives:
 
   def test_of_float64(self) -> None:
     def fn(x: tf.Tensor) -> tf.Tensor:
-      return replica.cross_replica_sum(x, [[0, 1], [2, 3]])
+      return replica_context.cross_replica_sum(x, [[0, 1], [2, 3]])
 
     spec = tf.TensorSpec([3], tf.float64)
     [found] = hlo.Module(_lower(fn, spec)).collectives(N)

@@ -8,13 +8,19 @@ import pytest
 import tensorflow as tf
 
 from tests.support import testbed
-from tf_cross_shard.virtual_tpu import hlo, lowering, replica, report, xla
+from tf_cross_shard.virtual_tpu import (
+  compiler,
+  hlo,
+  lowering,
+  replica_context,
+  xla,
+)
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
-def _report(*found: hlo.Collective, replicas: int = 8) -> report.Report:
-  return report.Report(
+def _report(*found: hlo.Collective, replicas: int = 8) -> compiler.Report:
+  return compiler.Report(
     topology="v5e:4x2",
     device_kind="TPU v5 lite",
     num_replicas=replicas,
@@ -94,8 +100,8 @@ def test_made_of_what_the_compiler_answers() -> None:
   strategy = testbed.virtual(4)
 
   def fn(x: tf.Tensor) -> tf.Tensor:
-    with strategy.scope(), replica.TracedContext(strategy):
-      return replica.cross_replica_sum(x, [[0, 1], [2, 3]])
+    with strategy.scope(), replica_context.TracedReplicaContext(strategy):
+      return replica_context.cross_replica_sum(x, [[0, 1], [2, 3]])
 
   spec = tf.TensorSpec([5], tf.float32)
   traced = lowering.trace(fn, [spec], list)
@@ -107,7 +113,7 @@ def test_made_of_what_the_compiler_answers() -> None:
     argument_size_in_bytes=20, output_size_in_bytes=24, temp_size_in_bytes=4
   )
   compiled = xla.Compiled(module, "text", memory, {"flops": 5.0}, 0.5)
-  made = report.make(where, compiled)
+  made = compiler.make_report(where, compiled)
   assert made.collectives == (
     hlo.Collective("all-reduce", "f32", ((5,),), 20, ((0, 1), (2, 3))),
   )
