@@ -1,5 +1,6 @@
-"""The real TPU compiler, on steps of both forms."""
+"""The real TPU compiler, on steps of both forms, and its report."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -8,150 +9,207 @@ import tensorflow as tf
 
 from tests.support import testbed
 from tf_cross_shard import CrossShardOptimizer, virtual_tpu
-from tf_cross_shard.virtual_tpu import hlo
 
 TOPOLOGY = "v5e:2x2"
 N = 4
-PAIRS = [[0, 1], [2, 3]]
+PAIRS = ((0, 1), (2, 3))
+HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
-def _step(grouping: Any = None) -> tuple[Any, Any]:
-  """A training step's function for one replica, and its weights."""
-  with testbed.virtual(N).scope():
-    weights = tf.Variable(tf.ones([6, 3]))
-    optimizer = CrossShardOptimizer(
-      tf.keras.optimizers.SGD(0.1), group_assignment=grouping
-    )
-    optimizer.build([weights])
-
-  def step(x: tf.Tensor) -> None:
-    optimizer.minimize(
-      lambda: tf.reduce_mean((x @ weights) ** 2), var_list=[weights]
-    )
-
-  return step, weights
+def _sum_over(groups: Any) -> Any:
+  return (virtual_tpu.Collective("all-reduce", "f32", ((6, 3),), 72, groups),)
 
 
-def _sum_of(*groups: tuple[int, ...]) -> tuple[hlo.Collective, ...]:
-  return (hlo.Collective("all-reduce", "f32", ((6, 3),), 72, groups),)
+class TestCompileFor:
+  def test_forms_of_a_step(self) -> None:
+    """Before and after it ran, the function for replicas or for the host."""
+    strategy = testbed.virtual(N)
+    with strategy.scope():
+      weights = tf.Variable(tf.ones([6, 3]))
+      optimizer = CrossShardOptimizer(
+        tf.keras.optimizers.SGD(0.1), group_assignment=PAIRS
+      )
+      optimizer.build([weights])
 
-
-@pytest.mark.parametrize(
-  ("grouping", "groups"),
-  [(None, [(0, 1, 2, 3)]), (PAIRS, [(0, 1), (2, 3)])],
-)
-def test_both_forms_of_a_step(grouping: Any, groups: Any) -> None:
-  strategy = testbed.virtual(N)
-  step, weights = _step(grouping)
-
-  def on_host(x: tf.Tensor) -> None:
-    strategy.run(step, (x,))
-
-  x = np.ones([2, 6], np.float32)
-  for fn, arg in (
-    (step, tf.TensorSpec([2, 6], tf.float32)),
-    (on_host, x),
-    (tf.function(step), tf.constant(x)),
-    (tf.function(on_host), x),
-  ):
-    report = virtual_tpu.compile_for(TOPOLOGY, fn, [arg], strategy=strategy)
-    assert report.collectives == _sum_of(*groups)
-    assert report.wire_bytes == 72
-    assert (report.topology, report.num_replicas) == (TOPOLOGY, N)
-  assert report.flops > 0
-  assert "all-reduce" in report.hlo_text
-  # Nothing ran.
-  assert [copy.tolist() for copy in testbed.copies(weights)] == [
-    [[1.0] * 3] * 6
-  ] * N
-
-
-def test_where_the_strategy_comes_from() -> None:
-  strategy = testbed.virtual(N)
-  step, _ = _step()
-  spec = tf.TensorSpec([2, 6], tf.float32)
-  with strategy.scope():
-    inside = virtual_tpu.compile_for(TOPOLOGY, step, [spec])
-  called = virtual_tpu.compile_for(
-    TOPOLOGY, lambda x: strategy.run(step, (x,)), [spec]
-  )
-  assert inside.collectives == called.collectives == _sum_of((0, 1, 2, 3))
-
-  def total(x: tf.Tensor, factor: float) -> tf.Tensor:
-    return factor * tf.distribute.get_replica_context().all_reduce("SUM", x)
-
-  new = virtual_tpu.compile_for(
-    TOPOLOGY, total, [tf.TensorSpec([6, 3]), 2.0], num_replicas=N
-  )
-  assert new.collectives == _sum_of((0, 1, 2, 3))
-
-
-def test_compiled_again_after_it_ran() -> None:
-  strategy = testbed.virtual(N)
-  step, weights = _step(PAIRS)
-  on_host = tf.function(lambda x: strategy.run(step, (x,)))
-  x = testbed.per_replica(
-    strategy, [np.full([2, 6], i, np.float32) for i in range(N)]
-  )
-  on_host(x)
-  trained = testbed.copies(weights)
-  assert not np.array_equal(trained[0], trained[2])
-  spec = tf.TensorSpec([2, 6], tf.float32)
-  report = virtual_tpu.compile_for(TOPOLOGY, step, [spec], strategy=strategy)
-  assert report.collectives == _sum_of((0, 1), (2, 3))
-  np.testing.assert_array_equal(testbed.copies(weights), trained)
-
-
-class TestErrors:
-  def _compile(self, fn: Any, *args: Any, **options: Any) -> Any:
-    options = {"topology": TOPOLOGY, "strategy": testbed.virtual(N), **options}
-    return virtual_tpu.compile_for(options.pop("topology"), fn, args, **options)
-
-  def test_not_a_function(self) -> None:
-    with pytest.raises(TypeError, match=r"`fn` must be a function; got 3"):
-      self._compile(3)
-
-  def test_another_strategy(self) -> None:
-    with pytest.raises(TypeError, match=r"`strategy`.*MirroredStrategy"):
-      self._compile(tf.abs, 1.0, strategy=testbed.mirrored())
-
-  def test_sizes(self) -> None:
-    with pytest.raises(
-      ValueError, match=r"'v5e:2x4' has 8 devices.*`strategy` has 4 replicas"
-    ):
-      self._compile(tf.abs, 1.0, topology="v5e:2x4")
-    with pytest.raises(ValueError, match=r"4 devices.*`num_replicas` has 2"):
-      self._compile(tf.abs, 1.0, num_replicas=2)
-    with pytest.raises(ValueError, match=r"4 devices.*`fn` has 2 replicas"):
-      self._compile(
-        lambda x: testbed.virtual(2).run(tf.abs, (x,)),
-        tf.TensorSpec([2]),
-        strategy=None,
+    def step(x: tf.Tensor) -> None:
+      optimizer.minimize(
+        lambda: tf.reduce_mean((x @ weights) ** 2), var_list=[weights]
       )
 
-  def test_unknown_topology(self) -> None:
-    with pytest.raises(ValueError, match=r"`topology` must be.*got 'moon'"):
-      self._compile(tf.abs, 1.0, topology="moon")
-
-  def test_unknown_shape(self) -> None:
-    with pytest.raises(ValueError, match=r"`args` must have known shapes"):
-      self._compile(tf.abs, tf.TensorSpec([None, 2]))
-
-  def test_two_runs(self) -> None:
-    def twice(x: tf.Tensor) -> None:
-      for _ in range(2):
-        testbed.virtual(N).run(tf.abs, (x,))
-
-    with pytest.raises(ValueError, match=r"one step.*called it 2 times"):
-      self._compile(twice, tf.TensorSpec([2]))
-
-  def test_what_no_tpu_runs(self) -> None:
-    for fn, words in (
-      (tf.strings.as_string, "no dtype string"),
-      (lambda x: tf.boolean_mask(x, x > 0), "must not depend on data"),
+    on_host = tf.function(lambda x: strategy.run(step, (x,)))
+    on_host(
+      testbed.per_replica(
+        strategy, [np.full([2, 6], i, np.float32) for i in range(N)]
+      )
+    )
+    trained = testbed.copies(weights)
+    assert not np.array_equal(trained[0], trained[2])
+    x = np.ones([2, 6], np.float32)
+    for fn, arg in (
+      (step, tf.TensorSpec([2, 6], tf.float32)),
+      (tf.function(step), tf.constant(x)),
+      (on_host, x),
     ):
-      with pytest.raises(virtual_tpu.TPUCompileError, match=words):
-        self._compile(fn, tf.TensorSpec([2]))
+      report = virtual_tpu.compile_for(TOPOLOGY, fn, [arg], strategy=strategy)
+      assert report.collectives == _sum_over(PAIRS)
+      assert report.wire_bytes == 72
+      assert (report.topology, report.num_replicas) == (TOPOLOGY, N)
+    assert report.coordinates == virtual_tpu.coordinates(TOPOLOGY)
+    assert report.device_kind.startswith("TPU")
+    # The weights and x, in tiles of a TPU's size, and the iteration count.
+    assert report.argument_bytes >= 4 * (6 * 3 + 2 * 6)
+    assert report.argument_bytes > report.output_bytes > 0
+    assert report.flops > 0
+    assert report.compile_seconds > 0
+    assert "all-reduce" in report.hlo_text
+    np.testing.assert_array_equal(testbed.copies(weights), trained)
+
+  def test_where_the_strategy_comes_from(self) -> None:
+    def total(x: tf.Tensor, factor: float) -> tf.Tensor:
+      return factor * tf.distribute.get_replica_context().all_reduce("SUM", x)
+
+    args = [tf.TensorSpec([6, 3]), 2.0]
+    strategy = testbed.virtual(N)
+    with strategy.scope():
+      inside = virtual_tpu.compile_for(TOPOLOGY, total, args)
+    called = virtual_tpu.compile_for(
+      TOPOLOGY, lambda x: strategy.run(total, (x, 2.0)), args[:1]
+    )
+    new = virtual_tpu.compile_for(TOPOLOGY, total, args, num_replicas=N)
+    for report in (inside, called, new):
+      assert report.collectives == _sum_over(((0, 1, 2, 3),))
+
+  @pytest.mark.parametrize(
+    ("fn", "options", "error", "words"),
+    [
+      (3, {}, TypeError, r"`fn` must be a function; got 3"),
+      (
+        tf.abs,
+        {"strategy": tf.distribute.OneDeviceStrategy("cpu")},
+        TypeError,
+        r"`strategy`.*OneDeviceStrategy",
+      ),
+      (
+        tf.abs,
+        {"topology": "v5e:2x4"},
+        ValueError,
+        r"'v5e:2x4' has 8 devices.*`strategy` has 4 replicas",
+      ),
+      (
+        tf.abs,
+        {"num_replicas": 2},
+        ValueError,
+        r"4 devices.*`num_replicas` has 2",
+      ),
+      (
+        lambda x: testbed.virtual(2).run(tf.abs, (x,)),
+        {"strategy": None},
+        ValueError,
+        r"4 devices.*`fn` has 2 replicas",
+      ),
+      (
+        lambda x: [testbed.virtual(N).run(tf.abs, (x,)) for _ in range(2)],
+        {},
+        ValueError,
+        r"one step.*called it 2 times",
+      ),
+      (
+        tf.abs,
+        {"args": [tf.TensorSpec([None, 2])]},
+        ValueError,
+        r"`args` must have known shapes",
+      ),
+      (
+        tf.strings.as_string,
+        {},
+        virtual_tpu.TPUCompileError,
+        "no dtype string",
+      ),
+    ],
+  )
+  def test_errors(
+    self, fn: Any, options: Any, error: type[Exception], words: str
+  ) -> None:
+    options = {
+      "topology": TOPOLOGY,
+      "args": [tf.TensorSpec([2])],
+      "strategy": testbed.virtual(N),
+      **options,
+    }
+    with pytest.raises(error, match=words):
+      virtual_tpu.compile_for(fn=fn, **options)
+
+
+class TestReport:
+  def _report(
+    self, *found: virtual_tpu.Collective, replicas: int = 8
+  ) -> virtual_tpu.Report:
+    return virtual_tpu.Report(
+      topology="v5e:4x2",
+      device_kind="TPU v5 lite",
+      num_replicas=replicas,
+      coordinates=((0, 0, 0, 0),) * replicas,
+      collectives=found,
+      wire_bytes=sum(each.bytes for each in found),
+      argument_bytes=4608,
+      output_bytes=3584,
+      temp_bytes=0,
+      flops=1234567.0,
+      compile_seconds=0.25,
+      hlo_text="HloModule",
+    )
+
+  def test_table(self) -> None:
+    sum_, gather = (
+      virtual_tpu.Collective(
+        "all-reduce", "f32", ((4, 3), (4, 3), (3,)), 108, HALVES
+      ),
+      virtual_tpu.Collective(
+        "all-gather", "bf16", ((1000,),), 2000, (tuple(range(8)),)
+      ),
+    )
+    operands = "2 x [4, 3], 1 x [3]"
+    assert str(self._report(sum_, gather)).splitlines() == [
+      "v5e:4x2: 8 replicas on TPU v5 lite",
+      "",
+      "collective  dtype  bytes  operands             groups",
+      f"all-reduce  f32      108  {operands}  2 of 4: [0, 1, 2, 3], ...",
+      "all-gather  bf16   2,000  1 x [1000]           all 8",
+      "",
+      "collectives              2",
+      "wire bytes           2,108",
+      "argument bytes       4,608",
+      "output bytes         3,584",
+      "temporary bytes          0",
+      "flops            1,234,567",
+      "compile seconds       0.25",
+    ]
+
+  def test_no_collective_long_groups_and_many_shapes(self) -> None:
+    assert "No collective: replicas exchange nothing." in str(self._report())
+    shapes = ((1,), (2,), (2,), (3,), (4,))
+    wide = tuple(tuple(range(i, i + 16)) for i in (0, 16))
+    found = virtual_tpu.Collective("all-reduce", "f32", shapes, 48, wide)
+    text = str(self._report(found, replicas=32))
+    assert "2 x [2], 1 x [1], 2 more" in text
+    assert "2 of 16: [0, 1, ...], ..." in text
+
+  def test_json_holds_all_but_the_program(self) -> None:
+    found = virtual_tpu.Collective("all-reduce", "f32", ((4, 3),), 48, HALVES)
+    report = self._report(found)
+    fields = json.loads(report.to_json())
+    assert "hlo_text" not in fields
+    assert fields["collectives"] == [
+      {
+        "kind": "all-reduce",
+        "dtype": "f32",
+        "shapes": [[4, 3]],
+        "bytes": 48,
+        "groups": [list(group) for group in HALVES],
+      }
+    ]
+    assert (fields["wire_bytes"], fields["flops"]) == (48, 1234567.0)
+    assert "HloModule" not in repr(report)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,17 @@ def _strategy() -> virtual_tpu.VirtualTPUStrategy:
   return strategy
 
 
+def _values(values: Any) -> Any:
+  return testbed.per_replica(_strategy(), values)
+
+
 def _marks() -> Any:
-  return testbed.per_replica(_strategy(), MARKS)
+  return _values(MARKS)
+
+
+def _own_mark() -> tf.Tensor:
+  """In a replica's function: its mark."""
+  return tf.constant(MARKS)[testbed.replica_id()]
 
 
 def _results(value: Any) -> Any:
@@ -57,58 +66,46 @@ def _run_in_function(fn: Callable[..., Any], *args: Any) -> Any:
 both_ways = pytest.mark.parametrize("run", [_run, _run_in_function])
 
 
-@pytest.mark.parametrize("number", [0, -1, True, 2.0, None, "2"])
+@pytest.mark.parametrize("number", [0, True, 2.0, None])
 def test_number_of_replicas_is_checked(number: Any) -> None:
   with pytest.raises(ValueError, match=r"`num_replicas` must be a positive"):
     virtual_tpu.VirtualTPUStrategy(number)
 
 
 def test_several_strategies_in_one_process() -> None:
-  for count in (1, 2, 3, 8):
+  def replica_fn() -> tf.Tensor:
+    return _all_reduce(tf.cast(testbed.replica_id() + 1, tf.float32))
+
+  for count in (1, 3, 8):
     strategy = testbed.virtual(count)
-
-    def replica_fn() -> tf.Tensor:
-      return _all_reduce(tf.cast(testbed.replica_id() + 1, tf.float32))
-
-    total = strategy.run(replica_fn)
-    results = strategy.experimental_local_results(total)
-    assert [float(each) for each in results] == [
-      count * (count + 1) / 2
-    ] * count
+    results = strategy.experimental_local_results(strategy.run(replica_fn))
+    expected = count * (count + 1) / 2
+    assert [float(each) for each in results] == [expected] * count
 
 
 class TestArguments:
   @both_ways
   def test_structures(self, run: Any) -> None:
+    eager = tf.constant([0.0, 10.0])
+
     def replica_fn(pair: Pair, options: dict[str, Any], none: None) -> Any:
       assert none is None
-      return Pair(pair.first * options["factor"], (pair.second + 1, none))
+      return Pair(pair.first * options["factor"], (pair.second + eager, none))
 
     shared = np.array([5.0, 6.0], np.float32)
     result = run(replica_fn, Pair(_marks(), shared), {"factor": 2.5}, None)
     assert isinstance(result, Pair)
     assert _results(result.first) == [2.5, 5.0, 10.0]
-    assert _results(result.second[0]) == [[6.0, 7.0]] * N
+    assert _results(result.second[0]) == [[5.0, 16.0]] * N
     assert result.second[1] is None
 
-  def test_keyword_arguments(self) -> None:
-    strategy = _strategy()
-
+  def test_keywords(self) -> None:
     def replica_fn(x: tf.Tensor, *, scale: Any, shift: Any) -> tf.Tensor:
       return scale * x + shift
 
     kwargs = {"scale": _marks(), "shift": np.float32(1)}
-    result = strategy.run(replica_fn, (_marks(),), kwargs)
+    result = _strategy().run(replica_fn, (_marks(),), kwargs)
     assert _results(result) == [2.0, 5.0, 17.0]
-
-  @both_ways
-  def test_tensors_of_the_surrounding_program(self, run: Any) -> None:
-    eager = tf.constant([1.0, 2.0])
-    assert _results(run(lambda x: x * eager, _marks())) == [
-      [1.0, 2.0],
-      [2.0, 4.0],
-      [4.0, 8.0],
-    ]
 
   def test_symbolic_tensors_of_the_surrounding_function(self) -> None:
     @tf.function
@@ -124,7 +121,7 @@ class TestArguments:
       result = step(tf.constant(x), _marks())
       assert _results(result) == [2 * x, 2 * x + 2, 2 * x + 4]
 
-  def test_python_values_are_told_apart(self) -> None:
+  def test_each_python_value_is_one_trace(self) -> None:
     traces = []
 
     def replica_fn(x: tf.Tensor, factor: Any) -> tf.Tensor:
@@ -135,37 +132,18 @@ class TestArguments:
       assert _results(_run(replica_fn, _marks(), factor))[2] == 4 * factor
     assert traces == [2, 3, 2.0]
 
-  def test_objects_are_told_apart_after_their_death(self) -> None:
-    """The address of an object that is gone is soon another's."""
-
-    class Factor:
-      def __init__(self, value: float) -> None:
-        self.value = value
-
-    def replica_fn(x: tf.Tensor, factor: Factor) -> tf.Tensor:
-      return x * factor.value
-
-    for value in range(40):
-      result = _run(replica_fn, _marks(), Factor(float(value)))
-      assert _results(result) == [value, 2.0 * value, 4.0 * value]
-
   @both_ways
   def test_keras_variable(self, run: Any) -> None:
     with _strategy().scope():
       variable = tf.keras.Variable([1.0, 2.0])
-    assert _results(run(lambda v, x: v * x, variable, _marks())) == [
-      [1.0, 2.0],
-      [2.0, 4.0],
-      [4.0, 8.0],
-    ]
+    found = _results(run(lambda v, x: v * x, variable, _marks()))
+    assert found == [[1.0, 2.0], [2.0, 4.0], [4.0, 8.0]]
 
   def test_new_shapes(self) -> None:
-    signature = [tf.TensorSpec([None, 2], tf.float32)]
-
-    @tf.function(input_signature=signature)
+    @tf.function(input_signature=[tf.TensorSpec([None, 2], tf.float32)])
     def step(x: tf.Tensor) -> Any:
       return _strategy().run(
-        lambda x: (tf.reduce_sum(x) * _marks_of_replica(), x), (x,)
+        lambda x: (tf.reduce_sum(x) * _own_mark(), x), (x,)
       )
 
     for rows in (2, 5, 2):
@@ -174,12 +152,9 @@ class TestArguments:
       assert same.values[1].shape == (rows, 2)
 
 
-def _marks_of_replica() -> tf.Tensor:
-  return tf.constant(MARKS)[testbed.replica_id()]
-
-
 class TestFunctions:
-  def _functions(self) -> dict[str, Callable[..., Any]]:
+  @both_ways
+  def test_kinds(self, run: Any) -> None:
     class Callee:
       def method(self, x: tf.Tensor) -> tf.Tensor:
         return x + 1.0
@@ -188,84 +163,35 @@ class TestFunctions:
       def of_class(cls, x: tf.Tensor) -> tf.Tensor:
         return x + 1.0
 
-      @staticmethod
-      def static(x: tf.Tensor) -> tf.Tensor:
-        return x + 1.0
-
       __call__ = method
 
     callee = Callee()
-    return {
-      "lambda": lambda x: x + 1.0,
-      "method": callee.method,
-      "class method": Callee.of_class,
-      "static method": Callee.static,
-      "callable": callee,
-      "partial": functools.partial(tf.add, 1.0),
-      "tf.function": tf.function(callee.method),
-      "jit_compile": tf.function(callee.static, jit_compile=True),
-    }
+    for fn in (
+      lambda x: x + 1.0,
+      callee.method,
+      Callee.of_class,
+      callee,
+      functools.partial(tf.add, 1.0),
+      tf.function(callee.method),
+      tf.function(callee.method, jit_compile=True),
+    ):
+      for _ in range(2):
+        assert _results(run(fn, _marks())) == [2.0, 3.0, 5.0], fn
 
   @both_ways
-  def test_kinds(self, run: Any) -> None:
-    for name, fn in self._functions().items():
-      for _ in range(2):
-        assert _results(run(fn, _marks())) == [2.0, 3.0, 5.0], name
-
-  def test_method_of_what_cannot_be_hashed(self) -> None:
-    class Callee:
-      __hash__ = None  # type: ignore[assignment]
-
-      def __eq__(self, other: object) -> bool:
-        return True
-
-      def method(self, x: tf.Tensor) -> tf.Tensor:
-        return x + 1.0
-
-    assert _results(_run(Callee().method, _marks())) == [2.0, 3.0, 5.0]
-
-  def test_method_of_what_cannot_be_referenced_weakly(self) -> None:
-    class Callee:
-      __slots__ = ()
-
-      def method(self, x: tf.Tensor) -> tf.Tensor:
-        return x + 1.0
-
-    assert _results(_run(Callee().method, _marks())) == [2.0, 3.0, 5.0]
-
-  def test_methods_of_equal_objects_are_told_apart(self) -> None:
-    class Callee:
-      def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-      def __eq__(self, other: object) -> bool:
-        return isinstance(other, Callee)
-
-      def __hash__(self) -> int:
-        return 7
-
-      def method(self, x: tf.Tensor) -> tf.Tensor:
-        return x * self.factor
-
-    callees = [Callee(2.0), Callee(5.0)]
-    found = [_results(_run(each.method, _marks()))[1] for each in callees]
-    assert found == [4.0, 10.0]
-
-  def test_an_error_leaves_everything_as_it_was(self) -> None:
-    strategy = _strategy()
-    with strategy.scope():
+  def test_an_error_leaves_everything_as_it_was(self, run: Any) -> None:
+    with _strategy().scope():
       variable = tf.Variable(1.0)
 
     def broken() -> None:
       variable.assign_add(1.0)
       raise ValueError("the user's own")
 
-    for run in (_run, _run_in_function):
-      with pytest.raises(ValueError, match="the user's own"):
-        run(broken)
+    with pytest.raises(ValueError, match="the user's own"):
+      run(broken)
     assert testbed.copies(variable) == [1.0] * N
     assert not tf.distribute.has_strategy()
-    _run(lambda: variable.assign_add(_marks_of_replica()))
+    run(lambda: variable.assign_add(_own_mark()))
     assert testbed.copies(variable) == [2.0, 3.0, 5.0]
 
   def test_nested_run(self) -> None:
@@ -283,7 +209,6 @@ class TestResults:
         "number": 3,
         "none": None,
         "constants": [constant, constant, np.float32(2)],
-        "flag": True,
         "empty": tf.zeros([0, 3]),
         "nothing": (),
       }
@@ -297,25 +222,21 @@ class TestResults:
       [5] * N,
       [2.0] * N,
     ]
-    assert _results(result["flag"]) == [True] * N
     assert [each.shape for each in result["empty"].values] == [(0, 3)] * N
     assert result["nothing"] == ()
-
-  @both_ways
-  def test_no_output(self, run: Any) -> None:
     assert run(lambda: None) is None
 
-  @both_ways
   @pytest.mark.parametrize(
     "dtype",
     ["bool", "uint8", "int8", "int32", "int64", "bfloat16", "half", "float64"]
     + ["complex64"],
   )
-  def test_dtypes(self, run: Any, dtype: str) -> None:
+  def test_dtypes(self, dtype: str) -> None:
     values = [tf.cast([i, 1], dtype) for i in range(N)]
-    result = run(tf.identity, testbed.per_replica(_strategy(), values))
-    assert [each.dtype for each in result.values] == [tf.as_dtype(dtype)] * N
-    assert _results(result) == [value.numpy().tolist() for value in values]
+    for run in (_run, _run_in_function):
+      result = run(tf.identity, _values(values))
+      assert [each.dtype for each in result.values] == [tf.as_dtype(dtype)] * N
+      assert _results(result) == [value.numpy().tolist() for value in values]
 
   @both_ways
   def test_indexed_slices(self, run: Any) -> None:
@@ -328,26 +249,23 @@ class TestResults:
       assert own.values.numpy().tolist() == [MARKS[i]]
 
   def test_what_cannot_be_returned(self) -> None:
-    with pytest.raises(
-      TypeError, match=r"must return tensors, numbers.*object"
-    ):
+    with pytest.raises(TypeError, match=r"must return tensors, num.*object"):
       _run(lambda: object())
 
 
 class TestControlFlow:
   @both_ways
   def test_sums_in_conditionals_and_loops(self, run: Any) -> None:
-    def in_cond(x: tf.Tensor) -> tf.Tensor:
+    def replica_fn(x: tf.Tensor) -> Any:
       everywhere = tf.constant(1.0) > 0.0
-      return tf.cond(everywhere, lambda: _all_reduce(x), lambda: x)
-
-    def in_loop(x: tf.Tensor) -> tf.Tensor:
+      in_cond = tf.cond(everywhere, lambda: _all_reduce(x), lambda: x)
       for i in tf.range(3):
         x = _all_reduce(x) + tf.cast(i, tf.float32)
-      return x
+      return in_cond, x
 
-    assert _results(run(in_cond, _marks())) == [7.0] * N
-    assert _results(run(in_loop, _marks())) == [(7.0 * 3 + 1) * 3 + 2] * N
+    in_cond, in_loop = run(replica_fn, _marks())
+    assert _results(in_cond) == [7.0] * N
+    assert _results(in_loop) == [(7.0 * 3 + 1) * 3 + 2] * N
 
   def test_loops_and_conditionals_around_run(self) -> None:
     with _strategy().scope():
@@ -370,9 +288,9 @@ class TestControlFlow:
     assert testbed.copies(total) == [2.0, 4.0, 8.0]
 
   def test_stacked_recurrent_layers(self) -> None:
+    """Their nested loops need constants that XLA must not lose."""
     layers = tf.keras.layers
     x = np.random.default_rng(0).normal(size=(N, 2, 4, 1)).astype("float32")
-    tf.keras.utils.set_random_seed(1)
     with _strategy().scope():
       model = tf.keras.Sequential(
         [
@@ -387,9 +305,7 @@ class TestControlFlow:
         loss = tf.reduce_sum(model(x) ** 2)
       return tape.gradient(loss, model.trainable_variables)[0]
 
-    result = _run_in_function(
-      gradient, testbed.per_replica(_strategy(), list(x))
-    )
+    result = _run_in_function(gradient, _values(list(x)))
     for own, data in zip(_results(result), x, strict=True):
       np.testing.assert_allclose(own, gradient(data), rtol=1e-4, atol=1e-6)
 
@@ -398,34 +314,31 @@ class TestCollectives:
   @pytest.mark.parametrize(
     "dtype", ["float32", "float64", "half", "bfloat16", "int32"]
   )
-  @both_ways
-  def test_all_reduce(self, run: Any, dtype: str) -> None:
+  def test_all_reduce(self, dtype: str) -> None:
     values = [tf.cast([3 * i, 3], dtype) for i in range(N)]
 
     def replica_fn(x: tf.Tensor) -> Any:
-      return _all_reduce({"sum": x}), _all_reduce([x], "MEAN")
+      constant = tf.constant([2], dtype)
+      return (
+        _all_reduce({"sum": x})["sum"],
+        _all_reduce([x], "MEAN")[0],
+        _all_reduce(constant),
+        _all_reduce(constant[:0]),
+      )
 
-    sums, means = run(replica_fn, testbed.per_replica(_strategy(), values))
-    assert _results(sums["sum"]) == [[9, 9]] * N
-    assert _results(means[0]) == [[3, 3]] * N
-
-  @pytest.mark.parametrize("dtype", ["float32", "float64"])
-  def test_all_reduce_of_a_constant(self, dtype: str) -> None:
-    assert (
-      _results(_run(lambda: _all_reduce(tf.constant([1.5], dtype))))
-      == [[4.5]] * N
-    )
-    empty = _run(lambda: _all_reduce(tf.zeros([0], dtype)))
-    assert _results(empty) == [[]] * N
+    for run in (_run, _run_in_function):
+      sums, means, constants, empty = run(replica_fn, _values(values))
+      assert _results(sums) == [[9, 9]] * N
+      assert _results(means) == [[3, 3]] * N
+      assert _results(constants) == [[2 * N]] * N
+      assert _results(empty) == [[]] * N
 
   def test_float64_keeps_its_digits_next_to_words(self) -> None:
     numbers = [2.0**60 + 2.0**10 * i for i in range(N)]
-    values = [tf.constant(number, tf.float64) for number in numbers]
-    words = [tf.constant([i, 7], tf.uint32) for i in range(N)]
     number, word = _run(
       lambda x, y: (_all_reduce(x), _all_reduce(y)),
-      testbed.per_replica(_strategy(), values),
-      testbed.per_replica(_strategy(), words),
+      _values([tf.constant(each, tf.float64) for each in numbers]),
+      _values([tf.constant([i, 7], tf.uint32) for i in range(N)]),
     )
     assert _results(number) == [sum(numbers)] * N
     assert _results(word) == [[3, 21]] * N
@@ -434,24 +347,21 @@ class TestCollectives:
     def replica_fn(x: tf.Tensor) -> Any:
       with tf.GradientTape() as tape:
         tape.watch(x)
-        y = _all_reduce(x) * _marks_of_replica()
+        y = _all_reduce(x) * _own_mark()
       return tape.gradient(y, x)
 
     assert _results(_run(replica_fn, _marks())) == [7.0] * N
 
   def test_all_gather(self) -> None:
-    rows = testbed.per_replica(_strategy(), [[[i, 1]] for i in range(N)])
+    rows = _values([[[i, 1]] for i in range(N)])
     assert _results(_run(_all_gather, rows)) == [[[0, 1], [1, 1], [2, 1]]] * N
     nested = _run(lambda x: _all_gather({"rows": x}, 1), rows)
     assert _results(nested["rows"]) == [[[0, 1, 1, 1, 2, 1]]] * N
 
-  def test_all_gather_of_infinity_stays_at_its_place(self) -> None:
-    values = [[np.inf], [np.nan], [1.0]]
-    [first, *others] = _results(
-      _run(_all_gather, testbed.per_replica(_strategy(), values))
-    )
-    np.testing.assert_array_equal(first, [np.inf, np.nan, 1.0])
-    np.testing.assert_array_equal(others, [first] * (N - 1))
+  def test_all_gather_of_infinity_stays_in_its_place(self) -> None:
+    values = _values([[np.inf], [np.nan], [1.0]])
+    for found in _results(_run(_all_gather, values)):
+      np.testing.assert_array_equal(found, [np.inf, np.nan, 1.0])
 
   def test_merge_call(self) -> None:
     with _strategy().scope():
@@ -473,106 +383,45 @@ class TestCollectives:
 
 
 class TestReduceAndGather:
-  def _values(self) -> Any:
-    rows = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
-    return testbed.per_replica(_strategy(), [m * rows for m in MARKS])
-
   @pytest.mark.parametrize(
     ("axis", "total", "mean"),
     [
       (None, [[7, 14], [21, 28]], [[7 / 3, 14 / 3], [7, 28 / 3]]),
       (0, [28, 42], [28 / 6, 7]),
-      (1, [21, 49], [3.5, 49 / 6]),
       (-1, [21, 49], [3.5, 49 / 6]),
       ([0, 1], 70, 70 / 12),
     ],
   )
   def test_reduce(self, axis: Any, total: Any, mean: Any) -> None:
-    strategy, values = _strategy(), self._values()
+    rows = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
+    values = _values([m * rows for m in MARKS])
     for run in (lambda fn: fn(), lambda fn: tf.function(fn)()):
-      found = run(lambda: strategy.reduce("SUM", values, axis=axis))
+      found = run(lambda: _strategy().reduce("SUM", values, axis=axis))
       np.testing.assert_array_equal(found, total)
-      found = run(lambda: strategy.reduce("mean", values, axis=axis))
+      found = run(lambda: _strategy().reduce("mean", values, axis=axis))
       np.testing.assert_allclose(found, mean, rtol=1e-6)
 
-  def test_reduce_of_uneven_values_is_weighted_by_rows(self) -> None:
+  def test_uneven_values_are_weighted_by_rows(self) -> None:
     strategy = _strategy()
-    uneven = testbed.per_replica(
-      strategy, [np.full([i + 1], m, np.float32) for i, m in enumerate(MARKS)]
+    uneven = _values(
+      [np.full([i + 1], m, np.float32) for i, m in enumerate(MARKS)]
     )
     mean = strategy.reduce("MEAN", uneven, axis=0)
     np.testing.assert_allclose(mean, (1 + 2 * 2 + 3 * 4) / 6, rtol=1e-6)
     joined = strategy.gather(uneven, axis=0)
     assert joined.numpy().tolist() == [1, 2, 2, 4, 4, 4]
 
-  def test_reduce_of_integers_and_nests(self) -> None:
-    strategy = _strategy()
-    counts = testbed.per_replica(strategy, [[3], [6], [12]])
+  def test_integers_nests_and_axes(self) -> None:
+    strategy, counts = _strategy(), _values([[[3]], [[6]], [[12]]])
     result = strategy.reduce("SUM", {"counts": [counts]}, axis=None)
-    assert result["counts"][0].numpy().tolist() == [21]
+    assert result["counts"][0].numpy().tolist() == [[21]]
     assert strategy.reduce("MEAN", counts, axis=0).numpy() == 7
     assert float(strategy.reduce("SUM", 2.0, axis=None)) == 2.0 * N
-
-  def test_gather(self) -> None:
-    strategy = _strategy()
-    for axis in (0, 1):
-      found = strategy.gather(self._values(), axis)
-      rows = np.array([[1.0, 2.0], [3.0, 4.0]])
-      expected = np.concatenate([m * rows for m in MARKS], axis)
-      np.testing.assert_array_equal(found, expected)
+    assert strategy.gather(counts, axis=1).numpy().tolist() == [[3, 6, 12]]
 
   def test_reduce_by_a_replica(self) -> None:
     with pytest.raises(RuntimeError, match=r"get_replica_context\(\)"):
       _run(lambda x: _strategy().reduce("SUM", x, axis=None), _marks())
-
-
-class TestDatasets:
-  def test_distribute_dataset(self) -> None:
-    strategy = _strategy()
-    data = tf.data.Dataset.range(14).batch(6)
-    found = [
-      _results(batch)
-      for batch in strategy.experimental_distribute_dataset(data)
-    ]
-    assert found == [
-      [[0, 1], [2, 3], [4, 5]],
-      [[6, 7], [8, 9], [10, 11]],
-      [[12], [13], []],
-    ]
-
-  def test_distribute_datasets_from_function(self) -> None:
-    strategy = _strategy()
-    seen = []
-
-    def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
-      seen.append(context.num_replicas_in_sync)
-      return tf.data.Dataset.range(6).batch(2)
-
-    data = strategy.distribute_datasets_from_function(make)
-    assert [_results(x) for x in data] == [[[0, 1], [2, 3], [4, 5]]]
-    assert seen == [N]
-
-  def test_loop_over_a_dataset_in_a_function(self) -> None:
-    strategy = _strategy()
-    data = strategy.experimental_distribute_dataset(
-      tf.data.Dataset.range(12).batch(6, drop_remainder=True)
-    )
-
-    @tf.function
-    def epoch(data: Any) -> Any:
-      total = tf.constant(0)
-      for batch in data:
-        own = strategy.run(
-          lambda x: (
-            tf.reduce_sum(tf.cast(x, tf.int32)) * (testbed.replica_id() + 1)
-          ),
-          (batch,),
-        )
-        total += strategy.reduce("SUM", own, axis=None)
-      return total
-
-    # 1 * (0 + 1) + 2 * (2 + 3) + 3 * (4 + 5), and the same six on.
-    assert int(epoch(data)) == 38 + 13 + 2 * 17 + 3 * 21
 
 
 class TestWhatTPUsCannotDo:
@@ -580,140 +429,80 @@ class TestWhatTPUsCannotDo:
   @pytest.mark.parametrize(
     ("fn", "words"),
     [
-      (
-        lambda x: tf.py_function(lambda y: y, [x], tf.float32),
-        "tf.py_function",
-      ),
-      (lambda x: tf.strings.as_string(x), "no dtype string"),
+      (lambda x: tf.py_function(lambda y: y, [x], "float32"), "py_function"),
+      (lambda x: tf.print(x), r"tf\.print"),
       (lambda x: tf.strings.length(tf.strings.as_string(x)), "strings"),
-      (lambda x: tf.boolean_mask(x, x > 1), "must not depend on data"),
-      (lambda x: tf.unique(x)[0], "must not depend on data"),
+      (lambda x: tf.boolean_mask(x, x > 1), "must not depend.*boolean_mask"),
       (lambda x: tf.where(x > 1), "tf.where with three arguments"),
     ],
   )
   def test_operations(self, run: Any, fn: Any, words: str) -> None:
-    x = testbed.per_replica(_strategy(), [[m, 1.0] for m in MARKS])
     with pytest.raises(TPUCompileError, match=words):
-      run(fn, x)
-
-  @both_ways
-  def test_printing(self, run: Any) -> None:
-    def replica_fn(x: tf.Tensor) -> tf.Tensor:
-      tf.print(x)
-      return x
-
-    with pytest.raises(TPUCompileError, match=r"tf\.print"):
-      run(replica_fn, _marks())
-
-  def test_arguments(self) -> None:
-    for value in (
-      tf.ragged.constant([[1.0], [2.0, 3.0]]),
-      tf.sparse.from_dense([1.0, 0.0]),
-    ):
-      with pytest.raises(
-        TPUCompileError,
-        match=f"dense tensors only; got a {type(value).__name__}",
-      ):
-        _run(lambda x: 1.0, value)
-    with pytest.raises(TPUCompileError, match=r"string, which an argument"):
-      _run(lambda x: 1.0, tf.constant("text"))
-
-  def test_resources_from_elsewhere(self) -> None:
-    plain = tf.Variable(1.0, name="plain")
-    with testbed.virtual(2).scope():
-      foreign = tf.Variable(1.0, name="foreign")
-    for variable in (plain, foreign):
-      with pytest.raises(TPUCompileError, match=variable.name):
-        _run(lambda x, v=variable: x + v, _marks())
+      run(fn, _values([[m, 1.0] for m in MARKS]))
 
   @both_ways
   def test_uneven_shapes(self, run: Any) -> None:
-    uneven = testbed.per_replica(
-      _strategy(), [np.ones([i + 1], np.float32) for i in range(N)]
-    )
+    uneven = _values([np.ones([i + 1], np.float32) for i in range(N)])
     with pytest.raises(
       (ValueError, tf.errors.InvalidArgumentError),
       match=r"same shape; got \[\(1,\), \(2,\), \(3,\)\].*drop_remainder",
     ):
       run(tf.reduce_sum, uneven)
 
-  def test_uneven_dtypes(self) -> None:
-    values = [tf.constant(1.0, "float64" if i else "float32") for i in range(N)]
-    with pytest.raises((TypeError, ValueError), match=r"replicas.*dtype"):
-      _run(tf.abs, testbed.per_replica(_strategy(), values))
-
-  @both_ways
-  def test_another_strategys_values(self, run: Any) -> None:
-    two = testbed.per_replica(testbed.virtual(2), [1.0, 2.0])
-    with pytest.raises(ValueError, match=r"for 2\s+replicas.*has 3"):
-      run(tf.abs, two)
-
-
-def _data() -> tuple[np.ndarray, np.ndarray]:
-  rng = np.random.default_rng(3)
-  x = rng.normal(size=(24, 5)).astype("float32")
-  return x, rng.normal(size=(24, 1)).astype("float32")
-
-
-def _train(strategy: Any, built: bool, **options: Any) -> Any:
-  x, y = _data()
-  tf.keras.utils.set_random_seed(1)
-  with strategy.scope():
-    model = tf.keras.Sequential(
-      [
-        *([tf.keras.Input((5,))] if built else []),
-        tf.keras.layers.Dense(4, "tanh"),
-        tf.keras.layers.Dense(1),
-      ]
-    )
-    model.compile(
-      tf.keras.optimizers.SGD(0.05), "mse", metrics=["mae"], **options
-    )
-  history = model.fit(x, y, batch_size=12, shuffle=False, verbose=0).history
-  if options:
-    return model, history, []
-  evaluated = model.evaluate(x, y, batch_size=12, verbose=0)
-  predicted = model.predict(x, batch_size=12, verbose=0)
-  assert predicted.shape == (24, 1)
-  return model, history, [*evaluated, *predicted[:, 0]]
-
-
-@functools.cache
-def _train_mirrored() -> Any:
-  return _train(testbed.mirrored(N), True)
-
 
 class TestKeras:
-  @pytest.mark.parametrize(
-    ("built", "options"),
-    [
+  def _train(self, strategy: Any, built: bool, **options: Any) -> Any:
+    """The model, its history, and what it evaluates and predicts."""
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(24, 5)).astype("float32")
+    y = rng.normal(size=(24, 1)).astype("float32")
+    tf.keras.utils.set_random_seed(1)
+    with strategy.scope():
+      model = tf.keras.Sequential(
+        [
+          *([tf.keras.Input((5,))] if built else []),
+          tf.keras.layers.Dense(4, "tanh"),
+          tf.keras.layers.Dense(1),
+        ]
+      )
+      model.compile(
+        tf.keras.optimizers.SGD(0.05), "mse", metrics=["mae"], **options
+      )
+    history = model.fit(x, y, batch_size=12, shuffle=False, verbose=0).history
+    # Otherwise Keras reports other steps' means.
+    if options:
+      return model, {}, []
+    evaluated = model.evaluate(x, y, batch_size=12, verbose=0)
+    predicted = model.predict(x, batch_size=12, verbose=0)
+    assert predicted.shape == (24, 1)
+    return model, history, [*evaluated, *predicted[:, 0]]
+
+  def test_fit_learns_what_mirrored_replicas_learn(self) -> None:
+    trained, expected, wanted = self._train(testbed.mirrored(N), True)
+    for built, options in (
       (True, {}),
       (False, {}),
       (True, {"run_eagerly": True}),
       (True, {"steps_per_execution": 2}),
-    ],
-    ids=["built", "unbuilt", "eager", "two steps per execution"],
-  )
-  def test_fit_as_mirrored_replicas_do(self, built: bool, options: Any) -> None:
-    model, history, evaluated = _train(_strategy(), built, **options)
-    trained, expected, wanted = _train_mirrored()
-    if not options:  # Otherwise Keras reports other steps' means.
-      for name, values in expected.items():
-        np.testing.assert_allclose(history[name], values, rtol=1e-5)
-      np.testing.assert_allclose(evaluated, wanted, rtol=1e-5)
-    for variable, other in zip(
-      model.trainable_variables, trained.trainable_variables, strict=True
     ):
-      held = testbed.copies(variable)
-      assert len(held) == N
-      for copy in held:
-        np.testing.assert_allclose(copy, other.numpy(), rtol=1e-4, atol=1e-6)
-        np.testing.assert_array_equal(copy, held[0])
+      model, history, evaluated = self._train(_strategy(), built, **options)
+      for name, values in history.items():
+        np.testing.assert_allclose(expected[name], values, rtol=1e-5)
+      np.testing.assert_allclose(
+        evaluated, [] if options else wanted, rtol=1e-5
+      )
+      for variable, other in zip(
+        model.trainable_variables, trained.trainable_variables, strict=True
+      ):
+        held = testbed.copies(variable)
+        assert len(held) == N
+        for copy in held:
+          np.testing.assert_allclose(copy, other.numpy(), rtol=1e-4, atol=1e-6)
+          np.testing.assert_array_equal(copy, held[0])
 
   @both_ways
-  def test_what_is_made_in_the_first_step(self, run: Any) -> None:
+  def test_what_the_first_step_makes(self, run: Any) -> None:
     strategy = _strategy()
-    tf.keras.utils.set_random_seed(1)
     with strategy.scope():
       model = tf.keras.Sequential(
         [tf.keras.layers.Dense(1, kernel_initializer="ones")]
@@ -726,11 +515,66 @@ class TestKeras:
       weights = model.trainable_variables
       optimizer.apply(tape.gradient(loss, weights), weights)
 
-    x = testbed.per_replica(strategy, [[[m, 1.0]] for m in MARKS])
+    x = _values([[[m, 1.0]] for m in MARKS])
     for expected in (1.0 - 7.0, 1.0 - 14.0):
       run(step, x)
       kernels = testbed.copies(model.trainable_variables[0])
       assert [float(kernel[0, 0]) for kernel in kernels] == [expected] * N
+
+  def test_what_a_first_step_makes_is_there_in_the_next(self) -> None:
+    """Keras asks in Python whether the loss scale has been made."""
+    with _strategy().scope():
+      weight = tf.keras.Variable([0.0])
+      optimizer = CrossShardOptimizer(
+        tf.keras.optimizers.LossScaleOptimizer(
+          tf.keras.optimizers.SGD(1.0), initial_scale=8.0
+        )
+      )
+
+    @tf.function
+    def step(factor: tf.Tensor) -> None:
+      def replica_step() -> None:
+        with tf.GradientTape() as tape:
+          loss = optimizer.scale_loss(factor * tf.reduce_sum(weight.value) / N)
+        grads = tape.gradient(loss, [weight.value])
+        optimizer.apply(grads, [weight])
+
+      _strategy().run(replica_step)
+
+    for factor in (1.0, float("nan"), 1.0):
+      step(tf.constant(factor))
+    for value in replica_state.values(weight):
+      np.testing.assert_allclose(value, [-2.0], rtol=1e-6)
+
+  def test_moving_averages_are_written_to_their_own_replica(self) -> None:
+    strategy = testbed.virtual(4)
+    with strategy.scope():
+      weight = tf.keras.Variable([0.0])
+      inner = tf.keras.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.5)
+      optimizer = CrossShardOptimizer(inner, group_assignment=[[0, 1], [2, 3]])
+      optimizer.build([weight])
+
+    @tf.function
+    def step(grads: Any) -> None:
+      strategy.run(lambda grad: optimizer.apply([grad], [weight]), (grads,))
+
+    step(testbed.per_replica(strategy, [[1.0], [2.0], [3.0], [4.0]]))
+    optimizer.finalize_variable_values([weight])
+    # The average of one step is its result: minus 1 + 2, and minus 3 + 4.
+    expected = [[-3.0], [-3.0], [-7.0], [-7.0]]
+    assert [v.tolist() for v in replica_state.values(weight)] == expected
+
+  def test_variables_that_tf_keras_casts(self) -> None:
+    policy = tf_keras.mixed_precision.Policy("mixed_bfloat16")
+    with _strategy().scope():
+      layer = tf_keras.layers.Dense(1, use_bias=False, dtype=policy)
+      layer.build((None, 1))
+    [kernel] = layer.weights
+    assert type(kernel).__name__.startswith("AutoCast")
+    _run(lambda: kernel.assign(tf.reshape(_own_mark(), [1, 1])))
+    assert _results(kernel) == [[[mark]] for mark in MARKS]
+    total = _strategy().reduce("SUM", kernel, axis=None)
+    assert total.numpy().item() == sum(MARKS)
 
 
 def test_gradients_on_the_host() -> None:
@@ -739,7 +583,7 @@ def test_gradients_on_the_host() -> None:
     with tf.GradientTape() as tape:
       inside = variable * variable
     assert float(tape.gradient(inside, variable)) == 6.0
-  _run(lambda: variable.assign(_marks_of_replica() + 1.0))
+  _run(lambda: variable.assign(_own_mark() + 1.0))
   with tf.GradientTape() as tape:
     outside = variable * variable
   assert float(tape.gradient(outside, variable)) == 4.0
@@ -748,68 +592,8 @@ def test_gradients_on_the_host() -> None:
 
 def test_random_numbers_differ_between_replicas_and_steps() -> None:
   draw = tf.function(lambda: _strategy().run(lambda: tf.random.normal([2])))
-  first, second = _results(draw()), _results(draw())
-  drawn = [tuple(each) for each in first + second]
+  drawn = [tuple(each) for _ in range(2) for each in _results(draw())]
   assert len(set(drawn)) == 2 * N
-
-
-def test_variables_that_tf_keras_casts_have_a_copy_per_replica() -> None:
-  policy = tf_keras.mixed_precision.Policy("mixed_bfloat16")
-  with _strategy().scope():
-    layer = tf_keras.layers.Dense(1, use_bias=False, dtype=policy)
-    layer.build((None, 1))
-  [kernel] = layer.weights
-  assert type(kernel).__name__.startswith("AutoCast")
-  _run(lambda: kernel.assign(tf.reshape(_marks_of_replica(), [1, 1])))
-  assert _results(kernel) == [[[mark]] for mark in MARKS]
-  total = _strategy().reduce("SUM", kernel, axis=None)
-  assert total.numpy().item() == sum(MARKS)
-  assert [v.item() for v in replica_state.values(kernel)] == MARKS
-
-
-def test_moving_averages_are_written_to_the_replica_they_are_of() -> None:
-  strategy = testbed.virtual(4)
-  with strategy.scope():
-    weight = tf.keras.Variable([0.0])
-    inner = tf.keras.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.5)
-    optimizer = CrossShardOptimizer(inner, group_assignment=[[0, 1], [2, 3]])
-    optimizer.build([weight])
-
-  @tf.function
-  def step(grads: Any) -> None:
-    strategy.run(lambda grad: optimizer.apply([grad], [weight]), args=(grads,))
-
-  step(testbed.per_replica(strategy, [[1.0], [2.0], [3.0], [4.0]]))
-  optimizer.finalize_variable_values([weight])
-  # The average of one step is its result: minus 1 + 2, and minus 3 + 4.
-  expected = [[-3.0], [-3.0], [-7.0], [-7.0]]
-  assert [v.tolist() for v in replica_state.values(weight)] == expected
-
-
-def test_what_a_first_step_makes_is_there_in_the_next() -> None:
-  """Keras asks in Python whether the loss scale has been made."""
-  with _strategy().scope():
-    weight = tf.keras.Variable([0.0])
-    optimizer = CrossShardOptimizer(
-      tf.keras.optimizers.LossScaleOptimizer(
-        tf.keras.optimizers.SGD(1.0), initial_scale=8.0
-      )
-    )
-
-  @tf.function
-  def step(factor: tf.Tensor) -> None:
-    def replica_step() -> None:
-      with tf.GradientTape() as tape:
-        loss = optimizer.scale_loss(factor * tf.reduce_sum(weight.value) / N)
-      grads = tape.gradient(loss, [weight.value])
-      optimizer.apply(grads, [weight])
-
-    _strategy().run(replica_step)
-
-  for factor in (1.0, float("nan"), 1.0):
-    step(tf.constant(factor))
-  for value in replica_state.values(weight):
-    np.testing.assert_allclose(value, [-2.0], rtol=1e-6)
 
 
 if __name__ == "__main__":
