@@ -94,23 +94,6 @@ def test_one_sum_per_gradient_over_the_groups(
   assert not others & tpu_resolver.operations(graph)
 
 
-@pytest.mark.slow
-def test_2048_replicas() -> None:
-  halves = groups.contiguous(2048, 1024).to_lists()
-
-  def model() -> Any:
-    return tf.keras.Sequential([tf.keras.Input((6,)), tf.keras.layers.Dense(3)])
-
-  graph, weights = _trace(
-    2048,
-    lambda: CrossShardOptimizer("sgd", group_assignment=halves),
-    model,
-  )
-  sums = tpu_resolver.cross_replica_sums(graph)
-  assert sums == [(tf.float32, halves)] * len(weights)
-  assert len(weights) == 2
-
-
 def test_plain_keras_sums_as_often() -> None:
   graph, weights = _trace(8, _adam)
   assert len(tpu_resolver.cross_replica_sums(graph)) == len(weights) == 4

@@ -298,7 +298,7 @@ class TestErrors:
   @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-      (1, r"The dataset has no rows to share among 3 replicas"),
+      (1, r"The dataset has no rows to share among the replicas"),
       (
         {"x": np.zeros([3]), "y": 1.0},
         r"component 'y' has no rows.*dataset\.batch\(global_batch_size\)",

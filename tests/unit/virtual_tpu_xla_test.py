@@ -68,7 +68,7 @@ def test_each_replica_has_its_own_array(dtype: str) -> None:
   assert client.num_replicas == 3
   arrays = [np.array([i, 1]).astype(dtype) for i in range(3)]
   buffers = client.put(arrays)
-  assert buffers.shape == (2,)
+  assert buffers.array.shape == (2,)
   assert buffers.dtype == np.dtype(dtype)
   for i, array in enumerate(arrays):
     np.testing.assert_array_equal(buffers.to_numpy(i), array)

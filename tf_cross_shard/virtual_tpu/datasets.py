@@ -106,15 +106,7 @@ def split(
   B % N replicas one more. Each batch is cut by itself, so that a smaller one at
   the end is shared evenly too, if it can be.
   """
-  _check_dense(dataset)
-  for where, spec in _components(dataset):
-    has_no_rows = isinstance(spec, tf.TensorSpec) and spec.shape.rank == 0
-    if has_no_rows and num_replicas > 1:
-      raise ValueError(
-        f"{where} has no rows to share among {num_replicas} replicas: {spec}."
-        " Batch the dataset by the global batch size:"
-        " dataset.batch(global_batch_size)."
-      )
+  _check(dataset, 1 if num_replicas > 1 else 0)
 
   def cut(tensor: Any) -> Any:
     if tensor is None:
@@ -142,7 +134,7 @@ def deal(
   A last round that does not reach all replicas is left out: one program runs
   all of them or none.
   """
-  _check_dense(dataset)
+  _check(dataset, 0)
 
   @tf.autograph.experimental.do_not_convert
   def tensors(*element: Any) -> Any:
@@ -177,28 +169,26 @@ def _per_replica(*parts: Any) -> Any:
   return distribute_utils.regroup(parts, always_wrap=True)
 
 
-def _components(dataset: tf.data.Dataset) -> list[tuple[str, tf.TypeSpec]]:
-  """Each component's place, in words, and its type."""
-  found = nest.flatten_with_joined_string_paths(dataset.element_spec)
-  return [
-    (f"The dataset's component {path!r}" if path else "The dataset", spec)
-    for path, spec in found
-  ]
-
-
-def _check_dense(dataset: Any) -> None:
-  """Raises an error for what TPUs do not take."""
+def _check(dataset: Any, least_rank: int) -> None:
+  """Raises an error for what TPUs do not take, and what has no rows to cut."""
   if not isinstance(dataset, tf.data.Dataset):
     raise TypeError(
       f"A tf.data.Dataset can be distributed; got a {type(dataset).__name__}."
     )
-  for where, spec in _components(dataset):
-    if not isinstance(spec, (tf.TensorSpec, structure.NoneTensorSpec)):
+  for path, spec in nest.flatten_with_joined_string_paths(dataset.element_spec):
+    where = f"The dataset's component {path!r}" if path else "The dataset"
+    if isinstance(spec, structure.NoneTensorSpec):
+      continue
+    if not isinstance(spec, tf.TensorSpec):
       raise ValueError(
         f"{where} is a {type(spec).__name__}; a TPU takes dense tensors only."
         " Convert it in dataset.map, by tf.sparse.to_dense or"
-        " tf.RaggedTensor.to_tensor. In place of None, a generator for Keras"
-        " returns a shorter tuple."
+        " tf.RaggedTensor.to_tensor."
+      )
+    if spec.shape.rank is not None and spec.shape.rank < least_rank:
+      raise ValueError(
+        f"{where} has no rows to share among the replicas: {spec}. Batch the"
+        " dataset by the global batch size: dataset.batch(global_batch_size)."
       )
 
 

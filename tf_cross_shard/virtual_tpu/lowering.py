@@ -110,9 +110,10 @@ def trace(
     elif id(tensor) in by_handle:
       captures.append(by_handle[id(tensor)])
     else:
+      names = {id(v.handle): v.name for v in function.graph.variables}
       raise TPUCompileError(
         "A replica's program uses a resource that is not on the virtual TPU:"
-        f" {_describe(tensor, function)}. Make variables inside"
+        f" {names.get(id(tensor), tensor)}. Make variables inside"
         " `with strategy.scope():`, and read datasets outside `strategy.run`."
       )
   return Traced(function, captures, function.structured_outputs)
@@ -236,11 +237,3 @@ def _check_dtype(dtype: tf.DType, where: str) -> None:
       f"A TPU has no dtype {dtype.name}, which {where} of the replica's"
       " function has. Convert it outside `strategy.run`."
     )
-
-
-def _describe(tensor: tf.Tensor, function: Any) -> str:
-  """A resource's name, as the user knows it."""
-  for variable in function.graph.variables:
-    if variable.handle is tensor:
-      return f"the variable {variable.name}"
-  return repr(tensor)

@@ -212,10 +212,10 @@ def _keep_with_graph(program: Program) -> None:
 
 
 def _check_alike(what: str, found: Sequence[Any]) -> None:
-  """Raises an error unless all replicas' arguments are of one dtype or shape."""
+  """Raises an error unless all replicas' arguments have one dtype or shape."""
   if len(set(found)) > 1:
     raise ValueError(
       "All replicas run one program, so their arguments must have the same"
-      f" {what}; got {list(found)}. Cast them, or batch with drop_remainder=True"
-      " and a batch size that the number of replicas divides."
+      f" {what}; got {list(found)}. Cast them, or use drop_remainder=True and a"
+      " batch size that the number of replicas divides."
     )

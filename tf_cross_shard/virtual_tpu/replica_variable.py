@@ -227,10 +227,10 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
   def _was_assigned(self) -> bool:
     """Whether the host's value was set since it and the copies agreed.
 
-    As long as `_agreed` lives its memory is not used again, and TensorFlow never
-    writes to memory that a tensor shares with a variable: the same address means
-    that nothing was assigned. The reverse does not hold, since reading copies
-    once an IndexedSlices was assigned; then the elements tell.
+    As long as `_agreed` lives its memory is not used again, and TensorFlow
+    never writes to memory that a tensor shares with a variable: the same address
+    means that nothing was assigned. Another address means little, since reading
+    copies once an IndexedSlices was assigned; then the elements tell.
     """
     if self._agreed is None:
       return True

@@ -14,6 +14,7 @@ from tensorflow.python.distribute import (
   device_util,
   distribute_lib,
   distribute_utils,
+  values,
 )
 
 from tf_cross_shard.virtual_tpu import (
@@ -334,26 +335,18 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
     self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
   ) -> Any:
     """On the host: each copy with its own arguments, if those differ."""
-    kwargs = kwargs or {}
-    differ = any(
-      isinstance(x, tf.distribute.DistributedValues)
-      or _replica_variable(x) is not None
-      for x in tf.nest.flatten((args, kwargs))
-    )
-    if replica_context.in_replica_program() or not differ:
-      return _call(fn, (var, *args), kwargs, group)
-    results = []
-    for i, view in enumerate(self._local_results(var)):
-
-      def own(x: Any, replica: int = i) -> Any:
-        variable = _replica_variable(x)
-        return x if variable is None else variable.views()[replica]
-
-      own_args, own_kwargs = distribute_utils.select_replica(
-        i, tf.nest.map_structure(own, (args, kwargs))
-      )
-      results.append(fn(view, *own_args, **own_kwargs))
-    return tuple(results)
+    if not replica_context.in_replica_program():
+      given = _with_views((args, kwargs or {}))
+      if any(map(_is_distributed, tf.nest.flatten(given))):
+        copies = self._local_results(var)
+        own = [
+          distribute_utils.select_replica(i, given) for i in range(len(copies))
+        ]
+        return tuple(
+          fn(copy, *args, **kwargs)
+          for copy, (args, kwargs) in zip(copies, own, strict=True)
+        )
+    return _call(fn, (var, *args), kwargs, group)
 
   def _update_non_slot(
     self,
@@ -377,23 +370,10 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
   # Values of replicas.
 
   def _local_results(self, value: Any) -> tuple[Any, ...]:
-    variable = _replica_variable(value)
-    if variable is not None:
-      if replica_context.in_replica_program():
-        return (value,)
-      return variable.views()
-    if isinstance(value, tf.distribute.DistributedValues):
-      return tuple(value.values)
-    if tf.nest.is_nested(value):
-      flat = [self._local_results(x) for x in tf.nest.flatten(value)]
-      count = max(map(len, flat), default=1)
-      return tuple(
-        tf.nest.pack_sequence_as(
-          value, [x[i] if len(x) > 1 else x[0] for x in flat]
-        )
-        for i in range(count)
-      )
-    return (value,)
+    if not replica_context.in_replica_program():
+      value = _with_views(value)
+    results: tuple[Any, ...] = super()._local_results(value)
+    return results
 
   def combine(
     self, operation: tf.distribute.ReduceOp, value: Any, axis: Any = None
@@ -435,10 +415,21 @@ def _call(fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
   return result if group else tf.nest.map_structure(lambda x: (x,), result)
 
 
-def _replica_variable(value: Any) -> replica_variable.ReplicaVariable | None:
-  """The variable with a copy per replica that `value` is or, in Keras, has."""
-  value = getattr(value, "_variable", value)
-  for each in (value, getattr(value, "value", None)):
-    if isinstance(each, replica_variable.ReplicaVariable):
-      return each
-  return None
+def _with_views(structure: Any) -> Any:
+  """A structure with, for each variable, its copies as a PerReplica value."""
+
+  def view(value: Any) -> Any:
+    # Keras 3 has the variable as `_variable`, an AutoCastVariable of tf_keras
+    # either as `_variable` or as `value`.
+    found = getattr(value, "_variable", value)
+    for each in (found, getattr(found, "value", None)):
+      if isinstance(each, replica_variable.ReplicaVariable):
+        return values.PerReplica(each.views())
+    return value
+
+  return tf.nest.map_structure(view, structure)
+
+
+def _is_distributed(value: Any) -> bool:
+  """Whether replicas have values of their own."""
+  return isinstance(value, tf.distribute.DistributedValues)

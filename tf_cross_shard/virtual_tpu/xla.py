@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any, Final
 
@@ -62,12 +62,14 @@ class Buffers:
   def __init__(self, array: Any) -> None:
     """Wraps a jax.Array, which executables take."""
     self.array = array
-    self.shape = array.shape
     self.dtype = array.dtype
 
   def to_numpy(self, replica: int) -> np.ndarray:
     """A view of one replica's array; the next step overwrites it."""
     return np.asarray(self.array._arrays[replica])
+
+
+Executable = Callable[[Sequence[Buffers]], list[Buffers]]
 
 
 class Client:
@@ -114,8 +116,11 @@ class Client:
 
   def compile(
     self, module: bytes, outputs: Sequence[tuple[tuple[int, ...], Any]]
-  ) -> "Executable":
-    """Compiles a module, with these shapes and dtypes, for all replicas."""
+  ) -> Executable:
+    """A function that runs a module, with outputs of these shapes and dtypes.
+
+    It runs all replicas once, and waits for them.
+    """
     loaded = self._client.compile_and_load(
       _to_stablehlo(self._xla, module),
       self._xla.DeviceList(self._devices),
@@ -131,23 +136,15 @@ class Client:
         )
         for shape, dtype in outputs
       ]
-    return Executable(loaded, handlers)
 
+    def run(arguments: Sequence[Buffers]) -> list[Buffers]:
+      results = loaded.execute_sharded([each.array for each in arguments])
+      outputs = results.consume_with_handlers(handlers)
+      for output in outputs:
+        output.block_until_ready()
+      return [Buffers(output) for output in outputs]
 
-class Executable:
-  """A program loaded onto the replicas of a `Client`."""
-
-  def __init__(self, loaded: Any, handlers: list[Any]) -> None:
-    self._loaded = loaded
-    self._handlers = handlers
-
-  def __call__(self, arguments: Sequence[Buffers]) -> list[Buffers]:
-    """Runs all replicas once, and waits for them."""
-    results = self._loaded.execute_sharded([each.array for each in arguments])
-    outputs = results.consume_with_handlers(self._handlers)
-    for output in outputs:
-      output.block_until_ready()
-    return [Buffers(output) for output in outputs]
+    return run
 
 
 @dataclasses.dataclass(frozen=True)
