@@ -47,44 +47,45 @@ def _parser() -> argparse.ArgumentParser:
   )
   commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-  def add_command(name: str, function: Any, help_: str) -> Any:
-    command = commands.add_parser(name, help=help_)
-    command.set_defaults(command=function)
-    return command.add_argument, command
-
-  add, groups = add_command("groups", _groups, "draw a grouping")
-  kinds = groups.add_mutually_exclusive_group(required=True).add_argument
-  kinds("--assignment", metavar="TABLE", help="such as '[[0, 1], [2, 3]]'")
-  sizes: Any = {"nargs": 2, "type": int, "metavar": ("REPLICAS", "GROUP_SIZE")}
-  kinds("--contiguous", **sizes)
-  kinds("--strided", **sizes)
-  kinds("--singletons", type=int, metavar="REPLICAS")
+  command = commands.add_parser("groups", help="draw a grouping")
+  command.set_defaults(command=_groups)
+  add = command.add_mutually_exclusive_group(required=True).add_argument
+  add("--assignment", metavar="TABLE", help="such as '[[0, 1], [2, 3]]'")
+  for kind in ("--contiguous", "--strided"):
+    add(kind, nargs=2, type=int, metavar=("REPLICAS", "GROUP_SIZE"))
+  add("--singletons", type=int, metavar="REPLICAS")
   along = "replicas of --topology that differ in this coordinate only"
-  kinds("--along", choices=groups_lib.AXES, help=along)
-  add("--topology", help="a TPU slice, such as v5e:4x2")
+  add("--along", choices=groups_lib.AXES, help=along)
+  command.add_argument("--topology", help="a TPU slice, such as v5e:4x2")
 
-  help_ = "compile a step for a TPU slice, without a TPU"
-  add, _ = add_command("compile", _compile, help_)
-  help_ = "what strategy.run receives, or a function that calls it once"
-  add("step", metavar="MODULE:FUNCTION", help=help_)
+  command = commands.add_parser(
+    "compile", help="compile a step for a TPU slice, without a TPU"
+  )
+  command.set_defaults(command=_compile)
+  add = command.add_argument
+  step = "what strategy.run receives, or a function that calls it once"
+  add("step", metavar="MODULE:FUNCTION", help=step)
   add("--topology", required=True, help="such as v5e:4x2")
-  help_ = "one replica's argument, such as 'float32[8, 64]'; once for each"
-  add("--input", action="append", default=[], metavar="SPEC", help=help_)
+  spec = "one replica's argument, such as 'float32[8, 64]'; once for each"
+  add("--input", action="append", default=[], metavar="SPEC", help=spec)
   add("--json", action="store_true", help="print JSON, not a table")
   add("--hlo", metavar="FILE", help="also write the program")
 
-  help_ = "bring a checkpoint of TensorFlow 1 over"
-  add, _ = add_command("convert-checkpoint", _convert_checkpoint, help_)
+  command = commands.add_parser(
+    "convert-checkpoint", help="bring a checkpoint of TensorFlow 1 over"
+  )
+  command.set_defaults(command=_convert_checkpoint)
+  add = command.add_argument
   add("src", metavar="SRC", help="its prefix, or a folder")
   add("dst", metavar="DST", help="the prefix of the new one")
-  help_ = "a function that makes the model and the optimizer, and returns both"
-  add("--program", required=True, metavar="MODULE:FUNCTION", help=help_)
-  help_ = "names in the model and, for each, the name in the checkpoint"
-  add("--names", metavar="FILE.json", help=help_)
-  help_ = "leave what has no counterpart"
-  add("--allow-unmatched", action="store_true", help=help_)
-  help_ = "the name that version 1's optimizer was given, if it was"
-  add("--slots", metavar="NAME", help=help_)
+  program = "a function that returns the model and the optimizer"
+  add("--program", required=True, metavar="MODULE:FUNCTION", help=program)
+  names = "names in the model and, for each, the name in the checkpoint"
+  add("--names", metavar="FILE.json", help=names)
+  unmatched = "leave what has no counterpart"
+  add("--allow-unmatched", action="store_true", help=unmatched)
+  slots = "the name that version 1's optimizer was given, if it was"
+  add("--slots", metavar="NAME", help=slots)
   return parser
 
 

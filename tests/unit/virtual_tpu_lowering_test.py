@@ -25,14 +25,14 @@ def _run(
   traced: lowering.Traced, lowered: lowering.Lowered, *arguments: Any
 ) -> list[list[Any]]:
   """Each output as each replica has it; arguments are per replica."""
-  client = testbed.virtual(N).extended.client
+  client = testbed.virtual(N).extended.replicas.client
   outputs = [
     (tuple(spec.shape), spec.dtype.as_numpy_dtype)
     for spec in [*lowered.outputs, *lowered.updated]
   ]
   executable = client.compile(lowered.module, outputs)
   given = [client.put(list(each)) for each in arguments]
-  given += [variable.take(client) for variable in traced.variables]
+  given += [variable.take() for variable in traced.variables]
   return [
     [np.array(each.to_numpy(i)).tolist() for i in range(N)]
     for each in executable(given)
@@ -53,7 +53,7 @@ class TestTrace:
     assert traced.captured[0] is constant
     assert {id(each) for each in traced.variables} == {id(first), id(second)}
     assert set(traced.structure) == {"a", "none"}
-    assert traced.output_specs == [tf.TensorSpec([2], tf.float32)]
+    assert [each.shape for each in traced.function.outputs] == [(2,)]
 
   def test_variables_of_others(self) -> None:
     plain = tf.Variable(1.0, name="plain")

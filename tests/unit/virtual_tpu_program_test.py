@@ -20,7 +20,7 @@ SCALAR = tf.TensorSpec([], tf.float32)
 def _program(fn: Callable[..., Any], *specs: tf.TensorSpec) -> program.Program:
   strategy = testbed.virtual(N)
   traced = tpu_tasks.trace(strategy, fn, *specs)
-  return program.Program(traced, strategy.extended._replicas)
+  return program.Program(traced, strategy.extended.replicas)
 
 
 def _variable(value: Any) -> tf.Variable:

@@ -10,17 +10,7 @@ import numpy as np
 from tensorflow.compiler.xla import xla_data_pb2
 from tensorflow.compiler.xla.service import hlo_pb2
 
-_COLLECTIVES: Final = frozenset(
-  (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
-    "reduce-scatter",
-  )
-)
+_COLLECTIVE: Final = re.compile(r"(ragged-)?all-|collective-|reduce-scatter")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,15 +102,15 @@ class Module:
     """Every exchange between replicas, in the order of the module."""
     found = []
     for instruction in self._by_id.values():
+      kind = instruction.opcode
       # Asynchronous ones are counted where they start.
-      kind = instruction.opcode.removesuffix("-start")
-      if kind not in _COLLECTIVES:
+      if not _COLLECTIVE.match(kind) or kind.endswith("-done"):
         continue
       operands = [self._by_id[i].shape for i in instruction.operand_ids]
       shapes = [leaf for each in operands for leaf in _leaves(each)]
       found.append(
         Collective(
-          kind=kind,
+          kind=kind.removesuffix("-start"),
           dtype="+".join(dict.fromkeys(map(_dtype, shapes))),
           shapes=tuple(tuple(shape.dimensions) for shape in shapes),
           bytes=sum(map(_num_bytes, shapes)),

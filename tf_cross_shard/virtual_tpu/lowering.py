@@ -54,13 +54,6 @@ class Traced:
     """The variables among the captures."""
     return [x for x in self.captures if _is_variable(x)]
 
-  @property
-  def output_specs(self) -> list[tf.TensorSpec]:
-    """Dtype and shape of each output, as far as the graph knows."""
-    return [
-      tf.TensorSpec(each.shape, each.dtype) for each in self.function.outputs
-    ]
-
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:

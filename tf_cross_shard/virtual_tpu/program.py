@@ -82,7 +82,7 @@ class Program:
       num_arguments = len(put) - len(self.traced.captured)
       captured = iter(put[num_arguments:])
       captures = [
-        each.take(client)
+        each.take()
         if isinstance(each, replica_variable.ReplicaVariable)
         else next(captured)
         for each in self.traced.captures
@@ -105,7 +105,7 @@ class Program:
     self, arguments: Sequence[PerReplica], compile_now: bool = True
   ) -> list[PerReplica]:
     """Adds an operation that runs a step to the function being built."""
-    count, specs = self.replicas.num_replicas, self.traced.output_specs
+    count, results = self.replicas.num_replicas, self.traced.function.outputs
     shapes = [each[0].shape for each in arguments]
     if compile_now and all(shape.is_fully_defined() for shape in shapes):
       with tf.init_scope():
@@ -129,13 +129,13 @@ class Program:
       run,
       [x for each in arguments for x in each]
       + [variable.raw_handle for variable in self.traced.variables],
-      [spec.dtype for spec in specs for _ in range(count)],
+      [each.dtype for each in results for _ in range(count)],
     )
     outputs = []
-    for i, spec in enumerate(specs):
+    for i, result in enumerate(results):
       outputs.append(tuple(flat[i * count : (i + 1) * count]))
       for tensor in outputs[-1]:
-        tensor.set_shape(spec.shape)
+        tensor.set_shape(result.shape)
     return outputs
 
 

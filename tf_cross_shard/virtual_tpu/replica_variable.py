@@ -47,7 +47,9 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
     self._on_assign = None if on_read else combination
     if self._on_read == "SUM":
       # Every copy has the initial value, and the host reads their sum.
-      self._write_raw(np.asarray(self._read_raw()._numpy()) * self._count)
+      self._write_raw(
+        np.asarray(self._read_raw()._numpy()) * self._replicas.num_replicas
+      )
 
   @property
   def _handle(self) -> Any:
@@ -105,21 +107,25 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
   def views(self) -> tuple["ReplicaView", ...]:
     """Each replica's copy, to read and assign on the host."""
     if not self._views:
-      self._views = tuple(ReplicaView(self, i) for i in range(self._count))
+      self._views = tuple(
+        ReplicaView(self, i) for i in range(self._replicas.num_replicas)
+      )
     return self._views
 
-  def take(self, client: "xla.Client") -> "xla.Buffers":
+  def take(self) -> "xla.Buffers":
     """The replicas' copies, for a program to use and replace."""
-    with self._lock:
+    with self._replicas.lock:
       if self._copies is None or self._was_assigned():
         value = self._value_for_replicas()
-        self._copies = client.put([value.copy() for _ in range(self._count)])
+        self._copies = self._replicas.client.put(
+          [value.copy() for _ in range(self._replicas.num_replicas)]
+        )
         self._agreed = self._read_raw()
       return self._copies
 
   def replace(self, copies: "xla.Buffers") -> None:
     """Takes the copies that a program left."""
-    with self._lock:
+    with self._replicas.lock:
       self._copies = copies
       self._host_is_behind = True
       if self._is_in_host_functions:
@@ -127,7 +133,7 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
 
   def update_host(self) -> None:
     """Gives the host the newest value."""
-    with self._lock:
+    with self._replicas.lock:
       if not self._host_is_behind:
         return
       # Set first: the lines below read and assign this variable.
@@ -137,7 +143,7 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
 
   def copy(self, replica: int) -> np.ndarray:
     """One replica's value."""
-    with self._lock:
+    with self._replicas.lock:
       if self._copies is None or self._was_assigned():
         return np.array(self._value_for_replicas())
       return np.array(self._copies.to_numpy(replica))
@@ -145,10 +151,9 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
   def set_copies(self, values: Sequence[np.ndarray]) -> None:
     """Gives every replica a value of its own."""
     arrays = [np.array(value, self.dtype.as_numpy_dtype) for value in values]
-    client = self._distribute_strategy.extended.client
-    with self._lock:
+    with self._replicas.lock:
       self._agreed = self._read_raw()
-      self.replace(client.put(arrays))
+      self.replace(self._replicas.client.put(arrays))
 
   def _value_for_host(self) -> np.ndarray:
     """The value that reading this variable on the host returns."""
@@ -157,17 +162,19 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
     # Copied: the next program reuses the memory.
     if self._on_read is None:
       return np.array(copies.to_numpy(0))
-    total = sum(copies.to_numpy(i) for i in range(1, self._count))
+    total = sum(
+      copies.to_numpy(i) for i in range(1, self._replicas.num_replicas)
+    )
     total = copies.to_numpy(0) + total
     if self._on_read == "MEAN":
-      total = total / self._count
+      total = total / self._replicas.num_replicas
     return np.asarray(total).astype(copies.dtype)
 
   def _value_for_replicas(self) -> np.ndarray:
     """The part of the host's value that each replica receives."""
     value = np.asarray(self._read_raw()._numpy())
     if self._on_read == "SUM":
-      value = (value / self._count).astype(value.dtype)
+      value = (value / self._replicas.num_replicas).astype(value.dtype)
     return value
 
   def _aggregate(self, value: Any) -> Any:
@@ -210,26 +217,21 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
 
   def _forget_copies(self) -> None:
     """Makes the replicas receive the host's value before the next program."""
-    with self._lock:
+    with self._replicas.lock:
       self.update_host()
       self._copies = self._agreed = None
 
   @property
-  def _count(self) -> int:
-    """The number of replicas."""
-    return int(self._distribute_strategy.num_replicas_in_sync)
-
-  @property
-  def _lock(self) -> Any:
-    """Held by whoever changes copies; by programs while they run."""
-    return self._distribute_strategy.extended.lock
+  def _replicas(self) -> Any:
+    """Their number and devices, and the lock held while copies change."""
+    return self._distribute_strategy.extended.replicas
 
   def _was_assigned(self) -> bool:
     """Whether the host's value was set since it and the copies agreed.
 
     As long as `_agreed` lives its memory is not used again, and TensorFlow
-    never writes to memory that a tensor shares with a variable: the same address
-    means that nothing was assigned. Another address means little, since reading
+    never writes to memory that a tensor shares with a variable: with the same
+    address, nothing was assigned. Another address means little, since reading
     copies once an IndexedSlices was assigned; then the elements tell.
     """
     if self._agreed is None:
@@ -308,7 +310,7 @@ class ReplicaView:
         f"`value` must be {self.dtype.name}{self.shape} like {self.name}; got"
         f" {array.dtype}{array.shape}."
       )
-    with self._variable.distribute_strategy.extended.lock:
+    with self._variable.distribute_strategy.extended.replicas.lock:
       values = [view.numpy() for view in self._variable.views()]
       values[self._replica] = array
       self._variable.set_copies(values)

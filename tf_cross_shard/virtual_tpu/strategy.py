@@ -165,8 +165,7 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
     self._host = device_util.canonicalize("/device:CPU:0")
     # TensorFlow then requires of datasets what a TPU requires.
     self._require_static_shapes = True
-    self._replicas = program.Replicas(num_replicas)
-    self.lock = self._replicas.lock  # Held while replicas' copies change.
+    self.replicas = program.Replicas(num_replicas)
     # By id: variables cannot be hashed.
     self._variables: weakref.WeakValueDictionary[int, Any] = (
       weakref.WeakValueDictionary()
@@ -175,13 +174,8 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
     self._tracing = threading.RLock()
 
   @property
-  def client(self) -> Any:
-    """The devices that run programs."""
-    return self._replicas.client
-
-  @property
   def _num_replicas_in_sync(self) -> int:
-    return self._replicas.num_replicas
+    return self.replicas.num_replicas
 
   @property
   def worker_devices(self) -> tuple[str, ...]:
@@ -280,7 +274,7 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
     traced = lowering.trace(
       replica_fn, arguments.specs, lambda: self.known_variables
     )
-    return program.Program(traced, self._replicas)
+    return program.Program(traced, self.replicas)
 
   # Its presence tells `collectives` that the replicas are one XLA program.
   cross_replica_sum = staticmethod(replica_context.cross_replica_sum)
@@ -358,10 +352,6 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
   ) -> Any:
     del colocate_with
     return _call(fn, args, kwargs, group)
-
-  def read_var(self, var: Any) -> tf.Tensor:
-    """The value that the host reads."""
-    return var.read_value()
 
   def value_container(self, value: Any) -> Any:
     """The value: a variable is one object."""
