@@ -79,65 +79,34 @@ class TestCompileFor:
     for report in (inside, called, new):
       assert report.collectives == _sum_over(((0, 1, 2, 3),))
 
-  @pytest.mark.parametrize(
-    ("fn", "options", "error", "words"),
-    [
-      (3, {}, TypeError, r"`fn` must be a function; got 3"),
-      (
-        tf.abs,
-        {"strategy": tf.distribute.OneDeviceStrategy("cpu")},
-        TypeError,
-        r"`strategy`.*OneDeviceStrategy",
-      ),
-      (
-        tf.abs,
-        {"topology": "v5e:2x4"},
-        ValueError,
-        r"'v5e:2x4' has 8 devices.*`strategy` has 4 replicas",
-      ),
-      (
-        tf.abs,
-        {"num_replicas": 2},
-        ValueError,
-        r"4 devices.*`num_replicas` has 2",
-      ),
-      (
-        lambda x: testbed.virtual(2).run(tf.abs, (x,)),
-        {"strategy": None},
-        ValueError,
-        r"4 devices.*`fn` has 2 replicas",
-      ),
-      (
-        lambda x: [testbed.virtual(N).run(tf.abs, (x,)) for _ in range(2)],
-        {},
-        ValueError,
-        r"one step.*called it 2 times",
-      ),
-      (
-        tf.abs,
-        {"args": [tf.TensorSpec([None, 2])]},
-        ValueError,
-        r"`args` must have known shapes",
-      ),
-      (
-        tf.strings.as_string,
-        {},
-        virtual_tpu.TPUCompileError,
-        "no dtype string",
-      ),
-    ],
-  )
-  def test_errors(
-    self, fn: Any, options: Any, error: type[Exception], words: str
-  ) -> None:
-    options = {
-      "topology": TOPOLOGY,
-      "args": [tf.TensorSpec([2])],
-      "strategy": testbed.virtual(N),
-      **options,
-    }
-    with pytest.raises(error, match=words):
-      virtual_tpu.compile_for(fn=fn, **options)
+  def test_errors(self) -> None:
+    one_device = tf.distribute.OneDeviceStrategy("cpu")
+    two, four = testbed.virtual(2), testbed.virtual(N)
+    unknown = [tf.TensorSpec([None, 2])]
+
+    def fails(words: str, fn: Any = tf.abs, **options: Any) -> None:
+      options = {"args": [tf.TensorSpec([2])], "strategy": four, **options}
+      topology = options.pop("topology", TOPOLOGY)
+      with pytest.raises(Exception, match=words) as error:
+        virtual_tpu.compile_for(topology, fn, **options)
+      assert type(error.value) in kinds
+
+    kinds: tuple[type, ...] = (TypeError,)
+    fails(r"`fn` must be a function; got 3", 3)
+    fails(r"`strategy`.*OneDeviceStrategy", strategy=one_device)
+    kinds = (ValueError,)
+    fails(r"'v5e:2x4' has 8 .*`strategy` has 4 replicas", topology="v5e:2x4")
+    fails(r"4 devices.*`num_replicas` has 2", num_replicas=2)
+    fails(
+      r"4 devices.*`fn` has 2", lambda x: two.run(tf.abs, (x,)), strategy=None
+    )
+    fails(
+      r"one step.*called it 2 times",
+      lambda x: [four.run(tf.abs, (x,)) for _ in range(2)],
+    )
+    fails(r"`args` must have known shapes", args=unknown)
+    kinds = (virtual_tpu.TPUCompileError,)
+    fails("no dtype string", tf.strings.as_string)
 
 
 class TestReport:
