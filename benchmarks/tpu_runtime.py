@@ -122,12 +122,12 @@ def check_state(
     bytes that a step moves between host and replicas, against those of a batch,
     of the losses and of the state.
   """
-  client, count = strategy.extended.client, strategy.num_replicas_in_sync
-  before = [each.take(client).addresses() for each in contestant.state]
+  count = strategy.num_replicas_in_sync
+  before = [_addresses(each) for each in contestant.state]
   with _counting() as moved:
     loop(_CHECKED_STEPS)
-  after = [each.take(client).addresses() for each in contestant.state]
-  state = [each.take(client) for each in contestant.state]
+  after = [_addresses(each) for each in contestant.state]
+  state = [each.take().array for each in contestant.state]
   return {
     "variables": len(before),
     "not_moved": sum(map(list.__eq__, before, after)),
@@ -137,6 +137,13 @@ def check_state(
     "bytes_out": moved["out"] / _CHECKED_STEPS,
     "loss_bytes": count * 4,
   }
+
+
+def _addresses(variable: Any) -> list[int]:
+  """Where each replica's copy of a variable lies in memory."""
+  return [
+    copy.unsafe_buffer_pointer() for copy in variable.take().array._arrays
+  ]
 
 
 def is_on_device(state: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ import tpu_contestants
 import tpu_models
 
 from tf_cross_shard import virtual_tpu
-from tf_cross_shard.virtual_tpu import binding
+from tf_cross_shard.virtual_tpu import program
 
 # What is traced: the whole step or apply_gradients alone, with AutoGraph or
 # not.
@@ -92,7 +92,7 @@ def _trace(
   train_step = tf.function(
     lambda *given: strategy.run(step, given), autograph=autograph
   )
-  with binding.recording(lambda *_: None):
+  with program.recording(lambda *_: None):
     train_step.get_concrete_function(*specs)
 
 

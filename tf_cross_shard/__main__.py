@@ -10,6 +10,7 @@ import ast
 import importlib
 import json
 import os
+import pathlib
 import re
 import sys
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from tf_cross_shard import migration, virtual_tpu
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs one command."""
+  """Runs one command and returns the exit status."""
   parser = _parser()
   options = parser.parse_args(argv)
   try:
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     OSError,
     TypeError,
     ValueError,
-    virtual_tpu.TPUCompileError,
+    tf.errors.OpError,
   ) as error:
     print(f"{parser.prog}: {error}", file=sys.stderr)
     return 2
@@ -40,84 +41,56 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-  """What the commands take."""
+  """The commands and their options."""
   parser = argparse.ArgumentParser(
     prog="python -m tf_cross_shard", description=__doc__.split("\n")[0]
   )
   commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-  groups = commands.add_parser("groups", help="draw a grouping")
-  groups.set_defaults(command=_groups)
-  kinds = groups.add_mutually_exclusive_group(required=True)
-  kinds.add_argument(
-    "--assignment", metavar="TABLE", help="such as '[[0, 1], [2, 3]]'"
-  )
-  for kind in ("contiguous", "strided"):
-    kinds.add_argument(
-      f"--{kind}", nargs=2, type=int, metavar=("REPLICAS", "GROUP_SIZE")
-    )
-  kinds.add_argument("--singletons", type=int, metavar="REPLICAS")
-  kinds.add_argument(
-    "--along",
-    choices=groups_lib.AXES,
-    help="replicas of --topology that differ in this coordinate only",
-  )
-  groups.add_argument("--topology", help="a TPU slice, such as v5e:4x2")
+  command = commands.add_parser("groups", help="draw a grouping")
+  command.set_defaults(command=_groups)
+  add = command.add_mutually_exclusive_group(required=True).add_argument
+  add("--assignment", metavar="TABLE", help="such as '[[0, 1], [2, 3]]'")
+  for kind in ("--contiguous", "--strided"):
+    add(kind, nargs=2, type=int, metavar=("REPLICAS", "GROUP_SIZE"))
+  add("--singletons", type=int, metavar="REPLICAS")
+  along = "replicas of --topology that differ in this coordinate only"
+  add("--along", choices=groups_lib.AXES, help=along)
+  command.add_argument("--topology", help="a TPU slice, such as v5e:4x2")
 
-  compile_ = commands.add_parser(
+  command = commands.add_parser(
     "compile", help="compile a step for a TPU slice, without a TPU"
   )
-  compile_.set_defaults(command=_compile)
-  compile_.add_argument(
-    "step",
-    metavar="MODULE:FUNCTION",
-    help="what strategy.run is given, or a function that calls it once",
-  )
-  compile_.add_argument("--topology", required=True, help="such as v5e:4x2")
-  compile_.add_argument(
-    "--input",
-    action="append",
-    default=[],
-    metavar="SPEC",
-    help="one replica's argument, such as 'float32[8, 64]'; once for each",
-  )
-  compile_.add_argument(
-    "--json", action="store_true", help="print JSON, not a table"
-  )
-  compile_.add_argument("--hlo", metavar="FILE", help="also write the program")
+  command.set_defaults(command=_compile)
+  add = command.add_argument
+  step = "what strategy.run receives, or a function that calls it once"
+  add("step", metavar="MODULE:FUNCTION", help=step)
+  add("--topology", required=True, help="such as v5e:4x2")
+  spec = "one replica's argument, such as 'float32[8, 64]'; once for each"
+  add("--input", action="append", default=[], metavar="SPEC", help=spec)
+  add("--json", action="store_true", help="print JSON, not a table")
+  add("--hlo", metavar="FILE", help="also write the program")
 
-  convert = commands.add_parser(
+  command = commands.add_parser(
     "convert-checkpoint", help="bring a checkpoint of TensorFlow 1 over"
   )
-  convert.set_defaults(command=_convert_checkpoint)
-  convert.add_argument("src", metavar="SRC", help="its prefix, or a folder")
-  convert.add_argument("dst", metavar="DST", help="the prefix of the new one")
-  convert.add_argument(
-    "--program",
-    required=True,
-    metavar="MODULE:FUNCTION",
-    help="what makes the model and the optimizer, and returns both",
-  )
-  convert.add_argument(
-    "--names",
-    metavar="FILE.json",
-    help="names in the model and, for each, the name in the checkpoint",
-  )
-  convert.add_argument(
-    "--allow-unmatched",
-    action="store_true",
-    help="leave what has no counterpart",
-  )
-  convert.add_argument(
-    "--slots",
-    metavar="NAME",
-    help="the name that version 1's optimizer was given, if it was",
-  )
+  command.set_defaults(command=_convert_checkpoint)
+  add = command.add_argument
+  add("src", metavar="SRC", help="its prefix, or a folder")
+  add("dst", metavar="DST", help="the prefix of the new one")
+  program = "a function that returns the model and the optimizer"
+  add("--program", required=True, metavar="MODULE:FUNCTION", help=program)
+  names = "names in the model and, for each, the name in the checkpoint"
+  add("--names", metavar="FILE.json", help=names)
+  unmatched = "leave what has no counterpart"
+  add("--allow-unmatched", action="store_true", help=unmatched)
+  slots = "the name that version 1's optimizer was given, if it was"
+  add("--slots", metavar="NAME", help=slots)
   return parser
 
 
 def _groups(options: argparse.Namespace) -> str:
-  """Draws a grouping as text."""
+  """Draws a grouping."""
   coordinates = None
   if options.topology:
     coordinates = virtual_tpu.coordinates(options.topology)
@@ -126,7 +99,13 @@ def _groups(options: argparse.Namespace) -> str:
       raise ValueError("--along needs --topology, whose coordinates it means.")
     groups = groups_lib.along(coordinates, options.along)
   elif options.assignment:
-    groups = groups_lib.Groups(_table(options.assignment))
+    try:
+      groups = groups_lib.Groups(ast.literal_eval(options.assignment))
+    except SyntaxError:
+      raise ValueError(
+        "--assignment must be a table such as '[[0, 1], [2, 3]]'; got"
+        f" {options.assignment!r}."
+      ) from None
   elif options.contiguous:
     groups = groups_lib.contiguous(*options.contiguous)
   elif options.strided:
@@ -144,7 +123,7 @@ def _groups(options: argparse.Namespace) -> str:
 def _compile(options: argparse.Namespace) -> str:
   """Compiles the named step and describes the result."""
   inputs = [_spec(text) for text in options.input]
-  module, step = _named(options.step, "the step")
+  module, step = _load(options.step, "the step")
   strategies = [
     value
     for value in vars(module).values()
@@ -153,27 +132,18 @@ def _compile(options: argparse.Namespace) -> str:
   report = virtual_tpu.compile_for(
     options.topology,
     step,
-    inputs or _signature(step),
+    inputs or getattr(step, "input_signature", None) or (),
     strategy=strategies[0] if len(strategies) == 1 else None,
   )
   if options.hlo:
-    with open(options.hlo, "w", encoding="utf-8") as file:
-      file.write(report.hlo_text)
+    pathlib.Path(options.hlo).write_text(report.hlo_text, encoding="utf-8")
   return report.to_json() if options.json else str(report)
 
 
 def _convert_checkpoint(options: argparse.Namespace) -> str:
   """Converts a checkpoint and describes what was matched."""
-  names = None
-  if options.names:
-    with open(options.names, "rb") as file:
-      names = _json(options.names, file.read())
-  _, program = _named(options.program, "--program")
-  if not callable(program):
-    raise TypeError(
-      f"--program {options.program} must name a function; got"
-      f" {type(program).__name__}: {program!r}."
-    )
+  names = _names(options.names) if options.names else None
+  _, program = _load(options.program, "--program")
   made = program()
   if not isinstance(made, tuple) or len(made) != 2:
     raise TypeError(
@@ -191,68 +161,45 @@ def _convert_checkpoint(options: argparse.Namespace) -> str:
   return str(done)
 
 
-def _named(text: str, what: str) -> tuple[Any, Any]:
+def _load(text: str, argument: str) -> tuple[Any, Any]:
   """A module in the path or the working directory, and a function of it."""
   module_name, _, name = text.partition(":")
   if not module_name or not name:
-    raise ValueError(f"{what} must be named MODULE:FUNCTION; got {text!r}.")
-  here = os.getcwd()  # The module may change it.
-  sys.path.insert(0, here)  # As `python -m` does for its own module.
+    raise ValueError(f"{argument} must be named MODULE:FUNCTION; got {text!r}.")
+  folder = os.getcwd()  # The module may change it.
+  sys.path.insert(0, folder)  # As `python -m` does for its own module.
   try:
     module = importlib.import_module(module_name)
   finally:
-    sys.path.remove(here)
+    sys.path.remove(folder)
   function = getattr(module, name, None)
-  if function is None:
+  if not callable(function):
     raise ValueError(f"{module_name} has no function {name!r}.")
   return module, function
 
 
-def _signature(step: Any) -> Sequence[Any]:
-  """The arguments that a tf.function says it takes."""
-  return tuple(getattr(step, "input_signature", None) or ())
-
-
-def _table(text: str) -> Any:
-  """A table of numbers from the command line."""
+def _names(path: str) -> dict[str, str]:
+  """The names in a JSON file."""
   try:
-    return ast.literal_eval(text)
-  except (SyntaxError, ValueError):
-    raise ValueError(
-      f"--assignment must be a table such as '[[0, 1], [2, 3]]'; got {text!r}."
-    ) from None
-
-
-def _json(path: str, content: bytes) -> Any:
-  """What a JSON file holds."""
-  try:
-    text = content.decode()
-    found = json.loads(text)
-    if not isinstance(found, dict):
-      raise ValueError(f"it is {text.strip()}")
-    for key, name in found.items():
-      if not isinstance(name, str):
-        raise ValueError(f"{key!r} has {name!r}, which is no name")
-    return found
-  except ValueError as error:
+    return dict(json.loads(pathlib.Path(path).read_bytes()))
+  except (TypeError, ValueError) as error:
     raise ValueError(
       '--names must be a file such as {"dense/kernel": "fc/weights"}; got'
       f" {path}: {error}."
     ) from None
 
 
-def _spec(text: str) -> Any:
+def _spec(text: str) -> tf.TensorSpec:
   """Dtype and shape from the command line."""
-  match = re.fullmatch(r"\s*(\w+)\s*\[\s*([\d\s,]*)\]\s*", text)
+  match = re.fullmatch(r"\s*(\w+)\s*\[([\d\s,]*)\]\s*", text)
   try:
-    if match is None:
-      raise TypeError
-    dtype = tf.as_dtype(match[1])
+    dtype = tf.as_dtype(match[1] if match else None)
   except TypeError:
     raise ValueError(
-      f"--input must be a dtype and a shape, such as 'float32[8, 64]'; got"
+      "--input must be a dtype and a shape, such as 'float32[8, 64]'; got"
       f" {text!r}."
     ) from None
+  assert match is not None
   return tf.TensorSpec([int(n) for n in re.findall(r"\d+", match[2])], dtype)
 
 

@@ -9,10 +9,11 @@ import sys
 from collections.abc import Callable
 
 import tensorflow as tf
+from tensorflow.compiler.xla.service import hlo_pb2
 
 from tf_cross_shard import Groups
 from tf_cross_shard.collectives import tpu
-from tf_cross_shard.virtual_tpu import hlo, replica
+from tf_cross_shard.virtual_tpu import hlo, replica_context
 
 GROUPINGS = [
   [[0, 1, 2, 3, 4, 5, 6, 7]],
@@ -23,13 +24,31 @@ GROUPINGS = [
 ]
 
 
-def lower(fn: Callable[[tf.Tensor], tf.Tensor], dtype: tf.DType) -> hlo.Module:
+def lower(fn: Callable[[tf.Tensor], tf.Tensor], dtype: tf.DType) -> bytes:
   """The XLA module of a function of one tensor, lowered for TPUs."""
   function = tf.function(fn, jit_compile=True, autograph=False)
   lowering = function.experimental_get_compiler_ir(tf.TensorSpec([4, 3], dtype))
   module = hlo.Module(lowering(stage="hlo_serialized", platform_name="TPU"))
   # As the virtual TPU does; for all but float64 sums nothing changes here.
-  return hlo.Module(module.portable(replica.FLOAT64_SUM))
+  return module.portable(replica_context.FLOAT64_SUM)
+
+
+def reductions(module: bytes) -> list[tuple[str, int]]:
+  """What each all-reduce does to two numbers: operation and dtype."""
+  computations = hlo_pb2.HloModuleProto.FromString(module).computations
+  roots = {
+    computation.id: instruction
+    for computation in computations
+    for instruction in computation.instructions
+    if instruction.id == computation.root_id
+  }
+  called = [
+    roots[instruction.called_computation_ids[0]]
+    for computation in computations
+    for instruction in computation.instructions
+    if instruction.opcode == "all-reduce"
+  ]
+  return [(root.opcode, root.shape.element_type) for root in called]
 
 
 def compare(dtype: tf.DType, groups: Groups) -> str:
@@ -37,9 +56,11 @@ def compare(dtype: tf.DType, groups: Groups) -> str:
   engine = tpu.TPU(tf.distribute.get_strategy())
   table = groups.to_lists()
   real = lower(lambda x: engine.all_reduce_sum([x], groups)[0], dtype)
-  virtual = lower(lambda x: replica.cross_replica_sum(x, table), dtype)
-  [mine], [theirs] = real.collectives(8), virtual.collectives(8)
-  same = mine == theirs and real.reductions() == virtual.reductions()
+  virtual = lower(lambda x: replica_context.cross_replica_sum(x, table), dtype)
+  [mine], [theirs] = (
+    hlo.Module(module).collectives(8) for module in (real, virtual)
+  )
+  same = mine == theirs and reductions(real) == reductions(virtual)
   right = mine.kind == "all-reduce" and mine.groups == groups.assignment
   return "same" if same and right else f"DIFFERS: {mine} {theirs}"
 

@@ -1,7 +1,10 @@
-"""What the real TPU compiler makes of a training step."""
+"""What the real TPU compiler makes of a training step.
+
+{v4, v5e, v5p, v6e} x {ungrouped, halves, strided}
+  x {dense, convolution, embedding}, each pair of them once
+"""
 # bazel: size=large
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,15 +14,8 @@ import tensorflow as tf
 from tests.support import tpu_tasks
 from tf_cross_shard import CrossShardOptimizer, groups, virtual_tpu
 
-TOPOLOGIES = {
-  "v4:2x2x1": 8,
-  "v5e:4x2": 8,
-  "v5p:2x2x2": 8,
-  "v6e:4x2": 8,
-  "v5e:16x16": 256,
-  "v6e:16x16": 256,
-}
-_GROUPINGS: dict[str, Callable[[int], groups.Groups | None]] = {
+TOPOLOGIES = {"v4:2x2x1": 8, "v5e:4x2": 8, "v5p:2x2x2": 8, "v6e:16x16": 256}
+GROUPINGS: dict[str, Callable[[int], groups.Groups | None]] = {
   "ungrouped": lambda replicas: None,
   "halves": lambda replicas: groups.contiguous(replicas, replicas // 2),
   "strided": lambda replicas: groups.strided(replicas, 4),
@@ -30,8 +26,8 @@ def _compile(
   topology: str,
   make_optimizer: Callable[[], Any],
   make_model: Callable[[], Any] = tpu_tasks.dense,
-) -> tuple[virtual_tpu.Report, Any]:
-  """The report on a training step of Keras' kind, and the model."""
+) -> tuple[virtual_tpu.Report, int]:
+  """The report on a training step, and the size of its float32 gradients."""
   strategy = tpu_tasks.virtual(TOPOLOGIES[topology])
   with strategy.scope():
     model = make_model()
@@ -42,11 +38,7 @@ def _compile(
     with tf.GradientTape() as tape:
       value = tpu_tasks.loss(model, x, y)
     weights = model.trainable_variables
-    grads = tape.gradient(value, weights)
-    if isinstance(optimizer, CrossShardOptimizer):
-      optimizer.apply_gradients(zip(grads, weights, strict=True))
-    else:
-      optimizer.apply(grads, weights)
+    optimizer.apply(tape.gradient(value, weights), weights)
     return value
 
   args = (
@@ -57,49 +49,39 @@ def _compile(
     topology, replica_step, args, strategy=strategy
   )
   assert report.num_replicas == TOPOLOGIES[topology]
-  return report, model
+  return report, 4 * model.count_params()
 
 
-@functools.cache
-def _of_plain_keras(topology: str, model: str) -> virtual_tpu.Report:
-  """The report on the same step with plain Keras."""
-  report, _ = _compile(
-    topology,
-    lambda: tf.keras.optimizers.Adam(0.01),
-    tpu_tasks.MODELS[model],
-  )
-  return report
-
-
-def _bytes(model: Any) -> int:
-  """What the gradients take, in float32."""
-  weights = model.trainable_variables
-  return sum(4 * weight.shape.num_elements() for weight in weights)
-
-
-@pytest.mark.parametrize("model", tpu_tasks.MODELS)
-@pytest.mark.parametrize("grouping", _GROUPINGS)
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(
+  ("topology", "grouping", "model"),
+  [
+    (topology, list(GROUPINGS)[j], list(tpu_tasks.MODELS)[(i + j) % 3])
+    for i, topology in enumerate(TOPOLOGIES)
+    for j in range(3)
+  ],
+)
 def test_gradients_cross_once_within_their_groups(
   topology: str, grouping: str, model: str
 ) -> None:
-  replicas = TOPOLOGIES[topology]
-  assigned = _GROUPINGS[grouping](replicas)
-  report, trained = _compile(
+  replicas, make_model = TOPOLOGIES[topology], tpu_tasks.MODELS[model]
+  assigned = GROUPINGS[grouping](replicas)
+  report, size = _compile(
     topology,
     lambda: CrossShardOptimizer(
       tf.keras.optimizers.Adam(0.01), group_assignment=assigned
     ),
-    tpu_tasks.MODELS[model],
+    make_model,
   )
+  [collective] = report.collectives
   in_force = assigned or groups.contiguous(replicas, replicas)
-  plain = _of_plain_keras(topology, model)
-  assert {each.kind for each in report.collectives} == {"all-reduce"}
-  assert {each.groups for each in report.collectives} == {in_force.assignment}
-  assert len(report.collectives) <= len(plain.collectives)
-  assert len(report.collectives) == 1
-  assert report.wire_bytes == _bytes(trained) == plain.wire_bytes
+  assert collective.kind == "all-reduce"
+  assert collective.groups == in_force.assignment
+  assert report.wire_bytes == size
   if assigned is None:
+    plain, _ = _compile(
+      topology, lambda: tf.keras.optimizers.Adam(0.01), make_model
+    )
+    assert report.wire_bytes == plain.wire_bytes
     assert report.argument_bytes <= plain.argument_bytes
     assert report.temp_bytes <= plain.temp_bytes
 
@@ -111,7 +93,6 @@ def test_groups_of_one_exchange_nothing() -> None:
   )
   assert report.collectives == ()
   assert report.wire_bytes == 0
-  assert "No collective" in str(report)
 
 
 def test_narrow_gradients_cross_narrow() -> None:

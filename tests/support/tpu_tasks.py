@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tests.support import testbed
 from tf_cross_shard import virtual_tpu
+from tf_cross_shard.virtual_tpu import lowering, replica_context
 
 _layers = tf.keras.layers
 
@@ -213,6 +214,22 @@ def furthest(
   """The largest difference between two models."""
   return max(
     float(np.abs(a - b).max()) for a, b in zip(actual, expected, strict=True)
+  )
+
+
+def trace(
+  strategy: virtual_tpu.VirtualTPUStrategy,
+  fn: Callable[..., Any],
+  *specs: tf.TensorSpec,
+) -> lowering.Traced:
+  """The graph of a replica's function on a virtual TPU."""
+
+  def replica_fn(*tensors: tf.Tensor) -> Any:
+    with strategy.scope(), replica_context.TracedReplicaContext(strategy):
+      return fn(*tensors)
+
+  return lowering.trace(
+    replica_fn, specs, lambda: strategy.extended.known_variables
   )
 
 

@@ -1,16 +1,92 @@
-"""The real TPU compiler, on a step that no TPU has run.
+"""The real TPU compiler, on a step that no TPU has run, and its report.
 
 step --run, recorded--> program --lower--> XLA module --libtpu--> report
 """
 
+import collections
+import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard.virtual_tpu import binding, report, runtime, xla
+from tf_cross_shard.virtual_tpu import (
+  hlo,
+  lowering,
+  program,
+  run_arguments,
+  xla,
+)
 from tf_cross_shard.virtual_tpu import strategy as strategy_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """One replica's program, compiled for a TPU slice.
+
+  Attributes:
+    topology: The slice, such as "v5e:4x2".
+    device_kind: The maker's name of its devices.
+    num_replicas: Replicas, one per device.
+    coordinates: Of each replica's device: x, y, z, core on the chip.
+    collectives: Every operation in which replicas exchange data. One inside a
+      loop is listed once.
+    wire_bytes: What each replica passes to collectives in one step, in bytes.
+    argument_bytes: Arguments and variables, per replica.
+    output_bytes: Outputs and new variables, per replica.
+    temp_bytes: Memory for intermediate values, per replica.
+    flops: The compiler's count of floating point operations, per replica and
+      step.
+    compile_seconds: How long the compiler took here.
+    hlo_text: The compiled program.
+  """
+
+  topology: str
+  device_kind: str
+  num_replicas: int
+  coordinates: tuple[tuple[int, ...], ...]
+  collectives: tuple[hlo.Collective, ...]
+  wire_bytes: int
+  argument_bytes: int
+  output_bytes: int
+  temp_bytes: int
+  flops: float
+  compile_seconds: float
+  hlo_text: str = dataclasses.field(repr=False)
+
+  def __str__(self) -> str:
+    """The report as a table."""
+    facts = {
+      "collectives": f"{len(self.collectives)}",
+      "wire bytes": f"{self.wire_bytes:,}",
+      "argument bytes": f"{self.argument_bytes:,}",
+      "output bytes": f"{self.output_bytes:,}",
+      "temporary bytes": f"{self.temp_bytes:,}",
+      "flops": f"{self.flops:,.0f}",
+      "compile seconds": f"{self.compile_seconds:.2f}",
+    }
+    width = max(map(len, facts.values()))
+    return "\n".join(
+      [
+        f"{self.topology}: {self.num_replicas} replicas on {self.device_kind}",
+        "",
+        *_table(self.collectives, self.num_replicas),
+        "",
+        *(f"{key:17}{value:>{width}}" for key, value in facts.items()),
+      ]
+    )
+
+  def to_json(self) -> str:
+    """All but the program's text, as JSON.
+
+    Returns:
+      An object with the attributes as keys.
+    """
+    fields = dataclasses.asdict(self)
+    del fields["hlo_text"]
+    return json.dumps(fields)
 
 
 def compile_for(
@@ -20,7 +96,7 @@ def compile_for(
   *,
   strategy: strategy_lib.VirtualTPUStrategy | None = None,
   num_replicas: int | None = None,
-) -> report.Report:
+) -> Report:
   """Compiles a step for a TPU slice; needs libtpu but no TPU.
 
   Nothing is run and no variable changes.
@@ -36,7 +112,7 @@ def compile_for(
 
   Args:
     topology: Generation and chips in each direction, such as "v5e:4x2".
-    fn: The function that `strategy.run` is given, or one that calls
+    fn: The function that `strategy.run` receives, or one that calls
       `strategy.run` once.
     args: Its arguments: tensors, arrays or `tf.TensorSpec`, of the shapes
       that one replica sees, or structures of these; a Keras model's
@@ -59,51 +135,68 @@ def compile_for(
   if not callable(fn):
     raise TypeError(f"`fn` must be a function; got {fn!r}.")
   where = xla.topology(topology)
-  size = len(where.devices)
-  here = tf.distribute.get_strategy()
-  if strategy is None and isinstance(here, strategy_lib.VirtualTPUStrategy):
-    strategy = here
+  current = tf.distribute.get_strategy()
+  if strategy is None and isinstance(current, strategy_lib.VirtualTPUStrategy):
+    strategy = current
   if strategy is None:
-    strategy = strategy_lib.VirtualTPUStrategy(num_replicas or size)
+    size = num_replicas or len(where.devices)
+    strategy = strategy_lib.VirtualTPUStrategy(size)
   if not isinstance(strategy, strategy_lib.VirtualTPUStrategy):
     raise TypeError(
       "`strategy` must be a VirtualTPUStrategy, under which the variables of"
       f" `fn` were made; got {type(strategy).__name__}."
     )
-  for name, count in (
-    ("num_replicas", num_replicas),
-    ("strategy", strategy.num_replicas_in_sync),
-  ):
-    if count is not None:
-      _check_size(topology, size, name, count)
-  recorded, call = _record(fn, args, strategy)
-  count = recorded.replicas.num_replicas
-  _check_size(topology, size, "fn", count)
-  shapes = [spec.shape for spec in call.specs]
-  shapes += [tensor.shape for tensor in recorded.traced.captured]
+  if num_replicas is not None:
+    _check_size(where, "num_replicas", num_replicas)
+  _check_size(where, "strategy", strategy.num_replicas_in_sync)
+  step, arguments = _record(fn, args, strategy)
+  _check_size(where, "fn", step.replicas.num_replicas)
+  shapes = [spec.shape for spec in arguments.specs]
+  shapes += [tensor.shape for tensor in step.traced.captured]
   for shape in shapes:
     if not shape.is_fully_defined():
       raise ValueError(
         "`args` must have known shapes, for a TPU program is compiled for one"
         f" shape; got {shape}. Give for example tf.TensorSpec([8, 64])."
       )
-  lowered = recorded.lower(shapes)
-  return report.make(where, xla.compile_for_tpu(lowered.module, where))
+  lowered = lowering.lower(step.traced, shapes)
+  return make_report(where, xla.compile_for_tpu(lowered.module, where))
+
+
+def make_report(where: xla.Topology, compiled: xla.Compiled) -> Report:
+  """The report on a compiled program."""
+  num_replicas = len(where.devices)
+  found = hlo.Module(compiled.module).collectives(num_replicas)
+  memory = compiled.memory
+  return Report(
+    topology=where.name,
+    device_kind=where.kind,
+    num_replicas=num_replicas,
+    coordinates=where.coordinates,
+    collectives=tuple(found),
+    wire_bytes=sum(each.bytes for each in found),
+    argument_bytes=int(memory.argument_size_in_bytes),
+    output_bytes=int(memory.output_size_in_bytes),
+    temp_bytes=int(memory.temp_size_in_bytes),
+    flops=float(compiled.cost.get("flops", 0.0)),
+    compile_seconds=compiled.seconds,
+    hlo_text=compiled.text,
+  )
 
 
 def _record(
   fn: Callable[..., Any],
   args: Sequence[Any],
   strategy: strategy_lib.VirtualTPUStrategy,
-) -> tuple[runtime.Program, binding.Call]:
-  """The one program that a step runs, not run."""
+) -> tuple[program.Program, run_arguments.RunArguments]:
+  """The one program that a step runs, without running it."""
   specs = [
     tf.TensorSpec(arg.shape, arg.dtype)
     if isinstance(arg, (tf.Tensor, np.ndarray))
     else arg
     for arg in args
   ]
-  found: list[tuple[runtime.Program, binding.Call]] = []
+  found: list[tuple[program.Program, run_arguments.RunArguments]] = []
   # A tf.function that was traced before would not call `run` again.
   fn = getattr(fn, "python_function", fn)
 
@@ -113,7 +206,7 @@ def _record(
   def on_replicas(*tensors: Any) -> Any:
     return strategy.run(fn, tensors)
 
-  with binding.recording(lambda *each: found.append(each)):
+  with program.recording(lambda *each: found.append(each)):
     try:
       tf.function(on_replicas).get_concrete_function(*specs)
     except strategy_lib.NestedRunError:
@@ -121,17 +214,62 @@ def _record(
       tf.function(on_host).get_concrete_function(*specs)
   if len(found) != 1:
     raise ValueError(
-      f"`fn` must be one step: the function given to strategy.run, or one that"
-      f" calls strategy.run once; this one called it {len(found)} times."
+      "`fn` must be one step: the function that strategy.run receives, or one"
+      f" that calls strategy.run once; it called it {len(found)} times."
     )
   return found[0]
 
 
-def _check_size(topology: str, size: int, name: str, count: int) -> None:
+def _check_size(where: xla.Topology, name: str, count: int) -> None:
   """Raises an error unless each replica has a device and no device is idle."""
+  size = len(where.devices)
   if count != size:
     raise ValueError(
-      f"`topology` {topology!r} has {size} devices, one per replica; `{name}`"
+      f"`topology` {where.name!r} has {size} devices, one per replica; `{name}`"
       f" has {count} replicas. Choose a topology of {count} devices, or make"
       f" everything under VirtualTPUStrategy({size})."
     )
+
+
+def _table(found: Sequence[hlo.Collective], num_replicas: int) -> list[str]:
+  """One line per collective, under a heading."""
+  if not found:
+    return ["No collective: replicas exchange nothing."]
+  rows = [("collective", "dtype", "bytes", "operands", "groups")]
+  rows += [
+    (
+      each.kind,
+      each.dtype,
+      f"{each.bytes:,}",
+      _operands(each.shapes),
+      _groups(each.groups, num_replicas),
+    )
+    for each in found
+  ]
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  return [
+    "  ".join(
+      cell.rjust(width) if i == 2 else cell.ljust(width)
+      for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ).rstrip()
+    for row in rows
+  ]
+
+
+def _operands(shapes: Sequence[tuple[int, ...]]) -> str:
+  """The commonest shapes and how many arrays have them."""
+  counted: Any = collections.Counter(shapes)
+  parts = [
+    f"{count} x {list(shape)}" for shape, count in counted.most_common(2)
+  ]
+  more = len(counted) - len(parts)
+  return ", ".join(parts) + (f", {more} more" if more else "")
+
+
+def _groups(groups: Sequence[Sequence[int]], num_replicas: int) -> str:
+  """Number and size of the groups, and the first of them."""
+  if len(groups) == 1 and len(groups[0]) == num_replicas:
+    return f"all {num_replicas}"
+  first = list(groups[0])
+  shown = str(first) if len(first) <= 8 else f"[{first[0]}, {first[1]}, ...]"
+  return f"{len(groups)} of {len(first)}: {shown}, ..."

@@ -4,8 +4,8 @@
                                                    arguments..., variables...
                                                 -> outputs..., new variables...
 
-TensorFlow's own lowering does it; the module is the one that a TPU would be
-given, and the variables in it are parameters that the program replaces.
+TensorFlow's own lowering does it, so a TPU would receive the same module. Its
+variables are parameters that the program replaces.
 """
 
 import dataclasses
@@ -17,19 +17,22 @@ import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python.eager import context
 
-from tf_cross_shard.virtual_tpu import hlo, replica, tracing
-from tf_cross_shard.virtual_tpu import variables as variables_lib
+from tf_cross_shard.virtual_tpu import hlo, replica_context, replica_variable
 
 _lock: Final = threading.Lock()
 
 
 class TPUCompileError(tf.errors.InvalidArgumentError):
-  """What a TPU cannot run: an operation, a shape, a dtype."""
+  """A program has an operation, a shape or a dtype that no TPU runs."""
 
   ag_pass_through = True  # AutoGraph would raise a class of its own instead.
 
   def __init__(self, message: str) -> None:
-    """Makes the error."""
+    """Makes the error.
+
+    Args:
+      message: What a TPU cannot run, and the remedy.
+    """
     super().__init__(None, None, message)
 
 
@@ -38,7 +41,7 @@ class Traced:
   """A replica's function as a graph."""
 
   function: Any
-  captures: list[tf.Tensor | variables_lib.ReplicaVariable]
+  captures: list[tf.Tensor | replica_variable.ReplicaVariable]
   structure: Any
 
   @property
@@ -47,39 +50,31 @@ class Traced:
     return [x for x in self.captures if not _is_variable(x)]
 
   @property
-  def variables(self) -> list[variables_lib.ReplicaVariable]:
+  def variables(self) -> list[replica_variable.ReplicaVariable]:
     """The variables among the captures."""
     return [x for x in self.captures if _is_variable(x)]
-
-  @property
-  def output_specs(self) -> list[tf.TensorSpec]:
-    """Dtype and shape of each output, as far as the graph knows."""
-    return [
-      tf.TensorSpec(each.shape, each.dtype) for each in self.function.outputs
-    ]
 
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-  """A replica's function as an XLA module."""
+  """A replica's function as an XLA module, and what the module returns."""
 
-  traced: Traced
   module: bytes
-  updated: list[variables_lib.ReplicaVariable]
   outputs: list[tf.TensorSpec]
+  updated: list[replica_variable.ReplicaVariable]
 
 
 def trace(
   fn: Callable[..., Any],
   specs: Sequence[tf.TensorSpec],
-  known: Callable[[], Sequence[variables_lib.ReplicaVariable]],
+  known: Callable[[], Sequence[replica_variable.ReplicaVariable]],
 ) -> Traced:
   """Builds the graph of a replica's function."""
   for spec in specs:
     _check_dtype(spec.dtype, "an argument")
 
   def marked(*tensors: tf.Tensor) -> Any:
-    tracing.mark_replica_program()
+    replica_context.mark_replica_program()
     outputs = fn(*tensors)
     flat = tf.nest.flatten(outputs, expand_composites=True)
     for each in flat:
@@ -96,11 +91,11 @@ def trace(
   before = len(known())
   function = build()
   if len(known()) > before:
-    # As tf.function does: what a program makes in its first run, such as the
-    # state of an optimizer, Python may have taken for not being there.
+    # As tf.function does: the first trace makes variables, such as optimizer
+    # state, and Python code may have branched on their absence.
     function = build()
   by_handle = {id(each.raw_handle): each for each in known()}
-  captures: list[tf.Tensor | variables_lib.ReplicaVariable] = []
+  captures: list[tf.Tensor | replica_variable.ReplicaVariable] = []
   for tensor in function.captured_inputs:
     if tensor.dtype != tf.resource:
       _check_dtype(tensor.dtype, "a captured tensor")
@@ -108,9 +103,10 @@ def trace(
     elif id(tensor) in by_handle:
       captures.append(by_handle[id(tensor)])
     else:
+      names = {id(v.handle): v.name for v in function.graph.variables}
       raise TPUCompileError(
         "A replica's program uses a resource that is not on the virtual TPU:"
-        f" {_describe(tensor, function)}. Make variables inside"
+        f" {names.get(id(tensor), tensor)}. Make variables inside"
         " `with strategy.scope():`, and read datasets outside `strategy.run`."
       )
   return Traced(function, captures, function.structured_outputs)
@@ -118,35 +114,30 @@ def trace(
 
 def lower(traced: Traced, shapes: Sequence[tf.TensorShape]) -> Lowered:
   """Lowers a graph for arguments of these shapes."""
-  inputs = traced.function.inputs
+  inputs, results = traced.function.inputs, traced.function.outputs
   num_arguments = len(inputs) - len(traced.captures)
   module = hlo.Module(_to_hlo(traced, shapes, num_arguments))
   _check_module(module, len(inputs))
-  num_outputs = len(traced.function.outputs)
+  output_shapes = module.output_shapes()
   aliases = module.outputs_to_parameters()
-  updated = [
-    traced.captures[aliases[i] - num_arguments]
-    for i in range(num_outputs, module.num_outputs)
-  ]
   return Lowered(
-    traced=traced,
-    module=module.portable(replica.FLOAT64_SUM),
-    updated=updated,
+    module=module.portable(replica_context.FLOAT64_SUM),
     outputs=[
-      tf.TensorSpec(shape, output.dtype)
-      for shape, output in zip(
-        module.output_shapes()[:num_outputs],
-        traced.function.outputs,
-        strict=True,
-      )
+      tf.TensorSpec(shape, result.dtype)
+      for shape, result in zip(output_shapes, results, strict=False)
+    ],
+    updated=[
+      traced.captures[aliases[i] - num_arguments]
+      for i in range(len(results), len(output_shapes))
     ],
   )
 
 
 def _behind_barrier(flat: Sequence[tf.Tensor | None]) -> list[Any]:
-  """Tensors of which XLA knows nothing at compile time.
+  """The tensors, hidden from XLA's constant folding.
 
-  Those that it knows it leaves out of the module, and says nowhere which.
+  XLA leaves outputs that it knows at compile time out of the module, and does
+  not say which.
   """
   known = [each for each in flat if each is not None]
   if not known:
@@ -160,9 +151,9 @@ def _to_hlo(
 ) -> bytes:
   """The serialized module of a graph.
 
-  The public `experimental_get_compiler_ir` does this too, for functions that
-  capture no tensor of a function being built. Calling the graph from a function
-  of that kind hides constants from XLA that nested loops need.
+  The public `experimental_get_compiler_ir` does not take a function that
+  captures a tensor of a function being built. Calling the graph from another
+  function instead hides constants from XLA that nested loops need.
   """
   inputs = traced.function.inputs
   specs = [
@@ -199,12 +190,12 @@ def _to_hlo(
 
 def _is_variable(captured: Any) -> bool:
   """Whether a captured input is a variable."""
-  return isinstance(captured, variables_lib.ReplicaVariable)
+  return isinstance(captured, replica_variable.ReplicaVariable)
 
 
 def _check_module(module: hlo.Module, num_parameters: int) -> None:
-  """Raises an error for what XLA takes on a CPU and a TPU does not."""
-  # Not what this file adds.
+  """Raises an error for what XLA compiles for CPUs and not for TPUs."""
+  # Without what this file adds.
   dynamic = [
     name
     for name in module.dynamic_operations()
@@ -221,8 +212,7 @@ def _check_module(module: hlo.Module, num_parameters: int) -> None:
   if calls:
     raise TPUCompileError(
       f"The virtual TPU cannot run {', '.join(sorted(set(calls)))}: for CPUs"
-      " XLA calls other code there, and what a TPU does is not known here. Do"
-      " this step outside `strategy.run`."
+      " XLA calls other code there. Do this step outside `strategy.run`."
     )
   if module.num_parameters != num_parameters:
     raise TPUCompileError(
@@ -240,11 +230,3 @@ def _check_dtype(dtype: tf.DType, where: str) -> None:
       f"A TPU has no dtype {dtype.name}, which {where} of the replica's"
       " function has. Convert it outside `strategy.run`."
     )
-
-
-def _describe(tensor: tf.Tensor, function: Any) -> str:
-  """A name that the user knows, of a resource."""
-  for variable in function.graph.variables:
-    if variable.handle is tensor:
-      return f"the variable {variable.name}"
-  return repr(tensor)

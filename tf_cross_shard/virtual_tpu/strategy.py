@@ -1,12 +1,38 @@
-"""A `tf.distribute.Strategy` whose replicas are one XLA program."""
+"""A `tf.distribute.Strategy` whose replicas are one XLA program.
 
-import functools
+`run` traces the replica's function once for each kind of arguments. Called
+eagerly it runs the program; in a tf.function it adds an operation that does.
+"""
+
+import threading
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import tensorflow as tf
+from tensorflow.python.distribute import (
+  device_util,
+  distribute_lib,
+  distribute_utils,
+  values,
+)
 
-from tf_cross_shard.virtual_tpu import extended, tracing
+from tf_cross_shard.virtual_tpu import (
+  datasets,
+  lowering,
+  program,
+  replica_context,
+  replica_variable,
+  run_arguments,
+)
+
+# Of variables. tf.compat.v1.Variable adds the last.
+_IGNORED_OPTIONS: Final = (
+  "use_resource",
+  "colocate_with",
+  "partitioner",
+  "expected_shape",
+)
 
 
 class NestedRunError(RuntimeError):
@@ -28,28 +54,28 @@ class VirtualTPUStrategy(tf.distribute.Strategy):
   >>> def step(x):
   ...   context = tf.distribute.get_replica_context()
   ...   return weight.assign_add(context.all_reduce("SUM", x))
-  >>> mine = strategy.experimental_distribute_values_from_function(
+  >>> values = strategy.experimental_distribute_values_from_function(
   ...   lambda context: tf.constant(1.0 + context.replica_id_in_sync_group)
   ... )
-  >>> result = strategy.run(step, args=(mine,))  # 1 + 2
+  >>> result = strategy.run(step, args=(values,))  # 1 + 2
   >>> [float(x) for x in strategy.experimental_local_results(result)]
   [3.0, 3.0]
   >>> float(weight.numpy())
   3.0
 
-  Reading a variable on the host answers replica 0's copy, or the sum or mean of
-  all copies where the variable asks for that on reading. Assigning it there
-  sets all copies. `experimental_local_results(variable)` answers each of them.
+  Reading a variable on the host returns replica 0's copy, or the sum or mean of
+  all copies if the variable is aggregated on reading. Assigning it there sets
+  all copies. `experimental_local_results(variable)` returns each of them.
   """
 
   def __init__(self, num_replicas: int = 8) -> None:
-    """Makes the strategy; devices are made by the first step.
+    """Makes the strategy; the first step makes the devices.
 
     Args:
       num_replicas: How many replicas.
 
     Raises:
-      ValueError: If that is no positive integer.
+      ValueError: If `num_replicas` is not a positive integer.
     """
     if (
       isinstance(num_replicas, bool)
@@ -59,7 +85,7 @@ class VirtualTPUStrategy(tf.distribute.Strategy):
       raise ValueError(
         f"`num_replicas` must be a positive integer; got {num_replicas!r}."
       )
-    super().__init__(extended.VirtualTPUExtended(self, num_replicas))
+    super().__init__(VirtualTPUExtended(self, num_replicas))
 
   def run(
     self,
@@ -71,9 +97,9 @@ class VirtualTPUStrategy(tf.distribute.Strategy):
     """Runs `fn` on every replica.
 
     Args:
-      fn: A function of tensors. It is traced once per kind of arguments.
-      args: Its arguments. A `PerReplica` value gives each replica its own; all
-        else is given to all of them.
+      fn: A function of tensors. It is traced once for each kind of arguments.
+      args: Its arguments. A `PerReplica` value gives each replica its own;
+        every replica receives everything else.
       kwargs: Its keyword arguments.
       options: Not used.
 
@@ -81,18 +107,18 @@ class VirtualTPUStrategy(tf.distribute.Strategy):
       What `fn` returned, with one value per replica.
 
     Raises:
-      NestedRunError: If called by a function that is being run so.
+      NestedRunError: If called by a function that `run` is running.
       TPUCompileError: If a TPU could not run `fn`.
     """
-    if tracing.in_replica_program():
+    if replica_context.in_replica_program():
       raise NestedRunError(
         "strategy.run was called inside a function that strategy.run is"
         " running. Call it outside."
       )
     if not tf.executing_eagerly():
       return super().run(fn, args, kwargs, options)
-    # As it is: the base class would wrap it anew at each call, and what was
-    # traced could not be found again.
+    # The base class would wrap `fn` anew at each call, so that its programs
+    # could not be found again.
     with self.scope():
       return self.extended.call_for_each_replica(fn, args, kwargs)
 
@@ -120,5 +146,280 @@ class VirtualTPUStrategy(tf.distribute.Strategy):
         "strategy.reduce was called in the replica context. Use"
         " tf.distribute.get_replica_context().all_reduce there."
       )
-    reduce = functools.partial(self.extended.combine, operation, axis=axis)
-    return tf.nest.map_structure(reduce, value)
+    return tf.nest.map_structure(
+      lambda x: self.extended.combine(operation, x, axis), value
+    )
+
+
+class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
+  """The methods that TensorFlow and Keras call on a strategy."""
+
+  should_checkpoint = True
+  should_save_summary = True
+  _global_batch_size = True
+
+  def __init__(
+    self, strategy: tf.distribute.Strategy, num_replicas: int
+  ) -> None:
+    super().__init__(strategy)
+    self._host = device_util.canonicalize("/device:CPU:0")
+    # TensorFlow then requires of datasets what a TPU requires.
+    self._require_static_shapes = True
+    self.replicas = program.Replicas(num_replicas)
+    # By id: variables cannot be hashed.
+    self._variables: weakref.WeakValueDictionary[int, Any] = (
+      weakref.WeakValueDictionary()
+    )
+    self._programs = program.Cache()
+    self._tracing = threading.RLock()
+
+  @property
+  def _num_replicas_in_sync(self) -> int:
+    return self.replicas.num_replicas
+
+  @property
+  def worker_devices(self) -> tuple[str, ...]:
+    """The host, once per replica."""
+    return (self._host,) * self._num_replicas_in_sync
+
+  def non_slot_devices(self, var_list: Any) -> str:
+    """The host."""
+    del var_list
+    return self._host
+
+  def _in_multi_worker_mode(self) -> bool:
+    return False
+
+  def _get_local_replica_id(self, replica_id: Any) -> Any:
+    return replica_id
+
+  def _use_merge_call(self) -> bool:
+    return False
+
+  # Input.
+
+  def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+    return datasets.split(dataset, self._num_replicas_in_sync, options)
+
+  def _distribute_datasets_from_function(
+    self, dataset_fn: Callable[..., Any], options: Any
+  ) -> Any:
+    count = self._num_replicas_in_sync
+    with tf.device(self._host):
+      dataset = dataset_fn(
+        tf.distribute.InputContext(num_replicas_in_sync=count)
+      )
+    return datasets.deal(dataset, count, options)
+
+  def _experimental_distribute_values_from_function(
+    self, value_fn: Callable[..., Any]
+  ) -> Any:
+    count = self._num_replicas_in_sync
+    contexts = [distribute_lib.ValueContext(i, count) for i in range(count)]
+    return distribute_utils.regroup(
+      tuple(value_fn(context) for context in contexts), always_wrap=True
+    )
+
+  # Replicas.
+
+  def _call_for_each_replica(
+    self, fn: Callable[..., Any], args: Any, kwargs: Any
+  ) -> Any:
+    arguments = run_arguments.RunArguments(
+      args, kwargs, self._num_replicas_in_sync
+    )
+    eager = tf.executing_eagerly()
+    if eager:
+      with self._tracing:
+        step = self._programs.get(
+          fn, arguments, lambda: self._trace(fn, arguments)
+        )
+    else:
+      step = self._trace(fn, arguments)
+    recorder = program.recorder()
+    if recorder is not None:
+      recorder(step, arguments)
+    tensors = [
+      *arguments.tensors,
+      *map(arguments.to_all, step.traced.captured),
+    ]
+    if eager:
+      outputs = step(*tensors)
+    else:
+      outputs = step.as_operation(tensors, compile_now=recorder is None)
+    return run_arguments.pack_results(step.traced.structure, outputs)
+
+  def _trace(
+    self, fn: Callable[..., Any], arguments: run_arguments.RunArguments
+  ) -> program.Program:
+    """Traces `fn` for such arguments."""
+    strategy = self._container_strategy()
+    name = getattr(fn, "__name__", type(fn).__name__)
+    target = fn
+    if tf.executing_eagerly() and not isinstance(
+      fn, tf.types.experimental.PolymorphicFunction
+    ):
+      # As tf.function does; inside of one, the base class has done it.
+      autograph = tf.__internal__.autograph
+      target = autograph.tf_convert(fn, autograph.control_status_ctx())
+
+    def replica_fn(*tensors: tf.Tensor) -> Any:
+      args, kwargs = arguments.bind(tensors)
+      with (
+        strategy.scope(),
+        replica_context.TracedReplicaContext(strategy),
+      ):
+        return run_arguments.check_results(target(*args, **kwargs), name)
+
+    traced = lowering.trace(
+      replica_fn, arguments.specs, lambda: self.known_variables
+    )
+    return program.Program(traced, self.replicas)
+
+  # Its presence tells `collectives` that the replicas are one XLA program.
+  cross_replica_sum = staticmethod(replica_context.cross_replica_sum)
+
+  def _replica_ctx_all_reduce(
+    self, reduce_op: Any, value: Any, options: Any = None
+  ) -> Any:
+    del options
+    count = self._num_replicas_in_sync
+
+    def reduce(tensor: Any) -> tf.Tensor:
+      total = replica_context.cross_replica_sum(
+        tf.convert_to_tensor(tensor), [list(range(count))]
+      )
+      if reduce_op == tf.distribute.ReduceOp.MEAN:
+        total = tf.cast(total / count, total.dtype)
+      return total
+
+    return [reduce(tensor) for tensor in tf.nest.flatten(value)]
+
+  def _replica_ctx_update(
+    self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
+  ) -> Any:
+    return _call(fn, (var, *args), kwargs, group)
+
+  # Variables.
+
+  def _create_variable(
+    self, next_creator: Callable[..., Any], **kwargs: Any
+  ) -> Any:
+    del next_creator
+    for name in _IGNORED_OPTIONS:
+      kwargs.pop(name, None)
+    initial = kwargs.get("initial_value")
+    if tf.is_tensor(initial) and not hasattr(initial, "numpy"):
+      raise ValueError(
+        f"The variable {kwargs.get('name')!r} is made inside a function, with"
+        " an initial value that is computed there. Make it inside"
+        " `with strategy.scope():` before the first step."
+      )
+    with tf.init_scope(), tf.device(self._host):
+      variable = replica_variable.ReplicaVariable(**kwargs)
+    self._variables[id(variable)] = variable
+    return variable
+
+  @property
+  def known_variables(self) -> list[Any]:
+    """Every variable that was made in the scope and still exists."""
+    return list(self._variables.values())
+
+  def _update(
+    self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
+  ) -> Any:
+    """On the host: each copy with its own arguments, if those differ."""
+    if not replica_context.in_replica_program():
+      given = _with_views((args, kwargs or {}))
+      if any(map(_is_distributed, tf.nest.flatten(given))):
+        copies = self._local_results(var)
+        own = [
+          distribute_utils.select_replica(i, given) for i in range(len(copies))
+        ]
+        return tuple(
+          fn(copy, *args, **kwargs)
+          for copy, (args, kwargs) in zip(copies, own, strict=True)
+        )
+    return _call(fn, (var, *args), kwargs, group)
+
+  def _update_non_slot(
+    self,
+    colocate_with: Any,
+    fn: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    group: bool,
+  ) -> Any:
+    del colocate_with
+    return _call(fn, args, kwargs, group)
+
+  def value_container(self, value: Any) -> Any:
+    """The value: a variable is one object."""
+    return value
+
+  # Values of replicas.
+
+  def _local_results(self, value: Any) -> tuple[Any, ...]:
+    if not replica_context.in_replica_program():
+      value = _with_views(value)
+    results: tuple[Any, ...] = super()._local_results(value)
+    return results
+
+  def combine(
+    self, operation: tf.distribute.ReduceOp, value: Any, axis: Any = None
+  ) -> tf.Tensor:
+    """Sum or mean of the replicas' values, over elements of `axis` too."""
+    if replica_context.in_replica_program():  # In a merge call.
+      return self._replica_ctx_all_reduce(operation, [value])[0]
+    parts = self._local_results(value)
+    parts = parts * (self._num_replicas_in_sync // len(parts))
+    tensors = [tf.convert_to_tensor(part) for part in parts]
+    count: Any = len(tensors)
+    if axis is not None:
+      axes = tf.reshape(axis, [-1]) % tf.rank(tensors[0])
+      count = tf.add_n(
+        [tf.reduce_prod(tf.gather(tf.shape(x), axes)) for x in tensors]
+      )
+      tensors = [tf.reduce_sum(x, axis) for x in tensors]
+    total = tf.add_n(tensors)
+    if operation == tf.distribute.ReduceOp.SUM:
+      return total
+    return tf.cast(total / tf.cast(count, total.dtype), total.dtype)
+
+  def _reduce_to(
+    self, reduce_op: Any, value: Any, destinations: Any, options: Any
+  ) -> tf.Tensor:
+    del destinations, options
+    return self.combine(reduce_op, value)
+
+  def _gather_to_implementation(
+    self, value: Any, destinations: Any, axis: int, options: Any
+  ) -> tf.Tensor:
+    del destinations, options
+    return tf.concat(self._local_results(value), axis)
+
+
+def _call(fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+  """Calls an update function; ungrouped results are one per replica."""
+  result = fn(*args, **(kwargs or {}))
+  return result if group else tf.nest.map_structure(lambda x: (x,), result)
+
+
+def _with_views(structure: Any) -> Any:
+  """A structure with, for each variable, its copies as a PerReplica value."""
+
+  def view(value: Any) -> Any:
+    # Keras 3 has the variable as `_variable`, an AutoCastVariable of tf_keras
+    # either as `_variable` or as `value`.
+    found = getattr(value, "_variable", value)
+    for each in (found, getattr(found, "value", None)):
+      if isinstance(each, replica_variable.ReplicaVariable):
+        return values.PerReplica(each.views())
+    return value
+
+  return tf.nest.map_structure(view, structure)
+
+
+def _is_distributed(value: Any) -> bool:
+  """Whether replicas have values of their own."""
+  return isinstance(value, tf.distribute.DistributedValues)

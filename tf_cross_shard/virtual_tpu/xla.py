@@ -12,41 +12,34 @@ import os
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any, Final
 
 import numpy as np
 from packaging import specifiers
 
-# setup.cfg holds the same ranges; `tests/xla_test.py` compares them.
+# setup.cfg holds the same ranges; `tests/unit/virtual_tpu_xla_test.py` compares
+# them.
 TESTED: Final = {
   "jax": ">=0.10.2,<0.11",
   "jaxlib": ">=0.10.2,<0.11",
   "libtpu": ">=0.0.51,<0.0.52",
 }
-_EXTRAS: Final = {
-  "jax": "virtual-tpu",
-  "jaxlib": "virtual-tpu",
-  "libtpu": "tpu-compiler",
-}
 # libtpu looks for a TPU machine's metadata unless it is told what to assume.
-_NO_TPU_HERE: Final = {
+_WITHOUT_TPU: Final = {
   "TPU_SKIP_MDS_QUERY": "1",
   "TPU_WORKER_HOSTNAMES": "localhost",
   "TPU_ACCELERATOR_TYPE": "v5litepod-8",
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-_UNKNOWN: Final = (
-  "`topology` must be a TPU slice that libtpu knows, such as 'v5e:4x2',"
-  " 'v5p:2x2x1', 'v6e:16x16' or 'v4:2x2x1'; got {!r} ({})."
-)
 _lock: Final = threading.Lock()
 
 
 def require(distribution: str) -> None:
   """Raises an error unless a tested version of a distribution is installed."""
-  extra, tested = _EXTRAS[distribution], TESTED[distribution]
+  tested = TESTED[distribution]
+  extra = "tpu-compiler" if distribution == "libtpu" else "virtual-tpu"
   remedy = f"Install it with: pip install 'tf-cross-shard[{extra}]'."
   try:
     version = metadata.version(distribution)
@@ -58,8 +51,8 @@ def require(distribution: str) -> None:
     ) from None
   if version not in specifiers.SpecifierSet(tested):
     raise ImportError(
-      f"This was tested with {distribution}{tested} and uses what is not public"
-      f" in it; found {distribution} {version}. {remedy}"
+      f"This was tested with {distribution}{tested} and uses private names of"
+      f" it; found {distribution} {version}. {remedy}"
     )
 
 
@@ -67,32 +60,26 @@ class Buffers:
   """One array per replica, in the replicas' memory."""
 
   def __init__(self, array: Any) -> None:
-    """Wraps what jaxlib made."""
-    self._array = array
-    self.shape = array.shape
+    """Wraps a jax.Array, which executables take."""
+    self.array = array
     self.dtype = array.dtype
 
-  @property
-  def array(self) -> Any:
-    """What executables take."""
-    return self._array
-
   def to_numpy(self, replica: int) -> np.ndarray:
-    """A view of one replica's array; copy what is to outlive the next step."""
-    return np.asarray(self._array._arrays[replica])
+    """A view of one replica's array; the next step overwrites it."""
+    return np.asarray(self.array._arrays[replica])
 
-  def addresses(self) -> list[int]:
-    """Where each replica's array lies in memory."""
-    return [each.unsafe_buffer_pointer() for each in self._array._arrays]
+
+Executable = Callable[[Sequence[Buffers]], list[Buffers]]
 
 
 class Client:
   """`num_replicas` devices that share this machine's CPU."""
 
   def __init__(self, num_replicas: int) -> None:
-    """Makes the devices. No setting of jax's own is touched."""
+    """Makes the devices and changes no setting of jax."""
     require("jax")
     require("jaxlib")
+    self.num_replicas = num_replicas
     self._jax = importlib.import_module("jax")
     self._xla = importlib.import_module("jax._src.lib").xla_client
     self._core = importlib.import_module("jax._src.core")
@@ -100,25 +87,20 @@ class Client:
     self._client = self._xla.make_cpu_client(num_devices=num_replicas)
     self._devices = tuple(self._client.devices())
     mesh = self._jax.sharding.Mesh(np.array(self._devices), ("replica",))
-    self._shardings = tuple(
-      map(self._jax.sharding.SingleDeviceSharding, self._devices)
-    )
     # jax takes the replicas' arrays for copies of one and does not compare.
     self._sharding = self._jax.sharding.NamedSharding(
       mesh, self._jax.sharding.PartitionSpec()
     )
-
-  @property
-  def num_replicas(self) -> int:
-    """How many devices there are."""
-    return len(self._devices)
+    self._shardings = tuple(
+      map(self._jax.sharding.SingleDeviceSharding, self._devices)
+    )
 
   def put(self, arrays: Sequence[np.ndarray]) -> Buffers:
     """Copies one array to each replica."""
     first = arrays[0]
     with self._jax.enable_x64(True):
       aval = self._core.ShapedArray(first.shape, first.dtype)
-      # One by one: of what it takes for copies jax would put the first
+      # One by one: jax would put the first of what it takes for copies
       # everywhere.
       parts = [
         self._xla.batched_device_put(aval, sharding, [array], [device])
@@ -134,13 +116,15 @@ class Client:
 
   def compile(
     self, module: bytes, outputs: Sequence[tuple[tuple[int, ...], Any]]
-  ) -> "Executable":
-    """Compiles a module for all replicas."""
-    options = _options(self._xla, range(self.num_replicas))
+  ) -> Executable:
+    """A function that runs a module, with outputs of these shapes and dtypes.
+
+    It runs all replicas once, and waits for them.
+    """
     loaded = self._client.compile_and_load(
       _to_stablehlo(self._xla, module),
       self._xla.DeviceList(self._devices),
-      options,
+      _options(self._xla, range(self.num_replicas)),
     )
     with self._jax.enable_x64(True):
       handlers = [
@@ -152,24 +136,15 @@ class Client:
         )
         for shape, dtype in outputs
       ]
-    return Executable(loaded, handlers)
 
+    def run(arguments: Sequence[Buffers]) -> list[Buffers]:
+      results = loaded.execute_sharded([each.array for each in arguments])
+      outputs = results.consume_with_handlers(handlers)
+      for output in outputs:
+        output.block_until_ready()
+      return [Buffers(output) for output in outputs]
 
-class Executable:
-  """A program loaded onto the replicas of a `Client`."""
-
-  def __init__(self, loaded: Any, handlers: Sequence[Any]) -> None:
-    """Takes what jaxlib loaded."""
-    self._loaded = loaded
-    self._handlers = list(handlers)
-
-  def __call__(self, arguments: Sequence[Buffers]) -> list[Buffers]:
-    """Runs all replicas once, and waits for them."""
-    results = self._loaded.execute_sharded([each.array for each in arguments])
-    outputs = results.consume_with_handlers(self._handlers)
-    for output in outputs:
-      output.block_until_ready()
-    return [Buffers(output) for output in outputs]
+    return run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,8 +152,8 @@ class Topology:
   """The devices of a TPU slice."""
 
   name: str
-  coordinates: tuple[tuple[int, ...], ...]
   kind: str
+  coordinates: tuple[tuple[int, ...], ...]
   devices: tuple[Any, ...]
 
 
@@ -187,33 +162,50 @@ def topology(name: str) -> Topology:
   """The slice of this name, as libtpu describes it."""
   for distribution in TESTED:
     require(distribution)
-  # libtpu divides by what it is given, and takes no name for another one.
-  if not re.fullmatch(r"[a-z]\w*:[1-9]\d*(x[1-9]\d*){1,2}", name):
-    raise ValueError(_UNKNOWN.format(name, "not GENERATION:XxY or XxYxZ"))
-  with _lock:
-    for key, value in _NO_TPU_HERE.items():
-      os.environ.setdefault(key, value)
-    topologies = importlib.import_module("jax.experimental.topologies")
-    try:
+  try:
+    # libtpu divides by the numbers, and takes no name for some other slice.
+    if not re.fullmatch(r"[a-z]\w*:[1-9]\d*(x[1-9]\d*){1,2}", name):
+      raise ValueError("not GENERATION:XxY or XxYxZ")
+    with _lock:
+      for key, value in _WITHOUT_TPU.items():
+        os.environ.setdefault(key, value)
+      topologies = importlib.import_module("jax.experimental.topologies")
       described = topologies.get_topology_desc(
         platform="tpu", topology_name=name
       )
-    except Exception as error:
-      raise ValueError(_UNKNOWN.format(name, error)) from error
+  except Exception as error:
+    raise ValueError(
+      "`topology` must be a TPU slice that libtpu knows, such as 'v5e:4x2',"
+      f" 'v5p:2x2x1', 'v6e:16x16' or 'v4:2x2x1'; got {name!r} ({error})."
+    ) from error
   devices = tuple(described.devices)
   return Topology(
     name=name,
+    kind=str(devices[0].device_kind),
     coordinates=tuple(
       tuple(map(int, (*device.coords, device.core_on_chip)))
       for device in devices
     ),
-    kind=str(devices[0].device_kind),
     devices=devices,
   )
 
 
 def coordinates(name: str) -> tuple[tuple[int, ...], ...]:
-  """Where the replicas of a slice are: x, y, z, and the core on the chip."""
+  """Where the replicas of a TPU slice are.
+
+  >>> coordinates("v5e:2x2")
+  ((0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (1, 1, 0, 0))
+
+  Args:
+    name: Generation and chips in each direction, such as "v5e:4x2".
+
+  Returns:
+    For each replica: x, y, z, and the core on the chip.
+
+  Raises:
+    ValueError: If there is no such slice.
+    ImportError: If libtpu or jaxlib is missing or of an untested version.
+  """
   return topology(name).coordinates
 
 
@@ -233,13 +225,13 @@ def compile_for_tpu(module: bytes, where: Topology) -> Compiled:
   xla = importlib.import_module("jax._src.lib").xla_client
   ir = importlib.import_module("jax._src.lib.mlir").ir
   mlir = importlib.import_module("jax._src.interpreters.mlir")
-  context = mlir.make_ir_context()
-  options = _options(xla, [device.id for device in where.devices])
-  with _lock, context:
+  with _lock, mlir.make_ir_context():
     stablehlo = ir.Module.parse(_to_stablehlo(xla, module))
     start = time.perf_counter()
     executable = where.devices[0].client.compile(
-      stablehlo, xla.DeviceList(where.devices), options
+      stablehlo,
+      xla.DeviceList(where.devices),
+      _options(xla, [device.id for device in where.devices]),
     )
     seconds = time.perf_counter() - start
   optimized = executable.hlo_modules()[0]

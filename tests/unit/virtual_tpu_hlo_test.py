@@ -1,4 +1,4 @@
-"""What stands in an XLA module."""
+"""What an XLA module contains."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ import tensorflow as tf
 from tensorflow.compiler.xla import xla_data_pb2
 from tensorflow.compiler.xla.service import hlo_pb2
 
-from tests.support import testbed
-from tf_cross_shard.virtual_tpu import hlo, lowering, replica
+from tests.support import testbed, tpu_tasks
+from tf_cross_shard.virtual_tpu import hlo, lowering, replica_context
 
 N = 4
 TYPES = xla_data_pb2.PrimitiveType
@@ -27,11 +27,11 @@ def _tuple(*shapes: Any) -> Any:
   return shape
 
 
-def _module(*instructions: Any) -> tuple[Any, Any]:
+def _module(*instructions: Any) -> hlo.Module:
   proto = hlo_pb2.HloModuleProto(name="module")
   computation = proto.computations.add(name="main", id=1)
   computation.instructions.extend(instructions)
-  return proto, hlo.Module(proto.SerializeToString())
+  return hlo.Module(proto.SerializeToString())
 
 
 def _instruction(id_: int, opcode: str, shape: Any, *operands: int) -> Any:
@@ -42,62 +42,52 @@ def _instruction(id_: int, opcode: str, shape: Any, *operands: int) -> Any:
   return instruction
 
 
-def _lower(fn: Any, *specs: tf.TensorSpec) -> bytes:
-  strategy = testbed.virtual(N)
-
-  def replica_fn(*tensors: tf.Tensor) -> Any:
-    with strategy.scope(), replica.TracedContext(strategy):
-      return fn(*tensors)
-
-  traced = lowering.trace(
-    replica_fn, specs, lambda: strategy.extended.known_variables
-  )
-  return lowering.lower(traced, [spec.shape for spec in specs]).module
+def _lower(fn: Any, *specs: tf.TensorSpec) -> hlo.Module:
+  traced = tpu_tasks.trace(testbed.virtual(N), fn, *specs)
+  lowered = lowering.lower(traced, [spec.shape for spec in specs])
+  return hlo.Module(lowered.module)
 
 
 class TestCollectives:
   def test_of_a_step(self) -> None:
-    def fn(x: tf.Tensor, y: tf.Tensor) -> Any:
-      pairs = replica.cross_replica_sum(x, [[0, 2], [1, 3]])
-      return pairs, replica.cross_replica_sum(y, [[0, 1, 2, 3]])
-
-    found = hlo.Module(
-      _lower(
-        fn, tf.TensorSpec([2, 3], tf.bfloat16), tf.TensorSpec([], tf.int32)
+    def fn(x: tf.Tensor, y: tf.Tensor, z: tf.Tensor) -> Any:
+      in_pairs = replica_context.cross_replica_sum(x, [[0, 2], [1, 3]])
+      in_all = replica_context.cross_replica_sum(y, [[0, 1, 2, 3]])
+      return (
+        in_pairs,
+        in_all,
+        replica_context.cross_replica_sum(z, [[0, 1, 2, 3]]),
       )
-    ).collectives(N)
-    assert sorted(found, key=lambda each: each.dtype) == [
+
+    module = _lower(
+      fn,
+      tf.TensorSpec([2, 3], tf.bfloat16),
+      tf.TensorSpec([], tf.int32),
+      tf.TensorSpec([3], tf.float64),
+    )
+    found = sorted(module.collectives(N), key=lambda each: each.dtype)
+    assert found == [
       hlo.Collective("all-reduce", "bf16", ((2, 3),), 12, ((0, 2), (1, 3))),
+      hlo.Collective("all-reduce", "f64", ((3,),), 24, ((0, 1, 2, 3),)),
       hlo.Collective("all-reduce", "s32", ((),), 4, ((0, 1, 2, 3),)),
     ]
-
-  def test_of_float64(self) -> None:
-    def fn(x: tf.Tensor) -> tf.Tensor:
-      return replica.cross_replica_sum(x, [[0, 1], [2, 3]])
-
-    spec = tf.TensorSpec([3], tf.float64)
-    [found] = hlo.Module(_lower(fn, spec)).collectives(N)
-    assert (found.dtype, found.shapes, found.bytes) == ("f64", ((3,),), 24)
-    assert found.groups == ((0, 1), (2, 3))
 
   @pytest.mark.parametrize(
     ("dtype", "name", "size"),
     [
-      ("F32", "f32", 24),
       ("F64", "f64", 48),
       ("F16", "f16", 12),
       ("BF16", "bf16", 12),
       ("S8", "s8", 6),
-      ("U32", "u32", 24),
       ("PRED", "bool", 6),
-      ("C64", "c64", 48),
-      ("F8E4M3FN", "f8e4m3fn", 6),
+      ("C128", "c128", 96),
+      ("F8E4M3B11FNUZ", "f8e4m3b11fnuz", 6),
       ("S4", "s4", 3),
     ],
   )
   def test_bytes(self, dtype: str, name: str, size: int) -> None:
     shape = _shape(dtype, 2, 3)
-    _, module = _module(
+    module = _module(
       _instruction(1, "parameter", shape),
       _instruction(2, "all-reduce", shape, 1),
     )
@@ -110,16 +100,15 @@ class TestCollectives:
     start = _instruction(3, "all-reduce-start", _tuple(one, two), 1, 2)
     for ids in ([0, 1], [2, 3]):
       start.replica_groups.add().replica_ids.extend(ids)
-    _, module = _module(
+    module = _module(
       _instruction(1, "parameter", one),
       _instruction(2, "parameter", two),
       start,
       _instruction(4, "all-reduce-done", _tuple(one, two), 3),
     )
+    pairs = ((0, 1), (2, 3))
     assert module.collectives(N) == [
-      hlo.Collective(
-        "all-reduce", "f32+bf16", ((4,), (2,)), 20, ((0, 1), (2, 3))
-      )
+      hlo.Collective("all-reduce", "f32+bf16", ((4,), (2,)), 20, pairs)
     ]
 
   def test_groups_as_a_transposed_range(self) -> None:
@@ -129,17 +118,9 @@ class TestCollectives:
     iota.num_replica_groups, iota.num_devices_per_group = 2, 4
     iota.iota_reshape_dims.extend([4, 2])
     iota.iota_transpose_perm.extend([1, 0])
-    _, module = _module(_instruction(1, "parameter", shape), reduce)
+    module = _module(_instruction(1, "parameter", shape), reduce)
     [found] = module.collectives(8)
     assert found.groups == ((0, 2, 4, 6), (1, 3, 5, 7))
-
-  def test_none(self) -> None:
-    module = hlo.Module(
-      _lower(lambda x: x + 1.0, tf.TensorSpec([2], tf.float32))
-    )
-    assert module.collectives(N) == []
-    assert module.num_parameters == module.num_outputs == 1
-    assert module.output_shapes() == [(2,)]
 
 
 def test_outputs_that_take_over_parameters() -> None:
@@ -150,15 +131,18 @@ def test_outputs_that_take_over_parameters() -> None:
     variable.assign_add(x)
     return tf.reduce_sum(x)
 
-  module = hlo.Module(_lower(fn, tf.TensorSpec([2], tf.float32)))
+  module = _lower(fn, tf.TensorSpec([2], tf.float32))
+  assert module.collectives(N) == []
   assert module.output_shapes() == [(), (2,)]
   assert module.num_parameters == 2
   assert module.outputs_to_parameters() == {1: 1}
+  # A single output is no tuple.
+  assert _lower(lambda: tf.zeros([3])).output_shapes() == [(3,)]
 
 
 def test_copies_become_reshapes() -> None:
   shape = _shape("F32", 4)
-  _, module = _module(
+  module = _module(
     _instruction(1, "parameter", shape), _instruction(2, "copy", shape, 1)
   )
   proto = hlo_pb2.HloModuleProto.FromString(module.portable("never"))
@@ -173,7 +157,7 @@ def test_dynamic_operations_and_custom_calls() -> None:
   named.metadata.op_name = "boolean_mask/Where"
   call = _instruction(2, "custom-call", _shape("F32", 4))
   call.custom_call_target = "Qr"
-  _, module = _module(named, call)
+  module = _module(named, call)
   assert module.dynamic_operations() == ["boolean_mask/Where"]
   assert module.custom_calls() == ["Qr"]
 

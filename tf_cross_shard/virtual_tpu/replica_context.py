@@ -6,9 +6,29 @@ from typing import Any, Final
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
-# Marks sums of float64 numbers that travel as pairs of words; see
-# `hlo.Module.portable`.
+# The name scope of float64 sums, which `hlo.Module.portable` looks for.
 FLOAT64_SUM: Final = "CrossReplicaSumOfFloat64"
+_MARK: Final = "tf_cross_shard_replica_program"
+
+
+def mark_replica_program() -> None:
+  """Marks the function being built as a replica's program."""
+  setattr(tf.compat.v1.get_default_graph(), _MARK, True)
+
+
+def in_replica_program() -> bool:
+  """Whether what is built now becomes part of a replica's program.
+
+  The replica context does not tell: in a merge call there is none.
+  """
+  if tf.executing_eagerly():
+    return False
+  graph = tf.compat.v1.get_default_graph()
+  while graph is not None:
+    if getattr(graph, _MARK, False):
+      return True
+    graph = getattr(graph, "outer_graph", None)
+  return False
 
 
 def cross_replica_sum(
@@ -16,11 +36,12 @@ def cross_replica_sum(
 ) -> tf.Tensor:
   """Sums a tensor over this replica's group; called in a replica's program."""
   if tensor.dtype == tf.float64:
-    # TPUs sum it, but this operation has no such form.
+    # TPUs sum float64, but this operation does not take it. It travels as pairs
+    # of words, which `hlo.Module.portable` makes numbers again.
     if tensor.shape.num_elements() == 0:
       return tensor
     with tf.name_scope(FLOAT64_SUM):
-      # Behind a barrier a constant is not turned into words beforehand.
+      # Without the barrier XLA turns a constant into words at compile time.
       [hidden] = gen_xla_ops.xla_optimization_barrier(input=[tensor])
       words = cross_replica_sum(tf.bitcast(hidden, tf.uint32), group_assignment)
       return tf.bitcast(words, tf.float64)
@@ -32,30 +53,29 @@ def cross_replica_sum(
   )
 
 
-class TracedContext(tf.distribute.ReplicaContext):
+class TracedReplicaContext(tf.distribute.ReplicaContext):
   """The context in which a replica's function is traced."""
 
   def __init__(self, strategy: tf.distribute.Strategy) -> None:
-    """Called where the replica's function is traced."""
     super().__init__(strategy, replica_id_in_sync_group=0)
 
   @property
   def replica_id_in_sync_group(self) -> tf.Tensor:
-    """This replica's number, asked of XLA in the function being traced."""
+    """This replica's number, an operation of the function being traced."""
     return tf.cast(gen_xla_ops.xla_replica_id(), tf.int32)
 
   def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-    """Joins the replicas' values, by adding each at its own place."""
+    """Concatenates the replicas' values: a sum with each in its own place."""
     del options
     count = self.strategy.num_replicas_in_sync
-    is_mine = tf.range(count) == self.replica_id_in_sync_group
+    is_own = tf.range(count) == self.replica_id_in_sync_group
 
     def gather(tensor: tf.Tensor) -> tf.Tensor:
       tensor = tf.convert_to_tensor(tensor)
-      # As words all bits arrive, and dtypes that TPUs do not sum.
-      words = _as_words(tensor)
-      here = tf.reshape(is_mine, [count, *[1] * words.shape.rank])
-      spread = tf.where(here, words[None], tf.zeros([], words.dtype))
+      # As words, every bit arrives, and so do dtypes that TPUs do not sum.
+      words = _to_words(tensor)
+      own = tf.reshape(is_own, [count, *[1] * words.shape.rank])
+      spread = tf.where(own, words[None], tf.zeros([], words.dtype))
       parts = self.all_reduce("SUM", spread)
       parts = [_from_words(x, tensor.dtype) for x in tf.unstack(parts, count)]
       return tf.concat(parts, axis)
@@ -63,7 +83,7 @@ class TracedContext(tf.distribute.ReplicaContext):
     return tf.nest.map_structure(gather, value)
 
 
-def _as_words(tensor: tf.Tensor) -> tf.Tensor:
+def _to_words(tensor: tf.Tensor) -> tf.Tensor:
   """A tensor's bits in a dtype of integers that TPUs sum."""
   if tensor.dtype.size in (4, 8) and tensor.dtype != tf.complex64:
     return tf.bitcast(tensor, tf.uint32)
@@ -73,7 +93,7 @@ def _as_words(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _from_words(words: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-  """What `_as_words` was given."""
+  """The inverse of `_to_words`."""
   if dtype.size in (4, 8) and dtype != tf.complex64:
     return tf.bitcast(words, dtype)
   if dtype in (tf.bfloat16, tf.float16):

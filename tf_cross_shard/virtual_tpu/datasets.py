@@ -3,10 +3,10 @@
     split:  [B, ...]  --map-->  PerReplica of N parts [B / N, ...]
     deal:   N elements in turn  --window, map-->  PerReplica of these N
 
-`PerReplica` is a type that tf.data can carry, so that cutting is a stage of
-the dataset, and TensorFlow's iterators and optionals answer what replicas are
-given. Its own way, which is there for replicas in several places, makes one
-iterator more per replica; to delete those has taken minutes.
+tf.data can carry `PerReplica`, so cutting is a stage of the dataset, and
+TensorFlow's iterators and optionals return what replicas receive. TensorFlow's
+own DistributedDataset makes one more iterator for each replica; deleting those
+has taken minutes.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from tensorflow.python.data.util import structure
 from tensorflow.python.distribute import distribute_utils, input_lib
 from tensorflow.python.util import nest
 
-from tf_cross_shard.virtual_tpu import tracing
+from tf_cross_shard.virtual_tpu import replica_context
 
 
 class _Spec(tf.TypeSpec):
@@ -47,10 +47,12 @@ class _Spec(tf.TypeSpec):
 
 
 class _Wrapper:
-  """Of `plain`. A tf.function that is handed one serves all others like it."""
+  """Wraps a tf.data object whose elements are cut already.
+
+  Its type makes one trace of a tf.function serve all wrappers like it.
+  """
 
   def __init__(self, plain: Any) -> None:
-    """Wraps `plain`, a tf.data object whose elements are cut already."""
     self.plain = plain
 
   @property
@@ -59,34 +61,34 @@ class _Wrapper:
 
   @property
   def element_spec(self) -> Any:
-    """The types of what is iterated over."""
+    """The types of the elements."""
     return self.plain.element_spec
 
 
 class SplitIterator(_Wrapper, input_lib.DistributedIterator):
-  """Answers what the replicas are given, step by step."""
+  """Returns what the replicas receive, step by step."""
 
   def get_next(self) -> Any:
-    """Takes the next element; after the last that is an `OutOfRangeError`."""
+    """The next element; after the last one an `OutOfRangeError`."""
     _check_caller()
     return self.plain.get_next()
 
   def get_next_as_optional(self) -> Any:
-    """Takes the next element, if there is one."""
+    """The next element, if there is one."""
     _check_caller()
     return self.plain.get_next_as_optional()
 
 
 class SplitDataset(_Wrapper, input_lib.DistributedDataset):
-  """A dataset of what the replicas are given, made by `split` or `deal`.
+  """A dataset of what the replicas receive, made by `split` or `deal`.
 
-  It derives from TensorFlow's, whose name Keras looks for, but has nothing of
-  it beside `reduce`: what a loop in a tf.function becomes.
+  It derives from TensorFlow's class because Keras looks for that name. Of its
+  methods it uses only `reduce`, which a loop in a tf.function becomes.
   """
 
   @property
   def cardinality(self) -> Any:
-    """The number of steps, or what tf.data has for infinite and unknown."""
+    """The number of steps, or tf.data's number for infinite and unknown."""
     if tf.executing_eagerly():
       return self.plain.cardinality().numpy()
     return tf.data.UNKNOWN_CARDINALITY
@@ -96,23 +98,15 @@ class SplitDataset(_Wrapper, input_lib.DistributedDataset):
 
 
 def split(
-  dataset: tf.data.Dataset, num_replicas: int, buffer_size: int = 1
+  dataset: tf.data.Dataset, num_replicas: int, options: Any = None
 ) -> SplitDataset:
   """Cuts each global batch into the replicas' parts.
 
-  Of B rows each of the N replicas is given B // N, in order, and the first
+  Of B rows each of the N replicas receives B // N, in order, and the first
   B % N replicas one more. Each batch is cut by itself, so that a smaller one at
   the end is shared evenly too, if it can be.
   """
-  _check_dense(dataset)
-  for where, spec in _components(dataset):
-    no_rows = isinstance(spec, tf.TensorSpec) and spec.shape.rank == 0
-    if no_rows and num_replicas > 1:
-      raise ValueError(
-        f"{where} has no rows to share among {num_replicas} replicas: {spec}."
-        " Batch the dataset by the global batch size:"
-        " dataset.batch(global_batch_size)."
-      )
+  _check(dataset, 1 if num_replicas > 1 else 0)
 
   def cut(tensor: Any) -> Any:
     if tensor is None:
@@ -129,18 +123,18 @@ def split(
     return tf.nest.pack_sequence_as(dataset.element_spec, leaves)
 
   plain = dataset if num_replicas == 1 else dataset.map(parts)
-  return SplitDataset(plain.prefetch(buffer_size))
+  return SplitDataset(plain.prefetch(_buffer_size(options)))
 
 
 def deal(
-  dataset: tf.data.Dataset, num_replicas: int, buffer_size: int = 1
+  dataset: tf.data.Dataset, num_replicas: int, options: Any = None
 ) -> SplitDataset:
   """Gives the replicas one element each, in turn.
 
-  A last round that does not reach all of them is left out: they are one
-  program, which runs with an element for each or not at all.
+  A last round that does not reach all replicas is left out: one program runs
+  all of them or none.
   """
-  _check_dense(dataset)
+  _check(dataset, 0)
 
   @tf.autograph.experimental.do_not_convert
   def tensors(*element: Any) -> Any:
@@ -149,14 +143,14 @@ def deal(
 
   @tf.autograph.experimental.do_not_convert
   def parts(*windows: Any) -> Any:
-    # Taken one by one: `batch` would ask that all are of one shape.
+    # One by one, because `batch` would require that all have one shape.
     window = tf.data.Dataset.zip(windows)
     elements = [
       window.skip(i).take(1).get_single_element() for i in range(num_replicas)
     ]
-    given = map(_per_replica, *elements)
+    dealt = map(_per_replica, *elements)
     leaves = [
-      None if isinstance(spec, structure.NoneTensorSpec) else next(given)
+      None if isinstance(spec, structure.NoneTensorSpec) else next(dealt)
       for spec in tf.nest.flatten(dataset.element_spec)
     ]
     return tf.nest.pack_sequence_as(dataset.element_spec, leaves)
@@ -165,47 +159,58 @@ def deal(
   if num_replicas > 1:
     windows = dataset.map(tensors).window(num_replicas, drop_remainder=True)
     plain = windows.map(parts)
-  return SplitDataset(plain.prefetch(buffer_size))
+  return SplitDataset(plain.prefetch(_buffer_size(options)))
 
 
 def _per_replica(*parts: Any) -> Any:
-  """One of each replica's parts; none if they are None."""
+  """One of each replica's parts; None if they are None."""
   if parts[0] is None:
     return None
   return distribute_utils.regroup(parts, always_wrap=True)
 
 
-def _components(dataset: tf.data.Dataset) -> list[tuple[str, tf.TypeSpec]]:
-  """What the dataset holds, with words for where."""
-  found = nest.flatten_with_joined_string_paths(dataset.element_spec)
-  return [
-    (f"The dataset's component {path!r}" if path else "The dataset", spec)
-    for path, spec in found
-  ]
-
-
-def _check_dense(dataset: Any) -> None:
-  """Refuses what TPUs do not take."""
+def _check(dataset: Any, least_rank: int) -> None:
+  """Raises an error for what TPUs do not take, and what has no rows to cut."""
   if not isinstance(dataset, tf.data.Dataset):
     raise TypeError(
       f"A tf.data.Dataset can be distributed; got a {type(dataset).__name__}."
     )
-  taken = (tf.TensorSpec, structure.NoneTensorSpec)
-  for where, spec in _components(dataset):
-    if not isinstance(spec, taken):
+  for path, spec in nest.flatten_with_joined_string_paths(dataset.element_spec):
+    where = f"The dataset's component {path!r}" if path else "The dataset"
+    if isinstance(spec, structure.NoneTensorSpec):
+      continue
+    if not isinstance(spec, tf.TensorSpec):
       raise ValueError(
         f"{where} is a {type(spec).__name__}; a TPU takes dense tensors only."
         " Convert it in dataset.map, by tf.sparse.to_dense or"
-        " tf.RaggedTensor.to_tensor. In place of None, a generator for Keras"
-        " answers a shorter tuple."
+        " tf.RaggedTensor.to_tensor."
+      )
+    if spec.shape.rank is not None and spec.shape.rank < least_rank:
+      raise ValueError(
+        f"{where} has no rows to share among the replicas: {spec}. Batch the"
+        " dataset by the global batch size: dataset.batch(global_batch_size)."
       )
 
 
 def _check_caller() -> None:
-  """Refuses replicas."""
-  if tracing.in_replica_program():
+  """Raises an error in a replica's program."""
+  if replica_context.in_replica_program():
     raise ValueError(
-      "The next element was asked for inside a function that strategy.run is"
-      " running. Call next(iterator) outside, and hand the element over:"
+      "The next element was requested inside a function that strategy.run is"
+      " running. Call next(iterator) outside, and pass the element:"
       " strategy.run(fn, args=(next(iterator),))."
     )
+
+
+def _buffer_size(options: tf.distribute.InputOptions | None) -> int:
+  """How many steps' elements are prefetched."""
+  if options is None:
+    return 1
+  mode = options.experimental_replication_mode
+  if mode == tf.distribute.InputReplicationMode.PER_REPLICA:
+    raise NotImplementedError(
+      "InputOptions.experimental_replication_mode is PER_REPLICA, which only"
+      " MirroredStrategy has. Leave it at PER_WORKER: one host reads the"
+      " dataset."
+    )
+  return int(options.experimental_per_replica_buffer_size)

@@ -1,0 +1,206 @@
+"""A replica's function, run as replicas of one program, and found again."""
+
+import gc
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import testbed, tpu_tasks
+from tf_cross_shard.virtual_tpu import lowering, program, run_arguments
+
+N = 3
+SCALAR = tf.TensorSpec([], tf.float32)
+
+
+def _program(fn: Callable[..., Any], *specs: tf.TensorSpec) -> program.Program:
+  strategy = testbed.virtual(N)
+  traced = tpu_tasks.trace(strategy, fn, *specs)
+  return program.Program(traced, strategy.extended.replicas)
+
+
+def _variable(value: Any) -> tf.Variable:
+  with testbed.virtual(N).scope():
+    return tf.Variable(value)
+
+
+def _tensors(*values: Any) -> tuple[tf.Tensor, ...]:
+  assert len(values) == N
+  return tuple(map(tf.constant, values))
+
+
+class TestProgram:
+  def test_variables_are_replaced_and_results_kept(self) -> None:
+    total = _variable(10.0)
+
+    def fn(x: tf.Tensor) -> Any:
+      return total.assign_add(x), tf.constant([1, 2])
+
+    step, marks = _program(fn, SCALAR), (1.0, 2.0, 4.0)
+    found = [step(_tensors(*marks)) for _ in range(3)]
+    # What an earlier step returned outlives the later ones.
+    for i, (sums, constant) in enumerate(found, 1):
+      assert [float(each) for each in sums] == [10 + i * x for x in marks]
+      assert [each.numpy().tolist() for each in constant] == [[1, 2]] * N
+    assert testbed.copies(total) == [10 + 3 * x for x in marks]
+
+  def test_compiles_once_per_shape(self) -> None:
+    step = _program(tf.reduce_sum, tf.TensorSpec([None], tf.float32))
+    for size in (2, 3, 2):
+      values = [np.full([size], i, np.float32) for i in range(N)]
+      [total] = step(_tensors(*values))
+      assert [float(each) for each in total] == [0.0, size, 2.0 * size]
+    assert set(step._compiled) == {((2,),), ((3,),)}
+    first = step.compile([tf.TensorShape([2])])
+    assert step.compile([tf.TensorShape([2])]) is first
+
+  def test_unlike_arguments_change_nothing(self) -> None:
+    variable = _variable(1.0)
+
+    def fn(x: tf.Tensor) -> None:
+      variable.assign_add(tf.reduce_sum(x))
+
+    step = _program(fn, tf.TensorSpec([None], tf.float32))
+    for values, words in (
+      ([[1.0], [1.0, 2.0], [1.0]], "same shape; got [(1,), (2,), (1,)]"),
+      ([[1], [1.0], [1]], "same dtype; got ['int32', 'float32', 'int32']"),
+    ):
+      with pytest.raises(ValueError, match=re.escape(words)):
+        step(_tensors(*values))
+    assert testbed.copies(variable) == [1.0] * N
+
+  def test_as_an_operation(self) -> None:
+    variable = _variable(0.0)
+
+    def fn(x: tf.Tensor) -> Any:
+      variable.assign_add(tf.reduce_sum(x))
+      return variable.read_value(), x
+
+    step = _program(fn, tf.TensorSpec([2], tf.float32))
+
+    @tf.function
+    def twice(*x: tf.Tensor) -> Any:
+      step.as_operation([x])
+      total, same = step.as_operation([x])
+      assert [each.shape for each in same] == [(2,)] * N
+      return total, same, variable.read_value()
+
+    x = _tensors([1.0, 0.0], [2.0, 0.0], [4.0, 1.0])
+    total, same, seen = twice(*x)
+    assert [float(each) for each in total] == [2.0, 4.0, 10.0]
+    for copy, given in zip(same, x, strict=True):
+      np.testing.assert_array_equal(copy, given)
+    assert float(seen) == 2.0
+
+  def test_an_operation_is_compiled_while_it_is_traced(self) -> None:
+    spec = tf.TensorSpec([2], tf.float32)
+    step = _program(lambda x: tf.boolean_mask(x, x > 0), spec)
+    host = tf.function(lambda *x: step.as_operation([x])[0])
+    with pytest.raises(lowering.TPUCompileError, match="must not depend on"):
+      host.get_concrete_function(*[spec] * N)
+    later = tf.function(lambda *x: step.as_operation([x], compile_now=False)[0])
+    later.get_concrete_function(*[spec] * N)
+
+
+class _Callee:
+  def method(self) -> None: ...
+  def other(self) -> None: ...
+
+
+class _EqualCallee(_Callee):
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, _EqualCallee)
+
+  def __hash__(self) -> int:
+    return 7
+
+
+class _UnhashableCallee(_EqualCallee):
+  __hash__ = None  # type: ignore[assignment]
+
+
+class _SlotCallee:
+  __slots__ = ()
+
+  def method(self) -> None: ...
+  def other(self) -> None: ...
+
+
+class TestCache:
+  def _finder(self) -> Callable[..., Any]:
+    """Numbers the programs that a cache makes."""
+    cache, made = program.Cache(), iter(range(1000))
+
+    def find(fn: Callable[..., Any], *args: Any) -> Any:
+      arguments = run_arguments.RunArguments(args, {}, N)
+      return cache.get(fn, arguments, lambda: next(made))
+
+    return find
+
+  def test_one_program_for_a_function_and_its_arguments(self) -> None:
+    find = self._finder()
+
+    def one() -> None: ...
+    def other() -> None: ...
+
+    assert [find(one, 1), find(one, 2), find(other, 1)] == [0, 1, 2]
+    assert [find(one, 1), find(one, 2), find(other, 1)] == [0, 1, 2]
+
+  @pytest.mark.parametrize(
+    "kind", [_Callee, _EqualCallee, _UnhashableCallee, _SlotCallee]
+  )
+  def test_methods(self, kind: Any) -> None:
+    find, one, another = self._finder(), kind(), kind()
+    for _ in range(2):
+      found = [find(one.method), find(one.other), find(another.method)]
+      assert found == [0, 1, 2]
+
+  def test_an_argument_that_is_gone_is_not_mistaken(self) -> None:
+    """The address of an object that is gone is soon another's."""
+    find = self._finder()
+
+    def fn() -> None: ...
+
+    assert [find(fn, _Callee()) for _ in range(50)] == list(range(50))
+
+  def test_a_function_takes_its_programs_with_it(self) -> None:
+    cache = program.Cache()
+    arguments = run_arguments.RunArguments((), {}, N)
+    for _ in range(3):
+      cache.get(lambda x: x, arguments, object)
+    gc.collect()
+    assert not cache._by_owner
+
+    def fn() -> None: ...
+
+    first = cache.get(fn, arguments, object)
+    assert cache.get(fn, arguments, object) is first
+
+
+def test_recording_is_this_threads_and_ends() -> None:
+  recorder: Any = object()
+  with program.recording(recorder):
+    assert program.recorder() is recorder
+    elsewhere: list[Any] = []
+    thread = threading.Thread(
+      target=lambda: elsewhere.append(program.recorder())
+    )
+    thread.start()
+    thread.join()
+  assert elsewhere == [None]
+  assert program.recorder() is None
+
+
+def test_devices_are_made_by_the_first_program() -> None:
+  replicas = program.Replicas(2)
+  assert replicas._client is None
+  assert replicas.client.num_replicas == replicas.num_replicas == 2
+  assert replicas.client is replicas.client
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,518 @@
+"""VirtualTPUStrategy as a user sees it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from tests.support import testbed
+from tf_cross_shard import CrossShardOptimizer, replica_state, virtual_tpu
+
+TPUCompileError = virtual_tpu.TPUCompileError
+N = 3
+MARKS = [1.0, 2.0, 4.0]  # Powers of two tell which replicas are in a sum.
+
+
+class Pair(NamedTuple):
+  """A structure of the user's."""
+
+  first: Any
+  second: Any
+
+
+def _strategy() -> virtual_tpu.VirtualTPUStrategy:
+  strategy = testbed.virtual(N)
+  assert strategy.num_replicas_in_sync == N
+  return strategy
+
+
+def _values(values: Any) -> Any:
+  return testbed.per_replica(_strategy(), values)
+
+
+def _marks() -> Any:
+  return _values(MARKS)
+
+
+def _own_mark() -> tf.Tensor:
+  """In a replica's function: its mark."""
+  return tf.constant(MARKS)[testbed.replica_id()]
+
+
+def _results(value: Any) -> Any:
+  return testbed.per_replica_results(_strategy(), value)
+
+
+def _all_reduce(value: Any, operation: str = "SUM") -> Any:
+  return tf.distribute.get_replica_context().all_reduce(operation, value)
+
+
+def _all_gather(value: Any, axis: int) -> Any:
+  return tf.distribute.get_replica_context().all_gather(value, axis)
+
+
+def _run(fn: Callable[..., Any], *args: Any) -> Any:
+  return _strategy().run(fn, args)
+
+
+def _run_in_function(fn: Callable[..., Any], *args: Any) -> Any:
+  return tf.function(lambda *given: _strategy().run(fn, given))(*args)
+
+
+both_ways = pytest.mark.parametrize("run", [_run, _run_in_function])
+
+
+@pytest.mark.parametrize("number", [0, True, 2.0, None])
+def test_number_of_replicas_is_checked(number: Any) -> None:
+  with pytest.raises(ValueError, match=r"`num_replicas` must be a positive"):
+    virtual_tpu.VirtualTPUStrategy(number)
+
+
+def test_several_strategies_in_one_process() -> None:
+  def replica_fn() -> tf.Tensor:
+    return _all_reduce(tf.cast(testbed.replica_id() + 1, tf.float32))
+
+  for count in (1, 3, 8):
+    strategy = testbed.virtual(count)
+    results = strategy.experimental_local_results(strategy.run(replica_fn))
+    expected = count * (count + 1) / 2
+    assert [float(each) for each in results] == [expected] * count
+
+
+class TestArguments:
+  @pytest.mark.parametrize("in_function", [False, True])
+  def test_structures(self, in_function: bool) -> None:
+    eager = tf.constant([0.0, 10.0])
+    with _strategy().scope():
+      variable = tf.keras.Variable(100.0)
+
+    def replica_fn(pair: Pair, none: None, *, options: dict[str, Any]) -> Any:
+      assert none is None
+      scaled = pair.first * options["factor"] + options["variable"]
+      return Pair(scaled, (pair.second + eager, none))
+
+    def run(first: Any, second: Any) -> Any:
+      options = {"factor": 2.5, "variable": variable}
+      return _strategy().run(
+        replica_fn, (Pair(first, second), None), {"options": options}
+      )
+
+    shared = np.array([5.0, 6.0], np.float32)
+    result = (tf.function(run) if in_function else run)(_marks(), shared)
+    assert isinstance(result, Pair)
+    assert _results(result.first) == [102.5, 105.0, 110.0]
+    assert _results(result.second[0]) == [[5.0, 16.0]] * N
+    assert result.second[1] is None
+
+  def test_symbolic_tensors_of_the_surrounding_function(self) -> None:
+    @tf.function
+    def step(x: tf.Tensor, marks: Any) -> Any:
+      doubled = 2.0 * x
+
+      def replica_fn(mark: tf.Tensor) -> tf.Tensor:
+        return tf.cond(mark > 1.0, lambda: doubled + mark, lambda: doubled)
+
+      return _strategy().run(replica_fn, (marks,))
+
+    for x in (1.0, 5.0):
+      result = step(tf.constant(x), _marks())
+      assert _results(result) == [2 * x, 2 * x + 2, 2 * x + 4]
+
+  def test_each_python_value_is_one_trace(self) -> None:
+    traces = []
+
+    def replica_fn(x: tf.Tensor, factor: Any) -> tf.Tensor:
+      traces.append(factor)
+      return x * factor
+
+    for factor in (2, 3, 2.0, 2, 3):
+      assert _results(_run(replica_fn, _marks(), factor))[2] == 4 * factor
+    assert traces == [2, 3, 2.0]
+
+  def test_new_shapes(self) -> None:
+    @tf.function(input_signature=[tf.TensorSpec([None, 2], tf.float32)])
+    def step(x: tf.Tensor) -> Any:
+      return _strategy().run(
+        lambda x: (tf.reduce_sum(x) * _own_mark(), x), (x,)
+      )
+
+    for rows in (2, 5, 2):
+      total, same = step(tf.ones([rows, 2]))
+      assert _results(total) == [2.0 * rows * mark for mark in MARKS]
+      assert same.values[1].shape == (rows, 2)
+
+
+class TestFunctions:
+  @both_ways
+  def test_kinds(self, run: Any) -> None:
+    class Callee:
+      def method(self, x: tf.Tensor) -> tf.Tensor:
+        return x + 1.0
+
+      @classmethod
+      def of_class(cls, x: tf.Tensor) -> tf.Tensor:
+        return x + 1.0
+
+      __call__ = method
+
+    callee = Callee()
+    for fn in (
+      lambda x: x + 1.0,
+      callee.method,
+      Callee.of_class,
+      callee,
+      functools.partial(tf.add, 1.0),
+      tf.function(callee.method),
+      tf.function(callee.method, jit_compile=True),
+    ):
+      for _ in range(2):
+        assert _results(run(fn, _marks())) == [2.0, 3.0, 5.0], fn
+
+  def test_an_error_leaves_everything_as_it_was(self) -> None:
+    with _strategy().scope():
+      variable = tf.Variable(1.0)
+
+    def nested() -> None:
+      variable.assign_add(1.0)
+      _run(lambda: None)
+
+    for run in (_run, _run_in_function):
+      with pytest.raises(RuntimeError, match=r"strategy\.run was called in"):
+        run(nested)
+      assert testbed.copies(variable) == [1.0] * N
+      assert not tf.distribute.has_strategy()
+
+
+class TestResults:
+  @both_ways
+  def test_kinds(self, run: Any) -> None:
+    def replica_fn(x: tf.Tensor) -> Any:
+      constant = tf.constant(5)
+      return {
+        "same": (x, x),
+        "number": 3,
+        "none": None,
+        "constants": [constant, constant, np.float32(2)],
+        "empty": tf.zeros([0, 3]),
+        "rows": tf.IndexedSlices(x[None], [testbed.replica_id()], [N]),
+        "nothing": (),
+      }
+
+    result = run(replica_fn, _marks())
+    assert _results(result["same"][0]) == _results(result["same"][1]) == MARKS
+    assert _results(result["number"]) == [3] * N
+    assert result["none"] is None
+    assert [_results(each) for each in result["constants"]] == [
+      [5] * N,
+      [5] * N,
+      [2.0] * N,
+    ]
+    assert [each.shape for each in result["empty"].values] == [(0, 3)] * N
+    assert result["nothing"] == ()
+    for i, own in enumerate(result["rows"].values):
+      assert own.indices.numpy().tolist() == [i]
+      assert own.values.numpy().tolist() == [MARKS[i]]
+    assert run(lambda: None) is None
+
+  @pytest.mark.parametrize(
+    "dtype",
+    ["bool", "uint8", "int8", "int32", "int64", "bfloat16", "half", "float64"]
+    + ["complex64"],
+  )
+  def test_dtypes(self, dtype: str) -> None:
+    values = [tf.cast([i, 1], dtype) for i in range(N)]
+    for run in (_run, _run_in_function):
+      result = run(tf.identity, _values(values))
+      assert [each.dtype for each in result.values] == [tf.as_dtype(dtype)] * N
+      assert _results(result) == [value.numpy().tolist() for value in values]
+
+  def test_what_cannot_be_returned(self) -> None:
+    with pytest.raises(TypeError, match=r"must return tensors, num.*object"):
+      _run(lambda: object())
+
+
+class TestControlFlow:
+  @both_ways
+  def test_sums_in_conditionals_and_loops(self, run: Any) -> None:
+    def replica_fn(x: tf.Tensor) -> Any:
+      everywhere = tf.constant(1.0) > 0.0
+      in_cond = tf.cond(everywhere, lambda: _all_reduce(x), lambda: x)
+      for i in tf.range(3):
+        x = _all_reduce(x) + tf.cast(i, tf.float32)
+      return in_cond, x
+
+    in_cond, in_loop = run(replica_fn, _marks())
+    assert _results(in_cond) == [7.0] * N
+    assert _results(in_loop) == [(7.0 * 3 + 1) * 3 + 2] * N
+
+  def test_stacked_recurrent_layers(self) -> None:
+    """Their nested loops need constants that XLA must not lose."""
+    layers = tf.keras.layers
+    x = np.random.default_rng(0).normal(size=(N, 2, 4, 1)).astype("float32")
+    with _strategy().scope():
+      model = tf.keras.Sequential(
+        [
+          tf.keras.Input((4, 1)),
+          layers.GRU(2, return_sequences=True),
+          layers.GRU(2),
+        ]
+      )
+
+    def gradient(x: tf.Tensor) -> Any:
+      with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(model(x) ** 2)
+      return tape.gradient(loss, model.trainable_variables)[0]
+
+    result = _run_in_function(gradient, _values(list(x)))
+    for own, data in zip(_results(result), x, strict=True):
+      np.testing.assert_allclose(own, gradient(data), rtol=1e-4, atol=1e-6)
+
+
+class TestCollectives:
+  @pytest.mark.parametrize(
+    "dtype", ["float32", "float64", "half", "bfloat16", "int32"]
+  )
+  def test_all_reduce(self, dtype: str) -> None:
+    values = [tf.cast([3 * i, 3], dtype) for i in range(N)]
+
+    def replica_fn(x: tf.Tensor) -> Any:
+      constant = tf.constant([2], dtype)
+      return (
+        _all_reduce({"sum": x})["sum"],
+        _all_reduce([x], "MEAN")[0],
+        _all_reduce(constant),
+        _all_reduce(constant[:0]),
+      )
+
+    for run in (_run, _run_in_function):
+      sums, means, constants, empty = run(replica_fn, _values(values))
+      assert _results(sums) == [[9, 9]] * N
+      assert _results(means) == [[3, 3]] * N
+      assert _results(constants) == [[2 * N]] * N
+      assert _results(empty) == [[]] * N
+
+  def test_float64_keeps_its_digits_next_to_words(self) -> None:
+    numbers = [2.0**60 + 2.0**10 * i for i in range(N)]
+    number, word = _run(
+      lambda x, y: (_all_reduce(x), _all_reduce(y)),
+      _values([tf.constant(each, tf.float64) for each in numbers]),
+      _values([tf.constant([i, 7], tf.uint32) for i in range(N)]),
+    )
+    assert _results(number) == [sum(numbers)] * N
+    assert _results(word) == [[3, 21]] * N
+
+  def test_all_gather(self) -> None:
+    rows = _values([[[np.inf, 1.0]], [[np.nan, 2.0]], [[2.0, 3.0]]])
+    nested = _run(
+      lambda x: [_all_gather({"rows": x}, axis)["rows"] for axis in (0, 1)],
+      rows,
+    )
+    joined = np.array([np.inf, 1.0, np.nan, 2.0, 2.0, 3.0])
+    for found, shape in zip(nested, ((3, 2), (1, 6)), strict=True):
+      for own in _results(found):
+        np.testing.assert_array_equal(own, joined.reshape(shape))
+
+  def test_merge_call(self) -> None:
+    with _strategy().scope():
+      variable = tf.Variable(1.0)
+
+    def merge(strategy: Any, x: Any) -> Any:
+      total = strategy.reduce("SUM", x, axis=None)
+      strategy.extended.update(
+        variable, lambda v, value: v.assign_add(value), args=(total,)
+      )
+      return total
+
+    def replica_fn(x: tf.Tensor) -> Any:
+      context = tf.distribute.get_replica_context()
+      return context.merge_call(merge, args=(x,))
+
+    assert _results(_run(replica_fn, _marks())) == [7.0] * N
+    assert testbed.copies(variable) == [8.0] * N
+
+
+class TestReduceAndGather:
+  @pytest.mark.parametrize(
+    ("axis", "total", "mean"),
+    [
+      (None, [[7, 14], [21, 28]], [[7 / 3, 14 / 3], [7, 28 / 3]]),
+      (0, [28, 42], [28 / 6, 7]),
+      (-1, [21, 49], [3.5, 49 / 6]),
+      ([0, 1], 70, 70 / 12),
+    ],
+  )
+  def test_reduce(self, axis: Any, total: Any, mean: Any) -> None:
+    rows = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
+    values = _values([m * rows for m in MARKS])
+    for run in (lambda fn: fn(), lambda fn: tf.function(fn)()):
+      found = run(lambda: _strategy().reduce("SUM", values, axis=axis))
+      np.testing.assert_array_equal(found, total)
+      found = run(lambda: _strategy().reduce("mean", values, axis=axis))
+      np.testing.assert_allclose(found, mean, rtol=1e-6)
+
+  def test_uneven_values_are_weighted_by_rows(self) -> None:
+    strategy = _strategy()
+    uneven = _values(
+      [np.full([i + 1], m, np.float32) for i, m in enumerate(MARKS)]
+    )
+    mean = strategy.reduce("MEAN", uneven, axis=0)
+    np.testing.assert_allclose(mean, (1 + 2 * 2 + 3 * 4) / 6, rtol=1e-6)
+    joined = strategy.gather(uneven, axis=0)
+    assert joined.numpy().tolist() == [1, 2, 2, 4, 4, 4]
+    counts = _values([[[3]], [[6]], [[12]]])
+    result = strategy.reduce("SUM", {"counts": [counts]}, axis=None)
+    assert result["counts"][0].numpy().tolist() == [[21]]
+    assert strategy.reduce("MEAN", counts, axis=0).numpy() == 7
+    assert float(strategy.reduce("SUM", 2.0, axis=None)) == 2.0 * N
+    assert strategy.gather(counts, axis=1).numpy().tolist() == [[3, 6, 12]]
+
+  def test_reduce_by_a_replica(self) -> None:
+    with pytest.raises(RuntimeError, match=r"get_replica_context\(\)"):
+      _run(lambda x: _strategy().reduce("SUM", x, axis=None), _marks())
+
+
+class TestWhatTPUsCannotDo:
+  @both_ways
+  @pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+      (lambda x: tf.py_function(lambda y: y, [x], "float32"), "py_function"),
+      (lambda x: tf.print(x), r"tf\.print"),
+      (lambda x: tf.strings.length(tf.strings.as_string(x)), "strings"),
+      (lambda x: tf.boolean_mask(x, x > 1), "must not depend.*boolean_mask"),
+      (lambda x: tf.where(x > 1), "tf.where with three arguments"),
+    ],
+  )
+  def test_operations(self, run: Any, fn: Any, words: str) -> None:
+    with pytest.raises(TPUCompileError, match=words):
+      run(fn, _values([[m, 1.0] for m in MARKS]))
+
+  @both_ways
+  def test_uneven_shapes(self, run: Any) -> None:
+    uneven = _values([np.ones([i + 1], np.float32) for i in range(N)])
+    with pytest.raises(
+      (ValueError, tf.errors.InvalidArgumentError),
+      match=r"same shape; got \[\(1,\), \(2,\), \(3,\)\].*drop_remainder",
+    ):
+      run(tf.reduce_sum, uneven)
+
+
+class TestKeras:
+  def _train(self, strategy: Any, built: bool, **options: Any) -> Any:
+    """The model, its history, and what it evaluates and predicts."""
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(24, 5)).astype("float32")
+    y = rng.normal(size=(24, 1)).astype("float32")
+    tf.keras.utils.set_random_seed(1)
+    with strategy.scope():
+      model = tf.keras.Sequential(
+        [
+          *([tf.keras.Input((5,))] if built else []),
+          tf.keras.layers.Dense(4, "tanh"),
+          tf.keras.layers.Dense(1),
+        ]
+      )
+      model.compile(
+        tf.keras.optimizers.SGD(0.05), "mse", metrics=["mae"], **options
+      )
+    history = model.fit(x, y, batch_size=12, shuffle=False, verbose=0).history
+    # Otherwise Keras reports other steps' means.
+    if options:
+      return model, {}, []
+    evaluated = model.evaluate(x, y, batch_size=12, verbose=0)
+    predicted = model.predict(x, batch_size=12, verbose=0)
+    assert predicted.shape == (24, 1)
+    return model, history, [*evaluated, *predicted[:, 0]]
+
+  def test_fit_learns_what_plain_keras_learns(self) -> None:
+    plain = tf.distribute.get_strategy()
+    trained, expected, wanted = self._train(plain, True)
+    for built, options in (
+      (True, {}),
+      (False, {}),
+      (True, {"run_eagerly": True}),
+      (True, {"steps_per_execution": 2}),
+    ):
+      model, history, evaluated = self._train(_strategy(), built, **options)
+      for name, values in history.items():
+        np.testing.assert_allclose(expected[name], values, rtol=1e-5)
+      np.testing.assert_allclose(
+        evaluated, [] if options else wanted, rtol=1e-5
+      )
+      for variable, other in zip(
+        model.trainable_variables, trained.trainable_variables, strict=True
+      ):
+        held = testbed.copies(variable)
+        assert len(held) == N
+        for copy in held:
+          np.testing.assert_allclose(copy, other.numpy(), rtol=1e-4, atol=1e-6)
+          np.testing.assert_array_equal(copy, held[0])
+
+  def test_what_a_first_step_makes_is_there_in_the_next(self) -> None:
+    """Keras asks in Python whether the loss scale has been made."""
+    with _strategy().scope():
+      weight = tf.keras.Variable([0.0])
+      optimizer = CrossShardOptimizer(
+        tf.keras.optimizers.LossScaleOptimizer(
+          tf.keras.optimizers.SGD(1.0), initial_scale=8.0
+        )
+      )
+
+    @tf.function
+    def step(factor: tf.Tensor) -> None:
+      def replica_step() -> None:
+        with tf.GradientTape() as tape:
+          loss = optimizer.scale_loss(factor * tf.reduce_sum(weight.value) / N)
+        grads = tape.gradient(loss, [weight.value])
+        optimizer.apply(grads, [weight])
+
+      _strategy().run(replica_step)
+
+    for factor in (1.0, float("nan"), 1.0):
+      step(tf.constant(factor))
+    for value in replica_state.values(weight):
+      np.testing.assert_allclose(value, [-2.0], rtol=1e-6)
+
+  def test_moving_averages_are_written_to_their_own_replica(self) -> None:
+    strategy = testbed.virtual(4)
+    with strategy.scope():
+      weight = tf.keras.Variable([0.0])
+      inner = tf.keras.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.5)
+      optimizer = CrossShardOptimizer(inner, group_assignment=[[0, 1], [2, 3]])
+      optimizer.build([weight])
+
+    @tf.function
+    def step(grads: Any) -> None:
+      strategy.run(lambda grad: optimizer.apply([grad], [weight]), (grads,))
+
+    step(testbed.per_replica(strategy, [[1.0], [2.0], [3.0], [4.0]]))
+    optimizer.finalize_variable_values([weight])
+    # The average of one step is its result: minus 1 + 2, and minus 3 + 4.
+    expected = [[-3.0], [-3.0], [-7.0], [-7.0]]
+    assert [v.tolist() for v in replica_state.values(weight)] == expected
+
+  def test_variables_that_tf_keras_casts(self) -> None:
+    policy = tf_keras.mixed_precision.Policy("mixed_bfloat16")
+    with _strategy().scope():
+      layer = tf_keras.layers.Dense(1, use_bias=False, dtype=policy)
+      layer.build((None, 1))
+    [kernel] = layer.weights
+    assert type(kernel).__name__.startswith("AutoCast")
+    _run(lambda: kernel.assign(tf.reshape(_own_mark(), [1, 1])))
+    assert _results(kernel) == [[[mark]] for mark in MARKS]
+    total = _strategy().reduce("SUM", kernel, axis=None)
+    assert total.numpy().item() == sum(MARKS)
+
+
+def test_random_numbers_differ_between_replicas_and_steps() -> None:
+  draw = tf.function(lambda: _strategy().run(lambda: tf.random.normal([2])))
+  drawn = [tuple(each) for _ in range(2) for each in _results(draw())]
+  assert len(set(drawn)) == 2 * N
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))
