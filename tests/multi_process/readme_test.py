@@ -1,9 +1,9 @@
 """README and docs/: their Python runs, and they name what there is.
 
-Each block of Python runs as it stands, in a namespace of its own. All share this
-process, which has the four logical CPUs that blocks ask for. The blocks of
-docs/migration.md and docs/multi_worker.md build on each other or need several
-processes, and have tests of their own.
+Each block of Python runs as it stands, in a namespace of its own. All share
+this process, which has the four logical CPUs that blocks ask for. The blocks
+of docs/migration.md and docs/multi_worker.md build on each other or need
+several processes, and have tests of their own.
 """
 # bazel: data=//:sources deps=//tf_cross_shard,//tf_cross_shard/virtual_tpu
 
