@@ -41,7 +41,6 @@ _CLIP_NORM = flags.DEFINE_float(
 _LOSS = flags.DEFINE_enum(
   "loss", "plain", ["plain", "keras"], "tf.reduce_mean or a Keras loss object."
 )
-_SEED = flags.DEFINE_integer("seed", 0, "Of the weights and the data's order.")
 _PICTURE = flags.DEFINE_string("picture", "custom_loop.png", "To draw into.")
 _DATA_DIR = flags.DEFINE_string(
   "data_dir", None, "Folder to prepare the data in; the user's cache if unset."
@@ -59,13 +58,10 @@ def main(argv: Sequence[str]) -> None:
   groups = groups or groups_lib.singletons(num_replicas)
   print(f"{groups.draw()}\n")
 
-  train_data, test_data = digits_dataset.load(
-    replicas.divisible(_BATCH_SIZE.value, num_replicas),
-    _DATA_DIR.value,
-    _SEED.value,
-  )
+  batch_size = replicas.divisible(_BATCH_SIZE.value, num_replicas)
+  train_data, test_data = digits_dataset.load(batch_size, _DATA_DIR.value)
   # After the data: to prepare them takes random numbers, to read them none.
-  tf.keras.utils.set_random_seed(_SEED.value)
+  tf.keras.utils.set_random_seed(0)
   with strategy.scope():
     model = digits_dataset.make_model()
     keras_loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -34,8 +34,8 @@ class Row(NamedTuple):
   between: float | None
 
 
-def run_example(name: str, data_dir: Path, *arguments: str) -> str:
-  """Runs an example in another folder than its own; returns its output."""
+def run_python(arguments: list[str], folder: Path) -> str:
+  """Runs Python in a folder; returns its output."""
   # The folder of the test's own copy first, then whatever Bazel set.
   path = [str(PROJECT), os.environ.get("PYTHONPATH", "")]
   environment = dict(os.environ)
@@ -43,8 +43,8 @@ def run_example(name: str, data_dir: Path, *arguments: str) -> str:
   environment.pop("PYTHONSAFEPATH", None)
   environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
   done = subprocess.run(
-    [sys.executable, EXAMPLES / name, f"--data_dir={data_dir}", *arguments],
-    cwd=data_dir,
+    [sys.executable, *arguments],
+    cwd=folder,
     env=environment,
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
@@ -54,6 +54,13 @@ def run_example(name: str, data_dir: Path, *arguments: str) -> str:
   )
   assert done.returncode == 0, done.stdout
   return done.stdout
+
+
+def run_example(name: str, data_dir: Path, *arguments: str) -> str:
+  """Runs an example in another folder than its own; returns its output."""
+  return run_python(
+    [str(EXAMPLES / name), f"--data_dir={data_dir}", *arguments], data_dir
+  )
 
 
 def read_table(output: str) -> list[Row]:
@@ -108,19 +115,40 @@ def test_digits_trains_ungrouped_and_in_groups(data_dir: Path) -> None:
   assert len(content) > 10_000
 
 
-def test_custom_loop_clips_and_trains_in_groups(data_dir: Path) -> None:
-  output = run_example("custom_loop.py", data_dir, "--epochs=2", "--loss=keras")
-  rows = read_table(output)
-  assert [row[:3] for row in rows] == [
-    ("keras loss", 0, "0 1"),
-    ("keras loss", 1, "2 3"),
+def test_custom_loop_is_right_with_either_loss(data_dir: Path) -> None:
+  output = run_python(
+    [
+      "-c",
+      f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import custom_loop
+custom_loop.flags.FLAGS(sys.argv)
+for loss in ("plain", "keras"):
+  custom_loop.flags.FLAGS.loss = loss
+  custom_loop.tf.keras.utils.set_random_seed(0)
+  custom_loop.main([""])
+""",
+      *("--epochs=2", f"--data_dir={data_dir}"),
+    ],
+    data_dir,
+  )
+  start = output.rindex("replica  0  1  2  3")  # Of the second run's output.
+  plain, keras = read_table(output[:start]), read_table(output[start:])
+  assert [row[:3] for row in plain] == [
+    ("plain loss", 0, "0 1"),
+    ("plain loss", 1, "2 3"),
   ]
-  assert min(row.accuracy for row in rows) >= 85, output
-  assert [row.inside for row in rows] == [0, 0]
-  assert rows[0].between is not None
-  assert rows[0].between > 0
+  assert min(row.accuracy for row in plain) >= 85, output
+  assert [row.inside for row in plain] == [0, 0]
+  assert plain[0].between is not None
+  assert plain[0].between > 0
   # The clipping was at work, on some replicas and not on others.
   assert re.search(r"; [1-9]\d?% of the gradients clipped", output)
+  # The factors are powers of two, so that the weights are equal to the bit.
+  for one, other in zip(plain, keras, strict=True):
+    assert one.accuracy == other.accuracy
+    assert one.between == other.between
   picture = data_dir / "custom_loop.png"
   assert picture.read_bytes().startswith(PNG_START)
 
