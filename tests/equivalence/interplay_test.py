@@ -21,7 +21,7 @@ from tests.support.interplay import Cell
 
 pytestmark = pytest.mark.slow
 
-PAGE = pathlib.Path(__file__).parent.parent.parent / "docs/mixed_precision.md"
+README = pathlib.Path(__file__).parent.parent.parent / "README.md"
 ENGINES = ("mirrored", "virtual_tpu", "one_device")
 CELLS = interplay.cells(*ENGINES)
 
@@ -164,9 +164,9 @@ def test_number_of_cells() -> None:
   assert sum(cell.impossible is not None for cell in cells) == 28
 
 
-def test_page() -> None:
-  """docs/mixed_precision.md has this file's table."""
-  text = PAGE.read_text(encoding="utf-8")
+def test_readme() -> None:
+  """The README has this file's table."""
+  text = README.read_text(encoding="utf-8")
   table = text.split("<!-- interplay -->")[1].split("<!-- /interplay -->")[0]
   assert table.strip() == interplay.table()
 
