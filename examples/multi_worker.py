@@ -3,8 +3,9 @@
     python examples/multi_worker.py --workers=2
     python examples/multi_worker.py --workers=4 --groups=2 --wire_dtype=bfloat16
 
-This starts the workers here. Where TF_CONFIG is set or srun starts the program,
-it is one worker of a cluster and ignores `--workers`: see docs/multi_worker.md.
+This starts so many workers here. Where TF_CONFIG is set or srun is the caller,
+the process is one worker of a cluster instead, and `--workers` is not looked
+at: docs/multi_worker.md says how to start those.
 
 The table shows a digest of each replica's weights: members of a group have the
 same one, to the bit. With `--backup=FOLDER` a killed worker costs one epoch at
