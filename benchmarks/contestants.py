@@ -1,4 +1,4 @@
-"""The steps that step_time.py sets against each other.
+"""The steps that step_time.py compares.
 
 All contestants work on the same variables and the same data, in one
 `strategy.run` inside one `tf.function`.
@@ -24,12 +24,12 @@ Reducer = Callable[[list[tf.Tensor]], list[tf.Tensor]]
 
 
 def layer_width(num_variables: int, parameters: int = _PARAMETERS) -> int:
-  """The width at which `num_variables / 2` dense layers hold `parameters`."""
+  """Returns the width at which `num_variables / 2` layers hold `parameters`."""
   return round((parameters / (num_variables / 2)) ** 0.5)
 
 
 def shapes_of(num_variables: int) -> list[list[int]]:
-  """Shapes of as many matrices as biases."""
+  """Returns the shapes of as many matrices as biases."""
   width = layer_width(num_variables)
   return [[width, width], [width]] * (num_variables // 2)
 
@@ -37,7 +37,7 @@ def shapes_of(num_variables: int) -> list[list[int]]:
 def make_copies(
   strategy: tf.distribute.Strategy, shapes: Sequence[Sequence[int]]
 ) -> list[tf.Variable]:
-  """Variables that stand for gradients.
+  """Returns variables in the place of gradients.
 
   Reading one costs nothing and cannot be folded into a constant.
   """
@@ -60,7 +60,7 @@ def reduction_step(
 
 
 def keras_reducer(grads: list[tf.Tensor]) -> list[tf.Tensor]:
-  """What a Keras optimizer does with its gradients."""
+  """Sums gradients as a Keras optimizer does."""
   context = tf.distribute.get_replica_context()
   sums: list[tf.Tensor] = context.all_reduce(tf.distribute.ReduceOp.SUM, grads)
   return sums
@@ -69,7 +69,7 @@ def keras_reducer(grads: list[tf.Tensor]) -> list[tf.Tensor]:
 def packed_reducer(
   engine: base.Engine, groups: groups_lib.Groups, bucket_bytes: int
 ) -> Reducer:
-  """Ours, with buckets of another size."""
+  """Returns our reduction, with buckets of another size."""
 
   def reduce(grads: list[tf.Tensor]) -> list[tf.Tensor]:
     buffers, unpack = packing.pack(grads, bucket_bytes)
@@ -79,7 +79,7 @@ def packed_reducer(
 
 
 def make_model(width: int, num_variables: int) -> Any:
-  """Dense layers, each a matrix and a bias, that keep the signal's size."""
+  """Returns dense layers with biases that keep the signal's size."""
   layers = [
     tf.keras.layers.Dense(width, "relu", kernel_initializer="he_normal")
     for _ in range(num_variables // 2)
@@ -88,7 +88,7 @@ def make_model(width: int, num_variables: int) -> Any:
 
 
 def make_optimizers(name: str, num_replicas: int) -> dict[str, Any]:
-  """The contestants, all of which sum gradients."""
+  """Returns the contestants, all of which sum gradients."""
   half = groups_lib.contiguous(num_replicas, num_replicas // 2)
 
   def make_inner() -> Any:
@@ -116,7 +116,7 @@ def training_steps(
   num_variables: int,
   batch_size: int,
 ) -> tuple[dict[str, Step], dict[str, Step]]:
-  """Optimizer steps and training steps of one model, by contestant."""
+  """Returns optimizer steps and training steps of one model, by contestant."""
   with strategy.scope():
     model = make_model(width, num_variables)
     optimizers = make_optimizers(optimizer_name, strategy.num_replicas_in_sync)

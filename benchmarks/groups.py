@@ -1,8 +1,8 @@
-"""How long a grouping of 65,536 replicas takes to check.
+"""Times the checks of groups of 65,536 replicas.
 
     python benchmarks/groups.py
 
-Less than 100 ms is wanted.
+The goal is less than 100 ms.
 """
 
 import numpy as np

@@ -2,7 +2,7 @@
 
 The original sums by an operation that stock TensorFlow can neither run nor
 lower to XLA, and asks `tpu_function` how many replicas there are. While a step
-is traced, the strategy answers both. Nothing else of it is replaced.
+is traced, the strategy does both. Nothing else of it is replaced.
 
 It dates from before strategies. Under one, the optimizer that it encapsulates
 sums over all replicas once more (a mean becomes a sum, and groups are undone)
@@ -21,11 +21,7 @@ from tensorflow.python.tpu.ops import tpu_ops
 
 
 class Original:
-  """`tf.compat.v1.tpu.CrossShardOptimizer` for one model.
-
-  Attributes:
-    optimizer: The original.
-  """
+  """`tf.compat.v1.tpu.CrossShardOptimizer` for one model."""
 
   def __init__(
     self,
@@ -38,13 +34,7 @@ class Original:
   ) -> None:
     """Makes the optimizer and its slots.
 
-    Args:
-      strategy: The strategy that the variables were made under.
-      opt: The optimizer to encapsulate, of TensorFlow 1.
-      variables: What it is to train: Keras variables or `tf.Variable`s.
-      counts_steps: Whether there is a `global_step`. Keras optimizers always
-        count their steps, in an int64 variable as this one.
-      **kwargs: What the original's constructor takes.
+    `counts_steps` makes a `global_step`, int64 as that of Keras optimizers.
     """
     opt.apply_gradients = functools.partial(
       opt.apply_gradients, skip_gradients_aggregation=True
@@ -68,21 +58,13 @@ class Original:
     return [*self.optimizer.variables(), *steps]
 
   def minimize(self, loss: tf.Tensor) -> None:
-    """Scales the loss, sums the gradients and applies them.
-
-    Args:
-      loss: A scalar of the replica's program that is being traced.
-    """
+    """Scales the loss, sums the gradients and applies them."""
     with replaced(self._strategy):
       pairs = self.optimizer.compute_gradients(loss, self._variables)
       self.optimizer.apply_gradients(pairs, self._step)
 
   def apply(self, grads: Sequence[tf.Tensor]) -> None:
-    """Sums gradients and applies them.
-
-    Args:
-      grads: One per variable.
-    """
+    """Sums gradients, one per variable, and applies them."""
     pairs = list(zip(grads, self._variables, strict=True))
     with replaced(self._strategy):
       self.optimizer.apply_gradients(pairs, self._step)
@@ -90,14 +72,7 @@ class Original:
 
 @contextlib.contextmanager
 def replaced(strategy: tf.distribute.Strategy) -> Iterator[None]:
-  """Lets a strategy do what the original asks of a TPU.
-
-  Args:
-    strategy: One that has `extended.cross_replica_sum`.
-
-  Yields:
-    None.
-  """
+  """Lets a strategy do what the original asks of a TPU."""
   count = strategy.num_replicas_in_sync
 
   def cross_replica_sum(
@@ -116,12 +91,5 @@ def replaced(strategy: tf.distribute.Strategy) -> Iterator[None]:
 
 
 def native(variable: Any) -> tf.Variable:
-  """The `tf.Variable` of a Keras variable.
-
-  Args:
-    variable: A variable of either kind.
-
-  Returns:
-    The variable of TensorFlow.
-  """
+  """Returns the `tf.Variable` of a Keras variable or of a `tf.Variable`."""
   return variable.value if isinstance(variable, tf.keras.Variable) else variable

@@ -55,7 +55,7 @@ _BUCKET_BYTES = (1, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 26)
 def measure_reduction(
   strategy: tf.distribute.Strategy, num_variables: int
 ) -> list[timing.Row]:
-  """The reduction alone."""
+  """Measures the reduction alone."""
   grads = contestants.make_copies(
     strategy, contestants.shapes_of(num_variables)
   )
@@ -85,7 +85,7 @@ def measure_reduction(
 def measure_steps(
   strategy: tf.distribute.Strategy, num_variables: int
 ) -> list[timing.Row]:
-  """The whole optimizer step and the whole training step."""
+  """Measures the whole optimizer step and the whole training step."""
   optimizer_steps, train_steps = contestants.training_steps(
     strategy,
     _OPTIMIZER.value,
@@ -102,7 +102,7 @@ def measure_steps(
 def measure_memory(
   strategy: tf.distribute.Strategy, num_steps: int
 ) -> list[dict[str, Any]]:
-  """Growth of the process over many training steps of a small model."""
+  """Measures how the process grows over many steps of a small model."""
   _, steps = contestants.training_steps(
     strategy, _OPTIMIZER.value, width=64, num_variables=20, batch_size=8
   )
@@ -132,7 +132,7 @@ def measure_memory(
 def measure_sweep(
   strategy: tf.distribute.Strategy, part: str, shapes: list[list[int]]
 ) -> list[timing.Row]:
-  """The reduction alone for buckets of several sizes, by both ways."""
+  """Measures the reduction for buckets of several sizes, in both ways."""
   grads = contestants.make_copies(strategy, shapes)
   replicas = strategy.num_replicas_in_sync
   groups = groups_lib.contiguous(replicas, replicas)

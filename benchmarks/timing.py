@@ -1,4 +1,4 @@
-"""Timing of things that are to be compared, beside other work on the machine.
+"""Times cases that are compared, on a machine that has other work too.
 
 Other processes slow a machine down for seconds at a time. So the cases take
 turns, A B C A B C, and what counts is the ratio of neighbours in one round.
@@ -22,33 +22,18 @@ _QUARTILES = (50, 25, 75)
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """What one case took.
-
-  Attributes:
-    part: What was measured.
-    case: Who did it.
-    milliseconds: Median over the rounds.
-    ratios: By baseline, the median and the quartiles of the rounds' ratios.
-  """
+  """The time that one case took in one part of a benchmark."""
 
   part: str
   case: str
-  milliseconds: float
-  ratios: dict[str, list[float]]
+  milliseconds: float  # Median over the rounds.
+  ratios: dict[str, list[float]]  # By baseline: median and quartiles.
 
 
 def interleave(
   cases: Mapping[str, Callable[[], Any]], rounds: int
 ) -> dict[str, np.ndarray]:
-  """Runs the cases in turn.
-
-  Args:
-    cases: Functions by name.
-    rounds: How often each is timed.
-
-  Returns:
-    Milliseconds by name, of shape `[rounds]`.
-  """
+  """Runs the cases in turns; returns milliseconds by name, each `[rounds]`."""
   taken: dict[str, list[float]] = {name: [] for name in cases}
   for _ in range(_WARM_UP_ROUNDS + rounds):
     for name, case in cases.items():
@@ -63,16 +48,7 @@ def interleave(
 def compare(
   part: str, taken: Mapping[str, np.ndarray], baselines: Sequence[str]
 ) -> list[Row]:
-  """Sets every case against every baseline, round by round.
-
-  Args:
-    part: What was measured.
-    taken: What `interleave` returned.
-    baselines: Names of the cases to divide by.
-
-  Returns:
-    One row per case.
-  """
+  """Divides each case's time by each baseline's, round by round."""
   return [
     Row(
       part,
@@ -102,7 +78,7 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def machine() -> dict[str, Any]:
-  """What a reader must know to judge the figures."""
+  """Returns what a reader must know to judge the figures."""
   return {
     "date": datetime.datetime.now(datetime.timezone.utc).isoformat(
       "T", "minutes"
@@ -131,7 +107,7 @@ def _tensorflow_version() -> str:
 
 
 def process_size() -> tuple[float, int]:
-  """Resident megabytes and threads, as Linux counts them."""
+  """Returns resident megabytes and threads, as Linux counts them."""
   with open("/proc/self/status", encoding="ascii") as file:
     fields = dict(line.split(":", 1) for line in file)
   return int(fields["VmRSS"].split()[0]) / 1024, int(fields["Threads"])

@@ -79,19 +79,19 @@ def make_model() -> Any:
 
 
 def make_data(size: int) -> tuple[tf.Tensor, tf.Tensor]:
-  """A batch."""
+  """Returns a batch of inputs and targets."""
   shape = [size, _WIDTH.value]
   x, y = (tf.random.stateless_normal(shape, [0, seed]) for seed in (1, 2))
   return x, y
 
 
 def make_optimizer() -> Any:
-  """The one that all have."""
+  """Returns the optimizer that all contestants have."""
   return tf.keras.optimizers.Adam(1e-5)
 
 
 def loss_of(model: Any, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-  """The mean square."""
+  """Returns the mean square error."""
   return tf.reduce_mean((model(x, training=True) - y) ** 2)
 
 
@@ -153,7 +153,9 @@ def mirrored(size: int, devices: Sequence[str]) -> tuple[Step, Sequence[Any]]:
   return _bound(step, size), [*model.variables, *optimizer.variables]
 
 
-def alone(size: int, devices: Sequence[str]) -> tuple[Step, Sequence[Any]]:
+def on_one_device(
+  size: int, devices: Sequence[str]
+) -> tuple[Step, Sequence[Any]]:
   """A step of plain Keras on the first device."""
   with tf.device(devices[0]):
     model = make_model()
@@ -172,7 +174,7 @@ def alone(size: int, devices: Sequence[str]) -> tuple[Step, Sequence[Any]]:
   return _bound(step, size), [*model.variables, *optimizer.variables]
 
 
-_CONTESTANTS = {TOWERS: in_towers, MIRRORED: mirrored, ONE: alone}
+_CONTESTANTS = {TOWERS: in_towers, MIRRORED: mirrored, ONE: on_one_device}
 
 
 def measure_training(devices: Sequence[str]) -> list[timing.Row]:
@@ -197,7 +199,7 @@ def measure_training(devices: Sequence[str]) -> list[timing.Row]:
 
 
 def measure_memory(name: str, devices: Sequence[str]) -> dict[str, Any]:
-  """What one contestant holds, in this process."""
+  """Returns the memory that one contestant takes, in this process."""
   tf.zeros([]).numpy()
   before, _ = timing.process_size()
   step, variables = _CONTESTANTS[name](_BATCH_SIZE.value, devices)
@@ -212,7 +214,7 @@ def measure_memory(name: str, devices: Sequence[str]) -> dict[str, Any]:
 
 
 def measure_parallel(threads: int, devices: Sequence[str]) -> dict[str, Any]:
-  """How far towers overlap, with so many threads for all operations."""
+  """Returns how far towers overlap, with so many threads for all operations."""
   step, _ = in_towers(_BATCH_SIZE.value, devices)
   for _ in range(_CHECKED_STEPS):
     step()
@@ -236,7 +238,7 @@ def measure_parallel(threads: int, devices: Sequence[str]) -> dict[str, Any]:
 
 
 def _tower_times(profile: bytes) -> list[tuple[float, float, int]]:
-  """Start and end in seconds, and the tower, of all matrix products."""
+  """Returns start and end in seconds, and the tower, of all matrix products."""
   space = xplane_pb2.XSpace()
   space.ParseFromString(profile)
   times = []
@@ -253,7 +255,7 @@ def _tower_times(profile: bytes) -> list[tuple[float, float, int]]:
 
 
 def _overlap(times: Sequence[tuple[float, float, int]]) -> tuple[float, float]:
-  """Seconds in which some tower is at work, and in which two or more are."""
+  """Returns seconds in which any tower works, and in which two or more do."""
   changes = [(start, 1, tower) for start, _, tower in times]
   changes += [(end, -1, tower) for _, end, tower in times]
   running: collections.Counter[int] = collections.Counter()
@@ -312,7 +314,7 @@ def _in_child(*part: str) -> dict[str, Any]:
 
 
 def _run_child(part: Sequence[str]) -> dict[str, Any]:
-  """What `--child` names."""
+  """Measures the part that `--child` names."""
   if part[0] == "training":
     rows = measure_training(_split_cpu(_TOWERS.value))
     return {"rows": [vars(row) for row in rows]}
@@ -325,7 +327,7 @@ def _run_child(part: Sequence[str]) -> dict[str, Any]:
 
 
 def _split_cpu(count: int) -> list[str]:
-  """As many logical CPUs."""
+  """Makes logical CPUs and returns their names."""
   tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0],
     [tf.config.LogicalDeviceConfiguration()] * count,

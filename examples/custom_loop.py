@@ -1,10 +1,10 @@
-"""The digits in a loop of one's own, with gradients clipped on each replica.
+"""Trains on handwritten digits in a custom loop, with clipping per replica.
 
     python examples/custom_loop.py --replicas=4 --group_size=2 --clip_norm=1
 
 Between `compute_gradients` and `apply_gradients` a gradient is the replica's
-own: each replica clips by the norm of its own gradient, needs nobody else to
-know it, and one replica's outlier cannot spoil the sum.
+own. Each replica clips by the norm of its own gradient, so that one replica's
+outlier cannot spoil the sum.
 """
 # bazel: deps=:digits_dataset,:group_history,:replicas
 
@@ -38,15 +38,17 @@ _BATCH_SIZE = flags.DEFINE_integer(
 _CLIP_NORM = flags.DEFINE_float(
   "clip_norm", 1.0, "Largest norm of the gradient of a replica's loss.", 0
 )
-_LOSS = flags.DEFINE_enum("loss", "plain", ["plain", "keras"], "Who made it.")
-_SEED = flags.DEFINE_integer("seed", 0, "Of the weights and the data's order.")
+_LOSS = flags.DEFINE_enum(
+  "loss", "plain", ["plain", "keras"], "tf.reduce_mean or a Keras loss object."
+)
+_PICTURE = flags.DEFINE_string("picture", "custom_loop.png", "To draw into.")
 _DATA_DIR = flags.DEFINE_string(
   "data_dir", None, "Folder to prepare the data in; the user's cache if unset."
 )
 
 
 def main(argv: Sequence[str]) -> None:
-  """Trains in groups and prints a table."""
+  """Trains in groups, prints a table and draws."""
   if len(argv) > 1:
     raise app.UsageError(f"Unknown arguments: {argv[1:]}")
   logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow tell much.
@@ -56,21 +58,17 @@ def main(argv: Sequence[str]) -> None:
   groups = groups or groups_lib.singletons(num_replicas)
   print(f"{groups.draw()}\n")
 
-  train_data, test_data = digits_dataset.load(
-    replicas.divisible(_BATCH_SIZE.value, num_replicas),
-    _DATA_DIR.value,
-    _SEED.value,
-  )
+  batch_size = replicas.divisible(_BATCH_SIZE.value, num_replicas)
+  train_data, test_data = digits_dataset.load(batch_size, _DATA_DIR.value)
   # After the data: to prepare them takes random numbers, to read them none.
-  tf.keras.utils.set_random_seed(_SEED.value)
+  tf.keras.utils.set_random_seed(0)
   with strategy.scope():
     model = digits_dataset.make_model()
     keras_loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # A mean needs to know whose examples a loss is averaged over. Here a plain
-    # tf.reduce_mean runs over the replica's own: "replica", which is also what
-    # compute_gradients takes when nothing is said. A Keras loss object that is
-    # called under a strategy has divided by the number of replicas already, so
-    # it is averaged over all replicas' examples: "global".
+    # A mean needs to know whose examples a loss averages over. tf.reduce_mean
+    # averages over the replica's own: "replica", the default of
+    # compute_gradients. A Keras loss object that is called under a strategy has
+    # divided by the number of replicas already: "global".
     optimizer = tf_cross_shard.CrossShardOptimizer(
       tf.keras.optimizers.Adam(0.002),
       group_assignment=groups,
@@ -80,7 +78,7 @@ def main(argv: Sequence[str]) -> None:
     optimizer.build(model.trainable_variables)
 
   def replica_step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-    """One replica's part of a step; answers whether it clipped."""
+    """Does one replica's part of a step; returns 1 if it clipped."""
 
     def loss() -> tf.Tensor:
       logits = model(images, training=True)
@@ -92,8 +90,8 @@ def main(argv: Sequence[str]) -> None:
 
     pairs = optimizer.compute_gradients(loss, model.trainable_variables)
     grads, variables = zip(*pairs, strict=True)
-    # The loss was scaled, so that the sum over the group is a mean: by
-    # 1 / group_size over all. The limit has to be scaled like the gradients.
+    # The loss was multiplied by 1 / group_size, so that the sum over the group
+    # is a mean. The limit has to be scaled like the gradients.
     limit = _CLIP_NORM.value / groups.group_size
     grads, norm = tf.clip_by_global_norm(grads, limit)
     optimizer.apply_gradients(zip(grads, variables, strict=True))
@@ -101,13 +99,12 @@ def main(argv: Sequence[str]) -> None:
 
   @tf.function
   def train_step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-    """One step of all replicas; answers which share of them clipped."""
+    """Does one step of all replicas; returns the share that clipped."""
     clipped = strategy.run(replica_step, (images, labels))
     return strategy.reduce("MEAN", clipped, axis=None)
 
-  history = group_history.GroupHistory(
-    strategy, groups, digits_dataset.make_model(), test_data
-  )
+  twin = digits_dataset.make_model()
+  history = group_history.GroupHistory(groups, twin, test_data)
   history.set_model(model)
   steps = len(train_data)
   batches = iter(strategy.experimental_distribute_dataset(train_data.repeat()))
@@ -120,7 +117,9 @@ def main(argv: Sequence[str]) -> None:
       f"epoch {epoch + 1}: test accuracy of the groups {accuracies};"
       f" {clipped / steps:.0%} of the gradients clipped"
     )
-  print(f"\n{group_history.table({f'{_LOSS.value} loss': history})}")
+  runs = {f"{_LOSS.value} loss": history}
+  print(f"\n{group_history.table(runs)}")
+  group_history.draw(runs, _PICTURE.value)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python examples/digits.py --replicas=4 --group_size=2
 
-First all replicas sum their gradients together. Then neighbours do, in groups
-that never hear of each other: each becomes a model of its own, trained on its
-own share of the data. Needs no download and no GPU.
+First all replicas sum their gradients together. Then they do so in groups of
+neighbours: each group trains a model of its own on its own share of the data.
+Needs no download and no GPU.
 """
 # bazel: deps=:digits_dataset,:group_history,:replicas
 
@@ -51,7 +51,7 @@ _DATA_DIR = flags.DEFINE_string(
 def train(
   strategy: tf.distribute.Strategy, groups: groups_lib.Groups
 ) -> group_history.GroupHistory:
-  """Trains one model, from the same start each time."""
+  """Trains one model, from the same start each time; returns its history."""
   batch_size = replicas.divisible(
     _BATCH_SIZE.value, strategy.num_replicas_in_sync
   )
@@ -73,11 +73,10 @@ def train(
       loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
       metrics=["accuracy"],
     )
-  history = group_history.GroupHistory(
-    strategy, groups, digits_dataset.make_model(), test_data
-  )
-  # Repeated, the data need one iterator for all epochs. To delete one that
-  # feeds several devices can block for seconds: its tuning threads sleep ever
+  twin = digits_dataset.make_model()
+  history = group_history.GroupHistory(groups, twin, test_data)
+  # Repeated data need one iterator for all epochs. To delete an iterator that
+  # feeds several devices can take seconds: its tuning threads sleep ever
   # longer, and TensorFlow 2.21 does not always wake them.
   model.fit(
     train_data.repeat(),
@@ -104,9 +103,9 @@ def main(argv: Sequence[str]) -> None:
     runs["grouped"] = groups
 
   histories = {}
-  for name, groups in runs.items():
-    print(f"\n{name}\n{groups.draw()}\n")
-    histories[name] = train(strategy, groups)
+  for name, grouping in runs.items():
+    print(f"\n{name}\n{grouping.draw()}\n")
+    histories[name] = train(strategy, grouping)
   print(f"\n{group_history.table(histories)}\n")
   group_history.draw(histories, _PICTURE.value)
   print(f"The learning curves are in {_PICTURE.value}.")

@@ -31,30 +31,23 @@ class BundledDigits(tfds.core.GeneratorBasedBuilder):
   VERSION = tfds.core.Version("1.0.0")
 
   def _info(self) -> tfds.core.DatasetInfo:
-    """What an example looks like."""
     features = {
       "image": tfds.features.Image(shape=IMAGE_SHAPE),
       "label": tfds.features.ClassLabel(num_classes=NUM_CLASSES),
     }
     return tfds.core.DatasetInfo(
       builder=self,
-      description=__doc__,
       features=tfds.features.FeaturesDict(features),
       supervised_keys=("image", "label"),
-      homepage="https://archive.ics.uci.edu/dataset/80",
     )
 
   def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
-    """The two splits; `dl_manager` has nothing to download."""
     return {
       "train": self._generate_examples(test=False),
       "test": self._generate_examples(test=True),
     }
 
-  def _generate_examples(
-    self, test: bool
-  ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields (key, example) of one split."""
+  def _generate_examples(self, test: bool) -> Iterator[tuple[int, Any]]:
     digits = datasets.load_digits()
     seen = np.zeros(NUM_CLASSES, int)
     for key, (image, label) in enumerate(
@@ -66,34 +59,20 @@ class BundledDigits(tfds.core.GeneratorBasedBuilder):
       seen[label] += 1
 
 
-def default_data_dir() -> str:
-  """The folder for prepared data in the user's cache."""
-  cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-  return str(Path(cache).expanduser() / "tf_cross_shard")
-
-
 def load(
   batch_size: int, data_dir: str | None = None, seed: int = 0
 ) -> tuple[tf.data.Dataset, tf.data.Dataset]:
-  """Prepares the digits where that is not done yet, and reads them.
+  """Returns training batches and the test split as one batch.
 
-  Call it after the logical devices are set, since preparing makes TensorFlow
-  initialize its devices.
-
-  Args:
-    batch_size: Training examples per step, over all replicas.
-    data_dir: A folder to keep the prepared files in, `default_data_dir()` if
-      None.
-    seed: Decides the order of the training examples.
-
-  Returns:
-    The training batches, in another order each epoch and all of the same size,
-    and the test split as one batch. Both hold float32 images [batch, 8, 8, 1]
-    in [0, 1] and int64 labels [batch].
+  Both hold float32 images [batch, 8, 8, 1] in [0, 1] and int64 labels [batch].
+  `seed` decides the order of the training examples, another one in each epoch.
+  Call it after the logical devices are set: to prepare the files, in `data_dir`
+  or in the user's cache, initializes TensorFlow's devices.
   """
-  builder = _prepare(data_dir or default_data_dir())
+  cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+  builder = _prepare(data_dir or f"{Path(cache).expanduser()}/tf_cross_shard")
   train, test = (
-    builder.as_dataset(split=split, as_supervised=True).map(_scaled).cache()
+    builder.as_dataset(split=split, as_supervised=True).map(_scale).cache()
     for split in ("train", "test")
   )
   # Replicas need shares of one size, so a smaller last batch is left out.
@@ -103,7 +82,7 @@ def load(
 
 
 def make_model() -> Any:
-  """A small convolutional network that answers logits.
+  """Returns a small convolutional network from images to logits.
 
   It has no batch normalization, whose moving statistics would differ between
   the members of a group.
@@ -122,13 +101,12 @@ def make_model() -> Any:
   )
 
 
-def _scaled(image: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-  """The pixels as float32 in [0, 1]."""
+def _scale(image: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
   return tf.cast(image, tf.float32) / _LARGEST_PIXEL, label
 
 
 def _prepare(data_dir: str) -> tfds.core.DatasetBuilder:
-  """The dataset's builder, after writing its files unless they are there."""
+  """Returns the builder, after writing its files unless they are there."""
   builder = BundledDigits(data_dir=data_dir)
   if builder.data_path.exists():
     return builder

@@ -7,17 +7,10 @@ This starts so many workers here. Where TF_CONFIG is set or srun is the caller,
 the process is one worker of a cluster instead, and `--workers` is not looked
 at: docs/multi_worker.md says how to start those.
 
-The table shows one digest of the weights per worker: members of a group have
-the same one, to the bit. To see that nothing is lost when a worker is, kill one
-and start again:
-
-    python examples/multi_worker.py --workers=2 --epochs=60 --backup=backup
-    kill -9 PROCESS        # of a worker, in another terminal
-    python examples/multi_worker.py --workers=2 --epochs=60 --backup=backup
-
-The other worker ends with an error that names the lost one. The second start
-goes on from the last epoch that both have saved, and ends with the digests of
-a run that nobody disturbed.
+The table shows a digest of each replica's weights: members of a group have the
+same one, to the bit. With `--backup=FOLDER` a killed worker costs one epoch at
+most: the others end with an error that names it, and the same command goes on
+from the last epoch that all have saved, to the digests of an undisturbed run.
 """
 # bazel: deps=:digits_dataset,:replicas
 
@@ -40,6 +33,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 import digits_dataset
+import matplotlib as mpl
 import numpy as np
 import replicas
 import tensorflow as tf
@@ -48,6 +42,9 @@ from absl import app, flags, logging
 import tf_cross_shard
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import multi_worker
+
+mpl.use("Agg")  # Draws into files: no screen is needed.
+from matplotlib import pyplot as plt
 
 _WORKERS = flags.DEFINE_integer("workers", 2, "Processes to start here.", 1)
 _GROUPS = flags.DEFINE_integer("groups", 1, "Groups to train apart.", 1)
@@ -61,6 +58,7 @@ _BATCH_SIZE = flags.DEFINE_integer(
 _BACKUP = flags.DEFINE_string(
   "backup", None, "Folder to save each epoch in, and to resume from."
 )
+_PICTURE = flags.DEFINE_string("picture", "multi_worker.png", "To draw into.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the weights and the data's order.")
 _DATA_DIR = flags.DEFINE_string(
   "data_dir", None, "Folder to prepare the data in; the user's cache if unset."
@@ -72,10 +70,10 @@ _SHOWN = 3000  # Characters of what a worker said last.
 
 
 def slurm_resolver() -> Any:
-  """The workers that srun started, on CPUs.
+  """Returns the workers that srun started, on CPUs.
 
-  TensorFlow's resolver asks nvidia-smi for GPUs and fails where there are
-  none, so it is told of one per task, and its cluster handed on without.
+  TensorFlow's resolver asks nvidia-smi for GPUs and fails where there are none.
+  Here it is given one per task, and only its cluster is used.
   """
   resolvers = tf.distribute.cluster_resolver
   slurm = resolvers.SlurmClusterResolver(
@@ -87,25 +85,21 @@ def slurm_resolver() -> Any:
   )
   cluster = slurm.cluster_spec()  # Sets the task, too.
   return resolvers.SimpleClusterResolver(
-    cluster,
-    task_type=slurm.task_type,
-    task_id=slurm.task_id,
-    rpc_layer="grpc",
+    cluster, "", slurm.task_type, slurm.task_id, rpc_layer="grpc"
   )
 
 
 def batches(images: Any, labels: Any, optimizer: Any) -> tf.data.Dataset:
-  """Batches for `fit`, endless, each epoch in an order of its own.
+  """Returns endless batches for `fit`, each epoch in an order of its own.
 
-  The order depends on nothing but the seed and the epoch, and the first epoch
-  is the one that the optimizer is in when `fit` asks for the first batch. So a
-  run that was resumed sees what the other would have seen.
+  The order depends on the seed and the epoch only, and the first epoch is the
+  one that the optimizer is in when `fit` asks for the first batch. So a resumed
+  run sees the batches of an undisturbed one.
   """
   steps = len(labels) // _BATCH_SIZE.value
 
   def orders() -> Iterator[np.ndarray]:
-    done = int(optimizer.iterations.numpy()) // steps
-    for epoch in itertools.count(done):
+    for epoch in itertools.count(int(optimizer.iterations.numpy()) // steps):
       rng = np.random.default_rng([_SEED.value, epoch])
       yield rng.permutation(len(labels))[: steps * _BATCH_SIZE.value]
 
@@ -113,9 +107,7 @@ def batches(images: Any, labels: Any, optimizer: Any) -> tf.data.Dataset:
     orders, output_signature=tf.TensorSpec([None], tf.int64)
   )
   data = indices.unbatch().batch(_BATCH_SIZE.value, drop_remainder=True)
-  data = data.map(
-    lambda rows: (tf.gather(images, rows), tf.gather(labels, rows))
-  )
+  data = data.map(lambda rows: [tf.gather(x, rows) for x in (images, labels)])
   # Each worker makes all batches and takes its own part of each.
   options = tf.data.Options()
   options.experimental_distribute.auto_shard_policy = (
@@ -125,7 +117,7 @@ def batches(images: Any, labels: Any, optimizer: Any) -> tf.data.Dataset:
 
 
 def train(resolver: Any = None) -> None:
-  """Trains as one worker; the first one prints what became of all."""
+  """Trains as one worker; the first one prints the results of all and draws."""
   strategy = multi_worker.MultiWorkerStrategy(resolver)
   num_replicas = strategy.num_replicas_in_sync
   group_size, rest = divmod(num_replicas, _GROUPS.value)
@@ -143,67 +135,58 @@ def train(resolver: Any = None) -> None:
   tf.config.experimental.enable_op_determinism()
   with strategy.scope():
     model = digits_dataset.make_model()
-    model.compile(
-      optimizer=tf_cross_shard.CrossShardOptimizer(
-        tf.keras.optimizers.Adam(0.002),
-        group_assignment=groups,
-        wire_dtype=_WIRE_DTYPE.value,
-      ),
-      loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-      metrics=["accuracy"],
+    optimizer = tf_cross_shard.CrossShardOptimizer(
+      tf.keras.optimizers.Adam(0.002),
+      group_assignment=groups,
+      wire_dtype=_WIRE_DTYPE.value,
     )
-  callbacks: list[Any] = []
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"])
+  callbacks = []
   if _BACKUP.value:
-    callbacks.append(
+    callbacks = [
       multi_worker.BackupAndRestore(_BACKUP.value, delete_checkpoint=False)
-    )
-  if is_first:
-    print(f"{groups.draw()}\n", flush=True)
+    ]
   start = time.perf_counter()
   with multi_worker.naming_lost_workers():
-    model.fit(
-      batches(images, labels, model.optimizer),
+    history = model.fit(
+      batches(images, labels, optimizer),
       epochs=_EPOCHS.value,
       steps_per_epoch=len(labels) // _BATCH_SIZE.value,
       shuffle=False,  # The batches are.
       verbose=2 if is_first else 0,
       callbacks=callbacks,
     )
-    seconds = time.perf_counter() - start
-  rows = report(model, test_data)
+  seconds = time.perf_counter() - start
+  rows = report(model, groups, test_data, seconds)  # All workers take part.
   if is_first:
-    print(f"\n{table(groups, rows, seconds)}", flush=True)
+    print(f"\n{groups.draw()}\n\n" + "\n".join(rows), flush=True)
+    plt.plot(history.epoch, history.history.get("accuracy", []))
+    plt.xlabel("epoch")
+    plt.ylabel("training accuracy")
+    plt.savefig(_PICTURE.value)
 
 
-def report(model: Any, test_data: tf.data.Dataset) -> list[tuple[float, int]]:
-  """The test accuracy and a digest of the weights, of every replica.
+def report(
+  model: Any, groups: groups_lib.Groups, test: tf.data.Dataset, seconds: float
+) -> list[str]:
+  """Returns each replica's test accuracy and a digest of its weights, as text.
 
-  Those of other workers are sent; `evaluate` would mix the groups.
+  Weights of other workers are sent; `evaluate` would mix the groups.
   """
-  images, labels = next(iter(test_data))
+  [(images, labels)] = test
   twin = digits_dataset.make_model()  # Outside the scope: of this process.
-  rows = []
-  for weights in replicas.weights_of_replicas(model):
+  rows = ["replica  group  test accuracy  seconds  digest of the weights"]
+  for replica, weights in enumerate(replicas.weights_of_replicas(model)):
     twin.set_weights(weights)
-    answers = np.argmax(twin(images, training=False), axis=-1)
+    classes = np.argmax(twin(images, training=False), axis=-1)
     digest = hashlib.sha256(b"".join(w.tobytes() for w in weights))
-    right = float(np.mean(answers == labels.numpy()))
-    rows.append((right, int(digest.hexdigest()[:8], 16)))
-  return rows
-
-
-def table(
-  groups: groups_lib.Groups, rows: Sequence[tuple[float, int]], seconds: float
-) -> str:
-  """One line per replica."""
-  lines = ["replica  group  test accuracy  seconds  digest of the weights"]
-  lines.append("-------  -----  -------------  -------  ---------------------")
-  for replica, (accuracy, digest) in enumerate(rows):
-    lines.append(
-      f"{replica:<7}  {groups.index_of(replica):<5}  {accuracy:>13.2%}"
-      f"  {seconds:>7.1f}  {digest:08x}"
+    rows.append(
+      f"{replica:<7}  {groups.index_of(replica):<5}"
+      f"  {np.mean(classes == labels.numpy()):>13.2%}"
+      f"  {seconds:>7.1f}  {digest.hexdigest()[:8]}"
     )
-  return "\n".join(lines)
+  return rows
 
 
 def start_workers(num_workers: int) -> int:

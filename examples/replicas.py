@@ -10,16 +10,10 @@ from tf_cross_shard import replica_state
 
 
 def make_strategy(num_replicas: int) -> tf.distribute.Strategy:
-  """Mirrors variables over GPUs if there are enough, else over logical CPUs.
+  """Returns a strategy over GPUs if there are enough, else over logical CPUs.
 
   Call it before anything else of TensorFlow runs: its devices are fixed from
   the first operation on.
-
-  Args:
-    num_replicas: How many devices to train on, at least 1.
-
-  Returns:
-    A strategy with `num_replicas` replicas.
   """
   if len(tf.config.list_physical_devices("GPU")) >= num_replicas:
     kind = "GPU"
@@ -38,17 +32,10 @@ def make_strategy(num_replicas: int) -> tf.distribute.Strategy:
 def choose_groups(
   num_replicas: int, group_size: int
 ) -> groups_lib.Groups | None:
-  """Groups of neighbours, as large as wanted if that gives several groups.
+  """Returns at least two groups of neighbours; None for one replica.
 
-  Groups have one size, so it divides `num_replicas`: of 3 replicas each is a
-  group of its own, whatever is wanted.
-
-  Args:
-    num_replicas: Replicas in the strategy.
-    group_size: The largest size that is wanted.
-
-  Returns:
-    At least two groups; None for one replica, which cannot be divided.
+  Groups have one size, which divides `num_replicas` and is at most
+  `group_size`: of 3 replicas each is a group of its own.
   """
   if num_replicas == 1:
     return None
@@ -59,20 +46,14 @@ def choose_groups(
 
 
 def divisible(batch_size: int, num_replicas: int) -> int:
-  """The largest batch up to `batch_size` that replicas share evenly."""
+  """Returns the largest batch up to `batch_size` that replicas share evenly."""
   return max(1, batch_size // num_replicas) * num_replicas
 
 
 def weights_of_replicas(model: Any) -> list[list[np.ndarray]]:
-  """Reads every replica's own copy of the weights.
+  """Returns one list per replica, as `set_weights` takes it.
 
   `model.get_weights()` and `variable.numpy()` read replica 0 only.
-
-  Args:
-    model: A built Keras model.
-
-  Returns:
-    One list per replica, as `set_weights` takes it.
   """
   copies = [replica_state.values(weight) for weight in model.weights]
   return [list(of_replica) for of_replica in zip(*copies, strict=True)]

@@ -18,12 +18,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import digits_dataset
-import matplotlib.pyplot as plt
+import matplotlib as mpl
 import replicas
 import tensorflow as tf
 from absl import app, flags, logging
 
 import tf_cross_shard
+
+mpl.use("Agg")  # Draws into files: no screen is needed.
+from matplotlib import pyplot as plt
 
 _TOWERS = flags.DEFINE_integer("towers", 4, "Without GPUs: logical CPUs.", 1)
 _EPOCHS = flags.DEFINE_integer("epochs", 15, "Times to see all images.", 1)
@@ -31,11 +34,11 @@ _BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Of all towers.", 1, 1024)
 _DATA_DIR = flags.DEFINE_string(
   "data_dir", None, "Folder to prepare the data in; the user's cache if unset."
 )
-_PICTURE = flags.DEFINE_string("picture", None, "File to draw the losses to.")
+_PICTURE = flags.DEFINE_string("picture", "towers.png", "To draw losses into.")
 
 
 def make_model() -> Any:
-  """A network without dropout: one tower or four learn the same."""
+  """Returns a network without dropout: one tower or four learn the same."""
   layers = tf.keras.layers
   return tf.keras.Sequential(
     [
@@ -66,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
   def model_fn(
     features: tf.Tensor, labels: tf.Tensor, mode: str
   ) -> tf_cross_shard.TowerSpec:
-    """One tower, with its share of the batch."""
+    """Does one tower's part of a step, on its share of the batch."""
     logits = model(features, training=mode == "train")
     loss = tf.reduce_mean(
       tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
@@ -77,19 +80,19 @@ def main(argv: Sequence[str]) -> None:
     accuracy.update_state(labels, logits)
     return tf_cross_shard.TowerSpec(mode, loss, metrics={"accuracy": accuracy})
 
-  # The mean over the towers of means over their shares: that over the batch.
+  # A mean over towers of means over their shares is the mean over the batch.
   replicated = tf_cross_shard.replicate_model_fn(model_fn, "mean")
   towers = len(replicated.devices)
   print(f"{towers} towers on {', '.join(replicated.devices)}")
 
   @tf.function
   def train_step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-    """One step of all towers, which run at the same time; its loss."""
+    """Does one step of all towers, at the same time; returns the loss."""
     return replicated(images, labels, "train").loss
 
   @tf.function
   def evaluate(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-    """The accuracy over all towers."""
+    """Returns the accuracy over all towers."""
     return replicated(images, labels, "eval").metrics["accuracy"]
 
   train_data, test_data = digits_dataset.load(
@@ -106,12 +109,10 @@ def main(argv: Sequence[str]) -> None:
       f"epoch {epoch + 1}: loss {losses[-1]:.5f}, test accuracy {right:.2%}"
     )
 
-  if _PICTURE.value:
-    plt.plot(losses)
-    plt.xlabel("step")
-    plt.ylabel(f"loss, mean over {towers} towers")
-    plt.yscale("log")
-    plt.savefig(_PICTURE.value)
+  plt.semilogy(losses)
+  plt.xlabel("step")
+  plt.ylabel(f"loss, mean over {towers} towers")
+  plt.savefig(_PICTURE.value)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python examples/tpu.py --virtual=8 --groups=2
     python examples/tpu.py --tpu=local --groups=2    # on a TPU's own machine
 
-Either runs the replicas as one XLA program. Before that the TPU's own compiler
-tells what the replicas will exchange in a step, which needs no TPU.
+Both run the replicas as one XLA program. First the TPU's own compiler reports
+what the replicas will exchange in a step, which needs no TPU.
 """
 # bazel: deps=:digits_dataset,:group_history,:replicas
 
@@ -36,13 +36,14 @@ _TOPOLOGY = flags.DEFINE_string(
   "topology", None, "Slice to compile for: 'v5e:4x2' for 8 replicas if unset."
 )
 _EPOCHS = flags.DEFINE_integer("epochs", 15, "Times to see all images.", 1)
+_PICTURE = flags.DEFINE_string("picture", "tpu.png", "File to draw into.")
 _DATA_DIR = flags.DEFINE_string(
   "data_dir", None, "Folder to prepare the data in; the user's cache if unset."
 )
 
 
 def make_strategy() -> tf.distribute.Strategy:
-  """The TPU that the flags name, ready to run, or a virtual one."""
+  """Returns the TPU that the flags name, ready to run, or a virtual one."""
   if _TPU.value is None:
     return virtual_tpu.VirtualTPUStrategy(_VIRTUAL.value or 8)
   resolver = tf.distribute.cluster_resolver.TPUClusterResolver(_TPU.value)
@@ -54,7 +55,7 @@ def make_strategy() -> tf.distribute.Strategy:
 def make_model(
   strategy: tf.distribute.Strategy, groups: groups_lib.Groups, steps: int
 ) -> Any:
-  """A model to train so many steps, from the same start each time."""
+  """Returns a model to train so many steps, the same at each start."""
   tf.keras.utils.set_random_seed(0)
   with strategy.scope():
     model = digits_dataset.make_model()
@@ -70,13 +71,13 @@ def make_model(
 
 
 def report(groups: groups_lib.Groups, batch: Any) -> Any:
-  """The TPU compiler's, on a step with one replica's `batch`; or why none."""
+  """Returns the TPU compiler's report on a step, or why there is none."""
   topology = _TOPOLOGY.value
   if topology is None:
     if groups.num_replicas != 8:
       return f"No report: --topology names no slice of {groups.num_replicas}."
     topology = "v5e:4x2"
-  # The compiler's step is a virtual replica's, so it gets a model of its own.
+  # The compiler gets a virtual replica's step, with a model of its own.
   strategy = virtual_tpu.VirtualTPUStrategy(groups.num_replicas)
   step = make_model(strategy, groups, 1).train_step
   try:
@@ -86,7 +87,7 @@ def report(groups: groups_lib.Groups, batch: Any) -> Any:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Compiles a report, trains, and prints a table."""
+  """Compiles a report, trains, prints a table and draws."""
   if len(argv) > 1:
     raise app.UsageError(f"Unknown arguments: {argv[1:]}")
   logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow tell much.
@@ -105,9 +106,8 @@ def main(argv: Sequence[str]) -> None:
 
   steps = len(train_data)
   model = make_model(strategy, groups, _EPOCHS.value * steps)
-  history = group_history.GroupHistory(
-    strategy, groups, digits_dataset.make_model(), test_data
-  )
+  twin = digits_dataset.make_model()
+  history = group_history.GroupHistory(groups, twin, test_data)
   model.fit(
     train_data.repeat(),
     epochs=_EPOCHS.value,
@@ -116,8 +116,9 @@ def main(argv: Sequence[str]) -> None:
     verbose=2,  # One line per epoch.
     callbacks=[history],
   )
-  name = "TPU" if _TPU.value else "virtual TPU"
-  print(f"\n{group_history.table({name: history})}")
+  runs = {"TPU" if _TPU.value else "virtual TPU": history}
+  print(f"\n{group_history.table(runs)}")
+  group_history.draw(runs, _PICTURE.value)
 
 
 if __name__ == "__main__":
