@@ -417,6 +417,7 @@ class CrossShard(wrapper.OptimizerWrapper):
         groups.group_size,
         traced=not tf.executing_eagerly(),
         is_divided=self._inner.divides,
+        through_apply=through_apply,
         by_keras=through_apply and _is_called_by_keras(),
       )
     self.build(list(variables))

@@ -70,7 +70,11 @@ def test_each_cell_of_the_table(
   other = "global" if taken == "replica" else "replica"
   for averaged_over, default in ((None, taken), (taken, other), (taken, taken)):
     convention = loss_factor.LossConvention(reduction, averaged_over)
-    assert convention.factor(default, 8, group_size) == factor
+    assert convention.for_loss(default, 8, group_size) == factor
+    assert convention.for_gradients(8, group_size) == 1.0
+    scaled = loss_factor.LossConvention(reduction, averaged_over, True)
+    assert scaled.for_loss(default, 8, group_size) == 1.0
+    assert scaled.for_gradients(8, group_size) == factor
 
 
 # What is said of it.
@@ -107,9 +111,10 @@ def test_a_default_is_told_once_by_each_optimizer(
   for count in (1, 2):
     convention = loss_factor.LossConvention("mean", None)
     for _ in range(3):
-      convention.factor(default, 4, 2)
+      convention.for_loss(default, 4, 2)
       convention.end_step(4, 2)
     assert len(log) == count
+    assert log[-1].startswith("WARNING:")
     assert f"averaged over {whose} examples" in log[-1]
     assert "loss_averaged_over=" in log[-1]
 
@@ -117,19 +122,29 @@ def test_a_default_is_told_once_by_each_optimizer(
 def test_a_choice_or_one_replica_needs_no_telling(log: list[str]) -> None:
   for averaged_over in ("replica", "global"):
     chosen = loss_factor.LossConvention("mean", averaged_over)
-    chosen.factor("replica", 4, 2)
-    chosen.factor("global", 4, 2)
-  loss_factor.LossConvention("mean", None).factor("replica", 1, 1)
+    chosen.for_loss("replica", 4, 2)
+    chosen.for_loss("global", 4, 2)
+  loss_factor.LossConvention("mean", None).for_loss("replica", 1, 1)
   assert log == []
 
 
 @pytest.mark.parametrize(
-  ("group_size", "local", "over_all"), [(1, 1, 4), (2, 0.5, 2), (4, 0.25, 1)]
+  ("averaged_over", "group_size", "local", "over_all"),
+  [
+    (None, 1, 1, 4),
+    (None, 2, 0.5, 2),
+    ("replica", 4, 0.25, 1),
+    ("global", 2, 0.5, 2),
+  ],
 )
 def test_a_step_that_never_scaled_is_warned_about_once(
-  log: list[str], group_size: int, local: float, over_all: float
+  log: list[str],
+  averaged_over: str | None,
+  group_size: int,
+  local: float,
+  over_all: float,
 ) -> None:
-  convention = loss_factor.LossConvention("mean", None)
+  convention = loss_factor.LossConvention("mean", averaged_over)
   for _ in range(3):
     convention.end_step(4, group_size)
   [line] = log
@@ -144,14 +159,19 @@ def test_a_scaled_step_is_not_warned_about_but_the_next_is(
   log: list[str],
 ) -> None:
   convention = loss_factor.LossConvention("mean", "replica")
-  convention.factor("replica", 4, 4)
+  convention.for_loss("replica", 4, 4)
   convention.end_step(4, 4)
   assert log == []
   convention.end_step(4, 4)
   assert len(log) == 1
 
 
-def test_a_sum_or_one_replica_misses_no_factor(log: list[str]) -> None:
+def test_a_right_step_misses_no_factor(log: list[str]) -> None:
+  """Ungrouped, Keras' losses need none; nor does a choice whose factor is 1."""
+  loss_factor.LossConvention("mean", None).end_step(4, 4)
+  loss_factor.LossConvention("mean", "global").end_step(4, 4)
+  loss_factor.LossConvention("mean", "replica").end_step(4, 1)
+  loss_factor.LossConvention("mean", None, True).end_step(4, 2)
   loss_factor.LossConvention("sum", None).end_step(4, 2)
   loss_factor.LossConvention("mean", None).end_step(1, 1)
   assert log == []
@@ -166,11 +186,11 @@ def test_each_thread_has_a_step_of_its_own(log: list[str]) -> None:
     thread.start()
     thread.join()
 
-  convention.factor("replica", 2, 2)  # here
-  run(convention.factor, "replica", 2, 2)  # ends without end_step
+  convention.for_loss("replica", 2, 2)  # here
+  run(convention.for_loss, "replica", 2, 2)  # ends without end_step
   convention.end_step(2, 2)  # here: scaled
   assert log == []
-  convention.factor("replica", 2, 2)
+  convention.for_loss("replica", 2, 2)
   run(convention.end_step, 2, 2)  # there: never scaled
   assert len(log) == 1
 

@@ -557,7 +557,7 @@ class TestWords:
         lambda: optimizer.minimize(lambda: _mine() * weight, var_list=[weight])
       )
     assert len(said) == 1
-    assert said[0].startswith("info:")
+    assert said[0].startswith("warning:")
     assert "this replica's examples" in said[0]
     assert "loss_averaged_over" in said[0]
 

@@ -186,6 +186,7 @@ class LossConvention:
     *,
     traced: bool = False,
     is_divided: bool = False,
+    through_apply: bool = False,
     by_keras: bool = False,
   ) -> None:
     """Warns, once, if gradients are summed whose loss was never scaled.
@@ -198,6 +199,7 @@ class LossConvention:
       group_size: Replicas that sum together.
       traced: Whether a function is being traced.
       is_divided: Whether gradients are divided by a loss scale afterwards.
+      through_apply: Whether the step came through Keras' `apply`.
       by_keras: Whether Keras called without a way to scale the loss, as its
         MultiOptimizer does.
 
@@ -220,10 +222,10 @@ class LossConvention:
       loss_factor(self.reduction, over, num_replicas, group_size)
       for over in (REPLICA, GLOBAL)
     )
-    if self.averaged_over is None and self.reduction == SUM:
+    missing = local if self.averaged_over == REPLICA else over_all
+    is_chosen = self.averaged_over is not None or through_apply
+    if self.reduction == SUM and not is_chosen:
       missing = 1.0  # The sum of the gradients as they are may be wanted.
-    else:
-      missing = local if self.averaged_over == REPLICA else over_all
     if scaled or self._warned or missing == 1:
       return
     if by_keras:
