@@ -9,8 +9,6 @@ The flow is the same in both Kerases. `tf_cross_shard.keras3` and
 """
 
 import copy
-import sys
-import types
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -392,7 +390,7 @@ class CrossShard(wrapper.OptimizerWrapper):
       groups.num_replicas,
       groups.group_size,
       traced=not tf.executing_eagerly(),
-      is_sure=_is_called_by_keras(),
+      is_sure=wrapper.is_called_by_keras(),
     )
     return loss if factor == 1 else loss * factor
 
@@ -418,7 +416,7 @@ class CrossShard(wrapper.OptimizerWrapper):
         traced=not tf.executing_eagerly(),
         is_divided=self._inner.divides,
         through_apply=through_apply,
-        by_keras=through_apply and _is_called_by_keras(),
+        by_keras=through_apply and wrapper.is_called_by_keras(),
       )
     self.build(list(variables))
     self._place.agree_to_step(
@@ -521,14 +519,3 @@ class CrossShard(wrapper.OptimizerWrapper):
     """A clipping limit, in the scale that gradients come in."""
     # In Keras a limit of 0 does not clip.
     return self._inner.scale_limit(limit) if limit and limit > 0 else None
-
-
-def _is_called_by_keras() -> bool:
-  """Whether Keras called this package: in `fit`, losses are Keras'."""
-  frame: types.FrameType | None = sys._getframe(1)
-  while frame is not None:
-    module = frame.f_globals.get("__name__", "")
-    if not module.startswith(("tf_cross_shard", "tensorflow")):
-      return module.startswith(("keras.src.", "tf_keras.src."))
-    frame = frame.f_back
-  return False

@@ -110,6 +110,8 @@ class CrossShardOptimizer(optimizer.CrossShard, tf_keras.TfKerasWrapper):
       ValueError: As in `CrossShard`.
       TypeError: As in `CrossShard`.
     """
+    if isinstance(global_step, str) and name is None:
+      global_step, name = None, global_step  # Keras' second argument.
     if experimental_aggregate_gradients and not skip_gradients_aggregation:
       return super().apply_gradients(grads_and_vars, global_step, name)
     grads, variables = validation.check_pairs(grads_and_vars)

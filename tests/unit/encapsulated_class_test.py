@@ -200,6 +200,25 @@ def test_tf_keras_ways_to_gradients_run(kind: Any, way: str) -> None:
   assert [float(copy.numpy()) for copy in copies] == [-4.0, -4.0]
 
 
+def test_tf_keras_fit_with_nothing_to_train() -> None:
+  model = tf_keras.Sequential([tf_keras.layers.Dense(1)])
+  model.compile(ours_tf_keras.CrossShardOptimizer("sgd"), "mse")
+  model.build((None, 1))
+  model.trainable = False
+  model.compile(model.optimizer, "mse")
+  before = model.get_weights()[0]
+  losses = model.fit(tf.ones([4, 1]), tf.ones([4, 1]), verbose=0).history
+  np.testing.assert_array_equal(model.get_weights()[0], before)
+  np.testing.assert_allclose(losses["loss"], np.square(1 - before[0]))
+
+
+def test_tf_keras_takes_the_name_second() -> None:
+  weight = tf.Variable(1.0)
+  optimizer = ours_tf_keras.CrossShardOptimizer(tf_keras.optimizers.SGD(1.0))
+  optimizer.apply_gradients([(tf.constant(1.0), weight)], "step")
+  assert float(weight.numpy()) == 0.0
+
+
 def test_a_minimize_that_cannot_run_is_refused() -> None:
   class Minimizes(tf_keras.optimizers.SGD):
     def minimize(self, loss: Any, var_list: Any, tape: Any = None) -> Any:

@@ -6,6 +6,7 @@ and `inner_optimizer.tf_keras` make it an optimizer of one Keras.
 """
 
 import sys
+import types
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -239,6 +240,8 @@ class OptimizerWrapper:
       global_step, var_list = None, global_step  # Keras' order of arguments.
     validation.check_global_step(global_step)
     validation.check_name(name)
+    if var_list is not None and not var_list and is_called_by_keras():
+      return self._inner.iterations()  # `fit` with nothing to train.
     options = {
       "gate_gradients": gate_gradients,
       "aggregation_method": aggregation_method,
@@ -422,6 +425,17 @@ class OptimizerWrapper:
   def _deferred_dependencies(self) -> Any:
     """Saved values that wait until the slots are built."""
     return self._checkpointed()._deferred_dependencies
+
+
+def is_called_by_keras() -> bool:
+  """Whether Keras called this package: in `fit`, losses are Keras'."""
+  frame: types.FrameType | None = sys._getframe(1)
+  while frame is not None:
+    module = frame.f_globals.get("__name__", "")
+    if not module.startswith(("tf_cross_shard", "tensorflow")):
+      return module.startswith(("keras.src.", "tf_keras.src."))
+    frame = frame.f_back
+  return False
 
 
 def _optimizer_classes(package: str) -> tuple[type[Any], ...]:
