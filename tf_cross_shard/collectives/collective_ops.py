@@ -32,6 +32,9 @@ _ATTRIBUTES: Final = {ALL_REDUCE: {"merge_op": "Add", "final_op": "Id"}}
 MAX_ALL_TO_ALL: Final = 11
 
 
+_local_strategies: Final = itertools.count()
+
+
 class CollectiveOps:
   """The collectives of one strategy, with their keys and ordering tokens.
 
@@ -40,24 +43,30 @@ class CollectiveOps:
   """
 
   def __init__(
-    self, identity: str, chains: int = 1, is_serial: bool = True
+    self,
+    identity: str | None = None,
+    chains: int = 1,
+    is_serial: bool = True,
   ) -> None:
     """Makes no keys yet.
 
     Args:
-      identity: Text that all processes of the strategy, and no others, have.
+      identity: Text that all processes of the strategy, and no others, have;
+        None for a strategy of this process alone.
       chains: How many collectives of one replica may run at once.
       is_serial: Whether eager replicas of this process run one after the other,
         so that several of them would wait for each other for ever.
     """
-    self._identity = identity
+    self._is_local = identity is None
+    self._identity = identity or f"local strategy {next(_local_strategies)}"
     self._chains = chains
     self._is_serial = is_serial
     self._first_keys: dict[groups_lib.Groups, int] = {}
     self._tokens: dict[tuple[int, int], tf.Tensor] = {}
-    self._ordinals: weakref.WeakKeyDictionary[Any, dict[int, int]] = (
-      weakref.WeakKeyDictionary()
-    )
+    self._numbers = itertools.count(1)
+    self._functions: weakref.WeakKeyDictionary[
+      Any, tuple[int, dict[int, int]]
+    ] = weakref.WeakKeyDictionary()
 
   def run(
     self,
@@ -80,13 +89,13 @@ class CollectiveOps:
     self._check(tensors)
     results = []
     for tensor in tensors:
-      ordinal = self._next_ordinal(replica)
+      function, ordinal = self._place_in_program(replica)
       results.append(
         getattr(tf.raw_ops, name)(
           input=tensor,
           group_size=groups.group_size,
           group_key=self.group_key(groups, replica),
-          instance_key=instance_key(name, tensor, ordinal),
+          instance_key=instance_key(name, tensor, function, ordinal),
           ordering_token=[self.token(replica, ordinal % self._chains, device)],
           communication_hint="auto",
           **_ATTRIBUTES.get(name, {}),
@@ -131,14 +140,20 @@ class CollectiveOps:
       self._first_keys[groups] = _FIRST_GROUP_KEY + hashed
     return self._first_keys[groups] + groups.index_of(replica)
 
-  def _next_ordinal(self, replica: int) -> int:
-    """How many collectives this replica had before in the graph being built."""
-    # Eagerly it is the same in every step.
-    if tf.executing_eagerly():
-      return 0
-    ordinals = self._ordinals.setdefault(_outermost_graph(), {})
+  def _place_in_program(self, replica: int) -> tuple[int, int]:
+    """The function being traced, and this replica's collectives in it so far.
+
+    Functions that two threads run at once must not share keys. In several
+    processes functions have no numbers: one worker alone may retrace.
+    """
+    if tf.executing_eagerly():  # It is the same in every step.
+      return 0, 0
+    graph = _outermost_graph()
+    if graph not in self._functions:
+      self._functions[graph] = next(self._numbers), {}
+    number, ordinals = self._functions[graph]
     ordinal = ordinals[replica] = ordinals.get(replica, -1) + 1
-    return ordinal
+    return number if self._is_local else 0, ordinal
 
   def token(self, replica: int, chain: int, device: str) -> tf.Tensor:
     """A resource that orders the collectives of one chain of one replica.
@@ -157,14 +172,16 @@ class CollectiveOps:
     return self._tokens[key]
 
 
-def instance_key(collective: str, tensor: tf.Tensor, ordinal: int) -> tf.Tensor:
+def instance_key(
+  name: str, tensor: tf.Tensor, function: int, ordinal: int
+) -> tf.Tensor:
   """A number that a collective has on every member, in every step.
 
   It is a hash of values that the members have in common. A fresh number per
   call would leak, since the runtime remembers each.
   """
   static = tensor.shape.as_list() if tensor.shape.is_fully_defined() else None
-  text = repr((collective, tensor.dtype.name, static, ordinal))
+  text = repr((name, tensor.dtype.name, static, function, ordinal))
   key = zlib.crc32(text.encode()) & 0x3FFFFFFF
   if static is not None:
     return tf.constant(key)
@@ -175,7 +192,6 @@ def instance_key(collective: str, tensor: tf.Tensor, ordinal: int) -> tf.Tensor:
   return tf.bitwise.bitwise_and(hashed, 0x3FFFFFFF)
 
 
-_local_strategies: Final = itertools.count()
 _of_strategy: "weakref.WeakKeyDictionary[Any, CollectiveOps]" = (
   weakref.WeakKeyDictionary()
 )
@@ -189,7 +205,6 @@ def of_strategy(
 ) -> CollectiveOps:
   """The one object of a strategy; without `identity`, of a local one."""
   if strategy not in _of_strategy:
-    identity = identity or f"local strategy {next(_local_strategies)}"
     _of_strategy[strategy] = CollectiveOps(identity, chains, is_serial)
   return _of_strategy[strategy]
 
