@@ -25,7 +25,6 @@ from tf_cross_shard.gradients import (
   packing,
 )
 from tf_cross_shard.inner_optimizer import wrapper
-from tf_cross_shard.towers import gradient_collector
 
 
 class CrossShard(minimizing.Minimizing, wrapper.Delegating):
@@ -391,7 +390,6 @@ class CrossShard(minimizing.Minimizing, wrapper.Delegating):
   ) -> Any:
     """Checks the place, makes the slots, and does the step."""
     self._place.check()
-    gradient_collector.check_outside(self.name)
     if self._inner.is_built:
       validation.check_known(variables, self._inner.knows)
     groups = self._place.groups

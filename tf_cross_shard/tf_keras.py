@@ -168,9 +168,6 @@ class TowerOptimizer(tower_optimizer.Tower, tf_keras.TfKerasDelegate):
   2.0
   """
 
-  # Of all optimizers the count of steps is called `iteration`.
-  _state_has_its_name = False
-
   def aggregate_gradients(self, grads_and_vars: Iterable[Any]) -> compute.Pairs:
     """What the encapsulated optimizer does between replicas.
 

@@ -434,7 +434,7 @@ def _of_compute_gradients() -> None:
     return grad
 
   assert float(in_graph()) == 14.0
-  with pytest.raises(TypeError, match="no argument 'gates'"):
+  with pytest.raises(TypeError, match="unexpected keyword argument 'gates'"):
     optimizer.compute_gradients(lambda: c, gates=1)
 
 
