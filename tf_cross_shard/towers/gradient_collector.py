@@ -6,9 +6,9 @@ other weights than the same loss of the other towers, and an error found later
 would leave a step half done.
 """
 
-import collections
 import contextlib
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -22,7 +22,7 @@ from tf_cross_shard.gradients import compute, indexed_slices, loss_factor
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.towers import shared_variables
 
-# Applies sums of gradients, by the optimizer's own means; returns the count.
+# Applies gradients, by the optimizer's own means; returns the count of steps.
 Apply = Callable[[list[Gradient], list[Any]], Any]
 
 # Operations that change a variable. Those that call a function say what they
@@ -35,21 +35,31 @@ _WRITES: Final = (
 )
 _READ_ONLY: Final = "_read_only_resource_inputs"
 
-_here = threading.local()  # Replicas may be threads, each with its towers.
-_used = threading.Event()
+_OUTSIDE: Final = shared_variables.CallVariables(
+  shared_variables.SharedVariables(), ""
+)
+_local = threading.local()  # Replicas may be threads, each with its towers.
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-  """One `apply_gradients` in one tower."""
+  """One `apply_gradients` of a TowerOptimizer in one tower."""
 
   optimizer: Any
-  label: str
-  grads: Sequence[Gradient]
-  variables: Sequence[Any]
+  grads: list[Gradient]
+  variables: list[Any]
   apply: Apply
-  check: Callable[[Sequence[Any]], None]
-  prepare: Callable[[Sequence[Any]], None]
+
+  @property
+  def label(self) -> str:
+    """The encapsulated optimizer, for errors."""
+    inner = self.optimizer.inner_optimizer
+    return f"{type(inner).__name__}({self.optimizer.get_name()!r})"
+
+  def is_like(self, other: "Call") -> bool:
+    """Whether both are calls of one optimizer."""
+    ours, theirs = self.optimizer, other.optimizer
+    return ours.inner_optimizer is theirs.inner_optimizer
 
 
 class Towers:
@@ -90,12 +100,12 @@ class Towers:
     before = 0 if self._graph is None else len(self._graph.get_operations())
     records = self.trains and self._graph is None
     tape = tf.GradientTape(persistent=True) if records else None
-    outer, _here.towers, self.tape = current(), self, tape
+    outer, _local.towers, self.tape = current(), self, tape
     try:
       with tape or contextlib.nullcontext():
         yield
     finally:
-      _here.towers, self.tape = outer, None
+      _local.towers, self.tape = outer, None
     first, last = self._calls[0], self._calls[-1]
     if len(last) < len(first):
       raise self._odd(
@@ -114,7 +124,8 @@ class Towers:
         " the tower to be added up: return the loss from there, and call the"
         " optimizer in model_fn itself."
       )
-    if self.factor != 1.0 and id(call.optimizer) not in self._scaled:
+    scaled = id(call.optimizer.inner_optimizer) in self._scaled
+    if self.factor != 1.0 and not scaled:
       logging.log_first_n(
         logging.WARNING,
         "%s is given gradients that it did not compute, in %d towers whose mean"
@@ -129,9 +140,9 @@ class Towers:
     if at >= len(self._calls[0]):
       raise self._odd(f"called {call.label}, which tower 0 did not call")
     first = self._calls[0][at]
-    if call.optimizer is not first.optimizer:
+    if not call.is_like(first):
       raise self._odd(f"called {call.label} where tower 0 called {first.label}")
-    if set(_keys(call.variables)) != set(_keys(first.variables)):
+    if _ids(call.variables) != _ids(first.variables):
       raise self._odd(
         f"called {call.label} with the variables {_names(call.variables)},"
         f" tower 0 with {_names(first.variables)}"
@@ -142,30 +153,26 @@ class Towers:
     self._seen.clear()  # An update copies what is still looked at.
     last = self._calls[-1]
     for call in last:
-      call.check(call.variables)
-    for call in (call for calls in self._calls for call in calls):
+      call.optimizer.check_known(call.variables)
+    for call in itertools.chain(*self._calls):
       for grad, variable in zip(call.grads, call.variables, strict=True):
         validation.check_rows(grad, variable)
     for call in last:
-      call.prepare(
-        [
-          variable
-          for each in last
-          if each.optimizer is call.optimizer
-          for variable in each.variables
-        ]
-      )
+      same = [each.variables for each in last if each.is_like(call)]
+      call.optimizer.prepare(list(itertools.chain(*same)))
 
   def apply(self) -> Any:
     """Sums every call over the towers and applies each sum once."""
-    grads = [g for calls in self._calls for call in calls for g in call.grads]
+    grads = [g for call in itertools.chain(*self._calls) for g in call.grads]
     # No variable changes before all gradients are there: an error in any of
     # them leaves the step undone. In eager execution they are there.
     needed = [getattr(g, "values", g) for g in grads if g is not None]
     result: Any = None
     with tf.control_dependencies(needed):
       for same in zip(*self._calls, strict=True):
-        result = same[-1].apply(_total(same), list(same[-1].variables))
+        variables = same[-1].variables
+        every = zip(*(call.grads for call in same), strict=True)
+        result = same[-1].apply(list(map(_add, every, variables)), variables)
     return result
 
   def note_scaled(self, optimizer: Any) -> None:
@@ -220,18 +227,14 @@ class Towers:
 
 def current() -> Towers | None:
   """The towers that the caller runs in, or None."""
-  towers: Towers | None = getattr(_here, "towers", None)
+  towers: Towers | None = getattr(_local, "towers", None)
   return towers
 
 
-def note_use() -> None:
-  """Remembers that gradients were applied by an optimizer that can collect."""
-  _used.set()
-
-
-def has_been_used() -> bool:
-  """Whether such an optimizer applied gradients in this program."""
-  return _used.is_set()
+def variables() -> shared_variables.CallVariables:
+  """What hands out variables where the caller runs; nothing outside towers."""
+  towers = current()
+  return _OUTSIDE if towers is None else towers.variables
 
 
 def _graph() -> Any:
@@ -249,48 +252,21 @@ def _is_same(then: tf.Tensor, now: tf.Tensor) -> bool:
 
 def _written(op: tf.Operation) -> list[str]:
   """Names of the resources that an operation changes."""
-  resources = [each for each in op.inputs if each.dtype == tf.resource]
-  if op.type.startswith(_WRITES):
-    return [each.name for each in resources]
-  if not resources or _READ_ONLY not in op.node_def.attr:
+  calls = _READ_ONLY in op.node_def.attr
+  if not calls and not op.type.startswith(_WRITES):
     return []
-  read = set(op.get_attr(_READ_ONLY))
-  return [
-    each.name
-    for at, each in enumerate(op.inputs)
-    if each.dtype == tf.resource and at not in read
-  ]
+  read = set(op.get_attr(_READ_ONLY)) if calls else ()
+  return [each.name for at, each in enumerate(op.inputs) if at not in read]
 
 
-def _keys(variables: Sequence[Any]) -> list[tuple[int, int]]:
-  """A key for each; of one that stands there twice the second has another.
-
-  Keras may wrap one variable in several objects.
-  """
-  seen: collections.Counter[int] = collections.Counter()
-  keys = []
-  for number in (id(validation.native(variable)) for variable in variables):
-    keys.append((number, seen[number]))
-    seen[number] += 1
-  return keys
+def _ids(variables: Sequence[Any]) -> list[int]:
+  """What variables are known by; Keras may wrap one in several objects."""
+  return [id(validation.native(variable)) for variable in variables]
 
 
 def _names(variables: Sequence[Any]) -> list[str]:
   """The names of variables, for errors."""
   return [str(getattr(v, "path", None) or v.name) for v in variables]
-
-
-def _total(calls: Sequence[Call]) -> list[Gradient]:
-  """Adds up what towers have for each variable, in the last one's order."""
-  terms: dict[tuple[int, int], list[Gradient]] = {}
-  for call in calls:
-    for grad, key in zip(call.grads, _keys(call.variables), strict=True):
-      terms.setdefault(key, []).append(grad)
-  variables = calls[-1].variables
-  return [
-    _add(terms[key], variable)
-    for key, variable in zip(_keys(variables), variables, strict=True)
-  ]
 
 
 def _add(grads: Sequence[Gradient], variable: Any) -> Gradient:

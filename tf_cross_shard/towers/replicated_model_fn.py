@@ -21,7 +21,6 @@ from tf_cross_shard.towers import (
 )
 from tf_cross_shard.towers import tower_spec as spec_lib
 
-_OPTIONAL: Final = ("labels", "mode", "params", "config")
 _MODES: Final = (
   spec_lib.ModeKeys.TRAIN,
   spec_lib.ModeKeys.EVAL,
@@ -108,12 +107,12 @@ class ReplicatedModelFn:
         not fit together, or in several towers gradients were applied by none
         or by another than a TowerOptimizer.
       TypeError: If model_fn does not return a TowerSpec.
-      RuntimeError: If it is called where towers cannot run.
+      RuntimeError: If it is called in the cross-replica context.
     """
-    devices = self._check(labels, mode)
+    devices = self._check(mode)
     parts = batch_split.split("features", features, len(devices))
     labels_parts = batch_split.split("labels", labels, len(devices))
-    batch_split.check_alike(features, labels)
+    batch_split.check_alike(parts[0], labels_parts[0])
     options = {"mode": mode, "params": params, "config": config}
     specs = []
     with self._shared.call(mode) as variables:
@@ -135,7 +134,7 @@ class ReplicatedModelFn:
       return self._merge(towers, specs, devices[0])
 
   @tf.autograph.experimental.do_not_convert
-  def _check(self, labels: Any, mode: Any) -> list[str]:
+  def _check(self, mode: Any) -> list[str]:
     """Checks place and arguments; returns the devices."""
     if gradient_collector.current() is not None:
       raise ValueError(
@@ -148,19 +147,9 @@ class ReplicatedModelFn:
         " (inside strategy.scope() but outside strategy.run). Call it inside"
         " the function given to `strategy.run`."
       )
-    if not tf.executing_eagerly() and not tf.inside_function():
-      raise RuntimeError(
-        "A replicated `model_fn` was called in a version 1 graph. Call it"
-        " eagerly or inside tf.function."
-      )
     if mode not in _MODES:
       raise ValueError(
         f"`mode` must be one of {list(_MODES)}; got {mode!r}. Use ModeKeys."
-      )
-    if labels is not None and not self._takes("labels"):
-      raise ValueError(
-        f"`labels` were given, and {self._model_fn!r} takes none. Add an"
-        " argument `labels`, or leave them out."
       )
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     if self._devices is None and replicas > 1:
@@ -171,11 +160,6 @@ class ReplicatedModelFn:
       )
     return self.devices
 
-  def _takes(self, name: str) -> bool:
-    """Whether the model function takes an argument."""
-    kinds = [each.kind for each in self._parameters.values()]
-    return name in self._parameters or inspect.Parameter.VAR_KEYWORD in kinds
-
   @tf.autograph.experimental.do_not_convert
   def _taken(self, options: dict[str, Any]) -> dict[str, Any]:
     """Those that the model function takes, and has not better ones of its own.
@@ -183,17 +167,16 @@ class ReplicatedModelFn:
     None is for what the caller left out: a default, or what functools.partial
     has bound, is to stay. What one tower changes in `params` is not another's.
     """
-    empty = inspect.Parameter.empty
-    defaults = {
-      name
-      for name, each in self._parameters.items()
-      if each.default is not empty
-    }
-    return {
-      name: copy.copy(value) if name == "params" else value
-      for name, value in options.items()
-      if self._takes(name) and (value is not None or name not in defaults)
-    }
+    empty, any_name = inspect.Parameter.empty, inspect.Parameter.VAR_KEYWORD
+    takes_all = any(p.kind is any_name for p in self._parameters.values())
+    taken = {}
+    for name, value in options.items():
+      parameter = self._parameters.get(name)
+      has_default = parameter is not None and parameter.default is not empty
+      is_taken = parameter is not None or takes_all
+      if is_taken and not (value is None and has_default):
+        taken[name] = copy.copy(value) if name == "params" else value
+    return taken
 
   @tf.autograph.experimental.do_not_convert
   def _merge(
@@ -312,14 +295,16 @@ def _as_devices(devices: Any) -> list[str]:
       " all of this machine."
     )
   there = [device.name for device in tf.config.list_logical_devices()]
-  specs = [tf.DeviceSpec.from_string(name) for name in there]
+  specs = list(map(tf.DeviceSpec.from_string, there))
   for name in filter(None, names):
     try:
       wanted = tf.DeviceSpec.from_string(name)
-      found = any(spec == spec.make_merged_spec(wanted) for spec in specs)
     except (AttributeError, ValueError):
-      found = False
-    if not found or wanted.device_type is None:
+      wanted = tf.DeviceSpec()
+    # A spec of a local device goes on to be itself with what is asked for.
+    if not wanted.device_type or not any(
+      spec.make_merged_spec(wanted) == spec for spec in specs
+    ):
       raise ValueError(
         f"`devices` must name devices of this machine; got {name!r}, there are"
         f" {there}. Use their names, or tf.config.set_logical_device_"

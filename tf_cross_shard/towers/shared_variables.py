@@ -7,7 +7,6 @@ may make its own, after the others. `tf.compat.v1.get_variable` goes by name.
 
 import contextlib
 import copy
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -81,7 +80,6 @@ class CallVariables:
     self._mode = mode
     self.new: set[int] = set()  # ids of what this call has made
     self._is_paused = False
-    self._is_new = False  # whether a variable was made while paused
     self._begin()
 
   def _begin(self) -> None:
@@ -132,8 +130,8 @@ class CallVariables:
     Only so its slots go on. Sharing them by order instead would need every
     optimizer to be built on the same variables in the same order.
     """
-    count = validation.native(optimizer.iterations)  # of some made now
-    if not any(count is each.variable for each in self._made):
+    made = {id(each.variable) for each in self._made}
+    if not made or id(validation.native(optimizer.iterations)) not in made:
       return optimizer
     self._own += map(validation.native, _state(optimizer))
     key = (self._mode, self._optimizers)
@@ -151,11 +149,7 @@ class CallVariables:
     return first
 
   def check_tower(self, metrics: Mapping[str, Any] | None) -> None:
-    """Checks that a tower made what it had to, and records what the first did.
-
-    Args:
-      metrics: Those that the tower returned.
-    """
+    """Checks what a tower has made, and records what the first did."""
     if self._known is not None:
       if not self._made and self._mode not in self._shared.confirmed:
         # What the first tower made belongs to layers and optimizers from
@@ -188,17 +182,15 @@ class CallVariables:
   def _create(self, make: Callable[..., Any], **kwargs: Any) -> Any:
     """Hands out the next variable, or makes it in the first tower."""
     if self._is_paused:
-      self._is_new = True
-      return make(**kwargs)
+      return self._make(make, kwargs)
     at = len(self._made)
     order = self._shared.weights if self._known is None else self._known
     try:
       if at < len(order):
         made = order[at]
-        _check(f"number {at + 1}", made, kwargs)
+        _check(f"number {at + 1}, ", made, kwargs)
       elif self._known is None:
-        made = _Made(make(**kwargs), _start(kwargs))
-        self.new.add(id(made.variable))
+        made = _Made(self._make(make, kwargs), _start(kwargs))
       else:
         raise ValueError(
           f"{_MUST} there were {at}, and one more,"
@@ -210,6 +202,12 @@ class CallVariables:
     self._made.append(made)
     return made.variable
 
+  def _make(self, make: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    """Makes a variable, and remembers that it is new."""
+    variable = make(**kwargs)
+    self.new.add(id(variable))
+    return variable
+
   def _get(self, getter: Callable[..., Any], name: str, **kwargs: Any) -> Any:
     """What `get_variable` returns: the variable of this name."""
     named = self._shared.named
@@ -217,13 +215,13 @@ class CallVariables:
       _check("", _Made(named[name], None), {**kwargs, "initial_value": None})
       return named[name]
     with self.paused():
-      # In a graph one of another function may have the name.
-      for number in itertools.count():
-        self._is_new = False
-        named[name] = getter(f"{name}_{number}" if number else name, **kwargs)
-        if self._is_new:
-          return named[name]
-    raise AssertionError
+      before, number = len(self.new), 0
+      variable = getter(name, **kwargs)
+      while len(self.new) == before:  # In a graph it may be another function's.
+        number += 1
+        variable = getter(f"{name}_{number}", **kwargs)
+    named[name] = variable
+    return variable
 
 
 def _state(holder: Any) -> list[Any]:
@@ -264,38 +262,36 @@ def _check(place: str, made: _Made, kwargs: dict[str, Any]) -> None:
   """Raises `ValueError` where another variable than the first is asked for."""
   variable, start = made.variable, _start(kwargs)
   shape, dtype = _asked_for(kwargs)
-  found = f"{_MUST} {place} is {variable.name}"
-  if shape is not None and not shape.is_compatible_with(variable.shape):
+  found = f"{_MUST} {place}{variable.name}"
+  if not shape.is_compatible_with(variable.shape) or (
+    tf.as_dtype(dtype or variable.dtype) != variable.dtype
+  ):
     raise ValueError(
-      f"{found} with shape {variable.shape}, and now {shape} is asked for."
+      f"{found} has shape {variable.shape} and dtype {variable.dtype.name}, and"
+      f" now {shape} and {dtype and tf.as_dtype(dtype).name} is asked for."
       f" {_REMEDY}"
-    )
-  if dtype is not None and tf.as_dtype(dtype) != variable.dtype:
-    raise ValueError(
-      f"{found} with dtype {variable.dtype.name}, and now"
-      f" {tf.as_dtype(dtype).name} is asked for. {_REMEDY}"
     )
   is_known = start is not None and made.start is not None
   # A NaN is like no number, and so not like itself.
   if is_known and start != made.start and start == start:
     raise ValueError(
-      f"{found}, which started from {made.start} and is to start from {start}"
-      " now, but is not made again. Make it, or the optimizer that it belongs"
+      f"{found} started from {made.start} and is to start from {start} now, but"
+      " is not made again. Make it, or the optimizer that it belongs"
       " to, outside of model_fn, and assign to it."
     )
 
 
-def _asked_for(kwargs: dict[str, Any]) -> tuple[tf.TensorShape | None, Any]:
-  """Shape and dtype of the variable that is asked for; None for unknown."""
+def _asked_for(kwargs: dict[str, Any]) -> tuple[tf.TensorShape, Any]:
+  """Shape and dtype of the variable that is asked for, as far as known."""
   value, dtype = kwargs.get("initial_value"), kwargs.get("dtype")
-  if kwargs.get("shape") is not None and not callable(kwargs["shape"]):
-    return tf.TensorShape(kwargs["shape"]), dtype
-  if value is None:
-    return None, dtype
-  # Keras hands over initializers. In a graph nothing of it runs.
-  with tf.Graph().as_default() if callable(value) else contextlib.nullcontext():
-    try:
-      value = tf.convert_to_tensor(value() if callable(value) else value)
-    except Exception:  # one that does not work in another graph
-      return None, dtype
-  return value.shape, dtype or value.dtype
+  if callable(value):
+    # Keras hands over initializers. In a graph nothing of it runs.
+    with tf.Graph().as_default():
+      try:
+        value = tf.convert_to_tensor(value())
+      except Exception:  # one that does not work in another graph
+        value = None
+  elif value is not None:
+    value = tf.convert_to_tensor(value)
+  shape = kwargs.get("shape", None if value is None else value.shape)
+  return tf.TensorShape(shape), dtype or getattr(value, "dtype", None)

@@ -62,6 +62,7 @@ class Tower(minimizing.Minimizing, wrapper.Delegating):
 
   COLLECTION_FOR_GRAPH_STATES = "replicate_model_fn_graph_states"
   _argument = "optimizer_or_optimizer_fn"
+  _was_used = False
 
   def __init__(self, optimizer_or_optimizer_fn: Any) -> None:
     """Encapsulates an optimizer, or what a function makes.
@@ -75,11 +76,10 @@ class Tower(minimizing.Minimizing, wrapper.Delegating):
       TypeError: If it is no optimizer.
     """
     opt = optimizer_or_optimizer_fn
-    towers = gradient_collector.current()
-    with contextlib.nullcontext() if towers is None else towers.variables.owned():
+    variables = gradient_collector.variables()
+    with variables.owned():
       opt = self._as_optimizer(opt() if callable(opt) else opt)
-      if towers is not None:
-        opt = towers.variables.optimizer(opt)
+      opt = variables.optimizer(opt)
       super().__init__(
         opt,
         name="TowerOptimizer",
@@ -92,7 +92,7 @@ class Tower(minimizing.Minimizing, wrapper.Delegating):
   @staticmethod
   def has_been_used() -> bool:
     """Whether any TowerOptimizer applied gradients in this program."""
-    return gradient_collector.has_been_used()
+    return Tower._was_used
 
   def get_name(self) -> str:
     """The encapsulated optimizer's name."""
@@ -241,7 +241,7 @@ class Tower(minimizing.Minimizing, wrapper.Delegating):
   def build(self, variables: Any) -> None:
     """Makes the encapsulated optimizer's slots, once."""
     # Outside of the tower's scope, which tf_keras would name slots after.
-    with _unshared(), tf.name_scope(""):
+    with gradient_collector.variables().paused(), tf.name_scope(""):
       super().build(variables)
 
   def _gradients(
@@ -290,24 +290,19 @@ class Tower(minimizing.Minimizing, wrapper.Delegating):
 
     def applied(grads: list[Any], variables: list[Any]) -> Any:
       result = apply(grads, variables)
-      gradient_collector.note_use()
+      Tower._was_used = True
       return result
 
     towers = gradient_collector.current()
     if towers is None:
       return applied(list(grads), list(variables))
     if towers.count == 1:
-      self._check(variables)
-      with _unshared():
+      self.check_known(variables)
+      with towers.variables.paused():
         return applied(list(grads), list(variables))
     self._check_not_scaled()
-    optimizer = self._inner.optimizer
-    label = f"{type(optimizer).__name__}({self.get_name()!r})"
     towers.collect(
-      gradient_collector.Call(
-        *(optimizer, label, grads, variables),
-        *(applied, self._check, self._prepare),
-      )
+      gradient_collector.Call(self, list(grads), list(variables), applied)
     )
     return tf.identity(self._inner.iterations())
 
@@ -321,7 +316,7 @@ class Tower(minimizing.Minimizing, wrapper.Delegating):
         " first."
       )
 
-  def _check(self, variables: Sequence[Any]) -> None:
+  def check_known(self, variables: Sequence[Any]) -> None:
     """Raises an error if this cannot update variables; changes nothing."""
     optimizer = self._inner.optimizer
     if isinstance(optimizer, CrossShard):
@@ -349,7 +344,7 @@ class Tower(minimizing.Minimizing, wrapper.Delegating):
     options: dict[str, Any],
   ) -> Any:
     """Lets the encapsulated optimizer apply."""
-    self._prepare(variables)
+    self.prepare(variables)
     optimizer = self._inner.optimizer
     if isinstance(optimizer, CrossShard):
       pairs = zip(grads, variables, strict=True)
@@ -362,7 +357,7 @@ class Tower(minimizing.Minimizing, wrapper.Delegating):
     return tf.identity(self._inner.iterations())
 
   @tf.autograph.experimental.do_not_convert
-  def _prepare(self, variables: Sequence[Any]) -> None:
+  def prepare(self, variables: Sequence[Any]) -> None:
     """Makes the slots for all that a step updates, or checks that they are."""
     if self._inner.is_built:
       validation.check_known(variables, self._inner.knows)
@@ -398,11 +393,3 @@ class Tower(minimizing.Minimizing, wrapper.Delegating):
         " compile's own off with auto_scale_loss=False."
       )
     self._scaled_by = type(around).__name__
-
-
-def _unshared() -> contextlib.AbstractContextManager[Any]:
-  """Makes variables that belong to an optimizer, and not to the tower."""
-  towers = gradient_collector.current()
-  return (
-    contextlib.nullcontext() if towers is None else towers.variables.paused()
-  )

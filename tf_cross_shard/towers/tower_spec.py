@@ -54,7 +54,7 @@ class TowerSpec(NamedTuple):
 
 
 def check(spec: Any, tower: int, mode: Any) -> TowerSpec:
-  """Raises an error unless a tower returned a `TowerSpec` that can be merged."""
+  """Raises an error unless a tower returned what can be merged."""
   if not isinstance(spec, TowerSpec):
     raise TypeError(
       f"`model_fn` must return a TowerSpec; in tower {tower} it returned"
@@ -71,9 +71,8 @@ def check(spec: Any, tower: int, mode: Any) -> TowerSpec:
     hasattr(metric, "update_state") for metric in metrics.values()
   ):
     raise TypeError(
-      "`metrics` must be a dictionary of tf.keras.metrics.Metric objects, whose"
-      f" counts add up over towers; got {metrics!r}. Update a Metric in model_fn"
-      ' and return {"accuracy": metric}.'
+      "`metrics` must be a dictionary of tf.keras.metrics.Metric objects; got"
+      f" {metrics!r}. Update a Metric in model_fn and return it by a name."
     )
   return spec
 
