@@ -195,7 +195,7 @@ class Towers:
       graph.capture(variable.handle).name: variable
       for variable in compute.read_by_graph()
       # What is new is given its start. A tf.function traces once more then.
-      if id(variable) not in self.variables.new
+      if id(compute.whole(variable)) not in self.variables.new
     }
     written = {
       name for op in graph.get_operations()[before:] for name in _written(op)

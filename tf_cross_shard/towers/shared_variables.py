@@ -79,7 +79,7 @@ class CallVariables:
     self._shared = shared
     self._mode = mode
     self.new: set[int] = set()  # ids of what this call has made
-    self._is_paused = False
+    self._is_paused = True
     self._begin()
 
   def _begin(self) -> None:
@@ -104,7 +104,11 @@ class CallVariables:
         auxiliary_name_scope=False,
       ),
     ):
-      yield
+      self._is_paused = False
+      try:
+        yield
+      finally:
+        self._is_paused = True
     if self._error is not None:  # tf_keras' Sequential goes on after any.
       raise ValueError(str(self._error)) from self._error
 
@@ -130,8 +134,10 @@ class CallVariables:
     Only so its slots go on. Sharing them by order instead would need every
     optimizer to be built on the same variables in the same order.
     """
-    made = {id(each.variable) for each in self._made}
-    if not made or id(validation.native(optimizer.iterations)) not in made:
+    if self._is_paused:  # outside of towers
+      return optimizer
+    count = validation.native(optimizer.iterations)
+    if not any(count is each.variable for each in self._made):
       return optimizer
     self._own += map(validation.native, _state(optimizer))
     key = (self._mode, self._optimizers)
@@ -293,5 +299,7 @@ def _asked_for(kwargs: dict[str, Any]) -> tuple[tf.TensorShape, Any]:
         value = None
   elif value is not None:
     value = tf.convert_to_tensor(value)
-  shape = kwargs.get("shape", None if value is None else value.shape)
+  shape = kwargs.get("shape")
+  if shape is None and value is not None:
+    shape = value.shape
   return tf.TensorShape(shape), dtype or getattr(value, "dtype", None)
