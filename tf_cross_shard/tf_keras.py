@@ -170,9 +170,6 @@ class TowerOptimizer(tower_optimizer.Tower, tf_keras.TfKerasWrapper):
   2.0
   """
 
-  # Every optimizer names its count of steps `iteration`.
-  _state_has_its_name = False
-
   def aggregate_gradients(self, grads_and_vars: Iterable[Any]) -> compute.Pairs:
     """Aggregates as the encapsulated optimizer does between replicas.
 

@@ -3,7 +3,6 @@
 Losses, data, numbers of towers, reductions and optimizers are drawn; a seed is
 the name of a case.
 """
-# keras: both
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -159,34 +158,32 @@ def _check(case: Case, mode: str, tolerance: float) -> None:
       np.testing.assert_array_equal(one.numpy(), other.numpy())
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(10))
 def test_exact_on_whole_numbers(seed: int) -> None:
   case = _draw(seed, ["SGD"], whole=True)
   _check(case, MODES[seed % 4 == 0], 0.0)
 
 
-# Each optimizer at least once, the more often used ones more often.
 _FAVOURITES = ("SGD", "Momentum", "Adam")
+_OTHERS = ("AdamW", "RMSprop", "Ftrl", "Lamb", "Adafactor")
 
 
-@pytest.mark.parametrize("name", list(testbed.OPTIMIZERS))
+@pytest.mark.parametrize("name", _OTHERS)
 def test_every_optimizer(name: str) -> None:
   seed = list(testbed.OPTIMIZERS).index(name)
   case = _draw(100 + seed, [name], whole=False)
-  if name == "Muon" or (case.count == 1 and seed % 2):
-    case = dataclasses.replace(case, loss="quadratic")
   _check(case, MODES[seed % 3 == 0], 2e-4)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(12))
 def test_close_on_any_numbers(seed: int) -> None:
   case = _draw(seed, _FAVOURITES, whole=False)
   _check(case, MODES[seed % 4 == 0], 2e-4)
 
 
 def test_what_is_drawn_is_of_every_kind() -> None:
-  cases = [_draw(seed, _FAVOURITES, whole=False) for seed in range(20)]
-  whole = [_draw(seed, ["SGD"], whole=True) for seed in range(16)]
+  cases = [_draw(seed, _FAVOURITES, whole=False) for seed in range(12)]
+  whole = [_draw(seed, ["SGD"], whole=True) for seed in range(10)]
   assert {case.loss for case in cases} == set(LOSSES)
   assert {case.count for case in cases} == {1, 2, 3, 4}
   assert {case.optimizer for case in cases} == set(_FAVOURITES)
@@ -203,9 +200,10 @@ def test_what_is_drawn_is_of_every_kind() -> None:
       )
 
 
-@pytest.mark.parametrize("update", ["SGD", "Momentum", "Adam"])
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(
+  ("count", "reduction", "update"),
+  [(2, "sum", "SGD"), (3, "mean", "Momentum"), (2, "mean", "Adam")],
+)
 def test_by_hand(count: int, reduction: str, update: str) -> None:
   task = testbed.Regression(num_replicas=count)
   optimizer = TowerOptimizer(testbed.OPTIMIZERS[update])

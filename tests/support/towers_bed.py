@@ -41,9 +41,9 @@ def native(variable: Any) -> Any:
   return variable if testbed.IS_TF_KERAS else variable.value
 
 
-def sgd(rate: float = 1.0, **options: Any) -> Any:
+def sgd(learning_rate: Any = 1.0, **options: Any) -> Any:
   """An optimizer whose arithmetic is exact on small whole numbers."""
-  return tf.keras.optimizers.SGD(rate, **options)
+  return tf.keras.optimizers.SGD(learning_rate, **options)
 
 
 class Untouched:

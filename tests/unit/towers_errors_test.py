@@ -1,16 +1,16 @@
 """What cannot work in towers is refused, and nothing has changed then."""
-# keras: both
 
 import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
 
 from tests.support import testbed, towers_bed
-from tests.support.towers_bed import MODES, TWO, batch, caller, sgd
+from tests.support.towers_bed import FOUR, MODES, TWO, batch, caller, sgd
 from tf_cross_shard import (
   CrossShardOptimizer,
   TowerOptimizer,
@@ -20,38 +20,46 @@ from tf_cross_shard import (
 
 keras = tf.keras
 v1 = tf.compat.v1.train
+every_mode = pytest.mark.parametrize("mode", MODES)
 
 
 class Bench:
-  """Two variables, two optimizers, and a step that works."""
+  """Two variables, three optimizers, and a step that works."""
 
   def __init__(self, mode: str, devices: Any = TWO) -> None:
     self.mode = mode
     self.devices = devices
     self.c, self.d = tf.Variable(10.0, name="c"), tf.Variable(5.0, name="d")
     self.global_step = tf.Variable(0)
+    makers = (lambda: sgd(momentum=0.5), keras.optimizers.Adam)
     self.first, self.second, self.other = (
-      TowerOptimizer(make)
-      for make in (
-        lambda: sgd(momentum=0.5),
-        lambda: sgd(momentum=0.5),
-        keras.optimizers.Adam,
-      )
+      TowerOptimizer(make) for make in (makers[0], *makers)
     )
-    for each in (self.first, self.second, self.other):
-      testbed.build(each, [self.c, self.d])
+    optimizers = (self.first, self.second, self.other)
+    for each in optimizers:
+      each.build([self.c, self.d])
     self.untouched = towers_bed.Untouched(
-      [self.c, self.d, self.global_step], self.first, self.second, self.other
+      [self.c, self.d, self.global_step], *optimizers
     )
 
   def minimize(self, optimizer: Any, loss: Any, variables: Any = None) -> Any:
     """One call as it should be, of whatever optimizer."""
-    variables = variables or [self.c]
-    return optimizer.minimize(loss, self.global_step, variables)
+    return optimizer.minimize(loss, self.global_step, variables or [self.c])
 
   def loss(self, features: Any) -> Any:
     """A loss of both variables."""
     return tf.reduce_sum((self.c + self.d) * features)
+
+  def odd(self, *calls: Callable[[Any], Any]) -> Callable[..., TowerSpec]:
+    """A model function that calls another of these in each tower."""
+    towers: list[int] = []
+
+    def model_fn(features: Any, mode: str) -> TowerSpec:
+      towers.append(len(towers))
+      loss = self.loss(features)
+      return TowerSpec(mode, loss, calls[towers[-1] % len(calls)](loss))
+
+    return model_fn
 
   def fails(
     self,
@@ -59,12 +67,11 @@ class Bench:
     error: Any,
     *words: str,
     features: Any = None,
-    **options: Any,
+    mode: str = "train",
   ) -> None:
     """A step is refused in these words, and leaves all as it was."""
-    reduction = options.pop("loss_reduction", "sum")
-    replicated = replicate_model_fn(model_fn, reduction, self.devices)
-    step = caller(lambda x: replicated(x, **options), self.mode)
+    replicated = replicate_model_fn(model_fn, "sum", self.devices)
+    step = caller(lambda x: replicated(x, mode=mode), self.mode)
     features = batch() if features is None else features
     with pytest.raises(error) as caught:
       step(features)
@@ -89,284 +96,207 @@ class Bench:
     assert [int(self.first.iterations), int(self.second.iterations)] == [1, 1]
 
 
-@pytest.fixture(params=MODES)
-def bench(request: pytest.FixtureRequest) -> Bench:
-  return Bench(request.param)
+@pytest.fixture
+def bench() -> Bench:
+  return Bench("eager")
 
 
-def _odd(
-  bench: Bench, *calls: Callable[[Any], Any]
-) -> Callable[..., TowerSpec]:
-  """A model function that does other things in each tower."""
+# What each tower calls, by number, and the words.
+ODD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+  "one is missing": (
+    ("first other", "first"),
+    (
+      "must call the same optimizers in the same order in every tower",
+      "tower 1 called 1 optimizers, tower 0 called 2: Adam('",
+      "is missing",
+      "Nothing was applied",
+    ),
+  ),
+  "none": (("first", ""), ("tower 1 called 0 optimizers, tower 0 called 1",)),
+  "one more": (
+    ("first", "first other"),
+    ("tower 1 called Adam('", "which tower 0 did not call"),
+  ),
+  "another class": (
+    ("first", "other"),
+    ("tower 1 called Adam('", "where tower 0 called SGD('"),
+  ),
+  "another object": (("first", "second"), ("tower 1 called SGD('",)),
+  "another order": (
+    ("first second", "second first"),
+    ("tower 1 called SGD('", "where tower 0 called SGD('"),
+  ),
+  "the third of four": (
+    ("first", "first", "other", "first"),
+    ("tower 2 called Adam('",),
+  ),
+  "other variables": (
+    ("first", "first:d"),
+    ("tower 1 called SGD('", "with the variables ['d", "tower 0 with ['c"),
+  ),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_towers_that_differ(case: str) -> None:
+  towers, words = ODD[case]
+  mode = MODES[len(case) % 2]
+  bench = Bench(mode, FOUR[: len(towers)])
+
+  def call(names: str) -> Callable[[Any], Any]:
+    def calls(loss: Any) -> Any:
+      train_op = None
+      for name in names.split():
+        optimizer, _, variable = name.partition(":")
+        variables = [getattr(bench, variable or "c")]
+        train_op = bench.minimize(getattr(bench, optimizer), loss, variables)
+      return train_op
+
+    return calls
+
+  features = batch(*[[float(i)] for i, _ in enumerate(towers)])
+  bench.fails(
+    bench.odd(*map(call, towers)), ValueError, *words, features=features
+  )
+
+
+@pytest.mark.parametrize(
+  ("odd", "words"),
+  [
+    ({"loss": None}, "by every tower or by none; towers [1] gave None"),
+    ({"predictions": {"b": 1}}, "`predictions` must have the same structure"),
+    ({"metrics": {"m": keras.metrics.Mean()}}, "got [[], ['m']]"),
+  ],
+)
+@every_mode
+def test_towers_that_return_other_things(
+  odd: dict[str, Any], words: str, mode: str
+) -> None:
+  bench = Bench(mode)
   towers: list[int] = []
 
   def model_fn(features: Any, mode: str) -> TowerSpec:
     towers.append(len(towers))
     loss = bench.loss(features)
-    return TowerSpec(mode, loss, calls[towers[-1] % len(calls)](loss))
+    bench.minimize(bench.first, loss)
+    fine: dict[str, Any] = {"predictions": {"a": features}, "loss": loss}
+    return TowerSpec(mode, **{**fine, **(odd if len(towers) % 2 == 0 else {})})
 
-  return model_fn
-
-
-class TestTowersThatDiffer:
-  def test_one_is_missing(self, bench: Bench) -> None:
-    def both(loss: Any) -> Any:
-      bench.minimize(bench.first, loss)
-      return bench.minimize(bench.other, loss)
-
-    def one(loss: Any) -> Any:
-      return bench.minimize(bench.first, loss)
-
-    bench.fails(
-      _odd(bench, both, one),
-      ValueError,
-      "must call the same optimizers in the same order in every tower",
-      "tower 1 called 1 optimizers, tower 0 called 2: Adam('",
-      "is missing",
-      "Nothing was applied",
-    )
-
-  def test_none_at_all(self, bench: Bench) -> None:
-    bench.fails(
-      _odd(
-        bench,
-        lambda loss: bench.minimize(bench.first, loss),
-        lambda loss: None,
-      ),
-      ValueError,
-      "tower 1 called 0 optimizers, tower 0 called 1: SGD('",
-    )
-
-  def test_only_the_second_calls(self, bench: Bench) -> None:
-    bench.fails(
-      _odd(
-        bench,
-        lambda loss: None,
-        lambda loss: bench.minimize(bench.other, loss),
-      ),
-      ValueError,
-      "tower 1 called Adam('",
-      "which tower 0 did not call",
-    )
-
-  def test_one_more(self, bench: Bench) -> None:
-    def both(loss: Any) -> Any:
-      bench.minimize(bench.first, loss)
-      return bench.minimize(bench.other, loss)
-
-    bench.fails(
-      _odd(bench, lambda loss: bench.minimize(bench.first, loss), both),
-      ValueError,
-      "tower 1 called Adam('",
-      "which tower 0 did not call",
-    )
-
-  @pytest.mark.parametrize("other", ["other", "second"])
-  def test_another_order(self, bench: Bench, other: str) -> None:
-    # Two of one class are told apart as well as two of different classes.
-    both = [bench.first, getattr(bench, other)]
-
-    def forwards(loss: Any) -> Any:
-      return [bench.minimize(each, loss) for each in both][-1]
-
-    def backwards(loss: Any) -> Any:
-      return [bench.minimize(each, loss) for each in both[::-1]][-1]
-
-    name = "SGD('" if other == "second" else "Adam('"
-    bench.fails(
-      _odd(bench, forwards, backwards),
-      ValueError,
-      f"tower 1 called {name}",
-      "where tower 0 called SGD('",
-    )
-
-  def test_another_class(self, bench: Bench) -> None:
-    bench.fails(
-      _odd(
-        bench,
-        lambda loss: bench.minimize(bench.first, loss),
-        lambda loss: bench.minimize(bench.other, loss),
-      ),
-      ValueError,
-      "tower 1 called Adam('",
-      "where tower 0 called SGD('",
-    )
-
-  def test_another_object_of_the_class(self, bench: Bench) -> None:
-    bench.fails(
-      _odd(
-        bench,
-        lambda loss: bench.minimize(bench.first, loss),
-        lambda loss: bench.minimize(bench.second, loss),
-      ),
-      ValueError,
-      "tower 1 called SGD('",
-    )
-
-  def test_other_variables(self, bench: Bench) -> None:
-    def of(*variables: Any) -> Callable[[Any], Any]:
-      return lambda loss: bench.minimize(bench.first, loss, list(variables))
-
-    bench.fails(
-      _odd(bench, of(bench.c, bench.d), of(bench.d)),
-      ValueError,
-      "tower 1 called SGD('",
-      "with the variables ['d",
-      "tower 0 with ['c",
-    )
-
-  def test_the_third_of_four(self) -> None:
-    for mode in MODES:
-      bench = Bench(mode, towers_bed.FOUR)
-      good = lambda loss, b=bench: b.minimize(b.first, loss)  # noqa: E731
-      bad = lambda loss, b=bench: b.minimize(b.other, loss)  # noqa: E731
-      bench.fails(
-        _odd(bench, good, good, bad, good),
-        ValueError,
-        "tower 2 called Adam('",
-        features=batch([1.0], [2.0], [3.0], [4.0]),
-      )
-
-  def test_losses_and_nests_of_other_shapes(self, bench: Bench) -> None:
-    towers: list[int] = []
-
-    def answer(**odd: Any) -> Callable[..., TowerSpec]:
-      def model_fn(features: Any, mode: str) -> TowerSpec:
-        towers.append(len(towers))
-        loss = bench.loss(features)
-        bench.minimize(bench.first, loss)
-        fine: dict[str, Any] = {"predictions": {"a": features}, "loss": loss}
-        return TowerSpec(mode, **(odd if len(towers) % 2 == 0 else fine))
-
-      return model_fn
-
-    bench.fails(
-      answer(loss=None, predictions={"a": batch()}),
-      ValueError,
-      "`loss` must be given by every tower or by none; towers [1] gave None",
-    )
-    bench = Bench(bench.mode)
-    bench.fails(
-      answer(loss=tf.constant(1.0), predictions={"b": batch()}),
-      ValueError,
-      "`predictions` must have the same structure in every tower",
-      "'a'",
-      "'b'",
-    )
-    bench = Bench(bench.mode)
-    bench.fails(
-      answer(
-        loss=tf.constant(1.0),
-        predictions={"a": batch()},
-        metrics={"m": keras.metrics.Mean()},
-      ),
-      ValueError,
-      "`metrics` must have the same names in every tower; got [[], ['m']]",
-    )
-
-  def test_an_exception_in_the_last_tower(self, bench: Bench) -> None:
-    def fail(loss: Any) -> Any:
-      bench.minimize(bench.first, loss)
-      bench.minimize(bench.other, loss)
-      raise KeyError("the last tower")
-
-    def good(loss: Any) -> Any:
-      bench.minimize(bench.first, loss)
-      return bench.minimize(bench.other, loss)
-
-    bench.fails(_odd(bench, good, fail), KeyError, "the last tower")
-
-  @pytest.mark.parametrize(
-    "where", ["gradient", "loss", "predictions", "exports"]
-  )
-  def test_an_error_that_comes_late_when_the_program_runs(
-    self, where: str
-  ) -> None:
-    for mode in MODES[1:]:  # Eagerly it comes before the tower returns.
-      bench = Bench(mode)
-
-      def model_fn(features: Any, mode: str, bench: Bench = bench) -> TowerSpec:
-        loss = bench.loss(features)
-        train_op = bench.minimize(bench.first, loss)
-        x = tf.random.uniform([300, 300])
-        for _ in range(10):  # Long after the gradients are there.
-          x = tf.matmul(x, x) / 1e3
-        late = 0.0 * tf.reduce_sum(tf.clip_by_value(x, 0.0, 1.0))
-        good = tf.reduce_sum(features) + late < 2.0
-        with tf.control_dependencies([tf.debugging.Assert(good, ["bad"])]):
-          answer = tf.identity(features)
-        if where == "gradient":
-          bench.second.apply_gradients([(tf.reduce_sum(answer), bench.d)])
-          return TowerSpec(mode, loss, train_op)
-        if where == "loss":
-          return TowerSpec(mode, tf.reduce_sum(answer), train_op)
-        if where == "exports":
-          return TowerSpec(mode, loss, train_op, None, None, {"a": answer})
-        return TowerSpec(mode, loss, train_op, {"a": [answer]})
-
-      bench.fails(model_fn, tf.errors.InvalidArgumentError, "bad")
+  bench.fails(model_fn, ValueError, words)
 
 
-def _plain(name: str) -> Any:
-  """An optimizer that is not made for towers."""
-  return {
-    "keras": lambda: sgd(0.5),
-    "keras adam": keras.optimizers.Adam,
-    "tf_keras": lambda: tf_keras.optimizers.SGD(0.5),
-    "tf_keras adam": tf_keras.optimizers.Adam,
-    "legacy": lambda: tf_keras.optimizers.legacy.SGD(0.5),
-    "legacy adam": tf_keras.optimizers.legacy.Adam,
-    "v1": lambda: v1.GradientDescentOptimizer(0.5),
-    "v1 momentum": lambda: v1.MomentumOptimizer(0.5, 0.5),
-    "cross": lambda: CrossShardOptimizer(sgd(0.5)),
-  }[name]()
+@every_mode
+def test_an_exception_in_the_last_tower(mode: str) -> None:
+  bench = Bench(mode)
+
+  def good(loss: Any) -> Any:
+    bench.minimize(bench.first, loss)
+    return bench.minimize(bench.other, loss)
+
+  def fail(loss: Any) -> Any:
+    good(loss)
+    raise KeyError("the last tower")
+
+  bench.fails(bench.odd(good, fail), KeyError, "the last tower")
 
 
-PLAIN = (
-  "keras",
-  "keras adam",
-  "tf_keras",
-  "tf_keras adam",
-  "legacy",
-  "legacy adam",
-  "v1",
-  "v1 momentum",
-  "cross",
-)
-
-
-@pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("name", PLAIN)
-def test_plain_optimizers(bench: Bench, name: str, beside: bool) -> None:
-  optimizer = _plain(name)
+@pytest.mark.parametrize("where", ["gradient", "loss", "predictions"])
+def test_an_error_that_comes_late_when_the_program_runs(where: str) -> None:
+  bench = Bench("function")  # Eagerly it comes before the tower returns.
 
   def model_fn(features: Any, mode: str) -> TowerSpec:
-    if beside:  # One that is right does not make the other right.
-      bench.minimize(bench.first, bench.loss(features))
-    optimizer.apply_gradients([(tf.reduce_sum(features), bench.d)])
-    return TowerSpec(mode)
+    loss = bench.loss(features)
+    train_op = bench.minimize(bench.first, loss)
+    x = tf.random.uniform([300, 300])
+    for _ in range(10):  # Long after the gradients are there.
+      x = tf.matmul(x, x) / 1e3
+    late = 0.0 * tf.reduce_sum(tf.clip_by_value(x, 0.0, 1.0))
+    good = tf.reduce_sum(features) + late < 2.0
+    with tf.control_dependencies([tf.debugging.Assert(good, ["bad"])]):
+      answer = tf.identity(features)
+    if where == "gradient":
+      bench.second.apply_gradients([(tf.reduce_sum(answer), bench.d)])
+      return TowerSpec(mode, loss, train_op)
+    if where == "loss":
+      return TowerSpec(mode, tf.reduce_sum(answer), train_op)
+    return TowerSpec(mode, loss, train_op, {"a": [answer]})
 
-  bench.fails(
-    model_fn,
-    ValueError,
-    "`model_fn` must apply gradients through a TowerOptimizer when it is"
-    " replicated",
-    *(() if bench.mode == "function" else ("TowerOptimizer(", "2 towers")),
-  )
+  bench.fails(model_fn, tf.errors.InvalidArgumentError, "bad")
+
+
+PLAIN: dict[str, Callable[[], Any]] = {
+  "keras": lambda: sgd(0.5),
+  "keras adam": keras.optimizers.Adam,
+  "keras scaled": lambda: keras.optimizers.LossScaleOptimizer(sgd(0.5)),
+  "tf_keras": lambda: tf_keras.optimizers.Adam(0.5),
+  "legacy": lambda: tf_keras.optimizers.legacy.SGD(0.5),
+  "v1": lambda: v1.MomentumOptimizer(0.5, 0.5),
+  "cross": lambda: CrossShardOptimizer(sgd(0.5)),
+}
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_plain_optimizers_are_fine_on_one_device(
-  bench: Bench, name: str
-) -> None:
-  optimizer = _plain(name)
+class TestPlainOptimizers:
+  """They are found out afterwards; a graph with them never runs."""
+
+  def _model_fn(self, bench: Bench, name: str) -> Callable[..., TowerSpec]:
+    optimizer = PLAIN[name]()
+
+    def model_fn(features: Any, mode: str) -> TowerSpec:
+      if bench.devices == TWO:  # One that is right does not make it right.
+        bench.minimize(bench.first, bench.loss(features))
+      with tf.GradientTape() as tape:
+        loss = bench.loss(features)
+      optimizer.apply_gradients([(tape.gradient(loss, bench.d), bench.d)])
+      return TowerSpec(mode)
+
+    return model_fn
+
+  @every_mode
+  def test_in_several_towers(self, mode: str, name: str) -> None:
+    bench = Bench(mode)
+    replicated = replicate_model_fn(self._model_fn(bench, name), "sum", TWO)
+    with pytest.raises(ValueError, match="through a TowerOptimizer") as caught:
+      caller(replicated, mode)(batch())
+    tower = 1 if mode == "eager" else 0
+    words = f"tower {tower} of 2 changed ['d:0'] by itself"
+    assert words in str(caught.value)
+    assert float(bench.c) == 10.0
+    if mode == "function":
+      bench.untouched.check()
+
+  @every_mode
+  def test_in_one_tower_they_are_fine(self, mode: str, name: str) -> None:
+    bench = Bench(mode, TWO[:1])
+    replicated = replicate_model_fn(self._model_fn(bench, name), "sum", TWO[:1])
+    step = caller(replicated, mode)
+    before = [5.0]
+    for _ in range(2):
+      step(batch())
+      assert float(bench.d) < before[-1]
+      before.append(float(bench.d))
+
+
+@every_mode
+def test_variables_that_are_not_trained_may_change(mode: str) -> None:
+  """Of batch normalization, metrics and counters; and a NaN is like itself."""
+  bench = Bench(mode)
+  norm, mean = keras.layers.BatchNormalization(), keras.metrics.Mean()
+  norm.build((None, 1))
+  count = tf.Variable(0, trainable=False)
+  nan = tf.Variable(np.nan)
 
   def model_fn(features: Any, mode: str) -> TowerSpec:
-    optimizer.apply_gradients([(tf.reduce_sum(features), bench.d)])
-    return TowerSpec(mode)
+    y = norm(features, training=True)
+    mean.update_state(y)
+    count.assign_add(1)
+    y = tf.cond(tf.reduce_sum(y) > 1e9, lambda: nan * y, lambda: bench.c * y)
+    bench.minimize(bench.first, tf.reduce_sum(bench.c * features) + 0.0 * nan)
+    return TowerSpec(mode, predictions=y)
 
-  caller(replicate_model_fn(model_fn, devices=TWO[:1]), bench.mode)(batch())
-  assert float(bench.d) < 5.0
+  replicated = replicate_model_fn(model_fn, "sum", TWO)
+  caller(replicated, mode)(batch())
+  assert [float(bench.c), int(count)] == [7.0, 2]
 
 
 def test_no_optimizer_at_all(bench: Bench) -> None:
@@ -378,178 +308,132 @@ def test_no_optimizer_at_all(bench: Bench) -> None:
   )
 
 
-class TestBatches:
-  @pytest.mark.parametrize(
-    ("features", "words"),
-    [
-      (lambda: tf.ones([3, 1]), "axis 0 has length 3"),
-      (
-        lambda: {"a": tf.ones([2]), "b": tf.ones([5, 2])},
-        "axis 0 has length 5",
-      ),
-      (lambda: tf.ones([0, 1]), "axis 0 has length 0"),
-      (lambda: tf.constant(["a", "b", "c"]), "axis 0 has length 3"),
-      (lambda: tf.ragged.constant([[1.0], [], [2.0]]), "axis 0 has length 3"),
-      (lambda: tf.sparse.eye(3), "axis 0 has length 3"),
-    ],
-  )
-  def test_does_not_divide(
-    self, bench: Bench, features: Any, words: str
-  ) -> None:
-    if bench.mode == "function" and "sparse" in str(features().__class__):
-      pytest.skip("known when it runs")
-    bench.fails(
-      _odd(bench, lambda loss: bench.minimize(bench.first, loss)),
-      (ValueError, tf.errors.InvalidArgumentError),
-      *(
-        ("`features` must divide into 2 towers", words)
-        if bench.mode == "eager"
-        else ("divi",)
-      ),
-      features=features(),
-    )
+@pytest.mark.parametrize("devices", [TWO, TWO[:1]])
+def test_optimizers_are_for_training(bench: Bench, devices: Any) -> None:
+  bench.devices = devices
+  good = bench.odd(lambda loss: bench.minimize(bench.first, loss))
+  words = 'in the mode "train" only'
+  bench.fails(good, ValueError, words, mode="eval")
 
-  def test_labels_do_not_divide(self) -> None:
-    def model_fn(features: Any, labels: Any, mode: str) -> TowerSpec:
-      raise AssertionError("called")
 
-    replicated = replicate_model_fn(model_fn, devices=TWO)
-    with pytest.raises(ValueError, match="`labels` must divide into 2 towers"):
-      replicated(batch(), tf.ones([3]))
+def test_gradients_of_a_branch_cannot_leave_it() -> None:
+  bench = Bench("function")
 
-  def test_scalars(self, bench: Bench) -> None:
-    bench.fails(
-      _odd(bench, lambda loss: bench.minimize(bench.first, loss)),
-      ValueError,
-      "`features` must hold tensors with the batch in axis 0; got a scalar",
-      "`params`",
-      features={"a": tf.constant(2.0)},
-    )
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    def train() -> Any:
+      return bench.first.apply_gradients([(tf.reduce_sum(features), bench.c)])
 
-  def test_no_tensor(self) -> None:
-    replicated = replicate_model_fn(lambda features: None, devices=TWO)
-    with pytest.raises(
-      TypeError, match="`features` must hold tensors, arrays or nests of them"
-    ):
-      replicated({"a": object()})
+    tf.cond(features[0, 0] > 0.0, train, lambda: tf.constant(0, tf.int64))
+    return TowerSpec(mode)
 
-  def test_predictions_without_an_axis(self, bench: Bench) -> None:
-    def model_fn(features: Any, mode: str) -> TowerSpec:
+  bench.fails(model_fn, ValueError, "was called inside tf.cond")
+
+
+@every_mode
+@pytest.mark.parametrize(
+  ("features", "words"),
+  [
+    (lambda: {"a": tf.ones([2]), "b": tf.ones([5, 2])}, "axis 0 has length 5"),
+    (lambda: {"a": tf.constant(2.0)}, "in axis 0; got a scalar"),
+  ],
+)
+def test_batches(mode: str, features: Any, words: str) -> None:
+  bench = Bench(mode)
+  good = bench.odd(lambda loss: bench.minimize(bench.first, loss))
+  bench.fails(good, ValueError, "`features` must", words, features=features())
+
+
+def test_labels() -> None:
+  def model_fn(features: Any, labels: Any, mode: str) -> TowerSpec:
+    raise AssertionError("called")
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+  with pytest.raises(ValueError, match="`labels` must divide into 2 towers"):
+    replicated(batch(), tf.ones([3]))
+  # Cut in two, [4, 1] and [2, 1] would broadcast.
+  for labels in (tf.ones([2, 1]), [1.0, 2.0]):
+    with pytest.raises(ValueError, match=r"gets 2 features and 1 labels"):
+      replicated(tf.ones([4, 1]), labels)
+
+
+def _returns(**spec: Any) -> Callable[[Bench], Callable[..., Any]]:
+  """A model function that trains, and returns something odd."""
+
+  def make(bench: Bench) -> Callable[..., Any]:
+    def model_fn(features: Any) -> Any:
       loss = bench.loss(features)
-      train_op = bench.minimize(bench.first, loss)
-      return TowerSpec(mode, loss, train_op, {"loss": loss})
+      bench.minimize(bench.first, loss)
+      return TowerSpec(**spec) if spec else {"loss": 3}
 
-    bench.fails(
-      model_fn,
+    return model_fn
+
+  return make
+
+
+@pytest.mark.parametrize(
+  ("make", "error", "words"),
+  [
+    (_returns(), TypeError, "in tower 0 it returned {'loss': 3}"),
+    (_returns(mode="eval"), ValueError, "'train'; in tower 0 it returned 'ev"),
+    (_returns(mode="train", metrics=[1.0]), TypeError, "`metrics` must be a"),
+    (_returns(mode="train", metrics={"a": 1.0}), TypeError, "got {'a': 1.0}"),
+    (
+      _returns(mode="train", predictions={"a": 1.0}),
       ValueError,
       "`predictions` must hold tensors with the batch in axis 0; got a scalar",
-    )
+    ),
+  ],
+)
+def test_what_is_returned(
+  bench: Bench, make: Any, error: Any, words: str
+) -> None:
+  bench.fails(make(bench), error, words)
 
-  def test_labels_that_nobody_takes(self) -> None:
-    replicated = replicate_model_fn(lambda features: None, devices=TWO)
-    with pytest.raises(ValueError, match="`labels` were given"):
-      replicated(batch(), tf.ones([2]))
 
-
-class TestAnswers:
-  def test_no_spec(self, bench: Bench) -> None:
-    def model_fn(features: Any) -> Any:
-      bench.minimize(bench.first, bench.loss(features))
-      return {"loss": 3}
-
-    bench.fails(
-      model_fn,
-      TypeError,
-      "`model_fn` must return a TowerSpec; in tower 0 it returned {'loss': 3}",
-    )
-
-  def test_another_mode(self, bench: Bench) -> None:
-    def model_fn(features: Any) -> TowerSpec:
-      bench.minimize(bench.first, bench.loss(features))
-      return TowerSpec("eval")
-
-    bench.fails(
-      model_fn,
-      ValueError,
-      "must return a TowerSpec of the mode it is called for, 'train'; in tower"
-      " 0 it returned 'eval'",
-    )
-
-  def test_an_unknown_mode(self, bench: Bench) -> None:
-    bench.fails(
-      lambda features, mode: TowerSpec(mode),
-      ValueError,
-      "`mode` must be one of ['train', 'eval', 'infer']; got 'predict'",
-      mode="predict",
-    )
-
-  @pytest.mark.parametrize(
-    ("metrics", "words"),
-    [
-      ([1.0], "`metrics` must be a dictionary of tf.keras.metrics.Metric"),
-      ({"a": 1.0}, "`metrics` must hold tf.keras.metrics.Metric objects"),
-    ],
+def test_an_unknown_mode(bench: Bench) -> None:
+  bench.fails(
+    lambda features, mode: TowerSpec(mode),
+    ValueError,
+    "`mode` must be one of ['train', 'eval', 'infer']; got 'predict'",
+    mode="predict",
   )
-  def test_no_metrics(self, bench: Bench, metrics: Any, words: str) -> None:
-    def model_fn(features: Any, mode: str) -> TowerSpec:
-      bench.minimize(bench.first, bench.loss(features))
-      return TowerSpec(mode, metrics=metrics)
-
-    bench.fails(model_fn, TypeError, words)
 
 
-class TestNesting:
-  def test_a_tower_in_a_tower(self) -> None:
-    for within in (TowerOptimizer("sgd"), "cross"):
-      opt = within
-      if within == "cross":
-        opt = CrossShardOptimizer("sgd")
-        assert TowerOptimizer(opt).inner_optimizer is opt
-        opt = TowerOptimizer(opt)
-      with pytest.raises(ValueError, match="must not be or") as caught:
-        TowerOptimizer(opt)
-      assert (
-        "`optimizer_or_optimizer_fn` must not be or contain a TowerOptimizer"
-        in str(caught.value)
-      )
-      assert "Encapsulate its inner optimizer" in str(caught.value)
+def test_nesting(bench: Bench) -> None:
+  cross = CrossShardOptimizer("sgd")
+  assert TowerOptimizer(cross).inner_optimizer is cross
+  for within in (TowerOptimizer("sgd"), TowerOptimizer(cross)):
+    with pytest.raises(ValueError, match="must not be or contain a TowerOpt"):
+      TowerOptimizer(within)
+  with pytest.raises(ValueError, match="must not be or contain a Tower"):
+    CrossShardOptimizer(TowerOptimizer("sgd"))
+  within = replicate_model_fn(lambda features: None, devices=TWO[:1])
+  with pytest.raises(ValueError, match="is replicated already"):
+    replicate_model_fn(within, devices=TWO)
 
-  def test_replicas_around_a_tower(self) -> None:
-    with pytest.raises(ValueError, match="must not be or contain a Tower"):
-      CrossShardOptimizer(TowerOptimizer("sgd"))
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    bench.minimize(bench.first, bench.loss(features))
+    within(features)
+    return TowerSpec(mode)
 
-  def test_no_optimizer(self) -> None:
-    argument = "`optimizer_or_optimizer_fn` must"
+  bench.fails(model_fn, ValueError, "Towers do not nest")
+
+
+def test_no_optimizer() -> None:
+  argument = "`optimizer_or_optimizer_fn` must"
+  for value in (3, lambda: None):
     with pytest.raises(TypeError, match=f"{argument} be an optimizer of"):
-      TowerOptimizer(3)
-    with pytest.raises(TypeError, match=f"{argument} be an optimizer of"):
-      TowerOptimizer(lambda: None)
-    with pytest.raises(ValueError, match=f"{argument} name a Keras optimizer"):
-      TowerOptimizer("nobody")
-
-  def test_replicated_twice(self) -> None:
-    once = replicate_model_fn(lambda features: None, devices=TWO)
-    with pytest.raises(ValueError, match="is replicated already"):
-      replicate_model_fn(once, devices=TWO)
-
-  def test_a_call_within_a_tower(self, bench: Bench) -> None:
-    within = replicate_model_fn(lambda features: None, devices=TWO[:1])
-
-    def model_fn(features: Any, mode: str) -> TowerSpec:
-      bench.minimize(bench.first, bench.loss(features))
-      within(features)
-      return TowerSpec(mode)
-
-    bench.fails(model_fn, ValueError, "Towers do not nest")
+      TowerOptimizer(value)
+  with pytest.raises(ValueError, match=f"{argument} name a Keras optimizer"):
+    TowerOptimizer("nobody")
 
 
-class TestMaking:
-  def test_reductions(self) -> None:
-    for reduction in ("none", "NONE", "most", None, 3):
-      with pytest.raises(ValueError, match="must be one of") as caught:
-        replicate_model_fn(lambda features: None, reduction, TWO)
-      assert "`loss_reduction` must be one of" in str(caught.value)
-      assert repr(reduction) in str(caught.value)
+class TestReplicating:
+  @pytest.mark.parametrize("reduction", ["none", "most", None, 3])
+  def test_reductions(self, reduction: Any) -> None:
+    with pytest.raises(ValueError, match="`loss_reduction` must be one") as e:
+      replicate_model_fn(lambda features: None, reduction, TWO)
+    assert repr(reduction) in str(e.value)
 
   @pytest.mark.parametrize("reduction", tf.compat.v1.losses.Reduction.all())
   def test_reductions_of_version_1(self, reduction: str) -> None:
@@ -565,140 +449,111 @@ class TestMaking:
     spec = replicated(tf.constant([1.0, 3.0]), mode="eval")
     assert float(spec.loss) == 2.0 * factor
 
-  def test_devices(self) -> None:
+  @pytest.mark.parametrize("device", ["CPU:17", "TPU:0", "/job:x/y", "first"])
+  def test_devices(self, device: str) -> None:
+    with pytest.raises(ValueError, match="of this machine") as caught:
+      replicate_model_fn(lambda features: None, devices=["CPU:0", device])
+    assert repr(device) in str(caught.value)
     with pytest.raises(ValueError, match=r"`devices` must name at least one"):
       replicate_model_fn(lambda features: None, devices=[])
-    for device in ("CPU:17", "TPU:0", "/job:nobody/x", "first"):
-      with pytest.raises(ValueError, match="of this machine") as caught:
-        replicate_model_fn(lambda features: None, devices=["CPU:0", device])
-      assert "`devices` must name devices of this machine" in str(caught.value)
-      assert repr(device) in str(caught.value)
 
   def test_no_function(self) -> None:
     with pytest.raises(TypeError, match="`model_fn` must be a function"):
       replicate_model_fn("model")  # type: ignore[arg-type]
 
 
-class TestPlaces:
-  def test_the_cross_replica_context(self) -> None:
-    replicated = replicate_model_fn(lambda features: None, devices=["", ""])
-    with (
-      testbed.mirrored().scope(),
-      pytest.raises(
-        RuntimeError, match=r"the function given to `strategy\.run`"
-      ),
-    ):
-      replicated(batch())
-
-  def test_devices_left_out_in_a_replica(self) -> None:
-    replicated = replicate_model_fn(lambda features: TowerSpec("train"))
-    with pytest.raises(ValueError, match="`devices` must be given"):
-      testbed.mirrored().run(lambda: replicated(batch()).loss)
-
-  def test_a_version_1_graph(self) -> None:
-    replicated = replicate_model_fn(lambda features: None, devices=TWO)
-    with (
-      tf.Graph().as_default(),
-      pytest.raises(RuntimeError, match="in a version 1 graph"),
-    ):
-      replicated(tf.ones([2, 1]))
-
-
-def test_bad_pairs_are_refused_where_they_are_handed_in(bench: Bench) -> None:
-  for pairs, error, words in (
-    ([], ValueError, "at least one (gradient, variable) pair"),
-    ([(None, bench.c)], ValueError, "a gradient that is not None"),
-    ([(tf.ones([2]), bench.c)], ValueError, "of their variables' shapes"),
-    ([(tf.ones([]), tf.ones([]))], TypeError, "`grads_and_vars` must hold tf."),
+def test_places() -> None:
+  replicated = replicate_model_fn(lambda features: None, devices=["", ""])
+  with (
+    testbed.mirrored().scope(),
+    pytest.raises(RuntimeError, match=r"the function given to `strategy\.run`"),
   ):
-    bench = Bench(bench.mode)
-    first: Any = bench.first
-
-    def call(loss: Any, first: Any = first, pairs: Any = pairs) -> Any:
-      return first.apply_gradients(pairs)
-
-    bench.fails(_odd(bench, call), error, words)
-  with pytest.raises(TypeError, match="`global_step` must be an integer"):
-    bench.first.minimize(lambda: bench.c, global_step=tf.Variable(1.0))
+    replicated(batch())
+  replicated = replicate_model_fn(lambda features: TowerSpec("train"))
+  with pytest.raises(ValueError, match="`devices` must be given"):
+    testbed.mirrored().run(lambda: replicated(batch()).loss)
 
 
-def test_version_1_is_left_as_it_was() -> None:
-  before = tf.compat.v1.train.Optimizer.apply_gradients
-  seen = []
+def _other_strategy() -> Any:
+  """An optimizer, and a variable, of another strategy than where it runs."""
+  with tf.distribute.MirroredStrategy(list(TWO)).scope():
+    d, optimizer = tf.Variable(1.0), TowerOptimizer(CrossShardOptimizer(sgd()))
+    optimizer.build([d])
+  return lambda grad: optimizer.apply_gradients([(grad, d)])
+
+
+def _no_row() -> Any:
+  table, optimizer = tf.Variable([[1.0], [2.0]]), TowerOptimizer(sgd)
+  rows = tf.IndexedSlices(tf.ones([1, 1]), [2], [2, 1])
+  return lambda grad: optimizer.apply_gradients([(rows, table)])
+
+
+@pytest.mark.parametrize(
+  ("second", "error", "words"),
+  [
+    (lambda b: lambda g: b.other.apply_gradients([]), ValueError, "at least"),
+    (
+      lambda b: lambda g: b.other.apply_gradients([(tf.ones([2]), b.c)]),
+      ValueError,
+      "of their variables' shapes",
+    ),
+    (
+      lambda b: lambda g: b.other.apply_gradients([(g, b.c)], bogus=3),
+      TypeError,
+      "unexpected keyword argument 'bogus'",
+    ),
+    (
+      lambda b: lambda g: b.other.apply_gradients([(g, b.c)], tf.Variable(1.0)),
+      TypeError,
+      "`global_step` must be an integer",
+    ),
+    (lambda b: _other_strategy(), RuntimeError, "strategy"),
+    (lambda b: _no_row(), ValueError, "which has 2, has the rows 2 to 2"),
+  ],
+)
+def test_nothing_is_half_done(
+  bench: Bench, second: Any, error: Any, words: str
+) -> None:
+  """The first of two optimizers has not applied when the second is found."""
+  call = second(bench)
 
   def model_fn(features: Any, mode: str) -> TowerSpec:
-    seen.append(tf.compat.v1.train.Optimizer.apply_gradients is before)
-    return TowerSpec(mode, tf.reduce_sum(features))
+    grad = tf.reduce_sum(features)
+    bench.first.apply_gradients([(grad, bench.c)])
+    return TowerSpec(mode, None, call(grad))
+
+  bench.fails(model_fn, error, words)
+
+
+@every_mode
+def test_a_step_that_fails_builds_no_optimizer(mode: str) -> None:
+  c, d = tf.Variable(10.0), tf.Variable(10.0)
+  optimizer, other = TowerOptimizer(sgd), TowerOptimizer(sgd)
+  other.build([c])
+  is_bad = [True]
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    loss = tf.reduce_sum((c + d) * features)
+    if is_bad[0]:
+      optimizer.minimize(loss, var_list=[c])
+      other.apply_gradients([(tf.constant(1.0), d)])
+    else:  # Built on all that it updates, in both calls.
+      optimizer.minimize(loss, var_list=[c])
+      optimizer.minimize(loss, var_list=[d])
+    return TowerSpec(mode, loss)
 
   replicated = replicate_model_fn(model_fn, devices=TWO)
-  replicated(tf.constant([[1.0], [2.0]]), mode="eval")
-  assert seen == [False, False]
-  assert tf.compat.v1.train.Optimizer.apply_gradients is before
-  weight = tf.Variable(1.0)
-  v1.GradientDescentOptimizer(0.5).apply_gradients([(tf.constant(1.0), weight)])
-  assert float(weight.numpy()) == 0.5
-
-
-class TestBeforeTheUpdate:
-  """Found before the first of several optimizers has applied."""
-
-  @pytest.mark.parametrize("mode", MODES)
-  def test_a_variable_that_the_second_does_not_know(self, mode: str) -> None:
-    a, b, c = (tf.Variable(10.0) for _ in "abc")
-    first, second = TowerOptimizer(sgd()), TowerOptimizer(sgd())
-    testbed.build(second.inner_optimizer, [b])
-
-    def model_fn(features: Any, mode: str) -> TowerSpec:
-      first.minimize(tf.reduce_sum(a * features), var_list=[a])
-      second.apply_gradients([(tf.reduce_sum(features), c)])
-      return TowerSpec(mode)
-
-    replicated = caller(replicate_model_fn(model_fn, devices=TWO), mode)
-    with pytest.raises((ValueError, KeyError), match=r"(?i)unknown variable"):
-      replicated(batch())
-    assert [float(v) for v in (a, b, c)] == [10.0] * 3
-    assert int(first.iterations) == 0
-
-  @pytest.mark.parametrize("mode", MODES)
-  def test_one_optimizer_is_built_on_all_that_it_updates(
-    self, mode: str
-  ) -> None:
-    a, b = tf.Variable(10.0), tf.Variable(10.0)
-    optimizer = TowerOptimizer(sgd(momentum=0.5))
-
-    def model_fn(features: Any, mode: str) -> TowerSpec:
-      optimizer.minimize(tf.reduce_sum(a * features), var_list=[a])
-      optimizer.minimize(tf.reduce_sum(2.0 * b * features), var_list=[b])
-      return TowerSpec(mode)
-
-    caller(replicate_model_fn(model_fn, devices=TWO), mode)(batch())
-    assert [float(a), float(b)] == [7.0, 4.0]
-
-
-@pytest.mark.parametrize("devices", [TWO, TWO[:1]])
-@pytest.mark.parametrize("mode", MODES)
-def test_optimizers_are_for_training(mode: str, devices: Any) -> None:
-  c = tf.Variable(10.0)
-  optimizer = TowerOptimizer(sgd())
-
-  def model_fn(features: Any, mode: str) -> TowerSpec:
-    loss = tf.reduce_sum(c * features)
-    return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
-
-  replicated = replicate_model_fn(model_fn, devices=devices)
-  evaluate = caller(lambda x: replicated(x, mode="eval"), mode)
-  with pytest.raises(ValueError, match='in the mode "train" only'):
-    evaluate(batch())
-  assert float(c) == 10.0
+  with pytest.raises(ValueError, match=r"Unknown variable|was built"):
+    caller(replicated, mode)(batch())
+  is_bad[0] = False
   caller(replicated, mode)(batch())
-  assert float(c) == 7.0
+  assert float(c) == float(d) == 7.0
 
 
 def test_gradients_of_one_s_own_under_a_mean_are_warned_of(
   caplog: pytest.LogCaptureFixture,
 ) -> None:
-  c = tf.Variable(10.0)
-  optimizer = TowerOptimizer(sgd())
+  c, optimizer = tf.Variable(10.0), TowerOptimizer(sgd())
 
   def model_fn(features: Any, mode: str, params: bool) -> TowerSpec:
     with tf.GradientTape() as tape:

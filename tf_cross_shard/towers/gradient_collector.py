@@ -8,45 +8,58 @@ would leave a step half done.
 
 import contextlib
 import dataclasses
-import re
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from tf_cross_shard import validation
-from tf_cross_shard.gradients import loss_factor
+from tf_cross_shard.gradients import compute, indexed_slices, loss_factor
 from tf_cross_shard.gradients.clipping import Gradient
-from tf_cross_shard.towers import gradient_sums
+from tf_cross_shard.towers import shared_variables
 
-# Applies sums of gradients, by optimizer's own means, and answers the count.
+# Applies gradients, by the optimizer's own means; returns the count of steps.
 Apply = Callable[[list[Gradient], list[Any]], Any]
 
-# Begins an update by the optimizer that a tower made for its so-manyth call, or
-# by one that was there before.
-Updating = Callable[[int | None], contextlib.AbstractContextManager[Any]]
+# Operations that change a variable. Those that call a function say what they
+# only read.
+_WRITES: Final = (
+  "Assign",
+  "ResourceApply",
+  "ResourceSparseApply",
+  "ResourceScatter",
+)
+_READ_ONLY: Final = "_read_only_resource_inputs"
 
-# What an optimizer that towers make is called without numbers, and its
-# variables; by the place of its call, and by that name if its state has it too.
-Orders = dict[tuple[int, str], tuple[str, list[Any]]]
-
-_here = threading.local()  # Replicas may be threads, each with its towers.
-_used = threading.Event()
+_OUTSIDE: Final = shared_variables.CallVariables(
+  shared_variables.SharedVariables(), ""
+)
+_local = threading.local()  # Replicas may be threads, each with its towers.
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-  """One `apply_gradients` in one tower."""
+  """One `apply_gradients` of a TowerOptimizer in one tower."""
 
-  owner: Any
-  optimizer: str
-  grads: Sequence[Gradient]
-  variables: Sequence[Any]
+  optimizer: Any
+  grads: list[Gradient]
+  variables: list[Any]
   apply: Apply
-  check: Callable[[list[Any]], None]
-  prepare: Callable[[list[Any]], None]
+
+  @property
+  def label(self) -> str:
+    """The encapsulated optimizer, for errors."""
+    inner = self.optimizer.inner_optimizer
+    return f"{type(inner).__name__}({self.optimizer.get_name()!r})"
+
+  def is_like(self, other: "Call") -> bool:
+    """Whether both are calls of one optimizer."""
+    ours, theirs = self.optimizer, other.optimizer
+    return ours.inner_optimizer is theirs.inner_optimizer
 
 
 class Towers:
@@ -56,22 +69,19 @@ class Towers:
     self,
     count: int,
     reduction: str,
+    variables: shared_variables.CallVariables,
     trains: bool = True,
-    updating: Updating = contextlib.nullcontext,
-    orders: Orders | None = None,
   ) -> None:
     """Starts before the first tower."""
     self.count = count
-    self._updating = updating
-    self._orders: Orders = {} if orders is None else orders
-    self._next = 0
-    self.trains = trains
+    self.variables = variables
     self.reduction = reduction
+    self.trains = trains
     self.tape: tf.GradientTape | None = None
-    self.made: list[Any] = []
-    self._scaled: list[Any] = []
+    self._scaled: set[int] = set()
     self._calls: list[list[Call]] = []
-    self._program = _program()
+    self._graph = _graph()
+    self._seen: dict[int, tf.Tensor] = {}  # values after the last tower
 
   @property
   def factor(self) -> float:
@@ -84,166 +94,132 @@ class Towers:
     return any(self._calls)
 
   @contextlib.contextmanager
-  def one(self) -> Iterator[None]:
+  def tower(self) -> Iterator[None]:
     """Runs one tower. What it called is checked against the first."""
     self._calls.append([])
-    records = self.trains and tf.executing_eagerly()
+    before = 0 if self._graph is None else len(self._graph.get_operations())
+    records = self.trains and self._graph is None
     tape = tf.GradientTape(persistent=True) if records else None
-    outer, _here.towers, self.tape = current(), self, tape
+    outer, _local.towers, self.tape = current(), self, tape
     try:
       with tape or contextlib.nullcontext():
         yield
     finally:
-      _here.towers, self.tape = outer, None
+      _local.towers, self.tape = outer, None
     first, last = self._calls[0], self._calls[-1]
     if len(last) < len(first):
-      raise ValueError(
-        self._odd(
-          f"called {len(last)} optimizers, tower 0 called {len(first)}:"
-          f" {first[len(last)].optimizer} is missing"
-        )
+      raise self._odd(
+        f"called {len(last)} optimizers, tower 0 called {len(first)}:"
+        f" {first[len(last)].label} is missing"
       )
+    if self.trains and self.count > 1:
+      self._check_unchanged(self._changed(tape, before))
 
   def collect(self, call: Call) -> None:
     """Keeps what one tower would apply."""
-    if _program() is not self._program:
+    if _graph() is not self._graph:
       raise ValueError(
-        f"{call.optimizer} was called inside tf.cond, tf.while_loop or a"
+        f"{call.label} was called inside tf.cond, tf.while_loop or a"
         " tf.function of its own within `model_fn`. Its gradients must leave"
         " the tower to be added up: return the loss from there, and call the"
         " optimizer in model_fn itself."
       )
-    is_divided = any(call.owner is each for each in self._scaled)
-    if self.reduction == loss_factor.MEAN and not is_divided:
+    scaled = id(call.optimizer.inner_optimizer) in self._scaled
+    if self.factor != 1.0 and not scaled:
       logging.log_first_n(
         logging.WARNING,
         "%s is given gradients that it did not compute, in %d towers whose mean"
         " is wanted. They are summed: multiply the loss by %s before you"
         " differentiate it, or take them by compute_gradients or minimize.",
         1,
-        *(call.optimizer, self.count, self.factor),
+        *(call.label, self.count, self.factor),
       )
     calls = self._calls[-1]
     at = len(calls)
     calls.append(call)
-    if len(self._calls) == 1:
-      return
     if at >= len(self._calls[0]):
-      raise ValueError(
-        self._odd(f"called {call.optimizer}, which tower 0 did not call")
-      )
+      raise self._odd(f"called {call.label}, which tower 0 did not call")
     first = self._calls[0][at]
-    if not self._is_same(first, call):
-      raise ValueError(
-        self._odd(
-          f"called {call.optimizer} where tower 0 called {first.optimizer}"
-        )
+    if not call.is_like(first):
+      raise self._odd(f"called {call.label} where tower 0 called {first.label}")
+    if _ids(call.variables) != _ids(first.variables):
+      raise self._odd(
+        f"called {call.label} with the variables {_names(call.variables)},"
+        f" tower 0 with {_names(first.variables)}"
       )
-    if gradient_sums.counted(first.variables) != gradient_sums.counted(
-      call.variables
-    ):
-      raise ValueError(
-        self._odd(
-          f"called {call.optimizer} with the variables"
-          f" {gradient_sums.names(call.variables)}, tower 0 with"
-          f" {gradient_sums.names(first.variables)}"
-        )
-      )
-
-  def is_made_here(self, owner: Any) -> bool:
-    """Whether a tower made an optimizer, and every tower has its own."""
-    return any(owner is each for each in self.made)
-
-  @contextlib.contextmanager
-  def update(self, owner: Any, place: int | None = None) -> Iterator[int]:
-    """Begins an update by an optimizer."""
-    if place is None:
-      place, self._next = self._next, self._next + 1
-    with self._updating(place if self.is_made_here(owner) else None):
-      yield place
 
   def prepare(self) -> None:
     """Makes slots, and finds what cannot be applied, before anything is."""
+    self._seen.clear()  # An update copies what is still looked at.
     last = self._calls[-1]
-    wanted = [
-      [v for each in last if each.owner is call.owner for v in each.variables]
-      for call in last
-    ]
-    for call, variables in zip(last, wanted, strict=True):
-      call.check(variables)
-    for call in (call for calls in self._calls for call in calls):
+    for call in last:
+      call.optimizer.check_known(call.variables)
+    for call in itertools.chain(*self._calls):
       for grad, variable in zip(call.grads, call.variables, strict=True):
         validation.check_rows(grad, variable)
-    ordered = [
-      self.in_order(call.owner, call.optimizer, place, variables)
-      for place, (call, variables) in enumerate(zip(last, wanted, strict=True))
-    ]
-    for place, (call, variables) in enumerate(zip(last, ordered, strict=True)):
-      with self.update(call.owner, place):
-        call.prepare(variables)
-
-  def in_order(
-    self, owner: Any, optimizer: str, place: int, variables: Sequence[Any]
-  ) -> list[Any]:
-    """What to build an optimizer on: slots are found again by their order."""
-    unique = {gradient_sums.key(variable): variable for variable in variables}
-    if not self.is_made_here(owner):
-      return list(unique.values())
-    mine = _unnumbered(optimizer)
-    by_name = getattr(owner, "_state_has_its_name", True)
-    known, first = self._orders.setdefault(
-      (place, mine if by_name else ""), (mine, list(unique.values()))
-    )
-    if known != mine or set(map(gradient_sums.key, first)) != set(unique):
-      remedy = "Make it outside of model_fn"
-      if by_name:
-        remedy += ", or give each optimizer a name of its own"
-      raise ValueError(
-        f"`model_fn` makes {optimizer} for {gradient_sums.names(variables)}, and"
-        f" made {known} for {gradient_sums.names(first)} in its place before. What that has"
-        f" kept would be taken for this one's. {remedy}. Nothing was applied."
-      )
-    return [unique[gradient_sums.key(variable)] for variable in first]
+    for call in last:
+      same = [each.variables for each in last if each.is_like(call)]
+      call.optimizer.prepare(list(itertools.chain(*same)))
 
   def apply(self) -> Any:
     """Sums every call over the towers and applies each sum once."""
-    calls = list(zip(*self._calls, strict=True))
-    every = [g for each in calls for call in each for g in call.grads]
+    grads = [g for call in itertools.chain(*self._calls) for g in call.grads]
     # No variable changes before all gradients are there: an error in any of
     # them leaves the step undone. In eager execution they are there.
+    needed = [getattr(g, "values", g) for g in grads if g is not None]
     result: Any = None
-    with tf.control_dependencies(gradient_sums.tensors(every)):
-      for place, same in enumerate(calls):
-        variables = list(same[-1].variables)
-        with self.update(same[-1].owner, place):
-          result = same[-1].apply(
-            gradient_sums.total(
-              [(each.grads, each.variables) for each in same], variables
-            ),
-            variables,
-          )
+    with tf.control_dependencies(needed):
+      for same in zip(*self._calls, strict=True):
+        variables = same[-1].variables
+        every = zip(*(call.grads for call in same), strict=True)
+        result = same[-1].apply(list(map(_add, every, variables)), variables)
     return result
 
-  def note_scaled(self, owner: Any) -> None:
+  def note_scaled(self, optimizer: Any) -> None:
     """Remembers that an optimizer divided this step's loss by the towers."""
-    self._scaled.append(owner)
+    self._scaled.add(id(optimizer))
 
-  def _is_same(self, first: Call, call: Call) -> bool:
-    """Whether two towers called one optimizer, or each its own of one kind."""
-    if call.owner is first.owner:
-      return True
-    owners = [each.owner for each in self._calls[0]]
-    if any(call.owner is owner for owner in owners):
-      return False
-    if not all(map(self.is_made_here, (first.owner, call.owner))):
-      return False  # They were there before, and are two.
-    # One that a model function makes has another number in each call.
-    return _unnumbered(call.optimizer) == _unnumbered(first.optimizer)
+  def _changed(self, tape: tf.GradientTape | None, before: int) -> list[Any]:
+    """The trainable variables that a tower changed by itself."""
+    if tape is not None:
+      changed = []
+      for variable in tape.watched_variables():
+        now = variable.read_value()
+        then = self._seen.setdefault(id(variable), now)
+        if not _is_same(then, now):
+          changed.append(variable)
+      return changed
+    graph = self._graph
+    assert graph is not None
+    handles = {
+      graph.capture(variable.handle).name: variable
+      for variable in compute.read_by_graph()
+      # What is new is given its start. A tf.function traces once more then.
+      if id(compute.whole(variable)) not in self.variables.new
+    }
+    written = {
+      name for op in graph.get_operations()[before:] for name in _written(op)
+    }
+    return [handles[name] for name in handles if name in written]
 
-  def _odd(self, text: str) -> str:
-    """The message for a tower that does other things than the first."""
-    return (
-      f"`model_fn` must call the same optimizers in the same order in every"
+  def _check_unchanged(self, changed: Sequence[Any]) -> None:
+    """Raises `ValueError` for an optimizer that cannot collect.
+
+    It is found afterwards: in eager execution the variables have changed, and a
+    graph with such an operation never runs.
+    """
+    if changed:
+      raise ValueError(
+        "`model_fn` must apply gradients through a TowerOptimizer when it is"
+        f" replicated; tower {len(self._calls) - 1} of {self.count} changed"
+        f" {_names(changed)} by itself. Use TowerOptimizer(optimizer); after"
+        " eager execution restore the variables, which have changed."
+      )
+
+  def _odd(self, text: str) -> ValueError:
+    """The error for a tower that does other things than the first."""
+    return ValueError(
+      "`model_fn` must call the same optimizers in the same order in every"
       f" tower; tower {len(self._calls) - 1} {text}. Nothing was applied. Call"
       " them whatever part of the batch the tower got."
     )
@@ -251,72 +227,67 @@ class Towers:
 
 def current() -> Towers | None:
   """The towers that the caller runs in, or None."""
-  towers: Towers | None = getattr(_here, "towers", None)
+  towers: Towers | None = getattr(_local, "towers", None)
   return towers
 
 
-@contextlib.contextmanager
-def not_recording() -> Iterator[None]:
-  """Keeps what is computed for an update off the tower's tape."""
+def variables() -> shared_variables.CallVariables:
+  """What hands out variables where the caller runs; nothing outside towers."""
   towers = current()
-  if towers is None or towers.tape is None:
-    yield
-  else:
-    with towers.tape.stop_recording():
-      yield
+  return _OUTSIDE if towers is None else towers.variables
 
 
-def note_made(owner: Any) -> None:
-  """Remembers that a tower made an optimizer, as each of them may."""
-  towers = current()
-  if towers is not None:
-    towers.made.append(owner)
-
-
-def note_use() -> None:
-  """Remembers that gradients were applied by an optimizer that can collect."""
-  _used.set()
-
-
-def has_been_used() -> bool:
-  """Whether such an optimizer applied gradients in this program."""
-  return _used.is_set()
-
-
-def check_trains(optimizer: str) -> None:
-  """Checks that an optimizer is not called where nothing is to be trained."""
-  towers = current()
-  if towers is not None and not towers.trains:
-    raise ValueError(
-      f'`model_fn` must call optimizers in the mode "train" only; it called'
-      f" {optimizer} in another. Nothing was applied. Look at `mode` first."
-    )
-
-
-def check_outside(optimizer: str) -> None:
-  """Checks that an optimizer that cannot collect is not called in a tower."""
-  towers = current()
-  if towers is not None and towers.count > 1:
-    raise ValueError(not_a_tower(optimizer, towers.count))
-
-
-def not_a_tower(optimizer: str, count: int) -> str:
-  """The message for an optimizer that every tower would apply by itself."""
-  return (
-    f"`model_fn` must apply gradients through a TowerOptimizer when it is"
-    f" replicated; it calls {optimizer}, which would apply the gradients of"
-    f" each of the {count} towers by themselves. Nothing was applied. Use"
-    f" TowerOptimizer({optimizer})."
-  )
-
-
-def _program() -> Any:
+def _graph() -> Any:
   """What operations are added to; None where they run at once."""
   if tf.executing_eagerly():
     return None
   return tf.compat.v1.get_default_graph()
 
 
-def _unnumbered(name: str) -> str:
-  """A name without the number that Keras made it unique by."""
-  return re.sub(r"_\d+", "", name)
+def _is_same(then: tf.Tensor, now: tf.Tensor) -> bool:
+  """Whether two values are equal to the bit; a NaN is like itself."""
+  one, other = (np.asarray(x).reshape(-1).view(np.uint8) for x in (then, now))
+  return np.array_equal(one, other)
+
+
+def _written(op: tf.Operation) -> list[str]:
+  """Names of the resources that an operation changes."""
+  calls = _READ_ONLY in op.node_def.attr
+  if not calls and not op.type.startswith(_WRITES):
+    return []
+  read = set(op.get_attr(_READ_ONLY)) if calls else ()
+  return [each.name for at, each in enumerate(op.inputs) if at not in read]
+
+
+def _ids(variables: Sequence[Any]) -> list[int]:
+  """What variables are known by; Keras may wrap one in several objects."""
+  return [id(validation.native(variable)) for variable in variables]
+
+
+def _names(variables: Sequence[Any]) -> list[str]:
+  """The names of variables, for errors."""
+  return [str(getattr(v, "path", None) or v.name) for v in variables]
+
+
+def _add(grads: Sequence[Gradient], variable: Any) -> Gradient:
+  """A sum that stays row-sparse if all terms are; None without any."""
+  present = [grad for grad in grads if grad is not None]
+  if not present:
+    return None
+  if len({grad.dtype for grad in present}) > 1:
+    present = [indexed_slices.cast(grad, variable) for grad in present]
+  if all(isinstance(grad, tf.IndexedSlices) for grad in present):
+    rows = tf.IndexedSlices(
+      tf.concat([grad.values for grad in present], axis=0),
+      tf.concat([grad.indices for grad in present], axis=0),
+      present[0].dense_shape,
+    )
+    return indexed_slices.merge_duplicates(rows)
+  return tf.add_n(
+    [
+      indexed_slices.to_dense(grad, variable)
+      if isinstance(grad, tf.IndexedSlices)
+      else grad
+      for grad in present
+    ]
+  )

@@ -8,21 +8,19 @@ features, labels -> split -> tower_0: model_fn -+-> merged TowerSpec
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
 
 from tf_cross_shard.gradients import loss_factor
 from tf_cross_shard.towers import (
-  batch,
+  batch_split,
   gradient_collector,
-  refusing,
   shared_variables,
 )
 from tf_cross_shard.towers import tower_spec as spec_lib
 
-_OPTIONAL: Final = ("labels", "mode", "params", "config")
 _MODES: Final = (
   spec_lib.ModeKeys.TRAIN,
   spec_lib.ModeKeys.EVAL,
@@ -46,18 +44,7 @@ class ReplicatedModelFn:
   def __init__(
     self, model_fn: Callable[..., Any], loss_reduction: Any, devices: Any
   ) -> None:
-    """Checks the arguments, which `replicate_model_fn` explains.
-
-    Args:
-      model_fn: The function of one tower.
-      loss_reduction: `"mean"` or `"sum"`, in any accepted spelling.
-      devices: Names of devices; None for those of this machine.
-
-    Raises:
-      ValueError: If the last two have no valid value, or `model_fn` is
-        replicated already.
-      TypeError: If `model_fn` is no function.
-    """
+    """Checks the arguments, which `replicate_model_fn` explains."""
     if isinstance(model_fn, ReplicatedModelFn):
       raise ValueError(
         f"`model_fn` must be a function of one tower; got {model_fn!r}, which"
@@ -70,25 +57,28 @@ class ReplicatedModelFn:
         " TowerSpec."
       )
     self._model_fn = model_fn
-    self._takes = _parameters(model_fn)
+    self._parameters = inspect.signature(model_fn).parameters
     self._reduction = _loss_reduction(loss_reduction)
     self._devices = None if devices is None else _as_devices(devices)
     self._shared = shared_variables.SharedVariables()
     self._metrics: dict[tuple[str, str], Any] = {}
-    self._orders: gradient_collector.Orders = {}
 
   @property
   def devices(self) -> list[str]:
     """Where the towers run: given, or this machine's GPUs, or its CPUs."""
-    return list(self._devices or _local_devices())
+    local = [
+      [device.name for device in tf.config.list_logical_devices(kind)]
+      for kind in ("GPU", "CPU")
+    ]
+    return list(self._devices or local[0] or local[1])
 
   @property
   def variables(self) -> list[Any]:
     """What model_fn made so far: `tf.Variable` objects, each once."""
-    return list(self._shared.variables)
+    return self._shared.variables
 
   def reset_metrics(self) -> None:
-    """Sets all metrics that model_fn answered so far back to their start."""
+    """Sets all metrics that model_fn returned so far back to their start."""
     for metric in self._metrics.values():
       metric.reset_state()
 
@@ -100,7 +90,7 @@ class ReplicatedModelFn:
     params: Any = None,
     config: Any = None,
   ) -> spec_lib.TowerSpec:
-    """Runs the towers and merges what they answer.
+    """Runs the towers and merges what they return.
 
     Args:
       features: A nest of tensors, the batch along axis 0.
@@ -117,35 +107,35 @@ class ReplicatedModelFn:
         not fit together, or in several towers gradients were applied by none
         or by another than a TowerOptimizer.
       TypeError: If model_fn does not return a TowerSpec.
-      RuntimeError: If it is called where towers cannot run.
+      RuntimeError: If it is called in the cross-replica context.
     """
-    devices = self._check(labels, mode)
-    parts = batch.split("features", features, len(devices))
-    labels_parts = batch.split("labels", labels, len(devices))
-    batch.check_alike(features, labels)
-    options = self._options({"mode": mode, "params": params, "config": config})
-    trains = mode == spec_lib.ModeKeys.TRAIN
-    towers = gradient_collector.Towers(
-      len(devices),
-      self._reduction,
-      trains,
-      self._shared.updating,
-      self._orders,
-    )
+    devices = self._check(mode)
+    parts = batch_split.split("features", features, len(devices))
+    labels_parts = batch_split.split("labels", labels, len(devices))
+    batch_split.check_alike(parts[0], labels_parts[0])
+    options = {"mode": mode, "params": params, "config": config}
     specs = []
-    with self._shared.kept():
+    with self._shared.call(mode) as variables:
+      trains = mode == spec_lib.ModeKeys.TRAIN
+      towers = gradient_collector.Towers(
+        len(devices), self._reduction, variables, trains
+      )
       for tower, device in enumerate(devices):
-        if "labels" in self._takes:
-          options["labels"] = labels_parts[tower]
-        with self._in_tower(towers, tower, device):
-          answer = self._model_fn(parts[tower], **_own(options))
-        specs.append(spec_lib.check(answer, tower, mode))
-      merged = self._merge(towers, specs, devices)
-    return merged
+        options["labels"] = labels_parts[tower]
+        with (
+          _on(device),
+          tf.name_scope(f"tower_{tower}"),
+          variables.tower(),
+          towers.tower(),
+        ):
+          spec = self._model_fn(parts[tower], **self._taken(options))
+        specs.append(spec_lib.check(spec, tower, mode))
+        variables.check_tower(specs[-1].metrics)
+      return self._merge(towers, specs, devices[0])
 
   @tf.autograph.experimental.do_not_convert
-  def _check(self, labels: Any, mode: Any) -> list[str]:
-    """Checks place and arguments; answers the devices."""
+  def _check(self, mode: Any) -> list[str]:
+    """Checks place and arguments; returns the devices."""
     if gradient_collector.current() is not None:
       raise ValueError(
         "A replicated `model_fn` was called within a tower of another. Towers"
@@ -157,19 +147,9 @@ class ReplicatedModelFn:
         " (inside strategy.scope() but outside strategy.run). Call it inside"
         " the function given to `strategy.run`."
       )
-    if not tf.executing_eagerly() and not tf.inside_function():
-      raise RuntimeError(
-        "A replicated `model_fn` was called in a version 1 graph. Call it"
-        " eagerly or inside tf.function."
-      )
     if mode not in _MODES:
       raise ValueError(
         f"`mode` must be one of {list(_MODES)}; got {mode!r}. Use ModeKeys."
-      )
-    if labels is not None and "labels" not in self._takes:
-      raise ValueError(
-        f"`labels` were given, and {self._model_fn!r} takes none. Add an"
-        " argument `labels`, or leave them out."
       )
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     if self._devices is None and replicas > 1:
@@ -181,72 +161,52 @@ class ReplicatedModelFn:
     return self.devices
 
   @tf.autograph.experimental.do_not_convert
-  def _options(self, options: dict[str, Any]) -> dict[str, Any]:
+  def _taken(self, options: dict[str, Any]) -> dict[str, Any]:
     """Those that the model function takes, and has not better ones of its own.
 
     None is for what the caller left out: a default, or what functools.partial
-    has bound, is to stay.
+    has bound, is to stay. What one tower changes in `params` is not another's.
     """
-    return {
-      name: value
-      for name, value in options.items()
-      if name in self._takes
-      and not (value is None and _has_default(self._model_fn, name))
-    }
-
-  @contextlib.contextmanager
-  @tf.autograph.experimental.do_not_convert
-  def _in_tower(
-    self, towers: gradient_collector.Towers, tower: int, device: str
-  ) -> Iterator[None]:
-    """The device, the names, the variables and the gradients of one tower."""
-    scope = tf.compat.v1.get_variable_scope()
-    with (
-      _on(device),
-      tf.name_scope(f"tower_{tower}"),
-      # For get_variable, which refuses a name that is there already.
-      tf.compat.v1.variable_scope(
-        scope, reuse=tf.compat.v1.AUTO_REUSE, auxiliary_name_scope=False
-      ),
-      self._shared.reused(),
-      refusing.plain_optimizers(towers.count),
-      towers.one(),
-    ):
-      yield
+    empty, any_name = inspect.Parameter.empty, inspect.Parameter.VAR_KEYWORD
+    takes_all = any(p.kind is any_name for p in self._parameters.values())
+    taken = {}
+    for name, value in options.items():
+      parameter = self._parameters.get(name)
+      has_default = parameter is not None and parameter.default is not empty
+      is_taken = parameter is not None or takes_all
+      if is_taken and not (value is None and has_default):
+        taken[name] = copy.copy(value) if name == "params" else value
+    return taken
 
   @tf.autograph.experimental.do_not_convert
   def _merge(
     self,
     towers: gradient_collector.Towers,
     specs: Sequence[spec_lib.TowerSpec],
-    devices: Sequence[str],
+    device: str,
   ) -> spec_lib.TowerSpec:
-    """Applies what was collected, and makes one answer of all."""
-    train = specs[0].mode == spec_lib.ModeKeys.TRAIN
-    if train and towers.count > 1 and not towers.has_calls:
+    """Applies what was collected, and makes one spec of all."""
+    if towers.trains and towers.count > 1 and not towers.has_calls:
       raise ValueError(
         "`model_fn` must apply gradients through a TowerOptimizer when it is"
         f" replicated; no TowerOptimizer was called in {towers.count} towers"
         f" in mode {specs[0].mode!r}. Use TowerOptimizer(optimizer), and call"
         " its minimize or apply_gradients."
       )
-    # All that can be wrong with the answers is found before the update.
+    # All that can be wrong with the specs is found before the update.
     merged = spec_lib.merge(specs, self._reduction)
     for name, metric in (specs[-1].metrics or {}).items():
-      self._metrics[specs[-1].mode, name] = metric
+      self._metrics[merged.mode, name] = metric
     if not towers.has_calls:
       return merged
     answers = tf.nest.flatten(merged, expand_composites=True)
-    with (
-      _on(devices[0]),  # where the variables are
-      tf.name_scope(f"tower_{towers.count - 1}"),
-      self._shared.reused(),
-    ):
+    # Variables are on the first device.
+    with _on(device), tf.name_scope(f"tower_{towers.count - 1}"):
       # Slots may be made outside of the program: they depend on nothing in it.
       towers.prepare()
       # Nothing is to go wrong after the update in a graph either.
       with tf.control_dependencies(list(filter(tf.is_tensor, answers))):
-        return merged.having_applied(towers.apply())
+        return merged._replace(train_op=towers.apply())
 
 
 def replicate_model_fn(
@@ -267,10 +227,12 @@ def replicate_model_fn(
   has returned. In a tf.function towers run in parallel.
 
   All towers, and all calls, share one set of variables, also those that
-  model_fn makes itself. These are made by the first call, on the first device;
-  afterwards they are known by their names, and where Keras gave those, by their
-  order. A tf.function makes variables in its first call only: use one for each
-  mode, or call without tf.function first. What is made outside keeps its own.
+  model_fn makes itself, on the first device: the i-th that it makes is the i-th
+  that its first call made, and another shape, dtype or number of them is an
+  error. Optimizers and `metrics` may differ between modes if they are made
+  after the others. Those of `tf.compat.v1.get_variable` go by name. Build what
+  is made outside before the first call. A tf.function makes variables in its
+  first call only: use one for each mode, or call without tf.function first.
 
   >>> from tf_cross_shard import TowerOptimizer, TowerSpec
   >>> c = tf.Variable(10.0)
@@ -305,42 +267,10 @@ def replicate_model_fn(
   return ReplicatedModelFn(model_fn, loss_reduction, devices)
 
 
-def _own(options: dict[str, Any]) -> dict[str, Any]:
-  """Arguments for one tower: what it changes is not to be another's."""
-  return {
-    name: _copied(value) if name == "params" else value
-    for name, value in options.items()
-  }
-
-
-def _copied(value: Any) -> Any:
-  """A copy of dictionaries and lists; what they hold stays what it is."""
-  if isinstance(value, dict):
-    again = copy.copy(value)  # of its own class, which may order its keys
-    again.update({key: _copied(each) for key, each in value.items()})
-    return again
-  return list(map(_copied, value)) if type(value) is list else value
-
-
 def _on(device: str) -> contextlib.AbstractContextManager[Any]:
   """Puts operations on a device; leaves them where they are for `""`."""
   context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
   return tf.device(device) if device else context
-
-
-def _parameters(model_fn: Callable[..., Any]) -> list[str]:
-  """Which of the optional arguments a model function takes."""
-  parameters = inspect.signature(model_fn).parameters.values()
-  if any(each.kind is each.VAR_KEYWORD for each in parameters):
-    return list(_OPTIONAL)
-  names = [each.name for each in parameters]
-  return [name for name in _OPTIONAL if name in names]
-
-
-def _has_default(model_fn: Callable[..., Any], name: str) -> bool:
-  """Whether an argument of a model function may be left out."""
-  parameter = inspect.signature(model_fn).parameters.get(name)
-  return parameter is not None and parameter.default is not parameter.empty
 
 
 def _loss_reduction(loss_reduction: Any) -> str:
@@ -357,51 +287,27 @@ def _loss_reduction(loss_reduction: Any) -> str:
 
 def _as_devices(devices: Any) -> list[str]:
   """The names of devices that are there."""
-  try:
-    given = [devices] if isinstance(devices, str) else list(devices)
-    names = [getattr(each, "name", each) for each in given]
-    if not all(isinstance(name, (str, type(None))) for name in names):
-      raise TypeError
-  except TypeError:
-    raise TypeError(
-      f"`devices` must hold names of devices; got {devices!r}. Use for example"
-      ' ["GPU:0", "GPU:1"], or tf.config.list_logical_devices("GPU").'
-    ) from None
+  given = [devices] if isinstance(devices, str) else list(devices)
+  names = [getattr(each, "name", each) or "" for each in given]
   if not names:
     raise ValueError(
       "`devices` must name at least one device; got []. Leave it None to take"
       " all of this machine."
     )
   there = [device.name for device in tf.config.list_logical_devices()]
-  specs = [tf.DeviceSpec.from_string(name) for name in there]
-  for name in names:
+  specs = list(map(tf.DeviceSpec.from_string, there))
+  for name in filter(None, names):
     try:
-      wanted = tf.DeviceSpec.from_string(name or "")
+      wanted = tf.DeviceSpec.from_string(name)
     except (AttributeError, ValueError):
-      wanted = None
-    if name and not any(_is_in(wanted, spec) for spec in specs):
+      wanted = tf.DeviceSpec()
+    # A spec of a local device goes on to be itself with what is asked for.
+    if not wanted.device_type or not any(
+      spec.make_merged_spec(wanted) == spec for spec in specs
+    ):
       raise ValueError(
         f"`devices` must name devices of this machine; got {name!r}, there are"
         f" {there}. Use their names, or tf.config.set_logical_device_"
         "configuration to make more."
       )
-  return [name or "" for name in names]
-
-
-def _is_in(wanted: tf.DeviceSpec | None, device: tf.DeviceSpec) -> bool:
-  """Whether a device is what a name asks for."""
-  if wanted is None or wanted.device_type != device.device_type:
-    return False
-  return all(
-    getattr(wanted, part) in (getattr(device, part), None)
-    for part in ("job", "replica", "task", "device_index")
-  )
-
-
-def _local_devices() -> list[str]:
-  """This machine's GPUs; without any its CPUs."""
-  for kind in ("GPU", "CPU"):
-    devices = tf.config.list_logical_devices(kind)
-    if devices:
-      return [device.name for device in devices]
-  return [""]
+  return names

@@ -1,54 +1,57 @@
-"""One set of variables for all towers and all calls.
+"""One set of variables for all towers and all calls of a model function.
 
-A model function makes its variables each time it is called. The first time they
-are made; every other time, in the next tower or the next step, it is given
-those of the first again. `tf_cross_shard.towers.owners` says what a variable is
-known by; several of one name are told apart by their order.
-
-What would be a guess is an error. If Keras named a layer, only its place among
-its like tells which it is: they must be as many in each call. What the first
-tower did not need, no other makes. And a layer or tf.Module that was there
-before, and is built in a call, keeps its variables to itself.
+The i-th variable that a tower makes is the i-th of the first tower of the first
+call. In another mode the same holds for all but optimizers and metrics: a mode
+may make its own, after the others. `tf.compat.v1.get_variable` goes by name.
 """
 
 import contextlib
-import gc
+import copy
 import threading
-import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tf_cross_shard.towers import owners
+from tf_cross_shard import validation
 
 _MUST = "`model_fn` must make the same variables in every tower and every call;"
-_REMEDY = "name them, or make them outside of model_fn"
+_REMEDY = (
+  "Make and build what only some need outside of model_fn, before its first"
+  " call."
+)
 
 
-class _Shared:
-  """A variable, who made it, and the number it started from."""
+class _Made(NamedTuple):
+  """A variable, and the number it started from."""
 
-  def __init__(self, variable: Any, owner: Any, start: Any, call: int) -> None:
-    self.variable = variable
-    self.owner = None if owner is None else weakref.ref(owner)
-    self.start = start
-    self.call = call
+  variable: Any
+  start: Any
 
 
 class SharedVariables:
-  """The variables that a function makes, made once."""
+  """The variables and optimizers that a model function makes, made once."""
 
   def __init__(self) -> None:
     """Starts without variables."""
-    self.variables: list[Any] = []
-    self._known: dict[str, list[_Shared]] = {}
-    self._call = 0
-    self._here = threading.local()
+    self.weights: list[_Made] = []  # all but metrics' and optimizers'
+    self.orders: dict[str, list[_Made]] = {}  # of each mode, all in order
+    self.confirmed: set[str] = set()  # modes that had a second tower or call
+    self.named: dict[str, Any] = {}
+    self.optimizers: dict[tuple[str, int], tuple[Any, Any]] = {}
     self._lock = threading.RLock()
 
+  @property
+  def variables(self) -> list[Any]:
+    """All that was made so far, slots too, each once."""
+    made = [each.variable for order in self.orders.values() for each in order]
+    made += self.named.values()
+    for optimizer, _ in self.optimizers.values():
+      made += map(validation.native, _state(optimizer))
+    return list({id(variable): variable for variable in made}.values())
+
   @contextlib.contextmanager
-  def kept(self) -> Iterator[None]:
+  def call(self, mode: str) -> Iterator["CallVariables"]:
     """Begins a call, whose new variables are forgotten if it fails.
 
     In a trace they would stay without values, which a tf.function gives them at
@@ -56,161 +59,199 @@ class SharedVariables:
     """
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     with self._lock if replicas == 1 else contextlib.nullcontext():
-      before = len(self.variables)
-      self._call += 1
-      self._here.tower = 0
+      before = {
+        name: copy.copy(value)
+        for name, value in vars(self).items()
+        if not name.startswith("_")
+      }
+      try:
+        yield CallVariables(self, mode)
+      except BaseException:
+        vars(self).update(before)
+        raise
+
+
+class CallVariables:
+  """Hands out the shared variables in one call of a model function."""
+
+  def __init__(self, shared: SharedVariables, mode: str) -> None:
+    """Starts before the first tower."""
+    self._shared = shared
+    self._mode = mode
+    self.new: set[int] = set()  # ids of what this call has made
+    self._is_paused = True
+    self._begin()
+
+  def _begin(self) -> None:
+    """Starts counting the variables of one tower."""
+    self._known = self._shared.orders.get(self._mode)
+    self._made: list[_Made] = []
+    self._own: list[Any] = []  # those that optimizers hold
+    self._optimizers = 0
+    self._error: ValueError | None = None
+
+  @contextlib.contextmanager
+  def tower(self) -> Iterator[None]:
+    """Begins one tower; `check_tower` is to be called after it."""
+    self._begin()
+    scope = tf.compat.v1.get_variable_scope()
+    with (
+      tf.variable_creator_scope(self._create),
+      tf.compat.v1.variable_scope(
+        scope,
+        reuse=tf.compat.v1.AUTO_REUSE,
+        custom_getter=self._get,
+        auxiliary_name_scope=False,
+      ),
+    ):
+      self._is_paused = False
       try:
         yield
-      except BaseException:
-        self._forget(self.variables[before:])
-        raise
       finally:
-        self._here.tower = None
+        self._is_paused = True
+    if self._error is not None:  # tf_keras' Sequential goes on after any.
+      raise ValueError(str(self._error)) from self._error
 
   @contextlib.contextmanager
-  def reused(self) -> Iterator[None]:
-    """Begins one tower, whose variables are shared."""
-    used: dict[str, list[_Shared]] = {}
-    counted: set[str] = set()
-    errors: list[ValueError] = []
-    outside = tf.get_current_name_scope()
-
-    def creator(make: Callable[..., Any], **kwargs: Any) -> Any:
-      within = getattr(self._here, "within", "")
-      if within is None:
-        return make(**kwargs)
-      parts = _parts(kwargs.get("name"), outside)
-      if within:
-        name = f"{within}/{owners.unnumbered('/'.join(parts))}"
-        known = owners.Known(name, False, None)
-      else:
-        known = owners.known_as(parts)
-      if known.is_numbered:
-        counted.add(known.name)
-      try:
-        return self._get(known, used, lambda: make(**kwargs), kwargs)
-      except ValueError as error:
-        errors.append(error)
-        raise
-
-    with tf.variable_creator_scope(creator):
-      yield
-    if errors:  # tf_keras' Sequential goes on after any.
-      raise ValueError(str(errors[0])) from errors[0]
-    for name in sorted(counted):
-      self._check_count(name, len(used[name]))
-    if getattr(self._here, "tower", None) is not None:
-      self._here.tower += 1
-
-  @contextlib.contextmanager
-  def updating(self, place: int | None) -> Iterator[None]:
-    """Begins an update, whose optimizer makes its slots."""
-    outer = getattr(self._here, "within", "")
-    self._here.within = None if place is None else f"update_{place}"
+  def paused(self) -> Iterator[None]:
+    """Makes variables that are no part of the order, such as slots."""
+    outer, self._is_paused = self._is_paused, True
     try:
       yield
     finally:
-      self._here.within = outer
+      self._is_paused = outer
 
-  def _get(
-    self,
-    known: owners.Known,
-    used: dict[str, list[_Shared]],
-    make: Callable[[], Any],
-    kwargs: dict[str, Any],
-  ) -> Any:
-    """The variable that is known by this name in this tower."""
-    there = self._known.setdefault(known.name, [])
-    at = len(used.setdefault(known.name, []))
-    if at < len(there):
-      shared = there[at]
-      self._check_owner(known, shared)
-      _check(known.name, shared, kwargs)
-    else:
-      self._check_tower(known.name)
-      if known.is_numbered and any(s.call != self._call for s in there):
+  @contextlib.contextmanager
+  def owned(self) -> Iterator[None]:
+    """Makes variables of an optimizer, which are part of its mode's order."""
+    begin = len(self._made)
+    yield
+    self._own += [each.variable for each in self._made[begin:]]
+
+  def optimizer(self, optimizer: Any) -> Any:
+    """The optimizer to use: that of the first call, if it is made in a tower.
+
+    Only so its slots go on. Sharing them by order instead would need every
+    optimizer to be built on the same variables in the same order.
+    """
+    if self._is_paused:  # outside of towers
+      return optimizer
+    count = validation.native(optimizer.iterations)
+    if not any(count is each.variable for each in self._made):
+      return optimizer
+    self._own += map(validation.native, _state(optimizer))
+    key = (self._mode, self._optimizers)
+    self._optimizers += 1
+    settings = _settings(optimizer)
+    first, known = self._shared.optimizers.setdefault(
+      key, (optimizer, settings)
+    )
+    if settings != known:
+      raise ValueError(
+        f"`model_fn` must make the same optimizers in every tower and every"
+        f" call; it made {known} first, and now {settings}. Make optimizers"
+        " outside of model_fn if they are to differ."
+      )
+    return first
+
+  def check_tower(self, metrics: Mapping[str, Any] | None) -> None:
+    """Checks what a tower has made, and records what the first did."""
+    if self._known is not None:
+      if not self._made and self._mode not in self._shared.confirmed:
+        # What the first tower made belongs to layers and optimizers from
+        # outside, which were built in it and have it now.
+        self._shared.orders[self._mode] = self._shared.weights = []
+      elif len(self._made) < len(self._known):
         raise ValueError(
-          f"{_MUST} of {known.name} there were {len(there)}, and one more is"
-          f" asked for. Only their order tells them apart: {_REMEDY}."
+          f"{_MUST} there were {len(self._known)}, and now {len(self._made)}:"
+          f" {self._known[len(self._made)].variable.name} is missing. {_REMEDY}"
         )
-      self._check_doubtful(known.name, used)
-      shared = _Shared(make(), known.owner, _start(kwargs), self._call)
-      there.append(shared)
-      self.variables.append(shared.variable)
-    used[known.name].append(shared)
-    return shared.variable
-
-  def _check_owner(self, known: owners.Known, shared: _Shared) -> None:
-    """Raises `ValueError` for a variable that another object still holds."""
-    if shared.owner is None or shared.owner() is known.owner:
+      self._shared.confirmed.add(self._mode)
       return
-    if shared.call == self._call:
-      # Every tower makes its own. What was there before is built once. So this
-      # is no owner, though TensorFlow may keep it: the gradients that a layer
-      # defines stay in a registry.
-      shared.owner = None
-      return
-    if shared.owner() is not None:
-      gc.collect()  # Keras' objects refer to themselves.
-    owner = shared.owner()
-    shared.owner = None if owner is None else shared.owner
-    if owner is not None:
-      asks = getattr(known.owner, "name", "model_fn")
+    for metric in (metrics or {}).values():
+      self._own += map(validation.native, _state(metric))
+    own = set(map(id, self._own))
+    is_own = [id(each.variable) in own for each in self._made]
+    weights = len(self._shared.weights)
+    if not self._shared.orders:
+      self._shared.weights = [
+        each for each, mine in zip(self._made, is_own, strict=True) if not mine
+      ]
+    elif is_own != [False] * weights + [True] * (len(self._made) - weights):
       raise ValueError(
-        f"{_MUST} {known.name} was made by {owner.name!r}, which is still"
-        f" there, and {asks!r} asks for one of the same name. If both are to"
-        " have their own, build them before the first call. If model_fn makes"
-        " them, let it keep none of them."
+        f"{_MUST} another mode made {_names(self._shared.weights)}, and mode"
+        f" {self._mode!r} makes {_names(self._made)}. It may add optimizers and"
+        f" the `metrics` of its TowerSpec only, after these. {_REMEDY}"
       )
+    self._shared.orders[self._mode] = self._made
 
-  def _check_tower(self, name: str) -> None:
-    """Raises `ValueError` if a tower is to make what the first did not."""
-    tower = getattr(self._here, "tower", None)
-    if tower and not getattr(self._here, "within", ""):
-      raise ValueError(
-        f"{_MUST} tower {tower} asks for one more of {name} than tower 0."
-        " Where a name is made of another that Keras numbered, each tower has"
-        f" its own: {_REMEDY}."
-      )
-
-  def _check_doubtful(self, name: str, used: dict[str, list[_Shared]]) -> None:
-    """Raises `ValueError` if a new name may be another's with a new number."""
-    rest = owners.without_doubtful(name)
-    for other, there in self._known.items():
-      if (
-        other != name
-        and not used.get(other)
-        and any(shared.call != self._call for shared in there)
-        and owners.without_doubtful(other) == rest
-      ):
+  def _create(self, make: Callable[..., Any], **kwargs: Any) -> Any:
+    """Hands out the next variable, or makes it in the first tower."""
+    if self._is_paused:
+      return self._make(make, kwargs)
+    at = len(self._made)
+    order = self._shared.weights if self._known is None else self._known
+    try:
+      if at < len(order):
+        made = order[at]
+        _check(f"number {at + 1}, ", made, kwargs)
+      elif self._known is None:
+        made = _Made(self._make(make, kwargs), _start(kwargs))
+      else:
         raise ValueError(
-          f"{_MUST} {name} is asked for, and {other} was in another call. The"
-          f" number may be one that Keras gave: {_REMEDY}."
+          f"{_MUST} there were {at}, and one more,"
+          f" {kwargs.get('name') or 'Variable'}, is asked for. {_REMEDY}"
         )
+    except ValueError as error:
+      self._error = self._error or error
+      raise
+    self._made.append(made)
+    return made.variable
 
-  def _check_count(self, name: str, count: int) -> None:
-    """Raises `ValueError` if a tower made fewer variables than others did."""
-    expected = len(self._known[name])
-    if count != expected:
-      raise ValueError(
-        f"{_MUST} of {name} there were {expected}, and now {count}. Only their"
-        f" order tells them apart: {_REMEDY}."
-      )
+  def _make(self, make: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    """Makes a variable, and remembers that it is new."""
+    variable = make(**kwargs)
+    self.new.add(id(variable))
+    return variable
 
-  def _forget(self, variables: list[Any]) -> None:
-    """Makes them anew when they are asked for again."""
-    gone = set(map(id, variables))
-    self.variables = [v for v in self.variables if id(v) not in gone]
-    for name, known in self._known.items():
-      self._known[name] = [s for s in known if id(s.variable) not in gone]
+  def _get(self, getter: Callable[..., Any], name: str, **kwargs: Any) -> Any:
+    """What `get_variable` returns: the variable of this name."""
+    named = self._shared.named
+    if name in named:
+      _check("", _Made(named[name], None), {**kwargs, "initial_value": None})
+      return named[name]
+    with self.paused():
+      before, number = len(self.new), 0
+      variable = getter(name, **kwargs)
+      while len(self.new) == before:  # In a graph it may be another function's.
+        number += 1
+        variable = getter(f"{name}_{number}", **kwargs)
+    named[name] = variable
+    return variable
 
 
-def _parts(name: Any, outside: str) -> list[str]:
-  """A variable's scopes and name, the scopes of the tower left out."""
-  scope = tf.get_current_name_scope()
-  if outside and (scope + "/").startswith(outside + "/"):
-    scope = scope[len(outside) + 1 :]
-  return [*filter(None, scope.split("/")), *str(name or "Variable").split("/")]
+def _state(holder: Any) -> list[Any]:
+  """The variables of an optimizer or a metric."""
+  variables = holder.variables
+  return list(variables() if callable(variables) else variables)
+
+
+def _settings(part: Any) -> list[Any]:
+  """What an optimizer was told, as far as it is plain. Names have numbers."""
+  found: list[Any] = [type(part).__name__]
+  values = {**vars(part), **vars(part).get("_hyper", {})}
+  for name, value in sorted(values.items()):
+    if isinstance(value, (bool, int, float, str)):
+      found += [(name, value)] if name not in ("name", "_name") else []
+    elif hasattr(value, "get_config"):  # a schedule
+      found.append((name, _settings(value)))
+  inner = getattr(part, "inner_optimizer", None)
+  return found if inner is None else [*found, _settings(inner)]
+
+
+def _names(made: Sequence[_Made]) -> list[str]:
+  """Names of variables, for errors."""
+  return [each.variable.name for each in made]
 
 
 def _start(kwargs: dict[str, Any]) -> Any:
@@ -218,52 +259,47 @@ def _start(kwargs: dict[str, Any]) -> Any:
   value = kwargs.get("initial_value")
   if value is None or callable(value):
     return None
-  try:
-    static = tf.get_static_value(tf.convert_to_tensor(value))
-  except (TypeError, ValueError):
-    return None
+  static = tf.get_static_value(tf.convert_to_tensor(value))
   is_scalar = static is not None and getattr(static, "shape", ()) == ()
   return static if is_scalar else None
 
 
-def _check(name: str, shared: _Shared, kwargs: dict[str, Any]) -> None:
+def _check(place: str, made: _Made, kwargs: dict[str, Any]) -> None:
   """Raises `ValueError` where another variable than the first is asked for."""
+  variable, start = made.variable, _start(kwargs)
   shape, dtype = _asked_for(kwargs)
-  known = tf.TensorShape(shared.variable.shape)
-  if shape is not None and not known.is_compatible_with(shape):
+  found = f"{_MUST} {place}{variable.name}"
+  if not shape.is_compatible_with(variable.shape) or (
+    tf.as_dtype(dtype or variable.dtype) != variable.dtype
+  ):
     raise ValueError(
-      f"{_MUST} {name} has shape {known}, and now {shape} is asked for. Make"
-      f" them in the same order, {_REMEDY}."
+      f"{found} has shape {variable.shape} and dtype {variable.dtype.name}, and"
+      f" now {shape} and {dtype and tf.as_dtype(dtype).name} is asked for."
+      f" {_REMEDY}"
     )
-  if dtype is not None and tf.as_dtype(dtype) != shared.variable.dtype:
-    raise ValueError(
-      f"{_MUST} {name} has dtype {shared.variable.dtype.name}, and now"
-      f" {tf.as_dtype(dtype).name} is asked for. Make them in the same order,"
-      f" {_REMEDY}."
-    )
-  start = _start(kwargs)
-  is_known = start is not None and shared.start is not None
+  is_known = start is not None and made.start is not None
   # A NaN is like no number, and so not like itself.
-  if is_known and start != shared.start and start == start:
+  if is_known and start != made.start and start == start:
     raise ValueError(
-      f"{_MUST} {name} started from {shared.start} and is to start from"
-      f" {start} now, but is not made again. Make it, or the optimizer that it"
-      " belongs to, outside of model_fn, and assign to it."
+      f"{found} started from {made.start} and is to start from {start} now, but"
+      " is not made again. Make it, or the optimizer that it belongs"
+      " to, outside of model_fn, and assign to it."
     )
 
 
-def _asked_for(kwargs: dict[str, Any]) -> tuple[Any, Any]:
-  """Shape and dtype of the variable that is asked for; None for unknown."""
+def _asked_for(kwargs: dict[str, Any]) -> tuple[tf.TensorShape, Any]:
+  """Shape and dtype of the variable that is asked for, as far as known."""
   value, dtype = kwargs.get("initial_value"), kwargs.get("dtype")
-  if kwargs.get("shape") is not None:
-    return tf.TensorShape(kwargs["shape"]), dtype
-  if value is None:
-    return None, dtype
   if callable(value):
     # Keras hands over initializers. In a graph nothing of it runs.
     with tf.Graph().as_default():
       try:
         value = tf.convert_to_tensor(value())
       except Exception:  # one that does not work in another graph
-        return None, dtype
-  return tf.convert_to_tensor(value).shape, dtype
+        value = None
+  elif value is not None:
+    value = tf.convert_to_tensor(value)
+  shape = kwargs.get("shape")
+  if shape is None and value is not None:
+    shape = value.shape
+  return tf.TensorShape(shape), dtype or getattr(value, "dtype", None)

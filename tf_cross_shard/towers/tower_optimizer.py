@@ -7,10 +7,11 @@
 What a tower is, `tf_cross_shard.towers` says.
 """
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import tensorflow as tf
 
@@ -24,14 +25,6 @@ from tf_cross_shard.gradients import (
 from tf_cross_shard.inner_optimizer import wrapper
 from tf_cross_shard.optimizer import CrossShard
 from tf_cross_shard.towers import gradient_collector
-
-# Of version 1's compute_gradients, in its order.
-_OPTIONS: Final = (
-  "gate_gradients",
-  "aggregation_method",
-  "colocate_gradients_with_ops",
-  "grad_loss",
-)
 
 
 class Tower(wrapper.OptimizerWrapper):
@@ -69,7 +62,7 @@ class Tower(wrapper.OptimizerWrapper):
 
   COLLECTION_FOR_GRAPH_STATES = "replicate_model_fn_graph_states"
   _argument = "optimizer_or_optimizer_fn"
-  _state_has_its_name = True
+  _was_used = False
 
   def __init__(self, optimizer_or_optimizer_fn: Any) -> None:
     """Encapsulates an optimizer, or what a function makes.
@@ -83,23 +76,23 @@ class Tower(wrapper.OptimizerWrapper):
       TypeError: If it is no optimizer.
     """
     opt = optimizer_or_optimizer_fn
-    if callable(opt):
-      opt = opt()
-    # Clipping is the encapsulated optimizer's.
-    super().__init__(
-      self._as_optimizer(opt),
-      name="TowerOptimizer",
-      clipnorm=None,
-      global_clipnorm=None,
-      clipvalue=None,
-    )
+    variables = gradient_collector.variables()
+    with variables.owned():
+      opt = self._as_optimizer(opt() if callable(opt) else opt)
+      opt = variables.optimizer(opt)
+      super().__init__(
+        opt,
+        name="TowerOptimizer",
+        clipnorm=None,  # Clipping is the encapsulated optimizer's.
+        global_clipnorm=None,
+        clipvalue=None,
+      )
     self._scaled_by: str | None = None
-    gradient_collector.note_made(self)
 
   @staticmethod
   def has_been_used() -> bool:
     """Whether any TowerOptimizer applied gradients in this program."""
-    return gradient_collector.has_been_used()
+    return Tower._was_used
 
   def get_name(self) -> str:
     """The encapsulated optimizer's name."""
@@ -125,9 +118,12 @@ class Tower(wrapper.OptimizerWrapper):
     self,
     loss: Any,
     var_list: Any = None,
-    *args: Any,
+    gate_gradients: int = compute.GATE_OP,
+    aggregation_method: int | None = None,
+    colocate_gradients_with_ops: bool = False,
+    grad_loss: Any = None,
+    *,
     tape: tf.GradientTape | None = None,
-    **kwargs: Any,
   ) -> compute.Pairs:
     """Scales the loss if the towers' mean is wanted, then takes gradients.
 
@@ -144,11 +140,12 @@ class Tower(wrapper.OptimizerWrapper):
       var_list: Trainable variables. None means all that the loss touches. In
         Keras 3 weights with constraints have to be listed, or the optimizer
         built on them.
-      *args: Those of `kwargs`, in that order.
+      gate_gradients: How graphs order gradients, a `GATE_` constant. It and
+        the next three are without effect in eager execution.
+      aggregation_method: How graphs combine gradient terms.
+      colocate_gradients_with_ops: Put gradients beside their forward ops.
+      grad_loss: The gradient of `loss`, in a graph.
       tape: The tape that recorded `loss`.
-      **kwargs: `gate_gradients`, `aggregation_method`,
-        `colocate_gradients_with_ops` and `grad_loss`. Graphs use them, eager
-        execution ignores them.
 
     Returns:
       A list of (gradient, variable).
@@ -157,18 +154,12 @@ class Tower(wrapper.OptimizerWrapper):
       ValueError: If an argument has no valid value.
       TypeError: If an argument is of the wrong kind.
     """
-    if len(args) > len(_OPTIONS):
-      raise TypeError(
-        f"compute_gradients takes at most {len(_OPTIONS)} arguments after"
-        f" `var_list`, which are {', '.join(_OPTIONS)}; got {args!r}."
-      )
-    twice = [n for n in _OPTIONS[: len(args)] if n in kwargs]
-    if twice:
-      raise TypeError(
-        f"`{twice[0]}` was given twice: {args!r} and {kwargs[twice[0]]!r}."
-        " Give it once."
-      )
-    options = {**dict(zip(_OPTIONS, args, strict=False)), **kwargs}
+    options = {
+      "gate_gradients": gate_gradients,
+      "aggregation_method": aggregation_method,
+      "colocate_gradients_with_ops": colocate_gradients_with_ops,
+      "grad_loss": grad_loss,
+    }
     return self._gradients(loss, var_list, tape, loss_factor.REPLICA, options)
 
   @tf.autograph.experimental.do_not_convert
@@ -210,7 +201,9 @@ class Tower(wrapper.OptimizerWrapper):
     grads, variables = validation.check_pairs(grads_and_vars)
     validation.check_global_step(global_step)
     validation.check_name(name)
-    self._check_options(kwargs)
+    optimizer = self._inner.optimizer
+    # Now: found later, other optimizers would have applied.
+    inspect.signature(optimizer.apply_gradients).bind((), **kwargs)
     kwargs["name"] = name
 
     def apply(grads: list[Any], variables: list[Any]) -> Any:
@@ -245,6 +238,12 @@ class Tower(wrapper.OptimizerWrapper):
     if isinstance(wrapper, Tower):
       super()._check_wrapper_within(wrapper)
 
+  def build(self, variables: Any) -> None:
+    """Makes the encapsulated optimizer's slots, once."""
+    # Outside of the tower's scope, which tf_keras would name slots after.
+    with gradient_collector.variables().paused(), tf.name_scope(""):
+      super().build(variables)
+
   def _gradients(
     self,
     loss: Any,
@@ -254,39 +253,31 @@ class Tower(wrapper.OptimizerWrapper):
     options: dict[str, Any],
   ) -> compute.Pairs:
     """Gradients of the scaled loss in this tower."""
-    gradient_collector.check_trains(self.get_name())
+    self._check_trains()
     towers = gradient_collector.current()
     factor = self._factor()
-    with gradient_collector.not_recording():
-      if towers is not None and tf.is_tensor(loss):
-        tape = tape or towers.tape
-      pairs = self._compute(loss, var_list, tape, default, options)
+    hidden: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if towers is not None and towers.tape is not None:
+      hidden = towers.tape.stop_recording()
+      tape = towers.tape if tape is None and tf.is_tensor(loss) else tape
+    optimizer = self._inner.optimizer
+    with hidden:
+      if isinstance(optimizer, CrossShard):
+        pairs = optimizer._gradients(loss, var_list, tape, default, options)
+      else:
+        pairs = compute.compute_for(
+          self._inner,
+          loss,
+          var_list,
+          tape,
+          scale=lambda seed: seed,
+          options=options,
+          scalar=False,
+        )
     # Not the loss: it may have been recorded before, and not be any more.
     return [
       (indexed_slices.times(grad, factor), variable) for grad, variable in pairs
     ]
-
-  def _compute(
-    self,
-    loss: Any,
-    var_list: Any,
-    tape: tf.GradientTape | None,
-    default: str,
-    options: dict[str, Any],
-  ) -> compute.Pairs:
-    """The encapsulated optimizer's gradients."""
-    optimizer = self._inner.optimizer
-    if isinstance(optimizer, CrossShard):
-      return optimizer._gradients(loss, var_list, tape, default, options)
-    return compute.compute_for(
-      self._inner,
-      loss,
-      var_list,
-      tape,
-      scale=lambda seed: seed,
-      options=options,
-      scalar=False,
-    )
 
   def _collect_or(
     self,
@@ -295,47 +286,37 @@ class Tower(wrapper.OptimizerWrapper):
     variables: Sequence[Any],
   ) -> Any:
     """Leaves `apply` to the last tower; does it now where there is but one."""
-    gradient_collector.check_trains(self.get_name())
+    self._check_trains()
 
     def applied(grads: list[Any], variables: list[Any]) -> Any:
       result = apply(grads, variables)
-      gradient_collector.note_use()
+      Tower._was_used = True
       return result
 
     towers = gradient_collector.current()
     if towers is None:
       return applied(list(grads), list(variables))
-    optimizer = self._inner.optimizer
-    label = f"{type(optimizer).__name__}({self.get_name()!r})"
     if towers.count == 1:
-      with towers.update(self) as place:
-        self._check(variables)
-        self._prepare(towers.in_order(self, label, place, variables))
+      self.check_known(variables)
+      with towers.variables.paused():
         return applied(list(grads), list(variables))
     self._check_not_scaled()
     towers.collect(
-      gradient_collector.Call(
-        *(self, label, grads, variables, applied, self._check, self._prepare)
-      )
+      gradient_collector.Call(self, list(grads), list(variables), applied)
     )
     return tf.identity(self._inner.iterations())
 
-  def _check_options(self, options: dict[str, Any]) -> None:
-    """Raises `TypeError` for what the encapsulated optimizer does not take."""
-    optimizer = self._inner.optimizer
-    parameters = inspect.signature(optimizer.apply_gradients).parameters
-    taken = set(parameters) - {"grads_and_vars", "global_step", "name"}
-    if "kwargs" in taken:  # of tf_keras, which ignores all but this one
-      taken = taken - {"kwargs"} | {"experimental_aggregate_gradients"}
-    odd = sorted(set(options) - taken)
-    if odd:
-      raise TypeError(
-        f"`{odd[0]}` is no argument of {type(optimizer).__name__}'s"
-        f" apply_gradients; got {options[odd[0]]!r}. It takes"
-        f" {', '.join(['global_step', 'name', *sorted(taken)])}."
+  def _check_trains(self) -> None:
+    """Raises `ValueError` in towers of another mode than training."""
+    towers = gradient_collector.current()
+    if towers is not None and not towers.trains:
+      raise ValueError(
+        '`model_fn` must call optimizers in the mode "train" only; it called'
+        f" {self.get_name()} in another. Nothing was applied. Look at `mode`"
+        " first."
       )
 
-  def _check(self, variables: Sequence[Any]) -> None:
+  def check_known(self, variables: Sequence[Any]) -> None:
     """Raises an error if this cannot update variables; changes nothing."""
     optimizer = self._inner.optimizer
     if isinstance(optimizer, CrossShard):
@@ -363,7 +344,7 @@ class Tower(wrapper.OptimizerWrapper):
     options: dict[str, Any],
   ) -> Any:
     """Lets the encapsulated optimizer apply."""
-    self._prepare(variables)
+    self.prepare(variables)
     optimizer = self._inner.optimizer
     if isinstance(optimizer, CrossShard):
       pairs = zip(grads, variables, strict=True)
@@ -376,22 +357,19 @@ class Tower(wrapper.OptimizerWrapper):
     return tf.identity(self._inner.iterations())
 
   @tf.autograph.experimental.do_not_convert
-  def _prepare(self, variables: Sequence[Any]) -> None:
+  def prepare(self, variables: Sequence[Any]) -> None:
     """Makes the slots for all that a step updates, or checks that they are."""
     if self._inner.is_built:
       validation.check_known(variables, self._inner.knows)
       return
-    unique = list({id(validation.native(v)): v for v in variables}.values())
-    # Outside of the tower's scope, which tf_keras would name slots after.
-    with tf.name_scope(""):
-      self.build(unique)
+    self.build(list({id(validation.native(v)): v for v in variables}.values()))
 
   def _factor(self) -> float:
     """What the loss is multiplied by in this tower, which is remembered."""
     towers = gradient_collector.current()
     if towers is None:
       return 1.0
-    towers.note_scaled(self)
+    towers.note_scaled(self._inner.optimizer)
     return towers.factor
 
   def _hand_on(

@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 import tensorflow as tf
 
 from tf_cross_shard.gradients import loss_factor
-from tf_cross_shard.towers import batch
+from tf_cross_shard.towers import batch_split
 
 
 class ModeKeys:
@@ -52,43 +52,9 @@ class TowerSpec(NamedTuple):
   metrics: Any = None
   export_outputs: Any = None
 
-  def having_applied(self, train_op: Any) -> "TowerSpec":
-    """The same, with what an optimizer answered after its update.
-
-    Args:
-      train_op: What it answered.
-
-    Returns:
-      A new object.
-    """
-    return TowerSpec(
-      self.mode,
-      self.loss,
-      train_op,
-      self.predictions,
-      self.metrics,
-      self.export_outputs,
-    )
-
 
 def check(spec: Any, tower: int, mode: Any) -> TowerSpec:
-  """Checks one tower's answer.
-
-  >>> check(TowerSpec("eval"), 0, "eval").mode
-  'eval'
-
-  Args:
-    spec: What model_fn returned.
-    tower: Which tower.
-    mode: What it was called for.
-
-  Returns:
-    The same.
-
-  Raises:
-    TypeError: If it is no `TowerSpec`, or holds metrics that cannot be merged.
-    ValueError: If it is for another mode.
-  """
+  """Raises an error unless a tower returned what can be merged."""
   if not isinstance(spec, TowerSpec):
     raise TypeError(
       f"`model_fn` must return a TowerSpec; in tower {tower} it returned"
@@ -101,39 +67,24 @@ def check(spec: Any, tower: int, mode: Any) -> TowerSpec:
       " Return TowerSpec(mode, ...)."
     )
   metrics = {} if spec.metrics is None else spec.metrics
-  if not isinstance(metrics, Mapping):
+  if not isinstance(metrics, Mapping) or not all(
+    hasattr(metric, "update_state") for metric in metrics.values()
+  ):
     raise TypeError(
-      f"`metrics` must be a dictionary of tf.keras.metrics.Metric; got"
-      f' {metrics!r}. Use {{"accuracy": metric}}.'
+      "`metrics` must be a dictionary of tf.keras.metrics.Metric objects; got"
+      f" {metrics!r}. Update a Metric in model_fn and return it by a name."
     )
-  for name, metric in metrics.items():
-    if not hasattr(metric, "result") or not hasattr(metric, "update_state"):
-      raise TypeError(
-        f"`metrics` must hold tf.keras.metrics.Metric objects, whose counts add"
-        f" up over towers; {name!r} is {metric!r}. Update a Metric in model_fn"
-        " and hand in the object."
-      )
   return spec
 
 
 def merge(specs: Sequence[TowerSpec], reduction: str) -> TowerSpec:
-  """One answer for all towers.
+  """One spec of all towers' specs.
 
   >>> towers = [TowerSpec("train", tf.constant(x)) for x in (1.0, 2.0)]
   >>> float(merge(towers, "mean").loss)
   1.5
-
-  Args:
-    specs: The towers' answers, in order.
-    reduction: `"mean"` or `"sum"` of their losses.
-
-  Returns:
-    The merged answer.
-
-  Raises:
-    ValueError: If the towers' answers do not fit together.
   """
-  first = specs[0]
+  first, last = specs[0], specs[-1]
   has_loss = [spec.loss is not None for spec in specs]
   if len(set(has_loss)) > 1:
     raise ValueError(
@@ -154,12 +105,14 @@ def merge(specs: Sequence[TowerSpec], reduction: str) -> TowerSpec:
   metrics = first.metrics
   if metrics is not None:
     # The towers update the same variables: any of them has the result of all.
-    metrics = {name: specs[-1].metrics[name].result() for name in metrics}
+    metrics = {name: last.metrics[name].result() for name in metrics}
   return TowerSpec(
     first.mode,
     loss,
-    specs[-1].train_op,
-    batch.concatenate("predictions", [s.predictions for s in specs]),
+    last.train_op,
+    batch_split.concatenate("predictions", [s.predictions for s in specs]),
     metrics,
-    batch.concatenate("export_outputs", [s.export_outputs for s in specs]),
+    batch_split.concatenate(
+      "export_outputs", [s.export_outputs for s in specs]
+    ),
   )

@@ -1,7 +1,4 @@
-"""Batches to parts for towers, and the towers' answers back to one.
-
-Pure functions on nests of tensors; axis 0 is the batch.
-"""
+"""Nests of tensors cut into parts for towers along axis 0, and joined."""
 
 import numbers
 from collections.abc import Sequence
@@ -29,11 +26,14 @@ def check_alike(features: Any, labels: Any) -> None:
   Parts of them may fit where the whole does not: of shapes [4, 1] and [2, 1]
   two towers get [2, 1] and [1, 1], which broadcasts.
   """
-  lengths = [_rows(features), _rows(labels)]
-  if None not in lengths and lengths[0] != lengths[1]:
+  lengths = [
+    None if leaf is None else _length(leaf)
+    for leaf in tf.nest.flatten([features, labels])
+  ]
+  if len(lengths) == 2 and None not in lengths and lengths[0] != lengths[1]:
     raise ValueError(
-      "`labels` must be as many as `features`; axis 0 has length"
-      f" {lengths[1]}, that of `features` {lengths[0]}. Batch them together."
+      "`labels` must be as many as `features`; a tower gets"
+      f" {lengths[0]} features and {lengths[1]} labels. Batch them together."
     )
 
 
@@ -45,8 +45,8 @@ def concatenate(what: str, trees: Sequence[Any]) -> Any:
     except (TypeError, ValueError) as error:
       raise ValueError(
         f"`{what}` must have the same structure in every tower; tower 0"
-        f" answered {_shape_of(trees[0])}, tower {tower} {_shape_of(tree)}."
-        " Let model_fn answer the same keys whatever part of the batch it gets."
+        f" returned {_kinds(trees[0])}, tower {tower} {_kinds(tree)}. Return"
+        " the same keys whatever part of the batch model_fn gets."
       ) from error
   columns = zip(*map(tf.nest.flatten, trees), strict=True)
   joined = [_join_leaves(what, column) for column in columns]
@@ -55,10 +55,8 @@ def concatenate(what: str, trees: Sequence[Any]) -> Any:
 
 def _is_table(tree: Any) -> bool:
   """Whether a list is one of numbers or texts: a tensor, not a nest."""
-  if not isinstance(tree, list) or not tree:
-    return False
-  leaves = tf.nest.flatten(tree)
   plain = (numbers.Number, np.generic, str, bytes)
+  leaves = tf.nest.flatten(tree) if isinstance(tree, list) else []
   return bool(leaves) and all(isinstance(leaf, plain) for leaf in leaves)
 
 
@@ -91,46 +89,27 @@ def _split_leaf(argument: str, leaf: Any, count: int) -> Sequence[Any]:
       f" {length}, of {type(leaf).__name__} with shape {leaf.shape}. Change the"
       " batch size (drop_remainder=True in tf.data), or give fewer devices."
     )
-  if isinstance(leaf, tf.SparseTensor):
-    return _split_sparse(leaf, count)
   if isinstance(leaf, tf.RaggedTensor):
     rows = _even(leaf.nrows(), count) // count
     return [leaf[i * rows : (i + 1) * rows] for i in range(count)]
+  if isinstance(leaf, tf.SparseTensor):
+    rows = _even(leaf.dense_shape[0], count)
+    shape = tf.concat([rows[tf.newaxis], leaf.dense_shape[1:]], axis=0)
+    leaf = tf.SparseTensor(leaf.indices, leaf.values, shape)
+    return list(tf.sparse.split(leaf, count, axis=0))
   if length is None:
     with tf.control_dependencies([_even(tf.shape(leaf)[0], count)]):
       leaf = tf.identity(leaf)
-  parts: Sequence[Any] = tf.split(leaf, count, axis=0)
-  return parts
-
-
-def _rows(tree: Any) -> int | None:
-  """The length of what is one tensor, in any form, where it is known."""
-  if isinstance(tree, np.ndarray):
-    return len(tree) if tree.ndim else None
-  if _is_table(tree):
-    return len(tree)
-  is_one = isinstance(tree, (tf.Tensor, tf.SparseTensor, tf.RaggedTensor))
-  return _length(tree) if is_one and tree.shape.rank != 0 else None
+  return list(tf.split(leaf, count, axis=0))
 
 
 def _length(leaf: Any) -> int | None:
   """The length of axis 0, where it is known."""
   if leaf.shape.rank is not None and leaf.shape[0] is not None:
     return int(leaf.shape[0])
-  if isinstance(leaf, tf.RaggedTensor):
-    static = tf.get_static_value(leaf.nrows())
-    return None if static is None else int(static)
-  return None
-
-
-def _split_sparse(leaf: tf.SparseTensor, count: int) -> Sequence[Any]:
-  """The parts of a sparse tensor, each of the same number of rows."""
-  shape = leaf.dense_shape
-  rows = _even(shape[0], count)
-  shape = tf.concat([rows[tf.newaxis], shape[1:]], axis=0)
-  leaf = tf.SparseTensor(leaf.indices, leaf.values, shape)
-  parts: Sequence[Any] = tf.sparse.split(leaf, count, axis=0)
-  return parts
+  is_ragged = isinstance(leaf, tf.RaggedTensor)
+  static = tf.get_static_value(leaf.nrows()) if is_ragged else None
+  return None if static is None else int(static)
 
 
 def _even(rows: tf.Tensor, count: int) -> tf.Tensor:
@@ -143,9 +122,7 @@ def _even(rows: tf.Tensor, count: int) -> tf.Tensor:
     ),
     tf.debugging.assert_positive(rows, "axis 0 must not be empty"),
   ]
-  with tf.control_dependencies(
-    [check for check in checks if check is not None]
-  ):
+  with tf.control_dependencies([each for each in checks if each is not None]):
     return tf.identity(rows)
 
 
@@ -171,6 +148,6 @@ def _without_none(tree: Any) -> Any:
   return tf.nest.pack_sequence_as(tree, leaves)
 
 
-def _shape_of(tree: Any) -> Any:
+def _kinds(tree: Any) -> Any:
   """A nest as an error shows it."""
   return tf.nest.map_structure(lambda leaf: type(leaf).__name__, tree)

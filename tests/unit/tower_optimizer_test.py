@@ -1,0 +1,716 @@
+"""TowerOptimizer: the contract's values, its members, and what it encloses."""
+
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+import tf_cross_shard.tf_keras
+from tests.support import testbed, towers_bed
+from tests.support.towers_bed import (
+  MODES,
+  TWO,
+  batch,
+  caller,
+  named,
+  sgd,
+  values,
+)
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  TowerOptimizer,
+  TowerSpec,
+  replicate_model_fn,
+)
+
+keras = tf.keras
+PROJECT = pathlib.Path(__file__).absolute().parent.parent.parent
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+class Linear:
+  """The contract's model: loss `c * features`, `c` from 10, a rate of 1."""
+
+  def __init__(
+    self,
+    variable: str = "outside",
+    optimizer: str = "outside",
+    make: Callable[[], Any] = sgd,
+    kind: Callable[..., Any] = tf.Variable,
+    wrap: Callable[[Any], Any] = TowerOptimizer,
+  ) -> None:
+    self._kind, self._make, self._wrap = kind, make, wrap
+    self._c = kind(10.0, name="c") if variable == "outside" else None
+    self._optimizer = wrap(make) if optimizer == "outside" else None
+
+  def __call__(self, features: Any, mode: str) -> TowerSpec:
+    c = self._kind(10.0, name="c") if self._c is None else self._c
+    # As TensorFlow 1's programs had it: an object, made in the function.
+    optimizer = self._optimizer or self._wrap(self._make())
+    loss = tf.reduce_sum(c * features)
+    return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
+
+  def value(self, replicated: Any) -> float:
+    """What `c` is now, wherever it was made."""
+    c = named(replicated.variables, "c") if self._c is None else self._c
+    return float(c.numpy())
+
+
+# Every pair of where the variable and the optimizer are made, and how it runs.
+PLACES = pytest.mark.parametrize(
+  ("variable", "optimizer", "mode"),
+  [
+    ("outside", "outside", "eager"),
+    ("outside", "inside", "function"),
+    ("inside", "outside", "function"),
+    ("inside", "inside", "eager"),
+    ("inside", "inside", "function"),
+  ],
+)
+
+
+@PLACES
+class TestValues:
+  @pytest.mark.parametrize(
+    ("reduction", "devices", "c", "loss"),
+    [
+      ("sum", TWO, 7.0, 30.0),
+      ("mean", TWO, 8.5, 15.0),
+      ("mean", TWO[1:], 7.0, 30.0),
+    ],
+  )
+  def test_one_step(
+    self,
+    reduction: str,
+    devices: Any,
+    c: float,
+    loss: float,
+    variable: str,
+    optimizer: str,
+    mode: str,
+  ) -> None:
+    model = Linear(variable, optimizer)
+    replicated = replicate_model_fn(model, reduction, devices)
+    spec = caller(replicated, mode)(batch())
+    assert float(spec.loss) == loss
+    assert int(spec.train_op) == 1
+    assert model.value(replicated) == c
+
+  def test_the_same_batch_twice(
+    self, variable: str, optimizer: str, mode: str
+  ) -> None:
+    model = Linear(variable, optimizer)
+    replicated = replicate_model_fn(model, "sum", TWO)
+    step = caller(replicated, mode)
+    assert [float(step(batch()).loss), model.value(replicated)] == [30.0, 7.0]
+    assert [float(step(batch()).loss), model.value(replicated)] == [21.0, 4.0]
+    # Another batch: nothing is left over of the one before.
+    spec = step(batch([1.0], [-3.0]))
+    assert [int(spec.train_op), model.value(replicated)] == [3, 6.0]
+
+  def test_slots_of_a_variable_of_keras_are_kept(
+    self, variable: str, optimizer: str, mode: str
+  ) -> None:
+    momentum = lambda: sgd(momentum=0.5)  # noqa: E731
+    model = Linear(variable, optimizer, momentum, kind=keras.Variable)
+    replicated = replicate_model_fn(model, "sum", TWO)
+    step = caller(replicated, mode)
+    found = []
+    for rows in ([1.0], [2.0]), ([1.0], [1.0]), ([0.0], [0.0]):
+      step(batch(*rows))
+      found.append(model.value(replicated))
+    # velocity 3, 3.5, 1.75
+    assert found == [7.0, 3.5, 1.75]
+
+  @pytest.mark.parametrize("kind", ["new", "legacy"])
+  def test_tf_keras_in_the_same_program(
+    self, kind: str, variable: str, optimizer: str, mode: str
+  ) -> None:
+    optimizers = tf_keras.optimizers
+    make = (optimizers if kind == "new" else optimizers.legacy).SGD
+    wrap = tf_cross_shard.tf_keras.TowerOptimizer
+    model = Linear(variable, optimizer, lambda: make(1.0, 0.5), wrap=wrap)
+    replicated = replicate_model_fn(model, "mean", TWO)
+    step = caller(replicated, mode)
+    for rows, c in ((([1.0], [2.0]), 8.5), (([1.0], [1.0]), 6.75)):
+      step(batch(*rows))
+      assert model.value(replicated) == c
+
+
+@every_mode
+def test_without_replicate_all_is_forwarded(mode: str) -> None:
+  c = tf.Variable(10.0)
+  optimizer = TowerOptimizer(sgd)
+
+  def step(features: Any) -> Any:
+    return optimizer.minimize(lambda: tf.reduce_sum(c * features), var_list=[c])
+
+  assert int(caller(step, mode)(batch())) == 1
+  assert float(c) == 7.0
+
+
+@pytest.mark.parametrize(
+  ("mode", "place"), [("eager", "inside"), ("function", "outside")]
+)
+def test_two_optimizers_on_two_variables(mode: str, place: str) -> None:
+  def optimizers() -> tuple[Any, Any]:
+    return TowerOptimizer(sgd), TowerOptimizer(keras.optimizers.Adam(0.5))
+
+  made = optimizers() if place == "outside" else None
+  c, d = tf.Variable(10.0), tf.Variable(10.0)
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    first, second = made or optimizers()
+    loss = tf.reduce_sum(c * features)
+    other = tf.reduce_sum(d * features * features)
+    first.minimize(loss, var_list=[c])
+    train_op = second.minimize(other, var_list=[d])
+    return TowerSpec(mode, loss + other, train_op)
+
+  step = caller(replicate_model_fn(model_fn, "sum", TWO), mode)
+  plain, expected = keras.optimizers.Adam(0.5), keras.Variable(10.0)
+  for steps, (x, y) in enumerate(((1.0, 2.0), (3.0, -1.0)), 1):
+    assert int(step(batch([x], [y])).train_op) == steps
+    plain.apply_gradients([(tf.constant(x * x + y * y), expected)])
+  assert float(c) == 5.0
+  assert abs(float(d) - float(expected.numpy())) < 1e-5
+
+
+@pytest.mark.parametrize(
+  ("mode", "reduction"), [("eager", "mean"), ("function", "sum")]
+)
+def test_two_losses_and_one_optimizer(mode: str, reduction: str) -> None:
+  optimizer, c = TowerOptimizer(sgd), tf.Variable(10.0)
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    first = tf.reduce_sum(c * features)
+    optimizer.minimize(first, var_list=[c])
+    # Of the weights before the step, in the last tower too.
+    second = tf.reduce_sum(c * c * features)
+    return TowerSpec(mode, second, optimizer.minimize(second, var_list=[c]))
+
+  spec = caller(replicate_model_fn(model_fn, reduction, TWO), mode)(batch())
+  total = 3.0 + 60.0
+  half = 2.0 if reduction == "mean" else 1.0
+  assert float(c) == 10.0 - total / half
+  assert float(spec.loss) == 300.0 / half
+  assert int(spec.train_op) == int(optimizer.iterations) == 2
+
+
+@pytest.mark.parametrize(
+  ("mode", "reduction"), [("eager", "sum"), ("function", "mean")]
+)
+def test_rows_that_overlap_add_up(mode: str, reduction: str) -> None:
+  table = tf.Variable([[1.0], [2.0], [3.0], [4.0]])
+  optimizer = TowerOptimizer(sgd)
+  kinds: list[Any] = []
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    rows = tf.gather(table, features["rows"])
+    loss = tf.reduce_sum(rows * features["x"])
+    pairs = optimizer.compute_gradients(loss, [table])
+    kinds.append(type(pairs[0][0]))
+    return TowerSpec(mode, loss, optimizer.apply_gradients(pairs))
+
+  features = {
+    "rows": tf.constant([0, 1, 1, 2]),
+    "x": batch([2.0], [4.0], [8.0], [16.0]),
+  }
+  caller(replicate_model_fn(model_fn, reduction, TWO), mode)(features)
+  half = 2.0 if reduction == "mean" else 1.0
+  expected = [[1 - 2 / half], [2 - 12 / half], [3 - 16 / half], [4.0]]
+  assert table.numpy().tolist() == expected
+  assert set(kinds) == {tf.IndexedSlices}
+
+
+@every_mode
+def test_overlapping_rows_are_one_row_to_adam(mode: str) -> None:
+  table, plain = (keras.Variable([[1.0], [2.0], [3.0]]) for _ in "12")
+  optimizer = TowerOptimizer(keras.optimizers.Adam(0.5))
+  whole = keras.optimizers.Adam(0.5)
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    rows = tf.IndexedSlices(features, [1], [3, 1])
+    return TowerSpec(mode, None, optimizer.apply_gradients([(rows, table)]))
+
+  step = caller(replicate_model_fn(model_fn, "sum", TWO), mode)
+  for x in (batch([2.0], [4.0]), batch([-1.0], [7.0])):
+    step(x)
+    # Dense: of rows that come twice plain Adam adds up the squares.
+    grad = tf.pad(tf.reduce_sum(x, 0, keepdims=True), [[1, 1], [0, 0]])
+    whole.apply_gradients([(grad, plain)])
+  np.testing.assert_allclose(table.numpy(), plain.numpy(), rtol=1e-6)
+
+
+@every_mode
+def test_towers_whose_gradients_are_of_other_kinds(mode: str) -> None:
+  """Rows and dense, of two dtypes, and none in one tower only."""
+  table, d, e = tf.Variable([[1.0], [2.0]]), tf.Variable(10.0), tf.Variable(1.0)
+  optimizer = TowerOptimizer(sgd)
+  towers: list[int] = []
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    towers.append(len(towers))
+    if len(towers) % 2:
+      grad: Any = tf.IndexedSlices(tf.cast(features, "float64"), [1], [2, 1])
+    else:
+      grad = tf.concat([features, 10.0 * features], axis=0)
+    part = tf.reduce_sum(features) if len(towers) % 2 else None
+    pairs = [(grad, table), (part, d), (None, e)]
+    return TowerSpec(mode, None, optimizer.apply_gradients(pairs))
+
+  caller(replicate_model_fn(model_fn, "sum", TWO), mode)(batch())
+  assert table.numpy().tolist() == [[-1.0], [-19.0]]
+  assert values([d, e]) == [9.0, 1.0]
+
+
+@pytest.mark.parametrize("devices", [TWO, TWO[:1]])
+def test_a_variable_that_stands_twice(devices: Any) -> None:
+  """Each gradient of it counts once, as in plain Keras."""
+  c = tf.Variable(10.0)
+  optimizer = TowerOptimizer(sgd)
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    first = tf.reduce_sum(c * features)
+    pairs = optimizer.compute_gradients(first, [c])
+    pairs += optimizer.compute_gradients(10.0 * first, [c])
+    return TowerSpec(mode, first, optimizer.apply_gradients(pairs))
+
+  tf.function(replicate_model_fn(model_fn, devices=devices))(batch())
+  assert float(c) == 10.0 - 3.0 - 30.0
+
+
+def _pairs(
+  optimizer: Any, c: Any, reduction: str = "sum", mode: str = "eager"
+) -> list[float]:
+  """Each tower's own gradient of `c * features`, then one step of them."""
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    loss = tf.reduce_sum(c * features)
+    [(grad, variable)] = pairs = optimizer.compute_gradients(loss, [c])
+    assert variable is c
+    train_op = optimizer.apply_gradients(pairs)
+    return TowerSpec(mode, loss, train_op, tf.stack([grad]))
+
+  step = caller(replicate_model_fn(model_fn, reduction, TWO), mode)
+  found: list[float] = step(batch()).predictions.numpy().tolist()
+  return found
+
+
+class TestMembers:
+  """The members of the specification's page."""
+
+  def test_constructor(self) -> None:
+    made: list[Any] = []
+
+    def make() -> Any:
+      made.append(sgd(0.25))
+      return made[-1]
+
+    opt = sgd(0.25)
+    assert TowerOptimizer(opt).inner_optimizer is opt
+    from_function = TowerOptimizer(make)
+    c = tf.Variable(10.0)
+    for _ in range(2):
+      from_function.apply_gradients([(tf.constant(4.0), c)])
+    assert [from_function.inner_optimizer] == made
+    assert float(c) == 8.0
+    for opt in (keras.optimizers.SGD, "sgd"):
+      inner = TowerOptimizer(optimizer_or_optimizer_fn=opt).inner_optimizer
+      assert type(inner) is keras.optimizers.SGD
+
+  @every_mode
+  def test_compute_gradients(self, mode: str) -> None:
+    for reduction, expected in (("sum", [1.0, 2.0]), ("mean", [0.5, 1.0])):
+      optimizer, c = TowerOptimizer(sgd), tf.Variable(10.0)
+      assert _pairs(optimizer, c, reduction, mode) == expected
+
+  def test_compute_gradients_outside_of_towers(self) -> None:
+    optimizer, c = TowerOptimizer(sgd), tf.Variable(10.0)
+    [(grad, variable)] = optimizer.compute_gradients(lambda: 3.0 * c)
+    assert (float(grad), variable is c) == (3.0, True)
+    with tf.GradientTape() as tape:
+      loss = 5.0 * c
+    [(grad, _)] = optimizer.compute_gradients(loss, c, tape=tape)
+    assert float(grad) == 5.0
+
+    @tf.function
+    def in_graph() -> Any:
+      # By position, as in version 1.
+      gate = optimizer.GATE_GRAPH
+      args = (gate, tf.AggregationMethod.ADD_N, True, tf.constant(2.0))
+      [(grad, _)] = optimizer.compute_gradients(7.0 * c, [c], *args)
+      return grad
+
+    assert float(in_graph()) == 14.0
+    with pytest.raises(TypeError, match="unexpected keyword argument 'gates'"):
+      optimizer.compute_gradients(lambda: c, gates=1)
+
+  @every_mode
+  def test_apply_gradients(self, mode: str) -> None:
+    optimizer, c = TowerOptimizer(sgd), tf.Variable(10.0)
+    global_step = tf.Variable(5, dtype=tf.int64)
+
+    def model_fn(features: Any, mode: str) -> TowerSpec:
+      grad = tf.reduce_sum(features)
+      count = optimizer.apply_gradients([(grad, c)], global_step, name="step")
+      # Earlier towers change nothing, and neither does the last one yet.
+      now = [c.read_value(), *(tf.cast(x, "float32") for x in (global_step, 0))]
+      return TowerSpec(mode, None, count, tf.stack(now)[tf.newaxis])
+
+    step = caller(replicate_model_fn(model_fn, "sum", TWO), mode)
+    spec = step(batch())
+    assert spec.predictions.numpy().tolist() == [[10.0, 5.0, 0.0]] * 2
+    assert [int(spec.train_op), float(c), int(global_step)] == [1, 7.0, 6]
+    assert int(step(batch()).train_op) == int(optimizer.iterations) == 2
+    assert [float(c), int(global_step)] == [4.0, 7]
+
+  @pytest.mark.parametrize(
+    ("mode", "keras_order"), [("eager", True), ("function", False)]
+  )
+  def test_minimize(self, mode: str, keras_order: bool) -> None:
+    optimizer, c = TowerOptimizer(sgd), tf.Variable(10.0)
+    global_step = tf.Variable(0)
+
+    def model_fn(features: Any, mode: str) -> TowerSpec:
+      with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(c * features)
+      if keras_order:
+        train_op = optimizer.minimize(loss, [c], tape=tape)
+      else:
+        train_op = optimizer.minimize(loss, global_step, [c], name="step")
+      return TowerSpec(mode, loss, train_op)
+
+    caller(replicate_model_fn(model_fn, "mean", TWO), mode)(batch())
+    assert float(c) == 8.5
+    assert int(global_step) == (0 if keras_order else 1)
+
+  def test_names_slots_and_variables(self) -> None:
+    opt = keras.optimizers.Adam(1.0, name="mine")
+    optimizer, c = TowerOptimizer(opt), keras.Variable(10.0, name="c")
+    assert optimizer.get_name() == "mine"
+    assert optimizer.get_slot_names() == []
+    assert optimizer.get_slot(c, "momentum") is None
+    _pairs(optimizer, c)
+    assert optimizer.get_slot_names() == ["momentum", "velocity"]
+    slot = optimizer.get_slot(c, "momentum")
+    assert abs(float(slot.numpy()) - 0.3) < 1e-6
+    assert optimizer.get_slot(c, "none") is None
+    mine = [id(v) for v in optimizer.variables]
+    assert mine == [id(v) for v in opt.variables]
+    assert mine == [id(v) for v in optimizer.variables()]
+
+  def test_has_been_used(self) -> None:
+    # In a program of its own: in this one others have used it.
+    program = """
+import tensorflow as tf
+from tf_cross_shard import *
+c = tf.Variable(1.0)
+optimizer = TowerOptimizer("sgd")
+found = [TowerOptimizer.has_been_used()]
+CrossShardOptimizer("sgd").minimize(lambda: 2.0 * c)
+def model_fn(features, mode, params):
+  optimizer.minimize(c * features[0])
+  assert params
+  return TowerSpec(mode)
+step = replicate_model_fn(model_fn, devices=["CPU:0", "CPU:0"])
+for params in (False, True):
+  try:
+    step([1.0, 2.0], params=params)
+  except AssertionError:
+    pass
+  found.append(optimizer.has_been_used())
+print(found)
+"""
+    run = subprocess.run(
+      [sys.executable, "-c", program],
+      cwd=PROJECT,
+      env={**os.environ, "PYTHONPATH": str(PROJECT)},
+      capture_output=True,
+      text=True,
+      timeout=120,
+      check=False,
+    )
+    assert run.stdout.splitlines()[-1:] == ["[False, False, True]"], run.stderr
+
+  def test_constants(self) -> None:
+    name = TowerOptimizer.COLLECTION_FOR_GRAPH_STATES
+    assert name == "replicate_model_fn_graph_states"
+    gates = TowerOptimizer.GATE_NONE, TowerOptimizer.GATE_OP
+    assert (*gates, TowerOptimizer.GATE_GRAPH) == (0, 1, 2)
+
+
+class TestState:
+  def test_config_and_pickle(self) -> None:
+    optimizer = TowerOptimizer(lambda: sgd(0.5, momentum=0.5))
+    config = optimizer.get_config()
+    again = TowerOptimizer.from_config(dict(config))
+    assert again.get_config() == config
+    assert again.inner_optimizer.momentum == 0.5
+    c = keras.Variable(10.0)
+    _pairs(optimizer, c)
+    again = pickle.loads(pickle.dumps(optimizer))
+    again.build([c])
+    assert values(again.variables) == values(optimizer.variables)
+    _pairs(again, c)
+    assert float(c.numpy()) == 10.0 - 1.5 - 2.25
+
+  @pytest.mark.parametrize("written", ["with", "without"])
+  def test_checkpoint(self, written: str, tmp_path: pathlib.Path) -> None:
+    def make(encapsulated: bool) -> Any:
+      opt = keras.optimizers.Adam(0.5)
+      return TowerOptimizer(opt) if encapsulated else opt
+
+    c = keras.Variable(10.0)
+    first, second = make(written == "with"), make(written != "with")
+    first.apply_gradients([(tf.constant(4.0), c)])
+    path = tf.train.Checkpoint(optimizer=first).save(str(tmp_path / "ckpt"))
+    second.build([c])
+    assert values(second.variables) != values(first.variables)
+    tf.train.Checkpoint(optimizer=second).restore(path).assert_consumed()
+    assert values(second.variables) == values(first.variables)
+
+  def test_fit_and_a_model_file(self, tmp_path: pathlib.Path) -> None:
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(8, 3)).astype("float32")
+    y = rng.normal(size=(8, 2)).astype("float32")
+    start = [rng.normal(size=(3, 2)), rng.normal(size=(2,))]
+    weights = []
+    for optimizer in (
+      keras.optimizers.Adam(0.1),
+      TowerOptimizer(keras.optimizers.Adam(0.1)),
+    ):
+      model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+      model.set_weights(start)
+      model.compile(optimizer, "mse")
+      model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+      weights.append(model.get_weights())
+    assert np.abs(weights[0][0] - start[0]).max() > 0.1
+    for plain, towers in zip(*weights, strict=True):
+      np.testing.assert_array_equal(plain, towers)
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras")
+    assert type(again.optimizer) is TowerOptimizer
+    assert values(again.optimizer.variables) == values(
+      model.optimizer.variables
+    )
+
+  @every_mode
+  def test_a_rate_that_changes_and_clipping_of_the_sum(self, mode: str) -> None:
+    optimizer, c = TowerOptimizer(sgd(clipvalue=2.5)), tf.Variable(10.0)
+
+    def model_fn(features: Any, mode: str) -> TowerSpec:
+      loss = tf.reduce_sum(c * features)
+      return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
+
+    step = caller(replicate_model_fn(model_fn, "sum", TWO), mode)
+    step(batch())
+    assert float(c) == 7.5
+    optimizer.learning_rate = 2.0
+    assert float(optimizer.inner_optimizer.learning_rate) == 2.0
+    step(batch())
+    assert float(c) == 2.5
+
+
+# Each pair of settings, and each strategy.
+@pytest.mark.parametrize(
+  ("place", "mode", "grouping", "towers", "replicas"),
+  [
+    ("mirrored", "function", "ungrouped", "sum", "mean"),
+    ("mirrored", "function", "contiguous", "mean", "sum"),
+    ("mirrored", "eager", "strided", "mean", "mean"),
+    ("mirrored", "function", "singletons", "sum", "sum"),
+    ("virtual", "function", "strided", "mean", "mean"),
+    ("virtual", "eager", "contiguous", "sum", "mean"),
+  ],
+)
+def test_towers_of_replicas(
+  place: str, mode: str, grouping: str, towers: str, replicas: str
+) -> None:
+  strategy = (
+    testbed.mirrored()
+    if place == "mirrored"
+    else testbed.virtual(testbed.REPLICAS)
+  )
+  groups = testbed.GROUPINGS[grouping]
+  task = testbed.Regression()
+  # Each tower has its own example.
+  first = task.x.reshape(-1, task.examples, 3)
+  assert task.examples == 2
+  assert not (first[:, 0] == first[:, 1]).all()
+  with strategy.scope():
+    weights = task.variables()
+    optimizer = TowerOptimizer(
+      CrossShardOptimizer(
+        testbed.OPTIMIZERS["Momentum"](), replicas, group_assignment=groups
+      )
+    )
+    optimizer.build(weights)
+
+  def model_fn(features: Any, labels: Any, mode: str) -> TowerSpec:
+    loss = task.loss(weights, features, labels)
+    return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=weights))
+
+  replicated = replicate_model_fn(model_fn, towers, ["", ""])
+
+  def step(x: Any, y: Any) -> Any:
+    def replica_step() -> Any:
+      mine = testbed.replica_id()
+      return replicated(tf.gather(x, mine), tf.gather(y, mine)).loss
+
+    return strategy.run(replica_step)
+
+  run = caller(step, mode)
+  for x, y in zip(task.x, task.y, strict=True):
+    run(tf.constant(x), tf.constant(y))
+  for members in testbed.groups_of(groups).to_lists():
+    factor = 2.0 if towers == "sum" else 1.0
+    factor *= len(members) if replicas == "sum" else 1
+    expected = testbed.train_plain(
+      task, members, testbed.OPTIMIZERS["Momentum"](), factor
+    )
+    for variable, value in zip(weights, expected, strict=True):
+      copies = testbed.copies(variable)
+      assert len(copies) == testbed.REPLICAS
+      for replica in members:
+        testbed.assert_close(copies[replica], value, f"{place} {replica}")
+
+
+def _scaled(opt: Any) -> Any:
+  """A loss scaling optimizer that starts from a scale of 8."""
+  return keras.optimizers.LossScaleOptimizer(opt, initial_scale=8.0)
+
+
+@pytest.mark.parametrize(("mode", "bad"), [("eager", 0), ("function", 1)])
+def test_a_loss_scale_within(mode: str, bad: int) -> None:
+  optimizer, c = TowerOptimizer(_scaled(sgd(momentum=0.5))), tf.Variable(10.0)
+  global_step = tf.Variable(0)
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    loss = tf.reduce_sum(c * features)
+    train_op = optimizer.minimize(loss, global_step, [c])
+    return TowerSpec(mode, loss, train_op)
+
+  step = caller(replicate_model_fn(model_fn, "sum", TWO), mode)
+  step(batch())
+  assert [float(c), int(global_step)] == [7.0, 1]
+  scale = optimizer.inner_optimizer.dynamic_scale
+  assert float(scale.numpy()) == 8.0
+  # Only one tower overflows; all of the step is left out.
+  rows = [[3.0], [3.0]]
+  rows[bad] = [float("inf")]
+  step(batch(*rows))
+  assert [float(c), int(global_step)] == [7.0, 1]
+  assert [float(scale.numpy()), int(optimizer.iterations)] == [4.0, 1]
+  step(batch([2.0], [1.0]))
+  assert [float(c), int(global_step)] == [7.0 - 1.5 - 3.0, 2]
+
+
+def test_a_loss_scale_within_replicas() -> None:
+  strategy = testbed.mirrored()
+  with strategy.scope():
+    c, global_step = tf.Variable(10.0), tf.Variable(0)
+    optimizer = TowerOptimizer(
+      CrossShardOptimizer(
+        _scaled(sgd()), "sum", group_assignment=[[0, 1], [2, 3]]
+      )
+    )
+    optimizer.build([c])
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    loss = tf.reduce_sum(c * features)
+    train_op = optimizer.minimize(loss, global_step, [c])
+    return TowerSpec(mode, loss, train_op)
+
+  replicated = replicate_model_fn(model_fn, "sum", ["", ""])
+
+  @tf.function
+  def run(rows: Any) -> Any:
+    return strategy.run(lambda x: replicated(x).loss, args=(rows,))
+
+  # The second tower of the last replica overflows: its group alone skips.
+  rows = [[1.0], [2.0]], [[3.0], [-1.0]], [[1.0], [1.0]], [[2.0], [np.inf]]
+  run(testbed.per_replica(strategy, rows))
+  assert testbed.copies(c) == [5.0, 5.0, 10.0, 10.0]
+  assert testbed.copies(global_step) == [1, 1, 0, 0]
+
+
+def test_a_loss_scale_around() -> None:
+  c = tf.Variable(10.0)
+  optimizer = _scaled(TowerOptimizer(sgd()))
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    grad = tf.reduce_sum(8.0 * features)
+    optimizer.apply_gradients([(grad, c)])
+    return TowerSpec(mode, grad)
+
+  untouched = towers_bed.Untouched([c])
+  with pytest.raises(ValueError, match="gradients of one tower, not at"):
+    replicate_model_fn(model_fn, "sum", TWO)(batch())
+  untouched.check()
+  # In one tower there is but one to look at.
+  optimizer = _scaled(TowerOptimizer(sgd()))
+  tf.function(replicate_model_fn(model_fn, "sum", TWO[:1]))(batch())
+  assert float(c) == 7.0
+  with pytest.raises(ValueError, match="must not encapsulate a TowerOptimizer"):
+    _scaled(TowerOptimizer(CrossShardOptimizer("sgd")))
+
+
+def _adversaries(x: Any, weights: Any) -> tuple[Any, Any]:
+  """What a generator and a discriminator of one weight each want."""
+  generator, discriminator = weights
+  fake = generator * x
+  wants = tf.reduce_mean((discriminator * fake - 1.0) ** 2)
+  tells = tf.reduce_mean(
+    (discriminator * x - 1.0) ** 2 + (discriminator * fake) ** 2
+  )
+  return wants, tells
+
+
+@every_mode
+def test_two_networks_against_each_other(mode: str) -> None:
+  starts = (0.5, -0.25)
+  weights = [tf.Variable(value) for value in starts]
+  makers: list[Callable[[], Any]] = [
+    lambda: keras.optimizers.Adam(0.125),
+    lambda: keras.optimizers.RMSprop(0.25),
+  ]
+  optimizers = [TowerOptimizer(make) for make in makers]
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    losses = _adversaries(features, weights)
+    ops = [
+      optimizer.minimize(loss, var_list=[weight])
+      for optimizer, loss, weight in zip(
+        optimizers, losses, weights, strict=True
+      )
+    ]
+    return TowerSpec(mode, losses[0], ops[-1])
+
+  step = caller(replicate_model_fn(model_fn, "mean", TWO), mode)
+  plain = [tf.Variable(value) for value in starts]
+  plain_optimizers = [make() for make in makers]
+  rng = np.random.default_rng(5)
+  for _ in range(4):
+    x = tf.constant(rng.normal(size=(6, 1)), tf.float32)
+    step(x)
+    with tf.GradientTape(persistent=True) as tape:
+      losses = _adversaries(x, plain)
+    grads = [tape.gradient(*each) for each in zip(losses, plain, strict=True)]
+    for each, grad, weight in zip(plain_optimizers, grads, plain, strict=True):
+      each.apply_gradients([(grad, weight)])
+  for weight, expected, start in zip(weights, plain, starts, strict=True):
+    assert abs(float(weight) - start) > 0.02
+    assert abs(float(weight) - float(expected)) < 1e-5
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))
