@@ -193,9 +193,9 @@ class Towers:
     assert graph is not None
     handles = {
       graph.capture(variable.handle).name: variable
-      for variable in compute.read_by_graph()
+      for variable in compute.variables_read()
       # What is new is given its start. A tf.function traces once more then.
-      if id(compute.whole(variable)) not in self.variables.new
+      if id(compute.distributed_variable(variable)) not in self.variables.new
     }
     written = {
       name for op in graph.get_operations()[before:] for name in _written(op)
