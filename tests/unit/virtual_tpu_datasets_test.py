@@ -105,6 +105,11 @@ class TestSplit:
     [found] = list(_split(unknown))
     assert _parts(found) == [[[0, 1]], [[2, 3]], [[4, 5]]]
 
+  def test_uneven_batch(self) -> None:
+    data = Dataset.from_tensor_slices(tf.zeros([14, 2])).batch(7, True)
+    specs = tf.nest.flatten(_split(data).element_spec, expand_composites=True)
+    assert [each.shape.as_list() for each in specs] == [[3, 2], [2, 2], [2, 2]]
+
   def test_a_smaller_last_batch_runs_if_it_is_even(self) -> None:
     data = _split(Dataset.range(9).batch(6))
     assert [int(_weighted_sum(batch)) for batch in data] == [
@@ -139,6 +144,11 @@ class TestDeal:
     assert _parts(found.second[0]) == [1, 2, 3]
     assert found.second[1] is None
     assert isinstance(data.element_spec, Pair)
+
+  def test_shuffled_elements_are_read_once(self) -> None:
+    data = _deal(Dataset.range(9).shuffle(9).batch(1))
+    seen = [row for batch in data for part in _parts(batch) for row in part]
+    assert sorted(seen) == list(range(9))
 
 
 class TestBoth:
@@ -238,6 +248,19 @@ class TestInFunctions:
     assert traces == [datasets.SplitDataset]
     captured = tf.function(lambda: epoch(data))
     assert int(captured()) == 12 * 5 + 18 + 16
+
+  def test_loop_over_an_iterator_with_a_break(self) -> None:
+    @tf.function
+    def some(iterator: Any) -> Any:
+      total = tf.constant(0)
+      for batch in iterator:
+        total += _weighted_sum(batch)
+        if total > 20:
+          break
+      return total
+
+    iterator = iter(_split(Dataset.range(9).batch(3, drop_remainder=True)))
+    assert [int(some(iterator)) for _ in range(3)] == [8 + 26, 44, 0]
 
   def test_enumerate_is_refused_as_tensorflow_does(self) -> None:
     """Python's own would never end there."""
@@ -339,6 +362,14 @@ class TestKeras:
       counts.append(len(traces))
     assert counts[0] > 0
     assert counts == counts[:1] * 3
+
+  def test_distributed_datasets(self) -> None:
+    model, _ = _model(_strategy())
+    model.fit(_split(self._rows().batch(12, True)), verbose=0)
+    other, _ = _model(_strategy())
+    other.fit(_deal(self._rows().batch(4, True)), verbose=0)
+    for mine, theirs in zip(model.weights, other.weights, strict=True):
+      np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
 
 
 if __name__ == "__main__":

@@ -133,6 +133,22 @@ class TestHost:
 
 
 class TestReplicas:
+  def test_scatter_updates(self) -> None:
+    variable = _variable(tf.zeros([4]))
+
+    def replica_fn() -> tf.Tensor:
+      own = tf.cast(testbed.replica_id() + 1, tf.float32)
+      variable.scatter_add(
+        tf.IndexedSlices([own, own], [0, testbed.replica_id() + 1])
+      )
+      variable[1:2].assign([9.0])
+      return tf.gather(variable, [0])
+
+    rows = _run(replica_fn)
+    found = testbed.per_replica_results(testbed.virtual(N), rows)
+    assert found == [[1.0], [2.0], [3.0]]
+    assert _copies(variable) == [[1, 9, 0, 0], [2, 9, 2, 0], [3, 9, 0, 3]]
+
   @pytest.mark.parametrize(
     ("aggregation", "expected"),
     [

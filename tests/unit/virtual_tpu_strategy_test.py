@@ -305,6 +305,15 @@ class TestCollectives:
     assert _results(number) == [sum(numbers)] * N
     assert _results(word) == [[3, 21]] * N
 
+  def test_gradient_of_a_sum(self) -> None:
+    def replica_fn(x: tf.Tensor) -> Any:
+      with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = _all_reduce(x) * _own_mark()
+      return tape.gradient(y, x)
+
+    assert _results(_run(replica_fn, _marks())) == [7.0] * N
+
   def test_all_gather(self) -> None:
     rows = _values([[[np.inf, 1.0]], [[np.nan, 2.0]], [[2.0, 3.0]]])
     nested = _run(
@@ -506,6 +515,19 @@ class TestKeras:
     assert _results(kernel) == [[[mark]] for mark in MARKS]
     total = _strategy().reduce("SUM", kernel, axis=None)
     assert total.numpy().item() == sum(MARKS)
+
+
+def test_gradients_on_the_host() -> None:
+  with _strategy().scope():
+    variable = tf.Variable(3.0)
+    with tf.GradientTape() as tape:
+      inside = variable * variable
+    assert float(tape.gradient(inside, variable)) == 6.0
+  _run(lambda: variable.assign(_own_mark() + 1.0))
+  with tf.GradientTape() as tape:
+    outside = variable * variable
+  assert float(tape.gradient(outside, variable)) == 4.0
+  assert testbed.copies(variable) == [2.0, 3.0, 5.0]
 
 
 def test_random_numbers_differ_between_replicas_and_steps() -> None:

@@ -160,24 +160,18 @@ def compile_for(
         f" shape; got {shape}. Give for example tf.TensorSpec([8, 64])."
       )
   lowered = lowering.lower(step.traced, shapes)
-  return make_report(where, xla.compile_for_tpu(lowered.module, where))
-
-
-def make_report(where: xla.Topology, compiled: xla.Compiled) -> Report:
-  """The report on a compiled program."""
-  num_replicas = len(where.devices)
-  found = hlo.Module(compiled.module).collectives(num_replicas)
-  memory = compiled.memory
+  compiled = xla.compile_for_tpu(lowered.module, where)
+  found = hlo.Module(compiled.module).collectives(len(where.devices))
   return Report(
     topology=where.name,
     device_kind=where.kind,
-    num_replicas=num_replicas,
+    num_replicas=len(where.devices),
     coordinates=where.coordinates,
     collectives=tuple(found),
     wire_bytes=sum(each.bytes for each in found),
-    argument_bytes=int(memory.argument_size_in_bytes),
-    output_bytes=int(memory.output_size_in_bytes),
-    temp_bytes=int(memory.temp_size_in_bytes),
+    argument_bytes=int(compiled.memory.argument_size_in_bytes),
+    output_bytes=int(compiled.memory.output_size_in_bytes),
+    temp_bytes=int(compiled.memory.temp_size_in_bytes),
     flops=float(compiled.cost.get("flops", 0.0)),
     compile_seconds=compiled.seconds,
     hlo_text=compiled.text,
