@@ -116,7 +116,6 @@ def agree(workers: Workers, topic: str, lines: Sequence[str]) -> None:
     for index, other in enumerate(others, 1)
     if other != first
   ]
-  exchange(workers, topic, "read")  # the first worker may not end before
   raise errors.DisagreementError(
     f"Workers disagree: {'; '.join(differences)}. Run the same program with the"
     " same arguments and libraries on every worker."
@@ -150,6 +149,12 @@ def exchange(
     )
     key_value_store.report(workers.index, error)
     raise error
+  # The first worker holds the store: it may not end before all have read.
+  if workers.index:
+    key_value_store.put(f"{key}/read/{workers.index}", "")
+  else:
+    for index in range(1, len(workers.names)):
+      key_value_store.wait(f"{key}/read/{index}", deadline, sender=index)
   return [each for each in told if each is not None]
 
 
