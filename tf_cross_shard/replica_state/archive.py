@@ -102,6 +102,8 @@ class Archive(Mapping[str, Array]):
     self.about: dict[str, Any] = json.loads(entries[_ABOUT].item())
     self._dtypes: dict[str, str] = self.about["dtypes"]
     self._entries = entries
+    if set(entries) != {_ABOUT, *self._dtypes}:
+      raise ValueError("another number of arrays")
     checksums = [(i.filename, i.CRC) for i in container.infolist()]
     self.checksum = zlib.crc32(repr(checksums).encode())
 
