@@ -20,7 +20,7 @@ import tensorflow as tf
 from tests.support import replica_state_cases as cases
 from tests.support import testbed
 from tf_cross_shard import CrossShardOptimizer, replica_state
-from tf_cross_shard.replica_state import archive, group_state, replica_values
+from tf_cross_shard.replica_state import archive, group_state
 
 N = testbed.REPLICAS
 PAIRS = [[0, 1], [2, 3]]
@@ -371,27 +371,6 @@ def test_each_variable_once(tmp_path: pathlib.Path) -> None:
     "group_1/optimizer/sgd/iteration",
     "group_1/optimizer/sgd/learning_rate",
   }
-
-
-def test_few_sizes_travel() -> None:
-  """The runtime keeps something for each."""
-  copies = replica_values.Copies(testbed.mirrored())
-  lengths = set()
-
-  def gather(words: Any) -> Any:
-    lengths.add(words.shape[1])
-    return np.concatenate([words, words + 1])
-
-  with (
-    mock.patch.object(type(copies.engine), "replicas_here", range(2)),
-    mock.patch.object(copies, "_gather_padded", gather),
-    mock.patch.object(replica_values, "_MOST_WORDS", 1 << 10),
-  ):
-    for size in (0, 1, 3, 1000, 1025, 5000):
-      mine = [np.full(size, i, "int32") for i in range(2)]
-      found = copies._gather(mine)
-      assert _lists(found) == [[i] * size for i in (0, 1, 1, 2)]
-  assert lengths == {256, 512, 1024} - {512}
 
 
 # ----------------------------------------------------------- what is not right

@@ -23,7 +23,6 @@ Array = np.ndarray[Any, Any]
 
 # What travels at once, in int32 words: 16 MiB.
 _MOST_WORDS: Final = 1 << 22
-_LEAST_WORDS: Final = 1 << 8
 _DIGEST: Final = 16  # bytes
 
 
@@ -70,7 +69,6 @@ class Copies:
       )
     self.engine = collectives.for_strategy(strategy)
     self.workers = consistency.of_strategy(strategy)
-    self._gather_words: Any = None
 
   @property
   def is_first(self) -> bool:
@@ -139,41 +137,18 @@ class Copies:
     )
     parts = [np.zeros([engine.num_replicas, 0], np.int32)]
     for start in range(0, words.shape[1], _MOST_WORDS):
-      part = words[:, start : start + _MOST_WORDS]
-      length = part.shape[1]
-      # Few sizes: the runtime keeps something for each that was ever gathered.
-      padding = max(_LEAST_WORDS, 1 << (length - 1).bit_length()) - length
-      padded = np.pad(part, [[0, 0], [0, padding]])
-      parts.append(self._gather_padded(padded)[:, :length])
+      part = tf.constant(words[:, start : start + _MOST_WORDS])
+      try:
+        joined = _gather_words(engine.strategy, part)
+        [flat, *_] = engine.strategy.experimental_local_results(joined)
+        parts.append(flat.numpy().reshape([engine.num_replicas, -1]))
+      except tf.errors.OpError as error:
+        raise errors.from_message(str(error.message)) or error from error
     rows = np.concatenate(parts, axis=1)
     return [
       np.frombuffer(bytearray(row.tobytes()[:size]), dtype).reshape(shape)
       for row in rows
     ]
-
-  def _gather_padded(self, mine: Array) -> Array:
-    """Returns the words of all replicas, [num_replicas, length]."""
-    engine, strategy = self.engine, self.engine.strategy
-    first = engine.replicas_here.start
-    if self._gather_words is None:
-      everyone = groups_lib.contiguous(engine.num_replicas, engine.num_replicas)
-      self._gather_words = tf.function(
-        lambda each: strategy.run(
-          lambda row: engine.all_gather([row[tf.newaxis]], everyone)[0],
-          args=(each,),
-        ),
-        autograph=False,
-      )
-    each = strategy.experimental_distribute_values_from_function(
-      lambda context: tf.constant(
-        mine[context.replica_id_in_sync_group - first]
-      )
-    )
-    try:
-      rows = strategy.experimental_local_results(self._gather_words(each))[0]
-      return np.array(rows.numpy())
-    except tf.errors.OpError as error:
-      raise errors.from_message(str(error.message)) or error from error
 
   def _copies(self, variable: Any) -> Sequence[Any]:
     """Returns what has a value each; one object where all replicas share it."""
@@ -181,3 +156,18 @@ class Copies:
       native(variable)
     )
     return copies
+
+
+# One for all calls, which the runtime would trace again.
+@tf.function(autograph=False, reduce_retracing=True)
+def _gather_words(strategy: tf.distribute.Strategy, words: tf.Tensor) -> Any:
+  """Returns the rows of all replicas, one after the other, in each of them."""
+  engine = collectives.for_strategy(strategy)
+  everyone = groups_lib.contiguous(engine.num_replicas, engine.num_replicas)
+
+  def gather_own() -> tf.Tensor:
+    context = tf.distribute.get_replica_context()
+    row = words[context.replica_id_in_sync_group - engine.replicas_here.start]
+    return engine.all_gather([row], everyone)[0]
+
+  return strategy.run(gather_own)
