@@ -5,6 +5,7 @@ Each launch holds one fault, or all of those after which the workers can go on.
 # bazel: size=large timeout=long tags=exclusive
 
 import concurrent.futures
+import pathlib
 import re
 import signal
 from collections.abc import Collection, Iterator, Mapping
@@ -283,6 +284,31 @@ def test_the_others_name_a_worker_that_is_killed(
     assert report["seconds"] < 30.0
     assert report["trained"] == -3.0  # the sum of the step before
     assert report["unchanged"]
+
+
+def test_killed_and_resumed_is_as_undisturbed(tmp_path: pathlib.Path) -> None:
+  """In groups, so that each worker goes on from what it alone has saved."""
+
+  def run(name: str, **options: Any) -> list[dict[str, Any]]:
+    done = workers.run(
+      "resume",
+      2,
+      arguments={"folder": tmp_path / name, **options},
+      may_fail=[1] if options else [],
+    )
+    return [worker.result for worker in done]
+
+  undisturbed = run("whole")
+  left, killed = run("killed", dies=True)
+  assert killed is None
+  _assert_says(left, "WorkerLostError", r"^worker 1\b.* was lost")
+  resumed = run("killed")
+  assert resumed[0]["state"][0].tolist() != resumed[1]["state"][0].tolist()
+  for mine, whole in zip(resumed, undisturbed, strict=True):
+    assert mine["epochs"] == [2, 3]
+    assert whole["epochs"] == [0, 1, 2, 3]
+    for one, other in zip(mine["state"], whole["state"], strict=True):
+      assert one.tobytes() == other.tobytes()
 
 
 if __name__ == "__main__":

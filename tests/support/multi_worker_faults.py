@@ -5,6 +5,7 @@ the odd one.
 """
 
 import os
+import pathlib
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import tensorflow as tf
 from tests.support import multi_worker_cases as cases
 from tf_cross_shard import CrossShardOptimizer
 from tf_cross_shard.multi_worker import (
+  BackupAndRestore,
   consistency,
   naming_lost_workers,
   newest_common,
@@ -254,6 +256,37 @@ def lose(
     "trained": float(before[0][0]),
     "unchanged": _same(before, early.state()),
   }
+
+
+def resume(
+  folder: pathlib.Path, dies: bool, strategy: tf.distribute.Strategy
+) -> dict[str, Any]:
+  """Trains with backups, each worker a group; one may be killed half-way."""
+
+  class Killer(tf.keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+      """Kills worker 1 when it has saved two epochs."""
+      if dies and epoch == 2 and cases.place_of(strategy) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+  with strategy.scope():
+    model = cases.network()
+    adam = tf.keras.optimizers.Adam(0.01)
+    model.compile(CrossShardOptimizer(adam, group_assignment=[[0], [1]]), "mse")
+  backup = BackupAndRestore(folder, delete_checkpoint=False)
+  data = cases.batches(*cases.fit_data(strategy.num_replicas_in_sync))
+  trained: list[int] = []
+
+  def train() -> None:
+    with naming_lost_workers():
+      history = model.fit(
+        data, epochs=4, verbose=0, callbacks=[backup, Killer()]
+      )
+    trained.extend(history.epoch)
+
+  found = attempt(train)
+  variables = [*model.variables, *model.optimizer.variables]
+  return {**found, "epochs": trained, "state": cases.own(variables)}
 
 
 def _same(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> bool:

@@ -69,6 +69,12 @@ def lose(kind: str, killed: int) -> dict[str, Any]:
   return multi_worker_faults.lose(killed, mine, strategy)
 
 
+def resume(folder: pathlib.Path, dies: bool = False) -> dict[str, Any]:
+  """Training that is backed up, and goes on where it was killed."""
+  strategy = multi_worker.MultiWorkerStrategy()
+  return multi_worker_faults.resume(folder, dies, strategy)
+
+
 def two_replicas_each() -> tf.distribute.Strategy:
   """Two replicas in each process, as with GPUs; of CPUs it would be one."""
   cpu = tf.config.list_physical_devices("CPU")[0]
@@ -132,6 +138,7 @@ TASKS: dict[str, Callable[..., Any]] = {
     start,
     faults,
     lose,
+    resume,
     local_replicas,
     interplay,
     one_after_the_other,
