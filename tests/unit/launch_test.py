@@ -46,7 +46,8 @@ def test_a_command_line(
 
 FAIL = """
 import json, os, time
-if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1: raise SystemExit(3)
+task = json.loads(os.environ["TF_CONFIG"])["task"]
+if task["index"] == 1: raise SystemExit(3)
 time.sleep(60)
 """
 

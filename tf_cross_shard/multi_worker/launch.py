@@ -135,8 +135,9 @@ def launch(
 
 def _print_lines(lines: IO[str], prefix: str) -> None:
   """Prints what a worker writes as it comes, each line whole."""
-  for line in lines:
-    print(prefix + line, end="", flush=True)
+  with lines:
+    for line in lines:
+      print(prefix + line, end="", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
