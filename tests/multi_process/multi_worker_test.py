@@ -6,9 +6,7 @@ seconds to start; the tests then read what each worker had at the end.
 # bazel: size=large timeout=long tags=exclusive
 
 import functools
-import pathlib
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,41 +39,21 @@ def _of(function: str) -> Any:
 class Launches:
   """Starts each launch once, when a test first asks for it."""
 
-  def __init__(self, folder: pathlib.Path) -> None:
-    self._folder = folder
+  def __init__(self) -> None:
     self.results = functools.cache(self._run)
-
-  def folder(self, launch: str) -> pathlib.Path:
-    """Where the workers of a launch saved their state."""
-    return self._folder / launch
 
   def _run(self, launch: str) -> list[dict[Any, Any]]:
     count = int(launch[-1])
-    folder = self.folder(launch)
-    model, optimizer = _alone()
-    cases.train_network(model, optimizer, None, count)
-    cases.save_state(folder / "alone", model, optimizer)
-    done = workers.run(
-      "numbers", count, arguments={"launch": launch, "folder": folder}
-    )
+    done = workers.run("numbers", count, arguments={"launch": launch})
     assert len({worker.index for worker in done}) == count > 1
     assert all(worker.result["replicas"] == count for worker in done)
     return [worker.result for worker in done]
 
 
-def _alone() -> tuple[Any, Any]:
-  """The model of the tests of state, on one process without a strategy."""
-  model, optimizer = cases.network(), cases.sharded_adam()
-  optimizer.build(model.trainable_variables)
-  model.compile(optimizer, "mse")
-  return model, optimizer
-
-
 @pytest.fixture(scope="session")
-def launches() -> Iterator[Launches]:
+def launches() -> Launches:
   """All launches of this file."""
-  with tempfile.TemporaryDirectory() as folder:
-    yield Launches(pathlib.Path(folder))
+  return Launches()
 
 
 def _groups(count: int, grouping: str) -> groups_lib.Groups:
@@ -444,55 +422,6 @@ def test_predict(launches: Launches, launch: str, key: cases.Key) -> None:
     assert predicted.shape == right.shape
     testbed.assert_close(predicted, right, "predictions")
     np.testing.assert_array_equal(predicted, held[0])
-
-
-# ---------------------------------------------------------------------- state
-
-
-def _assert_all_close(
-  actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]
-) -> None:
-  for i, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
-    testbed.assert_close(mine, theirs, f"variable {i}")
-
-
-def _weights(model: Any) -> list[np.ndarray]:
-  return [variable.numpy() for variable in model.trainable_variables]
-
-
-@pytest.mark.parametrize("way", cases.STATE_WAYS)
-def test_one_process_goes_on_from_what_each_worker_saved(
-  launches: Launches, way: str
-) -> None:
-  for replica, found in enumerate(launches.results("own-4")):
-    saved = found["state"]
-    model, optimizer = cases.load_state(
-      launches.folder("own-4") / f"worker_{replica}", way, cases.sharded_adam
-    )
-    for mine, theirs in zip(_weights(model), saved["saved"], strict=True):
-      np.testing.assert_array_equal(mine, theirs)
-    assert int(optimizer.iterations) == cases.FIT["steps"]
-    cases.train_network(model, optimizer, None, 4)
-    _assert_all_close(_weights(model), saved["continued"])
-    assert (saved["saved"][0] != saved["continued"][0]).any()
-
-
-@pytest.mark.parametrize("way", cases.STATE_WAYS)
-def test_workers_go_on_from_what_one_process_saved(
-  launches: Launches, way: str
-) -> None:
-  results = launches.results("own-4")
-  model, optimizer = cases.load_state(
-    launches.folder("own-4") / "alone", way, cases.sharded_adam
-  )
-  before = _weights(model)
-  cases.train_network(model, optimizer, None, 4)
-  for found in results:
-    state = found["state"]
-    for mine, theirs in zip(state[f"{way} loaded"], before, strict=True):
-      np.testing.assert_array_equal(mine, theirs)
-    assert state[f"{way} iterations"] == cases.FIT["steps"]
-    _assert_all_close(state[f"{way} continued"], _weights(model))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ The test's own process knows the data of all workers, and so what is right.
 """
 
 import functools
-import os
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -401,103 +399,6 @@ def fit(
     "evaluated": model.evaluate(data, verbose=0, return_dict=True),
     "predicted": model.predict(data, verbose=0),
   }
-
-
-# ---------------------------------------------------------------------- state
-
-
-def train_network(
-  model: Any,
-  optimizer: Any,
-  strategy: tf.distribute.Strategy | None,
-  replicas: int,
-) -> None:
-  """Three steps: on all examples, or on each replica's own."""
-  x, y = fit_data(replicas)
-  width = x.shape[-1]
-
-  def replica_step(x: tf.Tensor, y: tf.Tensor) -> None:
-    def loss() -> tf.Tensor:
-      return tf.reduce_mean((model(x) - y) ** 2)
-
-    with tf.GradientTape() as tape:
-      value = loss() / (replicas if strategy else 1)
-    variables = model.trainable_variables
-    optimizer.apply(tape.gradient(value, variables), variables)
-
-  @tf.function(autograph=False)
-  def step(x: tf.Tensor, y: tf.Tensor) -> None:
-    if strategy is None:
-      replica_step(x, y)
-    else:
-      strategy.run(replica_step, args=(x, y))
-
-  for i in range(len(x)):
-    rows = slice(None) if strategy is None else place_of(strategy)
-    step(
-      tf.constant(x[i, rows].reshape(-1, width)),
-      tf.constant(y[i, rows].reshape(-1, y.shape[-1])),
-    )
-
-
-def save_state(folder: pathlib.Path, model: Any, optimizer: Any) -> None:
-  """Writes the state in every way there is."""
-  folder.mkdir(parents=True, exist_ok=True)
-  checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer)
-  checkpoint.write(os.path.join(folder, "checkpoint"))
-  model.save(folder / "model.keras")
-
-
-def load_state(
-  folder: pathlib.Path, way: str, make: Callable[[], Any]
-) -> tuple[Any, Any]:
-  """A model and its optimizer as they were saved in one of the ways."""
-  if way == "keras_file":
-    model = tf.keras.models.load_model(folder / "model.keras")
-    return model, model.optimizer
-  model = network()
-  optimizer = make()
-  optimizer.build(model.trainable_variables)
-  model.compile(optimizer, "mse")
-  checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer)
-  checkpoint.read(
-    os.path.join(folder, "checkpoint")
-  ).expect_partial().assert_existing_objects_matched()
-  return model, optimizer
-
-
-STATE_WAYS = ("checkpoint", "keras_file")
-
-
-def sharded_adam() -> CrossShardOptimizer:
-  """The optimizer of the tests of state."""
-  return CrossShardOptimizer(testbed.OPTIMIZERS["Adam"]())
-
-
-def state(
-  folder: pathlib.Path, strategy: tf.distribute.Strategy
-) -> dict[str, Any]:
-  """Continues what one process saved; saves for one process to continue."""
-  replicas = strategy.num_replicas_in_sync
-  here = folder / f"worker_{place_of(strategy)}"
-  found: dict[str, Any] = {}
-  with strategy.scope():
-    model, optimizer = network(), sharded_adam()
-    optimizer.build(model.trainable_variables)
-    model.compile(optimizer, "mse")
-  train_network(model, optimizer, strategy, replicas)
-  save_state(here, model, optimizer)
-  found["saved"] = own(model.trainable_variables)
-  train_network(model, optimizer, strategy, replicas)
-  found["continued"] = own(model.trainable_variables)
-  for way in STATE_WAYS:
-    with strategy.scope():
-      model, optimizer = load_state(folder / "alone", way, sharded_adam)
-    found[f"{way} loaded"] = own(model.trainable_variables)
-    found[f"{way} iterations"] = int(own([optimizer.iterations])[0])
-    train_network(model, optimizer, strategy, replicas)
-    found[f"{way} continued"] = own(model.trainable_variables)
-  return found
 
 
 # ------------------------------------------------------------------ all cases

@@ -28,15 +28,13 @@ def strategy_of(kind: str, **options: Any) -> tf.distribute.Strategy:
   return multi_worker.MultiWorkerStrategy(**options)
 
 
-def numbers(launch: str, folder: pathlib.Path) -> dict[Any, Any]:
+def numbers(launch: str) -> dict[Any, Any]:
   """Everything that is compared with plain Keras and with NumPy."""
   kind, _ = launch.split("-")
   strategy = strategy_of(kind)
   replicas = strategy.num_replicas_in_sync
   assert replicas > 1
   found: dict[Any, Any] = {"replicas": replicas}
-  if kind == "own":
-    found["state"] = multi_worker_cases.state(folder, strategy)
   for key, case in multi_worker_cases.cases_of(launch).items():
     begin = time.monotonic()
     found[key] = case(strategy)
