@@ -343,6 +343,7 @@ def _check(file: archive.Archive, found: group_state.GroupCopies) -> None:
       " and save the model with TensorFlow to start others from it."
     )
   ours = [part.name for part in found.parts]
+  has_model = any(name.startswith("model/") for name in about["names"])
   for names, others, what in (
     (ours, about["names"], "lacks"),
     (about["names"], ours, "has, and the program has not,"),
@@ -353,7 +354,7 @@ def _check(file: archive.Archive, found: group_state.GroupCopies) -> None:
       raise CheckpointError(
         f"{where} {what} {', '.join(absent[:_SHOWN])}{more}. Restore with the"
         " same optimizer and model as were saved; `model` was"
-        f" {'given' if _has_model(about['names']) else 'None'} then."
+        f" {'given' if has_model else 'None'} then."
       )
 
 
@@ -397,8 +398,3 @@ def _values_here(
       " once. Make it inside `with strategy.scope():`."
     )
   return mine
-
-
-def _has_model(names: list[str]) -> bool:
-  """Whether a model was saved."""
-  return any(name.startswith("model/") for name in names)
