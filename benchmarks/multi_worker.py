@@ -26,7 +26,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Before TensorFlow.
 import gc
 import json
 import pathlib
-import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -377,8 +376,6 @@ def main(argv: Sequence[str]) -> None:
     if json.loads(os.environ["TF_CONFIG"])["task"]["index"]:
       return
   else:
-    # SystemExit, unlike the signal, ends the workers too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory() as folder:
       results = {
         "clusters": {

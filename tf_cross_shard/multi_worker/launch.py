@@ -102,11 +102,17 @@ def launch(
   timeout: float | None = None,
   grace: float = 60.0,
 ) -> int:
-  """Runs a command as so many workers; returns 0 if none of them failed."""
+  """Runs a command as so many workers; returns 0 if none of them failed.
+
+  To be called in the main thread, which a SIGTERM ends.
+  """
   processes: dict[int, subprocess.Popen[str]] = {}
   printers = []
   environments = cluster(workers)
   with contextlib.ExitStack() as stack:
+    # As an exception, so that the workers are killed on the way out.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    stack.callback(signal.signal, signal.SIGTERM, before)
     stack.enter_context(killed_at_end(processes.values()))
     for index, environment in enumerate(environments):
       process = processes[index] = subprocess.Popen(
@@ -149,8 +155,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("program", help="a Python file")
   parser.add_argument("arguments", nargs=argparse.REMAINDER)
   given = parser.parse_args(argv)
-  # As an exception, so that the workers are killed on the way out.
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
   module = ["-m"] if given.m else []
   command = [sys.executable, *module, given.program, *given.arguments]
   return launch(command, given.workers, given.timeout)
