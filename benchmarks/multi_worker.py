@@ -23,17 +23,11 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Before TensorFlow.
 
-import contextlib
-import ctypes
 import gc
 import json
 import pathlib
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -50,6 +44,7 @@ from tf_cross_shard import collectives, multi_worker
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.collectives import multi_worker as engines
 from tf_cross_shard.collectives import reduction
+from tf_cross_shard.multi_worker import launch
 
 _WORKERS = flags.DEFINE_list("workers", ["2", "4"], "Processes, at most 8.")
 _PARTS = flags.DEFINE_list(
@@ -76,9 +71,6 @@ _BUCKET_MEGABYTES = (1, 2, 4, 8, 16, 64)
 _CHAINS = (1, 2, 4, 8)
 _GROUPINGS = (((0, 1), (2, 3)), ((0, 3), (1, 2)))  # Of four; the worst last.
 _SETTLED = 200  # Steps after which pools have grown to their size.
-_SHOWN = 3000  # Characters of what a failed worker said last.
-_GRACE = 30.0  # Seconds for a worker to say that another failed.
-_PR_SET_PDEATHSIG = 1  # Of Linux' prctl.
 
 _Case = tuple[contestants.Reducer, groups_lib.Groups]
 
@@ -329,73 +321,15 @@ def work() -> dict[str, Any]:
 
 
 def start_workers(count: int, folder: str) -> dict[str, Any]:
-  """Starts this program so many times, and ends all when the first is done.
-
-  Args:
-    count: How many.
-    folder: Where to put what they write.
-
-  Returns:
-    What the first one measured.
-
-  Raises:
-    RuntimeError: If a worker fails, or time is up.
-  """
-  with contextlib.ExitStack() as stack:
-    # All are open at once, so that they differ; gRPC takes them over.
-    sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-    for each in sockets:
-      each.bind(("localhost", 0))
-    addresses = [f"localhost:{each.getsockname()[1]}" for each in sockets]
+  """Starts this program so many times; returns what the first one measured."""
   result = pathlib.Path(folder, f"{count}.json")
-  outputs = [pathlib.Path(folder, f"{count}_{i}.log") for i in range(count)]
-  with contextlib.ExitStack() as stack:
-    processes: list[subprocess.Popen[bytes]] = []
-    for index, output in enumerate(outputs):
-      task = {"type": "worker", "index": index}
-      config = {"cluster": {"worker": addresses}, "task": task}
-      process = subprocess.Popen(
-        [sys.executable, *sys.argv, f"--json={result}"],
-        env={
-          **os.environ,
-          "TF_CONFIG": json.dumps(config),
-          "CUDA_VISIBLE_DEVICES": "",
-        },
-        stdin=subprocess.DEVNULL,
-        stdout=None if index == 0 else stack.enter_context(output.open("wb")),
-        stderr=None if index == 0 else subprocess.STDOUT,
-        preexec_fn=_die_with_parent,
-      )
-      stack.callback(process.wait)
-      stack.callback(process.kill)
-      processes.append(process)
-    _wait(processes, result)
-    for process in processes:  # The first one first: it would miss the others.
-      process.kill()
+  os.environ["CUDA_VISIBLE_DEVICES"] = ""
+  command = [sys.executable, *sys.argv, f"--json={result}"]
+  launch.launch(command, count, timeout=_TIMEOUT.value)
   if not result.exists():
-    for index, output in enumerate(outputs[1:], 1):
-      said = output.read_text(errors="replace").strip()[-_SHOWN:]
-      print(f"worker {index} said: {said}", file=sys.stderr)
-    codes = [process.returncode for process in processes]
-    raise RuntimeError(f"Workers failed or were killed: {codes}.")
+    raise RuntimeError("Workers failed or were killed: see above.")
   measured: dict[str, Any] = json.loads(result.read_text())
   return measured
-
-
-def _wait(
-  processes: Sequence["subprocess.Popen[bytes]"], result: pathlib.Path
-) -> None:
-  """Waits until the first is done, any other has failed, or time is up."""
-  deadline = time.monotonic() + _TIMEOUT.value
-  while processes[0].poll() is None and time.monotonic() < deadline:
-    if not result.exists() and any(each.poll() for each in processes):
-      deadline = min(deadline, time.monotonic() + _GRACE)
-    time.sleep(0.1)
-
-
-def _die_with_parent() -> None:
-  """Lets Linux kill this process when the one that started it has ended."""
-  ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _measure(
@@ -442,8 +376,6 @@ def main(argv: Sequence[str]) -> None:
     if json.loads(os.environ["TF_CONFIG"])["task"]["index"]:
       return
   else:
-    # SystemExit, unlike the signal, ends the workers too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory() as folder:
       results = {
         "clusters": {

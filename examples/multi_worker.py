@@ -3,7 +3,8 @@
     python examples/multi_worker.py --workers=2
     python examples/multi_worker.py --workers=4 --groups=2 --wire_dtype=bfloat16
 
-This starts so many workers here. Where TF_CONFIG is set or srun is the caller,
+This starts so many workers here, with the number of each before what it says.
+Where TF_CONFIG is set or srun is the caller,
 the process is one worker of a cluster instead, and `--workers` is not looked
 at: docs/multi_worker.md says how to start those.
 
@@ -19,18 +20,12 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # Before the imports.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
-import contextlib
 import hashlib
 import itertools
-import json
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from typing import IO, Any
+from typing import Any
 
 import digits_dataset
 import matplotlib as mpl
@@ -42,6 +37,7 @@ from absl import app, flags, logging
 import tf_cross_shard
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import multi_worker
+from tf_cross_shard.multi_worker import launch
 
 mpl.use("Agg")  # Draws into files: no screen is needed.
 from matplotlib import pyplot as plt
@@ -63,10 +59,6 @@ _SEED = flags.DEFINE_integer("seed", 0, "Of the weights and the data's order.")
 _DATA_DIR = flags.DEFINE_string(
   "data_dir", None, "Folder to prepare the data in; the user's cache if unset."
 )
-
-# Within 30 s the others notice a lost worker, within 50 s one that never came.
-_SECONDS_TO_NOTICE = 60
-_SHOWN = 3000  # Characters of what a worker said last.
 
 
 def slurm_resolver() -> Any:
@@ -189,60 +181,6 @@ def report(
   return rows
 
 
-def start_workers(num_workers: int) -> int:
-  """Starts this program so many times and waits; answers the exit code."""
-  with contextlib.ExitStack() as stack:
-    # All are open at once, so that they differ; gRPC takes them over.
-    sockets = [stack.enter_context(socket.socket()) for _ in range(num_workers)]
-    for each in sockets:
-      each.bind(("localhost", 0))
-    addresses = [f"localhost:{each.getsockname()[1]}" for each in sockets]
-  with contextlib.ExitStack() as stack:
-    processes, outputs = [], []
-    for index in range(num_workers):
-      task = {"type": "worker", "index": index}
-      config = {"cluster": {"worker": addresses}, "task": task}
-      output = stack.enter_context(tempfile.TemporaryFile())
-      process = subprocess.Popen(
-        [sys.executable, __file__, *sys.argv[1:]],
-        env={**os.environ, "TF_CONFIG": json.dumps(config)},
-        # The first tells about all; the others' words are for errors.
-        stdout=output if index else None,
-        stderr=subprocess.STDOUT if index else None,
-      )
-      stack.callback(process.wait)
-      stack.callback(process.kill)
-      processes.append(process)
-      outputs.append(output)
-      print(f"worker {index} is process {process.pid}", flush=True)
-    return wait(processes, outputs)
-
-
-def wait(
-  processes: Sequence[subprocess.Popen[bytes]], outputs: Sequence[IO[bytes]]
-) -> int:
-  """Waits for all workers; says what the ones said that failed."""
-  deadline = None
-  while any(process.poll() is None for process in processes):
-    if deadline is None and any(process.returncode for process in processes):
-      deadline = time.monotonic() + _SECONDS_TO_NOTICE
-    if deadline is not None and time.monotonic() > deadline:
-      break
-    time.sleep(0.1)
-  for index, process in enumerate(processes):
-    if process.returncode is None:
-      print(f"worker {index} goes on, and is killed", file=sys.stderr)
-    elif process.returncode < 0:
-      number = -process.returncode
-      print(f"worker {index} was ended by signal {number}", file=sys.stderr)
-    elif process.returncode:
-      outputs[index].seek(0)
-      said = outputs[index].read().decode(errors="replace").strip()
-      said = said[-_SHOWN:] if index else "(see above)"
-      print(f"worker {index} failed: {said}", file=sys.stderr)
-  return int(any(process.returncode != 0 for process in processes))
-
-
 def main(argv: Sequence[str]) -> None:
   """Is one worker, or starts all."""
   if len(argv) > 1:
@@ -253,9 +191,9 @@ def main(argv: Sequence[str]) -> None:
   elif "SLURM_STEP_NUM_TASKS" in os.environ:
     train(slurm_resolver())
   else:
-    # As an exception, so that the workers are ended on the way out.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    sys.exit(start_workers(_WORKERS.value))
+    sys.exit(
+      launch.launch([sys.executable, __file__, *sys.argv[1:]], _WORKERS.value)
+    )
 
 
 if __name__ == "__main__":

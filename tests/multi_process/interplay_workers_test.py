@@ -14,8 +14,6 @@ from tests.support import interplay, testbed, workers
 from tests.support import interplay_workers as cells
 from tests.support.interplay import Run
 
-pytestmark = pytest.mark.slow
-
 WANTED = cells.wanted()
 
 
@@ -29,7 +27,7 @@ def _launch(kind: str) -> list[Any]:
   """What the workers answered under TensorFlow's strategy, or ours."""
   count = interplay.REPLICAS[cells.ENGINE]
   arguments = {"kind": kind}
-  done = workers.run("interplay", count, timeout=240.0, arguments=arguments)
+  done = workers.run("interplay", count, arguments=arguments)
   assert len({worker.index for worker in done}) == count > 1
   return [worker.result for worker in done]
 

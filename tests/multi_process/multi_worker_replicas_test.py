@@ -1,33 +1,56 @@
-"""Several replicas in each of several processes, as with several GPUs each."""
+"""Two workers with two replicas each, as with several GPUs in each machine.
+
+Sums in groups inside and across workers, and the values of all replicas.
+"""
 # bazel: size=large timeout=long tags=exclusive
 
+import pathlib
+import tempfile
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support import multi_worker_cases as cases
+from tests.support import replica_state_workers as program
 from tests.support import testbed, workers
 
 STEPS = 2
+REPLICAS = range(4)
+
+
+class Found:
+  """What the workers answered."""
+
+  def __init__(self) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+      done = workers.run(
+        "local_replicas",
+        2,
+        arguments={"steps": STEPS, "folder": pathlib.Path(folder)},
+      )
+    self.sums = [worker.result for worker in done]
+    self.results = [found["replica_state"] for found in self.sums]
+    here = [result["replicas"] for result in self.results]
+    assert here == [[0, 1], [2, 3]]
+
+  def same(self, case: str) -> Any:
+    """What all workers answered alike."""
+    first, second = (result[case] for result in self.results)
+    assert first == second
+    return first
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[Any, Any]]:
-  """What the two processes answered."""
-  done = workers.run("local_replicas", 2, arguments={"steps": STEPS})
-  assert len(done) == 2
-  return [worker.result for worker in done]
+def found() -> Found:
+  return Found()
 
 
-@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
-@pytest.mark.parametrize("grouping", cases.GROUPINGS[4])
-def test_two_replicas_in_each_of_two_processes(
-  found: list[dict[Any, Any]], grouping: str, wire_dtype: str | None
-) -> None:
+@pytest.mark.parametrize(("grouping", "wire_dtype"), cases.POWERS)
+def test_sums(found: Found, grouping: str, wire_dtype: str | None) -> None:
   """Powers of two: exact, and each sum tells whose gradients are in it."""
   groups = testbed.groups_of(cases.GROUPINGS[4][grouping], 4)
-  for process, results in enumerate(found):
+  for process, results in enumerate(found.sums):
     result = results[grouping, wire_dtype]
     assert result["counter"] == STEPS
     assert len(result["weights"]) == len(result["tables"]) == 2
@@ -39,6 +62,127 @@ def test_two_replicas_in_each_of_two_processes(
       weight = -STEPS * sum(2.0**member for member in members)
       np.testing.assert_array_equal(result["weights"][local], [weight] * 3)
       np.testing.assert_array_equal(result["tables"][local], table)
+
+
+def test_values_of_all_replicas_of_all_workers(found: Found) -> None:
+  for result in found.results:
+    values = dict(result["values"])
+    for dtype in program.DTYPES:
+      expected = [program.replica_value(dtype, r).tolist() for r in REPLICAS]
+      assert values[dtype] == [(dtype, each) for each in expected]
+    assert values["scalar"] == values["total"] == [2.0**r for r in REPLICAS]
+  alone = [result["values"]["alone"] for result in found.results]
+  assert alone == [[[0.0]], [[1.0]]]  # of a process, not of the strategy
+
+
+def test_what_travels_in_several_parts(found: Found) -> None:
+  assert found.same("in_parts") == [
+    [list(range(r, r + size)) for r in REPLICAS] for size in program.SIZES
+  ]
+
+
+def test_a_restored_run_goes_on_to_the_bit(found: Found) -> None:
+  for i, result in enumerate(found.results):
+    resumed = result["resume"]
+    assert resumed["wrote"] == (1 if i == 0 else 0)
+    assert resumed["differed"] > 10
+    assert resumed["trained"] > 10
+    assert resumed["restored"] == resumed["went on"] == []
+    assert len(set(resumed["groups"])) == len(program.GROUPS) == 2
+    for members, value in zip(program.GROUPS, resumed["groups"], strict=True):
+      assert [resumed["values"][r] for r in members] == [value] * len(members)
+
+
+def test_group_i_goes_to_group_i(found: Found) -> None:
+  expected = [0.0] * 4
+  for i, members in enumerate(program.OTHER_ORDER):
+    for replica in members:
+      expected[replica] = i + 1.0
+  for values in found.same("other_order"):
+    assert values == expected
+
+
+def test_average(found: Found) -> None:
+  total = np.zeros(2)
+  for replica in REPLICAS:
+    total = total + np.float32([2.0**replica, 0.1 * replica])
+  mean = (total / 4).astype("float32").tobytes()
+  assert found.same("average") == [[mean] * 4] * 2
+
+
+def _words(found: Found, name: str) -> tuple[Any, Any]:
+  """Kinds and words of the error that both workers have."""
+  (kinds, code, first), (others, other_code, second) = (
+    result["errors"][name] for result in found.results
+  )
+  assert (kinds, code) == (others, other_code)
+  return kinds, (first, second)
+
+
+def test_errors_of_the_first_workers_disk(found: Found) -> None:
+  kinds, words = _words(found, "no folder")
+  assert "FileNotFoundError" in kinds
+  assert all("Make the folder first" in text for text in words)
+  kinds, words = _words(found, "full disk")
+  assert "OSError" in kinds
+  assert all("No space left" in text for text in words)
+  assert "On worker 0 (" in words[1]
+  for result in found.results:
+    assert result["errors"]["the old file"]
+    assert result["errors"]["left behind"] == []
+
+
+@pytest.mark.parametrize(
+  ("name", "kind", "words"),
+  [
+    ("damaged", "CheckpointError", "is damaged"),
+    ("missing", "FileNotFoundError", "cannot be read"),
+    ("another file", "CheckpointError", "read different checkpoints"),
+  ],
+)
+def test_errors_of_one_workers_file(
+  found: Found, name: str, kind: str, words: str
+) -> None:
+  kinds, texts = _words(found, name)
+  assert kind in kinds
+  assert all(words in text for text in texts)
+  assert "worker 1 (" in texts[0]
+  for result in found.results:
+    here = len(result["replicas"])
+    assert result["errors"][f"{name}: unchanged"] == [[[9.0, 9.0]] * here]
+    assert result["errors"]["the same file"] is None
+    assert result["errors"]["the same file: unchanged"] != [[[9.0, 9.0]] * here]
+
+
+def test_workers_that_ask_for_different_things(found: Found) -> None:
+  kinds, texts = _words(found, "another model")
+  assert "DisagreementError" in kinds
+  assert all("model/weight" in text for text in texts)
+
+
+def test_members_in_different_workers_are_compared(found: Found) -> None:
+  for name in ("in sync", "saved out of sync"):
+    kinds, (first, second) = _words(found, name)
+    assert first == second
+    assert "OutOfSyncError" in kinds
+    assert "`model/weight` differs within group 0 [0, 3]" in first
+    assert "replicas 0 and 3 differ by up to 14." in first
+
+
+def test_in_the_end_all_is_as_it_was_saved(found: Found) -> None:
+  for result in found.results:
+    for variable in result["errors"]["at the end"]:
+      for replica, value in zip(result["replicas"], variable, strict=True):
+        index = [replica in members for members in program.GROUPS].index(True)
+        assert np.max(value) == index + 1
+
+
+def test_a_worker_that_does_not_come_is_not_waited_for(found: Found) -> None:
+  (kinds, _, words), exists = found.results[0]["missing"]
+  assert "MissingWorkerError" in kinds
+  assert "worker 1 (" in words
+  assert "at: saving missing." in words
+  assert not exists
 
 
 if __name__ == "__main__":

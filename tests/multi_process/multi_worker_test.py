@@ -6,9 +6,7 @@ seconds to start; the tests then read what each worker had at the end.
 # bazel: size=large timeout=long tags=exclusive
 
 import functools
-import pathlib
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,23 +16,7 @@ from tests.support import multi_worker_cases as cases
 from tests.support import oracle, testbed, workers
 from tf_cross_shard import groups as groups_lib
 
-# Whose strategy, how many workers, and who starts them.
-LAUNCHES = {
-  "tensorflow-2": ("tensorflow", 2, "TF_CONFIG"),
-  "own-2": ("own", 2, "Slurm"),
-  "own-4": ("own", 4, "TF_CONFIG"),
-}
-# Four workers show it all every day: among their groups are some of two, and
-# what is ours does not depend on whose strategy it is.
-SLOW = {"tensorflow-2", "own-2"}
-ALL = [
-  (launch, key)
-  for launch, (kind, count, _) in LAUNCHES.items()
-  for key in {
-    **cases.cases(count),
-    **(cases.fit_cases(count) if kind == "own" else {}),
-  }
-]
+LAUNCHES = tuple(cases.CASES)
 # The half of the last of so many bits, by which rounding is off at most.
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 SMALLEST = 2.0**-24  # of float16; rounding to it is off by as much, at most
@@ -42,92 +24,36 @@ SMALLEST = 2.0**-24  # of float16; rounding to it is off by as much, at most
 
 def _of(function: str) -> Any:
   """The tests of all cases of one function."""
-  chosen = [(launch, key) for launch, key in ALL if key[0] == function]
+  chosen = [
+    (launch, key)
+    for launch in LAUNCHES
+    for key in cases.cases_of(launch)
+    if key[0] == function
+  ]
   assert chosen
   return pytest.mark.parametrize(
-    ("launch", "key"),
-    [
-      pytest.param(
-        launch,
-        key,
-        id=" ".join([launch, *key[1:]]),
-        marks=[pytest.mark.slow] if launch in SLOW else [],
-      )
-      for launch, key in chosen
-    ],
+    ("launch", "key"), chosen, ids=[" ".join([a, *k[1:]]) for a, k in chosen]
   )
 
 
 class Launches:
   """Starts each launch once, when a test first asks for it."""
 
-  def __init__(self, folder: pathlib.Path) -> None:
-    self._folder = folder
-    self._done: dict[str, list[dict[Any, Any]]] = {}
-    self._failed: dict[str, Exception] = {}
-
-  def folder(self, launch: str) -> pathlib.Path:
-    """Where the workers of a launch saved their state."""
-    return self._folder / launch
-
-  def results(self, launch: str) -> list[dict[Any, Any]]:
-    """What each worker answered."""
-    if launch in self._failed:
-      raise self._failed[launch]
-    if launch not in self._done:
-      try:
-        self._done[launch] = self._run(launch)
-      except workers.WorkersFailedError as error:
-        self._failed[launch] = error
-        raise
-    return self._done[launch]
+  def __init__(self) -> None:
+    self.results = functools.cache(self._run)
 
   def _run(self, launch: str) -> list[dict[Any, Any]]:
-    kind, count, starter = LAUNCHES[launch]
-    folder = self.folder(launch)
-    model, optimizer = _alone()
-    cases.train_network(model, optimizer, None, count)
-    cases.save_state(folder / "alone", model, optimizer)
-    done = workers.run(
-      "numbers",
-      count,
-      arguments={"kind": kind, "folder": folder, "starter": starter},
-      environments=_slurm(count) if starter == "Slurm" else None,
-      timeout=240.0,
-    )
+    count = int(launch[-1])
+    done = workers.run("numbers", count, arguments={"launch": launch})
     assert len({worker.index for worker in done}) == count > 1
     assert all(worker.result["replicas"] == count for worker in done)
     return [worker.result for worker in done]
 
 
-def _slurm(count: int) -> list[dict[str, str]]:
-  """What Slurm sets in the processes of a step on one machine."""
-  first = workers.free_ports(count, adjacent=True)[0]
-  return [
-    {
-      "SLURM_PROCID": str(index),
-      "SLURM_STEP_NUM_TASKS": str(count),
-      "SLURM_STEP_NODELIST": "localhost",
-      "SLURM_STEP_TASKS_PER_NODE": str(count),
-      "TEST_PORT": str(first),
-    }
-    for index in range(count)
-  ]
-
-
-def _alone() -> tuple[Any, Any]:
-  """The model of the tests of state, on one process without a strategy."""
-  model, optimizer = cases.network(), cases.sharded_adam()
-  optimizer.build(model.trainable_variables)
-  model.compile(optimizer, "mse")
-  return model, optimizer
-
-
 @pytest.fixture(scope="session")
-def launches() -> Iterator[Launches]:
+def launches() -> Launches:
   """All launches of this file."""
-  with tempfile.TemporaryDirectory() as folder:
-    yield Launches(pathlib.Path(folder))
+  return Launches()
 
 
 def _groups(count: int, grouping: str) -> groups_lib.Groups:
@@ -345,7 +271,6 @@ def test_one_worker_traces_anew(
 _small = functools.partial(_dense, "small")
 
 
-@pytest.mark.slow
 def test_one_strategy_after_the_other() -> None:
   """None makes variables before the slowest worker is there too.
 
@@ -497,57 +422,6 @@ def test_predict(launches: Launches, launch: str, key: cases.Key) -> None:
     assert predicted.shape == right.shape
     testbed.assert_close(predicted, right, "predictions")
     np.testing.assert_array_equal(predicted, held[0])
-
-
-# ---------------------------------------------------------------------- state
-
-
-def _assert_all_close(
-  actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]
-) -> None:
-  for i, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
-    testbed.assert_close(mine, theirs, f"variable {i}")
-
-
-def _weights(model: Any) -> list[np.ndarray]:
-  return [variable.numpy() for variable in model.trainable_variables]
-
-
-@pytest.mark.parametrize("way", cases.STATE_WAYS)
-@pytest.mark.parametrize("launch", LAUNCHES)
-def test_one_process_goes_on_from_what_each_worker_saved(
-  launches: Launches, launch: str, way: str
-) -> None:
-  for replica, found in enumerate(launches.results(launch)):
-    saved = found["state"]
-    model, optimizer = cases.load_state(
-      launches.folder(launch) / f"worker_{replica}", way, cases.sharded_adam
-    )
-    for mine, theirs in zip(_weights(model), saved["saved"], strict=True):
-      np.testing.assert_array_equal(mine, theirs)
-    assert int(optimizer.iterations) == cases.FIT["steps"]
-    cases.train_network(model, optimizer, None, LAUNCHES[launch][1])
-    _assert_all_close(_weights(model), saved["continued"])
-    assert (saved["saved"][0] != saved["continued"][0]).any()
-
-
-@pytest.mark.parametrize("way", cases.STATE_WAYS)
-@pytest.mark.parametrize("launch", LAUNCHES)
-def test_workers_go_on_from_what_one_process_saved(
-  launches: Launches, launch: str, way: str
-) -> None:
-  results = launches.results(launch)
-  model, optimizer = cases.load_state(
-    launches.folder(launch) / "alone", way, cases.sharded_adam
-  )
-  before = _weights(model)
-  cases.train_network(model, optimizer, None, LAUNCHES[launch][1])
-  for found in results:
-    state = found["state"]
-    for mine, theirs in zip(state[f"{way} loaded"], before, strict=True):
-      np.testing.assert_array_equal(mine, theirs)
-    assert state[f"{way} iterations"] == cases.FIT["steps"]
-    _assert_all_close(state[f"{way} continued"], _weights(model))
 
 
 if __name__ == "__main__":

@@ -11,18 +11,19 @@ from tf_cross_shard import multi_worker
 Key = tuple[str, ...]
 
 ENGINE = "multi_worker"
-CELLS = interplay.cells(ENGINE)
-# Those in which each worker is a group of its own, besides one of all.
-APART = [
-  cell
-  for cell in CELLS
-  if cell.policy == "mixed_float16"
-  and (cell.way == "loop" or cell.scaling == "plain")
-]
-# Without loss scaling a step that is not finite is left out on demand.
-SKIPPING = [
-  cell for cell in CELLS if (cell.policy, cell.scaling) == ("float32", "plain")
-]
+# Each pair of settings occurs once: Keras, way, policy, where a loss is scaled;
+# then the grouping, and whether a group skips a step by itself.
+_CELLS = (
+  ("keras3", "loop", "float32", "plain", "singletons", True),
+  ("keras3", "fit", "mixed_float16", "inside", "ungrouped", False),
+  ("keras3", "loop", "mixed_bfloat16", "outside", "ungrouped", False),
+  ("tf_keras", "loop", "float32", "inside", "singletons", False),
+  ("tf_keras", "fit", "mixed_float16", "outside", "ungrouped", False),
+  ("tf_keras", "fit", "mixed_bfloat16", "plain", "ungrouped", False),
+  ("tf_keras_legacy", "fit", "float32", "outside", "ungrouped", False),
+  ("tf_keras_legacy", "loop", "mixed_float16", "plain", "singletons", True),
+  ("tf_keras_legacy", "loop", "mixed_bfloat16", "inside", "ungrouped", False),
+)
 # TensorFlow's own strategy, under which Keras 3's `fit` fails.
 OF_TENSORFLOW = interplay.Cell(
   "tf_keras", "fit", ENGINE, "mixed_float16", "outside"
@@ -32,13 +33,10 @@ OF_TENSORFLOW = interplay.Cell(
 def wanted() -> dict[Key, tuple[interplay.Cell, str, dict[str, Any]]]:
   """Cell, grouping and options of each run under our strategy."""
   found: dict[Key, tuple[interplay.Cell, str, dict[str, Any]]] = {}
-  for cell in CELLS:
-    found["cell", str(cell), "ungrouped"] = cell, "ungrouped", {}
-  for cell in APART:
-    found["cell", str(cell), "singletons"] = cell, "singletons", {}
-  for cell in SKIPPING:
-    options = {"skip_nonfinite": True}
-    found["skip", str(cell), "singletons"] = cell, "singletons", options
+  for kind, way, policy, scaling, grouping, skips in _CELLS:
+    cell = interplay.Cell(kind, way, ENGINE, policy, scaling)
+    options = {"skip_nonfinite": True} if skips else {}
+    found[str(cell), grouping] = cell, grouping, options
   return found
 
 

@@ -1,29 +1,27 @@
-"""Starts real processes that train together, and ends every one of them.
+"""Forks processes that train together, and ends every one of them.
 
-TensorFlow's workers wait for each other without a limit and do not heed
-SIGTERM, so each launch has a time limit and ends with SIGKILL.
+To start a process that imports TensorFlow takes seconds. So one server process
+imports it once, makes no device, and is forked for each worker.
 """
 
 import contextlib
 import dataclasses
 import json
+import multiprocessing
 import os
 import pathlib
 import pickle
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.support import multi_worker_tasks
+from tf_cross_shard.multi_worker import launch
 
-_PROGRAM = pathlib.Path(multi_worker_tasks.__file__).absolute()
-_PAUSE = 0.05  # seconds between two looks at the processes
 # How long the others have to end by themselves when one failed.
 _GRACE = 5.0
+_server = multiprocessing.get_context("forkserver")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,36 +47,41 @@ class WorkersFailedError(AssertionError):
   """A worker failed that was not to; holds what all of them wrote."""
 
 
-def free_ports(count: int, adjacent: bool = False) -> list[int]:
-  """Ports that nobody listens on, one after the other if `adjacent`."""
-  for _ in range(100):
-    with contextlib.ExitStack() as stack:
-      ports: list[int] = []
-      for i in range(count):
-        one = stack.enter_context(socket.socket())
-        wanted = ports[0] + i if adjacent and ports else 0
-        try:
-          one.bind(("localhost", wanted))
-        except OSError:
-          break
-        ports.append(one.getsockname()[1])
-      if len(ports) == count:
-        return ports
-  raise RuntimeError(f"no {count} free ports")
+class _Process:
+  """A forked process, with the methods that a launch asks for."""
+
+  def __init__(self, *arguments: Any) -> None:
+    self._process = _server.Process(
+      target=multi_worker_tasks.run, args=arguments
+    )
+    self._process.start()
+
+  def poll(self) -> int | None:
+    """Returns the exit code; None while it runs."""
+    return self._process.exitcode
+
+  def kill(self) -> None:
+    """Ends it."""
+    self._process.kill()
 
 
-def cluster_of(workers: int, chief: bool = False) -> list[dict[str, Any]]:
+def _start_server() -> None:
+  """Starts the server, which looks for modules where this process does."""
+  path = os.pathsep.join(each for each in sys.path if each)
+  before = os.environ.get("PYTHONPATH")
+  os.environ["PYTHONPATH"] = path
+  try:
+    _server.set_forkserver_preload(["tests.support.multi_worker_imports"])
+    multiprocessing.forkserver.ensure_running()
+  finally:
+    os.environ.pop("PYTHONPATH")
+    if before is not None:
+      os.environ["PYTHONPATH"] = before
+
+
+def cluster_of(workers: int) -> list[dict[str, Any]]:
   """A TF_CONFIG for each worker, on free ports of this machine."""
-  addresses = [f"localhost:{port}" for port in free_ports(workers)]
-  tasks: list[tuple[str, int]] = [("worker", i) for i in range(workers)]
-  cluster = {"worker": addresses}
-  if chief:
-    cluster = {"chief": addresses[:1], "worker": addresses[1:]}
-    tasks = [("chief", 0), *(("worker", i) for i in range(workers - 1))]
-  return [
-    {"cluster": cluster, "task": {"type": job, "index": index}}
-    for job, index in tasks
-  ]
+  return [json.loads(each["TF_CONFIG"]) for each in launch.cluster(workers)]
 
 
 def run(
@@ -115,35 +118,20 @@ def run(
     WorkersFailedError: If one fails that may not, or time is up.
   """
   if environments is None:
-    environments = [
-      {"TF_CONFIG": json.dumps(config)} for config in cluster_of(workers, chief)
-    ]
+    environments = launch.cluster(workers, chief)
   assert len(environments) == workers
-  base = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
-  base |= {
-    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    "TF_CPP_MIN_LOG_LEVEL": "2",
-    **(environment or {}),
-  }
   started = [index for index in range(workers) if index not in absent]
+  _start_server()
   with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-    processes: dict[int, subprocess.Popen[bytes]] = {}
-    stack.callback(_kill, processes)
-    begin = time.monotonic()
+    processes: dict[int, _Process] = {}
+    stack.enter_context(launch.killed_at_end(processes.values()))
     for index in started:
-      place = pathlib.Path(folder, str(index))
       mine = {**(arguments or {}), **(per_worker[index] if per_worker else {})}
-      place.with_suffix(".in").write_bytes(pickle.dumps(mine))
-      output = stack.enter_context(place.with_suffix(".log").open("wb"))
-      processes[index] = subprocess.Popen(
-        [sys.executable, str(_PROGRAM), task, str(place)],
-        env={**base, **environments[index]},
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-      )
-    ends = _wait(processes, begin, timeout, may_fail)
-    _kill(processes)
+      variables = {**(environment or {}), **environments[index]}
+      place = os.path.join(folder, str(index))
+      processes[index] = _Process(task, place, variables, mine)
+    ends = launch.wait(processes, timeout, _GRACE, may_fail)
+    stack.close()
     done = [
       _read(pathlib.Path(folder, str(index)), index, processes[index], ends)
       for index in started
@@ -159,44 +147,17 @@ def run(
   return done
 
 
-def _wait(
-  processes: Mapping[int, "subprocess.Popen[bytes]"],
-  begin: float,
-  timeout: float,
-  may_fail: Sequence[int],
-) -> dict[int, float]:
-  """When each process ended; without those that did not."""
-  ends: dict[int, float] = {}
-  deadline = begin + timeout
-  while len(ends) < len(processes) and time.monotonic() < deadline:
-    for index, process in processes.items():
-      if index not in ends and process.poll() is not None:
-        ends[index] = time.monotonic() - begin
-        if process.returncode != 0 and index not in may_fail:
-          deadline = min(deadline, time.monotonic() + _GRACE)
-    time.sleep(_PAUSE)
-  return ends
-
-
-def _kill(processes: Mapping[int, "subprocess.Popen[bytes]"]) -> None:
-  """Ends all that still run."""
-  for process in processes.values():
-    process.kill()
-  for process in processes.values():
-    process.wait()
-
-
 def _read(
   place: pathlib.Path,
   index: int,
-  process: "subprocess.Popen[bytes]",
+  process: _Process,
   ends: Mapping[int, float],
 ) -> Worker:
   """What a process left behind."""
   result = place.with_suffix(".out")
   return Worker(
     index=index,
-    returncode=process.returncode,
+    returncode=process.poll() or 0,
     seconds=ends.get(index, float("inf")),
     output=place.with_suffix(".log").read_text(errors="replace"),
     result=pickle.loads(result.read_bytes()) if result.exists() else None,

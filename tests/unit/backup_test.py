@@ -1,4 +1,4 @@
-"""Backups in one process; in several: `tests/multi_worker_example_test.py`."""
+"""Backups in one process; several are in multi_worker_errors_test.py."""
 
 import pathlib
 from typing import Any

@@ -9,8 +9,8 @@ from tf_cross_shard.multi_worker.errors import (
   DisagreementError,
   MissingWorkerError,
   WorkerLostError,
+  naming_lost_workers,
 )
-from tf_cross_shard.multi_worker.lost_workers import naming_lost_workers
 from tf_cross_shard.multi_worker.strategy import MultiWorkerStrategy
 
 __all__ = [

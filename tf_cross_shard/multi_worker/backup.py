@@ -5,6 +5,7 @@ each keeps its last two, in a directory of its own, and they go on from the
 newest that is common to all.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard import saving_warning, versions
-from tf_cross_shard.multi_worker import coordination
+from tf_cross_shard.multi_worker import consistency, errors
 
 _MARKER: Final = "epoch.txt"
 _RANDOM: Final = "random.npz"
@@ -42,11 +43,23 @@ def newest_common(
     DisagreementError: If there are checkpoints, and none is common to all.
     MissingWorkerError: If a worker does not come.
   """
-  numbers = sorted(set(numbers))
-  workers = coordination.of_strategy(strategy)
+  mine = sorted({int(number) for number in numbers})
+  workers = consistency.of_strategy(strategy)
   if workers is None:
-    return numbers[-1] if numbers else None
-  return coordination.newest_common(workers, numbers)
+    return mine[-1] if mine else None
+  told = consistency.exchange(
+    workers, "the choice of a checkpoint", json.dumps(mine)
+  )
+  common = set.intersection(*(set(json.loads(text)) for text in told))
+  if common or not any(map(json.loads, told)):
+    return max(common, default=None)
+  found = "; ".join(
+    f"{name} has {text}" for name, text in zip(workers.names, told, strict=True)
+  )
+  raise errors.DisagreementError(
+    f"There is no checkpoint that all workers have: {found}. Copy those that"
+    " are missing to their workers, or delete all to start anew."
+  )
 
 
 class BackupAndRestore(tf.keras.callbacks.Callback):
@@ -95,15 +108,10 @@ class BackupAndRestore(tf.keras.callbacks.Callback):
         " for several workers. Use that; with groups, use"
         " tf_cross_shard.replica_state.save() and restore()."
       )
-    if not str(backup_dir):
-      raise ValueError(
-        "`backup_dir` must name a directory; got ''. Use one that outlives the"
-        " process."
-      )
-    if "://" in str(backup_dir):
+    if not str(backup_dir) or "://" in str(backup_dir):
       raise ValueError(
         "`backup_dir` must name a directory of a file system; got"
-        f" {str(backup_dir)!r}. Mount the storage, or use one that is."
+        f" {str(backup_dir)!r}. Mount the storage, or use a local one."
       )
     self._backup_dir = Path(backup_dir)
     self._delete = delete_checkpoint
@@ -120,7 +128,7 @@ class BackupAndRestore(tf.keras.callbacks.Callback):
       ValueError: If the model is not built.
     """
     strategy = self.model.distribute_strategy
-    workers = coordination.of_strategy(strategy)
+    workers = consistency.of_strategy(strategy)
     own = self._backup_dir / f"worker_{workers.index if workers else 0}"
     own.mkdir(parents=True, exist_ok=True)  # fails now, not after an epoch
     self._own, self._workers = own, workers
@@ -157,7 +165,7 @@ class BackupAndRestore(tf.keras.callbacks.Callback):
       return
     if self._workers is not None:
       # Where one is lost before that, the others keep what it will need.
-      coordination.agree(self._workers, "the end of fit", [])
+      consistency.agree(self._workers, "the end of fit", [])
     shutil.rmtree(self._own, ignore_errors=True)
 
 

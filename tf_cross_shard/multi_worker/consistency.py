@@ -1,28 +1,206 @@
-"""What all workers have to have alike, as lines that can be compared.
+"""Workers compare what they are about to do before they do it together.
 
-Collectives are paired by their order alone: the first gradient of one worker
-with the first of the other. Whatever differs here would wait for ever, or add
-what does not belong together.
+Collectives are paired by their order alone. One that only some workers enter
+waits for ever, and one that fails breaks every later one in the process. So
+what has to be alike is written as lines and compared first, through the
+key-value store of TensorFlow's coordination service, where reading waits with
+a timeout, and where a difference can be put into words.
+
+    every worker ── digest of its lines ──▶ store ──▶ every worker
+    every worker ── all lines, where digests differ ──▶ every worker
 """
 
+import dataclasses
+import hashlib
+import itertools
+import math
+import os
 import re
+import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import tensorflow as tf
+from tensorflow.python.eager import context
 
+from tf_cross_shard import versions
 from tf_cross_shard.gradients.clipping import Gradient
+from tf_cross_shard.multi_worker import errors, key_value_store
 
-_NUMBERED = re.compile(r"(.*?)(?:_(\d+))?")
+TIMEOUT: Final = 50.0
+VARIABLE: Final = "TF_CROSS_SHARD_TIMEOUT"
+_NUMBERED: Final = re.compile(r"(.*?)(?:_(\d+))?")
+
+Task = tuple[str, int, str]  # job, index, address
+# The same on all workers as long as they run the same program.
+_rounds: Final = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Workers:
+  """The workers that train together, and which of them this process is."""
+
+  names: tuple[str, ...]
+  index: int
+  timeout: float = TIMEOUT
+
+
+def of_strategy(strategy: tf.distribute.Strategy) -> Workers | None:
+  """Returns the workers of a strategy; None where there is one only."""
+  resolver = getattr(strategy, "cluster_resolver", None)
+  if resolver is None or not resolver.cluster_spec():
+    return None
+  if context.context().coordination_service is None:
+    return None
+  found = tasks(resolver.cluster_spec().as_dict())
+  me = (resolver.task_type, int(resolver.task_id))
+  places = [task[:2] for task in found]
+  if len(found) < 2 or me not in places:
+    return None
+  names = tuple(map(name, found))
+  return Workers(names, places.index(me), timeout_of(strategy))
+
+
+def tasks(cluster: dict[str, Any]) -> list[Task]:
+  """Returns the tasks that train together, in the order of their replicas."""
+  found: list[Task] = []
+  for job in ("chief", "worker"):
+    addresses = cluster.get(job, ())
+    if not isinstance(addresses, dict):  # a job may number its tasks itself
+      addresses = dict(enumerate(addresses))
+    found += [(job, int(i), addresses[i]) for i in sorted(addresses)]
+  return found
+
+
+def name(task: Task) -> str:
+  """Returns what errors call a task."""
+  job, index, address = task
+  return f"{job} {index} ({address})"
+
+
+def timeout_of(strategy: Any) -> float:
+  """Returns how long workers wait: the strategy's, or the variable's."""
+  timeout = getattr(strategy, "timeout", None)
+  if timeout is not None:
+    return float(timeout)
+  text = os.environ.get(VARIABLE, str(TIMEOUT))
+  try:
+    timeout = float(text)
+  except ValueError:
+    timeout = 0.0
+  if not 0 < timeout < math.inf:
+    raise ValueError(
+      f"{VARIABLE} must be a positive number of seconds; got {text!r}."
+    )
+  return timeout
+
+
+# ------------------------------------------------------------------ comparison
+
+
+def agree(workers: Workers, topic: str, lines: Sequence[str]) -> None:
+  """Raises the same error on all workers unless all bring the same lines.
+
+  All workers call it, in the same order of calls.
+  """
+  text = "\n".join(
+    [f"step in the program: {topic}", *library_versions(), *lines]
+  )
+  # The store keeps for ever what is told: all lines only where they differ.
+  digest = hashlib.sha256(text.encode()).hexdigest()
+  if len(set(exchange(workers, topic, digest))) == 1:
+    return
+  first, *others = exchange(workers, topic, text)
+  differences = [
+    _difference(workers.names, index, first.split("\n"), other.split("\n"))
+    for index, other in enumerate(others, 1)
+    if other != first
+  ]
+  raise errors.DisagreementError(
+    f"Workers disagree: {'; '.join(differences)}. Run the same program with the"
+    " same arguments and libraries on every worker."
+  )
+
+
+def exchange(
+  workers: Workers, topic: str, text: str, patience: float = 0.0
+) -> list[str]:
+  """Tells all workers a text; returns what each of them told.
+
+  All workers call it, in the same order of calls. `patience` is in seconds,
+  and is added to the workers' timeout.
+  """
+  key = f"round/{next(_rounds)}"
+  key_value_store.put(f"{key}/{workers.index}", text)
+  deadline = time.monotonic() + workers.timeout + patience
+  told = [
+    key_value_store.wait(f"{key}/{index}", deadline, sender=index)
+    for index in range(len(workers.names))
+  ]
+  missing = [
+    name for name, each in zip(workers.names, told, strict=True) if each is None
+  ]
+  if missing:
+    error = errors.MissingWorkerError(
+      f"{workers.names[workers.index]} waited {workers.timeout + patience:g} s"
+      f" for {', '.join(missing)} at: {topic}. It does not run, or does"
+      " something else: look into its log, and start all workers with the same"
+      f" program{if_slow(workers.timeout)}"
+    )
+    key_value_store.report(workers.index, error)
+    raise error
+  # The first worker holds the store: it may not end before all have read.
+  if workers.index:
+    key_value_store.put(f"{key}/read/{workers.index}", "")
+  else:
+    for index in range(1, len(workers.names)):
+      key_value_store.wait(f"{key}/read/{index}", deadline, sender=index)
+  return [each for each in told if each is not None]
+
+
+def if_slow(timeout: float) -> str:
+  """Returns the end of an error: what to do when nothing is wrong."""
+  return (
+    f"; if it is only slow, set {VARIABLE} to more than {timeout:g} seconds."
+  )
+
+
+def library_versions() -> list[str]:
+  """Returns the libraries that have to be the same on all workers."""
+  return [
+    f"tf_cross_shard: {versions.own_version()}",
+    f"tensorflow: {tf.__version__}",
+    f"keras: {versions.keras_version()}",
+  ]
+
+
+def _difference(
+  names: Sequence[str], index: int, first: Sequence[str], other: Sequence[str]
+) -> str:
+  """Returns the first line of a worker that differs, in words."""
+  ours, theirs = next(
+    pair for pair in itertools.zip_longest(first, other) if pair[0] != pair[1]
+  )
+  return f"{names[index]} has {_quoted(theirs)} where {names[0]} has " + (
+    _quoted(ours)
+  )
+
+
+def _quoted(line: str | None) -> str:
+  """Returns a line in quotes, or that there is none."""
+  return "nothing more" if line is None else f"`{line}`"
+
+
+# ----------------------------------------------------------------------- lines
 
 
 def settings(**values: object) -> list[str]:
-  """Settings by name."""
+  """Returns settings by name, as lines."""
   return [f"{name}: {value}" for name, value in values.items()]
 
 
 def variables(trained: Iterable[Any]) -> list[str]:
-  """Names, dtypes and shapes."""
+  """Returns names, dtypes and shapes, as lines."""
   trained = list(trained)
   names = renumbered(
     [str(getattr(v, "path", None) or v.name).split(":")[0] for v in trained]
@@ -36,20 +214,17 @@ def variables(trained: Iterable[Any]) -> list[str]:
 
 
 def gradients(grads: Sequence[Gradient]) -> list[str]:
-  """Which gradients there are, and of what kind."""
-  return [f"gradient {i}: {_kind(grad)}" for i, grad in enumerate(grads)]
-
-
-def _kind(grad: Gradient) -> str:
-  """How a gradient travels."""
-  if grad is None:
-    return "None"
-  rows = " rows" if isinstance(grad, tf.IndexedSlices) else ""
-  return f"{grad.dtype.name}{rows}"
+  """Returns which gradients there are and of what kind, as lines."""
+  lines = []
+  for i, grad in enumerate(grads):
+    rows = " rows" if isinstance(grad, tf.IndexedSlices) else ""
+    kind = "None" if grad is None else f"{grad.dtype.name}{rows}"
+    lines.append(f"gradient {i}: {kind}")
+  return lines
 
 
 def renumbered(names: Sequence[str]) -> list[str]:
-  """Names whose numbers tell the order only.
+  """Returns names whose numbers tell the order only.
 
   Keras numbers layers by how many of a kind the program made before, which may
   differ between workers that train the same: a chief that evaluates, say.
@@ -72,7 +247,7 @@ def renumbered(names: Sequence[str]) -> list[str]:
 
 
 def _split(part: str) -> tuple[str, int]:
-  """A name and the number behind it, 0 for none."""
+  """Returns a name and the number behind it, 0 for none."""
   match = _NUMBERED.fullmatch(part)
   assert match is not None  # the expression takes any text of one line
   return match[1], int(match[2] or 0)

@@ -1,11 +1,15 @@
 """What can be wrong among workers, and how TensorFlow's errors tell it.
 
 TensorFlow ends what a worker waits for with an error about a connection, or
-with what another worker reported. Who and why stands in it, many lines down.
+with what another worker reported. Who and why is in it, many lines down.
 """
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import Final
+
+import tensorflow as tf
 
 _REPORTED: Final = re.compile(r"\[tf_cross_shard (\w+)\] (.*)")
 _TASK: Final = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
@@ -44,60 +48,67 @@ class WorkerLostError(RuntimeError):
   __init__ = Exception.__init__
 
 
+@contextlib.contextmanager
+def naming_lost_workers() -> Iterator[None]:
+  """Turns TensorFlow's errors about lost workers into `WorkerLostError`.
+
+  Put it around the training:
+
+  >>> with naming_lost_workers():
+  ...   pass  # model.fit(...), or a loop of your own
+
+  Yields:
+    None.
+
+  Raises:
+    WorkerLostError: If a worker was lost; names it.
+    DisagreementError: If a worker ended because it was about to do something
+      else than the others; says what.
+  """
+  try:
+    yield
+  except tf.errors.OpError as error:
+    meant = from_message(str(error.message))
+    if meant is None:
+      raise
+    raise meant from error
+
+
 def to_message(error: Exception) -> str:
-  """What one worker tells the others of an error of its own.
+  """Returns a text that `from_message` finds in TensorFlow's errors.
 
-  >>> of_message(to_message(DisagreementError("Worker 1 has two.")))
+  >>> from_message(to_message(DisagreementError("Worker 1 has two.")))
   DisagreementError('Worker 1 has two.')
-
-  Args:
-    error: `DisagreementError` or `MissingWorkerError`.
-
-  Returns:
-    A text that `of_message` finds in whatever TensorFlow makes of it.
   """
   return f"[tf_cross_shard {type(error).__name__}] {error}"
 
 
 def is_reported(text: str) -> bool:
-  """Whether another worker said so.
-
-  >>> is_reported("Socket closed")
-  False
-
-  Args:
-    text: The message of an error of TensorFlow's.
-
-  Returns:
-    Whether what `to_message` answered is in it.
-  """
+  """Whether a message repeats what another worker reported."""
   return _REPORTED.search(text) is not None
 
 
-def of_message(text: str) -> Exception | None:
-  """The error that one of TensorFlow's amounts to.
+def from_message(text: str) -> Exception | None:
+  """Returns the error that the message of one of TensorFlow's amounts to.
 
-  >>> lost = of_message(
+  It is what another worker reported, a `DisagreementError` with what TensorFlow
+  found, a `WorkerLostError` with the worker's name, or None if the message is
+  about something else:
+
+  >>> lost = from_message(
   ...   "recvmsg:Connection reset by peer from remote target"
   ...   " /job:worker/replica:0/task:2 while calling /tensorflow.WorkerService"
   ... )
   >>> str(lost).split(":")[0]
   'worker 2 was lost'
-  >>> of_message("Incompatible shapes: [2] vs. [3]")
-
-  Args:
-    text: The message of an error of TensorFlow's.
-
-  Returns:
-    The error that another worker reported, `DisagreementError` with what
-    TensorFlow found, or `WorkerLostError` with the worker's name; None if the
-    error is about something else.
+  >>> from_message("Incompatible shapes: [2] vs. [3]")
   """
   reported = _REPORTED.search(text)
   if reported:
     is_missing = reported[1] == MissingWorkerError.__name__
-    kind = MissingWorkerError if is_missing else DisagreementError
-    return kind(reported[2])
+    return (MissingWorkerError if is_missing else DisagreementError)(
+      reported[2]
+    )
   if not any(sign in text for sign in _SIGNS):
     return None
   misfit = _MISFIT.search(text)
@@ -107,15 +118,14 @@ def of_message(text: str) -> Exception | None:
       " worker."
     )
   return WorkerLostError(
-    f"{_lost(text)} was lost: it ended, or cannot be reached. The update that a"
-    " CrossShardOptimizer had under way changed nothing. TensorFlow cannot go"
-    " on in this process: start all workers again, and resume from the last"
-    " checkpoint."
+    f"{_lost_worker(text)} was lost: it ended, or cannot be reached, and"
+    " TensorFlow cannot go on in this process. The update under way changed"
+    " nothing: start all workers again, and resume from the last checkpoint."
   )
 
 
-def _lost(text: str) -> str:
-  """Who is meant: after "unhealthy", or else next to the innermost cause."""
+def _lost_worker(text: str) -> str:
+  """Returns the worker after "unhealthy", or next to the innermost cause."""
   _, unhealthy, cause = text.rpartition("unhealthy")
   tasks = _TASK.findall(cause)
   if not tasks:

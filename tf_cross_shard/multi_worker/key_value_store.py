@@ -16,10 +16,10 @@ from tf_cross_shard.multi_worker import errors
 _PREFIX: Final = "tf_cross_shard/"  # of keys: others may use the store
 # Seconds in which what is there is read; the store may be on another machine.
 _SHORTEST: Final = 0.2
-# A group of collectives that is never met in.
+# A group of collectives in which no worker ever takes part.
 _PROBE: Final = 0x3FFFFFFF
-# What the store raises when the talk is over.
-_OVER: Final = (
+# What the store raises when the service has ended.
+_ENDED: Final = (
   tf.errors.FailedPreconditionError,
   tf.errors.UnavailableError,
   tf.errors.CancelledError,
@@ -30,52 +30,57 @@ def put(key: str, value: str) -> None:
   """Writes once; a key is never written again."""
   try:
     context.context().set_config_key_value(_PREFIX + key, value)
-  except _OVER as over:
-    _raise_why(over)
+  except _ENDED as ended:
+    _raise_cause(ended)
 
 
-def wait(key: str, deadline: float, unless: str | None = None) -> str | None:
-  """Reads a key when it is there.
+def wait(key: str, deadline: float, sender: int | None = None) -> str | None:
+  """Returns the value of a key when it is there; None when time is up.
 
-  Short waits, so that Ctrl-C ends them.
+  Raises what the worker `sender`, who is to write it, reported instead.
   """
   while True:
+    # Short waits, so that Ctrl-C ends them.
     left = max(_SHORTEST, min(1.0, deadline - time.monotonic()))
     try:
       return str(
         context.context().get_config_key_value(_PREFIX + key, int(left * 1000))
       )
     except tf.errors.DeadlineExceededError:
+      reason = sender is not None and wait(_failure_of(sender), 0.0)
+      error = errors.from_message(reason) if reason else None
+      if error is not None:
+        raise error from None
       if time.monotonic() >= deadline:
         return None
-      if unless is not None and wait(unless, 0.0) is not None:
-        return None
-    except _OVER as over:
-      _raise_why(over)
-
-
-def failure_of(index: int) -> str:
-  """Where a worker says why it does not go on."""
-  return f"failed/{index}"
+    except _ENDED as ended:
+      _raise_cause(ended)
 
 
 def report(index: int, error: Exception) -> None:
-  """Tells the others why this worker does not go on.
+  """Tells the others why worker `index`, which is this one, does not go on.
 
   It ends what they wait for: a comparison, or a collective.
   """
   message = errors.to_message(error)
-  # Where another worker has reported already, there is nobody to tell.
+  # Where another worker has reported already, nobody is left to tell.
   with contextlib.suppress(tf.errors.OpError):
-    context.context().set_config_key_value(_PREFIX + failure_of(index), message)
+    context.context().set_config_key_value(
+      _PREFIX + _failure_of(index), message
+    )
     context.context().report_error_to_cluster(
       tf.errors.INVALID_ARGUMENT, message
     )
 
 
-def _raise_why(over: tf.errors.OpError) -> NoReturn:
-  """Raises what ended the talk: the store tells it badly, a collective well."""
-  lost = over
+def _failure_of(index: int) -> str:
+  """Returns the key where a worker says why it does not go on."""
+  return f"failed/{index}"
+
+
+def _raise_cause(ended: tf.errors.OpError) -> NoReturn:
+  """Raises why the service ended: a collective's error tells it best."""
+  lost = ended
   if not errors.is_reported(str(lost.message)):
     try:
       tf.raw_ops.CollectiveReduceV2(
@@ -90,4 +95,4 @@ def _raise_why(over: tf.errors.OpError) -> NoReturn:
       )
     except tf.errors.OpError as aborted:
       lost = aborted
-  raise errors.of_message(str(lost.message)) or lost from over
+  raise errors.from_message(str(lost.message)) or lost from ended

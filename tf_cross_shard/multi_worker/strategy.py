@@ -11,17 +11,17 @@ import math
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import tensorflow as tf
 
 from tf_cross_shard.multi_worker import (
-  coordination,
+  consistency,
   errors,
   key_value_store,
   startup,
-  tf_config,
 )
 
 # The same on all workers as long as they run the same program.
@@ -72,37 +72,37 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         f"`timeout` must be a positive number of seconds; got {timeout!r}."
       )
     if cluster_resolver is None:
-      tf_config.check(os.environ.get("TF_CONFIG"))
+      startup.check_tf_config(os.environ.get("TF_CONFIG"))
       cluster_resolver = (
         tf.distribute.cluster_resolver.TFConfigClusterResolver()
       )
     self.timeout = timeout
-    self.timeout = coordination.timeout_of(self)
+    self.timeout = consistency.timeout_of(self)
     self._series = next(_series)
     self._ordinals = itertools.count()
     self._announcing = threading.local()
-    with startup.waiting(cluster_resolver, self.timeout):
+    with startup.limited_wait(cluster_resolver, self.timeout):
       super().__init__(cluster_resolver, communication_options)
-    self._workers = coordination.of_strategy(self)
+    self._workers = consistency.of_strategy(self)
     if self._workers:
-      coordination.agree(self._workers, "the start", [])
+      consistency.agree(self._workers, "the start", [])
 
   def scope(self) -> Any:
     """As TensorFlow's; workers compare the variables that they make in it."""
-    return self._guarded(super().scope())
+    return self._comparing(super().scope())
 
   def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
     """As TensorFlow's, and two cases that Keras 3's `fit` needs.
 
-    Of a structure with a batch in it Keras asks the mean for its shapes. Where
-    MirroredStrategy answers it as it came, TensorFlow fails here; this answers
+    For its shapes Keras asks the mean of a structure with a batch in it. Where
+    MirroredStrategy returns it as it came, TensorFlow fails here; this returns
     the batch of this worker's first replica. A structure of scalars is reduced
     one by one. A scalar has no dimension to reduce: over any `axis`, its mean
     or sum is that over the replicas.
 
     Args:
       reduce_op: `"MEAN"` or `"SUM"`, or a `tf.distribute.ReduceOp`.
-      value: What `strategy.run` answered, or a structure of such values.
+      value: What `strategy.run` returned, or a structure of such values.
       axis: The dimension to reduce beside the replicas, or None.
 
     Returns:
@@ -113,7 +113,8 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         return tf.nest.map_structure(
           lambda each: self.reduce(reduce_op, each, None), value
         )
-      if _is_mean(reduce_op):
+      is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
+      if is_mean:
         return tf.nest.map_structure(
           lambda each: self.experimental_local_results(each)[0], value
         )
@@ -129,7 +130,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     )
 
   @contextlib.contextmanager
-  def _guarded(self, scope: Any) -> Iterator[Any]:
+  def _comparing(self, scope: Any) -> Iterator[Any]:
     """A scope in which the making of a variable is announced."""
     with scope as strategy, tf.variable_creator_scope(self._announce):
       yield strategy
@@ -140,42 +141,57 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     Making one waits for the first worker to send the initial value. That would
     be for ever where the first worker makes fewer.
     """
-    within = getattr(self._announcing, "within", False)
-    if self._workers is None or within:  # scopes may be entered twice
+    is_nested = getattr(self._announcing, "is_nested", False)
+    if self._workers is None or is_nested:  # scopes may be entered twice
       return make(**kwargs)
     ordinal = next(self._ordinals)
     mine = _Variable(kwargs)
-    coordination.announce(
-      self._workers, self._series, ordinal, str(mine), mine.is_like
-    )
-    self._announcing.within = True
+    self._compare(self._workers, ordinal, mine)
+    self._announcing.is_nested = True
     try:
       return make(**kwargs)
     except tf.errors.InvalidArgumentError as error:
-      raise self._not_alike(ordinal, str(mine), error) from error
+      found = errors.from_message(str(error.message))
+      if not isinstance(found, errors.DisagreementError):
+        raise
+      if errors.is_reported(str(error.message)):
+        raise found from error
+      # The shape, which may show only when the variable is made.
+      me = self._workers.names[self._workers.index]
+      detailed = errors.DisagreementError(
+        f"{found} It is variable {ordinal} of {me}, {mine}."
+      )
+      key_value_store.report(self._workers.index, detailed)
+      raise detailed from error
     finally:
-      self._announcing.within = False
+      self._announcing.is_nested = False
 
-  def _not_alike(
-    self, ordinal: int, what: str, error: tf.errors.InvalidArgumentError
-  ) -> Exception:
-    """The error for what shows only when a variable is made: its shape."""
-    found = errors.of_message(str(error.message))
-    if self._workers is None or not isinstance(found, errors.DisagreementError):
-      return error
-    if errors.is_reported(str(error.message)):
-      return found
-    name = self._workers.names[self._workers.index]
-    detailed = errors.DisagreementError(
-      f"{found} It is variable {ordinal} of {name}, {what}."
+  def _compare(
+    self, workers: consistency.Workers, ordinal: int, mine: "_Variable"
+  ) -> None:
+    """Says what this worker makes next; the others compare it with the first's.
+
+    One way only: the first worker does not wait. What the others find wrong it
+    learns from them, in the next call of `agree` or by their end.
+    """
+    key = f"made/{self._series}/{ordinal}"
+    if workers.index == 0:
+      key_value_store.put(key, str(mine))
+      return
+    deadline = time.monotonic() + workers.timeout
+    theirs = key_value_store.wait(key, deadline)
+    if theirs is not None and mine.is_like(theirs):
+      return
+    me, first = workers.names[workers.index], workers.names[0]
+    found = f"makes {theirs}" if theirs else "makes no more variables"
+    slow = consistency.if_slow(workers.timeout) if theirs is None else "."
+    error = errors.DisagreementError(
+      f"Workers make different variables: as number {ordinal} {me} makes"
+      f" {mine}, where {first} {found}. Run the same program on every worker"
+      f"{slow}"
     )
-    key_value_store.report(self._workers.index, detailed)
-    return detailed
-
-
-def _is_mean(reduce_op: Any) -> bool:
-  """Whether a mean is asked for, in any spelling."""
-  return str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
+    key_value_store.report(workers.index, error)
+    raise error
 
 
 class _Variable:
@@ -189,7 +205,7 @@ class _Variable:
       shape = getattr(initial, "shape", None)
     # Keras numbers names by how many of a kind a program made before.
     name = re.sub(r"_\d+(?=/|$)", "", str(kwargs.get("name") or "Variable"))
-    name = name.replace(" ", "_")  # which stand between what is known
+    name = name.replace(" ", "_")  # spaces separate what is known
     self._known = (
       name,
       tf.as_dtype(dtype).name if dtype is not None else "?",

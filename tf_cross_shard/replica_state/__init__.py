@@ -36,7 +36,6 @@ __all__ = [
 
 _FORMAT: Final = "tf_cross_shard.replica_state"
 _SHOWN: Final = 5  # names that an error lists
-_SLOWEST: Final = 1e6  # bytes per second that a disk is waited for
 
 
 def values(variable: Any) -> list[archive.Array]:
@@ -69,8 +68,7 @@ def values(variable: Any) -> list[archive.Array]:
   if strategy is None:
     return found.here(variable)[:1]
   found.agree(f"reading values of {_name(variable)}")
-  replicas = range(found.engine.num_replicas)
-  return list(found.read([(variable, replica) for replica in replicas]))
+  return found.read(variable, range(found.engine.num_replicas))
 
 
 def group_values(variable: Any, optimizer: Any) -> list[archive.Array]:
@@ -105,7 +103,7 @@ def group_values(variable: Any, optimizer: Any) -> list[archive.Array]:
   found = replica_values.Copies(strategy)
   groups = group_state.groups_of(optimizer, found.engine.num_replicas)
   found.agree(f"reading values of groups of {_name(variable)}")
-  return list(found.read([(variable, members[0]) for members in groups]))
+  return found.read(variable, [members[0] for members in groups])
 
 
 def assert_in_sync(optimizer: Any, model: Any = None) -> None:
@@ -182,17 +180,17 @@ def average(optimizer: Any, model: Any, slots: bool = False) -> None:
   if slots:
     chosen += _slots(optimizer, chosen)
   found.agree("averaging with slots" if slots else "averaging")
-  replicas = range(found.groups.num_replicas)
+  num_replicas = found.groups.num_replicas
   for variable in chosen:
     dtype = tf.as_dtype(variable.dtype)
     if not (dtype.is_floating or dtype.is_complex):
       continue
     total: Any = 0.0
-    for replica in replicas:  # one at a time, for memory
-      [own] = found.copies.read([(variable, replica)])
-      wide = np.complex128 if dtype.is_complex else np.float64
-      total = total + own.astype(wide)
-    mean = np.asarray(total / len(replicas)).astype(dtype.as_numpy_dtype)
+    for own in found.copies.read(variable, range(num_replicas)):
+      total = total + own.astype(
+        np.complex128 if dtype.is_complex else np.float64
+      )
+    mean = np.asarray(total / num_replicas).astype(dtype.as_numpy_dtype)
     here = found.copies.engine.replicas_here
     found.copies.write(variable, [mean] * len(here))
 
@@ -253,9 +251,7 @@ def save(path: Any, optimizer: Any, model: Any = None) -> None:
       archive.write(target, arrays, about)
     except Exception as failure:
       error = failure
-  for _ in arrays:  # every worker has to take part in sending them
-    pass
-  found.conclude(topic, error, patience=found.nbytes() / _SLOWEST)
+  found.conclude(topic, error)
 
 
 def restore(path: Any, optimizer: Any, model: Any = None) -> None:
@@ -299,16 +295,15 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
   target = archive.as_path(path)
   found = group_state.GroupCopies(optimizer, model)
   plan: list[list[archive.Array]] = []
-  digest, error = "", None
+  checksum, error = 0, None
   try:
     with archive.reading(target) as file:
-      digest = file.digest
+      checksum = file.checksum
       _check(file, found)
-      plan = _own(file, found)
+      plan = [_values_here(file, found, part) for part in found.parts]
   except Exception as failure:
     error = failure
-  patience = found.nbytes() / _SLOWEST
-  found.conclude(f"restoring {target.name}", error, digest, patience)
+  found.conclude(f"restoring {target.name}", error, checksum)
   for part, arrays in zip(found.parts, plan, strict=True):
     found.copies.write(part.variable, arrays)
 
@@ -348,6 +343,7 @@ def _check(file: archive.Archive, found: group_state.GroupCopies) -> None:
       " and save the model with TensorFlow to start others from it."
     )
   ours = [part.name for part in found.parts]
+  has_model = any(name.startswith("model/") for name in about["names"])
   for names, others, what in (
     (ours, about["names"], "lacks"),
     (about["names"], ours, "has, and the program has not,"),
@@ -358,68 +354,47 @@ def _check(file: archive.Archive, found: group_state.GroupCopies) -> None:
       raise CheckpointError(
         f"{where} {what} {', '.join(absent[:_SHOWN])}{more}. Restore with the"
         " same optimizer and model as were saved; `model` was"
-        f" {'given' if _has_model(about['names']) else 'None'} then."
+        f" {'given' if has_model else 'None'} then."
       )
-  for part in found.parts:
-    _check_part(file, part, found.groups.group_size, len(saved[0]), where)
 
 
-def _check_part(
-  file: archive.Archive,
-  part: group_state.Part,
-  size: int,
-  saved_size: int,
-  where: str,
-) -> None:
-  """Raises `CheckpointError` unless the file has this variable's values."""
-  whole, of_first = (
-    group_state.key(part.name, 0, member) for member in (None, 0)
-  )
-  is_apart = of_first in file.arrays
-  if is_apart and size != saved_size:
+def _values_here(
+  file: archive.Archive, found: group_state.GroupCopies, part: group_state.Part
+) -> list[archive.Array]:
+  """Returns a variable's values for the replicas of this process.
+
+  Raises `CheckpointError` unless they fit.
+  """
+  where = f"The checkpoint {file.path} holds"
+  is_apart = group_state.key(part.name, 0, 0) in file
+  saved_size = len(file.about["group_assignment"][0])
+  if is_apart and found.groups.group_size != saved_size:
     raise CheckpointError(
-      f"{where} holds values of `{part.name}` for each of {saved_size} members"
-      f" of a group; groups have {size} now. Restore with groups of the same"
-      " size, or average() before saving."
+      f"{where} values of `{part.name}` for each of {saved_size} members of a"
+      f" group; groups have {found.groups.group_size} now. Restore with groups"
+      " of the same size, or average() before saving."
     )
-  stored = file.arrays[of_first if is_apart else whole]
+  read: dict[str, archive.Array] = {}
+  mine = []
+  for replica in found.copies.engine.replicas_here:
+    index = found.groups.index_of(replica)
+    member = found.groups.assignment[index].index(replica)
+    key = group_state.key(part.name, index, member if is_apart else None)
+    if key not in read:
+      read[key] = file[key]
+    mine.append(read[key])
   dtype = tf.as_dtype(part.variable.dtype).name
   shape = tuple(map(int, part.variable.shape))
-  if (stored.dtype, stored.shape) != (dtype, shape):
-    raise CheckpointError(
-      f"{where} holds `{part.name}` as {stored.dtype} {list(stored.shape)}; the"
-      f" program has {dtype} {list(shape)}. Restore with the same model."
-    )
-
-
-def _own(
-  file: archive.Archive, found: group_state.GroupCopies
-) -> list[list[archive.Array]]:
-  """For each variable the values of the replicas of this process."""
-  plan = []
-  for part in found.parts:
-    read: dict[str, archive.Array] = {}
-    mine = []
-    for replica in found.copies.engine.replicas_here:
-      index = found.groups.index_of(replica)
-      place = found.groups.assignment[index].index(replica)
-      key = group_state.key(part.name, index)
-      if key not in file.arrays:
-        key = group_state.key(part.name, index, place)
-      if key not in read:
-        read[key] = file.read(key)
-      mine.append(read[key])
-    exists_once = replica_values.strategy_of(part.variable) is None
-    if exists_once and len({array.tobytes() for array in mine}) > 1:
+  for array in read.values():
+    if (array.dtype.name, array.shape) != (dtype, shape):
       raise CheckpointError(
-        f"The checkpoint {file.path} holds other values of `{part.name}` for"
-        " each group; here it exists once. Make it inside `with"
-        " strategy.scope():`."
+        f"{where} `{part.name}` as {array.dtype.name} {list(array.shape)}; the"
+        f" program has {dtype} {list(shape)}. Restore with the same model."
       )
-    plan.append(mine)
-  return plan
-
-
-def _has_model(names: list[str]) -> bool:
-  """Whether a model was saved."""
-  return any(name.startswith("model/") for name in names)
+  exists_once = replica_values.strategy_of(part.variable) is None
+  if exists_once and len({array.tobytes() for array in mine}) > 1:
+    raise CheckpointError(
+      f"{where} other values of `{part.name}` for each group; here it exists"
+      " once. Make it inside `with strategy.scope():`."
+    )
+  return mine

@@ -6,7 +6,7 @@ replica's own.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -14,15 +14,16 @@ import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.inner_optimizer import optimizer_state
-from tf_cross_shard.multi_worker import consistency, coordination, errors
+from tf_cross_shard.multi_worker import consistency, errors
 from tf_cross_shard.replica_state import archive, replica_values
 
-# What ends the talk among workers.
+# After these the workers cannot tell each other anything.
 _LOST: Final = (
   errors.MissingWorkerError,
   errors.WorkerLostError,
   tf.errors.OpError,
 )
+_SLOWEST: Final = 1e6  # bytes per second that a disk is waited for
 
 
 class OutOfSyncError(AssertionError):
@@ -92,69 +93,75 @@ class GroupCopies:
       raise OutOfSyncError(self._difference(topic, wrong))
     return {part.name for part, *_ in differing}
 
-  def arrays(self, apart: Iterable[str]) -> Iterator[tuple[str, archive.Array]]:
-    """Every group's values, once per group or, of `apart`, once per member."""
-    own = set(apart)
-    names, wanted = [], []
-    for part in self.parts:
-      for index, members in enumerate(self.groups):
-        for place, replica in enumerate(members):
-          if part.name in own or place == 0:
-            member = place if part.name in own else None
-            names.append(key(part.name, index, member))
-            wanted.append((part.variable, replica))
-    yield from zip(names, self.copies.read(wanted), strict=True)
+  def arrays(self, apart: Collection[str]) -> dict[str, archive.Array]:
+    """Returns every group's values: of `apart` once per member of the group.
 
-  def nbytes(self) -> int:
-    """At most how many bytes `arrays` has, where nothing is apart."""
-    one = sum(
-      int(np.prod(part.variable.shape)) * tf.as_dtype(part.variable.dtype).size
-      for part in self.parts
-    )
-    return one * self.groups.num_groups
+    On several machines the first worker has them; others only take part.
+    """
+    found: dict[str, archive.Array] = {}
+    for part in self.parts:
+      is_apart = part.name in apart
+      places = [
+        (index, member)
+        for index in range(self.groups.num_groups)
+        for member in range(self.groups.group_size if is_apart else 1)
+      ]
+      values = self.copies.read(
+        part.variable, [self.groups.assignment[i][m] for i, m in places]
+      )
+      if self.copies.is_first:
+        found |= {
+          key(part.name, index, member if is_apart else None): value
+          for (index, member), value in zip(places, values, strict=True)
+        }
+    return found
 
   def conclude(
-    self,
-    topic: str,
-    error: Exception | None,
-    digest: str = "",
-    patience: float = 0.0,
+    self, topic: str, error: Exception | None, checksum: int = 0
   ) -> None:
     """Raises an error on all workers if there is one on any of them."""
     workers = self.copies.workers
-    # Where the workers cannot talk any more, there is nothing to conclude.
     if workers is None or isinstance(error, _LOST):
-      _raise_if(error)
+      if error is not None:
+        raise error
       return
     mine = {
       "error": error and str(getattr(error, "strerror", None) or error),
       "errno": getattr(error, "errno", None),
-      "digest": digest,
+      "checksum": checksum,
     }
-    told = coordination.tell(workers, topic, json.dumps(mine), patience)
-    _raise_if(error)
-    first = json.loads(told[0])["digest"]
-    for name, text in zip(workers.names, told, strict=True):
-      other = json.loads(text)
+    told = consistency.exchange(
+      workers, topic, json.dumps(mine), self._nbytes() / _SLOWEST
+    )
+    if error is not None:
+      raise error
+    found = [json.loads(text) for text in told]
+    for name, other in zip(workers.names, found, strict=True):
       if other["error"] and other["errno"]:
         raise OSError(other["errno"], f"On {name}: {other['error']}")
       if other["error"]:
         raise archive.CheckpointError(f"On {name}: {other['error']}")
-      if other["digest"] != first:
+      if other["checksum"] != found[0]["checksum"]:
         raise archive.CheckpointError(
           f"{name} and {workers.names[0]} read different checkpoints at"
           f" {topic}; nothing was changed. Name a file that all workers see, or"
           " copy it to each of them."
         )
 
+  def _nbytes(self) -> int:
+    """Returns how many bytes a checkpoint has, where nothing is apart."""
+    one = sum(
+      int(np.prod(part.variable.shape)) * tf.as_dtype(part.variable.dtype).size
+      for part in self.parts
+    )
+    return one * self.groups.num_groups
+
   def _difference(
     self, topic: str, found: Sequence[tuple[Part, int, int, int]]
   ) -> str:
     """The error for members that differ, with the first such variable."""
     part, index, first, odd = found[0]
-    one, other = self.copies.read(
-      [(part.variable, first), (part.variable, odd)]
-    )
+    one, other = self.copies.read(part.variable, [first, odd])
     more = f" So do {len(found) - 1} more variables." if found[1:] else ""
     return (
       f"`{part.name}` differs within group {index}"
@@ -185,12 +192,6 @@ def groups_of(optimizer: Any, num_replicas: int | None) -> groups_lib.Groups:
         )
       return groups
   return groups_lib.contiguous(num_replicas or 1, num_replicas or 1)
-
-
-def _raise_if(error: Exception | None) -> None:
-  """Raises an error, if there is one."""
-  if error is not None:
-    raise error
 
 
 def _variables_of(model: Any) -> list[Any]:

@@ -1,19 +1,15 @@
 """Each replica's copy of a variable, read and written on the host.
 
-Copies of other processes come as bytes, in one sum of integers to which their
-owner adds what it has and everyone else zeros:
+In one process copies are read directly. Those of other processes are gathered
+as int32 words, so that any dtype travels, to the bit:
 
-    worker 0   [ its copies | 0 0 0 0 0  ]
-    worker 1   [ 0 0 0 0 0  | its copies ]
-               ───────── sum ─────────────▶ all copies, to the bit, everywhere
-
-So any dtype travels, and no more than what is asked for.
+    worker 0   [ words of its replicas ] ─┐
+                                          ├─ all-gather ─▶ all, on every worker
+    worker 1   [ words of its replicas ] ─┘
 """
 
 import hashlib
-import itertools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -21,18 +17,17 @@ import tensorflow as tf
 
 from tf_cross_shard import collectives, validation
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard.multi_worker import coordination, errors
+from tf_cross_shard.multi_worker import consistency, errors
 
 Array = np.ndarray[Any, Any]
 
 # What travels at once, in int32 words: 16 MiB.
 _MOST_WORDS: Final = 1 << 22
-_LEAST_WORDS: Final = 1 << 8
 _DIGEST: Final = 16  # bytes
 
 
 def native(variable: Any) -> Any:
-  """The `tf.Variable` of a `tf.Variable` or `keras.Variable`."""
+  """Returns the `tf.Variable` of a `tf.Variable` or `keras.Variable`."""
   value = validation.native(variable)
   if not hasattr(value, "assign") or not hasattr(value, "read_value"):
     raise TypeError(
@@ -47,7 +42,7 @@ def native(variable: Any) -> Any:
 
 
 def strategy_of(variable: Any) -> tf.distribute.Strategy | None:
-  """Whose replicas have copies of a variable."""
+  """Returns the strategy whose replicas have copies of a variable."""
   return getattr(native(variable), "distribute_strategy", None)
 
 
@@ -73,27 +68,24 @@ class Copies:
         " outside `strategy.run`."
       )
     self.engine = collectives.for_strategy(strategy)
-    self.workers = coordination.of_strategy(strategy)
-    self._add: Any = None
+    self.workers = consistency.of_strategy(strategy)
 
   @property
   def is_first(self) -> bool:
     """Whether this process is the first worker, or the only one."""
-    return self.workers is None or self.workers.is_first
+    return self.workers is None or self.workers.index == 0
 
   def agree(self, topic: str, lines: Sequence[str] = ()) -> None:
     """Raises the same error on all workers unless all are about to do this."""
-    if self.workers is None:
-      return
-    # The store keeps for ever what is told: all lines only where they differ.
-    text = "\n".join([topic, *lines])
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    if len(set(coordination.tell(self.workers, topic, digest))) > 1:
-      coordination.agree(self.workers, topic, lines)
+    if self.workers is not None:
+      consistency.agree(self.workers, topic, lines)
 
   def here(self, variable: Any) -> list[Array]:
-    """The copies of this process' replicas."""
-    return [self._copy(variable, r) for r in self.engine.replicas_here]
+    """Returns the copies of this process' replicas."""
+    copies = list(self._copies(variable))
+    if len(copies) == 1:  # all replicas share it
+      copies *= len(self.engine.replicas_here)
+    return [np.array(copy.numpy()) for copy in copies]
 
   def write(self, variable: Any, arrays: Sequence[Array]) -> None:
     """Gives each replica of this process its own value."""
@@ -104,22 +96,16 @@ class Copies:
     for copy, array in zip(self._copies(variable), arrays, strict=False):
       copy.assign(array)
 
-  def read(self, wanted: Sequence[tuple[Any, int]]) -> Iterator[Array]:
-    """Copies of any replicas."""
-    if self._has_all:
-      yield from (self._copy(variable, r) for variable, r in wanted)
-      return
-    forms = [_form(variable) for variable, _ in wanted]
-    shared = self.share(
-      [replica for _, replica in wanted],
-      [math.prod(shape) * dtype.itemsize for dtype, shape in forms],
-      lambda i: self._copy(*wanted[i]).tobytes(),
-    )
-    for blob, (dtype, shape) in zip(shared, forms, strict=True):
-      yield np.frombuffer(bytearray(blob), dtype).reshape(shape)
+  def read(self, variable: Any, replicas: Sequence[int]) -> list[Array]:
+    """Returns the copies of any replicas."""
+    copies = self._gather(self.here(variable))
+    return [copies[replica] for replica in replicas]
 
   def digests(self, variables: Sequence[Any]) -> list[list[bytes]]:
-    """What tells equal copies from different ones, to the bit."""
+    """Returns what tells equal copies from different ones, to the bit.
+
+    One list for each variable, with one digest for each replica.
+    """
     mine = [
       [
         hashlib.blake2b(array.tobytes(), digest_size=_DIGEST).digest()
@@ -127,120 +113,61 @@ class Copies:
       ]
       for variable in variables
     ]
-    replicas = self.engine.num_replicas
-    first = self.engine.replicas_here.start
-    found = list(
-      self.share(
-        list(range(replicas)) * len(mine),
-        [_DIGEST] * (replicas * len(mine)),
-        lambda i: mine[i // replicas][i % replicas - first],
-      )
-    )
+    rows = [
+      np.frombuffer(b"".join(of_replica), np.uint8)
+      for of_replica in zip(*mine, strict=True)
+    ]
+    found = [row.tobytes() for row in self._gather(rows)]
     return [
-      found[i * replicas : (i + 1) * replicas] for i in range(len(variables))
+      [row[start : start + _DIGEST] for row in found]
+      for start in range(0, _DIGEST * len(mine), _DIGEST)
     ]
 
-  def share(
-    self,
-    owners: Sequence[int],
-    sizes: Sequence[int],
-    own: Callable[[int], bytes],
-  ) -> Iterator[bytes]:
-    """Bytes that one replica each has, for all workers."""
-    if self._has_all:
-      yield from map(own, range(len(owners)))
-      return
-    here = self.engine.replicas_here
-    for batch in _batches(sizes):
-      ends = list(itertools.accumulate(_words(sizes[i]) for i in batch))
-      places = [0, *ends[:-1]]
-      buffer = np.zeros(ends[-1], np.int32)
-      for i, place in zip(batch, places, strict=True):
-        if owners[i] in here:
-          data = buffer[place:].view(np.uint8)[: sizes[i]]
-          data[:] = np.frombuffer(own(i), np.uint8)
-      total = self._sum(buffer).view(np.uint8)
-      for i, place in zip(batch, places, strict=True):
-        yield total[4 * place : 4 * place + sizes[i]].tobytes()
-
-  def _sum(self, words: Array) -> Array:
-    """The sum over all workers, in parts that are not too large."""
-    parts = []
-    for start in range(0, len(words), _MOST_WORDS):
-      part = words[start : start + _MOST_WORDS]
-      # Few sizes: the runtime keeps something for each that was ever added.
-      size = max(_LEAST_WORDS, 1 << (len(part) - 1).bit_length())
-      padded = np.zeros(size, np.int32)
-      padded[: len(part)] = part
-      parts.append(self._sum_of(padded)[: len(part)])
-    return np.concatenate(parts) if parts else words
-
-  def _sum_of(self, words: Array) -> Array:
-    """The sum over all workers of what each of them has."""
-    engine, strategy = self.engine, self.engine.strategy
-    first = engine.replicas_here.start
-    everyone = groups_lib.contiguous(engine.num_replicas, engine.num_replicas)
-    if self._add is None:
-
-      def add(each: Any) -> Any:
-        return strategy.run(
-          lambda x: engine.all_reduce_sum([x], everyone)[0], args=(each,)
-        )
-
-      self._add = tf.function(add, autograph=False)
-
-    # A process counts once, however many replicas it has.
-    each = strategy.experimental_distribute_values_from_function(
-      lambda context: tf.constant(
-        words
-        if context.replica_id_in_sync_group == first
-        else np.zeros_like(words)
-      )
+  def _gather(self, mine: Sequence[Array]) -> list[Array]:
+    """Returns the arrays of all replicas; all have one dtype and shape."""
+    engine = self.engine
+    if len(engine.replicas_here) == engine.num_replicas:
+      return list(mine)
+    dtype, shape, size = mine[0].dtype, mine[0].shape, mine[0].nbytes
+    words = np.stack(
+      [
+        np.frombuffer(array.tobytes() + bytes(-size % 4), np.int32)
+        for array in mine
+      ]
     )
-    try:
-      total = strategy.experimental_local_results(self._add(each))[0]
-      return np.array(total.numpy())
-    except tf.errors.OpError as error:
-      raise errors.of_message(str(error.message)) or error from error
-
-  @property
-  def _has_all(self) -> bool:
-    """Whether this process has all replicas."""
-    return len(self.engine.replicas_here) == self.engine.num_replicas
+    parts = [np.zeros([engine.num_replicas, 0], np.int32)]
+    for start in range(0, words.shape[1], _MOST_WORDS):
+      part = tf.constant(words[:, start : start + _MOST_WORDS])
+      try:
+        joined = _gather_words(engine.strategy, part)
+        [flat, *_] = engine.strategy.experimental_local_results(joined)
+        parts.append(flat.numpy().reshape([engine.num_replicas, -1]))
+      except tf.errors.OpError as error:
+        raise errors.from_message(str(error.message)) or error from error
+    rows = np.concatenate(parts, axis=1)
+    return [
+      np.frombuffer(bytearray(row.tobytes()[:size]), dtype).reshape(shape)
+      for row in rows
+    ]
 
   def _copies(self, variable: Any) -> Sequence[Any]:
-    """What has a value each; one object where all replicas share it."""
+    """Returns what has a value each; one object where all replicas share it."""
     copies: Sequence[Any] = self.engine.strategy.experimental_local_results(
       native(variable)
     )
     return copies
 
-  def _copy(self, variable: Any, replica: int) -> Array:
-    """What a replica of this process has."""
-    copies = self._copies(variable)
-    place = replica - self.engine.replicas_here.start
-    return np.array(copies[place if len(copies) > 1 else 0].numpy())
 
+# One for all calls, which the runtime would trace again.
+@tf.function(autograph=False, reduce_retracing=True)
+def _gather_words(strategy: tf.distribute.Strategy, words: tf.Tensor) -> Any:
+  """Returns the rows of all replicas, one after the other, in each of them."""
+  engine = collectives.for_strategy(strategy)
+  everyone = groups_lib.contiguous(engine.num_replicas, engine.num_replicas)
 
-def _form(variable: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
-  """Dtype and shape of an array that holds the value."""
-  value = native(variable)
-  dtype = tf.as_dtype(value.dtype).as_numpy_dtype
-  return np.dtype(dtype), tuple(map(int, value.shape))
+  def gather_own() -> tf.Tensor:
+    context = tf.distribute.get_replica_context()
+    row = words[context.replica_id_in_sync_group - engine.replicas_here.start]
+    return engine.all_gather([row], everyone)[0]
 
-
-def _batches(sizes: Sequence[int]) -> Iterator[range]:
-  """Numbers of what travels together; what is larger than that, alone."""
-  start = words = 0
-  for i, size in enumerate(sizes):
-    if i > start and words + _words(size) > _MOST_WORDS:
-      yield range(start, i)
-      start, words = i, 0
-    words += _words(size)
-  if sizes:
-    yield range(start, len(sizes))
-
-
-def _words(size: int) -> int:
-  """How many words hold so many bytes."""
-  return -(-size // 4)
+  return strategy.run(gather_own)

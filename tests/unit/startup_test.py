@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tf_cross_shard import multi_worker
-from tf_cross_shard.multi_worker import tf_config
+from tf_cross_shard.multi_worker import startup
 
 ADDRESSES = ["host0:12345", "host1:12345"]
 
@@ -19,7 +19,6 @@ def _text(cluster: Any, job: Any = "worker", index: Any = 0) -> str:
 GOOD = {
   "not set": None,
   "empty": "",
-  "no cluster": "{}",
   "empty cluster": '{"cluster": {}}',
   "workers": _text({"worker": ADDRESSES}, index=1),
   "index as text": _text({"worker": ADDRESSES}, index="1"),
@@ -38,91 +37,42 @@ GOOD = {
 }
 BAD = {
   "no JSON": ("{'cluster': {}}", r"is not JSON \(Expecting property name"),
-  "cut off": ('{"cluster": {"worker": ["a:1"', "is not JSON"),
-  "a list": ("[1]", "must be a JSON object"),
-  "a number": ("3", "must be a JSON object"),
+  "a list": ("[1]", "must have a `cluster` of lists and a `task`"),
   "cluster a list": (
     '{"cluster": ["a:1"], "task": {"type": "worker", "index": 0}}',
-    "must have a `cluster` that maps jobs to addresses",
+    "must have a `cluster` of lists and a `task`",
   ),
-  "cluster a string": (
-    '{"cluster": "a:1"}',
-    "must have a `cluster` that maps jobs to addresses",
-  ),
-  "no addresses": (_text({"worker": []}), "must list the addresses of job"),
-  "one address": (
-    _text({"worker": "host0:12345"}),
-    "must list the addresses of job 'worker'",
+  "no task": (
+    json.dumps({"cluster": {"worker": ADDRESSES}}),
+    "must have a `cluster` of lists and a `task`",
   ),
   "no port": (
     _text({"worker": ["host0"]}),
     "has the address 'host0', which is no host:port",
   ),
-  "no host": (_text({"worker": [":1"]}), "has the address ':1', which is no"),
-  "port no number": (
-    _text({"worker": ["a:b"]}),
-    "has the address 'a:b', which",
-  ),
-  "port 0": (_text({"worker": ["a:0"]}), "has the address 'a:0', which"),
-  "port too large": (
-    _text({"worker": ["a:65536"]}),
-    "has the address 'a:65536', whi",
-  ),
-  "address a number": (_text({"worker": [12345]}), "has the address 12345, wh"),
   "twice": (
-    _text({"worker": ["a:1", "b:1", "a:1"]}),
-    "gives the address 'a:1' to two tasks",
-  ),
-  "twice in two jobs": (
     _text({"chief": ["a:1"], "worker": ["a:1"]}),
-    "gives the address 'a:1' to two tasks",
-  ),
-  "no task": (
-    json.dumps({"cluster": {"worker": ADDRESSES}}),
-    "must have a `task` with `type` and `index`",
-  ),
-  "task without index": (
-    json.dumps({"cluster": {"worker": ADDRESSES}, "task": {"type": "worker"}}),
-    "must have a `task` with `type` and `index`",
+    "gives one address to two tasks",
   ),
   "another job": (
     _text({"worker": ADDRESSES}, "chief"),
-    "has a task of type 'chief', but the cluster has 'worker'",
+    "has the task chief 0, but the cluster has worker 0, worker 1",
   ),
   "index too large": (
     _text({"worker": ADDRESSES}, index=2),
-    "has task index 2, but job 'worker' has .*0, 1",
+    "has the task worker 2, but the cluster has worker 0, worker 1",
   ),
-  "negative index": (
-    _text({"worker": ADDRESSES}, index=-1),
-    "has task index -1, but job 'worker' has .*0, 1",
-  ),
-  "index no number": (
-    _text({"worker": ADDRESSES}, index="one"),
-    "has task index 'one'",
-  ),
-  "index a fraction": (
-    _text({"worker": ADDRESSES}, index=0.5),
-    r"has task index 0\.5",
-  ),
-  "index true": (
-    _text({"worker": ADDRESSES}, index=True),
-    "has task index True",
-  ),
-  "index null": (
-    _text({"worker": ADDRESSES}, index=None),
-    "has task index None",
-  ),
+  "index true": (_text({"worker": ADDRESSES}, index=True), "has the task w"),
   "number that is not there": (
     _text({"worker": {"3": "a:1"}}, index=0),
-    "has task index 0, but job 'worker' has .*3",
+    "has the task worker 0, but the cluster has worker 3",
   ),
 }
 
 
 @pytest.mark.parametrize("name", GOOD)
 def test_what_tensorflow_can_use(name: str) -> None:
-  tf_config.check(GOOD[name])
+  startup.check_tf_config(GOOD[name])
 
 
 @pytest.mark.parametrize("name", ["workers", "chief", "numbered", "more keys"])
@@ -141,18 +91,10 @@ def test_tensorflow_does_use_it(
 def test_what_is_malformed(name: str) -> None:
   text, fault = BAD[name]
   with pytest.raises(ValueError, match=f"^TF_CONFIG {fault}") as caught:
-    tf_config.check(text)
+    startup.check_tf_config(text)
   message = str(caught.value)
   assert f"got {text}" in message
   assert 'Set it like {"cluster": {"worker": ["host0:12345",' in message
-
-
-def test_a_long_value_is_shown_in_part() -> None:
-  text = _text({"worker": [f"host{i}:1" for i in range(99)]}, index=99)
-  with pytest.raises(ValueError, match="TF_CONFIG has task index 99") as caught:
-    tf_config.check(text)
-  assert f"got {text[:100]}" in str(caught.value)
-  assert text not in str(caught.value)
 
 
 def test_the_strategy_looks_at_it_before_it_waits(

@@ -6,7 +6,7 @@ import tensorflow as tf
 from tf_cross_shard.multi_worker import (
   DisagreementError,
   WorkerLostError,
-  lost_workers,
+  naming_lost_workers,
 )
 
 _UNAVAILABLE = tf.errors.UnavailableError
@@ -79,7 +79,7 @@ def _error(kind: type[tf.errors.OpError], message: str) -> tf.errors.OpError:
 def test_a_lost_worker_is_named(name: str) -> None:
   kind, text, who = LOST[name]
   with pytest.raises(WorkerLostError, match=f"^{who} was lost") as caught:
-    with lost_workers.naming_lost_workers():
+    with naming_lost_workers():
       raise _error(kind, text)
   assert isinstance(caught.value.__cause__, kind)
   assert "start all workers again" in str(caught.value)
@@ -94,7 +94,7 @@ def test_what_another_worker_reported_is_told() -> None:
   )
   words = r"^Workers make different variables: as number 3\.$"
   with pytest.raises(DisagreementError, match=words):
-    with lost_workers.naming_lost_workers():
+    with naming_lost_workers():
       raise _error(tf.errors.InvalidArgumentError, text)
 
 
@@ -102,9 +102,7 @@ def test_what_another_worker_reported_is_told() -> None:
   "error",
   [
     _error(tf.errors.InvalidArgumentError, "Incompatible shapes: [2] vs. [3]"),
-    _error(tf.errors.InternalError, "Blas GEMM launch failed"),
     _error(tf.errors.NotFoundError, "/job:worker/task:1: no such file"),
-    _error(tf.errors.ResourceExhaustedError, "OOM when allocating"),
     ValueError("Collective ops is aborted by: something of the user's own"),
     KeyboardInterrupt(),
   ],
@@ -112,15 +110,9 @@ def test_what_another_worker_reported_is_told() -> None:
 )
 def test_other_errors_pass(error: BaseException) -> None:
   with pytest.raises(type(error)) as caught:
-    with lost_workers.naming_lost_workers():
+    with naming_lost_workers():
       raise error
   assert caught.value is error
-
-
-def test_nothing_happens_without_an_error() -> None:
-  with lost_workers.naming_lost_workers():
-    done = True
-  assert done
 
 
 if __name__ == "__main__":
