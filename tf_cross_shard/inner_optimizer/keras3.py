@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import base, loss_scaling, wrapper
-from tf_cross_shard.migration import v1_keras3
 
 # What Keras' constructor puts on every optimizer and what stays our own.
 _OWN: Final = frozenset(
@@ -201,7 +200,7 @@ class Keras3Delegate(wrapper.Delegating, keras.optimizers.Optimizer):
       get=keras.optimizers.get,
       kinds=(keras.optimizers.Optimizer,),
       spelling="keras.optimizers",
-      convert=v1_keras3.convert,
+      convert=_convert,
     )
 
   @staticmethod
@@ -214,3 +213,10 @@ class Keras3Delegate(wrapper.Delegating, keras.optimizers.Optimizer):
     """The optimizer that a dictionary describes, not built."""
     # Not optimizers.deserialize: it lacks Lamb.
     return keras.saving.deserialize_keras_object(config, custom_objects)
+
+
+def _convert(opt: Any) -> Any:
+  """`opt`, or what it is in this Keras if it is of TensorFlow 1."""
+  from tf_cross_shard import migration  # which stands above this module
+
+  return migration.convert_optimizer(opt, "keras")

@@ -20,7 +20,6 @@ from tf_cross_shard.inner_optimizer import (
   tf_keras_loss_scaling,
   wrapper,
 )
-from tf_cross_shard.migration import v1_tf_keras
 
 _LEGACY: Final = tf_keras.optimizers.legacy.Optimizer
 
@@ -250,7 +249,7 @@ class TfKerasDelegate(wrapper.Delegating, tf_keras.optimizers.Optimizer):
       get=tf_keras.optimizers.get,
       kinds=(tf_keras.optimizers.Optimizer, _LEGACY),
       spelling="tf_keras.optimizers",
-      convert=v1_tf_keras.convert,
+      convert=_convert,
     )
 
   @staticmethod
@@ -350,3 +349,10 @@ def _adapter(opt: Any) -> TfKerasOptimizer:
   """The adapter for an optimizer of either kind."""
   legacy = isinstance(base.innermost(opt), _LEGACY)
   return LegacyOptimizer(opt) if legacy else TfKerasOptimizer(opt)
+
+
+def _convert(opt: Any) -> Any:
+  """`opt`, or what it is in this Keras if it is of TensorFlow 1."""
+  from tf_cross_shard import migration  # which stands above this module
+
+  return migration.convert_optimizer(opt, "tf_keras")

@@ -8,6 +8,7 @@
 """
 
 from tf_cross_shard.migration.checkpoints import Conversion, convert_checkpoint
-from tf_cross_shard.migration.optimizers import from_v1
+from tf_cross_shard.migration.optimizers import convert_optimizer, from_v1
 
-__all__ = ["Conversion", "convert_checkpoint", "from_v1"]
+# `convert_optimizer` is for CrossShardOptimizer only.
+__all__ = ["Conversion", "convert_checkpoint", "convert_optimizer", "from_v1"]
