@@ -113,6 +113,12 @@ def _parser() -> argparse.ArgumentParser:
     metavar="NAME",
     help="the name that version 1's optimizer was given, if it was",
   )
+  convert.add_argument(
+    "--iterations",
+    type=int,
+    metavar="STEPS",
+    help="how many steps version 1 had made, if no global_step tells",
+  )
   return parser
 
 
@@ -187,6 +193,7 @@ def _convert_checkpoint(options: argparse.Namespace) -> str:
     names=names,
     allow_unmatched=options.allow_unmatched,
     slots=options.slots,
+    iterations=options.iterations,
   )
   return str(done)
 

@@ -5,7 +5,13 @@ kernels are the same, so that numbers are equal to the bit where no other
 program computes them.
 """
 
+import importlib
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -145,7 +151,9 @@ def _train(
   def step(grads: Any) -> None:
     def replica_step() -> None:
       mine = testbed.replica_id()
-      own = tf.nest.map_structure(lambda *of_all: tf.stack(of_all)[mine], *grads)
+      own = tf.nest.map_structure(
+        lambda *of_all: tf.stack(of_all)[mine], *grads
+      )
       if sparse:
         own = tf.IndexedSlices(*own, tf.constant(SHAPE))
       optimizer.apply_gradients([(own, weight)])
@@ -179,24 +187,26 @@ def test_groups(kind: str, sparse: bool) -> None:
       assert (held[replica] == held[members[0]]).all()
 
 
-@every_form
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+  ("kind", "sparse"),
+  [(kind, False) for kind in KINDS] + [("nesterov", True), ("ftrl", True)],
+)
 def test_on_a_virtual_tpu(kind: str, sparse: bool) -> None:
-  """Rows stay rows where nothing is summed, and are dense otherwise."""
+  """Rows become dense there, as version 1 made them on a TPU."""
   strategy = testbed.virtual(2)
   with strategy.scope():
     weight = testbed.variable(_first(), "weight")
-    opt = tpu.CrossShardOptimizer(
-      KINDS[kind](0.05), group_assignment=[[0], [1]] if sparse else None
-    )
-    optimizer = migration.from_v1(opt)
+    optimizer = migration.from_v1(tpu.CrossShardOptimizer(KINDS[kind](0.05)))
     optimizer.build([weight])
   _train(strategy, optimizer, weight, sparse)
   held = testbed.copies(weight)
   assert len(held) == 2
-  for replica, members in enumerate([[0], [1]] if sparse else [[0, 1]] * 2):
-    expected = _expected(KINDS[kind](0.05), members, sparse).numpy()
-    np.testing.assert_allclose(held[replica], expected, rtol=5e-6, atol=5e-6)
+  theirs, other = KINDS[kind](0.05), tf.Variable(_first())
+  for step in range(STEPS):
+    total = _sum([_gradient(step, i, sparse) for i in (0, 1)])
+    theirs.apply_gradients([(tf.convert_to_tensor(total), other)])
+  for each in held:
+    np.testing.assert_allclose(each, other, rtol=5e-6, atol=5e-6)
 
 
 @pytest.mark.parametrize("kind", ["nesterov", "rmsprop centered", "ftrl"])
@@ -223,3 +233,149 @@ def test_compiled_rows(which: str, kind: str) -> None:
     slot = theirs.get_slot(other, SLOTS[kind.split()[0]][name])
     mine = ours.get_slot(variable, name)
     np.testing.assert_allclose(mine, slot, rtol=5e-6, atol=5e-6)
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+  "exponential": lambda step: train.exponential_decay(
+    0.25, step, 10, 0.5, staircase=True
+  ),
+  "natural_exp": lambda step: train.natural_exp_decay(0.25, step, 10, 0.5),
+  "piecewise": lambda step: train.piecewise_constant(
+    step, [2, 4], [0.25, 0.125, 0.5]
+  ),
+  "polynomial": lambda step: train.polynomial_decay(
+    0.25, step, 3, 0.01, power=2.0, cycle=True
+  ),
+  "inverse_time": lambda step: train.inverse_time_decay(0.25, step, 10, 0.5),
+  "cosine": lambda step: train.cosine_decay(0.25, step, 30, alpha=0.125),
+  "restarts": lambda step: train.cosine_decay_restarts(
+    0.25, step, 3, t_mul=2.0, m_mul=0.75, alpha=0.125
+  ),
+  "linear_cosine": lambda step: train.linear_cosine_decay(
+    0.25, step, 30, num_periods=1.5, alpha=0.125
+  ),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@every_keras
+def test_schedules(which: str, schedule: str) -> None:
+  """They become Keras' own, from the global step on, and come back."""
+  start = tf.Variable(1, dtype=tf.int64)
+  ours = KERASES[which].CrossShardOptimizer(
+    train.MomentumOptimizer(SCHEDULES[schedule](start), 0.5)
+  )
+  assert int(ours.iterations) == 1
+  ours = type(ours).from_config(ours.get_config())
+  ours.iterations.assign(1)
+  step, variable, other = (tf.Variable(x) for x in (1, _first(), _first()))
+  theirs = train.MomentumOptimizer(SCHEDULES[schedule](step), 0.5)
+  apply = tf.function(lambda grad: ours.apply_gradients([(grad, variable)]))
+  for i in range(STEPS):
+    grad = _gradient(i, 0, sparse=False)
+    apply(grad)
+    theirs.apply_gradients([(grad, other)], step)
+  np.testing.assert_allclose(variable, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  "form", ["variable", "function", "decay of a variable"]
+)
+@every_keras
+def test_a_learning_rate_that_changes(which: str, form: str) -> None:
+  """Read in every step, also of a tf.function; not to be saved."""
+  rate = tf.Variable(1.0)
+  forms: dict[str, Any] = {
+    "variable": rate,
+    "function": lambda: float(rate),
+    "decay of a variable": train.exponential_decay(
+      rate, tf.Variable(0), 1, 1.0
+    ),
+  }
+  ours = KERASES[which].CrossShardOptimizer(
+    train.MomentumOptimizer(forms[form], 0.0)
+  )
+  weight = tf.Variable(0.0)
+  ours.build([weight])
+
+  @tf.function(autograph=False, jit_compile=form == "variable")
+  def step() -> None:
+    ours.apply_gradients([(tf.constant(1.0), weight)])
+
+  for value in (1.0, 10.0, 100.0):
+    rate.assign(value)
+    step()
+  assert float(weight) == -111.0
+  with pytest.raises(TypeError, match=r"`learning_rate` is .* cannot be saved"):
+    ours.get_config()
+
+
+@pytest.mark.parametrize("way", ["pickle", "checkpoint", "variables"])
+@pytest.mark.parametrize("kind", KINDS)
+@every_keras
+def test_goes_on_after_a_round_trip(
+  which: str, kind: str, way: str, tmp_path: Path
+) -> None:
+  def make() -> Any:
+    return KERASES[which].CrossShardOptimizer(KINDS[kind](0.05))
+
+  def train_on(optimizer: Any, variable: Any, start: int) -> None:
+    for i in range(start, start + 2):
+      optimizer.apply_gradients([(_gradient(i, 0, False), variable)])
+
+  first, variable = make(), tf.Variable(_first())
+  train_on(first, variable, 0)
+  other = tf.Variable(variable)
+  second = make()
+  if way == "pickle":
+    second = pickle.loads(pickle.dumps(first))
+    assert type(second.inner_optimizer) is type(first.inner_optimizer)
+  second.build([other])
+  if way == "checkpoint":
+    path = tf.train.Checkpoint(optimizer=first).write(str(tmp_path / "c"))
+    tf.train.Checkpoint(optimizer=second).read(path).assert_consumed()
+  elif way == "variables":
+    for mine, saved in zip(second.variables, first.variables, strict=True):
+      mine.assign(saved)
+  train_on(first, variable, 2)
+  train_on(second, other, 2)
+  np.testing.assert_array_equal(variable, other)
+
+
+@every_keras
+def test_model_files(which: str, tmp_path: Path) -> None:
+  """Also read by a process that made no such optimizer before."""
+  package = {"keras3": "keras", "tf_keras": "tf_keras"}[which]
+  library = importlib.import_module(package)
+  layer = library.layers.Dense(1, use_bias=False)
+  model = library.Sequential([library.layers.Input((2,)), layer])
+  optimizer = KERASES[which].CrossShardOptimizer(KINDS["adam"](0.05))
+  model.compile(optimizer, library.losses.MeanSquaredError())
+  x, y = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
+  model.fit(x, y, verbose=0)
+  model.save(tmp_path / "a.keras")
+  if which == "tf_keras":  # What Keras 3 loads from HDF5 cannot be trained on.
+    model.save(tmp_path / "b.h5")
+  model.fit(x, y, verbose=0)
+  program = f"""
+import pathlib, sys, numpy as np
+from {package} import models
+from tf_cross_shard import {which}
+for path in sorted(pathlib.Path({str(tmp_path)!r}).iterdir()):
+  model = models.load_model(path)
+  model.fit(np.ones((4, 2), "float32"), np.ones((4, 1), "float32"), verbose=0)
+  name = type(model.optimizer.inner_optimizer).__name__
+  print(name, path.name, model.get_weights()[0].ravel().tolist())
+"""
+  done = subprocess.run(
+    [sys.executable, "-c", program],
+    env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 0, done.stderr
+  lines = [x for x in done.stdout.splitlines() if x.startswith("V1Adam")]
+  assert len(lines) == len(list(tmp_path.iterdir())), done.stdout
+  expected = model.get_weights()[0].ravel().tolist()
+  assert {line.split(maxsplit=2)[2] for line in lines} == {str(expected)}

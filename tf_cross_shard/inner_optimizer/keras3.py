@@ -211,6 +211,9 @@ class Keras3Delegate(wrapper.Delegating, keras.optimizers.Optimizer):
   @staticmethod
   def _deserialize(config: Any, custom_objects: Any) -> Any:
     """The optimizer that a dictionary describes, not built."""
+    from tf_cross_shard import migration  # which stands above this module
+
+    migration.v1_classes("keras")  # Keras finds what is registered only.
     # Not optimizers.deserialize: it lacks Lamb.
     return keras.saving.deserialize_keras_object(config, custom_objects)
 

@@ -260,6 +260,9 @@ class TfKerasDelegate(wrapper.Delegating, tf_keras.optimizers.Optimizer):
   @staticmethod
   def _deserialize(config: Any, custom_objects: Any) -> Any:
     """The optimizer that a dictionary describes, not built."""
+    from tf_cross_shard import migration  # which stands above this module
+
+    migration.v1_classes("tf_keras")  # Keras finds what is registered only.
     try:
       return tf_keras.saving.deserialize_keras_object(config, custom_objects)
     except ValueError:

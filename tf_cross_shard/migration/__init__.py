@@ -8,7 +8,17 @@
 """
 
 from tf_cross_shard.migration.checkpoints import Conversion, convert_checkpoint
-from tf_cross_shard.migration.optimizers import convert_optimizer, from_v1
+from tf_cross_shard.migration.optimizers import (
+  convert_optimizer,
+  from_v1,
+  v1_classes,
+)
 
-# `convert_optimizer` is for CrossShardOptimizer only.
-__all__ = ["Conversion", "convert_checkpoint", "convert_optimizer", "from_v1"]
+# For CrossShardOptimizer only: convert_optimizer and v1_classes.
+__all__ = [
+  "Conversion",
+  "convert_checkpoint",
+  "convert_optimizer",
+  "from_v1",
+  "v1_classes",
+]

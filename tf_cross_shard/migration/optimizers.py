@@ -13,7 +13,6 @@ from tf_cross_shard.migration import v1_optimizers
 
 _V1Optimizer: Final = tf.compat.v1.train.Optimizer
 _V1CrossShard: Final = tf.compat.v1.tpu.CrossShardOptimizer
-_MODULES: Final = {"keras": "v1_keras3", "tf_keras": "v1_tf_keras"}
 # Of TensorFlow's schedules; both Kerases have all but the last.
 _SCHEDULES: Final = (
   "ExponentialDecay",
@@ -138,9 +137,7 @@ def convert_optimizer(opt: Any, keras_package: str) -> Any:
       opt.get_name(),
     )
   kind = v1_optimizers.KINDS[type(opt)]
-  classes = importlib.import_module(
-    f"tf_cross_shard.migration.{_MODULES[keras_package]}"
-  )
+  classes = v1_classes(keras_package)
   library = importlib.import_module(f"{keras_package}.optimizers")
   settings: dict[str, Any] = {}
   made_by = library.SGD
@@ -161,6 +158,12 @@ def convert_optimizer(opt: Any, keras_package: str) -> Any:
     *(rate, f"iterations={start}, {settings}"),
   )
   return made
+
+
+def v1_classes(keras_package: str) -> Any:
+  """The module of the classes for one Keras; by then it can load them."""
+  name = {"keras": "v1_keras3", "tf_keras": "v1_tf_keras"}[keras_package]
+  return importlib.import_module(f"tf_cross_shard.migration.{name}")
 
 
 def _rate(value: Any, schedules: Any, classes: Any) -> tuple[Any, int]:
