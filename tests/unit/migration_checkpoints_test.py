@@ -99,7 +99,7 @@ def _goes_on(training: sessions.Training, old: Saved) -> float:
   for path, weight in zip(sessions.SHAPES, weights, strict=True):
     for copy in testbed.copies(weight):
       largest = max(largest, float(np.abs(copy - old.after[path]).max()))
-  assert int(training.optimizer.iterations) == AFTER
+  assert int(training.optimizer.iterations.numpy()) == AFTER
   return largest
 
 
@@ -123,10 +123,7 @@ def test_goes_on_as_version_1(maker: str, name: str, tmp_path: Path) -> None:
   assert Path(f"{old.src}.index").read_bytes() == before
   # It can be read elsewhere, and the slots matter.
   other = _training(maker, name)
-  last = getattr(other.optimizer, "inner_optimizer", other.optimizer)
-  (other.optimizer if hasattr(last, "build") else last).build(
-    other.model.trainable_variables
-  )
+  other.optimizer.build(other.model.trainable_variables)
   checkpoint = tf.train.Checkpoint(model=other.model, optimizer=other.optimizer)
   checkpoint.read(done.path).assert_consumed()
   if pair.slots:
@@ -261,7 +258,8 @@ def test_partitions_in_a_scope(tmp_path: Path) -> None:
   with tf.Graph().as_default(), v1.Session() as session:
     w = v1.get_variable(
       "deep/w",
-      initializer=[[1.0], [2.0]],
+      (2, 1),
+      initializer=v1.ones_initializer(),
       partitioner=v1.fixed_size_partitioner(1),
     )
     with v1.variable_scope("dnn"):
@@ -282,7 +280,7 @@ def test_partitions_in_a_scope(tmp_path: Path) -> None:
     iterations=1,
   )
   slot = made.get_slot(weight, "accumulator")
-  assert slot.numpy().tolist() == [[5.0], [17.0]]
+  assert slot.numpy().tolist() == [[5.0], [5.0]]
 
 
 @pytest.mark.parametrize("how", ["short", "full", "function"])
@@ -434,7 +432,7 @@ class TestErrors:
     [
       ({"src": "none"}, FileNotFoundError, "`src` is no checkpoint.*'none'"),
       ({"src": "old.index"}, FileNotFoundError, "`src` is no checkpoint"),
-      ({"src": "."}, FileNotFoundError, "`src` is no checkpoint"),
+      ({"src": "empty"}, FileNotFoundError, "`src` is no checkpoint"),
       ({"dst": "away/new"}, FileNotFoundError, "`dst` must be .*'away/new'"),
       ({"dst": "old"}, FileExistsError, "`dst` is 'old'.*remove that one"),
       ({"model": 7}, TypeError, "`model` must be a Keras model.*got int"),
@@ -476,6 +474,7 @@ class TestErrors:
     monkeypatch: pytest.MonkeyPatch,
   ) -> None:
     monkeypatch.chdir(Path(src).parent)
+    Path("empty").mkdir()
     weight = tf.Variable([0.0, 0.0], name="w")
     arguments = {
       "src": "old",
@@ -500,7 +499,7 @@ class TestErrors:
     """Of another optimizer; and an average is not taken for a slot."""
     training = sessions.Training(lambda: sessions.plain("Adam"))
     before = [w.numpy().tolist() for w in training.model.weights]
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="Not everything has a") as caught:
       _convert(training, saved("Momentum").src, tmp_path / "new")
     assert [w.numpy().tolist() for w in training.model.weights] == before
     own = [f"net/{w}/{s} " for w in sessions.SHAPES for s in ("mom", "vel")]
@@ -508,8 +507,8 @@ class TestErrors:
     assert "in the checkpoint only:\n  one/bias/Momentum [3]\n" in text
     assert all(name.strip() in text for name in own)
     assert re.search(
-      r'Write slots="\{\}/NAME" or names=\{"net/one/bias/momentum": "\.\.\."\} or'
-      r" allow_unmatched=\['one/bias/Momentum'\], or give",
+      r'Write slots="\{\}/NAME" or names=\{"net/one/bias/momentum": "\.\.\."\}'
+      r" or allow_unmatched=\['one/bias/Momentum'\], or give",
       text,
     )
     values = {"w": [1.0, 2.0], "w/avg": [3.0, 4.0], "global_step": 1}
@@ -528,7 +527,7 @@ class TestErrors:
         lambda: sessions.plain("Adam", use_ema=True),
       )
     ):
-      words = (r"only:\n  .*u_product", "velocity_hat", r"average \[")[i]
+      words = ("net_one_bias_momentum", "velocity_hat", r"average \[")[i]
       training = sessions.Training(make)
       with pytest.raises(ValueError, match=rf"(?s)optimizer only:.*{words}"):
         _convert(training, saved("Adam").src, tmp_path / "new")

@@ -573,7 +573,7 @@ def _source(src: Any) -> str:
   path = os.fspath(src)
   if tf.io.gfile.isdir(path) and not tf.io.gfile.exists(f"{path}.index"):
     path = tf.train.latest_checkpoint(path) or path
-  if not tf.train.checkpoint_exists(path):
+  if not _is_there(path):
     raise FileNotFoundError(
       f"`src` is no checkpoint and no folder of one: got {src!r}. Name the"
       ' prefix of its files, such as "folder/model.ckpt-1000".'
@@ -590,9 +590,17 @@ def _target(dst: Any) -> str:
       f"`dst` must be the prefix of files in a folder that is there; got"
       f' {dst!r}. Make the folder first, and name one such as "{folder}/new".'
     )
-  if tf.train.checkpoint_exists(path):
+  if _is_there(path):
     raise FileExistsError(
       f"`dst` is {path!r}, and there is a checkpoint of that name. Name another"
       " prefix, or remove that one."
     )
   return path
+
+
+def _is_there(path: str) -> bool:
+  """Whether there is a checkpoint; of the oldest kind it is one file."""
+  exists = tf.io.gfile.exists
+  is_part = re.search(r"\.(index|meta|data-\d+-of-\d+)$", path)
+  is_file = exists(path) and not tf.io.gfile.isdir(path) and not is_part
+  return bool(exists(f"{path}.index") or is_file)
