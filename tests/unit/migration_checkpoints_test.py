@@ -74,7 +74,7 @@ CELLS = [
   *(("keras, from_v1", name) for name in sessions.PAIRS),
   ("keras, wrapped", "Adam"),
   *(("tf_keras", name) for name in ("Momentum", "Ftrl")),
-  *(("tf_keras, from_v1", name) for name in ("Adam", "RMSProp centered")),
+  *(("tf_keras, from_v1", name) for name in ("SGD", "Adam", "Adadelta")),
   *(("tf_keras, legacy", name) for name in PLAIN),
 ]
 
@@ -444,6 +444,7 @@ class TestErrors:
       ({"allow_unmatched": "w"}, TypeError, "`allow_unmatched` must be True"),
       ({"names": 7}, TypeError, "`names` must be a dictionary .* got 7"),
       ({"slots": ""}, TypeError, "`slots` must be the name of version 1's"),
+      ({"slots": "mine"}, ValueError, "`slots` is 'mine', and no weight has"),
       ({"names": {"v": "w"}}, ValueError, "keys that model .* not: v. They"),
       ({"names": {"w": "v"}}, ValueError, "`w` is 'v', which .* has not"),
       (

@@ -455,7 +455,7 @@ def _graph_tensor() -> Any:
     (
       lambda: train.AdamOptimizer(0.5, beta1=lambda: 0.5),
       ValueError,
-      r"`beta1` is .*, and only a learning rate may change",
+      r"`beta_1` is .*, and only a learning rate may change",
     ),
     (
       lambda: train.AdamOptimizer([0.5, 0.5]),

@@ -170,16 +170,14 @@ def convert_checkpoint(
   _build(optimizer, plan.trained, weights)
   plan.find_state(optimizer, slots, iterations)
   plan.check_unmatched()
-  for name, source in plan.matched.items():
+  values = {n: plan.value(n, source) for n, source in plan.matched.items()}
+  for name, value in values.items():
     variable = plan.wanted[name]
     with _scope(variable):
-      variable.assign(plan.value(name, source))
-  # tf_keras shows what a schedule gave at the last step.
-  show_rate = getattr(
-    base.innermost(optimizer), "_compute_current_learning_rate", None
-  )
-  if show_rate is not None:
-    show_rate()
+      variable.assign(value)
+  last = base.innermost(optimizer)
+  if hasattr(last, "_compute_current_learning_rate"):
+    last._compute_current_learning_rate()  # which tf_keras shows
   tf.train.Checkpoint(model=model, optimizer=optimizer).write(target)
   return Conversion(
     target, plan.matched, plan.left_in_checkpoint, plan.left_in_model
@@ -285,15 +283,18 @@ class _Plan:
           f" slot of another optimizer. Say slots={default!r}, or"
           f" slots={again.removeprefix(source + '/')!r}."
         )
+    if slots is not None and not self._factors.keys() & self.matched.keys():
+      raise ValueError(
+        f"`slots` is {slots!r}, and no weight has slots of that name. The"
+        f" checkpoint holds {', '.join(self.left_in_checkpoint)}."
+      )
     variables = last.variables
-    others = [
-      variable
-      for variable in (variables() if callable(variables) else variables)
-      if id(variable) not in known
-    ]
-    for other in others:
-      name = optimizer_state.path_of(other).rpartition("/")[2]
-      self._want(name, other, self._only(rf"(.*/)?{re.escape(name)}(_\d+)?"))
+    for other in variables() if callable(variables) else variables:
+      if id(other) not in known and not _is_idle(last):
+        name = optimizer_state.path_of(other).rpartition("/")[2]
+        is_power = re.fullmatch(_POWER, name)
+        source = self._only(rf"(.*/)?{name}(_\d+)?") if is_power else None
+        self._want(name, other, source)
     if not is_v1:  # Keras' Adam has its powers from `iterations`.
       self._ignored = {n for n in self._shapes if re.fullmatch(_POWER, n)}
     step = self._only(_GLOBAL_STEP)
@@ -431,15 +432,22 @@ class _Plan:
       )
 
 
+def _is_idle(last: Any) -> bool:
+  """Whether slots are of no use, which tf_keras makes all the same."""
+  return (
+    "SGD" in [each.__name__ for each in type(last).__mro__]
+    and not isinstance(last, v1_optimizers.V1Update)
+    and not float(last.momentum)
+  )
+
+
 def _default_slots(last: Any) -> tuple[str, float]:
   """Version 1's name of an optimizer, and what its slots are multiplied by."""
-  kind = _kind_of(last)
-  if kind is None:
-    return "", 1.0
   if isinstance(last, v1_optimizers.V1Update):
     return str(last.name), 1.0  # type: ignore[attr-defined]
-  if kind.keras != "SGD" or not float(last.momentum):
-    return _V1_NAMES[kind.keras], 1.0
+  name, kind = _kind_of(last)
+  if kind is None or kind.keras != "SGD" or _is_idle(last):
+    return name, 1.0
   config = last.get_config()
   if isinstance(config["learning_rate"], dict) or config.get("decay"):
     raise ValueError(
@@ -449,17 +457,14 @@ def _default_slots(last: Any) -> tuple[str, float]:
       " tf_cross_shard.migration.from_v1 makes of version 1's optimizer."
     )
   # Keras: momentum = -rate * accumulator, variable += momentum.
-  return _V1_NAMES["SGD"], -float(config["learning_rate"])
+  return name, -float(config["learning_rate"])
 
 
 def _slots_of(last: Any, weight: Any) -> Iterator[tuple[str, Any]]:
   """Names and slots in version 1's order; None for what Keras has not."""
-  kind = _kind_of(last)
-  if kind is None:
+  _, kind = _kind_of(last)
+  if kind is None or _is_idle(last):
     return
-  is_plain = not isinstance(last, v1_optimizers.V1Update)
-  if is_plain and kind.keras == "SGD" and not float(last.momentum):
-    return  # tf_keras makes slots all the same, and forgets them.
   if hasattr(last, "get_slot"):  # of the older kind, in tf_keras
     names = sorted(last.get_slot_names(), key=lambda name: name == "momentum")
     for name in names:
@@ -475,22 +480,14 @@ def _slots_of(last: Any, weight: Any) -> Iterator[tuple[str, Any]]:
     yield name, made[index] if made and index is not None else None
 
 
-def _kind_of(last: Any) -> v1_optimizers.Kind | None:
-  """What version 1 had as well, by the class in Keras."""
+def _kind_of(last: Any) -> tuple[str, v1_optimizers.Kind | None]:
+  """Version 1's name of what it had as well, by the class in Keras."""
   for each in type(last).__mro__:
     if each.__module__.split(".")[0] in ("keras", "tf_keras"):
-      for kind in v1_optimizers.KINDS.values():
+      for v1_class, kind in v1_optimizers.KINDS.items():
         if kind is not None and kind.keras == each.__name__:
-          return kind
-  return None
-
-
-# The names that version 1 gave unless told otherwise, by Keras' class.
-_V1_NAMES = {
-  kind.keras: each.__name__.removesuffix("Optimizer")
-  for each, kind in v1_optimizers.KINDS.items()
-  if kind is not None
-}
+          return v1_class.__name__.removesuffix("Optimizer"), kind
+  return "", None
 
 
 def _first_slot(slots: str, weight: str) -> str:

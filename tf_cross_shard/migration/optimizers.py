@@ -30,23 +30,13 @@ def from_v1(opt: Any) -> Any:
 
   `opt` is an optimizer of `tf.compat.v1.train`, or one in a
   `tf.compat.v1.tpu.CrossShardOptimizer`. Call it inside `strategy.scope()`.
-  Updates go through TensorFlow 1's own kernels:
-
-  | version 1 | derived from Keras' | what would differ in plain Keras |
-  |---|---|---|
-  | GradientDescent | is SGD | nothing |
-  | Momentum | SGD | `accum = momentum * accum + grad`; |
-  |          |     | `var -= learning_rate * accum` |
-  | Adam | Adam | rounding of the powers of beta |
-  | Adagrad | Adagrad | no epsilon; sparse gradients |
-  | RMSProp | RMSprop | the average of squares starts at 1 |
-  | Adadelta | Adadelta | sparse gradients |
-  | Ftrl | Ftrl | sparse gradients |
-
-  Keras' momentum sums up `learning_rate * grad`, which is another number as
-  soon as the learning rate changes. All but the first and Adam touch the rows
-  of a sparse gradient only, in the variable and in the slots. Slots have Keras'
-  names. They are not carried over from `opt`: checkpoints are.
+  GradientDescent, Momentum, Adam, Adagrad, RMSProp, Adadelta and Ftrl become
+  classes that derive from Keras' of that name (SGD for the first two), with
+  Keras' names of settings and slots, and update through TensorFlow 1's own
+  kernels. Plain Keras has other numbers: its momentum sums up
+  `learning_rate * grad`, its RMSprop starts at 0, its Adagrad has an epsilon,
+  and most move rows that a sparse gradient does not touch. Slots are not
+  carried over from `opt`: checkpoints are.
 
   A learning rate that is a variable or a function is read in every step. Assign
   the variable to change it: to set `optimizer.learning_rate` to a number is an
@@ -142,10 +132,10 @@ def convert_optimizer(opt: Any, keras_package: str) -> Any:
   settings: dict[str, Any] = {}
   made_by = library.SGD
   if kind is not None:
-    for name, (attribute, _) in kind.settings.items():
-      settings[name] = _number(getattr(opt, attribute), attribute.strip("_"))
+    for name in kind.settings:
+      settings[name] = _number(v1_optimizers.setting(opt, name), name)
     made_by = getattr(classes, f"V1{type(opt).__name__[: -len('Optimizer')]}")
-  value = getattr(opt, kind.rate if kind else "_learning_rate")
+  value = v1_optimizers.setting(opt, "learning_rate")
   rate, start = _rate(value, library.schedules, classes)
   made = made_by(learning_rate=rate, name=_name(opt), **settings)
   if start:

@@ -19,63 +19,50 @@ _v1: Final = tf.compat.v1.train
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-  """Where version 1, Keras and the kernel keep the same things.
+  """What Keras and the kernel call the same things.
 
   Attributes:
     keras: The class in both Kerases.
     kernel: In `kernels.KERNELS`.
-    settings: By Keras' name, the attribute in version 1 and the kernel's
-      argument, if it has one.
-    slots: By the kernel's name, the attribute in both Kerases and the name of a
-      slot that Keras does without where a setting is 0.
-    rate: The attribute of the learning rate in version 1.
+    settings: By Keras' name, the kernel's argument, if it has one.
+    slots: By the kernel's name, the attribute in both Kerases, and a name.
   """
 
   keras: str
   kernel: str
-  settings: dict[str, tuple[str, str | None]]
+  settings: dict[str, str | None]
   slots: dict[str, tuple[str, str]]
-  rate: str = "_learning_rate"
 
 
-_INITIAL: Final = ("_initial_accumulator_value", None)
 # By the class itself: a subclass of one of them may do anything.
 KINDS: Final[dict[type, Kind | None]] = {
   _v1.GradientDescentOptimizer: None,  # is Keras' SGD
   _v1.MomentumOptimizer: Kind(
     "SGD",
     "Momentum",
-    {
-      "momentum": ("_momentum", "momentum"),
-      "nesterov": ("_use_nesterov", "use_nesterov"),
-    },
+    {"momentum": "momentum", "nesterov": "use_nesterov"},
     {"accum": ("momentums", "momentum")},
   ),
   _v1.AdamOptimizer: Kind(
     "Adam",
     "Adam",
-    {
-      "beta_1": ("_beta1", "beta1"),
-      "beta_2": ("_beta2", "beta2"),
-      "epsilon": ("_epsilon", "epsilon"),
-    },
+    {"beta_1": "beta1", "beta_2": "beta2", "epsilon": "epsilon"},
     {"m": ("_momentums", "momentum"), "v": ("_velocities", "velocity")},
-    rate="_lr",
   ),
   _v1.AdagradOptimizer: Kind(
     "Adagrad",
     "Adagrad",
-    {"initial_accumulator_value": _INITIAL},
+    {"initial_accumulator_value": None},
     {"accum": ("_accumulators", "accumulator")},
   ),
   _v1.RMSPropOptimizer: Kind(
     "RMSprop",
     "RMSProp",
     {
-      "rho": ("_decay", "rho"),
-      "momentum": ("_momentum", "momentum"),
-      "epsilon": ("_epsilon", "epsilon"),
-      "centered": ("_centered", None),
+      "rho": "rho",
+      "momentum": "momentum",
+      "epsilon": "epsilon",
+      "centered": None,
     },
     {
       "ms": ("_velocities", "velocity"),
@@ -86,26 +73,22 @@ KINDS: Final[dict[type, Kind | None]] = {
   _v1.AdadeltaOptimizer: Kind(
     "Adadelta",
     "Adadelta",
-    {"rho": ("_rho", "rho"), "epsilon": ("_epsilon", "epsilon")},
+    {"rho": "rho", "epsilon": "epsilon"},
     {
       "accum": ("_accumulated_grads", "accumulated_grad"),
       "accum_update": ("_accumulated_delta_vars", "accumulated_delta_var"),
     },
-    rate="_lr",
   ),
   _v1.FtrlOptimizer: Kind(
     "Ftrl",
     "FtrlV2",
     {
-      "learning_rate_power": ("_learning_rate_power", "lr_power"),
-      "initial_accumulator_value": _INITIAL,
-      "l1_regularization_strength": ("_l1_regularization_strength", "l1"),
-      "l2_regularization_strength": ("_l2_regularization_strength", "l2"),
-      "l2_shrinkage_regularization_strength": (
-        "_l2_shrinkage_regularization_strength",
-        "l2_shrinkage",
-      ),
-      "beta": ("_beta", None),
+      "learning_rate_power": "lr_power",
+      "initial_accumulator_value": None,
+      "l1_regularization_strength": "l1",
+      "l2_regularization_strength": "l2",
+      "l2_shrinkage_regularization_strength": "l2_shrinkage",
+      "beta": None,
     },
     {
       "accum": ("_accumulators", "accumulator"),
@@ -113,6 +96,20 @@ KINDS: Final[dict[type, Kind | None]] = {
     },
   ),
 }
+# Version 1's attributes that are not Keras' names; Adadelta has a "_rho".
+_ATTRIBUTES: Final = {
+  "learning_rate": "_lr",
+  "nesterov": "_use_nesterov",
+  "beta_1": "_beta1",
+  "beta_2": "_beta2",
+  "rho": "_decay",
+}
+
+
+def setting(opt: Any, name: str) -> Any:
+  """What a version 1 optimizer has for a setting of Keras."""
+  own = f"_{name}"
+  return getattr(opt, own if hasattr(opt, own) else _ATTRIBUTES[name])
 
 
 def named_kinds() -> Iterator[tuple[str, Kind]]:
@@ -182,7 +179,7 @@ class V1Update:
     """By the kernel's names."""
     return {
       argument: getattr(self, name)
-      for name, (_, argument) in self.kind.settings.items()
+      for name, argument in self.kind.settings.items()
       if argument is not None
     }
 
