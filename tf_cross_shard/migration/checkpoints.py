@@ -293,8 +293,8 @@ class _Plan:
       if id(other) not in known and not _is_idle(last):
         name = optimizer_state.path_of(other).rpartition("/")[2]
         is_power = re.fullmatch(_POWER, name)
-        source = self._only(rf"(.*/)?{name}(_\d+)?") if is_power else None
-        self._want(name, other, source)
+        power = self._only(rf"(.*/)?{name}(_\d+)?") if is_power else None
+        self._want(name, other, power)
     if not is_v1:  # Keras' Adam has its powers from `iterations`.
       self._ignored = {n for n in self._shapes if re.fullmatch(_POWER, n)}
     step = self._only(_GLOBAL_STEP)
