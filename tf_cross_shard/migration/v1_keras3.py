@@ -19,7 +19,7 @@ class _Update(v1_optimizers.V1Update):
     """Makes a slot; version 1's average of squares starts at 1."""
     if (self.kind.keras, name) == ("RMSprop", "velocity"):
       initializer = "ones"
-    return super().add_variable_from_reference(  # type: ignore[misc]
+    return super().add_variable_from_reference(
       reference_variable, name=name, initializer=initializer
     )
 
@@ -30,9 +30,6 @@ class _Update(v1_optimizers.V1Update):
   def _index(self, variable: Any) -> int:
     index: int = self._get_variable_index(variable)  # type: ignore[attr-defined]
     return index
-
-  def _add_slot(self, variable: Any, name: str) -> Any:
-    return self.add_variable_from_reference(variable, name)
 
   def _add_number(self, name: str, value: float) -> Any:
     return self.add_variable(  # type: ignore[attr-defined]

@@ -122,8 +122,7 @@ def named_kinds() -> Iterator[tuple[str, Kind]]:
 class V1Update:
   """Puts TensorFlow 1's kernel in the place of a Keras optimizer's update.
 
-  What differs between the two Kerases is asked for by `_index` and the `_add`
-  functions.
+  What differs between the two Kerases is `_index` and `_add_number`.
   """
 
   kind: Kind
@@ -137,8 +136,10 @@ class V1Update:
     for slot in self._kernel.slots:
       attribute, name = self.kind.slots[slot]
       if not getattr(self, attribute, None):
-        slots = [self._add_slot(variable, name) for variable in variables]
-        setattr(self, attribute, slots)
+        add = self.add_variable_from_reference
+        setattr(
+          self, attribute, [add(variable, name) for variable in variables]
+        )
     for power, beta in self._kernel.powers.items():
       setattr(self, power, self._add_number(power, self._kernel_settings[beta]))
 
@@ -146,7 +147,7 @@ class V1Update:
     self, gradient: Any, variable: Any, learning_rate: Any = None
   ) -> None:
     """Updates `variable` by `gradient`; tf_keras gives no learning rate."""
-    rate = self._rate() if learning_rate is None else learning_rate
+    rate = self.learning_rate if learning_rate is None else learning_rate
     settings: dict[str, Any] = {"lr": rate, **self._kernel_settings}
     if "l2" in settings:  # In version 1 it is beta's place too.
       rate = tf.maximum(tf.cast(rate, tf.float32), 1e-36)
@@ -187,9 +188,9 @@ class V1Update:
     """Of this replica's copy."""
     return validation.native(getattr(self, power)).handle
 
+  learning_rate: Any
+  add_variable_from_reference: Callable[..., Any]
   _index: Callable[[Any], int]
-  _rate: Callable[[], Any]
-  _add_slot: Callable[[Any, str], Any]
   _add_number: Callable[[str, float], Any]
 
 

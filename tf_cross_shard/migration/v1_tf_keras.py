@@ -27,7 +27,7 @@ class _Update(v1_optimizers.V1Update):
       # Under mixed precision `dtype` is what the variable is computed in.
       dtype = getattr(model_variable, "true_dtype", model_variable.dtype)
       initial_value = tf.ones(model_variable.shape, dtype)
-    return super().add_variable_from_reference(  # type: ignore[misc]
+    return super().add_variable_from_reference(
       model_variable, variable_name, shape, initial_value
     )
 
@@ -49,12 +49,6 @@ class _Update(v1_optimizers.V1Update):
     key = self._var_key(variable)  # type: ignore[attr-defined]
     index: int = self._index_dict[key]  # type: ignore[attr-defined]
     return index
-
-  def _rate(self) -> Any:
-    return self.learning_rate  # type: ignore[attr-defined]
-
-  def _add_slot(self, variable: Any, name: str) -> Any:
-    return self.add_variable_from_reference(variable, name)
 
   def _add_number(self, name: str, value: float) -> Any:
     constant = tf.constant_initializer(value)
