@@ -86,6 +86,8 @@ def _parser() -> argparse.ArgumentParser:
   add("--allow-unmatched", action="store_true", help=unmatched)
   slots = "the name that version 1's optimizer was given, if it was"
   add("--slots", metavar="NAME", help=slots)
+  steps = "how many steps version 1 had made, if no global_step tells"
+  add("--iterations", type=int, metavar="STEPS", help=steps)
   return parser
 
 
@@ -157,6 +159,7 @@ def _convert_checkpoint(options: argparse.Namespace) -> str:
     names=names,
     allow_unmatched=options.allow_unmatched,
     slots=options.slots,
+    iterations=options.iterations,
   )
   return str(done)
 

@@ -1,7 +1,6 @@
 """A training by sessions of TensorFlow 1, and the same one in Keras."""
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -155,14 +154,7 @@ class Sessions:
     scope: str = "",
     more: Callable[[], Any] | None = None,
   ) -> None:
-    """Makes the graph.
-
-    Args:
-      make: Makes the optimizer, in the graph.
-      with_step: Whether there is a global_step.
-      scope: Around the optimizer.
-      more: Makes variables besides.
-    """
+    """Makes the graph: `make` the optimizer, `more` what is there besides."""
     rng = np.random.default_rng(1)
     self._graph = tf.Graph()
     with self._graph.as_default():
@@ -221,13 +213,7 @@ class Training:
     strategy: tf.distribute.Strategy | None = None,
     model: Callable[[], Any] | None = None,
   ) -> None:
-    """Makes the model and the optimizer, which is not built.
-
-    Args:
-      optimizer: Makes it.
-      strategy: In whose scope; None for none.
-      model: Makes another model.
-    """
+    """Makes the model and the optimizer, which is not built."""
     self.strategy = strategy or tf.distribute.get_strategy()
     with self.strategy.scope():
       self.model = (model or network)()
@@ -268,13 +254,13 @@ class Training:
     return losses
 
 
-def network() -> Any:
+def network(library: Any = tf.keras, first: str = "one") -> Any:
   """The model."""
-  layers = tf.keras.layers
-  return tf.keras.Sequential(
+  layers = library.layers
+  return library.Sequential(
     [
-      tf.keras.Input((4,)),
-      layers.Dense(3, activation="tanh", name="one"),
+      library.Input((4,)),
+      layers.Dense(3, activation="tanh", name=first),
       layers.Dense(2, name="two"),
     ],
     name="net",
@@ -286,28 +272,6 @@ def plain(name: str, library: Any = None, **settings: Any) -> Any:
   pair = PAIRS[name]
   library = library or tf.keras.optimizers
   return getattr(library, pair.kind)(**{**pair.settings, **settings})
-
-
-def digests(path: str) -> dict[str, str]:
-  """A digest of each file of a checkpoint."""
-  return {
-    file.name: hashlib.sha256(file.read_bytes()).hexdigest()
-    for file in sorted(Path(path).parent.glob("*"))
-    if file.is_file()
-  }
-
-
-def state(model: Any, optimizer: Any) -> list[Any]:
-  """What all replicas have of weights and the optimizer's variables."""
-  if isinstance(model, list):
-    weights = model
-  else:  # A tf.Module has no `weights`.
-    weights = list(getattr(model, "weights", None) or model.variables)
-  own: Any = optimizer.variables
-  own = own() if callable(own) else own
-  return [
-    [copy.tolist() for copy in testbed.copies(v)] for v in [*weights, *own]
-  ]
 
 
 def largest(first: Sequence[Any], second: Sequence[Any]) -> float:

@@ -181,5 +181,7 @@ class Keras3Wrapper(wrapper.OptimizerWrapper, keras.optimizers.Optimizer):
   @staticmethod
   def _deserialize(config: Any, custom_objects: Any) -> Any:
     """The optimizer that a dictionary describes, not built."""
+    # Keras finds only classes that are registered.
+    wrapper.import_migration().v1_classes("keras")
     # Not optimizers.deserialize: it lacks Lamb.
     return keras.saving.deserialize_keras_object(config, custom_objects)

@@ -306,6 +306,8 @@ class TfKerasWrapper(wrapper.OptimizerWrapper, tf_keras.optimizers.Optimizer):
   @staticmethod
   def _deserialize(config: Any, custom_objects: Any) -> Any:
     """The optimizer that a dictionary describes, not built."""
+    # Keras finds only classes that are registered.
+    wrapper.import_migration().v1_classes("tf_keras")
     try:
       return tf_keras.saving.deserialize_keras_object(config, custom_objects)
     except ValueError:

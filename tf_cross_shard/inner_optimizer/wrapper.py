@@ -106,11 +106,7 @@ class OptimizerWrapper:
           ' a name such as "adam", or an optimizer object.'
         ) from error
     elif isinstance(opt, tf.compat.v1.train.Optimizer):
-      # The one place where the core knows TensorFlow 1. At import it would be a
-      # circle.
-      from tf_cross_shard import migration
-
-      opt = migration.convert_optimizer(opt, cls._package)
+      opt = import_migration().convert_optimizer(opt, cls._package)
     layers = [opt]
     while layers:
       layer = layers.pop()
@@ -425,6 +421,16 @@ class OptimizerWrapper:
   def _deferred_dependencies(self) -> Any:
     """Saved values that wait until the slots are built."""
     return self._checkpointed()._deferred_dependencies
+
+
+def import_migration() -> Any:
+  """The one place where the core knows TensorFlow 1.
+
+  `migration` is above the core: imported at import, it would be a circle.
+  """
+  from tf_cross_shard import migration
+
+  return migration
 
 
 def is_called_by_keras() -> bool:

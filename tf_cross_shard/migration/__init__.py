@@ -8,16 +8,17 @@
 """
 
 from tf_cross_shard.migration.checkpoints import Conversion, convert_checkpoint
-from tf_cross_shard.migration.optimizers import from_v1
+from tf_cross_shard.migration.optimizers import (
+  convert_optimizer,
+  from_v1,
+  v1_classes,
+)
 
-__all__ = ["Conversion", "convert_checkpoint", "from_v1"]
-
-
-def convert_optimizer(opt, package):  # type: ignore
-  """The optimizer of a Keras with the formula of one of TensorFlow 1."""
-  import importlib
-
-  module = "v1_keras3" if package == "keras" else "v1_tf_keras"
-  return importlib.import_module(f"tf_cross_shard.migration.{module}").convert(
-    opt
-  )
+# For CrossShardOptimizer only: convert_optimizer and v1_classes.
+__all__ = [
+  "Conversion",
+  "convert_checkpoint",
+  "convert_optimizer",
+  "from_v1",
+  "v1_classes",
+]

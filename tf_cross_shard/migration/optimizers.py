@@ -1,9 +1,28 @@
 """Optimizers of TensorFlow 1 as a CrossShardOptimizer."""
 
-from typing import Any
+import functools
+import importlib
+from typing import Any, Final
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
 
 from tf_cross_shard.gradients import loss_factor
-from tf_cross_shard.migration import v1
+from tf_cross_shard.migration import v1_optimizers
+
+_V1Optimizer: Final = tf.compat.v1.train.Optimizer
+_V1CrossShard: Final = tf.compat.v1.tpu.CrossShardOptimizer
+# Of TensorFlow's schedules; both Kerases have all but the last.
+_SCHEDULES: Final = (
+  "ExponentialDecay",
+  "PiecewiseConstantDecay",
+  "PolynomialDecay",
+  "InverseTimeDecay",
+  "CosineDecay",
+  "CosineDecayRestarts",
+  "LinearCosineDecay",
+)
 
 
 def from_v1(opt: Any) -> Any:
@@ -11,44 +30,27 @@ def from_v1(opt: Any) -> Any:
 
   `opt` is an optimizer of `tf.compat.v1.train`, or one in a
   `tf.compat.v1.tpu.CrossShardOptimizer`. Call it inside `strategy.scope()`.
-  Both make the same numbers of the same gradients:
-
-  | version 1 | Keras | what is different from plain Keras |
-  |---|---|---|
-  | GradientDescent | SGD | nothing |
-  | Adam | of Adam | rounding: `1 - beta^t` has few digits at first |
-  | Adagrad | of Adagrad | the epsilon is 0; sparse gradients |
-  | Momentum | of SGD | `accum = momentum * accum + grad`; |
-  |          |        | `var -= learning_rate * accum` |
-  | RMSProp | of RMSprop | the average of squares starts at 1 |
-  | Adadelta | of Adadelta | sparse gradients |
-  | Ftrl | of Ftrl | sparse gradients; 0 where Keras has NaN, if accumulator |
-  |      |         | and gradient are 0 |
-
-  Keras' momentum sums up `learning_rate * grad`, which is another number as
-  soon as the learning rate changes. Adagrad and the last four touch the rows of
-  a sparse gradient only, in the variable and in the slots; Keras decays or
-  moves all, or divides by 0 in them.
-  Slots hold what version 1's hold, under Keras' names of them. They are not
+  GradientDescent, Momentum, Adam, Adagrad, RMSProp, Adadelta and Ftrl become
+  classes that derive from Keras' of that name (SGD for the first two), with
+  Keras' names of settings and slots, and update through TensorFlow 1's own
+  kernels. Plain Keras has other numbers: its momentum sums up
+  `learning_rate * grad`, its RMSprop starts at 0, its Adagrad has an epsilon,
+  and most move rows that a sparse gradient does not touch. Slots are not
   carried over from `opt`: checkpoints are.
 
   A learning rate that is a variable or a function is read in every step. Assign
   the variable to change it: to set `optimizer.learning_rate` to a number is an
   error, and `ReduceLROnPlateau` of tf_keras has no effect. Such an optimizer
   cannot be saved until its learning rate is a schedule of Keras. A TPU, or any
-  program that XLA compiles, reads variables, and cannot call a function that
-  answers Python's numbers or tensors made of them.
+  program that XLA compiles, reads variables, and cannot call a function.
 
-  What `tf.compat.v1.train.exponential_decay` and its siblings answer in eager
+  What `tf.compat.v1.train.exponential_decay` and its siblings return in eager
   execution becomes that schedule of Keras; it follows the optimizer's
   `iterations` from then on, which start from the present `global_step`. That
-  variable is not looked at again. In version 1 it may be assigned, or count
-  other than once per `apply_gradients`: then rates differ.
+  variable is not looked at again.
 
-  Adam's betas must be Python's numbers or float32: of others version 1 has
-  other powers. A `/` in a name becomes `_`.
-
-  `use_locking` is dropped: updates here never race.
+  `use_locking` is dropped: updates here never race. A `/` in a name becomes
+  `_`.
 
   >>> import tensorflow as tf
   >>> optimizer = from_v1(
@@ -78,27 +80,148 @@ def from_v1(opt: Any) -> Any:
   Raises:
     TypeError: If `opt` is no version 1 optimizer, or one that no optimizer of
       Keras equals.
-    ValueError: If a setting has no value yet, is NaN, or is one that Keras
-      would not follow.
+    ValueError: If a setting has no value yet, or is none that stays as it is.
   """
-  if not v1.is_v1(opt):
-    raise TypeError(f"`opt` must be a version 1 optimizer; {_instead(opt)}")
-  arguments: dict[str, Any] = {"reduction": loss_factor.MEAN}
-  if v1.is_cross_shard(opt):
-    opt, arguments = v1.within(opt)
-  import tf_cross_shard  # Not at import: that would be a circle.
+  import tf_cross_shard  # which imports this module
 
+  if not isinstance(opt, _V1Optimizer):
+    raise TypeError(
+      "`opt` must be an optimizer of tf.compat.v1.train; got"
+      f" {type(opt).__module__}.{type(opt).__qualname__}: {opt!r}. Pass one of"
+      " Keras to CrossShardOptimizer as it is."
+    )
+  arguments: dict[str, Any] = {"reduction": loss_factor.MEAN}
+  if type(opt) is _V1CrossShard:
+    arguments = {
+      "reduction": opt._reduction,
+      "name": _name(opt),
+      "group_assignment": opt._group_assignment,
+    }
+    opt = opt._opt
   return tf_cross_shard.CrossShardOptimizer(opt, **arguments)
 
 
-def _instead(opt: Any) -> str:
-  """What was handed over, and what to do with it."""
-  found = f"got {type(opt).__module__}.{type(opt).__qualname__}"
-  if isinstance(opt, str):
-    return f"got {opt!r}. Pass it to CrossShardOptimizer as it is."
-  if hasattr(opt, "apply_gradients"):
-    return (
-      f"{found}, which is a Keras optimizer already."
-      " Pass it to CrossShardOptimizer as it is."
+def convert_optimizer(opt: Any, keras_package: str) -> Any:
+  """`opt` as an optimizer of "keras" or "tf_keras"; others as they are."""
+  if not isinstance(opt, _V1Optimizer):
+    return opt
+  source = f"{type(opt).__module__}.{type(opt).__qualname__}"
+  if isinstance(opt, _V1CrossShard):
+    raise ValueError(
+      "`opt` must not be or contain a tf.compat.v1.tpu.CrossShardOptimizer;"
+      f" got {opt.get_name()!r}. Gradients would be reduced twice: convert all"
+      " of it by tf_cross_shard.migration.from_v1(opt)."
     )
-  return f"{found}. Pass one such as tf.compat.v1.train.AdamOptimizer(0.001)."
+  if type(opt) not in v1_optimizers.KINDS:
+    known = ", ".join(kind.__name__ for kind in v1_optimizers.KINDS)
+    raise TypeError(
+      f"`opt` cannot be converted; got {source} {opt.get_name()!r}, and known"
+      f" are {known} of tf.compat.v1.train, not what is derived from them."
+      " Convert the one within, if there is one, or write it as a Keras"
+      " optimizer with an update_step of its own."
+    )
+  if opt.variables() or opt._deferred_slot_restorations:
+    logging.warning(
+      "%s was used before: its slots are not carried over. Save a checkpoint"
+      " of it and convert that: tf_cross_shard.migration.convert_checkpoint.",
+      opt.get_name(),
+    )
+  kind = v1_optimizers.KINDS[type(opt)]
+  classes = v1_classes(keras_package)
+  library = importlib.import_module(f"{keras_package}.optimizers")
+  settings: dict[str, Any] = {}
+  made_by = library.SGD
+  if kind is not None:
+    for name in kind.settings:
+      settings[name] = _number(v1_optimizers.setting(opt, name), name)
+    made_by = getattr(classes, f"V1{type(opt).__name__[: -len('Optimizer')]}")
+  value = v1_optimizers.setting(opt, "learning_rate")
+  rate, start = _rate(value, library.schedules, classes)
+  made = made_by(learning_rate=rate, name=_name(opt), **settings)
+  if start:
+    made.iterations.assign(start)
+    # tf_keras keeps what the schedule gave.
+    getattr(made, "_compute_current_learning_rate", lambda: None)()
+  logging.info(
+    "%s %r became %s with learning_rate=%s, %s.",
+    *(source, opt.get_name(), type(made).__name__),
+    *(rate, f"iterations={start}, {settings}"),
+  )
+  return made
+
+
+def v1_classes(keras_package: str) -> Any:
+  """The module of the classes for one Keras; by then it can load them."""
+  name = {"keras": "v1_keras3", "tf_keras": "v1_tf_keras"}[keras_package]
+  return importlib.import_module(f"tf_cross_shard.migration.{name}")
+
+
+def _rate(value: Any, schedules: Any, classes: Any) -> tuple[Any, int]:
+  """A learning rate that changes where version 1's does; and its step."""
+  if hasattr(value, "assign"):
+    return classes.V1Function(value), 0
+  if not callable(value):
+    return _number(value, "learning_rate"), 0
+  # What exponential_decay and its siblings return in eager execution.
+  is_partial = isinstance(value, functools.partial) and len(value.args) == 1
+  schedule: Any = value.func if is_partial else None
+  if not type(schedule).__module__.startswith("tensorflow."):
+    return classes.V1Function(value), 0
+  name, step = type(schedule).__name__, value.args[0]
+  config = schedule.get_config()
+  config.pop("name", None)
+  if name not in _SCHEDULES:
+    raise ValueError(
+      f"`learning_rate` is a {name}, which Keras has not: its random numbers"
+      " would differ between replicas. Pass a function of your own, or a number"
+      " and set `optimizer.learning_rate` afterwards."
+    )
+  changes = any(hasattr(x, "assign") or callable(x) for x in config.values())
+  is_count = hasattr(step, "assign") and tf.as_dtype(step.dtype).is_integer
+  if changes or (hasattr(step, "assign") and not is_count):
+    return classes.V1Function(value), 0  # It follows more than a step.
+  if not is_count:
+    return _number(value(), "learning_rate"), 0
+  config = {key: _plain(x, key) for key, x in config.items()}
+  if hasattr(schedules, name):
+    return getattr(schedules, name)(**config), int(step.numpy())
+  config["learning_rate"] = config.pop("initial_learning_rate")
+  return classes.V1LinearCosineDecay(**config), int(step.numpy())
+
+
+def _plain(value: Any, argument: str) -> Any:
+  """A schedule's setting as Python's numbers."""
+  if isinstance(value, (list, tuple)):
+    return [_plain(each, argument) for each in value]
+  # As floats, steps beyond 2^24 would be rounded.
+  if argument == "boundaries" and np.asarray(value).dtype.kind in "iu":
+    return int(np.asarray(value))
+  return _number(value, argument)
+
+
+def _number(value: Any, argument: str) -> Any:
+  """A setting as Python's number, or a boolean."""
+  if isinstance(value, bool):
+    return value
+  if tf.is_tensor(value) and tf.is_symbolic_tensor(value):
+    raise ValueError(
+      f"`{argument}` is {value}, which belongs to a graph and has no value"
+      " here. Pass a number, and make schedules such as exponential_decay in"
+      " eager execution."
+    )
+  if callable(value) or hasattr(value, "assign"):
+    raise ValueError(
+      f"`{argument}` is {value!r}, and only a learning rate may change. Pass a"
+      " number."
+    )
+  try:
+    return float(np.asarray(value))
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+      f"`{argument}` must be a number; got {value!r}. Pass one."
+    ) from error
+
+
+def _name(opt: Any) -> str:
+  """Its name as Keras 3 takes it: without slashes."""
+  return str(opt.get_name()).replace("/", "_")
