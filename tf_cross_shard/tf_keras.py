@@ -144,12 +144,7 @@ class CrossShardOptimizer(optimizer.CrossShard, tf_keras.TfKerasWrapper):
   ) -> optimizer.CrossShard:
     """Makes the optimizer that `get_config` described.
 
-    Args:
-      config: What `get_config` returned; not changed.
-      custom_objects: Classes that `opt` may need, by name.
-
-    Returns:
-      A new optimizer, not built.
+    See `CrossShard.from_config`.
     """
     mine = {k: v for k, v in config.items() if k != "is_legacy_optimizer"}
     return super().from_config(mine, custom_objects)

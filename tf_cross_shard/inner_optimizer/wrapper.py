@@ -297,57 +297,30 @@ class OptimizerWrapper:
         self._restore(self._unrestored)
 
   def set_weights(self, weights: Any) -> None:
-    """Sets the encapsulated optimizer's variables.
-
-    Args:
-      weights: One array per variable, in the order of `variables`.
-    """
+    """Sets the encapsulated optimizer's variables, in their order."""
     self._inner.optimizer.set_weights(weights)
 
   def save_own_variables(self, store: Any) -> None:
-    """Saves what the encapsulated optimizer would save.
-
-    Args:
-      store: Where Keras keeps one saved object.
-    """
+    """Saves what the encapsulated optimizer would save."""
     self._before_saving()
     self._inner.optimizer.save_own_variables(store)
 
   def load_own_variables(self, store: Any) -> None:
-    """Loads what the encapsulated optimizer saved, wrapped or not.
-
-    Args:
-      store: Where Keras keeps one saved object.
-    """
+    """Loads what the encapsulated optimizer saved, wrapped or not."""
     self._inner.optimizer.load_own_variables(store)
 
   def exclude_from_weight_decay(
     self, var_list: Any = None, var_names: Any = None
   ) -> None:
-    """Keeps variables out of the encapsulated optimizer's weight decay.
-
-    Args:
-      var_list: Variables.
-      var_names: Parts of names.
-    """
+    """Keeps variables out of the encapsulated optimizer's weight decay."""
     self._inner.optimizer.exclude_from_weight_decay(var_list, var_names)
 
   def update_step(self, gradient: Any, variable: Any, *rate: Any) -> None:
-    """One variable's update by the encapsulated optimizer, not reduced.
-
-    Args:
-      gradient: The gradient.
-      variable: The variable.
-      *rate: The learning rate, in Keras 3.
-    """
+    """One variable's update by the encapsulated optimizer, not reduced."""
     self._inner.optimizer.update_step(gradient, variable, *rate)
 
   def finalize_variable_values(self, var_list: Any) -> None:
-    """Writes moving averages into the variables where EMA is used.
-
-    Args:
-      var_list: The model's trainable variables.
-    """
+    """Writes moving averages into the variables where EMA is used."""
     self._inner.optimizer.finalize_variable_values(var_list)
 
   def __reduce__(self) -> tuple[Any, ...]:
