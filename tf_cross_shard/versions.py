@@ -13,57 +13,9 @@ from typing import Any
 
 from packaging import version
 
-OLDEST_KERAS = version.Version("3.8")
-OLDEST_TF_KERAS = version.Version("2.16")
-OLDEST_TENSORFLOW = version.Version("2.16")
-
-
-def check_keras(keras_version: str) -> None:
-  """Raises `ImportError` unless `keras_version` reduces rightly."""
-  found = version.Version(keras_version)
-  remedy = f"Run: pip install --upgrade 'keras>={OLDEST_KERAS}'"
-  if found < version.Version("3.0.dev0"):
-    raise ImportError(
-      f"tf_cross_shard needs Keras {OLDEST_KERAS} or newer, or tf_keras"
-      f" {OLDEST_TF_KERAS} or newer, but `keras` is Keras {found}. {remedy}"
-    )
-  if found < OLDEST_KERAS:
-    raise ImportError(
-      f"tf_cross_shard needs Keras {OLDEST_KERAS} or newer, but found Keras"
-      f" {found}, which reduces or scales gradients wrongly under"
-      f" tf.distribute. {remedy}"
-    )
-
-
-def check_tf_keras_version(
-  tf_keras_version: str, tensorflow_version: str
-) -> None:
-  """Raises `ImportError` unless `tf_keras_version` is new enough."""
-  if version.Version(tf_keras_version) < OLDEST_TF_KERAS:
-    remedy = _install_tf_keras(tensorflow_version)
-    raise ImportError(
-      f"tf_cross_shard needs tf_keras {OLDEST_TF_KERAS} or newer, but"
-      f" {tf_keras_version} is installed. {remedy}"
-    )
-
-
-def check_tensorflow(tensorflow_version: str) -> None:
-  """Raises `ImportError` unless `tensorflow_version` is new enough."""
-  if version.Version(tensorflow_version) < OLDEST_TENSORFLOW:
-    raise ImportError(
-      f"tf_cross_shard needs TensorFlow {OLDEST_TENSORFLOW} or newer, but"
-      f" {tensorflow_version} is installed. Run:"
-      f" pip install --upgrade 'tensorflow>={OLDEST_TENSORFLOW}'"
-    )
-
-
-def check_backend(backend: str) -> None:
-  """Raises `ImportError` unless Keras runs on TensorFlow."""
-  if backend != "tensorflow":
-    raise ImportError(
-      "tf_cross_shard needs Keras on its TensorFlow backend, but the backend"
-      f" is {backend!r}. Set KERAS_BACKEND=tensorflow before importing Keras."
-    )
+OLDEST_KERAS = "3.8"
+OLDEST_TF_KERAS = "2.16"
+OLDEST_TENSORFLOW = "2.16"
 
 
 def own_version() -> str:
@@ -74,6 +26,18 @@ def own_version() -> str:
     return "0+source"
 
 
+def check_installed() -> None:
+  """Raises `ImportError` unless TensorFlow and `tf.keras` are supported."""
+  found = _import_tensorflow().__version__
+  if _is_older(found, OLDEST_TENSORFLOW):
+    raise ImportError(
+      f"tf_cross_shard needs TensorFlow {OLDEST_TENSORFLOW} or newer, but"
+      f" {found} is installed. Run:"
+      f" pip install --upgrade 'tensorflow>={OLDEST_TENSORFLOW}'"
+    )
+  (check_tf_keras if uses_tf_keras() else check_keras3)()
+
+
 def check_keras3() -> None:
   """Raises `ImportError` unless a supported Keras 3 is installed."""
   keras = _import(
@@ -81,37 +45,59 @@ def check_keras3() -> None:
     "tf_cross_shard needs Keras 3, and none is installed. Run:"
     f" pip install 'keras>={OLDEST_KERAS}'",
   )
-  check_keras(keras.__version__)
-  check_backend(keras.backend.backend())
+  found = keras.__version__
+  if _is_older(found, OLDEST_KERAS):
+    why = (
+      f"or tf_keras {OLDEST_TF_KERAS} or newer, but `keras` is Keras {found}."
+      if _is_older(found, "3.0.dev0")
+      else f"but found Keras {found}, which reduces or scales gradients wrongly"
+      " under tf.distribute."
+    )
+    raise ImportError(
+      f"tf_cross_shard needs Keras {OLDEST_KERAS} or newer, {why} Run:"
+      f" pip install --upgrade 'keras>={OLDEST_KERAS}'"
+    )
+  backend = keras.backend.backend()
+  if backend != "tensorflow":
+    raise ImportError(
+      "tf_cross_shard needs Keras on its TensorFlow backend, but the backend"
+      f" is {backend!r}. Set KERAS_BACKEND=tensorflow before importing Keras."
+    )
 
 
 def check_tf_keras() -> None:
   """Raises `ImportError` unless a supported tf_keras is installed."""
-  tf = _import_tensorflow()
+  major, minor = version.Version(_import_tensorflow().__version__).release[:2]
+  # Its one requirement is `tensorflow`; beside tensorflow-cpu pip would
+  # overwrite that one's files.
+  remedy = f"Run: pip install --no-deps 'tf_keras~={major}.{minor}.0'"
   try:
     # The recorded version first: one that is too old cannot be imported.
-    recorded = metadata.version("tf_keras")
+    found = metadata.version("tf_keras")
   except metadata.PackageNotFoundError:
-    pass  # None, or a nightly build.
-  else:
-    check_tf_keras_version(recorded, tf.__version__)
-  tf_keras = _import(
-    "tf_keras",
-    "tf_cross_shard.tf_keras, which TF_USE_LEGACY_KERAS=1 asks for too, needs"
-    " tf_keras, and none is installed."
-    f" {_install_tf_keras(tf.__version__)}",
-  )
-  check_tf_keras_version(tf_keras.__version__, tf.__version__)
+    found = OLDEST_TF_KERAS  # None, or a nightly build.
+  if not _is_older(found, OLDEST_TF_KERAS):
+    tf_keras = _import(
+      "tf_keras",
+      "tf_cross_shard.tf_keras, which TF_USE_LEGACY_KERAS=1 selects too, needs"
+      f" tf_keras, and none is installed. {remedy}",
+    )
+    found = tf_keras.__version__
+  if _is_older(found, OLDEST_TF_KERAS):
+    raise ImportError(
+      f"tf_cross_shard needs tf_keras {OLDEST_TF_KERAS} or newer, but {found}"
+      f" is installed. {remedy}"
+    )
 
 
 def uses_tf_keras() -> bool:
   """Whether `tf.keras` is tf_keras."""
   tf = _import_tensorflow()
   try:
-    # There `tf.keras` has no version. Keras 2 may also be called `keras`.
+    # A version it need not have, and Keras 2 may be called `keras`, too.
     module: str = tf.keras.optimizers.Optimizer.__module__
   except (ImportError, AttributeError, RecursionError):
-    # Missing, or too old for this TensorFlow: what that was told to look for.
+    # Missing, or too old for this TensorFlow: the choice that was asked for.
     return os.environ.get("TF_USE_LEGACY_KERAS") in ("true", "True", "1")
   return module.split(".")[0] == "tf_keras"
 
@@ -122,10 +108,9 @@ def keras_version() -> str:
   return str(importlib.import_module(module).__version__)
 
 
-def check_installed() -> None:
-  """Raises `ImportError` unless TensorFlow and `tf.keras` are supported."""
-  check_tensorflow(_import_tensorflow().__version__)
-  (check_tf_keras if uses_tf_keras() else check_keras3)()
+def _is_older(found: str, oldest: str) -> bool:
+  """Whether a version is older than another."""
+  return version.Version(found) < version.Version(oldest)
 
 
 def _import(name: str, words: str) -> Any:
@@ -146,11 +131,3 @@ def _import_tensorflow() -> Any:
     " pip install 'tf-cross-shard[cpu]' (tensorflow-cpu),"
     " pip install 'tf-cross-shard[tensorflow]', or bring tensorflow-tpu.",
   )
-
-
-def _install_tf_keras(tensorflow_version: str) -> str:
-  """The command that installs the tf_keras of that TensorFlow."""
-  major, minor = version.Version(tensorflow_version).release[:2]
-  # Its one requirement is `tensorflow`, and this one may be tensorflow-cpu,
-  # whose files pip would overwrite.
-  return f"Run: pip install --no-deps 'tf_keras~={major}.{minor}.0'"
