@@ -82,8 +82,6 @@ def from_v1(opt: Any) -> Any:
       Keras equals.
     ValueError: If a setting has no value yet, or is none that stays as it is.
   """
-  import tf_cross_shard  # which imports this module
-
   if not isinstance(opt, _V1Optimizer):
     raise TypeError(
       "`opt` must be an optimizer of tf.compat.v1.train; got"
@@ -98,7 +96,8 @@ def from_v1(opt: Any) -> Any:
       "group_assignment": opt._group_assignment,
     }
     opt = opt._opt
-  return tf_cross_shard.CrossShardOptimizer(opt, **arguments)
+  package = importlib.import_module("tf_cross_shard")  # It imports this one.
+  return package.CrossShardOptimizer(opt, **arguments)
 
 
 def convert_optimizer(opt: Any, keras_package: str) -> Any:
