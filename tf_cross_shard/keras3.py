@@ -135,7 +135,9 @@ class TowerOptimizer(tower_optimizer.Tower, keras3.Keras3Wrapper):
   ) -> None:
     """Keras 3 has no options."""
     del options
-    self._inner.optimizer.apply(list(grads), list(variables))
+    # Not `apply`: `fit` calls this one, which the user's class may override.
+    pairs = zip(grads, variables, strict=True)
+    self._inner.optimizer.apply_gradients(list(pairs))
 
 
 def _variables(

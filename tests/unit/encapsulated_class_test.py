@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from tf_cross_shard import keras3
+from tf_cross_shard import TowerSpec, keras3, replicate_model_fn
 from tf_cross_shard import tf_keras as ours_tf_keras
 
 
@@ -89,6 +89,20 @@ def test_keras3_overrides_run(kind: Any, method: str, expected: float) -> None:
     )
     optimizer.build([weight])
   assert train(strategy, optimizer, weight, method) == expected
+
+
+def test_overrides_run_in_towers() -> None:
+  """On the sum of all towers: 300 is clipped to 1."""
+  weight = keras.Variable(10.0)
+  optimizer = keras3.TowerOptimizer(ClipsInApplyGradients(1.0))
+
+  def model_fn(features: Any, labels: Any, mode: str) -> Any:
+    loss = tf.reduce_sum(features) * weight
+    return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[weight]))
+
+  train = replicate_model_fn(model_fn, devices=["CPU:0", "CPU:1"])
+  train(tf.constant([[100.0], [200.0]]), None, mode="train")
+  assert float(weight.numpy()) == 9.0
 
 
 class NewClips(tf_keras.optimizers.SGD):
