@@ -1,8 +1,7 @@
 """A replicated model function: batches in, one answer out."""
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,21 +32,6 @@ def _echo(features: Any, mode: str) -> TowerSpec:
   return TowerSpec(mode, predictions=features)
 
 
-def _parts(
-  features: Any, devices: Any = TWO, labels: Any = None
-) -> list[tuple[Any, Any]]:
-  """What each tower is given."""
-  found: list[tuple[Any, Any]] = []
-
-  def model_fn(features: Any, labels: Any, mode: str) -> TowerSpec:
-    found.append((features, labels))
-    return TowerSpec(mode)
-
-  replicate_model_fn(model_fn, devices=devices)(features, labels, PREDICT)
-  assert len(found) == len(devices)
-  return found
-
-
 def _lists(value: Any) -> Any:
   """A tensor as lists."""
   if isinstance(value, tf.RaggedTensor):
@@ -55,72 +39,6 @@ def _lists(value: Any) -> Any:
   if isinstance(value, tf.SparseTensor):
     value = tf.sparse.to_dense(value)
   return value.numpy().tolist()
-
-
-class Pair(NamedTuple):
-  """A nest with names."""
-
-  left: Any
-  right: Any
-
-
-SPARSE = ([[0, 1], [1, 0], [3, 2]], [5.0, 6.0, 7.0], [4, 3])
-KINDS: dict[str, tuple[Callable[[], Any], list[Any]]] = {
-  "tensor": (
-    lambda: tf.constant([[1], [2], [3], [4]]),
-    [[[1], [2]], [[3], [4]]],
-  ),
-  "variable": (lambda: tf.Variable([1, 2, 3, 4]), [[1, 2], [3, 4]]),
-  "array": (lambda: np.arange(4), [[0, 1], [2, 3]]),
-  "texts": (lambda: tf.constant(["a", "b"]), [[b"a"], [b"b"]]),
-  "array of texts": (lambda: np.array(["a", "b"]), [[b"a"], [b"b"]]),
-  "list of texts": (lambda: ["a", "b"], [[b"a"], [b"b"]]),
-  "list of numbers": (lambda: [1, 2, 3, 4], [[1, 2], [3, 4]]),
-  "table": (lambda: [[1.0], [2.0]], [[[1.0]], [[2.0]]]),
-  "sparse": (
-    lambda: tf.SparseTensor(*SPARSE),
-    [[[0.0, 5.0, 0.0], [6.0, 0.0, 0.0]], [[0.0] * 3, [0.0, 0.0, 7.0]]],
-  ),
-  "ragged": (
-    lambda: tf.ragged.constant([[1], [], [2, 3], [4, 5, 6]]),
-    [[[1], []], [[2, 3], [4, 5, 6]]],
-  ),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_tower_has_its_part(kind: str) -> None:
-  make, expected = KINDS[kind]
-  parts = _parts(make())
-  assert [_lists(features) for features, _ in parts] == expected
-  assert [labels for _, labels in parts] == [None, None]
-  # And back, in order.
-  whole = make()
-  spec = tf.function(replicate_model_fn(_echo, devices=TWO))(
-    whole, None, "infer"
-  )
-  if not isinstance(whole, (tf.SparseTensor, tf.RaggedTensor)):
-    whole = tf.convert_to_tensor(whole)
-  assert _lists(spec.predictions) == _lists(whole)
-  assert (type(spec), spec.mode) == (TowerSpec, PREDICT)
-  assert spec.loss is spec.train_op is spec.metrics is None
-
-
-def test_nests() -> None:
-  features = {
-    "a": np.arange(4),
-    "b": Pair(tf.constant(["a", "b", "c", "d"]), (tf.range(8), None)),
-    "c": [tf.SparseTensor(*SPARSE), tf.constant([[1.0], [2.0], [3.0], [4.0]])],
-  }
-  first, second = _parts(features, labels=(tf.range(4), {"x": tf.range(2)}))
-  assert _lists(first[0]["a"]) == [0, 1]
-  assert _lists(second[0]["b"].left) == [b"c", b"d"]
-  assert _lists(second[0]["b"].right[0]) == [4, 5, 6, 7]
-  assert second[0]["b"].right[1] is None
-  assert _lists(second[0]["c"][0]) == [[0.0] * 3, [0.0, 0.0, 7.0]]
-  assert _lists(first[0]["c"][1]) == [[1.0], [2.0]]
-  assert _lists(second[1][0]) == [2, 3]
-  assert _lists(second[1][1]["x"]) == [1]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -148,61 +66,6 @@ def test_nests_of_predictions_and_exports(mode: str) -> None:
   ragged, none = spec.predictions["more"][1]
   assert (_lists(ragged)[1:3], none) == ([[], [2, 3]], None)
   assert _lists(spec.export_outputs["serving"]["sum"]) == [3.0, 7.0, 11.0, 15.0]
-
-
-UNKNOWN: dict[str, tuple[Any, Callable[[int], Any]]] = {
-  "tensor": (
-    tf.TensorSpec([None, 1]),
-    lambda n: tf.reshape(tf.range(1.0, n + 1.0), [n, 1]),
-  ),
-  "sparse": (
-    tf.SparseTensorSpec([None, 1]),
-    lambda n: tf.sparse.from_dense(tf.reshape(tf.range(1.0, n + 1.0), [n, 1])),
-  ),
-  "ragged": (
-    tf.RaggedTensorSpec([None, None], tf.float32, 1),
-    lambda n: tf.RaggedTensor.from_row_lengths(
-      tf.range(1.0, n + 1.0), tf.ones([n], tf.int64)
-    ),
-  ),
-}
-
-
-def _dense(x: Any) -> Any:
-  """All numbers of a tensor of any kind."""
-  if isinstance(x, tf.SparseTensor):
-    return tf.sparse.to_dense(x)
-  return x.values if isinstance(x, tf.RaggedTensor) else x
-
-
-@pytest.mark.parametrize("kind", UNKNOWN)
-@pytest.mark.parametrize("first", ["bad"])
-def test_a_batch_size_known_when_it_runs(kind: str, first: str) -> None:
-  spec, make = UNKNOWN[kind]
-  c, global_step = tf.Variable(10.0), tf.Variable(0)
-  optimizer = TowerOptimizer(sgd(momentum=0.5))
-  testbed.build(optimizer, [c])
-
-  def model_fn(features: Any, mode: str) -> TowerSpec:
-    loss = tf.reduce_sum(c * _dense(features))
-    train_op = optimizer.minimize(loss, global_step, [c])
-    return TowerSpec(mode, loss, train_op)
-
-  replicated = replicate_model_fn(model_fn, devices=TWO)
-  step = tf.function(lambda x: replicated(x).loss, input_signature=[spec])
-  expected = 10.0
-  if first == "good":
-    assert float(step(make(4))) == 100.0
-    assert [float(c), int(global_step)] == [0.0, 1]
-    expected = 0.0
-  untouched = towers_bed.Untouched([c, global_step], optimizer)
-  for length in (3, 5, 1):
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"divi|split"):
-      step(make(length))
-    untouched.check()
-  step(make(2))
-  momentum = -5.0 if first == "good" else 0.0
-  assert float(c) == expected - 3.0 + momentum
 
 
 @pytest.mark.parametrize("unused", ["labels", "feature"])
@@ -247,8 +110,9 @@ def _new_metrics() -> dict[str, Any]:
   }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("place", ["outside", "inside"])
+@pytest.mark.parametrize(
+  ("place", "mode"), [("outside", "function"), ("inside", "eager")]
+)
 def test_metrics_are_those_of_the_whole_batch(place: str, mode: str) -> None:
   made = _new_metrics() if place == "outside" else None
 
@@ -286,25 +150,6 @@ def test_metrics_are_those_of_the_whole_batch(place: str, mode: str) -> None:
   check(batches)
   replicated.reset_metrics()
   check(batches[1:])
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_losses(mode: str) -> None:
-  def model_fn(features: Any, mode: str) -> TowerSpec:
-    return TowerSpec(mode, tf.reduce_max(features))
-
-  rows = batch([1.0], [2.0], [8.0], [4.0])
-  for reduction, expected in (
-    ("sum", 10.0),
-    ("mean", 5.0),
-    (tf.compat.v1.losses.Reduction.MEAN, 5.0),
-    ("sum_over_batch_size", 5.0),
-  ):
-    replicated = replicate_model_fn(model_fn, reduction, TWO)
-    step = caller(lambda x, r=replicated: r(x, mode="eval").loss, mode)
-    assert float(step(rows)) == expected
-  plain = replicate_model_fn(lambda features: TowerSpec("eval", 3), "sum", TWO)
-  assert int(plain(rows, mode="eval").loss) == 6
 
 
 class CalledObject:
@@ -415,8 +260,10 @@ class TestArguments:
     assert [ModeKeys.EVAL, ModeKeys.PREDICT] == ["eval", "infer"]
 
 
-@pytest.mark.parametrize("devices", [FOUR, FOUR[::-1], ("CPU:2", "CPU:2")])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+  ("devices", "mode"),
+  [(FOUR[::-1], "function"), (("CPU:2", "CPU:2"), "eager")],
+)
 def test_operations_are_on_their_tower_s_device(
   devices: Any, mode: str
 ) -> None:
