@@ -155,109 +155,64 @@ def test_metrics_are_those_of_the_whole_batch(place: str, mode: str) -> None:
 class CalledObject:
   """An object that is called like a function."""
 
-  def __init__(self) -> None:
-    self.got: list[Any] = []
-
   def __call__(self, features: Any, params: Any, mode: str) -> TowerSpec:
-    self.got.append(("params", params, mode))
-    return TowerSpec(mode)
-
-  def method(self, features: Any, mode: str, config: Any = 7) -> TowerSpec:
-    self.got.append(("config", config, mode))
-    return TowerSpec(mode)
+    return TowerSpec(mode, predictions=[features, params["a"] + features])
 
 
-class TestArguments:
-  def test_only_what_is_taken(self) -> None:
-    got: list[Any] = []
-
-    def all_of_them(
-      features: Any, labels: Any, mode: str, params: Any, config: Any
-    ) -> TowerSpec:
-      got.append((_lists(labels), mode, params, config))
-      return TowerSpec(mode)
-
-    def by_keyword(features: Any, *, mode: str, **kwargs: Any) -> TowerSpec:
-      kwargs["labels"] = _lists(kwargs["labels"])
-      got.append((mode, sorted(kwargs.items())))
-      return TowerSpec(mode)
-
-    def another_name(x: Any, labels: Any = 5, mode: str = "none") -> TowerSpec:
-      got.append((_lists(x), labels if labels is None else None, mode))
-      return TowerSpec(mode)
-
-    def with_a_first(first: Any, features: Any, mode: str) -> TowerSpec:
-      got.append((first, _lists(features), mode))
-      return TowerSpec(mode)
-
-    x, y = batch(), tf.constant([3, 4])
-    both = functools.partial(replicate_model_fn, devices=TWO)
-    both(all_of_them)(x, y, PREDICT, {"a": 1}, "config")
-    both(by_keyword)(x, y, "eval", {"a": 1}, "config")
-    both(another_name)(x, mode="eval")
-    both(functools.partial(with_a_first, "first"))(x, mode="eval")
-    both(lambda features: TowerSpec("eval", None, None, features + 1.0))(
-      x, mode="eval", params={"a": 1}
-    )
-
-    def features_only(features: Any) -> TowerSpec:
-      got.append(_lists(features))
-      return TowerSpec("eval")
-
-    both(features_only)(x, None, "eval", {"a": 1}, "config")
-    assert got == [
-      ([3], "infer", {"a": 1}, "config"),
-      ([4], "infer", {"a": 1}, "config"),
-      *(
-        (
-          "eval",
-          [("config", "config"), ("labels", [y]), ("params", {"a": 1})],
-        )
-        for y in (3, 4)
+@pytest.mark.parametrize(
+  ("model_fn", "expected"),
+  [
+    (CalledObject(), [[1.0, 2.0], [8.0, 9.0]]),
+    (lambda x, mode: TowerSpec(mode, predictions=x), [1.0, 2.0]),
+    (
+      lambda features, **options: TowerSpec(
+        options["mode"],
+        predictions=options["params"]["a"] * options["labels"],
       ),
-      ([[1.0]], None, "eval"),
-      ([[2.0]], None, "eval"),
-      ("first", [[1.0]], "eval"),
-      ("first", [[2.0]], "eval"),
-      [[1.0]],
-      [[2.0]],
-    ]
+      [21.0, 28.0],
+    ),
+    (
+      lambda features, mode, config, labels=7.0: TowerSpec(
+        mode, predictions=labels + config
+      ),
+      [5.0, 6.0],
+    ),
+    (
+      functools.partial(
+        lambda first, x, mode: TowerSpec(mode, predictions=first + x), 4.0
+      ),
+      [5.0, 6.0],
+    ),
+  ],
+)
+def test_only_what_is_taken_is_handed_over(
+  model_fn: Any, expected: Any
+) -> None:
+  spec = replicate_model_fn(model_fn, devices=TWO)(
+    tf.constant([1.0, 2.0]), tf.constant([3.0, 4.0]), "eval", {"a": 7.0}, 2.0
+  )
+  found = tf.nest.map_structure(_lists, spec.predictions)
+  assert found == expected
 
-  def test_callable_objects_and_methods(self) -> None:
-    model = CalledObject()
-    replicate_model_fn(model, devices=TWO)(
-      batch(), mode="eval", params={"a": 1}, config=2
-    )
-    replicate_model_fn(model.method, devices=TWO)(
-      batch(), mode="infer", params={"a": 1}, config=2
-    )
-    assert model.got == [
-      *[("params", {"a": 1}, "eval")] * 2,
-      *[("config", 2, "infer")] * 2,
-    ]
 
-  def test_a_partial_that_binds_an_argument(self) -> None:
-    got: list[Any] = []
+def test_defaults_stay_and_params_are_each_tower_s_own() -> None:
+  got: list[Any] = []
 
-    def model_fn(features: Any, mode: str, params: Any) -> TowerSpec:
-      got.append(params)
-      return TowerSpec(mode)
+  def model_fn(features: Any, mode: str, params: Any) -> TowerSpec:
+    got.append((mode, dict(params)))
+    params["a"] = 0
+    return TowerSpec(mode)
 
-    bound = functools.partial(model_fn, params="mine")
-    replicate_model_fn(bound, devices=TWO)(batch(), mode="eval")
-    replicate_model_fn(bound, devices=TWO)(batch(), mode="eval", params="new")
-    assert got == ["mine", "mine", "new", "new"]
-
-  def test_the_mode_is_train_by_default(self) -> None:
-    seen: list[str] = []
-
-    def model_fn(features: Any, mode: str) -> TowerSpec:
-      seen.append(mode)
-      return TowerSpec(mode)
-
-    replicate_model_fn(model_fn, devices=TWO[:1])(batch())
-    assert seen == ["train"] == [ModeKeys.TRAIN]
-    assert [ModeKeys.EVAL, ModeKeys.PREDICT] == ["eval", "infer"]
+  bound = functools.partial(model_fn, params={"a": 1})
+  replicate_model_fn(bound, devices=TWO[:1])(batch(), mode="eval")
+  given = {"a": 2}
+  replicate_model_fn(bound, devices=TWO)(batch(), mode="eval", params=given)
+  assert got == [("eval", {"a": 1}), *[("eval", {"a": 2})] * 2]
+  assert given == {"a": 2}
+  # The mode is "train" by default.
+  spec = replicate_model_fn(lambda x, mode: TowerSpec(mode), devices=TWO[:1])
+  assert spec(batch()).mode == ModeKeys.TRAIN == "train"
+  assert [ModeKeys.EVAL, ModeKeys.PREDICT] == ["eval", "infer"]
 
 
 @pytest.mark.parametrize(

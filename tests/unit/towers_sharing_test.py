@@ -448,29 +448,6 @@ def test_each_replicated_function_has_its_own() -> None:
   assert values(first.variables + second.variables) == [7.0, 3.0]
 
 
-def test_retracing() -> None:
-  traces: list[int] = []
-
-  def model_fn(features: Any, mode: str) -> TowerSpec:
-    traces.append(1)
-    c = tf.Variable(16.0, name="c")
-    optimizer = TowerOptimizer(sgd(momentum=0.5))
-    loss = tf.reduce_sum(c * features)
-    return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
-
-  replicated = replicate_model_fn(model_fn, devices=TWO)
-  step = tf.function(replicated)
-  found = []
-  for rows in ([[1.0], [2.0]], [[1.0], [2.0], [0.0], [0.0]], [[1.0]] * 6):
-    before = len(traces)
-    step(batch(*rows))
-    assert len(traces) >= before + 2
-    step(batch(*rows))
-    found.append(values(replicated.variables)[0])
-  # sums 3, 3, 3, 3, 6, 6; velocity 3, 4.5, 5.25, 5.625, 8.8125, 10.40625
-  assert found == [8.5, -2.375, -21.59375]
-
-
 def test_a_trace_that_fails_leaves_nothing_behind() -> None:
   towers: list[int] = []
 

@@ -183,9 +183,10 @@ class Towers:
         result = same[-1].apply(list(map(_add, every, variables)), variables)
     return result
 
-  def note_scaled(self, optimizer: Any) -> None:
-    """Remembers that an optimizer divided this step's loss by the towers."""
+  def scale(self, optimizer: Any) -> float:
+    """The factor, and remembers that this optimizer applied it."""
     self._scaled.add(id(optimizer))
+    return self.factor
 
   def _differ(self, tape: tf.GradientTape) -> list[Any]:
     """The trainable variables that are not as the last tower saw them."""
@@ -270,18 +271,14 @@ def _add(grads: Sequence[Gradient], variable: Any) -> Gradient:
     return None
   if len({grad.dtype for grad in present}) > 1:
     present = [indexed_slices.cast(grad, variable) for grad in present]
-  if all(isinstance(grad, tf.IndexedSlices) for grad in present):
+  is_rows = [isinstance(grad, tf.IndexedSlices) for grad in present]
+  if all(is_rows):
     rows = tf.IndexedSlices(
       tf.concat([grad.values for grad in present], axis=0),
       tf.concat([grad.indices for grad in present], axis=0),
       present[0].dense_shape,
     )
     return indexed_slices.merge_duplicates(rows)
-  return tf.add_n(
-    [
-      indexed_slices.to_dense(grad, variable)
-      if isinstance(grad, tf.IndexedSlices)
-      else grad
-      for grad in present
-    ]
-  )
+  dense = indexed_slices.to_dense
+  pairs = zip(present, is_rows, strict=True)
+  return tf.add_n([dense(g, variable) if rows else g for g, rows in pairs])

@@ -87,12 +87,6 @@ class ReplicatedModelFn:
         f"`model_fn` must be a function of one tower; got {model_fn!r}, which"
         " is replicated already. Replicate it once, over all devices."
       )
-    if not callable(model_fn):
-      raise TypeError(
-        f"`model_fn` must be a function; got {model_fn!r}. It takes features,"
-        " and labels, mode, params and config if it wants them, and returns a"
-        " TowerSpec."
-      )
     self._model_fn = model_fn
     self._parameters = inspect.signature(model_fn).parameters
     self._reduction = _loss_reduction(loss_reduction)
@@ -259,13 +253,12 @@ def replicate_model_fn(
   if model_fn applies them through a `TowerOptimizer`. Nothing is applied before
   every tower has returned. In a tf.function towers run in parallel.
 
-  All towers, and all calls, share one set of variables, also those that
-  model_fn makes itself, on the first device: the i-th that it makes is the i-th
-  that its first call made, and another shape, dtype or number of them is an
-  error. Optimizers and `metrics` may differ between modes if they are made
-  after the others. Those of `tf.compat.v1.get_variable` go by name. Build what
-  is made outside before the first call. A tf.function makes variables in its
-  first call only: use one for each mode, or call without tf.function first.
+  Variables that model_fn makes are on the first device and shared by all towers
+  and calls: the i-th is the i-th of the first call, and another shape, dtype or
+  number of them is an error. Optimizers and `metrics` may differ between modes
+  if they are made after the others. `tf.compat.v1.get_variable` goes by name.
+  Build what is made outside before the first call. A tf.function makes
+  variables in its first call only: use one for each mode.
 
   >>> from tf_cross_shard import TowerOptimizer, TowerSpec
   >>> c = tf.Variable(10.0)
@@ -292,7 +285,7 @@ def replicate_model_fn(
   Raises:
     ValueError: If `loss_reduction` is `"none"` or unknown, if `devices` holds
       no devices of this machine, or if `model_fn` is replicated already.
-    TypeError: If `model_fn` is no function, or `devices` holds no names.
+    TypeError: If `model_fn` is no function.
 
   References:
     tf.contrib.estimator.replicate_model_fn, which this brings to TensorFlow 2.

@@ -40,17 +40,6 @@ class Tower(wrapper.OptimizerWrapper):
   inside the model function; its variables are shared as the others are. With a
   `CrossShardOptimizer` within, towers add up first and replicas then.
 
-  >>> from tf_cross_shard import TowerOptimizer, TowerSpec, replicate_model_fn
-  >>> c = tf.Variable(10.0)
-  >>> optimizer = TowerOptimizer(tf.keras.optimizers.SGD(1.0))
-  >>> def model_fn(features, mode):
-  ...   loss = tf.reduce_sum(c * features)
-  ...   return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
-  >>> mean = replicate_model_fn(model_fn, "mean", ["CPU:0", "CPU:1"])
-  >>> spec = mean(tf.constant([[1.0], [2.0]]), mode="train")
-  >>> float(c.numpy())  # 10 - (1 + 2) / 2
-  8.5
-
   References:
     tf.contrib.estimator.TowerOptimizer, whose members this class keeps.
   """
@@ -338,19 +327,15 @@ class Tower(wrapper.OptimizerWrapper):
 
   @tf.autograph.experimental.do_not_convert
   def prepare(self, variables: Sequence[Any]) -> None:
-    """Makes the slots for all that a step updates, or checks that they are."""
-    if self._inner.is_built:
-      validation.check_known(variables, self._inner.knows)
-      return
-    self.build(list({id(validation.native(v)): v for v in variables}.values()))
+    """Makes the slots for all that a step updates, unless they are there."""
+    if not self._inner.is_built:
+      distinct = {id(validation.native(v)): v for v in variables}
+      self.build(list(distinct.values()))
 
   def _factor(self) -> float:
-    """What the loss is multiplied by in this tower, which is remembered."""
+    """What the loss is multiplied by in this tower."""
     towers = gradient_collector.current()
-    if towers is None:
-      return 1.0
-    towers.note_scaled(self._inner.optimizer)
-    return towers.factor
+    return 1.0 if towers is None else towers.scale(self._inner.optimizer)
 
   def _hand_on(
     self,
