@@ -136,7 +136,6 @@ def test_tf_keras_in_the_same_program(kind: str, place: str, mode: str) -> None:
     assert model.value(replicated) == c
 
 
-@pytest.mark.tf_keras_mode
 @every_mode
 def test_without_replicate_all_is_forwarded(mode: str) -> None:
   c = tf.Variable(10.0)
@@ -326,12 +325,6 @@ class TestMembers:
 
   def test_compute_gradients_outside_of_towers(self) -> None:
     optimizer, c = TowerOptimizer(sgd), tf.Variable(10.0)
-    [(grad, variable)] = optimizer.compute_gradients(lambda: 3.0 * c)
-    assert (float(grad), variable is c) == (3.0, True)
-    with tf.GradientTape() as tape:
-      loss = 5.0 * c
-    [(grad, _)] = optimizer.compute_gradients(loss, c, tape=tape)
-    assert float(grad) == 5.0
 
     @tf.function
     def in_graph() -> Any:
@@ -363,26 +356,6 @@ class TestMembers:
     assert [int(spec.train_op), float(c), int(global_step)] == [1, 7.0, 6]
     assert int(step(batch()).train_op) == int(optimizer.iterations) == 2
     assert [float(c), int(global_step)] == [4.0, 7]
-
-  @pytest.mark.parametrize(
-    ("mode", "keras_order"), [("eager", True), ("function", False)]
-  )
-  def test_minimize(self, mode: str, keras_order: bool) -> None:
-    optimizer, c = TowerOptimizer(sgd), tf.Variable(10.0)
-    global_step = tf.Variable(0)
-
-    def model_fn(features: Any, mode: str) -> TowerSpec:
-      with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(c * features)
-      if keras_order:
-        train_op = optimizer.minimize(loss, [c], tape=tape)
-      else:
-        train_op = optimizer.minimize(loss, global_step, [c], name="step")
-      return TowerSpec(mode, loss, train_op)
-
-    caller(replicate_model_fn(model_fn, "mean", TWO), mode)(batch())
-    assert float(c) == 8.5
-    assert int(global_step) == (0 if keras_order else 1)
 
   def test_names_slots_and_variables(self) -> None:
     opt = keras.optimizers.Adam(1.0, name="mine")
@@ -438,21 +411,6 @@ class TestState:
     assert values(again.variables) == values(optimizer.variables)
     _pairs(again, c)
     assert float(c.numpy()) == 10.0 - 1.5 - 2.25
-
-  @pytest.mark.parametrize("written", ["with", "without"])
-  def test_checkpoint(self, written: str, tmp_path: pathlib.Path) -> None:
-    def make(encapsulated: bool) -> Any:
-      opt = keras.optimizers.Adam(0.5)
-      return TowerOptimizer(opt) if encapsulated else opt
-
-    c = keras.Variable(10.0)
-    first, second = make(written == "with"), make(written != "with")
-    first.apply_gradients([(tf.constant(4.0), c)])
-    path = tf.train.Checkpoint(optimizer=first).save(str(tmp_path / "ckpt"))
-    second.build([c])
-    assert values(second.variables) != values(first.variables)
-    tf.train.Checkpoint(optimizer=second).restore(path).assert_consumed()
-    assert values(second.variables) == values(first.variables)
 
   def test_fit_and_a_model_file(self, tmp_path: pathlib.Path) -> None:
     rng = np.random.default_rng(3)

@@ -284,15 +284,6 @@ def test_variables_that_are_not_trained_may_change(mode: str) -> None:
   assert [float(bench.c), int(count)] == [7.0, 2]
 
 
-def test_no_optimizer_at_all(bench: Bench) -> None:
-  bench.fails(
-    lambda features: TowerSpec("train", bench.loss(features)),
-    ValueError,
-    "no TowerOptimizer was called in 2 towers in mode 'train'",
-    "Use TowerOptimizer(optimizer)",
-  )
-
-
 @pytest.mark.parametrize("devices", [TWO, TWO[:1]])
 def test_optimizers_are_for_training(bench: Bench, devices: Any) -> None:
   bench.devices = devices
@@ -327,6 +318,10 @@ def test_labels() -> None:
       replicated(tf.ones([4, 1]), labels)
 
 
+def _unused(bench: Bench) -> Callable[..., Any]:
+  return lambda features, mode: TowerSpec(mode, bench.loss(features))
+
+
 def _returns(**spec: Any) -> Callable[[Bench], Callable[..., Any]]:
   """A model function that trains, and returns something odd."""
 
@@ -342,31 +337,35 @@ def _returns(**spec: Any) -> Callable[[Bench], Callable[..., Any]]:
 
 
 @pytest.mark.parametrize(
-  ("make", "error", "words"),
+  ("make", "error", "words", "mode"),
   [
-    (_returns(), TypeError, "in tower 0 it returned {'loss': 3}"),
-    (_returns(mode="eval"), ValueError, "returned TowerSpec(mode='eval'"),
-    (_returns(mode="train", metrics={"a": 1.0}), TypeError, "got {'a': 1.0}"),
+    (
+      _unused,
+      ValueError,
+      "no TowerOptimizer was called in 2 towers in mode 'train'",
+      "train",
+    ),
+    (_unused, ValueError, "one of ['train', 'eval', 'infer']; got 'p'", "p"),
+    (_returns(), TypeError, "tower 0 it returned {'loss': 3}", "train"),
+    (_returns(mode="eval"), ValueError, "TowerSpec(mode='eval'", "train"),
+    (
+      _returns(mode="train", metrics={"a": 1.0}),
+      TypeError,
+      "`metrics` must be a dictionary of tf.keras.metrics.Metric objects",
+      "train",
+    ),
     (
       _returns(mode="train", predictions={"a": 1.0}),
       ValueError,
       "`predictions` must hold tensors with the batch in axis 0; got a scalar",
+      "train",
     ),
   ],
 )
 def test_what_is_returned(
-  bench: Bench, make: Any, error: Any, words: str
+  bench: Bench, make: Any, error: Any, words: str, mode: str
 ) -> None:
-  bench.fails(make(bench), error, words)
-
-
-def test_an_unknown_mode(bench: Bench) -> None:
-  bench.fails(
-    lambda features, mode: TowerSpec(mode),
-    ValueError,
-    "`mode` must be one of ['train', 'eval', 'infer']; got 'predict'",
-    mode="predict",
-  )
+  bench.fails(make(bench), error, words, mode=mode)
 
 
 def test_nesting(bench: Bench) -> None:

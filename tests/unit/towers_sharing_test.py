@@ -74,7 +74,6 @@ def test_made_once_for_all_towers_steps_and_modes(kind: str, mode: str) -> None:
   assert len(replicated.variables) == 2
 
 
-@pytest.mark.tf_keras_mode
 @every_mode
 def test_get_variable_goes_by_name(mode: str) -> None:
   def model_fn(features: Any, mode: str, params: str) -> TowerSpec:
@@ -102,7 +101,6 @@ def test_get_variable_goes_by_name(mode: str) -> None:
   assert predict(second, "a") == [[2.0], [4.0]]
 
 
-@pytest.mark.tf_keras_mode
 def test_get_variable_of_another_shape() -> None:
   def model_fn(features: Any, mode: str, params: Any) -> TowerSpec:
     tf.compat.v1.get_variable("a", params)
@@ -407,32 +405,6 @@ def test_models_from_outside_that_are_built_within() -> None:
   models[1](batch())
   for i, factor in ((1, 3.0), (0, 1.0)):
     np.testing.assert_array_equal(predict(i), batch() * factor)
-
-
-@pytest.mark.parametrize(
-  ("kind", "mode"),
-  [("model", "function"), ("nested", "function"), ("attention", "eager")],
-)
-def test_layers_that_are_built_late(kind: str, mode: str) -> None:
-  def model_fn(features: Any, mode: str) -> TowerSpec:
-    row = features[:, None, :]
-    if kind == "model":
-      y = _Lazy(4.0)(features)
-    elif kind == "nested":
-      cell = keras.layers.Bidirectional(keras.layers.SimpleRNN(1))
-      y = keras.layers.TimeDistributed(keras.layers.Dense(2))(row)[:, 0]
-      y = cell(y[:, None, :])
-    else:
-      y = keras.layers.MultiHeadAttention(1, 2)(row, row)[:, 0]
-    return TowerSpec(mode, predictions=y)
-
-  replicated = replicate_model_fn(model_fn, devices=TWO)
-  predict = caller(lambda x: replicated(x, mode="infer").predictions, mode)
-  first = predict(tf.ones([2, 1])).numpy()
-  before = len(replicated.variables)
-  np.testing.assert_allclose(first[0], first[1], rtol=1e-5)
-  np.testing.assert_allclose(predict(tf.ones([4, 1]))[2:], first, rtol=1e-5)
-  assert len(replicated.variables) == before > 0
 
 
 def test_each_replicated_function_has_its_own() -> None:
