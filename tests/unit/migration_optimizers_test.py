@@ -460,11 +460,6 @@ def _graph_tensor() -> Any:
       r"`beta_1` is .*, and only a learning rate may change",
     ),
     (
-      lambda: train.AdamOptimizer([0.5, 0.5]),
-      ValueError,
-      r"`learning_rate` must be a number; got \[0.5, 0.5\]",
-    ),
-    (
       lambda: train.AdamOptimizer(
         train.noisy_linear_cosine_decay(0.5, tf.Variable(0), 10)
       ),
