@@ -136,6 +136,7 @@ def test_goes_on_as_version_1(maker: str, name: str, tmp_path: Path) -> None:
   assert (_goes_on(other, old) > 100 * LIMIT) == bool(pair.slots)
 
 
+@pytest.mark.tf_keras_mode
 @pytest.mark.parametrize("is_in_scope", [True, False])
 def test_goes_on_in_replicas(is_in_scope: bool, tmp_path: Path) -> None:
   strategy = testbed.mirrored()
@@ -286,6 +287,7 @@ def test_partitions_in_a_scope(tmp_path: Path) -> None:
   assert slot.numpy().tolist() == [[5.0], [5.0]]
 
 
+@pytest.mark.tf_keras_mode
 @pytest.mark.parametrize("how", ["short", "full", "function"])
 def test_renamed_layers(how: str, tmp_path: Path) -> None:
   old = saved("Adam")
@@ -371,6 +373,7 @@ def test_weights_that_are_not_trained(tmp_path: Path) -> None:
       assert copy.tolist() == values[weight.path.removeprefix("net/")]
 
 
+@pytest.mark.tf_keras_mode
 @pytest.mark.parametrize("is_v1", [True, False])
 def test_the_count_of_steps(is_v1: bool, tmp_path: Path) -> None:
   weight = tf.Variable([0.0, 0.0], name="w")
@@ -607,7 +610,7 @@ class TestCommandLine:
   def test_errors(
     self, options: list[str], words: str, capsys: pytest.CaptureFixture[str]
   ) -> None:
-    Path("[]").write_text("[]")
+    Path("[]").write_text("[1]")
     src = saved("Momentum").src
     arguments = ["convert-checkpoint", src, "new", "--program", *options]
     assert command.main(arguments) == 2

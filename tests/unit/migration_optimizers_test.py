@@ -385,6 +385,7 @@ def test_model_files(
     monkeypatch.undo()
 
 
+@pytest.mark.tf_keras_mode
 def test_what_stands_around_is_kept() -> None:
   """Reduction, name and groups of version 1's CrossShardOptimizer."""
   reduction = tf.compat.v1.losses.Reduction
@@ -402,6 +403,7 @@ def test_what_stands_around_is_kept() -> None:
   assert alone.reduction == "mean"
 
 
+@pytest.mark.tf_keras_mode
 def test_slots_that_are_lost(caplog: pytest.LogCaptureFixture) -> None:
   opt = train.AdamOptimizer(0.5)
   migration.from_v1(opt)
@@ -456,11 +458,6 @@ def _graph_tensor() -> Any:
       lambda: train.AdamOptimizer(0.5, beta1=lambda: 0.5),
       ValueError,
       r"`beta_1` is .*, and only a learning rate may change",
-    ),
-    (
-      lambda: train.AdamOptimizer([0.5, 0.5]),
-      ValueError,
-      r"`learning_rate` must be a number; got \[0.5, 0.5\]",
     ),
     (
       lambda: train.AdamOptimizer(

@@ -1,12 +1,19 @@
 """Nests of tensors cut into parts along axis 0, and joined again."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tf_cross_shard.towers import batch_split as batch
+
+
+class Pair(NamedTuple):
+  """A nest with names."""
+
+  left: Any
+  right: Any
 
 
 def _lists(value: Any) -> Any:
@@ -17,21 +24,9 @@ def _lists(value: Any) -> Any:
   return value.numpy().tolist()
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_parts_are_equal_and_in_order(count: int) -> None:
-  rows = np.arange(12).reshape(6, 2)
-  parts = batch.split("x", rows, count)
-  assert [_lists(part) for part in parts] == [
-    each.tolist() for each in np.split(rows, count)
-  ]
-  assert _lists(batch.concatenate("x", parts)) == rows.tolist()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_there_and_back(seed: int) -> None:
-  rng = np.random.default_rng(seed)
-  count = int(rng.integers(1, 5))
-  length = count * int(rng.integers(1, 4))
+@pytest.mark.parametrize(("count", "length"), [(1, 2), (2, 4), (3, 9)])
+def test_there_and_back(count: int, length: int) -> None:
+  rng = np.random.default_rng(count)
   dense = rng.integers(0, 3, size=(length, 3))
   lengths = rng.integers(0, 3, size=length)
   tree = {
@@ -42,6 +37,7 @@ def test_there_and_back(seed: int) -> None:
       None,
     ),
     "texts": tf.constant([str(i) for i in range(length)]),
+    "pair": Pair(tf.Variable(dense), np.array(["a"] * length)),
   }
   parts = batch.split("tree", tree, count)
   assert len(parts) == count
@@ -49,6 +45,8 @@ def test_there_and_back(seed: int) -> None:
     rows = slice(i * length // count, (i + 1) * length // count)
     assert _lists(part["dense"]) == dense[rows].tolist()
     assert _lists(part["sparse"]) == dense[rows].tolist()
+    assert _lists(part["pair"].left) == dense[rows].tolist()
+    assert _lists(part["pair"].right) == [b"a"] * (length // count)
     assert _lists(part["texts"]) == [
       str(n).encode() for n in range(length)[rows]
     ]
@@ -75,22 +73,20 @@ def test_none_and_lists() -> None:
 
 
 @pytest.mark.parametrize(
-  ("tree", "error", "words"),
+  ("tree", "words"),
   [
-    (lambda: tf.ones([3]), ValueError, "axis 0 has length 3, of"),
-    (lambda: np.ones([0, 2]), ValueError, "axis 0 has length 0"),
-    (lambda: [1, 2, 3], ValueError, "axis 0 has length 3"),
-    (lambda: (1.0, 2.0), ValueError, "got a scalar"),
-    (lambda: {"a": 3}, ValueError, "Give what is no part of the batch in"),
-    (lambda: tf.sparse.eye(3), ValueError, "SparseTensor with shape (3, 3)"),
-    (lambda: tf.ragged.constant([[1], [], [2]]), ValueError, "RaggedTensor"),
-    (lambda: {"a": {1, 2}}, TypeError, "must hold tensors, arrays or nests"),
+    (lambda: tf.ones([3]), "axis 0 has length 3, of"),
+    (lambda: np.ones([0, 2]), "axis 0 has length 0"),
+    (lambda: [1, 2, 3], "axis 0 has length 3"),
+    (lambda: (1.0, 2.0), "got a scalar"),
+    (lambda: {"a": 3}, "Give what is no part of the batch in"),
+    (lambda: tf.sparse.eye(3), "SparseTensor with shape (3, 3)"),
+    (lambda: tf.ragged.constant([[1], [], [2]]), "RaggedTensor"),
   ],
 )
-def test_what_cannot_be_cut(tree: Any, error: Any, words: str) -> None:
-  with pytest.raises(error) as caught:
+def test_what_cannot_be_cut(tree: Any, words: str) -> None:
+  with pytest.raises(ValueError, match="`labels` must ") as caught:
     batch.split("labels", tree(), 2)
-  assert str(caught.value).startswith("`labels` must ")
   assert words in str(caught.value)
 
 
@@ -114,8 +110,10 @@ def test_lengths_known_when_the_program_runs(kind: str) -> None:
     return batch.concatenate("x", [parts[2], parts[0], parts[1]])
 
   there_and_back(make([6]))
-  for length in (1, 2, 4, 7):
-    with pytest.raises(tf.errors.InvalidArgumentError):
+  for length in (0, 2, 4):
+    with pytest.raises(
+      tf.errors.InvalidArgumentError, match=r"must divide|spl"
+    ):
       there_and_back(make([length]))
 
 

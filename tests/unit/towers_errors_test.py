@@ -112,7 +112,6 @@ ODD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
       "Nothing was applied",
     ),
   ),
-  "none": (("first", ""), ("tower 1 called 0 optimizers, tower 0 called 1",)),
   "one more": (
     ("first", "first other"),
     ("tower 1 called Adam('", "which tower 0 did not call"),
@@ -121,7 +120,6 @@ ODD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ("first", "other"),
     ("tower 1 called Adam('", "where tower 0 called SGD('"),
   ),
-  "another object": (("first", "second"), ("tower 1 called SGD('",)),
   "another order": (
     ("first second", "second first"),
     ("tower 1 called SGD('", "where tower 0 called SGD('"),
@@ -137,6 +135,7 @@ ODD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.tf_keras_mode
 @pytest.mark.parametrize("case", ODD)
 def test_towers_that_differ(case: str) -> None:
   towers, words = ODD[case]
@@ -161,14 +160,13 @@ def test_towers_that_differ(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-  ("odd", "words"),
+  ("odd", "words", "mode"),
   [
-    ({"loss": None}, "by every tower or by none; towers [1] gave None"),
-    ({"predictions": {"b": 1}}, "`predictions` must have the same structure"),
-    ({"metrics": {"m": keras.metrics.Mean()}}, "got [[], ['m']]"),
+    ({"loss": None}, "or by none; towers [1] gave None", "eager"),
+    ({"predictions": {"b": 1}}, "must have the same structure", "function"),
+    ({"metrics": {"m": keras.metrics.Mean()}}, "got [[], ['m']]", "eager"),
   ],
 )
-@every_mode
 def test_towers_that_return_other_things(
   odd: dict[str, Any], words: str, mode: str
 ) -> None:
@@ -200,7 +198,7 @@ def test_an_exception_in_the_last_tower(mode: str) -> None:
   bench.fails(bench.odd(good, fail), KeyError, "the last tower")
 
 
-@pytest.mark.parametrize("where", ["gradient", "loss", "predictions"])
+@pytest.mark.parametrize("where", ["gradient", "predictions"])
 def test_an_error_that_comes_late_when_the_program_runs(where: str) -> None:
   bench = Bench("function")  # Eagerly it comes before the tower returns.
 
@@ -217,64 +215,51 @@ def test_an_error_that_comes_late_when_the_program_runs(where: str) -> None:
     if where == "gradient":
       bench.second.apply_gradients([(tf.reduce_sum(answer), bench.d)])
       return TowerSpec(mode, loss, train_op)
-    if where == "loss":
-      return TowerSpec(mode, tf.reduce_sum(answer), train_op)
     return TowerSpec(mode, loss, train_op, {"a": [answer]})
 
   bench.fails(model_fn, tf.errors.InvalidArgumentError, "bad")
 
 
 PLAIN: dict[str, Callable[[], Any]] = {
-  "keras": lambda: sgd(0.5),
-  "keras adam": keras.optimizers.Adam,
-  "keras scaled": lambda: keras.optimizers.LossScaleOptimizer(sgd(0.5)),
-  "tf_keras": lambda: tf_keras.optimizers.Adam(0.5),
+  "keras": lambda: keras.optimizers.LossScaleOptimizer(sgd(0.5)),
   "legacy": lambda: tf_keras.optimizers.legacy.SGD(0.5),
   "v1": lambda: v1.MomentumOptimizer(0.5, 0.5),
   "cross": lambda: CrossShardOptimizer(sgd(0.5)),
 }
 
 
-@pytest.mark.parametrize("name", PLAIN)
-class TestPlainOptimizers:
+@pytest.mark.parametrize(
+  ("name", "mode"),
+  [(name, MODES[at % 2]) for at, name in enumerate(PLAIN)]
+  + [("keras", "function")],
+)
+def test_plain_optimizers(name: str, mode: str) -> None:
   """They are found out afterwards; a graph with them never runs."""
+  bench = Bench(mode)
 
-  def _model_fn(self, bench: Bench, name: str) -> Callable[..., TowerSpec]:
+  def step(devices: Any) -> Any:
     optimizer = PLAIN[name]()
 
     def model_fn(features: Any, mode: str) -> TowerSpec:
-      if bench.devices == TWO:  # One that is right does not make it right.
+      if devices == TWO:  # One that is right does not make it right.
         bench.minimize(bench.first, bench.loss(features))
       with tf.GradientTape() as tape:
         loss = bench.loss(features)
       optimizer.apply_gradients([(tape.gradient(loss, bench.d), bench.d)])
       return TowerSpec(mode)
 
-    return model_fn
+    return caller(replicate_model_fn(model_fn, "sum", devices), mode)(batch())
 
-  @every_mode
-  def test_in_several_towers(self, mode: str, name: str) -> None:
-    bench = Bench(mode)
-    replicated = replicate_model_fn(self._model_fn(bench, name), "sum", TWO)
-    with pytest.raises(ValueError, match="through a TowerOptimizer") as caught:
-      caller(replicated, mode)(batch())
-    tower = 1 if mode == "eager" else 0
-    words = f"tower {tower} of 2 changed ['d:0'] by itself"
-    assert words in str(caught.value)
-    assert float(bench.c) == 10.0
-    if mode == "function":
-      bench.untouched.check()
-
-  @every_mode
-  def test_in_one_tower_they_are_fine(self, mode: str, name: str) -> None:
-    bench = Bench(mode, TWO[:1])
-    replicated = replicate_model_fn(self._model_fn(bench, name), "sum", TWO[:1])
-    step = caller(replicated, mode)
-    before = [5.0]
-    for _ in range(2):
-      step(batch())
-      assert float(bench.d) < before[-1]
-      before.append(float(bench.d))
+  with pytest.raises(ValueError, match="through a TowerOptimizer") as caught:
+    step(TWO)
+  tower = 1 if mode == "eager" else 0
+  assert f"tower {tower} of 2 changed ['d:0'] by itself" in str(caught.value)
+  assert float(bench.c) == 10.0
+  if mode == "function":
+    bench.untouched.check()
+  before = float(bench.d)
+  step(TWO[:1])  # In one tower it is fine.
+  assert float(bench.d) < before
 
 
 @every_mode
@@ -299,15 +284,6 @@ def test_variables_that_are_not_trained_may_change(mode: str) -> None:
   assert [float(bench.c), int(count)] == [7.0, 2]
 
 
-def test_no_optimizer_at_all(bench: Bench) -> None:
-  bench.fails(
-    lambda features: TowerSpec("train", bench.loss(features)),
-    ValueError,
-    "no TowerOptimizer was called in 2 towers in mode 'train'",
-    "Use TowerOptimizer(optimizer)",
-  )
-
-
 @pytest.mark.parametrize("devices", [TWO, TWO[:1]])
 def test_optimizers_are_for_training(bench: Bench, devices: Any) -> None:
   bench.devices = devices
@@ -329,20 +305,6 @@ def test_gradients_of_a_branch_cannot_leave_it() -> None:
   bench.fails(model_fn, ValueError, "was called inside tf.cond")
 
 
-@every_mode
-@pytest.mark.parametrize(
-  ("features", "words"),
-  [
-    (lambda: {"a": tf.ones([2]), "b": tf.ones([5, 2])}, "axis 0 has length 5"),
-    (lambda: {"a": tf.constant(2.0)}, "in axis 0; got a scalar"),
-  ],
-)
-def test_batches(mode: str, features: Any, words: str) -> None:
-  bench = Bench(mode)
-  good = bench.odd(lambda loss: bench.minimize(bench.first, loss))
-  bench.fails(good, ValueError, "`features` must", words, features=features())
-
-
 def test_labels() -> None:
   def model_fn(features: Any, labels: Any, mode: str) -> TowerSpec:
     raise AssertionError("called")
@@ -354,6 +316,10 @@ def test_labels() -> None:
   for labels in (tf.ones([2, 1]), [1.0, 2.0]):
     with pytest.raises(ValueError, match=r"gets 2 features and 1 labels"):
       replicated(tf.ones([4, 1]), labels)
+
+
+def _unused(bench: Bench) -> Callable[..., Any]:
+  return lambda features, mode: TowerSpec(mode, bench.loss(features))
 
 
 def _returns(**spec: Any) -> Callable[[Bench], Callable[..., Any]]:
@@ -371,32 +337,35 @@ def _returns(**spec: Any) -> Callable[[Bench], Callable[..., Any]]:
 
 
 @pytest.mark.parametrize(
-  ("make", "error", "words"),
+  ("make", "error", "words", "mode"),
   [
-    (_returns(), TypeError, "in tower 0 it returned {'loss': 3}"),
-    (_returns(mode="eval"), ValueError, "'train'; in tower 0 it returned 'ev"),
-    (_returns(mode="train", metrics=[1.0]), TypeError, "`metrics` must be a"),
-    (_returns(mode="train", metrics={"a": 1.0}), TypeError, "got {'a': 1.0}"),
+    (
+      _unused,
+      ValueError,
+      "no TowerOptimizer was called in 2 towers in mode 'train'",
+      "train",
+    ),
+    (_unused, ValueError, "one of ['train', 'eval', 'infer']; got 'p'", "p"),
+    (_returns(), TypeError, "tower 0 it returned {'loss': 3}", "train"),
+    (_returns(mode="eval"), ValueError, "TowerSpec(mode='eval'", "train"),
+    (
+      _returns(mode="train", metrics={"a": 1.0}),
+      TypeError,
+      "`metrics` must be a dictionary of tf.keras.metrics.Metric objects",
+      "train",
+    ),
     (
       _returns(mode="train", predictions={"a": 1.0}),
       ValueError,
       "`predictions` must hold tensors with the batch in axis 0; got a scalar",
+      "train",
     ),
   ],
 )
 def test_what_is_returned(
-  bench: Bench, make: Any, error: Any, words: str
+  bench: Bench, make: Any, error: Any, words: str, mode: str
 ) -> None:
-  bench.fails(make(bench), error, words)
-
-
-def test_an_unknown_mode(bench: Bench) -> None:
-  bench.fails(
-    lambda features, mode: TowerSpec(mode),
-    ValueError,
-    "`mode` must be one of ['train', 'eval', 'infer']; got 'predict'",
-    mode="predict",
-  )
+  bench.fails(make(bench), error, words, mode=mode)
 
 
 def test_nesting(bench: Bench) -> None:
@@ -429,7 +398,7 @@ def test_no_optimizer() -> None:
 
 
 class TestReplicating:
-  @pytest.mark.parametrize("reduction", ["none", "most", None, 3])
+  @pytest.mark.parametrize("reduction", ["none", "most", None])
   def test_reductions(self, reduction: Any) -> None:
     with pytest.raises(ValueError, match="`loss_reduction` must be one") as e:
       replicate_model_fn(lambda features: None, reduction, TWO)
@@ -449,7 +418,7 @@ class TestReplicating:
     spec = replicated(tf.constant([1.0, 3.0]), mode="eval")
     assert float(spec.loss) == 2.0 * factor
 
-  @pytest.mark.parametrize("device", ["CPU:17", "TPU:0", "/job:x/y", "first"])
+  @pytest.mark.parametrize("device", ["CPU:17", "TPU:0", "first"])
   def test_devices(self, device: str) -> None:
     with pytest.raises(ValueError, match="of this machine") as caught:
       replicate_model_fn(lambda features: None, devices=["CPU:0", device])
@@ -458,7 +427,7 @@ class TestReplicating:
       replicate_model_fn(lambda features: None, devices=[])
 
   def test_no_function(self) -> None:
-    with pytest.raises(TypeError, match="`model_fn` must be a function"):
+    with pytest.raises(TypeError, match="is not a callable object"):
       replicate_model_fn("model")  # type: ignore[arg-type]
 
 
@@ -491,7 +460,6 @@ def _no_row() -> Any:
 @pytest.mark.parametrize(
   ("second", "error", "words"),
   [
-    (lambda b: lambda g: b.other.apply_gradients([]), ValueError, "at least"),
     (
       lambda b: lambda g: b.other.apply_gradients([(tf.ones([2]), b.c)]),
       ValueError,
@@ -525,8 +493,7 @@ def test_nothing_is_half_done(
   bench.fails(model_fn, error, words)
 
 
-@every_mode
-def test_a_step_that_fails_builds_no_optimizer(mode: str) -> None:
+def test_a_step_that_fails_builds_no_optimizer() -> None:
   c, d = tf.Variable(10.0), tf.Variable(10.0)
   optimizer, other = TowerOptimizer(sgd), TowerOptimizer(sgd)
   other.build([c])
@@ -544,9 +511,9 @@ def test_a_step_that_fails_builds_no_optimizer(mode: str) -> None:
 
   replicated = replicate_model_fn(model_fn, devices=TWO)
   with pytest.raises(ValueError, match=r"Unknown variable|was built"):
-    caller(replicated, mode)(batch())
+    tf.function(replicated)(batch())
   is_bad[0] = False
-  caller(replicated, mode)(batch())
+  tf.function(replicated)(batch())
   assert float(c) == float(d) == 7.0
 
 

@@ -1,8 +1,7 @@
 """A replicated model function: batches in, one answer out."""
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,21 +32,6 @@ def _echo(features: Any, mode: str) -> TowerSpec:
   return TowerSpec(mode, predictions=features)
 
 
-def _parts(
-  features: Any, devices: Any = TWO, labels: Any = None
-) -> list[tuple[Any, Any]]:
-  """What each tower is given."""
-  found: list[tuple[Any, Any]] = []
-
-  def model_fn(features: Any, labels: Any, mode: str) -> TowerSpec:
-    found.append((features, labels))
-    return TowerSpec(mode)
-
-  replicate_model_fn(model_fn, devices=devices)(features, labels, PREDICT)
-  assert len(found) == len(devices)
-  return found
-
-
 def _lists(value: Any) -> Any:
   """A tensor as lists."""
   if isinstance(value, tf.RaggedTensor):
@@ -57,152 +41,25 @@ def _lists(value: Any) -> Any:
   return value.numpy().tolist()
 
 
-class Pair(NamedTuple):
-  """A nest with names."""
-
-  left: Any
-  right: Any
-
-
-SPARSE = ([[0, 1], [1, 0], [3, 2]], [5.0, 6.0, 7.0], [4, 3])
-KINDS: dict[str, tuple[Callable[[], Any], list[Any]]] = {
-  "tensor": (
-    lambda: tf.constant([[1], [2], [3], [4]]),
-    [[[1], [2]], [[3], [4]]],
-  ),
-  "variable": (lambda: tf.Variable([1, 2, 3, 4]), [[1, 2], [3, 4]]),
-  "array": (lambda: np.arange(4), [[0, 1], [2, 3]]),
-  "texts": (lambda: tf.constant(["a", "b"]), [[b"a"], [b"b"]]),
-  "array of texts": (lambda: np.array(["a", "b"]), [[b"a"], [b"b"]]),
-  "list of texts": (lambda: ["a", "b"], [[b"a"], [b"b"]]),
-  "list of numbers": (lambda: [1, 2, 3, 4], [[1, 2], [3, 4]]),
-  "table": (lambda: [[1.0], [2.0]], [[[1.0]], [[2.0]]]),
-  "sparse": (
-    lambda: tf.SparseTensor(*SPARSE),
-    [[[0.0, 5.0, 0.0], [6.0, 0.0, 0.0]], [[0.0] * 3, [0.0, 0.0, 7.0]]],
-  ),
-  "ragged": (
-    lambda: tf.ragged.constant([[1], [], [2, 3], [4, 5, 6]]),
-    [[[1], []], [[2, 3], [4, 5, 6]]],
-  ),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_tower_has_its_part(kind: str) -> None:
-  make, expected = KINDS[kind]
-  parts = _parts(make())
-  assert [_lists(features) for features, _ in parts] == expected
-  assert [labels for _, labels in parts] == [None, None]
-  # And back, in order.
-  whole = make()
-  spec = tf.function(replicate_model_fn(_echo, devices=TWO))(
-    whole, None, "infer"
-  )
-  if not isinstance(whole, (tf.SparseTensor, tf.RaggedTensor)):
-    whole = tf.convert_to_tensor(whole)
-  assert _lists(spec.predictions) == _lists(whole)
-  assert (type(spec), spec.mode) == (TowerSpec, PREDICT)
-  assert spec.loss is spec.train_op is spec.metrics is None
-
-
-def test_nests() -> None:
-  features = {
-    "a": np.arange(4),
-    "b": Pair(tf.constant(["a", "b", "c", "d"]), (tf.range(8), None)),
-    "c": [tf.SparseTensor(*SPARSE), tf.constant([[1.0], [2.0], [3.0], [4.0]])],
-  }
-  first, second = _parts(features, labels=(tf.range(4), {"x": tf.range(2)}))
-  assert _lists(first[0]["a"]) == [0, 1]
-  assert _lists(second[0]["b"].left) == [b"c", b"d"]
-  assert _lists(second[0]["b"].right[0]) == [4, 5, 6, 7]
-  assert second[0]["b"].right[1] is None
-  assert _lists(second[0]["c"][0]) == [[0.0] * 3, [0.0, 0.0, 7.0]]
-  assert _lists(first[0]["c"][1]) == [[1.0], [2.0]]
-  assert _lists(second[1][0]) == [2, 3]
-  assert _lists(second[1][1]["x"]) == [1]
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_nests_of_predictions_and_exports(mode: str) -> None:
   def model_fn(features: Any, mode: str) -> TowerSpec:
-    predictions = {
-      "twice": 2.0 * features["x"],
-      "more": [features["text"], (features["ragged"], None)],
-    }
-    return TowerSpec(
-      mode,
-      predictions=predictions,
-      export_outputs={"serving": {"sum": tf.reduce_sum(features["x"], 1)}},
-    )
+    exports = {"serving": {"sum": tf.reduce_sum(features["x"], 1)}}
+    predictions = {"all": [features["ragged"], (2.0 * features["x"], None)]}
+    return TowerSpec(mode, predictions=predictions, export_outputs=exports)
 
   features = {
     "x": batch([1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]),
-    "text": tf.constant(["a", "b", "c", "d"]),
     "ragged": tf.ragged.constant([[1], [], [2, 3], [4, 5, 6]]),
   }
   replicated = replicate_model_fn(model_fn, devices=TWO)
   spec = caller(lambda x: replicated(x, mode=PREDICT), mode)(features)
-  assert _lists(spec.predictions["twice"])[2] == [10.0, 12.0]
-  assert _lists(spec.predictions["more"][0]) == [b"a", b"b", b"c", b"d"]
-  ragged, none = spec.predictions["more"][1]
+  [ragged, (twice, none)] = spec.predictions["all"]
   assert (_lists(ragged)[1:3], none) == ([[], [2, 3]], None)
+  assert _lists(twice) == _lists(2.0 * features["x"])
   assert _lists(spec.export_outputs["serving"]["sum"]) == [3.0, 7.0, 11.0, 15.0]
-
-
-UNKNOWN: dict[str, tuple[Any, Callable[[int], Any]]] = {
-  "tensor": (
-    tf.TensorSpec([None, 1]),
-    lambda n: tf.reshape(tf.range(1.0, n + 1.0), [n, 1]),
-  ),
-  "sparse": (
-    tf.SparseTensorSpec([None, 1]),
-    lambda n: tf.sparse.from_dense(tf.reshape(tf.range(1.0, n + 1.0), [n, 1])),
-  ),
-  "ragged": (
-    tf.RaggedTensorSpec([None, None], tf.float32, 1),
-    lambda n: tf.RaggedTensor.from_row_lengths(
-      tf.range(1.0, n + 1.0), tf.ones([n], tf.int64)
-    ),
-  ),
-}
-
-
-def _dense(x: Any) -> Any:
-  """All numbers of a tensor of any kind."""
-  if isinstance(x, tf.SparseTensor):
-    return tf.sparse.to_dense(x)
-  return x.values if isinstance(x, tf.RaggedTensor) else x
-
-
-@pytest.mark.parametrize("kind", UNKNOWN)
-@pytest.mark.parametrize("first", ["bad"])
-def test_a_batch_size_known_when_it_runs(kind: str, first: str) -> None:
-  spec, make = UNKNOWN[kind]
-  c, global_step = tf.Variable(10.0), tf.Variable(0)
-  optimizer = TowerOptimizer(sgd(momentum=0.5))
-  testbed.build(optimizer, [c])
-
-  def model_fn(features: Any, mode: str) -> TowerSpec:
-    loss = tf.reduce_sum(c * _dense(features))
-    train_op = optimizer.minimize(loss, global_step, [c])
-    return TowerSpec(mode, loss, train_op)
-
-  replicated = replicate_model_fn(model_fn, devices=TWO)
-  step = tf.function(lambda x: replicated(x).loss, input_signature=[spec])
-  expected = 10.0
-  if first == "good":
-    assert float(step(make(4))) == 100.0
-    assert [float(c), int(global_step)] == [0.0, 1]
-    expected = 0.0
-  untouched = towers_bed.Untouched([c, global_step], optimizer)
-  for length in (3, 5, 1):
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"divi|split"):
-      step(make(length))
-    untouched.check()
-  step(make(2))
-  momentum = -5.0 if first == "good" else 0.0
-  assert float(c) == expected - 3.0 + momentum
+  assert (type(spec), spec.mode) == (TowerSpec, PREDICT)
+  assert spec.loss is spec.train_op is spec.metrics is None
 
 
 @pytest.mark.parametrize("unused", ["labels", "feature"])
@@ -234,30 +91,27 @@ def test_what_no_gradient_needs_has_to_divide_too(unused: str) -> None:
     untouched.check()
 
 
-def _accuracy(x: Any) -> Any:
-  """Labels and predictions, so that towers have different results."""
-  return tf.cast(x > 2.0, tf.float32), tf.cast(x > 4.0, tf.float32)
-
-
 def _new_metrics() -> dict[str, Any]:
   return {
     "mean": keras.metrics.Mean(),
-    "accuracy": keras.metrics.BinaryAccuracy(),
     "root": keras.metrics.RootMeanSquaredError(),
   }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("place", ["outside", "inside"])
+def _update(metrics: dict[str, Any], x: Any) -> None:
+  metrics["mean"].update_state(x)
+  metrics["root"].update_state(x, tf.ones_like(x))
+
+
+@pytest.mark.parametrize(
+  ("place", "mode"), [("outside", "function"), ("inside", "eager")]
+)
 def test_metrics_are_those_of_the_whole_batch(place: str, mode: str) -> None:
   made = _new_metrics() if place == "outside" else None
 
   def model_fn(features: Any, mode: str) -> TowerSpec:
     metrics = made or _new_metrics()
-    labels, predictions = _accuracy(features)
-    metrics["mean"].update_state(features)
-    metrics["accuracy"].update_state(labels, predictions)
-    metrics["root"].update_state(labels, predictions)
+    _update(metrics, features)
     return TowerSpec(mode, tf.reduce_mean(features), metrics=metrics)
 
   replicated = replicate_model_fn(model_fn, "mean", TWO)
@@ -271,10 +125,7 @@ def test_metrics_are_those_of_the_whole_batch(place: str, mode: str) -> None:
   def check(batches: Any) -> None:
     whole = _new_metrics()
     for x in batches:
-      labels, predictions = _accuracy(x)
-      whole["mean"].update_state(x)
-      whole["accuracy"].update_state(labels, predictions)
-      whole["root"].update_state(labels, predictions)
+      _update(whole, x)
       found = step(x)
       assert sorted(found) == sorted(whole)
       for name, metric in whole.items():
@@ -288,135 +139,73 @@ def test_metrics_are_those_of_the_whole_batch(place: str, mode: str) -> None:
   check(batches[1:])
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_losses(mode: str) -> None:
-  def model_fn(features: Any, mode: str) -> TowerSpec:
-    return TowerSpec(mode, tf.reduce_max(features))
-
-  rows = batch([1.0], [2.0], [8.0], [4.0])
-  for reduction, expected in (
-    ("sum", 10.0),
-    ("mean", 5.0),
-    (tf.compat.v1.losses.Reduction.MEAN, 5.0),
-    ("sum_over_batch_size", 5.0),
-  ):
-    replicated = replicate_model_fn(model_fn, reduction, TWO)
-    step = caller(lambda x, r=replicated: r(x, mode="eval").loss, mode)
-    assert float(step(rows)) == expected
-  plain = replicate_model_fn(lambda features: TowerSpec("eval", 3), "sum", TWO)
-  assert int(plain(rows, mode="eval").loss) == 6
-
-
 class CalledObject:
   """An object that is called like a function."""
 
-  def __init__(self) -> None:
-    self.got: list[Any] = []
-
   def __call__(self, features: Any, params: Any, mode: str) -> TowerSpec:
-    self.got.append(("params", params, mode))
-    return TowerSpec(mode)
-
-  def method(self, features: Any, mode: str, config: Any = 7) -> TowerSpec:
-    self.got.append(("config", config, mode))
-    return TowerSpec(mode)
+    return TowerSpec(mode, predictions=[features, params["a"] + features])
 
 
-class TestArguments:
-  def test_only_what_is_taken(self) -> None:
-    got: list[Any] = []
-
-    def all_of_them(
-      features: Any, labels: Any, mode: str, params: Any, config: Any
-    ) -> TowerSpec:
-      got.append((_lists(labels), mode, params, config))
-      return TowerSpec(mode)
-
-    def by_keyword(features: Any, *, mode: str, **kwargs: Any) -> TowerSpec:
-      kwargs["labels"] = _lists(kwargs["labels"])
-      got.append((mode, sorted(kwargs.items())))
-      return TowerSpec(mode)
-
-    def another_name(x: Any, labels: Any = 5, mode: str = "none") -> TowerSpec:
-      got.append((_lists(x), labels if labels is None else None, mode))
-      return TowerSpec(mode)
-
-    def with_a_first(first: Any, features: Any, mode: str) -> TowerSpec:
-      got.append((first, _lists(features), mode))
-      return TowerSpec(mode)
-
-    x, y = batch(), tf.constant([3, 4])
-    both = functools.partial(replicate_model_fn, devices=TWO)
-    both(all_of_them)(x, y, PREDICT, {"a": 1}, "config")
-    both(by_keyword)(x, y, "eval", {"a": 1}, "config")
-    both(another_name)(x, mode="eval")
-    both(functools.partial(with_a_first, "first"))(x, mode="eval")
-    both(lambda features: TowerSpec("eval", None, None, features + 1.0))(
-      x, mode="eval", params={"a": 1}
-    )
-
-    def features_only(features: Any) -> TowerSpec:
-      got.append(_lists(features))
-      return TowerSpec("eval")
-
-    both(features_only)(x, None, "eval", {"a": 1}, "config")
-    assert got == [
-      ([3], "infer", {"a": 1}, "config"),
-      ([4], "infer", {"a": 1}, "config"),
-      *(
-        (
-          "eval",
-          [("config", "config"), ("labels", [y]), ("params", {"a": 1})],
-        )
-        for y in (3, 4)
+@pytest.mark.parametrize(
+  ("model_fn", "expected"),
+  [
+    (CalledObject(), [[1.0, 2.0], [8.0, 9.0]]),
+    (lambda x, mode: TowerSpec(mode, predictions=x), [1.0, 2.0]),
+    (
+      lambda features, **options: TowerSpec(
+        options["mode"],
+        predictions=options["params"]["a"] * options["labels"],
       ),
-      ([[1.0]], None, "eval"),
-      ([[2.0]], None, "eval"),
-      ("first", [[1.0]], "eval"),
-      ("first", [[2.0]], "eval"),
-      [[1.0]],
-      [[2.0]],
-    ]
-
-  def test_callable_objects_and_methods(self) -> None:
-    model = CalledObject()
-    replicate_model_fn(model, devices=TWO)(
-      batch(), mode="eval", params={"a": 1}, config=2
-    )
-    replicate_model_fn(model.method, devices=TWO)(
-      batch(), mode="infer", params={"a": 1}, config=2
-    )
-    assert model.got == [
-      *[("params", {"a": 1}, "eval")] * 2,
-      *[("config", 2, "infer")] * 2,
-    ]
-
-  def test_a_partial_that_binds_an_argument(self) -> None:
-    got: list[Any] = []
-
-    def model_fn(features: Any, mode: str, params: Any) -> TowerSpec:
-      got.append(params)
-      return TowerSpec(mode)
-
-    bound = functools.partial(model_fn, params="mine")
-    replicate_model_fn(bound, devices=TWO)(batch(), mode="eval")
-    replicate_model_fn(bound, devices=TWO)(batch(), mode="eval", params="new")
-    assert got == ["mine", "mine", "new", "new"]
-
-  def test_the_mode_is_train_by_default(self) -> None:
-    seen: list[str] = []
-
-    def model_fn(features: Any, mode: str) -> TowerSpec:
-      seen.append(mode)
-      return TowerSpec(mode)
-
-    replicate_model_fn(model_fn, devices=TWO[:1])(batch())
-    assert seen == ["train"] == [ModeKeys.TRAIN]
-    assert [ModeKeys.EVAL, ModeKeys.PREDICT] == ["eval", "infer"]
+      [21.0, 28.0],
+    ),
+    (
+      lambda features, mode, config, labels=7.0: TowerSpec(
+        mode, predictions=labels + config
+      ),
+      [5.0, 6.0],
+    ),
+    (
+      functools.partial(
+        lambda first, x, mode: TowerSpec(mode, predictions=first + x), 4.0
+      ),
+      [5.0, 6.0],
+    ),
+  ],
+)
+def test_only_what_is_taken_is_handed_over(
+  model_fn: Any, expected: Any
+) -> None:
+  spec = replicate_model_fn(model_fn, devices=TWO)(
+    tf.constant([1.0, 2.0]), tf.constant([3.0, 4.0]), "eval", {"a": 7.0}, 2.0
+  )
+  found = tf.nest.map_structure(_lists, spec.predictions)
+  assert found == expected
 
 
-@pytest.mark.parametrize("devices", [FOUR, FOUR[::-1], ("CPU:2", "CPU:2")])
-@pytest.mark.parametrize("mode", MODES)
+def test_defaults_stay_and_params_are_each_tower_s_own() -> None:
+  got: list[Any] = []
+
+  def model_fn(features: Any, mode: str, params: Any) -> TowerSpec:
+    got.append((mode, dict(params)))
+    params["a"] = 0
+    return TowerSpec(mode)
+
+  bound = functools.partial(model_fn, params={"a": 1})
+  replicate_model_fn(bound, devices=TWO[:1])(batch(), mode="eval")
+  given = {"a": 2}
+  replicate_model_fn(bound, devices=TWO)(batch(), mode="eval", params=given)
+  assert got == [("eval", {"a": 1}), *[("eval", {"a": 2})] * 2]
+  assert given == {"a": 2}
+  # The mode is "train" by default.
+  spec = replicate_model_fn(lambda x, mode: TowerSpec(mode), devices=TWO[:1])
+  assert spec(batch()).mode == ModeKeys.TRAIN == "train"
+  assert [ModeKeys.EVAL, ModeKeys.PREDICT] == ["eval", "infer"]
+
+
+@pytest.mark.parametrize(
+  ("devices", "mode"),
+  [(FOUR[::-1], "function"), (("CPU:2", "CPU:2"), "eager")],
+)
 def test_operations_are_on_their_tower_s_device(
   devices: Any, mode: str
 ) -> None:

@@ -28,7 +28,6 @@ from tf_cross_shard import (
 
 keras = tf.keras
 every_mode = pytest.mark.parametrize("mode", MODES)
-every_count = pytest.mark.parametrize("devices", [TWO, TWO[:1]])
 
 
 def _make(kind: str, value: float, name: str) -> Any:
@@ -40,8 +39,10 @@ def _make(kind: str, value: float, name: str) -> Any:
   return tf.Variable(value, name=name)
 
 
-@every_mode
-@pytest.mark.parametrize("kind", ["tf", "keras", "get_variable"])
+@pytest.mark.parametrize(
+  ("kind", "mode"),
+  [("tf", "function"), ("keras", "eager"), ("get_variable", "function")],
+)
 def test_made_once_for_all_towers_steps_and_modes(kind: str, mode: str) -> None:
   optimizer = TowerOptimizer(sgd)
 
@@ -98,20 +99,17 @@ def test_get_variable_goes_by_name(mode: str) -> None:
   assert predict(first, "ba") == [[7.0], [14.0]]
   # In a graph, where TensorFlow finds names, they are another's too.
   assert predict(second, "a") == [[2.0], [4.0]]
-  with pytest.raises(ValueError, match="net/a:0 has shape"):
-    replicate_shape(first)
 
 
-def replicate_shape(replicated: Any) -> None:
-  """Asks for `net/a` with another shape."""
-
-  def model_fn(features: Any, mode: str, params: str) -> TowerSpec:
-    with tf.compat.v1.variable_scope("net"):
-      tf.compat.v1.get_variable("a", [2])
+def test_get_variable_of_another_shape() -> None:
+  def model_fn(features: Any, mode: str, params: Any) -> TowerSpec:
+    tf.compat.v1.get_variable("a", params)
     return TowerSpec(mode)
 
-  replicated._model_fn = model_fn
-  replicated(batch(), mode="infer", params="")
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+  replicated(batch(), mode="infer", params=[3])
+  with pytest.raises(ValueError, match="a:0 has shape"):
+    replicated(batch(), mode="infer", params=[2])
 
 
 ROWS = np.random.default_rng(0).normal(size=(4, 3)).astype("float32")
@@ -168,9 +166,9 @@ def test_a_program_of_tensorflow_1(mode: str) -> None:
   assert np.abs(found - before).max() > 0.05
 
 
-@pytest.mark.parametrize("order", ["eefe", "ffef"])
-def test_training_is_that_of_one_network(order: str) -> None:
+def test_training_is_that_of_one_network() -> None:
   """Eagerly and in functions in turn; slots and weights go on."""
+  order = "feef"
   keras.layers.Dense(3)  # Names are numbered on: others come in between.
 
   def model_fn(features: Any, mode: str) -> TowerSpec:
@@ -205,8 +203,9 @@ def test_training_is_that_of_one_network(order: str) -> None:
 
 
 class TestOptimizersMadeInside:
-  @every_mode
-  @every_count
+  @pytest.mark.parametrize(
+    ("mode", "devices"), [("eager", TWO[:1]), ("function", TWO)]
+  )
   def test_state_goes_on(self, mode: str, devices: Any) -> None:
     """Each has its own, and a step in another function finds it again."""
 
@@ -252,27 +251,7 @@ class TestOptimizersMadeInside:
     replicated(batch(), params={"learning_rate": 1.0})
     assert float(c) == 4.0
 
-  def test_other_variables(self) -> None:
-    """Two phases would share one state."""
-    weights = {"g": tf.Variable(10.0), "d": tf.Variable(10.0)}
-
-    def model_fn(features: Any, mode: str, params: str) -> TowerSpec:
-      loss = tf.reduce_sum(weights[params] * features)
-      optimizer = TowerOptimizer(sgd(momentum=0.5))
-      return TowerSpec(
-        mode,
-        loss,
-        optimizer.minimize(loss, None, [weights[params]]),
-      )
-
-    replicated = replicate_model_fn(model_fn, devices=TWO)
-    replicated(batch(), params="g")
-    with pytest.raises(ValueError, match="Unknown variable"):
-      replicated(batch(), params="d")
-    assert float(weights["d"]) == 10.0
-
-  @every_count
-  def test_around_optimizers_from_outside(self, devices: Any) -> None:
+  def test_around_optimizers_from_outside(self) -> None:
     """They keep their slots, though a TowerOptimizer is made around each."""
     weights = [tf.Variable(10.0) for _ in "12"]
     optimizers = [sgd(1.0, momentum=0.5) for _ in weights]
@@ -283,7 +262,7 @@ class TestOptimizersMadeInside:
       train_op = optimizer.minimize(loss, var_list=[weights[params]])
       return TowerSpec(mode, loss, train_op)
 
-    replicated = replicate_model_fn(model_fn, devices=devices)
+    replicated = replicate_model_fn(model_fn, devices=TWO)
     for params in (0, 1, 0):
       replicated(batch(), params=params)
     # 3, then 3 + 0.5 * 3; the other has moved once, on its own.
@@ -327,17 +306,30 @@ def test_variables_are_where_the_first_tower_is() -> None:
   assert [float(c), float(slot)] == [7.0, -3.0]
 
 
-def _differs(second: Any, words: str, after: int = 1) -> None:
+@pytest.mark.tf_keras_mode
+@pytest.mark.parametrize(
+  ("after", "starts", "words"),
+  [
+    (1, (1.0, [0.0] * 3), "number 2, tower_0/b:0 has shape (2,) and dtype"),
+    (
+      2,
+      (lambda: tf.ones([], tf.float64),),
+      "dtype float32, and now () and float64 is asked",
+    ),
+    (3, (2.0,), "a:0 started from 1.0 and is to start from 2.0"),
+    (1, (1.0,), "there were 2, and now 1: tower_0/b:0 is missing"),
+    (2, (1.0, [0.0] * 2, 1.0), "there were 2, and one more, c, is asked"),
+  ],
+)
+def test_differences(after: int, starts: Any, words: str) -> None:
   """The `after`-th tower makes other variables, and nothing is applied."""
   c, optimizer = tf.Variable(10.0), TowerOptimizer(sgd)
   towers: list[int] = []
 
   def model_fn(features: Any, mode: str) -> TowerSpec:
-    if len(towers) == after:
-      second()
-    else:
-      tf.Variable(1.0, name="a")
-      tf.Variable(tf.zeros([2]), name="b")
+    made = starts if len(towers) == after else (1.0, [0.0] * 2)
+    for name, start in zip("abc", made, strict=False):
+      tf.Variable(start, name=name)
     towers.append(1)
     loss = tf.reduce_sum(c * features)
     return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
@@ -356,44 +348,7 @@ def _differs(second: Any, words: str, after: int = 1) -> None:
   assert float(c) == expected - 3.0
 
 
-@pytest.mark.parametrize("after", [1, 2, 3])
-class TestDifferences:
-  def test_shape(self, after: int) -> None:
-    def second() -> None:
-      tf.Variable(1.0, name="a")
-      tf.Variable(tf.zeros([3]), name="b")
-
-    _differs(second, "number 2, tower_0/b:0 has shape (2,) and dtype", after)
-
-  def test_dtype(self, after: int) -> None:
-    def second() -> None:
-      tf.Variable(lambda: tf.ones([], tf.float64), name="a")
-
-    _differs(second, "dtype float32, and now () and float64 is asked", after)
-
-  def test_start(self, after: int) -> None:
-    def second() -> None:
-      tf.Variable(2.0, name="a")
-
-    _differs(second, "a:0 started from 1.0 and is to start from 2.0", after)
-
-  def test_fewer(self, after: int) -> None:
-    def second() -> None:
-      tf.Variable(1.0, name="a")
-
-    _differs(second, "there were 2, and now 1: tower_0/b:0 is missing", after)
-
-  def test_more(self, after: int) -> None:
-    def second() -> None:
-      tf.Variable(1.0, name="a")
-      tf.Variable(tf.zeros([2]), name="b")
-      tf.Variable(1.0, name="more")
-
-    _differs(second, "there were 2, and one more, more, is asked", after)
-
-
-@every_mode
-def test_layers_that_another_mode_leaves_out(mode: str) -> None:
+def test_layers_that_another_mode_leaves_out() -> None:
   def dense(value: float) -> Any:
     start = keras.initializers.Constant(value)
     return keras.layers.Dense(1, use_bias=False, kernel_initializer=start)
@@ -407,7 +362,7 @@ def test_layers_that_another_mode_leaves_out(mode: str) -> None:
   for first, second in (("eval", "infer"), ("infer", "eval")):
     replicated = replicate_model_fn(model_fn, devices=TWO)
     run = {
-      m: caller(lambda x, m=m, r=replicated: r(x, mode=m).predictions, mode)
+      m: tf.function(lambda x, m=m, r=replicated: r(x, mode=m).predictions)
       for m in (first, second)
     }
     run[first](batch())
@@ -428,8 +383,7 @@ class _Lazy(keras.Model):
     return self.dense(x)
 
 
-@every_mode
-def test_models_from_outside_that_are_built_within(mode: str) -> None:
+def test_models_from_outside_that_are_built_within() -> None:
   models = [_Lazy(value) for value in (1.0, 3.0)]
 
   def model_fn(features: Any, mode: str, params: int) -> TowerSpec:
@@ -438,7 +392,7 @@ def test_models_from_outside_that_are_built_within(mode: str) -> None:
   replicated = replicate_model_fn(model_fn, devices=TWO)
 
   def predict(i: int) -> Any:
-    run = caller(lambda x: replicated(x, mode="infer", params=i), mode)
+    run = tf.function(lambda x: replicated(x, mode="infer", params=i))
     return run(batch()).predictions
 
   np.testing.assert_array_equal(predict(0), batch())
@@ -451,32 +405,6 @@ def test_models_from_outside_that_are_built_within(mode: str) -> None:
   models[1](batch())
   for i, factor in ((1, 3.0), (0, 1.0)):
     np.testing.assert_array_equal(predict(i), batch() * factor)
-
-
-@pytest.mark.parametrize("kind", ["model", "LSTM", "nested", "attention"])
-@every_mode
-def test_layers_that_are_built_late(kind: str, mode: str) -> None:
-  def model_fn(features: Any, mode: str) -> TowerSpec:
-    row = features[:, None, :]
-    if kind == "model":
-      y = _Lazy(4.0)(features)
-    elif kind == "LSTM":
-      y = keras.layers.LSTM(2, dropout=0.5)(row, training=False)
-    elif kind == "nested":
-      cell = keras.layers.Bidirectional(keras.layers.SimpleRNN(1))
-      y = keras.layers.TimeDistributed(keras.layers.Dense(2))(row)[:, 0]
-      y = cell(y[:, None, :])
-    else:
-      y = keras.layers.MultiHeadAttention(1, 2)(row, row)[:, 0]
-    return TowerSpec(mode, predictions=y)
-
-  replicated = replicate_model_fn(model_fn, devices=TWO)
-  predict = caller(lambda x: replicated(x, mode="infer").predictions, mode)
-  first = predict(tf.ones([2, 1])).numpy()
-  before = len(replicated.variables)
-  np.testing.assert_allclose(first[0], first[1], rtol=1e-5)
-  np.testing.assert_allclose(predict(tf.ones([4, 1]))[2:], first, rtol=1e-5)
-  assert len(replicated.variables) == before > 0
 
 
 def test_each_replicated_function_has_its_own() -> None:
@@ -492,31 +420,7 @@ def test_each_replicated_function_has_its_own() -> None:
   assert values(first.variables + second.variables) == [7.0, 3.0]
 
 
-def test_retracing() -> None:
-  traces: list[int] = []
-
-  def model_fn(features: Any, mode: str) -> TowerSpec:
-    traces.append(1)
-    c = tf.Variable(16.0, name="c")
-    optimizer = TowerOptimizer(sgd(momentum=0.5))
-    loss = tf.reduce_sum(c * features)
-    return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
-
-  replicated = replicate_model_fn(model_fn, devices=TWO)
-  step = tf.function(replicated)
-  found = []
-  for rows in ([[1.0], [2.0]], [[1.0], [2.0], [0.0], [0.0]], [[1.0]] * 6):
-    before = len(traces)
-    step(batch(*rows))
-    assert len(traces) >= before + 2
-    step(batch(*rows))
-    found.append(values(replicated.variables)[0])
-  # sums 3, 3, 3, 3, 6, 6; velocity 3, 4.5, 5.25, 5.625, 8.8125, 10.40625
-  assert found == [8.5, -2.375, -21.59375]
-
-
-@pytest.mark.parametrize("tower", [0, 1])
-def test_a_trace_that_fails_leaves_nothing_behind(tower: int) -> None:
+def test_a_trace_that_fails_leaves_nothing_behind() -> None:
   towers: list[int] = []
 
   def model_fn(features: Any, mode: str) -> TowerSpec:
@@ -526,7 +430,7 @@ def test_a_trace_that_fails_leaves_nothing_behind(tower: int) -> None:
     optimizer = TowerOptimizer(sgd(momentum=0.5))
     loss = tf.reduce_sum(c * d * features)
     train_op = optimizer.minimize(loss, var_list=[c])
-    if len(towers) == tower + 1:
+    if len(towers) == 2:
       raise KeyError("not this time")
     return TowerSpec(mode, loss, train_op)
 

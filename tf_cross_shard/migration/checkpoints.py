@@ -75,15 +75,14 @@ def convert_checkpoint(
 ) -> Conversion:
   """Brings weights, slots and the count of steps over from TensorFlow 1.
 
-  Model and optimizer hold the values afterwards, on every replica, so that
-  training can go on at once. Elsewhere the new checkpoint is restored by
+  Model and optimizer hold the values afterwards, on every replica. Elsewhere
+  the new checkpoint is restored by
 
       tf.train.Checkpoint(model=model, optimizer=optimizer).read(dst)
 
-  around an optimizer of the same class, built on the same variables; whether
-  it is in a CrossShardOptimizer, there or here, makes no difference. The class
-  does, and TensorFlow does not notice: the momentum of what `from_v1` makes of
-  MomentumOptimizer is another number than a plain SGD's.
+  around an optimizer of the same class, built on the same variables, in a
+  CrossShardOptimizer or not. TensorFlow does not notice another class: the
+  momentum of what `from_v1` makes is another number than a plain SGD's.
 
   >>> import os, tempfile
   >>> v1 = tf.compat.v1
@@ -108,18 +107,15 @@ def convert_checkpoint(
   'global_step'
   >>> folder.cleanup()
 
-  A weight is looked for under its own name, also without the model's name
-  before it. Slots are looked for beside the weights, under the name that
-  version 1 gives to such an optimizer, and the count of steps under
-  `global_step`. Nothing else is guessed: the error lists what is left on both
-  sides and shows which argument to write. It comes before any value changes; an
-  optimizer that is not built is built as soon as the weights fit.
+  A weight is looked for under its own name, with or without the model's name
+  before it, slots beside it under the name that version 1 gives to such an
+  optimizer, and the count of steps under `global_step`. Nothing else is
+  guessed: the error, before any value changes, lists what is left on both sides
+  and shows which argument to write.
 
-  Only state is converted. Learning rate, betas, epsilon and the like, a loss
-  scale too, stay what the optimizer was made with: give it what version 1 had.
-  Keras' SGD has the learning rate in its momentum, so that it continues alike
-  as long as that rate stays as it is. Keras' Adam corrects its bias by
-  `iterations`; what `from_v1` makes has version 1's powers of beta.
+  Only state is converted. Give the optimizer the learning rate, betas and the
+  like that version 1 had. Keras' SGD has the learning rate in its momentum, so
+  that it continues alike as long as that rate stays as it is.
 
   On several machines convert on one, and restore on all.
 
@@ -333,25 +329,20 @@ class _Plan:
     return {n: shape for n, shape in self._shapes.items() if n not in used}
 
   def check_unmatched(self) -> None:
-    """Raises an error if something has no counterpart and is to have one."""
-    lines, remedies = [], []
-    for where, shapes in (
-      ("in the checkpoint", self.left_in_checkpoint),
-      ("in model and optimizer", self.left_in_model),
-    ):
-      left = {n: s for n, s in shapes.items() if not self._allowed(n)}
-      lines += _listed(where, left)
-    mine = [n for n in self.left_in_model if not self._allowed(n)]
-    if not lines:
+    """Raises an error if something has no counterpart and must have one."""
+    theirs, ours = (
+      {n: shape for n, shape in left.items() if not self._allowed(n)}
+      for left in (self.left_in_checkpoint, self.left_in_model)
+    )
+    if not theirs and not ours:
       return
-    labels = set(self._labels.values())
-    if self._count in mine:
-      remedies.append("iterations=STEPS")
-    if any(name.rpartition("/")[0] in labels for name in mine):
+    lines = _listed("in the checkpoint", theirs)
+    lines += _listed("in model and optimizer", ours)
+    remedies = ["iterations=STEPS"] if self._count in ours else []
+    if any(n.rpartition("/")[0] in self._labels.values() for n in ours):
       remedies.append('slots="{}/NAME"')
-    if mine:
-      remedies.append(f'names={{"{mine[0]}": "..."}}')
-    remedies.append(f"allow_unmatched={[x.split()[0] for x in lines[1:2]]}")
+    remedies += [f'names={{"{n}": "..."}}' for n in list(ours)[:1]]
+    remedies.append(f"allow_unmatched={[*theirs, *ours][:1]}")
     raise ValueError(
       "Not everything has a counterpart:\n" + "\n".join(lines) + "\nWrite"
       f" {' or '.join(remedies)}, or give the model and the optimizer what they"

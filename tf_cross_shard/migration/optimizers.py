@@ -40,17 +40,12 @@ def from_v1(opt: Any) -> Any:
 
   A learning rate that is a variable or a function is read in every step. Assign
   the variable to change it: to set `optimizer.learning_rate` to a number is an
-  error, and `ReduceLROnPlateau` of tf_keras has no effect. Such an optimizer
-  cannot be saved until its learning rate is a schedule of Keras. A TPU, or any
-  program that XLA compiles, reads variables, and cannot call a function.
+  error. Such an optimizer cannot be saved. XLA, and so a TPU, compiles
+  variables, and no functions. What `tf.compat.v1.train.exponential_decay` and
+  its siblings return in eager execution becomes that schedule of Keras; it
+  follows `iterations`, which start from the present `global_step`.
 
-  What `tf.compat.v1.train.exponential_decay` and its siblings return in eager
-  execution becomes that schedule of Keras; it follows the optimizer's
-  `iterations` from then on, which start from the present `global_step`. That
-  variable is not looked at again.
-
-  `use_locking` is dropped: updates here never race. A `/` in a name becomes
-  `_`.
+  `use_locking` is dropped: updates never race. A `/` in a name becomes `_`.
 
   >>> import tensorflow as tf
   >>> optimizer = from_v1(
@@ -213,12 +208,7 @@ def _number(value: Any, argument: str) -> Any:
       f"`{argument}` is {value!r}, and only a learning rate may change. Pass a"
       " number."
     )
-  try:
-    return float(np.asarray(value))
-  except (TypeError, ValueError) as error:
-    raise ValueError(
-      f"`{argument}` must be a number; got {value!r}. Pass one."
-    ) from error
+  return float(np.asarray(value))
 
 
 def _name(opt: Any) -> str:

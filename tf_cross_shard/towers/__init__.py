@@ -9,9 +9,10 @@ that collects here says itself how a sum is applied.
 """
 
 from tf_cross_shard.towers.replicated_model_fn import (
+  ModeKeys,
   ReplicatedModelFn,
+  TowerSpec,
   replicate_model_fn,
 )
-from tf_cross_shard.towers.tower_spec import ModeKeys, TowerSpec
 
 __all__ = ["ModeKeys", "ReplicatedModelFn", "TowerSpec", "replicate_model_fn"]

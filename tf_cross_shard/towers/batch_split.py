@@ -11,9 +11,8 @@ import tensorflow as tf
 def split(argument: str, tree: Any, count: int) -> list[Any]:
   """Cuts every tensor of a nest into equal parts along axis 0."""
   if _is_table(tree):
-    tree = _as_tensor(argument, tree)
-  leaves = tf.nest.flatten(tree)
-  parts = [_split_leaf(argument, leaf, count) for leaf in leaves]
+    tree = tf.convert_to_tensor(tree)
+  parts = [_split_leaf(argument, x, count) for x in tf.nest.flatten(tree)]
   return [
     tf.nest.pack_sequence_as(tree, [part[i] for part in parts])
     for i in range(count)
@@ -39,15 +38,17 @@ def check_alike(features: Any, labels: Any) -> None:
 
 def concatenate(what: str, trees: Sequence[Any]) -> Any:
   """Joins nests of tensors along axis 0, in order."""
-  for tower, tree in enumerate(trees):
-    try:
-      tf.nest.assert_same_structure(*map(_without_none, (trees[0], tree)))
-    except (TypeError, ValueError) as error:
+  kinds = [
+    tf.nest.map_structure(lambda x: "None" if x is None else "tensor", tree)
+    for tree in trees
+  ]
+  for tower, kind in enumerate(kinds):
+    if kind != kinds[0]:
       raise ValueError(
         f"`{what}` must have the same structure in every tower; tower 0"
-        f" returned {_kinds(trees[0])}, tower {tower} {_kinds(tree)}. Return"
-        " the same keys whatever part of the batch model_fn gets."
-      ) from error
+        f" returned {kinds[0]}, tower {tower} {kind}. Return the same keys"
+        " whatever part of the batch model_fn gets."
+      )
   columns = zip(*map(tf.nest.flatten, trees), strict=True)
   joined = [_join_leaves(what, column) for column in columns]
   return tf.nest.pack_sequence_as(trees[0], joined)
@@ -60,23 +61,12 @@ def _is_table(tree: Any) -> bool:
   return bool(leaves) and all(isinstance(leaf, plain) for leaf in leaves)
 
 
-def _as_tensor(argument: str, value: Any) -> tf.Tensor:
-  """A value as a tensor."""
-  try:
-    return tf.convert_to_tensor(value)
-  except (TypeError, ValueError) as error:
-    raise TypeError(
-      f"`{argument}` must hold tensors, arrays or nests of them; got {value!r}."
-      " Convert it to a tensor whose axis 0 is the batch."
-    ) from error
-
-
 def _split_leaf(argument: str, leaf: Any, count: int) -> Sequence[Any]:
   """The parts of one tensor."""
   if leaf is None:
     return [None] * count
   if not isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor)):
-    leaf = _as_tensor(argument, leaf)
+    leaf = tf.convert_to_tensor(leaf)
   if leaf.shape.rank == 0:
     raise ValueError(
       f"`{argument}` must hold tensors with the batch in axis 0; got a scalar:"
@@ -90,15 +80,15 @@ def _split_leaf(argument: str, leaf: Any, count: int) -> Sequence[Any]:
       " batch size (drop_remainder=True in tf.data), or give fewer devices."
     )
   if isinstance(leaf, tf.RaggedTensor):
-    rows = _even(leaf.nrows(), count) // count
+    rows = _checked(leaf.nrows(), count) // count
     return [leaf[i * rows : (i + 1) * rows] for i in range(count)]
   if isinstance(leaf, tf.SparseTensor):
-    rows = _even(leaf.dense_shape[0], count)
+    rows = _checked(leaf.dense_shape[0], count)
     shape = tf.concat([rows[tf.newaxis], leaf.dense_shape[1:]], axis=0)
     leaf = tf.SparseTensor(leaf.indices, leaf.values, shape)
     return list(tf.sparse.split(leaf, count, axis=0))
   if length is None:
-    with tf.control_dependencies([_even(tf.shape(leaf)[0], count)]):
+    with tf.control_dependencies([_checked(tf.shape(leaf)[0], count)]):
       leaf = tf.identity(leaf)
   return list(tf.split(leaf, count, axis=0))
 
@@ -112,17 +102,11 @@ def _length(leaf: Any) -> int | None:
   return None if static is None else int(static)
 
 
-def _even(rows: tf.Tensor, count: int) -> tf.Tensor:
+def _checked(rows: tf.Tensor, count: int) -> tf.Tensor:
   """The number of rows, once it is known to divide: they would be cut off."""
-  checks = [
-    tf.debugging.assert_equal(
-      rows % count,
-      tf.constant(0, rows.dtype),
-      f"axis 0 must divide into {count} towers",
-    ),
-    tf.debugging.assert_positive(rows, "axis 0 must not be empty"),
-  ]
-  with tf.control_dependencies([each for each in checks if each is not None]):
+  good = tf.logical_and(rows > 0, tf.equal(rows % count, 0))
+  words = f"axis 0 must divide into {count} towers, and not be empty; rows:"
+  with tf.control_dependencies([tf.debugging.Assert(good, [words, rows])]):
     return tf.identity(rows)
 
 
@@ -140,14 +124,3 @@ def _join_leaves(what: str, parts: Sequence[Any]) -> Any:
       f" {parts[0]!r}. Give one value per example, or give it in `metrics`."
     )
   return tf.concat(parts, axis=0)
-
-
-def _without_none(tree: Any) -> Any:
-  """A nest in which None differs from a tensor, not only in value."""
-  leaves = [() if leaf is None else 0 for leaf in tf.nest.flatten(tree)]
-  return tf.nest.pack_sequence_as(tree, leaves)
-
-
-def _kinds(tree: Any) -> Any:
-  """A nest as an error shows it."""
-  return tf.nest.map_structure(lambda leaf: type(leaf).__name__, tree)

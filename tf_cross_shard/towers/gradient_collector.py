@@ -51,15 +51,14 @@ class Call:
   apply: Apply
 
   @property
+  def inner(self) -> Any:
+    """The encapsulated optimizer, by which calls of one are known."""
+    return self.optimizer.inner_optimizer
+
+  @property
   def label(self) -> str:
     """The encapsulated optimizer, for errors."""
-    inner = self.optimizer.inner_optimizer
-    return f"{type(inner).__name__}({self.optimizer.get_name()!r})"
-
-  def is_like(self, other: "Call") -> bool:
-    """Whether both are calls of one optimizer."""
-    ours, theirs = self.optimizer, other.optimizer
-    return ours.inner_optimizer is theirs.inner_optimizer
+    return f"{type(self.inner).__name__}({self.optimizer.get_name()!r})"
 
 
 class Towers:
@@ -113,7 +112,17 @@ class Towers:
         f" {first[len(last)].label} is missing"
       )
     if self.trains and self.count > 1:
-      self._check_unchanged(self._changed(tape, before))
+      changed = self._changed(before) if tape is None else self._differ(tape)
+      if changed:
+        # Found afterwards: in eager execution the variables have changed, and
+        # a graph with such an operation never runs. To find it before, a class
+        # of TensorFlow would have to be patched.
+        raise ValueError(
+          "`model_fn` must apply gradients through a TowerOptimizer when it is"
+          f" replicated; tower {len(self._calls) - 1} of {self.count} changed"
+          f" {_names(changed)} by itself. Use TowerOptimizer(optimizer); after"
+          " eager execution restore the variables, which have changed."
+        )
 
   def collect(self, call: Call) -> None:
     """Keeps what one tower would apply."""
@@ -124,8 +133,7 @@ class Towers:
         " the tower to be added up: return the loss from there, and call the"
         " optimizer in model_fn itself."
       )
-    scaled = id(call.optimizer.inner_optimizer) in self._scaled
-    if self.factor != 1.0 and not scaled:
+    if self.factor != 1.0 and id(call.inner) not in self._scaled:
       logging.log_first_n(
         logging.WARNING,
         "%s is given gradients that it did not compute, in %d towers whose mean"
@@ -140,7 +148,7 @@ class Towers:
     if at >= len(self._calls[0]):
       raise self._odd(f"called {call.label}, which tower 0 did not call")
     first = self._calls[0][at]
-    if not call.is_like(first):
+    if call.inner is not first.inner:
       raise self._odd(f"called {call.label} where tower 0 called {first.label}")
     if _ids(call.variables) != _ids(first.variables):
       raise self._odd(
@@ -158,7 +166,7 @@ class Towers:
       for grad, variable in zip(call.grads, call.variables, strict=True):
         validation.check_rows(grad, variable)
     for call in last:
-      same = [each.variables for each in last if each.is_like(call)]
+      same = [each.variables for each in last if each.inner is call.inner]
       call.optimizer.prepare(list(itertools.chain(*same)))
 
   def apply(self) -> Any:
@@ -175,22 +183,23 @@ class Towers:
         result = same[-1].apply(list(map(_add, every, variables)), variables)
     return result
 
-  def note_scaled(self, optimizer: Any) -> None:
-    """Remembers that an optimizer divided this step's loss by the towers."""
+  def scale(self, optimizer: Any) -> float:
+    """The factor, and remembers that this optimizer applied it."""
     self._scaled.add(id(optimizer))
+    return self.factor
 
-  def _changed(self, tape: tf.GradientTape | None, before: int) -> list[Any]:
-    """The trainable variables that a tower changed by itself."""
-    if tape is not None:
-      changed = []
-      for variable in tape.watched_variables():
-        now = variable.read_value()
-        then = self._seen.setdefault(id(variable), now)
-        if not _is_same(then, now):
-          changed.append(variable)
-      return changed
+  def _differ(self, tape: tf.GradientTape) -> list[Any]:
+    """The trainable variables that are not as the last tower saw them."""
+    changed = []
+    for variable in tape.watched_variables():
+      now = variable.read_value()
+      if not _is_same(self._seen.setdefault(id(variable), now), now):
+        changed.append(variable)
+    return changed
+
+  def _changed(self, before: int) -> list[Any]:
+    """The trainable variables that a tower's operations in a graph change."""
     graph = self._graph
-    assert graph is not None
     handles = {
       graph.capture(variable.handle).name: variable
       for variable in compute.variables_read()
@@ -201,20 +210,6 @@ class Towers:
       name for op in graph.get_operations()[before:] for name in _written(op)
     }
     return [handles[name] for name in handles if name in written]
-
-  def _check_unchanged(self, changed: Sequence[Any]) -> None:
-    """Raises `ValueError` for an optimizer that cannot collect.
-
-    It is found afterwards: in eager execution the variables have changed, and a
-    graph with such an operation never runs.
-    """
-    if changed:
-      raise ValueError(
-        "`model_fn` must apply gradients through a TowerOptimizer when it is"
-        f" replicated; tower {len(self._calls) - 1} of {self.count} changed"
-        f" {_names(changed)} by itself. Use TowerOptimizer(optimizer); after"
-        " eager execution restore the variables, which have changed."
-      )
 
   def _odd(self, text: str) -> ValueError:
     """The error for a tower that does other things than the first."""
@@ -260,7 +255,7 @@ def _written(op: tf.Operation) -> list[str]:
 
 
 def _ids(variables: Sequence[Any]) -> list[int]:
-  """What variables are known by; Keras may wrap one in several objects."""
+  """What variables are known by."""
   return [id(validation.native(variable)) for variable in variables]
 
 
@@ -276,18 +271,14 @@ def _add(grads: Sequence[Gradient], variable: Any) -> Gradient:
     return None
   if len({grad.dtype for grad in present}) > 1:
     present = [indexed_slices.cast(grad, variable) for grad in present]
-  if all(isinstance(grad, tf.IndexedSlices) for grad in present):
+  is_rows = [isinstance(grad, tf.IndexedSlices) for grad in present]
+  if all(is_rows):
     rows = tf.IndexedSlices(
       tf.concat([grad.values for grad in present], axis=0),
       tf.concat([grad.indices for grad in present], axis=0),
       present[0].dense_shape,
     )
     return indexed_slices.merge_duplicates(rows)
-  return tf.add_n(
-    [
-      indexed_slices.to_dense(grad, variable)
-      if isinstance(grad, tf.IndexedSlices)
-      else grad
-      for grad in present
-    ]
-  )
+  dense = indexed_slices.to_dense
+  pairs = zip(present, is_rows, strict=True)
+  return tf.add_n([dense(g, variable) if rows else g for g, rows in pairs])

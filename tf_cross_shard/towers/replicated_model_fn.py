@@ -8,8 +8,8 @@ features, labels -> split -> tower_0: model_fn -+-> merged TowerSpec
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
 
@@ -19,19 +19,56 @@ from tf_cross_shard.towers import (
   gradient_collector,
   shared_variables,
 )
-from tf_cross_shard.towers import tower_spec as spec_lib
-
-_MODES: Final = (
-  spec_lib.ModeKeys.TRAIN,
-  spec_lib.ModeKeys.EVAL,
-  spec_lib.ModeKeys.PREDICT,
-)
 
 # Version 1's towers took a mean for these, whatever it was divided by.
 _MEANS: Final = (
   "weighted_sum_over_batch_size",
   "weighted_sum_by_nonzero_weights",
 )
+
+
+class ModeKeys:
+  """What a model function is called for, spelled as in TensorFlow 1.
+
+  >>> ModeKeys.PREDICT
+  'infer'
+
+  Attributes:
+    TRAIN: To train.
+    EVAL: To evaluate.
+    PREDICT: To predict.
+  """
+
+  TRAIN: Final = "train"
+  EVAL: Final = "eval"
+  PREDICT: Final = "infer"
+
+
+class TowerSpec(NamedTuple):
+  """What a model function returns; `EstimatorSpec` for TensorFlow 2.
+
+  >>> spec = TowerSpec("train", loss=tf.constant(2.0))
+  >>> float(spec.loss), spec.predictions
+  (2.0, None)
+
+  Attributes:
+    mode: One of `ModeKeys`.
+    loss: A tensor. Merged: the sum or mean over the towers.
+    train_op: What the optimizer returned. Merged: what the last optimizer
+      returned after the update.
+    predictions: A tensor or nest, the examples along axis 0. Merged: all
+      towers' in order.
+    metrics: A dictionary of `tf.keras.metrics.Metric` objects that the tower
+      has updated. Merged: their results, once over all towers.
+    export_outputs: Like `predictions`.
+  """
+
+  mode: str
+  loss: Any = None
+  train_op: Any = None
+  predictions: Any = None
+  metrics: Any = None
+  export_outputs: Any = None
 
 
 class ReplicatedModelFn:
@@ -49,12 +86,6 @@ class ReplicatedModelFn:
       raise ValueError(
         f"`model_fn` must be a function of one tower; got {model_fn!r}, which"
         " is replicated already. Replicate it once, over all devices."
-      )
-    if not callable(model_fn):
-      raise TypeError(
-        f"`model_fn` must be a function; got {model_fn!r}. It takes features,"
-        " and labels, mode, params and config if it wants them, and returns a"
-        " TowerSpec."
       )
     self._model_fn = model_fn
     self._parameters = inspect.signature(model_fn).parameters
@@ -86,10 +117,10 @@ class ReplicatedModelFn:
     self,
     features: Any,
     labels: Any = None,
-    mode: str = spec_lib.ModeKeys.TRAIN,
+    mode: str = ModeKeys.TRAIN,
     params: Any = None,
     config: Any = None,
-  ) -> spec_lib.TowerSpec:
+  ) -> TowerSpec:
     """Runs the towers and merges what they return.
 
     Args:
@@ -103,9 +134,8 @@ class ReplicatedModelFn:
       One `TowerSpec` of tensors; see there how each member is merged.
 
     Raises:
-      ValueError: If the batch does not divide, `mode` is unknown, the towers do
-        not fit together, or in several towers gradients were applied by none
-        or by another than a TowerOptimizer.
+      ValueError: If the batch does not divide, `mode` is unknown, the towers
+        differ, or in several towers no TowerOptimizer applied the gradients.
       TypeError: If model_fn does not return a TowerSpec.
       RuntimeError: If it is called in the cross-replica context.
     """
@@ -116,7 +146,7 @@ class ReplicatedModelFn:
     options = {"mode": mode, "params": params, "config": config}
     specs = []
     with self._shared.call(mode) as variables:
-      trains = mode == spec_lib.ModeKeys.TRAIN
+      trains = mode == ModeKeys.TRAIN
       towers = gradient_collector.Towers(
         len(devices), self._reduction, variables, trains
       )
@@ -129,7 +159,7 @@ class ReplicatedModelFn:
           towers.tower(),
         ):
           spec = self._model_fn(parts[tower], **self._taken(options))
-        specs.append(spec_lib.check(spec, tower, mode))
+        specs.append(_checked(spec, tower, mode))
         variables.check_tower(specs[-1].metrics)
       return self._merge(towers, specs, devices[0])
 
@@ -147,9 +177,10 @@ class ReplicatedModelFn:
         " (inside strategy.scope() but outside strategy.run). Call it inside"
         " the function given to `strategy.run`."
       )
-    if mode not in _MODES:
+    modes = [ModeKeys.TRAIN, ModeKeys.EVAL, ModeKeys.PREDICT]
+    if mode not in modes:
       raise ValueError(
-        f"`mode` must be one of {list(_MODES)}; got {mode!r}. Use ModeKeys."
+        f"`mode` must be one of {modes}; got {mode!r}. Use ModeKeys."
       )
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     if self._devices is None and replicas > 1:
@@ -162,29 +193,26 @@ class ReplicatedModelFn:
 
   @tf.autograph.experimental.do_not_convert
   def _taken(self, options: dict[str, Any]) -> dict[str, Any]:
-    """Those that the model function takes, and has not better ones of its own.
-
-    None is for what the caller left out: a default, or what functools.partial
-    has bound, is to stay. What one tower changes in `params` is not another's.
-    """
-    empty, any_name = inspect.Parameter.empty, inspect.Parameter.VAR_KEYWORD
-    takes_all = any(p.kind is any_name for p in self._parameters.values())
-    taken = {}
-    for name, value in options.items():
-      parameter = self._parameters.get(name)
-      has_default = parameter is not None and parameter.default is not empty
-      is_taken = parameter is not None or takes_all
-      if is_taken and not (value is None and has_default):
-        taken[name] = copy.copy(value) if name == "params" else value
+    """Those that the model function takes; None leaves a default as it is."""
+    parameters = self._parameters.values()
+    taken = dict(options)
+    if all(p.kind is not p.VAR_KEYWORD for p in parameters):
+      taken = {n: taken[n] for n in options if n in self._parameters}
+    for parameter in parameters:  # A functools.partial has defaults too.
+      has_default = parameter.default is not parameter.empty
+      if has_default and taken.get(parameter.name) is None:
+        taken.pop(parameter.name, None)
+    if "params" in taken:  # What one tower changes in it is not another's.
+      taken["params"] = copy.copy(taken["params"])
     return taken
 
   @tf.autograph.experimental.do_not_convert
   def _merge(
     self,
     towers: gradient_collector.Towers,
-    specs: Sequence[spec_lib.TowerSpec],
+    specs: Sequence[TowerSpec],
     device: str,
-  ) -> spec_lib.TowerSpec:
+  ) -> TowerSpec:
     """Applies what was collected, and makes one spec of all."""
     if towers.trains and towers.count > 1 and not towers.has_calls:
       raise ValueError(
@@ -194,18 +222,18 @@ class ReplicatedModelFn:
         " its minimize or apply_gradients."
       )
     # All that can be wrong with the specs is found before the update.
-    merged = spec_lib.merge(specs, self._reduction)
+    merged = _merged(specs, self._reduction)
     for name, metric in (specs[-1].metrics or {}).items():
       self._metrics[merged.mode, name] = metric
     if not towers.has_calls:
       return merged
-    answers = tf.nest.flatten(merged, expand_composites=True)
+    results = tf.nest.flatten(merged, expand_composites=True)
     # Variables are on the first device.
     with _on(device), tf.name_scope(f"tower_{towers.count - 1}"):
       # Slots may be made outside of the program: they depend on nothing in it.
       towers.prepare()
       # Nothing is to go wrong after the update in a graph either.
-      with tf.control_dependencies(list(filter(tf.is_tensor, answers))):
+      with tf.control_dependencies(list(filter(tf.is_tensor, results))):
         return merged._replace(train_op=towers.apply())
 
 
@@ -222,17 +250,15 @@ def replicate_model_fn(
       sum over i of L_i              loss_reduction="sum"
       (sum over i of L_i) / n        loss_reduction="mean"
 
-  if model_fn applies them through a `TowerOptimizer`, whose compute_gradients,
-  minimize and scale_loss do the division. Nothing is applied before every tower
-  has returned. In a tf.function towers run in parallel.
+  if model_fn applies them through a `TowerOptimizer`. Nothing is applied before
+  every tower has returned. In a tf.function towers run in parallel.
 
-  All towers, and all calls, share one set of variables, also those that
-  model_fn makes itself, on the first device: the i-th that it makes is the i-th
-  that its first call made, and another shape, dtype or number of them is an
-  error. Optimizers and `metrics` may differ between modes if they are made
-  after the others. Those of `tf.compat.v1.get_variable` go by name. Build what
-  is made outside before the first call. A tf.function makes variables in its
-  first call only: use one for each mode, or call without tf.function first.
+  Variables that model_fn makes are on the first device and shared by all towers
+  and calls: the i-th is the i-th of the first call, and another shape, dtype or
+  number of them is an error. Optimizers and `metrics` may differ between modes
+  if they are made after the others. `tf.compat.v1.get_variable` goes by name.
+  Build what is made outside before the first call. A tf.function makes
+  variables in its first call only: use one for each mode.
 
   >>> from tf_cross_shard import TowerOptimizer, TowerSpec
   >>> c = tf.Variable(10.0)
@@ -259,12 +285,63 @@ def replicate_model_fn(
   Raises:
     ValueError: If `loss_reduction` is `"none"` or unknown, if `devices` holds
       no devices of this machine, or if `model_fn` is replicated already.
-    TypeError: If `model_fn` is no function, or `devices` holds no names.
+    TypeError: If `model_fn` is no function.
 
   References:
     tf.contrib.estimator.replicate_model_fn, which this brings to TensorFlow 2.
   """
   return ReplicatedModelFn(model_fn, loss_reduction, devices)
+
+
+def _checked(spec: Any, tower: int, mode: str) -> TowerSpec:
+  """What a tower returned; raises an error unless it can be merged."""
+  is_spec = isinstance(spec, TowerSpec)
+  if not is_spec or spec.mode != mode:
+    raise (ValueError if is_spec else TypeError)(
+      f"`model_fn` must return a TowerSpec of the mode {mode!r}, which it is"
+      f" called for; in tower {tower} it returned {spec!r}. Return"
+      " TowerSpec(mode, loss=loss, ...)."
+    )
+  metrics = {} if spec.metrics is None else spec.metrics
+  if not isinstance(metrics, Mapping) or not all(
+    hasattr(metric, "update_state") for metric in metrics.values()
+  ):
+    raise TypeError(
+      "`metrics` must be a dictionary of tf.keras.metrics.Metric objects; got"
+      f" {metrics!r}. Update a Metric in model_fn and return it by a name."
+    )
+  return spec
+
+
+def _merged(specs: Sequence[TowerSpec], reduction: str) -> TowerSpec:
+  """One spec of all towers' specs."""
+  last = specs[-1]
+  has_loss = [spec.loss is not None for spec in specs]
+  if len(set(has_loss)) > 1:
+    raise ValueError(
+      "`loss` must be given by every tower or by none; towers"
+      f" {[i for i, has in enumerate(has_loss) if not has]} gave None. Return"
+      " TowerSpec(mode, loss=loss) whatever part of the batch the tower got."
+    )
+  names = [sorted(spec.metrics or {}) for spec in specs]
+  if any(each != names[0] for each in names):
+    raise ValueError(
+      f"`metrics` must have the same names in every tower; got {names}."
+    )
+  loss = None
+  if has_loss[0]:
+    loss = tf.add_n([tf.convert_to_tensor(spec.loss) for spec in specs])
+    if reduction == loss_factor.MEAN:
+      loss = loss / tf.cast(len(specs), loss.dtype)
+  metrics = last.metrics
+  if metrics is not None:
+    # The towers update the same variables: any of them has the result of all.
+    metrics = {name: metrics[name].result() for name in metrics}
+  nests = {
+    name: batch_split.concatenate(name, [getattr(s, name) for s in specs])
+    for name in ("predictions", "export_outputs")
+  }
+  return TowerSpec(last.mode, loss, last.train_op, metrics=metrics, **nests)
 
 
 def _on(device: str) -> contextlib.AbstractContextManager[Any]:

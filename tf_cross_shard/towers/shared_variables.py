@@ -8,7 +8,7 @@ may make its own, after the others. `tf.compat.v1.get_variable` goes by name.
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -172,16 +172,18 @@ class CallVariables:
       self._own += map(validation.native, _state(metric))
     own = set(map(id, self._own))
     is_own = [id(each.variable) in own for each in self._made]
-    weights = len(self._shared.weights)
+    weights = self._shared.weights
+    own_count = len(is_own) - len(weights)
     if not self._shared.orders:
       self._shared.weights = [
         each for each, mine in zip(self._made, is_own, strict=True) if not mine
       ]
-    elif is_own != [False] * weights + [True] * (len(self._made) - weights):
+    elif is_own != [False] * len(weights) + [True] * own_count:
+      first, now = ([m.variable.name for m in x] for x in (weights, self._made))
       raise ValueError(
-        f"{_MUST} another mode made {_names(self._shared.weights)}, and mode"
-        f" {self._mode!r} makes {_names(self._made)}. It may add optimizers and"
-        f" the `metrics` of its TowerSpec only, after these. {_REMEDY}"
+        f"{_MUST} another mode made {first}, and mode {self._mode!r} makes"
+        f" {now}. It may add optimizers and the `metrics` of its TowerSpec"
+        f" only, after these. {_REMEDY}"
       )
     self._shared.orders[self._mode] = self._made
 
@@ -247,11 +249,6 @@ def _settings(part: Any) -> list[Any]:
       found.append((name, _settings(value)))
   inner = getattr(part, "inner_optimizer", None)
   return found if inner is None else [*found, _settings(inner)]
-
-
-def _names(made: Sequence[_Made]) -> list[str]:
-  """Names of variables, for errors."""
-  return [each.variable.name for each in made]
 
 
 def _start(kwargs: dict[str, Any]) -> Any:

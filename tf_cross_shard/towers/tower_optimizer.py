@@ -9,6 +9,7 @@ What a tower is, `tf_cross_shard.towers` says.
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -30,31 +31,14 @@ from tf_cross_shard.towers import gradient_collector
 class Tower(wrapper.OptimizerWrapper):
   """Gathers gradients across the towers of a model function.
 
-  In a function made by `replicate_model_fn` with `n` towers, with `L_i` the
-  loss of tower `i`, the encapsulated optimizer applies, once,
-
-      g = sum over i of grad(L_i)              loss_reduction="sum"
-      g = (sum over i of grad(L_i)) / n        loss_reduction="mean"
-
-  after all towers have returned. In one tower, and outside of towers, all is
-  handed to the encapsulated optimizer as it comes.
+  In a function made by `replicate_model_fn`, which has the formula, the
+  encapsulated optimizer applies their sum, once, after all towers have
+  returned. In one tower, and outside of towers, it is called at once.
 
   Several optimizers, of the same or of different losses, may be used. Each
   tower has to call the same ones in the same order. An optimizer may be made
-  inside the model function; its variables are shared as the others are.
-
-  >>> from tf_cross_shard import TowerOptimizer, TowerSpec, replicate_model_fn
-  >>> c = tf.Variable(10.0)
-  >>> optimizer = TowerOptimizer(tf.keras.optimizers.SGD(1.0))
-  >>> def model_fn(features, mode):
-  ...   loss = tf.reduce_sum(c * features)
-  ...   return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
-  >>> mean = replicate_model_fn(model_fn, "mean", ["CPU:0", "CPU:1"])
-  >>> spec = mean(tf.constant([[1.0], [2.0]]), mode="train")
-  >>> float(c.numpy())  # 10 - (1 + 2) / 2
-  8.5
-
-  With a `CrossShardOptimizer` within, towers add up first and replicas then.
+  inside the model function; its variables are shared as the others are. With a
+  `CrossShardOptimizer` within, towers add up first and replicas then.
 
   References:
     tf.contrib.estimator.TowerOptimizer, whose members this class keeps.
@@ -135,11 +119,10 @@ class Tower(wrapper.OptimizerWrapper):
     6.0
 
     Args:
-      loss: A function of no arguments, a tensor recorded by `tape`, a tensor of
-        the graph being built, or any tensor computed in the tower.
-      var_list: Trainable variables. None means all that the loss touches. In
-        Keras 3 weights with constraints have to be listed, or the optimizer
-        built on them.
+      loss: A function of no arguments, a tensor recorded by `tape`, or any
+        tensor computed in the tower or the graph being built.
+      var_list: Trainable variables. None means all that the loss touches; Keras
+        variables are then known as such only if the optimizer is built.
       gate_gradients: How graphs order gradients, a `GATE_` constant. It and
         the next three are without effect in eager execution.
       aggregation_method: How graphs combine gradient terms.
@@ -172,14 +155,6 @@ class Tower(wrapper.OptimizerWrapper):
   ) -> Any:
     """Collects gradients; they are applied when the last tower has returned.
 
-    >>> from tf_cross_shard import TowerOptimizer
-    >>> weight = tf.Variable(3.0)
-    >>> optimizer = TowerOptimizer(tf.keras.optimizers.SGD(0.5))
-    >>> int(optimizer.apply_gradients([(tf.constant(2.0), weight)]))
-    1
-    >>> float(weight.numpy())
-    2.0
-
     Args:
       grads_and_vars: Pairs of a gradient (dense, row-sparse or None) and its
         variable.
@@ -201,14 +176,12 @@ class Tower(wrapper.OptimizerWrapper):
     grads, variables = validation.check_pairs(grads_and_vars)
     validation.check_global_step(global_step)
     validation.check_name(name)
-    optimizer = self._inner.optimizer
     # Now: found later, other optimizers would have applied.
-    inspect.signature(optimizer.apply_gradients).bind((), **kwargs)
-    kwargs["name"] = name
-
-    def apply(grads: list[Any], variables: list[Any]) -> Any:
-      return self._apply(grads, variables, global_step, kwargs)
-
+    inspect.signature(self._inner.optimizer.apply_gradients).bind((), **kwargs)
+    options = {"name": name, **kwargs}
+    apply = functools.partial(
+      self._apply, global_step=global_step, options=options
+    )
     return self._collect_or(apply, grads, variables)
 
   def get_config(self) -> dict[str, Any]:
@@ -252,9 +225,8 @@ class Tower(wrapper.OptimizerWrapper):
     default: str,
     options: dict[str, Any],
   ) -> compute.Pairs:
-    """Gradients of the scaled loss in this tower."""
-    self._check_trains()
-    towers = gradient_collector.current()
+    """Gradients, times the towers' factor."""
+    towers = self._towers()
     factor = self._factor()
     hidden: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if towers is not None and towers.tape is not None:
@@ -274,7 +246,7 @@ class Tower(wrapper.OptimizerWrapper):
           options=options,
           scalar=False,
         )
-    # Not the loss: it may have been recorded before, and not be any more.
+    # Not the loss, which no tape may be recording any more.
     return [
       (indexed_slices.times(grad, factor), variable) for grad, variable in pairs
     ]
@@ -286,19 +258,16 @@ class Tower(wrapper.OptimizerWrapper):
     variables: Sequence[Any],
   ) -> Any:
     """Leaves `apply` to the last tower; does it now where there is but one."""
-    self._check_trains()
+    towers = self._towers()
 
     def applied(grads: list[Any], variables: list[Any]) -> Any:
       result = apply(grads, variables)
       Tower._was_used = True
       return result
 
-    towers = gradient_collector.current()
-    if towers is None:
-      return applied(list(grads), list(variables))
-    if towers.count == 1:
+    if towers is None or towers.count == 1:
       self.check_known(variables)
-      with towers.variables.paused():
+      with gradient_collector.variables().paused():
         return applied(list(grads), list(variables))
     self._check_not_scaled()
     towers.collect(
@@ -306,8 +275,8 @@ class Tower(wrapper.OptimizerWrapper):
     )
     return tf.identity(self._inner.iterations())
 
-  def _check_trains(self) -> None:
-    """Raises `ValueError` in towers of another mode than training."""
+  def _towers(self) -> gradient_collector.Towers | None:
+    """The towers that this is called in, which have to train."""
     towers = gradient_collector.current()
     if towers is not None and not towers.trains:
       raise ValueError(
@@ -315,6 +284,7 @@ class Tower(wrapper.OptimizerWrapper):
         f" {self.get_name()} in another. Nothing was applied. Look at `mode`"
         " first."
       )
+    return towers
 
   def check_known(self, variables: Sequence[Any]) -> None:
     """Raises an error if this cannot update variables; changes nothing."""
@@ -327,13 +297,12 @@ class Tower(wrapper.OptimizerWrapper):
   def _check_not_scaled(self) -> None:
     """Raises `ValueError` in towers for a loss scale around this optimizer."""
     towers = gradient_collector.current()
-    if self._scaled_by is None or towers is None or towers.count == 1:
-      return
-    raise ValueError(
-      f"{self._scaled_by} encapsulates a TowerOptimizer and looks at the"
-      " gradients of one tower, not at their sum. Put the TowerOptimizer"
-      " outside: TowerOptimizer(LossScaleOptimizer(...))."
-    )
+    if self._scaled_by and towers is not None and towers.count > 1:
+      raise ValueError(
+        f"{self._scaled_by} encapsulates a TowerOptimizer and looks at the"
+        " gradients of one tower, not at their sum. Put the TowerOptimizer"
+        " outside: TowerOptimizer(LossScaleOptimizer(...))."
+      )
 
   @tf.autograph.experimental.do_not_convert
   def _apply(
@@ -358,19 +327,15 @@ class Tower(wrapper.OptimizerWrapper):
 
   @tf.autograph.experimental.do_not_convert
   def prepare(self, variables: Sequence[Any]) -> None:
-    """Makes the slots for all that a step updates, or checks that they are."""
-    if self._inner.is_built:
-      validation.check_known(variables, self._inner.knows)
-      return
-    self.build(list({id(validation.native(v)): v for v in variables}.values()))
+    """Makes the slots for all that a step updates, unless they are there."""
+    if not self._inner.is_built:
+      distinct = {id(validation.native(v)): v for v in variables}
+      self.build(list(distinct.values()))
 
   def _factor(self) -> float:
-    """What the loss is multiplied by in this tower, which is remembered."""
+    """What the loss is multiplied by in this tower."""
     towers = gradient_collector.current()
-    if towers is None:
-      return 1.0
-    towers.note_scaled(self._inner.optimizer)
-    return towers.factor
+    return 1.0 if towers is None else towers.scale(self._inner.optimizer)
 
   def _hand_on(
     self,
