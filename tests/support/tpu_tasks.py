@@ -225,7 +225,7 @@ def trace(
   """The graph of a replica's function on a virtual TPU."""
 
   def replica_fn(*tensors: tf.Tensor) -> Any:
-    with strategy.scope(), replica_context.TracedReplicaContext(strategy):
+    with strategy.scope(), replica_context.TracedReplicaContext(strategy, 0):
       return fn(*tensors)
 
   return lowering.trace(

@@ -1,6 +1,5 @@
 """A variable's copies on replicas, and the host's view of them."""
 
-import copy
 import gc
 import threading
 import weakref
@@ -282,13 +281,6 @@ class TestCopies:
     later.restore(path)
     later.variable = _variable([1.0, 2.0])
     assert _copies(later.variable) == [[0.0, 0.0]] * N
-
-  def test_deepcopy_copies_each(self) -> None:
-    variable = _variable([1.0, 2.0])
-    _spread(variable)
-    copied = copy.deepcopy(variable)
-    variable.assign([9.0, 9.0])
-    assert _copies(copied) == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
 
 
 @pytest.mark.parametrize("traced", [False, True])
