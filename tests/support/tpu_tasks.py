@@ -115,7 +115,7 @@ class Task:
 def task(
   make: Callable[[], Any],
   num_replicas: int,
-  steps: int = 20,
+  steps: int = 10,
   examples: int = 4,
 ) -> Task:
   """A task for a model; no row of an embedding is looked up twice in a step.

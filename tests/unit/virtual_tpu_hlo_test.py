@@ -76,9 +76,7 @@ class TestCollectives:
     ("dtype", "name", "size"),
     [
       ("F64", "f64", 48),
-      ("F16", "f16", 12),
       ("BF16", "bf16", 12),
-      ("S8", "s8", 6),
       ("PRED", "bool", 6),
       ("C128", "c128", 96),
       ("F8E4M3B11FNUZ", "f8e4m3b11fnuz", 6),
