@@ -102,7 +102,6 @@ def test_compile_by_signature_to_json(
       ["groups", "--singletons", "3", "--topology", "v5e:2x2"],
       "v5e:2x2 has 4 devices; the groups hold 3 replicas",
     ),
-    (["groups", "--along", "x", "--topology", "moon"], "got 'moon'"),
     (["compile", "step", *COMPILE, "int8[]"], "MODULE:FUNCTION; got 'step'"),
     (["compile", "none_such:f", *COMPILE, "int8[]"], "No module named"),
     (["compile", "STEPS:number", *COMPILE, "int8[]"], "no function 'number'"),

@@ -42,25 +42,6 @@ def _marks() -> Any:
 
 
 class TestRunArguments:
-  def test_inputs_and_parts_of_the_program(self) -> None:
-    nest = {"a": np.ones([2]), "b": None}
-    given = _arguments(_marks(), 2, nest, k="text", t=tf.constant(5))
-    assert [
-      [float(tf.reduce_sum(x)) for x in each] for each in given.tensors
-    ] == [[1.0, 2.0, 4.0], [2.0] * N, [5.0] * N]
-    assert given.specs == [
-      tf.TensorSpec([], tf.float32),
-      tf.TensorSpec([2], tf.float64),
-      tf.TensorSpec([], tf.int32),
-    ]
-    args, kwargs = given.bind([each[1] for each in given.tensors])
-    assert float(args[0]) == 2.0
-    assert args[1] == 2
-    assert args[2]["a"].numpy().tolist() == [1.0, 1.0]
-    assert args[2]["b"] is None
-    assert kwargs["k"] == "text"
-    assert int(kwargs["t"]) == 5
-
   def test_partly_known_shape(self) -> None:
     rows = [np.ones([i + 1, 2], np.float32) for i in range(N)]
     given = _arguments(testbed.per_replica(testbed.virtual(N), rows))
@@ -107,16 +88,6 @@ class TestRunArguments:
     for argument in (value, distributed):
       with pytest.raises(lowering.TPUCompileError, match="got a SparseTensor"):
         _arguments(argument)
-
-
-def test_packed_results() -> None:
-  structure = {"a": (1, None), "b": [2]}
-  outputs = [tuple(tf.constant(10 * k + i) for i in range(N)) for k in range(2)]
-  packed = program.pack_results(structure, outputs)
-  results = testbed.per_replica_results
-  assert packed["a"][1] is None
-  assert results(testbed.virtual(N), packed["a"][0]) == [0, 1, 2]
-  assert results(testbed.virtual(N), packed["b"][0]) == [10, 11, 12]
 
 
 class TestProgram:
