@@ -1,7 +1,7 @@
 """The TPU program run as virtual replicas, against plain Keras.
 
 {2 replicas, groups of 4, groups of 8} x {SGD, Adam, AdamW}
-  x {dense, convolution, embedding}, each pair of them once, 20 steps each
+  x {dense, convolution, embedding}, each pair of them once, 10 steps each
 """
 # bazel: size=large
 

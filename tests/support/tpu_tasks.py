@@ -115,7 +115,7 @@ class Task:
 def task(
   make: Callable[[], Any],
   num_replicas: int,
-  steps: int = 20,
+  steps: int = 10,
   examples: int = 4,
 ) -> Task:
   """A task for a model; no row of an embedding is looked up twice in a step.
@@ -225,7 +225,7 @@ def trace(
   """The graph of a replica's function on a virtual TPU."""
 
   def replica_fn(*tensors: tf.Tensor) -> Any:
-    with strategy.scope(), replica_context.TracedReplicaContext(strategy):
+    with strategy.scope(), replica_context.TracedReplicaContext(strategy, 0):
       return fn(*tensors)
 
   return lowering.trace(

@@ -50,7 +50,6 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (["--contiguous", "4", "2"], ["o--o", "      o--o"]),
     (["--strided", "4", "2"], ["o-----o", "   o-----o"]),
     (["--singletons", "3"], ["o", "   o", "      o"]),
-    (["--along", "x", "--topology", "v5e:2x2"], ["o--o", "      o--o"]),
     (["--along", "y", "--topology", "v5e:2x2"], ["o-----o", "   o-----o"]),
   ],
 )
@@ -103,10 +102,8 @@ def test_compile_by_signature_to_json(
       ["groups", "--singletons", "3", "--topology", "v5e:2x2"],
       "v5e:2x2 has 4 devices; the groups hold 3 replicas",
     ),
-    (["groups", "--along", "x", "--topology", "moon"], "got 'moon'"),
     (["compile", "step", *COMPILE, "int8[]"], "MODULE:FUNCTION; got 'step'"),
     (["compile", "none_such:f", *COMPILE, "int8[]"], "No module named"),
-    (["compile", "STEPS:none", *COMPILE, "int8[]"], "no function 'none'"),
     (["compile", "STEPS:number", *COMPILE, "int8[]"], "no function 'number'"),
     (["compile", "STEPS:total", *COMPILE, "float33[2]"], "got 'float33[2]'"),
     (["compile", "STEPS:total", *COMPILE, "half"], "must be a dtype and a sha"),
@@ -123,20 +120,12 @@ def test_errors(
   assert said in err
 
 
-@pytest.mark.parametrize(
-  ("words", "said"),
-  [
-    ([], "COMMAND"),
-    (["groups", "--singletons", "2", "--strided", "4", "2"], "not allowed"),
-  ],
-)
-def test_usage(
-  words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
+  words = ["groups", "--singletons", "2", "--strided", "4", "2"]
   with pytest.raises(SystemExit) as error:
     command.main(words)
   assert error.value.code == 2
-  assert said in capsys.readouterr().err
+  assert "not allowed" in capsys.readouterr().err
 
 
 if __name__ == "__main__":

@@ -66,7 +66,6 @@ def _adam() -> Any:
 @pytest.mark.parametrize(
   ("grouping", "in_function", "kind"),
   [
-    (None, False, STRATEGIES[1]),
     ([[0, 1, 2, 3], [4, 5, 6, 7]], True, STRATEGIES[1]),
     ([[0, 7], [1, 6], [2, 5], [3, 4]], False, STRATEGIES[0]),
     (None, True, STRATEGIES[0]),

@@ -72,7 +72,7 @@ class TestTrace:
       "output": (lambda: tf.constant("text"), []),
       "captured tensor": (lambda: tf.strings.length(text), []),
     }[where]
-    words = f"no dtype string, which an? {where}"
+    words = f"^A TPU has no dtype string, which an? {where}"
     with pytest.raises(lowering.TPUCompileError, match=words):
       _trace(fn, *specs)
 
@@ -99,12 +99,6 @@ class TestLower:
     assert constant == [5] * N
     assert new == [[10.0 + i, 20.0 + 2 * i] for i in range(N)]
 
-  def test_nothing_at_all(self) -> None:
-    traced = _trace(lambda: None)
-    lowered = lowering.lower(traced, [])
-    assert traced.variables == lowered.updated == lowered.outputs == []
-    assert _run(traced, lowered) == []
-
   def test_order_of_outputs_when_all_variables_change(self) -> None:
     one, two, three = _variables(1.0, 2.0, 3.0)
 
@@ -125,12 +119,6 @@ class TestLower:
     traced = _trace(tf.linalg.inv, spec)
     with pytest.raises(lowering.TPUCompileError, match=r"Qr.*for CPUs XLA"):
       lowering.lower(traced, [spec.shape])
-
-
-def test_error_is_tensorflows_and_reads_well() -> None:
-  error = lowering.TPUCompileError("words")
-  assert isinstance(error, tf.errors.InvalidArgumentError)
-  assert str(error) == "words"
 
 
 if __name__ == "__main__":

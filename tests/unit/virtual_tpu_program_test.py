@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import testbed, tpu_tasks
-from tf_cross_shard.virtual_tpu import lowering, program, run_arguments
+from tf_cross_shard.virtual_tpu import lowering, program
 
 N = 3
 SCALAR = tf.TensorSpec([], tf.float32)
@@ -31,6 +31,63 @@ def _variable(value: Any) -> tf.Variable:
 def _tensors(*values: Any) -> tuple[tf.Tensor, ...]:
   assert len(values) == N
   return tuple(map(tf.constant, values))
+
+
+def _arguments(*args: Any, **kwargs: Any) -> program.RunArguments:
+  return program.RunArguments(args, kwargs, N)
+
+
+def _marks() -> Any:
+  return testbed.per_replica(testbed.virtual(N), [1.0, 2.0, 4.0])
+
+
+class TestRunArguments:
+  def test_partly_known_shape(self) -> None:
+    rows = [np.ones([i + 1, 2], np.float32) for i in range(N)]
+    given = _arguments(testbed.per_replica(testbed.virtual(N), rows))
+    assert given.specs[0].shape.as_list() == [None, 2]
+    assert [each.shape[0] for each in given.tensors[0]] == [1, 2, 3]
+
+  @pytest.mark.parametrize(
+    ("one", "other"),
+    [
+      (1, 1.0),
+      (1, True),
+      (1, 2),
+      (None, ""),
+      ([1], (1,)),
+      ({"a": 1}, {"b": 1}),
+      (np.ones([2]), np.ones([3])),
+      (np.ones([2]), np.ones([2], np.float32)),
+      (object(), object()),
+    ],
+  )
+  def test_keys_differ(self, one: Any, other: Any) -> None:
+    assert _arguments(one).key() == _arguments(one).key()
+    assert _arguments(one).key() != _arguments(other).key()
+
+  def test_keys_of_equal_kinds(self) -> None:
+    one, other = (
+      _arguments(_marks(), 2, a=np.ones([2])).key(),
+      _arguments(np.float32(3), 2, a=np.zeros([2])).key(),
+    )
+    assert one == other
+    assert hash(one) == hash(other)
+
+  def test_another_number_of_replicas(self) -> None:
+    two = testbed.per_replica(testbed.virtual(2), [1.0, 2.0])
+    with pytest.raises(ValueError, match=r"for 2 replicas.*has 3"):
+      _arguments(two)
+
+  def test_sparse_tensors(self) -> None:
+    value = tf.sparse.from_dense([1.0, 0.0])
+    strategy = testbed.virtual(N)
+    distributed = strategy.experimental_distribute_values_from_function(
+      lambda context: value
+    )
+    for argument in (value, distributed):
+      with pytest.raises(lowering.TPUCompileError, match="got a SparseTensor"):
+        _arguments(argument)
 
 
 class TestProgram:
@@ -112,15 +169,10 @@ class _Callee:
 
 
 class _EqualCallee(_Callee):
+  __hash__ = None  # type: ignore[assignment]
+
   def __eq__(self, other: object) -> bool:
     return isinstance(other, _EqualCallee)
-
-  def __hash__(self) -> int:
-    return 7
-
-
-class _UnhashableCallee(_EqualCallee):
-  __hash__ = None  # type: ignore[assignment]
 
 
 class _SlotCallee:
@@ -136,8 +188,7 @@ class TestCache:
     cache, made = program.Cache(), iter(range(1000))
 
     def find(fn: Callable[..., Any], *args: Any) -> Any:
-      arguments = run_arguments.RunArguments(args, {}, N)
-      return cache.get(fn, arguments, lambda: next(made))
+      return cache.get(fn, _arguments(*args), lambda: next(made))
 
     return find
 
@@ -150,9 +201,7 @@ class TestCache:
     assert [find(one, 1), find(one, 2), find(other, 1)] == [0, 1, 2]
     assert [find(one, 1), find(one, 2), find(other, 1)] == [0, 1, 2]
 
-  @pytest.mark.parametrize(
-    "kind", [_Callee, _EqualCallee, _UnhashableCallee, _SlotCallee]
-  )
+  @pytest.mark.parametrize("kind", [_Callee, _EqualCallee, _SlotCallee])
   def test_methods(self, kind: Any) -> None:
     find, one, another = self._finder(), kind(), kind()
     for _ in range(2):
@@ -169,7 +218,7 @@ class TestCache:
 
   def test_a_function_takes_its_programs_with_it(self) -> None:
     cache = program.Cache()
-    arguments = run_arguments.RunArguments((), {}, N)
+    arguments = _arguments()
     for _ in range(3):
       cache.get(lambda x: x, arguments, object)
     gc.collect()
@@ -193,13 +242,6 @@ def test_recording_is_this_threads_and_ends() -> None:
     thread.join()
   assert elsewhere == [None]
   assert program.recorder() is None
-
-
-def test_devices_are_made_by_the_first_program() -> None:
-  replicas = program.Replicas(2)
-  assert replicas._client is None
-  assert replicas.client.num_replicas == replicas.num_replicas == 2
-  assert replicas.client is replicas.client
 
 
 if __name__ == "__main__":

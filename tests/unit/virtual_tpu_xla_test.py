@@ -29,11 +29,7 @@ class TestVersions:
 
   @pytest.mark.parametrize(
     ("name", "version", "extra"),
-    [
-      ("jax", "0.10.1", "virtual-tpu"),
-      ("jaxlib", "0.11.0", "virtual-tpu"),
-      ("libtpu", "0.0.52", "tpu-compiler"),
-    ],
+    [("jax", "0.10.1", "virtual-tpu"), ("libtpu", "0.0.52", "tpu-compiler")],
   )
   def test_missing_and_untested(
     self, name: str, version: str, extra: str, monkeypatch: pytest.MonkeyPatch
@@ -62,16 +58,14 @@ class TestVersions:
         use()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "bool"])
-def test_each_replica_has_its_own_array(dtype: str) -> None:
+def test_each_replica_has_its_own_array() -> None:
   client = xla.Client(3)
-  assert client.num_replicas == 3
-  arrays = [np.array([i, 1]).astype(dtype) for i in range(3)]
-  buffers = client.put(arrays)
-  assert buffers.array.shape == (2,)
-  assert buffers.dtype == np.dtype(dtype)
-  for i, array in enumerate(arrays):
-    np.testing.assert_array_equal(buffers.to_numpy(i), array)
+  for dtype in ("float64", "int64", "bool"):  # jax would narrow the first two.
+    arrays = [np.array([i, 1]).astype(dtype) for i in range(3)]
+    buffers = client.put(arrays)
+    assert buffers.dtype == np.dtype(dtype)
+    for i, array in enumerate(arrays):
+      np.testing.assert_array_equal(buffers.to_numpy(i), array)
 
 
 class TestTopology:

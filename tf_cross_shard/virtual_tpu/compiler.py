@@ -12,13 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard.virtual_tpu import (
-  hlo,
-  lowering,
-  program,
-  run_arguments,
-  xla,
-)
+from tf_cross_shard.virtual_tpu import hlo, lowering, program, xla
 from tf_cross_shard.virtual_tpu import strategy as strategy_lib
 
 
@@ -67,14 +61,13 @@ class Report:
       "flops": f"{self.flops:,.0f}",
       "compile seconds": f"{self.compile_seconds:.2f}",
     }
-    width = max(map(len, facts.values()))
     return "\n".join(
       [
         f"{self.topology}: {self.num_replicas} replicas on {self.device_kind}",
         "",
         *_table(self.collectives, self.num_replicas),
         "",
-        *(f"{key:17}{value:>{width}}" for key, value in facts.items()),
+        *_align(list(facts.items()), right=1),
       ]
     )
 
@@ -160,8 +153,11 @@ def compile_for(
         f" shape; got {shape}. Give for example tf.TensorSpec([8, 64])."
       )
   lowered = lowering.lower(step.traced, shapes)
-  compiled = xla.compile_for_tpu(lowered.module, where)
-  found = hlo.Module(compiled.module).collectives(len(where.devices))
+  executable, seconds = xla.compile_for_tpu(lowered.module, where)
+  [module] = executable.hlo_modules()
+  memory = executable.get_compiled_memory_stats()
+  optimized = hlo.Module(module.as_serialized_hlo_module_proto())
+  found = optimized.collectives(len(where.devices))
   return Report(
     topology=where.name,
     device_kind=where.kind,
@@ -169,12 +165,12 @@ def compile_for(
     coordinates=where.coordinates,
     collectives=tuple(found),
     wire_bytes=sum(each.bytes for each in found),
-    argument_bytes=int(compiled.memory.argument_size_in_bytes),
-    output_bytes=int(compiled.memory.output_size_in_bytes),
-    temp_bytes=int(compiled.memory.temp_size_in_bytes),
-    flops=float(compiled.cost.get("flops", 0.0)),
-    compile_seconds=compiled.seconds,
-    hlo_text=compiled.text,
+    argument_bytes=int(memory.argument_size_in_bytes),
+    output_bytes=int(memory.output_size_in_bytes),
+    temp_bytes=int(memory.temp_size_in_bytes),
+    flops=float((executable.cost_analysis() or {}).get("flops", 0.0)),
+    compile_seconds=seconds,
+    hlo_text=module.to_string(),
   )
 
 
@@ -182,7 +178,7 @@ def _record(
   fn: Callable[..., Any],
   args: Sequence[Any],
   strategy: strategy_lib.VirtualTPUStrategy,
-) -> tuple[program.Program, run_arguments.RunArguments]:
+) -> tuple[program.Program, program.RunArguments]:
   """The one program that a step runs, without running it."""
   specs = [
     tf.TensorSpec(arg.shape, arg.dtype)
@@ -190,7 +186,7 @@ def _record(
     else arg
     for arg in args
   ]
-  found: list[tuple[program.Program, run_arguments.RunArguments]] = []
+  found: list[tuple[program.Program, program.RunArguments]] = []
   # A tf.function that was traced before would not call `run` again.
   fn = getattr(fn, "python_function", fn)
 
@@ -240,10 +236,15 @@ def _table(found: Sequence[hlo.Collective], num_replicas: int) -> list[str]:
     )
     for each in found
   ]
+  return _align(rows, right=2)
+
+
+def _align(rows: Sequence[Sequence[str]], right: int) -> list[str]:
+  """Lines of aligned columns, of which the one numbered `right` ends so."""
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   return [
     "  ".join(
-      cell.rjust(width) if i == 2 else cell.ljust(width)
+      cell.rjust(width) if i == right else cell.ljust(width)
       for i, (cell, width) in enumerate(zip(row, widths, strict=True))
     ).rstrip()
     for row in rows
@@ -253,9 +254,7 @@ def _table(found: Sequence[hlo.Collective], num_replicas: int) -> list[str]:
 def _operands(shapes: Sequence[tuple[int, ...]]) -> str:
   """The commonest shapes and how many arrays have them."""
   counted: Any = collections.Counter(shapes)
-  parts = [
-    f"{count} x {list(shape)}" for shape, count in counted.most_common(2)
-  ]
+  parts = [f"{n} x {list(shape)}" for shape, n in counted.most_common(2)]
   more = len(counted) - len(parts)
   return ", ".join(parts) + (f", {more} more" if more else "")
 

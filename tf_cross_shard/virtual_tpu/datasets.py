@@ -61,7 +61,6 @@ class _Wrapper:
 
   @property
   def element_spec(self) -> Any:
-    """The types of the elements."""
     return self.plain.element_spec
 
 

@@ -28,11 +28,6 @@ class TPUCompileError(tf.errors.InvalidArgumentError):
   ag_pass_through = True  # AutoGraph would raise a class of its own instead.
 
   def __init__(self, message: str) -> None:
-    """Makes the error.
-
-    Args:
-      message: What a TPU cannot run, and the remedy.
-    """
     super().__init__(None, None, message)
 
 
@@ -196,15 +191,15 @@ def _is_variable(captured: Any) -> bool:
 def _check_module(module: hlo.Module, num_parameters: int) -> None:
   """Raises an error for what XLA compiles for CPUs and not for TPUs."""
   # Without what this file adds.
-  dynamic = [
+  dynamic = {
     name
     for name in module.dynamic_operations()
     if "XlaOptimizationBarrier" not in name and "XLA_Retvals" not in name
-  ]
+  }
   if dynamic:
-    names = ", ".join(sorted(set(dynamic))[:3])
     raise TPUCompileError(
-      f"A TPU program's shapes must not depend on data; those of {names} do."
+      "A TPU program's shapes must not depend on data; those of"
+      f" {', '.join(sorted(dynamic)[:3])} do."
       " Replace tf.boolean_mask, tf.where with one argument, tf.unique and the"
       " like by tf.where with three arguments, or by a weight of 0."
     )

@@ -2,9 +2,15 @@
 
 It is traced once for each kind of arguments, and compiled once for each shape;
 then every call only hands over arguments and the variables' memory.
+
+Leaves of the arguments that are tensors or differ between replicas become
+inputs of the program. All others (numbers, flags, None, models) are part of
+it: another value is another program.
 """
 
 import contextlib
+import itertools
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -12,32 +18,85 @@ from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.distribute import distribute_utils
 
-from tf_cross_shard.virtual_tpu import (
-  lowering,
-  replica_variable,
-  run_arguments,
-  xla,
-)
+from tf_cross_shard import validation
+from tf_cross_shard.virtual_tpu import lowering, replica_variable, xla
 
-PerReplica = run_arguments.PerReplica
-Recorder = Callable[["Program", run_arguments.RunArguments], Any]
+PerReplica = tuple[tf.Tensor, ...]
+Recorder = Callable[["Program", "RunArguments"], Any]
 _PROGRAMS: Final = "tf_cross_shard_programs"
 _recording = threading.local()
+
+
+class RunArguments:
+  """The arguments of one call of `strategy.run`."""
+
+  def __init__(self, args: Any, kwargs: Any, num_replicas: int) -> None:
+    self._num_replicas = num_replicas
+    self._structure = (tuple(args), dict(kwargs or {}))
+    self._leaves = tf.nest.flatten(self._structure)
+    self._is_input = list(map(_is_input, self._leaves))
+    inputs = itertools.compress(self._leaves, self._is_input)
+    self.tensors = list(map(self._per_replica, inputs))
+    self.specs = [_spec(each) for each in self.tensors]
+    # The arguments that are part of the program.
+    parts = itertools.compress(self._leaves, map(operator.not_, self._is_input))
+    self.constants = list(parts)
+
+  def to_all(self, tensor: tf.Tensor) -> PerReplica:
+    """One tensor that every replica receives."""
+    return (tensor,) * self._num_replicas
+
+  def bind(self, tensors: Sequence[tf.Tensor]) -> tuple[Any, Any]:
+    """One replica's arguments."""
+    inputs = iter(tensors)
+    leaves = [
+      next(inputs) if is_input else leaf
+      for leaf, is_input in zip(self._leaves, self._is_input, strict=True)
+    ]
+    bound: tuple[Any, Any] = tf.nest.pack_sequence_as(self._structure, leaves)
+    return bound
+
+  def key(self) -> Any:
+    """Equal for arguments that one program serves."""
+    containers = tf.nest.pack_sequence_as(self._structure, self._is_input)
+    return (
+      repr(containers),
+      tuple((spec.dtype, tuple(spec.shape)) for spec in self.specs),
+      tuple(
+        (type(leaf), leaf)
+        if isinstance(leaf, (bool, int, float, str, bytes, type(None)))
+        else (type(leaf), id(leaf))
+        for leaf in self.constants
+      ),
+    )
+
+  def _per_replica(self, leaf: Any) -> PerReplica:
+    """One tensor per replica."""
+    if not isinstance(leaf, tf.distribute.DistributedValues):
+      return self.to_all(tf.convert_to_tensor(leaf))
+    if len(leaf.values) != self._num_replicas:
+      raise ValueError(
+        f"An argument of strategy.run has values for {len(leaf.values)}"
+        f" replicas; the strategy has {self._num_replicas}."
+      )
+    for value in leaf.values:
+      _check_dense(value)
+    return tuple(map(tf.convert_to_tensor, leaf.values))
 
 
 class Replicas:
   """The devices of one strategy, and the lock that its programs share."""
 
   def __init__(self, num_replicas: int) -> None:
-    """Makes no device before a program runs."""
     self.num_replicas = num_replicas
     self.lock = threading.RLock()
     self._client: xla.Client | None = None
 
   @property
   def client(self) -> xla.Client:
-    """The devices."""
+    """The devices; made when the first program runs."""
     with self.lock:
       if self._client is None:
         self._client = xla.Client(self.num_replicas)
@@ -48,7 +107,6 @@ class Program:
   """A traced function of the replicas, and its compiled forms by shape."""
 
   def __init__(self, traced: lowering.Traced, replicas: Replicas) -> None:
-    """Keeps the graph; compiles nothing yet."""
     self.traced = traced
     self.replicas = replicas
     self._compiled: dict[Any, tuple[lowering.Lowered, xla.Executable]] = {}
@@ -153,11 +211,13 @@ class Cache:
   def get(
     self,
     fn: Callable[..., Any],
-    arguments: run_arguments.RunArguments,
+    arguments: RunArguments,
     make: Callable[[], Any],
   ) -> Any:
     """The program for a call, made if there is none."""
-    owner, method = _owner(fn)
+    # A bound method is made anew each time that it is looked up.
+    method = getattr(fn, "__func__", None)
+    owner: Any = fn if method is None else getattr(fn, "__self__", fn)
     address, key = id(owner), (method, arguments.key())
     _, programs = self._by_owner.get(address, (None, {}))
     if key not in programs:
@@ -170,6 +230,47 @@ class Cache:
         kept = owner
       by_owner[address] = kept, programs
     return programs[key][0]
+
+
+def check_results(results: Any, name: str) -> Any:
+  """What a replica's function returned, as tensors."""
+
+  def check(leaf: Any) -> Any:
+    if leaf is None or isinstance(leaf, tf.Operation):
+      return None
+    try:
+      if isinstance(leaf, tf.IndexedSlices):
+        shape = leaf.dense_shape
+        return tf.IndexedSlices(
+          tf.convert_to_tensor(leaf.values),
+          tf.convert_to_tensor(leaf.indices),
+          None if shape is None else tf.convert_to_tensor(shape),
+        )
+      if tf.is_tensor(leaf) and hasattr(leaf, "_type_spec"):
+        return leaf if not isinstance(leaf, tf.Variable) else leaf.read_value()
+      return tf.convert_to_tensor(leaf)
+    except (TypeError, ValueError) as error:
+      raise TypeError(
+        f"{name}, which strategy.run runs, must return tensors, numbers or"
+        f" structures of them; it returned {leaf!r}."
+      ) from error
+
+  return tf.nest.map_structure(check, results)
+
+
+def pack_results(structure: Any, outputs: Sequence[PerReplica]) -> Any:
+  """The replicas' results, in the structure that the function returned."""
+  flat = tf.nest.flatten(structure, expand_composites=True)
+  if not outputs:
+    return structure
+  results = []
+  for own in zip(*outputs, strict=True):
+    tensors = iter(own)
+    leaves = [None if leaf is None else next(tensors) for leaf in flat]
+    results.append(
+      tf.nest.pack_sequence_as(structure, leaves, expand_composites=True)
+    )
+  return distribute_utils.regroup(tuple(results))
 
 
 @contextlib.contextmanager
@@ -190,14 +291,31 @@ def recorder() -> Recorder | None:
   return getattr(_recording, "recorder", None)
 
 
-def _owner(fn: Callable[..., Any]) -> tuple[Any, Any]:
-  """The object whose programs these are, and the method's function if any.
+def _is_input(leaf: Any) -> bool:
+  """Whether a leaf of the arguments is data rather than part of the program."""
+  if validation.is_variable(leaf):
+    return False
+  if isinstance(leaf, tf.distribute.DistributedValues):
+    return True
+  _check_dense(leaf)
+  return isinstance(leaf, (tf.Tensor, np.ndarray, np.generic))
 
-  A bound method is made anew each time that it is looked up.
-  """
-  owner = getattr(fn, "__self__", None)
-  inner = getattr(fn, "__func__", None)
-  return (fn, None) if owner is None or inner is None else (owner, inner)
+
+def _check_dense(value: Any) -> None:
+  """Raises an error for sparse and ragged tensors."""
+  if tf.is_tensor(value) and not isinstance(value, (tf.Tensor, tf.Variable)):
+    raise lowering.TPUCompileError(
+      f"A TPU takes dense tensors only; got a {type(value).__name__}. Convert"
+      " it outside `strategy.run`."
+    )
+
+
+def _spec(tensors: PerReplica) -> tf.TensorSpec:
+  """The dtype and the part of the shape that all replicas' tensors share."""
+  shape = tensors[0].shape
+  for tensor in tensors[1:]:
+    shape = shape.most_specific_compatible_shape(tensor.shape)
+  return tf.TensorSpec(shape, tensors[0].dtype)
 
 
 def _keep_with_graph(program: Program) -> None:

@@ -56,9 +56,6 @@ def cross_replica_sum(
 class TracedReplicaContext(tf.distribute.ReplicaContext):
   """The context in which a replica's function is traced."""
 
-  def __init__(self, strategy: tf.distribute.Strategy) -> None:
-    super().__init__(strategy, replica_id_in_sync_group=0)
-
   @property
   def replica_id_in_sync_group(self) -> tf.Tensor:
     """This replica's number, an operation of the function being traced."""

@@ -10,6 +10,7 @@ means, every replica receives it before the next program runs.
 """
 
 import functools
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -89,21 +90,6 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
     self._prepare_host_assignment()
     return super().assign_sub(self._aggregate(delta), *args, **kwargs)
 
-  def __deepcopy__(self, memo: dict[int, Any]) -> "ReplicaVariable":
-    """A variable of the same strategy, every copy copied."""
-    with self._distribute_strategy.scope():
-      copied: ReplicaVariable = tf.Variable(
-        self.read_value(),
-        trainable=self.trainable,
-        name=self._shared_name,
-        synchronization=self.synchronization,
-        aggregation=self.aggregation,
-        constraint=self.constraint,
-      )
-    copied.set_copies([view.numpy() for view in self.views()])
-    memo[id(self)] = copied
-    return copied
-
   def views(self) -> tuple["ReplicaView", ...]:
     """Each replica's copy, to read and assign on the host."""
     if not self._views:
@@ -162,12 +148,10 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
     # Copied: the next program reuses the memory.
     if self._on_read is None:
       return np.array(copies.to_numpy(0))
-    total = sum(
-      copies.to_numpy(i) for i in range(1, self._replicas.num_replicas)
-    )
-    total = copies.to_numpy(0) + total
+    count = self._replicas.num_replicas
+    total = functools.reduce(operator.add, map(copies.to_numpy, range(count)))
     if self._on_read == "MEAN":
-      total = total / self._replicas.num_replicas
+      total = total / count
     return np.asarray(total).astype(copies.dtype)
 
   def _value_for_replicas(self) -> np.ndarray:
@@ -205,15 +189,8 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
       return
     # In every call of the function being built, after the operations before. A
     # weak reference will do: the graph holds one since `_handle` was read.
-    variable = weakref.ref(self)
-
-    def forget(handle: tf.Tensor) -> None:
-      del handle
-      this = variable()
-      if this is not None:
-        this._forget_copies()
-
-    tf.py_function(forget, [self._handle], [])
+    forget = weakref.WeakMethod(self._forget_copies)
+    tf.py_function(lambda _: forget()(), [self._handle], [])  # type: ignore[misc]
 
   def _forget_copies(self) -> None:
     """Makes the replicas receive the host's value before the next program."""

@@ -7,7 +7,7 @@ eagerly it runs the program; in a tf.function it adds an operation that does.
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute import (
@@ -23,15 +23,6 @@ from tf_cross_shard.virtual_tpu import (
   program,
   replica_context,
   replica_variable,
-  run_arguments,
-)
-
-# Of variables. tf.compat.v1.Variable adds the last.
-_IGNORED_OPTIONS: Final = (
-  "use_resource",
-  "colocate_with",
-  "partitioner",
-  "expected_shape",
 )
 
 
@@ -77,11 +68,7 @@ class VirtualTPUStrategy(tf.distribute.Strategy):
     Raises:
       ValueError: If `num_replicas` is not a positive integer.
     """
-    if (
-      isinstance(num_replicas, bool)
-      or not isinstance(num_replicas, int)
-      or num_replicas < 1
-    ):
+    if type(num_replicas) is not int or num_replicas < 1:
       raise ValueError(
         f"`num_replicas` must be a positive integer; got {num_replicas!r}."
       )
@@ -140,12 +127,9 @@ class VirtualTPUStrategy(tf.distribute.Strategy):
     operation = tf.distribute.ReduceOp(
       reduce_op.upper() if isinstance(reduce_op, str) else reduce_op
     )
-    context = tf.distribute.get_replica_context()
-    if context is not None and context.strategy is self:
-      raise RuntimeError(
-        "strategy.reduce was called in the replica context. Use"
-        " tf.distribute.get_replica_context().all_reduce there."
-      )
+    distribute_lib._require_cross_replica_or_default_context_extended(
+      self.extended
+    )
     return tf.nest.map_structure(
       lambda x: self.extended.combine(operation, x, axis), value
     )
@@ -225,9 +209,7 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
   def _call_for_each_replica(
     self, fn: Callable[..., Any], args: Any, kwargs: Any
   ) -> Any:
-    arguments = run_arguments.RunArguments(
-      args, kwargs, self._num_replicas_in_sync
-    )
+    arguments = program.RunArguments(args, kwargs, self._num_replicas_in_sync)
     eager = tf.executing_eagerly()
     if eager:
       with self._tracing:
@@ -239,18 +221,16 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
     recorder = program.recorder()
     if recorder is not None:
       recorder(step, arguments)
-    tensors = [
-      *arguments.tensors,
-      *map(arguments.to_all, step.traced.captured),
-    ]
+    captured = map(arguments.to_all, step.traced.captured)
+    tensors = [*arguments.tensors, *captured]
     if eager:
       outputs = step(*tensors)
     else:
       outputs = step.as_operation(tensors, compile_now=recorder is None)
-    return run_arguments.pack_results(step.traced.structure, outputs)
+    return program.pack_results(step.traced.structure, outputs)
 
   def _trace(
-    self, fn: Callable[..., Any], arguments: run_arguments.RunArguments
+    self, fn: Callable[..., Any], arguments: program.RunArguments
   ) -> program.Program:
     """Traces `fn` for such arguments."""
     strategy = self._container_strategy()
@@ -267,9 +247,9 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
       args, kwargs = arguments.bind(tensors)
       with (
         strategy.scope(),
-        replica_context.TracedReplicaContext(strategy),
+        replica_context.TracedReplicaContext(strategy, 0),
       ):
-        return run_arguments.check_results(target(*args, **kwargs), name)
+        return program.check_results(target(*args, **kwargs), name)
 
     traced = lowering.trace(
       replica_fn, arguments.specs, lambda: self.known_variables
@@ -295,18 +275,15 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
 
     return [reduce(tensor) for tensor in tf.nest.flatten(value)]
 
-  def _replica_ctx_update(
-    self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
-  ) -> Any:
-    return _call(fn, (var, *args), kwargs, group)
-
   # Variables.
 
   def _create_variable(
     self, next_creator: Callable[..., Any], **kwargs: Any
   ) -> Any:
     del next_creator
-    for name in _IGNORED_OPTIONS:
+    # tf.compat.v1.Variable adds the last.
+    ignored = "use_resource", "colocate_with", "partitioner", "expected_shape"
+    for name in ignored:
       kwargs.pop(name, None)
     initial = kwargs.get("initial_value")
     if tf.is_tensor(initial) and not hasattr(initial, "numpy"):
@@ -331,7 +308,10 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
     """On the host: each copy with its own arguments, if those differ."""
     if not replica_context.in_replica_program():
       given = _with_views((args, kwargs or {}))
-      if any(map(_is_distributed, tf.nest.flatten(given))):
+      if any(
+        isinstance(each, tf.distribute.DistributedValues)
+        for each in tf.nest.flatten(given)
+      ):
         copies = self._local_results(var)
         own = [
           distribute_utils.select_replica(i, given) for i in range(len(copies))
@@ -341,6 +321,8 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
           for copy, (args, kwargs) in zip(copies, own, strict=True)
         )
     return _call(fn, (var, *args), kwargs, group)
+
+  _replica_ctx_update = _update
 
   def _update_non_slot(
     self,
@@ -418,8 +400,3 @@ def _with_views(structure: Any) -> Any:
     return value
 
   return tf.nest.map_structure(view, structure)
-
-
-def _is_distributed(value: Any) -> bool:
-  """Whether replicas have values of their own."""
-  return isinstance(value, tf.distribute.DistributedValues)
