@@ -7,7 +7,6 @@ In one process; several workers are in replica_state_workers_test.py.
 import functools
 import importlib
 import pathlib
-import re
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -20,7 +19,7 @@ import tensorflow as tf
 from tests.support import replica_state_cases as cases
 from tests.support import testbed
 from tf_cross_shard import CrossShardOptimizer, replica_state
-from tf_cross_shard.replica_state import archive, group_state
+from tf_cross_shard.replica_state import archive
 
 N = testbed.REPLICAS
 PAIRS = [[0, 1], [2, 3]]
@@ -66,54 +65,33 @@ def _simple(
 
 
 @pytest.mark.parametrize(
-  ("where", "dtype", "kind"),
+  ("where", "dtype"),
   [
-    ("mirrored", "float32", "keras"),
-    ("mirrored", "bfloat16", "tensorflow"),
-    ("virtual", "bfloat16", "keras"),
-    ("virtual", "float64", "tensorflow"),
-    ("mirrored", "bool", "tensorflow"),
+    ("mirrored", "float32"),
+    ("virtual", "float32"),
+    ("mirrored", "bfloat16"),
+    ("virtual", "bfloat16"),
+    ("mirrored", "bool"),
   ],
 )
-def test_values_of_each_replica(where: str, dtype: str, kind: str) -> None:
-  numpy_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
-  mine = [np.array([i, 0, i * i % 5]).astype(numpy_dtype) for i in range(N)]
+def test_values_are_bits_and_copies(where: str, dtype: str) -> None:
+  """Of each replica; kinds of NaN and the signs of zeros among them."""
+  kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+  bits = [[0xFF, 0xFF, 0xFF, 0x7F - i] * 2 + [0] * 3 + [128] for i in range(N)]
+  mine = [np.array(each, "uint8").view(kind) for each in bits]
+  if dtype == "bool":
+    mine = [np.array([True, i > 1]) for i in range(N)]
   with STRATEGIES[where]().scope():
-    if kind == "keras":
-      variable = tf.keras.Variable(mine[0], dtype=dtype, trainable=False)
-    else:
-      variable = tf.Variable(mine[0], dtype=dtype)
-  assert _lists(replica_state.values(variable)) == _lists(mine[:1] * N)
+    variable = tf.Variable(mine[0], trainable=False)
   cases.spread(variable, mine)
-  found = replica_state.values(variable)
-  assert [array.dtype for array in found] == [numpy_dtype] * N
-  assert _lists(found) == _lists(mine)
-
-
-@everywhere
-def test_values_are_bits_and_copies(where: str) -> None:
-  bits = [[0x7FC00001 + i, 0x80000000, 1] for i in range(N)]
-  arrays = [np.array(each, "uint32").view("float32") for each in bits]
-  with STRATEGIES[where]().scope():
-    variable = tf.Variable(arrays[0])
-  cases.spread(variable, arrays)
-  found = replica_state.values(variable)
-  assert [array.view("uint32").tolist() for array in found] == bits
-  for array in found:
-    array[:] = 7.0
-  found = replica_state.values(variable)
-  assert [array.view("uint32").tolist() for array in found] == bits
-
-
-def test_values_of_a_slot() -> None:
-  optimizer, [weight, _] = _simple("mirrored")
-  slot = optimizer.get_slot(weight, "momentum")
-  expected = [[10.0] * 2, [10.0] * 2, [20.0] * 2, [20.0] * 2]
-  assert _lists(replica_state.values(slot)) == expected
-  assert _lists(replica_state.group_values(slot, optimizer)) == [
-    [10.0] * 2,
-    [20.0] * 2,
-  ]
+  expected = [array.tobytes() for array in mine]
+  assert len(set(expected)) > 1
+  for _ in range(2):
+    found = replica_state.values(variable)
+    assert [array.dtype for array in found] == [kind] * N
+    assert [array.tobytes() for array in found] == expected
+    for array in found:
+      array[:] = 1
 
 
 @everywhere
@@ -156,26 +134,24 @@ def test_values_of_one_replica(where: str, tmp_path: pathlib.Path) -> None:
   assert _lists(replica_state.values(weight)) == [[1.0, 2.0]]
 
 
-def test_a_variable_outside_any_scope_exists_once() -> None:
-  variable = tf.Variable([3.0])
-  assert _lists(replica_state.values(variable)) == [[3.0]]
-  optimizer, _ = _simple("mirrored")
-  with testbed.mirrored().scope():
-    assert _lists(replica_state.values(variable)) == [[3.0]]
-    found = replica_state.group_values(variable, optimizer)
-  assert _lists(found) == [[3.0], [3.0]]
-
-
-@pytest.mark.parametrize("groups", [[[2, 3], [0, 1]], [[3], [2], [1], [0]]])
-def test_group_values_are_in_the_order_of_groups(groups: Any) -> None:
+def test_group_values_are_in_the_order_of_groups() -> None:
   optimizer, [weight, _] = _simple("mirrored")
-  other, _ = _simple("mirrored", groups)
-  per_replica = replica_state.values(weight)
-  expected = [per_replica[members[0]] for members in groups]
+  other, _ = _simple("mirrored", [[3], [2], [1], [0]])
+  slot = optimizer.get_slot(weight, "momentum")
+  alone = tf.Variable([3.0])
   found = replica_state.group_values(weight, other)
-  assert _lists(found) == _lists(expected)
+  assert _lists(found) == [[20.0] * 2, [20.0] * 2, [10.0] * 2, [10.0] * 2]
+  found = replica_state.group_values(slot, optimizer)
+  assert _lists(found) == [[10.0] * 2, [20.0] * 2]
+  assert _lists(replica_state.values(slot)) == [
+    *([[10.0] * 2] * 2),
+    *([[20.0] * 2] * 2),
+  ]
   plain = tf.keras.optimizers.SGD()
   assert _lists(replica_state.group_values(weight, plain)) == [[10.0, 10.0]]
+  with testbed.mirrored().scope():  # made outside of any, it exists once
+    assert _lists(replica_state.values(alone)) == [[3.0]]
+    assert _lists(replica_state.group_values(alone, optimizer)) == [[3.0]] * 2
   with testbed.mirrored(2).scope():
     small = tf.Variable(1.0)
   with pytest.raises(ValueError, match=r"groups of 4 replicas.*have 2"):
@@ -242,12 +218,18 @@ def test_a_restored_run_goes_on_to_the_bit(
   assert (first != second).any()  # each replica's own, and restored
 
 
-@everywhere
-@pytest.mark.parametrize("groups", [[[2, 3], [0, 1]], [[0, 2], [3, 1]]])
+@pytest.mark.parametrize(
+  ("source", "where", "groups"),
+  [
+    ("mirrored", "mirrored", [[2, 3], [0, 1]]),
+    ("mirrored", "virtual", [[3, 0], [1, 2]]),
+    ("virtual", "virtual", [[0, 2], [3, 1]]),
+  ],
+)
 def test_group_i_goes_to_group_i(
-  where: str, groups: Any, tmp_path: pathlib.Path
+  source: str, where: str, groups: Any, tmp_path: pathlib.Path
 ) -> None:
-  optimizer, weights = _simple(where)
+  optimizer, weights = _simple(source)
   replica_state.save(tmp_path / "a", optimizer, weights)
   other, others = _simple(where, groups)
   for variable in [*others, *other.variables]:
@@ -260,90 +242,55 @@ def test_group_i_goes_to_group_i(
         assert (found[replica] == 10 * index + 10).all(), (variable, replica)
 
 
-def test_from_one_strategy_to_another(tmp_path: pathlib.Path) -> None:
-  """Mirrored to virtual, and to groups of another size."""
+def test_groups_of_another_size(tmp_path: pathlib.Path) -> None:
   optimizer, weights = _simple("mirrored")
   replica_state.save(tmp_path / "a", optimizer, weights)
-  other, others = _simple("virtual", [[3, 0], [1, 2]])
-  replica_state.restore(tmp_path / "a", other, others)
-  expected = [[10.0] * 2, [20.0] * 2, [20.0] * 2, [10.0] * 2]
-  assert _lists(replica_state.values(others[0])) == expected
   with testbed.virtual(2).scope():
-    weights = [
+    smaller = [
       tf.keras.Variable([0.0, 0.0], name="weight"),
       tf.Variable(0.0, name="scale"),
     ]
     small = CrossShardOptimizer(
       tf.keras.optimizers.SGD(momentum=0.5), group_assignment=[[1], [0]]
     )
-    small.build(weights)
-  replica_state.restore(tmp_path / "a", small, weights)
-  assert _lists(replica_state.values(weights[0])) == [[20.0] * 2, [10.0] * 2]
+    small.build(smaller)
+  replica_state.restore(tmp_path / "a", small, smaller)
+  assert _lists(replica_state.values(smaller[0])) == [[20.0] * 2, [10.0] * 2]
 
 
-def test_once_per_group_and_not_per_replica(tmp_path: pathlib.Path) -> None:
-  sizes = []
-  for groups in ([[0, 1, 2, 3]], PAIRS, [[0], [1], [2], [3]]):
-    strategy = testbed.virtual(N)
-    with strategy.scope():
-      weight = tf.keras.Variable(np.zeros([100_000]), dtype="float32")
-      optimizer = CrossShardOptimizer("sgd", group_assignment=groups)
-      optimizer.build([weight])
-    replica_state.save(tmp_path / "a", optimizer, [weight])
-    sizes.append((tmp_path / "a").stat().st_size // 400_000)
-  assert sizes == [1, 2, 4]
+def test_what_is_in_the_file(tmp_path: pathlib.Path) -> None:
+  """Each variable once per group, by a name that numbers do not change.
 
-
-def test_what_members_have_of_their_own(tmp_path: pathlib.Path) -> None:
-  """In the file once per member, and only that."""
-  training = cases.Training(testbed.mirrored(), PAIRS, seed=1)
-  training.steps(0, 2)
-  training.save(tmp_path / "a")
-  with archive.reading(tmp_path / "a") as found:
-    own = {n.split("/", 2)[2] for n in found if "/member_" in n}
-    shared = [n for n in found if "/member_" not in n]
-  assert {n.rpartition("/")[2] for n in own} == {
-    "moving_mean",
-    "moving_variance",
-  }
-  assert len(set(shared)) % 2 == 0
-  one_group = cases.Training(testbed.virtual(2), [[0], [1]], seed=1)
+  Keras counts layers: the second model's are called dense_2, dense_3.
+  """
+  names = []
+  for _ in range(2):
+    training = cases.Training(testbed.virtual(N), PAIRS, seed=1)
+    with training.strategy.scope():
+      training.model.compile("sgd", "mse", metrics=["mae"])
+    training.model.evaluate(np.ones([4, 4]), np.ones([4, 2]), verbose=0)
+    assert training.model.metrics_variables
+    training.steps(0, 2)
+    training.save(tmp_path / "a")
+    with archive.reading(tmp_path / "a") as found:
+      names.append(sorted(found))
+      said = found.about["names"]
+  assert names[0] == names[1]
+  assert len(set(said)) == len(said) > 10
+  assert "model/sequential/dense_1/kernel" in said
+  assert "optimizer/adam/sequential/dense_1/kernel/velocity" in said
+  kinds = {name.rpartition("/")[2] for name in said}
+  assert {"iteration", "learning_rate", "seed_generator_state"} <= kinds
+  assert not {"total", "count"} & kinds
+  own = {n.rpartition("/")[2] for n in names[0] if "/member_" in n}
+  assert own == {"moving_mean", "moving_variance"}
+  assert len(names[0]) == 2 * len(said) + 2 * len(own)
+  alone = cases.Training(testbed.virtual(2), [[0], [1]], seed=1)
   with pytest.raises(
     replica_state.CheckpointError,
     match=r"moving_mean` for each of 2 members.*groups have 1",
   ):
-    one_group.restore(tmp_path / "a")
-
-
-def test_metrics_are_not_saved(tmp_path: pathlib.Path) -> None:
-  training = cases.Training(testbed.virtual(2), [[0], [1]], seed=1)
-  with training.strategy.scope():
-    training.model.compile("sgd", "mse", metrics=["mae"])
-  training.model.evaluate(np.ones([4, 4]), np.ones([4, 2]), verbose=0)
-  assert training.model.metrics_variables
-  training.save(tmp_path / "a")
-  with archive.reading(tmp_path / "a") as found:
-    names = found.about["names"]
-  kinds = {name.rpartition("/")[2] for name in names}
-  assert {"kernel", "seed_generator_state", "moving_mean"} <= kinds
-  assert {"iteration", "learning_rate", "velocity"} <= kinds
-  assert not {"total", "count"} & kinds
-
-
-def test_the_names_are_those_of_another_program_too(
-  tmp_path: pathlib.Path,
-) -> None:
-  """Keras counts layers: the second model's are called dense_2, dense_3."""
-  names = []
-  for _ in range(2):
-    training = cases.Training(testbed.virtual(2), None, seed=1)
-    training.save(tmp_path / "a")
-    with archive.reading(tmp_path / "a") as found:
-      names.append(found.about["names"])
-  assert names[0] == names[1]
-  assert len(set(names[0])) == len(names[0]) > 10
-  assert "model/sequential/dense_1/kernel" in names[0]
-  assert "optimizer/adam/sequential/dense_1/kernel/velocity" in names[0]
+    alone.restore(tmp_path / "a")
 
 
 def test_each_variable_once(tmp_path: pathlib.Path) -> None:
@@ -359,7 +306,7 @@ def test_each_variable_once(tmp_path: pathlib.Path) -> None:
   replica_state.save(tmp_path / "a", optimizer, model)
   with archive.reading(tmp_path / "a") as found:
     arrays = {name: found[name].tolist() for name in found}
-  assert {n: a for n, a in arrays.items() if "model/" in n} == {
+  assert {n: a for n, a in arrays.items() if "optimizer" not in n} == {
     "group_0/model/trained": [1.0, 1.0],
     "group_1/model/trained": [2.0, 2.0],
     "group_0/member_0/model/other": [8.0],
@@ -391,64 +338,58 @@ def _assert_refused(
     assert [a.tobytes() for a in mine] == [a.tobytes() for a in then]
 
 
-def test_another_number_of_groups(tmp_path: pathlib.Path) -> None:
-  optimizer, weights = _simple("mirrored")
-  replica_state.save(tmp_path / "a", optimizer, weights)
-  for groups in ([[0, 1, 2, 3]], [[0], [1], [2], [3]]):
-    other, others = _simple("mirrored", groups)
-    words = (
-      r"holds 2 groups, \[\[0, 1\], \[2, 3\]\]; the optimizer has"
-      rf" {len(groups)}, .*as many groups"
-    )
-    _assert_refused(other, others, tmp_path / "a", words)
-
-
-def test_another_model_or_optimizer(tmp_path: pathlib.Path) -> None:
+def test_what_does_not_belong_to_the_program(tmp_path: pathlib.Path) -> None:
   path = tmp_path / "a"
   optimizer, weights = _simple("mirrored")
+  first, scale = weights
   replica_state.save(path, optimizer, weights)
-  for chosen, words in (
-    ([], "has, and the program has not, model/weight, model/scale.*given then"),
-    (weights[:1], "has, and the program has not, model/scale"),
-  ):
-    _assert_refused(optimizer, chosen or None, path, words)
+  singles = _simple("mirrored", [[0], [1], [2], [3]])
+  adam = _simple("mirrored", make=tf.keras.optimizers.Adam)
   with testbed.mirrored().scope():
-    others = {
-      "lacks model/extra": tf.keras.Variable(0.0, name="extra"),
-      r"`model/scale` as float32 \[\]; .* float32 \[3\]": tf.keras.Variable(
-        [0.0] * 3, name="scale"
-      ),
-      r"`model/scale` as float32 \[\]; .* float16 \[\]": tf.keras.Variable(
-        0.0, name="scale", dtype="float16"
-      ),
-    }
-  for words, variable in others.items():
-    same_name = variable.name == "scale"
-    chosen = [weights[0], *([] if same_name else weights[1:]), variable]
-    _assert_refused(optimizer, chosen, path, words)
-  adam, others = _simple("mirrored", make=tf.keras.optimizers.Adam)
-  _assert_refused(
-    adam, others, path, "lacks optimizer/adam/iteration, .* and 1 more"
-  )
+    extra = tf.keras.Variable(0.0, name="extra")
+    longer = tf.keras.Variable([0.0] * 3, name="scale")
+    half = tf.keras.Variable(0.0, name="scale", dtype="float16")
+  outside = tf.Variable([4.0, 4.0], name="weight")
+  kind = r"`model/scale` as float32 \[\]; .* "
+  for other, chosen, words in (
+    (*singles, r"2 groups, \[\[0, 1\], .* has 4, .*as many groups"),
+    (*adam, "lacks optimizer/adam/iteration, .* and 1 more"),
+    (optimizer, None, "has not, model/weight, model/scale.*given then"),
+    (optimizer, [first], "has, and the program has not, model/scale"),
+    (optimizer, [first, scale, extra], "lacks model/extra"),
+    (optimizer, [first, longer], kind + r"float32 \[3\]"),
+    (optimizer, [first, half], kind + r"float16 \[\]"),
+    (optimizer, [outside, scale], "`model/weight`.*exists once"),
+  ):
+    _assert_refused(other, chosen, path, words)
   replica_state.save(path, optimizer)
-  _assert_refused(
-    optimizer, weights, path, "lacks model/weight, model/scale.*None then"
-  )
+  _assert_refused(optimizer, weights, path, "lacks model/weight.*None then")
+  # What exists once is every group's.
+  replica_state.save(path, optimizer, [outside, scale])
+  outside.assign([0.0, 0.0])
+  replica_state.restore(path, optimizer, [outside, scale])
+  assert outside.numpy().tolist() == [4.0, 4.0]
 
 
-def test_damaged_files(tmp_path: pathlib.Path) -> None:
+def test_malformed_files(tmp_path: pathlib.Path) -> None:
   """Each byte of a file is in archive_test.py."""
   path = tmp_path / "a"
   optimizer, weights = _simple("mirrored")
   replica_state.save(path, optimizer, weights)
   data = path.read_bytes()
-  flipped = bytearray(data)
-  flipped[data.index(np.full(2, 20, "float32").tobytes())] ^= 4
-  for damaged in (bytes(flipped), data[:-1], data[: len(data) // 2], b""):
-    path.write_bytes(damaged)
-    _assert_refused(optimizer, weights, path, "is damaged.*Nothing was changed")
+  with archive.reading(path) as found:
+    about, arrays = dict(found.about), dict(found)
   archive.write(path, {"x": np.zeros(2)}, {})
   _assert_refused(optimizer, weights, path, "holds something else")
+  for damaged in (data[:-1], b""):
+    path.write_bytes(damaged)
+    _assert_refused(optimizer, weights, path, "is damaged.*Nothing was changed")
+  for wrong in ({"group_assignment": 3}, {"names": None}):
+    archive.write(path, arrays, {**about, **wrong})
+    _assert_refused(optimizer, weights, path, "is damaged.*Nothing was changed")
+  del arrays["group_1/model/scale"]  # of the last group alone
+  archive.write(path, arrays, about)
+  _assert_refused(optimizer, weights, path, "is damaged.*group_1/model/scale")
   path.write_bytes(data)
   replica_state.restore(path, optimizer, weights)
 
@@ -458,8 +399,7 @@ def test_a_read_error_changes_nothing(tmp_path: pathlib.Path) -> None:
   optimizer, weights = _simple("mirrored")
   path = tmp_path / "a"
   replica_state.save(path, optimizer, weights)
-  for variable in weights:
-    variable.assign(tf.ones_like(variable))
+  weights[0].assign([1.0, 1.0])
   real = archive.Archive.__getitem__
 
   def read(file: Any, name: str) -> Any:
@@ -473,8 +413,6 @@ def test_a_read_error_changes_nothing(tmp_path: pathlib.Path) -> None:
   ):
     replica_state.restore(path, optimizer, weights)
   assert _lists(replica_state.values(weights[0])) == [[1.0, 1.0]] * N
-  with pytest.raises(FileNotFoundError, match="cannot be read"):
-    replica_state.restore(tmp_path / "none", optimizer, weights)
 
 
 def test_what_is_not_built_or_something_else(tmp_path: pathlib.Path) -> None:
@@ -498,26 +436,12 @@ def test_what_is_not_built_or_something_else(tmp_path: pathlib.Path) -> None:
   assert not path.exists()
 
 
-def test_a_variable_that_exists_once(tmp_path: pathlib.Path) -> None:
-  """It is every group's; it cannot receive two values."""
-  optimizer, weights = _simple("mirrored")
-  outside = tf.Variable([4.0, 4.0], name="weight")
-  path = tmp_path / "a"
-  replica_state.save(path, optimizer, [outside, weights[1]])
-  outside.assign([0.0, 0.0])
-  replica_state.restore(path, optimizer, [outside, weights[1]])
-  assert outside.numpy().tolist() == [4.0, 4.0]
-  replica_state.save(path, optimizer, weights)
-  _assert_refused(
-    optimizer, [outside, weights[1]], path, "`model/weight`.*exists once"
-  )
-
-
 # ------------------------------------------------------------ average, compare
 
 
-@everywhere
-@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize(
+  ("where", "slots"), [("mirrored", True), ("virtual", False)]
+)
 def test_average(where: str, slots: bool) -> None:
   optimizer, weights = _simple(where)
   with STRATEGIES[where]().scope():
@@ -556,15 +480,6 @@ def test_averages_have_the_same_bits_everywhere() -> None:
       assert found.tobytes() == expected.tobytes()
 
 
-def test_slots_of_an_optimizer_that_has_none_to_name() -> None:
-  weight = tf.Variable(1.0)
-  plain = tf.keras.optimizers.SGD()
-  plain.build([weight])
-  replica_state.average(plain, [weight])
-  with pytest.raises(ValueError, match="`slots` needs a CrossShardOptimizer"):
-    replica_state.average(plain, [weight], slots=True)
-
-
 def test_members_that_are_not_equal(tmp_path: pathlib.Path) -> None:
   optimizer, weights = _simple("mirrored")
   replica_state.assert_in_sync(optimizer, weights)
@@ -592,50 +507,21 @@ def test_members_that_are_not_equal(tmp_path: pathlib.Path) -> None:
   replica_state.assert_in_sync(optimizer, weights)
 
 
-@pytest.mark.parametrize(
-  ("bits", "words"),
-  [
+def test_bits_are_compared() -> None:
+  optimizer, weights = _simple("mirrored")
+  for bits, words in (
     ([0x7FC00001, 0x7FC00001], None),
     ([0x7FC00001, 0x7FC00002], "differ in bits only"),
     ([0x00000000, 0x80000000], "differ in bits only"),
-    ([0x7FC00000, 0x3F800000], "and in 1 NaN"),
-    ([0x7F800000, 0x3F800000], "up to inf"),
-  ],
-)
-def test_bits_are_compared(bits: list[int], words: str | None) -> None:
-  optimizer, weights = _simple("mirrored")
-  pair = [np.array(one, "uint32").view("float32") for one in bits]
-  cases.spread(weights[1], pair + [np.float32(1.0)] * 2)
-  if words is None:
-    replica_state.assert_in_sync(optimizer, weights)
-    return
-  with pytest.raises(replica_state.OutOfSyncError, match=re.escape(words)):
-    replica_state.assert_in_sync(optimizer, weights)
-
-
-@pytest.mark.parametrize(
-  ("one", "other", "words"),
-  [
-    ([True], [False], "differ by up to 1"),
-    ([3 + 4j], [0j], "differ by up to 5"),
-    ([np.nan, 2.0], [np.nan, 1.0], "differ by up to 1"),
-  ],
-)
-def test_differences_in_words(one: Any, other: Any, words: str) -> None:
-  found = group_state._apart_by(np.array(one), np.array(other))
-  assert found == words
-
-
-def test_what_is_not_trained_may_differ() -> None:
-  training = cases.Training(testbed.mirrored(), PAIRS, seed=1)
-  training.steps(0, 2)
-  replica_state.assert_in_sync(training.optimizer, training.model)
-  kernel = training.model.trainable_variables[0]
-  mine = testbed.copies(kernel)
-  mine[1] = mine[1] + 1.0
-  cases.spread(kernel, mine)
-  with pytest.raises(AssertionError, match="dense/kernel` differs within gro"):
-    replica_state.assert_in_sync(training.optimizer, training.model)
+    ([0x7F800000, 0x3F800000], "differ by up to inf"),
+  ):
+    pair = [np.array(one, "uint32").view("float32") for one in bits]
+    cases.spread(weights[1], pair + [np.float32(1.0)] * 2)
+    if words is None:
+      replica_state.assert_in_sync(optimizer, weights)
+    else:
+      with pytest.raises(replica_state.OutOfSyncError, match=words):
+        replica_state.assert_in_sync(optimizer, weights)
 
 
 # ---------------------------------------------------- optimizers of other kinds
@@ -673,9 +559,13 @@ def test_a_plain_optimizer_has_one_group(tmp_path: pathlib.Path) -> None:
   weight.assign([0.0, 0.0])
   replica_state.restore(tmp_path / "a", sharded, [weight])
   assert _lists(replica_state.values(weight)) == [[1.0, 2.0]] * N
+  with pytest.raises(ValueError, match="`slots` needs a CrossShardOptimizer"):
+    replica_state.average(plain, [weight], slots=True)
   cases.spread(weight, [[1.0, 2.0]] * 3 + [[1.0, 3.0]])
   with pytest.raises(AssertionError, match=r"group 0 \[0, 1, 2, 3\].*up to 1"):
     replica_state.assert_in_sync(plain, [weight])
+  replica_state.average(plain, [weight])
+  replica_state.assert_in_sync(plain, [weight])
 
 
 _optimizers = tf.keras.optimizers
@@ -719,7 +609,7 @@ def test_all_state_of_optimizers(make: Any, tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize(
   ("where", "kind"),
-  [("mirrored", "loss scale"), ("virtual", "new"), ("virtual", "older")],
+  [("mirrored", "loss scale"), ("virtual", "older")],
 )
 def test_optimizers_of_tf_keras(
   where: str, kind: str, tmp_path: pathlib.Path

@@ -10,7 +10,7 @@ from tf_cross_shard.multi_worker import (
 )
 
 _UNAVAILABLE = tf.errors.UnavailableError
-# The first three as TensorFlow 2.21 wrote them when a worker was killed.
+# The first two as TensorFlow 2.21 wrote them when a worker was killed.
 LOST = {
   "heartbeats": (
     _UNAVAILABLE,
@@ -23,19 +23,6 @@ LOST = {
     " from a previous operation. Restart your program to reset."
     " [Op:CollectiveBcastSend]",
     "worker 1",
-  ),
-  "connection": (
-    _UNAVAILABLE,
-    "Graph execution error:\n\nDetected at node"
-    " CrossShardOptimizer/CollectiveGatherV2_1 defined at (most recent call"
-    " last):\n\nCollective ops is aborted by: Socket closed\n"
-    "Additional GRPC error information from remote target"
-    " /job:worker/replica:0/task:0 while calling"
-    " /tensorflow.WorkerService/RecvBuf:\n:UNKNOWN:Error received from peer "
-    ' {grpc_message:"Socket closed", grpc_status:14}\nThe error could be from a'
-    " previous operation. Restart your program to reset.\n\t [[{{node"
-    " CrossShardOptimizer/CollectiveGatherV2_1}}]] [Op:__inference_run_771]",
-    "worker 0",
   ),
   # Worker 0 of three hears of worker 1 through worker 2.
   "relayed": (

@@ -1,5 +1,6 @@
 """MultiWorkerStrategy as one worker; the rest is in multi_worker_test.py."""
 
+import json
 import os
 from typing import Any
 from unittest import mock
@@ -19,26 +20,17 @@ def alone() -> Any:
   return made
 
 
-def _results(made: Any) -> Any:
-  return made.run(lambda: (tf.constant(3.0), tf.constant([4.0, 6.0])))
-
-
-def test_scalars_are_reduced_along_any_axis(alone: Any) -> None:
-  scalar, vector = _results(alone)
+def test_what_keras_reduces(alone: Any) -> None:
+  """Scalars along any axis, structures of them, and of a batch a part."""
+  results = alone.run(lambda: (tf.constant(3.0), tf.constant([4.0, 6.0])))
+  scalar, vector = results
   for axis in (None, 0):
     assert float(alone.reduce("MEAN", scalar, axis=axis)) == 3.0
   assert float(alone.reduce("MEAN", vector, axis=0)) == 5.0
   assert float(alone.reduce("SUM", vector, axis=0)) == 10.0
-
-
-def test_structures_of_scalars_are_reduced_one_by_one(alone: Any) -> None:
-  scalar, _ = _results(alone)
   reduced = alone.reduce("SUM", {"a": scalar, "b": (scalar,)}, axis=None)
   assert float(reduced["a"]) == float(reduced["b"][0]) == 3.0
-
-
-def test_of_a_batch_the_mean_is_this_workers(alone: Any) -> None:
-  batch = alone.reduce("MEAN", _results(alone), axis=None)
+  batch = alone.reduce("MEAN", results, axis=None)
   assert [tensor.shape.as_list() for tensor in batch] == [[], [2]]
 
 
@@ -50,19 +42,16 @@ def test_scopes_nest_and_can_be_entered_again(alone: Any) -> None:
     assert variable.distribute_strategy is alone
 
 
-@pytest.mark.parametrize("timeout", [0, float("inf")])
-def test_timeouts_that_are_none(timeout: float) -> None:
-  with pytest.raises(ValueError, match=r"`timeout` .* positive"):
-    multi_worker.MultiWorkerStrategy(timeout=timeout)
-
-
-@pytest.mark.parametrize("timeout", ["0", "soon"])
-def test_variables_that_name_no_timeout(timeout: str) -> None:
-  with (
-    mock.patch.dict(os.environ, {consistency.VARIABLE: timeout}),
-    pytest.raises(ValueError, match=f"{consistency.VARIABLE} .*{timeout!r}"),
-  ):
-    multi_worker.MultiWorkerStrategy()
+def test_timeouts_that_are_none() -> None:
+  for timeout in (0, float("inf")):
+    with pytest.raises(ValueError, match=r"`timeout` .* positive"):
+      multi_worker.MultiWorkerStrategy(timeout=timeout)
+  for text in ("0", "soon"):
+    with (
+      mock.patch.dict(os.environ, {consistency.VARIABLE: text}),
+      pytest.raises(ValueError, match=f"{consistency.VARIABLE} .*{text!r}"),
+    ):
+      multi_worker.MultiWorkerStrategy()
 
 
 def test_what_is_known_of_a_variable() -> None:
@@ -71,12 +60,77 @@ def test_what_is_known_of_a_variable() -> None:
 
   kernel = known(name="dense_3/my kernel", initial_value=tf.zeros([2, 3]))
   assert str(kernel) == "dense/my_kernel float32 (2, 3)"
+  assert not kernel.is_empty
+  assert known(shape=[2, 0]).is_empty
   assert kernel.is_like(str(kernel))
   assert kernel.is_like(str(known(name="dense/my kernel", dtype="float32")))
   assert not kernel.is_like(str(known(name="dense/bias", dtype="float32")))
   assert not kernel.is_like(
     str(known(name="dense/my kernel", initial_value=tf.zeros([3, 3])))
   )
+
+
+# ------------------------------------------------------------------- TF_CONFIG
+
+ADDRESSES = ["host0:12345", "host1:12345"]
+
+
+def _text(cluster: Any, job: Any = "worker", index: Any = 0) -> str:
+  return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
+
+
+NUMBERED = {"worker": {"3": ADDRESSES[0], "5": ADDRESSES[1]}}
+GOOD = (
+  _text({"worker": ADDRESSES}, index=1),
+  _text({"worker": ADDRESSES}, index="1"),
+  _text({"chief": ADDRESSES[:1], "worker": ADDRESSES[1:]}, "chief"),
+  _text(NUMBERED, index=5),
+)
+_SHAPE = "must have a `cluster` of lists and a `task`"
+BAD = (
+  ("{'cluster': {}}", r"is not JSON \(Expecting property name"),
+  ("[1]", _SHAPE),
+  ('{"cluster": ["a:1"], "task": {"type": "worker", "index": 0}}', _SHAPE),
+  (json.dumps({"cluster": {"worker": ADDRESSES}}), _SHAPE),
+  (
+    _text({"worker": ["host0"]}),
+    "has the address 'host0', which is no host:port",
+  ),
+  (_text({"chief": ["a:1"], "worker": ["a:1"]}), "gives one address to two"),
+  (
+    _text({"worker": ADDRESSES}, "chief"),
+    "has the task chief 0, but the cluster has worker 0, worker 1",
+  ),
+  (_text({"worker": ADDRESSES}, index=2), "has the task worker 2, but"),
+  (_text({"worker": {"3": "a:1"}}), "has the task worker 0, .* has worker 3"),
+)
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_what_tensorflow_can_use(
+  text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  strategy.check_tf_config(text)
+  monkeypatch.setenv("TF_CONFIG", text)
+  resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+  job, index = resolver.task_type, resolver.task_id
+  assert resolver.cluster_spec().task_address(job, index) in ADDRESSES
+
+
+@pytest.mark.parametrize("text", [None, "", '{"cluster": {}}'])
+def test_what_is_one_worker(text: str | None) -> None:
+  strategy.check_tf_config(text)
+
+
+@pytest.mark.parametrize(("text", "fault"), BAD)
+def test_what_is_malformed(
+  text: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setenv("TF_CONFIG", text)
+  with pytest.raises(ValueError, match=f"^TF_CONFIG {fault}") as caught:
+    multi_worker.MultiWorkerStrategy()
+  assert f"got {text}" in str(caught.value)
+  assert 'Set it like {"cluster": {"worker":' in str(caught.value)
 
 
 if __name__ == "__main__":

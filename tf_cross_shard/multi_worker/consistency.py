@@ -3,13 +3,15 @@
 Collectives are paired by their order alone. One that only some workers enter
 waits for ever, and one that fails breaks every later one in the process. So
 what has to be alike is written as lines and compared first, through the
-key-value store of TensorFlow's coordination service, where reading waits with
-a timeout, and where a difference can be put into words.
+key-value store of TensorFlow's coordination service, in the first worker's
+process, where reading waits with a timeout, and where a difference can be put
+into words.
 
     every worker ── digest of its lines ──▶ store ──▶ every worker
     every worker ── all lines, where digests differ ──▶ every worker
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -18,17 +20,28 @@ import os
 import re
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import tensorflow as tf
 from tensorflow.python.eager import context
 
 from tf_cross_shard import versions
 from tf_cross_shard.gradients.clipping import Gradient
-from tf_cross_shard.multi_worker import errors, key_value_store
+from tf_cross_shard.multi_worker import errors
 
 TIMEOUT: Final = 50.0
 VARIABLE: Final = "TF_CROSS_SHARD_TIMEOUT"
+_PREFIX: Final = "tf_cross_shard/"  # of keys: others may use the store
+# Seconds in which what is there is read; the store may be on another machine.
+_SHORTEST: Final = 0.2
+# A group of collectives in which no worker ever takes part.
+_PROBE: Final = 0x3FFFFFFF
+# What the store raises when the service has ended.
+_ENDED: Final = (
+  tf.errors.FailedPreconditionError,
+  tf.errors.UnavailableError,
+  tf.errors.CancelledError,
+)
 _NUMBERED: Final = re.compile(r"(.*?)(?:_(\d+))?")
 
 Task = tuple[str, int, str]  # job, index, address
@@ -52,24 +65,23 @@ def of_strategy(strategy: tf.distribute.Strategy) -> Workers | None:
     return None
   if context.context().coordination_service is None:
     return None
-  found = tasks(resolver.cluster_spec().as_dict())
-  me = (resolver.task_type, int(resolver.task_id))
+  found = tasks(resolver.cluster_spec())
   places = [task[:2] for task in found]
+  me = (resolver.task_type, int(resolver.task_id))
   if len(found) < 2 or me not in places:
     return None
   names = tuple(map(name, found))
   return Workers(names, places.index(me), timeout_of(strategy))
 
 
-def tasks(cluster: dict[str, Any]) -> list[Task]:
+def tasks(cluster: tf.train.ClusterSpec) -> list[Task]:
   """Returns the tasks that train together, in the order of their replicas."""
-  found: list[Task] = []
-  for job in ("chief", "worker"):
-    addresses = cluster.get(job, ())
-    if not isinstance(addresses, dict):  # a job may number its tasks itself
-      addresses = dict(enumerate(addresses))
-    found += [(job, int(i), addresses[i]) for i in sorted(addresses)]
-  return found
+  return [
+    (job, index, cluster.task_address(job, index))
+    for job in ("chief", "worker")
+    if job in cluster.jobs
+    for index in cluster.task_indices(job)
+  ]
 
 
 def name(task: Task) -> str:
@@ -131,10 +143,10 @@ def exchange(
   and is added to the workers' timeout.
   """
   key = f"round/{next(_rounds)}"
-  key_value_store.put(f"{key}/{workers.index}", text)
+  put(f"{key}/{workers.index}", text)
   deadline = time.monotonic() + workers.timeout + patience
   told = [
-    key_value_store.wait(f"{key}/{index}", deadline, sender=index)
+    wait(f"{key}/{index}", deadline, sender=index)
     for index in range(len(workers.names))
   ]
   missing = [
@@ -147,14 +159,14 @@ def exchange(
       " something else: look into its log, and start all workers with the same"
       f" program{if_slow(workers.timeout)}"
     )
-    key_value_store.report(workers.index, error)
+    report(workers.index, error)
     raise error
   # The first worker holds the store: it may not end before all have read.
   if workers.index:
-    key_value_store.put(f"{key}/read/{workers.index}", "")
+    put(f"{key}/read/{workers.index}", "")
   else:
     for index in range(1, len(workers.names)):
-      key_value_store.wait(f"{key}/read/{index}", deadline, sender=index)
+      wait(f"{key}/read/{index}", deadline, sender=index)
   return [each for each in told if each is not None]
 
 
@@ -189,6 +201,74 @@ def _difference(
 def _quoted(line: str | None) -> str:
   """Returns a line in quotes, or that there is none."""
   return "nothing more" if line is None else f"`{line}`"
+
+
+# ------------------------------------------------------------------------ store
+
+
+def put(key: str, value: str) -> None:
+  """Writes once; a key is never written again."""
+  try:
+    context.context().set_config_key_value(_PREFIX + key, value)
+  except _ENDED as ended:
+    _raise_cause(ended)
+
+
+def wait(key: str, deadline: float, sender: int | None = None) -> str | None:
+  """Returns the value of a key when it is there; None when time is up.
+
+  Raises what the worker `sender`, who is to write it, reported instead.
+  """
+  while True:
+    # Short waits, so that Ctrl-C ends them.
+    left = max(_SHORTEST, min(1.0, deadline - time.monotonic()))
+    try:
+      return str(
+        context.context().get_config_key_value(_PREFIX + key, int(left * 1000))
+      )
+    except tf.errors.DeadlineExceededError:
+      reason = sender is not None and wait(f"failed/{sender}", 0.0)
+      error = errors.from_message(reason) if reason else None
+      if error is not None:
+        raise error from None
+      if time.monotonic() >= deadline:
+        return None
+    except _ENDED as ended:
+      _raise_cause(ended)
+
+
+def report(index: int, error: Exception) -> None:
+  """Tells the others why worker `index`, which is this one, does not go on.
+
+  It ends what they wait for: a comparison, or a collective.
+  """
+  message = errors.to_message(error)
+  # Where another worker has reported already, nobody is left to tell.
+  with contextlib.suppress(tf.errors.OpError):
+    context.context().set_config_key_value(_PREFIX + f"failed/{index}", message)
+    context.context().report_error_to_cluster(
+      tf.errors.INVALID_ARGUMENT, message
+    )
+
+
+def _raise_cause(ended: tf.errors.OpError) -> NoReturn:
+  """Raises why the service ended: a collective's error tells it best."""
+  lost = ended
+  if not errors.is_reported(str(lost.message)):
+    try:
+      tf.raw_ops.CollectiveReduceV2(
+        input=tf.zeros([]),
+        group_size=2,
+        group_key=_PROBE,
+        instance_key=_PROBE,
+        ordering_token=[],
+        merge_op="Add",
+        final_op="Id",
+        timeout_seconds=1.0,
+      )
+    except tf.errors.OpError as aborted:
+      lost = aborted
+  raise errors.from_message(str(lost.message)) or lost from ended
 
 
 # ----------------------------------------------------------------------- lines

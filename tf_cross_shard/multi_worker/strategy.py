@@ -3,27 +3,37 @@
 Everything that trains is TensorFlow's. What is added: the cluster is checked
 before it is waited for, workers that do not come or make other variables end
 in an error, and Keras 3's own `fit` works.
+
+TensorFlow reads TF_CONFIG without a check: a wrong index hangs, and other
+faults fail far away. And its first worker waits for the others without a
+limit, in a call that nothing can interrupt, so that is made only when all
+others listen. They listen first, and register with the first worker until
+time is up.
+
+    worker 1, 2, ...   listen ──────────▶ register, for at most so long
+    worker 0           until all listen ─▶ listen, be registered with
 """
 
 import contextlib
 import itertools
+import json
 import math
 import os
 import re
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
+from tensorflow.python.eager import context
 
-from tf_cross_shard.multi_worker import (
-  consistency,
-  errors,
-  key_value_store,
-  startup,
-)
+from tf_cross_shard.multi_worker import consistency, errors
 
+_BETWEEN_TRIES: Final = 0.1
+_SLACK: Final = 5.0  # what TensorFlow adds to the time for registering
+_ADDRESS: Final = re.compile(r".+:\d{1,5}")
 # The same on all workers as long as they run the same program.
 _series: Final = itertools.count()
 
@@ -72,7 +82,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         f"`timeout` must be a positive number of seconds; got {timeout!r}."
       )
     if cluster_resolver is None:
-      startup.check_tf_config(os.environ.get("TF_CONFIG"))
+      check_tf_config(os.environ.get("TF_CONFIG"))
       cluster_resolver = (
         tf.distribute.cluster_resolver.TFConfigClusterResolver()
       )
@@ -81,7 +91,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     self._series = next(_series)
     self._ordinals = itertools.count()
     self._announcing = threading.local()
-    with startup.limited_wait(cluster_resolver, self.timeout):
+    with _limited_wait(cluster_resolver, self.timeout):
       super().__init__(cluster_resolver, communication_options)
     self._workers = consistency.of_strategy(self)
     if self._workers:
@@ -147,6 +157,11 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     ordinal = next(self._ordinals)
     mine = _Variable(kwargs)
     self._compare(self._workers, ordinal, mine)
+    if mine.is_empty:
+      raise ValueError(
+        f"The variable {mine} is empty: TensorFlow crashes when it sends it to"
+        " the other workers. Make it outside the scope, or with an element."
+      )
     self._announcing.is_nested = True
     try:
       return make(**kwargs)
@@ -161,7 +176,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
       detailed = errors.DisagreementError(
         f"{found} It is variable {ordinal} of {me}, {mine}."
       )
-      key_value_store.report(self._workers.index, detailed)
+      consistency.report(self._workers.index, detailed)
       raise detailed from error
     finally:
       self._announcing.is_nested = False
@@ -176,10 +191,10 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     """
     key = f"made/{self._series}/{ordinal}"
     if workers.index == 0:
-      key_value_store.put(key, str(mine))
+      consistency.put(key, str(mine))
       return
     deadline = time.monotonic() + workers.timeout
-    theirs = key_value_store.wait(key, deadline)
+    theirs = consistency.wait(key, deadline)
     if theirs is not None and mine.is_like(theirs):
       return
     me, first = workers.names[workers.index], workers.names[0]
@@ -190,7 +205,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
       f" {mine}, where {first} {found}. Run the same program on every worker"
       f"{slow}"
     )
-    key_value_store.report(workers.index, error)
+    consistency.report(workers.index, error)
     raise error
 
 
@@ -203,6 +218,9 @@ class _Variable:
     shape = kwargs.get("shape")
     if shape is None:
       shape = getattr(initial, "shape", None)
+    self.is_empty = shape is not None and (
+      tf.TensorShape(shape).num_elements() == 0
+    )
     # Keras numbers names by how many of a kind a program made before.
     name = re.sub(r"_\d+(?=/|$)", "", str(kwargs.get("name") or "Variable"))
     name = name.replace(" ", "_")  # spaces separate what is known
@@ -222,3 +240,120 @@ class _Variable:
       mine == theirs or "?" in (mine, theirs)
       for mine, theirs in zip(self._known, others, strict=True)
     )
+
+
+# ------------------------------------------------------------------------ start
+
+
+def check_tf_config(text: str | None) -> None:
+  """Raises `ValueError` unless `text` is a usable TF_CONFIG."""
+  if not text:
+    return
+  try:
+    config = json.loads(text)
+    if not config.get("cluster"):
+      return  # TensorFlow takes this for one worker without peers.
+    cluster = tf.train.ClusterSpec(config["cluster"])
+    places = {
+      (job, str(index)): cluster.task_address(job, index)
+      for job in cluster.jobs
+      for index in cluster.task_indices(job)
+    }
+    me = (config["task"]["type"], str(config["task"]["index"]))
+  except json.JSONDecodeError as error:
+    raise ValueError(_fault(f"is not JSON ({error})", text)) from error
+  except (AttributeError, KeyError, TypeError) as error:
+    fault = f"must have a `cluster` of lists and a `task` ({error!r})"
+    raise ValueError(_fault(fault, text)) from error
+  for address in places.values():
+    if not _ADDRESS.fullmatch(str(address)):
+      fault = f"has the address {address!r}, which is no host:port"
+      raise ValueError(_fault(fault, text))
+  if len(set(places.values())) < len(places):
+    raise ValueError(_fault("gives one address to two tasks", text))
+  if me not in places:
+    known = ", ".join(f"{job} {index}" for job, index in places)
+    fault = f"has the task {me[0]} {me[1]}, but the cluster has {known}"
+    raise ValueError(_fault(fault, text))
+
+
+def _fault(fault: str, text: str) -> str:
+  """Returns the words for one fault."""
+  return (
+    f"TF_CONFIG {fault}; got {text}. Set it like"
+    ' {"cluster": {"worker": ["host0:12345", "host1:12345"]},'
+    ' "task": {"type": "worker", "index": 0}}.'
+  )
+
+
+@contextlib.contextmanager
+def _limited_wait(resolver: Any, timeout: float) -> Iterator[None]:
+  """A context in which to make the strategy."""
+  tasks = consistency.tasks(resolver.cluster_spec() or tf.train.ClusterSpec({}))
+  me = (resolver.task_type, int(resolver.task_id or 0))
+  if len(tasks) < 2 or me not in [task[:2] for task in tasks]:
+    yield
+    return
+  first, *others = tasks
+  if me == first[:2]:
+    silent = _silent_addresses([address for *_, address in others], timeout)
+    missing = [task for task in others if task[2] in silent]
+    if missing:
+      raise _missing(first, missing, timeout)
+  _limit_registering([job for job, *_ in tasks], timeout)
+  try:
+    yield
+  except tf.errors.DeadlineExceededError as error:
+    mine = next(task for task in tasks if task[:2] == me)
+    raise _missing(mine, [first], timeout) from error
+
+
+def _limit_registering(jobs: Sequence[str], timeout: float) -> None:
+  """Configures what the strategy would configure, and a limit with it."""
+  eager = context.context()
+  if eager.coordination_service is not None:
+    return  # The program has done so itself.
+  coordinated = (
+    tf.compat.v1.ConfigProto().experimental.coordination_config
+  ).coordinated_job_list
+  for job in dict.fromkeys(jobs):
+    coordinated.add(name=job, num_tasks=jobs.count(job))
+  eager.configure_coordination_service(
+    service_type="standalone",
+    service_leader=f"/job:{jobs[0]}/replica:0/task:0",
+    cluster_register_timeout_in_ms=int(1000 * max(1.0, timeout - _SLACK)),
+    coordinated_jobs=list(coordinated),
+  )
+
+
+def _silent_addresses(addresses: Sequence[str], timeout: float) -> set[str]:
+  """Returns the addresses where nobody listens when time is up."""
+  silent = set(addresses)
+  deadline = time.monotonic() + timeout
+  while True:
+    silent = {address for address in silent if not _is_listening(address)}
+    if not silent or time.monotonic() >= deadline:
+      return silent
+    time.sleep(_BETWEEN_TRIES)
+
+
+def _is_listening(address: str) -> bool:
+  """Whether anybody accepts a connection."""
+  host, _, port = address.rpartition(":")
+  try:
+    socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
+  except (OSError, ValueError, OverflowError):  # also of no name of a host
+    return False
+  return True
+
+
+def _missing(
+  me: consistency.Task, missing: Sequence[consistency.Task], timeout: float
+) -> errors.MissingWorkerError:
+  """Returns the error for workers that did not start."""
+  names = ", ".join(map(consistency.name, missing))
+  return errors.MissingWorkerError(
+    f"{consistency.name(me)} waited {timeout:g} s for {names} to start. Look"
+    " into its log, start all workers with the same TF_CONFIG, and let them"
+    f" reach each other{consistency.if_slow(timeout)}"
+  )

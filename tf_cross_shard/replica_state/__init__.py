@@ -295,14 +295,17 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
   target = archive.as_path(path)
   found = group_state.GroupCopies(optimizer, model)
   plan: list[list[archive.Array]] = []
-  checksum, error = 0, None
+  checksum = 0
+  error: Exception | None = None
   try:
     with archive.reading(target) as file:
       checksum = file.checksum
       _check(file, found)
       plan = [_values_here(file, found, part) for part in found.parts]
-  except Exception as failure:
+  except (OSError, CheckpointError) as failure:
     error = failure
+  except Exception as failure:  # of any kind, from what is not as written
+    error = archive.damaged(target, failure)
   found.conclude(f"restoring {target.name}", error, checksum)
   for part, arrays in zip(found.parts, plan, strict=True):
     found.copies.write(part.variable, arrays)

@@ -53,6 +53,7 @@ def write(
   path: pathlib.Path, arrays: Mapping[str, Array], about: Mapping[str, Any]
 ) -> None:
   """Writes a file that takes the place of an older one when it is whole."""
+  path = path.resolve()  # what a link leads to, and not the link
   dtypes = {name: array.dtype.name for name, array in arrays.items()}
   text = json.dumps({**about, "dtypes": dtypes})
   entries: dict[str, Any] = {_ABOUT: np.array(text)}
@@ -136,19 +137,24 @@ def reading(path: pathlib.Path) -> Iterator[Archive]:
       ) from error
     try:
       container = stack.enter_context(zipfile.ZipFile(file))
-      damaged = container.testzip()
-      if damaged is not None:
-        raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
+      wrong = container.testzip()
+      if wrong is not None:
+        raise zipfile.BadZipFile(f"wrong checksum of {wrong}")
       file.seek(0)
       entries = stack.enter_context(np.load(file, allow_pickle=False))
       archive = Archive(path, entries, container)
     # A wrong byte makes zipfile, NumPy and json raise errors of any kind.
     except Exception as error:
-      raise CheckpointError(
-        f"The checkpoint {path} is damaged, or is another file: {error!r}."
-        " Nothing was changed; restore one that replica_state.save wrote."
-      ) from error
+      raise damaged(path, error) from error
     yield archive
+
+
+def damaged(path: pathlib.Path, error: Exception) -> CheckpointError:
+  """Returns the error for a file that is not as it was written."""
+  return CheckpointError(
+    f"The checkpoint {path} is damaged, or is another file: {error!r}. Nothing"
+    " was changed; restore one that replica_state.save wrote."
+  )
 
 
 def _as_plain(array: Array) -> Array:

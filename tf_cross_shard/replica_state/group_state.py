@@ -237,9 +237,6 @@ def _apart_by(one: archive.Array, other: archive.Array) -> str:
     one, other = one.astype(wide), other.astype(wide)
     differences = np.abs(one - other)
   largest = float(np.max(differences, initial=0.0, where=differences > 0))
-  count = int(np.sum(np.isnan(one) != np.isnan(other)))
-  if count:
-    return f"differ by up to {largest:.9g}, and in {count} NaN"
   if not largest:
-    return "differ in bits only (the sign of a zero, or kinds of NaN)"
+    return "differ in bits only (NaN, or the sign of a zero)"
   return f"differ by up to {largest:.9g}"
