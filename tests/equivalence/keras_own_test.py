@@ -3,7 +3,7 @@
 The wheel of Keras 3.15 holds them, older ones and tf_keras' hold none. They run
 in a process of their own; see `tests.support.encapsulating`.
 """
-# bazel: size=medium
+# bazel: size=medium tags=slow
 
 import collections
 import functools

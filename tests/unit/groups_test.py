@@ -1,4 +1,5 @@
 """Any table that partitions the replicas is accepted, and no other."""
+# bazel: tags=smoke
 
 import copy
 import dataclasses

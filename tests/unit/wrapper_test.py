@@ -1,4 +1,5 @@
 """The wrapper reads and writes as if it were the encapsulated optimizer."""
+# bazel: tags=smoke
 
 import copy
 import pathlib
