@@ -254,16 +254,14 @@ class Step:
   iterations: list[int]  # of the encapsulated optimizer
   scales: list[float]  # the loss scale in use; empty if there is none
   skipped: list[int]  # `skipped_steps`; empty if they are not counted
-  loss: float = 0.0  # before any scaling; only of plain Keras
 
 
 @dataclasses.dataclass
 class Run:
-  """What came of a cell; `history` is that of `fit`."""
+  """What came of a cell."""
 
   steps: list[Step]
   compute_dtype: str
-  history: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
 
 def look(kind: str, variables: Sequence[Any], optimizer: Any) -> Step:
@@ -339,8 +337,7 @@ def _fit(
   callback = keras_of(cell.kind).callbacks.LambdaCallback(
     on_train_batch_end=after_step
   )
-  history = model.fit(batches(given), verbose=0, callbacks=[callback])
-  done.history = history.history
+  model.fit(batches(given), verbose=0, callbacks=[callback])
   return done
 
 
@@ -440,7 +437,6 @@ def expected(
       grads = optimizer.get_unscaled_gradients(grads)
     optimizer.apply_gradients(zip(grads, variables, strict=True))
     steps.append(look(kind, variables, optimizer))
-    steps[-1].loss = float(loss)
   return steps
 
 
@@ -490,29 +486,9 @@ def check(cell: Cell, done: Run, grouping: Grouping, with_nan: bool) -> None:
     hit = with_nan and bad_replica(replicas) in members
     _check_counts(cell, done, members, hit)
     assert (right[-1].weights[0][0] != right[0].weights[0][0]).any()
-  if done.history and cell.policy == "float32" and not with_nan:
-    _check_history(cell, done, groups)
   firsts = [done.steps[-1].weights[members[0]][0] for members in groups]
   for one, other in itertools.combinations(firsts, 2):
     assert np.abs(one - other).max() > 1e-2
-
-
-def _check_history(cell: Cell, done: Run, groups: Any) -> None:
-  """The loss that `fit` reports is the mean over all replicas' examples."""
-  losses = [
-    step.loss
-    for members in groups
-    for step in expected(
-      cell.kind,
-      cell.policy,
-      cell.scale,
-      REPLICAS[cell.engine],
-      tuple(members),
-      False,
-    )
-  ]
-  [reported] = done.history["loss"]
-  assert abs(reported - np.mean(losses)) <= 1e-6 * np.mean(losses)
 
 
 def _check_weights(
@@ -567,43 +543,3 @@ def join(parts: Sequence[Run]) -> Run:
     for same in zip(*(part.steps for part in parts), strict=True)
   ]
   return dataclasses.replace(parts[0], steps=steps)
-
-
-# ------------------------------------------------------------------- the table
-
-
-def table() -> str:
-  """The table in the documentation, of these cells."""
-  reasons = list(dict.fromkeys(IMPOSSIBLE.values()))
-  lines = [
-    "| | " + " | ".join(ENGINES.values()) + " |",
-    "|---" * (len(ENGINES) + 1) + "|",
-  ]
-  for kind, policy_name in itertools.product(KERASES, POLICIES):
-    row = [f"{KERASES[kind]}, `{policy_name}`"]
-    for engine in ENGINES:
-      of_engine = [
-        cell
-        for cell in cells(engine)
-        if (cell.kind, cell.policy) == (kind, policy_name)
-      ]
-      row.append(_entry(of_engine, reasons))
-    lines.append("| " + " | ".join(row) + " |")
-  notes = [f'{i + 1}: "{reason} ..."' for i, reason in enumerate(reasons)]
-  return "\n".join([*lines, "", "; ".join(notes) + "."])
-
-
-def _entry(of_engine: Sequence[Cell], reasons: Sequence[str]) -> str:
-  """Which ways of loss scaling work, and which note says why others do not."""
-  by_scaling = {
-    scaling: {cell.impossible for cell in of_engine if cell.scaling == scaling}
-    for scaling in SCALINGS
-  }
-  works = [name for name, found in by_scaling.items() if found == {None}]
-  fails = {
-    reason for found in by_scaling.values() for reason in found if reason
-  }
-  notes = ", ".join(str(reasons.index(reason) + 1) for reason in sorted(fails))
-  return " ".join(
-    filter(None, [", ".join(works), f"({notes})" if notes else ""])
-  )
