@@ -48,7 +48,7 @@ def _tells_bazel(file: pathlib.Path, words: str) -> bool:
 
 def _is_exclusive(file: pathlib.Path) -> bool:
   """Whether Bazel runs a file's tests alone: they start several processes."""
-  return _tells_bazel(file, "tags=exclusive")
+  return _tells_bazel(file, r"tags=(\w+,)*exclusive")
 
 
 def _place(item: pytest.Item) -> tuple[bool, bool]:
@@ -60,8 +60,25 @@ def _place(item: pytest.Item) -> tuple[bool, bool]:
   return not _is_exclusive(item.path), not is_large
 
 
+def _check_slow(items: list[pytest.Item]) -> None:
+  """Raises where pytest and Bazel would not leave out the same tests."""
+  marks: dict[pathlib.Path, set[bool]] = {}
+  for item in items:
+    is_slow = item.get_closest_marker("slow") is not None
+    marks.setdefault(item.path, set()).add(is_slow)
+  for path, found in marks.items():
+    if found != {_tells_bazel(path, r"tags=(\w+,)*slow")}:
+      raise pytest.UsageError(
+        f"{path} marks {'all' if found == {True} else 'some or none'} of its"
+        " tests slow. Write `pytestmark = pytest.mark.slow` and"
+        " `# bazel: tags=slow` into a file whose tests all are, else neither."
+      )
+
+
+@pytest.hookimpl(tryfirst=True)  # Before `-m` deselects any.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
   """With pytest-xdist the order matters."""
+  _check_slow(items)
   if "PYTEST_XDIST_WORKER" in os.environ:
     items.sort(key=_place)
 

@@ -1,5 +1,5 @@
 """Against TensorFlow 1's own CrossShardOptimizer, in the same TPU program."""
-# bazel: size=medium
+# bazel: size=medium tags=slow
 
 from collections.abc import Callable
 from typing import Any

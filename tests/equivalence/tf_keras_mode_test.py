@@ -4,7 +4,7 @@ TF_USE_LEGACY_KERAS=1 has to be set before TensorFlow is imported, so that the
 tests with the mark `tf_keras_mode` run once more, in one process of their own.
 All others about tf_keras import `tf_cross_shard.tf_keras` beside Keras 3.
 """
-# bazel: size=medium data=//:sources deps=//tests/support:oracle
+# bazel: size=medium data=//:sources deps=//tests/support:oracle tags=smoke
 
 import os
 import pathlib
@@ -19,7 +19,7 @@ from tf_cross_shard import tf_keras
 
 PROJECT = pathlib.Path(__file__).absolute().parent.parent.parent
 MARK = "pytest.mark." + "tf_keras_mode"
-# Fewer passed tests mean that some are left out.
+# More are welcome; fewer passed tests mean that some are left out.
 LEAST = 15
 
 
@@ -31,6 +31,7 @@ def test_marked_tests_pass(tmp_path: pathlib.Path) -> None:
     for file in sorted((PROJECT / "tests").rglob("*_test.py"))
     if MARK in file.read_text()
   ]
+  assert len(files) >= 3
   environment = {
     name: value
     for name, value in os.environ.items()
@@ -57,6 +58,9 @@ def test_marked_tests_pass(tmp_path: pathlib.Path) -> None:
     for name in ("tests", "failures", "errors", "skipped")
   }
   assert count["failures"] == count["errors"] == 0
+  names = {case.get("classname", "") for case in suite.iter("testcase")}
+  for file in files:
+    assert any(pathlib.Path(file).stem in name for name in names), file
   assert count["tests"] - count["skipped"] >= LEAST, count
 
 

@@ -2,7 +2,7 @@
 
 Sums in groups inside and across workers, and the values of all replicas.
 """
-# bazel: size=large timeout=long tags=exclusive
+# bazel: size=large timeout=long tags=exclusive,smoke
 
 import pathlib
 import tempfile

@@ -1,4 +1,5 @@
 """Clipping against its formulas, for dense and sparse gradients alike."""
+# bazel: tags=smoke
 
 from typing import Any
 

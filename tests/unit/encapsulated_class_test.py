@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
+from tests.support import testbed
 from tf_cross_shard import TowerSpec, keras3, replicate_model_fn
 from tf_cross_shard import tf_keras as ours_tf_keras
 
@@ -39,35 +40,28 @@ class Negates(keras.optimizers.SGD):
     super().update_step(-gradient, variable, learning_rate)
 
 
-def train(strategy: Any, optimizer: Any, variable: Any, method: str) -> Any:
-  """One step with gradients 100 and 300 on two replicas, mean 200."""
+def train(package: Any, kind: Any, method: str) -> float:
+  """A weight of 1 after gradients 50 and 150 on two replicas, sum 200."""
+  strategy = testbed.mirrored(2)
+  with strategy.scope():
+    home = keras if package is keras3 else tf_keras
+    weight = testbed.variable(1.0, library=home)
+    optimizer = package.CrossShardOptimizer(
+      kind(1.0), loss_averaged_over="global"
+    )
+    optimizer.build([weight])
 
-  @tf.function
-  def step() -> None:
-    def replica_step() -> None:
-      replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-      grad = 50.0 + 100.0 * tf.cast(replica, tf.float32)
-      if method == "apply":
-        optimizer.apply([grad], [variable])
-      else:
-        optimizer.apply_gradients([(grad, variable)])
+  def replica_step() -> None:
+    grad = 50.0 + 100.0 * tf.cast(testbed.replica_id(), tf.float32)
+    if method == "apply":
+      optimizer.apply([grad], [weight])
+    else:
+      optimizer.apply_gradients([(grad, weight)])
 
-    strategy.run(replica_step)
-
-  step()
-  copies = strategy.experimental_local_results(
-    getattr(variable, "value", variable)
-    if isinstance(variable, keras.Variable)
-    else variable
-  )
-  assert len(copies) == 2
-  values = [float(copy.numpy()) for copy in copies]
-  assert values[0] == values[1]
-  return values[0]
-
-
-def mirrored() -> tf.distribute.Strategy:
-  return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  tf.function(lambda: strategy.run(replica_step), autograph=False)()
+  first, second = testbed.copies(weight)
+  assert first == second
+  return float(first)
 
 
 @pytest.mark.parametrize(
@@ -81,14 +75,7 @@ def mirrored() -> tf.distribute.Strategy:
   ],
 )
 def test_keras3_overrides_run(kind: Any, method: str, expected: float) -> None:
-  strategy = mirrored()
-  with strategy.scope():
-    weight = keras.Variable(1.0)
-    optimizer = keras3.CrossShardOptimizer(
-      kind(1.0), loss_averaged_over="global"
-    )
-    optimizer.build([weight])
-  assert train(strategy, optimizer, weight, method) == expected
+  assert train(keras3, kind, method) == expected
 
 
 def test_overrides_run_in_towers() -> None:
@@ -157,14 +144,7 @@ def legacy_with_hooks(rate: float) -> Any:
   "kind", [NewClips, OldSignature, LegacyClips, legacy_with_hooks]
 )
 def test_tf_keras_overrides_run(kind: Any) -> None:
-  strategy = mirrored()
-  with strategy.scope():
-    weight = tf.Variable(1.0)
-    optimizer = ours_tf_keras.CrossShardOptimizer(
-      kind(1.0), loss_averaged_over="global"
-    )
-    optimizer.build([weight])
-  assert train(strategy, optimizer, weight, "apply_gradients") == 0.0
+  assert train(ours_tf_keras, kind, "apply_gradients") == 0.0
 
 
 class Doubles(tf_keras.optimizers.SGD):
@@ -186,32 +166,25 @@ class LegacyDoubles(tf_keras.optimizers.legacy.SGD):
 @pytest.mark.parametrize("kind", [Doubles, LegacyDoubles])
 @pytest.mark.parametrize("way", ["callable", "tape"])
 def test_tf_keras_ways_to_gradients_run(kind: Any, way: str) -> None:
-  strategy = mirrored()
+  strategy = testbed.mirrored(2)
   with strategy.scope():
     weight = tf.Variable(0.0)
     optimizer = ours_tf_keras.CrossShardOptimizer(
       kind(1.0), loss_averaged_over="replica"
     )
-
-  @tf.function
-  def step() -> None:
-    def replica_step() -> None:
-      replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-      slope = 1.0 + 2.0 * tf.cast(replica, tf.float32)  # 1 and 3, mean 2
-      if way == "callable":
-        optimizer.minimize(lambda: slope * weight, var_list=[weight])
-      else:
-        with tf.GradientTape() as tape:
-          loss = slope * weight
-        optimizer.minimize(loss, [weight], tape=tape)
-
-    strategy.run(replica_step)
-
-  with strategy.scope():
     optimizer.build([weight])
-  step()
-  copies = strategy.experimental_local_results(weight)
-  assert [float(copy.numpy()) for copy in copies] == [-4.0, -4.0]
+
+  def replica_step() -> None:
+    slope = 1.0 + 2.0 * tf.cast(testbed.replica_id(), tf.float32)  # 1 and 3
+    if way == "callable":
+      optimizer.minimize(lambda: slope * weight, var_list=[weight])
+      return
+    with tf.GradientTape() as tape:
+      loss = slope * weight
+    optimizer.minimize(loss, [weight], tape=tape)
+
+  tf.function(lambda: strategy.run(replica_step), autograph=False)()
+  assert testbed.copies(weight) == [-4.0, -4.0]
 
 
 def test_tf_keras_fit_with_nothing_to_train() -> None:
@@ -226,13 +199,6 @@ def test_tf_keras_fit_with_nothing_to_train() -> None:
   np.testing.assert_allclose(losses["loss"], np.square(1 - before[0]))
 
 
-def test_tf_keras_takes_the_name_second() -> None:
-  weight = tf.Variable(1.0)
-  optimizer = ours_tf_keras.CrossShardOptimizer(tf_keras.optimizers.SGD(1.0))
-  optimizer.apply_gradients([(tf.constant(1.0), weight)], "step")
-  assert float(weight.numpy()) == 0.0
-
-
 def test_a_minimize_that_cannot_run_is_refused() -> None:
   class Minimizes(tf_keras.optimizers.SGD):
     def minimize(self, loss: Any, var_list: Any, tape: Any = None) -> Any:
@@ -240,36 +206,6 @@ def test_a_minimize_that_cannot_run_is_refused() -> None:
 
   with pytest.raises(ValueError, match=r"override minimize.*Minimizes"):
     ours_tf_keras.CrossShardOptimizer(Minimizes(1.0))
-
-
-@pytest.mark.parametrize(
-  "kind",
-  [tf_keras.optimizers.SGD, tf_keras.optimizers.legacy.SGD],
-)
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_tf_keras_reduces_once(kind: Any, num_replicas: int) -> None:
-  """Its own aggregation runs in isolation and changes nothing."""
-  devices = [f"CPU:{i}" for i in range(num_replicas)]
-  strategy = tf.distribute.MirroredStrategy(devices)
-  with strategy.scope():
-    weight = tf.Variable(1.0)
-    optimizer = ours_tf_keras.CrossShardOptimizer(
-      kind(1.0), loss_averaged_over="global"
-    )
-    optimizer.build([weight])
-
-  @tf.function
-  def step() -> None:
-    def replica_step() -> None:
-      replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-      grad = 1.0 + 2.0 * tf.cast(replica, tf.float32)
-      optimizer.apply_gradients([(grad, weight)])
-
-    strategy.run(replica_step)
-
-  step()
-  expected = 1.0 - sum(1.0 + 2.0 * i for i in range(num_replicas))
-  np.testing.assert_array_equal(weight.numpy(), expected)
 
 
 if __name__ == "__main__":

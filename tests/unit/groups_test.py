@@ -1,4 +1,5 @@
 """Any table that partitions the replicas is accepted, and no other."""
+# bazel: tags=smoke
 
 import copy
 import dataclasses
@@ -65,6 +66,8 @@ def test_every_accepted_form_is_the_same_table(table: Table) -> None:
     [np.array(row) for row in table],
     [list(map(np.int32, row)) for row in table],
     groups,
+    tf.constant(table),
+    tf.Variable(table),
     *(np.array(table, dtype) for dtype in (np.int8, np.int64, np.uint64)),
   ]
   for form in forms:
@@ -73,13 +76,6 @@ def test_every_accepted_form_is_the_same_table(table: Table) -> None:
     assert hash(same) == hash(groups)
     ids = [replica for row in same for replica in row]
     assert {type(replica) for replica in ids} == {int}
-
-
-def test_tensors_and_variables_are_accepted() -> None:
-  groups = Groups([[2, 0], [1, 3]])
-  for dtype in (tf.int32, tf.uint8):
-    assert Groups(tf.constant([[2, 0], [1, 3]], dtype)) == groups
-  assert Groups(tf.Variable([[2, 0], [1, 3]])) == groups
 
 
 def test_65536_replicas_take_milliseconds() -> None:
@@ -103,9 +99,6 @@ def test_a_duplicate_is_refused(table: Table, data: st.DataObject) -> None:
   duplicate = data.draw(st.sampled_from(others))
   table[row][column] = duplicate
   assert f"replica {duplicate} is in it twice" in refusal(table)
-
-
-def test_what_the_original_let_through_is_refused() -> None:
   assert "twice: [[0, 1], [1, 0]]." in refusal([[0, 1], [1, 0]])
 
 
@@ -145,9 +138,7 @@ def test_uneven_groups_are_refused_as_such(
   assert all(f"has {n}" in text for n in set(map(len, table)))
 
 
-@pytest.mark.parametrize(
-  "odd", [1.0, True, np.True_, np.float32(1), None, "1", 1j, [1]]
-)
+@pytest.mark.parametrize("odd", [1.0, True, np.True_, np.float32(1), None, "1"])
 def test_what_is_no_integer_is_refused(odd: Any) -> None:
   text = refusal([[0, odd], [2, 3]])
   assert "must hold integers" in text
@@ -155,7 +146,7 @@ def test_what_is_no_integer_is_refused(odd: Any) -> None:
 
 
 @pytest.mark.parametrize(
-  "empty", [[], [[]], [[], []], np.zeros((0, 2), int), np.zeros((2, 0), int)]
+  "empty", [[], [[], []], np.zeros((0, 2), int), np.zeros((2, 0), int)]
 )
 def test_an_empty_table_is_refused(empty: Any) -> None:
   assert "must not be empty" in refusal(empty)
@@ -167,13 +158,11 @@ def test_an_empty_table_is_refused(empty: Any) -> None:
     ([0, 1], "got [0, 1]"),
     (3, "got 3"),
     (None, "got None"),
-    ("01", "got 01"),
     ({0: [1]}, "got {0: [1]}"),
     ([[0], 1], "got [[0], 1]"),
     ([[[0], [1]]], "[0] in [[[0], [1]]]"),
     (np.arange(4), "got int64 of shape [4]: [0, 1, 2, 3]"),
     (np.array([[0.0, 1.0]]), "got float64 of shape [1, 2]"),
-    (np.array([[False, True]]), "got bool of shape [1, 2]"),
     (np.array([[0, 1]], object), "got object of shape [1, 2]"),
   ],
   ids=str,
@@ -182,17 +171,13 @@ def test_what_is_no_integer_table_is_refused(other: Any, shown: str) -> None:
   assert shown in refusal(other)
 
 
-@hypothesis.given(tables(), st.integers(1, 40))
-def test_another_number_of_replicas_is_refused(
-  table: Table, num_replicas: int
-) -> None:
-  total = len(table) * len(table[0])
-  hypothesis.assume(num_replicas != total)
-  text = refusal(table, num_replicas=num_replicas)
-  if num_replicas < total:
-    assert "is out of range" in text
-  else:
-    assert f"it holds {total}, replica {total} is missing" in text
+def test_another_number_of_replicas_is_refused() -> None:
+  assert "2 in [[0, 1], [2, 3]] is out of range" in refusal(
+    [[0, 1], [2, 3]], num_replicas=2
+  )
+  assert "it holds 4, replica 4 is missing" in refusal(
+    [[0, 1], [2, 3]], num_replicas=6
+  )
 
 
 def test_a_long_value_is_shown_from_its_beginning() -> None:
@@ -218,6 +203,8 @@ def test_a_groups_is_immutable() -> None:
   for name in ("assignment", "num_replicas"):
     with pytest.raises(dataclasses.FrozenInstanceError):
       setattr(groups, name, ())
+  with pytest.raises(ValueError, match=r"`replica` .*got 4"):
+    groups.index_of(4)
   table[0][0] = 9
   groups.to_lists()[0][0] = 9
   assert groups.to_lists() == [[0, 1], [2, 3]]
@@ -233,12 +220,6 @@ def test_copies_are_equal_and_work() -> None:
     assert same == groups
     assert hash(same) == hash(groups)
     assert same.members_of(0) == (0, 2)
-
-
-def test_a_replica_that_is_not_there_has_no_group() -> None:
-  for replica in (-1, 4):
-    with pytest.raises(ValueError, match=rf"`replica` .*got {replica}"):
-      Groups([[0, 1], [2, 3]]).index_of(replica)
 
 
 # The drawing.
@@ -271,7 +252,6 @@ def test_drawings() -> None:
     (1, 1, [[0]], [[0]]),
     (4, 2, [[0, 1], [2, 3]], [[0, 2], [1, 3]]),
     (6, 2, [[0, 1], [2, 3], [4, 5]], [[0, 3], [1, 4], [2, 5]]),
-    (3, 3, [[0, 1, 2]], [[0, 1, 2]]),
     (3, 1, [[0], [1], [2]], [[0], [1], [2]]),
   ],
 )
@@ -293,9 +273,7 @@ def test_singletons() -> None:
   ("num_replicas", "size", "words"),
   [
     (6, 4, "`group_size` must divide `num_replicas`; 4 does not divide 6"),
-    (2, 4, "`group_size` must divide `num_replicas`; 4 does not divide 2"),
     (4, 0, "`group_size` must be a positive integer; got 0"),
-    (4, 2.0, "`group_size` must be a positive integer; got 2.0"),
     (4, True, "`group_size` must be a positive integer; got True"),
     ("4", 2, "`num_replicas` must be a positive integer; got '4'"),
   ],
@@ -325,29 +303,25 @@ def tpus(*counts: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-  ("strategy", "table"),
+  ("devices", "num_replicas", "table"),
   [
-    (strategy_of(["/device:CPU:0"]), [[0]]),
-    (strategy_of(tpus(2, 2)), [[0, 1], [2, 3]]),
-    (strategy_of(tpus(*[1] * 11)), [[i] for i in range(11)]),
+    (["/device:CPU:0"], None, [[0]]),
+    (tpus(*[1] * 11), None, [[i] for i in range(11)]),
+    # Two kinds of devices on one host, and hosts that take turns.
     (
-      strategy_of([f"/job:a/replica:0/task:0/device:{d}PU:0" for d in "CG"]),
+      [f"/job:a/replica:0/task:0/device:{d}PU:0" for d in "CG"],
+      None,
       [[0, 1]],
     ),
-    (strategy_of([tpus(2, 2)[i] for i in (0, 2, 1, 3)]), [[0, 2], [1, 3]]),
+    ([tpus(2, 2)[i] for i in (0, 2, 1, 3)], None, [[0, 2], [1, 3]]),
     # Between graphs, a process sees its own devices only.
-    (strategy_of(tpus(2), num_replicas=6), [[0, 1], [2, 3], [4, 5]]),
-  ],
-  ids=[
-    "one replica",
-    "two hosts",
-    "eleven hosts",
-    "two kinds of devices on one host",
-    "alternating hosts",
-    "between graphs",
+    (tpus(2), 6, [[0, 1], [2, 3], [4, 5]]),
   ],
 )
-def test_by_host(strategy: Any, table: Table) -> None:
+def test_by_host(
+  devices: list[str], num_replicas: int | None, table: Table
+) -> None:
+  strategy = strategy_of(devices, num_replicas)
   assert groups_lib.by_host(strategy).to_lists() == table
 
 

@@ -27,13 +27,9 @@ FEATURES: dict[str, Callable[[], Any]] = {
     use_ema=True,
     ema_overwrite_frequency=1,
   ),
-  "accumulation_nadam": lambda: optimizers.Nadam(
-    0.01, gradient_accumulation_steps=3
-  ),
   "schedule": lambda: optimizers.SGD(
     optimizers.schedules.PiecewiseConstantDecay([1, 2], [0.5, 0.25, 0.125])
   ),
-  "clipnorm": lambda: optimizers.Adam(0.01, clipnorm=0.1),
   "global_clipnorm": lambda: optimizers.Adam(0.01, global_clipnorm=0.1),
   "loss_scale_factor": lambda: optimizers.SGD(0.125, loss_scale_factor=1024.0),
   "loss_scale_optimizer": lambda: optimizers.LossScaleOptimizer(
@@ -73,7 +69,6 @@ def _expected(
     *((feature, "strided", "function") for feature in FEATURES),
     ("ema_overwrite", "ungrouped", "eager"),
     ("accumulation", "ungrouped", "eager"),
-    ("loss_scale_optimizer", "ungrouped", "eager"),
   ],
 )
 def test_features_of_the_encapsulated_optimizer(
@@ -110,8 +105,7 @@ def test_features_of_the_encapsulated_optimizer(
         )
 
 
-@pytest.mark.parametrize("name", ["Momentum", "Adam", "Adafactor"])
-def test_gradients_are_applied_exactly_once(name: str) -> None:
+def test_gradients_are_applied_exactly_once() -> None:
   """A Keras that reduced again would fail here.
 
   The encapsulated optimizer is fed a sum; a second reduction over the four
@@ -120,7 +114,7 @@ def test_gradients_are_applied_exactly_once(name: str) -> None:
   strategy = testbed.mirrored()
   with strategy.scope():
     weight = keras.Variable(np.ones((2, 2), "float32"), name="weight")
-    inner = testbed.OPTIMIZERS[name]()
+    inner = testbed.OPTIMIZERS["Adam"]()
     optimizer = CrossShardOptimizer(inner)
     optimizer.build([weight])
     received = [

@@ -92,16 +92,15 @@ def test_on_the_virtual_tpu() -> None:
   assert testbed.copies(optimizer.skipped_steps) == [1, 1, 0, 0]
 
 
-def test_clipping_does_not_hide_an_infinity() -> None:
-  rows = [[1.0, BAD[1], 3.0, 4.0]]
-  optimizer, weight, _ = _train(HALVES, rows, clipvalue=1.0)
-  assert testbed.copies(optimizer.skipped_steps) == [1, 1, 0, 0]
-  assert testbed.copies(weight)[1].tolist() == [1.0, 2.0]
-
-
-def test_sums_that_overflow_are_skipped() -> None:
-  rows = [[2e38, 2e38, 1.0, 1.0]]  # float32 ends at 3.4e38.
-  optimizer, weight, _ = _train(HALVES, rows)
+@pytest.mark.parametrize(
+  ("first", "options"),
+  [
+    ([1.0, BAD[1]], {"clipvalue": 1.0}),  # which does not hide it
+    ([2e38, 2e38], {}),  # float32 ends at 3.4e38.
+  ],
+)
+def test_sums_are_judged(first: list[float], options: Any) -> None:
+  optimizer, weight, _ = _train(HALVES, [[*first, 1.0, 1.0]], **options)
   assert testbed.copies(optimizer.skipped_steps) == [1, 1, 0, 0]
   assert testbed.copies(weight)[0].tolist() == [1.0, 2.0]
   assert testbed.copies(weight)[2].tolist() == _by_hand([2.0], 2)
@@ -139,7 +138,7 @@ def test_without_it_a_step_is_applied_as_it_is() -> None:
   assert np.isnan(weight.numpy())
 
 
-def test_the_count_is_none_of_the_variables_nor_in_checkpoints() -> None:
+def test_the_count_is_none_of_the_variables() -> None:
   counting, plain = (
     CrossShardOptimizer("adam", skip_nonfinite=counts)
     for counts in (True, False)
@@ -149,8 +148,6 @@ def test_the_count_is_none_of_the_variables_nor_in_checkpoints() -> None:
     optimizer.build([weight])
   assert len(counting.variables) == len(plain.variables)
   assert counting.get_config()["skip_nonfinite"] is True
-  again = type(counting).from_config(counting.get_config())
-  assert int(again.skipped_steps.numpy()) == 0
 
 
 def test_sparse_and_whole_number_gradients() -> None:

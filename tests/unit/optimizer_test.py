@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from absl import logging
 
 from tests.support import covering, testbed
 from tf_cross_shard import CrossShardOptimizer
@@ -81,16 +80,6 @@ class TestReduction:
       _run(lambda o=optimizer, w=weight: o.minimize(lambda: _mine() * w), mode)
       assert testbed.copies(weight) == [-3.75] * 4
 
-  def test_tensor_loss_in_a_function(self) -> None:
-    optimizer, weight = _make(_sgd, "sum")
-
-    def step() -> Any:
-      loss = _mine() * weight
-      return optimizer.minimize(loss)
-
-    _run(step)
-    assert testbed.copies(weight) == [-15.0] * 4
-
   def test_aggregated_tf_variable_stays_apart_between_groups(self) -> None:
     strategy = testbed.mirrored()
     with strategy.scope():
@@ -102,18 +91,10 @@ class TestReduction:
     _run(lambda: optimizer.apply_gradients([(_mine(), weight)]))
     assert testbed.copies(weight) == [-3.0, -3.0, -12.0, -12.0]
 
-  def test_slots_made_in_the_first_step(self) -> None:
-    strategy = testbed.mirrored()
-    with strategy.scope():
-      weight = keras.Variable(0.0, name="weight")
-      optimizer = CrossShardOptimizer(SGD(1.0, momentum=0.5))
-    _run(lambda: optimizer.apply_gradients([(_mine(), weight)]))
-    assert testbed.copies(weight) == [-15.0] * 4
-    slot = optimizer.get_slot(weight, "momentum")
-    assert testbed.copies(slot) == [-15.0] * 4
-
-  @pytest.mark.parametrize("way", ["apply", "found by the loss"])
-  @pytest.mark.parametrize("aggregation", ["none", "mean", "sum"])
+  @pytest.mark.parametrize(
+    ("aggregation", "way"),
+    [("none", "apply"), ("mean", "found by the loss"), ("sum", "apply")],
+  )
   def test_constraints_of_keras_variables(
     self, aggregation: str, way: str
   ) -> None:
@@ -133,8 +114,7 @@ class TestReduction:
     _run(step)
     assert testbed.copies(weight) == [0.25, 0.25, 0.0, 0.0]
 
-  @pytest.mark.parametrize("mode", ["eager", "function"])
-  def test_global_step_of_every_kind_counts_one(self, mode: str) -> None:
+  def test_global_step_of_every_kind_counts_one(self) -> None:
     on_read = tf.VariableSynchronization.ON_READ
     only_first = tf.VariableAggregation.ONLY_FIRST_REPLICA
     total = tf.VariableAggregation.SUM
@@ -154,8 +134,7 @@ class TestReduction:
         _run(
           lambda o=optimizer, w=weight, s=step: o.apply_gradients(
             [(_mine(), w)], s
-          ),
-          mode,
+          )
         )
       assert step.numpy() == 2
       assert testbed.copies(weight) == [-30.0] * 4
@@ -255,8 +234,8 @@ class TestSparse:
     covering.pairwise(
       [
         ("eager", "function", "cond"),
-        ("SGD", "Adam", "Adagrad"),
-        list(testbed.GROUPINGS),
+        ("Adam", "Adagrad"),
+        ("ungrouped", "strided"),
       ]
     ),
   )
@@ -396,11 +375,9 @@ class TestBadInput:
     [
       ({"opt": 3}, TypeError, "`opt` must be an optimizer of keras"),
       ({"opt": "adan"}, ValueError, r"`opt` must name .*'adan'.*\"adam\""),
-      ({"opt": None}, TypeError, "`opt`"),
       ({"opt": SGD}, TypeError, "`opt`"),
       ({"reduction": "max"}, ValueError, r"`reduction`.*'mean'.*'max'"),
       ({"loss_averaged_over": "all"}, ValueError, "`loss_averaged_over`"),
-      ({"group_assignment": [[0, 1], [2]]}, ValueError, "one size"),
       ({"group_assignment": [[0, 1], [1, 0]]}, ValueError, "twice"),
       ({"skip_nonfinite": "yes"}, TypeError, "`skip_nonfinite`.*'yes'"),
       ({"wire_dtype": "bf16"}, ValueError, "`wire_dtype`.*'bf16'"),
@@ -422,11 +399,6 @@ class TestBadInput:
     ):
       CrossShardOptimizer("sgd", group_assignment=[[0, 1]])
 
-  def test_nested_in_itself(self) -> None:
-    inner = CrossShardOptimizer("sgd", name="within")
-    with pytest.raises(ValueError, match=r"within.*reduced twice"):
-      CrossShardOptimizer(inner)
-
   def test_symbolic_group_assignment(self) -> None:
     @tf.function
     def make(groups: tf.Tensor) -> None:
@@ -438,11 +410,8 @@ class TestBadInput:
   @pytest.mark.parametrize(
     ("pairs", "error", "words"),
     [
-      (lambda w: [], ValueError, r"`grads_and_vars`.*at least one"),
-      (lambda w: [w], ValueError, "pairs"),
       (lambda w: [(None, w)], ValueError, "not None.*weight"),
       (lambda w: [(tf.ones([3]), w)], ValueError, r"\(3,\).*weight|weight.*3"),
-      (lambda w: [(tf.ones([]), 1.0)], TypeError, "Variable"),
       (lambda w: [("x" * 3, w)], (TypeError, ValueError), "weight|str"),
     ],
   )
@@ -468,15 +437,12 @@ class TestBadInput:
 
   def test_global_step(self) -> None:
     optimizer, weight = _make(_sgd)
-    for bad, words in ((3, "got 3"), (tf.Variable(0.0), "float32")):
-      for call in (optimizer.apply_gradients, optimizer.minimize):
-        argument = (
-          [(tf.constant(1.0), weight)]
-          if call == optimizer.apply_gradients
-          else (lambda: weight * 1.0)
-        )
-        with pytest.raises(TypeError, match=f"`global_step`.*{words}"):
-          _run(lambda c=call, a=argument, b=bad: c(a, global_step=b))
+    for call, argument in (
+      (optimizer.apply_gradients, [(tf.constant(1.0), weight)]),
+      (optimizer.minimize, lambda: weight * 1.0),
+    ):
+      with pytest.raises(TypeError, match=r"`global_step`.*got 3"):
+        _run(lambda c=call, a=argument: c(a, global_step=3))
     assert testbed.copies(weight) == [0.0] * 4
 
   def test_loss(self) -> None:
@@ -494,21 +460,11 @@ class TestBadInput:
       optimizer.compute_gradients(lambda: weight, [weight], learning=1)
     with pytest.raises(ValueError, match="`gate_gradients`"):
       optimizer.minimize(lambda: weight[0], var_list=[weight], gate_gradients=7)
+    with pytest.raises(ValueError, match=r"`var_list`.*at least one"):
+      optimizer.minimize(lambda: weight[0], var_list=[])
     total = CrossShardOptimizer("sgd", "sum")
     [(grad, _)] = total.compute_gradients(lambda: weight * 1.0, [weight])
     np.testing.assert_array_equal(grad, [1.0, 1.0])
-
-  def test_var_list(self) -> None:
-    weight = keras.Variable(1.0)
-    frozen = keras.Variable(1.0, trainable=False, name="frozen")
-    optimizer = CrossShardOptimizer("sgd")
-    for var_list, error, words in (
-      ([frozen], ValueError, "frozen.*trainable=False"),
-      ([], ValueError, "at least one"),
-      ([1.0], TypeError, "`var_list`"),
-    ):
-      with pytest.raises(error, match=words):
-        optimizer.minimize(lambda: weight * frozen, var_list=var_list)
 
   def test_names_and_slots(self) -> None:
     optimizer, weight = _make(_sgd)
@@ -532,64 +488,6 @@ class TestBadInput:
     weight = keras.Variable(1.0)
     with pytest.raises(ValueError, match="one gradient per variable"):
       optimizer.apply([tf.constant(1.0)] * 2, [weight])
-
-
-class TestWords:
-  """What is logged, and that it is logged once."""
-
-  @pytest.fixture
-  def said(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    lines: list[str] = []
-    for level in ("info", "warning"):
-      monkeypatch.setattr(
-        logging,
-        level,
-        lambda text, *args, level=level: lines.append(
-          f"{level}: {text % args if args else text}"
-        ),
-      )
-    return lines
-
-  def test_default_convention_is_said_once(self, said: list[str]) -> None:
-    optimizer, weight = _make(_sgd)
-    for _ in range(2):
-      _run(
-        lambda: optimizer.minimize(lambda: _mine() * weight, var_list=[weight])
-      )
-    assert len(said) == 1
-    assert said[0].startswith("warning:")
-    assert "this replica's examples" in said[0]
-    assert "loss_averaged_over" in said[0]
-
-  def test_missing_factor_is_warned_about_once(self, said: list[str]) -> None:
-    optimizer, weight = _make(_sgd, group_assignment=[[0, 1], [2, 3]])
-    for _ in range(2):
-      _run(lambda: optimizer.apply_gradients([(_mine(), weight)]))
-    assert len(said) == 1
-    assert said[0].startswith("warning:")
-    assert "0.5 if" in said[0]
-    assert "2 if" in said[0]
-
-  def test_no_false_alarm(self, said: list[str]) -> None:
-    """Keras' ungrouped mean has no factor; functions scale unseen."""
-    optimizer, weight = _make(_sgd, loss_averaged_over="global")
-    _run(lambda: optimizer.apply([_mine()], [weight]))
-    optimizer, weight = _make(_sgd, loss_averaged_over="replica")
-    compute = tf.function(
-      lambda: optimizer.compute_gradients(lambda: 2 * weight, [weight])[0][0]
-    )
-    alone = CrossShardOptimizer(_sgd())
-    assert alone.get_name()
-    for _ in range(3):
-      _run(lambda: optimizer.apply_gradients([(compute(), weight)]), "eager")
-    assert said == []
-
-  def test_keras_ways_that_miss_a_factor(self, said: list[str]) -> None:
-    """What LossScaleOptimizer does when it stands around ours."""
-    optimizer, weight = _make(_sgd, "sum")
-    _run(lambda: optimizer.apply([_mine()], [weight]))
-    assert len(said) == 1
-    assert "4 if over all" in said[0]
 
 
 def test_members_stay_bitwise_equal_and_one_trace_serves_all_steps() -> None:
@@ -616,7 +514,7 @@ def test_members_stay_bitwise_equal_and_one_trace_serves_all_steps() -> None:
     strategy.run(replica_step)
 
   rng = np.random.default_rng(0)
-  for _ in range(50):
+  for _ in range(10):
     step(
       tf.constant(rng.normal(size=task.x[0].shape).astype("float32")),
       tf.constant(rng.normal(size=task.y[0].shape).astype("float32")),

@@ -1,7 +1,7 @@
 """Where the factor of the mean is applied, and what is said about it."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
+from tests.support import covering, testbed
 from tf_cross_shard import keras3
 from tf_cross_shard import tf_keras as ours_tf_keras
 
@@ -33,14 +34,22 @@ def warnings() -> Iterator[list[str]]:
   logger.removeHandler(recorder)
 
 
+def train(replica_step: Callable[[], Any]) -> None:
+  """One traced step on four replicas."""
+  tf.function(lambda: testbed.mirrored().run(replica_step), autograph=False)()
+
+
+def moved(variable: Any) -> list[float]:
+  """What each replica's weight, which was 0, moved by."""
+  return [-float(copy) for copy in testbed.copies(variable)]
+
+
 def run(
   package: Any, groups: Any, way: str, averaged_over: str, **options: Any
 ) -> list[float]:
   """One step of SGD(1); returns what each replica's weight moved by."""
-  strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
-  assert strategy.num_replicas_in_sync == 4
   share = 0.25 if averaged_over == "global" else 1.0
-  with strategy.scope():
+  with testbed.mirrored().scope():
     weight = tf.Variable(0.0)
     home = keras if package is keras3 else tf_keras
     optimizer = package.CrossShardOptimizer(
@@ -48,29 +57,23 @@ def run(
     )
     optimizer.build([weight])
 
-  @tf.function
   def step() -> None:
-    def replica_step() -> None:
-      replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-      slope = share * SLOPES[replica]
-      if way == "minimize":
-        optimizer.minimize(lambda: slope * weight, var_list=[weight])
-        return
-      with tf.GradientTape() as tape:
-        loss = slope * weight
-        if way == "scale_loss":
-          loss = optimizer.scale_loss(loss)
-      if way == "tape":
-        optimizer.minimize(loss, [weight], tape=tape)
-        return
-      grads = tape.gradient(loss, [weight])
-      optimizer.apply_gradients(zip(grads, [weight], strict=True))
+    slope = share * SLOPES[testbed.replica_id()]
+    if way == "minimize":
+      optimizer.minimize(lambda: slope * weight, var_list=[weight])
+      return
+    with tf.GradientTape() as tape:
+      loss = slope * weight
+      if way == "scale_loss":
+        loss = optimizer.scale_loss(loss)
+    if way == "tape":
+      optimizer.minimize(loss, [weight], tape=tape)
+      return
+    grads = tape.gradient(loss, [weight])
+    optimizer.apply_gradients(zip(grads, [weight], strict=True))
 
-    strategy.run(replica_step)
-
-  step()
-  copies = strategy.experimental_local_results(weight)
-  return [-float(copy.numpy()) for copy in copies]
+  train(step)
+  return moved(weight)
 
 
 def expected(groups: Any, reduction: str) -> list[float]:
@@ -84,46 +87,45 @@ def expected(groups: Any, reduction: str) -> list[float]:
   return [values[r] for r in range(4)]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("averaged_over", ["replica", "global"])
-@pytest.mark.parametrize(
-  ("package", "groups", "way", "scale_gradients"),
+CELLS = covering.pairwise(
   [
-    (keras3, ONE, "bare", True),
-    (keras3, GROUPS, "bare", True),
-    (keras3, GROUPS, "minimize", True),
-    (keras3, ONE, "tape", True),
-    (keras3, GROUPS, "scale_loss", True),
-    (keras3, GROUPS, "scale_loss", False),
-    (ours_tf_keras, GROUPS, "bare", True),
-    (ours_tf_keras, GROUPS, "tape", False),
+    (keras3, ours_tf_keras),
+    (False, True),
+    ("bare", "minimize", "tape", "scale_loss"),
+    ("replica", "global"),
+    ("mean", "sum"),
   ],
 )
-def test_every_cell(
+
+
+@pytest.mark.parametrize(
+  ("package", "grouped", "way", "averaged_over", "reduction"), CELLS
+)
+def test_gradients_are_scaled(
   package: Any,
-  groups: Any,
+  grouped: bool,
   way: str,
-  scale_gradients: bool,
   averaged_over: str,
   reduction: str,
   warnings: list[str],
 ) -> None:
-  moved = run(
+  groups = GROUPS if grouped else ONE
+  found = run(
     package,
     groups,
     way,
     averaged_over,
     reduction=reduction,
     loss_averaged_over=averaged_over,
-    scale_gradients=scale_gradients,
+    scale_gradients=True,
   )
-  assert moved == expected(groups, reduction)
+  assert found == expected(groups, reduction)
   assert warnings == []
 
 
 def test_the_limits_are_those_of_scaled_gradients() -> None:
   """Clipping sees what it sees where the loss is scaled."""
-  moved = [
+  found = [
     run(
       keras3,
       GROUPS,
@@ -135,7 +137,7 @@ def test_the_limits_are_those_of_scaled_gradients() -> None:
     )
     for scale_gradients in (False, True)
   ]
-  assert moved[0] == moved[1] == [0.5 + 1.5] * 2 + [2.0 + 2.0] * 2
+  assert found[0] == found[1] == [0.5 + 1.5] * 2 + [2.0 + 2.0] * 2
 
 
 @pytest.mark.parametrize(
@@ -149,42 +151,35 @@ def test_the_limits_are_those_of_scaled_gradients() -> None:
 def test_a_guess_in_a_loop_is_heard_once(
   way: str, averaged_over: str, words: str, warnings: list[str]
 ) -> None:
-  moved = run(keras3, GROUPS, way, averaged_over)
-  assert moved == expected(GROUPS, "mean")
+  found = run(keras3, GROUPS, way, averaged_over)
+  assert found == expected(GROUPS, "mean")
   [text] = warnings
   assert tf.strings.regex_full_match(text, f".*{words}.*")
   assert 'loss_averaged_over="replica"' in text
   assert 'loss_averaged_over="global"' in text
 
 
-@pytest.mark.parametrize("averaged_over", [None, "global"])
-def test_a_right_ungrouped_loop_is_not_warned_of(
-  averaged_over: str | None, warnings: list[str]
-) -> None:
-  moved = run(keras3, None, "bare", "global", loss_averaged_over=averaged_over)
-  assert moved == expected(ONE, "mean")
+def test_a_missing_factor_is_warned_of(warnings: list[str]) -> None:
+  """loss_factor_test has when it is."""
+  found = run(keras3, None, "bare", "global")
+  assert found == expected(ONE, "mean")
   assert warnings == []
-
-
-@pytest.mark.parametrize("averaged_over", [None, "replica"])
-def test_a_missing_factor_is_warned_of(
-  averaged_over: str | None, warnings: list[str]
-) -> None:
-  run(keras3, GROUPS, "bare", "replica", loss_averaged_over=averaged_over)
+  run(keras3, GROUPS, "bare", "replica")
   [text] = warnings
   assert "0.5 if the loss is averaged over this replica's examples, 2" in text
   assert "scale_gradients=True" in text
 
 
-@pytest.mark.parametrize("package", [keras3, ours_tf_keras])
-@pytest.mark.parametrize("scale_gradients", [False, True])
+@pytest.mark.parametrize(
+  ("package", "scale_gradients"),
+  [(keras3, False), (keras3, True), (ours_tf_keras, False)],
+)
 def test_fit_guesses_right_and_silently(
   package: Any, scale_gradients: bool, warnings: list[str]
 ) -> None:
   home = keras if package is keras3 else tf_keras
   x = np.array([[1.0], [3.0], [8.0], [16.0]], "float32")
-  strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
-  with strategy.scope():
+  with testbed.mirrored().scope():
     layers = [home.Input((1,)), home.layers.Dense(1, use_bias=False)]
     model = home.Sequential(layers)
     model.layers[-1].set_weights([np.zeros((1, 1), "float32")])
@@ -196,19 +191,15 @@ def test_fit_guesses_right_and_silently(
     # The gradient of each example is its input.
     model.compile(optimizer, lambda y, prediction: prediction[:, 0])
   model.fit(x, x, batch_size=4, shuffle=False, verbose=0)
-  kernel = model.trainable_variables[0]
-  native = kernel.value if package is keras3 else kernel
-  copies = strategy.experimental_local_results(native)
-  moved = [-float(copy.numpy()[0, 0]) for copy in copies]
-  assert moved == expected(GROUPS, "mean")
+  copies = testbed.copies(model.trainable_variables[0])
+  assert [-copy.item() for copy in copies] == expected(GROUPS, "mean")
   assert warnings == []
 
 
 @pytest.mark.parametrize("scale_gradients", [False, True])
 def test_a_multi_optimizer_around_groups(scale_gradients: bool) -> None:
   """Keras scales no loss for it: an error, or `scale_gradients`."""
-  strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
-  with strategy.scope():
+  with testbed.mirrored().scope():
     weight = keras.Variable(0.0)
     ours = keras3.CrossShardOptimizer(
       keras.optimizers.SGD(1.0),
@@ -220,28 +211,22 @@ def test_a_multi_optimizer_around_groups(scale_gradients: bool) -> None:
     )
     optimizer.build([weight])
 
-  @tf.function
   def step() -> None:
-    def replica_step() -> None:
-      replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-      optimizer.apply_gradients([(0.25 * SLOPES[replica], weight)])
-
-    strategy.run(replica_step)
+    slope = 0.25 * SLOPES[testbed.replica_id()]
+    optimizer.apply_gradients([(slope, weight)])
 
   if scale_gradients:
-    step()
-    copies = strategy.experimental_local_results(weight.value)
-    assert [-float(c.numpy()) for c in copies] == expected(GROUPS, "mean")
+    train(step)
+    assert moved(weight) == expected(GROUPS, "mean")
   else:
     with pytest.raises(RuntimeError, match="scale_gradients=True"):
-      step()
+      train(step)
     assert float(weight.numpy()) == 0.0
 
 
 def test_values_that_overwrite_are_averaged_only() -> None:
   """float8 scales: neither scaled nor clipped nor narrowed nor summed."""
-  strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
-  with strategy.scope():
+  with testbed.mirrored().scope():
     scale = keras.Variable(0.0)
     scale.overwrite_with_gradient = True
     weight = keras.Variable(0.0)
@@ -257,42 +242,33 @@ def test_values_that_overwrite_are_averaged_only() -> None:
 
   values = tf.constant([1.001, 3.003, 8.0, 16.0])
 
-  @tf.function
   def step() -> None:
-    def replica_step() -> None:
-      replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-      optimizer.apply_gradients(
-        [(SLOPES[replica], weight), (values[replica], scale)]
-      )
+    mine = testbed.replica_id()
+    optimizer.apply_gradients([(SLOPES[mine], weight), (values[mine], scale)])
 
-    strategy.run(replica_step)
-
-  step()
-  copies = strategy.experimental_local_results(scale.value)
-  found = [float(copy.numpy()) for copy in copies]
+  train(step)
+  found = testbed.copies(scale)
   np.testing.assert_allclose(found, [2.002, 2.002, 12.0, 12.0], rtol=1e-6)
-  copies = strategy.experimental_local_results(weight.value)
-  assert [-float(copy.numpy()) for copy in copies] == [0.25] * 4
+  assert moved(weight) == [0.25] * 4
 
 
 def test_a_variable_from_outside_the_scope_is_refused() -> None:
-  strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
   weight = tf.Variable(1.0, name="outside")
-  with strategy.scope():
+  with testbed.mirrored().scope():
     optimizer = keras3.CrossShardOptimizer(keras.optimizers.SGD(1.0))
-
-  @tf.function
-  def step() -> None:
-    strategy.run(lambda: optimizer.apply_gradients([(1.0, weight)]))
-
   with pytest.raises(ValueError, match="outside:0 was made outside its scope"):
-    step()
+    train(lambda: optimizer.apply_gradients([(1.0, weight)]))
   assert float(weight.numpy()) == 1.0
 
 
-@pytest.mark.parametrize("name", ["clipnorm", "global_clipnorm", "clipvalue"])
-@pytest.mark.parametrize("limit", [-1.0, float("nan")])
-@pytest.mark.parametrize("package", [keras3, ours_tf_keras])
+@pytest.mark.parametrize(
+  ("package", "name", "limit"),
+  [
+    (keras3, "clipnorm", -1.0),
+    (keras3, "global_clipnorm", float("nan")),
+    (ours_tf_keras, "clipvalue", -1.0),
+  ],
+)
 def test_limits_are_checked(package: Any, name: str, limit: float) -> None:
   with pytest.raises(ValueError, match=f"`{name}` must be .* got {limit}"):
     package.CrossShardOptimizer("sgd", **{name: limit})

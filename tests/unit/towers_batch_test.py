@@ -1,4 +1,5 @@
 """Nests of tensors cut into parts along axis 0, and joined again."""
+# bazel: tags=smoke
 
 from typing import Any, NamedTuple
 

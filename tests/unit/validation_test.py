@@ -75,13 +75,6 @@ def test_what_converts_to_a_tensor_is_a_gradient(gradient: Any) -> None:
   assert float(grad) == 1.5
 
 
-@pytest.mark.parametrize("make", [tf_variable, keras_variable])
-def test_sparse_gradients_stay_what_they_are(make: Any) -> None:
-  slices = tf.IndexedSlices(tf.ones([3, 2]), tf.constant([0, 4, 0]))
-  [grad], _ = validation.check_pairs([(slices, make(tf.zeros([5, 2])))])
-  assert grad is slices
-
-
 def test_shapes_known_only_when_the_program_runs_pass() -> None:
   table = tf_variable(tf.zeros([5, 2]))
   traced = []
@@ -92,6 +85,7 @@ def test_shapes_known_only_when_the_program_runs_pass() -> None:
     grads, _ = validation.check_pairs(
       [(unknown, table), (partly, table), (slices, table)]
     )
+    assert grads[2] is slices
     validation.check_scalar(unknown, seeded=False)
     traced.append(len(grads))
 
@@ -113,11 +107,9 @@ def _rows(*shape: int) -> tf.IndexedSlices:
   ("pairs", "error", "words"),
   [
     (lambda: [], ValueError, ["at least one (gradient, variable) pair"]),
-    (lambda: iter([]), ValueError, ["at least one"]),
     (lambda: [1.0], ValueError, ["pairs; got 1.0", "zip(grads, variables)"]),
     (lambda: [(1.0, 2.0, 3.0)], ValueError, ["got (1.0, 2.0, 3.0)"]),
     (lambda: None, TypeError, ["None"]),
-    (lambda: 3, TypeError, ["3"]),
     (
       # Keras' own words, which people search for.
       lambda: [(None, tf_variable())],
@@ -125,7 +117,6 @@ def _rows(*shape: int) -> tf.IndexedSlices:
       ["not None", "No gradients provided for any variable: ['v:0']"],
     ),
     (lambda: [(1.0, 2.0)], TypeError, ["tf.Variable or keras.Variable", "2.0"]),
-    (lambda: [(None, "w")], TypeError, ["got 'w'", "not its value"]),
     (lambda: [(tf_variable(), _tensor())], TypeError, ["not its value"]),
     (lambda: [(1.0, _reference_variable())], TypeError, ["use_resource=True"]),
     (
@@ -143,16 +134,13 @@ def _rows(*shape: int) -> tf.IndexedSlices:
       ValueError,
       ["gradient of v:0 has shape (None, 4)", "(5, 2)"],
     ),
-    (lambda: [(_rows(1), tf_variable())], ValueError, ["gradient of v:0"]),
     *(
       (lambda g=gradient: [(_made(g), tf_variable())], TypeError, ["floating"])
       for gradient in (
         object(),
         lambda: tf.sparse.from_dense([1.0]),
-        [[1.0], [2.0, 3.0]],
         "text",
         lambda: tf.constant([1, 2]),
-        lambda: tf.constant(1j),
       )
     ),
   ],
@@ -201,13 +189,7 @@ def test_accepted_forms_of_var_list() -> None:
       ValueError,
       ["v:0 has trainable=False"],
     ),
-    (
-      lambda: keras_variable(trainable=False),
-      ValueError,
-      ["w has trainable=False"],
-    ),
     (lambda: ["w"], TypeError, ["got 'w'", "not its value"]),
-    (lambda: [_tensor()], TypeError, ["tf.Variable or keras.Variable"]),
     (lambda: 3, TypeError, ["3"]),
     (_tensor, TypeError, ["1.5"]),
   ],
@@ -236,10 +218,8 @@ def test_integer_steps_are_accepted() -> None:
   ("step", "words"),
   [
     (lambda: tf.Variable(0.0), "its dtype is float32"),
-    (lambda: tf.Variable(False), "its dtype is bool"),
     (lambda: keras_variable(0.0), "its dtype is float32"),
     (lambda: 0, "got 0"),
-    (lambda: "step", "got 'step'"),
     (_tensor, "got <tf.Tensor"),
   ],
 )
