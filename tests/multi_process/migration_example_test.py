@@ -3,7 +3,7 @@
 `before.py` runs by version 1's sessions, in a process of its own. What it
 prints when it goes on itself is what `after.py` has to print.
 """
-# bazel: timeout=long data=//:sources
+# bazel: timeout=long tags=slow data=//:sources
 # bazel: deps=//examples/migration:after,//examples:towers
 
 import os
@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+pytestmark = pytest.mark.slow
 
 # Not resolved: under Bazel the files are links, and lead out of the sandbox.
 PROJECT = Path(__file__).absolute().parent.parent.parent
@@ -114,7 +116,6 @@ def test_after_goes_on_as_before_does(
   assert re.search(r"kernel/momentum +hidden/kernel/Momentum", output)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("keras", ["0", "1"])
 def test_what_the_command_converts_is_restored(
   trained: tuple[Path, dict[int, float]], checkpoint: Path, keras: str
@@ -134,7 +135,6 @@ def test_what_the_command_converts_is_restored(
   assert_goes_on(output, trained[1])
 
 
-@pytest.mark.slow
 def test_towers_learn_what_one_device_learns(tmp_path: Path) -> None:
   """To a stated accuracy, and the same whatever the number of towers."""
   script = str(EXAMPLES / "towers.py")
