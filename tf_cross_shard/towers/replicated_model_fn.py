@@ -374,10 +374,7 @@ def _as_devices(devices: Any) -> list[str]:
   there = [device.name for device in tf.config.list_logical_devices()]
   specs = list(map(tf.DeviceSpec.from_string, there))
   for name in filter(None, names):
-    try:
-      wanted = tf.DeviceSpec.from_string(name)
-    except (AttributeError, ValueError):
-      wanted = tf.DeviceSpec()
+    wanted = tf.DeviceSpec.from_string(name)
     # A spec of a local device goes on to be itself with what is asked for.
     if not wanted.device_type or not any(
       spec.make_merged_spec(wanted) == spec for spec in specs
