@@ -86,23 +86,6 @@ def test_gradients_cross_once_within_their_groups(
     assert report.temp_bytes <= plain.temp_bytes
 
 
-def test_narrow_gradients_cross_narrow() -> None:
-  """Weights in bfloat16: half the bytes, one merged sum."""
-  strategy = tpu_tasks.virtual(8)
-  with strategy.scope():
-    weights = [tf.Variable(tf.zeros(n, tf.bfloat16)) for n in ([6, 8], [8])]
-    optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(0.1))
-    optimizer.build(weights)
-
-  def replica_step() -> None:
-    grads = [2 * each for each in weights]
-    optimizer.apply_gradients(zip(grads, weights, strict=True))
-
-  report = virtual_tpu.compile_for("v5e:4x2", replica_step, strategy=strategy)
-  assert {each.dtype for each in report.collectives} == {"bf16"}
-  assert report.wire_bytes == 2 * (6 * 8 + 8)
-
-
 def test_groups_along_the_slice() -> None:
   """Rows of chips sum together, by the coordinates that libtpu tells."""
   coordinates = virtual_tpu.coordinates("v5e:4x2")

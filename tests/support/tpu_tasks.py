@@ -112,16 +112,12 @@ class Task:
     )
 
 
-def task(
-  make: Callable[[], Any],
-  num_replicas: int,
-  steps: int = 10,
-  examples: int = 4,
-) -> Task:
+def task(make: Callable[[], Any], num_replicas: int, steps: int = 10) -> Task:
   """A task for a model; no row of an embedding is looked up twice in a step.
 
   Plain Keras squares repeated rows one by one, which dense sums do not.
   """
+  examples = 4
   rng = np.random.default_rng(num_replicas)
   batch = (steps, num_replicas, examples)
   if make is embedding:

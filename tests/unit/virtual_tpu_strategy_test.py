@@ -12,7 +12,6 @@ import tf_keras
 from tests.support import testbed
 from tf_cross_shard import CrossShardOptimizer, replica_state, virtual_tpu
 
-TPUCompileError = virtual_tpu.TPUCompileError
 N = 3
 MARKS = [1.0, 2.0, 4.0]  # Powers of two tell which replicas are in a sum.
 
@@ -368,20 +367,19 @@ class TestReduceAndGather:
       _run(lambda x: _strategy().reduce("SUM", x, axis=None), _marks())
 
 
-class TestWhatTPUsCannotDo:
-  @both_ways
-  @pytest.mark.parametrize(
-    ("fn", "words"),
-    [
-      (lambda x: tf.py_function(lambda y: y, [x], "float32"), "py_function"),
-      (lambda x: tf.print(x), r"tf\.print"),
-      (lambda x: tf.boolean_mask(x, x > 1), "must not depend.*boolean_mask"),
-      (lambda x: tf.where(x > 1), "tf.where with three arguments"),
-    ],
-  )
-  def test_operations(self, run: Any, fn: Any, words: str) -> None:
-    with pytest.raises(TPUCompileError, match=words):
-      run(fn, _values([[m, 1.0] for m in MARKS]))
+@both_ways
+@pytest.mark.parametrize(
+  ("fn", "words"),
+  [
+    (lambda x: tf.py_function(lambda y: y, [x], "float32"), "py_function"),
+    (lambda x: tf.print(x), r"tf\.print"),
+    (lambda x: tf.boolean_mask(x, x > 1), "must not depend.*boolean_mask"),
+    (lambda x: tf.where(x > 1), "tf.where with three arguments"),
+  ],
+)
+def test_what_tpus_cannot_do(run: Any, fn: Any, words: str) -> None:
+  with pytest.raises(virtual_tpu.TPUCompileError, match=words):
+    run(fn, _values([[m, 1.0] for m in MARKS]))
 
 
 class TestKeras:

@@ -9,6 +9,7 @@ it: another value is another program.
 """
 
 import contextlib
+import contextvars
 import itertools
 import operator
 import threading
@@ -26,7 +27,9 @@ from tf_cross_shard.virtual_tpu import lowering, replica_variable, xla
 PerReplica = tuple[tf.Tensor, ...]
 Recorder = Callable[["Program", "RunArguments"], Any]
 _PROGRAMS: Final = "tf_cross_shard_programs"
-_recording = threading.local()
+# Is passed programs that are added to functions, and then not compiled.
+_recorder = contextvars.ContextVar[Recorder | None]("recorder", default=None)
+recorder = _recorder.get
 
 
 class RunArguments:
@@ -275,20 +278,12 @@ def pack_results(structure: Any, outputs: Sequence[PerReplica]) -> Any:
 
 @contextlib.contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-  """Passes `recorder` the programs that this thread adds to functions.
-
-  They are not compiled then.
-  """
-  _recording.recorder = recorder
+  """Passes `recorder` the programs that this thread adds to functions."""
+  token = _recorder.set(recorder)
   try:
     yield
   finally:
-    _recording.recorder = None
-
-
-def recorder() -> Recorder | None:
-  """The recorder of this thread's programs, if any."""
-  return getattr(_recording, "recorder", None)
+    _recorder.reset(token)
 
 
 def _is_input(leaf: Any) -> bool:

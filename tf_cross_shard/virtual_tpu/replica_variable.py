@@ -162,17 +162,12 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
     return value
 
   def _aggregate(self, value: Any) -> Any:
-    """The value that a replica assigns, combined if the variable says so.
-
-    ONLY_FIRST_REPLICA means this replica's own value: only counters use it, and
-    all replicas count alike.
-    """
+    """The value that a replica assigns, combined if the variable says so."""
+    # ONLY_FIRST_REPLICA means this replica's own value: only counters use it,
+    # and all replicas count alike.
     context = tf.distribute.get_replica_context()
-    if (
-      self._on_assign is None
-      or context is None
-      or not replica_context.in_replica_program()
-    ):
+    is_in_program = context is not None and replica_context.in_replica_program()
+    if self._on_assign is None or not is_in_program:
       return value
     value = tf.convert_to_tensor(value, self.dtype)
     return context.all_reduce(self._on_assign, value)
