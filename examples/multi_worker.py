@@ -3,10 +3,10 @@
     python examples/multi_worker.py --workers=2
     python examples/multi_worker.py --workers=4 --groups=2 --wire_dtype=bfloat16
 
-This starts so many workers here, with the number of each before what it says.
-Where TF_CONFIG is set or srun is the caller,
-the process is one worker of a cluster instead, and `--workers` is not looked
-at: docs/multi_worker.md says how to start those.
+This starts that many workers on this machine. Each line that a worker prints
+begins with its number, as in `[worker 1]`. Where TF_CONFIG is set or srun is
+the caller, the process is one worker of a cluster instead, and `--workers` is
+ignored: docs/multi_worker.md says how to start those.
 
 The table shows a digest of each replica's weights: members of a group have the
 same one, to the bit. With `--backup=FOLDER` a killed worker costs one epoch at

@@ -117,6 +117,7 @@ def test_one_command_and_slurm_train_alike(
   with started([*arguments, "--workers=2"], tmp_path) as (process, output):
     assert process.wait(SECONDS) == 0, output.read_text()[-3000:]
     rows = read_table(output.read_text())
+    assert "retracing" not in output.read_text()
   assert [row[:2] for row in rows] == [(0, 0), (1, 1)]
   assert min(row.accuracy for row in rows) >= 80
   assert rows[0].digest != rows[1].digest
@@ -155,15 +156,11 @@ def run_shell(script: str, variables: Mapping[str, str] | None = None) -> str:
   ).stdout
 
 
-def test_python_of_the_page_compiles() -> None:
-  programs = blocks("python")
-  assert len(programs) == 2
-  for program in programs:
-    compile(program, str(PAGE), "exec")
-
-
 def test_first_program_of_the_page_runs(tmp_path: Path) -> None:
   """With the page's own TF_CONFIG, but for the hosts."""
+  programs = blocks("python")
+  assert len(programs) == 2
+  compile(programs[1], str(PAGE), "exec")
   by_hand, _ = blocks("sh")
   assert by_hand.rstrip().endswith("python train.py")
   show = by_hand.replace("python train.py", 'printf %s "$TF_CONFIG"')
@@ -176,7 +173,7 @@ def test_first_program_of_the_page_runs(tmp_path: Path) -> None:
   other = {**config, "task": {"type": "worker", "index": 1}}
 
   program = tmp_path / "train.py"
-  program.write_text(blocks("python")[0])
+  program.write_text(programs[0])
   said = run_both(
     [str(program)],
     [{"TF_CONFIG": json.dumps(each)} for each in (config, other)],

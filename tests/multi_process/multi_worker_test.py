@@ -12,27 +12,27 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support import interplay, testbed, workers
+from tests.support import interplay_workers as cells
 from tests.support import multi_worker_cases as cases
-from tests.support import oracle, testbed, workers
 from tf_cross_shard import groups as groups_lib
 
-LAUNCHES = tuple(cases.CASES)
 # The half of the last of so many bits, by which rounding is off at most.
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 SMALLEST = 2.0**-24  # of float16; rounding to it is off by as much, at most
 
 
-def _of(function: str) -> Any:
-  """The tests of all cases of one function."""
+def _of(*functions: str) -> Any:
+  """The tests of all cases of these functions."""
   chosen = [
     (launch, key)
-    for launch in LAUNCHES
+    for launch in cases.CASES
     for key in cases.cases_of(launch)
-    if key[0] == function
+    if key[0] in functions
   ]
   assert chosen
   return pytest.mark.parametrize(
-    ("launch", "key"), chosen, ids=[" ".join([a, *k[1:]]) for a, k in chosen]
+    ("launch", "key"), chosen, ids=[" ".join([a, *k]) for a, k in chosen]
   )
 
 
@@ -42,11 +42,13 @@ class Launches:
   def __init__(self) -> None:
     self.results = functools.cache(self._run)
 
-  def _run(self, launch: str) -> list[dict[Any, Any]]:
+  def _run(self, launch: str) -> list[Any]:
     count = int(launch[-1])
-    done = workers.run("numbers", count, arguments={"launch": launch})
+    if launch == "own-2":  # started at different times
+      done = workers.run("two", 2, per_worker=[{"delay": 0.5}, {"delay": 0.0}])
+    else:
+      done = workers.run("numbers", count, arguments={"launch": launch})
     assert len({worker.index for worker in done}) == count > 1
-    assert all(worker.result["replicas"] == count for worker in done)
     return [worker.result for worker in done]
 
 
@@ -68,12 +70,7 @@ def _check(
 ) -> None:
   """Every worker holds what its group was to learn; members bitwise.
 
-  Args:
-    held: The variables of each worker.
-    grouping: The name of the grouping.
-    expected: The right values for a group.
-    bound: How far a variable may be off, by its number and the members; None
-      for not at all.
+  A variable, by its number and the members, may be off by `bound`.
   """
   groups = _groups(len(held), grouping)
   assert len(held) > 1
@@ -88,17 +85,12 @@ def _check(
         off = np.abs(mine.astype("float64") - np.asarray(value, "float64"))
         allowed = bound(i, members) if bound else 0.0
         assert (off <= allowed).all(), f"replica {replica}, {i}: {off.max()}"
-
-
-def _assert_groups_differ(
-  held: Sequence[Sequence[np.ndarray]], grouping: str
-) -> None:
-  """So that a sum over the wrong members would have been seen."""
-  groups = _groups(len(held), grouping)
+  # A sum over the wrong members would have been seen.
+  i = next(i for i in range(len(held[0])) if any(m[i].any() for m in held))
   for one in groups:
     for other in groups:
       if one != other:
-        assert (held[one[0]][0] != held[other[0]][0]).any()
+        assert (held[one[0]][i] != held[other[0]][i]).any()
 
 
 def _held(launches: Launches, launch: str, key: cases.Key) -> list[Any]:
@@ -113,180 +105,116 @@ def _plain(
   count: int, optimizer: str, members: tuple[int, ...], factor: float
 ) -> list[np.ndarray]:
   """Plain Keras on the group's concatenated batch."""
-  return testbed.train_plain(
-    testbed.Regression(num_replicas=count),
-    members,
-    testbed.OPTIMIZERS[optimizer](),
-    factor,
-  )
+  task = testbed.Regression(num_replicas=count)
+  made = testbed.OPTIMIZERS[optimizer]()
+  return testbed.train_plain(task, members, made, factor)
 
 
 @_of("regression")
-def test_against_plain_keras_and_the_oracle(
+def test_against_plain_keras(
   launches: Launches, launch: str, key: cases.Key
 ) -> None:
   _, grouping, reduction, optimizer, _, *averaged = key
   held = _held(launches, launch, key)
-  count = len(held)
-  task = testbed.Regression(num_replicas=count)
-  is_global = averaged == ["global"]
 
   def expected(members: Sequence[int]) -> list[np.ndarray]:
     factor = 1.0 if reduction == "mean" else float(len(members))
     # `minimize(callable)` hands in a mean over the replica's own examples. Said
     # to be one over all replicas' examples, it counts num_replicas times.
-    factor *= count if is_global else 1
-    return _plain(count, optimizer, tuple(sorted(members)), factor)
-
-  def by_hand(members: Sequence[int]) -> list[np.ndarray]:
-    return oracle.train(
-      task.x, task.y, task.initial, members, reduction, optimizer
-    )
+    factor *= len(held) if averaged == ["global"] else 1
+    return _plain(len(held), optimizer, tuple(sorted(members)), factor)
 
   def bound(i: int, members: Sequence[int]) -> float:
     largest = float(np.abs(expected(members)[i]).max())
     return 0.0 if optimizer == "SGD" else 1e-6 * max(1.0, largest)
 
   _check(held, grouping, expected, bound)
-  if optimizer != "RMSprop" and not is_global:
-    _check(held, grouping, by_hand, bound)
-  _assert_groups_differ(held, grouping)
 
 
 # ---------------------------------------------------- sums of given gradients
 
 
-def _dense(kind: str, members: Sequence[int]) -> list[list[np.ndarray]]:
-  """Each member's gradients, by variable."""
-  each = [cases.dense_gradients(kind, member) for member in members]
+def _given(
+  function: str, kind: str, members: Sequence[int]
+) -> list[list[np.ndarray]]:
+  """Each member's gradients, by variable; sparse ones made dense by NumPy."""
+  each = []
+  for member in members:
+    if function == "sparse_sum":
+      ids, values, dense = cases.sparse_gradients(kind, member)
+      table = np.zeros((cases.ROWS, 2))
+      np.add.at(table, ids, values)
+      each.append([table, dense])
+    else:
+      each.append(cases.dense_gradients(kind, member))
   return [list(of_one) for of_one in zip(*each, strict=True)]
 
 
-def _table(kind: str, replica: int) -> np.ndarray:
-  """A replica's sparse gradient, made dense by NumPy."""
-  ids, values, _ = cases.sparse_gradients(kind, replica)
-  table = np.zeros((cases.ROWS, 2))
-  np.add.at(table, ids, values)
-  return table
-
-
-def _sparse(kind: str, members: Sequence[int]) -> list[list[np.ndarray]]:
-  """Each member's gradients, those of the table and of the dense variable."""
+def _negative_sums(
+  function: str, kind: str, members: Sequence[int]
+) -> list[np.ndarray]:
   return [
-    [_table(kind, member) for member in members],
-    [cases.sparse_gradients(kind, member)[2] for member in members],
+    -np.sum(np.asarray(given, "float64"), axis=0)
+    for given in _given(function, kind, members)
   ]
 
 
-def _negative_sums(
-  given: Callable[[Sequence[int]], list[list[np.ndarray]]],
-  members: Sequence[int],
-) -> list[np.ndarray]:
-  return [-np.sum(np.asarray(v, "float64"), axis=0) for v in given(members)]
-
-
-@_of("dense_sum")
-def test_dense_sums(launches: Launches, launch: str, key: cases.Key) -> None:
+@_of("dense_sum", "sparse_sum")
+def test_sums(launches: Launches, launch: str, key: cases.Key) -> None:
   """Whole numbers: exact, whatever travels; others within the wire's bits.
 
-  Each gradient is rounded once to what travels and the sum is so once more:
+  A gradient is rounded once to what travels, and a dense sum is so once more:
   every term was multiplied by at most `(1 + u) ** 2`, and by a little for each
-  addition in float32.
+  addition in float32. Rows add up after each was widened again.
   """
-  _, kind, grouping, _, *wire = key
+  function, kind, grouping, _, *wire = key
   held = _held(launches, launch, key)
-  given = functools.partial(_dense, kind)
+  expected = functools.partial(_negative_sums, function, kind)
+  if kind != "normal":
+    _check(held, grouping, expected)
+    return
 
   def bound(i: int, members: Sequence[int]) -> Any:
-    terms = np.abs(np.asarray(given(members)[i], "float64")).sum(axis=0)
-    n = len(members)
-    relative = (1 + UNIT[wire[0]]) ** 2 * (1 + 2.0**-24) ** n - 1
-    return relative * terms + (n + 1) * SMALLEST
+    given = np.asarray(_given(function, kind, members)[i], "float64")
+    n, roundings = len(members), 1 if function == "sparse_sum" else 2
+    relative = (1 + UNIT[wire[0]]) ** roundings * (1 + 2.0**-24) ** n - 1
+    return relative * np.abs(given).sum(axis=0) + (n + 1) * SMALLEST
 
-  is_exact = kind != "normal" or _groups(len(held), grouping).group_size == 1
-  expected = functools.partial(_negative_sums, given)
-  _check(held, grouping, expected, None if is_exact else bound)
-  if not is_exact:
-    right = expected(_groups(len(held), grouping).members_of(0))
-    off = np.abs(held[0][0] - right[0])
-    assert off.max() > 1e-4, "nothing was narrowed"
-  _assert_groups_differ(held, grouping)
+  _check(held, grouping, expected, bound)
+  right = expected(_groups(len(held), grouping).members_of(0))
+  assert np.abs(held[0][0] - right[0]).max() > 1e-4, "nothing was narrowed"
 
 
-@_of("sparse_sum")
-def test_sparse_sums(launches: Launches, launch: str, key: cases.Key) -> None:
-  """Rows travel as they are; they add up after each was widened again."""
-  _, kind, grouping, _, *wire = key
+@_of("two_optimizers", "retrace")
+def test_several_steps(launches: Launches, launch: str, key: cases.Key) -> None:
+  """Of two groupings at once; where one worker alone traces anew."""
   held = _held(launches, launch, key)
-  given = functools.partial(_sparse, kind)
-  is_exact = kind != "normal" or _groups(len(held), grouping).group_size == 1
-
-  def bound(i: int, members: Sequence[int]) -> Any:
-    terms = np.abs(np.asarray(given(members)[i], "float64")).sum(axis=0)
-    # Once on the wire, and a little for each sum in float32.
-    unit = (1 + UNIT[wire[0]]) * (1 + 2.0**-24) ** len(members) - 1
-    return unit * terms + len(members) * SMALLEST
-
-  expected = functools.partial(_negative_sums, given)
-  _check(held, grouping, expected, None if is_exact else bound)
-  if not is_exact:
-    right = expected(_groups(len(held), grouping).members_of(0))
-    assert np.abs(held[0][0] - right[0]).max() > 1e-4, "nothing was narrowed"
-  if kind != "nowhere":
-    _assert_groups_differ(held, grouping)
-  else:
-    assert not held[0][0].any()
-
-
-@_of("two_optimizers")
-def test_two_groupings_in_one_step(
-  launches: Launches, launch: str, key: cases.Key
-) -> None:
-  held = _held(launches, launch, key)
+  kind = "two" if key[0] == "two_optimizers" else "retrace"
   for i, grouping in enumerate(key[1:]):
 
     def expected(members: Sequence[int], i: int = i) -> list[np.ndarray]:
-      sums = _negative_sums(lambda them: _dense("two", them), members)
+      sums = _negative_sums("dense_sum", kind, members)
       return [cases.STEPS * sums[i]]
 
-    one = [[each[i]] for each in held]
-    _check(one, grouping, expected)
-    _assert_groups_differ(one, grouping)
+    _check([[each[i]] for each in held], grouping, expected)
 
 
-@_of("retrace")
-def test_one_worker_traces_anew(
-  launches: Launches, launch: str, key: cases.Key
-) -> None:
-  held = _held(launches, launch, key)
-
-  def expected(members: Sequence[int]) -> list[np.ndarray]:
-    sums = _negative_sums(lambda them: _dense("retrace", them), members)
-    return [cases.STEPS * each for each in sums]
-
-  _check(held, key[2], expected)
-  _assert_groups_differ(held, key[2])
-
-
-_small = functools.partial(_dense, "small")
-
-
-def test_one_strategy_after_the_other() -> None:
+def test_one_strategy_after_the_other(launches: Launches) -> None:
   """None makes variables before the slowest worker is there too.
 
   TensorFlow's strategy alone waits for nobody when it is made again: the
   faster worker meets what the other one still knows of the strategy before.
   """
-  done = workers.run(
-    "one_after_the_other", 2, per_worker=[{"delay": 0.5}, {"delay": 0.0}]
-  )
-  assert len(done) == 2
-  for made in zip(*(worker.result for worker in done), strict=True):
-    grouping = made[0][0]
+  results = [result["one after the other"] for result in _two(launches)]
+  for made in zip(*results, strict=True):
     assert [first for _, first, _ in made] == [[2], [2]]
     held = [sums for *_, sums in made]
-    _check(held, grouping, lambda them: _negative_sums(_small, them))
-    _assert_groups_differ(held, grouping)
+    expected = functools.partial(_negative_sums, "dense_sum", "small")
+    _check(held, made[0][0], expected)
+
+
+def _two(launches: Launches) -> list[Any]:
+  return launches.results("own-2")
 
 
 # ---------------------------------------------------------------- loss scales
@@ -297,12 +225,10 @@ def test_the_loss_scale_heeds_what_travels(
   launches: Launches, launch: str, key: cases.Key
 ) -> None:
   """float16 ends at 65,504; what overflows on the wire is no step."""
-  _, wire, grouping = key
   held = _held(launches, launch, key)
-  groups = _groups(len(held), grouping)
-  size = groups.group_size
-  for replica, found in enumerate(held):
-    assert found == held[groups.members_of(replica)[0]]
+  size = len(held)
+  for found in held:
+    assert found == held[0]
     weight, scale = 0.0, cases.LARGEST_SCALE
     skipped = []
     for after, scale_after in zip(
@@ -312,11 +238,10 @@ def test_the_loss_scale_heeds_what_travels(
       assert scale_after == (scale / 2 if skipped[-1] else scale)
       assert after == (weight if skipped[-1] else weight - 100.0 * size)
       weight, scale = after, scale_after
-    is_narrow = wire == "float16" and size > 1
     # At first a gradient is itself too large, whatever becomes of the sum.
-    assert skipped[0] == is_narrow
+    assert skipped[0]
     assert not skipped[-1]
-    assert 100.0 * scale <= 65504.0 or not is_narrow
+    assert 100.0 * scale <= 65504.0
 
 
 @_of("one_is_not_finite")
@@ -356,10 +281,17 @@ def _twin(
 
 
 @_of("fit")
-def test_fit(launches: Launches, launch: str, key: cases.Key) -> None:
+def test_fit_evaluate_and_predict(
+  launches: Launches, launch: str, key: cases.Key
+) -> None:
+  """Metrics are means over all workers' examples, the same on all of them.
+
+  And `predict` returns all rows, each by the group that its replica is in.
+  """
   _, optimizer, grouping = key
-  held = [found["weights"] for found in _held(launches, launch, key)]
+  held = _held(launches, launch, key)
   count = len(held)
+  groups = _groups(count, grouping)
 
   def expected(members: Sequence[int]) -> list[np.ndarray]:
     twin, _ = _twin(count, optimizer, tuple(sorted(members)))
@@ -368,24 +300,9 @@ def test_fit(launches: Launches, launch: str, key: cases.Key) -> None:
   def bound(i: int, members: Sequence[int]) -> float:
     return 1e-6 * max(1.0, float(np.abs(expected(members)[i]).max()))
 
-  _check(held, grouping, expected, bound)
-  _assert_groups_differ(held, grouping)
-
-
-@_of("fit")
-def test_metrics_of_fit_and_evaluate(
-  launches: Launches, launch: str, key: cases.Key
-) -> None:
-  """Means over all workers' examples, the same number on all of them."""
-  _, optimizer, grouping = key
-  held = _held(launches, launch, key)
-  count = len(held)
-  groups = _groups(count, grouping)
-  twins = [
-    _twin(count, optimizer, groups.members_of(replica))
-    for replica in range(count)
-  ]
+  _check([found["weights"] for found in held], grouping, expected, bound)
   x, y = cases.fit_data(count)
+  twins = [_twin(count, optimizer, groups.members_of(r)) for r in range(count)]
   parts = [
     twin.evaluate(
       cases.batches(x[:, [replica]], y[:, [replica]]),
@@ -394,6 +311,13 @@ def test_metrics_of_fit_and_evaluate(
     )
     for replica, (twin, _) in enumerate(twins)
   ]
+  by_replica = [
+    twin.predict(x[:, replica].reshape(-1, x.shape[-1]), verbose=0)
+    for replica, (twin, _) in enumerate(twins)
+  ]
+  shape = (count, len(x), x.shape[2], -1)
+  right = np.stack(by_replica).reshape(shape).swapaxes(0, 1)
+  right = right.reshape(x[..., 0].size, -1)
   for found in held:
     assert found["evaluated"] == held[0]["evaluated"]
     for name in ("loss", "mae"):
@@ -401,27 +325,42 @@ def test_metrics_of_fit_and_evaluate(
       assert found["evaluated"][name] == pytest.approx(whole, rel=1e-5)
       epochs = np.mean([history[name] for _, history in twins], axis=0)
       assert found["history"][name] == pytest.approx(list(epochs), rel=1e-5)
+    testbed.assert_close(found["predicted"], right, "predictions")
+    np.testing.assert_array_equal(found["predicted"], held[0]["predicted"])
 
 
-@_of("fit")
-def test_predict(launches: Launches, launch: str, key: cases.Key) -> None:
-  """All rows on every worker, each by the group that its replica is in."""
-  _, optimizer, grouping = key
-  held = [found["predicted"] for found in _held(launches, launch, key)]
-  count = len(held)
-  groups = _groups(count, grouping)
-  x, _ = cases.fit_data(count)
-  by_replica = [
-    _twin(count, optimizer, groups.members_of(replica))[0]
-    .predict(x[:, replica].reshape(-1, x.shape[-1]), verbose=0)
-    .reshape(len(x), x.shape[2], -1)
-    for replica in range(count)
-  ]
-  right = np.stack(by_replica, axis=1).reshape(x[..., 0].size, -1)
-  for predicted in held:
-    assert predicted.shape == right.shape
-    testbed.assert_close(predicted, right, "predictions")
-    np.testing.assert_array_equal(predicted, held[0])
+# ----------------------------------------------------- two Kerases, loss scales
+
+
+WANTED = cells.wanted()
+
+
+@pytest.mark.parametrize("key", WANTED, ids="-".join)
+def test_cell(launches: Launches, key: cells.Key) -> None:
+  """Plain Keras' weights; where a loss is scaled, one worker has a NaN."""
+  cell, grouping, options = WANTED[key]
+  done = interplay.join([result[key] for result in _two(launches)])
+  groups = interplay.GROUPINGS[cells.ENGINE][grouping]
+  assert bool(done.steps[-1].skipped) == bool(options)
+  interplay.check(cell, done, groups, cells.with_nan(cell, options))
+
+
+def test_cell_of_tensorflows_strategy(launches: Launches) -> None:
+  results = launches.results("tensorflow-2")
+  done = interplay.join([result["interplay"] for result in results])
+  interplay.check(cells.OF_TENSORFLOW, done, None, with_nan=True)
+
+
+def test_evaluate_and_predict_of_tf_keras(launches: Launches) -> None:
+  """Means over all workers' examples, and all rows, on every worker."""
+  given = interplay.data(2, with_nan=False)
+  right = given.x @ given.kernel + given.bias
+  loss = float(np.mean((right - given.y) ** 2))
+  for result in _two(launches):
+    evaluated, predicted = result["evaluated", "predicted"]
+    assert evaluated == pytest.approx(loss, rel=1e-6)
+    assert predicted.shape == (right.size, 1)
+    testbed.assert_close(predicted, right.reshape(-1, 1), "predictions")
 
 
 if __name__ == "__main__":

@@ -50,9 +50,8 @@ def train() -> dict[Key, Any]:
   return found
 
 
-def train_with_tensorflows() -> interplay.Run:
+def train_with_tensorflows(strategy: tf.distribute.Strategy) -> interplay.Run:
   """Trains the cell under TensorFlow's strategy."""
-  strategy = tf.distribute.MultiWorkerMirroredStrategy()
   return _timed(("tensorflow",), strategy, OF_TENSORFLOW, "ungrouped", {})
 
 

@@ -31,7 +31,6 @@ GROUPINGS: dict[int, dict[str, list[list[int]] | None]] = {
     "singletons": [[0], [1], [2], [3]],
   },
 }
-WIRES = ("bfloat16", "float16")
 ROWS = 7  # of each table whose gradients are sparse
 STEPS = 3  # of those cases that take several
 LARGEST_SCALE = 1024.0
@@ -139,11 +138,6 @@ def sparse_gradients(
   return ids, values, rng.integers(-8, 9, size=(3,)).astype("float32")
 
 
-def sparse_dtype(kind: str) -> str:
-  """The dtype of the values."""
-  return kind if kind in ("bfloat16", "float16") else "float32"
-
-
 def _summing(
   strategy: tf.distribute.Strategy, grouping: str, **options: Any
 ) -> CrossShardOptimizer:
@@ -200,11 +194,8 @@ def sparse_sum(
 ) -> list[np.ndarray]:
   """The negative sums in a table and in a dense variable."""
   ids, values, dense = sparse_gradients(kind, place_of(strategy))
-  # TensorFlow does not send the initial value of a bfloat16 variable.
-  dtype = "float16" if kind == "float16" else "float32"
   with strategy.scope():
-    table = tf.keras.Variable(np.zeros((ROWS, 2)), dtype=dtype)
-    bias = tf.keras.Variable(np.zeros((3,)), dtype="float32")
+    table, bias = _zeros([np.zeros((ROWS, 2), "f4"), dense])
     optimizer = _summing(strategy, grouping, **options)
     optimizer.build([table, bias])
 
@@ -214,7 +205,7 @@ def sparse_sum(
 
   given = (
     tf.constant(ids),
-    tf.cast(values, sparse_dtype(kind)),
+    tf.cast(values, kind if kind == "bfloat16" else "float32"),
     tf.constant(dense),
   )
   run = _run(strategy, step, mode)
@@ -229,7 +220,7 @@ def sparse_sum(
       ],
     )
   run(*given)
-  return [each.astype("float32") for each in own([table, bias])]
+  return own([table, bias])
 
 
 def two_optimizers(
@@ -256,9 +247,9 @@ def two_optimizers(
 
 
 def retrace(
-  how: str, grouping: str, strategy: tf.distribute.Strategy
+  grouping: str, strategy: tf.distribute.Strategy
 ) -> list[np.ndarray]:
-  """Worker 1 alone traces its step anew, by another argument or shape."""
+  """Worker 1 alone traces its step anew, for a tensor of another shape."""
   mine = place_of(strategy)
   given = dense_gradients("retrace", mine)
   with strategy.scope():
@@ -268,23 +259,18 @@ def retrace(
   traced = []
 
   @tf.function(autograph=False)
-  def step(name: str, padding: tf.Tensor, *grads: tf.Tensor) -> None:
-    traced.append(name)
+  def step(padding: tf.Tensor, *grads: tf.Tensor) -> None:
+    traced.append(padding.shape)
 
     def replica_step(*grads: tf.Tensor) -> None:
-      nothing = tf.reduce_sum(padding)
-      pairs = [
-        (grad + nothing, v) for grad, v in zip(grads, variables, strict=True)
-      ]
-      optimizer.apply_gradients(pairs)
+      summed = [grad + tf.reduce_sum(padding) for grad in grads]
+      optimizer.apply_gradients(zip(summed, variables, strict=True))
 
     strategy.run(replica_step, args=grads)
 
   for i in range(STEPS):
-    odd = mine == 1 and i == 1
-    name = "another" if odd and how == "argument" else "the same"
-    padding = tf.zeros([5 if odd and how == "shape" else 3])
-    step(name, padding, *map(tf.constant, given))
+    padding = tf.zeros([5 if mine == 1 and i == 1 else 3])
+    step(padding, *map(tf.constant, given))
   assert len(traced) == (2 if mine == 1 else 1)
   return own(variables)
 
@@ -293,10 +279,10 @@ def retrace(
 
 
 def overflowing(
-  wire_dtype: str, grouping: str, strategy: tf.distribute.Strategy
+  grouping: str, strategy: tf.distribute.Strategy
 ) -> dict[str, list[float]]:
   """A loss scale that float16 overflows at, until it was halved enough."""
-  return _scaled(strategy, grouping, [100.0] * 5, wire_dtype=wire_dtype)
+  return _scaled(strategy, grouping, [100.0] * 5, wire_dtype="float16")
 
 
 def one_is_not_finite(
@@ -406,40 +392,30 @@ def fit(
 # Function, its arguments and options. Each pair of settings occurs once.
 CASES: dict[str, list[tuple[Any, ...]]] = {
   "own-4": [
-    (regression, "ungrouped", "mean", "SGD", "function", {}),
+    (regression, "ungrouped", "mean", "Momentum", "function", {}),
     (regression, "contiguous", "sum", "Adam", "function", {}),
-    (regression, "strided", "mean", "Adam", "eager", {}),
+    (regression, "strided", "mean", "SGD", "eager", {}),
     (
       *(regression, "crossed", "sum", "SGD", "function"),
       {"loss_averaged_over": "global"},
     ),
-    (regression, "singletons", "mean", "RMSprop", "function", {}),
-    (regression, "crossed", "mean", "Momentum", "function", {}),
-    (dense_sum, "large", "ungrouped", "function", {}),
     (dense_sum, "large", "crossed", "function", {"wire_dtype": "bfloat16"}),
     (dense_sum, "mixed", "strided", "eager", {}),
     (dense_sum, "mixed", "ungrouped", "function", {"wire_dtype": "float16"}),
     (dense_sum, "small", "crossed", "cond", {}),
     (dense_sum, "normal", "ungrouped", "function", {"wire_dtype": "bfloat16"}),
     (dense_sum, "normal", "crossed", "function", {"wire_dtype": "float16"}),
-    (sparse_sum, "different", "crossed", "function", {}),
     (sparse_sum, "different", "ungrouped", "dynamic", {}),
-    (sparse_sum, "one without", "ungrouped", "function", {}),
     (sparse_sum, "one without", "crossed", "eager", {}),
     (sparse_sum, "nowhere", "contiguous", "function", {}),
     (sparse_sum, "int64", "crossed", "function", {}),
     (sparse_sum, "bfloat16", "ungrouped", "function", {}),
-    (sparse_sum, "float16", "crossed", "function", {}),
     (sparse_sum, "repeated", "crossed", "function", {"wire_dtype": "float16"}),
     (sparse_sum, "normal", "ungrouped", "function", {"wire_dtype": "bfloat16"}),
     (two_optimizers, "contiguous", "crossed", {}),
-    (retrace, "argument", "crossed", {}),
-    (retrace, "shape", "ungrouped", {}),
-    (overflowing, "float16", "ungrouped", {}),
-    (overflowing, "bfloat16", "crossed", {}),
-    (one_is_not_finite, "ungrouped", {}),
+    (retrace, "crossed", {}),
+    (overflowing, "ungrouped", {}),
     (one_is_not_finite, "crossed", {}),
-    (fit, "SGD", "ungrouped", {}),
     (fit, "Adam", "crossed", {}),
   ],
   # TensorFlow's own strategy, under which Keras 3's `fit` fails.

@@ -32,13 +32,15 @@ def numbers(launch: str) -> dict[Any, Any]:
   """Everything that is compared with plain Keras and with NumPy."""
   kind, _ = launch.split("-")
   strategy = strategy_of(kind)
-  replicas = strategy.num_replicas_in_sync
-  assert replicas > 1
-  found: dict[Any, Any] = {"replicas": replicas}
+  assert strategy.num_replicas_in_sync > 1
+  found: dict[Any, Any] = {}
   for key, case in multi_worker_cases.cases_of(launch).items():
     begin = time.monotonic()
     found[key] = case(strategy)
     print(f"{time.monotonic() - begin:.2f} s: {' '.join(key)}", flush=True)
+  if kind == "tensorflow":
+    # A second strategy of TensorFlow's in one process would be a race.
+    found["interplay"] = _cells().train_with_tensorflows(strategy)
   return found
 
 
@@ -52,25 +54,28 @@ def start(older: bool = False, timeout: float | None = None) -> dict[str, Any]:
   )
 
 
-def faults(kind: str, what: str, odd: bool) -> dict[str, Any]:
+def faults(what: str, odd: bool) -> dict[str, Any]:
   """What a worker reports where one of them does something else."""
-  strategy = strategy_of(kind)
+  strategy = multi_worker.MultiWorkerStrategy()
   if what == "disagree":
-    return multi_worker_faults.disagree(kind, odd, strategy)
+    return multi_worker_faults.disagree(odd, strategy)
   return multi_worker_faults.make_others(what, odd, strategy)
 
 
 def lose(kind: str, killed: int) -> dict[str, Any]:
   """What a worker reports when another one is killed."""
-  strategy = strategy_of(kind)
-  mine = multi_worker_cases.place_of(strategy)
-  return multi_worker_faults.lose(killed, mine, strategy)
+  return multi_worker_faults.lose(kind, killed, strategy_of(kind))
 
 
-def resume(folder: pathlib.Path, dies: bool = False) -> dict[str, Any]:
-  """Training that is backed up, and goes on where it was killed."""
+def resume(folder: pathlib.Path, dies: bool) -> dict[str, Any]:
+  """Training that goes on where it was killed, and an undisturbed one."""
   strategy = multi_worker.MultiWorkerStrategy()
-  return multi_worker_faults.resume(folder, dies, strategy)
+  found = multi_worker_faults.resume(folder / "backup", dies, strategy)
+  if not dies:
+    found["undisturbed"] = multi_worker_faults.resume(
+      folder / "whole", dies, strategy
+    )
+  return found
 
 
 def two_replicas_each() -> tf.distribute.Strategy:
@@ -119,14 +124,16 @@ def one_after_the_other(delay: float) -> list[Any]:
   return found
 
 
-def interplay(kind: str) -> Any:
-  """Two Kerases, mixed precision and loss scaling."""
-  # Here, for no other task imports a second Keras, which takes seconds.
+def two(delay: float) -> dict[Any, Any]:
+  """Several strategies; then two Kerases, mixed precision and loss scaling."""
+  return {"one after the other": one_after_the_other(delay), **_cells().train()}
+
+
+def _cells() -> Any:
+  """Imported here, for no other task needs a second Keras: it takes seconds."""
   from tests.support import interplay_workers
 
-  if kind == "tensorflow":
-    return interplay_workers.train_with_tensorflows()
-  return interplay_workers.train()
+  return interplay_workers
 
 
 TASKS: dict[str, Callable[..., Any]] = {
@@ -138,8 +145,7 @@ TASKS: dict[str, Callable[..., Any]] = {
     lose,
     resume,
     local_replicas,
-    interplay,
-    one_after_the_other,
+    two,
   )
 }
 

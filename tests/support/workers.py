@@ -6,7 +6,6 @@ imports it once, makes no device, and is forked for each worker.
 
 import contextlib
 import dataclasses
-import json
 import multiprocessing
 import os
 import pathlib
@@ -28,12 +27,8 @@ _server = multiprocessing.get_context("forkserver")
 class Worker:
   """What became of one process.
 
-  Attributes:
-    index: Its place among the workers.
-    returncode: As in `subprocess`: negative for a signal.
-    seconds: How long it ran.
-    output: All that it wrote to stdout and stderr.
-    result: What the task returned; None where it did not return.
+  `returncode` is as in `subprocess`: negative for a signal. `result` is what
+  the task returned, or None.
   """
 
   index: int
@@ -79,11 +74,6 @@ def _start_server() -> None:
       os.environ["PYTHONPATH"] = before
 
 
-def cluster_of(workers: int) -> list[dict[str, Any]]:
-  """A TF_CONFIG for each worker, on free ports of this machine."""
-  return [json.loads(each["TF_CONFIG"]) for each in launch.cluster(workers)]
-
-
 def run(
   task: str,
   workers: int,
@@ -92,34 +82,18 @@ def run(
   arguments: Mapping[str, Any] | None = None,
   per_worker: Sequence[Mapping[str, Any]] = (),
   environment: Mapping[str, str] | None = None,
-  environments: Sequence[Mapping[str, str]] | None = None,
   chief: bool = False,
   absent: Sequence[int] = (),
   may_fail: Sequence[int] = (),
 ) -> list[Worker]:
   """Runs a task in several processes at once, and waits for all of them.
 
-  Args:
-    task: A name in `multi_worker_tasks.TASKS`.
-    workers: How many there are in the cluster.
-    timeout: Seconds after which all are killed.
-    arguments: What the task is called with.
-    per_worker: What it is called with besides, one for each worker.
-    environment: Variables of all processes.
-    environments: Variables of each process, in the place of TF_CONFIG.
-    chief: Whether the first worker is called so.
-    absent: Workers of the cluster that are never started.
-    may_fail: Workers that may end with an error, or be killed.
-
-  Returns:
-    The workers that were started, in order.
-
-  Raises:
-    WorkersFailedError: If one fails that may not, or time is up.
+  `per_worker` has arguments of each worker's own, `environment` is of all, and
+  `chief` is whether the first worker is called so. Those in `absent` are never
+  started; those in `may_fail` may end with an error, or be killed. Raises
+  `WorkersFailedError` if another one fails, or after `timeout` seconds.
   """
-  if environments is None:
-    environments = launch.cluster(workers, chief)
-  assert len(environments) == workers
+  environments = launch.cluster(workers, chief)
   started = [index for index in range(workers) if index not in absent]
   _start_server()
   with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

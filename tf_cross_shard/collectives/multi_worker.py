@@ -33,7 +33,7 @@ class MultiWorker(base.Engine):
   def __init__(self, strategy: tf.distribute.Strategy) -> None:
     super().__init__(strategy)
     self._devices = tuple(strategy.extended.worker_devices)
-    cluster = strategy.cluster_resolver.cluster_spec().as_dict()
+    cluster = strategy.cluster_resolver.cluster_spec()
     self._collectives = collective_ops.of_strategy(
       strategy,
       # Not the addresses: a worker may know itself by another one.

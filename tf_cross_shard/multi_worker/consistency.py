@@ -139,8 +139,8 @@ def exchange(
 ) -> list[str]:
   """Tells all workers a text; returns what each of them told.
 
-  All workers call it, in the same order of calls. `patience` is in seconds,
-  and is added to the workers' timeout.
+  All workers call it, in the same order of calls. `patience`, in seconds, is
+  added to the workers' timeout.
   """
   key = f"round/{next(_rounds)}"
   put(f"{key}/{workers.index}", text)
@@ -178,7 +178,7 @@ def if_slow(timeout: float) -> str:
 
 
 def library_versions() -> list[str]:
-  """Returns the libraries that have to be the same on all workers."""
+  """Returns the libraries, which have to be the same, as lines."""
   return [
     f"tf_cross_shard: {versions.own_version()}",
     f"tensorflow: {tf.__version__}",
@@ -190,17 +190,9 @@ def _difference(
   names: Sequence[str], index: int, first: Sequence[str], other: Sequence[str]
 ) -> str:
   """Returns the first line of a worker that differs, in words."""
-  ours, theirs = next(
-    pair for pair in itertools.zip_longest(first, other) if pair[0] != pair[1]
-  )
-  return f"{names[index]} has {_quoted(theirs)} where {names[0]} has " + (
-    _quoted(ours)
-  )
-
-
-def _quoted(line: str | None) -> str:
-  """Returns a line in quotes, or that there is none."""
-  return "nothing more" if line is None else f"`{line}`"
+  pairs = itertools.zip_longest(first, other, fillvalue="nothing more")
+  ours, theirs = next(pair for pair in pairs if pair[0] != pair[1])
+  return f"{names[index]} has `{theirs}` where {names[0]} has `{ours}`"
 
 
 # ------------------------------------------------------------------------ store

@@ -123,8 +123,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         return tf.nest.map_structure(
           lambda each: self.reduce(reduce_op, each, None), value
         )
-      is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
-      if is_mean:
+      if str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN":
         return tf.nest.map_structure(
           lambda each: self.experimental_local_results(each)[0], value
         )
