@@ -127,28 +127,6 @@ class TestReduction:
 
 
 class TestLossScaleOptimizer:
-  def test_of_two_the_inner_one_scales(self) -> None:
-    """Under mixed_float16 Keras adds a second one around ours."""
-
-    def train(*, twice: bool) -> list[Any]:
-      optimizer = CrossShardOptimizer(
-        keras.optimizers.LossScaleOptimizer(_sgd(), initial_scale=8.0)
-      )
-      weight = keras.Variable([1.0, 2.0])
-      if twice:
-        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
-      optimizer.build([weight])
-      for factor in (1.0, np.inf, 2.0):
-        with tf.GradientTape() as tape:
-          loss = optimizer.scale_loss(factor * tf.reduce_sum(weight))
-        grads = tape.gradient(loss, [weight.value])
-        optimizer.apply(grads, [weight])
-      if twice:
-        optimizer = optimizer.inner_optimizer
-      return [weight.numpy().tolist(), float(optimizer.dynamic_scale)]
-
-    assert train(twice=True) == train(twice=False) == [[-2.0, -1.0], 4.0]
-
   def test_local_clipping_does_not_hide_overflow(self) -> None:
     def opt() -> Any:
       return keras.optimizers.LossScaleOptimizer(_sgd(), initial_scale=1024.0)
