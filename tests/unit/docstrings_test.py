@@ -52,13 +52,6 @@ def test_examples_run(name: str) -> None:
   assert attempted == sum(len(test.examples) for test in tests)
 
 
-def test_a_failing_example_is_found() -> None:
-  module = types.ModuleType("broken", ">>> 1 + 1\n3\n")
-  attempted, failures = _run(_examples_of(module, "broken"))
-  assert attempted == 1
-  assert "Expected:\n    3\nGot:\n    2" in failures
-
-
 def test_every_public_name_has_an_example() -> None:
   """Those of tf_keras, too, whose module is imported like the others."""
   assert {"tf_cross_shard.keras3", "tf_cross_shard.tf_keras"} <= set(MODULES)

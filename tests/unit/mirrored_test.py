@@ -94,7 +94,7 @@ def test_two_groupings_and_many_reductions_in_one_step() -> None:
   pairs, crossed = map(groups_lib.Groups, GROUPINGS[1:])
 
   def twice() -> list[tf.Tensor]:
-    mark = tf.constant(MARKS, tf.float32)[testbed.replica_id()]
+    mark = testbed.mark()
     first = engine.all_reduce_sum([mark, 16 * mark], pairs)
     return engine.all_reduce_sum(first, crossed)
 
@@ -191,7 +191,7 @@ def test_a_loop_around_run_is_fine() -> None:
     total = tf.Variable(0.0)
 
   def replica_fn() -> None:
-    mark = tf.constant(MARKS, tf.float32)[testbed.replica_id()]
+    mark = testbed.mark()
     total.assign_add(engine.all_reduce_sum([mark], groups)[0])
 
   @tf.function

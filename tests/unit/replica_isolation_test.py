@@ -30,11 +30,6 @@ class Probing(keras.optimizers.SGD):  # type: ignore[misc,name-defined]
     self._probe()
 
 
-def _mark() -> tf.Tensor:
-  """1, 2, 4 or 8."""
-  return tf.constant(MARKS)[testbed.replica_id()]
-
-
 def _counter(strategy: Any, **options: Any) -> tf.Variable:
   with strategy.scope():
     return tf.Variable(0.0, **options)
@@ -50,7 +45,7 @@ def _update(
     optimizer.build([weight])
 
   def step() -> None:
-    strategy.run(lambda: optimizer.apply_gradients([(_mark(), weight)]))
+    strategy.run(lambda: optimizer.apply_gradients([(testbed.mark(), weight)]))
 
   (step if eager else tf.function(step, autograph=False))()
   assert int(optimizer.iterations.numpy()) == 1
@@ -59,7 +54,9 @@ def _update(
 def _assert_sums_again(strategy: Any) -> None:
   """Outside of updates replicas meet as before."""
   sums = strategy.run(
-    lambda: tf.distribute.get_replica_context().all_reduce("SUM", _mark())
+    lambda: tf.distribute.get_replica_context().all_reduce(
+      "SUM", testbed.mark()
+    )
   )
   results = strategy.experimental_local_results(sums)
   assert [float(s) for s in results] == [sum(MARKS)] * 4
@@ -74,11 +71,11 @@ def test_sums_merges_and_assignments_stay_here(eager: bool) -> None:
 
   def probe() -> None:
     context = tf.distribute.get_replica_context()
-    summed.assign(context.all_reduce("SUM", _mark()))
+    summed.assign(context.all_reduce("SUM", testbed.mark()))
     merged.assign(
-      context.merge_call(lambda _, value: 10 * value, args=(_mark(),))
+      context.merge_call(lambda _, value: 10 * value, args=(testbed.mark(),))
     )
-    counted.assign_add(_mark())
+    counted.assign_add(testbed.mark())
 
   _update(strategy, probe, eager)
   assert testbed.copies(summed) == MARKS
@@ -104,9 +101,9 @@ def test_in_one_program_nothing_is_taken_from_others(in_cond: bool) -> None:
       assert merging.extended.worker_devices == devices
       return 10 * merging.extended.broadcast_to(value, counted)
 
-    summed.assign(context.all_reduce("SUM", _mark()))
-    merged.assign(context.merge_call(merge, args=(_mark(),)))
-    counted.assign_add(_mark())
+    summed.assign(context.all_reduce("SUM", testbed.mark()))
+    merged.assign(context.merge_call(merge, args=(testbed.mark(),)))
+    counted.assign_add(testbed.mark())
 
   _update(strategy, probe, skip_nonfinite=in_cond)
   assert testbed.copies(summed) == MARKS

@@ -22,7 +22,6 @@ import tf_cross_shard.keras3
 import tf_cross_shard.tf_keras
 from tests.support import testbed
 
-APART = [[0], [1]]
 Wrap = Callable[[Any], Any]
 
 
@@ -31,17 +30,12 @@ def _keras_of(kind: str) -> Any:
 
 
 @functools.cache
-def _wrap(kind: str) -> Wrap:
-  """Encapsulates, ungrouped."""
-  return _wrapping(kind)
-
-
-def _wrapping(kind: str, **options: Any) -> Wrap:
-  """Encapsulates."""
-  package = (
-    tf_cross_shard.keras3 if kind == "keras3" else (tf_cross_shard.tf_keras)
-  )
-  return lambda opt: package.CrossShardOptimizer(opt, **options)
+def _wrap(kind: str, is_grouped: bool = False) -> Wrap:
+  """Encapsulates; each of two replicas may be a group."""
+  is_keras3 = kind == "keras3"
+  package = tf_cross_shard.keras3 if is_keras3 else tf_cross_shard.tf_keras
+  groups = [[0], [1]] if is_grouped else None
+  return lambda opt: package.CrossShardOptimizer(opt, group_assignment=groups)
 
 
 def _plain(opt: Any) -> Any:
@@ -252,7 +246,7 @@ def _ways(model: Any, folder: pathlib.Path) -> dict[str, Callable[[], Any]]:
 def test_groups_are_warned_about_once(
   kind: str, way: str, said: list[str], tmp_path: pathlib.Path
 ) -> None:
-  model = _model(kind, _wrapping(kind, group_assignment=APART))
+  model = _model(kind, _wrap(kind, is_grouped=True))
   with testbed.mirrored(2).scope():
     model.optimizer.build(model.trainable_variables)
   save = _ways(model, tmp_path)[way]
@@ -264,10 +258,10 @@ def test_groups_are_warned_about_once(
   assert "tf_cross_shard.replica_state.save()" in line
 
 
-@pytest.mark.parametrize("kind", ["keras3", "legacy"])
 def test_one_group_needs_no_warning(
-  kind: str, said: list[str], tmp_path: pathlib.Path
+  said: list[str], tmp_path: pathlib.Path
 ) -> None:
+  kind = "keras3"
   model = _model(kind, _wrap(kind))
   with testbed.mirrored(2).scope():
     model.optimizer.build(model.trainable_variables)
