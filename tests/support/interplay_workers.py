@@ -14,9 +14,9 @@ ENGINE = "multi_worker"
 # Each pair of settings occurs once: Keras, way, policy, where a loss is scaled;
 # then the grouping, and whether a group skips a step by itself.
 _CELLS = (
-  ("keras3", "loop", "float32", "plain", "singletons", True),
+  ("keras3", "loop", "float32", "plain", "ungrouped", True),
   ("keras3", "fit", "mixed_float16", "inside", "ungrouped", False),
-  ("keras3", "loop", "mixed_bfloat16", "outside", "ungrouped", False),
+  ("keras3", "loop", "mixed_bfloat16", "outside", "singletons", False),
   ("tf_keras", "loop", "float32", "inside", "singletons", False),
   ("tf_keras", "fit", "mixed_float16", "outside", "ungrouped", False),
   ("tf_keras", "fit", "mixed_bfloat16", "plain", "ungrouped", False),
