@@ -239,7 +239,7 @@ def along(coordinates: Sequence[Sequence[int]], axis: str) -> Groups:
 
   Args:
     coordinates: Where each replica's device is, in replica order: x, y, z and
-      the core on the chip, as `virtual_tpu.coordinates` answers, or the first
+      the core on the chip, as `virtual_tpu.coordinates` returns, or the first
       of these.
     axis: One of `AXES`: the coordinate in which the members of a group differ.
 
