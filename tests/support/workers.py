@@ -12,6 +12,7 @@ import pathlib
 import pickle
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from tf_cross_shard.multi_worker import launch
 # How long the others have to end by themselves when one failed.
 _GRACE = 5.0
 _server = multiprocessing.get_context("forkserver")
+_starting = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,17 +63,21 @@ class _Process:
 
 
 def _start_server() -> None:
-  """Starts the server, which looks for modules where this process does."""
+  """Starts the server, which looks for modules where this process does.
+
+  It reads PYTHONPATH, which threads that launch at once must not both change.
+  """
   path = os.pathsep.join(each for each in sys.path if each)
-  before = os.environ.get("PYTHONPATH")
-  os.environ["PYTHONPATH"] = path
-  try:
-    _server.set_forkserver_preload(["tests.support.multi_worker_imports"])
-    multiprocessing.forkserver.ensure_running()
-  finally:
-    os.environ.pop("PYTHONPATH")
-    if before is not None:
-      os.environ["PYTHONPATH"] = before
+  with _starting:
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = path
+    try:
+      _server.set_forkserver_preload(["tests.support.multi_worker_imports"])
+      multiprocessing.forkserver.ensure_running()
+    finally:
+      os.environ.pop("PYTHONPATH")
+      if before is not None:
+        os.environ["PYTHONPATH"] = before
 
 
 def run(
