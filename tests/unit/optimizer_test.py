@@ -446,6 +446,18 @@ class TestBadInput:
       optimizer.minimize(lambda: 1.0 * weight, var_list)
     assert float(weight.numpy()) == -2.0
 
+  def test_a_variable_alone(self) -> None:
+    weight = keras.Variable([1.0, 2.0])
+    optimizer = CrossShardOptimizer(_sgd())
+    optimizer.build([weight])
+
+    def step() -> None:
+      optimizer.minimize(lambda: tf.reduce_sum(weight * 1.0), var_list=weight)
+
+    step()
+    tf.function(step)()
+    assert weight.numpy().tolist() == [-1.0, 0.0]
+
   def test_apply(self) -> None:
     optimizer = CrossShardOptimizer("sgd")
     with pytest.raises(ValueError, match="not built"):

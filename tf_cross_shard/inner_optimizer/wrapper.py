@@ -236,7 +236,8 @@ class OptimizerWrapper:
       global_step, var_list = None, global_step  # Keras' order of arguments.
     validation.check_global_step(global_step)
     validation.check_name(name)
-    if var_list is not None and not var_list and is_called_by_keras():
+    is_empty = isinstance(var_list, (list, tuple)) and not var_list
+    if is_empty and is_called_by_keras():
       return self._inner.iterations()  # `fit` with nothing to train.
     options = {
       "gate_gradients": gate_gradients,
