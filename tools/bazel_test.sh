@@ -119,15 +119,13 @@ done
   "${targets[@]:-//...}" || status=$?
 touch "$events"  # When Bazel did not get as far as that.
 
-# A test that could not even be built has no result and counts as failed. The
-# ends of what failed come last, for who sees the end of the output only.
+# What the options leave out has no result. The ends of what failed come last,
+# for who sees the end of the output only.
 counts=$(python - "$events" <<'EOF'
 import json, sys, urllib.parse
 tests, passed, logs = set(), set(), {}
 for line in open(sys.argv[1], encoding="utf-8"):
   event = json.loads(line)
-  if "testSize" in event.get("configured", {}):
-    tests.add(event["id"]["targetConfigured"]["label"])
   summary = event.get("testSummary")
   if summary:
     label = event["id"]["testSummary"]["label"]

@@ -146,8 +146,14 @@ def convert_optimizer(opt: Any, keras_package: str) -> Any:
 
 def v1_classes(keras_package: str) -> Any:
   """The module of the classes for one Keras; by then it can load them."""
-  name = {"keras": "v1_keras3", "tf_keras": "v1_tf_keras"}[keras_package]
-  return importlib.import_module(f"tf_cross_shard.migration.{name}")
+  # Neither Keras is imported for the other.
+  if keras_package == "keras":
+    from tf_cross_shard.migration import v1_keras3
+
+    return v1_keras3
+  from tf_cross_shard.migration import v1_tf_keras
+
+  return v1_tf_keras
 
 
 def _rate(value: Any, schedules: Any, classes: Any) -> tuple[Any, int]:
