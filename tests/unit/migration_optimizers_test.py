@@ -379,6 +379,7 @@ def test_model_files(
       monkeypatch.delitem(known, name)
     module = type(optimizer.inner_optimizer).__module__
     monkeypatch.delitem(sys.modules, module)
+    monkeypatch.delattr(migration, module.rpartition(".")[2])
     again = library.models.load_model(tmp_path / file)
     assert type(again.optimizer.inner_optimizer).__name__ == "V1Adam"
     again.fit(x, y, verbose=0)
