@@ -76,6 +76,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     wire_dtype: Any = None,
     skip_nonfinite: bool = False,
     scale_gradients: bool = False,
+    fused_update: bool | None = None,
   ) -> None:
     """Encapsulates `opt`. Call it inside `strategy.scope()`.
 
@@ -114,6 +115,12 @@ class CrossShard(wrapper.OptimizerWrapper):
         `scale_loss`, which multiply the loss. For loops that you cannot edit;
         `loss_averaged_over` tells of which loss they take gradients, and None
         means `"global"` there.
+      fused_update: Whether TensorFlow's kernels update dense variables, in one
+        pass over each, where `opt` is exactly one of Keras' classes and a
+        kernel has its formula: Adam, AdamW (not amsgrad), SGD, RMSprop with
+        momentum, Adamax, Adadelta, Ftrl. The last bits of weights may differ.
+        None does so where it can; True raises where it cannot; False leaves
+        Keras' operations.
 
     Raises:
       ValueError: If `opt` names no optimizer or is itself a
@@ -139,6 +146,8 @@ class CrossShard(wrapper.OptimizerWrapper):
       reduction, averaged_over, scale_gradients
     )
     self._wire_dtype = packing.as_wire_dtype(wire_dtype)
+    self._fused_update = fused_update
+    self._inner.fuse(fused_update)
     strategy = self._inner.strategy
     self._place = placement.Placement(strategy, group_assignment, name)
     self._guard = nonfinite.NonfiniteGuard(skip_nonfinite, self._place.engine)
@@ -163,6 +172,11 @@ class CrossShard(wrapper.OptimizerWrapper):
   def scale_gradients(self) -> bool:
     """Whether gradients are scaled in place of the loss."""
     return self._convention.scale_gradients
+
+  @property
+  def fused_update(self) -> bool | None:
+    """Whether kernels update; None for where there are any."""
+    return self._fused_update
 
   @property
   def skip_nonfinite(self) -> bool:
@@ -337,6 +351,7 @@ class CrossShard(wrapper.OptimizerWrapper):
       "wire_dtype": self.wire_dtype,
       "skip_nonfinite": self.skip_nonfinite,
       "scale_gradients": self.scale_gradients,
+      "fused_update": self.fused_update,
     }
 
   @classmethod

@@ -1,6 +1,7 @@
 """What the flow of a gradient needs of an encapsulated optimizer."""
 
 import abc
+import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_cross_shard.gradients.clipping import Gradient
+from tf_cross_shard.inner_optimizer import fused_update
 
 
 class InnerOptimizer(abc.ABC):
@@ -17,11 +19,13 @@ class InnerOptimizer(abc.ABC):
     optimizer: The user's optimizer.
     around: A LossScaleOptimizer that encapsulates *our* optimizer, or None; see
       `loss_scaling`.
+    is_fused: Whether kernels may do the optimizer's steps; see `fused_update`.
   """
 
   def __init__(self, optimizer: Any) -> None:
     self.optimizer = optimizer
     self.around: Any = None
+    self.is_fused = False
     self._thread = threading.local()  # Replicas may be threads.
 
   @property
@@ -73,6 +77,21 @@ class InnerOptimizer(abc.ABC):
     """Whether `around` is calling our optimizer for its update."""
     return getattr(self._thread, "is_within", False)
 
+  def fuse(self, wanted: bool | None) -> None:
+    """Lets kernels do the steps; None where there is one.
+
+    Raises:
+      ValueError: If a kernel is wanted and there is none.
+    """
+    last = innermost(self.optimizer)
+    if wanted and fused_update.find_kernel(last) is None:
+      raise ValueError(
+        "`fused_update` is True and TensorFlow has no kernel for"
+        f" {type(last).__name__} with these settings. Leave it None, which uses"
+        " Keras' operations where there is none."
+      )
+    self.is_fused = wanted is not False
+
   def path(self, variable: Any) -> str:
     """The name of a variable of the optimizer in a pickle; not unique."""
     return str(variable.name)
@@ -81,9 +100,13 @@ class InnerOptimizer(abc.ABC):
   def build(self, variables: Sequence[Any]) -> None:
     """Makes the slots for `variables`, unless they exist."""
 
-  @abc.abstractmethod
   def knows(self, variable: Any) -> bool:
     """Whether the built optimizer was built on `variable`."""
+    return self._index(variable) is not None
+
+  @abc.abstractmethod
+  def _index(self, variable: Any) -> Any:
+    """The place of `variable` among those it was built on, or None."""
 
   def as_built(self, variable: Any) -> Any:
     """The Keras variable, for the native one that tapes and graphs report."""
@@ -134,7 +157,11 @@ class InnerOptimizer(abc.ABC):
     they are finite it calls our optimizer, and so this method, once more.
     """
     if self.around is None or self.is_within:
-      self._apply(grads, variables, through_apply)
+      with contextlib.ExitStack() as stack:
+        if self.is_fused:
+          last = innermost(self.optimizer)
+          stack.enter_context(fused_update.in_place(last, self._index))
+        self._apply(grads, variables, through_apply)
       return
     self._thread.is_within = True
     try:

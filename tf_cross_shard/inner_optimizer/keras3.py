@@ -60,10 +60,6 @@ class Keras3Optimizer(base.InnerOptimizer):
     if not self.is_built:
       self.optimizer.build(list(variables))
 
-  def knows(self, variable: Any) -> bool:
-    """Whether the built optimizer was built on `variable`."""
-    return self._index(variable) is not None
-
   def as_built(self, variable: Any) -> Any:
     """The Keras variable, for the native one that tapes and graphs report."""
     if isinstance(variable, keras.Variable) or not self.is_built:
@@ -118,7 +114,7 @@ class Keras3Optimizer(base.InnerOptimizer):
     return list(dict.fromkeys(names))
 
   def _index(self, variable: Any) -> int | None:
-    """The place of `variable` among those the optimizer was built on."""
+    """The place of `variable` among those it was built on, or None."""
     last = base.innermost(self.optimizer)
     index: int | None = last._trainable_variables_indices.get(
       last._var_key(variable)

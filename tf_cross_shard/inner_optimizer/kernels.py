@@ -17,37 +17,89 @@ from tf_cross_shard.gradients import indexed_slices
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-  """What a kernel takes, by the names of its arguments.
+  """What a kernel takes, and what both Kerases call it.
 
   Attributes:
     name: `ResourceApply{name}` and, for rows, `ResourceSparseApply{name}`.
-    slots: In the order in which TensorFlow 1 made them.
+    slots: By the kernel's name, in the order in which TensorFlow 1 made them,
+      the attribute of Keras' optimizers that holds the list of slots.
+    settings: By the kernel's argument, the attribute of Keras' optimizers.
     powers: Products of a hyperparameter, one more factor in each step.
     moves_all_rows: Whether a sparse gradient is a dense one with zeros, because
       rows without a gradient move too.
+    rate: The kernel's argument for the learning rate.
+    gradient: The kernel's argument for the gradient.
   """
 
   name: str
-  slots: tuple[str, ...]
+  slots: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
   powers: Mapping[str, str] = dataclasses.field(default_factory=dict)
   moves_all_rows: bool = False
+  rate: str = "lr"
+  gradient: str = "grad"
 
+  def arguments(self, optimizer: Any, rate: Any) -> dict[str, Any]:
+    """Numbers and switches of a Keras optimizer, without the powers."""
+    arguments = {
+      argument: getattr(optimizer, name)
+      for argument, name in self.settings.items()
+    }
+    if "l2" in arguments:  # It takes beta's place too.
+      rate = tf.maximum(rate, 1e-36)
+      arguments["l2"] += optimizer.beta / (2.0 * rate)
+    return {self.rate: rate, **arguments}
+
+
+_MOMENTUM: Final = {"momentum": "momentum", "use_nesterov": "nesterov"}
+_BETAS: Final = {"beta1": "beta_1", "beta2": "beta_2", "epsilon": "epsilon"}
+_RMSPROP: Final = {"rho": "rho", "momentum": "momentum", "epsilon": "epsilon"}
 
 KERNELS: Final = {
   kernel.name: kernel
   for kernel in (
-    Kernel("Momentum", ("accum",)),
+    Kernel("GradientDescent", rate="alpha", gradient="delta"),
+    Kernel("Momentum", {"accum": "momentums"}, _MOMENTUM),
+    Kernel("KerasMomentum", {"accum": "momentums"}, _MOMENTUM),
     Kernel(
       "Adam",
-      ("m", "v"),
+      {"m": "_momentums", "v": "_velocities"},
+      _BETAS,
       powers={"beta1_power": "beta1", "beta2_power": "beta2"},
       moves_all_rows=True,
     ),
-    Kernel("Adagrad", ("accum",)),
-    Kernel("RMSProp", ("ms", "mom")),
-    Kernel("CenteredRMSProp", ("ms", "mg", "mom")),
-    Kernel("Adadelta", ("accum", "accum_update")),
-    Kernel("FtrlV2", ("accum", "linear")),
+    Kernel(
+      "AdaMax",
+      {"m": "_m", "v": "_u"},
+      _BETAS,
+      powers={"beta1_power": "beta1"},
+      moves_all_rows=True,
+    ),
+    Kernel("Adagrad", {"accum": "_accumulators"}),
+    Kernel("RMSProp", {"ms": "_velocities", "mom": "_momentums"}, _RMSPROP),
+    Kernel(
+      "CenteredRMSProp",
+      {"ms": "_velocities", "mg": "_average_gradients", "mom": "_momentums"},
+      _RMSPROP,
+    ),
+    Kernel(
+      "Adadelta",
+      {
+        "accum": "_accumulated_grads",
+        "accum_update": "_accumulated_delta_vars",
+      },
+      {"rho": "rho", "epsilon": "epsilon"},
+    ),
+    Kernel(
+      "FtrlV2",
+      {"accum": "_accumulators", "linear": "_linears"},
+      {
+        "lr_power": "learning_rate_power",
+        "l1": "l1_regularization_strength",
+        "l2": "l2_regularization_strength",
+        "l2_shrinkage": "l2_shrinkage_regularization_strength",
+      },
+    ),
   )
 }
 
@@ -57,12 +109,13 @@ def apply(
   variable: Any,
   slots: Mapping[str, Any],
   grad: tf.Tensor | tf.IndexedSlices,
-  settings: Mapping[str, Any],
+  arguments: Mapping[str, Any],
 ) -> None:
   """Updates a `tf.Variable` and its slots.
 
-  Numbers among the settings are cast to the variable's dtype, as TensorFlow 1
-  did, by way of float32. Rows of one index are added up first.
+  Numbers among the arguments are cast to the variable's dtype, as TensorFlow 1
+  did, by way of float32; tensors of that dtype are taken as they are. Rows of
+  one index are added up first.
 
   >>> weight, accum = tf.Variable([1.0, 2.0]), tf.Variable([0.0, 1.0])
   >>> apply(
@@ -75,23 +128,24 @@ def apply(
   >>> accum.numpy().tolist(), weight.numpy().tolist()
   ([2.0, 4.5], [0.0, -0.25])
   """
-  dtype = _dtype(variable)
+  dtype = dtype_of(variable)
   handles = {"var": variable.handle}
   handles |= {name: slots[name].handle for name in kernel.slots}
-  arguments: dict[str, Any] = {
-    name: value
-    if isinstance(value, bool)
-    else tf.cast(tf.cast(value, tf.float32), dtype)
-    for name, value in settings.items()
+  arguments = {
+    name: _as_number(value, dtype) for name, value in arguments.items()
   }
   grad = indexed_slices.cast(grad, variable)
-  dense = getattr(tf.raw_ops, f"ResourceApply{kernel.name}")
+  operation = getattr(tf.raw_ops, f"ResourceApply{kernel.name}")
+
+  def dense(grad: tf.Tensor) -> None:
+    operation(**handles, **arguments, **{kernel.gradient: grad})
+
   if not isinstance(grad, tf.IndexedSlices):
-    dense(**handles, **arguments, grad=grad)
+    dense(grad)
     return
   if kernel.moves_all_rows:
-    dense(**handles, **arguments, grad=indexed_slices.to_dense(grad, variable))
-  elif "CPU" in variable.device and not _is_compiled():
+    dense(indexed_slices.to_dense(grad, variable))
+  elif "CPU" in variable.device and not is_compiled():
     grad = indexed_slices.merge_duplicates(grad)
     sparse = getattr(tf.raw_ops, f"ResourceSparseApply{kernel.name}")
     sparse(**handles, **arguments, grad=grad.values, indices=grad.indices)
@@ -99,7 +153,7 @@ def apply(
     # XLA has no kernels for rows, and GPUs lack some: the dense one, and what
     # it did to other rows is taken back.
     before = {name: read(handle, dtype) for name, handle in handles.items()}
-    dense(**handles, **arguments, grad=indexed_slices.to_dense(grad, variable))
+    dense(indexed_slices.to_dense(grad, variable))
     ones = tf.ones(tf.shape(grad.indices)[:1], tf.int32)
     count = tf.math.unsorted_segment_sum(ones, grad.indices, variable.shape[0])
     column = tf.reshape(count > 0, [-1] + [1] * (len(variable.shape) - 1))
@@ -117,12 +171,12 @@ def write(handle: Any, value: tf.Tensor) -> None:
   tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 
-def _dtype(variable: Any) -> tf.DType:
+def dtype_of(variable: Any) -> tf.DType:
   """The dtype that is stored; under mixed precision `dtype` is another."""
   return tf.as_dtype(getattr(variable, "true_dtype", variable.dtype))
 
 
-def _is_compiled() -> bool:
+def is_compiled() -> bool:
   """Whether this is being traced for XLA."""
   graph: Any = tf.compat.v1.get_default_graph()
   while graph is not None:
@@ -133,3 +187,10 @@ def _is_compiled() -> bool:
       context = context.outer_context
     graph = getattr(graph, "outer_graph", None)
   return False
+
+
+def _as_number(value: Any, dtype: tf.DType) -> Any:
+  """What a kernel takes for `value`; switches stay as they are."""
+  if isinstance(value, bool) or getattr(value, "dtype", None) == dtype:
+    return value
+  return tf.cast(tf.cast(value, tf.float32), dtype)

@@ -74,10 +74,11 @@ class TfKerasOptimizer(base.InnerOptimizer):
       with tf.init_scope():
         self.optimizer.build(self._trainable)
 
-  def knows(self, variable: Any) -> bool:
-    """Whether the built optimizer was built on `variable`."""
+  def _index(self, variable: Any) -> int | None:
+    """The place of `variable` among those it was built on, or None."""
     last = base.innermost(self.optimizer)
-    return last._var_key(variable) in last._index_dict
+    index: int | None = last._index_dict.get(last._var_key(variable))
+    return index
 
   @property
   def computes_gradients(self) -> bool:
@@ -159,10 +160,8 @@ class TfKerasOptimizer(base.InnerOptimizer):
 
   def slots(self, variable: Any) -> dict[str, Any]:
     """The slots of `variable`, by name."""
-    if not self.is_built or not self.knows(variable):
-      return {}
-    last = base.innermost(self.optimizer)
-    return self._slots_at(last._index_dict[last._var_key(variable)])
+    index = self._index(variable) if self.is_built else None
+    return {} if index is None else self._slots_at(index)
 
   def slot_names(self) -> list[str]:
     """The name of every slot, once."""

@@ -465,10 +465,10 @@ def _slots_of(last: Any, weight: Any) -> Iterator[tuple[str, Any]]:
   keys = last._trainable_variables_indices if keys is None else keys
   index = keys.get(last._var_key(weight))
   centered = "Centered" if getattr(last, "centered", False) else ""
-  for slot in kernels.KERNELS[centered + kind.kernel].slots:
-    attribute, name = kind.slots[slot]
+  kernel = kernels.KERNELS[centered + kind.kernel]
+  for slot, attribute in kernel.slots.items():
     made = getattr(last, attribute, None)
-    yield name, made[index] if made and index is not None else None
+    yield kind.slots[slot], made[index] if made and index is not None else None
 
 
 def _kind_of(last: Any) -> tuple[str, v1_optimizers.Kind | None]:

@@ -24,76 +24,48 @@ class Kind:
   Attributes:
     keras: The class in both Kerases.
     kernel: In `kernels.KERNELS`.
-    settings: By Keras' name, the kernel's argument, if it has one.
-    slots: By the kernel's name, the attribute in both Kerases, and a name.
+    slots: By the kernel's name, the slot's name in a checkpoint of Keras 3.
+    more: Settings of Keras that are no arguments of the kernel.
   """
 
   keras: str
   kernel: str
-  settings: dict[str, str | None]
-  slots: dict[str, tuple[str, str]]
+  slots: dict[str, str]
+  more: tuple[str, ...] = ()
+
+  @property
+  def settings(self) -> tuple[str, ...]:
+    """All settings but the learning rate, by Keras' names."""
+    return (*kernels.KERNELS[self.kernel].settings.values(), *self.more)
 
 
 # By the class itself: a subclass of one of them may do anything.
 KINDS: Final[dict[type, Kind | None]] = {
   _v1.GradientDescentOptimizer: None,  # is Keras' SGD
-  _v1.MomentumOptimizer: Kind(
-    "SGD",
-    "Momentum",
-    {"momentum": "momentum", "nesterov": "use_nesterov"},
-    {"accum": ("momentums", "momentum")},
-  ),
-  _v1.AdamOptimizer: Kind(
-    "Adam",
-    "Adam",
-    {"beta_1": "beta1", "beta_2": "beta2", "epsilon": "epsilon"},
-    {"m": ("_momentums", "momentum"), "v": ("_velocities", "velocity")},
-  ),
+  _v1.MomentumOptimizer: Kind("SGD", "Momentum", {"accum": "momentum"}),
+  _v1.AdamOptimizer: Kind("Adam", "Adam", {"m": "momentum", "v": "velocity"}),
   _v1.AdagradOptimizer: Kind(
     "Adagrad",
     "Adagrad",
-    {"initial_accumulator_value": None},
-    {"accum": ("_accumulators", "accumulator")},
+    {"accum": "accumulator"},
+    ("initial_accumulator_value",),
   ),
   _v1.RMSPropOptimizer: Kind(
     "RMSprop",
     "RMSProp",
-    {
-      "rho": "rho",
-      "momentum": "momentum",
-      "epsilon": "epsilon",
-      "centered": None,
-    },
-    {
-      "ms": ("_velocities", "velocity"),
-      "mg": ("_average_gradients", "average_gradient"),
-      "mom": ("_momentums", "momentum"),
-    },
+    {"ms": "velocity", "mg": "average_gradient", "mom": "momentum"},
+    ("centered",),
   ),
   _v1.AdadeltaOptimizer: Kind(
     "Adadelta",
     "Adadelta",
-    {"rho": "rho", "epsilon": "epsilon"},
-    {
-      "accum": ("_accumulated_grads", "accumulated_grad"),
-      "accum_update": ("_accumulated_delta_vars", "accumulated_delta_var"),
-    },
+    {"accum": "accumulated_grad", "accum_update": "accumulated_delta_var"},
   ),
   _v1.FtrlOptimizer: Kind(
     "Ftrl",
     "FtrlV2",
-    {
-      "learning_rate_power": "lr_power",
-      "initial_accumulator_value": None,
-      "l1_regularization_strength": "l1",
-      "l2_regularization_strength": "l2",
-      "l2_shrinkage_regularization_strength": "l2_shrinkage",
-      "beta": None,
-    },
-    {
-      "accum": ("_accumulators", "accumulator"),
-      "linear": ("_linears", "linear"),
-    },
+    {"accum": "accumulator", "linear": "linear"},
+    ("initial_accumulator_value", "beta"),
   ),
 }
 # Version 1's attributes that are not Keras' names; Adadelta has a "_rho".
@@ -133,40 +105,36 @@ class V1Update:
     super().build(variables)  # type: ignore[misc]
     if is_built:  # tf_keras builds in every step.
       return
-    for slot in self._kernel.slots:
-      attribute, name = self.kind.slots[slot]
+    for slot, attribute in self._kernel.slots.items():
       if not getattr(self, attribute, None):
-        add = self.add_variable_from_reference
+        add, name = self.add_variable_from_reference, self.kind.slots[slot]
         setattr(
           self, attribute, [add(variable, name) for variable in variables]
         )
-    for power, beta in self._kernel.powers.items():
-      setattr(self, power, self._add_number(power, self._kernel_settings[beta]))
+    for power, argument in self._kernel.powers.items():
+      setattr(self, power, self._add_number(power, self._factor(argument)))
 
   def update_step(
     self, gradient: Any, variable: Any, learning_rate: Any = None
   ) -> None:
     """Updates `variable` by `gradient`; tf_keras gives no learning rate."""
     rate = self.learning_rate if learning_rate is None else learning_rate
-    settings: dict[str, Any] = {"lr": rate, **self._kernel_settings}
-    if "l2" in settings:  # In version 1 it is beta's place too.
-      rate = tf.maximum(tf.cast(rate, tf.float32), 1e-36)
-      settings["l2"] += getattr(self, "beta") / (2.0 * rate)  # noqa: B009
+    arguments = self._kernel.arguments(self, tf.cast(rate, tf.float32))
     for power in self._kernel.powers:
-      settings[power] = kernels.read(self._handle(power), tf.float32)
+      arguments[power] = kernels.read(self._handle(power), tf.float32)
     index = self._index(variable)
     slots = {
-      slot: validation.native(getattr(self, self.kind.slots[slot][0])[index])
-      for slot in self._kernel.slots
+      slot: validation.native(getattr(self, attribute)[index])
+      for slot, attribute in self._kernel.slots.items()
     }
     native = validation.native(variable)
-    kernels.apply(self._kernel, native, slots, gradient, settings)
+    kernels.apply(self._kernel, native, slots, gradient, arguments)
 
   def _multiply_powers(self) -> None:
     """After all variables of a step, as version 1 does."""
-    for power, beta in self._kernel.powers.items():
+    for power, argument in self._kernel.powers.items():
       handle = self._handle(power)
-      factor = tf.constant(self._kernel_settings[beta], tf.float32)
+      factor = tf.constant(self._factor(argument), tf.float32)
       kernels.write(handle, kernels.read(handle, tf.float32) * factor)
 
   @property
@@ -175,14 +143,10 @@ class V1Update:
     centered = "Centered" if getattr(self, "centered", False) else ""
     return kernels.KERNELS[centered + self.kind.kernel]
 
-  @property
-  def _kernel_settings(self) -> dict[str, Any]:
-    """By the kernel's names."""
-    return {
-      argument: getattr(self, name)
-      for name, argument in self.kind.settings.items()
-      if argument is not None
-    }
+  def _factor(self, argument: str) -> float:
+    """The hyperparameter that is a power's factor."""
+    factor: float = getattr(self, self._kernel.settings[argument])
+    return factor
 
   def _handle(self, power: str) -> Any:
     """Of this replica's copy."""

@@ -1,0 +1,407 @@
+"""Updates by TensorFlow's kernels: Keras' numbers, and nothing else changed."""
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from tests.support import testbed
+from tf_cross_shard import keras3
+from tf_cross_shard import tf_keras as ours_tf_keras
+from tf_cross_shard.inner_optimizer import fused_update
+
+KERASES = {"keras": (keras, keras3), "tf_keras": (tf_keras, ours_tf_keras)}
+GROUPS = [[0, 2], [1, 3]]
+STEPS = 200
+Numbers = np.ndarray[Any, Any]
+Formula = Callable[[Any, Numbers, Numbers, int, list[Numbers]], Numbers]
+
+
+def _sgd(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Numbers:
+  momentum = s.get("momentum", 0.0)
+  m[0] = momentum * m[0] - s["learning_rate"] * g
+  if s.get("nesterov"):
+    return w + momentum * m[0] - s["learning_rate"] * g
+  return w + m[0]
+
+
+def _adam(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Numbers:
+  w = w - w * s.get("weight_decay", 0.0) * s["learning_rate"]
+  m[0] = 0.9 * m[0] + 0.1 * g
+  m[1] = 0.999 * m[1] + 0.001 * g * g
+  rate = s["learning_rate"] * np.sqrt(1 - 0.999**t) / (1 - 0.9**t)
+  return w - rate * m[0] / (np.sqrt(m[1]) + 1e-7)
+
+
+def _adamax(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Any:
+  m[0] = 0.9 * m[0] + 0.1 * g
+  m[1] = np.maximum(0.999 * m[1], np.abs(g))
+  return w - s["learning_rate"] * m[0] / ((1 - 0.9**t) * (m[1] + 1e-7))
+
+
+def _rmsprop(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Any:
+  m[0] = 0.9 * m[0] + 0.1 * g * g
+  m[1] = 0.9 * m[1] + 0.1 * g
+  spread = m[0] - (m[1] ** 2 if s.get("centered") else 0)
+  m[2] = s["momentum"] * m[2] + s["learning_rate"] * g / np.sqrt(spread + 1e-7)
+  return w - m[2]
+
+
+def _adadelta(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Any:
+  m[0] = 0.95 * m[0] + 0.05 * g * g
+  change = -np.sqrt(m[1] + 1e-7) * g / np.sqrt(m[0] + 1e-7)
+  m[1] = 0.95 * m[1] + 0.05 * change * change
+  return w + s["learning_rate"] * change
+
+
+def _ftrl(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Any:
+  rate, l1 = s["learning_rate"], s.get("l1_regularization_strength", 0.0)
+  power = -s.get("learning_rate_power", -0.5)
+  before = m[0] + (0.1 if t == 1 else 0)  # Keras' first accumulator.
+  shrinkage = s.get("l2_shrinkage_regularization_strength", 0.0)
+  m[0] = before + g * g
+  m[1] = m[1] + g + 2 * shrinkage * w
+  m[1] = m[1] - (m[0] ** power - before**power) / rate * w
+  l2 = s.get("l2_regularization_strength", 0.0) + s.get("beta", 0) / (2 * rate)
+  return (np.clip(m[1], -l1, l1) - m[1]) / (m[0] ** power / rate + 2 * l2)
+
+
+# Class, settings exact in every dtype where that is possible, formula, kernel.
+FUSED: dict[str, tuple[str, dict[str, Any], Formula, str]] = {
+  "SGD": ("SGD", {}, _sgd, "GradientDescent"),
+  "momentum": ("SGD", {"momentum": 0.5}, _sgd, "KerasMomentum"),
+  "nesterov": (
+    "SGD",
+    {"momentum": 0.75, "nesterov": True},
+    _sgd,
+    "KerasMomentum",
+  ),
+  "Adam": ("Adam", {}, _adam, "Adam"),
+  "AdamW": ("AdamW", {"weight_decay": 0.25}, _adam, "Adam"),
+  "Adamax": ("Adamax", {}, _adamax, "AdaMax"),
+  "RMSprop": ("RMSprop", {"momentum": 0.5}, _rmsprop, "RMSProp"),
+  "centered": (
+    "RMSprop",
+    {"momentum": 0.5, "centered": True},
+    _rmsprop,
+    "CenteredRMSProp",
+  ),
+  "Adadelta": ("Adadelta", {}, _adadelta, "Adadelta"),
+  "Ftrl": ("Ftrl", {}, _ftrl, "FtrlV2"),
+  "Ftrl's settings": (
+    "Ftrl",
+    {
+      "learning_rate_power": -0.75,
+      "l1_regularization_strength": 0.5,
+      "l2_regularization_strength": 0.25,
+      "l2_shrinkage_regularization_strength": 0.125,
+      "beta": 0.5,
+    },
+    _ftrl,
+    "FtrlV2",
+  ),
+}
+RATE = 0.0625
+
+
+def kernels_in(function: Any, *args: Any) -> set[str]:
+  """The kernels that a traced function and those in it run."""
+  graph = function.get_concrete_function(*args).graph
+  names = {operation.type for operation in graph.get_operations()}
+  for called in graph.as_graph_def().library.function:
+    names |= {node.op for node in called.node_def}
+  prefix = "ResourceApply"
+  return {name.removeprefix(prefix) for name in names if prefix in name}
+
+
+def gradients(dtype: str) -> Numbers:
+  """[steps, replicas, 24] sixteenths, whose sums are exact."""
+  rng = np.random.default_rng(3)
+  parts = rng.integers(-24, 25, size=(STEPS, testbed.REPLICAS, 24)) / 16
+  return parts.astype(dtype)
+
+
+def expected(name: str, sums: Numbers) -> Numbers:
+  """The formula in NumPy's longest floats."""
+  _, settings, formula, _ = FUSED[name]
+  settings = {"learning_rate": RATE, **settings}
+  slots = [np.zeros(24, np.longdouble)] * 3
+  weight = (
+    np.linspace(-1.4375, 1.4375, 24).astype("float32").astype(np.longdouble)
+  )
+  for t, grad in enumerate(sums.astype(np.longdouble), 1):
+    weight = formula(settings, weight, grad, t, slots)
+  return weight
+
+
+def first_weight(library: Any, dtype: str) -> Any:
+  value = np.linspace(-1.4375, 1.4375, 24).astype("float32").astype(dtype)
+  kind = getattr(library, "Variable", tf.Variable)
+  return kind(value, dtype=dtype)
+
+
+def plain(name: str, library: Any) -> Any:
+  """Keras' own optimizer."""
+  kind, settings, _, _ = FUSED[name]
+  return getattr(library.optimizers, kind)(RATE, **settings)
+
+
+def train(
+  optimizer: Any, weight: Any, grads: Any, strategy: Any = None
+) -> set[str]:
+  """Takes a step with each replica's row of each of `grads`.
+
+  Returns:
+    The kernels in the function that took the steps.
+  """
+  scope = strategy or tf.distribute.get_strategy()
+  with scope.scope():
+    optimizer.build([weight])
+
+  @tf.function(autograph=False)
+  def step(grads: tf.Tensor) -> None:
+    scope.run(
+      lambda: optimizer.apply_gradients([(grads[testbed.replica_id()], weight)])
+    )
+
+  for row in grads:
+    step(tf.constant(row))
+  return kernels_in(step, tf.constant(grads[0]))
+
+
+def error(weight: Numbers, name: str, sums: Numbers) -> float:
+  """Root mean square of the differences to the formula."""
+  difference = weight.astype(np.longdouble) - expected(name, sums)
+  return float(np.sqrt(np.mean(difference**2)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("which", KERASES)
+@pytest.mark.parametrize("name", FUSED)
+def test_as_near_to_the_formula_as_keras_operations(
+  name: str, which: str, dtype: str
+) -> None:
+  library, package = KERASES[which]
+  grads = gradients(dtype)[:, :1]
+  errors = []
+  for is_fused in (False, True):
+    weight = first_weight(library, dtype)
+    optimizer = package.CrossShardOptimizer(
+      plain(name, library), fused_update=is_fused
+    )
+    found = train(optimizer, weight, grads)
+    is_v1_slot = which == "tf_keras" and name == "SGD"
+    kernel = "KerasMomentum" if is_v1_slot else FUSED[name][3]
+    assert found == ({kernel} if is_fused else set())
+    errors.append(error(weight.numpy(), name, grads[:, 0]))
+  assert errors[1] <= 1.5 * errors[0] < 1e-4
+
+
+@pytest.mark.parametrize(
+  ("name", "which"),
+  [(name, list(KERASES)[i % 2]) for i, name in enumerate(FUSED)],
+)
+def test_groups(name: str, which: str) -> None:
+  library, package = KERASES[which]
+  strategy, grads = testbed.mirrored(), gradients("float32")
+  with strategy.scope():
+    weight = first_weight(library, "float32")
+    optimizer = package.CrossShardOptimizer(
+      plain(name, library), "sum", group_assignment=GROUPS, fused_update=True
+    )
+  assert FUSED[name][3] in train(optimizer, weight, grads, strategy)
+  copies = testbed.copies(weight)
+  for members in GROUPS:
+    sums = grads[:, members].sum(axis=1)
+    first, second = (copies[member] for member in members)
+    np.testing.assert_array_equal(first, second)
+    alone = first_weight(library, "float32")
+    plainly = package.CrossShardOptimizer(
+      plain(name, library), fused_update=False
+    )
+    train(plainly, alone, sums[:, None])
+    assert error(first, name, sums) <= 1.5 * error(alone.numpy(), name, sums)
+
+
+def _momentum(library: Any, rate: Any = RATE, **settings: Any) -> Any:
+  """An optimizer whose few steps are exact in float32, in any order."""
+  return library.optimizers.SGD(rate, momentum=0.5, **settings)
+
+
+def _schedule(library: Any) -> Any:
+  decay = library.optimizers.schedules.PiecewiseConstantDecay
+  return _momentum(library, decay([2], [0.5, 0.125]))
+
+
+def _loss_scaled(library: Any) -> Any:
+  inner = _momentum(library)
+  if library is keras:
+    return keras.optimizers.LossScaleOptimizer(inner, 4.0)
+  return tf_keras.mixed_precision.LossScaleOptimizer(inner, initial_scale=4.0)
+
+
+def _accumulating(library: Any) -> Any:
+  is_able = library is keras
+  steps = {"gradient_accumulation_steps": 2} if is_able else {}
+  return _momentum(library, **steps)
+
+
+# What an optimizer does around its steps; the wrapper's arguments.
+AROUND: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
+  "average": (
+    functools.partial(
+      _momentum, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3
+    ),
+    {},
+  ),
+  "clipping": (
+    functools.partial(_momentum, clipnorm=1.0),
+    {"clipvalue": 0.5},
+  ),
+  "decay": (functools.partial(_momentum, weight_decay=0.5), {}),
+  "schedule": (_schedule, {}),
+  "loss scale": (_loss_scaled, {}),
+  "accumulation": (_accumulating, {}),
+  "nonfinite": (_momentum, {"skip_nonfinite": True}),
+}
+
+
+@pytest.mark.parametrize("which", KERASES)
+@pytest.mark.parametrize("name", AROUND)
+def test_what_is_around_the_step_is_as_before(name: str, which: str) -> None:
+  library, package = KERASES[which]
+  make, options = AROUND[name]
+  strategy, grads = testbed.mirrored(), gradients("float32")[:5].copy()
+  if name in ("loss scale", "nonfinite"):
+    grads[2, 1] = np.inf
+  states = []
+  for is_fused in (False, True):
+    with strategy.scope():
+      weight = first_weight(library, "float32")
+      optimizer = package.CrossShardOptimizer(
+        make(library), group_assignment=GROUPS, fused_update=is_fused, **options
+      )
+    assert bool(train(optimizer, weight, grads, strategy)) == is_fused
+    variables = [weight, *optimizer.variables]
+    states.append([testbed.copies(each) for each in variables])
+  for one, other in zip(*states, strict=True):
+    np.testing.assert_array_equal(one, other)
+  assert np.ptp(np.stack(states[1][0]), axis=0).max() > 0.01  # Groups differ.
+
+
+class _Halved(keras.optimizers.Adam):
+  """An update step of the user's own."""
+
+  def update_step(self, gradient: Any, variable: Any, rate: Any) -> None:
+    super().update_step(gradient, variable, rate / 2)
+
+
+class _TfKerasHalved(tf_keras.optimizers.SGD):
+  """An update step of the user's own."""
+
+  def update_step(self, gradient: Any, variable: Any) -> None:
+    super().update_step(gradient / 2, variable)
+
+
+@pytest.mark.parametrize(
+  ("optimizer", "package"),
+  [
+    (_Halved(0.5), keras3),
+    (_TfKerasHalved(0.5), ours_tf_keras),
+    (keras.optimizers.Adam(amsgrad=True), keras3),
+    (keras.optimizers.Adagrad(), keras3),
+    (keras.optimizers.RMSprop(), keras3),
+    (tf_keras.optimizers.legacy.Adam(), ours_tf_keras),
+  ],
+  ids=lambda each: type(each).__name__,
+)
+def test_no_kernel_has_the_formula(optimizer: Any, package: Any) -> None:
+  assert fused_update.find_kernel(optimizer) is None
+  with pytest.raises(ValueError, match="`fused_update` is True and TensorFlow"):
+    package.CrossShardOptimizer(optimizer, fused_update=True)
+  weight = tf.Variable([1.0, 2.0])
+  ours = package.CrossShardOptimizer(optimizer)
+  if not testbed.is_legacy(optimizer):  # Theirs are such kernels themselves.
+    assert train(ours, weight, np.ones((1, 1, 2), "float32")) == set()
+
+
+def test_an_update_step_of_the_object_runs() -> None:
+  weight, optimizer = tf.Variable([1.0, 2.0]), keras.optimizers.SGD(1.0)
+
+  def update_step(gradient: Any, variable: Any, rate: Any) -> None:
+    variable.assign_add(gradient * rate)
+
+  optimizer.update_step = update_step
+  ours = keras3.CrossShardOptimizer(optimizer)
+  ours.apply_gradients([(tf.constant([3.0, 4.0]), weight)])
+  assert weight.numpy().tolist() == [4.0, 6.0]
+  assert optimizer.update_step is update_step
+
+
+@pytest.mark.parametrize("which", KERASES)
+def test_the_encapsulated_optimizer_stays_as_it_was(which: str) -> None:
+  library, package = KERASES[which]
+  optimizer, weight = (
+    library.optimizers.Adam(),
+    first_weight(library, "float32"),
+  )
+  ours = package.CrossShardOptimizer(optimizer)
+  ours.build([weight])
+  names, config = set(vars(optimizer)), copy.deepcopy(optimizer.get_config())
+  ours.apply_gradients([(tf.ones(24), weight)])
+  with pytest.raises(tf.errors.InvalidArgumentError):
+    ours._inner.apply_reduced([tf.ones(23)], [weight])
+  assert set(vars(optimizer)) - {"_current_learning_rate"} == names - {
+    "_current_learning_rate"
+  }
+  assert optimizer.get_config() == config
+  restored = pickle.loads(pickle.dumps(ours))
+  assert restored.fused_update is None
+  assert int(restored.iterations.numpy()) == 1
+
+
+@pytest.mark.parametrize("which", KERASES)
+def test_rows_take_keras_operations(which: str) -> None:
+  library, package = KERASES[which]
+  rows = tf.IndexedSlices(tf.constant([[1.0, 2.0]]), tf.constant([2]), [3, 2])
+  states = []
+  for is_fused in (None, False):
+    table = tf.Variable(tf.ones([3, 2]))
+    optimizer = package.CrossShardOptimizer(
+      library.optimizers.Adam(), fused_update=is_fused
+    )
+    optimizer.apply_gradients([(rows, table)])
+    states.append([each.numpy() for each in (table, *optimizer.variables)])
+    assert table.numpy()[2, 0] < 1
+  for one, other in zip(*states, strict=True):
+    np.testing.assert_array_equal(one, other)
+
+
+def test_compiled_by_xla() -> None:
+  states = []
+  for name in ("Adam", "nesterov", "centered", "Adamax", "Adadelta", "Ftrl"):
+    for is_compiled in (False, True):
+      weight = first_weight(keras, "float32")
+      optimizer = keras3.CrossShardOptimizer(plain(name, keras))
+      optimizer.build([weight])
+      step = functools.partial(
+        optimizer.apply_gradients, [(tf.ones(24), weight)]
+      )
+      tf.function(step, jit_compile=is_compiled, autograph=False)()
+      states.append(weight.numpy())
+    np.testing.assert_allclose(states[-1], states[-2], rtol=0, atol=1e-6)
+    assert np.abs(states[-1] - first_weight(keras, "float32")).max() > 0.01
+
+
+def test_settings() -> None:
+  optimizer = keras3.CrossShardOptimizer("adam", fused_update=False)
+  assert optimizer.fused_update is False
+  copied = keras3.CrossShardOptimizer.from_config(optimizer.get_config())
+  assert copied.fused_update is False

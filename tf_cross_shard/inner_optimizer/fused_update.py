@@ -1,0 +1,136 @@
+"""Keras' update steps, each by the one TensorFlow kernel of the same formula.
+
+Keras computes a step in about twenty operations over the whole of a variable;
+the kernel reads and writes each number once. While gradients are applied, the
+kernel stands in the place of the optimizer's `update_step`, so that all else of
+the optimizer (decay, moving averages, accumulation, loss scaling) is as it is.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import tensorflow as tf
+
+from tf_cross_shard import validation
+from tf_cross_shard.inner_optimizer import kernels
+
+# By the name of Keras' class, the kernel for its settings, if there is one.
+# Keras' Adagrad has epsilon inside the root, the kernels outside. The kernel of
+# RMSprop needs a slot that Keras makes only where there is momentum. Amsgrad's
+# kernel cannot be compiled, should Keras compile the step.
+_CHOICES: Final[dict[str, Callable[[Any], str | None]]] = {
+  # tf_keras makes and writes the slot without momentum too.
+  "SGD": lambda opt: (
+    "KerasMomentum" if getattr(opt, "momentums", None) else "GradientDescent"
+  ),
+  "Adam": lambda opt: None if opt.amsgrad else "Adam",
+  "AdamW": lambda opt: None if opt.amsgrad else "Adam",
+  "Adamax": lambda opt: "AdaMax",
+  "RMSprop": lambda opt: (
+    ("CenteredRMSProp" if opt.centered else "RMSProp")
+    if opt.momentum > 0
+    else None
+  ),
+  "Adadelta": lambda opt: "Adadelta",
+  "Ftrl": lambda opt: "FtrlV2",
+}
+_DTYPES: Final = (tf.float32, tf.float64)
+
+
+def find_kernel(optimizer: Any) -> kernels.Kernel | None:
+  """The kernel that computes what `optimizer.update_step` does, if any.
+
+  A class derived from Keras' own, or an `update_step` put on the object, may
+  compute anything.
+
+  >>> find_kernel(tf.keras.optimizers.Adam()).name
+  'Adam'
+  >>> find_kernel(tf.keras.optimizers.Adam(amsgrad=True)) is None
+  True
+  """
+  kind = type(optimizer)
+  place = kind.__module__.split(".")
+  is_keras = place[:3] in (
+    ["keras", "src", "optimizers"],
+    ["tf_keras", "src", "optimizers"],
+  )
+  if not is_keras or len(place) != 4 or "update_step" in vars(optimizer):
+    return None
+  name = _CHOICES.get(kind.__name__, lambda opt: None)(optimizer)
+  return None if name is None else kernels.KERNELS[name]
+
+
+@contextlib.contextmanager
+def in_place(optimizer: Any, index: Callable[[Any], int]) -> Iterator[None]:
+  """Lets the kernel do the steps of a built optimizer inside the context.
+
+  Args:
+    optimizer: The one that keeps the slots.
+    index: The place of a variable among those the optimizer was built on.
+  """
+  kernel = find_kernel(optimizer)
+  # XLA fuses Keras' operations by itself.
+  is_compiled = (
+    getattr(optimizer, "jit_compile", False) or kernels.is_compiled()
+  )
+  if kernel is None or is_compiled:
+    yield
+    return
+  plain = optimizer.update_step
+  step = _Step(kernel, optimizer)
+
+  def update_step(gradient: Any, variable: Any, *rate: Any) -> None:
+    native = validation.native(variable)
+    is_sparse = isinstance(gradient, tf.IndexedSlices)
+    if is_sparse or kernels.dtype_of(native) not in _DTYPES:
+      plain(gradient, variable, *rate)
+      return
+    slots = {
+      slot: validation.native(getattr(optimizer, attribute)[index(variable)])
+      for slot, attribute in kernel.slots.items()
+    }
+    arguments = step.arguments(kernels.dtype_of(native), *rate)
+    kernels.apply(kernel, native, slots, gradient, arguments)
+
+  vars(optimizer)["update_step"] = update_step
+  try:
+    yield
+  finally:
+    vars(optimizer).pop("update_step", None)
+
+
+class _Step:
+  """The numbers of one step, made once for all variables of a dtype."""
+
+  def __init__(self, kernel: kernels.Kernel, optimizer: Any) -> None:
+    self._kernel = kernel
+    self._optimizer = optimizer
+    self._made: dict[Any, dict[str, Any]] = {}
+
+  def arguments(self, dtype: tf.DType, rate: Any = None) -> dict[str, Any]:
+    """What the kernel takes beside variable, slots and gradient."""
+    # Two branches of a condition are two graphs.
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    key = dtype, graph
+    if key not in self._made:
+      self._made[key] = self._make(dtype, rate)
+    return self._made[key]
+
+  def _make(self, dtype: tf.DType, rate: Any) -> dict[str, Any]:
+    """Settings, learning rate and powers as tensors of `dtype`."""
+    if rate is None:
+      rate = self._optimizer.learning_rate
+    rate = tf.cast(tf.convert_to_tensor(rate), dtype)
+    arguments = {
+      name: value
+      if isinstance(value, bool)
+      else tf.convert_to_tensor(value, dtype)
+      for name, value in self._kernel.arguments(self._optimizer, rate).items()
+    }
+    if self._kernel.powers:
+      count = tf.convert_to_tensor(self._optimizer.iterations)
+      steps = tf.cast(count + 1, dtype)
+      for power, name in self._kernel.powers.items():
+        arguments[power] = tf.pow(arguments[name], steps)
+    return arguments
