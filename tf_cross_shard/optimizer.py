@@ -18,6 +18,7 @@ from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import placement, saving_warning, validation
 from tf_cross_shard.collectives import reduction
 from tf_cross_shard.gradients import (
+  accumulation,
   clipping,
   compute,
   indexed_slices,
@@ -25,7 +26,7 @@ from tf_cross_shard.gradients import (
   nonfinite,
   packing,
 )
-from tf_cross_shard.inner_optimizer import wrapper
+from tf_cross_shard.inner_optimizer import base, wrapper
 
 
 class CrossShard(wrapper.OptimizerWrapper):
@@ -77,6 +78,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     skip_nonfinite: bool = False,
     scale_gradients: bool = False,
     fused_update: bool | None = None,
+    accumulate_steps: int | None = None,
   ) -> None:
     """Encapsulates `opt`. Call it inside `strategy.scope()`.
 
@@ -121,6 +123,10 @@ class CrossShard(wrapper.OptimizerWrapper):
         momentum, Adamax, Adadelta, Ftrl. The last bits of weights may differ.
         None does so where it can; True raises where it cannot; False leaves
         Keras' operations.
+      accumulate_steps: How many calls make one step: each replica adds up its
+        own gradients, and their mean over the calls is reduced and applied in
+        the last. `gradient_accumulation_steps` of a Keras 3 `opt` does the
+        same. None for every call a step.
 
     Raises:
       ValueError: If `opt` names no optimizer or is itself a
@@ -150,6 +156,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     self._inner.fuse(fused_update)
     strategy = self._inner.strategy
     self._place = placement.Placement(strategy, group_assignment, name)
+    self._sums = self._make_sums(accumulation.check_steps(accumulate_steps))
     self._guard = nonfinite.NonfiniteGuard(skip_nonfinite, self._place.engine)
     self._notice = saving_warning.SavingNotice(name, self.groups.num_groups)
 
@@ -177,6 +184,11 @@ class CrossShard(wrapper.OptimizerWrapper):
   def fused_update(self) -> bool | None:
     """Whether kernels update; None for where there are any."""
     return self._fused_update
+
+  @property
+  def accumulate_steps(self) -> int | None:
+    """How many calls make one step; None for one."""
+    return None if self._sums is None else self._sums.window.steps
 
   @property
   def skip_nonfinite(self) -> bool:
@@ -333,6 +345,8 @@ class CrossShard(wrapper.OptimizerWrapper):
     if not self._inner.is_built:
       self._place.agree_to_build(variables, self._settings)
     super().build(variables)
+    if self._sums is not None:
+      self._sums.build(variables)
 
   def get_config(self) -> dict[str, Any]:
     """Everything the constructor needs, in serializable form."""
@@ -352,6 +366,7 @@ class CrossShard(wrapper.OptimizerWrapper):
       "skip_nonfinite": self.skip_nonfinite,
       "scale_gradients": self.scale_gradients,
       "fused_update": self.fused_update,
+      "accumulate_steps": self.accumulate_steps,
     }
 
   @classmethod
@@ -455,27 +470,80 @@ class CrossShard(wrapper.OptimizerWrapper):
     """Clip, reduce, apply, count: the way of a gradient from here on."""
     engine = self._place.engine
     with tf.name_scope(name or self.get_name()):
-      sums = grads if is_reduced else self._sum(grads, variables)
-      skips_itself = self._inner.scales_dynamically
+      window = self._window(variables)
+      if window is None:
+        sums = grads if is_reduced else self._sum(grads, variables)
+        self._apply_sums(sums, variables, global_step, through_apply)
+      else:
+        own = grads if is_reduced else self._scale_and_clip(grads)
 
-      def apply() -> None:
-        self._inner.apply_reduced(sums, variables, through_apply)
-        if global_step is not None and engine.updates_here(global_step):
-          is_one = nonfinite.all_finite(sums) if skips_itself else True
-          global_step.assign_add(tf.cast(is_one, global_step.dtype))
+        def finish(totals: Sequence[clipping.Gradient]) -> None:
+          sums = totals if is_reduced else self._reduce(totals, variables)
+          self._apply_sums(sums, variables, global_step, through_apply)
 
-      with engine.all_or_nothing(sums), engine.isolate():
-        self._guard.apply_if_finite(sums, apply, always=skips_itself)
+        window.run(own, variables, engine.isolate, finish)
+      with engine.isolate():
         return tf.identity(self._inner.iterations())
+
+  def _apply_sums(
+    self,
+    sums: Sequence[clipping.Gradient],
+    variables: Sequence[Any],
+    global_step: Any,
+    through_apply: bool,
+  ) -> None:
+    """Lets the encapsulated optimizer apply what the whole group has."""
+    engine = self._place.engine
+    skips_itself = self._inner.scales_dynamically
+
+    def apply() -> None:
+      self._inner.apply_reduced(sums, variables, through_apply)
+      if global_step is not None and engine.updates_here(global_step):
+        is_one = nonfinite.all_finite(sums) if skips_itself else True
+        global_step.assign_add(tf.cast(is_one, global_step.dtype))
+
+    with engine.all_or_nothing(sums), engine.isolate():
+      self._guard.apply_if_finite(sums, apply, always=skips_itself)
+
+  def _make_sums(self, steps: int | None) -> accumulation.GradientSums | None:
+    """The variables of a window of `steps` calls."""
+    if steps is None:
+      return None
+    own = getattr(
+      base.innermost(self._inner.optimizer), "gradient_accumulation_steps", None
+    )
+    if own:
+      raise ValueError(
+        f"`accumulate_steps` is {steps}, and `opt` has"
+        f" gradient_accumulation_steps={own}. Set one of them only."
+      )
+    engine = self._place.engine
+    engine.check_conditional("accumulate_steps")
+    return accumulation.GradientSums(steps, engine.strategy)
+
+  @property
+  def _window_variables(self) -> list[Any]:
+    """What `replica_state` saves of a window."""
+    return [] if self._sums is None else self._sums.variables
+
+  def _window(self, variables: Sequence[Any]) -> accumulation.Window | None:
+    """The calls that make one step, if it takes several."""
+    window = self._sums and self._sums.window
+    if window is None and self._place.engine.updates_in_cond:
+      window = self._inner.own_window()
+    if window is not None and any(map(_carries_value, variables)):
+      raise NotImplementedError(
+        "Gradients of variables with `overwrite_with_gradient` (Keras' float8"
+        " scales) cannot be accumulated. Leave `accumulate_steps` and"
+        " `gradient_accumulation_steps` None."
+      )
+    return window
 
   def _sum(
     self, grads: Sequence[Any], variables: Sequence[Any]
   ) -> list[clipping.Gradient]:
     """This replica's gradients to what the whole group applies."""
-    carries_value = [
-      getattr(variable, "overwrite_with_gradient", False)
-      for variable in variables
-    ]
+    carries_value = list(map(_carries_value, variables))
     if not any(carries_value):
       return self._sum_gradients(grads, variables)
     sums = list(grads)
@@ -493,23 +561,31 @@ class CrossShard(wrapper.OptimizerWrapper):
     self, grads: Sequence[Any], variables: Sequence[Any]
   ) -> list[clipping.Gradient]:
     """Scales and clips this replica's gradients, then sums over the group."""
+    return self._reduce(self._scale_and_clip(grads), variables)
+
+  def _scale_and_clip(self, grads: Sequence[Any]) -> list[clipping.Gradient]:
+    """What this replica does with its own gradients."""
     groups = self._place.groups
     factor = self._convention.for_gradients(
       groups.num_replicas, groups.group_size
     )
-    grads = [indexed_slices.times(grad, factor) for grad in grads]
-    grads = clipping.clip(
-      grads,
+    return clipping.clip(
+      [indexed_slices.times(grad, factor) for grad in grads],
       clipnorm=self._scaled_limit(self.clipnorm),
       global_clipnorm=self._scaled_limit(self.global_clipnorm),
       clipvalue=self._scaled_limit(self.clipvalue),
       keep_infinite=self._inner.scales_dynamically or self.skip_nonfinite,
     )
+
+  def _reduce(
+    self, grads: Sequence[Any], variables: Sequence[Any]
+  ) -> list[clipping.Gradient]:
+    """Sums over the group."""
     return reduction.reduce_gradients(
       grads,
       variables,
       self._place.engine,
-      groups,
+      self._place.groups,
       self._wire_dtype,
       self._inner.wire_scale() if self._wire_dtype == tf.float16 else None,
     )
@@ -534,3 +610,8 @@ class CrossShard(wrapper.OptimizerWrapper):
     """A clipping limit, in the scale that gradients come in."""
     # In Keras a limit of 0 does not clip.
     return self._inner.scale_limit(limit) if limit and limit > 0 else None
+
+
+def _carries_value(variable: Any) -> bool:
+  """Whether a variable takes the place of its gradient, as Keras' float8 do."""
+  return bool(getattr(variable, "overwrite_with_gradient", False))

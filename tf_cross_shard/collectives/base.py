@@ -59,10 +59,6 @@ class Engine(abc.ABC):
     """Raises an error if this engine cannot sum in `groups`."""
     del groups
 
-  def check_skipping(self) -> None:
-    """Raises an error if one group cannot skip a step by itself."""
-    return
-
   @property
   def bucket_bytes(self) -> int | None:
     """The best size of buffers at this place; None for no packing."""
@@ -77,6 +73,19 @@ class Engine(abc.ABC):
   def orders_graphs(self) -> bool:
     """Whether updates have an order in a version 1 graph."""
     return self.num_replicas == 1
+
+  @property
+  def updates_in_cond(self) -> bool:
+    """Whether one replica's variables can be updated inside `tf.cond`."""
+    return True
+
+  def check_conditional(self, argument: str) -> None:
+    """Raises `NotImplementedError` if they cannot be."""
+    if not self.updates_in_cond:
+      raise NotImplementedError(
+        f"`{argument}` is not supported under {type(self.strategy).__name__}."
+        " Leave it out, or use MirroredStrategy."
+      )
 
   def updates_here(self, variable: Any) -> bool:
     """Whether this replica must update `variable`.
@@ -193,12 +202,10 @@ class AnyStrategy(Engine):
         " None, or use MirroredStrategy."
       )
 
-  def check_skipping(self) -> None:
-    """Refuses, since it needs an update inside `tf.cond`."""
-    raise NotImplementedError(
-      f"`skip_nonfinite` is not supported under {type(self.strategy).__name__}."
-      " Leave it False, or use MirroredStrategy."
-    )
+  @property
+  def updates_in_cond(self) -> bool:
+    """False: nothing is known of it."""
+    return False
 
 
 def is_copied(variable: Any) -> bool:

@@ -62,7 +62,7 @@ class NonfiniteGuard:
     self.is_on = is_on
     self.count: Any = None
     if is_on:
-      engine.check_skipping()
+      engine.check_conditional("skip_nonfinite")
       with tf.init_scope(), engine.strategy.scope():
         self.count = tf.Variable(
           0, trainable=False, dtype=tf.int64, name="skipped_steps"

@@ -4,12 +4,15 @@ import abc
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import tensorflow as tf
 
+from tf_cross_shard.gradients import accumulation
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import fused_update
+
+_KERAS: Final = ("keras.src.", "tf_keras.src.")
 
 
 class InnerOptimizer(abc.ABC):
@@ -111,6 +114,17 @@ class InnerOptimizer(abc.ABC):
   def as_built(self, variable: Any) -> Any:
     """The Keras variable, for the native one that tapes and graphs report."""
     return variable
+
+  def own_window(self) -> accumulation.Window | None:
+    """The window in which the optimizer itself accumulates, if it does."""
+    return None
+
+  def _overrides(self, *names: str) -> bool:
+    """Whether the class of the innermost optimizer has its own such methods."""
+    kind = type(innermost(self.optimizer))
+    return any(
+      not getattr(kind, name).__module__.startswith(_KERAS) for name in names
+    )
 
   @property
   def computes_gradients(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Final
 import keras
 import tensorflow as tf
 
+from tf_cross_shard.gradients import accumulation
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import base, loss_scaling, wrapper
 
@@ -68,6 +69,31 @@ class Keras3Optimizer(base.InnerOptimizer):
     if index is None:
       return variable
     return base.innermost(self.optimizer)._trainable_variables[index]
+
+  def own_window(self) -> accumulation.Window | None:
+    """That of `gradient_accumulation_steps`.
+
+    A class of the user's that overrides how gradients are applied is handed
+    sums in every call, as without a window. So is one that divides them by
+    `loss_scale_factor`, in every call too.
+    """
+    last = base.innermost(self.optimizer)
+    steps = last.gradient_accumulation_steps
+    is_own = self._overrides("apply", "apply_gradients")
+    if not steps or is_own or last.loss_scale_factor:
+      return None
+
+    def pass_by(grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
+      # It adds to its sums, counts, and moves averages of weights.
+      last.apply(list(grads), [self.as_built(v) for v in variables])
+
+    return accumulation.Window(
+      steps,
+      last._iterations,
+      lambda variable: last._accumulated_gradients[self._index(variable)],
+      divisor=1,  # It divides.
+      pass_by=pass_by,
+    )
 
   def scale_loss(self, loss: Any) -> Any:
     """Multiplies by `loss_scale_factor` or the dynamic scale."""

@@ -79,12 +79,23 @@ def loss_scale_of(optimizer: Any) -> list[Any]:
   return [variable for variable in both if variable is not None]
 
 
+def gradient_sums(optimizer: Any) -> list[Any]:
+  """What gradients are added up in: each replica has its own."""
+  return [
+    variable
+    for layer in layers(optimizer)
+    for name in ("_window_variables", "_accumulated_gradients")
+    for variable in getattr(layer, name, ())
+  ]
+
+
 def _unlisted(optimizer: Any) -> list[Any]:
   """The variables of an optimizer that its own list leaves out."""
   others = [
     getattr(optimizer, "skipped_steps", None),
     getattr(optimizer, "_learning_rate", None),  # tf_keras
     *loss_scale_of(optimizer),
+    *getattr(optimizer, "_window_variables", ()),
     # The learning rate and other settings of tf_keras' legacy optimizers.
     *getattr(optimizer, "_hyper", {}).values(),
   ]

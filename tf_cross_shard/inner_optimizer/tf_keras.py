@@ -106,14 +106,6 @@ class TfKerasOptimizer(base.InnerOptimizer):
         f" {self._gradient_methods[0]}() or apply_gradients()."
       )
 
-  def _overrides(self, *names: str) -> bool:
-    """Whether the class of the innermost optimizer has its own such methods."""
-    kind = type(base.innermost(self.optimizer))
-    return any(
-      not getattr(kind, name).__module__.startswith("tf_keras.src.")
-      for name in names
-    )
-
   def scale_loss(self, loss: Any) -> Any:
     """Multiplies by the loss scale."""
     scaler = self._loss_scaler

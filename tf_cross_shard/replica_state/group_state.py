@@ -46,8 +46,9 @@ class GroupCopies:
 
   def __init__(self, optimizer: Any, model: Any = None) -> None:
     """Finds the variables, the strategy and the groups."""
+    own = set(map(id, optimizer_state.gradient_sums(optimizer)))
     self.parts = [
-      Part(f"optimizer/{name}", variable, True)
+      Part(f"optimizer/{name}", variable, id(variable) not in own)
       for name, variable in optimizer_state.state_variables(optimizer)
     ]
     mine = {id(replica_values.native(part.variable)) for part in self.parts}
