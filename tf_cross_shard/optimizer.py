@@ -528,7 +528,7 @@ class CrossShard(wrapper.OptimizerWrapper):
 
   def _window(self, variables: Sequence[Any]) -> accumulation.Window | None:
     """The calls that make one step, if it takes several."""
-    window = self._sums and self._sums.window
+    window = None if self._sums is None else self._sums.window
     if window is None and self._place.engine.updates_in_cond:
       window = self._inner.own_window()
     if window is not None and any(map(_carries_value, variables)):

@@ -185,6 +185,17 @@ def test_sums(launches: Launches, launch: str, key: cases.Key) -> None:
   assert np.abs(held[0][0] - right[0]).max() > 1e-4, "nothing was narrowed"
 
 
+@_of("accumulated_sum")
+def test_accumulated(launches: Launches, launch: str, key: cases.Key) -> None:
+  """The mean over a window, and nothing of the window that has begun."""
+
+  def expected(members: Sequence[int]) -> list[np.ndarray]:
+    sums = _negative_sums("dense_sum", "small", members)
+    return [(1.0 + 2.0) / 2 * each for each in sums]
+
+  _check(_held(launches, launch, key), key[1], expected)
+
+
 @_of("two_optimizers", "retrace")
 def test_several_steps(launches: Launches, launch: str, key: cases.Key) -> None:
   """Of two groupings at once; where one worker alone traces anew."""

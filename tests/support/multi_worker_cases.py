@@ -185,6 +185,28 @@ def dense_sum(
   return own(variables)
 
 
+def accumulated_sum(
+  grouping: str, mode: str, strategy: tf.distribute.Strategy
+) -> list[np.ndarray]:
+  """The weights after a window of two calls and the first of the next.
+
+  The gradients of call `c` are `c` times those of `dense_sum`.
+  """
+  mine = dense_gradients("small", place_of(strategy))
+  with strategy.scope():
+    variables = _zeros(mine)
+    optimizer = _summing(strategy, grouping, accumulate_steps=2)
+    optimizer.build(variables)
+
+  def step(*grads: tf.Tensor) -> None:
+    optimizer.apply_gradients(zip(grads, variables, strict=True))
+
+  run = _run(strategy, step, mode)
+  for call in (1.0, 2.0, 3.0):
+    run(*(tf.constant(call * each) for each in mine))
+  return own(variables)
+
+
 def sparse_sum(
   kind: str,
   grouping: str,
@@ -372,6 +394,7 @@ def fit(
       CrossShardOptimizer(
         testbed.OPTIMIZERS[optimizer](),
         group_assignment=GROUPINGS[replicas][grouping],
+        fused_update=False,  # Compared with Keras' own bits.
         **options,
       ),
       "mse",
@@ -405,6 +428,8 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (dense_sum, "small", "crossed", "cond", {}),
     (dense_sum, "normal", "ungrouped", "function", {"wire_dtype": "bfloat16"}),
     (dense_sum, "normal", "crossed", "function", {"wire_dtype": "float16"}),
+    (accumulated_sum, "crossed", "function", {}),
+    (accumulated_sum, "strided", "eager", {}),
     (sparse_sum, "different", "ungrouped", "dynamic", {}),
     (sparse_sum, "one without", "crossed", "eager", {}),
     (sparse_sum, "nowhere", "contiguous", "function", {}),

@@ -20,6 +20,7 @@ CALLS = 6
 # [calls, replicas, 3] integers: sums are exact.
 GRADS = np.random.default_rng(5).integers(-8, 9, (CALLS, 4, 3)).astype("f")
 # Who accumulates: the optimizer of Keras 3, or ours in either Keras.
+_ZEROS = np.zeros(3, "f")
 WAYS = ("keras", "ours", "ours_tf_keras")
 
 
@@ -29,9 +30,10 @@ def make(
     0.125, momentum=0.5, **own
   ),
   strategy: Any = None,
+  initial: Any = _ZEROS,
   **options: Any,
 ) -> tuple[Any, Any]:
-  """A weight of zeros and an optimizer of groups, built."""
+  """A weight, by default of zeros, and an optimizer of groups, built."""
   library, package = keras, keras3
   if way == "ours_tf_keras":
     library, package = tf_keras, ours_tf_keras
@@ -40,7 +42,7 @@ def make(
     options["accumulate_steps"] = STEPS
   options.setdefault("group_assignment", GROUPS)
   with (strategy or testbed.mirrored()).scope():
-    weight = testbed.variable(np.zeros(3, "f"), "weight", library)
+    weight = testbed.variable(initial, "weight", library)
     optimizer = package.CrossShardOptimizer(
       make_opt(library, **own), "sum", **options
     )
@@ -254,20 +256,11 @@ def test_virtual_tpu(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_rows(way: str) -> None:
-  with testbed.mirrored().scope():
-    library = tf_keras if way == "ours_tf_keras" else keras
-    table = testbed.variable(np.zeros((3, 1), "f"), "table", library)
-  weight, optimizer = make(way)
-  with testbed.mirrored().scope():
-    optimizer = type(optimizer)(
-      type(optimizer.inner_optimizer).from_config(
-        optimizer.inner_optimizer.get_config()
-      ),
-      "sum",
-      group_assignment=GROUPS,
-      accumulate_steps=optimizer.accumulate_steps,
-    )
-    optimizer.build([table])
+  table, optimizer = make(
+    way,
+    lambda library, **own: library.optimizers.SGD(0.125, **own),
+    initial=np.zeros((3, 1), "f"),
+  )
 
   def replica_step() -> None:
     replica = testbed.replica_id()
@@ -280,7 +273,7 @@ def test_rows(way: str) -> None:
   step()
   assert not testbed.copies(table)[0].any()
   step()
-  # Replica 0 has rows 0 and 0, replica 2 rows 2 and 0; 1 has 1 and 0, 3 0 twice.
+  # Rows of replicas 0 to 3: 0 and 0; 1 and 0; 2 and 0; 0 and 0.
   for replica, counts in ((0, [3, 0, 1]), (1, [3, 1, 0])):
     np.testing.assert_array_equal(
       testbed.copies(table)[replica][:, 0], -0.125 * np.array(counts)

@@ -17,10 +17,9 @@ from tf_cross_shard.gradients import indexed_slices
 from tf_cross_shard.gradients.clipping import Gradient
 
 
-def check_steps(steps: object) -> int | None:
+def check_steps(steps: Any) -> int | None:
   """Returns `accumulate_steps`, checked."""
-  is_number = isinstance(steps, int) and not isinstance(steps, bool)
-  if steps is None or (is_number and steps >= 2):
+  if steps is None or (type(steps) is int and steps >= 2):
     return steps
   raise ValueError(
     f"`accumulate_steps` must be an integer of at least 2; got {steps!r}. Leave"
@@ -38,7 +37,7 @@ class Window:
       window, equal on all replicas.
     sum_of: Returns the variable that a variable's gradients are added up in.
     divisor: What the sums over the window are divided by here.
-    pass_by: Does a call that is not the last; None adds to `sum_of` and `count`.
+    pass_by: Does a call that is not the last; None adds to `sum_of`, `count`.
   """
 
   steps: int
