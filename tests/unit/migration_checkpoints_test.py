@@ -221,6 +221,12 @@ class _Legacy(tf_keras.optimizers.legacy.Optimizer):
         self.add_slot(variable, name)
 
 
+class _LegacySGD(tf_keras.optimizers.legacy.SGD):
+  """One that has more slots than its base, or than that has with momentum."""
+
+  _create_slots = _Legacy._create_slots
+
+
 BERT = ("adam_m", "adam_v")
 OWN: dict[str, tuple[Callable[[], Any], Any]] = {
   "own names": (lambda: _own(keras, "Optimizer", BERT), None),
@@ -244,6 +250,8 @@ OWN: dict[str, tuple[Callable[[], Any], Any]] = {
     {"one": "adam_m", "two": "adam_v"},
   ),
   "tf_keras, legacy": (lambda: _Legacy("own"), None),
+  "tf_keras, more than SGD has": (lambda: _LegacySGD(0.5), None),
+  "tf_keras, a factor of SGD": (lambda: _LegacySGD(0.5, 0.5), None),
 }
 
 

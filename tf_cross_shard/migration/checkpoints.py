@@ -30,6 +30,15 @@ Shapes = dict[str, tuple[int, ...]]
 _OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"  # of TensorFlow 2 only
 _ITERATIONS = "iterations"
 _GLOBAL_STEP = r"(.*/)?global_step"
+# Of tf_keras' older kind, in version 1's order; a class of the user's has more.
+_LEGACY_SLOTS = {
+  "SGD": ("momentum",),
+  "Adam": ("m", "v"),
+  "Adagrad": ("accumulator",),
+  "RMSprop": ("rms", "mg", "momentum"),
+  "Adadelta": ("accum_grad", "accum_var"),
+  "Ftrl": ("accumulator", "linear"),
+}
 _POWER = r"(.*/)?beta[12]_power(_\d+)?"
 
 
@@ -503,8 +512,8 @@ def _slots_of(last: Any, weight: Any) -> tuple[dict[str, Any], dict[str, Any]]:
   if kind is None:
     return numbered, own
   if hasattr(last, "get_slot"):  # of the older kind, in tf_keras
-    names = sorted(own, key=lambda name: name == "momentum")
-    return {name: own[name] for name in names}, {}
+    usual = [name for name in _LEGACY_SLOTS[kind.keras] if name in own]
+    return {name: own.pop(name) for name in usual}, own
   keys = getattr(last, "_index_dict", None)
   keys = last._trainable_variables_indices if keys is None else keys
   index = keys.get(last._var_key(weight))
