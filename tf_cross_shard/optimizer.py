@@ -457,26 +457,25 @@ class CrossShard(wrapper.OptimizerWrapper):
     self, grads: Sequence[Any], variables: Sequence[Any]
   ) -> list[clipping.Gradient]:
     """This replica's gradients to what the whole group applies."""
+    engine, groups = self._place.engine, self._place.groups
+    grads = reduction.make_reducible(grads, variables, engine, groups)
     carries_value = [
       getattr(variable, "overwrite_with_gradient", False)
       for variable in variables
     ]
     if not any(carries_value):
-      return self._sum_gradients(grads, variables)
+      return self._sum_gradients(grads)
     sums = list(grads)
     for is_value, reduce in (
       (False, self._sum_gradients),
       (True, self._average_values),
     ):
       at = [i for i, each in enumerate(carries_value) if each == is_value]
-      parts = [[each[i] for i in at] for each in (grads, variables)]
-      for i, total in zip(at, reduce(*parts), strict=True):
+      for i, total in zip(at, reduce([grads[i] for i in at]), strict=True):
         sums[i] = total
     return sums
 
-  def _sum_gradients(
-    self, grads: Sequence[Any], variables: Sequence[Any]
-  ) -> list[clipping.Gradient]:
+  def _sum_gradients(self, grads: Sequence[Any]) -> list[clipping.Gradient]:
     """Scales and clips this replica's gradients, then sums over the group."""
     groups = self._place.groups
     factor = self._convention.for_gradients(
@@ -492,25 +491,20 @@ class CrossShard(wrapper.OptimizerWrapper):
     )
     return reduction.reduce_gradients(
       grads,
-      variables,
       self._place.engine,
       groups,
       self._wire_dtype,
       self._inner.wire_scale() if self._wire_dtype == tf.float16 else None,
     )
 
-  def _average_values(
-    self, values: Sequence[Any], variables: Sequence[Any]
-  ) -> list[clipping.Gradient]:
+  def _average_values(self, values: Sequence[Any]) -> list[clipping.Gradient]:
     """The group's mean of values that variables take in place of an update.
 
     Keras' float8 scales (`overwrite_with_gradient`) carry such values as their
     gradients. They must be neither scaled nor clipped nor rounded.
     """
     groups = self._place.groups
-    sums = reduction.reduce_gradients(
-      values, variables, self._place.engine, groups
-    )
+    sums = reduction.reduce_gradients(values, self._place.engine, groups)
     return [
       indexed_slices.times(each, 1.0 / groups.group_size) for each in sums
     ]
