@@ -457,18 +457,15 @@ class CrossShard(wrapper.OptimizerWrapper):
     self, grads: Sequence[Any], variables: Sequence[Any]
   ) -> list[clipping.Gradient]:
     """This replica's gradients to what the whole group applies."""
-    carries_value = [
-      getattr(variable, "overwrite_with_gradient", False)
-      for variable in variables
-    ]
-    if not any(carries_value):
+    takes_value = [self._inner.takes_value(v) for v in variables]
+    if not any(takes_value):
       return self._sum_gradients(grads, variables)
     sums = list(grads)
     for is_value, reduce in (
       (False, self._sum_gradients),
       (True, self._average_values),
     ):
-      at = [i for i, each in enumerate(carries_value) if each == is_value]
+      at = [i for i, each in enumerate(takes_value) if each == is_value]
       parts = [[each[i] for i in at] for each in (grads, variables)]
       for i, total in zip(at, reduce(*parts), strict=True):
         sums[i] = total
@@ -502,11 +499,7 @@ class CrossShard(wrapper.OptimizerWrapper):
   def _average_values(
     self, values: Sequence[Any], variables: Sequence[Any]
   ) -> list[clipping.Gradient]:
-    """The group's mean of values that variables take in place of an update.
-
-    Keras' float8 scales (`overwrite_with_gradient`) carry such values as their
-    gradients. They must be neither scaled nor clipped nor rounded.
-    """
+    """The group's mean of values that variables take in place of an update."""
     groups = self._place.groups
     sums = reduction.reduce_gradients(
       values, variables, self._place.engine, groups

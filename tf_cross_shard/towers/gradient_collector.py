@@ -179,8 +179,14 @@ class Towers:
     with tf.control_dependencies(needed):
       for same in zip(*self._calls, strict=True):
         variables = same[-1].variables
-        every = zip(*(call.grads for call in same), strict=True)
-        result = same[-1].apply(list(map(_add, every, variables)), variables)
+        takes_value = same[-1].optimizer._inner.takes_value
+        sums = [
+          _add(grads, variable, takes_value(variable))
+          for *grads, variable in zip(
+            *(call.grads for call in same), variables, strict=True
+          )
+        ]
+        result = same[-1].apply(sums, variables)
     return result
 
   def scale(self, optimizer: Any) -> float:
@@ -264,11 +270,15 @@ def _names(variables: Sequence[Any]) -> list[str]:
   return [str(getattr(v, "path", None) or v.name) for v in variables]
 
 
-def _add(grads: Sequence[Gradient], variable: Any) -> Gradient:
-  """A sum that stays row-sparse if all terms are; None without any."""
+def _add(
+  grads: Sequence[Gradient], variable: Any, is_mean: bool
+) -> Gradient:
+  """A sum or mean that stays row-sparse if all are; None without any."""
   present = [grad for grad in grads if grad is not None]
   if not present:
     return None
+  if is_mean:
+    present = [indexed_slices.times(x, 1 / len(present)) for x in present]
   if len({grad.dtype for grad in present}) > 1:
     present = [indexed_slices.cast(grad, variable) for grad in present]
   is_rows = [isinstance(grad, tf.IndexedSlices) for grad in present]

@@ -247,8 +247,10 @@ class Tower(wrapper.OptimizerWrapper):
           scalar=False,
         )
     # Not the loss, which no tape may be recording any more.
+    takes_value = self._inner.takes_value
     return [
-      (indexed_slices.times(grad, factor), variable) for grad, variable in pairs
+      (indexed_slices.times(grad, 1.0 if takes_value(v) else factor), v)
+      for grad, v in pairs
     ]
 
   def _collect_or(
