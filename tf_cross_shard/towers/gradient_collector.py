@@ -270,9 +270,7 @@ def _names(variables: Sequence[Any]) -> list[str]:
   return [str(getattr(v, "path", None) or v.name) for v in variables]
 
 
-def _add(
-  grads: Sequence[Gradient], variable: Any, is_mean: bool
-) -> Gradient:
+def _add(grads: Sequence[Gradient], variable: Any, is_mean: bool) -> Gradient:
   """A sum or mean that stays row-sparse if all are; None without any."""
   present = [grad for grad in grads if grad is not None]
   if not present:
