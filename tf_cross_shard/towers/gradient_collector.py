@@ -164,7 +164,7 @@ class Towers:
       call.optimizer.check_known(call.variables)
     for call in itertools.chain(*self._calls):
       for grad, variable in zip(call.grads, call.variables, strict=True):
-        validation.check_rows(grad, variable)
+        _check_rows(grad, variable)
     for call in last:
       same = [each.variables for each in last if each.inner is call.inner]
       call.optimizer.prepare(list(itertools.chain(*same)))
@@ -258,6 +258,24 @@ def _written(op: tf.Operation) -> list[str]:
     return []
   read = set(op.get_attr(_READ_ONLY)) if calls else ()
   return [each.name for at, each in enumerate(op.inputs) if at not in read]
+
+
+def _check_rows(grad: Any, variable: Any) -> None:
+  """Raises `ValueError` for rows of a sparse gradient that do not exist.
+
+  Some devices would leave them out silently. Symbolic rows are not checked.
+  """
+  if not isinstance(grad, tf.IndexedSlices) or not tf.executing_eagerly():
+    return
+  indices = tf.convert_to_tensor(grad.indices).numpy()
+  rows = variable.shape[0]
+  if indices.size and not 0 <= indices.min() <= indices.max() < rows:
+    [name] = _names([variable])
+    raise ValueError(
+      f"`grads_and_vars` must hold gradients of existing rows; that of"
+      f" {name}, which has {rows}, has the rows {indices.min()} to"
+      f" {indices.max()}. Look up numbers from 0 to {rows - 1}."
+    )
 
 
 def _ids(variables: Sequence[Any]) -> list[int]:

@@ -82,22 +82,6 @@ class Tower(wrapper.OptimizerWrapper):
     """The encapsulated optimizer's name."""
     return self._inner.name
 
-  def get_slot(self, var: Any, name: str) -> Any:
-    """The variable that the encapsulated optimizer made for `var`, or None.
-
-    Args:
-      var: A variable that the optimizer was built on.
-      name: One of `get_slot_names()`.
-
-    Returns:
-      The slot; None where there is none.
-    """
-    return self._inner.slots(var).get(name)
-
-  def get_slot_names(self) -> list[str]:
-    """Names of the slots; empty before the optimizer is built."""
-    return self._inner.slot_names()
-
   def compute_gradients(
     self,
     loss: Any,
