@@ -101,6 +101,54 @@ def test_get_variable_goes_by_name(mode: str) -> None:
   assert predict(second, "a") == [[2.0], [4.0]]
 
 
+@pytest.mark.parametrize(
+  ("order", "is_from_outside"),
+  [
+    ("f0 e0 e1 f1", False),
+    ("e0 f0 f1 e1 e0", False),
+    ("f0 f1 e1 e0", True),
+  ],
+)
+def test_get_variable_in_functions_and_eagerly(
+  order: str, is_from_outside: bool
+) -> None:
+  """TensorFlow keeps what functions make by name, for all that come later."""
+  get = tf.compat.v1.get_variable
+  reuse = tf.compat.v1.AUTO_REUSE
+  with tf.compat.v1.variable_scope("net", reuse=reuse) as scope:
+    pass
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    with tf.compat.v1.variable_scope(scope if is_from_outside else "net"):
+      c = get("c", [], initializer=tf.compat.v1.constant_initializer(10.0))
+    loss = tf.reduce_sum(c * features)
+    train_op = TowerOptimizer(sgd()).minimize(loss, var_list=[c])
+    return TowerSpec(mode, loss, train_op)
+
+  both = [replicate_model_fn(model_fn, devices=TWO) for _ in "12"]
+  functions = [tf.function(each) for each in both]
+  steps = [0, 0]
+  for kind, which in order.split():
+    i = int(which)
+    step = {"e": both, "f": functions}[kind][i]
+    assert float(step(batch()).loss) == 3.0 * (10.0 - 3.0 * steps[i])
+    steps[i] += 1
+  for each, count in zip(both, steps, strict=True):
+    # The optimizer's count and rate; its wrapper has none.
+    found = {v.name.split("/")[-1]: v for v in each.variables}
+    assert sorted(found) == ["c:0", "iteration:0", "learning_rate:0"]
+    assert values(found[name] for name in sorted(found)) == [
+      10.0 - 3.0 * count,
+      count,
+      1.0,
+    ]
+    assert found["c:0"].name == "net/c:0"
+  # Nor is anything left for others.
+  with tf.compat.v1.variable_scope(scope):
+    other = tf.function(lambda: get("c", initializer=5.0) * 1.0)
+    assert float(other()) == 5.0
+
+
 def test_get_variable_of_another_shape() -> None:
   def model_fn(features: Any, mode: str, params: Any) -> TowerSpec:
     tf.compat.v1.get_variable("a", params)
@@ -183,7 +231,7 @@ def test_training_is_that_of_one_network() -> None:
   function = tf.function(lambda x: replicated(x).loss)
   steps = {"e": replicated, "f": function}
   steps[order[0]](tf.constant(ROWS))  # The variables are there.
-  assert len(replicated.variables) == 6 + 4 + 6
+  assert len(replicated.variables) == 6 + 2 + 6
   slots = [v for v in replicated.variables if v.name.endswith("momentum:0")]
   assert len(slots) == 6
   for variable in slots:
@@ -228,6 +276,33 @@ class TestOptimizersMadeInside:
     assert 5.25 in np.abs(
       [float(v) for v in replicated.variables[2:] if v.shape == ()]
     )
+
+  @pytest.mark.parametrize(
+    ("wrap", "options", "expected"),
+    [
+      (lambda opt: opt, {"gradient_accumulation_steps": 2}, [16, 13, 13, 10]),
+      (tf_cross_shard.CrossShardOptimizer, {}, [13, 10, 7, 4]),
+    ],
+  )
+  def test_kinds(
+    self, wrap: Any, options: dict[str, Any], expected: list[float]
+  ) -> None:
+    """What is counted otherwise, or wrapped; evaluation makes none of it."""
+
+    def model_fn(features: Any, mode: str) -> TowerSpec:
+      c = tf.Variable(16.0)
+      loss = tf.reduce_sum(c * features)
+      if mode == "eval":
+        return TowerSpec(mode, loss)
+      optimizer = TowerOptimizer(wrap(sgd(**options)))
+      return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
+
+    replicated = replicate_model_fn(model_fn, devices=TWO)
+    found = []
+    for _ in expected:
+      replicated(batch())
+      found.append(float(replicated(batch(), mode="eval").loss) / 3.0)
+    assert found == expected
 
   def test_other_settings(self) -> None:
     c = tf.Variable(10.0)
