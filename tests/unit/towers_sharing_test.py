@@ -344,14 +344,17 @@ class TestOptimizersMadeInside:
     assert [float(w) for w in weights] == [10 - 3 - 4.5, 7.0]
 
 
-def test_layers_of_tf_keras_in_the_same_program() -> None:
+@pytest.mark.parametrize(
+  "home", [tf_keras.optimizers, tf_keras.optimizers.legacy]
+)
+def test_layers_of_tf_keras_in_the_same_program(home: Any) -> None:
   def model_fn(features: Any, mode: str) -> TowerSpec:
     layers = [tf_keras.layers.Dense(1, kernel_initializer="ones") for _ in "12"]
     y = tf_keras.Sequential(layers)(features)
     loss = tf.reduce_sum(y)
     train_op = None
     if mode == "train":
-      optimizer = tf_keras.optimizers.legacy.SGD(0.5, momentum=0.5)
+      optimizer = home.SGD(0.5, momentum=0.5)
       tower = tf_cross_shard.tf_keras.TowerOptimizer(optimizer)
       train_op = tower.minimize(loss)
     return TowerSpec(mode, loss, train_op, y)
@@ -363,6 +366,9 @@ def test_layers_of_tf_keras_in_the_same_program() -> None:
   k1, b1, k2, b2 = (float(tf.squeeze(v)) for v in replicated.variables[:4])
   # Two steps by hand: of gradients 3 k2, 2 k2, 3 k1 + 2 b1 and 2.
   assert [k1, b1, k2, b2] == [-0.5, -1.0, 0.5, -2.5]
+  # Evaluation makes no optimizer.
+  evaluate = tf.function(lambda x: replicated(x, mode="eval").loss)
+  assert float(evaluate(batch())) == -3.25 - 3.5
 
 
 def test_variables_are_where_the_first_tower_is() -> None:

@@ -238,7 +238,11 @@ class CallVariables:
 def _state(holder: Any) -> list[Any]:
   """The variables of an optimizer or a metric."""
   variables = holder.variables
-  return list(variables() if callable(variables) else variables)
+  state = list(variables() if callable(variables) else variables)
+  # The learning rate of tf_keras is none of them.
+  state += [v for v in vars(holder).values() if isinstance(v, tf.Variable)]
+  inner = getattr(holder, "inner_optimizer", None)
+  return state if inner is None else state + _state(inner)
 
 
 def _settings(part: Any) -> list[Any]:
