@@ -221,34 +221,6 @@ class CrossShard(wrapper.OptimizerWrapper):
     """The groups in force, one of all replicas where none were given."""
     return self._place.groups
 
-  def get_slot(self, var: Any, name: str) -> Any:
-    """The variable that `opt` made for `var` under `name`, or None.
-
-    >>> from tf_cross_shard import CrossShardOptimizer
-    >>> weight = tf.Variable([1.0, 2.0])
-    >>> optimizer = CrossShardOptimizer("adam")
-    >>> optimizer.build([weight])
-    >>> velocity = optimizer.get_slot_names()[-1]
-    >>> optimizer.get_slot(weight, velocity).shape.as_list()
-    [2]
-
-    Args:
-      var: A variable that the optimizer was built on.
-      name: One of `get_slot_names()`.
-
-    Returns:
-      The slot; None where there is none.
-
-    Raises:
-      TypeError: If `var` is not a variable.
-    """
-    validation.check_variable("var", var)
-    return self._inner.slots(var).get(name)
-
-  def get_slot_names(self) -> list[str]:
-    """Names of the slots of `opt`; empty before the optimizer is built."""
-    return self._inner.slot_names()
-
   def compute_gradients(
     self,
     loss: Any,
@@ -533,7 +505,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     window = None if self._sums is None else self._sums.window
     if window is None and self._place.engine.updates_in_cond:
       window = self._inner.own_window()
-    if window is not None and any(map(_carries_value, variables)):
+    if window is not None and any(map(self._inner.takes_value, variables)):
       raise NotImplementedError(
         "Gradients of variables with `overwrite_with_gradient` (Keras' float8"
         " scales) cannot be accumulated. Leave `accumulate_steps` and"
@@ -546,15 +518,15 @@ class CrossShard(wrapper.OptimizerWrapper):
   ) -> list[clipping.Gradient]:
     """This replica's gradients to what the whole group applies."""
     grads = self._make_reducible(grads, variables)
-    carries_value = list(map(_carries_value, variables))
-    if not any(carries_value):
+    takes_value = [self._inner.takes_value(v) for v in variables]
+    if not any(takes_value):
       return self._sum_gradients(grads)
     sums = list(grads)
     for is_value, reduce in (
       (False, self._sum_gradients),
       (True, self._average_values),
     ):
-      at = [i for i, each in enumerate(carries_value) if each == is_value]
+      at = [i for i, each in enumerate(takes_value) if each == is_value]
       for i, total in zip(at, reduce([grads[i] for i in at]), strict=True):
         sums[i] = total
     return sums
@@ -596,11 +568,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     )
 
   def _average_values(self, values: Sequence[Any]) -> list[clipping.Gradient]:
-    """The group's mean of values that variables take in place of an update.
-
-    Keras' float8 scales (`overwrite_with_gradient`) carry such values as their
-    gradients. They must be neither scaled nor clipped nor rounded.
-    """
+    """The group's mean of values that variables take in place of an update."""
     groups = self._place.groups
     sums = reduction.reduce_gradients(values, self._place.engine, groups)
     return [
@@ -611,8 +579,3 @@ class CrossShard(wrapper.OptimizerWrapper):
     """A clipping limit, in the scale that gradients come in."""
     # In Keras a limit of 0 does not clip.
     return self._inner.scale_limit(limit) if limit and limit > 0 else None
-
-
-def _carries_value(variable: Any) -> bool:
-  """Whether a variable takes the place of its gradient, as Keras' float8 do."""
-  return bool(getattr(variable, "overwrite_with_gradient", False))

@@ -126,6 +126,15 @@ class InnerOptimizer(abc.ABC):
       not getattr(kind, name).__module__.startswith(_KERAS) for name in names
     )
 
+  def takes_value(self, variable: Any) -> bool:
+    """Whether the gradient of `variable` is its next value.
+
+    Keras' float8 scales are such variables. What replicas or towers found is
+    averaged for them: neither scaled nor clipped nor rounded nor summed.
+    """
+    whole = self.as_built(variable)
+    return bool(getattr(whole, "overwrite_with_gradient", False))
+
   @property
   def computes_gradients(self) -> bool:
     """Whether the user's class overrides the way from a loss to gradients."""

@@ -174,12 +174,14 @@ class Keras3Wrapper(wrapper.OptimizerWrapper, keras.optimizers.Optimizer):
   _package = "keras"
 
   def __init__(self, opt: Any, name: str, **clipping: float | None) -> None:
-    # Not super(), whose next class is the wrapper.
-    keras.optimizers.Optimizer.__init__(
-      self, learning_rate=0.0, name=name, **clipping
-    )
-    # Keras made an iteration count, a learning rate and settings of its own.
-    # Without them __getattr__ finds the encapsulated optimizer's.
+    # Keras makes an iteration count, a learning rate and settings of its own.
+    # Without them __getattr__ finds the encapsulated optimizer's. The two are
+    # not even variables: model functions would share and list them.
+    with tf.variable_creator_scope(lambda *_, **__: opt.variables[0]):
+      # Not super(), whose next class is the wrapper.
+      keras.optimizers.Optimizer.__init__(
+        self, learning_rate=0.0, name=name, **clipping
+      )
     for attribute in set(vars(self)) - _OWN:
       if hasattr(opt, attribute) and not attribute.startswith("_self_"):
         del self.__dict__[attribute]

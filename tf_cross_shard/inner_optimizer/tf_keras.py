@@ -260,6 +260,13 @@ class TfKerasWrapper(wrapper.OptimizerWrapper, tf_keras.optimizers.Optimizer):
     inner.check_class()
     self._encapsulate(inner)
 
+  def get_slot(self, var: Any, name: str) -> Any:
+    """The variable that the encapsulated optimizer made for `var`, or None.
+
+    A checkpoint asks for the slots of everything that it saves.
+    """
+    return self._inner.slots(var).get(name)
+
   def __dir__(self) -> list[str]:
     """Adds the names by which a checkpoint finds slots of legacy optimizers."""
     names = super().__dir__()
