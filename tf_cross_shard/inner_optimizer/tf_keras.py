@@ -161,23 +161,27 @@ class TfKerasOptimizer(base.InnerOptimizer):
     """The slots of `variable`, by name."""
     if not self.is_built or not self.knows(variable):
       return {}
-    last = base.innermost(self.optimizer)
-    return self._slots_at(last._index_dict[last._var_key(variable)])
+    key = base.innermost(self.optimizer)._var_key(variable)
+    return self._slots_of(key, variable.name)
 
   def slot_names(self) -> list[str]:
     """The name of every slot, once."""
     if not self.is_built:
       return []
-    count = len(base.innermost(self.optimizer)._index_dict)
-    slots = (self._slots_at(index) for index in range(count))
+    slots = map(self._slots_of, base.innermost(self.optimizer)._index_dict)
     return list(dict.fromkeys(name for each in slots for name in each))
 
-  def _slots_at(self, index: int) -> dict[str, Any]:
-    """The slots of the index-th variable, by name."""
+  def _slots_of(self, *keys: Any) -> dict[str, Any]:
+    """The slots of a variable with these keys, Keras' first, by name."""
     last = base.innermost(self.optimizer)
-    found = base.slots_at(last, index, len(last._index_dict), last.variables)
+    places = last._index_dict
+    slots = [
+      slot
+      for _, slot in base.slots_at(last, places[keys[0]], len(places), keys)
+    ]
     # "m/dense/kernel:0" is Adam's slot "m" of "dense/kernel".
-    return {slot.name.split("/")[0]: slot for _, slot in found}
+    names = optimizer_state.unique([slot.name.split("/")[0] for slot in slots])
+    return dict(zip(names, slots, strict=True))
 
 
 class LegacyOptimizer(TfKerasOptimizer):
