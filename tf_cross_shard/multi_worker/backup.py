@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard import saving_warning, validation, versions
+from tf_cross_shard import group_warnings, validation, versions
 from tf_cross_shard.multi_worker import consistency, errors
 
 _MARKER: Final = "epoch.txt"
@@ -190,7 +190,7 @@ class _Slot:
   def save(self, epoch: int, logs: Any) -> None:
     """Writes the backup anew."""
     self.forget()
-    with saving_warning.all_kept():  # by all workers together
+    with group_warnings.all_kept():  # by all workers together
       self._keras.on_epoch_end(epoch, logs)
     kept: dict[str, Any] = {}
     for i, (variable, is_random) in enumerate(_variables(self._model)):

@@ -189,6 +189,8 @@ def average(optimizer: Any, model: Any, slots: bool = False) -> None:
     mean = _mean(found.copies.read(variable, range(num_replicas)))
     here = found.copies.engine.replicas_here
     found.copies.write(variable, [mean] * len(here))
+  for each in _warnings_of(optimizer):
+    each.forget()
 
 
 def save(path: Any, optimizer: Any, model: Any = None) -> None:
@@ -234,6 +236,8 @@ def save(path: Any, optimizer: Any, model: Any = None) -> None:
   found = group_state.GroupCopies(optimizer, model)
   topic = f"saving {target.name}"
   found.agree(topic)
+  for each in _warnings_of(optimizer):
+    each.look()
   apart = found.apart(topic)
   about = {
     "format": _FORMAT,
@@ -305,11 +309,19 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
   found.conclude(f"restoring {target.name}", error, checksum)
   for part, arrays in zip(found.parts, plan, strict=True):
     found.copies.write(part.variable, arrays)
+  for each in _warnings_of(optimizer):
+    each.forget()
 
 
 def _name(variable: Any) -> str:
   """What all workers call a variable."""
   return consistency.renumbered([optimizer_state.path_of(variable)])[0]
+
+
+def _warnings_of(optimizer: Any) -> list[Any]:
+  """What warns that something else made groups equal."""
+  layers = map(vars, optimizer_state.layers(optimizer))
+  return [own["_warnings"] for own in layers if "_warnings" in own]
 
 
 def _slots(optimizer: Any, variables: list[Any]) -> list[Any]:
