@@ -59,13 +59,13 @@ class GroupWarnings:
         variables,
         key=lambda v: tf.TensorShape(v.shape).num_elements() or np.inf,
       )
-    left, before, found = tf.unstack(self._state.read_value())
+    state = self._state.read_value()
     now = _number(self._variable)
-    changed = (now != left) & ~tf.math.is_nan(left)
-    before = tf.where(changed, left, before)
-    found = tf.where(changed, now, found)
+    changed = tf.stack([state[0], now])  # In a first step `before` is NaN.
+    known = tf.where(now != state[0], changed, state[1:])
     yield
-    self._state.assign(tf.stack([_number(self._variable), before, found]))
+    left = _number(self._variable)
+    self._state.assign(tf.concat([[left], known], axis=0))
 
   def look(self) -> None:
     """Warns if others than the optimizer made groups equal that differed."""
@@ -75,7 +75,7 @@ class GroupWarnings:
     now = [value.tobytes() for value in self._copies(self._variable)]
     # One member of each group, that of the first replica first.
     first, *others = sorted(min(members) for members in self._groups)
-    changed = [i for i in (first, *others) if not np.isnan(found[i])]
+    changed = [i for i in (first, *others) if not np.isnan(before[i])]
     # It may be the first one's weights that all were given.
     is_each = changed == others or (
       changed == [first, *others] and _differ(before[changed])
