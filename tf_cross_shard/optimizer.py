@@ -14,8 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_cross_shard import group_warnings, placement, validation
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import placement, saving_warning, validation
 from tf_cross_shard.collectives import reduction
 from tf_cross_shard.gradients import (
   accumulation,
@@ -158,7 +158,9 @@ class CrossShard(wrapper.OptimizerWrapper):
     self._place = placement.Placement(strategy, group_assignment, name)
     self._sums = self._make_sums(accumulation.check_steps(accumulate_steps))
     self._guard = nonfinite.NonfiniteGuard(skip_nonfinite, self._place.engine)
-    self._notice = saving_warning.SavingNotice(name, self.groups.num_groups)
+    self._warnings = group_warnings.GroupWarnings(
+      name, self.groups, self._place.engine
+    )
 
   @property
   def reduction(self) -> str:
@@ -360,8 +362,17 @@ class CrossShard(wrapper.OptimizerWrapper):
 
   def _before_saving(self) -> None:
     """Warns of what is lost; does nothing while this object is being made."""
-    if "_notice" in vars(self):
-      self._notice.say()
+    if "_warnings" in vars(self):
+      self._warnings.before_saving()
+
+  def finalize_variable_values(self, var_list: Any) -> None:
+    """Ends `fit`: writes moving averages into the variables of `opt`'s EMA.
+
+    Args:
+      var_list: The trained variables.
+    """
+    self._warnings.look()
+    super().finalize_variable_values(var_list)
 
   def _gradients(
     self,
@@ -441,7 +452,12 @@ class CrossShard(wrapper.OptimizerWrapper):
   ) -> tf.Tensor:
     """Clip, reduce, apply, count: the way of a gradient from here on."""
     engine = self._place.engine
+    wholes = map(
+      compute.distributed_variable, map(validation.native, variables)
+    )
     with tf.name_scope(name or self.get_name()):
+      with engine.isolate():
+        found = self._warnings.before_step(wholes)
       window = self._window(variables)
       if window is None:
         sums = grads if is_reduced else self._sum(grads, variables)
@@ -457,6 +473,7 @@ class CrossShard(wrapper.OptimizerWrapper):
 
         window.run(own, variables, engine.isolate, finish)
       with engine.isolate():
+        self._warnings.after_step(found)
         return tf.identity(self._inner.iterations())
 
   def _apply_sums(

@@ -16,13 +16,16 @@ _LOSS_SCALE: Final = ("current_loss_scale", "counter")
 def layers(optimizer: Any) -> Iterator[Any]:
   """Yields an optimizer, the one that it encapsulates, and so on.
 
-  A LossScaleOptimizer that `compile` put around ours is the first.
+  A LossScaleOptimizer that `compile` put around ours is the first; those of a
+  MultiOptimizer come after it.
   """
   own = getattr(optimizer, "__dict__", {})
   around = getattr(own.get("_inner"), "around", None)
   optimizer = optimizer if around is None else around
   while optimizer is not None:
     yield optimizer
+    for each in getattr(optimizer, "__dict__", {}).get("_inner_optimizers", ()):
+      yield from layers(each)
     optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
@@ -36,18 +39,21 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
       f" {type(optimizer).__name__}. Hand in the CrossShardOptimizer."
     )
   found: dict[int, Any] = {}
-  innermost = optimizer
+  trained: dict[int, Any] = {}
+  is_built = False
   for layer in layers(optimizer):
-    innermost = layer
+    is_built = is_built or _is_built(layer)
     for variable in (*_listed(layer), *_unlisted(layer)):
       found.setdefault(id(variable), variable)
-  if not _is_built(innermost):
+    for variable in getattr(layer, "_trainable_variables", ()):
+      trained.setdefault(id(variable), variable)
+  if not is_built:
     raise ValueError(
       "`optimizer` is not built, and so has no state: got"
       f" {type(optimizer).__name__}. Call build(model.trainable_variables)"
       " inside `with strategy.scope():` first."
     )
-  names = _names(list(found.values()), innermost)
+  names = _names(list(found.values()), list(trained.values()))
   return list(zip(unique(names), found.values(), strict=True))
 
 
@@ -108,13 +114,12 @@ def _is_built(optimizer: Any) -> bool:
   return any(getattr(optimizer, flag, False) for flag in flags)
 
 
-def _names(variables: Sequence[Any], innermost: Any) -> list[str]:
+def _names(variables: Sequence[Any], trained: Sequence[Any]) -> list[str]:
   """Names without the numbers that depend on what a program made before.
 
   Keras 3 names a slot after its variable, "adam/dense_7_kernel_momentum" for
   the one of "dense_7/kernel".
   """
-  trained = list(getattr(innermost, "_trainable_variables", ()))
   stable: dict[str, str] = {}
   for variable, name in zip(
     trained, consistency.renumbered(list(map(path_of, trained))), strict=True
