@@ -69,7 +69,7 @@ _LAYERS: dict[str, Callable[[], Any]] = {
   "embedding layer": lambda: tf.keras.layers.Embedding(_ROWS, 2),
   "norm layer": lambda: tf.keras.layers.LayerNormalization(),
 }
-SPARSE = ("rows", "rows_twice", "embedding layer")
+_SPARSE = ("rows", "rows_twice", "embedding layer")
 # Large epsilons: what is left of gradients that cancel is divided by nothing.
 _LARGE = {"epsilon": 1e-3}
 OPTIMIZERS: dict[str, dict[str, float]] = {
@@ -228,8 +228,10 @@ def draw(seed: int) -> Program:
   kinds = list(_VARIABLES) + ([] if is_exact else list(_LAYERS))
   if way == "towers":
     kinds.remove("unused")
+  if "wire_dtype" in options:
+    kinds.remove("rows_twice")
   if is_scaled:  # Keras cannot divide rows.
-    kinds = [kind for kind in kinds if kind not in SPARSE]
+    kinds = [kind for kind in kinds if kind not in _SPARSE]
   parts = _draw_parts(dice, kinds, dtypes)
 
   if way == "towers":
@@ -357,6 +359,8 @@ def data(program: Program) -> list[list[Features]]:
         y[0, 0] = program.bad[2]
       x = _numbers(rng, program, (size, 3))
       ids = rng.integers(0, _ROWS, size).astype("int32")
+      if "wire_dtype" in program.options:  # Each row of its own is rounded.
+        ids = rng.permutation(_ROWS)[:size].astype("int32")
       replicas.append({"x": x, "y": y, "ids": ids})
     targets = {features["y"].tobytes() for features in replicas}
     assert len(targets) == REPLICAS > 1
