@@ -198,7 +198,9 @@ def target(
     attributes["size"] = extra.get("size", "medium")
     attributes["timeout"] = extra.get("timeout", "")
   else:
-    attributes["testonly"] = path.parts[0] == "tests"
+    # Bazel lets nothing else use tests.
+    roots = {name.split(".")[0] for name in [module, *modules]}
+    attributes["testonly"] = "tests" in roots
     if (
       path.stem == "__init__" and (project / path.parent / "py.typed").exists()
     ):

@@ -32,11 +32,15 @@ def pairwise(
   >>> len(pairwise(["abc"] * 4))  # instead of 81
   9
   """
-  pairs_of = {row: pairs(row) for row in possible_rows(columns, is_possible)}
+  return cover({row: pairs(row) for row in possible_rows(columns, is_possible)})
+
+
+def cover(pairs_of: dict[Any, set[Any]], most: int | None = None) -> list[Any]:
+  """Few keys whose sets have all that any has; the best `most` of them."""
   missing = set().union(*pairs_of.values())
-  chosen = []
-  while missing:
-    row = max(pairs_of, key=lambda row: len(pairs_of[row] & missing))
-    missing -= pairs_of[row]
-    chosen.append(row)
+  chosen: list[Any] = []
+  while missing and len(chosen) != most:
+    best = max(pairs_of, key=lambda key: len(pairs_of[key] & missing))
+    missing -= pairs_of[best]
+    chosen.append(best)
   return chosen

@@ -33,10 +33,11 @@ def _update(project: Path, *arguments: str) -> tuple[int, str]:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-  """Two modules, `b` importing `a`, a test of `b`, and their BUILD files."""
+  """`b` importing `a`, a test of `b`, a tool of it, and their BUILD files."""
   for name, text in {
     "tf_cross_shard/a.py": "",
     "tf_cross_shard/b.py": "from tf_cross_shard import a\n",
+    "tools/c.py": "from tests import b_test\n",
     "tests/b_test.py": (
       "# bazel: tags=exclusive,slow\n"
       "def test_b():\n  from tf_cross_shard.b import a\n"
@@ -44,7 +45,6 @@ def project(tmp_path: Path) -> Path:
   }.items():
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(text)
-  (tmp_path / "tools").mkdir()
   shutil.copy(PROJECT / "tools/update_build.py", tmp_path / "tools")
   assert _update(tmp_path)[0] == 0
   assert _update(tmp_path, "--check") == (0, "")
@@ -57,6 +57,10 @@ def test_what_is_written(project: Path) -> None:
   test = (project / "tests/BUILD").read_text()
   assert 'tags = [\n        "exclusive",\n        "slow",\n    ],' in test
   assert 'deps = ["//tf_cross_shard:b"],' in test
+  # What imports tests may only be part of tests itself.
+  tools = (project / "tools/BUILD").read_text()
+  assert 'name = "c",\n    testonly = True,' in tools
+  assert "testonly" not in library
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,15 @@ def test_each_gradient_keeps_its_dtype(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_limit_has_the_dtype_of_the_gradient(kind: str) -> None:
+  """A loss scale's is a float32 tensor; float32 has no 0.1 of float64."""
+  grad = tf.constant([4.0], tf.float64)
+  for limit, wanted in ((0.1, 0.1), (tf.constant(0.5), 0.5)):
+    [clipped] = clipping.clip([grad], **{kind: limit})
+    np.testing.assert_allclose(clipped.numpy(), [wanted], rtol=1e-15)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_float16_norm_whose_square_overflows(kind: str) -> None:
   """300² is beyond float16, 300 is not: nothing may become 0 or NaN."""
   assert clip_one([300.0, 0.0], kind, tf.float16) == [1.0, 0.0]

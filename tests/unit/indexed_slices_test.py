@@ -145,6 +145,8 @@ def test_times() -> None:
   whole = tf.constant([3.0], tf.float64)
   tripled = indexed_slices.times(whole, tf.constant(3.0))
   assert tripled.numpy().tolist() == [9.0]
+  wide = indexed_slices.times(tf.constant(1.0, tf.float64), 1 / 3)
+  assert float(wide) == 1 / 3
   assert indexed_slices.times(whole, 1.0) is whole
   assert indexed_slices.times(None, 0.5) is None
 

@@ -48,7 +48,9 @@ def clip(
       grad
       if grad is None
       else tf.clip_by_global_norm(
-        [grad], global_clipnorm, use_norm=tf.cast(norm, grad.dtype)
+        [grad],
+        indexed_slices.in_dtype(global_clipnorm, grad.dtype),
+        use_norm=tf.cast(norm, grad.dtype),
       )[0][0]
       for grad in wide
     ]
@@ -66,7 +68,7 @@ def _clip_by_value(
   values: tf.Tensor, limit: Any, keep_infinite: bool
 ) -> tf.Tensor:
   """Elements between `-limit` and `limit`."""
-  limit = tf.cast(limit, values.dtype)
+  limit = indexed_slices.in_dtype(limit, values.dtype)
   clipped = tf.clip_by_value(values, -limit, limit)
   if keep_infinite:
     return tf.where(tf.math.is_inf(values), values, clipped)

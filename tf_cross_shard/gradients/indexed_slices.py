@@ -88,4 +88,15 @@ def times(grad: Any, factor: Any) -> Any:
   if isinstance(grad, tf.IndexedSlices):
     values = times(grad.values, factor)
     return tf.IndexedSlices(values, grad.indices, grad.dense_shape)
-  return grad * tf.cast(factor, grad.dtype)
+  return grad * in_dtype(factor, grad.dtype)
+
+
+def in_dtype(number: Any, dtype: tf.DType) -> Any:
+  """A number as it may be combined with a tensor of a dtype.
+
+  Python's stay what they are: tf.cast would round them to float32 first.
+
+  >>> in_dtype(0.1, tf.float64), in_dtype(tf.constant(0.5), tf.float64).dtype
+  (0.1, tf.float64)
+  """
+  return number if isinstance(number, float) else tf.cast(number, dtype)

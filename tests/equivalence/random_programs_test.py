@@ -1,0 +1,68 @@
+"""Random programs train as plain Keras and NumPy say. Longer: tools/fuzz.py."""
+
+import itertools
+
+import pytest
+
+from tests.support import covering, plain_training, random_programs
+from tests.support.random_programs import Program
+
+
+def _settings(program: Program) -> set[tuple[str, str]]:
+  """What a program is like, without the numbers."""
+  shape = {
+    "group size": len(program.groups[0]),
+    "grouping": program.grouping is None,
+    "bad": program.bad is None,
+    "excluded": bool(program.excluded),
+    "uneven": program.sizes == (2, 2, 2, 1),
+    **{f"{key} of opt": True for key in program.settings},
+    **{
+      key: value if isinstance(value, str) else bool(value)
+      for key, value in program.options.items()
+    },
+    **{f"kind {kind}": True for kind, _ in program.parts},
+    **{f"dtype {dtype}": True for _, dtype in program.parts},
+  }
+  columns = (
+    "way",
+    "mode",
+    "optimizer",
+    "is_raw",
+    "is_built",
+    "decays",
+    "is_partial",
+  )
+  for column in (*columns, "is_subclass", "loss_scale", "is_exact"):
+    shape[column] = getattr(program, column)
+  return {(key, str(value)) for key, value in shape.items()}
+
+
+def _choose(count: int) -> list[Program]:
+  """Those of the first seeds that have most pairs of settings."""
+  programs = {seed: random_programs.draw(seed) for seed in range(300)}
+  settings = {seed: sorted(_settings(each)) for seed, each in programs.items()}
+  chosen = covering.cover(
+    {
+      seed: set(itertools.combinations(each, 2))
+      for seed, each in settings.items()
+    },
+    count,
+  )
+  covered = set().union(*(settings[seed] for seed in chosen))
+  assert covered == set().union(*settings.values()), "a setting is in none"
+  return [programs[seed] for seed in chosen]
+
+
+# Some programs have a variable that the loss does not touch.
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize(
+  "program", [pytest.param(each, id=str(each.seed)) for each in _choose(26)]
+)
+def test_a_random_program(program: Program) -> None:
+  print(program)  # pytest shows it if the test fails.
+  plain_training.check(program)
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

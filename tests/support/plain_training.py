@@ -1,0 +1,223 @@
+"""What plain Keras and NumPy make of a random program, and whether ours agree.
+
+The gradients of each replica alone are plain Keras'; NumPy scales, clips and
+sums them; the plain optimizer applies the sums, once per group. Nothing here
+has a strategy or calls the package.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tests.support import random_programs, testbed
+from tests.support.random_programs import REPLICAS, Features, Model, Program
+
+_TOLERANCES = {
+  "float64": 1e-9,
+  "float32": 2e-5,
+  "float16": 2e-2,
+  "bfloat16": 0.125,
+}
+
+
+class Gradient(NamedTuple):
+  """A gradient in NumPy."""
+
+  dense: np.ndarray
+  rows: frozenset[int] | None  # those of a sparse one
+
+
+Gradients = list[Gradient | None]  # in the order of the variables
+
+
+def check(program: Program) -> None:
+  """Raises `AssertionError` unless every replica holds what is expected."""
+  states = random_programs.train(program)
+  is_alone = program.way == "towers"
+  assert len(states) == (1 if is_alone else REPLICAS)
+  before = [variable.numpy() for variable in Model(program).trained]
+  for members in program.groups:
+    right = expected(program, members)
+    for replica in [0] if is_alone else members:
+      found, first = states[replica], states[members[0]]
+      where = f"replica {replica} of {members}"
+      assert found.skipped == right.skipped, f"{where}: {found.skipped} skipped"
+      for i, values in enumerate(
+        zip(found.variables, first.variables, right.variables, strict=True)
+      ):
+        _compare(*values, program, f"{where}, variable {i}")
+    pairs = zip(before, right.variables, strict=False)
+    # What is clipped to one length may cancel.
+    is_clipped = any("clip" in name for name in program.options)
+    moved = any((a != b).any() for a, b in pairs)
+    assert moved or is_clipped, "nothing was trained"
+
+
+def _compare(
+  mine: np.ndarray,
+  first: np.ndarray,
+  right: np.ndarray,
+  program: Program,
+  what: str,
+) -> None:
+  """A replica's is its group's to the bit, and plain Keras'."""
+  assert mine.dtype == right.dtype, what
+  assert mine.tobytes() == first.tobytes(), f"{what} differs from its group's"
+  assert np.isfinite(right.astype("float64")).all(), f"{what}: {right} expected"
+  distance = np.abs(mine.astype("float64") - right.astype("float64"))
+  worst = np.unravel_index(distance.argmax(), mine.shape) if mine.size else ()
+  largest = max(float(np.abs(right).max(initial=0)), 0.125)
+  assert distance.max(initial=0.0) <= tolerance(program) * largest, (
+    f"{what}: {mine[worst]} at {[*map(int, worst)]}, {right[worst]} expected"
+  )
+
+
+def tolerance(program: Program) -> float:
+  """How far apart numbers may be, relative to the largest of a variable."""
+  if program.is_exact:
+    return 0.0
+  coarse = {"bfloat16": 2.0**-6, "float16": 2.0**-9}
+  wire = program.options.get("wire_dtype")
+  if wire and program.mode == "cond":  # Collectives add what is narrow.
+    return coarse[wire]
+  if program.loss_scale or wire:
+    return _TOLERANCES["float32"]  # Such are the scale and the sum.
+  return max(_TOLERANCES[dtype] for _, dtype in program.parts)
+
+
+def expected(program: Program, members: Sequence[int]) -> random_programs.State:
+  """What a group of replicas must hold after training."""
+  model = Model(program)
+  optimizer = random_programs.make_optimizer(program)
+  if program.excluded:
+    optimizer.exclude_from_weight_decay(var_names=program.excluded)
+  testbed.build(optimizer, model.known)
+  skipped = 0
+  for replicas in random_programs.data(program):
+    local: list[Gradients] = [
+      _local_gradients(program, model, replicas[replica], len(members))
+      for replica in members
+    ]
+    is_finite = all(
+      np.isfinite(grad.dense).all() for grads in local for grad in grads if grad
+    )
+    skipped += not is_finite
+    if is_finite:
+      local = [_clip(program.options, grads) for grads in local]
+      if len(members) > 1:
+        local = [_narrow(program.options, grads) for grads in local]
+    elif not program.loss_scale:  # Else Keras skips.
+      assert program.options["skip_nonfinite"]
+      continue
+    scale = _loss_scale(optimizer)
+    by_variable = zip(*local, strict=True)
+    pairs = [
+      (_sum(parts, variable, scale), variable)
+      for parts, variable in zip(by_variable, model.trained, strict=True)
+    ]
+    optimizer.apply_gradients(pairs)
+  if program.way == "fit":  # Averages of the weights take their place.
+    optimizer.finalize_variable_values(model.known)
+  values = [*model.known, *testbed.variables_of(optimizer)]
+  counts = program.options.get("skip_nonfinite")
+  return random_programs.State(
+    [value.numpy() for value in values], skipped if counts else None
+  )
+
+
+def factor(program: Program, group_size: int) -> float:
+  """What makes the sum over a group what `reduction` says."""
+  options = program.options
+  is_mean = options["reduction"] == "mean"
+  if program.way == "towers":
+    return 1 / REPLICAS if is_mean else 1.0
+  if program.way == "bare" and not options["scale_gradients"]:
+    return 1.0
+  default = random_programs.WAYS[program.way]
+  is_global = (options["loss_averaged_over"] or default) == "global"
+  copies = REPLICAS if is_global else 1
+  return copies / group_size if is_mean else float(copies)
+
+
+def _local_gradients(
+  program: Program, model: Model, features: Features, group_size: int
+) -> Gradients:
+  """One replica's gradients of the scaled loss."""
+  variables = random_programs.native(model.trained)
+  with tf.GradientTape() as tape:
+    loss = model.loss_of(program, random_programs.as_tensors(features))
+  found: Gradients = []
+  for variable, grad in zip(
+    variables, tape.gradient(loss, variables), strict=True
+  ):
+    dense, rows = np.zeros(variable.shape), None
+    if grad is None:
+      found.append(None)
+      continue
+    if isinstance(grad, tf.IndexedSlices):
+      indices = grad.indices.numpy()
+      rows = frozenset(indices.tolist())
+      np.add.at(dense, indices, grad.values.numpy().astype("float64"))
+    else:
+      dense += grad.numpy().astype("float64")
+    found.append(Gradient(dense * factor(program, group_size), rows))
+  return found
+
+
+def _clip(options: dict[str, Any], grads: Gradients) -> Gradients:
+  """One replica's gradients as the wrapper's arguments limit them."""
+  norms = [np.linalg.norm(grad.dense) if grad else 0.0 for grad in grads]
+
+  def clip(dense: np.ndarray, norm: float) -> np.ndarray:
+    if "clipvalue" in options:
+      return np.clip(dense, -options["clipvalue"], options["clipvalue"])
+    limit = options.get("clipnorm")
+    if "global_clipnorm" in options:
+      limit, norm = options["global_clipnorm"], float(np.linalg.norm(norms))
+    return dense if limit is None or norm <= limit else dense * (limit / norm)
+
+  return [
+    grad and Gradient(clip(grad.dense, norm), grad.rows)
+    for grad, norm in zip(grads, norms, strict=True)
+  ]
+
+
+def _narrow(options: dict[str, Any], grads: Gradients) -> Gradients:
+  """Gradients as they travel."""
+  wire = options.get("wire_dtype")
+  if wire is None:
+    return grads
+
+  def narrow(dense: np.ndarray) -> np.ndarray:
+    return tf.cast(dense, wire).numpy().astype("float64")
+
+  return [grad and Gradient(narrow(grad.dense), grad.rows) for grad in grads]
+
+
+def _sum(grads: Sequence[Gradient | None], variable: Any, scale: float) -> Any:
+  """The sum as a tensor, or as rows of which none comes twice.
+
+  Plain Keras would square rows of the same index each for itself.
+  """
+  parts = [grad for grad in grads if grad is not None]
+  if not parts:
+    return None
+  assert len(parts) == len(grads)
+  dense, dtype = scale * sum(part.dense for part in parts), variable.dtype
+  if parts[0].rows is None:
+    return tf.constant(dense, dtype)
+  rows = sorted(frozenset().union(*(part.rows for part in parts)))
+  return tf.IndexedSlices(
+    tf.constant(dense[rows], dtype),
+    tf.constant(rows, tf.int32),
+    tf.constant(dense.shape),
+  )
+
+
+def _loss_scale(optimizer: Any) -> float:
+  """What the plain optimizer will divide gradients by."""
+  if not hasattr(optimizer, "scale_loss"):  # tf_keras
+    return 1.0
+  return float(optimizer.scale_loss(tf.constant(1.0)))

@@ -1,0 +1,550 @@
+"""Random small training programs, and how the package trains them.
+
+    draw(seed) -> Program -> train: what each replica holds
+
+`plain_training` says what each group must hold.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+
+from tests.support import testbed
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  TowerOptimizer,
+  TowerSpec,
+  replicate_model_fn,
+)
+from tf_cross_shard.collectives import mirrored
+from tf_cross_shard.gradients import packing
+
+REPLICAS = testbed.REPLICAS
+STEPS = 3
+Features = dict[str, Any]  # x and y, and ids of rows
+_ROWS = 5  # of an embedding
+
+# Each way to train, and over whose examples its loss is taken to be averaged.
+WAYS = {
+  "compute_gradients": "replica",
+  "minimize": "replica",
+  "minimize_tape": "global",
+  "scale_loss": "global",
+  "bare": "global",  # apply_gradients alone
+  "fit": "global",
+  "towers": "replica",
+}
+MODES = ("eager", "function", "cond")
+
+# The kinds of variables: the shape, and a loss of two numbers for each example.
+_VARIABLES: dict[
+  str, tuple[tuple[int, ...], Callable[[Any, Features], Any]]
+] = {
+  "scalar": ((), lambda v, f: (f["x"][:, :1] * v - f["y"]) ** 2),
+  "vector": ((2,), lambda v, f: (f["x"][:, :2] * v - f["y"]) ** 2),
+  "matrix": ((3, 2), lambda v, f: (tf.matmul(f["x"], v) - f["y"]) ** 2),
+  "rows": ((_ROWS, 2), lambda v, f: (tf.gather(v, f["ids"]) - f["y"]) ** 2),
+  "rows_twice": (
+    (_ROWS, 2),
+    lambda v, f: (
+      (tf.gather(v, f["ids"]) - f["y"]) ** 2
+      + tf.gather(v, f["ids"][::-1]) * f["x"][:, :2]
+    ),
+  ),
+  "rows_and_whole": (
+    (_ROWS, 2),
+    lambda v, f: (tf.gather(v, f["ids"]) - f["y"]) ** 2 + v[:1] ** 2,
+  ),
+  "large": ((40, 30), lambda v, f: f["x"][:, :2] * tf.reduce_sum(v)),
+  "unused": ((2,), lambda v, f: tf.zeros_like(f["y"])),
+}
+_LAYERS: dict[str, Callable[[], Any]] = {
+  "dense layer": lambda: tf.keras.layers.Dense(2, "tanh"),
+  "constrained layer": lambda: tf.keras.layers.Dense(
+    2, kernel_constraint=tf.keras.constraints.MaxNorm(0.75)
+  ),
+  "embedding layer": lambda: tf.keras.layers.Embedding(_ROWS, 2),
+  "norm layer": lambda: tf.keras.layers.LayerNormalization(),
+}
+_SPARSE = ("rows", "rows_twice", "embedding layer")
+# Large epsilons: what is left of gradients that cancel is divided by nothing.
+_LARGE = {"epsilon": 1e-3}
+OPTIMIZERS: dict[str, dict[str, float]] = {
+  **{name: {} for name in ("SGD", "Adagrad", "Lion", "Ftrl")},
+  **dict.fromkeys(("Adam", "AdamW", "Adamax", "Nadam"), _LARGE),
+  **dict.fromkeys(("RMSprop", "Adadelta"), _LARGE),
+  "Adafactor": {"epsilon_1": 1e-3},
+}
+
+
+class Program(NamedTuple):
+  """One training program; its text is enough to write it by hand."""
+
+  seed: int  # of the data and the first weights
+  parts: tuple[tuple[str, str], ...]  # kinds of variables, and their dtypes
+  is_raw: bool  # whether these are TensorFlow's variables, not Keras'
+  is_built: bool  # whether the optimizer is, before the first step
+  is_partial: bool  # whether the last of its variables is left out of steps
+  grouping: Any
+  way: str
+  mode: str
+  optimizer: str
+  is_subclass: bool  # whether a class of the user's doubles gradients
+  settings: dict[str, Any]  # of the encapsulated optimizer
+  decays: bool  # whether its learning rate is a schedule
+  excluded: list[str]  # kinds of variables without weight decay
+  loss_scale: float | None  # of a LossScaleOptimizer around it
+  options: dict[str, Any]  # of ours
+  sizes: tuple[int, ...]  # examples of each replica; of `fit`, in the last step
+  share: float  # what the mean over a replica's examples is multiplied by
+  is_exact: bool  # whether no sum rounds
+  bad: tuple[int, int, float] | None  # step, replica, number that is not finite
+  bucket_bytes: int
+
+  @property
+  def groups(self) -> list[list[int]]:
+    """The groups in force; all towers are one."""
+    return testbed.groups_of(self.grouping).to_lists()
+
+
+class _Dice:
+  """Random choices of one seed."""
+
+  def __init__(self, seed: int) -> None:
+    self._rng = np.random.default_rng(seed)
+
+  def chance(self, probability: float) -> bool:
+    """True as often as that."""
+    return bool(self._rng.random() < probability)
+
+  def one(self, choices: Sequence[Any]) -> Any:
+    """One of them."""
+    return choices[self._rng.integers(len(choices))]
+
+  def order(self, count: int) -> list[int]:
+    """The numbers below `count` in any order."""
+    return self._rng.permutation(count).tolist()
+
+
+def _draw_settings(dice: _Dice, name: str, is_exact: bool) -> dict[str, Any]:
+  """What the encapsulated optimizer is made with."""
+  settings: dict[str, Any] = dict(OPTIMIZERS[name])
+  settings["learning_rate"] = 0.5 if is_exact else 0.0625
+  if name in ("SGD", "RMSprop") and dice.chance(0.6):
+    settings["momentum"] = 0.5
+  if name == "SGD" and "momentum" in settings and dice.chance(0.5):
+    settings["nesterov"] = True
+  if name in ("Adam", "AdamW") and dice.chance(0.3):
+    settings["amsgrad"] = True
+  if name == "RMSprop" and dice.chance(0.3):
+    settings["centered"] = True
+  if dice.chance(0.2):
+    settings["clipvalue"] = 0.25 if is_exact else 0.3
+  if is_exact:
+    return settings
+  if "clipvalue" not in settings and dice.chance(0.3):
+    settings[dice.one(["clipnorm", "global_clipnorm"])] = 0.7
+  if dice.chance(0.25):
+    settings["weight_decay"] = 0.125
+  if dice.chance(0.2):
+    settings |= {"use_ema": True, "ema_momentum": 0.5}
+    settings["ema_overwrite_frequency"] = dice.one([None, 1, 2])
+  if not testbed.IS_TF_KERAS and dice.chance(0.15):
+    settings["gradient_accumulation_steps"] = 2
+  if not testbed.IS_TF_KERAS and dice.chance(0.1):
+    settings["loss_scale_factor"] = 8.0
+  return settings
+
+
+def _draw_options(dice: _Dice, way: str, is_exact: bool) -> dict[str, Any]:
+  """Arguments of the CrossShardOptimizer."""
+  options: dict[str, Any] = {"reduction": dice.one(["mean", "sum"])}
+  if way == "towers":
+    return options
+  options["loss_averaged_over"] = dice.one([None, "replica", "global"])
+  options["scale_gradients"] = dice.chance(0.25)
+  options["skip_nonfinite"] = dice.chance(0.3)
+  if dice.chance(0.3):
+    name = dice.one(["clipvalue", "clipnorm", "global_clipnorm"])
+    if name == "clipvalue" or not is_exact:
+      options[name] = 0.5 if is_exact else 0.7
+  if not is_exact and dice.chance(0.1):
+    options["wire_dtype"] = dice.one(["bfloat16", "float16"])
+  return options
+
+
+def _draw_parts(
+  dice: _Dice, kinds: Sequence[str], dtypes: Sequence[str]
+) -> tuple[tuple[str, str], ...]:
+  """One to four kinds of variables, of which one is used."""
+  drawn = ["unused"]
+  while set(drawn) == {"unused"}:
+    drawn = [dice.one(kinds) for _ in range(dice.one([1, 2, 3, 4]))]
+  return tuple(
+    (kind, "float32" if kind in _LAYERS else dice.one(dtypes)) for kind in drawn
+  )
+
+
+def draw(seed: int) -> Program:
+  """The program of a seed, such as Keras itself can run."""
+  dice = _Dice(seed)
+  way, mode = dice.one(list(WAYS)), dice.one(MODES)
+  is_exact = dice.chance(0.3)
+  order = dice.order(REPLICAS)
+  size = dice.one([0, 1, 2, REPLICAS])
+  grouping = [order[i : i + size] for i in range(0, REPLICAS, size or REPLICAS)]
+  options = _draw_options(dice, way, is_exact)
+  # Others would make much of a little difference, and whole numbers of none.
+  plain_sgd = is_exact or "wire_dtype" in options
+  names = [n for n in OPTIMIZERS if n != "Nadam" or not testbed.IS_TF_KERAS]
+  name = "SGD" if plain_sgd or dice.chance(0.2) else dice.one(names)
+  settings = _draw_settings(dice, name, is_exact)
+  if name == "Lion":  # It takes the sign.
+    options.pop("clipnorm", None)
+    options.pop("global_clipnorm", None)
+  if "wire_dtype" in options:
+    settings = {"learning_rate": 0.0625}
+  loss_scale = None
+  if not testbed.IS_TF_KERAS and not is_exact and dice.chance(0.1):
+    loss_scale = 64.0
+    settings.pop("loss_scale_factor", None)
+  is_scaled = loss_scale is not None or "loss_scale_factor" in settings
+  if way == "bare" and is_scaled:
+    way = "scale_loss"
+  bad = None
+  if way != "towers" and (options["skip_nonfinite"] or loss_scale):
+    number = dice.one([float("nan"), float("inf")])
+    bad = dice.one(range(STEPS)), dice.one(range(REPLICAS)), number
+
+  dtypes = ["float32", "float32", "float64"]
+  # Half precision has no room for the epsilon of others, nor for a loss scale.
+  if name in ("SGD", "Lion") and not plain_sgd and not is_scaled:
+    dtypes += ["float16", "bfloat16"]
+  if "global_clipnorm" in settings:
+    dtypes = ["float32"]  # Keras adds up squares of one dtype only.
+  kinds = list(_VARIABLES) + ([] if is_exact else list(_LAYERS))
+  if way == "towers":
+    kinds.remove("unused")
+  if "wire_dtype" in options:
+    kinds.remove("rows_twice")
+  if is_scaled:  # Keras cannot divide rows.
+    kinds = [kind for kind in kinds if kind not in _SPARSE]
+  parts = _draw_parts(dice, kinds, dtypes)
+
+  if way == "towers":
+    grouping = []
+    mode = "eager" if mode == "eager" else "function"
+  sizes: tuple[int, ...] = tuple(dice.one([1, 2, 4]) for _ in range(REPLICAS))
+  if way in ("fit", "towers"):
+    sizes = (2,) * REPLICAS
+  if way == "fit" and mode == "cond":
+    mode = "steps_per_execution"
+  if way == "fit" and dice.chance(0.3):
+    sizes = (2, 2, 2, 1)  # As the strategy cuts the seven that are left.
+  is_decayed = "weight_decay" in settings and loss_scale is None
+  is_built = way == "towers" or mode == "cond" or dice.chance(0.7)
+  is_used = any(kind != "unused" for kind, _ in parts[:-1])
+  return Program(
+    seed=seed,
+    parts=parts,
+    is_raw=way != "fit" and dice.chance(0.3),
+    is_built=is_built,
+    is_partial=is_built and is_used and way != "fit" and dice.chance(0.2),
+    grouping=grouping if size and grouping else None,
+    way=way,
+    mode=mode,
+    optimizer=name,
+    is_subclass=dice.chance(0.15),
+    settings=settings,
+    decays=not is_exact and dice.chance(0.2),
+    excluded=[parts[0][0]] if is_decayed and dice.chance(0.5) else [],
+    loss_scale=loss_scale,
+    options=options,
+    sizes=sizes,
+    share=0.25 if way == "fit" or dice.chance(0.3) else 1.0,
+    is_exact=is_exact,
+    bad=bad,
+    bucket_bytes=dice.one([1, 16, 64, 1 << 20]),
+  )
+
+
+class Model(tf.keras.Model):
+  """Returns a loss for each example: the sum of all parts' losses."""
+
+  def __init__(self, program: Program) -> None:
+    super().__init__(autocast=False)
+    rng = np.random.default_rng([program.seed, 1])
+    self.kinds = [kind for kind, _ in program.parts]
+    self.values: list[Any] = []
+    self.known: list[Any] = []  # to the optimizer
+    for i, (kind, dtype) in enumerate(program.parts):
+      if kind in _LAYERS:
+        value = _LAYERS[kind]()
+        value.build((None,) if kind == "embedding layer" else (None, 3))
+        for variable in value.trainable_variables:
+          variable.assign(_numbers(rng, program, tuple(variable.shape)))
+        self.known += value.trainable_variables
+      else:
+        start = _numbers(rng, program, _VARIABLES[kind][0])
+        value = self._variable(
+          tf.constant(start, dtype), f"{kind}_{i}", program
+        )
+        self.known.append(value)
+      self.values.append(value)
+    self.trained = self.known[: -1 if program.is_partial else None]
+
+  def _variable(self, start: tf.Tensor, name: str, program: Program) -> Any:
+    """A variable of TensorFlow or of Keras."""
+    if program.is_raw:
+      return tf.Variable(start, name=name)
+    return self.add_weight(
+      name=name,
+      shape=start.shape,
+      dtype=start.dtype.name,
+      initializer=lambda *_, **__: start,
+    )
+
+  def call(self, features: Features) -> tf.Tensor:
+    """The losses, float32 [examples]."""
+    total = tf.zeros(tf.shape(features["x"])[:1])
+    # Keras tries models with numbers of any dtype before it fits them.
+    ids = tf.cast(features["ids"], tf.int32)
+    for kind, value in zip(self.kinds, self.values, strict=True):
+      if kind in _LAYERS:
+        inputs = ids if kind == "embedding layer" else features["x"]
+        loss = (value(inputs)[:, :2] - features["y"]) ** 2
+      else:
+        [variable] = native([value])
+        narrow = {k: tf.cast(features[k], variable.dtype) for k in ("x", "y")}
+        loss = _VARIABLES[kind][1](variable, narrow | {"ids": ids})
+      total += tf.cast(tf.reduce_sum(loss, axis=1), tf.float32)
+    return total
+
+  def loss_of(self, program: Program, features: Features) -> tf.Tensor:
+    """What a replica differentiates in a loop of one's own."""
+    return program.share * tf.reduce_mean(self(features))
+
+
+def native(variables: Sequence[Any]) -> list[Any]:
+  """TensorFlow's variables, which tapes know, of Keras'."""
+  keras_variable = getattr(tf.keras, "Variable", ())
+  return [v.value if isinstance(v, keras_variable) else v for v in variables]
+
+
+def _numbers(
+  rng: np.random.Generator, program: Program, shape: tuple[int, ...]
+) -> np.ndarray:
+  """Small whole numbers where sums must not round, else any."""
+  if program.is_exact:
+    return rng.integers(-2, 3, shape).astype("float32")
+  return rng.normal(size=shape).astype("float32")
+
+
+def data(program: Program) -> list[list[Features]]:
+  """The examples of each step and replica; no two replicas' are the same."""
+  rng = np.random.default_rng([program.seed, 2])
+  steps = []
+  for step in range(STEPS):
+    # Keras wants a first batch that divides.
+    is_whole = program.way == "fit" and step < STEPS - 1
+    replicas = []
+    for replica in range(REPLICAS):
+      size = 2 if is_whole else program.sizes[replica]
+      y = _numbers(rng, program, (size, 2))
+      y[0, 0] += 5 * replica  # Whole numbers differ by 4 at most.
+      if program.bad and program.bad[:2] == (step, replica):
+        y[0, 0] = program.bad[2]
+      x = _numbers(rng, program, (size, 3))
+      ids = rng.integers(0, _ROWS, size).astype("int32")
+      if "wire_dtype" in program.options:  # Each row of its own is rounded.
+        ids = rng.permutation(_ROWS)[:size].astype("int32")
+      replicas.append({"x": x, "y": y, "ids": ids})
+    targets = {features["y"].tobytes() for features in replicas}
+    assert len(targets) == REPLICAS > 1
+    steps.append(replicas)
+  return steps
+
+
+def as_tensors(features: Features) -> Features:
+  """Features as tensors."""
+  return {name: tf.constant(value) for name, value in features.items()}
+
+
+def make_optimizer(program: Program) -> Any:
+  """The optimizer to encapsulate."""
+  settings = dict(program.settings)
+  rate = settings.pop("learning_rate")
+  if program.decays:
+    rate = tf.keras.optimizers.schedules.PiecewiseConstantDecay(
+      [0, 1], [rate, rate / 2, rate / 4]
+    )
+  kind = getattr(tf.keras.optimizers, program.optimizer)
+  if program.is_subclass:
+    kind = _doubling(kind)
+  optimizer = kind(learning_rate=rate, **settings)
+  if program.loss_scale:
+    optimizer = tf.keras.optimizers.LossScaleOptimizer(
+      optimizer, initial_scale=program.loss_scale, dynamic_growth_steps=2
+    )
+  return optimizer
+
+
+def _doubling(kind: type[Any]) -> type[Any]:
+  """A class of the user's, whose `apply_gradients` doubles the gradients."""
+
+  class Doubling(kind):
+    def apply_gradients(
+      self, pairs: Sequence[Any], *args: Any, **options: Any
+    ) -> Any:
+      """Adds each gradient to itself."""
+      doubled = [(_twice(grad), variable) for grad, variable in pairs]
+      return super().apply_gradients(doubled, *args, **options)
+
+  return Doubling
+
+
+def _twice(grad: Any) -> Any:
+  """A gradient times 2."""
+  if isinstance(grad, tf.IndexedSlices):
+    return tf.IndexedSlices(2 * grad.values, grad.indices, grad.dense_shape)
+  return None if grad is None else 2 * grad
+
+
+class State(NamedTuple):
+  """What one replica, or plain Keras, holds after training."""
+
+  variables: list[np.ndarray]  # the model's, then those of the optimizer
+  skipped: int | None
+
+
+def train(program: Program) -> list[State]:
+  """Each replica's state after training; of towers there is one."""
+  with (
+    mock.patch.object(mirrored, "_MERGE_BUCKET_BYTES", program.bucket_bytes),
+    mock.patch.object(packing, "BUCKET_BYTES", program.bucket_bytes),
+  ):
+    model, optimizer = _train(program)
+  values = [
+    testbed.copies(variable)
+    for variable in [*model.known, *testbed.variables_of(optimizer)]
+  ]
+  counts: list[Any] = [None] * len(values[0])
+  if program.options.get("skip_nonfinite"):
+    counts = list(map(int, testbed.copies(optimizer.skipped_steps)))
+  return [
+    State([copies[replica] for copies in values], count)
+    for replica, count in enumerate(counts)
+  ]
+
+
+def _train(program: Program) -> tuple[Model, Any]:
+  """Makes and trains the model."""
+  is_alone = program.way == "towers"
+  with tf.init_scope() if is_alone else testbed.mirrored().scope():
+    model, inner = Model(program), make_optimizer(program)
+    if is_alone:
+      optimizer = TowerOptimizer(inner)
+    else:
+      optimizer = CrossShardOptimizer(
+        inner, group_assignment=program.grouping, **program.options
+      )
+    if program.excluded:
+      optimizer.exclude_from_weight_decay(var_names=program.excluded)
+    if program.is_built:
+      optimizer.build(model.known)
+  run = {"towers": _train_towers, "fit": _train_by_fit}
+  run.get(program.way, _train_by_loop)(program, model, optimizer)
+  return model, optimizer
+
+
+def _train_by_fit(program: Program, model: Model, optimizer: Any) -> None:
+  """`model.fit`; the strategy cuts the batches."""
+  parts = [features for step in data(program) for features in step]
+  joined = {key: np.concatenate([p[key] for p in parts]) for key in parts[0]}
+  dataset = tf.data.Dataset.from_tensor_slices(
+    (joined, np.zeros(len(joined["x"]), "float32"))
+  )
+  several = program.mode == "steps_per_execution"
+  with testbed.mirrored().scope():
+    model.compile(
+      optimizer,
+      lambda _, losses: losses,
+      run_eagerly=program.mode == "eager",
+      steps_per_execution=STEPS if several else 1,
+    )
+  # Without an end no replica has to ask, in what is traced, if it has data.
+  batches = dataset.batch(2 * REPLICAS).repeat()
+  model.fit(batches, steps_per_epoch=STEPS, shuffle=False, verbose=0)
+
+
+def _train_by_loop(program: Program, model: Model, optimizer: Any) -> None:
+  """A loop of one's own."""
+  strategy, variables = testbed.mirrored(), model.trained
+
+  def replica_step(features: Features) -> tf.Tensor:
+    def loss() -> tf.Tensor:
+      return model.loss_of(program, features)
+
+    if program.way == "minimize":
+      return optimizer.minimize(loss, var_list=variables)
+    if program.way == "compute_gradients":
+      pairs = optimizer.compute_gradients(loss, variables)
+      return optimizer.apply_gradients(pairs)
+    with tf.GradientTape() as tape:
+      value = loss()
+      if program.way == "scale_loss":
+        value = optimizer.scale_loss(value)
+    if program.way == "minimize_tape":
+      return optimizer.minimize(value, variables, tape=tape)
+    grads = tape.gradient(value, native(variables))
+    return optimizer.apply_gradients(zip(grads, variables, strict=True))
+
+  def in_cond(features: Features) -> tf.Tensor:
+    return tf.cond(
+      testbed.replica_id() >= 0,
+      lambda: replica_step(features),
+      lambda: tf.constant(0, tf.int64),
+    )
+
+  def step(features: Any) -> None:
+    run = in_cond if program.mode == "cond" else replica_step
+    strategy.run(run, args=(features,))
+
+  call = step
+  if program.mode != "eager":
+    call = tf.function(step, autograph=False)
+  for replicas in data(program):
+    call(
+      strategy.experimental_distribute_values_from_function(
+        lambda context, replicas=replicas: as_tensors(
+          replicas[context.replica_id_in_sync_group]
+        )
+      )
+    )
+
+
+def _train_towers(program: Program, model: Model, optimizer: Any) -> None:
+  """Four towers of one program."""
+
+  def model_fn(features: Features, mode: str) -> TowerSpec:
+    loss = model.loss_of(program, features)
+    pairs = optimizer.compute_gradients(loss, model.trained)
+    return TowerSpec(mode, loss, optimizer.apply_gradients(pairs))
+
+  devices = [f"CPU:{i}" for i in range(REPLICAS)]
+  reduction = program.options["reduction"]
+  replicated = replicate_model_fn(model_fn, reduction, devices)
+
+  def step(features: Features) -> tf.Tensor:
+    return replicated(features).loss
+
+  call = step if program.mode == "eager" else tf.function(step)
+  for replicas in data(program):
+    call(
+      as_tensors(
+        {key: np.concatenate([r[key] for r in replicas]) for key in replicas[0]}
+      )
+    )
