@@ -70,6 +70,8 @@ class CrossShardOptimizer(optimizer.CrossShard, keras3.Keras3Wrapper):
       ValueError: If the lists do not match or the optimizer is not built.
     """
     grads = list(grads)
+    if trainable_variables is None and self._sharded is not None:
+      trainable_variables = self._sharded.variables or None
     variables = _variables(self._inner, grads, trainable_variables)
     if not variables:
       return

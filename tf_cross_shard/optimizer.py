@@ -27,6 +27,7 @@ from tf_cross_shard.gradients import (
   packing,
 )
 from tf_cross_shard.inner_optimizer import base, wrapper
+from tf_cross_shard.sharding import update
 
 
 class CrossShard(wrapper.OptimizerWrapper):
@@ -79,6 +80,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     scale_gradients: bool = False,
     fused_update: bool | None = None,
     accumulate_steps: int | None = None,
+    shard_update: bool | str = False,
   ) -> None:
     """Encapsulates `opt`. Call it inside `strategy.scope()`.
 
@@ -127,6 +129,9 @@ class CrossShard(wrapper.OptimizerWrapper):
         own gradients, and their mean over the calls is reduced and applied in
         the last. `gradient_accumulation_steps` of a Keras 3 `opt` does the
         same. None for every call a step.
+      shard_update: Whether each member of a group keeps and updates one part of
+        the optimizer's state, see `sharding.update`. For optimizers that update
+        each element by itself; `"elementwise"` says so of a class of yours.
 
     Raises:
       ValueError: If `opt` names no optimizer or is itself a
@@ -136,6 +141,7 @@ class CrossShard(wrapper.OptimizerWrapper):
       TypeError: If `opt` is no optimizer, or one that Keras has no equal of.
     """
     opt = self._as_optimizer(opt)
+    is_sharded = update.check(opt, shard_update)
     reduction = loss_factor.canonical_reduction(reduction)
     averaged_over = loss_factor.check_averaged_over(loss_averaged_over)
     validation.check_limits(
@@ -157,6 +163,12 @@ class CrossShard(wrapper.OptimizerWrapper):
     strategy = self._inner.strategy
     self._place = placement.Placement(strategy, group_assignment, name)
     self._sums = self._make_sums(accumulation.check_steps(accumulate_steps))
+    self._shard_update = shard_update
+    self._sharded: update.ShardedUpdate | None = None
+    if is_sharded and self.groups.group_size > 1:
+      self._sharded = update.ShardedUpdate(
+        self._inner, self._place.engine, self._place.groups
+      )
     self._guard = nonfinite.NonfiniteGuard(skip_nonfinite, self._place.engine)
     self._notice = saving_warning.SavingNotice(name, self.groups.num_groups)
 
@@ -184,6 +196,11 @@ class CrossShard(wrapper.OptimizerWrapper):
   def fused_update(self) -> bool | None:
     """Whether kernels update; None for where there are any."""
     return self._fused_update
+
+  @property
+  def shard_update(self) -> bool | str:
+    """Whether each member of a group keeps one part of the state."""
+    return self._shard_update
 
   @property
   def accumulate_steps(self) -> int | None:
@@ -243,7 +260,11 @@ class CrossShard(wrapper.OptimizerWrapper):
       TypeError: If `var` is not a variable.
     """
     validation.check_variable("var", var)
-    return self._inner.slots(var).get(name)
+    return self._slots_of(var).get(name)
+
+  def _slots_of(self, variable: Any) -> dict[str, Any]:
+    """The slots of a variable, by name; whole ones of a sharded optimizer."""
+    return (self._sharded or self._inner).slots(variable)
 
   def get_slot_names(self) -> list[str]:
     """Names of the slots of `opt`; empty before the optimizer is built."""
@@ -348,6 +369,93 @@ class CrossShard(wrapper.OptimizerWrapper):
     if self._sums is not None:
       self._sums.build(variables)
 
+  def _build_inner(self, variables: list[Any]) -> None:
+    """Makes the slots, whole or of this replica's part."""
+    if self._sharded is None:
+      super()._build_inner(variables)
+    else:
+      self._sharded.build(variables)
+
+  @property
+  def _plain_state(self) -> Any:
+    """State in shards as a plain optimizer has it; None where it is whole."""
+    return None if self._sharded is None else self._sharded.plain
+
+  @property
+  def variables(self) -> wrapper.VariableList:
+    """The encapsulated optimizer's variables, and none of the wrapper's."""
+    plain = self._plain_state
+    return (
+      super().variables
+      if plain is None
+      else (wrapper.VariableList(plain.variables))
+    )
+
+  def _state(self) -> list[Any]:
+    """What a pickle saves."""
+    state, plain = super()._state(), self._plain_state
+    if plain is None:
+      return state
+    return plain.variables + state[len(self._inner.variables) :]
+
+  def _checkpointed(self) -> Any:
+    """Whose children a checkpoint sees."""
+    # Keras' constructor asks before there is a `_sharded`.
+    sharded = vars(self).get("_sharded")
+    if sharded is None or sharded.plain is None:
+      return super()._checkpointed()
+    return sharded.plain.checkpointed
+
+  def save_own_variables(self, store: Any) -> None:
+    """Saves what the encapsulated optimizer would save."""
+    plain = self._plain_state
+    if plain is None:
+      super().save_own_variables(store)
+      return
+    self._before_saving()
+    for i, variable in enumerate(plain.variables):
+      store[str(i)] = variable.numpy()
+
+  def load_own_variables(self, store: Any) -> None:
+    """Loads what the encapsulated optimizer saved, wrapped or not."""
+    plain = self._plain_state
+    if plain is None:
+      super().load_own_variables(store)
+    else:
+      self.set_weights([store[str(i)] for i in range(len(store.keys()))])
+
+  def set_weights(self, weights: Any) -> None:
+    """Sets the encapsulated optimizer's variables, in their order."""
+    plain = self._plain_state
+    if plain is None:
+      super().set_weights(weights)
+      return
+    weights = list(weights)
+    if len(weights) != len(plain.variables):
+      raise ValueError(
+        f"{self.name} has {len(plain.variables)} variables, and {len(weights)}"
+        " were given. Build it on the model's trainable variables, with the"
+        " settings that they were saved with."
+      )
+    for variable, value in zip(plain.variables, weights, strict=True):
+      variable.assign(value)
+
+  def finalize_variable_values(self, var_list: Any) -> None:
+    """Writes moving averages into the variables where EMA is used."""
+    sharded = self._sharded
+    if sharded is None or not sharded.rows or not self.use_ema:
+      super().finalize_variable_values(var_list)
+      return
+    self._inner.optimizer.finalize_variable_values(sharded.shards)
+    engine = self._place.engine
+
+    def join() -> None:
+      joined = sharded.join()
+      with engine.isolate():
+        sharded.write(joined)
+
+    engine.strategy.run(join)
+
   def get_config(self) -> dict[str, Any]:
     """Everything the constructor needs, in serializable form."""
     opt = self._serialize(self._inner.optimizer)
@@ -367,6 +475,7 @@ class CrossShard(wrapper.OptimizerWrapper):
       "scale_gradients": self.scale_gradients,
       "fused_update": self.fused_update,
       "accumulate_steps": self.accumulate_steps,
+      "shard_update": self.shard_update,
     }
 
   @classmethod
@@ -437,7 +546,8 @@ class CrossShard(wrapper.OptimizerWrapper):
     self._place.check()
     self._place.check_variables(variables)
     if self._inner.is_built:
-      validation.check_known(variables, self._inner.knows)
+      owner = self._sharded or self._inner
+      validation.check_known(variables, owner.knows)
     groups = self._place.groups
     if not is_reduced:
       self._convention.end_step(
@@ -471,19 +581,50 @@ class CrossShard(wrapper.OptimizerWrapper):
     engine = self._place.engine
     with tf.name_scope(name or self.get_name()):
       window = self._window(variables)
-      if window is None:
+      if window is None and self._sharded is None:
         sums = grads if is_reduced else self._sum(grads, variables)
         self._apply_sums(sums, variables, global_step, through_apply)
       else:
         own = grads if is_reduced else self._scale_and_clip(grads)
 
         def finish(totals: Sequence[clipping.Gradient]) -> None:
+          if self._sharded is not None:
+            self._apply_shards(totals, variables, global_step, through_apply)
+            return
           sums = totals if is_reduced else self._reduce(totals, variables)
           self._apply_sums(sums, variables, global_step, through_apply)
 
-        window.run(own, variables, engine.isolate, finish)
+        if window is None:
+          finish(own)
+        else:
+          window.run(own, variables, engine.isolate, finish)
       with engine.isolate():
         return tf.identity(self._inner.iterations())
+
+  def _apply_shards(
+    self,
+    grads: Sequence[clipping.Gradient],
+    variables: Sequence[Any],
+    global_step: Any,
+    through_apply: bool,
+  ) -> None:
+    """Updates this replica's part of the weights, and joins all parts."""
+    engine, sharded = self._place.engine, self._sharded
+    assert sharded is not None
+    parts = sharded.scatter(
+      grads, variables, self._wire_dtype, self._wire_scale()
+    )
+    if self._inner.scales_dynamically or self.skip_nonfinite:
+      parts = sharded.alike(parts)
+    limit = self._inner.optimizer.global_clipnorm
+    if limit:
+      parts = sharded.clip(parts, self._inner.scale_limit(limit))
+    with engine.isolate():
+      sharded.cut()
+    self._apply_sums(parts, sharded.shards, global_step, through_apply)
+    joined = sharded.join()
+    with engine.isolate():
+      sharded.write(joined)
 
   def _apply_sums(
     self,
@@ -587,8 +728,13 @@ class CrossShard(wrapper.OptimizerWrapper):
       self._place.engine,
       self._place.groups,
       self._wire_dtype,
-      self._inner.wire_scale() if self._wire_dtype == tf.float16 else None,
+      self._wire_scale(),
     )
+
+  def _wire_scale(self) -> Any:
+    """What gradients are multiplied by while they travel in float16."""
+    is_half = self._wire_dtype == tf.float16
+    return self._inner.wire_scale() if is_half else None
 
   def _average_values(
     self, values: Sequence[Any], variables: Sequence[Any]

@@ -132,7 +132,7 @@ class CrossShardOptimizer(optimizer.CrossShard, tf_keras.TfKerasWrapper):
     Returns:
       The slot; None where there is none.
     """
-    return self._inner.slots(var).get(name)
+    return self._slots_of(var).get(name)
 
   def get_config(self) -> dict[str, Any]:
     """Everything the constructor needs, in serializable form."""

@@ -100,6 +100,14 @@ class InnerOptimizer(abc.ABC):
     return str(variable.name)
 
   @abc.abstractmethod
+  def make_variable(self, value: Any, name: str) -> Any:
+    """A trainable variable of this Keras."""
+
+  @abc.abstractmethod
+  def make_tiny(self, weight: Any) -> Any:
+    """A variable of one element with a weight's names, rank and dtype."""
+
+  @abc.abstractmethod
   def build(self, variables: Sequence[Any]) -> None:
     """Makes the slots for `variables`, unless they exist."""
 

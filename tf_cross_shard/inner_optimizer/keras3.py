@@ -12,6 +12,7 @@ from typing import Any, Final
 import keras
 import tensorflow as tf
 
+from tf_cross_shard import validation
 from tf_cross_shard.gradients import accumulation
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import base, loss_scaling, wrapper
@@ -55,6 +56,17 @@ class Keras3Optimizer(base.InnerOptimizer):
   def path(self, variable: Any) -> str:
     """The name with the scopes around it."""
     return str(variable.path)
+
+  def make_variable(self, value: Any, name: str) -> Any:
+    """A trainable variable of this Keras."""
+    return keras.Variable(value, dtype=value.dtype.name, name=name)
+
+  def make_tiny(self, weight: Any) -> Any:
+    """A variable of one element with a weight's names, rank and dtype."""
+    value = tf.zeros([1] * len(weight.shape), validation.native(weight).dtype)
+    tiny = self.make_variable(value, str(weight.name).split(":")[0])
+    tiny._path = str(getattr(weight, "path", tiny.path))
+    return tiny
 
   def build(self, variables: Sequence[Any]) -> None:
     """Makes the slots for `variables`, unless they exist."""

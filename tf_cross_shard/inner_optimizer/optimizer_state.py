@@ -36,10 +36,12 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
       f" {type(optimizer).__name__}. Hand in the CrossShardOptimizer."
     )
   found: dict[int, Any] = {}
-  innermost = optimizer
+  innermost, plain = optimizer, None
   for layer in layers(optimizer):
     innermost = layer
-    for variable in (*_listed(layer), *_unlisted(layer)):
+    listed = _listed(layer) if plain is None else []
+    plain = plain or getattr(layer, "_plain_state", None)
+    for variable in (*listed, *_unlisted(layer)):
       found.setdefault(id(variable), variable)
   if not _is_built(innermost):
     raise ValueError(
@@ -47,7 +49,10 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
       f" {type(optimizer).__name__}. Call build(model.trainable_variables)"
       " inside `with strategy.scope():` first."
     )
-  names = _names(list(found.values()), innermost)
+  trained = getattr(innermost, "_trainable_variables", ())
+  if plain is not None:  # Sharded: the plain optimizer is built on these.
+    trained = plain.weights
+  names = _names(list(found.values()), list(trained))
   return list(zip(unique(names), found.values(), strict=True))
 
 
@@ -108,13 +113,12 @@ def _is_built(optimizer: Any) -> bool:
   return any(getattr(optimizer, flag, False) for flag in flags)
 
 
-def _names(variables: Sequence[Any], innermost: Any) -> list[str]:
+def _names(variables: Sequence[Any], trained: list[Any]) -> list[str]:
   """Names without the numbers that depend on what a program made before.
 
   Keras 3 names a slot after its variable, "adam/dense_7_kernel_momentum" for
   the one of "dense_7/kernel".
   """
-  trained = list(getattr(innermost, "_trainable_variables", ()))
   stable: dict[str, str] = {}
   for variable, name in zip(
     trained, consistency.renumbered(list(map(path_of, trained))), strict=True

@@ -291,11 +291,19 @@ class OptimizerWrapper:
           " build(variables) inside `with strategy.scope():` before the first"
           " step."
         )
-    self._inner.build(variables)
+    self._build_inner(variables)
     if self._unrestored:
       # Traced into a function it would happen in every step.
       with tf.init_scope():
         self._restore(self._unrestored)
+
+  def _build_inner(self, variables: list[Any]) -> None:
+    """Makes the slots."""
+    self._inner.build(variables)
+
+  def _state(self) -> list[Any]:
+    """What a pickle saves."""
+    return self._inner.state
 
   def set_weights(self, weights: Any) -> None:
     """Sets the encapsulated optimizer's variables, in their order."""
@@ -327,7 +335,7 @@ class OptimizerWrapper:
   def __reduce__(self) -> tuple[Any, ...]:
     """Pickles and copies settings and state."""
     self._before_saving()
-    current = [(self._inner.path(v), v.numpy()) for v in self._inner.state]
+    current = [(self._inner.path(v), v.numpy()) for v in self._state()]
     waiting = enumerate(self._unrestored)
     state = [saved or current[i] for i, saved in waiting] or current
     return _unpickle, (type(self), self.get_config(), state)
@@ -350,7 +358,7 @@ class OptimizerWrapper:
     that is assigned becomes None in the list, since its variable may change
     before the slots are made.
     """
-    variables = self._inner.state
+    variables = self._state()
     complete = len(variables) == len(state)
     if complete and any(
       saved and saved[1].shape != tuple(variable.shape)
