@@ -70,8 +70,6 @@ class CrossShardOptimizer(optimizer.CrossShard, keras3.Keras3Wrapper):
       ValueError: If the lists do not match or the optimizer is not built.
     """
     grads = list(grads)
-    if trainable_variables is None and self._sharded is not None:
-      trainable_variables = self._sharded.variables or None
     variables = _variables(self._inner, grads, trainable_variables)
     if not variables:
       return
@@ -154,7 +152,7 @@ def _variables(
         "`trainable_variables` is None and the optimizer is not built. Pass"
         " the variables, or call build(variables) first."
       )
-    trainable_variables = inner.trainable_variables
+    trainable_variables = inner.whole or inner.trainable_variables
   if len(grads) != len(trainable_variables):
     raise ValueError(
       f"`grads` must hold one gradient per variable; got {len(grads)}"

@@ -546,8 +546,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     self._place.check()
     self._place.check_variables(variables)
     if self._inner.is_built:
-      owner = self._sharded or self._inner
-      validation.check_known(variables, owner.knows)
+      validation.check_known(variables, self._inner.knows)
     groups = self._place.groups
     if not is_reduced:
       self._convention.end_step(
@@ -589,7 +588,8 @@ class CrossShard(wrapper.OptimizerWrapper):
 
         def finish(totals: Sequence[clipping.Gradient]) -> None:
           if self._sharded is not None:
-            self._apply_shards(totals, variables, global_step, through_apply)
+            parts = self._parts(totals, variables, is_reduced)
+            self._apply_parts(parts, global_step, through_apply)
             return
           sums = totals if is_reduced else self._reduce(totals, variables)
           self._apply_sums(sums, variables, global_step, through_apply)
@@ -601,24 +601,33 @@ class CrossShard(wrapper.OptimizerWrapper):
       with engine.isolate():
         return tf.identity(self._inner.iterations())
 
-  def _apply_shards(
+  def _parts(
     self,
     grads: Sequence[clipping.Gradient],
     variables: Sequence[Any],
-    global_step: Any,
-    through_apply: bool,
+    is_reduced: bool,
+  ) -> list[tf.Tensor]:
+    """This replica's part of what the whole group applies."""
+    sharded = self._sharded
+    assert sharded is not None
+    rows = sharded.rows_of(grads, variables)
+    if is_reduced:
+      parts = sharded.own_parts(rows)
+    else:
+      parts = sharded.scatter(rows, self._wire_dtype, self._wire_scale())
+    if self._inner.scales_dynamically or self.skip_nonfinite:
+      parts = sharded.alike(parts)
+    limit = base.innermost(self._inner.optimizer).global_clipnorm
+    if limit:
+      parts = sharded.clip(parts, self._inner.scale_limit(limit))
+    return parts
+
+  def _apply_parts(
+    self, parts: Sequence[tf.Tensor], global_step: Any, through_apply: bool
   ) -> None:
     """Updates this replica's part of the weights, and joins all parts."""
     engine, sharded = self._place.engine, self._sharded
     assert sharded is not None
-    parts = sharded.scatter(
-      grads, variables, self._wire_dtype, self._wire_scale()
-    )
-    if self._inner.scales_dynamically or self.skip_nonfinite:
-      parts = sharded.alike(parts)
-    limit = self._inner.optimizer.global_clipnorm
-    if limit:
-      parts = sharded.clip(parts, self._inner.scale_limit(limit))
     with engine.isolate():
       sharded.cut()
     self._apply_sums(parts, sharded.shards, global_step, through_apply)
@@ -660,7 +669,7 @@ class CrossShard(wrapper.OptimizerWrapper):
       )
     engine = self._place.engine
     engine.check_conditional("accumulate_steps")
-    return accumulation.GradientSums(steps, engine.strategy)
+    return accumulation.GradientSums(steps, engine.making_variables)
 
   @property
   def _window_variables(self) -> list[Any]:
@@ -672,11 +681,12 @@ class CrossShard(wrapper.OptimizerWrapper):
     window = None if self._sums is None else self._sums.window
     if window is None and self._place.engine.updates_in_cond:
       window = self._inner.own_window()
-    if window is not None and any(map(_carries_value, variables)):
+    is_plain = window is None and self._sharded is None
+    if not is_plain and any(map(_carries_value, variables)):
       raise NotImplementedError(
         "Gradients of variables with `overwrite_with_gradient` (Keras' float8"
-        " scales) cannot be accumulated. Leave `accumulate_steps` and"
-        " `gradient_accumulation_steps` None."
+        " scales) cannot be accumulated or sharded. Leave `accumulate_steps`,"
+        " `gradient_accumulation_steps` and `shard_update` out."
       )
     return window
 

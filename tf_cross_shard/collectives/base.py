@@ -2,7 +2,7 @@
 
 import abc
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -115,6 +115,22 @@ class Engine(abc.ABC):
     places = [groups.members_of(r).index(r) for r in range(groups.num_replicas)]
     context = tf.distribute.get_replica_context()
     return tf.constant(places)[context.replica_id_in_sync_group]
+
+  @contextlib.contextmanager
+  def making_variables(self) -> Iterator[None]:
+    """A context whose variables have a copy on each replica.
+
+    It lifts them out of a trace. Replicas may make them too: tf_keras builds
+    optimizers in their first step.
+    """
+    with tf.init_scope():
+      if tf.distribute.in_cross_replica_context() or (
+        tf.distribute.get_strategy() is not self.strategy
+      ):
+        with self.strategy.scope():
+          yield
+      else:
+        yield
 
   @property
   def updates_in_cond(self) -> bool:

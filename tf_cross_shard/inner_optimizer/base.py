@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import tensorflow as tf
 
+from tf_cross_shard import validation
 from tf_cross_shard.gradients import accumulation
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import fused_update
@@ -22,12 +23,14 @@ class InnerOptimizer(abc.ABC):
     optimizer: The user's optimizer.
     around: A LossScaleOptimizer that encapsulates *our* optimizer, or None; see
       `loss_scaling`.
+    whole: What the user trains, where the optimizer is built on parts of it.
     is_fused: Whether kernels may do the optimizer's steps; see `fused_update`.
   """
 
   def __init__(self, optimizer: Any) -> None:
     self.optimizer = optimizer
     self.around: Any = None
+    self.whole: list[Any] | None = None
     self.is_fused = False
     self._thread = threading.local()  # Replicas may be threads.
 
@@ -64,6 +67,12 @@ class InnerOptimizer(abc.ABC):
   @abc.abstractmethod
   def trainable_variables(self) -> list[Any]:
     """The variables that the optimizer was built on, in order."""
+
+  @property
+  def averages(self) -> list[Any]:
+    """The moving averages of what it was built on; empty without."""
+    last = innermost(self.optimizer)
+    return list(getattr(last, "_model_variables_moving_average", ()))
 
   @property
   def variables(self) -> list[Any]:
@@ -113,6 +122,9 @@ class InnerOptimizer(abc.ABC):
 
   def knows(self, variable: Any) -> bool:
     """Whether the built optimizer was built on `variable`."""
+    if self.whole is not None:
+      native = validation.native(variable)
+      return any(validation.native(each) is native for each in self.whole)
     return self._index(variable) is not None
 
   @abc.abstractmethod

@@ -77,6 +77,9 @@ class Keras3Optimizer(base.InnerOptimizer):
     """The Keras variable, for the native one that tapes and graphs report."""
     if isinstance(variable, keras.Variable) or not self.is_built:
       return variable
+    for whole in self.whole or ():
+      if validation.native(whole) is variable:
+        return whole
     index = self._index(variable)
     if index is None:
       return variable

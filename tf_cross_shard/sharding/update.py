@@ -16,7 +16,7 @@ References:
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -31,19 +31,9 @@ from tf_cross_shard.inner_optimizer import base
 from tf_cross_shard.sharding import state
 
 # Keras' classes whose update of an element depends on that element only.
-_ELEMENTWISE: Final = frozenset(
-  [
-    "SGD",
-    "Adam",
-    "AdamW",
-    "RMSprop",
-    "Adagrad",
-    "Adadelta",
-    "Adamax",
-    "Nadam",
-    "Ftrl",
-    "Lion",
-  ]
+_ELEMENTWISE: Final = (
+  *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
+  *("Ftrl", "Lion", "Nadam", "RMSprop", "SGD"),
 )
 
 
@@ -76,13 +66,14 @@ def check(optimizer: Any, shard_update: Any) -> bool:
   last = base.innermost(optimizer)
   kind = type(last)
   place = kind.__module__.split(".")
-  is_keras = place[1:3] == ["src", "optimizers"] and len(place) == 4
+  is_keras = place[1:3] == ["src", "optimizers"]
+  is_legacy = is_keras and len(place) != 4
   is_elementwise = is_keras and kind.__name__ in _ELEMENTWISE
-  if not is_elementwise and shard_update is True:
+  if is_legacy or (not is_elementwise and shard_update is True):
     raise ValueError(
       f"`shard_update` is True, and {kind.__name__} may use norms or shapes of"
       " whole variables, which a part of them does not have. Use one of"
-      f" {sorted(_ELEMENTWISE)}, or, if each element of your class's update"
+      f" {', '.join(_ELEMENTWISE)}, or, if each element of your class's update"
       ' depends on that element only, shard_update="elementwise".'
     )
   for argument in ("gradient_accumulation_steps", "clipnorm"):
@@ -135,13 +126,14 @@ class ShardedUpdate:
       sizes = [int(np.prod(weight.shape)) for weight in weights]
       part = -(-sum(sizes) // self._groups.group_size)
       name = f"shard_{dtype.name}" + ("" if decays else "_without_decay")
-      with tf.init_scope(), self._engine.strategy.scope():
+      with self._engine.making_variables():
         shard = self._inner.make_variable(tf.zeros([part], dtype), name)
       if not decays:
         last.exclude_from_weight_decay(var_list=[shard])
       self.rows.append(Row(weights, sizes, part, shard))
-    self.variables = list(variables)
-    with self._engine.strategy.scope():
+    self.variables = self._inner.whole = list(variables)
+    self._start_alike(self.cut)
+    with self._engine.making_variables():
       self._inner.build(self.shards)
       self.plain = state.PlainState(
         self._inner,
@@ -150,6 +142,34 @@ class ShardedUpdate:
         self._groups,
         self._engine.strategy,
       )
+    if last.use_ema:
+      self._start_alike(self._start_averages)
+
+  def _start_alike(self, start: Callable[[], None]) -> None:
+    """Lets each replica give variables their first values."""
+    if not tf.distribute.in_cross_replica_context():
+      # tf_keras builds in the first step; all but averages start at constants.
+      if base.innermost(self._inner.optimizer).use_ema:
+        raise RuntimeError(
+          "`opt` averages weights and `shard_update` is set: call"
+          " optimizer.build(model.trainable_variables) inside `with"
+          " strategy.scope():` before the first step."
+        )
+      return
+
+    def start_isolated() -> None:
+      with self._engine.isolate():
+        start()
+
+    with tf.init_scope():
+      self._engine.strategy.run(start_isolated)
+
+  def _start_averages(self) -> None:
+    """Keras made them of the first replica's part."""
+    pairs = zip(self._inner.averages, self.shards, strict=True)
+    for average, shard in pairs:
+      native = validation.native(shard)
+      validation.native(average).assign(tf.convert_to_tensor(native))
 
   def slots(self, variable: Any) -> dict[str, Any]:
     """The whole slots of a variable, by name."""
@@ -165,10 +185,6 @@ class ShardedUpdate:
       for whole in of_attribute.values()
       if whole.slot is part
     }
-
-  def knows(self, variable: Any) -> bool:
-    """Whether it was built on `variable`."""
-    return self._index(variable) is not None
 
   def _index(self, variable: Any) -> int | None:
     """The place of `variable` among those it was built on."""
@@ -187,14 +203,10 @@ class ShardedUpdate:
         start += size
     raise KeyError(variable)
 
-  def scatter(
-    self,
-    grads: Sequence[Gradient],
-    variables: Sequence[Any],
-    wire_dtype: tf.DType | None = None,
-    wire_scale: Any = None,
+  def rows_of(
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> list[tf.Tensor]:
-    """The group's sums of this replica's parts.
+    """Gradients in rows, as the weights lie.
 
     Raises:
       ValueError: If a variable has no gradient.
@@ -203,7 +215,7 @@ class ShardedUpdate:
       id(validation.native(variable)): (grad, variable)
       for grad, variable in zip(grads, variables, strict=True)
     }
-    flat = []
+    rows = []
     for row in self.rows:
       pieces = []
       for weight in row.weights:
@@ -216,17 +228,31 @@ class ShardedUpdate:
           )
         if isinstance(grad, tf.IndexedSlices):
           grad = indexed_slices.to_dense(grad, variable)
-        grad = indexed_slices.cast(grad, variable)
-        if wire_scale is not None:
-          grad *= wire_scale
-        pieces.append(tf.reshape(grad, [-1]))
-      flat.append(self._in_a_row(pieces, row))
-    narrow = packing.narrow(flat, wire_dtype)
+        pieces.append(tf.reshape(indexed_slices.cast(grad, variable), [-1]))
+      rows.append(self._padded(pieces, row))
+    return rows
+
+  def scatter(
+    self,
+    rows: Sequence[tf.Tensor],
+    wire_dtype: tf.DType | None,
+    wire_scale: Any,
+  ) -> list[tf.Tensor]:
+    """The group's sums of this replica's parts."""
+    scale = 1.0 if wire_scale is None else wire_scale
+    scaled = rows if wire_scale is None else [row * scale for row in rows]
+    narrow = packing.narrow(scaled, wire_dtype)
     parts = self._engine.reduce_scatter(narrow, self._groups)
-    parts = packing.widen(parts, flat)
-    if wire_scale is not None:
-      parts = [part / wire_scale for part in parts]
-    return parts
+    parts = packing.widen(parts, rows)
+    return parts if wire_scale is None else [part / scale for part in parts]
+
+  def own_parts(self, rows: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """This replica's parts of rows that all members have."""
+    place = self._engine.position(self._groups)
+    return [
+      tf.slice(whole, [place * row.part], [row.part])
+      for whole, row in zip(rows, self.rows, strict=True)
+    ]
 
   def alike(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """`parts`, all NaN on all members if one of any member is not finite."""
@@ -247,13 +273,12 @@ class ShardedUpdate:
 
   def cut(self) -> None:
     """Takes this replica's parts of the weights; isolated."""
-    position = self._position()
-    for row in self.rows:
-      whole = self._in_a_row(
-        [tf.reshape(tf.convert_to_tensor(w), [-1]) for w in row.weights], row
-      )
-      shard = validation.native(row.shard)
-      shard.assign(tf.slice(whole, [position * row.part], [row.part]))
+    rows = [
+      self._padded([tf.reshape(w, [-1]) for w in row.weights], row)
+      for row in self.rows
+    ]
+    for row, part in zip(self.rows, self.own_parts(rows), strict=True):
+      validation.native(row.shard).assign(part)
 
   def join(self) -> list[tf.Tensor]:
     """The weights that the members' parts make, by rows; not isolated."""
@@ -276,11 +301,9 @@ class ShardedUpdate:
         native = validation.native(variable)
         native.assign(constraint(tf.convert_to_tensor(native)))
 
-  def _in_a_row(self, pieces: Sequence[tf.Tensor], row: Row) -> tf.Tensor:
+  def _padded(self, pieces: Sequence[tf.Tensor], row: Row) -> tf.Tensor:
+    """Pieces in a row, with zeros behind them for equal parts."""
     missing = row.part * self._groups.group_size - sum(row.sizes)
     if missing:
       pieces = [*pieces, tf.zeros([missing], pieces[0].dtype)]
     return tf.concat(pieces, 0)
-
-  def _position(self) -> Any:
-    return self._engine.position(self._groups)
