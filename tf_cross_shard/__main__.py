@@ -84,8 +84,8 @@ def _parser() -> argparse.ArgumentParser:
   add("--names", metavar="FILE.json", help=names)
   unmatched = "leave what has no counterpart"
   add("--allow-unmatched", action="store_true", help=unmatched)
-  slots = "the name that version 1's optimizer was given, if it was"
-  add("--slots", metavar="NAME", help=slots)
+  slots = "the name that version 1's optimizer was given, or one for each slot"
+  add("--slots", metavar="NAME|SLOT=NAME,...", help=slots)
   steps = "how many steps version 1 had made, if no global_step tells"
   add("--iterations", type=int, metavar="STEPS", help=steps)
   return parser
@@ -145,6 +145,10 @@ def _compile(options: argparse.Namespace) -> str:
 def _convert_checkpoint(options: argparse.Namespace) -> str:
   """Converts a checkpoint and describes what was matched."""
   names = _names(options.names) if options.names else None
+  slots = options.slots
+  if slots and "=" in slots:
+    both = (each.partition("=") for each in slots.split(","))
+    slots = {slot: name for slot, _, name in both}
   _, program = _load(options.program, "--program")
   made = program()
   if not isinstance(made, tuple) or len(made) != 2:
@@ -158,7 +162,7 @@ def _convert_checkpoint(options: argparse.Namespace) -> str:
     *made,
     names=names,
     allow_unmatched=options.allow_unmatched,
-    slots=options.slots,
+    slots=slots,
     iterations=options.iterations,
   )
   return str(done)

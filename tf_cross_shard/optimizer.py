@@ -584,14 +584,16 @@ class CrossShard(wrapper.OptimizerWrapper):
         sums = grads if is_reduced else self._sum(grads, variables)
         self._apply_sums(sums, variables, global_step, through_apply)
       else:
-        own = grads if is_reduced else self._scale_and_clip(grads)
+        own = grads
+        if not is_reduced:
+          own = self._scale_and_clip(self._make_reducible(grads, variables))
 
         def finish(totals: Sequence[clipping.Gradient]) -> None:
           if self._sharded is not None:
             parts = self._parts(totals, variables, is_reduced)
             self._apply_parts(parts, global_step, through_apply)
             return
-          sums = totals if is_reduced else self._reduce(totals, variables)
+          sums = totals if is_reduced else self._reduce(totals)
           self._apply_sums(sums, variables, global_step, through_apply)
 
         if window is None:
@@ -694,25 +696,23 @@ class CrossShard(wrapper.OptimizerWrapper):
     self, grads: Sequence[Any], variables: Sequence[Any]
   ) -> list[clipping.Gradient]:
     """This replica's gradients to what the whole group applies."""
+    grads = self._make_reducible(grads, variables)
     carries_value = list(map(_carries_value, variables))
     if not any(carries_value):
-      return self._sum_gradients(grads, variables)
+      return self._sum_gradients(grads)
     sums = list(grads)
     for is_value, reduce in (
       (False, self._sum_gradients),
       (True, self._average_values),
     ):
       at = [i for i, each in enumerate(carries_value) if each == is_value]
-      parts = [[each[i] for i in at] for each in (grads, variables)]
-      for i, total in zip(at, reduce(*parts), strict=True):
+      for i, total in zip(at, reduce([grads[i] for i in at]), strict=True):
         sums[i] = total
     return sums
 
-  def _sum_gradients(
-    self, grads: Sequence[Any], variables: Sequence[Any]
-  ) -> list[clipping.Gradient]:
+  def _sum_gradients(self, grads: Sequence[Any]) -> list[clipping.Gradient]:
     """Scales and clips this replica's gradients, then sums over the group."""
-    return self._reduce(self._scale_and_clip(grads), variables)
+    return self._reduce(self._scale_and_clip(grads))
 
   def _scale_and_clip(self, grads: Sequence[Any]) -> list[clipping.Gradient]:
     """What this replica does with its own gradients."""
@@ -728,13 +728,18 @@ class CrossShard(wrapper.OptimizerWrapper):
       keep_infinite=self._inner.scales_dynamically or self.skip_nonfinite,
     )
 
-  def _reduce(
+  def _make_reducible(
     self, grads: Sequence[Any], variables: Sequence[Any]
   ) -> list[clipping.Gradient]:
+    """Gradients of the kinds that the engine reduces here."""
+    return reduction.make_reducible(
+      grads, variables, self._place.engine, self._place.groups
+    )
+
+  def _reduce(self, grads: Sequence[Any]) -> list[clipping.Gradient]:
     """Sums over the group."""
     return reduction.reduce_gradients(
       grads,
-      variables,
       self._place.engine,
       self._place.groups,
       self._wire_dtype,
@@ -746,18 +751,14 @@ class CrossShard(wrapper.OptimizerWrapper):
     is_half = self._wire_dtype == tf.float16
     return self._inner.wire_scale() if is_half else None
 
-  def _average_values(
-    self, values: Sequence[Any], variables: Sequence[Any]
-  ) -> list[clipping.Gradient]:
+  def _average_values(self, values: Sequence[Any]) -> list[clipping.Gradient]:
     """The group's mean of values that variables take in place of an update.
 
     Keras' float8 scales (`overwrite_with_gradient`) carry such values as their
     gradients. They must be neither scaled nor clipped nor rounded.
     """
     groups = self._place.groups
-    sums = reduction.reduce_gradients(
-      values, variables, self._place.engine, groups
-    )
+    sums = reduction.reduce_gradients(values, self._place.engine, groups)
     return [
       indexed_slices.times(each, 1.0 / groups.group_size) for each in sums
     ]

@@ -81,7 +81,8 @@ def test_gradients_cross_once_within_their_groups(
     plain, _ = _compile(
       topology, lambda: tf.keras.optimizers.Adam(0.01), make_model
     )
-    assert report.wire_bytes == plain.wire_bytes
+    # Plain Keras' int64 counter takes the first replica's value.
+    assert report.wire_bytes == plain.wire_bytes - 8
     assert report.argument_bytes <= plain.argument_bytes
     assert report.temp_bytes <= plain.temp_bytes
 

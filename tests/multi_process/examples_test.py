@@ -6,19 +6,16 @@ one) run in tests of their own.
 # bazel: timeout=long
 # bazel: deps=//examples:custom_loop,//examples:digits,//examples:tpu
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-# Not resolved: under Bazel the files are links, and lead out of the sandbox.
-PROJECT = Path(__file__).absolute().parent.parent.parent
-EXAMPLES = PROJECT / "examples"
+from tests.support import programs
+
+EXAMPLES = programs.PROJECT / "examples"
 PNG_START = b"\x89PNG\r\n\x1a\n"
 
 
@@ -34,31 +31,9 @@ class Row(NamedTuple):
   between: float | None
 
 
-def run_python(arguments: list[str], folder: Path) -> str:
-  """Runs Python in a folder; returns its output."""
-  # The folder of the test's own copy first, then whatever Bazel set.
-  path = [str(PROJECT), os.environ.get("PYTHONPATH", "")]
-  environment = dict(os.environ)
-  # Bazel sets it for tests; it would hide an example's siblings from it.
-  environment.pop("PYTHONSAFEPATH", None)
-  environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-  done = subprocess.run(
-    [sys.executable, *arguments],
-    cwd=folder,
-    env=environment,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-    timeout=200,
-    check=False,
-  )
-  assert done.returncode == 0, done.stdout
-  return done.stdout
-
-
 def run_example(name: str, data_dir: Path, *arguments: str) -> str:
   """Runs an example in another folder than its own; returns its output."""
-  return run_python(
+  return programs.run(
     [str(EXAMPLES / name), f"--data_dir={data_dir}", *arguments], data_dir
   )
 
@@ -116,7 +91,7 @@ def test_digits_trains_ungrouped_and_in_groups(data_dir: Path) -> None:
 
 
 def test_custom_loop_is_right_with_either_loss(data_dir: Path) -> None:
-  output = run_python(
+  output = programs.run(
     [
       "-c",
       f"""

@@ -6,47 +6,26 @@ prints when it goes on itself is what `after.py` has to print.
 # bazel: timeout=long tags=slow data=//:sources
 # bazel: deps=//examples/migration:after,//examples:towers
 
-import os
+import functools
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support import programs
+
 pytestmark = pytest.mark.slow
 
-# Not resolved: under Bazel the files are links, and lead out of the sandbox.
-PROJECT = Path(__file__).absolute().parent.parent.parent
-EXAMPLES = PROJECT / "examples"
+EXAMPLES = programs.PROJECT / "examples"
 MIGRATION = EXAMPLES / "migration"
 CONVERTED_AT, END = 30, 40
 # Two replicas or four sum float32 in another order than one.
 ROUNDING = 2e-5
 
 
-def run(command: list[str], folder: Path, **variables: str) -> str:
-  """Runs Python in another folder than the examples'; returns what it says."""
-  # The folder of the test's own copy first, then whatever Bazel set.
-  path = [str(PROJECT), str(MIGRATION), os.environ.get("PYTHONPATH", "")]
-  environment = {**os.environ, **variables}
-  # Bazel sets it for tests; it would hide an example's siblings from it.
-  environment.pop("PYTHONSAFEPATH", None)
-  environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-  done = subprocess.run(
-    [sys.executable, *command],
-    cwd=folder,
-    env=environment,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-    timeout=120,
-    check=False,
-  )
-  assert done.returncode == 0, done.stdout
-  return done.stdout
+run = functools.partial(programs.run, path=[MIGRATION])
 
 
 def before(folder: Path, steps: int) -> dict[int, float]:

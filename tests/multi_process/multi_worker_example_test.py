@@ -9,21 +9,18 @@ import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from tests.support import programs
 from tf_cross_shard.multi_worker import launch
 
-# Not resolved: under Bazel the files are links, and lead out of the sandbox.
-PROJECT = Path(__file__).absolute().parent.parent.parent
-EXAMPLE = PROJECT / "examples" / "multi_worker.py"
-PAGE = PROJECT / "docs" / "multi_worker.md"
+EXAMPLE = programs.PROJECT / "examples" / "multi_worker.py"
+PAGE = programs.PROJECT / "docs" / "multi_worker.md"
 SECONDS = 120  # For one run, on a busy machine.
 
 
@@ -46,50 +43,16 @@ def read_table(output: str) -> list[Row]:
   return [Row(int(r), int(g), float(a), d) for r, g, a, d in found]
 
 
-@contextlib.contextmanager
-def started(
-  arguments: list[str],
-  folder: Path,
-  name: str = "output",
-  variables: Mapping[str, str] | None = None,
-) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-  """A process in a session of its own, all of which ends with the context."""
-  # The folder of the test's own copy first, then whatever Bazel set.
-  path = [str(PROJECT), os.environ.get("PYTHONPATH", "")]
-  environment = {**os.environ, **(variables or {})}
-  # Bazel sets it for tests; it would hide an example's siblings from it.
-  environment.pop("PYTHONSAFEPATH", None)
-  environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-  output = folder / name
-  with output.open("wb") as file:
-    process = subprocess.Popen(
-      [sys.executable, *arguments],
-      cwd=folder,
-      env=environment,
-      stdout=file,
-      stderr=subprocess.STDOUT,
-      start_new_session=True,
-    )
-    try:
-      yield process, output
-    finally:
-      with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-      process.wait()
-
-
 def run_both(
   arguments: list[str], variables: list[dict[str, str]], folder: Path
 ) -> list[str]:
   """Runs one program as two workers; answers what each said."""
   with contextlib.ExitStack() as stack:
     both = [
-      stack.enter_context(started(arguments, folder, f"worker_{i}", each))
-      for i, each in enumerate(variables)
+      stack.enter_context(programs.started(arguments, folder, SECONDS, **each))
+      for each in variables
     ]
-    for process, output in both:
-      assert process.wait(SECONDS) == 0, output.read_text()[-3000:]
-    return [output.read_text() for _, output in both]
+    return [finish() for finish in both]
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +77,9 @@ def test_one_command_and_slurm_train_alike(
 ) -> None:
   """In groups; the digests are those of the weights."""
   arguments = command(data_dir, "--epochs=3", "--groups=2")
-  with started([*arguments, "--workers=2"], tmp_path) as (process, output):
-    assert process.wait(SECONDS) == 0, output.read_text()[-3000:]
-    rows = read_table(output.read_text())
-    assert "retracing" not in output.read_text()
+  output = programs.run([*arguments, "--workers=2"], tmp_path, SECONDS)
+  rows = read_table(output)
+  assert "retracing" not in output
   assert [row[:2] for row in rows] == [(0, 0), (1, 1)]
   assert min(row.accuracy for row in rows) >= 80
   assert rows[0].digest != rows[1].digest
@@ -214,7 +176,7 @@ def test_page_names_what_there_is() -> None:
   """Files, and names of the example."""
   text = PAGE.read_text(encoding="utf-8")
   for file in re.findall(r"(?:examples|tests)/[\w/]+\.py", text):
-    assert (PROJECT / file).exists(), file
+    assert (programs.PROJECT / file).exists(), file
   example = EXAMPLE.read_text()
   for name in ("slurm_resolver", "batches", "report"):
     assert f"`{name}`" in text

@@ -4,6 +4,7 @@ Sessions of version 1 write them, and go on themselves for comparison.
 """
 
 import functools
+import itertools
 import json
 import re
 import tempfile
@@ -196,6 +197,108 @@ def test_names_of_slots(
   assert done.unmatched_in_checkpoint == done.unmatched_in_model == {}
   expected = old.train(BEFORE, AFTER)
   assert sessions.largest(training.train(BEFORE, AFTER), expected) < LIMIT
+
+
+def _own(library: Any, base: str, names: tuple[str, ...]) -> Any:
+  """An optimizer of a class that the user wrote, with slots of these names."""
+
+  class Own(getattr(library.optimizers, base)):  # type: ignore[misc]
+    def build(self, variables: Any) -> None:
+      super().build(variables)
+      for name in names:
+        made = [self.add_variable_from_reference(v, name) for v in variables]
+        setattr(self, f"_{name}", made)
+
+  return Own(0.5)
+
+
+class _Legacy(tf_keras.optimizers.legacy.Optimizer):
+  """The same, of tf_keras' older kind."""
+
+  def _create_slots(self, var_list: Any) -> None:
+    for variable in var_list:
+      for name in ("adam_m", "adam_v"):
+        self.add_slot(variable, name)
+
+
+class _LegacySGD(tf_keras.optimizers.legacy.SGD):
+  """One that has more slots than its base, or than that has with momentum."""
+
+  _create_slots = _Legacy._create_slots
+
+
+BERT = ("adam_m", "adam_v")
+OWN: dict[str, tuple[Callable[[], Any], Any]] = {
+  "own names": (lambda: _own(keras, "Optimizer", BERT), None),
+  "wrapped": (lambda: CrossShardOptimizer(_own(tf.keras, "SGD", BERT)), None),
+  "a dictionary": (
+    lambda: _own(keras, "Optimizer", ("m", "v")),
+    {"m": "adam_m", "v": "{}/adam_v"},
+  ),
+  "a class of Keras": (
+    lambda: keras.optimizers.Lamb(),
+    {"momentum": "adam_m", "velocity": "adam_v"},
+  ),
+  "derived from Adam": (
+    lambda: _own(keras, "Adam", ()),
+    {"momentum": "adam_m", "velocity": "adam_v"},
+  ),
+  "more than SGD has": (lambda: _own(keras, "SGD", BERT), None),
+  "tf_keras": (lambda: _own(tf_keras, "SGD", BERT), None),
+  "tf_keras, a dictionary": (
+    lambda: keras2.CrossShardOptimizer(_own(tf_keras, "SGD", ("one", "two"))),
+    {"one": "adam_m", "two": "adam_v"},
+  ),
+  "tf_keras, legacy": (lambda: _Legacy("own"), None),
+  "tf_keras, more than SGD has": (lambda: _LegacySGD(0.5), None),
+  "tf_keras, a factor of SGD": (lambda: _LegacySGD(0.5, 0.5), None),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_slots_of_classes_that_the_user_wrote(
+  name: str, tmp_path: Path
+) -> None:
+  """Version 1's code named them as its author liked, beside the weight."""
+  values: dict[str, Any] = {"a/kernel": [1.0, 2.0], "a/bias": [3.0, 4.0]}
+  values |= {
+    f"{weight}/{slot}": [i + 0.5, i + 0.25]
+    for i, (weight, slot) in enumerate(itertools.product([*values], BERT))
+  }
+  src = _small(tmp_path, {**values, "global_step": 6})
+  weights = [tf.Variable([0.0, 0.0], name=n) for n in ("a/kernel", "a/bias")]
+  make, slots = OWN[name]
+  made = make()
+  done = migration.convert_checkpoint(
+    src, tmp_path / "new", weights, made, slots=slots
+  )
+  assert done.unmatched_in_checkpoint == done.unmatched_in_model == {}
+  found = {v.name: v.numpy().tolist() for v in testbed.variables_of(made)}
+  for label, source in done.matched.items():
+    weight, _, slot = label.rpartition("/")
+    if weight.startswith("a/"):
+      asked = (slots or {}).get(slot, slot).removeprefix("{}/")
+      assert source == f"{weight}/{asked}"
+      [value] = [
+        value
+        for key, value in found.items()
+        if slot in key and weight[2:] in key
+      ]
+      assert value == values[source]
+  assert len(done.matched) == 7
+  assert int(made.iterations) == 6
+
+
+def test_slots_of_a_class_in_version_1s_order(tmp_path: Path) -> None:
+  """Where `slots` is a name, it numbers what the class made, as version 1."""
+  values = {"w": [1.0], "w/LAMB": [2.0], "w/LAMB_1": [3.0], "global_step": 1}
+  src, weight = _small(tmp_path, values), tf.Variable([0.0], name="w")
+  lamb = keras.optimizers.Lamb()
+  migration.convert_checkpoint(
+    src, tmp_path / "new", [weight], lamb, slots="LAMB"
+  )
+  found = [v.numpy().tolist() for v in lamb.variables if len(v.shape)]
+  assert found == [[2.0], [3.0]]
 
 
 def test_the_second_of_two(tmp_path: Path) -> None:
@@ -447,7 +550,22 @@ class TestErrors:
       ({"allow_unmatched": "w"}, TypeError, "`allow_unmatched` must be True"),
       ({"names": 7}, TypeError, "`names` must be a dictionary .* got 7"),
       ({"slots": ""}, TypeError, "`slots` must be the name of version 1's"),
+      ({"slots": {"m": ""}}, TypeError, "`slots` must be the name of version"),
       ({"slots": "mine"}, ValueError, "`slots` is 'mine', and no weight has"),
+      (
+        {"slots": {"m": "w"}, "optimizer": keras.optimizers.Lamb()},
+        ValueError,
+        "`slots` has m, which is no slot of .* has momentum, velocity",
+      ),
+      (
+        {
+          "slots": {"momentum": "v"},
+          "optimizer": keras.optimizers.Lamb(),
+          "allow_unmatched": True,
+        },
+        ValueError,
+        "`slots` is {'momentum': 'v'}, and no weight has slots of the name v",
+      ),
       ({"names": {"v": "w"}}, ValueError, "keys that model .* not: v. They"),
       ({"names": {"w": "v"}}, ValueError, "`w` is 'v', which .* has not"),
       (
@@ -514,7 +632,8 @@ class TestErrors:
     assert "in the checkpoint only:\n  one/bias/Momentum [3]\n" in text
     assert all(name.strip() in text for name in own)
     assert re.search(
-      r'Write slots="\{\}/NAME" or names=\{"net/one/bias/momentum": "\.\.\."\}'
+      r'Write slots="\{\}/NAME" or slots=\{"momentum": "NAME"\} or'
+      r' names=\{"net/one/bias/momentum": "\.\.\."\}'
       r" or allow_unmatched=\['one/bias/Momentum'\], or give",
       text,
     )
@@ -534,7 +653,7 @@ class TestErrors:
         lambda: sessions.plain("Adam", use_ema=True),
       )
     ):
-      words = ("net_one_bias_momentum", "velocity_hat", r"average \[")[i]
+      words = ("net/one/bias/momentum", "velocity_hat", r"average \[")[i]
       training = sessions.Training(make)
       with pytest.raises(ValueError, match=rf"(?s)optimizer only:.*{words}"):
         _convert(training, saved("Adam").src, tmp_path / "new")
@@ -593,12 +712,15 @@ class TestCommandLine:
     assert (
       'Write iterations=STEPS or slots="{}/NAME"' in capsys.readouterr().err
     )
-    options = ["--slots", "mine", "--iterations", "3", "--names", "names.json"]
-    assert command.main(["convert-checkpoint", *words, *options]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("new: 9 variables\n")
-    assert "one/kernel/mine\n" in out
-    assert Path("new.index").exists()
+    options = ["--iterations", "3", "--names", "names.json", "--slots"]
+    for i, slots in enumerate(("mine", "momentum=mine")):
+      words[1] = f"new{i}"
+      options[5:] = [slots]
+      assert command.main(["convert-checkpoint", *words, *options]) == 0
+      out = capsys.readouterr().out
+      assert out.startswith(f"new{i}: 9 variables\n")
+      assert "one/kernel/mine\n" in out
+      assert Path(f"new{i}.index").exists()
 
   @pytest.mark.parametrize(
     ("options", "words"),

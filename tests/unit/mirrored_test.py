@@ -139,7 +139,7 @@ def test_gathers_rows_of_the_group(eager: bool) -> None:
   groups = groups_lib.Groups([[3, 0], [1, 2]])
 
   def replica_fn() -> Any:
-    assert engine.can_gather
+    assert engine.keeps_rows(groups)
     mine = testbed.replica_id()
     return engine.all_gather([tf.fill([mine, 2], mine)], groups)
 

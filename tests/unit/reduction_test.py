@@ -14,15 +14,14 @@ from tf_cross_shard.collectives import base, reduction
 class Recording(base.Engine):
   """Pretends to be one of two replicas that hold the same values."""
 
-  def __init__(self, gathers: bool = True) -> None:
+  def __init__(self, keeps_rows: bool = True) -> None:
     super().__init__(tf.distribute.get_strategy())
     self.reduced: list[tf.Tensor] = []
     self.gathered: list[tf.Tensor] = []
-    self._gathers = gathers
+    self._keeps_rows = keeps_rows
 
-  @property
-  def can_gather(self) -> bool:
-    return self._gathers
+  def keeps_rows(self, groups: groups_lib.Groups) -> bool:
+    return self._keeps_rows
 
   def all_reduce_sum(
     self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
@@ -69,7 +68,8 @@ def _mixed() -> tuple[list[Any], list[Any]]:
 def test_everything_at_once_in_order() -> None:
   engine = Recording()
   grads, variables = _mixed()
-  sums = reduction.reduce_gradients(grads, variables, engine, PAIR)
+  assert reduction.make_reducible(grads, variables, engine, PAIR) == grads
+  sums = reduction.reduce_gradients(grads, engine, PAIR)
   np.testing.assert_array_equal(sums[0], [2.0, 4.0])
   assert sums[1] is None
   np.testing.assert_array_equal(sums[2].indices, [2, 0])
@@ -83,18 +83,19 @@ def test_everything_at_once_in_order() -> None:
 
 
 def test_rows_become_dense_where_they_cannot_be_gathered() -> None:
-  engine = Recording(gathers=False)
+  engine = Recording(keeps_rows=False)
   grads, variables = _mixed()
-  sums = reduction.reduce_gradients(grads, variables, engine, PAIR)
+  dense = reduction.make_reducible(grads, variables, engine, PAIR)
+  sums = reduction.reduce_gradients(dense, engine, PAIR)
   np.testing.assert_array_equal(sums[2], [[4.0], [0.0], [10.0]])
   assert engine.gathered == []
 
 
 def test_groups_of_one_send_nothing() -> None:
   engine = Recording()
-  grads, variables = _mixed()
+  grads, _ = _mixed()
   alone = groups_lib.singletons(2)
-  sums = reduction.reduce_gradients(grads, variables, engine, alone)
+  sums = reduction.reduce_gradients(grads, engine, alone)
   assert engine.reduced == engine.gathered == []
   assert sums[0] is grads[0]
   np.testing.assert_array_equal(sums[2].values, [[5.0], [2.0]])

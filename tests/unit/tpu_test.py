@@ -154,7 +154,7 @@ def test_what_tpus_do_not_do() -> None:
   both = groups.contiguous(2, 2)
   with pytest.raises(TypeError, match=r"TPUs sum bfloat16, .* int64\."):
     engine.all_reduce_sum([tf.zeros([2], tf.int64)], both)
-  assert not engine.can_gather
+  assert not engine.keeps_rows(groups.singletons(2))
   with pytest.raises(NotImplementedError, match="Make the tensors dense"):
     engine.all_gather([tf.zeros([2])], both)
 

@@ -61,6 +61,8 @@ class TestRunArguments:
       (np.ones([2]), np.ones([3])),
       (np.ones([2]), np.ones([2], np.float32)),
       (object(), object()),
+      (0.0, -0.0),
+      (0j, -0j),
     ],
   )
   def test_keys_differ(self, one: Any, other: Any) -> None:
@@ -74,6 +76,11 @@ class TestRunArguments:
     )
     assert one == other
     assert hash(one) == hash(other)
+    # NaN is not equal to itself, and a complex number is made anew.
+    for number in ("nan", "-inf", "1.5", "nan+1j"):
+      first, second = (_arguments(complex(number)).key() for _ in range(2))
+      assert first == second
+    assert _arguments(float("nan")).key() == _arguments(float("nan")).key()
 
   def test_another_number_of_replicas(self) -> None:
     two = testbed.per_replica(testbed.virtual(2), [1.0, 2.0])

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import testbed
+from tests.support import testbed, tpu_tasks
 from tf_cross_shard import virtual_tpu
+from tf_cross_shard.virtual_tpu import hlo, lowering
 
 N = 3
 Aggregation = tf.VariableAggregation
@@ -158,6 +159,65 @@ class TestReplicas:
     variable = _variable(6.0, aggregation=aggregation)
     _run(lambda: variable.assign_add(_ids(variable) + 1.0))
     assert _copies(variable) == expected
+
+  @pytest.mark.parametrize("dtype", ["float32", "int64", "complex64", "bool"])
+  def test_only_the_first_replicas_value_as_mirrored(self, dtype: str) -> None:
+    """Assigned, added and scattered; also Python numbers and in a branch."""
+    strategies = testbed.virtual(N), testbed.mirrored(N)
+    found = []
+    for strategy in strategies:
+      with strategy.scope():
+        variable = tf.Variable(
+          tf.cast([1, 2], dtype), aggregation=Aggregation.ONLY_FIRST_REPLICA
+        )
+      is_number = dtype != "bool"
+
+      def replica_fn(variable: Any = variable, adds: bool = is_number) -> None:
+        own = _ids(variable)
+        variable.assign(own if not adds else own + tf.cast(3, own.dtype))
+        if adds:
+          variable.assign_add(own + own)
+          variable.assign_sub(own)
+          rows = tf.cast(testbed.replica_id() % 2, tf.int32)
+          variable.scatter_add(tf.IndexedSlices(own[:1] + 5, [rows]))
+
+      tf.function(lambda s=strategy, f=replica_fn: s.run(f))()
+      found.append(_copies(variable))
+    assert found[0] == found[1]
+    assert found[0] == [found[0][0]] * N
+
+  def test_a_number_that_all_replicas_assign_does_not_travel(self) -> None:
+    counter = _variable(1, aggregation=Aggregation.ONLY_FIRST_REPLICA)
+
+    def count(value: Callable[[], Any]) -> int:
+      traced = tpu_tasks.trace(
+        testbed.virtual(N), lambda: counter.assign_add(value())
+      )
+      module = hlo.Module(lowering.lower(traced, []).module)
+      return len(module.collectives(N))
+
+    assert count(lambda: 1) == 0
+    assert count(lambda: tf.constant(1)) == 0
+    assert count(lambda: _ids(counter)) == 1
+
+  @pytest.mark.parametrize("sync", [None, ON_READ])
+  @pytest.mark.parametrize("dtype", ["int32", "complex64", "bool"])
+  def test_mean_of_what_has_none(self, dtype: str, sync: Any) -> None:
+    options = {"aggregation": Aggregation.MEAN}
+    options |= {"synchronization": sync} if sync else {}
+    for strategy in (testbed.virtual(N), testbed.mirrored(N)):
+      with strategy.scope():
+        with pytest.raises(ValueError, match=r"MEAN.*dtype"):
+          tf.Variable(tf.cast(1, dtype), **options)
+
+  def test_scatter_that_cannot_be_aggregated(self) -> None:
+    rows = tf.IndexedSlices(tf.constant([5.0]), tf.constant([1]))
+    for aggregation in (Aggregation.SUM, Aggregation.MEAN):
+      variable = _variable([1.0, 2.0], aggregation=aggregation)
+      for name in ("scatter_add", "scatter_update", "batch_scatter_update"):
+        with pytest.raises(NotImplementedError, match=aggregation.name):
+          _run(functools.partial(getattr(variable, name), rows))
+      assert _copies(variable) == [[1.0, 2.0]] * N
 
   def test_made_by_the_first_step(self) -> None:
     made: list[Any] = []

@@ -1,6 +1,8 @@
 """VirtualTPUStrategy as a user sees it."""
 
 import functools
+import gc
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -71,6 +73,34 @@ def test_number_of_replicas_is_checked(number: Any) -> None:
     virtual_tpu.VirtualTPUStrategy(number)
 
 
+def _num_threads() -> int:
+  """Of this process, native ones too."""
+  return len(os.listdir("/proc/self/task"))
+
+
+def test_no_thread_outlives_its_strategy() -> None:
+  def use(num_replicas: int) -> int:
+    """The threads while a strategy is in use."""
+    strategy = virtual_tpu.VirtualTPUStrategy(num_replicas)
+    with strategy.scope():
+      variable = tf.Variable(1.0)
+    strategy.run(lambda: variable.assign_add(1.0))
+    assert len(testbed.copies(variable)) == num_replicas
+    return _num_threads()
+
+  def count_left(num_replicas: int) -> int:
+    """The threads after a strategy was used and is gone."""
+    alive = use(num_replicas)
+    for _ in range(2):  # jaxlib's objects are found in a second round.
+      gc.collect()
+    assert _num_threads() < alive
+    return _num_threads()
+
+  before = count_left(8)  # XLA's and TensorFlow's own, once in a process.
+  for num_replicas in (2, 8, 3, 8):
+    assert count_left(num_replicas) <= before
+
+
 def test_several_strategies_in_one_process() -> None:
   def replica_fn() -> tf.Tensor:
     return _all_reduce(tf.cast(testbed.replica_id() + 1, tf.float32))
@@ -120,6 +150,25 @@ class TestArguments:
     for x in (1.0, 5.0):
       result = step(tf.constant(x), _marks())
       assert _results(result) == [2 * x, 2 * x + 2, 2 * x + 4]
+
+  def test_numbers_that_compare_oddly(self) -> None:
+    """Each call has its own value, and the same one has one program."""
+    made: list[float] = []
+
+    def replica_fn(x: tf.Tensor, number: float) -> tf.Tensor:
+      made.append(number)
+      return x / number
+
+    for number, expected in (
+      (0.0, np.inf),
+      (-0.0, -np.inf),
+      (float("nan"), np.nan),
+    ):
+      for _ in range(2):
+        # Not the same object a second time.
+        found = _results(_run(replica_fn, _marks(), float(str(number))))
+        np.testing.assert_array_equal(found, [expected] * N)
+    assert len(made) == 3
 
   def test_new_shapes(self) -> None:
     @tf.function(input_signature=[tf.TensorSpec([None, 2], tf.float32)])
@@ -313,6 +362,20 @@ class TestCollectives:
       for own in _results(found):
         np.testing.assert_array_equal(own, joined.reshape(shape))
 
+  @pytest.mark.parametrize(
+    "name",
+    ["complex64", "complex128", "float8_e5m2", "bfloat16", "bool", "int64"],
+  )
+  def test_all_gather_of_every_bit(self, name: str) -> None:
+    rows = [[[complex(i, 2.0 - i), complex(-0.0, 0.5)]] for i in range(N)]
+    if not name.startswith("complex"):
+      rows = [[[each.real, each.imag] for each in row[0]] for row in rows]
+    values = [tf.cast(row, name) for row in rows]
+    expected = np.concatenate(values).view(np.uint8).tolist()
+    for own in _run(lambda x: _all_gather(x, 0), _values(values)).values:
+      assert own.dtype.name == name
+      assert own.numpy().view(np.uint8).tolist() == expected
+
   def test_merge_call(self) -> None:
     with _strategy().scope():
       variable = tf.Variable(1.0)
@@ -361,6 +424,22 @@ class TestReduceAndGather:
     assert strategy.reduce("MEAN", counts, axis=0).numpy() == 7
     assert float(strategy.reduce("SUM", 2.0, axis=None)) == 2.0 * N
     assert strategy.gather(counts, axis=1).numpy().tolist() == [[3, 6, 12]]
+
+  def test_mean_of_integers_as_mirrored(self) -> None:
+    found = []
+    for strategy in (_strategy(), testbed.mirrored(N)):
+      counts = testbed.per_replica(strategy, [[0, 1], [1, 2], [1, 3]])
+      in_run = tf.function(
+        lambda s=strategy, x=counts: s.run(_all_reduce, (x, "MEAN"))
+      )()
+      for mean in (
+        strategy.reduce("MEAN", counts, axis=None),
+        strategy.reduce("MEAN", counts, axis=0),
+        *strategy.experimental_local_results(in_run),
+      ):
+        found.append((mean.dtype, mean.numpy().tolist()))
+    assert found[: len(found) // 2] == found[len(found) // 2 :]
+    assert found[0] == (tf.float64, [2 / 3, 2.0])
 
   def test_reduce_by_a_replica(self) -> None:
     with pytest.raises(RuntimeError, match=r"get_replica_context\(\)"):

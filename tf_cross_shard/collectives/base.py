@@ -64,9 +64,9 @@ class Engine(abc.ABC):
     """The best size of buffers at this place; None for no packing."""
     return packing.BUCKET_BYTES
 
-  @property
-  def can_gather(self) -> bool:
-    """Whether `all_gather` works at this place."""
+  def keeps_rows(self, groups: groups_lib.Groups) -> bool:
+    """Whether row-sparse gradients stay so at this place."""
+    del groups
     return True
 
   @property

@@ -112,10 +112,9 @@ class Mirrored(base.Engine):
     """Small ones: sums in merge calls need no copies."""
     return _MERGE_BUCKET_BYTES if self._merges_here() else super().bucket_bytes
 
-  @property
-  def can_gather(self) -> bool:
-    """Rows are joined in merge calls only."""
-    return collective_ops.can_merge()
+  def keeps_rows(self, groups: groups_lib.Groups) -> bool:
+    """Rows of several members are joined in merge calls only."""
+    return groups.group_size == 1 or collective_ops.can_merge()
 
   def _merges_here(self) -> bool:
     """Whether to sum in a merge call here."""

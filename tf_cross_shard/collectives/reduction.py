@@ -15,9 +15,25 @@ from tf_cross_shard.gradients import indexed_slices, packing
 from tf_cross_shard.gradients.clipping import Gradient
 
 
-def reduce_gradients(
+def make_reducible(
   grads: Sequence[Gradient],
   variables: Sequence[Any],
+  engine: base.Engine,
+  groups: groups_lib.Groups,
+) -> list[Gradient]:
+  """Makes sparse gradients dense where the engine cannot keep their rows."""
+  if engine.keeps_rows(groups):
+    return list(grads)
+  return [
+    indexed_slices.to_dense(grad, variable)
+    if isinstance(grad, tf.IndexedSlices)
+    else grad
+    for grad, variable in zip(grads, variables, strict=True)
+  ]
+
+
+def reduce_gradients(
+  grads: Sequence[Gradient],
   engine: base.Engine,
   groups: groups_lib.Groups,
   wire_dtype: tf.DType | None = None,
@@ -27,12 +43,10 @@ def reduce_gradients(
 
       result[i] = sum over r in group of grads_r[i]
 
-  None stays None. A sparse gradient stays sparse, without duplicate rows, or
-  becomes dense where the engine cannot gather rows.
+  None stays None, and a sparse gradient stays sparse, without duplicate rows.
 
   Args:
-    grads: Dense, row-sparse or None, of the same kinds on all members.
-    variables: The variables of the gradients.
+    grads: From `make_reducible`, of the same kinds on all members.
     engine: The engine that sums.
     groups: The groups.
     wire_dtype: What gradients are rounded to on the wire; None for exact sums.
@@ -42,14 +56,6 @@ def reduce_gradients(
   if wire_scale is not None:
     grads = [indexed_slices.times(grad, wire_scale) for grad in grads]
   is_sparse = [isinstance(grad, tf.IndexedSlices) for grad in grads]
-  if groups.group_size > 1 and any(is_sparse) and not engine.can_gather:
-    grads = [
-      indexed_slices.to_dense(grad, variable) if sparse_grad else grad
-      for grad, variable, sparse_grad in zip(
-        grads, variables, is_sparse, strict=True
-      )
-    ]
-    is_sparse = [False] * len(grads)
   dense = [
     i for i, grad in enumerate(grads) if grad is not None and not is_sparse[i]
   ]

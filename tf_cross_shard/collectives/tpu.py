@@ -2,9 +2,8 @@
 
 There is one operation, the cross-replica sum with the groups as its operand.
 Gradients are not packed: the TPU compiler merges their sums by itself, and a
-buffer would only be copied twice. Rows are not gathered: a TPU program has no
-shapes that depend on data, and so sparse gradients are summed dense, as the
-TPU's own optimizers do.
+buffer would only be copied twice. A TPU program has no shapes that depend on
+data, and so sparse gradients become dense, as in the TPU's own optimizers.
 """
 
 import contextlib
@@ -52,7 +51,7 @@ class TPU(base.Engine):
   def all_gather(
     self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
   ) -> list[tf.Tensor]:
-    """Not offered: see `can_gather`."""
+    """Not offered: see `keeps_rows`."""
     raise NotImplementedError(
       "A TPU program has no shapes that depend on data, so that replicas"
       " cannot join rows. Make the tensors dense."
@@ -89,9 +88,9 @@ class TPU(base.Engine):
     """Nothing is packed."""
     return None
 
-  @property
-  def can_gather(self) -> bool:
-    """No."""
+  def keeps_rows(self, groups: groups_lib.Groups) -> bool:
+    """No: to merge those of one index would be a shape that depends on data."""
+    del groups
     return False
 
   @property

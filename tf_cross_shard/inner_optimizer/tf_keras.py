@@ -265,7 +265,7 @@ class TfKerasWrapper(wrapper.OptimizerWrapper, tf_keras.optimizers.Optimizer):
       )
     for argument, limit in clipping.items():
       setattr(self, argument, limit)
-    inner = _adapter(opt)
+    inner = adapter(opt)
     inner.check_class()
     self._encapsulate(inner)
 
@@ -392,7 +392,7 @@ class TfKerasWrapper(wrapper.OptimizerWrapper, tf_keras.optimizers.Optimizer):
     return optimizer._create_or_restore_slot_variable(*args, **kwargs)
 
 
-def _adapter(opt: Any) -> TfKerasOptimizer:
+def adapter(opt: Any) -> TfKerasOptimizer:
   """The encapsulated form of a new or a legacy optimizer."""
   legacy = isinstance(base.innermost(opt), _LEGACY)
   return LegacyOptimizer(opt) if legacy else TfKerasOptimizer(opt)

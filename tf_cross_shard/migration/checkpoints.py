@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,21 @@ from tf_cross_shard.inner_optimizer import base, kernels, optimizer_state
 from tf_cross_shard.migration import v1_optimizers
 
 Names = Mapping[str, str] | Callable[[str], str | None] | None
+Slots = str | Mapping[str, str] | None
 Shapes = dict[str, tuple[int, ...]]
 
 _OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"  # of TensorFlow 2 only
 _ITERATIONS = "iterations"
 _GLOBAL_STEP = r"(.*/)?global_step"
+# Of tf_keras' older kind, in version 1's order; a class of the user's has more.
+_LEGACY_SLOTS = {
+  "SGD": ("momentum",),
+  "Adam": ("m", "v"),
+  "Adagrad": ("accumulator",),
+  "RMSprop": ("rms", "mg", "momentum"),
+  "Adadelta": ("accum_grad", "accum_var"),
+  "Ftrl": ("accumulator", "linear"),
+}
 _POWER = r"(.*/)?beta[12]_power(_\d+)?"
 
 
@@ -69,7 +79,7 @@ def convert_checkpoint(
   optimizer: Any,
   *,
   names: Names = None,
-  slots: str | None = None,
+  slots: Slots = None,
   iterations: int | None = None,
   allow_unmatched: bool | Collection[str] = False,
 ) -> Conversion:
@@ -109,9 +119,10 @@ def convert_checkpoint(
 
   A weight is looked for under its own name, with or without the model's name
   before it, slots beside it under the name that version 1 gives to such an
-  optimizer, and the count of steps under `global_step`. Nothing else is
-  guessed: the error, before any value changes, lists what is left on both sides
-  and shows which argument to write.
+  optimizer, and the count of steps under `global_step`. Version 1 had no Lamb
+  and no class that you wrote: their slots are looked for under their own names,
+  "dense/kernel/adam_m". Nothing else is guessed: the error, before any value
+  changes, lists what is left on both sides and shows which argument to write.
 
   Only state is converted. Give the optimizer the learning rate, betas and the
   like that version 1 had. Keras' SGD has the learning rate in its momentum, so
@@ -134,7 +145,8 @@ def convert_checkpoint(
     slots: Where version 1 has the first slot of a weight: the name that the
       optimizer was given there, such as "my_adam" or, of a second Adam,
       "Adam_2". With {} for the weight's name in the checkpoint, anything:
-      "scope/{}/Adam".
+      "scope/{}/Adam". Where version 1 named each slot, a dictionary from the
+      names of the optimizer's slots, {"momentum": "adam_m"}.
     iterations: The number of steps that version 1 had made; None for what the
       checkpoint's only `global_step` is.
     allow_unmatched: What need not have a counterpart: True for anything, or
@@ -250,43 +262,16 @@ class _Plan:
     return weights
 
   def find_state(
-    self, optimizer: Any, slots: str | None, iterations: int | None
+    self, optimizer: Any, slots: Slots, iterations: int | None
   ) -> None:
     """Matches slots, other variables of the optimizer and the count."""
     last = base.innermost(optimizer)
     is_v1 = isinstance(last, v1_optimizers.V1Update)
-    default, factor = _default_slots(last)
-    if slots is not None and not (isinstance(slots, str) and slots):
-      raise TypeError(
-        "`slots` must be the name of version 1's optimizer, such as"
-        f' "my_adam", or None; got {slots!r}.'
-      )
-    known = {id(last.iterations), id(getattr(last, "_learning_rate", None))}
-    for weight in self.trained:
-      label = self._labels[id(weight)]
-      source = self.matched.get(label, "")
-      kept = dict(_slots_of(last, weight))
-      known |= set(map(id, kept.values()))
-      for k, (name, slot) in enumerate(kept.items()):
-        if slot is not None:
-          first = _first_slot(slots or default, source)
-          self._want(f"{label}/{name}", slot, self._slot(first, k))
-          self._factors[f"{label}/{name}"] = factor
-      again = self._slot(_first_slot(default, source), len(kept))
-      if kept and slots is None and again in self._shapes:
-        raise ValueError(
-          f"`slots` is needed: {again!r} of the checkpoint may be the first"
-          f" slot of another optimizer. Say slots={default!r}, or"
-          f" slots={again.removeprefix(source + '/')!r}."
-        )
-    if slots is not None and not self._factors.keys() & self.matched.keys():
-      raise ValueError(
-        f"`slots` is {slots!r}, and no weight has slots of that name. The"
-        f" checkpoint holds {', '.join(self.left_in_checkpoint)}."
-      )
+    known = self._find_slots(last, slots)
+    known |= {id(last.iterations), id(getattr(last, "_learning_rate", None))}
     variables = last.variables
     for other in variables() if callable(variables) else variables:
-      if id(other) not in known and not _is_idle(last):
+      if id(other) not in known:
         name = optimizer_state.path_of(other).rpartition("/")[2]
         is_power = re.fullmatch(_POWER, name)
         power = self._only(rf"(.*/)?{name}(_\d+)?") if is_power else None
@@ -307,6 +292,67 @@ class _Plan:
           "`names` has keys that model and optimizer have not:"
           f" {', '.join(unknown)}. They have {', '.join(self.wanted)}."
         )
+
+  def _find_slots(self, last: Any, slots: Slots) -> set[int]:
+    """Matches slots; returns the ids of all that there are."""
+    asked: Mapping[str, Any] = (
+      slots if isinstance(slots, Mapping) else {"": slots}  # of all
+    )
+    if slots is not None and not all(
+      isinstance(text, str) and text for text in asked.values()
+    ):
+      raise TypeError(
+        "`slots` must be the name of version 1's optimizer, such as"
+        ' "my_adam", a dictionary such as {"momentum": "adam_m"}, or None; got'
+        f" {slots!r}."
+      )
+    default, factor = _default_slots(last)
+    name_of_all = asked.get("")
+    known: set[int] = set()
+    found: dict[str, list[str]] = {"": []}
+    for weight in self.trained:
+      label = self._labels[id(weight)]
+      source = self.matched.get(label, "")
+      numbered, own = _slots_of(last, weight)
+      known |= {id(slot) for slot in (*numbered.values(), *own.values())}
+      if _is_idle(last):
+        numbered = {}
+      elif name_of_all and not default:
+        numbered, own = own, {}
+      first = _first_slot(name_of_all or default, source)
+      for k, (name, slot) in enumerate({**numbered, **own}.items()):
+        if slot is None:
+          continue
+        theirs = f"{source}/{name}"
+        if name in asked:
+          theirs = _first_slot(asked[name], source)
+        elif name in numbered:
+          theirs = self._slot(first, k)
+        full = self._want(f"{label}/{name}", slot, theirs)
+        found.setdefault(name, []).append(full)
+        if name in numbered:
+          found[""].append(full)
+          self._factors[full] = factor
+      again = self._slot(_first_slot(default, source), len(numbered))
+      if numbered.keys() - asked and not name_of_all and again in self._shapes:
+        raise ValueError(
+          f"`slots` is needed: {again!r} of the checkpoint may be the first"
+          f" slot of another optimizer. Say slots={default!r}, or"
+          f" slots={again.removeprefix(source + '/')!r}."
+        )
+    for name in asked if slots is not None else ():
+      if name not in found:
+        raise ValueError(
+          f"`slots` has {name}, which is no slot of {type(last).__name__}; it"
+          f" has {', '.join(filter(None, found)) or 'none'}."
+        )
+      if not self.matched.keys() & set(found[name]):
+        raise ValueError(
+          f"`slots` is {slots!r}, and no weight has slots of the name"
+          f" {asked[name]}. The checkpoint holds"
+          f" {', '.join(self.left_in_checkpoint)}."
+        )
+    return known
 
   def value(self, name: str, source: str) -> Any:
     """What to assign."""
@@ -339,8 +385,12 @@ class _Plan:
     lines = _listed("in the checkpoint", theirs)
     lines += _listed("in model and optimizer", ours)
     remedies = ["iterations=STEPS"] if self._count in ours else []
-    if any(n.rpartition("/")[0] in self._labels.values() for n in ours):
+    labels = self._labels.values()
+    slots = [n for n in ours if n.rpartition("/")[0] in labels]
+    if self._factors.keys() & set(slots):
       remedies.append('slots="{}/NAME"')
+    if slots:
+      remedies.append(f'slots={{"{slots[0].rpartition("/")[2]}": "NAME"}}')
     remedies += [f'names={{"{n}": "..."}}' for n in list(ours)[:1]]
     remedies.append(f"allow_unmatched={[*theirs, *ours][:1]}")
     raise ValueError(
@@ -451,16 +501,19 @@ def _default_slots(last: Any) -> tuple[str, float]:
   return name, -float(config["learning_rate"])
 
 
-def _slots_of(last: Any, weight: Any) -> Iterator[tuple[str, Any]]:
-  """Names and slots in version 1's order; None for what Keras has not."""
+def _slots_of(last: Any, weight: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Slots by name: those that version 1 numbered, in its order, and others.
+
+  One that Keras does without is None.
+  """
   _, kind = _kind_of(last)
-  if kind is None or _is_idle(last):
-    return
+  own = _adapter(last).slots(weight)
+  numbered: dict[str, Any] = {}
+  if kind is None:
+    return numbered, own
   if hasattr(last, "get_slot"):  # of the older kind, in tf_keras
-    names = sorted(last.get_slot_names(), key=lambda name: name == "momentum")
-    for name in names:
-      yield name, last.get_slot(weight, name)
-    return
+    usual = [name for name in _LEGACY_SLOTS[kind.keras] if name in own]
+    return {name: own.pop(name) for name in usual}, own
   keys = getattr(last, "_index_dict", None)
   keys = last._trainable_variables_indices if keys is None else keys
   index = keys.get(last._var_key(weight))
@@ -468,7 +521,24 @@ def _slots_of(last: Any, weight: Any) -> Iterator[tuple[str, Any]]:
   kernel = kernels.KERNELS[centered + kind.kernel]
   for slot, attribute in kernel.slots.items():
     made = getattr(last, attribute, None)
-    yield kind.slots[slot], made[index] if made and index is not None else None
+    numbered[kind.slots[slot]] = (
+      made[index] if made and index is not None else None
+    )
+  known = set(map(id, numbered.values()))
+  return numbered, {n: v for n, v in own.items() if id(v) not in known}
+
+
+def _adapter(last: Any) -> base.InnerOptimizer:
+  """The form in which CrossShardOptimizer sees an optimizer of either Keras."""
+  if any(
+    each.__module__.startswith("tf_keras.") for each in type(last).__mro__
+  ):
+    from tf_cross_shard.inner_optimizer import tf_keras
+
+    return tf_keras.adapter(last)
+  from tf_cross_shard.inner_optimizer import keras3
+
+  return keras3.Keras3Optimizer(last)
 
 
 def _kind_of(last: Any) -> tuple[str, v1_optimizers.Kind | None]:

@@ -18,6 +18,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_cross_shard import validation
+from tf_cross_shard.collectives import tpu
 from tf_cross_shard.gradients import compute, indexed_slices, loss_factor
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.towers import shared_variables
@@ -272,7 +273,8 @@ def _add(grads: Sequence[Gradient], variable: Any) -> Gradient:
   if len({grad.dtype for grad in present}) > 1:
     present = [indexed_slices.cast(grad, variable) for grad in present]
   is_rows = [isinstance(grad, tf.IndexedSlices) for grad in present]
-  if all(is_rows):
+  # A TPU cannot merge rows.
+  if all(is_rows) and not tpu.is_tpu(tf.distribute.get_strategy()):
     rows = tf.IndexedSlices(
       tf.concat([grad.values for grad in present], axis=0),
       tf.concat([grad.indices for grad in present], axis=0),

@@ -67,12 +67,7 @@ class RunArguments:
     return (
       repr(containers),
       tuple((spec.dtype, tuple(spec.shape)) for spec in self.specs),
-      tuple(
-        (type(leaf), leaf)
-        if isinstance(leaf, (bool, int, float, str, bytes, type(None)))
-        else (type(leaf), id(leaf))
-        for leaf in self.constants
-      ),
+      tuple((type(leaf), _identity(leaf)) for leaf in self.constants),
     )
 
   def _per_replica(self, leaf: Any) -> PerReplica:
@@ -294,6 +289,16 @@ def _is_input(leaf: Any) -> bool:
     return True
   _check_dense(leaf)
   return isinstance(leaf, (tf.Tensor, np.ndarray, np.generic))
+
+
+def _identity(leaf: Any) -> Any:
+  """Equal for two leaves that are part of a program in the same way."""
+  for kind in (float, complex):
+    # 0.0 == -0.0, and NaN is not equal to itself.
+    if isinstance(leaf, kind):
+      return kind.__repr__(leaf)
+  plain = isinstance(leaf, (bool, int, str, bytes, type(None)))
+  return leaf if plain else id(leaf)
 
 
 def _check_dense(value: Any) -> None:

@@ -75,37 +75,59 @@ class TracedReplicaContext(tf.distribute.ReplicaContext):
     return tf.cast(gen_xla_ops.xla_replica_id(), tf.int32)
 
   def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-    """Concatenates the replicas' values: a sum with each in its own place."""
+    """Concatenates the replicas' values."""
     del options
-    count = self.strategy.num_replicas_in_sync
-    is_own = tf.range(count) == self.replica_id_in_sync_group
+    places = tf.range(self.strategy.num_replicas_in_sync)
 
-    def gather(tensor: tf.Tensor) -> tf.Tensor:
-      tensor = tf.convert_to_tensor(tensor)
-      # As words, every bit arrives, and so do dtypes that TPUs do not sum.
-      words = _to_words(tensor)
-      own = tf.reshape(is_own, [count, *[1] * words.shape.rank])
-      spread = tf.where(own, words[None], tf.zeros([], words.dtype))
-      parts = self.all_reduce("SUM", spread)
-      parts = [_from_words(x, tensor.dtype) for x in tf.unstack(parts, count)]
+    def gather(tensor: Any) -> tf.Tensor:
+      parts = self._exchange(tf.convert_to_tensor(tensor), places)
       return tf.concat(parts, axis)
 
     return tf.nest.map_structure(gather, value)
 
+  def of_first_replica(self, value: Any) -> tf.Tensor:
+    """Replica 0's value."""
+    tensor = tf.convert_to_tensor(value)
+    if tf.get_static_value(tensor) is not None:
+      return tensor  # One program: a constant is the same on all replicas.
+    return self._exchange(tensor, tf.range(1))[0]
+
+  def _exchange(self, tensor: tf.Tensor, places: tf.Tensor) -> list[tf.Tensor]:
+    """The values of the replicas whose numbers are `places`, in order.
+
+    A sum in which each is in its own place.
+    """
+    if tensor.dtype.is_complex:
+      parts = tf.math.real(tensor), tf.math.imag(tensor)
+      return list(map(tf.complex, *(self._exchange(x, places) for x in parts)))
+    # As words, every bit arrives, and so do dtypes that TPUs do not sum.
+    words = _to_words(tensor)
+    is_own = places == self.replica_id_in_sync_group
+    own = tf.reshape(is_own, [-1, *[1] * words.shape.rank])
+    spread = tf.where(own, words[None], tf.zeros([], words.dtype))
+    sums = tf.unstack(self.all_reduce("SUM", spread), places.shape[0])
+    return [_from_words(each, tensor.dtype) for each in sums]
+
 
 def _to_words(tensor: tf.Tensor) -> tf.Tensor:
   """A tensor's bits in a dtype of integers that TPUs sum."""
-  if tensor.dtype.size in (4, 8) and tensor.dtype != tf.complex64:
+  if tensor.dtype.size in (4, 8):
     return tf.bitcast(tensor, tf.uint32)
-  if tensor.dtype in (tf.bfloat16, tf.float16):
-    return tf.cast(tf.bitcast(tensor, tf.uint16), tf.uint32)
+  if tensor.dtype.is_floating:
+    tensor = tf.bitcast(tf.cast(tensor, _half(tensor.dtype)), tf.uint16)
   return tf.cast(tensor, tf.int32)
 
 
 def _from_words(words: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
   """The inverse of `_to_words`."""
-  if dtype.size in (4, 8) and dtype != tf.complex64:
+  if dtype.size in (4, 8):
     return tf.bitcast(words, dtype)
-  if dtype in (tf.bfloat16, tf.float16):
-    return tf.bitcast(tf.cast(words, tf.uint16), dtype)
+  if dtype.is_floating:
+    half = tf.bitcast(tf.cast(words, tf.uint16), _half(dtype))
+    return tf.cast(half, dtype)
   return tf.cast(words, dtype)
+
+
+def _half(dtype: tf.DType) -> tf.DType:
+  """A dtype of two bytes that `tf.bitcast` takes; it takes no float8."""
+  return dtype if dtype.size == 2 else tf.float16

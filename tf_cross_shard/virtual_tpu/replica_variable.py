@@ -13,7 +13,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import tensorflow as tf
@@ -23,6 +23,8 @@ from tf_cross_shard.virtual_tpu import replica_context
 
 if TYPE_CHECKING:
   from tf_cross_shard.virtual_tpu import xla
+
+_Aggregation: Final = tf.VariableAggregation
 
 
 class ReplicaVariable(resource_variable_ops.ResourceVariable):
@@ -38,15 +40,17 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
     self._is_in_host_functions = False
     self._views: tuple[ReplicaView, ...] = ()
     super().__init__(**kwargs)
-    combination = {
-      tf.VariableAggregation.SUM: "SUM",
-      tf.VariableAggregation.MEAN: "MEAN",
-    }.get(self.aggregation)
+    is_mean = self.aggregation == _Aggregation.MEAN
+    if is_mean and not self.dtype.is_floating:
+      raise ValueError(
+        "`aggregation` must not be MEAN for a variable whose dtype is not"
+        f" floating; got {self.dtype.name}. Choose SUM or ONLY_FIRST_REPLICA."
+      )
     on_read = self.synchronization == tf.VariableSynchronization.ON_READ
     # How copies are combined when the host reads, or when replicas assign.
-    self._on_read = combination if on_read else None
-    self._on_assign = None if on_read else combination
-    if self._on_read == "SUM":
+    self._on_read = self.aggregation if on_read else _Aggregation.NONE
+    self._on_assign = _Aggregation.NONE if on_read else self.aggregation
+    if self._on_read == _Aggregation.SUM:
       # Every copy has the initial value, and the host reads their sum.
       self._write_raw(
         np.asarray(self._read_raw()._numpy()) * self._replicas.num_replicas
@@ -146,31 +150,57 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
     copies = self._copies
     assert copies is not None
     # Copied: the next program reuses the memory.
-    if self._on_read is None:
+    if self._on_read not in (_Aggregation.SUM, _Aggregation.MEAN):
       return np.array(copies.to_numpy(0))
     count = self._replicas.num_replicas
     total = functools.reduce(operator.add, map(copies.to_numpy, range(count)))
-    if self._on_read == "MEAN":
+    if self._on_read == _Aggregation.MEAN:
       total = total / count
     return np.asarray(total).astype(copies.dtype)
 
   def _value_for_replicas(self) -> np.ndarray:
     """The part of the host's value that each replica receives."""
     value = np.asarray(self._read_raw()._numpy())
-    if self._on_read == "SUM":
+    if self._on_read == _Aggregation.SUM:
       value = (value / self._replicas.num_replicas).astype(value.dtype)
     return value
 
   def _aggregate(self, value: Any) -> Any:
     """The value that a replica assigns, combined if the variable says so."""
-    # ONLY_FIRST_REPLICA means this replica's own value: only counters use it,
-    # and all replicas count alike.
-    context = tf.distribute.get_replica_context()
-    is_in_program = context is not None and replica_context.in_replica_program()
-    if self._on_assign is None or not is_in_program:
+    if not self._combines():
       return value
+    context = tf.distribute.get_replica_context()
     value = tf.convert_to_tensor(value, self.dtype)
-    return context.all_reduce(self._on_assign, value)
+    if self._on_assign == _Aggregation.ONLY_FIRST_REPLICA:
+      return context.of_first_replica(value)
+    return context.all_reduce(self._on_assign.name, value)
+
+  def _combines(self) -> bool:
+    """Whether a replica that assigns here needs other replicas' values."""
+    # In a merge call, and while a replica is isolated, the context is another.
+    return self._on_assign != _Aggregation.NONE and isinstance(
+      tf.distribute.get_replica_context(), replica_context.TracedReplicaContext
+    )
+
+  def _rows_of_first_replica(self, rows: Any) -> Any:
+    """Replica 0's arguments of a scatter, if the variable says so."""
+    if not self._combines():
+      return rows
+    if self._on_assign != _Aggregation.ONLY_FIRST_REPLICA:
+      raise NotImplementedError(
+        f"{self.name} has aggregation={self._on_assign.name}, by which replicas"
+        " cannot scatter. Use assign_add, or aggregation NONE or"
+        " ONLY_FIRST_REPLICA."
+      )
+    first = tf.distribute.get_replica_context().of_first_replica
+
+    def choose(value: Any) -> Any:
+      if isinstance(value, tf.IndexedSlices):
+        # Its parts may be lists.
+        return tf.IndexedSlices(first(value.values), first(value.indices))
+      return first(value) if tf.is_tensor(value) else value
+
+    return tf.nest.map_structure(choose, rows)
 
   def _prepare_host_assignment(self) -> None:
     """Makes all copies follow the host's next value, unless a replica assigns.
@@ -235,6 +265,8 @@ def _override(name: str) -> None:
   @functools.wraps(method)
   def assign(self: ReplicaVariable, *args: Any, **kwargs: Any) -> Any:
     self._prepare_host_assignment()
+    if "scatter" in name:
+      args, kwargs = self._rows_of_first_replica((args, kwargs))
     return method(self, *args, **kwargs)
 
   setattr(ReplicaVariable, name, assign)

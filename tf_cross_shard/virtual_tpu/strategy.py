@@ -271,7 +271,7 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
         tf.convert_to_tensor(tensor), [list(range(count))]
       )
       if reduce_op == tf.distribute.ReduceOp.MEAN:
-        total = tf.cast(total / count, total.dtype)
+        total = total / count
       return total
 
     return [reduce(tensor) for tensor in tf.nest.flatten(value)]
@@ -367,7 +367,7 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
     total = tf.add_n(tensors)
     if operation == tf.distribute.ReduceOp.SUM:
       return total
-    return tf.cast(total / tf.cast(count, total.dtype), total.dtype)
+    return total / tf.cast(count, total.dtype)
 
   def _reduce_to(
     self, reduce_op: Any, value: Any, destinations: Any, options: Any

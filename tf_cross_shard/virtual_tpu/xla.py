@@ -84,11 +84,10 @@ class Client:
     self._array = importlib.import_module("jax._src.array")
     self._client = self._xla.make_cpu_client(num_devices=num_replicas)
     self._devices = tuple(self._client.devices())
-    mesh = self._jax.sharding.Mesh(np.array(self._devices), ("replica",))
-    # jax takes the replicas' arrays for copies of one and does not compare.
-    self._sharding = self._jax.sharding.NamedSharding(
-      mesh, self._jax.sharding.PartitionSpec()
-    )
+    # jax takes the replicas' arrays for copies of one and does not compare. A
+    # NamedSharding would stay in jax's caches, and keep the client's threads.
+    shardings = importlib.import_module("jax._src.sharding_impls")
+    self._sharding = shardings.GSPMDSharding.get_replicated(self._devices)
     self._shardings = tuple(
       map(self._jax.sharding.SingleDeviceSharding, self._devices)
     )
