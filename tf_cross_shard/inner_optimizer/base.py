@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from tf_cross_shard import validation
 from tf_cross_shard.gradients import accumulation
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import fused_update
@@ -23,14 +22,15 @@ class InnerOptimizer(abc.ABC):
     optimizer: The user's optimizer.
     around: A LossScaleOptimizer that encapsulates *our* optimizer, or None; see
       `loss_scaling`.
-    whole: What the user trains, where the optimizer is built on parts of it.
+    plain: State and weights as an optimizer without shards has them, where
+      this one is built on parts of the weights; else None.
     is_fused: Whether kernels may do the optimizer's steps; see `fused_update`.
   """
 
   def __init__(self, optimizer: Any) -> None:
     self.optimizer = optimizer
     self.around: Any = None
-    self.whole: list[Any] | None = None
+    self.plain: Any = None
     self.is_fused = False
     self._thread = threading.local()  # Replicas may be threads.
 
@@ -76,8 +76,9 @@ class InnerOptimizer(abc.ABC):
 
   @property
   def variables(self) -> list[Any]:
-    """All variables of the optimizer."""
-    return list(self.optimizer.variables)
+    """All variables of the optimizer; whole ones in place of parts."""
+    own = self.optimizer if self.plain is None else self.plain
+    return list(own.variables)
 
   @property
   def state(self) -> list[Any]:
@@ -122,9 +123,8 @@ class InnerOptimizer(abc.ABC):
 
   def knows(self, variable: Any) -> bool:
     """Whether the built optimizer was built on `variable`."""
-    if self.whole is not None:
-      native = validation.native(variable)
-      return any(validation.native(each) is native for each in self.whole)
+    if self.plain is not None:
+      return self.plain.index(variable) is not None
     return self._index(variable) is not None
 
   @abc.abstractmethod

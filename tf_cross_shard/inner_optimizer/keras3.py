@@ -77,9 +77,9 @@ class Keras3Optimizer(base.InnerOptimizer):
     """The Keras variable, for the native one that tapes and graphs report."""
     if isinstance(variable, keras.Variable) or not self.is_built:
       return variable
-    for whole in self.whole or ():
-      if validation.native(whole) is variable:
-        return whole
+    if self.plain is not None:
+      at = self.plain.index(variable)
+      return variable if at is None else self.plain.trainable_variables[at]
     index = self._index(variable)
     if index is None:
       return variable

@@ -40,7 +40,7 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
   for layer in layers(optimizer):
     innermost = layer
     listed = _listed(layer) if plain is None else []
-    plain = plain or getattr(layer, "_plain_state", None)
+    plain = plain or _plain_of(layer)
     for variable in (*listed, *_unlisted(layer)):
       found.setdefault(id(variable), variable)
   if not _is_built(innermost):
@@ -51,7 +51,7 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
     )
   trained = getattr(innermost, "_trainable_variables", ())
   if plain is not None:  # Sharded: the plain optimizer is built on these.
-    trained = plain.weights
+    trained = plain.trainable_variables
   names = _names(list(found.values()), list(trained))
   return list(zip(unique(names), found.values(), strict=True))
 
@@ -92,6 +92,11 @@ def gradient_sums(optimizer: Any) -> list[Any]:
     for name in ("_window_variables", "_accumulated_gradients")
     for variable in getattr(layer, name, ())
   ]
+
+
+def _plain_of(optimizer: Any) -> Any:
+  """What stands for all variables of one that keeps its state in shards."""
+  return getattr(vars(optimizer).get("_inner"), "plain", None)
 
 
 def _unlisted(optimizer: Any) -> list[Any]:

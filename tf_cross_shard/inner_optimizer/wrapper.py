@@ -301,22 +301,18 @@ class OptimizerWrapper:
     """Makes the slots."""
     self._inner.build(variables)
 
-  def _state(self) -> list[Any]:
-    """What a pickle saves."""
-    return self._inner.state
-
   def set_weights(self, weights: Any) -> None:
     """Sets the encapsulated optimizer's variables, in their order."""
-    self._inner.optimizer.set_weights(weights)
+    (self._inner.plain or self._inner.optimizer).set_weights(weights)
 
   def save_own_variables(self, store: Any) -> None:
     """Saves what the encapsulated optimizer would save."""
     self._before_saving()
-    self._inner.optimizer.save_own_variables(store)
+    (self._inner.plain or self._inner.optimizer).save_own_variables(store)
 
   def load_own_variables(self, store: Any) -> None:
     """Loads what the encapsulated optimizer saved, wrapped or not."""
-    self._inner.optimizer.load_own_variables(store)
+    (self._inner.plain or self._inner.optimizer).load_own_variables(store)
 
   def exclude_from_weight_decay(
     self, var_list: Any = None, var_names: Any = None
@@ -335,7 +331,7 @@ class OptimizerWrapper:
   def __reduce__(self) -> tuple[Any, ...]:
     """Pickles and copies settings and state."""
     self._before_saving()
-    current = [(self._inner.path(v), v.numpy()) for v in self._state()]
+    current = [(self._inner.path(v), v.numpy()) for v in self._inner.state]
     waiting = enumerate(self._unrestored)
     state = [saved or current[i] for i, saved in waiting] or current
     return _unpickle, (type(self), self.get_config(), state)
@@ -358,7 +354,7 @@ class OptimizerWrapper:
     that is assigned becomes None in the list, since its variable may change
     before the slots are made.
     """
-    variables = self._state()
+    variables = self._inner.state
     complete = len(variables) == len(state)
     if complete and any(
       saved and saved[1].shape != tuple(variable.shape)
@@ -388,7 +384,9 @@ class OptimizerWrapper:
   def _checkpointed(self) -> Any:
     """Whose children a checkpoint sees: its own while it is being made."""
     inner = self.__dict__.get("_inner")
-    return super() if inner is None else inner.optimizer
+    if inner is None:
+      return super()
+    return inner.optimizer if inner.plain is None else inner.plain.checkpointed
 
   def _trackable_children(self, *args: Any, **kwargs: Any) -> Any:
     """What a checkpoint saves."""

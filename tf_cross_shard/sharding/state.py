@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
+from tf_cross_shard import validation
 from tf_cross_shard.inner_optimizer import base
 from tf_cross_shard.replica_state import replica_values
 
@@ -133,7 +134,7 @@ class PlainState:
   Attributes:
     variables: Those of the plain optimizer, in its order: whole slots, and the
       optimizer's own counts and rates.
-    weights: What the plain optimizer would be built on.
+    trainable_variables: What the plain optimizer would be built on.
     checkpointed: What a checkpoint saves in the optimizer's place.
   """
 
@@ -159,7 +160,7 @@ class PlainState:
     tiny = [inner.make_tiny(weight) for weight in weights]
     with tf.init_scope():
       plain.build(tiny)
-    self.weights = list(weights)
+    self.trainable_variables = list(weights)
     self._found: dict[int, Any] = {
       id(one): weight for one, weight in zip(tiny, weights, strict=True)
     }
@@ -183,9 +184,36 @@ class PlainState:
     self.variables = [self._found[id(v)] for v in listed]
     self.checkpointed = self._children(plain, optimizer)
 
+  def index(self, variable: Any) -> int | None:
+    """The place of a variable among those that are trained."""
+    native = validation.native(variable)
+    known = map(validation.native, self.trainable_variables)
+    return next((i for i, each in enumerate(known) if each is native), None)
+
   def slots(self, index: int) -> dict[str, WholeSlot]:
     """The slots of a weight, by the optimizer's attribute."""
     return self._slots[index]
+
+  def save_own_variables(self, store: Any) -> None:
+    """Saves what the plain optimizer would save."""
+    for i, variable in enumerate(self.variables):
+      store[str(i)] = variable.numpy()
+
+  def load_own_variables(self, store: Any) -> None:
+    """Loads what the plain optimizer saved."""
+    self.set_weights([store[str(i)] for i in range(len(store.keys()))])
+
+  def set_weights(self, weights: Any) -> None:
+    """Assigns values in the order of `variables`."""
+    weights = list(weights)
+    if len(weights) != len(self.variables):
+      raise ValueError(
+        f"The optimizer has {len(self.variables)} variables, and {len(weights)}"
+        " were given. Build it on the model's trainable variables, with the"
+        " settings that they were saved with."
+      )
+    for variable, value in zip(self.variables, weights, strict=True):
+      variable.assign(value)
 
   def _children(self, plain: Any, optimizer: Any) -> _Children:
     """The children of the plain optimizer, with state in their place."""

@@ -94,7 +94,6 @@ class ShardedUpdate:
 
   Attributes:
     rows: Empty until built.
-    plain: The state as a plain optimizer has it; None until built.
   """
 
   def __init__(
@@ -105,7 +104,6 @@ class ShardedUpdate:
     self._groups = groups
     self.rows: list[Row] = []
     self.variables: list[Any] = []  # whole, in the user's order
-    self.plain: Any = None
 
   @property
   def shards(self) -> list[Any]:
@@ -131,11 +129,11 @@ class ShardedUpdate:
       if not decays:
         last.exclude_from_weight_decay(var_list=[shard])
       self.rows.append(Row(weights, sizes, part, shard))
-    self.variables = self._inner.whole = list(variables)
+    self.variables = list(variables)
     self._start_alike(self.cut)
     with self._engine.making_variables():
       self._inner.build(self.shards)
-      self.plain = state.PlainState(
+      self._inner.plain = state.PlainState(
         self._inner,
         self.variables,
         [self._place_of(variable) for variable in variables],
@@ -173,24 +171,18 @@ class ShardedUpdate:
 
   def slots(self, variable: Any) -> dict[str, Any]:
     """The whole slots of a variable, by name."""
-    index = self._index(variable)
+    plain = self._inner.plain
+    index = None if plain is None else plain.index(variable)
     if index is None:
       return {}
     row, _ = self._place_of(variable)
-    parts = self._inner.slots(self.rows[row].shard)
-    of_attribute = self.plain.slots(index)
+    named = self._inner.slots(self.rows[row].shard).items()
     return {
       name: whole
-      for name, part in parts.items()
-      for whole in of_attribute.values()
+      for name, part in named
+      for whole in plain.slots(index).values()
       if whole.slot is part
     }
-
-  def _index(self, variable: Any) -> int | None:
-    """The place of `variable` among those it was built on."""
-    native = validation.native(variable)
-    known = [validation.native(each) for each in self.variables]
-    return next((i for i, each in enumerate(known) if each is native), None)
 
   def _place_of(self, variable: Any) -> tuple[int, int]:
     """The row of a variable, and where in it the variable begins."""
