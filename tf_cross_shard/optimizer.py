@@ -14,8 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_cross_shard import group_warnings, placement, validation
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import placement, saving_warning, validation
 from tf_cross_shard.collectives import reduction
 from tf_cross_shard.gradients import (
   accumulation,
@@ -170,7 +170,9 @@ class CrossShard(wrapper.OptimizerWrapper):
         self._inner, self._place.engine, self._place.groups
       )
     self._guard = nonfinite.NonfiniteGuard(skip_nonfinite, self._place.engine)
-    self._notice = saving_warning.SavingNotice(name, self.groups.num_groups)
+    self._warnings = group_warnings.GroupWarnings(
+      name, self.groups, self._place.engine
+    )
 
   @property
   def reduction(self) -> str:
@@ -237,38 +239,6 @@ class CrossShard(wrapper.OptimizerWrapper):
   def groups(self) -> groups_lib.Groups:
     """The groups in force, one of all replicas where none were given."""
     return self._place.groups
-
-  def get_slot(self, var: Any, name: str) -> Any:
-    """The variable that `opt` made for `var` under `name`, or None.
-
-    >>> from tf_cross_shard import CrossShardOptimizer
-    >>> weight = tf.Variable([1.0, 2.0])
-    >>> optimizer = CrossShardOptimizer("adam")
-    >>> optimizer.build([weight])
-    >>> velocity = optimizer.get_slot_names()[-1]
-    >>> optimizer.get_slot(weight, velocity).shape.as_list()
-    [2]
-
-    Args:
-      var: A variable that the optimizer was built on.
-      name: One of `get_slot_names()`.
-
-    Returns:
-      The slot; None where there is none.
-
-    Raises:
-      TypeError: If `var` is not a variable.
-    """
-    validation.check_variable("var", var)
-    return self._slots_of(var).get(name)
-
-  def _slots_of(self, variable: Any) -> dict[str, Any]:
-    """The slots of a variable, by name; whole ones of a sharded optimizer."""
-    return (self._sharded or self._inner).slots(variable)
-
-  def get_slot_names(self) -> list[str]:
-    """Names of the slots of `opt`; empty before the optimizer is built."""
-    return self._inner.slot_names()
 
   def compute_gradients(
     self,
@@ -376,22 +346,6 @@ class CrossShard(wrapper.OptimizerWrapper):
     else:
       self._sharded.build(variables)
 
-  def finalize_variable_values(self, var_list: Any) -> None:
-    """Writes moving averages into the variables where EMA is used."""
-    sharded = self._sharded
-    if sharded is None or not sharded.rows or not self.use_ema:
-      super().finalize_variable_values(var_list)
-      return
-    self._inner.optimizer.finalize_variable_values(sharded.shards)
-    engine = self._place.engine
-
-    def join() -> None:
-      joined = sharded.join()
-      with engine.isolate():
-        sharded.write(joined)
-
-    engine.strategy.run(join)
-
   def get_config(self) -> dict[str, Any]:
     """Everything the constructor needs, in serializable form."""
     opt = self._serialize(self._inner.optimizer)
@@ -433,8 +387,20 @@ class CrossShard(wrapper.OptimizerWrapper):
 
   def _before_saving(self) -> None:
     """Warns of what is lost; does nothing while this object is being made."""
-    if "_notice" in vars(self):
-      self._notice.say()
+    if "_warnings" in vars(self):
+      self._warnings.before_saving()
+
+  def finalize_variable_values(self, var_list: Any) -> None:
+    """Ends `fit`: writes moving averages into the variables of `opt`'s EMA.
+
+    Args:
+      var_list: The trained variables.
+    """
+    self._warnings.look()
+    if self._sharded is None:
+      super().finalize_variable_values(var_list)
+    else:
+      self._sharded.write_averages()
 
   def _gradients(
     self,
@@ -514,7 +480,12 @@ class CrossShard(wrapper.OptimizerWrapper):
   ) -> tf.Tensor:
     """Clip, reduce, apply, count: the way of a gradient from here on."""
     engine = self._place.engine
+    wholes = map(
+      compute.distributed_variable, map(validation.native, variables)
+    )
     with tf.name_scope(name or self.get_name()):
+      with engine.isolate():
+        found = self._warnings.before_step(wholes)
       window = self._window(variables)
       if window is None and self._sharded is None:
         sums = grads if is_reduced else self._sum(grads, variables)
@@ -537,6 +508,7 @@ class CrossShard(wrapper.OptimizerWrapper):
         else:
           window.run(own, variables, engine.isolate, finish)
       with engine.isolate():
+        self._warnings.after_step(found)
         return tf.identity(self._inner.iterations())
 
   def _parts(
@@ -620,7 +592,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     if window is None and self._place.engine.updates_in_cond:
       window = self._inner.own_window()
     is_plain = window is None and self._sharded is None
-    if not is_plain and any(map(_carries_value, variables)):
+    if not is_plain and any(map(self._inner.takes_value, variables)):
       raise NotImplementedError(
         "Gradients of variables with `overwrite_with_gradient` (Keras' float8"
         " scales) cannot be accumulated or sharded. Leave `accumulate_steps`,"
@@ -633,15 +605,15 @@ class CrossShard(wrapper.OptimizerWrapper):
   ) -> list[clipping.Gradient]:
     """This replica's gradients to what the whole group applies."""
     grads = self._make_reducible(grads, variables)
-    carries_value = list(map(_carries_value, variables))
-    if not any(carries_value):
+    takes_value = [self._inner.takes_value(v) for v in variables]
+    if not any(takes_value):
       return self._sum_gradients(grads)
     sums = list(grads)
     for is_value, reduce in (
       (False, self._sum_gradients),
       (True, self._average_values),
     ):
-      at = [i for i, each in enumerate(carries_value) if each == is_value]
+      at = [i for i, each in enumerate(takes_value) if each == is_value]
       for i, total in zip(at, reduce([grads[i] for i in at]), strict=True):
         sums[i] = total
     return sums
@@ -688,11 +660,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     return self._inner.wire_scale() if is_half else None
 
   def _average_values(self, values: Sequence[Any]) -> list[clipping.Gradient]:
-    """The group's mean of values that variables take in place of an update.
-
-    Keras' float8 scales (`overwrite_with_gradient`) carry such values as their
-    gradients. They must be neither scaled nor clipped nor rounded.
-    """
+    """The group's mean of values that variables take in place of an update."""
     groups = self._place.groups
     sums = reduction.reduce_gradients(values, self._place.engine, groups)
     return [
@@ -703,8 +671,3 @@ class CrossShard(wrapper.OptimizerWrapper):
     """A clipping limit, in the scale that gradients come in."""
     # In Keras a limit of 0 does not clip.
     return self._inner.scale_limit(limit) if limit and limit > 0 else None
-
-
-def _carries_value(variable: Any) -> bool:
-  """Whether a variable takes the place of its gradient, as Keras' float8 do."""
-  return bool(getattr(variable, "overwrite_with_gradient", False))

@@ -121,19 +121,6 @@ class CrossShardOptimizer(optimizer.CrossShard, tf_keras.TfKerasWrapper):
     validation.check_name(name)
     return self._apply(grads, variables, global_step, name, is_reduced=True)
 
-  def get_slot(self, var: Any, name: str) -> Any:
-    """The variable that `opt` made for `var` under `name`, or None.
-
-    Args:
-      var: A variable that the optimizer was built on. Any other object has no
-        slot: a checkpoint asks for the slots of everything that it saves.
-      name: One of `get_slot_names()`.
-
-    Returns:
-      The slot; None where there is none.
-    """
-    return self._slots_of(var).get(name)
-
   def get_config(self) -> dict[str, Any]:
     """Everything the constructor needs, in serializable form."""
     return {**super().get_config(), "is_legacy_optimizer": False}

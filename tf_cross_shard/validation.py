@@ -76,23 +76,6 @@ def check_pairs(grads_and_vars: Iterable[Any]) -> tuple[list[Any], list[Any]]:
   return [g for g, _ in checked], [v for _, v in checked]
 
 
-def check_rows(grad: Any, variable: Any) -> None:
-  """Raises `ValueError` for rows of a sparse gradient that do not exist.
-
-  Some devices would leave them out silently. Symbolic rows are not checked.
-  """
-  if not isinstance(grad, tf.IndexedSlices) or not tf.executing_eagerly():
-    return
-  indices = tf.convert_to_tensor(grad.indices).numpy()
-  rows = variable.shape[0]
-  if indices.size and not 0 <= indices.min() <= indices.max() < rows:
-    raise ValueError(
-      f"`grads_and_vars` must hold gradients of existing rows; that of"
-      f" {_name(variable)}, which has {rows}, has the rows {indices.min()} to"
-      f" {indices.max()}. Look up numbers from 0 to {rows - 1}."
-    )
-
-
 def check_var_list(var_list: Any) -> list[Any] | None:
   """Returns the variables of `var_list`, each checked to be trainable."""
   if callable(var_list) and not is_variable(var_list):

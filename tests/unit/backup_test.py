@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tf_cross_shard import CrossShardOptimizer, multi_worker
+from tests.support import testbed
+from tf_cross_shard import CrossShardOptimizer, multi_worker, replica_state
 
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("f4")
 EPOCHS = 5
 
 
-def _model() -> Any:
+def _model(groups: Any = None) -> Any:
   """One whose next step depends on all that has to be saved."""
   tf.keras.utils.set_random_seed(3)
   layers = tf.keras.layers
@@ -26,7 +27,8 @@ def _model() -> Any:
       layers.Dense(1),
     ]
   )
-  model.compile(CrossShardOptimizer(tf.keras.optimizers.Adam(0.01)), "mse")
+  adam = tf.keras.optimizers.Adam(0.01)
+  model.compile(CrossShardOptimizer(adam, group_assignment=groups), "mse")
   return model
 
 
@@ -78,6 +80,49 @@ def test_goes_on_as_if_nothing_had_been(crashed: pathlib.Path) -> None:
   ):
     np.testing.assert_array_equal(mine, theirs)
   assert not (crashed / "worker_0").exists()
+
+
+def test_groups_of_one_process_are_kept(tmp_path: pathlib.Path) -> None:
+  """Also each replica's own random numbers and batch statistics."""
+  models = []
+  for _ in range(3):
+    with testbed.mirrored(2).scope():
+      models.append(_model([[0], [1]]))
+  undisturbed, crashed, resumed = models
+  _fit(undisturbed)
+  with pytest.raises(KeyboardInterrupt):
+    _fit(crashed, multi_worker.BackupAndRestore(tmp_path), _Crash(2))
+  assert _fit(resumed, multi_worker.BackupAndRestore(tmp_path)) == [3, 4]
+  differing = 0
+  for mine, theirs in zip(
+    [*resumed.variables, *resumed.optimizer.variables],
+    [*undisturbed.variables, *undisturbed.optimizer.variables],
+    strict=True,
+  ):
+    one, other = replica_state.values(mine)
+    differing += one.tobytes() != other.tobytes()
+    for found, expected in zip(
+      (one, other), replica_state.values(theirs), strict=True
+    ):
+      assert found.tobytes() == expected.tobytes(), mine.path
+  assert differing > 10
+
+
+def test_groups_of_another_number_of_replicas(tmp_path: pathlib.Path) -> None:
+  backup = multi_worker.BackupAndRestore(tmp_path, delete_checkpoint=False)
+  with testbed.mirrored(2).scope():
+    _fit(_model([[0], [1]]), backup)
+  alone = _model()
+  before = alone.get_weights()
+  with pytest.raises(ValueError, match=r"of 2 replicas .* has 1\. Go on"):
+    _fit(alone, backup)
+  for weight, same in zip(alone.get_weights(), before, strict=True):
+    np.testing.assert_array_equal(weight, same)
+  # Without groups only what each replica has of its own differs.
+  with testbed.mirrored(2).scope():
+    other = multi_worker.BackupAndRestore(tmp_path / "b", False)
+    _fit(_model(), other)
+  assert _fit(_model(), other) == []
 
 
 def test_a_backup_that_was_cut_off_gives_way_to_the_one_before(

@@ -49,6 +49,26 @@ def test_how_many_there_were_before_does_not_matter(
   assert lines != consistency.variables([*second, *first])
 
 
+def test_names_that_the_user_chose_stay_as_they_are() -> None:
+  """What Keras called after a class, in either of its spellings, does not."""
+  for name, expected in (
+    ("head_5/dense_3/kernel", "head_5/dense/kernel"),
+    ("batch_normalization_4/gamma", "batch_normalization/gamma"),
+    (
+      "bidirectional_2/forward_lstm_7/kernel",
+      "bidirectional/forward_lstm/kernel",
+    ),
+    (
+      "seed_generator_9/seed_generator_state",
+      "seed_generator/seed_generator_state",
+    ),
+    ("adam_2/iteration", "adam/iteration"),
+    ("variable_8", "variable"),
+    ("block_2_1/w", "block_2_1/w"),
+  ):
+    assert consistency.renumbered([name]) == [expected]
+
+
 def test_gradients_show_their_kind_and_no_shape() -> None:
   """The number of rows may differ; the variables' shapes are compared."""
   for rows in (1, 2):

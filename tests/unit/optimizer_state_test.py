@@ -31,13 +31,13 @@ def test_names_of_slots(wrapped: bool) -> None:
     optimizer = CrossShardOptimizer(optimizer)
   optimizer.build(_weights())
   assert _names(optimizer) == [
-    "mine/iteration",
-    "mine/learning_rate",
-    "mine/dense/kernel/momentum",
-    "mine/dense_2/kernel/momentum",
-    "mine/dense_1/kernel/momentum",
-    "mine/w/momentum",
-    "mine/w/momentum#2",
+    "mine_3/iteration",  # a name that the user chose
+    "mine_3/learning_rate",
+    "mine_3/dense/kernel/momentum",
+    "mine_3/dense_7_1/kernel/momentum",
+    "mine_3/dense_1/kernel/momentum",
+    "mine_3/w/momentum",
+    "mine_3/w/momentum#2",
   ]
 
 

@@ -6,7 +6,10 @@ In one process; several workers are in replica_state_workers_test.py.
 
 import functools
 import importlib
+import io
 import pathlib
+import struct
+import zipfile
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -394,6 +397,98 @@ def test_malformed_files(tmp_path: pathlib.Path) -> None:
   replica_state.restore(path, optimizer, weights)
 
 
+@everywhere
+def test_a_fault_in_the_last_group_changes_no_group(
+  where: str, tmp_path: pathlib.Path
+) -> None:
+  path = tmp_path / "a"
+  optimizer, weights = _simple(where)
+  replica_state.save(path, optimizer, weights)
+  with archive.reading(path) as found:
+    about, arrays = dict(found.about), dict(found)
+  weights[0].assign([1.0, 1.0])
+  for wrong, words in (
+    (np.zeros([3], "float32"), r"float32 \[3\]; the program has float32 \[2\]"),
+    (np.zeros([2], "float64"), "as float64"),
+  ):
+    archive.write(path, {**arrays, "group_1/model/weight": wrong}, about)
+    _assert_refused(optimizer, weights, path, words)
+  archive.write(path, arrays, about)
+  replica_state.restore(path, optimizer, weights)
+  assert _lists(replica_state.group_values(weights[0], optimizer)) == [
+    [10.0, 10.0],
+    [20.0, 20.0],
+  ]
+
+
+def _header(shape: str) -> bytes:
+  """What stands before the values of an array in a file of NumPy's."""
+  text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}}}\n"
+  return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
+
+
+def test_files_that_no_program_wrote(tmp_path: pathlib.Path) -> None:
+  """Their checksums are right; what they ask for is more than there is."""
+  path, huge, deep = tmp_path / "a", tmp_path / "huge", tmp_path / "deep"
+  optimizer, weights = _simple("mirrored")
+  replica_state.save(path, optimizer, weights)
+  entry = "group_1/model/weight.npy"
+  nested = "[" * 100_000 + "]" * 100_000
+  with zipfile.ZipFile(path) as source:
+    for target, name, data in (
+      (huge, entry, _header("(3000000000000,)")),  # of 11 TB
+      (deep, "about.npy", None),
+    ):
+      with zipfile.ZipFile(target, "w") as written:
+        for each in source.namelist():
+          if each != name:
+            written.writestr(each, source.read(each))
+        if data is None:
+          buffer = io.BytesIO()
+          np.save(buffer, np.array(nested))
+          data = buffer.getvalue()
+        written.writestr(name, data)
+  _assert_refused(optimizer, weights, huge, "is damaged.*Nothing was changed")
+  _assert_refused(optimizer, weights, deep, "is damaged.*RecursionError")
+
+
+def _heads(*names: str | None) -> Any:
+  """A model of layers of these names, None for Keras' own, and an optimizer."""
+  layers = tf.keras.layers
+  with testbed.virtual(2).scope():
+    model = tf.keras.Sequential(
+      [tf.keras.Input((2,)), *(layers.Dense(2, name=name) for name in names)]
+    )
+    optimizer = CrossShardOptimizer("adam", group_assignment=[[0], [1]])
+    optimizer.build(model.trainable_variables)
+  return optimizer, model
+
+
+def test_names_that_the_user_chose_are_compared_as_they_are(
+  tmp_path: pathlib.Path,
+) -> None:
+  path = tmp_path / "a"
+  optimizer, model = _heads("head_2", "head_5")
+  replica_state.save(path, optimizer, model)
+  same = _heads("head_2", "head_5")
+  for i, weight in enumerate(same[1].variables):
+    weight.assign(tf.fill(weight.shape, float(i)))
+  replica_state.restore(path, *same)
+  for mine, theirs in zip(model.variables, same[1].variables, strict=True):
+    assert mine.numpy().tolist() == theirs.numpy().tolist()
+  other, shifted = _heads("head_5", "head_7")
+  with pytest.raises(
+    replica_state.CheckpointError, match=r"lacks .*head_7.kernel"
+  ):
+    replica_state.restore(path, other, shifted)
+  # One that Keras named among others: its number alone is of no account.
+  optimizer, model = _heads("head_2", None)
+  replica_state.save(path, optimizer, model)
+  replica_state.restore(path, *_heads("head_2", None))
+  with pytest.raises(replica_state.CheckpointError, match=r"lacks .*head_3"):
+    replica_state.restore(path, *_heads("head_3", None))
+
+
 def test_a_read_error_changes_nothing(tmp_path: pathlib.Path) -> None:
   """Also when the last array cannot be read: all are read before."""
   optimizer, weights = _simple("mirrored")
@@ -478,6 +573,99 @@ def test_averages_have_the_same_bits_everywhere() -> None:
     replica_state.average(optimizer, weights)
     for found in replica_state.values(weights[0]):
       assert found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_means_of_large_values_do_not_overflow(dtype: str) -> None:
+  kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+  largest = tf.as_dtype(dtype).max
+  with testbed.mirrored().scope():
+    weight = tf.Variable(tf.zeros([4], dtype), dtype=dtype)
+    optimizer = CrossShardOptimizer("sgd", group_assignment=PAIRS)
+    optimizer.build([weight])
+  rows = np.array(
+    [
+      [largest, largest, 1.0, np.inf],
+      [largest, -largest, 2.0, 1.0],
+      [largest, largest, 2.0, 1.0],
+      [largest, -largest, 3.0, 1.0],
+    ]
+  ).astype(kind)
+  cases.spread(weight, rows)
+  replica_state.average(optimizer, [weight])
+  expected = np.array([largest, 0.0, 2.0, np.inf]).astype(kind)
+  for found in replica_state.values(weight):
+    assert found.tobytes() == expected.tobytes(), found
+
+
+class _Dicts(tf.keras.optimizers.SGD):  # type: ignore[misc]
+  """Keeps slots in dicts, in three of the ways that there are."""
+
+  def build(self, variables: Any) -> None:
+    super().build(variables)
+    new = self.add_variable_from_reference
+    self._slots = {"trace": [new(v, "trace") for v in variables]}
+    self._by_path = {v.path: new(v, "seen") for v in variables[:1]}
+    self._by_key = {
+      self._var_key(v): {"a": new(v), "b": new(v)} for v in variables
+    }
+
+
+def test_average_reaches_slots_in_dicts() -> None:
+  with testbed.mirrored().scope():
+    weights = [tf.keras.Variable([0.0], name=name) for name in ("a", "a_b")]
+    optimizer = CrossShardOptimizer(_Dicts(0.5), group_assignment=PAIRS)
+    optimizer.build(weights)
+  slots = [v for v in optimizer.variables if v.shape == (1,)]
+  assert len(slots) == 2 + 1 + 4
+  for slot in slots:
+    cases.spread(slot, [[10.0], [10.0], [20.0], [20.0]])
+  names = [*optimizer.get_slot_names()]
+  assert names == ["trace", "seen", "var", "var#2"]
+  assert optimizer.get_slot(weights[1], "seen") is None
+  replica_state.average(optimizer, weights[1:], slots=True)
+  mine = [optimizer.get_slot(weights[1], n) for n in ("trace", "var", "var#2")]
+  for slot in slots:
+    is_mine = any(slot is each for each in mine)
+    expected = [15.0] * N if is_mine else [10.0, 10.0, 20.0, 20.0]
+    assert [float(v[0]) for v in replica_state.values(slot)] == expected
+
+
+@pytest.mark.parametrize("is_within", [True, False])
+def test_average_reaches_slots_of_a_multi_optimizer(
+  is_within: bool, tmp_path: pathlib.Path
+) -> None:
+  """One that is encapsulated, and one around several that encapsulate."""
+  optimizers = tf.keras.optimizers
+  if not hasattr(optimizers, "MultiOptimizer"):
+    pytest.skip("this Keras has no MultiOptimizer")
+  outer, inner = (
+    functools.partial(CrossShardOptimizer, group_assignment=PAIRS),
+    lambda optimizer: optimizer,
+  )[:: 1 if is_within else -1]
+  with testbed.mirrored().scope():
+    weights = [tf.keras.Variable([0.0], name=name) for name in "ab"]
+    optimizer = outer(
+      optimizers.MultiOptimizer(
+        optimizers.OptimizerMap(
+          inner(optimizers.SGD(0.5, momentum=0.5)),
+          {"b": inner(optimizers.Adam(0.5))},
+        )
+      )
+    )
+    optimizer.build(weights)
+  slots = [v for v in optimizer.variables if v.shape == (1,)]
+  assert len(slots) == 1 + 2
+  for variable in (*slots, *weights):
+    cases.spread(variable, [[10.0], [10.0], [20.0], [20.0]])
+  replica_state.save(tmp_path / "a", optimizer, weights)
+  replica_state.average(optimizer, weights, slots=True)
+  for variable in (*slots, *weights):
+    assert _lists(replica_state.values(variable)) == [[15.0]] * N
+  replica_state.restore(tmp_path / "a", optimizer, weights)
+  for variable in (*slots, *weights):
+    found = replica_state.group_values(variable, optimizer)
+    assert _lists(found) == [[10.0], [20.0]]
 
 
 def test_members_that_are_not_equal(tmp_path: pathlib.Path) -> None:

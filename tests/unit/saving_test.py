@@ -21,6 +21,7 @@ from absl import logging as absl_logging
 import tf_cross_shard.keras3
 import tf_cross_shard.tf_keras
 from tests.support import testbed
+from tf_cross_shard import CrossShardOptimizer, replica_state
 
 Wrap = Callable[[Any], Any]
 
@@ -268,6 +269,144 @@ def test_one_group_needs_no_warning(
   for save in _ways(model, tmp_path).values():
     save()
   assert said == []
+
+
+def _set_weights(model: Any, folder: pathlib.Path) -> None:
+  """Sets them within `fit`, where the next epoch trains groups apart again."""
+  library = keras if isinstance(model, keras.Model) else tf_keras
+
+  class Set(library.callbacks.Callback):  # type: ignore[misc,name-defined]
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+      if epoch == 0:
+        self.model.set_weights(self.model.get_weights())
+
+  model.fit(_data(), epochs=2, verbose=0, callbacks=[Set()])
+
+
+def _stop_early(model: Any, folder: pathlib.Path) -> None:
+  """Restores the best weights when `fit` has ended; notices at the next one."""
+  library = keras if isinstance(model, keras.Model) else tf_keras
+  stop = library.callbacks.EarlyStopping(
+    "loss", min_delta=1e9, patience=1, restore_best_weights=True
+  )
+  model.fit(_data(), epochs=3, verbose=0, callbacks=[stop])
+  assert stop.stopped_epoch == 1
+  model.fit(_data(), verbose=0)
+
+
+def _restore_and_train(model: Any, folder: pathlib.Path) -> None:
+  checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+  model.fit(_data(), verbose=0)
+  checkpoint.restore(checkpoint.save(str(folder / "a")))
+  model.fit(_data(), verbose=0)
+
+
+def _restore_and_save(model: Any, folder: pathlib.Path) -> None:
+  checkpoint = tf.train.Checkpoint(model=model)
+  model.fit(_data(), verbose=0)
+  checkpoint.restore(checkpoint.save(str(folder / "a")))
+  pickle.dumps(model.optimizer)
+
+
+COLLAPSED = "groups apart, and then something else set the weights of all alike"
+
+
+@pytest.mark.parametrize(
+  ("kind", "collapse"),
+  [
+    ("keras3", _set_weights),
+    ("tf_keras", _set_weights),
+    ("keras3", _stop_early),
+    ("legacy", _stop_early),
+    ("keras3", _restore_and_train),
+    ("tf_keras", _restore_and_train),
+    ("keras3", _restore_and_save),
+  ],
+)
+def test_groups_that_others_make_equal_are_warned_about_once(
+  kind: str, collapse: Any, said: list[str], tmp_path: pathlib.Path
+) -> None:
+  model = _model(kind, _wrap(kind, is_grouped=True))
+  model.set_weights([w + 1.0 for w in model.get_weights()])
+  model.fit(_data(), verbose=0)
+  one, other = replica_state.values(model.weights[-1])
+  assert (one != other).any()
+  assert said == []
+  for _ in range(2):
+    collapse(model, tmp_path)
+  [line] = [line for line in said if COLLAPSED in line]
+  assert "CrossShardOptimizer trained 2 groups" in line
+  assert "tf_cross_shard.replica_state.save()" in line
+
+
+@pytest.mark.parametrize("grouping", ["contiguous", "strided"])
+def test_groups_of_a_tpu_are_warned_about(
+  grouping: str, said: list[str]
+) -> None:
+  """In a loop of one's own; several members, of which some are untouched."""
+  strategy = testbed.virtual(4)
+  groups = testbed.GROUPINGS[grouping]
+  with strategy.scope():
+    weight = tf.Variable([0.0, 0.0])
+    optimizer = CrossShardOptimizer("sgd", "sum", group_assignment=groups)
+    optimizer.build([weight])
+
+  @tf.function(autograph=False)
+  def step() -> None:
+    pair = (testbed.mark() * [1.0, 2.0], weight)
+    optimizer.apply_gradients([pair])
+
+  strategy.run(step)
+  replica_state.average(optimizer, [weight])
+  strategy.run(step)
+  pickle.dumps(optimizer)
+  [line] = said
+  assert "which differ in weights" in line
+  weight.assign(weight)
+  strategy.run(step)
+  pickle.dumps(optimizer)
+  assert COLLAPSED in said[1]
+
+
+@pytest.mark.parametrize("kind", ["keras3", "tf_keras"])
+def test_what_keeps_groups_or_means_to_join_them_is_silent(
+  kind: str, said: list[str], tmp_path: pathlib.Path
+) -> None:
+  model = _model(kind, _wrap(kind, is_grouped=True))
+  both = model.optimizer, model
+  with testbed.mirrored(2).scope():
+    model.optimizer.build(model.trainable_variables)
+  replica_state.save(tmp_path / "equal", *both)
+  for _ in range(2):
+    model.fit(_data(), verbose=0)
+    replica_state.average(*both)
+  model.fit(_data(), verbose=0)
+  replica_state.save(tmp_path / "apart", *both)
+  for name in ("equal", "apart"):
+    replica_state.restore(tmp_path / name, *both)
+    model.fit(_data(), verbose=0)
+  assert said == []
+
+
+@pytest.mark.parametrize("kind", ["keras3", "tf_keras"])
+def test_moving_averages_are_each_groups_own(kind: str) -> None:
+  """Keras writes them into the weights when `fit` ends."""
+
+  def wrap(_: Any) -> Any:
+    sgd = _keras_of(kind).optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5)
+    return _wrap(kind, is_grouped=True)(sgd)
+
+  model = _model(kind, wrap)
+  model.fit(_data(), verbose=0)
+  inner = model.optimizer.inner_optimizer
+  averages = inner._model_variables_moving_average
+  for weight, average in zip(model.trainable_variables, averages, strict=True):
+    found = replica_state.values(weight)
+    assert found[0].tobytes() != found[1].tobytes()
+    for mine, expected in zip(
+      found, replica_state.values(average), strict=True
+    ):
+      np.testing.assert_array_equal(mine, expected)
 
 
 if __name__ == "__main__":

@@ -227,9 +227,8 @@ def test_a_multi_optimizer_around_groups(scale_gradients: bool) -> None:
 def test_values_that_overwrite_are_averaged_only() -> None:
   """float8 scales: neither scaled nor clipped nor narrowed nor summed."""
   with testbed.mirrored().scope():
-    scale = keras.Variable(0.0)
-    scale.overwrite_with_gradient = True
-    weight = keras.Variable(0.0)
+    weight, scale, other = (keras.Variable(0.0) for _ in "123")
+    scale.overwrite_with_gradient = other.overwrite_with_gradient = True
     optimizer = keras3.CrossShardOptimizer(
       keras.optimizers.SGD(1.0),
       group_assignment=GROUPS,
@@ -238,17 +237,20 @@ def test_values_that_overwrite_are_averaged_only() -> None:
       wire_dtype="bfloat16",
       scale_gradients=True,
     )
-    optimizer.build([weight, scale])
+    optimizer.build([weight, scale, other])
 
   values = tf.constant([1.001, 3.003, 8.0, 16.0])
 
   def step() -> None:
     mine = testbed.replica_id()
-    optimizer.apply_gradients([(SLOPES[mine], weight), (values[mine], scale)])
+    # A tape reports TensorFlow's variable, which has no such attribute.
+    pairs = [(values[mine], scale), (values[mine], other.value)]
+    optimizer.apply_gradients([(SLOPES[mine], weight), *pairs])
 
   train(step)
-  found = testbed.copies(scale)
-  np.testing.assert_allclose(found, [2.002, 2.002, 12.0, 12.0], rtol=1e-6)
+  for each in (scale, other):
+    found = testbed.copies(each)
+    np.testing.assert_allclose(found, [2.002, 2.002, 12.0, 12.0], rtol=1e-6)
   assert moved(weight) == [0.25] * 4
 
 

@@ -526,7 +526,7 @@ def test_groups_of_one_are_not_sharded() -> None:
 # ---------------------------------------------------------------------- errors
 
 
-class _Mine(keras.optimizers.Adam):
+class _Vouched(keras.optimizers.Adam):
   """A class of the user's."""
 
 
@@ -535,7 +535,7 @@ class _Mine(keras.optimizers.Adam):
   [
     (keras.optimizers.Adafactor(), "Adafactor may use norms or shapes"),
     (keras.optimizers.Lamb(), "Lamb may use norms or shapes"),
-    (_Mine(), "_Mine may use norms or shapes"),
+    (_Vouched(), "_Vouched may use norms or shapes"),
     (keras.optimizers.Adam(clipnorm=1.0), "Use `global_clipnorm`"),
     (
       keras.optimizers.Adam(gradient_accumulation_steps=2),
@@ -550,7 +550,7 @@ def test_refused(opt: Any, message: str) -> None:
 
 def test_vouched_for() -> None:
   states = []
-  for make in (lambda _: _Mine(RATE), functools.partial(make_plain, "Adam")):
+  for make in (lambda _: _Vouched(RATE), functools.partial(make_plain, "Adam")):
     weights, optimizer = build(
       "keras", make, shard_update="elementwise", fused_update=False
     )

@@ -272,6 +272,53 @@ def test_a_variable_that_stands_twice() -> None:
   assert float(c) == 10.0 - 3.0 - 30.0
 
 
+def _float8(name: str) -> Any:
+  """A variable whose gradient is its next value, as Keras' float8 scales."""
+  scale = keras.Variable(0.0, name=name)
+  scale.overwrite_with_gradient = True
+  return scale
+
+
+@pytest.mark.parametrize(
+  ("mode", "reduction", "way"),
+  [
+    ("function", "mean", "compute_gradients"),
+    ("eager", "sum", "native variables"),
+  ],
+)
+def test_values_that_overwrite_are_averaged_only(
+  mode: str, reduction: str, way: str
+) -> None:
+  """Neither divided by the factor of the loss nor summed over towers."""
+  c, scale, other = keras.Variable(10.0), _float8("scale"), _float8("other")
+  optimizer = TowerOptimizer(sgd())
+  optimizer.build([c, scale, other])
+
+  @tf.custom_gradient
+  def carry(x: Any, scale: Any) -> Any:
+    return x + 0.0 * scale, lambda grad: (grad, 4.0 * x)
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    x = tf.reduce_sum(features)
+    with tf.GradientTape() as tape:
+      loss = carry(x, scale.value) + 0.0 * c.value
+    if way == "compute_gradients":
+      pairs = optimizer.compute_gradients(loss, [c, scale], tape=tape)
+    else:
+      native = [each.value for each in (c, scale)]
+      pairs = list(zip(tape.gradient(loss, native), native, strict=True))
+    value = pairs[1][0]
+    # A tower without a value has no say in the mean.
+    odd = None if tf.get_current_name_scope() == "tower_0" else 8.0
+    pairs.append((odd if odd is None else tf.constant(odd), other))
+    train_op = optimizer.apply_gradients(pairs)
+    return TowerSpec(mode, loss, train_op, tf.stack([value]))
+
+  step = caller(replicate_model_fn(model_fn, reduction, TWO), mode)
+  assert step(batch()).predictions.numpy().tolist() == [4.0, 8.0]
+  assert values([c, scale, other]) == [10.0, 6.0, 8.0]
+
+
 def _pairs(
   optimizer: Any, c: Any, reduction: str = "sum", mode: str = "eager"
 ) -> list[float]:
@@ -505,6 +552,37 @@ def test_towers_of_replicas(
       assert len(copies) == testbed.REPLICAS
       for replica in members:
         testbed.assert_close(copies[replica], value, f"{place} {replica}")
+
+
+def test_values_that_overwrite_in_towers_of_replicas() -> None:
+  """The mean over the towers, then over the group, whatever is wanted else."""
+  strategy = testbed.mirrored()
+  with strategy.scope():
+    c, scale = keras.Variable(10.0), _float8("scale")
+    optimizer = TowerOptimizer(
+      CrossShardOptimizer(
+        sgd(), group_assignment=[[0, 1], [2, 3]], loss_averaged_over="replica"
+      )
+    )
+    optimizer.build([c, scale])
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    x = tf.reduce_sum(features)
+    loss = c.value * x
+    pairs = optimizer.compute_gradients(loss, [c])
+    train_op = optimizer.apply_gradients([*pairs, (x, scale)])
+    return TowerSpec(mode, loss, train_op)
+
+  replicated = replicate_model_fn(model_fn, "sum", ["", ""])
+
+  @tf.function
+  def run(rows: Any) -> Any:
+    return strategy.run(lambda x: replicated(x).loss, args=(rows,))
+
+  rows = [[1.0], [3.0]], [[6.0], [2.0]], [[-1.0], [1.0]], [[9.0], [5.0]]
+  run(testbed.per_replica(strategy, rows))
+  assert testbed.copies(scale) == [3.0, 3.0, 3.5, 3.5]
+  assert testbed.copies(c) == [4.0, 4.0, 3.0, 3.0]
 
 
 def _scaled(opt: Any) -> Any:

@@ -73,6 +73,14 @@ def test_none_and_lists() -> None:
   assert batch.split("x", [], 2) == [[], []]
 
 
+def test_lists_of_numbers_within_nests() -> None:
+  tree = {"x": [1.0, 2.0], "y": ([[1, 2], [3, 4]], [None, ["a", "b"]])}
+  first, second = batch.split("x", tree, 2)
+  assert (_lists(first["x"]), _lists(second["x"])) == ([1.0], [2.0])
+  assert _lists(second["y"][0]) == [[3, 4]]
+  assert (second["y"][1][0], _lists(second["y"][1][1])) == (None, [b"b"])
+
+
 @pytest.mark.parametrize(
   ("tree", "words"),
   [
@@ -81,6 +89,8 @@ def test_none_and_lists() -> None:
     (lambda: [1, 2, 3], "axis 0 has length 3"),
     (lambda: (1.0, 2.0), "got a scalar"),
     (lambda: {"a": 3}, "Give what is no part of the batch in"),
+    (lambda: [{"a": 3}, {"a": 4}], "got a scalar"),
+    (lambda: {"a": [1, 2, 3]}, "axis 0 has length 3"),
     (lambda: tf.sparse.eye(3), "SparseTensor with shape (3, 3)"),
     (lambda: tf.ragged.constant([[1], [], [2]]), "RaggedTensor"),
   ],

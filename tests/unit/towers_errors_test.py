@@ -451,9 +451,9 @@ def _other_strategy() -> Any:
   return lambda grad: optimizer.apply_gradients([(grad, d)])
 
 
-def _no_row() -> Any:
+def _no_row(row: int) -> Any:
   table, optimizer = tf.Variable([[1.0], [2.0]]), TowerOptimizer(sgd)
-  rows = tf.IndexedSlices(tf.ones([1, 1]), [2], [2, 1])
+  rows = tf.IndexedSlices(tf.ones([2, 1]), [0, row], [2, 1])
   return lambda grad: optimizer.apply_gradients([(rows, table)])
 
 
@@ -476,7 +476,8 @@ def _no_row() -> Any:
       "`global_step` must be an integer",
     ),
     (lambda b: _other_strategy(), RuntimeError, "strategy"),
-    (lambda b: _no_row(), ValueError, "which has 2, has the rows 2 to 2"),
+    (lambda b: _no_row(2), ValueError, "which has 2, has the rows 0 to 2"),
+    (lambda b: _no_row(-1), ValueError, "which has 2, has the rows -1 to 0"),
   ],
 )
 def test_nothing_is_half_done(
@@ -491,6 +492,17 @@ def test_nothing_is_half_done(
     return TowerSpec(mode, None, call(grad))
 
   bench.fails(model_fn, error, words)
+
+
+def test_no_rows_are_no_error() -> None:
+  table, optimizer = tf.Variable([[1.0], [2.0]]), TowerOptimizer(sgd)
+  none = tf.IndexedSlices(tf.ones([0, 1]), tf.zeros([0], tf.int32), [2, 1])
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    return TowerSpec(mode, None, optimizer.apply_gradients([(none, table)]))
+
+  replicate_model_fn(model_fn, devices=TWO)(batch())
+  assert table.numpy().tolist() == [[1.0], [2.0]]
 
 
 def test_a_step_that_fails_builds_no_optimizer() -> None:

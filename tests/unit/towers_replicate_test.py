@@ -139,6 +139,12 @@ def test_metrics_are_those_of_the_whole_batch(place: str, mode: str) -> None:
   check(batches[1:])
 
 
+def _own_order(
+  mode: str, config: float, params: Any, labels: Any, features: Any
+) -> TowerSpec:
+  return TowerSpec(mode, predictions=10.0 * features + labels + params["a"])
+
+
 class CalledObject:
   """An object that is called like a function."""
 
@@ -150,6 +156,10 @@ class CalledObject:
   ("model_fn", "expected"),
   [
     (CalledObject(), [[1.0, 2.0], [8.0, 9.0]]),
+    (_own_order, [20.0, 31.0]),
+    # A decorator that leaves no signature.
+    (lambda *args, **options: _own_order(*args, **options), [20.0, 31.0]),
+    (lambda mode, x: TowerSpec(mode, predictions=x), [1.0, 2.0]),
     (lambda x, mode: TowerSpec(mode, predictions=x), [1.0, 2.0]),
     (
       lambda features, **options: TowerSpec(

@@ -101,6 +101,54 @@ def test_get_variable_goes_by_name(mode: str) -> None:
   assert predict(second, "a") == [[2.0], [4.0]]
 
 
+@pytest.mark.parametrize(
+  ("order", "is_from_outside"),
+  [
+    ("f0 e0 e1 f1", False),
+    ("e0 f0 f1 e1 e0", False),
+    ("f0 f1 e1 e0", True),
+  ],
+)
+def test_get_variable_in_functions_and_eagerly(
+  order: str, is_from_outside: bool
+) -> None:
+  """TensorFlow keeps what functions make by name, for all that come later."""
+  get = tf.compat.v1.get_variable
+  reuse = tf.compat.v1.AUTO_REUSE
+  with tf.compat.v1.variable_scope("net", reuse=reuse) as scope:
+    pass
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    with tf.compat.v1.variable_scope(scope if is_from_outside else "net"):
+      c = get("c", [], initializer=tf.compat.v1.constant_initializer(10.0))
+    loss = tf.reduce_sum(c * features)
+    train_op = TowerOptimizer(sgd()).minimize(loss, var_list=[c])
+    return TowerSpec(mode, loss, train_op)
+
+  both = [replicate_model_fn(model_fn, devices=TWO) for _ in "12"]
+  functions = [tf.function(each) for each in both]
+  steps = [0, 0]
+  for kind, which in order.split():
+    i = int(which)
+    step = {"e": both, "f": functions}[kind][i]
+    assert float(step(batch()).loss) == 3.0 * (10.0 - 3.0 * steps[i])
+    steps[i] += 1
+  for each, count in zip(both, steps, strict=True):
+    # The optimizer's count and rate; its wrapper has none.
+    found = {v.name.split("/")[-1]: v for v in each.variables}
+    assert sorted(found) == ["c:0", "iteration:0", "learning_rate:0"]
+    assert values(found[name] for name in sorted(found)) == [
+      10.0 - 3.0 * count,
+      count,
+      1.0,
+    ]
+    assert found["c:0"].name == "net/c:0"
+  # Nor is anything left for others.
+  with tf.compat.v1.variable_scope(scope):
+    other = tf.function(lambda: get("c", initializer=5.0) * 1.0)
+    assert float(other()) == 5.0
+
+
 def test_get_variable_of_another_shape() -> None:
   def model_fn(features: Any, mode: str, params: Any) -> TowerSpec:
     tf.compat.v1.get_variable("a", params)
@@ -183,7 +231,7 @@ def test_training_is_that_of_one_network() -> None:
   function = tf.function(lambda x: replicated(x).loss)
   steps = {"e": replicated, "f": function}
   steps[order[0]](tf.constant(ROWS))  # The variables are there.
-  assert len(replicated.variables) == 6 + 4 + 6
+  assert len(replicated.variables) == 6 + 2 + 6
   slots = [v for v in replicated.variables if v.name.endswith("momentum:0")]
   assert len(slots) == 6
   for variable in slots:
@@ -229,6 +277,33 @@ class TestOptimizersMadeInside:
       [float(v) for v in replicated.variables[2:] if v.shape == ()]
     )
 
+  @pytest.mark.parametrize(
+    ("wrap", "options", "expected"),
+    [
+      (lambda opt: opt, {"gradient_accumulation_steps": 2}, [16, 13, 13, 10]),
+      (tf_cross_shard.CrossShardOptimizer, {}, [13, 10, 7, 4]),
+    ],
+  )
+  def test_kinds(
+    self, wrap: Any, options: dict[str, Any], expected: list[float]
+  ) -> None:
+    """What is counted otherwise, or wrapped; evaluation makes none of it."""
+
+    def model_fn(features: Any, mode: str) -> TowerSpec:
+      c = tf.Variable(16.0)
+      loss = tf.reduce_sum(c * features)
+      if mode == "eval":
+        return TowerSpec(mode, loss)
+      optimizer = TowerOptimizer(wrap(sgd(**options)))
+      return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
+
+    replicated = replicate_model_fn(model_fn, devices=TWO)
+    found = []
+    for _ in expected:
+      replicated(batch())
+      found.append(float(replicated(batch(), mode="eval").loss) / 3.0)
+    assert found == expected
+
   def test_other_settings(self) -> None:
     c = tf.Variable(10.0)
 
@@ -269,14 +344,17 @@ class TestOptimizersMadeInside:
     assert [float(w) for w in weights] == [10 - 3 - 4.5, 7.0]
 
 
-def test_layers_of_tf_keras_in_the_same_program() -> None:
+@pytest.mark.parametrize(
+  "home", [tf_keras.optimizers, tf_keras.optimizers.legacy]
+)
+def test_layers_of_tf_keras_in_the_same_program(home: Any) -> None:
   def model_fn(features: Any, mode: str) -> TowerSpec:
     layers = [tf_keras.layers.Dense(1, kernel_initializer="ones") for _ in "12"]
     y = tf_keras.Sequential(layers)(features)
     loss = tf.reduce_sum(y)
     train_op = None
     if mode == "train":
-      optimizer = tf_keras.optimizers.legacy.SGD(0.5, momentum=0.5)
+      optimizer = home.SGD(0.5, momentum=0.5)
       tower = tf_cross_shard.tf_keras.TowerOptimizer(optimizer)
       train_op = tower.minimize(loss)
     return TowerSpec(mode, loss, train_op, y)
@@ -288,6 +366,9 @@ def test_layers_of_tf_keras_in_the_same_program() -> None:
   k1, b1, k2, b2 = (float(tf.squeeze(v)) for v in replicated.variables[:4])
   # Two steps by hand: of gradients 3 k2, 2 k2, 3 k1 + 2 b1 and 2.
   assert [k1, b1, k2, b2] == [-0.5, -1.0, 0.5, -2.5]
+  # Evaluation makes no optimizer.
+  evaluate = tf.function(lambda x: replicated(x, mode="eval").loss)
+  assert float(evaluate(batch())) == -3.25 - 3.5
 
 
 def test_variables_are_where_the_first_tower_is() -> None:

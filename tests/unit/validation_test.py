@@ -153,17 +153,6 @@ def test_bad_pairs_are_refused(
     assert part in text
 
 
-@pytest.mark.parametrize("row", [-1, 2])
-def test_a_row_that_is_not_there_is_refused(row: int) -> None:
-  table = tf_variable(tf.zeros([2, 1]))
-  rows = tf.IndexedSlices(tf.ones([2, 1]), [0, row])
-  text = words_of(ValueError, validation.check_rows, rows, table)
-  low, high = sorted((0, row))
-  assert f"{low} to {high}" in text
-  validation.check_rows(tf.IndexedSlices(tf.ones([2, 1]), [1, 0]), table)
-  validation.check_rows(tf.IndexedSlices(tf.ones([0, 1]), []), table)
-
-
 # Lists of variables.
 
 

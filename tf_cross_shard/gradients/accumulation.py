@@ -69,7 +69,8 @@ class Window:
       for grad, variable in zip(grads, variables, strict=True)
     ]
     with isolate():
-      is_last = self._place() == self.steps - 1
+      # Not `==`, which in a version 1 graph compares objects.
+      is_last = tf.equal(self._place(), self.steps - 1)
 
     def add() -> None:
       with isolate():

@@ -146,6 +146,15 @@ class InnerOptimizer(abc.ABC):
       not getattr(kind, name).__module__.startswith(_KERAS) for name in names
     )
 
+  def takes_value(self, variable: Any) -> bool:
+    """Whether the gradient of `variable` is its next value.
+
+    Keras' float8 scales are such variables. What replicas or towers found is
+    averaged for them: neither scaled nor clipped nor rounded nor summed.
+    """
+    whole = self.as_built(variable)
+    return bool(getattr(whole, "overwrite_with_gradient", False))
+
   @property
   def computes_gradients(self) -> bool:
     """Whether the user's class overrides the way from a loss to gradients."""
@@ -239,18 +248,31 @@ def innermost(optimizer: Any) -> Any:
 
 
 def slots_at(
-  optimizer: Any, index: int, count: int, variables: Sequence[Any]
+  optimizer: Any, index: int, count: int, keys: Sequence[Any]
 ) -> Iterator[tuple[str, Any]]:
   """Yields attribute and slot of the index-th of `count` trained variables.
 
-  An optimizer keeps each kind of slot as a list along these variables.
+  An optimizer keeps each kind of slot as a list along these variables, or as a
+  dict by one of the `keys` that identify one. Dicts may hold such lists and
+  dicts.
   """
-  own = set(map(id, variables))
+  own = set(map(id, optimizer.variables))
+
+  def find(values: Any, is_of_variable: bool = False) -> Iterator[Any]:
+    if id(values) in own:
+      if is_of_variable:
+        own.remove(id(values))  # Each once.
+        yield values
+    elif isinstance(values, list) and len(values) == count:
+      yield from find(values[index], is_of_variable=True)
+    elif isinstance(values, dict):
+      mine = [values[key] for key in (*keys, index) if key in values][:1]
+      is_of_variable = is_of_variable or bool(mine)
+      for each in mine or list(values.values()):
+        yield from find(each, is_of_variable)
+
   for attribute, values in list(vars(optimizer).items()):
-    if (
-      isinstance(values, list)
-      and len(values) == count
-      and attribute not in ("_variables", "_trainable_variables")
-      and id(values[index]) in own
-    ):
-      yield attribute, values[index]
+    # "_self_": TensorFlow's own, which has all that a checkpoint saves.
+    if not attribute.startswith(("_variables", "_trainable_", "_self_")):
+      for slot in find(values):
+        yield attribute, slot

@@ -6,7 +6,7 @@ turn that off. It does so through the replica context that it finds, and so
 replicas. Nothing of the user's optimizer is replaced.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import keras
@@ -15,7 +15,12 @@ import tensorflow as tf
 from tf_cross_shard import validation
 from tf_cross_shard.gradients import accumulation
 from tf_cross_shard.gradients.clipping import Gradient
-from tf_cross_shard.inner_optimizer import base, loss_scaling, wrapper
+from tf_cross_shard.inner_optimizer import (
+  base,
+  loss_scaling,
+  optimizer_state,
+  wrapper,
+)
 
 # What Keras' constructor puts on every optimizer and what stays our own.
 _OWN: Final = frozenset(
@@ -142,17 +147,46 @@ class Keras3Optimizer(base.InnerOptimizer):
     type(self.around).apply(self.around, list(grads), variables)
 
   def slots(self, variable: Any) -> dict[str, Any]:
-    """The slots of `variable`, by name."""
+    """The slots of `variable`, by name.
+
+    Keras joins the variable's name and the slot's: "dense_kernel" and
+    "velocity" make "dense_kernel_velocity".
+    """
+    if self.plain is not None:
+      return dict(self.plain.slots(variable))
     index = self._index(variable) if self.is_built else None
-    return {} if index is None else dict(self._slots_at(index))
+    if index is None:
+      return {}
+    reference = self.trainable_variables[index]
+    path = getattr(reference, "path", None)
+    prefixes = [
+      str(name).replace("/", "_").replace(":", "_") + "_"
+      for name in (path, reference.name)
+      if name
+    ]
+    names, found = [], []
+    last = base.innermost(self.optimizer)
+    # A MultiOptimizer has others, each for some of the variables.
+    for each in getattr(last, "_inner_optimizers", (last,)):
+      keys = (each._var_key(reference), path, reference.name)
+      index = each._trainable_variables_indices.get(keys[0])
+      if index is None:
+        continue
+      count = len(each._trainable_variables)
+      for attribute, slot in base.slots_at(each, index, count, keys):
+        name = slot.name
+        kinds = [name.removeprefix(p) for p in prefixes if name.startswith(p)]
+        # Adafactor names its row and column statistics after the variable only.
+        names.append(kinds[0] if kinds else attribute.strip("_"))
+        found.append(slot)
+    unique = optimizer_state.unique(names)
+    return dict(zip(unique, found, strict=True))
 
   def slot_names(self) -> list[str]:
     """The name of every slot, once."""
-    if not self.is_built:
-      return []
-    count = len(self.trainable_variables)
-    names = (name for i in range(count) for name, _ in self._slots_at(i))
-    return list(dict.fromkeys(names))
+    trained = (self.plain or self).trainable_variables
+    slots = (self.slots(v) for v in trained if self.is_built)
+    return list(dict.fromkeys(name for each in slots for name in each))
 
   def _index(self, variable: Any) -> int | None:
     """The place of `variable` among those it was built on, or None."""
@@ -162,26 +196,6 @@ class Keras3Optimizer(base.InnerOptimizer):
     )
     return index
 
-  def _slots_at(self, index: int) -> Iterator[tuple[str, Any]]:
-    """Yields names and slots of the index-th variable.
-
-    Keras joins the variable's name and the slot's: "dense_kernel" and
-    "velocity" make "dense_kernel_velocity".
-    """
-    last = base.innermost(self.optimizer)
-    reference = last._trainable_variables[index]
-    prefixes = [
-      str(name).replace("/", "_").replace(":", "_") + "_"
-      for name in (getattr(reference, "path", None), reference.name)
-      if name
-    ]
-    count = len(last._trainable_variables)
-    for attribute, slot in base.slots_at(last, index, count, last.variables):
-      name = slot.name
-      kinds = [name.removeprefix(p) for p in prefixes if name.startswith(p)]
-      # Adafactor names its row and column statistics after the variable only.
-      yield kinds[0] if kinds else attribute.strip("_"), slot
-
 
 class Keras3Wrapper(wrapper.OptimizerWrapper, keras.optimizers.Optimizer):
   """A Keras 3 optimizer that is another one in all but its update step."""
@@ -189,12 +203,14 @@ class Keras3Wrapper(wrapper.OptimizerWrapper, keras.optimizers.Optimizer):
   _package = "keras"
 
   def __init__(self, opt: Any, name: str, **clipping: float | None) -> None:
-    # Not super(), whose next class is the wrapper.
-    keras.optimizers.Optimizer.__init__(
-      self, learning_rate=0.0, name=name, **clipping
-    )
-    # Keras made an iteration count, a learning rate and settings of its own.
-    # Without them __getattr__ finds the encapsulated optimizer's.
+    # Keras makes an iteration count, a learning rate and settings of its own.
+    # Without them __getattr__ finds the encapsulated optimizer's. The two are
+    # not even variables: model functions would share and list them.
+    with tf.variable_creator_scope(lambda *_, **__: opt.variables[0]):
+      # Not super(), whose next class is the wrapper.
+      keras.optimizers.Optimizer.__init__(
+        self, learning_rate=0.0, name=name, **clipping
+      )
     for attribute in set(vars(self)) - _OWN:
       if hasattr(opt, attribute) and not attribute.startswith("_self_"):
         del self.__dict__[attribute]

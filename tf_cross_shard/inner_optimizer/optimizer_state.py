@@ -16,13 +16,16 @@ _LOSS_SCALE: Final = ("current_loss_scale", "counter")
 def layers(optimizer: Any) -> Iterator[Any]:
   """Yields an optimizer, the one that it encapsulates, and so on.
 
-  A LossScaleOptimizer that `compile` put around ours is the first.
+  A LossScaleOptimizer that `compile` put around ours is the first; those of a
+  MultiOptimizer come after it.
   """
   own = getattr(optimizer, "__dict__", {})
   around = getattr(own.get("_inner"), "around", None)
   optimizer = optimizer if around is None else around
   while optimizer is not None:
     yield optimizer
+    for each in getattr(optimizer, "__dict__", {}).get("_inner_optimizers", ()):
+      yield from layers(each)
     optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
@@ -36,23 +39,25 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
       f" {type(optimizer).__name__}. Hand in the CrossShardOptimizer."
     )
   found: dict[int, Any] = {}
-  innermost, plain = optimizer, None
+  trained: dict[int, Any] = {}
+  is_built, plain = False, None
   for layer in layers(optimizer):
-    innermost = layer
+    is_built = is_built or _is_built(layer)
     listed = _listed(layer) if plain is None else []
     plain = plain or _plain_of(layer)
     for variable in (*listed, *_unlisted(layer)):
       found.setdefault(id(variable), variable)
-  if not _is_built(innermost):
+    for variable in getattr(layer, "_trainable_variables", ()):
+      trained.setdefault(id(variable), variable)
+  if not is_built:
     raise ValueError(
       "`optimizer` is not built, and so has no state: got"
       f" {type(optimizer).__name__}. Call build(model.trainable_variables)"
       " inside `with strategy.scope():` first."
     )
-  trained = getattr(innermost, "_trainable_variables", ())
   if plain is not None:  # Sharded: the plain optimizer is built on these.
-    trained = plain.trainable_variables
-  names = _names(list(found.values()), list(trained))
+    trained = dict(enumerate(plain.trainable_variables))
+  names = _names(list(found.values()), list(trained.values()))
   return list(zip(unique(names), found.values(), strict=True))
 
 
@@ -118,7 +123,7 @@ def _is_built(optimizer: Any) -> bool:
   return any(getattr(optimizer, flag, False) for flag in flags)
 
 
-def _names(variables: Sequence[Any], trained: list[Any]) -> list[str]:
+def _names(variables: Sequence[Any], trained: Sequence[Any]) -> list[str]:
   """Names without the numbers that depend on what a program made before.
 
   Keras 3 names a slot after its variable, "adam/dense_7_kernel_momentum" for

@@ -161,23 +161,31 @@ class TfKerasOptimizer(base.InnerOptimizer):
 
   def slots(self, variable: Any) -> dict[str, Any]:
     """The slots of `variable`, by name."""
-    index = self._index(variable) if self.is_built else None
-    return {} if index is None else self._slots_at(index)
+    if self.plain is not None:
+      return dict(self.plain.slots(variable))
+    if not self.is_built or self._index(variable) is None:
+      return {}
+    key = base.innermost(self.optimizer)._var_key(variable)
+    return self._slots_of(key, variable.name)
 
   def slot_names(self) -> list[str]:
     """The name of every slot, once."""
     if not self.is_built:
       return []
-    count = len(base.innermost(self.optimizer)._index_dict)
-    slots = (self._slots_at(index) for index in range(count))
+    slots = map(self._slots_of, base.innermost(self.optimizer)._index_dict)
     return list(dict.fromkeys(name for each in slots for name in each))
 
-  def _slots_at(self, index: int) -> dict[str, Any]:
-    """The slots of the index-th variable, by name."""
+  def _slots_of(self, *keys: Any) -> dict[str, Any]:
+    """The slots of a variable with these keys, Keras' first, by name."""
     last = base.innermost(self.optimizer)
-    found = base.slots_at(last, index, len(last._index_dict), last.variables)
+    places = last._index_dict
+    slots = [
+      slot
+      for _, slot in base.slots_at(last, places[keys[0]], len(places), keys)
+    ]
     # "m/dense/kernel:0" is Adam's slot "m" of "dense/kernel".
-    return {slot.name.split("/")[0]: slot for _, slot in found}
+    names = optimizer_state.unique([slot.name.split("/")[0] for slot in slots])
+    return dict(zip(names, slots, strict=True))
 
 
 class LegacyOptimizer(TfKerasOptimizer):
@@ -268,6 +276,13 @@ class TfKerasWrapper(wrapper.OptimizerWrapper, tf_keras.optimizers.Optimizer):
     inner = adapter(opt)
     inner.check_class()
     self._encapsulate(inner)
+
+  def get_slot(self, var: Any, name: str) -> Any:
+    """The variable that the encapsulated optimizer made for `var`, or None.
+
+    A checkpoint asks for the slots of everything that it saves.
+    """
+    return self._inner.slots(var).get(name)
 
   def __dir__(self) -> list[str]:
     """Adds the names by which a checkpoint finds slots of legacy optimizers."""

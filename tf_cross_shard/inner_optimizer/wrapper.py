@@ -186,6 +186,34 @@ class OptimizerWrapper:
     """Returns the name given to the constructor."""
     return str(self.name)
 
+  def get_slot(self, var: Any, name: str) -> Any:
+    """The variable that the encapsulated optimizer made for `var`, or None.
+
+    >>> from tf_cross_shard import CrossShardOptimizer
+    >>> weight = tf.Variable([1.0, 2.0])
+    >>> optimizer = CrossShardOptimizer("adam")
+    >>> optimizer.build([weight])
+    >>> velocity = optimizer.get_slot_names()[-1]
+    >>> optimizer.get_slot(weight, velocity).shape.as_list()
+    [2]
+
+    Args:
+      var: A variable that the optimizer was built on.
+      name: One of `get_slot_names()`.
+
+    Returns:
+      The slot; None where there is none.
+
+    Raises:
+      TypeError: If `var` is not a variable.
+    """
+    validation.check_variable("var", var)
+    return self._inner.slots(var).get(name)
+
+  def get_slot_names(self) -> list[str]:
+    """Names of the slots; empty before the optimizer is built."""
+    return self._inner.slot_names()
+
   def minimize(
     self,
     loss: Any,

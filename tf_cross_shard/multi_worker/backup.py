@@ -5,21 +5,22 @@ each keeps its last two, in a directory of its own, and they go on from the
 newest that is common to all.
 """
 
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard import saving_warning, versions
+from tf_cross_shard import group_warnings, validation, versions
 from tf_cross_shard.multi_worker import consistency, errors
 
 _MARKER: Final = "epoch.txt"
-_RANDOM: Final = "random.npz"
+_COPIES: Final = "copies.npz"
 
 
 def newest_common(
@@ -67,9 +68,9 @@ class BackupAndRestore(tf.keras.callbacks.Callback):
 
   Like `tf.keras.callbacks.BackupAndRestore`, which does the saving, but for
   several workers: each has its own files, which no other one overwrites, and
-  all go on from the same epoch. Also for optimizers with groups, whose workers
-  differ, as long as a worker has one replica. The states of random numbers, of
-  dropout say, are saved too; Keras' own leaves them out.
+  all go on from the same epoch. Groups keep their own weights and slots, and
+  replicas what else they differ in, on one machine too. The states of random
+  numbers, of dropout say, are saved too; Keras' own leaves them out.
 
   >>> import tempfile
   >>> import numpy as np
@@ -174,7 +175,7 @@ class _Slot:
 
   def __init__(self, directory: Path, model: Any) -> None:
     self._marker = directory / _MARKER
-    self._random = directory / _RANDOM
+    self._copies = directory / _COPIES
     self._model = model
     self._keras = tf.keras.callbacks.BackupAndRestore(
       str(directory), delete_checkpoint=False
@@ -189,31 +190,62 @@ class _Slot:
   def save(self, epoch: int, logs: Any) -> None:
     """Writes the backup anew."""
     self.forget()
-    with saving_warning.all_kept():  # by all workers together
+    with group_warnings.all_kept():  # by all workers together
       self._keras.on_epoch_end(epoch, logs)
-    states = [variable.numpy() for variable in _random_states(self._model)]
-    np.savez(self._random, *states)
+    kept: dict[str, Any] = {}
+    for i, (variable, is_random) in enumerate(_variables(self._model)):
+      arrays = [copy.numpy() for copy in self._copies_of(variable)]
+      # Where all replicas have the same, what Keras saved is enough.
+      if is_random or len({array.tobytes() for array in arrays}) > 1:
+        kept[str(i)] = np.stack(arrays)
+    np.savez(self._copies, **kept)
     beside = self._marker.with_suffix(".new")
     beside.write_text(str(epoch + 1))
     os.replace(beside, self._marker)
 
   def restore(self) -> None:
     """Loads weights and optimizer, and tells `fit` where to begin."""
-    self._keras.on_train_begin()
-    with np.load(self._random) as saved:
-      for variable, state in zip(
-        _random_states(self._model), saved.values(), strict=True
-      ):
-        variable.assign(state)
+    with np.load(self._copies) as saved:
+      for i, (variable, _) in enumerate(_variables(self._model)):
+        there = len(saved.get(str(i), ()))
+        here = len(self._copies_of(variable))
+        if there not in (0, here) and variable.trainable:
+          raise ValueError(
+            f"`backup_dir` holds weights of {there} replicas that differ, in"
+            f" {self._copies}; this process has {here}. Go on with as many, or"
+            " delete it to start anew."
+          )
+      self._keras.on_train_begin()
+      for i, (variable, _) in enumerate(_variables(self._model)):
+        arrays = saved.get(str(i), ())
+        for copy, array in zip(
+          self._copies_of(variable), itertools.cycle(arrays)
+        ):
+          # NumPy's files have no name for bfloat16.
+          copy.assign(array.view(copy.dtype.as_numpy_dtype))
+
+  def _copies_of(self, variable: Any) -> Sequence[Any]:
+    """The copies that the replicas of this process have of a variable."""
+    strategy = self._model.distribute_strategy
+    copies: Sequence[Any] = strategy.experimental_local_results(
+      validation.native(variable)
+    )
+    return copies
 
   def forget(self) -> None:
     """Makes the backup one that is not there."""
     self._marker.unlink(missing_ok=True)
 
 
-def _random_states(model: Any) -> list[Any]:
-  """What Keras does not count among the weights: states of random numbers."""
-  others = {id(v) for v in (*model.weights, *model.metrics_variables)}
+def _variables(model: Any) -> list[tuple[Any, bool]]:
+  """All variables but metrics', and which are states of random numbers.
+
+  Those Keras does not count among the weights.
+  """
+  metrics = set(map(id, model.metrics_variables))
+  weights = set(map(id, (*model.weights, *model.optimizer.variables)))
   return [
-    variable for variable in model.variables if id(variable) not in others
+    (variable, id(variable) not in weights)
+    for variable in (*model.variables, *model.optimizer.variables)
+    if id(variable) not in metrics
   ]

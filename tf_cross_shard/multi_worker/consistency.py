@@ -18,8 +18,9 @@ import itertools
 import math
 import os
 import re
+import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, Final, NoReturn
 
 import tensorflow as tf
@@ -296,14 +297,16 @@ def gradients(grads: Sequence[Gradient]) -> list[str]:
 
 
 def renumbered(names: Sequence[str]) -> list[str]:
-  """Returns names whose numbers tell the order only.
+  """Returns names whose numbers, where Keras gave them, tell the order only.
 
   Keras numbers layers by how many of a kind the program made before, which may
-  differ between workers that train the same: a chief that evaluates, say.
+  differ between workers that train the same: a chief that evaluates, say. Names
+  that the user chose stay as they are.
   """
+  automatic = _automatic_names()
   numbers: dict[str, set[int]] = {}
   for name in names:
-    for base, number in map(_split, name.split("/")):
+    for base, number in _split(name, automatic):
       numbers.setdefault(base, set()).add(number)
   ranks = {
     base: {number: rank for rank, number in enumerate(sorted(found))}
@@ -312,14 +315,39 @@ def renumbered(names: Sequence[str]) -> list[str]:
   return [
     "/".join(
       f"{base}_{ranks[base][number]}" if ranks[base][number] else base
-      for base, number in map(_split, name.split("/"))
+      for base, number in _split(name, automatic)
     )
     for name in names
   ]
 
 
-def _split(part: str) -> tuple[str, int]:
-  """Returns a name and the number behind it, 0 for none."""
-  match = _NUMBERED.fullmatch(part)
-  assert match is not None  # the expression takes any text of one line
-  return match[1], int(match[2] or 0)
+def _split(name: str, automatic: Set[str]) -> Iterator[tuple[str, int]]:
+  """Yields the parts of a name and Keras' numbers behind them, 0 for none."""
+  for part in name.split("/"):
+    match = _NUMBERED.fullmatch(part)
+    assert match is not None  # the expression takes any text of one line
+    kind = match[1].removeprefix("forward_").removeprefix("backward_")
+    if match[2] and kind.replace("_", "").lower() in automatic:
+      yield match[1], int(match[2])
+    else:
+      yield part, 0
+
+
+def _automatic_names() -> set[str]:
+  """Returns what Keras calls objects without a name of their own, less "_".
+
+  It is the name of the class; `Bidirectional` puts "forward_" before it.
+  """
+  found = {"variable", "seedgenerator"}
+  kinds: list[type[Any]] = []
+  for package in ("keras", "tf_keras"):
+    keras = sys.modules.get(package)
+    if keras is not None:
+      kinds += [keras.layers.Layer, keras.optimizers.Optimizer]
+      legacy = getattr(keras.optimizers, "legacy", None)
+      kinds += [getattr(legacy, "Optimizer", keras.optimizers.Optimizer)]
+  while kinds:
+    kind = kinds.pop()
+    found.add(kind.__name__.replace("_", "").lower())
+    kinds += type.__subclasses__(kind)
+  return found

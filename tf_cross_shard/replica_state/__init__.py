@@ -12,6 +12,7 @@ All functions are called eagerly, outside `strategy.run`; on several machines
 by all workers alike.
 """
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -143,9 +144,9 @@ def average(optimizer: Any, model: Any, slots: bool = False) -> None:
       mean = (value of replica 0 + value of replica 1 + ...) / num_replicas
 
   added up in float64 in this order, so that all replicas have the same bits,
-  under every strategy. Averaged are the model's floating variables, the
-  statistics of batch normalization among them; not integers, such as the
-  states of random numbers.
+  under every strategy; where that sum overflows, the values are divided first.
+  Averaged are the model's floating variables, the statistics of batch
+  normalization among them; not integers, such as the states of random numbers.
 
   >>> from tf_cross_shard import CrossShardOptimizer
   >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -185,14 +186,11 @@ def average(optimizer: Any, model: Any, slots: bool = False) -> None:
     dtype = tf.as_dtype(variable.dtype)
     if not (dtype.is_floating or dtype.is_complex):
       continue
-    total: Any = 0.0
-    for own in found.copies.read(variable, range(num_replicas)):
-      total = total + own.astype(
-        np.complex128 if dtype.is_complex else np.float64
-      )
-    mean = np.asarray(total / num_replicas).astype(dtype.as_numpy_dtype)
+    mean = _mean(found.copies.read(variable, range(num_replicas)))
     here = found.copies.engine.replicas_here
     found.copies.write(variable, [mean] * len(here))
+  for each in _warnings_of(optimizer):
+    each.forget()
 
 
 def save(path: Any, optimizer: Any, model: Any = None) -> None:
@@ -238,6 +236,8 @@ def save(path: Any, optimizer: Any, model: Any = None) -> None:
   found = group_state.GroupCopies(optimizer, model)
   topic = f"saving {target.name}"
   found.agree(topic)
+  for each in _warnings_of(optimizer):
+    each.look()
   apart = found.apart(topic)
   about = {
     "format": _FORMAT,
@@ -309,6 +309,8 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
   found.conclude(f"restoring {target.name}", error, checksum)
   for part, arrays in zip(found.parts, plan, strict=True):
     found.copies.write(part.variable, arrays)
+  for each in _warnings_of(optimizer):
+    each.forget()
 
 
 def _name(variable: Any) -> str:
@@ -316,17 +318,36 @@ def _name(variable: Any) -> str:
   return consistency.renumbered([optimizer_state.path_of(variable)])[0]
 
 
+def _warnings_of(optimizer: Any) -> list[Any]:
+  """What warns that something else made groups equal."""
+  layers = map(vars, optimizer_state.layers(optimizer))
+  return [own["_warnings"] for own in layers if "_warnings" in own]
+
+
 def _slots(optimizer: Any, variables: list[Any]) -> list[Any]:
   """What the optimizer keeps for each of the variables."""
-  for layer in optimizer_state.layers(optimizer):
-    if hasattr(layer, "get_slot") and hasattr(layer, "get_slot_names"):
-      names = layer.get_slot_names()
-      found = [layer.get_slot(v, n) for v in variables for n in names]
-      return [slot for slot in found if slot is not None]
-  raise ValueError(
-    "`slots` needs a CrossShardOptimizer, which knows its slots; got"
-    f" {type(optimizer).__name__}. Leave `slots` False."
-  )
+  layers = list(optimizer_state.layers(optimizer))
+  inner = [vars(each)["_inner"] for each in layers if "_inner" in vars(each)]
+  if not inner:
+    raise ValueError(
+      "`slots` needs a CrossShardOptimizer, which knows its slots; got"
+      f" {type(optimizer).__name__}. Leave `slots` False."
+    )
+  found = [
+    s for v in variables for each in inner for s in each.slots(v).values()
+  ]
+  return list({id(slot): slot for slot in found}.values())
+
+
+def _mean(arrays: Sequence[archive.Array]) -> archive.Array:
+  """The mean, added up in 64 bits; divided before where that overflows."""
+  count, dtype = len(arrays), arrays[0].dtype
+  wide = np.complex128 if dtype.kind == "c" else np.float64
+  with np.errstate(over="ignore", invalid="ignore"):
+    total = sum(array.astype(wide) for array in arrays) / count
+    parts = sum(array.astype(wide) / count for array in arrays)
+  mean = np.where(np.isfinite(total), total, parts)
+  return np.asarray(mean).astype(dtype)
 
 
 def _check(file: archive.Archive, found: group_state.GroupCopies) -> None:

@@ -44,7 +44,7 @@ class WholeSlot(_Trackable):
     self.shape = tf.TensorShape(shape)
     self.dtype = tf.as_dtype(slot.dtype)
     self.distribute_strategy = strategy
-    self.slot = slot
+    self._slot = slot
     self._start = start
     self._groups = groups
 
@@ -52,7 +52,7 @@ class WholeSlot(_Trackable):
     """The first group's value."""
     return self._join(
       self._copies().read(
-        self.slot, self._groups.members_of(self._groups.assignment[0][0])
+        self._slot, self._groups.members_of(self._groups.assignment[0][0])
       )
     )
 
@@ -73,7 +73,7 @@ class WholeSlot(_Trackable):
   def whole_copies(self) -> list[np.ndarray[Any, Any]]:
     """The values that the replicas of this process take part in."""
     copies = self._copies()
-    parts = copies.read(self.slot, range(self._groups.num_replicas))
+    parts = copies.read(self._slot, range(self._groups.num_replicas))
     return [
       self._join([parts[member] for member in self._groups.members_of(replica)])
       for replica in copies.engine.replicas_here
@@ -82,7 +82,7 @@ class WholeSlot(_Trackable):
   def set_copies(self, values: Sequence[np.ndarray[Any, Any]]) -> None:
     """Gives each replica of this process its part of its own value."""
     copies = self._copies()
-    parts = copies.here(self.slot)
+    parts = copies.here(self._slot)
     for replica, part, value in zip(
       copies.engine.replicas_here, parts, values, strict=True
     ):
@@ -93,7 +93,7 @@ class WholeSlot(_Trackable):
       if low < high:
         mine = value.reshape(-1)[low - self._start : high - self._start]
         part[low - offset : high - offset] = mine
-    copies.write(self.slot, parts)
+    copies.write(self._slot, parts)
 
   def _join(self, parts: Sequence[np.ndarray[Any, Any]]) -> Any:
     """This slot in the parts of all members of a group."""
@@ -143,6 +143,7 @@ class PlainState:
     inner: base.InnerOptimizer,
     weights: Sequence[Any],
     places: Sequence[tuple[int, int]],
+    shards: Sequence[Any],
     groups: groups_lib.Groups,
     strategy: tf.distribute.Strategy,
   ) -> None:
@@ -152,6 +153,7 @@ class PlainState:
       inner: The encapsulated optimizer, built on one variable for each row.
       weights: What the plain one would be built on.
       places: For each of them the row, and where in it the weight begins.
+      shards: The variables of the rows.
       groups: The groups.
       strategy: What has the copies.
     """
@@ -164,6 +166,10 @@ class PlainState:
     self._found: dict[int, Any] = {
       id(one): weight for one, weight in zip(tiny, weights, strict=True)
     }
+    names = [
+      {id(slot): name for name, slot in inner.slots(shard).items()}
+      for shard in shards
+    ]
     self._slots: list[dict[str, WholeSlot]] = [{} for _ in weights]
     last, named = base.innermost(optimizer), base.innermost(plain)
     in_rows: set[int] = set()
@@ -175,7 +181,8 @@ class PlainState:
         whole = WholeSlot(
           slot, rows[row], start, tuple(weight.shape), groups, strategy
         )
-        self._found[id(slot)] = self._slots[i][attribute] = whole
+        self._found[id(slot)] = whole
+        self._slots[i][names[row][id(rows[row])]] = whole
     others = [v for v in _listed(optimizer) if id(v) not in in_rows]
     listed = _listed(plain)
     own = [v for v in listed if id(v) not in self._found]
@@ -190,9 +197,10 @@ class PlainState:
     known = map(validation.native, self.trainable_variables)
     return next((i for i, each in enumerate(known) if each is native), None)
 
-  def slots(self, index: int) -> dict[str, WholeSlot]:
-    """The slots of a weight, by the optimizer's attribute."""
-    return self._slots[index]
+  def slots(self, variable: Any) -> dict[str, WholeSlot]:
+    """The slots of a weight, by name."""
+    index = self.index(variable)
+    return {} if index is None else dict(self._slots[index])
 
   def save_own_variables(self, store: Any) -> None:
     """Saves what the plain optimizer would save."""

@@ -137,6 +137,7 @@ class ShardedUpdate:
         self._inner,
         self.variables,
         [self._place_of(variable) for variable in variables],
+        self.shards,
         self._groups,
         self._engine.strategy,
       )
@@ -168,21 +169,6 @@ class ShardedUpdate:
     for average, shard in pairs:
       native = validation.native(shard)
       validation.native(average).assign(tf.convert_to_tensor(native))
-
-  def slots(self, variable: Any) -> dict[str, Any]:
-    """The whole slots of a variable, by name."""
-    plain = self._inner.plain
-    index = None if plain is None else plain.index(variable)
-    if index is None:
-      return {}
-    row, _ = self._place_of(variable)
-    named = self._inner.slots(self.rows[row].shard).items()
-    return {
-      name: whole
-      for name, part in named
-      for whole in plain.slots(index).values()
-      if whole.slot is part
-    }
 
   def _place_of(self, variable: Any) -> tuple[int, int]:
     """The row of a variable, and where in it the variable begins."""
@@ -292,6 +278,19 @@ class ShardedUpdate:
       if constraint is not None:
         native = validation.native(variable)
         native.assign(constraint(tf.convert_to_tensor(native)))
+
+  def write_averages(self) -> None:
+    """Gives all replicas the moving averages for weights, where there are."""
+    if not self.rows or not base.innermost(self._inner.optimizer).use_ema:
+      return
+    self._inner.optimizer.finalize_variable_values(self.shards)
+
+    def join() -> None:
+      joined = self.join()
+      with self._engine.isolate():
+        self.write(joined)
+
+    self._engine.strategy.run(join)
 
   def _padded(self, pieces: Sequence[tf.Tensor], row: Row) -> tf.Tensor:
     """Pieces in a row, with zeros behind them for equal parts."""

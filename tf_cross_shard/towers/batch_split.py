@@ -6,15 +6,21 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.util import nest
 
 
 def split(argument: str, tree: Any, count: int) -> list[Any]:
   """Cuts every tensor of a nest into equal parts along axis 0."""
-  if _is_table(tree):
-    tree = tf.convert_to_tensor(tree)
-  parts = [_split_leaf(argument, x, count) for x in tf.nest.flatten(tree)]
+  # A list of numbers or texts is a tensor, not a nest.
+  outline = nest.get_traverse_shallow_structure(
+    lambda each: not _is_table(each), tree
+  )
+  parts = [
+    _split_leaf(argument, leaf, count)
+    for leaf in nest.flatten_up_to(outline, tree)
+  ]
   return [
-    tf.nest.pack_sequence_as(tree, [part[i] for part in parts])
+    tf.nest.pack_sequence_as(outline, [part[i] for part in parts])
     for i in range(count)
   ]
 
@@ -55,10 +61,13 @@ def concatenate(what: str, trees: Sequence[Any]) -> Any:
 
 
 def _is_table(tree: Any) -> bool:
-  """Whether a list is one of numbers or texts: a tensor, not a nest."""
+  """Whether this is a list of numbers or texts, or of such lists."""
   plain = (numbers.Number, np.generic, str, bytes)
-  leaves = tf.nest.flatten(tree) if isinstance(tree, list) else []
-  return bool(leaves) and all(isinstance(leaf, plain) for leaf in leaves)
+  return (
+    isinstance(tree, list)
+    and bool(tree)
+    and all(isinstance(each, plain) or _is_table(each) for each in tree)
+  )
 
 
 def _split_leaf(argument: str, leaf: Any, count: int) -> Sequence[Any]:

@@ -165,7 +165,7 @@ class Towers:
       call.optimizer.check_known(call.variables)
     for call in itertools.chain(*self._calls):
       for grad, variable in zip(call.grads, call.variables, strict=True):
-        validation.check_rows(grad, variable)
+        _check_rows(grad, variable)
     for call in last:
       same = [each.variables for each in last if each.inner is call.inner]
       call.optimizer.prepare(list(itertools.chain(*same)))
@@ -180,8 +180,14 @@ class Towers:
     with tf.control_dependencies(needed):
       for same in zip(*self._calls, strict=True):
         variables = same[-1].variables
-        every = zip(*(call.grads for call in same), strict=True)
-        result = same[-1].apply(list(map(_add, every, variables)), variables)
+        takes_value = same[-1].optimizer._inner.takes_value
+        sums = [
+          _add(grads, variable, takes_value(variable))
+          for *grads, variable in zip(
+            *(call.grads for call in same), variables, strict=True
+          )
+        ]
+        result = same[-1].apply(sums, variables)
     return result
 
   def scale(self, optimizer: Any) -> float:
@@ -255,6 +261,24 @@ def _written(op: tf.Operation) -> list[str]:
   return [each.name for at, each in enumerate(op.inputs) if at not in read]
 
 
+def _check_rows(grad: Any, variable: Any) -> None:
+  """Raises `ValueError` for rows of a sparse gradient that do not exist.
+
+  Some devices would leave them out silently. Symbolic rows are not checked.
+  """
+  if not isinstance(grad, tf.IndexedSlices) or not tf.executing_eagerly():
+    return
+  indices = tf.convert_to_tensor(grad.indices).numpy()
+  rows = variable.shape[0]
+  if indices.size and not 0 <= indices.min() <= indices.max() < rows:
+    [name] = _names([variable])
+    raise ValueError(
+      f"`grads_and_vars` must hold gradients of existing rows; that of"
+      f" {name}, which has {rows}, has the rows {indices.min()} to"
+      f" {indices.max()}. Look up numbers from 0 to {rows - 1}."
+    )
+
+
 def _ids(variables: Sequence[Any]) -> list[int]:
   """What variables are known by."""
   return [id(validation.native(variable)) for variable in variables]
@@ -265,11 +289,13 @@ def _names(variables: Sequence[Any]) -> list[str]:
   return [str(getattr(v, "path", None) or v.name) for v in variables]
 
 
-def _add(grads: Sequence[Gradient], variable: Any) -> Gradient:
-  """A sum that stays row-sparse if all terms are; None without any."""
+def _add(grads: Sequence[Gradient], variable: Any, is_mean: bool) -> Gradient:
+  """A sum or mean that stays row-sparse if all are; None without any."""
   present = [grad for grad in grads if grad is not None]
   if not present:
     return None
+  if is_mean:
+    present = [indexed_slices.times(x, 1 / len(present)) for x in present]
   if len({grad.dtype for grad in present}) > 1:
     present = [indexed_slices.cast(grad, variable) for grad in present]
   is_rows = [isinstance(grad, tf.IndexedSlices) for grad in present]

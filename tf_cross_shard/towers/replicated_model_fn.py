@@ -152,13 +152,14 @@ class ReplicatedModelFn:
       )
       for tower, device in enumerate(devices):
         options["labels"] = labels_parts[tower]
+        arguments = self._arguments(parts[tower], options)
         with (
           _on(device),
           tf.name_scope(f"tower_{tower}"),
           variables.tower(),
           towers.tower(),
         ):
-          spec = self._model_fn(parts[tower], **self._taken(options))
+          spec = self._model_fn(**arguments)
         specs.append(_checked(spec, tower, mode))
         variables.check_tower(specs[-1].metrics)
       return self._merge(towers, specs, devices[0])
@@ -192,8 +193,13 @@ class ReplicatedModelFn:
     return self.devices
 
   @tf.autograph.experimental.do_not_convert
-  def _taken(self, options: dict[str, Any]) -> dict[str, Any]:
-    """Those that the model function takes; None leaves a default as it is."""
+  def _arguments(
+    self, features: Any, options: dict[str, Any]
+  ) -> dict[str, Any]:
+    """Features and what else the model function takes, by name.
+
+    None leaves a default as it is.
+    """
     parameters = self._parameters.values()
     taken = dict(options)
     if all(p.kind is not p.VAR_KEYWORD for p in parameters):
@@ -204,7 +210,15 @@ class ReplicatedModelFn:
         taken.pop(parameter.name, None)
     if "params" in taken:  # What one tower changes in it is not another's.
       taken["params"] = copy.copy(taken["params"])
-    return taken
+    names = [
+      parameter.name
+      for parameter in parameters
+      if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+      and parameter.default is parameter.empty
+      and parameter.name not in options
+    ]
+    is_named = "features" in self._parameters or not names
+    return {"features" if is_named else names[0]: features, **taken}
 
   @tf.autograph.experimental.do_not_convert
   def _merge(
@@ -272,8 +286,9 @@ def replicate_model_fn(
   (30.0, 7.0)
 
   Args:
-    model_fn: Takes features and, by these names and only if it has them,
-      labels, mode, params and config. Returns a `TowerSpec`.
+    model_fn: Takes, by these names and in any order, features and, only if it
+      has them, labels, mode, params and config. Without one named features, its
+      first other argument gets them. Returns a `TowerSpec`.
     loss_reduction: `"sum"` or `"mean"`; the spellings of
       `tf.compat.v1.losses.Reduction` and of Keras are accepted.
     devices: Names of devices, one for each tower; `""` is where the caller is.

@@ -9,12 +9,14 @@ import contextlib
 import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
 
 from tf_cross_shard import validation
 
+# TensorFlow's name of the collection.
+_STORES: Final = ("__variable_store",)
 _MUST = "`model_fn` must make the same variables in every tower and every call;"
 _REMEDY = (
   "Make and build what only some need outside of model_fn, before its first"
@@ -95,6 +97,10 @@ class CallVariables:
     """Begins one tower; `check_tower` is to be called after it."""
     self._begin()
     scope = tf.compat.v1.get_variable_scope()
+    # There TensorFlow finds by name what any graph has made, and would share it
+    # with other functions; it fails there in eager execution.
+    stores = tf.compat.v1.get_collection_ref(_STORES)
+    outer, stores[:] = list(stores), []
     with (
       tf.variable_creator_scope(self._create),
       tf.compat.v1.variable_scope(
@@ -109,6 +115,7 @@ class CallVariables:
         yield
       finally:
         self._is_paused = True
+        stores[:] = outer
     if self._error is not None:  # tf_keras' Sequential goes on after any.
       raise ValueError(str(self._error)) from self._error
 
@@ -136,10 +143,11 @@ class CallVariables:
     """
     if self._is_paused:  # outside of towers
       return optimizer
-    count = validation.native(optimizer.iterations)
-    if not any(count is each.variable for each in self._made):
+    _ = optimizer.iterations  # Legacy optimizers make it when it is first read.
+    state = list(map(validation.native, _state(optimizer)))
+    if not set(map(id, state)) & {id(each.variable) for each in self._made}:
       return optimizer
-    self._own += map(validation.native, _state(optimizer))
+    self._own += state
     key = (self._mode, self._optimizers)
     self._optimizers += 1
     settings = _settings(optimizer)
@@ -223,19 +231,18 @@ class CallVariables:
       _check("", _Made(named[name], None), {**kwargs, "initial_value": None})
       return named[name]
     with self.paused():
-      before, number = len(self.new), 0
-      variable = getter(name, **kwargs)
-      while len(self.new) == before:  # In a graph it may be another function's.
-        number += 1
-        variable = getter(f"{name}_{number}", **kwargs)
-    named[name] = variable
-    return variable
+      named[name] = getter(name, **kwargs)
+    return named[name]
 
 
 def _state(holder: Any) -> list[Any]:
   """The variables of an optimizer or a metric."""
   variables = holder.variables
-  return list(variables() if callable(variables) else variables)
+  state = list(variables() if callable(variables) else variables)
+  # The learning rate of tf_keras is none of them.
+  state += [v for v in vars(holder).values() if isinstance(v, tf.Variable)]
+  inner = getattr(holder, "inner_optimizer", None)
+  return state if inner is None else state + _state(inner)
 
 
 def _settings(part: Any) -> list[Any]:

@@ -82,22 +82,6 @@ class Tower(wrapper.OptimizerWrapper):
     """The encapsulated optimizer's name."""
     return self._inner.name
 
-  def get_slot(self, var: Any, name: str) -> Any:
-    """The variable that the encapsulated optimizer made for `var`, or None.
-
-    Args:
-      var: A variable that the optimizer was built on.
-      name: One of `get_slot_names()`.
-
-    Returns:
-      The slot; None where there is none.
-    """
-    return self._inner.slots(var).get(name)
-
-  def get_slot_names(self) -> list[str]:
-    """Names of the slots; empty before the optimizer is built."""
-    return self._inner.slot_names()
-
   def compute_gradients(
     self,
     loss: Any,
@@ -247,8 +231,10 @@ class Tower(wrapper.OptimizerWrapper):
           scalar=False,
         )
     # Not the loss, which no tape may be recording any more.
+    takes_value = self._inner.takes_value
     return [
-      (indexed_slices.times(grad, factor), variable) for grad, variable in pairs
+      (indexed_slices.times(grad, 1.0 if takes_value(v) else factor), v)
+      for grad, v in pairs
     ]
 
   def _collect_or(
