@@ -152,7 +152,7 @@ def _variables(
         "`trainable_variables` is None and the optimizer is not built. Pass"
         " the variables, or call build(variables) first."
       )
-    trainable_variables = inner.trainable_variables
+    trainable_variables = (inner.plain or inner).trainable_variables
   if len(grads) != len(trainable_variables):
     raise ValueError(
       f"`grads` must hold one gradient per variable; got {len(grads)}"

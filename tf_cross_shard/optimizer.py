@@ -27,6 +27,7 @@ from tf_cross_shard.gradients import (
   packing,
 )
 from tf_cross_shard.inner_optimizer import base, wrapper
+from tf_cross_shard.sharding import update
 
 
 class CrossShard(wrapper.OptimizerWrapper):
@@ -79,6 +80,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     scale_gradients: bool = False,
     fused_update: bool | None = None,
     accumulate_steps: int | None = None,
+    shard_update: bool | str = False,
   ) -> None:
     """Encapsulates `opt`. Call it inside `strategy.scope()`.
 
@@ -127,6 +129,9 @@ class CrossShard(wrapper.OptimizerWrapper):
         own gradients, and their mean over the calls is reduced and applied in
         the last. `gradient_accumulation_steps` of a Keras 3 `opt` does the
         same. None for every call a step.
+      shard_update: Whether each member of a group keeps and updates one part of
+        the optimizer's state, see `sharding.update`. For optimizers that update
+        each element by itself; `"elementwise"` says so of a class of yours.
 
     Raises:
       ValueError: If `opt` names no optimizer or is itself a
@@ -136,6 +141,7 @@ class CrossShard(wrapper.OptimizerWrapper):
       TypeError: If `opt` is no optimizer, or one that Keras has no equal of.
     """
     opt = self._as_optimizer(opt)
+    is_sharded = update.check(opt, shard_update)
     reduction = loss_factor.canonical_reduction(reduction)
     averaged_over = loss_factor.check_averaged_over(loss_averaged_over)
     validation.check_limits(
@@ -157,6 +163,12 @@ class CrossShard(wrapper.OptimizerWrapper):
     strategy = self._inner.strategy
     self._place = placement.Placement(strategy, group_assignment, name)
     self._sums = self._make_sums(accumulation.check_steps(accumulate_steps))
+    self._shard_update = shard_update
+    self._sharded: update.ShardedUpdate | None = None
+    if is_sharded and self.groups.group_size > 1:
+      self._sharded = update.ShardedUpdate(
+        self._inner, self._place.engine, self._place.groups
+      )
     self._guard = nonfinite.NonfiniteGuard(skip_nonfinite, self._place.engine)
     self._warnings = group_warnings.GroupWarnings(
       name, self.groups, self._place.engine
@@ -186,6 +198,11 @@ class CrossShard(wrapper.OptimizerWrapper):
   def fused_update(self) -> bool | None:
     """Whether kernels update; None for where there are any."""
     return self._fused_update
+
+  @property
+  def shard_update(self) -> bool | str:
+    """Whether each member of a group keeps one part of the state."""
+    return self._shard_update
 
   @property
   def accumulate_steps(self) -> int | None:
@@ -322,6 +339,13 @@ class CrossShard(wrapper.OptimizerWrapper):
     if self._sums is not None:
       self._sums.build(variables)
 
+  def _build_inner(self, variables: list[Any]) -> None:
+    """Makes the slots, whole or of this replica's part."""
+    if self._sharded is None:
+      super()._build_inner(variables)
+    else:
+      self._sharded.build(variables)
+
   def get_config(self) -> dict[str, Any]:
     """Everything the constructor needs, in serializable form."""
     opt = self._serialize(self._inner.optimizer)
@@ -341,6 +365,7 @@ class CrossShard(wrapper.OptimizerWrapper):
       "scale_gradients": self.scale_gradients,
       "fused_update": self.fused_update,
       "accumulate_steps": self.accumulate_steps,
+      "shard_update": self.shard_update,
     }
 
   @classmethod
@@ -372,7 +397,10 @@ class CrossShard(wrapper.OptimizerWrapper):
       var_list: The trained variables.
     """
     self._warnings.look()
-    super().finalize_variable_values(var_list)
+    if self._sharded is None:
+      super().finalize_variable_values(var_list)
+    else:
+      self._sharded.write_averages()
 
   def _gradients(
     self,
@@ -459,7 +487,7 @@ class CrossShard(wrapper.OptimizerWrapper):
       with engine.isolate():
         found = self._warnings.before_step(wholes)
       window = self._window(variables)
-      if window is None:
+      if window is None and self._sharded is None:
         sums = grads if is_reduced else self._sum(grads, variables)
         self._apply_sums(sums, variables, global_step, through_apply)
       else:
@@ -468,13 +496,54 @@ class CrossShard(wrapper.OptimizerWrapper):
           own = self._scale_and_clip(self._make_reducible(grads, variables))
 
         def finish(totals: Sequence[clipping.Gradient]) -> None:
+          if self._sharded is not None:
+            parts = self._parts(totals, variables, is_reduced)
+            self._apply_parts(parts, global_step, through_apply)
+            return
           sums = totals if is_reduced else self._reduce(totals)
           self._apply_sums(sums, variables, global_step, through_apply)
 
-        window.run(own, variables, engine.isolate, finish)
+        if window is None:
+          finish(own)
+        else:
+          window.run(own, variables, engine.isolate, finish)
       with engine.isolate():
         self._warnings.after_step(found)
         return tf.identity(self._inner.iterations())
+
+  def _parts(
+    self,
+    grads: Sequence[clipping.Gradient],
+    variables: Sequence[Any],
+    is_reduced: bool,
+  ) -> list[tf.Tensor]:
+    """This replica's part of what the whole group applies."""
+    sharded = self._sharded
+    assert sharded is not None
+    rows = sharded.rows_of(grads, variables)
+    if is_reduced:
+      parts = sharded.own_parts(rows)
+    else:
+      parts = sharded.scatter(rows, self._wire_dtype, self._wire_scale())
+    if self._inner.scales_dynamically or self.skip_nonfinite:
+      parts = sharded.alike(parts)
+    limit = base.innermost(self._inner.optimizer).global_clipnorm
+    if limit:
+      parts = sharded.clip(parts, self._inner.scale_limit(limit))
+    return parts
+
+  def _apply_parts(
+    self, parts: Sequence[tf.Tensor], global_step: Any, through_apply: bool
+  ) -> None:
+    """Updates this replica's part of the weights, and joins all parts."""
+    engine, sharded = self._place.engine, self._sharded
+    assert sharded is not None
+    with engine.isolate():
+      sharded.cut()
+    self._apply_sums(parts, sharded.shards, global_step, through_apply)
+    joined = sharded.join()
+    with engine.isolate():
+      sharded.write(joined)
 
   def _apply_sums(
     self,
@@ -510,7 +579,7 @@ class CrossShard(wrapper.OptimizerWrapper):
       )
     engine = self._place.engine
     engine.check_conditional("accumulate_steps")
-    return accumulation.GradientSums(steps, engine.strategy)
+    return accumulation.GradientSums(steps, engine.making_variables)
 
   @property
   def _window_variables(self) -> list[Any]:
@@ -522,11 +591,12 @@ class CrossShard(wrapper.OptimizerWrapper):
     window = None if self._sums is None else self._sums.window
     if window is None and self._place.engine.updates_in_cond:
       window = self._inner.own_window()
-    if window is not None and any(map(self._inner.takes_value, variables)):
+    is_plain = window is None and self._sharded is None
+    if not is_plain and any(map(self._inner.takes_value, variables)):
       raise NotImplementedError(
         "Gradients of variables with `overwrite_with_gradient` (Keras' float8"
-        " scales) cannot be accumulated. Leave `accumulate_steps` and"
-        " `gradient_accumulation_steps` None."
+        " scales) cannot be accumulated or sharded. Leave `accumulate_steps`,"
+        " `gradient_accumulation_steps` and `shard_update` out."
       )
     return window
 
@@ -581,8 +651,13 @@ class CrossShard(wrapper.OptimizerWrapper):
       self._place.engine,
       self._place.groups,
       self._wire_dtype,
-      self._inner.wire_scale() if self._wire_dtype == tf.float16 else None,
+      self._wire_scale(),
     )
+
+  def _wire_scale(self) -> Any:
+    """What gradients are multiplied by while they travel in float16."""
+    is_half = self._wire_dtype == tf.float16
+    return self._inner.wire_scale() if is_half else None
 
   def _average_values(self, values: Sequence[Any]) -> list[clipping.Gradient]:
     """The group's mean of values that variables take in place of an update."""

@@ -2,7 +2,7 @@
 
 import abc
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -73,6 +73,64 @@ class Engine(abc.ABC):
   def orders_graphs(self) -> bool:
     """Whether updates have an order in a version 1 graph."""
     return self.num_replicas == 1
+
+  def reduce_scatter(
+    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
+  ) -> list[tf.Tensor]:
+    """This member's part of each sum over the group.
+
+    Args:
+      tensors: `[group_size * n]`, of equal shapes on all members.
+      groups: The grouping.
+
+    Returns:
+      `[n]` each: of the member at place i of `position`, the i-th part.
+    """
+    place = self.position(groups)
+    parts = []
+    for total in self.all_reduce_narrow(tensors, groups):
+      part = total.shape[0] // groups.group_size
+      parts.append(tf.slice(total, [place * part], [part]))
+    return parts
+
+  def all_gather_parts(
+    self, parts: Sequence[tf.Tensor], groups: groups_lib.Groups
+  ) -> list[tf.Tensor]:
+    """The reverse of `reduce_scatter`: all members' `[n]`, in their order."""
+    # Zeros in the others' places add nothing.
+    is_mine = tf.range(groups.group_size)[:, tf.newaxis] == self.position(
+      groups
+    )
+    spread = [
+      tf.reshape(tf.where(is_mine, part, tf.zeros_like(part)), [-1])
+      for part in parts
+    ]
+    return self.all_reduce_sum(spread, groups)
+
+  def position(self, groups: groups_lib.Groups) -> Any:
+    """This replica's place among the sorted members of its group."""
+    replica = replica_isolation.replica_id()
+    if replica is not None:
+      return groups.members_of(replica).index(replica)
+    places = [groups.members_of(r).index(r) for r in range(groups.num_replicas)]
+    context = tf.distribute.get_replica_context()
+    return tf.constant(places)[context.replica_id_in_sync_group]
+
+  @contextlib.contextmanager
+  def making_variables(self) -> Iterator[None]:
+    """A context whose variables have a copy on each replica.
+
+    It lifts them out of a trace. Replicas may make them too: tf_keras builds
+    optimizers in their first step.
+    """
+    with tf.init_scope():
+      if tf.distribute.in_cross_replica_context() or (
+        tf.distribute.get_strategy() is not self.strategy
+      ):
+        with self.strategy.scope():
+          yield
+      else:
+        yield
 
   @property
   def updates_in_cond(self) -> bool:

@@ -103,6 +103,30 @@ class CollectiveOps:
       )
     return results
 
+  def reduce_scatter(
+    self,
+    tensors: Sequence[tf.Tensor],
+    groups: groups_lib.Groups,
+    replica: int,
+    device: str,
+  ) -> list[tf.Tensor]:
+    """This member's parts of the sums; `CollectiveReduceScatterV2` has no CPU.
+
+    Each member receives one part of all members, and adds in float32 what is
+    narrower.
+    """
+    rows = [tf.reshape(each, [groups.group_size, -1]) for each in tensors]
+    received = self.run(ALL_TO_ALL, rows, groups, replica, device)
+    return [
+      tf.cast(
+        tf.reduce_sum(
+          tf.cast(each, tf.float32) if each.dtype.size < 4 else each, axis=0
+        ),
+        each.dtype,
+      )
+      for each in received
+    ]
+
   def _check(self, tensors: Sequence[tf.Tensor]) -> None:
     """Raises an error where a collective would hang or not run."""
     in_eager = getattr(threading.current_thread(), "in_eager", False)
@@ -207,6 +231,14 @@ def of_strategy(
   if strategy not in _of_strategy:
     _of_strategy[strategy] = CollectiveOps(identity, chains, is_serial)
   return _of_strategy[strategy]
+
+
+def keeps_order(groups: groups_lib.Groups) -> bool:
+  """Whether members have the order of their numbers in collectives.
+
+  There they are sorted by device names, "task:10" before "task:2".
+  """
+  return groups.num_replicas <= min(10, MAX_ALL_TO_ALL)
 
 
 def can_merge() -> bool:

@@ -42,7 +42,7 @@ class Mirrored(base.Engine):
   ) -> list[tf.Tensor]:
     """Sums over the group."""
     if self._merges_here():
-      return self._merge(tensors, groups, tf.add_n)
+      return self._merge(tensors, groups, lambda parts, _: tf.add_n(parts))
     replica = self._replica()
     return self._collectives.run(
       collective_ops.ALL_REDUCE,
@@ -56,7 +56,48 @@ class Mirrored(base.Engine):
     self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
   ) -> list[tf.Tensor]:
     """Joins over the group."""
-    return self._merge(tensors, groups, lambda parts: tf.concat(parts, axis=0))
+    return self._merge(
+      tensors, groups, lambda parts, _: tf.concat(parts, axis=0)
+    )
+
+  def reduce_scatter(
+    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
+  ) -> list[tf.Tensor]:
+    """Each member adds up its part in a merge call."""
+    if not self._merges_here():
+      if not collective_ops.keeps_order(groups):
+        return super().reduce_scatter(tensors, groups)
+      replica = self._replica()
+      return self._collectives.reduce_scatter(
+        tensors, groups, replica, self._devices[replica]
+      )
+    by_member = self._merge(tensors, groups, self._sum_parts)
+    place = self.position(groups)
+    return [parts[place] for parts in by_member]
+
+  def all_gather_parts(
+    self, parts: Sequence[tf.Tensor], groups: groups_lib.Groups
+  ) -> list[tf.Tensor]:
+    """Joins in a merge call."""
+    if self._merges_here():
+      return self.all_gather(parts, groups)
+    if not collective_ops.keeps_order(groups):
+      return super().all_gather_parts(parts, groups)
+    replica = self._replica()
+    return self._collectives.run(
+      *(collective_ops.ALL_GATHER, parts, groups),
+      *(replica, self._devices[replica]),
+    )
+
+  def _sum_parts(self, copies: list[tf.Tensor], members: list[int]) -> Any:
+    """The i-th part of the sum, on the i-th member's device."""
+    part = copies[0].shape[0] // len(members)
+    sums = []
+    for i, member in enumerate(members):
+      with tf.device(self._devices[member]):
+        pieces = [tf.slice(copy, [i * part], [part]) for copy in copies]
+        sums.append(_add_widened(pieces))
+    return sums
 
   def all_reduce_narrow(
     self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
@@ -64,7 +105,7 @@ class Mirrored(base.Engine):
     """Adds in float32 where members sum in a merge call."""
     if not self._merges_here():
       return super().all_reduce_narrow(tensors, groups)
-    return self._merge(tensors, groups, _add_widened)
+    return self._merge(tensors, groups, lambda parts, _: _add_widened(parts))
 
   @property
   def bucket_bytes(self) -> int | None:
@@ -87,7 +128,7 @@ class Mirrored(base.Engine):
     self,
     tensors: Sequence[tf.Tensor],
     groups: groups_lib.Groups,
-    combine: Callable[[list[tf.Tensor]], tf.Tensor],
+    combine: Callable[[list[tf.Tensor], list[int]], Any],
   ) -> list[tf.Tensor]:
     """Combines each tensor over the members of each group, once per group."""
 
@@ -102,7 +143,7 @@ class Mirrored(base.Engine):
       for members in map(sorted, groups):
         with tf.device(self._devices[members[0]]):
           by_group.append(
-            [combine([each[r] for r in members]) for each in copies]
+            [combine([each[r] for r in members], members) for each in copies]
           )
       return by_group
 

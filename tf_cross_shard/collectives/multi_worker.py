@@ -126,6 +126,28 @@ class MultiWorker(base.Engine):
       for i, (all_rows, tensor) in enumerate(zip(joined, tensors, strict=True))
     ]
 
+  def reduce_scatter(
+    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
+  ) -> list[tf.Tensor]:
+    """Each member adds up its part."""
+    if not collective_ops.keeps_order(groups):
+      return super().reduce_scatter(tensors, groups)
+    replica, device = self._place()
+    return self._collectives.reduce_scatter(tensors, groups, replica, device)
+
+  def all_gather_parts(
+    self, parts: Sequence[tf.Tensor], groups: groups_lib.Groups
+  ) -> list[tf.Tensor]:
+    """Joins parts, which have one shape on all members."""
+    if not collective_ops.keeps_order(groups):
+      return super().all_gather_parts(parts, groups)
+    words = [_as_words(part) for part in parts]
+    joined = self._run(collective_ops.ALL_GATHER, words, groups)
+    return [
+      _from_words(whole, part)
+      for whole, part in zip(joined, parts, strict=True)
+    ]
+
   def agree(
     self,
     topic: str,
@@ -167,10 +189,13 @@ class MultiWorker(base.Engine):
     groups: groups_lib.Groups,
   ) -> list[tf.Tensor]:
     """Runs a collective for the calling replica."""
+    return self._collectives.run(name, tensors, groups, *self._place())
+
+  def _place(self) -> tuple[int, str]:
+    """The calling replica and its device."""
     replica = replica_isolation.replica_id()
     assert replica is not None  # A strategy of processes always knows it.
-    device = self._devices[replica - self._first_here()]
-    return self._collectives.run(name, tensors, groups, replica, device)
+    return replica, self._devices[replica - self._first_here()]
 
   def _first_here(self) -> int:
     """The first replica of this process."""

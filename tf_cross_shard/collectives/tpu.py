@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import tensorflow as tf
+from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.collectives import base, replica_isolation
@@ -29,7 +30,8 @@ class TPU(base.Engine):
   """Sums over the replicas of a TPU program, grouped or not.
 
   A strategy of another make whose replicas are one XLA program takes part by
-  a method `extended.cross_replica_sum(tensor, group_assignment)`.
+  its methods `extended.cross_replica_sum(tensor, group_assignment)` and
+  `extended.all_to_all(tensor, group_assignment)`.
   """
 
   def all_reduce_sum(
@@ -54,6 +56,32 @@ class TPU(base.Engine):
       "A TPU program has no shapes that depend on data, so that replicas"
       " cannot join rows. Make the tensors dense."
     )
+
+  def reduce_scatter(
+    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
+  ) -> list[tf.Tensor]:
+    """Each member receives its part only."""
+    return [
+      gen_xla_ops.xla_reduce_scatter(
+        input=tensor,
+        group_assignment=_in_order(groups),
+        scatter_dimension=0,
+        reduce_op="Add",
+      )
+      if tensor.dtype in (tf.bfloat16, tf.float16, tf.float32)
+      else super(TPU, self).reduce_scatter([tensor], groups)[0]
+      for tensor in tensors
+    ]
+
+  def all_gather_parts(
+    self, parts: Sequence[tf.Tensor], groups: groups_lib.Groups
+  ) -> list[tf.Tensor]:
+    """Each member sends its part to all: there is no operation that gathers."""
+    exchange = getattr(self.strategy.extended, "all_to_all", _all_to_all)
+    if any(part.dtype == tf.float64 for part in parts):
+      return super().all_gather_parts(parts, groups)
+    copies = [groups.group_size]
+    return [exchange(tf.tile(p, copies), _in_order(groups)) for p in parts]
 
   @property
   def bucket_bytes(self) -> None:
@@ -80,6 +108,22 @@ class TPU(base.Engine):
     if of_strategy is not None:
       return of_strategy(tensor, assignment)
     return tf.raw_ops.CrossReplicaSum(input=tensor, group_assignment=assignment)
+
+
+def _in_order(groups: groups_lib.Groups) -> list[list[int]]:
+  """The groups with members in the order of `Engine.position`."""
+  return [sorted(members) for members in groups]
+
+
+def _all_to_all(tensor: tf.Tensor, assignment: list[list[int]]) -> tf.Tensor:
+  """Gives the i-th slice to the i-th member."""
+  return tf.raw_ops.AllToAll(
+    input=tensor,
+    group_assignment=assignment,
+    concat_dimension=0,
+    split_dimension=0,
+    split_count=len(assignment[0]),
+  )
 
 
 def is_tpu(strategy: tf.distribute.Strategy) -> bool:

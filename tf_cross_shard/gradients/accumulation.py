@@ -6,6 +6,7 @@
 Each replica adds up its own; nothing travels in the first k - 1 calls.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -68,7 +69,8 @@ class Window:
       for grad, variable in zip(grads, variables, strict=True)
     ]
     with isolate():
-      is_last = self._place() == self.steps - 1
+      # Not `==`, which in a version 1 graph compares objects.
+      is_last = tf.equal(self._place(), self.steps - 1)
 
     def add() -> None:
       with isolate():
@@ -118,8 +120,12 @@ class GradientSums:
     window: What uses them.
   """
 
-  def __init__(self, steps: int, strategy: tf.distribute.Strategy) -> None:
-    self._strategy = strategy
+  def __init__(
+    self,
+    steps: int,
+    making_variables: Callable[[], contextlib.AbstractContextManager[None]],
+  ) -> None:
+    self._making_variables = making_variables
     self._sums: dict[int, Any] = {}
     self._known: list[Any] = []  # Ids stay theirs.
     self.variables: list[Any] = []
@@ -141,7 +147,7 @@ class GradientSums:
         )
 
   def _make(self, value: Any, dtype: Any, name: str) -> Any:
-    with tf.init_scope(), self._strategy.scope():
+    with self._making_variables():
       made = tf.Variable(value, trainable=False, dtype=dtype, name=name)
     self.variables.append(made)
     return made

@@ -63,7 +63,7 @@ class NonfiniteGuard:
     self.count: Any = None
     if is_on:
       engine.check_conditional("skip_nonfinite")
-      with tf.init_scope(), engine.strategy.scope():
+      with engine.making_variables():
         self.count = tf.Variable(
           0, trainable=False, dtype=tf.int64, name="skipped_steps"
         )

@@ -22,12 +22,15 @@ class InnerOptimizer(abc.ABC):
     optimizer: The user's optimizer.
     around: A LossScaleOptimizer that encapsulates *our* optimizer, or None; see
       `loss_scaling`.
+    plain: State and weights as an optimizer without shards has them, where
+      this one is built on parts of the weights; else None.
     is_fused: Whether kernels may do the optimizer's steps; see `fused_update`.
   """
 
   def __init__(self, optimizer: Any) -> None:
     self.optimizer = optimizer
     self.around: Any = None
+    self.plain: Any = None
     self.is_fused = False
     self._thread = threading.local()  # Replicas may be threads.
 
@@ -66,9 +69,16 @@ class InnerOptimizer(abc.ABC):
     """The variables that the optimizer was built on, in order."""
 
   @property
+  def averages(self) -> list[Any]:
+    """The moving averages of what it was built on; empty without."""
+    last = innermost(self.optimizer)
+    return list(getattr(last, "_model_variables_moving_average", ()))
+
+  @property
   def variables(self) -> list[Any]:
-    """All variables of the optimizer."""
-    return list(self.optimizer.variables)
+    """All variables of the optimizer; whole ones in place of parts."""
+    own = self.optimizer if self.plain is None else self.plain
+    return list(own.variables)
 
   @property
   def state(self) -> list[Any]:
@@ -100,11 +110,21 @@ class InnerOptimizer(abc.ABC):
     return str(variable.name)
 
   @abc.abstractmethod
+  def make_variable(self, value: Any, name: str) -> Any:
+    """A trainable variable of this Keras."""
+
+  @abc.abstractmethod
+  def make_tiny(self, weight: Any) -> Any:
+    """A variable of one element with a weight's names, rank and dtype."""
+
+  @abc.abstractmethod
   def build(self, variables: Sequence[Any]) -> None:
     """Makes the slots for `variables`, unless they exist."""
 
   def knows(self, variable: Any) -> bool:
     """Whether the built optimizer was built on `variable`."""
+    if self.plain is not None:
+      return self.plain.index(variable) is not None
     return self._index(variable) is not None
 
   @abc.abstractmethod

@@ -12,6 +12,7 @@ from typing import Any, Final
 import keras
 import tensorflow as tf
 
+from tf_cross_shard import validation
 from tf_cross_shard.gradients import accumulation
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import (
@@ -61,6 +62,17 @@ class Keras3Optimizer(base.InnerOptimizer):
     """The name with the scopes around it."""
     return str(variable.path)
 
+  def make_variable(self, value: Any, name: str) -> Any:
+    """A trainable variable of this Keras."""
+    return keras.Variable(value, dtype=value.dtype.name, name=name)
+
+  def make_tiny(self, weight: Any) -> Any:
+    """A variable of one element with a weight's names, rank and dtype."""
+    value = tf.zeros([1] * len(weight.shape), validation.native(weight).dtype)
+    tiny = self.make_variable(value, str(weight.name).split(":")[0])
+    tiny._path = str(getattr(weight, "path", tiny.path))
+    return tiny
+
   def build(self, variables: Sequence[Any]) -> None:
     """Makes the slots for `variables`, unless they exist."""
     if not self.is_built:
@@ -70,6 +82,9 @@ class Keras3Optimizer(base.InnerOptimizer):
     """The Keras variable, for the native one that tapes and graphs report."""
     if isinstance(variable, keras.Variable) or not self.is_built:
       return variable
+    if self.plain is not None:
+      at = self.plain.index(variable)
+      return variable if at is None else self.plain.trainable_variables[at]
     index = self._index(variable)
     if index is None:
       return variable
@@ -137,6 +152,8 @@ class Keras3Optimizer(base.InnerOptimizer):
     Keras joins the variable's name and the slot's: "dense_kernel" and
     "velocity" make "dense_kernel_velocity".
     """
+    if self.plain is not None:
+      return dict(self.plain.slots(variable))
     index = self._index(variable) if self.is_built else None
     if index is None:
       return {}
@@ -167,7 +184,8 @@ class Keras3Optimizer(base.InnerOptimizer):
 
   def slot_names(self) -> list[str]:
     """The name of every slot, once."""
-    slots = (self.slots(v) for v in self.trainable_variables if self.is_built)
+    trained = (self.plain or self).trainable_variables
+    slots = (self.slots(v) for v in trained if self.is_built)
     return list(dict.fromkeys(name for each in slots for name in each))
 
   def _index(self, variable: Any) -> int | None:

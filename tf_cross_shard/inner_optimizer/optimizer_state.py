@@ -40,10 +40,12 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
     )
   found: dict[int, Any] = {}
   trained: dict[int, Any] = {}
-  is_built = False
+  is_built, plain = False, None
   for layer in layers(optimizer):
     is_built = is_built or _is_built(layer)
-    for variable in (*_listed(layer), *_unlisted(layer)):
+    listed = _listed(layer) if plain is None else []
+    plain = plain or _plain_of(layer)
+    for variable in (*listed, *_unlisted(layer)):
       found.setdefault(id(variable), variable)
     for variable in getattr(layer, "_trainable_variables", ()):
       trained.setdefault(id(variable), variable)
@@ -53,6 +55,8 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
       f" {type(optimizer).__name__}. Call build(model.trainable_variables)"
       " inside `with strategy.scope():` first."
     )
+  if plain is not None:  # Sharded: the plain optimizer is built on these.
+    trained = dict(enumerate(plain.trainable_variables))
   names = _names(list(found.values()), list(trained.values()))
   return list(zip(unique(names), found.values(), strict=True))
 
@@ -93,6 +97,11 @@ def gradient_sums(optimizer: Any) -> list[Any]:
     for name in ("_window_variables", "_accumulated_gradients")
     for variable in getattr(layer, name, ())
   ]
+
+
+def _plain_of(optimizer: Any) -> Any:
+  """What stands for all variables of one that keeps its state in shards."""
+  return getattr(vars(optimizer).get("_inner"), "plain", None)
 
 
 def _unlisted(optimizer: Any) -> list[Any]:

@@ -66,6 +66,15 @@ class TfKerasOptimizer(base.InnerOptimizer):
     is_within = hasattr(self.optimizer, "get_scaled_loss")
     return self.around or (self.optimizer if is_within else None)
 
+  def make_variable(self, value: Any, name: str) -> Any:
+    """A trainable variable of this Keras."""
+    return tf.Variable(value, name=name)
+
+  def make_tiny(self, weight: Any) -> Any:
+    """A variable of one element with a weight's names, rank and dtype."""
+    value = tf.zeros([1] * len(weight.shape), weight.dtype)
+    return self.make_variable(value, weight._shared_name)
+
   def build(self, variables: Sequence[Any]) -> None:
     """Makes the slots for `variables`, unless they exist."""
     if not self.is_built:
@@ -152,6 +161,8 @@ class TfKerasOptimizer(base.InnerOptimizer):
 
   def slots(self, variable: Any) -> dict[str, Any]:
     """The slots of `variable`, by name."""
+    if self.plain is not None:
+      return dict(self.plain.slots(variable))
     if not self.is_built or self._index(variable) is None:
       return {}
     key = base.innermost(self.optimizer)._var_key(variable)

@@ -319,24 +319,28 @@ class OptimizerWrapper:
           " build(variables) inside `with strategy.scope():` before the first"
           " step."
         )
-    self._inner.build(variables)
+    self._build_inner(variables)
     if self._unrestored:
       # Traced into a function it would happen in every step.
       with tf.init_scope():
         self._restore(self._unrestored)
 
+  def _build_inner(self, variables: list[Any]) -> None:
+    """Makes the slots."""
+    self._inner.build(variables)
+
   def set_weights(self, weights: Any) -> None:
     """Sets the encapsulated optimizer's variables, in their order."""
-    self._inner.optimizer.set_weights(weights)
+    (self._inner.plain or self._inner.optimizer).set_weights(weights)
 
   def save_own_variables(self, store: Any) -> None:
     """Saves what the encapsulated optimizer would save."""
     self._before_saving()
-    self._inner.optimizer.save_own_variables(store)
+    (self._inner.plain or self._inner.optimizer).save_own_variables(store)
 
   def load_own_variables(self, store: Any) -> None:
     """Loads what the encapsulated optimizer saved, wrapped or not."""
-    self._inner.optimizer.load_own_variables(store)
+    (self._inner.plain or self._inner.optimizer).load_own_variables(store)
 
   def exclude_from_weight_decay(
     self, var_list: Any = None, var_names: Any = None
@@ -408,7 +412,9 @@ class OptimizerWrapper:
   def _checkpointed(self) -> Any:
     """Whose children a checkpoint sees: its own while it is being made."""
     inner = self.__dict__.get("_inner")
-    return super() if inner is None else inner.optimizer
+    if inner is None:
+      return super()
+    return inner.optimizer if inner.plain is None else inner.plain.checkpointed
 
   def _trackable_children(self, *args: Any, **kwargs: Any) -> Any:
     """What a checkpoint saves."""

@@ -82,6 +82,10 @@ class Copies:
 
   def here(self, variable: Any) -> list[Array]:
     """Returns the copies of this process' replicas."""
+    whole_copies = getattr(native(variable), "whole_copies", None)
+    if whole_copies is not None:  # of a slot that is kept in shards
+      whole: list[Array] = whole_copies()
+      return whole
     copies = list(self._copies(variable))
     if len(copies) == 1:  # all replicas share it
       copies *= len(self.engine.replicas_here)

@@ -63,12 +63,13 @@ class Module:
       for entry in self._proto.input_output_alias.entries
     }
 
-  def portable(self, float64_sum: str) -> bytes:
+  def portable(self, float64_sum: str, all_to_all: str) -> bytes:
     """The module in a form that all compilers take.
 
     StableHLO has no copy operation. A reshape to the same shape does the same;
     the compiler makes the copies that it needs. Sums of words in the name scope
-    `float64_sum` become sums of float64 numbers again.
+    `float64_sum` become sums of float64 numbers again, and sums in the name
+    scope `all_to_all` exchanges of slices.
     """
     for instruction in self._by_id.values():
       if instruction.opcode == "copy":
@@ -76,6 +77,10 @@ class Module:
       is_sum = instruction.opcode == "all-reduce"
       if is_sum and float64_sum in instruction.metadata.op_name:
         self._sum_float64(instruction)
+      if is_sum and all_to_all in instruction.metadata.op_name:
+        instruction.opcode = "all-to-all"
+        instruction.dimensions[:] = [0]
+        del instruction.called_computation_ids[:]
     serialized: bytes = self._proto.SerializeToString()
     return serialized
 

@@ -116,7 +116,9 @@ def lower(traced: Traced, shapes: Sequence[tf.TensorShape]) -> Lowered:
   output_shapes = module.output_shapes()
   aliases = module.outputs_to_parameters()
   return Lowered(
-    module=module.portable(replica_context.FLOAT64_SUM),
+    module=module.portable(
+      replica_context.FLOAT64_SUM, replica_context.ALL_TO_ALL
+    ),
     outputs=[
       tf.TensorSpec(shape, result.dtype)
       for shape, result in zip(output_shapes, results, strict=False)

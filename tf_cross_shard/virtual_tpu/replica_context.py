@@ -8,6 +8,8 @@ from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
 # The name scope of float64 sums, which `hlo.Module.portable` looks for.
 FLOAT64_SUM: Final = "CrossReplicaSumOfFloat64"
+# And of exchanges, which TensorFlow has no operation for that CPUs lower.
+ALL_TO_ALL: Final = "CrossReplicaAllToAll"
 _MARK: Final = "tf_cross_shard_replica_program"
 
 
@@ -51,6 +53,17 @@ def cross_replica_sum(
     reduce_op="Add",
     mode="CrossReplica",
   )
+
+
+def all_to_all(
+  tensor: tf.Tensor, group_assignment: Sequence[Sequence[int]]
+) -> tf.Tensor:
+  """Gives the i-th slice along axis 0 to the i-th member of the group.
+
+  It is written down as a sum; `hlo.Module.portable` makes it an exchange.
+  """
+  with tf.name_scope(ALL_TO_ALL):
+    return cross_replica_sum(tensor, group_assignment)
 
 
 class TracedReplicaContext(tf.distribute.ReplicaContext):

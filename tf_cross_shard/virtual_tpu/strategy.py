@@ -258,6 +258,7 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
 
   # Its presence tells `collectives` that the replicas are one XLA program.
   cross_replica_sum = staticmethod(replica_context.cross_replica_sum)
+  all_to_all = staticmethod(replica_context.all_to_all)
 
   def _replica_ctx_all_reduce(
     self, reduce_op: Any, value: Any, options: Any = None

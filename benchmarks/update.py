@@ -1,0 +1,250 @@
+"""Time of the fused and of the sharded update against plain Keras.
+
+    python benchmarks/update.py --json=update.json --picture=update.png
+
+Adam; every case is a ratio to plain Keras in one run. About eight minutes on
+two cores, most of them plain Keras' tracing.
+
+    one device   apply() of given gradients; XLA is plain Keras under
+                 jit_compile=True
+    mirrored     reduction and update under MirroredStrategy on logical CPUs
+    training     whole steps of small dense networks, with their tapes
+    state        bytes that one replica keeps for the optimizer
+
+"first" is the time of the first call: tracing, optimizing, one step.
+"""
+# bazel: deps=:timing
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Before TensorFlow.
+
+import functools
+import gc
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import timing
+from absl import app, flags
+
+from tf_cross_shard import CrossShardOptimizer
+
+_PARTS = flags.DEFINE_list(
+  "parts", ["device", "mirrored", "training"], "Which."
+)
+_ROUNDS = flags.DEFINE_integer("rounds", 15, "Timings of each case.", 1)
+_REPLICAS = flags.DEFINE_integer("replicas", 4, "Logical CPUs.", 2)
+_JSON = flags.DEFINE_string("json", None, "File to write the figures to.")
+_PICTURE = flags.DEFINE_string("picture", None, "File to draw into.")
+
+KERAS, XLA, OURS, SHARDED = "plain Keras", "XLA", "ours", "ours, sharded"
+MODELS = {
+  "50 variables, 12 M": [[1000, 240]] * 50,
+  "300 variables, 7 M": [[200, 117]] * 300,
+}
+_LAYERS = (3, 7, 21)
+# So small that weights stay finite however often a step is repeated.
+_RATE = 1e-7
+
+
+def make_optimizer(case: str) -> Any:
+  """A contestant."""
+  adam = tf.keras.optimizers.Adam(_RATE)
+  if case in (KERAS, XLA):
+    return adam
+  return CrossShardOptimizer(adam, "sum", shard_update=case == SHARDED)
+
+
+def make_variables(shapes: Sequence[Sequence[int]]) -> list[Any]:
+  """Weights of ones."""
+  return [
+    tf.keras.Variable(np.ones(shape, "f"), name=f"v{i}")
+    for i, shape in enumerate(shapes)
+  ]
+
+
+def state_bytes(optimizer: Any) -> int:
+  """What one replica keeps."""
+  inner = getattr(optimizer, "inner_optimizer", optimizer)
+  return sum(
+    int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size
+    for variable in inner.variables
+  )
+
+
+def measure(
+  part: str, steps: dict[str, Callable[[], Any]], state: dict[str, int]
+) -> list[dict[str, Any]]:
+  """Times first calls, then steps in turns."""
+  first = {}
+  for case, step in steps.items():
+    start = time.perf_counter()
+    step()
+    first[case] = time.perf_counter() - start
+  taken = timing.interleave(steps, _ROUNDS.value)
+  rows = timing.compare(part, taken, [KERAS])
+  timing.show(rows)
+  found = []
+  for row in rows:
+    ratio = first[row.case] / first[KERAS]
+    print(
+      f"    {row.case:<30} first {first[row.case]:6.2f} s ({ratio:.2f})"
+      f"  state {state.get(row.case, 0) / 1e6:8.2f} MB"
+    )
+    found.append(
+      {
+        "part": part,
+        "case": row.case,
+        "milliseconds": row.milliseconds,
+        "ratio": row.ratios[KERAS],
+        "first_seconds": first[row.case],
+        "first_ratio": ratio,
+        "state_bytes": state.get(row.case, 0),
+      }
+    )
+  gc.collect()  # Functions and variables of one part hold each other.
+  return found
+
+
+def measure_device(name: str, shapes: list[list[int]]) -> list[dict[str, Any]]:
+  """Given gradients, one device."""
+  grads = [
+    tf.constant(np.random.default_rng(i).normal(size=shape).astype("f"))
+    for i, shape in enumerate(shapes)
+  ]
+  steps, state = {}, {}
+  for case in (KERAS, XLA, OURS):
+    weights, optimizer = make_variables(shapes), make_optimizer(case)
+    optimizer.build(weights)
+    steps[case] = tf.function(
+      functools.partial(optimizer.apply, grads, weights),
+      autograph=False,
+      jit_compile=case == XLA,
+    )
+    state[case] = state_bytes(optimizer)
+  return measure(f"one device, {name}", steps, state)
+
+
+def measure_mirrored(
+  strategy: tf.distribute.Strategy, name: str, shapes: list[list[int]]
+) -> list[dict[str, Any]]:
+  """Gradients that depend on weights and replica, reduced and applied."""
+  steps, state = {}, {}
+  for case in (KERAS, OURS, SHARDED):
+    with strategy.scope():
+      weights, optimizer = make_variables(shapes), make_optimizer(case)
+      optimizer.build(weights)
+
+    def replica_step(
+      weights: Any = weights, optimizer: Any = optimizer
+    ) -> None:
+      replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+      slope = 1.0 + tf.cast(replica, tf.float32)
+      grads = [weight.value * 1e-3 + slope for weight in weights]
+      optimizer.apply_gradients(list(zip(grads, weights, strict=True)))
+
+    steps[case] = tf.function(
+      functools.partial(strategy.run, replica_step), autograph=False
+    )
+    state[case] = state_bytes(optimizer)
+  return measure(f"mirrored, {name}", steps, state)
+
+
+def measure_training(
+  strategy: tf.distribute.Strategy, layers: int
+) -> list[dict[str, Any]]:
+  """Whole steps of a small network."""
+  steps, state = {}, {}
+  data = tf.random.normal([16, 64])
+  for case in (KERAS, OURS, SHARDED):
+    with strategy.scope():
+      model = tf.keras.Sequential(
+        [
+          tf.keras.Input([64]),
+          *(tf.keras.layers.Dense(64, "relu") for _ in range(layers)),
+        ]
+      )
+      optimizer = make_optimizer(case)
+      optimizer.build(model.trainable_variables)
+
+    def replica_step(model: Any = model, optimizer: Any = optimizer) -> None:
+      with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(data, training=True) ** 2)
+      grads = tape.gradient(loss, model.trainable_variables)
+      pairs = zip(grads, model.trainable_variables, strict=True)
+      optimizer.apply_gradients(list(pairs))
+
+    steps[case] = tf.function(
+      functools.partial(strategy.run, replica_step), autograph=False
+    )
+    state[case] = state_bytes(optimizer)
+  return measure(f"training, {layers} layers", steps, state)
+
+
+def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
+  """Bars of step, first step and state, as shares of plain Keras."""
+  import matplotlib
+
+  matplotlib.use("Agg")
+  import matplotlib.pyplot as plt
+
+  parts = [
+    part
+    for part in dict.fromkeys(row["part"] for row in rows)
+    if not part.startswith("training")
+  ]
+  figure, axes = plt.subplots(
+    1, len(parts), figsize=(3.2 * len(parts), 3.2), sharey=True
+  )
+  for axis, part in zip(np.atleast_1d(axes), parts, strict=True):
+    mine = [row for row in rows if row["part"] == part]
+    plain = next(row for row in mine if row["case"] == KERAS)
+    for i, row in enumerate(mine):
+      shares = [
+        row["ratio"][0],
+        row["first_ratio"],
+        row["state_bytes"] / plain["state_bytes"],
+      ]
+      places = np.arange(3) + (i - (len(mine) - 1) / 2) * 0.25
+      axis.bar(places, shares, 0.23, label=row["case"])
+    axis.set_xticks(range(3), ["step", "first step", "state"])
+    axis.set_title(part.replace(", ", "\n", 1), fontsize=9)
+    axis.axhline(1, color="grey", linewidth=0.5)
+    axis.legend(fontsize=7)
+  np.atleast_1d(axes)[0].set_ylabel("share of plain Keras")
+  figure.tight_layout()
+  figure.savefig(path, dpi=110)
+
+
+def main(argv: Sequence[str]) -> None:
+  """Measures, prints, writes and draws."""
+  if len(argv) > 1:
+    raise app.UsageError(f"Unknown arguments: {argv[1:]}.")
+  tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * _REPLICAS.value,
+  )
+  strategy = tf.distribute.MirroredStrategy(
+    [f"CPU:{i}" for i in range(_REPLICAS.value)]
+  )
+  print(timing.machine())
+  rows: list[dict[str, Any]] = []
+  for name, shapes in MODELS.items():
+    if "device" in _PARTS.value:
+      rows += measure_device(name, shapes)
+    if "mirrored" in _PARTS.value:
+      rows += measure_mirrored(strategy, name, shapes)
+  if "training" in _PARTS.value:
+    for layers in _LAYERS:
+      rows += measure_training(strategy, layers)
+  if _JSON.value:
+    timing.write_json(_JSON.value, {"rows": rows})
+  if _PICTURE.value:
+    draw(rows, _PICTURE.value)
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,592 @@
+"""Updates in shards: the unsharded numbers, with a part of the state."""
+
+import copy
+import functools
+import pathlib
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from tests.support import testbed
+from tf_cross_shard import keras3, replica_state
+from tf_cross_shard import tf_keras as ours_tf_keras
+
+KERASES = {"keras": (keras, keras3), "tf_keras": (tf_keras, ours_tf_keras)}
+PAIRS = [[2, 0], [1, 3]]
+ALL = [[0, 1, 2, 3]]
+STEPS = 4
+# 19 elements in all: not divisible by 2 or 4. Slots of "bias" lie in two parts.
+SHAPES = {"dense/kernel": (3, 2), "dense/bias": (7,), "scale": (), "last": (5,)}
+RATE = 0.125
+
+# [steps, replicas, ...] of each weight: eighths, whose sums are exact.
+_RNG = np.random.default_rng(11)
+GRADS = [
+  (_RNG.integers(-16, 17, (STEPS, 4, *shape)) / 8).astype("f")
+  for shape in SHAPES.values()
+]
+
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+  "SGD": ("SGD", {}),
+  "nesterov": ("SGD", {"momentum": 0.5, "nesterov": True}),
+  "Adam": ("Adam", {}),
+  "amsgrad": ("Adam", {"amsgrad": True}),
+  "AdamW": ("AdamW", {"weight_decay": 0.25}),
+  "RMSprop": ("RMSprop", {}),
+  "centered": ("RMSprop", {"centered": True, "momentum": 0.5}),
+  "Adagrad": ("Adagrad", {}),
+  "Adadelta": ("Adadelta", {}),
+  "Adamax": ("Adamax", {}),
+  "Nadam": ("Nadam", {}),
+  "Ftrl": ("Ftrl", {}),
+  "Lion": ("Lion", {}),
+}
+
+
+def make_plain(name: str, library: Any, **settings: Any) -> Any:
+  kind, own = OPTIMIZERS[name]
+  return getattr(library.optimizers, kind)(RATE, **{**own, **settings})
+
+
+def make_weights(library: Any) -> list[Any]:
+  rng = np.random.default_rng(2)
+  made = []
+  for name, shape in SHAPES.items():
+    value = (rng.integers(-16, 17, shape) / 8).astype("f")
+    *scopes, last = name.split("/")
+    with keras.name_scope(scopes[0] if scopes else "top"):
+      made.append(testbed.variable(value, last, library))
+  return made
+
+
+def build(
+  which: str,
+  make: Callable[[Any], Any],
+  strategy: Any = None,
+  groups: Any = PAIRS,
+  weights: Any = None,
+  **options: Any,
+) -> tuple[list[Any], Any]:
+  """Weights and a built optimizer of sums over groups."""
+  library, package = KERASES[which]
+  with (strategy or testbed.mirrored()).scope():
+    weights = weights or make_weights(library)
+    optimizer = package.CrossShardOptimizer(
+      make(library), "sum", group_assignment=groups, **options
+    )
+    optimizer.build(weights)
+  return weights, optimizer
+
+
+def train(
+  weights: Sequence[Any],
+  optimizer: Any,
+  steps: range = range(STEPS),
+  strategy: Any = None,
+  grads: Sequence[Any] = GRADS,
+  eager: bool = False,
+) -> None:
+  """Steps with each replica's gradients."""
+  strategy = strategy or testbed.mirrored()
+
+  def step(*rows: tf.Tensor) -> None:
+    def replica_step() -> None:
+      mine = [each[testbed.replica_id()] for each in rows]
+      optimizer.apply_gradients(list(zip(mine, weights, strict=True)))
+
+    strategy.run(replica_step)
+
+  call = step if eager else tf.function(step, autograph=False)
+  for i in steps:
+    call(*(tf.constant(each[i]) for each in grads))
+
+
+def train_plain(
+  weights: Sequence[Any], optimizer: Any, members: Sequence[int], steps: range
+) -> None:
+  """Steps of plain Keras with a group's sums."""
+  for i in steps:
+    sums = [tf.constant(each[i, list(members)].sum(0)) for each in GRADS]
+    optimizer.apply_gradients(list(zip(sums, weights, strict=True)))
+
+
+def state_of(weights: Sequence[Any], optimizer: Any) -> list[np.ndarray]:
+  """Every group's weights and whole state."""
+  return [
+    value
+    for variable in (*weights, *optimizer.variables)
+    for value in replica_state.group_values(variable, optimizer)
+  ]
+
+
+def assert_equal(
+  one: Sequence[Any], other: Sequence[Any], bound: float = 0.0
+) -> None:
+  assert len(one) == len(other) > len(SHAPES)
+  for mine, theirs in zip(one, other, strict=True):
+    np.testing.assert_allclose(mine, theirs, rtol=bound, atol=bound)
+
+
+def both(
+  which: str, make: Callable[[Any], Any], grads: Any = GRADS, **options: Any
+) -> tuple[list[Any], list[Any], Any]:
+  """States after training without shards and with them."""
+  states = []
+  for sharded in (False, True):
+    weights, optimizer = build(which, make, shard_update=sharded, **options)
+    train(weights, optimizer, grads=grads)
+    replica_state.assert_in_sync(optimizer, weights)
+    states.append(state_of(weights, optimizer))
+  return states[0], states[1], optimizer
+
+
+def parts_of(optimizer: Any) -> list[tuple[int, ...]]:
+  """Shapes of what each replica keeps for the optimizer."""
+  inner = optimizer.inner_optimizer
+  while hasattr(inner, "inner_optimizer"):
+    inner = inner.inner_optimizer
+  return [tuple(variable.shape) for variable in inner.variables]
+
+
+@pytest.mark.parametrize(
+  ("name", "which"),
+  [
+    (name, which)
+    for name in OPTIMIZERS
+    for which in KERASES
+    if hasattr(KERASES[which][0].optimizers, OPTIMIZERS[name][0])
+    # Plain tf_keras' own is wrong in a function with several variables.
+    and (name, which) != ("Nadam", "tf_keras")
+  ],
+)
+def test_numbers_of_the_unsharded_update(name: str, which: str) -> None:
+  groups = PAIRS if list(OPTIMIZERS).index(name) % 2 else ALL
+  make = functools.partial(make_plain, name)
+  plain, sharded, optimizer = both(which, make, groups=groups)
+  assert_equal(plain, sharded, 1e-6)
+  if name in ("SGD", "nesterov"):  # Whose steps are exact here.
+    assert_equal(plain, sharded)
+  size = -(-19 // len(groups[0]))
+  assert set(parts_of(optimizer)) <= {(), (size,)}
+  if groups == PAIRS:
+    assert np.abs(sharded[0] - sharded[1]).max() > 0.01  # Groups differ.
+
+
+@pytest.mark.parametrize("which", KERASES)
+def test_against_numpy(which: str) -> None:
+  weights, optimizer = build(
+    which, functools.partial(make_plain, "nesterov"), shard_update=True
+  )
+  first = [replica_state.values(weight)[0] for weight in weights]
+  train(weights, optimizer)
+  for g, members in enumerate(PAIRS):
+    for value, grads, weight in zip(first, GRADS, weights, strict=True):
+      velocity = np.zeros_like(value)
+      for i in range(STEPS):
+        total = grads[i, members].sum(0)
+        velocity = 0.5 * velocity - RATE * total
+        value = value + 0.5 * velocity - RATE * total
+      found = replica_state.group_values(weight, optimizer)[g]
+      np.testing.assert_array_equal(found, value)
+
+
+def _loss_scaled(library: Any, **settings: Any) -> Any:
+  inner = make_plain("Adam", library, **settings)
+  if library is keras:
+    return keras.optimizers.LossScaleOptimizer(inner, 4.0)
+  return tf_keras.mixed_precision.LossScaleOptimizer(inner, initial_scale=4.0)
+
+
+def _excluding(library: Any) -> Any:
+  optimizer = make_plain("AdamW", library)
+  optimizer.exclude_from_weight_decay(var_names=["bias"])
+  return optimizer
+
+
+def _schedule(library: Any) -> Any:
+  decay = library.optimizers.schedules.PiecewiseConstantDecay
+  return library.optimizers.Adam(decay([2], [0.5, 0.125]))
+
+
+SETTINGS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
+  "clipvalue": (functools.partial(make_plain, "Adam", clipvalue=1.0), {}),
+  "global_clipnorm": (
+    functools.partial(make_plain, "SGD", global_clipnorm=2.0),
+    {"clipvalue": 1.5},
+  ),
+  "average": (
+    functools.partial(
+      make_plain,
+      "Adam",
+      use_ema=True,
+      ema_momentum=0.5,
+      ema_overwrite_frequency=3,
+    ),
+    {},
+  ),
+  "decay": (_excluding, {}),
+  "schedule": (_schedule, {}),
+  "loss scale": (_loss_scaled, {}),
+  "scaled and clipped": (
+    functools.partial(_loss_scaled, global_clipnorm=2.0),
+    {},
+  ),
+  "nonfinite": (
+    functools.partial(make_plain, "Adam"),
+    {"skip_nonfinite": True},
+  ),
+  "accumulation": (
+    functools.partial(make_plain, "Adam"),
+    {"accumulate_steps": 2},
+  ),
+  "wire": (
+    functools.partial(make_plain, "Adam"),
+    {"wire_dtype": "bfloat16", "group_assignment": ALL},
+  ),
+}
+
+
+@pytest.mark.parametrize("which", KERASES)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings(name: str, which: str) -> None:
+  make, options = SETTINGS[name]
+  groups = options.get("group_assignment", PAIRS)
+  options = {k: v for k, v in options.items() if k != "group_assignment"}
+  grads = [each.copy() for each in GRADS]
+  if name in ("loss scale", "nonfinite"):
+    # Of the second group only, in the part of its second member.
+    grads[3][1, 1, 4] = np.inf
+  plain, sharded, _ = both(which, make, grads, groups=groups, **options)
+  assert_equal(plain, sharded, 2e-6)
+
+
+@pytest.mark.parametrize("which", KERASES)
+def test_rows_and_constraints(which: str) -> None:
+  library, package = KERASES[which]
+  states = []
+  for sharded in (False, True):
+    with testbed.mirrored().scope():
+      limit = library.constraints.NonNeg()
+      table = (
+        keras.Variable(tf.ones([4, 1]), name="table")
+        if library is keras
+        else tf.Variable(tf.ones([4, 1]), name="table", constraint=limit)
+      )
+      if library is keras:
+        table.constraint = limit
+      optimizer = package.CrossShardOptimizer(
+        make_plain("SGD", library),
+        "sum",
+        shard_update=sharded,
+        group_assignment=PAIRS,
+      )
+      optimizer.build([table])
+
+    def step(optimizer: Any = optimizer, table: Any = table) -> None:
+      replica = testbed.replica_id()
+      rows = tf.IndexedSlices(
+        tf.ones([2, 1]) * 5.0, tf.stack([replica, 0]), tf.constant([4, 1])
+      )
+      optimizer.apply_gradients([(rows, table)])
+
+    tf.function(lambda step=step: testbed.mirrored().run(step))()
+    states.append(testbed.copies(table))
+  for one, other in zip(*states, strict=True):
+    np.testing.assert_array_equal(one, other)
+  assert states[1][0].ravel().tolist() == [0.0, 1.0, 0.375, 1.0]
+  assert states[1][1].ravel().tolist() == [0.0, 0.375, 1.0, 0.375]
+
+
+def test_weights_set_from_outside_count() -> None:
+  weights, optimizer = build(
+    "keras", functools.partial(make_plain, "SGD"), shard_update=True
+  )
+  train(weights, optimizer, range(1))
+  for weight in weights:
+    weight.assign(np.zeros(weight.shape))
+  train(weights, optimizer, range(1, 2))
+  for weight, grads in zip(weights, GRADS, strict=True):
+    for g, members in enumerate(PAIRS):
+      np.testing.assert_array_equal(
+        replica_state.group_values(weight, optimizer)[g],
+        -RATE * grads[1, members].sum(0),
+      )
+
+
+# ------------------------------------------------------------------ saved ways
+
+
+def _by_pickle(source: Any, target: Any, folder: pathlib.Path) -> Any:
+  del target, folder
+  return pickle.loads(pickle.dumps(source))
+
+
+def _by_copy(source: Any, target: Any, folder: pathlib.Path) -> Any:
+  del target, folder
+  return copy.deepcopy(source)
+
+
+def _by_store(source: Any, target: Any, folder: pathlib.Path) -> Any:
+  del folder
+  store: dict[str, Any] = {}
+  source.save_own_variables(store)
+  target.load_own_variables(store)
+  return target
+
+
+def _by_checkpoint(source: Any, target: Any, folder: pathlib.Path) -> Any:
+  saved = tf.train.Checkpoint(optimizer=source).save(str(folder / "saved"))
+  status = tf.train.Checkpoint(optimizer=target).restore(saved)
+  status.assert_existing_objects_matched()
+  return target
+
+
+WAYS = {"file": _by_store, "checkpoint": _by_checkpoint}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("which", KERASES)
+def test_plain_keras_goes_on(
+  which: str, way: str, tmp_path: pathlib.Path
+) -> None:
+  """Sharded over 4, then plain, then sharded over 2: as plain throughout."""
+  library, _ = KERASES[which]
+  make = functools.partial(make_plain, "Adam")
+  alone = make_weights(library)
+  expected = make(library)
+  testbed.build(expected, alone)
+  train_plain(alone, expected, range(4), range(STEPS))
+
+  weights, first = build(
+    which, make, groups=ALL, shard_update=True, fused_update=False
+  )
+  train(weights, first, range(1))
+  middle_weights = make_weights(library)
+  middle = make(library)
+  testbed.build(middle, middle_weights)
+  for mine, theirs in zip(middle_weights, weights, strict=True):
+    mine.assign(theirs.numpy())
+  middle = WAYS[way](first, middle, tmp_path)
+  train_plain(middle_weights, middle, range(4), range(1, 2))
+  last_weights, last = build(
+    which, make, groups=PAIRS, shard_update=True, fused_update=False
+  )
+  for mine, theirs in zip(last_weights, middle_weights, strict=True):
+    mine.assign(theirs.numpy())
+  (tmp_path / "second").mkdir()
+  last = WAYS[way](middle, last, tmp_path / "second")
+  # Each member of a pair has half of the sum over all four.
+  halves = [
+    np.broadcast_to(each.sum(1, keepdims=True) / 2, each.shape)
+    for each in GRADS
+  ]
+  train(last_weights, last, range(2, STEPS), grads=halves)
+  for mine, theirs in zip(
+    (*last_weights, *last.variables),
+    (*alone, *testbed.variables_of(expected)),
+    strict=True,
+  ):
+    for value in replica_state.group_values(mine, last):
+      np.testing.assert_array_equal(value, theirs.numpy(), str(mine.name))
+
+
+@pytest.mark.parametrize("way", [_by_pickle, _by_copy])
+@pytest.mark.parametrize("which", KERASES)
+def test_pickled(which: str, way: Any, tmp_path: pathlib.Path) -> None:
+  make = functools.partial(make_plain, "Adam")
+  weights, first = build(which, make, groups=ALL, shard_update=True)
+  train(weights, first, range(2))
+  with testbed.mirrored().scope():
+    second = way(first, None, tmp_path)
+    assert second.shard_update is True
+    second.build(weights)
+  assert_equal(state_of(weights, first), state_of(weights, second))
+
+
+@pytest.mark.parametrize("which", KERASES)
+def test_groups_are_saved(which: str, tmp_path: pathlib.Path) -> None:
+  """Stopped and resumed: with shards, and without."""
+  make = functools.partial(make_plain, "Adam")
+  weights, optimizer = build(which, make, shard_update=True)
+  train(weights, optimizer, range(2))
+  replica_state.save(tmp_path / "state", optimizer, weights)
+  for sharded in (True, False):
+    again, other = build(which, make, shard_update=sharded)
+    replica_state.restore(tmp_path / "state", other, again)
+    train(again, other, range(2, STEPS))
+    if sharded:
+      train(weights, optimizer, range(2, STEPS))
+    assert_equal(state_of(again, other), state_of(weights, optimizer))
+
+
+@pytest.mark.parametrize("which", KERASES)
+def test_slots_are_whole(which: str) -> None:
+  make = functools.partial(make_plain, "Adam")
+  slots = []
+  for sharded in (False, True):
+    weights, optimizer = build(which, make, groups=ALL, shard_update=sharded)
+    train(weights, optimizer)
+    names = optimizer.get_slot_names()
+    assert len(names) == 2
+    slots.append(
+      [optimizer.get_slot(w, n).numpy() for w in weights for n in names]
+    )
+    assert optimizer.get_slot(weights[0], "none") is None
+  for one, other in zip(*slots, strict=True):
+    np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("kind", ["fit", "loss scale", "average"])
+@pytest.mark.parametrize("which", KERASES)
+def test_fit_and_model_files(
+  which: str, kind: str, tmp_path: pathlib.Path
+) -> None:
+  library, package = KERASES[which]
+  rng = np.random.default_rng(1)
+  x = rng.normal(size=(16, 3)).astype("f")
+  y = rng.normal(size=(16, 1)).astype("f")
+  results = []
+  for sharded in (False, True):
+    with testbed.mirrored().scope():
+      model = library.Sequential(
+        [library.Input((3,)), library.layers.Dense(1, name="dense")]
+      )
+      model.set_weights([np.ones((3, 1)), np.zeros(1)])
+      own = {"use_ema": True, "ema_momentum": 0.5} if kind == "average" else {}
+      optimizer = package.CrossShardOptimizer(
+        _loss_scaled(library)
+        if kind == "loss scale"
+        else make_plain("Adam", library, **own),
+        shard_update=sharded,
+      )
+      model.compile(optimizer, "mse")
+      if kind == "average":  # tf_keras would build it in the first step.
+        optimizer.build(model.trainable_variables)
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    path = tmp_path / f"model_{sharded}.keras"
+    model.save(path)
+    with testbed.mirrored().scope():
+      again = library.models.load_model(path)
+    again.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    results.append([*model.get_weights(), *again.get_weights()])
+  for one, other in zip(*results, strict=True):
+    np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-7)
+  assert np.abs(results[0][0] - results[0][2]).max() > 0.01
+
+
+# ------------------------------------------------------------- other engines
+
+
+@pytest.mark.parametrize("which", KERASES)
+def test_virtual_tpu(which: str) -> None:
+  strategy = testbed.virtual(4)
+  states = []
+  for sharded in (False, True):
+    weights, optimizer = build(
+      which,
+      functools.partial(make_plain, "Adam", global_clipnorm=4.0),
+      strategy,
+      shard_update=sharded,
+      skip_nonfinite=True,
+    )
+    train(weights, optimizer, strategy=strategy)
+    states.append(state_of(weights, optimizer))
+  assert_equal(*states, bound=2e-6)
+  assert set(parts_of(optimizer)) <= {(), (10,)}
+
+
+def test_eager_steps() -> None:
+  make = functools.partial(make_plain, "Adam")
+  states = []
+  for eager in (False, True):
+    weights, optimizer = build("keras", make, shard_update=True)
+    train(weights, optimizer, eager=eager)
+    states.append(state_of(weights, optimizer))
+  assert_equal(*states, bound=1e-6)
+
+
+def test_groups_of_one_are_not_sharded() -> None:
+  weights, optimizer = build(
+    "keras",
+    functools.partial(make_plain, "Adam"),
+    groups=[[0], [1], [2], [3]],
+    shard_update=True,
+  )
+  train(weights, optimizer)
+  assert (3, 2) in parts_of(optimizer)
+  assert optimizer.shard_update is True
+
+
+# ---------------------------------------------------------------------- errors
+
+
+class _Vouched(keras.optimizers.Adam):
+  """A class of the user's."""
+
+
+@pytest.mark.parametrize(
+  ("opt", "message"),
+  [
+    (keras.optimizers.Adafactor(), "Adafactor may use norms or shapes"),
+    (keras.optimizers.Lamb(), "Lamb may use norms or shapes"),
+    (_Vouched(), "_Vouched may use norms or shapes"),
+    (keras.optimizers.Adam(clipnorm=1.0), "Use `global_clipnorm`"),
+    (
+      keras.optimizers.Adam(gradient_accumulation_steps=2),
+      "Use `accumulate_steps`",
+    ),
+  ],
+)
+def test_refused(opt: Any, message: str) -> None:
+  with pytest.raises(ValueError, match=message):
+    keras3.CrossShardOptimizer(opt, shard_update=True)
+
+
+def test_vouched_for() -> None:
+  states = []
+  for make in (lambda _: _Vouched(RATE), functools.partial(make_plain, "Adam")):
+    weights, optimizer = build(
+      "keras", make, shard_update="elementwise", fused_update=False
+    )
+    train(weights, optimizer)
+    states.append(state_of(weights, optimizer))
+  assert_equal(*states, bound=1e-6)
+
+
+def test_unknown_value() -> None:
+  with pytest.raises(ValueError, match="`shard_update` must be True, False"):
+    keras3.CrossShardOptimizer("adam", shard_update="yes")
+
+
+def test_legacy_optimizers_are_refused() -> None:
+  opt = tf_keras.optimizers.legacy.Adam()
+  with pytest.raises(ValueError, match="Adam may use norms or shapes"):
+    ours_tf_keras.CrossShardOptimizer(opt, shard_update="elementwise")
+
+
+def test_averages_are_built_before_the_first_step() -> None:
+  with testbed.mirrored().scope():
+    weight = tf.Variable(tf.ones(3))
+    optimizer = ours_tf_keras.CrossShardOptimizer(
+      tf_keras.optimizers.Adam(use_ema=True), shard_update=True
+    )
+  with pytest.raises(RuntimeError, match=r"call optimizer.build"):
+    testbed.run(lambda: optimizer.apply_gradients([(tf.ones(3), weight)]))
+
+
+def test_every_weight_needs_a_gradient() -> None:
+  weights, optimizer = build(
+    "keras", functools.partial(make_plain, "Adam"), shard_update=True
+  )
+  before = state_of(weights, optimizer)
+  with pytest.raises(ValueError, match="must hold a gradient for every"):
+    testbed.run(
+      lambda: optimizer.apply_gradients([(tf.ones([3, 2]), weights[0])])
+    )
+  assert_equal(before, state_of(weights, optimizer))

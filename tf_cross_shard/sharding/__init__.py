@@ -1,0 +1,1 @@
+"""The sharded update: each member of a group keeps a part of the state."""

@@ -1,0 +1,259 @@
+"""State in shards, seen as the plain optimizer's: whole slots by its names.
+
+What saves an optimizer asks it for its variables, in an order and under names
+that depend on the weights it was built on. So a second optimizer of the same
+settings is built on tiny weights of the same names, and in the place of each of
+its slots stands a `WholeSlot`, which reads and writes the members' parts.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard import groups as groups_lib
+from tf_cross_shard import validation
+from tf_cross_shard.inner_optimizer import base
+from tf_cross_shard.replica_state import replica_values
+
+_Trackable: Final[Any] = tf.__internal__.tracking.Trackable
+
+
+class WholeSlot(_Trackable):
+  """A slot of one weight whose parts the members of each group have.
+
+  It reads and is assigned like a variable, eagerly and outside `strategy.run`:
+  group 0 is read, as of a variable, and all groups are assigned.
+  """
+
+  trainable = False
+
+  def __init__(
+    self,
+    named: Any,
+    slot: Any,
+    start: int,
+    shape: Sequence[int],
+    groups: groups_lib.Groups,
+    strategy: tf.distribute.Strategy,
+  ) -> None:
+    """Stands for `named`, in the members' copies of `slot` from `start` on."""
+    self.name = str(named.name)
+    self.path = str(getattr(named, "path", named.name))
+    self.shape = tf.TensorShape(shape)
+    self.dtype = tf.as_dtype(slot.dtype)
+    self.distribute_strategy = strategy
+    self._slot = slot
+    self._start = start
+    self._groups = groups
+
+  def numpy(self) -> np.ndarray[Any, Any]:
+    """The first group's value."""
+    return self._join(
+      self._copies().read(
+        self._slot, self._groups.members_of(self._groups.assignment[0][0])
+      )
+    )
+
+  def read_value(self) -> tf.Tensor:
+    """The first group's value, as a tensor."""
+    return tf.constant(self.numpy())
+
+  def assign(self, value: Any) -> None:
+    """Gives all groups one value."""
+    value = np.asarray(value, self.dtype.as_numpy_dtype)
+    if value.shape != tuple(self.shape):
+      raise ValueError(
+        f"{self.path} has shape {tuple(self.shape)}; got a value of shape"
+        f" {value.shape}. Load the state of the same model."
+      )
+    self.set_copies([value] * len(self._copies().engine.replicas_here))
+
+  def whole_copies(self) -> list[np.ndarray[Any, Any]]:
+    """The values that the replicas of this process take part in."""
+    copies = self._copies()
+    parts = copies.read(self._slot, range(self._groups.num_replicas))
+    return [
+      self._join([parts[member] for member in self._groups.members_of(replica)])
+      for replica in copies.engine.replicas_here
+    ]
+
+  def set_copies(self, values: Sequence[np.ndarray[Any, Any]]) -> None:
+    """Gives each replica of this process its part of its own value."""
+    copies = self._copies()
+    parts = copies.here(self._slot)
+    for replica, part, value in zip(
+      copies.engine.replicas_here, parts, values, strict=True
+    ):
+      size = len(part)
+      offset = self._groups.members_of(replica).index(replica) * size
+      low = max(self._start, offset)
+      high = min(self._start + value.size, offset + size)
+      if low < high:
+        mine = value.reshape(-1)[low - self._start : high - self._start]
+        part[low - offset : high - offset] = mine
+    copies.write(self._slot, parts)
+
+  def _join(self, parts: Sequence[np.ndarray[Any, Any]]) -> Any:
+    """This slot in the parts of all members of a group."""
+    shape = tuple(self.shape)
+    end = self._start + int(np.prod(shape))
+    return np.concatenate(parts)[self._start : end].reshape(shape)
+
+  def _copies(self) -> replica_values.Copies:
+    return replica_values.Copies(self.distribute_strategy)
+
+  # What tf.train.Checkpoint asks for.
+
+  def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+    return {"VARIABLE_VALUE": self.read_value()}
+
+  def _restore_from_tensors(self, restored: dict[str, tf.Tensor]) -> None:
+    self.assign(restored["VARIABLE_VALUE"].numpy())
+
+
+class _Children(_Trackable):
+  """An object of a checkpoint with given children."""
+
+  def __init__(self, children: dict[str, Any]) -> None:
+    self._children = children
+
+  def _trackable_children(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    del args, kwargs
+    return dict(self._children)
+
+  def _lookup_dependency(self, name: str, *args: Any) -> Any:
+    del args
+    return self._children.get(name)
+
+
+class PlainState:
+  """The plain optimizer's view of state in shards.
+
+  Attributes:
+    variables: Those of the plain optimizer, in its order: whole slots, and the
+      optimizer's own counts and rates.
+    trainable_variables: What the plain optimizer would be built on.
+    checkpointed: What a checkpoint saves in the optimizer's place.
+  """
+
+  def __init__(
+    self,
+    inner: base.InnerOptimizer,
+    weights: Sequence[Any],
+    places: Sequence[tuple[int, int]],
+    shards: Sequence[Any],
+    groups: groups_lib.Groups,
+    strategy: tf.distribute.Strategy,
+  ) -> None:
+    """Finds the state of each of `weights`.
+
+    Args:
+      inner: The encapsulated optimizer, built on one variable for each row.
+      weights: What the plain one would be built on.
+      places: For each of them the row, and where in it the weight begins.
+      shards: The variables of the rows.
+      groups: The groups.
+      strategy: What has the copies.
+    """
+    optimizer = inner.optimizer
+    plain = type(optimizer).from_config(optimizer.get_config())
+    tiny = [inner.make_tiny(weight) for weight in weights]
+    with tf.init_scope():
+      plain.build(tiny)
+    self.trainable_variables = list(weights)
+    self._found: dict[int, Any] = {
+      id(one): weight for one, weight in zip(tiny, weights, strict=True)
+    }
+    names = [
+      {id(slot): name for name, slot in inner.slots(shard).items()}
+      for shard in shards
+    ]
+    self._slots: list[dict[str, WholeSlot]] = [{} for _ in weights]
+    last, named = base.innermost(optimizer), base.innermost(plain)
+    in_rows: set[int] = set()
+    for attribute, slots in _slot_lists(named, len(tiny)):
+      rows = getattr(last, attribute)
+      in_rows |= set(map(id, rows))
+      for i, (slot, weight) in enumerate(zip(slots, weights, strict=True)):
+        row, start = places[i]
+        whole = WholeSlot(
+          slot, rows[row], start, tuple(weight.shape), groups, strategy
+        )
+        self._found[id(slot)] = whole
+        self._slots[i][names[row][id(rows[row])]] = whole
+    others = [v for v in _listed(optimizer) if id(v) not in in_rows]
+    listed = _listed(plain)
+    own = [v for v in listed if id(v) not in self._found]
+    for one, other in zip(own, others, strict=True):
+      self._found[id(one)] = other
+    self.variables = [self._found[id(v)] for v in listed]
+    self.checkpointed = self._children(plain, optimizer)
+
+  def index(self, variable: Any) -> int | None:
+    """The place of a variable among those that are trained."""
+    native = validation.native(variable)
+    known = map(validation.native, self.trainable_variables)
+    return next((i for i, each in enumerate(known) if each is native), None)
+
+  def slots(self, variable: Any) -> dict[str, WholeSlot]:
+    """The slots of a weight, by name."""
+    index = self.index(variable)
+    return {} if index is None else dict(self._slots[index])
+
+  def save_own_variables(self, store: Any) -> None:
+    """Saves what the plain optimizer would save."""
+    for i, variable in enumerate(self.variables):
+      store[str(i)] = variable.numpy()
+
+  def load_own_variables(self, store: Any) -> None:
+    """Loads what the plain optimizer saved."""
+    self.set_weights([store[str(i)] for i in range(len(store.keys()))])
+
+  def set_weights(self, weights: Any) -> None:
+    """Assigns values in the order of `variables`."""
+    weights = list(weights)
+    if len(weights) != len(self.variables):
+      raise ValueError(
+        f"The optimizer has {len(self.variables)} variables, and {len(weights)}"
+        " were given. Build it on the model's trainable variables, with the"
+        " settings that they were saved with."
+      )
+    for variable, value in zip(self.variables, weights, strict=True):
+      variable.assign(value)
+
+  def _children(self, plain: Any, optimizer: Any) -> _Children:
+    """The children of the plain optimizer, with state in their place."""
+    children = {}
+    for name, child in plain._trackable_children().items():
+      if isinstance(child, list):
+        mine = [self._found.get(id(each), each) for each in child]
+        children[name] = _Children({str(i): v for i, v in enumerate(mine)})
+      elif name == "inner_optimizer":
+        children[name] = self._children(child, optimizer.inner_optimizer)
+      elif id(child) in self._found:
+        children[name] = self._found[id(child)]
+      else:
+        own = getattr(optimizer, name, child)
+        is_plain = isinstance(child, dict) or not isinstance(own, _Trackable)
+        children[name] = child if is_plain else own
+    return _Children(children)
+
+
+def _slot_lists(optimizer: Any, count: int) -> Iterator[tuple[str, list[Any]]]:
+  """Yields attribute and list of each kind of slot."""
+  own = set(map(id, optimizer.variables))
+  for attribute, values in list(vars(optimizer).items()):
+    if (
+      isinstance(values, list)
+      and len(values) == count
+      and attribute not in ("_variables", "_trainable_variables")
+      and all(id(value) in own for value in values)
+    ):
+      yield attribute, values
+
+
+def _listed(optimizer: Any) -> list[Any]:
+  variables = optimizer.variables
+  return list(variables() if callable(variables) else variables)

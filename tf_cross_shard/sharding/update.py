@@ -1,0 +1,300 @@
+"""Updates in shards: each member of a group keeps one part of the state.
+
+With n members in a group and W all weights of one dtype in a row, padded to n
+equal parts, member i does
+
+    g[i] = reduce_scatter(grads)[i]      the group's sum, this part of it
+    W[i] = opt.update(W[i], g[i])        opt has state for W[i] only
+    W    = all_gather(W[i])
+
+So the state has 1/n of its size, and the encapsulated optimizer updates one
+large variable where the model has many.
+
+References:
+  Xu et al., Automatic Cross-Replica Sharding of Weight Update in Data-Parallel
+  Training, 2020 (arXiv 2004.13336). Rajbhandari et al., ZeRO, 2020 (stage 1).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard import groups as groups_lib
+from tf_cross_shard import validation
+from tf_cross_shard.collectives import base as engines
+from tf_cross_shard.gradients import indexed_slices, nonfinite, packing
+from tf_cross_shard.gradients.clipping import Gradient
+from tf_cross_shard.inner_optimizer import base
+from tf_cross_shard.sharding import state
+
+# Keras' classes whose update of an element depends on that element only.
+_ELEMENTWISE: Final = (
+  *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
+  *("Ftrl", "Lion", "Nadam", "RMSprop", "SGD"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """Weights that lie in a row: of one dtype, all with weight decay or none.
+
+  Attributes:
+    weights: Native variables, in their order.
+    sizes: Their numbers of elements.
+    part: The number of elements of each member's part.
+    shard: The variable that the encapsulated optimizer is built on, [part].
+  """
+
+  weights: list[Any]
+  sizes: list[int]
+  part: int
+  shard: Any
+
+
+def check(optimizer: Any, shard_update: Any) -> bool:
+  """Returns whether updates are sharded; raises where they cannot be."""
+  if shard_update in (False, None):
+    return False
+  if shard_update not in (True, "elementwise"):
+    raise ValueError(
+      '`shard_update` must be True, False or "elementwise"; got'
+      f" {shard_update!r}."
+    )
+  last = base.innermost(optimizer)
+  kind = type(last)
+  place = kind.__module__.split(".")
+  is_keras = place[1:3] == ["src", "optimizers"]
+  is_legacy = is_keras and len(place) != 4
+  is_elementwise = is_keras and kind.__name__ in _ELEMENTWISE
+  if is_legacy or (not is_elementwise and shard_update is True):
+    raise ValueError(
+      f"`shard_update` is True, and {kind.__name__} may use norms or shapes of"
+      " whole variables, which a part of them does not have. Use one of"
+      f" {', '.join(_ELEMENTWISE)}, or, if each element of your class's update"
+      ' depends on that element only, shard_update="elementwise".'
+    )
+  for argument in ("gradient_accumulation_steps", "clipnorm"):
+    if getattr(last, argument, None):
+      remedy = {
+        "gradient_accumulation_steps": "Use `accumulate_steps` of this one.",
+        "clipnorm": "Use `global_clipnorm`.",
+      }[argument]
+      raise ValueError(
+        f"`shard_update` is {shard_update!r}, and `opt` has {argument}="
+        f"{getattr(last, argument)}, which needs whole variables. {remedy}"
+      )
+  return True
+
+
+class ShardedUpdate:
+  """The parts of weights and state that replicas keep.
+
+  Attributes:
+    rows: Empty until built.
+  """
+
+  def __init__(
+    self, inner: base.InnerOptimizer, engine: Any, groups: groups_lib.Groups
+  ) -> None:
+    self._inner = inner
+    self._engine: engines.Engine = engine
+    self._groups = groups
+    self.rows: list[Row] = []
+    self.variables: list[Any] = []  # whole, in the user's order
+
+  @property
+  def shards(self) -> list[Any]:
+    """What the encapsulated optimizer is built on."""
+    return [row.shard for row in self.rows]
+
+  def build(self, variables: Sequence[Any]) -> None:
+    """Lays weights in rows and builds the encapsulated optimizer on parts."""
+    if self.rows:
+      return
+    last = base.innermost(self._inner.optimizer)
+    kinds: dict[tuple[tf.DType, bool], list[Any]] = {}
+    for variable in variables:
+      native = validation.native(variable)
+      decays = not last.weight_decay or last._use_weight_decay(variable)
+      kinds.setdefault((native.dtype, decays), []).append(native)
+    for (dtype, decays), weights in kinds.items():
+      sizes = [int(np.prod(weight.shape)) for weight in weights]
+      part = -(-sum(sizes) // self._groups.group_size)
+      name = f"shard_{dtype.name}" + ("" if decays else "_without_decay")
+      with self._engine.making_variables():
+        shard = self._inner.make_variable(tf.zeros([part], dtype), name)
+      if not decays:
+        last.exclude_from_weight_decay(var_list=[shard])
+      self.rows.append(Row(weights, sizes, part, shard))
+    self.variables = list(variables)
+    self._start_alike(self.cut)
+    with self._engine.making_variables():
+      self._inner.build(self.shards)
+      self._inner.plain = state.PlainState(
+        self._inner,
+        self.variables,
+        [self._place_of(variable) for variable in variables],
+        self.shards,
+        self._groups,
+        self._engine.strategy,
+      )
+    if last.use_ema:
+      self._start_alike(self._start_averages)
+
+  def _start_alike(self, start: Callable[[], None]) -> None:
+    """Lets each replica give variables their first values."""
+    if not tf.distribute.in_cross_replica_context():
+      # tf_keras builds in the first step; all but averages start at constants.
+      if base.innermost(self._inner.optimizer).use_ema:
+        raise RuntimeError(
+          "`opt` averages weights and `shard_update` is set: call"
+          " optimizer.build(model.trainable_variables) inside `with"
+          " strategy.scope():` before the first step."
+        )
+      return
+
+    def start_isolated() -> None:
+      with self._engine.isolate():
+        start()
+
+    with tf.init_scope():
+      self._engine.strategy.run(start_isolated)
+
+  def _start_averages(self) -> None:
+    """Keras made them of the first replica's part."""
+    pairs = zip(self._inner.averages, self.shards, strict=True)
+    for average, shard in pairs:
+      native = validation.native(shard)
+      validation.native(average).assign(tf.convert_to_tensor(native))
+
+  def _place_of(self, variable: Any) -> tuple[int, int]:
+    """The row of a variable, and where in it the variable begins."""
+    native = validation.native(variable)
+    for i, row in enumerate(self.rows):
+      start = 0
+      for weight, size in zip(row.weights, row.sizes, strict=True):
+        if weight is native:
+          return i, start
+        start += size
+    raise KeyError(variable)
+
+  def rows_of(
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
+  ) -> list[tf.Tensor]:
+    """Gradients in rows, as the weights lie.
+
+    Raises:
+      ValueError: If a variable has no gradient.
+    """
+    given = {
+      id(validation.native(variable)): (grad, variable)
+      for grad, variable in zip(grads, variables, strict=True)
+    }
+    rows = []
+    for row in self.rows:
+      pieces = []
+      for weight in row.weights:
+        grad, variable = given.get(id(weight), (None, None))
+        if grad is None:
+          raise ValueError(
+            "`grads_and_vars` must hold a gradient for every variable that the"
+            f" optimizer was built on under `shard_update`; {weight.name} has"
+            " none. Build it on the variables that are trained."
+          )
+        if isinstance(grad, tf.IndexedSlices):
+          grad = indexed_slices.to_dense(grad, variable)
+        pieces.append(tf.reshape(indexed_slices.cast(grad, variable), [-1]))
+      rows.append(self._padded(pieces, row))
+    return rows
+
+  def scatter(
+    self,
+    rows: Sequence[tf.Tensor],
+    wire_dtype: tf.DType | None,
+    wire_scale: Any,
+  ) -> list[tf.Tensor]:
+    """The group's sums of this replica's parts."""
+    scale = 1.0 if wire_scale is None else wire_scale
+    scaled = rows if wire_scale is None else [row * scale for row in rows]
+    narrow = packing.narrow(scaled, wire_dtype)
+    parts = self._engine.reduce_scatter(narrow, self._groups)
+    parts = packing.widen(parts, rows)
+    return parts if wire_scale is None else [part / scale for part in parts]
+
+  def own_parts(self, rows: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """This replica's parts of rows that all members have."""
+    place = self._engine.position(self._groups)
+    return [
+      tf.slice(whole, [place * row.part], [row.part])
+      for whole, row in zip(rows, self.rows, strict=True)
+    ]
+
+  def alike(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """`parts`, all NaN on all members if one of any member is not finite."""
+    is_odd = tf.cast(~nonfinite.all_finite(parts), tf.float32)
+    [count] = self._engine.all_reduce_sum([is_odd], self._groups)
+    nan = tf.where(count > 0, float("nan"), 0.0)
+    return [part + tf.cast(nan, part.dtype) for part in parts]
+
+  def clip(self, parts: Sequence[tf.Tensor], limit: Any) -> list[tf.Tensor]:
+    """Clips by the norm of all parts of all rows together."""
+    squares = [tf.reduce_sum(tf.square(part)) for part in parts]
+    wide = tf.float64 if tf.float64 in {s.dtype for s in squares} else None
+    total = tf.add_n([tf.cast(s, wide or tf.float32) for s in squares])
+    [total] = self._engine.all_reduce_sum([total], self._groups)
+    norm = tf.sqrt(total)
+    scale = tf.cast(limit, norm.dtype) / tf.maximum(norm, limit)
+    return [part * tf.cast(scale, part.dtype) for part in parts]
+
+  def cut(self) -> None:
+    """Takes this replica's parts of the weights; isolated."""
+    rows = [
+      self._padded([tf.reshape(w, [-1]) for w in row.weights], row)
+      for row in self.rows
+    ]
+    for row, part in zip(self.rows, self.own_parts(rows), strict=True):
+      validation.native(row.shard).assign(part)
+
+  def join(self) -> list[tf.Tensor]:
+    """The weights that the members' parts make, by rows; not isolated."""
+    with self._engine.isolate():
+      parts = [
+        tf.identity(tf.convert_to_tensor(validation.native(row.shard)))
+        for row in self.rows
+      ]
+    return self._engine.all_gather_parts(parts, self._groups)
+
+  def write(self, joined: Sequence[tf.Tensor]) -> None:
+    """Gives this replica the weights; isolated."""
+    for row, whole in zip(self.rows, joined, strict=True):
+      pieces = tf.split(whole[: sum(row.sizes)], row.sizes)
+      for weight, piece in zip(row.weights, pieces, strict=True):
+        weight.assign(tf.reshape(piece, weight.shape))
+    for variable in self.variables:
+      constraint = getattr(variable, "constraint", None)
+      if constraint is not None:
+        native = validation.native(variable)
+        native.assign(constraint(tf.convert_to_tensor(native)))
+
+  def write_averages(self) -> None:
+    """Gives all replicas the moving averages for weights, where there are."""
+    if not self.rows or not base.innermost(self._inner.optimizer).use_ema:
+      return
+    self._inner.optimizer.finalize_variable_values(self.shards)
+
+    def join() -> None:
+      joined = self.join()
+      with self._engine.isolate():
+        self.write(joined)
+
+    self._engine.strategy.run(join)
+
+  def _padded(self, pieces: Sequence[tf.Tensor], row: Row) -> tf.Tensor:
+    """Pieces in a row, with zeros behind them for equal parts."""
+    missing = row.part * self._groups.group_size - sum(row.sizes)
+    if missing:
+      pieces = [*pieces, tf.zeros([missing], pieces[0].dtype)]
+    return tf.concat(pieces, 0)
