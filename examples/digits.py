@@ -41,6 +41,9 @@ _BATCH_SIZE = flags.DEFINE_integer(
   "batch_size", 48, "Images per step, over all replicas.", 1, 1024
 )
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.002, "Of Adam.", 0)
+_SHARD_UPDATE = flags.DEFINE_bool(
+  "shard_update", False, "Keep one part of Adam's state on each replica."
+)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the weights and the data's order.")
 _PICTURE = flags.DEFINE_string("picture", "digits.png", "File to draw into.")
 _DATA_DIR = flags.DEFINE_string(
@@ -68,7 +71,9 @@ def train(
     )
     model.compile(
       optimizer=tf_cross_shard.CrossShardOptimizer(
-        tf.keras.optimizers.Adam(rate), group_assignment=groups
+        tf.keras.optimizers.Adam(rate),
+        group_assignment=groups,
+        shard_update=_SHARD_UPDATE.value,
       ),
       loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
       metrics=["accuracy"],

@@ -87,6 +87,40 @@ def test_gradients_cross_once_within_their_groups(
     assert report.temp_bytes <= plain.temp_bytes
 
 
+def test_state_in_shards() -> None:
+  """Adam's two slots, and the part that it updates, have a quarter's size."""
+
+  def wide() -> Any:
+    layers = [tf.keras.layers.Dense(512) for _ in range(4)]
+    return tf.keras.Sequential(
+      [tf.keras.Input([512]), *layers, tf.keras.layers.Dense(3)]
+    )
+
+  halves = groups.contiguous(8, 4)
+
+  def compile_step(shard_update: bool) -> tuple[virtual_tpu.Report, int]:
+    return _compile(
+      "v5e:4x2",
+      lambda: CrossShardOptimizer(
+        tf.keras.optimizers.Adam(0.01),
+        group_assignment=halves,
+        shard_update=shard_update,
+      ),
+      wide,
+    )
+
+  (plain, size), (sharded, _) = compile_step(False), compile_step(True)
+  saved = plain.argument_bytes - sharded.argument_bytes
+  assert saved == pytest.approx(2 * size - 3 * size / 4, rel=0.01)
+  # This compiler makes an all-reduce of a reduce-scatter.
+  kinds = [each.kind for each in sharded.collectives]
+  assert kinds in (
+    ["all-reduce", "all-to-all"],
+    ["reduce-scatter", "all-to-all"],
+  )
+  assert {each.groups for each in sharded.collectives} == {halves.assignment}
+
+
 def test_groups_along_the_slice() -> None:
   """Rows of chips sum together, by the coordinates that libtpu tells."""
   coordinates = virtual_tpu.coordinates("v5e:4x2")

@@ -69,7 +69,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_digits_trains_ungrouped_and_in_groups(data_dir: Path) -> None:
-  output = run_example("digits.py", data_dir, "--epochs=3")
+  output = run_example("digits.py", data_dir, "--epochs=3", "--shard_update")
   rows = read_table(output)
   assert [row[:3] for row in rows] == [
     ("ungrouped", 0, "0 1 2 3"),

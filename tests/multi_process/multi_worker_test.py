@@ -185,6 +185,22 @@ def test_sums(launches: Launches, launch: str, key: cases.Key) -> None:
   assert np.abs(held[0][0] - right[0]).max() > 1e-4, "nothing was narrowed"
 
 
+@_of("sharded")
+def test_sharded(launches: Launches, launch: str, key: cases.Key) -> None:
+  """Plain Keras' weights; the state was saved and loaded on the way."""
+  _, grouping, optimizer, *_ = key
+  held = _held(launches, launch, key)
+
+  def expected(members: Sequence[int]) -> list[np.ndarray]:
+    return _plain(len(held), optimizer, tuple(sorted(members)), 1.0)
+
+  def bound(i: int, members: Sequence[int]) -> float:
+    largest = float(np.abs(expected(members)[i]).max())
+    return 0.0 if optimizer == "Momentum" else 1e-6 * max(1.0, largest)
+
+  _check(held, grouping, expected, bound)
+
+
 @_of("accumulated_sum")
 def test_accumulated(launches: Launches, launch: str, key: cases.Key) -> None:
   """The mean over a window, and nothing of the window that has begun."""

@@ -28,6 +28,7 @@ EXPECTED = {  # The blocks of Python, or the change of a line, of each page.
   "docs/groups.md": 1,
   "docs/mixed_precision.md": 2,
   "docs/towers.md": 1,
+  "docs/updates.md": 1,
   "docs/virtual_tpu.md": 1,
 }
 

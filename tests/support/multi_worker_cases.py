@@ -207,6 +207,48 @@ def accumulated_sum(
   return own(variables)
 
 
+def sharded(
+  grouping: str,
+  optimizer: str,
+  strategy: tf.distribute.Strategy,
+  **options: Any,
+) -> list[np.ndarray]:
+  """Three steps, and the shapes of what this replica keeps.
+
+  The first two are in one process' function, the last after its state went
+  through a plain optimizer's file.
+  """
+  replicas = strategy.num_replicas_in_sync
+  task = testbed.Regression(num_replicas=replicas)
+
+  def make() -> Any:
+    with strategy.scope():
+      made = CrossShardOptimizer(
+        testbed.OPTIMIZERS[optimizer](),
+        group_assignment=GROUPINGS[replicas][grouping],
+        shard_update=True,
+        **options,
+      )
+      made.build(variables)
+    return made
+
+  with strategy.scope():
+    variables = task.variables()
+  first = make()
+  x, y = task.x, task.y
+  task.x, task.y = x[:2], y[:2]
+  testbed.train_replicas(task, strategy, first, variables, eager=False)
+  store: dict[str, Any] = {}
+  first.save_own_variables(store)
+  second = make()
+  second.load_own_variables(store)
+  task.x, task.y = x[2:], y[2:]
+  testbed.train_replicas(task, strategy, second, variables, eager=False)
+  kept = [list(v.shape) for v in second.inner_optimizer.variables]
+  assert [8 // replicas] in kept, kept
+  return own(variables)
+
+
 def sparse_sum(
   kind: str,
   grouping: str,
@@ -430,6 +472,8 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (dense_sum, "normal", "crossed", "function", {"wire_dtype": "float16"}),
     (accumulated_sum, "crossed", "function", {}),
     (accumulated_sum, "strided", "eager", {}),
+    (sharded, "ungrouped", "Momentum", {}),
+    (sharded, "ungrouped", "Adam", {"fused_update": False}),
     (sparse_sum, "different", "ungrouped", "dynamic", {}),
     (sparse_sum, "one without", "crossed", "eager", {}),
     (sparse_sum, "nowhere", "contiguous", "function", {}),
