@@ -162,7 +162,9 @@ class CrossShard(wrapper.OptimizerWrapper):
     self._inner.fuse(fused_update)
     strategy = self._inner.strategy
     self._place = placement.Placement(strategy, group_assignment, name)
-    self._sums = self._make_sums(accumulation.check_steps(accumulate_steps))
+    self._accumulation = accumulation.Accumulation(
+      accumulate_steps, self._inner, self._place.engine
+    )
     self._shard_update = shard_update
     self._sharded: update.ShardedUpdate | None = None
     if is_sharded and self.groups.group_size > 1:
@@ -207,7 +209,7 @@ class CrossShard(wrapper.OptimizerWrapper):
   @property
   def accumulate_steps(self) -> int | None:
     """How many calls make one step; None for one."""
-    return None if self._sums is None else self._sums.window.steps
+    return self._accumulation.steps
 
   @property
   def skip_nonfinite(self) -> bool:
@@ -336,8 +338,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     if not self._inner.is_built:
       self._place.agree_to_build(variables, self._settings)
     super().build(variables)
-    if self._sums is not None:
-      self._sums.build(variables)
+    self._accumulation.build(variables)
 
   def _build_inner(self, variables: list[Any]) -> None:
     """Makes the slots, whole or of this replica's part."""
@@ -565,32 +566,14 @@ class CrossShard(wrapper.OptimizerWrapper):
     with engine.all_or_nothing(sums), engine.isolate():
       self._guard.apply_if_finite(sums, apply, always=skips_itself)
 
-  def _make_sums(self, steps: int | None) -> accumulation.GradientSums | None:
-    """The variables of a window of `steps` calls."""
-    if steps is None:
-      return None
-    own = getattr(
-      base.innermost(self._inner.optimizer), "gradient_accumulation_steps", None
-    )
-    if own:
-      raise ValueError(
-        f"`accumulate_steps` is {steps}, and `opt` has"
-        f" gradient_accumulation_steps={own}. Set one of them only."
-      )
-    engine = self._place.engine
-    engine.check_conditional("accumulate_steps")
-    return accumulation.GradientSums(steps, engine.making_variables)
-
   @property
   def _window_variables(self) -> list[Any]:
     """What `replica_state` saves of a window."""
-    return [] if self._sums is None else self._sums.variables
+    return self._accumulation.variables
 
   def _window(self, variables: Sequence[Any]) -> accumulation.Window | None:
     """The calls that make one step, if it takes several."""
-    window = None if self._sums is None else self._sums.window
-    if window is None and self._place.engine.updates_in_cond:
-      window = self._inner.own_window()
+    window = self._accumulation.window()
     is_plain = window is None and self._sharded is None
     if not is_plain and any(map(self._inner.takes_value, variables)):
       raise NotImplementedError(

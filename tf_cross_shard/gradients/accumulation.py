@@ -6,7 +6,6 @@
 Each replica adds up its own; nothing travels in the first k - 1 calls.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,16 +15,6 @@ import tensorflow as tf
 from tf_cross_shard import validation
 from tf_cross_shard.gradients import indexed_slices
 from tf_cross_shard.gradients.clipping import Gradient
-
-
-def check_steps(steps: Any) -> int | None:
-  """Returns `accumulate_steps`, checked."""
-  if steps is None or (type(steps) is int and steps >= 2):
-    return steps
-  raise ValueError(
-    f"`accumulate_steps` must be an integer of at least 2; got {steps!r}. Leave"
-    " it None to apply gradients in every call."
-  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,30 +101,61 @@ class Window:
     return count % tf.cast(self.steps, count.dtype)
 
 
-class GradientSums:
-  """The variables of a window that is this package's own.
+class Accumulation:
+  """The window in force: this package's own, or the encapsulated optimizer's.
 
   Attributes:
-    variables: Of each replica its own; none of the optimizer's `variables`.
-    window: What uses them.
+    steps: Of this package's own; None without.
+    variables: Of this package's own, of each replica its own; none of the
+      optimizer's `variables`.
   """
 
-  def __init__(
-    self,
-    steps: int,
-    making_variables: Callable[[], contextlib.AbstractContextManager[None]],
-  ) -> None:
-    self._making_variables = making_variables
+  def __init__(self, steps: Any, inner: Any, engine: Any) -> None:
+    """Checks `accumulate_steps`.
+
+    Args:
+      steps: The argument.
+      inner: The encapsulated optimizer's adapter.
+      engine: What updates variables.
+    """
+    if steps is not None and (type(steps) is not int or steps < 2):
+      raise ValueError(
+        f"`accumulate_steps` must be an integer of at least 2; got {steps!r}."
+        " Leave it None to apply gradients in every call."
+      )
+    if steps is not None and inner.accumulates:
+      raise ValueError(
+        f"`accumulate_steps` is {steps}, and `opt` has"
+        f" gradient_accumulation_steps={inner.accumulates}. Set one of them"
+        " only."
+      )
+    self.steps: int | None = steps
+    self.variables: list[Any] = []
+    self._inner = inner
+    self._engine = engine
     self._sums: dict[int, Any] = {}
     self._known: list[Any] = []  # Ids stay theirs.
-    self.variables: list[Any] = []
-    count = self._make(0, tf.int64, "accumulated_calls")
-    self.window = Window(
-      steps, count, lambda v: self._sums[id(validation.native(v))], steps
-    )
+    self._own: Window | None = None
+    if self.steps is not None:
+      engine.check_conditional("accumulate_steps")
+      self._own = Window(
+        self.steps,
+        self._make(0, tf.int64, "accumulated_calls"),
+        lambda variable: self._sums[id(validation.native(variable))],
+        divisor=self.steps,
+      )
+
+  def window(self) -> Window | None:
+    """The calls that make one step, if it takes several."""
+    if self._own is not None or not self._engine.updates_in_cond:
+      return self._own
+    window: Window | None = self._inner.own_window()
+    return window
 
   def build(self, variables: Sequence[Any]) -> None:
     """Makes a sum for each of the variables that has none."""
+    if self._own is None:
+      return
     for variable in variables:
       native = validation.native(variable)
       if id(native) not in self._sums:
@@ -147,7 +167,7 @@ class GradientSums:
         )
 
   def _make(self, value: Any, dtype: Any, name: str) -> Any:
-    with self._making_variables():
+    with self._engine.making_variables():
       made = tf.Variable(value, trainable=False, dtype=dtype, name=name)
     self.variables.append(made)
     return made

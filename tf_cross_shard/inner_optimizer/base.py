@@ -135,6 +135,13 @@ class InnerOptimizer(abc.ABC):
     """The Keras variable, for the native one that tapes and graphs report."""
     return variable
 
+  @property
+  def accumulates(self) -> int | None:
+    """How many calls the optimizer itself makes one step of, if it does."""
+    return getattr(
+      innermost(self.optimizer), "gradient_accumulation_steps", None
+    )
+
   def own_window(self) -> accumulation.Window | None:
     """The window in which the optimizer itself accumulates, if it does."""
     return None

@@ -97,8 +97,7 @@ class Keras3Optimizer(base.InnerOptimizer):
     sums in every call, as without a window. So is one that divides them by
     `loss_scale_factor`, in every call too.
     """
-    last = base.innermost(self.optimizer)
-    steps = last.gradient_accumulation_steps
+    last, steps = base.innermost(self.optimizer), self.accumulates
     is_own = self._overrides("apply", "apply_gradients")
     if not steps or is_own or last.loss_scale_factor:
       return None

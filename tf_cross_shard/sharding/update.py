@@ -183,16 +183,22 @@ class ShardedUpdate:
 
   def rows_of(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
-  ) -> list[tf.Tensor]:
-    """Gradients in rows, as the weights lie.
+  ) -> list[list[tf.Tensor]]:
+    """Flat gradients by rows, in the order of the weights.
 
     Raises:
-      ValueError: If a variable has no gradient.
+      ValueError: If a variable has no gradient, or two.
     """
     given = {
       id(validation.native(variable)): (grad, variable)
       for grad, variable in zip(grads, variables, strict=True)
     }
+    if len(given) < len(grads):
+      raise ValueError(
+        "`grads_and_vars` must hold each variable once under `shard_update`;"
+        f" got {len(grads)} gradients of {len(given)} variables. Add up those"
+        " of one variable."
+      )
     rows = []
     for row in self.rows:
       pieces = []
@@ -207,30 +213,47 @@ class ShardedUpdate:
         if isinstance(grad, tf.IndexedSlices):
           grad = indexed_slices.to_dense(grad, variable)
         pieces.append(tf.reshape(indexed_slices.cast(grad, variable), [-1]))
-      rows.append(self._padded(pieces, row))
+      rows.append(pieces)
     return rows
 
   def scatter(
     self,
-    rows: Sequence[tf.Tensor],
+    rows: Sequence[Sequence[tf.Tensor]],
     wire_dtype: tf.DType | None,
     wire_scale: Any,
   ) -> list[tf.Tensor]:
     """The group's sums of this replica's parts."""
     scale = 1.0 if wire_scale is None else wire_scale
-    scaled = rows if wire_scale is None else [row * scale for row in rows]
+    flat = [
+      self._padded(pieces, row)
+      for pieces, row in zip(rows, self.rows, strict=True)
+    ]
+    scaled = flat if wire_scale is None else [each * scale for each in flat]
     narrow = packing.narrow(scaled, wire_dtype)
     parts = self._engine.reduce_scatter(narrow, self._groups)
-    parts = packing.widen(parts, rows)
+    parts = packing.widen(parts, flat)
     return parts if wire_scale is None else [part / scale for part in parts]
 
-  def own_parts(self, rows: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+  def own_parts(self, rows: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
     """This replica's parts of rows that all members have."""
     place = self._engine.position(self._groups)
-    return [
-      tf.slice(whole, [place * row.part], [row.part])
-      for whole, row in zip(rows, self.rows, strict=True)
-    ]
+    parts = []
+    for pieces, row in zip(rows, self.rows, strict=True):
+      if not isinstance(place, int):
+        whole = self._padded(pieces, row)
+        parts.append(tf.slice(whole, [place * row.part], [row.part]))
+        continue
+      # Only what lies in the part is copied.
+      mine, start = [], -place * row.part
+      for piece, size in zip(pieces, row.sizes, strict=True):
+        if start < row.part and start + size > 0:
+          mine.append(piece[max(-start, 0) : row.part - start])
+        start += size
+      if start < row.part:
+        missing = row.part - max(start, 0)
+        mine.append(tf.zeros([missing], row.shard.dtype))
+      parts.append(tf.concat(mine, 0))
+    return parts
 
   def alike(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """`parts`, all NaN on all members if one of any member is not finite."""
@@ -245,16 +268,13 @@ class ShardedUpdate:
     wide = tf.float64 if tf.float64 in {s.dtype for s in squares} else None
     total = tf.add_n([tf.cast(s, wide or tf.float32) for s in squares])
     [total] = self._engine.all_reduce_sum([total], self._groups)
-    norm = tf.sqrt(total)
-    scale = tf.cast(limit, norm.dtype) / tf.maximum(norm, limit)
+    limit = tf.cast(limit, total.dtype)
+    scale = limit / tf.maximum(tf.sqrt(total), limit)
     return [part * tf.cast(scale, part.dtype) for part in parts]
 
   def cut(self) -> None:
     """Takes this replica's parts of the weights; isolated."""
-    rows = [
-      self._padded([tf.reshape(w, [-1]) for w in row.weights], row)
-      for row in self.rows
-    ]
+    rows = [[tf.reshape(w, [-1]) for w in row.weights] for row in self.rows]
     for row, part in zip(self.rows, self.own_parts(rows), strict=True):
       validation.native(row.shard).assign(part)
 
