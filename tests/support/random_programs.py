@@ -105,6 +105,13 @@ class Program(NamedTuple):
   bucket_bytes: int
 
   @property
+  def steps(self) -> int:
+    """How many there are; whole windows of two where gradients are added up."""
+    is_summing = "accumulate_steps" in self.options
+    is_summing |= "gradient_accumulation_steps" in self.settings
+    return STEPS + 1 if is_summing else STEPS
+
+  @property
   def groups(self) -> list[list[int]]:
     """The groups in force; all towers are one."""
     return testbed.groups_of(self.grouping).to_lists()
@@ -173,6 +180,10 @@ def _draw_options(dice: _Dice, way: str, is_exact: bool) -> dict[str, Any]:
       options[name] = 0.5 if is_exact else 0.7
   if not is_exact and dice.chance(0.1):
     options["wire_dtype"] = dice.one(["bfloat16", "float16"])
+  if dice.chance(0.15):
+    options["accumulate_steps"] = 2
+  options["fused_update"] = dice.one([None, False])
+  options["shard_update"] = dice.chance(0.25)
   return options
 
 
@@ -214,6 +225,8 @@ def draw(seed: int) -> Program:
   is_scaled = loss_scale is not None or "loss_scale_factor" in settings
   if way == "bare" and is_scaled:
     way = "scale_loss"
+  if "accumulate_steps" in options:
+    settings.pop("gradient_accumulation_steps", None)
   bad = None
   if way != "towers" and (options["skip_nonfinite"] or loss_scale):
     number = dice.one([float("nan"), float("inf")])
@@ -246,18 +259,33 @@ def draw(seed: int) -> Program:
     sizes = (2, 2, 2, 1)  # As the strategy cuts the seven that are left.
   is_decayed = "weight_decay" in settings and loss_scale is None
   is_built = way == "towers" or mode == "cond" or dice.chance(0.7)
+  # tf_keras builds it on variables in another order than they are listed in.
+  is_built |= way == "fit" and testbed.IS_TF_KERAS
   is_used = any(kind != "unused" for kind, _ in parts[:-1])
+  is_partial = is_built and is_used and way != "fit" and dice.chance(0.2)
+  is_subclass = dice.chance(0.15)
+  if options.get("shard_update"):
+    is_whole = is_partial or any(kind == "unused" for kind, _ in parts)
+    own = ("clipnorm", "gradient_accumulation_steps")
+    is_whole |= name == "Adafactor"
+    # tf_keras' Lion rounds the betas of rows otherwise than those of a whole.
+    is_whole |= any(k in _SPARSE and "16" in dtype for k, dtype in parts)
+    if is_whole or any(each in settings for each in own):
+      options["shard_update"] = False
+    elif is_subclass:
+      options["shard_update"] = "elementwise"
+      is_built = True
   return Program(
     seed=seed,
     parts=parts,
     is_raw=way != "fit" and dice.chance(0.3),
     is_built=is_built,
-    is_partial=is_built and is_used and way != "fit" and dice.chance(0.2),
+    is_partial=is_partial,
     grouping=grouping if size and grouping else None,
     way=way,
     mode=mode,
     optimizer=name,
-    is_subclass=dice.chance(0.15),
+    is_subclass=is_subclass,
     settings=settings,
     decays=not is_exact and dice.chance(0.2),
     excluded=[parts[0][0]] if is_decayed and dice.chance(0.5) else [],
@@ -347,9 +375,9 @@ def data(program: Program) -> list[list[Features]]:
   """The examples of each step and replica; no two replicas' are the same."""
   rng = np.random.default_rng([program.seed, 2])
   steps = []
-  for step in range(STEPS):
+  for step in range(program.steps):
     # Keras wants a first batch that divides.
-    is_whole = program.way == "fit" and step < STEPS - 1
+    is_whole = program.way == "fit" and step < program.steps - 1
     replicas = []
     for replica in range(REPLICAS):
       size = 2 if is_whole else program.sizes[replica]
@@ -473,11 +501,11 @@ def _train_by_fit(program: Program, model: Model, optimizer: Any) -> None:
       optimizer,
       lambda _, losses: losses,
       run_eagerly=program.mode == "eager",
-      steps_per_execution=STEPS if several else 1,
+      steps_per_execution=program.steps if several else 1,
     )
   # Without an end no replica has to ask, in what is traced, if it has data.
   batches = dataset.batch(2 * REPLICAS).repeat()
-  model.fit(batches, steps_per_epoch=STEPS, shuffle=False, verbose=0)
+  model.fit(batches, steps_per_epoch=program.steps, shuffle=False, verbose=0)
 
 
 def _train_by_loop(program: Program, model: Model, optimizer: Any) -> None:

@@ -101,6 +101,8 @@ def run(step: Callable[[], Any], mode: str = "function") -> list[Any]:
 
 def copies(variable: Any) -> list[np.ndarray]:
   """Every replica's value of a `tf.Variable` or `keras.Variable`."""
+  if hasattr(variable, "whole_copies"):  # A slot that is kept in shards.
+    return list(variable.whole_copies())
   value = getattr(variable, "value", variable)
   value = variable if callable(value) else value
   strategy = getattr(value, "distribute_strategy", None)

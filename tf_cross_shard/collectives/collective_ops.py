@@ -233,6 +233,18 @@ def of_strategy(
   return _of_strategy[strategy]
 
 
+def as_words(tensor: tf.Tensor) -> tf.Tensor:
+  """The same bits in a dtype that collectives gather: bfloat16 is none."""
+  if tensor.dtype == tf.bfloat16:
+    return tf.bitcast(tensor, tf.float16)
+  return tensor
+
+
+def from_words(words: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+  """The reverse of `as_words`."""
+  return tf.bitcast(words, like.dtype) if words.dtype != like.dtype else words
+
+
 def keeps_order(groups: groups_lib.Groups) -> bool:
   """Whether members have the order of their numbers in collectives.
 

@@ -90,9 +90,9 @@ class MultiWorker(base.Engine):
     rows = tf.reshape(flat, [members, -1])
     [parts] = self._run(collective_ops.ALL_TO_ALL, [rows], groups)
     part = tf.reduce_sum(tf.cast(parts, tf.float32), axis=0)
-    words = _as_words(tf.cast(part, tensor.dtype))
+    words = collective_ops.as_words(tf.cast(part, tensor.dtype))
     [joined] = self._run(collective_ops.ALL_GATHER, [words], groups)
-    whole = _from_words(joined, tensor)
+    whole = collective_ops.from_words(joined, tensor)
     if not fits:
       whole = whole[: tf.size(tensor)]
     return tf.reshape(whole, tf.shape(tensor))
@@ -115,12 +115,12 @@ class MultiWorker(base.Engine):
     counts = tf.reshape(counts, [groups.group_size, len(tensors)])
     longest = tf.reduce_max(counts, axis=0)
     padded = [
-      _pad_rows(_as_words(tensor), _rounded_up(longest[i]))
+      _pad_rows(collective_ops.as_words(tensor), _rounded_up(longest[i]))
       for i, tensor in enumerate(tensors)
     ]
     joined = self._run(collective_ops.ALL_GATHER, padded, groups)
     return [
-      _from_words(
+      collective_ops.from_words(
         _without_padding(all_rows, counts[:, i], groups.group_size), tensor
       )
       for i, (all_rows, tensor) in enumerate(zip(joined, tensors, strict=True))
@@ -141,10 +141,10 @@ class MultiWorker(base.Engine):
     """Joins parts, which have one shape on all members."""
     if not collective_ops.keeps_order(groups):
       return super().all_gather_parts(parts, groups)
-    words = [_as_words(part) for part in parts]
+    words = [collective_ops.as_words(part) for part in parts]
     joined = self._run(collective_ops.ALL_GATHER, words, groups)
     return [
-      _from_words(whole, part)
+      collective_ops.from_words(whole, part)
       for whole, part in zip(joined, parts, strict=True)
     ]
 
@@ -235,15 +235,3 @@ def _without_padding(
   rows = tf.shape(joined)[0] // members
   is_real = tf.range(rows)[tf.newaxis, :] < counts[:, tf.newaxis]
   return tf.boolean_mask(joined, tf.reshape(is_real, [-1]))
-
-
-def _as_words(tensor: tf.Tensor) -> tf.Tensor:
-  """The same bits in a dtype that collectives gather: bfloat16 is none."""
-  if tensor.dtype == tf.bfloat16:
-    return tf.bitcast(tensor, tf.float16)
-  return tensor
-
-
-def _from_words(words: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-  """The reverse of `_as_words`."""
-  return tf.bitcast(words, like.dtype) if words.dtype != like.dtype else words

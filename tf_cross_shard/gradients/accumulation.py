@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard import validation
@@ -159,11 +160,10 @@ class Accumulation:
     for variable in variables:
       native = validation.native(variable)
       if id(native) not in self._sums:
-        zeros = tf.zeros(native.shape, native.dtype)
         name = str(getattr(variable, "path", variable.name)).split(":")[0]
         self._known.append(native)
         self._sums[id(native)] = self._make(
-          zeros, native.dtype, f"gradient_sum/{name}"
+          np.zeros(native.shape), native.dtype, f"gradient_sum/{name}"
         )
 
   def _make(self, value: Any, dtype: Any, name: str) -> Any:
