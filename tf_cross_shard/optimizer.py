@@ -543,8 +543,11 @@ class CrossShard(wrapper.OptimizerWrapper):
       sharded.cut()
     self._apply_sums(parts, sharded.shards, global_step, through_apply)
     joined = sharded.join()
+    # Constraints belong to a step: not to one that is left out.
+    may_skip = self._inner.scales_dynamically or self.skip_nonfinite
+    is_done = nonfinite.all_finite(parts) if may_skip else True
     with engine.isolate():
-      sharded.write(joined)
+      sharded.write(joined, is_done)
 
   def _apply_sums(
     self,

@@ -266,7 +266,8 @@ def draw(seed: int) -> Program:
   is_subclass = dice.chance(0.15)
   if options.get("shard_update"):
     is_whole = is_partial or any(kind == "unused" for kind, _ in parts)
-    own = ("clipnorm", "gradient_accumulation_steps")
+    own = ["clipnorm", "gradient_accumulation_steps"]
+    own += ["global_clipnorm"] if is_subclass else []
     is_whole |= name == "Adafactor"
     # tf_keras' Lion rounds the betas of rows otherwise than those of a whole.
     is_whole |= any(k in _SPARSE and "16" in dtype for k, dtype in parts)
@@ -274,7 +275,7 @@ def draw(seed: int) -> Program:
       options["shard_update"] = False
     elif is_subclass:
       options["shard_update"] = "elementwise"
-      is_built = True
+    is_built |= "use_ema" in settings and bool(options["shard_update"])
   return Program(
     seed=seed,
     parts=parts,
@@ -313,7 +314,9 @@ class Model(tf.keras.Model):
         value = _LAYERS[kind]()
         value.build((None,) if kind == "embedding layer" else (None, 3))
         for variable in value.trainable_variables:
-          variable.assign(_numbers(rng, program, tuple(variable.shape)))
+          start = tf.constant(_numbers(rng, program, tuple(variable.shape)))
+          limit = getattr(variable, "constraint", None)  # Each call applies it.
+          variable.assign(start if limit is None else limit(start))
         self.known += value.trainable_variables
       else:
         start = _numbers(rng, program, _VARIABLES[kind][0])

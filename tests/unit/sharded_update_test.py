@@ -303,6 +303,20 @@ def test_rows_and_constraints(which: str) -> None:
   assert states[1][1].ravel().tolist() == [0.0, 0.375, 1.0, 0.375]
 
 
+def test_a_step_that_is_left_out_constrains_nothing() -> None:
+  with testbed.mirrored().scope():
+    weight = keras.Variable([-1.0, 2.0], name="weight")
+    weight.constraint = keras.constraints.NonNeg()
+    optimizer = keras3.CrossShardOptimizer(
+      keras.optimizers.SGD(1.0), shard_update=True, skip_nonfinite=True
+    )
+    optimizer.build([weight])
+  for number, expected in ((np.nan, [-1.0, 2.0]), (0.0, [0.0, 2.0])):
+    grad = tf.constant([number, 0.0])
+    testbed.run(lambda g=grad: optimizer.apply_gradients([(g, weight)]))
+    assert weight.numpy().tolist() == expected
+
+
 def test_weights_set_from_outside_count() -> None:
   weights, optimizer = build(
     "keras", functools.partial(make_plain, "SGD"), shard_update=True
@@ -557,6 +571,22 @@ def test_vouched_for() -> None:
     train(weights, optimizer)
     states.append(state_of(weights, optimizer))
   assert_equal(*states, bound=1e-6)
+
+
+def test_vouched_for_and_clipped_by_a_norm() -> None:
+  with pytest.raises(ValueError, match="global_clipnorm=1"):
+    keras3.CrossShardOptimizer(
+      _Vouched(global_clipnorm=1.0), shard_update="elementwise"
+    )
+
+
+def test_one_variable_twice() -> None:
+  weights, optimizer = build(
+    "keras", functools.partial(make_plain, "SGD"), shard_update=True
+  )
+  pairs = [(tf.ones(w.shape), w) for w in (*weights, weights[0])]
+  with pytest.raises(ValueError, match="must hold each variable once"):
+    testbed.run(lambda: optimizer.apply_gradients(pairs))
 
 
 def test_unknown_value() -> None:

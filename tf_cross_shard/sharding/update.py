@@ -76,12 +76,14 @@ def check(optimizer: Any, shard_update: Any) -> bool:
       f" {', '.join(_ELEMENTWISE)}, or, if each element of your class's update"
       ' depends on that element only, shard_update="elementwise".'
     )
-  for argument in ("gradient_accumulation_steps", "clipnorm"):
+  remedies = {
+    "gradient_accumulation_steps": "Use `accumulate_steps` of this one.",
+    "clipnorm": "Use `global_clipnorm`.",
+  }
+  if not is_elementwise:  # What its class does first is not known.
+    remedies["global_clipnorm"] = "Clip in your class, or before."
+  for argument, remedy in remedies.items():
     if getattr(last, argument, None):
-      remedy = {
-        "gradient_accumulation_steps": "Use `accumulate_steps` of this one.",
-        "clipnorm": "Use `global_clipnorm`.",
-      }[argument]
       raise ValueError(
         f"`shard_update` is {shard_update!r}, and `opt` has {argument}="
         f"{getattr(last, argument)}, which needs whole variables. {remedy}"
@@ -287,8 +289,8 @@ class ShardedUpdate:
       ]
     return self._engine.all_gather_parts(parts, self._groups)
 
-  def write(self, joined: Sequence[tf.Tensor]) -> None:
-    """Gives this replica the weights; isolated."""
+  def write(self, joined: Sequence[tf.Tensor], is_step: Any) -> None:
+    """Gives this replica the weights, constrained after a step; isolated."""
     for row, whole in zip(self.rows, joined, strict=True):
       pieces = tf.split(whole[: sum(row.sizes)], row.sizes)
       for weight, piece in zip(row.weights, pieces, strict=True):
@@ -297,7 +299,8 @@ class ShardedUpdate:
       constraint = getattr(variable, "constraint", None)
       if constraint is not None:
         native = validation.native(variable)
-        native.assign(constraint(tf.convert_to_tensor(native)))
+        value = tf.convert_to_tensor(native)
+        native.assign(tf.where(is_step, constraint(value), value))
 
   def write_averages(self) -> None:
     """Gives all replicas the moving averages for weights, where there are."""
@@ -308,7 +311,7 @@ class ShardedUpdate:
     def join() -> None:
       joined = self.join()
       with self._engine.isolate():
-        self.write(joined)
+        self.write(joined, is_step=False)
 
     self._engine.strategy.run(join)
 
