@@ -214,7 +214,7 @@ class ShardedUpdate:
           )
         if isinstance(grad, tf.IndexedSlices):
           grad = indexed_slices.to_dense(grad, variable)
-        pieces.append(tf.reshape(indexed_slices.cast(grad, variable), [-1]))
+        pieces.append(_flat(indexed_slices.cast(grad, variable)))
       rows.append(pieces)
     return rows
 
@@ -236,20 +236,22 @@ class ShardedUpdate:
     parts = packing.widen(parts, flat)
     return parts if wire_scale is None else [part / scale for part in parts]
 
-  def own_parts(self, rows: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-    """This replica's parts of rows that all members have."""
+  def own_parts(self, rows: Sequence[Sequence[Any]]) -> list[tf.Tensor]:
+    """This replica's parts of rows that all members have, of any shapes."""
     place = self._engine.position(self._groups)
     parts = []
-    for pieces, row in zip(rows, self.rows, strict=True):
+    for values, row in zip(rows, self.rows, strict=True):
       if not isinstance(place, int):
-        whole = self._padded(pieces, row)
+        whole = self._padded(list(map(_flat, values)), row)
         parts.append(tf.slice(whole, [place * row.part], [row.part]))
         continue
-      # Only what lies in the part is copied.
+      # Only what lies in the part is read and copied.
       mine, start = [], -place * row.part
-      for piece, size in zip(pieces, row.sizes, strict=True):
+      for value, size in zip(values, row.sizes, strict=True):
         if start < row.part and start + size > 0:
-          mine.append(piece[max(-start, 0) : row.part - start])
+          piece, end = _flat(value), row.part - start
+          is_whole = start >= 0 and size <= end
+          mine.append(piece if is_whole else piece[max(-start, 0) : end])
         start += size
       if start < row.part:
         missing = row.part - max(start, 0)
@@ -276,8 +278,8 @@ class ShardedUpdate:
 
   def cut(self) -> None:
     """Takes this replica's parts of the weights; isolated."""
-    rows = [[tf.reshape(w, [-1]) for w in row.weights] for row in self.rows]
-    for row, part in zip(self.rows, self.own_parts(rows), strict=True):
+    parts = self.own_parts([row.weights for row in self.rows])
+    for row, part in zip(self.rows, parts, strict=True):
       validation.native(row.shard).assign(part)
 
   def join(self) -> list[tf.Tensor]:
@@ -292,9 +294,13 @@ class ShardedUpdate:
   def write(self, joined: Sequence[tf.Tensor], is_step: Any) -> None:
     """Gives this replica the weights, constrained after a step; isolated."""
     for row, whole in zip(self.rows, joined, strict=True):
-      pieces = tf.split(whole[: sum(row.sizes)], row.sizes)
-      for weight, piece in zip(row.weights, pieces, strict=True):
-        weight.assign(tf.reshape(piece, weight.shape))
+      padding = whole.shape[0] - sum(row.sizes)
+      sizes = [*row.sizes, padding] if padding else row.sizes
+      for weight, piece in zip(
+        row.weights, tf.split(whole, sizes), strict=False
+      ):
+        is_flat = len(weight.shape) == 1
+        weight.assign(piece if is_flat else tf.reshape(piece, weight.shape))
     for variable in self.variables:
       constraint = getattr(variable, "constraint", None)
       if constraint is not None:
@@ -321,3 +327,9 @@ class ShardedUpdate:
     if missing:
       pieces = [*pieces, tf.zeros([missing], pieces[0].dtype)]
     return tf.concat(pieces, 0)
+
+
+def _flat(value: Any) -> tf.Tensor:
+  """A tensor or variable as a tensor of one dimension."""
+  tensor = tf.convert_to_tensor(value)
+  return tensor if len(tensor.shape) == 1 else tf.reshape(tensor, [-1])
