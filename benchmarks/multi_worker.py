@@ -140,7 +140,7 @@ def measure_reduction(
   ) -> _Case:
     return (
       lambda grads: reduction.reduce_gradients(
-        grads, grads, engine, groups, wire_dtype
+        grads, engine, groups, wire_dtype
       ),
       groups,
     )

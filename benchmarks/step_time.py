@@ -63,9 +63,7 @@ def measure_reduction(
 
   def ours(group_size: int) -> contestants.Reducer:
     groups = groups_lib.contiguous(engine.num_replicas, group_size)
-    return lambda values: reduction.reduce_gradients(
-      values, grads, engine, groups
-    )
+    return lambda values: reduction.reduce_gradients(values, engine, groups)
 
   reducers = {
     contestants.KERAS: contestants.keras_reducer,

@@ -19,7 +19,8 @@ from tf_cross_shard import virtual_tpu
 
 ORIGINAL, BARE = "original", "original, no count"
 KERAS, OURS, GROUPED = "plain Keras", "ours", "ours, two groups"
-NAMES = (ORIGINAL, BARE, KERAS, OURS, GROUPED)
+SHARDED = "ours, sharded"
+NAMES = (ORIGINAL, BARE, KERAS, OURS, GROUPED, SHARDED)
 
 _LEARNING_RATE = 0.001
 _EPSILON = 1e-7  # The defaults of Keras and of TensorFlow 1 differ.
@@ -79,6 +80,7 @@ def make(
       KERAS: _keras,
       OURS: _ours,
       GROUPED: lambda *given: _ours(*given, num_groups=2),
+      SHARDED: lambda *given: _ours(*given, shard_update=True),
     }[name]
     return Contestant(name, model, *make_steps(strategy, case, model))
 
@@ -135,6 +137,7 @@ def _ours(
   case: tpu_models.Case,
   model: Any,
   num_groups: int = 1,
+  shard_update: bool = False,
 ) -> tuple[Any, ...]:
   """This package's CrossShardOptimizer."""
   variables = model.trainable_variables
@@ -145,6 +148,7 @@ def _ours(
     if num_groups > 1
     else None,
     loss_averaged_over="replica",
+    shard_update=shard_update,
   )
   optimizer.build(variables)
 

@@ -196,6 +196,8 @@ def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
     for part in dict.fromkeys(row["part"] for row in rows)
     if not part.startswith("training")
   ]
+  contestants = KERAS, XLA, OURS, SHARDED
+  colors = dict(zip(contestants, plt.cm.tab10.colors, strict=False))
   figure, axes = plt.subplots(
     1, len(parts), figsize=(3.2 * len(parts), 3.2), sharey=True
   )
@@ -209,13 +211,14 @@ def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
         row["state_bytes"] / plain["state_bytes"],
       ]
       places = np.arange(3) + (i - (len(mine) - 1) / 2) * 0.25
-      axis.bar(places, shares, 0.23, label=row["case"])
+      axis.bar(places, shares, 0.23, color=colors[row["case"]])
     axis.set_xticks(range(3), ["step", "first step", "state"])
     axis.set_title(part.replace(", ", "\n", 1), fontsize=9)
     axis.axhline(1, color="grey", linewidth=0.5)
-    axis.legend(fontsize=7)
   np.atleast_1d(axes)[0].set_ylabel("share of plain Keras")
-  figure.tight_layout()
+  bars = [plt.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
+  figure.tight_layout(rect=(0, 0.08, 1, 1))
+  figure.legend(bars, colors, loc="lower center", ncols=4, fontsize=8)
   figure.savefig(path, dpi=110)
 
 
