@@ -63,6 +63,8 @@ _JSON = flags.DEFINE_string("json", None, "File to write the figures to.")
 KERAS, OURS = contestants.KERAS, contestants.OURS
 BFLOAT16, FLOAT16 = f"{OURS}, bfloat16", f"{OURS}, float16"
 SINGLE, NOTHING = "one by one", "nothing reduced"
+FOUR, ACCUMULATED = f"{OURS}, four batches", f"{OURS}, four in a window"
+_WINDOW = 4
 _SMALL = "2 MB in 1,000 tensors"
 # By case: to what, and at most how much of it.
 _GOALS = {OURS: (KERAS, 1.0), BFLOAT16: (KERAS, 0.65)}
@@ -184,7 +186,7 @@ def measure_sweep(strategy: tf.distribute.Strategy) -> list[timing.Row]:
       if chains >= 2 * buckets:
         continue  # Each bucket has a chain of its own already.
       # One strategy has one meeting, which looks at this when a step is traced.
-      with mock.patch.object(engine._meeting, "_chains", chains):
+      with mock.patch.object(engine._collectives, "_chains", chains):
         steps[f"{megabytes} MiB, {chains} chains"] = grads.step(
           strategy,
           contestants.packed_reducer(engine, groups, megabytes << 20),
@@ -199,11 +201,12 @@ def training_steps(
   """Whole steps of one network by Adam, by case."""
   count = strategy.num_replicas_in_sync
 
-  def ours(wire_dtype: str | None) -> Any:
+  def ours(wire_dtype: str | None, window: int | None = None) -> Any:
     return tf_cross_shard.CrossShardOptimizer(
       tf.keras.optimizers.Adam(peers.LEARNING_RATE),
       reduction="sum",
       wire_dtype=wire_dtype,
+      accumulate_steps=window,
     )
 
   with strategy.scope():
@@ -219,6 +222,7 @@ def training_steps(
       KERAS: tf.keras.optimizers.Adam(peers.LEARNING_RATE),
       OURS: ours(None),
       BFLOAT16: ours("bfloat16"),
+      ACCUMULATED: ours(None, _WINDOW),
       NOTHING: tf.keras.optimizers.Adam(peers.LEARNING_RATE),
     }
     for optimizer in optimizers.values():
@@ -248,7 +252,13 @@ def training_steps(
     )
     return step
 
-  return {case: on_replicas(each) for case, each in optimizers.items()}
+  def four_times(step: contestants.Step) -> contestants.Step:
+    return lambda: [step() for _ in range(_WINDOW)]
+
+  steps = {case: on_replicas(each) for case, each in optimizers.items()}
+  steps[FOUR] = four_times(steps[OURS])
+  steps[ACCUMULATED] = four_times(steps[ACCUMULATED])
+  return steps
 
 
 def measure_soak(
@@ -312,7 +322,10 @@ def work() -> dict[str, Any]:
       rows += measure_reduction(strategy, part)
   if "training" in _PARTS.value:
     rows += _measure(
-      strategy, peers.TRAINING, training_steps(strategy), baselines=[KERAS]
+      strategy,
+      peers.TRAINING,
+      training_steps(strategy),
+      baselines=[KERAS, FOUR],
     )
   missed = missed_goals(rows)
   if rows:

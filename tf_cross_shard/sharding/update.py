@@ -294,7 +294,7 @@ class ShardedUpdate:
   def write(self, joined: Sequence[tf.Tensor], is_step: Any) -> None:
     """Gives this replica the weights, constrained after a step; isolated."""
     for row, whole in zip(self.rows, joined, strict=True):
-      padding = whole.shape[0] - sum(row.sizes)
+      padding = row.part * self._groups.group_size - sum(row.sizes)
       sizes = [*row.sizes, padding] if padding else row.sizes
       for weight, piece in zip(
         row.weights, tf.split(whole, sizes), strict=False
