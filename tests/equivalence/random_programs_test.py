@@ -1,4 +1,5 @@
 """Random programs train as plain Keras and NumPy say. Longer: tools/fuzz.py."""
+# bazel: size=large tags=slow
 
 import itertools
 
@@ -6,6 +7,8 @@ import pytest
 
 from tests.support import covering, plain_training, random_programs
 from tests.support.random_programs import Program
+
+pytestmark = pytest.mark.slow
 
 
 def _settings(program: Program) -> set[tuple[str, str]]:

@@ -11,6 +11,7 @@ nothing else: where they leave a choice, it is the user's.
 
 import contextlib
 import dataclasses
+import importlib
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -530,15 +531,15 @@ def _slots_of(last: Any, weight: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _adapter(last: Any) -> base.InnerOptimizer:
   """The form in which CrossShardOptimizer sees an optimizer of either Keras."""
-  if any(
-    each.__module__.startswith("tf_keras.") for each in type(last).__mro__
-  ):
-    from tf_cross_shard.inner_optimizer import tf_keras
-
-    return tf_keras.adapter(last)
-  from tf_cross_shard.inner_optimizer import keras3
-
-  return keras3.Keras3Optimizer(last)
+  kinds = (each.__module__ for each in type(last).__mro__)
+  is_tf_keras = any(kind.startswith("tf_keras.") for kind in kinds)
+  # By name: that module imports this package, where it meets version 1's.
+  home = importlib.import_module(
+    f"tf_cross_shard.inner_optimizer.{'tf_keras' if is_tf_keras else 'keras3'}"
+  )
+  adapter = home.adapter if is_tf_keras else home.Keras3Optimizer
+  made: base.InnerOptimizer = adapter(last)
+  return made
 
 
 def _kind_of(last: Any) -> tuple[str, v1_optimizers.Kind | None]:
