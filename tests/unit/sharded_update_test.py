@@ -255,10 +255,8 @@ SETTINGS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
   [
     *((name, list(KERASES)[i % 2]) for i, name in enumerate(SETTINGS)),
     # Where the Kerases differ.
-    ("average", "keras"),
+    ("average", "tf_keras"),
     ("loss scale", "keras"),
-    ("loss scale", "tf_keras"),
-    ("scaled and clipped", "keras"),
   ],
 )
 def test_settings(name: str, which: str) -> None:
