@@ -3,7 +3,7 @@
 examples/multi_worker.py, migration/ and towers.py (with four towers and with
 one) run in tests of their own.
 """
-# bazel: timeout=long
+# bazel: timeout=long tags=slow
 # bazel: deps=//examples:custom_loop,//examples:digits,//examples:tpu
 
 import re
@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from tests.support import programs
+
+pytestmark = pytest.mark.slow
 
 EXAMPLES = programs.PROJECT / "examples"
 PNG_START = b"\x89PNG\r\n\x1a\n"

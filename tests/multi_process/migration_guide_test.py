@@ -1,5 +1,6 @@
 """docs/migration.md: its Python runs, and its tables leave nothing out."""
-# bazel: timeout=long data=//:sources deps=//tf_cross_shard/virtual_tpu
+# bazel: timeout=long tags=slow data=//:sources
+# bazel: deps=//tf_cross_shard/virtual_tpu
 
 import inspect
 import os
@@ -17,6 +18,8 @@ import tensorflow as tf
 import tf_cross_shard
 from tests.support import testbed
 from tf_cross_shard import migration
+
+pytestmark = pytest.mark.slow
 
 # Not resolved: under Bazel the files are links, and lead out of the sandbox.
 PROJECT = Path(__file__).absolute().parent.parent.parent

@@ -2,7 +2,7 @@
 
 Every process is of its own, and ends with the test whatever happens to it.
 """
-# bazel: timeout=long tags=exclusive data=//:sources
+# bazel: timeout=long tags=exclusive,slow data=//:sources
 # bazel: deps=//examples:multi_worker
 
 import contextlib
@@ -18,6 +18,8 @@ import pytest
 
 from tests.support import programs
 from tf_cross_shard.multi_worker import launch
+
+pytestmark = pytest.mark.slow
 
 EXAMPLE = programs.PROJECT / "examples" / "multi_worker.py"
 PAGE = programs.PROJECT / "docs" / "multi_worker.md"
