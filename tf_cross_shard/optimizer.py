@@ -577,13 +577,17 @@ class CrossShard(wrapper.OptimizerWrapper):
   def _window(self, variables: Sequence[Any]) -> accumulation.Window | None:
     """The calls that make one step, if it takes several."""
     window = self._accumulation.window()
-    is_plain = window is None and self._sharded is None
-    if not is_plain and any(map(self._inner.takes_value, variables)):
-      raise NotImplementedError(
-        "Gradients of variables with `overwrite_with_gradient` (Keras' float8"
-        " scales) cannot be accumulated or sharded. Leave `accumulate_steps`,"
-        " `gradient_accumulation_steps` and `shard_update` out."
-      )
+    is_asked_for = self.accumulate_steps or self._sharded is not None
+    if (window or is_asked_for) and any(
+      map(self._inner.takes_value, variables)
+    ):
+      if is_asked_for:
+        raise NotImplementedError(
+          "Gradients of variables with `overwrite_with_gradient` (Keras' float8"
+          " scales) cannot be accumulated or sharded. Leave `accumulate_steps`"
+          " and `shard_update` out."
+        )
+      return None  # Keras accumulates: it is handed sums in every call.
     return window
 
   def _sum(
