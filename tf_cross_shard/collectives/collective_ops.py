@@ -127,6 +127,20 @@ class CollectiveOps:
       for each in received
     ]
 
+  def all_gather(
+    self,
+    parts: Sequence[tf.Tensor],
+    groups: groups_lib.Groups,
+    replica: int,
+    device: str,
+  ) -> list[tf.Tensor]:
+    """All members' parts, of one shape, joined."""
+    words = [as_words(part) for part in parts]
+    joined = self.run(ALL_GATHER, words, groups, replica, device)
+    return [
+      from_words(whole, part) for whole, part in zip(joined, parts, strict=True)
+    ]
+
   def _check(self, tensors: Sequence[tf.Tensor]) -> None:
     """Raises an error where a collective would hang or not run."""
     in_eager = getattr(threading.current_thread(), "in_eager", False)

@@ -84,17 +84,9 @@ class Mirrored(base.Engine):
     if not collective_ops.keeps_order(groups):
       return super().all_gather_parts(parts, groups)
     replica = self._replica()
-    joined = self._collectives.run(
-      collective_ops.ALL_GATHER,
-      [collective_ops.as_words(part) for part in parts],
-      groups,
-      replica,
-      self._devices[replica],
+    return self._collectives.all_gather(
+      parts, groups, replica, self._devices[replica]
     )
-    return [
-      collective_ops.from_words(whole, part)
-      for whole, part in zip(joined, parts, strict=True)
-    ]
 
   def _sum_parts(self, copies: list[tf.Tensor], members: list[int]) -> Any:
     """The i-th part of the sum, on the i-th member's device."""

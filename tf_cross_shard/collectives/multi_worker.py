@@ -141,12 +141,7 @@ class MultiWorker(base.Engine):
     """Joins parts, which have one shape on all members."""
     if not collective_ops.keeps_order(groups):
       return super().all_gather_parts(parts, groups)
-    words = [collective_ops.as_words(part) for part in parts]
-    joined = self._run(collective_ops.ALL_GATHER, words, groups)
-    return [
-      collective_ops.from_words(whole, part)
-      for whole, part in zip(joined, parts, strict=True)
-    ]
+    return self._collectives.all_gather(parts, groups, *self._place())
 
   def agree(
     self,

@@ -43,9 +43,9 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
   is_built, plain = False, None
   for layer in layers(optimizer):
     is_built = is_built or _is_built(layer)
-    listed = _listed(layer) if plain is None else []
+    own = listed(layer) if plain is None else []
     plain = plain or _plain_of(layer)
-    for variable in (*listed, *_unlisted(layer)):
+    for variable in (*own, *_unlisted(layer)):
       found.setdefault(id(variable), variable)
     for variable in getattr(layer, "_trainable_variables", ()):
       trained.setdefault(id(variable), variable)
@@ -76,7 +76,7 @@ def path_of(variable: Any) -> str:
   return str(getattr(variable, "path", None) or variable.name).split(":")[0]
 
 
-def _listed(optimizer: Any) -> list[Any]:
+def listed(optimizer: Any) -> list[Any]:
   """The list of an optimizer, which is a method in legacy ones."""
   variables = optimizer.variables
   return list(variables() if callable(variables) else variables)

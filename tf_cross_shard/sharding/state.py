@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import validation
-from tf_cross_shard.inner_optimizer import base
+from tf_cross_shard.inner_optimizer import base, optimizer_state
 from tf_cross_shard.replica_state import replica_values
 
 _Trackable: Final[Any] = tf.__internal__.tracking.Trackable
@@ -163,6 +163,9 @@ class PlainState:
     with tf.init_scope():
       plain.build(tiny)
     self.trainable_variables = list(weights)
+    self._places = {
+      id(validation.native(weight)): i for i, weight in enumerate(weights)
+    }
     self._found: dict[int, Any] = {
       id(one): weight for one, weight in zip(tiny, weights, strict=True)
     }
@@ -183,8 +186,10 @@ class PlainState:
         )
         self._found[id(slot)] = whole
         self._slots[i][names[row][id(rows[row])]] = whole
-    others = [v for v in _listed(optimizer) if id(v) not in in_rows]
-    listed = _listed(plain)
+    others = [
+      v for v in optimizer_state.listed(optimizer) if id(v) not in in_rows
+    ]
+    listed = optimizer_state.listed(plain)
     own = [v for v in listed if id(v) not in self._found]
     for one, other in zip(own, others, strict=True):
       self._found[id(one)] = other
@@ -193,9 +198,7 @@ class PlainState:
 
   def index(self, variable: Any) -> int | None:
     """The place of a variable among those that are trained."""
-    native = validation.native(variable)
-    known = map(validation.native, self.trainable_variables)
-    return next((i for i, each in enumerate(known) if each is native), None)
+    return self._places.get(id(validation.native(variable)))
 
   def slots(self, variable: Any) -> dict[str, WholeSlot]:
     """The slots of a weight, by name."""
@@ -252,8 +255,3 @@ def _slot_lists(optimizer: Any, count: int) -> Iterator[tuple[str, list[Any]]]:
       and all(id(value) in own for value in values)
     ):
       yield attribute, values
-
-
-def _listed(optimizer: Any) -> list[Any]:
-  variables = optimizer.variables
-  return list(variables() if callable(variables) else variables)
