@@ -212,6 +212,24 @@ def test_accumulated(launches: Launches, launch: str, key: cases.Key) -> None:
   _check(_held(launches, launch, key), key[1], expected)
 
 
+@_of("noise")
+def test_noise_scale(launches: Launches, launch: str, key: cases.Key) -> None:
+  """The sample variance of the members' gradients, to the mean's square."""
+
+  def expected(members: Sequence[int]) -> list[np.float64]:
+    grads = [
+      np.concatenate([g.ravel() for g in cases.dense_gradients("small", r)])
+      for r in members
+    ]
+    mean = np.mean(grads, axis=0, dtype="float64")
+    variance = np.var(grads, axis=0, ddof=1, dtype="float64").sum()
+    square = mean @ mean
+    return [variance / (square - variance / len(members)), np.sqrt(square)]
+
+  held = _held(launches, launch, key)
+  _check(held, key[1], expected, lambda i, m: 1e-5 * np.abs(expected(m)[i]))
+
+
 @_of("two_optimizers", "retrace")
 def test_several_steps(launches: Launches, launch: str, key: cases.Key) -> None:
   """Of two groupings at once; where one worker alone traces anew."""

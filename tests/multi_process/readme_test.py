@@ -24,7 +24,7 @@ PAGES = [
 ELSEWHERE = ("docs/migration.md", "docs/multi_worker.md")
 EXPECTED = {  # The blocks of Python, or the change of a line, of each page.
   "README.md": 2,
-  "docs/custom_loops.md": 1,
+  "docs/custom_loops.md": 2,
   "docs/groups.md": 1,
   "docs/mixed_precision.md": 2,
   "docs/towers.md": 1,

@@ -207,6 +207,21 @@ def accumulated_sum(
   return own(variables)
 
 
+def noise(grouping: str, strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+  """The noise scale and the norm that are measured in a step."""
+  mine = dense_gradients("small", place_of(strategy))
+  with strategy.scope():
+    variables = _zeros(mine)
+    optimizer = _summing(strategy, grouping, noise_scale=True)
+    optimizer.build(variables)
+
+  def step(*grads: tf.Tensor) -> None:
+    optimizer.apply_gradients(zip(grads, variables, strict=True))
+
+  _run(strategy, step, "function")(*map(tf.constant, mine))
+  return own([optimizer.noise_scale, optimizer.gradient_norm])
+
+
 def sharded(
   grouping: str, optimizer: str, strategy: tf.distribute.Strategy
 ) -> list[np.ndarray]:
@@ -469,6 +484,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (dense_sum, "normal", "crossed", "function", {"wire_dtype": "float16"}),
     (accumulated_sum, "crossed", "function", {}),
     (accumulated_sum, "strided", "eager", {}),
+    (noise, "crossed", {}),
     (sharded, "ungrouped", "Momentum", {}),
     (sharded, "ungrouped", "Adam", {}),
     (sparse_sum, "different", "ungrouped", "dynamic", {}),

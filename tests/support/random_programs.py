@@ -276,6 +276,8 @@ def draw(seed: int) -> Program:
     elif is_subclass:
       options["shard_update"] = "elementwise"
     is_built |= "use_ema" in settings and bool(options["shard_update"])
+  if way != "towers" and size != 1:
+    options["noise_scale"] = bool(seed % 2)  # It must change nothing.
   return Program(
     seed=seed,
     parts=parts,

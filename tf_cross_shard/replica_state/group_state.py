@@ -46,7 +46,7 @@ class GroupCopies:
 
   def __init__(self, optimizer: Any, model: Any = None) -> None:
     """Finds the variables, the strategy and the groups."""
-    own = set(map(id, optimizer_state.gradient_sums(optimizer)))
+    own = set(map(id, optimizer_state.member_state(optimizer)))
     self.parts = [
       Part(f"optimizer/{name}", variable, id(variable) not in own)
       for name, variable in optimizer_state.state_variables(optimizer)
