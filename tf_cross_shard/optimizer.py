@@ -82,7 +82,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     fused_update: bool | None = None,
     accumulate_steps: int | None = None,
     shard_update: bool | str = False,
-    noise_scale: bool = False,
+    noise_scale: bool | int = False,
   ) -> None:
     """Encapsulates `opt`. Call it inside `strategy.scope()`.
 
@@ -135,7 +135,8 @@ class CrossShard(wrapper.OptimizerWrapper):
         the optimizer's state, see `sharding.update`. For optimizers that update
         each element by itself; `"elementwise"` says so of a class of yours.
       noise_scale: Whether each group measures its gradient noise scale, see
-        the property, at the price of reading the gradients twice more.
+        the property: True in every 16th step, `k` in every k-th. A measurement
+        reads all gradients and their sums once more.
 
     Raises:
       ValueError: If `opt` names no optimizer or is itself a
@@ -251,8 +252,8 @@ class CrossShard(wrapper.OptimizerWrapper):
     progress for each example; much larger ones hardly more for each step. It
     is tr(covariance of g_r) / |E g_r|^2 of what is reduced, gradients that
     were clipped if they are, see `gradients.noise_scale`: averages over about
-    100 steps, NaN before the first. A negative one says that noise hides the
-    gradient. Steps with a NaN or an infinity do not count.
+    100 measurements, NaN before the first. A negative one says that noise hides
+    the gradient. Steps with a NaN or an infinity do not count.
 
     It is none of `variables`, and None without the argument. Read all groups'
     with `replica_state.group_values(optimizer.noise_scale, optimizer)`.
@@ -261,7 +262,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     >>> with strategy.scope():
     ...   weight = tf.Variable(0.0)
-    ...   optimizer = CrossShardOptimizer("sgd", "sum", noise_scale=True)
+    ...   optimizer = CrossShardOptimizer("sgd", "sum", noise_scale=1)
     ...   optimizer.build([weight])
     >>> @tf.function
     ... def step():
@@ -282,7 +283,7 @@ class CrossShard(wrapper.OptimizerWrapper):
 
   @property
   def gradient_norm(self) -> Any:
-    """The norm of the group's mean gradient in the last finite step.
+    """The norm of the group's mean gradient in the last step measured.
 
     Like `noise_scale`; without the factor of a loss scale. Under `"sum"` it is
     that of the sum divided by the members.
@@ -425,7 +426,7 @@ class CrossShard(wrapper.OptimizerWrapper):
       "fused_update": self.fused_update,
       "accumulate_steps": self.accumulate_steps,
       "shard_update": self.shard_update,
-      "noise_scale": self._noise.is_on,
+      "noise_scale": self._noise.argument,
     }
 
   @classmethod

@@ -60,7 +60,7 @@ def make(
   """A weight of zeros and an optimizer of groups, built."""
   library = tf_keras if package is ours_tf_keras else keras
   options.setdefault("group_assignment", GROUPS)
-  options.setdefault("noise_scale", True)
+  options.setdefault("noise_scale", 1)
   with (strategy or testbed.mirrored()).scope():
     weight = testbed.variable(tf.zeros(shape, dtype), "weight", library)
     opt = library.optimizers.SGD(0.125) if opt is None else opt()
@@ -120,10 +120,11 @@ def check(
   """Compares after every step; `seen` is what is reduced."""
   step = stepper(weight, optimizer, to_grad, strategy, eager)
   oracles = [Oracle(), Oracle()]
+  every = optimizer.get_config()["noise_scale"]
   assert_as(oracles, optimizer)  # NaN
   for i, row in enumerate(rows, 1):
     step(row)
-    if i % calls == 0:
+    if i % calls == 0 and (i // calls - 1) % every == 0:
       window = seen(rows[i - calls : i]).mean(0)
       for oracle, members in zip(oracles, GROUPS, strict=True):
         oracle.step(window[members])
@@ -158,6 +159,8 @@ def _accumulating() -> Any:
     ({"package": ours_tf_keras}, {}),
     ({"reduction": "mean", "scale_gradients": True,
       "loss_averaged_over": "replica"}, {}),
+    ({"noise_scale": 2}, {}),
+    ({"noise_scale": 2, "shard_update": True}, {}),
     ({"clipvalue": 40.0}, {"seen": lambda rows: np.clip(rows, -40, 40)}),
     ({"wire_dtype": "bfloat16"}, {}),
     ({"wire_dtype": "float16"}, {}),
@@ -191,7 +194,18 @@ def test_a_loss_scale_and_steps_that_are_left_out(sharded: bool) -> None:
 
 def test_virtual_tpu() -> None:
   strategy = testbed.virtual(4)
-  check(*make(strategy=strategy, skip_nonfinite=True), strategy=strategy)
+  options = {"skip_nonfinite": True, "noise_scale": 2}
+  check(*make(strategy=strategy, **options), strategy=strategy)
+
+
+def test_true_measures_every_sixteenth_step() -> None:
+  weight, optimizer = make(noise_scale=True)
+  step = stepper(weight, optimizer)
+  seen = []
+  for i in range(33):
+    step(np.full((4, 5), i + 1, "f"))
+    seen.append(testbed.copies(optimizer.gradient_norm)[0] / 5**0.5)
+  np.testing.assert_allclose(seen, [1] * 16 + [17] * 16 + [33], rtol=1e-6)
 
 
 def test_sums_that_tf_keras_hands_back() -> None:
@@ -312,8 +326,9 @@ def test_groups_of_one() -> None:
   with pytest.raises(ValueError, match=r"`noise_scale` compares .* larger"):
     optimizer.apply_gradients([(tf.ones(1), weight)])
   assert weight.numpy().tolist() == [1.0]
-  with pytest.raises(TypeError, match=r"`noise_scale`.*'yes'"):
-    keras3.CrossShardOptimizer("sgd", noise_scale="yes")
+  for value in ("yes", -1):
+    with pytest.raises(ValueError, match=rf"`noise_scale`.*{value}"):
+      keras3.CrossShardOptimizer("sgd", noise_scale=value)
 
 
 if __name__ == "__main__":

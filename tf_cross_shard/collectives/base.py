@@ -107,19 +107,6 @@ class Engine(abc.ABC):
     ]
     return self.all_reduce_sum(spread, groups)
 
-  def once_per_group(
-    self,
-    function: Callable[[tf.Tensor], tf.Tensor],
-    tensors: Sequence[tf.Tensor],
-    groups: groups_lib.Groups,
-  ) -> list[tf.Tensor]:
-    """`function` of each tensor, of which all members have the same.
-
-    One member computes it for all where that is possible.
-    """
-    del groups
-    return list(map(function, tensors))
-
   def position(self, groups: groups_lib.Groups) -> Any:
     """This replica's place among the sorted members of its group."""
     replica = replica_isolation.replica_id()

@@ -88,17 +88,6 @@ class Mirrored(base.Engine):
       parts, groups, replica, self._devices[replica]
     )
 
-  def once_per_group(
-    self,
-    function: Callable[[tf.Tensor], tf.Tensor],
-    tensors: Sequence[tf.Tensor],
-    groups: groups_lib.Groups,
-  ) -> list[tf.Tensor]:
-    """The first member computes it in a merge call."""
-    if not self._merges_here():
-      return super().once_per_group(function, tensors, groups)
-    return self._merge(tensors, groups, lambda parts, _: function(parts[0]))
-
   def _sum_parts(self, copies: list[tf.Tensor], members: list[int]) -> Any:
     """The i-th part of the sum, on the i-th member's device."""
     part = copies[0].shape[0] // len(members)

@@ -23,19 +23,11 @@ import tensorflow as tf
 from tf_cross_shard.gradients import indexed_slices
 from tf_cross_shard.gradients.clipping import Gradient
 
-DECAY: Final = 0.99  # of an average, for each step: it looks back at about 100
+DECAY: Final = 0.99  # of an average, for each measurement: about 100 count
+EVERY: Final = 16  # steps: norms read all gradients, and the scale moves slowly
 
 
-def _half_squares(parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-  """Half the sum of squares of each tensor."""
-  return list(map(tf.nn.l2_loss, parts))
-
-
-def squared_norm(
-  grads: Sequence[Gradient],
-  scale: Any = 1.0,
-  half_squares: Callable[..., list[tf.Tensor]] = _half_squares,
-) -> tf.Tensor:
+def squared_norm(grads: Sequence[Gradient], scale: Any = 1.0) -> tf.Tensor:
   """The sum of squares of all elements divided by `scale`, float32.
 
   Rows of a sparse gradient that share an index are added first.
@@ -58,34 +50,40 @@ def squared_norm(
       floats.append(indexed_slices.times(part, 1.0 / scale))
   if not floats:
     return tf.constant(0.0)
-  return 2.0 * tf.add_n([tf.cast(h, tf.float32) for h in half_squares(floats)])
+  halves = [tf.cast(tf.nn.l2_loss(each), tf.float32) for each in floats]
+  return 2.0 * tf.add_n(halves)
 
 
 class NoiseScale:
   """Measures what is reduced, before and after the sum.
 
   Attributes:
-    is_on: Whether anything is measured; if not, there are no variables.
-    noise_scale: The ratio, NaN before the first step; float32, like all here.
-    gradient_norm: `|m|` of the last step, NaN before the first.
-    variables: These and the averages; each replica has its group's.
+    argument: What the optimizer was given.
+    noise_scale: The ratio, NaN before the first measurement; float32.
+    gradient_norm: `|m|` of the last measurement, NaN before the first; float32.
+    variables: These, the averages and the number of steps; each replica has its
+      group's. Empty if nothing is measured.
   """
 
   def __init__(
-    self, is_on: bool, inner: Any, engine: Any, groups: Any, is_mean: bool
+    self, argument: Any, inner: Any, engine: Any, groups: Any, is_mean: bool
   ) -> None:
     """Makes the variables.
 
     Args:
-      is_on: The argument `noise_scale` of the optimizer.
+      argument: True, False, or in which steps to measure: each so-many-th.
       inner: The encapsulated optimizer's adapter, which knows the loss scale.
       engine: What sums.
       groups: The groups.
       is_mean: Whether the sum over the group is the mean gradient.
     """
-    if not isinstance(is_on, bool):
-      raise TypeError(f"`noise_scale` must be True or False; got {is_on!r}.")
-    self.is_on = is_on
+    if not isinstance(argument, int) or argument < 0:
+      raise ValueError(
+        "`noise_scale` must be True, False or the number of steps from one"
+        f" measurement to the next; got {argument!r}."
+      )
+    self.argument = argument
+    self._every = EVERY if argument is True else int(argument)
     self.noise_scale: Any = None
     self.gradient_norm: Any = None
     self.variables: list[Any] = []
@@ -93,50 +91,53 @@ class NoiseScale:
     self._engine = engine
     self._groups = groups
     self._is_mean = is_mean
-    if not is_on:
+    if not self._every:
       return
     # Without a strategy it may have been loaded for inference only.
     if engine.num_replicas > 1:
       self._check_members()
     engine.check_conditional("noise_scale")
     with engine.making_variables():
-      self._averages, self.noise_scale, self.gradient_norm = self.variables = [
-        tf.Variable(value, trainable=False, dtype=tf.float32, name=name)
+      self._averages, self.noise_scale, self.gradient_norm, self._steps = [
+        tf.Variable(value, trainable=False, name=name)
         for value, name in (
           ([0.0, 0.0], "noise_averages"),
-          (np.nan, "noise_scale"),
-          (np.nan, "gradient_norm"),
+          (np.float32(np.nan), "noise_scale"),
+          (np.float32(np.nan), "gradient_norm"),
+          (np.int64(0), "noise_steps"),
         )
       ]
+    self.variables = [
+      self._averages,
+      self.noise_scale,
+      self.gradient_norm,
+      self._steps,
+    ]
 
   def of_replica(
     self, grads: Sequence[Gradient], calls: float = 1.0
   ) -> list[tf.Tensor]:
     """What travels beside a replica's own gradients: their squared norm.
 
+    It travels in every step, for a collective must not depend on the step.
+
     Args:
       grads: What is about to be reduced.
       calls: How many gradients each of them is the sum of.
     """
-    if not self.is_on:
+    if not self._every:
       return []
     self._check_members()
-    return [squared_norm(grads, self._scale(calls))]
+    return [self._if_due(lambda: squared_norm(grads, self._scale(calls)))]
 
   def after_sum(
     self, totals: Sequence[Gradient], calls: float = 1.0
   ) -> list[Gradient]:
     """Measures a step; returns the sums without what travelled beside them."""
-    if not self.is_on:
+    if not self._every:
       return list(totals)
     *sums, of_members = totals
-    of_sum = squared_norm(
-      sums,
-      self._scale(calls),
-      lambda parts: self._engine.once_per_group(
-        tf.nn.l2_loss, parts, self._groups
-      ),
-    )
+    of_sum = self._if_due(lambda: squared_norm(sums, self._scale(calls)))
     self._step(of_members, of_sum)
     return sums
 
@@ -144,8 +145,9 @@ class NoiseScale:
     self, own: Sequence[tf.Tensor], parts: Sequence[tf.Tensor]
   ) -> None:
     """Measures a step of which each member has one part of the sum."""
-    if self.is_on:
-      both = tf.stack([*own, squared_norm(parts, self._scale())])
+    if self._every:
+      part = self._if_due(lambda: squared_norm(parts, self._scale()))
+      both = tf.stack([*own, part])
       [both] = self._engine.all_reduce_sum([both], self._groups)
       self._step(both[0], both[1])
 
@@ -157,12 +159,23 @@ class NoiseScale:
         " have one member here. Use larger groups, or leave it False."
       )
 
+  def _is_due(self) -> tf.Tensor:
+    """Whether this step is measured."""
+    with self._engine.isolate():
+      return tf.convert_to_tensor(self._steps) % self._every == 0
+
+  def _if_due(self, norm: Callable[[], tf.Tensor]) -> tf.Tensor:
+    """A squared norm; 0 in a step that is not measured."""
+    if self._every == 1:
+      return norm()
+    return tf.cond(self._is_due(), norm, lambda: tf.constant(0.0))
+
   def _scale(self, calls: float = 1.0) -> Any:
     """What gradients come in multiplied by."""
     return self._inner.scale_limit(calls)
 
   def _step(self, of_members: Any, of_sum: tf.Tensor) -> None:
-    """Moves the averages, unless something is not finite.
+    """Counts, and moves the averages if all that was measured is finite.
 
     Args:
       of_members: The members' squared norms, added up.
@@ -174,11 +187,12 @@ class NoiseScale:
     mean = of_sum * (member / n) ** 2
     noise = (own - mean) / (1.0 - 1.0 / n)
     signal = (n * mean - own) / (n - 1.0)
-    is_finite = tf.math.is_finite(of_members + of_sum)
+    is_valid = self._is_due() & tf.math.is_finite(of_members + of_sum)
     with self._engine.isolate():
       before = tf.convert_to_tensor(self._averages)
       averages = DECAY * before + (1.0 - DECAY) * tf.stack([noise, signal])
       news = averages, averages[0] / averages[1], tf.sqrt(mean)
-      for variable, new in zip(self.variables, news, strict=True):
+      for variable, new in zip(self.variables, news, strict=False):
         old = tf.convert_to_tensor(variable)
-        variable.assign(tf.where(is_finite, new, old))
+        variable.assign(tf.where(is_valid, new, old))
+      self._steps.assign(tf.convert_to_tensor(self._steps) + 1)
