@@ -1,0 +1,187 @@
+"""Groups as models: one taken out, one copied to another, all in one.
+
+replica             0    1    2    3
+load_group(1)       └─ A ─┘  └─ B ─┘  ─▶  a plain model with B
+"""
+
+import contextlib
+import importlib
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+
+from tf_cross_shard import groups as groups_lib
+from tf_cross_shard.inner_optimizer import optimizer_state
+from tf_cross_shard.multi_worker import consistency
+from tf_cross_shard.replica_state import archive, group_state, replica_values
+
+_KERASES: Final = ("keras", "tf_keras")
+
+
+def load_group(model: Any, group: int, optimizer: Any, into: Any = None) -> Any:
+  """Returns a plain model with the weights of one group.
+
+  Plain means made outside of any strategy and not compiled, so that it
+  predicts, is saved and is trained as a model that never had replicas. What is
+  not trained and members of the group differ in, say the statistics of batch
+  normalization, is the mean over the members; of integers, such as the states
+  of random numbers, the first member's. Moving averages of weights that the
+  optimizer keeps are not looked at.
+
+  >>> from tf_cross_shard import CrossShardOptimizer
+  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  >>> with strategy.scope():
+  ...   model = tf.keras.Sequential(
+  ...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1, use_bias=False)]
+  ...   )
+  ...   optimizer = CrossShardOptimizer("sgd", group_assignment=[[0], [1]])
+  >>> kernel = model.trainable_variables[0]
+  >>> kernel = getattr(kernel, "value", kernel)  # tf_keras has tf.Variables
+  >>> for i, copy in enumerate(strategy.experimental_local_results(kernel)):
+  ...   _ = copy.assign([[10.0 * i]])
+  >>> plain = load_group(model, 1, optimizer)
+  >>> plain(tf.constant([[2.0]])).numpy().tolist()
+  [[20.0]]
+
+  Args:
+    model: A built Keras model.
+    group: Which group, counted from 0 in the order of `optimizer.groups`.
+    optimizer: What has the groups. One without has one group of all replicas.
+    into: A plain model of the same architecture, which receives the weights and
+      is returned. None lets Keras clone `model`, which it can if it is
+      sequential or functional, or its class has `get_config`.
+
+  Returns:
+    The plain model, on every worker.
+
+  Raises:
+    TypeError: If `model` is something else.
+    ValueError: If there is no such group, if `model` is not built or Keras
+      cannot clone it, or if `into` does not fit. Nothing is changed then.
+    RuntimeError: If called in a tf.function, or by a replica.
+    MissingWorkerError: If another worker does not call this too.
+    DisagreementError: If another worker has another model or asks for another
+      group.
+  """
+  found = group_state.GroupCopies(optimizer, model, is_whole=False)
+  members = _members_of(found.groups, group, "group")
+  if into is None:
+    plain = _clone(model, found)
+  else:
+    plain = into
+    _check_fits(found, into)
+  found.agree(f"loading group {group}")
+  values = [_value_of(found, part, members) for part in found.parts]
+  for variable, value in zip(plain.variables, values, strict=True):
+    replica_values.native(variable).assign(value)
+  for layer in plain._flatten_layers():
+    if hasattr(layer, "finalize_state"):  # It computes with what it adapted to.
+      layer.finalize_state()
+  return plain
+
+
+def _members_of(
+  groups: groups_lib.Groups, group: Any, argument: str
+) -> Sequence[int]:
+  """The replicas of a group; raises `ValueError` where there is none."""
+  try:
+    index = -1 if isinstance(group, bool) else operator.index(group)
+  except TypeError:
+    index = -1
+  if not 0 <= index < groups.num_groups:
+    raise ValueError(
+      f"`{argument}` must be an integer from 0 to {groups.num_groups - 1}; got"
+      f" {group!r}. The groups are {groups.to_lists()}."
+    )
+  return groups.assignment[index]
+
+
+def _value_of(
+  found: group_state.GroupCopies,
+  part: group_state.Part,
+  members: Sequence[int],
+) -> archive.Array:
+  """What a plain model receives of a variable."""
+  values = found.copies.read(part.variable, members)
+  dtype = tf.as_dtype(part.variable.dtype)
+  is_apart = len({value.tobytes() for value in values}) > 1
+  if part.is_shared or not is_apart or dtype.is_integer or dtype.is_bool:
+    return values[0]
+  return group_state.mean(values)
+
+
+def _clone(model: Any, found: group_state.GroupCopies) -> Any:
+  """A new model like `model`, outside of any strategy and not compiled."""
+  kind = type(model)
+  # Not `clone_model`: in Keras 3 it loses names of inputs, and it compiles a
+  # second CrossShardOptimizer, for replicas that are not there.
+  try:
+    own = {
+      type(layer).__name__: type(layer)
+      for layer in model._flatten_layers()
+      if type(layer).__module__.split(".")[0] not in _KERASES
+    }
+    scope = _keras_of(model).saving.custom_object_scope(own)
+    with _outside_of_strategies(), scope:
+      clone = kind.from_config(model.get_config())
+      if not clone.built:
+        clone.build_from_config(model.get_build_config())
+    _check_fits(found, clone)
+  except Exception as error:
+    raise ValueError(
+      f"`model` cannot be cloned: Keras made no second {kind.__name__} with the"
+      " same variables from its get_config(). Make one with your own code,"
+      " outside of `strategy.scope()`, build it, and hand it in as `into`."
+    ) from error
+  return clone
+
+
+def _check_fits(found: group_state.GroupCopies, plain: Any) -> None:
+  """Raises `ValueError` unless a plain model can receive the variables."""
+  remedy = (
+    "Make it by the same code as `model`, outside of `strategy.scope()`, and"
+    " build it."
+  )
+  variables = list(plain.variables)
+  if len(variables) != len(found.parts):
+    raise ValueError(
+      f"`into` has {len(variables)} variables, and `model` has"
+      f" {len(found.parts)}. {remedy}"
+    )
+  paths = consistency.renumbered(list(map(optimizer_state.path_of, variables)))
+  names = [f"model/{name}" for name in optimizer_state.unique(paths)]
+  known = {part.name for part in found.parts}
+  for part, variable, name in zip(found.parts, variables, names, strict=True):
+    own, other = (
+      f"{tf.as_dtype(v.dtype).name} {list(v.shape)}"
+      for v in (variable, part.variable)
+    )
+    if own != other or (name in known and name != part.name):
+      raise ValueError(
+        f"`into` has {name}, {own}, where `model` has {part.name}, {other}."
+        f" {remedy}"
+      )
+    if replica_values.strategy_of(variable) is not None:
+      raise ValueError(
+        f"`into` has replicas: {name} was made inside `strategy.scope()`."
+        f" {remedy}"
+      )
+
+
+def _keras_of(model: Any) -> Any:
+  """The Keras whose model it is."""
+  for kind in type(model).__mro__:
+    root = kind.__module__.split(".")[0]
+    if root in _KERASES:
+      return importlib.import_module(root)
+  raise TypeError(f"`model` must be a Keras model; got {type(model).__name__}.")
+
+
+@contextlib.contextmanager
+def _outside_of_strategies() -> Iterator[None]:
+  """A context in which no strategy's scope is open."""
+  # TensorFlow notes open scopes in the default graph, eagerly too.
+  with tf.Graph().as_default(), tf.__internal__.eager_context.eager_mode():
+    yield
