@@ -5,6 +5,7 @@ In one process; several workers are in replica_state_workers_test.py.
 # bazel: size=large
 
 import functools
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,11 +14,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
+from absl import logging
 
 from tests.support import replica_state_cases as cases
 from tests.support import testbed
 from tf_cross_shard import keras3, replica_state
 from tf_cross_shard import tf_keras as sharded
+from tf_cross_shard.replica_state import group_state
 
 N = testbed.REPLICAS
 CROSSED = [[3, 0], [1, 2]]
@@ -178,6 +181,150 @@ def test_subclassed_and_nested_models(library: str) -> None:
   model, optimizer = _made("mirrored", library, lambda home: Net(2))
   with pytest.raises(ValueError, match="`model` has no variables yet"):
     replica_state.load_group(model, 0, optimizer)
+
+
+# ------------------------------------------------------------------ copy_group
+
+# Where, the groups, and arguments of the training and of the wrapper.
+COPIES: dict[str, tuple[str, str, Any, Any, dict[str, Any]]] = {
+  "mirrored": ("mirrored", "keras", CROSSED, "Adam", {}),
+  "alone": ("mirrored", "keras", [[3], [1], [0], [2]], "Adam", {}),
+  "virtual": ("virtual", "keras", CROSSED, "Adam", {"shard_update": True}),
+  "window": (
+    *("mirrored", "keras", CROSSED, "Adam"),
+    {"accumulate_steps": 2, "shard_update": True, "skip_nonfinite": True},
+  ),
+  "scaled": ("mirrored", "keras", CROSSED, "scaled", {}),
+  "tf_keras": ("mirrored", "tf_keras", CROSSED, "Adam", {}),
+  "legacy": ("virtual", "tf_keras", CROSSED, "legacy", {}),
+}
+
+
+def _optimizer(home: Any, name: str) -> Callable[[float], Any]:
+  """A maker of optimizers."""
+  if name == "legacy":
+    return functools.partial(home.optimizers.legacy.SGD, momentum=0.5)
+  if name == "scaled":
+    return lambda rate: home.optimizers.LossScaleOptimizer(
+      home.optimizers.SGD(rate, momentum=0.5, use_ema=True)
+    )
+  return getattr(home.optimizers, name)
+
+
+def _state(training: cases.Training) -> dict[str, list[bytes]]:
+  """What each replica has of everything that is saved."""
+  found = group_state.GroupCopies(training.optimizer, training.model)
+  return {
+    part.name: [v.tobytes() for v in replica_state.values(part.variable)]
+    for part in found.parts
+  }
+
+
+def _differing(
+  one: dict[str, list[bytes]],
+  mine: Sequence[int],
+  other: dict[str, list[bytes]],
+  theirs: Sequence[int],
+) -> set[str]:
+  """The variables of which some replicas have other bits than others."""
+  pairs = list(zip(mine, theirs, strict=True))
+  return {n for n in one if any(one[n][a] != other[n][b] for a, b in pairs)}
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_a_copy_is_trained_as_the_source_would_be(
+  case: str, tmp_path: pathlib.Path
+) -> None:
+  """With the target's data and learning rate, bit for bit.
+
+  The same state is then trained without the copy, where the source is given
+  the target's data and learning rate.
+  """
+  where, library, groups, optimizer, options = COPIES[case]
+  home, wrapper = LIBRARIES[library]
+  training = cases.Training(
+    STRATEGIES[where](),
+    groups,
+    seed=1,
+    optimizer=_optimizer(home, optimizer),
+    library=home,
+    wrapper=functools.partial(wrapper.CrossShardOptimizer, **options),
+  )
+  if library == "tf_keras":  # Its random numbers belong to the process.
+    training.model.layers[2].rate = 0.0
+  source, target = groups[0], groups[1]
+  assert training.replicas == N > len(source)
+  rate = training.optimizer.learning_rate
+  rates = np.full(N, 0.0625, "float32")
+  rates[target] = 0.25
+  cases.spread(rate, list(rates))
+  seeds = [v for v in training.model.variables if "seed" in v.name]
+  assert len(seeds) == (library == "keras")
+  for seed in seeds:
+    values = testbed.copies(seed)
+    cases.spread(seed, [value + i for i, value in enumerate(values)])
+  training.steps(0, 3)
+  training.save(tmp_path / "before")
+  before = _state(training)
+  own = {name for name in before if "learning_rate" in name or "seed" in name}
+  own &= _differing(before, source, before, target)
+  assert len(own) == 1 + len(seeds)
+
+  replica_state.copy_group(0, 1, training.optimizer, training.model)
+  after = _state(training)
+  rest = [replica for replica in range(N) if replica not in target]
+  assert not _differing(before, rest, after, rest)
+  changed = _differing(before, target, after, target)
+  assert not changed & own
+  assert len(changed) > 8
+  assert _differing(after, source, after, target) == own
+  x = np.random.default_rng(5).normal(size=(N, cases.EXAMPLES, 4))
+  for _ in range(3):
+    training.run(tf.constant(x, "float32"))
+  copied = _state(training)
+
+  training.restore(tmp_path / "before")
+  rates[source] = 0.25
+  cases.spread(rate, list(rates))
+  for seed in seeds:
+    values = testbed.copies(seed)
+    for one, other in zip(source, target, strict=True):
+      values[one] = values[other]
+    cases.spread(seed, values)
+  x[source] = x[target]
+  for _ in range(3):
+    training.run(tf.constant(x, "float32"))
+  assert not _differing(copied, target, _state(training), source)
+  assert len(_differing(copied, target, after, target)) > 8
+
+
+@in_both
+def test_a_copy_is_no_reason_to_warn(
+  library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """Groups are equal after it, and the next steps part them again."""
+  said: list[str] = []
+  monkeypatch.setattr(
+    logging, "warning", lambda text, *args: said.append(text % args)
+  )
+  home = LIBRARIES[library][0]
+  model, optimizer = _made(
+    "mirrored",
+    library,
+    lambda home: home.Sequential([home.Input((3,)), home.layers.Dense(2)]),
+  )
+  y = np.arange(16, dtype="float32").reshape(8, 2)
+
+  class Copy(home.callbacks.Callback):  # type: ignore[misc,name-defined]
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+      if epoch != 1:
+        replica_state.copy_group(1, 0, optimizer, model)
+
+  model.fit(X, y, batch_size=8, epochs=3, verbose=0, callbacks=[Copy()])
+  kernel = model.trainable_variables[0]
+  one, other = replica_state.group_values(kernel, optimizer)
+  np.testing.assert_array_equal(one, other)
+  assert said == []
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from tf_cross_shard.inner_optimizer import optimizer_state
 from tf_cross_shard.multi_worker import consistency
 from tf_cross_shard.replica_state import archive, group_state, replica_values
 from tf_cross_shard.replica_state.archive import CheckpointError
-from tf_cross_shard.replica_state.group_models import load_group
+from tf_cross_shard.replica_state.group_models import copy_group, load_group
 from tf_cross_shard.replica_state.group_state import OutOfSyncError
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
   "OutOfSyncError",
   "assert_in_sync",
   "average",
+  "copy_group",
   "group_values",
   "load_group",
   "restore",
@@ -183,8 +184,7 @@ def average(optimizer: Any, model: Any, slots: bool = False) -> None:
   found.agree("averaging with slots" if slots else "averaging")
   num_replicas = found.groups.num_replicas
   for variable in chosen:
-    dtype = tf.as_dtype(variable.dtype)
-    if not (dtype.is_floating or dtype.is_complex):
+    if not group_state.has_mean(variable):
       continue
     mean = group_state.mean(found.copies.read(variable, range(num_replicas)))
     here = found.copies.engine.replicas_here

@@ -82,6 +82,69 @@ def load_group(model: Any, group: int, optimizer: Any, into: Any = None) -> Any:
   return plain
 
 
+def copy_group(source: int, target: int, optimizer: Any, model: Any) -> None:
+  """Gives one group the weights and the optimizer state of another.
+
+  From here on the target is trained as the source would be with the target's
+  data and learning rate. Copied is what `save` writes, moving averages, window
+  sums and the loss scale among it, except for
+
+  - the learning rate;
+  - the model's integers, such as the states of random numbers.
+
+  Where members of a group have values of their own, the j-th member receives
+  those of the j-th. No other group changes.
+
+  >>> from tf_cross_shard import CrossShardOptimizer
+  >>> from tf_cross_shard.replica_state import group_values
+  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  >>> with strategy.scope():
+  ...   weight = tf.Variable(1.0)
+  ...   optimizer = CrossShardOptimizer("sgd", group_assignment=[[0], [1]])
+  ...   optimizer.build([weight])
+  >>> for i, copy in enumerate(strategy.experimental_local_results(weight)):
+  ...   _ = copy.assign(10.0 * i)
+  >>> copy_group(1, 0, optimizer, [weight])
+  >>> [float(value) for value in group_values(weight, optimizer)]
+  [10.0, 10.0]
+
+  Args:
+    source: Which group is copied, in the order of `optimizer.groups`.
+    target: Which group receives it.
+    optimizer: A built optimizer.
+    model: A model, or a list of variables.
+
+  Raises:
+    TypeError: If `optimizer` or `model` is something else.
+    ValueError: If there is no such group, or optimizer or model is not built.
+    RuntimeError: If called in a tf.function, or by a replica.
+    MissingWorkerError: If another worker does not call this too.
+    DisagreementError: If another worker has another state or copies another
+      group.
+  """
+  found = group_state.GroupCopies(optimizer, model)
+  origins = list(range(found.groups.num_replicas))
+  for giver, receiver in zip(
+    _members_of(found.groups, source, "source"),
+    _members_of(found.groups, target, "target"),
+    strict=True,
+  ):
+    origins[receiver] = giver
+  found.agree(f"copying group {source} to group {target}")
+  kept = set(map(id, optimizer_state.learning_rates(optimizer)))
+  here = found.copies.engine.replicas_here
+  for part in found.parts:
+    is_own = part.name.startswith("model/") and (
+      not group_state.has_mean(part.variable)
+    )
+    if is_own or id(part.variable) in kept:
+      continue
+    values = found.copies.read(part.variable, origins)
+    found.copies.write(part.variable, values[here.start : here.stop])
+  for each in group_state.warnings_of(optimizer):
+    each.forget()
+
+
 def _members_of(
   groups: groups_lib.Groups, group: Any, argument: str
 ) -> Sequence[int]:
@@ -105,11 +168,11 @@ def _value_of(
 ) -> archive.Array:
   """What a plain model receives of a variable."""
   values = found.copies.read(part.variable, members)
-  dtype = tf.as_dtype(part.variable.dtype)
+  # Not the mean of equal values, which may be rounded.
   is_apart = len({value.tobytes() for value in values}) > 1
-  if part.is_shared or not is_apart or dtype.is_integer or dtype.is_bool:
-    return values[0]
-  return group_state.mean(values)
+  if is_apart and not part.is_shared and group_state.has_mean(part.variable):
+    return group_state.mean(values)
+  return values[0]
 
 
 def _clone(model: Any, found: group_state.GroupCopies) -> Any:

@@ -207,6 +207,12 @@ def warnings_of(optimizer: Any) -> list[Any]:
   return [own["_warnings"] for own in layers if "_warnings" in own]
 
 
+def has_mean(variable: Any) -> bool:
+  """Whether it has a mean: not integers, such as states of random numbers."""
+  dtype = tf.as_dtype(variable.dtype)
+  return bool(dtype.is_floating or dtype.is_complex)
+
+
 def mean(arrays: Sequence[archive.Array]) -> archive.Array:
   """The mean, added up in 64 bits; divided before where that overflows."""
   count, dtype = len(arrays), arrays[0].dtype
