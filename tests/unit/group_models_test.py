@@ -1,11 +1,13 @@
 """Groups as models: taken out, copied to another, joined in one.
 
-In one process; several workers are in replica_state_workers_test.py.
+In one process; several workers are in multi_worker_replicas_test.py.
 """
 # bazel: size=large
 
 import functools
 import pathlib
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,7 +53,7 @@ def _made(
       opt, group_assignment=groups, **options
     )
     model.compile(optimizer, "mse")
-  assert len(groups) * len(groups[0]) == N > len(groups) > 1
+  assert len(groups) * len(groups[0]) == N >= len(groups) > 1
   _spread(model, groups)
   return model, optimizer
 
@@ -298,24 +300,20 @@ def test_a_copy_is_trained_as_the_source_would_be(
   assert len(_differing(copied, target, after, target)) > 8
 
 
-@in_both
-def test_a_copy_is_no_reason_to_warn(
-  library: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_is_no_reason_to_warn(monkeypatch: pytest.MonkeyPatch) -> None:
   """Groups are equal after it, and the next steps part them again."""
   said: list[str] = []
   monkeypatch.setattr(
     logging, "warning", lambda text, *args: said.append(text % args)
   )
-  home = LIBRARIES[library][0]
   model, optimizer = _made(
     "mirrored",
-    library,
+    "tf_keras",
     lambda home: home.Sequential([home.Input((3,)), home.layers.Dense(2)]),
   )
   y = np.arange(16, dtype="float32").reshape(8, 2)
 
-  class Copy(home.callbacks.Callback):  # type: ignore[misc,name-defined]
+  class Copy(tf_keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
       if epoch != 1:
         replica_state.copy_group(1, 0, optimizer, model)
@@ -325,6 +323,195 @@ def test_a_copy_is_no_reason_to_warn(
   one, other = replica_state.group_values(kernel, optimizer)
   np.testing.assert_array_equal(one, other)
   assert said == []
+
+
+# -------------------------------------------------------------------- ensemble
+
+LOAD = """
+import sys
+sys.modules["tf_cross_shard"] = None  # It cannot be imported.
+import keras, numpy as np, tensorflow as tf, tf_keras
+folder = sys.argv[1]
+right = np.load(f"{folder}/right.npz")
+for home in (keras, tf_keras):
+  name = home.__name__
+  x = {key: right[key] for key in ("x", "y")}
+  loaded = home.models.load_model(f"{folder}/{name}.keras")
+  names = [layer.name for layer in loaded.layers]
+  assert {"group_0", "group_1"} <= set(names), names
+  exported = tf.saved_model.load(f"{folder}/{name}")
+  is_list = home is tf_keras  # Its `export` takes inputs apart.
+  served = exported.serve(list(x.values()) if is_list else x)
+  for found in (loaded.predict(x, verbose=0), served):
+    for key in ("sum", "probabilities"):
+      np.testing.assert_array_equal(found[key], right[f"{name} {key}"])
+print("loaded")
+"""
+
+
+def _two_in_two_out(home: Any) -> Any:
+  """Whole numbers in the first output; probabilities in the second."""
+  inputs = {key: home.Input((3,), name=key) for key in ("x", "y")}
+  first = home.layers.Dense(4)(inputs["x"])
+  total = home.layers.Add()([first, home.layers.Dense(4)(inputs["y"])])
+  return home.Model(
+    inputs, {"sum": total, "probabilities": home.layers.Softmax()(first)}
+  )
+
+
+def test_an_ensemble_is_loaded_without_this_package(
+  tmp_path: pathlib.Path,
+) -> None:
+  """It predicts the mean of what groups predict; of both Kerases."""
+  data = {"x": X, "y": X[::-1]}
+  right: dict[str, Any] = dict(data)
+  for library, (home, _) in LIBRARIES.items():
+    model, optimizer = _made("mirrored", library, _two_in_two_out)
+    with testbed.mirrored().scope():
+      joined = replica_state.ensemble(model, optimizer)
+    alone = [
+      replica_state.load_group(model, i, optimizer).predict(data, verbose=0)
+      for i in (0, 1)
+    ]
+    found = joined.predict(data, verbose=0)
+    assert found.keys() == {"sum", "probabilities"}
+    for key, value in found.items():
+      one, other = (predicted[key] for predicted in alone)
+      assert np.abs(one - other).max() > 0.1
+      np.testing.assert_array_equal(value, (one + other) / 2)
+      right[f"{library} {key}"] = value
+    np.testing.assert_allclose(found["probabilities"].sum(-1), 1.0, rtol=1e-6)
+    kinds = {type(layer).__module__.split(".")[0] for layer in joined.layers}
+    assert kinds == {home.__name__}
+    joined.save(tmp_path / f"{library}.keras")
+    joined.export(str(tmp_path / library))
+  np.savez(tmp_path / "right.npz", **right)
+  done = subprocess.run(
+    [sys.executable, "-c", LOAD, str(tmp_path)],
+    capture_output=True,
+    text=True,
+    timeout=200,
+    check=False,
+  )
+  assert done.stdout.splitlines()[-1:] == ["loaded"], done.stderr[-3000:]
+
+
+@in_both
+def test_an_ensemble_of_some_groups(library: str) -> None:
+  """Of three of four, in another order, and of one; a list of outputs."""
+
+  def make(home: Any) -> Any:
+    inner = home.Sequential([home.Input((3,)), home.layers.Dense(2)])
+    inner.compile("sgd", "mse")  # Not again in a clone.
+    inputs = home.Input((3,))
+    return home.Model(inputs, [inner(inputs), home.layers.Dense(1)(inputs)])
+
+  groups = [[2], [0], [3], [1]]
+  model, optimizer = _made("virtual", library, make, groups)
+  for members in ([3, 0, 1], [2]):
+    joined = replica_state.ensemble(model, optimizer, members)
+    names = [layer.name for layer in joined.layers]
+    assert [n for n in names if "group" in n] == [f"group_{i}" for i in members]
+    found = joined.predict(X, verbose=0)
+    for output, (kernel, bias) in zip(found, ((0, 1), (2, 3)), strict=True):
+      copies = [testbed.copies(model.weights[i]) for i in (kernel, bias)]
+      replicas = [groups[i][0] for i in members]
+      each = [X @ copies[0][r] + copies[1][r] for r in replicas]
+      right = np.mean(each, axis=0)
+      np.testing.assert_allclose(output, right, rtol=1e-6, atol=1e-6)
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def _dense(home: Any, *names: str) -> Any:
+  layers = [home.layers.Dense(3, name=name) for name in names]
+  return home.Sequential([home.Input((3,)), *layers])
+
+
+@in_both
+def test_errors_change_nothing(library: str) -> None:
+  home = LIBRARIES[library][0]
+  model, optimizer = _made(
+    "mirrored", library, lambda home: _dense(home, "one", "two")
+  )
+  plain = _dense(home, "one", "two")
+
+  def state() -> list[bytes]:
+    variables = [*model.variables, *plain.variables, *other.variables]
+    return [c.tobytes() for v in variables for c in testbed.copies(v)]
+
+  other = plain
+  before = state()
+  optimizer.build(model.trainable_variables)
+  for wrong in (-1, 2, True, 1.0, "0", None):
+    words = "must be an integer from 0 to 1; got"
+    with pytest.raises(ValueError, match=f"`group` {words}"):
+      replica_state.load_group(model, wrong, optimizer, plain)
+    with pytest.raises(ValueError, match=f"`source` {words}"):
+      replica_state.copy_group(wrong, 0, optimizer, model)
+    with pytest.raises(ValueError, match=f"`target` {words}"):
+      replica_state.copy_group(0, wrong, optimizer, model)
+    with pytest.raises(ValueError, match=f"`members` {words}"):
+      replica_state.ensemble(model, optimizer, [0, wrong])
+  for members in ([], [0, 0]):
+    with pytest.raises(ValueError, match="`members` must name at least one"):
+      replica_state.ensemble(model, optimizer, members)
+  assert state() == before
+  for other, words in (
+    (_dense(home, "one"), "`into` has 2 variables, and `model` has 4"),
+    (_dense(home, "two", "one"), "where `model` has model/.*one/kernel"),
+    (model, "`into` has replicas"),
+    (
+      home.Sequential(
+        [home.Input((2,)), home.layers.Dense(3), home.layers.Dense(3)]
+      ),
+      r"float32 \[2, 3\], where `model` has .*float32 \[3, 3\]",
+    ),
+  ):
+    before = state()
+    with pytest.raises(ValueError, match=words):
+      replica_state.load_group(model, 0, optimizer, other)
+    assert state() == before
+
+
+@in_both
+def test_models_that_cannot_be_cloned_or_joined(library: str) -> None:
+  home = LIBRARIES[library][0]
+
+  class Net(home.Model):  # type: ignore[misc,name-defined]
+    def __init__(self, layer: Any) -> None:
+      super().__init__()
+      self.layer = layer
+
+    def call(self, inputs: Any) -> Any:
+      return self.layer(inputs)
+
+  def make(home: Any) -> Any:
+    net = Net(home.layers.Dense(2))
+    net(tf.zeros([1, 3]))
+    return net
+
+  model, optimizer = _made("mirrored", library, make)
+  with pytest.raises(ValueError, match="hand it in as `into`"):
+    replica_state.load_group(model, 1, optimizer)
+  plain = replica_state.load_group(model, 1, optimizer, make(home))
+  kernel, bias = (testbed.copies(v)[1] for v in model.variables)
+  np.testing.assert_array_equal(plain.predict(X, verbose=0), X @ kernel + bias)
+
+  def with_integers(home: Any) -> Any:
+    inputs = home.Input((3,))
+    outputs = home.layers.Dense(2)(inputs)
+    whole = home.Input((3,), dtype="int32")
+    return home.Model([inputs, whole], [outputs, whole])
+
+  model, optimizer = _made("mirrored", library, with_integers)
+  with pytest.raises(ValueError, match="an output of dtype int32"):
+    replica_state.ensemble(model, optimizer)
+  with pytest.raises(
+    TypeError, match="`model` must be a Keras model; got list"
+  ):
+    replica_state.load_group(model.variables, 0, optimizer)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,11 @@ from tf_cross_shard.inner_optimizer import optimizer_state
 from tf_cross_shard.multi_worker import consistency
 from tf_cross_shard.replica_state import archive, group_state, replica_values
 from tf_cross_shard.replica_state.archive import CheckpointError
-from tf_cross_shard.replica_state.group_models import copy_group, load_group
+from tf_cross_shard.replica_state.group_models import (
+  copy_group,
+  ensemble,
+  load_group,
+)
 from tf_cross_shard.replica_state.group_state import OutOfSyncError
 
 __all__ = [
@@ -29,6 +33,7 @@ __all__ = [
   "assert_in_sync",
   "average",
   "copy_group",
+  "ensemble",
   "group_values",
   "load_group",
   "restore",

@@ -65,10 +65,11 @@ def load_group(model: Any, group: int, optimizer: Any, into: Any = None) -> Any:
     DisagreementError: If another worker has another model or asks for another
       group.
   """
+  keras = _keras_of(model)
   found = group_state.GroupCopies(optimizer, model, is_whole=False)
   members = _members_of(found.groups, group, "group")
   if into is None:
-    plain = _clone(model, found)
+    plain = _clone(keras, model, found)
   else:
     plain = into
     _check_fits(found, into)
@@ -145,6 +146,102 @@ def copy_group(source: int, target: int, optimizer: Any, model: Any) -> None:
     each.forget()
 
 
+def ensemble(
+  model: Any, optimizer: Any, members: Sequence[int] | None = None
+) -> Any:
+  """Returns a plain model that predicts the mean of what groups predict.
+
+      output = (output of group 0 + output of group 1 + ...) / number of groups
+
+  for each of the model's outputs. It is made of `load_group` models under the
+  names `group_0`, `group_1`, ... and of Keras' own Average layer, so that it is
+  saved, exported and loaded without this package. Of a model that ends with
+  softmax it is the mean of probabilities; of one that returns logits, the mean
+  of logits.
+
+  >>> from tf_cross_shard import CrossShardOptimizer
+  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  >>> with strategy.scope():
+  ...   model = tf.keras.Sequential(
+  ...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1, use_bias=False)]
+  ...   )
+  ...   optimizer = CrossShardOptimizer("sgd", group_assignment=[[0], [1]])
+  >>> kernel = model.trainable_variables[0]
+  >>> kernel = getattr(kernel, "value", kernel)  # tf_keras has tf.Variables
+  >>> for i, copy in enumerate(strategy.experimental_local_results(kernel)):
+  ...   _ = copy.assign([[10.0 * i]])
+  >>> ensemble(model, optimizer)(tf.constant([[2.0]])).numpy().tolist()
+  [[10.0]]
+
+  Args:
+    model: A built Keras model that Keras can clone, see `load_group`, with
+      known inputs.
+    optimizer: What has the groups. One without has one group of all replicas.
+    members: The groups that take part, each once; None for all.
+
+  Returns:
+    A functional Keras model with the inputs and outputs of `model`, on every
+    worker; not compiled.
+
+  Raises:
+    TypeError: If `model` is something else.
+    ValueError: If there is no such group, if `model` cannot be cloned, its
+      inputs are not known, or an output has no mean.
+    RuntimeError: If called in a tf.function, or by a replica.
+    MissingWorkerError: If another worker does not call this too.
+    DisagreementError: If another worker has another model or asks for other
+      groups.
+  """
+  keras = _keras_of(model)
+  found = group_state.GroupCopies(optimizer, model, is_whole=False)
+  chosen = range(found.groups.num_groups) if members is None else members
+  chosen = list(chosen)
+  for each in chosen:
+    _members_of(found.groups, each, "members")
+  if not chosen or len(set(chosen)) < len(chosen):
+    raise ValueError(
+      f"`members` must name at least one group, and each once; got {members!r}."
+    )
+  plain = [load_group(model, each, optimizer) for each in chosen]
+  with _outside_of_strategies():
+    inputs = _inputs_of(keras, plain[0])
+    outputs = []
+    for index, one in zip(chosen, plain, strict=True):
+      own = _inputs_of(keras, one)
+      group = keras.Model(own, one(own), name=f"group_{index}")
+      outputs.append(group(inputs))
+    means = tf.nest.map_structure(
+      lambda *tensors: _mean_of(keras, tensors), *outputs
+    )
+    return keras.Model(inputs, means, name="ensemble")
+
+
+def _inputs_of(keras: Any, plain: Any) -> Any:
+  """The symbolic inputs of a plain model, in their structure."""
+  if not getattr(plain, "inputs", None):
+    raise ValueError(
+      f"`model` is a {type(plain).__name__}, whose inputs are not known. Inside"
+      " `strategy.scope()` make inputs = keras.Input(...) and hand in"
+      " keras.Model(inputs, model(inputs))."
+    )
+  is_sequential = isinstance(plain, keras.Sequential)
+  return plain.inputs[0] if is_sequential else plain.input
+
+
+def _mean_of(keras: Any, tensors: Sequence[Any]) -> Any:
+  """The symbolic mean of one output of all groups."""
+  dtype = tf.as_dtype(tensors[0].dtype)
+  if not group_state.has_mean(tensors[0]):
+    raise ValueError(
+      f"`model` has an output of dtype {dtype.name}, which has no mean. Make a"
+      " model of its floating outputs, keras.Model(model.inputs, ...), and hand"
+      " that in."
+    )
+  if len(tensors) == 1:
+    return tensors[0]
+  return keras.layers.Average(dtype=dtype.name)(list(tensors))
+
+
 def _members_of(
   groups: groups_lib.Groups, group: Any, argument: str
 ) -> Sequence[int]:
@@ -175,7 +272,7 @@ def _value_of(
   return values[0]
 
 
-def _clone(model: Any, found: group_state.GroupCopies) -> Any:
+def _clone(keras: Any, model: Any, found: group_state.GroupCopies) -> Any:
   """A new model like `model`, outside of any strategy and not compiled."""
   kind = type(model)
   # Not `clone_model`: in Keras 3 it loses names of inputs, and it compiles a
@@ -186,9 +283,9 @@ def _clone(model: Any, found: group_state.GroupCopies) -> Any:
       for layer in model._flatten_layers()
       if type(layer).__module__.split(".")[0] not in _KERASES
     }
-    scope = _keras_of(model).saving.custom_object_scope(own)
+    scope = keras.saving.custom_object_scope(own)
     with _outside_of_strategies(), scope:
-      clone = kind.from_config(model.get_config())
+      clone = kind.from_config(_not_compiled(model.get_config()))
       if not clone.built:
         clone.build_from_config(model.get_build_config())
     _check_fits(found, clone)
@@ -240,6 +337,20 @@ def _keras_of(model: Any) -> Any:
     if root in _KERASES:
       return importlib.import_module(root)
   raise TypeError(f"`model` must be a Keras model; got {type(model).__name__}.")
+
+
+def _not_compiled(config: Any) -> Any:
+  """A configuration in which no model within is compiled.
+
+  Optimizers of theirs would need this package where the clone is loaded.
+  """
+  if isinstance(config, dict):
+    return {
+      key: _not_compiled(value)
+      for key, value in config.items()
+      if key != "compile_config"
+    }
+  return list(map(_not_compiled, config)) if type(config) is list else config
 
 
 @contextlib.contextmanager
