@@ -89,6 +89,19 @@ def loss_scale_of(optimizer: Any) -> list[Any]:
   return [variable for variable in both if variable is not None]
 
 
+def learning_rates(optimizer: Any) -> list[Any]:
+  """The variables of learning rates; those of schedules are none."""
+  return [
+    rate
+    for layer in layers(optimizer)
+    for rate in (
+      getattr(layer, "_learning_rate", None),
+      getattr(layer, "_hyper", {}).get("learning_rate"),  # legacy
+    )
+    if hasattr(rate, "assign")
+  ]
+
+
 def member_state(optimizer: Any) -> list[Any]:
   """What members of a group may have each for themselves.
 
