@@ -117,7 +117,7 @@ class SlotView(WholeSlot):
   """A slot that is read only, as `get_slot` returns it."""
 
   def __init__(self, slot: WholeSlot) -> None:
-    vars(self).update(vars(slot))
+    self.__dict__.update(vars(slot))
 
   def assign(self, value: Any) -> None:
     """Refuses: a loop that assigns slots would write parts of all replicas."""
@@ -284,7 +284,7 @@ class PlainState:
 
   def _children(self, plain: Any) -> Children:
     """The plain optimizer's lists, with state in the place of its slots."""
-    children = {}
+    children: dict[str, Any] = {}
     for name, child in plain._trackable_children().items():
       if isinstance(child, list):
         mine = [self._found.get(id(each), each) for each in child]
