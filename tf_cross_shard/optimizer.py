@@ -533,7 +533,7 @@ class CrossShard(wrapper.OptimizerWrapper):
       (last.clipnorm, sharded.clip_each),
       (last.global_clipnorm, sharded.clip),
     ):
-      if limit:
+      if limit and limit > 0:
         parts = clip(parts, self._inner.scale_limit(limit))
     return parts
 
