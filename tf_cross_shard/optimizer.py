@@ -592,9 +592,13 @@ class CrossShard(wrapper.OptimizerWrapper):
       self._noise.after_scatter(own, parts)
     if self._inner.scales_dynamically or self.skip_nonfinite:
       parts = sharded.alike(parts)
-    limit = base.innermost(self._inner.optimizer).global_clipnorm
-    if limit:
-      parts = sharded.clip(parts, self._inner.scale_limit(limit))
+    last = base.innermost(self._inner.optimizer)
+    for limit, clip in (
+      (last.clipnorm, sharded.clip_each),
+      (last.global_clipnorm, sharded.clip),
+    ):
+      if limit and limit > 0:
+        parts = clip(parts, self._inner.scale_limit(limit))
     return parts
 
   def _apply_parts(

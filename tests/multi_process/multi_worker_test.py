@@ -102,11 +102,15 @@ def _held(launches: Launches, launch: str, key: cases.Key) -> list[Any]:
 
 @functools.cache
 def _plain(
-  count: int, optimizer: str, members: tuple[int, ...], factor: float
+  count: int,
+  optimizer: str,
+  members: tuple[int, ...],
+  factor: float,
+  clipnorm: str | None = None,
 ) -> list[np.ndarray]:
   """Plain Keras on the group's concatenated batch."""
   task = testbed.Regression(num_replicas=count)
-  made = testbed.OPTIMIZERS[optimizer]()
+  made = testbed.OPTIMIZERS[optimizer](clipnorm=clipnorm and float(clipnorm))
   return testbed.train_plain(task, members, made, factor)
 
 
@@ -188,11 +192,11 @@ def test_sums(launches: Launches, launch: str, key: cases.Key) -> None:
 @_of("sharded")
 def test_sharded(launches: Launches, launch: str, key: cases.Key) -> None:
   """Plain Keras' weights; the state was saved and loaded on the way."""
-  _, grouping, optimizer, *_ = key
+  _, grouping, optimizer, *limit = key
   held = _held(launches, launch, key)
 
   def expected(members: Sequence[int]) -> list[np.ndarray]:
-    return _plain(len(held), optimizer, tuple(sorted(members)), 1.0)
+    return _plain(len(held), optimizer, tuple(sorted(members)), 1.0, *limit)
 
   def bound(i: int, members: Sequence[int]) -> float:
     largest = float(np.abs(expected(members)[i]).max())

@@ -26,8 +26,6 @@ def make_reducible(
     return list(grads)
   return [
     indexed_slices.to_dense(grad, variable)
-    if isinstance(grad, tf.IndexedSlices)
-    else grad
     for grad, variable in zip(grads, variables, strict=True)
   ]
 
