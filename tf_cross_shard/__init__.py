@@ -10,7 +10,13 @@ from tf_cross_shard import versions
 
 versions.check_installed()
 
-from tf_cross_shard import groups, migration, replica_state  # noqa: E402
+from tf_cross_shard import (  # noqa: E402
+  groups,
+  migration,
+  replica_state,
+  schedules,
+)
+from tf_cross_shard.group_rates import per_group  # noqa: E402
 from tf_cross_shard.groups import Groups  # noqa: E402
 from tf_cross_shard.towers import (  # noqa: E402
   ModeKeys,
@@ -33,7 +39,9 @@ __all__ = [
   "TowerSpec",
   "groups",
   "migration",
+  "per_group",
   "replica_state",
   "replicate_model_fn",
+  "schedules",
   "__version__",
 ]

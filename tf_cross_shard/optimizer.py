@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard import group_warnings, placement, validation
+from tf_cross_shard import group_rates, group_warnings, placement, validation
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.collectives import reduction
 from tf_cross_shard.gradients import (
@@ -187,6 +187,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     self._warnings = group_warnings.GroupWarnings(
       name, self.groups, self._place.engine
     )
+    group_rates.bind(opt, self.groups, self._package)
 
   @property
   def reduction(self) -> str:
@@ -508,6 +509,8 @@ class CrossShard(wrapper.OptimizerWrapper):
     """Checks everything, makes the slots, and does the step."""
     self._place.check()
     self._place.check_variables(variables)
+    # Once more: `learning_rate` may have been assigned.
+    group_rates.bind(self._inner.optimizer, self.groups, self._package)
     if self._inner.is_built:
       validation.check_known(variables, self._inner.knows)
     groups = self._place.groups

@@ -248,6 +248,20 @@ def test_several_steps(launches: Launches, launch: str, key: cases.Key) -> None:
     _check([[each[i]] for each in held], grouping, expected)
 
 
+@_of("per_group_values")
+def test_values_per_group(
+  launches: Launches, launch: str, key: cases.Key
+) -> None:
+  held = _held(launches, launch, key)
+  groups = _groups(len(held), key[1])
+
+  def expected(members: Sequence[int]) -> list[np.ndarray]:
+    group = groups.index_of(members[0])
+    return [np.full([2], -cases.STEPS * len(members) * 1.5**group, "f4")]
+
+  _check(held, key[1], expected)
+
+
 def test_one_strategy_after_the_other(launches: Launches) -> None:
   """None makes variables before the slowest worker is there too.
 

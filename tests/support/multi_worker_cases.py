@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.support import testbed
-from tf_cross_shard import CrossShardOptimizer
+from tf_cross_shard import CrossShardOptimizer, per_group, schedules
 
 Key = tuple[str, ...]
 Case = Callable[[tf.distribute.Strategy], Any]
@@ -302,6 +302,35 @@ def sparse_sum(
   return own([table, bias])
 
 
+def per_group_values(
+  grouping: str, mode: str, strategy: tf.distribute.Strategy
+) -> list[np.ndarray]:
+  """A weight whose gradients and learning rates are its group's.
+
+  Group g has the gradient 3 ** g on each member and the rate 2 ** -g.
+  """
+  assignment = GROUPINGS[strategy.num_replicas_in_sync][grouping]
+  assert assignment is not None
+  powers = range(len(assignment))
+  with strategy.scope():
+    variables = _zeros([np.zeros([2], "f4")])
+    rates = schedules.PerGroup([2.0**-g for g in powers])
+    optimizer = CrossShardOptimizer(
+      tf.keras.optimizers.SGD(rates), "sum", group_assignment=assignment
+    )
+    optimizer.build(variables)
+
+  def step() -> None:
+    slope = per_group([3**g for g in powers], optimizer)
+    grad = tf.fill([2], tf.cast(slope, tf.float32))
+    optimizer.apply_gradients([(grad, variables[0])])
+
+  run = _run(strategy, step, mode)
+  for _ in range(STEPS):
+    run()
+  return own(variables)
+
+
 def two_optimizers(
   first: str, second: str, strategy: tf.distribute.Strategy
 ) -> list[np.ndarray]:
@@ -498,6 +527,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (sparse_sum, "repeated", "crossed", "function", {"wire_dtype": "float16"}),
     (sparse_sum, "normal", "ungrouped", "function", {"wire_dtype": "bfloat16"}),
     (two_optimizers, "contiguous", "crossed", {}),
+    (per_group_values, "crossed", "function", {}),
     (retrace, "crossed", {}),
     (overflowing, "ungrouped", {}),
     (one_is_not_finite, "crossed", {}),
@@ -508,6 +538,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (regression, "ungrouped", "mean", "Adam", "function", {}),
     (dense_sum, "mixed", "together", "function", {"wire_dtype": "bfloat16"}),
     (sparse_sum, "different", "singletons", "function", {}),
+    (per_group_values, "singletons", "eager", {}),
     (one_is_not_finite, "ungrouped", {}),
   ],
 }
