@@ -408,6 +408,9 @@ def test_an_ensemble_of_some_groups(library: str) -> None:
 
   groups = [[2], [0], [3], [1]]
   model, optimizer = _made("virtual", library, make, groups)
+  plain = replica_state.load_group(model, 0, optimizer)
+  for layer in plain.layers:
+    assert getattr(layer, "optimizer", None) is None
   for members in ([3, 0, 1], [2]):
     joined = replica_state.ensemble(model, optimizer, members)
     names = [layer.name for layer in joined.layers]

@@ -1,7 +1,12 @@
 """Groups as models: one taken out, one copied to another, all in one.
 
-replica             0    1    2    3
-load_group(1)       └─ A ─┘  └─ B ─┘  ─▶  a plain model with B
+    replica             0    1    2    3
+                        └─ A ─┘  └─ B ─┘
+    load_group(1)       a plain model with B
+    ensemble            a plain model with the mean of what A and B predict
+    copy_group(1, 0)    └─ B ─┘  └─ B ─┘
+
+Plain models are Keras' own, made outside of any strategy.
 """
 
 import contextlib
