@@ -11,6 +11,7 @@ from tf_cross_shard import versions
 versions.check_installed()
 
 from tf_cross_shard import (  # noqa: E402
+  callbacks,
   groups,
   migration,
   replica_state,
@@ -37,6 +38,7 @@ __all__ = [
   "ModeKeys",
   "TowerOptimizer",
   "TowerSpec",
+  "callbacks",
   "groups",
   "migration",
   "per_group",

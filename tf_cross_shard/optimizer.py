@@ -188,6 +188,7 @@ class CrossShard(wrapper.OptimizerWrapper):
       name, self.groups, self._place.engine
     )
     group_rates.bind(opt, self.groups, self._package)
+    self._attach_state([])
 
   @property
   def reduction(self) -> str:
@@ -644,13 +645,18 @@ class CrossShard(wrapper.OptimizerWrapper):
   def _own_state(self) -> list[Any]:
     """What `replica_state` saves beside the encapsulated optimizer's."""
     counts = [] if self.skipped_steps is None else [self.skipped_steps]
-    return [*counts, *self._member_state]
+    return [*counts, *self._member_state, *self._attached]
 
   @property
   def _member_state(self) -> list[Any]:
     """Of it, what members of a group may have each for themselves."""
     # Norms: the order of their sums depends on the number of a machine's cores.
     return self._accumulation.variables + self._noise.variables
+
+  def _attach_state(self, variables: Sequence[Any]) -> None:
+    """Adds what `replica_state` saves too, in place of what was attached."""
+    # Keras would track a list that is assigned.
+    self.__dict__["_attached"] = list(variables)
 
   def _window(self, variables: Sequence[Any]) -> accumulation.Window | None:
     """The calls that make one step, if it takes several."""

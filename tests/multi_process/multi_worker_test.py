@@ -234,6 +234,24 @@ def test_noise_scale(launches: Launches, launch: str, key: cases.Key) -> None:
   _check(held, key[1], expected, lambda i, m: 1e-5 * np.abs(expected(m)[i]))
 
 
+@_of("islands")
+def test_islands(launches: Launches, launch: str, key: cases.Key) -> None:
+  """Joined they have the mean of all groups, and go on apart from it."""
+  held = _held(launches, launch, key)
+  groups = _groups(len(held), key[1])
+  sums = functools.partial(_negative_sums, "dense_sum", "small")
+  totals = sums(range(len(held)))
+  joined = [(1.0 + 2.0) * each / groups.num_groups for each in totals]
+  for each in held:
+    for mine, expected in zip(each["joined"], joined, strict=True):
+      np.testing.assert_array_equal(mine, expected)
+
+  def expected(members: Sequence[int]) -> list[np.ndarray]:
+    return [a + 3.0 * b for a, b in zip(joined, sums(members), strict=True)]
+
+  _check([each["apart"] for each in held], key[1], expected)
+
+
 @_of("two_optimizers", "retrace")
 def test_several_steps(launches: Launches, launch: str, key: cases.Key) -> None:
   """Of two groupings at once; where one worker alone traces anew."""
@@ -390,6 +408,19 @@ def test_fit_evaluate_and_predict(
       assert found["history"][name] == pytest.approx(list(epochs), rel=1e-5)
     testbed.assert_close(found["predicted"], right, "predictions")
     np.testing.assert_array_equal(found["predicted"], held[0]["predicted"])
+
+
+@_of("fit_islands")
+def test_fit_islands(launches: Launches, launch: str, key: cases.Key) -> None:
+  """Joined in every step: plain Keras' weights, of all workers' examples."""
+  held = _held(launches, launch, key)
+  twin, _ = _twin(len(held), "SGD", tuple(range(len(held))))
+  for found in held:
+    for mine, first, its in zip(
+      found, held[0], twin.trainable_variables, strict=True
+    ):
+      assert mine.tobytes() == first.tobytes()
+      testbed.assert_close(mine, its.numpy(), its.name)
 
 
 # ----------------------------------------------------- two Kerases, loss scales

@@ -26,6 +26,7 @@ EXPECTED = {  # The blocks of Python, or the change of a line, of each page.
   "README.md": 2,
   "docs/custom_loops.md": 2,
   "docs/groups.md": 3,
+  "docs/islands.md": 1,
   "docs/mixed_precision.md": 2,
   "docs/towers.md": 1,
   "docs/updates.md": 1,

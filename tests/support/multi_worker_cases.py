@@ -5,6 +5,9 @@ The test's own process knows the data of all workers, and so what is right.
 """
 
 import functools
+import os
+import pathlib
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +15,13 @@ import numpy as np
 import tensorflow as tf
 
 from tests.support import testbed
-from tf_cross_shard import CrossShardOptimizer, per_group, schedules
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  callbacks,
+  per_group,
+  replica_state,
+  schedules,
+)
 
 Key = tuple[str, ...]
 Case = Callable[[tf.distribute.Strategy], Any]
@@ -220,6 +229,47 @@ def noise(grouping: str, strategy: tf.distribute.Strategy) -> list[np.ndarray]:
 
   _run(strategy, step, "function")(*map(tf.constant, mine))
   return own([optimizer.noise_scale, optimizer.gradient_norm])
+
+
+def islands(
+  grouping: str, strategy: tf.distribute.Strategy
+) -> dict[str, list[np.ndarray]]:
+  """Three steps of groups that are joined after the second.
+
+  The gradients of call `c` are `c` times those of `dense_sum`. What is done
+  between the first and the second is undone by a file.
+  """
+  place, replicas = place_of(strategy), strategy.num_replicas_in_sync
+  mine = dense_gradients("small", place)
+  with strategy.scope():
+    variables = _zeros(mine)
+    optimizer = _summing(strategy, grouping)
+    optimizer.build(variables)
+  # All workers of a launch are forked by one process.
+  name = f"islands-{grouping}-{replicas}-{os.getppid()}"
+  file = pathlib.Path(tempfile.gettempdir()) / name
+  outer = callbacks.OuterOptimizer(2, tf.keras.optimizers.SGD(1.0))
+  outer.build(optimizer, variables)
+
+  def step(*grads: tf.Tensor) -> None:
+    optimizer.apply_gradients(zip(grads, variables, strict=True))
+
+  run = _run(strategy, step, "function")
+  joined = []
+  for call in (1.0, 2.0, 3.0):
+    run(*(tf.constant(call * each) for each in mine))
+    outer.step()
+    if call == 1:
+      replica_state.save(file, optimizer, variables)
+      run(*map(tf.constant, mine))
+      outer.step()
+      replica_state.restore(file, optimizer, variables)
+    elif call == 2:
+      joined = own(variables)
+  replica_state.assert_in_sync(optimizer, variables)
+  if place == 0:
+    file.unlink()
+  return {"joined": joined, "apart": own(variables)}
 
 
 def sharded(
@@ -496,6 +546,24 @@ def fit(
   }
 
 
+def fit_islands(
+  grouping: str, strategy: tf.distribute.Strategy
+) -> list[np.ndarray]:
+  """The weights after `fit` of groups that are joined in every step."""
+  replicas = strategy.num_replicas_in_sync
+  with strategy.scope():
+    model = network()
+    optimizer = CrossShardOptimizer(
+      testbed.OPTIMIZERS["SGD"](),
+      group_assignment=GROUPINGS[replicas][grouping],
+    )
+    model.compile(optimizer, "mse")
+  outer = callbacks.OuterOptimizer(1, tf.keras.optimizers.SGD(1.0))
+  data = batches(*fit_data(replicas))
+  model.fit(data, epochs=FIT["epochs"], verbose=0, callbacks=[outer])
+  return own(model.trainable_variables)
+
+
 # ------------------------------------------------------------------ all cases
 
 # Function, its arguments and options. Each pair of settings occurs once.
@@ -532,6 +600,9 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (overflowing, "ungrouped", {}),
     (one_is_not_finite, "crossed", {}),
     (fit, "Adam", "crossed", {}),
+    (islands, "crossed", {}),
+    (islands, "singletons", {}),
+    (fit_islands, "crossed", {}),
   ],
   # TensorFlow's own strategy, under which Keras 3's `fit` fails.
   "tensorflow-2": [
@@ -539,6 +610,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (dense_sum, "mixed", "together", "function", {"wire_dtype": "bfloat16"}),
     (sparse_sum, "different", "singletons", "function", {}),
     (per_group_values, "singletons", "eager", {}),
+    (islands, "singletons", {}),
     (one_is_not_finite, "ungrouped", {}),
   ],
 }
