@@ -51,7 +51,7 @@ MODELS = {
   "50 variables, 12 M": [[1000, 240]] * 50,
   "300 variables, 7 M": [[200, 117]] * 300,
 }
-_LAYERS = (3, 7, 21)
+_NETWORKS = (3, 64), (7, 64), (21, 64), (7, 256), (21, 256)  # layers, width
 # So small that weights stay finite however often a step is repeated.
 _RATE = 1e-7
 
@@ -192,17 +192,17 @@ def measure_memory() -> list[dict[str, Any]]:
 
 
 def measure_training(
-  strategy: tf.distribute.Strategy, layers: int
+  strategy: tf.distribute.Strategy, layers: int, width: int
 ) -> list[dict[str, Any]]:
   """Whole steps of a small network."""
   steps, state = {}, {}
-  data = tf.random.normal([16, 64])
+  data = tf.random.normal([16, width])
   for case in (KERAS, OURS, SHARDED):
     with strategy.scope():
       model = tf.keras.Sequential(
         [
-          tf.keras.Input([64]),
-          *(tf.keras.layers.Dense(64, "relu") for _ in range(layers)),
+          tf.keras.Input([width]),
+          *(tf.keras.layers.Dense(width, "relu") for _ in range(layers)),
         ]
       )
       optimizer = make_optimizer(case)
@@ -219,7 +219,7 @@ def measure_training(
       functools.partial(strategy.run, replica_step), autograph=False
     )
     state[case] = state_bytes(optimizer)
-  return measure(f"training, {layers} layers", steps, state)
+  return measure(f"training, {layers} layers of {width}", steps, state)
 
 
 def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
@@ -282,8 +282,8 @@ def main(argv: Sequence[str]) -> None:
     if "mirrored" in _PARTS.value:
       rows += measure_mirrored(strategy, name, shapes)
   if "training" in _PARTS.value:
-    for layers in _LAYERS:
-      rows += measure_training(strategy, layers)
+    for network in _NETWORKS:
+      rows += measure_training(strategy, *network)
   memory = measure_memory() if "memory" in _PARTS.value else []
   if _JSON.value:
     timing.write_json(_JSON.value, {"rows": rows, "memory": memory})
