@@ -460,6 +460,8 @@ class CrossShard(wrapper.OptimizerWrapper):
       var_list: The trained variables.
     """
     self._warnings.look()
+    if wrapper.is_fit_validated():
+      self._warnings.blends()
     if self._sharded is None:
       super().finalize_variable_values(var_list)
     else:

@@ -25,6 +25,7 @@ ELSEWHERE = ("docs/migration.md", "docs/multi_worker.md")
 EXPECTED = {  # The blocks of Python, or the change of a line, of each page.
   "README.md": 2,
   "docs/custom_loops.md": 2,
+  "docs/group_callbacks.md": 1,
   "docs/groups.md": 3,
   "docs/islands.md": 1,
   "docs/mixed_precision.md": 2,

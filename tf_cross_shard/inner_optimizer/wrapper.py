@@ -454,6 +454,19 @@ def is_called_by_keras() -> bool:
   return False
 
 
+def is_fit_validated() -> bool:
+  """Whether Keras' `fit`, which called this package, evaluated the model."""
+  frame: types.FrameType | None = sys._getframe(1)
+  while frame is not None:
+    module = frame.f_globals.get("__name__", "")
+    if frame.f_code.co_name == "fit" and module.startswith(
+      ("keras.src.", "tf_keras.src.")
+    ):
+      return "val_logs" in frame.f_locals
+    frame = frame.f_back
+  return False
+
+
 def _optimizer_classes(package: str) -> tuple[type[Any], ...]:
   """The optimizer classes of a Keras, of which tf_keras has an older one."""
   # Nobody has an optimizer of a Keras that is not loaded.
