@@ -166,7 +166,8 @@ def test_tpu_reports_and_trains(
 # Each example in one process, one after the other.
 COMMAND_LINES = """
 import runpy, sys
-from absl import flags
+from absl import app, flags
+app.define_help_flags()
 for line in open("lines").read().splitlines():
   file, *arguments = line.split()
   before = set(flags.FLAGS)
