@@ -76,7 +76,8 @@ class CrossShard(wrapper.OptimizerWrapper):
     reduction: str = loss_factor.MEAN,
     name: str = "CrossShardOptimizer",
     group_assignment: (
-      "groups_lib.Groups | npt.ArrayLike | tf.Tensor | None"
+      "groups_lib.Groups | Sequence[Sequence[int]] | npt.NDArray[Any]"
+      " | tf.Tensor | None"
     ) = None,
     *,
     loss_averaged_over: str | None = None,
