@@ -294,7 +294,7 @@ def _fit(
   callback = keras_of(cell.kind).callbacks.LambdaCallback(
     on_train_batch_end=after_step
   )
-  model.fit(batches(given), verbose=0, callbacks=[callback])
+  testbed.fit(model, batches(given), callbacks=[callback])
   return done
 
 

@@ -1,0 +1,57 @@
+"""The Python in docs/ runs, and prints what the pages say.
+
+Each block of Python runs as it stands, in a namespace of its own. All share
+this process, which has the four logical CPUs that blocks ask for. The blocks
+of docs/migration.md and docs/multi_worker.md build on each other or need
+several processes, and have tests of their own, as README.md has.
+"""
+# bazel: size=large tags=slow data=//:sources
+# bazel: deps=//tf_cross_shard,//tf_cross_shard/virtual_tpu
+
+import pathlib
+
+import pytest
+
+from tests.support import pages
+
+pytestmark = pytest.mark.slow
+
+EXPECTED = {  # The blocks of Python of each page.
+  "docs/custom_loops.md": 2,
+  "docs/group_callbacks.md": 1,
+  "docs/groups.md": 3,
+  "docs/islands.md": 1,
+  "docs/mixed_precision.md": 2,
+  "docs/towers.md": 1,
+  "docs/updates.md": 1,
+  "docs/virtual_tpu.md": 1,
+}
+ELSEWHERE = {"docs/migration.md", "docs/multi_worker.md"}
+
+
+def test_every_program_is_found() -> None:
+  names = [f"docs/{x.name}" for x in pages.PROJECT.glob("docs/*.md")]
+  found = {name: len(pages.programs(name)) for name in names}
+  assert {
+    name: count
+    for name, count in found.items()
+    if count and name not in ELSEWHERE
+  } == EXPECTED
+
+
+@pytest.mark.parametrize(
+  ("page", "number"),
+  [(page, i) for page, count in EXPECTED.items() for i in range(count)],
+)
+def test_program_runs_and_prints_what_the_page_says(
+  page: str,
+  number: int,
+  tmp_path: pathlib.Path,
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  monkeypatch.chdir(tmp_path)
+  pages.check(page, pages.programs(page)[number], tmp_path)
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,50 @@
+"""The programs in README.md and docs/, and how each is run."""
+
+import contextlib
+import io
+import pathlib
+import re
+
+# Not resolved: under Bazel the files are links, and lead out of the sandbox.
+PROJECT = pathlib.Path(__file__).absolute().parent.parent.parent
+
+
+def text(page: str) -> str:
+  """What stands in a page."""
+  return (PROJECT / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str, language: str) -> list[str]:
+  """The page's blocks in a language."""
+  return re.findall(rf"```{language}\n(.*?)```", text(page), flags=re.DOTALL)
+
+
+def programs(page: str) -> list[str]:
+  """Returns the page's programs; a diff is one, with its changes made."""
+  changed = [
+    re.sub("(?m)^[+ ]", "", re.sub("(?m)^-.*\n", "", block))
+    for block in blocks(page, "diff")
+  ]
+  return changed + blocks(page, "python")
+
+
+def check(page: str, program: str, folder: pathlib.Path) -> None:
+  """Runs a program in the current `folder`; it prints what the page says."""
+  if re.search(r"CPU:\{|TowerOptimizer", program):  # This process has four.
+    assert "set_logical_device_configuration" in program
+  names: dict[str, object] = {"__name__": "__main__"}
+  printed = io.StringIO()
+  with contextlib.redirect_stdout(printed):
+    # From a file, because tf.function reads the source of what it traces.
+    (folder / "program.py").write_text(program)
+    exec(compile(program, str(folder / "program.py"), "exec"), names)
+  lines = printed.getvalue()
+  # What a page prints stands right behind the program; times differ.
+  follows = text(page).split(program)[-1]
+  shown = re.match(r"```\n\n```text\n(.*?)```", follows, re.DOTALL)
+  if shown:
+    assert shown[1].split("compile seconds")[0] in lines
+  if page == "docs/groups.md" and "replica_state.save" in program:
+    [values] = re.findall(r"\[array\((.*?), dtype.*array\((.*?), dtype", lines)
+    assert values[0] != values[1]
+    assert (folder / "groups.npz").exists()
