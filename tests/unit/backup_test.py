@@ -34,15 +34,8 @@ def _model(groups: Any = None) -> Any:
 
 def _fit(model: Any, *callbacks: Any) -> list[int]:
   """The epochs that were trained."""
-  history = model.fit(
-    X,
-    X[:, :1],
-    batch_size=8,
-    epochs=EPOCHS,
-    shuffle=False,
-    verbose=0,
-    callbacks=list(callbacks),
-  )
+  data = tf.data.Dataset.from_tensor_slices((X, X[:, :1])).batch(8)
+  history = testbed.fit(model, data, EPOCHS, callbacks=list(callbacks))
   return list(history.epoch)
 
 

@@ -105,16 +105,15 @@ def _data(replicas: Sequence[int] = range(N)) -> tf.data.Dataset:
   return data.batch(len(rows) * SHARE, drop_remainder=True)
 
 
-def _fit(model: Any, *used: Any, epochs: int = EPOCHS) -> Any:
-  return model.fit(
-    _data(), epochs=epochs, verbose=0, callbacks=list(used)
-  ).history
+def _fit(model: Any, *used: Any, epochs: int = 1) -> Any:
+  return testbed.fit(model, _data(), epochs, callbacks=list(used)).history
 
 
 @functools.cache
 def _plain(group: int) -> Any:
   """Plain Keras on the group's batches, evaluated after each epoch."""
   model = _compile(_network(), tf.keras.optimizers.Adam(RATES[group]))
+  model.run_eagerly = True  # Less than tracing takes.
   return model.fit(
     _data(sorted(CROSSED[group])),
     epochs=EPOCHS,
@@ -174,31 +173,61 @@ class _Seen(tf.keras.callbacks.Callback):  # type: ignore[misc]
     self.weights.append(list(map(testbed.copies, self.model.weights)))
 
 
+# The best in epochs 1 and 0; with patience 1 they stop in epochs 2 and 1.
+KNOWN = ([1.0, 3.0, 2.0], [9.0, 8.0, 8.5])
+
+
+class _Known(tf.keras.callbacks.Callback):  # type: ignore[misc]
+  """Metrics that are known, beside those of GroupMetrics."""
+
+  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    logs.update(
+      {f"val_known/group_{i}": series[epoch] for i, series in enumerate(KNOWN)}
+    )
+
+
 class _Run:
-  """A `fit` with what only looks on, whose groups have their own rates."""
+  """A `fit` with all callbacks, whose groups have their own rates."""
 
   def __init__(self, where: str, folder: pathlib.Path) -> None:
-    self.model, self.seen = _grouped(where), _Seen()
+    model, self.seen = _grouped(where), _Seen()
     with STRATEGIES[where]().scope():
       noise = tf.Variable(0.0)
     _set(noise, [1.0, 2.0])
-    _set(self.model.optimizer.learning_rate, RATES)
-    with mock.patch.object(
-      CrossShardOptimizer, "noise_scale", noise, create=True
-    ):
+    _set(model.optimizer.learning_rate, RATES)
+    self.stop = callbacks.GroupEarlyStopping(
+      "val_known", mode="max", patience=1
+    )
+    said = mock.patch.object(absl_logging, "warning")
+    kept = mock.patch.object(CrossShardOptimizer, "noise_scale", noise)
+    with said as self.said, kept:
       self.history = _fit(
-        self.model,
+        model,
         callbacks.GroupMetrics(VALIDATION, batch_size=4),
+        _Known(),
         self.seen,
-        callbacks.GroupTensorBoard(folder),
+        callbacks.GroupTensorBoard(folder / "curves"),
+        self.stop,
+        epochs=2 * EPOCHS,
       )
-    self.curves = {run.name: _curves(run) for run in folder.iterdir()}
+      self.last = list(map(testbed.copies, model.weights))
+      _fit(model)  # Which would warn of groups that were made equal.
+    self.trained = len(model.trainable_variables)
+    self.curves = {
+      run.name: _curves(run) for run in (folder / "curves").iterdir()
+    }
+
+  def of_group(self, epoch: int, group: int) -> list[np.ndarray]:
+    """A group's weights at the end of an epoch."""
+    first = CROSSED[group][0]
+    return [copies[first] for copies in self.seen.weights[epoch]]
 
 
-@pytest.fixture(scope="module", params=["mirrored", "virtual"])
-def run(request: Any, tmp_path_factory: pytest.TempPathFactory) -> _Run:
-  """The same for several tests."""
-  return _Run(request.param, tmp_path_factory.mktemp("curves"))
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> _Run:
+  """The same for several tests; each Keras in another strategy."""
+  where = "virtual" if testbed.IS_TF_KERAS else "mirrored"
+  return _Run(where, tmp_path_factory.mktemp("run"))
 
 
 @pytest.mark.tf_keras_mode
@@ -211,10 +240,9 @@ def test_metrics_are_those_of_plain_keras(run: _Run) -> None:
       assert mine == [logs[f"{name}/group_{i}"] for logs in run.seen.logs]
       other = _plain(1 - i).history[name]
       assert np.abs(np.subtract(mine, other)).min() > 1e-3
-    for variable, right in zip(
-      run.model.weights, _plain(i).model.weights, strict=True
+    for mine, right in zip(
+      run.of_group(-1, i), _plain(i).model.weights, strict=True
     ):
-      mine = testbed.copies(variable)[CROSSED[i][0]]
       testbed.assert_close(mine, right.numpy(), f"group {i}")
 
 
@@ -222,9 +250,11 @@ def test_metrics_are_those_of_plain_keras(run: _Run) -> None:
 def test_metrics_of_the_mean_prediction(run: _Run) -> None:
   """By NumPy."""
   x, y, weight = VALIDATION
-  optimizer = run.model.optimizer
-  plain = [replica_state.load_group(run.model, i, optimizer) for i in (0, 1)]
-  mean = np.mean([np.asarray(each(x)) for each in plain], axis=0)
+  outputs = []
+  for i in (0, 1):
+    kernel, bias, last, last_bias = run.of_group(-1, i)
+    outputs.append(np.tanh(x @ kernel + bias) @ last + last_bias)
+  mean = np.mean(outputs, axis=0)
   errors = np.mean((mean - y) ** 2, axis=-1)
   np.testing.assert_allclose(
     [run.history[f"val_{name}/ensemble"][-1] for name in ("loss", "weighted")],
@@ -235,23 +265,28 @@ def test_metrics_of_the_mean_prediction(run: _Run) -> None:
 
 def test_looking_on_changes_nothing() -> None:
   """Random numbers included: a fit with the callbacks and one without."""
+  with testbed.mirrored(2).scope():
+    layers = tf.keras.layers
+    model = tf.keras.Sequential(
+      [tf.keras.Input((3,)), layers.Dropout(0.5), layers.Dense(2)]
+    )
+    optimizer = CrossShardOptimizer("sgd", group_assignment=PAIR)
+    model.compile(optimizer, "mse")
+  start = [testbed.copies(variable) for variable in model.variables]
+  assert len(start) == 3  # With the state of the random numbers.
 
   def train(*used: Any) -> list[Any]:
     tf.keras.utils.set_random_seed(2)
-    with testbed.mirrored(2).scope():
-      layers = tf.keras.layers
-      model = tf.keras.Sequential(
-        [tf.keras.Input((3,)), layers.Dropout(0.5), layers.Dense(2)]
-      )
-      optimizer = CrossShardOptimizer("sgd", group_assignment=PAIR)
-      model.compile(optimizer, "mse")
+    for variable, values in zip(model.variables, start, strict=True):
+      cases.spread(variable, values)
     x, y = X.reshape(-1, 3), Y.reshape(-1, 2)
     model.fit(x, y, 8, epochs=2, verbose=0, callbacks=list(used))
-    return [testbed.copies(variable) for variable in model.weights]
+    return [testbed.copies(variable) for variable in model.variables]
 
-  with_them = train(callbacks.GroupMetrics(VALIDATION))
+  with_them = train(callbacks.GroupMetrics(VALIDATION, ensemble=False))
   for one, other in zip(with_them, train(), strict=True):
     np.testing.assert_array_equal(one, other)
+  assert (with_them[0][0] != start[0][0]).any()
 
 
 @pytest.mark.tf_keras_mode
@@ -270,12 +305,8 @@ def test_every_twin_and_dataset_inside_of_the_scope() -> None:
     optimizer = CrossShardOptimizer("sgd", group_assignment=PAIR)
     model.compile(optimizer, "mse")
     data = tf.data.Dataset.from_tensor_slices(VALIDATION).batch(4)
-    history = model.fit(
-      _data(),
-      epochs=5,
-      verbose=0,
-      callbacks=[callbacks.GroupMetrics(data, False, every=2, twin=twin)],
-    ).history
+    used = callbacks.GroupMetrics(data, False, every=2, twin=twin)
+    history = _fit(model, used, epochs=5)
   assert len(made) == 1
   assert len(history["loss"]) == 5
   assert len(history["val_loss/group_1"]) == 3  # epochs 1, 2 and 4
@@ -288,7 +319,7 @@ def test_every_twin_and_dataset_inside_of_the_scope() -> None:
 def test_a_compiled_twin_is_evaluated_as_it_is() -> None:
   def twin() -> Any:
     made = _network()
-    made.compile(loss="mae")
+    made.compile(loss="mae", run_eagerly=True)
     return made
 
   used = callbacks.GroupMetrics(VALIDATION, twin=twin)
@@ -366,38 +397,26 @@ def test_each_group_stops_as_keras_would_stop_it(where: str) -> None:
         assert set(found[replica].ravel()) == {10 * stop.best_epoch[i] + i}
 
 
-class _Known(tf.keras.callbacks.Callback):  # type: ignore[misc]
-  """Metrics that are known, in place of GroupMetrics."""
-
-  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-    logs.update(_logs(epoch, "val_mae", -1.0))
-
-
 @pytest.mark.tf_keras_mode
-def test_fit_ends_with_each_group_at_its_best(said: list[str]) -> None:
+def test_fit_ends_with_each_group_at_its_best(run: _Run) -> None:
   """In `fit`, and nothing warns that groups were made equal."""
-  model, seen = _grouped("mirrored"), _Seen()
-  stop = callbacks.GroupEarlyStopping("val_mae", mode="max", patience=1)
-  history = _fit(model, _Known(), seen, stop, epochs=8)
-  assert len(history["loss"]) == 4
-  assert stop.best_epoch == [2, 0]
-  for i, variable in enumerate(model.weights):
-    found = testbed.copies(variable)
-    for epoch, members in zip(stop.best_epoch, CROSSED, strict=True):
+  assert len(run.history["loss"]) == EPOCHS
+  assert run.stop.best_epoch == [1, 0]
+  for i, found in enumerate(run.last):
+    for epoch, members in zip(run.stop.best_epoch, CROSSED, strict=True):
       for replica in members:
-        right = seen.weights[epoch][i][replica]
+        right = run.seen.weights[epoch][i][replica]
         np.testing.assert_array_equal(found[replica], right)
     assert (found[0] != found[1]).any()
-  _fit(model, epochs=1)
-  assert said == []
+  run.said.assert_not_called()
 
 
 @pytest.mark.tf_keras_mode
 def test_direction_is_what_keras_finds() -> None:
-  model = _grouped("mirrored")
-  with testbed.mirrored().scope():
+  model = _grouped("pair", PAIR)
+  with testbed.mirrored(2).scope():
     model.compile(model.optimizer, "mse", metrics=["accuracy", "mae"])
-  model.evaluate(_data(), verbose=0)  # Before that, Keras has no metrics.
+  model.test_on_batch(X[0, 0], Y[0, 0])  # Before that, Keras has no metrics.
   for name, sign in (("loss", 1.0), ("mae", 1.0), ("accuracy", -1.0)):
     stop = callbacks.GroupEarlyStopping(f"val_{name}", patience=2)
     stop.set_model(model)
@@ -480,7 +499,7 @@ def test_what_members_have_each_for_themselves(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.tf_keras_mode
 def test_curves_of_groups(run: _Run) -> None:
-  found, trained = run.curves, len(run.model.trainable_variables)
+  found, trained = run.curves, run.trained
   assert set(found) == {"group_0", "group_1", "ensemble"}
   for name, curves in found.items():
     for tag in ("val_loss", "val_mae"):
@@ -540,7 +559,6 @@ def test_models_of_the_keras_that_tf_keras_is_not(
     stop,
     callbacks.GroupCheckpoint(tmp_path / "best"),
     callbacks.GroupTensorBoard(tmp_path / "curves"),
-    epochs=1,
   )
   loss = [history[f"val_loss/group_{i}"] for i in (0, 1)]
   assert loss[0] != loss[1]
@@ -559,14 +577,13 @@ BLENDED = "by its own group's weights: the result belongs to no group"
 def test_what_blends_groups_is_warned_of_once(said: list[str]) -> None:
   """`fit` with validation data, or anything with one of these callbacks."""
   model = _grouped("pair", PAIR)
-  _fit(model, epochs=1)
-  assert said == []
-  for _ in range(2):
-    model.fit(_data(), verbose=0, validation_data=_data())
+  testbed.fit(model, _data(), validation_data=_data())
+  used = callbacks.GroupTensorBoard("")
+  used.set_model(model)
+  used.on_test_begin()
   [line] = said
   assert BLENDED in line
   assert "tf_cross_shard.callbacks.GroupMetrics" in line
-  used = callbacks.GroupTensorBoard("")
   for groups, act, count in (
     (PAIR, used.on_test_begin, 2),
     (PAIR, used.on_predict_begin, 3),

@@ -162,10 +162,10 @@ def test_callbacks_and_steps_per_execution() -> None:
       steps_per_execution=2,
     )
   rates = []
-  history = model.fit(
+  history = testbed.fit(
+    model,
     data,
     epochs=3,
-    verbose=0,
     callbacks=[
       keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2),
       keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=1e9),

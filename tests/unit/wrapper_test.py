@@ -153,7 +153,7 @@ def test_a_model_saved_under_a_strategy_loads_without(
       CrossShardOptimizer("adam", group_assignment=[[0, 1], [2, 3]]), "mse"
     )
   dataset = tf.data.Dataset.from_tensor_slices(data).batch(8)
-  model.fit(dataset, verbose=0)
+  testbed.fit(model, dataset)
   path = tmp_path / "model.keras"
   model.save(path)
   alone = keras.models.load_model(path)
