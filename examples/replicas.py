@@ -1,12 +1,11 @@
-"""Replicas to train on, groups of them, and each replica's own weights."""
+"""Replicas to train on, and groups of them."""
 
-from typing import Any
+import pathlib
 
-import numpy as np
 import tensorflow as tf
+from absl import app
 
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import replica_state
 
 
 def make_strategy(num_replicas: int) -> tf.distribute.Strategy:
@@ -50,10 +49,8 @@ def divisible(batch_size: int, num_replicas: int) -> int:
   return max(1, batch_size // num_replicas) * num_replicas
 
 
-def weights_of_replicas(model: Any) -> list[list[np.ndarray]]:
-  """Returns one list per replica, as `set_weights` takes it.
-
-  `model.get_weights()` and `variable.numpy()` read replica 0 only.
-  """
-  copies = [replica_state.values(weight) for weight in model.weights]
-  return [list(of_replica) for of_replica in zip(*copies, strict=True)]
+def check_folder(path: str) -> None:
+  """Raises an error, before anything is trained, unless a file can be made."""
+  folder = pathlib.Path(path).absolute().parent
+  if not folder.is_dir():
+    raise app.UsageError(f"{path}: there is no folder {folder}.")
