@@ -15,6 +15,7 @@ from tf_cross_shard.collectives import base
 from tf_cross_shard.gradients import packing
 
 KERAS, OURS, GROUPED = "plain Keras", "ours", "ours, grouped"
+NOISE = "ours, noise_scale=1"
 _PARAMETERS = 12_000_000
 # So small that the weights stay finite however often a step is repeated.
 _LEARNING_RATE = 1e-7
@@ -96,15 +97,16 @@ def make_optimizers(name: str, num_replicas: int) -> dict[str, Any]:
     optimizer.learning_rate = _LEARNING_RATE
     return optimizer
 
-  def make_ours(groups: groups_lib.Groups | None) -> Any:
+  def make_ours(groups: groups_lib.Groups | None, **options: Any) -> Any:
     return tf_cross_shard.CrossShardOptimizer(
-      make_inner(), reduction="sum", group_assignment=groups
+      make_inner(), reduction="sum", group_assignment=groups, **options
     )
 
   return {
     KERAS: make_inner(),
     OURS: make_ours(None),
     GROUPED: make_ours(half),
+    NOISE: make_ours(None, noise_scale=1),
   }
 
 

@@ -2,13 +2,14 @@
 
     python benchmarks/update.py --json=update.json --picture=update.png
 
-Adam; every case is a ratio to plain Keras in one run. About eight minutes on
+Adam; every case is a ratio to plain Keras in one run. About ten minutes on
 two cores, most of them plain Keras' tracing.
 
     one device   apply() of given gradients; XLA is plain Keras under
                  jit_compile=True
     mirrored     reduction and update under MirroredStrategy on logical CPUs
     training     whole steps of small dense networks, with their tapes
+    memory       the most resident memory of a process that does mirrored steps
     state        bytes that one replica keeps for the optimizer
 
 "first" is the time of the first call: tracing, optimizing, one step.
@@ -21,6 +22,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Before TensorFlow.
 
 import functools
 import gc
+import resource
+import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,11 +38,12 @@ from absl import app, flags
 from tf_cross_shard import CrossShardOptimizer
 
 _PARTS = flags.DEFINE_list(
-  "parts", ["device", "mirrored", "training"], "Which."
+  "parts", ["device", "mirrored", "training", "memory"], "Which."
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Timings of each case.", 1)
 _REPLICAS = flags.DEFINE_integer("replicas", 4, "Logical CPUs.", 2)
 _JSON = flags.DEFINE_string("json", None, "File to write the figures to.")
+_PEAK_OF = flags.DEFINE_string("peak_of", None, "Used by the part memory.")
 _PICTURE = flags.DEFINE_string("picture", None, "File to draw into.")
 
 KERAS, XLA, OURS, SHARDED = "plain Keras", "XLA", "ours", "ours, sharded"
@@ -45,7 +51,7 @@ MODELS = {
   "50 variables, 12 M": [[1000, 240]] * 50,
   "300 variables, 7 M": [[200, 117]] * 300,
 }
-_LAYERS = (3, 7, 21)
+_NETWORKS = (3, 64), (7, 64), (21, 64), (7, 256), (21, 256)  # layers, width
 # So small that weights stay finite however often a step is repeated.
 _RATE = 1e-7
 
@@ -128,43 +134,75 @@ def measure_device(name: str, shapes: list[list[int]]) -> list[dict[str, Any]]:
   return measure(f"one device, {name}", steps, state)
 
 
+def make_mirrored(
+  strategy: tf.distribute.Strategy, case: str, shapes: list[list[int]]
+) -> tuple[Callable[[], Any], Any]:
+  """A step, of gradients that depend on weights and replica; its optimizer."""
+  with strategy.scope():
+    weights, optimizer = make_variables(shapes), make_optimizer(case)
+    optimizer.build(weights)
+
+  def replica_step() -> None:
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+    slope = 1.0 + tf.cast(replica, tf.float32)
+    grads = [weight.value * 1e-3 + slope for weight in weights]
+    optimizer.apply_gradients(list(zip(grads, weights, strict=True)))
+
+  step = tf.function(
+    functools.partial(strategy.run, replica_step), autograph=False
+  )
+  return step, optimizer
+
+
 def measure_mirrored(
   strategy: tf.distribute.Strategy, name: str, shapes: list[list[int]]
 ) -> list[dict[str, Any]]:
-  """Gradients that depend on weights and replica, reduced and applied."""
+  """Gradients reduced and applied."""
   steps, state = {}, {}
   for case in (KERAS, OURS, SHARDED):
-    with strategy.scope():
-      weights, optimizer = make_variables(shapes), make_optimizer(case)
-      optimizer.build(weights)
-
-    def replica_step(
-      weights: Any = weights, optimizer: Any = optimizer
-    ) -> None:
-      replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-      slope = 1.0 + tf.cast(replica, tf.float32)
-      grads = [weight.value * 1e-3 + slope for weight in weights]
-      optimizer.apply_gradients(list(zip(grads, weights, strict=True)))
-
-    steps[case] = tf.function(
-      functools.partial(strategy.run, replica_step), autograph=False
-    )
+    steps[case], optimizer = make_mirrored(strategy, case, shapes)
     state[case] = state_bytes(optimizer)
   return measure(f"mirrored, {name}", steps, state)
 
 
+def peak_megabytes(strategy: tf.distribute.Strategy, case: str) -> float:
+  """The most memory that this process had, after some steps."""
+  step, _ = make_mirrored(strategy, case, next(iter(MODELS.values())))
+  for _ in range(5):
+    step()
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure_memory() -> list[dict[str, Any]]:
+  """Each case in three processes of its own; the median."""
+  found: list[dict[str, Any]] = []
+  print(f"\nmemory, {next(iter(MODELS))}")
+  for case in (KERAS, OURS, SHARDED):
+    options = [f"--peak_of={case}", f"--replicas={_REPLICAS.value}"]
+    command = [sys.executable, __file__, *options]
+    peaks = [
+      float(subprocess.check_output(command, text=True).split()[-1])
+      for _ in range(3)
+    ]
+    peak = statistics.median(peaks)
+    ratio = peak / (found[0]["peak_megabytes"] if found else peak)
+    print(f"  {case:<30} {peak:6.0f} MB ({ratio:.2f})", peaks, flush=True)
+    found.append({"case": case, "peak_megabytes": peak, "ratio": ratio})
+  return found
+
+
 def measure_training(
-  strategy: tf.distribute.Strategy, layers: int
+  strategy: tf.distribute.Strategy, layers: int, width: int
 ) -> list[dict[str, Any]]:
   """Whole steps of a small network."""
   steps, state = {}, {}
-  data = tf.random.normal([16, 64])
+  data = tf.random.normal([16, width])
   for case in (KERAS, OURS, SHARDED):
     with strategy.scope():
       model = tf.keras.Sequential(
         [
-          tf.keras.Input([64]),
-          *(tf.keras.layers.Dense(64, "relu") for _ in range(layers)),
+          tf.keras.Input([width]),
+          *(tf.keras.layers.Dense(width, "relu") for _ in range(layers)),
         ]
       )
       optimizer = make_optimizer(case)
@@ -181,7 +219,7 @@ def measure_training(
       functools.partial(strategy.run, replica_step), autograph=False
     )
     state[case] = state_bytes(optimizer)
-  return measure(f"training, {layers} layers", steps, state)
+  return measure(f"training, {layers} layers of {width}", steps, state)
 
 
 def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
@@ -233,6 +271,9 @@ def main(argv: Sequence[str]) -> None:
   strategy = tf.distribute.MirroredStrategy(
     [f"CPU:{i}" for i in range(_REPLICAS.value)]
   )
+  if _PEAK_OF.value:
+    print(peak_megabytes(strategy, _PEAK_OF.value))
+    return
   print(timing.machine())
   rows: list[dict[str, Any]] = []
   for name, shapes in MODELS.items():
@@ -241,10 +282,11 @@ def main(argv: Sequence[str]) -> None:
     if "mirrored" in _PARTS.value:
       rows += measure_mirrored(strategy, name, shapes)
   if "training" in _PARTS.value:
-    for layers in _LAYERS:
-      rows += measure_training(strategy, layers)
+    for network in _NETWORKS:
+      rows += measure_training(strategy, *network)
+  memory = measure_memory() if "memory" in _PARTS.value else []
   if _JSON.value:
-    timing.write_json(_JSON.value, {"rows": rows})
+    timing.write_json(_JSON.value, {"rows": rows, "memory": memory})
   if _PICTURE.value:
     draw(rows, _PICTURE.value)
 

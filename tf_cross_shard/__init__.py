@@ -10,7 +10,14 @@ from tf_cross_shard import versions
 
 versions.check_installed()
 
-from tf_cross_shard import groups, migration, replica_state  # noqa: E402
+from tf_cross_shard import (  # noqa: E402
+  callbacks,
+  groups,
+  migration,
+  replica_state,
+  schedules,
+)
+from tf_cross_shard.group_rates import per_group  # noqa: E402
 from tf_cross_shard.groups import Groups  # noqa: E402
 from tf_cross_shard.towers import (  # noqa: E402
   ModeKeys,
@@ -31,9 +38,12 @@ __all__ = [
   "ModeKeys",
   "TowerOptimizer",
   "TowerSpec",
+  "callbacks",
   "groups",
   "migration",
+  "per_group",
   "replica_state",
   "replicate_model_fn",
+  "schedules",
   "__version__",
 ]

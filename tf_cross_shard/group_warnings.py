@@ -70,7 +70,7 @@ class GroupWarnings:
 
   def look(self) -> None:
     """Warns if others than the optimizer made groups equal that differed."""
-    if self._variable is None or not _is_between_steps():
+    if self._variable is None or not is_between_steps():
       return
     [left, before, found] = np.stack(self._copies(self._state)).T
     now = [value.tobytes() for value in self._copies(self._variable)]
@@ -132,7 +132,7 @@ def all_kept() -> Iterator[None]:
     _thread.all_kept = before
 
 
-def _is_between_steps() -> bool:
+def is_between_steps() -> bool:
   """Whether values of all replicas can be read here."""
   return tf.executing_eagerly() and (
     not tf.distribute.has_strategy() or tf.distribute.in_cross_replica_context()

@@ -1,4 +1,4 @@
-"""CrossShardOptimizer and TowerOptimizer for Keras 3.
+"""The optimizers and PerGroup for Keras 3.
 
 `tf_cross_shard.CrossShardOptimizer` is the one here where `tf.keras` is Keras
 3. Import them from here where TF_USE_LEGACY_KERAS makes `tf.keras` another one.
@@ -14,7 +14,7 @@ versions.check_keras3()
 import keras  # noqa: E402  # after the check above
 import tensorflow as tf  # noqa: E402
 
-from tf_cross_shard import optimizer, validation  # noqa: E402
+from tf_cross_shard import group_rates, optimizer, validation  # noqa: E402
 from tf_cross_shard.gradients import loss_factor  # noqa: E402
 from tf_cross_shard.inner_optimizer import keras3  # noqa: E402
 from tf_cross_shard.towers import tower_optimizer  # noqa: E402
@@ -138,6 +138,40 @@ class TowerOptimizer(tower_optimizer.Tower, keras3.Keras3Wrapper):
     # Not `apply`: `fit` calls this one, which the user's class may override.
     pairs = zip(grads, variables, strict=True)
     self._inner.optimizer.apply_gradients(list(pairs))
+
+
+@keras.saving.register_keras_serializable(package="tf_cross_shard")
+class PerGroup(
+  group_rates.GroupRates, keras.optimizers.schedules.LearningRateSchedule
+):
+  """A schedule with a learning rate for each group: numbers, or schedules.
+
+  It learns the groups from the `CrossShardOptimizer` that encapsulates its
+  optimizer; another number of rates than groups is a `ValueError` there. In an
+  update it is the rate of the replica's group, at the group's own step.
+  Outside of replicas, as for `optimizer.learning_rate` and Keras' callbacks, it
+  is that of replica 0's group; `values` has all.
+
+  >>> import tensorflow as tf
+  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  >>> with strategy.scope():
+  ...   weight = tf.Variable(0.0)
+  ...   rates = PerGroup([0.5, 0.25])
+  ...   optimizer = CrossShardOptimizer(
+  ...     keras.optimizers.SGD(rates), group_assignment=[[0], [1]]
+  ...   )
+  ...   optimizer.build([weight])
+  >>> one = tf.constant(1.0)
+  >>> _ = strategy.run(lambda: optimizer.apply_gradients([(one, weight)]))
+  >>> [float(w) for w in strategy.experimental_local_results(weight)]
+  [-0.5, -0.25]
+  >>> rates.values(step=1)
+  [0.5, 0.25]
+
+  Arguments and members: `tf_cross_shard.group_rates.GroupRates`.
+  """
+
+  _package = "keras"
 
 
 def _variables(

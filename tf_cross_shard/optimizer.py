@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard import group_warnings, placement, validation
+from tf_cross_shard import group_rates, group_warnings, placement, validation
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.collectives import reduction
 from tf_cross_shard.gradients import (
@@ -26,6 +26,7 @@ from tf_cross_shard.gradients import (
   nonfinite,
   packing,
 )
+from tf_cross_shard.gradients import noise_scale as noise_scale_lib
 from tf_cross_shard.inner_optimizer import base, wrapper
 from tf_cross_shard.sharding import update
 
@@ -81,6 +82,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     fused_update: bool | None = None,
     accumulate_steps: int | None = None,
     shard_update: bool | str = False,
+    noise_scale: bool | int = False,
   ) -> None:
     """Encapsulates `opt`. Call it inside `strategy.scope()`.
 
@@ -132,6 +134,9 @@ class CrossShard(wrapper.OptimizerWrapper):
       shard_update: Whether each member of a group keeps and updates one part of
         the optimizer's state, see `sharding.update`. For optimizers that update
         each element by itself; `"elementwise"` says so of a class of yours.
+      noise_scale: Whether each group measures its gradient noise scale, see
+        the property: True in every 16th step, `k` in every k-th. A measurement
+        reads all gradients and their sums once more.
 
     Raises:
       ValueError: If `opt` names no optimizer or is itself a
@@ -172,9 +177,18 @@ class CrossShard(wrapper.OptimizerWrapper):
         self._inner, self._place.engine, self._place.groups
       )
     self._guard = nonfinite.NonfiniteGuard(skip_nonfinite, self._place.engine)
+    self._noise = noise_scale_lib.NoiseScale(
+      noise_scale,
+      self._inner,
+      self._place.engine,
+      self.groups,
+      is_mean=reduction == loss_factor.MEAN,
+    )
     self._warnings = group_warnings.GroupWarnings(
       name, self.groups, self._place.engine
     )
+    group_rates.bind(opt, self.groups, self._package)
+    self._attach_state([])
 
   @property
   def reduction(self) -> str:
@@ -230,6 +244,53 @@ class CrossShard(wrapper.OptimizerWrapper):
     (3.0, 1)
     """
     return self._guard.count
+
+  @property
+  def noise_scale(self) -> Any:
+    """How noisy gradients are: a `tf.Variable`, each group with its own.
+
+    Float32, in batches of one replica: times the examples that a replica has
+    in a step it is in examples. Batches much smaller give almost as much
+    progress for each example; much larger ones hardly more for each step. It
+    is tr(covariance of g_r) / |E g_r|^2 of what is reduced, gradients that
+    were clipped if they are, see `gradients.noise_scale`: averages over about
+    100 measurements, NaN before the first. A negative one says that noise hides
+    the gradient. Steps with a NaN or an infinity do not count.
+
+    It is none of `variables`, and None without the argument. Read all groups'
+    with `replica_state.group_values(optimizer.noise_scale, optimizer)`.
+
+    >>> from tf_cross_shard import CrossShardOptimizer
+    >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    >>> with strategy.scope():
+    ...   weight = tf.Variable(0.0)
+    ...   optimizer = CrossShardOptimizer("sgd", "sum", noise_scale=1)
+    ...   optimizer.build([weight])
+    >>> @tf.function
+    ... def step():
+    ...   def replica_step():
+    ...     replica = (
+    ...       tf.distribute.get_replica_context().replica_id_in_sync_group
+    ...     )
+    ...     grad = 3.0 + tf.cast(replica, tf.float32)  # 3 and 4
+    ...     return optimizer.apply_gradients([(grad, weight)])
+    ...
+    ...   return strategy.run(replica_step)
+    >>> _ = step()
+    >>> S, G2 = (12.5 - 3.5**2) / (1 - 1 / 2), (2 * 3.5**2 - 12.5) / (2 - 1)
+    >>> round(float(optimizer.noise_scale.numpy()), 5), round(S / G2, 5)
+    (0.04167, 0.04167)
+    """
+    return self._noise.noise_scale
+
+  @property
+  def gradient_norm(self) -> Any:
+    """The norm of the group's mean gradient in the last step measured.
+
+    Like `noise_scale`; without the factor of a loss scale. Under `"sum"` it is
+    that of the sum divided by the members.
+    """
+    return self._noise.gradient_norm
 
   @property
   def group_assignment(self) -> list[list[int]] | None:
@@ -367,6 +428,7 @@ class CrossShard(wrapper.OptimizerWrapper):
       "fused_update": self.fused_update,
       "accumulate_steps": self.accumulate_steps,
       "shard_update": self.shard_update,
+      "noise_scale": self._noise.argument,
     }
 
   @classmethod
@@ -448,6 +510,8 @@ class CrossShard(wrapper.OptimizerWrapper):
     """Checks everything, makes the slots, and does the step."""
     self._place.check()
     self._place.check_variables(variables)
+    # Once more: `learning_rate` may have been assigned.
+    group_rates.bind(self._inner.optimizer, self.groups, self._package)
     if self._inner.is_built:
       validation.check_known(variables, self._inner.knows)
     groups = self._place.groups
@@ -501,7 +565,9 @@ class CrossShard(wrapper.OptimizerWrapper):
             parts = self._parts(totals, variables, is_reduced)
             self._apply_parts(parts, global_step, through_apply)
             return
-          sums = totals if is_reduced else self._reduce(totals)
+          assert window is not None
+          calls = window.steps / window.divisor
+          sums = totals if is_reduced else self._reduce(totals, calls)
           self._apply_sums(sums, variables, global_step, through_apply)
 
         if window is None:
@@ -525,12 +591,18 @@ class CrossShard(wrapper.OptimizerWrapper):
     if is_reduced:
       parts = sharded.own_parts(rows)
     else:
+      own = self._noise.of_replica([each for row in rows for each in row])
       parts = sharded.scatter(rows, self._wire_dtype, self._wire_scale())
+      self._noise.after_scatter(own, parts)
     if self._inner.scales_dynamically or self.skip_nonfinite:
       parts = sharded.alike(parts)
-    limit = base.innermost(self._inner.optimizer).global_clipnorm
-    if limit:
-      parts = sharded.clip(parts, self._inner.scale_limit(limit))
+    last = base.innermost(self._inner.optimizer)
+    for limit, clip in (
+      (last.clipnorm, sharded.clip_each),
+      (last.global_clipnorm, sharded.clip),
+    ):
+      if limit and limit > 0:
+        parts = clip(parts, self._inner.scale_limit(limit))
     return parts
 
   def _apply_parts(
@@ -570,9 +642,21 @@ class CrossShard(wrapper.OptimizerWrapper):
       self._guard.apply_if_finite(sums, apply, always=skips_itself)
 
   @property
-  def _window_variables(self) -> list[Any]:
-    """What `replica_state` saves of a window."""
-    return self._accumulation.variables
+  def _own_state(self) -> list[Any]:
+    """What `replica_state` saves beside the encapsulated optimizer's."""
+    counts = [] if self.skipped_steps is None else [self.skipped_steps]
+    return [*counts, *self._member_state, *self._attached]
+
+  @property
+  def _member_state(self) -> list[Any]:
+    """Of it, what members of a group may have each for themselves."""
+    # Norms: the order of their sums depends on the number of a machine's cores.
+    return self._accumulation.variables + self._noise.variables
+
+  def _attach_state(self, variables: Sequence[Any]) -> None:
+    """Adds what `replica_state` saves too, in place of what was attached."""
+    # Keras would track a list that is assigned.
+    self.__dict__["_attached"] = list(variables)
 
   def _window(self, variables: Sequence[Any]) -> accumulation.Window | None:
     """The calls that make one step, if it takes several."""
@@ -634,15 +718,19 @@ class CrossShard(wrapper.OptimizerWrapper):
       grads, variables, self._place.engine, self._place.groups
     )
 
-  def _reduce(self, grads: Sequence[Any]) -> list[clipping.Gradient]:
-    """Sums over the group."""
-    return reduction.reduce_gradients(
+  def _reduce(
+    self, grads: Sequence[Any], calls: float = 1.0
+  ) -> list[clipping.Gradient]:
+    """Sums over the group; each is the sum of so many calls' gradients."""
+    totals = reduction.reduce_gradients(
       grads,
       self._place.engine,
       self._place.groups,
       self._wire_dtype,
       self._wire_scale(),
+      beside=self._noise.of_replica(grads, calls),
     )
+    return self._noise.after_sum(totals, calls)
 
   def _wire_scale(self) -> Any:
     """What gradients are multiplied by while they travel in float16."""

@@ -1,4 +1,4 @@
-"""CrossShardOptimizer and TowerOptimizer for tf_keras, which is Keras 2.
+"""The optimizers and PerGroup for tf_keras, which is Keras 2.
 
 `tf_cross_shard.CrossShardOptimizer` is the one here where TF_USE_LEGACY_KERAS=1
 makes `tf.keras` tf_keras. Import them from here in a program that has both.
@@ -14,7 +14,7 @@ versions.check_tf_keras()
 import tensorflow as tf  # noqa: E402  # after the check above
 import tf_keras as keras  # noqa: E402
 
-from tf_cross_shard import optimizer, validation  # noqa: E402
+from tf_cross_shard import group_rates, optimizer, validation  # noqa: E402
 from tf_cross_shard.gradients import compute, loss_factor  # noqa: E402
 from tf_cross_shard.inner_optimizer import tf_keras  # noqa: E402
 from tf_cross_shard.towers import tower_optimizer  # noqa: E402
@@ -178,6 +178,40 @@ class TowerOptimizer(tower_optimizer.Tower, tf_keras.TfKerasWrapper):
     """Passes Keras' options on."""
     pairs = tf_keras.as_pairs(grads, variables)
     self._inner.optimizer.apply_gradients(pairs, **options)
+
+
+@keras.saving.register_keras_serializable(package="tf_cross_shard")
+class PerGroup(
+  group_rates.GroupRates, keras.optimizers.schedules.LearningRateSchedule
+):
+  """A schedule with a learning rate for each group: numbers, or schedules.
+
+  It learns the groups from the `CrossShardOptimizer` that encapsulates its
+  optimizer; another number of rates than groups is a `ValueError` there. In an
+  update it is the rate of the replica's group, at the group's own step.
+  Outside of replicas, as for `optimizer.learning_rate` and Keras' callbacks, it
+  is that of replica 0's group; `values` has all.
+
+  >>> import tensorflow as tf
+  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  >>> with strategy.scope():
+  ...   weight = tf.Variable(0.0)
+  ...   rates = PerGroup([0.5, 0.25])
+  ...   optimizer = CrossShardOptimizer(
+  ...     keras.optimizers.SGD(rates), group_assignment=[[0], [1]]
+  ...   )
+  ...   optimizer.build([weight])
+  >>> one = tf.constant(1.0)
+  >>> _ = strategy.run(lambda: optimizer.apply_gradients([(one, weight)]))
+  >>> [float(w) for w in strategy.experimental_local_results(weight)]
+  [-0.5, -0.25]
+  >>> rates.values(step=1)
+  [0.5, 0.25]
+
+  Arguments and members: `tf_cross_shard.group_rates.GroupRates`.
+  """
+
+  _package = "tf_keras"
 
 
 # A LossScaleOptimizer in an HDF5 file or a SavedModel looks for these names.

@@ -34,6 +34,7 @@ def _settings(program: Program) -> set[tuple[str, str]]:
     "is_raw",
     "is_built",
     "decays",
+    "is_per_group",
     "is_partial",
   )
   for column in (*columns, "is_subclass", "loss_scale", "is_exact"):

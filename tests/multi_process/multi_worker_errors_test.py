@@ -185,7 +185,7 @@ def test_a_worker_that_does_something_else_meanwhile(
   _assert_says(
     first["absence"],
     "MissingWorkerError",
-    rf"{_name(0)} waited 4 s for {_name(1)} at: the building of"
+    rf"{_name(0)} waited 7 s for {_name(1)} at: the building of"
     r" CrossShardOptimizer\. It does not run, or does something else",
   )
   assert first["absence"]["unchanged"]

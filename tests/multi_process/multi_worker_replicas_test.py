@@ -110,6 +110,15 @@ def test_average(found: Found) -> None:
   assert found.same("average") == [[mean] * 4] * 2
 
 
+def test_groups_as_models(found: Found) -> None:
+  """Kernel and bias of group i are i + 1; the learning rate stays."""
+  predicted, values = found.same("models")
+  assert predicted == [3.0, 6.0, 4.5]
+  assert len(values) > 4
+  assert values[-1] == [1.0, 2.0, 2.0, 1.0]
+  assert values[:-1] == [[2.0] * 4] * (len(values) - 1)
+
+
 def _words(found: Found, name: str) -> tuple[Any, Any]:
   """Kinds and words of the error that both workers have."""
   (kinds, code, first), (others, other_code, second) = (

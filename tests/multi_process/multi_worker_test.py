@@ -102,11 +102,15 @@ def _held(launches: Launches, launch: str, key: cases.Key) -> list[Any]:
 
 @functools.cache
 def _plain(
-  count: int, optimizer: str, members: tuple[int, ...], factor: float
+  count: int,
+  optimizer: str,
+  members: tuple[int, ...],
+  factor: float,
+  clipnorm: str | None = None,
 ) -> list[np.ndarray]:
   """Plain Keras on the group's concatenated batch."""
   task = testbed.Regression(num_replicas=count)
-  made = testbed.OPTIMIZERS[optimizer]()
+  made = testbed.OPTIMIZERS[optimizer](clipnorm=clipnorm and float(clipnorm))
   return testbed.train_plain(task, members, made, factor)
 
 
@@ -188,11 +192,11 @@ def test_sums(launches: Launches, launch: str, key: cases.Key) -> None:
 @_of("sharded")
 def test_sharded(launches: Launches, launch: str, key: cases.Key) -> None:
   """Plain Keras' weights; the state was saved and loaded on the way."""
-  _, grouping, optimizer, *_ = key
+  _, grouping, optimizer, *limit = key
   held = _held(launches, launch, key)
 
   def expected(members: Sequence[int]) -> list[np.ndarray]:
-    return _plain(len(held), optimizer, tuple(sorted(members)), 1.0)
+    return _plain(len(held), optimizer, tuple(sorted(members)), 1.0, *limit)
 
   def bound(i: int, members: Sequence[int]) -> float:
     largest = float(np.abs(expected(members)[i]).max())
@@ -212,6 +216,42 @@ def test_accumulated(launches: Launches, launch: str, key: cases.Key) -> None:
   _check(_held(launches, launch, key), key[1], expected)
 
 
+@_of("noise")
+def test_noise_scale(launches: Launches, launch: str, key: cases.Key) -> None:
+  """The sample variance of the members' gradients, to the mean's square."""
+
+  def expected(members: Sequence[int]) -> list[np.float64]:
+    grads = [
+      np.concatenate([g.ravel() for g in cases.dense_gradients("small", r)])
+      for r in members
+    ]
+    mean = np.mean(grads, axis=0, dtype="float64")
+    variance = np.var(grads, axis=0, ddof=1, dtype="float64").sum()
+    square = mean @ mean
+    return [variance / (square - variance / len(members)), np.sqrt(square)]
+
+  held = _held(launches, launch, key)
+  _check(held, key[1], expected, lambda i, m: 1e-5 * np.abs(expected(m)[i]))
+
+
+@_of("islands")
+def test_islands(launches: Launches, launch: str, key: cases.Key) -> None:
+  """Joined they have the mean of all groups, and go on apart from it."""
+  held = _held(launches, launch, key)
+  groups = _groups(len(held), key[1])
+  sums = functools.partial(_negative_sums, "dense_sum", "small")
+  totals = sums(range(len(held)))
+  joined = [(1.0 + 2.0) * each / groups.num_groups for each in totals]
+  for each in held:
+    for mine, expected in zip(each["joined"], joined, strict=True):
+      np.testing.assert_array_equal(mine, expected)
+
+  def expected(members: Sequence[int]) -> list[np.ndarray]:
+    return [a + 3.0 * b for a, b in zip(joined, sums(members), strict=True)]
+
+  _check([each["apart"] for each in held], key[1], expected)
+
+
 @_of("two_optimizers", "retrace")
 def test_several_steps(launches: Launches, launch: str, key: cases.Key) -> None:
   """Of two groupings at once; where one worker alone traces anew."""
@@ -224,6 +264,20 @@ def test_several_steps(launches: Launches, launch: str, key: cases.Key) -> None:
       return [cases.STEPS * sums[i]]
 
     _check([[each[i]] for each in held], grouping, expected)
+
+
+@_of("per_group_values")
+def test_values_per_group(
+  launches: Launches, launch: str, key: cases.Key
+) -> None:
+  held = _held(launches, launch, key)
+  groups = _groups(len(held), key[1])
+
+  def expected(members: Sequence[int]) -> list[np.ndarray]:
+    group = groups.index_of(members[0])
+    return [np.full([2], -cases.STEPS * len(members) * 1.5**group, "f4")]
+
+  _check(held, key[1], expected)
 
 
 def test_one_strategy_after_the_other(launches: Launches) -> None:
@@ -354,6 +408,19 @@ def test_fit_evaluate_and_predict(
       assert found["history"][name] == pytest.approx(list(epochs), rel=1e-5)
     testbed.assert_close(found["predicted"], right, "predictions")
     np.testing.assert_array_equal(found["predicted"], held[0]["predicted"])
+
+
+@_of("fit_islands")
+def test_fit_islands(launches: Launches, launch: str, key: cases.Key) -> None:
+  """Joined in every step: plain Keras' weights, of all workers' examples."""
+  held = _held(launches, launch, key)
+  twin, _ = _twin(len(held), "SGD", tuple(range(len(held))))
+  for found in held:
+    for mine, first, its in zip(
+      found, held[0], twin.trainable_variables, strict=True
+    ):
+      assert mine.tobytes() == first.tobytes()
+      testbed.assert_close(mine, its.numpy(), its.name)
 
 
 # ----------------------------------------------------- two Kerases, loss scales

@@ -5,6 +5,9 @@ The test's own process knows the data of all workers, and so what is right.
 """
 
 import functools
+import os
+import pathlib
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +15,13 @@ import numpy as np
 import tensorflow as tf
 
 from tests.support import testbed
-from tf_cross_shard import CrossShardOptimizer
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  callbacks,
+  per_group,
+  replica_state,
+  schedules,
+)
 
 Key = tuple[str, ...]
 Case = Callable[[tf.distribute.Strategy], Any]
@@ -207,8 +216,67 @@ def accumulated_sum(
   return own(variables)
 
 
+def noise(grouping: str, strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+  """The noise scale and the norm that are measured in a step."""
+  mine = dense_gradients("small", place_of(strategy))
+  with strategy.scope():
+    variables = _zeros(mine)
+    optimizer = _summing(strategy, grouping, noise_scale=True)
+    optimizer.build(variables)
+
+  def step(*grads: tf.Tensor) -> None:
+    optimizer.apply_gradients(zip(grads, variables, strict=True))
+
+  _run(strategy, step, "function")(*map(tf.constant, mine))
+  return own([optimizer.noise_scale, optimizer.gradient_norm])
+
+
+def islands(
+  grouping: str, strategy: tf.distribute.Strategy
+) -> dict[str, list[np.ndarray]]:
+  """Three steps of groups that are joined after the second.
+
+  The gradients of call `c` are `c` times those of `dense_sum`. What is done
+  between the first and the second is undone by a file.
+  """
+  place, replicas = place_of(strategy), strategy.num_replicas_in_sync
+  mine = dense_gradients("small", place)
+  with strategy.scope():
+    variables = _zeros(mine)
+    optimizer = _summing(strategy, grouping)
+    optimizer.build(variables)
+  # All workers of a launch are forked by one process.
+  name = f"islands-{grouping}-{replicas}-{os.getppid()}"
+  file = pathlib.Path(tempfile.gettempdir()) / name
+  outer = callbacks.OuterOptimizer(2, tf.keras.optimizers.SGD(1.0))
+  outer.build(optimizer, variables)
+
+  def step(*grads: tf.Tensor) -> None:
+    optimizer.apply_gradients(zip(grads, variables, strict=True))
+
+  run = _run(strategy, step, "function")
+  joined = []
+  for call in (1.0, 2.0, 3.0):
+    run(*(tf.constant(call * each) for each in mine))
+    outer.step()
+    if call == 1:
+      replica_state.save(file, optimizer, variables)
+      run(*map(tf.constant, mine))
+      outer.step()
+      replica_state.restore(file, optimizer, variables)
+    elif call == 2:
+      joined = own(variables)
+  replica_state.assert_in_sync(optimizer, variables)
+  if place == 0:
+    file.unlink()
+  return {"joined": joined, "apart": own(variables)}
+
+
 def sharded(
-  grouping: str, optimizer: str, strategy: tf.distribute.Strategy
+  grouping: str,
+  optimizer: str,
+  strategy: tf.distribute.Strategy,
+  clipnorm: str | None = None,
 ) -> list[np.ndarray]:
   """Three steps, and the shapes of what this replica keeps.
 
@@ -221,7 +289,7 @@ def sharded(
   def make() -> Any:
     with strategy.scope():
       made = CrossShardOptimizer(
-        testbed.OPTIMIZERS[optimizer](),
+        testbed.OPTIMIZERS[optimizer](clipnorm=clipnorm and float(clipnorm)),
         group_assignment=GROUPINGS[replicas][grouping],
         shard_update=True,
         fused_update=False,  # Compared with Keras' own bits.
@@ -282,6 +350,35 @@ def sparse_sum(
     )
   run(*given)
   return own([table, bias])
+
+
+def per_group_values(
+  grouping: str, mode: str, strategy: tf.distribute.Strategy
+) -> list[np.ndarray]:
+  """A weight whose gradients and learning rates are its group's.
+
+  Group g has the gradient 3 ** g on each member and the rate 2 ** -g.
+  """
+  assignment = GROUPINGS[strategy.num_replicas_in_sync][grouping]
+  assert assignment is not None
+  powers = range(len(assignment))
+  with strategy.scope():
+    variables = _zeros([np.zeros([2], "f4")])
+    rates = schedules.PerGroup([2.0**-g for g in powers])
+    optimizer = CrossShardOptimizer(
+      tf.keras.optimizers.SGD(rates), "sum", group_assignment=assignment
+    )
+    optimizer.build(variables)
+
+  def step() -> None:
+    slope = per_group([3**g for g in powers], optimizer)
+    grad = tf.fill([2], tf.cast(slope, tf.float32))
+    optimizer.apply_gradients([(grad, variables[0])])
+
+  run = _run(strategy, step, mode)
+  for _ in range(STEPS):
+    run()
+  return own(variables)
 
 
 def two_optimizers(
@@ -449,6 +546,24 @@ def fit(
   }
 
 
+def fit_islands(
+  grouping: str, strategy: tf.distribute.Strategy
+) -> list[np.ndarray]:
+  """The weights after `fit` of groups that are joined in every step."""
+  replicas = strategy.num_replicas_in_sync
+  with strategy.scope():
+    model = network()
+    optimizer = CrossShardOptimizer(
+      testbed.OPTIMIZERS["SGD"](),
+      group_assignment=GROUPINGS[replicas][grouping],
+    )
+    model.compile(optimizer, "mse")
+  outer = callbacks.OuterOptimizer(1, tf.keras.optimizers.SGD(1.0))
+  data = batches(*fit_data(replicas))
+  model.fit(data, epochs=FIT["epochs"], verbose=0, callbacks=[outer])
+  return own(model.trainable_variables)
+
+
 # ------------------------------------------------------------------ all cases
 
 # Function, its arguments and options. Each pair of settings occurs once.
@@ -469,8 +584,9 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (dense_sum, "normal", "crossed", "function", {"wire_dtype": "float16"}),
     (accumulated_sum, "crossed", "function", {}),
     (accumulated_sum, "strided", "eager", {}),
+    (noise, "crossed", {}),
     (sharded, "ungrouped", "Momentum", {}),
-    (sharded, "ungrouped", "Adam", {}),
+    (sharded, "ungrouped", "Adam", {"clipnorm": "0.5"}),
     (sparse_sum, "different", "ungrouped", "dynamic", {}),
     (sparse_sum, "one without", "crossed", "eager", {}),
     (sparse_sum, "nowhere", "contiguous", "function", {}),
@@ -479,16 +595,22 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (sparse_sum, "repeated", "crossed", "function", {"wire_dtype": "float16"}),
     (sparse_sum, "normal", "ungrouped", "function", {"wire_dtype": "bfloat16"}),
     (two_optimizers, "contiguous", "crossed", {}),
+    (per_group_values, "crossed", "function", {}),
     (retrace, "crossed", {}),
     (overflowing, "ungrouped", {}),
     (one_is_not_finite, "crossed", {}),
     (fit, "Adam", "crossed", {}),
+    (islands, "crossed", {}),
+    (islands, "singletons", {}),
+    (fit_islands, "crossed", {}),
   ],
   # TensorFlow's own strategy, under which Keras 3's `fit` fails.
   "tensorflow-2": [
     (regression, "ungrouped", "mean", "Adam", "function", {}),
     (dense_sum, "mixed", "together", "function", {"wire_dtype": "bfloat16"}),
     (sparse_sum, "different", "singletons", "function", {}),
+    (per_group_values, "singletons", "eager", {}),
+    (islands, "singletons", {}),
     (one_is_not_finite, "ungrouped", {}),
   ],
 }

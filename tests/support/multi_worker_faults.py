@@ -87,7 +87,7 @@ def differ(
 
   def step() -> None:
     if odd and what == "absence":
-      time.sleep(consistency.timeout_of(strategy) + 2.0)
+      time.sleep(consistency.timeout_of(strategy) + 5.0)
       return
     optimizer.build(trained)
     if odd and what == "iterations":

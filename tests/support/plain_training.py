@@ -94,7 +94,8 @@ def tolerance(program: Program) -> float:
 def expected(program: Program, members: Sequence[int]) -> random_programs.State:
   """What a group of replicas must hold after training."""
   model = Model(program)
-  optimizer = random_programs.make_optimizer(program)
+  group = program.groups.index(list(members))
+  optimizer = random_programs.make_optimizer(program, group)
   if program.excluded:
     optimizer.exclude_from_weight_decay(var_names=program.excluded)
   testbed.build(optimizer, model.known)

@@ -18,6 +18,7 @@ from tf_cross_shard import (
   TowerOptimizer,
   TowerSpec,
   replicate_model_fn,
+  schedules,
 )
 from tf_cross_shard.collectives import mirrored
 from tf_cross_shard.gradients import packing
@@ -95,6 +96,7 @@ class Program(NamedTuple):
   is_subclass: bool  # whether a class of the user's doubles gradients
   settings: dict[str, Any]  # of the encapsulated optimizer
   decays: bool  # whether its learning rate is a schedule
+  is_per_group: bool  # whether every second group's learning rate is half
   excluded: list[str]  # kinds of variables without weight decay
   loss_scale: float | None  # of a LossScaleOptimizer around it
   options: dict[str, Any]  # of ours
@@ -276,6 +278,8 @@ def draw(seed: int) -> Program:
     elif is_subclass:
       options["shard_update"] = "elementwise"
     is_built |= "use_ema" in settings and bool(options["shard_update"])
+  if way != "towers" and size != 1:
+    options["noise_scale"] = bool(seed % 2)  # It must change nothing.
   return Program(
     seed=seed,
     parts=parts,
@@ -297,6 +301,7 @@ def draw(seed: int) -> Program:
     is_exact=is_exact,
     bad=bad,
     bucket_bytes=dice.one([1, 16, 64, 1 << 20]),
+    is_per_group=way != "towers" and dice.chance(0.25),
   )
 
 
@@ -404,14 +409,30 @@ def as_tensors(features: Features) -> Features:
   return {name: tf.constant(value) for name, value in features.items()}
 
 
-def make_optimizer(program: Program) -> Any:
-  """The optimizer to encapsulate."""
-  settings = dict(program.settings)
-  rate = settings.pop("learning_rate")
+def _rate_of(program: Program, group: int) -> Any:
+  """The learning rate of a group, a number or a schedule."""
+  rate = program.settings["learning_rate"]
+  if program.is_per_group and group % 2:
+    rate /= 2
   if program.decays:
     rate = tf.keras.optimizers.schedules.PiecewiseConstantDecay(
       [0, 1], [rate, rate / 2, rate / 4]
     )
+  return rate
+
+
+def make_optimizer(program: Program, group: int | None = None) -> Any:
+  """The optimizer to encapsulate, or what plain Keras has for a group."""
+  settings = dict(program.settings)
+  del settings["learning_rate"]
+  rate = _rate_of(program, group or 0)
+  if group is None and program.is_per_group:
+    count = len(program.groups)
+    rate = schedules.PerGroup([_rate_of(program, i) for i in range(count)])
+  elif program.is_per_group and not program.decays:
+    # A schedule, too: Keras would make a variable of a number.
+    constant = tf.keras.optimizers.schedules.PiecewiseConstantDecay
+    rate = constant([0], [rate, rate])
   kind = getattr(tf.keras.optimizers, program.optimizer)
   if program.is_subclass:
     kind = _doubling(kind)

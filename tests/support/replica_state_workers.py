@@ -167,6 +167,37 @@ def average(worker: Worker) -> Any:
   ]
 
 
+def models(worker: Worker) -> Any:
+  """Plain models of groups; then group 1 copied to group 0."""
+  with worker.strategy.scope():
+    model = tf.keras.Sequential(
+      [tf.keras.Input((2,)), tf.keras.layers.Dense(1)]
+    )
+    optimizer = CrossShardOptimizer(
+      tf.keras.optimizers.SGD(momentum=0.5), group_assignment=GROUPS
+    )
+    optimizer.build(model.trainable_variables)
+  for variable in [*model.variables, *optimizer.variables]:
+    worker.spread(
+      variable,
+      lambda replica, like=variable: np.full(
+        like.shape, optimizer.groups.index_of(replica) + 1
+      ).astype(like.dtype),
+    )
+  made = [replica_state.load_group(model, i, optimizer) for i in (0, 1)]
+  made.append(replica_state.ensemble(model, optimizer))
+  predicted = [one(tf.ones([1, 2])).numpy().item() for one in made]
+  replica_state.copy_group(1, 0, optimizer, model)
+  return predicted, [
+    [float(np.max(copy)) for copy in replica_state.values(variable)]
+    for variable in (
+      *model.variables,
+      *(v for v in optimizer.variables if "learning_rate" not in v.path),
+      optimizer.learning_rate,
+    )
+  ]
+
+
 def _attempt(work: Callable[[], Any]) -> Any:
   """What kind of error there is, and its words."""
   try:
@@ -253,7 +284,16 @@ def missing(worker: Worker) -> Any:
   return found, path.exists()
 
 
-CASES = (values, in_parts, resume, other_order, average, errors, missing)
+CASES = (
+  values,
+  in_parts,
+  resume,
+  other_order,
+  average,
+  models,
+  errors,
+  missing,
+)
 
 
 def run(

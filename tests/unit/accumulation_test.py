@@ -180,6 +180,33 @@ def test_window_that_is_not_finite_is_left_out_whole(way: str) -> None:
   replica_state.assert_in_sync(optimizer, [weight])
 
 
+def test_averages_move_once_per_step() -> None:
+  """And not in a window that is left out."""
+  weight, optimizer = make(
+    "ours",
+    lambda library: library.optimizers.SGD(
+      0.125, use_ema=True, ema_momentum=0.5
+    ),
+    skip_nonfinite=True,
+  )
+  step = stepper(weight, optimizer)
+  grads = GRADS.copy()
+  grads[2, 3] = np.nan
+  for rows in grads:
+    step(rows)
+  [average] = [v for v in optimizer.variables if "average" in v.path]
+  found = replica_state.group_values(average, optimizer)
+  for each, members, places in zip(
+    found, GROUPS, ([0, 1, 2], [0, 2]), strict=True
+  ):
+    value, expected = np.zeros(3), np.zeros(3)
+    for place in places:
+      value = value - 0.125 * windows(members)[place]
+      # Keras takes the first value as it is.
+      expected = value if place == 0 else 0.5 * expected + 0.5 * value
+    np.testing.assert_array_equal(each, expected)
+
+
 @pytest.mark.parametrize(
   ("place", "way"),
   [("within", "keras"), ("around", "ours"), ("around", "ours_tf_keras")],

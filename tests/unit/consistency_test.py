@@ -1,11 +1,12 @@
 """Lines are alike where workers do the same, and differ where they do not."""
 
+import time
 from typing import Any
 
 import pytest
 import tensorflow as tf
 
-from tf_cross_shard.multi_worker import consistency
+from tf_cross_shard.multi_worker import consistency, errors
 
 
 def _dense(name: str, units: int = 2, dtype: str = "float32") -> list[Any]:
@@ -81,6 +82,42 @@ def test_gradients_show_their_kind_and_no_shape() -> None:
       "gradient 2: bfloat16 rows",
       "gradient 3: float64",
     ]
+
+
+def test_the_first_worker_waits_longest(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  """The others compare their variables with its own, and can tell more."""
+  waited = []
+
+  def wait(key: str, deadline: float, sender: int) -> None:
+    waited.append(deadline - time.monotonic())
+
+  monkeypatch.setattr(consistency, "put", lambda *_: None)
+  monkeypatch.setattr(consistency, "report", lambda *_: None)
+  monkeypatch.setattr(consistency, "wait", wait)
+  for index in (0, 1):
+    workers = consistency.Workers(("worker 0", "worker 1"), index, 4.0)
+    with pytest.raises(errors.MissingWorkerError, match=r"waited [47] s for"):
+      consistency.exchange(workers, "the start", "text")
+  assert waited[0] > waited[2] + 2.0
+
+
+def test_a_worker_that_has_read_may_end(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  """It raises what it read, and its process ends: the first raises it, too."""
+
+  def wait(key: str, deadline: float, sender: int) -> str:
+    if "/read/" in key:
+      raise errors.WorkerLostError("worker 1 was lost")
+    return f"text of {sender}"
+
+  monkeypatch.setattr(consistency, "put", lambda *_: None)
+  monkeypatch.setattr(consistency, "wait", wait)
+  workers = consistency.Workers(("worker 0", "worker 1"), 0)
+  with pytest.raises(errors.DisagreementError, match="worker 1 has `text of 1"):
+    consistency.agree(workers, "the start", [])
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import tf_keras
 from tests.support import testbed
 from tf_cross_shard import keras3, replica_state
 from tf_cross_shard import tf_keras as ours_tf_keras
+from tf_cross_shard.inner_optimizer import optimizer_state
 
 KERASES = {"keras": (keras, keras3), "tf_keras": (tf_keras, ours_tf_keras)}
 PAIRS = [[2, 0], [1, 3]]
@@ -218,6 +219,11 @@ SETTINGS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     functools.partial(make_plain, "SGD", global_clipnorm=2.0),
     {"clipvalue": 1.5},
   ),
+  # Some norms are above it, some below; each spans the members' parts.
+  "clipnorm": (
+    functools.partial(make_plain, "SGD", clipnorm=2.0),
+    {"wire_dtype": "float16"},
+  ),
   "average": (
     functools.partial(
       make_plain,
@@ -235,8 +241,12 @@ SETTINGS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     functools.partial(_loss_scaled, global_clipnorm=2.0),
     {},
   ),
+  "scaled and each clipped": (
+    functools.partial(_loss_scaled, clipnorm=0.5),
+    {"group_assignment": ALL},
+  ),
   "nonfinite": (
-    functools.partial(make_plain, "Adam"),
+    functools.partial(make_plain, "Adam", clipnorm=2.0),
     {"skip_nonfinite": True},
   ),
   "accumulation": (
@@ -255,6 +265,8 @@ SETTINGS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
   [
     *((name, list(KERASES)[i % 2]) for i, name in enumerate(SETTINGS)),
     # Where the Kerases differ.
+    ("clipnorm", "tf_keras"),
+    ("scaled and each clipped", "tf_keras"),
     ("average", "tf_keras"),
     ("loss scale", "keras"),
   ],
@@ -320,6 +332,33 @@ def test_a_step_that_is_left_out_constrains_nothing() -> None:
     grad = tf.constant([number, 0.0])
     testbed.run(lambda g=grad: optimizer.apply_gradients([(g, weight)]))
     assert weight.numpy().tolist() == expected
+
+
+def test_each_weight_is_clipped_by_its_own_norm() -> None:
+  """By Keras' formula in NumPy."""
+  for library in (keras, tf_keras):
+    weights, optimizer = build(
+      library.__name__,
+      functools.partial(make_plain, "SGD", clipnorm=2.0),
+      shard_update=True,
+    )
+    first = [weight.numpy() for weight in weights]
+    train(weights, optimizer, range(1))
+    scales = set()
+    for value, grads, weight in zip(first, GRADS, weights, strict=True):
+      for g, members in enumerate(PAIRS):
+        total = grads[0, members].sum(0)
+        scale = 2.0 / max(np.sqrt((total**2).sum()), 2.0)
+        np.testing.assert_allclose(
+          replica_state.group_values(weight, optimizer)[g],
+          value - RATE * scale * total,
+          rtol=1e-6,
+          atol=1e-7,
+        )
+        scales.add(scale)
+    assert 1.0 in scales
+    assert len(scales) > 4
+    assert optimizer.get_config()["opt"]["config"]["clipnorm"] == 2.0
 
 
 def test_weights_set_from_outside_count() -> None:
@@ -416,6 +455,61 @@ def test_plain_keras_goes_on(
       np.testing.assert_array_equal(value, theirs.numpy(), str(mine.name))
 
 
+@pytest.mark.parametrize(
+  ("which", "make"),
+  [
+    ("keras", functools.partial(make_plain, "Adam", use_ema=True)),
+    ("tf_keras", functools.partial(make_plain, "Adam", use_ema=True)),
+    ("keras", _loss_scaled),
+    ("tf_keras", _loss_scaled),
+  ],
+)
+def test_checkpoint_before_it_is_built(
+  which: str, make: Callable[[Any], Any], tmp_path: pathlib.Path
+) -> None:
+  """As in plain Keras: what was read waits for the slots."""
+  weights, first = build(which, make, groups=ALL, shard_update=True)
+  train(weights, first, range(2))
+  first.learning_rate = 0.5
+  saved = tf.train.Checkpoint(optimizer=first).save(str(tmp_path / "saved"))
+  _, package = KERASES[which]
+  for groups in (ALL, PAIRS):
+    with testbed.mirrored().scope():
+      second = package.CrossShardOptimizer(
+        make(KERASES[which][0]),
+        "sum",
+        group_assignment=groups,
+        shard_update=True,
+      )
+    status = tf.train.Checkpoint(optimizer=second).restore(saved)
+    assert int(second.iterations.numpy()) == 2
+    with testbed.mirrored().scope():
+      second.build(weights)
+    status.assert_consumed()
+    # With what `variables` leaves out: tf_keras' rate and loss scale.
+    states = map(optimizer_state.state_variables, (first, second))
+    for (name, theirs), (_, mine) in zip(*states, strict=True):
+      for each in testbed.copies(mine):
+        np.testing.assert_array_equal(each, theirs.numpy(), name)
+    again = tf.train.Checkpoint(optimizer=second).save(str(tmp_path / "again"))
+    assert dict(tf.train.list_variables(again)) == dict(
+      tf.train.list_variables(saved)
+    )
+
+
+def test_what_waits_is_not_built_by_a_replica(tmp_path: pathlib.Path) -> None:
+  weights, first = build(
+    "tf_keras", functools.partial(make_plain, "Adam"), shard_update=True
+  )
+  saved = tf.train.Checkpoint(optimizer=first).save(str(tmp_path / "saved"))
+  with testbed.mirrored().scope():
+    second = ours_tf_keras.CrossShardOptimizer("adam", shard_update=True)
+  tf.train.Checkpoint(optimizer=second).restore(saved)
+  pairs = [(tf.ones(weight.shape), weight) for weight in weights]
+  with pytest.raises(RuntimeError, match=r"Call build\(variables\) inside"):
+    testbed.run(lambda: second.apply_gradients(pairs))
+
+
 @pytest.mark.parametrize("way", [_by_pickle, _by_copy])
 @pytest.mark.parametrize("which", KERASES)
 def test_pickled(which: str, way: Any, tmp_path: pathlib.Path) -> None:
@@ -458,6 +552,8 @@ def test_slots_are_whole(which: str) -> None:
       [optimizer.get_slot(w, n).numpy() for w in weights for n in names]
     )
     assert optimizer.get_slot(weights[0], "none") is None
+  with pytest.raises(TypeError, match=r"is read only.* optimizer.variables"):
+    optimizer.get_slot(weights[0], names[0]).assign(np.ones([3, 2]))
   for one, other in zip(*slots, strict=True):
     np.testing.assert_array_equal(one, other)
 
@@ -505,14 +601,16 @@ def test_fit_and_model_files(
 # ------------------------------------------------------------- other engines
 
 
-@pytest.mark.parametrize("which", KERASES)
-def test_virtual_tpu(which: str) -> None:
+@pytest.mark.parametrize(
+  ("which", "limit"), [("keras", "clipnorm"), ("tf_keras", "global_clipnorm")]
+)
+def test_virtual_tpu(which: str, limit: str) -> None:
   strategy = testbed.virtual(4)
   states = []
   for sharded in (False, True):
     weights, optimizer = build(
       which,
-      functools.partial(make_plain, "Adam", global_clipnorm=4.0),
+      functools.partial(make_plain, "nesterov", **{limit: 4.0}),
       strategy,
       shard_update=sharded,
       skip_nonfinite=True,
@@ -558,7 +656,6 @@ class _Vouched(keras.optimizers.Adam):
     (keras.optimizers.Adafactor(), "Adafactor may use norms or shapes"),
     (keras.optimizers.Lamb(), "Lamb may use norms or shapes"),
     (_Vouched(), "_Vouched may use norms or shapes"),
-    (keras.optimizers.Adam(clipnorm=1.0), "Use `global_clipnorm`"),
     (
       keras.optimizers.Adam(gradient_accumulation_steps=2),
       "Use `accumulate_steps`",
@@ -581,10 +678,11 @@ def test_vouched_for() -> None:
   assert_equal(*states, bound=1e-6)
 
 
-def test_vouched_for_and_clipped_by_a_norm() -> None:
-  with pytest.raises(ValueError, match="global_clipnorm=1"):
+@pytest.mark.parametrize("limit", ["clipnorm", "global_clipnorm"])
+def test_vouched_for_and_clipped_by_a_norm(limit: str) -> None:
+  with pytest.raises(ValueError, match=f"has {limit}=1"):
     keras3.CrossShardOptimizer(
-      _Vouched(global_clipnorm=1.0), shard_update="elementwise"
+      _Vouched(**{limit: 1.0}), shard_update="elementwise"
     )
 
 
@@ -602,10 +700,14 @@ def test_unknown_value() -> None:
     keras3.CrossShardOptimizer("adam", shard_update="yes")
 
 
-def test_legacy_optimizers_are_refused() -> None:
-  opt = tf_keras.optimizers.legacy.Adam()
-  with pytest.raises(ValueError, match="Adam may use norms or shapes"):
-    ours_tf_keras.CrossShardOptimizer(opt, shard_update="elementwise")
+class _Older(tf_keras.optimizers.legacy.Adam):
+  """A class of the user's."""
+
+
+@pytest.mark.parametrize("kind", [tf_keras.optimizers.legacy.Adam, _Older])
+def test_legacy_optimizers_are_refused(kind: Any) -> None:
+  with pytest.raises(ValueError, match=rf"{kind.__name__} is one of .*legacy"):
+    ours_tf_keras.CrossShardOptimizer(kind(), shard_update="elementwise")
 
 
 def test_averages_are_built_before_the_first_step() -> None:

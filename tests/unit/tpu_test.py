@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import testbed, tpu_resolver, tpu_tasks
-from tf_cross_shard import CrossShardOptimizer, collectives, groups
+from tf_cross_shard import CrossShardOptimizer, collectives, groups, schedules
 from tf_cross_shard.collectives import tpu
 
 STRATEGIES = [
@@ -171,6 +171,33 @@ def test_which_strategies_are_one_program() -> None:
   assert tpu.is_tpu(tpu_tasks.virtual(2))
   assert not tpu.is_tpu(testbed.mirrored())
   assert not tpu.is_tpu(tf.distribute.get_strategy())
+
+
+def test_rates_of_groups_follow_the_replica() -> None:
+  """Also in Keras' weight decay, which merges: there is no replica context."""
+  graph, weights = _trace(
+    4,
+    lambda: CrossShardOptimizer(
+      tf.keras.optimizers.AdamW(schedules.PerGroup([0.1, 0.2])),
+      group_assignment=[[0, 2], [1, 3]],
+    ),
+  )
+
+  def is_of_replica(name: str, neighbours: Any) -> bool:
+    node = neighbours.get(name.split(":")[0].lstrip("^"))
+    # An argument of the function that is a replica's program.
+    return node is None or any(
+      is_of_replica(each, neighbours) for each in node.input
+    )
+
+  rows = [
+    is_of_replica(node.input[1], neighbours)
+    for node, neighbours in tpu_resolver.nodes(graph)
+    if node.op == "GatherV2"
+    and node.attr["Tparams"].type == tf.float32.as_datatype_enum
+  ]
+  # One for the update, and one for the decay of each weight.
+  assert rows == [True] * (1 + len(weights))
 
 
 if __name__ == "__main__":

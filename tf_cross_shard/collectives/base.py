@@ -98,14 +98,14 @@ class Engine(abc.ABC):
   ) -> list[tf.Tensor]:
     """The reverse of `reduce_scatter`: all members' `[n]`, in their order."""
     # Zeros in the others' places add nothing.
-    is_mine = tf.range(groups.group_size)[:, tf.newaxis] == self.position(
-      groups
-    )
-    spread = [
-      tf.reshape(tf.where(is_mine, part, tf.zeros_like(part)), [-1])
-      for part in parts
-    ]
+    spread = [self.spread(part, groups) for part in parts]
     return self.all_reduce_sum(spread, groups)
+
+  def spread(self, part: tf.Tensor, groups: groups_lib.Groups) -> tf.Tensor:
+    """`[group_size * n]`: `[n]` at this member's place among zeros."""
+    places = tf.range(groups.group_size)[:, tf.newaxis]
+    is_mine = places == self.position(groups)
+    return tf.reshape(tf.where(is_mine, part, tf.zeros_like(part)), [-1])
 
   def position(self, groups: groups_lib.Groups) -> Any:
     """This replica's place among the sorted members of its group."""

@@ -26,8 +26,6 @@ def make_reducible(
     return list(grads)
   return [
     indexed_slices.to_dense(grad, variable)
-    if isinstance(grad, tf.IndexedSlices)
-    else grad
     for grad, variable in zip(grads, variables, strict=True)
   ]
 
@@ -38,6 +36,7 @@ def reduce_gradients(
   groups: groups_lib.Groups,
   wire_dtype: tf.DType | None = None,
   wire_scale: Any = None,
+  beside: Sequence[tf.Tensor] = (),
 ) -> list[Gradient]:
   """Sums every gradient over this replica's group.
 
@@ -52,6 +51,8 @@ def reduce_gradients(
     wire_dtype: What gradients are rounded to on the wire; None for exact sums.
     wire_scale: What they are multiplied by meanwhile, so that small ones are
       not rounded to 0; a power of two changes no digit.
+    beside: Other dense tensors, which travel in the same buffers and as they
+      are. Their sums are the last ones of the result.
   """
   if wire_scale is not None:
     grads = [indexed_slices.times(grad, wire_scale) for grad in grads]
@@ -61,13 +62,16 @@ def reduce_gradients(
   ]
   rows = [i for i in range(len(grads)) if is_sparse[i]]
   sums: list[Gradient] = [None] * len(grads)
-  for at, add_up in ((dense, _sum_dense), (rows, _sum_sparse)):
-    totals = add_up([grads[i] for i in at], engine, groups, wire_dtype)
+  of_dense = _sum_dense(
+    [grads[i] for i in dense], engine, groups, wire_dtype, beside
+  )
+  of_rows = _sum_sparse([grads[i] for i in rows], engine, groups, wire_dtype)
+  for at, totals in ((dense, of_dense[: len(dense)]), (rows, of_rows)):
     for i, total in zip(at, totals, strict=True):
       sums[i] = total
   if wire_scale is not None:
     sums = [indexed_slices.times(grad, 1.0 / wire_scale) for grad in sums]
-  return sums
+  return [*sums, *of_dense[len(dense) :]]
 
 
 def _sum_dense(
@@ -75,19 +79,21 @@ def _sum_dense(
   engine: base.Engine,
   groups: groups_lib.Groups,
   wire_dtype: tf.DType | None,
+  beside: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
   """Sums packed buffers, unless the engine packs by itself."""
-  if not grads or groups.group_size == 1:
-    return list(grads)
+  wide = [*grads, *beside]
+  if not wide or groups.group_size == 1:
+    return wide
   # Narrowing a buffer instead would copy it once more.
-  narrow = packing.narrow(grads, wire_dtype)
+  narrow = [*packing.narrow(grads, wire_dtype), *beside]
   add_up = engine.all_reduce_narrow if wire_dtype else engine.all_reduce_sum
   if engine.bucket_bytes is None:
     sums = add_up(narrow, groups)
   else:
     buffers, unpack = packing.pack(narrow, engine.bucket_bytes)
     sums = unpack(add_up(buffers, groups))
-  return packing.widen(sums, grads)
+  return packing.widen(sums, wide)
 
 
 def _sum_sparse(

@@ -19,6 +19,7 @@ import tensorflow as tf
 _lock: Final = threading.Lock()
 # The methods of a strategy that return something else for an isolated replica.
 _OVERRIDDEN: Final = ("_use_merge_call", "_replica_ctx_all_reduce")
+_merging: Final = threading.local()
 
 
 @contextlib.contextmanager
@@ -57,9 +58,22 @@ def isolate_in_one_program(
 
 def replica_id() -> int | None:
   """This replica's number, if it is known when the program is built."""
+  replica = current_replica()
+  return replica if isinstance(replica, int) else None
+
+
+def current_replica() -> Any:
+  """This replica's number; a tensor where all replicas are one program.
+
+  None outside of replicas. In such a program an isolated merge call, as Keras
+  makes one for weight decay, is inside.
+  """
   context = tf.distribute.get_replica_context()
-  static = tf.get_static_value(context.replica_id_in_sync_group)
-  return None if static is None else int(static)
+  if context is None:
+    return getattr(_merging, "replica", None)
+  replica = context.replica_id_in_sync_group
+  static = tf.get_static_value(replica)
+  return replica if static is None else int(static)
 
 
 @contextlib.contextmanager
@@ -172,6 +186,20 @@ class _NotReducingContext(_ReducedContext):
 
 class _OneProgramContext(_NotReducingContext):
   """A replica context whose merge calls take nothing from other replicas."""
+
+  def merge_call(
+    self,
+    merge_fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+  ) -> Any:
+    """Merges at once, in this thread; `current_replica` stays this one."""
+    outside = getattr(_merging, "replica", None)
+    _merging.replica = self.replica_id_in_sync_group
+    try:
+      return super().merge_call(merge_fn, args, kwargs)
+    finally:
+      _merging.replica = outside
 
   def strategy_in_merge(self, strategy: Any) -> Any:
     """The strategy that merged functions see."""

@@ -54,8 +54,6 @@ class Window:
     """
     dense = [
       indexed_slices.to_dense(grad, variable)
-      if isinstance(grad, tf.IndexedSlices)
-      else grad
       for grad, variable in zip(grads, variables, strict=True)
     ]
     with isolate():

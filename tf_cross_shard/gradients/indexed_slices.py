@@ -48,13 +48,15 @@ def _is_unique(indices: Any) -> bool:
   return False
 
 
-def to_dense(slices: tf.IndexedSlices, variable: tf.Variable) -> tf.Tensor:
-  """The dense gradient, of the shape of `variable`.
+def to_dense(slices: Any, variable: Any) -> Any:
+  """The dense gradient, of the shape of `variable`; others as they are.
 
   >>> slices = tf.IndexedSlices(tf.constant([[2.0]]), tf.constant([1]))
   >>> to_dense(slices, tf.Variable([[0.0], [0.0]])).numpy().tolist()
   [[0.0], [2.0]]
   """
+  if not isinstance(slices, tf.IndexedSlices):
+    return slices
   dense = tf.math.unsorted_segment_sum(
     slices.values, slices.indices, variable.shape[0]
   )

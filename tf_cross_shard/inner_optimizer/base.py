@@ -24,6 +24,8 @@ class InnerOptimizer(abc.ABC):
       `loss_scaling`.
     plain: State and weights as an optimizer without shards has them, where
       this one is built on parts of the weights; else None.
+    checkpointed: Whose children a checkpoint sees: the optimizer's, or what
+      stands in its place where its state is in parts.
     is_fused: Whether kernels may do the optimizer's steps; see `fused_update`.
   """
 
@@ -31,6 +33,7 @@ class InnerOptimizer(abc.ABC):
     self.optimizer = optimizer
     self.around: Any = None
     self.plain: Any = None
+    self.checkpointed: Any = optimizer
     self.is_fused = False
     self._thread = threading.local()  # Replicas may be threads.
 
@@ -207,9 +210,11 @@ class InnerOptimizer(abc.ABC):
     they are finite it calls our optimizer, and so this method, once more.
     """
     if self.around is None or self.is_within:
+      last = innermost(self.optimizer)
       with contextlib.ExitStack() as stack:
+        if self.plain is not None:
+          stack.enter_context(_without_clipnorm(last))
         if self.is_fused:
-          last = innermost(self.optimizer)
           stack.enter_context(fused_update.in_place(last, self._index))
         self._apply(grads, variables, through_apply)
       return
@@ -242,6 +247,12 @@ class InnerOptimizer(abc.ABC):
   def slots(self, variable: Any) -> dict[str, Any]:
     """The slots of `variable`, by name; empty where there are none."""
 
+  def slot(self, variable: Any, name: str) -> Any:
+    """A slot for the user; None where there is none."""
+    if self.plain is not None:
+      return self.plain.view(variable, name)
+    return self.slots(variable).get(name)
+
   @abc.abstractmethod
   def slot_names(self) -> list[str]:
     """The name of every slot, once, in order of creation."""
@@ -252,6 +263,17 @@ def innermost(optimizer: Any) -> Any:
   while hasattr(optimizer, "inner_optimizer"):
     optimizer = optimizer.inner_optimizer
   return optimizer
+
+
+@contextlib.contextmanager
+def _without_clipnorm(optimizer: Any) -> Iterator[None]:
+  """Keeps an optimizer of parts, whose norms are no weight's, from clipping."""
+  limit = optimizer.clipnorm
+  vars(optimizer)["clipnorm"] = None
+  try:
+    yield
+  finally:
+    vars(optimizer)["clipnorm"] = limit
 
 
 def slots_at(

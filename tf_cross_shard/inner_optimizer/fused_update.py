@@ -49,16 +49,24 @@ def find_kernel(optimizer: Any) -> kernels.Kernel | None:
   >>> find_kernel(tf.keras.optimizers.Adam(amsgrad=True)) is None
   True
   """
-  kind = type(optimizer)
-  place = kind.__module__.split(".")
-  is_keras = place[:3] in (
-    ["keras", "src", "optimizers"],
-    ["tf_keras", "src", "optimizers"],
-  )
-  if not is_keras or len(place) != 4 or "update_step" in vars(optimizer):
+  choose = _CHOICES.get(keras_class(optimizer))
+  if choose is None or "update_step" in vars(optimizer):
     return None
-  name = _CHOICES.get(kind.__name__, lambda opt: None)(optimizer)
+  name = choose(optimizer)
   return None if name is None else kernels.KERNELS[name]
+
+
+def keras_class(optimizer: Any) -> str:
+  """The name of the class, if it is Keras' own and not a legacy one; else "".
+
+  >>> keras_class(tf.keras.optimizers.Adam())
+  'Adam'
+  """
+  kind = type(optimizer)
+  library, *place = kind.__module__.split(".")
+  is_keras = library in ("keras", "tf_keras") and len(place) == 3
+  is_own = is_keras and place[:2] == ["src", "optimizers"]
+  return kind.__name__ if is_own else ""
 
 
 @contextlib.contextmanager

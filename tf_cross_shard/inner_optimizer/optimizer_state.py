@@ -89,12 +89,28 @@ def loss_scale_of(optimizer: Any) -> list[Any]:
   return [variable for variable in both if variable is not None]
 
 
-def gradient_sums(optimizer: Any) -> list[Any]:
-  """What gradients are added up in: each replica has its own."""
+def learning_rates(optimizer: Any) -> list[Any]:
+  """The variables of learning rates; those of schedules are none."""
+  return [
+    rate
+    for layer in layers(optimizer)
+    for rate in (
+      getattr(layer, "_learning_rate", None),
+      getattr(layer, "_hyper", {}).get("learning_rate"),  # legacy
+    )
+    if hasattr(rate, "assign")
+  ]
+
+
+def member_state(optimizer: Any) -> list[Any]:
+  """What members of a group may have each for themselves.
+
+  What gradients are added up in, for one.
+  """
   return [
     variable
     for layer in layers(optimizer)
-    for name in ("_window_variables", "_accumulated_gradients")
+    for name in ("_member_state", "_accumulated_gradients")
     for variable in getattr(layer, name, ())
   ]
 
@@ -107,10 +123,9 @@ def _plain_of(optimizer: Any) -> Any:
 def _unlisted(optimizer: Any) -> list[Any]:
   """The variables of an optimizer that its own list leaves out."""
   others = [
-    getattr(optimizer, "skipped_steps", None),
     getattr(optimizer, "_learning_rate", None),  # tf_keras
     *loss_scale_of(optimizer),
-    *getattr(optimizer, "_window_variables", ()),
+    *getattr(optimizer, "_own_state", ()),
     # The learning rate and other settings of tf_keras' legacy optimizers.
     *getattr(optimizer, "_hyper", {}).values(),
   ]

@@ -282,7 +282,7 @@ class TfKerasWrapper(wrapper.OptimizerWrapper, tf_keras.optimizers.Optimizer):
 
     A checkpoint asks for the slots of everything that it saves.
     """
-    return self._inner.slots(var).get(name)
+    return self._inner.slot(var, name)
 
   def __dir__(self) -> list[str]:
     """Adds the names by which a checkpoint finds slots of legacy optimizers."""

@@ -202,13 +202,13 @@ class OptimizerWrapper:
       name: One of `get_slot_names()`.
 
     Returns:
-      The slot; None where there is none.
+      The slot; None where there is none. Under `shard_update` it is read only.
 
     Raises:
       TypeError: If `var` is not a variable.
     """
     validation.check_variable("var", var)
-    return self._inner.slots(var).get(name)
+    return self._inner.slot(var, name)
 
   def get_slot_names(self) -> list[str]:
     """Names of the slots; empty before the optimizer is built."""
@@ -300,22 +300,26 @@ class OptimizerWrapper:
   def build(self, variables: Any) -> None:
     """Makes the encapsulated optimizer's slots.
 
-    Pickled values wait for the slots: restore a checkpoint after `build`.
+    Values that were pickled wait for the slots: restore a checkpoint after
+    `build`.
 
     Args:
       variables: All variables that will ever be trained.
 
     Raises:
       ValueError: If pickled values have other shapes.
-      RuntimeError: If pickled values wait for the slots and this is called by
+      RuntimeError: If saved values wait for the slots and this is called by
         one of several replicas, whose slots alone would receive them.
     """
-    if self._unrestored and not tf.distribute.in_cross_replica_context():
+    waits = self._unrestored or getattr(
+      self._inner.checkpointed, "waits", False
+    )
+    if waits and not tf.distribute.in_cross_replica_context():
       replicas = tf.distribute.get_strategy().num_replicas_in_sync
       if replicas > 1:
         raise RuntimeError(
-          f"{self.name} was unpickled or copied and is not built; each of the"
-          f" {replicas} replicas would build it for itself. Call"
+          f"{self.name} was unpickled, copied or restored and is not built;"
+          f" each of the {replicas} replicas would build it for itself. Call"
           " build(variables) inside `with strategy.scope():` before the first"
           " step."
         )
@@ -412,9 +416,7 @@ class OptimizerWrapper:
   def _checkpointed(self) -> Any:
     """Whose children a checkpoint sees: its own while it is being made."""
     inner = self.__dict__.get("_inner")
-    if inner is None:
-      return super()
-    return inner.optimizer if inner.plain is None else inner.plain.checkpointed
+    return super() if inner is None else inner.checkpointed
 
   def _trackable_children(self, *args: Any, **kwargs: Any) -> Any:
     """What a checkpoint saves."""

@@ -35,6 +35,9 @@ VARIABLE: Final = "TF_CROSS_SHARD_TIMEOUT"
 _PREFIX: Final = "tf_cross_shard/"  # of keys: others may use the store
 # Seconds in which what is there is read; the store may be on another machine.
 _SHORTEST: Final = 0.2
+# Seconds that the first worker waits longer: others compare their variables
+# with it, and can tell more of what is wrong when time is up.
+_LONGER: Final = 3.0
 # A group of collectives in which no worker ever takes part.
 _PROBE: Final = 0x3FFFFFFF
 # What the store raises when the service has ended.
@@ -141,11 +144,12 @@ def exchange(
   """Tells all workers a text; returns what each of them told.
 
   All workers call it, in the same order of calls. `patience`, in seconds, is
-  added to the workers' timeout.
+  added to the workers' timeout, and `_LONGER` to the first worker's.
   """
   key = f"round/{next(_rounds)}"
   put(f"{key}/{workers.index}", text)
-  deadline = time.monotonic() + workers.timeout + patience
+  limit = workers.timeout + patience + (0.0 if workers.index else _LONGER)
+  deadline = time.monotonic() + limit
   told = [
     wait(f"{key}/{index}", deadline, sender=index)
     for index in range(len(workers.names))
@@ -155,7 +159,7 @@ def exchange(
   ]
   if missing:
     error = errors.MissingWorkerError(
-      f"{workers.names[workers.index]} waited {workers.timeout + patience:g} s"
+      f"{workers.names[workers.index]} waited {limit:g} s"
       f" for {', '.join(missing)} at: {topic}. It does not run, or does"
       " something else: look into its log, and start all workers with the same"
       f" program{if_slow(workers.timeout)}"
@@ -166,8 +170,11 @@ def exchange(
   if workers.index:
     put(f"{key}/read/{workers.index}", "")
   else:
+    deadline = time.monotonic() + limit
     for index in range(1, len(workers.names)):
-      wait(f"{key}/read/{index}", deadline, sender=index)
+      # One that has read may end because of what it read.
+      with contextlib.suppress(RuntimeError, ValueError, tf.errors.OpError):
+        wait(f"{key}/read/{index}", deadline, sender=index)
   return [each for each in told if each is not None]
 
 

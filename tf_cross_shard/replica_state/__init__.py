@@ -12,16 +12,19 @@ All functions are called eagerly, outside `strategy.run`; on several machines
 by all workers alike.
 """
 
-from collections.abc import Sequence
 from typing import Any, Final
 
-import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard.inner_optimizer import optimizer_state
 from tf_cross_shard.multi_worker import consistency
 from tf_cross_shard.replica_state import archive, group_state, replica_values
 from tf_cross_shard.replica_state.archive import CheckpointError
+from tf_cross_shard.replica_state.group_models import (
+  copy_group,
+  ensemble,
+  load_group,
+)
 from tf_cross_shard.replica_state.group_state import OutOfSyncError
 
 __all__ = [
@@ -29,7 +32,10 @@ __all__ = [
   "OutOfSyncError",
   "assert_in_sync",
   "average",
+  "copy_group",
+  "ensemble",
   "group_values",
+  "load_group",
   "restore",
   "save",
   "values",
@@ -183,13 +189,12 @@ def average(optimizer: Any, model: Any, slots: bool = False) -> None:
   found.agree("averaging with slots" if slots else "averaging")
   num_replicas = found.groups.num_replicas
   for variable in chosen:
-    dtype = tf.as_dtype(variable.dtype)
-    if not (dtype.is_floating or dtype.is_complex):
+    if not group_state.has_mean(variable):
       continue
-    mean = _mean(found.copies.read(variable, range(num_replicas)))
+    mean = group_state.mean(found.copies.read(variable, range(num_replicas)))
     here = found.copies.engine.replicas_here
     found.copies.write(variable, [mean] * len(here))
-  for each in _warnings_of(optimizer):
+  for each in group_state.warnings_of(optimizer):
     each.forget()
 
 
@@ -236,7 +241,7 @@ def save(path: Any, optimizer: Any, model: Any = None) -> None:
   found = group_state.GroupCopies(optimizer, model)
   topic = f"saving {target.name}"
   found.agree(topic)
-  for each in _warnings_of(optimizer):
+  for each in group_state.warnings_of(optimizer):
     each.look()
   apart = found.apart(topic)
   about = {
@@ -309,19 +314,13 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
   found.conclude(f"restoring {target.name}", error, checksum)
   for part, arrays in zip(found.parts, plan, strict=True):
     found.copies.write(part.variable, arrays)
-  for each in _warnings_of(optimizer):
+  for each in group_state.warnings_of(optimizer):
     each.forget()
 
 
 def _name(variable: Any) -> str:
   """What all workers call a variable."""
   return consistency.renumbered([optimizer_state.path_of(variable)])[0]
-
-
-def _warnings_of(optimizer: Any) -> list[Any]:
-  """What warns that something else made groups equal."""
-  layers = map(vars, optimizer_state.layers(optimizer))
-  return [own["_warnings"] for own in layers if "_warnings" in own]
 
 
 def _slots(optimizer: Any, variables: list[Any]) -> list[Any]:
@@ -337,17 +336,6 @@ def _slots(optimizer: Any, variables: list[Any]) -> list[Any]:
     s for v in variables for each in inner for s in each.slots(v).values()
   ]
   return list({id(slot): slot for slot in found}.values())
-
-
-def _mean(arrays: Sequence[archive.Array]) -> archive.Array:
-  """The mean, added up in 64 bits; divided before where that overflows."""
-  count, dtype = len(arrays), arrays[0].dtype
-  wide = np.complex128 if dtype.kind == "c" else np.float64
-  with np.errstate(over="ignore", invalid="ignore"):
-    total = sum(array.astype(wide) for array in arrays) / count
-    parts = sum(array.astype(wide) / count for array in arrays)
-  mean = np.where(np.isfinite(total), total, parts)
-  return np.asarray(mean).astype(dtype)
 
 
 def _check(file: archive.Archive, found: group_state.GroupCopies) -> None:

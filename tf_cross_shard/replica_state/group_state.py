@@ -44,12 +44,18 @@ class GroupCopies:
   On several machines all workers call the methods alike.
   """
 
-  def __init__(self, optimizer: Any, model: Any = None) -> None:
-    """Finds the variables, the strategy and the groups."""
-    own = set(map(id, optimizer_state.gradient_sums(optimizer)))
+  def __init__(
+    self, optimizer: Any, model: Any = None, is_whole: bool = True
+  ) -> None:
+    """Finds the variables, the strategy and the groups.
+
+    Of the optimizer only the groups unless `is_whole`; it need not be built.
+    """
+    own = set(map(id, optimizer_state.member_state(optimizer)))
+    state = optimizer_state.state_variables(optimizer) if is_whole else []
     self.parts = [
       Part(f"optimizer/{name}", variable, id(variable) not in own)
-      for name, variable in optimizer_state.state_variables(optimizer)
+      for name, variable in state
     ]
     mine = {id(replica_values.native(part.variable)) for part in self.parts}
     variables = []
@@ -193,6 +199,29 @@ def groups_of(optimizer: Any, num_replicas: int | None) -> groups_lib.Groups:
         )
       return groups
   return groups_lib.contiguous(num_replicas or 1, num_replicas or 1)
+
+
+def warnings_of(optimizer: Any) -> list[Any]:
+  """What warns that something else made groups equal."""
+  layers = map(vars, optimizer_state.layers(optimizer))
+  return [own["_warnings"] for own in layers if "_warnings" in own]
+
+
+def has_mean(variable: Any) -> bool:
+  """Whether it has a mean: not integers, such as states of random numbers."""
+  dtype = tf.as_dtype(variable.dtype)
+  return bool(dtype.is_floating or dtype.is_complex)
+
+
+def mean(arrays: Sequence[archive.Array]) -> archive.Array:
+  """The mean, added up in 64 bits; divided before where that overflows."""
+  count, dtype = len(arrays), arrays[0].dtype
+  wide = np.complex128 if dtype.kind == "c" else np.float64
+  with np.errstate(over="ignore", invalid="ignore"):
+    total = sum(array.astype(wide) for array in arrays) / count
+    parts = sum(array.astype(wide) / count for array in arrays)
+  found = np.where(np.isfinite(total), total, parts)
+  return np.asarray(found).astype(dtype)
 
 
 def _variables_of(model: Any) -> list[Any]:

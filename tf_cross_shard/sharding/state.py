@@ -6,7 +6,7 @@ settings is built on tiny weights of the same names, and in the place of each of
 its slots stands a `WholeSlot`, which reads and writes the members' parts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -113,19 +113,69 @@ class WholeSlot(_Trackable):
     self.assign(restored["VARIABLE_VALUE"].numpy())
 
 
-class _Children(_Trackable):
-  """An object of a checkpoint with given children."""
+class SlotView(WholeSlot):
+  """A slot that is read only, as `get_slot` returns it."""
 
-  def __init__(self, children: dict[str, Any]) -> None:
+  def __init__(self, slot: WholeSlot) -> None:
+    self.__dict__.update(vars(slot))
+
+  def assign(self, value: Any) -> None:
+    """Refuses: a loop that assigns slots would write parts of all replicas."""
+    del value
+    raise TypeError(
+      f"The slot {self.path} is read only under `shard_update`: its parts are"
+      " on the members of each group. Assign the variable of this name in"
+      " optimizer.variables, which gives all groups one value."
+    )
+
+
+class Children(_Trackable):
+  """What a checkpoint sees in the place of an optimizer in shards.
+
+  What is restored before the optimizer is built waits for `add`.
+  """
+
+  def __init__(self, children: dict[str, Any], optimizer: Any = None) -> None:
+    """Also has the children of `optimizer` that are not in parts."""
+    self._maybe_initialize_trackable()
     self._children = children
+    self._optimizer = optimizer
+    within = self._own().get("inner_optimizer")
+    if within is not None:
+      children["inner_optimizer"] = Children({}, within)
+
+  def add(self, built: "Children") -> None:
+    """Adds what there is when it is built, and gives it what waits."""
+    for name, child in built._children.items():
+      mine = self._children.setdefault(name, child)
+      if mine is not child:
+        mine.add(child)
+    for name, child in self._trackable_children().items():
+      self._handle_deferred_dependencies(name, child)
+
+  @property
+  def waits(self) -> bool:
+    """Whether something that was restored waits."""
+    within = self._children.get("inner_optimizer")
+    return bool(self._deferred_dependencies) or bool(within and within.waits)
+
+  def _own(self) -> dict[str, Any]:
+    """Counts, rates and scales of the optimizer itself."""
+    if self._optimizer is None:
+      return {}
+    return {
+      name: child
+      for name, child in self._optimizer._trackable_children().items()
+      if not isinstance(child, (list, dict))
+    }
 
   def _trackable_children(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
     del args, kwargs
-    return dict(self._children)
+    return {**self._own(), **self._children}
 
   def _lookup_dependency(self, name: str, *args: Any) -> Any:
     del args
-    return self._children.get(name)
+    return self._trackable_children().get(name)
 
 
 class PlainState:
@@ -135,7 +185,7 @@ class PlainState:
     variables: Those of the plain optimizer, in its order: whole slots, and the
       optimizer's own counts and rates.
     trainable_variables: What the plain optimizer would be built on.
-    checkpointed: What a checkpoint saves in the optimizer's place.
+    children: What a checkpoint saves in the optimizer's place.
   """
 
   def __init__(
@@ -176,16 +226,17 @@ class PlainState:
     self._slots: list[dict[str, WholeSlot]] = [{} for _ in weights]
     last, named = base.innermost(optimizer), base.innermost(plain)
     in_rows: set[int] = set()
-    for attribute, slots in _slot_lists(named, len(tiny)):
-      rows = getattr(last, attribute)
-      in_rows |= set(map(id, rows))
-      for i, (slot, weight) in enumerate(zip(slots, weights, strict=True)):
-        row, start = places[i]
+    for i, (weight, (row, start)) in enumerate(
+      zip(weights, places, strict=True)
+    ):
+      for attribute, slot in base.slots_at(named, i, len(tiny), ()):
+        part = getattr(last, attribute)[row]
         whole = WholeSlot(
-          slot, rows[row], start, tuple(weight.shape), groups, strategy
+          slot, part, start, tuple(weight.shape), groups, strategy
         )
+        in_rows.add(id(part))
         self._found[id(slot)] = whole
-        self._slots[i][names[row][id(rows[row])]] = whole
+        self._slots[i][names[row][id(part)]] = whole
     others = [
       v for v in optimizer_state.listed(optimizer) if id(v) not in in_rows
     ]
@@ -194,7 +245,7 @@ class PlainState:
     for one, other in zip(own, others, strict=True):
       self._found[id(one)] = other
     self.variables = [self._found[id(v)] for v in listed]
-    self.checkpointed = self._children(plain, optimizer)
+    self.children = self._children(plain)
 
   def index(self, variable: Any) -> int | None:
     """The place of a variable among those that are trained."""
@@ -204,6 +255,11 @@ class PlainState:
     """The slots of a weight, by name."""
     index = self.index(variable)
     return {} if index is None else dict(self._slots[index])
+
+  def view(self, variable: Any, name: str) -> SlotView | None:
+    """A slot of a weight for the user; None where there is none."""
+    slot = self.slots(variable).get(name)
+    return None if slot is None else SlotView(slot)
 
   def save_own_variables(self, store: Any) -> None:
     """Saves what the plain optimizer would save."""
@@ -226,32 +282,15 @@ class PlainState:
     for variable, value in zip(self.variables, weights, strict=True):
       variable.assign(value)
 
-  def _children(self, plain: Any, optimizer: Any) -> _Children:
-    """The children of the plain optimizer, with state in their place."""
-    children = {}
+  def _children(self, plain: Any) -> Children:
+    """The plain optimizer's lists, with state in the place of its slots."""
+    children: dict[str, Any] = {}
     for name, child in plain._trackable_children().items():
       if isinstance(child, list):
         mine = [self._found.get(id(each), each) for each in child]
-        children[name] = _Children({str(i): v for i, v in enumerate(mine)})
+        children[name] = Children({str(i): v for i, v in enumerate(mine)})
       elif name == "inner_optimizer":
-        children[name] = self._children(child, optimizer.inner_optimizer)
-      elif id(child) in self._found:
-        children[name] = self._found[id(child)]
-      else:
-        own = getattr(optimizer, name, child)
-        is_plain = isinstance(child, dict) or not isinstance(own, _Trackable)
-        children[name] = child if is_plain else own
-    return _Children(children)
-
-
-def _slot_lists(optimizer: Any, count: int) -> Iterator[tuple[str, list[Any]]]:
-  """Yields attribute and list of each kind of slot."""
-  own = set(map(id, optimizer.variables))
-  for attribute, values in list(vars(optimizer).items()):
-    if (
-      isinstance(values, list)
-      and len(values) == count
-      and attribute not in ("_variables", "_trainable_variables")
-      and all(id(value) in own for value in values)
-    ):
-      yield attribute, values
+        children[name] = self._children(child)
+      elif isinstance(child, dict):
+        children[name] = child
+    return Children(children)

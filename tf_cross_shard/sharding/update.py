@@ -27,7 +27,7 @@ from tf_cross_shard import validation
 from tf_cross_shard.collectives import base as engines
 from tf_cross_shard.gradients import indexed_slices, nonfinite, packing
 from tf_cross_shard.gradients.clipping import Gradient
-from tf_cross_shard.inner_optimizer import base
+from tf_cross_shard.inner_optimizer import base, fused_update
 from tf_cross_shard.sharding import state
 
 # Keras' classes whose update of an element depends on that element only.
@@ -64,24 +64,27 @@ def check(optimizer: Any, shard_update: Any) -> bool:
       f" {shard_update!r}."
     )
   last = base.innermost(optimizer)
-  kind = type(last)
-  place = kind.__module__.split(".")
-  is_keras = place[1:3] == ["src", "optimizers"]
-  is_legacy = is_keras and len(place) != 4
-  is_elementwise = is_keras and kind.__name__ in _ELEMENTWISE
-  if is_legacy or (not is_elementwise and shard_update is True):
+  kind = type(last).__name__
+  if not hasattr(last, "build"):
     raise ValueError(
-      f"`shard_update` is True, and {kind.__name__} may use norms or shapes of"
+      f"`shard_update` is {shard_update!r}, and {kind} is one of"
+      " tf_keras.optimizers.legacy, which cannot be built on parts of weights."
+      " Use one of tf_keras.optimizers."
+    )
+  is_elementwise = fused_update.keras_class(last) in _ELEMENTWISE
+  if not is_elementwise and shard_update is True:
+    raise ValueError(
+      f"`shard_update` is True, and {kind} may use norms or shapes of"
       " whole variables, which a part of them does not have. Use one of"
       f" {', '.join(_ELEMENTWISE)}, or, if each element of your class's update"
       ' depends on that element only, shard_update="elementwise".'
     )
   remedies = {
     "gradient_accumulation_steps": "Use `accumulate_steps` of this one.",
-    "clipnorm": "Use `global_clipnorm`.",
   }
   if not is_elementwise:  # What its class does first is not known.
-    remedies["global_clipnorm"] = "Clip in your class, or before."
+    for limit in ("clipnorm", "global_clipnorm"):
+      remedies[limit] = "Clip in your class, or before."
   for argument, remedy in remedies.items():
     if getattr(last, argument, None):
       raise ValueError(
@@ -106,6 +109,7 @@ class ShardedUpdate:
     self._groups = groups
     self.rows: list[Row] = []
     self.variables: list[Any] = []  # whole, in the user's order
+    self._inner.checkpointed = state.Children({}, inner.optimizer)
 
   @property
   def shards(self) -> list[Any]:
@@ -145,6 +149,7 @@ class ShardedUpdate:
       )
     if last.use_ema:
       self._start_alike(self._start_averages)
+    self._inner.checkpointed.add(self._inner.plain.children)
 
   def _start_alike(self, start: Callable[[], None]) -> None:
     """Lets each replica give variables their first values."""
@@ -212,8 +217,7 @@ class ShardedUpdate:
             f" optimizer was built on under `shard_update`; {weight.name} has"
             " none. Build it on the variables that are trained."
           )
-        if isinstance(grad, tf.IndexedSlices):
-          grad = indexed_slices.to_dense(grad, variable)
+        grad = indexed_slices.to_dense(grad, variable)
         pieces.append(_flat(indexed_slices.cast(grad, variable)))
       rows.append(pieces)
     return rows
@@ -266,6 +270,28 @@ class ShardedUpdate:
     nan = tf.where(count > 0, float("nan"), 0.0)
     return [part + tf.cast(nan, part.dtype) for part in parts]
 
+  def clip_each(
+    self, parts: Sequence[tf.Tensor], limit: Any
+  ) -> list[tf.Tensor]:
+    """Clips the gradient of each weight by its own norm."""
+    squares = []
+    for part, row in zip(parts, self.rows, strict=True):
+      if part.dtype.size < tf.float32.size:
+        part = tf.cast(part, tf.float32)
+      # A weight may lie in several parts; zeros add nothing to a norm.
+      whole = self._engine.spread(tf.square(part), self._groups)
+      pieces = self._split(whole, row)
+      squares.append(tf.stack([tf.reduce_sum(piece) for piece in pieces]))
+    scales = []
+    totals = self._engine.all_reduce_sum(squares, self._groups)
+    for part, row, total in zip(parts, self.rows, totals, strict=True):
+      bound = tf.cast(limit, total.dtype)
+      scale = tf.cast(bound / tf.maximum(tf.sqrt(total), bound), part.dtype)
+      each = zip(row.sizes, tf.unstack(scale), strict=True)
+      scales.append([tf.fill([size], one) for size, one in each])
+    own = self.own_parts(scales)
+    return [part * scale for part, scale in zip(parts, own, strict=True)]
+
   def clip(self, parts: Sequence[tf.Tensor], limit: Any) -> list[tf.Tensor]:
     """Clips by the norm of all parts of all rows together."""
     squares = [tf.reduce_sum(tf.square(part)) for part in parts]
@@ -294,11 +320,8 @@ class ShardedUpdate:
   def write(self, joined: Sequence[tf.Tensor], is_step: Any) -> None:
     """Gives this replica the weights, constrained after a step; isolated."""
     for row, whole in zip(self.rows, joined, strict=True):
-      padding = row.part * self._groups.group_size - sum(row.sizes)
-      sizes = [*row.sizes, padding] if padding else row.sizes
-      for weight, piece in zip(
-        row.weights, tf.split(whole, sizes), strict=False
-      ):
+      pieces = self._split(whole, row)
+      for weight, piece in zip(row.weights, pieces, strict=True):
         is_flat = len(weight.shape) == 1
         weight.assign(piece if is_flat else tf.reshape(piece, weight.shape))
     for variable in self.variables:
@@ -321,9 +344,18 @@ class ShardedUpdate:
 
     self._engine.strategy.run(join)
 
+  def _padding(self, row: Row) -> int:
+    """How many zeros equal parts need at the end of a row."""
+    return row.part * self._groups.group_size - sum(row.sizes)
+
+  def _split(self, whole: tf.Tensor, row: Row) -> list[tf.Tensor]:
+    """The weights' pieces of a padded row."""
+    pieces = tf.split(whole, [*row.sizes, self._padding(row)])
+    return list(pieces[:-1])
+
   def _padded(self, pieces: Sequence[tf.Tensor], row: Row) -> tf.Tensor:
     """Pieces in a row, with zeros behind them for equal parts."""
-    missing = row.part * self._groups.group_size - sum(row.sizes)
+    missing = self._padding(row)
     if missing:
       pieces = [*pieces, tf.zeros([missing], pieces[0].dtype)]
     return tf.concat(pieces, 0)

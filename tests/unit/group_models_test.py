@@ -1,0 +1,521 @@
+"""Groups as models: taken out, copied to another, joined in one.
+
+In one process; several workers are in multi_worker_replicas_test.py.
+"""
+# bazel: size=large
+
+import functools
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+from absl import logging
+
+from tests.support import replica_state_cases as cases
+from tests.support import testbed
+from tf_cross_shard import keras3, replica_state
+from tf_cross_shard import tf_keras as sharded
+from tf_cross_shard.replica_state import group_state
+
+N = testbed.REPLICAS
+CROSSED = [[3, 0], [1, 2]]
+STRATEGIES: dict[str, Callable[[], Any]] = {
+  "mirrored": testbed.mirrored,
+  "virtual": functools.partial(testbed.virtual, N),
+}
+LIBRARIES = {"keras": (keras, keras3), "tf_keras": (tf_keras, sharded)}
+X = np.random.default_rng(3).integers(-4, 5, (8, 3)).astype("float32")
+in_both = pytest.mark.parametrize("library", LIBRARIES)
+everywhere = pytest.mark.parametrize("where", STRATEGIES)
+
+
+def _made(
+  where: str,
+  library: str,
+  make: Callable[[Any], Any],
+  groups: Any = CROSSED,
+  optimizer: str = "SGD",
+  **options: Any,
+) -> tuple[Any, Any]:
+  """A model of which each replica has its own, and a compiled optimizer."""
+  home, wrapper = LIBRARIES[library]
+  with STRATEGIES[where]().scope():
+    model = make(home)
+    opt = getattr(home.optimizers, optimizer)(0.5)
+    optimizer = wrapper.CrossShardOptimizer(
+      opt, group_assignment=groups, **options
+    )
+    model.compile(optimizer, "mse")
+  assert len(groups) * len(groups[0]) == N >= len(groups) > 1
+  _spread(model, groups)
+  return model, optimizer
+
+
+def _spread(model: Any, groups: Sequence[Sequence[int]]) -> None:
+  """Gives groups other weights, and replicas other statistics."""
+  for i, variable in enumerate(model.variables):
+    if not tf.as_dtype(variable.dtype).is_floating:
+      continue
+    rng = np.random.default_rng(i)
+    whole = rng.integers(1, 5, (N, *variable.shape)).astype("float32")
+    if variable.trainable:
+      for members in groups:
+        whole[members] = whole[members[0]]
+    elif "variance" in variable.name:  # Means of a group: 4 and 16.
+      for j, variances in enumerate(([1, 10], [7, 22])):
+        for members, value in zip(groups, variances, strict=True):
+          whole[members[j]] = value
+    cases.spread(variable, list(whole))
+
+
+def _network(home: Any) -> Any:
+  """Whole numbers in, and powers of two from the statistics: exact."""
+  inputs = home.Input((3,))
+  x = home.layers.Dense(4, name="first")(inputs)
+  x = home.layers.BatchNormalization(epsilon=0.0)(x)
+  x = home.layers.Dropout(0.5)(x)
+  return home.Model(inputs, home.layers.Dense(2, name="last")(x))
+
+
+def _expected(model: Any, members: Sequence[int], x: Any = X) -> Any:
+  """What the network predicts with a group's weights, in NumPy."""
+  found = [testbed.copies(variable) for variable in model.weights]
+  first = members[0]
+  kernel, bias, gamma, beta = (copies[first] for copies in found[:4])
+  mean, variance = (
+    np.mean([copies[r] for r in members], axis=0, dtype="float64")
+    for copies in found[4:6]
+  )
+  x = (x @ kernel + bias - mean) / np.sqrt(variance) * gamma + beta
+  return x @ found[6][first] + found[7][first]
+
+
+# ------------------------------------------------------------------ load_group
+
+
+@in_both
+@everywhere
+def test_one_group_as_a_plain_model(where: str, library: str) -> None:
+  """Against NumPy; also inside of the scope, where `fit` calls callbacks."""
+  model, optimizer = _made(where, library, _network)
+  before = [testbed.copies(variable) for variable in model.variables]
+  right = [_expected(model, members) for members in CROSSED]
+  assert np.abs(right[0] - right[1]).max() > 1
+  with STRATEGIES[where]().scope():
+    plain = [replica_state.load_group(model, i, optimizer) for i in (0, 1)]
+  for one, expected in zip(plain, right, strict=True):
+    np.testing.assert_array_equal(one.predict(X, verbose=0), expected)
+    assert [layer.name for layer in one.layers] == [
+      layer.name for layer in model.layers
+    ]
+    assert one.distribute_strategy is tf.distribute.get_strategy()
+    assert getattr(one, "optimizer", None) is None
+    for variable in one.variables:
+      assert len(testbed.copies(variable)) == 1
+  assert model.optimizer is not None
+  for variable, copies in zip(model.variables, before, strict=True):
+    np.testing.assert_array_equal(testbed.copies(variable), copies)
+  again = replica_state.load_group(model, np.int64(1), optimizer, plain[0])
+  assert again is plain[0]
+  np.testing.assert_array_equal(
+    again.predict(X, verbose=0), plain[1].predict(X, verbose=0)
+  )
+
+
+@in_both
+def test_subclassed_and_nested_models(library: str) -> None:
+  """Those that Keras makes again from their configuration, local classes too.
+
+  What a layer computes of its variables is computed again.
+  """
+  home = LIBRARIES[library][0]
+
+  class Scale(home.layers.Layer):
+    def build(self, shape: Any) -> None:
+      self.scale = self.add_weight(
+        shape=(shape[-1],), name="scale", initializer="ones"
+      )
+
+    def call(self, inputs: Any) -> Any:
+      return inputs * self.scale
+
+  class Net(home.Model):
+    def __init__(self, units: int, **options: Any) -> None:
+      super().__init__(**options)
+      self.units = units
+      self.layer = home.layers.Dense(units)
+
+    def call(self, inputs: Any) -> Any:
+      return self.layer(inputs)
+
+    def get_config(self) -> dict[str, Any]:
+      return {"units": self.units}
+
+  def nested(home: Any) -> Any:
+    adapted = home.layers.Normalization()
+    adapted.adapt(np.array([[1.0, 2.0, 3.0], [3.0, 6.0, 7.0]], "float32"))
+    inner = home.Sequential([home.Input((3,)), adapted, Scale()])
+    inputs = {"x": home.Input((3,), name="x"), "y": home.Input((3,), name="y")}
+    return home.Model(
+      inputs, {"sum": inner(inputs["x"]) + Scale()(inputs["y"])}
+    )
+
+  model, optimizer = _made("mirrored", library, nested)
+  for variable, value in zip(
+    model.weights[:2], ([2, 4, 5], [1, 4, 4]), strict=True
+  ):
+    variable.assign(np.array(value, "float32"))
+  plain = replica_state.load_group(model, 1, optimizer)
+  first, second = (testbed.copies(v)[1] for v in model.trainable_variables)
+  right = (X - [2, 4, 5]) / [1, 2, 2] * first + X * second
+  data = {"x": X, "y": X}
+  np.testing.assert_allclose(
+    plain.predict(data, verbose=0)["sum"], right, rtol=1e-6
+  )
+
+  model, optimizer = _made("mirrored", library, lambda home: Net(2))
+  with pytest.raises(ValueError, match="`model` has no variables yet"):
+    replica_state.load_group(model, 0, optimizer)
+
+
+# ------------------------------------------------------------------ copy_group
+
+# Where, the groups, and arguments of the training and of the wrapper.
+COPIES: dict[str, tuple[str, str, Any, Any, dict[str, Any]]] = {
+  "mirrored": ("mirrored", "keras", CROSSED, "Adam", {}),
+  "alone": ("mirrored", "keras", [[3], [1], [0], [2]], "Adam", {}),
+  "virtual": ("virtual", "keras", CROSSED, "Adam", {"shard_update": True}),
+  "window": (
+    *("mirrored", "keras", CROSSED, "Adam"),
+    {"accumulate_steps": 2, "shard_update": True, "skip_nonfinite": True},
+  ),
+  "scaled": ("mirrored", "keras", CROSSED, "scaled", {}),
+  "tf_keras": ("mirrored", "tf_keras", CROSSED, "Adam", {}),
+  "legacy": ("virtual", "tf_keras", CROSSED, "legacy", {}),
+}
+
+
+def _optimizer(home: Any, name: str) -> Callable[[float], Any]:
+  """A maker of optimizers."""
+  if name == "legacy":
+    return functools.partial(home.optimizers.legacy.SGD, momentum=0.5)
+  if name == "scaled":
+    return lambda rate: home.optimizers.LossScaleOptimizer(
+      home.optimizers.SGD(rate, momentum=0.5, use_ema=True)
+    )
+  return getattr(home.optimizers, name)
+
+
+def _state(training: cases.Training) -> dict[str, list[bytes]]:
+  """What each replica has of everything that is saved."""
+  found = group_state.GroupCopies(training.optimizer, training.model)
+  return {
+    part.name: [v.tobytes() for v in replica_state.values(part.variable)]
+    for part in found.parts
+  }
+
+
+def _differing(
+  one: dict[str, list[bytes]],
+  mine: Sequence[int],
+  other: dict[str, list[bytes]],
+  theirs: Sequence[int],
+) -> set[str]:
+  """The variables of which some replicas have other bits than others."""
+  pairs = list(zip(mine, theirs, strict=True))
+  return {n for n in one if any(one[n][a] != other[n][b] for a, b in pairs)}
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_a_copy_is_trained_as_the_source_would_be(
+  case: str, tmp_path: pathlib.Path
+) -> None:
+  """With the target's data and learning rate, bit for bit.
+
+  The same state is then trained without the copy, where the source is given
+  the target's data and learning rate.
+  """
+  where, library, groups, optimizer, options = COPIES[case]
+  home, wrapper = LIBRARIES[library]
+  training = cases.Training(
+    STRATEGIES[where](),
+    groups,
+    seed=1,
+    optimizer=_optimizer(home, optimizer),
+    library=home,
+    wrapper=functools.partial(wrapper.CrossShardOptimizer, **options),
+  )
+  if library == "tf_keras":  # Its random numbers belong to the process.
+    training.model.layers[2].rate = 0.0
+  source, target = groups[0], groups[1]
+  assert training.replicas == N > len(source)
+  rate = training.optimizer.learning_rate
+  rates = np.full(N, 0.0625, "float32")
+  rates[target] = 0.25
+  cases.spread(rate, list(rates))
+  seeds = [v for v in training.model.variables if "seed" in v.name]
+  assert len(seeds) == (library == "keras")
+  for seed in seeds:
+    values = testbed.copies(seed)
+    cases.spread(seed, [value + i for i, value in enumerate(values)])
+  training.steps(0, 3)
+  training.save(tmp_path / "before")
+  before = _state(training)
+  own = {name for name in before if "learning_rate" in name or "seed" in name}
+  own &= _differing(before, source, before, target)
+  assert len(own) == 1 + len(seeds)
+
+  replica_state.copy_group(0, 1, training.optimizer, training.model)
+  after = _state(training)
+  rest = [replica for replica in range(N) if replica not in target]
+  assert not _differing(before, rest, after, rest)
+  changed = _differing(before, target, after, target)
+  assert not changed & own
+  assert len(changed) > 8
+  assert _differing(after, source, after, target) == own
+  x = np.random.default_rng(5).normal(size=(N, cases.EXAMPLES, 4))
+  for _ in range(3):
+    training.run(tf.constant(x, "float32"))
+  copied = _state(training)
+
+  training.restore(tmp_path / "before")
+  rates[source] = 0.25
+  cases.spread(rate, list(rates))
+  for seed in seeds:
+    values = testbed.copies(seed)
+    for one, other in zip(source, target, strict=True):
+      values[one] = values[other]
+    cases.spread(seed, values)
+  x[source] = x[target]
+  for _ in range(3):
+    training.run(tf.constant(x, "float32"))
+  assert not _differing(copied, target, _state(training), source)
+  assert len(_differing(copied, target, after, target)) > 8
+
+
+def test_a_copy_is_no_reason_to_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Groups are equal after it, and the next steps part them again."""
+  said: list[str] = []
+  monkeypatch.setattr(
+    logging, "warning", lambda text, *args: said.append(text % args)
+  )
+  model, optimizer = _made(
+    "mirrored",
+    "tf_keras",
+    lambda home: home.Sequential([home.Input((3,)), home.layers.Dense(2)]),
+  )
+  y = np.arange(16, dtype="float32").reshape(8, 2)
+
+  class Copy(tf_keras.callbacks.Callback):  # type: ignore[misc]
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+      if epoch != 1:
+        replica_state.copy_group(1, 0, optimizer, model)
+
+  model.fit(X, y, batch_size=8, epochs=3, verbose=0, callbacks=[Copy()])
+  kernel = model.trainable_variables[0]
+  one, other = replica_state.group_values(kernel, optimizer)
+  np.testing.assert_array_equal(one, other)
+  assert said == []
+
+
+# -------------------------------------------------------------------- ensemble
+
+LOAD = """
+import sys
+sys.modules["tf_cross_shard"] = None  # It cannot be imported.
+import keras, numpy as np, tensorflow as tf, tf_keras
+folder = sys.argv[1]
+right = np.load(f"{folder}/right.npz")
+for home in (keras, tf_keras):
+  name = home.__name__
+  x = {key: right[key] for key in ("x", "y")}
+  loaded = home.models.load_model(f"{folder}/{name}.keras")
+  names = [layer.name for layer in loaded.layers]
+  assert {"group_0", "group_1"} <= set(names), names
+  exported = tf.saved_model.load(f"{folder}/{name}")
+  is_list = home is tf_keras  # Its `export` takes inputs apart.
+  served = exported.serve(list(x.values()) if is_list else x)
+  for found in (loaded.predict(x, verbose=0), served):
+    for key in ("sum", "probabilities"):
+      np.testing.assert_array_equal(found[key], right[f"{name} {key}"])
+print("loaded")
+"""
+
+
+def _two_in_two_out(home: Any) -> Any:
+  """Whole numbers in the first output; probabilities in the second."""
+  inputs = {key: home.Input((3,), name=key) for key in ("x", "y")}
+  first = home.layers.Dense(4)(inputs["x"])
+  total = home.layers.Add()([first, home.layers.Dense(4)(inputs["y"])])
+  return home.Model(
+    inputs, {"sum": total, "probabilities": home.layers.Softmax()(first)}
+  )
+
+
+def test_an_ensemble_is_loaded_without_this_package(
+  tmp_path: pathlib.Path,
+) -> None:
+  """It predicts the mean of what groups predict; of both Kerases."""
+  data = {"x": X, "y": X[::-1]}
+  right: dict[str, Any] = dict(data)
+  for library, (home, _) in LIBRARIES.items():
+    model, optimizer = _made("mirrored", library, _two_in_two_out)
+    with testbed.mirrored().scope():
+      joined = replica_state.ensemble(model, optimizer)
+    alone = [
+      replica_state.load_group(model, i, optimizer).predict(data, verbose=0)
+      for i in (0, 1)
+    ]
+    found = joined.predict(data, verbose=0)
+    assert found.keys() == {"sum", "probabilities"}
+    for key, value in found.items():
+      one, other = (predicted[key] for predicted in alone)
+      assert np.abs(one - other).max() > 0.1
+      np.testing.assert_array_equal(value, (one + other) / 2)
+      right[f"{library} {key}"] = value
+    np.testing.assert_allclose(found["probabilities"].sum(-1), 1.0, rtol=1e-6)
+    kinds = {type(layer).__module__.split(".")[0] for layer in joined.layers}
+    assert kinds == {home.__name__}
+    joined.save(tmp_path / f"{library}.keras")
+    joined.export(str(tmp_path / library))
+  np.savez(tmp_path / "right.npz", **right)
+  done = subprocess.run(
+    [sys.executable, "-c", LOAD, str(tmp_path)],
+    capture_output=True,
+    text=True,
+    timeout=200,
+    check=False,
+  )
+  assert done.stdout.splitlines()[-1:] == ["loaded"], done.stderr[-3000:]
+
+
+@in_both
+def test_an_ensemble_of_some_groups(library: str) -> None:
+  """Of three of four, in another order, and of one; a list of outputs."""
+
+  def make(home: Any) -> Any:
+    inner = home.Sequential([home.Input((3,)), home.layers.Dense(2)])
+    inner.compile("sgd", "mse")  # Not again in a clone.
+    inputs = home.Input((3,))
+    return home.Model(inputs, [inner(inputs), home.layers.Dense(1)(inputs)])
+
+  groups = [[2], [0], [3], [1]]
+  model, optimizer = _made("virtual", library, make, groups)
+  plain = replica_state.load_group(model, 0, optimizer)
+  for layer in plain.layers:
+    assert getattr(layer, "optimizer", None) is None
+  for members in ([3, 0, 1], [2]):
+    joined = replica_state.ensemble(model, optimizer, members)
+    names = [layer.name for layer in joined.layers]
+    assert [n for n in names if "group" in n] == [f"group_{i}" for i in members]
+    found = joined.predict(X, verbose=0)
+    for output, (kernel, bias) in zip(found, ((0, 1), (2, 3)), strict=True):
+      copies = [testbed.copies(model.weights[i]) for i in (kernel, bias)]
+      replicas = [groups[i][0] for i in members]
+      each = [X @ copies[0][r] + copies[1][r] for r in replicas]
+      right = np.mean(each, axis=0)
+      np.testing.assert_allclose(output, right, rtol=1e-6, atol=1e-6)
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def _dense(home: Any, *names: str) -> Any:
+  layers = [home.layers.Dense(3, name=name) for name in names]
+  return home.Sequential([home.Input((3,)), *layers])
+
+
+@in_both
+def test_errors_change_nothing(library: str) -> None:
+  home = LIBRARIES[library][0]
+  model, optimizer = _made(
+    "mirrored", library, lambda home: _dense(home, "one", "two")
+  )
+  plain = _dense(home, "one", "two")
+
+  def state() -> list[bytes]:
+    variables = [*model.variables, *plain.variables, *other.variables]
+    return [c.tobytes() for v in variables for c in testbed.copies(v)]
+
+  other = plain
+  before = state()
+  optimizer.build(model.trainable_variables)
+  for wrong in (-1, 2, True, 1.0, "0", None):
+    words = "must be an integer from 0 to 1; got"
+    with pytest.raises(ValueError, match=f"`group` {words}"):
+      replica_state.load_group(model, wrong, optimizer, plain)
+    with pytest.raises(ValueError, match=f"`source` {words}"):
+      replica_state.copy_group(wrong, 0, optimizer, model)
+    with pytest.raises(ValueError, match=f"`target` {words}"):
+      replica_state.copy_group(0, wrong, optimizer, model)
+    with pytest.raises(ValueError, match=f"`members` {words}"):
+      replica_state.ensemble(model, optimizer, [0, wrong])
+  for members in ([], [0, 0]):
+    with pytest.raises(ValueError, match="`members` must name at least one"):
+      replica_state.ensemble(model, optimizer, members)
+  assert state() == before
+  for other, words in (
+    (_dense(home, "one"), "`into` has 2 variables, and `model` has 4"),
+    (_dense(home, "two", "one"), "where `model` has model/.*one/kernel"),
+    (model, "`into` has replicas"),
+    (
+      home.Sequential(
+        [home.Input((2,)), home.layers.Dense(3), home.layers.Dense(3)]
+      ),
+      r"float32 \[2, 3\], where `model` has .*float32 \[3, 3\]",
+    ),
+  ):
+    before = state()
+    with pytest.raises(ValueError, match=words):
+      replica_state.load_group(model, 0, optimizer, other)
+    assert state() == before
+
+
+@in_both
+def test_models_that_cannot_be_cloned_or_joined(library: str) -> None:
+  home = LIBRARIES[library][0]
+
+  class Net(home.Model):  # type: ignore[misc,name-defined]
+    def __init__(self, layer: Any) -> None:
+      super().__init__()
+      self.layer = layer
+
+    def call(self, inputs: Any) -> Any:
+      return self.layer(inputs)
+
+  def make(home: Any) -> Any:
+    net = Net(home.layers.Dense(2))
+    net(tf.zeros([1, 3]))
+    return net
+
+  model, optimizer = _made("mirrored", library, make)
+  with pytest.raises(ValueError, match="hand it in as `into`"):
+    replica_state.load_group(model, 1, optimizer)
+  plain = replica_state.load_group(model, 1, optimizer, make(home))
+  kernel, bias = (testbed.copies(v)[1] for v in model.variables)
+  np.testing.assert_array_equal(plain.predict(X, verbose=0), X @ kernel + bias)
+
+  def with_integers(home: Any) -> Any:
+    inputs = home.Input((3,))
+    outputs = home.layers.Dense(2)(inputs)
+    whole = home.Input((3,), dtype="int32")
+    return home.Model([inputs, whole], [outputs, whole])
+
+  model, optimizer = _made("mirrored", library, with_integers)
+  with pytest.raises(ValueError, match="an output of dtype int32"):
+    replica_state.ensemble(model, optimizer)
+  with pytest.raises(
+    TypeError, match="`model` must be a Keras model; got list"
+  ):
+    replica_state.load_group(model.variables, 0, optimizer)
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,524 @@
+"""Islands: groups that train apart and are joined every few steps."""
+
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from tests.support import replica_state_cases, testbed
+from tf_cross_shard import callbacks, keras3, replica_state
+from tf_cross_shard import tf_keras as ours_tf_keras
+
+PAIRS = [[0, 1], [2, 3]]
+STRIDED = [[0, 2], [1, 3]]
+SINGLETONS = [[0], [1], [2], [3]]
+WHERE: dict[str, Callable[[], Any]] = {
+  "mirrored": testbed.mirrored,
+  "virtual": lambda: testbed.virtual(testbed.REPLICAS),
+}
+PACKAGES = {keras: keras3, tf_keras: ours_tf_keras}
+# [steps, replicas, 3] whole numbers: their sums are exact.
+GRADS = np.random.default_rng(3).integers(-8, 9, (12, 4, 3)).astype("f")
+
+
+class Loop:
+  """A weight that groups train apart, and a step by given gradients."""
+
+  def __init__(
+    self,
+    where: str = "mirrored",
+    groups: Sequence[Sequence[int]] = PAIRS,
+    opt: Callable[[Any], Any] = lambda library: library.optimizers.SGD(0.5),
+    library: Any = keras,
+    outer: callbacks.OuterOptimizer | None = None,
+    **options: Any,
+  ) -> None:
+    self.strategy, self.groups = WHERE[where](), groups
+    with self.strategy.scope():
+      self.weight = testbed.variable(np.zeros(3, "f"), "weight", library)
+      self.optimizer = PACKAGES[library].CrossShardOptimizer(
+        opt(library), "sum", group_assignment=groups, **options
+      )
+      self.optimizer.build([self.weight])
+    self.opt, self.outer = opt, outer
+    if outer is not None:
+      outer.build(self.optimizer, [self.weight])
+    self._run = tf.function(self._step, autograph=False)
+
+  def _step(self, grads: tf.Tensor) -> None:
+    def replica_step() -> None:
+      grad = grads[testbed.replica_id()]
+      self.optimizer.apply_gradients([(grad, self.weight)])
+
+    self.strategy.run(replica_step)
+
+  def train(self, rows: np.ndarray) -> None:
+    """A step with each row of gradients."""
+    for each in rows:
+      self._run(tf.constant(each))
+      if self.outer is not None:
+        self.outer.step()
+
+  def weights(self) -> list[np.ndarray]:
+    """Each group's; its members have the same bits."""
+    found = testbed.copies(self.weight)
+    assert len(found) == testbed.REPLICAS
+    for members in self.groups:
+      assert len({found[r].tobytes() for r in members}) == 1
+    return [found[members[0]] for members in self.groups]
+
+  def joined(self) -> np.ndarray:
+    """The weight of all groups, which is their anchor."""
+    [anchor] = self.outer.optimizer._inner.trainable_variables
+    both = testbed.copies(self.weight) + testbed.copies(anchor)
+    assert len({value.tobytes() for value in both}) == 1
+    assert len(both) == 2 * testbed.REPLICAS
+    return both[0]
+
+
+def sgd(library: Any = keras) -> Any:
+  """The outer optimizer of local SGD."""
+  return library.optimizers.SGD(1.0)
+
+
+@pytest.mark.parametrize(
+  ("where", "groups", "library"),
+  [("mirrored", SINGLETONS, keras), ("virtual", STRIDED, tf_keras)],
+)
+def test_joined_in_every_step_is_the_global_mean(
+  where: str, groups: Any, library: Any
+) -> None:
+  """As plain Keras on the whole batch."""
+  task, strategy = testbed.Regression(), WHERE[where]()
+  with strategy.scope():
+    weights = task.variables(library)
+    optimizer = PACKAGES[library].CrossShardOptimizer(
+      library.optimizers.SGD(0.125), group_assignment=groups
+    )
+  outer = callbacks.OuterOptimizer(1, sgd(library))
+  outer.build(optimizer, weights)
+
+  @tf.function(autograph=False)
+  def step(x: tf.Tensor, y: tf.Tensor) -> None:
+    def replica_step() -> None:
+      mine = testbed.replica_id()
+      optimizer.minimize(
+        lambda: task.loss(weights, x[mine], y[mine]), var_list=weights
+      )
+
+    strategy.run(replica_step)
+
+  for x, y in zip(task.x, task.y, strict=True):
+    step(tf.constant(x), tf.constant(y))
+    outer.step()
+  plain = testbed.train_plain(
+    task, range(4), library.optimizers.SGD(0.125), library=library
+  )
+  for weight, expected in zip(weights, plain, strict=True):
+    for copy in testbed.copies(weight):
+      np.testing.assert_array_equal(copy, expected)
+
+
+@pytest.mark.parametrize(
+  ("where", "options"),
+  [("mirrored", {"shard_update": True}), ("virtual", {})],
+)
+def test_sgd_takes_the_average(where: str, options: dict[str, Any]) -> None:
+  """And leaves slots as they are: those are each group's."""
+
+  def opt(library: Any) -> Any:
+    return library.optimizers.SGD(0.5, momentum=0.5)
+
+  islands = Loop(
+    where, opt=opt, outer=callbacks.OuterOptimizer(3, sgd()), **options
+  )
+  other = Loop(where, opt=opt, **options)
+  for first in range(0, 9, 3):
+    for loop in (islands, other):
+      loop.train(GRADS[first : first + 2])
+    apart = islands.weights()
+    assert (apart[0] != apart[1]).any()
+    for loop in (islands, other):
+      loop.train(GRADS[first + 2 : first + 3])
+    replica_state.average(other.optimizer, [other.weight])
+    np.testing.assert_array_equal(islands.joined(), other.weights()[0])
+  for mine, its in zip(
+    islands.optimizer.variables, other.optimizer.variables, strict=True
+  ):
+    found = replica_state.group_values(mine, islands.optimizer)
+    expected = replica_state.group_values(its, other.optimizer)
+    np.testing.assert_array_equal(found, expected)
+  assert (found[0] != found[1]).any()  # The momentum is the last.
+
+
+def nesterov(
+  rows: np.ndarray, groups: Any, every: int, warmup: int = 0
+) -> list[np.ndarray]:
+  """Each group's weight after each step, of SGD(0.5) and DiLoCo's."""
+  anchor, velocity = np.zeros(3), np.zeros(3)
+  weights = np.zeros([len(groups), 3])
+  found = []
+  for step, row in enumerate(rows.astype(np.float64), 1):
+    weights = weights - 0.5 * np.stack([row[list(m)].sum(0) for m in groups])
+    difference = anchor - weights.mean(0)
+    if step <= warmup:
+      anchor = anchor - difference
+      weights[:] = anchor
+    elif (step - warmup) % every == 0:
+      velocity = 0.9 * velocity - 0.7 * difference
+      anchor = anchor + 0.9 * velocity - 0.7 * difference
+      weights[:] = anchor
+    found.append(weights.copy())
+  return found
+
+
+@pytest.mark.parametrize(
+  ("where", "groups", "library", "warmup"),
+  [
+    ("mirrored", PAIRS, keras, 0),
+    ("mirrored", SINGLETONS, tf_keras, 3),
+    ("virtual", STRIDED, keras, 3),
+  ],
+)
+def test_nesterov_in_numpy(
+  where: str, groups: Any, library: Any, warmup: int
+) -> None:
+  """After every step, over several joins, with and without warmup."""
+  outer = callbacks.OuterOptimizer(2, warmup=warmup)
+  loop = Loop(where, groups, library=library, outer=outer)
+  expected = nesterov(GRADS[:9], groups, 2, warmup)
+  for step, (row, right) in enumerate(zip(GRADS, expected, strict=False), 1):
+    loop.train(row[np.newaxis])
+    np.testing.assert_allclose(loop.weights(), right, rtol=2e-6, atol=1e-6)
+    if step <= warmup or (step - warmup) % 2 == 0:
+      loop.joined()
+    else:
+      assert (right[0] != right[1]).any()
+
+
+def test_order_of_a_sum_is_alike() -> None:
+  """Pairs of groups of which one is reversed would sum in another order."""
+  strategy = testbed.virtual(6)
+  groups = [[0, 5], [1, 4], [2, 3]]
+  grads = np.random.default_rng(0).normal(size=[3, 50]).astype("f")
+  with strategy.scope():
+    weight = keras.Variable(np.zeros(50, "f"))
+    optimizer = keras3.CrossShardOptimizer(
+      keras.optimizers.SGD(1.0), "sum", group_assignment=groups
+    )
+  outer = callbacks.OuterOptimizer(1)
+  outer.build(optimizer, [weight])
+
+  @tf.function(autograph=False)
+  def step() -> None:
+    def replica_step() -> None:
+      grad = tf.constant(grads[[0, 1, 2, 2, 1, 0]])[testbed.replica_id()]
+      optimizer.apply_gradients([(grad, weight)])
+
+    strategy.run(replica_step)
+
+  step()
+  outer.step()
+  found = testbed.copies(weight)
+  assert len({value.tobytes() for value in found}) == 1
+  np.testing.assert_allclose(found[0], -1.33 * 2 * grads.mean(0), rtol=1e-4)
+
+
+def test_what_travels_between_groups() -> None:
+  """Once in H steps, as wide as said; each step stays inside its groups."""
+  strategy = testbed.virtual(testbed.REPLICAS)
+  travels: list[tuple[str, list[int], Any]] = []
+  add = strategy.extended.cross_replica_sum
+
+  def record(tensor: tf.Tensor, groups: Any) -> tf.Tensor:
+    travels.append((tensor.dtype.name, tensor.shape.as_list(), groups))
+    return add(tensor, groups)
+
+  outer = callbacks.OuterOptimizer(5, wire_dtype="bfloat16")
+  with mock.patch.object(
+    type(strategy.extended), "cross_replica_sum", staticmethod(record)
+  ):
+    loop = Loop("virtual", outer=outer)
+    loop.train(GRADS[:4])
+    assert travels == [("float32", [3], PAIRS)]
+    travels.clear()
+    loop.train(GRADS[4:5])
+    assert travels == [("bfloat16", [3], STRIDED)]
+  join = mock.Mock(wraps=outer._join)
+  with mock.patch.object(outer, "_join", join):
+    loop.train(GRADS[:10])
+  assert join.call_count == 2
+
+
+def test_differences_that_are_not_finite(
+  caplog: pytest.LogCaptureFixture,
+) -> None:
+  """Nothing changes, in any group, and a warning says so once."""
+  outer = callbacks.OuterOptimizer(1)
+  loop = Loop(outer=outer)
+  loop.train(GRADS[:1])
+  loop.joined()
+  state = [
+    *outer.optimizer.variables,
+    *outer.optimizer._inner.trainable_variables,
+  ]
+  before = [testbed.copies(variable) for variable in state]
+  rows = GRADS[1:3].copy()
+  rows[0, 3, 1] = np.inf
+  expected = loop.weights() - np.stack(
+    [0.5 * rows[:, members].sum((0, 1)) for members in PAIRS]
+  )
+  loop.train(rows)
+  np.testing.assert_allclose(loop.weights(), expected, rtol=1e-5)
+  assert np.isinf(loop.weights()[1]).any()
+  after = [testbed.copies(variable) for variable in state]
+  np.testing.assert_equal(after, before)
+  assert int(outer.optimizer.skipped_steps.numpy()) == 2
+  assert caplog.text.count("Groups were not joined after 2 steps") == 1
+  replica_state_cases.spread(loop.weight, [np.ones(3, "f")] * 4)
+  loop.train(GRADS[3:4])
+  loop.joined()
+
+
+def test_groups_that_skip_steps_are_joined_at_one_place() -> None:
+  outer = callbacks.OuterOptimizer(3, sgd())
+  loop = Loop(outer=outer, skip_nonfinite=True)
+  rows = GRADS[:3].copy()
+  rows[1, 0] = np.nan
+  loop.train(rows)
+  counts = replica_state.group_values(loop.optimizer.iterations, loop.optimizer)
+  assert [int(count) for count in counts] == [2, 3]
+  one = -0.5 * rows[[0, 2]][:, :2].sum((0, 1))
+  other = -0.5 * rows[:, 2:].sum((0, 1))
+  np.testing.assert_array_equal(loop.joined(), (one + other) / 2)
+
+
+def test_loss_scaling_around() -> None:
+  with testbed.mirrored().scope():
+    weight = keras.Variable(np.zeros(3, "f"))
+    inner = keras3.CrossShardOptimizer(
+      keras.optimizers.SGD(0.5), "sum", group_assignment=PAIRS
+    )
+    optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0)
+    optimizer.build([weight])
+  outer = callbacks.OuterOptimizer(2, sgd())
+  outer.build(optimizer, [weight])
+
+  @tf.function(autograph=False)
+  def step(grads: tf.Tensor) -> None:
+    def replica_step() -> None:
+      optimizer.apply([2.0 * grads[testbed.replica_id()]], [weight])
+
+    testbed.mirrored().run(replica_step)
+
+  for row in GRADS[:2]:
+    step(tf.constant(row))
+    outer.step()
+  expected = -0.5 * GRADS[:2].sum((0, 1)) / 2
+  for copy in testbed.copies(weight):
+    np.testing.assert_array_equal(copy, expected)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_windows_count_once(own: bool) -> None:
+  options = {"accumulate_steps": 2} if own else {}
+  keras_own = {} if own else {"gradient_accumulation_steps": 2}
+  loop = Loop(
+    opt=lambda library: library.optimizers.SGD(0.5, **keras_own),
+    outer=callbacks.OuterOptimizer(2, sgd()),
+    **options,
+  )
+  loop.train(GRADS[:3])
+  apart = loop.weights()
+  assert (apart[0] != apart[1]).any()
+  loop.train(GRADS[3:4])
+  np.testing.assert_array_equal(
+    loop.joined(), -0.5 * GRADS[:4].sum((0, 1)) / 2 / 2
+  )
+
+
+@pytest.mark.parametrize(
+  ("where", "library"), [("mirrored", tf_keras), ("virtual", keras)]
+)
+def test_goes_on_from_a_file(
+  where: str, library: Any, tmp_path: pathlib.Path
+) -> None:
+  """In the middle of a round, to the bit as if it had not stopped."""
+
+  def start() -> Loop:
+    outer = callbacks.OuterOptimizer(3, warmup=1)
+    return Loop(
+      where,
+      opt=lambda library: library.optimizers.Adam(0.1),
+      library=library,
+      outer=outer,
+    )
+
+  whole, path = start(), tmp_path / "state"
+  whole.train(GRADS[:6])
+  replica_state.assert_in_sync(whole.optimizer, [whole.weight])
+  replica_state.save(path, whole.optimizer, [whole.weight])
+  whole.train(GRADS[6:])
+  again = start()
+  replica_state.restore(path, again.optimizer, [again.weight])
+  again.train(GRADS[6:])
+  np.testing.assert_array_equal(again.weights(), whole.weights())
+  states = [
+    [testbed.copies(v) for v in loop.outer.optimizer.variables]
+    for loop in (whole, again)
+  ]
+  np.testing.assert_equal(*states)
+  with np.load(path) as file:
+    assert "group_1/optimizer/anchor0" in file
+    assert file["group_1/optimizer/outer_calls"] == 6
+  without = Loop(where, opt=whole.opt, library=library)
+  with pytest.raises(replica_state.CheckpointError, match="anchor0"):
+    replica_state.restore(path, without.optimizer, [without.weight])
+
+
+# -------------------------------------------------------------------------- fit
+
+
+def fit(
+  strategy: Any, library: Any, make: Callable[[Any], Any], **options: Any
+) -> Any:
+  """Trains a model on two epochs of three batches; returns it."""
+  task = testbed.Regression()
+  with strategy.scope():
+    model = library.Sequential([library.Input((3,)), library.layers.Dense(2)])
+    model.set_weights(task.initial)
+    optimizer = make(library.optimizers.SGD(0.125))
+    execution = options.pop("steps_per_execution", 1)
+    model.compile(optimizer, "mse", steps_per_execution=execution)
+  data = tf.data.Dataset.from_tensor_slices(
+    (task.x.reshape(-1, 3), task.y.reshape(-1, 2))
+  ).batch(8, drop_remainder=True)
+  model.fit(data, epochs=2, verbose=0, **options)
+  return model
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_fit_joined_in_every_step(
+  where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+  """As `fit` of plain Keras; nothing is warned of."""
+  model = fit(
+    WHERE[where](),
+    keras,
+    lambda opt: keras3.CrossShardOptimizer(opt, group_assignment=PAIRS),
+    callbacks=[callbacks.OuterOptimizer(1, sgd())],
+  )
+  plain = fit(tf.distribute.get_strategy(), keras, lambda opt: opt)
+  for mine, its in zip(model.weights, plain.weights, strict=True):
+    copies = testbed.copies(mine)
+    assert len(copies) == testbed.REPLICAS
+    for copy in copies:
+      testbed.assert_close(copy, its.numpy(), mine.name)
+  words = ("apart", "retracing", "joined")
+  assert not [word for word in words if word in caplog.text], caplog.text
+
+
+@pytest.mark.parametrize("library", [keras, tf_keras])
+def test_fit_of_several_steps_at_once(library: Any) -> None:
+  """Groups are joined as soon as the count has passed H."""
+  outer, found = callbacks.OuterOptimizer(3, sgd(library)), []
+  count = outer._count
+
+  def record(calls: int) -> None:
+    count(calls)
+    [weight, _] = outer._weights
+    values = {copy.tobytes() for copy in testbed.copies(weight)}
+    found.append((calls, len(values)))
+
+  with mock.patch.object(outer, "_count", record):
+    fit(
+      testbed.mirrored(),
+      library,
+      lambda opt: PACKAGES[library].CrossShardOptimizer(
+        opt, group_assignment=PAIRS
+      ),
+      steps_per_execution=2,
+      callbacks=[outer],
+    )
+  # Keras 3 counts the last execution of an epoch as a whole one.
+  last = 2 if library is keras else 1
+  assert [calls for calls, _ in found] == [2, last, 2, last]
+  due = [False, True, library is keras, library is tf_keras]
+  assert [values == 1 for _, values in found] == due
+
+
+# ----------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+  ("arguments", "error", "words"),
+  [
+    ({"every": 0}, ValueError, "`every` must be an integer of at least 1"),
+    ({"every": 2.0}, ValueError, "`every` .* got 2.0"),
+    ({"every": 1, "warmup": -1}, ValueError, "`warmup` .* at least 0; got -1"),
+    ({"every": 1, "optimizer": 3}, TypeError, "`optimizer` must be a Keras"),
+    ({"every": 1, "wire_dtype": "int8"}, ValueError, "`wire_dtype`"),
+    (
+      {"every": 1, "optimizer": keras3.CrossShardOptimizer("sgd")},
+      ValueError,
+      "`optimizer` must not be a CrossShardOptimizer",
+    ),
+  ],
+)
+def test_bad_arguments(
+  arguments: dict[str, Any], error: type[Exception], words: str
+) -> None:
+  with pytest.raises(error, match=words):
+    callbacks.OuterOptimizer(**arguments)
+
+
+def test_what_cannot_be_joined() -> None:
+  loop = Loop()
+  outer = callbacks.OuterOptimizer(2)
+  with pytest.raises(RuntimeError, match=r"Call build\(optimizer, model\)"):
+    outer.step()
+  with pytest.raises(TypeError, match="must be a CrossShardOptimizer"):
+    outer.build(keras.optimizers.SGD(), [loop.weight])
+  with pytest.raises(ValueError, match="`model` has nothing to train"):
+    outer.build(loop.optimizer, [])
+  with testbed.mirrored().scope():
+    one = keras3.CrossShardOptimizer("sgd")
+    model = keras.Sequential([keras.layers.Dense(1)])
+  with pytest.raises(ValueError, match="must have several groups"):
+    outer.build(one, [loop.weight])
+  with pytest.raises(ValueError, match="`model` is not built"):
+    outer.build(loop.optimizer, model)
+  with pytest.raises(ValueError, match="Compile it first"):
+    outer.set_model(model)
+  wrong = callbacks.OuterOptimizer(2, tf_keras.optimizers.SGD())
+  with pytest.raises(ValueError, match="must be an optimizer of keras or its"):
+    wrong.build(loop.optimizer, [loop.weight])
+  outer.build(loop.optimizer, [loop.weight])
+  outer.build(loop.optimizer, [loop.weight])
+  with pytest.raises(ValueError, match="belongs to another"):
+    outer.build(loop.optimizer, [loop.weight, loop.weight])
+  with pytest.raises(RuntimeError, match="between two steps"):
+    tf.function(outer.step, autograph=False)()
+
+
+def test_groups_that_start_apart() -> None:
+  loop = Loop()
+  loop.train(GRADS[:1])
+  before = loop.weights()
+  outer = callbacks.OuterOptimizer(2)
+  with pytest.raises(ValueError, match=r"weight differs.*replica_state\.avera"):
+    outer.build(loop.optimizer, [loop.weight])
+  np.testing.assert_array_equal(loop.weights(), before)
+  assert outer.optimizer is None
+  replica_state.average(loop.optimizer, [loop.weight])
+  outer.build(loop.optimizer, [loop.weight])
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

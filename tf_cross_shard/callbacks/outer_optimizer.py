@@ -1,0 +1,452 @@
+"""Islands: groups that train apart and meet only every few steps.
+
+    anchor ─┬─ group 0: H steps ─▶ w_0 ─┐
+            │                           ├─ D = mean(anchor - w_i)
+            └─ group 1: H steps ─▶ w_1 ─┘
+    anchor = outer optimizer(anchor, gradient D);  w_0 = w_1 = anchor
+
+What travels between groups travels once in H steps.
+
+References:
+  Douillard et al., DiLoCo: Distributed Low-Communication Training of Language
+  Models, 2023 (arXiv 2311.08105). With SGD(1.0) as the outer optimizer it is
+  local SGD: Stich, 2018 (arXiv 1805.09767); with warmup, post-local SGD: Lin et
+  al., 2018 (arXiv 1808.07217).
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tf_cross_shard import group_warnings, validation
+from tf_cross_shard import groups as groups_lib
+from tf_cross_shard import optimizer as optimizer_lib
+from tf_cross_shard.gradients import packing
+from tf_cross_shard.inner_optimizer import optimizer_state, wrapper
+from tf_cross_shard.multi_worker import consistency
+from tf_cross_shard.replica_state import replica_values
+
+
+class OuterOptimizer(tf.keras.callbacks.Callback):
+  """Lets groups train apart, and joins them every H steps.
+
+  With `w_i` the weights of group i and `anchor` what all groups started from,
+  every H-th step ends with
+
+      D      = mean over groups of (anchor - w_i)
+      anchor = update of the outer optimizer, with D as the gradient of anchor
+      w_i    = anchor
+
+  after which all replicas have the same weights, to the bit. Slots and other
+  state of the encapsulated optimizer stay each group's own, and so does what is
+  not trained, say the statistics of batch normalization.
+
+  A callback of `fit`; in a loop of your own call `build` before and `step`
+  after each step:
+
+  >>> from tf_cross_shard import CrossShardOptimizer, callbacks
+  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  >>> with strategy.scope():
+  ...   weight = tf.Variable(0.0)
+  ...   optimizer = CrossShardOptimizer(
+  ...     tf.keras.optimizers.SGD(1.0), group_assignment=[[0], [1]]
+  ...   )
+  >>> outer = callbacks.OuterOptimizer(2, tf.keras.optimizers.SGD(1.0))
+  >>> outer.build(optimizer, [weight])
+  >>> @tf.function
+  ... def step():
+  ...   def replica_step():
+  ...     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+  ...     grad = tf.cast(replica, tf.float32)  # 0 and 1
+  ...     return optimizer.apply_gradients([(grad, weight)])
+  ...
+  ...   return strategy.run(replica_step)
+  >>> for _ in range(2):
+  ...   _ = step()
+  ...   outer.step()
+  ...   print([float(copy.numpy()) for copy in weight.values])
+  [0.0, -1.0]
+  [-1.0, -1.0]
+
+  A step is a batch of `fit`, or a call of `step`; with accumulation it is a
+  window. Steps that some group skips count too, so that all groups join at one
+  place. With `steps_per_execution` they join at the end of the execution.
+
+  `replica_state.save` and `restore` keep the anchor, the outer optimizer's
+  state and the count of steps, once `build` or `fit` has made them.
+  """
+
+  _supports_tf_logs = True  # tf_keras need not read logs for it.
+
+  def __init__(
+    self,
+    every: int,
+    optimizer: Any = None,
+    *,
+    warmup: int = 0,
+    wire_dtype: Any = None,
+  ) -> None:
+    """Checks the arguments; nothing is made before `build` or `fit`.
+
+    Args:
+      every: H, how many steps groups train apart.
+      optimizer: The outer optimizer, or its name. It is copied into the scope
+        of the strategy, see the attribute `optimizer`. None for DiLoCo's,
+        SGD(0.7, momentum=0.9, nesterov=True). SGD(1.0) gives all groups their
+        mean.
+      warmup: In how many steps at the start all groups take their mean after
+        each, without the outer optimizer: there the training is synchronous.
+      wire_dtype: `"bfloat16"` or `"float16"`: what the differences from the
+        anchor are rounded to where they travel. None leaves them exact.
+
+    Raises:
+      ValueError: If an argument has no valid value.
+      TypeError: If `optimizer` is none.
+    """
+    super().__init__()
+    for name, value, least in (("every", every, 1), ("warmup", warmup, 0)):
+      if type(value) is not int or value < least:
+        raise ValueError(
+          f"`{name}` must be an integer of at least {least}; got {value!r}. It"
+          " counts steps."
+        )
+    if isinstance(optimizer, wrapper.OptimizerWrapper):
+      raise ValueError(
+        f"`optimizer` must not be a {type(optimizer).__name__}: differences are"
+        " averaged over the groups already. Hand in its `inner_optimizer`."
+      )
+    if not isinstance(optimizer, (type(None), str)) and not (
+      hasattr(optimizer, "apply_gradients")
+    ):
+      raise TypeError(
+        "`optimizer` must be a Keras optimizer, its name or None; got"
+        f" {type(optimizer).__name__}."
+      )
+    packing.as_wire_dtype(wire_dtype)
+    self._every = every
+    self._given = optimizer
+    self._warmup = warmup
+    self._wire_dtype = wire_dtype
+    self._inner: Any = None  # a CrossShardOptimizer
+    self._weights: list[Any] = []
+    self._calls = _Count()
+    self._outer: Any = None
+    self._join: Any = None
+    self._average: Any = None
+    self._first = 0  # step of an execution
+    self._has_warned = False
+
+  @property
+  def optimizer(self) -> Any:
+    """The outer optimizer: a CrossShardOptimizer; None before `build`.
+
+    Set its `learning_rate` to change the outer rate. Its `skipped_steps` counts
+    the times, after the warmup, that groups were not joined because a
+    difference from the anchor was not finite.
+    """
+    return self._outer
+
+  def build(self, optimizer: Any, model: Any) -> None:
+    """Takes the weights as the first anchor.
+
+    `fit` calls it. Called again with the same arguments it does nothing.
+
+    Args:
+      optimizer: What trains the groups: a CrossShardOptimizer with several.
+      model: A built model, or the list of variables to join; those that it
+        trains then.
+
+    Raises:
+      ValueError: If there is one group only, if groups have different weights,
+        or if this object belongs to another model.
+      RuntimeError: If called in a tf.function, or by a replica.
+      MissingWorkerError: If another worker does not call this too.
+      DisagreementError: If another worker has other settings or variables.
+    """
+    inner = _encapsulating(optimizer)
+    if not getattr(model, "built", True):
+      raise ValueError(
+        "`model` is not built, so that it has no weights to start from. Give it"
+        " a tf.keras.Input, or call it on a batch."
+      )
+    weights = [
+      validation.native(variable)
+      for variable in getattr(model, "trainable_variables", model)
+      if not getattr(variable, "overwrite_with_gradient", False)
+    ]
+    if self._inner is not None:
+      if inner is self._inner and list(map(id, weights)) == list(
+        map(id, self._weights)
+      ):
+        return
+      raise ValueError(
+        "This OuterOptimizer belongs to another model or optimizer. Make a new"
+        " one for each."
+      )
+    if not weights:
+      raise ValueError("`model` has nothing to train.")
+    outer = self._make_outer(inner, self._given)
+    self._check_start(inner, weights, outer)
+    with inner._place.engine.making_variables():
+      anchors = [
+        inner._inner.make_variable(tf.convert_to_tensor(weight), f"anchor{i}")
+        for i, weight in enumerate(weights)
+      ]
+    self._join = _joining(outer, anchors, weights)
+    if self._warmup:
+      sgd = sys.modules[inner._package].optimizers.SGD(1.0)
+      average = self._make_outer(inner, sgd)
+      self._average = _joining(average, anchors, weights)
+    state = [variable for _, variable in optimizer_state.state_variables(outer)]
+    self._calls.num_copies = len(inner._place.engine.replicas_here)
+    inner._attach_state([self._calls, *anchors, *state])
+    self._inner, self._weights, self._outer = inner, weights, outer
+
+  def step(self) -> None:
+    """Counts a step, and joins the groups when H are done.
+
+    Call it between two steps, outside `strategy.run`; on several machines all
+    workers do.
+
+    Raises:
+      RuntimeError: If `build` was not called, or this is called in a
+        tf.function or by a replica.
+      MissingWorkerError: If another worker does not call this too.
+    """
+    if self._inner is None:
+      raise RuntimeError(
+        "This OuterOptimizer has no anchor. Call build(optimizer, model) before"
+        " the first step."
+      )
+    self._count(1)
+
+  def set_model(self, model: Any) -> None:
+    """Called by `fit`: calls `build`.
+
+    Args:
+      model: A compiled and built model.
+
+    Raises:
+      ValueError: If it is not, and as `build`.
+    """
+    super().set_model(model)
+    if getattr(model, "optimizer", None) is None:
+      raise ValueError("`model` has no optimizer. Compile it first.")
+    self.build(model.optimizer, model)
+
+  def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    """Called by `fit` before an execution.
+
+    Args:
+      batch: The number of its first batch.
+      logs: Not used.
+    """
+    del logs
+    self._first = batch
+
+  def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    """Called by `fit` after an execution: counts its steps.
+
+    Args:
+      batch: The number of its last batch.
+      logs: Not used.
+    """
+    del logs
+    steps = batch - self._first + 1
+    # Older versions of Keras 3 name the first batch of an execution here, too.
+    execution = getattr(self.model, "steps_per_execution", 1)
+    self._count(max(steps, execution) if isinstance(execution, int) else steps)
+
+  # tf_keras asks these of every callback; Keras 3's have no such methods.
+
+  def _implements_train_batch_hooks(self) -> bool:
+    return True
+
+  def _implements_test_batch_hooks(self) -> bool:
+    return False
+
+  def _implements_predict_batch_hooks(self) -> bool:
+    return False
+
+  def _count(self, calls: int) -> None:
+    """Counts calls of the optimizer, and joins groups if it is time."""
+    if not group_warnings.is_between_steps():
+      raise RuntimeError(
+        "Groups are joined between two steps; this is inside a tf.function, or"
+        " one of several replicas. Call step() outside `strategy.run`."
+      )
+    inner = self._inner
+    before = self._calls.count
+    self._calls.count += calls
+    window = inner.accumulate_steps or inner._inner.accumulates or 1
+    first, last = (n // window - self._warmup for n in (before, before + calls))
+    if first < 0:
+      join = self._average if first < last else None
+    else:
+      is_due = first // self._every < last // self._every
+      join = self._join if is_due else None
+    if join is None:
+      return
+    strategy = inner._place.engine.strategy
+    [is_done, *_] = strategy.experimental_local_results(join())
+    inner._warnings.forget()
+    if not bool(is_done.numpy()) and not self._has_warned:
+      self._has_warned = True
+      logging.warning(
+        "Groups were not joined after %d steps, and go on apart: the weights of"
+        " one of them are not finite, or too large for `wire_dtype`. Such"
+        " times are counted in OuterOptimizer.optimizer.skipped_steps.",
+        last + self._warmup,
+      )
+
+  def _make_outer(self, inner: Any, given: Any) -> Any:
+    """Encapsulates a copy of the outer optimizer that averages over groups."""
+    optimizers = sys.modules[inner._package].optimizers
+    if given is None:
+      given = optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+    with inner._place.engine.making_variables():
+      try:
+        given = optimizers.get(given)
+      except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+          f"`optimizer` must be an optimizer of {inner._package} or its name;"
+          f" got {given!r}."
+        ) from error
+      # Its variables are found in files by a name that Keras does not number.
+      config = {**given.get_config(), "name": "outer"}
+      given = type(given).from_config(config)
+      # Not a subclass of the user's.
+      kind = next(
+        base
+        for base in type(inner).__mro__
+        if base.__module__.startswith("tf_cross_shard.")
+      )
+      return kind(
+        given,
+        "mean",
+        "OuterOptimizer",
+        _across(inner.groups),
+        loss_averaged_over="replica",
+        wire_dtype=self._wire_dtype,
+        skip_nonfinite=True,
+        scale_gradients=True,
+      )
+
+  def _check_start(self, inner: Any, weights: list[Any], outer: Any) -> None:
+    """Raises an error unless all workers, and all replicas, start alike."""
+    copies = replica_values.Copies(inner._place.engine.strategy)
+    settings = {
+      "every": self._every,
+      "warmup": self._warmup,
+      "optimizer": outer.get_config(),
+    }
+    lines = consistency.settings(**settings)
+    copies.agree("the start of an OuterOptimizer", lines)
+    digests = copies.digests(weights)
+    for weight, each in zip(weights, digests, strict=True):
+      if len(set(each)) > 1:
+        raise ValueError(
+          f"`model` must have the same weights in all groups at the start;"
+          f" {optimizer_state.path_of(weight)} differs. Call"
+          " replica_state.average(optimizer, model), or go on with the"
+          " OuterOptimizer that trained them."
+        )
+
+
+class _Count:
+  """How many calls there were, which `replica_state` saves like a variable.
+
+  A variable of the strategy would be read in every step, and so each step would
+  wait for the devices.
+  """
+
+  name = "outer_calls"
+  dtype = tf.int64
+  shape = tf.TensorShape([])
+  trainable = False
+
+  def __init__(self) -> None:
+    self.count = 0
+    self.num_copies = 1
+
+  def whole_copies(self) -> list[replica_values.Array]:
+    """Returns what each replica of this process has."""
+    return [np.array(self.count, np.int64)] * self.num_copies
+
+  def set_copies(self, arrays: Sequence[replica_values.Array]) -> None:
+    """Takes what `restore` read."""
+    self.count = int(arrays[0])
+
+  def assign(self, value: Any) -> None:
+    """Sets the count."""
+    self.count = int(value)
+
+  def read_value(self) -> tf.Tensor:
+    """Returns the count."""
+    return tf.constant(self.count, self.dtype)
+
+
+def _encapsulating(optimizer: Any) -> Any:
+  """The CrossShardOptimizer within an optimizer, which has groups."""
+  found = [
+    layer
+    for layer in optimizer_state.layers(optimizer)
+    if isinstance(layer, optimizer_lib.CrossShard)
+  ]
+  if not found:
+    raise TypeError(
+      "`optimizer` must be a CrossShardOptimizer with groups; got"
+      f" {type(optimizer).__name__}."
+    )
+  kinds = {each.groups for each in found}
+  if len(kinds) > 1 or found[0].groups.num_groups == 1:
+    raise ValueError(
+      "`optimizer` must have several groups, which OuterOptimizer joins; got"
+      f" {' and '.join(str(each.to_lists()) for each in kinds)}. Give the"
+      " CrossShardOptimizer a `group_assignment`, say [[0, 1], [2, 3]]."
+    )
+  return found[0]
+
+
+def _joining(outer: Any, anchors: list[Any], weights: list[Any]) -> Any:
+  """Builds `outer`; returns a function that moves anchors, and groups to them.
+
+  It returns whether that was done, on each replica.
+  """
+  engine = outer._place.engine
+  with engine.making_variables():
+    outer.build(anchors)
+  natives = list(map(validation.native, anchors))
+
+  def join_replica() -> tf.Tensor:
+    with engine.isolate():
+      before = tf.convert_to_tensor(outer.skipped_steps)
+      grads = [a - w for a, w in zip(natives, weights, strict=True)]
+    outer.apply_gradients(zip(grads, anchors, strict=True))
+    with engine.isolate():
+      is_done = tf.equal(outer.skipped_steps, before)
+      for anchor, weight in zip(natives, weights, strict=True):
+        weight.assign(tf.where(is_done, anchor, weight))
+    return is_done
+
+  return tf.function(lambda: engine.strategy.run(join_replica), autograph=False)
+
+
+def _across(groups: groups_lib.Groups) -> groups_lib.Groups:
+  """Member j of each group with member j of the others.
+
+  >>> _across(groups_lib.contiguous(4, 2)).to_lists()
+  [[0, 2], [1, 3]]
+
+  Sums of three terms depend on their order, which is that of the replicas. If
+  it would differ, all replicas are one group, which has the same mean.
+  """
+  rows = [sorted(row) for row in zip(*map(sorted, groups), strict=True)]
+  orders = {tuple(map(groups.index_of, row)) for row in rows}
+  if groups.num_groups > 2 and len(orders) > 1:
+    return groups_lib.contiguous(groups.num_replicas, groups.num_replicas)
+  return groups_lib.Groups(tuple(map(tuple, rows)))

@@ -1,0 +1,198 @@
+"""The gradient noise scale: up to which batch more examples save steps.
+
+With n members in a group, `g_r` the gradient of member r and `m` their mean,
+
+    S   = (mean_r |g_r|^2 - |m|^2) / (1 - 1/n)      the noise of one member
+    G^2 = (n |m|^2 - mean_r |g_r|^2) / (n - 1)      the gradient without noise
+
+have no bias, and noise_scale = average(S) / average(G^2) over the last steps.
+The mean of the steps' ratios would be wrong: a ratio of two estimates has a
+bias, and G^2 of one step is often near 0.
+
+References:
+  McCandlish et al., An Empirical Model of Large-Batch Training, 2018 (arXiv
+  1812.06162), appendix A.1, for batches of one member and of n.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard.gradients import indexed_slices
+from tf_cross_shard.gradients.clipping import Gradient
+
+DECAY: Final = 0.99  # of an average, for each measurement: about 100 count
+EVERY: Final = 16  # steps: norms read all gradients, and the scale moves slowly
+
+
+def squared_norm(grads: Sequence[Gradient], scale: Any = 1.0) -> tf.Tensor:
+  """The sum of squares of all elements divided by `scale`, float32.
+
+  Rows of a sparse gradient that share an index are added first.
+
+  >>> float(squared_norm([tf.constant([3.0]), None, tf.constant([4.0])]))
+  25.0
+  """
+  floats = []
+  for grad in grads:
+    if isinstance(grad, tf.IndexedSlices):
+      grad = indexed_slices.merge_duplicates(grad).values
+    if grad is None:
+      continue
+    is_complex = grad.dtype.is_complex
+    parts = [tf.math.real(grad), tf.math.imag(grad)] if is_complex else [grad]
+    for part in parts:
+      if part.dtype != tf.float64:
+        part = tf.cast(part, tf.float32)
+      # Before the square, which may overflow.
+      floats.append(indexed_slices.times(part, 1.0 / scale))
+  if not floats:
+    return tf.constant(0.0)
+  halves = [tf.cast(tf.nn.l2_loss(each), tf.float32) for each in floats]
+  return 2.0 * tf.add_n(halves)
+
+
+class NoiseScale:
+  """Measures what is reduced, before and after the sum.
+
+  Attributes:
+    argument: What the optimizer was given.
+    noise_scale: The ratio, NaN before the first measurement; float32.
+    gradient_norm: `|m|` of the last measurement, NaN before the first; float32.
+    variables: These, the averages and the number of steps; each replica has its
+      group's. Empty if nothing is measured.
+  """
+
+  def __init__(
+    self, argument: Any, inner: Any, engine: Any, groups: Any, is_mean: bool
+  ) -> None:
+    """Makes the variables.
+
+    Args:
+      argument: True, False, or in which steps to measure: each so-many-th.
+      inner: The encapsulated optimizer's adapter, which knows the loss scale.
+      engine: What sums.
+      groups: The groups.
+      is_mean: Whether the sum over the group is the mean gradient.
+    """
+    if not isinstance(argument, int) or argument < 0:
+      raise ValueError(
+        "`noise_scale` must be True, False or the number of steps from one"
+        f" measurement to the next; got {argument!r}."
+      )
+    self.argument = argument
+    self._every = EVERY if argument is True else int(argument)
+    self.noise_scale: Any = None
+    self.gradient_norm: Any = None
+    self.variables: list[Any] = []
+    self._inner = inner
+    self._engine = engine
+    self._groups = groups
+    self._is_mean = is_mean
+    if not self._every:
+      return
+    # Without a strategy it may have been loaded for inference only.
+    if engine.num_replicas > 1:
+      self._check_members()
+    engine.check_conditional("noise_scale")
+    with engine.making_variables():
+      self._averages, self.noise_scale, self.gradient_norm, self._steps = [
+        tf.Variable(value, trainable=False, name=name)
+        for value, name in (
+          ([0.0, 0.0], "noise_averages"),
+          (np.float32(np.nan), "noise_scale"),
+          (np.float32(np.nan), "gradient_norm"),
+          (np.int64(0), "noise_steps"),
+        )
+      ]
+    self.variables = [
+      self._averages,
+      self.noise_scale,
+      self.gradient_norm,
+      self._steps,
+    ]
+
+  def of_replica(
+    self, grads: Sequence[Gradient], calls: float = 1.0
+  ) -> list[tf.Tensor]:
+    """What travels beside a replica's own gradients: their squared norm.
+
+    It travels in every step, for a collective must not depend on the step.
+
+    Args:
+      grads: What is about to be reduced.
+      calls: How many gradients each of them is the sum of.
+    """
+    if not self._every:
+      return []
+    self._check_members()
+    return [self._if_due(lambda: squared_norm(grads, self._scale(calls)))]
+
+  def after_sum(
+    self, totals: Sequence[Gradient], calls: float = 1.0
+  ) -> list[Gradient]:
+    """Measures a step; returns the sums without what travelled beside them."""
+    if not self._every:
+      return list(totals)
+    *sums, of_members = totals
+    of_sum = self._if_due(lambda: squared_norm(sums, self._scale(calls)))
+    self._step(of_members, of_sum)
+    return sums
+
+  def after_scatter(
+    self, own: Sequence[tf.Tensor], parts: Sequence[tf.Tensor]
+  ) -> None:
+    """Measures a step of which each member has one part of the sum."""
+    if self._every:
+      part = self._if_due(lambda: squared_norm(parts, self._scale()))
+      both = tf.stack([*own, part])
+      [both] = self._engine.all_reduce_sum([both], self._groups)
+      self._step(both[0], both[1])
+
+  def _check_members(self) -> None:
+    """Raises `ValueError` where there is nothing to compare."""
+    if self._groups.group_size == 1:
+      raise ValueError(
+        "`noise_scale` compares the gradients of a group's members, and groups"
+        " have one member here. Use larger groups, or leave it False."
+      )
+
+  def _is_due(self) -> tf.Tensor:
+    """Whether this step is measured."""
+    with self._engine.isolate():
+      return tf.convert_to_tensor(self._steps) % self._every == 0
+
+  def _if_due(self, norm: Callable[[], tf.Tensor]) -> tf.Tensor:
+    """A squared norm; 0 in a step that is not measured."""
+    if self._every == 1:
+      return norm()
+    return tf.cond(self._is_due(), norm, lambda: tf.constant(0.0))
+
+  def _scale(self, calls: float = 1.0) -> Any:
+    """What gradients come in multiplied by."""
+    return self._inner.scale_limit(calls)
+
+  def _step(self, of_members: Any, of_sum: tf.Tensor) -> None:
+    """Counts, and moves the averages if all that was measured is finite.
+
+    Args:
+      of_members: The members' squared norms, added up.
+      of_sum: The squared norm of the sum of their gradients.
+    """
+    n = self._groups.group_size
+    member = n if self._is_mean else 1  # how often it has what it sums
+    own = of_members * (member**2 / n)
+    mean = of_sum * (member / n) ** 2
+    noise = (own - mean) / (1.0 - 1.0 / n)
+    signal = (n * mean - own) / (n - 1.0)
+    is_valid = self._is_due() & tf.math.is_finite(of_members + of_sum)
+    with self._engine.isolate():
+      before = tf.convert_to_tensor(self._averages)
+      averages = DECAY * before + (1.0 - DECAY) * tf.stack([noise, signal])
+      news = averages, averages[0] / averages[1], tf.sqrt(mean)
+      for variable, new in zip(self.variables, news, strict=False):
+        old = tf.convert_to_tensor(variable)
+        variable.assign(tf.where(is_valid, new, old))
+      self._steps.assign(tf.convert_to_tensor(self._steps) + 1)

@@ -1,0 +1,273 @@
+"""A value for each group, in whichever replica asks for it.
+
+    values, one row per group ─┐
+    the replica's number ──────┴─ gather ─▶ the row of the replica's group
+
+In engines whose replicas are one program, the number is a tensor of it.
+"""
+
+import copy
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard import groups as groups_lib
+from tf_cross_shard import placement
+from tf_cross_shard.collectives import replica_isolation
+from tf_cross_shard.inner_optimizer import optimizer_state
+from tf_cross_shard.replica_state import group_state
+
+
+@tf.autograph.experimental.do_not_convert
+def per_group(values: Any, groups: Any) -> tf.Tensor:
+  """The value of the group that the calling replica is in.
+
+  For whatever groups are to differ in: a dropout rate, a temperature, how much
+  to augment. Call it where a replica computes: in a function that
+  `strategy.run` runs, in the `call` of a layer, in a `train_step`. Learning
+  rates have `schedules.PerGroup`.
+
+  >>> import tensorflow as tf
+  >>> from tf_cross_shard import per_group
+  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  >>> rates = strategy.run(lambda: per_group([0.25, 0.5], [[0], [1]]))
+  >>> [float(rate) for rate in strategy.experimental_local_results(rates)]
+  [0.25, 0.5]
+
+  Args:
+    values: `[num_groups, ...]`: list, array, tensor or variable. Python floats
+      become float32 and ints int32; everything else keeps its dtype.
+    groups: A `Groups`, a `group_assignment`, or an optimizer, whose groups are
+      taken.
+
+  Returns:
+    `[...]`, the row of the group. While Keras only looks for the shapes of a
+    model, which it does outside of replicas, that of replica 0's group.
+
+  Raises:
+    RuntimeError: If called in the cross-replica context.
+    ValueError: If there are not as many values as groups, or the groups hold
+      other replicas than the strategy has.
+  """
+  if hasattr(groups, "apply_gradients"):
+    groups = group_state.groups_of(groups, None)
+  groups = placement.as_groups(groups) or groups_lib.Groups(groups)
+  rows = tf.convert_to_tensor(values)
+  if not rows.shape[:1].is_compatible_with([groups.num_groups]):
+    raise ValueError(
+      f"`values` must have one row for each of the {groups.num_groups} groups"
+      f" {groups.to_lists()}; got shape {rows.shape}."
+    )
+  if _is_looking_for_shapes():
+    return _row_of(0, rows, groups)
+  replica = replica_isolation.current_replica()
+  if replica is None:
+    raise RuntimeError(
+      "per_group was called in the cross-replica context (inside"
+      " strategy.scope() but outside strategy.run), which belongs to no group."
+      " Call it inside the function given to `strategy.run`."
+    )
+  strategy = tf.distribute.get_strategy()
+  if strategy.num_replicas_in_sync != groups.num_replicas:
+    raise ValueError(
+      f"`groups` must hold the {strategy.num_replicas_in_sync} replicas of"
+      f" {type(strategy).__name__}; it holds {groups.num_replicas}:"
+      f" {groups.to_lists()}. Call per_group inside `strategy.run` of the"
+      " strategy that it is for."
+    )
+  return _row_of(replica, rows, groups)
+
+
+class GroupRates:
+  """A learning rate for each group, as a schedule of either Keras.
+
+  The CrossShardOptimizer that encapsulates the schedule's optimizer tells it
+  the groups.
+  """
+
+  _package: str  # "keras" or "tf_keras"
+  _groups: groups_lib.Groups | None = None
+
+  def __init__(self, rates: Iterable[Any]) -> None:
+    """Keeps the rates; the groups come later.
+
+    Args:
+      rates: One for each group, in the order of the groups: a number, or a
+        schedule of this Keras. Both may stand in one list.
+
+    Raises:
+      TypeError: If one is neither.
+    """
+    self.rates = [self._checked(rate) for rate in rates]
+
+  def _checked(self, rate: Any) -> Any:
+    """A schedule as it is, a number as a float, which JSON knows."""
+    if isinstance(rate, _schedule_class(self._package)):
+      return rate
+    if isinstance(rate, (bool, np.bool_)) or not isinstance(
+      rate, (int, float, np.number)
+    ):
+      raise TypeError(
+        "`rates` must hold numbers and schedules of"
+        f" {self._package}.optimizers.schedules; got {rate!r}."
+      )
+    return float(rate)
+
+  @tf.autograph.experimental.do_not_convert
+  def __call__(self, step: Any) -> tf.Tensor:
+    """The rate of the calling replica's group; outside, of replica 0's.
+
+    Args:
+      step: How many steps were applied, an integer tensor, variable or number.
+
+    Returns:
+      A scalar of Keras' `floatx`.
+
+    Raises:
+      RuntimeError: If no CrossShardOptimizer encapsulates the optimizer.
+    """
+    groups = self._groups
+    if groups is None and not _is_being_given_to_tf_keras():
+      raise RuntimeError(
+        f"{type(self).__name__} has no groups, because no CrossShardOptimizer"
+        " encapsulates its optimizer. Use CrossShardOptimizer("
+        f"Adam({type(self).__name__}(rates)), group_assignment=...)."
+      )
+    dtype = sys.modules[self._package].backend.floatx()
+    rows = [
+      tf.cast(rate(step), dtype)
+      if callable(rate)
+      else tf.convert_to_tensor(rate, dtype)
+      for rate in self.rates
+    ]
+    if groups is None:
+      return rows[0]
+    replica = replica_isolation.current_replica()
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    is_outside = replica is None or replicas != groups.num_replicas
+    # As with any variable, what is read outside is replica 0's.
+    return _row_of(0 if is_outside else replica, tf.stack(rows), groups)
+
+  def values(self, step: Any) -> list[float]:
+    """All groups' rates at a step; call it outside of functions.
+
+    Args:
+      step: How many steps were applied. Groups that skipped different numbers
+        of steps are at different ones: see `replica_state.group_values` of
+        `optimizer.iterations`.
+
+    Returns:
+      One number for each group.
+    """
+    return [
+      float(rate(step)) if callable(rate) else rate for rate in self.rates
+    ]
+
+  def get_config(self) -> dict[str, Any]:
+    """The rates, in serializable form."""
+    serialize = sys.modules[self._package].saving.serialize_keras_object
+    return {"rates": [serialize(r) if callable(r) else r for r in self.rates]}
+
+  @classmethod
+  def from_config(cls, config: dict[str, Any]) -> "GroupRates":
+    """Makes what `get_config` described; the groups come later again."""
+    deserialize = sys.modules[cls._package].saving.deserialize_keras_object
+    rates = copy.deepcopy(config["rates"])  # Keras changes what it is given.
+    return cls(deserialize(r) if isinstance(r, dict) else r for r in rates)
+
+  def check(self, groups: groups_lib.Groups) -> None:
+    """Raises `ValueError` unless these can be the schedule's groups."""
+    name = type(self).__name__
+    if len(self.rates) != groups.num_groups:
+      raise ValueError(
+        f"`rates` of {name} must hold one for each of the {groups.num_groups}"
+        f" groups {groups.to_lists()}; got {len(self.rates)}: {self.rates}."
+      )
+    if self._groups not in (None, groups):
+      assert self._groups is not None
+      raise ValueError(
+        f"One {name} cannot serve optimizers of different groups; got"
+        f" {groups.to_lists()} after {self._groups.to_lists()}. Make one for"
+        " each of them."
+      )
+
+
+def bind(optimizer: Any, groups: groups_lib.Groups, package: str) -> None:
+  """Tells each `GroupRates` that an optimizer uses the groups.
+
+  Args:
+    optimizer: The encapsulated one; those within it are searched, too.
+    groups: The groups.
+    package: "keras" or "tf_keras".
+
+  Raises:
+    ValueError: If these cannot be the groups of one of them.
+  """
+  found = [
+    rates
+    for layer in optimizer_state.layers(optimizer)
+    for value in (
+      getattr(layer, "_learning_rate", None),
+      getattr(layer, "_hyper", {}).get("learning_rate"),  # A legacy one's.
+    )
+    for rates in _within(value, _schedule_class(package))
+  ]
+  for rates in found:
+    rates.check(groups)
+  for rates in found:
+    rates._groups = groups
+
+
+def _within(value: Any, schedule: type[Any]) -> Iterator[GroupRates]:
+  """Yields those that a schedule is or, say for a warmup, calls."""
+  if isinstance(value, GroupRates):
+    yield value
+  if isinstance(value, schedule):
+    value = list(vars(value).values())
+  if isinstance(value, (list, tuple)):
+    for each in value:
+      yield from _within(each, schedule)
+
+
+def _schedule_class(package: str) -> type[Any]:
+  """What all schedules of a Keras are."""
+  schedules = sys.modules[package].optimizers.schedules
+  kind: type[Any] = schedules.LearningRateSchedule
+  return kind
+
+
+def _row_of(replica: Any, rows: tf.Tensor, groups: groups_lib.Groups) -> Any:
+  """The row of a replica's group; its number may be a tensor."""
+  group = [groups.index_of(each) for each in range(groups.num_replicas)]
+  return tf.gather(rows, tf.gather(group, replica))
+
+
+def _is_looking_for_shapes() -> bool:
+  """Whether Keras is tracing a model for its shapes only.
+
+  Both Kerases do that under the scope of the strategy, outside of replicas, in
+  a graph of this name.
+  """
+  graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+  while graph is not None:
+    if "scratch_graph" in getattr(graph, "name", ""):
+      return True
+    graph = getattr(graph, "outer_graph", None)
+  return False
+
+
+def _is_being_given_to_tf_keras() -> bool:
+  """Whether the constructor of a tf_keras optimizer is calling.
+
+  It asks for the first rate before any other optimizer can encapsulate it.
+  """
+  frame: types.FrameType | None = sys._getframe(1)
+  while frame is not None:
+    if frame.f_code.co_name == "_build_learning_rate":
+      return True
+    frame = frame.f_back
+  return False

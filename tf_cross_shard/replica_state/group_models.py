@@ -1,0 +1,366 @@
+"""Groups as models: one taken out, one copied to another, all in one.
+
+    replica             0    1    2    3
+                        └─ A ─┘  └─ B ─┘
+    load_group(1)       a plain model with B
+    ensemble            a plain model with the mean of what A and B predict
+    copy_group(1, 0)    └─ B ─┘  └─ B ─┘
+
+Plain models are Keras' own, made outside of any strategy.
+"""
+
+import contextlib
+import importlib
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+
+from tf_cross_shard import groups as groups_lib
+from tf_cross_shard.inner_optimizer import optimizer_state
+from tf_cross_shard.multi_worker import consistency
+from tf_cross_shard.replica_state import archive, group_state, replica_values
+
+_KERASES: Final = ("keras", "tf_keras")
+
+
+def load_group(model: Any, group: int, optimizer: Any, into: Any = None) -> Any:
+  """Returns a plain model with the weights of one group.
+
+  Plain means made outside of any strategy and not compiled, so that it
+  predicts, is saved and is trained as a model that never had replicas. What is
+  not trained and members of the group differ in, say the statistics of batch
+  normalization, is the mean over the members; of integers, such as the states
+  of random numbers, the first member's. Moving averages of weights that the
+  optimizer keeps are not looked at.
+
+  >>> from tf_cross_shard import CrossShardOptimizer
+  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  >>> with strategy.scope():
+  ...   model = tf.keras.Sequential(
+  ...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1, use_bias=False)]
+  ...   )
+  ...   optimizer = CrossShardOptimizer("sgd", group_assignment=[[0], [1]])
+  >>> kernel = model.trainable_variables[0]
+  >>> kernel = getattr(kernel, "value", kernel)  # tf_keras has tf.Variables
+  >>> for i, copy in enumerate(strategy.experimental_local_results(kernel)):
+  ...   _ = copy.assign([[10.0 * i]])
+  >>> plain = load_group(model, 1, optimizer)
+  >>> plain(tf.constant([[2.0]])).numpy().tolist()
+  [[20.0]]
+
+  Args:
+    model: A built Keras model.
+    group: Which group, counted from 0 in the order of `optimizer.groups`.
+    optimizer: What has the groups. One without has one group of all replicas.
+    into: A plain model of the same architecture, which receives the weights and
+      is returned. None lets Keras clone `model`, which it can if it is
+      sequential or functional, or its class has `get_config`.
+
+  Returns:
+    The plain model, on every worker.
+
+  Raises:
+    TypeError: If `model` is something else.
+    ValueError: If there is no such group, if `model` is not built or Keras
+      cannot clone it, or if `into` does not fit. Nothing is changed then.
+    RuntimeError: If called in a tf.function, or by a replica.
+    MissingWorkerError: If another worker does not call this too.
+    DisagreementError: If another worker has another model or asks for another
+      group.
+  """
+  keras = _keras_of(model)
+  found = group_state.GroupCopies(optimizer, model, is_whole=False)
+  members = _members_of(found.groups, group, "group")
+  if into is None:
+    plain = _clone(keras, model, found)
+  else:
+    plain = into
+    _check_fits(found, into)
+  found.agree(f"loading group {group}")
+  values = [_value_of(found, part, members) for part in found.parts]
+  for variable, value in zip(plain.variables, values, strict=True):
+    replica_values.native(variable).assign(value)
+  for layer in plain._flatten_layers():
+    if hasattr(layer, "finalize_state"):  # It computes with what it adapted to.
+      layer.finalize_state()
+  return plain
+
+
+def copy_group(source: int, target: int, optimizer: Any, model: Any) -> None:
+  """Gives one group the weights and the optimizer state of another.
+
+  From here on the target is trained as the source would be with the target's
+  data and learning rate. Copied is what `save` writes, moving averages, window
+  sums and the loss scale among it, except for
+
+  - the learning rate;
+  - the model's integers, such as the states of random numbers.
+
+  Where members of a group have values of their own, the j-th member receives
+  those of the j-th. No other group changes.
+
+  >>> from tf_cross_shard import CrossShardOptimizer
+  >>> from tf_cross_shard.replica_state import group_values
+  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  >>> with strategy.scope():
+  ...   weight = tf.Variable(1.0)
+  ...   optimizer = CrossShardOptimizer("sgd", group_assignment=[[0], [1]])
+  ...   optimizer.build([weight])
+  >>> for i, copy in enumerate(strategy.experimental_local_results(weight)):
+  ...   _ = copy.assign(10.0 * i)
+  >>> copy_group(1, 0, optimizer, [weight])
+  >>> [float(value) for value in group_values(weight, optimizer)]
+  [10.0, 10.0]
+
+  Args:
+    source: Which group is copied, in the order of `optimizer.groups`.
+    target: Which group receives it.
+    optimizer: A built optimizer.
+    model: A model, or a list of variables.
+
+  Raises:
+    TypeError: If `optimizer` or `model` is something else.
+    ValueError: If there is no such group, or optimizer or model is not built.
+    RuntimeError: If called in a tf.function, or by a replica.
+    MissingWorkerError: If another worker does not call this too.
+    DisagreementError: If another worker has another state or copies another
+      group.
+  """
+  found = group_state.GroupCopies(optimizer, model)
+  origins = list(range(found.groups.num_replicas))
+  for giver, receiver in zip(
+    _members_of(found.groups, source, "source"),
+    _members_of(found.groups, target, "target"),
+    strict=True,
+  ):
+    origins[receiver] = giver
+  found.agree(f"copying group {source} to group {target}")
+  kept = set(map(id, optimizer_state.learning_rates(optimizer)))
+  here = found.copies.engine.replicas_here
+  for part in found.parts:
+    is_own = part.name.startswith("model/") and (
+      not group_state.has_mean(part.variable)
+    )
+    if is_own or id(part.variable) in kept:
+      continue
+    values = found.copies.read(part.variable, origins)
+    found.copies.write(part.variable, values[here.start : here.stop])
+  for each in group_state.warnings_of(optimizer):
+    each.forget()
+
+
+def ensemble(
+  model: Any, optimizer: Any, members: Sequence[int] | None = None
+) -> Any:
+  """Returns a plain model that predicts the mean of what groups predict.
+
+      output = (output of group 0 + output of group 1 + ...) / number of groups
+
+  for each of the model's outputs. It is made of `load_group` models under the
+  names `group_0`, `group_1`, ... and of Keras' own Average layer, so that it is
+  saved, exported and loaded without this package. Of a model that ends with
+  softmax it is the mean of probabilities; of one that returns logits, the mean
+  of logits.
+
+  >>> from tf_cross_shard import CrossShardOptimizer
+  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  >>> with strategy.scope():
+  ...   model = tf.keras.Sequential(
+  ...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1, use_bias=False)]
+  ...   )
+  ...   optimizer = CrossShardOptimizer("sgd", group_assignment=[[0], [1]])
+  >>> kernel = model.trainable_variables[0]
+  >>> kernel = getattr(kernel, "value", kernel)  # tf_keras has tf.Variables
+  >>> for i, copy in enumerate(strategy.experimental_local_results(kernel)):
+  ...   _ = copy.assign([[10.0 * i]])
+  >>> ensemble(model, optimizer)(tf.constant([[2.0]])).numpy().tolist()
+  [[10.0]]
+
+  Args:
+    model: A built Keras model that Keras can clone, see `load_group`, with
+      known inputs.
+    optimizer: What has the groups. One without has one group of all replicas.
+    members: The groups that take part, each once; None for all.
+
+  Returns:
+    A functional Keras model with the inputs and outputs of `model`, on every
+    worker; not compiled.
+
+  Raises:
+    TypeError: If `model` is something else.
+    ValueError: If there is no such group, if `model` cannot be cloned, its
+      inputs are not known, or an output has no mean.
+    RuntimeError: If called in a tf.function, or by a replica.
+    MissingWorkerError: If another worker does not call this too.
+    DisagreementError: If another worker has another model or asks for other
+      groups.
+  """
+  keras = _keras_of(model)
+  found = group_state.GroupCopies(optimizer, model, is_whole=False)
+  chosen = range(found.groups.num_groups) if members is None else members
+  chosen = list(chosen)
+  for each in chosen:
+    _members_of(found.groups, each, "members")
+  if not chosen or len(set(chosen)) < len(chosen):
+    raise ValueError(
+      f"`members` must name at least one group, and each once; got {members!r}."
+    )
+  plain = [load_group(model, each, optimizer) for each in chosen]
+  with _outside_of_strategies():
+    inputs = _inputs_of(keras, plain[0])
+    outputs = []
+    for index, one in zip(chosen, plain, strict=True):
+      own = _inputs_of(keras, one)
+      group = keras.Model(own, one(own), name=f"group_{index}")
+      outputs.append(group(inputs))
+    means = tf.nest.map_structure(
+      lambda *tensors: _mean_of(keras, tensors), *outputs
+    )
+    return keras.Model(inputs, means, name="ensemble")
+
+
+def _inputs_of(keras: Any, plain: Any) -> Any:
+  """The symbolic inputs of a plain model, in their structure."""
+  if not getattr(plain, "inputs", None):
+    raise ValueError(
+      f"`model` is a {type(plain).__name__}, whose inputs are not known. Inside"
+      " `strategy.scope()` make inputs = keras.Input(...) and hand in"
+      " keras.Model(inputs, model(inputs))."
+    )
+  is_sequential = isinstance(plain, keras.Sequential)
+  return plain.inputs[0] if is_sequential else plain.input
+
+
+def _mean_of(keras: Any, tensors: Sequence[Any]) -> Any:
+  """The symbolic mean of one output of all groups."""
+  dtype = tf.as_dtype(tensors[0].dtype)
+  if not group_state.has_mean(tensors[0]):
+    raise ValueError(
+      f"`model` has an output of dtype {dtype.name}, which has no mean. Make a"
+      " model of its floating outputs, keras.Model(model.inputs, ...), and hand"
+      " that in."
+    )
+  if len(tensors) == 1:
+    return tensors[0]
+  return keras.layers.Average(dtype=dtype.name)(list(tensors))
+
+
+def _members_of(
+  groups: groups_lib.Groups, group: Any, argument: str
+) -> Sequence[int]:
+  """The replicas of a group; raises `ValueError` where there is none."""
+  try:
+    index = -1 if isinstance(group, bool) else operator.index(group)
+  except TypeError:
+    index = -1
+  if not 0 <= index < groups.num_groups:
+    raise ValueError(
+      f"`{argument}` must be an integer from 0 to {groups.num_groups - 1}; got"
+      f" {group!r}. The groups are {groups.to_lists()}."
+    )
+  return groups.assignment[index]
+
+
+def _value_of(
+  found: group_state.GroupCopies,
+  part: group_state.Part,
+  members: Sequence[int],
+) -> archive.Array:
+  """What a plain model receives of a variable."""
+  values = found.copies.read(part.variable, members)
+  # Not the mean of equal values, which may be rounded.
+  is_apart = len({value.tobytes() for value in values}) > 1
+  if is_apart and not part.is_shared and group_state.has_mean(part.variable):
+    return group_state.mean(values)
+  return values[0]
+
+
+def _clone(keras: Any, model: Any, found: group_state.GroupCopies) -> Any:
+  """A new model like `model`, outside of any strategy and not compiled."""
+  kind = type(model)
+  # Not `clone_model`: in Keras 3 it loses names of inputs, and it compiles a
+  # second CrossShardOptimizer, for replicas that are not there.
+  try:
+    own = {
+      type(layer).__name__: type(layer)
+      for layer in model._flatten_layers()
+      if type(layer).__module__.split(".")[0] not in _KERASES
+    }
+    scope = keras.saving.custom_object_scope(own)
+    with _outside_of_strategies(), scope:
+      clone = kind.from_config(_not_compiled(model.get_config()))
+      if not clone.built:
+        clone.build_from_config(model.get_build_config())
+    _check_fits(found, clone)
+  except Exception as error:
+    raise ValueError(
+      f"`model` cannot be cloned: Keras made no second {kind.__name__} with the"
+      " same variables from its get_config(). Make one with your own code,"
+      " outside of `strategy.scope()`, build it, and hand it in as `into`."
+    ) from error
+  return clone
+
+
+def _check_fits(found: group_state.GroupCopies, plain: Any) -> None:
+  """Raises `ValueError` unless a plain model can receive the variables."""
+  remedy = (
+    "Make it by the same code as `model`, outside of `strategy.scope()`, and"
+    " build it."
+  )
+  variables = list(plain.variables)
+  if len(variables) != len(found.parts):
+    raise ValueError(
+      f"`into` has {len(variables)} variables, and `model` has"
+      f" {len(found.parts)}. {remedy}"
+    )
+  paths = consistency.renumbered(list(map(optimizer_state.path_of, variables)))
+  names = [f"model/{name}" for name in optimizer_state.unique(paths)]
+  known = {part.name for part in found.parts}
+  for part, variable, name in zip(found.parts, variables, names, strict=True):
+    own, other = (
+      f"{tf.as_dtype(v.dtype).name} {list(v.shape)}"
+      for v in (variable, part.variable)
+    )
+    if own != other or (name in known and name != part.name):
+      raise ValueError(
+        f"`into` has {name}, {own}, where `model` has {part.name}, {other}."
+        f" {remedy}"
+      )
+    if replica_values.strategy_of(variable) is not None:
+      raise ValueError(
+        f"`into` has replicas: {name} was made inside `strategy.scope()`."
+        f" {remedy}"
+      )
+
+
+def _keras_of(model: Any) -> Any:
+  """The Keras whose model it is."""
+  for kind in type(model).__mro__:
+    root = kind.__module__.split(".")[0]
+    if root in _KERASES:
+      return importlib.import_module(root)
+  raise TypeError(f"`model` must be a Keras model; got {type(model).__name__}.")
+
+
+def _not_compiled(config: Any) -> Any:
+  """A configuration in which no model within is compiled.
+
+  Optimizers of theirs would need this package where the clone is loaded.
+  """
+  if isinstance(config, dict):
+    return {
+      key: _not_compiled(value)
+      for key, value in config.items()
+      if key != "compile_config"
+    }
+  return list(map(_not_compiled, config)) if type(config) is list else config
+
+
+@contextlib.contextmanager
+def _outside_of_strategies() -> Iterator[None]:
+  """A context in which no strategy's scope is open."""
+  # TensorFlow notes open scopes in the default graph, eagerly too.
+  with tf.Graph().as_default(), tf.__internal__.eager_context.eager_mode():
+    yield
