@@ -6,7 +6,7 @@ Between `compute_gradients` and `apply_gradients` a gradient is the replica's
 own. Each replica clips by the norm of its own gradient, so that one replica's
 outlier cannot spoil the sum.
 """
-# bazel: deps=:digits_dataset,:group_history,:replicas
+# bazel: deps=:command_line,:digits_dataset,:group_history,:replicas
 
 import os
 
@@ -15,6 +15,7 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 from collections.abc import Sequence
 
+import command_line
 import digits_dataset
 import group_history
 import replicas
@@ -42,7 +43,7 @@ _CLIP_NORM = flags.DEFINE_float(
 _LOSS = flags.DEFINE_enum(
   "loss", "plain", ["plain", "keras"], "tf.reduce_mean or a Keras loss object."
 )
-_PICTURE = flags.DEFINE_string("picture", "custom_loop.png", "To draw into.")
+_PICTURE = command_line.define_picture("custom_loop.png", "To draw into.")
 _DATA_DIR = flags.DEFINE_string(
   "data_dir", None, "Folder to prepare the data in; the user's cache if unset."
 )
@@ -128,4 +129,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command_line.run(main)

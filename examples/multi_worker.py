@@ -13,7 +13,7 @@ same one, to the bit. With `--backup=FOLDER` a killed worker costs one epoch at
 most: the others end with an error that names it, and the same command goes on
 from the last epoch that all have saved, to the digests of an undisturbed run.
 """
-# bazel: deps=:digits_dataset,:replicas
+# bazel: deps=:command_line,:digits_dataset,:replicas
 
 import os
 
@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import command_line
 import digits_dataset
 import matplotlib as mpl
 import numpy as np
@@ -54,7 +55,7 @@ _BATCH_SIZE = flags.DEFINE_integer(
 _BACKUP = flags.DEFINE_string(
   "backup", None, "Folder to save each epoch in, and to resume from."
 )
-_PICTURE = flags.DEFINE_string("picture", "multi_worker.png", "To draw into.")
+_PICTURE = command_line.define_picture("multi_worker.png", "To draw into.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the weights and the data's order.")
 _DATA_DIR = flags.DEFINE_string(
   "data_dir", None, "Folder to prepare the data in; the user's cache if unset."
@@ -108,16 +109,21 @@ def batches(images: Any, labels: Any, optimizer: Any) -> tf.data.Dataset:
   return data.with_options(options)
 
 
+def check_flags(num_replicas: int) -> None:
+  """Raises an error unless groups and batches fit the replicas."""
+  if num_replicas % _GROUPS.value or _BATCH_SIZE.value % num_replicas:
+    raise app.UsageError(
+      f"--groups must divide {num_replicas}, the replicas of all workers, and"
+      f" these --batch_size; got {_GROUPS.value} and {_BATCH_SIZE.value}."
+    )
+
+
 def train(resolver: Any = None) -> None:
   """Trains as one worker; the first one prints the results of all and draws."""
   strategy = multi_worker.MultiWorkerStrategy(resolver)
   num_replicas = strategy.num_replicas_in_sync
-  group_size, rest = divmod(num_replicas, _GROUPS.value)
-  if rest or _BATCH_SIZE.value % num_replicas:
-    raise app.UsageError(
-      f"--groups and --batch_size must fit {num_replicas}, the replicas."
-    )
-  groups = groups_lib.contiguous(num_replicas, group_size)
+  check_flags(num_replicas)
+  groups = groups_lib.contiguous(num_replicas, num_replicas // _GROUPS.value)
   is_first = strategy.extended.should_checkpoint  # The first worker.
 
   train_data, test_data = digits_dataset.load(1, _DATA_DIR.value, _SEED.value)
@@ -191,10 +197,13 @@ def main(argv: Sequence[str]) -> None:
   elif "SLURM_STEP_NUM_TASKS" in os.environ:
     train(slurm_resolver())
   else:
+    # Checked here, it is said once. A worker has all GPUs, or one CPU.
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    check_flags(_WORKERS.value * max(1, gpus))
     sys.exit(
       launch.launch([sys.executable, __file__, *sys.argv[1:]], _WORKERS.value)
     )
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command_line.run(main)

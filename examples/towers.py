@@ -7,7 +7,7 @@ Towers are copies of one function in one program, with one set of variables,
 as tf.contrib.estimator.replicate_model_fn made them. They take all GPUs of the
 machine or, without any, one CPU as so many logical devices.
 """
-# bazel: deps=:digits_dataset,:replicas
+# bazel: deps=:command_line,:digits_dataset,:replicas
 
 import os
 
@@ -17,6 +17,7 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 from collections.abc import Sequence
 from typing import Any
 
+import command_line
 import digits_dataset
 import matplotlib as mpl
 import replicas
@@ -34,7 +35,7 @@ _BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Of all towers.", 1, 1024)
 _DATA_DIR = flags.DEFINE_string(
   "data_dir", None, "Folder to prepare the data in; the user's cache if unset."
 )
-_PICTURE = flags.DEFINE_string("picture", "towers.png", "To draw losses into.")
+_PICTURE = command_line.define_picture("towers.png", "To draw losses into.")
 
 
 def make_model() -> Any:
@@ -116,4 +117,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command_line.run(main)

@@ -6,7 +6,7 @@
 Both run the replicas as one XLA program. First the TPU's own compiler reports
 what the replicas will exchange in a step, which needs no TPU.
 """
-# bazel: deps=:digits_dataset,:group_history,:replicas
+# bazel: deps=:command_line,:digits_dataset,:group_history,:replicas
 
 import os
 
@@ -16,6 +16,7 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 from collections.abc import Sequence
 from typing import Any
 
+import command_line
 import digits_dataset
 import group_history
 import replicas
@@ -36,7 +37,7 @@ _TOPOLOGY = flags.DEFINE_string(
   "topology", None, "Slice to compile for: 'v5e:4x2' for 8 replicas if unset."
 )
 _EPOCHS = flags.DEFINE_integer("epochs", 15, "Times to see all images.", 1)
-_PICTURE = flags.DEFINE_string("picture", "tpu.png", "File to draw into.")
+_PICTURE = command_line.define_picture("tpu.png", "File to draw into.")
 _DATA_DIR = flags.DEFINE_string(
   "data_dir", None, "Folder to prepare the data in; the user's cache if unset."
 )
@@ -121,4 +122,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command_line.run(main)

@@ -1,50 +1,81 @@
-"""The command line: `python -m tf_cross_shard`.
+"""The command line: `tf-cross-shard`, or `python -m tf_cross_shard`.
 
 groups              draws a grouping
 compile             compiles a step for a TPU slice, without a TPU
 convert-checkpoint  brings a checkpoint of TensorFlow 1 over
+launch              starts a program as several workers on this machine
+
+A command imports what it needs when it runs: only `compile` and
+`convert-checkpoint` need TensorFlow, and `groups` for a topology.
 """
 
 import argparse
 import ast
+import difflib
 import importlib
+import inspect
 import json
 import os
 import pathlib
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final, NamedTuple
 
-import tensorflow as tf
+import tf_cross_shard
+from tf_cross_shard.multi_worker import launch
 
-from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import migration, virtual_tpu
+_DTYPES: Final = (
+  *("bool", "int4", "int8", "int16", "int32", "int64"),
+  *("uint4", "uint8", "uint16", "uint32", "uint64"),
+  *("half", "bfloat16", "float16", "float32", "float64", "double"),
+  *("float8_e4m3fn", "float8_e5m2", "complex64", "complex128"),
+)
+
+
+class Input(NamedTuple):
+  """What one `--input` says."""
+
+  text: str  # "--input number 1, 'float32[8, 64]',"
+  dtype: str
+  shape: list[int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs one command and returns the exit status."""
   parser = _parser()
   options = parser.parse_args(argv)
+  # An error is all that is printed, not what TensorFlow tells of itself. From
+  # its oneDNN it tells before it has read how much it is to tell.
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+  os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
   try:
-    print(options.command(options))
-  except (
-    ImportError,
-    OSError,
-    TypeError,
-    ValueError,
-    tf.errors.OpError,
-  ) as error:
+    done = options.command(options)
+  except _mistakes() as error:
     print(f"{parser.prog}: {error}", file=sys.stderr)
     return 2
+  if isinstance(done, int):  # It has printed by itself.
+    return done
+  print(done)
   return 0
+
+
+def _mistakes() -> tuple[type[Exception], ...]:
+  """Errors whose words are enough; TensorFlow's own where it is in use."""
+  tensorflow = sys.modules.get("tensorflow")
+  own = [tensorflow.errors.OpError] if tensorflow else []
+  return (ImportError, OSError, TypeError, ValueError, *own)
 
 
 def _parser() -> argparse.ArgumentParser:
   """The commands and their options."""
+  is_script = pathlib.Path(sys.argv[0]).stem == "tf-cross-shard"
   parser = argparse.ArgumentParser(
-    prog="python -m tf_cross_shard", description=__doc__.split("\n")[0]
+    prog="tf-cross-shard" if is_script else "python -m tf_cross_shard",
+    description="Averages gradients over replica groups.",
   )
+  version = f"tf-cross-shard {tf_cross_shard.__version__}"
+  parser.add_argument("--version", action="version", version=version)
   commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
   command = commands.add_parser("groups", help="draw a grouping")
@@ -55,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     add(kind, nargs=2, type=int, metavar=("REPLICAS", "GROUP_SIZE"))
   add("--singletons", type=int, metavar="REPLICAS")
   along = "replicas of --topology that differ in this coordinate only"
-  add("--along", choices=groups_lib.AXES, help=along)
+  add("--along", choices=("x", "y", "z", "core"), help=along)
   command.add_argument("--topology", help="a TPU slice, such as v5e:4x2")
 
   command = commands.add_parser(
@@ -88,13 +119,20 @@ def _parser() -> argparse.ArgumentParser:
   add("--slots", metavar="NAME|SLOT=NAME,...", help=slots)
   steps = "how many steps version 1 had made, if no global_step tells"
   add("--iterations", type=int, metavar="STEPS", help=steps)
+
+  about = "start a program as several workers on this machine"
+  launch.add_arguments(commands.add_parser("launch", help=about))
   return parser
 
 
 def _groups(options: argparse.Namespace) -> str:
   """Draws a grouping."""
+  from tf_cross_shard import groups as groups_lib
+
   coordinates = None
   if options.topology:
+    from tf_cross_shard import virtual_tpu
+
     coordinates = virtual_tpu.coordinates(options.topology)
   if options.along:
     if coordinates is None:
@@ -124,19 +162,29 @@ def _groups(options: argparse.Namespace) -> str:
 
 def _compile(options: argparse.Namespace) -> str:
   """Compiles the named step and describes the result."""
-  inputs = [_spec(text) for text in options.input]
+  inputs = [_input(*each) for each in enumerate(options.input)]
   module, step = _load(options.step, "the step")
+  from tf_cross_shard import virtual_tpu
+
   strategies = [
     value
     for value in vars(module).values()
     if isinstance(value, virtual_tpu.VirtualTPUStrategy)
   ]
-  report = virtual_tpu.compile_for(
-    options.topology,
-    step,
-    inputs or getattr(step, "input_signature", None) or (),
-    strategy=strategies[0] if len(strategies) == 1 else None,
-  )
+  specs = _specs(inputs, options.step, step)
+  try:
+    report = virtual_tpu.compile_for(
+      options.topology,
+      step,
+      specs,
+      strategy=strategies[0] if len(strategies) == 1 else None,
+    )
+  except (TypeError, ValueError) as error:
+    if "in user code" not in str(error):
+      raise
+    given = ", ".join(str(spec) for spec in specs)
+    words = f"{options.step} fails for {given}: {str(error).strip()}"
+    raise ValueError(words) from error
   if options.hlo:
     pathlib.Path(options.hlo).write_text(report.hlo_text, encoding="utf-8")
   return report.to_json() if options.json else str(report)
@@ -144,6 +192,8 @@ def _compile(options: argparse.Namespace) -> str:
 
 def _convert_checkpoint(options: argparse.Namespace) -> str:
   """Converts a checkpoint and describes what was matched."""
+  from tf_cross_shard import migration
+
   names = _names(options.names) if options.names else None
   slots = options.slots
   if slots and "=" in slots:
@@ -173,6 +223,8 @@ def _load(text: str, argument: str) -> tuple[Any, Any]:
   module_name, _, name = text.partition(":")
   if not module_name or not name:
     raise ValueError(f"{argument} must be named MODULE:FUNCTION; got {text!r}.")
+  # The module may load a model: see tf_cross_shard/__init__.py.
+  getattr(tf_cross_shard, "CrossShardOptimizer")  # noqa: B009
   folder = os.getcwd()  # The module may change it.
   sys.path.insert(0, folder)  # As `python -m` does for its own module.
   try:
@@ -196,18 +248,48 @@ def _names(path: str) -> dict[str, str]:
     ) from None
 
 
-def _spec(text: str) -> tf.TensorSpec:
-  """Dtype and shape from the command line."""
+def _input(at: int, text: str) -> Input:
+  """What an `--input` says, checked as far as it goes without TensorFlow."""
+  shown = f"--input number {at + 1}, {text!r},"
   match = re.fullmatch(r"\s*(\w+)\s*\[([\d\s,]*)\]\s*", text)
-  try:
-    dtype = tf.as_dtype(match[1] if match else None)
-  except TypeError:
+  if match is None:
     raise ValueError(
-      "--input must be a dtype and a shape, such as 'float32[8, 64]'; got"
-      f" {text!r}."
+      f"{shown} must be a dtype and a shape, such as 'float32[8, 64]'."
+    )
+  dtype, numbers = match.groups()
+  if dtype not in _DTYPES:
+    close = difflib.get_close_matches(dtype, _DTYPES, 1) or ["float32"]
+    raise ValueError(
+      f"{shown} has the dtype {dtype!r}, which there is not. Did you mean"
+      f" {close[0]!r}?"
+    )
+  return Input(shown, dtype, [int(n) for n in re.findall(r"\d+", numbers)])
+
+
+def _specs(inputs: Sequence[Input], name: str, step: Any) -> Sequence[Any]:
+  """What a step receives: the inputs, checked, or by its own signature."""
+  import tensorflow as tf
+
+  signature = getattr(step, "input_signature", None)
+  if not inputs and signature:
+    return tuple(signature)
+  specs = [tf.TensorSpec(x.shape, x.dtype) for x in inputs]
+  try:
+    takes = inspect.signature(getattr(step, "python_function", step))
+    takes.bind(*specs)
+  except TypeError as error:
+    raise ValueError(
+      f"{name}{takes} cannot be called with {len(inputs)} of --input: {error}."
     ) from None
-  assert match is not None
-  return tf.TensorSpec([int(n) for n in re.findall(r"\d+", match[2])], dtype)
+  for each, spec, wanted in zip(inputs, specs, signature or (), strict=False):
+    if isinstance(wanted, tf.TensorSpec) and not wanted.is_compatible_with(
+      spec
+    ):
+      raise ValueError(
+        f"{each.text} does not fit the signature of {name}, which has"
+        f" {wanted.dtype.name} of shape {wanted.shape} there."
+      )
+  return specs
 
 
 if __name__ == "__main__":

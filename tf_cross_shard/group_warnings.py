@@ -108,6 +108,17 @@ class GroupWarnings:
       " tf_cross_shard.replica_state.save() and restore(), which keep all.",
     )
 
+  def blends(self) -> None:
+    """Warns that Keras evaluates or predicts rows by different groups."""
+    if self._groups.num_groups > 1:
+      self._say(
+        "%s trains %d groups, and Keras' evaluate(), predict() and"
+        " fit(validation_data=...) let each replica answer for its share of the"
+        " rows by its own group's weights: the result belongs to no group. Use"
+        " tf_cross_shard.callbacks.GroupMetrics, which judges every group on"
+        " all rows; see docs/group_callbacks.md.",
+      )
+
   def _say(self, text: str) -> None:
     """Warns once."""
     if text not in self._said:

@@ -11,7 +11,7 @@ import operator
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,14 @@ class Groups:
   _index: tuple[int, ...] = dataclasses.field(
     init=False, repr=False, compare=False, hash=False, default=()
   )
+
+  if TYPE_CHECKING:  # What is kept are tuples; a table may be any array.
+
+    def __init__(
+      self,
+      assignment: "Groups | Sequence[Sequence[int]] | npt.NDArray[Any]",
+      num_replicas: int = -1,
+    ) -> None: ...
 
   def __post_init__(self) -> None:
     """Checks and freezes the rows in one pass over them.

@@ -16,15 +16,16 @@ import tensorflow as tf  # noqa: E402
 
 from tf_cross_shard import group_rates, optimizer, validation  # noqa: E402
 from tf_cross_shard.gradients import loss_factor  # noqa: E402
-from tf_cross_shard.inner_optimizer import keras3  # noqa: E402
+from tf_cross_shard.inner_optimizer import keras3, wrapper  # noqa: E402
 from tf_cross_shard.towers import tower_optimizer  # noqa: E402
 
 
+@wrapper.documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
 class CrossShardOptimizer(optimizer.CrossShard, keras3.Keras3Wrapper):
   """Sums or averages gradients over replicas, then lets `opt` apply them.
 
-  Arguments and members: `tf_cross_shard.optimizer.CrossShard`.
+  `opt` is a `keras.optimizers.Optimizer`.
 
   >>> import tensorflow as tf
   >>> optimizer = CrossShardOptimizer(keras.optimizers.SGD(0.5))
@@ -80,11 +81,12 @@ class CrossShardOptimizer(optimizer.CrossShard, keras3.Keras3Wrapper):
     self._apply(*validation.check_pairs(pairs), through_apply=True)
 
 
+@wrapper.documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
 class TowerOptimizer(tower_optimizer.Tower, keras3.Keras3Wrapper):
   """Gathers gradients across the towers of a model function.
 
-  Arguments and members: `tf_cross_shard.towers.tower_optimizer.Tower`.
+  It encapsulates a `keras.optimizers.Optimizer`.
 
   >>> import tensorflow as tf
   >>> optimizer = TowerOptimizer(lambda: keras.optimizers.SGD(0.5))

@@ -9,8 +9,10 @@ The flow is the same in both Kerases. `tf_cross_shard.keras3` and
 """
 
 import copy
-from collections.abc import Iterable, Sequence
-from typing import Any
+import inspect
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -29,6 +31,9 @@ from tf_cross_shard.gradients import (
 from tf_cross_shard.gradients import noise_scale as noise_scale_lib
 from tf_cross_shard.inner_optimizer import base, wrapper
 from tf_cross_shard.sharding import update
+
+if TYPE_CHECKING:
+  import numpy.typing as npt
 
 
 class CrossShard(wrapper.OptimizerWrapper):
@@ -65,18 +70,22 @@ class CrossShard(wrapper.OptimizerWrapper):
     tf.compat.v1.tpu.CrossShardOptimizer, whose members this class keeps.
   """
 
+  @validation.names_arguments
   def __init__(
     self,
-    opt: Any,
-    reduction: Any = loss_factor.MEAN,
+    opt: "validation.Optimizer | str | dict[str, Any]",
+    reduction: str = loss_factor.MEAN,
     name: str = "CrossShardOptimizer",
-    group_assignment: Any = None,
+    group_assignment: (
+      "groups_lib.Groups | Sequence[Sequence[int]] | npt.NDArray[Any]"
+      " | tf.Tensor | None"
+    ) = None,
     *,
     loss_averaged_over: str | None = None,
     clipnorm: float | None = None,
     global_clipnorm: float | None = None,
     clipvalue: float | None = None,
-    wire_dtype: Any = None,
+    wire_dtype: str | tf.DType | None = None,
     skip_nonfinite: bool = False,
     scale_gradients: bool = False,
     fused_update: bool | None = None,
@@ -305,8 +314,8 @@ class CrossShard(wrapper.OptimizerWrapper):
 
   def compute_gradients(
     self,
-    loss: Any,
-    var_list: Any = None,
+    loss: Callable[[], Any] | tf.Tensor,
+    var_list: "validation.Variables | None" = None,
     *,
     tape: tf.GradientTape | None = None,
     **kwargs: Any,
@@ -347,8 +356,8 @@ class CrossShard(wrapper.OptimizerWrapper):
   @tf.autograph.experimental.do_not_convert
   def apply_gradients(
     self,
-    grads_and_vars: Iterable[Any],
-    global_step: Any = None,
+    grads_and_vars: Iterable[tuple[Any, "validation.Variable"]],
+    global_step: "validation.Variable | None" = None,
     name: str | None = None,
   ) -> Any:
     """Sums each gradient over the group, then lets `opt` apply the sums once.
@@ -382,7 +391,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     validation.check_name(name)
     return self._apply(grads, variables, global_step, name)
 
-  def build(self, variables: Any) -> None:
+  def build(self, variables: "Iterable[validation.Variable]") -> None:
     """Makes the slots of `opt`.
 
     Args:
@@ -431,6 +440,17 @@ class CrossShard(wrapper.OptimizerWrapper):
       "noise_scale": self._noise.argument,
     }
 
+  def _differing(self) -> list[str]:
+    """The arguments besides `opt` that differ from their defaults."""
+    if "_warnings" not in vars(self):  # The constructor is at work.
+      return []
+    defaults = inspect.signature(CrossShard.__init__).parameters
+    return [
+      f"{name}={reprlib.repr(value)}"
+      for name, value in {**self._settings(), "name": self.name}.items()
+      if value != defaults[name].default
+    ]
+
   @classmethod
   def from_config(
     cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
@@ -460,6 +480,8 @@ class CrossShard(wrapper.OptimizerWrapper):
       var_list: The trained variables.
     """
     self._warnings.look()
+    if wrapper.is_fit_validated():
+      self._warnings.blends()
     if self._sharded is None:
       super().finalize_variable_values(var_list)
     else:

@@ -16,17 +16,17 @@ import tf_keras as keras  # noqa: E402
 
 from tf_cross_shard import group_rates, optimizer, validation  # noqa: E402
 from tf_cross_shard.gradients import compute, loss_factor  # noqa: E402
-from tf_cross_shard.inner_optimizer import tf_keras  # noqa: E402
+from tf_cross_shard.inner_optimizer import tf_keras, wrapper  # noqa: E402
 from tf_cross_shard.towers import tower_optimizer  # noqa: E402
 
 
+@wrapper.documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
 class CrossShardOptimizer(optimizer.CrossShard, tf_keras.TfKerasWrapper):
   """Sums or averages gradients over replicas, then lets `opt` apply them.
 
   `opt` is a `tf_keras.optimizers.Optimizer` or one of
-  `tf_keras.optimizers.legacy`. Arguments and members:
-  `tf_cross_shard.optimizer.CrossShard`.
+  `tf_keras.optimizers.legacy`.
 
   >>> import tensorflow as tf
   >>> optimizer = CrossShardOptimizer(keras.optimizers.SGD(0.5))
@@ -137,11 +137,12 @@ class CrossShardOptimizer(optimizer.CrossShard, tf_keras.TfKerasWrapper):
     return super().from_config(mine, custom_objects)
 
 
+@wrapper.documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
 class TowerOptimizer(tower_optimizer.Tower, tf_keras.TfKerasWrapper):
   """Gathers gradients across the towers of a model function.
 
-  Arguments and members: `tf_cross_shard.towers.tower_optimizer.Tower`.
+  It encapsulates an optimizer of tf_keras, legacy or not.
 
   >>> import tensorflow as tf
   >>> optimizer = TowerOptimizer(lambda: keras.optimizers.SGD(0.5))

@@ -1,11 +1,50 @@
 """Checks of the users' arguments, made before any state changes."""
 
+import difflib
+import functools
+import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import tensorflow as tf
+
+if TYPE_CHECKING:  # What editors show; a program may lack one of the Kerases.
+  import keras
+  import tf_keras
+
+  Optimizer: TypeAlias = (
+    keras.optimizers.Optimizer
+    | tf_keras.optimizers.Optimizer
+    | tf.compat.v1.train.Optimizer
+  )
+  Variable: TypeAlias = tf.Variable | keras.Variable
+  Variables: TypeAlias = Iterable[Variable] | Variable
+
+_Function = TypeVar("_Function", bound=Callable[..., None])
+
+
+def names_arguments(init: _Function) -> _Function:
+  """Makes a constructor say what an argument that it lacks may have meant."""
+  known = list(inspect.signature(init).parameters)[1:]
+
+  @functools.wraps(init)
+  def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+    for name in kwargs:
+      if name not in known:
+        close = difflib.get_close_matches(name, known, 1)
+        raise TypeError(
+          f"{type(self).__name__} has no argument `{name}`. "
+          + (
+            f"Did you mean `{close[0]}`?"
+            if close
+            else f"It has {', '.join(known)}; others belong to `{known[0]}`."
+          )
+        )
+    init(self, *args, **kwargs)
+
+  return checked  # type: ignore[return-value]  # The same, to those who call.
 
 
 def is_variable(value: object) -> bool:

@@ -3,7 +3,8 @@
     python examples/migration/before.py --folder=/tmp/digits --steps=30
     python examples/migration/after.py --folder=/tmp/digits --steps=60
 
-The losses are those that `before.py --steps=60` prints when it goes on itself.
+At the end `before.py` goes on from a copy of its checkpoint, and the losses are
+compared: they are the same but for rounding, and the last line says so.
 `--strategy=tpu` is for a TPU; the others run anywhere. What became of what:
 
     model_fn           a Keras model, whose variables have the same names
@@ -11,16 +12,23 @@ The losses are those that `before.py --steps=60` prints when it goes on itself.
     TPUEstimator       a strategy and a loop
     checkpoint         convert_checkpoint, once
 """
-# bazel: deps=:digits_batches
+# bazel: deps=:before,:command_line,:digits_batches
 
 import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # Before the imports.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
+import command_line
 import digits_batches
 import tensorflow as tf
 from absl import app, flags, logging
@@ -33,6 +41,9 @@ _STRATEGY = flags.DEFINE_enum(
   "strategy", "mirrored", ["one", "mirrored", "virtual_tpu", "tpu"], "Replicas."
 )
 _REPLICAS = flags.DEFINE_integer("replicas", 4, "Of mirrored, virtual_tpu.", 1)
+_COMPARE = flags.DEFINE_bool("compare", True, "Run before.py, too.")
+# Replicas add float32 in another order than one session does.
+_ROUNDING: Final = 2e-5
 flags.register_validator(
   "replicas",
   lambda count: digits_batches.BATCH_SIZE % count == 0,
@@ -75,6 +86,39 @@ def program() -> tuple[Any, Any]:
   return model, migration.from_v1(v1.tpu.CrossShardOptimizer(optimizer))
 
 
+def losses_of_before() -> dict[int, float]:
+  """Returns what `before.py` prints when it goes on itself, by step."""
+  before = Path(__file__).with_name("before.py")
+  with tempfile.TemporaryDirectory() as copy:
+    shutil.copytree(_FOLDER.value, copy, dirs_exist_ok=True)
+    newest = Path(copy, "checkpoint")  # It names the folder that it lay in.
+    paths = newest.read_text(encoding="utf-8").replace(_FOLDER.value, copy)
+    newest.write_text(paths, encoding="utf-8")
+    done = subprocess.run(
+      [sys.executable, before, f"--folder={copy}", f"--steps={_STEPS.value}"],
+      stdout=subprocess.PIPE,
+      text=True,
+      check=True,
+    )
+  lines = re.findall(r"(?m)^step (\d+): loss ([\d.]+)$", done.stdout)
+  return {int(step): float(loss) for step, loss in lines}
+
+
+def compare(losses: dict[int, float]) -> str:
+  """Returns how far the losses are from those of `before.py`, if not far."""
+  expected = losses_of_before()
+  steps = losses.keys() & expected.keys()
+  if not steps:
+    return "before.py has gone further itself: there is nothing to compare"
+  furthest = max(abs(losses[step] - expected[step]) for step in steps)
+  if furthest > _ROUNDING:
+    sys.exit(f"the losses differ from before.py's, by up to {furthest:.6f}")
+  return (
+    f"these are the losses of before.py: {len(steps)} steps, the largest"
+    f" difference is {furthest:.6f}"
+  )
+
+
 def main(argv: Sequence[str]) -> None:
   """Converts, trains, and prints the loss of every step."""
   if len(argv) > 1:
@@ -108,6 +152,7 @@ def main(argv: Sequence[str]) -> None:
     losses = strategy.run(replica_step, (features, labels))
     return strategy.reduce("MEAN", losses, axis=None)
 
+  losses = {}
   for step in range(int(optimizer.iterations.numpy()), _STEPS.value):
     whole = digits_batches.batch(step)
     parts = [tf.split(each, strategy.num_replicas_in_sync) for each in whole]
@@ -117,8 +162,11 @@ def main(argv: Sequence[str]) -> None:
       )
       for part in parts
     ]
-    print(f"step {step}: loss {float(train_step(*shares)):.6f}")
+    losses[step] = float(train_step(*shares))
+    print(f"step {step}: loss {losses[step]:.6f}", flush=True)
+  if _COMPARE.value and losses:
+    print(compare(losses))
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command_line.run(main)

@@ -10,7 +10,7 @@ This one runs in TensorFlow 2.21, so what that has no more is written out:
 TPUEstimator called `model_fn` and ran the loop of `main`; tf.layers.dense made
 its variables by get_variable, under the same names.
 """
-# bazel: deps=:digits_batches
+# bazel: deps=:command_line,:digits_batches
 
 import os
 
@@ -20,6 +20,7 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import command_line
 import digits_batches
 import tensorflow.compat.v1 as tf
 from absl import app, flags, logging
@@ -99,4 +100,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command_line.run(main)

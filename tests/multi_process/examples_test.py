@@ -3,7 +3,7 @@
 examples/multi_worker.py, migration/ and towers.py (with four towers and with
 one) run in tests of their own.
 """
-# bazel: timeout=long tags=slow
+# bazel: timeout=long tags=slow data=//:sources
 # bazel: deps=//examples:custom_loop,//examples:digits,//examples:tpu
 
 import re
@@ -180,6 +180,55 @@ def test_tpu_reports_and_trains(
   assert re.search(r"^collectives +1$", output, re.MULTILINE)
   assert re.search(rf"^wire bytes +{num_bytes:,}$", output, re.MULTILINE)
   assert (data_dir / "tpu.png").read_bytes().startswith(PNG_START)
+
+
+# Each example in one process, one after the other.
+COMMAND_LINES = """
+import runpy, sys
+from absl import app, flags
+app.define_help_flags()
+for line in open("lines").read().splitlines():
+  file, *arguments = line.split()
+  before = set(flags.FLAGS)
+  sys.argv = [file, *arguments]
+  sys.path.insert(0, file.rpartition("/")[0])
+  try:
+    runpy.run_path(file, run_name="__main__")
+    status = "trained"
+  except SystemExit as error:
+    status = error.code
+  print(f"status of {line}: {status}", flush=True)
+  for name in set(flags.FLAGS) - before:
+    delattr(flags.FLAGS, name)
+  flags.FLAGS.unparse_flags()
+  for name in ("command_line", "digits_batches", "group_history"):
+    sys.modules.pop(name, None)
+  del sys.path[0]
+"""
+
+
+def test_help_succeeds_and_wrong_flags_end_before_training(
+  tmp_path: Path,
+) -> None:
+  names = [
+    path.relative_to(EXAMPLES).as_posix()
+    for path in sorted(EXAMPLES.rglob("*.py"))
+    if "command_line.run(main)" in path.read_text()
+  ]
+  assert {"tpu.py", "migration/after.py"} < set(names)
+  expected = {f"{name} --help": 0 for name in names}
+  for name in names:
+    if "define_picture(" in (EXAMPLES / name).read_text():
+      expected[f"{name} --picture=none/such.png"] = 1
+  expected["multi_worker.py --workers=3 --groups=2"] = 1
+  expected["multi_worker.py --workers=5"] = 1  # Do not divide the batch.
+  lines = "\n".join(f"{EXAMPLES}/{line}" for line in expected)
+  (tmp_path / "lines").write_text(lines)
+  output = programs.run(["-c", COMMAND_LINES], tmp_path)
+  found = dict(re.findall(r"status of (?:\S*?)/examples/(.*): (.*)", output))
+  assert found == {line: str(code) for line, code in expected.items()}, output
+  assert "must be a file in a folder that exists" in output
+  assert "--groups must divide 3, the replicas of all workers" in output
 
 
 def test_the_split_is_stratified_and_fixed(

@@ -81,6 +81,7 @@ def assert_goes_on(output: str, expected: dict[int, float]) -> None:
   """Compares the losses, number by number."""
   losses = losses_in(output)
   assert list(losses) == list(expected), output
+  assert "these are the losses of before.py: 10 steps" in output
   np.testing.assert_allclose(
     list(losses.values()), list(expected.values()), atol=ROUNDING, rtol=0
   )

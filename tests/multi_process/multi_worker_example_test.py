@@ -125,7 +125,7 @@ def test_first_program_of_the_page_runs(tmp_path: Path) -> None:
   programs = blocks("python")
   assert len(programs) == 2
   compile(programs[1], str(PAGE), "exec")
-  by_hand, _ = blocks("sh")
+  by_hand, _, _ = blocks("sh")
   assert by_hand.rstrip().endswith("python train.py")
   show = by_hand.replace("python train.py", 'printf %s "$TF_CONFIG"')
   text = run_shell(show)
@@ -149,9 +149,19 @@ def test_first_program_of_the_page_runs(tmp_path: Path) -> None:
   assert not list((tmp_path / "backup").iterdir())
 
 
+def test_the_command_of_the_page_prints_what_is_set_by_hand(
+  capsys: pytest.CaptureFixture[str],
+) -> None:
+  by_hand, commands, _ = blocks("sh")
+  _, prints, _ = commands.splitlines()
+  assert prints.startswith("tf-cross-shard launch ")
+  assert launch.main(prints.split()[2:]) == 0
+  assert by_hand in capsys.readouterr().out
+
+
 def test_slurm_script_of_the_page_is_a_script(tmp_path: Path) -> None:
   """With another srun, which fails twice."""
-  _, script = blocks("sh")
+  _, _, script = blocks("sh")
   srun = tmp_path / "srun"
   srun.write_text(
     f'#!/bin/sh\necho "srun $@"; echo x >> {tmp_path}/n\n'

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.support import interplay, testbed, workers
 from tests.support import interplay_workers as cells
@@ -408,6 +409,42 @@ def test_fit_evaluate_and_predict(
       assert found["history"][name] == pytest.approx(list(epochs), rel=1e-5)
     testbed.assert_close(found["predicted"], right, "predictions")
     np.testing.assert_array_equal(found["predicted"], held[0]["predicted"])
+
+
+@_of("group_callbacks")
+def test_callbacks_for_groups(
+  launches: Launches, launch: str, key: cases.Key
+) -> None:
+  """The first worker evaluates; all decide alike; each group at its best."""
+  held = _held(launches, launch, key)
+  groups, count = _groups(len(held), key[1]), len(held)
+  x, y = cases.fit_data(count)
+  for i, members in enumerate(groups):
+    plain = cases.network()
+    plain.compile(tf.keras.optimizers.SGD(0.125), "mse", metrics=["mae"])
+    rows = sorted(members)
+    history = plain.fit(
+      cases.batches(x[:, rows], y[:, rows]),
+      epochs=3,
+      verbose=0,
+      validation_data=cases.batches(x, y),
+    ).history
+    for found in held:
+      assert found["history"] == held[0]["history"]
+      assert found["best_epoch"] == [0, 1]
+      for name in ("val_loss", "val_mae"):
+        assert found["history"][f"{name}/group_{i}"] == pytest.approx(
+          history[name], rel=1e-5
+        )
+    for replica in members:
+      found = held[replica]
+      assert found["runs"] == ["ensemble", "group_0", "group_1"]
+      assert found["files"] == 1
+      # Group 0 had its best after it had stopped.
+      for name, epochs in (("weights", (0, 1)), ("restored", (2, 1))):
+        right = found["of_epoch"][epochs[i]]
+        for mine, value in zip(found[name], right, strict=True):
+          np.testing.assert_array_equal(mine, value)
 
 
 @_of("fit_islands")

@@ -22,6 +22,7 @@ from tf_cross_shard import (
   replica_state,
   schedules,
 )
+from tf_cross_shard.multi_worker import consistency
 
 Key = tuple[str, ...]
 Case = Callable[[tf.distribute.Strategy], Any]
@@ -564,6 +565,68 @@ def fit_islands(
   return own(model.trainable_variables)
 
 
+# The best in epochs 0 and 1; with patience 1 they stop in epochs 1 and 2.
+KNOWN = ([1.0, 2.0, 0.0, 0.0], [3.0, 2.0, 4.0, 1.0])
+
+
+class _Known(tf.keras.callbacks.Callback):
+  """Metrics that are known, and the weights at that time."""
+
+  def __init__(self) -> None:
+    super().__init__()
+    self.weights: list[list[np.ndarray]] = []
+
+  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    self.weights.append(own(self.model.trainable_variables))
+    for i, series in enumerate(KNOWN):
+      logs[f"val_known/group_{i}"] = series[epoch]
+
+
+def group_callbacks(
+  grouping: str, strategy: tf.distribute.Strategy
+) -> dict[str, Any]:
+  """`fit` with callbacks for groups; only the first worker's data are right."""
+  replicas = strategy.num_replicas_in_sync
+  with strategy.scope():
+    model = network()
+    optimizer = CrossShardOptimizer(
+      tf.keras.optimizers.SGD(0.125),
+      group_assignment=GROUPINGS[replicas][grouping],
+    )
+    model.compile(optimizer, "mse", metrics=["mae"])
+  workers = consistency.of_strategy(strategy)
+  assert workers is not None
+  [folder, *_] = consistency.exchange(workers, "a folder", tempfile.mkdtemp())
+  x, y = fit_data(replicas)
+  data = batches(x, y if workers.index == 0 else y + 1.0)
+  known = _Known()
+  stop = callbacks.GroupEarlyStopping("val_known", mode="min", patience=1)
+  history = model.fit(
+    batches(x, y),
+    epochs=len(KNOWN[0]),
+    verbose=0,
+    callbacks=[
+      callbacks.GroupMetrics(data),
+      known,
+      stop,
+      callbacks.GroupCheckpoint(f"{folder}/best", "val_known", "min"),
+      callbacks.GroupTensorBoard(f"{folder}/curves"),
+    ],
+  )
+  weights = own(model.trainable_variables)
+  model.set_weights([0.0 * value for value in model.get_weights()])
+  replica_state.restore(f"{folder}/best", optimizer, model)
+  return {
+    "history": history.history,
+    "best_epoch": stop.best_epoch,
+    "of_epoch": known.weights,
+    "weights": weights,
+    "restored": own(model.trainable_variables),
+    "runs": sorted(os.listdir(f"{folder}/curves")),
+    "files": len(os.listdir(f"{folder}/curves/group_0")),
+  }
+
+
 # ------------------------------------------------------------------ all cases
 
 # Function, its arguments and options. Each pair of settings occurs once.
@@ -603,6 +666,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (islands, "crossed", {}),
     (islands, "singletons", {}),
     (fit_islands, "crossed", {}),
+    (group_callbacks, "crossed", {}),
   ],
   # TensorFlow's own strategy, under which Keras 3's `fit` fails.
   "tensorflow-2": [

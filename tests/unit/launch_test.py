@@ -42,6 +42,8 @@ def test_a_command_line(
   assert "[worker 0] The Zen of Python" in capfd.readouterr().out
 
 
+SLEEP = "import time; time.sleep(60)"
+
 FAIL = """
 import json, os, time
 task = json.loads(os.environ["TF_CONFIG"])["task"]
@@ -64,6 +66,82 @@ def test_time_that_is_up_ends_all() -> None:
   begin = time.monotonic()
   assert launch.launch(sleep, 2, timeout=0.5) == 1
   assert time.monotonic() - begin < 30
+
+
+def test_the_first_failure_is_told_at_once(
+  capfd: pytest.CaptureFixture[str],
+) -> None:
+  launch.launch([sys.executable, "-c", FAIL], 2, grace=0.5)
+  first, *_ = capfd.readouterr().err.splitlines()
+  assert first == "worker 1 ended with 3; the others have 0.5 s"
+
+
+NODES = "--nodes=host0:12345,[fe80::1]:9"
+
+
+def test_what_each_machine_sets(capsys: pytest.CaptureFixture[str]) -> None:
+  assert launch.main([NODES, "train.py", "--name=two words"]) == 0
+  lines = capsys.readouterr().out.splitlines()
+  assert lines[::3] == ["# On host0:12345:", "# On [fe80::1]:9:"]
+  assert lines[2::3] == ["python train.py '--name=two words'"] * 2
+  for index, line in enumerate(lines[1::3]):
+    shown = subprocess.run(
+      ["bash", "-c", f"{line}; echo $TF_CONFIG"],
+      capture_output=True,
+      check=True,
+    )
+    assert json.loads(shown.stdout) == {
+      "cluster": {"worker": ["host0:12345", "[fe80::1]:9"]},
+      "task": {"type": "worker", "index": index},
+    }
+
+
+def test_one_of_several_machines(
+  tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+  program = tmp_path / "program.py"
+  program.write_text(SHOW)
+  assert launch.main([NODES, "--index=1", str(program), "--index=9"]) == 0
+  lines = capfd.readouterr().out.splitlines()
+  assert [line for line in lines if line.startswith("[")] == [
+    "[worker 1] worker 1 ['--index=9']"
+  ]
+
+
+@pytest.mark.parametrize(
+  ("words", "said"),
+  [
+    (["--workers=0", "x.py"], "--workers must be at least 1; got 0"),
+    (["--workers=2"], "PROGRAM is missing"),
+    (["no_such.py"], "PROGRAM no_such.py does not exist"),
+    (["--nodes=host", "x.py"], "such as host0:12345; got 'host'"),
+    (["--nodes=a:1,a:1", "x.py"], "each address once; got a:1,a:1"),
+    (["--index=1", "x.py"], "--index needs --nodes"),
+    (["--nodes=a:1", "--index=1", "x.py"], r"in range(1), as many as --nodes"),
+    (["--nodes=a:1", "--workers=1"], "not allowed with argument"),
+  ],
+)
+def test_wrong_options(
+  words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+  with pytest.raises(SystemExit) as caught:
+    launch.main(words)
+  assert caught.value.code == 2
+  assert said in capsys.readouterr().err
+
+
+def test_an_interrupted_command_says_so(
+  monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+  def interrupt(*args: object, **kwargs: object) -> None:
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(launch, "wait", interrupt)
+  begin = time.monotonic()
+  assert launch.main(["--workers=1", "-m", "timeit", "-n1", "-s", SLEEP]) == 130
+  assert time.monotonic() - begin < 30
+  captured = capfd.readouterr()
+  assert captured.err == "interrupted; all workers have ended\n"
 
 
 def test_an_interrupt_ends_all() -> None:

@@ -3,6 +3,7 @@
 The modules are executed once more, where something else seems to be installed:
 they refuse before they define anything.
 """
+# bazel: deps=//tf_cross_shard/virtual_tpu
 
 import importlib
 import os
@@ -19,7 +20,7 @@ import tensorflow as tf
 import tf_cross_shard.keras3
 import tf_cross_shard.tf_keras
 from tests.support import testbed
-from tf_cross_shard import versions
+from tf_cross_shard import multi_worker, versions
 
 PROJECT = Path(__file__).absolute().parent.parent.parent
 MINOR = ".".join(tf.__version__.split(".")[:2])
@@ -160,6 +161,59 @@ def test_the_package_has_the_optimizer_of_tf_dot_keras() -> None:
   chosen = tf_cross_shard.CrossShardOptimizer
   assert chosen.__module__ == f"tf_cross_shard.{home}"
   assert issubclass(chosen, tf.keras.optimizers.Optimizer)
+
+
+# What the package shows of itself.
+
+
+def test_the_package_lists_what_is_public() -> None:
+  names = dir(tf_cross_shard)
+  modules = {"keras3", "multi_worker", "tf_keras", "virtual_tpu"}
+  assert set(names) == {*tf_cross_shard.__all__, *modules}
+  assert set(dir(multi_worker)) == set(multi_worker.__all__)
+  for package, name in [
+    *((tf_cross_shard, name) for name in names),
+    *((multi_worker, name) for name in multi_worker.__all__),
+  ]:
+    assert getattr(package, name) is not None
+    assert not hasattr(package, f"{name}_no_such")
+    assert not hasattr(package, f"_{name}_no_such")
+
+
+def test_modules_are_imported_when_asked_for(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  assert tf_cross_shard.virtual_tpu.VirtualTPUStrategy  # It is loaded.
+  monkeypatch.delattr(tf_cross_shard, "virtual_tpu")
+  monkeypatch.delitem(sys.modules, "tf_cross_shard.virtual_tpu")
+  found = tf_cross_shard.virtual_tpu
+  assert found is sys.modules["tf_cross_shard.virtual_tpu"]
+
+
+@pytest.mark.parametrize(
+  ("argv", "orig_argv", "expected"),
+  [
+    (["-m", "x"], ["python", "-m", "tf_cross_shard", "x"], True),
+    (["-m"], ["python", "-Im", "tf_cross_shard.multi_worker.launch"], True),
+    (["/usr/bin/tf-cross-shard"], ["python", "/usr/bin/tf-cross-shard"], True),
+    # A program's own module, arguments, or interpreter.
+    (["-m"], ["python", "-m", "tf_cross_shard_programs.train"], False),
+    (["-m", "tf_cross_shard"], ["python", "-m", "p", "tf_cross_shard"], False),
+    (["p.py", "tf_cross_shard"], ["python", "p.py", "tf_cross_shard"], False),
+    (["-c"], ["python", "-c", "import tf_cross_shard"], False),
+    ([""], ["python"], False),
+    ([], [], False),
+  ],
+)
+def test_only_its_own_command_line_is_one(
+  monkeypatch: pytest.MonkeyPatch,
+  argv: list[str],
+  orig_argv: list[str],
+  expected: bool,
+) -> None:
+  monkeypatch.setattr(sys, "argv", argv)
+  monkeypatch.setattr(sys, "orig_argv", orig_argv)
+  assert versions.is_command_line() == expected
 
 
 def test_only_the_keras_in_use_is_imported() -> None:

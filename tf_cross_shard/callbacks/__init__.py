@@ -1,12 +1,33 @@
-"""Callbacks of `fit` for groups that are trained apart.
+"""Keras callbacks that treat every group as a model of its own.
 
-They serve both Kerases, whichever `tf.keras` is.
+Keras' own callbacks see one model: the first replica's weights, and metrics
+that are means over groups. These see each group:
+
+    fit ─▶ GroupMetrics         logs["val_loss/group_0"], ["val_loss/group_1"]
+        ─▶ GroupEarlyStopping   stops when no group improves; each at its best
+        ─▶ GroupCheckpoint      a file with each group at its best
+        ─▶ GroupTensorBoard     a run for each group
+
+In this order, since the others read what `GroupMetrics` writes. A loop of one's
+own calls `set_model(model)`, `on_epoch_end(epoch, logs)` with one dictionary
+for all callbacks, and `on_train_end()`; the model is compiled. On several
+machines all workers do.
+
+`OuterOptimizer` needs none of them: it joins the groups every few steps.
 
 >>> outer = OuterOptimizer(every=100)  # model.fit(data, callbacks=[outer])
 """
 
+from tf_cross_shard.callbacks.group_checkpoint import GroupCheckpoint
+from tf_cross_shard.callbacks.group_early_stopping import GroupEarlyStopping
+from tf_cross_shard.callbacks.group_metrics import GroupMetrics
+from tf_cross_shard.callbacks.group_tensorboard import GroupTensorBoard
 from tf_cross_shard.callbacks.outer_optimizer import OuterOptimizer
 
 __all__ = [
+  "GroupCheckpoint",
+  "GroupEarlyStopping",
+  "GroupMetrics",
+  "GroupTensorBoard",
   "OuterOptimizer",
 ]

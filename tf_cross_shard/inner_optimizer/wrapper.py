@@ -5,10 +5,11 @@ through the wrapper as if the wrapper were not there. `inner_optimizer.keras3`
 and `inner_optimizer.tf_keras` make it an optimizer of one Keras.
 """
 
+import inspect
 import sys
 import types
-from collections.abc import Iterable
-from typing import Any, Final
+from collections.abc import Callable, Iterable
+from typing import Any, Final, TypeVar
 
 import tensorflow as tf
 
@@ -20,6 +21,9 @@ from tf_cross_shard.inner_optimizer import base, loss_scaling
 # tf.train.Checkpoint takes an object with slot names for a version 1 optimizer.
 # Both would save the same variables twice.
 _HIDDEN: Final = frozenset(("inner_optimizer", "get_slot", "get_slot_names"))
+
+
+_Class = TypeVar("_Class", bound=type[Any])
 
 
 class VariableList(list[Any]):
@@ -118,8 +122,7 @@ class OptimizerWrapper:
     if not isinstance(opt, _optimizer_classes(cls._package)):
       raise TypeError(
         f"`{cls._argument}` must be an optimizer of {cls._package}.optimizers"
-        f" or its name; got {type(opt).__module__}.{type(opt).__qualname__}."
-        f" {_remedy(opt, cls._package)}"
+        f" or its name; got {_kind(opt)}. {_remedy(opt, cls._package)}"
       )
     return opt
 
@@ -167,6 +170,19 @@ class OptimizerWrapper:
       super().__delattr__(name)
     else:
       delattr(self._inner.optimizer, name)
+
+  def __repr__(self) -> str:
+    """The class, what it encapsulates, and what differs from the defaults."""
+    if "_inner" not in self.__dict__:  # Keras' constructor is at work.
+      return object.__repr__(self)
+    opt = self._inner.optimizer
+    is_wrapper = isinstance(opt, OptimizerWrapper)
+    shown = [repr(opt) if is_wrapper else type(opt).__name__]
+    return f"{type(self).__name__}({', '.join(shown + self._differing())})"
+
+  def _differing(self) -> list[str]:
+    """The other arguments that differ from their defaults, as text."""
+    return []
 
   def __dir__(self) -> list[str]:
     """The wrapper's own names, but those by which savers would save twice."""
@@ -216,9 +232,9 @@ class OptimizerWrapper:
 
   def minimize(
     self,
-    loss: Any,
-    global_step: Any = None,
-    var_list: Any = None,
+    loss: Callable[[], Any] | tf.Tensor,
+    global_step: "validation.Variable | None" = None,
+    var_list: "validation.Variables | None" = None,
     gate_gradients: int = compute.GATE_OP,
     aggregation_method: int | None = None,
     colocate_gradients_with_ops: bool = False,
@@ -454,6 +470,35 @@ def is_called_by_keras() -> bool:
   return False
 
 
+def is_fit_validated() -> bool:
+  """Whether Keras' `fit`, which called this package, evaluated the model."""
+  frame: types.FrameType | None = sys._getframe(1)
+  while frame is not None:
+    module = frame.f_globals.get("__name__", "")
+    if frame.f_code.co_name == "fit" and module.startswith(
+      ("keras.src.", "tf_keras.src.")
+    ):
+      return "val_logs" in frame.f_locals
+    frame = frame.f_back
+  return False
+
+
+def documented(cls: _Class) -> _Class:
+  """Gives the class that people import the text of its first base, too.
+
+  The two Kerases' classes say what is theirs; what is the same in both, and
+  the constructor's arguments, are written once.
+  """
+  base = cls.__bases__[0]
+  own, shared, init = map(inspect.getdoc, (cls, base, vars(base)["__init__"]))
+  if own and shared and init:  # python -OO leaves all of them out.
+    _, _, more = shared.partition("\n\n")
+    more, mark, references = more.partition("References:")
+    whole = [own, more.strip(), init, mark + references]
+    cls.__doc__ = "\n\n".join(filter(None, whole))
+  return cls
+
+
 def _optimizer_classes(package: str) -> tuple[type[Any], ...]:
   """The optimizer classes of a Keras, of which tf_keras has an older one."""
   # Nobody has an optimizer of a Keras that is not loaded.
@@ -463,8 +508,17 @@ def _optimizer_classes(package: str) -> tuple[type[Any], ...]:
   return tuple(each for each in found if each is not None)
 
 
+def _kind(opt: Any) -> str:
+  """What an object is."""
+  kind = opt if isinstance(opt, type) else type(opt)
+  prefix = "the class " if kind is opt else ""
+  return f"{prefix}{kind.__module__}.{kind.__qualname__}"
+
+
 def _remedy(opt: Any, package: str) -> str:
   """What to do with an object that is no optimizer of this Keras."""
+  if isinstance(opt, type):
+    return f"Make an optimizer of it: {opt.__name__}()."
   for other in ("keras", "tf_keras"):
     if isinstance(opt, _optimizer_classes(other)):
       module = "keras3" if other == "keras" else other

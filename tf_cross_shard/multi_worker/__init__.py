@@ -4,14 +4,18 @@
 and with timeouts in the place of hangs.
 """
 
-from tf_cross_shard.multi_worker.backup import BackupAndRestore, newest_common
-from tf_cross_shard.multi_worker.errors import (
-  DisagreementError,
-  MissingWorkerError,
-  WorkerLostError,
-  naming_lost_workers,
-)
-from tf_cross_shard.multi_worker.strategy import MultiWorkerStrategy
+import typing
+from typing import Any
+
+if typing.TYPE_CHECKING:
+  from tf_cross_shard.multi_worker.backup import BackupAndRestore, newest_common
+  from tf_cross_shard.multi_worker.errors import (
+    DisagreementError,
+    MissingWorkerError,
+    WorkerLostError,
+    naming_lost_workers,
+  )
+  from tf_cross_shard.multi_worker.strategy import MultiWorkerStrategy
 
 __all__ = [
   "BackupAndRestore",
@@ -22,3 +26,19 @@ __all__ = [
   "naming_lost_workers",
   "newest_common",
 ]
+
+
+def __getattr__(name: str) -> Any:
+  """Imports what is asked for: `launch` does without TensorFlow."""
+  if name in __all__:
+    from tf_cross_shard.multi_worker import backup, errors, strategy
+
+    for module in (backup, errors, strategy):
+      if hasattr(module, name):
+        return getattr(module, name)
+  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+  """The public names."""
+  return __all__

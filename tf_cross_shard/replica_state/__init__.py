@@ -41,7 +41,6 @@ __all__ = [
   "values",
 ]
 
-_FORMAT: Final = "tf_cross_shard.replica_state"
 _SHOWN: Final = 5  # names that an error lists
 
 
@@ -243,20 +242,7 @@ def save(path: Any, optimizer: Any, model: Any = None) -> None:
   found.agree(topic)
   for each in group_state.warnings_of(optimizer):
     each.look()
-  apart = found.apart(topic)
-  about = {
-    "format": _FORMAT,
-    "group_assignment": found.groups.to_lists(),
-    "names": [part.name for part in found.parts],
-  }
-  error: Exception | None = None
-  arrays = found.arrays(apart)
-  if found.copies.is_first:
-    try:
-      archive.write(target, arrays, about)
-    except Exception as failure:
-      error = failure
-  found.conclude(topic, error)
+  found.write(target, topic, found.arrays(found.apart(topic)))
 
 
 def restore(path: Any, optimizer: Any, model: Any = None) -> None:
@@ -341,7 +327,7 @@ def _slots(optimizer: Any, variables: list[Any]) -> list[Any]:
 def _check(file: archive.Archive, found: group_state.GroupCopies) -> None:
   """Raises `CheckpointError` unless the file fits."""
   about, where = file.about, f"The checkpoint {file.path}"
-  if about.get("format") != _FORMAT:
+  if about.get("format") != group_state.FORMAT:
     raise CheckpointError(
       f"{where} holds something else: {about.get('format')!r}. Name a file that"
       " replica_state.save wrote."

@@ -70,7 +70,7 @@ def load_group(model: Any, group: int, optimizer: Any, into: Any = None) -> Any:
     DisagreementError: If another worker has another model or asks for another
       group.
   """
-  keras = _keras_of(model)
+  keras = keras_of(model)
   found = group_state.GroupCopies(optimizer, model, is_whole=False)
   members = _members_of(found.groups, group, "group")
   if into is None:
@@ -197,7 +197,7 @@ def ensemble(
     DisagreementError: If another worker has another model or asks for other
       groups.
   """
-  keras = _keras_of(model)
+  keras = keras_of(model)
   found = group_state.GroupCopies(optimizer, model, is_whole=False)
   chosen = range(found.groups.num_groups) if members is None else members
   chosen = list(chosen)
@@ -208,7 +208,7 @@ def ensemble(
       f"`members` must name at least one group, and each once; got {members!r}."
     )
   plain = [load_group(model, each, optimizer) for each in chosen]
-  with _outside_of_strategies():
+  with outside_of_strategies():
     inputs = _inputs_of(keras, plain[0])
     outputs = []
     for index, one in zip(chosen, plain, strict=True):
@@ -289,7 +289,7 @@ def _clone(keras: Any, model: Any, found: group_state.GroupCopies) -> Any:
       if type(layer).__module__.split(".")[0] not in _KERASES
     }
     scope = keras.saving.custom_object_scope(own)
-    with _outside_of_strategies(), scope:
+    with outside_of_strategies(), scope:
       clone = kind.from_config(_not_compiled(model.get_config()))
       if not clone.built:
         clone.build_from_config(model.get_build_config())
@@ -335,7 +335,7 @@ def _check_fits(found: group_state.GroupCopies, plain: Any) -> None:
       )
 
 
-def _keras_of(model: Any) -> Any:
+def keras_of(model: Any) -> Any:
   """The Keras whose model it is."""
   for kind in type(model).__mro__:
     root = kind.__module__.split(".")[0]
@@ -359,7 +359,7 @@ def _not_compiled(config: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _outside_of_strategies() -> Iterator[None]:
+def outside_of_strategies() -> Iterator[None]:
   """A context in which no strategy's scope is open."""
   # TensorFlow notes open scopes in the default graph, eagerly too.
   with tf.Graph().as_default(), tf.__internal__.eager_context.eager_mode():

@@ -6,7 +6,8 @@ replica's own.
 """
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+import pathlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from tf_cross_shard.inner_optimizer import optimizer_state
 from tf_cross_shard.multi_worker import consistency, errors
 from tf_cross_shard.replica_state import archive, replica_values
 
+FORMAT: Final = "tf_cross_shard.replica_state"
 # After these the workers cannot tell each other anything.
 _LOST: Final = (
   errors.MissingWorkerError,
@@ -122,6 +124,23 @@ class GroupCopies:
           for (index, member), value in zip(places, values, strict=True)
         }
     return found
+
+  def write(
+    self, path: pathlib.Path, topic: str, arrays: Mapping[str, archive.Array]
+  ) -> None:
+    """Writes a checkpoint; an error of the first worker is raised on all."""
+    about = {
+      "format": FORMAT,
+      "group_assignment": self.groups.to_lists(),
+      "names": [part.name for part in self.parts],
+    }
+    error: Exception | None = None
+    if self.copies.is_first:
+      try:
+        archive.write(path, arrays, about)
+      except Exception as failure:
+        error = failure
+    self.conclude(topic, error)
 
   def conclude(
     self, topic: str, error: Exception | None, checksum: int = 0

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -48,7 +48,13 @@ class Tower(wrapper.OptimizerWrapper):
   _argument = "optimizer_or_optimizer_fn"
   _was_used = False
 
-  def __init__(self, optimizer_or_optimizer_fn: Any) -> None:
+  def __init__(
+    self,
+    optimizer_or_optimizer_fn: (
+      "validation.Optimizer | str | dict[str, Any]"
+      " | Callable[[], validation.Optimizer]"
+    ),
+  ) -> None:
     """Encapsulates an optimizer, or what a function makes.
 
     Args:

@@ -1,0 +1,581 @@
+"""Callbacks that treat each group as a model of its own.
+
+In one process; two workers are in multi_worker_test.py.
+"""
+# bazel: size=large
+
+import functools
+import importlib
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl import logging as absl_logging
+
+from tests.support import replica_state_cases as cases
+from tests.support import testbed
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  callbacks,
+  keras3,
+  replica_state,
+  tf_keras,
+)
+
+N = testbed.REPLICAS
+CROSSED = [[3, 0], [1, 2]]
+STRATEGIES: dict[str, Callable[[], Any]] = {
+  "mirrored": testbed.mirrored,
+  "virtual": functools.partial(testbed.virtual, N),
+  "pair": functools.partial(testbed.mirrored, 2),
+}
+PAIR = [[0], [1]]  # of the last
+everywhere = pytest.mark.parametrize("where", ["mirrored", "virtual"])
+EPOCHS, STEPS, SHARE = 3, 2, 2
+RATES = (0.0625, 0.03125)  # of the groups
+RNG = np.random.default_rng(4)
+# [step, replica, example, ...]; replicas see different rows
+X = RNG.normal(size=(STEPS, N, SHARE, 3)).astype("float32")
+Y = RNG.normal(size=(STEPS, N, SHARE, 2)).astype("float32")
+VALIDATION = (
+  RNG.normal(size=(7, 3)).astype("float32"),
+  RNG.normal(size=(7, 2)).astype("float32"),
+  RNG.uniform(0.5, 2.0, size=7).astype("float32"),
+)
+
+
+def _network() -> Any:
+  """The same weights each time."""
+  tf.keras.utils.set_random_seed(1)
+  layers = tf.keras.layers
+  return tf.keras.Sequential(
+    [
+      tf.keras.Input((3,)),
+      layers.Dense(4, activation="tanh", name="hidden"),
+      layers.Dense(2, name="last"),
+    ]
+  )
+
+
+class Subclassed(tf.keras.Model):  # type: ignore[misc]
+  """What Keras cannot clone before it was called."""
+
+  def __init__(self, units: int) -> None:
+    super().__init__()
+    self.layer = tf.keras.layers.Dense(units)
+
+  def call(self, x: Any) -> Any:
+    return self.layer(x)
+
+
+def _compile(model: Any, optimizer: Any) -> Any:
+  model.compile(
+    optimizer,
+    "mse",
+    metrics=["mae"],
+    weighted_metrics=[tf.keras.metrics.MeanSquaredError("weighted")],
+  )
+  return model
+
+
+def _grouped(where: str, groups: Any = CROSSED) -> Any:
+  """A compiled model of groups, with all variables of the optimizer."""
+  strategy = STRATEGIES[where]()
+  assert strategy.num_replicas_in_sync == (2 if where == "pair" else N)
+  with strategy.scope():
+    model = _network()
+    optimizer = CrossShardOptimizer(
+      tf.keras.optimizers.Adam(RATES[0]),
+      group_assignment=groups,
+      fused_update=False,  # Compared with Keras' own bits.
+    )
+    optimizer.build(model.trainable_variables)
+    return _compile(model, optimizer)
+
+
+def _data(replicas: Sequence[int] = range(N)) -> tf.data.Dataset:
+  """Batches of these replicas' rows."""
+  rows = list(replicas)
+  flat = [a[:, rows].reshape(-1, a.shape[-1]) for a in (X, Y)]
+  data = tf.data.Dataset.from_tensor_slices(tuple(flat))
+  return data.batch(len(rows) * SHARE, drop_remainder=True)
+
+
+def _fit(model: Any, *used: Any, epochs: int = EPOCHS) -> Any:
+  return model.fit(
+    _data(), epochs=epochs, verbose=0, callbacks=list(used)
+  ).history
+
+
+@functools.cache
+def _plain(group: int) -> Any:
+  """Plain Keras on the group's batches, evaluated after each epoch."""
+  model = _compile(_network(), tf.keras.optimizers.Adam(RATES[group]))
+  return model.fit(
+    _data(sorted(CROSSED[group])),
+    epochs=EPOCHS,
+    verbose=0,
+    validation_data=VALIDATION,
+    validation_batch_size=4,
+  )
+
+
+def _set(variable: Any, values: Sequence[Any]) -> None:
+  """Gives each group its own value, in all elements."""
+  whole = testbed.copies(variable)
+  for members, value in zip(CROSSED, values, strict=True):
+    for replica in members:
+      whole[replica] = np.full_like(whole[replica], value)
+  cases.spread(variable, whole)
+
+
+def _spread(model: Any, epoch: int) -> None:
+  """Makes weights and optimizer tell the epoch and the group."""
+  for variable in (*model.weights, *testbed.variables_of(model.optimizer)):
+    _set(variable, [10 * epoch, 10 * epoch + 1])
+
+
+def _state(model: Any, members: Sequence[int]) -> list[list[np.ndarray]]:
+  """The members' weights, slots and iterations."""
+  kept = testbed.variables_of(model.optimizer)
+  whole = [testbed.copies(v) for v in [*model.weights, *kept]]
+  return [[copies[replica] for replica in members] for copies in whole]
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+  """What was warned of."""
+  lines: list[str] = []
+  monkeypatch.setattr(
+    absl_logging,
+    "warning",
+    lambda text, *args: lines.append(text % args),
+  )
+  return lines
+
+
+# -------------------------------------------------------------- GroupMetrics
+
+
+class _Seen(tf.keras.callbacks.Callback):  # type: ignore[misc]
+  """What a later callback sees, and the weights at that time."""
+
+  def __init__(self) -> None:
+    super().__init__()
+    self.logs: list[dict[str, float]] = []
+    self.weights: list[list[Any]] = []
+
+  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    self.logs.append(dict(logs))
+    self.weights.append(list(map(testbed.copies, self.model.weights)))
+
+
+class _Run:
+  """A `fit` with what only looks on, whose groups have their own rates."""
+
+  def __init__(self, where: str, folder: pathlib.Path) -> None:
+    self.model, self.seen = _grouped(where), _Seen()
+    with STRATEGIES[where]().scope():
+      noise = tf.Variable(0.0)
+    _set(noise, [1.0, 2.0])
+    _set(self.model.optimizer.learning_rate, RATES)
+    with mock.patch.object(
+      CrossShardOptimizer, "noise_scale", noise, create=True
+    ):
+      self.history = _fit(
+        self.model,
+        callbacks.GroupMetrics(VALIDATION, batch_size=4),
+        self.seen,
+        callbacks.GroupTensorBoard(folder),
+      )
+    self.curves = {run.name: _curves(run) for run in folder.iterdir()}
+
+
+@pytest.fixture(scope="module", params=["mirrored", "virtual"])
+def run(request: Any, tmp_path_factory: pytest.TempPathFactory) -> _Run:
+  """The same for several tests."""
+  return _Run(request.param, tmp_path_factory.mktemp("curves"))
+
+
+@pytest.mark.tf_keras_mode
+def test_metrics_are_those_of_plain_keras(run: _Run) -> None:
+  """Of a plain model that trained on each group's batches alone."""
+  for i in (0, 1):
+    for name in ("val_loss", "val_mae", "val_weighted"):
+      mine = run.history[f"{name}/group_{i}"]
+      np.testing.assert_allclose(mine, _plain(i).history[name], rtol=2e-5)
+      assert mine == [logs[f"{name}/group_{i}"] for logs in run.seen.logs]
+      other = _plain(1 - i).history[name]
+      assert np.abs(np.subtract(mine, other)).min() > 1e-3
+    for variable, right in zip(
+      run.model.weights, _plain(i).model.weights, strict=True
+    ):
+      mine = testbed.copies(variable)[CROSSED[i][0]]
+      testbed.assert_close(mine, right.numpy(), f"group {i}")
+
+
+@pytest.mark.tf_keras_mode
+def test_metrics_of_the_mean_prediction(run: _Run) -> None:
+  """By NumPy."""
+  x, y, weight = VALIDATION
+  optimizer = run.model.optimizer
+  plain = [replica_state.load_group(run.model, i, optimizer) for i in (0, 1)]
+  mean = np.mean([np.asarray(each(x)) for each in plain], axis=0)
+  errors = np.mean((mean - y) ** 2, axis=-1)
+  np.testing.assert_allclose(
+    [run.history[f"val_{name}/ensemble"][-1] for name in ("loss", "weighted")],
+    [np.mean(weight * errors), np.sum(weight * errors) / np.sum(weight)],
+    rtol=1e-5,
+  )
+
+
+def test_looking_on_changes_nothing() -> None:
+  """Random numbers included: a fit with the callbacks and one without."""
+
+  def train(*used: Any) -> list[Any]:
+    tf.keras.utils.set_random_seed(2)
+    with testbed.mirrored(2).scope():
+      layers = tf.keras.layers
+      model = tf.keras.Sequential(
+        [tf.keras.Input((3,)), layers.Dropout(0.5), layers.Dense(2)]
+      )
+      optimizer = CrossShardOptimizer("sgd", group_assignment=PAIR)
+      model.compile(optimizer, "mse")
+    x, y = X.reshape(-1, 3), Y.reshape(-1, 2)
+    model.fit(x, y, 8, epochs=2, verbose=0, callbacks=list(used))
+    return [testbed.copies(variable) for variable in model.weights]
+
+  with_them = train(callbacks.GroupMetrics(VALIDATION))
+  for one, other in zip(with_them, train(), strict=True):
+    np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.tf_keras_mode
+def test_every_twin_and_dataset_inside_of_the_scope() -> None:
+  """A dataset; a model that Keras cannot clone; `fit` inside of the scope."""
+  strategy = testbed.mirrored(2)
+  made = []
+
+  def twin() -> Any:
+    made.append(Subclassed(2))
+    made[-1](VALIDATION[0])
+    return made[-1]
+
+  with strategy.scope():
+    model = Subclassed(2)
+    optimizer = CrossShardOptimizer("sgd", group_assignment=PAIR)
+    model.compile(optimizer, "mse")
+    data = tf.data.Dataset.from_tensor_slices(VALIDATION).batch(4)
+    history = model.fit(
+      _data(),
+      epochs=5,
+      verbose=0,
+      callbacks=[callbacks.GroupMetrics(data, False, every=2, twin=twin)],
+    ).history
+  assert len(made) == 1
+  assert len(history["loss"]) == 5
+  assert len(history["val_loss/group_1"]) == 3  # epochs 1, 2 and 4
+  assert "val_loss/ensemble" not in history
+  assert history["val_loss/group_0"][0] != history["val_loss/group_1"][0]
+  with pytest.raises(ValueError, match="`every` must be a positive integer"):
+    callbacks.GroupMetrics(VALIDATION, every=0)
+
+
+def test_a_compiled_twin_is_evaluated_as_it_is() -> None:
+  def twin() -> Any:
+    made = _network()
+    made.compile(loss="mae")
+    return made
+
+  used = callbacks.GroupMetrics(VALIDATION, twin=twin)
+  used.set_model(_grouped("mirrored"))
+  logs: dict[str, float] = {}
+  used.on_epoch_end(0, logs)  # By hand, as in a loop of one's own.
+  assert set(logs) == {
+    f"val_loss/{run}" for run in ("group_0", "group_1", "ensemble")
+  }
+
+
+def test_what_was_never_compiled_is_an_error() -> None:
+  class Own(tf.keras.Model):  # type: ignore[misc]
+    def compile(self, optimizer: Any) -> None:
+      self.optimizer = optimizer
+
+  inputs = tf.keras.Input((3,))
+  with testbed.mirrored().scope():
+    model = Own(inputs, tf.keras.layers.Dense(2)(inputs))
+    model.compile(CrossShardOptimizer("sgd", group_assignment=CROSSED))
+  used = callbacks.GroupMetrics(VALIDATION)
+  used.set_model(model)
+  with pytest.raises(ValueError, match=r"compile\(\) of Keras was not called"):
+    used.on_epoch_end(0, {})
+
+
+# -------------------------------------------------------- GroupEarlyStopping
+
+# The best in epochs 2 and 4; with patience 2 they stop in epochs 4 and 6.
+SERIES = ([5.0, 4.0, 1.0, 2.0, 3.0, 0.5, 4.0, 1.0], [9, 9, 8, 8.5, 7, 9, 8, 1])
+
+
+def _logs(epoch: int, name: str, sign: float = 1.0) -> dict[str, float]:
+  return {
+    f"{name}/group_{i}": sign * series[epoch] for i, series in enumerate(SERIES)
+  }
+
+
+@pytest.mark.tf_keras_mode
+@everywhere
+def test_each_group_stops_as_keras_would_stop_it(where: str) -> None:
+  """By hand, with metrics that are known; the best weights to the bit."""
+  model = _grouped(where)
+  stop = callbacks.GroupEarlyStopping(patience=2)
+  stop.set_model(model)
+  stop.on_train_begin()
+  model.stop_training = False
+  for epoch in range(len(SERIES[0])):
+    _spread(model, epoch)
+    stop.on_epoch_end(epoch, _logs(epoch, "val_loss"))
+    if model.stop_training:
+      break
+  stop.on_train_end()
+  plain = []
+  for series in SERIES:
+    keras = tf.keras.callbacks.EarlyStopping(patience=2)
+    lonely = _compile(_network(), "sgd")
+    keras.set_model(lonely)
+    keras.on_train_begin()
+    for at, value in enumerate(series):
+      keras.on_epoch_end(at, {"val_loss": value})
+      if lonely.stop_training:
+        break
+    plain.append((keras.best_epoch, keras.stopped_epoch, float(keras.best)))
+    lonely.stop_training = False
+  assert plain == [(2, 4, 1.0), (4, 6, 7.0)]
+  assert stop.best_epoch == [each[0] for each in plain]
+  assert stop.stopped_epoch == [each[1] for each in plain]
+  assert stop.best == [each[2] for each in plain]
+  assert epoch == 6
+  for variable in model.weights:
+    found = testbed.copies(variable)
+    for i, members in enumerate(CROSSED):
+      for replica in members:
+        assert set(found[replica].ravel()) == {10 * stop.best_epoch[i] + i}
+
+
+class _Known(tf.keras.callbacks.Callback):  # type: ignore[misc]
+  """Metrics that are known, in place of GroupMetrics."""
+
+  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    logs.update(_logs(epoch, "val_mae", -1.0))
+
+
+@pytest.mark.tf_keras_mode
+def test_fit_ends_with_each_group_at_its_best(said: list[str]) -> None:
+  """In `fit`, and nothing warns that groups were made equal."""
+  model, seen = _grouped("mirrored"), _Seen()
+  stop = callbacks.GroupEarlyStopping("val_mae", mode="max", patience=1)
+  history = _fit(model, _Known(), seen, stop, epochs=8)
+  assert len(history["loss"]) == 4
+  assert stop.best_epoch == [2, 0]
+  for i, variable in enumerate(model.weights):
+    found = testbed.copies(variable)
+    for epoch, members in zip(stop.best_epoch, CROSSED, strict=True):
+      for replica in members:
+        right = seen.weights[epoch][i][replica]
+        np.testing.assert_array_equal(found[replica], right)
+    assert (found[0] != found[1]).any()
+  _fit(model, epochs=1)
+  assert said == []
+
+
+@pytest.mark.tf_keras_mode
+def test_direction_is_what_keras_finds() -> None:
+  model = _grouped("mirrored")
+  with testbed.mirrored().scope():
+    model.compile(model.optimizer, "mse", metrics=["accuracy", "mae"])
+  model.evaluate(_data(), verbose=0)  # Before that, Keras has no metrics.
+  for name, sign in (("loss", 1.0), ("mae", 1.0), ("accuracy", -1.0)):
+    stop = callbacks.GroupEarlyStopping(f"val_{name}", patience=2)
+    stop.set_model(model)
+    for epoch in range(len(SERIES[0])):
+      stop.on_epoch_end(epoch, _logs(epoch, f"val_{name}", sign))
+    assert stop.best_epoch == [2, 4], name
+
+
+@pytest.mark.parametrize("kind", ["GroupEarlyStopping", "GroupCheckpoint"])
+def test_metrics_that_are_not_there(kind: str, tmp_path: pathlib.Path) -> None:
+  """In the first epoch an error; later they may be left out."""
+  options = {"path": tmp_path / "a"} if kind == "GroupCheckpoint" else {}
+  used = getattr(callbacks, kind)(**options)
+  used.set_model(_grouped("mirrored"))
+  with pytest.raises(ValueError, match="'val_loss/group_0' in the logs"):
+    used.on_epoch_end(0, {"loss": 1.0})
+  for epoch, logs in enumerate((_logs(0, "val_loss"), {"loss": 1.0})):
+    used.on_epoch_end(epoch, logs)
+    assert used.best == [SERIES[0][0], SERIES[1][0]]
+
+
+# ----------------------------------------------------------- GroupCheckpoint
+
+
+@pytest.mark.tf_keras_mode
+@everywhere
+def test_each_group_is_kept_at_its_best(
+  where: str, tmp_path: pathlib.Path
+) -> None:
+  """Weights, slots and iterations; `restore` gives each its own."""
+  path = tmp_path / "best"
+  model = _grouped(where)
+  keep = callbacks.GroupCheckpoint(path)
+  keep.set_model(model)
+  right: list[Any] = [None, None]
+  for epoch, best in enumerate([(0, 1), (0,), (0, 1), (), (1,)]):
+    _spread(model, epoch)
+    for i in best:
+      right[i] = _state(model, CROSSED[i])
+    keep.on_epoch_end(epoch, _logs(epoch, "val_loss"))
+  assert keep.best == [1.0, 7.0]
+  for each in (model, _grouped(where)):
+    _spread(each, 9)
+    replica_state.restore(path, each.optimizer, each)
+    for state, members in zip(right, CROSSED, strict=True):
+      for mine, theirs in zip(_state(each, members), state, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+  assert len(right[0]) > 4 + 2 * 4  # weights, Adam's slots, and more
+
+
+@pytest.mark.tf_keras_mode
+def test_what_members_have_each_for_themselves(tmp_path: pathlib.Path) -> None:
+  """Statistics that members have alike at first, and later not."""
+  with testbed.mirrored().scope():
+    layers = tf.keras.layers
+    model = tf.keras.Sequential(
+      [tf.keras.Input((3,)), layers.BatchNormalization(), layers.Dense(2)]
+    )
+    optimizer = CrossShardOptimizer("sgd", group_assignment=CROSSED)
+    optimizer.build(model.trainable_variables)
+    model.compile(optimizer, "mse")
+  keep = callbacks.GroupCheckpoint(tmp_path / "best")
+  keep.set_model(model)
+  keep.on_epoch_end(0, {"val_loss/group_0": 1.0, "val_loss/group_1": 1.0})
+  with np.load(tmp_path / "best") as file:
+    assert not [name for name in file if "member" in name]
+  [mean] = [v for v in model.variables if "moving_mean" in v.name]
+  then = [np.full(3, float(replica + 1), "f4") for replica in range(N)]
+  cases.spread(mean, then)
+  keep.on_epoch_end(1, {"val_loss/group_0": 2.0, "val_loss/group_1": 0.5})
+  cases.spread(mean, [np.full(3, 9.0, "f4")] * N)
+  replica_state.restore(tmp_path / "best", optimizer, model)
+  for replica, value in enumerate(testbed.copies(mean)):
+    right = then[replica] if replica in CROSSED[1] else np.zeros(3)
+    np.testing.assert_array_equal(value, right)
+
+
+# ---------------------------------------------------------- GroupTensorBoard
+
+
+@pytest.mark.tf_keras_mode
+def test_curves_of_groups(run: _Run) -> None:
+  found, trained = run.curves, len(run.model.trainable_variables)
+  assert set(found) == {"group_0", "group_1", "ensemble"}
+  for name, curves in found.items():
+    for tag in ("val_loss", "val_mae"):
+      right = np.float32(run.history[f"{tag}/{name}"])
+      np.testing.assert_array_equal(curves[tag], right)
+  assert "drift" not in found["ensemble"]
+  for i in (0, 1):
+    curves = found[f"group_{i}"]
+    assert curves["learning_rate"] == [RATES[i]] * EPOCHS
+    assert curves["noise_scale"] == [1.0 + i] * EPOCHS
+    for epoch, value in enumerate(curves["drift"]):
+      flat = [
+        np.concatenate(
+          [copies[r].ravel() for copies in run.seen.weights[epoch][:trained]]
+        )
+        for r, _ in CROSSED
+      ]
+      away = flat[i] - np.mean(flat, axis=0, dtype="float64")
+      assert value == pytest.approx(np.sqrt(np.mean(away**2)), rel=1e-6)
+      assert value > 0
+
+
+def _curves(folder: pathlib.Path) -> dict[str, list[float]]:
+  """What TensorBoard reads of a run, by tag."""
+  [file] = folder.iterdir()
+  curves: dict[str, list[float]] = {}
+  for event in tf.compat.v1.train.summary_iterator(str(file)):
+    for value in event.summary.value:
+      points = curves.setdefault(value.tag, [])
+      assert event.step == len(points)
+      if not points:
+        assert value.metadata.plugin_data.plugin_name == "scalars"
+      points.append(float(tf.make_ndarray(value.tensor)))
+  return curves
+
+
+# ----------------------------------------------------------- the other Keras
+
+
+@pytest.mark.tf_keras_mode
+def test_models_of_the_keras_that_tf_keras_is_not(
+  tmp_path: pathlib.Path,
+) -> None:
+  name = "keras" if testbed.IS_TF_KERAS else "tf_keras"
+  home = importlib.import_module(name)
+  package = keras3 if testbed.IS_TF_KERAS else tf_keras
+  with testbed.mirrored(2).scope():
+    model = home.Sequential([home.Input((3,)), home.layers.Dense(2)])
+    optimizer = package.CrossShardOptimizer(
+      home.optimizers.SGD(0.125), group_assignment=PAIR
+    )
+    model.compile(optimizer, "mse", metrics=["accuracy"])
+  stop = callbacks.GroupEarlyStopping("val_accuracy")
+  history = _fit(
+    model,
+    callbacks.GroupMetrics(VALIDATION),
+    stop,
+    callbacks.GroupCheckpoint(tmp_path / "best"),
+    callbacks.GroupTensorBoard(tmp_path / "curves"),
+    epochs=1,
+  )
+  loss = [history[f"val_loss/group_{i}"] for i in (0, 1)]
+  assert loss[0] != loss[1]
+  assert stop.best == [history[f"val_accuracy/group_{i}"][0] for i in (0, 1)]
+  curves = _curves(tmp_path / "curves" / "group_1")
+  assert curves["val_loss"] == pytest.approx(loss[1])
+  assert curves["learning_rate"] == [0.125]
+
+
+# ------------------------------------------------------------------- warnings
+
+BLENDED = "by its own group's weights: the result belongs to no group"
+
+
+@pytest.mark.tf_keras_mode
+def test_what_blends_groups_is_warned_of_once(said: list[str]) -> None:
+  """`fit` with validation data, or anything with one of these callbacks."""
+  model = _grouped("pair", PAIR)
+  _fit(model, epochs=1)
+  assert said == []
+  for _ in range(2):
+    model.fit(_data(), verbose=0, validation_data=_data())
+  [line] = said
+  assert BLENDED in line
+  assert "tf_cross_shard.callbacks.GroupMetrics" in line
+  used = callbacks.GroupTensorBoard("")
+  for groups, act, count in (
+    (PAIR, used.on_test_begin, 2),
+    (PAIR, used.on_predict_begin, 3),
+    (None, used.on_predict_begin, 3),
+  ):
+    used.set_model(_grouped("pair", groups))
+    act()
+    assert len(said) == count
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,114 @@
+"""What the public classes show of themselves: help, signature, repr, errors."""
+
+import inspect
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+import tf_keras
+
+import tf_cross_shard.keras3
+import tf_cross_shard.tf_keras
+from tf_cross_shard import CrossShardOptimizer, TowerOptimizer, optimizer
+from tf_cross_shard.towers import tower_optimizer
+
+KERAS = [
+  pytest.param(tf_cross_shard.keras3, keras, id="keras3"),
+  pytest.param(tf_cross_shard.tf_keras, tf_keras, id="tf_keras"),
+]
+
+
+@pytest.mark.parametrize(("home", "its_keras"), KERAS)
+@pytest.mark.parametrize(
+  ("name", "base"),
+  [
+    ("CrossShardOptimizer", optimizer.CrossShard),
+    ("TowerOptimizer", tower_optimizer.Tower),
+  ],
+)
+def test_help_is_whole(
+  home: Any, its_keras: Any, name: str, base: type[Any]
+) -> None:
+  del its_keras
+  text = inspect.getdoc(getattr(home, name)) or ""
+  lines = text.splitlines()
+  for part in (base, vars(base)["__init__"]):
+    # Both texts begin with the same line.
+    _, *shared = (inspect.getdoc(part) or "").splitlines()
+    assert [x for x in shared if x and x not in lines] == []
+  for parameter in list(inspect.signature(base).parameters):
+    assert f"\n  {parameter}: " in text
+  assert lines[0] == (inspect.getdoc(base) or "").splitlines()[0]
+  assert lines.count(lines[0]) == 1
+  assert text.count("\nArgs:\n") == text.count("\nReferences:\n") == 1
+  assert text.count("\n\n\n") == 0
+  assert "Arguments and members" not in text
+
+
+def test_a_class_of_the_users_keeps_its_own_text() -> None:
+  class Mine(CrossShardOptimizer):  # type: ignore[misc, valid-type]
+    """Mine."""
+
+  assert inspect.getdoc(Mine) == "Mine."
+
+
+def test_public_arguments_have_types() -> None:
+  for thing in (
+    CrossShardOptimizer,
+    CrossShardOptimizer.compute_gradients,
+    optimizer.CrossShard.apply_gradients,
+    CrossShardOptimizer.minimize,
+    TowerOptimizer,
+  ):
+    parameters = inspect.signature(thing).parameters.values()
+    plain = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+    untyped = [p.name for p in plain if p.annotation in (Any, p.empty)]
+    assert untyped in ([], ["self"], ["self", "grad_loss"])
+
+
+@pytest.mark.parametrize(("home", "its_keras"), KERAS)
+def test_repr_is_what_differs(home: Any, its_keras: Any) -> None:
+  make = home.CrossShardOptimizer
+  adam = its_keras.optimizers.Adam
+  assert repr(make(adam())) == "CrossShardOptimizer(Adam)"
+  with tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)]).scope():
+    grouped = make(
+      adam(), group_assignment=[[0, 1], [2, 3]], wire_dtype="bfloat16"
+    )
+  assert repr(grouped) == (
+    "CrossShardOptimizer(Adam, group_assignment=[[0, 1], [2, 3]],"
+    " wire_dtype='bfloat16')"
+  )
+  named = make("sgd", "sum", "mine", clipnorm=1.0, accumulate_steps=2)
+  assert repr(named) == (
+    "CrossShardOptimizer(SGD, reduction='sum', clipnorm=1.0,"
+    " accumulate_steps=2, name='mine')"
+  )
+  assert repr(home.TowerOptimizer(named)) == f"TowerOptimizer({named!r})"
+  assert "object at 0x" in repr(make.__new__(make))  # As in a debugger.
+
+
+@pytest.mark.parametrize(("home", "its_keras"), KERAS)
+def test_wrong_arguments_are_told_what_they_may_mean(
+  home: Any, its_keras: Any
+) -> None:
+  make = home.CrossShardOptimizer
+  with pytest.raises(TypeError) as caught:
+    make("sgd", group_assignement=[[0]])
+  assert str(caught.value) == (
+    "CrossShardOptimizer has no argument `group_assignement`. Did you mean"
+    " `group_assignment`?"
+  )
+  with pytest.raises(
+    TypeError, match=r"It has opt, reduction, name, .*; others"
+  ):
+    make("sgd", beta_1=0.9)
+  with pytest.raises(
+    TypeError, match=r"the class .*Adam\. Make .* it: Adam\(\)\."
+  ):
+    make(its_keras.optimizers.Adam)
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

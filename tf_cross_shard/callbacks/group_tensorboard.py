@@ -1,0 +1,163 @@
+"""Curves of groups, which TensorBoard lays over each other."""
+
+import itertools
+import json
+import os
+from typing import Any, Final
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard.callbacks import base
+from tf_cross_shard.inner_optimizer import optimizer_state
+from tf_cross_shard.multi_worker import consistency
+from tf_cross_shard.replica_state import group_state
+
+_SCALAR: Final = tf.compat.v1.SummaryMetadata(
+  plugin_data={"plugin_name": "scalars"}, data_class="DATA_CLASS_SCALAR"
+)
+_OF_OPTIMIZER: Final = ("noise_scale", "gradient_norm")
+
+
+class GroupTensorBoard(base.GroupCallback):
+  """Writes one TensorBoard run per group, after each epoch.
+
+      log_dir/group_0    val_loss, val_accuracy, learning_rate, drift, ...
+      log_dir/group_1    the same tags, so that one picture has both curves
+      log_dir/ensemble   val_loss, val_accuracy
+
+  `val_loss` and so on are what `GroupMetrics` put into the logs. `drift` is how
+  far the trained weights `w_i` of group `i` are from the mean over the groups:
+
+      drift_i = sqrt(mean over all elements of (w_i - mean_j w_j)**2)
+
+  `noise_scale` and `gradient_norm` are written where the optimizer has them.
+
+  >>> import os, tempfile
+  >>> from tf_cross_shard import callbacks
+  >>> model = tf.keras.Sequential(
+  ...   [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
+  ... )
+  >>> model.compile("sgd", "mse")
+  >>> x = tf.ones([4, 1])
+  >>> with tempfile.TemporaryDirectory() as folder:
+  ...   board = callbacks.GroupTensorBoard(folder)
+  ...   _ = model.fit(x, x, verbose=0, callbacks=[board])
+  ...   os.listdir(folder)
+  ['group_0']
+
+  On several machines the first worker writes.
+  """
+
+  def __init__(self, log_dir: Any) -> None:
+    """Names the place.
+
+    Args:
+      log_dir: A folder, which need not be there; or what else
+        `tf.summary.create_file_writer` takes.
+    """
+    super().__init__()
+    self._log_dir = log_dir
+    self._writers: dict[str, Any] = {}
+    self._run_rates: Any = None
+
+  def on_train_begin(self, logs: Any = None) -> None:
+    """Forgets what another `fit` left.
+
+    Args:
+      logs: Not used.
+    """
+    self._run_rates = None
+
+  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    """Writes.
+
+    Args:
+      epoch: The epoch that ended, from 0: the step in the curves.
+      logs: May have metrics of groups.
+
+    Raises:
+      MissingWorkerError: If another worker does not call this too.
+    """
+    optimizer = self.model.optimizer
+    found = group_state.GroupCopies(optimizer, self.model, is_whole=False)
+    found.agree("drawing groups")
+    first = [members[0] for members in found.groups]
+    tags: dict[str, list[Any]] = {
+      "learning_rate": self._rates(found),
+      "drift": _drift(found, first),
+    }
+    for layer in optimizer_state.layers(optimizer):
+      for name in _OF_OPTIMIZER:
+        variable = getattr(layer, name, None)
+        if variable is not None:
+          tags[name] = found.copies.read(variable, first)
+    runs: dict[str, dict[str, Any]] = {
+      f"group_{i}": {tag: values[i] for tag, values in tags.items()}
+      for i in range(len(first))
+    }
+    for name, value in (logs or {}).items():
+      tag, _, run = name.rpartition("/")
+      if run in (*runs, "ensemble"):
+        runs.setdefault(run, {})[tag] = value
+    if found.copies.is_first:
+      for run, scalars in runs.items():
+        self._write(run, epoch, scalars)
+
+  def on_train_end(self, logs: Any = None) -> None:
+    """Closes the files.
+
+    Args:
+      logs: Not used.
+    """
+    for writer in self._writers.values():
+      writer.close()
+    self._writers = {}
+
+  def _write(self, run: str, epoch: int, scalars: dict[str, Any]) -> None:
+    """Adds a point to each curve of a run."""
+    if run not in self._writers:
+      self._writers[run] = tf.summary.create_file_writer(
+        os.path.join(self._log_dir, run)
+      )
+    with self._writers[run].as_default(step=epoch):
+      for tag, value in scalars.items():
+        # As tf.summary.scalar does, which needs TensorBoard to be installed.
+        tf.summary.write(tag, tf.cast(value, tf.float32), metadata=_SCALAR)
+    self._writers[run].flush()
+
+  def _rates(self, found: group_state.GroupCopies) -> list[float]:
+    """Each group's learning rate, as its replicas see it."""
+    strategy, optimizer = found.copies.engine.strategy, self.model.optimizer
+
+    def rate() -> tf.Tensor:
+      value = optimizer.learning_rate
+      if callable(value):  # tf_keras' legacy optimizers return the schedule.
+        value = value(optimizer.iterations)
+      return tf.cast(value, tf.float32)
+
+    if self._run_rates is None:
+      self._run_rates = tf.function(lambda: strategy.run(rate), autograph=False)
+    values = strategy.experimental_local_results(self._run_rates())
+    text = json.dumps([float(value) for value in values])
+    workers = found.copies.workers
+    told = (
+      [text]
+      if workers is None
+      else consistency.exchange(workers, "learning rates", text)
+    )
+    of_replica = list(itertools.chain(*map(json.loads, told)))
+    return [of_replica[members[0]] for members in found.groups]
+
+
+def _drift(found: group_state.GroupCopies, first: list[int]) -> list[float]:
+  """The rms distance of each group's trained weights from their mean."""
+  squares, size = np.zeros(len(first)), 0
+  for part in found.parts:
+    if part.is_shared:
+      of_group = np.stack(found.copies.read(part.variable, first))
+      away = of_group.astype(np.float64)
+      away -= away.mean(axis=0)
+      squares += np.sum(away.reshape(len(first), -1) ** 2, axis=1)
+      size += away[0].size
+  return [float(each) for each in np.sqrt(squares / max(size, 1))]
