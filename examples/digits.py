@@ -6,7 +6,7 @@ First all replicas sum their gradients together. Then they do so in groups of
 neighbours, in one `fit`: each group trains a model of its own on its own share
 of the data, with a learning rate of its own. Needs no download and no GPU.
 """
-# bazel: deps=:digits_dataset,:group_history,:replicas
+# bazel: deps=:command_line,:digits_dataset,:group_history,:replicas
 
 import os
 
@@ -17,6 +17,7 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 from collections.abc import Sequence
 
+import command_line
 import digits_dataset
 import group_history
 import numpy as np
@@ -51,7 +52,7 @@ _SHARD_UPDATE = flags.DEFINE_bool(
   "shard_update", False, "Keep one part of Adam's state on each replica."
 )
 _SEED = flags.DEFINE_integer("seed", 0, "Of the weights and the data's order.")
-_PICTURE = flags.DEFINE_string("picture", "digits.png", "File to draw into.")
+_PICTURE = command_line.define_picture("digits.png", "File to draw into.")
 _LOGS = flags.DEFINE_string(
   "logs", None, "Folder to write the curves to, for TensorBoard."
 )
@@ -115,10 +116,10 @@ def conclusion(
   last = grouped.accuracy[-1]
   best = int(np.argmax(last))
   return (
-    f"One job tried {len(last)} learning rates: {grouped.names[best]} was best,"
-    f" {last[best]:.1%}, on 1/{len(last)} of the images for each group; the mean"
-    f" of all groups' predictions has {grouped.ensemble[-1]:.1%}, and one model"
-    f" on all images {ungrouped.accuracy[-1][0]:.1%}."
+    f"One job tried {len(last)} learning rates, each on 1/{len(last)} of the"
+    f" images: {grouped.names[best]} was best, {last[best]:.1%}; the mean of all"
+    f" groups' predictions has {grouped.ensemble[-1]:.1%}, and one model on all"
+    f" images, rate {ungrouped.names[0]}, {ungrouped.accuracy[-1][0]:.1%}."
   )
 
 
@@ -127,7 +128,6 @@ def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"Unknown arguments: {argv[1:]}")
   rates = [float(rate) for rate in _RATES.value]
-  replicas.check_folder(_PICTURE.value)
   logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow tell much.
   num_replicas = _REPLICAS.value
   strategy = replicas.make_strategy(num_replicas)
@@ -153,4 +153,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command_line.run(main)

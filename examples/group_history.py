@@ -48,7 +48,8 @@ class GroupHistory(tf.keras.callbacks.Callback):
     self.accuracy.append(
       [logs[f"val_accuracy/group_{i}"] for i in range(self.groups.num_groups)]
     )
-    self.ensemble.append(logs["val_accuracy/ensemble"])
+    if self.groups.num_groups > 1:
+      self.ensemble.append(logs["val_accuracy/ensemble"])
     copies = [replica_state.values(weight) for weight in self.model.weights]
     flat = np.array(
       [np.concatenate([*map(np.ravel, w)]) for w in zip(*copies, strict=True)]
@@ -101,7 +102,8 @@ def draw(runs: Mapping[str, GroupHistory], path: str) -> None:
     # The first epochs would press everything else against the top.
     late = [run.accuracy[len(run.accuracy) // 4 :] for run in runs.values()]
     lowest = 100 * min(map(np.min, late))
-    axes[0].set_ylim(np.floor(max(lowest, 70.0)) - 1, 100.5)
+    # With room for the legend.
+    axes[0].set_ylim(np.floor(max(lowest, 70.0)) - 12, 100.5)
     axes[0].legend(loc="lower right")
     for run in several[:1]:
       for label, values, color in (

@@ -6,7 +6,7 @@
 Each replica is a group with a learning rate of its own. Every few epochs the
 worst group goes on from the best one's weights, with its own rate.
 """
-# bazel: deps=:digits_dataset,:replicas
+# bazel: deps=:command_line,:digits_dataset,:replicas
 
 import os
 
@@ -16,6 +16,7 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 from collections.abc import Sequence
 from typing import Any
 
+import command_line
 import digits_dataset
 import matplotlib as mpl
 import numpy as np
@@ -39,7 +40,7 @@ RATES = [0.03, 0.01, 0.003, 0.0001]
 _VIRTUAL_TPU = flags.DEFINE_bool("virtual_tpu", False, "Run as a TPU would.")
 _EPOCHS = flags.DEFINE_integer("epochs", 12, "Times to see all images.", 1)
 _EVERY = flags.DEFINE_integer("every", 3, "Epochs from copy to copy.", 1)
-_PICTURE = flags.DEFINE_string("picture", "population.png", "File to draw.")
+_PICTURE = command_line.define_picture("population.png", "File to draw into.")
 _DATA_DIR = flags.DEFINE_string(
   "data_dir", None, "Folder to prepare the data in; the user's cache if unset."
 )
@@ -113,4 +114,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command_line.run(main)

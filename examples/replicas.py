@@ -1,9 +1,6 @@
 """Replicas to train on, and groups of them."""
 
-import pathlib
-
 import tensorflow as tf
-from absl import app
 
 from tf_cross_shard import groups as groups_lib
 
@@ -47,10 +44,3 @@ def choose_groups(
 def divisible(batch_size: int, num_replicas: int) -> int:
   """Returns the largest batch up to `batch_size` that replicas share evenly."""
   return max(1, batch_size // num_replicas) * num_replicas
-
-
-def check_folder(path: str) -> None:
-  """Raises an error, before anything is trained, unless a file can be made."""
-  folder = pathlib.Path(path).absolute().parent
-  if not folder.is_dir():
-    raise app.UsageError(f"{path}: there is no folder {folder}.")
