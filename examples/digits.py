@@ -117,8 +117,8 @@ def conclusion(
   best = int(np.argmax(last))
   return (
     f"One job tried {len(last)} learning rates, each on 1/{len(last)} of the"
-    f" images: {grouped.names[best]} was best, {last[best]:.1%}; the mean of all"
-    f" groups' predictions has {grouped.ensemble[-1]:.1%}, and one model on all"
+    f" images: {grouped.names[best]} was best, {last[best]:.1%}; the groups'"
+    f" mean prediction has {grouped.ensemble[-1]:.1%}, and one model on all"
     f" images, rate {ungrouped.names[0]}, {ungrouped.accuracy[-1][0]:.1%}."
   )
 

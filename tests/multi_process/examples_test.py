@@ -87,8 +87,8 @@ def test_digits_trains_ungrouped_and_in_groups(data_dir: Path) -> None:
   assert rows[1].between == rows[2].between
   assert rows[1].between is not None
   assert rows[1].between > 0
-  assert "One job tried 2 learning rates: 0.004 was best" in output
-  assert f"predictions has {rows[3].accuracy:.1f}%" in output
+  assert "each on 1/2 of the images: 0.004 was best" in output
+  assert f"mean prediction has {rows[3].accuracy:.1f}%" in output
   for run in ("group_0", "group_1", "ensemble"):
     assert list((data_dir / "logs" / run).iterdir())
   content = (data_dir / "digits.png").read_bytes()
