@@ -10,7 +10,7 @@ from tf_cross_shard import versions
 
 versions.check_installed()
 
-from tf_cross_shard import groups, migration, replica_state  # noqa: E402
+from tf_cross_shard import groups, layers, migration, replica_state  # noqa: E402
 from tf_cross_shard.groups import Groups  # noqa: E402
 from tf_cross_shard.towers import (  # noqa: E402
   ModeKeys,
@@ -32,6 +32,7 @@ __all__ = [
   "TowerOptimizer",
   "TowerSpec",
   "groups",
+  "layers",
   "migration",
   "replica_state",
   "replicate_model_fn",

@@ -1,4 +1,4 @@
-"""CrossShardOptimizer and TowerOptimizer for Keras 3.
+"""CrossShardOptimizer, TowerOptimizer and SyncBatchNormalization for Keras 3.
 
 `tf_cross_shard.CrossShardOptimizer` is the one here where `tf.keras` is Keras
 3. Import them from here where TF_USE_LEGACY_KERAS makes `tf.keras` another one.
@@ -14,7 +14,7 @@ versions.check_keras3()
 import keras  # noqa: E402  # after the check above
 import tensorflow as tf  # noqa: E402
 
-from tf_cross_shard import optimizer, validation  # noqa: E402
+from tf_cross_shard import group_moments, optimizer, validation  # noqa: E402
 from tf_cross_shard.gradients import loss_factor  # noqa: E402
 from tf_cross_shard.inner_optimizer import keras3  # noqa: E402
 from tf_cross_shard.towers import tower_optimizer  # noqa: E402
@@ -138,6 +138,24 @@ class TowerOptimizer(tower_optimizer.Tower, keras3.Keras3Wrapper):
     # Not `apply`: `fit` calls this one, which the user's class may override.
     pairs = zip(grads, variables, strict=True)
     self._inner.optimizer.apply_gradients(list(pairs))
+
+
+@keras.saving.register_keras_serializable(package="tf_cross_shard")
+class SyncBatchNormalization(
+  group_moments.GroupMoments, keras.layers.BatchNormalization
+):
+  """Batch normalization over the examples of a group.
+
+  Arguments and members: `tf_cross_shard.group_moments.GroupMoments`.
+
+  >>> layer = SyncBatchNormalization([[0, 1], [2, 3]], momentum=0.9)
+  >>> layer.group_assignment
+  [[0, 1], [2, 3]]
+  """
+
+  def _moments(self, inputs: Any, mask: Any) -> Any:
+    """Keras' method, over the group."""
+    return self._group_moments(inputs, self._reduction_axes, False, mask)
 
 
 def _variables(

@@ -1,4 +1,4 @@
-"""CrossShardOptimizer and TowerOptimizer for tf_keras, which is Keras 2.
+"""Optimizers and SyncBatchNormalization for tf_keras, which is Keras 2.
 
 `tf_cross_shard.CrossShardOptimizer` is the one here where TF_USE_LEGACY_KERAS=1
 makes `tf.keras` tf_keras. Import them from here in a program that has both.
@@ -14,7 +14,7 @@ versions.check_tf_keras()
 import tensorflow as tf  # noqa: E402  # after the check above
 import tf_keras as keras  # noqa: E402
 
-from tf_cross_shard import optimizer, validation  # noqa: E402
+from tf_cross_shard import group_moments, optimizer, validation  # noqa: E402
 from tf_cross_shard.gradients import compute, loss_factor  # noqa: E402
 from tf_cross_shard.inner_optimizer import tf_keras  # noqa: E402
 from tf_cross_shard.towers import tower_optimizer  # noqa: E402
@@ -178,6 +178,30 @@ class TowerOptimizer(tower_optimizer.Tower, tf_keras.TfKerasWrapper):
     """Passes Keras' options on."""
     pairs = tf_keras.as_pairs(grads, variables)
     self._inner.optimizer.apply_gradients(pairs, **options)
+
+
+@keras.saving.register_keras_serializable(package="tf_cross_shard")
+class SyncBatchNormalization(
+  group_moments.GroupMoments, keras.layers.BatchNormalization
+):
+  """Batch normalization over the examples of a group.
+
+  Arguments and members: `tf_cross_shard.group_moments.GroupMoments`.
+
+  >>> layer = SyncBatchNormalization([[0, 1], [2, 3]], momentum=0.9)
+  >>> layer.group_assignment
+  [[0, 1], [2, 3]]
+  """
+
+  def _calculate_mean_and_var(
+    self, inputs: Any, reduction_axes: Any, keep_dims: bool, mask: Any = None
+  ) -> Any:
+    """Keras' method, over the group."""
+    return self._group_moments(inputs, reduction_axes, keep_dims, mask)
+
+  def _support_zero_size_input(self) -> bool:
+    """No: what counts is whether the group has examples, not this replica."""
+    return False
 
 
 # A LossScaleOptimizer in an HDF5 file or a SavedModel looks for these names.
