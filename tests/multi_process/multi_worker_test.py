@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import interplay, testbed, workers
+from tests.support import batch_normalization, interplay, testbed, workers
 from tests.support import interplay_workers as cells
 from tests.support import multi_worker_cases as cases
 from tf_cross_shard import groups as groups_lib
@@ -297,6 +297,16 @@ def test_one_strategy_after_the_other(launches: Launches) -> None:
 
 def _two(launches: Launches) -> list[Any]:
   return launches.results("own-2")
+
+
+@_of("batch_normalization")
+def test_batch_normalization(
+  launches: Launches, launch: str, key: cases.Key
+) -> None:
+  held = _held(launches, launch, key)
+  groups = _groups(len(held), key[1])
+  data = batch_normalization.data(len(held))
+  batch_normalization.check(*zip(*held, strict=True), groups.assignment, *data)
 
 
 # ---------------------------------------------------------------- loss scales

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tests.support import batch_normalization as normalizing
 from tests.support import testbed
 from tf_cross_shard import (
   CrossShardOptimizer,
   callbacks,
+  layers,
   per_group,
   replica_state,
   schedules,
@@ -434,6 +436,20 @@ def retrace(
   return own(variables)
 
 
+def batch_normalization(
+  grouping: str, mode: str, strategy: tf.distribute.Strategy
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+  """What this replica has of a step, and the moving statistics."""
+  replicas, mine = strategy.num_replicas_in_sync, place_of(strategy)
+  with strategy.scope():
+    groups = GROUPINGS[replicas][grouping]
+    layer = normalizing.make(layers.SyncBatchNormalization, groups)
+  x, counts = (tf.constant(each[mine]) for each in normalizing.data(replicas))
+  run = _run(strategy, functools.partial(normalizing.step, layer), mode)
+  found = [each.numpy() for each in run(x, counts)]
+  return found, own(layer.non_trainable_variables)
+
+
 # ---------------------------------------------------------------- loss scales
 
 
@@ -660,6 +676,8 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (two_optimizers, "contiguous", "crossed", {}),
     (per_group_values, "crossed", "function", {}),
     (retrace, "crossed", {}),
+    (batch_normalization, "crossed", "function", {}),
+    (batch_normalization, "contiguous", "eager", {}),
     (overflowing, "ungrouped", {}),
     (one_is_not_finite, "crossed", {}),
     (fit, "Adam", "crossed", {}),
