@@ -261,7 +261,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     Float32, in batches of one replica: times the examples that a replica has
     in a step it is in examples. Batches much smaller give almost as much
     progress for each example; much larger ones hardly more for each step. It
-    is tr(covariance of g_r) / |E g_r|^2 of what is reduced, gradients that
+    is `tr(covariance of g_r) / |E g_r|^2` of what is reduced, gradients that
     were clipped if they are, see `gradients.noise_scale`: averages over about
     100 measurements, NaN before the first. A negative one says that noise hides
     the gradient. Steps with a NaN or an infinity do not count.
