@@ -45,6 +45,7 @@ nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_merge_streams = True
+nb_output_stderr = "remove"  # TensorFlow tells much; errors are raised.
 
 # Docstrings are Google's, with `names` in single backquotes.
 default_role = "code"
