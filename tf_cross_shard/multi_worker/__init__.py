@@ -12,6 +12,7 @@ from tf_cross_shard.multi_worker.errors import (
   naming_lost_workers,
 )
 from tf_cross_shard.multi_worker.strategy import MultiWorkerStrategy
+from tf_cross_shard.multi_worker.uneven import even
 
 __all__ = [
   "BackupAndRestore",
@@ -19,6 +20,7 @@ __all__ = [
   "MissingWorkerError",
   "MultiWorkerStrategy",
   "WorkerLostError",
+  "even",
   "naming_lost_workers",
   "newest_common",
 ]
