@@ -470,6 +470,27 @@ def test_fit_islands(launches: Launches, launch: str, key: cases.Key) -> None:
       testbed.assert_close(mine, its.numpy(), its.name)
 
 
+@_of("uneven")
+def test_datasets_of_several_lengths(
+  launches: Launches, launch: str, key: cases.Key
+) -> None:
+  _, mode, _ = key
+  x, y, weights = cases.uneven_data()
+  replicas, lengths = len(x), cases.LENGTHS
+  assert len(set(lengths)) == replicas > 1
+  for step in 2 * [*range({"stop": min, "pad": max}[mode](lengths))]:
+    slopes = [
+      x[r, step].T @ (x[r, step] @ weights - y[r, step]) / x.shape[2]
+      for r in range(replicas)
+      if step < lengths[r]
+    ]
+    weights = weights - 0.125 * sum(slopes) / replicas
+  held = _held(launches, launch, key)
+  for (kernel,) in held:
+    np.testing.assert_allclose(kernel, weights, rtol=1e-6, atol=1e-6)
+    assert kernel.tobytes() == held[0][0].tobytes()
+
+
 # ----------------------------------------------------- two Kerases, loss scales
 
 
