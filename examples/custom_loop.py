@@ -23,6 +23,7 @@ import tensorflow as tf
 from absl import app, flags, logging
 
 import tf_cross_shard
+from tf_cross_shard import callbacks
 from tf_cross_shard import groups as groups_lib
 
 _REPLICAS = flags.DEFINE_integer("replicas", 4, "Devices to train on.", 1)
@@ -77,6 +78,8 @@ def main(argv: Sequence[str]) -> None:
     )
     # Slots are variables, and have to be there before the step is traced.
     optimizer.build(model.trainable_variables)
+    # For `GroupMetrics` only: the loop takes the loss below.
+    model.compile(optimizer, keras_loss, metrics=["accuracy"])
 
   def replica_step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
     """Does one replica's part of a step; returns 1 if it clipped."""
@@ -104,15 +107,17 @@ def main(argv: Sequence[str]) -> None:
     clipped = strategy.run(replica_step, (images, labels))
     return strategy.reduce("MEAN", clipped, axis=None)
 
-  twin = digits_dataset.make_model()
-  history = group_history.GroupHistory(groups, twin, test_data)
-  history.set_model(model)
+  metrics = callbacks.GroupMetrics(test_data)
+  history = group_history.GroupHistory(groups)
+  for each in (metrics, history):
+    each.set_model(model)
   steps = len(train_data)
   batches = iter(strategy.experimental_distribute_dataset(train_data.repeat()))
   for epoch in range(_EPOCHS.value):
-    history.on_epoch_begin(epoch)
     clipped = sum(float(train_step(*next(batches))) for _ in range(steps))
-    history.on_epoch_end(epoch)
+    logs: dict[str, float] = {}
+    metrics.on_epoch_end(epoch, logs)
+    history.on_epoch_end(epoch, logs)
     accuracies = " ".join(f"{a:.2%}" for a in history.accuracy[-1])
     print(
       f"epoch {epoch + 1}: test accuracy of the groups {accuracies};"

@@ -1,17 +1,14 @@
 """The history of each group: a Keras callback, a table and a picture."""
-# bazel: deps=:replicas
 
-import statistics
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-import replicas
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
+from tf_cross_shard import replica_state
 
 mpl.use("Agg")  # Draws into files: no screen is needed.
 from matplotlib import pyplot as plt
@@ -26,69 +23,63 @@ _STYLE = {
 
 
 class GroupHistory(tf.keras.callbacks.Callback):
-  """Evaluates every group's own weights after each epoch.
+  """Notes how each group does, and how far weights are apart.
 
-  `validation_data` of `fit` would mix the groups: each replica evaluates its
-  share of the images by its own weights. A loop without `fit` calls `set_model`
-  and the methods itself. `twin` is a model of the same shape, made outside the
-  strategy's scope, and `test` the test split as one batch.
+  It stands behind `callbacks.GroupMetrics`, whose accuracies it takes. A loop
+  without `fit` calls `set_model` and `on_epoch_end` of both. `names` are for
+  the table, one for each group.
   """
 
   def __init__(
-    self, groups: groups_lib.Groups, twin: Any, test: tf.data.Dataset
+    self, groups: groups_lib.Groups, names: Sequence[str] | None = None
   ) -> None:
     super().__init__()
-    self.groups, self.twin = groups, twin
-    self.images, self.labels = next(iter(test))
-    self.seconds: list[float] = []  # Of each epoch, without this evaluation.
+    self.groups = groups
+    self.names = names or [""] * groups.num_groups
     self.accuracy: list[list[float]] = []  # [epoch][group]
+    self.ensemble: list[float] = []  # of the mean prediction, in [epoch]
     # The largest difference of a weight: between the members of a group, in
     # [epoch][group], and between the first members of all groups, in [epoch].
     self.inside: list[list[float]] = []
     self.between: list[float] = []
 
-  def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-    """Starts the clock."""
-    self._start = time.perf_counter()
-
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-    """Stops the clock, then compares and evaluates the groups' weights."""
-    self.seconds.append(time.perf_counter() - self._start)
-    weights = replicas.weights_of_replicas(self.model)
-    flat = np.array([np.concatenate([*map(np.ravel, w)]) for w in weights])
+    """Takes the accuracies, and compares the groups' weights."""
+    self.accuracy.append(
+      [logs[f"val_accuracy/group_{i}"] for i in range(self.groups.num_groups)]
+    )
+    if self.groups.num_groups > 1:
+      self.ensemble.append(logs["val_accuracy/ensemble"])
+    copies = [replica_state.values(weight) for weight in self.model.weights]
+    flat = np.array(
+      [np.concatenate([*map(np.ravel, w)]) for w in zip(*copies, strict=True)]
+    )
     first = [members[0] for members in self.groups]
     self.between.append(float(np.ptp(flat[first], axis=0).max()))
     self.inside.append(
       [float(np.ptp(flat[list(m)], axis=0).max()) for m in self.groups]
     )
-    self.accuracy.append([self._evaluate(weights[r]) for r in first])
-    if logs is not None:  # `fit` prints what is in them.
-      for group, accuracy in enumerate(self.accuracy[-1]):
-        logs[f"test_{group}"] = accuracy
-
-  def _evaluate(self, weights: Sequence[np.ndarray]) -> float:
-    """Returns the share of test images that these weights classify rightly."""
-    self.twin.set_weights(weights)
-    classes = np.argmax(self.twin(self.images, training=False), axis=-1)
-    return float(np.mean(classes == self.labels))
 
 
 def table(runs: Mapping[str, GroupHistory]) -> str:
   """Returns one line per run and group, as of the last epoch."""
   rows = [
-    ["", "", "", "test", "seconds", "weights differ", "weights differ"],
-    ["run", "group", "replicas", "accuracy", "per epoch"]
+    ["", "", "", "", "test", "weights differ", "weights differ"],
+    ["run", "group", "replicas", "learning rate", "accuracy"]
     + ["inside group", "between groups"],
   ]
   for name, run in runs.items():
-    # The first epoch also traces the step.
-    seconds = statistics.median(run.seconds[1:] or run.seconds)
-    between = f"{run.between[-1]:.4f}" if run.groups.num_groups > 1 else "-"
+    several = run.groups.num_groups > 1
+    between = f"{run.between[-1]:.4f}" if several else "-"
     for group, members in enumerate(run.groups):
       rows.append(
-        [name, str(group), _ids(members), f"{run.accuracy[-1][group]:.2%}"]
-        + [f"{seconds:.2f}", f"{run.inside[-1][group]:g}", between]
+        [name, str(group), _ids(members), run.names[group] or "-"]
+        + [f"{run.accuracy[-1][group]:.2%}", f"{run.inside[-1][group]:g}"]
+        + [between]
       )
+    if several:
+      rows.append([name, "all", "their mean prediction", "-"])
+      rows[-1] += [f"{run.ensemble[-1]:.2%}", "-", "-"]
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   rows.insert(2, ["-" * width for width in widths])
   return "\n".join(
@@ -109,8 +100,10 @@ def draw(runs: Mapping[str, GroupHistory], path: str) -> None:
     axes[0].set(title="Each group's own weights on the test images")
     axes[0].set(xlabel="epoch", ylabel="accuracy (%)")
     # The first epochs would press everything else against the top.
-    late = [run.accuracy[len(run.accuracy) // 8 :] for run in runs.values()]
-    axes[0].set_ylim(np.floor(100 * min(map(np.min, late))) - 1, 100.5)
+    late = [run.accuracy[len(run.accuracy) // 4 :] for run in runs.values()]
+    lowest = 100 * min(map(np.min, late))
+    # With room for the legend.
+    axes[0].set_ylim(np.floor(max(lowest, 70.0)) - 12, 100.5)
     axes[0].legend(loc="lower right")
     for run in several[:1]:
       for label, values, color in (
@@ -126,15 +119,21 @@ def draw(runs: Mapping[str, GroupHistory], path: str) -> None:
 
 
 def _draw_accuracy(axes: Any, name: str, run: GroupHistory) -> None:
-  """Draws one line per group; that of all replicas is broad and pale."""
+  """Draws one line per group; what is of all replicas is broad, or dashed."""
   percents = 100 * np.array(run.accuracy)  # [epoch, group]
+  epochs = range(1, len(percents) + 1)
   for group, members in enumerate(run.groups):
-    label = f"{name}, replicas {_ids(members)}: {percents[-1, group]:.1f} %"
+    what = f"rate {run.names[group]}" if run.names[group] else name
+    label = f"{what}, replicas {_ids(members)}: {percents[-1, group]:.1f} %"
     look = {"color": _COLORS[group % len(_COLORS)], "marker": "o"}
     if run.groups.num_groups == 1:
+      label = f"{name}, rate {run.names[0]}: {percents[-1, 0]:.1f} %"
       look = {"color": "#BBBBBB", "linewidth": 6}
-    axes.plot(range(1, len(percents) + 1), percents[:, group], **look)
-    axes.lines[-1].set_label(label)
+    axes.plot(epochs, percents[:, group], label=label, **look)
+  if run.groups.num_groups > 1:
+    mean = 100 * np.array(run.ensemble)
+    label = f"the groups' mean prediction: {mean[-1]:.1f} %"
+    axes.plot(epochs, mean, "k--", label=label)
 
 
 def _ids(members: Sequence[int]) -> str:

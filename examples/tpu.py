@@ -24,8 +24,8 @@ import tensorflow as tf
 from absl import app, flags, logging
 
 import tf_cross_shard
+from tf_cross_shard import callbacks, virtual_tpu
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import virtual_tpu
 
 _TPU = flags.DEFINE_string("tpu", None, "Name or address; 'local' beside it.")
 _VIRTUAL = flags.DEFINE_integer(
@@ -107,15 +107,14 @@ def main(argv: Sequence[str]) -> None:
 
   steps = len(train_data)
   model = make_model(strategy, groups, _EPOCHS.value * steps)
-  twin = digits_dataset.make_model()
-  history = group_history.GroupHistory(groups, twin, test_data)
+  history = group_history.GroupHistory(groups)
   model.fit(
     train_data.repeat(),
     epochs=_EPOCHS.value,
     steps_per_epoch=steps,
     shuffle=False,  # The pipeline does it.
     verbose=2,  # One line per epoch.
-    callbacks=[history],
+    callbacks=[callbacks.GroupMetrics(test_data), history],
   )
   runs = {"TPU" if _TPU.value else "virtual TPU": history}
   print(f"\n{group_history.table(runs)}")

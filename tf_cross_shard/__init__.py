@@ -24,6 +24,7 @@ if not _IS_DEFERRED:
   from tf_cross_shard import (
     callbacks,
     groups,
+    layers,
     migration,
     replica_state,
     schedules,
@@ -51,6 +52,7 @@ __all__ = [
   "TowerSpec",
   "callbacks",
   "groups",
+  "layers",
   "migration",
   "per_group",
   "replica_state",

@@ -17,6 +17,8 @@ numbers are read when `fit` ends and when something is saved.
 """
 
 import contextlib
+import gc
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
@@ -47,6 +49,22 @@ class GroupWarnings:
     if groups.num_groups > 1 and is_one_process:
       with tf.init_scope(), engine.strategy.scope():
         self._state = tf.Variable([np.nan] * 3, trainable=False, name="left")
+
+  def before_building(self, variables: Iterable[Any]) -> None:
+    """Warns of batch normalization that mixes groups."""
+    if self._groups.num_groups == 1:
+      return
+    trained = set(map(id, variables))
+    if any(
+      id(validation.native(weight)) in trained
+      for layer in _synchronized_layers()
+      for weight in layer.trainable_weights
+    ):
+      self._say(
+        "%s trains %d groups apart, but BatchNormalization(synchronized=True)"
+        " normalizes over all replicas, so that groups see each other's"
+        " examples. Use tf_cross_shard.layers.SyncBatchNormalization(groups).",
+      )
 
   def before_step(self, variables: Iterable[Any]) -> tf.Tensor | None:
     """What others changed before this replica's step; for `after_step`."""
@@ -148,6 +166,26 @@ def is_between_steps() -> bool:
   return tf.executing_eagerly() and (
     not tf.distribute.has_strategy() or tf.distribute.in_cross_replica_context()
   )
+
+
+def _synchronized_layers() -> Iterator[Any]:
+  """Keras' layers that reduce over all replicas.
+
+  An optimizer is told of variables only, and these do not know their layers.
+  """
+  kinds = tuple(
+    sys.modules[name].layers.Layer
+    for name in ("keras", "tf_keras")
+    if name in sys.modules
+  )
+  for found in gc.get_objects():
+    # By its type: asking some objects for their class runs code of theirs.
+    if (
+      issubclass(type(found), kinds)
+      and getattr(found, "synchronized", False)
+      and not hasattr(found, "group_assignment")
+    ):
+      yield found
 
 
 def _number(variable: Any) -> tf.Tensor:

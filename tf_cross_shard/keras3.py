@@ -1,4 +1,4 @@
-"""The optimizers and PerGroup for Keras 3.
+"""The optimizers, PerGroup and SyncBatchNormalization for Keras 3.
 
 `tf_cross_shard.CrossShardOptimizer` is the one here where `tf.keras` is Keras
 3. Import them from here where TF_USE_LEGACY_KERAS makes `tf.keras` another one.
@@ -14,7 +14,12 @@ versions.check_keras3()
 import keras  # noqa: E402  # after the check above
 import tensorflow as tf  # noqa: E402
 
-from tf_cross_shard import group_rates, optimizer, validation  # noqa: E402
+from tf_cross_shard import (  # noqa: E402
+  group_moments,
+  group_rates,
+  optimizer,
+  validation,
+)
 from tf_cross_shard.gradients import loss_factor  # noqa: E402
 from tf_cross_shard.inner_optimizer import keras3, wrapper  # noqa: E402
 from tf_cross_shard.towers import tower_optimizer  # noqa: E402
@@ -174,6 +179,24 @@ class PerGroup(
   """
 
   _package = "keras"
+
+
+@keras.saving.register_keras_serializable(package="tf_cross_shard")
+class SyncBatchNormalization(
+  group_moments.GroupMoments, keras.layers.BatchNormalization
+):
+  """Batch normalization over the examples of a group.
+
+  Arguments and members: `tf_cross_shard.group_moments.GroupMoments`.
+
+  >>> layer = SyncBatchNormalization([[0, 1], [2, 3]], momentum=0.9)
+  >>> layer.group_assignment
+  [[0, 1], [2, 3]]
+  """
+
+  def _moments(self, inputs: Any, mask: Any) -> Any:
+    """Keras' method, over the group."""
+    return self._group_moments(inputs, self._reduction_axes, False, mask)
 
 
 def _variables(

@@ -11,7 +11,7 @@ The flow is the same in both Kerases. `tf_cross_shard.keras3` and
 import copy
 import inspect
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -261,7 +261,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     Float32, in batches of one replica: times the examples that a replica has
     in a step it is in examples. Batches much smaller give almost as much
     progress for each example; much larger ones hardly more for each step. It
-    is tr(covariance of g_r) / |E g_r|^2 of what is reduced, gradients that
+    is `tr(covariance of g_r) / |E g_r|^2` of what is reduced, gradients that
     were clipped if they are, see `gradients.noise_scale`: averages over about
     100 measurements, NaN before the first. A negative one says that noise hides
     the gradient. Steps with a NaN or an infinity do not count.
@@ -407,6 +407,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     variables = list(variables)
     if not self._inner.is_built:
       self._place.agree_to_build(variables, self._settings)
+      self._warnings.before_building(_wholes(variables))
     super().build(variables)
     self._accumulation.build(variables)
 
@@ -567,12 +568,9 @@ class CrossShard(wrapper.OptimizerWrapper):
   ) -> tf.Tensor:
     """Clip, reduce, apply, count: the way of a gradient from here on."""
     engine = self._place.engine
-    wholes = map(
-      compute.distributed_variable, map(validation.native, variables)
-    )
     with tf.name_scope(name or self.get_name()):
       with engine.isolate():
-        found = self._warnings.before_step(wholes)
+        found = self._warnings.before_step(_wholes(variables))
       window = self._window(variables)
       if window is None and self._sharded is None:
         sums = grads if is_reduced else self._sum(grads, variables)
@@ -771,3 +769,8 @@ class CrossShard(wrapper.OptimizerWrapper):
     """A clipping limit, in the scale that gradients come in."""
     # In Keras a limit of 0 does not clip.
     return self._inner.scale_limit(limit) if limit and limit > 0 else None
+
+
+def _wholes(variables: Sequence[Any]) -> Iterator[Any]:
+  """TensorFlow's variables, each with the copies of all replicas."""
+  return map(compute.distributed_variable, map(validation.native, variables))

@@ -1,4 +1,4 @@
-"""The optimizers and PerGroup for tf_keras, which is Keras 2.
+"""The optimizers, PerGroup and SyncBatchNormalization for tf_keras (Keras 2).
 
 `tf_cross_shard.CrossShardOptimizer` is the one here where TF_USE_LEGACY_KERAS=1
 makes `tf.keras` tf_keras. Import them from here in a program that has both.
@@ -14,7 +14,12 @@ versions.check_tf_keras()
 import tensorflow as tf  # noqa: E402  # after the check above
 import tf_keras as keras  # noqa: E402
 
-from tf_cross_shard import group_rates, optimizer, validation  # noqa: E402
+from tf_cross_shard import (  # noqa: E402
+  group_moments,
+  group_rates,
+  optimizer,
+  validation,
+)
 from tf_cross_shard.gradients import compute, loss_factor  # noqa: E402
 from tf_cross_shard.inner_optimizer import tf_keras, wrapper  # noqa: E402
 from tf_cross_shard.towers import tower_optimizer  # noqa: E402
@@ -213,6 +218,30 @@ class PerGroup(
   """
 
   _package = "tf_keras"
+
+
+@keras.saving.register_keras_serializable(package="tf_cross_shard")
+class SyncBatchNormalization(
+  group_moments.GroupMoments, keras.layers.BatchNormalization
+):
+  """Batch normalization over the examples of a group.
+
+  Arguments and members: `tf_cross_shard.group_moments.GroupMoments`.
+
+  >>> layer = SyncBatchNormalization([[0, 1], [2, 3]], momentum=0.9)
+  >>> layer.group_assignment
+  [[0, 1], [2, 3]]
+  """
+
+  def _calculate_mean_and_var(
+    self, inputs: Any, reduction_axes: Any, keep_dims: bool, mask: Any = None
+  ) -> Any:
+    """Keras' method, over the group."""
+    return self._group_moments(inputs, reduction_axes, keep_dims, mask)
+
+  def _support_zero_size_input(self) -> bool:
+    """No: what counts is whether the group has examples, not this replica."""
+    return False
 
 
 # A LossScaleOptimizer in an HDF5 file or a SavedModel looks for these names.

@@ -25,11 +25,11 @@ class Row(NamedTuple):
   """A line of the table that the examples end with."""
 
   run: str
-  group: int
+  group: str
   replicas: str
+  rate: float | None
   accuracy: float  # in percent
-  seconds: float
-  inside: float
+  inside: float | None
   between: float | None
 
 
@@ -49,18 +49,13 @@ def read_table(output: str) -> list[Row]:
     cells = re.split(r"\s{2,}", line)
     if len(cells) != len(Row._fields):
       break
-    run, group, replicas, accuracy, seconds, inside, between = cells
-    rows.append(
-      Row(
-        run=run,
-        group=int(group),
-        replicas=replicas,
-        accuracy=float(accuracy.removesuffix("%")),
-        seconds=float(seconds),
-        inside=float(inside),
-        between=None if between == "-" else float(between),
-      )
+    run, group, replicas, *numbers = cells
+    rate, accuracy, inside, between = (
+      None if number == "-" else float(number.removesuffix("%"))
+      for number in numbers
     )
+    assert accuracy is not None
+    rows.append(Row(run, group, replicas, rate, accuracy, inside, between))
   return rows
 
 
@@ -71,25 +66,46 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_digits_trains_ungrouped_and_in_groups(data_dir: Path) -> None:
-  output = run_example("digits.py", data_dir, "--epochs=3", "--shard_update")
+  output = run_example(
+    "digits.py",
+    data_dir,
+    *("--replicas=4", "--epochs=3", "--shard_update"),
+    *("--learning_rates=0.0001,0.004", "--logs=logs"),
+  )
   rows = read_table(output)
-  assert [row[:3] for row in rows] == [
-    ("ungrouped", 0, "0 1 2 3"),
-    ("grouped", 0, "0 1"),
-    ("grouped", 1, "2 3"),
+  assert [row[:4] for row in rows] == [
+    ("ungrouped", "0", "0 1 2 3", 0.004),
+    ("grouped", "0", "0 1", 0.0001),
+    ("grouped", "1", "2 3", 0.004),
+    ("grouped", "all", "their mean prediction", None),
   ]
   assert rows[0].accuracy >= 90, output
-  assert min(row.accuracy for row in rows) >= 85, output
-  assert all(row.seconds > 0 for row in rows)
-  assert [row.inside for row in rows] == [0, 0, 0]
+  # The same job tried a rate that is too small.
+  assert rows[2].accuracy >= 85 > rows[1].accuracy, output
+  assert [row.inside for row in rows] == [0, 0, 0, None]
   assert rows[0].between is None
   assert rows[1].between == rows[2].between
   assert rows[1].between is not None
   assert rows[1].between > 0
-  assert "Epoch 3/3" in output
+  assert "each on 1/2 of the images: 0.004 was best" in output
+  assert f"mean prediction has {rows[3].accuracy:.1f}%" in output
+  for run in ("group_0", "group_1", "ensemble"):
+    assert list((data_dir / "logs" / run).iterdir())
   content = (data_dir / "digits.png").read_bytes()
   assert content.startswith(PNG_START)
   assert len(content) > 10_000
+
+
+def test_population_copies_the_best(data_dir: Path) -> None:
+  flags = ["--epochs=3", "--every=1"]
+  output = run_example("population.py", data_dir, *flags)
+  # A rate of 0.0001 is the slowest by far.
+  assert re.search(r"Epoch 1: group 3 goes on from group [012]\.", output)
+  accuracies = re.findall(r"rate ([\d.]+): ([\d.]+)%", output)
+  assert len(accuracies) == 4
+  assert min(float(accuracy) for _, accuracy in accuracies) >= 80, output
+  picture = data_dir / "population.png"
+  assert picture.read_bytes().startswith(PNG_START)
 
 
 def test_custom_loop_is_right_with_either_loss(data_dir: Path) -> None:
@@ -113,11 +129,12 @@ for loss in ("plain", "keras"):
   start = output.rindex("replica  0  1  2  3")  # Of the second run's output.
   plain, keras = read_table(output[:start]), read_table(output[start:])
   assert [row[:3] for row in plain] == [
-    ("plain loss", 0, "0 1"),
-    ("plain loss", 1, "2 3"),
+    ("plain loss", "0", "0 1"),
+    ("plain loss", "1", "2 3"),
+    ("plain loss", "all", "their mean prediction"),
   ]
   assert min(row.accuracy for row in plain) >= 85, output
-  assert [row.inside for row in plain] == [0, 0]
+  assert [row.inside for row in plain] == [0, 0, None]
   assert plain[0].between is not None
   assert plain[0].between > 0
   # The clipping was at work, on some replicas and not on others.
@@ -140,16 +157,18 @@ def test_tpu_reports_and_trains(
   output = run_example("tpu.py", data_dir, *arguments)
   rows = read_table(output)
   assert [row[:3] for row in rows] == [
-    ("virtual TPU", 0, "0 1 2 3"),
-    ("virtual TPU", 1, "4 5 6 7"),
+    ("virtual TPU", "0", "0 1 2 3"),
+    ("virtual TPU", "1", "4 5 6 7"),
+    ("virtual TPU", "all", "their mean prediction"),
   ]
   assert min(row.accuracy for row in rows) >= 80, output
-  assert all(row.inside == 0 for row in rows)
-  assert all(row.between for row in rows)
+  assert all(row.inside == 0 for row in rows[:2])
+  assert all(row.between for row in rows[:2])
   # Each epoch's line has the groups' accuracies, the last one the table's.
   *_, last = re.findall(r"^22/22 .*", output, re.MULTILINE)
-  shown = [float(x) for x in re.findall(r"test_\d: ([\d.]+)", last)]
-  assert shown == [round(row.accuracy / 100, 4) for row in rows]
+  for row, name in zip(rows, ("group_0", "group_1", "ensemble"), strict=True):
+    [shown] = re.findall(rf"val_accuracy/{name}: ([\d.]+)", last)
+    assert float(shown) == round(row.accuracy / 100, 4)
   # One merged sum of every gradient, float32, in the groups asked for.
   num_bytes = 4 * digits_dataset.make_model().count_params()
   assert num_bytes == 116_264

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import interplay, testbed, workers
+from tests.support import batch_normalization, interplay, testbed, workers
 from tests.support import interplay_workers as cells
 from tests.support import multi_worker_cases as cases
 from tf_cross_shard import groups as groups_lib
@@ -299,6 +299,16 @@ def _two(launches: Launches) -> list[Any]:
   return launches.results("own-2")
 
 
+@_of("batch_normalization")
+def test_batch_normalization(
+  launches: Launches, launch: str, key: cases.Key
+) -> None:
+  held = _held(launches, launch, key)
+  groups = _groups(len(held), key[1])
+  data = batch_normalization.data(len(held))
+  batch_normalization.check(*zip(*held, strict=True), groups.assignment, *data)
+
+
 # ---------------------------------------------------------------- loss scales
 
 
@@ -458,6 +468,27 @@ def test_fit_islands(launches: Launches, launch: str, key: cases.Key) -> None:
     ):
       assert mine.tobytes() == first.tobytes()
       testbed.assert_close(mine, its.numpy(), its.name)
+
+
+@_of("uneven")
+def test_datasets_of_several_lengths(
+  launches: Launches, launch: str, key: cases.Key
+) -> None:
+  _, mode, _ = key
+  x, y, weights = cases.uneven_data()
+  replicas, lengths = len(x), cases.LENGTHS
+  assert len(set(lengths)) == replicas > 1
+  for step in 2 * [*range({"stop": min, "pad": max}[mode](lengths))]:
+    slopes = [
+      x[r, step].T @ (x[r, step] @ weights - y[r, step]) / x.shape[2]
+      for r in range(replicas)
+      if step < lengths[r]
+    ]
+    weights = weights - 0.125 * sum(slopes) / replicas
+  held = _held(launches, launch, key)
+  for (kernel,) in held:
+    np.testing.assert_allclose(kernel, weights, rtol=1e-6, atol=1e-6)
+    assert kernel.tobytes() == held[0][0].tobytes()
 
 
 # ----------------------------------------------------- two Kerases, loss scales

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 EXPECTED = {  # The blocks of Python of each page.
   "docs/custom_loops.md": 2,
   "docs/group_callbacks.md": 1,
-  "docs/groups.md": 3,
+  "docs/groups.md": 4,
   "docs/islands.md": 1,
   "docs/mixed_precision.md": 2,
   "docs/towers.md": 1,

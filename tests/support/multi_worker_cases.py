@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tests.support import batch_normalization as normalizing
 from tests.support import testbed
 from tf_cross_shard import (
   CrossShardOptimizer,
   callbacks,
+  layers,
+  multi_worker,
   per_group,
   replica_state,
   schedules,
@@ -434,6 +437,20 @@ def retrace(
   return own(variables)
 
 
+def batch_normalization(
+  grouping: str, mode: str, strategy: tf.distribute.Strategy
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+  """What this replica has of a step, and the moving statistics."""
+  replicas, mine = strategy.num_replicas_in_sync, place_of(strategy)
+  with strategy.scope():
+    groups = GROUPINGS[replicas][grouping]
+    layer = normalizing.make(layers.SyncBatchNormalization, groups)
+  x, counts = (tf.constant(each[mine]) for each in normalizing.data(replicas))
+  run = _run(strategy, functools.partial(normalizing.step, layer), mode)
+  found = [each.numpy() for each in run(x, counts)]
+  return found, own(layer.non_trainable_variables)
+
+
 # ---------------------------------------------------------------- loss scales
 
 
@@ -627,6 +644,55 @@ def group_callbacks(
   }
 
 
+# ------------------------------------------------- datasets of several lengths
+
+LENGTHS = (3, 2, 4, 1)  # of each worker's dataset, in batches
+
+
+def uneven_data() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Inputs and targets, [replicas, steps, share, ...], and initial weights."""
+  rng = np.random.default_rng(9)
+  shape = (len(LENGTHS), max(LENGTHS), 2)
+  x = rng.integers(-1, 2, size=(*shape, 3)).astype("float32")
+  y = rng.integers(-2, 3, size=(*shape, 2)).astype("float32")
+  return x, y, np.ones((3, 2), "float32")
+
+
+def uneven(
+  mode: str, way: str, strategy: tf.distribute.Strategy
+) -> list[np.ndarray]:
+  """Training on datasets of which worker r has `LENGTHS[r]` batches."""
+  mine = place_of(strategy)
+  x, y, initial = uneven_data()
+  own_data = (x[mine, : LENGTHS[mine]], y[mine, : LENGTHS[mine]])
+  data = multi_worker.even(
+    tf.data.Dataset.from_tensor_slices(own_data), strategy, mode
+  )
+  with strategy.scope():
+    kernel = tf.keras.layers.Dense(2, use_bias=False)
+    model = tf.keras.Sequential([tf.keras.Input((3,)), kernel])
+    kernel.set_weights([initial])
+    optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(0.125))
+    model.compile(optimizer, "mse")
+  if way == "fit":
+    each = strategy.distribute_datasets_from_function(lambda _: data.repeat())
+    model.fit(each, epochs=2, steps_per_epoch=len(data), verbose=0)
+    return own(model.trainable_variables)
+
+  def step(x: tf.Tensor, y: tf.Tensor, *weights: tf.Tensor) -> None:
+    def loss() -> tf.Tensor:
+      losses = tf.reduce_mean((model(x) - y) ** 2, axis=-1)
+      return tf.reduce_mean(losses * weights[0] if weights else losses)
+
+    optimizer.minimize(loss, var_list=model.trainable_variables)
+
+  run = _run(strategy, step, "function")
+  for _ in range(2):
+    for batch in data:
+      run(*batch)
+  return own(model.trainable_variables)
+
+
 # ------------------------------------------------------------------ all cases
 
 # Function, its arguments and options. Each pair of settings occurs once.
@@ -660,6 +726,8 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (two_optimizers, "contiguous", "crossed", {}),
     (per_group_values, "crossed", "function", {}),
     (retrace, "crossed", {}),
+    (batch_normalization, "crossed", "function", {}),
+    (batch_normalization, "contiguous", "eager", {}),
     (overflowing, "ungrouped", {}),
     (one_is_not_finite, "crossed", {}),
     (fit, "Adam", "crossed", {}),
@@ -667,6 +735,10 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (islands, "singletons", {}),
     (fit_islands, "crossed", {}),
     (group_callbacks, "crossed", {}),
+    (uneven, "stop", "loop", {}),
+    (uneven, "stop", "fit", {}),
+    (uneven, "pad", "loop", {}),
+    (uneven, "pad", "fit", {}),
   ],
   # TensorFlow's own strategy, under which Keras 3's `fit` fails.
   "tensorflow-2": [

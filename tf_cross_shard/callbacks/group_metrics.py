@@ -58,8 +58,8 @@ class GroupMetrics(base.GroupCallback):
     Args:
       validation_data: What `fit` takes: a dataset, `(x, y)` or
         `(x, y, sample_weight)`. On several machines the first worker's counts.
-      ensemble: Whether to evaluate the mean prediction of all groups too, with
-        one more twin for each group.
+      ensemble: Whether to evaluate the mean prediction of all groups too, if
+        there are several, with one more twin for each group.
       every: Evaluate after the first epoch of a `fit`, so that an error is not
         found late, and then after each epoch whose number, counted from 1, is
         a multiple.
@@ -138,7 +138,7 @@ class GroupMetrics(base.GroupCallback):
       if not hasattr(twin, "_compile_config"):
         _compile_like(model, twin)
       self._members = []
-      if self._has_ensemble:
+      if self._has_ensemble and num_groups > 1:
         self._members = [make() for _ in range(num_groups)]
         self._ensemble = _mean_of(self._members)
         _compile_like(twin, self._ensemble)

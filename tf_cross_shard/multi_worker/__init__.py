@@ -16,6 +16,7 @@ if typing.TYPE_CHECKING:
     naming_lost_workers,
   )
   from tf_cross_shard.multi_worker.strategy import MultiWorkerStrategy
+  from tf_cross_shard.multi_worker.uneven import even
 
 __all__ = [
   "BackupAndRestore",
@@ -23,6 +24,7 @@ __all__ = [
   "MissingWorkerError",
   "MultiWorkerStrategy",
   "WorkerLostError",
+  "even",
   "naming_lost_workers",
   "newest_common",
 ]
@@ -31,9 +33,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
   """Imports what is asked for: `launch` does without TensorFlow."""
   if name in __all__:
-    from tf_cross_shard.multi_worker import backup, errors, strategy
+    from tf_cross_shard.multi_worker import backup, errors, strategy, uneven
 
-    for module in (backup, errors, strategy):
+    for module in (backup, errors, strategy, uneven):
       if hasattr(module, name):
         return getattr(module, name)
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
