@@ -1,9 +1,9 @@
-"""The Python in docs/ runs, and prints what the pages say.
+"""The Python in README.md and docs/ runs, and prints what the pages say.
 
 Each block of Python runs as it stands, in a namespace of its own. All share
 this process, which has the four logical CPUs that blocks ask for. The blocks
 of docs/migration.md and docs/multi_worker.md build on each other or need
-several processes, and have tests of their own, as README.md has.
+several processes, and have tests of their own.
 """
 # bazel: size=large tags=slow data=//:sources
 # bazel: deps=//tf_cross_shard,//tf_cross_shard/virtual_tpu
@@ -16,7 +16,8 @@ from tests.support import pages
 
 pytestmark = pytest.mark.slow
 
-EXPECTED = {  # The blocks of Python of each page.
+EXPECTED = {  # The blocks of Python, or the change of a line, of each page.
+  "README.md": 2,
   "docs/custom_loops.md": 2,
   "docs/group_callbacks.md": 1,
   "docs/groups.md": 4,
@@ -31,7 +32,7 @@ ELSEWHERE = {"docs/migration.md", "docs/multi_worker.md"}
 
 def test_every_program_is_found() -> None:
   names = [f"docs/{x.name}" for x in pages.PROJECT.glob("docs/*.md")]
-  found = {name: len(pages.programs(name)) for name in names}
+  found = {n: len(pages.programs(n)) for n in ["README.md", *names]}
   assert {
     name: count
     for name, count in found.items()

@@ -352,7 +352,6 @@ def _logs(epoch: int, name: str, sign: float = 1.0) -> dict[str, float]:
   }
 
 
-@pytest.mark.tf_keras_mode
 @everywhere
 def test_each_group_stops_as_keras_would_stop_it(where: str) -> None:
   """By hand, with metrics that are known; the best weights to the bit."""
