@@ -176,7 +176,6 @@ def _accumulating() -> Any:
     ({"shard_update": True, "accumulate_steps": 2}, {"calls": 2}),
     ({"shard_update": True, "wire_dtype": "bfloat16"}, {}),
   ],
-  ids=str,
 )  # fmt: skip
 def test_moving_averages(options: Any, check_options: Any) -> None:
   check(*make(**options), **check_options)
