@@ -83,15 +83,15 @@ def _lookup(
   return tf.reduce_sum(rows * factors) + tf.reduce_sum(bias * factors[..., 0])
 
 
+@pytest.mark.parametrize("keras", [tf.keras, tf_keras])
 @pytest.mark.parametrize(
-  ("num_replicas", "grouping", "name", "limit", "keras"),
+  ("num_replicas", "grouping", "name", "limit"),
   [
-    (1, None, "SGD", {}, tf_keras),
-    (2, [[0], [1]], "Adam", {}, tf.keras),
-    (2, [[0], [1]], "SGD", {"clipnorm": 3.0}, tf_keras),
-    (2, None, "SGD", {"clipvalue": 3.0}, tf.keras),
-    (4, [[0, 2], [1, 3]], "Adam", {"global_clipnorm": 3.0}, tf.keras),
-    (4, [[0, 2], [1, 3]], "Adam", {"global_clipnorm": 3.0}, tf_keras),
+    (1, None, "SGD", {}),
+    (2, [[0], [1]], "Adam", {}),
+    (2, [[0], [1]], "SGD", {"clipnorm": 3.0}),
+    (2, None, "SGD", {"clipvalue": 3.0}),
+    (4, [[0, 2], [1, 3]], "Adam", {"global_clipnorm": 3.0}),
   ],
 )
 def test_rows_that_are_looked_up_twice(
