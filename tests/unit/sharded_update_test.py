@@ -6,6 +6,7 @@ import pathlib
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -561,13 +562,32 @@ def test_slots_are_whole(which: str) -> None:
     names = optimizer.get_slot_names()
     assert len(names) == 2
     slots.append(
-      [optimizer.get_slot(w, n).numpy() for w in weights for n in names]
+      [np.asarray(optimizer.get_slot(w, n)) for w in weights for n in names]
     )
     assert optimizer.get_slot(weights[0], "none") is None
   with pytest.raises(TypeError, match=r"is read only.* optimizer.variables"):
     optimizer.get_slot(weights[0], names[0]).assign(np.ones([3, 2]))
   for one, other in zip(*slots, strict=True):
+    assert one.dtype == np.float32
     np.testing.assert_array_equal(one, other)
+  slot = optimizer.get_slot(weights[0], names[0])
+  np.testing.assert_array_equal(tf.convert_to_tensor(slot), slots[0][0])
+
+
+def test_replicas_start_in_functions() -> None:
+  """TensorFlow warns users of eager replicas."""
+  strategy, is_eager = testbed.mirrored(), []
+  run = strategy.run
+
+  def record(step: Callable[[], None]) -> Any:
+    is_eager.append(tf.executing_eagerly())
+    return run(step)
+
+  make = functools.partial(make_plain, "SGD", use_ema=True)
+  with mock.patch.object(strategy, "run", record):
+    weights, optimizer = build("keras", make, shard_update=True)
+    optimizer.finalize_variable_values(weights)
+  assert is_eager == [False] * 3  # weights, their averages, and at the end
 
 
 @pytest.mark.parametrize(

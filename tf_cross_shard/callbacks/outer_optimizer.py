@@ -14,6 +14,7 @@ References:
   al., 2018 (arXiv 1808.07217).
 """
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -137,7 +138,9 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
     self._outer: Any = None
     self._join: Any = None
     self._average: Any = None
+    self._anchors: list[Any] = []
     self._first = 0  # step of an execution
+    self._begins = False
     self._has_warned = False
 
   @property
@@ -153,7 +156,9 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
   def build(self, optimizer: Any, model: Any) -> None:
     """Takes the weights as the first anchor.
 
-    `fit` calls it. Called again with the same arguments it does nothing.
+    `fit` calls it. Call it again, with the same arguments, after weights were
+    set from outside (`set_weights`, a checkpoint): if all groups have the same
+    they are the next anchor, else nothing is done.
 
     Args:
       optimizer: What trains the groups: a CrossShardOptimizer with several.
@@ -167,6 +172,11 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
       MissingWorkerError: If another worker does not call this too.
       DisagreementError: If another worker has other settings or variables.
     """
+    if not self._build(optimizer, model):
+      self._renew()
+
+  def _build(self, optimizer: Any, model: Any) -> bool:
+    """Makes the anchor; returns False if it was made before."""
     inner = _encapsulating(optimizer)
     if not getattr(model, "built", True):
       raise ValueError(
@@ -182,10 +192,10 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
       if inner is self._inner and list(map(id, weights)) == list(
         map(id, self._weights)
       ):
-        return
+        return False
       raise ValueError(
-        "This OuterOptimizer belongs to another model or optimizer. Make a new"
-        " one for each."
+        "This OuterOptimizer belongs to another model or optimizer, or the"
+        " model trains other variables now. Make a new one for each."
       )
     if not weights:
       raise ValueError("`model` has nothing to train.")
@@ -204,7 +214,9 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
     state = [variable for _, variable in optimizer_state.state_variables(outer)]
     self._calls.num_copies = len(inner._place.engine.replicas_here)
     inner._attach_state([self._calls, *anchors, *state])
+    self._anchors = anchors
     self._inner, self._weights, self._outer = inner, weights, outer
+    return True
 
   def step(self) -> None:
     """Counts a step, and joins the groups when H are done.
@@ -225,7 +237,7 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
     self._count(1)
 
   def set_model(self, model: Any) -> None:
-    """Called by `fit`: calls `build`.
+    """Called by `fit`: makes the anchor, as `build`, if there is none.
 
     Args:
       model: A compiled and built model.
@@ -236,7 +248,16 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
     super().set_model(model)
     if getattr(model, "optimizer", None) is None:
       raise ValueError("`model` has no optimizer. Compile it first.")
-    self.build(model.optimizer, model)
+    self._build(model.optimizer, model)
+
+  def on_train_begin(self, logs: Any = None) -> None:
+    """Called by `fit` before its first step.
+
+    Args:
+      logs: Not used.
+    """
+    del logs
+    self._begins = True
 
   def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
     """Called by `fit` before an execution.
@@ -247,6 +268,9 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
     """
     del logs
     self._first = batch
+    if self._begins:  # Not before: callbacks restore when `fit` begins.
+      self._begins = False
+      self._renew()
 
   def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
     """Called by `fit` after an execution: counts its steps.
@@ -259,7 +283,11 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
     steps = batch - self._first + 1
     # Older versions of Keras 3 name the first batch of an execution here, too.
     execution = getattr(self.model, "steps_per_execution", 1)
-    self._count(max(steps, execution) if isinstance(execution, int) else steps)
+    if isinstance(execution, int):
+      # Keras 3 names what a whole one ends with where the epoch ends before.
+      left = ((self.params or {}).get("steps") or np.inf) - self._first
+      steps = int(min(max(steps, execution), left))
+    self._count(steps)
 
   # tf_keras asks these of every callback; Keras 3's have no such methods.
 
@@ -298,10 +326,23 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
       self._has_warned = True
       logging.warning(
         "Groups were not joined after %d steps, and go on apart: the weights of"
-        " one of them are not finite, or too large for `wire_dtype`. Such"
-        " times are counted in OuterOptimizer.optimizer.skipped_steps.",
+        " one of them are not finite, or too large for `wire_dtype`. Such times"
+        " after the warmup are counted in"
+        " OuterOptimizer.optimizer.skipped_steps.",
         last + self._warmup,
       )
+
+  def _renew(self) -> None:
+    """Takes weights that all groups have the same for the anchor.
+
+    Between two joins they do if something else has set them, and what it has
+    changed is nothing that the outer optimizer is to go on with.
+    """
+    copies = replica_values.Copies(self._inner._place.engine.strategy)
+    copies.agree("the anchor of an OuterOptimizer")
+    if all(len(set(each)) == 1 for each in copies.digests(self._weights)):
+      for anchor, weight in zip(self._anchors, self._weights, strict=True):
+        copies.write(anchor, copies.here(weight))
 
   def _make_outer(self, inner: Any, given: Any) -> Any:
     """Encapsulates a copy of the outer optimizer that averages over groups."""
@@ -316,8 +357,10 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
           f"`optimizer` must be an optimizer of {inner._package} or its name;"
           f" got {given!r}."
         ) from error
-      # Its variables are found in files by a name that Keras does not number.
-      config = {**given.get_config(), "name": "outer"}
+      config = given.get_config()
+      if "name" in config:
+        # Variables are found in files by a name that Keras does not number.
+        config["name"] = "outer"
       given = type(given).from_config(config)
       # Not a subclass of the user's.
       kind = next(
@@ -433,7 +476,10 @@ def _joining(outer: Any, anchors: list[Any], weights: list[Any]) -> Any:
         weight.assign(tf.where(is_done, anchor, weight))
     return is_done
 
-  return tf.function(lambda: engine.strategy.run(join_replica), autograph=False)
+  # Not a lambda: TensorFlow would take those of several OuterOptimizers for one
+  # function, and warn of its retracing.
+  run = functools.partial(engine.strategy.run, join_replica)
+  return tf.function(run, autograph=False)
 
 
 def _across(groups: groups_lib.Groups) -> groups_lib.Groups:

@@ -60,6 +60,11 @@ class WholeSlot(_Trackable):
     """The first group's value, as a tensor."""
     return tf.constant(self.numpy())
 
+  def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+    """The first group's value, for what NumPy, Keras and TensorFlow read."""
+    del copy  # It is one always.
+    return self.numpy().astype(dtype or self.dtype.as_numpy_dtype)
+
   def assign(self, value: Any) -> None:
     """Gives all groups one value."""
     value = np.asarray(value, self.dtype.as_numpy_dtype)

@@ -16,6 +16,7 @@ References:
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -168,7 +169,13 @@ class ShardedUpdate:
         start()
 
     with tf.init_scope():
-      self._engine.strategy.run(start_isolated)
+      self._run(start_isolated)
+
+  def _run(self, step: Callable[[], None]) -> None:
+    """Runs a step once on all replicas; TensorFlow warns of eager ones."""
+    # Not a lambda: TensorFlow would warn of its retracing.
+    run = functools.partial(self._engine.strategy.run, step)
+    tf.function(run, autograph=False)()
 
   def _start_averages(self) -> None:
     """Keras made them of the first replica's part."""
@@ -342,7 +349,7 @@ class ShardedUpdate:
       with self._engine.isolate():
         self.write(joined, is_step=False)
 
-    self._engine.strategy.run(join)
+    self._run(join)
 
   def _padding(self, row: Row) -> int:
     """How many zeros equal parts need at the end of a row."""
