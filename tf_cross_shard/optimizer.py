@@ -10,7 +10,7 @@ The flow is the same in both Kerases. `tf_cross_shard.keras3` and
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import tensorflow as tf
 
@@ -29,6 +29,8 @@ from tf_cross_shard.gradients import (
 from tf_cross_shard.gradients import noise_scale as noise_scale_lib
 from tf_cross_shard.inner_optimizer import base, wrapper
 from tf_cross_shard.sharding import update
+
+_forwarded_rate: Final = wrapper.OptimizerWrapper.learning_rate
 
 
 class CrossShard(wrapper.OptimizerWrapper):
@@ -189,6 +191,14 @@ class CrossShard(wrapper.OptimizerWrapper):
     )
     group_rates.bind(opt, self.groups, self._package)
     self._attach_state([])
+
+  def _set_learning_rate(self, value: Any) -> None:
+    """Sets that of `opt`, and tells a PerGroup of the groups at once."""
+    if "_place" in vars(self):
+      group_rates.bind_rate(value, self.groups, self._package)
+    _forwarded_rate.__set__(self, value)
+
+  learning_rate = _forwarded_rate.setter(_set_learning_rate)
 
   @property
   def reduction(self) -> str:
