@@ -207,15 +207,16 @@ def bind(optimizer: Any, groups: groups_lib.Groups, package: str) -> None:
   Raises:
     ValueError: If these cannot be the groups of one of them.
   """
-  found = [
-    rates
-    for layer in optimizer_state.layers(optimizer)
-    for value in (
-      getattr(layer, "_learning_rate", None),
-      getattr(layer, "_hyper", {}).get("learning_rate"),  # A legacy one's.
-    )
-    for rates in _within(value, _schedule_class(package))
-  ]
+  values = []
+  for layer in optimizer_state.layers(optimizer):
+    values.append(getattr(layer, "_learning_rate", None))
+    values.append(getattr(layer, "_hyper", {}).get("learning_rate"))  # legacy
+  bind_rate(values, groups, package)
+
+
+def bind_rate(rate: Any, groups: groups_lib.Groups, package: str) -> None:
+  """The same for a learning rate, or a list of them."""
+  found = list(_within(rate, _schedule_class(package)))
   for rates in found:
     rates.check(groups)
   for rates in found:

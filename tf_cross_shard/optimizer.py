@@ -12,7 +12,7 @@ import copy
 import inspect
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import tensorflow as tf
 
@@ -34,6 +34,8 @@ from tf_cross_shard.sharding import update
 
 if TYPE_CHECKING:
   import numpy.typing as npt
+
+_forwarded_rate: Final = wrapper.OptimizerWrapper.learning_rate
 
 
 class CrossShard(wrapper.OptimizerWrapper):
@@ -198,6 +200,14 @@ class CrossShard(wrapper.OptimizerWrapper):
     )
     group_rates.bind(opt, self.groups, self._package)
     self._attach_state([])
+
+  def _set_learning_rate(self, value: Any) -> None:
+    """Sets that of `opt`, and tells a PerGroup of the groups at once."""
+    if "_place" in vars(self):
+      group_rates.bind_rate(value, self.groups, self._package)
+    _forwarded_rate.__set__(self, value)
+
+  learning_rate = _forwarded_rate.setter(_set_learning_rate)
 
   @property
   def reduction(self) -> str:

@@ -204,6 +204,23 @@ def test_as_near_to_the_formula_as_keras_operations(
   assert errors[1] <= 1.5 * errors[0] < 1e-4
 
 
+@pytest.mark.parametrize("which", KERASES)
+@pytest.mark.parametrize("name", FUSED)
+def test_rounds_settings_as_keras_does(name: str, which: str) -> None:
+  """Plain Keras' numbers in float64: its betas pass through float32."""
+  library, package = KERASES[which]
+  grads = gradients("float64")[:5, :1]
+  weights = []
+  for is_fused in (False, True):
+    weights.append(first_weight(library, "float64"))
+    optimizer = package.CrossShardOptimizer(
+      plain(name, library), fused_update=is_fused
+    )
+    train(optimizer, weights[-1], grads)
+  one, other = (weight.numpy() for weight in weights)
+  np.testing.assert_allclose(one, other, rtol=0, atol=1e-13)
+
+
 @pytest.mark.parametrize(
   ("name", "which"),
   [(name, list(KERASES)[i % 2]) for i, name in enumerate(FUSED)],

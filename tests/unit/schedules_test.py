@@ -98,14 +98,12 @@ def _train(
   [
     ("mirrored", keras, "SGD", {}, False),
     ("mirrored", tf_keras, "SGD", {}, True),
-    ("mirrored", keras, "decayed weights", {}, False),
     ("mirrored", keras, "averages", {"fused_update": False}, True),
     ("mirrored", keras, "loss scale", {"shard_update": True}, False),
     ("mirrored", tf_keras, "warmup", {}, False),
     ("virtual", keras, "decayed weights", {"shard_update": True}, False),
-    ("virtual", tf_keras, "decayed weights", {}, False),
+    ("mirrored", tf_keras, "decayed weights", {}, False),
     ("virtual", tf_keras, "legacy", {}, False),
-    ("virtual", keras, "warmup", {}, False),
   ],
 )
 def test_each_group_learns_with_its_rate(
@@ -282,7 +280,11 @@ class TestBinding:
         "sgd", group_assignment=STRIDED
       )
       optimizer.build([weight])
+    with pytest.raises(ValueError, match=r"`rates` .* 2 groups .* got 3"):
+      optimizer.learning_rate = schedules.PerGroup([1.0, 2.0, 3.0])
+    assert float(optimizer.learning_rate.numpy()) == np.float32(0.01)
     optimizer.learning_rate = schedules.PerGroup([1.0, 2.0])
+    assert float(optimizer.learning_rate) == 1.0
     one = tf.constant(0.5)
     testbed.run(lambda: optimizer.apply_gradients([(one, weight)]))
     assert testbed.copies(weight) == [-1.0, -2.0, -1.0, -2.0]

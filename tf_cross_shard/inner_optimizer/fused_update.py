@@ -35,6 +35,7 @@ _CHOICES: Final[dict[str, Callable[[Any], str | None]]] = {
   "Adadelta": lambda opt: "Adadelta",
   "Ftrl": lambda opt: "FtrlV2",
 }
+_CAST: Final = ("Momentum", "KerasMomentum")  # whose settings Keras casts
 _DTYPES: Final = (tf.float32, tf.float64)
 
 
@@ -130,15 +131,16 @@ class _Step:
     if rate is None:
       rate = self._optimizer.learning_rate
     rate = tf.cast(tf.convert_to_tensor(rate), dtype)
+    # Some settings Keras rounds to float32 on their way to float64.
+    convert = tf.cast if self._kernel.name in _CAST else tf.convert_to_tensor
     arguments = {
-      name: value
-      if isinstance(value, bool)
-      else tf.convert_to_tensor(value, dtype)
+      name: value if isinstance(value, bool) else convert(value, dtype)
       for name, value in self._kernel.arguments(self._optimizer, rate).items()
     }
     if self._kernel.powers:
       count = tf.convert_to_tensor(self._optimizer.iterations)
       steps = tf.cast(count + 1, dtype)
       for power, name in self._kernel.powers.items():
-        arguments[power] = tf.pow(arguments[name], steps)
+        setting = getattr(self._optimizer, self._kernel.settings[name])
+        arguments[power] = tf.pow(tf.cast(setting, dtype), steps)
     return arguments

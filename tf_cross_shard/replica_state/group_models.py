@@ -12,6 +12,8 @@ Plain models are Keras' own, made outside of any strategy.
 import contextlib
 import importlib
 import operator
+import random
+import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -23,6 +25,7 @@ from tf_cross_shard.multi_worker import consistency
 from tf_cross_shard.replica_state import archive, group_state, replica_values
 
 _KERASES: Final = ("keras", "tf_keras")
+_CLONED: Final = "tf_cross_shard>cloned"  # a name that no class of users has
 
 
 def load_group(model: Any, group: int, optimizer: Any, into: Any = None) -> Any:
@@ -80,7 +83,9 @@ def load_group(model: Any, group: int, optimizer: Any, into: Any = None) -> Any:
     _check_fits(found, into)
   found.agree(f"loading group {group}")
   values = [_value_of(found, part, members) for part in found.parts]
-  for variable, value in zip(plain.variables, values, strict=True):
+  for variable, value in zip(
+    group_state.variables_of(plain), values, strict=True
+  ):
     replica_values.native(variable).assign(value)
   for layer in plain._flatten_layers():
     if hasattr(layer, "finalize_state"):  # It computes with what it adapted to.
@@ -288,11 +293,22 @@ def _clone(keras: Any, model: Any, found: group_state.GroupCopies) -> Any:
       for layer in model._flatten_layers()
       if type(layer).__module__.split(".")[0] not in _KERASES
     }
-    scope = keras.saving.custom_object_scope(own)
-    with outside_of_strategies(), scope:
-      clone = kind.from_config(_not_compiled(model.get_config()))
+    with outside_of_strategies(), _same_random_numbers():
+      # Keras' way to `from_config` that takes lambdas, which come from here.
+      clone = keras.saving.deserialize_keras_object(
+        {
+          "module": None,
+          "class_name": _CLONED,
+          "registered_name": _CLONED,
+          "config": _not_compiled(model.get_config()),
+        },
+        custom_objects={**own, _CLONED: kind},
+        safe_mode=False,
+      )
       if not clone.built:
         clone.build_from_config(model.get_build_config())
+        clone.built = True  # Keras 3 leaves that to who calls.
+      _copy_assets(model, clone)
     _check_fits(found, clone)
   except Exception as error:
     raise ValueError(
@@ -303,13 +319,23 @@ def _clone(keras: Any, model: Any, found: group_state.GroupCopies) -> Any:
   return clone
 
 
+def _copy_assets(model: Any, clone: Any) -> None:
+  """Gives layers what they keep beside variables, such as vocabularies."""
+  layers = zip(model._flatten_layers(), clone._flatten_layers(), strict=True)
+  for layer, other in layers:
+    if hasattr(layer, "save_assets"):
+      with tempfile.TemporaryDirectory() as folder:
+        layer.save_assets(folder)
+        other.load_assets(folder)
+
+
 def _check_fits(found: group_state.GroupCopies, plain: Any) -> None:
   """Raises `ValueError` unless a plain model can receive the variables."""
   remedy = (
     "Make it by the same code as `model`, outside of `strategy.scope()`, and"
     " build it."
   )
-  variables = list(plain.variables)
+  variables = group_state.variables_of(plain)
   if len(variables) != len(found.parts):
     raise ValueError(
       f"`into` has {len(variables)} variables, and `model` has"
@@ -323,7 +349,10 @@ def _check_fits(found: group_state.GroupCopies, plain: Any) -> None:
       f"{tf.as_dtype(v.dtype).name} {list(v.shape)}"
       for v in (variable, part.variable)
     )
-    if own != other or (name in known and name != part.name):
+    # Keras numbers states of random numbers in the order in which it makes
+    # them, which in a clone may be another.
+    is_other = group_state.has_mean(variable) and name != part.name
+    if own != other or (is_other and name in known):
       raise ValueError(
         f"`into` has {name}, {own}, where `model` has {part.name}, {other}."
         f" {remedy}"
@@ -356,6 +385,17 @@ def _not_compiled(config: Any) -> Any:
       if key != "compile_config"
     }
   return list(map(_not_compiled, config)) if type(config) is list else config
+
+
+@contextlib.contextmanager
+def _same_random_numbers() -> Iterator[None]:
+  """A context after which `random` goes on as if it had not been entered."""
+  # Keras 3 draws the seeds of the initial values from it.
+  state = random.getstate()
+  try:
+    yield
+  finally:
+    random.setstate(state)
 
 
 @contextlib.contextmanager

@@ -61,7 +61,7 @@ class GroupCopies:
     ]
     mine = {id(replica_values.native(part.variable)) for part in self.parts}
     variables = []
-    for variable in _variables_of(model):
+    for variable in variables_of(model):
       if id(replica_values.native(variable)) not in mine:
         mine.add(id(replica_values.native(variable)))
         variables.append(variable)
@@ -243,7 +243,7 @@ def mean(arrays: Sequence[archive.Array]) -> archive.Array:
   return np.asarray(found).astype(dtype)
 
 
-def _variables_of(model: Any) -> list[Any]:
+def variables_of(model: Any) -> list[Any]:
   """The variables of a model, or those in a list."""
   if model is None:
     return []
@@ -254,7 +254,8 @@ def _variables_of(model: Any) -> list[Any]:
       "`model` must have variables, or be a list of them; got"
       f" {type(model).__name__}."
     )
-  found = list(variables)
+  # tf_keras lists vocabularies among them.
+  found = [each for each in variables if not hasattr(each, "get_tensors")]
   if not found:
     raise ValueError(
       "`model` has no variables yet. Build it first: call it on a batch, or"
