@@ -85,8 +85,27 @@ def per_group(values: Any, groups: Any) -> tf.Tensor:
 class GroupRates:
   """A learning rate for each group, as a schedule of either Keras.
 
-  The CrossShardOptimizer that encapsulates the schedule's optimizer tells it
-  the groups.
+  It learns the groups from the `CrossShardOptimizer` that encapsulates its
+  optimizer; another number of rates than groups is a `ValueError` there. In an
+  update it is the rate of the replica's group, at the group's own step.
+  Outside of replicas, as for `optimizer.learning_rate` and Keras' callbacks, it
+  is that of replica 0's group; `values` has all.
+
+  >>> from tf_cross_shard import CrossShardOptimizer, schedules
+  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  >>> with strategy.scope():
+  ...   weight = tf.Variable(0.0)
+  ...   rates = schedules.PerGroup([0.5, 0.25])
+  ...   optimizer = CrossShardOptimizer(
+  ...     tf.keras.optimizers.SGD(rates), group_assignment=[[0], [1]]
+  ...   )
+  ...   optimizer.build([weight])
+  >>> one = tf.constant(1.0)
+  >>> _ = strategy.run(lambda: optimizer.apply_gradients([(one, weight)]))
+  >>> [float(w) for w in strategy.experimental_local_results(weight)]
+  [-0.5, -0.25]
+  >>> rates.values(step=1)
+  [0.5, 0.25]
   """
 
   _package: str  # "keras" or "tf_keras"

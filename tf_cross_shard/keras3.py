@@ -148,46 +148,21 @@ class TowerOptimizer(tower_optimizer.Tower, keras3.Keras3Wrapper):
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
+@wrapper.documented
 class PerGroup(
   group_rates.GroupRates, keras.optimizers.schedules.LearningRateSchedule
 ):
-  """A schedule with a learning rate for each group: numbers, or schedules.
-
-  It learns the groups from the `CrossShardOptimizer` that encapsulates its
-  optimizer; another number of rates than groups is a `ValueError` there. In an
-  update it is the rate of the replica's group, at the group's own step.
-  Outside of replicas, as for `optimizer.learning_rate` and Keras' callbacks, it
-  is that of replica 0's group; `values` has all.
-
-  >>> import tensorflow as tf
-  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-  >>> with strategy.scope():
-  ...   weight = tf.Variable(0.0)
-  ...   rates = PerGroup([0.5, 0.25])
-  ...   optimizer = CrossShardOptimizer(
-  ...     keras.optimizers.SGD(rates), group_assignment=[[0], [1]]
-  ...   )
-  ...   optimizer.build([weight])
-  >>> one = tf.constant(1.0)
-  >>> _ = strategy.run(lambda: optimizer.apply_gradients([(one, weight)]))
-  >>> [float(w) for w in strategy.experimental_local_results(weight)]
-  [-0.5, -0.25]
-  >>> rates.values(step=1)
-  [0.5, 0.25]
-
-  Arguments and members: `tf_cross_shard.group_rates.GroupRates`.
-  """
+  """A schedule with a learning rate for each group: numbers, or schedules."""
 
   _package = "keras"
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
+@wrapper.documented
 class SyncBatchNormalization(
   group_moments.GroupMoments, keras.layers.BatchNormalization
 ):
   """Batch normalization over the examples of a group.
-
-  Arguments and members: `tf_cross_shard.group_moments.GroupMoments`.
 
   >>> layer = SyncBatchNormalization([[0, 1], [2, 3]], momentum=0.9)
   >>> layer.group_assignment
