@@ -1,5 +1,5 @@
 """Batch normalization in groups against plain Keras on one device."""
-# bazel: size=medium
+# bazel: size=medium tags=slow
 
 import pathlib
 from collections.abc import Sequence
@@ -13,6 +13,8 @@ from absl import logging
 from tests.support import batch_normalization as bed
 from tests.support import testbed
 from tf_cross_shard import CrossShardOptimizer, keras3, layers, tf_keras
+
+pytestmark = pytest.mark.slow
 
 STRIDED = [[0, 2], [1, 3]]
 

@@ -4,7 +4,7 @@ TF_USE_LEGACY_KERAS=1 has to be set before TensorFlow is imported, so that the
 tests with the mark `tf_keras_mode` run once more, in one process of their own.
 All others about tf_keras import `tf_cross_shard.tf_keras` beside Keras 3.
 """
-# bazel: size=medium data=//:sources deps=//tests/support:oracle tags=smoke
+# bazel: size=medium data=//:sources deps=//tests/support:oracle tags=slow
 
 import os
 import pathlib
@@ -16,6 +16,8 @@ import pytest
 
 from tests.support import contract, testbed
 from tf_cross_shard import tf_keras
+
+pytestmark = pytest.mark.slow
 
 PROJECT = pathlib.Path(__file__).absolute().parent.parent.parent
 MARK = "pytest.mark." + "tf_keras_mode"

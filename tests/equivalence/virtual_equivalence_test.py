@@ -3,7 +3,7 @@
 {4 replicas, 8 replicas} in groups, with each of {dense, convolution, embedding}
 once and each of {SGD, Adam, AdamW} once, 10 steps each
 """
-# bazel: size=large
+# bazel: size=large tags=slow
 
 from typing import Any
 
@@ -15,6 +15,8 @@ import tf_keras
 from tests.support import testbed, tpu_tasks
 from tf_cross_shard import CrossShardOptimizer, TowerOptimizer, towers
 from tf_cross_shard import tf_keras as keras2
+
+pytestmark = pytest.mark.slow
 
 SHAPES: dict[str, tuple[int, list[list[int]]]] = {
   "4 strided": (4, [[0, 2], [1, 3]]),

@@ -2,7 +2,7 @@
 
 Each launch holds one fault, or all of those after which the workers can go on.
 """
-# bazel: size=large timeout=long tags=exclusive
+# bazel: size=large timeout=long tags=exclusive,slow
 
 import concurrent.futures
 import pathlib
@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from tests.support import multi_worker_faults, workers
+
+pytestmark = pytest.mark.slow
 
 # Seconds that workers wait for each other here.
 SHORT = {"TF_CROSS_SHARD_TIMEOUT": "4"}

@@ -2,7 +2,7 @@
 
 Sums in groups inside and across workers, and the values of all replicas.
 """
-# bazel: size=large timeout=long tags=exclusive,smoke
+# bazel: size=large timeout=long tags=exclusive,slow
 
 import pathlib
 import tempfile
@@ -14,6 +14,8 @@ import pytest
 from tests.support import multi_worker_cases as cases
 from tests.support import replica_state_workers as program
 from tests.support import testbed, workers
+
+pytestmark = pytest.mark.slow
 
 STEPS = 2
 REPLICAS = range(4)
