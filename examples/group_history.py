@@ -1,14 +1,15 @@
 """The history of each group: a Keras callback, a table and a picture."""
+# bazel: deps=:replicas
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+import replicas
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import replica_state
 
 mpl.use("Agg")  # Draws into files: no screen is needed.
 from matplotlib import pyplot as plt
@@ -50,10 +51,8 @@ class GroupHistory(tf.keras.callbacks.Callback):
     )
     if self.groups.num_groups > 1:
       self.ensemble.append(logs["val_accuracy/ensemble"])
-    copies = [replica_state.values(weight) for weight in self.model.weights]
-    flat = np.array(
-      [np.concatenate([*map(np.ravel, w)]) for w in zip(*copies, strict=True)]
-    )
+    weights = replicas.weights_of_replicas(self.model)
+    flat = np.array([np.concatenate([*map(np.ravel, w)]) for w in weights])
     first = [members[0] for members in self.groups]
     self.between.append(float(np.ptp(flat[first], axis=0).max()))
     self.inside.append(

@@ -1,8 +1,12 @@
-"""Replicas to train on, and groups of them."""
+"""Replicas to train on, groups of them, and each replica's own weights."""
 
+from typing import Any
+
+import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
+from tf_cross_shard import replica_state
 
 
 def make_strategy(num_replicas: int) -> tf.distribute.Strategy:
@@ -44,3 +48,12 @@ def choose_groups(
 def divisible(batch_size: int, num_replicas: int) -> int:
   """Returns the largest batch up to `batch_size` that replicas share evenly."""
   return max(1, batch_size // num_replicas) * num_replicas
+
+
+def weights_of_replicas(model: Any) -> list[list[np.ndarray]]:
+  """Returns one list per replica, as `set_weights` takes it.
+
+  `model.get_weights()` and `variable.numpy()` read replica 0 only.
+  """
+  copies = [replica_state.values(weight) for weight in model.weights]
+  return [list(of_replica) for of_replica in zip(*copies, strict=True)]

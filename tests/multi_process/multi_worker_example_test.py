@@ -120,11 +120,11 @@ def run_shell(script: str, variables: Mapping[str, str] | None = None) -> str:
   ).stdout
 
 
-def test_first_program_of_the_page_runs(tmp_path: Path) -> None:
-  """With the page's own TF_CONFIG, but for the hosts."""
-  programs = blocks("python")
-  assert len(programs) == 2
-  compile(programs[1], str(PAGE), "exec")
+def test_programs_of_the_page_run(tmp_path: Path) -> None:
+  """With the page's own TF_CONFIG, but for the hosts; `even` behind `fit`."""
+  training, on_gpus, evening = blocks("python")
+  compile(on_gpus, str(PAGE), "exec")
+  batches = "batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)\n"
   by_hand, _, _ = blocks("sh")
   assert by_hand.rstrip().endswith("python train.py")
   show = by_hand.replace("python train.py", 'printf %s "$TF_CONFIG"')
@@ -137,7 +137,7 @@ def test_first_program_of_the_page_runs(tmp_path: Path) -> None:
   other = {**config, "task": {"type": "worker", "index": 1}}
 
   program = tmp_path / "train.py"
-  program.write_text(programs[0])
+  program.write_text(training + batches + evening)
   said = run_both(
     [str(program)],
     [{"TF_CONFIG": json.dumps(each)} for each in (config, other)],
