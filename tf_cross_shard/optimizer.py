@@ -146,7 +146,7 @@ class CrossShard(wrapper.OptimizerWrapper):
         the optimizer's state, see `sharding.update`. For optimizers that update
         each element by itself; `"elementwise"` says so of a class of yours.
       noise_scale: Whether each group measures its gradient noise scale, see
-        the property: True in every 16th step, `k` in every k-th. A measurement
+        the property: True in every 32nd step, `k` in every k-th. A measurement
         reads all gradients and their sums once more.
 
     Raises:

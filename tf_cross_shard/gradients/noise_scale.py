@@ -24,7 +24,7 @@ from tf_cross_shard.gradients import indexed_slices
 from tf_cross_shard.gradients.clipping import Gradient
 
 DECAY: Final = 0.99  # of an average, for each measurement: about 100 count
-EVERY: Final = 16  # steps: norms read all gradients, and the scale moves slowly
+EVERY: Final = 32  # steps: norms read all gradients, and the scale moves slowly
 
 
 def squared_norm(grads: Sequence[Gradient], scale: Any = 1.0) -> tf.Tensor:
