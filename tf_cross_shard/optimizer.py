@@ -543,7 +543,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     """Checks everything, makes the slots, and does the step."""
     self._place.check()
     self._place.check_variables(variables)
-    # Once more: `learning_rate` may have been assigned.
+    # Once more: `opt.learning_rate` may have been assigned, past this class.
     group_rates.bind(self._inner.optimizer, self.groups, self._package)
     if self._inner.is_built:
       validation.check_known(variables, self._inner.knows)

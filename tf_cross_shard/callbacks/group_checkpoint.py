@@ -3,12 +3,8 @@
 import sys
 from typing import Any
 
-import numpy as np
-
 from tf_cross_shard.callbacks import base
 from tf_cross_shard.replica_state import archive, group_state
-
-Array = np.ndarray[Any, Any]
 
 
 class GroupCheckpoint(base.GroupMonitor):
@@ -65,7 +61,7 @@ class GroupCheckpoint(base.GroupMonitor):
     """
     super().__init__(monitor, mode)
     self._path = archive.as_path(path)
-    self._kept: dict[str, Array] = {}
+    self._kept: dict[str, archive.Array] = {}
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Writes the file if a group improved.
@@ -109,8 +105,8 @@ class GroupCheckpoint(base.GroupMonitor):
 
 
 def _joined(
-  kept: dict[str, Array], own: list[str], found: group_state.GroupCopies
-) -> dict[str, Array]:
+  kept: dict[str, archive.Array], own: list[str], found: group_state.GroupCopies
+) -> dict[str, archive.Array]:
   """What members of groups have alike, once per group, as `save` writes it."""
   joined = dict(kept)
   groups, members = range(found.groups.num_groups), found.groups.group_size

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import numpy as np
-
 from tf_cross_shard.callbacks import base
 from tf_cross_shard.replica_state import group_state, replica_values
 
@@ -158,12 +156,12 @@ class _Group:
     self._variables = variables
     self._members = members
 
-  def get_weights(self) -> list[list[np.ndarray[Any, Any]]]:
+  def get_weights(self) -> list[list[replica_values.Array]]:
     """What each member has of each variable."""
     whole = map(self._copies.here, self._variables)
     return [[copies[member] for member in self._members] for copies in whole]
 
-  def set_weights(self, weights: list[list[np.ndarray[Any, Any]]]) -> None:
+  def set_weights(self, weights: list[list[replica_values.Array]]) -> None:
     """Gives the members their values; other groups keep theirs."""
     for variable, values in zip(self._variables, weights, strict=True):
       copies = self._copies.here(variable)

@@ -98,7 +98,7 @@ class NoiseScale:
       self._check_members()
     engine.check_conditional("noise_scale")
     with engine.making_variables():
-      self._averages, self.noise_scale, self.gradient_norm, self._steps = [
+      self.variables = [
         tf.Variable(value, trainable=False, name=name)
         for value, name in (
           ([0.0, 0.0], "noise_averages"),
@@ -107,12 +107,9 @@ class NoiseScale:
           (np.int64(0), "noise_steps"),
         )
       ]
-    self.variables = [
-      self._averages,
-      self.noise_scale,
-      self.gradient_norm,
-      self._steps,
-    ]
+    self._averages, self.noise_scale, self.gradient_norm, self._steps = (
+      self.variables
+    )
 
   def of_replica(
     self, grads: Sequence[Gradient], calls: float = 1.0
