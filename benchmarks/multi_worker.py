@@ -43,8 +43,8 @@ import tf_cross_shard
 from tf_cross_shard import collectives, multi_worker
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.collectives import multi_worker as engines
-from tf_cross_shard.collectives import reduction
 from tf_cross_shard.multi_worker import launch
+from tf_cross_shard.step import reduction
 
 _WORKERS = flags.DEFINE_list("workers", ["2", "4"], "Processes, at most 8.")
 _PARTS = flags.DEFINE_list(

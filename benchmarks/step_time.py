@@ -30,7 +30,8 @@ from absl import app, flags
 
 from tf_cross_shard import collectives
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard.collectives import mirrored, reduction
+from tf_cross_shard.collectives import mirrored
+from tf_cross_shard.step import reduction
 
 _OPTIMIZER = flags.DEFINE_enum(
   "optimizer", "adam", ["adam", "sgd"], "The encapsulated optimizer."

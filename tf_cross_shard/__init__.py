@@ -29,7 +29,7 @@ if not _IS_DEFERRED:
     replica_state,
     schedules,
   )
-  from tf_cross_shard.group_rates import per_group
+  from tf_cross_shard.group_schedule import per_group
   from tf_cross_shard.groups import Groups
   from tf_cross_shard.towers import (
     ModeKeys,

@@ -16,29 +16,35 @@ from typing import TYPE_CHECKING, Any, Final
 
 import tensorflow as tf
 
-from tf_cross_shard import group_rates, group_warnings, placement, validation
+from tf_cross_shard import group_schedule, validation
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard.collectives import reduction
+from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.gradients import (
-  accumulation,
   clipping,
-  compute,
+  differentiation,
   indexed_slices,
   loss_factor,
-  nonfinite,
   packing,
 )
-from tf_cross_shard.gradients import noise_scale as noise_scale_lib
-from tf_cross_shard.inner_optimizer import base, wrapper
-from tf_cross_shard.sharding import update
+from tf_cross_shard.inner_optimizer import base
+from tf_cross_shard.replica_state import overwritten
+from tf_cross_shard.step import (
+  accumulation,
+  nonfinite,
+  reduction,
+  replica_checks,
+  sharded_update,
+)
+from tf_cross_shard.step import noise_scale as noise_scale_lib
+from tf_cross_shard.wrapper import forwarding
 
 if TYPE_CHECKING:
   import numpy.typing as npt
 
-_forwarded_rate: Final = wrapper.OptimizerWrapper.learning_rate
+_forwarded_rate: Final = forwarding.OptimizerWrapper.learning_rate
 
 
-class CrossShard(wrapper.OptimizerWrapper):
+class CrossShard(forwarding.OptimizerWrapper):
   """Sums or averages gradients over replicas, then lets `opt` apply them.
 
   With `L_r` the loss of replica `r`, `G` the group it belongs to and `f` the
@@ -157,7 +163,7 @@ class CrossShard(wrapper.OptimizerWrapper):
       TypeError: If `opt` is no optimizer, or one that Keras has no equal of.
     """
     opt = self._as_optimizer(opt)
-    is_sharded = update.check(opt, shard_update)
+    is_sharded = sharded_update.check(opt, shard_update)
     reduction = loss_factor.canonical_reduction(reduction)
     averaged_over = loss_factor.check_averaged_over(loss_averaged_over)
     validation.check_limits(
@@ -177,14 +183,14 @@ class CrossShard(wrapper.OptimizerWrapper):
     self._fused_update = fused_update
     self._inner.fuse(fused_update)
     strategy = self._inner.strategy
-    self._place = placement.Placement(strategy, group_assignment, name)
+    self._place = replica_checks.ReplicaChecks(strategy, group_assignment, name)
     self._accumulation = accumulation.Accumulation(
       accumulate_steps, self._inner, self._place.engine
     )
     self._shard_update = shard_update
-    self._sharded: update.ShardedUpdate | None = None
+    self._sharded: sharded_update.ShardedUpdate | None = None
     if is_sharded and self.groups.group_size > 1:
-      self._sharded = update.ShardedUpdate(
+      self._sharded = sharded_update.ShardedUpdate(
         self._inner, self._place.engine, self._place.groups
       )
     self._guard = nonfinite.NonfiniteGuard(skip_nonfinite, self._place.engine)
@@ -195,16 +201,16 @@ class CrossShard(wrapper.OptimizerWrapper):
       self.groups,
       is_mean=reduction == loss_factor.MEAN,
     )
-    self._warnings = group_warnings.GroupWarnings(
+    self._warnings = overwritten.OverwriteWatch(
       name, self.groups, self._place.engine
     )
-    group_rates.bind(opt, self.groups, self._package)
+    group_schedule.bind(opt, self.groups, self._package)
     self._attach_state([])
 
   def _set_learning_rate(self, value: Any) -> None:
     """Sets that of `opt`, and tells a PerGroup of the groups at once."""
     if "_place" in vars(self):
-      group_rates.bind_rate(value, self.groups, self._package)
+      group_schedule.bind_rate(value, self.groups, self._package)
     _forwarded_rate.__set__(self, value)
 
   learning_rate = _forwarded_rate.setter(_set_learning_rate)
@@ -329,7 +335,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     *,
     tape: tf.GradientTape | None = None,
     **kwargs: Any,
-  ) -> compute.Pairs:
+  ) -> differentiation.Pairs:
     """Scales the loss, then takes this replica's own gradients.
 
     They are not reduced yet, so that each replica can clip or change its own.
@@ -491,7 +497,7 @@ class CrossShard(wrapper.OptimizerWrapper):
       var_list: The trained variables.
     """
     self._warnings.look()
-    if wrapper.is_fit_validated():
+    if forwarding.is_fit_validated():
       self._warnings.blends()
     if self._sharded is None:
       super().finalize_variable_values(var_list)
@@ -505,10 +511,10 @@ class CrossShard(wrapper.OptimizerWrapper):
     tape: tf.GradientTape | None,
     default: str,
     options: dict[str, Any],
-  ) -> compute.Pairs:
+  ) -> differentiation.Pairs:
     """This replica's gradients of the scaled loss."""
     self._place.check()
-    return compute.compute_for(
+    return differentiation.compute_for(
       self._inner,
       loss,
       var_list,
@@ -527,7 +533,7 @@ class CrossShard(wrapper.OptimizerWrapper):
       groups.num_replicas,
       groups.group_size,
       traced=not tf.executing_eagerly(),
-      is_sure=wrapper.is_called_by_keras(),
+      is_sure=forwarding.is_called_by_keras(),
     )
     return loss if factor == 1 else loss * factor
 
@@ -544,7 +550,7 @@ class CrossShard(wrapper.OptimizerWrapper):
     self._place.check()
     self._place.check_variables(variables)
     # Once more: `opt.learning_rate` may have been assigned, past this class.
-    group_rates.bind(self._inner.optimizer, self.groups, self._package)
+    group_schedule.bind(self._inner.optimizer, self.groups, self._package)
     if self._inner.is_built:
       validation.check_known(variables, self._inner.knows)
     groups = self._place.groups
@@ -555,7 +561,7 @@ class CrossShard(wrapper.OptimizerWrapper):
         traced=not tf.executing_eagerly(),
         is_divided=self._inner.divides,
         through_apply=through_apply,
-        by_keras=through_apply and wrapper.is_called_by_keras(),
+        by_keras=through_apply and forwarding.is_called_by_keras(),
       )
     self.build(list(variables))
     self._place.agree_to_step(
@@ -783,4 +789,4 @@ class CrossShard(wrapper.OptimizerWrapper):
 
 def _wholes(variables: Sequence[Any]) -> Iterator[Any]:
   """TensorFlow's variables, each with the copies of all replicas."""
-  return map(compute.distributed_variable, map(validation.native, variables))
+  return map(variables_lib.distributed, map(variables_lib.native, variables))

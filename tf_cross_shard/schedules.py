@@ -14,7 +14,7 @@
 """
 
 from tf_cross_shard import versions
-from tf_cross_shard.group_rates import per_group
+from tf_cross_shard.group_schedule import per_group
 
 if versions.uses_tf_keras():
   from tf_cross_shard.tf_keras import PerGroup

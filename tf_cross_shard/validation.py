@@ -3,12 +3,13 @@
 import difflib
 import functools
 import inspect
-import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import tensorflow as tf
+
+from tf_cross_shard import variables as variables_lib
 
 if TYPE_CHECKING:  # What editors show; a program may lack one of the Kerases.
   import keras
@@ -47,22 +48,9 @@ def names_arguments(init: _Function) -> _Function:
   return checked  # type: ignore[return-value]  # The same, to those who call.
 
 
-def is_variable(value: object) -> bool:
-  """Whether `value` is a `tf.Variable` or a `keras.Variable`."""
-  # Nobody has a variable of a Keras that is not loaded.
-  keras_variable = getattr(sys.modules.get("keras"), "Variable", ())
-  return isinstance(value, (tf.Variable, keras_variable))
-
-
-def native(variable: Any) -> Any:
-  """The `tf.Variable` of a `tf.Variable` or `keras.Variable`."""
-  value = getattr(variable, "value", variable)
-  return variable if callable(value) else value
-
-
 def check_variable(argument: str, variable: object) -> None:
   """Raises `TypeError` unless a value of `argument` is a variable."""
-  if not is_variable(variable):
+  if not variables_lib.is_variable(variable):
     raise TypeError(
       f"`{argument}` must hold tf.Variable or keras.Variable objects; got"
       f" {_shown(variable)}. Pass the variable itself, not its value."
@@ -78,7 +66,11 @@ def check_variable(argument: str, variable: object) -> None:
 
 def is_var_list(value: Any) -> bool:
   """Whether a second argument of `minimize` is Keras' list of variables."""
-  if is_variable(value) or tf.is_tensor(value) or isinstance(value, str):
+  if (
+    variables_lib.is_variable(value)
+    or tf.is_tensor(value)
+    or isinstance(value, str)
+  ):
     return False
   return isinstance(value, Iterable)
 
@@ -117,12 +109,14 @@ def check_pairs(grads_and_vars: Iterable[Any]) -> tuple[list[Any], list[Any]]:
 
 def check_var_list(var_list: Any) -> list[Any] | None:
   """Returns the variables of `var_list`, each checked to be trainable."""
-  if callable(var_list) and not is_variable(var_list):
+  if callable(var_list) and not variables_lib.is_variable(var_list):
     var_list = var_list()
   if var_list is None:
     return None
   variables = (
-    [var_list] if is_variable(var_list) else _as_list("var_list", var_list)
+    [var_list]
+    if variables_lib.is_variable(var_list)
+    else _as_list("var_list", var_list)
   )
   if not variables:
     raise ValueError(
@@ -143,7 +137,7 @@ def check_global_step(global_step: Any) -> None:
   """Raises `TypeError` unless `global_step` can be incremented by one."""
   if global_step is None:
     return
-  if not is_variable(global_step):
+  if not variables_lib.is_variable(global_step):
     raise TypeError(
       "`global_step` must be an integer variable or None; got"
       f" {_shown(global_step)}. Use tf.Variable(0, dtype=tf.int64)."

@@ -25,7 +25,7 @@ from tf_cross_shard import (
   replica_state,
   schedules,
 )
-from tf_cross_shard.multi_worker import consistency
+from tf_cross_shard.coordination import agreement
 
 Key = tuple[str, ...]
 Case = Callable[[tf.distribute.Strategy], Any]
@@ -611,9 +611,9 @@ def group_callbacks(
       group_assignment=GROUPINGS[replicas][grouping],
     )
     model.compile(optimizer, "mse", metrics=["mae"])
-  workers = consistency.of_strategy(strategy)
+  workers = agreement.of_strategy(strategy)
   assert workers is not None
-  [folder, *_] = consistency.exchange(workers, "a folder", tempfile.mkdtemp())
+  [folder, *_] = agreement.exchange(workers, "a folder", tempfile.mkdtemp())
   x, y = fit_data(replicas)
   data = batches(x, y if workers.index == 0 else y + 1.0)
   known = _Known()

@@ -16,9 +16,9 @@ import tensorflow as tf
 
 from tests.support import multi_worker_cases as cases
 from tf_cross_shard import CrossShardOptimizer
+from tf_cross_shard.coordination import agreement
 from tf_cross_shard.multi_worker import (
   BackupAndRestore,
-  consistency,
   naming_lost_workers,
   newest_common,
 )
@@ -87,7 +87,7 @@ def differ(
 
   def step() -> None:
     if odd and what == "absence":
-      time.sleep(consistency.timeout_of(strategy) + 5.0)
+      time.sleep(agreement.timeout_of(strategy) + 5.0)
       return
     optimizer.build(trained)
     if odd and what == "iterations":

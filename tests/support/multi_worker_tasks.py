@@ -18,7 +18,7 @@ from tests.support import (
   replica_state_workers,
 )
 from tf_cross_shard import multi_worker
-from tf_cross_shard.multi_worker import consistency
+from tf_cross_shard.coordination import agreement
 
 
 def strategy_of(kind: str, **options: Any) -> tf.distribute.Strategy:
@@ -47,8 +47,8 @@ def numbers(launch: str) -> dict[Any, Any]:
 def start(older: bool = False, timeout: float | None = None) -> dict[str, Any]:
   """Starts a worker, and says what came of it."""
   if older:
-    mine = consistency.library_versions()[1:]
-    consistency.library_versions = lambda: ["tf_cross_shard: 0.0.1", *mine]
+    mine = agreement.library_versions()[1:]
+    agreement.library_versions = lambda: ["tf_cross_shard: 0.0.1", *mine]
   return multi_worker_faults.attempt(
     lambda: multi_worker.MultiWorkerStrategy(timeout=timeout)
   )

@@ -14,7 +14,7 @@ import tf_keras
 from tests.support import testbed
 from tf_cross_shard import keras3, replica_state
 from tf_cross_shard import tf_keras as ours_tf_keras
-from tf_cross_shard.gradients import noise_scale
+from tf_cross_shard.step import noise_scale
 
 GROUPS = [[0, 2], [1, 3]]
 STEPS = 6

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tests.support import testbed
 from tf_cross_shard import CrossShardOptimizer
-from tf_cross_shard.gradients import nonfinite
+from tf_cross_shard.step import nonfinite
 
 keras = tf.keras
 HALVES = [[0, 1], [2, 3]]

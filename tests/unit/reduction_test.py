@@ -8,7 +8,8 @@ import pytest
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard.collectives import base, reduction
+from tf_cross_shard.collectives import base
+from tf_cross_shard.step import reduction
 
 
 class Recording(base.Engine):

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tf_cross_shard import multi_worker
-from tf_cross_shard.multi_worker import consistency
+from tf_cross_shard.coordination import agreement
 
 STRATEGY = tf.distribute.get_strategy()
 
@@ -29,8 +29,8 @@ def _with_others(
     told.append(args)
     return [args[2], *others]
 
-  monkeypatch.setattr(consistency, "of_strategy", lambda _: "workers")
-  monkeypatch.setattr(consistency, "exchange", exchange)
+  monkeypatch.setattr(agreement, "of_strategy", lambda _: "workers")
+  monkeypatch.setattr(agreement, "exchange", exchange)
   return told
 
 

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tf_cross_shard import validation
+from tf_cross_shard import variables as variables_lib
 
 
 def tf_variable(value: Any = 1.0, **options: Any) -> tf.Variable:
@@ -44,9 +45,9 @@ def test_variables_are_told_from_other_things() -> None:
   with mirrored.scope():
     distributed = [tf_variable(), keras_variable()]
   for variable in (tf_variable(), keras_variable(), *distributed):
-    assert validation.is_variable(variable)
+    assert variables_lib.is_variable(variable)
   for other in (tf.constant(1.0), np.ones(1), 1.0, "w", None, tf.Variable):
-    assert not validation.is_variable(other)
+    assert not variables_lib.is_variable(other)
 
 
 # Pairs.

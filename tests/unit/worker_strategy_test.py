@@ -9,7 +9,8 @@ import pytest
 import tensorflow as tf
 
 from tf_cross_shard import multi_worker
-from tf_cross_shard.multi_worker import consistency, strategy
+from tf_cross_shard.coordination import agreement
+from tf_cross_shard.multi_worker import strategy
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +49,8 @@ def test_timeouts_that_are_none() -> None:
       multi_worker.MultiWorkerStrategy(timeout=timeout)
   for text in ("0", "soon"):
     with (
-      mock.patch.dict(os.environ, {consistency.VARIABLE: text}),
-      pytest.raises(ValueError, match=f"{consistency.VARIABLE} .*{text!r}"),
+      mock.patch.dict(os.environ, {agreement.VARIABLE: text}),
+      pytest.raises(ValueError, match=f"{agreement.VARIABLE} .*{text!r}"),
     ):
       multi_worker.MultiWorkerStrategy()
 

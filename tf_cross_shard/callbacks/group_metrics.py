@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tf_cross_shard import replica_state
 from tf_cross_shard.callbacks import base
-from tf_cross_shard.multi_worker import consistency
+from tf_cross_shard.coordination import agreement
 from tf_cross_shard.replica_state import group_models, group_state
 
 
@@ -147,14 +147,14 @@ class GroupMetrics(base.GroupCallback):
   def _evaluate(self, model: Any, name: str) -> dict[str, float]:
     """Returns a plain model's metrics, on all workers those of the first."""
     strategy = self.model.distribute_strategy
-    workers = consistency.of_strategy(strategy)
+    workers = agreement.of_strategy(strategy)
     found: dict[str, float] = {}
     if workers is None or workers.index == 0:
       with group_models.outside_of_strategies():
         result = model.evaluate(**self._data, verbose=0, return_dict=True)
       found = {key: float(value) for key, value in result.items()}
     if workers is not None:
-      told = consistency.exchange(
+      told = agreement.exchange(
         workers, f"evaluating {name}", json.dumps(found), math.inf
       )
       found = json.loads(told[0])

@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard.callbacks import base
+from tf_cross_shard.coordination import agreement
 from tf_cross_shard.inner_optimizer import optimizer_state
-from tf_cross_shard.multi_worker import consistency
 from tf_cross_shard.replica_state import group_state
 
 _SCALAR: Final = tf.compat.v1.SummaryMetadata(
@@ -87,7 +87,7 @@ class GroupTensorBoard(base.GroupCallback):
       "learning_rate": self._rates(found),
       "drift": _drift(found, first),
     }
-    for layer in optimizer_state.layers(optimizer):
+    for layer in optimizer_state.nested_optimizers(optimizer):
       for name in _OF_OPTIMIZER:
         variable = getattr(layer, name, None)
         if variable is not None:
@@ -144,7 +144,7 @@ class GroupTensorBoard(base.GroupCallback):
     told = (
       [text]
       if workers is None
-      else consistency.exchange(workers, "learning rates", text)
+      else agreement.exchange(workers, "learning rates", text)
     )
     of_replica = list(itertools.chain(*map(json.loads, told)))
     return [of_replica[members[0]] for members in found.groups]

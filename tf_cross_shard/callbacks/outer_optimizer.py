@@ -23,13 +23,14 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard import group_warnings, validation
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import optimizer as optimizer_lib
+from tf_cross_shard import variables as variables_lib
+from tf_cross_shard.coordination import agreement
 from tf_cross_shard.gradients import packing
-from tf_cross_shard.inner_optimizer import optimizer_state, wrapper
-from tf_cross_shard.multi_worker import consistency
-from tf_cross_shard.replica_state import replica_values
+from tf_cross_shard.inner_optimizer import optimizer_state
+from tf_cross_shard.replica_state import overwritten, replica_values
+from tf_cross_shard.wrapper import forwarding
 
 
 class OuterOptimizer(tf.keras.callbacks.Callback):
@@ -115,7 +116,7 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
           f"`{name}` must be an integer of at least {least}; got {value!r}. It"
           " counts steps."
         )
-    if isinstance(optimizer, wrapper.OptimizerWrapper):
+    if isinstance(optimizer, forwarding.OptimizerWrapper):
       raise ValueError(
         f"`optimizer` must not be a {type(optimizer).__name__}: differences are"
         " averaged over the groups already. Hand in its `inner_optimizer`."
@@ -184,7 +185,7 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
         " a tf.keras.Input, or call it on a batch."
       )
     weights = [
-      validation.native(variable)
+      variables_lib.native(variable)
       for variable in getattr(model, "trainable_variables", model)
       if not getattr(variable, "overwrite_with_gradient", False)
     ]
@@ -302,7 +303,7 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
 
   def _count(self, calls: int) -> None:
     """Counts calls of the optimizer, and joins groups if it is time."""
-    if not group_warnings.is_between_steps():
+    if not overwritten.is_between_steps():
       raise RuntimeError(
         "Groups are joined between two steps; this is inside a tf.function, or"
         " one of several replicas. Call step() outside `strategy.run`."
@@ -387,14 +388,14 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
       "warmup": self._warmup,
       "optimizer": outer.get_config(),
     }
-    lines = consistency.settings(**settings)
+    lines = agreement.settings(**settings)
     copies.agree("the start of an OuterOptimizer", lines)
     digests = copies.digests(weights)
     for weight, each in zip(weights, digests, strict=True):
       if len(set(each)) > 1:
         raise ValueError(
           f"`model` must have the same weights in all groups at the start;"
-          f" {optimizer_state.path_of(weight)} differs. Call"
+          f" {variables_lib.path_of(weight)} differs. Call"
           " replica_state.average(optimizer, model), or go on with the"
           " OuterOptimizer that trained them."
         )
@@ -437,7 +438,7 @@ def _encapsulating(optimizer: Any) -> Any:
   """The CrossShardOptimizer within an optimizer, which has groups."""
   found = [
     layer
-    for layer in optimizer_state.layers(optimizer)
+    for layer in optimizer_state.nested_optimizers(optimizer)
     if isinstance(layer, optimizer_lib.CrossShard)
   ]
   if not found:
@@ -463,7 +464,7 @@ def _joining(outer: Any, anchors: list[Any], weights: list[Any]) -> Any:
   engine = outer._place.engine
   with engine.making_variables():
     outer.build(anchors)
-  natives = list(map(validation.native, anchors))
+  natives = list(map(variables_lib.native, anchors))
 
   def join_replica() -> tf.Tensor:
     with engine.isolate():

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import validation
+from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.collectives import replica_isolation
 from tf_cross_shard.gradients import packing
 
@@ -151,7 +151,7 @@ class Engine(abc.ABC):
     A variable made outside the strategy's scope exists once, so one replica
     alone updates it.
     """
-    value = validation.native(variable)
+    value = variables_lib.native(variable)
     copied = is_copied(variable)
     # The counts of all replicas are added up when such a variable is read.
     is_summed = (
@@ -247,7 +247,7 @@ class AnyStrategy(Engine):
 
   def updates_here(self, variable: Any) -> bool:
     """Every replica takes part in an assignment that is aggregated."""
-    aggregation = validation.native(variable).aggregation
+    aggregation = variables_lib.native(variable).aggregation
     is_aggregated = aggregation != tf.VariableAggregation.NONE
     return is_aggregated or super().updates_here(variable)
 
@@ -269,5 +269,5 @@ class AnyStrategy(Engine):
 def is_copied(variable: Any) -> bool:
   """Whether each replica has a copy of a variable."""
   return isinstance(
-    validation.native(variable), tf.distribute.DistributedValues
+    variables_lib.native(variable), tf.distribute.DistributedValues
   )

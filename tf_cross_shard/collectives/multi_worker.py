@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.collectives import base, collective_ops, replica_isolation
+from tf_cross_shard.coordination import agreement
 from tf_cross_shard.gradients import packing
-from tf_cross_shard.multi_worker import consistency
 
 # `benchmarks/multi_worker.py --sweep`: of 50 MB, 8 MiB buckets on four chains
 # take 0.84 of Keras' time; 2 to 16 MiB on two chains or more are as good, one
@@ -37,11 +37,11 @@ class MultiWorker(base.Engine):
     self._collectives = collective_ops.of_strategy(
       strategy,
       # Not the addresses: a worker may know itself by another one.
-      identity=repr([task[:2] for task in consistency.tasks(cluster)]),
+      identity=repr([task[:2] for task in agreement.tasks(cluster)]),
       chains=_CHAINS,
       is_serial=len(self._devices) > 1,
     )
-    self._workers = consistency.of_strategy(strategy)
+    self._workers = agreement.of_strategy(strategy)
     self._agreed: set[tuple[str, ...]] = set()
     self._lock = threading.Lock()
 
@@ -157,7 +157,7 @@ class MultiWorker(base.Engine):
       if known in self._agreed:
         return
       with tf.init_scope():
-        consistency.agree(self._workers, topic, [*known[1:], *state()])
+        agreement.agree(self._workers, topic, [*known[1:], *state()])
       self._agreed.add(known)
 
   def all_or_nothing(self, sums: Sequence[Any]) -> Any:

@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from tf_cross_shard.gradients import accumulation
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import fused_update
 
@@ -145,8 +144,8 @@ class InnerOptimizer(abc.ABC):
       innermost(self.optimizer), "gradient_accumulation_steps", None
     )
 
-  def own_window(self) -> accumulation.Window | None:
-    """The window in which the optimizer itself accumulates, if it does."""
+  def own_window(self) -> Any:
+    """The optimizer's own `step.accumulation.Window`, if it accumulates."""
     return None
 
   def _overrides(self, *names: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from tf_cross_shard import validation
+from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.inner_optimizer import kernels
 
 # By the name of Keras' class, the kernel for its settings, if there is one.
@@ -90,13 +90,13 @@ def in_place(optimizer: Any, index: Callable[[Any], int]) -> Iterator[None]:
   step = _Step(kernel, optimizer)
 
   def update_step(gradient: Any, variable: Any, *rate: Any) -> None:
-    native = validation.native(variable)
+    native = variables_lib.native(variable)
     is_sparse = isinstance(gradient, tf.IndexedSlices)
     if is_sparse or kernels.dtype_of(native) not in _DTYPES:
       plain(gradient, variable, *rate)
       return
     slots = {
-      slot: validation.native(getattr(optimizer, attribute)[index(variable)])
+      slot: variables_lib.native(getattr(optimizer, attribute)[index(variable)])
       for slot, attribute in kernel.slots.items()
     }
     arguments = step.arguments(kernels.dtype_of(native), *rate)

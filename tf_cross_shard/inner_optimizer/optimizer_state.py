@@ -8,12 +8,12 @@ made before, so that another program would not find them again.
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from tf_cross_shard.multi_worker import consistency
+from tf_cross_shard import variables as variables_lib
 
 _LOSS_SCALE: Final = ("current_loss_scale", "counter")
 
 
-def layers(optimizer: Any) -> Iterator[Any]:
+def nested_optimizers(optimizer: Any) -> Iterator[Any]:
   """Yields an optimizer, the one that it encapsulates, and so on.
 
   A LossScaleOptimizer that `compile` put around ours is the first; those of a
@@ -25,7 +25,7 @@ def layers(optimizer: Any) -> Iterator[Any]:
   while optimizer is not None:
     yield optimizer
     for each in getattr(optimizer, "__dict__", {}).get("_inner_optimizers", ()):
-      yield from layers(each)
+      yield from nested_optimizers(each)
     optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
@@ -41,7 +41,7 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
   found: dict[int, Any] = {}
   trained: dict[int, Any] = {}
   is_built, plain = False, None
-  for layer in layers(optimizer):
+  for layer in nested_optimizers(optimizer):
     is_built = is_built or _is_built(layer)
     own = listed(layer) if plain is None else []
     plain = plain or _plain_of(layer)
@@ -71,11 +71,6 @@ def unique(names: Sequence[str]) -> list[str]:
   return made
 
 
-def path_of(variable: Any) -> str:
-  """The name that Keras gave, with those of the layers around."""
-  return str(getattr(variable, "path", None) or variable.name).split(":")[0]
-
-
 def listed(optimizer: Any) -> list[Any]:
   """The list of an optimizer, which is a method in legacy ones."""
   variables = optimizer.variables
@@ -93,7 +88,7 @@ def learning_rates(optimizer: Any) -> list[Any]:
   """The variables of learning rates; those of schedules are none."""
   return [
     rate
-    for layer in layers(optimizer)
+    for layer in nested_optimizers(optimizer)
     for rate in (
       getattr(layer, "_learning_rate", None),
       getattr(layer, "_hyper", {}).get("learning_rate"),  # legacy
@@ -109,7 +104,7 @@ def member_state(optimizer: Any) -> list[Any]:
   """
   return [
     variable
-    for layer in layers(optimizer)
+    for layer in nested_optimizers(optimizer)
     for name in ("_member_state", "_accumulated_gradients")
     for variable in getattr(layer, name, ())
   ]
@@ -146,18 +141,20 @@ def _names(variables: Sequence[Any], trained: Sequence[Any]) -> list[str]:
   """
   stable: dict[str, str] = {}
   for variable, name in zip(
-    trained, consistency.renumbered(list(map(path_of, trained))), strict=True
+    trained,
+    variables_lib.renumbered(list(map(variables_lib.path_of, trained))),
+    strict=True,
   ):
     for given in (getattr(variable, "path", None), variable.name):
       if given:
         prefix = str(given).replace("/", "_").replace(":", "_")
         stable.setdefault(f"{prefix}_", name)
   paths = []
-  for path in map(path_of, variables):
+  for path in map(variables_lib.path_of, variables):
     head, slash, last = path.rpartition("/")
     owners = [prefix for prefix in stable if last.startswith(prefix)]
     if owners:
       longest = max(owners, key=len)
       last = f"{stable[longest]}/{last.removeprefix(longest)}"
     paths.append(f"{head}{slash}{last}")
-  return consistency.renumbered(paths)
+  return variables_lib.renumbered(paths)

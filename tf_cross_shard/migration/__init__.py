@@ -8,17 +8,6 @@
 """
 
 from tf_cross_shard.migration.checkpoints import Conversion, convert_checkpoint
-from tf_cross_shard.migration.optimizers import (
-  convert_optimizer,
-  from_v1,
-  v1_classes,
-)
+from tf_cross_shard.migration.optimizers import from_v1
 
-# For CrossShardOptimizer only: convert_optimizer and v1_classes.
-__all__ = [
-  "Conversion",
-  "convert_checkpoint",
-  "convert_optimizer",
-  "from_v1",
-  "v1_classes",
-]
+__all__ = ["Conversion", "convert_checkpoint", "from_v1"]

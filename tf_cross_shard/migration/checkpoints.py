@@ -20,9 +20,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard import validation
-from tf_cross_shard.inner_optimizer import base, kernels, optimizer_state
-from tf_cross_shard.migration import v1_optimizers
+from tf_cross_shard import variables as variables_lib
+from tf_cross_shard.inner_optimizer import (
+  base,
+  kernels,
+  optimizer_state,
+  v1_update,
+)
 
 Names = Mapping[str, str] | Callable[[str], str | None] | None
 Slots = str | Mapping[str, str] | None
@@ -244,7 +248,7 @@ class _Plan:
       if listed
       else list(self._model.trainable_variables)
     )
-    paths = [optimizer_state.path_of(weight) for weight in weights]
+    paths = [variables_lib.path_of(weight) for weight in weights]
     labels = optimizer_state.unique(paths)
     for label, path, weight in zip(labels, paths, weights, strict=True):
       self._labels[id(weight)] = label
@@ -267,13 +271,13 @@ class _Plan:
   ) -> None:
     """Matches slots, other variables of the optimizer and the count."""
     last = base.innermost(optimizer)
-    is_v1 = isinstance(last, v1_optimizers.V1Update)
+    is_v1 = isinstance(last, v1_update.V1Update)
     known = self._find_slots(last, slots)
     known |= {id(last.iterations), id(getattr(last, "_learning_rate", None))}
     variables = last.variables
     for other in variables() if callable(variables) else variables:
       if id(other) not in known:
-        name = optimizer_state.path_of(other).rpartition("/")[2]
+        name = variables_lib.path_of(other).rpartition("/")[2]
         is_power = re.fullmatch(_POWER, name)
         power = self._only(rf"(.*/)?{name}(_\d+)?") if is_power else None
         self._want(name, other, power)
@@ -478,14 +482,14 @@ def _is_idle(last: Any) -> bool:
   """Whether slots are of no use, which tf_keras makes all the same."""
   return (
     "SGD" in [each.__name__ for each in type(last).__mro__]
-    and not isinstance(last, v1_optimizers.V1Update)
+    and not isinstance(last, v1_update.V1Update)
     and not float(last.momentum)
   )
 
 
 def _default_slots(last: Any) -> tuple[str, float]:
   """Version 1's name of an optimizer, and what its slots are multiplied by."""
-  if isinstance(last, v1_optimizers.V1Update):
+  if isinstance(last, v1_update.V1Update):
     return str(last.name), 1.0  # type: ignore[attr-defined]
   name, kind = _kind_of(last)
   if kind is None or kind.keras != "SGD" or _is_idle(last):
@@ -542,11 +546,11 @@ def _adapter(last: Any) -> base.InnerOptimizer:
   return made
 
 
-def _kind_of(last: Any) -> tuple[str, v1_optimizers.Kind | None]:
+def _kind_of(last: Any) -> tuple[str, v1_update.Kind | None]:
   """Version 1's name of what it had as well, by the class in Keras."""
   for each in type(last).__mro__:
     if each.__module__.split(".")[0] in ("keras", "tf_keras"):
-      for v1_class, kind in v1_optimizers.KINDS.items():
+      for v1_class, kind in v1_update.KINDS.items():
         if kind is not None and kind.keras == each.__name__:
           return v1_class.__name__.removesuffix("Optimizer"), kind
   return "", None
@@ -576,7 +580,9 @@ def _build(optimizer: Any, trained: Sequence[Any], weights: Any) -> None:
 
 def _scope(variable: Any) -> contextlib.AbstractContextManager[Any]:
   """Of the strategy whose replicas have a variable."""
-  strategy = getattr(validation.native(variable), "distribute_strategy", None)
+  strategy = getattr(
+    variables_lib.native(variable), "distribute_strategy", None
+  )
   return strategy.scope() if strategy else contextlib.nullcontext()
 
 

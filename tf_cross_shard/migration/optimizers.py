@@ -8,8 +8,10 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tf_cross_shard import versions
 from tf_cross_shard.gradients import loss_factor
-from tf_cross_shard.migration import v1_optimizers
+from tf_cross_shard.inner_optimizer import v1_update
+from tf_cross_shard.wrapper import forwarding
 
 _V1Optimizer: Final = tf.compat.v1.train.Optimizer
 _V1CrossShard: Final = tf.compat.v1.tpu.CrossShardOptimizer
@@ -91,8 +93,8 @@ def from_v1(opt: Any) -> Any:
       "group_assignment": opt._group_assignment,
     }
     opt = opt._opt
-  package = importlib.import_module("tf_cross_shard")  # It imports this one.
-  return package.CrossShardOptimizer(opt, **arguments)
+  keras_package = "tf_keras" if versions.uses_tf_keras() else "keras"
+  return _ours(keras_package).CrossShardOptimizer(opt, **arguments)
 
 
 def convert_optimizer(opt: Any, keras_package: str) -> Any:
@@ -106,8 +108,8 @@ def convert_optimizer(opt: Any, keras_package: str) -> Any:
       f" got {opt.get_name()!r}. Gradients would be reduced twice: convert all"
       " of it by tf_cross_shard.migration.from_v1(opt)."
     )
-  if type(opt) not in v1_optimizers.KINDS:
-    known = ", ".join(kind.__name__ for kind in v1_optimizers.KINDS)
+  if type(opt) not in v1_update.KINDS:
+    known = ", ".join(kind.__name__ for kind in v1_update.KINDS)
     raise TypeError(
       f"`opt` cannot be converted; got {source} {opt.get_name()!r}, and known"
       f" are {known} of tf.compat.v1.train, not what is derived from them."
@@ -120,16 +122,16 @@ def convert_optimizer(opt: Any, keras_package: str) -> Any:
       " of it and convert that: tf_cross_shard.migration.convert_checkpoint.",
       opt.get_name(),
     )
-  kind = v1_optimizers.KINDS[type(opt)]
-  classes = v1_classes(keras_package)
+  kind = v1_update.KINDS[type(opt)]
+  classes = _ours(keras_package).v1_optimizers
   library = importlib.import_module(f"{keras_package}.optimizers")
   settings: dict[str, Any] = {}
   made_by = library.SGD
   if kind is not None:
     for name in kind.settings:
-      settings[name] = _number(v1_optimizers.setting(opt, name), name)
+      settings[name] = _number(v1_update.setting(opt, name), name)
     made_by = getattr(classes, f"V1{type(opt).__name__[: -len('Optimizer')]}")
-  value = v1_optimizers.setting(opt, "learning_rate")
+  value = v1_update.setting(opt, "learning_rate")
   rate, start = _rate(value, library.schedules, classes)
   made = made_by(learning_rate=rate, name=_name(opt), **settings)
   if start:
@@ -144,16 +146,10 @@ def convert_optimizer(opt: Any, keras_package: str) -> Any:
   return made
 
 
-def v1_classes(keras_package: str) -> Any:
-  """The module of the classes for one Keras; by then it can load them."""
-  # Neither Keras is imported for the other.
-  if keras_package == "keras":
-    from tf_cross_shard.migration import v1_keras3
-
-    return v1_keras3
-  from tf_cross_shard.migration import v1_tf_keras
-
-  return v1_tf_keras
+def _ours(keras_package: str) -> Any:
+  """Returns our module of a Keras; neither Keras is imported for the other."""
+  name = "keras3" if keras_package == "keras" else keras_package
+  return importlib.import_module(f"tf_cross_shard.{name}")
 
 
 def _rate(value: Any, schedules: Any, classes: Any) -> tuple[Any, int]:
@@ -220,3 +216,6 @@ def _number(value: Any, argument: str) -> Any:
 def _name(opt: Any) -> str:
   """Its name as Keras 3 takes it: without slashes."""
   return str(opt.get_name()).replace("/", "_")
+
+
+forwarding.v1_converters[:] = [convert_optimizer]

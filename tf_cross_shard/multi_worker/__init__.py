@@ -8,8 +8,8 @@ import typing
 from typing import Any
 
 if typing.TYPE_CHECKING:
-  from tf_cross_shard.multi_worker.backup import BackupAndRestore, newest_common
-  from tf_cross_shard.multi_worker.errors import (
+  from tf_cross_shard.callbacks.backup import BackupAndRestore, newest_common
+  from tf_cross_shard.coordination.errors import (
     DisagreementError,
     MissingWorkerError,
     WorkerLostError,
@@ -33,7 +33,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
   """Imports what is asked for: `launch` does without TensorFlow."""
   if name in __all__:
-    from tf_cross_shard.multi_worker import backup, errors, strategy, uneven
+    from tf_cross_shard.callbacks import backup
+    from tf_cross_shard.coordination import errors
+    from tf_cross_shard.multi_worker import strategy, uneven
 
     for module in (backup, errors, strategy, uneven):
       if hasattr(module, name):

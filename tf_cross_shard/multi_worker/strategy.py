@@ -29,7 +29,7 @@ from typing import Any, Final
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from tf_cross_shard.multi_worker import consistency, errors
+from tf_cross_shard.coordination import agreement, errors
 
 _BETWEEN_TRIES: Final = 0.1
 _SLACK: Final = 5.0  # what TensorFlow adds to the time for registering
@@ -87,15 +87,15 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         tf.distribute.cluster_resolver.TFConfigClusterResolver()
       )
     self.timeout = timeout
-    self.timeout = consistency.timeout_of(self)
+    self.timeout = agreement.timeout_of(self)
     self._series = next(_series)
     self._ordinals = itertools.count()
     self._announcing = threading.local()
     with _limited_wait(cluster_resolver, self.timeout):
       super().__init__(cluster_resolver, communication_options)
-    self._workers = consistency.of_strategy(self)
+    self._workers = agreement.of_strategy(self)
     if self._workers:
-      consistency.agree(self._workers, "the start", [])
+      agreement.agree(self._workers, "the start", [])
 
   def scope(self) -> Any:
     """As TensorFlow's; workers compare the variables that they make in it."""
@@ -175,13 +175,13 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
       detailed = errors.DisagreementError(
         f"{found} It is variable {ordinal} of {me}, {mine}."
       )
-      consistency.report(self._workers.index, detailed)
+      agreement.report(self._workers.index, detailed)
       raise detailed from error
     finally:
       self._announcing.is_nested = False
 
   def _compare(
-    self, workers: consistency.Workers, ordinal: int, mine: "_Variable"
+    self, workers: agreement.Workers, ordinal: int, mine: "_Variable"
   ) -> None:
     """Says what this worker makes next; the others compare it with the first's.
 
@@ -190,21 +190,21 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     """
     key = f"made/{self._series}/{ordinal}"
     if workers.index == 0:
-      consistency.put(key, str(mine))
+      agreement.put(key, str(mine))
       return
     deadline = time.monotonic() + workers.timeout
-    theirs = consistency.wait(key, deadline)
+    theirs = agreement.wait(key, deadline)
     if theirs is not None and mine.is_like(theirs):
       return
     me, first = workers.names[workers.index], workers.names[0]
     found = f"makes {theirs}" if theirs else "makes no more variables"
-    slow = consistency.if_slow(workers.timeout) if theirs is None else "."
+    slow = agreement.if_slow(workers.timeout) if theirs is None else "."
     error = errors.DisagreementError(
       f"Workers make different variables: as number {ordinal} {me} makes"
       f" {mine}, where {first} {found}. Run the same program on every worker"
       f"{slow}"
     )
-    consistency.report(workers.index, error)
+    agreement.report(workers.index, error)
     raise error
 
 
@@ -288,7 +288,7 @@ def _fault(fault: str, text: str) -> str:
 @contextlib.contextmanager
 def _limited_wait(resolver: Any, timeout: float) -> Iterator[None]:
   """A context in which to make the strategy."""
-  tasks = consistency.tasks(resolver.cluster_spec() or tf.train.ClusterSpec({}))
+  tasks = agreement.tasks(resolver.cluster_spec() or tf.train.ClusterSpec({}))
   me = (resolver.task_type, int(resolver.task_id or 0))
   if len(tasks) < 2 or me not in [task[:2] for task in tasks]:
     yield
@@ -347,12 +347,12 @@ def _is_listening(address: str) -> bool:
 
 
 def _missing(
-  me: consistency.Task, missing: Sequence[consistency.Task], timeout: float
+  me: agreement.Task, missing: Sequence[agreement.Task], timeout: float
 ) -> errors.MissingWorkerError:
   """Returns the error for workers that did not start."""
-  names = ", ".join(map(consistency.name, missing))
+  names = ", ".join(map(agreement.name, missing))
   return errors.MissingWorkerError(
-    f"{consistency.name(me)} waited {timeout:g} s for {names} to start. Look"
+    f"{agreement.name(me)} waited {timeout:g} s for {names} to start. Look"
     " into its log, start all workers with the same TF_CONFIG, and let them"
-    f" reach each other{consistency.if_slow(timeout)}"
+    f" reach each other{agreement.if_slow(timeout)}"
   )

@@ -12,7 +12,7 @@ from typing import Any, Final
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard.multi_worker import consistency
+from tf_cross_shard.coordination import agreement
 
 MODES: Final = ("stop", "pad")
 
@@ -60,10 +60,10 @@ def even(
   length = int(dataset.cardinality())
   if length == tf.data.UNKNOWN_CARDINALITY:
     length = int(dataset.reduce(tf.constant(0, tf.int64), lambda n, _: n + 1))
-  workers = consistency.of_strategy(strategy)
+  workers = agreement.of_strategy(strategy)
   lengths = [length]
   if workers is not None:
-    told = consistency.exchange(workers, "even()", f"{mode} {length}")
+    told = agreement.exchange(workers, "even()", f"{mode} {length}")
     lengths = [int(each.split()[1]) for each in told]
     if {each.split()[0] for each in told} != {mode}:
       raise ValueError(f"`mode` must be the same on all workers; got {told}.")

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import tensorflow as tf
 
+from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.inner_optimizer import optimizer_state
-from tf_cross_shard.multi_worker import consistency
 from tf_cross_shard.replica_state import archive, group_state, replica_values
 from tf_cross_shard.replica_state.archive import CheckpointError
 from tf_cross_shard.replica_state.group_models import (
@@ -306,12 +306,12 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
 
 def _name(variable: Any) -> str:
   """What all workers call a variable."""
-  return consistency.renumbered([optimizer_state.path_of(variable)])[0]
+  return variables_lib.renumbered([variables_lib.path_of(variable)])[0]
 
 
 def _slots(optimizer: Any, variables: list[Any]) -> list[Any]:
   """What the optimizer keeps for each of the variables."""
-  layers = list(optimizer_state.layers(optimizer))
+  layers = list(optimizer_state.nested_optimizers(optimizer))
   inner = [vars(each)["_inner"] for each in layers if "_inner" in vars(each)]
   if not inner:
     raise ValueError(

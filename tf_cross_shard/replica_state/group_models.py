@@ -20,8 +20,8 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
+from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.inner_optimizer import optimizer_state
-from tf_cross_shard.multi_worker import consistency
 from tf_cross_shard.replica_state import archive, group_state, replica_values
 
 _KERASES: Final = ("keras", "tf_keras")
@@ -341,7 +341,7 @@ def _check_fits(found: group_state.GroupCopies, plain: Any) -> None:
       f"`into` has {len(variables)} variables, and `model` has"
       f" {len(found.parts)}. {remedy}"
     )
-  paths = consistency.renumbered(list(map(optimizer_state.path_of, variables)))
+  paths = variables_lib.renumbered(list(map(variables_lib.path_of, variables)))
   names = [f"model/{name}" for name in optimizer_state.unique(paths)]
   known = {part.name for part in found.parts}
   for part, variable, name in zip(found.parts, variables, names, strict=True):

@@ -14,8 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
+from tf_cross_shard import variables as variables_lib
+from tf_cross_shard.coordination import agreement, errors
 from tf_cross_shard.inner_optimizer import optimizer_state
-from tf_cross_shard.multi_worker import consistency, errors
 from tf_cross_shard.replica_state import archive, replica_values
 
 FORMAT: Final = "tf_cross_shard.replica_state"
@@ -65,8 +66,8 @@ class GroupCopies:
       if id(replica_values.native(variable)) not in mine:
         mine.add(id(replica_values.native(variable)))
         variables.append(variable)
-    paths = consistency.renumbered(
-      list(map(optimizer_state.path_of, variables))
+    paths = variables_lib.renumbered(
+      list(map(variables_lib.path_of, variables))
     )
     self.parts += [
       Part(f"model/{name}", variable, bool(variable.trainable))
@@ -79,7 +80,7 @@ class GroupCopies:
 
   def agree(self, topic: str) -> None:
     """Raises the same error on all workers unless all do this."""
-    lines = consistency.settings(group_assignment=self.groups.to_lists())
+    lines = agreement.settings(group_assignment=self.groups.to_lists())
     for part in self.parts:
       dtype = tf.as_dtype(part.variable.dtype).name
       lines.append(f"{part.name}: {dtype} {list(part.variable.shape)}")
@@ -156,7 +157,7 @@ class GroupCopies:
       "errno": getattr(error, "errno", None),
       "checksum": checksum,
     }
-    told = consistency.exchange(
+    told = agreement.exchange(
       workers, topic, json.dumps(mine), self._nbytes() / _SLOWEST
     )
     if error is not None:
@@ -207,7 +208,7 @@ def key(name: str, group: int, member: int | None = None) -> str:
 
 def groups_of(optimizer: Any, num_replicas: int | None) -> groups_lib.Groups:
   """The groups in force: the optimizer's, or one of all replicas."""
-  for layer in optimizer_state.layers(optimizer):
+  for layer in optimizer_state.nested_optimizers(optimizer):
     groups = getattr(layer, "groups", None)
     if isinstance(groups, groups_lib.Groups):
       if num_replicas not in (None, groups.num_replicas):
@@ -222,7 +223,7 @@ def groups_of(optimizer: Any, num_replicas: int | None) -> groups_lib.Groups:
 
 def warnings_of(optimizer: Any) -> list[Any]:
   """What warns that something else made groups equal."""
-  layers = map(vars, optimizer_state.layers(optimizer))
+  layers = map(vars, optimizer_state.nested_optimizers(optimizer))
   return [own["_warnings"] for own in layers if "_warnings" in own]
 
 

@@ -15,9 +15,10 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard import collectives, validation
+from tf_cross_shard import collectives
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard.multi_worker import consistency, errors
+from tf_cross_shard import variables as variables_lib
+from tf_cross_shard.coordination import agreement, errors
 
 Array = np.ndarray[Any, Any]
 
@@ -28,7 +29,7 @@ _DIGEST: Final = 16  # bytes
 
 def native(variable: Any) -> Any:
   """Returns the `tf.Variable` of a `tf.Variable` or `keras.Variable`."""
-  value = validation.native(variable)
+  value = variables_lib.native(variable)
   if not hasattr(value, "assign") or not hasattr(value, "read_value"):
     raise TypeError(
       "`variable` must be a tf.Variable, a keras.Variable or a slot; got"
@@ -68,7 +69,7 @@ class Copies:
         " outside `strategy.run`."
       )
     self.engine = collectives.for_strategy(strategy)
-    self.workers = consistency.of_strategy(strategy)
+    self.workers = agreement.of_strategy(strategy)
 
   @property
   def is_first(self) -> bool:
@@ -78,7 +79,7 @@ class Copies:
   def agree(self, topic: str, lines: Sequence[str] = ()) -> None:
     """Raises the same error on all workers unless all are about to do this."""
     if self.workers is not None:
-      consistency.agree(self.workers, topic, lines)
+      agreement.agree(self.workers, topic, lines)
 
   def here(self, variable: Any) -> list[Array]:
     """Returns the copies of this process' replicas."""

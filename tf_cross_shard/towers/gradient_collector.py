@@ -17,9 +17,12 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard import validation
+from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.collectives import tpu
-from tf_cross_shard.gradients import compute, indexed_slices, loss_factor
+from tf_cross_shard.gradients import (
+  indexed_slices,
+  loss_factor,
+)
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.towers import shared_variables
 
@@ -209,9 +212,9 @@ class Towers:
     graph = self._graph
     handles = {
       graph.capture(variable.handle).name: variable
-      for variable in compute.variables_read()
+      for variable in variables_lib.read_by_graph()
       # What is new is given its start. A tf.function traces once more then.
-      if id(compute.distributed_variable(variable)) not in self.variables.new
+      if id(variables_lib.distributed(variable)) not in self.variables.new
     }
     written = {
       name for op in graph.get_operations()[before:] for name in _written(op)
@@ -281,7 +284,7 @@ def _check_rows(grad: Any, variable: Any) -> None:
 
 def _ids(variables: Sequence[Any]) -> list[int]:
   """What variables are known by."""
-  return [id(validation.native(variable)) for variable in variables]
+  return [id(variables_lib.native(variable)) for variable in variables]
 
 
 def _names(variables: Sequence[Any]) -> list[str]:

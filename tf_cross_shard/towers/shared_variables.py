@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
 
-from tf_cross_shard import validation
+from tf_cross_shard import variables as variables_lib
 
 # TensorFlow's name of the collection.
 _STORES: Final = ("__variable_store",)
@@ -49,7 +49,7 @@ class SharedVariables:
     made = [each.variable for order in self.orders.values() for each in order]
     made += self.named.values()
     for optimizer, _ in self.optimizers.values():
-      made += map(validation.native, _state(optimizer))
+      made += map(variables_lib.native, _state(optimizer))
     return list({id(variable): variable for variable in made}.values())
 
   @contextlib.contextmanager
@@ -144,7 +144,7 @@ class CallVariables:
     if self._is_paused:  # outside of towers
       return optimizer
     _ = optimizer.iterations  # Legacy optimizers make it when it is first read.
-    state = list(map(validation.native, _state(optimizer)))
+    state = list(map(variables_lib.native, _state(optimizer)))
     if not set(map(id, state)) & {id(each.variable) for each in self._made}:
       return optimizer
     self._own += state
@@ -177,7 +177,7 @@ class CallVariables:
       self._shared.confirmed.add(self._mode)
       return
     for metric in (metrics or {}).values():
-      self._own += map(validation.native, _state(metric))
+      self._own += map(variables_lib.native, _state(metric))
     own = set(map(id, self._own))
     is_own = [id(each.variable) in own for each in self._made]
     weights = self._shared.weights

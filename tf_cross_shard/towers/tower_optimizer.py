@@ -17,18 +17,19 @@ from typing import Any
 import tensorflow as tf
 
 from tf_cross_shard import validation
+from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.gradients import (
-  compute,
+  differentiation,
   indexed_slices,
   loss_factor,
-  nonfinite,
 )
-from tf_cross_shard.inner_optimizer import wrapper
 from tf_cross_shard.optimizer import CrossShard
+from tf_cross_shard.step import nonfinite
 from tf_cross_shard.towers import gradient_collector
+from tf_cross_shard.wrapper import forwarding
 
 
-class Tower(wrapper.OptimizerWrapper):
+class Tower(forwarding.OptimizerWrapper):
   """Gathers gradients across the towers of a model function.
 
   In a function made by `replicate_model_fn`, which has the formula, the
@@ -92,13 +93,13 @@ class Tower(wrapper.OptimizerWrapper):
     self,
     loss: Any,
     var_list: Any = None,
-    gate_gradients: int = compute.GATE_OP,
+    gate_gradients: int = differentiation.GATE_OP,
     aggregation_method: int | None = None,
     colocate_gradients_with_ops: bool = False,
     grad_loss: Any = None,
     *,
     tape: tf.GradientTape | None = None,
-  ) -> compute.Pairs:
+  ) -> differentiation.Pairs:
     """Scales the loss if the towers' mean is wanted, then takes gradients.
 
     >>> from tf_cross_shard import TowerOptimizer
@@ -196,7 +197,7 @@ class Tower(wrapper.OptimizerWrapper):
     return cls(cls._deserialize(opt, custom_objects))
 
   @classmethod
-  def _check_wrapper_within(cls, wrapper: wrapper.OptimizerWrapper) -> None:
+  def _check_wrapper_within(cls, wrapper: forwarding.OptimizerWrapper) -> None:
     """Towers of replicas make sense, towers of towers do not."""
     if isinstance(wrapper, Tower):
       super()._check_wrapper_within(wrapper)
@@ -214,7 +215,7 @@ class Tower(wrapper.OptimizerWrapper):
     tape: tf.GradientTape | None,
     default: str,
     options: dict[str, Any],
-  ) -> compute.Pairs:
+  ) -> differentiation.Pairs:
     """Gradients, times the towers' factor."""
     towers = self._towers()
     factor = self._factor()
@@ -227,7 +228,7 @@ class Tower(wrapper.OptimizerWrapper):
       if isinstance(optimizer, CrossShard):
         pairs = optimizer._gradients(loss, var_list, tape, default, options)
       else:
-        pairs = compute.compute_for(
+        pairs = differentiation.compute_for(
           self._inner,
           loss,
           var_list,
@@ -321,7 +322,7 @@ class Tower(wrapper.OptimizerWrapper):
   def prepare(self, variables: Sequence[Any]) -> None:
     """Makes the slots for all that a step updates, unless they are there."""
     if not self._inner.is_built:
-      distinct = {id(validation.native(v)): v for v in variables}
+      distinct = {id(variables_lib.native(v)): v for v in variables}
       self.build(list(distinct.values()))
 
   def _factor(self) -> float:

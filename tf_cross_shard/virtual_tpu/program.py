@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils
 
-from tf_cross_shard import validation
+from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.virtual_tpu import lowering, replica_variable, xla
 
 PerReplica = tuple[tf.Tensor, ...]
@@ -283,7 +283,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 def _is_input(leaf: Any) -> bool:
   """Whether a leaf of the arguments is data rather than part of the program."""
-  if validation.is_variable(leaf):
+  if variables_lib.is_variable(leaf):
     return False
   if isinstance(leaf, tf.distribute.DistributedValues):
     return True

@@ -17,18 +17,17 @@ import hashlib
 import itertools
 import math
 import os
-import re
-import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NoReturn
 
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from tf_cross_shard import variables as variables_lib
 from tf_cross_shard import versions
+from tf_cross_shard.coordination import errors
 from tf_cross_shard.gradients.clipping import Gradient
-from tf_cross_shard.multi_worker import errors
 
 TIMEOUT: Final = 50.0
 VARIABLE: Final = "TF_CROSS_SHARD_TIMEOUT"
@@ -46,7 +45,6 @@ _ENDED: Final = (
   tf.errors.UnavailableError,
   tf.errors.CancelledError,
 )
-_NUMBERED: Final = re.compile(r"(.*?)(?:_(\d+))?")
 
 Task = tuple[str, int, str]  # job, index, address
 # The same on all workers as long as they run the same program.
@@ -282,7 +280,7 @@ def settings(**values: object) -> list[str]:
 def variables(trained: Iterable[Any]) -> list[str]:
   """Returns names, dtypes and shapes, as lines."""
   trained = list(trained)
-  names = renumbered(
+  names = variables_lib.renumbered(
     [str(getattr(v, "path", None) or v.name).split(":")[0] for v in trained]
   )
   lines = [
@@ -301,60 +299,3 @@ def gradients(grads: Sequence[Gradient]) -> list[str]:
     kind = "None" if grad is None else f"{grad.dtype.name}{rows}"
     lines.append(f"gradient {i}: {kind}")
   return lines
-
-
-def renumbered(names: Sequence[str]) -> list[str]:
-  """Returns names whose numbers, where Keras gave them, tell the order only.
-
-  Keras numbers layers by how many of a kind the program made before, which may
-  differ between workers that train the same: a chief that evaluates, say. Names
-  that the user chose stay as they are.
-  """
-  automatic = _automatic_names()
-  numbers: dict[str, set[int]] = {}
-  for name in names:
-    for base, number in _split(name, automatic):
-      numbers.setdefault(base, set()).add(number)
-  ranks = {
-    base: {number: rank for rank, number in enumerate(sorted(found))}
-    for base, found in numbers.items()
-  }
-  return [
-    "/".join(
-      f"{base}_{ranks[base][number]}" if ranks[base][number] else base
-      for base, number in _split(name, automatic)
-    )
-    for name in names
-  ]
-
-
-def _split(name: str, automatic: Set[str]) -> Iterator[tuple[str, int]]:
-  """Yields the parts of a name and Keras' numbers behind them, 0 for none."""
-  for part in name.split("/"):
-    match = _NUMBERED.fullmatch(part)
-    assert match is not None  # the expression takes any text of one line
-    kind = match[1].removeprefix("forward_").removeprefix("backward_")
-    if match[2] and kind.replace("_", "").lower() in automatic:
-      yield match[1], int(match[2])
-    else:
-      yield part, 0
-
-
-def _automatic_names() -> set[str]:
-  """Returns what Keras calls objects without a name of their own, less "_".
-
-  It is the name of the class; `Bidirectional` puts "forward_" before it.
-  """
-  found = {"variable", "seedgenerator"}
-  kinds: list[type[Any]] = []
-  for package in ("keras", "tf_keras"):
-    keras = sys.modules.get(package)
-    if keras is not None:
-      kinds += [keras.layers.Layer, keras.optimizers.Optimizer]
-      legacy = getattr(keras.optimizers, "legacy", None)
-      kinds += [getattr(legacy, "Optimizer", keras.optimizers.Optimizer)]
-  while kinds:
-    kind = kinds.pop()
-    found.add(kind.__name__.replace("_", "").lower())
-    kinds += type.__subclasses__(kind)
-  return found

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard import validation
+from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.gradients import indexed_slices
 from tf_cross_shard.gradients.clipping import Gradient
 
@@ -71,17 +71,17 @@ class Window:
           if grad is None:
             totals.append(None)
             continue
-          before = validation.native(self.sum_of(variable))
+          before = variables_lib.native(self.sum_of(variable))
           grad = indexed_slices.cast(grad, variable)
           totals.append((before + grad) / self.divisor)
         for total, variable in zip(totals, variables, strict=True):
           if total is not None:
-            before = validation.native(self.sum_of(variable))
+            before = variables_lib.native(self.sum_of(variable))
             before.assign(tf.zeros_like(before))
       finish(totals)
       with isolate():
         # A window that was left out counts as none.
-        count = validation.native(self.count)
+        count = variables_lib.native(self.count)
         count.assign_sub(self._place())
 
     tf.cond(is_last, close, add)
@@ -91,12 +91,12 @@ class Window:
     for grad, variable in zip(grads, variables, strict=True):
       if grad is not None:
         grad = indexed_slices.cast(grad, variable)
-        validation.native(self.sum_of(variable)).assign_add(grad)
-    validation.native(self.count).assign_add(1)
+        variables_lib.native(self.sum_of(variable)).assign_add(grad)
+    variables_lib.native(self.count).assign_add(1)
 
   def _place(self) -> tf.Tensor:
     """How many calls of this window there were."""
-    count = tf.convert_to_tensor(validation.native(self.count))
+    count = tf.convert_to_tensor(variables_lib.native(self.count))
     return count % tf.cast(self.steps, count.dtype)
 
 
@@ -140,7 +140,7 @@ class Accumulation:
       self._own = Window(
         self.steps,
         self._make(0, tf.int64, "accumulated_calls"),
-        lambda variable: self._sums[id(validation.native(variable))],
+        lambda variable: self._sums[id(variables_lib.native(variable))],
         divisor=self.steps,
       )
 
@@ -156,7 +156,7 @@ class Accumulation:
     if self._own is None:
       return
     for variable in variables:
-      native = validation.native(variable)
+      native = variables_lib.native(variable)
       if id(native) not in self._sums:
         name = str(getattr(variable, "path", variable.name)).split(":")[0]
         self._known.append(native)

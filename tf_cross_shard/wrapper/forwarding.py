@@ -14,8 +14,9 @@ from typing import Any, Final, TypeVar
 import tensorflow as tf
 
 from tf_cross_shard import validation
-from tf_cross_shard.gradients import compute, loss_factor
-from tf_cross_shard.inner_optimizer import base, loss_scaling
+from tf_cross_shard.gradients import differentiation, loss_factor
+from tf_cross_shard.inner_optimizer import base
+from tf_cross_shard.wrapper import loss_scaling
 
 # Keras saves each optimizer that it finds among an object's names, and
 # tf.train.Checkpoint takes an object with slot names for a version 1 optimizer.
@@ -24,6 +25,10 @@ _HIDDEN: Final = frozenset(("inner_optimizer", "get_slot", "get_slot_names"))
 
 
 _Class = TypeVar("_Class", bound=type[Any])
+
+# Converts an optimizer of version 1 to one of a Keras, "keras" or "tf_keras":
+# `migration` is above this module, and puts its function here.
+v1_converters: Final[list[Callable[[Any, str], Any]]] = []
 
 
 class VariableList(list[Any]):
@@ -57,9 +62,9 @@ class OptimizerWrapper:
   The name and the clipping arguments are the wrapper's own.
   """
 
-  GATE_NONE = compute.GATE_NONE
-  GATE_OP = compute.GATE_OP
-  GATE_GRAPH = compute.GATE_GRAPH
+  GATE_NONE = differentiation.GATE_NONE
+  GATE_OP = differentiation.GATE_OP
+  GATE_GRAPH = differentiation.GATE_GRAPH
 
   _package: str  # "keras" or "tf_keras"
   _argument = "opt"  # The constructor's name for the encapsulated optimizer.
@@ -110,7 +115,7 @@ class OptimizerWrapper:
           ' a name such as "adam", or an optimizer object.'
         ) from error
     elif isinstance(opt, tf.compat.v1.train.Optimizer):
-      opt = import_migration().convert_optimizer(opt, cls._package)
+      opt = v1_converters[0](opt, cls._package)
     layers = [opt]
     while layers:
       layer = layers.pop()
@@ -235,7 +240,7 @@ class OptimizerWrapper:
     loss: Callable[[], Any] | tf.Tensor,
     global_step: "validation.Variable | None" = None,
     var_list: "validation.Variables | None" = None,
-    gate_gradients: int = compute.GATE_OP,
+    gate_gradients: int = differentiation.GATE_OP,
     aggregation_method: int | None = None,
     colocate_gradients_with_ops: bool = False,
     name: str | None = None,
@@ -309,7 +314,7 @@ class OptimizerWrapper:
     tape: tf.GradientTape | None,
     default: str,
     options: dict[str, Any],
-  ) -> compute.Pairs:
+  ) -> differentiation.Pairs:
     """Gradients of the scaled loss; each kind of wrapper has its way."""
     raise NotImplementedError
 
@@ -447,16 +452,6 @@ class OptimizerWrapper:
   def _deferred_dependencies(self) -> Any:
     """Saved values that wait until the slots are built."""
     return self._checkpointed()._deferred_dependencies
-
-
-def import_migration() -> Any:
-  """The one place where the core knows TensorFlow 1.
-
-  `migration` is above the core: imported at import, it would be a circle.
-  """
-  from tf_cross_shard import migration
-
-  return migration
 
 
 def is_called_by_keras() -> bool:

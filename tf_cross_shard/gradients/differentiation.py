@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_cross_shard import validation
+from tf_cross_shard import variables as variables_lib
 
 GATE_NONE = 0
 GATE_OP = 1
@@ -109,11 +110,13 @@ def compute(
       " or `tape=` the tape that recorded it."
     )
   else:
-    variables = variables_read() if var_list is None else var_list
+    variables = variables_lib.read_by_graph() if var_list is None else var_list
     grads = _graph_gradients(loss, list(variables), seed, options)
   pairs = list(zip(grads, variables, strict=True))
   if var_list is None:
-    pairs = [(g, distributed_variable(v)) for g, v in pairs if g is not None]
+    pairs = [
+      (g, variables_lib.distributed(v)) for g, v in pairs if g is not None
+    ]
     if not pairs:
       raise ValueError(
         "`loss` touches no trainable variable, so there is nothing to"
@@ -173,41 +176,3 @@ def _graph_gradients(
   if options.gate_gradients == GATE_GRAPH and any_gradient:
     grads = tf.tuple(grads)
   return list(grads)
-
-
-def distributed_variable(variable: Any) -> Any:
-  """The distributed variable that `variable` is a copy of, or itself.
-
-  Graphs and tapes may report one replica's copy; optimizers know the whole.
-  """
-  if isinstance(variable, tf.distribute.DistributedValues):
-    return variable
-  # TensorFlow stores it on the copy or on the handle of the copy.
-  for holder in (variable, getattr(variable, "handle", None)):
-    container = getattr(holder, "_distributed_container", None)
-    if container is not None:
-      found = container()
-      return variable if found is None else found
-  return variable
-
-
-@tf.autograph.experimental.do_not_convert
-def variables_read() -> list[Any]:
-  """Trainable variables that the graph being built has read so far.
-
-  They are in order of creation, like a tape's. All replicas must have the same
-  order: gradients are summed by position, and slots are found by position.
-  """
-  if not tf.inside_function():
-    return list(tf.compat.v1.trainable_variables())
-  # The `trainable_variables` of a function are empty while it is traced.
-  watched = tf.compat.v1.get_default_graph()._watched_variables
-  trainable = [variable for variable in watched if variable.trainable]
-  return sorted(trainable, key=_creation_order)
-
-
-def _creation_order(variable: Any) -> tuple[int, str]:
-  """The number that TensorFlow gave a variable, then its name."""
-  name = distributed_variable(variable)._unique_id
-  number = name.rpartition("_")[2]
-  return (int(number) if number.isdigit() else 0, name)

@@ -15,23 +15,27 @@ import tensorflow as tf  # noqa: E402  # after the check above
 import tf_keras as keras  # noqa: E402
 
 from tf_cross_shard import (  # noqa: E402
-  group_moments,
-  group_rates,
+  group_batch_norm,
+  group_schedule,
   optimizer,
   validation,
 )
-from tf_cross_shard.gradients import compute, loss_factor  # noqa: E402
-from tf_cross_shard.inner_optimizer import tf_keras, wrapper  # noqa: E402
+from tf_cross_shard.gradients import differentiation, loss_factor  # noqa: E402
+from tf_cross_shard.tf_keras import adapter  # noqa: E402
+
+# Registers its classes, which files may name.
+from tf_cross_shard.tf_keras import v1_optimizers as v1_optimizers  # noqa: E402
 from tf_cross_shard.towers import tower_optimizer  # noqa: E402
+from tf_cross_shard.wrapper import forwarding  # noqa: E402
 
 
-@wrapper.documented
+@forwarding.documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class CrossShardOptimizer(optimizer.CrossShard, tf_keras.TfKerasWrapper):
+class CrossShardOptimizer(optimizer.CrossShard, adapter.TfKerasWrapper):
   """Sums or averages gradients over replicas, then lets `opt` apply them.
 
-  `opt` is a `tf_keras.optimizers.Optimizer` or one of
-  `tf_keras.optimizers.legacy`.
+  `opt` is a `adapter.optimizers.Optimizer` or one of
+  `adapter.optimizers.legacy`.
 
   >>> import tensorflow as tf
   >>> optimizer = CrossShardOptimizer(keras.optimizers.SGD(0.5))
@@ -62,7 +66,9 @@ class CrossShardOptimizer(optimizer.CrossShard, tf_keras.TfKerasWrapper):
     return self._scale(loss, loss_factor.GLOBAL)
 
   @tf.autograph.experimental.do_not_convert
-  def aggregate_gradients(self, grads_and_vars: Iterable[Any]) -> compute.Pairs:
+  def aggregate_gradients(
+    self, grads_and_vars: Iterable[Any]
+  ) -> differentiation.Pairs:
     """Clips this replica's gradients and sums them over the group.
 
     >>> import tensorflow as tf
@@ -142,9 +148,9 @@ class CrossShardOptimizer(optimizer.CrossShard, tf_keras.TfKerasWrapper):
     return super().from_config(mine, custom_objects)
 
 
-@wrapper.documented
+@forwarding.documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class TowerOptimizer(tower_optimizer.Tower, tf_keras.TfKerasWrapper):
+class TowerOptimizer(tower_optimizer.Tower, adapter.TfKerasWrapper):
   """Gathers gradients across the towers of a model function.
 
   It encapsulates an optimizer of tf_keras, legacy or not.
@@ -158,7 +164,9 @@ class TowerOptimizer(tower_optimizer.Tower, tf_keras.TfKerasWrapper):
   2.0
   """
 
-  def aggregate_gradients(self, grads_and_vars: Iterable[Any]) -> compute.Pairs:
+  def aggregate_gradients(
+    self, grads_and_vars: Iterable[Any]
+  ) -> differentiation.Pairs:
     """Aggregates as the encapsulated optimizer does between replicas.
 
     Args:
@@ -182,14 +190,15 @@ class TowerOptimizer(tower_optimizer.Tower, tf_keras.TfKerasWrapper):
     options: dict[str, Any],
   ) -> None:
     """Passes Keras' options on."""
-    pairs = tf_keras.as_pairs(grads, variables)
+    pairs = adapter.as_pairs(grads, variables)
     self._inner.optimizer.apply_gradients(pairs, **options)
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-@wrapper.documented
+@forwarding.documented
 class PerGroup(
-  group_rates.GroupRates, keras.optimizers.schedules.LearningRateSchedule
+  group_schedule.PerGroupSchedule,
+  keras.optimizers.schedules.LearningRateSchedule,
 ):
   """A schedule with a learning rate for each group: numbers, or schedules."""
 
@@ -197,9 +206,9 @@ class PerGroup(
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-@wrapper.documented
+@forwarding.documented
 class SyncBatchNormalization(
-  group_moments.GroupMoments, keras.layers.BatchNormalization
+  group_batch_norm.GroupBatchNorm, keras.layers.BatchNormalization
 ):
   """Batch normalization over the examples of a group.
 

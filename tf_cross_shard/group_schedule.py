@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import placement
+from tf_cross_shard import settings
 from tf_cross_shard.collectives import replica_isolation
 from tf_cross_shard.inner_optimizer import optimizer_state
 from tf_cross_shard.replica_state import group_state
@@ -55,7 +55,7 @@ def per_group(values: Any, groups: Any) -> tf.Tensor:
   """
   if hasattr(groups, "apply_gradients"):
     groups = group_state.groups_of(groups, None)
-  groups = placement.as_groups(groups) or groups_lib.Groups(groups)
+  groups = settings.as_groups(groups) or groups_lib.Groups(groups)
   rows = tf.convert_to_tensor(values)
   if not rows.shape[:1].is_compatible_with([groups.num_groups]):
     raise ValueError(
@@ -82,7 +82,7 @@ def per_group(values: Any, groups: Any) -> tf.Tensor:
   return _row_of(replica, rows, groups)
 
 
-class GroupRates:
+class PerGroupSchedule:
   """A learning rate for each group, as a schedule of either Keras.
 
   It learns the groups from the `CrossShardOptimizer` that encapsulates its
@@ -192,7 +192,7 @@ class GroupRates:
     return {"rates": [serialize(r) if callable(r) else r for r in self.rates]}
 
   @classmethod
-  def from_config(cls, config: dict[str, Any]) -> "GroupRates":
+  def from_config(cls, config: dict[str, Any]) -> "PerGroupSchedule":
     """Makes what `get_config` described; the groups come later again."""
     deserialize = sys.modules[cls._package].saving.deserialize_keras_object
     rates = copy.deepcopy(config["rates"])  # Keras changes what it is given.
@@ -216,7 +216,7 @@ class GroupRates:
 
 
 def bind(optimizer: Any, groups: groups_lib.Groups, package: str) -> None:
-  """Tells each `GroupRates` that an optimizer uses the groups.
+  """Tells each `PerGroupSchedule` that an optimizer uses the groups.
 
   Args:
     optimizer: The encapsulated one; those within it are searched, too.
@@ -227,7 +227,7 @@ def bind(optimizer: Any, groups: groups_lib.Groups, package: str) -> None:
     ValueError: If these cannot be the groups of one of them.
   """
   values = []
-  for layer in optimizer_state.layers(optimizer):
+  for layer in optimizer_state.nested_optimizers(optimizer):
     values.append(getattr(layer, "_learning_rate", None))
     values.append(getattr(layer, "_hyper", {}).get("learning_rate"))  # legacy
   bind_rate(values, groups, package)
@@ -242,9 +242,9 @@ def bind_rate(rate: Any, groups: groups_lib.Groups, package: str) -> None:
     rates._groups = groups
 
 
-def _within(value: Any, schedule: type[Any]) -> Iterator[GroupRates]:
+def _within(value: Any, schedule: type[Any]) -> Iterator[PerGroupSchedule]:
   """Yields those that a schedule is or, say for a warmup, calls."""
-  if isinstance(value, GroupRates):
+  if isinstance(value, PerGroupSchedule):
     yield value
   if isinstance(value, schedule):
     value = list(vars(value).values())

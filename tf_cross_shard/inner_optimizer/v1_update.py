@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from tf_cross_shard import validation
+from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.inner_optimizer import kernels
 
 _v1: Final = tf.compat.v1.train
@@ -124,10 +124,10 @@ class V1Update:
       arguments[power] = kernels.read(self._handle(power), tf.float32)
     index = self._index(variable)
     slots = {
-      slot: validation.native(getattr(self, attribute)[index])
+      slot: variables_lib.native(getattr(self, attribute)[index])
       for slot, attribute in self._kernel.slots.items()
     }
-    native = validation.native(variable)
+    native = variables_lib.native(variable)
     kernels.apply(self._kernel, native, slots, gradient, arguments)
 
   def _multiply_powers(self) -> None:
@@ -150,7 +150,7 @@ class V1Update:
 
   def _handle(self, power: str) -> Any:
     """Of this replica's copy."""
-    return validation.native(getattr(self, power)).handle
+    return variables_lib.native(getattr(self, power)).handle
 
   learning_rate: Any
   add_variable_from_reference: Callable[..., Any]

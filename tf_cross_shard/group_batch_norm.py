@@ -13,12 +13,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard import collectives, placement
+from tf_cross_shard import collectives, settings
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard.collectives import reduction
+from tf_cross_shard.step import reduction
 
 
-class GroupMoments:
+class GroupBatchNorm:
   """Makes a Keras' BatchNormalization one whose moments are the group's.
 
   With `x_i` the examples of all members of the replica's group, `n` in number,
@@ -47,7 +47,7 @@ class GroupMoments:
       ValueError: If `group_assignment` is malformed.
       TypeError: If there is no such argument.
     """
-    groups = placement.as_groups(group_assignment)
+    groups = settings.as_groups(group_assignment)
     super().__init__(  # type: ignore[call-arg]  # of Keras' layer
       axis=axis, synchronized=True, **kwargs
     )

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tf_cross_shard.multi_worker import consistency, errors
+from tf_cross_shard import variables as variables_lib
+from tf_cross_shard.coordination import agreement, errors
 
 
 def _dense(name: str, units: int = 2, dtype: str = "float32") -> list[Any]:
@@ -17,18 +18,16 @@ def _dense(name: str, units: int = 2, dtype: str = "float32") -> list[Any]:
 
 
 def test_lines_of_settings_and_variables() -> None:
-  lines = consistency.settings(
-    group_assignment=[[0, 2], [1, 3]], wire_dtype=None
-  )
+  lines = agreement.settings(group_assignment=[[0, 2], [1, 3]], wire_dtype=None)
   assert lines == ["group_assignment: [[0, 2], [1, 3]]", "wire_dtype: None"]
-  assert consistency.variables(_dense("top", dtype="float64")) == [
+  assert agreement.variables(_dense("top", dtype="float64")) == [
     "variable 0: top/kernel float64 [3, 2]",
     "variable 1: top/bias float64 [2]",
     "variables: 2",
   ]
   mine = tf.Variable(tf.zeros([2, 1]), name="weight")
   keras = tf.keras.Variable(tf.zeros([2, 1]), name="weight")
-  assert consistency.variables([mine]) == consistency.variables([keras])
+  assert agreement.variables([mine]) == agreement.variables([keras])
 
 
 @pytest.mark.parametrize(
@@ -39,7 +38,7 @@ def test_how_many_there_were_before_does_not_matter(
 ) -> None:
   """But their order does."""
   first, second = _dense(names[0]), _dense(names[1], units=5)
-  lines = consistency.variables([*first, *second])
+  lines = agreement.variables([*first, *second])
   assert lines == [
     "variable 0: dense/kernel float32 [3, 2]",
     "variable 1: dense/bias float32 [2]",
@@ -47,7 +46,7 @@ def test_how_many_there_were_before_does_not_matter(
     "variable 3: dense_1/bias float32 [5]",
     "variables: 4",
   ]
-  assert lines != consistency.variables([*second, *first])
+  assert lines != agreement.variables([*second, *first])
 
 
 def test_names_that_the_user_chose_stay_as_they_are() -> None:
@@ -67,7 +66,7 @@ def test_names_that_the_user_chose_stay_as_they_are() -> None:
     ("variable_8", "variable"),
     ("block_2_1/w", "block_2_1/w"),
   ):
-    assert consistency.renumbered([name]) == [expected]
+    assert variables_lib.renumbered([name]) == [expected]
 
 
 def test_gradients_show_their_kind_and_no_shape() -> None:
@@ -76,7 +75,7 @@ def test_gradients_show_their_kind_and_no_shape() -> None:
     values = tf.zeros([rows, 2], tf.bfloat16)
     sparse = tf.IndexedSlices(values, tf.range(rows))
     grads = [tf.ones([1]), None, sparse, tf.ones([1], tf.float64)]
-    assert consistency.gradients(grads) == [
+    assert agreement.gradients(grads) == [
       "gradient 0: float32",
       "gradient 1: None",
       "gradient 2: bfloat16 rows",
@@ -93,13 +92,13 @@ def test_the_first_worker_waits_longest(
   def wait(key: str, deadline: float, sender: int) -> None:
     waited.append(deadline - time.monotonic())
 
-  monkeypatch.setattr(consistency, "put", lambda *_: None)
-  monkeypatch.setattr(consistency, "report", lambda *_: None)
-  monkeypatch.setattr(consistency, "wait", wait)
+  monkeypatch.setattr(agreement, "put", lambda *_: None)
+  monkeypatch.setattr(agreement, "report", lambda *_: None)
+  monkeypatch.setattr(agreement, "wait", wait)
   for index in (0, 1):
-    workers = consistency.Workers(("worker 0", "worker 1"), index, 4.0)
+    workers = agreement.Workers(("worker 0", "worker 1"), index, 4.0)
     with pytest.raises(errors.MissingWorkerError, match=r"waited [47] s for"):
-      consistency.exchange(workers, "the start", "text")
+      agreement.exchange(workers, "the start", "text")
   assert waited[0] > waited[2] + 2.0
 
 
@@ -113,11 +112,11 @@ def test_a_worker_that_has_read_may_end(
       raise errors.WorkerLostError("worker 1 was lost")
     return f"text of {sender}"
 
-  monkeypatch.setattr(consistency, "put", lambda *_: None)
-  monkeypatch.setattr(consistency, "wait", wait)
-  workers = consistency.Workers(("worker 0", "worker 1"), 0)
+  monkeypatch.setattr(agreement, "put", lambda *_: None)
+  monkeypatch.setattr(agreement, "wait", wait)
+  workers = agreement.Workers(("worker 0", "worker 1"), 0)
   with pytest.raises(errors.DisagreementError, match="worker 1 has `text of 1"):
-    consistency.agree(workers, "the start", [])
+    agreement.agree(workers, "the start", [])
 
 
 if __name__ == "__main__":

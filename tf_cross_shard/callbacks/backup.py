@@ -16,8 +16,10 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard import group_warnings, validation, versions
-from tf_cross_shard.multi_worker import consistency, errors
+from tf_cross_shard import variables as variables_lib
+from tf_cross_shard import versions
+from tf_cross_shard.coordination import agreement, errors
+from tf_cross_shard.replica_state import overwritten
 
 _MARKER: Final = "epoch.txt"
 _COPIES: Final = "copies.npz"
@@ -45,10 +47,10 @@ def newest_common(
     MissingWorkerError: If a worker does not come.
   """
   mine = sorted({int(number) for number in numbers})
-  workers = consistency.of_strategy(strategy)
+  workers = agreement.of_strategy(strategy)
   if workers is None:
     return mine[-1] if mine else None
-  told = consistency.exchange(
+  told = agreement.exchange(
     workers, "the choice of a checkpoint", json.dumps(mine)
   )
   common = set.intersection(*(set(json.loads(text)) for text in told))
@@ -129,7 +131,7 @@ class BackupAndRestore(tf.keras.callbacks.Callback):
       ValueError: If the model is not built.
     """
     strategy = self.model.distribute_strategy
-    workers = consistency.of_strategy(strategy)
+    workers = agreement.of_strategy(strategy)
     own = self._backup_dir / f"worker_{workers.index if workers else 0}"
     own.mkdir(parents=True, exist_ok=True)  # fails now, not after an epoch
     self._own, self._workers = own, workers
@@ -166,7 +168,7 @@ class BackupAndRestore(tf.keras.callbacks.Callback):
       return
     if self._workers is not None:
       # Where one is lost before that, the others keep what it will need.
-      consistency.agree(self._workers, "the end of fit", [])
+      agreement.agree(self._workers, "the end of fit", [])
     shutil.rmtree(self._own, ignore_errors=True)
 
 
@@ -190,7 +192,7 @@ class _Slot:
   def save(self, epoch: int, logs: Any) -> None:
     """Writes the backup anew."""
     self.forget()
-    with group_warnings.all_kept():  # by all workers together
+    with overwritten.all_kept():  # by all workers together
       self._keras.on_epoch_end(epoch, logs)
     kept: dict[str, Any] = {}
     for i, (variable, is_random) in enumerate(_variables(self._model)):
@@ -228,7 +230,7 @@ class _Slot:
     """The copies that the replicas of this process have of a variable."""
     strategy = self._model.distribute_strategy
     copies: Sequence[Any] = strategy.experimental_local_results(
-      validation.native(variable)
+      variables_lib.native(variable)
     )
     return copies
 

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tf_cross_shard.gradients import compute
+from tf_cross_shard.gradients import differentiation
 
-OPTIONS = compute.GraphOptions()
+OPTIONS = differentiation.GraphOptions()
 
 
 def _halved(seed: tf.Tensor) -> tf.Tensor:
   return seed / 2.0
 
 
-def _value(pairs: compute.Pairs) -> list[Any]:
+def _value(pairs: differentiation.Pairs) -> list[Any]:
   return [None if grad is None else float(grad) for grad, _ in pairs]
 
 
@@ -25,17 +25,25 @@ def test_callable_tape_and_graph_agree() -> None:
   def loss() -> tf.Tensor:
     return v * v * w
 
-  by_callable = compute.compute(loss, [v, w], None, _halved, OPTIONS, True)
+  by_callable = differentiation.compute(
+    loss, [v, w], None, _halved, OPTIONS, True
+  )
   with tf.GradientTape() as tape:
     recorded = loss()
-  by_tape = compute.compute(recorded, [v, w], tape, _halved, OPTIONS, True)
+  by_tape = differentiation.compute(
+    recorded, [v, w], tape, _halved, OPTIONS, True
+  )
   own_tape = tf.GradientTape()
-  by_both = compute.compute(loss, [v, w], own_tape, _halved, OPTIONS, True)
+  by_both = differentiation.compute(
+    loss, [v, w], own_tape, _halved, OPTIONS, True
+  )
 
   @tf.function(autograph=False)
   def graph(gate: int) -> list[tf.Tensor]:
-    options = compute.GraphOptions(gate_gradients=gate)
-    pairs = compute.compute(loss(), [v, w], None, _halved, options, True)
+    options = differentiation.GraphOptions(gate_gradients=gate)
+    pairs = differentiation.compute(
+      loss(), [v, w], None, _halved, options, True
+    )
     return [grad for grad, _ in pairs]
 
   for pairs in (by_callable, by_tape, by_both):
@@ -48,12 +56,12 @@ def test_callable_tape_and_graph_agree() -> None:
 def test_untouched_variables() -> None:
   v, w = tf.Variable(3.0), tf.Variable(5.0)
   frozen = tf.Variable(2.0, trainable=False)
-  pairs = compute.compute(
+  pairs = differentiation.compute(
     lambda: v * frozen, [v, w], None, _halved, OPTIONS, True
   )
   assert _value(pairs) == [1.0, None]
 
-  [(grad, variable)] = compute.compute(
+  [(grad, variable)] = differentiation.compute(
     lambda: v * frozen, None, None, _halved, OPTIONS, True
   )
   assert float(grad) == 1.0
@@ -66,7 +74,7 @@ def test_variables_of_a_traced_loss_come_in_one_order() -> None:
   @tf.function(autograph=False)
   def step() -> list[tf.Tensor]:
     loss = tf.add_n([(i + 1) * v for i, v in enumerate(reversed(variables))])
-    pairs = compute.compute(loss, None, None, _halved, OPTIONS, True)
+    pairs = differentiation.compute(loss, None, None, _halved, OPTIONS, True)
     names = [variable.name for _, variable in pairs]
     assert len(names) == 12
     found.append(names)
@@ -81,10 +89,10 @@ def test_variables_of_a_traced_loss_come_in_one_order() -> None:
 
 def test_grad_loss_seeds_graphs_only() -> None:
   v = tf.Variable([1.0, 2.0])
-  options = compute.GraphOptions(grad_loss=tf.constant([3.0, 4.0]))
+  options = differentiation.GraphOptions(grad_loss=tf.constant([3.0, 4.0]))
 
   def gradients() -> tf.Tensor:
-    [(grad, _)] = compute.compute(
+    [(grad, _)] = differentiation.compute(
       lambda: 2.0 * v, [v], None, _halved, options, False
     )
     return grad
@@ -96,7 +104,7 @@ def test_grad_loss_seeds_graphs_only() -> None:
 
 def test_sparse_gradients_stay_sparse() -> None:
   table = tf.Variable(tf.ones([5, 2]))
-  [(grad, _)] = compute.compute(
+  [(grad, _)] = differentiation.compute(
     lambda: tf.reduce_sum(tf.gather(table, [4, 4])),
     [table],
     None,

@@ -6,13 +6,13 @@ import tensorflow as tf
 import tf_keras
 
 from tf_cross_shard.gradients import indexed_slices
-from tf_cross_shard.migration import v1_optimizers
+from tf_cross_shard.inner_optimizer import v1_update
 
 _register: Final = tf_keras.saving.register_keras_serializable("tf_cross_shard")
 _Schedule: Final[Any] = tf_keras.optimizers.schedules.LearningRateSchedule
 
 
-class _Update(v1_optimizers.V1Update):
+class _Update(v1_update.V1Update):
   """What tf_keras asks of the mixin, and gives it."""
 
   def add_variable_from_reference(
@@ -58,16 +58,16 @@ class _Update(v1_optimizers.V1Update):
 
 
 @_register
-class V1LinearCosineDecay(v1_optimizers.LinearCosine, _Schedule):
+class V1LinearCosineDecay(v1_update.LinearCosine, _Schedule):
   """TensorFlow's linear cosine decay."""
 
 
 @_register
-class V1Function(v1_optimizers.Function, _Schedule):
+class V1Function(v1_update.Function, _Schedule):
   """A learning rate that is read in every step."""
 
 
-for _name, _kind in v1_optimizers.named_kinds():
+for _name, _kind in v1_update.named_kinds():
   _bases = (_Update, getattr(tf_keras.optimizers, _kind.keras))
   _body = {"__module__": __name__, "__doc__": f"`{_name[2:]}Optimizer`."}
   globals()[_name] = _register(type(_name, _bases, {**_body, "kind": _kind}))

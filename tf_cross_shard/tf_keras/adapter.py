@@ -13,12 +13,8 @@ import tf_keras
 
 from tf_cross_shard.gradients import indexed_slices
 from tf_cross_shard.gradients.clipping import Gradient
-from tf_cross_shard.inner_optimizer import (
-  base,
-  loss_scaling,
-  optimizer_state,
-  wrapper,
-)
+from tf_cross_shard.inner_optimizer import base, optimizer_state
+from tf_cross_shard.wrapper import forwarding, loss_scaling
 
 _LEGACY: Final = tf_keras.optimizers.legacy.Optimizer
 
@@ -253,7 +249,9 @@ def as_pairs(
   ]
 
 
-class TfKerasWrapper(wrapper.OptimizerWrapper, tf_keras.optimizers.Optimizer):
+class TfKerasWrapper(
+  forwarding.OptimizerWrapper, tf_keras.optimizers.Optimizer
+):
   """A tf_keras optimizer that is another one in all but its update step."""
 
   _package = "tf_keras"
@@ -321,8 +319,6 @@ class TfKerasWrapper(wrapper.OptimizerWrapper, tf_keras.optimizers.Optimizer):
   @staticmethod
   def _deserialize(config: Any, custom_objects: Any) -> Any:
     """The optimizer that a dictionary describes, not built."""
-    # Keras finds only classes that are registered.
-    wrapper.import_migration().v1_classes("tf_keras")
     try:
       return tf_keras.saving.deserialize_keras_object(config, custom_objects)
     except ValueError:

@@ -15,19 +15,23 @@ import keras  # noqa: E402  # after the check above
 import tensorflow as tf  # noqa: E402
 
 from tf_cross_shard import (  # noqa: E402
-  group_moments,
-  group_rates,
+  group_batch_norm,
+  group_schedule,
   optimizer,
   validation,
 )
 from tf_cross_shard.gradients import loss_factor  # noqa: E402
-from tf_cross_shard.inner_optimizer import keras3, wrapper  # noqa: E402
+from tf_cross_shard.keras3 import adapter  # noqa: E402
+
+# Registers its classes, which files may name.
+from tf_cross_shard.keras3 import v1_optimizers as v1_optimizers  # noqa: E402
 from tf_cross_shard.towers import tower_optimizer  # noqa: E402
+from tf_cross_shard.wrapper import forwarding  # noqa: E402
 
 
-@wrapper.documented
+@forwarding.documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class CrossShardOptimizer(optimizer.CrossShard, keras3.Keras3Wrapper):
+class CrossShardOptimizer(optimizer.CrossShard, adapter.Keras3Wrapper):
   """Sums or averages gradients over replicas, then lets `opt` apply them.
 
   `opt` is a `keras.optimizers.Optimizer`.
@@ -86,9 +90,9 @@ class CrossShardOptimizer(optimizer.CrossShard, keras3.Keras3Wrapper):
     self._apply(*validation.check_pairs(pairs), through_apply=True)
 
 
-@wrapper.documented
+@forwarding.documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class TowerOptimizer(tower_optimizer.Tower, keras3.Keras3Wrapper):
+class TowerOptimizer(tower_optimizer.Tower, adapter.Keras3Wrapper):
   """Gathers gradients across the towers of a model function.
 
   It encapsulates a `keras.optimizers.Optimizer`.
@@ -148,9 +152,10 @@ class TowerOptimizer(tower_optimizer.Tower, keras3.Keras3Wrapper):
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-@wrapper.documented
+@forwarding.documented
 class PerGroup(
-  group_rates.GroupRates, keras.optimizers.schedules.LearningRateSchedule
+  group_schedule.PerGroupSchedule,
+  keras.optimizers.schedules.LearningRateSchedule,
 ):
   """A schedule with a learning rate for each group: numbers, or schedules."""
 
@@ -158,9 +163,9 @@ class PerGroup(
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-@wrapper.documented
+@forwarding.documented
 class SyncBatchNormalization(
-  group_moments.GroupMoments, keras.layers.BatchNormalization
+  group_batch_norm.GroupBatchNorm, keras.layers.BatchNormalization
 ):
   """Batch normalization over the examples of a group.
 

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import validation
+from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.inner_optimizer import base, optimizer_state
 from tf_cross_shard.replica_state import replica_values
 
@@ -219,7 +219,7 @@ class PlainState:
       plain.build(tiny)
     self.trainable_variables = list(weights)
     self._places = {
-      id(validation.native(weight)): i for i, weight in enumerate(weights)
+      id(variables_lib.native(weight)): i for i, weight in enumerate(weights)
     }
     self._found: dict[int, Any] = {
       id(one): weight for one, weight in zip(tiny, weights, strict=True)
@@ -254,7 +254,7 @@ class PlainState:
 
   def index(self, variable: Any) -> int | None:
     """The place of a variable among those that are trained."""
-    return self._places.get(id(validation.native(variable)))
+    return self._places.get(id(variables_lib.native(variable)))
 
   def slots(self, variable: Any) -> dict[str, WholeSlot]:
     """The slots of a weight, by name."""

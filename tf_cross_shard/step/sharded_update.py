@@ -24,12 +24,12 @@ import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import validation
+from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.collectives import base as engines
-from tf_cross_shard.gradients import indexed_slices, nonfinite, packing
+from tf_cross_shard.gradients import indexed_slices, packing
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import base, fused_update
-from tf_cross_shard.sharding import state
+from tf_cross_shard.step import nonfinite, sharded_state
 
 # Keras' classes whose update of an element depends on that element only.
 _ELEMENTWISE: Final = (
@@ -110,7 +110,7 @@ class ShardedUpdate:
     self._groups = groups
     self.rows: list[Row] = []
     self.variables: list[Any] = []  # whole, in the user's order
-    self._inner.checkpointed = state.Children({}, inner.optimizer)
+    self._inner.checkpointed = sharded_state.Children({}, inner.optimizer)
 
   @property
   def shards(self) -> list[Any]:
@@ -124,7 +124,7 @@ class ShardedUpdate:
     last = base.innermost(self._inner.optimizer)
     kinds: dict[tuple[tf.DType, bool], list[Any]] = {}
     for variable in variables:
-      native = validation.native(variable)
+      native = variables_lib.native(variable)
       decays = not last.weight_decay or last._use_weight_decay(variable)
       kinds.setdefault((native.dtype, decays), []).append(native)
     for (dtype, decays), weights in kinds.items():
@@ -140,7 +140,7 @@ class ShardedUpdate:
     self._start_alike(self.cut)
     with self._engine.making_variables():
       self._inner.build(self.shards)
-      self._inner.plain = state.PlainState(
+      self._inner.plain = sharded_state.PlainState(
         self._inner,
         self.variables,
         [self._place_of(variable) for variable in variables],
@@ -181,12 +181,12 @@ class ShardedUpdate:
     """Keras made them of the first replica's part."""
     pairs = zip(self._inner.averages, self.shards, strict=True)
     for average, shard in pairs:
-      native = validation.native(shard)
-      validation.native(average).assign(tf.convert_to_tensor(native))
+      native = variables_lib.native(shard)
+      variables_lib.native(average).assign(tf.convert_to_tensor(native))
 
   def _place_of(self, variable: Any) -> tuple[int, int]:
     """The row of a variable, and where in it the variable begins."""
-    native = validation.native(variable)
+    native = variables_lib.native(variable)
     for i, row in enumerate(self.rows):
       start = 0
       for weight, size in zip(row.weights, row.sizes, strict=True):
@@ -204,7 +204,7 @@ class ShardedUpdate:
       ValueError: If a variable has no gradient, or two.
     """
     given = {
-      id(validation.native(variable)): (grad, variable)
+      id(variables_lib.native(variable)): (grad, variable)
       for grad, variable in zip(grads, variables, strict=True)
     }
     if len(given) < len(grads):
@@ -313,13 +313,13 @@ class ShardedUpdate:
     """Takes this replica's parts of the weights; isolated."""
     parts = self.own_parts([row.weights for row in self.rows])
     for row, part in zip(self.rows, parts, strict=True):
-      validation.native(row.shard).assign(part)
+      variables_lib.native(row.shard).assign(part)
 
   def join(self) -> list[tf.Tensor]:
     """The weights that the members' parts make, by rows; not isolated."""
     with self._engine.isolate():
       parts = [
-        tf.identity(tf.convert_to_tensor(validation.native(row.shard)))
+        tf.identity(tf.convert_to_tensor(variables_lib.native(row.shard)))
         for row in self.rows
       ]
     return self._engine.all_gather_parts(parts, self._groups)
@@ -334,7 +334,7 @@ class ShardedUpdate:
     for variable in self.variables:
       constraint = getattr(variable, "constraint", None)
       if constraint is not None:
-        native = validation.native(variable)
+        native = variables_lib.native(variable)
         value = tf.convert_to_tensor(native)
         native.assign(tf.where(is_step, constraint(value), value))
 

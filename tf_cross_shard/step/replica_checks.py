@@ -5,13 +5,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard import collectives, validation
+from tf_cross_shard import collectives
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard.gradients import compute
-from tf_cross_shard.multi_worker import consistency
+from tf_cross_shard import settings as settings_lib
+from tf_cross_shard import variables as variables_lib
+from tf_cross_shard.coordination import agreement
 
 
-class Placement:
+class ReplicaChecks:
   """The strategy that an optimizer was made for and the groups in it."""
 
   def __init__(
@@ -21,7 +22,7 @@ class Placement:
     name: str,
   ) -> None:
     """Checks the groups, and their number where there are several replicas."""
-    self.assigned = as_groups(group_assignment)
+    self.assigned = settings_lib.as_groups(group_assignment)
     self.engine = collectives.for_strategy(strategy)
     replicas = self.engine.num_replicas
     self.groups = self.assigned or groups_lib.contiguous(replicas, replicas)
@@ -67,7 +68,7 @@ class Placement:
     if self.engine.num_replicas == 1:
       return
     for variable in variables:
-      whole = compute.distributed_variable(validation.native(variable))
+      whole = variables_lib.distributed(variables_lib.native(variable))
       if getattr(whole, "distribute_strategy", None) is not strategy:
         name = getattr(variable, "path", None) or variable.name
         raise ValueError(
@@ -83,7 +84,7 @@ class Placement:
     """Raises an error unless all workers make the same optimizer."""
     self.engine.agree(
       f"the building of {self._name}",
-      lambda: self._settings(settings()) + consistency.variables(variables),
+      lambda: self._settings(settings()) + agreement.variables(variables),
     )
 
   def agree_to_step(
@@ -98,11 +99,11 @@ class Placement:
       f"a step of {self._name}",
       lambda: [
         *self._settings(settings()),
-        *consistency.variables(variables),
-        *consistency.gradients(grads),
+        *agreement.variables(variables),
+        *agreement.gradients(grads),
       ],
       # Groups that were trained apart may have skipped other steps.
-      lambda: consistency.settings(
+      lambda: agreement.settings(
         iterations=int(iterations()) if self.groups.num_groups == 1 else "any"
       ),
     )
@@ -110,7 +111,7 @@ class Placement:
   def _settings(self, settings: dict[str, Any]) -> list[str]:
     """Lines of settings, with the groups in force."""
     in_force = {**settings, "group_assignment": self.groups.to_lists()}
-    return consistency.settings(**in_force)
+    return agreement.settings(**in_force)
 
   def _check_group_count(self) -> None:
     """Raises `ValueError` unless the groups hold the strategy's replicas."""
@@ -122,20 +123,3 @@ class Placement:
         f" {self.groups.num_replicas}: {self.groups.to_lists()}. Change"
         " it, or make the optimizer inside the scope of the strategy it is for."
       )
-
-
-def as_groups(group_assignment: Any) -> groups_lib.Groups | None:
-  """Any accepted form of `group_assignment`, checked."""
-  if group_assignment is None or isinstance(
-    group_assignment, groups_lib.Groups
-  ):
-    return group_assignment
-  if tf.is_tensor(group_assignment) and not hasattr(group_assignment, "numpy"):
-    static = tf.get_static_value(group_assignment)
-    if static is None:
-      raise ValueError(
-        "`group_assignment` must be known when the program is built; got the"
-        f" symbolic tensor {group_assignment!r}. Use a list."
-      )
-    group_assignment = static
-  return groups_lib.Groups(group_assignment)

@@ -27,13 +27,13 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard import validation
+from tf_cross_shard import variables as variables_lib
 
 _SEEN: Final = 256  # elements of the smallest variable: enough, and cheap
 _thread = threading.local()
 
 
-class GroupWarnings:
+class OverwriteWatch:
   """What an optimizer with groups warns of, each thing once."""
 
   def __init__(self, name: str, groups: Any, engine: Any) -> None:
@@ -56,7 +56,7 @@ class GroupWarnings:
       return
     trained = set(map(id, variables))
     if any(
-      id(validation.native(weight)) in trained
+      id(variables_lib.native(weight)) in trained
       for layer in _synchronized_layers()
       for weight in layer.trainable_weights
     ):
@@ -146,7 +146,7 @@ class GroupWarnings:
   def _copies(self, variable: Any) -> list[Any]:
     """The replicas' values: the first few elements."""
     strategy = self._engine.strategy
-    copies = strategy.experimental_local_results(validation.native(variable))
+    copies = strategy.experimental_local_results(variables_lib.native(variable))
     return [np.ravel(copy.numpy())[:_SEEN] for copy in copies]
 
 

@@ -12,15 +12,11 @@ from typing import Any, Final
 import keras
 import tensorflow as tf
 
-from tf_cross_shard import validation
-from tf_cross_shard.gradients import accumulation
+from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.gradients.clipping import Gradient
-from tf_cross_shard.inner_optimizer import (
-  base,
-  loss_scaling,
-  optimizer_state,
-  wrapper,
-)
+from tf_cross_shard.inner_optimizer import base, optimizer_state
+from tf_cross_shard.step import accumulation
+from tf_cross_shard.wrapper import forwarding, loss_scaling
 
 # What Keras' constructor puts on every optimizer and what stays our own.
 _OWN: Final = frozenset(
@@ -68,7 +64,9 @@ class Keras3Optimizer(base.InnerOptimizer):
 
   def make_tiny(self, weight: Any) -> Any:
     """A variable of one element with a weight's names, rank and dtype."""
-    value = tf.zeros([1] * len(weight.shape), validation.native(weight).dtype)
+    value = tf.zeros(
+      [1] * len(weight.shape), variables_lib.native(weight).dtype
+    )
     tiny = self.make_variable(value, str(weight.name).split(":")[0])
     tiny._path = str(getattr(weight, "path", tiny.path))
     return tiny
@@ -196,7 +194,7 @@ class Keras3Optimizer(base.InnerOptimizer):
     return index
 
 
-class Keras3Wrapper(wrapper.OptimizerWrapper, keras.optimizers.Optimizer):
+class Keras3Wrapper(forwarding.OptimizerWrapper, keras.optimizers.Optimizer):
   """A Keras 3 optimizer that is another one in all but its update step."""
 
   _package = "keras"
@@ -233,7 +231,5 @@ class Keras3Wrapper(wrapper.OptimizerWrapper, keras.optimizers.Optimizer):
   @staticmethod
   def _deserialize(config: Any, custom_objects: Any) -> Any:
     """The optimizer that a dictionary describes, not built."""
-    # Keras finds only classes that are registered.
-    wrapper.import_migration().v1_classes("keras")
     # Not optimizers.deserialize: it lacks Lamb.
     return keras.saving.deserialize_keras_object(config, custom_objects)

@@ -1,0 +1,1 @@
+"""What several machines do together, below the strategies that use it."""

@@ -1,0 +1,1 @@
+"""The way of a gradient, from this replica's own to the variables."""

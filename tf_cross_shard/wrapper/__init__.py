@@ -1,0 +1,1 @@
+"""A Keras optimizer that forwards everything but its update step."""
