@@ -539,7 +539,7 @@ def _adapter(last: Any) -> base.InnerOptimizer:
   is_tf_keras = any(kind.startswith("tf_keras.") for kind in kinds)
   # By name: that module imports this package, where it meets version 1's.
   home = importlib.import_module(
-    f"tf_cross_shard.inner_optimizer.{'tf_keras' if is_tf_keras else 'keras3'}"
+    f"tf_cross_shard.{'tf_keras' if is_tf_keras else 'keras3'}.adapter"
   )
   adapter = home.adapter if is_tf_keras else home.Keras3Optimizer
   made: base.InnerOptimizer = adapter(last)

@@ -1,8 +1,8 @@
 """An optimizer that is another one in all but its update step.
 
 What belongs to the encapsulated optimizer is read, written, saved and restored
-through the wrapper as if the wrapper were not there. `inner_optimizer.keras3`
-and `inner_optimizer.tf_keras` make it an optimizer of one Keras.
+through the wrapper as if the wrapper were not there. `keras3.wrapper`
+and `tf_keras.wrapper` make it an optimizer of one Keras.
 """
 
 import inspect
