@@ -67,14 +67,12 @@ def keras_reducer(grads: list[tf.Tensor]) -> list[tf.Tensor]:
   return sums
 
 
-def packed_reducer(
-  engine: base.Engine, groups: groups_lib.Groups, bucket_bytes: int
-) -> Reducer:
+def packed_reducer(engine: base.Engine, bucket_bytes: int) -> Reducer:
   """Returns our reduction, with buckets of another size."""
 
   def reduce(grads: list[tf.Tensor]) -> list[tf.Tensor]:
     buffers, unpack = packing.pack(grads, bucket_bytes)
-    return unpack(engine.all_reduce_sum(buffers, groups))
+    return unpack(engine.all_reduce_sum(buffers))
 
   return reduce
 

@@ -133,17 +133,15 @@ def measure_reduction(
   strategy: tf.distribute.Strategy, part: str
 ) -> list[timing.Row]:
   """The reduction alone, of the buffers of one part."""
-  engine = collectives.for_strategy(strategy)
-  count = engine.num_replicas
+  count = strategy.num_replicas_in_sync
   whole = groups_lib.contiguous(count, count)
 
   def ours(
     groups: groups_lib.Groups, wire_dtype: tf.DType | None = None
   ) -> _Case:
+    engine = collectives.for_strategy(strategy, groups)
     return (
-      lambda grads: reduction.reduce_gradients(
-        grads, engine, groups, wire_dtype
-      ),
+      lambda grads: reduction.reduce_gradients(grads, engine, wire_dtype)[0],
       groups,
     )
 
@@ -177,7 +175,7 @@ def measure_sweep(strategy: tf.distribute.Strategy) -> list[timing.Row]:
   tensors, size = peers.BUFFERS[part]
   engine = collectives.for_strategy(strategy)
   assert isinstance(engine, engines.MultiWorker)
-  groups = groups_lib.contiguous(engine.num_replicas, engine.num_replicas)
+  groups = engine.groups
   grads = Gradients(tensors, size, _replica(strategy))
   steps = {KERAS: grads.step(strategy, contestants.keras_reducer, groups)}
   for megabytes in _BUCKET_MEGABYTES:
@@ -189,7 +187,7 @@ def measure_sweep(strategy: tf.distribute.Strategy) -> list[timing.Row]:
       with mock.patch.object(engine._collectives, "_chains", chains):
         steps[f"{megabytes} MiB, {chains} chains"] = grads.step(
           strategy,
-          contestants.packed_reducer(engine, groups, megabytes << 20),
+          contestants.packed_reducer(engine, megabytes << 20),
           groups,
         )
   return _measure(strategy, part, steps, baselines=[KERAS])

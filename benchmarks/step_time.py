@@ -60,16 +60,17 @@ def measure_reduction(
   grads = contestants.make_copies(
     strategy, contestants.shapes_of(num_variables)
   )
-  engine = collectives.for_strategy(strategy)
+  replicas = strategy.num_replicas_in_sync
 
   def ours(group_size: int) -> contestants.Reducer:
-    groups = groups_lib.contiguous(engine.num_replicas, group_size)
-    return lambda values: reduction.reduce_gradients(values, engine, groups)
+    groups = groups_lib.contiguous(replicas, group_size)
+    engine = collectives.for_strategy(strategy, groups)
+    return lambda values: reduction.reduce_gradients(values, engine)[0]
 
   reducers = {
     contestants.KERAS: contestants.keras_reducer,
-    contestants.OURS: ours(engine.num_replicas),
-    contestants.GROUPED: ours(engine.num_replicas // 2),
+    contestants.OURS: ours(replicas),
+    contestants.GROUPED: ours(replicas // 2),
     "nothing reduced": lambda values: values,
   }
   return _measure(
@@ -135,13 +136,13 @@ def measure_sweep(
   grads = contestants.make_copies(strategy, shapes)
   replicas = strategy.num_replicas_in_sync
   groups = groups_lib.contiguous(replicas, replicas)
-  merge = mirrored.Mirrored(strategy, prefer_merge=True)
-  collective = mirrored.Mirrored(strategy, prefer_merge=False)
+  merge = mirrored.Mirrored(strategy, groups, prefer_merge=True)
+  collective = mirrored.Mirrored(strategy, groups, prefer_merge=False)
   reducers = {
     contestants.KERAS: contestants.keras_reducer,
     "nothing reduced": lambda grads: grads,
   } | {
-    f"{way}, {size:,} bytes": contestants.packed_reducer(engine, groups, size)
+    f"{way}, {size:,} bytes": contestants.packed_reducer(engine, size)
     for way, engine, sizes in (
       ("merge call", merge, _BUCKET_BYTES),
       ("CollectiveReduceV2", collective, _BUCKET_BYTES[2::2]),

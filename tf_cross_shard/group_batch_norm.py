@@ -102,16 +102,16 @@ class GroupBatchNorm:
     """Sums over the group; so does the gradient."""
     if tf.distribute.in_cross_replica_context():
       return list(tensors)
-    engine = collectives.for_strategy(tf.distribute.get_strategy())
-    replicas = engine.num_replicas
+    strategy = tf.distribute.get_strategy()
+    replicas = strategy.num_replicas_in_sync
     if replicas == 1:
       return list(tensors)
-    whole = self._groups or groups_lib.contiguous(replicas, replicas)
-    groups = groups_lib.Groups(whole, replicas)
+    groups = self._groups and groups_lib.Groups(self._groups, replicas)
+    engine = collectives.for_strategy(strategy, groups)
 
     @tf.custom_gradient
     def add_up(*tensors: tf.Tensor) -> Any:
-      sums = reduction.reduce_gradients(tensors, engine, groups)
+      sums, _ = reduction.reduce_gradients(tensors, engine)
       return sums, lambda *upstream: self._sum(*upstream)
 
     sums: list[tf.Tensor] = add_up(*tensors)

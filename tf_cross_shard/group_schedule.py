@@ -6,11 +6,12 @@
 In engines whose replicas are one program, the number is a tensor of it.
 """
 
+import contextlib
 import copy
 import sys
-import types
+import threading
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
@@ -18,8 +19,10 @@ import tensorflow as tf
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import settings
 from tf_cross_shard.collectives import replica_isolation
-from tf_cross_shard.inner_optimizer import optimizer_state
+from tf_cross_shard.inner_optimizer import libraries, optimizer_state
 from tf_cross_shard.replica_state import group_state
+
+_outside: Final = threading.local()
 
 
 @tf.autograph.experimental.do_not_convert
@@ -45,11 +48,11 @@ def per_group(values: Any, groups: Any) -> tf.Tensor:
       taken.
 
   Returns:
-    `[...]`, the row of the group. While Keras only looks for the shapes of a
-    model, which it does outside of replicas, that of replica 0's group.
+    `[...]`, the row of the group. Outside of replicas, where Keras looks for
+    the shapes of a model and where one group's model is evaluated, that of
+    group 0, or of the group of `as_group`.
 
   Raises:
-    RuntimeError: If called in the cross-replica context.
     ValueError: If there are not as many values as groups, or the groups hold
       other replicas than the strategy has.
   """
@@ -62,24 +65,29 @@ def per_group(values: Any, groups: Any) -> tf.Tensor:
       f"`values` must have one row for each of the {groups.num_groups} groups"
       f" {groups.to_lists()}; got shape {rows.shape}."
     )
-  if _is_looking_for_shapes():
-    return _row_of(0, rows, groups)
-  replica = replica_isolation.current_replica()
-  if replica is None:
-    raise RuntimeError(
-      "per_group was called in the cross-replica context (inside"
-      " strategy.scope() but outside strategy.run), which belongs to no group."
-      " Call it inside the function given to `strategy.run`."
-    )
-  strategy = tf.distribute.get_strategy()
-  if strategy.num_replicas_in_sync != groups.num_replicas:
-    raise ValueError(
-      f"`groups` must hold the {strategy.num_replicas_in_sync} replicas of"
-      f" {type(strategy).__name__}; it holds {groups.num_replicas}:"
-      f" {groups.to_lists()}. Call per_group inside `strategy.run` of the"
-      " strategy that it is for."
-    )
-  return _row_of(replica, rows, groups)
+  return _row(rows, groups)
+
+
+@contextlib.contextmanager
+def as_group(group: int) -> Iterator[None]:
+  """Makes a group's values those outside of replicas.
+
+  For a model of one group, as `replica_state.load_group` returns it, whose
+  layers or loss call `per_group`.
+
+  >>> with as_group(1):
+  ...   float(per_group([0.25, 0.5], [[0], [1]]))
+  0.5
+
+  Args:
+    group: The number of the group.
+  """
+  before = getattr(_outside, "group", 0)
+  _outside.group = group
+  try:
+    yield
+  finally:
+    _outside.group = before
 
 
 class PerGroupSchedule:
@@ -150,7 +158,7 @@ class PerGroupSchedule:
       RuntimeError: If no CrossShardOptimizer encapsulates the optimizer.
     """
     groups = self._groups
-    if groups is None and not _is_being_given_to_tf_keras():
+    if groups is None and not self._is_being_given():
       raise RuntimeError(
         f"{type(self).__name__} has no groups, because no CrossShardOptimizer"
         " encapsulates its optimizer. Use CrossShardOptimizer("
@@ -165,11 +173,11 @@ class PerGroupSchedule:
     ]
     if groups is None:
       return rows[0]
-    replica = replica_isolation.current_replica()
-    replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    is_outside = replica is None or replicas != groups.num_replicas
-    # As with any variable, what is read outside is replica 0's.
-    return _row_of(0 if is_outside else replica, tf.stack(rows), groups)
+    return _row(tf.stack(rows), groups)
+
+  def _is_being_given(self) -> bool:
+    """Whether a constructor of Keras asks for the first rate."""
+    return False
 
   def values(self, step: Any) -> list[float]:
     """All groups' rates at a step; call it outside of functions.
@@ -226,11 +234,8 @@ def bind(optimizer: Any, groups: groups_lib.Groups, package: str) -> None:
   Raises:
     ValueError: If these cannot be the groups of one of them.
   """
-  values = []
   for layer in optimizer_state.nested_optimizers(optimizer):
-    values.append(getattr(layer, "_learning_rate", None))
-    values.append(getattr(layer, "_hyper", {}).get("learning_rate"))  # legacy
-  bind_rate(values, groups, package)
+    bind_rate(libraries.of(layer).learning_rates(layer), groups, package)
 
 
 def bind_rate(rate: Any, groups: groups_lib.Groups, package: str) -> None:
@@ -260,34 +265,20 @@ def _schedule_class(package: str) -> type[Any]:
   return kind
 
 
-def _row_of(replica: Any, rows: tf.Tensor, groups: groups_lib.Groups) -> Any:
-  """The row of a replica's group; its number may be a tensor."""
-  group = [groups.index_of(each) for each in range(groups.num_replicas)]
-  return tf.gather(rows, tf.gather(group, replica))
-
-
-def _is_looking_for_shapes() -> bool:
-  """Whether Keras is tracing a model for its shapes only.
-
-  Both Kerases do that under the scope of the strategy, outside of replicas, in
-  a graph of this name.
-  """
-  graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-  while graph is not None:
-    if "scratch_graph" in getattr(graph, "name", ""):
-      return True
-    graph = getattr(graph, "outer_graph", None)
-  return False
-
-
-def _is_being_given_to_tf_keras() -> bool:
-  """Whether the constructor of a tf_keras optimizer is calling.
-
-  It asks for the first rate before any other optimizer can encapsulate it.
-  """
-  frame: types.FrameType | None = sys._getframe(1)
-  while frame is not None:
-    if frame.f_code.co_name == "_build_learning_rate":
-      return True
-    frame = frame.f_back
-  return False
+def _row(rows: tf.Tensor, groups: groups_lib.Groups) -> tf.Tensor:
+  """Returns the row of the calling replica's group; outside, `as_group`'s."""
+  strategy = tf.distribute.get_strategy()
+  replica = replica_isolation.current_replica()
+  replicas = strategy.num_replicas_in_sync
+  if replica is None or replicas == 1 < groups.num_replicas:
+    return rows[getattr(_outside, "group", 0)]
+  if replicas != groups.num_replicas:
+    raise ValueError(
+      f"`groups` must hold the {replicas} replicas of"
+      f" {type(strategy).__name__}; it holds {groups.num_replicas}:"
+      f" {groups.to_lists()}. Call per_group inside `strategy.run` of the"
+      " strategy that it is for."
+    )
+  group_of = [groups.index_of(each) for each in range(replicas)]
+  # The replica's number may be a tensor.
+  return tf.gather(rows, tf.gather(group_of, replica))

@@ -1,14 +1,139 @@
-"""The arguments of a CrossShardOptimizer, checked."""
+"""The arguments of a CrossShardOptimizer beside `opt`, checked.
 
-from typing import Any
+One frozen object: the constructor makes it, `get_config` and `repr` read it,
+workers compare it, and the stages of a step take from it what is theirs.
+"""
+
+import dataclasses
+import numbers
+from typing import Any, Final
 
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
+from tf_cross_shard.gradients import loss_factor, packing
+
+LIMITS: Final = ("clipnorm", "global_clipnorm", "clipvalue")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """The attributes are the constructor's arguments, which documents them."""
+
+  reduction: str = loss_factor.MEAN
+  name: str = "CrossShardOptimizer"
+  group_assignment: Any = None  # Groups, or None, once it is made.
+  loss_averaged_over: str | None = None
+  clipnorm: float | None = None
+  global_clipnorm: float | None = None
+  clipvalue: float | None = None
+  wire_dtype: tf.DType | None = None
+  skip_nonfinite: bool = False
+  scale_gradients: bool = False
+  fused_update: bool | None = None
+  accumulate_steps: int | None = None
+  shard_update: bool | str = False
+  noise_scale: bool | int = False
+
+  def __post_init__(self) -> None:
+    """Raises an error for an argument without a valid value."""
+    for name, convert in (
+      ("reduction", loss_factor.canonical_reduction),
+      ("loss_averaged_over", loss_factor.check_averaged_over),
+      ("wire_dtype", packing.as_wire_dtype),
+      ("group_assignment", as_groups),
+    ):
+      object.__setattr__(self, name, convert(getattr(self, name)))
+    for name in ("skip_nonfinite", "scale_gradients"):
+      if not isinstance(getattr(self, name), bool):
+        raise TypeError(
+          f"`{name}` must be True or False; got {getattr(self, name)!r}."
+        )
+    for name in LIMITS:
+      _check_limit(name, getattr(self, name))
+    if self.shard_update not in (True, False, None, "elementwise"):
+      raise ValueError(
+        '`shard_update` must be True, False or "elementwise"; got'
+        f" {self.shard_update!r}."
+      )
+    steps = self.accumulate_steps
+    if steps is not None and not (_is_integer(steps) and steps > 0):
+      raise ValueError(
+        "`accumulate_steps` must be a positive integer; got"
+        f" {steps!r}. Leave it None to apply gradients in every call."
+      )
+    if not isinstance(self.noise_scale, int) or self.noise_scale < 0:
+      raise ValueError(
+        "`noise_scale` must be True, False or the number of steps from one"
+        f" measurement to the next; got {self.noise_scale!r}."
+      )
+
+  @property
+  def is_mean(self) -> bool:
+    """Whether gradients are averaged over the group."""
+    return self.reduction == loss_factor.MEAN
+
+  @property
+  def limits(self) -> dict[str, Any]:
+    """The clipping limits, by their names."""
+    return {name: getattr(self, name) for name in LIMITS}
+
+  def to_config(self) -> dict[str, Any]:
+    """Returns the arguments in serializable form."""
+    config = {
+      field.name: getattr(self, field.name)
+      for field in dataclasses.fields(self)
+    }
+    if self.group_assignment is not None:
+      config["group_assignment"] = self.group_assignment.to_lists()
+    if self.wire_dtype is not None:
+      config["wire_dtype"] = self.wire_dtype.name
+    return config
+
+  def differing(self) -> dict[str, Any]:
+    """Returns the arguments that are not at their defaults."""
+    defaults = Settings().to_config()
+    config = self.to_config().items()
+    return {name: value for name, value in config if value != defaults[name]}
+
+
+class Setting:
+  """A property of the optimizer: the setting of its name, which a step has."""
+
+  def __init__(self, doc: str) -> None:
+    self.__doc__ = doc
+
+  def __set_name__(self, owner: type[Any], name: str) -> None:
+    """Learns the name."""
+    self._name = name
+
+  def __get__(self, optimizer: Any, owner: Any = None) -> Any:
+    """Returns the setting; None while the optimizer is being made."""
+    if optimizer is None:
+      return self
+    step = vars(optimizer).get("_step")
+    return None if step is None else step.settings.to_config()[self._name]
+
+  def __set__(self, optimizer: Any, value: Any) -> None:
+    """Refuses: what was made by the setting would not change."""
+    raise AttributeError(
+      f"`{self._name}` cannot be set; got {value!r}. Make a new optimizer with"
+      f" {self._name}={value!r}."
+    )
+
+
+class Limit(Setting):
+  """A clipping limit, which can be set until a step is traced."""
+
+  def __set__(self, optimizer: Any, value: Any) -> None:
+    """Replaces the settings by others with this limit."""
+    step = vars(optimizer).get("_step")
+    if step is not None:  # Keras' constructor sets its defaults before.
+      step.settings = dataclasses.replace(step.settings, **{self._name: value})
 
 
 def as_groups(group_assignment: Any) -> groups_lib.Groups | None:
-  """Any accepted form of `group_assignment`, checked."""
+  """Returns any accepted form of `group_assignment`, checked."""
   if group_assignment is None or isinstance(
     group_assignment, groups_lib.Groups
   ):
@@ -22,3 +147,19 @@ def as_groups(group_assignment: Any) -> groups_lib.Groups | None:
       )
     group_assignment = static
   return groups_lib.Groups(group_assignment)
+
+
+def _check_limit(name: str, limit: Any) -> None:
+  """Raises `ValueError` unless a limit is None or a number of at least 0."""
+  # A comparison that NaN fails.
+  is_number = isinstance(limit, numbers.Real) and float(limit) >= 0
+  if limit is not None and not is_number:
+    raise ValueError(
+      f"`{name}` must be a number of at least 0, or None; got {limit!r}. None"
+      " or 0 does not clip."
+    )
+
+
+def _is_integer(value: Any) -> bool:
+  """Whether a value is an integer and no truth value."""
+  return isinstance(value, numbers.Integral) and not isinstance(value, bool)

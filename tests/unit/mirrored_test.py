@@ -17,7 +17,6 @@ MARKS = np.array([1, 2, 4, 8])
 
 def _sums(
   engine: mirrored.Mirrored,
-  groups: groups_lib.Groups,
   wrap: Any = lambda reduce: reduce(),
   dtypes: Any = (tf.float32,),
   eager: bool = False,
@@ -29,7 +28,7 @@ def _sums(
       tf.fill([3], tf.constant(MARKS, dtype)[testbed.replica_id()])
       for dtype in dtypes
     ]
-    sums = wrap(lambda: engine.all_reduce_sum(tensors, groups))
+    sums = wrap(lambda: engine.all_reduce_sum(tensors))
     # A tensor that replicas share would come back as one, not as four.
     return [tf.identity(total) for total in sums]
 
@@ -73,34 +72,36 @@ class TestSums:
   ) -> None:
     """GPUs have collectives, although a merge call could be made."""
     groups = groups_lib.Groups(table)
-    engine = mirrored.Mirrored(testbed.mirrored(), prefer_merge=prefer_merge)
-    sums = _sums(engine, groups, dtypes=DTYPES)
+    engine = mirrored.Mirrored(testbed.mirrored(), groups, prefer_merge)
+    sums = _sums(engine, dtypes=DTYPES)
     assert sums == [_expected(groups)] * len(DTYPES)
-    assert _sums(engine, groups, eager=True) == [_expected(groups)]
+    assert _sums(engine, eager=True) == [_expected(groups)]
 
   @pytest.mark.parametrize("wrap", [_in_cond, _in_nested_function])
   def test_where_merge_calls_fail(
     self, table: list[list[int]], wrap: Any
   ) -> None:
     groups = groups_lib.Groups(table)
-    engine = mirrored.Mirrored(testbed.mirrored())
-    assert _sums(engine, groups, wrap) == [_expected(groups)]
+    engine = mirrored.Mirrored(testbed.mirrored(), groups)
+    assert _sums(engine, wrap) == [_expected(groups)]
     # A new trace meets under the same keys.
-    assert _sums(engine, groups, wrap) == [_expected(groups)]
+    assert _sums(engine, wrap) == [_expected(groups)]
 
 
 def test_two_groupings_and_many_reductions_in_one_step() -> None:
-  engine = mirrored.Mirrored(testbed.mirrored())
-  pairs, crossed = map(groups_lib.Groups, GROUPINGS[1:])
+  pairs, crossed = (
+    mirrored.Mirrored(testbed.mirrored(), groups_lib.Groups(table))
+    for table in GROUPINGS[1:]
+  )
 
   def twice() -> list[tf.Tensor]:
     mark = testbed.mark()
-    first = engine.all_reduce_sum([mark, 16 * mark], pairs)
-    return engine.all_reduce_sum(first, crossed)
+    first = pairs.all_reduce_sum([mark, 16 * mark])
+    return crossed.all_reduce_sum(first)
 
   @tf.function(autograph=False)
   def run() -> Any:
-    return engine.strategy.run(
+    return pairs.strategy.run(
       lambda: tf.cond(
         testbed.replica_id() >= 0, twice, lambda: [tf.zeros([]), tf.zeros([])]
       )
@@ -108,21 +109,21 @@ def test_two_groupings_and_many_reductions_in_one_step() -> None:
 
   for _ in range(3):
     for result, scale in zip(run(), (1, 16), strict=True):
-      copies = engine.strategy.experimental_local_results(result)
+      copies = pairs.strategy.experimental_local_results(result)
       # Pairs sum to 3 and 12; each crossed pair has one of either.
       assert [float(copy) for copy in copies] == [15.0 * scale] * 4
 
 
 def test_dynamic_shapes_meet() -> None:
-  engine = mirrored.Mirrored(testbed.mirrored(), prefer_merge=False)
   groups = groups_lib.Groups(GROUPINGS[1])
+  engine = mirrored.Mirrored(testbed.mirrored(), groups, prefer_merge=False)
 
   @tf.function(
     autograph=False, input_signature=[tf.TensorSpec([None], tf.float32)]
   )
   def run(x: tf.Tensor) -> Any:
     return engine.strategy.run(
-      lambda: [tf.identity(engine.all_reduce_sum([x], groups)[0])]
+      lambda: [tf.identity(engine.all_reduce_sum([x])[0])]
     )
 
   for size in (2, 5):
@@ -135,13 +136,13 @@ def test_dynamic_shapes_meet() -> None:
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_gathers_rows_of_the_group(eager: bool) -> None:
-  engine = mirrored.Mirrored(testbed.mirrored())
   groups = groups_lib.Groups([[3, 0], [1, 2]])
+  engine = mirrored.Mirrored(testbed.mirrored(), groups)
 
   def replica_fn() -> Any:
-    assert engine.keeps_rows(groups)
+    assert engine.keeps_rows
     mine = testbed.replica_id()
-    return engine.all_gather([tf.fill([mine, 2], mine)], groups)
+    return engine.all_gather([tf.fill([mine, 2], mine)])
 
   def run() -> Any:
     return engine.strategy.run(replica_fn)
@@ -157,14 +158,14 @@ class TestRefusals:
   """Where a collective would wait for ever, an error says what to do."""
 
   def test_function_called_eagerly_inside_run(self) -> None:
-    engine = mirrored.Mirrored(testbed.mirrored())
     groups = groups_lib.Groups(GROUPINGS[0])
+    engine = mirrored.Mirrored(testbed.mirrored(), groups)
     with pytest.raises(RuntimeError, match=r"into a tf.function"):
-      _sums(engine, groups, _in_nested_function, eager=True)
+      _sums(engine, _in_nested_function, eager=True)
 
   def test_loop_inside_run(self) -> None:
-    engine = mirrored.Mirrored(testbed.mirrored())
     groups = groups_lib.Groups(GROUPINGS[0])
+    engine = mirrored.Mirrored(testbed.mirrored(), groups)
 
     def in_loop(reduce: Any) -> Any:
       _, result = tf.while_loop(
@@ -175,24 +176,24 @@ class TestRefusals:
       return [result]
 
     with pytest.raises(RuntimeError, match=r"loop around `strategy\.run`"):
-      _sums(engine, groups, in_loop)
+      _sums(engine, in_loop)
 
   def test_dtype_that_no_collective_sums(self) -> None:
-    engine = mirrored.Mirrored(testbed.mirrored(), prefer_merge=False)
     groups = groups_lib.Groups(GROUPINGS[0])
+    engine = mirrored.Mirrored(testbed.mirrored(), groups, prefer_merge=False)
     with pytest.raises(TypeError, match=r"complex64.*float32"):
-      _sums(engine, groups, dtypes=(tf.complex64,))
+      _sums(engine, dtypes=(tf.complex64,))
 
 
 def test_a_loop_around_run_is_fine() -> None:
-  engine = mirrored.Mirrored(testbed.mirrored())
   groups = groups_lib.Groups(GROUPINGS[1])
+  engine = mirrored.Mirrored(testbed.mirrored(), groups)
   with engine.strategy.scope():
     total = tf.Variable(0.0)
 
   def replica_fn() -> None:
     mark = testbed.mark()
-    total.assign_add(engine.all_reduce_sum([mark], groups)[0])
+    total.assign_add(engine.all_reduce_sum([mark])[0])
 
   @tf.function
   def run() -> None:

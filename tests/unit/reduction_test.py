@@ -11,33 +11,31 @@ from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.collectives import base
 from tf_cross_shard.step import reduction
 
+PAIR = groups_lib.Groups([[0, 1]])
+
 
 class Recording(base.Engine):
   """Pretends to be one of two replicas that hold the same values."""
 
-  def __init__(self, keeps_rows: bool = True) -> None:
-    super().__init__(tf.distribute.get_strategy())
+  def __init__(
+    self, keeps_rows: bool = True, groups: groups_lib.Groups | None = None
+  ) -> None:
+    super().__init__(tf.distribute.get_strategy(), groups or PAIR)
     self.reduced: list[tf.Tensor] = []
     self.gathered: list[tf.Tensor] = []
     self._keeps_rows = keeps_rows
 
-  def keeps_rows(self, groups: groups_lib.Groups) -> bool:
+  @property
+  def keeps_rows(self) -> bool:
     return self._keeps_rows
 
-  def all_reduce_sum(
-    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
-  ) -> list[tf.Tensor]:
+  def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     self.reduced += tensors
     return [tensor * 2 for tensor in tensors]
 
-  def all_gather(
-    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
-  ) -> list[tf.Tensor]:
+  def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     self.gathered += tensors
     return [tf.concat([tensor, tensor], axis=0) for tensor in tensors]
-
-
-PAIR = groups_lib.Groups([[0, 1]])
 
 
 def _mixed() -> tuple[list[Any], list[Any]]:
@@ -69,8 +67,8 @@ def _mixed() -> tuple[list[Any], list[Any]]:
 def test_everything_at_once_in_order() -> None:
   engine = Recording()
   grads, variables = _mixed()
-  assert reduction.make_reducible(grads, variables, engine, PAIR) == grads
-  sums = reduction.reduce_gradients(grads, engine, PAIR)
+  assert reduction.make_reducible(grads, variables, engine) == grads
+  sums, _ = reduction.reduce_gradients(grads, engine)
   np.testing.assert_array_equal(sums[0], [2.0, 4.0])
   assert sums[1] is None
   np.testing.assert_array_equal(sums[2].indices, [2, 0])
@@ -86,17 +84,16 @@ def test_everything_at_once_in_order() -> None:
 def test_rows_become_dense_where_they_cannot_be_gathered() -> None:
   engine = Recording(keeps_rows=False)
   grads, variables = _mixed()
-  dense = reduction.make_reducible(grads, variables, engine, PAIR)
-  sums = reduction.reduce_gradients(dense, engine, PAIR)
+  dense = reduction.make_reducible(grads, variables, engine)
+  sums, _ = reduction.reduce_gradients(dense, engine)
   np.testing.assert_array_equal(sums[2], [[4.0], [0.0], [10.0]])
   assert engine.gathered == []
 
 
 def test_groups_of_one_send_nothing() -> None:
-  engine = Recording()
+  engine = Recording(groups=groups_lib.singletons(2))
   grads, _ = _mixed()
-  alone = groups_lib.singletons(2)
-  sums = reduction.reduce_gradients(grads, engine, alone)
+  sums, _ = reduction.reduce_gradients(grads, engine)
   assert engine.reduced == engine.gathered == []
   assert sums[0] is grads[0]
   np.testing.assert_array_equal(sums[2].values, [[5.0], [2.0]])

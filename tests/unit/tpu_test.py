@@ -140,23 +140,22 @@ def test_dtypes() -> None:
   halves = groups.Groups([[0, 1], [2, 3]])
   with tf.Graph().as_default() as graph:
     strategy = _strategy(4)
-    engine = collectives.for_strategy(strategy)
+    engine = collectives.for_strategy(strategy, halves)
     assert type(engine) is tpu.TPU
     tensors = [tf.ones([2], dtype) for dtype in tpu.DTYPES]
-    strategy.run(lambda: engine.all_reduce_sum(tensors, halves))
+    strategy.run(lambda: engine.all_reduce_sum(tensors))
   assert tpu_resolver.cross_replica_sums(graph) == [
     (dtype, halves.to_lists()) for dtype in tpu.DTYPES
   ]
 
 
 def test_what_tpus_do_not_do() -> None:
-  engine = tpu.TPU(tpu_tasks.virtual(2))
-  both = groups.contiguous(2, 2)
+  engine = tpu.TPU(tpu_tasks.virtual(2), groups.contiguous(2, 2))
   with pytest.raises(TypeError, match=r"TPUs sum bfloat16, .* int64\."):
-    engine.all_reduce_sum([tf.zeros([2], tf.int64)], both)
-  assert not engine.keeps_rows(groups.singletons(2))
+    engine.all_reduce_sum([tf.zeros([2], tf.int64)])
+  assert not engine.keeps_rows
   with pytest.raises(NotImplementedError, match="Make the tensors dense"):
-    engine.all_gather([tf.zeros([2])], both)
+    engine.all_gather([tf.zeros([2])])
 
 
 def test_wrong_number_of_replicas() -> None:

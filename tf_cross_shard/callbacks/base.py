@@ -27,8 +27,8 @@ class GroupCallback(tf.keras.callbacks.Callback):
     Args:
       logs: Not used.
     """
-    for each in group_state.warnings_of(self.model.optimizer):
-      each.blends()
+    for each in group_state.watches_of(self.model.optimizer):
+      each.before_evaluating()
 
   def on_predict_begin(self, logs: Any = None) -> None:
     """Warns, once, that predicting with the model blends its groups.

@@ -118,8 +118,8 @@ class GroupEarlyStopping(base.GroupMonitor):
     for judge in self._judges:
       judge.on_train_end()
     if self._judges and self._options["restore_best_weights"]:
-      for each in group_state.warnings_of(self.model.optimizer):
-        each.forget()
+      for each in group_state.watches_of(self.model.optimizer):
+        each.accept()
 
   def _begin(self) -> None:
     """Makes each group's judge, and what that takes for its model."""

@@ -202,7 +202,7 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
       raise ValueError("`model` has nothing to train.")
     outer = self._make_outer(inner, self._given)
     self._check_start(inner, weights, outer)
-    with inner._place.engine.making_variables():
+    with inner._checks.engine.making_variables():
       anchors = [
         inner._inner.make_variable(tf.convert_to_tensor(weight), f"anchor{i}")
         for i, weight in enumerate(weights)
@@ -213,8 +213,8 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
       average = self._make_outer(inner, sgd)
       self._average = _joining(average, anchors, weights)
     state = [variable for _, variable in optimizer_state.state_variables(outer)]
-    self._calls.num_copies = len(inner._place.engine.replicas_here)
-    inner._attach_state([self._calls, *anchors, *state])
+    self._calls.num_copies = len(inner._checks.engine.replicas_here)
+    inner._step.attached = (self._calls, *anchors, *state)
     self._anchors = anchors
     self._inner, self._weights, self._outer = inner, weights, outer
     return True
@@ -320,9 +320,9 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
       join = self._join if is_due else None
     if join is None:
       return
-    strategy = inner._place.engine.strategy
+    strategy = inner._checks.engine.strategy
     [is_done, *_] = strategy.experimental_local_results(join())
-    inner._warnings.forget()
+    inner._step.watch.accept()
     if not bool(is_done.numpy()) and not self._has_warned:
       self._has_warned = True
       logging.warning(
@@ -339,7 +339,7 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
     Between two joins they do if something else has set them, and what it has
     changed is nothing that the outer optimizer is to go on with.
     """
-    copies = replica_values.Copies(self._inner._place.engine.strategy)
+    copies = replica_values.Copies(self._inner._checks.engine.strategy)
     copies.agree("the anchor of an OuterOptimizer")
     if all(len(set(each)) == 1 for each in copies.digests(self._weights)):
       for anchor, weight in zip(self._anchors, self._weights, strict=True):
@@ -350,7 +350,7 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
     optimizers = sys.modules[inner._package].optimizers
     if given is None:
       given = optimizers.SGD(0.7, momentum=0.9, nesterov=True)
-    with inner._place.engine.making_variables():
+    with inner._checks.engine.making_variables():
       try:
         given = optimizers.get(given)
       except (KeyError, TypeError, ValueError) as error:
@@ -382,7 +382,7 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
 
   def _check_start(self, inner: Any, weights: list[Any], outer: Any) -> None:
     """Raises an error unless all workers, and all replicas, start alike."""
-    copies = replica_values.Copies(inner._place.engine.strategy)
+    copies = replica_values.Copies(inner._checks.engine.strategy)
     settings = {
       "every": self._every,
       "warmup": self._warmup,
@@ -461,7 +461,7 @@ def _joining(outer: Any, anchors: list[Any], weights: list[Any]) -> Any:
 
   It returns whether that was done, on each replica.
   """
-  engine = outer._place.engine
+  engine = outer._checks.engine
   with engine.making_variables():
     outer.build(anchors)
   natives = list(map(variables_lib.native, anchors))

@@ -6,23 +6,34 @@ tf.distribute and raw operations.
 
 import tensorflow as tf
 
+from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.collectives import base, mirrored, multi_worker, tpu
 
 
-def for_strategy(strategy: tf.distribute.Strategy) -> base.Engine:
-  """The engine for a strategy."""
+def for_strategy(
+  strategy: tf.distribute.Strategy, groups: groups_lib.Groups | None = None
+) -> base.Engine:
+  """Returns the engine of a strategy that sums in groups; None is one of all.
+
+  Raises:
+    NotImplementedError: If there is none for the strategy.
+  """
+  replicas = strategy.num_replicas_in_sync
+  groups = groups or groups_lib.contiguous(replicas, replicas)
   if isinstance(strategy, tf.distribute.MirroredStrategy):
-    return mirrored.Mirrored(strategy)
+    return mirrored.Mirrored(strategy, groups)
   if tpu.is_tpu(strategy):
-    return tpu.TPU(strategy)
-  if strategy.num_replicas_in_sync == 1:
-    return base.OneDevice(strategy)
+    return tpu.TPU(strategy, groups)
+  if replicas == 1:
+    return base.OneDevice(strategy, groups)
   if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-    return multi_worker.MultiWorker(strategy)
-  if isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy):
-    raise NotImplementedError(
-      "ParameterServerStrategy has no synchronous replicas, so that there is"
-      " nothing to all-reduce over. Use MirroredStrategy or"
-      " MultiWorkerMirroredStrategy."
-    )
-  return base.AnyStrategy(strategy)
+    return multi_worker.MultiWorker(strategy, groups)
+  why = (
+    "has no synchronous replicas, so that there is nothing to all-reduce over"
+    if isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy)
+    else "is not known here"
+  )
+  raise NotImplementedError(
+    f"{type(strategy).__name__} {why}. Use MirroredStrategy, TPUStrategy or"
+    " MultiWorkerMirroredStrategy."
+  )

@@ -17,10 +17,17 @@ class Engine(abc.ABC):
   """How one kind of `tf.distribute.Strategy` adds tensors across replicas.
 
   All methods are called in the replica context, by every replica alike.
+
+  Attributes:
+    strategy: The strategy.
+    groups: The replicas that sum together, for all methods.
   """
 
-  def __init__(self, strategy: tf.distribute.Strategy) -> None:
+  def __init__(
+    self, strategy: tf.distribute.Strategy, groups: groups_lib.Groups
+  ) -> None:
     self.strategy = strategy
+    self.groups = groups
 
   @property
   def num_replicas(self) -> int:
@@ -33,9 +40,7 @@ class Engine(abc.ABC):
     return range(self.num_replicas)
 
   @abc.abstractmethod
-  def all_reduce_sum(
-    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
-  ) -> list[tf.Tensor]:
+  def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums each tensor over this replica's group.
 
         result[i] = sum over r in group of tensors_r[i]
@@ -43,30 +48,22 @@ class Engine(abc.ABC):
     All members of a group receive the same bits.
     """
 
-  def all_reduce_narrow(
-    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
-  ) -> list[tf.Tensor]:
+  def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums tensors of half precision, in float32 where the engine can."""
-    return self.all_reduce_sum(tensors, groups)
+    return self.all_reduce_sum(tensors)
 
   @abc.abstractmethod
-  def all_gather(
-    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
-  ) -> list[tf.Tensor]:
+  def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Joins each tensor of this replica's group along the first dimension."""
-
-  def check_groups(self, groups: groups_lib.Groups) -> None:
-    """Raises an error if this engine cannot sum in `groups`."""
-    del groups
 
   @property
   def bucket_bytes(self) -> int | None:
     """The best size of buffers at this place; None for no packing."""
     return packing.BUCKET_BYTES
 
-  def keeps_rows(self, groups: groups_lib.Groups) -> bool:
+  @property
+  def keeps_rows(self) -> bool:
     """Whether row-sparse gradients stay so at this place."""
-    del groups
     return True
 
   @property
@@ -74,41 +71,37 @@ class Engine(abc.ABC):
     """Whether updates have an order in a version 1 graph."""
     return self.num_replicas == 1
 
-  def reduce_scatter(
-    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
-  ) -> list[tf.Tensor]:
+  def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """This member's part of each sum over the group.
 
     Args:
       tensors: `[group_size * n]`, of equal shapes on all members.
-      groups: The grouping.
 
     Returns:
       `[n]` each: of the member at place i of `position`, the i-th part.
     """
-    place = self.position(groups)
+    place = self.position()
     parts = []
-    for total in self.all_reduce_narrow(tensors, groups):
-      part = total.shape[0] // groups.group_size
+    for total in self.all_reduce_narrow(tensors):
+      part = total.shape[0] // self.groups.group_size
       parts.append(tf.slice(total, [place * part], [part]))
     return parts
 
-  def all_gather_parts(
-    self, parts: Sequence[tf.Tensor], groups: groups_lib.Groups
-  ) -> list[tf.Tensor]:
+  def all_gather_parts(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """The reverse of `reduce_scatter`: all members' `[n]`, in their order."""
     # Zeros in the others' places add nothing.
-    spread = [self.spread(part, groups) for part in parts]
-    return self.all_reduce_sum(spread, groups)
+    spread = [self.place_among_zeros(part) for part in parts]
+    return self.all_reduce_sum(spread)
 
-  def spread(self, part: tf.Tensor, groups: groups_lib.Groups) -> tf.Tensor:
+  def place_among_zeros(self, part: tf.Tensor) -> tf.Tensor:
     """`[group_size * n]`: `[n]` at this member's place among zeros."""
-    places = tf.range(groups.group_size)[:, tf.newaxis]
-    is_mine = places == self.position(groups)
+    places = tf.range(self.groups.group_size)[:, tf.newaxis]
+    is_mine = places == self.position()
     return tf.reshape(tf.where(is_mine, part, tf.zeros_like(part)), [-1])
 
-  def position(self, groups: groups_lib.Groups) -> Any:
+  def position(self) -> Any:
     """This replica's place among the sorted members of its group."""
+    groups = self.groups
     replica = replica_isolation.replica_id()
     if replica is not None:
       return groups.members_of(replica).index(replica)
@@ -131,19 +124,6 @@ class Engine(abc.ABC):
           yield
       else:
         yield
-
-  @property
-  def updates_in_cond(self) -> bool:
-    """Whether one replica's variables can be updated inside `tf.cond`."""
-    return True
-
-  def check_conditional(self, argument: str) -> None:
-    """Raises `NotImplementedError` if they cannot be."""
-    if not self.updates_in_cond:
-      raise NotImplementedError(
-        f"`{argument}` is not supported under {type(self.strategy).__name__}."
-        " Leave it out, or use MirroredStrategy."
-      )
 
   def updates_here(self, variable: Any) -> bool:
     """Whether this replica must update `variable`.
@@ -195,18 +175,12 @@ class Engine(abc.ABC):
 class OneDevice(Engine):
   """The sum over one replica is its own value."""
 
-  def all_reduce_sum(
-    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
-  ) -> list[tf.Tensor]:
+  def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """The tensors themselves."""
-    del groups
     return list(tensors)
 
-  def all_gather(
-    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
-  ) -> list[tf.Tensor]:
+  def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """The tensors themselves."""
-    del groups
     return list(tensors)
 
   def isolate(self) -> contextlib.AbstractContextManager[Any]:
@@ -214,56 +188,6 @@ class OneDevice(Engine):
     if isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy):
       return super().isolate()
     return contextlib.nullcontext()
-
-
-class AnyStrategy(Engine):
-  """A strategy that this package has no engine of its own for.
-
-  It reduces over all replicas through `tf.distribute.ReplicaContext`, the one
-  public way; that way has no groups.
-  """
-
-  def all_reduce_sum(
-    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
-  ) -> list[tf.Tensor]:
-    """Sums over all replicas."""
-    self.check_groups(groups)
-    context = tf.distribute.get_replica_context()
-    # One by one: some strategies reject a list of mixed dtypes. Copied: a
-    # tensor that all replicas share would be taken for the sum itself.
-    return [context.all_reduce("SUM", tf.identity(x)) for x in tensors]
-
-  def all_gather(
-    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
-  ) -> list[tf.Tensor]:
-    """Joins over all replicas."""
-    self.check_groups(groups)
-    context = tf.distribute.get_replica_context()
-    return [context.all_gather(tensor, axis=0) for tensor in tensors]
-
-  def isolate(self) -> contextlib.AbstractContextManager[Any]:
-    """Prevents a second reduction; nothing more is sure to work."""
-    return replica_isolation.isolate_reductions(self.strategy)
-
-  def updates_here(self, variable: Any) -> bool:
-    """Every replica takes part in an assignment that is aggregated."""
-    aggregation = variables_lib.native(variable).aggregation
-    is_aggregated = aggregation != tf.VariableAggregation.NONE
-    return is_aggregated or super().updates_here(variable)
-
-  def check_groups(self, groups: groups_lib.Groups) -> None:
-    """Refuses groups, which no public method supports."""
-    if groups.num_groups > 1:
-      raise NotImplementedError(
-        f"`group_assignment` is not supported under"
-        f" {type(self.strategy).__name__}; got {groups.to_lists()}. Leave it"
-        " None, or use MirroredStrategy."
-      )
-
-  @property
-  def updates_in_cond(self) -> bool:
-    """False: nothing is known of it."""
-    return False
 
 
 def is_copied(variable: Any) -> bool:

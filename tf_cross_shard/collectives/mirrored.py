@@ -28,64 +28,57 @@ class Mirrored(base.Engine):
   """Sums over the devices of one process, grouped or not."""
 
   def __init__(
-    self, strategy: tf.distribute.Strategy, prefer_merge: bool | None = None
+    self,
+    strategy: tf.distribute.Strategy,
+    groups: groups_lib.Groups,
+    prefer_merge: bool | None = None,
   ) -> None:
     """Chooses merge calls or collectives; None means merge calls on CPUs."""
-    super().__init__(strategy)
+    super().__init__(strategy, groups)
     self._devices = tuple(strategy.extended.worker_devices)
     on_cpus = all("CPU" in device.upper() for device in self._devices)
     self._prefer_merge = on_cpus if prefer_merge is None else prefer_merge
     self._collectives = collective_ops.of_strategy(strategy)
 
-  def all_reduce_sum(
-    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
-  ) -> list[tf.Tensor]:
+  def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums over the group."""
     if self._merges_here():
-      return self._merge(tensors, groups, lambda parts, _: tf.add_n(parts))
+      return self._merge(tensors, lambda parts, _: tf.add_n(parts))
     replica = self._replica()
     return self._collectives.run(
       collective_ops.ALL_REDUCE,
       tensors,
-      groups,
+      self.groups,
       replica,
       self._devices[replica],
     )
 
-  def all_gather(
-    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
-  ) -> list[tf.Tensor]:
+  def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Joins over the group."""
-    return self._merge(
-      tensors, groups, lambda parts, _: tf.concat(parts, axis=0)
-    )
+    return self._merge(tensors, lambda parts, _: tf.concat(parts, axis=0))
 
-  def reduce_scatter(
-    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
-  ) -> list[tf.Tensor]:
+  def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Each member adds up its part in a merge call."""
     if not self._merges_here():
-      if not collective_ops.keeps_order(groups):
-        return super().reduce_scatter(tensors, groups)
+      if not collective_ops.keeps_order(self.groups):
+        return super().reduce_scatter(tensors)
       replica = self._replica()
       return self._collectives.reduce_scatter(
-        tensors, groups, replica, self._devices[replica]
+        tensors, self.groups, replica, self._devices[replica]
       )
-    by_member = self._merge(tensors, groups, self._sum_parts)
-    place = self.position(groups)
+    by_member = self._merge(tensors, self._sum_parts)
+    place = self.position()
     return [parts[place] for parts in by_member]
 
-  def all_gather_parts(
-    self, parts: Sequence[tf.Tensor], groups: groups_lib.Groups
-  ) -> list[tf.Tensor]:
+  def all_gather_parts(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Joins in a merge call."""
     if self._merges_here():
-      return self.all_gather(parts, groups)
-    if not collective_ops.keeps_order(groups):
-      return super().all_gather_parts(parts, groups)
+      return self.all_gather(parts)
+    if not collective_ops.keeps_order(self.groups):
+      return super().all_gather_parts(parts)
     replica = self._replica()
     return self._collectives.all_gather(
-      parts, groups, replica, self._devices[replica]
+      parts, self.groups, replica, self._devices[replica]
     )
 
   def _sum_parts(self, copies: list[tf.Tensor], members: list[int]) -> Any:
@@ -98,22 +91,21 @@ class Mirrored(base.Engine):
         sums.append(_add_widened(pieces))
     return sums
 
-  def all_reduce_narrow(
-    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
-  ) -> list[tf.Tensor]:
+  def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Adds in float32 where members sum in a merge call."""
     if not self._merges_here():
-      return super().all_reduce_narrow(tensors, groups)
-    return self._merge(tensors, groups, lambda parts, _: _add_widened(parts))
+      return super().all_reduce_narrow(tensors)
+    return self._merge(tensors, lambda parts, _: _add_widened(parts))
 
   @property
   def bucket_bytes(self) -> int | None:
     """Small ones: sums in merge calls need no copies."""
     return _MERGE_BUCKET_BYTES if self._merges_here() else super().bucket_bytes
 
-  def keeps_rows(self, groups: groups_lib.Groups) -> bool:
+  @property
+  def keeps_rows(self) -> bool:
     """Rows of several members are joined in merge calls only."""
-    return groups.group_size == 1 or collective_ops.can_merge()
+    return self.groups.group_size == 1 or collective_ops.can_merge()
 
   def _merges_here(self) -> bool:
     """Whether to sum in a merge call here."""
@@ -126,7 +118,6 @@ class Mirrored(base.Engine):
   def _merge(
     self,
     tensors: Sequence[tf.Tensor],
-    groups: groups_lib.Groups,
     combine: Callable[[list[tf.Tensor], list[int]], Any],
   ) -> list[tf.Tensor]:
     """Combines each tensor over the members of each group, once per group."""
@@ -139,7 +130,7 @@ class Mirrored(base.Engine):
         for value in distributed
       ]
       by_group = []
-      for members in map(sorted, groups):
+      for members in map(sorted, self.groups):
         with tf.device(self._devices[members[0]]):
           by_group.append(
             [combine([each[r] for r in members], members) for each in copies]
@@ -151,7 +142,7 @@ class Mirrored(base.Engine):
     by_group = tf.distribute.get_replica_context().merge_call(
       combine_groups, args=tuple(tensors)
     )
-    return list(by_group[groups.index_of(self._replica())])
+    return list(by_group[self.groups.index_of(self._replica())])
 
   def _replica(self) -> int:
     """This replica's number, which MirroredStrategy always knows."""

@@ -30,8 +30,10 @@ _CHAINS: Final = 4
 class MultiWorker(base.Engine):
   """Sums over the replicas of several processes, grouped or not."""
 
-  def __init__(self, strategy: tf.distribute.Strategy) -> None:
-    super().__init__(strategy)
+  def __init__(
+    self, strategy: tf.distribute.Strategy, groups: groups_lib.Groups
+  ) -> None:
+    super().__init__(strategy, groups)
     self._devices = tuple(strategy.extended.worker_devices)
     cluster = strategy.cluster_resolver.cluster_spec()
     self._collectives = collective_ops.of_strategy(
@@ -51,15 +53,11 @@ class MultiWorker(base.Engine):
     first = self._first_here()
     return range(first, first + len(self._devices))
 
-  def all_reduce_sum(
-    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
-  ) -> list[tf.Tensor]:
+  def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums over the group."""
-    return self._run(collective_ops.ALL_REDUCE, tensors, groups)
+    return self._run(collective_ops.ALL_REDUCE, tensors)
 
-  def all_reduce_narrow(
-    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
-  ) -> list[tf.Tensor]:
+  def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sends half precision and adds in float32, where groups are not large.
 
     The ring adds in the dtype that it sends, and so rounds at each member. With
@@ -68,30 +66,28 @@ class MultiWorker(base.Engine):
 
         part k of all members ─ all-to-all ─▶ member k adds ─ gather ─▶ all
     """
-    if not 2 < groups.group_size <= collective_ops.MAX_ALL_TO_ALL:
-      return self.all_reduce_sum(tensors, groups)
+    if not 2 < self.groups.group_size <= collective_ops.MAX_ALL_TO_ALL:
+      return self.all_reduce_sum(tensors)
     return [
-      self._sum_of_parts(tensor, groups)
+      self._sum_of_parts(tensor)
       if tensor.dtype in packing.WIRE_DTYPES
-      else self.all_reduce_sum([tensor], groups)[0]
+      else self.all_reduce_sum([tensor])[0]
       for tensor in tensors
     ]
 
-  def _sum_of_parts(
-    self, tensor: tf.Tensor, groups: groups_lib.Groups
-  ) -> tf.Tensor:
+  def _sum_of_parts(self, tensor: tf.Tensor) -> tf.Tensor:
     """Each member adds up one part of the tensor for all."""
-    members = groups.group_size
+    members = self.groups.group_size
     flat = tf.reshape(tensor, [-1])
     size = flat.shape.num_elements()
     fits = size is not None and size % members == 0  # saves two copies
     if not fits:
       flat = tf.pad(flat, [[0, -tf.size(flat) % members]])
     rows = tf.reshape(flat, [members, -1])
-    [parts] = self._run(collective_ops.ALL_TO_ALL, [rows], groups)
+    [parts] = self._run(collective_ops.ALL_TO_ALL, [rows])
     part = tf.reduce_sum(tf.cast(parts, tf.float32), axis=0)
     words = collective_ops.as_words(tf.cast(part, tensor.dtype))
-    [joined] = self._run(collective_ops.ALL_GATHER, [words], groups)
+    [joined] = self._run(collective_ops.ALL_GATHER, [words])
     whole = collective_ops.from_words(joined, tensor)
     if not fits:
       whole = whole[: tf.size(tensor)]
@@ -102,46 +98,41 @@ class MultiWorker(base.Engine):
     """Larger than within one process: each costs a call to other processes."""
     return _BUCKET_BYTES
 
-  def all_gather(
-    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
-  ) -> list[tf.Tensor]:
+  def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Joins over the group; the first dimension may differ between replicas.
 
     Collectives take one shape on all members. So the rows are counted first and
     padded to the longest.
     """
     rows = tf.stack([tf.shape(tensor)[0] for tensor in tensors])
-    [counts] = self._run(collective_ops.ALL_GATHER, [rows[tf.newaxis]], groups)
-    counts = tf.reshape(counts, [groups.group_size, len(tensors)])
+    [counts] = self._run(collective_ops.ALL_GATHER, [rows[tf.newaxis]])
+    counts = tf.reshape(counts, [self.groups.group_size, len(tensors)])
     longest = tf.reduce_max(counts, axis=0)
     padded = [
       _pad_rows(collective_ops.as_words(tensor), _rounded_up(longest[i]))
       for i, tensor in enumerate(tensors)
     ]
-    joined = self._run(collective_ops.ALL_GATHER, padded, groups)
+    joined = self._run(collective_ops.ALL_GATHER, padded)
     return [
       collective_ops.from_words(
-        _without_padding(all_rows, counts[:, i], groups.group_size), tensor
+        _without_padding(all_rows, counts[:, i], self.groups.group_size), tensor
       )
       for i, (all_rows, tensor) in enumerate(zip(joined, tensors, strict=True))
     ]
 
-  def reduce_scatter(
-    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
-  ) -> list[tf.Tensor]:
+  def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Each member adds up its part."""
-    if not collective_ops.keeps_order(groups):
-      return super().reduce_scatter(tensors, groups)
-    replica, device = self._place()
-    return self._collectives.reduce_scatter(tensors, groups, replica, device)
+    if not collective_ops.keeps_order(self.groups):
+      return super().reduce_scatter(tensors)
+    return self._collectives.reduce_scatter(
+      tensors, self.groups, *self._place()
+    )
 
-  def all_gather_parts(
-    self, parts: Sequence[tf.Tensor], groups: groups_lib.Groups
-  ) -> list[tf.Tensor]:
+  def all_gather_parts(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Joins parts, which have one shape on all members."""
-    if not collective_ops.keeps_order(groups):
-      return super().all_gather_parts(parts, groups)
-    return self._collectives.all_gather(parts, groups, *self._place())
+    if not collective_ops.keeps_order(self.groups):
+      return super().all_gather_parts(parts)
+    return self._collectives.all_gather(parts, self.groups, *self._place())
 
   def agree(
     self,
@@ -177,14 +168,9 @@ class MultiWorker(base.Engine):
       and not base.is_copied(variable)
     )
 
-  def _run(
-    self,
-    name: str,
-    tensors: Sequence[tf.Tensor],
-    groups: groups_lib.Groups,
-  ) -> list[tf.Tensor]:
+  def _run(self, name: str, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Runs a collective for the calling replica."""
-    return self._collectives.run(name, tensors, groups, *self._place())
+    return self._collectives.run(name, tensors, self.groups, *self._place())
 
   def _place(self) -> tuple[int, str]:
     """The calling replica and its device."""

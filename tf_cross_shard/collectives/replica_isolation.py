@@ -33,17 +33,6 @@ def isolate(strategy: tf.distribute.Strategy) -> Iterator[None]:
     yield
 
 
-def isolate_reductions(
-  strategy: tf.distribute.Strategy,
-) -> contextlib.AbstractContextManager[Any]:
-  """Turns reductions off; merge calls and assignments stay as they are.
-
-  For strategies that may not work without merge calls. An update inside
-  `tf.cond` fails there, as it does in plain Keras.
-  """
-  return _NotReducingContext(strategy, tf.distribute.get_replica_context())
-
-
 def isolate_in_one_program(
   strategy: tf.distribute.Strategy,
 ) -> contextlib.AbstractContextManager[Any]:
@@ -158,8 +147,8 @@ class _IsolatedContext(_ReducedContext):
     return merge_fn(_IsolatedStrategy(), *args, **(kwargs or {}))
 
 
-class _NotReducingContext(_ReducedContext):
-  """A replica context that still merges with the other replicas."""
+class _OneProgramContext(_ReducedContext):
+  """A replica context whose merge calls take nothing from other replicas."""
 
   def __init__(self, strategy: tf.distribute.Strategy, outer: Any) -> None:
     super().__init__(strategy, outer.replica_id_in_sync_group)
@@ -171,51 +160,30 @@ class _NotReducingContext(_ReducedContext):
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
   ) -> Any:
-    """Merges in the context that the strategy knows."""
+    """Merges at once, in this thread; `current_replica` stays this one."""
 
     def merge(strategy: Any, *args: Any, **kwargs: Any) -> Any:
-      return merge_fn(self.strategy_in_merge(strategy), *args, **kwargs)
+      return merge_fn(_OneProgramStrategy(strategy), *args, **kwargs)
 
-    with self._outer:
-      return self._outer.merge_call(merge, args, kwargs)
-
-  def strategy_in_merge(self, strategy: Any) -> Any:
-    """The strategy that merged functions see."""
-    return _NotReducing(strategy)
-
-
-class _OneProgramContext(_NotReducingContext):
-  """A replica context whose merge calls take nothing from other replicas."""
-
-  def merge_call(
-    self,
-    merge_fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: dict[str, Any] | None = None,
-  ) -> Any:
-    """Merges at once, in this thread; `current_replica` stays this one."""
     outside = getattr(_merging, "replica", None)
     _merging.replica = self.replica_id_in_sync_group
     try:
-      return super().merge_call(merge_fn, args, kwargs)
+      with self._outer:
+        return self._outer.merge_call(merge, args, kwargs)
     finally:
       _merging.replica = outside
 
-  def strategy_in_merge(self, strategy: Any) -> Any:
-    """The strategy that merged functions see."""
-    return _NotBroadcasting(strategy)
 
-
-class _NotReducing:
-  """A strategy, or its `extended`, whose reductions change nothing."""
+class _OneProgramStrategy:
+  """A strategy, or its `extended`, that changes nothing between replicas."""
 
   def __init__(self, real: Any) -> None:
     self._real = real
 
   @property
-  def extended(self) -> "_NotReducing":
+  def extended(self) -> "_OneProgramStrategy":
     """The object whose methods merged updates call."""
-    return type(self)(self._real.extended)
+    return _OneProgramStrategy(self._real.extended)
 
   def batch_reduce_to(
     self, reduce_op: Any, pairs: Any, options: Any = None
@@ -223,6 +191,11 @@ class _NotReducing:
     """Returns the values, which are sums already."""
     del reduce_op, options
     return [value for value, _ in pairs]
+
+  def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+    """Returns the value, which is where it must be."""
+    del destinations
+    return tensor
 
   def __getattr__(self, name: str) -> Any:
     """Everything else is the strategy's own."""
@@ -235,15 +208,6 @@ class _NotReducing:
   def __hash__(self) -> int:
     """As the strategy's."""
     return hash(self._real)
-
-
-class _NotBroadcasting(_NotReducing):
-  """One whose broadcast changes nothing, either."""
-
-  def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-    """Returns the value, which is where it must be."""
-    del destinations
-    return tensor
 
 
 class _IsolatedStrategy:

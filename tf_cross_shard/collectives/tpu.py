@@ -34,9 +34,7 @@ class TPU(base.Engine):
   `extended.all_to_all(tensor, group_assignment)`.
   """
 
-  def all_reduce_sum(
-    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
-  ) -> list[tf.Tensor]:
+  def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums each tensor by itself."""
     for tensor in tensors:
       if tensor.dtype not in DTYPES:
@@ -45,52 +43,46 @@ class TPU(base.Engine):
           f"TPUs sum {names}; got a gradient of dtype {tensor.dtype.name}."
           " Cast it before apply_gradients."
         )
-    assignment = groups.to_lists()
+    assignment = self.groups.to_lists()
     return [self._sum(tensor, assignment) for tensor in tensors]
 
-  def all_gather(
-    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
-  ) -> list[tf.Tensor]:
+  def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Not offered: see `keeps_rows`."""
     raise NotImplementedError(
       "A TPU program has no shapes that depend on data, so that replicas"
       " cannot join rows. Make the tensors dense."
     )
 
-  def reduce_scatter(
-    self, tensors: Sequence[tf.Tensor], groups: groups_lib.Groups
-  ) -> list[tf.Tensor]:
+  def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Each member receives its part only."""
     return [
       gen_xla_ops.xla_reduce_scatter(
         input=tensor,
-        group_assignment=_in_order(groups),
+        group_assignment=_in_order(self.groups),
         scatter_dimension=0,
         reduce_op="Add",
       )
       if tensor.dtype in (tf.bfloat16, tf.float16, tf.float32)
-      else super(TPU, self).reduce_scatter([tensor], groups)[0]
+      else super(TPU, self).reduce_scatter([tensor])[0]
       for tensor in tensors
     ]
 
-  def all_gather_parts(
-    self, parts: Sequence[tf.Tensor], groups: groups_lib.Groups
-  ) -> list[tf.Tensor]:
+  def all_gather_parts(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Each member sends its part to all: there is no operation that gathers."""
     exchange = getattr(self.strategy.extended, "all_to_all", _all_to_all)
     if any(part.dtype == tf.float64 for part in parts):
-      return super().all_gather_parts(parts, groups)
-    copies = [groups.group_size]
-    return [exchange(tf.tile(p, copies), _in_order(groups)) for p in parts]
+      return super().all_gather_parts(parts)
+    copies, order = [self.groups.group_size], _in_order(self.groups)
+    return [exchange(tf.tile(part, copies), order) for part in parts]
 
   @property
   def bucket_bytes(self) -> None:
     """Nothing is packed."""
     return None
 
-  def keeps_rows(self, groups: groups_lib.Groups) -> bool:
+  @property
+  def keeps_rows(self) -> bool:
     """No: to merge those of one index would be a shape that depends on data."""
-    del groups
     return False
 
   @property

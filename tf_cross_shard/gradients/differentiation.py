@@ -63,11 +63,11 @@ def compute(
   scale: Callable[[tf.Tensor], tf.Tensor],
   options: GraphOptions,
   scalar: bool,
-  differentiate: Callable[..., Pairs] | None = None,
+  of_class: Callable[..., Pairs] | None = None,
 ) -> Pairs:
   """Gradients of `scale(loss)` with respect to the variables.
 
-  `differentiate(loss, variables, tape)` is the method of a user's class, which
+  `of_class(loss, variables, tape)` is the method of a user's class, which
   takes the place of `tape.gradient`.
 
   >>> v = tf.Variable(3.0)
@@ -93,12 +93,12 @@ def compute(
   seed = tf.cast(scale(seed), seed.dtype)
   if tape is not None:
     variables = tape.watched_variables() if var_list is None else var_list
-    if differentiate is not None:
+    if of_class is not None:
       with tape:  # The method takes a loss and no seed.
         loss = tf.cast(scale(loss), loss.dtype)
-      return differentiate(loss, variables, tape)
+      return of_class(loss, variables, tape)
     grads = tape.gradient(loss, list(variables), output_gradients=seed)
-  elif differentiate is not None:
+  elif of_class is not None:
     raise TypeError(
       "`loss` must be a function, or `tape` be given, for an optimizer whose"
       " class computes gradients itself; got a tensor of a graph."
@@ -125,7 +125,7 @@ def compute(
   return pairs
 
 
-def compute_for(
+def differentiate(
   inner: Any,
   loss: Any,
   var_list: Any,
@@ -134,7 +134,7 @@ def compute_for(
   options: dict[str, Any],
   scalar: bool,
 ) -> Pairs:
-  """`compute` for an encapsulated optimizer, with its loss scale."""
+  """Computes gradients for an encapsulated optimizer, with its loss scale."""
   variables = _checked(inner, var_list)
   pairs = compute(
     loss,
@@ -143,7 +143,7 @@ def compute_for(
     scale=lambda seed: inner.scale_loss(scale(seed)),
     options=graph_options(options),
     scalar=scalar,
-    differentiate=inner.compute_gradients if inner.computes_gradients else None,
+    of_class=inner.compute_gradients if inner.computes_gradients else None,
   )
   if variables is None:
     variables = [inner.as_built(v) for _, v in pairs]

@@ -1,4 +1,4 @@
-"""What the flow of a gradient needs of an encapsulated optimizer."""
+"""The encapsulated optimizer, as the way of a gradient needs it."""
 
 import abc
 import contextlib
@@ -19,19 +19,19 @@ class InnerOptimizer(abc.ABC):
 
   Attributes:
     optimizer: The user's optimizer.
-    around: A LossScaleOptimizer that encapsulates *our* optimizer, or None; see
-      `loss_scaling`.
-    plain: State and weights as an optimizer without shards has them, where
-      this one is built on parts of the weights; else None.
-    checkpointed: Whose children a checkpoint sees: the optimizer's, or what
-      stands in its place where its state is in parts.
+    outer_loss_scaler: A LossScaleOptimizer that encapsulates *our* optimizer,
+      or None; see `loss_scaling`.
+    unsharded_state: The optimizer's state as savers and users see it, whole
+      also where the optimizer is built on parts of the weights.
+    checkpointed: The object whose children a checkpoint sees: the optimizer, or
+      what takes its place where its state is in parts.
     is_fused: Whether kernels may do the optimizer's steps; see `fused_update`.
   """
 
   def __init__(self, optimizer: Any) -> None:
     self.optimizer = optimizer
-    self.around: Any = None
-    self.plain: Any = None
+    self.outer_loss_scaler: Any = None
+    self.unsharded_state: Any = WholeState(self)
     self.checkpointed: Any = optimizer
     self.is_fused = False
     self._thread = threading.local()  # Replicas may be threads.
@@ -39,11 +39,7 @@ class InnerOptimizer(abc.ABC):
   @property
   def name(self) -> str:
     """The optimizer's name."""
-    optimizer = self.optimizer
-    if not hasattr(optimizer, "name"):  # A LossScaleOptimizer of tf_keras.
-      optimizer = innermost(optimizer)
-    # Legacy optimizers of tf_keras have it as a private attribute.
-    return str(getattr(optimizer, "name", None) or optimizer._name)
+    return str(self.optimizer.name)
 
   @property
   @abc.abstractmethod
@@ -73,14 +69,25 @@ class InnerOptimizer(abc.ABC):
   @property
   def averages(self) -> list[Any]:
     """The moving averages of what it was built on; empty without."""
-    last = innermost(self.optimizer)
-    return list(getattr(last, "_model_variables_moving_average", ()))
+    return []
+
+  def write_averages(self, variables: Sequence[Any]) -> None:
+    """Writes moving averages into variables, where there are averages."""
+    self.optimizer.finalize_variable_values(variables)
+
+  def decays(self, variable: Any) -> bool:
+    """Whether `variable` has weight decay, should there be any."""
+    del variable
+    return True
+
+  def listed(self) -> list[Any]:
+    """Returns what the optimizer itself says are its variables."""
+    return list(self.optimizer.variables)
 
   @property
   def variables(self) -> list[Any]:
     """All variables of the optimizer; whole ones in place of parts."""
-    own = self.optimizer if self.plain is None else self.plain
-    return list(own.variables)
+    return list(self.unsharded_state.variables)
 
   @property
   def state(self) -> list[Any]:
@@ -89,7 +96,7 @@ class InnerOptimizer(abc.ABC):
 
   @property
   def is_within(self) -> bool:
-    """Whether `around` is calling our optimizer for its update."""
+    """Whether the outer loss scaler is calling our optimizer to update."""
     return getattr(self._thread, "is_within", False)
 
   def fuse(self, wanted: bool | None) -> None:
@@ -125,9 +132,7 @@ class InnerOptimizer(abc.ABC):
 
   def knows(self, variable: Any) -> bool:
     """Whether the built optimizer was built on `variable`."""
-    if self.plain is not None:
-      return self.plain.index(variable) is not None
-    return self._index(variable) is not None
+    return self.unsharded_state.index(variable) is not None
 
   @abc.abstractmethod
   def _index(self, variable: Any) -> Any:
@@ -144,9 +149,25 @@ class InnerOptimizer(abc.ABC):
       innermost(self.optimizer), "gradient_accumulation_steps", None
     )
 
-  def own_window(self) -> Any:
-    """The optimizer's own `step.accumulation.Window`, if it accumulates."""
-    return None
+  @property
+  def accumulates_own_gradients(self) -> bool:
+    """Whether it can add up one replica's gradients, and be handed sums."""
+    return False
+
+  @property
+  def accumulated_calls(self) -> Any:
+    """The variable in which the optimizer itself counts calls."""
+    raise NotImplementedError
+
+  def accumulated_gradient(self, variable: Any) -> Any:
+    """Returns the variable in which it adds up gradients of `variable`."""
+    raise NotImplementedError
+
+  def accumulate(
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
+  ) -> None:
+    """Adds this replica's gradients in a call that ends no window."""
+    raise NotImplementedError
 
   def _overrides(self, *names: str) -> bool:
     """Whether the class of the innermost optimizer has its own such methods."""
@@ -155,7 +176,7 @@ class InnerOptimizer(abc.ABC):
       not getattr(kind, name).__module__.startswith(_KERAS) for name in names
     )
 
-  def takes_value(self, variable: Any) -> bool:
+  def is_overwritten(self, variable: Any) -> bool:
     """Whether the gradient of `variable` is its next value.
 
     Keras' float8 scales are such variables. What replicas or towers found is
@@ -208,13 +229,13 @@ class InnerOptimizer(abc.ABC):
     A LossScaleOptimizer around ours goes first: it looks at the sums, and if
     they are finite it calls our optimizer, and so this method, once more.
     """
-    if self.around is None or self.is_within:
+    if self.outer_loss_scaler is None or self.is_within:
       last = innermost(self.optimizer)
-      with contextlib.ExitStack() as stack:
-        if self.plain is not None:
-          stack.enter_context(_without_clipnorm(last))
-        if self.is_fused:
-          stack.enter_context(fused_update.in_place(last, self._index))
+      with (
+        fused_update.in_place(last, self._index)
+        if self.is_fused
+        else contextlib.nullcontext()
+      ):
         self._apply(grads, variables, through_apply)
       return
     self._thread.is_within = True
@@ -242,19 +263,61 @@ class InnerOptimizer(abc.ABC):
     """How many times gradients were applied, int64."""
     return tf.convert_to_tensor(self.optimizer.iterations)
 
-  @abc.abstractmethod
   def slots(self, variable: Any) -> dict[str, Any]:
     """The slots of `variable`, by name; empty where there are none."""
+    return dict(self.unsharded_state.slots(variable))
 
-  def slot(self, variable: Any, name: str) -> Any:
-    """A slot for the user; None where there is none."""
-    if self.plain is not None:
-      return self.plain.view(variable, name)
-    return self.slots(variable).get(name)
+  @abc.abstractmethod
+  def own_slots(self, variable: Any) -> dict[str, Any]:
+    """The slots of a variable that the optimizer is built on, by name."""
 
   @abc.abstractmethod
   def slot_names(self) -> list[str]:
     """The name of every slot, once, in order of creation."""
+
+
+class WholeState:
+  """The state of an optimizer that keeps all of it.
+
+  `step.sharded_state.PlainState` takes its place where state is in parts.
+  """
+
+  def __init__(self, inner: InnerOptimizer) -> None:
+    self._inner = inner
+
+  @property
+  def variables(self) -> list[Any]:
+    """All variables of the optimizer."""
+    return self._inner.listed()
+
+  @property
+  def trainable_variables(self) -> list[Any]:
+    """The variables that the optimizer was built on, in order."""
+    return self._inner.trainable_variables
+
+  def index(self, variable: Any) -> Any:
+    """The place of `variable` among them, or None."""
+    return self._inner._index(variable)
+
+  def slots(self, variable: Any) -> dict[str, Any]:
+    """The slots of `variable`, by name."""
+    return self._inner.own_slots(variable)
+
+  def view(self, variable: Any, name: str) -> Any:
+    """A slot for the user; None where there is none."""
+    return self.slots(variable).get(name)
+
+  def set_weights(self, weights: Any) -> None:
+    """Assigns values in the order of `variables`."""
+    self._inner.optimizer.set_weights(weights)
+
+  def save_own_variables(self, store: Any) -> None:
+    """Saves the variables in Keras' form."""
+    self._inner.optimizer.save_own_variables(store)
+
+  def load_own_variables(self, store: Any) -> None:
+    """Loads variables in Keras' form."""
+    self._inner.optimizer.load_own_variables(store)
 
 
 def innermost(optimizer: Any) -> Any:
@@ -262,17 +325,6 @@ def innermost(optimizer: Any) -> Any:
   while hasattr(optimizer, "inner_optimizer"):
     optimizer = optimizer.inner_optimizer
   return optimizer
-
-
-@contextlib.contextmanager
-def _without_clipnorm(optimizer: Any) -> Iterator[None]:
-  """Keeps an optimizer of parts, whose norms are no weight's, from clipping."""
-  limit = optimizer.clipnorm
-  vars(optimizer)["clipnorm"] = None
-  try:
-    yield
-  finally:
-    vars(optimizer)["clipnorm"] = limit
 
 
 def slots_at(

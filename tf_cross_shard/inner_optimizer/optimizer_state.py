@@ -6,11 +6,10 @@ made before, so that another program would not find them again.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
 from tf_cross_shard import variables as variables_lib
-
-_LOSS_SCALE: Final = ("current_loss_scale", "counter")
+from tf_cross_shard.inner_optimizer import base, libraries
 
 
 def nested_optimizers(optimizer: Any) -> Iterator[Any]:
@@ -20,12 +19,12 @@ def nested_optimizers(optimizer: Any) -> Iterator[Any]:
   MultiOptimizer come after it.
   """
   own = getattr(optimizer, "__dict__", {})
-  around = getattr(own.get("_inner"), "around", None)
+  around = getattr(own.get("_inner"), "outer_loss_scaler", None)
   optimizer = optimizer if around is None else around
   while optimizer is not None:
     yield optimizer
-    for each in getattr(optimizer, "__dict__", {}).get("_inner_optimizers", ()):
-      yield from nested_optimizers(each)
+    for nested in libraries.of(optimizer).nested(optimizer):
+      yield from nested_optimizers(nested)
     optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
@@ -40,14 +39,16 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
     )
   found: dict[int, Any] = {}
   trained: dict[int, Any] = {}
-  is_built, plain = False, None
+  is_built, sharded = False, None
   for layer in nested_optimizers(optimizer):
-    is_built = is_built or _is_built(layer)
-    own = listed(layer) if plain is None else []
-    plain = plain or _plain_of(layer)
-    for variable in (*own, *_unlisted(layer)):
+    library = libraries.of(layer)
+    is_built = is_built or library.is_built(layer)
+    own = listed(layer) if sharded is None else []
+    sharded = sharded or _sharded_state_of(layer)
+    own += getattr(layer, "_own_state", ())
+    for variable in (*own, *library.unlisted(layer)):
       found.setdefault(id(variable), variable)
-    for variable in getattr(layer, "_trainable_variables", ()):
+    for variable in library.trained(layer):
       trained.setdefault(id(variable), variable)
   if not is_built:
     raise ValueError(
@@ -55,8 +56,8 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
       f" {type(optimizer).__name__}. Call build(model.trainable_variables)"
       " inside `with strategy.scope():` first."
     )
-  if plain is not None:  # Sharded: the plain optimizer is built on these.
-    trained = dict(enumerate(plain.trainable_variables))
+  if sharded is not None:  # The optimizer is built on parts of these.
+    trained = dict(enumerate(sharded.trainable_variables))
   names = _names(list(found.values()), list(trained.values()))
   return list(zip(unique(names), found.values(), strict=True))
 
@@ -77,60 +78,35 @@ def listed(optimizer: Any) -> list[Any]:
   return list(variables() if callable(variables) else variables)
 
 
-def loss_scale_of(optimizer: Any) -> list[Any]:
-  """The variables that tf_keras' loss scaling keeps apart from `variables`."""
-  scale = getattr(optimizer, "_loss_scale", None)
-  both = (getattr(scale, name, None) for name in _LOSS_SCALE)
-  return [variable for variable in both if variable is not None]
-
-
 def learning_rates(optimizer: Any) -> list[Any]:
   """The variables of learning rates; those of schedules are none."""
   return [
     rate
     for layer in nested_optimizers(optimizer)
-    for rate in (
-      getattr(layer, "_learning_rate", None),
-      getattr(layer, "_hyper", {}).get("learning_rate"),  # legacy
-    )
+    for rate in libraries.of(layer).learning_rates(layer)
     if hasattr(rate, "assign")
   ]
 
 
 def member_state(optimizer: Any) -> list[Any]:
-  """What members of a group may have each for themselves.
+  """The state that members of a group may have each for themselves.
 
-  What gradients are added up in, for one.
+  The variables that gradients are added up in, for one.
   """
   return [
     variable
     for layer in nested_optimizers(optimizer)
-    for name in ("_member_state", "_accumulated_gradients")
-    for variable in getattr(layer, name, ())
+    for variable in (
+      *getattr(layer, "_member_state", ()),
+      *libraries.of(layer).accumulated(layer),
+    )
   ]
 
 
-def _plain_of(optimizer: Any) -> Any:
-  """What stands for all variables of one that keeps its state in shards."""
-  return getattr(vars(optimizer).get("_inner"), "plain", None)
-
-
-def _unlisted(optimizer: Any) -> list[Any]:
-  """The variables of an optimizer that its own list leaves out."""
-  others = [
-    getattr(optimizer, "_learning_rate", None),  # tf_keras
-    *loss_scale_of(optimizer),
-    *getattr(optimizer, "_own_state", ()),
-    # The learning rate and other settings of tf_keras' legacy optimizers.
-    *getattr(optimizer, "_hyper", {}).values(),
-  ]
-  return [other for other in others if hasattr(other, "assign")]
-
-
-def _is_built(optimizer: Any) -> bool:
-  """Whether the slots exist."""
-  flags = ("built", "_built", "_hypers_created")
-  return any(getattr(optimizer, flag, False) for flag in flags)
+def _sharded_state_of(optimizer: Any) -> Any:
+  """The whole state of an optimizer that keeps parts of it, or None."""
+  state = getattr(vars(optimizer).get("_inner"), "unsharded_state", None)
+  return None if isinstance(state, base.WholeState) else state
 
 
 def _names(variables: Sequence[Any], trained: Sequence[Any]) -> list[str]:

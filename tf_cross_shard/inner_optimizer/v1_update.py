@@ -12,7 +12,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard import variables as variables_lib
-from tf_cross_shard.inner_optimizer import kernels
+from tf_cross_shard.inner_optimizer import kernels, libraries
 
 _v1: Final = tf.compat.v1.train
 
@@ -101,7 +101,7 @@ class V1Update:
 
   def build(self, variables: Any) -> None:
     """Makes the slots, those too that Keras does without, and the powers."""
-    is_built = getattr(self, "_built", False) or getattr(self, "built", False)
+    is_built = libraries.of(self).is_built(self)
     super().build(variables)  # type: ignore[misc]
     if is_built:  # tf_keras builds in every step.
       return

@@ -21,17 +21,18 @@ from tf_cross_shard import (  # noqa: E402
   validation,
 )
 from tf_cross_shard.gradients import loss_factor  # noqa: E402
-from tf_cross_shard.keras3 import adapter  # noqa: E402
 
 # Registers its classes, which files may name.
 from tf_cross_shard.keras3 import v1_optimizers as v1_optimizers  # noqa: E402
+from tf_cross_shard.keras3 import wrapper  # noqa: E402
+from tf_cross_shard.step import flow  # noqa: E402
 from tf_cross_shard.towers import tower_optimizer  # noqa: E402
 from tf_cross_shard.wrapper import forwarding  # noqa: E402
 
 
 @forwarding.documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class CrossShardOptimizer(optimizer.CrossShard, adapter.Keras3Wrapper):
+class CrossShardOptimizer(optimizer.CrossShard, wrapper.Keras3Wrapper):
   """Sums or averages gradients over replicas, then lets `opt` apply them.
 
   `opt` is a `keras.optimizers.Optimizer`.
@@ -58,8 +59,8 @@ class CrossShardOptimizer(optimizer.CrossShard, adapter.Keras3Wrapper):
     Raises:
       RuntimeError: If called in the cross-replica context.
     """
-    self._place.check()
-    return self._inner.scale_loss(self._scale(loss, loss_factor.GLOBAL))
+    self._checks.check_place()
+    return self._inner.scale_loss(self._step.scale(loss, loss_factor.GLOBAL))
 
   @tf.autograph.experimental.do_not_convert
   def apply(
@@ -87,12 +88,13 @@ class CrossShardOptimizer(optimizer.CrossShard, adapter.Keras3Wrapper):
       self._inner.apply_reduced(grads, variables, through_apply=True)
       return
     pairs = zip(grads, variables, strict=True)
-    self._apply(*validation.check_pairs(pairs), through_apply=True)
+    call = flow.Call(*validation.check_pairs(pairs), through_apply=True)
+    self._perform(call)
 
 
 @forwarding.documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class TowerOptimizer(tower_optimizer.Tower, adapter.Keras3Wrapper):
+class TowerOptimizer(tower_optimizer.Tower, wrapper.Keras3Wrapper):
   """Gathers gradients across the towers of a model function.
 
   It encapsulates a `keras.optimizers.Optimizer`.
@@ -191,7 +193,7 @@ def _variables(
         "`trainable_variables` is None and the optimizer is not built. Pass"
         " the variables, or call build(variables) first."
       )
-    trainable_variables = (inner.plain or inner).trainable_variables
+    trainable_variables = inner.unsharded_state.trainable_variables
   if len(grads) != len(trainable_variables):
     raise ValueError(
       f"`grads` must hold one gradient per variable; got {len(grads)}"

@@ -7,21 +7,14 @@ replicas. Nothing of the user's optimizer is replaced.
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.gradients.clipping import Gradient
-from tf_cross_shard.inner_optimizer import base, optimizer_state
-from tf_cross_shard.step import accumulation
-from tf_cross_shard.wrapper import forwarding, loss_scaling
-
-# What Keras' constructor puts on every optimizer and what stays our own.
-_OWN: Final = frozenset(
-  ("name", "clipnorm", "global_clipnorm", "clipvalue", "_lock", "_tracker")
-)
+from tf_cross_shard.inner_optimizer import base, libraries, optimizer_state
 
 
 class Keras3Optimizer(base.InnerOptimizer):
@@ -42,7 +35,7 @@ class Keras3Optimizer(base.InnerOptimizer):
   def scales_dynamically(self) -> bool:
     """Whether a LossScaleOptimizer is within or around."""
     is_within = hasattr(self.optimizer, "dynamic_growth_steps")
-    return is_within or self.around is not None
+    return is_within or self.outer_loss_scaler is not None
 
   @property
   def divides(self) -> bool:
@@ -80,42 +73,58 @@ class Keras3Optimizer(base.InnerOptimizer):
     """The Keras variable, for the native one that tapes and graphs report."""
     if isinstance(variable, keras.Variable) or not self.is_built:
       return variable
-    if self.plain is not None:
-      at = self.plain.index(variable)
-      return variable if at is None else self.plain.trainable_variables[at]
-    index = self._index(variable)
-    if index is None:
-      return variable
-    return base.innermost(self.optimizer)._trainable_variables[index]
+    state = self.unsharded_state
+    index = state.index(variable)
+    return variable if index is None else state.trainable_variables[index]
 
-  def own_window(self) -> accumulation.Window | None:
-    """That of `gradient_accumulation_steps`.
+  @property
+  def accumulates_own_gradients(self) -> bool:
+    """Whether `gradient_accumulation_steps` is ours to run.
 
     A class of the user's that overrides how gradients are applied is handed
     sums in every call, as without a window. So is one that divides them by
     `loss_scale_factor`, in every call too.
     """
-    last, steps = base.innermost(self.optimizer), self.accumulates
     is_own = self._overrides("apply", "apply_gradients")
-    if not steps or is_own or last.loss_scale_factor:
-      return None
+    factor = base.innermost(self.optimizer).loss_scale_factor
+    return bool(self.accumulates) and not is_own and not factor
 
-    def pass_by(grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
-      # It adds to its sums, counts, and moves averages of weights.
-      last.apply(list(grads), [self.as_built(v) for v in variables])
+  @property
+  def accumulated_calls(self) -> Any:
+    """The variable in which the optimizer itself counts calls."""
+    return base.innermost(self.optimizer)._iterations
 
-    return accumulation.Window(
-      steps,
-      last._iterations,
-      lambda variable: last._accumulated_gradients[self._index(variable)],
-      divisor=1,  # It divides.
-      pass_by=pass_by,
-    )
+  def accumulated_gradient(self, variable: Any) -> Any:
+    """Returns the variable in which it adds up gradients of `variable`."""
+    last = base.innermost(self.optimizer)
+    return last._accumulated_gradients[self._index(variable)]
+
+  def accumulate(
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
+  ) -> None:
+    """Lets Keras add to its sums, count, and move averages of weights."""
+    last = base.innermost(self.optimizer)
+    last.apply(list(grads), [self.as_built(v) for v in variables])
+
+  @property
+  def averages(self) -> list[Any]:
+    """The moving averages of what it was built on; empty without."""
+    last = base.innermost(self.optimizer)
+    return list(getattr(last, "_model_variables_moving_average", ()))
+
+  def decays(self, variable: Any) -> bool:
+    """Whether `variable` has weight decay, should there be any."""
+    last = base.innermost(self.optimizer)
+    return not last.weight_decay or bool(last._use_weight_decay(variable))
 
   def scale_loss(self, loss: Any) -> Any:
     """Multiplies by `loss_scale_factor` or the dynamic scale."""
-    if self.around is not None:  # Its own method is replaced by ours.
-      return type(self.around).scale_loss(self.around, loss)
+    if (
+      self.outer_loss_scaler is not None
+    ):  # Its own method is replaced by ours.
+      return type(self.outer_loss_scaler).scale_loss(
+        self.outer_loss_scaler, loss
+      )
     return self.optimizer.scale_loss(loss)
 
   def scale_limit(self, limit: float) -> Any:
@@ -141,16 +150,16 @@ class Keras3Optimizer(base.InnerOptimizer):
   ) -> None:
     """Hands sums to the LossScaleOptimizer around ours."""
     variables = [self.as_built(v) for v in variables]
-    type(self.around).apply(self.around, list(grads), variables)
+    type(self.outer_loss_scaler).apply(
+      self.outer_loss_scaler, list(grads), variables
+    )
 
-  def slots(self, variable: Any) -> dict[str, Any]:
+  def own_slots(self, variable: Any) -> dict[str, Any]:
     """The slots of `variable`, by name.
 
     Keras joins the variable's name and the slot's: "dense_kernel" and
     "velocity" make "dense_kernel_velocity".
     """
-    if self.plain is not None:
-      return dict(self.plain.slots(variable))
     index = self._index(variable) if self.is_built else None
     if index is None:
       return {}
@@ -181,7 +190,7 @@ class Keras3Optimizer(base.InnerOptimizer):
 
   def slot_names(self) -> list[str]:
     """The name of every slot, once."""
-    trained = (self.plain or self).trainable_variables
+    trained = self.unsharded_state.trainable_variables
     slots = (self.slots(v) for v in trained if self.is_built)
     return list(dict.fromkeys(name for each in slots for name in each))
 
@@ -194,42 +203,31 @@ class Keras3Optimizer(base.InnerOptimizer):
     return index
 
 
-class Keras3Wrapper(forwarding.OptimizerWrapper, keras.optimizers.Optimizer):
-  """A Keras 3 optimizer that is another one in all but its update step."""
+class Keras3(libraries.Library):
+  """The private names of Keras 3 that other modules need."""
 
-  _package = "keras"
+  package = "keras"
 
-  def __init__(self, opt: Any, name: str, **clipping: float | None) -> None:
-    # Keras makes an iteration count, a learning rate and settings of its own.
-    # Without them __getattr__ finds the encapsulated optimizer's. The two are
-    # not even variables: model functions would share and list them.
-    with tf.variable_creator_scope(lambda *_, **__: opt.variables[0]):
-      # Not super(), whose next class is the wrapper.
-      keras.optimizers.Optimizer.__init__(
-        self, learning_rate=0.0, name=name, **clipping
-      )
-    for attribute in set(vars(self)) - _OWN:
-      if hasattr(opt, attribute) and not attribute.startswith("_self_"):
-        del self.__dict__[attribute]
-    self._encapsulate(Keras3Optimizer(opt))
+  def layers(self, model: Any) -> list[Any]:
+    """Returns a model and all layers within it, nested ones too."""
+    return list(model._flatten_layers())
 
-  def __setattr__(self, name: str, value: Any) -> None:
-    """Writes where the attribute is; notices who encapsulates this one."""
-    if name == "loss_scale_factor":
-      kind = keras.optimizers.LossScaleOptimizer
-      around = loss_scaling.find_caller(self, kind)
-      if around is not None:
-        methods = loss_scaling.Keras3Methods(around, self)
-        self._reduce_before(around, methods)
-    super().__setattr__(name, value)
+  def nested(self, optimizer: Any) -> Sequence[Any]:
+    """Returns the optimizers of a MultiOptimizer."""
+    nested: Sequence[Any] = vars(optimizer).get("_inner_optimizers", ())
+    return nested
 
-  @staticmethod
-  def _serialize(opt: Any) -> Any:
-    """An optimizer as a dictionary."""
-    return keras.saving.serialize_keras_object(opt)
+  def learning_rates(self, optimizer: Any) -> list[Any]:
+    """Returns what an optimizer keeps as its rate: a variable or a schedule."""
+    return [getattr(optimizer, "_learning_rate", None)]
 
-  @staticmethod
-  def _deserialize(config: Any, custom_objects: Any) -> Any:
-    """The optimizer that a dictionary describes, not built."""
-    # Not optimizers.deserialize: it lacks Lamb.
-    return keras.saving.deserialize_keras_object(config, custom_objects)
+  def trained(self, optimizer: Any) -> list[Any]:
+    """Returns the variables that an optimizer was built on."""
+    return list(getattr(optimizer, "_trainable_variables", ()))
+
+  def accumulated(self, optimizer: Any) -> list[Any]:
+    """Returns the variables that an optimizer adds gradients up in."""
+    return list(getattr(optimizer, "_accumulated_gradients", ()))
+
+
+libraries.register(Keras3())

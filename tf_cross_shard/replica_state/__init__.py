@@ -193,8 +193,8 @@ def average(optimizer: Any, model: Any, slots: bool = False) -> None:
     mean = group_state.mean(found.copies.read(variable, range(num_replicas)))
     here = found.copies.engine.replicas_here
     found.copies.write(variable, [mean] * len(here))
-  for each in group_state.warnings_of(optimizer):
-    each.forget()
+  for each in group_state.watches_of(optimizer):
+    each.accept()
 
 
 def save(path: Any, optimizer: Any, model: Any = None) -> None:
@@ -240,8 +240,8 @@ def save(path: Any, optimizer: Any, model: Any = None) -> None:
   found = group_state.GroupCopies(optimizer, model)
   topic = f"saving {target.name}"
   found.agree(topic)
-  for each in group_state.warnings_of(optimizer):
-    each.look()
+  for each in group_state.watches_of(optimizer):
+    each.check()
   found.write(target, topic, found.arrays(found.apart(topic)))
 
 
@@ -300,8 +300,8 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
   found.conclude(f"restoring {target.name}", error, checksum)
   for part, arrays in zip(found.parts, plan, strict=True):
     found.copies.write(part.variable, arrays)
-  for each in group_state.warnings_of(optimizer):
-    each.forget()
+  for each in group_state.watches_of(optimizer):
+    each.accept()
 
 
 def _name(variable: Any) -> str:

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import variables as variables_lib
-from tf_cross_shard.inner_optimizer import optimizer_state
+from tf_cross_shard.inner_optimizer import libraries, optimizer_state
 from tf_cross_shard.replica_state import archive, group_state, replica_values
 
 _KERASES: Final = ("keras", "tf_keras")
@@ -87,7 +87,7 @@ def load_group(model: Any, group: int, optimizer: Any, into: Any = None) -> Any:
     group_state.variables_of(plain), values, strict=True
   ):
     replica_values.native(variable).assign(value)
-  for layer in plain._flatten_layers():
+  for layer in libraries.of(plain).layers(plain):
     if hasattr(layer, "finalize_state"):  # It computes with what it adapted to.
       layer.finalize_state()
   return plain
@@ -152,8 +152,8 @@ def copy_group(source: int, target: int, optimizer: Any, model: Any) -> None:
       continue
     values = found.copies.read(part.variable, origins)
     found.copies.write(part.variable, values[here.start : here.stop])
-  for each in group_state.warnings_of(optimizer):
-    each.forget()
+  for each in group_state.watches_of(optimizer):
+    each.accept()
 
 
 def ensemble(
@@ -290,7 +290,7 @@ def _clone(keras: Any, model: Any, found: group_state.GroupCopies) -> Any:
   try:
     own = {
       type(layer).__name__: type(layer)
-      for layer in model._flatten_layers()
+      for layer in libraries.of(model).layers(model)
       if type(layer).__module__.split(".")[0] not in _KERASES
     }
     with outside_of_strategies(), _same_random_numbers():
@@ -321,8 +321,8 @@ def _clone(keras: Any, model: Any, found: group_state.GroupCopies) -> Any:
 
 def _copy_assets(model: Any, clone: Any) -> None:
   """Gives layers what they keep beside variables, such as vocabularies."""
-  layers = zip(model._flatten_layers(), clone._flatten_layers(), strict=True)
-  for layer, other in layers:
+  layers = libraries.of(model).layers
+  for layer, other in zip(layers(model), layers(clone), strict=True):
     if hasattr(layer, "save_assets"):
       with tempfile.TemporaryDirectory() as folder:
         layer.save_assets(folder)

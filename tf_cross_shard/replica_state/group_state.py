@@ -221,10 +221,10 @@ def groups_of(optimizer: Any, num_replicas: int | None) -> groups_lib.Groups:
   return groups_lib.contiguous(num_replicas or 1, num_replicas or 1)
 
 
-def warnings_of(optimizer: Any) -> list[Any]:
-  """What warns that something else made groups equal."""
+def watches_of(optimizer: Any) -> list[Any]:
+  """The watches for something else that makes groups equal."""
   layers = map(vars, optimizer_state.nested_optimizers(optimizer))
-  return [own["_warnings"] for own in layers if "_warnings" in own]
+  return [own["_step"].watch for own in layers if "_step" in own]
 
 
 def has_mean(variable: Any) -> bool:

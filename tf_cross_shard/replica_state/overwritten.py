@@ -17,8 +17,6 @@ numbers are read when `fit` ends and when something is saved.
 """
 
 import contextlib
-import gc
-import sys
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
@@ -34,12 +32,12 @@ _thread = threading.local()
 
 
 class OverwriteWatch:
-  """What an optimizer with groups warns of, each thing once."""
+  """Warnings of an optimizer with groups, each given once."""
 
-  def __init__(self, name: str, groups: Any, engine: Any) -> None:
+  def __init__(self, name: str, engine: Any) -> None:
     """Makes each replica's `left`, `before` and `found`; NaN is unknown."""
     self._name = name
-    self._groups = groups
+    self._groups = groups = engine.groups
     self._engine = engine
     self._variable: Any = None
     self._said: set[str] = set()
@@ -50,43 +48,32 @@ class OverwriteWatch:
       with tf.init_scope(), engine.strategy.scope():
         self._state = tf.Variable([np.nan] * 3, trainable=False, name="left")
 
-  def before_building(self, variables: Iterable[Any]) -> None:
-    """Warns of batch normalization that mixes groups."""
-    if self._groups.num_groups == 1:
-      return
-    trained = set(map(id, variables))
-    if any(
-      id(variables_lib.native(weight)) in trained
-      for layer in _synchronized_layers()
-      for weight in layer.trainable_weights
-    ):
-      self._say(
-        "%s trains %d groups apart, but BatchNormalization(synchronized=True)"
-        " normalizes over all replicas, so that groups see each other's"
-        " examples. Use tf_cross_shard.layers.SyncBatchNormalization(groups).",
-      )
+  @contextlib.contextmanager
+  def step(self, variables: Iterable[Any]) -> Iterator[None]:
+    """Notes what others changed before this replica's step, and what it left.
 
-  def before_step(self, variables: Iterable[Any]) -> tf.Tensor | None:
-    """What others changed before this replica's step; for `after_step`."""
+    Args:
+      variables: Those that the step updates.
+    """
     if self._state is None:
-      return None
-    if self._variable is None:
-      self._variable = min(
-        variables,
-        key=lambda v: tf.TensorShape(v.shape).num_elements() or np.inf,
-      )
-    state = self._state.read_value()
-    now = _number(self._variable)
-    changed = tf.stack([state[0], now])  # In a first step `before` is NaN.
-    return tf.where(now != state[0], changed, state[1:])
-
-  def after_step(self, found: tf.Tensor | None) -> None:
-    """Notes what this replica's step left."""
-    if found is not None:
+      yield
+      return
+    with self._engine.isolate():
+      if self._variable is None:
+        self._variable = min(
+          map(variables_lib.distributed, variables),
+          key=lambda v: tf.TensorShape(v.shape).num_elements() or np.inf,
+        )
+      state = self._state.read_value()
+      now = _number(self._variable)
+      changed = tf.stack([state[0], now])  # In a first step `before` is NaN.
+      found = tf.where(now != state[0], changed, state[1:])
+    yield
+    with self._engine.isolate():
       left = _number(self._variable)
       self._state.assign(tf.concat([[left], found], axis=0))
 
-  def look(self) -> None:
+  def check(self) -> None:
     """Warns if others than the optimizer made groups equal that differed."""
     if self._variable is None or not is_between_steps():
       return
@@ -109,7 +96,7 @@ class OverwriteWatch:
         " restore(), which keep each group's, or average().",
       )
 
-  def forget(self) -> None:
+  def accept(self) -> None:
     """Takes what groups have now as it is meant to be."""
     if self._state is not None:
       for copy in self._engine.strategy.experimental_local_results(self._state):
@@ -117,7 +104,7 @@ class OverwriteWatch:
 
   def before_saving(self) -> None:
     """Warns of what is lost, unless the saver keeps every group's values."""
-    self.look()
+    self.check()
     if self._groups.num_groups == 1 or getattr(_thread, "all_kept", False):
       return
     self._say(
@@ -126,7 +113,20 @@ class OverwriteWatch:
       " tf_cross_shard.replica_state.save() and restore(), which keep all.",
     )
 
-  def blends(self) -> None:
+  def check_layers(self, layers: Iterable[Any]) -> None:
+    """Warns of batch normalization that mixes groups."""
+    if self._groups.num_groups > 1 and any(
+      getattr(layer, "synchronized", False)
+      and not hasattr(layer, "group_assignment")
+      for layer in layers
+    ):
+      self._say(
+        "%s trains %d groups apart, but BatchNormalization(synchronized=True)"
+        " normalizes over all replicas, so that groups see each other's"
+        " examples. Use tf_cross_shard.layers.SyncBatchNormalization(groups).",
+      )
+
+  def before_evaluating(self) -> None:
     """Warns that Keras evaluates or predicts rows by different groups."""
     if self._groups.num_groups > 1:
       self._say(
@@ -166,26 +166,6 @@ def is_between_steps() -> bool:
   return tf.executing_eagerly() and (
     not tf.distribute.has_strategy() or tf.distribute.in_cross_replica_context()
   )
-
-
-def _synchronized_layers() -> Iterator[Any]:
-  """Keras' layers that reduce over all replicas.
-
-  An optimizer is told of variables only, and these do not know their layers.
-  """
-  kinds = tuple(
-    sys.modules[name].layers.Layer
-    for name in ("keras", "tf_keras")
-    if name in sys.modules
-  )
-  for found in gc.get_objects():
-    # By its type: asking some objects for their class runs code of theirs.
-    if (
-      issubclass(type(found), kinds)
-      and getattr(found, "synchronized", False)
-      and not hasattr(found, "group_assignment")
-    ):
-      yield found
 
 
 def _number(variable: Any) -> tf.Tensor:

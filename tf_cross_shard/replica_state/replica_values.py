@@ -16,7 +16,6 @@ import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard import collectives
-from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.coordination import agreement, errors
 
@@ -168,11 +167,10 @@ class Copies:
 def _gather_words(strategy: tf.distribute.Strategy, words: tf.Tensor) -> Any:
   """Returns the rows of all replicas, one after the other, in each of them."""
   engine = collectives.for_strategy(strategy)
-  everyone = groups_lib.contiguous(engine.num_replicas, engine.num_replicas)
 
   def gather_own() -> tf.Tensor:
     context = tf.distribute.get_replica_context()
     row = words[context.replica_id_in_sync_group - engine.replicas_here.start]
-    return engine.all_gather([row], everyone)[0]
+    return engine.all_gather([row])[0]
 
   return strategy.run(gather_own)

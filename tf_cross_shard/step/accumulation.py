@@ -1,171 +1,237 @@
-"""Gradients that are added up over several calls, reduced and applied once.
+"""Windows: the calls that make one step.
 
     call 1        call 2              call k
-    sum_r += g_r  sum_r += g_r  ...   reduce(sum_r + g_r) -> apply, sum_r = 0
+    sum_r += g_r  sum_r += g_r  ...   finish(sum_r + g_r), sum_r = 0
 
 Each replica adds up its own; nothing travels in the first k - 1 calls.
 """
 
-import dataclasses
+import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tf_cross_shard import settings as settings_lib
 from tf_cross_shard import variables as variables_lib
+from tf_cross_shard.collectives import base as engines
 from tf_cross_shard.gradients import indexed_slices
 from tf_cross_shard.gradients.clipping import Gradient
+from tf_cross_shard.inner_optimizer import base
+
+# Reduces and applies the gradients of so many calls, added up.
+Finish = Callable[[Sequence[Gradient], int], None]
 
 
-@dataclasses.dataclass(frozen=True)
-class Window:
-  """The calls between one update and the next.
+class EveryCall:
+  """The window of one call."""
 
-  Attributes:
-    steps: How many calls, k.
-    count: A variable that counts calls; its remainder by k is the place in the
-      window, equal on all replicas.
-    sum_of: Returns the variable that a variable's gradients are added up in.
-    divisor: What the sums over the window are divided by here.
-    pass_by: Does a call that is not the last; None adds to `sum_of`, `count`.
-  """
+  variables: Sequence[Any] = ()
 
-  steps: int
-  count: Any
-  sum_of: Callable[[Any], Any]
-  divisor: int
-  pass_by: Callable[[Sequence[Gradient], Sequence[Any]], None] | None = None
+  def build(self, variables: Sequence[Any]) -> None:
+    """Does nothing: there are no sums."""
 
-  def run(
-    self,
-    grads: Sequence[Gradient],
-    variables: Sequence[Any],
-    isolate: Callable[[], Any],
-    finish: Callable[[Sequence[Gradient]], None],
+  def add(
+    self, own: Sequence[Gradient], variables: Sequence[Any], finish: Finish
   ) -> None:
-    """Adds `grads`, or in the last call hands the window's mean to `finish`.
+    """Finishes at once."""
+    del variables
+    finish(own, 1)
 
-    Args:
-      grads: This replica's own.
-      variables: Their variables.
-      isolate: Makes a context in which this replica writes its own copies.
-      finish: Reduces and applies, or leaves the window out.
-    """
+
+class Window(EveryCall, abc.ABC):
+  """The window of several calls."""
+
+  def __init__(self, steps: int, engine: engines.Engine) -> None:
+    self.steps = steps
+    self._engine = engine
+
+  def add(
+    self, own: Sequence[Gradient], variables: Sequence[Any], finish: Finish
+  ) -> None:
+    """Adds `own`, or in the last call hands what was added up to `finish`."""
     dense = [
-      indexed_slices.to_dense(grad, variable)
-      for grad, variable in zip(grads, variables, strict=True)
+      indexed_slices.cast(indexed_slices.to_dense(grad, variable), variable)
+      for grad, variable in zip(own, variables, strict=True)
     ]
-    with isolate():
+    with self._engine.isolate():
       # Not `==`, which in a version 1 graph compares objects.
       is_last = tf.equal(self._place(), self.steps - 1)
 
     def add() -> None:
-      with isolate():
-        (self.pass_by or self._add)(dense, variables)
+      with self._engine.isolate():
+        self._add(dense, variables)
 
     def close() -> None:
-      totals: list[Gradient] = []
-      with isolate():
-        for grad, variable in zip(dense, variables, strict=True):
-          if grad is None:
-            totals.append(None)
-            continue
-          before = variables_lib.native(self.sum_of(variable))
-          grad = indexed_slices.cast(grad, variable)
-          totals.append((before + grad) / self.divisor)
-        for total, variable in zip(totals, variables, strict=True):
-          if total is not None:
-            before = variables_lib.native(self.sum_of(variable))
-            before.assign(tf.zeros_like(before))
-      finish(totals)
-      with isolate():
+      with self._engine.isolate():
+        totals = self._take(dense, variables)
+      finish(totals, self._calls_in_total)
+      with self._engine.isolate():
         # A window that was left out counts as none.
-        count = variables_lib.native(self.count)
-        count.assign_sub(self._place())
+        self._count.assign_sub(self._place())
 
     tf.cond(is_last, close, add)
 
+  @property
+  @abc.abstractmethod
+  def _count(self) -> Any:
+    """The variable that counts calls, alike on all replicas."""
+
+  @property
+  @abc.abstractmethod
+  def _calls_in_total(self) -> int:
+    """How many calls' gradients `finish` is handed the sum of."""
+
+  @abc.abstractmethod
+  def _sum_of(self, variable: Any) -> Any:
+    """Returns the variable that a variable's gradients are added up in."""
+
+  @abc.abstractmethod
   def _add(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
-    """Adds gradients to this replica's sums."""
-    for grad, variable in zip(grads, variables, strict=True):
-      if grad is not None:
-        grad = indexed_slices.cast(grad, variable)
-        variables_lib.native(self.sum_of(variable)).assign_add(grad)
-    variables_lib.native(self.count).assign_add(1)
+    """Adds gradients to this replica's sums, and counts the call."""
 
   def _place(self) -> tf.Tensor:
-    """How many calls of this window there were."""
-    count = tf.convert_to_tensor(variables_lib.native(self.count))
+    """Returns how many calls of this window there were."""
+    count = tf.convert_to_tensor(self._count)
     return count % tf.cast(self.steps, count.dtype)
 
+  def _take(
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
+  ) -> list[Gradient]:
+    """Returns what was added up with `grads`, and starts the sums anew."""
+    totals: list[Gradient] = []
+    for grad, variable in zip(grads, variables, strict=True):
+      before = variables_lib.native(self._sum_of(variable))
+      totals.append(None if grad is None else before + grad)
+    for total, variable in zip(totals, variables, strict=True):
+      if total is not None:
+        before = variables_lib.native(self._sum_of(variable))
+        before.assign(tf.zeros_like(before))
+    return totals
 
-class Accumulation:
-  """The window in force: this package's own, or the encapsulated optimizer's.
+
+class OwnWindow(Window):
+  """The window of `accumulate_steps`, with sums of its own.
 
   Attributes:
-    steps: Of this package's own; None without.
-    variables: Of this package's own, of each replica its own; none of the
-      optimizer's `variables`.
+    variables: Sums and count; of each replica its own.
   """
 
-  def __init__(self, steps: Any, inner: Any, engine: Any) -> None:
-    """Checks `accumulate_steps`.
-
-    Args:
-      steps: The argument.
-      inner: The encapsulated optimizer's adapter.
-      engine: What updates variables.
-    """
-    if steps is not None and (type(steps) is not int or steps < 2):
-      raise ValueError(
-        f"`accumulate_steps` must be an integer of at least 2; got {steps!r}."
-        " Leave it None to apply gradients in every call."
-      )
-    if steps is not None and inner.accumulates:
-      raise ValueError(
-        f"`accumulate_steps` is {steps}, and `opt` has"
-        f" gradient_accumulation_steps={inner.accumulates}. Set one of them"
-        " only."
-      )
-    self.steps: int | None = steps
+  def __init__(self, steps: int, engine: engines.Engine) -> None:
+    super().__init__(steps, engine)
     self.variables: list[Any] = []
-    self._inner = inner
-    self._engine = engine
     self._sums: dict[int, Any] = {}
     self._known: list[Any] = []  # Ids stay theirs.
-    self._own: Window | None = None
-    if self.steps is not None:
-      engine.check_conditional("accumulate_steps")
-      self._own = Window(
-        self.steps,
-        self._make(0, tf.int64, "accumulated_calls"),
-        lambda variable: self._sums[id(variables_lib.native(variable))],
-        divisor=self.steps,
-      )
-
-  def window(self) -> Window | None:
-    """The calls that make one step, if it takes several."""
-    if self._own is not None or not self._engine.updates_in_cond:
-      return self._own
-    window: Window | None = self._inner.own_window()
-    return window
+    self._calls = self._make(0, tf.int64, "accumulated_calls")
 
   def build(self, variables: Sequence[Any]) -> None:
     """Makes a sum for each of the variables that has none."""
-    if self._own is None:
-      return
     for variable in variables:
       native = variables_lib.native(variable)
       if id(native) not in self._sums:
-        name = str(getattr(variable, "path", variable.name)).split(":")[0]
         self._known.append(native)
         self._sums[id(native)] = self._make(
-          np.zeros(native.shape), native.dtype, f"gradient_sum/{name}"
+          np.zeros(native.shape),
+          native.dtype,
+          f"gradient_sum/{variables_lib.path_of(variable)}",
         )
+
+  @property
+  def _count(self) -> Any:
+    return self._calls
+
+  @property
+  def _calls_in_total(self) -> int:
+    return 1
+
+  def _sum_of(self, variable: Any) -> Any:
+    return self._sums[id(variables_lib.native(variable))]
+
+  def _add(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
+    for grad, variable in zip(grads, variables, strict=True):
+      if grad is not None:
+        self._sum_of(variable).assign_add(grad)
+    self._calls.assign_add(1)
+
+  def _take(
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
+  ) -> list[Gradient]:
+    """Returns the mean over the window."""
+    totals = super()._take(grads, variables)
+    return [None if total is None else total / self.steps for total in totals]
 
   def _make(self, value: Any, dtype: Any, name: str) -> Any:
     with self._engine.making_variables():
       made = tf.Variable(value, trainable=False, dtype=dtype, name=name)
     self.variables.append(made)
     return made
+
+
+class KerasWindow(Window):
+  """The window in which a Keras 3 optimizer itself accumulates.
+
+  In the last call it is handed the sums over the group, and divides them.
+  """
+
+  def __init__(
+    self, inner: base.InnerOptimizer, engine: engines.Engine
+  ) -> None:
+    assert inner.accumulates is not None
+    super().__init__(inner.accumulates, engine)
+    self._inner = inner
+
+  @property
+  def _count(self) -> Any:
+    return variables_lib.native(self._inner.accumulated_calls)
+
+  @property
+  def _calls_in_total(self) -> int:
+    return self.steps
+
+  def _sum_of(self, variable: Any) -> Any:
+    return self._inner.accumulated_gradient(variable)
+
+  def _add(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
+    self._inner.accumulate(grads, variables)
+
+
+def own_window(
+  settings: settings_lib.Settings,
+  inner: base.InnerOptimizer,
+  engine: engines.Engine,
+) -> EveryCall:
+  """Returns the window of `accumulate_steps`; one call without."""
+  steps = settings.accumulate_steps
+  if steps is not None and inner.accumulates:
+    raise ValueError(
+      f"`accumulate_steps` is {steps}, and `opt` has"
+      f" gradient_accumulation_steps={inner.accumulates}. Set one of them"
+      " only."
+    )
+  return EveryCall() if steps in (None, 1) else OwnWindow(int(steps), engine)
+
+
+def in_force(
+  own: EveryCall,
+  inner: base.InnerOptimizer,
+  engine: engines.Engine,
+  variables: Sequence[Any],
+) -> EveryCall:
+  """Returns `own`, or the encapsulated optimizer's window, if it has one.
+
+  Raises:
+    NotImplementedError: If a variable is overwritten by its gradient.
+  """
+  has_values = any(map(inner.is_overwritten, variables))
+  if isinstance(own, Window):
+    if has_values:
+      raise NotImplementedError(
+        "Gradients of variables with `overwrite_with_gradient` (Keras' float8"
+        " scales) cannot be accumulated. Leave `accumulate_steps` out."
+      )
+    return own
+  # Keras accumulates values too: it is handed sums in every call.
+  if has_values or not inner.accumulates_own_gradients:
+    return own
+  return KerasWindow(inner, engine)

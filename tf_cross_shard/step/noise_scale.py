@@ -9,6 +9,31 @@ have no bias, and noise_scale = average(S) / average(G^2) over the last steps.
 The mean of the steps' ratios would be wrong: a ratio of two estimates has a
 bias, and G^2 of one step is often near 0.
 
+`S / G^2` is in batches of one replica: times the examples that a replica has in
+a step it is in examples. A negative one says that noise hides the gradient.
+Gradients are measured as they are reduced, clipped if they are. Steps with a
+NaN or an infinity do not count. `replica_state.group_values(
+optimizer.noise_scale, optimizer)` reads all groups'.
+
+>>> from tf_cross_shard import CrossShardOptimizer
+>>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+>>> with strategy.scope():
+...   weight = tf.Variable(0.0)
+...   optimizer = CrossShardOptimizer("sgd", "sum", noise_scale=1)
+...   optimizer.build([weight])
+>>> @tf.function
+... def step():
+...   def replica_step():
+...     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+...     grad = 3.0 + tf.cast(replica, tf.float32)  # 3 and 4
+...     return optimizer.apply_gradients([(grad, weight)])
+...
+...   return strategy.run(replica_step)
+>>> _ = step()
+>>> S, G2 = (12.5 - 3.5**2) / (1 - 1 / 2), (2 * 3.5**2 - 12.5) / (2 - 1)
+>>> round(float(optimizer.noise_scale.numpy()), 5), round(S / G2, 5)
+(0.04167, 0.04167)
+
 References:
   McCandlish et al., An Empirical Model of Large-Batch Training, 2018 (arXiv
   1812.06162), appendix A.1, for batches of one member and of n.
@@ -20,8 +45,11 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
+from tf_cross_shard import settings as settings_lib
+from tf_cross_shard.collectives import base as engines
 from tf_cross_shard.gradients import indexed_slices
 from tf_cross_shard.gradients.clipping import Gradient
+from tf_cross_shard.inner_optimizer import base
 
 DECAY: Final = 0.99  # of an average, for each measurement: about 100 count
 EVERY: Final = 32  # steps: norms read all gradients, and the scale moves slowly
@@ -58,7 +86,6 @@ class NoiseScale:
   """Measures what is reduced, before and after the sum.
 
   Attributes:
-    argument: What the optimizer was given.
     noise_scale: The ratio, NaN before the first measurement; float32.
     gradient_norm: `|m|` of the last measurement, NaN before the first; float32.
     variables: These, the averages and the number of steps; each replica has its
@@ -66,37 +93,26 @@ class NoiseScale:
   """
 
   def __init__(
-    self, argument: Any, inner: Any, engine: Any, groups: Any, is_mean: bool
+    self,
+    settings: settings_lib.Settings,
+    inner: base.InnerOptimizer,
+    engine: engines.Engine,
   ) -> None:
-    """Makes the variables.
-
-    Args:
-      argument: True, False, or in which steps to measure: each so-many-th.
-      inner: The encapsulated optimizer's adapter, which knows the loss scale.
-      engine: What sums.
-      groups: The groups.
-      is_mean: Whether the sum over the group is the mean gradient.
-    """
-    if not isinstance(argument, int) or argument < 0:
-      raise ValueError(
-        "`noise_scale` must be True, False or the number of steps from one"
-        f" measurement to the next; got {argument!r}."
-      )
-    self.argument = argument
-    self._every = EVERY if argument is True else int(argument)
+    """Makes the variables, if anything is to be measured."""
+    every = settings.noise_scale
+    self._every = EVERY if every is True else int(every)
     self.noise_scale: Any = None
     self.gradient_norm: Any = None
     self.variables: list[Any] = []
     self._inner = inner
     self._engine = engine
-    self._groups = groups
-    self._is_mean = is_mean
+    self._groups = engine.groups
+    self._is_mean = settings.is_mean
     if not self._every:
       return
     # Without a strategy it may have been loaded for inference only.
     if engine.num_replicas > 1:
       self._check_members()
-    engine.check_conditional("noise_scale")
     with engine.making_variables():
       self.variables = [
         tf.Variable(value, trainable=False, name=name)
@@ -128,15 +144,15 @@ class NoiseScale:
     return [self._if_due(lambda: squared_norm(grads, self._scale(calls)))]
 
   def after_sum(
-    self, totals: Sequence[Gradient], calls: float = 1.0
-  ) -> list[Gradient]:
-    """Measures a step; returns the sums without what travelled beside them."""
-    if not self._every:
-      return list(totals)
-    *sums, of_members = totals
-    of_sum = self._if_due(lambda: squared_norm(sums, self._scale(calls)))
-    self._step(of_members, of_sum)
-    return sums
+    self,
+    sums: Sequence[Gradient],
+    of_members: Sequence[tf.Tensor],
+    calls: float = 1.0,
+  ) -> None:
+    """Measures a step by its sums, and by the sum of `of_replica`'s."""
+    if self._every:
+      of_sum = self._if_due(lambda: squared_norm(sums, self._scale(calls)))
+      self._step(of_members[0], of_sum)
 
   def after_scatter(
     self, own: Sequence[tf.Tensor], parts: Sequence[tf.Tensor]
@@ -145,7 +161,7 @@ class NoiseScale:
     if self._every:
       part = self._if_due(lambda: squared_norm(parts, self._scale()))
       both = tf.stack([*own, part])
-      [both] = self._engine.all_reduce_sum([both], self._groups)
+      [both] = self._engine.all_reduce_sum([both])
       self._step(both[0], both[1])
 
   def _check_members(self) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_cross_shard.collectives import base as engines
 from tf_cross_shard.gradients.clipping import Gradient
+from tf_cross_shard.inner_optimizer import base
 
 
 def all_finite(grads: Sequence[Gradient]) -> tf.Tensor:
@@ -44,46 +46,48 @@ class NonfiniteGuard:
   """Applies a step, or skips and counts it.
 
   Attributes:
-    is_on: Whether steps are checked.
     count: How many were not finite, int64; each replica has its group's. None
       if steps are not checked.
 
-  >>> from tf_cross_shard import collectives
-  >>> engine = collectives.for_strategy(tf.distribute.get_strategy())
-  >>> guard = NonfiniteGuard(True, engine)
+  >>> from tf_cross_shard import CrossShardOptimizer
+  >>> guard = CrossShardOptimizer("sgd", skip_nonfinite=True)._step.guard
   >>> guard.apply_if_finite([tf.constant(float("nan"))], lambda: 1 / 0)
   >>> int(guard.count.numpy())
   1
   """
 
-  def __init__(self, is_on: bool, engine: Any) -> None:
-    if not isinstance(is_on, bool):
-      raise TypeError(f"`skip_nonfinite` must be True or False; got {is_on!r}.")
-    self.is_on = is_on
+  def __init__(
+    self, is_on: bool, inner: base.InnerOptimizer, engine: engines.Engine
+  ) -> None:
+    """Makes the count, where steps are checked."""
+    self._is_on = is_on
+    self._inner = inner  # It may be put into a LossScaleOptimizer later.
     self.count: Any = None
     if is_on:
-      engine.check_conditional("skip_nonfinite")
       with engine.making_variables():
         self.count = tf.Variable(
           0, trainable=False, dtype=tf.int64, name="skipped_steps"
         )
 
-  def apply_if_finite(
-    self,
-    sums: Sequence[Gradient],
-    apply: Callable[[], None],
-    always: bool = False,
-  ) -> None:
-    """Calls `apply`, unless steps are checked and `sums` are not finite.
+  @property
+  def may_skip(self) -> bool:
+    """Whether a step may be left out because of a NaN or an infinity."""
+    return self._is_on or self._inner.scales_dynamically
 
-    With `always` it is called in any case: it skips such steps by itself.
-    """
-    if not self.is_on:
+  def is_step(self, sums: Sequence[Gradient]) -> Any:
+    """Whether a step with these sums, which is being applied, is one."""
+    return all_finite(sums) if self._inner.scales_dynamically else True
+
+  def apply_if_finite(
+    self, sums: Sequence[Gradient], apply: Callable[[], None]
+  ) -> None:
+    """Calls `apply`, unless steps are checked and `sums` are not finite."""
+    if not self._is_on:
       apply()
       return
     is_finite = all_finite(sums)
     self.count.assign_add(tf.cast(~is_finite, self.count.dtype))
-    if always:
+    if self._inner.scales_dynamically:  # It skips by itself.
       apply()
     else:
       tf.cond(is_finite, apply, lambda: None)

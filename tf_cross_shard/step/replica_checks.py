@@ -1,39 +1,44 @@
-"""Where an optimizer is used: its strategy, its groups, allowed contexts."""
+"""Checks of where an optimizer is used, and of what workers are about to do."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard import collectives
+from tf_cross_shard import collectives, validation
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import settings as settings_lib
 from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.coordination import agreement
+from tf_cross_shard.gradients.clipping import Gradient
+from tf_cross_shard.inner_optimizer import base
 
 
 class ReplicaChecks:
-  """The strategy that an optimizer was made for and the groups in it."""
+  """The strategy that an optimizer was made for, and the groups in it.
+
+  Attributes:
+    engine: Sums over the groups, under the strategy.
+    groups: The groups in force.
+  """
 
   def __init__(
-    self,
-    strategy: tf.distribute.Strategy,
-    group_assignment: Any,
-    name: str,
+    self, inner: base.InnerOptimizer, settings: settings_lib.Settings
   ) -> None:
     """Checks the groups, and their number where there are several replicas."""
-    self.assigned = settings_lib.as_groups(group_assignment)
-    self.engine = collectives.for_strategy(strategy)
-    replicas = self.engine.num_replicas
-    self.groups = self.assigned or groups_lib.contiguous(replicas, replicas)
-    self._name = name
+    self.engine = collectives.for_strategy(
+      inner.strategy, settings.group_assignment
+    )
+    self.groups: groups_lib.Groups = self.engine.groups
+    self._inner = inner
+    self._settings = settings
+    self._name = settings.name
     # Without a strategy the optimizer may have been loaded for inference only;
-    # `check` raises before the first step.
-    if replicas > 1:
-      self.engine.check_groups(self.groups)
+    # `check_place` raises before the first step.
+    if self.engine.num_replicas > 1:
       self._check_group_count()
 
-  def check(self) -> None:
+  def check_place(self) -> None:
     """Raises an error where gradients cannot be reduced."""
     if tf.distribute.in_cross_replica_context():
       raise RuntimeError(
@@ -60,15 +65,18 @@ class ReplicaChecks:
       )
 
   def check_variables(self, variables: Sequence[Any]) -> None:
-    """Raises `ValueError` for a variable made outside the strategy's scope.
+    """Raises `ValueError` for a variable that a step cannot update.
 
-    It exists once: each replica would update it, and groups would mix in it.
+    One made outside the strategy's scope exists once: each replica would update
+    it, and groups would mix in it.
     """
+    if self._inner.is_built:
+      validation.check_known(variables, self._inner.knows)
     strategy = self.engine.strategy
     if self.engine.num_replicas == 1:
       return
     for variable in variables:
-      whole = variables_lib.distributed(variables_lib.native(variable))
+      whole = variables_lib.distributed(variable)
       if getattr(whole, "distribute_strategy", None) is not strategy:
         name = getattr(variable, "path", None) or variable.name
         raise ValueError(
@@ -78,40 +86,41 @@ class ReplicaChecks:
           " strategy.scope():`."
         )
 
-  def agree_to_build(
-    self, variables: Sequence[Any], settings: Callable[[], dict[str, Any]]
-  ) -> None:
+  def agree_to_build(self, variables: Sequence[Any]) -> None:
     """Raises an error unless all workers make the same optimizer."""
     self.engine.agree(
       f"the building of {self._name}",
-      lambda: self._settings(settings()) + agreement.variables(variables),
+      lambda: [*self._setting_lines(), *agreement.variables(variables)],
     )
 
   def agree_to_step(
-    self,
-    grads: Sequence[Any],
-    variables: Sequence[Any],
-    settings: Callable[[], dict[str, Any]],
-    iterations: Callable[[], tf.Tensor],
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
     """Raises an error unless all workers take the same first step."""
     self.engine.agree(
       f"a step of {self._name}",
       lambda: [
-        *self._settings(settings()),
+        *self._setting_lines(),
         *agreement.variables(variables),
         *agreement.gradients(grads),
       ],
-      # Groups that were trained apart may have skipped other steps.
-      lambda: agreement.settings(
-        iterations=int(iterations()) if self.groups.num_groups == 1 else "any"
-      ),
+      self._iteration_lines,
     )
 
-  def _settings(self, settings: dict[str, Any]) -> list[str]:
-    """Lines of settings, with the groups in force."""
-    in_force = {**settings, "group_assignment": self.groups.to_lists()}
-    return agreement.settings(**in_force)
+  def _setting_lines(self) -> list[str]:
+    """Returns settings as lines, with the groups in force."""
+    config = self._settings.to_config()
+    del config["name"]
+    return agreement.settings(
+      **{**config, "group_assignment": self.groups.to_lists()}
+    )
+
+  def _iteration_lines(self) -> list[str]:
+    """Returns the count of steps as a line."""
+    # Groups that were trained apart may have skipped other steps.
+    is_alike = self.groups.num_groups == 1
+    count = int(self._inner.iterations()) if is_alike else "any"
+    return agreement.settings(iterations=count)
 
   def _check_group_count(self) -> None:
     """Raises `ValueError` unless the groups hold the strategy's replicas."""

@@ -12,8 +12,8 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import variables as variables_lib
+from tf_cross_shard.collectives import base as engines
 from tf_cross_shard.inner_optimizer import base, optimizer_state
 from tf_cross_shard.replica_state import replica_values
 
@@ -35,18 +35,17 @@ class WholeSlot(_Trackable):
     slot: Any,
     start: int,
     shape: Sequence[int],
-    groups: groups_lib.Groups,
-    strategy: tf.distribute.Strategy,
+    engine: engines.Engine,
   ) -> None:
     """Stands for `named`, in the members' copies of `slot` from `start` on."""
     self.name = str(named.name)
     self.path = str(getattr(named, "path", named.name))
     self.shape = tf.TensorShape(shape)
     self.dtype = tf.as_dtype(slot.dtype)
-    self.distribute_strategy = strategy
+    self.distribute_strategy = engine.strategy
     self._slot = slot
     self._start = start
-    self._groups = groups
+    self._groups = engine.groups
 
   def numpy(self) -> np.ndarray[Any, Any]:
     """The first group's value."""
@@ -199,8 +198,7 @@ class PlainState:
     weights: Sequence[Any],
     places: Sequence[tuple[int, int]],
     shards: Sequence[Any],
-    groups: groups_lib.Groups,
-    strategy: tf.distribute.Strategy,
+    engine: engines.Engine,
   ) -> None:
     """Finds the state of each of `weights`.
 
@@ -209,8 +207,7 @@ class PlainState:
       weights: What the plain one would be built on.
       places: For each of them the row, and where in it the weight begins.
       shards: The variables of the rows.
-      groups: The groups.
-      strategy: What has the copies.
+      engine: The engine, which knows the groups and the strategy.
     """
     optimizer = inner.optimizer
     plain = type(optimizer).from_config(optimizer.get_config())
@@ -236,9 +233,7 @@ class PlainState:
     ):
       for attribute, slot in base.slots_at(named, i, len(tiny), ()):
         part = getattr(last, attribute)[row]
-        whole = WholeSlot(
-          slot, part, start, tuple(weight.shape), groups, strategy
-        )
+        whole = WholeSlot(slot, part, start, tuple(weight.shape), engine)
         in_rows.add(id(part))
         self._found[id(slot)] = whole
         self._slots[i][names[row][id(part)]] = whole

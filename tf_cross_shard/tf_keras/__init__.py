@@ -21,7 +21,8 @@ from tf_cross_shard import (  # noqa: E402
   validation,
 )
 from tf_cross_shard.gradients import differentiation, loss_factor  # noqa: E402
-from tf_cross_shard.tf_keras import adapter  # noqa: E402
+from tf_cross_shard.step import flow  # noqa: E402
+from tf_cross_shard.tf_keras import adapter, wrapper  # noqa: E402
 
 # Registers its classes, which files may name.
 from tf_cross_shard.tf_keras import v1_optimizers as v1_optimizers  # noqa: E402
@@ -31,7 +32,7 @@ from tf_cross_shard.wrapper import forwarding  # noqa: E402
 
 @forwarding.documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class CrossShardOptimizer(optimizer.CrossShard, adapter.TfKerasWrapper):
+class CrossShardOptimizer(optimizer.CrossShard, wrapper.TfKerasWrapper):
   """Sums or averages gradients over replicas, then lets `opt` apply them.
 
   `opt` is a `adapter.optimizers.Optimizer` or one of
@@ -62,8 +63,8 @@ class CrossShardOptimizer(optimizer.CrossShard, adapter.TfKerasWrapper):
     Raises:
       RuntimeError: If called in the cross-replica context.
     """
-    self._place.check()
-    return self._scale(loss, loss_factor.GLOBAL)
+    self._checks.check_place()
+    return self._step.scale(loss, loss_factor.GLOBAL)
 
   @tf.autograph.experimental.do_not_convert
   def aggregate_gradients(
@@ -89,9 +90,9 @@ class CrossShardOptimizer(optimizer.CrossShard, adapter.TfKerasWrapper):
     Raises:
       RuntimeError: If called in the cross-replica context.
     """
-    self._place.check()
-    grads, variables = validation.check_pairs(grads_and_vars)
-    return list(zip(self._sum(grads, variables), variables, strict=True))
+    self._checks.check_place()
+    call = flow.Call(*validation.check_pairs(grads_and_vars))
+    return list(zip(self._step.sum(call), call.variables, strict=True))
 
   @tf.autograph.experimental.do_not_convert
   def apply_gradients(
@@ -130,7 +131,8 @@ class CrossShardOptimizer(optimizer.CrossShard, adapter.TfKerasWrapper):
       return self._inner.apply_reduced(grads, variables)
     validation.check_global_step(global_step)
     validation.check_name(name)
-    return self._apply(grads, variables, global_step, name, is_reduced=True)
+    call = flow.Call(grads, variables, global_step, name, is_reduced=True)
+    return self._perform(call)
 
   def get_config(self) -> dict[str, Any]:
     """Everything the constructor needs, in serializable form."""
@@ -150,7 +152,7 @@ class CrossShardOptimizer(optimizer.CrossShard, adapter.TfKerasWrapper):
 
 @forwarding.documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class TowerOptimizer(tower_optimizer.Tower, adapter.TfKerasWrapper):
+class TowerOptimizer(tower_optimizer.Tower, wrapper.TfKerasWrapper):
   """Gathers gradients across the towers of a model function.
 
   It encapsulates an optimizer of tf_keras, legacy or not.
@@ -203,6 +205,15 @@ class PerGroup(
   """A schedule with a learning rate for each group: numbers, or schedules."""
 
   _package = "tf_keras"
+  _was_given = False
+
+  def _is_being_given(self) -> bool:
+    """Whether this is the first call, by the constructor of an optimizer.
+
+    It asks before any other optimizer can encapsulate it.
+    """
+    is_first, self._was_given = not self._was_given, True
+    return is_first
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")

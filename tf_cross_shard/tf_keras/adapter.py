@@ -13,8 +13,7 @@ import tf_keras
 
 from tf_cross_shard.gradients import indexed_slices
 from tf_cross_shard.gradients.clipping import Gradient
-from tf_cross_shard.inner_optimizer import base, optimizer_state
-from tf_cross_shard.wrapper import forwarding, loss_scaling
+from tf_cross_shard.inner_optimizer import base, libraries, optimizer_state
 
 _LEGACY: Final = tf_keras.optimizers.legacy.Optimizer
 
@@ -28,6 +27,13 @@ class TfKerasOptimizer(base.InnerOptimizer):
   def __init__(self, optimizer: Any) -> None:
     super().__init__(optimizer)
     self._trainable: list[Any] = []
+
+  @property
+  def name(self) -> str:
+    """The optimizer's name."""
+    last = base.innermost(self.optimizer)  # A LossScaleOptimizer has none.
+    # Legacy optimizers have it as a private attribute.
+    return str(getattr(last, "name", None) or last._name)
 
   @property
   def strategy(self) -> tf.distribute.Strategy:
@@ -54,13 +60,13 @@ class TfKerasOptimizer(base.InnerOptimizer):
   @property
   def state(self) -> list[Any]:
     """The variables, and the loss scale, which is none of them."""
-    return self.variables + optimizer_state.loss_scale_of(self.optimizer)
+    return self.variables + loss_scale_of(self.optimizer)
 
   @property
   def _loss_scaler(self) -> Any:
     """The LossScaleOptimizer around or within, dynamic or not, or None."""
     is_within = hasattr(self.optimizer, "get_scaled_loss")
-    return self.around or (self.optimizer if is_within else None)
+    return self.outer_loss_scaler or (self.optimizer if is_within else None)
 
   def make_variable(self, value: Any, name: str) -> Any:
     """A trainable variable of this Keras."""
@@ -78,6 +84,17 @@ class TfKerasOptimizer(base.InnerOptimizer):
       # In a function that is being traced, they must outlive the trace.
       with tf.init_scope():
         self.optimizer.build(self._trainable)
+
+  @property
+  def averages(self) -> list[Any]:
+    """The moving averages of what it was built on; empty without."""
+    last = base.innermost(self.optimizer)
+    return list(getattr(last, "_model_variables_moving_average", ()))
+
+  def decays(self, variable: Any) -> bool:
+    """Whether `variable` has weight decay, should there be any."""
+    last = base.innermost(self.optimizer)
+    return not last.weight_decay or bool(last._use_weight_decay(variable))
 
   def _index(self, variable: Any) -> int | None:
     """The place of `variable` among those it was built on, or None."""
@@ -151,14 +168,12 @@ class TfKerasOptimizer(base.InnerOptimizer):
   ) -> None:
     """Hands sums to the LossScaleOptimizer around ours."""
     pairs = zip(grads, variables, strict=True)
-    type(self.around).apply_gradients(
-      self.around, pairs, skip_gradients_aggregation=True
+    type(self.outer_loss_scaler).apply_gradients(
+      self.outer_loss_scaler, pairs, skip_gradients_aggregation=True
     )
 
-  def slots(self, variable: Any) -> dict[str, Any]:
-    """The slots of `variable`, by name."""
-    if self.plain is not None:
-      return dict(self.plain.slots(variable))
+  def own_slots(self, variable: Any) -> dict[str, Any]:
+    """The slots of a variable that the optimizer is built on, by name."""
     if not self.is_built or self._index(variable) is None:
       return {}
     key = base.innermost(self.optimizer)._var_key(variable)
@@ -205,10 +220,12 @@ class LegacyOptimizer(TfKerasOptimizer):
     """Whether slots exist; more are made whenever they are needed."""
     return bool(self._trainable)
 
-  @property
-  def variables(self) -> list[Any]:
-    """All variables of the optimizer."""
+  def listed(self) -> list[Any]:
+    """Returns what the optimizer itself says are its variables."""
     return list(self.optimizer.variables())
+
+  def write_averages(self, variables: Sequence[Any]) -> None:
+    """Does nothing: legacy optimizers average no weights."""
 
   def build(self, variables: Sequence[Any]) -> None:
     """Makes the slots for `variables`, unless they exist."""
@@ -223,7 +240,7 @@ class LegacyOptimizer(TfKerasOptimizer):
     """True: legacy optimizers take any variable at any time."""
     return True
 
-  def slots(self, variable: Any) -> dict[str, Any]:
+  def own_slots(self, variable: Any) -> dict[str, Any]:
     """The slots of `variable`, by name."""
     last = base.innermost(self.optimizer)
     found = {}
@@ -249,161 +266,52 @@ def as_pairs(
   ]
 
 
-class TfKerasWrapper(
-  forwarding.OptimizerWrapper, tf_keras.optimizers.Optimizer
-):
-  """A tf_keras optimizer that is another one in all but its update step."""
-
-  _package = "tf_keras"
-
-  # Keras reads these of any optimizer; legacy ones do not have them.
-  _mesh = None
-  _run_with_dtensor = False
-  _is_exported = False
-
-  def __init__(self, opt: Any, name: str, **clipping: float | None) -> None:
-    # Not Keras' constructor, which makes variables.
-    self.name = name
-    if clipping["clipnorm"] and clipping["global_clipnorm"]:
-      raise ValueError(
-        "At most one of `clipnorm` and `global_clipnorm` can be set; got"
-        f" {clipping}."
-      )
-    for argument, limit in clipping.items():
-      setattr(self, argument, limit)
-    inner = adapter(opt)
-    inner.check_class()
-    self._encapsulate(inner)
-
-  def get_slot(self, var: Any, name: str) -> Any:
-    """The variable that the encapsulated optimizer made for `var`, or None.
-
-    A checkpoint asks for the slots of everything that it saves.
-    """
-    return self._inner.slot(var, name)
-
-  def __dir__(self) -> list[str]:
-    """Adds the names by which a checkpoint finds slots of legacy optimizers."""
-    names = super().__dir__()
-    if self._is_legacy and not self._is_exported:
-      names += ["get_slot", "get_slot_names"]
-    return names
-
-  def __setattr__(self, name: str, value: Any) -> None:
-    """Writes where the attribute is; notices who encapsulates this one."""
-    super().__setattr__(name, value)
-    if name == "_is_wrapped_by_loss_scale_optimizer":
-      kind = tf_keras.mixed_precision.LossScaleOptimizer
-      around = loss_scaling.find_caller(self, kind)
-      if around is not None:
-        self._reduce_before(around, loss_scaling.TfKerasMethods(self))
-
-  def _reduce_before(self, around: Any, methods: Any) -> None:
-    """Also lets a checkpoint of `around` find legacy optimizers' slots."""
-    super()._reduce_before(around, methods)
-    if self._is_legacy:
-      vars(around).update(
-        get_slot=self.get_slot,
-        # In a SavedModel there are to be none, as in ours.
-        get_slot_names=lambda: (
-          [] if self._is_exported else self.get_slot_names()
-        ),
-        _create_or_restore_slot_variable=self._create_or_restore_slot_variable,
-      )
-
-  @staticmethod
-  def _serialize(opt: Any) -> Any:
-    """An optimizer as a dictionary."""
-    return tf_keras.saving.serialize_keras_object(opt)
-
-  @staticmethod
-  def _deserialize(config: Any, custom_objects: Any) -> Any:
-    """The optimizer that a dictionary describes, not built."""
-    try:
-      return tf_keras.saving.deserialize_keras_object(config, custom_objects)
-    except ValueError:
-      # While HDF5 files and SavedModels are read, Keras' own classes have other
-      # names.
-      if "inner_optimizer" in config["config"]:
-        return tf_keras.optimizers.deserialize(
-          config, custom_objects, use_legacy_format="module" not in config
-        )
-      legacy = config["config"].get("is_legacy_optimizer", True)
-      home = tf_keras.optimizers.legacy if legacy else tf_keras.optimizers
-      if not hasattr(home, config["class_name"]):
-        raise
-      return getattr(home, config["class_name"]).from_config(config["config"])
-
-  def save_own_variables(self, store: Any) -> None:
-    """Saves the encapsulated optimizer's variables."""
-    if not self._is_legacy:
-      super().save_own_variables(store)
-      return
-    self._before_saving()
-    for i, variable in enumerate(self._inner.variables):
-      store[str(i)] = variable.numpy()
-
-  def load_own_variables(self, store: Any) -> None:
-    """Loads what was saved."""
-    if not self._is_legacy:
-      super().load_own_variables(store)
-      return
-    variables = self._inner.variables
-    if len(variables) != len(store.keys()):
-      raise ValueError(
-        f"{self.name} has {len(variables)} variables, and {len(store.keys())}"
-        " were saved. Build it on the model's trainable variables, with the"
-        " settings that it was saved with."
-      )
-    for i, variable in enumerate(variables):
-      variable.assign(store[str(i)])
-
-  def finalize_variable_values(self, var_list: Any) -> None:
-    """Writes moving averages into the variables where EMA is used."""
-    if not self._is_legacy:
-      super().finalize_variable_values(var_list)
-
-  @property
-  def _is_legacy(self) -> bool:
-    """Whether the encapsulated optimizer is a legacy one."""
-    return isinstance(self._inner, LegacyOptimizer)
-
-  def _trackable_children(self, save_type: str = "checkpoint", **k: Any) -> Any:
-    """What a checkpoint or a SavedModel saves."""
-    self.__dict__["_is_exported"] = save_type == "savedmodel"
-    if self._is_exported and self._is_legacy:
-      # The loader takes this one for a new optimizer and looks for these two
-      # names. Nothing is lost: Keras restores no optimizer from a SavedModel.
-      count = self._inner.optimizer.iterations
-      every = tf.__internal__.tracking.wrap([count])
-      return {"_iterations": count, "_variables": every}
-    return super()._trackable_children(save_type, **k)
-
-  def _track_trackable(
-    self, trackable: Any, name: str, *args: Any, **k: Any
-  ) -> Any:
-    """Keeps what a LossScaleOptimizer around this one adds to checkpoints."""
-    inner = self.__dict__.get("_inner")
-    if inner is None:
-      return super()._track_trackable(trackable, name, *args, **k)
-    optimizer = inner.optimizer
-    optimizer._maybe_initialize_trackable()
-    if name == "loss_scale" and optimizer._lookup_dependency(name) is not None:
-      return trackable  # Of two loss scales the inner one is used.
-    return optimizer._track_trackable(trackable, name, *args, **k)
-
-  def _handle_deferred_dependencies(self, name: str, trackable: Any) -> Any:
-    """Restores objects that were added after the checkpoint was read."""
-    checkpointed = self._checkpointed()
-    return checkpointed._handle_deferred_dependencies(name, trackable)
-
-  def _create_or_restore_slot_variable(self, *args: Any, **kwargs: Any) -> Any:
-    """Restores a slot of a legacy optimizer."""
-    optimizer = self._inner.optimizer
-    return optimizer._create_or_restore_slot_variable(*args, **kwargs)
-
-
 def adapter(opt: Any) -> TfKerasOptimizer:
   """The encapsulated form of a new or a legacy optimizer."""
   legacy = isinstance(base.innermost(opt), _LEGACY)
   return LegacyOptimizer(opt) if legacy else TfKerasOptimizer(opt)
+
+
+class TfKeras(libraries.Library):
+  """The private names of tf_keras that other modules need."""
+
+  package = "tf_keras"
+
+  def layers(self, model: Any) -> list[Any]:
+    """Returns a model and all layers within it, nested ones too."""
+    return list(model._flatten_layers())
+
+  def learning_rates(self, optimizer: Any) -> list[Any]:
+    """Returns what an optimizer keeps as its rate: a variable or a schedule."""
+    settings = getattr(optimizer, "_hyper", {})  # legacy
+    own = getattr(optimizer, "_learning_rate", None)
+    return [own, settings.get("learning_rate")]
+
+  def unlisted(self, optimizer: Any) -> list[Any]:
+    """Returns the rate, the loss scale, and settings of legacy optimizers."""
+    others = [
+      getattr(optimizer, "_learning_rate", None),
+      *loss_scale_of(optimizer),
+      *getattr(optimizer, "_hyper", {}).values(),
+    ]
+    return [other for other in others if hasattr(other, "assign")]
+
+  def trained(self, optimizer: Any) -> list[Any]:
+    """Returns the variables that an optimizer was built on."""
+    return list(getattr(optimizer, "_trainable_variables", ()))
+
+  def is_built(self, optimizer: Any) -> bool:
+    """Whether the slots exist."""
+    flags = ("_built", "_hypers_created")
+    return any(getattr(optimizer, flag, False) for flag in flags)
+
+
+def loss_scale_of(optimizer: Any) -> list[Any]:
+  """The variables that loss scaling keeps apart from `variables`."""
+  scale = getattr(optimizer, "_loss_scale", None)
+  names = ("current_loss_scale", "counter")
+  both = (getattr(scale, name, None) for name in names)
+  return [variable for variable in both if variable is not None]
+
+
+libraries.register(TfKeras())

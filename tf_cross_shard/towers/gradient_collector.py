@@ -183,9 +183,9 @@ class Towers:
     with tf.control_dependencies(needed):
       for same in zip(*self._calls, strict=True):
         variables = same[-1].variables
-        takes_value = same[-1].optimizer._inner.takes_value
+        is_overwritten = same[-1].optimizer._inner.is_overwritten
         sums = [
-          _add(grads, variable, takes_value(variable))
+          _add(grads, variable, is_overwritten(variable))
           for *grads, variable in zip(
             *(call.grads for call in same), variables, strict=True
           )

@@ -228,7 +228,7 @@ class Tower(forwarding.OptimizerWrapper):
       if isinstance(optimizer, CrossShard):
         pairs = optimizer._gradients(loss, var_list, tape, default, options)
       else:
-        pairs = differentiation.compute_for(
+        pairs = differentiation.differentiate(
           self._inner,
           loss,
           var_list,
@@ -238,9 +238,9 @@ class Tower(forwarding.OptimizerWrapper):
           scalar=False,
         )
     # Not the loss, which no tape may be recording any more.
-    takes_value = self._inner.takes_value
+    is_overwritten = self._inner.is_overwritten
     return [
-      (indexed_slices.times(grad, 1.0 if takes_value(v) else factor), v)
+      (indexed_slices.times(grad, 1.0 if is_overwritten(v) else factor), v)
       for grad, v in pairs
     ]
 
@@ -283,7 +283,7 @@ class Tower(forwarding.OptimizerWrapper):
     """Raises an error if this cannot update variables; changes nothing."""
     optimizer = self._inner.optimizer
     if isinstance(optimizer, CrossShard):
-      optimizer._place.check()
+      optimizer._checks.check_place()
     if self._inner.is_built:
       validation.check_known(variables, self._inner.knows)
 

@@ -6,8 +6,8 @@ and `tf_keras.wrapper` make it an optimizer of one Keras.
 """
 
 import inspect
+import reprlib
 import sys
-import types
 from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar
 
@@ -15,8 +15,8 @@ import tensorflow as tf
 
 from tf_cross_shard import validation
 from tf_cross_shard.gradients import differentiation, loss_factor
-from tf_cross_shard.inner_optimizer import base
-from tf_cross_shard.wrapper import loss_scaling
+from tf_cross_shard.inner_optimizer import base, libraries
+from tf_cross_shard.wrapper import loss_scaling, saving
 
 # Keras saves each optimizer that it finds among an object's names, and
 # tf.train.Checkpoint takes an object with slot names for a version 1 optimizer.
@@ -56,7 +56,7 @@ def _forwarded(name: str) -> property:
   )
 
 
-class OptimizerWrapper:
+class OptimizerWrapper(saving.SavedState):
   """Forwards state and settings to an encapsulated optimizer.
 
   The name and the clipping arguments are the wrapper's own.
@@ -68,10 +68,6 @@ class OptimizerWrapper:
 
   _package: str  # "keras" or "tf_keras"
   _argument = "opt"  # The constructor's name for the encapsulated optimizer.
-  _inner: base.InnerOptimizer
-  _unrestored: list[Any]
-
-  name: str
   clipnorm: float | None
   global_clipnorm: float | None
   clipvalue: float | None
@@ -123,7 +119,7 @@ class OptimizerWrapper:
         cls._check_wrapper_within(layer)
       within = getattr(layer, "inner_optimizer", None)
       layers += [] if within is None else [within]
-      layers += getattr(layer, "_inner_optimizers", ())  # A MultiOptimizer's.
+      layers += libraries.of(layer).nested(layer)
     if not isinstance(opt, _optimizer_classes(cls._package)):
       raise TypeError(
         f"`{cls._argument}` must be an optimizer of {cls._package}.optimizers"
@@ -139,9 +135,6 @@ class OptimizerWrapper:
       f" itself; got {wrapper.name!r}. Gradients would be reduced twice."
       " Encapsulate its inner optimizer."
     )
-
-  def _before_saving(self) -> None:
-    """Called before the state is saved by others than this package."""
 
   def _reduce_before(self, around: Any, methods: Any) -> None:
     """Changes places with a LossScaleOptimizer around this optimizer."""
@@ -183,11 +176,13 @@ class OptimizerWrapper:
     opt = self._inner.optimizer
     is_wrapper = isinstance(opt, OptimizerWrapper)
     shown = [repr(opt) if is_wrapper else type(opt).__name__]
-    return f"{type(self).__name__}({', '.join(shown + self._differing())})"
+    for name, value in self._differing().items():
+      shown.append(f"{name}={reprlib.repr(value)}")
+    return f"{type(self).__name__}({', '.join(shown)})"
 
-  def _differing(self) -> list[str]:
-    """The other arguments that differ from their defaults, as text."""
-    return []
+  def _differing(self) -> dict[str, Any]:
+    """The other arguments that differ from their defaults."""
+    return {}
 
   def __dir__(self) -> list[str]:
     """The wrapper's own names, but those by which savers would save twice."""
@@ -229,7 +224,7 @@ class OptimizerWrapper:
       TypeError: If `var` is not a variable.
     """
     validation.check_variable("var", var)
-    return self._inner.slot(var, name)
+    return self._inner.unsharded_state.view(var, name)
 
   def get_slot_names(self) -> list[str]:
     """Names of the slots; empty before the optimizer is built."""
@@ -286,8 +281,8 @@ class OptimizerWrapper:
     validation.check_global_step(global_step)
     validation.check_name(name)
     is_empty = isinstance(var_list, (list, tuple)) and not var_list
-    if is_empty and is_called_by_keras():
-      return self._inner.iterations()  # `fit` with nothing to train.
+    if is_empty and tape is not None:
+      return self._inner.iterations()  # tf_keras' `fit` with nothing to train.
     options = {
       "gate_gradients": gate_gradients,
       "aggregation_method": aggregation_method,
@@ -354,19 +349,6 @@ class OptimizerWrapper:
     """Makes the slots."""
     self._inner.build(variables)
 
-  def set_weights(self, weights: Any) -> None:
-    """Sets the encapsulated optimizer's variables, in their order."""
-    (self._inner.plain or self._inner.optimizer).set_weights(weights)
-
-  def save_own_variables(self, store: Any) -> None:
-    """Saves what the encapsulated optimizer would save."""
-    self._before_saving()
-    (self._inner.plain or self._inner.optimizer).save_own_variables(store)
-
-  def load_own_variables(self, store: Any) -> None:
-    """Loads what the encapsulated optimizer saved, wrapped or not."""
-    (self._inner.plain or self._inner.optimizer).load_own_variables(store)
-
   def exclude_from_weight_decay(
     self, var_list: Any = None, var_names: Any = None
   ) -> None:
@@ -379,19 +361,7 @@ class OptimizerWrapper:
 
   def finalize_variable_values(self, var_list: Any) -> None:
     """Writes moving averages into the variables where EMA is used."""
-    self._inner.optimizer.finalize_variable_values(var_list)
-
-  def __reduce__(self) -> tuple[Any, ...]:
-    """Pickles and copies settings and state."""
-    self._before_saving()
-    current = [(self._inner.path(v), v.numpy()) for v in self._inner.state]
-    waiting = enumerate(self._unrestored)
-    state = [saved or current[i] for i, saved in waiting] or current
-    return _unpickle, (type(self), self.get_config(), state)
-
-  def get_config(self) -> dict[str, Any]:
-    """Everything the constructor needs; each kind of wrapper has its way."""
-    raise NotImplementedError
+    self._inner.write_averages(var_list)
 
   @classmethod
   def from_config(
@@ -399,83 +369,6 @@ class OptimizerWrapper:
   ) -> "OptimizerWrapper":
     """Makes what `get_config` described; each kind of wrapper has its way."""
     raise NotImplementedError
-
-  def _restore(self, state: list[Any]) -> None:
-    """Assigns saved values to existing variables, and keeps the others.
-
-    `build` restores the slots of an optimizer that is not built yet. A value
-    that is assigned becomes None in the list, since its variable may change
-    before the slots are made.
-    """
-    variables = self._inner.state
-    complete = len(variables) == len(state)
-    if complete and any(
-      saved and saved[1].shape != tuple(variable.shape)
-      for saved, variable in zip(state, variables, strict=True)
-    ):
-      self._keep_until_built([])
-      shapes = [tuple(v.shape) for v in self._inner.trainable_variables]
-      raise ValueError(
-        f"{self.name} was unpickled or copied with slots for variables of other"
-        f" shapes than {shapes}. Build it on variables of the same shapes in"
-        " the same order, or make a new optimizer."
-      )
-    waiting = list(state)
-    for i, (saved, variable) in enumerate(zip(state, variables, strict=False)):
-      # The order alone identifies variables only when all of them exist.
-      if saved and (complete or self._inner.path(variable) == saved[0]):
-        variable.assign(saved[1])
-        waiting[i] = None
-    self._keep_until_built([] if complete else waiting)
-
-  def _keep_until_built(self, state: list[Any]) -> None:
-    """Keeps saved values; Keras would track a list that is assigned."""
-    self.__dict__["_unrestored"] = state
-
-  # tf.train.Checkpoint sees the encapsulated optimizer in place of this one.
-
-  def _checkpointed(self) -> Any:
-    """Whose children a checkpoint sees: its own while it is being made."""
-    inner = self.__dict__.get("_inner")
-    return super() if inner is None else inner.checkpointed
-
-  def _trackable_children(self, *args: Any, **kwargs: Any) -> Any:
-    """What a checkpoint saves."""
-    self._before_saving()
-    return self._checkpointed()._trackable_children(*args, **kwargs)
-
-  def _lookup_dependency(self, *args: Any, **kwargs: Any) -> Any:
-    """Where a checkpoint restores to."""
-    return self._checkpointed()._lookup_dependency(*args, **kwargs)
-
-  @property
-  def _deferred_dependencies(self) -> Any:
-    """Saved values that wait until the slots are built."""
-    return self._checkpointed()._deferred_dependencies
-
-
-def is_called_by_keras() -> bool:
-  """Whether Keras called this package: in `fit`, losses are Keras'."""
-  frame: types.FrameType | None = sys._getframe(1)
-  while frame is not None:
-    module = frame.f_globals.get("__name__", "")
-    if not module.startswith(("tf_cross_shard", "tensorflow")):
-      return module.startswith(("keras.src.", "tf_keras.src."))
-    frame = frame.f_back
-  return False
-
-
-def is_fit_validated() -> bool:
-  """Whether Keras' `fit`, which called this package, evaluated the model."""
-  frame: types.FrameType | None = sys._getframe(1)
-  while frame is not None:
-    module = frame.f_globals.get("__name__", "")
-    if frame.f_code.co_name == "fit" and module.startswith(
-      ("keras.src.", "tf_keras.src.")
-    ):
-      return "val_logs" in frame.f_locals
-    frame = frame.f_back
-  return False
 
 
 def documented(cls: _Class) -> _Class:
@@ -522,10 +415,3 @@ def _remedy(opt: Any, package: str) -> str:
         f" from tf_cross_shard.{module} import CrossShardOptimizer"
       )
   return f"Use one such as {package}.optimizers.Adam()."
-
-
-def _unpickle(cls: type[Any], config: dict[str, Any], state: list[Any]) -> Any:
-  """The reverse of `OptimizerWrapper.__reduce__`."""
-  optimizer = cls.from_config(config)
-  optimizer._restore(state)
-  return optimizer

@@ -1,0 +1,173 @@
+"""Which factor a loss gets, and what is said of it."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from tests.unit import loss_factor_test
+from tf_cross_shard import groups as groups_lib
+from tf_cross_shard import settings as settings_lib
+from tf_cross_shard.step import loss_convention
+
+
+def _convention(
+  reduction: str,
+  averaged_over: str | None,
+  replicas: int,
+  group_size: int,
+  scale_gradients: bool = False,
+) -> loss_convention.LossConvention:
+  settings = settings_lib.Settings(
+    reduction,
+    loss_averaged_over=averaged_over,
+    scale_gradients=scale_gradients,
+  )
+  groups = groups_lib.contiguous(replicas, group_size)
+  return loss_convention.LossConvention(settings, groups)
+
+
+@pytest.mark.parametrize(
+  ("reduction", "taken", "group_size", "factor"), loss_factor_test.CELLS
+)
+def test_the_user_decides_or_the_way_in(
+  reduction: str, taken: str, group_size: int, factor: float
+) -> None:
+  other = "global" if taken == "replica" else "replica"
+  for averaged_over, default in ((None, taken), (taken, other), (taken, taken)):
+    convention = _convention(reduction, averaged_over, 8, group_size)
+    assert convention.for_loss(default) == factor
+    assert convention.for_gradients() == 1.0
+    scaled = _convention(reduction, averaged_over, 8, group_size, True)
+    assert scaled.for_loss(default) == 1.0
+    assert scaled.for_gradients() == factor
+
+
+class Recorder(logging.Handler):
+  """Keeps what is logged."""
+
+  def __init__(self) -> None:
+    super().__init__()
+    self.lines: list[str] = []
+
+  def emit(self, record: logging.LogRecord) -> None:
+    self.lines.append(f"{record.levelname}: {record.getMessage()}")
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+  """What absl logs in a test, informative lines included."""
+  logger, recorder = logging.getLogger("absl"), Recorder()
+  level = logger.level
+  logger.addHandler(recorder)
+  logger.setLevel(logging.INFO)
+  yield recorder.lines
+  logger.setLevel(level)
+  logger.removeHandler(recorder)
+
+
+@pytest.mark.parametrize("default", ["replica", "global"])
+def test_a_default_is_told_once_by_each_optimizer(
+  log: list[str], default: str
+) -> None:
+  whose = "this replica's" if default == "replica" else "all replicas'"
+  for count in (1, 2):
+    convention = _convention("mean", None, 4, 2)
+    for _ in range(3):
+      convention.for_loss(default)
+      convention.check_was_scaled(False, False)
+    assert len(log) == count
+    assert log[-1].startswith("WARNING:")
+    assert f"averaged over {whose} examples" in log[-1]
+    assert "loss_averaged_over=" in log[-1]
+
+
+@pytest.mark.parametrize(
+  ("averaged_over", "group_size", "local", "over_all"),
+  [
+    (None, 1, 1, 4),
+    (None, 2, 0.5, 2),
+    ("replica", 4, 0.25, 1),
+    ("global", 2, 0.5, 2),
+  ],
+)
+def test_a_step_that_never_scaled_is_warned_about_once(
+  log: list[str],
+  averaged_over: str | None,
+  group_size: int,
+  local: float,
+  over_all: float,
+) -> None:
+  convention = _convention("mean", averaged_over, 4, group_size)
+  for _ in range(3):
+    convention.check_was_scaled(False, False)
+  [line] = log
+  assert line.startswith("WARNING:")
+  assert 'reduction="mean" is missing its factor' in line
+  assert f"{local:g} if the loss is averaged over this replica's" in line
+  assert f"{over_all:g} if over all replicas'" in line
+  assert "scale_loss(loss)" in line
+
+
+def test_one_trace_scales_all_steps(log: list[str]) -> None:
+  convention = _convention("mean", "replica", 4, 2)
+  tf.function(lambda: convention.for_loss("replica"), autograph=False)()
+  for _ in range(2):
+    convention.check_was_scaled(False, False)
+  assert log == []
+
+
+def test_a_step_through_apply(log: list[str]) -> None:
+  """Keras' losses are meant, so that a sum lacks a factor, too."""
+  _convention("sum", None, 4, 2).check_was_scaled(True, False)
+  assert "4 if over all" in log[0]
+
+
+@pytest.mark.parametrize(
+  "arguments",
+  [
+    ("mean", None, 4, 4, False),  # Ungrouped, Keras' losses need no factor.
+    ("mean", "global", 4, 4, False),
+    ("mean", "replica", 4, 1, False),
+    ("mean", None, 4, 2, True),
+    ("sum", None, 4, 2, False),
+    ("mean", None, 1, 1, False),
+  ],
+)
+def test_a_right_step_misses_no_factor(
+  log: list[str], arguments: tuple[Any, ...]
+) -> None:
+  _convention(*arguments).check_was_scaled(False, False)
+  assert log == []
+
+
+def test_nothing_is_guessed(log: list[str]) -> None:
+  """Where the user chose, or there is one replica."""
+  _convention("mean", "global", 4, 2).for_loss("replica")
+  _convention("mean", None, 1, 1).for_loss("replica")
+  assert log == []
+
+
+def test_each_thread_has_a_step_of_its_own(log: list[str]) -> None:
+  """What one replica's thread scaled says nothing of another's."""
+  convention = _convention("mean", "replica", 2, 2)
+
+  def run(call: Callable[..., Any], *args: Any) -> None:
+    thread = threading.Thread(target=call, args=args)
+    thread.start()
+    thread.join()
+
+  convention.for_loss("replica")  # here
+  run(convention.for_loss, "replica")  # ends without a check
+  convention.check_was_scaled(False, False)  # here: scaled
+  assert log == []
+  convention.for_loss("replica")
+  run(convention.check_was_scaled, False, False)  # there: never scaled
+  assert len(log) == 1
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,70 @@
+"""A Keras 3 optimizer that is another one in all but its update step."""
+
+from typing import Any, Final
+
+import keras
+
+from tf_cross_shard.keras3 import adapter
+from tf_cross_shard.wrapper import forwarding, loss_scaling
+
+# Attributes that Keras' constructor makes and that stay the wrapper's own.
+_OWN: Final = frozenset(
+  ("name", "clipnorm", "global_clipnorm", "clipvalue", "_lock", "_tracker")
+)
+
+
+class Keras3Wrapper(forwarding.OptimizerWrapper, keras.optimizers.Optimizer):
+  """A Keras 3 optimizer that is another one in all but its update step."""
+
+  _package = "keras"
+
+  def __init__(self, opt: Any, name: str, **clipping: float | None) -> None:
+    # Not super(), whose next class is the wrapper.
+    keras.optimizers.Optimizer.__init__(
+      self, learning_rate=0.0, name=name, **clipping
+    )
+    # It made a count, a rate and settings of its own. Without them __getattr__
+    # finds the encapsulated optimizer's.
+    for attribute in set(vars(self)) - _OWN:
+      if hasattr(opt, attribute) and not attribute.startswith("_self_"):
+        del self.__dict__[attribute]
+    self._encapsulate(adapter.Keras3Optimizer(opt))
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    """Writes where the attribute is; notices who encapsulates this one."""
+    if name == "loss_scale_factor":
+      kind = keras.optimizers.LossScaleOptimizer
+      around = loss_scaling.find_caller(self, kind)
+      if around is not None:
+        methods = LossScalerMethods(around, self)
+        self._reduce_before(around, methods)
+    super().__setattr__(name, value)
+
+  @staticmethod
+  def _serialize(opt: Any) -> Any:
+    """An optimizer as a dictionary."""
+    return keras.saving.serialize_keras_object(opt)
+
+  @staticmethod
+  def _deserialize(config: Any, custom_objects: Any) -> Any:
+    """The optimizer that a dictionary describes, not built."""
+    # Not optimizers.deserialize: it lacks Lamb.
+    return keras.saving.deserialize_keras_object(config, custom_objects)
+
+
+class LossScalerMethods:
+  """The methods of a Keras 3 LossScaleOptimizer around ours."""
+
+  def __init__(self, around: Any, ours: Any) -> None:
+    self._around = around
+    self._ours = ours
+
+  def scale_loss(self, loss: Any) -> Any:
+    """Scales by the factor of the mean, too."""
+    return self._ours.scale_loss(loss)
+
+  def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+    """Reduces first."""
+    if not self._around.built:
+      self._around.build(list(trainable_variables))
+    self._ours.apply(grads, trainable_variables)

@@ -1,0 +1,213 @@
+"""One step of a CrossShardOptimizer, in each replica.
+
+    loss ─ scale ─▶ gradients ─ scale, clip ─▶ window ─▶ reduce ─▶ apply once
+                      this replica's own       k calls   of the group
+
+Each stage is a file of this folder, and knows no other. Two come in kinds: a
+window is one call or k calls long, and the update says what a member of a group
+keeps and applies. A new kind of update is one more file, and one more line in
+`_kind_of_update`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard import settings as settings_lib
+from tf_cross_shard.gradients import clipping, differentiation, indexed_slices
+from tf_cross_shard.gradients.clipping import Gradient
+from tf_cross_shard.inner_optimizer import base
+from tf_cross_shard.replica_state import overwritten
+from tf_cross_shard.step import (
+  accumulation,
+  loss_convention,
+  noise_scale,
+  nonfinite,
+  reduction,
+  replica_checks,
+  sharded_update,
+  update,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+  """One call of `apply_gradients`, checked.
+
+  Attributes:
+    grads: This replica's gradients, or what they are reduced to.
+    variables: Their variables.
+    global_step: The user's count of steps, or None.
+    name: The name scope of the operations; None for the optimizer's name.
+    through_apply: Whether it was Keras 3's `apply`, which does not run what the
+      user's class overrides in `apply_gradients`.
+    is_reduced: Whether the gradients are the group's sums already.
+  """
+
+  grads: Sequence[Gradient]
+  variables: Sequence[Any]
+  global_step: Any = None
+  name: str | None = None
+  through_apply: bool = False
+  is_reduced: bool = False
+
+
+def _kind_of_update(
+  settings: settings_lib.Settings, group_size: int
+) -> type[update.Update]:
+  """Chooses, once for all steps, what members keep and apply."""
+  if settings.shard_update and group_size > 1:
+    return sharded_update.ShardedUpdate
+  return update.ReplicatedUpdate
+
+
+class Step:
+  """The stages between a loss and the variables, with the state they keep.
+
+  Attributes:
+    settings: The optimizer's arguments; limits may be replaced.
+    convention: What the loss was averaged over.
+    update: What members of a group keep and apply.
+    guard: Leaves out steps that are not finite, and counts them.
+    noise: Measures the gradient noise scale.
+    watch: Notices that something else changed the groups' weights.
+    attached: Variables of others that `replica_state` saves with this state.
+  """
+
+  def __init__(
+    self,
+    settings: settings_lib.Settings,
+    inner: base.InnerOptimizer,
+    checks: replica_checks.ReplicaChecks,
+  ) -> None:
+    """Makes the stages that the settings ask for."""
+    engine = checks.engine
+    self.settings = settings
+    self._inner = inner
+    self._engine = engine
+    self.convention = loss_convention.LossConvention(settings, engine.groups)
+    self._window = accumulation.own_window(settings, inner, engine)
+    self.noise = noise_scale.NoiseScale(settings, inner, engine)
+    kind = _kind_of_update(settings, engine.groups.group_size)
+    self.update = kind(settings, inner, engine, self.noise)
+    self.guard = nonfinite.NonfiniteGuard(
+      settings.skip_nonfinite, inner, engine
+    )
+    self.watch = overwritten.OverwriteWatch(settings.name, engine)
+    self.attached: tuple[Any, ...] = ()
+
+  def differentiate(
+    self,
+    loss: Any,
+    var_list: Any,
+    tape: tf.GradientTape | None,
+    default: str,
+    options: dict[str, Any],
+  ) -> differentiation.Pairs:
+    """Returns this replica's gradients of the scaled loss."""
+    return differentiation.differentiate(
+      self._inner,
+      loss,
+      var_list,
+      tape,
+      scale=lambda seed: self.scale(seed, default),
+      options=options,
+      scalar=self.settings.is_mean,
+    )
+
+  @tf.autograph.experimental.do_not_convert
+  def scale(self, loss: Any, default: str) -> Any:
+    """Returns a loss times the factor of the mean."""
+    factor = self.convention.for_loss(default)
+    return loss if factor == 1 else loss * factor
+
+  def perform(self, call: Call) -> tf.Tensor:
+    """Clips, sums, applies and counts; returns the iteration count."""
+    with tf.name_scope(call.name or self.settings.name):
+      with self.watch.step(call.variables):
+        own = call.grads if call.is_reduced else self.clip(call)
+        self.window(call).add(
+          own,
+          call.variables,
+          lambda totals, calls: self.finish(call, totals, calls),
+        )
+      with self._engine.isolate():
+        return tf.identity(self._inner.iterations())
+
+  def clip(self, call: Call) -> list[Gradient]:
+    """Returns this replica's own gradients as they are to be summed."""
+    grads = reduction.make_reducible(call.grads, call.variables, self._engine)
+    # A value that takes a gradient's place is neither scaled nor clipped.
+    is_value = list(map(self._inner.is_overwritten, call.variables))
+    factor = self.convention.for_gradients()
+    clipped = clipping.clip(
+      [
+        None if value else indexed_slices.times(grad, factor)
+        for grad, value in zip(grads, is_value, strict=True)
+      ],
+      # In Keras a limit of 0 does not clip.
+      **{
+        name: self._inner.scale_limit(limit) if limit else None
+        for name, limit in self.settings.limits.items()
+      },
+      keep_infinite=self.guard.may_skip,
+    )
+    return [
+      grad if value else own
+      for grad, own, value in zip(grads, clipped, is_value, strict=True)
+    ]
+
+  def window(self, call: Call) -> accumulation.EveryCall:
+    """Returns the calls that make one step."""
+    return accumulation.in_force(
+      self._window, self._inner, self._engine, call.variables
+    )
+
+  def finish(self, call: Call, totals: Sequence[Gradient], calls: int) -> None:
+    """Ends a window: sums over the group, and applies the sums once."""
+    if call.is_reduced:
+      sums = self.update.own_part(totals, call.variables)
+    else:
+      sums = self.update.reduce(totals, call.variables, calls)
+    self.update.apply(
+      sums,
+      call.variables,
+      lambda sums, variables: self.apply_once(call, sums, variables),
+    )
+
+  def apply_once(
+    self, call: Call, sums: Sequence[Gradient], variables: Sequence[Any]
+  ) -> None:
+    """Lets the encapsulated optimizer apply sums that all members have."""
+
+    def apply() -> None:
+      self._inner.apply_reduced(sums, variables, call.through_apply)
+      step = call.global_step
+      if step is not None and self._engine.updates_here(step):
+        step.assign_add(tf.cast(self.guard.is_step(sums), step.dtype))
+
+    with self._engine.all_or_nothing(sums), self._engine.isolate():
+      self.guard.apply_if_finite(sums, apply)
+
+  def sum(self, call: Call) -> list[Gradient]:
+    """Returns the group's sums of this replica's gradients, clipped."""
+    return self.update.all_reduce(self.clip(call), call.variables, 1)
+
+  def build(self, variables: Sequence[Any]) -> None:
+    """Makes the variables of the stages."""
+    self.update.build(variables)
+    self._window.build(variables)
+
+  @property
+  def state(self) -> list[Any]:
+    """The stages' own variables, which `replica_state` saves."""
+    counts = [] if self.guard.count is None else [self.guard.count]
+    return [*counts, *self.member_state, *self.attached]
+
+  @property
+  def member_state(self) -> list[Any]:
+    """Those of them that members of a group may have each for themselves."""
+    # Norms: the order of their sums depends on the number of a machine's cores.
+    return [*self._window.variables, *self.noise.variables]

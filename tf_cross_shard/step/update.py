@@ -1,0 +1,132 @@
+"""How a group keeps the optimizer's state and updates the weights.
+
+replicated    reduce: all-reduce        apply: opt.update(weights)
+sharded       reduce: reduce-scatter    apply: cut, opt.update(part), join
+"""
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard import settings as settings_lib
+from tf_cross_shard.collectives import base as engines
+from tf_cross_shard.gradients import indexed_slices
+from tf_cross_shard.gradients.clipping import Gradient
+from tf_cross_shard.inner_optimizer import base
+from tf_cross_shard.step import noise_scale, reduction
+
+# Lets the encapsulated optimizer apply sums to variables, once.
+ApplyOnce = Callable[[Sequence[Gradient], Sequence[Any]], None]
+
+
+class Update(abc.ABC):
+  """What a group sums, and what each of its members applies of the sums."""
+
+  def __init__(
+    self,
+    settings: settings_lib.Settings,
+    inner: base.InnerOptimizer,
+    engine: engines.Engine,
+    noise: noise_scale.NoiseScale,
+  ) -> None:
+    """Checks that the encapsulated optimizer can be updated in this way."""
+    self._settings = settings
+    self._inner = inner
+    self._engine = engine
+    self._noise = noise
+
+  @abc.abstractmethod
+  def build(self, variables: Sequence[Any]) -> None:
+    """Makes the slots of the encapsulated optimizer."""
+
+  @abc.abstractmethod
+  def reduce(
+    self, grads: Sequence[Gradient], variables: Sequence[Any], calls: int
+  ) -> Sequence[Gradient]:
+    """Returns the group's sums of what this member applies.
+
+    Args:
+      grads: This replica's own.
+      variables: Their variables.
+      calls: How many calls' gradients each of them is the sum of.
+    """
+
+  @abc.abstractmethod
+  def own_part(
+    self, sums: Sequence[Gradient], variables: Sequence[Any]
+  ) -> Sequence[Gradient]:
+    """Returns what this member applies of sums that all members have."""
+
+  @abc.abstractmethod
+  def apply(
+    self,
+    sums: Sequence[Gradient],
+    variables: Sequence[Any],
+    apply_once: ApplyOnce,
+  ) -> None:
+    """Updates the weights of this member, as all others do."""
+
+  @abc.abstractmethod
+  def write_averages(self, variables: Sequence[Any]) -> None:
+    """Ends `fit`: writes moving averages into the variables."""
+
+  def all_reduce(
+    self, grads: Sequence[Gradient], variables: Sequence[Any], calls: int
+  ) -> list[Gradient]:
+    """Sums gradients; averages the values that take a gradient's place."""
+    is_value = list(map(self._inner.is_overwritten, variables))
+    values = [g for g, value in zip(grads, is_value, strict=True) if value]
+    grads = [g for g, value in zip(grads, is_value, strict=True) if not value]
+    sums, beside = reduction.reduce_gradients(
+      grads,
+      self._engine,
+      self._settings.wire_dtype,
+      self._wire_scale(),
+      beside=[*values, *self._noise.of_replica(grads, calls)],
+    )
+    self._noise.after_sum(sums, beside[len(values) :], calls)
+    mean = 1.0 / self._engine.groups.group_size
+    averages = (indexed_slices.times(value, mean) for value in beside)
+    rest = iter(sums)
+    return [next(averages if value else rest) for value in is_value]
+
+  def _wire_scale(self) -> Any:
+    """Returns what gradients are multiplied by while they are float16."""
+    is_half = self._settings.wire_dtype == tf.float16
+    return self._inner.wire_scale() if is_half else None
+
+
+class ReplicatedUpdate(Update):
+  """Every member keeps all of the state and updates all of the weights."""
+
+  def build(self, variables: Sequence[Any]) -> None:
+    """Makes the slots of all variables."""
+    self._inner.build(variables)
+
+  def reduce(
+    self, grads: Sequence[Gradient], variables: Sequence[Any], calls: int
+  ) -> Sequence[Gradient]:
+    """Returns the group's sums."""
+    return self.all_reduce(grads, variables, calls)
+
+  def own_part(
+    self, sums: Sequence[Gradient], variables: Sequence[Any]
+  ) -> Sequence[Gradient]:
+    """Returns the sums."""
+    del variables
+    return sums
+
+  def apply(
+    self,
+    sums: Sequence[Gradient],
+    variables: Sequence[Any],
+    apply_once: ApplyOnce,
+  ) -> None:
+    """Applies the sums to the variables."""
+    apply_once(sums, variables)
+
+  def write_averages(self, variables: Sequence[Any]) -> None:
+    """Writes moving averages into the variables."""
+    self._inner.write_averages(variables)

@@ -1,0 +1,219 @@
+"""A tf_keras optimizer that is another one in all but its update step."""
+
+from typing import Any
+
+import tensorflow as tf
+import tf_keras
+
+from tf_cross_shard.tf_keras import adapter
+from tf_cross_shard.wrapper import forwarding, loss_scaling
+
+
+class TfKerasWrapper(
+  forwarding.OptimizerWrapper, tf_keras.optimizers.Optimizer
+):
+  """A tf_keras optimizer that is another one in all but its update step."""
+
+  _package = "tf_keras"
+
+  # Keras reads these of any optimizer; legacy ones do not have them.
+  _mesh = None
+  _run_with_dtensor = False
+  _is_exported = False
+
+  def __init__(self, opt: Any, name: str, **clipping: float | None) -> None:
+    # Not Keras' constructor, which makes variables.
+    self.name = name
+    if clipping["clipnorm"] and clipping["global_clipnorm"]:
+      raise ValueError(
+        "At most one of `clipnorm` and `global_clipnorm` can be set; got"
+        f" {clipping}."
+      )
+    for argument, limit in clipping.items():
+      setattr(self, argument, limit)
+    inner = adapter.adapter(opt)
+    inner.check_class()
+    self._encapsulate(inner)
+
+  def get_slot(self, var: Any, name: str) -> Any:
+    """The variable that the encapsulated optimizer made for `var`, or None.
+
+    A checkpoint asks for the slots of everything that it saves.
+    """
+    return self._inner.unsharded_state.view(var, name)
+
+  def __dir__(self) -> list[str]:
+    """Adds the names by which a checkpoint finds slots of legacy optimizers."""
+    names = super().__dir__()
+    if self._is_legacy and not self._is_exported:
+      names += ["get_slot", "get_slot_names"]
+    return names
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    """Writes where the attribute is; notices who encapsulates this one."""
+    super().__setattr__(name, value)
+    if name == "_is_wrapped_by_loss_scale_optimizer":
+      kind = tf_keras.mixed_precision.LossScaleOptimizer
+      around = loss_scaling.find_caller(self, kind)
+      if around is not None:
+        self._reduce_before(around, LossScalerMethods(self))
+
+  def _reduce_before(self, around: Any, methods: Any) -> None:
+    """Also lets a checkpoint of `around` find legacy optimizers' slots."""
+    super()._reduce_before(around, methods)
+    if self._is_legacy:
+      vars(around).update(
+        get_slot=self.get_slot,
+        # In a SavedModel there are to be none, as in ours.
+        get_slot_names=lambda: (
+          [] if self._is_exported else self.get_slot_names()
+        ),
+        _create_or_restore_slot_variable=self._create_or_restore_slot_variable,
+      )
+
+  @staticmethod
+  def _serialize(opt: Any) -> Any:
+    """An optimizer as a dictionary."""
+    return tf_keras.saving.serialize_keras_object(opt)
+
+  @staticmethod
+  def _deserialize(config: Any, custom_objects: Any) -> Any:
+    """The optimizer that a dictionary describes, not built."""
+    try:
+      return tf_keras.saving.deserialize_keras_object(config, custom_objects)
+    except ValueError:
+      # While HDF5 files and SavedModels are read, Keras' own classes have other
+      # names.
+      if "inner_optimizer" in config["config"]:
+        return tf_keras.optimizers.deserialize(
+          config, custom_objects, use_legacy_format="module" not in config
+        )
+      legacy = config["config"].get("is_legacy_optimizer", True)
+      home = tf_keras.optimizers.legacy if legacy else tf_keras.optimizers
+      if not hasattr(home, config["class_name"]):
+        raise
+      return getattr(home, config["class_name"]).from_config(config["config"])
+
+  def save_own_variables(self, store: Any) -> None:
+    """Saves the encapsulated optimizer's variables."""
+    if not self._is_legacy:
+      super().save_own_variables(store)
+      return
+    self._before_saving()
+    for i, variable in enumerate(self._inner.variables):
+      store[str(i)] = variable.numpy()
+
+  def load_own_variables(self, store: Any) -> None:
+    """Loads what was saved."""
+    if not self._is_legacy:
+      super().load_own_variables(store)
+      return
+    variables = self._inner.variables
+    if len(variables) != len(store.keys()):
+      raise ValueError(
+        f"{self.name} has {len(variables)} variables, and {len(store.keys())}"
+        " were saved. Build it on the model's trainable variables, with the"
+        " settings that it was saved with."
+      )
+    for i, variable in enumerate(variables):
+      variable.assign(store[str(i)])
+
+  @property
+  def _is_legacy(self) -> bool:
+    """Whether the encapsulated optimizer is a legacy one."""
+    return isinstance(self._inner, adapter.LegacyOptimizer)
+
+  def _trackable_children(self, save_type: str = "checkpoint", **k: Any) -> Any:
+    """What a checkpoint or a SavedModel saves."""
+    self.__dict__["_is_exported"] = save_type == "savedmodel"
+    if self._is_exported and self._is_legacy:
+      # The loader takes this one for a new optimizer and looks for these two
+      # names. Nothing is lost: Keras restores no optimizer from a SavedModel.
+      count = self._inner.optimizer.iterations
+      every = tf.__internal__.tracking.wrap([count])
+      return {"_iterations": count, "_variables": every}
+    return super()._trackable_children(save_type, **k)
+
+  def _track_trackable(
+    self, trackable: Any, name: str, *args: Any, **k: Any
+  ) -> Any:
+    """Keeps what a LossScaleOptimizer around this one adds to checkpoints."""
+    inner = self.__dict__.get("_inner")
+    if inner is None:
+      return super()._track_trackable(trackable, name, *args, **k)
+    optimizer = inner.optimizer
+    optimizer._maybe_initialize_trackable()
+    if name == "loss_scale" and optimizer._lookup_dependency(name) is not None:
+      return trackable  # Of two loss scales the inner one is used.
+    return optimizer._track_trackable(trackable, name, *args, **k)
+
+  def _handle_deferred_dependencies(self, name: str, trackable: Any) -> Any:
+    """Restores objects that were added after the checkpoint was read."""
+    checkpointed = self._checkpointed()
+    return checkpointed._handle_deferred_dependencies(name, trackable)
+
+  def _create_or_restore_slot_variable(self, *args: Any, **kwargs: Any) -> Any:
+    """Restores a slot of a legacy optimizer."""
+    optimizer = self._inner.optimizer
+    return optimizer._create_or_restore_slot_variable(*args, **kwargs)
+
+
+class LossScalerMethods:
+  """The methods of a tf_keras LossScaleOptimizer around ours.
+
+  There the user multiplies the loss by the scale and divides the gradients by
+  it, so that gradients come in without the scale.
+  """
+
+  def __init__(self, ours: Any) -> None:
+    self._ours = ours
+
+  def __reduce_ex__(self, protocol: Any) -> Any:
+    """Refuses: Keras' own cannot be copied either; a copy would not scale."""
+    raise TypeError(
+      "A LossScaleOptimizer of tf_keras can be neither copied nor pickled."
+      " Make another with from_config(optimizer.get_config())."
+    )
+
+  def get_scaled_loss(self, loss: Any) -> Any:
+    """Scales by the factor of the mean, too."""
+    if callable(loss):
+      return lambda: self.get_scaled_loss(loss())
+    return self._ours._inner.scale_loss(self._ours.scale_loss(loss))
+
+  def get_unscaled_gradients(self, grads: Any) -> Any:
+    """Divides by the scale of the optimizer that scales."""
+    return self._ours._inner.unscale(grads)
+
+  def compute_gradients(
+    self, loss: Any, var_list: Any, tape: Any = None
+  ) -> Any:
+    """This replica's gradients."""
+    return self._ours.compute_gradients(loss, var_list, tape=tape)
+
+  def minimize(self, loss: Any, var_list: Any, tape: Any = None) -> Any:
+    """As ours, which takes a loss that a tape recorded for one of Keras'."""
+    return self._ours.minimize(loss, var_list=var_list, tape=tape)
+
+  def aggregate_gradients(self, grads_and_vars: Any) -> Any:
+    """Sums over the group."""
+    return self._ours.aggregate_gradients(grads_and_vars)
+
+  def apply_gradients(
+    self,
+    grads_and_vars: Any,
+    skip_gradients_aggregation: Any = False,
+    **options: Any,
+  ) -> Any:
+    """Reduces first."""
+    if isinstance(skip_gradients_aggregation, str):
+      # Other optimizers have the name in this place.
+      options["name"], skip_gradients_aggregation = (
+        skip_gradients_aggregation,
+        False,
+      )
+    return self._ours.apply_gradients(
+      grads_and_vars,
+      skip_gradients_aggregation=skip_gradients_aggregation,
+      **options,
+    )
