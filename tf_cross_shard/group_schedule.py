@@ -82,7 +82,7 @@ def as_group(group: int) -> Iterator[None]:
   Args:
     group: The number of the group.
   """
-  before = getattr(_outside, "group", 0)
+  before = getattr(_outside, "group", None)
   _outside.group = group
   try:
     yield
@@ -173,6 +173,9 @@ class PerGroupSchedule:
     ]
     if groups is None:
       return rows[0]
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    if replicas != groups.num_replicas:  # It is read outside of replicas.
+      return rows[getattr(_outside, "group", None) or 0]
     return _row(tf.stack(rows), groups)
 
   def _is_being_given(self) -> bool:
@@ -269,15 +272,16 @@ def _row(rows: tf.Tensor, groups: groups_lib.Groups) -> tf.Tensor:
   """Returns the row of the calling replica's group; outside, `as_group`'s."""
   strategy = tf.distribute.get_strategy()
   replica = replica_isolation.current_replica()
+  outside = getattr(_outside, "group", None)
+  if replica is None or outside is not None:
+    return rows[outside or 0]
   replicas = strategy.num_replicas_in_sync
-  if replica is None or replicas == 1 < groups.num_replicas:
-    return rows[getattr(_outside, "group", 0)]
   if replicas != groups.num_replicas:
     raise ValueError(
       f"`groups` must hold the {replicas} replicas of"
       f" {type(strategy).__name__}; it holds {groups.num_replicas}:"
       f" {groups.to_lists()}. Call per_group inside `strategy.run` of the"
-      " strategy that it is for."
+      " strategy that it is for, or inside `with schedules.as_group(i):`."
     )
   group_of = [groups.index_of(each) for each in range(replicas)]
   # The replica's number may be a tensor.

@@ -14,11 +14,11 @@
 """
 
 from tf_cross_shard import versions
-from tf_cross_shard.group_schedule import per_group
+from tf_cross_shard.group_schedule import as_group, per_group
 
 if versions.uses_tf_keras():
   from tf_cross_shard.tf_keras import PerGroup
 else:
   from tf_cross_shard.keras3 import PerGroup
 
-__all__ = ["PerGroup", "per_group"]
+__all__ = ["PerGroup", "as_group", "per_group"]

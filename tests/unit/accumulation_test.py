@@ -332,10 +332,10 @@ def test_fit() -> None:
     np.testing.assert_allclose(ours, plain, rtol=1e-6)
 
 
-@pytest.mark.parametrize("steps", [1, 0, 2.0, True, "2"])
+@pytest.mark.parametrize("steps", [0, 2.0, True, "2"])
 def test_number_of_calls(steps: Any) -> None:
   with pytest.raises(
-    ValueError, match=r"`accumulate_steps` must be an integer"
+    ValueError, match=r"`accumulate_steps` must be a positive integer"
   ):
     keras3.CrossShardOptimizer("sgd", accumulate_steps=steps)
 

@@ -89,6 +89,7 @@ def test_a_default_is_told_once_by_each_optimizer(
   ("averaged_over", "group_size", "local", "over_all"),
   [
     (None, 1, 1, 4),
+    (None, 4, 0.25, 1),
     (None, 2, 0.5, 2),
     ("replica", 4, 0.25, 1),
     ("global", 2, 0.5, 2),
@@ -129,7 +130,6 @@ def test_a_step_through_apply(log: list[str]) -> None:
 @pytest.mark.parametrize(
   "arguments",
   [
-    ("mean", None, 4, 4, False),  # Ungrouped, Keras' losses need no factor.
     ("mean", "global", 4, 4, False),
     ("mean", "replica", 4, 1, False),
     ("mean", None, 4, 2, True),
@@ -141,6 +141,11 @@ def test_a_right_step_misses_no_factor(
   log: list[str], arguments: tuple[Any, ...]
 ) -> None:
   _convention(*arguments).check_was_scaled(False, False)
+  assert log == []
+
+
+def test_keras_losses_through_apply_need_no_factor(log: list[str]) -> None:
+  _convention("mean", None, 4, 4).check_was_scaled(True, False)
   assert log == []
 
 

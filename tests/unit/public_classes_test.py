@@ -82,8 +82,8 @@ def test_repr_is_what_differs(home: Any, its_keras: Any) -> None:
   )
   named = make("sgd", "sum", "mine", clipnorm=1.0, accumulate_steps=2)
   assert repr(named) == (
-    "CrossShardOptimizer(SGD, reduction='sum', clipnorm=1.0,"
-    " accumulate_steps=2, name='mine')"
+    "CrossShardOptimizer(SGD, reduction='sum', name='mine', clipnorm=1.0,"
+    " accumulate_steps=2)"
   )
   assert repr(home.TowerOptimizer(named)) == f"TowerOptimizer({named!r})"
   assert "object at 0x" in repr(make.__new__(make))  # As in a debugger.

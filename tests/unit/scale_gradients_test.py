@@ -161,9 +161,13 @@ def test_a_guess_in_a_loop_is_heard_once(
 
 def test_a_missing_factor_is_warned_of(warnings: list[str]) -> None:
   """loss_factor_test has when it is."""
-  found = run(keras3, None, "bare", "global")
+  chosen = {"loss_averaged_over": "global"}
+  found = run(keras3, None, "bare", "global", **chosen)
   assert found == expected(ONE, "mean")
   assert warnings == []
+  # As in a loop of Horovod's: n times too far, unless the user knows.
+  assert run(keras3, None, "bare", "replica") == expected(ONE, "sum")
+  assert "0.25 if the loss is averaged over this replica's" in warnings.pop()
   run(keras3, GROUPS, "bare", "replica")
   [text] = warnings
   assert "0.5 if the loss is averaged over this replica's examples, 2" in text

@@ -414,8 +414,15 @@ class TestPerGroup:
       per_group([1, 2], STRIDED)
     with pytest.raises(ValueError, match="`group_assignment`"):
       per_group([1, 2], None)
-    with testbed.mirrored().scope(), pytest.raises(RuntimeError, match="cross"):
-      per_group([1, 2], STRIDED)
+
+  def test_outside_of_replicas(self) -> None:
+    """Group 0's, or that of `as_group`, also in one group's own model."""
+    with testbed.mirrored().scope():
+      assert int(per_group([1, 2], STRIDED)) == 1
+      with schedules.as_group(1):
+        assert int(per_group([1, 2], STRIDED)) == 2
+    with schedules.as_group(1):
+      assert int(per_group([1, 2], STRIDED)) == 2
 
 
 if __name__ == "__main__":

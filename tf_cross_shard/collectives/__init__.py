@@ -8,6 +8,9 @@ import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.collectives import base, mirrored, multi_worker, tpu
+from tf_cross_shard.collectives.tpu import is_tpu
+
+__all__ = ["for_strategy", "is_tpu"]
 
 
 def for_strategy(
@@ -22,7 +25,7 @@ def for_strategy(
   groups = groups or groups_lib.contiguous(replicas, replicas)
   if isinstance(strategy, tf.distribute.MirroredStrategy):
     return mirrored.Mirrored(strategy, groups)
-  if tpu.is_tpu(strategy):
+  if is_tpu(strategy):
     return tpu.TPU(strategy, groups)
   if replicas == 1:
     return base.OneDevice(strategy, groups)

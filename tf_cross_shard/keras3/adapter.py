@@ -115,7 +115,7 @@ class Keras3Optimizer(base.InnerOptimizer):
   def decays(self, variable: Any) -> bool:
     """Whether `variable` has weight decay, should there be any."""
     last = base.innermost(self.optimizer)
-    return not last.weight_decay or bool(last._use_weight_decay(variable))
+    return bool(last._use_weight_decay(variable))
 
   def scale_loss(self, loss: Any) -> Any:
     """Multiplies by `loss_scale_factor` or the dynamic scale."""

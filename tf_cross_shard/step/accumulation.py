@@ -123,6 +123,10 @@ class OwnWindow(Window):
     self.variables: list[Any] = []
     self._sums: dict[int, Any] = {}
     self._known: list[Any] = []  # Ids stay theirs.
+    # Variables that some call has a gradient of, and those that a traced end of
+    # a window had none of and left out.
+    self._added: set[int] = set()
+    self._left_out: set[int] = set()
     self._calls = self._make(0, tf.int64, "accumulated_calls")
 
   def build(self, variables: Sequence[Any]) -> None:
@@ -150,14 +154,34 @@ class OwnWindow(Window):
 
   def _add(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
     for grad, variable in zip(grads, variables, strict=True):
-      if grad is not None:
-        self._sum_of(variable).assign_add(grad)
+      if grad is None:
+        continue
+      sum_of = self._sum_of(variable)
+      if id(sum_of) in self._left_out:
+        raise ValueError(
+          f"{variables_lib.path_of(variable)} has a gradient in some calls of a"
+          " window and None in others, and the function that ends windows was"
+          " traced first. Use zeros in the place of None."
+        )
+      self._added.add(id(sum_of))
+      sum_of.assign_add(grad)
     self._calls.assign_add(1)
 
   def _take(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> list[Gradient]:
-    """Returns the mean over the window."""
+    """Returns the mean over the window.
+
+    A gradient of None is one of zeros where another call has one: the sum would
+    be kept for a later window.
+    """
+    grads = list(grads)
+    for i, (grad, variable) in enumerate(zip(grads, variables, strict=True)):
+      sum_of = self._sum_of(variable)
+      if grad is None and id(sum_of) in self._added:
+        grads[i] = tf.zeros_like(sum_of)
+      elif grad is None and not tf.executing_eagerly():
+        self._left_out.add(id(sum_of))
     totals = super()._take(grads, variables)
     return [None if total is None else total / self.steps for total in totals]
 

@@ -55,11 +55,13 @@ class Call:
 
 
 def _kind_of_update(
-  settings: settings_lib.Settings, group_size: int
+  settings: settings_lib.Settings, inner: base.InnerOptimizer, group_size: int
 ) -> type[update.Update]:
   """Chooses, once for all steps, what members keep and apply."""
-  if settings.shard_update and group_size > 1:
-    return sharded_update.ShardedUpdate
+  if settings.shard_update:
+    sharded_update.check(inner.optimizer, settings.shard_update)
+    if group_size > 1:
+      return sharded_update.ShardedUpdate
   return update.ReplicatedUpdate
 
 
@@ -90,7 +92,7 @@ class Step:
     self.convention = loss_convention.LossConvention(settings, engine.groups)
     self._window = accumulation.own_window(settings, inner, engine)
     self.noise = noise_scale.NoiseScale(settings, inner, engine)
-    kind = _kind_of_update(settings, engine.groups.group_size)
+    kind = _kind_of_update(settings, inner, engine.groups.group_size)
     self.update = kind(settings, inner, engine, self.noise)
     self.guard = nonfinite.NonfiniteGuard(
       settings.skip_nonfinite, inner, engine

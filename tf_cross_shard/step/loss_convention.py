@@ -22,6 +22,9 @@ _EXAMPLES: Final = {
 }
 
 
+_logged_by_all: Final[set[str]] = set()
+
+
 class LossConvention:
   """The factor of one optimizer's losses.
 
@@ -67,8 +70,8 @@ class LossConvention:
   def check_was_scaled(self, through_apply: bool, is_divided: bool) -> None:
     """Warns, once, if gradients are summed whose loss was never scaled.
 
-    Unless the user chose, such a loss is taken for one that is averaged over
-    all replicas' examples, as Keras' losses are.
+    What comes through `apply` is taken for a loss that is averaged over all
+    replicas' examples, as Keras' losses are.
 
     Args:
       through_apply: Whether the step came through Keras' `apply`.
@@ -88,18 +91,23 @@ class LossConvention:
       # A function that was traced once may scale in every eager step.
       scaled = scaled or self._scaled_in_trace
     factors = self._factors()
-    taken = settings.loss_averaged_over or loss_factor.GLOBAL
-    missing = factors[taken]
-    is_chosen = settings.loss_averaged_over is not None or through_apply
-    if not settings.is_mean and not is_chosen:
-      missing = 1.0  # The sum of the gradients as they are may be wanted.
-    if scaled or missing == 1:
+    chosen = settings.loss_averaged_over
+    if chosen is not None:
+      missing = {factors[chosen]}
+    elif through_apply:
+      missing = {factors[loss_factor.GLOBAL]}
+    elif settings.is_mean:
+      missing = set(factors.values())  # A loop of one's own has either loss.
+    else:
+      missing = {1.0}  # The sum of the gradients as they are may be wanted.
+    if scaled or missing == {1.0}:
       return
     self._warn(
       "CrossShardOptimizer sums gradients whose loss it never scaled, so"
       ' reduction="%s" is missing its factor: %g if the loss is averaged'
-      " over this replica's examples, %g if over all replicas' examples."
-      " Use compute_gradients() or minimize(), or scale_loss(loss) inside the"
+      " over this replica's examples, %g if over all replicas' examples. Pass"
+      ' loss_averaged_over="replica" or "global" to say which, and use'
+      " compute_gradients() or minimize(), or scale_loss(loss) inside the"
       " tape, or pass scale_gradients=True, the one way within Keras'"
       " MultiOptimizer.",
       settings.reduction,
@@ -138,8 +146,11 @@ class LossConvention:
 
   def _warn(self, text: str, *values: Any) -> None:
     """Logs a warning once."""
-    if text not in self._logged:
-      self._logged.add(text)
+    # Loops that cannot be edited may make many optimizers.
+    is_common = self._settings.scale_gradients
+    logged = _logged_by_all if is_common else self._logged
+    if text not in logged:
+      logged.add(text)
       logging.warning(text, *values)
 
 

@@ -37,6 +37,7 @@ class ReplicaChecks:
     # `check_place` raises before the first step.
     if self.engine.num_replicas > 1:
       self._check_group_count()
+      self._check_workers()
 
   def check_place(self) -> None:
     """Raises an error where gradients cannot be reduced."""
@@ -56,6 +57,7 @@ class ReplicaChecks:
         " `with strategy.scope():` and call it inside `strategy.run`."
       )
     self._check_group_count()
+    self._check_workers()
     in_function = tf.executing_eagerly() or tf.inside_function()
     if not in_function and not self.engine.orders_graphs:
       raise RuntimeError(
@@ -122,6 +124,25 @@ class ReplicaChecks:
     count = int(self._inner.iterations()) if is_alike else "any"
     return agreement.settings(iterations=count)
 
+  def _check_workers(self) -> None:
+    """Raises `ValueError` where other workers were started for this program.
+
+    Each of them would train a model of its own.
+    """
+    strategy = self.engine.strategy
+    started = _started_workers()
+    # A TPU's hosts have one program each, and one strategy.
+    if started > 1 and not (
+      collectives.is_tpu(strategy)
+      or isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    ):
+      raise ValueError(
+        f"TF_CONFIG names {started} workers, and {type(strategy).__name__} has"
+        " the replicas of one, so that each worker would train by itself. Use"
+        " tf_cross_shard.multi_worker.MultiWorkerStrategy(), or unset"
+        " TF_CONFIG."
+      )
+
   def _check_group_count(self) -> None:
     """Raises `ValueError` unless the groups hold the strategy's replicas."""
     replicas = self.engine.num_replicas
@@ -132,3 +153,11 @@ class ReplicaChecks:
         f" {self.groups.num_replicas}: {self.groups.to_lists()}. Change"
         " it, or make the optimizer inside the scope of the strategy it is for."
       )
+
+
+def _started_workers() -> int:
+  """Returns how many workers TF_CONFIG says train together, with this one."""
+  resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+  tasks = [task[:2] for task in agreement.tasks(resolver.cluster_spec())]
+  is_here = (resolver.task_type, resolver.task_id) in tasks
+  return len(tasks) if is_here else 0  # Not a worker that only evaluates.

@@ -80,7 +80,6 @@ class ShardedUpdate(update.Update):
     noise: noise_scale.NoiseScale,
   ) -> None:
     super().__init__(settings, inner, engine, noise)
-    _check(inner.optimizer, settings.shard_update)
     self._flat: list[FlatWeights] = []  # Empty until built.
     self._variables: list[Any] = []  # Whole, in the user's order.
     inner.checkpointed = sharded_state.Children({}, inner.optimizer)
@@ -130,7 +129,7 @@ class ShardedUpdate(update.Update):
     self, grads: Sequence[Gradient], variables: Sequence[Any], calls: int
   ) -> list[tf.Tensor]:
     """Returns the group's sums of this member's parts, clipped for `opt`."""
-    del calls  # `_check` refuses optimizers that accumulate.
+    del calls  # `check` refuses optimizers that accumulate.
     pieces = self._flatten(grads, variables)
     own = self._noise.of_replica([piece for flat in pieces for piece in flat])
     parts = self._scatter(pieces)
@@ -377,7 +376,7 @@ class ShardedUpdate(update.Update):
         native.assign(tf.where(is_step, constraint(value), value))
 
 
-def _check(optimizer: Any, shard_update: Any) -> None:
+def check(optimizer: Any, shard_update: Any) -> None:
   """Raises `ValueError` for an optimizer that cannot be updated in parts."""
   last = base.innermost(optimizer)
   kind = type(last).__name__

@@ -94,7 +94,7 @@ class TfKerasOptimizer(base.InnerOptimizer):
   def decays(self, variable: Any) -> bool:
     """Whether `variable` has weight decay, should there be any."""
     last = base.innermost(self.optimizer)
-    return not last.weight_decay or bool(last._use_weight_decay(variable))
+    return bool(last._use_weight_decay(variable))
 
   def _index(self, variable: Any) -> int | None:
     """The place of `variable` among those it was built on, or None."""
