@@ -15,6 +15,7 @@ from tests.support.towers_bed import (
   TWO,
   batch,
   caller,
+  linear,
   named,
   sgd,
   values,
@@ -34,14 +35,12 @@ def _make(kind: str, value: float, name: str) -> Any:
   """A variable, made in one of several ways."""
   if kind == "keras":
     return keras.Variable(value, name=name)
-  if kind == "get_variable":
-    return tf.compat.v1.get_variable(name, initializer=value, use_resource=True)
   return tf.Variable(value, name=name)
 
 
 @pytest.mark.parametrize(
   ("kind", "mode"),
-  [("tf", "function"), ("keras", "eager"), ("get_variable", "function")],
+  [("tf", "function"), ("keras", "eager")],
 )
 def test_made_once_for_all_towers_steps_and_modes(kind: str, mode: str) -> None:
   optimizer = TowerOptimizer(sgd)
@@ -68,88 +67,56 @@ def test_made_once_for_all_towers_steps_and_modes(kind: str, mode: str) -> None:
   spec = run(batch(), mode=ModeKeys.PREDICT)
   assert spec.predictions.numpy().tolist() == [[5.0], [10.0]]
   assert float(run(batch(), mode="eval").loss) == 15.0 - 18.0
-  c.assign(1.0)
-  spec = run(batch(), mode=ModeKeys.PREDICT)
-  assert spec.predictions.numpy().tolist() == [[1.0], [2.0]]
-  assert len(replicated.variables) == 2
 
 
 def test_get_variable_goes_by_name() -> None:
-  def model_fn(features: Any, mode: str, params: str) -> TowerSpec:
-    found = {}
-    for name in params:
+  def model_fn(features: Any, mode: str, params: Any) -> TowerSpec:
+    by_name = {}
+    for name, value in params.items():
+      start = tf.compat.v1.constant_initializer(value)
       with tf.compat.v1.variable_scope("net"):
-        start = 2.0 if name == "a" else 3.0
-        found[name] = tf.compat.v1.get_variable(
-          name, [], initializer=tf.compat.v1.constant_initializer(start)
+        by_name[name] = tf.compat.v1.get_variable(
+          name, np.shape(value), initializer=start
         )
-    return TowerSpec(mode, predictions=features * found["a"])
+    return TowerSpec(mode, predictions=features * by_name["a"])
 
-  first, second = (replicate_model_fn(model_fn, devices=TWO) for _ in "12")
+  replicated = replicate_model_fn(model_fn, devices=TWO)
 
-  def predict(replicated: Any, params: str) -> Any:
+  def predict(**params: Any) -> Any:
     run = tf.function(lambda x: replicated(x, mode="infer", params=params))
     return run(batch()).predictions.numpy().tolist()
 
-  for params in ("ab", "ba", "a"):
-    assert predict(first, params) == [[2.0], [4.0]]
-  assert [v.name for v in first.variables] == ["net/a:0", "net/b:0"]
-  first.variables[0].assign(7.0)
-  assert predict(first, "ba") == [[7.0], [14.0]]
-  # In a graph, where TensorFlow finds names, they are another's too.
-  assert predict(second, "a") == [[2.0], [4.0]]
+  for params in ({"a": 2.0, "b": 3.0}, {"b": 3.0, "a": 2.0}, {"a": 2.0}):
+    assert predict(**params) == [[2.0], [4.0]]
+  assert [v.name for v in replicated.variables] == ["net/a:0", "net/b:0"]
+  replicated.variables[0].assign(7.0)
+  assert predict(b=3.0, a=2.0) == [[7.0], [14.0]]
+  with pytest.raises(ValueError, match="a:0 has shape"):
+    predict(a=[2.0, 3.0])
 
 
-@pytest.mark.parametrize(
-  ("order", "is_from_outside"),
-  [("f0 e0 e1 f1", False), ("f0 f1 e1 e0", True)],
-)
-def test_get_variable_in_functions_and_eagerly(
-  order: str, is_from_outside: bool
-) -> None:
+def test_get_variable_in_functions_and_eagerly() -> None:
   """TensorFlow keeps what functions make by name, for all that come later."""
   get = tf.compat.v1.get_variable
-  reuse = tf.compat.v1.AUTO_REUSE
-  with tf.compat.v1.variable_scope("net", reuse=reuse) as scope:
-    pass
 
   def model_fn(features: Any, mode: str) -> TowerSpec:
-    with tf.compat.v1.variable_scope(scope if is_from_outside else "net"):
-      c = get("c", [], initializer=tf.compat.v1.constant_initializer(10.0))
-    loss = tf.reduce_sum(c * features)
-    train_op = TowerOptimizer(sgd()).minimize(loss, var_list=[c])
-    return TowerSpec(mode, loss, train_op)
+    c = get("c", [], initializer=tf.compat.v1.constant_initializer(10.0))
+    return linear(c, TowerOptimizer(sgd()))(features, mode)
 
   both = [replicate_model_fn(model_fn, devices=TWO) for _ in "12"]
   functions = [tf.function(step) for step in both]
-  steps = [0, 0]
-  for kind, which in order.split():
-    i = int(which)
-    step = {"e": both, "f": functions}[kind][i]
-    assert float(step(batch()).loss) == 3.0 * (10.0 - 3.0 * steps[i])
-    steps[i] += 1
-  for function, count in zip(both, steps, strict=True):
+  for step in (functions[0], both[0], both[1], functions[1]):
+    step(batch())
+  for replicated in both:
     # The optimizer's count and rate; its wrapper has none.
-    by_name = {v.name.split("/")[-1]: v for v in function.variables}
+    by_name = {v.name.split("/")[-1]: v for v in replicated.variables}
     assert sorted(by_name) == ["c:0", "iteration:0", "learning_rate:0"]
     state = values(by_name[name] for name in sorted(by_name))
-    assert state == [10.0 - 3.0 * count, count, 1.0]
-    assert by_name["c:0"].name == "net/c:0"
+    assert state == [10.0 - 3.0 - 3.0, 2, 1.0]
   # Nor is anything left for others.
-  with tf.compat.v1.variable_scope(scope):
+  with tf.compat.v1.variable_scope("", reuse=tf.compat.v1.AUTO_REUSE):
     other = tf.function(lambda: get("c", initializer=5.0) * 1.0)
     assert float(other()) == 5.0
-
-
-def test_get_variable_of_another_shape() -> None:
-  def model_fn(features: Any, mode: str, params: Any) -> TowerSpec:
-    tf.compat.v1.get_variable("a", params)
-    return TowerSpec(mode)
-
-  replicated = replicate_model_fn(model_fn, devices=TWO)
-  replicated(batch(), mode="infer", params=[3])
-  with pytest.raises(ValueError, match="a:0 has shape"):
-    replicated(batch(), mode="infer", params=[2])
 
 
 def test_a_program_of_tensorflow_1() -> None:
@@ -217,45 +184,28 @@ class TestOptimizersMadeInside:
     c, d = (named(replicated.variables, name) for name in "cd")
     # velocity 3, 4.5, 5.25, and twice that
     assert values([c, d]) == [16.0 - 12.75, 16.0 - 25.5]
-    assert 5.25 in np.abs(
-      [float(v) for v in replicated.variables[2:] if v.shape == ()]
-    )
 
-  @pytest.mark.parametrize(
-    ("wrap", "options", "expected"),
-    [
-      (lambda opt: opt, {"gradient_accumulation_steps": 2}, [16, 13, 13, 10]),
-      (tf_cross_shard.CrossShardOptimizer, {}, [13, 10, 7, 4]),
-    ],
-  )
-  def test_kinds(
-    self, wrap: Any, options: dict[str, Any], expected: list[float]
-  ) -> None:
-    """What is counted otherwise, or wrapped; evaluation makes none of it."""
+  def test_wrapped(self) -> None:
+    """Evaluation makes no optimizer."""
 
     def model_fn(features: Any, mode: str) -> TowerSpec:
       c = tf.Variable(16.0)
-      loss = tf.reduce_sum(c * features)
       if mode == "eval":
-        return TowerSpec(mode, loss)
-      optimizer = TowerOptimizer(wrap(sgd(**options)))
-      return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
+        return TowerSpec(mode, c)
+      optimizer = tf_cross_shard.CrossShardOptimizer(sgd())
+      return linear(c, TowerOptimizer(optimizer))(features, mode)
 
-    replicated = replicate_model_fn(model_fn, devices=TWO)
-    found = []
-    for _ in expected:
+    replicated = replicate_model_fn(model_fn, "mean", devices=TWO)
+    for expected in (14.5, 13.0):
       replicated(batch())
-      found.append(float(replicated(batch(), mode="eval").loss) / 3.0)
-    assert found == expected
+      assert float(replicated(batch(), mode="eval").loss) == expected
 
   def test_another_class(self) -> None:
     """Of its settings the first count: only the class is compared."""
     c = tf.Variable(10.0)
 
     def model_fn(features: Any, mode: str, params: Any) -> TowerSpec:
-      optimizer = TowerOptimizer(params())
-      loss = tf.reduce_sum(c * features)
-      return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
+      return linear(c, TowerOptimizer(params()))(features, mode)
 
     replicated = replicate_model_fn(model_fn, devices=TWO)
     replicated(batch(), params=sgd)
@@ -271,10 +221,8 @@ class TestOptimizersMadeInside:
     optimizers = [sgd(1.0, momentum=0.5) for _ in weights]
 
     def model_fn(features: Any, mode: str, params: int) -> TowerSpec:
-      loss = tf.reduce_sum(weights[params] * features)
       optimizer = TowerOptimizer(optimizers[params])
-      train_op = optimizer.minimize(loss, var_list=[weights[params]])
-      return TowerSpec(mode, loss, train_op)
+      return linear(weights[params], optimizer)(features, mode)
 
     replicated = replicate_model_fn(model_fn, devices=TWO)
     for params in (0, 1, 0):
@@ -315,8 +263,7 @@ def test_variables_are_where_the_first_tower_is() -> None:
 
   def model_fn(features: Any, mode: str) -> TowerSpec:
     c = tf.Variable(10.0, name="c")
-    loss = tf.reduce_sum(c * features)
-    return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
+    return linear(c, optimizer)(features, mode)
 
   replicated = replicate_model_fn(model_fn, devices=("CPU:2", "CPU:1"))
   tf.function(replicated)(batch())
@@ -418,19 +365,6 @@ def test_models_from_outside_that_are_built_within() -> None:
     np.testing.assert_array_equal(predict(i), batch() * factor)
 
 
-def test_each_replicated_function_has_its_own() -> None:
-  def model_fn(features: Any, mode: str) -> TowerSpec:
-    c = tf.Variable(1.0, name="c")
-    c.assign_add(1.0)
-    return TowerSpec(mode, predictions=features * c)
-
-  first, second = (replicate_model_fn(model_fn, devices=TWO) for _ in "12")
-  for _ in range(3):
-    first(batch(), mode="eval")
-  second(batch(), mode="eval")
-  assert values(first.variables + second.variables) == [7.0, 3.0]
-
-
 def test_a_trace_that_fails_leaves_nothing_behind() -> None:
   towers: list[int] = []
 
@@ -478,8 +412,7 @@ def test_replicas_share_what_is_made_inside() -> None:
 
   def model_fn(features: Any, mode: str) -> TowerSpec:
     c = tf.Variable(10.0, name="c")
-    loss = tf.reduce_sum(c * features)
-    return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
+    return linear(c, optimizer)(features, mode)
 
   replicated = replicate_model_fn(model_fn, "sum", ["", ""])
   rows = testbed.per_replica(strategy, [[[1.0], [2.0]], [[0.5], [0.25]]])
