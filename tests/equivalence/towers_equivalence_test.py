@@ -17,10 +17,6 @@ REDUCE = {"sum": tf.reduce_sum, "mean": tf.reduce_mean}
 
 
 # Each returns one number for each example.
-def _linear(kernel: Any, *, x: Any) -> Any:
-  return tf.reduce_sum(tf.matmul(x["x"], kernel) * x["y"], axis=1)
-
-
 def _quadratic(kernel: Any, bias: Any, *, x: Any) -> Any:
   return tf.reduce_sum((tf.matmul(x["x"], kernel) + bias - x["y"]) ** 2, axis=1)
 
@@ -35,7 +31,6 @@ def _lookup(table: Any, *, x: Any) -> Any:
 
 
 LOSSES: dict[str, tuple[Callable[..., Any], Sequence[str]]] = {
-  "linear": (_linear, ["kernel"]),
   "quadratic": (_quadratic, ["kernel", "bias"]),
   "network": (_network, ["kernel", "bias", "last"]),
   "lookup": (_lookup, ["table"]),
@@ -46,8 +41,7 @@ LOSSES: dict[str, tuple[Callable[..., Any], Sequence[str]]] = {
 @pytest.mark.parametrize(
   ("loss", "reduction", "count", "rows", "name", "mode", "tolerance"),
   [
-    ("linear", "sum", 2, 4, "SGD", "function", 0.0),
-    ("linear", "mean", 4, 4, "SGD", "eager", 0.0),
+    ("quadratic", "sum", 4, 4, "SGD", "eager", 0.0),
     ("quadratic", "mean", 2, 2, "SGD", "function", 0.0),
     ("lookup", "mean", 2, 4, "SGD", "function", 0.0),
     ("lookup", "sum", 4, 8, "SGD", "eager", 0.0),

@@ -223,11 +223,6 @@ def test_labels() -> None:
       ValueError,
       "",
     ),
-    (
-      lambda x: TowerSpec("train", predictions={str(x[0, 0]): x}),
-      ValueError,
-      "structure",
-    ),
   ],
 )
 def test_specs(spec: Any, error: Any, words: str) -> None:
