@@ -17,10 +17,6 @@ REDUCE = {"sum": tf.reduce_sum, "mean": tf.reduce_mean}
 
 
 # Each returns one number for each example.
-def _linear(kernel: Any, *, x: Any) -> Any:
-  return tf.reduce_sum(tf.matmul(x["x"], kernel) * x["y"], axis=1)
-
-
 def _quadratic(kernel: Any, bias: Any, *, x: Any) -> Any:
   return tf.reduce_sum((tf.matmul(x["x"], kernel) + bias - x["y"]) ** 2, axis=1)
 
@@ -35,7 +31,6 @@ def _lookup(table: Any, *, x: Any) -> Any:
 
 
 LOSSES: dict[str, tuple[Callable[..., Any], Sequence[str]]] = {
-  "linear": (_linear, ["kernel"]),
   "quadratic": (_quadratic, ["kernel", "bias"]),
   "network": (_network, ["kernel", "bias", "last"]),
   "lookup": (_lookup, ["table"]),
@@ -46,19 +41,14 @@ LOSSES: dict[str, tuple[Callable[..., Any], Sequence[str]]] = {
 @pytest.mark.parametrize(
   ("loss", "reduction", "count", "rows", "name", "mode", "tolerance"),
   [
-    ("linear", "sum", 2, 4, "SGD", "function", 0.0),
-    ("linear", "mean", 4, 4, "SGD", "eager", 0.0),
+    ("quadratic", "sum", 4, 4, "SGD", "eager", 0.0),
     ("quadratic", "mean", 2, 2, "SGD", "function", 0.0),
-    ("quadratic", "sum", 1, 2, "SGD", "eager", 0.0),
     ("lookup", "mean", 2, 4, "SGD", "function", 0.0),
     ("lookup", "sum", 4, 8, "SGD", "eager", 0.0),
-    ("network", "sum", 3, 6, "Momentum", "function", 2e-4),
     ("network", "mean", 4, 12, "Adam", "eager", 2e-4),
     ("lookup", "mean", 3, 9, "Adam", "function", 2e-4),
     ("quadratic", "sum", 4, 4, "RMSprop", "eager", 2e-4),
-    ("lookup", "sum", 2, 2, "Momentum", "eager", 2e-4),
     ("network", "mean", 2, 6, "Ftrl", "function", 2e-4),
-    ("quadratic", "mean", 3, 3, "Lamb", "function", 2e-4),
   ],
 )
 def test_towers_are_one_device(
@@ -77,7 +67,7 @@ def test_towers_are_one_device(
     return (drawn if tolerance else np.round(2 * drawn)).astype("float32")
 
   function, names = LOSSES[loss]
-  start = {each: numbers(*SHAPES[each]) for each in names}
+  start = {v: numbers(*SHAPES[v]) for v in names}
   batches = [
     {
       "x": numbers(rows, 3),
@@ -93,9 +83,7 @@ def test_towers_are_one_device(
   def total(variables: Sequence[Any], x: Any) -> Any:
     return REDUCE[reduction](function(*map(towers_bed.native, variables), x=x))
 
-  plain, towers = (
-    [testbed.variable(start[each], each) for each in names] for _ in "12"
-  )
+  plain, towers = ([testbed.variable(start[v], v) for v in names] for _ in "12")
   alone = testbed.OPTIMIZERS[name]()
   optimizer = TowerOptimizer(testbed.OPTIMIZERS[name]())
   testbed.build(alone, plain)
@@ -118,10 +106,10 @@ def test_towers_are_one_device(
     np.testing.assert_allclose(step(x), expected, rtol=1e-4, atol=tolerance)
   assert int(optimizer.iterations) == STEPS
   assert (tf.IndexedSlices in kinds) == (loss == "lookup")
-  for one, other, first in zip(towers, plain, start.values(), strict=True):
-    assert np.any(first != one.numpy())
+  for tower, other, first in zip(towers, plain, start.values(), strict=True):
+    assert np.any(first != tower.numpy())
     np.testing.assert_allclose(
-      one.numpy(), other.numpy(), rtol=tolerance, atol=tolerance
+      tower.numpy(), other.numpy(), rtol=tolerance, atol=tolerance
     )
 
 

@@ -1,4 +1,4 @@
-"""What tests of towers share: ways to call, devices, and state to compare."""
+"""Ways to call towers, devices, and state to compare, for their tests."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.support import testbed
+from tf_cross_shard import TowerSpec
 
 MODES = ("eager", "function")
 TWO = ("CPU:0", "CPU:1")
@@ -24,16 +25,26 @@ def batch(*rows: Sequence[float]) -> tf.Tensor:
   return tf.constant(rows or BATCH, tf.float32)
 
 
+def linear(c: Any, optimizer: Any) -> Callable[..., TowerSpec]:
+  """The contract's model: loss `c * features`."""
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    loss = tf.reduce_sum(c * features)
+    return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
+
+  return model_fn
+
+
 def named(variables: Iterable[Any], name: str) -> Any:
   """The variable of a name; those of optimizers, which come later, are not."""
   return next(
-    each for each in variables if each.name.split("/")[-1].split(":")[0] == name
+    v for v in variables if v.name.split("/")[-1].split(":")[0] == name
   )
 
 
 def values(variables: Iterable[Any]) -> list[Any]:
   """What variables hold, as lists and numbers."""
-  return [np.asarray(each.numpy()).tolist() for each in variables]
+  return [np.asarray(variable.numpy()).tolist() for variable in variables]
 
 
 def native(variable: Any) -> Any:
@@ -59,5 +70,5 @@ class Untouched:
     assert self._state() == self._before
 
   def _state(self) -> list[Any]:
-    slots = [testbed.variables_of(each) for each in self._optimizers]
-    return [values(self._variables), [values(each) for each in slots]]
+    slots = [values(testbed.variables_of(o)) for o in self._optimizers]
+    return [values(self._variables), slots]

@@ -1,16 +1,14 @@
-"""A replicated model function: batches in, one answer out."""
+"""A replicated model function: batches in, one spec out."""
 
 import functools
 from typing import Any
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests.support import testbed, towers_bed
 from tests.support.towers_bed import (
   FOUR,
-  MODES,
   TWO,
   batch,
   caller,
@@ -28,21 +26,16 @@ PREDICT = ModeKeys.PREDICT
 
 
 def _echo(features: Any, mode: str) -> TowerSpec:
-  """Answers its part of the batch."""
+  """Returns its part of the batch."""
   return TowerSpec(mode, predictions=features)
 
 
 def _lists(value: Any) -> Any:
   """A tensor as lists."""
-  if isinstance(value, tf.RaggedTensor):
-    return value.to_list()
-  if isinstance(value, tf.SparseTensor):
-    value = tf.sparse.to_dense(value)
   return value.numpy().tolist()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_nests_of_predictions_and_exports(mode: str) -> None:
+def test_nests_of_predictions_and_exports() -> None:
   def model_fn(features: Any, mode: str) -> TowerSpec:
     exports = {"serving": {"sum": tf.reduce_sum(features["x"], 1)}}
     predictions = {"all": [features["ragged"], (2.0 * features["x"], None)]}
@@ -53,17 +46,16 @@ def test_nests_of_predictions_and_exports(mode: str) -> None:
     "ragged": tf.ragged.constant([[1], [], [2, 3], [4, 5, 6]]),
   }
   replicated = replicate_model_fn(model_fn, devices=TWO)
-  spec = caller(lambda x: replicated(x, mode=PREDICT), mode)(features)
+  spec = tf.function(lambda x: replicated(x, mode=PREDICT))(features)
   [ragged, (twice, none)] = spec.predictions["all"]
-  assert (_lists(ragged)[1:3], none) == ([[], [2, 3]], None)
+  assert (ragged.to_list()[1:3], none) == ([[], [2, 3]], None)
   assert _lists(twice) == _lists(2.0 * features["x"])
   assert _lists(spec.export_outputs["serving"]["sum"]) == [3.0, 7.0, 11.0, 15.0]
   assert (type(spec), spec.mode) == (TowerSpec, PREDICT)
   assert spec.loss is spec.train_op is spec.metrics is None
 
 
-@pytest.mark.parametrize("unused", ["labels", "feature"])
-def test_what_no_gradient_needs_has_to_divide_too(unused: str) -> None:
+def test_unused_tensors_have_to_divide_too() -> None:
   c, global_step = tf.Variable(10.0), tf.Variable(0)
   optimizer = TowerOptimizer(sgd(momentum=0.5))
   testbed.build(optimizer, [c])
@@ -71,17 +63,14 @@ def test_what_no_gradient_needs_has_to_divide_too(unused: str) -> None:
   def model_fn(features: Any, labels: Any, mode: str) -> TowerSpec:
     loss = tf.reduce_sum(c * features["x"])
     train_op = optimizer.minimize(loss, global_step, [c])
-    other = labels if unused == "labels" else features["other"]
-    return TowerSpec(mode, loss, train_op, {"other": other})
+    return TowerSpec(mode, loss, train_op, {"other": labels})
 
   replicated = replicate_model_fn(model_fn, devices=TWO)
   sizes = [tf.TensorSpec([None]), tf.TensorSpec([None])]
 
   @tf.function(input_signature=sizes)
   def step(x: Any, other: Any) -> Any:
-    if unused == "labels":
-      return replicated({"x": x}, other).predictions
-    return replicated({"x": x, "other": other}, tf.zeros([2])).predictions
+    return replicated({"x": x}, other).predictions
 
   step(tf.ones([4]), tf.ones([2]))
   untouched = towers_bed.Untouched([c, global_step], optimizer)
@@ -91,52 +80,30 @@ def test_what_no_gradient_needs_has_to_divide_too(unused: str) -> None:
     untouched.check()
 
 
-def _new_metrics() -> dict[str, Any]:
-  return {
-    "mean": keras.metrics.Mean(),
-    "root": keras.metrics.RootMeanSquaredError(),
-  }
-
-
-def _update(metrics: dict[str, Any], x: Any) -> None:
-  metrics["mean"].update_state(x)
-  metrics["root"].update_state(x, tf.ones_like(x))
-
-
 @pytest.mark.parametrize(
   ("place", "mode"), [("outside", "function"), ("inside", "eager")]
 )
 def test_metrics_are_those_of_the_whole_batch(place: str, mode: str) -> None:
-  made = _new_metrics() if place == "outside" else None
+  make = keras.metrics.RootMeanSquaredError
+  outside = make() if place == "outside" else None
 
   def model_fn(features: Any, mode: str) -> TowerSpec:
-    metrics = made or _new_metrics()
-    _update(metrics, features)
-    return TowerSpec(mode, tf.reduce_mean(features), metrics=metrics)
+    metric = outside or make()
+    metric.update_state(features, tf.ones_like(features))
+    return TowerSpec(mode, metrics={"root": metric})
 
   replicated = replicate_model_fn(model_fn, "mean", TWO)
   step = caller(lambda x: replicated(x, mode="eval").metrics, mode)
-  batches = [
-    batch([1.0], [2.0], [3.0], [5.0]),
-    batch([7.0], [3.0], [0.0], [4.0]),
-    batch([9.0], [9.0], [4.0], [3.0]),
-  ]
-
-  def check(batches: Any) -> None:
-    whole = _new_metrics()
-    for x in batches:
-      _update(whole, x)
-      found = step(x)
-      assert sorted(found) == sorted(whole)
-      for name, metric in whole.items():
-        np.testing.assert_allclose(
-          float(found[name]), float(metric.result()), rtol=1e-6
-        )
-    assert float(whole["mean"].result()) != float(tf.reduce_mean(batches[-1]))
-
-  check(batches)
-  replicated.reset_metrics()
-  check(batches[1:])
+  batches = [batch([1.0], [2.0], [3.0], [5.0]), batch([9.0], [3.0])]
+  whole = make()
+  for x in (*batches, None, batches[1]):
+    if x is None:
+      replicated.reset_metrics()
+      whole.reset_state()
+    else:
+      whole.update_state(x, tf.ones_like(x))
+      value, expected = float(step(x)["root"]), float(whole.result())
+      assert abs(value - expected) < 1e-5
 
 
 def _own_order(
@@ -160,19 +127,12 @@ class CalledObject:
     # A decorator that leaves no signature.
     (lambda *args, **options: _own_order(*args, **options), [20.0, 31.0]),
     (lambda mode, x: TowerSpec(mode, predictions=x), [1.0, 2.0]),
-    (lambda x, mode: TowerSpec(mode, predictions=x), [1.0, 2.0]),
     (
       lambda features, **options: TowerSpec(
         options["mode"],
         predictions=options["params"]["a"] * options["labels"],
       ),
       [21.0, 28.0],
-    ),
-    (
-      lambda features, mode, config, labels=7.0: TowerSpec(
-        mode, predictions=labels + config
-      ),
-      [5.0, 6.0],
     ),
     (
       functools.partial(
@@ -182,7 +142,7 @@ class CalledObject:
     ),
   ],
 )
-def test_only_what_is_taken_is_handed_over(
+def test_model_functions_get_the_arguments_that_they_take(
   model_fn: Any, expected: Any
 ) -> None:
   spec = replicate_model_fn(model_fn, devices=TWO)(
@@ -264,8 +224,8 @@ def test_towers_wait_for_each_other_in_nothing_but_the_update() -> None:
   while waiting:
     op = waiting.pop()
     needed.add(op.name)
-    before = [*op.control_inputs, *(each.op for each in op.inputs)]
-    waiting += [each for each in before if each.name not in needed]
+    before = [*op.control_inputs, *(tensor.op for tensor in op.inputs)]
+    waiting += [x for x in before if x.name not in needed]
   assert product.device.endswith("CPU:1")
   assert len(needed) > 2
   assert not [name for name in needed if name.startswith("tower_0")]
@@ -274,19 +234,12 @@ def test_towers_wait_for_each_other_in_nothing_but_the_update() -> None:
 def test_devices_left_out_are_all_of_them() -> None:
   found = replicate_model_fn(_echo).devices
   kind = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
-  expected = [each.name for each in tf.config.list_logical_devices(kind)]
+  expected = [device.name for device in tf.config.list_logical_devices(kind)]
   assert found == expected
-  if kind == "CPU":
-    assert len(found) == 4
-  replicated = replicate_model_fn(_echo)
-  rows = tf.range(4 * len(found))
-  spec = replicated(rows, mode=PREDICT)
-  assert _lists(spec.predictions) == _lists(rows)
   assert replicate_model_fn(_echo, devices="CPU:1").devices == ["CPU:1"]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_branches_and_loops_on_tensors(mode: str) -> None:
+def test_branches_and_loops_on_tensors() -> None:
   c, optimizer = tf.Variable(10.0), TowerOptimizer(sgd)
 
   def model_fn(features: Any, mode: str) -> TowerSpec:
@@ -299,7 +252,7 @@ def test_branches_and_loops_on_tensors(mode: str) -> None:
       total += scale * row[0]
     return TowerSpec(mode, total, optimizer.minimize(total, var_list=[c]))
 
-  step = caller(replicate_model_fn(model_fn, devices=TWO), mode)
+  step = tf.function(replicate_model_fn(model_fn, devices=TWO))
   assert float(step(batch()).loss) == 10.0 + 200.0
   assert float(c) == 10.0 - 1.0 - 20.0
 

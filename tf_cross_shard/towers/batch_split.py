@@ -1,26 +1,18 @@
 """Nests of tensors cut into parts for towers along axis 0, and joined."""
 
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
-from tensorflow.python.util import nest
 
 
 def split(argument: str, tree: Any, count: int) -> list[Any]:
   """Cuts every tensor of a nest into equal parts along axis 0."""
-  # A list of numbers or texts is a tensor, not a nest.
-  outline = nest.get_traverse_shallow_structure(
-    lambda each: not _is_table(each), tree
-  )
-  parts = [
-    _split_leaf(argument, leaf, count)
-    for leaf in nest.flatten_up_to(outline, tree)
+  columns = [
+    _split_leaf(argument, leaf, count) for leaf in tf.nest.flatten(tree)
   ]
   return [
-    tf.nest.pack_sequence_as(outline, [part[i] for part in parts])
+    tf.nest.pack_sequence_as(tree, [column[i] for column in columns])
     for i in range(count)
   ]
 
@@ -31,47 +23,23 @@ def check_alike(features: Any, labels: Any) -> None:
   Parts of them may fit where the whole does not: of shapes [4, 1] and [2, 1]
   two towers get [2, 1] and [1, 1], which broadcasts.
   """
-  lengths = [
-    None if leaf is None else _length(leaf)
-    for leaf in tf.nest.flatten([features, labels])
-  ]
-  if len(lengths) == 2 and None not in lengths and lengths[0] != lengths[1]:
+  leaves = tf.nest.flatten([features, labels])
+  lengths = {x.shape[:1].num_elements() for x in leaves if x is not None}
+  if len(leaves) == len(lengths) == 2 and None not in lengths:
     raise ValueError(
-      "`labels` must be as many as `features`; a tower gets"
-      f" {lengths[0]} features and {lengths[1]} labels. Batch them together."
+      "`labels` must be as many as `features`; a tower gets labels of shape"
+      f" {leaves[1].shape} and features of {leaves[0].shape}. Batch them"
+      " together."
     )
 
 
-def concatenate(what: str, trees: Sequence[Any]) -> Any:
-  """Joins nests of tensors along axis 0, in order."""
-  kinds = [
-    tf.nest.map_structure(lambda x: "None" if x is None else "tensor", tree)
-    for tree in trees
-  ]
-  for tower, kind in enumerate(kinds):
-    if kind != kinds[0]:
-      raise ValueError(
-        f"`{what}` must have the same structure in every tower; tower 0"
-        f" returned {kinds[0]}, tower {tower} {kind}. Return the same keys"
-        " whatever part of the batch model_fn gets."
-      )
-  columns = zip(*map(tf.nest.flatten, trees), strict=True)
-  joined = [_join_leaves(what, column) for column in columns]
-  return tf.nest.pack_sequence_as(trees[0], joined)
-
-
-def _is_table(tree: Any) -> bool:
-  """Whether this is a list of numbers or texts, or of such lists."""
-  plain = (numbers.Number, np.generic, str, bytes)
-  return (
-    isinstance(tree, list)
-    and bool(tree)
-    and all(isinstance(each, plain) or _is_table(each) for each in tree)
-  )
+def concatenate(trees: Sequence[Any]) -> Any:
+  """Joins nests of tensors, of one structure, along axis 0 in order."""
+  return tf.nest.map_structure(lambda *parts: _join_leaves(parts), *trees)
 
 
 def _split_leaf(argument: str, leaf: Any, count: int) -> Sequence[Any]:
-  """The parts of one tensor."""
+  """Cuts one tensor."""
   if leaf is None:
     return [None] * count
   if not isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor)):
@@ -81,55 +49,42 @@ def _split_leaf(argument: str, leaf: Any, count: int) -> Sequence[Any]:
       f"`{argument}` must hold tensors with the batch in axis 0; got a scalar:"
       f" {leaf!r}. Give what is no part of the batch in `params`."
     )
-  length = _length(leaf)
-  if length is not None and (length % count or not length):
+  length = leaf.shape[:1].num_elements()
+  if length is None:
+    length = _checked_length(leaf, count)
+  elif length % count or not length:
     raise ValueError(
       f"`{argument}` must divide into {count} towers; axis 0 has length"
       f" {length}, of {type(leaf).__name__} with shape {leaf.shape}. Change the"
       " batch size (drop_remainder=True in tf.data), or give fewer devices."
     )
-  if isinstance(leaf, tf.RaggedTensor):
-    rows = _checked(leaf.nrows(), count) // count
+  rows = length // count
+  if not isinstance(leaf, tf.SparseTensor):
     return [leaf[i * rows : (i + 1) * rows] for i in range(count)]
-  if isinstance(leaf, tf.SparseTensor):
-    rows = _checked(leaf.dense_shape[0], count)
-    shape = tf.concat([rows[tf.newaxis], leaf.dense_shape[1:]], axis=0)
-    leaf = tf.SparseTensor(leaf.indices, leaf.values, shape)
-    return list(tf.sparse.split(leaf, count, axis=0))
-  if length is None:
-    with tf.control_dependencies([_checked(tf.shape(leaf)[0], count)]):
-      leaf = tf.identity(leaf)
-  return list(tf.split(leaf, count, axis=0))
+  inner = leaf.dense_shape[1:]
+  size = tf.concat([[rows], inner], axis=0)
+  starts = [
+    tf.concat([[i * rows], tf.zeros_like(inner)], axis=0) for i in range(count)
+  ]
+  return [tf.sparse.slice(leaf, start, size) for start in starts]
 
 
-def _length(leaf: Any) -> int | None:
-  """The length of axis 0, where it is known."""
-  if leaf.shape.rank is not None and leaf.shape[0] is not None:
-    return int(leaf.shape[0])
-  is_ragged = isinstance(leaf, tf.RaggedTensor)
-  static = tf.get_static_value(leaf.nrows()) if is_ragged else None
-  return None if static is None else int(static)
-
-
-def _checked(rows: tf.Tensor, count: int) -> tf.Tensor:
-  """The number of rows, once it is known to divide: they would be cut off."""
-  good = tf.logical_and(rows > 0, tf.equal(rows % count, 0))
+def _checked_length(leaf: Any, count: int) -> tf.Tensor:
+  """The length of axis 0 at run time, where rows must not be cut off."""
+  is_sparse = isinstance(leaf, tf.SparseTensor)
+  length = (leaf.dense_shape if is_sparse else tf.shape(leaf, tf.int64))[0]
+  good = tf.logical_and(length > 0, tf.equal(length % count, 0))
   words = f"axis 0 must divide into {count} towers, and not be empty; rows:"
-  with tf.control_dependencies([tf.debugging.Assert(good, [words, rows])]):
-    return tf.identity(rows)
+  with tf.control_dependencies([tf.debugging.Assert(good, [words, length])]):
+    return tf.identity(length)
 
 
-def _join_leaves(what: str, parts: Sequence[Any]) -> Any:
-  """The parts of one tensor, joined."""
-  if parts[0] is None:
+def _join_leaves(parts: Sequence[Any]) -> Any:
+  """Joins the parts of one tensor."""
+  if all(part is None for part in parts):
     return None
   if isinstance(parts[0], tf.SparseTensor):
     return tf.sparse.concat(0, list(parts))  # It makes a generator of a tuple.
   if not isinstance(parts[0], tf.RaggedTensor):
     parts = [tf.convert_to_tensor(part) for part in parts]
-  if parts[0].shape.rank == 0:
-    raise ValueError(
-      f"`{what}` must hold tensors with the batch in axis 0; got a scalar:"
-      f" {parts[0]!r}. Give one value per example, or give it in `metrics`."
-    )
   return tf.concat(parts, axis=0)

@@ -28,7 +28,7 @@ _MEANS: Final = (
 
 
 class ModeKeys:
-  """What a model function is called for, spelled as in TensorFlow 1.
+  """Purposes of a call of a model function, spelled as in TensorFlow 1.
 
   >>> ModeKeys.PREDICT
   'infer'
@@ -45,7 +45,7 @@ class ModeKeys:
 
 
 class TowerSpec(NamedTuple):
-  """What a model function returns; `EstimatorSpec` for TensorFlow 2.
+  """The result of a model function; `EstimatorSpec` for TensorFlow 2.
 
   >>> spec = TowerSpec("train", loss=tf.constant(2.0))
   >>> float(spec.loss), spec.predictions
@@ -54,8 +54,8 @@ class TowerSpec(NamedTuple):
   Attributes:
     mode: One of `ModeKeys`.
     loss: A tensor. Merged: the sum or mean over the towers.
-    train_op: What the optimizer returned. Merged: what the last optimizer
-      returned after the update.
+    train_op: The count that the optimizer returned. Merged: the count that
+      the last optimizer returned after the update.
     predictions: A tensor or nest, the examples along axis 0. Merged: all
       towers' in order.
     metrics: A dictionary of `tf.keras.metrics.Metric` objects that the tower
@@ -72,21 +72,12 @@ class TowerSpec(NamedTuple):
 
 
 class ReplicatedModelFn:
-  """What `replicate_model_fn` returns: call it like the model function.
-
-  Attributes:
-    devices: Where the towers run, in order.
-  """
+  """A replicated model function: call it like the model function."""
 
   def __init__(
     self, model_fn: Callable[..., Any], loss_reduction: Any, devices: Any
   ) -> None:
     """Checks the arguments, which `replicate_model_fn` explains."""
-    if isinstance(model_fn, ReplicatedModelFn):
-      raise ValueError(
-        f"`model_fn` must be a function of one tower; got {model_fn!r}, which"
-        " is replicated already. Replicate it once, over all devices."
-      )
     self._model_fn = model_fn
     self._parameters = inspect.signature(model_fn).parameters
     self._reduction = _loss_reduction(loss_reduction)
@@ -97,15 +88,14 @@ class ReplicatedModelFn:
   @property
   def devices(self) -> list[str]:
     """Where the towers run: given, or this machine's GPUs, or its CPUs."""
-    local = [
-      [device.name for device in tf.config.list_logical_devices(kind)]
-      for kind in ("GPU", "CPU")
-    ]
-    return list(self._devices or local[0] or local[1])
+    if self._devices is not None:
+      return list(self._devices)
+    local = tf.config.list_logical_devices
+    return [device.name for device in local("GPU") or local("CPU")]
 
   @property
   def variables(self) -> list[Any]:
-    """What model_fn made so far: `tf.Variable` objects, each once."""
+    """The `tf.Variable` objects that model_fn made so far, each once."""
     return self._shared.variables
 
   def reset_metrics(self) -> None:
@@ -137,7 +127,6 @@ class ReplicatedModelFn:
       ValueError: If the batch does not divide, `mode` is unknown, the towers
         differ, or in several towers no TowerOptimizer applied the gradients.
       TypeError: If model_fn does not return a TowerSpec.
-      RuntimeError: If it is called in the cross-replica context.
     """
     devices = self._check(mode)
     parts = batch_split.split("features", features, len(devices))
@@ -146,9 +135,8 @@ class ReplicatedModelFn:
     options = {"mode": mode, "params": params, "config": config}
     specs = []
     with self._shared.call(mode) as variables:
-      trains = mode == ModeKeys.TRAIN
       towers = gradient_collector.Towers(
-        len(devices), self._reduction, variables, trains
+        len(devices), self._reduction, variables, mode == ModeKeys.TRAIN
       )
       for tower, device in enumerate(devices):
         options["labels"] = labels_parts[tower]
@@ -172,12 +160,6 @@ class ReplicatedModelFn:
         "A replicated `model_fn` was called within a tower of another. Towers"
         " do not nest: replicate the outermost function, over all devices."
       )
-    if tf.distribute.in_cross_replica_context():
-      raise RuntimeError(
-        "A replicated `model_fn` was called in the cross-replica context"
-        " (inside strategy.scope() but outside strategy.run). Call it inside"
-        " the function given to `strategy.run`."
-      )
     modes = [ModeKeys.TRAIN, ModeKeys.EVAL, ModeKeys.PREDICT]
     if mode not in modes:
       raise ValueError(
@@ -200,25 +182,24 @@ class ReplicatedModelFn:
 
     None leaves a default as it is.
     """
-    parameters = self._parameters.values()
-    taken = dict(options)
-    if all(p.kind is not p.VAR_KEYWORD for p in parameters):
-      taken = {n: taken[n] for n in options if n in self._parameters}
-    for parameter in parameters:  # A functools.partial has defaults too.
-      has_default = parameter.default is not parameter.empty
-      if has_default and taken.get(parameter.name) is None:
-        taken.pop(parameter.name, None)
-    if "params" in taken:  # What one tower changes in it is not another's.
-      taken["params"] = copy.copy(taken["params"])
-    names = [
-      parameter.name
-      for parameter in parameters
-      if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-      and parameter.default is parameter.empty
-      and parameter.name not in options
+    named = [
+      p
+      for p in self._parameters.values()
+      if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
-    is_named = "features" in self._parameters or not names
-    return {"features" if is_named else names[0]: features, **taken}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
+    optional = {p.name for p in named if p.default is not p.empty}
+    arguments = {
+      name: value
+      for name, value in options.items()
+      if (takes_any or name in self._parameters)
+      and not (value is None and name in optional)
+    }
+    if "params" in arguments:  # A tower may change them for itself.
+      arguments["params"] = copy.copy(arguments["params"])
+    required = [p.name for p in named if p.name not in {*optional, *options}]
+    is_named = "features" in self._parameters or not required
+    return {"features" if is_named else required[0]: features, **arguments}
 
   @tf.autograph.experimental.do_not_convert
   def _merge(
@@ -231,9 +212,8 @@ class ReplicatedModelFn:
     if towers.trains and towers.count > 1 and not towers.has_calls:
       raise ValueError(
         "`model_fn` must apply gradients through a TowerOptimizer when it is"
-        f" replicated; no TowerOptimizer was called in {towers.count} towers"
-        f" in mode {specs[0].mode!r}. Use TowerOptimizer(optimizer), and call"
-        " its minimize or apply_gradients."
+        f" replicated; none was called in {towers.count} towers. Use"
+        " TowerOptimizer(optimizer), and call its minimize or apply_gradients."
       )
     # All that can be wrong with the specs is found before the update.
     merged = _merged(specs, self._reduction)
@@ -256,7 +236,7 @@ def replicate_model_fn(
   loss_reduction: Any = loss_factor.SUM,
   devices: Sequence[str] | None = None,
 ) -> ReplicatedModelFn:
-  """A function that runs `model_fn` once on each device, as one step.
+  """Makes a function that runs `model_fn` once on each device, as one step.
 
   The batch is cut into equal parts along axis 0. With `L_i` the loss of tower
   `i` of `n`, the gradients that are applied are those of
@@ -298,8 +278,8 @@ def replicate_model_fn(
     A function of `(features, labels, mode, params, config)`.
 
   Raises:
-    ValueError: If `loss_reduction` is `"none"` or unknown, if `devices` holds
-      no devices of this machine, or if `model_fn` is replicated already.
+    ValueError: If `loss_reduction` is `"none"` or unknown, or if `devices`
+      holds no devices of this machine.
     TypeError: If `model_fn` is no function.
 
   References:
@@ -309,7 +289,7 @@ def replicate_model_fn(
 
 
 def _checked(spec: Any, tower: int, mode: str) -> TowerSpec:
-  """What a tower returned; raises an error unless it can be merged."""
+  """Returns the spec of a tower; raises an error unless it can be merged."""
   is_spec = isinstance(spec, TowerSpec)
   if not is_spec or spec.mode != mode:
     raise (ValueError if is_spec else TypeError)(
@@ -331,29 +311,17 @@ def _checked(spec: Any, tower: int, mode: str) -> TowerSpec:
 def _merged(specs: Sequence[TowerSpec], reduction: str) -> TowerSpec:
   """One spec of all towers' specs."""
   last = specs[-1]
-  has_loss = [spec.loss is not None for spec in specs]
-  if len(set(has_loss)) > 1:
-    raise ValueError(
-      "`loss` must be given by every tower or by none; towers"
-      f" {[i for i, has in enumerate(has_loss) if not has]} gave None. Return"
-      " TowerSpec(mode, loss=loss) whatever part of the batch the tower got."
-    )
-  names = [sorted(spec.metrics or {}) for spec in specs]
-  if any(each != names[0] for each in names):
-    raise ValueError(
-      f"`metrics` must have the same names in every tower; got {names}."
-    )
   loss = None
-  if has_loss[0]:
+  if any(spec.loss is not None for spec in specs):
     loss = tf.add_n([tf.convert_to_tensor(spec.loss) for spec in specs])
     if reduction == loss_factor.MEAN:
       loss = loss / tf.cast(len(specs), loss.dtype)
   metrics = last.metrics
   if metrics is not None:
     # The towers update the same variables: any of them has the result of all.
-    metrics = {name: metrics[name].result() for name in metrics}
+    metrics = {name: metric.result() for name, metric in metrics.items()}
   nests = {
-    name: batch_split.concatenate(name, [getattr(s, name) for s in specs])
+    name: batch_split.concatenate([getattr(spec, name) for spec in specs])
     for name in ("predictions", "export_outputs")
   }
   return TowerSpec(last.mode, loss, last.train_op, metrics=metrics, **nests)
@@ -361,8 +329,7 @@ def _merged(specs: Sequence[TowerSpec], reduction: str) -> TowerSpec:
 
 def _on(device: str) -> contextlib.AbstractContextManager[Any]:
   """Puts operations on a device; leaves them where they are for `""`."""
-  context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-  return tf.device(device) if device else context
+  return tf.device(device) if device else contextlib.nullcontext()
 
 
 def _loss_reduction(loss_reduction: Any) -> str:
@@ -378,25 +345,18 @@ def _loss_reduction(loss_reduction: Any) -> str:
 
 
 def _as_devices(devices: Any) -> list[str]:
-  """The names of devices that are there."""
+  """Returns the names of devices, each checked to be of this machine."""
   given = [devices] if isinstance(devices, str) else list(devices)
-  names = [getattr(each, "name", each) or "" for each in given]
-  if not names:
+  names = [getattr(device, "name", device) or "" for device in given]
+  local = [device.name for device in tf.config.list_logical_devices()]
+  specs = [tf.DeviceSpec.from_string(name) for name in local]
+  wanted = [tf.DeviceSpec.from_string(name) for name in names if name]
+  # A spec of a local device goes on to be itself with what is asked for.
+  are_local = [any(s.make_merged_spec(w) == s for s in specs) for w in wanted]
+  if not names or not all(are_local):
     raise ValueError(
-      "`devices` must name at least one device; got []. Leave it None to take"
-      " all of this machine."
+      f"`devices` must name devices of this machine; got {devices!r}, there are"
+      f" {local}. Use their names, make more by tf.config."
+      "set_logical_device_configuration, or leave it None to take all."
     )
-  there = [device.name for device in tf.config.list_logical_devices()]
-  specs = list(map(tf.DeviceSpec.from_string, there))
-  for name in filter(None, names):
-    wanted = tf.DeviceSpec.from_string(name)
-    # A spec of a local device goes on to be itself with what is asked for.
-    if not wanted.device_type or not any(
-      spec.make_merged_spec(wanted) == spec for spec in specs
-    ):
-      raise ValueError(
-        f"`devices` must name devices of this machine; got {name!r}, there are"
-        f" {there}. Use their names, or tf.config.set_logical_device_"
-        "configuration to make more."
-      )
   return names

@@ -4,7 +4,7 @@
     when the last has returned     sum over towers -> the encapsulated optimizer
     anywhere else                  the encapsulated optimizer
 
-What a tower is, `tf_cross_shard.towers` says.
+`tf_cross_shard.towers` says what a tower is.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ class Tower(forwarding.OptimizerWrapper):
       " | Callable[[], validation.Optimizer]"
     ),
   ) -> None:
-    """Encapsulates an optimizer, or what a function makes.
+    """Encapsulates an optimizer, or the one that a function makes.
 
     Args:
       optimizer_or_optimizer_fn: An optimizer, or its name, or a function of no
@@ -67,17 +67,14 @@ class Tower(forwarding.OptimizerWrapper):
       TypeError: If it is no optimizer.
     """
     opt = optimizer_or_optimizer_fn
-    variables = gradient_collector.variables()
-    with variables.owned():
-      opt = self._as_optimizer(opt() if callable(opt) else opt)
-      opt = variables.optimizer(opt)
-      super().__init__(
-        opt,
-        name="TowerOptimizer",
-        clipnorm=None,  # Clipping is the encapsulated optimizer's.
-        global_clipnorm=None,
-        clipvalue=None,
-      )
+    opt = self._as_optimizer(opt() if callable(opt) else opt)
+    super().__init__(
+      gradient_collector.variables().optimizer(opt),
+      name="TowerOptimizer",
+      clipnorm=None,  # Clipping is the encapsulated optimizer's.
+      global_clipnorm=None,
+      clipvalue=None,
+    )
     self._scaled_by: str | None = None
 
   @staticmethod
@@ -176,7 +173,7 @@ class Tower(forwarding.OptimizerWrapper):
     return self._collect_or(apply, grads, variables)
 
   def get_config(self) -> dict[str, Any]:
-    """What the constructor needs, in serializable form."""
+    """The constructor's argument, in serializable form."""
     return {self._argument: self._serialize(self._inner.optimizer)}
 
   @classmethod
@@ -192,13 +189,12 @@ class Tower(forwarding.OptimizerWrapper):
     Returns:
       A new optimizer, not built.
     """
-    # A copy: Keras changes what it is given.
-    opt = copy.deepcopy(config[cls._argument])
+    opt = copy.deepcopy(config[cls._argument])  # Keras changes it.
     return cls(cls._deserialize(opt, custom_objects))
 
   @classmethod
   def _check_wrapper_within(cls, wrapper: forwarding.OptimizerWrapper) -> None:
-    """Towers of replicas make sense, towers of towers do not."""
+    """Allows towers of replicas, not towers of towers."""
     if isinstance(wrapper, Tower):
       super()._check_wrapper_within(wrapper)
 
@@ -207,6 +203,21 @@ class Tower(forwarding.OptimizerWrapper):
     # Outside of the tower's scope, which tf_keras would name slots after.
     with gradient_collector.variables().paused(), tf.name_scope(""):
       super().build(variables)
+
+  def check_known(self, variables: Sequence[Any]) -> None:
+    """Raises an error if this cannot update variables; changes nothing."""
+    optimizer = self._inner.optimizer
+    if isinstance(optimizer, CrossShard):
+      optimizer._checks.check_place()
+    if self._inner.is_built:
+      validation.check_known(variables, self._inner.knows)
+
+  @tf.autograph.experimental.do_not_convert
+  def prepare(self, variables: Sequence[Any]) -> None:
+    """Makes the slots for all that a step updates, unless they are there."""
+    if not self._inner.is_built:
+      distinct = {id(variables_lib.native(v)): v for v in variables}
+      self.build(list(distinct.values()))
 
   def _gradients(
     self,
@@ -219,12 +230,10 @@ class Tower(forwarding.OptimizerWrapper):
     """Gradients, times the towers' factor."""
     towers = self._towers()
     factor = self._factor()
-    hidden: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if towers is not None and towers.tape is not None:
-      hidden = towers.tape.stop_recording()
-      tape = towers.tape if tape is None and tf.is_tensor(loss) else tape
+    own = None if towers is None else towers.tape
+    tape = own if tape is None and tf.is_tensor(loss) else tape
     optimizer = self._inner.optimizer
-    with hidden:
+    with own.stop_recording() if own else contextlib.nullcontext():
       if isinstance(optimizer, CrossShard):
         pairs = optimizer._gradients(loss, var_list, tape, default, options)
       else:
@@ -247,8 +256,8 @@ class Tower(forwarding.OptimizerWrapper):
   def _collect_or(
     self,
     apply: gradient_collector.Apply,
-    grads: Sequence[Any],
-    variables: Sequence[Any],
+    grads: list[Any],
+    variables: list[Any],
   ) -> Any:
     """Leaves `apply` to the last tower; does it now where there is but one."""
     towers = self._towers()
@@ -260,12 +269,11 @@ class Tower(forwarding.OptimizerWrapper):
 
     if towers is None or towers.count == 1:
       self.check_known(variables)
+      self.prepare(variables)
       with gradient_collector.variables().paused():
-        return applied(list(grads), list(variables))
+        return applied(grads, variables)
     self._check_not_scaled()
-    towers.collect(
-      gradient_collector.Call(self, list(grads), list(variables), applied)
-    )
+    towers.collect(gradient_collector.Call(self, grads, variables, applied))
     return tf.identity(self._inner.iterations())
 
   def _towers(self) -> gradient_collector.Towers | None:
@@ -278,14 +286,6 @@ class Tower(forwarding.OptimizerWrapper):
         " first."
       )
     return towers
-
-  def check_known(self, variables: Sequence[Any]) -> None:
-    """Raises an error if this cannot update variables; changes nothing."""
-    optimizer = self._inner.optimizer
-    if isinstance(optimizer, CrossShard):
-      optimizer._checks.check_place()
-    if self._inner.is_built:
-      validation.check_known(variables, self._inner.knows)
 
   def _check_not_scaled(self) -> None:
     """Raises `ValueError` in towers for a loss scale around this optimizer."""
@@ -306,7 +306,6 @@ class Tower(forwarding.OptimizerWrapper):
     options: dict[str, Any],
   ) -> Any:
     """Lets the encapsulated optimizer apply."""
-    self.prepare(variables)
     optimizer = self._inner.optimizer
     if isinstance(optimizer, CrossShard):
       pairs = zip(grads, variables, strict=True)
@@ -314,19 +313,12 @@ class Tower(forwarding.OptimizerWrapper):
     self._hand_on(grads, [self._inner.as_built(v) for v in variables], options)
     if global_step is not None:
       skips = self._inner.scales_dynamically
-      is_one = nonfinite.all_finite(grads) if skips else True
-      global_step.assign_add(tf.cast(is_one, global_step.dtype))
+      is_step = nonfinite.all_finite(grads) if skips else True
+      global_step.assign_add(tf.cast(is_step, global_step.dtype))
     return tf.identity(self._inner.iterations())
 
-  @tf.autograph.experimental.do_not_convert
-  def prepare(self, variables: Sequence[Any]) -> None:
-    """Makes the slots for all that a step updates, unless they are there."""
-    if not self._inner.is_built:
-      distinct = {id(variables_lib.native(v)): v for v in variables}
-      self.build(list(distinct.values()))
-
   def _factor(self) -> float:
-    """What the loss is multiplied by in this tower."""
+    """The factor of the loss in this tower."""
     towers = gradient_collector.current()
     return 1.0 if towers is None else towers.scale(self._inner.optimizer)
 
