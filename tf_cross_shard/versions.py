@@ -8,8 +8,6 @@ checked is the one that `tf.keras` is.
 
 import importlib
 import os
-import pathlib
-import sys
 from importlib import metadata
 from typing import Any
 
@@ -26,14 +24,6 @@ def own_version() -> str:
     return metadata.version("tf-cross-shard")
   except metadata.PackageNotFoundError:
     return "0+source"
-
-
-def is_command_line() -> bool:
-  """Whether this process is `tf-cross-shard` or `python -m tf_cross_shard`."""
-  script = (sys.argv or [""])[0]
-  if script == "-m":  # Until the module is found, whose packages come first.
-    return sys.orig_argv[-len(sys.argv)].split(".")[0] == "tf_cross_shard"
-  return pathlib.Path(script).stem == "tf-cross-shard"
 
 
 def check_installed() -> None:

@@ -158,23 +158,6 @@ class V1Update:
   _add_number: Callable[[str, float], Any]
 
 
-class LinearCosine:
-  """TensorFlow's own `linear_cosine_decay`, which neither Keras has."""
-
-  def __init__(self, **settings: Any) -> None:
-    """Takes what that function takes."""
-    self._settings = settings
-
-  def __call__(self, step: Any) -> tf.Tensor:
-    """The learning rate at `step`."""
-    rate = _v1.linear_cosine_decay(global_step=step, **self._settings)
-    return rate() if callable(rate) else rate
-
-  def get_config(self) -> dict[str, Any]:
-    """The settings."""
-    return dict(self._settings)
-
-
 class Function:
   """A learning rate that is a variable or a function, read in every step."""
 

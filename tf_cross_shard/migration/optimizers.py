@@ -15,16 +15,6 @@ from tf_cross_shard.wrapper import forwarding
 
 _V1Optimizer: Final = tf.compat.v1.train.Optimizer
 _V1CrossShard: Final = tf.compat.v1.tpu.CrossShardOptimizer
-# Of TensorFlow's schedules; both Kerases have all but the last.
-_SCHEDULES: Final = (
-  "ExponentialDecay",
-  "PiecewiseConstantDecay",
-  "PolynomialDecay",
-  "InverseTimeDecay",
-  "CosineDecay",
-  "CosineDecayRestarts",
-  "LinearCosineDecay",
-)
 
 
 def from_v1(opt: Any) -> Any:
@@ -76,7 +66,7 @@ def from_v1(opt: Any) -> Any:
 
   Raises:
     TypeError: If `opt` is no version 1 optimizer, or one that no optimizer of
-      Keras equals.
+      Keras equals; if its learning rate is a schedule that Keras has not.
     ValueError: If a setting has no value yet, or is none that stays as it is.
   """
   if not isinstance(opt, _V1Optimizer):
@@ -136,8 +126,6 @@ def convert_optimizer(opt: Any, keras_package: str) -> Any:
   made = made_by(learning_rate=rate, name=_name(opt), **settings)
   if start:
     made.iterations.assign(start)
-    # tf_keras keeps what the schedule gave.
-    getattr(made, "_compute_current_learning_rate", lambda: None)()
   logging.info(
     "%s %r became %s with learning_rate=%s, %s.",
     *(source, opt.get_name(), type(made).__name__),
@@ -166,11 +154,10 @@ def _rate(value: Any, schedules: Any, classes: Any) -> tuple[Any, int]:
   name, step = type(schedule).__name__, value.args[0]
   config = schedule.get_config()
   config.pop("name", None)
-  if name not in _SCHEDULES:
-    raise ValueError(
-      f"`learning_rate` is a {name}, which Keras has not: its random numbers"
-      " would differ between replicas. Pass a function of your own, or a number"
-      " and set `optimizer.learning_rate` afterwards."
+  if not hasattr(schedules, name):
+    raise TypeError(
+      f"`learning_rate` is a {name}, which Keras has not. Pass a function of"
+      " your own, or a LearningRateSchedule of Keras to a Keras optimizer."
     )
   changes = any(hasattr(x, "assign") or callable(x) for x in config.values())
   is_count = hasattr(step, "assign") and tf.as_dtype(step.dtype).is_integer
@@ -179,10 +166,7 @@ def _rate(value: Any, schedules: Any, classes: Any) -> tuple[Any, int]:
   if not is_count:
     return _number(value(), "learning_rate"), 0
   config = {key: _plain(x, key) for key, x in config.items()}
-  if hasattr(schedules, name):
-    return getattr(schedules, name)(**config), int(step.numpy())
-  config["learning_rate"] = config.pop("initial_learning_rate")
-  return classes.V1LinearCosineDecay(**config), int(step.numpy())
+  return getattr(schedules, name)(**config), int(step.numpy())
 
 
 def _plain(value: Any, argument: str) -> Any:

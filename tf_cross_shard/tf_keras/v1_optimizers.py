@@ -57,12 +57,6 @@ class _Update(v1_update.V1Update):
     )
 
 
-@_register
-class V1LinearCosineDecay(v1_update.LinearCosine, _Schedule):
-  """TensorFlow's linear cosine decay."""
-
-
-@_register
 class V1Function(v1_update.Function, _Schedule):
   """A learning rate that is read in every step."""
 
