@@ -154,9 +154,9 @@ def convert_checkpoint(
 
   Raises:
     ValueError: If something has no counterpart, another shape or dtype, or
-      more than one; if `names` fits nothing; if not one weight has a value; if
-      `src` is a checkpoint of TensorFlow 2; if `model` has no variables; if a
-      learning rate that changes would spoil the momentum.
+      more than one; if an entry of `names` fits nothing; if `src` is a
+      checkpoint of TensorFlow 2; if `model` has no variables; if a learning
+      rate that changes would spoil the momentum.
     TypeError: If an argument is something else.
     FileExistsError: If there is a checkpoint at `dst`.
     FileNotFoundError: If there is none at `src`, or no folder for `dst`.
@@ -321,7 +321,7 @@ class _Plan:
       {
         name: shape
         for name, shape in left.items()
-        if not (name in self._needless or self._is_left_out(name))
+        if not (self._is_left_out(name) or name in self._needless)
       }
       for left in (self.left_in_checkpoint, self.left_in_model)
     )
@@ -359,15 +359,14 @@ class _Plan:
     while name in self.wanted:  # The model has one of this name too.
       name = f"optimizer/{name}"
     self.wanted[name] = variable
-    if self._is_left_out(name):
-      return name
     source = self._named(name, pattern, own)
-    if source is None:
-      if default not in self._shapes or self._is_left_out(default):
-        return name
-      source = default
-    elif default is not None:
+    if source is not None and default is not None:
       self._needless.add(default)
+    if source is None and default in self._shapes:
+      left_out = self._is_left_out(name) or self._is_left_out(default)
+      source = None if left_out else default
+    if source is None:
+      return name
     both = [other for other, used in self.matched.items() if used == source]
     if both:
       raise ValueError(
@@ -380,9 +379,9 @@ class _Plan:
   def _named(self, name: str, pattern: str, own: str) -> str | None:
     """Returns the checkpoint's name of a variable by `names`, if there."""
     for key in (name, self._short(name)):
-      if key in self._names:
+      source = self._names.get(key)
+      if source is not None:
         self._unused.discard(key)
-        source = self._names[key]
         if source not in self._shapes:
           raise ValueError(
             f"`names` says that `{name}` is {source!r}, which the checkpoint"
@@ -390,7 +389,7 @@ class _Plan:
           )
         return source
     source = (self._names.get(pattern) or "").replace("{}", own)
-    if source not in self._shapes:
+    if source not in self._shapes or self._is_left_out(name):
       return None
     self._unused.discard(pattern)
     return source
