@@ -152,9 +152,9 @@ def _groups(options: argparse.Namespace) -> str:
     from tf_cross_shard import virtual_tpu
 
     coordinates = virtual_tpu.coordinates(options.topology)
-  if options.along and coordinates is None:
-    raise ValueError("--along needs --topology, whose coordinates it means.")
   if options.along:
+    if coordinates is None:
+      raise ValueError("--along needs --topology, whose coordinates it means.")
     groups = groups_lib.along(coordinates, options.along)
   elif options.assignment:
     groups = groups_lib.Groups(options.assignment)

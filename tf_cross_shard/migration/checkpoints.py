@@ -171,7 +171,7 @@ def convert_checkpoint(
     )
   target = _target(dst)
   plan = _Plan(_source(src), model, {} if names is None else names)
-  weights = plan.find_weights()
+  weights = plan.find_weights(model)
   _build(optimizer, plan.trained, weights)
   plan.find_state(base.innermost(optimizer), iterations)
   plan.check()
@@ -214,7 +214,7 @@ class _Plan:
         "`names` must be a dictionary from names in model and optimizer to"
         f" names in the checkpoint; got {names!r}."
       )
-    self._model = model
+    self._model_name = getattr(model, "name", None)
     self._names = names
     self._unused = set(names)
     self._patterns = {
@@ -231,15 +231,13 @@ class _Plan:
     self.trained: list[Any] = []
     self._labels: dict[int, str] = {}
 
-  def find_weights(self) -> list[Any]:
+  def find_weights(self, model: Any) -> list[Any]:
     """Matches the model's variables."""
-    weights = _weights(self._model)
-    listed = isinstance(self._model, (list, tuple))
-    self.trained = (
-      [w for w in weights if w.trainable]
-      if listed
-      else list(self._model.trainable_variables)
-    )
+    weights = _weights(model)
+    if isinstance(model, (list, tuple)):
+      self.trained = [weight for weight in weights if weight.trainable]
+    else:
+      self.trained = list(model.trainable_variables)
     paths = [variables_lib.path_of(weight) for weight in weights]
     labels = optimizer_state.unique(paths)
     for label, path, weight in zip(labels, paths, weights, strict=True):
@@ -401,7 +399,7 @@ class _Plan:
     keys |= {
       key
       for key, pattern in self._patterns.items()
-      if any(pattern.fullmatch(each) for each in names)
+      if any(map(pattern.fullmatch, names))
     }
     self._unused -= keys
     return bool(keys)
@@ -417,35 +415,32 @@ class _Plan:
 
   def _short(self, path: str) -> str:
     """Returns a variable's name without that of the model around it."""
-    name = getattr(self._model, "name", None)
-    return path.removeprefix(f"{name}/") if isinstance(name, str) else path
+    return path.removeprefix(f"{self._model_name}/")
 
   def _check_forms(self) -> None:
     """Raises an error unless shapes and dtypes are alike."""
     lines = []
-    for name, source in self.matched.items():
-      if name == self._count:
-        continue  # of any type of whole numbers
-      variable = self.wanted[name]
-      dtype, shape = tf.as_dtype(variable.dtype), tuple(variable.shape)
-      other_dtype, other_shape = self._dtypes[source], self._shapes[source]
-      if (other_dtype, other_shape) != (dtype, shape):
+    for name in self.matched.keys() - {self._count}:  # of any whole numbers
+      variable, source = self.wanted[name], self.matched[name]
+      own = tf.as_dtype(variable.dtype), tuple(variable.shape)
+      other = self._dtypes[source], self._shapes[source]
+      if own != other:
         lines.append(
-          f"  {name} is {dtype.name} {list(shape)}; {source} in the checkpoint"
-          f" is {other_dtype.name} {list(other_shape)}"
+          f"  {name} is {own[0].name} {list(own[1])}; {source} in the"
+          f" checkpoint is {other[0].name} {list(other[1])}"
         )
     if lines:
       raise ValueError(
-        "Shapes or dtypes differ:\n" + "\n".join(lines) + "\nBuild the model as"
-        " it was in version 1, or say with `names` which variables belong"
-        " together."
+        "Shapes or dtypes differ:\n" + "\n".join(sorted(lines)) + "\nBuild the"
+        " model as it was in version 1, or say with `names` which variables"
+        " belong together."
       )
 
 
 def _is_idle(last: Any) -> bool:
   """Whether slots are of no use, which tf_keras makes all the same."""
   return (
-    "SGD" in [each.__name__ for each in type(last).__mro__]
+    "SGD" in [kind.__name__ for kind in type(last).__mro__]
     and not isinstance(last, v1_update.V1Update)
     and not float(last.momentum)
   )
@@ -491,10 +486,10 @@ def _places(last: Any, slots: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _adapter(last: Any) -> base.InnerOptimizer:
-  """The form in which CrossShardOptimizer sees an optimizer of either Keras."""
-  kinds = (each.__module__ for each in type(last).__mro__)
-  is_tf_keras = any(kind.startswith("tf_keras.") for kind in kinds)
-  # By name: that module imports this package, where it meets version 1's.
+  """Returns an optimizer of either Keras as CrossShardOptimizer sees it."""
+  modules = (kind.__module__ for kind in type(last).__mro__)
+  is_tf_keras = any(module.startswith("tf_keras.") for module in modules)
+  # By name: neither Keras is imported for the other.
   home = importlib.import_module(
     f"tf_cross_shard.{'tf_keras' if is_tf_keras else 'keras3'}.adapter"
   )
@@ -504,11 +499,11 @@ def _adapter(last: Any) -> base.InnerOptimizer:
 
 
 def _kind_of(last: Any) -> tuple[str, v1_update.Kind | None]:
-  """Version 1's name of what it had as well, by the class in Keras."""
-  for each in type(last).__mro__:
-    if each.__module__.split(".")[0] in ("keras", "tf_keras"):
+  """Returns version 1's name of an optimizer that it had, too, and its kind."""
+  for keras_class in type(last).__mro__:
+    if keras_class.__module__.split(".")[0] in ("keras", "tf_keras"):
       for v1_class, kind in v1_update.KINDS.items():
-        if kind is not None and kind.keras == each.__name__:
+        if kind is not None and kind.keras == keras_class.__name__:
           return v1_class.__name__.removesuffix("Optimizer"), kind
   return "", None
 
@@ -530,7 +525,7 @@ def _build(optimizer: Any, trained: Sequence[Any], weights: Any) -> None:
 
 
 def _scope(variable: Any) -> contextlib.AbstractContextManager[Any]:
-  """Of the strategy whose replicas have a variable."""
+  """Returns the scope of the strategy whose replicas have a variable."""
   strategy = getattr(
     variables_lib.native(variable), "distribute_strategy", None
   )
@@ -538,7 +533,7 @@ def _scope(variable: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def _weights(model: Any) -> list[Any]:
-  """The variables that a model is to have back; not its random states."""
+  """Returns what a checkpoint of version 1 may have; not random states."""
   # Asked of the class: where there are none yet, the model may raise an error.
   is_keras = hasattr(type(model), "weights")
   if isinstance(model, (list, tuple)):
@@ -562,13 +557,13 @@ def _weights(model: Any) -> list[Any]:
 
 
 def _listed(where: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-  """Lines about what is on one side only."""
+  """Returns lines about what is on one side only."""
   lines = [f"  {name} {list(shapes[name])}" for name in sorted(shapes)]
   return [f"{where} only:", *lines] if lines else []
 
 
 def _source(src: Any) -> str:
-  """The prefix of a checkpoint's files."""
+  """Returns the prefix of a checkpoint's files."""
   path = os.fspath(src)
   if tf.io.gfile.isdir(path) and not tf.io.gfile.exists(f"{path}.index"):
     path = tf.train.latest_checkpoint(path) or path
@@ -581,7 +576,7 @@ def _source(src: Any) -> str:
 
 
 def _target(dst: Any) -> str:
-  """The prefix to write, of which there is nothing yet."""
+  """Returns the prefix to write, of which there is nothing yet."""
   path = os.fspath(dst)
   folder, name = os.path.split(path)
   if not name or not tf.io.gfile.isdir(folder or "."):

@@ -88,7 +88,7 @@ def from_v1(opt: Any) -> Any:
 
 
 def convert_optimizer(opt: Any, keras_package: str) -> Any:
-  """`opt` as an optimizer of "keras" or "tf_keras"; others as they are."""
+  """Returns `opt` as an optimizer of a Keras; others as they are."""
   if not isinstance(opt, _V1Optimizer):
     return opt
   source = f"{type(opt).__module__}.{type(opt).__qualname__}"
@@ -141,7 +141,7 @@ def _ours(keras_package: str) -> Any:
 
 
 def _rate(value: Any, schedules: Any, classes: Any) -> tuple[Any, int]:
-  """A learning rate that changes where version 1's does; and its step."""
+  """Returns a learning rate for Keras, and the step that it is at."""
   if hasattr(value, "assign"):
     return classes.V1Function(value), 0
   if not callable(value):
@@ -170,9 +170,9 @@ def _rate(value: Any, schedules: Any, classes: Any) -> tuple[Any, int]:
 
 
 def _plain(value: Any, argument: str) -> Any:
-  """A schedule's setting as Python's numbers."""
+  """Returns a schedule's setting as Python's numbers."""
   if isinstance(value, (list, tuple)):
-    return [_plain(each, argument) for each in value]
+    return [_plain(item, argument) for item in value]
   # As floats, steps beyond 2^24 would be rounded.
   if argument == "boundaries" and np.asarray(value).dtype.kind in "iu":
     return int(np.asarray(value))
@@ -180,7 +180,7 @@ def _plain(value: Any, argument: str) -> Any:
 
 
 def _number(value: Any, argument: str) -> Any:
-  """A setting as Python's number, or a boolean."""
+  """Returns a setting as Python's number, or a boolean."""
   if isinstance(value, bool):
     return value
   if tf.is_tensor(value) and tf.is_symbolic_tensor(value):
@@ -198,7 +198,7 @@ def _number(value: Any, argument: str) -> Any:
 
 
 def _name(opt: Any) -> str:
-  """Its name as Keras 3 takes it: without slashes."""
+  """Returns its name as Keras 3 takes it: without slashes."""
   return str(opt.get_name()).replace("/", "_")
 
 
