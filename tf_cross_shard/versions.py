@@ -8,8 +8,6 @@ checked is the one that `tf.keras` is.
 
 import importlib
 import os
-import pathlib
-import sys
 from importlib import metadata
 from typing import Any
 
@@ -21,28 +19,20 @@ OLDEST_TENSORFLOW = "2.16"
 
 
 def own_version() -> str:
-  """The version of this package."""
+  """Returns the version of this package."""
   try:
     return metadata.version("tf-cross-shard")
   except metadata.PackageNotFoundError:
     return "0+source"
 
 
-def is_command_line() -> bool:
-  """Whether this process is `tf-cross-shard` or `python -m tf_cross_shard`."""
-  script = (sys.argv or [""])[0]
-  if script == "-m":  # Until the module is found, whose packages come first.
-    return sys.orig_argv[-len(sys.argv)].split(".")[0] == "tf_cross_shard"
-  return pathlib.Path(script).stem == "tf-cross-shard"
-
-
 def check_installed() -> None:
   """Raises `ImportError` unless TensorFlow and `tf.keras` are supported."""
-  found = _import_tensorflow().__version__
-  if _is_older(found, OLDEST_TENSORFLOW):
+  number = _import_tensorflow().__version__
+  if _is_older(number, OLDEST_TENSORFLOW):
     raise ImportError(
       f"tf_cross_shard needs TensorFlow {OLDEST_TENSORFLOW} or newer, but"
-      f" {found} is installed. Run:"
+      f" {number} is installed. Run:"
       f" pip install --upgrade 'tensorflow>={OLDEST_TENSORFLOW}'"
     )
   (check_tf_keras if uses_tf_keras() else check_keras3)()
@@ -55,13 +45,13 @@ def check_keras3() -> None:
     "tf_cross_shard needs Keras 3, and none is installed. Run:"
     f" pip install 'keras>={OLDEST_KERAS}'",
   )
-  found = keras.__version__
-  if _is_older(found, OLDEST_KERAS):
+  number = keras.__version__
+  if _is_older(number, OLDEST_KERAS):
     why = (
-      f"or tf_keras {OLDEST_TF_KERAS} or newer, but `keras` is Keras {found}."
-      if _is_older(found, "3.0.dev0")
-      else f"but found Keras {found}, which reduces or scales gradients wrongly"
-      " under tf.distribute."
+      f"or tf_keras {OLDEST_TF_KERAS} or newer, but `keras` is Keras {number}."
+      if _is_older(number, "3.0.dev0")
+      else f"but found Keras {number}, which reduces or scales gradients"
+      " wrongly under tf.distribute."
     )
     raise ImportError(
       f"tf_cross_shard needs Keras {OLDEST_KERAS} or newer, {why} Run:"
@@ -83,19 +73,19 @@ def check_tf_keras() -> None:
   remedy = f"Run: pip install --no-deps 'tf_keras~={major}.{minor}.0'"
   try:
     # The recorded version first: one that is too old cannot be imported.
-    found = metadata.version("tf_keras")
+    number = metadata.version("tf_keras")
   except metadata.PackageNotFoundError:
-    found = OLDEST_TF_KERAS  # None, or a nightly build.
-  if not _is_older(found, OLDEST_TF_KERAS):
+    number = OLDEST_TF_KERAS  # None, or a nightly build.
+  if not _is_older(number, OLDEST_TF_KERAS):
     tf_keras = _import(
       "tf_keras",
       "tf_cross_shard.tf_keras, which TF_USE_LEGACY_KERAS=1 selects too, needs"
       f" tf_keras, and none is installed. {remedy}",
     )
-    found = tf_keras.__version__
-  if _is_older(found, OLDEST_TF_KERAS):
+    number = tf_keras.__version__
+  if _is_older(number, OLDEST_TF_KERAS):
     raise ImportError(
-      f"tf_cross_shard needs tf_keras {OLDEST_TF_KERAS} or newer, but {found}"
+      f"tf_cross_shard needs tf_keras {OLDEST_TF_KERAS} or newer, but {number}"
       f" is installed. {remedy}"
     )
 
@@ -113,18 +103,18 @@ def uses_tf_keras() -> bool:
 
 
 def keras_version() -> str:
-  """The version of what `tf.keras` is."""
+  """Returns the version of what `tf.keras` is."""
   module = "tf_keras" if uses_tf_keras() else "keras"
   return str(importlib.import_module(module).__version__)
 
 
-def _is_older(found: str, oldest: str) -> bool:
+def _is_older(number: str, oldest: str) -> bool:
   """Whether a version is older than another."""
-  return version.Version(found) < version.Version(oldest)
+  return version.Version(number) < version.Version(oldest)
 
 
 def _import(name: str, words: str) -> Any:
-  """The package of that name; without it an `ImportError` of these words."""
+  """Returns a package; raises an `ImportError` of these words without it."""
   try:
     return importlib.import_module(name)
   except ModuleNotFoundError as error:
@@ -134,7 +124,7 @@ def _import(name: str, words: str) -> Any:
 
 
 def _import_tensorflow() -> Any:
-  """TensorFlow."""
+  """Returns TensorFlow."""
   return _import(
     "tensorflow",
     "tf_cross_shard needs TensorFlow, and none is installed. Run one of:"

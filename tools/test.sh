@@ -19,7 +19,7 @@ trap say_time EXIT
 
 "$python" -m ruff check --quiet .
 "$python" -m ruff format --check --quiet .
-"$python" -m mypy tf_cross_shard
+"$python" -m mypy
 .venv/bin/lint-imports --no-cache
 "$python" tools/update_build.py --check
 # Two at a time: half of the time tests wait for other processes. Slow tests

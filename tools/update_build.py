@@ -35,7 +35,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-ROOTS = ("tf_cross_shard", "tests", "examples", "benchmarks", "tools")
+ROOTS = (
+  *("tf_cross_shard", "tf_cross_shard_cli"),
+  *("tests", "examples", "benchmarks", "tools"),
+)
 # What a test needs besides what it imports, where there is such a module.
 OF_EVERY_TEST = "tools.hermetic.sitecustomize"
 SOURCE_SUFFIXES = (".bzl", ".ipynb", ".md", ".py", ".sh", ".typed")

@@ -45,8 +45,8 @@ def after(folder: Path, *arguments: str, **variables: str) -> str:
 
 def losses_in(output: str) -> dict[int, float]:
   """What a program printed, by step."""
-  found = re.findall(r"^step (\d+): loss ([\d.]+)$", output, re.MULTILINE)
-  return {int(step): float(loss) for step, loss in found}
+  lines = re.findall(r"^step (\d+): loss ([\d.]+)$", output, re.MULTILINE)
+  return {int(step): float(loss) for step, loss in lines}
 
 
 @pytest.fixture(scope="module")

@@ -190,32 +190,6 @@ def test_modules_are_imported_when_asked_for(
   assert found is sys.modules["tf_cross_shard.virtual_tpu"]
 
 
-@pytest.mark.parametrize(
-  ("argv", "orig_argv", "expected"),
-  [
-    (["-m", "x"], ["python", "-m", "tf_cross_shard", "x"], True),
-    (["-m"], ["python", "-Im", "tf_cross_shard.multi_worker.launch"], True),
-    (["/usr/bin/tf-cross-shard"], ["python", "/usr/bin/tf-cross-shard"], True),
-    # A program's own module, arguments, or interpreter.
-    (["-m"], ["python", "-m", "tf_cross_shard_programs.train"], False),
-    (["-m", "tf_cross_shard"], ["python", "-m", "p", "tf_cross_shard"], False),
-    (["p.py", "tf_cross_shard"], ["python", "p.py", "tf_cross_shard"], False),
-    (["-c"], ["python", "-c", "import tf_cross_shard"], False),
-    ([""], ["python"], False),
-    ([], [], False),
-  ],
-)
-def test_only_its_own_command_line_is_one(
-  monkeypatch: pytest.MonkeyPatch,
-  argv: list[str],
-  orig_argv: list[str],
-  expected: bool,
-) -> None:
-  monkeypatch.setattr(sys, "argv", argv)
-  monkeypatch.setattr(sys, "orig_argv", orig_argv)
-  assert versions.is_command_line() == expected
-
-
 def test_only_the_keras_in_use_is_imported() -> None:
   """The other one takes seconds, and may be missing; so do jax and others."""
   program = """

@@ -2,7 +2,7 @@
 
 Each becomes a class that derives from Keras' optimizer of that name, whose
 settings and slots it keeps, and updates through TensorFlow 1's own kernel.
-`v1_keras3` and `v1_tf_keras` make the classes, one set for each Keras.
+`keras3.v1_optimizers` and `tf_keras.v1_optimizers` make the classes.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ _v1: Final = tf.compat.v1.train
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-  """What Keras and the kernel call the same things.
+  """The names in Keras and in the kernel of the same things.
 
   Attributes:
     keras: The class in both Kerases.
@@ -79,13 +79,13 @@ _ATTRIBUTES: Final = {
 
 
 def setting(opt: Any, name: str) -> Any:
-  """What a version 1 optimizer has for a setting of Keras."""
+  """Returns what a version 1 optimizer has for a setting of Keras."""
   own = f"_{name}"
   return getattr(opt, own if hasattr(opt, own) else _ATTRIBUTES[name])
 
 
 def named_kinds() -> Iterator[tuple[str, Kind]]:
-  """The classes to make, by name: "V1Adam"."""
+  """Yields the classes to make, by name: "V1Adam"."""
   for v1_class, kind in KINDS.items():
     if kind is not None:
       yield f"V1{v1_class.__name__.removesuffix('Optimizer')}", kind
@@ -94,7 +94,7 @@ def named_kinds() -> Iterator[tuple[str, Kind]]:
 class V1Update:
   """Puts TensorFlow 1's kernel in the place of a Keras optimizer's update.
 
-  What differs between the two Kerases is `_index` and `_add_number`.
+  The two Kerases differ in `_index` and `_add_number`.
   """
 
   kind: Kind
@@ -144,35 +144,18 @@ class V1Update:
     return kernels.KERNELS[centered + self.kind.kernel]
 
   def _factor(self, argument: str) -> float:
-    """The hyperparameter that is a power's factor."""
+    """Returns the hyperparameter that is a power's factor."""
     factor: float = getattr(self, self._kernel.settings[argument])
     return factor
 
   def _handle(self, power: str) -> Any:
-    """Of this replica's copy."""
+    """Returns the handle of this replica's copy."""
     return variables_lib.native(getattr(self, power)).handle
 
   learning_rate: Any
   add_variable_from_reference: Callable[..., Any]
   _index: Callable[[Any], int]
   _add_number: Callable[[str, float], Any]
-
-
-class LinearCosine:
-  """TensorFlow's own `linear_cosine_decay`, which neither Keras has."""
-
-  def __init__(self, **settings: Any) -> None:
-    """Takes what that function takes."""
-    self._settings = settings
-
-  def __call__(self, step: Any) -> tf.Tensor:
-    """The learning rate at `step`."""
-    rate = _v1.linear_cosine_decay(global_step=step, **self._settings)
-    return rate() if callable(rate) else rate
-
-  def get_config(self) -> dict[str, Any]:
-    """The settings."""
-    return dict(self._settings)
 
 
 class Function:
@@ -183,7 +166,7 @@ class Function:
     self._rate = rate
 
   def __call__(self, step: Any) -> tf.Tensor:
-    """The learning rate now, whatever `step` is."""
+    """Returns the learning rate now, whatever `step` is."""
     del step
     if hasattr(self._rate, "assign"):
       return tf.cast(tf.convert_to_tensor(self._rate), tf.float32)

@@ -11,7 +11,7 @@ _Schedule: Final[Any] = keras.optimizers.schedules.LearningRateSchedule
 
 
 class _Update(v1_update.V1Update):
-  """What Keras 3 asks of the mixin, and gives it."""
+  """An update by version 1's kernels, in Keras 3."""
 
   def add_variable_from_reference(
     self, reference_variable: Any, name: Any = None, initializer: Any = "zeros"
@@ -37,12 +37,6 @@ class _Update(v1_update.V1Update):
     )
 
 
-@_register
-class V1LinearCosineDecay(v1_update.LinearCosine, _Schedule):
-  """TensorFlow's linear cosine decay."""
-
-
-@_register
 class V1Function(v1_update.Function, _Schedule):
   """A learning rate that is read in every step."""
 

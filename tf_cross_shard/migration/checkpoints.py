@@ -14,8 +14,8 @@ import dataclasses
 import importlib
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
@@ -28,15 +28,14 @@ from tf_cross_shard.inner_optimizer import (
   v1_update,
 )
 
-Names = Mapping[str, str] | Callable[[str], str | None] | None
-Slots = str | Mapping[str, str] | None
+Names = Mapping[str, str | None]
 Shapes = dict[str, tuple[int, ...]]
 
-_OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"  # of TensorFlow 2 only
-_ITERATIONS = "iterations"
-_GLOBAL_STEP = r"(.*/)?global_step"
+_OBJECT_GRAPH: Final = "_CHECKPOINTABLE_OBJECT_GRAPH"  # of TensorFlow 2 only
+_GLOBAL_STEP: Final = r"(.*/)?global_step"
+_POWER: Final = r"(.*/)?beta[12]_power(_\d+)?"
 # Of tf_keras' older kind, in version 1's order; a class of the user's has more.
-_LEGACY_SLOTS = {
+_LEGACY_SLOTS: Final = {
   "SGD": ("momentum",),
   "Adam": ("m", "v"),
   "Adagrad": ("accumulator",),
@@ -44,12 +43,11 @@ _LEGACY_SLOTS = {
   "Adadelta": ("accum_grad", "accum_var"),
   "Ftrl": ("accumulator", "linear"),
 }
-_POWER = r"(.*/)?beta[12]_power(_\d+)?"
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-  """What `convert_checkpoint` did.
+  """The result of `convert_checkpoint`.
 
   Attributes:
     path: The prefix of the checkpoint that was written.
@@ -68,7 +66,7 @@ class Conversion:
   unmatched_in_model: Mapping[str, tuple[int, ...]]
 
   def __str__(self) -> str:
-    """A table."""
+    """Returns a table."""
     width = max(map(len, self.matched), default=0)
     lines = [f"{self.path}: {len(self.matched)} variables"]
     lines += [f"  {n:<{width}}  {s}" for n, s in self.matched.items()]
@@ -83,10 +81,8 @@ def convert_checkpoint(
   model: Any,
   optimizer: Any,
   *,
-  names: Names = None,
-  slots: Slots = None,
+  names: Names | None = None,
   iterations: int | None = None,
-  allow_unmatched: bool | Collection[str] = False,
 ) -> Conversion:
   """Brings weights, slots and the count of steps over from TensorFlow 1.
 
@@ -127,7 +123,7 @@ def convert_checkpoint(
   optimizer, and the count of steps under `global_step`. Version 1 had no Lamb
   and no class that you wrote: their slots are looked for under their own names,
   "dense/kernel/adam_m". Nothing else is guessed: the error, before any value
-  changes, lists what is left on both sides and shows which argument to write.
+  changes, lists what is left on both sides and shows what to write.
 
   Only state is converted. Give the optimizer the learning rate, betas and the
   like that version 1 had. Keras' SGD has the learning rate in its momentum, so
@@ -143,28 +139,24 @@ def convert_checkpoint(
       variables.
     optimizer: A CrossShardOptimizer or another optimizer of Keras 3 or
       tf_keras. One that is not built is built on the trainable variables.
-    names: For what has another name now, a dictionary from names in model and
-      optimizer ("dense/kernel", "dense/kernel/momentum", "iterations") to names
-      in the checkpoint. Or a function of a weight's name, which may return
-      None. A second variable of the same name is known as "name#2".
-    slots: Where version 1 has the first slot of a weight: the name that the
-      optimizer was given there, such as "my_adam" or, of a second Adam,
-      "Adam_2". With {} for the weight's name in the checkpoint, anything:
-      "scope/{}/Adam". Where version 1 named each slot, a dictionary from the
-      names of the optimizer's slots, {"momentum": "adam_m"}.
+    names: What is not found by itself, from names in model and optimizer
+      ("dense/kernel", "dense/kernel/momentum", "iterations") to names in the
+      checkpoint. A second variable of the same name is known as "name#2". "{}"
+      stands for every weight: {"{}": "scope/{}"} for the weights themselves,
+      {"{}/momentum": "{}/my_adam"} for a slot, where the second is the weight's
+      name in the checkpoint. None leaves a name of either side out, and there
+      "{}" stands for any text: {"{}/ExponentialMovingAverage": None}.
     iterations: The number of steps that version 1 had made; None for what the
       checkpoint's only `global_step` is.
-    allow_unmatched: What need not have a counterpart: True for anything, or
-      names and regular expressions that match whole names, of either side.
 
   Returns:
     What was matched and what was not.
 
   Raises:
     ValueError: If something has no counterpart, another shape or dtype, or
-      more than one; if not one weight has a value, whatever is allowed; if
-      `src` is a checkpoint of TensorFlow 2; if `model` has no variables; if a
-      learning rate that changes would spoil the momentum.
+      more than one; if an entry of `names` fits nothing; if `src` is a
+      checkpoint of TensorFlow 2; if `model` has no variables; if a learning
+      rate that changes would spoil the momentum.
     TypeError: If an argument is something else.
     FileExistsError: If there is a checkpoint at `dst`.
     FileNotFoundError: If there is none at `src`, or no folder for `dst`.
@@ -178,19 +170,16 @@ def convert_checkpoint(
       " tf.function, a graph or a replica. Call it before training."
     )
   target = _target(dst)
-  plan = _Plan(_source(src), model, names, _allowed(allow_unmatched))
-  weights = plan.find_weights()
+  plan = _Plan(_source(src), model, {} if names is None else names)
+  weights = plan.find_weights(model)
   _build(optimizer, plan.trained, weights)
-  plan.find_state(optimizer, slots, iterations)
-  plan.check_unmatched()
-  values = {n: plan.value(n, source) for n, source in plan.matched.items()}
+  plan.find_state(base.innermost(optimizer), iterations)
+  plan.check()
+  values = {name: plan.value(name) for name in plan.matched}
   for name, value in values.items():
     variable = plan.wanted[name]
     with _scope(variable):
       variable.assign(value)
-  last = base.innermost(optimizer)
-  if hasattr(last, "_compute_current_learning_rate"):
-    last._compute_current_learning_rate()  # which tf_keras shows
   tf.train.Checkpoint(model=model, optimizer=optimizer).write(target)
   return Conversion(
     target, plan.matched, plan.left_in_checkpoint, plan.left_in_model
@@ -198,7 +187,7 @@ def convert_checkpoint(
 
 
 class _Plan:
-  """Which variable receives which value; nothing is assigned here.
+  """Decides which variable receives which value; assigns nothing.
 
   Attributes:
     wanted: Every variable of model and optimizer, by name.
@@ -206,9 +195,7 @@ class _Plan:
     trained: The variables that the model trains.
   """
 
-  def __init__(
-    self, path: str, model: Any, names: Names, allowed: Callable[[str], bool]
-  ) -> None:
+  def __init__(self, path: str, model: Any, names: Names) -> None:
     """Reads the names in the checkpoint."""
     # Not load_checkpoint, which reads another one where there is a folder of
     # this name too.
@@ -222,149 +209,95 @@ class _Plan:
         " TensorFlow 2. Read it with tf.train.Checkpoint(model=model,"
         " optimizer=optimizer).read(src)."
       )
-    if not (names is None or isinstance(names, Mapping) or callable(names)):
+    if not isinstance(names, Mapping):
       raise TypeError(
         "`names` must be a dictionary from names in model and optimizer to"
-        f" names in the checkpoint, or a function; got {names!r}."
+        f" names in the checkpoint; got {names!r}."
       )
-    self._model = model
+    self._model_name = getattr(model, "name", None)
     self._names = names
-    self._allowed = allowed
+    self._unused = set(names)
+    self._patterns = {
+      key: re.compile(re.escape(key).replace(r"\{\}", ".*"))
+      for key, source in names.items()
+      if source is None and "{}" in key
+    }
+    self._needless: set[str] = set()  # Names of either side.
     self._factors: dict[str, float] = {}
-    self._ignored: set[str] = set()
     self._iterations: int | None = None
-    self._count = _ITERATIONS
+    self._count = ""
     self.wanted: dict[str, Any] = {}
     self.matched: dict[str, str] = {}
     self.trained: list[Any] = []
     self._labels: dict[int, str] = {}
 
-  def find_weights(self) -> list[Any]:
+  def find_weights(self, model: Any) -> list[Any]:
     """Matches the model's variables."""
-    weights = _weights(self._model)
-    listed = isinstance(self._model, (list, tuple))
-    self.trained = (
-      [w for w in weights if w.trainable]
-      if listed
-      else list(self._model.trainable_variables)
-    )
+    weights = _weights(model)
+    if isinstance(model, (list, tuple)):
+      self.trained = [weight for weight in weights if weight.trainable]
+    else:
+      self.trained = list(model.trainable_variables)
     paths = [variables_lib.path_of(weight) for weight in weights]
     labels = optimizer_state.unique(paths)
     for label, path, weight in zip(labels, paths, weights, strict=True):
       self._labels[id(weight)] = label
       both = {path, self._short(path)} & self._shapes.keys()
       is_sure = paths.count(path) == 1 and len(both) == 1
-      self._want(label, weight, both.pop() if is_sure else None, True)
-    self._check_forms()
-    left = [name for name in self.left_in_model if not self._allowed(name)]
-    if left or not self.matched:
-      self.check_unmatched()
-      raise ValueError(
-        f"`src` has no value for any weight of `model`; it holds"
-        f" {', '.join(self._shapes) or 'nothing'}. Name the checkpoint of this"
-        " model, or say with `names` which variables belong together."
-      )
+      default = both.pop() if is_sure else None
+      self._want(label, weight, default, "{}", self._short(path))
     return weights
 
-  def find_state(
-    self, optimizer: Any, slots: Slots, iterations: int | None
-  ) -> None:
+  def find_state(self, last: Any, iterations: int | None) -> None:
     """Matches slots, other variables of the optimizer and the count."""
-    last = base.innermost(optimizer)
-    is_v1 = isinstance(last, v1_update.V1Update)
-    known = self._find_slots(last, slots)
-    known |= {id(last.iterations), id(getattr(last, "_learning_rate", None))}
-    variables = last.variables
-    for other in variables() if callable(variables) else variables:
+    known = self._find_slots(last)
+    rates = optimizer_state.learning_rates(last)
+    known |= {id(last.iterations), *map(id, rates)}
+    for other in optimizer_state.listed(last):
       if id(other) not in known:
         name = variables_lib.path_of(other).rpartition("/")[2]
         is_power = re.fullmatch(_POWER, name)
         power = self._only(rf"(.*/)?{name}(_\d+)?") if is_power else None
         self._want(name, other, power)
-    if not is_v1:  # Keras' Adam has its powers from `iterations`.
-      self._ignored = {n for n in self._shapes if re.fullmatch(_POWER, n)}
+    if not isinstance(last, v1_update.V1Update):
+      # Keras' Adam has its powers from `iterations`.
+      for name in [n for n in self._shapes if re.fullmatch(_POWER, n)]:
+        del self._shapes[name]
     step = self._only(_GLOBAL_STEP)
-    self._count = self._want(_ITERATIONS, last.iterations, step)
+    self._count = self._want("iterations", last.iterations, step)
     if iterations is not None:
       self._iterations = iterations
       self.matched.setdefault(self._count, f"iterations={iterations}")
-    self._check_forms()
-    if isinstance(self._names, Mapping):
-      full = {self._short(label) for label in self.wanted} | self.wanted.keys()
-      unknown = sorted(set(map(str, self._names)) - full)
-      if unknown:
-        raise ValueError(
-          "`names` has keys that model and optimizer have not:"
-          f" {', '.join(unknown)}. They have {', '.join(self.wanted)}."
-        )
 
-  def _find_slots(self, last: Any, slots: Slots) -> set[int]:
+  def _find_slots(self, last: Any) -> set[int]:
     """Matches slots; returns the ids of all that there are."""
-    asked: Mapping[str, Any] = (
-      slots if isinstance(slots, Mapping) else {"": slots}  # of all
-    )
-    if slots is not None and not all(
-      isinstance(text, str) and text for text in asked.values()
-    ):
-      raise TypeError(
-        "`slots` must be the name of version 1's optimizer, such as"
-        ' "my_adam", a dictionary such as {"momentum": "adam_m"}, or None; got'
-        f" {slots!r}."
-      )
-    default, factor = _default_slots(last)
-    name_of_all = asked.get("")
+    usual, factor = _usual_slots(last)
     known: set[int] = set()
-    found: dict[str, list[str]] = {"": []}
     for weight in self.trained:
       label = self._labels[id(weight)]
-      source = self.matched.get(label, "")
-      numbered, own = _slots_of(last, weight)
-      known |= {id(slot) for slot in (*numbered.values(), *own.values())}
-      if _is_idle(last):
-        numbered = {}
-      elif name_of_all and not default:
-        numbered, own = own, {}
-      first = _first_slot(name_of_all or default, source)
-      for k, (name, slot) in enumerate({**numbered, **own}.items()):
-        if slot is None:
-          continue
-        theirs = f"{source}/{name}"
-        if name in asked:
-          theirs = _first_slot(asked[name], source)
-        elif name in numbered:
-          theirs = self._slot(first, k)
-        full = self._want(f"{label}/{name}", slot, theirs)
-        found.setdefault(name, []).append(full)
-        if name in numbered:
-          found[""].append(full)
+      source = self.matched.get(label)
+      slots = _adapter(last).slots(weight)
+      places = _places(last, slots)
+      known |= set(map(id, slots.values()))
+      for name, slot in slots.items():
+        place, full = places.get(name), f"{label}/{name}"
+        if source is None:  # What its weight has not, a slot has not.
+          self.wanted[full] = slot
+          self._needless.add(full)
+        elif place is None:
+          self._want(full, slot, f"{source}/{name}", f"{{}}/{name}", source)
+        elif not _is_idle(last):
+          default = f"{source}/{usual}" + (f"_{place}" if place else "")
+          full = self._want(full, slot, default, f"{{}}/{name}", source)
           self._factors[full] = factor
-      again = self._slot(_first_slot(default, source), len(numbered))
-      if numbered.keys() - asked and not name_of_all and again in self._shapes:
-        raise ValueError(
-          f"`slots` is needed: {again!r} of the checkpoint may be the first"
-          f" slot of another optimizer. Say slots={default!r}, or"
-          f" slots={again.removeprefix(source + '/')!r}."
-        )
-    for name in asked if slots is not None else ():
-      if name not in found:
-        raise ValueError(
-          f"`slots` has {name}, which is no slot of {type(last).__name__}; it"
-          f" has {', '.join(filter(None, found)) or 'none'}."
-        )
-      if not self.matched.keys() & set(found[name]):
-        raise ValueError(
-          f"`slots` is {slots!r}, and no weight has slots of the name"
-          f" {asked[name]}. The checkpoint holds"
-          f" {', '.join(self.left_in_checkpoint)}."
-        )
     return known
 
-  def value(self, name: str, source: str) -> Any:
-    """What to assign."""
+  def value(self, name: str) -> Any:
+    """Returns what to assign."""
     dtype = tf.as_dtype(self.wanted[name].dtype).as_numpy_dtype
     if name == self._count and self._iterations is not None:
       return np.asarray(self._iterations, dtype)
-    value = np.asarray(self._reader.get_tensor(source), dtype)
+    value = np.asarray(self._reader.get_tensor(self.matched[name]), dtype)
     return value * dtype(self._factors.get(name, 1.0))
 
   @property
@@ -376,54 +309,62 @@ class _Plan:
   @property
   def left_in_checkpoint(self) -> Shapes:
     """Values without a counterpart."""
-    used = self._ignored | set(self.matched.values())
+    used = set(self.matched.values())
     return {n: shape for n, shape in self._shapes.items() if n not in used}
 
-  def check_unmatched(self) -> None:
-    """Raises an error if something has no counterpart and must have one."""
+  def check(self) -> None:
+    """Raises an error if forms differ, or something has no counterpart."""
+    self._check_forms()
     theirs, ours = (
-      {n: shape for n, shape in left.items() if not self._allowed(n)}
+      {
+        name: shape
+        for name, shape in left.items()
+        if not (self._is_left_out(name) or name in self._needless)
+      }
       for left in (self.left_in_checkpoint, self.left_in_model)
     )
-    if not theirs and not ours:
-      return
-    lines = _listed("in the checkpoint", theirs)
+    lines = [f"in `names` only: {name}" for name in sorted(self._unused)]
+    lines += _listed("in the checkpoint", theirs)
     lines += _listed("in model and optimizer", ours)
+    if not lines:
+      return
     remedies = ["iterations=STEPS"] if self._count in ours else []
-    labels = self._labels.values()
-    slots = [n for n in ours if n.rpartition("/")[0] in labels]
-    if self._factors.keys() & set(slots):
-      remedies.append('slots="{}/NAME"')
-    if slots:
-      remedies.append(f'slots={{"{slots[0].rpartition("/")[2]}": "NAME"}}')
-    remedies += [f'names={{"{n}": "..."}}' for n in list(ours)[:1]]
-    remedies.append(f"allow_unmatched={[*theirs, *ours][:1]}")
+    remedies += [f'names={{"{name}": "..."}}' for name in list(ours)[:1]]
+    slots = [n for n in ours if n.rpartition("/")[0] in self.matched]
+    for name in slots[:1]:
+      slot = name.rpartition("/")[2]
+      remedies.append(f'names={{"{{}}/{slot}": "{{}}/..."}}')
+    remedies += [f'names={{"{name}": None}}' for name in [*theirs, *ours][:1]]
     raise ValueError(
       "Not everything has a counterpart:\n" + "\n".join(lines) + "\nWrite"
-      f" {' or '.join(remedies)}, or give the model and the optimizer what they"
-      " lack."
+      f" {' or '.join(remedies) or 'names that there are'}, or give the model"
+      " and the optimizer what they lack."
     )
 
   def _want(
-    self, name: str, variable: Any, default: str | None, is_weight: bool = False
+    self,
+    name: str,
+    variable: Any,
+    default: str | None,
+    pattern: str = "",
+    own: str = "",
   ) -> str:
-    """Notes a variable and its counterpart; returns the name it is known by."""
+    """Notes a variable and its counterpart; returns the name it is known by.
+
+    `default` is where the value is unless `names` says otherwise; `pattern` is
+    the entry of `names` for all such variables, and `own` its "{}" here.
+    """
     while name in self.wanted:  # The model has one of this name too.
       name = f"optimizer/{name}"
     self.wanted[name] = variable
-    asked = None
-    if isinstance(self._names, Mapping):
-      asked = self._names.get(name, self._names.get(self._short(name)))
-    elif self._names is not None and is_weight:
-      asked = self._names(name)
-    source = default if asked is None else asked
-    if source not in self._shapes:
-      if asked is None:
-        return name
-      raise ValueError(
-        f"`names` says that `{name}` is {asked!r}, which the checkpoint has"
-        f" not. It holds {', '.join(self._shapes)}."
-      )
+    source = self._named(name, pattern, own)
+    if source is not None and default is not None:
+      self._needless.add(default)
+    if source is None and default in self._shapes:
+      left_out = self._is_left_out(name) or self._is_left_out(default)
+      source = None if left_out else default
+    if source is None:
+      return name
     both = [other for other, used in self.matched.items() if used == source]
     if both:
       raise ValueError(
@@ -433,62 +374,80 @@ class _Plan:
     self.matched[name] = source
     return name
 
+  def _named(self, name: str, pattern: str, own: str) -> str | None:
+    """Returns the checkpoint's name of a variable by `names`, if there."""
+    for key in (name, self._short(name)):
+      source = self._names.get(key)
+      if source is not None:
+        self._unused.discard(key)
+        if source not in self._shapes:
+          raise ValueError(
+            f"`names` says that `{name}` is {source!r}, which the checkpoint"
+            f" has not. It holds {', '.join(self._shapes)}."
+          )
+        return source
+    source = (self._names.get(pattern) or "").replace("{}", own)
+    if source not in self._shapes or self._is_left_out(name):
+      return None
+    self._unused.discard(pattern)
+    return source
+
+  def _is_left_out(self, name: str) -> bool:
+    """Whether `names` has None for a name of either side."""
+    names = (name, self._short(name))
+    keys = {key for key in names if self._names.get(key, "") is None}
+    keys |= {
+      key
+      for key, pattern in self._patterns.items()
+      if any(map(pattern.fullmatch, names))
+    }
+    self._unused -= keys
+    return bool(keys)
+
   def _only(self, pattern: str) -> str | None:
-    """The only single number of such a name."""
-    found = [
+    """Returns the only single number of such a name."""
+    numbers = [
       name
       for name, shape in self._shapes.items()
       if shape == () and re.fullmatch(pattern, name)
     ]
-    return found[0] if len(found) == 1 else None
-
-  def _slot(self, first: str, k: int) -> str:
-    """The k-th slot of a weight; version 1 numbered what it made later on."""
-    if not k:
-      return first
-    name, number = f"{first}_{k}", re.fullmatch(r"(.*)_(\d+)", first)
-    if name in self._shapes or number is None:
-      return name
-    return f"{number[1]}_{int(number[2]) + k}"
+    return numbers[0] if len(numbers) == 1 else None
 
   def _short(self, path: str) -> str:
-    """A variable's name without that of the model around it."""
-    name = getattr(self._model, "name", None)
-    return path.removeprefix(f"{name}/") if isinstance(name, str) else path
+    """Returns a variable's name without that of the model around it."""
+    return path.removeprefix(f"{self._model_name}/")
 
   def _check_forms(self) -> None:
     """Raises an error unless shapes and dtypes are alike."""
     lines = []
-    for name, source in self.matched.items():
-      if name == self._count:
-        continue  # of any type of whole numbers
-      variable = self.wanted[name]
-      dtype, shape = tf.as_dtype(variable.dtype), tuple(variable.shape)
-      found = self._dtypes[source], self._shapes[source]
-      if found != (dtype, shape):
+    for name in self.matched.keys() - {self._count}:  # of any whole numbers
+      variable, source = self.wanted[name], self.matched[name]
+      own = tf.as_dtype(variable.dtype), tuple(variable.shape)
+      other = self._dtypes[source], self._shapes[source]
+      if own != other:
         lines.append(
-          f"  {name} is {dtype.name} {list(shape)}; {source} in the checkpoint"
-          f" is {found[0].name} {list(found[1])}"
+          f"  {name} is {own[0].name} {list(own[1])}; {source} in the"
+          f" checkpoint is {other[0].name} {list(other[1])}"
         )
     if lines:
       raise ValueError(
-        "Shapes or dtypes differ:\n" + "\n".join(lines) + "\nBuild the model as"
-        " it was in version 1, or say with `names` which variables belong"
-        " together."
+        "Shapes or dtypes differ:\n" + "\n".join(sorted(lines)) + "\nBuild the"
+        " model as it was in version 1, or say with `names` which variables"
+        " belong together."
       )
 
 
 def _is_idle(last: Any) -> bool:
   """Whether slots are of no use, which tf_keras makes all the same."""
   return (
-    "SGD" in [each.__name__ for each in type(last).__mro__]
+    "SGD" in [kind.__name__ for kind in type(last).__mro__]
     and not isinstance(last, v1_update.V1Update)
     and not float(last.momentum)
   )
 
 
-def _default_slots(last: Any) -> tuple[str, float]:
-  """Version 1's name of an optimizer, and what its slots are multiplied by."""
+def _usual_slots(last: Any) -> tuple[str, float]:
+  """Returns version 1's name of slots, and what they are multiplied by."""
   if isinstance(last, v1_update.V1Update):
     return str(last.name), 1.0  # type: ignore[attr-defined]
   name, kind = _kind_of(last)
@@ -506,38 +465,31 @@ def _default_slots(last: Any) -> tuple[str, float]:
   return name, -float(config["learning_rate"])
 
 
-def _slots_of(last: Any, weight: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Slots by name: those that version 1 numbered, in its order, and others.
+def _places(last: Any, slots: Mapping[str, Any]) -> dict[str, int]:
+  """Returns the numbers that version 1 gave to slots of its own optimizers.
 
-  One that Keras does without is None.
+  One that Keras does without counts too.
   """
   _, kind = _kind_of(last)
-  own = _adapter(last).slots(weight)
-  numbered: dict[str, Any] = {}
   if kind is None:
-    return numbered, own
+    return {}
   if hasattr(last, "get_slot"):  # of the older kind, in tf_keras
-    usual = [name for name in _LEGACY_SLOTS[kind.keras] if name in own]
-    return {name: own.pop(name) for name in usual}, own
-  keys = getattr(last, "_index_dict", None)
-  keys = last._trainable_variables_indices if keys is None else keys
-  index = keys.get(last._var_key(weight))
+    usual = [name for name in _LEGACY_SLOTS[kind.keras] if name in slots]
+    return {name: place for place, name in enumerate(usual)}
   centered = "Centered" if getattr(last, "centered", False) else ""
+  places: dict[str, int] = {}
   kernel = kernels.KERNELS[centered + kind.kernel]
-  for slot, attribute in kernel.slots.items():
-    made = getattr(last, attribute, None)
-    numbered[kind.slots[slot]] = (
-      made[index] if made and index is not None else None
-    )
-  known = set(map(id, numbered.values()))
-  return numbered, {n: v for n, v in own.items() if id(v) not in known}
+  for place, attribute in enumerate(kernel.slots.values()):
+    of_all = set(map(id, getattr(last, attribute, None) or ()))
+    places |= {n: place for n, slot in slots.items() if id(slot) in of_all}
+  return places
 
 
 def _adapter(last: Any) -> base.InnerOptimizer:
-  """The form in which CrossShardOptimizer sees an optimizer of either Keras."""
-  kinds = (each.__module__ for each in type(last).__mro__)
-  is_tf_keras = any(kind.startswith("tf_keras.") for kind in kinds)
-  # By name: that module imports this package, where it meets version 1's.
+  """Returns an optimizer of either Keras as CrossShardOptimizer sees it."""
+  modules = (kind.__module__ for kind in type(last).__mro__)
+  is_tf_keras = any(module.startswith("tf_keras.") for module in modules)
+  # By name: neither Keras is imported for the other.
   home = importlib.import_module(
     f"tf_cross_shard.{'tf_keras' if is_tf_keras else 'keras3'}.adapter"
   )
@@ -547,19 +499,13 @@ def _adapter(last: Any) -> base.InnerOptimizer:
 
 
 def _kind_of(last: Any) -> tuple[str, v1_update.Kind | None]:
-  """Version 1's name of what it had as well, by the class in Keras."""
-  for each in type(last).__mro__:
-    if each.__module__.split(".")[0] in ("keras", "tf_keras"):
+  """Returns version 1's name of an optimizer that it had, too, and its kind."""
+  for keras_class in type(last).__mro__:
+    if keras_class.__module__.split(".")[0] in ("keras", "tf_keras"):
       for v1_class, kind in v1_update.KINDS.items():
-        if kind is not None and kind.keras == each.__name__:
+        if kind is not None and kind.keras == keras_class.__name__:
           return v1_class.__name__.removesuffix("Optimizer"), kind
   return "", None
-
-
-def _first_slot(slots: str, weight: str) -> str:
-  """The name of a weight's first slot."""
-  pattern = slots if "{}" in slots else f"{{}}/{slots}"
-  return pattern.replace("{}", weight)
 
 
 def _build(optimizer: Any, trained: Sequence[Any], weights: Any) -> None:
@@ -570,16 +516,16 @@ def _build(optimizer: Any, trained: Sequence[Any], weights: Any) -> None:
       "`optimizer` must be a Keras optimizer; got"
       f" {type(optimizer).__name__}. Hand in the one that trains the model."
     )
+  adapter = _adapter(last)
   with _scope(weights[0]):
-    if hasattr(optimizer, "build"):
-      if not (getattr(last, "built", False) or getattr(last, "_built", False)):
-        optimizer.build(list(trained))
-    else:
-      last._create_all_weights(list(trained))
+    if not hasattr(optimizer, "build"):  # of the older kind, in tf_keras
+      adapter.build(list(trained))
+    elif not adapter.is_built:
+      optimizer.build(list(trained))
 
 
 def _scope(variable: Any) -> contextlib.AbstractContextManager[Any]:
-  """Of the strategy whose replicas have a variable."""
+  """Returns the scope of the strategy whose replicas have a variable."""
   strategy = getattr(
     variables_lib.native(variable), "distribute_strategy", None
   )
@@ -587,7 +533,7 @@ def _scope(variable: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def _weights(model: Any) -> list[Any]:
-  """The variables that a model is to have back; not its random states."""
+  """Returns what a checkpoint of version 1 may have; not random states."""
   # Asked of the class: where there are none yet, the model may raise an error.
   is_keras = hasattr(type(model), "weights")
   if isinstance(model, (list, tuple)):
@@ -610,31 +556,14 @@ def _weights(model: Any) -> list[Any]:
   return list({id(variable): variable for variable in variables}.values())
 
 
-def _allowed(allow_unmatched: bool | Collection[str]) -> Callable[[str], bool]:
-  """What need not have a counterpart."""
-  if isinstance(allow_unmatched, bool):
-    return lambda name: bool(allow_unmatched)
-  if isinstance(allow_unmatched, str) or not all(
-    isinstance(text, str) for text in allow_unmatched
-  ):
-    raise TypeError(
-      "`allow_unmatched` must be True, False, or names and regular"
-      f" expressions; got {allow_unmatched!r}. Write a list, such as"
-      ' [".*/ExponentialMovingAverage"].'
-    )
-  return lambda name: any(
-    text == name or re.fullmatch(text, name) for text in allow_unmatched
-  )
-
-
 def _listed(where: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-  """Lines about what is on one side only."""
+  """Returns lines about what is on one side only."""
   lines = [f"  {name} {list(shapes[name])}" for name in sorted(shapes)]
   return [f"{where} only:", *lines] if lines else []
 
 
 def _source(src: Any) -> str:
-  """The prefix of a checkpoint's files."""
+  """Returns the prefix of a checkpoint's files."""
   path = os.fspath(src)
   if tf.io.gfile.isdir(path) and not tf.io.gfile.exists(f"{path}.index"):
     path = tf.train.latest_checkpoint(path) or path
@@ -647,7 +576,7 @@ def _source(src: Any) -> str:
 
 
 def _target(dst: Any) -> str:
-  """The prefix to write, of which there is nothing yet."""
+  """Returns the prefix to write, of which there is nothing yet."""
   path = os.fspath(dst)
   folder, name = os.path.split(path)
   if not name or not tf.io.gfile.isdir(folder or "."):

@@ -15,16 +15,6 @@ from tf_cross_shard.wrapper import forwarding
 
 _V1Optimizer: Final = tf.compat.v1.train.Optimizer
 _V1CrossShard: Final = tf.compat.v1.tpu.CrossShardOptimizer
-# Of TensorFlow's schedules; both Kerases have all but the last.
-_SCHEDULES: Final = (
-  "ExponentialDecay",
-  "PiecewiseConstantDecay",
-  "PolynomialDecay",
-  "InverseTimeDecay",
-  "CosineDecay",
-  "CosineDecayRestarts",
-  "LinearCosineDecay",
-)
 
 
 def from_v1(opt: Any) -> Any:
@@ -76,7 +66,7 @@ def from_v1(opt: Any) -> Any:
 
   Raises:
     TypeError: If `opt` is no version 1 optimizer, or one that no optimizer of
-      Keras equals.
+      Keras equals; if its learning rate is a schedule that Keras has not.
     ValueError: If a setting has no value yet, or is none that stays as it is.
   """
   if not isinstance(opt, _V1Optimizer):
@@ -98,7 +88,7 @@ def from_v1(opt: Any) -> Any:
 
 
 def convert_optimizer(opt: Any, keras_package: str) -> Any:
-  """`opt` as an optimizer of "keras" or "tf_keras"; others as they are."""
+  """Returns `opt` as an optimizer of a Keras; others as they are."""
   if not isinstance(opt, _V1Optimizer):
     return opt
   source = f"{type(opt).__module__}.{type(opt).__qualname__}"
@@ -136,8 +126,6 @@ def convert_optimizer(opt: Any, keras_package: str) -> Any:
   made = made_by(learning_rate=rate, name=_name(opt), **settings)
   if start:
     made.iterations.assign(start)
-    # tf_keras keeps what the schedule gave.
-    getattr(made, "_compute_current_learning_rate", lambda: None)()
   logging.info(
     "%s %r became %s with learning_rate=%s, %s.",
     *(source, opt.get_name(), type(made).__name__),
@@ -153,7 +141,7 @@ def _ours(keras_package: str) -> Any:
 
 
 def _rate(value: Any, schedules: Any, classes: Any) -> tuple[Any, int]:
-  """A learning rate that changes where version 1's does; and its step."""
+  """Returns a learning rate for Keras, and the step that it is at."""
   if hasattr(value, "assign"):
     return classes.V1Function(value), 0
   if not callable(value):
@@ -166,11 +154,10 @@ def _rate(value: Any, schedules: Any, classes: Any) -> tuple[Any, int]:
   name, step = type(schedule).__name__, value.args[0]
   config = schedule.get_config()
   config.pop("name", None)
-  if name not in _SCHEDULES:
-    raise ValueError(
-      f"`learning_rate` is a {name}, which Keras has not: its random numbers"
-      " would differ between replicas. Pass a function of your own, or a number"
-      " and set `optimizer.learning_rate` afterwards."
+  if not hasattr(schedules, name):
+    raise TypeError(
+      f"`learning_rate` is a {name}, which Keras has not. Pass a function of"
+      " your own, or a LearningRateSchedule of Keras to a Keras optimizer."
     )
   changes = any(hasattr(x, "assign") or callable(x) for x in config.values())
   is_count = hasattr(step, "assign") and tf.as_dtype(step.dtype).is_integer
@@ -179,16 +166,13 @@ def _rate(value: Any, schedules: Any, classes: Any) -> tuple[Any, int]:
   if not is_count:
     return _number(value(), "learning_rate"), 0
   config = {key: _plain(x, key) for key, x in config.items()}
-  if hasattr(schedules, name):
-    return getattr(schedules, name)(**config), int(step.numpy())
-  config["learning_rate"] = config.pop("initial_learning_rate")
-  return classes.V1LinearCosineDecay(**config), int(step.numpy())
+  return getattr(schedules, name)(**config), int(step.numpy())
 
 
 def _plain(value: Any, argument: str) -> Any:
-  """A schedule's setting as Python's numbers."""
+  """Returns a schedule's setting as Python's numbers."""
   if isinstance(value, (list, tuple)):
-    return [_plain(each, argument) for each in value]
+    return [_plain(item, argument) for item in value]
   # As floats, steps beyond 2^24 would be rounded.
   if argument == "boundaries" and np.asarray(value).dtype.kind in "iu":
     return int(np.asarray(value))
@@ -196,7 +180,7 @@ def _plain(value: Any, argument: str) -> Any:
 
 
 def _number(value: Any, argument: str) -> Any:
-  """A setting as Python's number, or a boolean."""
+  """Returns a setting as Python's number, or a boolean."""
   if isinstance(value, bool):
     return value
   if tf.is_tensor(value) and tf.is_symbolic_tensor(value):
@@ -214,7 +198,7 @@ def _number(value: Any, argument: str) -> Any:
 
 
 def _name(opt: Any) -> str:
-  """Its name as Keras 3 takes it: without slashes."""
+  """Returns its name as Keras 3 takes it: without slashes."""
   return str(opt.get_name()).replace("/", "_")
 
 

@@ -13,7 +13,7 @@ _Schedule: Final[Any] = tf_keras.optimizers.schedules.LearningRateSchedule
 
 
 class _Update(v1_update.V1Update):
-  """What tf_keras asks of the mixin, and gives it."""
+  """An update by version 1's kernels, in tf_keras."""
 
   def add_variable_from_reference(
     self,
@@ -57,12 +57,6 @@ class _Update(v1_update.V1Update):
     )
 
 
-@_register
-class V1LinearCosineDecay(v1_update.LinearCosine, _Schedule):
-  """TensorFlow's linear cosine decay."""
-
-
-@_register
 class V1Function(v1_update.Function, _Schedule):
   """A learning rate that is read in every step."""
 

@@ -1,0 +1,1 @@
+"""The command line, apart from `tf_cross_shard`, which imports TensorFlow."""
