@@ -242,25 +242,31 @@ def test_the_others_name_a_worker_that_is_killed(
 
 
 def test_killed_and_resumed_is_as_undisturbed(tmp_path: pathlib.Path) -> None:
-  """In groups, so that each worker goes on from what it alone has saved."""
+  """Killed between the workers' third files: all go on from their second.
+
+  In groups, so that each worker goes on from what it alone has saved.
+  """
 
   def run(dies: bool) -> list[dict[str, Any]]:
     arguments = {"folder": tmp_path, "dies": dies}
     may_fail = [1] if dies else []
-    done = workers.run("resume", 2, arguments=arguments, may_fail=may_fail)
+    done = workers.run(
+      *("resume", 2), arguments=arguments, may_fail=may_fail, environment=SHORT
+    )
     return [worker.result for worker in done]
 
   left, killed = run(dies=True)
   assert killed is None
-  _assert_says(left, "WorkerLostError", r"^worker 1\b.* was lost")
+  _assert_says(left, "MissingWorkerError", rf"for {_name(1)} at: a backup\.")
+  assert left["files"] == [f"epoch_{i}.npz" for i in (1, 2, 2, 3)]
   done = run(dies=False)
   assert done[0]["state"][0].tolist() != done[1]["state"][0].tolist()
-  for mine in done:
-    whole = mine["undisturbed"]
-    assert mine["epochs"] == [2, 3]
+  for resumed in done:
+    whole = resumed["undisturbed"]
+    assert resumed["epochs"] == [2, 3]
     assert whole["epochs"] == [0, 1, 2, 3]
-    for one, other in zip(mine["state"], whole["state"], strict=True):
-      assert one.tobytes() == other.tobytes()
+    for value, right in zip(resumed["state"], whole["state"], strict=True):
+      assert value.tobytes() == right.tobytes()
 
 
 if __name__ == "__main__":

@@ -504,7 +504,7 @@ def _scaled(
 # ------------------------------------------------------------ Keras' own loop
 
 
-def network() -> Any:
+def network(dropout: float = 0.0) -> Any:
   """A network with a nonlinearity; the same weights each time."""
   tf.keras.utils.set_random_seed(1)
   layers = tf.keras.layers
@@ -512,6 +512,7 @@ def network() -> Any:
     [
       tf.keras.Input((3,)),
       layers.Dense(4, activation="tanh", name="hidden"),
+      layers.Dropout(dropout),
       layers.Dense(2, name="last"),
     ]
   )
