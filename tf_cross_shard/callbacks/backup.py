@@ -71,9 +71,10 @@ class BackupAndRestore(base.GroupCallback):
 
   In the place of `tf.keras.callbacks.BackupAndRestore`, for several workers and
   for groups: each worker has files of its own, which no other overwrites, and
-  all go on from the same epoch. Groups keep their own weights and slots, and
-  replicas what else they differ in, on one machine too. The states of random
-  numbers, of dropout say, are saved too; Keras' own leaves them out.
+  all go on from the newest that all have. Groups keep their own weights and
+  slots, and replicas what else they differ in, on one machine too. The states
+  of random numbers, of dropout say, are saved too; Keras' own leaves them out.
+  A file replaces none before it is whole, and the last two are kept.
 
   >>> import tempfile
   >>> import numpy as np
@@ -81,15 +82,19 @@ class BackupAndRestore(base.GroupCallback):
   ...   [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
   ... )
   >>> model.compile("sgd", "mse")
+  >>> x = np.ones([4, 1])
   >>> with tempfile.TemporaryDirectory() as directory:
   ...   backup = BackupAndRestore(directory, delete_checkpoint=False)
-  ...   arguments = dict(verbose=0, callbacks=[backup])
-  ...   _ = model.fit(np.ones([4, 1]), np.ones([4]), epochs=2, **arguments)
-  ...   history = model.fit(
-  ...     np.ones([4, 1]), np.ones([4]), epochs=3, **arguments
-  ...   )
+  ...   _ = model.fit(x, x, epochs=2, verbose=0, callbacks=[backup])
+  ...   history = model.fit(x, x, epochs=3, verbose=0, callbacks=[backup])
   >>> history.epoch
   [2]
+
+  `fit` raises, on all workers alike, a `replica_state.CheckpointError` when it
+  begins, if the backup is damaged, or of another model or other groups (one
+  group may have another size), a `DisagreementError` if none is common to all,
+  a `MissingWorkerError` if a worker does not come, and errors as of
+  `replica_state.save`.
   """
 
   def __init__(self, backup_dir: Any, delete_checkpoint: bool = True) -> None:
@@ -114,18 +119,7 @@ class BackupAndRestore(base.GroupCallback):
     self._delete = delete_checkpoint
 
   def on_train_begin(self, logs: Any = None) -> None:
-    """Restores the newest backup that all workers have.
-
-    Args:
-      logs: Not used.
-
-    Raises:
-      DisagreementError: If there are backups, and none is common to all.
-      MissingWorkerError: If a worker does not come.
-      CheckpointError: If the backup is damaged, or of another model, or of
-        other groups.
-      ValueError: If the model is not built.
-    """
+    """Restores the newest backup that all workers have."""
     strategy, optimizer = self.model.distribute_strategy, self.model.optimizer
     if not hasattr(optimizer, "build"):
       raise ValueError(
@@ -137,8 +131,7 @@ class BackupAndRestore(base.GroupCallback):
     self._workers = agreement.of_strategy(strategy)
     index = self._workers.index if self._workers else 0
     self._folder = self._backup_dir / f"worker_{index}"
-    # Fails now, and not after an epoch.
-    self._folder.mkdir(parents=True, exist_ok=True)
+    self._folder.mkdir(parents=True, exist_ok=True)  # or fails now
     for path in self._folder.glob(".*.partial"):  # of a crash
       path.unlink()
     backups = self._backups()
@@ -153,17 +146,7 @@ class BackupAndRestore(base.GroupCallback):
           path.unlink()
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-    """Saves, and deletes this worker's older backups but the last.
-
-    Args:
-      epoch: The epoch that ended, from 0.
-      logs: Not used.
-
-    Raises:
-      OSError: If a file cannot be written; on all workers.
-      OutOfSyncError: If members of a group differ in what is trained.
-      MissingWorkerError: If a worker does not come.
-    """
+    """Saves, and deletes this worker's backups but the last two."""
     state = group_state.GroupCopies(self.model.optimizer, self.model)
     path = self._folder / f"epoch_{epoch + 1}.npz"
     state.agree("a backup")
@@ -174,21 +157,13 @@ class BackupAndRestore(base.GroupCallback):
       backups[number].unlink()
 
   def on_train_end(self, logs: Any = None) -> None:
-    """Deletes this worker's files, if they are not to be kept.
-
-    Args:
-      logs: Not used.
-
-    Raises:
-      MissingWorkerError: If a worker did not come to the end.
-    """
+    """Deletes this worker's files, if they are not to be kept."""
     _begin_at(self.model, None)
-    if not self._delete:
-      return
-    if self._workers is not None:
-      # A worker lost before that needs the files of the others.
-      agreement.agree(self._workers, "the end of fit", [])
-    shutil.rmtree(self._folder, ignore_errors=True)
+    if self._delete:
+      if self._workers is not None:
+        # A worker lost before that needs the files of the others.
+        agreement.agree(self._workers, "the end of fit", [])
+      shutil.rmtree(self._folder, ignore_errors=True)
 
   def _values(self, epoch: int) -> dict[str, Any]:
     """Returns what is saved beside the state of model and optimizer."""
