@@ -110,7 +110,7 @@ def test_a_worker_that_has_read_may_end(
   def wait(key: str, deadline: float, sender: int) -> str:
     if "/read/" in key:
       raise errors.WorkerLostError("worker 1 was lost")
-    return f"text of {sender}"
+    return f"text of {key.rpartition('/')[2]}"
 
   monkeypatch.setattr(key_value_store, "put", lambda *_: None)
   monkeypatch.setattr(key_value_store, "wait", wait)

@@ -1,6 +1,8 @@
 """Backups in one process; several are in multi_worker_errors_test.py."""
 
+import json
 import pathlib
+import re
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from tests.support import replica_state_cases as cases
 from tests.support import testbed
 from tf_cross_shard import callbacks, multi_worker, replica_state
 from tf_cross_shard.callbacks import base
+from tf_cross_shard.coordination import agreement
 
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("f4")
 EPOCHS = 4
@@ -137,10 +140,25 @@ def test_wrong_arguments(tmp_path: pathlib.Path) -> None:
     _fit(model, multi_worker.BackupAndRestore(tmp_path))
 
 
-def test_the_newest_of_one_process_is_its_own() -> None:
+def test_the_newest_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Of one process its own; of several, what all have."""
   strategy = tf.distribute.get_strategy()
+
+  def newest(*numbers: list[int]) -> int | None:
+    texts = list(map(json.dumps, numbers))
+    workers = agreement.Workers(("worker 0", "worker 1"), 0)
+    monkeypatch.setattr(agreement, "of_strategy", lambda _: workers)
+    monkeypatch.setattr(agreement, "exchange", lambda *_: texts)
+    return multi_worker.newest_common(strategy, numbers[0])
+
   assert multi_worker.newest_common(strategy, [3, 7, 5]) == 7
   assert multi_worker.newest_common(strategy, []) is None
+  assert newest([10, 20], [10, 20, 30]) == 20
+  assert newest([], []) is None
+  for other in ([], [30]):
+    words = re.escape(f"worker 0 has [10, 20]; worker 1 has {other}. Copy")
+    with pytest.raises(multi_worker.DisagreementError, match=words):
+      newest([10, 20], other)
 
 
 if __name__ == "__main__":

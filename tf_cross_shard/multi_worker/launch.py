@@ -31,7 +31,6 @@ from typing import IO, Any, Final
 
 _GRACE: Final = "for the others after a failure, 10 if not given"
 _PAUSE: Final = 0.05  # seconds between two looks at the processes
-_INTERRUPTED: Final = 130  # the exit status that shells give a Ctrl-C
 
 
 def free_ports(count: int) -> list[int]:
@@ -47,9 +46,8 @@ def free_ports(count: int) -> list[int]:
 def cluster(workers: int, chief: bool = False) -> list[dict[str, str]]:
   """Returns the environment of each worker: a TF_CONFIG on free ports."""
   addresses = [f"localhost:{port}" for port in free_ports(workers)]
-  if chief:
-    return _environments({"chief": addresses[:1], "worker": addresses[1:]})
-  return _environments({"worker": addresses})
+  chiefs = {"chief": addresses[:1]} if chief else {}
+  return _environments({**chiefs, "worker": addresses[int(chief) :]})
 
 
 def _environments(jobs: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
@@ -112,10 +110,9 @@ def launch(
   timeout: float | None = None,
   grace: float = 60.0,
 ) -> int:
-  """Runs a command as so many workers; returns 0 if none of them failed.
+  """Runs a command as so many workers, or in the environments of some.
 
-  Or as the workers with these numbers and environments. To be called in the
-  main thread, which a SIGTERM ends.
+  Returns 0 if none of them failed. Only the main thread may call it.
   """
   if isinstance(workers, int):
     workers = dict(enumerate(cluster(workers)))
@@ -123,7 +120,8 @@ def launch(
   printers = []
 
   def say_end(index: int, others: str = "") -> None:
-    _say(f"worker {index} ended with {processes[index].returncode}{others}")
+    code = processes[index].returncode
+    print(f"worker {index} ended with {code}{others}", file=sys.stderr)
 
   with contextlib.ExitStack() as stack:
     # As an exception, so that the workers are killed on the way out.
@@ -162,11 +160,6 @@ def _print_lines(index: int, lines: IO[str]) -> None:
       print(f"[worker {index}] {line}", end="", flush=True)
 
 
-def _say(text: str) -> None:
-  """Prints a line of this program's own."""
-  print(text, file=sys.stderr, flush=True)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the options of a launch, and `run` as the command."""
   parser.set_defaults(command=run)
@@ -184,8 +177,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
   """Launches as the options say; returns the exit status."""
-  program = [*(["-m"] if options.m else []), options.program or ""]
-  program += options.arguments
+  program = [*["-m"] * options.m, options.program or "", *options.arguments]
   if options.nodes:
     addresses = _addresses(options.nodes)
     tasks = _environments({"worker": addresses})
@@ -217,8 +209,8 @@ def run(options: argparse.Namespace) -> int:
   try:
     return launch(command, environments, options.timeout, options.grace)
   except KeyboardInterrupt:
-    _say("interrupted; all workers have ended")
-    return _INTERRUPTED
+    print("interrupted; all workers have ended", file=sys.stderr)
+    return 130  # as of shells
 
 
 def _addresses(text: str) -> list[str]:

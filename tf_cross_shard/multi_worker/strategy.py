@@ -6,8 +6,7 @@ in an error, and Keras 3's own `fit` works.
 
 TensorFlow reads TF_CONFIG without a check: a wrong index hangs. And its first
 worker waits for the others without a limit, in a call that nothing can
-interrupt, and so is made here only when all others listen. These listen first,
-and register with the first worker until time is up.
+interrupt, and so is made here only when all others listen:
 
     worker 1, 2, ...   listen ──────────▶ register, for at most so long
     worker 0           until all listen ─▶ listen, be registered with
@@ -48,10 +47,6 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
   1
   >>> strategy.reduce("MEAN", tf.constant(3.0), axis=0).numpy().item()
   3.0
-
-  Attributes:
-    timeout: Seconds that workers wait for each other where they compare what
-      they do; not for a step.
   """
 
   def __init__(
@@ -67,8 +62,9 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
       cluster_resolver: A `tf.distribute.cluster_resolver.ClusterResolver`; None
         reads the environment variable TF_CONFIG.
       communication_options: `tf.distribute.experimental.CommunicationOptions`.
-      timeout: Seconds to wait for another worker. None means 50, or what the
-        environment variable TF_CROSS_SHARD_TIMEOUT says.
+      timeout: Seconds to wait for another worker, at the start and where they
+        compare what they do; not for a step. None means 50, or the value of the
+        environment variable TF_CROSS_SHARD_TIMEOUT.
 
     Raises:
       ValueError: If TF_CONFIG or `timeout` is malformed.
@@ -94,18 +90,16 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
   @contextlib.contextmanager
   def scope(self) -> Iterator[Any]:
     """As TensorFlow's; workers compare the variables that they make in it."""
-    with super().scope() as strategy:
-      with tf.variable_creator_scope(self._announce):
-        yield strategy
+    with super().scope(), tf.variable_creator_scope(self._announce):
+      yield self
 
   def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
     """As TensorFlow's, and two cases that Keras 3's `fit` needs.
 
     Keras asks for the mean of a structure with a batch in it, to learn shapes,
     for which TensorFlow fails: this returns the batch of this worker's first
-    replica. A structure of scalars is reduced element by element. A scalar has
-    no dimension to reduce: over any `axis`, its mean or sum is that over the
-    replicas.
+    replica. Structures of scalars are reduced element by element, and scalars
+    over the replicas, whatever `axis` is.
 
     Args:
       reduce_op: `"MEAN"` or `"SUM"`, or a `tf.distribute.ReduceOp`.
@@ -316,9 +310,9 @@ def _missing(
   waiting: agreement.Task, missing: Sequence[agreement.Task], timeout: float
 ) -> errors.MissingWorkerError:
   """Returns the error for workers that did not start."""
-  names = ", ".join(map(agreement.name, missing))
+  me, *names = map(agreement.name, (waiting, *missing))
   return errors.MissingWorkerError(
-    f"{agreement.name(waiting)} waited {timeout:g} s for {names} to start. Look"
-    " into its log, start all workers with the same TF_CONFIG, and let them"
-    f" reach each other{agreement.if_slow(timeout)}"
+    f"{me} waited {timeout:g} s for {', '.join(names)} to start. Look into its"
+    " log, start all workers with the same TF_CONFIG, and let them reach each"
+    f" other{agreement.if_slow(timeout)}"
   )

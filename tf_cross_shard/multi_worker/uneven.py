@@ -7,14 +7,12 @@ the others waiting. The lengths are compared once, before the training:
     worker 1   b b b b b              b b b              b b b b b
 """
 
-from typing import Any, Final
+from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
 from tf_cross_shard.coordination import agreement
-
-MODES: Final = ("stop", "pad")
 
 
 def even(
@@ -55,8 +53,8 @@ def even(
       no batch or endless ones. On all workers alike.
     MissingWorkerError: If another worker does not call it.
   """
-  if mode not in MODES:
-    raise ValueError(f"`mode` must be one of {list(MODES)}; got {mode!r}.")
+  if mode not in ("stop", "pad"):
+    raise ValueError(f"`mode` must be 'stop' or 'pad'; got {mode!r}.")
   length = int(dataset.cardinality())
   if length == tf.data.UNKNOWN_CARDINALITY:
     length = int(dataset.reduce(tf.constant(0, tf.int64), lambda n, _: n + 1))
