@@ -28,7 +28,6 @@ from tensorflow.python.eager import context
 
 from tf_cross_shard.coordination import agreement, errors, key_value_store
 
-_BETWEEN_TRIES: Final = 0.1
 _SLACK: Final = 5.0  # what TensorFlow adds to the time for registering
 _ADDRESS: Final = re.compile(r".+:\d{1,5}")
 # The same on all workers as long as they run the same program.
@@ -296,14 +295,13 @@ def _silent_tasks(
     for task in tasks:
       host, _, port = task[2].rpartition(":")
       try:
-        place = (host.strip("[]"), int(port))
-        socket.create_connection(place, timeout=2.0).close()
+        socket.create_connection((host.strip("[]"), int(port)), 2.0).close()
       except (OSError, ValueError, OverflowError):  # also of no name of a host
         silent.append(task)
     if not silent or time.monotonic() >= deadline:
       return silent
     tasks = silent
-    time.sleep(_BETWEEN_TRIES)
+    time.sleep(0.1)
 
 
 def _missing(
