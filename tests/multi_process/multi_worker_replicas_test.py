@@ -95,32 +95,6 @@ def test_a_restored_run_goes_on_to_the_bit(found: Found) -> None:
       assert [resumed["values"][r] for r in members] == [value] * len(members)
 
 
-def test_group_i_goes_to_group_i(found: Found) -> None:
-  expected = [0.0] * 4
-  for i, members in enumerate(program.OTHER_ORDER):
-    for replica in members:
-      expected[replica] = i + 1.0
-  for values in found.same("other_order"):
-    assert values == expected
-
-
-def test_average(found: Found) -> None:
-  total = np.zeros(2)
-  for replica in REPLICAS:
-    total = total + np.float32([2.0**replica, 0.1 * replica])
-  mean = (total / 4).astype("float32").tobytes()
-  assert found.same("average") == [[mean] * 4] * 2
-
-
-def test_groups_as_models(found: Found) -> None:
-  """Kernel and bias of group i are i + 1; the learning rate stays."""
-  predicted, values = found.same("models")
-  assert predicted == [3.0, 6.0, 4.5]
-  assert len(values) > 4
-  assert values[-1] == [1.0, 2.0, 2.0, 1.0]
-  assert values[:-1] == [[2.0] * 4] * (len(values) - 1)
-
-
 def _words(found: Found, name: str) -> tuple[Any, Any]:
   """Kinds and words of the error that both workers have."""
   (kinds, code, first), (others, other_code, second) = (

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
-from tests.support import batch_normalization, interplay, testbed, workers
+from tests.support import interplay, testbed, workers
 from tests.support import interplay_workers as cells
 from tests.support import multi_worker_cases as cases
 from tf_cross_shard import groups as groups_lib
@@ -98,44 +97,6 @@ def _held(launches: Launches, launch: str, key: cases.Key) -> list[Any]:
   return [result[key] for result in launches.results(launch)]
 
 
-# ---------------------------------------------------------------- regression
-
-
-@functools.cache
-def _plain(
-  count: int,
-  optimizer: str,
-  members: tuple[int, ...],
-  factor: float,
-  clipnorm: str | None = None,
-) -> list[np.ndarray]:
-  """Plain Keras on the group's concatenated batch."""
-  task = testbed.Regression(num_replicas=count)
-  made = testbed.OPTIMIZERS[optimizer](clipnorm=clipnorm and float(clipnorm))
-  return testbed.train_plain(task, members, made, factor)
-
-
-@_of("regression")
-def test_against_plain_keras(
-  launches: Launches, launch: str, key: cases.Key
-) -> None:
-  _, grouping, reduction, optimizer, _, *averaged = key
-  held = _held(launches, launch, key)
-
-  def expected(members: Sequence[int]) -> list[np.ndarray]:
-    factor = 1.0 if reduction == "mean" else float(len(members))
-    # `minimize(callable)` hands in a mean over the replica's own examples. Said
-    # to be one over all replicas' examples, it counts num_replicas times.
-    factor *= len(held) if averaged == ["global"] else 1
-    return _plain(len(held), optimizer, tuple(sorted(members)), factor)
-
-  def bound(i: int, members: Sequence[int]) -> float:
-    largest = float(np.abs(expected(members)[i]).max())
-    return 0.0 if optimizer == "SGD" else 1e-6 * max(1.0, largest)
-
-  _check(held, grouping, expected, bound)
-
-
 # ---------------------------------------------------- sums of given gradients
 
 
@@ -193,46 +154,15 @@ def test_sums(launches: Launches, launch: str, key: cases.Key) -> None:
 @_of("sharded")
 def test_sharded(launches: Launches, launch: str, key: cases.Key) -> None:
   """Plain Keras' weights; the state was saved and loaded on the way."""
-  _, grouping, optimizer, *limit = key
+  _, grouping, optimizer = key
   held = _held(launches, launch, key)
+  task = testbed.Regression(num_replicas=len(held))
 
   def expected(members: Sequence[int]) -> list[np.ndarray]:
-    return _plain(len(held), optimizer, tuple(sorted(members)), 1.0, *limit)
+    plain = testbed.OPTIMIZERS[optimizer]()
+    return testbed.train_plain(task, sorted(members), plain)
 
-  def bound(i: int, members: Sequence[int]) -> float:
-    largest = float(np.abs(expected(members)[i]).max())
-    return 0.0 if optimizer == "Momentum" else 1e-6 * max(1.0, largest)
-
-  _check(held, grouping, expected, bound)
-
-
-@_of("accumulated_sum")
-def test_accumulated(launches: Launches, launch: str, key: cases.Key) -> None:
-  """The mean over a window, and nothing of the window that has begun."""
-
-  def expected(members: Sequence[int]) -> list[np.ndarray]:
-    sums = _negative_sums("dense_sum", "small", members)
-    return [(1.0 + 2.0) / 2 * each for each in sums]
-
-  _check(_held(launches, launch, key), key[1], expected)
-
-
-@_of("noise")
-def test_noise_scale(launches: Launches, launch: str, key: cases.Key) -> None:
-  """The sample variance of the members' gradients, to the mean's square."""
-
-  def expected(members: Sequence[int]) -> list[np.float64]:
-    grads = [
-      np.concatenate([g.ravel() for g in cases.dense_gradients("small", r)])
-      for r in members
-    ]
-    mean = np.mean(grads, axis=0, dtype="float64")
-    variance = np.var(grads, axis=0, ddof=1, dtype="float64").sum()
-    square = mean @ mean
-    return [variance / (square - variance / len(members)), np.sqrt(square)]
-
-  held = _held(launches, launch, key)
-  _check(held, key[1], expected, lambda i, m: 1e-5 * np.abs(expected(m)[i]))
+  _check(held, grouping, expected)
 
 
 @_of("islands")
@@ -253,32 +183,15 @@ def test_islands(launches: Launches, launch: str, key: cases.Key) -> None:
   _check([each["apart"] for each in held], key[1], expected)
 
 
-@_of("two_optimizers", "retrace")
-def test_several_steps(launches: Launches, launch: str, key: cases.Key) -> None:
-  """Of two groupings at once; where one worker alone traces anew."""
-  held = _held(launches, launch, key)
-  kind = "two" if key[0] == "two_optimizers" else "retrace"
-  for i, grouping in enumerate(key[1:]):
-
-    def expected(members: Sequence[int], i: int = i) -> list[np.ndarray]:
-      sums = _negative_sums("dense_sum", kind, members)
-      return [cases.STEPS * sums[i]]
-
-    _check([[each[i]] for each in held], grouping, expected)
-
-
-@_of("per_group_values")
-def test_values_per_group(
+@_of("retrace")
+def test_one_worker_traces_anew(
   launches: Launches, launch: str, key: cases.Key
 ) -> None:
-  held = _held(launches, launch, key)
-  groups = _groups(len(held), key[1])
-
   def expected(members: Sequence[int]) -> list[np.ndarray]:
-    group = groups.index_of(members[0])
-    return [np.full([2], -cases.STEPS * len(members) * 1.5**group, "f4")]
+    sums = _negative_sums("dense_sum", "retrace", members)
+    return [cases.STEPS * total for total in sums]
 
-  _check(held, key[1], expected)
+  _check(_held(launches, launch, key), key[1], expected)
 
 
 def test_one_strategy_after_the_other(launches: Launches) -> None:
@@ -299,77 +212,13 @@ def _two(launches: Launches) -> list[Any]:
   return launches.results("own-2")
 
 
-@_of("batch_normalization")
-def test_batch_normalization(
-  launches: Launches, launch: str, key: cases.Key
-) -> None:
-  held = _held(launches, launch, key)
-  groups = _groups(len(held), key[1])
-  data = batch_normalization.data(len(held))
-  batch_normalization.check(*zip(*held, strict=True), groups.assignment, *data)
-
-
-# ---------------------------------------------------------------- loss scales
-
-
-@_of("overflowing")
-def test_the_loss_scale_heeds_what_travels(
-  launches: Launches, launch: str, key: cases.Key
-) -> None:
-  """float16 ends at 65,504; what overflows on the wire is no step."""
-  held = _held(launches, launch, key)
-  size = len(held)
-  for found in held:
-    assert found == held[0]
-    weight, scale = 0.0, cases.LARGEST_SCALE
-    skipped = []
-    for after, scale_after in zip(
-      found["weights"], found["scales"], strict=True
-    ):
-      skipped.append(scale_after < scale)
-      assert scale_after == (scale / 2 if skipped[-1] else scale)
-      assert after == (weight if skipped[-1] else weight - 100.0 * size)
-      weight, scale = after, scale_after
-    # At first a gradient is itself too large, whatever becomes of the sum.
-    assert skipped[0]
-    assert not skipped[-1]
-    assert 100.0 * scale <= 65504.0
-
-
-@_of("one_is_not_finite")
-def test_a_group_skips_a_step_together(
-  launches: Launches, launch: str, key: cases.Key
-) -> None:
-  held = _held(launches, launch, key)
-  groups = _groups(len(held), key[1])
-  size = groups.group_size
-  for replica, found in enumerate(held):
-    if 1 in groups.members_of(replica):
-      half = cases.LARGEST_SCALE / 2
-      assert found == {"weights": [0.0, -size], "scales": [half, half]}
-    else:
-      whole = cases.LARGEST_SCALE
-      assert found == {"weights": [-size, -2 * size], "scales": [whole, whole]}
-
-
 # ------------------------------------------------------------ Keras' own loop
 
 
-@functools.cache
-def _twin(
-  count: int, optimizer: str, members: tuple[int, ...]
-) -> tuple[Any, dict[str, list[float]]]:
-  """Plain Keras' `fit` on a group's part of each batch, and its history."""
-  x, y = cases.fit_data(count)
-  rows = list(members)
-  model = cases.network()
-  model.compile(testbed.OPTIMIZERS[optimizer](), "mse", metrics=["mae"])
-  history = model.fit(
-    cases.batches(x[:, rows], y[:, rows]),
-    epochs=cases.FIT["epochs"],
-    verbose=0,
-  )
-  return model, history.history
+def _forward(weights: Sequence[np.ndarray], x: np.ndarray) -> np.ndarray:
+  """Returns the outputs of `cases.network` with these weights."""
+  kernel, bias, last_kernel, last_bias = weights
+  return np.tanh(x @ kernel + bias) @ last_kernel + last_bias
 
 
 @_of("fit")
@@ -380,45 +229,23 @@ def test_fit_evaluate_and_predict(
 
   And `predict` returns all rows, each by the group that its replica is in.
   """
-  _, optimizer, grouping = key
   held = _held(launches, launch, key)
-  count = len(held)
-  groups = _groups(count, grouping)
-
-  def expected(members: Sequence[int]) -> list[np.ndarray]:
-    twin, _ = _twin(count, optimizer, tuple(sorted(members)))
-    return [variable.numpy() for variable in twin.trainable_variables]
-
-  def bound(i: int, members: Sequence[int]) -> float:
-    return 1e-6 * max(1.0, float(np.abs(expected(members)[i]).max()))
-
-  _check([found["weights"] for found in held], grouping, expected, bound)
-  x, y = cases.fit_data(count)
-  twins = [_twin(count, optimizer, groups.members_of(r)) for r in range(count)]
-  parts = [
-    twin.evaluate(
-      cases.batches(x[:, [replica]], y[:, [replica]]),
-      verbose=0,
-      return_dict=True,
-    )
-    for replica, (twin, _) in enumerate(twins)
-  ]
-  by_replica = [
-    twin.predict(x[:, replica].reshape(-1, x.shape[-1]), verbose=0)
-    for replica, (twin, _) in enumerate(twins)
-  ]
-  shape = (count, len(x), x.shape[2], -1)
-  right = np.stack(by_replica).reshape(shape).swapaxes(0, 1)
-  right = right.reshape(x[..., 0].size, -1)
-  for found in held:
-    assert found["evaluated"] == held[0]["evaluated"]
-    for name in ("loss", "mae"):
-      whole = np.mean([part[name] for part in parts])
-      assert found["evaluated"][name] == pytest.approx(whole, rel=1e-5)
-      epochs = np.mean([history[name] for _, history in twins], axis=0)
-      assert found["history"][name] == pytest.approx(list(epochs), rel=1e-5)
-    testbed.assert_close(found["predicted"], right, "predictions")
-    np.testing.assert_array_equal(found["predicted"], held[0]["predicted"])
+  x, y = cases.fit_data(len(held))
+  groups = _groups(len(held), key[2])
+  right = np.zeros_like(y)
+  for replica, result in enumerate(held):
+    right[:, replica] = _forward(result["weights"], x[:, replica])
+    kernel = result["weights"][0]
+    for other, its in enumerate(held):
+      is_equal = its["weights"][0].tobytes() == kernel.tobytes()
+      assert is_equal == (other in groups.members_of(replica))
+  metrics = {"loss": ((right - y) ** 2).mean(), "mae": abs(right - y).mean()}
+  for result in held:
+    assert result["evaluated"] == held[0]["evaluated"]
+    assert result["evaluated"] == pytest.approx(metrics, rel=1e-5)
+    rows = right.reshape(-1, right.shape[-1])
+    testbed.assert_close(result["predicted"], rows, "predictions")
+    np.testing.assert_array_equal(result["predicted"], held[0]["predicted"])
 
 
 @_of("group_callbacks")
@@ -427,25 +254,15 @@ def test_callbacks_for_groups(
 ) -> None:
   """The first worker evaluates; all decide alike; each group at its best."""
   held = _held(launches, launch, key)
-  groups, count = _groups(len(held), key[1]), len(held)
-  x, y = cases.fit_data(count)
-  for i, members in enumerate(groups):
-    plain = cases.network()
-    plain.compile(tf.keras.optimizers.SGD(0.125), "mse", metrics=["mae"])
-    rows = sorted(members)
-    history = plain.fit(
-      cases.batches(x[:, rows], y[:, rows]),
-      epochs=3,
-      verbose=0,
-      validation_data=cases.batches(x, y),
-    ).history
+  x, y = cases.fit_data(len(held))
+  for i, members in enumerate(_groups(len(held), key[1])):
+    outputs = [_forward(w, x) for w in held[members[0]]["of_epoch"]]
+    losses = [((output - y) ** 2).mean() for output in outputs]
     for found in held:
       assert found["history"] == held[0]["history"]
       assert found["best_epoch"] == [0, 1]
-      for name in ("val_loss", "val_mae"):
-        assert found["history"][f"{name}/group_{i}"] == pytest.approx(
-          history[name], rel=1e-5
-        )
+      values = found["history"][f"val_loss/group_{i}"]
+      assert values == pytest.approx(losses, rel=1e-5)
     for replica in members:
       found = held[replica]
       assert found["runs"] == ["ensemble", "group_0", "group_1"]
@@ -457,24 +274,11 @@ def test_callbacks_for_groups(
           np.testing.assert_array_equal(mine, value)
 
 
-@_of("fit_islands")
-def test_fit_islands(launches: Launches, launch: str, key: cases.Key) -> None:
-  """Joined in every step: plain Keras' weights, of all workers' examples."""
-  held = _held(launches, launch, key)
-  twin, _ = _twin(len(held), "SGD", tuple(range(len(held))))
-  for found in held:
-    for mine, first, its in zip(
-      found, held[0], twin.trainable_variables, strict=True
-    ):
-      assert mine.tobytes() == first.tobytes()
-      testbed.assert_close(mine, its.numpy(), its.name)
-
-
 @_of("uneven")
 def test_datasets_of_several_lengths(
   launches: Launches, launch: str, key: cases.Key
 ) -> None:
-  _, mode, _ = key
+  _, mode = key
   x, y, weights = cases.uneven_data()
   replicas, lengths = len(x), cases.LENGTHS
   assert len(set(lengths)) == replicas > 1

@@ -20,7 +20,6 @@ from tf_cross_shard.replica_state import archive, replica_values
 # Of other dtypes TensorFlow makes no variables under this strategy.
 DTYPES = ("float16", "float64", "int64", "bool")
 GROUPS = [[0, 3], [1, 2]]
-OTHER_ORDER = [[1, 2], [3, 0]]
 STEPS = 5
 SIZES = (1, 511, 777)  # elements; what is longer travels in several parts
 
@@ -140,64 +139,6 @@ def resume(worker: Worker) -> Any:
   }
 
 
-def other_order(worker: Worker) -> Any:
-  """Group i goes to group i, whoever is in it."""
-  optimizer, weight = worker.simple(GROUPS)
-  replica_state.save(worker.folder / "order", optimizer, [weight])
-  other, weight = worker.simple(OTHER_ORDER)
-  for variable in [weight, *other.variables]:
-    variable.assign(tf.zeros_like(variable))
-  replica_state.restore(worker.folder / "order", other, [weight])
-  return [
-    [float(np.max(copy)) for copy in replica_state.values(variable)]
-    for variable in [weight, *other.variables]
-  ]
-
-
-def average(worker: Worker) -> Any:
-  """The mean over all replicas of all workers."""
-  optimizer, weight = worker.simple(GROUPS)
-  slot = optimizer.get_slot(weight, "momentum")
-  for variable in (weight, slot):
-    worker.spread(variable, lambda r: np.float32([2.0**r, 0.1 * r]))
-  replica_state.average(optimizer, [weight], slots=True)
-  return [
-    [value.tobytes() for value in replica_state.values(variable)]
-    for variable in (weight, slot)
-  ]
-
-
-def models(worker: Worker) -> Any:
-  """Plain models of groups; then group 1 copied to group 0."""
-  with worker.strategy.scope():
-    model = tf.keras.Sequential(
-      [tf.keras.Input((2,)), tf.keras.layers.Dense(1)]
-    )
-    optimizer = CrossShardOptimizer(
-      tf.keras.optimizers.SGD(momentum=0.5), group_assignment=GROUPS
-    )
-    optimizer.build(model.trainable_variables)
-  for variable in [*model.variables, *optimizer.variables]:
-    worker.spread(
-      variable,
-      lambda replica, like=variable: np.full(
-        like.shape, optimizer.groups.index_of(replica) + 1
-      ).astype(like.dtype),
-    )
-  made = [replica_state.load_group(model, i, optimizer) for i in (0, 1)]
-  made.append(replica_state.ensemble(model, optimizer))
-  predicted = [one(tf.ones([1, 2])).numpy().item() for one in made]
-  replica_state.copy_group(1, 0, optimizer, model)
-  return predicted, [
-    [float(np.max(copy)) for copy in replica_state.values(variable)]
-    for variable in (
-      *model.variables,
-      *(v for v in optimizer.variables if "learning_rate" not in v.path),
-      optimizer.learning_rate,
-    )
-  ]
-
-
 def _attempt(work: Callable[[], Any]) -> Any:
   """What kind of error there is, and its words."""
   try:
@@ -288,9 +229,6 @@ CASES = (
   values,
   in_parts,
   resume,
-  other_order,
-  average,
-  models,
   errors,
   missing,
 )

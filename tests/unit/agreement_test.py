@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tf_cross_shard import variables as variables_lib
-from tf_cross_shard.coordination import agreement, errors
+from tf_cross_shard.coordination import agreement, errors, key_value_store
 
 
 def _dense(name: str, units: int = 2, dtype: str = "float32") -> list[Any]:
@@ -92,9 +92,9 @@ def test_the_first_worker_waits_longest(
   def wait(key: str, deadline: float, sender: int) -> None:
     waited.append(deadline - time.monotonic())
 
-  monkeypatch.setattr(agreement, "put", lambda *_: None)
-  monkeypatch.setattr(agreement, "report", lambda *_: None)
-  monkeypatch.setattr(agreement, "wait", wait)
+  monkeypatch.setattr(key_value_store, "put", lambda *_: None)
+  monkeypatch.setattr(key_value_store, "report", lambda *_: None)
+  monkeypatch.setattr(key_value_store, "wait", wait)
   for index in (0, 1):
     workers = agreement.Workers(("worker 0", "worker 1"), index, 4.0)
     with pytest.raises(errors.MissingWorkerError, match=r"waited [47] s for"):
@@ -110,10 +110,10 @@ def test_a_worker_that_has_read_may_end(
   def wait(key: str, deadline: float, sender: int) -> str:
     if "/read/" in key:
       raise errors.WorkerLostError("worker 1 was lost")
-    return f"text of {sender}"
+    return f"text of {key.rpartition('/')[2]}"
 
-  monkeypatch.setattr(agreement, "put", lambda *_: None)
-  monkeypatch.setattr(agreement, "wait", wait)
+  monkeypatch.setattr(key_value_store, "put", lambda *_: None)
+  monkeypatch.setattr(key_value_store, "wait", wait)
   workers = agreement.Workers(("worker 0", "worker 1"), 0)
   with pytest.raises(errors.DisagreementError, match="worker 1 has `text of 1"):
     agreement.agree(workers, "the start", [])

@@ -13,11 +13,13 @@ own calls `set_model(model)`, `on_epoch_end(epoch, logs)` with one dictionary
 for all callbacks, and `on_train_end()`; the model is compiled. On several
 machines all workers do.
 
-`OuterOptimizer` needs none of them: it joins the groups every few steps.
+`OuterOptimizer` needs none of them: it joins the groups every few steps. Nor
+does `BackupAndRestore`, which makes a `fit` go on after a crash.
 
 >>> outer = OuterOptimizer(every=100)  # model.fit(data, callbacks=[outer])
 """
 
+from tf_cross_shard.callbacks.backup import BackupAndRestore
 from tf_cross_shard.callbacks.group_checkpoint import GroupCheckpoint
 from tf_cross_shard.callbacks.group_early_stopping import GroupEarlyStopping
 from tf_cross_shard.callbacks.group_metrics import GroupMetrics
@@ -25,6 +27,7 @@ from tf_cross_shard.callbacks.group_tensorboard import GroupTensorBoard
 from tf_cross_shard.callbacks.outer_optimizer import OuterOptimizer
 
 __all__ = [
+  "BackupAndRestore",
   "GroupCheckpoint",
   "GroupEarlyStopping",
   "GroupMetrics",

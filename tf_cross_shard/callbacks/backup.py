@@ -1,36 +1,36 @@
 """Going on after a crash: from a checkpoint that all workers have.
 
 A worker that is killed may not have written what the others have written. So
-each keeps its last two, in a directory of its own, and they go on from the
-newest that is common to all.
+each keeps its last two files, in a folder of its own, and all go on from the
+newest that is common to them.
 """
 
-import itertools
 import json
-import os
+import pathlib
+import re
 import shutil
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+import types
+from collections.abc import Iterable
 from typing import Any, Final
 
-import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard import variables as variables_lib
-from tf_cross_shard import versions
+from tf_cross_shard import replica_state
+from tf_cross_shard.callbacks import base
 from tf_cross_shard.coordination import agreement, errors
-from tf_cross_shard.replica_state import overwritten
+from tf_cross_shard.replica_state import group_models, group_state
 
-_MARKER: Final = "epoch.txt"
-_COPIES: Final = "copies.npz"
+_KEPT: Final = 2  # backups of each worker
+_NAME: Final = re.compile(r"epoch_(\d+)\.npz")
 
 
 def newest_common(
   strategy: tf.distribute.Strategy, numbers: Iterable[int]
 ) -> int | None:
-  """The newest checkpoint that all workers have, for loops of one's own.
+  """Returns the newest checkpoint that all workers have.
 
-  All workers call it, each with its own checkpoints:
+  `BackupAndRestore` goes on from it; so may a loop of your own. All workers
+  call it, each with its own checkpoints:
 
   >>> newest_common(tf.distribute.get_strategy(), [100, 200])
   200
@@ -46,33 +46,35 @@ def newest_common(
     DisagreementError: If there are checkpoints, and none is common to all.
     MissingWorkerError: If a worker does not come.
   """
-  mine = sorted({int(number) for number in numbers})
+  own = sorted({int(number) for number in numbers})
   workers = agreement.of_strategy(strategy)
   if workers is None:
-    return mine[-1] if mine else None
-  told = agreement.exchange(
-    workers, "the choice of a checkpoint", json.dumps(mine)
+    return own[-1] if own else None
+  texts = agreement.exchange(
+    workers, "the choice of a checkpoint", json.dumps(own)
   )
-  common = set.intersection(*(set(json.loads(text)) for text in told))
-  if common or not any(map(json.loads, told)):
+  common = set.intersection(*(set(json.loads(text)) for text in texts))
+  if common or not any(map(json.loads, texts)):
     return max(common, default=None)
-  found = "; ".join(
-    f"{name} has {text}" for name, text in zip(workers.names, told, strict=True)
+  held = "; ".join(
+    f"{name} has {text}"
+    for name, text in zip(workers.names, texts, strict=True)
   )
   raise errors.DisagreementError(
-    f"There is no checkpoint that all workers have: {found}. Copy those that"
+    f"There is no checkpoint that all workers have: {held}. Copy those that"
     " are missing to their workers, or delete all to start anew."
   )
 
 
-class BackupAndRestore(tf.keras.callbacks.Callback):
+class BackupAndRestore(base.GroupCallback):
   """Saves after each epoch, and makes the next `fit` go on from there.
 
-  Like `tf.keras.callbacks.BackupAndRestore`, which does the saving, but for
-  several workers: each has its own files, which no other one overwrites, and
-  all go on from the same epoch. Groups keep their own weights and slots, and
-  replicas what else they differ in, on one machine too. The states of random
-  numbers, of dropout say, are saved too; Keras' own leaves them out.
+  In the place of `tf.keras.callbacks.BackupAndRestore`, for several workers and
+  for groups: each worker has files of its own, which no other overwrites, and
+  all go on from the newest that all have. Groups keep their own weights and
+  slots, and replicas what else they differ in, on one machine too. The states
+  of random numbers, of dropout say, are saved too; Keras' own leaves them out.
+  A file replaces none before it is whole, and the last two are kept.
 
   >>> import tempfile
   >>> import numpy as np
@@ -80,15 +82,19 @@ class BackupAndRestore(tf.keras.callbacks.Callback):
   ...   [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
   ... )
   >>> model.compile("sgd", "mse")
+  >>> x = np.ones([4, 1])
   >>> with tempfile.TemporaryDirectory() as directory:
   ...   backup = BackupAndRestore(directory, delete_checkpoint=False)
-  ...   arguments = dict(verbose=0, callbacks=[backup])
-  ...   _ = model.fit(np.ones([4, 1]), np.ones([4]), epochs=2, **arguments)
-  ...   history = model.fit(
-  ...     np.ones([4, 1]), np.ones([4]), epochs=3, **arguments
-  ...   )
+  ...   _ = model.fit(x, x, epochs=2, verbose=0, callbacks=[backup])
+  ...   history = model.fit(x, x, epochs=3, verbose=0, callbacks=[backup])
   >>> history.epoch
   [2]
+
+  `fit` raises, on all workers alike, a `replica_state.CheckpointError` when it
+  begins, if the backup is damaged, or of another model or other groups (one
+  group may have another size), a `DisagreementError` if none is common to all,
+  a `MissingWorkerError` if a worker does not come, and errors as of
+  `replica_state.save`.
   """
 
   def __init__(self, backup_dir: Any, delete_checkpoint: bool = True) -> None:
@@ -96,158 +102,96 @@ class BackupAndRestore(tf.keras.callbacks.Callback):
 
     Args:
       backup_dir: A directory, which workers may or may not share. Each writes
-        to `worker_<number>` in it.
+        to `worker_<number>` in it: files as of `replica_state.save`, with its
+        own groups only.
       delete_checkpoint: Delete this worker's files when `fit` ends.
 
     Raises:
       ValueError: If `backup_dir` is empty, or a URL.
-      NotImplementedError: If `tf.keras` is tf_keras.
     """
     super().__init__()
-    if versions.uses_tf_keras():
-      raise NotImplementedError(
-        "multi_worker.BackupAndRestore is for Keras 3, and `tf.keras` is"
-        " tf_keras here, whose own tf_keras.callbacks.BackupAndRestore is made"
-        " for several workers. Use that; with groups, use"
-        " tf_cross_shard.replica_state.save() and restore()."
-      )
     if not str(backup_dir) or "://" in str(backup_dir):
       raise ValueError(
         "`backup_dir` must name a directory of a file system; got"
         f" {str(backup_dir)!r}. Mount the storage, or use a local one."
       )
-    self._backup_dir = Path(backup_dir)
+    self._backup_dir = pathlib.Path(backup_dir)
     self._delete = delete_checkpoint
 
   def on_train_begin(self, logs: Any = None) -> None:
-    """Restores the newest backup that all workers have.
-
-    Args:
-      logs: Not used.
-
-    Raises:
-      DisagreementError: If there are backups, and none is common to all.
-      MissingWorkerError: If a worker does not come.
-      ValueError: If the model is not built.
-    """
-    strategy = self.model.distribute_strategy
-    workers = agreement.of_strategy(strategy)
-    own = self._backup_dir / f"worker_{workers.index if workers else 0}"
-    own.mkdir(parents=True, exist_ok=True)  # fails now, not after an epoch
-    self._own, self._workers = own, workers
-    # One is whole while the other is being written.
-    self._slots = [_Slot(own / name, self.model) for name in ("even", "odd")]
-    epochs = {slot.epoch(): slot for slot in self._slots}
-    epochs.pop(None, None)
-    newest = newest_common(strategy, [e for e in epochs if e is not None])
+    """Restores the newest backup that all workers have."""
+    strategy, optimizer = self.model.distribute_strategy, self.model.optimizer
+    if not hasattr(optimizer, "build"):
+      raise ValueError(
+        "BackupAndRestore needs an optimizer with a method build(); got"
+        f" {type(optimizer).__name__}. Encapsulate it in a CrossShardOptimizer."
+      )
+    with strategy.scope():
+      optimizer.build(self.model.trainable_variables)
+    self._workers = agreement.of_strategy(strategy)
+    index = self._workers.index if self._workers else 0
+    self._folder = self._backup_dir / f"worker_{index}"
+    self._folder.mkdir(parents=True, exist_ok=True)  # or fails now
+    for path in self._folder.glob(".*.partial"):  # of a crash
+      path.unlink()
+    backups = self._backups()
+    newest = newest_common(strategy, backups)
+    _begin_at(self.model, None)
     if newest is not None:
-      epochs[newest].restore()
-      for epoch, slot in epochs.items():
-        if epoch is not None and epoch > newest:
-          slot.forget()  # of a run that has not been
+      self._set_values(
+        replica_state.restore_file(backups[newest], optimizer, self.model)
+      )
+      for number, path in backups.items():
+        if number > newest:  # of a run that has not been
+          path.unlink()
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-    """Saves.
-
-    Args:
-      epoch: The epoch that ended.
-      logs: Of the epoch.
-    """
-    self._slots[epoch % 2].save(epoch, logs)
+    """Saves, and deletes this worker's backups but the last two."""
+    state = group_state.GroupCopies(self.model.optimizer, self.model)
+    path = self._folder / f"epoch_{epoch + 1}.npz"
+    state.agree("a backup")
+    arrays = state.own_arrays(state.apart("a backup"))
+    state.write(path, "a backup", arrays, self._values(epoch))
+    backups = self._backups()
+    for number in sorted(backups)[:-_KEPT]:
+      backups[number].unlink()
 
   def on_train_end(self, logs: Any = None) -> None:
-    """Deletes this worker's files, if they are not to be kept.
+    """Deletes this worker's files, if they are not to be kept."""
+    _begin_at(self.model, None)
+    if self._delete:
+      if self._workers is not None:
+        # A worker lost before that needs the files of the others.
+        agreement.agree(self._workers, "the end of fit", [])
+      shutil.rmtree(self._folder, ignore_errors=True)
 
-    Args:
-      logs: Not used.
+  def _values(self, epoch: int) -> dict[str, Any]:
+    """Returns what is saved beside the state of model and optimizer."""
+    return {"epoch": epoch + 1}
 
-    Raises:
-      MissingWorkerError: If a worker did not come to the end.
-    """
-    if not self._delete:
-      return
-    if self._workers is not None:
-      # Where one is lost before that, the others keep what it will need.
-      agreement.agree(self._workers, "the end of fit", [])
-    shutil.rmtree(self._own, ignore_errors=True)
+  def _set_values(self, values: dict[str, Any]) -> None:
+    """Gives back what `_values` returned."""
+    _begin_at(self.model, values["epoch"])
 
-
-class _Slot:
-  """One backup, written by Keras; known to be whole by a file of its own."""
-
-  def __init__(self, directory: Path, model: Any) -> None:
-    self._marker = directory / _MARKER
-    self._copies = directory / _COPIES
-    self._model = model
-    self._keras = tf.keras.callbacks.BackupAndRestore(
-      str(directory), delete_checkpoint=False
-    )
-    self._keras.set_model(model)
-
-  def epoch(self) -> int | None:
-    """How many epochs the backup has behind it; None where none is whole."""
-    text = self._marker.read_text() if self._marker.exists() else ""
-    return int(text) if text.isdecimal() else None
-
-  def save(self, epoch: int, logs: Any) -> None:
-    """Writes the backup anew."""
-    self.forget()
-    with overwritten.all_kept():  # by all workers together
-      self._keras.on_epoch_end(epoch, logs)
-    kept: dict[str, Any] = {}
-    for i, (variable, is_random) in enumerate(_variables(self._model)):
-      arrays = [copy.numpy() for copy in self._copies_of(variable)]
-      # Where all replicas have the same, what Keras saved is enough.
-      if is_random or len({array.tobytes() for array in arrays}) > 1:
-        kept[str(i)] = np.stack(arrays)
-    np.savez(self._copies, **kept)
-    beside = self._marker.with_suffix(".new")
-    beside.write_text(str(epoch + 1))
-    os.replace(beside, self._marker)
-
-  def restore(self) -> None:
-    """Loads weights and optimizer, and tells `fit` where to begin."""
-    with np.load(self._copies) as saved:
-      for i, (variable, _) in enumerate(_variables(self._model)):
-        there = len(saved.get(str(i), ()))
-        here = len(self._copies_of(variable))
-        if there not in (0, here) and variable.trainable:
-          raise ValueError(
-            f"`backup_dir` holds weights of {there} replicas that differ, in"
-            f" {self._copies}; this process has {here}. Go on with as many, or"
-            " delete it to start anew."
-          )
-      self._keras.on_train_begin()
-      for i, (variable, _) in enumerate(_variables(self._model)):
-        arrays = saved.get(str(i), ())
-        for copy, array in zip(
-          self._copies_of(variable), itertools.cycle(arrays)
-        ):
-          # NumPy's files have no name for bfloat16.
-          copy.assign(array.view(copy.dtype.as_numpy_dtype))
-
-  def _copies_of(self, variable: Any) -> Sequence[Any]:
-    """The copies that the replicas of this process have of a variable."""
-    strategy = self._model.distribute_strategy
-    copies: Sequence[Any] = strategy.experimental_local_results(
-      variables_lib.native(variable)
-    )
-    return copies
-
-  def forget(self) -> None:
-    """Makes the backup one that is not there."""
-    self._marker.unlink(missing_ok=True)
+  def _backups(self) -> dict[int, pathlib.Path]:
+    """Returns this worker's files, by how many epochs are behind them."""
+    return {
+      int(match[1]): path
+      for path in self._folder.iterdir()
+      if (match := _NAME.fullmatch(path.name))
+    }
 
 
-def _variables(model: Any) -> list[tuple[Any, bool]]:
-  """All variables but metrics', and which are states of random numbers.
+def _begin_at(model: Any, epoch: int | None) -> None:
+  """Makes `fit` begin at an epoch, once its callbacks have been called.
 
-  Those Keras does not count among the weights.
+  Neither Keras has a public way. None leaves it to `initial_epoch`.
   """
-  metrics = set(map(id, model.metrics_variables))
-  weights = set(map(id, (*model.weights, *model.optimizer.variables)))
-  return [
-    (variable, id(variable) not in weights)
-    for variable in (*model.variables, *model.optimizer.variables)
-    if id(variable) not in metrics
-  ]
+  if group_models.keras_of(model).__name__ == "keras":
+    model._initial_epoch = epoch
+  elif epoch is None:
+    model._training_state = None
+  else:
+    model._training_state = types.SimpleNamespace(
+      maybe_load_initial_counters_from_ckpt=lambda *_, **__: (epoch, 0)
+    )

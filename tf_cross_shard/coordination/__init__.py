@@ -1,1 +1,1 @@
-"""What several machines do together, below the strategies that use it."""
+"""The cellar of several machines: agreement, its store, and its errors."""

@@ -1,7 +1,7 @@
-"""What can be wrong among workers, and how TensorFlow's errors tell it.
+"""Errors among workers, and how to read them from TensorFlow's errors.
 
 TensorFlow ends what a worker waits for with an error about a connection, or
-with what another worker reported. Who and why is in it, many lines down.
+with what another worker reported. Who and why is many lines down in it.
 """
 
 import contextlib
@@ -17,19 +17,14 @@ _TASK: Final = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
 _MISFIT: Final = re.compile(
   r"(?:[Ss]hape mismatch|[Ii]nconsisten|is expecting|has already been).*"
 )
-# What tells the end of a peer from other errors.
-_SIGNS: Final = (
-  "Collective ops is aborted",
-  "unhealthy",
-  "WorkerService",
-  "CoordinationService",
+# Errors about a lost worker have one of these.
+_SIGNS: Final = re.compile(
+  "Collective ops is aborted|unhealthy|WorkerService|CoordinationService"
 )
 
 
-# AutoGraph, in which most of this is raised, keeps the type of an error that is
-# made like `Exception` and turns any other into a StagingError.
-
-
+# AutoGraph, in which most of these are raised, keeps the type of an error that
+# is made like `Exception` and turns any other into a StagingError.
 class DisagreementError(ValueError):
   """Workers that have to do the same are about to do different things."""
 
@@ -57,9 +52,6 @@ def naming_lost_workers() -> Iterator[None]:
   >>> with naming_lost_workers():
   ...   pass  # model.fit(...), or a loop of your own
 
-  Yields:
-    None.
-
   Raises:
     WorkerLostError: If a worker was lost; names it.
     DisagreementError: If a worker ended because it was about to do something
@@ -68,14 +60,14 @@ def naming_lost_workers() -> Iterator[None]:
   try:
     yield
   except tf.errors.OpError as error:
-    meant = from_message(str(error.message))
-    if meant is None:
+    cause = from_message(str(error.message))
+    if cause is None:
       raise
-    raise meant from error
+    raise cause from error
 
 
 def to_message(error: Exception) -> str:
-  """Returns a text that `from_message` finds in TensorFlow's errors."""
+  """Returns a text that `from_message` recognizes in TensorFlow's errors."""
   return f"[tf_cross_shard {type(error).__name__}] {error}"
 
 
@@ -85,18 +77,16 @@ def is_reported(text: str) -> bool:
 
 
 def from_message(text: str) -> Exception | None:
-  """Returns the error that the message of one of TensorFlow's amounts to.
+  """Returns the error that a message of TensorFlow's amounts to.
 
-  It is what another worker reported, a `DisagreementError` with what TensorFlow
-  found, a `WorkerLostError`, or None if the message is about something else.
+  None if the message is not about workers.
   """
   reported = _REPORTED.search(text)
   if reported:
     is_missing = reported[1] == MissingWorkerError.__name__
-    return (MissingWorkerError if is_missing else DisagreementError)(
-      reported[2]
-    )
-  if not any(sign in text for sign in _SIGNS):
+    kind = MissingWorkerError if is_missing else DisagreementError
+    return kind(reported[2])
+  if not _SIGNS.search(text):
     return None
   misfit = _MISFIT.search(text)
   if misfit:
@@ -104,18 +94,12 @@ def from_message(text: str) -> Exception | None:
       f"Workers do different things: {misfit[0]} Run the same program on every"
       " worker."
     )
-  return WorkerLostError(
-    f"{_lost_worker(text)} was lost: it ended, or cannot be reached, and"
-    " TensorFlow cannot go on in this process. The update under way changed"
-    " nothing: start all workers again, and resume from the last checkpoint."
-  )
-
-
-def _lost_worker(text: str) -> str:
-  """Returns the worker after "unhealthy", or next to the innermost cause."""
+  # The worker after "unhealthy", or next to the innermost cause.
   _, unhealthy, cause = text.rpartition("unhealthy")
   tasks = _TASK.findall(cause)
-  if not tasks:
-    return "A worker"
-  job, index = tasks[0] if unhealthy else tasks[-1]
-  return f"{job} {index}"
+  lost = " ".join(tasks[0 if unhealthy else -1]) if tasks else "A worker"
+  return WorkerLostError(
+    f"{lost} was lost: it ended, or cannot be reached, and TensorFlow cannot go"
+    " on in this process. The update under way changed nothing: start all"
+    " workers again, and resume from the last checkpoint."
+  )

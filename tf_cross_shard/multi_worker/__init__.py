@@ -31,18 +31,17 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-  """Imports what is asked for: `launch` does without TensorFlow."""
+  """Imports a public name when it is used: `launch` needs no TensorFlow."""
   if name in __all__:
     from tf_cross_shard.callbacks import backup
     from tf_cross_shard.coordination import errors
     from tf_cross_shard.multi_worker import strategy, uneven
 
-    for module in (backup, errors, strategy, uneven):
-      if hasattr(module, name):
-        return getattr(module, name)
+    homes = (backup, errors, strategy, uneven)
+    return next(getattr(home, name) for home in homes if hasattr(home, name))
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-  """The public names."""
+  """Returns the public names."""
   return __all__

@@ -3,14 +3,11 @@
     tf-cross-shard launch --workers=2 train.py --epochs=3
 
 Each is one worker of a cluster on free ports, which TF_CONFIG describes to it.
-What a worker writes has its number in front. When one fails, the others have a
-few seconds to say what they lack, and are killed; so they are by Ctrl-C.
-
-    tf-cross-shard launch --nodes=host0:12345,host1:12345 train.py
-
-prints what to set on each of several machines; with `--index=0` it sets that
-and runs the program, as the first worker, on this one. Workers connect to each
-other at these addresses.
+Lines that a worker writes have its number in front. When a worker fails, the
+others have a few seconds to say what they lack, and are killed; so they are by
+Ctrl-C. With `--nodes=host0:12345,host1:12345` in the place of `--workers` it
+prints the TF_CONFIG to set on each of several machines; with `--index=0`, too,
+it sets that and runs the program, as the first worker, on this machine.
 
 Nothing here imports TensorFlow. `python -m tf_cross_shard.multi_worker.launch`
 is the same command.
@@ -30,20 +27,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import IO, Final, Protocol
+from typing import IO, Any, Final
 
+_GRACE: Final = "for the others after a failure, 10 if not given"
 _PAUSE: Final = 0.05  # seconds between two looks at the processes
-_INTERRUPTED: Final = 130  # the exit status that shells give a Ctrl-C
-
-
-class Process(Protocol):
-  """What `subprocess.Popen` is, as far as a launch needs it."""
-
-  def poll(self) -> int | None:
-    """Returns the exit code; None while the process runs."""
-
-  def kill(self) -> None:
-    """Ends the process."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -51,35 +38,35 @@ def free_ports(count: int) -> list[int]:
   with contextlib.ExitStack() as stack:
     # All are open at once, so that they differ.
     sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-    for each in sockets:
-      each.bind(("localhost", 0))
-    return [each.getsockname()[1] for each in sockets]
+    for listener in sockets:
+      listener.bind(("localhost", 0))
+    return [listener.getsockname()[1] for listener in sockets]
 
 
 def cluster(workers: int, chief: bool = False) -> list[dict[str, str]]:
   """Returns the environment of each worker: a TF_CONFIG on free ports."""
   addresses = [f"localhost:{port}" for port in free_ports(workers)]
-  if chief:
-    return _environments({"chief": addresses[:1], "worker": addresses[1:]})
-  return _environments({"worker": addresses})
+  chiefs = {"chief": addresses[:1]} if chief else {}
+  return _environments({**chiefs, "worker": addresses[int(chief) :]})
 
 
 def _environments(jobs: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
   """Returns the environment of each task of a cluster."""
+  tasks = [
+    {"type": job, "index": index}
+    for job, addresses in jobs.items()
+    for index in range(len(addresses))
+  ]
   return [
-    {
-      "TF_CONFIG": json.dumps(
-        {"cluster": jobs, "task": {"type": job, "index": index}}
-      )
-    }
-    for job, those in jobs.items()
-    for index in range(len(those))
+    {"TF_CONFIG": json.dumps({"cluster": jobs, "task": task})} for task in tasks
   ]
 
 
 @contextlib.contextmanager
-def killed_at_end(processes: Collection[Process]) -> Iterator[None]:
-  """A context with which all processes end: TensorFlow's ignore SIGTERM."""
+def killed_at_end(
+  processes: Collection[subprocess.Popen[Any]],
+) -> Iterator[None]:
+  """Kills all processes at the end: those of TensorFlow ignore SIGTERM."""
   try:
     yield
   finally:
@@ -90,16 +77,16 @@ def killed_at_end(processes: Collection[Process]) -> Iterator[None]:
 
 
 def wait(
-  processes: Mapping[int, Process],
+  processes: Mapping[int, subprocess.Popen[Any]],
   timeout: float | None = None,
   grace: float = 60.0,
   may_fail: Collection[int] = (),
   on_failure: Callable[[int], None] = lambda index: None,
 ) -> dict[int, float]:
-  """Waits for processes, by number; for no more than `grace` after a failure.
+  """Waits for processes; for no more than `grace` seconds after a failure.
 
-  Calls `on_failure` with the number of each that fails while others run.
-  Returns the seconds after which each ended, without those that did not.
+  Calls `on_failure` with the number of each process that fails while others
+  run. Returns the seconds after which each ended, without those that did not.
   """
   begin = time.monotonic()
   deadline = float("inf") if timeout is None else begin + timeout
@@ -119,37 +106,29 @@ def wait(
 
 def launch(
   command: Sequence[str],
-  workers: int,
+  workers: int | Mapping[int, Mapping[str, str]],
   timeout: float | None = None,
   grace: float = 60.0,
 ) -> int:
-  """Runs a command as so many workers; returns 0 if none of them failed.
+  """Runs a command as so many workers, or in the environments of some.
 
-  To be called in the main thread, which a SIGTERM ends.
+  Returns 0 if none of them failed. Only the main thread may call it.
   """
-  return _run_all(command, dict(enumerate(cluster(workers))), timeout, grace)
-
-
-def _run_all(
-  command: Sequence[str],
-  environments: Mapping[int, Mapping[str, str]],
-  timeout: float | None,
-  grace: float,
-) -> int:
-  """Runs a command in each environment; returns 0 if none of them failed."""
+  if isinstance(workers, int):
+    workers = dict(enumerate(cluster(workers)))
   processes: dict[int, subprocess.Popen[str]] = {}
   printers = []
 
-  def say_first(index: int) -> None:
+  def say_end(index: int, others: str = "") -> None:
     code = processes[index].returncode
-    _say(f"worker {index} ended with {code}; the others have {grace:g} s")
+    print(f"worker {index} ended with {code}{others}", file=sys.stderr)
 
   with contextlib.ExitStack() as stack:
     # As an exception, so that the workers are killed on the way out.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     stack.callback(signal.signal, signal.SIGTERM, before)
     stack.enter_context(killed_at_end(processes.values()))
-    for index, environment in environments.items():
+    for index, environment in workers.items():
       process = processes[index] = subprocess.Popen(
         command,
         env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
@@ -160,30 +139,25 @@ def _run_all(
         errors="replace",
       )
       print(f"worker {index} is process {process.pid}", flush=True)
-      printer = threading.Thread(
-        target=_print_lines, args=(process.stdout, f"[worker {index}] ")
+      printers.append(
+        threading.Thread(target=_print_lines, args=(index, process.stdout))
       )
-      printer.start()
-      printers.append(printer)
-    wait(processes, timeout, grace, on_failure=say_first)
+      printers[-1].start()
+    others = f"; the others have {grace:g} s"
+    wait(processes, timeout, grace, on_failure=lambda i: say_end(i, others))
   for printer in printers:
     printer.join()
-  for index, process in processes.items():
-    if process.returncode:
-      _say(f"worker {index} ended with {process.returncode}")
-  return int(any(process.returncode for process in processes.values()))
+  failed = [i for i, process in processes.items() if process.returncode]
+  for index in failed:
+    say_end(index)
+  return int(bool(failed))
 
 
-def _print_lines(lines: IO[str], prefix: str) -> None:
+def _print_lines(index: int, lines: IO[str]) -> None:
   """Prints what a worker writes as it comes, each line whole."""
   with lines:
     for line in lines:
-      print(prefix + line, end="", flush=True)
-
-
-def _say(text: str) -> None:
-  """Prints what is this program's own, not a worker's."""
-  print(text, file=sys.stderr, flush=True)
+      print(f"[worker {index}] {line}", end="", flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -195,43 +169,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
   add("--index", type=int, help="which of --nodes this is; else it prints all")
   add("--timeout", type=float, metavar="SECONDS", help="for all of it")
-  grace = "for the others after a failure, 10 if not given"
-  add("--grace", type=float, default=10.0, metavar="SECONDS", help=grace)
+  add("--grace", type=float, default=10.0, metavar="SECONDS", help=_GRACE)
   add("-m", action="store_true", help="PROGRAM is a module")
   add("program", nargs="?", metavar="PROGRAM", help="a Python file")
   add("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own")
 
 
 def run(options: argparse.Namespace) -> int:
-  """Launches what the options say; returns the exit status.
-
-  Raises:
-    ValueError: If an option has no valid value.
-  """
-  program = [*(["-m"] if options.m else []), options.program or ""]
-  program += options.arguments
-  if options.index is not None and not options.nodes:
-    raise ValueError("--index needs --nodes, of which it is one.")
+  """Launches as the options say; returns the exit status."""
+  program = [*["-m"] * options.m, options.program or "", *options.arguments]
   if options.nodes:
     addresses = _addresses(options.nodes)
-    environments = dict(enumerate(_environments({"worker": addresses})))
+    tasks = _environments({"worker": addresses})
     if options.index is None:
-      for address, environment in zip(
-        addresses, environments.values(), strict=True
-      ):
+      for address, environment in zip(addresses, tasks, strict=True):
         print(f"# On {address}:")
         print(f"export TF_CONFIG={shlex.quote(environment['TF_CONFIG'])}")
         if options.program:
           print(shlex.join(["python", *program]))
       return 0
-    if options.index not in environments:
+    if not 0 <= options.index < len(addresses):
       raise ValueError(
         f"--index must be in range({len(addresses)}), as many as --nodes has;"
         f" got {options.index}."
       )
-    environments = {options.index: environments[options.index]}
+    environments = {options.index: tasks[options.index]}
   else:
     workers = 2 if options.workers is None else options.workers
+    if options.index is not None:
+      raise ValueError("--index needs --nodes, of which it is one.")
     if workers < 1:
       raise ValueError(f"--workers must be at least 1; got {workers}.")
     environments = dict(enumerate(cluster(workers)))
@@ -239,19 +205,17 @@ def run(options: argparse.Namespace) -> int:
     raise ValueError("PROGRAM is missing: the Python file that workers run.")
   if not options.m and not pathlib.Path(options.program).exists():
     raise ValueError(f"PROGRAM {options.program} does not exist.")
+  command = [sys.executable, *program]
   try:
-    return _run_all(
-      [sys.executable, *program], environments, options.timeout, options.grace
-    )
+    return launch(command, environments, options.timeout, options.grace)
   except KeyboardInterrupt:
-    _say("interrupted; all workers have ended")
-    return _INTERRUPTED
+    print("interrupted; all workers have ended", file=sys.stderr)
+    return 130  # as of shells
 
 
 def _addresses(text: str) -> list[str]:
   """Returns the addresses of `--nodes`, each checked."""
-  addresses = text.split(",")
-  for address in addresses:
+  for address in (addresses := text.split(",")):
     if not re.fullmatch(r"[^\s:/]+:\d+|\[[\da-fA-F:]+\]:\d+", address):
       raise ValueError(
         f"--nodes must hold addresses such as host0:12345; got {address!r}."
@@ -262,7 +226,7 @@ def _addresses(text: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Reads a command line, and launches what is in it."""
+  """Parses a command line and runs it; returns the exit status."""
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   add_arguments(parser)
   try:

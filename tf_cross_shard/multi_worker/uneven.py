@@ -1,20 +1,18 @@
-"""Workers whose datasets have different lengths.
+"""The same number of batches on all workers.
 
-In a step all workers wait for each other, so that one whose data has ended
-leaves the others waiting. The lengths are compared once, before the training:
+In a step all workers wait for each other; a worker whose data has ended leaves
+the others waiting. The lengths are compared once, before the training:
 
     worker 0   b b b         "stop"   b b b      "pad"   b b b 0 0
     worker 1   b b b b b              b b b              b b b b b
 """
 
-from typing import Any, Final
+from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
 from tf_cross_shard.coordination import agreement
-
-MODES: Final = ("stop", "pad")
 
 
 def even(
@@ -39,11 +37,11 @@ def even(
       reads all once, so that they must have an end:
       `tf.data.experimental.assert_cardinality` saves that.
     strategy: The strategy of the workers.
-    mode: `"stop"` leaves out what is beyond the shortest. `"pad"` goes on to
-      the end of the longest: elements, which are `(x, y)` or `(x, y,
-      sample_weight)`, all get weights, one per example, and a worker whose data
-      has ended repeats its first batch with weights of 0. So it adds nothing to
-      the sums, and a mean is still that over all replicas.
+    mode: `"stop"` ends all with the shortest. `"pad"` goes on to the end of the
+      longest: elements, which are `(x, y)` or `(x, y, sample_weight)`, all get
+      weights, one per example, and a worker whose data has ended repeats its
+      first batch with weights of 0. So it adds nothing to the sums, and a mean
+      is still that over all replicas.
 
   Returns:
     The dataset, of known `len`, which is not sharded again. To `fit` hand in
@@ -55,18 +53,19 @@ def even(
       no batch or endless ones. On all workers alike.
     MissingWorkerError: If another worker does not call it.
   """
-  if mode not in MODES:
-    raise ValueError(f"`mode` must be one of {list(MODES)}; got {mode!r}.")
+  if mode not in ("stop", "pad"):
+    raise ValueError(f"`mode` must be 'stop' or 'pad'; got {mode!r}.")
   length = int(dataset.cardinality())
   if length == tf.data.UNKNOWN_CARDINALITY:
     length = int(dataset.reduce(tf.constant(0, tf.int64), lambda n, _: n + 1))
   workers = agreement.of_strategy(strategy)
-  lengths = [length]
+  texts = [f"{mode} {length}"]
   if workers is not None:
-    told = agreement.exchange(workers, "even()", f"{mode} {length}")
-    lengths = [int(each.split()[1]) for each in told]
-    if {each.split()[0] for each in told} != {mode}:
-      raise ValueError(f"`mode` must be the same on all workers; got {told}.")
+    texts = agreement.exchange(workers, "even()", texts[0])
+  modes, counts = zip(*(text.split() for text in texts), strict=True)
+  if len(set(modes)) > 1:
+    raise ValueError(f"`mode` must be the same on all workers; got {modes}.")
+  lengths = list(map(int, counts))
   if min(lengths) < 1:  # An endless dataset has a cardinality of -1.
     raise ValueError(
       f"`dataset` must have an end and a batch on each worker; got {lengths}"
@@ -74,25 +73,18 @@ def even(
     )
   common = min(lengths) if mode == "stop" else max(lengths)
   if len(set(lengths)) > 1:
-    logging.warning(
-      "Workers have %s batches. %s",
-      lengths,
-      f"All stop after {common}."
-      if mode == "stop"
-      else f"Those that end first go on with weights of 0 to {common}.",
-    )
+    logging.warning("Workers have %s batches; all run %d.", lengths, common)
   # Repeated, as a dataset that drops examples at random may be shorter then.
   own = dataset.repeat()
   if mode == "pad":
     more = dataset.take(1).cache().repeat().map(_weighted(0.0))
     own = own.take(length).map(_weighted(1.0)).concatenate(more)
-  own = own.take(common)
-  own = own.apply(tf.data.experimental.assert_cardinality(common))
+  known = tf.data.experimental.assert_cardinality(common)
   options = tf.data.Options()
   options.experimental_distribute.auto_shard_policy = (
     tf.data.experimental.AutoShardPolicy.OFF
   )
-  return own.with_options(options)
+  return own.take(common).apply(known).with_options(options)
 
 
 def _weighted(weight: float) -> Any:
@@ -100,8 +92,7 @@ def _weighted(weight: float) -> Any:
 
   def weigh(x: Any, y: Any, sample_weight: Any = None) -> Any:
     if sample_weight is None:
-      rows = tf.shape(tf.nest.flatten(x)[0])[:1]
-      return x, y, tf.fill(rows, tf.constant(weight))
+      sample_weight = tf.ones(tf.shape(tf.nest.flatten(x)[0])[:1])
     return x, y, sample_weight * tf.cast(weight, sample_weight.dtype)
 
   return weigh

@@ -12,6 +12,7 @@ All functions are called eagerly, outside `strategy.run`; on several machines
 by all workers alike.
 """
 
+import pathlib
 from typing import Any, Final
 
 import tensorflow as tf
@@ -283,14 +284,19 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
     RuntimeError: If called in a tf.function, or by a replica.
     MissingWorkerError: If another worker does not call this too.
   """
-  target = archive.as_path(path)
+  restore_file(archive.as_path(path), optimizer, model)
+
+
+def restore_file(target: pathlib.Path, optimizer: Any, model: Any) -> Any:
+  """Restores; returns the values that a worker's own file holds, else None."""
   found = group_state.GroupCopies(optimizer, model)
   plan: list[list[archive.Array]] = []
-  checksum = 0
+  own_values, checksum = None, 0
   error: Exception | None = None
   try:
     with archive.reading(target) as file:
-      checksum = file.checksum
+      own_values = file.about.get("values")
+      checksum = file.checksum if own_values is None else 0
       _check(file, found)
       plan = [_values_here(file, found, part) for part in found.parts]
   except (OSError, CheckpointError) as failure:
@@ -302,6 +308,7 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
     found.copies.write(part.variable, arrays)
   for each in group_state.watches_of(optimizer):
     each.accept()
+  return own_values
 
 
 def _name(variable: Any) -> str:
@@ -333,7 +340,11 @@ def _check(file: archive.Archive, found: group_state.GroupCopies) -> None:
       " replica_state.save wrote."
     )
   saved = about["group_assignment"]
-  if len(saved) != found.groups.num_groups:
+  # A worker's own file has the values of its own groups only.
+  is_own = "values" in about and len(saved) > 1
+  if len(saved) != found.groups.num_groups or (
+    is_own and saved != found.groups.to_lists()
+  ):
     raise CheckpointError(
       f"{where} holds {len(saved)} groups, {saved}; the optimizer has"
       f" {found.groups.num_groups}, {found.groups.to_lists()}. Give it a"
@@ -364,20 +375,27 @@ def _values_here(
   Raises `CheckpointError` unless they fit.
   """
   where = f"The checkpoint {file.path} holds"
-  is_apart = group_state.key(part.name, 0, 0) in file
   saved_size = len(file.about["group_assignment"][0])
-  if is_apart and found.groups.group_size != saved_size:
-    raise CheckpointError(
-      f"{where} values of `{part.name}` for each of {saved_size} members of a"
-      f" group; groups have {found.groups.group_size} now. Restore with groups"
-      " of the same size, or average() before saving."
-    )
+  is_resized = found.groups.group_size != saved_size
   read: dict[str, archive.Array] = {}
   mine = []
   for replica in found.copies.engine.replicas_here:
     index = found.groups.index_of(replica)
     member = found.groups.assignment[index].index(replica)
-    key = group_state.key(part.name, index, member if is_apart else None)
+    apart = [
+      j
+      for j in range(saved_size)
+      if group_state.key(part.name, index, j) in file
+    ]
+    if apart and is_resized and "values" not in file.about:
+      raise CheckpointError(
+        f"{where} values of `{part.name}` for each of {saved_size} members of a"
+        f" group; groups have {found.groups.group_size} now. Restore with"
+        " groups of the same size, or average() before saving."
+      )
+    if apart and member not in apart:
+      member = apart[member % len(apart)]
+    key = group_state.key(part.name, index, member if apart else None)
     if key not in read:
       read[key] = file[key]
     mine.append(read[key])

@@ -126,17 +126,44 @@ class GroupCopies:
         }
     return found
 
+  def own_arrays(self, apart: Collection[str]) -> dict[str, archive.Array]:
+    """Returns what `arrays` does of the groups with replicas in this process.
+
+    Nothing travels between workers.
+    """
+    arrays: dict[str, archive.Array] = {}
+    for part in self.parts:
+      for replica, array in zip(
+        self.copies.engine.replicas_here,
+        self.copies.here(part.variable),
+        strict=True,
+      ):
+        index = self.groups.index_of(replica)
+        member = self.groups.assignment[index].index(replica)
+        is_apart = part.name in apart
+        arrays[key(part.name, index, member if is_apart else None)] = array
+    return arrays
+
   def write(
-    self, path: pathlib.Path, topic: str, arrays: Mapping[str, archive.Array]
+    self,
+    path: pathlib.Path,
+    topic: str,
+    arrays: Mapping[str, archive.Array],
+    values: Mapping[str, Any] | None = None,
   ) -> None:
-    """Writes a checkpoint; an error of the first worker is raised on all."""
-    about = {
+    """Writes a checkpoint; an error of one worker is raised on all.
+
+    With `values`, which JSON knows, each worker writes a file of its own.
+    """
+    about: dict[str, Any] = {
       "format": FORMAT,
       "group_assignment": self.groups.to_lists(),
       "names": [part.name for part in self.parts],
     }
+    if values is not None:
+      about["values"] = values
     error: Exception | None = None
-    if self.copies.is_first:
+    if self.copies.is_first or values is not None:
       try:
         archive.write(path, arrays, about)
       except Exception as failure:

@@ -1,0 +1,58 @@
+"""The key-value store of TensorFlow's coordination service.
+
+It is in the first worker's process. Reading from it waits with a time limit,
+and fails with the reason why a worker ended, where there is one.
+"""
+
+import contextlib
+import time
+from typing import Final
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from tf_cross_shard.coordination import errors
+
+_PREFIX: Final = "tf_cross_shard/"  # of keys: others may use the store
+# Seconds in which an existing value is read, from another machine, too.
+_SHORTEST: Final = 0.2
+
+
+def put(key: str, value: str) -> None:
+  """Writes a value, once: a key is never written again."""
+  with errors.naming_lost_workers():
+    context.context().set_config_key_value(_PREFIX + key, value)
+
+
+def wait(key: str, deadline: float, sender: int | None = None) -> str | None:
+  """Returns the value of a key when it is there; None when time is up.
+
+  Raises the error that the worker `sender`, who is to write it, reported.
+  """
+  eager = context.context()
+  while True:
+    # Short waits, so that Ctrl-C ends them.
+    left = max(_SHORTEST, min(1.0, deadline - time.monotonic()))
+    with errors.naming_lost_workers():
+      with contextlib.suppress(tf.errors.DeadlineExceededError):
+        return str(eager.get_config_key_value(_PREFIX + key, int(left * 1000)))
+    reason = sender is not None and wait(f"failed/{sender}", 0.0)
+    error = errors.from_message(reason) if reason else None
+    if error is not None:
+      raise error
+    if time.monotonic() >= deadline:
+      return None
+
+
+def report(index: int, error: Exception) -> None:
+  """Tells the others why worker `index`, which is this one, does not go on.
+
+  Ends both kinds of waiting, for a value and in a collective.
+  """
+  message = errors.to_message(error)
+  # Where another worker has reported already, nobody is left to tell.
+  with contextlib.suppress(tf.errors.OpError):
+    context.context().set_config_key_value(_PREFIX + f"failed/{index}", message)
+    context.context().report_error_to_cluster(
+      tf.errors.INVALID_ARGUMENT, message
+    )
