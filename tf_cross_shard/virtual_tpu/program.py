@@ -322,6 +322,6 @@ def _check_alike(name: str, values: Sequence[Any]) -> None:
   if len(set(values)) > 1:
     raise ValueError(
       "All replicas run one program, so their arguments must have the same"
-      f" {name}; got {list(values)}. Cast them, or use drop_remainder=True and a"
-      " batch size that the number of replicas divides."
+      f" {name}; got {list(values)}. Cast them, or use drop_remainder=True and"
+      " a batch size that the number of replicas divides."
     )
