@@ -414,11 +414,9 @@ class TestKeras:
       model.compile(
         tf.keras.optimizers.SGD(0.05), "mse", metrics=["mae"], **options
       )
-    train, test = data
-    history = model.fit(
-      train, epochs=2, validation_data=test, verbose=0
-    ).history
-    evaluated = model.evaluate(test, verbose=0)
+    fit = functools.partial(model.fit, validation_data=data[1], verbose=0)
+    history = fit(data[0], epochs=2).history
+    evaluated = model.evaluate(data[1], verbose=0)
     predicted = model.predict(X_Y[0], batch_size=12, verbose=0)
     weights = [testbed.copies(variable) for variable in model.weights]
     return weights, [*history.values(), evaluated, predicted[:, 0]]
