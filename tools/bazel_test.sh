@@ -5,10 +5,10 @@
 #   bash tools/bazel_test.sh //tests/unit:groups_test   # one of them
 #   bash tools/bazel_test.sh --test_tag_filters=slow,smoke   # as .ci/run does
 #
-# The last line reads "N passed, N failed", in test targets. Fails when one
-# fails, when Bazel fails and when there is no test. BAZEL chooses the program;
-# otherwise it is one on PATH, Debian's, or npm's, whichever is to be had first.
-# Apart from that, and from what .venv needs, nothing is downloaded.
+# Fails when a test fails, when Bazel fails and when there is no test. BAZEL
+# chooses the program; otherwise it is one on PATH, Debian's, or npm's, whichever
+# is to be had first. Apart from that, and from what .venv needs, nothing is
+# downloaded.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/environment.sh
@@ -91,22 +91,18 @@ ensure_environment cpu examples test tf-keras tpu-compiler virtual-tpu
 bazel=$(find_bazel)
 say "$bazel: $("$bazel" --version)"
 
-scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
 # Bazel refuses to work below a directory with a space in its name, and looks
 # through links: there it gets a copy.
 if [[ $PWD == *" "* ]]; then
-  mkdir "$scratch/project"
+  project=$PWD copy=$(mktemp -d)
+  trap '"$bazel" clean --expunge &>/dev/null; rm -rf "$copy"' EXIT
   tar -cf - --exclude=./.venv --exclude=./.bazel --exclude=./.git . |
-    tar -xf - -C "$scratch/project"
-  ln -s "$PWD/.venv" "$scratch/project/.venv"
-  cd "$scratch/project"
-  trap '"$bazel" clean --expunge &>/dev/null; rm -rf "$scratch"' EXIT
+    tar -xf - -C "$copy"
+  ln -s "$project/.venv" "$copy/.venv"
+  cd "$copy"
 fi
 
 export PATH="$PWD/.venv/bin:$PATH"
-events=$scratch/events.json
-status=0
 options=() targets=()
 for argument in "$@"; do
   case $argument in
@@ -115,35 +111,4 @@ for argument in "$@"; do
   esac
 done
 "$bazel" build //...
-"$bazel" test --build_event_json_file="$events" "${options[@]}" -- \
-  "${targets[@]:-//...}" || status=$?
-touch "$events"  # When Bazel did not get as far as that.
-
-# What the options leave out has no result. The ends of what failed come last,
-# for who sees the end of the output only.
-counts=$(python - "$events" <<'EOF'
-import json, sys, urllib.parse
-tests, passed, logs = set(), set(), {}
-for line in open(sys.argv[1], encoding="utf-8"):
-  event = json.loads(line)
-  summary = event.get("testSummary")
-  if summary:
-    label = event["id"]["testSummary"]["label"]
-    tests.add(label)
-    if summary["overallStatus"] in ("PASSED", "FLAKY"):
-      passed.add(label)
-    logs[label] = [file["uri"] for file in summary.get("failed", ())]
-for label in sorted(tests - passed):
-  for uri in logs.get(label, ())[:1]:
-    path = urllib.parse.unquote(urllib.parse.urlsplit(uri).path)
-    with open(path, encoding="utf-8", errors="replace") as log:
-      tail = log.read()[-3000:]
-    print(f"--- the end of what {label} wrote ---\n{tail}", file=sys.stderr)
-print(f"{len(passed)} passed, {len(tests - passed)} failed")
-EOF
-)
-if [[ $status == 0 && $counts != *" 0 failed" ]]; then status=3; fi
-if [[ $status == 0 && $counts == "0 passed"* ]]; then status=4; fi
-if [[ $status != 0 ]]; then say "failed (exit status $status)"; fi
-echo "$counts"
-exit "$status"
+"$bazel" test "${options[@]}" -- "${targets[@]:-//...}"

@@ -30,9 +30,7 @@ def lower(fn: Callable[[tf.Tensor], tf.Tensor], dtype: tf.DType) -> bytes:
   lowering = function.experimental_get_compiler_ir(tf.TensorSpec([4, 3], dtype))
   module = hlo.Module(lowering(stage="hlo_serialized", platform_name="TPU"))
   # As the virtual TPU does; for all but float64 sums nothing changes here.
-  return module.portable(
-    replica_context.FLOAT64_SUM, replica_context.ALL_TO_ALL
-  )
+  return module.portable()
 
 
 def reductions(module: bytes) -> list[tuple[str, int]]:

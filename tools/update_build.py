@@ -17,15 +17,13 @@ nothing but its dependencies, so which import gives which dependency matters:
   `__init__` imports.
 - `from a import name`, where the name is no module, is always a dependency on
   `a/__init__.py`, also inside `a`: Bazel then shows the cycle there is.
-- A test depends on its `conftest.py`, on pytest's settings in setup.cfg, and on
-  tools/hermetic, which hides the copy of this project that is in .venv.
+- A test depends on its `conftest.py` and on pytest's settings in setup.cfg.
 
 A line like this in a file adds to its target; every key is optional:
 
     # bazel: size=large timeout=long tags=exclusive data=//:sources deps=//a:b
 
-and `imports=.` puts the file's directory on sys.path. Lists are separated by
-commas. `//:sources` is every source and BUILD file.
+Lists are separated by commas. `//:sources` is every source and BUILD file.
 """
 
 import argparse
@@ -39,8 +37,6 @@ ROOTS = (
   *("tf_cross_shard", "tf_cross_shard_cli"),
   *("tests", "examples", "benchmarks", "tools"),
 )
-# What a test needs besides what it imports, where there is such a module.
-OF_EVERY_TEST = "tools.hermetic.sitecustomize"
 SOURCE_SUFFIXES = (".bzl", ".ipynb", ".md", ".py", ".sh", ".typed")
 HEADER = """\
 # Made by tools/update_build.py from the imports: do not edit, run it.
@@ -48,7 +44,7 @@ HEADER = """\
 package(default_visibility = ["//visibility:public"])
 """
 
-OPTIONS = ("size", "timeout", "tags", "data", "deps", "imports")
+OPTIONS = ("size", "timeout", "tags", "data", "deps")
 
 # The value of an attribute: a string, a list of them, a flag.
 Attribute = str | list[str] | bool
@@ -196,7 +192,7 @@ def target(
     package = path.parent.parts
     for depth in range(1, len(package) + 1):
       parent = ".".join(package[:depth])
-      modules |= {parent, f"{parent}.conftest", OF_EVERY_TEST} & sources.keys()
+      modules |= {parent, f"{parent}.conftest"} & sources.keys()
     data.append("//:setup.cfg")
     attributes["size"] = extra.get("size", "medium")
     attributes["timeout"] = extra.get("timeout", "")
@@ -212,8 +208,9 @@ def target(
   if is_test(path):
     attributes["main"] = path.name
   attributes["data"] = by_label(data)
-  for key in ("imports", "tags"):
-    attributes[key] = sorted(extra[key].split(",")) if key in extra else []
+  attributes["tags"] = (
+    sorted(extra["tags"].split(",")) if "tags" in extra else []
+  )
   labels = [label(name, sources, path.parent) for name in modules]
   labels += extra["deps"].split(",") if "deps" in extra else []
   attributes["deps"] = by_label(labels)

@@ -51,21 +51,6 @@ def embedding() -> Any:
   )
 
 
-def batch_norm() -> Any:
-  """A network whose statistics are the replica's own."""
-  return tf.keras.Sequential(
-    [
-      tf.keras.Input((6,)),
-      # A bias that is normalized away has a gradient of rounding errors only,
-      # which Adam would scale up.
-      _layers.Dense(8, use_bias=False),
-      _layers.BatchNormalization(momentum=0.5),
-      _layers.Activation("tanh"),
-      _layers.Dense(3),
-    ]
-  )
-
-
 MODELS: dict[str, Callable[[], Any]] = {
   "dense": dense,
   "convolution": convolution,
@@ -152,7 +137,7 @@ def train(
   strategy: tf.distribute.Strategy,
   make_optimizer: Callable[[], Any],
 ) -> Any:
-  """Minimizes every replica's own loss; answers the model."""
+  """Minimizes every replica's own loss; returns the model."""
   with strategy.scope():
     model = given.model()
     optimizer = make_optimizer()

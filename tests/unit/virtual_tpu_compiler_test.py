@@ -47,7 +47,6 @@ class TestCompileFor:
     assert not np.array_equal(trained[0], trained[2])
     x = np.ones([2, 6], np.float32)
     for fn, arg in (
-      (step, tf.TensorSpec([2, 6], tf.float32)),
       (tf.function(step), tf.constant(x)),
       (on_host, x),
     ):

@@ -95,7 +95,7 @@ def test_copies_become_reshapes() -> None:
   module = _module(
     _instruction(1, "parameter", shape), _instruction(2, "copy", shape, 1)
   )
-  proto = hlo_pb2.HloModuleProto.FromString(module.portable("never", "never"))
+  proto = hlo_pb2.HloModuleProto.FromString(module.portable())
   opcodes = [each.opcode for each in proto.computations[0].instructions]
   assert opcodes == ["parameter", "reshape"]
 

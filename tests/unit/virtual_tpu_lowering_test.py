@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -21,24 +20,6 @@ def _variables(*values: Any) -> list[Any]:
     return [tf.Variable(value) for value in values]
 
 
-def _run(
-  traced: lowering.Traced, lowered: lowering.Lowered, *arguments: Any
-) -> list[list[Any]]:
-  """Each output as each replica has it; arguments are per replica."""
-  client = testbed.virtual(N).extended.replicas.client
-  outputs = [
-    (tuple(spec.shape), spec.dtype.as_numpy_dtype)
-    for spec in [*lowered.outputs, *lowered.updated]
-  ]
-  executable = client.compile(lowered.module, outputs)
-  given = [client.put(list(each)) for each in arguments]
-  given += [variable.take() for variable in traced.variables]
-  return [
-    [np.array(each.to_numpy(i)).tolist() for i in range(N)]
-    for each in executable(given)
-  ]
-
-
 class TestTrace:
   def test_captures_and_variables(self) -> None:
     first, _, second = _variables(1.0, 2.0, [3.0])
@@ -49,11 +30,22 @@ class TestTrace:
       return {"a": x * constant + first, "none": None}
 
     traced = _trace(fn, tf.TensorSpec([None], tf.float32))
-    assert len(traced.captured) == 1
-    assert traced.captured[0] is constant
-    assert {id(each) for each in traced.variables} == {id(first), id(second)}
+    assert [tensor is constant for tensor in traced.captured] == [True]
+    assert set(map(id, traced.variables)) == {id(first), id(second)}
     assert set(traced.structure) == {"a", "none"}
-    assert [each.shape for each in traced.function.outputs] == [(2,)]
+    assert [output.shape for output in traced.function.outputs] == [(2,)]
+
+  def test_traced_again_with_the_variables_that_it_makes(self) -> None:
+    """Keras asks in Python whether the optimizer's state has been made."""
+    made: list[Any] = []
+
+    def fn() -> tf.Tensor:
+      if not made:
+        made.append(tf.Variable(1.0))
+        return tf.zeros([0])
+      return made[0] + tf.ones([2])
+
+    assert [output.shape for output in _trace(fn).function.outputs] == [(2,)]
 
   def test_variables_of_others(self) -> None:
     plain = tf.Variable(1.0, name="plain")
@@ -92,27 +84,7 @@ class TestLower:
       ((), "int32"),
       ((2,), "float32"),
     ]
-    assert [each is changed for each in lowered.updated] == [True]
-    x = [np.full([2], i, np.float32) for i in range(N)]
-    first, constant, again, new = _run(traced, lowered, x)
-    assert first == again == [[i + 1.0] * 2 for i in range(N)]
-    assert constant == [5] * N
-    assert new == [[10.0 + i, 20.0 + 2 * i] for i in range(N)]
-
-  def test_order_of_outputs_when_all_variables_change(self) -> None:
-    one, two, three = _variables(1.0, 2.0, 3.0)
-
-    def fn() -> tf.Tensor:
-      three.assign(two + 10.0)
-      one.assign(three + 100.0)
-      return tf.identity(one)
-
-    traced = _trace(fn)
-    lowered = lowering.lower(traced, [])
-    output, *updated = _run(traced, lowered)
-    assert output == [112.0] * N
-    found = {id(v): x for v, x in zip(lowered.updated, updated, strict=True)}
-    assert found == {id(one): [112.0] * N, id(three): [12.0] * N}
+    assert [variable is changed for variable in lowered.updated] == [True]
 
   def test_code_for_cpus(self) -> None:
     spec = tf.TensorSpec([3, 3], tf.float32)

@@ -157,14 +157,14 @@ def compile_for(
   [module] = executable.hlo_modules()
   memory = executable.get_compiled_memory_stats()
   optimized = hlo.Module(module.as_serialized_hlo_module_proto())
-  found = optimized.collectives(len(where.devices))
+  collectives = optimized.collectives(len(where.devices))
   return Report(
     topology=where.name,
     device_kind=where.kind,
     num_replicas=len(where.devices),
     coordinates=where.coordinates,
-    collectives=tuple(found),
-    wire_bytes=sum(each.bytes for each in found),
+    collectives=tuple(collectives),
+    wire_bytes=sum(collective.bytes for collective in collectives),
     argument_bytes=int(memory.argument_size_in_bytes),
     output_bytes=int(memory.output_size_in_bytes),
     temp_bytes=int(memory.temp_size_in_bytes),
@@ -186,28 +186,23 @@ def _record(
     else arg
     for arg in args
   ]
-  found: list[tuple[program.Program, program.RunArguments]] = []
+  recorded: list[tuple[program.Program, program.RunArguments]] = []
   # A tf.function that was traced before would not call `run` again.
   fn = getattr(fn, "python_function", fn)
-
-  def on_host(*tensors: Any) -> Any:
-    return fn(*tensors)
-
-  def on_replicas(*tensors: Any) -> Any:
-    return strategy.run(fn, tensors)
-
-  with program.recording(lambda *each: found.append(each)):
+  on_host = tf.function(lambda *tensors: fn(*tensors))
+  on_replicas = tf.function(lambda *tensors: strategy.run(fn, tensors))
+  with program.recording(lambda *step: recorded.append(step)):
     try:
-      tf.function(on_replicas).get_concrete_function(*specs)
+      on_replicas.get_concrete_function(*specs)
     except strategy_lib.NestedRunError:
-      found.clear()
-      tf.function(on_host).get_concrete_function(*specs)
-  if len(found) != 1:
+      recorded.clear()
+      on_host.get_concrete_function(*specs)
+  if len(recorded) != 1:
     raise ValueError(
       "`fn` must be one step: the function that strategy.run receives, or one"
-      f" that calls strategy.run once; it called it {len(found)} times."
+      f" that calls strategy.run once; it called it {len(recorded)} times."
     )
-  return found[0]
+  return recorded[0]
 
 
 def _check_size(where: xla.Topology, name: str, count: int) -> None:
@@ -221,21 +216,16 @@ def _check_size(where: xla.Topology, name: str, count: int) -> None:
     )
 
 
-def _table(found: Sequence[hlo.Collective], num_replicas: int) -> list[str]:
+def _table(
+  collectives: Sequence[hlo.Collective], num_replicas: int
+) -> list[str]:
   """One line per collective, under a heading."""
-  if not found:
+  if not collectives:
     return ["No collective: replicas exchange nothing."]
   rows = [("collective", "dtype", "bytes", "operands", "groups")]
-  rows += [
-    (
-      each.kind,
-      each.dtype,
-      f"{each.bytes:,}",
-      _operands(each.shapes),
-      _groups(each.groups, num_replicas),
-    )
-    for each in found
-  ]
+  for x in collectives:
+    operands, groups = _operands(x.shapes), _groups(x.groups, num_replicas)
+    rows.append((x.kind, x.dtype, f"{x.bytes:,}", operands, groups))
   return _align(rows, right=2)
 
 

@@ -4,9 +4,9 @@
     deal:   N elements in turn  --window, map-->  PerReplica of these N
 
 tf.data can carry `PerReplica`, so cutting is a stage of the dataset, and
-TensorFlow's iterators and optionals return what replicas receive. TensorFlow's
-own DistributedDataset makes one more iterator for each replica; deleting those
-has taken minutes.
+tf.data's own iterators return what replicas receive. TensorFlow's
+DistributedDataset makes one more iterator for each replica; deleting those has
+taken minutes.
 """
 
 from typing import Any
@@ -16,11 +16,9 @@ from tensorflow.python.data.util import structure
 from tensorflow.python.distribute import distribute_utils, input_lib
 from tensorflow.python.util import nest
 
-from tf_cross_shard.virtual_tpu import replica_context
-
 
 class _Spec(tf.TypeSpec):
-  """The type of a `SplitDataset` or `SplitIterator`, by what it wraps."""
+  """The type of a `SplitDataset`, by that of the dataset in it."""
 
   __slots__ = ["_plain"]
 
@@ -29,8 +27,7 @@ class _Spec(tf.TypeSpec):
 
   @property
   def value_type(self) -> type:
-    is_dataset = isinstance(self._plain, tf.data.DatasetSpec)
-    return SplitDataset if is_dataset else SplitIterator
+    return SplitDataset
 
   def _serialize(self) -> tuple[tf.TypeSpec]:
     return (self._plain,)
@@ -43,47 +40,28 @@ class _Spec(tf.TypeSpec):
     return (value.plain,)
 
   def _from_components(self, components: Any) -> Any:
-    return self.value_type(*components)
+    return SplitDataset(*components)
 
 
-class _Wrapper:
-  """Wraps a tf.data object whose elements are cut already.
-
-  Its type makes one trace of a tf.function serve all wrappers like it.
-  """
-
-  def __init__(self, plain: Any) -> None:
-    self.plain = plain
-
-  @property
-  def _type_spec(self) -> tf.TypeSpec:
-    return _Spec(tf.type_spec_from_value(self.plain))
-
-  @property
-  def element_spec(self) -> Any:
-    return self.plain.element_spec
-
-
-class SplitIterator(_Wrapper, input_lib.DistributedIterator):
-  """Returns what the replicas receive, step by step."""
-
-  def get_next(self) -> Any:
-    """The next element; after the last one an `OutOfRangeError`."""
-    _check_caller()
-    return self.plain.get_next()
-
-  def get_next_as_optional(self) -> Any:
-    """The next element, if there is one."""
-    _check_caller()
-    return self.plain.get_next_as_optional()
-
-
-class SplitDataset(_Wrapper, input_lib.DistributedDataset):
+class SplitDataset(input_lib.DistributedDataset):
   """A dataset of what the replicas receive, made by `split` or `deal`.
 
   It derives from TensorFlow's class because Keras looks for that name. Of its
   methods it uses only `reduce`, which a loop in a tf.function becomes.
   """
+
+  def __init__(self, plain: tf.data.Dataset) -> None:
+    self.plain = plain
+
+  @property
+  def _type_spec(self) -> tf.TypeSpec:
+    # One trace of a tf.function serves all datasets of a type.
+    return _Spec(tf.type_spec_from_value(self.plain))
+
+  @property
+  def element_spec(self) -> Any:
+    """The type of an element, with one value per replica."""
+    return self.plain.element_spec
 
   @property
   def cardinality(self) -> Any:
@@ -92,8 +70,8 @@ class SplitDataset(_Wrapper, input_lib.DistributedDataset):
       return self.plain.cardinality().numpy()
     return tf.data.UNKNOWN_CARDINALITY
 
-  def __iter__(self) -> SplitIterator:
-    return SplitIterator(iter(self.plain))
+  def __iter__(self) -> Any:
+    return iter(self.plain)
 
 
 def split(
@@ -189,16 +167,6 @@ def _check(dataset: Any, least_rank: int) -> None:
         f"{where} has no rows to share among the replicas: {spec}. Batch the"
         " dataset by the global batch size: dataset.batch(global_batch_size)."
       )
-
-
-def _check_caller() -> None:
-  """Raises an error in a replica's program."""
-  if replica_context.in_replica_program():
-    raise ValueError(
-      "The next element was requested inside a function that strategy.run is"
-      " running. Call next(iterator) outside, and pass the element:"
-      " strategy.run(fn, args=(next(iterator),))."
-    )
 
 
 def _buffer_size(options: tf.distribute.InputOptions | None) -> int:

@@ -10,6 +10,8 @@ import numpy as np
 from tensorflow.compiler.xla import xla_data_pb2
 from tensorflow.compiler.xla.service import hlo_pb2
 
+from tf_cross_shard.virtual_tpu import replica_context
+
 _COLLECTIVE: Final = re.compile(r"(ragged-)?all-|collective-|reduce-scatter")
 
 
@@ -54,7 +56,7 @@ class Module:
     # A single array is no tuple.
     is_tuple = result.element_type == xla_data_pb2.PrimitiveType.TUPLE
     results = result.tuple_shapes if is_tuple else [result]
-    return [tuple(each.dimensions) for each in results]
+    return [tuple(shape.dimensions) for shape in results]
 
   def outputs_to_parameters(self) -> dict[int, int]:
     """For each output that may reuse a parameter's memory: both numbers."""
@@ -63,21 +65,21 @@ class Module:
       for entry in self._proto.input_output_alias.entries
     }
 
-  def portable(self, float64_sum: str, all_to_all: str) -> bytes:
+  def portable(self) -> bytes:
     """The module in a form that all compilers take.
 
     StableHLO has no copy operation. A reshape to the same shape does the same;
-    the compiler makes the copies that it needs. Sums of words in the name scope
-    `float64_sum` become sums of float64 numbers again, and sums in the name
-    scope `all_to_all` exchanges of slices.
+    the compiler makes the copies that it needs. Sums in the name scopes of
+    `replica_context` become what they stand for.
     """
     for instruction in self._by_id.values():
       if instruction.opcode == "copy":
         instruction.opcode = "reshape"
-      is_sum = instruction.opcode == "all-reduce"
-      if is_sum and float64_sum in instruction.metadata.op_name:
+      if instruction.opcode != "all-reduce":
+        continue
+      if replica_context.FLOAT64_SUM in instruction.metadata.op_name:
         self._sum_float64(instruction)
-      if is_sum and all_to_all in instruction.metadata.op_name:
+      if replica_context.ALL_TO_ALL in instruction.metadata.op_name:
         instruction.opcode = "all-to-all"
         instruction.dimensions[:] = [0]
         del instruction.called_computation_ids[:]
@@ -105,15 +107,18 @@ class Module:
 
   def collectives(self, num_replicas: int) -> list[Collective]:
     """Every exchange between replicas, in the order of the module."""
-    found = []
+    collectives = []
     for instruction in self._by_id.values():
       kind = instruction.opcode
       # Asynchronous ones are counted where they start.
       if not _COLLECTIVE.match(kind) or kind.endswith("-done"):
         continue
-      operands = [self._by_id[i].shape for i in instruction.operand_ids]
-      shapes = [leaf for each in operands for leaf in _leaves(each)]
-      found.append(
+      shapes = [
+        leaf
+        for operand in instruction.operand_ids
+        for leaf in _leaves(self._by_id[operand].shape)
+      ]
+      collectives.append(
         Collective(
           kind=kind.removesuffix("-start"),
           dtype="+".join(dict.fromkeys(map(_dtype, shapes))),
@@ -122,7 +127,7 @@ class Module:
           groups=_groups(instruction) or (tuple(range(num_replicas)),),
         )
       )
-    return found
+    return collectives
 
   def _sum_float64(self, reduce: Any) -> None:
     """Makes an all-reduce of words sum the numbers that they encode."""
@@ -137,18 +142,17 @@ class Module:
       if computation.id not in reduce.called_computation_ids:
         continue
       shape = computation.program_shape
-      for each in computation.instructions:
-        each.shape.element_type = xla_data_pb2.PrimitiveType.F64
-      for parameter in (*shape.parameters, shape.result):
-        parameter.element_type = xla_data_pb2.PrimitiveType.F64
+      inner = [instruction.shape for instruction in computation.instructions]
+      for word in (*inner, *shape.parameters, shape.result):
+        word.element_type = xla_data_pb2.PrimitiveType.F64
 
 
 def _leaves(shape: Any) -> Iterator[Any]:
   """The arrays in a shape, which may be a tuple."""
   if not shape.tuple_shapes:
     yield shape
-  for each in shape.tuple_shapes:
-    yield from _leaves(each)
+  for element in shape.tuple_shapes:
+    yield from _leaves(element)
 
 
 def _dtype(shape: Any) -> str:
@@ -166,22 +170,15 @@ def _num_bytes(shape: Any) -> int:
 
 def _groups(instruction: Any) -> tuple[tuple[int, ...], ...]:
   """The replica groups; empty for one group of all."""
-  described = instruction.collective_device_list
-  for iota in (
+  devices = instruction.collective_device_list
+  iota = devices.iota_replica_group_list
+  if not iota.num_replica_groups:
     # Older TensorFlows do not have this field.
-    getattr(instruction, "iota_collective_device_list", None),
-    described.iota_replica_group_list,
-  ):
-    if iota is not None and iota.num_replica_groups:
-      return _iota_groups(iota)
-  listed = instruction.replica_groups or described.replica_groups
-  return tuple(tuple(group.replica_ids) for group in listed)
-
-
-def _iota_groups(described: Any) -> tuple[tuple[int, ...], ...]:
-  """Groups given as a reshaped and transposed range of replicas."""
-  dimensions = list(described.iota_reshape_dims)
-  ids = np.arange(math.prod(dimensions)).reshape(dimensions)
-  ids = ids.transpose(list(described.iota_transpose_perm))
-  shape = described.num_replica_groups, described.num_devices_per_group
-  return tuple(map(tuple, ids.reshape(shape).tolist()))
+    iota = getattr(instruction, "iota_collective_device_list", iota)
+  if iota.num_replica_groups:  # A reshaped and transposed range of replicas.
+    dimensions = list(iota.iota_reshape_dims)
+    ids = np.arange(math.prod(dimensions)).reshape(dimensions)
+    ids = ids.transpose(list(iota.iota_transpose_perm))
+    return tuple(map(tuple, ids.reshape(iota.num_replica_groups, -1).tolist()))
+  groups = instruction.replica_groups or devices.replica_groups
+  return tuple(tuple(group.replica_ids) for group in groups)

@@ -42,12 +42,12 @@ class Traced:
   @property
   def captured(self) -> list[tf.Tensor]:
     """The tensors among the captures."""
-    return [x for x in self.captures if not _is_variable(x)]
+    return [x for x in self.captures if not is_variable(x)]
 
   @property
   def variables(self) -> list[replica_variable.ReplicaVariable]:
     """The variables among the captures."""
-    return [x for x in self.captures if _is_variable(x)]
+    return [x for x in self.captures if is_variable(x)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +57,11 @@ class Lowered:
   module: bytes
   outputs: list[tf.TensorSpec]
   updated: list[replica_variable.ReplicaVariable]
+
+
+def is_variable(captured: Any) -> bool:
+  """Whether a captured input is a variable of the virtual TPU."""
+  return isinstance(captured, replica_variable.ReplicaVariable)
 
 
 def trace(
@@ -72,11 +77,18 @@ def trace(
     replica_context.mark_replica_program()
     outputs = fn(*tensors)
     flat = tf.nest.flatten(outputs, expand_composites=True)
-    for each in flat:
-      if each is not None:
-        _check_dtype(each.dtype, "an output")
-    return tf.nest.pack_sequence_as(
-      outputs, _behind_barrier(flat), expand_composites=True
+    flat = [tensor for tensor in flat if tensor is not None]
+    for tensor in flat:
+      _check_dtype(tensor.dtype, "an output")
+    if not flat:
+      return outputs
+    # XLA leaves outputs that it knows at compile time out of the module, and
+    # does not say which. Behind a barrier it knows none.
+    hidden = iter(gen_xla_ops.xla_optimization_barrier(input=flat))
+    return tf.nest.map_structure(
+      lambda leaf: None if leaf is None else next(hidden),
+      outputs,
+      expand_composites=True,
     )
 
   def build() -> Any:
@@ -89,7 +101,7 @@ def trace(
     # As tf.function does: the first trace makes variables, such as optimizer
     # state, and Python code may have branched on their absence.
     function = build()
-  by_handle = {id(each.raw_handle): each for each in known()}
+  by_handle = {id(variable.raw_handle): variable for variable in known()}
   captures: list[tf.Tensor | replica_variable.ReplicaVariable] = []
   for tensor in function.captured_inputs:
     if tensor.dtype != tf.resource:
@@ -116,9 +128,7 @@ def lower(traced: Traced, shapes: Sequence[tf.TensorShape]) -> Lowered:
   output_shapes = module.output_shapes()
   aliases = module.outputs_to_parameters()
   return Lowered(
-    module=module.portable(
-      replica_context.FLOAT64_SUM, replica_context.ALL_TO_ALL
-    ),
+    module=module.portable(),
     outputs=[
       tf.TensorSpec(shape, result.dtype)
       for shape, result in zip(output_shapes, results, strict=False)
@@ -128,19 +138,6 @@ def lower(traced: Traced, shapes: Sequence[tf.TensorShape]) -> Lowered:
       for i in range(len(results), len(output_shapes))
     ],
   )
-
-
-def _behind_barrier(flat: Sequence[tf.Tensor | None]) -> list[Any]:
-  """The tensors, hidden from XLA's constant folding.
-
-  XLA leaves outputs that it knows at compile time out of the module, and does
-  not say which.
-  """
-  known = [each for each in flat if each is not None]
-  if not known:
-    return list(flat)
-  hidden = iter(gen_xla_ops.xla_optimization_barrier(input=known))
-  return [None if each is None else next(hidden) for each in flat]
 
 
 def _to_hlo(
@@ -162,7 +159,7 @@ def _to_hlo(
     # Of captured tensors only dtype and shape count.
     captured = [
       x.raw_handle
-      if _is_variable(x)
+      if is_variable(x)
       else tf.zeros(next(captured_shapes), x.dtype)
       for x in traced.captures
     ]
@@ -183,11 +180,6 @@ def _to_hlo(
         f" that is known when the program is compiled. XLA says: {error}"
       ) from error
   return module
-
-
-def _is_variable(captured: Any) -> bool:
-  """Whether a captured input is a variable."""
-  return isinstance(captured, replica_variable.ReplicaVariable)
 
 
 def _check_module(module: hlo.Module, num_parameters: int) -> None:

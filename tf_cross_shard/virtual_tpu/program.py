@@ -11,7 +11,6 @@ it: another value is another program.
 import contextlib
 import contextvars
 import itertools
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils
 
 from tf_cross_shard import variables as variables_lib
-from tf_cross_shard.virtual_tpu import lowering, replica_variable, xla
+from tf_cross_shard.virtual_tpu import lowering, xla
 
 PerReplica = tuple[tf.Tensor, ...]
 Recorder = Callable[["Program", "RunArguments"], Any]
@@ -38,27 +37,25 @@ class RunArguments:
   def __init__(self, args: Any, kwargs: Any, num_replicas: int) -> None:
     self._num_replicas = num_replicas
     self._structure = (tuple(args), dict(kwargs or {}))
-    self._leaves = tf.nest.flatten(self._structure)
-    self._is_input = list(map(_is_input, self._leaves))
-    inputs = itertools.compress(self._leaves, self._is_input)
+    leaves = tf.nest.flatten(self._structure)
+    self._is_input = list(map(_is_input, leaves))
+    inputs = itertools.compress(leaves, self._is_input)
     self.tensors = list(map(self._per_replica, inputs))
-    self.specs = [_spec(each) for each in self.tensors]
+    self.specs = list(map(_spec, self.tensors))
     # The arguments that are part of the program.
-    parts = itertools.compress(self._leaves, map(operator.not_, self._is_input))
-    self.constants = list(parts)
+    self.constants = [leaf for leaf in leaves if not _is_input(leaf)]
 
-  def to_all(self, tensor: tf.Tensor) -> PerReplica:
-    """One tensor that every replica receives."""
-    return (tensor,) * self._num_replicas
+  def with_captured(self, traced: lowering.Traced) -> list[PerReplica]:
+    """The program's inputs: all replicas receive the captured tensors."""
+    captured = [(tensor,) * self._num_replicas for tensor in traced.captured]
+    return [*self.tensors, *captured]
 
   def bind(self, tensors: Sequence[tf.Tensor]) -> tuple[Any, Any]:
     """One replica's arguments."""
-    inputs = iter(tensors)
-    leaves = [
-      next(inputs) if is_input else leaf
-      for leaf, is_input in zip(self._leaves, self._is_input, strict=True)
-    ]
-    bound: tuple[Any, Any] = tf.nest.pack_sequence_as(self._structure, leaves)
+    inputs, is_input = iter(tensors), iter(self._is_input)
+    bound: tuple[Any, Any] = tf.nest.map_structure(
+      lambda leaf: next(inputs) if next(is_input) else leaf, self._structure
+    )
     return bound
 
   def key(self) -> Any:
@@ -73,7 +70,7 @@ class RunArguments:
   def _per_replica(self, leaf: Any) -> PerReplica:
     """One tensor per replica."""
     if not isinstance(leaf, tf.distribute.DistributedValues):
-      return self.to_all(tf.convert_to_tensor(leaf))
+      return (tf.convert_to_tensor(leaf),) * self._num_replicas
     if len(leaf.values) != self._num_replicas:
       raise ValueError(
         f"An argument of strategy.run has values for {len(leaf.values)}"
@@ -115,8 +112,8 @@ class Program:
     if key not in self._compiled:
       lowered = lowering.lower(self.traced, shapes)
       outputs = [
-        (tuple(each.shape), each.dtype.as_numpy_dtype)
-        for each in (*lowered.outputs, *lowered.updated)
+        (tuple(output.shape), output.dtype.as_numpy_dtype)
+        for output in (*lowered.outputs, *lowered.updated)
       ]
       executable = self.replicas.client.compile(lowered.module, outputs)
       self._compiled[key] = lowered, executable
@@ -125,23 +122,21 @@ class Program:
   def __call__(self, *arguments: PerReplica) -> list[PerReplica]:
     """Runs one step on all replicas."""
     for argument in arguments:
-      _check_alike("dtype", [each.dtype.name for each in argument])
-      _check_alike("shape", [tuple(each.shape) for each in argument])
+      _check_alike("dtype", [tensor.dtype.name for tensor in argument])
+      _check_alike("shape", [tuple(tensor.shape) for tensor in argument])
     with self.replicas.lock:
-      lowered, executable = self.compile([each[0].shape for each in arguments])
+      lowered, executable = self.compile([x[0].shape for x in arguments])
       client = self.replicas.client
       # All is in place before the first variable's memory is handed over.
       put = [
-        client.put([np.asarray(tensor._numpy()) for tensor in each])
-        for each in arguments
+        client.put([np.asarray(tensor._numpy()) for tensor in argument])
+        for argument in arguments
       ]
       num_arguments = len(put) - len(self.traced.captured)
       captured = iter(put[num_arguments:])
       captures = [
-        each.take()
-        if isinstance(each, replica_variable.ReplicaVariable)
-        else next(captured)
-        for each in self.traced.captures
+        capture.take() if lowering.is_variable(capture) else next(captured)
+        for capture in self.traced.captures
       ]
       results = executable(put[:num_arguments] + captures)
       num_outputs = len(lowered.outputs)
@@ -162,7 +157,7 @@ class Program:
   ) -> list[PerReplica]:
     """Adds an operation that runs a step to the function being built."""
     count, results = self.replicas.num_replicas, self.traced.function.outputs
-    shapes = [each[0].shape for each in arguments]
+    shapes = [tensors[0].shape for tensors in arguments]
     if compile_now and all(shape.is_fully_defined() for shape in shapes):
       with tf.init_scope():
         if tf.executing_eagerly():
@@ -173,24 +168,26 @@ class Program:
     _keep_with_graph(self)
     program = weakref.ref(self)
 
+    def by_replica(flat: Sequence[tf.Tensor], number: int) -> list[PerReplica]:
+      return [tuple(flat[i * count : (i + 1) * count]) for i in range(number)]
+
     def run(*flat: tf.Tensor) -> list[tf.Tensor]:
       this = program()
       assert this is not None
-      given = [flat[i * count : (i + 1) * count] for i in range(len(arguments))]
-      return [each for output in this(*given) for each in output]
+      outputs = this(*by_replica(flat, len(arguments)))
+      return list(itertools.chain(*outputs))
 
     # The variables are inputs so that whatever reads or assigns them before or
     # after stays before or after.
+    handles = [variable.raw_handle for variable in self.traced.variables]
     flat = tf.py_function(
       run,
-      [x for each in arguments for x in each]
-      + [variable.raw_handle for variable in self.traced.variables],
-      [each.dtype for each in results for _ in range(count)],
+      [*itertools.chain(*arguments), *handles],
+      [result.dtype for result in results for _ in range(count)],
     )
-    outputs = []
-    for i, result in enumerate(results):
-      outputs.append(tuple(flat[i * count : (i + 1) * count]))
-      for tensor in outputs[-1]:
+    outputs = by_replica(flat, len(results))
+    for result, tensors in zip(results, outputs, strict=True):
+      for tensor in tensors:
         tensor.set_shape(result.shape)
     return outputs
 
@@ -236,16 +233,9 @@ def check_results(results: Any, name: str) -> Any:
   def check(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, tf.Operation):
       return None
+    if tf.is_tensor(leaf) and not variables_lib.is_variable(leaf):
+      return leaf  # Also IndexedSlices and the like.
     try:
-      if isinstance(leaf, tf.IndexedSlices):
-        shape = leaf.dense_shape
-        return tf.IndexedSlices(
-          tf.convert_to_tensor(leaf.values),
-          tf.convert_to_tensor(leaf.indices),
-          None if shape is None else tf.convert_to_tensor(shape),
-        )
-      if tf.is_tensor(leaf) and hasattr(leaf, "_type_spec"):
-        return leaf if not isinstance(leaf, tf.Variable) else leaf.read_value()
       return tf.convert_to_tensor(leaf)
     except (TypeError, ValueError) as error:
       raise TypeError(
@@ -258,17 +248,18 @@ def check_results(results: Any, name: str) -> Any:
 
 def pack_results(structure: Any, outputs: Sequence[PerReplica]) -> Any:
   """The replicas' results, in the structure that the function returned."""
-  flat = tf.nest.flatten(structure, expand_composites=True)
   if not outputs:
     return structure
-  results = []
-  for own in zip(*outputs, strict=True):
-    tensors = iter(own)
-    leaves = [None if leaf is None else next(tensors) for leaf in flat]
-    results.append(
-      tf.nest.pack_sequence_as(structure, leaves, expand_composites=True)
+
+  def pack(*tensors: tf.Tensor) -> Any:
+    own = iter(tensors)
+    return tf.nest.map_structure(
+      lambda leaf: None if leaf is None else next(own),
+      structure,
+      expand_composites=True,
     )
-  return distribute_utils.regroup(tuple(results))
+
+  return distribute_utils.regroup(tuple(map(pack, *outputs)))
 
 
 @contextlib.contextmanager
@@ -293,12 +284,9 @@ def _is_input(leaf: Any) -> bool:
 
 def _identity(leaf: Any) -> Any:
   """Equal for two leaves that are part of a program in the same way."""
-  for kind in (float, complex):
-    # 0.0 == -0.0, and NaN is not equal to itself.
-    if isinstance(leaf, kind):
-      return kind.__repr__(leaf)
-  plain = isinstance(leaf, (bool, int, str, bytes, type(None)))
-  return leaf if plain else id(leaf)
+  # As text, since 0.0 == -0.0, and NaN is not equal to itself.
+  plain = isinstance(leaf, (int, float, complex, str, bytes, type(None)))
+  return repr(leaf) if plain else id(leaf)
 
 
 def _check_dense(value: Any) -> None:
@@ -329,11 +317,11 @@ def _keep_with_graph(program: Program) -> None:
   getattr(graph, _PROGRAMS).append(program)
 
 
-def _check_alike(what: str, found: Sequence[Any]) -> None:
+def _check_alike(name: str, values: Sequence[Any]) -> None:
   """Raises an error unless all replicas' arguments have one dtype or shape."""
-  if len(set(found)) > 1:
+  if len(set(values)) > 1:
     raise ValueError(
       "All replicas run one program, so their arguments must have the same"
-      f" {what}; got {list(found)}. Cast them, or use drop_remainder=True and a"
-      " batch size that the number of replicas divides."
+      f" {name}; got {list(values)}. Cast them, or use drop_remainder=True and"
+      " a batch size that the number of replicas divides."
     )

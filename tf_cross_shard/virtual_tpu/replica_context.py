@@ -97,37 +97,17 @@ class TracedReplicaContext(tf.distribute.ReplicaContext):
 
     A sum in which each is in its own place.
     """
-    if tensor.dtype.is_complex:
+    dtype = tensor.dtype
+    if dtype.is_complex:
       parts = tf.math.real(tensor), tf.math.imag(tensor)
       return list(map(tf.complex, *(self._exchange(x, places) for x in parts)))
+    if dtype.size < 4:  # All of its values are numbers of a wider dtype.
+      wide = tf.cast(tensor, tf.float32 if dtype.is_floating else tf.int32)
+      return [tf.cast(x, dtype) for x in self._exchange(wide, places)]
     # As words, every bit arrives, and so do dtypes that TPUs do not sum.
-    words = _to_words(tensor)
+    words = tf.bitcast(tensor, tf.uint32)
     is_own = places == self.replica_id_in_sync_group
     own = tf.reshape(is_own, [-1, *[1] * words.shape.rank])
     spread = tf.where(own, words[None], tf.zeros([], words.dtype))
     sums = tf.unstack(self.all_reduce("SUM", spread), places.shape[0])
-    return [_from_words(each, tensor.dtype) for each in sums]
-
-
-def _to_words(tensor: tf.Tensor) -> tf.Tensor:
-  """A tensor's bits in a dtype of integers that TPUs sum."""
-  if tensor.dtype.size in (4, 8):
-    return tf.bitcast(tensor, tf.uint32)
-  if tensor.dtype.is_floating:
-    tensor = tf.bitcast(tf.cast(tensor, _half(tensor.dtype)), tf.uint16)
-  return tf.cast(tensor, tf.int32)
-
-
-def _from_words(words: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-  """The inverse of `_to_words`."""
-  if dtype.size in (4, 8):
-    return tf.bitcast(words, dtype)
-  if dtype.is_floating:
-    half = tf.bitcast(tf.cast(words, tf.uint16), _half(dtype))
-    return tf.cast(half, dtype)
-  return tf.cast(words, dtype)
-
-
-def _half(dtype: tf.DType) -> tf.DType:
-  """A dtype of two bytes that `tf.bitcast` takes; it takes no float8."""
-  return dtype if dtype.size == 2 else tf.float16
+    return [tf.bitcast(each, dtype) for each in sums]

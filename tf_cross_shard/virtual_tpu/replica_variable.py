@@ -134,9 +134,7 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
   def copy(self, replica: int) -> np.ndarray:
     """One replica's value."""
     with self._replicas.lock:
-      if self._copies is None or self._was_assigned():
-        return np.array(self._value_for_replicas())
-      return np.array(self._copies.to_numpy(replica))
+      return np.array(self.take().to_numpy(replica))
 
   def set_copies(self, values: Sequence[np.ndarray]) -> None:
     """Gives every replica a value of its own."""
@@ -305,18 +303,15 @@ class ReplicaView:
 
   def assign(self, value: Any) -> "ReplicaView":
     """Sets this copy and leaves those of other replicas."""
-    array = np.array(value)
-    if (
-      not np.can_cast(array.dtype, self.dtype.as_numpy_dtype, "same_kind")
-      or array.shape != self.shape
-    ):
+    tensor = tf.convert_to_tensor(value, self.dtype)
+    if tensor.shape != self.shape:
       raise ValueError(
-        f"`value` must be {self.dtype.name}{self.shape} like {self.name}; got"
-        f" {array.dtype}{array.shape}."
+        f"`value` must have the shape {self.shape} of {self.name}; got"
+        f" {tensor.shape}."
       )
     with self._variable.distribute_strategy.extended.replicas.lock:
       values = [view.numpy() for view in self._variable.views()]
-      values[self._replica] = array
+      values[self._replica] = tensor.numpy()
       self._variable.set_copies(values)
     return self
 

@@ -17,6 +17,7 @@ from tensorflow.python.distribute import (
   values,
 )
 
+from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.virtual_tpu import (
   datasets,
   lowering,
@@ -111,18 +112,9 @@ class VirtualTPUStrategy(tf.distribute.Strategy):
 
   @tf.autograph.experimental.do_not_convert
   def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
-    """Combines the replicas' values on the host.
+    """Combines the replicas' values on the host; as on other strategies.
 
-    Args:
-      reduce_op: "SUM" or "MEAN".
-      value: What `run` returned.
-      axis: Dimensions of each replica's value that are reduced too, or None.
-
-    Returns:
-      One tensor, in the structure of `value`.
-
-    Raises:
-      RuntimeError: If called by a replica.
+    The base class would run one more program to reduce over `axis`.
     """
     operation = tf.distribute.ReduceOp(
       reduce_op.upper() if isinstance(reduce_op, str) else reduce_op
@@ -210,23 +202,20 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
     self, fn: Callable[..., Any], args: Any, kwargs: Any
   ) -> Any:
     arguments = program.RunArguments(args, kwargs, self._num_replicas_in_sync)
-    eager = tf.executing_eagerly()
-    if eager:
+    recorder = program.recorder()
+    if tf.executing_eagerly():
       with self._tracing:
         step = self._programs.get(
           fn, arguments, lambda: self._trace(fn, arguments)
         )
+      outputs = step(*arguments.with_captured(step.traced))
     else:
       step = self._trace(fn, arguments)
-    recorder = program.recorder()
-    if recorder is not None:
-      recorder(step, arguments)
-    captured = map(arguments.to_all, step.traced.captured)
-    tensors = [*arguments.tensors, *captured]
-    if eager:
-      outputs = step(*tensors)
-    else:
-      outputs = step.as_operation(tensors, compile_now=recorder is None)
+      if recorder is not None:
+        recorder(step, arguments)
+      outputs = step.as_operation(
+        arguments.with_captured(step.traced), compile_now=recorder is None
+      )
     return program.pack_results(step.traced.structure, outputs)
 
   def _trace(
@@ -310,17 +299,14 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
     if not replica_context.in_replica_program():
       given = _with_views((args, kwargs or {}))
       if any(
-        isinstance(each, tf.distribute.DistributedValues)
-        for each in tf.nest.flatten(given)
+        isinstance(leaf, tf.distribute.DistributedValues)
+        for leaf in tf.nest.flatten(given)
       ):
-        copies = self._local_results(var)
-        own = [
-          distribute_utils.select_replica(i, given) for i in range(len(copies))
-        ]
-        return tuple(
-          fn(copy, *args, **kwargs)
-          for copy, (args, kwargs) in zip(copies, own, strict=True)
-        )
+        results = []
+        for i, copy in enumerate(self._local_results(var)):
+          args, kwargs = distribute_utils.select_replica(i, given)
+          results.append(fn(copy, *args, **kwargs))
+        return tuple(results)
     return _call(fn, (var, *args), kwargs, group)
 
   _replica_ctx_update = _update
@@ -357,16 +343,14 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
     parts = self._local_results(value)
     parts = parts * (self._num_replicas_in_sync // len(parts))
     tensors = [tf.convert_to_tensor(part) for part in parts]
-    count: Any = len(tensors)
+    size = tf.add_n(list(map(tf.size, tensors)))
     if axis is not None:
-      axes = tf.reshape(axis, [-1]) % tf.rank(tensors[0])
-      count = tf.add_n(
-        [tf.reduce_prod(tf.gather(tf.shape(x), axes)) for x in tensors]
-      )
       tensors = [tf.reduce_sum(x, axis) for x in tensors]
     total = tf.add_n(tensors)
     if operation == tf.distribute.ReduceOp.SUM:
       return total
+    # Of so many elements is one element of the mean.
+    count = size // tf.maximum(tf.size(total), 1)
     return total / tf.cast(count, total.dtype)
 
   def _reduce_to(
@@ -392,12 +376,10 @@ def _with_views(structure: Any) -> Any:
   """A structure with, for each variable, its copies as a PerReplica value."""
 
   def view(value: Any) -> Any:
-    # Keras 3 has the variable as `_variable`, an AutoCastVariable of tf_keras
-    # either as `_variable` or as `value`.
-    found = getattr(value, "_variable", value)
-    for each in (found, getattr(found, "value", None)):
-      if isinstance(each, replica_variable.ReplicaVariable):
-        return values.PerReplica(each.views())
+    # tf_keras has the variable in an AutoCastVariable.
+    variable = variables_lib.native(getattr(value, "_variable", value))
+    if isinstance(variable, replica_variable.ReplicaVariable):
+      return values.PerReplica(variable.views())
     return value
 
   return tf.nest.map_structure(view, structure)

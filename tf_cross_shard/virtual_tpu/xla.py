@@ -135,7 +135,7 @@ class Client:
       ]
 
     def run(arguments: Sequence[Buffers]) -> list[Buffers]:
-      results = loaded.execute_sharded([each.array for each in arguments])
+      results = loaded.execute_sharded([x.array for x in arguments])
       outputs = results.consume_with_handlers(handlers)
       for output in outputs:
         output.block_until_ready()

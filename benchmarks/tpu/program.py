@@ -1,7 +1,7 @@
 """What a TPU is given to run: CrossShardOptimizer's programs against others'.
 
-    python benchmarks/tpu_program.py --json=tpu_program.json
-    python benchmarks/tpu_program.py --parts=programs --rounds=1
+    python -m benchmarks.tpu.program --json=tpu_program.json
+    python -m benchmarks.tpu.program --parts=programs --rounds=1
 
 Needs no TPU: libtpu compiles ahead of time. The first takes half an hour on two
 cores, most of it in the compiler; the second five minutes.
@@ -23,20 +23,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
-import timing
-import tpu_compiling
-import tpu_contestants
-import tpu_models
-import tpu_runtime
-import tpu_tracing
 from absl import app, flags, logging
 
+from benchmarks import timing
+from benchmarks.tpu import compiling, models, runtime, tracing
+from benchmarks.tpu import contestants as contestants_lib
 from tf_cross_shard import virtual_tpu
 
 _PARTS = flags.DEFINE_list(
   "parts", ["tracing", "programs", "runtime"], "What to measure."
 )
-_MODELS = flags.DEFINE_list("models", list(tpu_models.CASES), "To compile.")
+_MODELS = flags.DEFINE_list("models", list(models.CASES), "To compile.")
 _TOPOLOGIES = flags.DEFINE_list(
   "topologies", ["v5e:4x2", "v5e:16x16"], "TPU slices to compile for."
 )
@@ -48,33 +45,33 @@ _TURNS = flags.DEFINE_integer("turns", 15, "Turns of each contestant.", 1)
 _JSON = flags.DEFINE_string("json", None, "File to write the figures to.")
 
 _TRACED = (
-  tpu_contestants.ORIGINAL,
-  tpu_contestants.KERAS,
-  tpu_contestants.OURS,
-  tpu_contestants.GROUPED,
+  contestants_lib.ORIGINAL,
+  contestants_lib.KERAS,
+  contestants_lib.OURS,
+  contestants_lib.GROUPED,
 )
 # In each of them ours is to be no more than any of the others.
 _COLUMNS = ("collectives", "wire_bytes", "argument_bytes", "temp_bytes")
 _OTHERS = (
-  tpu_contestants.ORIGINAL,
-  tpu_contestants.BARE,
-  tpu_contestants.KERAS,
+  contestants_lib.ORIGINAL,
+  contestants_lib.BARE,
+  contestants_lib.KERAS,
 )
 _MOST_TRACING = 1.1
 
 
-def measure_programs() -> list[tpu_compiling.Row]:
+def measure_programs() -> list[compiling.Row]:
   """Compiles every model for every slice, and prints as it goes."""
   results = []
   for topology in _TOPOLOGIES.value:
     for model in _MODELS.value:
-      rows = tpu_compiling.measure(topology, model, _ROUNDS.value)
-      tpu_compiling.show(rows)
+      rows = compiling.measure(topology, model, _ROUNDS.value)
+      compiling.show(rows)
       results += rows
   return results
 
 
-def find_larger(rows: Sequence[tpu_compiling.Row]) -> Iterator[str]:
+def find_larger(rows: Sequence[compiling.Row]) -> Iterator[str]:
   """Says in which columns ours is more than another.
 
   Compile times of the same program are the same, whatever was measured. Those
@@ -88,7 +85,7 @@ def find_larger(rows: Sequence[tpu_compiling.Row]) -> Iterator[str]:
   """
   found = {(row["topology"], row["model"], row["case"]): row for row in rows}
   for (topology, model, case), ours in found.items():
-    if case != tpu_contestants.OURS:
+    if case != contestants_lib.OURS:
       continue
     where = f"{model}, {ours['replicas']} replicas"
     for name in _OTHERS:
@@ -110,14 +107,14 @@ def find_slower(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
   """Says where ours takes longer to be traced than it may.
 
   Args:
-    rows: What `tpu_tracing.measure` answered.
+    rows: What `tracing.measure` answered.
 
   Yields:
     A line for each.
   """
   for row in rows:
-    ratio = row["ratios"][tpu_contestants.KERAS][0]
-    if row["case"] == tpu_contestants.OURS and ratio > _MOST_TRACING:
+    ratio = row["ratios"][contestants_lib.KERAS][0]
+    if row["case"] == contestants_lib.OURS and ratio > _MOST_TRACING:
       yield f"{row['part']}: {ratio:.2f} of plain Keras"
 
 
@@ -125,13 +122,13 @@ def find_moved(states: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
   """Says whose variables leave the replicas' memory between steps.
 
   Args:
-    states: By contestant, what `tpu_runtime.check_state` answered.
+    states: By contestant, what `runtime.check_state` answered.
 
   Yields:
     A line for each.
   """
   for name, state in states.items():
-    if not tpu_runtime.is_on_device(state):
+    if not runtime.is_on_device(state):
       yield f"{name}: the state is not on the device between steps: {state}"
 
 
@@ -143,18 +140,18 @@ def main(argv: Sequence[str]) -> None:
   versions = {name: metadata.version(name) for name in ("jaxlib", "libtpu")}
   print(timing.machine() | versions)
   strategy = virtual_tpu.VirtualTPUStrategy(_REPLICAS.value)
-  cases = [tpu_models.CASES[name] for name in _MODELS.value]
+  cases = [models.CASES[name] for name in _MODELS.value]
   results: dict[str, Any] = {"versions": versions}
   missed: list[str] = []
   if "tracing" in _PARTS.value:  # First, to see what the first time takes.
-    rows = tpu_tracing.measure(strategy, _TRACED, cases, _TRACES.value)
+    rows = tracing.measure(strategy, _TRACED, cases, _TRACES.value)
     results["tracing"] = rows
     missed += find_slower(rows)
   if "programs" in _PARTS.value:
     results["programs"] = measure_programs()
     missed += find_larger(results["programs"])
   if "runtime" in _PARTS.value:
-    results["runtime"] = tpu_runtime.measure(
+    results["runtime"] = runtime.measure(
       strategy, _TRACED, _STEPS.value, _TURNS.value
     )
     missed += find_moved(results["runtime"]["state"])

@@ -1,4 +1,4 @@
-"""The models that tpu_program.py compiles: one of each common kind.
+"""The models that program.py compiles: one of each common kind.
 
 All are trained by one loss, the mean cross entropy over the replica's own
 examples, in float32.

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-import timing
-import tpu_contestants
-import tpu_models
 
+from benchmarks import timing
+from benchmarks.tpu import contestants as contestants_lib
+from benchmarks.tpu import models
 from tf_cross_shard import virtual_tpu
 from tf_cross_shard.virtual_tpu import program
 
@@ -30,7 +30,7 @@ _PARTS = (
 def measure(
   strategy: virtual_tpu.VirtualTPUStrategy,
   names: Sequence[str],
-  cases: Sequence[tpu_models.Case],
+  cases: Sequence[models.Case],
   rounds: int,
 ) -> list[dict[str, Any]]:
   """Traces the contestants' steps in turns.
@@ -47,7 +47,7 @@ def measure(
   """
   results: list[dict[str, Any]] = []
   for case in cases:
-    contestants = [tpu_contestants.make(name, strategy, case) for name in names]
+    contestants = [contestants_lib.make(name, strategy, case) for name in names]
     count = contestants[0].num_variables
     for part, is_whole, autograph in _PARTS:
       traces = {
@@ -64,7 +64,7 @@ def measure(
       rows = timing.compare(
         f"trace {part}, {case.name}",
         timing.interleave(traces, rounds),
-        [tpu_contestants.KERAS],
+        [contestants_lib.KERAS],
       )
       timing.show(rows)
       _show("first time in this process, s", first)

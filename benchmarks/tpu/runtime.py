@@ -12,11 +12,11 @@ from unittest import mock
 
 import numpy as np
 import tensorflow as tf
-import timing
-import tpu_contestants
-import tpu_models
 from sklearn import datasets
 
+from benchmarks import timing
+from benchmarks.tpu import contestants as contestants_lib
+from benchmarks.tpu import models
 from tf_cross_shard import virtual_tpu
 from tf_cross_shard.virtual_tpu import xla
 
@@ -44,9 +44,9 @@ def measure(
   Returns:
     The rows, steps per second by contestant, and what `check_state` found.
   """
-  case = tpu_models.DIGITS
+  case = models.DIGITS
   contestants = {
-    name: tpu_contestants.make(name, strategy, case) for name in names
+    name: contestants_lib.make(name, strategy, case) for name in names
   }
   loops = {
     name: make_loop(contestant, strategy)
@@ -59,7 +59,7 @@ def measure(
     {name: lambda loop=loop: loop(num_steps) for name, loop in loops.items()},
     rounds,
   )
-  rows = timing.compare(PART, taken, [tpu_contestants.KERAS])
+  rows = timing.compare(PART, taken, [contestants_lib.KERAS])
   timing.show(rows)
   rates = {row.case: 1e3 * num_steps / row.milliseconds for row in rows}
   states = {
@@ -76,7 +76,7 @@ def measure(
 
 
 def make_loop(
-  contestant: tpu_contestants.Contestant,
+  contestant: contestants_lib.Contestant,
   strategy: virtual_tpu.VirtualTPUStrategy,
 ) -> Loop:
   """A training loop that goes on where it stopped.
@@ -104,10 +104,10 @@ def make_loop(
 
 
 def check_state(
-  contestant: tpu_contestants.Contestant,
+  contestant: contestants_lib.Contestant,
   strategy: virtual_tpu.VirtualTPUStrategy,
   loop: Loop,
-  case: tpu_models.Case,
+  case: models.Case,
 ) -> dict[str, Any]:
   """Whether the variables stay in the replicas' memory between steps.
 
@@ -189,21 +189,21 @@ def _digits(strategy: virtual_tpu.VirtualTPUStrategy) -> tf.data.Dataset:
   digits = datasets.load_digits()
   images = (digits.data / _LARGEST_PIXEL).astype(np.float32)
   labels = digits.target.astype(np.int32)
-  rows = tpu_models.DIGITS.specs[0].shape[0] * strategy.num_replicas_in_sync
+  rows = models.DIGITS.specs[0].shape[0] * strategy.num_replicas_in_sync
   dataset = tf.data.Dataset.from_tensor_slices((images, labels)).cache()
   dataset = dataset.shuffle(len(images), seed=0).repeat()
   return dataset.batch(rows, drop_remainder=True).prefetch(4)
 
 
 def _differences(
-  contestants: Mapping[str, tpu_contestants.Contestant],
+  contestants: Mapping[str, contestants_lib.Contestant],
 ) -> dict[str, float]:
   """How far the weights are from plain Keras', at most."""
   weights = {
     name: np.concatenate([w.ravel() for w in contestant.model.get_weights()])
     for name, contestant in contestants.items()
   }
-  reference = weights[tpu_contestants.KERAS]
+  reference = weights[contestants_lib.KERAS]
   return {
     name: float(np.abs(values - reference).max())
     for name, values in weights.items()

@@ -14,10 +14,10 @@ from concurrent import futures
 from typing import Any
 
 import numpy as np
-import timing
-import tpu_contestants
-import tpu_models
 
+from benchmarks import timing
+from benchmarks.tpu import contestants as contestants_lib
+from benchmarks.tpu import models
 from tf_cross_shard import virtual_tpu
 
 _HEAPS = {"MALLOC_ARENA_MAX": "2"}  # The C library reads it as it starts.
@@ -40,7 +40,7 @@ def measure(topology: str, model: str, rounds: int) -> list[Row]:
 
   Args:
     topology: The slice.
-    model: A key of `tpu_models.CASES`.
+    model: A key of `models.CASES`.
     rounds: How often each step is compiled.
 
   Returns:
@@ -61,7 +61,7 @@ def show(rows: list[Row]) -> None:
   title = f"{rows[0]['model']}, {rows[0]['replicas']} replicas"
   print("\n" + _LINE.format(title, *_TITLES))
   for row in rows:
-    ratios = row["compile_ratios"][tpu_contestants.KERAS]
+    ratios = row["compile_ratios"][contestants_lib.KERAS]
     cells = (
       f"  {row['case']}",
       row["collectives"],
@@ -79,9 +79,9 @@ def _compile(topology: str, model: str, rounds: int) -> list[Row]:
   """Compiles the contestants' steps in turns."""
   num_replicas = len(virtual_tpu.coordinates(topology))
   strategy = virtual_tpu.VirtualTPUStrategy(num_replicas)
-  case = tpu_models.CASES[model]
+  case = models.CASES[model]
   contestants = [
-    tpu_contestants.make(name, strategy, case) for name in tpu_contestants.NAMES
+    contestants_lib.make(name, strategy, case) for name in contestants_lib.NAMES
   ]
   reports: dict[str, virtual_tpu.Report] = {}
   seconds: dict[str, list[float]] = {each.name: [] for each in contestants}
@@ -100,7 +100,7 @@ def _compile(topology: str, model: str, rounds: int) -> list[Row]:
       "model": model,
       "topology": topology,
       "replicas": num_replicas,
-      **_describe(reports[row.case], reports[tpu_contestants.KERAS]),
+      **_describe(reports[row.case], reports[contestants_lib.KERAS]),
       "case": row.case,
       "compile_seconds": row.milliseconds / 1e3,
       "compile_rounds": seconds[row.case][-rounds:],

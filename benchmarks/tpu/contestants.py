@@ -1,4 +1,4 @@
-"""The training steps that tpu_program.py sets against each other.
+"""The training steps that program.py sets against each other.
 
 Every contestant trains a model of its own, made of the same code and from the
 same random seed, by Adam with the same settings, in the way that its users
@@ -9,11 +9,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import original
 import tensorflow as tf
-import tpu_models
 
 import tf_cross_shard
+from benchmarks import original
+from benchmarks.tpu import models
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import virtual_tpu
 
@@ -59,7 +59,7 @@ class Contestant:
 def make(
   name: str,
   strategy: virtual_tpu.VirtualTPUStrategy,
-  case: tpu_models.Case,
+  case: models.Case,
 ) -> Contestant:
   """Makes a model, its optimizer and its steps.
 
@@ -87,7 +87,7 @@ def make(
 
 def _original(
   strategy: virtual_tpu.VirtualTPUStrategy,
-  case: tpu_models.Case,
+  case: models.Case,
   model: Any,
   counts_steps: bool = True,
 ) -> tuple[Any, ...]:
@@ -110,7 +110,7 @@ def _original(
 
 
 def _keras(
-  strategy: virtual_tpu.VirtualTPUStrategy, case: tpu_models.Case, model: Any
+  strategy: virtual_tpu.VirtualTPUStrategy, case: models.Case, model: Any
 ) -> tuple[Any, ...]:
   """A Keras optimizer, which sums gradients over all replicas by itself."""
   variables = model.trainable_variables
@@ -134,7 +134,7 @@ def _keras(
 
 def _ours(
   strategy: virtual_tpu.VirtualTPUStrategy,
-  case: tpu_models.Case,
+  case: models.Case,
   model: Any,
   num_groups: int = 1,
   shard_update: bool = False,
