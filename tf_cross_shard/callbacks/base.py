@@ -7,6 +7,17 @@ import tensorflow as tf
 from tf_cross_shard.replica_state import group_models, group_state
 
 
+def engine_of(optimizer: Any) -> Any:
+  """Returns what adds numbers of the replicas of a CrossShardOptimizer."""
+  return optimizer._place.engine
+
+
+def accept_weights(optimizer: Any) -> None:
+  """Has no warning follow of the weights that groups have now."""
+  for watch in group_state.warnings_of(optimizer):
+    watch.forget()
+
+
 class GroupCallback(tf.keras.callbacks.Callback):
   """A callback for a compiled model whose optimizer may have groups.
 
@@ -14,7 +25,7 @@ class GroupCallback(tf.keras.callbacks.Callback):
   """
 
   def _does_nothing_in_batches(self) -> bool:
-    """What tf_keras asks, where the base class is that of Keras 3."""
+    """Returns what tf_keras asks, where the base class is that of Keras 3."""
     return False
 
   _implements_train_batch_hooks = _does_nothing_in_batches
@@ -22,20 +33,12 @@ class GroupCallback(tf.keras.callbacks.Callback):
   _implements_predict_batch_hooks = _does_nothing_in_batches
 
   def on_test_begin(self, logs: Any = None) -> None:
-    """Warns, once, that evaluating the model blends its groups.
-
-    Args:
-      logs: Not used.
-    """
-    for each in group_state.warnings_of(self.model.optimizer):
-      each.blends()
+    """Warns, once, that evaluating the model blends its groups."""
+    for watch in group_state.warnings_of(self.model.optimizer):
+      watch.blends()
 
   def on_predict_begin(self, logs: Any = None) -> None:
-    """Warns, once, that predicting with the model blends its groups.
-
-    Args:
-      logs: Not used.
-    """
+    """Warns, once, that predicting with the model blends its groups."""
     self.on_test_begin()
 
 
