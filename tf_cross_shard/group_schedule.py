@@ -110,6 +110,8 @@ class PerGroupSchedule:
 
   _package: str  # "keras" or "tf_keras"
   _groups: groups_lib.Groups | None = None
+  # What each group's rate is multiplied by, once something lowers rates.
+  rate_factor: tf.Variable | None = None
 
   def __init__(self, rates: Iterable[Any]) -> None:
     """Keeps the rates; the groups come later.
@@ -169,10 +171,16 @@ class PerGroupSchedule:
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     is_outside = replica is None or replicas != groups.num_replicas
     # As with any variable, what is read outside is replica 0's.
-    return _row_of(0 if is_outside else replica, tf.stack(rows), groups)
+    rate = _row_of(0 if is_outside else replica, tf.stack(rows), groups)
+    if self.rate_factor is None:
+      return rate
+    return rate * tf.cast(self.rate_factor, dtype)
 
   def values(self, step: Any) -> list[float]:
     """All groups' rates at a step; call it outside of functions.
+
+    They are those given; `callbacks.GroupReduceLROnPlateau` knows what it has
+    lowered, as `learning_rates`.
 
     Args:
       step: How many steps were applied. Groups that skipped different numbers
@@ -231,6 +239,18 @@ def bind(optimizer: Any, groups: groups_lib.Groups, package: str) -> None:
     values.append(getattr(layer, "_learning_rate", None))
     values.append(getattr(layer, "_hyper", {}).get("learning_rate"))  # legacy
   bind_rate(values, groups, package)
+
+
+def check_settable(optimizer: Any) -> None:
+  """Raises `TypeError` where a PerGroup decides about the learning rate."""
+  for rate in optimizer_state.given_rates(optimizer):
+    if isinstance(rate, PerGroupSchedule):
+      raise TypeError(
+        f"{type(rate).__name__} has a learning rate for each group; one number"
+        " cannot take their place. Use callbacks.GroupReduceLROnPlateau for"
+        " ReduceLROnPlateau, and a PerGroup of schedules for"
+        " LearningRateScheduler."
+      )
 
 
 def bind_rate(rate: Any, groups: groups_lib.Groups, package: str) -> None:

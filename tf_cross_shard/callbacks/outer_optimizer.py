@@ -130,7 +130,7 @@ class OuterOptimizer(base.GroupCallback):
       )
     packing.as_wire_dtype(wire_dtype)
     self._every = every
-    self._given = optimizer
+    self._optimizer = optimizer
     self._warmup = warmup
     self._wire_dtype = wire_dtype
     self._inner: Any = None  # a CrossShardOptimizer
@@ -197,7 +197,7 @@ class OuterOptimizer(base.GroupCallback):
       )
     if not weights:
       raise ValueError("`model` has nothing to train.")
-    outer = self._make_outer(inner, self._given)
+    outer = self._make_outer(inner, self._optimizer)
     self._check_start(inner, weights, outer)
     with base.engine_of(inner).making_variables():
       anchors = [

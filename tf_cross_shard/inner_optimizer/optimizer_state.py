@@ -85,16 +85,24 @@ def loss_scale_of(optimizer: Any) -> list[Any]:
 
 
 def learning_rates(optimizer: Any) -> list[Any]:
-  """The variables of learning rates; those of schedules are none."""
-  return [
+  """The variables of learning rates; of schedules PerGroup may have one."""
+  rates = [
     rate
     for layer in nested_optimizers(optimizer)
-    for rate in (
-      getattr(layer, "_learning_rate", None),
-      getattr(layer, "_hyper", {}).get("learning_rate"),  # legacy
-    )
-    if hasattr(rate, "assign")
+    for given in given_rates(layer)
+    for rate in (given, getattr(given, "rate_factor", None))
   ]
+  unique_rates = {id(rate): rate for rate in rates if hasattr(rate, "assign")}
+  return list(unique_rates.values())
+
+
+def given_rates(optimizer: Any) -> list[Any]:
+  """The learning rates of one layer: variables and schedules."""
+  rates = (
+    getattr(optimizer, "_learning_rate", None),
+    getattr(optimizer, "_hyper", {}).get("learning_rate"),  # legacy
+  )
+  return [rate for rate in rates if rate is not None]
 
 
 def member_state(optimizer: Any) -> list[Any]:
@@ -119,6 +127,7 @@ def _unlisted(optimizer: Any) -> list[Any]:
   """The variables of an optimizer that its own list leaves out."""
   others = [
     getattr(optimizer, "_learning_rate", None),  # tf_keras
+    *(getattr(r, "rate_factor", None) for r in given_rates(optimizer)),
     *loss_scale_of(optimizer),
     *getattr(optimizer, "_own_state", ()),
     # The learning rate and other settings of tf_keras' legacy optimizers.
