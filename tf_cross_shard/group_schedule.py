@@ -118,6 +118,8 @@ class PerGroupSchedule:
 
   _package: str  # "keras" or "tf_keras"
   _groups: groups_lib.Groups | None = None
+  # What each group's rate is multiplied by, once something lowers rates.
+  rate_factor: tf.Variable | None = None
 
   def __init__(self, rates: Iterable[Any]) -> None:
     """Keeps the rates; the groups come later.
@@ -174,9 +176,13 @@ class PerGroupSchedule:
     if groups is None:
       return rows[0]
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    if replicas != groups.num_replicas:  # It is read outside of replicas.
-      return rows[getattr(_outside, "group", None) or 0]
-    return _row(tf.stack(rows), groups)
+    if replicas == groups.num_replicas:
+      rate = _row(tf.stack(rows), groups)
+    else:  # It is read outside of replicas.
+      rate = rows[getattr(_outside, "group", None) or 0]
+    if self.rate_factor is None:
+      return rate
+    return rate * tf.cast(self.rate_factor, dtype)
 
   def _is_being_given(self) -> bool:
     """Whether a constructor of Keras asks for the first rate."""
@@ -184,6 +190,9 @@ class PerGroupSchedule:
 
   def values(self, step: Any) -> list[float]:
     """All groups' rates at a step; call it outside of functions.
+
+    They are those given; `callbacks.GroupReduceLROnPlateau` knows what it has
+    lowered, as `learning_rates`.
 
     Args:
       step: How many steps were applied. Groups that skipped different numbers
@@ -239,6 +248,18 @@ def bind(optimizer: Any, groups: groups_lib.Groups, package: str) -> None:
   """
   for layer in optimizer_state.nested_optimizers(optimizer):
     bind_rate(libraries.of(layer).learning_rates(layer), groups, package)
+
+
+def check_settable(optimizer: Any) -> None:
+  """Raises `TypeError` where a PerGroup decides about the learning rate."""
+  for rate in libraries.of(optimizer).learning_rates(optimizer):
+    if isinstance(rate, PerGroupSchedule):
+      raise TypeError(
+        f"{type(rate).__name__} has a learning rate for each group; one number"
+        " cannot take their place. Use callbacks.GroupReduceLROnPlateau for"
+        " ReduceLROnPlateau, and a PerGroup of schedules for"
+        " LearningRateScheduler."
+      )
 
 
 def bind_rate(rate: Any, groups: groups_lib.Groups, package: str) -> None:

@@ -182,6 +182,8 @@ class CrossShard(forwarding.OptimizerWrapper):
   def _set_learning_rate(self, value: Any) -> None:
     """Sets that of `opt`, and tells a PerGroup of the groups at once."""
     if "_checks" in vars(self):
+      if not callable(value):
+        group_schedule.check_settable(self.inner_optimizer)
       group_schedule.bind_rate(value, self.groups, self._package)
     _forwarded_rate.__set__(self, value)
 

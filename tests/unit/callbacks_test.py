@@ -7,7 +7,8 @@ In one process; two workers are in multi_worker_test.py.
 import functools
 import importlib
 import pathlib
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -23,8 +24,10 @@ from tf_cross_shard import (
   callbacks,
   keras3,
   replica_state,
+  schedules,
   tf_keras,
 )
+from tf_cross_shard.callbacks import base
 
 N = testbed.REPLICAS
 CROSSED = [[3, 0], [1, 2]]
@@ -306,7 +309,7 @@ def test_every_twin_and_dataset_inside_of_the_scope() -> None:
   assert len(history["val_loss/group_1"]) == 3  # epochs 1, 2 and 4
   assert "val_loss/ensemble" not in history
   assert history["val_loss/group_0"][0] != history["val_loss/group_1"][0]
-  with pytest.raises(ValueError, match="`every` must be a positive integer"):
+  with pytest.raises(ValueError, match="`every` must be an integer of at"):
     callbacks.GroupMetrics(VALIDATION, every=0)
 
 
@@ -586,6 +589,376 @@ def test_what_blends_groups_is_warned_of_once(said: list[str]) -> None:
     used.set_model(_grouped("pair", groups))
     act()
     assert len(said) == count
+
+
+# ------------------------------------------------------- going on after a crash
+
+
+def _begin(model: Any, *used: Any) -> list[Any]:
+  """What `fit` does at its beginning, for a loop of one's own."""
+  for callback in used:
+    callback.set_model(model)
+    callback.on_train_begin()
+  model.stop_training = False
+  return list(used)
+
+
+def _watching(model: Any, path: pathlib.Path) -> list[Any]:
+  return _begin(
+    model,
+    callbacks.GroupEarlyStopping(patience=2, start_from_epoch=1),
+    callbacks.GroupReduceLROnPlateau(patience=1, factor=0.5, cooldown=1),
+    callbacks.GroupEarlyStopping(mode="max", patience=4),
+    callbacks.GroupCheckpoint(path / "best"),
+  )
+
+
+def _epochs(model: Any, used: Sequence[Any], first: int) -> Iterator[int]:
+  """Epochs whose weights tell epoch and group."""
+  for epoch in range(first, len(SERIES[0])):
+    for variable in model.weights:
+      _set(variable, [10 * epoch, 10 * epoch + 1])
+    for callback in used:
+      callback.on_epoch_end(epoch, _logs(epoch, "val_loss"))
+    yield epoch
+
+
+def _outcome(model: Any, used: Sequence[Any], path: pathlib.Path) -> Any:
+  """All that a run leaves, at its end."""
+  stop, lower, other, _ = used
+  rates = testbed.copies(model.optimizer.learning_rate)
+  numbers = [[s.best, s.best_epoch, s.stopped_epoch] for s in (stop, other)] + [
+    lower.best,
+    lower.learning_rates,
+    rates,
+  ]
+  for callback in used:
+    callback.on_train_end()
+  weights = [testbed.copies(variable) for variable in model.weights]
+  with np.load(path / "best") as file:
+    return numbers, weights, {n: file[n] for n in file if n != "about"}
+
+
+@pytest.mark.tf_keras_mode
+def test_resumed_at_every_epoch_is_not_interrupted(
+  tmp_path: pathlib.Path,
+) -> None:
+  """With what BackupAndRestore keeps: optimizer, weights and callbacks."""
+  model, last = _grouped("mirrored"), len(SERIES[0]) - 1
+  _set(model.optimizer.learning_rate, RATES)
+  begun = [testbed.copies(v) for v in testbed.variables_of(model.optimizer)]
+  used = _watching(model, tmp_path)
+  kept = []
+  for epoch in _epochs(model, used, 0):
+    path = tmp_path / str(epoch)
+    path.mkdir()
+    shutil.copy(tmp_path / "best", path / "best")
+    replica_state.save(path / "state", model.optimizer, model)
+    np.savez(path / "callbacks.npz", **base.collect_state(used))
+    kept.append(path)
+  right = _outcome(model, used, tmp_path)
+  assert epoch == last
+  assert len(set(right[0][-1])) == 2  # Each group has a rate of its own.
+  for epoch, path in enumerate(kept[:-1]):
+    for variable in model.weights:
+      _set(variable, [-1.0, -2.0])
+    for variable, copies in zip(
+      testbed.variables_of(model.optimizer), begun, strict=True
+    ):
+      cases.spread(variable, copies)
+    used = _watching(model, path)
+    replica_state.restore(path / "state", model.optimizer, model)
+    with np.load(path / "callbacks.npz") as file:
+      base.restore_state(used, dict(file))
+    for _ in _epochs(model, used, epoch + 1):
+      pass
+    np.testing.assert_equal(_outcome(model, used, path), right, str(epoch))
+
+
+@pytest.mark.tf_keras_mode
+def test_the_best_of_an_earlier_run_is_kept(tmp_path: pathlib.Path) -> None:
+  """Where only one group improves, too; and a folder is made."""
+  path, model = tmp_path / "new" / "folder" / "best", _grouped("pair", PAIR)
+  for run, logs in enumerate([(0.5, 0.1), (0.25, 4.0), (9.0, 9.0)]):
+    [keep] = _begin(model, callbacks.GroupCheckpoint(path))
+    model.layers[-1].bias.assign(np.full(2, 10.0 * run))
+    keep.on_epoch_end(0, {f"val_loss/group_{i}": logs[i] for i in (0, 1)})
+  assert keep.best == [0.25, 0.1]
+  replica_state.restore(path, model.optimizer, model)
+  bias = testbed.copies(model.layers[-1].bias)
+  np.testing.assert_array_equal(bias, [[10.0, 10.0], [0.0, 0.0]])
+
+
+def test_a_file_of_another_run(tmp_path: pathlib.Path) -> None:
+  """It is not replaced, and said so before the first epoch."""
+  model, path = _grouped("pair", PAIR), tmp_path / "best"
+  [keep] = _begin(model, callbacks.GroupCheckpoint(path))
+  keep.on_epoch_end(0, {f"val_loss/group_{i}": 1.0 for i in (0, 1)})
+  for other, monitor, words in (
+    (model, "val_mae", "does not hold val_mae of 2 groups"),
+    (_grouped("mirrored", [[0], [1], [2], [3]]), "val_loss", "of 4 groups"),
+    (_wide(), "val_loss", r"does not hold `model/.*last/kernel` of .*\[4, 3\]"),
+  ):
+    with pytest.raises(replica_state.CheckpointError, match=words):
+      _begin(other, callbacks.GroupCheckpoint(path, monitor))
+  path.write_text("no checkpoint")
+  with pytest.raises(replica_state.CheckpointError, match="is damaged"):
+    _begin(model, callbacks.GroupCheckpoint(path))
+  (tmp_path / "file").write_text("")
+  with pytest.raises(OSError, match="file"):
+    _begin(model, callbacks.GroupCheckpoint(tmp_path / "file" / "best"))
+
+
+def _wide() -> Any:
+  """As `_network`, with another number of outputs."""
+  with testbed.mirrored(2).scope():
+    layers = tf.keras.layers
+    model = tf.keras.Sequential(
+      [
+        tf.keras.Input((3,)),
+        layers.Dense(4, name="hidden"),
+        layers.Dense(3, name="last"),
+      ]
+    )
+    model.compile(CrossShardOptimizer("sgd", group_assignment=PAIR), "mse")
+  return model
+
+
+# ---------------------------------------------- mistakes before the first epoch
+
+
+def test_two_sets_of_data_have_two_names() -> None:
+  model = _grouped("pair", PAIR)
+  test = tuple(array[:3] for array in VALIDATION)
+  history = _fit(
+    model,
+    callbacks.GroupMetrics(VALIDATION),
+    callbacks.GroupMetrics(test, False, name="test"),
+    callbacks.GroupEarlyStopping("test_mae", patience=9),
+  )
+  assert history["val_loss/group_0"] != history["test_loss/group_0"]
+  assert "test_loss/ensemble" not in history
+  used = [callbacks.GroupMetrics(VALIDATION) for _ in range(2)]
+  with pytest.raises(ValueError, match=r"`name` must not be .*'val' twice"):
+    _fit(model, *used)
+
+
+@pytest.mark.parametrize(
+  ("make", "error", "words"),
+  [
+    (
+      lambda: [callbacks.GroupEarlyStopping()],
+      ValueError,
+      r"reads val_loss/group_0 .* Put GroupMetrics\(validation_data\) before",
+    ),
+    (
+      lambda: [
+        callbacks.GroupReduceLROnPlateau(),
+        callbacks.GroupMetrics(VALIDATION),
+      ],
+      ValueError,
+      "GroupReduceLROnPlateau.* reads val_loss/group_0",
+    ),
+    (
+      lambda: [
+        callbacks.GroupMetrics(VALIDATION, name="test"),
+        callbacks.GroupCheckpoint("best"),
+      ],
+      ValueError,
+      r"GroupCheckpoint\(path=.*'best'\)\) reads val_loss/group_0",
+    ),
+    (
+      lambda: [callbacks.GroupMetrics((X[0, 0, :, :2], Y[0, 0]))],
+      Exception,
+      "",
+    ),
+    (
+      lambda: [callbacks.GroupMetrics(VALIDATION, twin=_other)],
+      ValueError,
+      "`twin` returned a model that does not fit",
+    ),
+  ],
+)
+def test_mistakes_end_fit_before_it_trains(
+  make: Any, error: type[Exception], words: str
+) -> None:
+  model = _grouped("pair", PAIR)
+  with pytest.raises(error, match=words):
+    _fit(model, *make())
+  assert int(model.optimizer.iterations.numpy()) == 0
+
+
+def _other() -> Any:
+  return tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(2)])
+
+
+@pytest.mark.parametrize(
+  ("make", "error", "words"),
+  [
+    (
+      lambda: callbacks.GroupMetrics(*VALIDATION[:2]),
+      TypeError,
+      r"Hand in all data as one argument: GroupMetrics\(\(x, y\)\)",
+    ),
+    (
+      lambda: callbacks.GroupMetrics(iter([VALIDATION])),
+      TypeError,
+      "`validation_data` must be a dataset",
+    ),
+    (
+      lambda: callbacks.GroupMetrics(VALIDATION, name="a/b"),
+      ValueError,
+      "`name` must be a string without a slash",
+    ),
+    (
+      lambda: callbacks.GroupEarlyStopping("val_loss/group_0"),
+      ValueError,
+      "Leave '/group_0' out",
+    ),
+    (
+      lambda: callbacks.GroupEarlyStopping(patience="3"),
+      ValueError,
+      "`patience` must be an integer of at least 0; got '3'",
+    ),
+    (
+      lambda: callbacks.GroupEarlyStopping(min_delta="0"),
+      TypeError,
+      "`min_delta` must be a number",
+    ),
+    (
+      lambda: callbacks.GroupCheckpoint("best", mode="least"),
+      ValueError,
+      '`mode` must be "auto", "min" or "max"',
+    ),
+    (
+      lambda: callbacks.GroupReduceLROnPlateau(factor=1.0),
+      ValueError,
+      "`factor` must be between 0 and 1; got 1.0",
+    ),
+  ],
+)
+def test_arguments(make: Any, error: type[Exception], words: str) -> None:
+  with pytest.raises(error, match=words):
+    make()
+
+
+def test_what_cannot_be_cloned_needs_a_twin() -> None:
+  """The error names the argument that GroupMetrics has."""
+  with testbed.mirrored(2).scope():
+    model = Subclassed(2)
+    model.compile(CrossShardOptimizer("sgd", group_assignment=PAIR), "mse")
+  with pytest.raises(ValueError, match=r"GroupMetrics takes .*, `twin`"):
+    _fit(model, callbacks.GroupMetrics(VALIDATION))
+
+
+def test_the_best_before_an_epoch_counts() -> None:
+  stop = callbacks.GroupEarlyStopping(start_from_epoch=2)
+  _begin(_grouped("pair", PAIR), stop)
+  assert stop.best == []
+  stop.on_epoch_end(0, _logs(0, "val_loss"))
+  assert stop.best == [np.inf, np.inf]
+
+
+def test_callbacks_show_their_arguments(tmp_path: pathlib.Path) -> None:
+  assert repr(callbacks.GroupEarlyStopping(patience=3)) == (
+    "GroupEarlyStopping(patience=3)"
+  )
+  assert repr(callbacks.GroupTensorBoard("logs")) == (
+    "GroupTensorBoard(log_dir='logs')"
+  )
+  shown = repr(callbacks.GroupMetrics(VALIDATION, every=2, name="test"))
+  assert shown == "GroupMetrics(every=2, name='test')"
+  assert repr(callbacks.OuterOptimizer(3, warmup=1)) == (
+    "OuterOptimizer(every=3, warmup=1)"
+  )
+
+
+# ------------------------------------------------------ GroupReduceLROnPlateau
+
+
+def _with_rates(rates: Any, traces: list[None]) -> Any:
+  """A model with one weight, whose gradient is 1."""
+
+  def loss(y: Any, outputs: Any) -> Any:
+    traces.append(None)
+    return tf.reduce_mean(outputs - y, axis=-1)
+
+  with testbed.mirrored(2).scope():
+    layer = tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    model = tf.keras.Sequential([tf.keras.Input((1,)), layer])
+    optimizer = CrossShardOptimizer(
+      tf.keras.optimizers.SGD(rates), group_assignment=PAIR
+    )
+    model.compile(optimizer, loss)
+  return model
+
+
+@pytest.mark.tf_keras_mode
+@pytest.mark.parametrize("per_group", [True, False])
+def test_rates_are_lowered_as_keras_lowers_them(
+  per_group: bool, tmp_path: pathlib.Path
+) -> None:
+  """Each as of a model alone; the next steps have them, and trace nothing."""
+  traces: list[None] = []
+  given = (0.5, 0.25) if per_group else (0.5, 0.5)
+  rates = schedules.PerGroup(given) if per_group else given[0]
+  model = _with_rates(rates, traces)
+  data = tf.data.Dataset.from_tensors((tf.ones([2, 1]), tf.ones([2, 1])))
+  testbed.fit(model, data)  # So that a step is traced before.
+  options = {"patience": 1, "factor": 0.5, "cooldown": 1, "min_lr": 0.125}
+  lower = callbacks.GroupReduceLROnPlateau(**options)
+  lower.set_model(model)
+  testbed.fit(model, data)
+  count, expected = len(traces), []
+  for i, series in enumerate(SERIES):
+    keras = tf.keras.callbacks.ReduceLROnPlateau("val_loss", **options)
+    alone = _compile(_network(), tf.keras.optimizers.SGD(given[i]))
+    keras.set_model(alone)
+    keras.on_train_begin()
+    expected.append([])
+    for epoch, value in enumerate(series):
+      keras.on_epoch_end(epoch, {"val_loss": value})
+      expected[-1].append(float(alone.optimizer.learning_rate.numpy()))
+  lower.on_train_begin()
+  for epoch in range(len(SERIES[0])):
+    lower.on_epoch_end(epoch, _logs(epoch, "val_loss"))
+    assert lower.learning_rates == [row[epoch] for row in expected]
+  assert lower.learning_rates == [0.125, 0.125] != list(given)
+  replica_state.save(tmp_path / "state", model.optimizer, model)
+  [kernel] = model.trainable_variables
+  before = testbed.copies(kernel)
+  testbed.fit(model, data)
+  for was, now in zip(before, testbed.copies(kernel), strict=True):
+    np.testing.assert_allclose(was - now, 0.125, rtol=1e-6)
+  assert len(traces) == count
+  if per_group:
+    with pytest.raises(TypeError, match="GroupReduceLROnPlateau"):
+      model.optimizer.learning_rate = 0.1
+
+
+def test_rates_that_a_schedule_decides() -> None:
+  decay = tf.keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
+  for rates in (decay, schedules.PerGroup([decay, 0.1])):
+    with pytest.raises(TypeError, match="GroupReduceLROnPlateau"):
+      _begin(_with_rates(rates, []), callbacks.GroupReduceLROnPlateau())
+
+
+def test_groups_are_named_by_their_rates(tmp_path: pathlib.Path) -> None:
+  for given, names in (
+    (schedules.PerGroup([0.5, 3e-4]), ["lr=0.5", "lr=0.0003"]),
+    (schedules.PerGroup([0.5, 0.5]), ["group_0", "group_1"]),
+    (0.5, ["group_0", "group_1"]),
+  ):
+    model = _with_rates(given, [])
+    assert base.group_names(model.optimizer) == names
+  model = _with_rates(schedules.PerGroup([0.5, 3e-4]), [])
+  [board] = _begin(model, callbacks.GroupTensorBoard(tmp_path))
+  board.on_epoch_end(0, {"val_loss/group_1": 2.0, "val_loss/ensemble": 3.0})
+  board.on_train_end()
+  runs = {run.name: _curves(run) for run in tmp_path.iterdir()}
+  assert set(runs) == {"lr=0.5", "lr=0.0003", "ensemble"}
+  assert runs["lr=0.0003"]["val_loss"] == [2.0]
+  assert runs["lr=0.0003"]["learning_rate"] == [np.float32(3e-4)]
 
 
 if __name__ == "__main__":

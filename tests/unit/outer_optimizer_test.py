@@ -478,6 +478,15 @@ def test_weights_that_are_set_are_the_next_anchor() -> None:
   np.testing.assert_equal(testbed.copies(anchor), before)
 
 
+def test_count_waits_for_no_device() -> None:
+  """It is one variable of the host, also if made inside of the scope."""
+  outer, loop = callbacks.OuterOptimizer(2), Loop()
+  with loop.strategy.scope():
+    outer.build(loop.optimizer, [loop.weight])
+  assert not hasattr(outer._calls, "distribute_strategy")
+  assert outer._calls.device.endswith("CPU:0")
+
+
 # ----------------------------------------------------------------------- errors
 
 

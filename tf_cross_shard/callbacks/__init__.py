@@ -5,6 +5,7 @@ that are means over groups. These see each group:
 
     fit ─▶ GroupMetrics         logs["val_loss/group_0"], ["val_loss/group_1"]
         ─▶ GroupEarlyStopping   stops when no group improves; each at its best
+        ─▶ GroupReduceLROnPlateau  lowers the rate of each group by itself
         ─▶ GroupCheckpoint      a file with each group at its best
         ─▶ GroupTensorBoard     a run for each group
 
@@ -23,6 +24,7 @@ from tf_cross_shard.callbacks.backup import BackupAndRestore
 from tf_cross_shard.callbacks.group_checkpoint import GroupCheckpoint
 from tf_cross_shard.callbacks.group_early_stopping import GroupEarlyStopping
 from tf_cross_shard.callbacks.group_metrics import GroupMetrics
+from tf_cross_shard.callbacks.group_reduce_lr import GroupReduceLROnPlateau
 from tf_cross_shard.callbacks.group_tensorboard import GroupTensorBoard
 from tf_cross_shard.callbacks.outer_optimizer import OuterOptimizer
 
@@ -31,6 +33,7 @@ __all__ = [
   "GroupCheckpoint",
   "GroupEarlyStopping",
   "GroupMetrics",
+  "GroupReduceLROnPlateau",
   "GroupTensorBoard",
   "OuterOptimizer",
 ]

@@ -1,10 +1,110 @@
-"""What the callbacks share: the groups of a model, and judging each of them."""
+"""What the callbacks share: each other, their state, and a judge per group.
 
-from typing import Any
+fit ─▶ set_model, set_params of all ─▶ on_train_begin, in their order
+       `same_fit` has all of ours      mistakes are raised here
+"""
 
+import inspect
+import itertools
+import math
+import re
+import weakref
+from collections.abc import Iterable
+from typing import Any, Final
+
+import numpy as np
 import tensorflow as tf
 
+from tf_cross_shard import group_schedule
+from tf_cross_shard.inner_optimizer import libraries, optimizer_state
 from tf_cross_shard.replica_state import group_models, group_state
+
+_JUDGED: Final = ("best", "best_epoch", "wait", "stopped_epoch")
+_in_fits: "Final[weakref.WeakSet[GroupCallback]]" = weakref.WeakSet()
+_order = itertools.count()
+
+
+def engine_of(optimizer: Any) -> Any:
+  """Returns what adds numbers of the replicas of a CrossShardOptimizer."""
+  return optimizer._checks.engine
+
+
+def accept_weights(optimizer: Any) -> None:
+  """Has no warning follow of the weights that groups have now."""
+  for watch in group_state.watches_of(optimizer):
+    watch.accept()
+
+
+def group_names(optimizer: Any) -> list[str]:
+  """Returns the groups' own names, or `lr=0.1`, ..., or `group_0`, ..."""
+  groups = group_state.groups_of(optimizer, None)
+  names = getattr(groups, "names", None)
+  if names is None:
+    rates = getattr(per_group_of(optimizer), "rates", [])
+    names = [f"lr={rate:g}" for rate in rates if not callable(rate)]
+  if len(set(names)) < groups.num_groups:
+    names = [f"group_{i}" for i in range(groups.num_groups)]
+  return list(names)
+
+
+def per_group_of(optimizer: Any) -> Any:
+  """Returns the PerGroup that is the learning rate, if one is."""
+  for layer in optimizer_state.nested_optimizers(optimizer):
+    for rate in libraries.of(layer).learning_rates(layer):
+      if isinstance(rate, group_schedule.PerGroupSchedule):
+        return rate
+  return None
+
+
+def check_count(name: str, value: Any, least: int, unit: str) -> None:
+  """Raises `ValueError` unless an argument is an integer that is enough."""
+  if type(value) is not int or value < least:
+    raise ValueError(
+      f"`{name}` must be an integer of at least {least}; got {value!r}. It"
+      f" counts {unit}."
+    )
+
+
+def check_number(name: str, value: Any) -> None:
+  """Raises `TypeError` unless an argument is a number."""
+  if isinstance(value, bool) or not isinstance(
+    value, (int, float, np.integer, np.floating)
+  ):
+    raise TypeError(f"`{name}` must be a number; got {value!r}.")
+
+
+def collect_state(callback_list: Iterable[Any]) -> dict[str, Any]:
+  """Returns the state of our callbacks, as arrays and numbers by name.
+
+  On several machines all workers call it, and have the same afterwards.
+  """
+  return {
+    f"{key}/{name}": value
+    for key, callback in _keys(callback_list).items()
+    for name, value in callback.state().items()
+  }
+
+
+def restore_state(callback_list: Iterable[Any], state: dict[str, Any]) -> None:
+  """Gives callbacks what `collect_state` returned of the same list.
+
+  A callback that is new in the list begins anew.
+  """
+  for key, callback in _keys(callback_list).items():
+    own = {
+      name.removeprefix(f"{key}/"): value
+      for name, value in state.items()
+      if name.startswith(f"{key}/")
+    }
+    if own:
+      callback.set_state(own)
+
+
+def _keys(callback_list: Iterable[Any]) -> dict[str, "GroupCallback"]:
+  """Returns our callbacks by class name, numbered where it is not the first."""
+  ours = [each for each in callback_list if isinstance(each, GroupCallback)]
+  names = optimizer_state.unique([type(each).__name__ for each in ours])
+  return dict(zip(names, ours, strict=True))
 
 
 class GroupCallback(tf.keras.callbacks.Callback):
@@ -13,54 +113,122 @@ class GroupCallback(tf.keras.callbacks.Callback):
   It serves models of the Keras that `tf.keras` is not, too.
   """
 
+  prefix = ""  # of the metrics that it writes into the logs
+
   def _does_nothing_in_batches(self) -> bool:
-    """What tf_keras asks, where the base class is that of Keras 3."""
+    """Returns what tf_keras asks, where the base class is that of Keras 3."""
     return False
 
   _implements_train_batch_hooks = _does_nothing_in_batches
   _implements_test_batch_hooks = _does_nothing_in_batches
   _implements_predict_batch_hooks = _does_nothing_in_batches
 
-  def on_test_begin(self, logs: Any = None) -> None:
-    """Warns, once, that evaluating the model blends its groups.
+  def __repr__(self) -> str:
+    """Shows the arguments that are not the defaults."""
+    shown = []
+    for name, parameter in inspect.signature(type(self)).parameters.items():
+      value = vars(self).get(name, vars(self).get(f"_{name}"))
+      if value is not None and value != parameter.default:
+        shown.append(f"{name}={value!r}")
+    return f"{type(self).__name__}({', '.join(shown)})"
 
-    Args:
-      logs: Not used.
-    """
-    for each in group_state.watches_of(self.model.optimizer):
-      each.before_evaluating()
+  def set_params(self, params: Any) -> None:
+    """Notes which callbacks are in one `fit`: Keras shows them no list."""
+    super().set_params(params)
+    self._place_in_list = next(_order)
+    _in_fits.add(self)
+
+  def same_fit(self) -> list["GroupCallback"]:
+    """Returns our callbacks in this `fit`, in order; none in another loop."""
+    if not getattr(self, "params", None):
+      return []
+    same = [each for each in _in_fits if each.params is self.params]
+    return sorted(same, key=lambda callback: callback._place_in_list)
+
+  def prefixes_before(self) -> list[str]:
+    """Returns the `prefix` of those that come earlier in this `fit`."""
+    earlier = itertools.takewhile(lambda c: c is not self, self.same_fit())
+    return [callback.prefix for callback in earlier if callback.prefix]
+
+  def state(self) -> dict[str, Any]:
+    """Returns what goes on after a crash, as arrays and numbers by name."""
+    return {}
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    """Goes on from what `state` returned, in or before `on_train_begin`."""
+
+  def on_test_begin(self, logs: Any = None) -> None:
+    """Warns, once, that evaluating the model blends its groups."""
+    for watch in group_state.watches_of(self.model.optimizer):
+      watch.before_evaluating()
 
   def on_predict_begin(self, logs: Any = None) -> None:
-    """Warns, once, that predicting with the model blends its groups.
-
-    Args:
-      logs: Not used.
-    """
+    """Warns, once, that predicting with the model blends its groups."""
     self.on_test_begin()
 
 
 class GroupMonitor(GroupCallback):
-  """Judges each group by its own metric, as Keras' EarlyStopping does."""
+  """Judges each group by its own metric, as a callback of Keras does."""
+
+  _attributes: tuple[str, ...] = _JUDGED  # of a judge, to be saved
 
   def __init__(self, monitor: str, mode: str) -> None:
     """Takes what Keras' EarlyStopping takes."""
     super().__init__()
+    if not isinstance(monitor, str):
+      raise TypeError(f"`monitor` must be a string; got {monitor!r}.")
+    if re.search(r"/(group_\d+|ensemble)$", monitor):
+      raise ValueError(
+        f"`monitor` names a metric of all groups; got {monitor!r}. Leave"
+        f" {monitor[monitor.rindex('/') :]!r} out: each group is judged by its"
+        " own."
+      )
+    if mode not in ("auto", "min", "max"):
+      raise ValueError(f'`mode` must be "auto", "min" or "max"; got {mode!r}.')
     self.monitor = monitor
     self.mode = mode
     self._judges: list[Any] = []
+    self._restored: dict[str, Any] = {}
 
   @property
   def best(self) -> list[float]:
-    """The best value of each group."""
+    """The best value of each group; infinite where no epoch counted yet."""
     return [float(judge.best) for judge in self._judges]
 
-  def has_metrics(self, logs: Any) -> bool:
-    """Whether the logs have the groups' metrics; the first time they have to.
+  def state(self) -> dict[str, Any]:
+    """Returns each judge's numbers, one row for each group."""
+    if not self._judges:
+      return self._restored
+    return {
+      name: np.array([getattr(judge, name) for judge in self._judges])
+      for name in self._attributes
+    }
 
-    Later they have not where `GroupMetrics` leaves epochs out.
+  def set_state(self, state: dict[str, Any]) -> None:
+    """Keeps the numbers for the judges, which the first epoch makes."""
+    self._judges, self._restored = [], dict(state)
+
+  def on_train_begin(self, logs: Any = None) -> None:
+    """Raises an error where no `GroupMetrics` comes before this in `fit`."""
+    super().on_train_begin(logs)
+    if self.same_fit() and not self.monitor.startswith(
+      tuple(self.prefixes_before())
+    ):
+      raise ValueError(
+        f"{self!r} reads {self.monitor}/group_0 and so on, which GroupMetrics"
+        " writes. Put GroupMetrics(validation_data) before it in the list of"
+        " callbacks; with name= it writes other names than val_loss."
+      )
+
+  def has_metrics(self, logs: Any) -> bool:
+    """Whether the logs have the groups' metrics; when first written, they do.
+
+    They have not where `GroupMetrics` leaves epochs out.
     """
     name = f"{self.monitor}/group_0"
-    if name not in (logs or {}) and not self._judges:
+    others = [key for key in logs or {} if key.endswith("/group_0")]
+    is_due = others or not self.same_fit()
+    if name not in (logs or {}) and not self._judges and is_due:
       raise ValueError(
         f"{type(self).__name__}(monitor={self.monitor!r}) needs {name!r} in the"
         f" logs, which have {sorted(logs or {})}. Put"
@@ -68,20 +236,39 @@ class GroupMonitor(GroupCallback):
       )
     return name in (logs or {})
 
-  def make_judges(self, num_groups: int, **options: Any) -> None:
-    """Makes a callback of Keras for each group."""
+  def make_judge(self, i: int, **options: Any) -> Any:
+    """Returns a new judge of a group: Keras' EarlyStopping, or one like it."""
     keras = group_models.keras_of(self.model)
-    mode = _direction(keras, self.model, self.monitor, self.mode)
-    for i in range(num_groups):
-      judge = keras.callbacks.EarlyStopping(
-        f"{self.monitor}/group_{i}", mode=mode, **options
-      )
-      judge.on_train_begin()
-      self._judges.append(judge)
+    judge = keras.callbacks.EarlyStopping(
+      f"{self.monitor}/group_{i}", **options
+    )
+    judge.on_train_begin()
+    return judge
+
+  def make_judges(self, num_groups: int, **options: Any) -> None:
+    """Makes a judge for each group, with the numbers that were restored."""
+    known = self.monitor
+    for prefix in self.prefixes_before():
+      if known.startswith(prefix):
+        known = f"val_{known.removeprefix(prefix)}"  # as Keras names it
+        break
+    mode = _direction(self.model, known, self.mode)
+    self._judges = [
+      self.make_judge(i, mode=mode, **options) for i in range(num_groups)
+    ]
+    for judge in self._judges:
+      judge.best = math.inf if mode == "min" else -math.inf
+    for name in self._attributes if self._restored else ():
+      for judge, value in zip(
+        self._judges, np.asarray(self._restored[name]).tolist(), strict=True
+      ):
+        setattr(judge, name, value)
+    self._restored = {}
 
 
-def _direction(keras: Any, model: Any, monitor: str, mode: str) -> str:
+def _direction(model: Any, monitor: str, mode: str) -> str:
   """Returns `"min"` or `"max"`, as Keras finds it for the same metric."""
+  keras = group_models.keras_of(model)
   probe = keras.callbacks.EarlyStopping(monitor, mode=mode, patience=9)
   probe.set_model(model)
   probe.on_train_begin()

@@ -1,9 +1,13 @@
 """A checkpoint with each group at its best."""
 
+import json
+import math
 import sys
 from typing import Any
 
+from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.callbacks import base
+from tf_cross_shard.coordination import agreement
 from tf_cross_shard.replica_state import archive, group_state
 
 
@@ -40,9 +44,13 @@ class GroupCheckpoint(base.GroupMonitor):
   >>> [int(i) for i in replica_state.group_values(sgd.iterations, optimizer)]
   [1, 1]
 
-  What is best is counted over all calls of `fit` with this object. Memory for
-  the file's content is taken on the first worker.
+  What is best is counted over all calls of `fit` with this object, and over
+  those that wrote the file before: a run that goes on replaces a group's best
+  only by a better one. Delete the file to begin anew. Memory for its content is
+  taken on the first worker.
   """
+
+  _attributes = ("best", "best_epoch")
 
   def __init__(
     self, path: Any, monitor: str = "val_loss", mode: str = "auto"
@@ -50,18 +58,48 @@ class GroupCheckpoint(base.GroupMonitor):
     """Names the file.
 
     Args:
-      path: A file in a folder that is there. One that is there is replaced.
+      path: A file; its folder is made.
       monitor: A metric that `GroupMetrics` puts into the logs, without the
         `/group_0` behind it.
       mode: `"min"`, `"max"`, or `"auto"` for what Keras knows of the metric.
-
-    Raises:
-      TypeError: If `path` is no path.
-      ValueError: If `path` is no file's.
     """
     super().__init__(monitor, mode)
     self._path = archive.as_path(path)
     self._kept: dict[str, archive.Array] = {}
+    self._is_new = True
+
+  def state(self) -> dict[str, Any]:
+    """Returns nothing: it is in the file, beside what is best."""
+    return {}
+
+  def on_train_begin(self, logs: Any = None) -> None:
+    """Makes the folder, or reads the file that is there.
+
+    Raises:
+      CheckpointError: If another kind of run wrote the file; on all workers.
+    """
+    super().on_train_begin(logs)
+    if not self._is_new:
+      return
+    workers = agreement.of_strategy(self.model.distribute_strategy)
+    judged: dict[str, Any] = {}
+    error: Exception | None = None
+    if workers is None or workers.index == 0:
+      try:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        judged = self._read() if self._path.exists() else {}
+      except (OSError, archive.CheckpointError) as failure:
+        error = failure
+    if workers is not None:
+      text = json.dumps({"error": error and str(error), "judged": judged})
+      text = agreement.exchange(workers, f"reading {self._path.name}", text)[0]
+      judged = json.loads(text)["judged"]
+      if error is None and json.loads(text)["error"]:
+        error = archive.CheckpointError(json.loads(text)["error"])
+    if error is not None:
+      raise error
+    self.set_state(judged)
+    self._is_new = False
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Writes the file if a group improved.
@@ -71,53 +109,104 @@ class GroupCheckpoint(base.GroupMonitor):
       logs: Has the metric of every group.
 
     Raises:
-      ValueError: If it has not in the first epoch, or Keras does not know
-        whether the metric should be small or large.
       OSError: If the file cannot be written; on all workers.
       OutOfSyncError: If members of a group differ in what is trained.
-      MissingWorkerError: If another worker does not call this too.
     """
     if not self.has_metrics(logs):
       return
-    found = group_state.GroupCopies(self.model.optimizer, self.model)
-    is_first = not self._judges
-    if is_first:
-      self.make_judges(found.groups.num_groups, patience=sys.maxsize)
+    if self._is_new:  # A loop of one's own need not call it.
+      self.on_train_begin()
+    copies = group_state.GroupCopies(self.model.optimizer, self.model)
+    if not self._judges:
+      copies.conclude(f"checking {self._path.name}", self._misfit_of(copies))
+      self.make_judges(copies.groups.num_groups, patience=sys.maxsize)
     improved = []
     for i, judge in enumerate(self._judges):
       before = judge.best
       judge.on_epoch_end(epoch, logs)
-      if is_first or judge.best is not before:
+      # The file has to have something of each group.
+      if judge.best != before or math.isinf(before):
         improved.append(i)
     if improved:
-      self._write(found, improved)
+      self._write(copies, improved)
 
-  def _write(self, found: group_state.GroupCopies, improved: list[int]) -> None:
+  def _read(self) -> dict[str, Any]:
+    """Returns the numbers in the file; keeps the arrays."""
+    groups = group_state.groups_of(self.model.optimizer, None)
+    with archive.reading(self._path) as file:
+      self._kept = {n: file[n] for n in file if n.startswith("group_")}
+      judged = {
+        name: file[f"{self.monitor}/{name}"].tolist()
+        for name in self._attributes
+        if f"{self.monitor}/{name}" in file
+      }
+    error = None
+    if len(judged.get("best", ())) != groups.num_groups:
+      error = self._misfit(f"{self.monitor} of {groups.num_groups} groups")
+    elif self.model.built:
+      model = group_state.GroupCopies(None, self.model, is_whole=False)
+      error = self._misfit_of(model)
+    if error is not None:
+      raise error
+    return judged
+
+  def _misfit_of(
+    self, copies: group_state.GroupCopies
+  ) -> archive.CheckpointError | None:
+    """Returns an error unless what was read of the file has the variables."""
+    for part in copies.parts if self._kept else ():
+      keys = [group_state.key(part.name, 0, member) for member in (None, 0)]
+      shapes = [self._kept[key].shape for key in keys if key in self._kept]
+      if shapes != [tuple(part.variable.shape)]:
+        return self._misfit(
+          f"`{part.name}` of shape {list(part.variable.shape)}"
+        )
+    return None
+
+  def _misfit(self, wanted: str) -> archive.CheckpointError:
+    """Returns the error for a file of another kind of run."""
+    return archive.CheckpointError(
+      f"GroupCheckpoint cannot go on from {self._path}, which does not hold"
+      f" {wanted}. Name another file, or delete it to begin anew."
+    )
+
+  def _write(
+    self, copies: group_state.GroupCopies, improved: list[int]
+  ) -> None:
     """Renews what is kept of these groups, and writes what is kept of all."""
     topic = f"saving {self._path.name}"
-    found.agree(topic)
-    found.apart(topic)  # Raises an error where members differ and must not.
-    own = [part.name for part in found.parts if not part.is_shared]
-    for name, array in found.arrays(own).items():
-      if name.startswith(tuple(f"group_{i}/" for i in improved)):
-        self._kept[name] = array
-    found.write(self._path, topic, _joined(self._kept, own, found))
+    copies.agree(topic)
+    copies.apart(topic)  # Raises an error where members differ and must not.
+    own = [part.name for part in copies.parts if not part.is_shared]
+    renewed = tuple(f"group_{i}/" for i in improved)
+    others, new = self._kept.items(), copies.arrays(own).items()
+    self._kept = {n: a for n, a in others if not n.startswith(renewed)}
+    self._kept |= {n: a for n, a in new if n.startswith(renewed)}
+    judged = super().state().items()
+    copies.write(
+      self._path,
+      topic,
+      _joined(self._kept, own, copies.groups)
+      | {f"{self.monitor}/{name}": array for name, array in judged},
+    )
 
 
 def _joined(
-  kept: dict[str, archive.Array], own: list[str], found: group_state.GroupCopies
+  kept: dict[str, archive.Array], own: list[str], groups: groups_lib.Groups
 ) -> dict[str, archive.Array]:
-  """What members of groups have alike, once per group, as `save` writes it."""
-  joined = dict(kept)
-  groups, members = range(found.groups.num_groups), found.groups.group_size
+  """Returns what members of all groups have alike once per group, as `save`.
+
+  Groups that were read of a file may have it so already.
+  """
+  joined: dict[str, Any] = dict(kept)
   for name in own if kept else ():
-    of_group = [
-      [kept[group_state.key(name, i, j)] for j in range(members)]
-      for i in groups
-    ]
-    if all(each.tobytes() == a[0].tobytes() for a in of_group for each in a):
-      for i in groups:
-        for j in range(members):
-          del joined[group_state.key(name, i, j)]
-        joined[group_state.key(name, i)] = of_group[i][0]
+    rows = []
+    for i in range(groups.num_groups):
+      whole = joined.pop(group_state.key(name, i), None)
+      keys = [group_state.key(name, i, j) for j in range(groups.group_size)]
+      rows.append([joined.pop(key, whole) for key in keys])
+    is_alike = all(len({a.tobytes() for a in row}) == 1 for row in rows)
+    for i, row in enumerate(rows):
+      for j, array in enumerate(row):
+        joined[group_state.key(name, i, None if is_alike else j)] = array
   return joined

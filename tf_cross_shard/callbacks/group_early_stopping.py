@@ -1,6 +1,9 @@
 """Early stopping of groups, each at its own best."""
 
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from tf_cross_shard.callbacks import base
 from tf_cross_shard.replica_state import group_state, replica_values
@@ -12,7 +15,8 @@ class GroupEarlyStopping(base.GroupMonitor):
   Each group is judged by its own metric as `tf.keras.callbacks.EarlyStopping`
   would judge a model trained alone; what a group does after it has stopped
   does not count. `fit` goes on until the last one has stopped. Then each group
-  gets its own best weights back.
+  gets its own best weights back. All of that goes on after a crash, where a
+  BackupAndRestore of this package is in the list.
 
   >>> import numpy as np
   >>> import tensorflow as tf
@@ -62,12 +66,13 @@ class GroupEarlyStopping(base.GroupMonitor):
       start_from_epoch: How many epochs do not count.
     """
     super().__init__(monitor, mode)
-    self._options = {
-      "patience": patience,
-      "min_delta": min_delta,
-      "restore_best_weights": restore_best_weights,
-      "start_from_epoch": start_from_epoch,
-    }
+    base.check_count("patience", patience, 0, "evaluations")
+    base.check_count("start_from_epoch", start_from_epoch, 0, "epochs")
+    base.check_number("min_delta", min_delta)
+    self.patience = patience
+    self.min_delta = min_delta
+    self.restore_best_weights = restore_best_weights
+    self.start_from_epoch = start_from_epoch
     self._groups: list[_Group] = []
 
   @property
@@ -80,12 +85,27 @@ class GroupEarlyStopping(base.GroupMonitor):
     """The epoch in which each group stopped improving; 0 if it did not."""
     return [judge.stopped_epoch for judge in self._judges]
 
-  def on_train_begin(self, logs: Any = None) -> None:
-    """Forgets what another `fit` left.
+  def state(self) -> dict[str, Any]:
+    """Returns the judges' numbers, and the best weights of all groups."""
+    state = super().state()
+    if not self._judges or self._judges[0].best_weights is None:
+      return state
+    copies, groups = self._found.copies, self._found.groups
+    for i, part in enumerate(self._found.parts):
+      own: dict[int, Any] = {}
+      for judge in self._judges:
+        own |= judge.best_weights[i]
+      of_replica = copies.gather([own[r] for r in copies.engine.replicas_here])
+      rows = [[of_replica[r] for r in members] for members in groups]
+      is_alike = all(len({a.tobytes() for a in row}) == 1 for row in rows)
+      state[f"best_weights/{part.name}"] = np.stack(
+        [array for row in rows for array in (row[:1] if is_alike else row)]
+      )
+    return state
 
-    Args:
-      logs: Not used.
-    """
+  def on_train_begin(self, logs: Any = None) -> None:
+    """Forgets what another `fit` left."""
+    super().on_train_begin(logs)
     self._judges = []
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -94,10 +114,6 @@ class GroupEarlyStopping(base.GroupMonitor):
     Args:
       epoch: The epoch that ended, from 0.
       logs: Has the metric of every group.
-
-    Raises:
-      ValueError: If it has not in the first epoch, or Keras does not know
-        whether the metric should be small or large.
     """
     if not self.has_metrics(logs):
       return
@@ -110,61 +126,84 @@ class GroupEarlyStopping(base.GroupMonitor):
       self.model.stop_training = True
 
   def on_train_end(self, logs: Any = None) -> None:
-    """Gives each group its best weights back.
-
-    Args:
-      logs: Not used.
-    """
+    """Gives each group its best weights back."""
     for judge in self._judges:
       judge.on_train_end()
-    if self._judges and self._options["restore_best_weights"]:
-      for each in group_state.watches_of(self.model.optimizer):
-        each.accept()
+    if self._judges and self.restore_best_weights:
+      base.accept_weights(self.model.optimizer)
+    self._restored = {}
 
   def _begin(self) -> None:
     """Makes each group's judge, and what that takes for its model."""
-    found = group_state.GroupCopies(
+    self._found = group_state.GroupCopies(
       self.model.optimizer, self.model, is_whole=False
     )
-    variables = [part.variable for part in found.parts]
-    here = list(found.copies.engine.replicas_here)
     self._groups = [
-      _Group(
-        found.copies, variables, [here.index(r) for r in members if r in here]
-      )
-      for members in found.groups
+      _Group(self._found, members) for members in self._found.groups
     ]
-    self.make_judges(len(self._groups), **self._options)
-    for group, judge in zip(self._groups, self._judges, strict=True):
-      judge.set_model(group)
+    restored = self._restored
+    self.make_judges(
+      len(self._groups),
+      patience=self.patience,
+      min_delta=self.min_delta,
+      restore_best_weights=self.restore_best_weights,
+      start_from_epoch=self.start_from_epoch,
+    )
+    best = [
+      restored[f"best_weights/{part.name}"]
+      for part in self._found.parts
+      if f"best_weights/{part.name}" in restored
+    ]
+    for i, judge in enumerate(self._judges):
+      judge.set_model(self._groups[i])
+      self._groups[i].stop_training = judge.stopped_epoch > 0
+      if best:
+        judge.best_weights = self._groups[i].of_rows(i, best)
 
 
 class _Group:
-  """What a callback of Keras takes for a model: the replicas of one group.
+  """The replicas of one group, as the model of a callback of Keras.
 
   On several machines those of this worker.
   """
 
   def __init__(
-    self,
-    copies: replica_values.Copies,
-    variables: list[Any],
-    members: list[int],
+    self, found: group_state.GroupCopies, members: Sequence[int]
   ) -> None:
     self.stop_training = False
-    self._copies = copies
-    self._variables = variables
+    self._copies = found.copies
+    self._variables = [part.variable for part in found.parts]
     self._members = members
+    self._here = found.copies.engine.replicas_here
+    self._num_replicas = found.groups.num_replicas
 
-  def get_weights(self) -> list[list[replica_values.Array]]:
-    """What each member has of each variable."""
+  def get_weights(self) -> list[dict[int, replica_values.Array]]:
+    """Returns what each member has of each variable."""
     whole = map(self._copies.here, self._variables)
-    return [[copies[member] for member in self._members] for copies in whole]
+    start = self._here.start
+    return [
+      {r: copies[r - start] for r in self._members if r in self._here}
+      for copies in whole
+    ]
 
-  def set_weights(self, weights: list[list[replica_values.Array]]) -> None:
+  def set_weights(self, weights: list[dict[int, replica_values.Array]]) -> None:
     """Gives the members their values; other groups keep theirs."""
     for variable, values in zip(self._variables, weights, strict=True):
       copies = self._copies.here(variable)
-      for member, value in zip(self._members, values, strict=True):
-        copies[member] = value
+      for replica, value in values.items():
+        copies[replica - self._here.start] = value
       self._copies.write(variable, copies)
+
+  def of_rows(
+    self, index: int, arrays: Sequence[replica_values.Array]
+  ) -> list[dict[int, replica_values.Array]]:
+    """Returns the weights in arrays of a row per group, or per member."""
+    size = len(self._members)
+    return [
+      {
+        r: array[(index * size + j) * len(array) // self._num_replicas]
+        for j, r in enumerate(self._members)
+        if r in self._here
+      }
+      for array in arrays
+    ]

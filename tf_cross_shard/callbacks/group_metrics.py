@@ -22,8 +22,9 @@ class GroupMetrics(base.GroupCallback):
   with copies of the model's loss and metrics, and puts its metrics into the
   logs as `val_loss/group_0`, `val_accuracy/group_0` and so on; those of the
   mean over all groups' predictions as `val_loss/ensemble`. So the progress bar
-  shows them, the history keeps them, and callbacks that come later in the list
-  use them: `ModelCheckpoint(monitor="val_loss/group_1", mode="min")`, say.
+  shows them, the history keeps them, and callbacks of this package that come
+  later in the list use them. (Keras' ModelCheckpoint would save group 0,
+  whichever group it monitors.)
 
   >>> import numpy as np
   >>> from tf_cross_shard import CrossShardOptimizer, callbacks
@@ -52,6 +53,7 @@ class GroupMetrics(base.GroupCallback):
     every: int = 1,
     twin: Callable[[], Any] | None = None,
     batch_size: int | None = None,
+    name: str = "val",
   ) -> None:
     """Takes the data.
 
@@ -60,41 +62,59 @@ class GroupMetrics(base.GroupCallback):
         `(x, y, sample_weight)`. On several machines the first worker's counts.
       ensemble: Whether to evaluate the mean prediction of all groups too, if
         there are several, with one more twin for each group.
-      every: Evaluate after the first epoch of a `fit`, so that an error is not
-        found late, and then after each epoch whose number, counted from 1, is
-        a multiple.
+      every: Evaluate after epoch 1, and then after each epoch whose number,
+        counted from 1, is a multiple.
       twin: A function of no arguments that returns a new plain model of the
         same architecture, for models that Keras cannot clone. One that it
         returns compiled is evaluated with its own loss and metrics.
       batch_size: As in `model.evaluate`: only for arrays.
-
-    Raises:
-      ValueError: If `every` is not a positive integer.
+      name: What the names of the metrics begin with. A second GroupMetrics,
+        with other data, needs another: `"test"` for `test_loss/group_0`.
     """
     super().__init__()
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+    base.check_count("every", every, 1, "epochs")
+    if not isinstance(ensemble, bool):
+      raise TypeError(
+        f"`ensemble` must be True or False; got {type(ensemble).__name__}. Hand"
+        " in all data as one argument: GroupMetrics((x, y))."
+      )
+    if not isinstance(name, str) or not name or "/" in name:
       raise ValueError(
-        f"`every` must be a positive integer; got {every!r}. Use 1 to evaluate"
-        " after each epoch."
+        f"`name` must be a string without a slash, say 'test'; got {name!r}."
       )
     is_tuple = isinstance(validation_data, (tuple, list))
     given = validation_data if is_tuple else (validation_data,)
+    if hasattr(validation_data, "__next__") or len(given) > 3:
+      raise TypeError(
+        "`validation_data` must be a dataset, (x, y) or (x, y, sample_weight),"
+        f" which every group reads anew; got {type(validation_data).__name__}."
+        " Of a generator make a tf.data.Dataset, with cache()."
+      )
     self._data = dict(zip(("x", "y", "sample_weight"), given, strict=False))
     self._data["batch_size"] = batch_size
-    self._has_ensemble = ensemble
+    self.prefix = f"{name}_"
+    self._name = name
+    self._ensemble = ensemble
     self._every = every
-    self._make_twin = twin
-    self._twin: Any = None
+    self._twin = twin
+    self._plain: Any = None
     self._members: list[Any] = []
-    self._ensemble: Any = None
+    self._mean: Any = None
 
   def on_train_begin(self, logs: Any = None) -> None:
-    """Forgets the twins, since the model may be compiled anew.
-
-    Args:
-      logs: Not used.
-    """
-    self._twin = None
+    """Makes the twins anew, and evaluates a batch, so that errors come now."""
+    super().on_train_begin(logs)
+    if self.prefix in self.prefixes_before():
+      raise ValueError(
+        f"`name` must not be that of another GroupMetrics in the list of"
+        f" callbacks; got {self._name!r} twice. Name the second one, say"
+        ' GroupMetrics(test_data, name="test").'
+      )
+    self._plain = None
+    if self.model.built:  # Else it has no weights before the first step.
+      self._build()
+      for model in (self._plain, *([self._mean] if self._members else [])):
+        self._evaluate(model, "one batch", steps=1)
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Evaluates, and adds to the logs.
@@ -102,67 +122,73 @@ class GroupMetrics(base.GroupCallback):
     Args:
       epoch: The epoch that ended, from 0.
       logs: A dictionary that other callbacks receive too.
-
-    Raises:
-      ValueError: If the model is not compiled, or cannot be cloned.
-      MissingWorkerError: If another worker does not call this too.
     """
-    if self._twin is not None and (epoch + 1) % self._every:
+    if epoch and (epoch + 1) % self._every:
       return
     model, optimizer = self.model, self.model.optimizer
-    num_groups = group_state.groups_of(optimizer, None).num_groups
-    if self._twin is None:
-      self._build(num_groups)
-    found: dict[str, float] = {}
-    for i in range(num_groups):
-      replica_state.load_group(model, i, optimizer, into=self._twin)
-      found |= self._evaluate(self._twin, f"group_{i}")
+    if self._plain is None:
+      self._build()
+    metrics: dict[str, float] = {}
+    for i in range(group_state.groups_of(optimizer, None).num_groups):
+      replica_state.load_group(model, i, optimizer, into=self._plain)
+      metrics |= self._evaluate(self._plain, f"group_{i}")
     for i, member in enumerate(self._members):
       replica_state.load_group(model, i, optimizer, into=member)
     if self._members:
-      found |= self._evaluate(self._ensemble, "ensemble")
+      metrics |= self._evaluate(self._mean, "ensemble")
     if logs is not None:
-      logs.update(found)
+      logs.update(metrics)
 
-  def _build(self, num_groups: int) -> None:
+  def _build(self) -> None:
     """Makes the twins, and compiles those that are evaluated."""
     model, optimizer = self.model, self.model.optimizer
+    num_groups = group_state.groups_of(optimizer, None).num_groups
 
     def make() -> Any:
-      if self._make_twin is None:
+      if self._twin is None:
         return replica_state.load_group(model, 0, optimizer)
-      return self._make_twin()
+      plain = self._twin()
+      try:
+        return replica_state.load_group(model, 0, optimizer, into=plain)
+      except ValueError as error:
+        raise ValueError(
+          f"`twin` returned a model that does not fit, `into` here: {error}"
+        ) from error
 
     with group_models.outside_of_strategies():
-      twin = make()
-      if not hasattr(twin, "_compile_config"):
-        _compile_like(model, twin)
+      self._plain = make()
+      if not hasattr(self._plain, "_compile_config"):
+        _compile_like(model, self._plain)
       self._members = []
-      if self._has_ensemble and num_groups > 1:
+      if self._ensemble and num_groups > 1:
         self._members = [make() for _ in range(num_groups)]
-        self._ensemble = _mean_of(self._members)
-        _compile_like(twin, self._ensemble)
-    self._twin = twin
+        self._mean = _mean_of(self._members)
+        _compile_like(self._plain, self._mean)
 
-  def _evaluate(self, model: Any, name: str) -> dict[str, float]:
+  def _evaluate(
+    self, model: Any, run: str, steps: int | None = None
+  ) -> dict[str, float]:
     """Returns a plain model's metrics, on all workers those of the first."""
-    strategy = self.model.distribute_strategy
-    workers = agreement.of_strategy(strategy)
-    found: dict[str, float] = {}
+    workers = agreement.of_strategy(self.model.distribute_strategy)
+    metrics: dict[str, float] = {}
     if workers is None or workers.index == 0:
       with group_models.outside_of_strategies():
-        result = model.evaluate(**self._data, verbose=0, return_dict=True)
-      found = {key: float(value) for key, value in result.items()}
+        result = model.evaluate(
+          **self._data, verbose=0, return_dict=True, steps=steps
+        )
+      metrics = {key: float(value) for key, value in result.items()}
     if workers is not None:
-      told = agreement.exchange(
-        workers, f"evaluating {name}", json.dumps(found), math.inf
+      [text, *_] = agreement.exchange(
+        workers, f"evaluating {run}", json.dumps(metrics), math.inf
       )
-      found = json.loads(told[0])
-    return {f"val_{key}/{name}": value for key, value in found.items()}
+      metrics = json.loads(text)
+    return {
+      f"{self.prefix}{key}/{run}": value for key, value in metrics.items()
+    }
 
 
 def _mean_of(members: list[Any]) -> Any:
-  """A model that predicts the mean; with the mean of added losses, too.
+  """Returns a model of mean predictions, and of the mean of added losses.
 
   Not `replica_state.ensemble`: that clones models anew, and only some.
   """
@@ -176,7 +202,7 @@ def _mean_of(members: list[Any]) -> Any:
     def call(self, inputs: Any) -> Any:
       outputs = [member(inputs, training=False) for member in self.members]
       return tf.nest.map_structure(
-        lambda *each: tf.add_n(each) / len(each), *outputs
+        lambda *own: tf.add_n(own) / len(own), *outputs
       )
 
     @property
@@ -203,6 +229,6 @@ def _compile_like(source: Any, target: Any) -> None:
 
 
 def _copy(value: Any) -> Any:
-  """A metric's copy, since it keeps a state; else the value itself."""
+  """Returns a metric's copy, since it keeps a state; else the value itself."""
   is_metric = hasattr(value, "update_state") and hasattr(value, "from_config")
   return value.from_config(value.get_config()) if is_metric else value

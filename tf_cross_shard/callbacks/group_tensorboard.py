@@ -1,7 +1,5 @@
 """Curves of groups, which TensorBoard lays over each other."""
 
-import itertools
-import json
 import os
 from typing import Any, Final
 
@@ -9,7 +7,6 @@ import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard.callbacks import base
-from tf_cross_shard.coordination import agreement
 from tf_cross_shard.inner_optimizer import optimizer_state
 from tf_cross_shard.replica_state import group_state
 
@@ -26,6 +23,7 @@ class GroupTensorBoard(base.GroupCallback):
       log_dir/group_1    the same tags, so that one picture has both curves
       log_dir/ensemble   val_loss, val_accuracy
 
+  With `PerGroup([0.1, 0.01])` the groups' runs are `lr=0.1` and `lr=0.01`.
   `val_loss` and so on are what `GroupMetrics` put into the logs. `drift` is how
   far the trained weights `w_i` of group `i` are from the mean over the groups:
 
@@ -62,11 +60,8 @@ class GroupTensorBoard(base.GroupCallback):
     self._run_rates: Any = None
 
   def on_train_begin(self, logs: Any = None) -> None:
-    """Forgets what another `fit` left.
-
-    Args:
-      logs: Not used.
-    """
+    """Forgets what another `fit` left."""
+    super().on_train_begin(logs)
     self._run_rates = None
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -75,23 +70,20 @@ class GroupTensorBoard(base.GroupCallback):
     Args:
       epoch: The epoch that ended, from 0: the step in the curves.
       logs: May have metrics of groups.
-
-    Raises:
-      MissingWorkerError: If another worker does not call this too.
     """
     optimizer = self.model.optimizer
-    found = group_state.GroupCopies(optimizer, self.model, is_whole=False)
-    found.agree("drawing groups")
-    first = [members[0] for members in found.groups]
+    copies = group_state.GroupCopies(optimizer, self.model, is_whole=False)
+    copies.agree("drawing groups")
+    first = [members[0] for members in copies.groups]
     tags: dict[str, list[Any]] = {
-      "learning_rate": self._rates(found),
-      "drift": _drift(found, first),
+      "learning_rate": self._rates(copies),
+      "drift": _drift(copies, first),
     }
     for layer in optimizer_state.nested_optimizers(optimizer):
       for name in _OF_OPTIMIZER:
         variable = getattr(layer, name, None)
         if variable is not None:
-          tags[name] = found.copies.read(variable, first)
+          tags[name] = copies.copies.read(variable, first)
     runs: dict[str, dict[str, Any]] = {
       f"group_{i}": {tag: values[i] for tag, values in tags.items()}
       for i in range(len(first))
@@ -100,16 +92,13 @@ class GroupTensorBoard(base.GroupCallback):
       tag, _, run = name.rpartition("/")
       if run in (*runs, "ensemble"):
         runs.setdefault(run, {})[tag] = value
-    if found.copies.is_first:
-      for run, scalars in runs.items():
-        self._write(run, epoch, scalars)
+    if copies.copies.is_first:
+      folders = [*base.group_names(optimizer), "ensemble"]
+      for folder, scalars in zip(folders, runs.values(), strict=False):
+        self._write(folder, epoch, scalars)
 
   def on_train_end(self, logs: Any = None) -> None:
-    """Closes the files.
-
-    Args:
-      logs: Not used.
-    """
+    """Closes the files."""
     for writer in self._writers.values():
       writer.close()
     self._writers = {}
@@ -127,7 +116,7 @@ class GroupTensorBoard(base.GroupCallback):
     self._writers[run].flush()
 
   def _rates(self, found: group_state.GroupCopies) -> list[float]:
-    """Each group's learning rate, as its replicas see it."""
+    """Returns each group's learning rate, as its replicas see it."""
     strategy, optimizer = found.copies.engine.strategy, self.model.optimizer
 
     def rate() -> tf.Tensor:
@@ -139,19 +128,12 @@ class GroupTensorBoard(base.GroupCallback):
     if self._run_rates is None:
       self._run_rates = tf.function(lambda: strategy.run(rate), autograph=False)
     values = strategy.experimental_local_results(self._run_rates())
-    text = json.dumps([float(value) for value in values])
-    workers = found.copies.workers
-    told = (
-      [text]
-      if workers is None
-      else agreement.exchange(workers, "learning rates", text)
-    )
-    of_replica = list(itertools.chain(*map(json.loads, told)))
-    return [of_replica[members[0]] for members in found.groups]
+    rates = found.copies.gather([value.numpy() for value in values])
+    return [float(rates[members[0]]) for members in found.groups]
 
 
 def _drift(found: group_state.GroupCopies, first: list[int]) -> list[float]:
-  """The rms distance of each group's trained weights from their mean."""
+  """Returns the rms distance of each group's trained weights from the mean."""
   squares, size = np.zeros(len(first)), 0
   for part in found.parts:
     if part.is_shared:
@@ -160,4 +142,4 @@ def _drift(found: group_state.GroupCopies, first: list[int]) -> list[float]:
       away -= away.mean(axis=0)
       squares += np.sum(away.reshape(len(first), -1) ** 2, axis=1)
       size += away[0].size
-  return [float(each) for each in np.sqrt(squares / max(size, 1))]
+  return [float(rms) for rms in np.sqrt(squares / max(size, 1))]

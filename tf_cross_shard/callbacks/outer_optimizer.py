@@ -16,7 +16,6 @@ References:
 
 import functools
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,14 +25,19 @@ from absl import logging
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import optimizer as optimizer_lib
 from tf_cross_shard import variables as variables_lib
+from tf_cross_shard.callbacks import base
 from tf_cross_shard.coordination import agreement
 from tf_cross_shard.gradients import packing
 from tf_cross_shard.inner_optimizer import optimizer_state
-from tf_cross_shard.replica_state import overwritten, replica_values
+from tf_cross_shard.replica_state import (
+  group_models,
+  overwritten,
+  replica_values,
+)
 from tf_cross_shard.wrapper import forwarding
 
 
-class OuterOptimizer(tf.keras.callbacks.Callback):
+class OuterOptimizer(base.GroupCallback):
   """Lets groups train apart, and joins them every H steps.
 
   With `w_i` the weights of group i and `anchor` what all groups started from,
@@ -104,10 +108,6 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
         each, without the outer optimizer: there the training is synchronous.
       wire_dtype: `"bfloat16"` or `"float16"`: what the differences from the
         anchor are rounded to where they travel. None leaves them exact.
-
-    Raises:
-      ValueError: If an argument has no valid value.
-      TypeError: If `optimizer` is none.
     """
     super().__init__()
     for name, value, least in (("every", every, 1), ("warmup", warmup, 0)):
@@ -130,12 +130,12 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
       )
     packing.as_wire_dtype(wire_dtype)
     self._every = every
-    self._given = optimizer
+    self._optimizer = optimizer
     self._warmup = warmup
     self._wire_dtype = wire_dtype
     self._inner: Any = None  # a CrossShardOptimizer
     self._weights: list[Any] = []
-    self._calls = _Count()
+    self._calls: Any = None
     self._outer: Any = None
     self._join: Any = None
     self._average: Any = None
@@ -169,9 +169,6 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
     Raises:
       ValueError: If there is one group only, if groups have different weights,
         or if this object belongs to another model.
-      RuntimeError: If called in a tf.function, or by a replica.
-      MissingWorkerError: If another worker does not call this too.
-      DisagreementError: If another worker has other settings or variables.
     """
     if not self._build(optimizer, model):
       self._renew()
@@ -200,9 +197,9 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
       )
     if not weights:
       raise ValueError("`model` has nothing to train.")
-    outer = self._make_outer(inner, self._given)
+    outer = self._make_outer(inner, self._optimizer)
     self._check_start(inner, weights, outer)
-    with inner._checks.engine.making_variables():
+    with base.engine_of(inner).making_variables():
       anchors = [
         inner._inner.make_variable(tf.convert_to_tensor(weight), f"anchor{i}")
         for i, weight in enumerate(weights)
@@ -213,7 +210,11 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
       average = self._make_outer(inner, sgd)
       self._average = _joining(average, anchors, weights)
     state = [variable for _, variable in optimizer_state.state_variables(outer)]
-    self._calls.num_copies = len(inner._checks.engine.replicas_here)
+    # On the host, once for all replicas: reading it waits for no device.
+    with group_models.outside_of_strategies(), tf.device("CPU:0"):
+      self._calls = tf.Variable(
+        0, trainable=False, dtype=tf.int64, name="outer_calls"
+      )
     inner._step.attached = (self._calls, *anchors, *state)
     self._anchors = anchors
     self._inner, self._weights, self._outer = inner, weights, outer
@@ -224,11 +225,6 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
 
     Call it between two steps, outside `strategy.run`; on several machines all
     workers do.
-
-    Raises:
-      RuntimeError: If `build` was not called, or this is called in a
-        tf.function or by a replica.
-      MissingWorkerError: If another worker does not call this too.
     """
     if self._inner is None:
       raise RuntimeError(
@@ -238,13 +234,10 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
     self._count(1)
 
   def set_model(self, model: Any) -> None:
-    """Called by `fit`: makes the anchor, as `build`, if there is none.
+    """Makes the anchor if there is none; `fit` calls it, or who has a loop.
 
     Args:
       model: A compiled and built model.
-
-    Raises:
-      ValueError: If it is not, and as `build`.
     """
     super().set_model(model)
     if getattr(model, "optimizer", None) is None:
@@ -252,35 +245,19 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
     self._build(model.optimizer, model)
 
   def on_train_begin(self, logs: Any = None) -> None:
-    """Called by `fit` before its first step.
-
-    Args:
-      logs: Not used.
-    """
-    del logs
+    """Has the first step take equal weights, if they were set, as anchor."""
+    super().on_train_begin(logs)
     self._begins = True
 
   def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-    """Called by `fit` before an execution.
-
-    Args:
-      batch: The number of its first batch.
-      logs: Not used.
-    """
-    del logs
+    """Notes the number of the first batch of an execution."""
     self._first = batch
     if self._begins:  # Not before: callbacks restore when `fit` begins.
       self._begins = False
       self._renew()
 
   def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-    """Called by `fit` after an execution: counts its steps.
-
-    Args:
-      batch: The number of its last batch.
-      logs: Not used.
-    """
-    del logs
+    """Counts the steps of an execution up to its last batch."""
     steps = batch - self._first + 1
     # Older versions of Keras 3 name the first batch of an execution here, too.
     execution = getattr(self.model, "steps_per_execution", 1)
@@ -290,16 +267,9 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
       steps = int(min(max(steps, execution), left))
     self._count(steps)
 
-  # tf_keras asks these of every callback; Keras 3's have no such methods.
-
   def _implements_train_batch_hooks(self) -> bool:
+    """Says to tf_keras that the hooks above are to be called."""
     return True
-
-  def _implements_test_batch_hooks(self) -> bool:
-    return False
-
-  def _implements_predict_batch_hooks(self) -> bool:
-    return False
 
   def _count(self, calls: int) -> None:
     """Counts calls of the optimizer, and joins groups if it is time."""
@@ -309,8 +279,8 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
         " one of several replicas. Call step() outside `strategy.run`."
       )
     inner = self._inner
-    before = self._calls.count
-    self._calls.count += calls
+    before = int(self._calls.numpy())
+    self._calls.assign_add(calls)
     window = inner.accumulate_steps or inner._inner.accumulates or 1
     first, last = (n // window - self._warmup for n in (before, before + calls))
     if first < 0:
@@ -320,9 +290,9 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
       join = self._join if is_due else None
     if join is None:
       return
-    strategy = inner._checks.engine.strategy
+    strategy = base.engine_of(inner).strategy
     [is_done, *_] = strategy.experimental_local_results(join())
-    inner._step.watch.accept()
+    base.accept_weights(inner)
     if not bool(is_done.numpy()) and not self._has_warned:
       self._has_warned = True
       logging.warning(
@@ -339,9 +309,9 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
     Between two joins they do if something else has set them, and what it has
     changed is nothing that the outer optimizer is to go on with.
     """
-    copies = replica_values.Copies(self._inner._checks.engine.strategy)
+    copies = replica_values.Copies(base.engine_of(self._inner).strategy)
     copies.agree("the anchor of an OuterOptimizer")
-    if all(len(set(each)) == 1 for each in copies.digests(self._weights)):
+    if all(len(set(row)) == 1 for row in copies.digests(self._weights)):
       for anchor, weight in zip(self._anchors, self._weights, strict=True):
         copies.write(anchor, copies.here(weight))
 
@@ -350,7 +320,7 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
     optimizers = sys.modules[inner._package].optimizers
     if given is None:
       given = optimizers.SGD(0.7, momentum=0.9, nesterov=True)
-    with inner._checks.engine.making_variables():
+    with base.engine_of(inner).making_variables():
       try:
         given = optimizers.get(given)
       except (KeyError, TypeError, ValueError) as error:
@@ -365,9 +335,9 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
       given = type(given).from_config(config)
       # Not a subclass of the user's.
       kind = next(
-        base
-        for base in type(inner).__mro__
-        if base.__module__.startswith("tf_cross_shard.")
+        kind
+        for kind in type(inner).__mro__
+        if kind.__module__.startswith("tf_cross_shard.")
       )
       return kind(
         given,
@@ -382,7 +352,7 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
 
   def _check_start(self, inner: Any, weights: list[Any], outer: Any) -> None:
     """Raises an error unless all workers, and all replicas, start alike."""
-    copies = replica_values.Copies(inner._checks.engine.strategy)
+    copies = replica_values.Copies(base.engine_of(inner).strategy)
     settings = {
       "every": self._every,
       "warmup": self._warmup,
@@ -391,8 +361,8 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
     lines = agreement.settings(**settings)
     copies.agree("the start of an OuterOptimizer", lines)
     digests = copies.digests(weights)
-    for weight, each in zip(weights, digests, strict=True):
-      if len(set(each)) > 1:
+    for weight, row in zip(weights, digests, strict=True):
+      if len(set(row)) > 1:
         raise ValueError(
           f"`model` must have the same weights in all groups at the start;"
           f" {variables_lib.path_of(weight)} differs. Call"
@@ -401,59 +371,26 @@ class OuterOptimizer(tf.keras.callbacks.Callback):
         )
 
 
-class _Count:
-  """How many calls there were, which `replica_state` saves like a variable.
-
-  A variable of the strategy would be read in every step, and so each step would
-  wait for the devices.
-  """
-
-  name = "outer_calls"
-  dtype = tf.int64
-  shape = tf.TensorShape([])
-  trainable = False
-
-  def __init__(self) -> None:
-    self.count = 0
-    self.num_copies = 1
-
-  def whole_copies(self) -> list[replica_values.Array]:
-    """Returns what each replica of this process has."""
-    return [np.array(self.count, np.int64)] * self.num_copies
-
-  def set_copies(self, arrays: Sequence[replica_values.Array]) -> None:
-    """Takes what `restore` read."""
-    self.count = int(arrays[0])
-
-  def assign(self, value: Any) -> None:
-    """Sets the count."""
-    self.count = int(value)
-
-  def read_value(self) -> tf.Tensor:
-    """Returns the count."""
-    return tf.constant(self.count, self.dtype)
-
-
 def _encapsulating(optimizer: Any) -> Any:
-  """The CrossShardOptimizer within an optimizer, which has groups."""
-  found = [
+  """Returns the CrossShardOptimizer within an optimizer; it has groups."""
+  layers = [
     layer
     for layer in optimizer_state.nested_optimizers(optimizer)
     if isinstance(layer, optimizer_lib.CrossShard)
   ]
-  if not found:
+  if not layers:
     raise TypeError(
       "`optimizer` must be a CrossShardOptimizer with groups; got"
       f" {type(optimizer).__name__}."
     )
-  kinds = {each.groups for each in found}
-  if len(kinds) > 1 or found[0].groups.num_groups == 1:
+  kinds = {layer.groups for layer in layers}
+  if len(kinds) > 1 or layers[0].groups.num_groups == 1:
     raise ValueError(
       "`optimizer` must have several groups, which OuterOptimizer joins; got"
-      f" {' and '.join(str(each.to_lists()) for each in kinds)}. Give the"
+      f" {' and '.join(str(kind.to_lists()) for kind in kinds)}. Give the"
       " CrossShardOptimizer a `group_assignment`, say [[0, 1], [2, 3]]."
     )
-  return found[0]
+  return layers[0]
 
 
 def _joining(outer: Any, anchors: list[Any], weights: list[Any]) -> Any:
@@ -461,7 +398,7 @@ def _joining(outer: Any, anchors: list[Any], weights: list[Any]) -> Any:
 
   It returns whether that was done, on each replica.
   """
-  engine = outer._checks.engine
+  engine = base.engine_of(outer)
   with engine.making_variables():
     outer.build(anchors)
   natives = list(map(variables_lib.native, anchors))

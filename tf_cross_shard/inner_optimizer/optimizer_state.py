@@ -46,6 +46,9 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
     own = listed(layer) if sharded is None else []
     sharded = sharded or _sharded_state_of(layer)
     own += getattr(layer, "_own_state", ())
+    for rate in library.learning_rates(layer):
+      factor = getattr(rate, "rate_factor", None)  # of a PerGroup
+      own += [] if factor is None else [factor]
     for variable in (*own, *library.unlisted(layer)):
       found.setdefault(id(variable), variable)
     for variable in library.trained(layer):
@@ -79,13 +82,15 @@ def listed(optimizer: Any) -> list[Any]:
 
 
 def learning_rates(optimizer: Any) -> list[Any]:
-  """The variables of learning rates; those of schedules are none."""
-  return [
+  """The variables of learning rates; of schedules PerGroup may have one."""
+  rates = [
     rate
     for layer in nested_optimizers(optimizer)
-    for rate in libraries.of(layer).learning_rates(layer)
-    if hasattr(rate, "assign")
+    for given in libraries.of(layer).learning_rates(layer)
+    for rate in (given, getattr(given, "rate_factor", None))
   ]
+  unique_rates = {id(rate): rate for rate in rates if hasattr(rate, "assign")}
+  return list(unique_rates.values())
 
 
 def member_state(optimizer: Any) -> list[Any]:

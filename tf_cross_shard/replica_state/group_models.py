@@ -314,7 +314,8 @@ def _clone(keras: Any, model: Any, found: group_state.GroupCopies) -> Any:
     raise ValueError(
       f"`model` cannot be cloned: Keras made no second {kind.__name__} with the"
       " same variables from its get_config(). Make one with your own code,"
-      " outside of `strategy.scope()`, build it, and hand it in as `into`."
+      " outside of `strategy.scope()`, build it, and hand it in as `into` of"
+      " load_group; GroupMetrics takes a function that makes it, `twin`."
     ) from error
   return clone
 

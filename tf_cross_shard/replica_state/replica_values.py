@@ -102,7 +102,7 @@ class Copies:
 
   def read(self, variable: Any, replicas: Sequence[int]) -> list[Array]:
     """Returns the copies of any replicas."""
-    copies = self._gather(self.here(variable))
+    copies = self.gather(self.here(variable))
     return [copies[replica] for replica in replicas]
 
   def digests(self, variables: Sequence[Any]) -> list[list[bytes]]:
@@ -121,13 +121,13 @@ class Copies:
       np.frombuffer(b"".join(of_replica), np.uint8)
       for of_replica in zip(*mine, strict=True)
     ]
-    found = [row.tobytes() for row in self._gather(rows)]
+    found = [row.tobytes() for row in self.gather(rows)]
     return [
       [row[start : start + _DIGEST] for row in found]
       for start in range(0, _DIGEST * len(mine), _DIGEST)
     ]
 
-  def _gather(self, mine: Sequence[Array]) -> list[Array]:
+  def gather(self, mine: Sequence[Array]) -> list[Array]:
     """Returns the arrays of all replicas; all have one dtype and shape."""
     engine = self.engine
     if len(engine.replicas_here) == engine.num_replicas:

@@ -1,0 +1,179 @@
+"""Learning rates lowered on a plateau, each group's own."""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard.callbacks import base
+from tf_cross_shard.inner_optimizer import optimizer_state
+from tf_cross_shard.replica_state import group_state
+
+
+class GroupReduceLROnPlateau(base.GroupMonitor):
+  """Lowers the learning rate of each group that has stopped improving.
+
+  Each group is judged by its own metric, as
+  `tf.keras.callbacks.ReduceLROnPlateau` judges a model trained alone. The
+  optimizer has one rate for all groups, or `schedules.PerGroup` of numbers.
+  Nothing is traced again.
+
+  >>> import numpy as np
+  >>> from tf_cross_shard import CrossShardOptimizer, callbacks, schedules
+  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  >>> with strategy.scope():
+  ...   model = tf.keras.Sequential(
+  ...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
+  ...   )
+  ...   sgd = tf.keras.optimizers.SGD(schedules.PerGroup([2.0, 0.01]))
+  ...   model.compile(
+  ...     CrossShardOptimizer(sgd, group_assignment=[[0], [1]]), "mse"
+  ...   )
+  >>> x = np.ones([4, 1], "float32")
+  >>> lower = callbacks.GroupReduceLROnPlateau(factor=0.5, patience=1)
+  >>> _ = model.fit(
+  ...   *(x, 5 * x),
+  ...   epochs=3,
+  ...   verbose=0,
+  ...   callbacks=[callbacks.GroupMetrics((x, 5 * x)), lower],
+  ... )
+  >>> [round(rate, 4) for rate in lower.learning_rates]
+  [0.5, 0.01]
+
+  The rates are saved with the optimizer by `replica_state.save`.
+  """
+
+  _attributes = ("best", "wait", "cooldown_counter")
+
+  def __init__(
+    self,
+    monitor: str = "val_loss",
+    factor: float = 0.1,
+    patience: int = 10,
+    mode: str = "auto",
+    min_delta: float = 1e-4,
+    cooldown: int = 0,
+    min_lr: float = 0.0,
+  ) -> None:
+    """Takes what Keras' ReduceLROnPlateau takes.
+
+    Args:
+      monitor: A metric that `GroupMetrics` puts into the logs, without the
+        `/group_0` behind it.
+      factor: What a rate is multiplied by, less than 1.
+      patience: How many evaluations without improvement a group is given.
+      mode: `"min"`, `"max"`, or `"auto"` for what Keras knows of the metric.
+      min_delta: By how much a value has to be better to be an improvement.
+      cooldown: For how many evaluations a group is not judged afterwards.
+      min_lr: No rate is lowered below it.
+    """
+    super().__init__(monitor, mode)
+    base.check_count("patience", patience, 0, "evaluations")
+    base.check_count("cooldown", cooldown, 0, "evaluations")
+    for name, value in (("min_delta", min_delta), ("min_lr", min_lr)):
+      base.check_number(name, value)
+    base.check_number("factor", factor)
+    if not 0.0 < factor < 1.0:
+      raise ValueError(f"`factor` must be between 0 and 1; got {factor!r}.")
+    self.factor = factor
+    self.patience = patience
+    self.min_delta = min_delta
+    self.cooldown = cooldown
+    self.min_lr = min_lr
+    self.learning_rates: list[float] = []
+
+  def set_model(self, model: Any) -> None:
+    """Makes a variable of what PerGroup's rates are multiplied by.
+
+    In a loop of one's own call it before the first step is traced.
+    """
+    super().set_model(model)
+    rates = base.per_group_of(model.optimizer)
+    if rates is not None and rates.rate_factor is None:
+      if any(map(callable, rates.rates)):
+        raise TypeError(
+          "GroupReduceLROnPlateau lowers numbers, and PerGroup holds schedules:"
+          f" {rates.rates}. Give it numbers."
+        )
+      with model.distribute_strategy.scope():
+        rates.rate_factor = tf.Variable(
+          1.0, trainable=False, name="rate_factor"
+        )
+      model.make_train_function(force=True)  # An earlier `fit` has traced.
+    if len(optimizer_state.learning_rates(model.optimizer)) != 1:
+      raise TypeError(
+        "GroupReduceLROnPlateau needs an optimizer with one learning rate that"
+        " can be set: a number, or schedules.PerGroup of numbers. Its schedule"
+        " decides otherwise."
+      )
+
+  def on_train_begin(self, logs: Any = None) -> None:
+    """Forgets what another `fit` left."""
+    super().on_train_begin(logs)
+    self._judges = []
+
+  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    """Judges each group, and lowers the rates of those on a plateau.
+
+    Args:
+      epoch: The epoch that ended, from 0.
+      logs: Has the metric of every group.
+    """
+    if not self.has_metrics(logs):
+      return
+    copies = group_state.GroupCopies(
+      self.model.optimizer, self.model, is_whole=False
+    )
+    if not self._judges:
+      self.make_judges(copies.groups.num_groups)
+    [variable] = optimizer_state.learning_rates(self.model.optimizer)
+    replicas = copies.copies.read(variable, range(copies.groups.num_replicas))
+    given = base.per_group_of(self.model.optimizer)
+    self.learning_rates = []
+    for i, (members, judge) in enumerate(
+      zip(copies.groups, self._judges, strict=True)
+    ):
+      scale = 1.0 if given is None else given.rates[i]
+      rate = float(replicas[members[0]]) * scale
+      if judge.is_on_plateau(logs[f"{self.monitor}/group_{i}"]) and (
+        rate > np.float32(self.min_lr)
+      ):
+        rate = max(rate * self.factor, self.min_lr)
+        judge.start_cooldown()
+        for replica in members:
+          replicas[replica] = np.asarray(rate / scale, replicas[replica].dtype)
+      self.learning_rates.append(rate)
+    here = copies.copies.engine.replicas_here
+    copies.copies.write(variable, replicas[here.start : here.stop])
+
+  def make_judge(self, i: int, **options: Any) -> "_Judge":
+    """Returns a new judge of a group."""
+    return _Judge(self, options["mode"])
+
+
+class _Judge:
+  """Keras' ReduceLROnPlateau, without an optimizer."""
+
+  def __init__(self, settings: GroupReduceLROnPlateau, mode: str) -> None:
+    self.best = 0.0  # The caller sets it.
+    self.wait = 0
+    self.cooldown_counter = 0
+    self._settings = settings
+    self._sign = 1.0 if mode == "min" else -1.0
+
+  def is_on_plateau(self, value: float) -> bool:
+    """Counts a value; returns whether the rate is to be lowered."""
+    if self.cooldown_counter > 0:
+      self.cooldown_counter -= 1
+      self.wait = 0
+    gain = self._sign * (self.best - value)
+    if gain > self._settings.min_delta:
+      self.best, self.wait = value, 0
+    elif self.cooldown_counter == 0:
+      self.wait += 1
+      return self.wait >= self._settings.patience
+    return False
+
+  def start_cooldown(self) -> None:
+    """Begins anew after the rate was lowered."""
+    self.cooldown_counter, self.wait = self._settings.cooldown, 0
