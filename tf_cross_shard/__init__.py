@@ -32,6 +32,10 @@ if versions.uses_tf_keras():
 else:
   from tf_cross_shard.keras3 import CrossShardOptimizer, TowerOptimizer
 
+# In `help` and in the reference they are what programs call them.
+for _class in (CrossShardOptimizer, TowerOptimizer):
+  _class.__module__ = __name__
+
 __version__ = versions.own_version()
 
 __all__ = [

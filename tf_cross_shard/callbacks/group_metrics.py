@@ -10,6 +10,7 @@ import tensorflow as tf
 from tf_cross_shard import replica_state
 from tf_cross_shard.callbacks import base
 from tf_cross_shard.coordination import agreement
+from tf_cross_shard.inner_optimizer import libraries
 from tf_cross_shard.replica_state import group_models, group_state
 
 
@@ -157,7 +158,7 @@ class GroupMetrics(base.GroupCallback):
 
     with group_models.outside_of_strategies():
       self._plain = make()
-      if not hasattr(self._plain, "_compile_config"):
+      if libraries.of(self._plain).compile_arguments(self._plain) is None:
         _compile_like(model, self._plain)
       self._members = []
       if self._ensemble and num_groups > 1:
@@ -217,13 +218,13 @@ def _mean_of(members: list[Any]) -> Any:
 
 def _compile_like(source: Any, target: Any) -> None:
   """Compiles with the same loss and copies of the metrics."""
-  if not hasattr(source, "_compile_config"):
+  config = libraries.of(source).compile_arguments(source)
+  if config is None:
     raise ValueError(
       f"GroupMetrics takes loss and metrics from {type(source).__name__}, whose"
       " compile() of Keras was not called. Compile it, or hand in `twin`, a"
       " function that returns a compiled plain model."
     )
-  config = dict(source._compile_config.config)
   del config["optimizer"]
   target.compile(**tf.nest.map_structure(_copy, config))
 

@@ -337,7 +337,7 @@ class OuterOptimizer(base.GroupCallback):
       kind = next(
         kind
         for kind in type(inner).__mro__
-        if kind.__module__.startswith("tf_cross_shard.")
+        if kind.__module__.split(".")[0] == "tf_cross_shard"
       )
       return kind(
         given,

@@ -21,6 +21,11 @@ class Library:
     """Returns a model and all layers within it, nested ones too."""
     return [model]
 
+  def compile_arguments(self, model: Any) -> dict[str, Any] | None:
+    """Returns what a model was compiled with; None if it was not."""
+    del model
+    return None
+
   def nested(self, optimizer: Any) -> Sequence[Any]:
     """Returns the optimizers that one keeps for some of its variables each."""
     del optimizer

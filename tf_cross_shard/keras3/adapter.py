@@ -212,6 +212,11 @@ class Keras3(libraries.Library):
     """Returns a model and all layers within it, nested ones too."""
     return list(model._flatten_layers())
 
+  def compile_arguments(self, model: Any) -> dict[str, Any] | None:
+    """Returns what a model was compiled with; None if it was not."""
+    compiled = getattr(model, "_compile_config", None)
+    return None if compiled is None else dict(compiled.config)
+
   def nested(self, optimizer: Any) -> Sequence[Any]:
     """Returns the optimizers of a MultiOptimizer."""
     nested: Sequence[Any] = vars(optimizer).get("_inner_optimizers", ())

@@ -281,6 +281,11 @@ class TfKeras(libraries.Library):
     """Returns a model and all layers within it, nested ones too."""
     return list(model._flatten_layers())
 
+  def compile_arguments(self, model: Any) -> dict[str, Any] | None:
+    """Returns what a model was compiled with; None if it was not."""
+    compiled = getattr(model, "_compile_config", None)
+    return None if compiled is None else dict(compiled.config)
+
   def learning_rates(self, optimizer: Any) -> list[Any]:
     """Returns what an optimizer keeps as its rate: a variable or a schedule."""
     settings = getattr(optimizer, "_hyper", {})  # legacy
