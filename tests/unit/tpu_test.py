@@ -103,8 +103,8 @@ def test_plain_keras_sums_as_often() -> None:
 
 def test_groups_of_one_do_not_sum() -> None:
   graph, _ = _trace(
-    8,
-    lambda: CrossShardOptimizer(_adam(), group_assignment=groups.singletons(8)),
+    2,
+    lambda: CrossShardOptimizer(_adam(), group_assignment=groups.singletons(2)),
   )
   assert tpu_resolver.cross_replica_sums(graph) == []
 

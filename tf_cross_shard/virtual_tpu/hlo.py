@@ -91,10 +91,7 @@ class Module:
     return [
       instruction.metadata.op_name or instruction.name
       for instruction in self._by_id.values()
-      if any(
-        True in shape.is_dynamic_dimension
-        for shape in _leaves(instruction.shape)
-      )
+      if any(True in x.is_dynamic_dimension for x in _leaves(instruction.shape))
     ]
 
   def custom_calls(self) -> list[str]:
