@@ -442,6 +442,10 @@ def test_callbacks_for_groups(
     for found in held:
       assert found["history"] == held[0]["history"]
       assert found["best_epoch"] == [0, 1]
+      assert found["rates"] == [0.125, 0.0625]
+      # All have what BackupAndRestore is to keep, of all groups.
+      assert found["state"] == held[0]["state"]
+      assert len(found["state"]) == 4 + len(found["weights"]) + 3
       for name in ("val_loss", "val_mae"):
         assert found["history"][f"{name}/group_{i}"] == pytest.approx(
           history[name], rel=1e-5
