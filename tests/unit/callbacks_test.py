@@ -727,17 +727,17 @@ def _wide() -> Any:
 # ---------------------------------------------- mistakes before the first epoch
 
 
+@pytest.mark.tf_keras_mode
 def test_two_sets_of_data_have_two_names() -> None:
   model = _grouped("pair", PAIR)
   test = tuple(array[:3] for array in VALIDATION)
   history = _fit(
     model,
-    callbacks.GroupMetrics(VALIDATION),
+    callbacks.GroupMetrics(VALIDATION, False),
     callbacks.GroupMetrics(test, False, name="test"),
     callbacks.GroupEarlyStopping("test_mae", patience=9),
   )
   assert history["val_loss/group_0"] != history["test_loss/group_0"]
-  assert "test_loss/ensemble" not in history
   used = [callbacks.GroupMetrics(VALIDATION) for _ in range(2)]
   with pytest.raises(ValueError, match=r"`name` must not be .*'val' twice"):
     _fit(model, *used)
