@@ -1,7 +1,7 @@
 """The program that the real TPUStrategy class traces."""
 # bazel: size=medium
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +15,13 @@ STRATEGIES = [
   tf.distribute.TPUStrategy,
   tf.distribute.experimental.TPUStrategy,
 ]
+
+
+@pytest.fixture(autouse=True)
+def _no_step_for_summaries() -> Iterator[None]:
+  """TPUStrategy leaves a tensor of its graph as the process' step."""
+  yield
+  tf.summary.experimental.set_step(None)
 
 
 def _strategy(num_replicas: int, kind: Any = STRATEGIES[0]) -> Any:
