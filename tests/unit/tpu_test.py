@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+from tensorflow.python.ops import summary_ops_v2
 
 from tests.support import testbed, tpu_resolver, tpu_tasks
 from tf_cross_shard import CrossShardOptimizer, collectives, groups, schedules
@@ -18,10 +19,11 @@ STRATEGIES = [
 
 
 @pytest.fixture(autouse=True)
-def _no_step_for_summaries() -> Iterator[None]:
-  """TPUStrategy leaves a tensor of its graph as the process' step."""
+def _summaries_as_before() -> Iterator[None]:
+  """TPUStrategy lets a tensor of its graph say whether the process writes."""
   yield
-  tf.summary.experimental.set_step(None)
+  state = summary_ops_v2._summary_state
+  state.is_recording_distribution_strategy = True
 
 
 def _strategy(num_replicas: int, kind: Any = STRATEGIES[0]) -> Any:
