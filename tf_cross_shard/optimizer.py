@@ -81,6 +81,7 @@ class CrossShard(forwarding.OptimizerWrapper):
     accumulate_steps: int | None = None,
     shard_update: bool | str = False,
     noise_scale: bool | int = False,
+    lazy_rows: bool | str = False,
   ) -> None:
     """Encapsulates `opt`. Call it inside `strategy.scope()`.
 
@@ -130,11 +131,16 @@ class CrossShard(forwarding.OptimizerWrapper):
         the last. `gradient_accumulation_steps` of a Keras 3 `opt` does the
         same. None for every call a step.
       shard_update: Whether each member of a group keeps and updates one part of
-        the optimizer's state, see `sharding.update`. For optimizers that update
-        each element by itself; `"elementwise"` says so of a class of yours.
+        the optimizer's state, see `step.sharded_update`. For optimizers that
+        update each element by itself; `"elementwise"` says so of a class of
+        yours.
       noise_scale: Whether each group measures its gradient noise scale, see
         the property: True in every 32nd step, `k` in every k-th. A measurement
         reads all gradients and their sums once more.
+      lazy_rows: Whether a row-sparse gradient, as of an embedding, updates the
+        rows that occur and no others, see `step.row_update`. SGD without
+        momentum and Adagrad, without weight decay, do so anyway: there the
+        numbers are plain Keras'. `"elementwise"` vouches for a class of yours.
 
     Raises:
       ValueError: If `opt` names no optimizer or is itself a
@@ -159,6 +165,7 @@ class CrossShard(forwarding.OptimizerWrapper):
       accumulate_steps,
       shard_update,
       noise_scale,
+      lazy_rows,
     )
     super().__init__(opt, name=name, **settings.limits)
     self._inner.fuse(fused_update)
@@ -178,6 +185,7 @@ class CrossShard(forwarding.OptimizerWrapper):
   fused_update = Setting("Whether kernels update; None: where there are any.")
   accumulate_steps = Setting("How many calls make one step; None for one.")
   shard_update = Setting("Whether each member keeps one part of the state.")
+  lazy_rows = Setting("Whether only rows that occur are updated.")
 
   def _set_learning_rate(self, value: Any) -> None:
     """Sets that of `opt`, and tells a PerGroup of the groups at once."""

@@ -6,6 +6,7 @@ turn that off. It does so through the replica context that it finds, and so
 replicas. Nothing of the user's optimizer is replaced.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,6 +106,22 @@ class Keras3Optimizer(base.InnerOptimizer):
     """Lets Keras add to its sums, count, and move averages of weights."""
     last = base.innermost(self.optimizer)
     last.apply(list(grads), [self.as_built(v) for v in variables])
+
+  def place_of(self, variable: Any) -> tuple[int, int]:
+    """Returns the place of a variable, and among how many it was built on."""
+    last = base.innermost(self.optimizer)
+    index = self._index(variable)
+    assert index is not None
+    return index, len(last._trainable_variables)
+
+  def without_decay(
+    self, variables: Sequence[Any]
+  ) -> contextlib.AbstractContextManager[Any]:
+    """A context in which the weights of `variables` do not decay."""
+    last = base.innermost(self.optimizer)
+    return libraries.leaving_out(
+      last, "_apply_weight_decay", variables, last._var_key
+    )
 
   @property
   def averages(self) -> list[Any]:

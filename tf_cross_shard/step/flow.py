@@ -27,6 +27,7 @@ from tf_cross_shard.step import (
   nonfinite,
   reduction,
   replica_checks,
+  row_update,
   sharded_update,
   update,
 )
@@ -62,6 +63,9 @@ def _kind_of_update(
     sharded_update.check(inner.optimizer, settings.shard_update)
     if group_size > 1:
       return sharded_update.ShardedUpdate
+  if settings.lazy_rows or row_update.is_exact(inner.optimizer):
+    row_update.check(inner.optimizer, settings.lazy_rows)
+    return row_update.RowUpdate
   return update.ReplicatedUpdate
 
 

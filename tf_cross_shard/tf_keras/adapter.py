@@ -5,6 +5,7 @@ weight decay and for moving averages) it does through the replica context that
 it finds, which is isolated.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -84,6 +85,21 @@ class TfKerasOptimizer(base.InnerOptimizer):
       # In a function that is being traced, they must outlive the trace.
       with tf.init_scope():
         self.optimizer.build(self._trainable)
+
+  def place_of(self, variable: Any) -> tuple[int, int]:
+    """Returns the place of a variable, and among how many it was built on."""
+    index = self._index(variable)
+    assert index is not None
+    return index, len(base.innermost(self.optimizer)._index_dict)
+
+  def without_decay(
+    self, variables: Sequence[Any]
+  ) -> contextlib.AbstractContextManager[Any]:
+    """A context in which the weights of `variables` do not decay."""
+    last = base.innermost(self.optimizer)
+    return libraries.leaving_out(
+      last, "_apply_weight_decay", variables, last._var_key
+    )
 
   @property
   def averages(self) -> list[Any]:
