@@ -226,8 +226,10 @@ class GroupMonitor(GroupCallback):
     They have not where `GroupMetrics` leaves epochs out.
     """
     name = f"{self.monitor}/group_0"
-    others = [key for key in logs or {} if key.endswith("/group_0")]
-    is_due = others or not self.same_fit()
+    prefixes = tuple(self.prefixes_before())
+    is_due = not prefixes or any(
+      key.startswith(prefixes) and key.endswith("/group_0") for key in logs
+    )
     if name not in (logs or {}) and not self._judges and is_due:
       raise ValueError(
         f"{type(self).__name__}(monitor={self.monitor!r}) needs {name!r} in the"
