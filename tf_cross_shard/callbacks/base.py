@@ -102,8 +102,8 @@ def restore_state(callback_list: Iterable[Any], state: dict[str, Any]) -> None:
 
 def _keys(callback_list: Iterable[Any]) -> dict[str, "GroupCallback"]:
   """Returns our callbacks by class name, numbered where it is not the first."""
-  ours = [each for each in callback_list if isinstance(each, GroupCallback)]
-  names = optimizer_state.unique([type(each).__name__ for each in ours])
+  ours = [c for c in callback_list if isinstance(c, GroupCallback)]
+  names = optimizer_state.unique([type(c).__name__ for c in ours])
   return dict(zip(names, ours, strict=True))
 
 
@@ -142,7 +142,7 @@ class GroupCallback(tf.keras.callbacks.Callback):
     """Returns our callbacks in this `fit`, in order; none in another loop."""
     if not getattr(self, "params", None):
       return []
-    same = [each for each in _in_fits if each.params is self.params]
+    same = [c for c in _in_fits if c.params is self.params]
     return sorted(same, key=lambda callback: callback._place_in_list)
 
   def prefixes_before(self) -> list[str]:
@@ -226,8 +226,10 @@ class GroupMonitor(GroupCallback):
     They have not where `GroupMetrics` leaves epochs out.
     """
     name = f"{self.monitor}/group_0"
-    others = [key for key in logs or {} if key.endswith("/group_0")]
-    is_due = others or not self.same_fit()
+    prefixes = tuple(self.prefixes_before())
+    is_due = not prefixes or any(
+      key.startswith(prefixes) and key.endswith("/group_0") for key in logs
+    )
     if name not in (logs or {}) and not self._judges and is_due:
       raise ValueError(
         f"{type(self).__name__}(monitor={self.monitor!r}) needs {name!r} in the"

@@ -110,12 +110,8 @@ class OuterOptimizer(base.GroupCallback):
         anchor are rounded to where they travel. None leaves them exact.
     """
     super().__init__()
-    for name, value, least in (("every", every, 1), ("warmup", warmup, 0)):
-      if type(value) is not int or value < least:
-        raise ValueError(
-          f"`{name}` must be an integer of at least {least}; got {value!r}. It"
-          " counts steps."
-        )
+    base.check_count("every", every, 1, "steps")
+    base.check_count("warmup", warmup, 0, "steps")
     if isinstance(optimizer, forwarding.OptimizerWrapper):
       raise ValueError(
         f"`optimizer` must not be a {type(optimizer).__name__}: differences are"
