@@ -361,7 +361,10 @@ class CrossShard(forwarding.OptimizerWrapper):
     Args:
       var_list: The trained variables.
     """
-    self._step.watch.check()
+    watch = self._step.watch
+    watch.check()
+    if not watch.is_judged_by_group:
+      watch.before_evaluating()
     self._step.update.write_averages(var_list)
 
   def _gradients(

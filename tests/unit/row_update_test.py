@@ -82,8 +82,17 @@ def _train_one(optimizer: Any, dtype: Any = tf.float64) -> np.ndarray:
   return np.array(table.numpy())
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("kind", lazy_oracle.SLOTS)
+@pytest.mark.parametrize(
+  ("kind", "package"),
+  [
+    (kind, package)
+    for kind in lazy_oracle.SLOTS
+    for package in PACKAGES
+    # That of tf_keras multiplies a number once per trace and variable, and so
+    # is wrong in functions, rows or not.
+    if (kind, package) != ("Nadam", "tf_keras")
+  ],
+)
 class TestLazy:
   """Against NumPy; rows that do not occur stay to the bit."""
 
@@ -120,7 +129,7 @@ class TestLazy:
     for members in GROUPS:
       right = lazy_oracle.train(kind, TABLE, _group_batches(members))
       for replica in members:
-        np.testing.assert_allclose(copies[replica], right, rtol=1e-6, atol=1e-9)
+        np.testing.assert_allclose(copies[replica], right, **TOLERANCE)
         np.testing.assert_array_equal(copies[replica], copies[members[0]])
 
 
@@ -155,7 +164,8 @@ def _reads_whole_table(optimizer: Any) -> bool:
 
   @tf.function(autograph=False, input_signature=[values])
   def step(rows: tf.Tensor) -> None:
-    grad = tf.IndexedSlices(rows, [1, 4], [ROWS, WIDTH])
+    shape = tf.constant([ROWS, WIDTH])
+    grad = tf.IndexedSlices(rows, tf.constant([1, 4]), shape)
     optimizer.apply_gradients([(grad, table)])
 
   return any(

@@ -132,6 +132,14 @@ class GroupCallback(tf.keras.callbacks.Callback):
         shown.append(f"{name}={value!r}")
     return f"{type(self).__name__}({', '.join(shown)})"
 
+  def set_model(self, model: Any) -> None:
+    """Takes the model; warns of layers that mix groups."""
+    super().set_model(model)
+    layers = libraries.of(model).layers(model)
+    for watch in group_state.watches_of(getattr(model, "optimizer", None)):
+      watch.check_layers(layers)
+      watch.is_judged_by_group = True
+
   def set_params(self, params: Any) -> None:
     """Notes which callbacks are in one `fit`: Keras shows them no list."""
     super().set_params(params)

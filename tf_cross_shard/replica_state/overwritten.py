@@ -40,6 +40,8 @@ class OverwriteWatch:
     self._groups = groups = engine.groups
     self._engine = engine
     self._variable: Any = None
+    # Whether callbacks that know of groups look at them.
+    self.is_judged_by_group = False
     self._said: set[str] = set()
     self._state: Any = None
     # Workers would have to wait for each other to make it, and to compare.

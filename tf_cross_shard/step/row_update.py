@@ -120,9 +120,18 @@ class RowUpdate(update.ReplicatedUpdate):
       update_step(grad, variable, *rate)
       return
     grad = indexed_slices.merge_duplicates(grad)
+    # Keras takes one row, where it knows of it, for the bias of a layer.
+    indices, values = map(_unknown_length, (grad.indices, grad.values))
     decays = last.weight_decay and self._inner.decays(variable)
-    with row_variables.gathered(self._inner, variable, grad.indices) as rows:
+    with row_variables.gathered(self._inner, variable, indices) as rows:
       if decays:
         factor = tf.cast(last.weight_decay, rows.dtype)
         rows.assign_sub(rows * factor * tf.cast(last.learning_rate, rows.dtype))
-      update_step(grad.values, rows, *rate)
+      update_step(values, rows, *rate)
+
+
+def _unknown_length(value: Any) -> tf.Tensor:
+  """Returns a tensor whose number of rows is not known in a graph."""
+  tensor = tf.convert_to_tensor(value)
+  shape = [None, *tensor.shape[1:]]
+  return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=shape)

@@ -39,6 +39,7 @@ class CrossShardOptimizer(optimizer.CrossShard, wrapper.TfKerasWrapper):
   `adapter.optimizers.legacy`.
 
   >>> import tensorflow as tf
+  >>> import tf_keras as keras
   >>> optimizer = CrossShardOptimizer(keras.optimizers.SGD(0.5))
   >>> weight = tf.Variable(3.0)
   >>> int(optimizer.apply_gradients([(tf.constant(2.0), weight)]))
@@ -158,6 +159,7 @@ class TowerOptimizer(tower_optimizer.Tower, wrapper.TfKerasWrapper):
   It encapsulates an optimizer of tf_keras, legacy or not.
 
   >>> import tensorflow as tf
+  >>> import tf_keras as keras
   >>> optimizer = TowerOptimizer(lambda: keras.optimizers.SGD(0.5))
   >>> weight = tf.Variable(3.0)
   >>> int(optimizer.apply_gradients([(tf.constant(2.0), weight)]))
