@@ -6,6 +6,7 @@ variable. Here every group has its say:
     replica        0    1    2    3
     group_values   └─ A ─┘  └─ B ─┘      [A, B]
     save           A, B, once each       restore gives each group its own again
+    read_group(1)  B from that file, in a model without replicas
     average        every replica has the mean of all
 
 Arguments have one order: a path, groups or a variable, then `optimizer`, then
@@ -19,7 +20,7 @@ is not built, a ValueError.
 """
 
 from tf_cross_shard.replica_state.archive import CheckpointError
-from tf_cross_shard.replica_state.checkpoint import restore, save
+from tf_cross_shard.replica_state.checkpoint import read_group, restore, save
 from tf_cross_shard.replica_state.group_models import (
   copy_group,
   ensemble,
@@ -42,6 +43,7 @@ __all__ = [
   "ensemble",
   "group_values",
   "load_group",
+  "read_group",
   "restore",
   "save",
   "values",

@@ -6,7 +6,13 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from tf_cross_shard.replica_state import archive, group_state, replica_values
+from tf_cross_shard.inner_optimizer import libraries, optimizer_state
+from tf_cross_shard.replica_state import (
+  archive,
+  group_models,
+  group_state,
+  replica_values,
+)
 from tf_cross_shard.replica_state.archive import CheckpointError
 
 _SHOWN: Final = 5  # names that an error lists
@@ -77,7 +83,8 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
 
   Args:
     path: A file that `save` wrote.
-    optimizer: A built optimizer.
+    optimizer: An optimizer; one that is not built is built on what `model`
+      trains.
     model: As for `save`.
 
   Raises:
@@ -91,6 +98,9 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
 
 def restore_file(target: pathlib.Path, optimizer: Any, model: Any) -> Any:
   """Restores; returns the values that a worker's own file holds, else None."""
+  optimizer, model = group_state.in_order(optimizer, model)
+  if model is not None and hasattr(optimizer, "build"):
+    _build(optimizer, model)
   state = group_state.GroupCopies(optimizer, model)
   plan: list[list[archive.Array]] = []
   own_values, checksum = None, 0
@@ -112,6 +122,78 @@ def restore_file(target: pathlib.Path, optimizer: Any, model: Any) -> Any:
     state.copies.write(part.variable, arrays)
   group_state.accept_values(state.optimizer)
   return own_values
+
+
+def read_group(path: Any, group: int, model: Any) -> Any:
+  """Gives a plain model what `save` wrote of one group's weights.
+
+  To serve or to look at a group on one device: no strategy, no optimizer and
+  no other group is needed. What the model does not train is as `load_group`
+  has it. All is read and compared before anything is changed.
+
+  >>> import tempfile
+  >>> from tf_cross_shard import CrossShardOptimizer
+  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  >>> with strategy.scope():
+  ...   weight = tf.Variable(3.0, name="weight")
+  ...   optimizer = CrossShardOptimizer("sgd", group_assignment=[[0], [1]])
+  ...   optimizer.build([weight])
+  >>> plain = tf.Variable(0.0, name="weight")
+  >>> with tempfile.TemporaryDirectory() as folder:
+  ...   save(f"{folder}/state", optimizer, [weight])
+  ...   _ = read_group(f"{folder}/state", 1, [plain])
+  >>> float(plain.numpy())
+  3.0
+
+  Args:
+    path: A file that `save` or `GroupCheckpoint` wrote.
+    group: Which group, counted from 0 in the order of the saved ones.
+    model: A built model, made by the same code outside of any strategy, or a
+      list of variables.
+
+  Returns:
+    `model`.
+
+  Raises:
+    CheckpointError: If the file is damaged, has no such group, or has other
+      variables, shapes or dtypes. It is a ValueError.
+    OSError: If the file cannot be read.
+  """
+  target = archive.as_path(path)
+  state = group_state.GroupCopies(None, model, is_whole=False)
+  with (
+    archive.naming_damage(target, OSError),
+    archive.reading(target) as file,
+  ):
+    saved = _saved_groups(file)
+    if group not in range(len(saved)):
+      raise CheckpointError(
+        f"`group` must be an integer from 0 to {len(saved) - 1}; got {group!r}."
+        f" The checkpoint {target} holds the groups {saved}."
+      )
+    names = [n for n in file.about["names"] if n.startswith("model/")]
+    _check_names(file, state, names)
+    values = [
+      group_models.merged(part, list(_arrays(file, part, group).values()))
+      for part in state.parts
+    ]
+  count = len(state.copies.engine.replicas_here)
+  for part, value in zip(state.parts, values, strict=True):
+    state.copies.write(part.variable, [value] * count)
+  group_models.finalize(model)
+  return model
+
+
+def _build(optimizer: Any, model: Any) -> None:
+  """Builds an optimizer, unless it is, on what the model trains."""
+  layers = list(optimizer_state.nested_optimizers(optimizer))
+  if any(libraries.of(layer).is_built(layer) for layer in layers):
+    return
+  variables = [v for v in group_state.variables_of(model) if v.trainable]
+  variables = list(getattr(model, "trainable_variables", variables))
+  strategies = filter(None, map(replica_values.strategy_of, variables))
+  with next(strategies, tf.distribute.get_strategy()).scope():
+    optimizer.build(variables)
 
 
 def _check_groups(
