@@ -403,7 +403,9 @@ class CrossShard(forwarding.OptimizerWrapper):
   def _before_saving(self) -> None:
     """Warns of what is lost; does nothing while this object is being made."""
     if "_step" in vars(self):
-      self._step.watch.before_saving()
+      whole = self._inner.unsharded_state
+      saved = [*whole.trainable_variables, *self._inner.state]
+      self._step.watch.before_saving(saved)
 
   def _differing(self) -> dict[str, Any]:
     """The arguments besides `opt` that differ from their defaults."""

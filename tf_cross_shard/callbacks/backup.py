@@ -15,10 +15,9 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from tf_cross_shard import replica_state
 from tf_cross_shard.callbacks import base
 from tf_cross_shard.coordination import agreement, errors
-from tf_cross_shard.replica_state import group_models, group_state
+from tf_cross_shard.replica_state import checkpoint, group_models, group_state
 
 _KEPT: Final = 2  # backups of each worker
 _NAME: Final = re.compile(r"epoch_(\d+)\.npz")
@@ -139,7 +138,7 @@ class BackupAndRestore(base.GroupCallback):
     _begin_at(self.model, None)
     if newest is not None:
       self._set_values(
-        replica_state.restore_file(backups[newest], optimizer, self.model)
+        checkpoint.restore_file(backups[newest], optimizer, self.model)
       )
       for number, path in backups.items():
         if number > newest:  # of a run that has not been

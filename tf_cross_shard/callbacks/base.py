@@ -29,12 +29,6 @@ def engine_of(optimizer: Any) -> Any:
   return optimizer._checks.engine
 
 
-def accept_weights(optimizer: Any) -> None:
-  """Has no warning follow of the weights that groups have now."""
-  for watch in group_state.watches_of(optimizer):
-    watch.accept()
-
-
 def group_names(optimizer: Any) -> list[str]:
   """Returns the groups' own names, or `lr=0.1`, ..., or `group_0`, ..."""
   groups = group_state.groups_of(optimizer, None)

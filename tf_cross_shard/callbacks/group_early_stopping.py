@@ -130,7 +130,7 @@ class GroupEarlyStopping(base.GroupMonitor):
     for judge in self._judges:
       judge.on_train_end()
     if self._judges and self.restore_best_weights:
-      base.accept_weights(self.model.optimizer)
+      group_state.accept_values(self.model.optimizer)
     self._restored = {}
 
   def _begin(self) -> None:

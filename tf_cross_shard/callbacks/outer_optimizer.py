@@ -31,6 +31,7 @@ from tf_cross_shard.gradients import packing
 from tf_cross_shard.inner_optimizer import optimizer_state
 from tf_cross_shard.replica_state import (
   group_models,
+  group_state,
   overwritten,
   replica_values,
 )
@@ -288,7 +289,7 @@ class OuterOptimizer(base.GroupCallback):
       return
     strategy = base.engine_of(inner).strategy
     [is_done, *_] = strategy.experimental_local_results(join())
-    base.accept_weights(inner)
+    group_state.accept_values(inner)
     if not bool(is_done.numpy()) and not self._has_warned:
       self._has_warned = True
       logging.warning(
