@@ -625,6 +625,8 @@ def test_fit_and_model_files(
     testbed.fit(model, data)
     path = tmp_path / f"model_{is_plain}.keras"
     model.save(path)
+    tf.saved_model.save(model, str(tmp_path / "program"))  # without slots
+    tf.saved_model.load(str(tmp_path / "program"))
     with strategy.scope():
       again = library.models.load_model(path)
     testbed.fit(again, data)
@@ -665,6 +667,23 @@ def test_eager_steps() -> None:
     train(weights, optimizer, eager=eager)
     states.append(state_of(weights, optimizer))
   assert_equal(*states, bound=1e-6)
+
+
+def test_weights_without_elements() -> None:
+  with (
+    testbed.mirrored().scope()
+  ):  # Weights of one dtype lie behind each other.
+    weights = [tf.Variable(tf.zeros(0)), tf.Variable(tf.ones(3, tf.float64))]
+  weights, optimizer = build(
+    "keras",
+    lambda library: library.optimizers.SGD(1.0, momentum=0.5, clipnorm=9.0),
+    weights=weights,
+    shard_update=True,
+  )
+  grads = [np.zeros([1, 4, 0], "f"), np.ones([1, 4, 3])]
+  train(weights, optimizer, range(1), grads=grads)
+  np.testing.assert_array_equal(weights[1].numpy(), [-1.0] * 3)
+  assert [tuple(v.shape) for v in optimizer.variables[2:]] == [(0,), (3,)]
 
 
 def test_groups_of_one_are_not_sharded() -> None:

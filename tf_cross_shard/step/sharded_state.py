@@ -173,9 +173,15 @@ class Children(_Trackable):
       if not isinstance(child, (list, dict))
     }
 
-  def _trackable_children(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    del args, kwargs
-    return {**self._own(), **self._children}
+  def _trackable_children(
+    self, save_type: str = "checkpoint", **kwargs: Any
+  ) -> dict[str, Any]:
+    del kwargs
+    children = {**self._own(), **self._children}
+    if save_type == "checkpoint":
+      return children
+    # tf.saved_model.save reads in a graph, where parts cannot be joined.
+    return {k: v for k, v in children.items() if not isinstance(v, WholeSlot)}
 
   def _lookup_dependency(self, name: str, *args: Any) -> Any:
     del args

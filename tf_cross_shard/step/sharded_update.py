@@ -95,7 +95,8 @@ class ShardedUpdate(update.Update):
     members = self._engine.groups.group_size
     for (dtype, decays), weights in kinds.items():
       sizes = [int(np.prod(weight.shape)) for weight in weights]
-      part = -(-sum(sizes) // members)
+      # One at least: engines do not carry tensors without elements.
+      part = max(1, -(-sum(sizes) // members))
       name = f"shard_{dtype.name}" + ("" if decays else "_without_decay")
       with self._engine.making_variables():
         shard = self._inner.make_variable(tf.zeros([part], dtype), name)

@@ -24,6 +24,7 @@ from tf_cross_shard.virtual_tpu import (
   program,
   replica_context,
   replica_variable,
+  xla,
 )
 
 
@@ -68,11 +69,14 @@ class VirtualTPUStrategy(tf.distribute.Strategy):
 
     Raises:
       ValueError: If `num_replicas` is not a positive integer.
+      ImportError: If jax or jaxlib is missing or of an untested version.
     """
     if type(num_replicas) is not int or num_replicas < 1:
       raise ValueError(
         f"`num_replicas` must be a positive integer; got {num_replicas!r}."
       )
+    for distribution in ("jax", "jaxlib"):
+      xla.require(distribution)
     super().__init__(VirtualTPUExtended(self, num_replicas))
 
   def run(

@@ -75,8 +75,6 @@ class Client:
   """Devices that share this machine's CPU; changes no setting of jax."""
 
   def __init__(self, num_replicas: int) -> None:
-    require("jax")
-    require("jaxlib")
     self.num_replicas = num_replicas
     self._jax = importlib.import_module("jax")
     self._xla = importlib.import_module("jax._src.lib").xla_client
