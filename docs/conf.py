@@ -49,6 +49,7 @@ nb_output_stderr = "remove"  # TensorFlow tells much; errors are raised.
 
 # Docstrings are Google's, with `names` in single backquotes.
 default_role = "code"
+autoclass_content = "both"  # A constructor's arguments, too.
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # `Args` says it in words, with the shapes.
 napoleon_google_docstring = True

@@ -17,7 +17,8 @@ from tests.support import programs
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = programs.PROJECT / "examples"
+PROJECT = programs.PROJECT
+EXAMPLES = PROJECT / "examples"
 PNG_START = b"\x89PNG\r\n\x1a\n"
 
 
@@ -34,10 +35,16 @@ class Row(NamedTuple):
 
 
 def run_example(name: str, data_dir: Path, *arguments: str) -> str:
-  """Runs an example in another folder than its own; returns its output."""
-  return programs.run(
+  """Runs an example in another folder than its own; returns its output.
+
+  It logs no warning of this package.
+  """
+  output = programs.run(
     [str(EXAMPLES / name), f"--data_dir={data_dir}", *arguments], data_dir
   )
+  own = "|".join(x.name for x in PROJECT.glob("tf_cross_shard/**/*.py"))
+  assert not re.search(rf"(?m)^(W\d{{4}} .* ({own}):|WARNING:absl)", output), output
+  return output
 
 
 def read_table(output: str) -> list[Row]:

@@ -16,7 +16,10 @@ from tests.support import pages
 
 PAGES = [
   "README.md",
-  *sorted(f"docs/{x.name}" for x in pages.PROJECT.glob("docs/*.md")),
+  *sorted(
+    x.relative_to(pages.PROJECT).as_posix()
+    for x in pages.PROJECT.glob("docs/**/*.md")
+  ),
 ]
 
 
@@ -63,7 +66,7 @@ def test_page_names_what_there_is(page: str) -> None:
 
 
 def test_readme_is_short_and_index_names_all() -> None:
-  assert len(pages.text("README.md").splitlines()) <= 180
+  assert len(pages.text("README.md").splitlines()) <= 190
   index = pages.text("docs/index.md")
   for page in PAGES:
     assert page in ("README.md", "docs/index.md") or f"({page[5:]})" in index

@@ -2,8 +2,12 @@
 
 import contextlib
 import io
+import logging
 import pathlib
 import re
+from collections.abc import Iterator
+
+import tf_cross_shard
 
 # Not resolved: under Bazel the files are links, and lead out of the sandbox.
 PROJECT = pathlib.Path(__file__).absolute().parent.parent.parent
@@ -20,12 +24,36 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def programs(page: str) -> list[str]:
-  """Returns the page's programs; a diff is one, with its changes made."""
-  changed = [
+  """Returns the page's programs; a diff is one, with its changes made.
+
+  A block of Python without an import goes on from the one before.
+  """
+  found = [
     re.sub("(?m)^[+ ]", "", re.sub("(?m)^-.*\n", "", block))
     for block in blocks(page, "diff")
   ]
-  return changed + blocks(page, "python")
+  for block in blocks(page, "python"):
+    if re.search(r"(?m)^(import|from) ", block):
+      found.append(block)
+    else:
+      found[-1] += block
+  return found
+
+
+@contextlib.contextmanager
+def no_warnings() -> Iterator[None]:
+  """Raises `AssertionError` where this package has logged a warning."""
+  records: list[logging.LogRecord] = []
+  handler = logging.Handler(logging.WARNING)
+  handler.emit = records.append  # type: ignore[method-assign]
+  logging.getLogger("absl").addHandler(handler)
+  try:
+    yield
+  finally:
+    logging.getLogger("absl").removeHandler(handler)
+  package = pathlib.Path(tf_cross_shard.__file__).parent
+  ours = [r for r in records if package in pathlib.Path(r.pathname).parents]
+  assert not ours, [record.getMessage() for record in ours]
 
 
 def check(page: str, program: str, folder: pathlib.Path) -> None:
@@ -34,7 +62,7 @@ def check(page: str, program: str, folder: pathlib.Path) -> None:
     assert "set_logical_device_configuration" in program
   names: dict[str, object] = {"__name__": "__main__"}
   printed = io.StringIO()
-  with contextlib.redirect_stdout(printed):
+  with contextlib.redirect_stdout(printed), no_warnings():
     # From a file, because tf.function reads the source of what it traces.
     (folder / "program.py").write_text(program)
     exec(compile(program, str(folder / "program.py"), "exec"), names)
