@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
-from absl import logging
 
 from tests.support import replica_state_cases as cases
 from tests.support import testbed
@@ -328,10 +327,7 @@ def test_a_copy_is_trained_as_the_source_would_be(
 
 def test_a_copy_is_no_reason_to_warn(monkeypatch: pytest.MonkeyPatch) -> None:
   """Groups are equal after it, and the next steps part them again."""
-  said: list[str] = []
-  monkeypatch.setattr(
-    logging, "warning", lambda text, *args: said.append(text % args)
-  )
+  said = cases.collect_warnings(monkeypatch)
   model, optimizer = _made(
     "mirrored",
     "tf_keras",
@@ -356,10 +352,7 @@ def test_groups_that_are_equal_are_warned_about(
   way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   """EarlyStopping sets the weights after the last look of `fit` at them."""
-  said: list[str] = []
-  monkeypatch.setattr(
-    logging, "warning", lambda text, *args: said.append(text % args)
-  )
+  said = cases.collect_warnings(monkeypatch)
   model, optimizer = _made("mirrored", "keras", lambda home: _dense(home, "a"))
   stop = keras.callbacks.EarlyStopping(
     "loss", min_delta=1e9, patience=1, restore_best_weights=True

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
-from absl import logging as absl_logging
 
 import tf_cross_shard.keras3
 import tf_cross_shard.tf_keras
@@ -215,14 +214,7 @@ def test_backup_and_restore(tmp_path: pathlib.Path) -> None:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
   """What is warned about, but for the line of every grouped `fit`."""
-  lines: list[str] = []
-
-  def warn(text: str, *args: Any) -> None:
-    if "belongs to no group" not in text:
-      lines.append(text % args)
-
-  monkeypatch.setattr(absl_logging, "warning", warn)
-  return lines
+  return cases.collect_warnings(monkeypatch)
 
 
 def _ways(model: Any, folder: pathlib.Path) -> dict[str, Callable[[], Any]]:

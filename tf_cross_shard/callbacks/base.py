@@ -147,10 +147,15 @@ class GroupCallback(tf.keras.callbacks.Callback):
     same = [c for c in _in_fits if c.params is self.params]
     return sorted(same, key=lambda callback: callback._place_in_list)
 
+  def before(self) -> list["GroupCallback"]:
+    """Returns those that come earlier in this `fit`."""
+    return list(
+      itertools.takewhile(lambda other: other is not self, self.same_fit())
+    )
+
   def prefixes_before(self) -> list[str]:
     """Returns the `prefix` of those that come earlier in this `fit`."""
-    earlier = itertools.takewhile(lambda c: c is not self, self.same_fit())
-    return [callback.prefix for callback in earlier if callback.prefix]
+    return [callback.prefix for callback in self.before() if callback.prefix]
 
   def state(self) -> dict[str, Any]:
     """Returns what goes on after a crash, as arrays and numbers by name."""

@@ -96,14 +96,20 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
   restore_file(archive.as_path(path), optimizer, model)
 
 
-def restore_file(target: pathlib.Path, optimizer: Any, model: Any) -> Any:
-  """Restores; returns the values that a worker's own file holds, else None."""
+def restore_file(
+  target: pathlib.Path, optimizer: Any, model: Any
+) -> tuple[Any, dict[str, archive.Array]]:
+  """Restores; returns what `GroupCopies.write` was given beside the state.
+
+  That is the values of a worker's own file, else None, and the arrays of others
+  than the groups.
+  """
   optimizer, model = group_state.in_order(optimizer, model)
   if model is not None and hasattr(optimizer, "build"):
     _build(optimizer, model)
   state = group_state.GroupCopies(optimizer, model)
   plan: list[list[archive.Array]] = []
-  own_values, checksum = None, 0
+  own_values, own_arrays, checksum = None, {}, 0
   error: Exception | None = None
   try:
     with (
@@ -115,13 +121,14 @@ def restore_file(target: pathlib.Path, optimizer: Any, model: Any) -> Any:
       _check_groups(file, state)
       _check_names(file, state, file.about["names"])
       plan = [_values_here(file, state, part) for part in state.parts]
+      own_arrays = {n: file[n] for n in file if not n.startswith("group_")}
   except Exception as failure:
     error = failure
   state.conclude(f"restoring {target.name}", error, checksum)
   for part, arrays in zip(state.parts, plan, strict=True):
     state.copies.write(part.variable, arrays)
   group_state.accept_values(state.optimizer)
-  return own_values
+  return own_values, own_arrays
 
 
 def read_group(path: Any, group: int, model: Any) -> Any:
