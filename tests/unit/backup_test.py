@@ -180,7 +180,7 @@ def _watched(folder: pathlib.Path, *more: Any) -> list[Any]:
     callbacks.GroupMetrics(data),
     callbacks.GroupReduceLROnPlateau(patience=1, factor=0.5, min_delta=0.3),
     callbacks.GroupEarlyStopping(
-      patience=1, min_delta=0.3, restore_best_weights=True
+      patience=2, min_delta=0.3, restore_best_weights=True
     ),
     callbacks.GroupCheckpoint(folder / "best.npz"),
     callbacks.BackupAndRestore(folder / "backup"),
