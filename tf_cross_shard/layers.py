@@ -16,3 +16,8 @@ else:
   from tf_cross_shard.keras3 import SyncBatchNormalization
 
 __all__ = ["SyncBatchNormalization"]
+
+
+def __dir__() -> list[str]:
+  """Returns the public names."""
+  return sorted(__all__)

@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
   along = "replicas of --topology that differ in this coordinate only"
   add("--along", choices=("x", "y", "z", "core"), help=along)
   command.add_argument("--topology", help="a TPU slice, such as v5e:4x2")
+  command.add_argument("--names", nargs="+", help="a name for each group")
 
   command = commands.add_parser(
     "compile", help="compile a step for a TPU slice, without a TPU"
@@ -179,7 +180,7 @@ def _groups(options: argparse.Namespace) -> str:
       f"--topology {options.topology} has {len(coordinates)} devices; the"
       f" groups hold {groups.num_replicas} replicas."
     )
-  return groups.draw()
+  return groups_lib.Groups(groups, names=options.names).draw()
 
 
 def _compile(options: argparse.Namespace) -> str:

@@ -184,14 +184,18 @@ def test_subclassed_and_nested_models(library: str) -> None:
 def test_what_clones_need_beside_weights(
   library: str, tmp_path: pathlib.Path
 ) -> None:
-  """Lambdas, adapted vocabularies, random states that Keras numbers anew."""
+  """Functions, adapted vocabularies, random states that Keras numbers anew."""
+
+  def thrice(t: Any) -> Any:
+    return 3 * t
 
   def make(home: Any) -> Any:
     words = home.layers.TextVectorization(output_sequence_length=2)
     words.adapt(["a b c", "b c", "c"])
     inputs = home.Input((1,), dtype="string")
     x = home.layers.Embedding(8, 3)(words(inputs))
-    x = home.layers.Lambda(lambda t: t * 2, output_shape=(2, 3))(x)
+    x = home.layers.Lambda(lambda t: tf.add(t, t))(x)  # A name of this file.
+    x = home.layers.Lambda(thrice)(home.Sequential([home.layers.ReLU()])(x))
     lstm = home.layers.LSTM(2, return_sequences=True)
     both = home.layers.Bidirectional(lstm)(x)
     return home.Model(inputs, home.layers.Concatenate()([x, both]))

@@ -69,6 +69,13 @@ def test_groups(
   ]
 
 
+def test_groups_with_names(capsys: pytest.CaptureFixture[str]) -> None:
+  words = ["--strided", "4", "2", "--names", "low", "high"]
+  status, out, err = _main(capsys, "groups", *words)
+  assert (status, err) == (0, "")
+  assert out.split("\n")[1:3] == ["low      o-----o", "high        o-----o"]
+
+
 def test_compile_to_table(
   steps: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,6 +90,15 @@ def test_repr_is_what_differs(home: Any, its_keras: Any) -> None:
 
 
 @pytest.mark.parametrize(("home", "its_keras"), KERAS)
+def test_names_for_completion(home: Any, its_keras: Any) -> None:
+  opt = its_keras.optimizers.Adam()
+  names = dir(home.CrossShardOptimizer(opt))
+  assert {"get_slot", "groups", "iterations", "skipped_steps"} <= set(names)
+  # By them savers would save twice: see docs/limits.md.
+  assert not {"inner_optimizer", "get_slot_names"} & set(names)
+
+
+@pytest.mark.parametrize(("home", "its_keras"), KERAS)
 def test_wrong_arguments_are_told_what_they_may_mean(
   home: Any, its_keras: Any
 ) -> None:

@@ -168,9 +168,14 @@ def test_the_package_has_the_optimizer_of_tf_dot_keras() -> None:
 
 def test_the_package_lists_what_is_public() -> None:
   names = dir(tf_cross_shard)
-  modules = {"keras3", "multi_worker", "tf_keras", "virtual_tpu"}
-  assert set(names) == {*tf_cross_shard.__all__, *modules}
+  later = {"keras3", "multi_worker", "tf_keras", "virtual_tpu"}
+  assert set(names) == {*tf_cross_shard.__all__, *later}
   assert set(dir(multi_worker)) == set(multi_worker.__all__)
+  modules = [getattr(tf_cross_shard, name) for name in tf_cross_shard.__all__]
+  modules = [m for m in modules if isinstance(m, types.ModuleType)]
+  assert len(modules) == 6
+  for module in modules:
+    assert dir(module) == sorted(module.__all__)
   for package, name in [
     *((tf_cross_shard, name) for name in names),
     *((multi_worker, name) for name in multi_worker.__all__),

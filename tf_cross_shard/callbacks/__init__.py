@@ -37,3 +37,8 @@ __all__ = [
   "GroupTensorBoard",
   "OuterOptimizer",
 ]
+
+
+def __dir__() -> list[str]:
+  """Returns the public names."""
+  return sorted(__all__)

@@ -24,3 +24,8 @@ __all__ = [
   "naming_lost_workers",
   "newest_common",
 ]
+
+
+def __dir__() -> list[str]:
+  """Returns the public names."""
+  return __all__

@@ -12,6 +12,31 @@ variable. Here every group has its say:
 Arguments have one order: a path, groups or a variable, then `optimizer`, then
 `model`. An optimizer and a model that are swapped are told apart.
 
+>>> import tensorflow as tf
+>>> from tf_cross_shard import CrossShardOptimizer
+>>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+>>> with strategy.scope():
+...   model = tf.keras.Sequential(
+...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1, use_bias=False)]
+...   )
+...   optimizer = CrossShardOptimizer("sgd", group_assignment=[[0], [1]])
+...   optimizer.build(model.trainable_variables)
+>>> kernel = model.trainable_variables[0]
+>>> tensors = getattr(kernel, "value", kernel)  # tf_keras has tf.Variables
+>>> for i, copy in enumerate(strategy.experimental_local_results(tensors)):
+...   _ = copy.assign([[10.0 * i]])
+>>> [float(value[0, 0]) for value in group_values(kernel, optimizer)]
+[0.0, 10.0]
+>>> x = tf.constant([[2.0]])
+>>> float(load_group(1, optimizer, model)(x)[0, 0])
+20.0
+>>> float(ensemble(optimizer, model)(x)[0, 0])
+10.0
+>>> average(optimizer, model)
+>>> [float(value[0, 0]) for value in values(kernel)]
+[5.0, 5.0]
+>>> copy_group(1, 0, optimizer, model)
+
 All functions are called eagerly, outside `strategy.run`, or raise a
 RuntimeError; on several machines by all workers alike, or all of them raise a
 MissingWorkerError or a DisagreementError. Something else than a path, a

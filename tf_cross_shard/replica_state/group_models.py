@@ -14,7 +14,7 @@ import importlib
 import operator
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
@@ -26,6 +26,7 @@ from tf_cross_shard.replica_state import archive, group_state, replica_values
 
 _KERASES: Final = ("keras", "tf_keras")
 _CLONED: Final = "tf_cross_shard>cloned"  # a name that no class of users has
+_FUNCTION: Final = "tf_cross_shard>function of "  # a Lambda of this name
 
 
 def load_group(group: int, optimizer: Any, model: Any, into: Any = None) -> Any:
@@ -37,21 +38,6 @@ def load_group(group: int, optimizer: Any, model: Any, into: Any = None) -> Any:
   normalization, is the mean over the members; of integers, such as the states
   of random numbers, the first member's. Moving averages of weights that the
   optimizer keeps are not looked at.
-
-  >>> from tf_cross_shard import CrossShardOptimizer
-  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-  >>> with strategy.scope():
-  ...   model = tf.keras.Sequential(
-  ...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1, use_bias=False)]
-  ...   )
-  ...   optimizer = CrossShardOptimizer("sgd", group_assignment=[[0], [1]])
-  >>> kernel = model.trainable_variables[0]
-  >>> kernel = getattr(kernel, "value", kernel)  # tf_keras has tf.Variables
-  >>> for i, copy in enumerate(strategy.experimental_local_results(kernel)):
-  ...   _ = copy.assign([[10.0 * i]])
-  >>> plain = load_group(1, optimizer, model)
-  >>> plain(tf.constant([[2.0]])).numpy().tolist()
-  [[20.0]]
 
   Args:
     group: Which group, counted from 0 in the order of `optimizer.groups`.
@@ -124,19 +110,6 @@ def copy_group(source: int, target: int, optimizer: Any, model: Any) -> None:
   Where members of a group have values of their own, the j-th member receives
   those of the j-th. No other group changes.
 
-  >>> from tf_cross_shard import CrossShardOptimizer
-  >>> from tf_cross_shard.replica_state import group_values
-  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-  >>> with strategy.scope():
-  ...   weight = tf.Variable(1.0)
-  ...   optimizer = CrossShardOptimizer("sgd", group_assignment=[[0], [1]])
-  ...   optimizer.build([weight])
-  >>> for i, copy in enumerate(strategy.experimental_local_results(weight)):
-  ...   _ = copy.assign(10.0 * i)
-  >>> copy_group(1, 0, optimizer, [weight])
-  >>> [float(value) for value in group_values(weight, optimizer)]
-  [10.0, 10.0]
-
   Args:
     source: The group that is copied, in the order of `optimizer.groups`.
     target: The group that receives it.
@@ -181,20 +154,6 @@ def ensemble(
   saved, exported and loaded without this package. Of a model that ends with
   softmax it is the mean of probabilities; of one that returns logits, the mean
   of logits.
-
-  >>> from tf_cross_shard import CrossShardOptimizer
-  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-  >>> with strategy.scope():
-  ...   model = tf.keras.Sequential(
-  ...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1, use_bias=False)]
-  ...   )
-  ...   optimizer = CrossShardOptimizer("sgd", group_assignment=[[0], [1]])
-  >>> kernel = model.trainable_variables[0]
-  >>> kernel = getattr(kernel, "value", kernel)  # tf_keras has tf.Variables
-  >>> for i, copy in enumerate(strategy.experimental_local_results(kernel)):
-  ...   _ = copy.assign([[10.0 * i]])
-  >>> ensemble(optimizer, model)(tf.constant([[2.0]])).numpy().tolist()
-  [[10.0]]
 
   Args:
     optimizer: An optimizer with groups. Others have one of all replicas.
@@ -282,11 +241,15 @@ def _clone(keras: Any, model: Any, state: group_state.GroupCopies) -> Any:
   # Not `clone_model`: in Keras 3 it loses names of inputs, and it compiles a
   # second CrossShardOptimizer, for replicas that are not there.
   try:
-    own = {
+    layers = libraries.of(model).layers(model)
+    own: dict[str, Any] = {
       type(layer).__name__: type(layer)
-      for layer in libraries.of(model).layers(model)
+      for layer in layers
       if type(layer).__module__.split(".")[0] not in _KERASES
     }
+    # Of a lambda a configuration has the code, without the names that it uses.
+    lambdas = [v for v in layers if isinstance(v, keras.layers.Lambda)]
+    own |= {f"{_FUNCTION}{layer.name}": layer.function for layer in lambdas}
     with outside_of_strategies(), _same_random_numbers():
       # Keras' way to `from_config` that takes lambdas, which come from here.
       clone = keras.saving.deserialize_keras_object(
@@ -294,7 +257,7 @@ def _clone(keras: Any, model: Any, state: group_state.GroupCopies) -> Any:
           "module": None,
           "class_name": _CLONED,
           "registered_name": _CLONED,
-          "config": _not_compiled(model.get_config()),
+          "config": _clonable(model.get_config(), own),
         },
         custom_objects={**own, _CLONED: kind},
         safe_mode=False,
@@ -368,18 +331,24 @@ def keras_of(model: Any) -> Any:
   raise TypeError(f"`model` must be a Keras model; got {type(model).__name__}.")
 
 
-def _not_compiled(config: Any) -> Any:
-  """A configuration in which no model within is compiled.
+def _clonable(config: Any, own: Mapping[str, Any]) -> Any:
+  """Returns a configuration whose Lambdas have the functions in `own`.
 
-  Optimizers of theirs would need this package where the clone is loaded.
+  No model in it is compiled: optimizers would need this package where the clone
+  is loaded.
   """
-  if isinstance(config, dict):
-    return {
-      key: _not_compiled(value)
-      for key, value in config.items()
-      if key != "compile_config"
-    }
-  return list(map(_not_compiled, config)) if type(config) is list else config
+  if type(config) is list:
+    return [_clonable(value, own) for value in config]
+  if not isinstance(config, dict):
+    return config
+  name = f"{_FUNCTION}{config.get('name')}"
+  return {
+    key: {"class_name": "function", "config": name, "registered_name": name}
+    if key == "function" and name in own and isinstance(value, dict)
+    else _clonable(value, own)
+    for key, value in config.items()
+    if key != "compile_config"
+  }
 
 
 @contextlib.contextmanager

@@ -39,14 +39,6 @@ def values(variable: Any) -> list[archive.Array]:
 def group_values(variable: Any, optimizer: Any) -> list[archive.Array]:
   """Returns each group's value of a variable: that of its first member.
 
-  >>> from tf_cross_shard import CrossShardOptimizer
-  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-  >>> with strategy.scope():
-  ...   weight = tf.Variable(3.0)
-  ...   optimizer = CrossShardOptimizer("sgd", group_assignment=[[0], [1]])
-  >>> [float(value) for value in group_values(weight, optimizer)]
-  [3.0, 3.0]
-
   Args:
     variable: A `tf.Variable`, a `keras.Variable` or a slot.
     optimizer: An optimizer with groups. Others have one of all replicas.
@@ -104,18 +96,6 @@ def average(optimizer: Any, model: Any, slots: bool = False) -> None:
   under every strategy; where that sum overflows, the values are divided first.
   Averaged are the model's floating variables, the statistics of batch
   normalization among them; not integers, such as the states of random numbers.
-
-  >>> from tf_cross_shard import CrossShardOptimizer
-  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-  >>> with strategy.scope():
-  ...   weight = tf.Variable(1.0)
-  ...   optimizer = CrossShardOptimizer("sgd", group_assignment=[[0], [1]])
-  ...   optimizer.build([weight])
-  >>> for i, copy in enumerate(strategy.experimental_local_results(weight)):
-  ...   _ = copy.assign(10.0 * i)
-  >>> average(optimizer, [weight])
-  >>> [float(value) for value in values(weight)]
-  [5.0, 5.0]
 
   Args:
     optimizer: A built optimizer.

@@ -21,7 +21,7 @@ from tf_cross_shard.wrapper import loss_scaling, saving
 # Keras saves each optimizer that it finds among an object's names, and
 # tf.train.Checkpoint takes an object with slot names for a version 1 optimizer.
 # Both would save the same variables twice.
-_HIDDEN: Final = frozenset(("inner_optimizer", "get_slot", "get_slot_names"))
+_HIDDEN: Final = frozenset(("inner_optimizer", "get_slot_names"))
 
 
 _Class = TypeVar("_Class", bound=type[Any])
