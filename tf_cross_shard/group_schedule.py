@@ -262,6 +262,19 @@ def check_settable(optimizer: Any) -> None:
       )
 
 
+def bound(forwarded: property) -> property:
+  """Returns a learning rate whose assignment tells a PerGroup of the groups."""
+
+  def assign(optimizer: Any, value: Any) -> None:
+    if "_checks" in vars(optimizer):  # Keras' constructor is done.
+      if not callable(value):
+        check_settable(optimizer.inner_optimizer)
+      bind_rate(value, optimizer.groups, optimizer._package)
+    forwarded.__set__(optimizer, value)
+
+  return forwarded.setter(assign)
+
+
 def bind_rate(rate: Any, groups: groups_lib.Groups, package: str) -> None:
   """The same for a learning rate, or a list of them."""
   found = list(_within(rate, _schedule_class(package)))

@@ -97,6 +97,12 @@ class OverwriteWatch:
         " restore(), which keep each group's, or average().",
       )
 
+  def end_fit(self) -> None:
+    """Warns of what `fit` may have done, or its user may do next."""
+    self.check()
+    if not self.is_judged_by_group:
+      self.before_evaluating()
+
   def accept(self) -> None:
     """Takes what groups have now as it is meant to be."""
     if self._state is not None:
