@@ -277,10 +277,10 @@ def bound(forwarded: property) -> property:
 
 def bind_rate(rate: Any, groups: groups_lib.Groups, package: str) -> None:
   """The same for a learning rate, or a list of them."""
-  found = list(_within(rate, _schedule_class(package)))
-  for rates in found:
+  schedules = list(_within(rate, _schedule_class(package)))
+  for rates in schedules:
     rates.check(groups)
-  for rates in found:
+  for rates in schedules:
     rates._groups = groups
 
 
@@ -291,12 +291,12 @@ def _within(value: Any, schedule: type[Any]) -> Iterator[PerGroupSchedule]:
   if isinstance(value, schedule):
     value = list(vars(value).values())
   if isinstance(value, (list, tuple)):
-    for each in value:
-      yield from _within(each, schedule)
+    for part in value:
+      yield from _within(part, schedule)
 
 
 def _schedule_class(package: str) -> type[Any]:
-  """What all schedules of a Keras are."""
+  """Returns the base class of a Keras' schedules."""
   schedules = sys.modules[package].optimizers.schedules
   kind: type[Any] = schedules.LearningRateSchedule
   return kind
@@ -317,6 +317,6 @@ def _row(rows: tf.Tensor, groups: groups_lib.Groups) -> tf.Tensor:
       f" {groups.to_lists()}. Call per_group inside `strategy.run` of the"
       " strategy that it is for, or inside `with schedules.as_group(i):`."
     )
-  group_of = [groups.index_of(each) for each in range(replicas)]
+  group_of = [groups.index_of(number) for number in range(replicas)]
   # The replica's number may be a tensor.
   return tf.gather(rows, tf.gather(group_of, replica))
