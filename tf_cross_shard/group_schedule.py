@@ -130,8 +130,19 @@ class PerGroupSchedule:
 
     Raises:
       TypeError: If one is neither.
+      ValueError: If there are none.
     """
+    if not isinstance(rates, Iterable) or not (rates := list(rates)):
+      raise ValueError(
+        f"`rates` must be a list of one for each group; got {rates!r}. Use for"
+        " example [0.1, 0.01]."
+      )
     self.rates = [self._checked(rate) for rate in rates]
+
+  def __repr__(self) -> str:
+    """The numbers, and the classes of the schedules."""
+    shown = [type(r).__name__ if callable(r) else repr(r) for r in self.rates]
+    return f"{type(self).__name__}([{', '.join(shown)}])"
 
   def _checked(self, rate: Any) -> Any:
     """A schedule as it is, a number as a float, which JSON knows."""
