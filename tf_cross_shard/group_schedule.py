@@ -69,7 +69,7 @@ def per_group(values: Any, groups: Any) -> tf.Tensor:
 
 
 @contextlib.contextmanager
-def as_group(group: int) -> Iterator[None]:
+def as_group(group: Any) -> Iterator[None]:
   """Makes a group's values those outside of replicas.
 
   For a model of one group, as `replica_state.load_group` returns it, whose
@@ -80,7 +80,7 @@ def as_group(group: int) -> Iterator[None]:
   0.5
 
   Args:
-    group: The number of the group.
+    group: The number of the group, or a variable that holds it.
   """
   before = getattr(_outside, "group", None)
   _outside.group = group
@@ -319,7 +319,7 @@ def _row(rows: tf.Tensor, groups: groups_lib.Groups) -> tf.Tensor:
   replica = replica_isolation.current_replica()
   outside = getattr(_outside, "group", None)
   if replica is None or outside is not None:
-    return rows[outside or 0]
+    return tf.gather(rows, 0 if outside is None else outside)
   replicas = strategy.num_replicas_in_sync
   if replicas != groups.num_replicas:
     raise ValueError(
