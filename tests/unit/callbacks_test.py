@@ -1015,15 +1015,15 @@ def test_a_loss_that_differs_by_group_is_each_groups_own() -> None:
 
   def loss(y: Any, prediction: Any) -> Any:
     error = tf.reduce_mean((y - prediction) ** 2, axis=-1)
-    return per_group(weight, GROUPS) * error
+    return schedules.per_group(weight, CROSSED) * error
 
   with testbed.mirrored().scope():
-    layers = [keras.Input((1,)), keras.layers.Dense(1, use_bias=False)]
-    model = keras.Sequential(layers)
+    layers = [tf.keras.Input((1,)), tf.keras.layers.Dense(1, use_bias=False)]
+    model = tf.keras.Sequential(layers)
     model.layers[-1].set_weights([np.zeros((1, 1))])
     model.compile(
-      keras3.CrossShardOptimizer(
-        keras.optimizers.SGD(0.0), group_assignment=GROUPS
+      CrossShardOptimizer(
+        tf.keras.optimizers.SGD(0.0), group_assignment=CROSSED
       ),
       loss,
     )
