@@ -772,8 +772,8 @@ def test_decay_set_after_build_leaves_out_what_is_excluded(
     lambda: optimizer.apply_gradients([(tf.zeros(3), w) for w in weights])
   )
   for weight, value in zip(weights, (0.75, 1.0), strict=True):
-    for copy in testbed.copies(weight):
-      np.testing.assert_array_equal(copy, np.full(3, value))
+    for value_of_replica in testbed.copies(weight):
+      np.testing.assert_array_equal(value_of_replica, np.full(3, value))
 
 
 class _Older(tf_keras.optimizers.legacy.Adam):
