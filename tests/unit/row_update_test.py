@@ -236,6 +236,22 @@ def test_refused(kind: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+  ("settings", "options"),
+  [
+    ({}, {"accumulate_steps": 2}),
+    ({}, {"shard_update": True}),
+    ({"gradient_accumulation_steps": 2}, {}),
+  ],
+)
+def test_what_makes_gradients_dense_is_refused(
+  settings: dict[str, Any], options: dict[str, Any]
+) -> None:
+  [name] = {**settings, **options}
+  with pytest.raises(ValueError, match=f"with `{name}` gradients are dense"):
+    _optimizer("keras3", "Adam", settings=settings, lazy_rows=True, **options)
+
+
 def test_steps_that_are_not_finite_change_no_row() -> None:
   optimizer = _optimizer("keras3", "Adam", lazy_rows=True, skip_nonfinite=True)
   table = tf.Variable(tf.ones([3, 2]))
