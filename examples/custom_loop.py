@@ -62,6 +62,9 @@ def main(argv: Sequence[str]) -> None:
 
   batch_size = replicas.divisible(_BATCH_SIZE.value, num_replicas)
   train_data, test_data = digits_dataset.load(batch_size, _DATA_DIR.value)
+  # After the datasets, whose functions it would make slow. Without it
+  # TensorFlow may idle when it deletes iterators: docs/limits.md#tensorflow.
+  tf.data.experimental.enable_debug_mode()
   # After the data: to prepare them takes random numbers, to read them none.
   tf.keras.utils.set_random_seed(0)
   with strategy.scope():

@@ -65,14 +65,10 @@ def train(
   strategy: tf.distribute.Strategy,
   groups: groups_lib.Groups,
   rates: Sequence[float],
+  train_data: tf.data.Dataset,
+  test_data: tf.data.Dataset,
 ) -> group_history.GroupHistory:
   """Trains one model, from the same start each time; returns its history."""
-  batch_size = replicas.divisible(
-    _BATCH_SIZE.value, strategy.num_replicas_in_sync
-  )
-  train_data, test_data = digits_dataset.load(
-    batch_size, _DATA_DIR.value, _SEED.value
-  )
   # After the data: to prepare them takes random numbers, to read them none.
   tf.keras.utils.set_random_seed(_SEED.value)
   steps = len(train_data)
@@ -95,11 +91,8 @@ def train(
   watching = [callbacks.GroupMetrics(test_data), history]
   if _LOGS.value and groups.num_groups > 1:
     watching.append(callbacks.GroupTensorBoard(_LOGS.value))
-  # Repeated data need one iterator for all epochs. To delete an iterator that
-  # feeds several devices can take seconds: its tuning threads sleep ever
-  # longer, and TensorFlow 2.21 does not always wake them.
   model.fit(
-    train_data.repeat(),
+    train_data.repeat(),  # One iterator for all epochs.
     epochs=_EPOCHS.value,
     steps_per_epoch=steps,
     shuffle=False,  # The pipeline does it.
@@ -138,13 +131,24 @@ def main(argv: Sequence[str]) -> None:
   else:
     runs["grouped"] = groups
 
+  batch_size = replicas.divisible(_BATCH_SIZE.value, num_replicas)
+  # Each run shuffles a dataset of its own, and so sees the same order.
+  data = {
+    name: digits_dataset.load(batch_size, _DATA_DIR.value, _SEED.value)
+    for name in runs
+  }
+  # Without it TensorFlow may idle for minutes whenever the iterator of a
+  # distributed dataset is deleted: docs/limits.md#tensorflow says why. It comes
+  # after the datasets, whose functions it would make slow.
+  tf.data.experimental.enable_debug_mode()
+
   histories = {}
   for name, grouping in runs.items():
     print(f"\n{name}\n{grouping.draw()}\n")
     chosen = [rates[i % len(rates)] for i in range(grouping.num_groups)]
     if grouping.num_groups == 1:
       chosen = [rates[1 % len(rates)]]
-    histories[name] = train(strategy, grouping, chosen)
+    histories[name] = train(strategy, grouping, chosen, *data[name])
   print(f"\n{group_history.table(histories)}\n")
   if groups is not None:
     print(conclusion(histories["ungrouped"], histories["grouped"]))

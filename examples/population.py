@@ -90,6 +90,10 @@ def main(argv: Sequence[str]) -> None:
     else replicas.make_strategy(len(RATES))
   )
   train_data, test_data = digits_dataset.load(128, _DATA_DIR.value)
+  if not _VIRTUAL_TPU.value:
+    # After the datasets, whose functions it would make slow. Without it
+    # TensorFlow may idle when it deletes iterators: docs/limits.md#tensorflow.
+    tf.data.experimental.enable_debug_mode()
   tf.keras.utils.set_random_seed(0)
   with strategy.scope():
     model = digits_dataset.make_model()

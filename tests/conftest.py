@@ -17,6 +17,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import hypothesis
 import pytest
 import tensorflow as tf
+from tensorflow.python.data.ops import dataset_ops
 
 NUM_DEVICES = 4
 
@@ -29,7 +30,20 @@ def _split_cpu(num_devices: int) -> None:
   )
 
 
+def _without_tuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
+  """Returns a dataset whose iterators start no thread that tunes them."""
+  options = tf.data.Options()
+  options.autotune.enabled = False
+  return dataset_ops.DatasetV2.with_options(dataset, options)
+
+
 _split_cpu(NUM_DEVICES)
+
+# TensorFlow may idle for seconds when it deletes an iterator that is tuned; see
+# docs/limits.md. The public remedy, debug mode, would run what Keras makes of
+# arrays in Python and shuffle them otherwise. TensorFlow calls this method for
+# every iterator, also for each device's, to apply the options of that mode.
+dataset_ops.DatasetV2._apply_debug_options = _without_tuning
 
 # The same examples in every run: a red test stays red until it is mended. No
 # deadline, since the first call of each TensorFlow kernel is slow, and no

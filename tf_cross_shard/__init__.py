@@ -8,7 +8,7 @@ model function in one program; the *wire* is what travels between replicas.
 # ruff: noqa: E402  # Versions are checked first.
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tf_cross_shard import versions
 
@@ -26,8 +26,11 @@ from tf_cross_shard.group_schedule import per_group
 from tf_cross_shard.groups import Groups
 from tf_cross_shard.towers import ModeKeys, TowerSpec, replicate_model_fn
 
+if TYPE_CHECKING:  # What editors show, and what both Kerases' classes are.
+  from tf_cross_shard.optimizer import CrossShard as CrossShardOptimizer
+  from tf_cross_shard.towers.tower_optimizer import Tower as TowerOptimizer
 # Also registers them with Keras, for programs that only load a model.
-if versions.uses_tf_keras():
+elif versions.uses_tf_keras():
   from tf_cross_shard.tf_keras import CrossShardOptimizer, TowerOptimizer
 else:
   from tf_cross_shard.keras3 import CrossShardOptimizer, TowerOptimizer

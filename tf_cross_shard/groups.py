@@ -16,11 +16,26 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
+__all__ = [
+  "AXES",
+  "Groups",
+  "along",
+  "by_host",
+  "contiguous",
+  "singletons",
+  "strided",
+]
+
 AXES: Final = ("x", "y", "z", "core")  # of a device in a TPU slice
 _REMEDY: Final = (
   "Give one row of replica ids per group, all rows of one length, such as"
   " [[0, 1], [2, 3]]."
 )
+
+
+def __dir__() -> list[str]:
+  """Returns the public names."""
+  return sorted(__all__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +58,15 @@ class Groups:
     assignment: The rows as tuples of int.
     num_replicas: How many replicas the rows hold; given to the constructor,
       how many they must hold.
+    names: A name for each group, shown in drawings and in TensorBoard; None
+      where they have none. Those of `assignment`, if it is a `Groups`.
   """
 
   assignment: tuple[tuple[int, ...], ...]
   num_replicas: int = -1
+  names: tuple[str, ...] | None = dataclasses.field(
+    default=None, kw_only=True, compare=False
+  )
   _index: tuple[int, ...] = dataclasses.field(
     init=False, repr=False, compare=False, hash=False, default=()
   )
@@ -57,6 +77,8 @@ class Groups:
       self,
       assignment: "Groups | Sequence[Sequence[int]] | npt.NDArray[Any]",
       num_replicas: int = -1,
+      *,
+      names: Sequence[str] | None = None,
     ) -> None: ...
 
   def __post_init__(self) -> None:
@@ -65,7 +87,7 @@ class Groups:
     Raises:
       ValueError: If the table is not two-dimensional, is ragged or empty,
         holds a non-integer, an id out of range or a replica twice, or if its
-        size is not `num_replicas`.
+        size is not `num_replicas`; if `names` are not one string per group.
     """
     value = self.assignment
     rows = value.assignment if isinstance(value, Groups) else _as_rows(value)
@@ -79,6 +101,8 @@ class Groups:
     )
     object.__setattr__(self, "num_replicas", len(index))
     object.__setattr__(self, "_index", tuple(index))
+    names = getattr(value, "names", None) if self.names is None else self.names
+    object.__setattr__(self, "names", _checked_names(names, len(rows)))
 
   @property
   def num_groups(self) -> int:
@@ -136,10 +160,12 @@ class Groups:
     Returns:
       One line per group, with a heading when there is room for a drawing.
     """
-    return _draw(self.assignment, width)
+    return _draw(self.assignment, self.names, width)
 
 
-def contiguous(num_replicas: int, group_size: int) -> Groups:
+def contiguous(
+  num_replicas: int, group_size: int, names: Sequence[str] | None = None
+) -> Groups:
   """Neighbours sum together: group `g` holds `[g * size, (g + 1) * size)`.
 
   >>> contiguous(4, 2).to_lists()
@@ -148,6 +174,7 @@ def contiguous(num_replicas: int, group_size: int) -> Groups:
   Args:
     num_replicas: Replicas in the strategy, at least 1.
     group_size: Replicas per group, a divisor of `num_replicas`.
+    names: A name for each group.
 
   Returns:
     The grouping.
@@ -156,11 +183,12 @@ def contiguous(num_replicas: int, group_size: int) -> Groups:
     ValueError: If `group_size` does not divide `num_replicas`.
   """
   _check_division(num_replicas, group_size)
-  table = np.arange(num_replicas).reshape(-1, group_size)
-  return Groups(_from_table(table))
+  return Groups(np.arange(num_replicas).reshape(-1, group_size), names=names)
 
 
-def strided(num_replicas: int, group_size: int) -> Groups:
+def strided(
+  num_replicas: int, group_size: int, names: Sequence[str] | None = None
+) -> Groups:
   """Every n-th replica sums together, n being the number of groups.
 
   >>> strided(4, 2).to_lists()
@@ -169,6 +197,7 @@ def strided(num_replicas: int, group_size: int) -> Groups:
   Args:
     num_replicas: Replicas in the strategy, at least 1.
     group_size: Replicas per group, a divisor of `num_replicas`.
+    names: A name for each group.
 
   Returns:
     The grouping.
@@ -177,18 +206,21 @@ def strided(num_replicas: int, group_size: int) -> Groups:
     ValueError: If `group_size` does not divide `num_replicas`.
   """
   _check_division(num_replicas, group_size)
-  table = np.arange(num_replicas).reshape(group_size, -1).T
-  return Groups(_from_table(table))
+  return Groups(np.arange(num_replicas).reshape(group_size, -1).T, names=names)
 
 
-def singletons(num_replicas: int) -> Groups:
+def singletons(num_replicas: int, names: Sequence[str] | None = None) -> Groups:
   """Each replica on its own: nothing is reduced.
 
-  >>> singletons(3).to_lists()
-  [[0], [1], [2]]
+  >>> print(singletons(3, ["low", "mid", "high"]).draw())
+  replica  0  1  2
+  low      o
+  mid         o
+  high           o
 
   Args:
     num_replicas: Replicas in the strategy, at least 1.
+    names: A name for each group.
 
   Returns:
     The grouping.
@@ -196,7 +228,7 @@ def singletons(num_replicas: int) -> Groups:
   Raises:
     ValueError: If `num_replicas` is not a positive integer.
   """
-  return contiguous(num_replicas, 1)
+  return contiguous(num_replicas, 1, names)
 
 
 def by_host(strategy: Any) -> Groups:
@@ -292,9 +324,17 @@ def _check_positive(name: str, value: Any) -> None:
     )
 
 
-def _from_table(table: npt.NDArray[np.int_]) -> tuple[tuple[int, ...], ...]:
-  """An integer table as tuples."""
-  return tuple(map(tuple, table.tolist()))
+def _checked_names(names: Any, num_groups: int) -> tuple[str, ...] | None:
+  """Returns names as a tuple; raises `ValueError` unless they tell groups."""
+  if names is None:
+    return None
+  checked = () if isinstance(names, str) else tuple(names)
+  if len(checked) != num_groups or len(set(map(str, checked))) < num_groups:
+    raise ValueError(
+      f"`names` must hold a different name for each of the {num_groups} groups;"
+      f" got {names!r}."
+    )
+  return tuple(map(str, checked))
 
 
 def _shown(value: object) -> str:
@@ -388,33 +428,21 @@ def _checked_id(replica: Any, total: int, shown: object) -> int:
   return int(replica)
 
 
-def _draw(assignment: Sequence[Sequence[int]], width: int = 80) -> str:
-  """Draws a grouping, replicas from left to right, one line per group.
-
-  >>> print(_draw([[0, 2], [1, 3]]))
-  replica  0  1  2  3
-  group 0  o-----o
-  group 1     o-----o
-
-  Args:
-    assignment: The groups, `[num_groups, group_size]`.
-    width: Columns that the drawing may take. A wider one becomes a list of
-      ranges.
-
-  Returns:
-    The lines, with a heading when there is room for a drawing.
-  """
+def _draw(
+  assignment: Sequence[Sequence[int]], names: Sequence[str] | None, width: int
+) -> str:
+  """Returns a line per group, with a heading if a drawing has room."""
   num_replicas = sum(len(row) for row in assignment)
   cell = len(str(num_replicas - 1)) + 2
-  label = len(f"group {len(assignment) - 1}")
+  names = names or [f"group {i}" for i in range(len(assignment))]
+  label = max(len("replica"), *map(len, names))
+  named = list(zip(names, assignment, strict=True))
   if label + cell * num_replicas > width:
-    return "\n".join(
-      f"group {i}: {_ranges(sorted(row))}" for i, row in enumerate(assignment)
-    )
+    return "\n".join(f"{name}: {_ranges(sorted(row))}" for name, row in named)
   ids = "".join(str(replica).rjust(cell) for replica in range(num_replicas))
   lines = ["replica".ljust(label) + ids]
-  for i, row in enumerate(assignment):
-    line = f"group {i}".ljust(label) + _line(row, num_replicas, cell)
+  for name, row in named:
+    line = name.ljust(label) + _line(row, num_replicas, cell)
     lines.append(line.rstrip())
   return "\n".join(lines)
 

@@ -7,7 +7,7 @@ this an optimizer of one Keras.
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -21,8 +21,6 @@ from tf_cross_shard.wrapper import forwarding
 
 if TYPE_CHECKING:
   import numpy.typing as npt
-
-_forwarded_rate: Final = forwarding.OptimizerWrapper.learning_rate
 
 
 class CrossShard(forwarding.OptimizerWrapper):
@@ -81,6 +79,7 @@ class CrossShard(forwarding.OptimizerWrapper):
     accumulate_steps: int | None = None,
     shard_update: bool | str = False,
     noise_scale: bool | int = False,
+    lazy_rows: bool | str = False,
   ) -> None:
     """Encapsulates `opt`. Call it inside `strategy.scope()`.
 
@@ -104,43 +103,42 @@ class CrossShard(forwarding.OptimizerWrapper):
         `"replica"`; Keras' own calls (`fit`, `minimize` with `tape=`) mean
         `"global"`.
       clipnorm: Limit of the norm of each gradient of the scaled loss, on the
-        replica, before the sum; None or 0 does not clip. To clip the sum, give
-        the argument to `opt`.
+        replica, before the sum; None or 0 for none. `opt`'s clips the sum.
       global_clipnorm: The same for the norm of all gradients together.
       clipvalue: The same for the absolute value of each element.
-      wire_dtype: `"bfloat16"` or `"float16"`: what wider gradients are rounded
-        to where they travel between replicas, which halves the bytes. None
-        leaves them exact.
+      wire_dtype: `"bfloat16"` or `"float16"`, to which wider gradients are
+        rounded where they travel between replicas; None leaves them exact.
       skip_nonfinite: Whether the whole group skips a step whose sums hold a
         NaN or an infinity, and counts it in `skipped_steps`. A
         LossScaleOptimizer skips such steps anyway; then they are only counted.
       scale_gradients: Whether `apply_gradients` multiplies the gradients by the
-        factor of the mean, in place of `compute_gradients`, `minimize` and
-        `scale_loss`, which multiply the loss. For loops that you cannot edit;
-        `loss_averaged_over` tells of which loss they take gradients, and None
-        means `"global"` there.
-      fused_update: Whether TensorFlow's kernels update dense variables, in one
-        pass over each, where `opt` is exactly one of Keras' classes and a
-        kernel has its formula: Adam, AdamW (not amsgrad), SGD, RMSprop with
-        momentum, Adamax, Adadelta, Ftrl. The last bits of weights may differ.
-        None does so where it can; True raises where it cannot; False leaves
-        Keras' operations.
+        factor of the mean, in place of all that multiplies the loss. For loops
+        that you cannot edit; `loss_averaged_over=None` means `"global"` there.
+      fused_update: Whether TensorFlow's kernels update dense variables where
+        `opt` is exactly one of Keras' classes and a kernel has its formula:
+        Adam, AdamW (not amsgrad), SGD, RMSprop with momentum, Adamax, Adadelta,
+        Ftrl.
+        The last bits of weights may differ. None does so where it can; True
+        raises where it cannot; False leaves Keras' operations.
       accumulate_steps: How many calls make one step: each replica adds up its
         own gradients, and their mean over the calls is reduced and applied in
         the last. `gradient_accumulation_steps` of a Keras 3 `opt` does the
         same. None for every call a step.
       shard_update: Whether each member of a group keeps and updates one part of
-        the optimizer's state, see `sharding.update`. For optimizers that update
-        each element by itself; `"elementwise"` says so of a class of yours.
+        the optimizer's state, see `step.sharded_update`. For optimizers that
+        update each element by itself; `"elementwise"` says so of a class of
+        yours.
       noise_scale: Whether each group measures its gradient noise scale, see
-        the property: True in every 32nd step, `k` in every k-th. A measurement
-        reads all gradients and their sums once more.
+        the property: True in every 32nd step, `k` in every k-th.
+      lazy_rows: Whether a row-sparse gradient, as of an embedding, updates the
+        rows that occur and no others, see `step.row_update`. SGD without
+        momentum and Adagrad, without weight decay, do so anyway: there the
+        numbers are plain Keras'. `"elementwise"` vouches for a class of yours.
 
     Raises:
       ValueError: If `opt` names no optimizer or is itself a
         CrossShardOptimizer, or if another argument has no valid value.
-      NotImplementedError: If the strategy has no synchronous replicas, or
-        cannot do what is asked for.
+      NotImplementedError: If the strategy has no synchronous replicas.
       TypeError: If `opt` is no optimizer, or one that Keras has no equal of.
     """
     opt = self._as_optimizer(opt)
@@ -159,6 +157,7 @@ class CrossShard(forwarding.OptimizerWrapper):
       accumulate_steps,
       shard_update,
       noise_scale,
+      lazy_rows,
     )
     super().__init__(opt, name=name, **settings.limits)
     self._inner.fuse(fused_update)
@@ -178,22 +177,17 @@ class CrossShard(forwarding.OptimizerWrapper):
   fused_update = Setting("Whether kernels update; None: where there are any.")
   accumulate_steps = Setting("How many calls make one step; None for one.")
   shard_update = Setting("Whether each member keeps one part of the state.")
+  lazy_rows = Setting("Whether only rows that occur are updated.")
 
-  def _set_learning_rate(self, value: Any) -> None:
-    """Sets that of `opt`, and tells a PerGroup of the groups at once."""
-    if "_checks" in vars(self):
-      if not callable(value):
-        group_schedule.check_settable(self.inner_optimizer)
-      group_schedule.bind_rate(value, self.groups, self._package)
-    _forwarded_rate.__set__(self, value)
-
-  learning_rate = _forwarded_rate.setter(_set_learning_rate)
+  learning_rate = group_schedule.bound(
+    forwarding.OptimizerWrapper.learning_rate
+  )
 
   @property
   def skipped_steps(self) -> Any:
     """How many steps were skipped: a `tf.Variable`, each group with its own.
 
-    It is none of `variables`. None without `skip_nonfinite`.
+    None without `skip_nonfinite`.
 
     >>> from tf_cross_shard import CrossShardOptimizer
     >>> optimizer = CrossShardOptimizer("sgd", skip_nonfinite=True)
@@ -264,8 +258,7 @@ class CrossShard(forwarding.OptimizerWrapper):
 
     Raises:
       RuntimeError: If called in the cross-replica context.
-      ValueError: If an argument has no valid value.
-      TypeError: If an argument is of the wrong kind.
+      ValueError, TypeError: If an argument is not valid.
     """
     return self._gradients(loss, var_list, tape, loss_factor.REPLICA, kwargs)
 
@@ -334,26 +327,14 @@ class CrossShard(forwarding.OptimizerWrapper):
   def from_config(
     cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
   ) -> "CrossShard":
-    """Makes the optimizer that `get_config` described.
-
-    Args:
-      config: The result of `get_config`; not changed.
-      custom_objects: Classes that `opt` may need, by name.
-
-    Returns:
-      A new optimizer, not built.
-    """
+    """Makes the optimizer that `get_config` described, not built."""
     # A copy: Keras changes what it is given.
     opt = cls._deserialize(copy.deepcopy(config["opt"]), custom_objects)
     return cls(**{**config, "opt": opt})
 
   def finalize_variable_values(self, var_list: Any) -> None:
-    """Ends `fit`: writes moving averages into the variables of `opt`'s EMA.
-
-    Args:
-      var_list: The trained variables.
-    """
-    self._step.watch.check()
+    """Ends `fit`: writes moving averages into the variables of `opt`'s EMA."""
+    self._step.watch.end_fit()
     self._step.update.write_averages(var_list)
 
   def _gradients(
@@ -392,19 +373,11 @@ class CrossShard(forwarding.OptimizerWrapper):
   def _before_saving(self) -> None:
     """Warns of what is lost; does nothing while this object is being made."""
     if "_step" in vars(self):
-      self._step.watch.before_saving()
+      whole = self._inner.unsharded_state
+      saved = [*whole.trainable_variables, *self._inner.state]
+      self._step.watch.before_saving(saved)
 
   def _differing(self) -> dict[str, Any]:
     """The arguments besides `opt` that differ from their defaults."""
     is_made = "_step" in vars(self)
     return self._step.settings.differing() if is_made else {}
-
-  @property
-  def _own_state(self) -> list[Any]:
-    """What `replica_state` saves beside the encapsulated optimizer's."""
-    return self._step.state if "_step" in vars(self) else []
-
-  @property
-  def _member_state(self) -> list[Any]:
-    """Of it, what members of a group may have each for themselves."""
-    return self._step.member_state if "_step" in vars(self) else []

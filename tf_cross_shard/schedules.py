@@ -22,3 +22,8 @@ else:
   from tf_cross_shard.keras3 import PerGroup
 
 __all__ = ["PerGroup", "as_group", "per_group"]
+
+
+def __dir__() -> list[str]:
+  """Returns the public names."""
+  return sorted(__all__)

@@ -34,6 +34,7 @@ class Settings:
   accumulate_steps: int | None = None
   shard_update: bool | str = False
   noise_scale: bool | int = False
+  lazy_rows: bool | str = False
 
   def __post_init__(self) -> None:
     """Raises an error for an argument without a valid value."""
@@ -51,11 +52,12 @@ class Settings:
         )
     for name in LIMITS:
       _check_limit(name, getattr(self, name))
-    if self.shard_update not in (True, False, None, "elementwise"):
-      raise ValueError(
-        '`shard_update` must be True, False or "elementwise"; got'
-        f" {self.shard_update!r}."
-      )
+    for name in ("shard_update", "lazy_rows"):
+      if getattr(self, name) not in (True, False, None, "elementwise"):
+        raise ValueError(
+          f'`{name}` must be True, False or "elementwise"; got'
+          f" {getattr(self, name)!r}."
+        )
     steps = self.accumulate_steps
     if steps is not None and not (_is_integer(steps) and steps > 0):
       raise ValueError(

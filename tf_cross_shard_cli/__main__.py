@@ -10,7 +10,7 @@ TensorFlow: help and mistakes do not take seconds.
 """
 
 import argparse
-import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -21,20 +21,19 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
+from tf_cross_shard_cli import launch
+
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs one command and returns the exit status."""
-  words = sys.argv[1:] if argv is None else list(argv)
-  # TensorFlow is to print errors only; what oneDNN says comes before it knows.
-  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-  os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
-  if words[:1] == ["launch"]:  # It reads its arguments itself.
-    from tf_cross_shard.multi_worker import launch
-
-    return launch.main(words[1:])
   parser = _parser()
-  options = parser.parse_args(words)
+  options = parser.parse_args(argv)
   try:
+    if options.command is launch.run:  # Whose workers' environment stays.
+      return launch.run(options)
+    # TensorFlow is to print errors only; oneDNN's words come before it knows.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
     print(options.command(options))
   except _mistakes() as error:
     print(f"{parser.prog}: {error}", file=sys.stderr)
@@ -68,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
   along = "replicas of --topology that differ in this coordinate only"
   add("--along", choices=("x", "y", "z", "core"), help=along)
   command.add_argument("--topology", help="a TPU slice, such as v5e:4x2")
+  command.add_argument("--names", nargs="+", help="a name for each group")
 
   command = commands.add_parser(
     "compile", help="compile a step for a TPU slice, without a TPU"
@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
   add("--iterations", type=int, metavar="STEPS", help=steps)
 
   about = "start a program as several workers on this machine"
-  commands.add_parser("launch", help=about)
+  launch.add_arguments(commands.add_parser("launch", help=about))
   return parser
 
 
@@ -143,18 +143,29 @@ def _names(path: str) -> dict[str, str | None]:
     ) from None
 
 
+def _check_compiler() -> None:
+  """Raises `ImportError` without a TPU's compiler, before TensorFlow loads."""
+  for name in ("jax", "libtpu"):
+    if importlib.util.find_spec(name) is None:
+      raise ImportError(
+        f"--topology needs {name}, which is not installed. Install it with:"
+        " pip install 'tf-cross-shard[tpu-compiler]'."
+      )
+
+
 def _groups(options: argparse.Namespace) -> str:
   """Draws a grouping."""
-  from tf_cross_shard import groups as groups_lib
-
-  coordinates = None
+  coordinates: Any = None
   if options.topology:
+    _check_compiler()
     from tf_cross_shard import virtual_tpu
 
     coordinates = virtual_tpu.coordinates(options.topology)
+  elif options.along:
+    raise ValueError("--along needs --topology, whose coordinates it means.")
+  from tf_cross_shard import groups as groups_lib
+
   if options.along:
-    if coordinates is None:
-      raise ValueError("--along needs --topology, whose coordinates it means.")
     groups = groups_lib.along(coordinates, options.along)
   elif options.assignment:
     groups = groups_lib.Groups(options.assignment)
@@ -169,11 +180,12 @@ def _groups(options: argparse.Namespace) -> str:
       f"--topology {options.topology} has {len(coordinates)} devices; the"
       f" groups hold {groups.num_replicas} replicas."
     )
-  return groups.draw()
+  return groups_lib.Groups(groups, names=options.names).draw()
 
 
 def _compile(options: argparse.Namespace) -> str:
   """Compiles the named step and describes the result."""
+  _check_compiler()
   from tf_cross_shard import virtual_tpu
 
   module, step = _load(options.step)

@@ -233,7 +233,9 @@ def build_files(project: Path) -> dict[Path, str]:
     group = f'    name = "sources",\n    srcs = glob([{listed}]),\n'
     rules = [HEADER, *rules, f"filegroup(\n{group})\n"]
     files[package / "BUILD"] = "\n".join(rules)
-  own = '["*.cfg", "*.md", "*.py", "*.toml", "BUILD", "WORKSPACE", "docs/**/*.md"]'
+  own = (
+    '["*.cfg", "*.md", "*.py", "*.toml", "BUILD", "WORKSPACE", "docs/**/*.md"]'
+  )
   packages = "".join(f'        "//{p.as_posix()}:sources",\n' for p in targets)
   files[Path("BUILD")] = (
     f'{HEADER}\nexports_files(glob(["*.cfg", "*.md"]))\n\n'

@@ -12,7 +12,13 @@ from absl import logging
 
 from tests.support import batch_normalization as bed
 from tests.support import testbed
-from tf_cross_shard import CrossShardOptimizer, keras3, layers, tf_keras
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  callbacks,
+  keras3,
+  layers,
+  tf_keras,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -118,8 +124,10 @@ def test_keras_own_layer_mixes_groups_and_is_warned_of(
     ):
       assert not lines
       optimizer = package.CrossShardOptimizer("sgd", group_assignment=groups)
-      optimizer.build([v for each in trained for v in each.trainable_variables])
-      optimizer.build([v for each in trained for v in each.trainable_variables])
+      model = library.Sequential(trained)
+      model.compile(optimizer, "mse")
+      for _ in "12":
+        callbacks.GroupTensorBoard("").set_model(model)
   [line] = lines
   assert "trains 2 groups apart, but BatchNormalization(synchronized" in line
   found, statistics = _run(strategy, keras_own, x, counts)

@@ -6,11 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-import tf_keras
 
 from tests.support import testbed, tpu_tasks
 from tf_cross_shard import CrossShardOptimizer, TowerOptimizer, towers
-from tf_cross_shard import tf_keras as keras2
 
 pytestmark = pytest.mark.slow
 
@@ -47,81 +45,6 @@ def test_against_plain_keras_on_the_groups_batch(
       assert tpu_tasks.furthest(replicas[replica], replicas[members[0]]) == 0
   first, other = grouping[0][0], grouping[1][0]
   assert tpu_tasks.furthest(replicas[first], replicas[other]) > 1e-3
-
-
-def _lookup(
-  table: tf.Variable, bias: tf.Variable, ids: Any, factors: Any
-) -> tf.Tensor:
-  """A loss whose gradients are whole numbers."""
-  rows = tf.gather(table, ids)[..., 0]
-  return tf.reduce_sum(rows * factors) + tf.reduce_sum(bias * factors[..., 0])
-
-
-@pytest.mark.parametrize(
-  ("keras", "num_replicas", "grouping", "name", "limit"),
-  [
-    (tf.keras, 2, [[0], [1]], "SGD", {"clipnorm": 3.0}),
-    (tf.keras, 4, STRIDED, "Adam", {"global_clipnorm": 3.0}),
-    (tf_keras, 1, None, "SGD", {}),
-    (tf_keras, 2, [[0], [1]], "Adam", {}),
-    (tf_keras, 2, None, "SGD", {"clipvalue": 3.0}),
-  ],
-)
-def test_rows_that_are_looked_up_twice(
-  keras: Any, num_replicas: int, grouping: Any, name: str, limit: Any
-) -> None:
-  """Where rows meet no other replica's, and where they are clipped before."""
-  rng = np.random.default_rng(num_replicas)
-  ids = rng.integers(0, 5, [3, num_replicas, 2, 4])
-  factors = rng.integers(1, 4, ids.shape).astype("float32")
-  assert all(len({*row}) < row.size for row in ids.reshape(-1, 8))
-  strategy = testbed.virtual(num_replicas)
-
-  def make() -> Any:
-    options = {"epsilon": 1e-3} if name == "Adam" else {"momentum": 0.5}
-    start = tf.zeros([5, 1]), tf.zeros([2])
-    optimizer = getattr(keras.optimizers, name)(0.5, **options)
-    return optimizer, tuple(map(tf.Variable, start))
-
-  with strategy.scope():
-    inner, variables = make()
-    wrapper = (
-      CrossShardOptimizer if keras is tf.keras else (keras2.CrossShardOptimizer)
-    )
-    optimizer = wrapper(inner, "sum", group_assignment=grouping, **limit)
-
-  def step(*data: tf.Tensor) -> None:
-    optimizer.minimize(lambda: _lookup(*variables, *data), variables)
-
-  for data in zip(ids, factors, strict=True):
-    strategy.run(step, [tpu_tasks.distribute(strategy, x) for x in data])
-  for members in testbed.groups_of(grouping, num_replicas):
-    plain, weights = make()
-    for own_ids, own_factors in zip(ids, factors, strict=True):
-      # Plain Keras on the group's batch, if replicas do not clip their own.
-      parts = [[r] for r in members] if limit else [list(members)]
-      sums: Any = [0.0, 0.0]
-      for part in parts:
-        with tf.GradientTape() as tape:
-          loss = _lookup(*weights, own_ids[part], own_factors[part])
-        # Dense: plain Keras squares the rows one by one.
-        grads = list(map(tf.convert_to_tensor, tape.gradient(loss, weights)))
-        if "clipnorm" in limit:
-          grads = [tf.clip_by_norm(each, 3.0) for each in grads]
-        if "global_clipnorm" in limit:
-          grads, _ = tf.clip_by_global_norm(grads, 3.0)
-        if "clipvalue" in limit:
-          grads = [tf.clip_by_value(each, -3.0, 3.0) for each in grads]
-        sums = [x + y for x, y in zip(sums, grads, strict=True)]
-      plain.apply_gradients(zip(sums, weights, strict=True))
-    is_exact = name == "SGD" and "clipnorm" not in limit
-    for variable, weight in zip(variables, weights, strict=True):
-      copies = testbed.copies(variable)
-      assert len(copies) == num_replicas
-      for replica in members:
-        np.testing.assert_allclose(
-          copies[replica], weight, rtol=0 if is_exact else 1e-5
-        )
 
 
 def test_rows_that_two_towers_look_up() -> None:

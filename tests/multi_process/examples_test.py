@@ -43,7 +43,9 @@ def run_example(name: str, data_dir: Path, *arguments: str) -> str:
     [str(EXAMPLES / name), f"--data_dir={data_dir}", *arguments], data_dir
   )
   own = "|".join(x.name for x in PROJECT.glob("tf_cross_shard/**/*.py"))
-  assert not re.search(rf"(?m)^(W\d{{4}} .* ({own}):|WARNING:absl)", output), output
+  assert not re.search(rf"(?m)^(W\d{{4}} .* ({own}):|WARNING:absl)", output), (
+    output
+  )
   return output
 
 

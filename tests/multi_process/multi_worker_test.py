@@ -263,6 +263,10 @@ def test_callbacks_for_groups(
       assert found["best_epoch"] == [0, 1]
       values = found["history"][f"val_loss/group_{i}"]
       assert values == pytest.approx(losses, rel=1e-5)
+      assert found["rates"] == [0.125, 0.0625]
+      # All have what BackupAndRestore is to keep, of all groups.
+      assert found["state"] == held[0]["state"]
+      assert len(found["state"]) == 4 + len(found["weights"]) + 3
     for replica in members:
       found = held[replica]
       assert found["runs"] == ["ensemble", "group_0", "group_1"]

@@ -20,6 +20,7 @@ from tf_cross_shard import (
   multi_worker,
   replica_state,
 )
+from tf_cross_shard.callbacks import base
 from tf_cross_shard.coordination import agreement
 
 Key = tuple[str, ...]
@@ -411,11 +412,20 @@ def group_callbacks(
     ],
   )
   weights = own(model.trainable_variables)
+  lower = callbacks.GroupReduceLROnPlateau("loss", 0.5, 1)
+  lower.set_model(model)
+  for epoch in (0, 1):  # Group 0 improves.
+    logs = {"loss/group_0": -1.0 * epoch, "loss/group_1": 1.0}
+    lower.on_epoch_end(epoch, logs)
+  rates = replica_state.group_values(optimizer.learning_rate, optimizer)
+  state = base.collect_state([stop, lower])
   model.set_weights([0.0 * value for value in model.get_weights()])
   replica_state.restore(f"{folder}/best", optimizer, model)
   return {
     "history": history.history,
     "best_epoch": stop.best_epoch,
+    "rates": list(map(float, rates)),
+    "state": {name: value.tolist() for name, value in state.items()},
     "of_epoch": known.weights,
     "weights": weights,
     "restored": own(model.trainable_variables),

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
+from absl import logging
 
 from tests.support import testbed
 from tf_cross_shard import CrossShardOptimizer, replica_state
@@ -102,3 +104,15 @@ def spread(variable: Any, arrays: Sequence[Any]) -> None:
   assert len(locals_) == len(arrays)
   for copy, array in zip(locals_, arrays, strict=True):
     copy.assign(array)
+
+
+def collect_warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+  """Returns what will be warned about, but for the line of a grouped `fit`."""
+  lines: list[str] = []
+
+  def warn(text: str, *args: Any) -> None:
+    if "belongs to no group" not in text:
+      lines.append(text % args)
+
+  monkeypatch.setattr(logging, "warning", warn)
+  return lines

@@ -243,6 +243,9 @@ def test_metrics_are_those_of_plain_keras(run: _Run) -> None:
       assert mine == [logs[f"{name}/group_{i}"] for logs in run.seen.logs]
       other = _plain(1 - i).history[name]
       assert np.abs(np.subtract(mine, other)).min() > 1e-3
+    np.testing.assert_allclose(
+      run.history[f"loss/group_{i}"], _plain(i).history["loss"], rtol=2e-5
+    )
     for mine, right in zip(
       run.of_group(-1, i), _plain(i).model.weights, strict=True
     ):
@@ -675,6 +678,43 @@ def test_resumed_at_every_epoch_is_not_interrupted(
     np.testing.assert_equal(_outcome(model, used, path), right, str(epoch))
 
 
+class _Backup(base.GroupCallback):
+  """Restores when `fit` begins, wherever it is in the list."""
+
+  state_at_begin: Any = None
+
+  def on_train_begin(self, logs: Any = None) -> None:
+    super().on_train_begin(logs)
+    base.restore_state(self.same_fit(), self.state_at_begin)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_callback_finds_those_of_its_fit(is_first: bool) -> None:
+  """Also what is restored before a callback itself begins is not forgotten."""
+  model, backup = _grouped("pair", PAIR), _Backup()
+  stop, lower = callbacks.GroupEarlyStopping(), callbacks.GroupEarlyStopping()
+  backup.state_at_begin = {
+    f"{name}/{key}": np.array([value] * 2)
+    for name, value in (
+      ("GroupEarlyStopping", -3),
+      ("GroupEarlyStopping#2", -4),
+    )
+    for key in ("best", "best_epoch", "wait", "stopped_epoch")
+  }
+  used = [callbacks.GroupMetrics(VALIDATION, False), stop, lower]
+  used.insert(0 if is_first else 3, backup)
+  params = {"epochs": 3}  # of Keras' list of callbacks
+  for callback in [callbacks.GroupEarlyStopping(), *used]:
+    callback.set_model(model)
+    callback.set_params(params if callback in used else {"epochs": 3})
+  assert stop.same_fit() == used
+  for callback in used:
+    callback.on_train_begin()
+  for callback in (stop, lower):
+    callback.on_epoch_end(2, _logs(0, "val_loss"))
+  assert (stop.best, lower.best) == ([-3.0] * 2, [-4.0] * 2)
+
+
 @pytest.mark.tf_keras_mode
 def test_the_best_of_an_earlier_run_is_kept(tmp_path: pathlib.Path) -> None:
   """Where only one group improves, too; and a folder is made."""
@@ -727,17 +767,25 @@ def _wide() -> Any:
 # ---------------------------------------------- mistakes before the first epoch
 
 
+@pytest.mark.tf_keras_mode
 def test_two_sets_of_data_have_two_names() -> None:
   model = _grouped("pair", PAIR)
   test = tuple(array[:3] for array in VALIDATION)
-  history = _fit(
+  history = testbed.fit(
     model,
-    callbacks.GroupMetrics(VALIDATION),
-    callbacks.GroupMetrics(test, False, name="test"),
-    callbacks.GroupEarlyStopping("test_mae", patience=9),
-  )
+    _data(),
+    validation_data=_data(),
+    callbacks=[
+      callbacks.GroupMetrics(VALIDATION, False),
+      callbacks.GroupMetrics(test, False, name="test"),
+      callbacks.GroupEarlyStopping("test_mae", patience=9),
+    ],
+  ).history
+  # Of training, although fit has evaluated since.
+  losses = [history[f"loss/group_{i}"][0] for i in (0, 1)]
+  assert np.mean(losses) == pytest.approx(history["loss"][0], rel=1e-6)
+  assert losses[0] != losses[1]
   assert history["val_loss/group_0"] != history["test_loss/group_0"]
-  assert "test_loss/ensemble" not in history
   used = [callbacks.GroupMetrics(VALIDATION) for _ in range(2)]
   with pytest.raises(ValueError, match=r"`name` must not be .*'val' twice"):
     _fit(model, *used)
@@ -959,6 +1007,33 @@ def test_groups_are_named_by_their_rates(tmp_path: pathlib.Path) -> None:
   assert set(runs) == {"lr=0.5", "lr=0.0003", "ensemble"}
   assert runs["lr=0.0003"]["val_loss"] == [2.0]
   assert runs["lr=0.0003"]["learning_rate"] == [np.float32(3e-4)]
+
+
+def test_a_loss_that_differs_by_group_is_each_groups_own() -> None:
+  """The twin knows whose weights it has, and so does `per_group` in it."""
+  weight = tf.constant([1.0, 10.0])
+
+  def loss(y: Any, prediction: Any) -> Any:
+    error = tf.reduce_mean((y - prediction) ** 2, axis=-1)
+    return schedules.per_group(weight, CROSSED) * error
+
+  with testbed.mirrored().scope():
+    layers = [tf.keras.Input((1,)), tf.keras.layers.Dense(1, use_bias=False)]
+    model = tf.keras.Sequential(layers)
+    model.layers[-1].set_weights([np.zeros((1, 1))])
+    model.compile(
+      CrossShardOptimizer(
+        tf.keras.optimizers.SGD(0.0), group_assignment=CROSSED
+      ),
+      loss,
+    )
+  x, y = np.ones([8, 1]), np.full([8, 1], 2.0)
+  metrics = callbacks.GroupMetrics((x, y), batch_size=8)
+  history = model.fit(
+    x, y, batch_size=8, epochs=2, verbose=0, callbacks=[metrics]
+  ).history
+  assert history["val_loss/group_0"] == [4.0, 4.0]
+  assert history["val_loss/group_1"] == [40.0, 40.0]
 
 
 if __name__ == "__main__":

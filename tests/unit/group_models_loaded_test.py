@@ -69,9 +69,9 @@ def test_an_ensemble_is_loaded_without_this_package(
   for library, (home, _) in LIBRARIES.items():
     model, optimizer = _made(library)
     with testbed.mirrored().scope():
-      joined = replica_state.ensemble(model, optimizer)
+      joined = replica_state.ensemble(optimizer, model)
     alone = [
-      replica_state.load_group(model, i, optimizer).predict(data, verbose=0)
+      replica_state.load_group(i, optimizer, model).predict(data, verbose=0)
       for i in (0, 1)
     ]
     found = joined.predict(data, verbose=0)

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
-from absl import logging
 
 from tests.support import replica_state_cases as cases
 from tests.support import testbed
@@ -109,7 +108,7 @@ def test_one_group_as_a_plain_model(where: str, library: str) -> None:
   right = [_expected(model, members) for members in CROSSED]
   assert np.abs(right[0] - right[1]).max() > 1
   with STRATEGIES[where]().scope():
-    plain = [replica_state.load_group(model, i, optimizer) for i in (0, 1)]
+    plain = [replica_state.load_group(i, optimizer, model) for i in (0, 1)]
   for one, expected in zip(plain, right, strict=True):
     np.testing.assert_array_equal(one(X), expected)
     assert [layer.name for layer in one.layers] == [
@@ -122,7 +121,7 @@ def test_one_group_as_a_plain_model(where: str, library: str) -> None:
   assert model.optimizer is not None
   for variable, copies in zip(model.variables, before, strict=True):
     np.testing.assert_array_equal(testbed.copies(variable), copies)
-  again = replica_state.load_group(model, np.int64(1), optimizer, plain[0])
+  again = replica_state.load_group(np.int64(1), optimizer, model, plain[0])
   assert again is plain[0]
   np.testing.assert_array_equal(again(X), right[1])
 
@@ -170,7 +169,7 @@ def test_subclassed_and_nested_models(library: str) -> None:
     model.weights[:2], ([2, 4, 5], [1, 4, 4]), strict=True
   ):
     variable.assign(np.array(value, "float32"))
-  plain = replica_state.load_group(model, 1, optimizer)
+  plain = replica_state.load_group(1, optimizer, model)
   first, second = (testbed.copies(v)[1] for v in model.trainable_variables)
   right = (X - [2, 4, 5]) / [1, 2, 2] * first + X * second
   data = {"x": X, "y": X}
@@ -178,21 +177,25 @@ def test_subclassed_and_nested_models(library: str) -> None:
 
   model, optimizer = _made("mirrored", library, lambda home: Net(2))
   with pytest.raises(ValueError, match="`model` has no variables yet"):
-    replica_state.load_group(model, 0, optimizer)
+    replica_state.load_group(0, optimizer, model)
 
 
 @in_both
 def test_what_clones_need_beside_weights(
   library: str, tmp_path: pathlib.Path
 ) -> None:
-  """Lambdas, adapted vocabularies, random states that Keras numbers anew."""
+  """Functions, adapted vocabularies, random states that Keras numbers anew."""
+
+  def thrice(t: Any) -> Any:
+    return 3 * t
 
   def make(home: Any) -> Any:
     words = home.layers.TextVectorization(output_sequence_length=2)
     words.adapt(["a b c", "b c", "c"])
     inputs = home.Input((1,), dtype="string")
     x = home.layers.Embedding(8, 3)(words(inputs))
-    x = home.layers.Lambda(lambda t: t * 2, output_shape=(2, 3))(x)
+    x = home.layers.Lambda(lambda t: tf.add(t, t))(x)  # A name of this file.
+    x = home.layers.Lambda(thrice)(home.Sequential([home.layers.ReLU()])(x))
     lstm = home.layers.LSTM(2, return_sequences=True)
     both = home.layers.Bidirectional(lstm)(x)
     return home.Model(inputs, home.layers.Concatenate()([x, both]))
@@ -201,7 +204,7 @@ def test_what_clones_need_beside_weights(
   texts = tf.constant([["a b"], ["b c"], ["c d"], ["d"]])
   right = model(texts).numpy()  # with the first replica's weights
   random.seed(1)
-  plain = [replica_state.load_group(model, i, optimizer) for i in (0, 1)]
+  plain = [replica_state.load_group(i, optimizer, model) for i in (0, 1)]
   assert random.random() == random.Random(1).random()
   first = plain[[0 in members for members in CROSSED].index(True)]
   np.testing.assert_allclose(first.predict(texts, verbose=0), right, rtol=1e-6)
@@ -328,10 +331,7 @@ def test_a_copy_is_trained_as_the_source_would_be(
 
 def test_a_copy_is_no_reason_to_warn(monkeypatch: pytest.MonkeyPatch) -> None:
   """Groups are equal after it, and the next steps part them again."""
-  said: list[str] = []
-  monkeypatch.setattr(
-    logging, "warning", lambda text, *args: said.append(text % args)
-  )
+  said = cases.collect_warnings(monkeypatch)
   model, optimizer = _made(
     "mirrored",
     "tf_keras",
@@ -349,6 +349,33 @@ def test_a_copy_is_no_reason_to_warn(monkeypatch: pytest.MonkeyPatch) -> None:
   one, other = replica_state.group_values(kernel, optimizer)
   np.testing.assert_array_equal(one, other)
   assert said == []
+
+
+@pytest.mark.parametrize("way", ["load", "join", "copy", "values"])
+def test_groups_that_are_equal_are_warned_about(
+  way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """EarlyStopping sets the weights after the last look of `fit` at them."""
+  said = cases.collect_warnings(monkeypatch)
+  model, optimizer = _made("mirrored", "keras", lambda home: _dense(home, "a"))
+  stop = keras.callbacks.EarlyStopping(
+    "loss", min_delta=1e9, patience=1, restore_best_weights=True
+  )
+  model.fit(X, X, 8, 3, verbose=0, callbacks=[stop])
+  kernel = model.trainable_variables[0]
+  assert len({value.tobytes() for value in replica_state.values(kernel)}) == 1
+  assert said == []
+  for _ in range(2):
+    if way == "load":
+      replica_state.load_group(1, optimizer, model)
+    elif way == "join":
+      replica_state.ensemble(optimizer, model)
+    elif way == "copy":
+      replica_state.copy_group(0, 1, optimizer, model)
+    else:
+      replica_state.group_values(kernel, optimizer)
+  [line] = said
+  assert "something else set the weights of all alike" in line
 
 
 # -------------------------------------------------------------------- ensemble
@@ -373,7 +400,7 @@ def test_an_ensemble(library: str) -> None:
   home = LIBRARIES[library][0]
   model, optimizer = _made("mirrored", library, _two_in_two_out)
   with testbed.mirrored().scope():
-    joined = replica_state.ensemble(model, optimizer)
+    joined = replica_state.ensemble(optimizer, model)
   data = {"x": X, "y": X[::-1]}
   found = {key: np.asarray(value) for key, value in joined(data).items()}
   assert found.keys() == {"sum", "probabilities"}
@@ -400,11 +427,11 @@ def test_an_ensemble_of_some_groups(library: str) -> None:
 
   groups = [[2], [0], [3], [1]]
   model, optimizer = _made("virtual", library, make, groups)
-  plain = replica_state.load_group(model, 0, optimizer)
+  plain = replica_state.load_group(0, optimizer, model)
   for layer in plain.layers:
     assert getattr(layer, "optimizer", None) is None
   for members in ([3, 0, 1], [2]):
-    joined = replica_state.ensemble(model, optimizer, members)
+    joined = replica_state.ensemble(optimizer, model, members)
     names = [layer.name for layer in joined.layers]
     assert [n for n in names if "group" in n] == [f"group_{i}" for i in members]
     found = joined(X)
@@ -414,6 +441,36 @@ def test_an_ensemble_of_some_groups(library: str) -> None:
       each = [X @ copies[0][r] + copies[1][r] for r in replicas]
       right = np.mean(each, axis=0)
       np.testing.assert_allclose(output, right, rtol=1e-6, atol=1e-6)
+
+
+# ---------------------------------------------------------- order of arguments
+
+
+def test_optimizer_and_model_are_told_apart(tmp_path: pathlib.Path) -> None:
+  """In every function: the order of the docs, that of old programs, swapped."""
+  model, optimizer = _made(
+    "mirrored", "keras", lambda home: _dense(home, "only")
+  )
+  optimizer.build(model.trainable_variables)
+  kernel = model.trainable_variables[0]
+  right = [testbed.copies(kernel)[members[0]] for members in CROSSED]
+  path = tmp_path / "state"
+  for pair in ((optimizer, model), (model, optimizer)):
+    replica_state.assert_in_sync(*pair)
+    replica_state.save(path, *pair)
+    replica_state.copy_group(0, 1, *pair)
+    assert len({v.tobytes() for v in replica_state.values(kernel)}) == 1
+    replica_state.restore(path, *pair)
+    replica_state.average(*pair, slots=True)
+    mean = replica_state.group_values(optimizer, kernel)
+    np.testing.assert_array_equal(mean, [sum(right) / 2] * 2)
+    replica_state.restore(path, *pair)
+    mean = replica_state.ensemble(*pair, [0, 1])(X)
+    np.testing.assert_allclose(mean, replica_state.ensemble(*pair)(X))
+    for order in ((1, *pair), (model, 1, optimizer)):
+      plain = replica_state.load_group(*order)
+      np.testing.assert_array_equal(plain.layers[0].kernel, right[1])
+      assert replica_state.load_group(*order, plain) is plain
 
 
 # ---------------------------------------------------------------------- errors
@@ -442,16 +499,16 @@ def test_errors_change_nothing(library: str) -> None:
   for wrong in (-1, 2, True, 1.0, "0", None):
     words = "must be an integer from 0 to 1; got"
     with pytest.raises(ValueError, match=f"`group` {words}"):
-      replica_state.load_group(model, wrong, optimizer, plain)
+      replica_state.load_group(wrong, optimizer, model, plain)
     with pytest.raises(ValueError, match=f"`source` {words}"):
       replica_state.copy_group(wrong, 0, optimizer, model)
     with pytest.raises(ValueError, match=f"`target` {words}"):
       replica_state.copy_group(0, wrong, optimizer, model)
     with pytest.raises(ValueError, match=f"`members` {words}"):
-      replica_state.ensemble(model, optimizer, [0, wrong])
+      replica_state.ensemble(optimizer, model, [0, wrong])
   for members in ([], [0, 0]):
     with pytest.raises(ValueError, match="`members` must name at least one"):
-      replica_state.ensemble(model, optimizer, members)
+      replica_state.ensemble(optimizer, model, members)
   assert state() == before
   for other, words in (
     (_dense(home, "one"), "`into` has 2 variables, and `model` has 4"),
@@ -466,7 +523,7 @@ def test_errors_change_nothing(library: str) -> None:
   ):
     before = state()
     with pytest.raises(ValueError, match=words):
-      replica_state.load_group(model, 0, optimizer, other)
+      replica_state.load_group(0, optimizer, model, other)
     assert state() == before
 
 
@@ -489,8 +546,8 @@ def test_models_that_cannot_be_cloned_or_joined(library: str) -> None:
 
   model, optimizer = _made("mirrored", library, make)
   with pytest.raises(ValueError, match="hand it in as `into`"):
-    replica_state.load_group(model, 1, optimizer)
-  plain = replica_state.load_group(model, 1, optimizer, make(home))
+    replica_state.load_group(1, optimizer, model)
+  plain = replica_state.load_group(1, optimizer, model, make(home))
   kernel, bias = (testbed.copies(v)[1] for v in model.variables)
   np.testing.assert_array_equal(plain(X), X @ kernel + bias)
 
@@ -502,11 +559,11 @@ def test_models_that_cannot_be_cloned_or_joined(library: str) -> None:
 
   model, optimizer = _made("mirrored", library, with_integers)
   with pytest.raises(ValueError, match="an output of dtype int32"):
-    replica_state.ensemble(model, optimizer)
+    replica_state.ensemble(optimizer, model)
   with pytest.raises(
     TypeError, match="`model` must be a Keras model; got list"
   ):
-    replica_state.load_group(model.variables, 0, optimizer)
+    replica_state.load_group(0, optimizer, model.variables)
 
 
 if __name__ == "__main__":

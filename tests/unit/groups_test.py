@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support import testbed
+from tf_cross_shard import CrossShardOptimizer
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.groups import Groups
 
@@ -220,6 +222,37 @@ def test_copies_are_equal_and_work() -> None:
     assert same == groups
     assert hash(same) == hash(groups)
     assert same.members_of(0) == (0, 2)
+
+
+def test_names() -> None:
+  """They tell groups, go on to copies and drawings, and change no group."""
+  groups = groups_lib.strided(4, 2, names=["low", "high rate"])
+  assert groups.names == ("low", "high rate")
+  assert "names=('low', 'high rate')" in repr(groups)
+  unnamed = Groups([[0, 2], [1, 3]])
+  assert unnamed.names is None
+  assert groups == unnamed
+  assert hash(groups) == hash(unnamed)
+  for same in (copy.deepcopy(groups), eval(repr(groups)), Groups(groups, 4)):
+    assert same.names == groups.names
+  assert Groups(groups, names=["a", "b"]).names == ("a", "b")
+  assert groups.draw() == (
+    "replica    0  1  2  3\nlow        o-----o\nhigh rate     o-----o"
+  )
+  assert groups.draw(9) == "low: 0 2\nhigh rate: 1 3"
+  for build in (groups_lib.contiguous, groups_lib.strided):
+    assert build(4, 2, ["a", "b"]).names == ("a", "b")
+  assert groups_lib.singletons(2, ["a", "b"]).names == ("a", "b")
+  for wrong in (["a"], ["a", "a"], [], "ab"):
+    with pytest.raises(ValueError, match="`names` must hold a different name"):
+      Groups(unnamed, names=wrong)
+
+
+def test_an_optimizer_keeps_the_names() -> None:
+  groups = groups_lib.singletons(4, ["a", "b", "c", "d"])
+  with testbed.mirrored().scope():
+    optimizer = CrossShardOptimizer("sgd", group_assignment=groups)
+  assert optimizer.groups.names == groups.names
 
 
 # The drawing.

@@ -69,6 +69,13 @@ def test_groups(
   ]
 
 
+def test_groups_with_names(capsys: pytest.CaptureFixture[str]) -> None:
+  words = ["--strided", "4", "2", "--names", "low", "high"]
+  status, out, err = _main(capsys, "groups", *words)
+  assert (status, err) == (0, "")
+  assert out.split("\n")[1:3] == ["low      o-----o", "high        o-----o"]
+
+
 def test_compile_to_table(
   steps: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,6 +170,10 @@ def test_usage(
     (["compile", "--help"], 0, "--topology"),
     (["--version"], 0, "tf-cross-shard "),
     (["compile", "f", *COMPILE, "x"], 2, "MODULE:FUNCTION"),
+    (["launch", "--help"], 0, "--nodes"),
+    (["launch", "--index=1", "x.py"], 2, "--index needs --nodes"),
+    (["launch", "--workers=1", "-m", "this"], 0, "[worker 0] The Zen of"),
+    (["groups", "--along", "x"], 2, "--along needs --topology"),
   ],
 )
 def test_arguments_are_read_before_tensorflow_is_imported(
@@ -186,12 +197,25 @@ def test_arguments_are_read_before_tensorflow_is_imported(
   assert done.returncode == status, done.stderr
 
 
-def test_launch_reads_its_own_arguments(
-  capsys: pytest.CaptureFixture[str],
-) -> None:
-  status, out, _ = _main(capsys, "launch", "--workers=1", "-m", "this")
-  assert status == 0
-  assert "[worker 0] The Zen of Python" in out
+@pytest.mark.parametrize(
+  "words",
+  [
+    ["groups", "--along", "x", "--topology", "v5e:2x2"],
+    ["compile", "a:b", *COMPILE[:2]],
+  ],
+)
+def test_a_missing_compiler_is_named_at_once(words: list[str]) -> None:
+  """In a Python that has no packages: no TensorFlow either."""
+  done = subprocess.run(
+    [sys.executable, "-S", "-m", "tf_cross_shard_cli", *words],
+    env={**os.environ, "PYTHONPATH": str(PROJECT)},
+    capture_output=True,
+    text=True,
+    timeout=60,
+    check=False,
+  )
+  assert done.returncode == 2
+  assert "pip install 'tf-cross-shard[tpu-compiler]'" in done.stderr
 
 
 if __name__ == "__main__":

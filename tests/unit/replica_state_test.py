@@ -22,7 +22,7 @@ import tensorflow as tf
 from tests.support import replica_state_cases as cases
 from tests.support import testbed
 from tf_cross_shard import CrossShardOptimizer, replica_state
-from tf_cross_shard.replica_state import archive
+from tf_cross_shard.replica_state import archive, replica_values
 
 N = testbed.REPLICAS
 PAIRS = [[0, 1], [2, 3]]
@@ -324,6 +324,86 @@ def test_each_variable_once(tmp_path: pathlib.Path) -> None:
     "group_1/optimizer/sgd/iteration",
     "group_1/optimizer/sgd/learning_rate",
   }
+
+
+def _network(seed: int) -> Any:
+  """What `cases.Training` trains, without a strategy."""
+  layers = tf.keras.layers
+  return tf.keras.Sequential(
+    [
+      *(tf.keras.Input((4,)), layers.Dense(3)),
+      layers.BatchNormalization(momentum=0.5),
+      *(layers.Dropout(0.25, seed=seed), layers.Dense(2)),
+    ]
+  )
+
+
+def test_one_group_of_a_file_without_replicas(tmp_path: pathlib.Path) -> None:
+  """As `load_group` has it: to be served on one device."""
+  path = tmp_path / "a"
+  training = cases.Training(testbed.mirrored(), [[3, 1], [0, 2]], seed=1)
+  training.steps(0, 2)
+  training.save(path)
+  plain = _network(seed=2)
+  for i in (1, 0):
+    right = replica_state.load_group(i, training.optimizer, training.model)
+    assert replica_state.read_group(path, i, plain) is plain
+    for variable, expected in zip(
+      plain.variables, right.variables, strict=True
+    ):
+      np.testing.assert_array_equal(variable, expected)
+    assert len(testbed.copies(plain.variables[0])) == 1
+  before = plain.get_weights()
+  other = tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(3)])
+  for index, model, words in (
+    (2, plain, r"`group` must be an integer from 0 to 1; got 2"),
+    (-1, plain, r"`group` must be .* got -1\. .*\[\[3, 1\], \[0, 2\]\]"),
+    (None, plain, r"`group` must be"),
+    (0, other, r"has, and the program has not, model/.*"),
+    (0, [*plain.variables, tf.Variable(1.0, name="extra")], "lacks .*extra"),
+    (0, [tf.Variable([0.0], name="kernel")], "lacks model/kernel"),
+  ):
+    with pytest.raises(replica_state.CheckpointError, match=words):
+      replica_state.read_group(path, index, model)
+  with archive.reading(path) as file:
+    about, arrays = dict(file.about), dict(file)
+  [last] = [name for name in about["names"] if name.endswith("dense_1/bias")]
+  for array, words in (
+    (np.zeros(2, "float64"), r"as float64 \[2\]; the program has float32"),
+    (np.zeros(3, "float32"), r"as float32 \[3\]; the program has float32"),
+  ):
+    archive.write(path, {**arrays, f"group_0/{last}": array}, about)
+    with pytest.raises(replica_state.CheckpointError, match=words):
+      replica_state.read_group(path, 0, plain)
+  path.write_bytes(path.read_bytes()[:-9])
+  with pytest.raises(replica_state.CheckpointError, match="is damaged"):
+    replica_state.read_group(path, 0, plain)
+  for array, same in zip(plain.get_weights(), before, strict=True):
+    np.testing.assert_array_equal(array, same)
+
+
+def test_restore_builds_the_optimizer(tmp_path: pathlib.Path) -> None:
+  """On what a model trains, or on what can be trained of a list."""
+  optimizer, weights = _simple("mirrored")
+  replica_state.save(tmp_path / "a", optimizer, weights)
+  training = cases.Training(testbed.mirrored(), PAIRS, seed=1)
+  training.steps(0, 2)
+  training.save(tmp_path / "b")
+  for path, right, model in (
+    ("a", optimizer, weights),
+    ("b", training.optimizer, training.model),
+  ):
+    strategy = replica_values.strategy_of(right.iterations)
+    assert strategy is not None
+    with strategy.scope():
+      momentum = tf.keras.optimizers.SGD(0.5, momentum=0.5)
+      inner = momentum if path == "a" else tf.keras.optimizers.Adam(0.01)
+      fresh = CrossShardOptimizer(inner, group_assignment=PAIRS)
+    replica_state.restore(tmp_path / path, fresh, model)
+    for variable, same in zip(fresh.variables, right.variables, strict=True):
+      assert _lists(replica_state.values(variable)) == _lists(
+        replica_state.values(same)
+      )
 
 
 # ----------------------------------------------------------- what is not right

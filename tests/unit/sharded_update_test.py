@@ -625,6 +625,8 @@ def test_fit_and_model_files(
     testbed.fit(model, data)
     path = tmp_path / f"model_{is_plain}.keras"
     model.save(path)
+    tf.saved_model.save(model, str(tmp_path / "program"))  # without slots
+    tf.saved_model.load(str(tmp_path / "program"))
     with strategy.scope():
       again = library.models.load_model(path)
     testbed.fit(again, data)
@@ -665,6 +667,23 @@ def test_eager_steps() -> None:
     train(weights, optimizer, eager=eager)
     states.append(state_of(weights, optimizer))
   assert_equal(*states, bound=1e-6)
+
+
+def test_weights_without_elements() -> None:
+  with (
+    testbed.mirrored().scope()
+  ):  # Weights of one dtype lie behind each other.
+    weights = [tf.Variable(tf.zeros(0)), tf.Variable(tf.ones(3, tf.float64))]
+  weights, optimizer = build(
+    "keras",
+    lambda library: library.optimizers.SGD(1.0, momentum=0.5, clipnorm=9.0),
+    weights=weights,
+    shard_update=True,
+  )
+  grads = [np.zeros([1, 4, 0], "f"), np.ones([1, 4, 3])]
+  train(weights, optimizer, range(1), grads=grads)
+  np.testing.assert_array_equal(weights[1].numpy(), [-1.0] * 3)
+  assert [tuple(v.shape) for v in optimizer.variables[2:]] == [(0,), (3,)]
 
 
 def test_groups_of_one_are_not_sharded() -> None:
@@ -734,6 +753,27 @@ def test_one_variable_twice() -> None:
 def test_unknown_value() -> None:
   with pytest.raises(ValueError, match="`shard_update` must be True, False"):
     keras3.CrossShardOptimizer("adam", shard_update="yes")
+
+
+@pytest.mark.parametrize(
+  ("package", "library"), [(keras3, keras), (ours_tf_keras, tf_keras)]
+)
+def test_decay_set_after_build_leaves_out_what_is_excluded(
+  package: Any, library: Any
+) -> None:
+  with testbed.mirrored().scope():
+    weights = [tf.Variable(tf.ones(3)), tf.Variable(tf.ones(3), name="bias")]
+    opt = library.optimizers.SGD(0.5)
+    opt.exclude_from_weight_decay(var_names=["bias"])
+    optimizer = package.CrossShardOptimizer(opt, shard_update=True)
+    optimizer.build(weights)
+  optimizer.weight_decay = 0.5
+  testbed.run(
+    lambda: optimizer.apply_gradients([(tf.zeros(3), w) for w in weights])
+  )
+  for weight, value in zip(weights, (0.75, 1.0), strict=True):
+    for value_of_replica in testbed.copies(weight):
+      np.testing.assert_array_equal(value_of_replica, np.full(3, value))
 
 
 class _Older(tf_keras.optimizers.legacy.Adam):

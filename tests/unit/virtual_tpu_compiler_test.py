@@ -109,16 +109,14 @@ class TestCompileFor:
 
 
 class TestReport:
-  def _report(
-    self, *found: virtual_tpu.Collective, replicas: int = 8
-  ) -> virtual_tpu.Report:
+  def _report(self, *collectives: virtual_tpu.Collective) -> virtual_tpu.Report:
     return virtual_tpu.Report(
       topology="v5e:4x2",
       device_kind="TPU v5 lite",
-      num_replicas=replicas,
-      coordinates=((0, 0, 0, 0),) * replicas,
-      collectives=found,
-      wire_bytes=sum(each.bytes for each in found),
+      num_replicas=8,
+      coordinates=((0, 0, 0, 0),) * 8,
+      collectives=collectives,
+      wire_bytes=2108,
       argument_bytes=4608,
       output_bytes=3584,
       temp_bytes=0,
@@ -157,19 +155,20 @@ class TestReport:
     assert "No collective: replicas exchange nothing." in str(self._report())
     shapes = ((1,), (2,), (2,), (3,), (4,))
     wide = tuple(tuple(range(i, i + 16)) for i in (0, 16))
-    found = virtual_tpu.Collective("all-reduce", "f32", shapes, 48, wide)
-    text = str(self._report(found, replicas=32))
+    text = str(
+      self._report(
+        virtual_tpu.Collective("all-reduce", "f32", shapes, 48, wide)
+      )
+    )
     assert "2 x [2], 1 x [1], 2 more" in text
     assert "2 of 16: [0, 1, ...], ..." in text
 
   def test_json_holds_all_but_the_program(self) -> None:
-    found = virtual_tpu.Collective("all-reduce", "f32", ((4, 3),), 48, HALVES)
-    report = self._report(found)
+    report = self._report(*_sum_over(HALVES))
     fields = json.loads(report.to_json())
     assert "hlo_text" not in fields
-    [collective] = fields["collectives"]
-    assert collective["groups"] == [list(group) for group in HALVES]
-    assert (fields["wire_bytes"], fields["flops"]) == (48, 1234567.0)
+    assert fields["collectives"][0]["groups"] == [list(g) for g in HALVES]
+    assert (fields["wire_bytes"], fields["flops"]) == (2108, 1234567.0)
     assert "HloModule" not in repr(report)
 
 

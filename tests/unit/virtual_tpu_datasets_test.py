@@ -31,23 +31,19 @@ def _parts(value: Any) -> list[Any]:
   return testbed.per_replica_results(_strategy(), value)
 
 
-def _options(options: dict[str, Any]) -> tf.distribute.InputOptions | None:
-  return tf.distribute.InputOptions(**options) if options else None
-
-
-def _split(dataset: Any, strategy: Any = None, **options: Any) -> Any:
+def _split(dataset: Any, strategy: Any = None, options: Any = None) -> Any:
   strategy = strategy or _strategy()
-  return strategy.experimental_distribute_dataset(dataset, _options(options))
+  return strategy.experimental_distribute_dataset(dataset, options)
 
 
-def _deal(dataset: Any, strategy: Any = None, **options: Any) -> Any:
+def _deal(dataset: Any, strategy: Any = None, options: Any = None) -> Any:
   strategy = strategy or _strategy()
 
   def make(context: tf.distribute.InputContext) -> Any:
     assert context.num_replicas_in_sync == strategy.num_replicas_in_sync
     return dataset
 
-  return strategy.distribute_datasets_from_function(make, _options(options))
+  return strategy.distribute_datasets_from_function(make, options)
 
 
 both = pytest.mark.parametrize("distribute", [_split, _deal])
@@ -210,7 +206,10 @@ class TestErrors:
       distribute(data)
     mode = tf.distribute.InputReplicationMode.PER_REPLICA
     with pytest.raises(NotImplementedError, match=r"Leave it at PER_WORKER"):
-      distribute(Dataset.range(3).batch(3), experimental_replication_mode=mode)
+      distribute(
+        Dataset.range(3).batch(3),
+        options=tf.distribute.InputOptions(experimental_replication_mode=mode),
+      )
 
   def test_replicas_do_not_read(self) -> None:
     iterator = iter(_split(Dataset.range(3).batch(3)))

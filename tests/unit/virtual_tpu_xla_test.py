@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tf_cross_shard import virtual_tpu
 from tf_cross_shard.virtual_tpu import xla
 
 SETUP = Path(__file__).absolute().parent.parent.parent / "setup.cfg"
@@ -53,7 +54,10 @@ class TestVersions:
     self, monkeypatch: pytest.MonkeyPatch
   ) -> None:
     monkeypatch.setattr(metadata, "version", lambda _: "0.1")
-    for use in (lambda: xla.Client(2), lambda: xla.topology("v5e:8x8")):
+    for use in (
+      virtual_tpu.VirtualTPUStrategy,
+      lambda: xla.topology("v5e:8x8"),
+    ):
       with pytest.raises(ImportError, match=r"found jax 0\.1"):
         use()
 

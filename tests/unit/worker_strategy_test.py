@@ -8,9 +8,13 @@ from unittest import mock
 import pytest
 import tensorflow as tf
 
-from tf_cross_shard import multi_worker
+from tests.support import testbed
+from tf_cross_shard import CrossShardOptimizer, multi_worker
 from tf_cross_shard.coordination import agreement
 from tf_cross_shard.multi_worker import strategy
+
+# Nothing connects to them.
+CLUSTER = {"chief": ["localhost:1"], "worker": ["localhost:2"]}
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +57,47 @@ def test_timeouts_that_are_none() -> None:
       pytest.raises(ValueError, match=f"{agreement.VARIABLE} .*{text!r}"),
     ):
       multi_worker.MultiWorkerStrategy()
+
+
+def _as_task(job: str, cluster: Any = CLUSTER) -> str:
+  """Returns a TF_CONFIG of one task, as `launch` sets it."""
+  config = {"cluster": cluster, "task": {"type": job, "index": 0}}
+  return json.dumps(config)
+
+
+@pytest.mark.parametrize("job", CLUSTER)
+def test_workers_that_would_train_apart_are_refused(job: str) -> None:
+  """Under MultiWorkerStrategy they train together: multi_worker_test.py."""
+  words = "names 2 workers, .*Use tf_cross_shard.multi_worker.MultiWorkerStr"
+  with mock.patch.dict(os.environ, TF_CONFIG=_as_task(job)):
+    with (
+      testbed.mirrored(2).scope(),
+      pytest.raises(ValueError, match=words),
+    ):
+      CrossShardOptimizer("sgd")
+    weight = tf.Variable(1.0)  # Without a strategy a model may be loaded,
+    optimizer = CrossShardOptimizer("sgd")
+    optimizer.build([weight])
+    with pytest.raises(ValueError, match=words):  # but not trained.
+      optimizer.apply_gradients([(tf.constant(1.0), weight)])
+  assert float(weight.numpy()) == 1.0
+
+
+@pytest.mark.parametrize(
+  "text",
+  [_as_task("evaluator"), _as_task("worker", {"worker": ["a:1"]}), ""],
+)
+def test_a_worker_that_trains_by_itself(
+  text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setenv("TF_CONFIG", text)
+  with testbed.mirrored(2).scope():
+    optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(1.0), "sum")
+    weight = tf.Variable(1.0)
+    optimizer.build([weight])
+    pairs = [(tf.constant(1.0), weight)]
+    testbed.mirrored(2).run(lambda: optimizer.apply_gradients(pairs))
+  assert float(weight.numpy()) == -1.0  # 1 - 2 * 1
 
 
 def test_what_is_known_of_a_variable() -> None:

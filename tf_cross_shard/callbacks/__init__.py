@@ -3,11 +3,11 @@
 Keras' own callbacks see one model: the first replica's weights, and metrics
 that are means over groups. These see each group:
 
-    fit ─▶ GroupMetrics         logs["val_loss/group_0"], ["val_loss/group_1"]
-        ─▶ GroupEarlyStopping   stops when no group improves; each at its best
-        ─▶ GroupReduceLROnPlateau  lowers the rate of each group by itself
-        ─▶ GroupCheckpoint      a file with each group at its best
-        ─▶ GroupTensorBoard     a run for each group
+    fit ─▶ GroupMetrics            logs["val_loss/group_0"], ["…/group_1"]
+        ─▶ GroupEarlyStopping      stops when none improves; each at its best
+        ─▶ GroupReduceLROnPlateau  lowers each group's own rate
+        ─▶ GroupCheckpoint         a file with each group at its best
+        ─▶ GroupTensorBoard        a run for each group
 
 In this order, since the others read what `GroupMetrics` writes. A loop of one's
 own calls `set_model(model)`, `on_epoch_end(epoch, logs)` with one dictionary
@@ -37,3 +37,8 @@ __all__ = [
   "GroupTensorBoard",
   "OuterOptimizer",
 ]
+
+
+def __dir__() -> list[str]:
+  """Returns the public names."""
+  return sorted(__all__)

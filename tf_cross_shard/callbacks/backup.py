@@ -13,14 +13,15 @@ import types
 from collections.abc import Iterable
 from typing import Any, Final
 
+import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard import replica_state
 from tf_cross_shard.callbacks import base
 from tf_cross_shard.coordination import agreement, errors
-from tf_cross_shard.replica_state import group_models, group_state
+from tf_cross_shard.replica_state import checkpoint, group_models, group_state
 
 _KEPT: Final = 2  # backups of each worker
+_CALLBACKS: Final = "callbacks/"  # before the names of their state in a file
 _NAME: Final = re.compile(r"epoch_(\d+)\.npz")
 
 
@@ -74,7 +75,9 @@ class BackupAndRestore(base.GroupCallback):
   all go on from the newest that all have. Groups keep their own weights and
   slots, and replicas what else they differ in, on one machine too. The states
   of random numbers, of dropout say, are saved too; Keras' own leaves them out.
-  A file replaces none before it is whole, and the last two are kept.
+  So is what this package's other callbacks know, best values, wait counts and
+  stopped groups; they stand before this one in the list. A file replaces none
+  before it is whole, and the last two are kept.
 
   >>> import tempfile
   >>> import numpy as np
@@ -121,6 +124,16 @@ class BackupAndRestore(base.GroupCallback):
   def on_train_begin(self, logs: Any = None) -> None:
     """Restores the newest backup that all workers have."""
     strategy, optimizer = self.model.distribute_strategy, self.model.optimizer
+    later = [
+      type(callback).__name__
+      for callback in self.same_fit()[len(self.before()) + 1 :]
+      if type(callback).state is not base.GroupCallback.state
+    ]
+    if later:
+      raise ValueError(
+        f"BackupAndRestore saves what callbacks know; {', '.join(later)} comes"
+        " after it, and would be an epoch behind. Put BackupAndRestore last."
+      )
     if not hasattr(optimizer, "build"):
       raise ValueError(
         "BackupAndRestore needs an optimizer with a method build(); got"
@@ -138,8 +151,13 @@ class BackupAndRestore(base.GroupCallback):
     newest = newest_common(strategy, backups)
     _begin_at(self.model, None)
     if newest is not None:
-      self._set_values(
-        replica_state.restore_file(backups[newest], optimizer, self.model)
+      values, arrays = checkpoint.restore_file(
+        backups[newest], optimizer, self.model
+      )
+      _begin_at(self.model, values["epoch"])
+      base.restore_state(
+        self.same_fit(),
+        {name.removeprefix(_CALLBACKS): arrays[name] for name in arrays},
       )
       for number, path in backups.items():
         if number > newest:  # of a run that has not been
@@ -151,7 +169,9 @@ class BackupAndRestore(base.GroupCallback):
     path = self._folder / f"epoch_{epoch + 1}.npz"
     state.agree("a backup")
     arrays = state.own_arrays(state.apart("a backup"))
-    state.write(path, "a backup", arrays, self._values(epoch))
+    for name, value in base.collect_state(self.same_fit()).items():
+      arrays[_CALLBACKS + name] = np.asarray(value)
+    state.write(path, "a backup", arrays, {"epoch": epoch + 1})
     backups = self._backups()
     for number in sorted(backups)[:-_KEPT]:
       backups[number].unlink()
@@ -164,14 +184,6 @@ class BackupAndRestore(base.GroupCallback):
         # A worker lost before that needs the files of the others.
         agreement.agree(self._workers, "the end of fit", [])
       shutil.rmtree(self._folder, ignore_errors=True)
-
-  def _values(self, epoch: int) -> dict[str, Any]:
-    """Returns what is saved beside the state of model and optimizer."""
-    return {"epoch": epoch + 1}
-
-  def _set_values(self, values: dict[str, Any]) -> None:
-    """Gives back what `_values` returned."""
-    _begin_at(self.model, values["epoch"])
 
   def _backups(self) -> dict[int, pathlib.Path]:
     """Returns this worker's files, by how many epochs are behind them."""

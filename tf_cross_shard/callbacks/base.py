@@ -1,4 +1,4 @@
-"""What the callbacks share: each other, their state, and a judge per group.
+"""The callbacks' common part: their order, state, and a judge per group.
 
 fit ─▶ set_model, set_params of all ─▶ on_train_begin, in their order
        `same_fit` has all of ours      mistakes are raised here
@@ -27,12 +27,6 @@ _order = itertools.count()
 def engine_of(optimizer: Any) -> Any:
   """Returns what adds numbers of the replicas of a CrossShardOptimizer."""
   return optimizer._checks.engine
-
-
-def accept_weights(optimizer: Any) -> None:
-  """Has no warning follow of the weights that groups have now."""
-  for watch in group_state.watches_of(optimizer):
-    watch.accept()
 
 
 def group_names(optimizer: Any) -> list[str]:
@@ -102,8 +96,8 @@ def restore_state(callback_list: Iterable[Any], state: dict[str, Any]) -> None:
 
 def _keys(callback_list: Iterable[Any]) -> dict[str, "GroupCallback"]:
   """Returns our callbacks by class name, numbered where it is not the first."""
-  ours = [each for each in callback_list if isinstance(each, GroupCallback)]
-  names = optimizer_state.unique([type(each).__name__ for each in ours])
+  ours = [c for c in callback_list if isinstance(c, GroupCallback)]
+  names = optimizer_state.unique([type(c).__name__ for c in ours])
   return dict(zip(names, ours, strict=True))
 
 
@@ -132,6 +126,14 @@ class GroupCallback(tf.keras.callbacks.Callback):
         shown.append(f"{name}={value!r}")
     return f"{type(self).__name__}({', '.join(shown)})"
 
+  def set_model(self, model: Any) -> None:
+    """Takes the model; warns of layers that mix groups."""
+    super().set_model(model)
+    layers = libraries.of(model).layers(model)
+    for watch in group_state.watches_of(getattr(model, "optimizer", None)):
+      watch.check_layers(layers)
+      watch.is_judged_by_group = True
+
   def set_params(self, params: Any) -> None:
     """Notes which callbacks are in one `fit`: Keras shows them no list."""
     super().set_params(params)
@@ -142,13 +144,18 @@ class GroupCallback(tf.keras.callbacks.Callback):
     """Returns our callbacks in this `fit`, in order; none in another loop."""
     if not getattr(self, "params", None):
       return []
-    same = [each for each in _in_fits if each.params is self.params]
+    same = [c for c in _in_fits if c.params is self.params]
     return sorted(same, key=lambda callback: callback._place_in_list)
+
+  def before(self) -> list["GroupCallback"]:
+    """Returns those that come earlier in this `fit`."""
+    return list(
+      itertools.takewhile(lambda other: other is not self, self.same_fit())
+    )
 
   def prefixes_before(self) -> list[str]:
     """Returns the `prefix` of those that come earlier in this `fit`."""
-    earlier = itertools.takewhile(lambda c: c is not self, self.same_fit())
-    return [callback.prefix for callback in earlier if callback.prefix]
+    return [callback.prefix for callback in self.before() if callback.prefix]
 
   def state(self) -> dict[str, Any]:
     """Returns what goes on after a crash, as arrays and numbers by name."""
@@ -226,8 +233,10 @@ class GroupMonitor(GroupCallback):
     They have not where `GroupMetrics` leaves epochs out.
     """
     name = f"{self.monitor}/group_0"
-    others = [key for key in logs or {} if key.endswith("/group_0")]
-    is_due = others or not self.same_fit()
+    prefixes = tuple(self.prefixes_before())
+    is_due = not prefixes or any(
+      key.startswith(prefixes) and key.endswith("/group_0") for key in logs
+    )
     if name not in (logs or {}) and not self._judges and is_due:
       raise ValueError(
         f"{type(self).__name__}(monitor={self.monitor!r}) needs {name!r} in the"

@@ -90,8 +90,8 @@ class GroupEarlyStopping(base.GroupMonitor):
     state = super().state()
     if not self._judges or self._judges[0].best_weights is None:
       return state
-    copies, groups = self._found.copies, self._found.groups
-    for i, part in enumerate(self._found.parts):
+    copies, groups = self._copies.copies, self._copies.groups
+    for i, part in enumerate(self._copies.parts):
       own: dict[int, Any] = {}
       for judge in self._judges:
         own |= judge.best_weights[i]
@@ -130,16 +130,16 @@ class GroupEarlyStopping(base.GroupMonitor):
     for judge in self._judges:
       judge.on_train_end()
     if self._judges and self.restore_best_weights:
-      base.accept_weights(self.model.optimizer)
+      group_state.accept_values(self.model.optimizer)
     self._restored = {}
 
   def _begin(self) -> None:
     """Makes each group's judge, and what that takes for its model."""
-    self._found = group_state.GroupCopies(
+    self._copies = group_state.GroupCopies(
       self.model.optimizer, self.model, is_whole=False
     )
     self._groups = [
-      _Group(self._found, members) for members in self._found.groups
+      _Group(self._copies, members) for members in self._copies.groups
     ]
     restored = self._restored
     self.make_judges(
@@ -151,7 +151,7 @@ class GroupEarlyStopping(base.GroupMonitor):
     )
     best = [
       restored[f"best_weights/{part.name}"]
-      for part in self._found.parts
+      for part in self._copies.parts
       if f"best_weights/{part.name}" in restored
     ]
     for i, judge in enumerate(self._judges):
@@ -168,14 +168,14 @@ class _Group:
   """
 
   def __init__(
-    self, found: group_state.GroupCopies, members: Sequence[int]
+    self, copies: group_state.GroupCopies, members: Sequence[int]
   ) -> None:
     self.stop_training = False
-    self._copies = found.copies
-    self._variables = [part.variable for part in found.parts]
+    self._copies = copies.copies
+    self._variables = [part.variable for part in copies.parts]
     self._members = members
-    self._here = found.copies.engine.replicas_here
-    self._num_replicas = found.groups.num_replicas
+    self._here = copies.copies.engine.replicas_here
+    self._num_replicas = copies.groups.num_replicas
 
   def get_weights(self) -> list[dict[int, replica_values.Array]]:
     """Returns what each member has of each variable."""

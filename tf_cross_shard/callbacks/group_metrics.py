@@ -7,11 +7,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard import replica_state
+from tf_cross_shard import group_schedule, replica_state
 from tf_cross_shard.callbacks import base
 from tf_cross_shard.coordination import agreement
 from tf_cross_shard.inner_optimizer import libraries
-from tf_cross_shard.replica_state import group_models, group_state
+from tf_cross_shard.replica_state import (
+  group_models,
+  group_state,
+  replica_values,
+)
 
 
 class GroupMetrics(base.GroupCallback):
@@ -41,9 +45,10 @@ class GroupMetrics(base.GroupCallback):
   >>> x = np.ones([4, 1], "float32")
   >>> metrics = callbacks.GroupMetrics((x, x))
   >>> history = model.fit(x, x, verbose=0, callbacks=[metrics]).history
-  >>> sorted(history)
-  ['loss', 'val_loss/ensemble', 'val_loss/group_0', 'val_loss/group_1']
+  >>> sorted(key for key in history if "group_1" in key)
+  ['loss/group_1', 'val_loss/group_1']
 
+  `loss/group_0` and so on are the training loss of the group's own examples.
   On several machines the first worker evaluates, and tells the others.
   """
 
@@ -101,6 +106,7 @@ class GroupMetrics(base.GroupCallback):
     self._plain: Any = None
     self._members: list[Any] = []
     self._mean: Any = None
+    self._losses: dict[str, float] = {}
 
   def on_train_begin(self, logs: Any = None) -> None:
     """Makes the twins anew, and evaluates a batch, so that errors come now."""
@@ -117,6 +123,15 @@ class GroupMetrics(base.GroupCallback):
       for model in (self._plain, *([self._mean] if self._members else [])):
         self._evaluate(model, "one batch", steps=1)
 
+  def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    """Forgets the losses of the last epoch."""
+    self._losses = {}
+
+  def on_test_begin(self, logs: Any = None) -> None:
+    """Reads the training losses before validation data take their place."""
+    super().on_test_begin(logs)
+    self._losses = self._losses or self._training_losses()
+
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Evaluates, and adds to the logs.
 
@@ -124,6 +139,8 @@ class GroupMetrics(base.GroupCallback):
       epoch: The epoch that ended, from 0.
       logs: A dictionary that other callbacks receive too.
     """
+    if logs is not None:
+      logs.update(self._losses or self._training_losses())
     if epoch and (epoch + 1) % self._every:
       return
     model, optimizer = self.model, self.model.optimizer
@@ -132,13 +149,35 @@ class GroupMetrics(base.GroupCallback):
     metrics: dict[str, float] = {}
     for i in range(group_state.groups_of(optimizer, None).num_groups):
       replica_state.load_group(model, i, optimizer, into=self._plain)
+      self._group.assign(i)
       metrics |= self._evaluate(self._plain, f"group_{i}")
     for i, member in enumerate(self._members):
       replica_state.load_group(model, i, optimizer, into=member)
     if self._members:
+      self._group.assign(0)
       metrics |= self._evaluate(self._mean, "ensemble")
     if logs is not None:
       logs.update(metrics)
+
+  def _training_losses(self) -> dict[str, float]:
+    """Returns what each group's replicas have in Keras' mean of the loss."""
+    trackers = [
+      metric.variables
+      for metric in self.model.metrics
+      if metric.name == "loss" and len(metric.variables) == 2
+    ]
+    if not trackers or not self.same_fit() or self.prefixes_before():
+      return {}
+    copies = replica_values.Copies(self.model.distribute_strategy)
+    replicas = range(copies.engine.num_replicas)
+    total, count = (copies.read(v, replicas) for v in trackers[0])
+    groups = group_state.groups_of(self.model.optimizer, len(replicas))
+    return {
+      f"loss/group_{i}": float(
+        sum(total[r] for r in members) / sum(count[r] for r in members)
+      )
+      for i, members in enumerate(groups)
+    }
 
   def _build(self) -> None:
     """Makes the twins, and compiles those that are evaluated."""
@@ -157,6 +196,8 @@ class GroupMetrics(base.GroupCallback):
         ) from error
 
     with group_models.outside_of_strategies():
+      # The group of the twin's weights: what it computes is traced once.
+      self._group = tf.Variable(0, trainable=False, dtype=tf.int32)
       self._plain = make()
       if libraries.of(self._plain).compile_arguments(self._plain) is None:
         _compile_like(model, self._plain)
@@ -173,7 +214,10 @@ class GroupMetrics(base.GroupCallback):
     workers = agreement.of_strategy(self.model.distribute_strategy)
     metrics: dict[str, float] = {}
     if workers is None or workers.index == 0:
-      with group_models.outside_of_strategies():
+      with (
+        group_models.outside_of_strategies(),
+        group_schedule.as_group(self._group),
+      ):
         result = model.evaluate(
           **self._data, verbose=0, return_dict=True, steps=steps
         )
@@ -201,7 +245,10 @@ def _mean_of(members: list[Any]) -> Any:
       self.members = members
 
     def call(self, inputs: Any) -> Any:
-      outputs = [member(inputs, training=False) for member in self.members]
+      outputs = []
+      for i, member in enumerate(self.members):
+        with group_schedule.as_group(i):
+          outputs.append(member(inputs, training=False))
       return tf.nest.map_structure(
         lambda *own: tf.add_n(own) / len(own), *outputs
       )

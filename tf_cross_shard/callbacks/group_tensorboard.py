@@ -115,9 +115,9 @@ class GroupTensorBoard(base.GroupCallback):
         tf.summary.write(tag, tf.cast(value, tf.float32), metadata=_SCALAR)
     self._writers[run].flush()
 
-  def _rates(self, found: group_state.GroupCopies) -> list[float]:
+  def _rates(self, copies: group_state.GroupCopies) -> list[float]:
     """Returns each group's learning rate, as its replicas see it."""
-    strategy, optimizer = found.copies.engine.strategy, self.model.optimizer
+    strategy, optimizer = copies.copies.engine.strategy, self.model.optimizer
 
     def rate() -> tf.Tensor:
       value = optimizer.learning_rate
@@ -128,16 +128,16 @@ class GroupTensorBoard(base.GroupCallback):
     if self._run_rates is None:
       self._run_rates = tf.function(lambda: strategy.run(rate), autograph=False)
     values = strategy.experimental_local_results(self._run_rates())
-    rates = found.copies.gather([value.numpy() for value in values])
-    return [float(rates[members[0]]) for members in found.groups]
+    rates = copies.copies.gather([value.numpy() for value in values])
+    return [float(rates[members[0]]) for members in copies.groups]
 
 
-def _drift(found: group_state.GroupCopies, first: list[int]) -> list[float]:
+def _drift(copies: group_state.GroupCopies, first: list[int]) -> list[float]:
   """Returns the rms distance of each group's trained weights from the mean."""
   squares, size = np.zeros(len(first)), 0
-  for part in found.parts:
+  for part in copies.parts:
     if part.is_shared:
-      of_group = np.stack(found.copies.read(part.variable, first))
+      of_group = np.stack(copies.copies.read(part.variable, first))
       away = of_group.astype(np.float64)
       away -= away.mean(axis=0)
       squares += np.sum(away.reshape(len(first), -1) ** 2, axis=1)

@@ -31,6 +31,7 @@ from tf_cross_shard.gradients import packing
 from tf_cross_shard.inner_optimizer import optimizer_state
 from tf_cross_shard.replica_state import (
   group_models,
+  group_state,
   overwritten,
   replica_values,
 )
@@ -110,12 +111,8 @@ class OuterOptimizer(base.GroupCallback):
         anchor are rounded to where they travel. None leaves them exact.
     """
     super().__init__()
-    for name, value, least in (("every", every, 1), ("warmup", warmup, 0)):
-      if type(value) is not int or value < least:
-        raise ValueError(
-          f"`{name}` must be an integer of at least {least}; got {value!r}. It"
-          " counts steps."
-        )
+    base.check_count("every", every, 1, "steps")
+    base.check_count("warmup", warmup, 0, "steps")
     if isinstance(optimizer, forwarding.OptimizerWrapper):
       raise ValueError(
         f"`optimizer` must not be a {type(optimizer).__name__}: differences are"
@@ -292,7 +289,7 @@ class OuterOptimizer(base.GroupCallback):
       return
     strategy = base.engine_of(inner).strategy
     [is_done, *_] = strategy.experimental_local_results(join())
-    base.accept_weights(inner)
+    group_state.accept_values(inner)
     if not bool(is_done.numpy()) and not self._has_warned:
       self._has_warned = True
       logging.warning(

@@ -3,7 +3,7 @@
 import abc
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
@@ -26,6 +26,8 @@ class InnerOptimizer(abc.ABC):
     checkpointed: The object whose children a checkpoint sees: the optimizer, or
       what takes its place where its state is in parts.
     is_fused: Whether kernels may do the optimizer's steps; see `fused_update`.
+    row_step: Takes the place of `update_step` for row-sparse gradients; is
+      handed `update_step` itself before its arguments. None for nothing.
   """
 
   def __init__(self, optimizer: Any) -> None:
@@ -34,6 +36,7 @@ class InnerOptimizer(abc.ABC):
     self.unsharded_state: Any = WholeState(self)
     self.checkpointed: Any = optimizer
     self.is_fused = False
+    self.row_step: Callable[..., None] | None = None
     self._thread = threading.local()  # Replicas may be threads.
 
   @property
@@ -134,6 +137,17 @@ class InnerOptimizer(abc.ABC):
     """Whether the built optimizer was built on `variable`."""
     return self.unsharded_state.index(variable) is not None
 
+  def place_of(self, variable: Any) -> tuple[int, int]:
+    """Returns the place of a variable, and among how many it was built on."""
+    raise NotImplementedError
+
+  def without_decay(
+    self, variables: Sequence[Any]
+  ) -> contextlib.AbstractContextManager[Any]:
+    """A context in which the weights of `variables` do not decay."""
+    del variables
+    return contextlib.nullcontext()
+
   @abc.abstractmethod
   def _index(self, variable: Any) -> Any:
     """The place of `variable` among those it was built on, or None."""
@@ -231,10 +245,8 @@ class InnerOptimizer(abc.ABC):
     """
     if self.outer_loss_scaler is None or self.is_within:
       last = innermost(self.optimizer)
-      with (
-        fused_update.in_place(last, self._index)
-        if self.is_fused
-        else contextlib.nullcontext()
+      with fused_update.in_place(
+        last, self._index, self.is_fused, self.row_step
       ):
         self._apply(grads, variables, through_apply)
       return
@@ -346,10 +358,10 @@ def slots_at(
     elif isinstance(values, list) and len(values) == count:
       yield from find(values[index], is_of_variable=True)
     elif isinstance(values, dict):
-      mine = [values[key] for key in (*keys, index) if key in values][:1]
-      is_of_variable = is_of_variable or bool(mine)
-      for each in mine or list(values.values()):
-        yield from find(each, is_of_variable)
+      own_part = [values[key] for key in (*keys, index) if key in values][:1]
+      is_of_variable = is_of_variable or bool(own_part)
+      for part in own_part or list(values.values()):
+        yield from find(part, is_of_variable)
 
   for attribute, values in list(vars(optimizer).items()):
     # "_self_": TensorFlow's own, which has all that a checkpoint saves.

@@ -71,36 +71,42 @@ def keras_class(optimizer: Any) -> str:
 
 
 @contextlib.contextmanager
-def in_place(optimizer: Any, index: Callable[[Any], int]) -> Iterator[None]:
-  """Lets the kernel do the steps of a built optimizer inside the context.
+def in_place(
+  optimizer: Any,
+  index: Callable[[Any], int],
+  is_fused: bool,
+  row_step: Callable[..., None] | None,
+) -> Iterator[None]:
+  """Replaces `update_step` of a built optimizer inside the context.
 
   Args:
     optimizer: The one that keeps the slots.
     index: The place of a variable among those the optimizer was built on.
+    is_fused: Whether its kernel, if there is one, does the steps.
+    row_step: Does those of row-sparse gradients, given `update_step` first.
   """
-  kernel = find_kernel(optimizer)
-  # XLA fuses Keras' operations by itself.
+  kernel = find_kernel(optimizer) if is_fused else None
+  # XLA fuses Keras' operations by itself, and knows no number of rows.
   is_compiled = (
     getattr(optimizer, "jit_compile", False) or kernels.is_compiled()
   )
-  if kernel is None or is_compiled:
+  if is_compiled or (kernel is None and row_step is None):
     yield
     return
   plain = optimizer.update_step
-  step = _Step(kernel, optimizer)
+  step = None if kernel is None else _Step(kernel, optimizer)
 
   def update_step(gradient: Any, variable: Any, *rate: Any) -> None:
     native = variables_lib.native(variable)
-    is_sparse = isinstance(gradient, tf.IndexedSlices)
-    if is_sparse or kernels.dtype_of(native) not in _DTYPES:
+    if isinstance(gradient, tf.IndexedSlices):
+      if row_step is None:
+        plain(gradient, variable, *rate)
+      else:
+        row_step(plain, gradient, variable, *rate)
+    elif step is None or kernels.dtype_of(native) not in _DTYPES:
       plain(gradient, variable, *rate)
-      return
-    slots = {
-      slot: variables_lib.native(getattr(optimizer, attribute)[index(variable)])
-      for slot, attribute in kernel.slots.items()
-    }
-    arguments = step.arguments(kernels.dtype_of(native), *rate)
-    kernels.apply(kernel, native, slots, gradient, arguments)
+    else:
+      step.apply(native, gradient, index(variable), *rate)
 
   vars(optimizer)["update_step"] = update_step
   try:
@@ -117,8 +123,19 @@ class _Step:
     self._optimizer = optimizer
     self._made: dict[Any, dict[str, Any]] = {}
 
+  def apply(
+    self, variable: Any, gradient: tf.Tensor, index: int, *rate: Any
+  ) -> None:
+    """Updates a variable and its slots, which are at a place of the lists."""
+    slots = {
+      slot: variables_lib.native(getattr(self._optimizer, attribute)[index])
+      for slot, attribute in self._kernel.slots.items()
+    }
+    arguments = self.arguments(kernels.dtype_of(variable), *rate)
+    kernels.apply(self._kernel, variable, slots, gradient, arguments)
+
   def arguments(self, dtype: tf.DType, rate: Any = None) -> dict[str, Any]:
-    """What the kernel takes beside variable, slots and gradient."""
+    """Returns the kernel's arguments but variable, slots and gradient."""
     # Two branches of a condition are two graphs.
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     key = dtype, graph

@@ -4,7 +4,8 @@ The private names of a Keras stand in the folder of that Keras, `keras3/` or
 `tf_keras/`, which registers its `Library` when it is imported.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 
@@ -71,3 +72,28 @@ def of(thing: Any) -> Library:
     if library is not None:
       return library
   return Library()
+
+
+@contextlib.contextmanager
+def leaving_out(
+  optimizer: Any,
+  method: str,
+  variables: Sequence[Any],
+  key: Callable[[Any], Any],
+) -> Iterator[None]:
+  """Lets a method of an optimizer, which takes variables, leave some out.
+
+  Args:
+    optimizer: The optimizer.
+    method: The name of its method.
+    variables: Those that the method does not see inside the context.
+    key: Returns what identifies a variable.
+  """
+  plain, hidden = getattr(optimizer, method), set(map(key, variables))
+  vars(optimizer)[method] = lambda seen: plain(
+    [variable for variable in seen if key(variable) not in hidden]
+  )
+  try:
+    yield
+  finally:
+    del vars(optimizer)[method]

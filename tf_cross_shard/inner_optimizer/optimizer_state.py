@@ -45,7 +45,7 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
     is_built = is_built or library.is_built(layer)
     own = listed(layer) if sharded is None else []
     sharded = sharded or _sharded_state_of(layer)
-    own += getattr(layer, "_own_state", ())
+    own += getattr(_step_of(layer), "state", ())
     for rate in library.learning_rates(layer):
       factor = getattr(rate, "rate_factor", None)  # of a PerGroup
       own += [] if factor is None else [factor]
@@ -102,10 +102,15 @@ def member_state(optimizer: Any) -> list[Any]:
     variable
     for layer in nested_optimizers(optimizer)
     for variable in (
-      *getattr(layer, "_member_state", ()),
+      *getattr(_step_of(layer), "member_state", ()),
       *libraries.of(layer).accumulated(layer),
     )
   ]
+
+
+def _step_of(optimizer: Any) -> Any:
+  """The stages of a CrossShardOptimizer, which have variables; else None."""
+  return vars(optimizer).get("_step")
 
 
 def _sharded_state_of(optimizer: Any) -> Any:

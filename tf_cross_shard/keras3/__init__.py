@@ -37,6 +37,7 @@ class CrossShardOptimizer(optimizer.CrossShard, wrapper.Keras3Wrapper):
 
   `opt` is a `keras.optimizers.Optimizer`.
 
+  >>> import keras
   >>> import tensorflow as tf
   >>> optimizer = CrossShardOptimizer(keras.optimizers.SGD(0.5))
   >>> weight = keras.Variable(3.0)
@@ -99,6 +100,7 @@ class TowerOptimizer(tower_optimizer.Tower, wrapper.Keras3Wrapper):
 
   It encapsulates a `keras.optimizers.Optimizer`.
 
+  >>> import keras
   >>> import tensorflow as tf
   >>> optimizer = TowerOptimizer(lambda: keras.optimizers.SGD(0.5))
   >>> weight = keras.Variable(3.0)

@@ -6,6 +6,7 @@ turn that off. It does so through the replica context that it finds, and so
 replicas. Nothing of the user's optimizer is replaced.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -106,6 +107,22 @@ class Keras3Optimizer(base.InnerOptimizer):
     last = base.innermost(self.optimizer)
     last.apply(list(grads), [self.as_built(v) for v in variables])
 
+  def place_of(self, variable: Any) -> tuple[int, int]:
+    """Returns the place of a variable, and among how many it was built on."""
+    last = base.innermost(self.optimizer)
+    index = self._index(variable)
+    assert index is not None
+    return index, len(last._trainable_variables)
+
+  def without_decay(
+    self, variables: Sequence[Any]
+  ) -> contextlib.AbstractContextManager[Any]:
+    """A context in which the weights of `variables` do not decay."""
+    last = base.innermost(self.optimizer)
+    return libraries.leaving_out(
+      last, "_apply_weight_decay", variables, last._var_key
+    )
+
   @property
   def averages(self) -> list[Any]:
     """The moving averages of what it was built on; empty without."""
@@ -192,7 +209,7 @@ class Keras3Optimizer(base.InnerOptimizer):
     """The name of every slot, once."""
     trained = self.unsharded_state.trainable_variables
     slots = (self.slots(v) for v in trained if self.is_built)
-    return list(dict.fromkeys(name for each in slots for name in each))
+    return list(dict.fromkeys(name for by_name in slots for name in by_name))
 
   def _index(self, variable: Any) -> int | None:
     """The place of `variable` among those it was built on, or None."""

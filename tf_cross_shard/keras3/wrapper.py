@@ -5,6 +5,7 @@ from typing import Any, Final
 import keras
 
 from tf_cross_shard.keras3 import adapter
+from tf_cross_shard.replica_state import group_models
 from tf_cross_shard.wrapper import forwarding, loss_scaling
 
 # Attributes that Keras' constructor makes and that stay the wrapper's own.
@@ -19,12 +20,14 @@ class Keras3Wrapper(forwarding.OptimizerWrapper, keras.optimizers.Optimizer):
   _package = "keras"
 
   def __init__(self, opt: Any, name: str, **clipping: float | None) -> None:
-    # Not super(), whose next class is the wrapper.
-    keras.optimizers.Optimizer.__init__(
-      self, learning_rate=0.0, name=name, **clipping
-    )
-    # It made a count, a rate and settings of its own. Without them __getattr__
-    # finds the encapsulated optimizer's.
+    # Keras makes a count, a rate and settings of its own. Without them
+    # __getattr__ finds the encapsulated optimizer's. A model function in towers
+    # would list the two variables among its own.
+    with group_models.outside_of_strategies():
+      # Not super(), whose next class is the wrapper.
+      keras.optimizers.Optimizer.__init__(
+        self, learning_rate=0.0, name=name, **clipping
+      )
     for attribute in set(vars(self)) - _OWN:
       if hasattr(opt, attribute) and not attribute.startswith("_self_"):
         del self.__dict__[attribute]

@@ -11,3 +11,8 @@ from tf_cross_shard.migration.checkpoints import Conversion, convert_checkpoint
 from tf_cross_shard.migration.optimizers import from_v1
 
 __all__ = ["Conversion", "convert_checkpoint", "from_v1"]
+
+
+def __dir__() -> list[str]:
+  """Returns the public names."""
+  return sorted(__all__)

@@ -135,7 +135,7 @@ def reading(path: pathlib.Path) -> Iterator[Archive]:
         f"The checkpoint {path} cannot be read: {error.strerror}. Name a file"
         " that replica_state.save wrote, which every worker sees",
       ) from error
-    try:
+    with naming_damage(path):
       container = stack.enter_context(zipfile.ZipFile(file))
       wrong = container.testzip()
       if wrong is not None:
@@ -143,18 +143,26 @@ def reading(path: pathlib.Path) -> Iterator[Archive]:
       file.seek(0)
       entries = stack.enter_context(np.load(file, allow_pickle=False))
       archive = Archive(path, entries, container)
-    # A wrong byte makes zipfile, NumPy and json raise errors of any kind.
-    except Exception as error:
-      raise damaged(path, error) from error
     yield archive
 
 
-def damaged(path: pathlib.Path, error: Exception) -> CheckpointError:
-  """Returns the error for a file that is not as it was written."""
-  return CheckpointError(
-    f"The checkpoint {path} is damaged, or is another file: {error!r}. Nothing"
-    " was changed; restore one that replica_state.save wrote."
-  )
+@contextlib.contextmanager
+def naming_damage(
+  path: pathlib.Path, *others: type[Exception]
+) -> Iterator[None]:
+  """Raises `CheckpointError` for any errors but `others`.
+
+  A wrong byte makes zipfile, NumPy and json raise errors of any kind.
+  """
+  try:
+    yield
+  except Exception as error:
+    if isinstance(error, (CheckpointError, *others)):
+      raise
+    raise CheckpointError(
+      f"The checkpoint {path} is damaged, or is another file: {error!r}."
+      " Nothing was changed; restore one that replica_state.save wrote."
+    ) from error
 
 
 def _as_plain(array: Array) -> Array:

@@ -14,7 +14,7 @@ import importlib
 import operator
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
@@ -26,9 +26,10 @@ from tf_cross_shard.replica_state import archive, group_state, replica_values
 
 _KERASES: Final = ("keras", "tf_keras")
 _CLONED: Final = "tf_cross_shard>cloned"  # a name that no class of users has
+_FUNCTION: Final = "tf_cross_shard>function of "  # a Lambda of this name
 
 
-def load_group(model: Any, group: int, optimizer: Any, into: Any = None) -> Any:
+def load_group(group: int, optimizer: Any, model: Any, into: Any = None) -> Any:
   """Returns a plain model with the weights of one group.
 
   Plain means made outside of any strategy and not compiled, so that it
@@ -38,25 +39,10 @@ def load_group(model: Any, group: int, optimizer: Any, into: Any = None) -> Any:
   of random numbers, the first member's. Moving averages of weights that the
   optimizer keeps are not looked at.
 
-  >>> from tf_cross_shard import CrossShardOptimizer
-  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-  >>> with strategy.scope():
-  ...   model = tf.keras.Sequential(
-  ...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1, use_bias=False)]
-  ...   )
-  ...   optimizer = CrossShardOptimizer("sgd", group_assignment=[[0], [1]])
-  >>> kernel = model.trainable_variables[0]
-  >>> kernel = getattr(kernel, "value", kernel)  # tf_keras has tf.Variables
-  >>> for i, copy in enumerate(strategy.experimental_local_results(kernel)):
-  ...   _ = copy.assign([[10.0 * i]])
-  >>> plain = load_group(model, 1, optimizer)
-  >>> plain(tf.constant([[2.0]])).numpy().tolist()
-  [[20.0]]
-
   Args:
-    model: A built Keras model.
     group: Which group, counted from 0 in the order of `optimizer.groups`.
-    optimizer: What has the groups. One without has one group of all replicas.
+    optimizer: An optimizer with groups. Others have one of all replicas.
+    model: A built Keras model; also accepted before the other two.
     into: A plain model of the same architecture, which receives the weights and
       is returned. None lets Keras clone `model`, which it can if it is
       sequential or functional, or its class has `get_config`.
@@ -65,32 +51,50 @@ def load_group(model: Any, group: int, optimizer: Any, into: Any = None) -> Any:
     The plain model, on every worker.
 
   Raises:
-    TypeError: If `model` is something else.
-    ValueError: If there is no such group, if `model` is not built or Keras
-      cannot clone it, or if `into` does not fit. Nothing is changed then.
-    RuntimeError: If called in a tf.function, or by a replica.
-    MissingWorkerError: If another worker does not call this too.
-    DisagreementError: If another worker has another model or asks for another
-      group.
+    ValueError: If there is no such group, if Keras cannot clone `model`, or if
+      `into` does not fit. Nothing is changed then.
   """
+  optimizer, model = group_state.in_order(optimizer, model)
+  if hasattr(group, "variables"):  # The order of older programs.
+    group, model = model, group
   keras = keras_of(model)
-  found = group_state.GroupCopies(optimizer, model, is_whole=False)
-  members = _members_of(found.groups, group, "group")
+  state = group_state.GroupCopies(optimizer, model, is_whole=False)
+  members = _members_of(state.groups, group, "group")
   if into is None:
-    plain = _clone(keras, model, found)
+    plain = _clone(keras, model, state)
   else:
     plain = into
-    _check_fits(found, into)
-  found.agree(f"loading group {group}")
-  values = [_value_of(found, part, members) for part in found.parts]
+    _check_fits(state, into)
+  state.agree(f"loading group {group}")
+  group_state.check_values(optimizer)
+  values = [
+    merged(part, state.copies.read(part.variable, members))
+    for part in state.parts
+  ]
   for variable, value in zip(
     group_state.variables_of(plain), values, strict=True
   ):
     replica_values.native(variable).assign(value)
-  for layer in libraries.of(plain).layers(plain):
-    if hasattr(layer, "finalize_state"):  # It computes with what it adapted to.
-      layer.finalize_state()
+  finalize(plain)
   return plain
+
+
+def merged(
+  part: group_state.Part, values: Sequence[archive.Array]
+) -> archive.Array:
+  """Returns what a plain model receives of the values of a group's members."""
+  # Not the mean of equal values, which may be rounded.
+  is_apart = len({value.tobytes() for value in values}) > 1
+  if is_apart and not part.is_shared and group_state.has_mean(part.variable):
+    return group_state.mean(values)
+  return values[0]
+
+
+def finalize(model: Any) -> None:
+  """Lets layers compute with the values that they were given."""
+  for layer in libraries.of(model).layers(model):
+    if hasattr(layer, "finalize_state"):
+      layer.finalize_state()
 
 
 def copy_group(source: int, target: int, optimizer: Any, model: Any) -> None:
@@ -106,58 +110,40 @@ def copy_group(source: int, target: int, optimizer: Any, model: Any) -> None:
   Where members of a group have values of their own, the j-th member receives
   those of the j-th. No other group changes.
 
-  >>> from tf_cross_shard import CrossShardOptimizer
-  >>> from tf_cross_shard.replica_state import group_values
-  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-  >>> with strategy.scope():
-  ...   weight = tf.Variable(1.0)
-  ...   optimizer = CrossShardOptimizer("sgd", group_assignment=[[0], [1]])
-  ...   optimizer.build([weight])
-  >>> for i, copy in enumerate(strategy.experimental_local_results(weight)):
-  ...   _ = copy.assign(10.0 * i)
-  >>> copy_group(1, 0, optimizer, [weight])
-  >>> [float(value) for value in group_values(weight, optimizer)]
-  [10.0, 10.0]
-
   Args:
-    source: Which group is copied, in the order of `optimizer.groups`.
-    target: Which group receives it.
+    source: The group that is copied, in the order of `optimizer.groups`.
+    target: The group that receives it.
     optimizer: A built optimizer.
     model: A model, or a list of variables.
 
   Raises:
-    TypeError: If `optimizer` or `model` is something else.
-    ValueError: If there is no such group, or optimizer or model is not built.
-    RuntimeError: If called in a tf.function, or by a replica.
-    MissingWorkerError: If another worker does not call this too.
-    DisagreementError: If another worker has another state or copies another
-      group.
+    ValueError: If there is no such group.
   """
-  found = group_state.GroupCopies(optimizer, model)
-  origins = list(range(found.groups.num_replicas))
+  state = group_state.GroupCopies(optimizer, model)
+  origins = list(range(state.groups.num_replicas))
   for giver, receiver in zip(
-    _members_of(found.groups, source, "source"),
-    _members_of(found.groups, target, "target"),
+    _members_of(state.groups, source, "source"),
+    _members_of(state.groups, target, "target"),
     strict=True,
   ):
     origins[receiver] = giver
-  found.agree(f"copying group {source} to group {target}")
-  kept = set(map(id, optimizer_state.learning_rates(optimizer)))
-  here = found.copies.engine.replicas_here
-  for part in found.parts:
+  state.agree(f"copying group {source} to group {target}")
+  group_state.check_values(state.optimizer)
+  kept = set(map(id, optimizer_state.learning_rates(state.optimizer)))
+  here = state.copies.engine.replicas_here
+  for part in state.parts:
     is_own = part.name.startswith("model/") and (
       not group_state.has_mean(part.variable)
     )
     if is_own or id(part.variable) in kept:
       continue
-    values = found.copies.read(part.variable, origins)
-    found.copies.write(part.variable, values[here.start : here.stop])
-  for each in group_state.watches_of(optimizer):
-    each.accept()
+    values = state.copies.read(part.variable, origins)
+    state.copies.write(part.variable, values[here.start : here.stop])
+  group_state.accept_values(state.optimizer)
 
 
 def ensemble(
-  model: Any, optimizer: Any, members: Sequence[int] | None = None
+  optimizer: Any, model: Any, members: Sequence[int] | None = None
 ) -> Any:
   """Returns a plain model that predicts the mean of what groups predict.
 
@@ -169,24 +155,10 @@ def ensemble(
   softmax it is the mean of probabilities; of one that returns logits, the mean
   of logits.
 
-  >>> from tf_cross_shard import CrossShardOptimizer
-  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-  >>> with strategy.scope():
-  ...   model = tf.keras.Sequential(
-  ...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1, use_bias=False)]
-  ...   )
-  ...   optimizer = CrossShardOptimizer("sgd", group_assignment=[[0], [1]])
-  >>> kernel = model.trainable_variables[0]
-  >>> kernel = getattr(kernel, "value", kernel)  # tf_keras has tf.Variables
-  >>> for i, copy in enumerate(strategy.experimental_local_results(kernel)):
-  ...   _ = copy.assign([[10.0 * i]])
-  >>> ensemble(model, optimizer)(tf.constant([[2.0]])).numpy().tolist()
-  [[10.0]]
-
   Args:
+    optimizer: An optimizer with groups. Others have one of all replicas.
     model: A built Keras model that Keras can clone, see `load_group`, with
       known inputs.
-    optimizer: What has the groups. One without has one group of all replicas.
     members: The groups that take part, each once; None for all.
 
   Returns:
@@ -194,31 +166,26 @@ def ensemble(
     worker; not compiled.
 
   Raises:
-    TypeError: If `model` is something else.
     ValueError: If there is no such group, if `model` cannot be cloned, its
       inputs are not known, or an output has no mean.
-    RuntimeError: If called in a tf.function, or by a replica.
-    MissingWorkerError: If another worker does not call this too.
-    DisagreementError: If another worker has another model or asks for other
-      groups.
   """
+  optimizer, model = group_state.in_order(optimizer, model)
   keras = keras_of(model)
-  found = group_state.GroupCopies(optimizer, model, is_whole=False)
-  chosen = range(found.groups.num_groups) if members is None else members
-  chosen = list(chosen)
-  for each in chosen:
-    _members_of(found.groups, each, "members")
+  groups = group_state.GroupCopies(optimizer, model, is_whole=False).groups
+  chosen = list(range(groups.num_groups) if members is None else members)
+  for i in chosen:
+    _members_of(groups, i, "members")
   if not chosen or len(set(chosen)) < len(chosen):
     raise ValueError(
       f"`members` must name at least one group, and each once; got {members!r}."
     )
-  plain = [load_group(model, each, optimizer) for each in chosen]
+  plain = [load_group(i, optimizer, model) for i in chosen]
   with outside_of_strategies():
     inputs = _inputs_of(keras, plain[0])
     outputs = []
-    for index, one in zip(chosen, plain, strict=True):
-      own = _inputs_of(keras, one)
-      group = keras.Model(own, one(own), name=f"group_{index}")
+    for i, member in zip(chosen, plain, strict=True):
+      own = _inputs_of(keras, member)
+      group = keras.Model(own, member(own), name=f"group_{i}")
       outputs.append(group(inputs))
     means = tf.nest.map_structure(
       lambda *tensors: _mean_of(keras, tensors), *outputs
@@ -227,7 +194,7 @@ def ensemble(
 
 
 def _inputs_of(keras: Any, plain: Any) -> Any:
-  """The symbolic inputs of a plain model, in their structure."""
+  """Returns the symbolic inputs of a plain model, in their structure."""
   if not getattr(plain, "inputs", None):
     raise ValueError(
       f"`model` is a {type(plain).__name__}, whose inputs are not known. Inside"
@@ -239,7 +206,7 @@ def _inputs_of(keras: Any, plain: Any) -> Any:
 
 
 def _mean_of(keras: Any, tensors: Sequence[Any]) -> Any:
-  """The symbolic mean of one output of all groups."""
+  """Returns the symbolic mean of all groups' tensors of an output."""
   dtype = tf.as_dtype(tensors[0].dtype)
   if not group_state.has_mean(tensors[0]):
     raise ValueError(
@@ -255,7 +222,7 @@ def _mean_of(keras: Any, tensors: Sequence[Any]) -> Any:
 def _members_of(
   groups: groups_lib.Groups, group: Any, argument: str
 ) -> Sequence[int]:
-  """The replicas of a group; raises `ValueError` where there is none."""
+  """Returns a group's replicas; raises `ValueError` where there is none."""
   try:
     index = -1 if isinstance(group, bool) else operator.index(group)
   except TypeError:
@@ -268,31 +235,21 @@ def _members_of(
   return groups.assignment[index]
 
 
-def _value_of(
-  found: group_state.GroupCopies,
-  part: group_state.Part,
-  members: Sequence[int],
-) -> archive.Array:
-  """What a plain model receives of a variable."""
-  values = found.copies.read(part.variable, members)
-  # Not the mean of equal values, which may be rounded.
-  is_apart = len({value.tobytes() for value in values}) > 1
-  if is_apart and not part.is_shared and group_state.has_mean(part.variable):
-    return group_state.mean(values)
-  return values[0]
-
-
-def _clone(keras: Any, model: Any, found: group_state.GroupCopies) -> Any:
-  """A new model like `model`, outside of any strategy and not compiled."""
+def _clone(keras: Any, model: Any, state: group_state.GroupCopies) -> Any:
+  """Returns a new model like `model`, outside of strategies, not compiled."""
   kind = type(model)
   # Not `clone_model`: in Keras 3 it loses names of inputs, and it compiles a
   # second CrossShardOptimizer, for replicas that are not there.
   try:
-    own = {
+    layers = libraries.of(model).layers(model)
+    own: dict[str, Any] = {
       type(layer).__name__: type(layer)
-      for layer in libraries.of(model).layers(model)
+      for layer in layers
       if type(layer).__module__.split(".")[0] not in _KERASES
     }
+    # Of a lambda a configuration has the code, without the names that it uses.
+    lambdas = [v for v in layers if isinstance(v, keras.layers.Lambda)]
+    own |= {f"{_FUNCTION}{layer.name}": layer.function for layer in lambdas}
     with outside_of_strategies(), _same_random_numbers():
       # Keras' way to `from_config` that takes lambdas, which come from here.
       clone = keras.saving.deserialize_keras_object(
@@ -300,7 +257,7 @@ def _clone(keras: Any, model: Any, found: group_state.GroupCopies) -> Any:
           "module": None,
           "class_name": _CLONED,
           "registered_name": _CLONED,
-          "config": _not_compiled(model.get_config()),
+          "config": _clonable(model.get_config(), own),
         },
         custom_objects={**own, _CLONED: kind},
         safe_mode=False,
@@ -309,7 +266,7 @@ def _clone(keras: Any, model: Any, found: group_state.GroupCopies) -> Any:
         clone.build_from_config(model.get_build_config())
         clone.built = True  # Keras 3 leaves that to who calls.
       _copy_assets(model, clone)
-    _check_fits(found, clone)
+    _check_fits(state, clone)
   except Exception as error:
     raise ValueError(
       f"`model` cannot be cloned: Keras made no second {kind.__name__} with the"
@@ -330,22 +287,22 @@ def _copy_assets(model: Any, clone: Any) -> None:
         other.load_assets(folder)
 
 
-def _check_fits(found: group_state.GroupCopies, plain: Any) -> None:
+def _check_fits(state: group_state.GroupCopies, plain: Any) -> None:
   """Raises `ValueError` unless a plain model can receive the variables."""
   remedy = (
     "Make it by the same code as `model`, outside of `strategy.scope()`, and"
     " build it."
   )
   variables = group_state.variables_of(plain)
-  if len(variables) != len(found.parts):
+  if len(variables) != len(state.parts):
     raise ValueError(
       f"`into` has {len(variables)} variables, and `model` has"
-      f" {len(found.parts)}. {remedy}"
+      f" {len(state.parts)}. {remedy}"
     )
   paths = variables_lib.renumbered(list(map(variables_lib.path_of, variables)))
   names = [f"model/{name}" for name in optimizer_state.unique(paths)]
-  known = {part.name for part in found.parts}
-  for part, variable, name in zip(found.parts, variables, names, strict=True):
+  known = {part.name for part in state.parts}
+  for part, variable, name in zip(state.parts, variables, names, strict=True):
     own, other = (
       f"{tf.as_dtype(v.dtype).name} {list(v.shape)}"
       for v in (variable, part.variable)
@@ -366,7 +323,7 @@ def _check_fits(found: group_state.GroupCopies, plain: Any) -> None:
 
 
 def keras_of(model: Any) -> Any:
-  """The Keras whose model it is."""
+  """Returns the Keras whose model it is."""
   for kind in type(model).__mro__:
     root = kind.__module__.split(".")[0]
     if root in _KERASES:
@@ -374,18 +331,24 @@ def keras_of(model: Any) -> Any:
   raise TypeError(f"`model` must be a Keras model; got {type(model).__name__}.")
 
 
-def _not_compiled(config: Any) -> Any:
-  """A configuration in which no model within is compiled.
+def _clonable(config: Any, own: Mapping[str, Any]) -> Any:
+  """Returns a configuration whose Lambdas have the functions in `own`.
 
-  Optimizers of theirs would need this package where the clone is loaded.
+  No model in it is compiled: optimizers would need this package where the clone
+  is loaded.
   """
-  if isinstance(config, dict):
-    return {
-      key: _not_compiled(value)
-      for key, value in config.items()
-      if key != "compile_config"
-    }
-  return list(map(_not_compiled, config)) if type(config) is list else config
+  if type(config) is list:
+    return [_clonable(value, own) for value in config]
+  if not isinstance(config, dict):
+    return config
+  name = f"{_FUNCTION}{config.get('name')}"
+  return {
+    key: {"class_name": "function", "config": name, "registered_name": name}
+    if key == "function" and name in own and isinstance(value, dict)
+    else _clonable(value, own)
+    for key, value in config.items()
+    if key != "compile_config"
+  }
 
 
 @contextlib.contextmanager

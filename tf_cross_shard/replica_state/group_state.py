@@ -1,4 +1,4 @@
-"""What each group of replicas has: of the optimizer, and of the model.
+"""The state of each group of replicas: of the optimizer, and of the model.
 
 Members of a group have the same weights and optimizer state, to the bit. What
 is not trained, say the statistics of batch normalization, may be each
@@ -45,6 +45,9 @@ class GroupCopies:
   """The state of an optimizer and a model, in all groups.
 
   On several machines all workers call the methods alike.
+
+  Attributes:
+    optimizer: The optimizer, which may be given in the place of the model.
   """
 
   def __init__(
@@ -54,18 +57,17 @@ class GroupCopies:
 
     Of the optimizer only the groups unless `is_whole`; it need not be built.
     """
+    optimizer, model = in_order(optimizer, model)
+    self.optimizer = optimizer
     own = set(map(id, optimizer_state.member_state(optimizer)))
     state = optimizer_state.state_variables(optimizer) if is_whole else []
     self.parts = [
       Part(f"optimizer/{name}", variable, id(variable) not in own)
       for name, variable in state
     ]
-    mine = {id(replica_values.native(part.variable)) for part in self.parts}
-    variables = []
-    for variable in variables_of(model):
-      if id(replica_values.native(variable)) not in mine:
-        mine.add(id(replica_values.native(variable)))
-        variables.append(variable)
+    known = {id(replica_values.native(part.variable)) for part in self.parts}
+    by_id = {id(replica_values.native(v)): v for v in variables_of(model)}
+    variables = [v for key, v in by_id.items() if key not in known]
     paths = variables_lib.renumbered(
       list(map(variables_lib.path_of, variables))
     )
@@ -92,13 +94,14 @@ class GroupCopies:
       return set()
     differing = []
     digests = self.copies.digests([part.variable for part in self.parts])
-    for part, each in zip(self.parts, digests, strict=True):
+    for part, of_replica in zip(self.parts, digests, strict=True):
       for index, members in enumerate(self.groups):
-        odd = [r for r in members if each[r] != each[members[0]]]
+        first = of_replica[members[0]]
+        odd = [r for r in members if of_replica[r] != first]
         if odd:
           differing.append((part, index, members[0], odd[0]))
           break
-    wrong = [found for found in differing if found[0].is_shared]
+    wrong = [difference for difference in differing if difference[0].is_shared]
     if wrong:
       raise OutOfSyncError(self._difference(topic, wrong))
     return {part.name for part, *_ in differing}
@@ -108,7 +111,7 @@ class GroupCopies:
 
     On several machines the first worker has them; others only take part.
     """
-    found: dict[str, archive.Array] = {}
+    arrays: dict[str, archive.Array] = {}
     for part in self.parts:
       is_apart = part.name in apart
       places = [
@@ -120,11 +123,11 @@ class GroupCopies:
         part.variable, [self.groups.assignment[i][m] for i, m in places]
       )
       if self.copies.is_first:
-        found |= {
+        arrays |= {
           key(part.name, index, member if is_apart else None): value
           for (index, member), value in zip(places, values, strict=True)
         }
-    return found
+    return arrays
 
   def own_arrays(self, apart: Collection[str]) -> dict[str, archive.Array]:
     """Returns what `arrays` does of the groups with replicas in this process.
@@ -179,23 +182,23 @@ class GroupCopies:
       if error is not None:
         raise error
       return
-    mine = {
+    outcome = {
       "error": error and str(getattr(error, "strerror", None) or error),
       "errno": getattr(error, "errno", None),
       "checksum": checksum,
     }
-    told = agreement.exchange(
-      workers, topic, json.dumps(mine), self._nbytes() / _SLOWEST
+    texts = agreement.exchange(
+      workers, topic, json.dumps(outcome), self._nbytes() / _SLOWEST
     )
     if error is not None:
       raise error
-    found = [json.loads(text) for text in told]
-    for name, other in zip(workers.names, found, strict=True):
+    outcomes = list(map(json.loads, texts))
+    for name, other in zip(workers.names, outcomes, strict=True):
       if other["error"] and other["errno"]:
         raise OSError(other["errno"], f"On {name}: {other['error']}")
       if other["error"]:
         raise archive.CheckpointError(f"On {name}: {other['error']}")
-      if other["checksum"] != found[0]["checksum"]:
+      if other["checksum"] != outcomes[0]["checksum"]:
         raise archive.CheckpointError(
           f"{name} and {workers.names[0]} read different checkpoints at"
           f" {topic}; nothing was changed. Name a file that all workers see, or"
@@ -204,23 +207,24 @@ class GroupCopies:
 
   def _nbytes(self) -> int:
     """Returns how many bytes a checkpoint has, where nothing is apart."""
-    one = sum(
+    nbytes_of_group = sum(
       int(np.prod(part.variable.shape)) * tf.as_dtype(part.variable.dtype).size
       for part in self.parts
     )
-    return one * self.groups.num_groups
+    return nbytes_of_group * self.groups.num_groups
 
   def _difference(
-    self, topic: str, found: Sequence[tuple[Part, int, int, int]]
+    self, topic: str, differing: Sequence[tuple[Part, int, int, int]]
   ) -> str:
-    """The error for members that differ, with the first such variable."""
-    part, index, first, odd = found[0]
-    one, other = self.copies.read(part.variable, [first, odd])
-    more = f" So do {len(found) - 1} more variables." if found[1:] else ""
+    """Returns the error for members that differ, with the first variable."""
+    part, index, first, odd = differing[0]
+    pair = self.copies.read(part.variable, [first, odd])
+    others = len(differing) - 1
+    more = f" So do {others} more variables." if others else ""
     return (
       f"`{part.name}` differs within group {index}"
       f" {list(self.groups.assignment[index])} at {topic}: replicas {first} and"
-      f" {odd} {_apart_by(one, other)}.{more} Members of a group are equal as"
+      f" {odd} {_apart_by(*pair)}.{more} Members of a group are equal as"
       " long as they start equal and only the optimizer changes them. Look with"
       " replica_state.values() for what else assigns it; average() makes all"
       " replicas equal again."
@@ -228,13 +232,22 @@ class GroupCopies:
 
 
 def key(name: str, group: int, member: int | None = None) -> str:
-  """What a group's array is called in a checkpoint."""
+  """Returns the name of a group's array in a checkpoint."""
   own = "" if member is None else f"member_{member}/"
   return f"group_{group}/{own}{name}"
 
 
+def in_order(optimizer: Any, other: Any) -> tuple[Any, Any]:
+  """Returns the optimizer first, where it was given second."""
+  if hasattr(other, "apply_gradients") and not (
+    hasattr(optimizer, "apply_gradients")
+  ):
+    return other, optimizer
+  return optimizer, other
+
+
 def groups_of(optimizer: Any, num_replicas: int | None) -> groups_lib.Groups:
-  """The groups in force: the optimizer's, or one of all replicas."""
+  """Returns the groups in force: the optimizer's, or one of all replicas."""
   for layer in optimizer_state.nested_optimizers(optimizer):
     groups = getattr(layer, "groups", None)
     if isinstance(groups, groups_lib.Groups):
@@ -249,9 +262,21 @@ def groups_of(optimizer: Any, num_replicas: int | None) -> groups_lib.Groups:
 
 
 def watches_of(optimizer: Any) -> list[Any]:
-  """The watches for something else that makes groups equal."""
+  """Returns the watches for something else that makes groups equal."""
   layers = map(vars, optimizer_state.nested_optimizers(optimizer))
   return [own["_step"].watch for own in layers if "_step" in own]
+
+
+def check_values(optimizer: Any) -> None:
+  """Warns if others than the optimizer made groups equal."""
+  for watch in watches_of(optimizer):
+    watch.check()
+
+
+def accept_values(optimizer: Any) -> None:
+  """Has no warning follow of the values that groups have now."""
+  for watch in watches_of(optimizer):
+    watch.accept()
 
 
 def has_mean(variable: Any) -> bool:
@@ -261,18 +286,17 @@ def has_mean(variable: Any) -> bool:
 
 
 def mean(arrays: Sequence[archive.Array]) -> archive.Array:
-  """The mean, added up in 64 bits; divided before where that overflows."""
+  """Returns the mean, added up in 64 bits; divided before it overflows."""
   count, dtype = len(arrays), arrays[0].dtype
   wide = np.complex128 if dtype.kind == "c" else np.float64
   with np.errstate(over="ignore", invalid="ignore"):
     total = sum(array.astype(wide) for array in arrays) / count
     parts = sum(array.astype(wide) / count for array in arrays)
-  found = np.where(np.isfinite(total), total, parts)
-  return np.asarray(found).astype(dtype)
+  return np.asarray(np.where(np.isfinite(total), total, parts)).astype(dtype)
 
 
 def variables_of(model: Any) -> list[Any]:
-  """The variables of a model, or those in a list."""
+  """Returns the variables of a model, or those in a list."""
   if model is None:
     return []
   variables = getattr(model, "variables", model)
@@ -283,17 +307,17 @@ def variables_of(model: Any) -> list[Any]:
       f" {type(model).__name__}."
     )
   # tf_keras lists vocabularies among them.
-  found = [each for each in variables if not hasattr(each, "get_tensors")]
-  if not found:
+  numbers = [v for v in variables if not hasattr(v, "get_tensors")]
+  if not numbers:
     raise ValueError(
       "`model` has no variables yet. Build it first: call it on a batch, or"
       " give it a tf.keras.Input."
     )
-  return found
+  return numbers
 
 
 def _strategy_of(parts: Sequence[Part]) -> tf.distribute.Strategy:
-  """The one strategy whose replicas have the variables."""
+  """Returns the one strategy whose replicas have the variables."""
   first: tuple[str, Any] | None = None
   for part in parts:
     strategy = replica_values.strategy_of(part.variable)
@@ -308,12 +332,11 @@ def _strategy_of(parts: Sequence[Part]) -> tf.distribute.Strategy:
   return tf.distribute.get_strategy() if first is None else first[1]
 
 
-def _apart_by(one: archive.Array, other: archive.Array) -> str:
-  """How far two arrays are apart, in words."""
-  wide = np.complex128 if np.iscomplexobj(one) else np.float64
+def _apart_by(a: archive.Array, b: archive.Array) -> str:
+  """Returns how far two arrays are apart, in words."""
+  wide = np.complex128 if np.iscomplexobj(a) else np.float64
   with np.errstate(all="ignore"):
-    one, other = one.astype(wide), other.astype(wide)
-    differences = np.abs(one - other)
+    differences = np.abs(a.astype(wide) - b.astype(wide))
   largest = float(np.max(differences, initial=0.0, where=differences > 0))
   if not largest:
     return "differ in bits only (NaN, or the sign of a zero)"

@@ -17,7 +17,6 @@ numbers are read when `fit` ends and when something is saved.
 """
 
 import contextlib
-import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
@@ -26,13 +25,13 @@ import tensorflow as tf
 from absl import logging
 
 from tf_cross_shard import variables as variables_lib
+from tf_cross_shard.replica_state import replica_values
 
 _SEEN: Final = 256  # elements of the smallest variable: enough, and cheap
-_thread = threading.local()
 
 
 class OverwriteWatch:
-  """Warnings of an optimizer with groups, each given once."""
+  """The warnings of an optimizer with groups, each given once."""
 
   def __init__(self, name: str, engine: Any) -> None:
     """Makes each replica's `left`, `before` and `found`; NaN is unknown."""
@@ -40,6 +39,8 @@ class OverwriteWatch:
     self._groups = groups = engine.groups
     self._engine = engine
     self._variable: Any = None
+    # Whether callbacks that know of groups look at them.
+    self.is_judged_by_group = False
     self._said: set[str] = set()
     self._state: Any = None
     # Workers would have to wait for each other to make it, and to compare.
@@ -96,22 +97,27 @@ class OverwriteWatch:
         " restore(), which keep each group's, or average().",
       )
 
+  def end_fit(self) -> None:
+    """Warns of what `fit` may have done, or its user may do next."""
+    self.check()
+    if not self.is_judged_by_group:
+      self.before_evaluating()
+
   def accept(self) -> None:
     """Takes what groups have now as it is meant to be."""
     if self._state is not None:
       for copy in self._engine.strategy.experimental_local_results(self._state):
         copy.assign([np.nan] * 3)
 
-  def before_saving(self) -> None:
-    """Warns of what is lost, unless the saver keeps every group's values."""
+  def before_saving(self, variables: Iterable[Any]) -> None:
+    """Warns of what is lost, unless groups have the same of `variables`."""
     self.check()
-    if self._groups.num_groups == 1 or getattr(_thread, "all_kept", False):
-      return
-    self._say(
-      "%s trains %d groups, which differ in weights and slots. Checkpoints,"
-      " model files, pickles and copies hold the first replica's only. Use"
-      " tf_cross_shard.replica_state.save() and restore(), which keep all.",
-    )
+    if self._groups.num_groups > 1 and not self._are_equal(variables):
+      self._say(
+        "%s trains %d groups, which differ in weights and slots. Checkpoints,"
+        " model files, pickles and copies hold the first replica's only. Use"
+        " tf_cross_shard.replica_state.save() and restore(), which keep all.",
+      )
 
   def check_layers(self, layers: Iterable[Any]) -> None:
     """Warns of batch normalization that mixes groups."""
@@ -137,6 +143,17 @@ class OverwriteWatch:
         " all rows; see docs/group_callbacks.md.",
       )
 
+  def _are_equal(self, variables: Iterable[Any]) -> bool:
+    """Whether all groups are in this process and have the same values."""
+    if self._state is None or not is_between_steps():
+      return False
+    copies = replica_values.Copies(self._engine.strategy)
+    for variable in variables:
+      values = [array.tobytes() for array in copies.here(variable)]
+      if len({values[members[0]] for members in self._groups}) > 1:
+        return False
+    return True
+
   def _say(self, text: str) -> None:
     """Warns once."""
     if text not in self._said:
@@ -144,21 +161,10 @@ class OverwriteWatch:
       logging.warning(text, self._name, self._groups.num_groups)
 
   def _copies(self, variable: Any) -> list[Any]:
-    """The replicas' values: the first few elements."""
+    """Returns the first few elements of each replica's value."""
     strategy = self._engine.strategy
     copies = strategy.experimental_local_results(variables_lib.native(variable))
     return [np.ravel(copy.numpy())[:_SEEN] for copy in copies]
-
-
-@contextlib.contextmanager
-def all_kept() -> Iterator[None]:
-  """A context for savers that keep every group's values."""
-  before = getattr(_thread, "all_kept", False)
-  _thread.all_kept = True
-  try:
-    yield
-  finally:
-    _thread.all_kept = before
 
 
 def is_between_steps() -> bool:
@@ -169,7 +175,7 @@ def is_between_steps() -> bool:
 
 
 def _number(variable: Any) -> tf.Tensor:
-  """A number that tells values of a variable from most others."""
+  """Returns a number that tells values of a variable from most others."""
   flat = tf.reshape(tf.convert_to_tensor(variable), [-1])[:_SEEN]
   flat = tf.cast(flat, tf.float32)
   # Not the mere sum: softmax keeps that of its biases.

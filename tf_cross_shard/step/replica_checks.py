@@ -1,5 +1,6 @@
 """Checks of where an optimizer is used, and of what workers are about to do."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -157,6 +158,8 @@ class ReplicaChecks:
 
 def _started_workers() -> int:
   """Returns how many workers TF_CONFIG says train together, with this one."""
+  if not os.environ.get("TF_CONFIG"):
+    return 0  # TensorFlow would try to read an empty one.
   resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
   tasks = [task[:2] for task in agreement.tasks(resolver.cluster_spec())]
   is_here = (resolver.task_type, resolver.task_id) in tasks

@@ -15,11 +15,10 @@ References:
   Training, 2020 (arXiv 2004.13336). Rajbhandari et al., ZeRO, 2020 (stage 1).
 """
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -31,12 +30,6 @@ from tf_cross_shard.gradients import indexed_slices, packing
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import base, fused_update
 from tf_cross_shard.step import noise_scale, nonfinite, sharded_state, update
-
-# Keras' classes whose update of an element depends on that element only.
-_ELEMENTWISE: Final = (
-  *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
-  *("Ftrl", "Lion", "Nadam", "RMSprop", "SGD"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +95,8 @@ class ShardedUpdate(update.Update):
     members = self._engine.groups.group_size
     for (dtype, decays), weights in kinds.items():
       sizes = [int(np.prod(weight.shape)) for weight in weights]
-      part = -(-sum(sizes) // members)
+      # One at least: engines do not carry tensors without elements.
+      part = max(1, -(-sum(sizes) // members))
       name = f"shard_{dtype.name}" + ("" if decays else "_without_decay")
       with self._engine.making_variables():
         shard = self._inner.make_variable(tf.zeros([part], dtype), name)
@@ -152,7 +146,8 @@ class ShardedUpdate(update.Update):
     """Updates this member's parts of the weights, and gathers all parts."""
     with self._engine.isolate():
       self._take_own_part()
-    with _without_clipping(base.innermost(self._inner.optimizer)):
+    last = base.innermost(self._inner.optimizer)
+    with update.without_clipping(last, "clipnorm"):
       apply_once(sums, self._shards)
     gathered = self._gather_parts()
     # Constraints belong to a step: not to one that is left out.
@@ -176,7 +171,7 @@ class ShardedUpdate(update.Update):
 
   @property
   def _shards(self) -> list[Any]:
-    """What the encapsulated optimizer is built on."""
+    """The variables that the encapsulated optimizer is built on."""
     return [flat.shard for flat in self._flat]
 
   @property
@@ -386,13 +381,13 @@ def check(optimizer: Any, shard_update: Any) -> None:
       " tf_keras.optimizers.legacy, which cannot be built on parts of weights."
       " Use one of tf_keras.optimizers."
     )
-  is_elementwise = fused_update.keras_class(last) in _ELEMENTWISE
+  is_elementwise = fused_update.keras_class(last) in update.ELEMENTWISE
   if not is_elementwise and shard_update is True:
     raise ValueError(
       f"`shard_update` is True, and {kind} may use norms or shapes of"
       " whole variables, which a part of them does not have. Use one of"
-      f" {', '.join(_ELEMENTWISE)}, or, if each element of your class's update"
-      ' depends on that element only, shard_update="elementwise".'
+      f" {', '.join(update.ELEMENTWISE)}, or, if each element of your class's"
+      ' update depends on that element only, shard_update="elementwise".'
     )
   remedies = {
     "gradient_accumulation_steps": "Use `accumulate_steps` of this one.",
@@ -406,17 +401,6 @@ def check(optimizer: Any, shard_update: Any) -> None:
         f"`shard_update` is {shard_update!r}, and `opt` has {argument}="
         f"{getattr(last, argument)}, which needs whole variables. {remedy}"
       )
-
-
-@contextlib.contextmanager
-def _without_clipping(optimizer: Any) -> Iterator[None]:
-  """Keeps an optimizer of parts, whose norms are no weight's, from clipping."""
-  limit = optimizer.clipnorm
-  vars(optimizer)["clipnorm"] = None
-  try:
-    yield
-  finally:
-    vars(optimizer)["clipnorm"] = limit
 
 
 def _flat(value: Any) -> tf.Tensor:

@@ -5,8 +5,9 @@ sharded       reduce: reduce-scatter    apply: cut, opt.update(part), join
 """
 
 import abc
-from collections.abc import Callable, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
 
 import tensorflow as tf
 
@@ -17,12 +18,18 @@ from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import base
 from tf_cross_shard.step import noise_scale, reduction
 
+# Keras' classes whose update of an element depends on that element only.
+ELEMENTWISE: Final = (
+  *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
+  *("Ftrl", "Lion", "Nadam", "RMSprop", "SGD"),
+)
+
 # Lets the encapsulated optimizer apply sums to variables, once.
 ApplyOnce = Callable[[Sequence[Gradient], Sequence[Any]], None]
 
 
 class Update(abc.ABC):
-  """What a group sums, and what each of its members applies of the sums."""
+  """The way in which a group sums, and its members apply the sums."""
 
   def __init__(
     self,
@@ -130,3 +137,19 @@ class ReplicatedUpdate(Update):
   def write_averages(self, variables: Sequence[Any]) -> None:
     """Writes moving averages into the variables."""
     self._inner.write_averages(variables)
+
+
+@contextlib.contextmanager
+def without_clipping(optimizer: Any, *limits: str) -> Iterator[None]:
+  """Keeps an optimizer from clipping sums that are clipped already.
+
+  Args:
+    optimizer: The innermost one.
+    limits: The names of the limits that it is not to see.
+  """
+  before = {name: getattr(optimizer, name) for name in limits}
+  vars(optimizer).update(dict.fromkeys(limits))
+  try:
+    yield
+  finally:
+    vars(optimizer).update(before)

@@ -128,13 +128,13 @@ def compile_for(
   if not callable(fn):
     raise TypeError(f"`fn` must be a function; got {fn!r}.")
   where = xla.topology(topology)
-  current = tf.distribute.get_strategy()
-  if strategy is None and isinstance(current, strategy_lib.VirtualTPUStrategy):
-    strategy = current
+  virtual = strategy_lib.VirtualTPUStrategy
   if strategy is None:
+    current = tf.distribute.get_strategy()
+    is_virtual = isinstance(current, virtual)
     size = num_replicas or len(where.devices)
-    strategy = strategy_lib.VirtualTPUStrategy(size)
-  if not isinstance(strategy, strategy_lib.VirtualTPUStrategy):
+    strategy = current if is_virtual else virtual(size)
+  elif not isinstance(strategy, virtual):
     raise TypeError(
       "`strategy` must be a VirtualTPUStrategy, under which the variables of"
       f" `fn` were made; got {type(strategy).__name__}."

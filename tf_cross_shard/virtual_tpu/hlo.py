@@ -1,4 +1,4 @@
-"""What an XLA module contains: its outputs, aliases and collectives."""
+"""The contents of an XLA module: outputs, aliases and collectives."""
 
 import dataclasses
 import math
@@ -91,10 +91,7 @@ class Module:
     return [
       instruction.metadata.op_name or instruction.name
       for instruction in self._by_id.values()
-      if any(
-        True in shape.is_dynamic_dimension
-        for shape in _leaves(instruction.shape)
-      )
+      if any(True in x.is_dynamic_dimension for x in _leaves(instruction.shape))
     ]
 
   def custom_calls(self) -> list[str]:

@@ -228,7 +228,7 @@ class Cache:
 
 
 def check_results(results: Any, name: str) -> Any:
-  """What a replica's function returned, as tensors."""
+  """Returns the results of a replica's function, as tensors."""
 
   def check(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, tf.Operation):
@@ -312,7 +312,7 @@ def _keep_with_graph(program: Program) -> None:
   # Of functions within functions the outermost is sure to stay.
   while isinstance(getattr(graph, "outer_graph", None), type(graph)):
     graph = graph.outer_graph
-  if not hasattr(graph, _PROGRAMS):
+  if not hasattr(graph, _PROGRAMS):  # A graph has no `__dict__`.
     setattr(graph, _PROGRAMS, [])
   getattr(graph, _PROGRAMS).append(program)
 

@@ -1,4 +1,4 @@
-"""What a replica's function finds around it while it is traced."""
+"""The context of a replica's function while it is traced."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -23,14 +23,11 @@ def in_replica_program() -> bool:
 
   The replica context does not tell: in a merge call there is none.
   """
-  if tf.executing_eagerly():
-    return False
-  graph = tf.compat.v1.get_default_graph()
-  while graph is not None:
-    if getattr(graph, _MARK, False):
-      return True
+  eager = tf.executing_eagerly()
+  graph = None if eager else tf.compat.v1.get_default_graph()
+  while graph is not None and not hasattr(graph, _MARK):
     graph = getattr(graph, "outer_graph", None)
-  return False
+  return graph is not None
 
 
 def cross_replica_sum(
@@ -76,7 +73,6 @@ class TracedReplicaContext(tf.distribute.ReplicaContext):
 
   def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
     """Concatenates the replicas' values."""
-    del options
     places = tf.range(self.strategy.num_replicas_in_sync)
 
     def gather(tensor: Any) -> tf.Tensor:
@@ -110,4 +106,4 @@ class TracedReplicaContext(tf.distribute.ReplicaContext):
     own = tf.reshape(is_own, [-1, *[1] * words.shape.rank])
     spread = tf.where(own, words[None], tf.zeros([], words.dtype))
     sums = tf.unstack(self.all_reduce("SUM", spread), places.shape[0])
-    return [tf.bitcast(each, dtype) for each in sums]
+    return [tf.bitcast(total, dtype) for total in sums]

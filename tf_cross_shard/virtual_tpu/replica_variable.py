@@ -10,7 +10,7 @@ means, every replica receives it before the next program runs.
 """
 
 import functools
-import operator
+import re
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -28,7 +28,7 @@ _Aggregation: Final = tf.VariableAggregation
 
 
 class ReplicaVariable(resource_variable_ops.ResourceVariable):
-  """What `tf.Variable` makes under `VirtualTPUStrategy`."""
+  """A variable of `VirtualTPUStrategy`, with a copy for each replica."""
 
   def __init__(self, **kwargs: Any) -> None:
     # Made when the first program needs them.
@@ -38,7 +38,6 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
     # The host's value when it and the copies last agreed.
     self._agreed: tf.Tensor | None = None
     self._is_in_host_functions = False
-    self._views: tuple[ReplicaView, ...] = ()
     super().__init__(**kwargs)
     is_mean = self.aggregation == _Aggregation.MEAN
     if is_mean and not self.dtype.is_floating:
@@ -96,11 +95,9 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
 
   def views(self) -> tuple["ReplicaView", ...]:
     """Each replica's copy, to read and assign on the host."""
-    if not self._views:
-      self._views = tuple(
-        ReplicaView(self, i) for i in range(self._replicas.num_replicas)
-      )
-    return self._views
+    return tuple(
+      ReplicaView(self, i) for i in range(self._replicas.num_replicas)
+    )
 
   def take(self) -> "xla.Buffers":
     """The replicas' copies, for a program to use and replace."""
@@ -131,11 +128,6 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
       self._write_raw(self._value_for_host())
       self._agreed = self._read_raw()
 
-  def copy(self, replica: int) -> np.ndarray:
-    """One replica's value."""
-    with self._replicas.lock:
-      return np.array(self.take().to_numpy(replica))
-
   def set_copies(self, values: Sequence[np.ndarray]) -> None:
     """Gives every replica a value of its own."""
     arrays = [np.array(value, self.dtype.as_numpy_dtype) for value in values]
@@ -151,10 +143,9 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
     if self._on_read not in (_Aggregation.SUM, _Aggregation.MEAN):
       return np.array(copies.to_numpy(0))
     count = self._replicas.num_replicas
-    total = functools.reduce(operator.add, map(copies.to_numpy, range(count)))
-    if self._on_read == _Aggregation.MEAN:
-      total = total / count
-    return np.asarray(total).astype(copies.dtype)
+    total = np.sum([copies.to_numpy(i) for i in range(count)], axis=0)
+    is_mean = self._on_read == _Aggregation.MEAN
+    return np.asarray(total / count if is_mean else total, copies.dtype)
 
   def _value_for_replicas(self) -> np.ndarray:
     """The part of the host's value that each replica receives."""
@@ -229,10 +220,9 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
   def _was_assigned(self) -> bool:
     """Whether the host's value was set since it and the copies agreed.
 
-    As long as `_agreed` lives its memory is not used again, and TensorFlow
-    never writes to memory that a tensor shares with a variable: with the same
-    address, nothing was assigned. Another address means little, since reading
-    copies once an IndexedSlices was assigned; then the elements tell.
+    As long as `_agreed` lives, neither is its memory used again nor does
+    TensorFlow write to it: at the same address nothing was assigned. At another
+    one the elements tell, since reading may copy.
     """
     if self._agreed is None:
       return True
@@ -271,10 +261,8 @@ def _override(name: str) -> None:
 
 
 for _name in dir(resource_variable_ops.ResourceVariable):
-  if _name.startswith(("scatter_", "batch_scatter_")):
+  if re.match("(batch_)?scatter_|_strided_slice_assign|_restore_from", _name):
     _override(_name)
-_override("_strided_slice_assign")
-_override("_restore_from_tensors")
 
 
 class ReplicaView:
@@ -295,7 +283,8 @@ class ReplicaView:
 
   def numpy(self) -> np.ndarray:
     """The value."""
-    return self._variable.copy(self._replica)
+    with self._variable.distribute_strategy.extended.replicas.lock:
+      return np.array(self._variable.take().to_numpy(self._replica))
 
   def read_value(self) -> tf.Tensor:
     """The value, as a tensor."""
@@ -304,11 +293,7 @@ class ReplicaView:
   def assign(self, value: Any) -> "ReplicaView":
     """Sets this copy and leaves those of other replicas."""
     tensor = tf.convert_to_tensor(value, self.dtype)
-    if tensor.shape != self.shape:
-      raise ValueError(
-        f"`value` must have the shape {self.shape} of {self.name}; got"
-        f" {tensor.shape}."
-      )
+    tensor = tf.ensure_shape(tensor, self.shape, name="assign")
     with self._variable.distribute_strategy.extended.replicas.lock:
       values = [view.numpy() for view in self._variable.views()]
       values[self._replica] = tensor.numpy()
@@ -335,7 +320,6 @@ class ReplicaView:
   __radd__, __rmul__ = __add__, __mul__
 
   def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-    del copy
     return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
   def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:

@@ -24,6 +24,7 @@ from tf_cross_shard.virtual_tpu import (
   program,
   replica_context,
   replica_variable,
+  xla,
 )
 
 
@@ -68,11 +69,14 @@ class VirtualTPUStrategy(tf.distribute.Strategy):
 
     Raises:
       ValueError: If `num_replicas` is not a positive integer.
+      ImportError: If jax or jaxlib is missing or of an untested version.
     """
     if type(num_replicas) is not int or num_replicas < 1:
       raise ValueError(
         f"`num_replicas` must be a positive integer; got {num_replicas!r}."
       )
+    for distribution in ("jax", "jaxlib"):
+      xla.require(distribution)
     super().__init__(VirtualTPUExtended(self, num_replicas))
 
   def run(
@@ -82,17 +86,10 @@ class VirtualTPUStrategy(tf.distribute.Strategy):
     kwargs: dict[str, Any] | None = None,
     options: Any = None,
   ) -> Any:
-    """Runs `fn` on every replica.
+    """Runs `fn` on every replica, as on other strategies.
 
-    Args:
-      fn: A function of tensors. It is traced once for each kind of arguments.
-      args: Its arguments. A `PerReplica` value gives each replica its own;
-        every replica receives everything else.
-      kwargs: Its keyword arguments.
-      options: Not used.
-
-    Returns:
-      What `fn` returned, with one value per replica.
+    It is traced once for each kind of arguments. A `PerReplica` value gives
+    each replica its own part; every replica receives everything else.
 
     Raises:
       NestedRunError: If called by a function that `run` is running.
@@ -160,7 +157,6 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
 
   def non_slot_devices(self, var_list: Any) -> str:
     """The host."""
-    del var_list
     return self._host
 
   def _in_multi_worker_mode(self) -> bool:
@@ -252,16 +248,14 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
   def _replica_ctx_all_reduce(
     self, reduce_op: Any, value: Any, options: Any = None
   ) -> Any:
-    del options
     count = self._num_replicas_in_sync
 
     def reduce(tensor: Any) -> tf.Tensor:
       total = replica_context.cross_replica_sum(
         tf.convert_to_tensor(tensor), [list(range(count))]
       )
-      if reduce_op == tf.distribute.ReduceOp.MEAN:
-        total = total / count
-      return total
+      is_mean = reduce_op == tf.distribute.ReduceOp.MEAN
+      return total / count if is_mean else total
 
     return [reduce(tensor) for tensor in tf.nest.flatten(value)]
 
@@ -270,7 +264,6 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
   def _create_variable(
     self, next_creator: Callable[..., Any], **kwargs: Any
   ) -> Any:
-    del next_creator
     # tf.compat.v1.Variable adds the last.
     ignored = "use_resource", "colocate_with", "partitioner", "expected_shape"
     for name in ignored:
@@ -319,7 +312,6 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
     kwargs: Any,
     group: bool,
   ) -> Any:
-    del colocate_with
     return _call(fn, args, kwargs, group)
 
   def value_container(self, value: Any) -> Any:
@@ -356,13 +348,11 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
   def _reduce_to(
     self, reduce_op: Any, value: Any, destinations: Any, options: Any
   ) -> tf.Tensor:
-    del destinations, options
     return self.combine(reduce_op, value)
 
   def _gather_to_implementation(
     self, value: Any, destinations: Any, axis: int, options: Any
   ) -> tf.Tensor:
-    del destinations, options
     return tf.concat(self._local_results(value), axis)
 
 

@@ -1,0 +1,353 @@
+"""Tables that are updated by rows: exact where it is, lazy where asked for."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from tests.support import lazy_oracle, testbed
+from tf_cross_shard import keras3, layers, replica_state
+from tf_cross_shard import tf_keras as ours_tf_keras
+
+ROWS, WIDTH = 7, 3
+PACKAGES = {"keras3": (keras3, keras), "tf_keras": (ours_tf_keras, tf_keras)}
+SETTINGS: dict[str, dict[str, Any]] = {
+  "SGD": {"momentum": 0.5},
+  "AdamW": {"weight_decay": 0.25},
+}
+GROUPS = [[0, 1], [2, 3]]
+# Keras rounds betas to float32: its 1 - 0.999 is 1.3e-5 of itself too large.
+TOLERANCE: Any = {"rtol": 1e-4, "atol": 1e-5}
+_RNG = np.random.default_rng(0)
+TABLE = _RNG.normal(size=(ROWS, WIDTH))
+# Of each replica in each step: overlapping ids, ids that no other has, one id
+# twice, none at all; never rows 5 and 6 in group 0.
+IDS: Sequence[Sequence[Sequence[int]]] = (
+  ([0, 1, 1], [1, 2], [5], [6, 6, 6]),
+  ([3], [], [0, 5], [5, 0]),
+  ([4, 0, 3], [3, 3], [], []),
+)
+BATCHES = [
+  [(np.array(ids, int), _RNG.normal(size=(len(ids), WIDTH))) for ids in step]
+  for step in IDS
+]
+
+
+def _group_batches(members: Sequence[int]) -> list[lazy_oracle.Batch]:
+  """The rows of all members of a group, in each step."""
+  return [
+    (
+      np.concatenate([step[r][0] for r in members]),
+      np.concatenate([step[r][1] for r in members]),
+    )
+    for step in BATCHES
+  ]
+
+
+def _slices(batch: lazy_oracle.Batch, dtype: Any) -> tf.IndexedSlices:
+  indices, rows = batch
+  return tf.IndexedSlices(
+    tf.constant(rows, dtype),
+    tf.constant(indices, tf.int64),
+    tf.constant([ROWS, WIDTH], tf.int64),
+  )
+
+
+def _optimizer(package: str, kind: str, **options: Any) -> Any:
+  ours, library = PACKAGES[package]
+  settings = {"learning_rate": lazy_oracle.RATE, **SETTINGS.get(kind, {})}
+  settings |= options.pop("settings", {})
+  opt = getattr(library.optimizers, kind)(**settings)
+  return ours.CrossShardOptimizer(opt, "sum", **options)
+
+
+def _train_one(optimizer: Any, dtype: Any = tf.float64) -> np.ndarray:
+  """Group 0's batches on one device, in a function; a dense variable too."""
+  table, dense = tf.Variable(TABLE, dtype=dtype), tf.Variable(1.0, dtype=dtype)
+  optimizer.build([table, dense])
+
+  @tf.function(autograph=False, reduce_retracing=True)
+  def step(values: tf.Tensor, indices: tf.Tensor) -> None:
+    grad = tf.IndexedSlices(values, indices, tf.constant([ROWS, WIDTH]))
+    one = tf.constant(1.0, dtype)
+    optimizer.apply_gradients([(grad, table), (one, dense)])
+
+  for batch in _group_batches([0, 1]):
+    slices = _slices(batch, dtype)
+    step(slices.values, tf.cast(slices.indices, tf.int32))
+  return np.array(table.numpy())
+
+
+@pytest.mark.parametrize(
+  ("kind", "package"),
+  [
+    (kind, package)
+    for kind in lazy_oracle.SLOTS
+    for package in PACKAGES
+    # That of tf_keras multiplies a number once per trace and variable, and so
+    # is wrong in functions, rows or not.
+    if (kind, package) != ("Nadam", "tf_keras")
+  ],
+)
+class TestLazy:
+  """Against NumPy; rows that do not occur stay to the bit."""
+
+  def test_on_one_device(self, kind: str, package: str) -> None:
+    optimizer = _optimizer(package, kind, lazy_rows=True)
+    found = _train_one(optimizer)
+    right = lazy_oracle.train(kind, TABLE, _group_batches([0, 1]))
+    np.testing.assert_allclose(found, right, **TOLERANCE)
+    np.testing.assert_array_equal(found[5:], TABLE[5:])
+
+  def test_in_groups(self, kind: str, package: str) -> None:
+    strategy = testbed.mirrored()
+    with strategy.scope():
+      table = tf.Variable(TABLE)
+      optimizer = _optimizer(
+        package, kind, lazy_rows=True, group_assignment=GROUPS
+      )
+      optimizer.build([table])
+
+    @tf.function(autograph=False)
+    def step(number: int) -> None:
+      def replica_step() -> None:
+        context = tf.distribute.get_replica_context()
+        replica = tf.get_static_value(context.replica_id_in_sync_group)
+        grad = _slices(BATCHES[number][int(replica)], tf.float64)
+        optimizer.apply_gradients([(grad, table)])
+
+      strategy.run(replica_step)
+
+    for number in range(len(BATCHES)):
+      step(number)
+    copies = testbed.copies(table)
+    assert len(copies) == 4
+    for members in GROUPS:
+      right = lazy_oracle.train(kind, TABLE, _group_batches(members))
+      for replica in members:
+        np.testing.assert_allclose(copies[replica], right, **TOLERANCE)
+        np.testing.assert_array_equal(copies[replica], copies[members[0]])
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(
+  ("kind", "settings"), [("SGD", {"momentum": 0.0}), ("Adagrad", {})]
+)
+def test_exact_as_plain_keras_with_dense_gradients(
+  kind: str, settings: dict[str, Any], package: str
+) -> None:
+  """To the bit, with integers times powers of two for the sums."""
+  optimizer = _optimizer(package, kind, settings=settings)
+  found = _train_one(optimizer, tf.float32)
+  plain = optimizer.inner_optimizer.from_config(
+    optimizer.inner_optimizer.get_config()
+  )
+  table = PACKAGES[package][1].Variable if package == "keras3" else tf.Variable
+  weight = table(TABLE.astype("float32"))
+  plain.build([weight])
+  for batch in _group_batches([0, 1]):
+    dense = tf.convert_to_tensor(_slices(batch, tf.float32))
+    plain.apply_gradients([(dense, weight)])
+  np.testing.assert_allclose(found, weight.numpy(), rtol=0, atol=1e-7)
+  np.testing.assert_array_equal(found[5:], np.float32(TABLE[5:]))
+
+
+def _reads_whole_table(optimizer: Any) -> bool:
+  """Whether a traced step has a tensor of the table's size."""
+  table = tf.Variable(tf.zeros([ROWS, WIDTH]))
+  optimizer.build([table])
+  values = tf.TensorSpec([2, WIDTH])
+
+  @tf.function(autograph=False, input_signature=[values])
+  def step(rows: tf.Tensor) -> None:
+    shape = tf.constant([ROWS, WIDTH])
+    grad = tf.IndexedSlices(rows, tf.constant([1, 4]), shape)
+    optimizer.apply_gradients([(grad, table)])
+
+  return any(
+    output.shape == (ROWS, WIDTH)
+    for op in step.get_concrete_function().graph.get_operations()
+    for output in op.outputs
+  )
+
+
+@pytest.mark.parametrize(
+  ("kind", "options", "is_by_rows"),
+  [
+    ("SGD", {"settings": {"momentum": 0.0}}, True),
+    ("Adagrad", {}, True),
+    ("Adagrad", {"settings": {"weight_decay": 0.5}}, False),
+    ("Adam", {}, False),
+    ("Adam", {"lazy_rows": True}, True),
+    ("AdamW", {"lazy_rows": True}, True),
+    ("Adam", {"lazy_rows": True, "settings": {"global_clipnorm": 1.0}}, True),
+    ("Adam", {"lazy_rows": True, "clipnorm": 1.0}, True),
+  ],
+)
+def test_what_a_step_touches(
+  kind: str, options: dict[str, Any], is_by_rows: bool
+) -> None:
+  optimizer = _optimizer("keras3", kind, **options)
+  assert _reads_whole_table(optimizer) is not is_by_rows
+
+
+@pytest.mark.parametrize("limit", ["clipnorm", "global_clipnorm", "clipvalue"])
+def test_limits_of_opt_clip_the_sums(limit: str) -> None:
+  """Rows of one index are one row of the gradient."""
+  optimizer = _optimizer(
+    "keras3", "SGD", settings={"momentum": 0.5, limit: 0.5}, lazy_rows=True
+  )
+  table = tf.Variable(tf.zeros([3, 2]))
+  optimizer.build([table])
+  grad = tf.IndexedSlices(tf.constant([[1.0, 0.0], [2.0, 4.0]]), [2, 2], [3, 2])
+  optimizer.apply_gradients([(grad, table)])
+  summed = np.array([3.0, 4.0])
+  clipped = np.minimum(summed, 0.5) if limit == "clipvalue" else summed / 10
+  np.testing.assert_allclose(table.numpy()[2], -0.125 * clipped, rtol=1e-6)
+  assert getattr(optimizer.inner_optimizer, limit) == 0.5
+
+
+def test_a_class_of_the_users_own() -> None:
+  """Vouched for, its own update step runs on the rows."""
+
+  class Halving(keras.optimizers.SGD):
+    def update_step(self, gradient: Any, variable: Any, rate: Any) -> None:
+      super().update_step(gradient * 0.5 + variable, variable, rate)
+
+  with pytest.raises(ValueError, match="Halving may use norms"):
+    keras3.CrossShardOptimizer(Halving(), lazy_rows=True)
+  optimizer = keras3.CrossShardOptimizer(Halving(1.0), lazy_rows="elementwise")
+  table = keras.Variable([[1.0], [2.0], [3.0]])
+  optimizer.build([table])
+  grad = tf.IndexedSlices(tf.constant([[4.0]]), [1], [3, 1])
+  optimizer.apply_gradients([(grad, table)])
+  assert table.numpy().ravel().tolist() == [1.0, -2.0, 3.0]
+
+
+@pytest.mark.parametrize("kind", ["Lamb", "Adafactor", "Muon"])
+def test_refused(kind: str) -> None:
+  with pytest.raises(ValueError, match=f"{kind} may use norms or shapes"):
+    keras3.CrossShardOptimizer(
+      getattr(keras.optimizers, kind)(), lazy_rows=True
+    )
+
+
+@pytest.mark.parametrize(
+  ("settings", "options"),
+  [
+    ({}, {"accumulate_steps": 2}),
+    ({}, {"shard_update": True}),
+    ({"gradient_accumulation_steps": 2}, {}),
+  ],
+)
+def test_what_makes_gradients_dense_is_refused(
+  settings: dict[str, Any], options: dict[str, Any]
+) -> None:
+  [name] = {**settings, **options}
+  with pytest.raises(ValueError, match=f"with `{name}` gradients are dense"):
+    _optimizer("keras3", "Adam", settings=settings, lazy_rows=True, **options)
+
+
+def test_steps_that_are_not_finite_change_no_row() -> None:
+  optimizer = _optimizer("keras3", "Adam", lazy_rows=True, skip_nonfinite=True)
+  table = tf.Variable(tf.ones([3, 2]))
+  optimizer.build([table])
+
+  @tf.function(autograph=False)
+  def step(value: tf.Tensor) -> None:
+    grad = tf.IndexedSlices(tf.fill([1, 2], value), [1], [3, 2])
+    optimizer.apply_gradients([(grad, table)])
+
+  step(tf.constant(np.nan))
+  np.testing.assert_array_equal(table.numpy(), np.ones([3, 2]))
+  step(tf.constant(1.0))
+  assert (table.numpy() != 1).any(axis=1).tolist() == [False, True, False]
+  assert int(optimizer.skipped_steps.numpy()) == 1
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_files(package: str, tmp_path: Any) -> None:
+  """Slots are the plain optimizer's; the state goes on to the bit."""
+  library = PACKAGES[package][1]
+  first = _optimizer(package, "Adam", lazy_rows=True)
+  again = type(first).from_config(first.get_config())
+  assert again.lazy_rows is True
+  assert "lazy_rows=True" in repr(again)
+  tables = [tf.Variable(TABLE), tf.Variable(TABLE)]
+  for optimizer, table in zip((first, again), tables, strict=True):
+    optimizer.build([table])
+  first.apply_gradients([(_slices(BATCHES[0][0], tf.float64), tables[0])])
+  replica_state.save(tmp_path / "state", first, [tables[0]])
+  replica_state.restore(tmp_path / "state", again, [tables[1]])
+  for optimizer, table in zip((first, again), tables, strict=True):
+    optimizer.apply_gradients([(_slices(BATCHES[2][0], tf.float64), table)])
+  np.testing.assert_array_equal(tables[0].numpy(), tables[1].numpy())
+  plain = library.optimizers.Adam(lazy_oracle.RATE)
+  plain.build([tables[1]])
+  assert len(plain.variables) == len(first.variables)
+
+
+def test_fit_with_an_embedding() -> None:
+  """Ids that no replica has keep their row; others move."""
+  with testbed.mirrored().scope():
+    model = keras.Sequential(
+      [
+        keras.Input((2,), dtype="int32"),
+        keras.layers.Embedding(6, 4),
+        keras.layers.Flatten(),
+        keras.layers.Dense(1),
+      ]
+    )
+    model.compile(
+      keras3.CrossShardOptimizer(
+        keras.optimizers.Adam(0.1), lazy_rows=True, global_clipnorm=1.0
+      ),
+      "mse",
+    )
+  before = model.weights[0].numpy()
+  x = np.array([[0, 1], [1, 2], [0, 0], [4, 2]] * 2)
+  model.fit(x, np.ones([8, 1]), batch_size=8, epochs=2, verbose=0)
+  moved = (model.weights[0].numpy() != before).any(axis=1)
+  assert moved.tolist() == [True, True, True, False, True, False]
+  replica_state.assert_in_sync(model.optimizer, model)
+
+
+@pytest.mark.parametrize("in_strategy", [False, True])
+def test_a_lookup_reads_rows_only(in_strategy: bool) -> None:
+  """The forward pass, too, has no tensor of the table's size."""
+  strategy = tf.distribute.get_strategy()
+  if in_strategy:
+    strategy = testbed.mirrored()
+  with strategy.scope():
+    table = keras.Variable(TABLE, dtype="float64")
+    optimizer = _optimizer("keras3", "Adam", lazy_rows=True)
+    optimizer.build([table])
+
+  @tf.function(autograph=False)
+  def step() -> Any:
+    def replica_step() -> Any:
+      with tf.GradientTape() as tape:
+        rows = layers.embedding_lookup(table, [[1, 4]])
+        loss = tf.reduce_sum(rows)
+      grad = tape.gradient(loss, table.value)
+      assert isinstance(grad, tf.IndexedSlices)
+      optimizer.apply_gradients([(grad, table)])
+      return rows
+
+    return strategy.run(replica_step)
+
+  graph = step.get_concrete_function().graph
+  shapes = [out.shape for op in graph.get_operations() for out in op.outputs]
+  assert (ROWS, WIDTH) not in shapes
+  for rows in strategy.experimental_local_results(step()):
+    np.testing.assert_array_equal(rows, TABLE[[[1, 4]]])
+  moved = (table.numpy() != TABLE).any(axis=1)
+  assert moved.tolist() == [i in (1, 4) for i in range(ROWS)]
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

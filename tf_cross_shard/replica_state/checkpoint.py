@@ -1,0 +1,309 @@
+"""A file with the weights and the optimizer state of every group."""
+
+import pathlib
+from collections.abc import Collection
+from typing import Any, Final
+
+import tensorflow as tf
+
+from tf_cross_shard.inner_optimizer import libraries, optimizer_state
+from tf_cross_shard.replica_state import (
+  archive,
+  group_models,
+  group_state,
+  replica_values,
+)
+from tf_cross_shard.replica_state.archive import CheckpointError
+
+_SHOWN: Final = 5  # names that an error lists
+
+
+def save(path: Any, optimizer: Any, model: Any = None) -> None:
+  """Writes every group's weights and optimizer state to one file.
+
+  Once per group, whatever the number of replicas. What the model does not
+  train and members of a group differ in, say the statistics of batch
+  normalization, is written once per replica. In the file are `model.variables`,
+  states of random numbers among them and metrics not, and all variables of the
+  optimizer: slots, iteration count, learning rate, loss scale.
+
+  The file replaces an older one when it is whole: a crash leaves the older one.
+  `np.load(path)` shows what is in it, as `group_0/model/...`. On several
+  machines the first worker writes, and the others wait for it.
+
+  >>> import tempfile
+  >>> weight = tf.Variable(3.0)
+  >>> optimizer = tf.keras.optimizers.SGD()
+  >>> optimizer.build([weight])
+  >>> with tempfile.TemporaryDirectory() as folder:
+  ...   save(f"{folder}/state", optimizer, [weight])
+  ...   _ = weight.assign(0.0)
+  ...   restore(f"{folder}/state", optimizer, [weight])
+  >>> float(weight.numpy())
+  3.0
+
+  Args:
+    path: A file in a folder that is there.
+    optimizer: A built optimizer.
+    model: A model, or a list of variables; None for the optimizer's only.
+
+  Raises:
+    OutOfSyncError: If members of a group differ in what is trained.
+    OSError: If the file cannot be written; on all workers.
+  """
+  target = archive.as_path(path)
+  state = group_state.GroupCopies(optimizer, model)
+  topic = f"saving {target.name}"
+  state.agree(topic)
+  group_state.check_values(state.optimizer)
+  state.write(target, topic, state.arrays(state.apart(topic)))
+
+
+def restore(path: Any, optimizer: Any, model: Any = None) -> None:
+  """Gives every group what `save` wrote of it.
+
+  Group i of the file goes to group i of the optimizer, whichever replicas are
+  in it: the groups may have other members, or another size, than when they
+  were saved. (Where members had values of their own, the j-th member receives
+  those of the j-th; then the size has to be the same.)
+
+  Everything is read and compared before anything is changed. Training goes on
+  to the bit as if it had not stopped. On several machines each worker reads the
+  file, which has to be the same one.
+
+  >>> import tempfile
+  >>> sgd = tf.keras.optimizers.SGD(0.5)
+  >>> sgd.build([tf.Variable(1.0)])
+  >>> with tempfile.TemporaryDirectory() as folder:
+  ...   save(f"{folder}/state", sgd)
+  ...   sgd.learning_rate = 0.25
+  ...   restore(f"{folder}/state", sgd)
+  >>> float(sgd.learning_rate.numpy())
+  0.5
+
+  Args:
+    path: A file that `save` wrote.
+    optimizer: An optimizer; one that is not built is built on what `model`
+      trains.
+    model: As for `save`.
+
+  Raises:
+    CheckpointError: If the file is damaged, or has another number of groups,
+      other variables, shapes or dtypes; if workers read different files. It is
+      a ValueError. The error of one worker is raised on all.
+    OSError: If the file cannot be read.
+  """
+  restore_file(archive.as_path(path), optimizer, model)
+
+
+def restore_file(
+  target: pathlib.Path, optimizer: Any, model: Any
+) -> tuple[Any, dict[str, archive.Array]]:
+  """Restores; returns what `GroupCopies.write` was given beside the state.
+
+  That is the values of a worker's own file, else None, and the arrays of others
+  than the groups.
+  """
+  optimizer, model = group_state.in_order(optimizer, model)
+  if model is not None and hasattr(optimizer, "build"):
+    _build(optimizer, model)
+  state = group_state.GroupCopies(optimizer, model)
+  plan: list[list[archive.Array]] = []
+  own_values, own_arrays, checksum = None, {}, 0
+  error: Exception | None = None
+  try:
+    with (
+      archive.naming_damage(target, OSError),
+      archive.reading(target) as file,
+    ):
+      own_values = file.about.get("values")
+      checksum = file.checksum if own_values is None else 0
+      _check_groups(file, state)
+      _check_names(file, state, file.about["names"])
+      plan = [_values_here(file, state, part) for part in state.parts]
+      own_arrays = {n: file[n] for n in file if not n.startswith("group_")}
+  except Exception as failure:
+    error = failure
+  state.conclude(f"restoring {target.name}", error, checksum)
+  for part, arrays in zip(state.parts, plan, strict=True):
+    state.copies.write(part.variable, arrays)
+  group_state.accept_values(state.optimizer)
+  return own_values, own_arrays
+
+
+def read_group(path: Any, group: int, model: Any) -> Any:
+  """Gives a plain model what `save` wrote of one group's weights.
+
+  To serve or to look at a group on one device: no strategy, no optimizer and
+  no other group is needed. What the model does not train is as `load_group`
+  has it. All is read and compared before anything is changed.
+
+  >>> import tempfile
+  >>> from tf_cross_shard import CrossShardOptimizer
+  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  >>> with strategy.scope():
+  ...   weight = tf.Variable(3.0, name="weight")
+  ...   optimizer = CrossShardOptimizer("sgd", group_assignment=[[0], [1]])
+  ...   optimizer.build([weight])
+  >>> plain = tf.Variable(0.0, name="weight")
+  >>> with tempfile.TemporaryDirectory() as folder:
+  ...   save(f"{folder}/state", optimizer, [weight])
+  ...   _ = read_group(f"{folder}/state", 1, [plain])
+  >>> float(plain.numpy())
+  3.0
+
+  Args:
+    path: A file that `save` or `GroupCheckpoint` wrote.
+    group: Which group, counted from 0 in the order of the saved ones.
+    model: A built model, made by the same code outside of any strategy, or a
+      list of variables.
+
+  Returns:
+    `model`.
+
+  Raises:
+    CheckpointError: If the file is damaged, has no such group, or has other
+      variables, shapes or dtypes. It is a ValueError.
+    OSError: If the file cannot be read.
+  """
+  target = archive.as_path(path)
+  state = group_state.GroupCopies(None, model, is_whole=False)
+  with (
+    archive.naming_damage(target, OSError),
+    archive.reading(target) as file,
+  ):
+    saved = _saved_groups(file)
+    if group not in range(len(saved)):
+      raise CheckpointError(
+        f"`group` must be an integer from 0 to {len(saved) - 1}; got {group!r}."
+        f" The checkpoint {target} holds the groups {saved}."
+      )
+    names = [n for n in file.about["names"] if n.startswith("model/")]
+    _check_names(file, state, names)
+    values = [
+      group_models.merged(part, list(_arrays(file, part, group).values()))
+      for part in state.parts
+    ]
+  count = len(state.copies.engine.replicas_here)
+  for part, value in zip(state.parts, values, strict=True):
+    state.copies.write(part.variable, [value] * count)
+  group_models.finalize(model)
+  return model
+
+
+def _build(optimizer: Any, model: Any) -> None:
+  """Builds an optimizer, unless it is, on what the model trains."""
+  layers = list(optimizer_state.nested_optimizers(optimizer))
+  if any(libraries.of(layer).is_built(layer) for layer in layers):
+    return
+  variables = [v for v in group_state.variables_of(model) if v.trainable]
+  variables = list(getattr(model, "trainable_variables", variables))
+  strategies = filter(None, map(replica_values.strategy_of, variables))
+  with next(strategies, tf.distribute.get_strategy()).scope():
+    optimizer.build(variables)
+
+
+def _check_groups(
+  file: archive.Archive, state: group_state.GroupCopies
+) -> None:
+  """Raises `CheckpointError` unless the file has the groups in force."""
+  saved, own = _saved_groups(file), state.groups.to_lists()
+  # A worker's own file has the values of its own groups only.
+  is_own = "values" in file.about and len(saved) > 1
+  if len(saved) != len(own) or (is_own and saved != own):
+    raise CheckpointError(
+      f"The checkpoint {file.path} holds {len(saved)} groups, {saved}; the"
+      f" optimizer has {len(own)}, {own}. Give it a `group_assignment` of as"
+      " many groups, or call replica_state.average and save the model with"
+      " TensorFlow to start others from it."
+    )
+
+
+def _saved_groups(file: archive.Archive) -> list[list[int]]:
+  """Returns the groups in a file that `save` wrote."""
+  kind = file.about.get("format")
+  if kind != group_state.FORMAT:
+    raise CheckpointError(
+      f"The checkpoint {file.path} holds something else: {kind!r}. Name a file"
+      " that replica_state.save wrote."
+    )
+  saved: list[list[int]] = file.about["group_assignment"]
+  return saved
+
+
+def _check_names(
+  file: archive.Archive, state: group_state.GroupCopies, saved: Collection[str]
+) -> None:
+  """Raises `CheckpointError` unless file and program have the same names."""
+  own = [part.name for part in state.parts]
+  has_model = any(name.startswith("model/") for name in saved)
+  for names, others, verb in (
+    (own, saved, "lacks"),
+    (saved, own, "has, and the program has not,"),
+  ):
+    absent = [name for name in names if name not in set(others)]
+    if absent:
+      more = f" and {len(absent) - _SHOWN} more" if absent[_SHOWN:] else ""
+      raise CheckpointError(
+        f"The checkpoint {file.path} {verb} {', '.join(absent[:_SHOWN])}{more}."
+        " Restore with the same optimizer and model as were saved; `model` was"
+        f" {'given' if has_model else 'None'} then."
+      )
+
+
+def _values_here(
+  file: archive.Archive, state: group_state.GroupCopies, part: group_state.Part
+) -> list[archive.Array]:
+  """Returns a variable's values for the replicas of this process.
+
+  Raises `CheckpointError` unless they fit.
+  """
+  where = f"The checkpoint {file.path} holds"
+  saved_size = len(file.about["group_assignment"][0])
+  saved: dict[int, dict[int, archive.Array]] = {}
+  values = []
+  for replica in state.copies.engine.replicas_here:
+    index = state.groups.index_of(replica)
+    member = state.groups.assignment[index].index(replica)
+    if index not in saved:
+      saved[index] = _arrays(file, part, index)
+    arrays = saved[index]
+    is_resized = state.groups.group_size != saved_size
+    if len(arrays) > 1 and is_resized and "values" not in file.about:
+      raise CheckpointError(
+        f"{where} values of `{part.name}` for each of {saved_size} members of a"
+        f" group; groups have {state.groups.group_size} now. Restore with"
+        " groups of the same size, or average() before saving."
+      )
+    other = list(arrays)[member % len(arrays)]
+    values.append(arrays.get(member, arrays[other]))
+  exists_once = replica_values.strategy_of(part.variable) is None
+  if exists_once and len({array.tobytes() for array in values}) > 1:
+    raise CheckpointError(
+      f"{where} other values of `{part.name}` for each group; here it exists"
+      " once. Make it inside `with strategy.scope():`."
+    )
+  return values
+
+
+def _arrays(
+  file: archive.Archive, part: group_state.Part, group: int
+) -> dict[int, archive.Array]:
+  """Returns a group's values of a variable, by member; one where all agree.
+
+  Raises `CheckpointError` unless they fit.
+  """
+  size = len(file.about["group_assignment"][0])
+  keys = {j: group_state.key(part.name, group, j) for j in range(size)}
+  arrays = {j: file[key] for j, key in keys.items() if key in file}
+  arrays = arrays or {0: file[group_state.key(part.name, group)]}
+  dtype = tf.as_dtype(part.variable.dtype).name
+  shape = tuple(map(int, part.variable.shape))
+  for array in arrays.values():
+    if (array.dtype.name, array.shape) != (dtype, shape):
+      raise CheckpointError(
+        f"The checkpoint {file.path} holds `{part.name}` as {array.dtype.name}"
+        f" {list(array.shape)}; the program has {dtype} {list(shape)}. Restore"
+        " with the same model."
+      )
+  return arrays
