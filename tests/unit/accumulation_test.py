@@ -1,7 +1,9 @@
 """Gradients added up over several calls, reduced and applied in the last."""
 
+import contextlib
+import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -10,70 +12,61 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from tests.support import testbed
+from tests.support import fake_engine, testbed
+from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import keras3, replica_state
 from tf_cross_shard import tf_keras as ours_tf_keras
 
-GROUPS = [[0, 2], [1, 3]]
+GROUPS = fake_engine.PAIRS.to_lists()
 STEPS = 2  # calls in a window
 CALLS = 6
 # [calls, replicas, 3] integers: sums are exact.
 GRADS = np.random.default_rng(5).integers(-8, 9, (CALLS, 4, 3)).astype("f")
+BAD = GRADS.copy()
+BAD[2, 3] = np.nan  # The second window's first call, in the second group.
 # Who accumulates: the optimizer of Keras 3, or ours in either Keras.
-_ZEROS = np.zeros(3, "f")
 WAYS = ("keras", "ours", "ours_tf_keras")
+WINDOWS = ([0, 1, 2], [0, 2])  # of each group, with `BAD`
 
 
-def make(
+def momentum_sgd(library: Any, **own: Any) -> Any:
+  return library.optimizers.SGD(0.125, momentum=0.5, **own)
+
+
+def _settings(way: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+  """A Keras, the settings of its optimizer, and those of ours."""
+  if way == "keras":
+    return keras, {"gradient_accumulation_steps": STEPS}, {}
+  library = tf_keras if way == "ours_tf_keras" else keras
+  return library, {}, {"accumulate_steps": STEPS}
+
+
+def replicas(
   way: str,
-  make_opt: Callable[..., Any] = lambda library, **own: library.optimizers.SGD(
-    0.125, momentum=0.5, **own
-  ),
-  strategy: Any = None,
-  initial: Any = _ZEROS,
-  **options: Any,
-) -> tuple[Any, Any]:
-  """A weight, by default of zeros, and an optimizer of groups, built."""
-  library, package = keras, keras3
-  if way == "ours_tf_keras":
-    library, package = tf_keras, ours_tf_keras
-  own = {"gradient_accumulation_steps": STEPS} if way == "keras" else {}
-  if way != "keras":
-    options["accumulate_steps"] = STEPS
-  options.setdefault("group_assignment", GROUPS)
-  with (strategy or testbed.mirrored()).scope():
-    weight = testbed.variable(initial, "weight", library)
-    optimizer = package.CrossShardOptimizer(
-      make_opt(library, **own), "sum", **options
-    )
-    optimizer.build([weight])
-  return weight, optimizer
+  make_opt: Callable[..., Any] = momentum_sgd,
+  initial: Any = (0.0, 0.0, 0.0),
+  **settings: Any,
+) -> list[fake_engine.Replica]:
+  """Replicas with a weight each, by default of zeros."""
+  library, own, ours = _settings(way)
+  return fake_engine.replicas(
+    functools.partial(make_opt, library, **own),
+    [np.array(initial, "f")],
+    library,
+    **ours,
+    **settings,
+  )
 
 
-def stepper(
-  weight: Any, optimizer: Any, strategy: Any = None, eager: bool = False
-) -> Callable[[Any], None]:
-  """A function that steps with each replica's row."""
-  strategy = strategy or testbed.mirrored()
-
-  def step(grads: tf.Tensor) -> None:
-    def replica_step() -> None:
-      grad = grads[testbed.replica_id()]
-      optimizer.apply_gradients([(grad, weight)])
-
-    strategy.run(replica_step)
-
-  call = step if eager else tf.function(step, autograph=False)
-  return lambda rows: call(tf.constant(rows))
-
-
-def windows(members: list[int], calls: int = CALLS) -> list[np.ndarray]:
+def windows(
+  members: Sequence[int], grads: np.ndarray = GRADS
+) -> list[np.ndarray]:
   """The group's gradient in each window."""
-  sums = GRADS[:calls, members].sum(axis=1)
-  return [sums[i : i + STEPS].mean(0) for i in range(0, calls, STEPS)]
+  sums = grads[:, list(members)].sum(axis=1)
+  return [sums[i : i + STEPS].mean(0) for i in range(0, len(sums), STEPS)]
 
 
-def momentum(grads: list[np.ndarray]) -> np.ndarray:
+def momentum(grads: Sequence[np.ndarray]) -> np.ndarray:
   """SGD(0.125, momentum=0.5) in NumPy."""
   weight, velocity = np.zeros(3), np.zeros(3)
   for grad in grads:
@@ -82,231 +75,264 @@ def momentum(grads: list[np.ndarray]) -> np.ndarray:
   return weight
 
 
-@pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-def test_one_step_per_window(way: str, eager: bool) -> None:
-  weight, optimizer = make(way)
-  step = stepper(weight, optimizer, eager=eager)
-  for call, rows in enumerate(GRADS, 1):
-    step(rows)
-    assert int(optimizer.iterations.numpy()) == call // STEPS
-    done = call // STEPS * STEPS
-    for members in GROUPS:
-      for member in members:
-        np.testing.assert_array_equal(
-          testbed.copies(weight)[member], momentum(windows(members, done))
-        )
+def check(
+  trained: Sequence[fake_engine.Replica],
+  expected: Callable[[int, Sequence[int]], np.ndarray],
+) -> None:
+  """Compares every replica's weight with that of its group."""
+  for group, members in enumerate(GROUPS):
+    for member in members:
+      np.testing.assert_array_equal(
+        trained[member].values[0], expected(group, members)
+      )
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_nothing_travels_in_the_other_calls(way: str) -> None:
-  weight, optimizer = make(way)
-  strategy = testbed.mirrored()
-
-  @tf.function(autograph=False)
-  def step() -> None:
-    strategy.run(lambda: optimizer.apply_gradients([(tf.ones(3), weight)]))
-
-  definition = step.get_concrete_function().graph.as_graph_def()
-  outside = {node.op for node in definition.node}
-  assert "If" in outside or "StatelessIf" in outside
-  assert not any("Collective" in op or op == "AddN" for op in outside)
-  inside = {n.op for f in definition.library.function for n in f.node_def}
-  assert any("CollectiveReduce" in op for op in inside)
+def test_one_step_per_window(way: str) -> None:
+  """Nothing travels in the other calls."""
+  trained = replicas(way)
+  for call in range(CALLS):
+    fake_engine.train(trained, [GRADS[call : call + 1]])
+    done = (call + 1) // STEPS
+    for replica in trained:
+      assert int(replica.inner.iterations()) == done
+      assert len(replica.engine.sent) == done
+    check(trained, lambda _, m, done=done: momentum(windows(m)[:done]))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS[:2])
 def test_each_call_is_clipped_on_its_own(way: str) -> None:
-  weight, optimizer = make(way, clipvalue=2.0)
-  step = stepper(weight, optimizer)
-  for rows in GRADS:
-    step(rows)
+  trained = replicas(way, clipvalue=2.0)
+  fake_engine.train(trained, [GRADS])
   clipped = np.clip(GRADS, -2, 2)
   assert (clipped != GRADS).any()
-  for members in GROUPS:
-    sums = clipped[:, members].sum(axis=1).reshape(-1, STEPS, 3).mean(1)
-    np.testing.assert_array_equal(
-      testbed.copies(weight)[members[0]], momentum(list(sums))
-    )
+  check(trained, lambda _, members: momentum(windows(members, clipped)))
 
 
 def test_as_plain_keras_accumulates() -> None:
-  def opt(library: Any, **own: Any) -> Any:
-    return library.optimizers.SGD(
-      0.125,
-      momentum=0.5,
-      clipvalue=8.0,
-      weight_decay=0.25,
-      use_ema=True,
-      ema_momentum=0.5,
-      ema_overwrite_frequency=2,
-      **own,
-    )
-
-  weight, optimizer = make("keras", opt)
-  step = stepper(weight, optimizer)
-  for rows in GRADS:
-    step(rows)
-  for index, members in enumerate(GROUPS):
+  opt = functools.partial(
+    momentum_sgd,
+    clipvalue=8.0,
+    weight_decay=0.25,
+    use_ema=True,
+    ema_momentum=0.5,
+    ema_overwrite_frequency=2,
+  )
+  trained = replicas("keras", opt)
+  fake_engine.train(trained, [GRADS])
+  for members in GROUPS:
     alone = keras.Variable(np.zeros(3, "f"), name="weight")
     plain = opt(keras, gradient_accumulation_steps=STEPS)
     plain.build([alone])
     for rows in GRADS:
       plain.apply([tf.constant(rows[members].sum(0))], [alone])
-    for ours, theirs in zip(
-      [weight, *optimizer.variables], [alone, *plain.variables], strict=True
-    ):
-      values = replica_state.group_values(ours, optimizer)
-      np.testing.assert_array_equal(values[index], theirs.numpy())
+    for member in members:
+      replica = trained[member]
+      for ours, theirs in zip(
+        [*replica.variables, *replica.opt.variables],
+        [alone, *plain.variables],
+        strict=True,
+      ):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS[:2])
 def test_window_that_is_not_finite_is_left_out_whole(way: str) -> None:
-  weight, optimizer = make(way, skip_nonfinite=True)
-  step = stepper(weight, optimizer)
-  grads = GRADS.copy()
-  grads[2, 3] = np.nan  # The second window's first call, in the second group.
-  for rows in grads:
-    step(rows)
-  one, two = (
-    [windows(members)[i] for i in places]
-    for members, places in zip(GROUPS, ([0, 1, 2], [0, 2]), strict=True)
+  trained = replicas(way, skip_nonfinite=True)
+  fake_engine.train(trained, [BAD])
+  check(
+    trained,
+    lambda g, members: momentum([windows(members)[i] for i in WINDOWS[g]]),
   )
-  copies = testbed.copies(weight)
-  np.testing.assert_array_equal(copies[0], momentum(one))
-  np.testing.assert_array_equal(copies[3], momentum(two))
-  counts = replica_state.group_values(optimizer.skipped_steps, optimizer)
-  assert [int(count) for count in counts] == [0, 1]
-  replica_state.assert_in_sync(optimizer, [weight])
+  assert [int(each.step.guard.count) for each in trained] == [0, 1, 0, 1]
 
 
 def test_averages_move_once_per_step() -> None:
   """And not in a window that is left out."""
-  weight, optimizer = make(
-    "ours",
-    lambda library: library.optimizers.SGD(
-      0.125, use_ema=True, ema_momentum=0.5
-    ),
-    skip_nonfinite=True,
-  )
-  step = stepper(weight, optimizer)
-  grads = GRADS.copy()
-  grads[2, 3] = np.nan
-  for rows in grads:
-    step(rows)
-  [average] = [v for v in optimizer.variables if "average" in v.path]
-  found = replica_state.group_values(average, optimizer)
-  for each, members, places in zip(
-    found, GROUPS, ([0, 1, 2], [0, 2]), strict=True
-  ):
+
+  def opt(library: Any) -> Any:
+    return library.optimizers.SGD(0.125, use_ema=True, ema_momentum=0.5)
+
+  trained = replicas("ours", opt, skip_nonfinite=True)
+  fake_engine.train(trained, [BAD])
+  for group, members in enumerate(GROUPS):
     value, expected = np.zeros(3), np.zeros(3)
-    for place in places:
+    for place in WINDOWS[group]:
       value = value - 0.125 * windows(members)[place]
       # Keras takes the first value as it is.
       expected = value if place == 0 else 0.5 * expected + 0.5 * value
-    np.testing.assert_array_equal(each, expected)
+    for member in members:
+      [average] = trained[member].inner.averages
+      np.testing.assert_array_equal(average.numpy(), expected)
+
+
+def test_a_loss_scale_within_changes_once_per_window() -> None:
+  def opt(library: Any, **own: Any) -> Any:
+    inner = momentum_sgd(library, **own)
+    return library.optimizers.LossScaleOptimizer(inner, 4.0)
+
+  trained = replicas("keras", opt)
+  grads = GRADS * 4
+  grads[2, 3] = np.inf
+  fake_engine.train(trained, [grads])
+  scales = [float(each.opt.dynamic_scale.numpy()) for each in trained]
+  assert scales == [4, 2, 4, 2]
+  # The second group's last gradients are of a loss scaled by 4.
+  factors = ([1, 1, 1], [1, 0, 2])
+
+  def expected(group: int, members: Sequence[int]) -> np.ndarray:
+    pairs = zip(windows(members), factors[group], strict=True)
+    return momentum([grad * factor for grad, factor in pairs if factor])
+
+  check(trained, expected)
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_a_loss_scale_around_changes_once_per_window(way: str) -> None:
+  library, _, options = _settings(way)
+  package, factor = keras3, 4.0
+  if library is tf_keras:  # It is handed gradients of the loss itself.
+    package, factor = ours_tf_keras, 1.0
+  weight = testbed.variable(np.zeros(3, "f"), "weight", library)
+  ours = package.CrossShardOptimizer(momentum_sgd(library), "sum", **options)
+  home = keras.optimizers if library is keras else library.mixed_precision
+  around = home.LossScaleOptimizer(ours, initial_scale=4.0)
+  around.build([weight])
+  grads = GRADS[:, 0] * factor
+  grads[2] = np.inf
+  for row in grads:
+    around.apply_gradients([(tf.constant(row), weight)])
+  scale = around.dynamic_scale if library is keras else around.loss_scale
+  assert float(scale) == 2
+  first, _, third = windows([0])
+  expected = momentum([first, third * (2 if factor == 4 else 1)])
+  np.testing.assert_array_equal(weight.numpy(), expected)
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_rows(way: str) -> None:
+  def opt(library: Any, **own: Any) -> Any:
+    return library.optimizers.SGD(0.125, **own)
+
+  def to_grad(row: np.ndarray) -> tf.IndexedSlices:
+    return tf.IndexedSlices(tf.ones([2, 1]), tf.constant(row), [3, 1])
+
+  trained = replicas(way, opt, initial=[[0.0]] * 3)
+  ids = np.array([[[0, 0], [1, 0], [2, 0], [0, 0]]] * STEPS)
+  fake_engine.train(trained, [ids], to_grad)
+  for replica, counts in ((0, [3, 0, 1]), (1, [3, 1, 0])):
+    np.testing.assert_array_equal(
+      trained[replica].values[0][:, 0], -0.125 * np.array(counts)
+    )
+
+
+class TestNone:
+  """A gradient of None is one of zeros where another call has one."""
+
+  @pytest.mark.parametrize("absent", [0, 1])
+  def test_in_one_of_the_calls(self, absent: int) -> None:
+    trained = fake_engine.replicas(
+      lambda: keras.optimizers.SGD(1.0), [0.0, 0.0], accumulate_steps=2
+    )
+
+    def steps(replica: fake_engine.Replica) -> None:
+      one = tf.constant(2.0**replica.engine.replica)
+      for call in range(4):
+        replica.apply([one, None if call == absent else one])
+
+    fake_engine.run(steps, trained)
+    # Sums of 1 + 4 and 2 + 8, in two windows; the first has half of one.
+    for replica, total in zip(trained, (5.0, 10.0, 5.0, 10.0), strict=True):
+      whole, part = replica.values
+      assert (float(whole), float(part)) == (-2 * total, -1.5 * total)
+
+  def test_in_all_calls(self) -> None:
+    """The optimizer is handed None; decay by zeros would change the weight."""
+    [replica] = fake_engine.replicas(
+      lambda: keras.optimizers.SGD(1.0, momentum=0.5),
+      [0.0, 3.0],
+      groups=groups_lib.singletons(1),
+      accumulate_steps=2,
+    )
+    for _ in range(2):
+      replica.apply([tf.constant(1.0), None])
+    assert [float(v) for v in replica.values] == [-1.0, 3.0]
+
+  def test_a_gradient_after_the_end_was_traced_without(self) -> None:
+    [replica] = fake_engine.replicas(
+      lambda: keras.optimizers.SGD(1.0),
+      [0.0, 0.0],
+      groups=groups_lib.singletons(1),
+      accumulate_steps=2,
+    )
+    one = tf.constant(1.0)
+    for grads, raises in (
+      ([one, None], contextlib.nullcontext()),
+      (
+        [one, one],
+        pytest.raises(ValueError, match="in some calls of a window"),
+      ),
+    ):
+      step = functools.partial(replica.apply, grads)
+      with raises:
+        tf.function(step, autograph=False)()
+
+
+# ----------------------------------------------------------- on real engines
 
 
 @pytest.mark.parametrize(
-  ("place", "way"),
-  [("within", "keras"), ("around", "ours"), ("around", "ours_tf_keras")],
+  ("engine", "way"), [("mirrored", "keras"), ("virtual", "ours")]
 )
-def test_loss_scale_changes_once_per_window(way: str, place: str) -> None:
-  def scaled(optimizer: Any) -> Any:
-    if way == "ours_tf_keras":
-      kind = tf_keras.mixed_precision.LossScaleOptimizer
-      return kind(optimizer, initial_scale=4.0)
-    return keras.optimizers.LossScaleOptimizer(optimizer, 4.0)
-
-  def opt(library: Any, **own: Any) -> Any:
-    inner = library.optimizers.SGD(0.125, momentum=0.5, **own)
-    return scaled(inner) if place == "within" else inner
-
-  weight, optimizer = make(way, opt)
-  strategy = testbed.mirrored()
-  called = optimizer
-  if place == "around":
-    with strategy.scope():
-      called = scaled(optimizer)
-      if way != "ours_tf_keras":
-        called.build([weight])
-  scaler = optimizer.inner_optimizer if place == "within" else called
-  factor = 1.0 if way == "ours_tf_keras" else 4.0
-  step = stepper(weight, called)
-  grads = GRADS * factor  # tf_keras is handed gradients of the loss itself.
-  grads[2, 3] = np.inf
-  for rows in grads:
-    step(rows)
-  copies = testbed.copies(weight)
-  np.testing.assert_array_equal(copies[0], momentum(windows(GROUPS[0])))
-  scale = getattr(scaler, "dynamic_scale", None)
-  scale = scaler._loss_scale._current_loss_scale if scale is None else scale
-  assert [float(s) for s in testbed.copies(scale)] == [4, 2, 4, 2]
-  second = [windows(GROUPS[1])[i] for i in (0, 2)]
-  if factor == 4:  # The third window's gradients are of a loss scaled by 4.
-    second[1] = second[1] * 2
-  np.testing.assert_array_equal(copies[3], momentum(second))
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_stopped_and_resumed_within_a_window(
-  way: str, tmp_path: pathlib.Path
+def test_engines_stop_and_resume_within_a_window(
+  engine: str, way: str, tmp_path: pathlib.Path
 ) -> None:
-  weight, optimizer = make(way)
-  step = stepper(weight, optimizer)
+  strategy = getattr(testbed, engine)(4)
+  library, own, options = _settings(way)
+
+  def make() -> tuple[Any, Any, Callable[[Any], None]]:
+    with strategy.scope():
+      weight = keras.Variable(np.zeros(3, "f"), name="weight")
+      optimizer = keras3.CrossShardOptimizer(
+        momentum_sgd(library, **own), "sum", group_assignment=GROUPS, **options
+      )
+      optimizer.build([weight])
+
+    @tf.function(autograph=False)
+    def step(grads: tf.Tensor) -> None:
+      strategy.run(
+        lambda: optimizer.apply_gradients(
+          [(grads[testbed.replica_id()], weight)]
+        )
+      )
+
+    return weight, optimizer, step
+
+  weight, optimizer, step = make()
   for rows in GRADS[:3]:
-    step(rows)
+    step(tf.constant(rows))
   replica_state.assert_in_sync(optimizer, [weight])
   replica_state.save(tmp_path / "state", optimizer, [weight])
-  again, other = make(way)
+  again, other, step = make()
   replica_state.restore(tmp_path / "state", other, [again])
-  step = stepper(again, other)
   for rows in GRADS[3:]:
-    step(rows)
-  for members in GROUPS:
-    np.testing.assert_array_equal(
-      testbed.copies(again)[members[0]], momentum(windows(members))
-    )
+    step(tf.constant(rows))
+  found = replica_state.group_values(again, other)
+  for value, members in zip(found, GROUPS, strict=True):
+    np.testing.assert_array_equal(value, momentum(windows(members)))
+  if engine == "mirrored":
+    check_that_collectives_are_within_the_condition(step)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_virtual_tpu(way: str) -> None:
-  strategy = testbed.virtual(4)
-  weight, optimizer = make(way, strategy=strategy)
-  step = stepper(weight, optimizer, strategy)
-  for rows in GRADS:
-    step(rows)
-  for index, members in enumerate(GROUPS):
-    np.testing.assert_array_equal(
-      replica_state.group_values(weight, optimizer)[index],
-      momentum(windows(members)),
-    )
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_rows(way: str) -> None:
-  table, optimizer = make(
-    way,
-    lambda library, **own: library.optimizers.SGD(0.125, **own),
-    initial=np.zeros((3, 1), "f"),
-  )
-
-  def replica_step() -> None:
-    replica = testbed.replica_id()
-    rows = tf.IndexedSlices(
-      tf.ones([2, 1]), tf.stack([replica % 3, 0]), tf.constant([3, 1])
-    )
-    optimizer.apply_gradients([(rows, table)])
-
-  step = tf.function(lambda: testbed.mirrored().run(replica_step))
-  step()
-  assert not testbed.copies(table)[0].any()
-  step()
-  # Rows of replicas 0 to 3: 0 and 0; 1 and 0; 2 and 0; 0 and 0.
-  for replica, counts in ((0, [3, 0, 1]), (1, [3, 1, 0])):
-    np.testing.assert_array_equal(
-      testbed.copies(table)[replica][:, 0], -0.125 * np.array(counts)
-    )
+def check_that_collectives_are_within_the_condition(step: Any) -> None:
+  """As in a graph, where both branches are traced."""
+  graph = step.get_concrete_function(tf.constant(GRADS[0])).graph
+  definition = graph.as_graph_def()
+  outside = {node.op for node in definition.node}
+  assert "If" in outside or "StatelessIf" in outside
+  assert not any("Collective" in op or op == "AddN" for op in outside)
+  inside = {n.op for f in definition.library.function for n in f.node_def}
+  assert any("CollectiveReduce" in op for op in inside)
 
 
 def test_fit() -> None:
@@ -323,13 +349,14 @@ def test_fit() -> None:
       if is_ours:
         optimizer = keras3.CrossShardOptimizer(optimizer, accumulate_steps=2)
       model.compile(optimizer, "mse")
-    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(
-      8 if is_ours else 16
-    )
-    testbed.fit(model, data)
+    data = tf.data.Dataset.from_tensor_slices((x, y))
+    testbed.fit(model, data.batch(8 if is_ours else 16))
     weights.append(model.get_weights())
   for ours, plain in zip(*weights, strict=True):
     np.testing.assert_allclose(ours, plain, rtol=1e-6)
+
+
+# --------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("steps", [0, 2.0, True, "2"])

@@ -153,14 +153,8 @@ def plain(name: str, library: Any) -> Any:
   return getattr(library.optimizers, kind)(RATE, **settings)
 
 
-def train(
-  optimizer: Any, weight: Any, grads: Any, strategy: Any = None
-) -> set[str]:
-  """Takes a step with each replica's row of each of `grads`.
-
-  Returns:
-    The kernels in the function that took the steps.
-  """
+def train(optimizer: Any, weight: Any, grads: Any, strategy: Any = None) -> Any:
+  """Takes a step with each replica's row of each of `grads`; returns it."""
   scope = strategy or tf.distribute.get_strategy()
   with scope.scope():
     optimizer.build([weight])
@@ -173,7 +167,7 @@ def train(
 
   for row in grads:
     step(tf.constant(row))
-  return kernels_in(step, tf.constant(grads[0]))
+  return step
 
 
 def error(weight: Numbers, name: str, sums: Numbers) -> float:
@@ -182,69 +176,58 @@ def error(weight: Numbers, name: str, sums: Numbers) -> float:
   return float(np.sqrt(np.mean(difference**2)))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("which", KERASES)
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize(
+  ("name", "which", "dtype"),
+  [
+    (name, which, ("float32", "float64")[(i + j) % 2])
+    for i, name in enumerate(FUSED)
+    for j, which in enumerate(KERASES)
+  ],
+)
 def test_as_near_to_the_formula_as_keras_operations(
   name: str, which: str, dtype: str
 ) -> None:
+  """In float64 after few steps plain Keras' numbers, whose betas are narrow."""
   library, package = KERASES[which]
   grads = gradients(dtype)[:, :1]
-  errors = []
+  errors, after_few = [], []
   for is_fused in (False, True):
     weight = first_weight(library, dtype)
     optimizer = package.CrossShardOptimizer(
       plain(name, library), fused_update=is_fused
     )
-    found = train(optimizer, weight, grads)
+    step = train(optimizer, weight, grads[:5])
+    after_few.append(weight.numpy())
+    for row in grads[5:]:
+      step(tf.constant(row))
     is_v1_slot = which == "tf_keras" and name == "SGD"
     kernel = "KerasMomentum" if is_v1_slot else FUSED[name][3]
+    found = kernels_in(step, tf.constant(grads[0]))
     assert found == ({kernel} if is_fused else set())
     errors.append(error(weight.numpy(), name, grads[:, 0]))
   assert errors[1] <= 1.5 * errors[0] < 1e-4
-
-
-@pytest.mark.parametrize("which", KERASES)
-@pytest.mark.parametrize("name", FUSED)
-def test_rounds_settings_as_keras_does(name: str, which: str) -> None:
-  """Plain Keras' numbers in float64: its betas pass through float32."""
-  library, package = KERASES[which]
-  grads = gradients("float64")[:5, :1]
-  weights = []
-  for is_fused in (False, True):
-    weights.append(first_weight(library, "float64"))
-    optimizer = package.CrossShardOptimizer(
-      plain(name, library), fused_update=is_fused
-    )
-    train(optimizer, weights[-1], grads)
-  one, other = (weight.numpy() for weight in weights)
-  np.testing.assert_allclose(one, other, rtol=0, atol=1e-13)
+  bound = 1e-13 if dtype == "float64" else 1e-5
+  np.testing.assert_allclose(*after_few, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize(
-  ("name", "which"),
-  [(name, list(KERASES)[i % 2]) for i, name in enumerate(FUSED)],
+  ("name", "which"), [("momentum", "keras"), ("Adam", "tf_keras")]
 )
 def test_groups(name: str, which: str) -> None:
   library, package = KERASES[which]
-  strategy, grads = testbed.mirrored(), gradients("float32")
+  strategy, grads = testbed.mirrored(), gradients("float32")[:20]
   with strategy.scope():
     weight = first_weight(library, "float32")
     optimizer = package.CrossShardOptimizer(
-      plain(name, library), "sum", group_assignment=GROUPS, fused_update=True
+      plain(name, library), "sum", group_assignment=GROUPS
     )
-  assert FUSED[name][3] in train(optimizer, weight, grads, strategy)
+  step = train(optimizer, weight, grads, strategy)
+  assert FUSED[name][3] in kernels_in(step, tf.constant(grads[0]))
   copies = testbed.copies(weight)
   for members in GROUPS:
-    sums = grads[:, members].sum(axis=1)
     first, second = (copies[member] for member in members)
     np.testing.assert_array_equal(first, second)
-    alone = first_weight(library, "float32")
-    plainly = package.CrossShardOptimizer(
-      plain(name, library), fused_update=False
-    )
-    train(plainly, alone, sums[:, None])
-    assert error(first, name, sums) <= 1.5 * error(alone.numpy(), name, sums)
+    assert error(first, name, grads[:, members].sum(axis=1)) < 1e-4
 
 
 def _momentum(library: Any, rate: Any = RATE, **settings: Any) -> Any:
@@ -303,22 +286,20 @@ AROUND: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
 def test_what_is_around_the_step_is_as_before(name: str, which: str) -> None:
   library, package = KERASES[which]
   make, options = AROUND[name]
-  strategy, grads = testbed.mirrored(), gradients("float32")[:5].copy()
+  grads = gradients("float32")[:5, :1].copy()
   if name in ("loss scale", "nonfinite"):
-    grads[2, 1] = np.inf
+    grads[2] = np.inf
   states = []
   for is_fused in (False, True):
-    with strategy.scope():
-      weight = first_weight(library, "float32")
-      optimizer = package.CrossShardOptimizer(
-        make(library), group_assignment=GROUPS, fused_update=is_fused, **options
-      )
-    assert bool(train(optimizer, weight, grads, strategy)) == is_fused
-    variables = [weight, *optimizer.variables]
-    states.append([testbed.copies(each) for each in variables])
+    weight = first_weight(library, "float32")
+    optimizer = package.CrossShardOptimizer(
+      make(library), fused_update=is_fused, **options
+    )
+    step = train(optimizer, weight, grads)
+    assert bool(kernels_in(step, tf.constant(grads[0]))) == is_fused
+    states.append([each.numpy() for each in (weight, *optimizer.variables)])
   for one, other in zip(*states, strict=True):
     np.testing.assert_array_equal(one, other)
-  assert np.ptp(np.stack(states[1][0]), axis=0).max() > 0.01  # Groups differ.
 
 
 class _Halved(keras.optimizers.Adam):
@@ -354,7 +335,8 @@ def test_no_kernel_has_the_formula(optimizer: Any, package: Any) -> None:
   weight = tf.Variable([1.0, 2.0])
   ours = package.CrossShardOptimizer(optimizer)
   if not testbed.is_legacy(optimizer):  # Theirs are such kernels themselves.
-    assert train(ours, weight, np.ones((1, 1, 2), "float32")) == set()
+    ones = np.ones((1, 1, 2), "float32")
+    assert kernels_in(train(ours, weight, ones), ones[0]) == set()
 
 
 def test_an_update_step_of_the_object_runs() -> None:

@@ -2,7 +2,7 @@
 
 import pathlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from tests.support import testbed
+from tests.support import fake_engine, testbed
 from tf_cross_shard import keras3, replica_state
 from tf_cross_shard import tf_keras as ours_tf_keras
 from tf_cross_shard.step import noise_scale
@@ -48,93 +48,62 @@ class Oracle:
     self.norm = np.sqrt(mean @ mean)
 
 
-def make(
-  package: Any = keras3,
+def replicas(
+  library: Any = keras,
   opt: Any = None,
-  reduction: str = "sum",
-  strategy: Any = None,
   shape: tuple[int, ...] = (5,),
   dtype: str = "float32",
-  **options: Any,
-) -> tuple[Any, Any]:
-  """A weight of zeros and an optimizer of groups, built."""
-  library = tf_keras if package is ours_tf_keras else keras
-  options.setdefault("group_assignment", GROUPS)
-  options.setdefault("noise_scale", 1)
-  with (strategy or testbed.mirrored()).scope():
-    weight = testbed.variable(tf.zeros(shape, dtype), "weight", library)
-    opt = library.optimizers.SGD(0.125) if opt is None else opt()
-    optimizer = package.CrossShardOptimizer(opt, reduction, **options)
-    optimizer.build([weight])
-  return weight, optimizer
+  **settings: Any,
+) -> list[fake_engine.Replica]:
+  """Replicas with a weight of zeros each, measured in every step."""
+  settings.setdefault("noise_scale", 1)
+  make_opt = opt or (lambda: library.optimizers.SGD(0.125))
+  return fake_engine.replicas(
+    make_opt, [np.zeros(shape, dtype)], library, **settings
+  )
 
 
-def stepper(
-  weight: Any,
-  optimizer: Any,
-  to_grad: Callable[[Any], Any] = lambda row: row,
-  strategy: Any = None,
-  eager: bool = False,
-) -> Callable[[Any], None]:
-  """A function that steps with each replica's row."""
-  strategy = strategy or testbed.mirrored()
-  assert strategy.num_replicas_in_sync == 4
-
-  def step(grads: tf.Tensor) -> None:
-    def replica_step() -> None:
-      grad = to_grad(grads[testbed.replica_id()])
-      optimizer.apply_gradients([(grad, weight)])
-
-    strategy.run(replica_step)
-
-  call = step if eager else tf.function(step, autograph=False)
-  return lambda rows: call(tf.constant(rows))
-
-
-def assert_as(oracles: list[Oracle], optimizer: Any) -> None:
+def assert_as(
+  oracles: list[Oracle], scale: Sequence[Any], norm: Sequence[Any]
+) -> None:
   """Every replica has its group's numbers."""
-  for variable, name in (
-    (optimizer.noise_scale, "ratio"),
-    (optimizer.gradient_norm, "norm"),
-  ):
-    assert variable.dtype == tf.float32
-    found = testbed.copies(variable)
-    assert len(found) == 4
-    for oracle, members in zip(oracles, GROUPS, strict=True):
-      for member in members:
-        np.testing.assert_allclose(
-          found[member], getattr(oracle, name), rtol=1e-6
-        )
+  assert len(scale) == len(norm) == 4
+  for oracle, members in zip(oracles, GROUPS, strict=True):
+    for member in members:
+      np.testing.assert_allclose(scale[member], oracle.ratio, rtol=1e-6)
+      np.testing.assert_allclose(norm[member], oracle.norm, rtol=1e-6)
 
 
 def check(
-  weight: Any,
-  optimizer: Any,
-  to_grad: Callable[[Any], Any] = lambda row: row,
+  trained: list[fake_engine.Replica],
+  to_grad: Callable[[Any], Any] = tf.constant,
   seen: Callable[[np.ndarray], np.ndarray] = lambda rows: rows,
   rows: np.ndarray = GRADS,
   calls: int = 1,
-  strategy: Any = None,
-  eager: bool = False,
 ) -> None:
   """Compares after every step; `seen` is what is reduced."""
-  step = stepper(weight, optimizer, to_grad, strategy, eager)
   oracles = [Oracle(), Oracle()]
-  every = optimizer.get_config()["noise_scale"]
-  assert_as(oracles, optimizer)  # NaN
-  for i, row in enumerate(rows, 1):
-    step(row)
-    if i % calls == 0 and (i // calls - 1) % every == 0:
-      window = seen(rows[i - calls : i]).mean(0)
+  every = trained[0].step.settings.noise_scale
+  for i in range(len(rows) + 1):
+    noises = [replica.step.noise for replica in trained]
+    assert_as(
+      oracles,
+      [noise.noise_scale.numpy() for noise in noises],
+      [noise.gradient_norm.numpy() for noise in noises],
+    )
+    if i == len(rows):
+      break
+    fake_engine.train(trained, [rows[i : i + 1]], to_grad)
+    if (i + 1) % calls == 0 and ((i + 1) // calls - 1) % every == 0:
+      window = seen(rows[i + 1 - calls : i + 1]).mean(0)
       for oracle, members in zip(oracles, GROUPS, strict=True):
         oracle.step(window[members])
-    assert_as(oracles, optimizer)
   assert abs(oracles[0].ratio - oracles[1].ratio) > 0.01
 
 
-def _double_rows(row: tf.Tensor) -> tf.IndexedSlices:
+def _double_rows(row: Any) -> tf.IndexedSlices:
   """A gradient whose rows come in two pieces, one of them negative."""
-  values = tf.concat([2.0 * row, -row], 0)[:, tf.newaxis]
+  values = tf.concat([2.0 * row, -row], 0)[:, np.newaxis]
   return tf.IndexedSlices(
     values, tf.concat([tf.range(5)] * 2, 0), tf.constant([5, 1])
   )
@@ -155,84 +124,81 @@ def _accumulating() -> Any:
   ("options", "check_options"),
   [
     ({}, {}),
-    ({"package": ours_tf_keras}, {}),
+    ({"library": tf_keras}, {}),
+    # A member has the mean's share of what it sums.
     ({"reduction": "mean", "scale_gradients": True,
       "loss_averaged_over": "replica"}, {}),
     ({"noise_scale": 2, "shard_update": True}, {}),
     ({"clipvalue": 40.0}, {"seen": lambda rows: np.clip(rows, -40, 40)}),
     ({"wire_dtype": "float16"}, {}),
     ({"dtype": "float16"},
-     {"to_grad": lambda row: tf.cast(row * 64.0, tf.float16),
+     {"to_grad": lambda row: tf.constant(row * 64.0, tf.float16),
       "seen": lambda rows: 64.0 * rows}),
-    ({"shape": (5, 1)}, {"to_grad": _double_rows, "eager": True}),
-    ({"accumulate_steps": 2, "package": ours_tf_keras}, {"calls": 2}),
+    ({"shape": (5, 1)}, {"to_grad": _double_rows}),
+    ({"accumulate_steps": 2, "library": tf_keras}, {"calls": 2}),
     ({"opt": _accumulating}, {"calls": 2}),
     ({"shard_update": True, "accumulate_steps": 2}, {"calls": 2}),
     ({"shard_update": True, "wire_dtype": "bfloat16"}, {}),
   ],
 )  # fmt: skip
 def test_moving_averages(options: Any, check_options: Any) -> None:
-  check(*make(**options), **check_options)
+  check(replicas(**options), **check_options)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_loss_scale_and_steps_that_are_left_out(sharded: bool) -> None:
-  weight, optimizer = make(opt=_scaling, shard_update=sharded)
-  scale = optimizer.inner_optimizer.dynamic_scale
+  trained = replicas(opt=_scaling, shard_update=sharded)
   rows = GRADS.copy()
   rows[3, 2, 1] = np.inf  # of the first group
-  check(weight, optimizer, lambda row: row * scale, rows=rows)
-  assert [float(each) for each in testbed.copies(scale)] == [16, 64, 16, 64]
+  # Of a group's losses its own scale is a factor.
+  scale = {}
+
+  def to_grad(row: np.ndarray) -> tf.Tensor:
+    replica = scale[row.tobytes()]
+    return tf.constant(row) * replica.opt.dynamic_scale
+
+  for step in rows:
+    scale |= {row.tobytes(): r for row, r in zip(step, trained, strict=True)}
+  check(trained, to_grad, rows=rows)
+  scales = [float(each.opt.dynamic_scale.numpy()) for each in trained]
+  assert scales == [16, 64, 16, 64]
 
 
-def test_virtual_tpu() -> None:
-  strategy = testbed.virtual(4)
-  options = {"skip_nonfinite": True, "noise_scale": 2}
-  check(*make(strategy=strategy, **options), strategy=strategy)
+def measure(
+  noise: noise_scale.NoiseScale,
+) -> Callable[[np.ndarray], tf.Tensor]:
+  """A function that hands a group's gradients of a step to one member."""
+
+  @tf.function(autograph=False)
+  def step(rows: tf.Tensor) -> None:
+    own = [noise.of_replica([row])[0] for row in tf.unstack(rows)]
+    noise.after_sum([tf.reduce_sum(rows, axis=0)], [tf.add_n(own)])
+
+  return lambda rows: step(tf.constant(rows, tf.float32))
 
 
 def test_true_measures_every_thirty_second_step() -> None:
-  weight, optimizer = make(noise_scale=True)
-  step = stepper(weight, optimizer)
-  seen = []
+  noise = replicas(tf_keras, noise_scale=True)[0].step.noise
+  step, seen = measure(noise), []
   for i in range(65):
-    step(np.full((4, 5), i + 1, "f"))
-    seen.append(testbed.copies(optimizer.gradient_norm)[0] / 5**0.5)
+    step(np.full((2, 5), i + 1.0))
+    seen.append(noise.gradient_norm.numpy() / 5**0.5)
   np.testing.assert_allclose(seen, [1] * 32 + [33] * 32 + [65], rtol=1e-6)
 
 
-def test_sums_that_tf_keras_hands_back() -> None:
-  weight, optimizer = make(ours_tf_keras)
-
-  def replica_step() -> None:
-    grad = tf.constant(GRADS[0])[testbed.replica_id()]
-    pairs = optimizer.aggregate_gradients([(grad, weight)])
-    optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)
-
-  testbed.run(replica_step)
-  oracles = [Oracle(), Oracle()]
-  for oracle, members in zip(oracles, GROUPS, strict=True):
-    oracle.step(GRADS[0, members])
-  assert_as(oracles, optimizer)
-
-
-def test_gradients_of_a_known_covariance() -> None:
-  # tr(covariance) / |mean|^2 of the groups, in d dimensions.
-  d, steps, truth = 50, 300, (1.0, 4.0)
-  rng = np.random.default_rng(3)
-  means = [np.full(d, truth[0] ** -0.5), np.full(d, truth[1] ** -0.5)]
-  weight, optimizer = make(shape=(d,))
-  step = stepper(weight, optimizer)
+# tr(covariance) / |mean|^2
+@pytest.mark.parametrize("truth", [1.0, 4.0])
+def test_gradients_of_a_known_covariance(truth: float) -> None:
+  d, steps = 50, 300
+  noise = replicas(tf_keras)[0].step.noise
+  step, rng = measure(noise), np.random.default_rng(3)
   for _ in range(steps):
-    noise = rng.normal(size=(4, d))
-    step(np.stack([means[r % 2] + noise[r] for r in range(4)]).astype("f"))
-  found = replica_state.group_values(optimizer.noise_scale, optimizer)
+    step(truth**-0.5 + rng.normal(size=(2, d)))
   # With tr = d and |m|^2 = d / B, the variances of a step's S / d and of its
   # G^2 / |m|^2 for two members are 2 / d and (2 B + B^2) / d. An average with
   # a decay of 0.99 is as good as one over 199 steps.
-  for ratio, right in zip(found, truth, strict=True):
-    deviation = ((2 + 2 * right + right**2) / d / 199) ** 0.5
-    assert abs(ratio / right - 1) < 3 * deviation < 0.2
+  deviation = ((2 + 2 * truth + truth**2) / d / 199) ** 0.5
+  assert abs(noise.noise_scale.numpy() / truth - 1) < 3 * deviation < 0.2
 
 
 def test_norms_of_all_kinds() -> None:
@@ -249,51 +215,100 @@ def test_norms_of_all_kinds() -> None:
   assert float(noise_scale.squared_norm([huge], 2.0**100)) == 2.0
 
 
-@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
-def test_the_norms_travel_in_the_buffers_of_gradients(wire_dtype: Any) -> None:
-  counts = []
-  for measures in (False, True):
-    weight, optimizer = make(noise_scale=measures, wire_dtype=wire_dtype)
+# Float32 norms travel in the buffer of the gradients, or beside narrow ones.
+@pytest.mark.parametrize(
+  ("wire_dtype", "buffers"), [(None, ["float32"]), ("bfloat16", None)]
+)
+def test_the_norms_travel_in_the_buffers_of_gradients(
+  wire_dtype: Any, buffers: Any
+) -> None:
+  [first, *_] = trained = replicas(wire_dtype=wire_dtype)
+  fake_engine.train(trained, [GRADS[:1]])
+  sent = sorted(tensor.dtype.name for tensor in first.engine.sent)
+  assert sent == (buffers or ["bfloat16", "float32"])
 
-    def replica_step(weight: Any = weight, optimizer: Any = optimizer) -> Any:
-      return tf.cond(
-        testbed.replica_id() >= 0,
-        lambda: optimizer.apply_gradients([(tf.ones(5), weight)]),
-        lambda: tf.constant(0, tf.int64),
+
+# ----------------------------------------------------------- on real engines
+
+
+def make(
+  strategy: Any, package: Any = keras3, **options: Any
+) -> tuple[Any, Any]:
+  """A weight of zeros and an optimizer of groups, built."""
+  library = tf_keras if package is ours_tf_keras else keras
+  options = {"group_assignment": GROUPS, "noise_scale": 1, **options}
+  with strategy.scope():
+    weight = testbed.variable(tf.zeros(5), "weight", library)
+    sgd = library.optimizers.SGD(0.125)
+    optimizer = package.CrossShardOptimizer(sgd, "sum", **options)
+    optimizer.build([weight])
+  return weight, optimizer
+
+
+@pytest.mark.parametrize(
+  ("engine", "options"), [("mirrored", {}), ("virtual", {"noise_scale": 2})]
+)
+def test_engines_measure_and_keep(
+  engine: str, options: Any, tmp_path: pathlib.Path
+) -> None:
+  """In a function; saved and restored in the middle."""
+  strategy = getattr(testbed, engine)(4)
+
+  def stepper(weight: Any, optimizer: Any) -> Callable[[Any], None]:
+    @tf.function(autograph=False)
+    def step(grads: tf.Tensor) -> None:
+      strategy.run(
+        lambda: optimizer.apply_gradients(
+          [(grads[testbed.replica_id()], weight)]
+        )
       )
 
-    run = tf.function(lambda s=replica_step: testbed.mirrored().run(s))
-    graph = run.get_concrete_function().graph.as_graph_def()
-    ops = [n.op for f in graph.library.function for n in f.node_def]
-    counts.append(sum("CollectiveReduce" in op for op in ops))
-  # Each of four replicas has one, and one more where gradients are narrow.
-  assert counts == ([4, 4] if wire_dtype is None else [4, 8])
+    return step
+
+  made = make(strategy, skip_nonfinite=True, **options)
+  oracles, step = [Oracle(), Oracle()], stepper(*made)
+  for i, rows in enumerate(GRADS):
+    if i == 3:
+      weight, optimizer = made
+      replica_state.save(tmp_path / "state", optimizer, [weight])
+      made = make(strategy, skip_nonfinite=True, **options)
+      replica_state.restore(tmp_path / "state", made[1], [made[0]])
+      replica_state.assert_in_sync(made[1], [made[0]])
+      step = stepper(*made)
+    step(tf.constant(rows))
+    if i % options.get("noise_scale", 1) == 0:
+      for oracle, members in zip(oracles, GROUPS, strict=True):
+        oracle.step(rows[members])
+  assert_as(
+    oracles,
+    testbed.copies(made[1].noise_scale),
+    testbed.copies(made[1].gradient_norm),
+  )
 
 
-def test_it_is_kept_with_the_groups(tmp_path: pathlib.Path) -> None:
-  weight, optimizer = make()
-  step = stepper(weight, optimizer)
-  for rows in GRADS[:3]:
-    step(rows)
-  replica_state.save(tmp_path / "state", optimizer, [weight])
-  other_weight, other = make()
-  replica_state.restore(tmp_path / "state", other, [other_weight])
-  replica_state.assert_in_sync(other, [other_weight])
-  other_step = stepper(other_weight, other)
-  for rows in GRADS[3:]:
-    step(rows)
-    other_step(rows)
-  for one, two in (
-    (optimizer.noise_scale, other.noise_scale),
-    (optimizer.gradient_norm, other.gradient_norm),
-  ):
-    assert testbed.copies(one) == testbed.copies(two)
+def test_sums_that_tf_keras_hands_back() -> None:
+  weight, optimizer = make(testbed.mirrored(), ours_tf_keras)
+
+  def replica_step() -> None:
+    grad = tf.constant(GRADS[0])[testbed.replica_id()]
+    pairs = optimizer.aggregate_gradients([(grad, weight)])
+    optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)
+
+  testbed.run(replica_step)
+  oracles = [Oracle(), Oracle()]
+  for oracle, members in zip(oracles, GROUPS, strict=True):
+    oracle.step(GRADS[0, members])
+  assert_as(
+    oracles,
+    testbed.copies(optimizer.noise_scale),
+    testbed.copies(optimizer.gradient_norm),
+  )
 
 
 @pytest.mark.parametrize("package", [keras3, ours_tf_keras])
 def test_as_an_argument(package: Any) -> None:
-  _, optimizer = make(package)
-  _, plain = make(package, noise_scale=False)
+  _, optimizer = make(testbed.mirrored(), package)
+  _, plain = make(testbed.mirrored(), package, noise_scale=False)
   assert len(optimizer.variables) == len(plain.variables)
   assert plain.noise_scale is None
   assert plain.gradient_norm is None
@@ -309,7 +324,7 @@ def test_as_an_argument(package: Any) -> None:
 
 def test_groups_of_one() -> None:
   with pytest.raises(ValueError, match=r"`noise_scale` compares .* larger"):
-    make(group_assignment=[[0], [1], [2], [3]])
+    make(testbed.mirrored(), group_assignment=[[0], [1], [2], [3]])
   # One replica may only want to load a model.
   weight = keras.Variable([1.0])
   optimizer = keras3.CrossShardOptimizer("sgd", noise_scale=True)

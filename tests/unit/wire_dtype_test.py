@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import testbed
+from tests.support import fake_engine, testbed
 from tf_cross_shard import CrossShardOptimizer, virtual_tpu
+from tf_cross_shard import groups as groups_lib
 
 PAIRS = [[0, 1], [2, 3]]
 NARROW = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -22,20 +23,21 @@ GRADS = np.array(
 ) * np.arange(1, 5, dtype="f4").reshape(4, 1)
 
 
+def _sgd() -> Any:
+  return tf.keras.optimizers.SGD(1.0)
+
+
 def _sums(
   strategy: tf.distribute.Strategy,
   wire_dtype: str | None,
-  grads: np.ndarray = GRADS,
   in_function: bool = True,
   wrap: Callable[[Callable[[], Any]], Any] = lambda apply: apply(),
-  make_opt: Callable[[], Any] = lambda: tf.keras.optimizers.SGD(1.0),
-  scale: float = 1.0,
 ) -> list[np.ndarray]:
   """What each replica subtracts from its weight in one step of SGD."""
   with strategy.scope():
-    weight = tf.keras.Variable(np.zeros(grads.shape[1:], "f4"))
+    weight = tf.keras.Variable(np.zeros(3, "f4"))
     optimizer = CrossShardOptimizer(
-      make_opt(),
+      _sgd(),
       reduction="sum",
       group_assignment=PAIRS,
       wire_dtype=wire_dtype,
@@ -44,10 +46,9 @@ def _sums(
 
   def step() -> None:
     def replica_step() -> None:
-      mine = scale * tf.constant(grads)[testbed.replica_id()]
+      mine = tf.constant(GRADS)[testbed.replica_id()]
 
       def apply() -> tf.Tensor:
-        optimizer.scale_loss(0.0)
         return optimizer.apply_gradients([(mine, weight)])
 
       wrap(apply)
@@ -107,62 +108,47 @@ def test_virtual_tpu() -> None:
   assert (np.array(sums) != exact).any()
 
 
+def _train_one(
+  make_opt: Callable[[], Any],
+  grads: np.ndarray,
+  to_grad: Any = tf.constant,
+  wire_dtype: str = "float16",
+) -> list[np.ndarray]:
+  """What each replica subtracts in one step, without a strategy."""
+  trained = fake_engine.replicas(
+    make_opt,
+    [np.zeros([4, 3], "f")],
+    groups=groups_lib.Groups(PAIRS),
+    wire_dtype=wire_dtype,
+  )
+  fake_engine.train(trained, [grads[np.newaxis]], to_grad)
+  sent = {tensor.dtype.name for tensor in trained[0].engine.sent}
+  assert sent <= {wire_dtype, "int32"}
+  return [-replica.values[0] for replica in trained]
+
+
 def test_scaled_gradients_travel_and_are_unscaled_afterwards() -> None:
   """Gradients that float16 would lose arrive when the loss is scaled."""
-  tiny = np.arange(1, 25, dtype="f4").reshape(4, 6) * 2.0**-30
-  lost = _sums(testbed.mirrored(), "float16", tiny)
-  assert not np.any(lost)
+  tiny = np.arange(1, 49, dtype="f4").reshape(4, 4, 3) * 2.0**-31
+  assert not np.any(_train_one(_sgd, tiny))
 
   def scaled() -> Any:
-    return tf.keras.optimizers.LossScaleOptimizer(
-      tf.keras.optimizers.SGD(1.0), initial_scale=2.0**20
-    )
+    return tf.keras.optimizers.LossScaleOptimizer(_sgd(), initial_scale=2.0**20)
 
-  sums = _sums(
-    testbed.mirrored(), "float16", tiny, make_opt=scaled, scale=2.0**20
-  )
-  expected = np.repeat(tiny.reshape(2, 2, 6).sum(axis=1), 2, axis=0)
-  np.testing.assert_array_equal(sums, expected)
+  found = _train_one(scaled, tiny * 2.0**20)
+  expected = np.repeat(tiny.reshape(2, 2, 4, 3).sum(axis=1), 2, axis=0)
+  np.testing.assert_array_equal(found, expected)
 
 
 def test_rows_travel_narrow() -> None:
-  strategy = testbed.mirrored()
-  with strategy.scope():
-    table = tf.keras.Variable(np.zeros([4, 3], "f4"))
-    optimizer = CrossShardOptimizer(
-      tf.keras.optimizers.SGD(1.0),
-      "sum",
-      group_assignment=PAIRS,
-      wire_dtype="bfloat16",
+  def to_grad(row: np.ndarray) -> tf.IndexedSlices:
+    return tf.IndexedSlices(
+      tf.constant(row)[tf.newaxis], tf.constant([2]), [4, 3]
     )
-    optimizer.build([table])
 
-  @tf.function(autograph=False)
-  def step() -> None:
-    def replica_step() -> None:
-      mine = testbed.replica_id()
-      rows = tf.IndexedSlices(
-        tf.constant(GRADS)[mine][tf.newaxis],
-        tf.constant([2]),
-        tf.constant([4, 3]),
-      )
-      optimizer.apply_gradients([(rows, table)])
-
-    strategy.run(replica_step)
-
-  step()
-  copies = -np.array(testbed.copies(table))
-  np.testing.assert_array_equal(copies[:, 2], _rounded_sums("bfloat16"))
-  assert not copies[:, [0, 1, 3]].any()
-
-
-def test_one_replica_sends_nothing_and_rounds_nothing() -> None:
-  weight = tf.keras.Variable(0.0)
-  optimizer = CrossShardOptimizer(
-    tf.keras.optimizers.SGD(1.0), wire_dtype="bfloat16"
-  )
-  optimizer.apply_gradients([(tf.constant(1.0009765625), weight)])
-  assert float(weight.numpy()) == -1.0009765625
+  found = np.array(_train_one(_sgd, GRADS, to_grad, "bfloat16"))
+  np.testing.assert_array_equal(found[:, 2], _rounded_sums("bfloat16"))
+  assert not found[:, [0, 1, 3]].any()
 
 
 @pytest.mark.parametrize(("wire_dtype", "size"), [(None, 4), ("bfloat16", 2)])

@@ -94,6 +94,7 @@ def in_place(
     yield
     return
   plain = optimizer.update_step
+  own = {"update_step": plain} if "update_step" in vars(optimizer) else {}
   step = None if kernel is None else _Step(kernel, optimizer)
 
   def update_step(gradient: Any, variable: Any, *rate: Any) -> None:
@@ -113,6 +114,7 @@ def in_place(
     yield
   finally:
     vars(optimizer).pop("update_step", None)
+    vars(optimizer).update(own)
 
 
 class _Step:

@@ -1,0 +1,224 @@
+"""Groups whose members are threads: stages on plain tensors, no strategy.
+
+    replica 0 ──┐           replica 1 ──┐
+                ├─ a table              ├─ a table
+    replica 2 ──┘           replica 3 ──┘
+
+Each replica has a stage of its own, with its own variables, and runs eagerly.
+Where it calls a collective it waits for the other members of its group.
+"""
+
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+from tests.support import testbed
+from tf_cross_shard import groups as groups_lib
+from tf_cross_shard import settings as settings_lib
+from tf_cross_shard.collectives import base
+from tf_cross_shard.gradients import packing
+from tf_cross_shard.keras3 import adapter
+from tf_cross_shard.step import flow
+from tf_cross_shard.tf_keras import adapter as tf_keras_adapter
+
+PAIRS = groups_lib.Groups([[0, 2], [1, 3]])
+_SECONDS = 60.0  # until members that wait for one that failed give up
+_Result = TypeVar("_Result")
+
+
+class _Table:
+  """The place where the members of one group meet."""
+
+  def __init__(self, members: Sequence[int]) -> None:
+    self._members = members
+    self._tensors: dict[int, list[tf.Tensor]] = {}
+    self.barrier = threading.Barrier(len(members))
+
+  def meet(
+    self, replica: int, tensors: Sequence[tf.Tensor]
+  ) -> list[tuple[tf.Tensor, ...]]:
+    """Returns all members' values of each tensor, in the members' order."""
+    self._tensors[replica] = list(tensors)
+    self.barrier.wait(_SECONDS)
+    by_member = [self._tensors[member] for member in self._members]
+    self.barrier.wait(_SECONDS)
+    return list(zip(*by_member, strict=True))
+
+
+class FakeEngine(base.Engine):
+  """What one replica sees of its group.
+
+  Attributes:
+    replica: Its number.
+    sent: All tensors that it handed to collectives, in order.
+  """
+
+  def __init__(
+    self,
+    groups: groups_lib.Groups,
+    replica: int,
+    table: _Table,
+    keeps_rows: bool = True,
+  ) -> None:
+    super().__init__(tf.distribute.get_strategy(), groups)
+    self.replica = replica
+    self.sent: list[tf.Tensor] = []
+    self.table = table
+    self._keeps_rows = keeps_rows
+
+  @property
+  def num_replicas(self) -> int:
+    return self.groups.num_replicas
+
+  @property
+  def replicas_here(self) -> range:
+    return range(self.replica, self.replica + 1)
+
+  @property
+  def keeps_rows(self) -> bool:
+    return self._keeps_rows
+
+  def position(self) -> int:
+    return sorted(self.groups.members_of(self.replica)).index(self.replica)
+
+  def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    return [tf.add_n(parts) for parts in self._meet(tensors)]
+
+  def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Adds in float32, as Mirrored does."""
+    return [
+      tf.add_n([_widened(part) for part in parts])
+      for parts in self._meet(tensors)
+    ]
+
+  def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    return [tf.concat(parts, 0) for parts in self._meet(tensors)]
+
+  def isolate(self) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext()
+
+  def _meet(self, tensors: Sequence[tf.Tensor]) -> list[Any]:
+    self.sent += tensors
+    return self.table.meet(self.replica, tensors)
+
+
+def _widened(tensor: tf.Tensor) -> tf.Tensor:
+  is_half = tensor.dtype in packing.WIRE_DTYPES
+  return tf.cast(tensor, tf.float32) if is_half else tensor
+
+
+def engines(
+  groups: groups_lib.Groups = PAIRS, keeps_rows: bool = True
+) -> list[FakeEngine]:
+  """The engines of all replicas, in their order."""
+  tables = [_Table(sorted(members)) for members in groups]
+  return [
+    FakeEngine(groups, replica, tables[groups.index_of(replica)], keeps_rows)
+    for replica in range(groups.num_replicas)
+  ]
+
+
+def run(
+  replica_fn: Callable[[Any], _Result], replicas: Iterable[Any]
+) -> list[_Result]:
+  """Calls a function with each engine, or `Replica`, in a thread of its own.
+
+  Raises:
+    Exception: The first that a replica raised by itself.
+  """
+
+  def call(replica: Any) -> _Result:
+    try:
+      return replica_fn(replica)
+    except BaseException:
+      getattr(replica, "engine", replica).table.barrier.abort()
+      raise
+
+  replicas = list(replicas)
+  with concurrent.futures.ThreadPoolExecutor(len(replicas)) as pool:
+    futures = [pool.submit(call, replica) for replica in replicas]
+  errors = [future.exception() for future in futures]
+  for error in errors:
+    if error and not isinstance(error, threading.BrokenBarrierError):
+      raise error
+  return [future.result() for future in futures]
+
+
+class Replica:
+  """One replica's step, and the variables that it trains.
+
+  Attributes:
+    variables: What it trains.
+    opt: The encapsulated optimizer.
+    step: All stages.
+    engine: Its view of the group.
+  """
+
+  def __init__(
+    self,
+    engine: FakeEngine,
+    opt: Any,
+    variables: Sequence[Any],
+    reduction: str = "sum",
+    **settings: Any,
+  ) -> None:
+    self.engine, self.opt, self.variables = engine, opt, list(variables)
+    kind: Any = adapter.Keras3Optimizer
+    if type(opt).__module__.startswith("tf_keras."):
+      kind = tf_keras_adapter.TfKerasOptimizer
+    self.inner = kind(opt)
+    checked = settings_lib.Settings(reduction, **settings)
+    self.inner.fuse(checked.fused_update)
+    checks: Any = self  # Of whose checks a step takes the engine.
+    self.step = flow.Step(checked, self.inner, checks)
+    self.step.build(self.variables)
+
+  def apply(self, grads: Sequence[Any], **options: Any) -> None:
+    """Takes one step, or one call of a window."""
+    self.step.perform(flow.Call(list(grads), self.variables, **options))
+
+  @property
+  def values(self) -> list[np.ndarray]:
+    """The variables' values."""
+    return [variable.numpy() for variable in self.variables]
+
+
+def replicas(
+  make_opt: Callable[[], Any],
+  values: Sequence[Any],
+  library: Any = tf.keras,
+  groups: groups_lib.Groups = PAIRS,
+  **settings: Any,
+) -> list[Replica]:
+  """Replicas with optimizers and equal variables of their own."""
+  return [
+    Replica(
+      engine,
+      make_opt(),
+      [
+        testbed.variable(v, f"weight_{i}", library)
+        for i, v in enumerate(values)
+      ],
+      **settings,
+    )
+    for engine in engines(groups)
+  ]
+
+
+def train(
+  trained: Sequence[Replica],
+  grads: Sequence[Any],
+  to_grad: Callable[[Any], Any] = tf.constant,
+) -> None:
+  """Takes steps with gradients [steps, replicas, ...] of each variable."""
+
+  def steps(replica: Replica) -> None:
+    for rows in zip(*grads, strict=True):
+      replica.apply([to_grad(row[replica.engine.replica]) for row in rows])
+
+  run(steps, trained)
