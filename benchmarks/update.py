@@ -253,10 +253,13 @@ def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
     axis.set_xticks(range(3), ["step", "first step", "state"])
     axis.set_title(part.replace(", ", "\n", 1), fontsize=9)
     axis.axhline(1, color="grey", linewidth=0.5)
-  np.atleast_1d(axes)[0].set_ylabel("share of plain Keras")
+  np.atleast_1d(axes)[0].set_ylabel("share of plain Keras\n(lower is better)")
   bars = [plt.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
   figure.tight_layout(rect=(0, 0.08, 1, 1))
-  figure.legend(bars, colors, loc="lower center", ncols=4, fontsize=8)
+  names = [
+    "plain Keras, compiled by XLA" if case == XLA else case for case in colors
+  ]
+  figure.legend(bars, names, loc="lower center", ncols=4, fontsize=8)
   figure.savefig(path, dpi=110)
 
 

@@ -69,7 +69,7 @@ def per_group(values: Any, groups: Any) -> tf.Tensor:
 
 
 @contextlib.contextmanager
-def as_group(group: int) -> Iterator[None]:
+def as_group(group: Any) -> Iterator[None]:
   """Makes a group's values those outside of replicas.
 
   For a model of one group, as `replica_state.load_group` returns it, whose
@@ -80,7 +80,7 @@ def as_group(group: int) -> Iterator[None]:
   0.5
 
   Args:
-    group: The number of the group.
+    group: The number of the group, or a variable that holds it.
   """
   before = getattr(_outside, "group", None)
   _outside.group = group
@@ -130,8 +130,19 @@ class PerGroupSchedule:
 
     Raises:
       TypeError: If one is neither.
+      ValueError: If there are none.
     """
+    if not isinstance(rates, Iterable) or not (rates := list(rates)):
+      raise ValueError(
+        f"`rates` must be a list of one for each group; got {rates!r}. Use for"
+        " example [0.1, 0.01]."
+      )
     self.rates = [self._checked(rate) for rate in rates]
+
+  def __repr__(self) -> str:
+    """The numbers, and the classes of the schedules."""
+    shown = [type(r).__name__ if callable(r) else repr(r) for r in self.rates]
+    return f"{type(self).__name__}([{', '.join(shown)}])"
 
   def _checked(self, rate: Any) -> Any:
     """A schedule as it is, a number as a float, which JSON knows."""
@@ -277,10 +288,10 @@ def bound(forwarded: property) -> property:
 
 def bind_rate(rate: Any, groups: groups_lib.Groups, package: str) -> None:
   """The same for a learning rate, or a list of them."""
-  found = list(_within(rate, _schedule_class(package)))
-  for rates in found:
+  schedules = list(_within(rate, _schedule_class(package)))
+  for rates in schedules:
     rates.check(groups)
-  for rates in found:
+  for rates in schedules:
     rates._groups = groups
 
 
@@ -291,12 +302,12 @@ def _within(value: Any, schedule: type[Any]) -> Iterator[PerGroupSchedule]:
   if isinstance(value, schedule):
     value = list(vars(value).values())
   if isinstance(value, (list, tuple)):
-    for each in value:
-      yield from _within(each, schedule)
+    for part in value:
+      yield from _within(part, schedule)
 
 
 def _schedule_class(package: str) -> type[Any]:
-  """What all schedules of a Keras are."""
+  """Returns the base class of a Keras' schedules."""
   schedules = sys.modules[package].optimizers.schedules
   kind: type[Any] = schedules.LearningRateSchedule
   return kind
@@ -308,7 +319,7 @@ def _row(rows: tf.Tensor, groups: groups_lib.Groups) -> tf.Tensor:
   replica = replica_isolation.current_replica()
   outside = getattr(_outside, "group", None)
   if replica is None or outside is not None:
-    return rows[outside or 0]
+    return tf.gather(rows, 0 if outside is None else outside)
   replicas = strategy.num_replicas_in_sync
   if replicas != groups.num_replicas:
     raise ValueError(
@@ -317,6 +328,6 @@ def _row(rows: tf.Tensor, groups: groups_lib.Groups) -> tf.Tensor:
       f" {groups.to_lists()}. Call per_group inside `strategy.run` of the"
       " strategy that it is for, or inside `with schedules.as_group(i):`."
     )
-  group_of = [groups.index_of(each) for each in range(replicas)]
+  group_of = [groups.index_of(number) for number in range(replicas)]
   # The replica's number may be a tensor.
   return tf.gather(rows, tf.gather(group_of, replica))

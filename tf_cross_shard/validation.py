@@ -27,8 +27,12 @@ _Function = TypeVar("_Function", bound=Callable[..., None])
 
 
 def names_arguments(init: _Function) -> _Function:
-  """Makes a constructor say what an argument that it lacks may have meant."""
-  known = list(inspect.signature(init).parameters)[1:]
+  """Makes a constructor say what an argument that it lacks may have meant.
+
+  Errors name the class that is called, which is derived from the constructor's.
+  """
+  signature = inspect.signature(init)
+  known = list(signature.parameters)[1:]
 
   @functools.wraps(init)
   def checked(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -43,6 +47,10 @@ def names_arguments(init: _Function) -> _Function:
             else f"It has {', '.join(known)}; others belong to `{known[0]}`."
           )
         )
+    try:
+      signature.bind(self, *args, **kwargs)
+    except TypeError as error:
+      raise TypeError(f"{type(self).__name__}: {error}.") from None
     init(self, *args, **kwargs)
 
   return checked  # type: ignore[return-value]  # The same, to those who call.
@@ -149,17 +157,6 @@ def check_global_step(global_step: Any) -> None:
       " tf.Variable(0, dtype=tf.int64), or `var_list=` for what is to be"
       " trained."
     )
-
-
-def check_limits(**limits: Any) -> None:
-  """Raises `ValueError` unless each clipping limit is None or at least 0."""
-  for name, limit in limits.items():
-    # A comparison that NaN fails.
-    if limit is not None and not limit >= 0:
-      raise ValueError(
-        f"`{name}` must be a number of at least 0, or None; got {limit!r}. None"
-        " or 0 does not clip."
-      )
 
 
 def check_scalar(loss: tf.Tensor, seeded: bool) -> None:

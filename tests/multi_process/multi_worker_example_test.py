@@ -18,6 +18,7 @@ import pytest
 
 from tests.support import programs
 from tf_cross_shard.multi_worker import launch
+from tf_cross_shard_cli import __main__ as command_line
 
 pytestmark = pytest.mark.slow
 
@@ -155,7 +156,7 @@ def test_the_command_of_the_page_prints_what_is_set_by_hand(
   by_hand, commands, _ = blocks("sh")
   _, prints, _ = commands.splitlines()
   assert prints.startswith("tf-cross-shard launch ")
-  assert launch.main(prints.split()[2:]) == 0
+  assert command_line.main(prints.split()[1:]) == 0
   assert by_hand in capsys.readouterr().out
 
 

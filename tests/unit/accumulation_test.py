@@ -375,6 +375,37 @@ def test_not_both() -> None:
     keras3.CrossShardOptimizer(opt, accumulate_steps=2)
 
 
+def test_none_is_zeros_where_another_call_has_a_gradient() -> None:
+  """Else its sum would be kept for a later window."""
+  for is_traced in (False, True):
+    weight, other = tf.Variable(0.0), tf.Variable(0.0)
+    optimizer = keras3.CrossShardOptimizer(
+      keras.optimizers.SGD(1.0), accumulate_steps=2
+    )
+    optimizer.build([weight, other])
+    one = tf.constant(1.0)
+
+    def early(optimizer: Any, one: Any, weight: Any, other: Any) -> None:
+      optimizer.apply_gradients([(2.0 * one, weight), (one, other)])
+
+    def late(optimizer: Any, one: Any, weight: Any, other: Any) -> None:
+      optimizer.apply_gradients([(None, weight), (one, other)])
+
+    steps = [
+      tf.function(step, autograph=False) if is_traced else step
+      for step in (early, late)
+    ]
+    for step in (*steps, *steps, steps[1], steps[1]):
+      step(optimizer, one, weight, other)
+    assert (float(weight.numpy()), float(other.numpy())) == (-2.0, -3.0)
+  # The end of a window that was traced without it cannot know of it.
+  optimizer = keras3.CrossShardOptimizer("sgd", accumulate_steps=2)
+  optimizer.build([weight, other])
+  steps[1](optimizer, one, weight, other)
+  with pytest.raises(ValueError, match="None in others"):
+    steps[0](optimizer, one, weight, other)
+
+
 def test_values_in_place_of_gradients() -> None:
   scale = keras.Variable(1.0, name="scale")
   scale.overwrite_with_gradient = True

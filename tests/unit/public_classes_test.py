@@ -90,6 +90,15 @@ def test_repr_is_what_differs(home: Any, its_keras: Any) -> None:
 
 
 @pytest.mark.parametrize(("home", "its_keras"), KERAS)
+def test_a_rate_per_group(home: Any, its_keras: Any) -> None:
+  decay = its_keras.optimizers.schedules.CosineDecay(0.5, 10)
+  assert repr(home.PerGroup([0.5, decay])) == "PerGroup([0.5, CosineDecay])"
+  for rates in (0.5, decay, []):
+    with pytest.raises(ValueError, match=r"`rates` must be a list .* each gro"):
+      home.PerGroup(rates)
+
+
+@pytest.mark.parametrize(("home", "its_keras"), KERAS)
 def test_names_for_completion(home: Any, its_keras: Any) -> None:
   opt = its_keras.optimizers.Adam()
   names = dir(home.CrossShardOptimizer(opt))
@@ -113,6 +122,12 @@ def test_wrong_arguments_are_told_what_they_may_mean(
     TypeError, match=r"It has opt, reduction, name, .*; others"
   ):
     make("sgd", beta_1=0.9)
+  # Not CrossShard, on which both Kerases' classes are based.
+  with pytest.raises(TypeError, match=r"^CrossShardOptimizer: missing a r"):
+    make()
+  for limit in ("1", [1.0]):
+    with pytest.raises(ValueError, match="`clipnorm` must be a number of at"):
+      make("sgd", clipnorm=limit)
   with pytest.raises(
     TypeError, match=r"the class .*Adam\. Make .* it: Adam\(\)\."
   ):

@@ -10,7 +10,7 @@ import tensorflow as tf
 import tf_keras
 
 from tests.support import lazy_oracle, testbed
-from tf_cross_shard import keras3, replica_state
+from tf_cross_shard import keras3, layers, replica_state
 from tf_cross_shard import tf_keras as ours_tf_keras
 
 ROWS, WIDTH = 7, 3
@@ -236,6 +236,22 @@ def test_refused(kind: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+  ("settings", "options"),
+  [
+    ({}, {"accumulate_steps": 2}),
+    ({}, {"shard_update": True}),
+    ({"gradient_accumulation_steps": 2}, {}),
+  ],
+)
+def test_what_makes_gradients_dense_is_refused(
+  settings: dict[str, Any], options: dict[str, Any]
+) -> None:
+  [name] = {**settings, **options}
+  with pytest.raises(ValueError, match=f"with `{name}` gradients are dense"):
+    _optimizer("keras3", "Adam", settings=settings, lazy_rows=True, **options)
+
+
 def test_steps_that_are_not_finite_change_no_row() -> None:
   optimizer = _optimizer("keras3", "Adam", lazy_rows=True, skip_nonfinite=True)
   table = tf.Variable(tf.ones([3, 2]))
@@ -298,6 +314,39 @@ def test_fit_with_an_embedding() -> None:
   moved = (model.weights[0].numpy() != before).any(axis=1)
   assert moved.tolist() == [True, True, True, False, True, False]
   replica_state.assert_in_sync(model.optimizer, model)
+
+
+@pytest.mark.parametrize("in_strategy", [False, True])
+def test_a_lookup_reads_rows_only(in_strategy: bool) -> None:
+  """The forward pass, too, has no tensor of the table's size."""
+  strategy = tf.distribute.get_strategy()
+  if in_strategy:
+    strategy = testbed.mirrored()
+  with strategy.scope():
+    table = keras.Variable(TABLE, dtype="float64")
+    optimizer = _optimizer("keras3", "Adam", lazy_rows=True)
+    optimizer.build([table])
+
+  @tf.function(autograph=False)
+  def step() -> Any:
+    def replica_step() -> Any:
+      with tf.GradientTape() as tape:
+        rows = layers.embedding_lookup(table, [[1, 4]])
+        loss = tf.reduce_sum(rows)
+      grad = tape.gradient(loss, table.value)
+      assert isinstance(grad, tf.IndexedSlices)
+      optimizer.apply_gradients([(grad, table)])
+      return rows
+
+    return strategy.run(replica_step)
+
+  graph = step.get_concrete_function().graph
+  shapes = [out.shape for op in graph.get_operations() for out in op.outputs]
+  assert (ROWS, WIDTH) not in shapes
+  for rows in strategy.experimental_local_results(step()):
+    np.testing.assert_array_equal(rows, TABLE[[[1, 4]]])
+  moved = (table.numpy() != TABLE).any(axis=1)
+  assert moved.tolist() == [i in (1, 4) for i in range(ROWS)]
 
 
 if __name__ == "__main__":

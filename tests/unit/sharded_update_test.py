@@ -722,6 +722,27 @@ def test_unknown_value() -> None:
     keras3.CrossShardOptimizer("adam", shard_update="yes")
 
 
+@pytest.mark.parametrize(
+  ("package", "library"), [(keras3, keras), (ours_tf_keras, tf_keras)]
+)
+def test_decay_set_after_build_leaves_out_what_is_excluded(
+  package: Any, library: Any
+) -> None:
+  with testbed.mirrored().scope():
+    weights = [tf.Variable(tf.ones(3)), tf.Variable(tf.ones(3), name="bias")]
+    opt = library.optimizers.SGD(0.5)
+    opt.exclude_from_weight_decay(var_names=["bias"])
+    optimizer = package.CrossShardOptimizer(opt, shard_update=True)
+    optimizer.build(weights)
+  optimizer.weight_decay = 0.5
+  testbed.run(
+    lambda: optimizer.apply_gradients([(tf.zeros(3), w) for w in weights])
+  )
+  for weight, value in zip(weights, (0.75, 1.0), strict=True):
+    for value_of_replica in testbed.copies(weight):
+      np.testing.assert_array_equal(value_of_replica, np.full(3, value))
+
+
 class _Older(tf_keras.optimizers.legacy.Adam):
   """A class of the user's."""
 

@@ -1,4 +1,4 @@
-"""What the callbacks share: each other, their state, and a judge per group.
+"""The callbacks' common part: their order, state, and a judge per group.
 
 fit ─▶ set_model, set_params of all ─▶ on_train_begin, in their order
        `same_fit` has all of ours      mistakes are raised here

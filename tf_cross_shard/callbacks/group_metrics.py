@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard import replica_state
+from tf_cross_shard import group_schedule, replica_state
 from tf_cross_shard.callbacks import base
 from tf_cross_shard.coordination import agreement
 from tf_cross_shard.inner_optimizer import libraries
@@ -149,10 +149,12 @@ class GroupMetrics(base.GroupCallback):
     metrics: dict[str, float] = {}
     for i in range(group_state.groups_of(optimizer, None).num_groups):
       replica_state.load_group(model, i, optimizer, into=self._plain)
+      self._group.assign(i)
       metrics |= self._evaluate(self._plain, f"group_{i}")
     for i, member in enumerate(self._members):
       replica_state.load_group(model, i, optimizer, into=member)
     if self._members:
+      self._group.assign(0)
       metrics |= self._evaluate(self._mean, "ensemble")
     if logs is not None:
       logs.update(metrics)
@@ -194,6 +196,8 @@ class GroupMetrics(base.GroupCallback):
         ) from error
 
     with group_models.outside_of_strategies():
+      # The group of the twin's weights: what it computes is traced once.
+      self._group = tf.Variable(0, trainable=False, dtype=tf.int32)
       self._plain = make()
       if libraries.of(self._plain).compile_arguments(self._plain) is None:
         _compile_like(model, self._plain)
@@ -210,7 +214,10 @@ class GroupMetrics(base.GroupCallback):
     workers = agreement.of_strategy(self.model.distribute_strategy)
     metrics: dict[str, float] = {}
     if workers is None or workers.index == 0:
-      with group_models.outside_of_strategies():
+      with (
+        group_models.outside_of_strategies(),
+        group_schedule.as_group(self._group),
+      ):
         result = model.evaluate(
           **self._data, verbose=0, return_dict=True, steps=steps
         )
@@ -238,7 +245,10 @@ def _mean_of(members: list[Any]) -> Any:
       self.members = members
 
     def call(self, inputs: Any) -> Any:
-      outputs = [member(inputs, training=False) for member in self.members]
+      outputs = []
+      for i, member in enumerate(self.members):
+        with group_schedule.as_group(i):
+          outputs.append(member(inputs, training=False))
       return tf.nest.map_structure(
         lambda *own: tf.add_n(own) / len(own), *outputs
       )

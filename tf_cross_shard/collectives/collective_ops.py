@@ -115,7 +115,7 @@ class CollectiveOps:
     Each member receives one part of all members, and adds in float32 what is
     narrower.
     """
-    rows = [tf.reshape(each, [groups.group_size, -1]) for each in tensors]
+    rows = [tf.reshape(tensor, [groups.group_size, -1]) for tensor in tensors]
     received = self.run(ALL_TO_ALL, rows, groups, replica, device)
     return [
       tf.cast(

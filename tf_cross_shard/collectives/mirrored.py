@@ -133,7 +133,10 @@ class Mirrored(base.Engine):
       for members in map(sorted, self.groups):
         with tf.device(self._devices[members[0]]):
           by_group.append(
-            [combine([each[r] for r in members], members) for each in copies]
+            [
+              combine([values[r] for r in members], members)
+              for values in copies
+            ]
           )
       return by_group
 

@@ -1,4 +1,4 @@
-"""What travels between replicas: narrow, in few buffers, and back.
+"""Gradients on the wire: narrow, in few buffers, and back.
 
     narrow -> pack -> all-reduce -> unpack -> widen
 

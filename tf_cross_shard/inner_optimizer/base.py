@@ -358,10 +358,10 @@ def slots_at(
     elif isinstance(values, list) and len(values) == count:
       yield from find(values[index], is_of_variable=True)
     elif isinstance(values, dict):
-      mine = [values[key] for key in (*keys, index) if key in values][:1]
-      is_of_variable = is_of_variable or bool(mine)
-      for each in mine or list(values.values()):
-        yield from find(each, is_of_variable)
+      own_part = [values[key] for key in (*keys, index) if key in values][:1]
+      is_of_variable = is_of_variable or bool(own_part)
+      for part in own_part or list(values.values()):
+        yield from find(part, is_of_variable)
 
   for attribute, values in list(vars(optimizer).items()):
     # "_self_": TensorFlow's own, which has all that a checkpoint saves.

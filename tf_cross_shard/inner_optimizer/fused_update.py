@@ -137,7 +137,7 @@ class _Step:
     kernels.apply(self._kernel, variable, slots, gradient, arguments)
 
   def arguments(self, dtype: tf.DType, rate: Any = None) -> dict[str, Any]:
-    """What the kernel takes beside variable, slots and gradient."""
+    """Returns the kernel's arguments but variable, slots and gradient."""
     # Two branches of a condition are two graphs.
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     key = dtype, graph

@@ -17,7 +17,7 @@ from tf_cross_shard.gradients import indexed_slices
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-  """What a kernel takes, and what both Kerases call it.
+  """A kernel's arguments, and their names in both Kerases.
 
   Attributes:
     name: `ResourceApply{name}` and, for rows, `ResourceSparseApply{name}`.
@@ -190,7 +190,7 @@ def is_compiled() -> bool:
 
 
 def _as_number(value: Any, dtype: tf.DType) -> Any:
-  """What a kernel takes for `value`; switches stay as they are."""
+  """Returns a kernel's argument for `value`; switches stay as they are."""
   if isinstance(value, bool) or getattr(value, "dtype", None) == dtype:
     return value
   return tf.cast(tf.cast(value, tf.float32), dtype)

@@ -209,7 +209,7 @@ class Keras3Optimizer(base.InnerOptimizer):
     """The name of every slot, once."""
     trained = self.unsharded_state.trainable_variables
     slots = (self.slots(v) for v in trained if self.is_built)
-    return list(dict.fromkeys(name for each in slots for name in each))
+    return list(dict.fromkeys(name for by_name in slots for name in by_name))
 
   def _index(self, variable: Any) -> int | None:
     """The place of `variable` among those it was built on, or None."""

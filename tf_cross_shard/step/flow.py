@@ -59,12 +59,13 @@ def _kind_of_update(
   settings: settings_lib.Settings, inner: base.InnerOptimizer, group_size: int
 ) -> type[update.Update]:
   """Chooses, once for all steps, what members keep and apply."""
+  if settings.lazy_rows:
+    row_update.check(inner, settings)
   if settings.shard_update:
     sharded_update.check(inner.optimizer, settings.shard_update)
     if group_size > 1:
       return sharded_update.ShardedUpdate
   if settings.lazy_rows or row_update.is_exact(inner.optimizer):
-    row_update.check(inner.optimizer, settings.lazy_rows)
     return row_update.RowUpdate
   return update.ReplicatedUpdate
 

@@ -78,7 +78,7 @@ def squared_norm(grads: Sequence[Gradient], scale: Any = 1.0) -> tf.Tensor:
       floats.append(indexed_slices.times(part, 1.0 / scale))
   if not floats:
     return tf.constant(0.0)
-  halves = [tf.cast(tf.nn.l2_loss(each), tf.float32) for each in floats]
+  halves = [tf.cast(tf.nn.l2_loss(part), tf.float32) for part in floats]
   return 2.0 * tf.add_n(halves)
 
 
@@ -130,7 +130,7 @@ class NoiseScale:
   def of_replica(
     self, grads: Sequence[Gradient], calls: float = 1.0
   ) -> list[tf.Tensor]:
-    """What travels beside a replica's own gradients: their squared norm.
+    """Returns the squared norm of a replica's gradients, to travel beside them.
 
     It travels in every step, for a collective must not depend on the step.
 
@@ -184,7 +184,7 @@ class NoiseScale:
     return tf.cond(self._is_due(), norm, lambda: tf.constant(0.0))
 
   def _scale(self, calls: float = 1.0) -> Any:
-    """What gradients come in multiplied by."""
+    """Returns the factor that gradients come in multiplied by."""
     return self._inner.scale_limit(calls)
 
   def _step(self, of_members: Any, of_sum: tf.Tensor) -> None:

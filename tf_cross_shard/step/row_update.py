@@ -32,9 +32,20 @@ from tf_cross_shard.step import noise_scale, update
 _EXACT: Final = ("Adagrad", "SGD")
 
 
-def check(optimizer: Any, lazy_rows: Any) -> None:
-  """Raises `ValueError` for an optimizer that cannot be updated by rows."""
-  last = base.innermost(optimizer)
+def check(inner: base.InnerOptimizer, settings: settings_lib.Settings) -> None:
+  """Raises `ValueError` where `lazy_rows` cannot be had."""
+  lazy_rows = settings.lazy_rows
+  for name, value in (
+    ("accumulate_steps", (settings.accumulate_steps or 1) > 1),
+    ("gradient_accumulation_steps", inner.accumulates),
+    ("shard_update", settings.shard_update),
+  ):
+    if value:
+      raise ValueError(
+        f"`lazy_rows` is {lazy_rows!r}, and with `{name}` gradients are dense,"
+        " so that all rows would be updated. Leave one of them out."
+      )
+  last = base.innermost(inner.optimizer)
   kind = type(last).__name__
   if not hasattr(last, "build"):
     raise ValueError(

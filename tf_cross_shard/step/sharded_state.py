@@ -95,8 +95,8 @@ class WholeSlot(_Trackable):
       low = max(self._start, offset)
       high = min(self._start + value.size, offset + size)
       if low < high:
-        mine = value.reshape(-1)[low - self._start : high - self._start]
-        part[low - offset : high - offset] = mine
+        own = value.reshape(-1)[low - self._start : high - self._start]
+        part[low - offset : high - offset] = own
     copies.write(self._slot, parts)
 
   def _join(self, parts: Sequence[np.ndarray[Any, Any]]) -> Any:
@@ -134,7 +134,7 @@ class SlotView(WholeSlot):
 
 
 class Children(_Trackable):
-  """What a checkpoint sees in the place of an optimizer in shards.
+  """The object that a checkpoint sees in the place of a sharded optimizer.
 
   What is restored before the optimizer is built waits for `add`.
   """
@@ -151,9 +151,9 @@ class Children(_Trackable):
   def add(self, built: "Children") -> None:
     """Adds what there is when it is built, and gives it what waits."""
     for name, child in built._children.items():
-      mine = self._children.setdefault(name, child)
-      if mine is not child:
-        mine.add(child)
+      known = self._children.setdefault(name, child)
+      if known is not child:
+        known.add(child)
     for name, child in self._trackable_children().items():
       self._handle_deferred_dependencies(name, child)
 
@@ -225,7 +225,7 @@ class PlainState:
       id(variables_lib.native(weight)): i for i, weight in enumerate(weights)
     }
     self._found: dict[int, Any] = {
-      id(one): weight for one, weight in zip(tiny, weights, strict=True)
+      id(small): weight for small, weight in zip(tiny, weights, strict=True)
     }
     names = [
       {id(slot): name for name, slot in inner.slots(shard).items()}
@@ -293,8 +293,8 @@ class PlainState:
     children: dict[str, Any] = {}
     for name, child in plain._trackable_children().items():
       if isinstance(child, list):
-        mine = [self._found.get(id(each), each) for each in child]
-        children[name] = Children({str(i): v for i, v in enumerate(mine)})
+        whole = [self._found.get(id(part), part) for part in child]
+        children[name] = Children({str(i): v for i, v in enumerate(whole)})
       elif name == "inner_optimizer":
         children[name] = self._children(child)
       elif isinstance(child, dict):

@@ -171,7 +171,7 @@ class ShardedUpdate(update.Update):
 
   @property
   def _shards(self) -> list[Any]:
-    """What the encapsulated optimizer is built on."""
+    """The variables that the encapsulated optimizer is built on."""
     return [flat.shard for flat in self._flat]
 
   @property

@@ -29,7 +29,7 @@ ApplyOnce = Callable[[Sequence[Gradient], Sequence[Any]], None]
 
 
 class Update(abc.ABC):
-  """What a group sums, and what each of its members applies of the sums."""
+  """The way in which a group sums, and its members apply the sums."""
 
   def __init__(
     self,

@@ -147,8 +147,8 @@ class CrossShardOptimizer(optimizer.CrossShard, wrapper.TfKerasWrapper):
 
     See `CrossShard.from_config`.
     """
-    mine = {k: v for k, v in config.items() if k != "is_legacy_optimizer"}
-    return super().from_config(mine, custom_objects)
+    own = {k: v for k, v in config.items() if k != "is_legacy_optimizer"}
+    return super().from_config(own, custom_objects)
 
 
 @forwarding.documented
@@ -184,7 +184,7 @@ class TowerOptimizer(tower_optimizer.Tower, wrapper.TfKerasWrapper):
     return list(reduced)
 
   def get_config(self) -> dict[str, Any]:
-    """What the constructor needs, in serializable form."""
+    """Everything the constructor needs, in serializable form."""
     return {**super().get_config(), "is_legacy_optimizer": False}
 
   def _hand_on(

@@ -200,7 +200,7 @@ class TfKerasOptimizer(base.InnerOptimizer):
     if not self.is_built:
       return []
     slots = map(self._slots_of, base.innermost(self.optimizer)._index_dict)
-    return list(dict.fromkeys(name for each in slots for name in each))
+    return list(dict.fromkeys(name for by_name in slots for name in by_name))
 
   def _slots_of(self, *keys: Any) -> dict[str, Any]:
     """The slots of a variable with these keys, Keras' first, by name."""
@@ -259,13 +259,13 @@ class LegacyOptimizer(TfKerasOptimizer):
   def own_slots(self, variable: Any) -> dict[str, Any]:
     """The slots of `variable`, by name."""
     last = base.innermost(self.optimizer)
-    found = {}
+    slots = {}
     for name in last.get_slot_names():
       try:
-        found[name] = last.get_slot(variable, name)
+        slots[name] = last.get_slot(variable, name)
       except (AttributeError, KeyError):
         continue  # No variable, or one that no slots were made for.
-    return found
+    return slots
 
   def slot_names(self) -> list[str]:
     """The name of every slot, once."""
@@ -275,7 +275,7 @@ class LegacyOptimizer(TfKerasOptimizer):
 def as_pairs(
   grads: Sequence[Gradient], variables: Sequence[Any]
 ) -> list[tuple[Gradient, Any]]:
-  """What tf_keras takes: pairs, with gradients of their variables' dtypes."""
+  """Returns pairs, with gradients of their variables' dtypes."""
   return [
     (indexed_slices.cast(grad, variable), variable)
     for grad, variable in zip(grads, variables, strict=True)

@@ -124,7 +124,7 @@ class TfKerasWrapper(
     return isinstance(self._inner, adapter.LegacyOptimizer)
 
   def _trackable_children(self, save_type: str = "checkpoint", **k: Any) -> Any:
-    """What a checkpoint or a SavedModel saves."""
+    """Returns the children that a checkpoint or a SavedModel saves."""
     self.__dict__["_is_exported"] = save_type == "savedmodel"
     if self._is_exported and self._is_legacy:
       # The loader takes this one for a new optimizer and looks for these two

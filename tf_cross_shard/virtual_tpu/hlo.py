@@ -1,4 +1,4 @@
-"""What an XLA module contains: its outputs, aliases and collectives."""
+"""The contents of an XLA module: outputs, aliases and collectives."""
 
 import dataclasses
 import math

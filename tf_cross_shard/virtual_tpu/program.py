@@ -228,7 +228,7 @@ class Cache:
 
 
 def check_results(results: Any, name: str) -> Any:
-  """What a replica's function returned, as tensors."""
+  """Returns the results of a replica's function, as tensors."""
 
   def check(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, tf.Operation):

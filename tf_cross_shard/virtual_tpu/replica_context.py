@@ -1,4 +1,4 @@
-"""What a replica's function finds around it while it is traced."""
+"""The context of a replica's function while it is traced."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -106,4 +106,4 @@ class TracedReplicaContext(tf.distribute.ReplicaContext):
     own = tf.reshape(is_own, [-1, *[1] * words.shape.rank])
     spread = tf.where(own, words[None], tf.zeros([], words.dtype))
     sums = tf.unstack(self.all_reduce("SUM", spread), places.shape[0])
-    return [tf.bitcast(each, dtype) for each in sums]
+    return [tf.bitcast(total, dtype) for total in sums]

@@ -28,7 +28,7 @@ _Aggregation: Final = tf.VariableAggregation
 
 
 class ReplicaVariable(resource_variable_ops.ResourceVariable):
-  """What `tf.Variable` makes under `VirtualTPUStrategy`."""
+  """A variable of `VirtualTPUStrategy`, with a copy for each replica."""
 
   def __init__(self, **kwargs: Any) -> None:
     # Made when the first program needs them.

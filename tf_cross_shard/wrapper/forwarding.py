@@ -392,19 +392,19 @@ def _optimizer_classes(package: str) -> tuple[type[Any], ...]:
   # Nobody has an optimizer of a Keras that is not loaded.
   optimizers = getattr(sys.modules.get(package), "optimizers", None)
   legacy = getattr(optimizers, "legacy", None)
-  found = (getattr(home, "Optimizer", None) for home in (optimizers, legacy))
-  return tuple(each for each in found if each is not None)
+  kinds = (getattr(home, "Optimizer", None) for home in (optimizers, legacy))
+  return tuple(kind for kind in kinds if kind is not None)
 
 
 def _kind(opt: Any) -> str:
-  """What an object is."""
+  """Returns the class of an object, in words."""
   kind = opt if isinstance(opt, type) else type(opt)
   prefix = "the class " if kind is opt else ""
   return f"{prefix}{kind.__module__}.{kind.__qualname__}"
 
 
 def _remedy(opt: Any, package: str) -> str:
-  """What to do with an object that is no optimizer of this Keras."""
+  """Returns the remedy for an object that is no optimizer of this Keras."""
   if isinstance(opt, type):
     return f"Make an optimizer of it: {opt.__name__}()."
   for other in ("keras", "tf_keras"):

@@ -80,7 +80,7 @@ class SavedState:
     return super() if inner is None else inner.checkpointed
 
   def _trackable_children(self, *args: Any, **kwargs: Any) -> Any:
-    """What a checkpoint saves."""
+    """Returns the children that a checkpoint saves."""
     self._before_saving()
     return self._checkpointed()._trackable_children(*args, **kwargs)
 
