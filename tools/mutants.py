@@ -55,46 +55,82 @@ class Mutant(NamedTuple):
     )
 
 
-_STEP = "unit/optimizer unit/tf_keras equivalence/equivalence"
-_REDUCED = f"unit/reduction unit/mirrored {_STEP}"
-_BUFFERS = "    sums = unpack(add_up(buffers, groups))"
 _CLIP_AND_SUM = re.compile(
-  r"grads = (clipping\.clip\(.*?\n    \))\n    return (reduction.*?\n    \))",
+  r"own = call.grads if call.is_reduced else self.clip\(call\)(.*?)"
+  r"(self.update.reduce\(totals, call.variables, calls\))",
   re.DOTALL,
+)
+_CLIPPED_SUMS = (
+  r"own = call.grads\1self.clip(dataclasses.replace(call, grads=\2))"
 )
 
 # fmt: off
 MUTANTS = [
-  Mutant("mean factor dropped", "gradients/loss_factor.py", "return copies / group_size if reduction == MEAN else float(copies)", "return float(copies)", f"unit/loss_factor {_STEP}"),
-  Mutant("mean over all, not the group", "gradients/loss_factor.py", "copies / group_size", "copies / num_replicas", f"unit/loss_factor {_STEP}"),
-  Mutant("the user's convention ignored", "gradients/loss_factor.py", "self.averaged_over or default", "default", f"unit/loss_factor {_STEP}"),
-  Mutant("two groups swapped", "collectives/mirrored.py", "by_group[groups.index_of(self._replica())]", "by_group[groups.index_of(self._replica()) - 1]", _REDUCED),
-  Mutant("reduced twice", "step/reduction.py", _BUFFERS, "    sums = unpack(add_up(add_up(buffers, groups), groups))", _REDUCED),
-  Mutant("sum dropped", "step/reduction.py", "if not grads or groups.group_size == 1:", "if True:", _REDUCED),
-  Mutant("rows not summed", "step/reduction.py", "if grads and groups.group_size > 1:", "if False:", _REDUCED),
-  Mutant("Keras reduces again", "collectives/base.py", "return replica_isolation.isolate(self.strategy)", "return contextlib.nullcontext()", f"unit/replica_isolation {_STEP}"),
-  Mutant("nonfinite step applied", "step/nonfinite.py", "tf.cond(is_finite, apply, lambda: None)", "apply()", "unit/nonfinite equivalence/interplay"),
-  Mutant("nonfinite where one is, not all", "step/nonfinite.py", "tf.reduce_all(tf.math.is_finite(part))", "tf.reduce_any(tf.math.is_finite(part))", "unit/nonfinite equivalence/interplay"),
-  Mutant("clipped after the sum", "optimizer.py", _CLIP_AND_SUM, r"grads = \2\n    return \1", "unit/optimizer unit/tf_keras"),
-  Mutant("limit in another loss scale", "optimizer.py", "self._inner.scale_limit(limit) if limit", "limit if limit", "unit/optimizer unit/tf_keras"),
-  Mutant("not narrowed", "gradients/packing.py", "and dtype.size > wire_dtype.size", "and False", "unit/packing unit/wire_dtype"),
-  Mutant("not widened", "gradients/packing.py", "tensor if tensor.dtype == wide.dtype else tf.cast(tensor, wide.dtype)", "tensor", "unit/packing unit/wire_dtype"),
+  # The factor of a loss.
+  Mutant("mean factor dropped", "gradients/loss_factor.py", "return copies / group_size if reduction == MEAN else float(copies)", "return float(copies)", "unit/loss_factor"),
+  Mutant("mean over all, not the group", "gradients/loss_factor.py", "copies / group_size", "copies / num_replicas", "unit/loss_factor"),
+  Mutant("the user's convention ignored", "step/loss_convention.py", "taken = chosen or default", "taken = default", "unit/loss_convention"),
+  Mutant("seed not scaled", "gradients/differentiation.py", "seed = tf.cast(scale(seed), seed.dtype)", "scale(seed)", "unit/differentiation unit/optimizer"),
+  # Sums over groups.
+  Mutant("two groups swapped", "collectives/mirrored.py", "by_group[self.groups.index_of(self._replica())]", "by_group[self.groups.index_of(self._replica()) - 1]", "unit/mirrored"),
+  Mutant("reduced twice", "step/reduction.py", "sums = unpack(add_up(buffers))", "sums = unpack(add_up(add_up(buffers)))", "unit/reduction"),
+  Mutant("sum dropped", "step/reduction.py", "if not wide or engine.groups.group_size == 1:", "if True:", "unit/reduction"),
+  Mutant("rows not summed", "step/reduction.py", "if grads and engine.groups.group_size > 1:", "if False:", "unit/reduction"),
+  Mutant("wire scale kept", "step/reduction.py", "1.0 / wire_scale", "1.0", "unit/wire_dtype unit/tf_keras"),
+  Mutant("Keras reduces again", "collectives/base.py", "return replica_isolation.isolate(self.strategy)", "return contextlib.nullcontext()", "unit/replica_isolation"),
+  Mutant("values summed, not averaged", "step/update.py", "mean = 1.0 / self._engine.groups.group_size", "mean = 1.0", "unit/reduction"),
+  # Windows.
+  Mutant("wrong divisor of a window", "step/accumulation.py", "total / self.steps for total", "total for total", "unit/accumulation"),
+  Mutant("sums of a window kept", "step/accumulation.py", "before.assign(tf.zeros_like(before))", "pass", "unit/accumulation"),
+  Mutant("every call ends a window", "step/accumulation.py", "is_last = tf.equal(self._place(), self.steps - 1)", "is_last = tf.constant(True)", "unit/accumulation"),
+  Mutant("calls of Keras counted once", "step/accumulation.py", "finish(totals, self._calls_in_total)", "finish(totals, 1)", "unit/noise_scale"),
+  Mutant("None ends a window without its sum", "step/accumulation.py", "if grad is None and id(sum_of) in self._added:", "if False:", "unit/accumulation"),
+  Mutant("None in all calls made zeros", "step/accumulation.py", "if grad is None and id(sum_of) in self._added:", "if grad is None:", "unit/accumulation"),
+  Mutant("gradient that no end takes", "step/accumulation.py", "if id(sum_of) in self._left_out:", "if False:", "unit/accumulation"),
+  # Clipping.
+  Mutant("clipped after the sum", "step/flow.py", _CLIP_AND_SUM, _CLIPPED_SUMS, "unit/reduction"),
+  Mutant("limit in another loss scale", "step/flow.py", "self._inner.scale_limit(limit) if limit", "limit if limit", "unit/reduction"),
+  Mutant("half precision squared", "gradients/clipping.py", "if _dtype(grad) in (tf.float16, tf.bfloat16):", "if False:", "unit/clipping"),
+  Mutant("clipped by row", "gradients/clipping.py", "    grad = indexed_slices.merge_duplicates(grad)", "    pass", "unit/clipping"),
+  Mutant("infinity clipped away", "gradients/clipping.py", "  if keep_infinite:", "  if False:", "unit/clipping"),
+  Mutant("infinity not asked for", "step/flow.py", "keep_infinite=self.guard.may_skip", "keep_infinite=False", "unit/nonfinite"),
+  # Steps that are not finite, and noise.
+  Mutant("nonfinite step applied", "step/nonfinite.py", "tf.cond(is_finite, apply, lambda: None)", "apply()", "unit/nonfinite"),
+  Mutant("nonfinite where all are, not one", "step/nonfinite.py", "tf.reduce_all(tf.math.is_finite(part))", "tf.reduce_any(tf.math.is_finite(part))", "unit/nonfinite"),
+  Mutant("global step of a skipped step", "step/nonfinite.py", "return all_finite(sums) if self._inner.scales_dynamically else True", "return True", "unit/nonfinite"),
+  Mutant("norms of members not averaged", "step/noise_scale.py", "of_members * (member**2 / n)", "of_members * member**2", "unit/noise_scale"),
+  Mutant("noise in another loss scale", "step/noise_scale.py", "return self._inner.scale_limit(calls)", "return calls", "unit/noise_scale"),
+  # Shards.
+  Mutant("part of another member", "step/sharded_update.py", "own, start = [], -place * flat.part", "own, start = [], (place - 1) * flat.part", "unit/sharded_update"),
+  Mutant("sum of another member's part", "collectives/mirrored.py", "return [parts[place] for parts in by_member]", "return [parts[place - 1] for parts in by_member]", "unit/sharded_update"),
+  Mutant("norm of one part", "step/sharded_update.py", "    [total] = self._engine.all_reduce_sum([total])\n", "", "unit/sharded_update"),
+  Mutant("members skip apart", "step/sharded_update.py", "    if not self._may_skip:\n      return parts", "    return parts", "unit/nonfinite"),
+  Mutant("constraint of a skipped step", "step/sharded_update.py", "tf.where(is_step, constraint(value), value)", "constraint(value)", "unit/sharded_update"),
+  Mutant("sums clipped twice", "step/sharded_update.py", 'with update.without_clipping(last, "clipnorm"):', "if True:", "unit/sharded_update"),
+  # Rows.
+  Mutant("lazy rows touch all rows", "step/row_update.py", "      update_step(grad, variable, *rate)\n      return\n", "      pass\n    update_step(grad, variable, *rate)\n    return\n", "unit/row_update"),
+  Mutant("rows that do not decay", "step/row_update.py", "if decays:", "if False:", "unit/row_update"),
+  Mutant("momentum taken for exact", "step/row_update.py", 'getattr(last, "momentum", 0) or last.weight_decay', "last.weight_decay", "unit/row_update"),
+  Mutant("tables decay as a whole", "step/row_update.py", "self._inner.without_decay(tables)", "self._inner.without_decay([])", "unit/row_update"),
+  Mutant("duplicates kept", "gradients/indexed_slices.py", "rows.shape == [1] or _is_unique(rows)", "True", "unit/indexed_slices"),
+  Mutant("positions taken for rows", "gradients/indexed_slices.py", "bool(indices.value_index == 0)", "True", "unit/indexed_slices"),
+  Mutant("row gradient unscaled", "gradients/indexed_slices.py", "values = times(grad.values, factor)", "values = grad.values", "unit/indexed_slices"),
+  # Kernels.
+  Mutant("update step of the user's lost", "inner_optimizer/fused_update.py", "vars(optimizer).update(own)", "pass", "unit/fused_update"),
+  Mutant("powers of the step before", "inner_optimizer/fused_update.py", "tf.cast(count + 1, dtype)", "tf.cast(count, dtype)", "unit/fused_update"),
+  # The wire.
+  Mutant("not narrowed", "gradients/packing.py", "and dtype.size > wire_dtype.size", "and False", "unit/packing"),
+  Mutant("not widened", "gradients/packing.py", "tensor if tensor.dtype == wide.dtype else tf.cast(tensor, wide.dtype)", "tensor", "unit/packing"),
   Mutant("full bucket shared", "gradients/packing.py", "if size >= bucket_bytes:", "if size > bucket_bytes:", "unit/packing"),
   Mutant("bucket one byte too small", "gradients/packing.py", "filled + size > bucket_bytes", "filled + size >= bucket_bytes", "unit/packing"),
   Mutant("last buffer lost", "gradients/packing.py", "zip(buckets, reduced, strict=True)", "zip(buckets, reduced)", "unit/packing"),
-  Mutant("half precision squared", "gradients/clipping.py", "if _dtype(grad) in (tf.float16, tf.bfloat16):", "if False:", "unit/clipping"),
-  Mutant("clipped by row", "gradients/clipping.py", "    grad = indexed_slices.merge_duplicates(grad)", "    pass", "unit/clipping"),
-  Mutant("infinity clipped away", "gradients/clipping.py", "  if keep_infinite:", "  if False:", "unit/clipping unit/nonfinite unit/optimizer"),
-  Mutant("duplicates kept", "gradients/indexed_slices.py", "rows.shape == [1] or _is_unique(rows)", "True", "unit/indexed_slices unit/reduction"),
-  Mutant("positions taken for rows", "gradients/indexed_slices.py", "bool(indices.value_index == 0)", "True", "unit/indexed_slices"),
-  Mutant("row gradient unscaled", "gradients/indexed_slices.py", "values = times(grad.values, factor)", "values = grad.values", "unit/indexed_slices"),
+  # Groups, and what is checked.
   Mutant("duplicate replica let through", "groups.py", "if index[index_of_replica] >= 0:", "if index[index_of_replica] > 0:", "unit/groups"),
   Mutant("replica out of range", "groups.py", "if not 0 <= replica < total:", "if not 0 <= replica <= total:", "unit/groups"),
   Mutant("strided is contiguous", "groups.py", "reshape(group_size, -1).T", "reshape(-1, group_size)", "unit/groups"),
   Mutant("hosts between graphs", "groups.py", "return contiguous(num_replicas, len(devices))", "return strided(num_replicas, len(devices))", "unit/groups"),
-  Mutant("seed not scaled", "gradients/differentiation.py", "seed = tf.cast(scale(seed), seed.dtype)", "scale(seed)", f"unit/differentiation {_STEP}"),
   Mutant("weights of another shape", "validation.py", "if not shape.is_compatible_with(expected):", "if False:", "unit/validation"),
-  Mutant("old Keras accepted", "versions.py", "if _is_older(found, OLDEST_KERAS):", "if False:", "unit/versions"),
+  Mutant("old Keras accepted", "versions.py", "if _is_older(number, OLDEST_KERAS):", "if False:", "unit/versions"),
 ]
 # fmt: on
 
