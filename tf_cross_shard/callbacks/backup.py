@@ -149,7 +149,7 @@ class BackupAndRestore(base.GroupCallback):
     state = group_state.GroupCopies(self.model.optimizer, self.model)
     path = self._folder / f"epoch_{epoch + 1}.npz"
     state.agree("a backup")
-    arrays = state.own_arrays(state.apart("a backup"))
+    arrays = state.arrays(state.apart("a backup"), own=True)
     state.write(path, "a backup", arrays, self._values(epoch))
     backups = self._backups()
     for number in sorted(backups)[:-_KEPT]:

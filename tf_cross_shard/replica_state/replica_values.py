@@ -110,7 +110,7 @@ class Copies:
 
     One list for each variable, with one digest for each replica.
     """
-    mine = [
+    own = [
       [
         hashlib.blake2b(array.tobytes(), digest_size=_DIGEST).digest()
         for array in self.here(variable)
@@ -119,24 +119,24 @@ class Copies:
     ]
     rows = [
       np.frombuffer(b"".join(of_replica), np.uint8)
-      for of_replica in zip(*mine, strict=True)
+      for of_replica in zip(*own, strict=True)
     ]
-    found = [row.tobytes() for row in self.gather(rows)]
+    digests = [row.tobytes() for row in self.gather(rows)]
     return [
-      [row[start : start + _DIGEST] for row in found]
-      for start in range(0, _DIGEST * len(mine), _DIGEST)
+      [row[start : start + _DIGEST] for row in digests]
+      for start in range(0, _DIGEST * len(own), _DIGEST)
     ]
 
-  def gather(self, mine: Sequence[Array]) -> list[Array]:
+  def gather(self, own: Sequence[Array]) -> list[Array]:
     """Returns the arrays of all replicas; all have one dtype and shape."""
     engine = self.engine
     if len(engine.replicas_here) == engine.num_replicas:
-      return list(mine)
-    dtype, shape, size = mine[0].dtype, mine[0].shape, mine[0].nbytes
+      return list(own)
+    dtype, shape, size = own[0].dtype, own[0].shape, own[0].nbytes
     words = np.stack(
       [
         np.frombuffer(array.tobytes() + bytes(-size % 4), np.int32)
-        for array in mine
+        for array in own
       ]
     )
     parts = [np.zeros([engine.num_replicas, 0], np.int32)]
