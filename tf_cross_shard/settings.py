@@ -154,7 +154,7 @@ def as_groups(group_assignment: Any) -> groups_lib.Groups | None:
 def _check_limit(name: str, limit: Any) -> None:
   """Raises `ValueError` unless a limit is None or a number of at least 0."""
   # A comparison that NaN fails.
-  is_number = isinstance(limit, numbers.Real) and float(limit) >= 0
+  is_number = hasattr(limit, "__float__") and float(limit) >= 0
   if limit is not None and not is_number:
     raise ValueError(
       f"`{name}` must be a number of at least 0, or None; got {limit!r}. None"

@@ -398,6 +398,13 @@ def test_none_is_zeros_where_another_call_has_a_gradient() -> None:
     for step in (*steps, *steps, steps[1], steps[1]):
       step(optimizer, one, weight, other)
     assert (float(weight.numpy()), float(other.numpy())) == (-2.0, -3.0)
+    if not is_traced:  # A window without any gradient leaves momentum alone.
+      opt = keras.optimizers.SGD(1.0, momentum=0.5)
+      optimizer = keras3.CrossShardOptimizer(opt, accumulate_steps=2)
+      optimizer.build([weight, other])
+      for step in (early, early, late, late):
+        step(optimizer, one, weight, other)
+      assert float(weight.numpy()) == -4.0
   # The end of a window that was traced without it cannot know of it.
   optimizer = keras3.CrossShardOptimizer("sgd", accumulate_steps=2)
   optimizer.build([weight, other])

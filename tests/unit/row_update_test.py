@@ -269,6 +269,50 @@ def test_steps_that_are_not_finite_change_no_row() -> None:
   assert int(optimizer.skipped_steps.numpy()) == 1
 
 
+def test_sums_are_checked_before_opt_clips_them() -> None:
+  """And values that take a gradient's place are not clipped."""
+  optimizer = _optimizer(
+    "keras3",
+    "SGD",
+    settings={"momentum": 0.0, "clipvalue": 1.0, "learning_rate": 1.0},
+    skip_nonfinite=True,
+  )
+  table, scale = keras.Variable(tf.ones([4, 2])), keras.Variable(1.0)
+  scale.overwrite_with_gradient = True
+  optimizer.build([table, scale])
+  for value, step in ((np.inf, 0), (2.0, 1)):
+    rows = tf.constant([[value, 0.5]])
+    grad = tf.IndexedSlices(rows, tf.constant([1]), tf.constant([4, 2]))
+    optimizer.apply_gradients([(grad, table), (tf.constant(10.0), scale)])
+    expected = np.ones([4, 2])
+    expected[1] -= [step, 0.5 * step]
+    np.testing.assert_array_equal(table.numpy(), expected)
+    assert float(scale.numpy()) == (10.0 if step else 1.0)
+  assert int(optimizer.skipped_steps.numpy()) == 1
+
+
+def test_compiled_by_xla_all_is_dense() -> None:
+  """The decay, too."""
+  tables = []
+  for lazy_rows in (False, True):
+    optimizer = _optimizer("keras3", "AdamW", lazy_rows=lazy_rows)
+    table = tf.Variable(tf.ones([4, 2]))
+    optimizer.build([table])
+
+    @tf.function(autograph=False, jit_compile=True)
+    def step(optimizer: Any, table: Any) -> None:
+      grad = tf.IndexedSlices(
+        tf.ones([1, 2]), tf.constant([1]), tf.constant([4, 2])
+      )
+      optimizer.apply_gradients([(grad, table)])
+
+    for _ in "12":
+      step(optimizer, table)
+    tables.append(table.numpy())
+  np.testing.assert_array_equal(*tables)
+  assert (tables[0] != 1).all()
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_files(package: str, tmp_path: Any) -> None:
   """Slots are the plain optimizer's; the state goes on to the bit."""

@@ -148,6 +148,13 @@ class InnerOptimizer(abc.ABC):
     del variables
     return contextlib.nullcontext()
 
+  def clipping_by(
+    self, clip: Callable[[Any, Sequence[Gradient]], list[Gradient]]
+  ) -> contextlib.AbstractContextManager[Any]:
+    """A context in which `clip(optimizer, grads)` does the optimizer's own."""
+    del clip
+    return contextlib.nullcontext()
+
   @abc.abstractmethod
   def _index(self, variable: Any) -> Any:
     """The place of `variable` among those it was built on, or None."""

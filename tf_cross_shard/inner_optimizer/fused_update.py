@@ -70,6 +70,11 @@ def keras_class(optimizer: Any) -> str:
   return kind.__name__ if is_own else ""
 
 
+def is_compiled(optimizer: Any) -> bool:
+  """Whether XLA compiles a step of the optimizer that is being traced."""
+  return bool(getattr(optimizer, "jit_compile", False)) or kernels.is_compiled()
+
+
 @contextlib.contextmanager
 def in_place(
   optimizer: Any,
@@ -87,10 +92,7 @@ def in_place(
   """
   kernel = find_kernel(optimizer) if is_fused else None
   # XLA fuses Keras' operations by itself, and knows no number of rows.
-  is_compiled = (
-    getattr(optimizer, "jit_compile", False) or kernels.is_compiled()
-  )
-  if is_compiled or (kernel is None and row_step is None):
+  if is_compiled(optimizer) or (kernel is None and row_step is None):
     yield
     return
   plain = optimizer.update_step

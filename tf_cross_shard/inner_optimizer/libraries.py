@@ -5,6 +5,7 @@ The private names of a Keras stand in the folder of that Keras, `keras3/` or
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -75,25 +76,23 @@ def of(thing: Any) -> Library:
 
 
 @contextlib.contextmanager
-def leaving_out(
-  optimizer: Any,
-  method: str,
-  variables: Sequence[Any],
-  key: Callable[[Any], Any],
+def replacing(
+  optimizer: Any, method: str, function: Callable[..., Any]
 ) -> Iterator[None]:
-  """Lets a method of an optimizer, which takes variables, leave some out.
+  """Puts a function in the place of an optimizer's method.
 
   Args:
     optimizer: The optimizer.
     method: The name of its method.
-    variables: Those that the method does not see inside the context.
-    key: Returns what identifies a variable.
+    function: It is handed the method before the method's arguments.
   """
-  plain, hidden = getattr(optimizer, method), set(map(key, variables))
-  vars(optimizer)[method] = lambda seen: plain(
-    [variable for variable in seen if key(variable) not in hidden]
+  before = vars(optimizer).get(method)
+  vars(optimizer)[method] = functools.partial(
+    function, getattr(optimizer, method)
   )
   try:
     yield
   finally:
     del vars(optimizer)[method]
+    if before is not None:
+      vars(optimizer)[method] = before

@@ -99,6 +99,12 @@ def gathered(
   attributes = vars(optimizer)
   rows, before = [Rows(variable, indices)], {}
   for attribute, slot in base.slots_at(optimizer, index, count, ()):
+    values = attributes[attribute]
+    if not isinstance(values, list) or values[index] is not slot:
+      raise ValueError(
+        f"`lazy_rows` needs slots in lists along the variables; `{attribute}`"
+        f" of {type(optimizer).__name__} has them otherwise. Leave it out."
+      )
     before[attribute] = attributes[attribute]
     # A list of its own: Keras tracks what is put into its lists.
     slots = list(attributes[attribute])

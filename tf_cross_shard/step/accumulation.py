@@ -16,6 +16,7 @@ import tensorflow as tf
 from tf_cross_shard import settings as settings_lib
 from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.collectives import base as engines
+from tf_cross_shard.collectives import replica_isolation
 from tf_cross_shard.gradients import indexed_slices
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import base
@@ -125,8 +126,8 @@ class OwnWindow(Window):
     self._known: list[Any] = []  # Ids stay theirs.
     # Variables that some call has a gradient of, and those that a traced end of
     # a window had none of and left out.
-    self._added: set[int] = set()
-    self._left_out: set[int] = set()
+    self._added: set[Any] = set()
+    self._left_out: set[Any] = set()
     self._calls = self._make(0, tf.int64, "accumulated_calls")
 
   def build(self, variables: Sequence[Any]) -> None:
@@ -156,15 +157,15 @@ class OwnWindow(Window):
     for grad, variable in zip(grads, variables, strict=True):
       if grad is None:
         continue
-      sum_of = self._sum_of(variable)
-      if id(sum_of) in self._left_out:
+      key = self._key(variable)
+      if key in self._left_out:
         raise ValueError(
           f"{variables_lib.path_of(variable)} has a gradient in some calls of a"
           " window and None in others, and the function that ends windows was"
           " traced first. Use zeros in the place of None."
         )
-      self._added.add(id(sum_of))
-      sum_of.assign_add(grad)
+      self._added.add(key)
+      self._sum_of(variable).assign_add(grad)
     self._calls.assign_add(1)
 
   def _take(
@@ -172,18 +173,24 @@ class OwnWindow(Window):
   ) -> list[Gradient]:
     """Returns the mean over the window.
 
-    A gradient of None is one of zeros where another call has one: the sum would
-    be kept for a later window.
+    A gradient of None is one of zeros where another call of the window, or of
+    any in functions, has one: the sum would be kept for a later window.
     """
     grads = list(grads)
     for i, (grad, variable) in enumerate(zip(grads, variables, strict=True)):
-      sum_of = self._sum_of(variable)
-      if grad is None and id(sum_of) in self._added:
-        grads[i] = tf.zeros_like(sum_of)
+      key = self._key(variable)
+      if grad is None and key in self._added:
+        grads[i] = tf.zeros_like(self._sum_of(variable))
       elif grad is None and not tf.executing_eagerly():
-        self._left_out.add(id(sum_of))
+        self._left_out.add(key)
     totals = super()._take(grads, variables)
+    if tf.executing_eagerly():  # A trace says nothing of windows.
+      self._added -= set(map(self._key, variables))
     return [None if total is None else total / self.steps for total in totals]
+
+  def _key(self, variable: Any) -> Any:
+    """Returns what a variable is known by, in each replica by another."""
+    return replica_isolation.replica_id(), id(self._sum_of(variable))
 
   def _make(self, value: Any, dtype: Any, name: str) -> Any:
     with self._engine.making_variables():

@@ -66,8 +66,11 @@ def check(inner: base.InnerOptimizer, settings: settings_lib.Settings) -> None:
 def is_exact(optimizer: Any) -> bool:
   """Whether rows without a gradient would not change in plain Keras."""
   last = base.innermost(optimizer)
+  # SGD of tf_keras writes a slot for each row in each step, momentum or not.
   return fused_update.keras_class(last) in _EXACT and not (
-    getattr(last, "momentum", 0) or last.weight_decay
+    getattr(last, "momentum", 0)
+    or getattr(last, "momentums", None)
+    or last.weight_decay
   )
 
 
@@ -97,26 +100,22 @@ class RowUpdate(update.ReplicatedUpdate):
       for total, variable in zip(sums, variables, strict=True)
       if isinstance(total, tf.IndexedSlices)
     ]
-    # Momentum and decay may have been assigned since.
-    if not tables or not (self._is_lazy or is_exact(self._inner.optimizer)):
+    if not tables or not self._is_by_rows():
       apply_once(sums, variables)
       return
-    last = base.innermost(self._inner.optimizer)
     # Keras would clip whole tables, and let them decay.
-    clipped = clipping.clip(
-      sums,
-      **{
-        name: self._inner.scale_limit(limit) if limit else None
-        for name in settings_lib.LIMITS
-        for limit in (getattr(last, name),)
-      },
-      keep_infinite=self._inner.scales_dynamically,
-    )
     with (
-      update.without_clipping(last, *settings_lib.LIMITS),
+      self._inner.clipping_by(_clip),
       self._inner.without_decay(tables),
     ):
-      apply_once(clipped, variables)
+      apply_once(sums, variables)
+
+  def _is_by_rows(self) -> bool:
+    """Whether rows are updated here; momentum and decay may be assigned."""
+    optimizer = self._inner.optimizer
+    return not fused_update.is_compiled(base.innermost(optimizer)) and (
+      self._is_lazy or is_exact(optimizer)
+    )
 
   def _update_rows(
     self,
@@ -127,7 +126,7 @@ class RowUpdate(update.ReplicatedUpdate):
   ) -> None:
     """Runs the optimizer's own `update_step` on the rows that occur."""
     last = base.innermost(self._inner.optimizer)
-    if not (self._is_lazy or is_exact(self._inner.optimizer)):
+    if not self._is_by_rows():
       update_step(grad, variable, *rate)
       return
     grad = indexed_slices.merge_duplicates(grad)
@@ -139,6 +138,15 @@ class RowUpdate(update.ReplicatedUpdate):
         factor = tf.cast(last.weight_decay, rows.dtype)
         rows.assign_sub(rows * factor * tf.cast(last.learning_rate, rows.dtype))
       update_step(values, rows, *rate)
+
+
+def _clip(optimizer: Any, grads: Sequence[Gradient]) -> list[Gradient]:
+  """Clips sums by an optimizer's own limits."""
+  limits: dict[str, Any] = {}
+  for name in settings_lib.LIMITS:
+    limit = getattr(optimizer, name)  # In Keras 0 and less clip nothing.
+    limits[name] = limit if limit and limit > 0 else None
+  return clipping.clip(grads, **limits)
 
 
 def _unknown_length(value: Any) -> tf.Tensor:

@@ -6,7 +6,7 @@ it finds, which is isolated.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
@@ -97,8 +97,20 @@ class TfKerasOptimizer(base.InnerOptimizer):
   ) -> contextlib.AbstractContextManager[Any]:
     """A context in which the weights of `variables` do not decay."""
     last = base.innermost(self.optimizer)
-    return libraries.leaving_out(
-      last, "_apply_weight_decay", variables, last._var_key
+    hidden = set(map(last._var_key, variables))
+
+    def decay_others(decay: Callable[..., None], seen: Sequence[Any]) -> None:
+      decay([v for v in seen if last._var_key(v) not in hidden])
+
+    return libraries.replacing(last, "_apply_weight_decay", decay_others)
+
+  def clipping_by(
+    self, clip: Callable[[Any, Sequence[Gradient]], list[Gradient]]
+  ) -> contextlib.AbstractContextManager[Any]:
+    """A context in which `clip(optimizer, grads)` does the optimizer's own."""
+    last = base.innermost(self.optimizer)
+    return libraries.replacing(
+      last, "_clip_gradients", lambda _, grads: clip(last, grads)
     )
 
   @property
