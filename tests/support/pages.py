@@ -60,7 +60,6 @@ def no_warnings() -> Iterator[None]:
     record.getMessage()
     for record in records
     if package in pathlib.Path(record.pathname).parents
-    and "belongs to no group" not in record.getMessage()
   ]
   assert not ours, ours
 

@@ -17,7 +17,7 @@ numbers are read when `fit` ends and when something is saved.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -27,6 +27,13 @@ from absl import logging
 from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.replica_state import replica_values
 
+_BLENDED: Final = (
+  "%s trains %d groups, and Keras' evaluate(), predict() and"
+  " fit(validation_data=...) let each replica answer for its share of the rows"
+  " by its own group's weights: the result belongs to no group. Use"
+  " tf_cross_shard.callbacks.GroupMetrics, which judges every group on all"
+  " rows; see docs/group_callbacks.md."
+)
 _SEEN: Final = 256  # elements of the smallest variable: enough, and cheap
 
 
@@ -41,7 +48,7 @@ class OverwriteWatch:
     self._variable: Any = None
     # Whether callbacks that know of groups look at them.
     self.is_judged_by_group = False
-    self._said: set[str] = set()
+    self._said: set[Any] = set()
     self._state: Any = None
     # Workers would have to wait for each other to make it, and to compare.
     is_one_process = len(engine.replicas_here) == engine.num_replicas > 1
@@ -101,7 +108,7 @@ class OverwriteWatch:
     """Warns of what `fit` may have done, or its user may do next."""
     self.check()
     if not self.is_judged_by_group:
-      self.before_evaluating()
+      self._say(_BLENDED, logging.info)
 
   def accept(self) -> None:
     """Takes what groups have now as it is meant to be."""
@@ -134,14 +141,7 @@ class OverwriteWatch:
 
   def before_evaluating(self) -> None:
     """Warns that Keras evaluates or predicts rows by different groups."""
-    if self._groups.num_groups > 1:
-      self._say(
-        "%s trains %d groups, and Keras' evaluate(), predict() and"
-        " fit(validation_data=...) let each replica answer for its share of the"
-        " rows by its own group's weights: the result belongs to no group. Use"
-        " tf_cross_shard.callbacks.GroupMetrics, which judges every group on"
-        " all rows; see docs/group_callbacks.md.",
-      )
+    self._say(_BLENDED)
 
   def _are_equal(self, variables: Iterable[Any]) -> bool:
     """Whether all groups are in this process and have the same values."""
@@ -154,11 +154,11 @@ class OverwriteWatch:
         return False
     return True
 
-  def _say(self, text: str) -> None:
-    """Warns once."""
-    if text not in self._said:
-      self._said.add(text)
-      logging.warning(text, self._name, self._groups.num_groups)
+  def _say(self, text: str, log: Callable[..., None] | None = None) -> None:
+    """Warns once of what concerns groups."""
+    if self._groups.num_groups > 1 and (text, log) not in self._said:
+      self._said.add((text, log))
+      (log or logging.warning)(text, self._name, self._groups.num_groups)
 
   def _copies(self, variable: Any) -> list[Any]:
     """Returns the first few elements of each replica's value."""
