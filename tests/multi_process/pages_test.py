@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 EXPECTED = {  # The blocks of Python, or the change of a line, of each page.
   "README.md": 2,
   "docs/custom_loops.md": 2,
+  "docs/embeddings.md": 1,
   "docs/group_callbacks.md": 1,
   "docs/groups.md": 4,
   "docs/index.md": 1,
