@@ -144,12 +144,12 @@ def options(path: Path, text: str) -> dict[str, str]:
           f"{path}: {word!r} in a `# bazel:` line is not one of "
           f"{'=, '.join(OPTIONS)}=."
         )
-      if key in result:
+      if key in result and key != "deps":
         raise Error(
           f"{path}: `# bazel:` lines set {key}= to {result[key]!r} and to "
           f"{value!r}. Write it once; lists are separated by commas."
         )
-      result[key] = value
+      result[key] = ",".join(filter(None, (result.get(key), value)))
   return result
 
 

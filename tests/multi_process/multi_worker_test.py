@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support import interplay, testbed, workers
+from tests.support import interplay, lazy_oracle, testbed, workers
 from tests.support import interplay_workers as cells
 from tests.support import multi_worker_cases as cases
 from tf_cross_shard import groups as groups_lib
@@ -181,6 +181,25 @@ def test_islands(launches: Launches, launch: str, key: cases.Key) -> None:
     return [a + 3.0 * b for a, b in zip(joined, sums(members), strict=True)]
 
   _check([each["apart"] for each in held], key[1], expected)
+
+
+@_of("lazy_rows")
+def test_lazy_rows(launches: Launches, launch: str, key: cases.Key) -> None:
+  """Rows that occur travel, with their ids; the table does not."""
+  held = _held(launches, launch, key)
+  rows, width = cases.LAZY_SHAPE
+
+  def expected(members: Sequence[int]) -> list[np.ndarray]:
+    batches = cases.lazy_batches(members)
+    return [lazy_oracle.train("Adam", np.ones([rows, width]), batches)]
+
+  _check([it["table"] for it in held], key[1], expected, lambda *_: 1e-5)
+  for members in _groups(len(held), key[1]):
+    longest = max(len(cases.lazy_batches([r])[-1][0]) for r in members)
+    for replica in members:
+      # The two numbers of rows, then values and ids, padded to the longest.
+      sent = held[replica]["sent"]
+      assert sent == [2, longest * width, longest]
 
 
 @_of("retrace")

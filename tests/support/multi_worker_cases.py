@@ -7,13 +7,14 @@ The test's own process knows the data of all workers, and so what is right.
 import functools
 import os
 import tempfile
+import unittest.mock
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tests.support import testbed
+from tests.support import lazy_oracle, testbed
 from tf_cross_shard import (
   CrossShardOptimizer,
   callbacks,
@@ -21,6 +22,7 @@ from tf_cross_shard import (
   replica_state,
 )
 from tf_cross_shard.callbacks import base
+from tf_cross_shard.collectives import collective_ops
 from tf_cross_shard.coordination import agreement
 
 Key = tuple[str, ...]
@@ -271,6 +273,69 @@ def sparse_sum(
   return own([table, bias])
 
 
+# Of each replica in each step: ids of several replicas, one twice, none at all.
+_LAZY_IDS: Sequence[Sequence[Sequence[int]]] = (
+  ([0, 1, 1], [1, 2], [5], []),
+  ([3], [], [0, 5], [5]),
+  ([4, 0, 3], [3, 3], [], [40]),
+)
+LAZY_SHAPE = (64, 2)
+
+
+def lazy_batches(members: Sequence[int]) -> list[lazy_oracle.Batch]:
+  """The rows of all members of a group, in each step."""
+  found = []
+  for step, ids in enumerate(_LAZY_IDS):
+    rows = [
+      np.random.default_rng([step, r]).normal(size=(len(ids[r]), LAZY_SHAPE[1]))
+      for r in members
+    ]
+    joined = np.concatenate([np.array(ids[r], int) for r in members])
+    found.append((joined, np.concatenate(rows)))
+  return found
+
+
+def lazy_rows(
+  grouping: str, strategy: tf.distribute.Strategy
+) -> dict[str, Any]:
+  """Adam by rows; the last step is eager, and what it sends is noted."""
+  with strategy.scope():
+    table = tf.keras.Variable("ones", shape=LAZY_SHAPE)
+    optimizer = CrossShardOptimizer(
+      tf.keras.optimizers.Adam(lazy_oracle.RATE),
+      "sum",
+      group_assignment=GROUPINGS[strategy.num_replicas_in_sync][grouping],
+      lazy_rows=True,
+    )
+    optimizer.build([table])
+
+  def step(ids: tf.Tensor, values: tf.Tensor) -> None:
+    def replica_step() -> None:
+      rows = tf.IndexedSlices(values, ids, tf.constant(LAZY_SHAPE))
+      optimizer.apply_gradients([(rows, table)])
+
+    strategy.run(replica_step)
+
+  specs = [tf.TensorSpec([None], tf.int32)]
+  specs.append(tf.TensorSpec([None, LAZY_SHAPE[1]], tf.float32))
+  traced = tf.function(step, autograph=False, input_signature=specs)
+  *batches, last = [
+    (tf.constant(ids, tf.int32), tf.constant(rows, tf.float32))
+    for ids, rows in lazy_batches([place_of(strategy)])
+  ]
+  for batch in batches:
+    traced(*batch)
+  run, sent = collective_ops.CollectiveOps.run, []
+
+  def note(self: Any, name: str, tensors: Any, *args: Any) -> Any:
+    sent.extend(tensor.shape.num_elements() for tensor in tensors)
+    return run(self, name, tensors, *args)
+
+  with unittest.mock.patch.object(collective_ops.CollectiveOps, "run", note):
+    step(*last)
+  return {"table": own([table]), "sent": sent}
+
+
 def retrace(
   grouping: str, strategy: tf.distribute.Strategy
 ) -> list[np.ndarray]:
@@ -486,6 +551,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (sparse_sum, "bfloat16", "ungrouped", "function", {}),
     (sparse_sum, "repeated", "crossed", "function", {"wire_dtype": "float16"}),
     (sparse_sum, "normal", "ungrouped", "function", {"wire_dtype": "bfloat16"}),
+    (lazy_rows, "crossed", {}),
     (retrace, "crossed", {}),
     (fit, "Adam", "crossed", {}),
     (islands, "crossed", {}),
@@ -498,6 +564,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
   "tensorflow-2": [
     (dense_sum, "mixed", "together", "function", {"wire_dtype": "bfloat16"}),
     (sparse_sum, "different", "singletons", "function", {}),
+    (lazy_rows, "together", {}),
     (islands, "singletons", {}),
   ],
 }

@@ -42,7 +42,11 @@ def programs(page: str) -> list[str]:
 
 @contextlib.contextmanager
 def no_warnings() -> Iterator[None]:
-  """Raises `AssertionError` where this package has logged a warning."""
+  """Raises `AssertionError` where this package has logged a warning.
+
+  But for the note that each grouped `fit` without callbacks for groups ends
+  with, however right the program is.
+  """
   records: list[logging.LogRecord] = []
   handler = logging.Handler(logging.WARNING)
   handler.emit = records.append  # type: ignore[method-assign]
@@ -52,8 +56,13 @@ def no_warnings() -> Iterator[None]:
   finally:
     logging.getLogger("absl").removeHandler(handler)
   package = pathlib.Path(tf_cross_shard.__file__).parent
-  ours = [r for r in records if package in pathlib.Path(r.pathname).parents]
-  assert not ours, [record.getMessage() for record in ours]
+  ours = [
+    record.getMessage()
+    for record in records
+    if package in pathlib.Path(record.pathname).parents
+    and "belongs to no group" not in record.getMessage()
+  ]
+  assert not ours, ours
 
 
 def check(page: str, program: str, folder: pathlib.Path) -> None:

@@ -168,7 +168,7 @@ class BackupAndRestore(base.GroupCallback):
     state = group_state.GroupCopies(self.model.optimizer, self.model)
     path = self._folder / f"epoch_{epoch + 1}.npz"
     state.agree("a backup")
-    arrays = state.own_arrays(state.apart("a backup"))
+    arrays = state.arrays(state.apart("a backup"), own=True)
     for name, value in base.collect_state(self.same_fit()).items():
       arrays[_CALLBACKS + name] = np.asarray(value)
     state.write(path, "a backup", arrays, {"epoch": epoch + 1})

@@ -9,8 +9,10 @@ variable. Here every group has its say:
     read_group(1)  B from that file, in a model without replicas
     average        every replica has the mean of all
 
-Arguments have one order: a path, groups or a variable, then `optimizer`, then
-`model`. An optimizer and a model that are swapped are told apart.
+Arguments have one order: a path, groups or a variable; then `optimizer`, which
+is built; then `model`, a built model or a list of variables. An optimizer and a
+model that are swapped are told apart. An optimizer without groups has one of
+all replicas.
 
 >>> import tensorflow as tf
 >>> from tf_cross_shard import CrossShardOptimizer
@@ -32,6 +34,7 @@ Arguments have one order: a path, groups or a variable, then `optimizer`, then
 20.0
 >>> float(ensemble(optimizer, model)(x)[0, 0])
 10.0
+>>> assert_in_sync(optimizer, model)
 >>> average(optimizer, model)
 >>> [float(value[0, 0]) for value in values(kernel)]
 [5.0, 5.0]

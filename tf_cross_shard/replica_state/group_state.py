@@ -106,45 +106,26 @@ class GroupCopies:
       raise OutOfSyncError(self._difference(topic, wrong))
     return {part.name for part, *_ in differing}
 
-  def arrays(self, apart: Collection[str]) -> dict[str, archive.Array]:
+  def arrays(
+    self, apart: Collection[str], own: bool = False
+  ) -> dict[str, archive.Array]:
     """Returns every group's values: of `apart` once per member of the group.
 
-    On several machines the first worker has them; others only take part.
+    On several machines the first worker has them; others only take part. Each
+    has its own replicas' if `own`, and nothing travels.
     """
+    engine = self.copies.engine
     arrays: dict[str, archive.Array] = {}
+    replicas = engine.replicas_here if own else range(engine.num_replicas)
     for part in self.parts:
-      is_apart = part.name in apart
-      places = [
-        (index, member)
-        for index in range(self.groups.num_groups)
-        for member in range(self.groups.group_size if is_apart else 1)
-      ]
-      values = self.copies.read(
-        part.variable, [self.groups.assignment[i][m] for i, m in places]
-      )
-      if self.copies.is_first:
-        arrays |= {
-          key(part.name, index, member if is_apart else None): value
-          for (index, member), value in zip(places, values, strict=True)
-        }
-    return arrays
-
-  def own_arrays(self, apart: Collection[str]) -> dict[str, archive.Array]:
-    """Returns what `arrays` does of the groups with replicas in this process.
-
-    Nothing travels between workers.
-    """
-    arrays: dict[str, archive.Array] = {}
-    for part in self.parts:
-      for replica, array in zip(
-        self.copies.engine.replicas_here,
-        self.copies.here(part.variable),
-        strict=True,
-      ):
+      values = self.copies.here(part.variable)
+      values = values if own else self.copies.gather(values)
+      for replica, array in zip(replicas, values, strict=True):
         index = self.groups.index_of(replica)
         member = self.groups.assignment[index].index(replica)
-        is_apart = part.name in apart
-        arrays[key(part.name, index, member if is_apart else None)] = array
+        name = key(part.name, index, member if part.name in apart else None)
+        if own or self.copies.is_first:
+          arrays.setdefault(name, array)
     return arrays
 
   def write(
@@ -318,18 +299,15 @@ def variables_of(model: Any) -> list[Any]:
 
 def _strategy_of(parts: Sequence[Part]) -> tf.distribute.Strategy:
   """Returns the one strategy whose replicas have the variables."""
-  first: tuple[str, Any] | None = None
-  for part in parts:
-    strategy = replica_values.strategy_of(part.variable)
-    if strategy is None:
-      continue
-    if first is not None and strategy is not first[1]:
+  owned = [(p.name, replica_values.strategy_of(p.variable)) for p in parts]
+  owned = [pair for pair in owned if pair[1] is not None]
+  for name, strategy in owned:
+    if strategy is not owned[0][1]:
       raise ValueError(
-        f"`{part.name}` and `{first[0]}` belong to different strategies. Make"
+        f"`{name}` and `{owned[0][0]}` belong to different strategies. Make"
         " model and optimizer inside the scope of one."
       )
-    first = first or (part.name, strategy)
-  return tf.distribute.get_strategy() if first is None else first[1]
+  return owned[0][1] if owned else tf.distribute.get_strategy()
 
 
 def _apart_by(a: archive.Array, b: archive.Array) -> str:

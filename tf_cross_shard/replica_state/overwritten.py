@@ -10,7 +10,7 @@ replica compares a number of one small variable with what its last step left:
                  group 0           group 1
     step k       left  = 0.3       left  = 0.7
     set_weights
-    step k + 1   found = 0.3       found = 0.3     group 1 was changed
+    step k + 1   start = 0.3       start = 0.3     group 1 was changed
 
 Replicas tell each other nothing for that, and nobody waits for a device: the
 numbers are read when `fit` ends and when something is saved.
@@ -34,7 +34,7 @@ class OverwriteWatch:
   """The warnings of an optimizer with groups, each given once."""
 
   def __init__(self, name: str, engine: Any) -> None:
-    """Makes each replica's `left`, `before` and `found`; NaN is unknown."""
+    """Makes each replica's `left`, `before` and `start`; NaN is unknown."""
     self._name = name
     self._groups = groups = engine.groups
     self._engine = engine
@@ -68,17 +68,17 @@ class OverwriteWatch:
       state = self._state.read_value()
       now = _number(self._variable)
       changed = tf.stack([state[0], now])  # In a first step `before` is NaN.
-      found = tf.where(now != state[0], changed, state[1:])
+      start = tf.where(now != state[0], changed, state[1:])
     yield
     with self._engine.isolate():
       left = _number(self._variable)
-      self._state.assign(tf.concat([[left], found], axis=0))
+      self._state.assign(tf.concat([[left], start], axis=0))
 
   def check(self) -> None:
     """Warns if others than the optimizer made groups equal that differed."""
     if self._variable is None or not is_between_steps():
       return
-    [left, before, found] = np.stack(self._copies(self._state)).T
+    [left, before, start] = np.stack(self._copies(self._state)).T
     now = [value.tobytes() for value in self._copies(self._variable)]
     # One member of each group, that of the first replica first.
     first, *others = sorted(min(members) for members in self._groups)
@@ -88,7 +88,7 @@ class OverwriteWatch:
       changed == [first, *others] and _differ(before[changed])
     )
     if (len(set(now)) == 1 and _differ(left)) or (
-      is_each and not _differ(found[changed])
+      is_each and not _differ(start[changed])
     ):
       self._say(
         "%s trained %d groups apart, and then something else set the weights of"

@@ -41,7 +41,7 @@ def group_values(variable: Any, optimizer: Any) -> list[archive.Array]:
 
   Args:
     variable: A `tf.Variable`, a `keras.Variable` or a slot.
-    optimizer: An optimizer with groups. Others have one of all replicas.
+    optimizer: An optimizer with groups; it need not be built.
 
   Returns:
     One array per group, in the order of `optimizer.groups`.
@@ -67,16 +67,7 @@ def assert_in_sync(optimizer: Any, model: Any = None) -> None:
   That is so as long as they start equal and only the optimizer changes them.
   Compared are the optimizer's variables and those that the model trains. What
   it does not train, say the statistics of batch normalization, is each
-  replica's own.
-
-  >>> weight = tf.Variable(3.0)
-  >>> optimizer = tf.keras.optimizers.SGD()
-  >>> optimizer.build([weight])
-  >>> assert_in_sync(optimizer, [weight])
-
-  Args:
-    optimizer: A built optimizer.
-    model: A model, or a list of variables; None for the optimizer's only.
+  replica's own. Without `model`, the optimizer's only.
 
   Raises:
     OutOfSyncError: If members differ; names the variable, the group and the
@@ -97,16 +88,9 @@ def average(optimizer: Any, model: Any, slots: bool = False) -> None:
   Averaged are the model's floating variables, the statistics of batch
   normalization among them; not integers, such as the states of random numbers.
 
-  Args:
-    optimizer: A built optimizer.
-    model: A model, or a list of variables.
-    slots: Average too what the optimizer keeps for each of the model's
-      variables, `get_slot(variable, name)` for all of its slot names. Its
-      iteration count, learning rate and loss scale stay each group's own in
-      either case.
-
-  Raises:
-    ValueError: If with `slots` the optimizer is no CrossShardOptimizer.
+  With `slots`, which need a CrossShardOptimizer, also what it keeps for each of
+  these variables: `get_slot(variable, name)` for all of its slot names. Its
+  iteration count, learning rate and loss scale stay each group's own.
   """
   state = group_state.GroupCopies(optimizer, model)
   chosen = [p.variable for p in state.parts if p.name.startswith("model/")]

@@ -1,0 +1,323 @@
+"""Steps on embedding tables: by rows against plain Keras, tf_keras and TF1.
+
+    python benchmarks/embeddings.py --json=embeddings.json
+    python benchmarks/embeddings.py --parts=device --optimizers=Adam --ids=2048
+
+Each case is a ratio to plain Keras 3 in one run. Some minutes on two cores,
+most of them plain Keras' on tables of a million rows.
+
+    device     apply_gradients() of given rows, on one device
+    mirrored   the same under MirroredStrategy, with rows of each replica
+    workers    the same on two workers
+    lookup     lookup, gradient and update; ours with keras.layers.Embedding,
+               which reads whole tables, and with layers.embedding_lookup
+    growth     ours by rows, to ours on the smallest table
+    memory     what table, slots and steps add to a process at the most, to the
+               table's bytes: Adam's slots are two tables more
+
+Replicas share a batch's ids. They follow a power law, p(k) ~ 1 / k, and are
+spread over the table: as many rows occur in large tables as in small ones. SGD
+and Adagrad are the same update in all cases. Adam and Momentum of ours have
+lazy_rows=True; those of the others, but TensorFlow 1's Momentum, update all
+rows.
+"""
+# bazel: deps=:timing
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Before TensorFlow.
+
+import functools
+import gc
+import itertools
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+import tf_keras
+import timing
+from absl import app, flags, logging
+
+from tf_cross_shard import keras3, layers, multi_worker
+from tf_cross_shard.multi_worker import launch
+
+_ALL = ["device", "mirrored", "workers", "lookup", "growth", "memory"]
+_PARTS = flags.DEFINE_list("parts", _ALL, "Which.")
+_OPTIMIZERS = flags.DEFINE_list(
+  "optimizers", ["Adam", "Adagrad", "SGD", "Momentum"], "Which."
+)
+_ROWS = flags.DEFINE_list("rows", ["10000", "100000", "1000000"], "Of tables.")
+_REPLICATED_ROWS = flags.DEFINE_list(
+  "replicated_rows",
+  ["10000", "100000"],
+  "Of tables with copies: those of all cases are there at the same time.",
+)
+_IDS = flags.DEFINE_list("ids", ["2048", "16384"], "Of a batch.")
+_ROUNDS = flags.DEFINE_integer("rounds", 7, "Timings of each case.", 1)
+_REPLICAS = flags.DEFINE_integer("replicas", 4, "Logical CPUs.", 2)
+_JSON = flags.DEFINE_string("json", None, "File to write the figures to.")
+_RISE_OF = flags.DEFINE_list("rise_of", None, "Used by the part memory.")
+
+WIDTH = 64
+KERAS, TF_KERAS, TF1 = "plain Keras", "tf_keras", "TensorFlow 1"
+OURS, OURS_WHOLE = "ours, by rows", "ours, Embedding"
+# So small that weights stay finite however often a step is repeated.
+_RATE = 1e-7
+_TIMEOUT = 1200  # Seconds, of the workers.
+
+Rows = list[dict[str, Any]]
+
+
+def make_optimizer(case: str, name: str) -> Any:
+  """A contestant's optimizer."""
+  if case == TF1:
+    train = tf.compat.v1.train
+    if name == "Momentum":
+      return train.MomentumOptimizer(_RATE, 0.9)
+    kind = "GradientDescent" if name == "SGD" else name
+    return getattr(train, f"{kind}Optimizer")(_RATE)
+  options = {"momentum": 0.9} if name == "Momentum" else {}
+  library = tf_keras if case == TF_KERAS else keras
+  kind = getattr(library.optimizers, "SGD" if options else name)
+  optimizer = kind(_RATE, **options)
+  if case in (KERAS, TF_KERAS):
+    return optimizer
+  is_lazy = name in ("Adam", "Momentum")
+  return keras3.CrossShardOptimizer(optimizer, "sum", lazy_rows=is_lazy)
+
+
+def make_table(rows: int) -> Any:
+  """A table of a Keras variable, which all contestants but two take."""
+  return keras.Variable("ones", shape=[rows, WIDTH], name="table")
+
+
+def make_ids(rows: int, count: int, num_replicas: int) -> tf.Tensor:
+  """Ids of a batch, [replicas, ids / replicas]: a power law, spread."""
+  smallest = min(map(int, [*_ROWS.value, *_REPLICATED_ROWS.value]))
+  uniform = np.random.default_rng(count).random([num_replicas, count])
+  ranks = np.floor(smallest ** uniform[:, : count // num_replicas]).astype(int)
+  return tf.constant((ranks - 1) * (rows // smallest))
+
+
+def replica_id() -> Any:
+  """The replica that is being traced."""
+  return tf.distribute.get_replica_context().replica_id_in_sync_group
+
+
+def make_step(
+  strategy: tf.distribute.Strategy, case: str, name: str, rows: int, count: int
+) -> Callable[[], Any]:
+  """A step in the strategy, of given rows that depend on the replica."""
+  with strategy.scope():
+    optimizer = make_optimizer(case, name)
+    table = make_table(rows)
+    if case in (TF_KERAS, TF1):
+      table = table.value
+    if case != TF1:
+      optimizer.build([table])
+  ids = make_ids(rows, count, strategy.num_replicas_in_sync)
+  values = tf.random.stateless_normal([ids.shape[1], WIDTH], [0, 0])
+
+  def replica_step() -> None:
+    # Not a list, with which Keras' Adagrad fails.
+    shape = tf.constant([rows, WIDTH], tf.int64)
+    grad = tf.IndexedSlices(values, ids[replica_id()], shape)
+    optimizer.apply_gradients([(grad, table)])
+
+  run = functools.partial(strategy.run, replica_step)
+  return tf.function(run, autograph=False)
+
+
+def make_training(
+  strategy: tf.distribute.Strategy, case: str, rows: int, count: int
+) -> Callable[[], Any]:
+  """A step with its lookup and its tape, by Adam."""
+  with strategy.scope():
+    layer = keras.layers.Embedding(rows, WIDTH)
+    layer.build()
+    table = layer.embeddings
+    optimizer = make_optimizer(case, "Adam")
+    optimizer.build([table])
+  ids = make_ids(rows, count, strategy.num_replicas_in_sync)
+
+  look_up = layer
+  if case == OURS:
+    look_up = functools.partial(layers.embedding_lookup, table)
+
+  def replica_step() -> None:
+    with tf.GradientTape() as tape:
+      loss = tf.reduce_mean(look_up(ids[replica_id()]) ** 2)
+    grad = tape.gradient(loss, table.value)
+    optimizer.apply_gradients([(grad, table)])
+
+  run = functools.partial(strategy.run, replica_step)
+  return tf.function(run, autograph=False)
+
+
+def measure(
+  part: str,
+  steps: Mapping[str, Callable[[], Any]],
+  baseline: str = KERAS,
+) -> Rows:
+  """Times steps in turns."""
+  taken = timing.interleave(steps, _ROUNDS.value)
+  rows = timing.compare(part, taken, [baseline])
+  if (
+    json.loads(os.environ.get("TF_CONFIG", '{"task": {}}'))["task"].get(
+      "index", 0
+    )
+    == 0
+  ):
+    timing.show(rows)
+  gc.collect()  # Functions and variables of one part hold each other.
+  return [
+    {
+      "part": part,
+      "case": row.case,
+      "milliseconds": row.milliseconds,
+      "ratio": row.ratios[baseline],
+    }
+    for row in rows
+  ]
+
+
+def measure_updates(
+  strategy: tf.distribute.Strategy, title: str, tables: Sequence[str]
+) -> Rows:
+  """All optimizers, tables and numbers of ids under one strategy."""
+  found: Rows = []
+  for name, rows, count in itertools.product(
+    _OPTIMIZERS.value, map(int, tables), map(int, _IDS.value)
+  ):
+    found += measure(
+      f"{title}, {name}, {rows:,}, {count:,} ids",
+      {
+        case: make_step(strategy, case, name, rows, count)
+        for case in (KERAS, TF_KERAS, TF1, OURS)
+      },
+    )
+  return found
+
+
+def measure_lookups(
+  strategy: tf.distribute.Strategy, title: str, tables: Sequence[str]
+) -> Rows:
+  """Steps with their lookups."""
+  found: Rows = []
+  for rows, count in itertools.product(map(int, tables), map(int, _IDS.value)):
+    found += measure(
+      f"{title}, Adam, {rows:,}, {count:,} ids",
+      {
+        case: make_training(strategy, case, rows, count)
+        for case in (KERAS, OURS_WHOLE, OURS)
+      },
+    )
+  return found
+
+
+def measure_growth(strategy: tf.distribute.Strategy) -> Rows:
+  """Ours on tables of all sizes, to the second largest."""
+  *_, base, _ = sorted(map(int, _ROWS.value)) * 2
+  found: Rows = []
+  for name, count in itertools.product(_OPTIMIZERS.value, map(int, _IDS.value)):
+    steps = {
+      f"{int(rows):,}": make_step(strategy, OURS, name, int(rows), count)
+      for rows in _ROWS.value
+    }
+    found += measure(f"growth, {name}, {count:,} ids", steps, f"{base:,}")
+  return found
+
+
+def rise(case: str, name: str, rows: int, count: int) -> float:
+  """By how many bytes a contestant raises this process' memory at the most."""
+  tf.zeros([]).numpy()  # TensorFlow starts.
+  before, _ = timing.process_size()
+  step = make_step(tf.distribute.get_strategy(), case, name, rows, count)
+  for _ in range(5):
+    step()
+  # The peak that `resource` knows may be the parent's.
+  lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+  [peak] = (line.split()[1] for line in lines if line.startswith("VmHWM"))
+  return (int(peak) / 1024 - before) * 2**20
+
+
+def measure_memory() -> Rows:
+  """Each case in a process of its own, on the largest table."""
+  found: Rows = []
+  rows, count = max(map(int, _ROWS.value)), _IDS.value[0]
+  print(f"\nmemory, {rows:,} rows: what is added, to the table's bytes")
+  for name, case in itertools.product(
+    _OPTIMIZERS.value, (KERAS, TF_KERAS, TF1, OURS)
+  ):
+    child = f"--rise_of={case},{name},{rows},{count}".replace(", by", "; by")
+    output = subprocess.check_output(
+      [sys.executable, *sys.argv, child], text=True
+    )
+    added = float(output.split()[-1])
+    ratio = added / (4 * rows * WIDTH)
+    print(f"  {name + ', ' + case:<32} {added / 2**20:6.0f} MB ({ratio:.2f})")
+    found.append({"case": case, "optimizer": name, "ratio": ratio})
+  return found
+
+
+def measure_workers() -> Rows:
+  """Two processes of this program; what the first one measured."""
+  with tempfile.TemporaryDirectory() as folder:
+    result = pathlib.Path(folder, "result.json")
+    command = [sys.executable, *sys.argv, f"--json={result}"]
+    launch.launch(command, 2, timeout=_TIMEOUT)
+    found: Rows = json.loads(result.read_text())["rows"]
+    return found
+
+
+def main(argv: Sequence[str]) -> None:
+  """Measures, prints and writes."""
+  if len(argv) > 1:
+    raise app.UsageError(f"Unknown arguments: {argv[1:]}.")
+  logging.set_verbosity(logging.ERROR)  # TensorFlow tells much.
+  tf.get_logger().setLevel("ERROR")  # Each case is a tf.function on purpose.
+  if "TF_CONFIG" in os.environ:
+    strategy = multi_worker.MultiWorkerStrategy()
+    rows = measure_updates(strategy, "workers", _REPLICATED_ROWS.value)
+    if strategy.cluster_resolver.task_id == 0:
+      timing.write_json(_JSON.value, {"rows": rows})
+    return
+  if _RISE_OF.value:
+    case, name, tall, count = _RISE_OF.value
+    print(rise(case.replace(";", ","), name, int(tall), int(count)))
+    return
+  tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * _REPLICAS.value,
+  )
+  print(timing.machine())
+  one = tf.distribute.get_strategy()
+  mirrored = tf.distribute.MirroredStrategy(
+    [f"CPU:{i}" for i in range(_REPLICAS.value)]
+  )
+  tables, replicated = _ROWS.value, _REPLICATED_ROWS.value
+  parts: dict[str, Callable[[], Rows]] = {
+    "device": lambda: measure_updates(one, "device", tables),
+    "mirrored": lambda: measure_updates(mirrored, "mirrored", replicated),
+    "workers": measure_workers,
+    "lookup": lambda: (
+      measure_lookups(one, "lookup", tables)
+      + measure_lookups(mirrored, "lookup, mirrored", replicated)
+    ),
+    "growth": lambda: measure_growth(one),
+    "memory": measure_memory,
+  }
+  found = {part: parts[part]() for part in _PARTS.value}
+  if _JSON.value:
+    timing.write_json(_JSON.value, found)
+
+
+if __name__ == "__main__":
+  app.run(main)
