@@ -74,46 +74,14 @@ def _place(item: pytest.Item) -> tuple[bool, bool]:
   return not _is_exclusive(item.path), not is_large
 
 
-def _check_slow(items: list[pytest.Item]) -> None:
-  """Raises where pytest and Bazel would not leave out the same tests."""
-  marks: dict[pathlib.Path, set[bool]] = {}
-  for item in items:
-    is_slow = item.get_closest_marker("slow") is not None
-    marks.setdefault(item.path, set()).add(is_slow)
-  for path, found in marks.items():
-    _check_slow_marks(path, found)
-
-
-def _check_slow_marks(path: pathlib.Path, found: set[bool]) -> None:
-  """Raises unless all tests of a file are slow, and it says so, or none is."""
-  if found != {_tells_bazel(path, r"tags=(\w+,)*slow")}:
-    raise pytest.UsageError(
-      f"{path} marks {'all' if found == {True} else 'some or none'} of its"
-      " tests slow. Write `pytestmark = pytest.mark.slow` and"
-      " `# bazel: tags=slow` into a file whose tests all are, else neither."
-    )
-
-
 @pytest.hookimpl(tryfirst=True)  # Before `-m` deselects any.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-  """With pytest-xdist the order matters."""
+  """Marks what Bazel calls slow; with pytest-xdist the order matters too."""
+  for item in items:
+    if _tells_bazel(item.path, r"tags=(\w+,)*slow"):
+      item.add_marker(pytest.mark.slow)
   if "PYTEST_XDIST_WORKER" in os.environ:
     items.sort(key=_place)
-  else:
-    _check_slow(items)
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-  """Where pytest-xdist's workers collect, an error of theirs has no words."""
-  if not getattr(session.config.option, "numprocesses", None):
-    return
-  for path in sorted(pathlib.Path(__file__).parent.rglob("*_test.py")):
-    text = path.read_text()
-    marks = {
-      "mark." + "slow" in text,
-      "\npytestmark = pytest.mark.slow" in text,
-    }
-    _check_slow_marks(path, marks)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -206,6 +206,8 @@ def target(
       data.append("py.typed")
   attributes["srcs"] = [path.name]
   if is_test(path):
+    if "pytest.main(" not in text:
+      raise Error(f"{path}: Bazel would run none of it. End it as others end.")
     attributes["main"] = path.name
   attributes["data"] = by_label(data)
   attributes["tags"] = (

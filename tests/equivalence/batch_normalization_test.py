@@ -20,8 +20,6 @@ from tf_cross_shard import (
   tf_keras,
 )
 
-pytestmark = pytest.mark.slow
-
 STRIDED = [[0, 2], [1, 3]]
 
 

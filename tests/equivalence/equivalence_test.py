@@ -84,6 +84,7 @@ def _train_by_loop(
   run = step if run_eagerly else tf.function(step, autograph=False)
   for x, y in zip(task.x, task.y, strict=True):
     run(tf.constant(x), tf.constant(y))
+  assert run_eagerly or run.experimental_get_tracing_count() == 1
   return variables
 
 

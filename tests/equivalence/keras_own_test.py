@@ -20,8 +20,6 @@ from packaging import version
 
 from tests.support import encapsulating
 
-pytestmark = pytest.mark.slow
-
 KERAS = pathlib.Path(keras.__file__).parent
 
 # Tests of Keras that do not pass, each with what it tests instead of training.

@@ -8,8 +8,6 @@ import pytest
 from tests.support import covering, plain_training, random_programs
 from tests.support.random_programs import Program
 
-pytestmark = pytest.mark.slow
-
 
 def _settings(program: Program) -> set[tuple[str, str]]:
   """What a program is like, without the numbers."""

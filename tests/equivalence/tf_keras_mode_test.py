@@ -17,8 +17,6 @@ import pytest
 from tests.support import contract, testbed
 from tf_cross_shard import tf_keras
 
-pytestmark = pytest.mark.slow
-
 PROJECT = pathlib.Path(__file__).absolute().parent.parent.parent
 MARK = "pytest.mark." + "tf_keras_mode"
 # More are welcome; fewer passed tests mean that some are left out.

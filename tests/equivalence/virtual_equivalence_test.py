@@ -10,8 +10,6 @@ import tensorflow as tf
 from tests.support import testbed, tpu_tasks
 from tf_cross_shard import CrossShardOptimizer, TowerOptimizer, towers
 
-pytestmark = pytest.mark.slow
-
 STRIDED = [[0, 2], [1, 3]]
 BOUND = 1e-6  # of the largest weight
 

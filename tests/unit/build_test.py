@@ -39,7 +39,7 @@ def project(tmp_path: Path) -> Path:
     "tools/c.py": "from tests import b_test\n",
     "tests/b_test.py": (
       "# bazel: tags=exclusive,slow\n"
-      "def test_b():\n  from tf_cross_shard.b import a\n"
+      "def test_b():\n  from tf_cross_shard.b import a\npytest.main([])\n"
     ),
   }.items():
     (tmp_path / name).parent.mkdir(exist_ok=True)

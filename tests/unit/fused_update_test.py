@@ -412,3 +412,7 @@ def test_settings() -> None:
   assert optimizer.fused_update is False
   copied = keras3.CrossShardOptimizer.from_config(optimizer.get_config())
   assert copied.fused_update is False
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

@@ -104,45 +104,6 @@ def test_features_of_the_encapsulated_optimizer(
         )
 
 
-def test_gradients_are_applied_exactly_once() -> None:
-  """A Keras that reduced again would fail here.
-
-  The encapsulated optimizer is fed a sum; a second reduction over the four
-  replicas would hand `update_step` four times as much.
-  """
-  strategy = testbed.mirrored()
-  with strategy.scope():
-    weight = keras.Variable(np.ones((2, 2), "float32"), name="weight")
-    inner = testbed.OPTIMIZERS["Adam"]()
-    optimizer = CrossShardOptimizer(inner)
-    optimizer.build([weight])
-    received = [
-      tf.Variable(0.0, aggregation=tf.VariableAggregation.NONE),
-      tf.Variable(0.0, aggregation=tf.VariableAggregation.NONE),
-    ]
-  update_step = inner.update_step
-
-  def recording(gradient: Any, variable: Any, rate: Any) -> None:
-    received[0].assign_add(gradient[0, 0])
-    received[1].assign_add(1.0)
-    update_step(gradient, variable, rate)
-
-  inner.update_step = recording
-
-  @tf.function(autograph=False)
-  def step() -> None:
-    def replica_step() -> None:
-      mine = tf.cast(testbed.replica_id(), tf.float32)
-      optimizer.apply_gradients([(tf.fill([2, 2], 10.0**mine), weight)])
-
-    strategy.run(replica_step)
-
-  step()
-  assert testbed.copies(received[0]) == [1111.0] * 4
-  assert testbed.copies(received[1]) == [1.0] * 4
-  assert testbed.copies(inner._iterations) == [1] * 4
-
-
 def test_callbacks_and_steps_per_execution() -> None:
   strategy = testbed.mirrored()
   data = tf.data.Dataset.from_tensor_slices(

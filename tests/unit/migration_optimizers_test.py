@@ -462,3 +462,7 @@ def test_what_is_refused(
 ) -> None:
   with pytest.raises(error, match=words):
     migration.from_v1(make())
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

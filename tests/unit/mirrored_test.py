@@ -154,6 +154,18 @@ def test_gathers_rows_of_the_group(eager: bool) -> None:
     assert copies[replica].shape[1] == 2
 
 
+def test_rows_are_not_kept_where_merge_calls_fail() -> None:
+  for table, keeps in (GROUPINGS[1], False), ([[0], [1], [2], [3]], True):
+    groups = groups_lib.Groups(table)
+    engine = mirrored.Mirrored(testbed.mirrored(), groups)
+
+    def in_cond(engine: Any = engine, keeps: bool = keeps) -> Any:
+      assert engine.keeps_rows is keeps
+      return tf.zeros([])
+
+    testbed.run(lambda f=in_cond: _in_cond(lambda: [f()])[0])
+
+
 class TestRefusals:
   """Where a collective would wait for ever, an error says what to do."""
 

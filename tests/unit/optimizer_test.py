@@ -126,55 +126,6 @@ class TestReduction:
       assert testbed.copies(weight) == [-30.0] * 4
 
 
-class TestSparse:
-  @pytest.mark.parametrize(
-    ("mode", "name", "grouping"),
-    [("cond", "Adam", "strided"), ("eager", "Adagrad", "ungrouped")],
-  )
-  def test_rows_shared_within_and_between_replicas(
-    self, mode: str, name: str, grouping: str
-  ) -> None:
-    groups = testbed.groups_of(testbed.GROUPINGS[grouping])
-    table = np.arange(12, dtype="float32").reshape(6, 2)
-    with testbed.mirrored().scope():
-      embedding = keras.Variable(table, name="embedding")
-      optimizer = CrossShardOptimizer(
-        testbed.OPTIMIZERS[name](),
-        group_assignment=testbed.GROUPINGS[grouping],
-      )
-      optimizer.build([embedding])
-    # Row 0 is everybody's, twice; row r + 1 is replica r's own, r + 1 times.
-    rows = tf.ragged.constant([[0, 0] + [r + 1] * (r + 1) for r in range(4)])
-
-    def step() -> Any:
-      mine = testbed.replica_id()
-      ids = rows[mine]
-      values = tf.ones([tf.size(ids), 2]) * (1.0 + tf.cast(mine, tf.float32))
-      grad = tf.IndexedSlices(values, ids, tf.constant([6, 2]))
-
-      def apply() -> tf.Tensor:
-        return optimizer.apply_gradients([(grad, embedding)])
-
-      if mode != "cond":
-        return apply()
-      return tf.cond(mine >= 0, apply, lambda: tf.constant(0, tf.int64))
-
-    for _ in range(2):
-      testbed.run(step, "eager" if mode == "eager" else "function")
-    for members in groups:
-      dense = np.zeros_like(table)
-      for replica in members:
-        np.add.at(dense, rows[replica].numpy(), 1.0 + replica)
-      plain = testbed.OPTIMIZERS[name]()
-      expected = keras.Variable(table)
-      plain.build([expected])
-      for _ in range(2):
-        plain.apply([tf.constant(dense)], [expected])
-      held = testbed.copies(embedding)
-      for replica in members:
-        testbed.assert_close(held[replica], expected.numpy(), str(replica))
-
-
 class TestPlaces:
   def test_one_replica_reduces_nothing(self) -> None:
     for strategy in (
@@ -389,38 +340,6 @@ class TestBadInput:
     weight = keras.Variable(1.0)
     with pytest.raises(ValueError, match="one gradient per variable"):
       optimizer.apply([tf.constant(1.0)] * 2, [weight])
-
-
-def test_members_stay_bitwise_equal_and_one_trace_serves_all_steps() -> None:
-  optimizer, weight = _make(
-    testbed.OPTIMIZERS["Adam"],
-    group_assignment=[[0, 2], [1, 3]],
-    initial=np.ones((3, 2)),
-  )
-  traces = []
-
-  @tf.function(autograph=False)
-  def step(x: tf.Tensor) -> None:
-    traces.append(1)
-
-    def replica_step() -> None:
-      mine = x[testbed.replica_id()]
-      optimizer.minimize(
-        lambda: tf.reduce_sum(mine * weight), var_list=[weight]
-      )
-
-    testbed.mirrored().run(replica_step)
-
-  rng = np.random.default_rng(0)
-  for _ in range(10):
-    step(tf.constant(rng.normal(size=(4, 3, 2)), tf.float32))
-  assert len(traces) == 1
-  for variable in [weight, *optimizer.variables]:
-    held = testbed.copies(variable)
-    np.testing.assert_array_equal(held[0], held[2])
-    np.testing.assert_array_equal(held[1], held[3])
-  first, second, *_ = testbed.copies(weight)
-  assert np.abs(first - second).max() > 1e-3
 
 
 def test_names_and_gates() -> None:

@@ -104,6 +104,9 @@ def test_each_limit_is_this_replicas_own(limit: str) -> None:
   assert _steps(_sgd(), **{limit: 0.0}) == SUMS
   assert _steps(_sgd(**{limit: 3.0})) == [3.0] * 4
   assert _steps(_sgd(clipvalue=4.5), **{limit: 3.0}) == [4.0, 4.5] * 2
+  mean = {"loss_averaged_over": "replica", "scale_gradients": True}
+  scaled = _steps(_sgd(), reduction="mean", **mean, **{limit: 2.0})
+  assert scaled == [0.5 + 2.0, 1.0 + 2.0] * 2
 
 
 @pytest.mark.parametrize("limit", LIMITS)

@@ -122,57 +122,6 @@ def test_gradients_are_scaled(
   assert warnings == []
 
 
-def test_the_limits_are_those_of_scaled_gradients() -> None:
-  """Clipping sees what it sees where the loss is scaled."""
-  found = [
-    run(
-      keras3,
-      GROUPS,
-      "minimize",
-      "replica",
-      loss_averaged_over="replica",
-      clipvalue=2.0,
-      scale_gradients=scale_gradients,
-    )
-    for scale_gradients in (False, True)
-  ]
-  assert found[0] == found[1] == [0.5 + 1.5] * 2 + [2.0 + 2.0] * 2
-
-
-@pytest.mark.parametrize(
-  ("way", "averaged_over", "words"),
-  [
-    ("minimize", "replica", r"over this replica's examples, and scales by 0.5"),
-    ("tape", "global", r"over all replicas' examples, and scales by 2\b"),
-    ("scale_loss", "global", r"over all replicas' examples, and scales by 2\b"),
-  ],
-)
-def test_a_guess_in_a_loop_is_heard_once(
-  way: str, averaged_over: str, words: str, warnings: list[str]
-) -> None:
-  found = run(keras3, GROUPS, way, averaged_over)
-  assert found == expected(GROUPS, "mean")
-  [text] = warnings
-  assert tf.strings.regex_full_match(text, f".*{words}.*")
-  assert 'loss_averaged_over="replica"' in text
-  assert 'loss_averaged_over="global"' in text
-
-
-def test_a_missing_factor_is_warned_of(warnings: list[str]) -> None:
-  """loss_factor_test has when it is."""
-  chosen = {"loss_averaged_over": "global"}
-  found = run(keras3, None, "bare", "global", **chosen)
-  assert found == expected(ONE, "mean")
-  assert warnings == []
-  # As in a loop of Horovod's: n times too far, unless the user knows.
-  assert run(keras3, None, "bare", "replica") == expected(ONE, "sum")
-  assert "0.25 if the loss is averaged over this replica's" in warnings.pop()
-  run(keras3, GROUPS, "bare", "replica")
-  [text] = warnings
-  assert "0.5 if the loss is averaged over this replica's examples, 2" in text
-  assert "scale_gradients=True" in text
-
-
 @pytest.mark.parametrize(
   ("package", "scale_gradients"),
   [(keras3, False), (keras3, True), (ours_tf_keras, False)],

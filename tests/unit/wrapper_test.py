@@ -2,7 +2,6 @@
 # bazel: tags=smoke
 
 import copy
-import pathlib
 import pickle
 from typing import Any
 
@@ -140,25 +139,6 @@ def test_loss_scale_optimizer_inside() -> None:
   optimizer.build([weight])
   assert optimizer.get_slot_names() == ["momentum", "velocity"]
   assert optimizer.get_slot(weight, "momentum").shape == (2,)
-
-
-def test_a_model_saved_under_a_strategy_loads_without(
-  tmp_path: pathlib.Path,
-) -> None:
-  """Groups and all: saving_test loads under the strategy."""
-  data = np.ones((8, 3), "float32"), np.ones((8, 2), "float32")
-  with testbed.mirrored().scope():
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-    model.compile(
-      CrossShardOptimizer("adam", group_assignment=[[0, 1], [2, 3]]), "mse"
-    )
-  dataset = tf.data.Dataset.from_tensor_slices(data).batch(8)
-  testbed.fit(model, dataset)
-  path = tmp_path / "model.keras"
-  model.save(path)
-  alone = keras.models.load_model(path)
-  assert alone.optimizer.group_assignment == [[0, 1], [2, 3]]
-  np.testing.assert_allclose(alone.predict(data[0], verbose=0).shape, (8, 2))
 
 
 if __name__ == "__main__":
