@@ -99,7 +99,8 @@ class RowUpdate(update.ReplicatedUpdate):
         for name in settings_lib.LIMITS
         for limit in (getattr(last, name),)
       },
-      keep_infinite=self._inner.scales_dynamically,
+      keep_infinite=self._settings.skip_nonfinite
+      or self._inner.scales_dynamically,
     )
     with (
       update.without_clipping(last, *settings_lib.LIMITS),
