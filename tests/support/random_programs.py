@@ -280,6 +280,12 @@ def draw(seed: int) -> Program:
     is_built |= "use_ema" in settings and bool(options["shard_update"])
   if way != "towers" and size != 1:
     options["noise_scale"] = bool(seed % 2)  # It must change nothing.
+  is_whole = way == "towers" or is_subclass or name == "Adafactor"
+  # In branches, in windows and in shards rows are made dense.
+  is_whole |= mode == "cond" or "gradient_accumulation_steps" in settings
+  if not (is_whole or is_scaled or options.get("shard_update")):
+    # No dice, so that the other programs stay as they were.
+    options["lazy_rows"] = bool(seed % 3)
   return Program(
     seed=seed,
     parts=parts,

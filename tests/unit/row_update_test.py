@@ -252,8 +252,15 @@ def test_what_makes_gradients_dense_is_refused(
     _optimizer("keras3", "Adam", settings=settings, lazy_rows=True, **options)
 
 
-def test_steps_that_are_not_finite_change_no_row() -> None:
-  optimizer = _optimizer("keras3", "Adam", lazy_rows=True, skip_nonfinite=True)
+@pytest.mark.parametrize("settings", [{}, {"clipvalue": 0.5}])
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_steps_that_are_not_finite_change_no_row(
+  number: float, settings: dict[str, Any]
+) -> None:
+  """An infinity is one also where `opt` would clip it."""
+  optimizer = _optimizer(
+    "keras3", "Adam", lazy_rows=True, skip_nonfinite=True, settings=settings
+  )
   table = tf.Variable(tf.ones([3, 2]))
   optimizer.build([table])
 
@@ -262,7 +269,7 @@ def test_steps_that_are_not_finite_change_no_row() -> None:
     grad = tf.IndexedSlices(tf.fill([1, 2], value), [1], [3, 2])
     optimizer.apply_gradients([(grad, table)])
 
-  step(tf.constant(np.nan))
+  step(tf.constant(number))
   np.testing.assert_array_equal(table.numpy(), np.ones([3, 2]))
   step(tf.constant(1.0))
   assert (table.numpy() != 1).any(axis=1).tolist() == [False, True, False]
