@@ -84,9 +84,10 @@ MUTANTS = [
   Mutant("sums of a window kept", "step/accumulation.py", "before.assign(tf.zeros_like(before))", "pass", "unit/accumulation"),
   Mutant("every call ends a window", "step/accumulation.py", "is_last = tf.equal(self._place(), self.steps - 1)", "is_last = tf.constant(True)", "unit/accumulation"),
   Mutant("calls of Keras counted once", "step/accumulation.py", "finish(totals, self._calls_in_total)", "finish(totals, 1)", "unit/noise_scale"),
-  Mutant("None ends a window without its sum", "step/accumulation.py", "if grad is None and id(sum_of) in self._added:", "if False:", "unit/accumulation"),
-  Mutant("None in all calls made zeros", "step/accumulation.py", "if grad is None and id(sum_of) in self._added:", "if grad is None:", "unit/accumulation"),
-  Mutant("gradient that no end takes", "step/accumulation.py", "if id(sum_of) in self._left_out:", "if False:", "unit/accumulation"),
+  Mutant("None ends a window without its sum", "step/accumulation.py", "if grad is None and key in self._added:", "if False:", "unit/accumulation"),
+  Mutant("None in all calls made zeros", "step/accumulation.py", "if grad is None and key in self._added:", "if grad is None:", "unit/accumulation"),
+  Mutant("gradient that no end takes", "step/accumulation.py", "if key in self._left_out:", "if False:", "unit/accumulation"),
+  Mutant("gradient of a window long ago", "step/accumulation.py", "self._added -= set(map(self._key, variables))", "pass", "unit/accumulation"),
   # Clipping.
   Mutant("clipped after the sum", "step/flow.py", _CLIP_AND_SUM, _CLIPPED_SUMS, "unit/reduction"),
   Mutant("limit in another loss scale", "step/flow.py", "self._inner.scale_limit(limit) if limit", "limit if limit", "unit/reduction"),
@@ -110,7 +111,7 @@ MUTANTS = [
   # Rows.
   Mutant("lazy rows touch all rows", "step/row_update.py", "      update_step(grad, variable, *rate)\n      return\n", "      pass\n    update_step(grad, variable, *rate)\n    return\n", "unit/row_update"),
   Mutant("rows that do not decay", "step/row_update.py", "if decays:", "if False:", "unit/row_update"),
-  Mutant("momentum taken for exact", "step/row_update.py", 'getattr(last, "momentum", 0) or last.weight_decay', "last.weight_decay", "unit/row_update"),
+  Mutant("momentum taken for exact", "step/row_update.py", 'getattr(last, "momentum", 0)\n    or getattr(last, "momentums", None)\n    or ', "", "unit/reduction"),
   Mutant("tables decay as a whole", "step/row_update.py", "self._inner.without_decay(tables)", "self._inner.without_decay([])", "unit/row_update"),
   Mutant("duplicates kept", "gradients/indexed_slices.py", "rows.shape == [1] or _is_unique(rows)", "True", "unit/indexed_slices"),
   Mutant("positions taken for rows", "gradients/indexed_slices.py", "bool(indices.value_index == 0)", "True", "unit/indexed_slices"),

@@ -159,27 +159,28 @@ def test_values_that_overwrite_are_averaged_only() -> None:
 
 
 @pytest.mark.parametrize("library", [keras, tf_keras])
-def test_rows_reach_the_optimizer_once_each(library: Any) -> None:
-  """Adam's second moment would see squares of parts, not of the sum."""
+@pytest.mark.parametrize("name", ["Adam", "SGD"])
+def test_rows_reach_the_optimizer_once_each(name: str, library: Any) -> None:
+  """Moments see the sum, not its parts, and go on in rows that do not occur."""
 
-  def adam() -> Any:
-    return library.optimizers.Adam(0.125)
+  def opt() -> Any:
+    own = {"momentum": 0.5} if name == "SGD" else {}
+    return getattr(library.optimizers, name)(0.125, **own)
 
-  ids = np.array([[[0, 0], [1, 0], [2, 0], [1, 2]]] * 2)
+  ids = np.array([[[0, 0], [1, 0], [2, 0], [1, 2]], [[0, 0]] * 4])
   # Kernels round otherwise, and are for dense gradients.
   ones, fused = [np.ones([3, 1], "f")], {"fused_update": False}
-  trained = fake_engine.replicas(adam, ones, library, **fused)
+  trained = fake_engine.replicas(opt, ones, library, **fused)
   fake_engine.train(
     trained,
     [ids],
     lambda row: tf.IndexedSlices(tf.ones([2, 1]), tf.constant(row), [3, 1]),
   )
-  for replica, dense in ((0, [3.0, 0.0, 1.0]), (1, [1.0, 2.0, 1.0])):
+  for replica, first in ((0, [3.0, 0.0, 1.0]), (1, [1.0, 2.0, 1.0])):
     single = groups_lib.singletons(1)
-    [alone] = fake_engine.replicas(adam, ones, library, single, **fused)
-    grad = tf.constant(dense)[:, tf.newaxis]
-    for _ in "12":
-      alone.apply([grad])
+    [alone] = fake_engine.replicas(opt, ones, library, single, **fused)
+    for dense in (first, [4.0, 0.0, 0.0]):
+      alone.apply([tf.constant(dense)[:, tf.newaxis]])
     for member in (replica, replica + 2):
       np.testing.assert_allclose(
         trained[member].values[0], alone.values[0], rtol=1e-6
