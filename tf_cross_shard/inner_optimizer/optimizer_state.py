@@ -110,7 +110,7 @@ def member_state(optimizer: Any) -> list[Any]:
 
 def _step_of(optimizer: Any) -> Any:
   """The stages of a CrossShardOptimizer, which have variables; else None."""
-  return vars(optimizer).get("_step")
+  return getattr(optimizer, "__dict__", {}).get("_step")
 
 
 def _sharded_state_of(optimizer: Any) -> Any:
