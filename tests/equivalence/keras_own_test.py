@@ -36,13 +36,21 @@ CANNOT_PASS = {
   "optimizers/muon_test.py::MuonTest::test_adamw_weight_decay": (
     "calls the private _apply_weight_decay, which training never calls on ours"
   ),
+  **{
+    "optimizers/optimizer_sparse_test.py::OptimizerSparseTest"
+    f"::test_sparse_gradients_{name}": (
+      "counts calls of assign with tf.IndexedSlices; ours gathers rows, which"
+      " the update step takes for a whole variable"
+    )
+    for name in ("adagrad", "sgd", "loss_scale_optimizer_sgd")
+  },
   f"{_REPLICAS}::test_ema": (
     "gives all replicas one tensor object, of which Keras makes 1 + 1 = 1;"
     " keras3_test gives each its own"
   ),
 }
 # Fewer means that tests are gone, or no longer found.
-LEAST_PASSED = 235
+LEAST_PASSED = 232
 # The Keras that this is about. With another one the tests listed above may be
 # gone, or all of them.
 IS_LISTED_FOR = version.Version(keras.__version__).release[:2] == (3, 15)

@@ -285,7 +285,7 @@ def draw(seed: int) -> Program:
   is_whole |= mode == "cond" or "gradient_accumulation_steps" in settings
   if not (is_whole or is_scaled or options.get("shard_update")):
     # No dice, so that the other programs stay as they were.
-    options["lazy_rows"] = bool(seed % 3)
+    options["lazy_rows"] = bool(seed % 3) and "accumulate_steps" not in options
   return Program(
     seed=seed,
     parts=parts,
