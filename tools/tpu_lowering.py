@@ -53,9 +53,9 @@ def reductions(module: bytes) -> list[tuple[str, int]]:
 
 def compare(dtype: tf.DType, groups: Groups) -> str:
   """The word "same", or both operations."""
-  engine = tpu.TPU(tf.distribute.get_strategy())
+  engine = tpu.TPU(tf.distribute.get_strategy(), groups)
   table = groups.to_lists()
-  real = lower(lambda x: engine.all_reduce_sum([x], groups)[0], dtype)
+  real = lower(lambda x: engine.all_reduce_sum([x])[0], dtype)
   virtual = lower(lambda x: replica_context.cross_replica_sum(x, table), dtype)
   [mine], [theirs] = (
     hlo.Module(module).collectives(8) for module in (real, virtual)
