@@ -9,7 +9,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard.gradients.clipping import Gradient
-from tf_cross_shard.inner_optimizer import fused_update
+from tf_cross_shard.inner_optimizer import fused_update, libraries
 
 _KERAS: Final = ("keras.src.", "tf_keras.src.")
 
@@ -29,6 +29,10 @@ class InnerOptimizer(abc.ABC):
     row_step: Takes the place of `update_step` for row-sparse gradients; is
       handed `update_step` itself before its arguments. None for nothing.
   """
+
+  # The names of Keras' methods, which stand in the folder of that Keras.
+  _decay_method: str
+  _clip_method: str
 
   def __init__(self, optimizer: Any) -> None:
     self.optimizer = optimizer
@@ -145,15 +149,22 @@ class InnerOptimizer(abc.ABC):
     self, variables: Sequence[Any]
   ) -> contextlib.AbstractContextManager[Any]:
     """A context in which the weights of `variables` do not decay."""
-    del variables
-    return contextlib.nullcontext()
+    hidden = set(map(self._index, variables))
+
+    def decay_others(decay: Callable[..., None], seen: Sequence[Any]) -> None:
+      decay([v for v in seen if self._index(v) not in hidden])
+
+    last = innermost(self.optimizer)
+    return libraries.replacing(last, self._decay_method, decay_others)
 
   def clipping_by(
     self, clip: Callable[[Any, Sequence[Gradient]], list[Gradient]]
   ) -> contextlib.AbstractContextManager[Any]:
     """A context in which `clip(optimizer, grads)` does the optimizer's own."""
-    del clip
-    return contextlib.nullcontext()
+    last = innermost(self.optimizer)
+    return libraries.replacing(
+      last, self._clip_method, lambda _, grads: clip(last, grads)
+    )
 
   @abc.abstractmethod
   def _index(self, variable: Any) -> Any:

@@ -6,8 +6,7 @@ turn that off. It does so through the replica context that it finds, and so
 replicas. Nothing of the user's optimizer is replaced.
 """
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -20,6 +19,9 @@ from tf_cross_shard.inner_optimizer import base, libraries, optimizer_state
 
 class Keras3Optimizer(base.InnerOptimizer):
   """An encapsulated `keras.optimizers.Optimizer`."""
+
+  _decay_method = "_apply_weight_decay"
+  _clip_method = "_clip_gradients"
 
   @property
   def strategy(self) -> tf.distribute.Strategy:
@@ -113,27 +115,6 @@ class Keras3Optimizer(base.InnerOptimizer):
     index = self._index(variable)
     assert index is not None
     return index, len(last._trainable_variables)
-
-  def without_decay(
-    self, variables: Sequence[Any]
-  ) -> contextlib.AbstractContextManager[Any]:
-    """A context in which the weights of `variables` do not decay."""
-    last = base.innermost(self.optimizer)
-    hidden = set(map(last._var_key, variables))
-
-    def decay_others(decay: Callable[..., None], seen: Sequence[Any]) -> None:
-      decay([v for v in seen if last._var_key(v) not in hidden])
-
-    return libraries.replacing(last, "_apply_weight_decay", decay_others)
-
-  def clipping_by(
-    self, clip: Callable[[Any, Sequence[Gradient]], list[Gradient]]
-  ) -> contextlib.AbstractContextManager[Any]:
-    """A context in which `clip(optimizer, grads)` does the optimizer's own."""
-    last = base.innermost(self.optimizer)
-    return libraries.replacing(
-      last, "_clip_gradients", lambda _, grads: clip(last, grads)
-    )
 
   @property
   def averages(self) -> list[Any]:

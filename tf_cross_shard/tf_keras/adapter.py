@@ -5,8 +5,7 @@ weight decay and for moving averages) it does through the replica context that
 it finds, which is isolated.
 """
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import tensorflow as tf
@@ -21,6 +20,9 @@ _LEGACY: Final = tf_keras.optimizers.legacy.Optimizer
 
 class TfKerasOptimizer(base.InnerOptimizer):
   """An encapsulated `tf_keras.optimizers.Optimizer`."""
+
+  _decay_method = "_apply_weight_decay"
+  _clip_method = "_clip_gradients"
 
   # The first calls the others.
   _gradient_methods: tuple[str, ...] = ("compute_gradients",)
@@ -91,27 +93,6 @@ class TfKerasOptimizer(base.InnerOptimizer):
     index = self._index(variable)
     assert index is not None
     return index, len(base.innermost(self.optimizer)._index_dict)
-
-  def without_decay(
-    self, variables: Sequence[Any]
-  ) -> contextlib.AbstractContextManager[Any]:
-    """A context in which the weights of `variables` do not decay."""
-    last = base.innermost(self.optimizer)
-    hidden = set(map(last._var_key, variables))
-
-    def decay_others(decay: Callable[..., None], seen: Sequence[Any]) -> None:
-      decay([v for v in seen if last._var_key(v) not in hidden])
-
-    return libraries.replacing(last, "_apply_weight_decay", decay_others)
-
-  def clipping_by(
-    self, clip: Callable[[Any, Sequence[Gradient]], list[Gradient]]
-  ) -> contextlib.AbstractContextManager[Any]:
-    """A context in which `clip(optimizer, grads)` does the optimizer's own."""
-    last = base.innermost(self.optimizer)
-    return libraries.replacing(
-      last, "_clip_gradients", lambda _, grads: clip(last, grads)
-    )
 
   @property
   def averages(self) -> list[Any]:
