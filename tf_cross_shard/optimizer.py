@@ -124,10 +124,11 @@ class CrossShard(forwarding.OptimizerWrapper):
         own gradients, and their mean over the calls is reduced and applied in
         the last. `gradient_accumulation_steps` of a Keras 3 `opt` does the
         same. None for every call a step.
-      shard_update: Whether each member of a group keeps and updates one part of
-        the optimizer's state, see `step.sharded_update`. For optimizers that
-        update each element by itself; `"elementwise"` says so of a class of
-        yours.
+      shard_update: Whether each member of a group updates one part of the
+        weights. `"elementwise"`: equal parts of all elements, and of the
+        optimizer's state, see `step.flat_update`. `"by_variable"`: whole
+        variables, for any class, see `step.owner_update`. True chooses by the
+        class, if it is Keras'.
       noise_scale: Whether each group measures its gradient noise scale, see
         the property: True in every 32nd step, `k` in every k-th.
       lazy_rows: Whether a row-sparse gradient, as of an embedding, updates the
@@ -317,6 +318,32 @@ class CrossShard(forwarding.OptimizerWrapper):
     if not self._inner.is_built:
       self._checks.agree_to_build(trained)
     super().build(trained)
+
+  def update_by_rows(
+    self,
+    var_list: "Iterable[validation.Variable] | None" = None,
+    var_names: Iterable[str] | None = None,
+  ) -> None:
+    """Says which variables are tables. Call it before `build`.
+
+    Only `accumulate_steps` and `shard_update` need it, and only for tables
+    that are not the weights of a Keras `Embedding`: they make room for
+    gradients before there are any.
+
+    Args:
+      var_list: Tables.
+      var_names: Parts of the paths of tables.
+
+    Raises:
+      ValueError: If `opt` updates all rows in each step.
+      RuntimeError: If the optimizer is built.
+    """
+    if self._inner.is_built:
+      raise RuntimeError(
+        "`update_by_rows` was called after `build`, which laid out the weights."
+        " Call it before."
+      )
+    self._step.update.add_tables(list(var_list or ()), list(var_names or ()))
 
   def get_config(self) -> dict[str, Any]:
     """Everything the constructor needs, in serializable form."""

@@ -52,10 +52,13 @@ class Settings:
         )
     for name in LIMITS:
       _check_limit(name, getattr(self, name))
-    for name in ("shard_update", "lazy_rows"):
-      if getattr(self, name) not in (True, False, None, "elementwise"):
+    for name, ways in (
+      ("shard_update", ("elementwise", "by_variable")),
+      ("lazy_rows", ("elementwise",)),
+    ):
+      if getattr(self, name) not in (True, False, None, *ways):
         raise ValueError(
-          f'`{name}` must be True, False or "elementwise"; got'
+          f"`{name}` must be True, False or one of {list(ways)}; got"
           f" {getattr(self, name)!r}."
         )
     steps = self.accumulate_steps

@@ -1,5 +1,6 @@
 """Tables that are updated by rows: exact where it is, lazy where asked for."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -236,20 +237,168 @@ def test_refused(kind: str) -> None:
     )
 
 
+def test_windows_of_keras_are_refused() -> None:
+  settings = {"gradient_accumulation_steps": 2}
+  with pytest.raises(ValueError, match="Use `accumulate_steps`"):
+    _optimizer("keras3", "Adam", settings=settings, lazy_rows=True)
+
+
+def _two_calls(
+  optimizer: Any, table: Any, dense: Any, strategy: tf.distribute.Strategy
+) -> Any:
+  """Returns a function of the number of a batch and the next: two calls."""
+
+  @tf.function(autograph=False)
+  def step(number: Any) -> None:
+    def replica_step() -> None:
+      context = tf.distribute.get_replica_context()
+      replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+      for batch in (BATCHES[number][replica], BATCHES[number + 1][replica]):
+        grad = _slices(batch, tf.float64)
+        one = tf.constant(1.0, tf.float64)
+        optimizer.apply_gradients([(grad, table), (one, dense)])
+
+    strategy.run(replica_step)
+
+  return step
+
+
 @pytest.mark.parametrize(
-  ("settings", "options"),
+  ("package", "kind", "options"),
   [
-    ({}, {"accumulate_steps": 2}),
-    ({}, {"shard_update": True}),
-    ({"gradient_accumulation_steps": 2}, {}),
+    ("keras3", "Adam", {"lazy_rows": True, "accumulate_steps": 2}),
+    ("tf_keras", "Adam", {"lazy_rows": True, "accumulate_steps": 2}),
+    ("keras3", "Adagrad", {"accumulate_steps": 2}),
+    (
+      "keras3",
+      "Ftrl",
+      {"lazy_rows": True, "accumulate_steps": 2, "shard_update": True},
+    ),
+    (
+      "tf_keras",
+      "RMSprop",
+      {
+        "lazy_rows": True,
+        "accumulate_steps": 2,
+        "shard_update": "by_variable",
+      },
+    ),
   ],
 )
-def test_what_makes_gradients_dense_is_refused(
-  settings: dict[str, Any], options: dict[str, Any]
+def test_rows_of_a_window_are_joined(
+  package: str, kind: str, options: dict[str, Any]
 ) -> None:
-  [name] = {**settings, **options}
-  with pytest.raises(ValueError, match=f"with `{name}` gradients are dense"):
-    _optimizer("keras3", "Adam", settings=settings, lazy_rows=True, **options)
+  """In the graph of the window's end nothing has the table's size."""
+  strategy = testbed.mirrored()
+  with strategy.scope():
+    table, dense = tf.Variable(TABLE), tf.Variable(1.0, dtype=tf.float64)
+    optimizer = _optimizer(package, kind, group_assignment=GROUPS, **options)
+    optimizer.update_by_rows(var_list=[table])
+    optimizer.build([table, dense])
+  step = _two_calls(optimizer, table, dense, strategy)
+  step(0)
+  step(1)
+  graph = step.get_concrete_function(0).graph
+  graphs = [graph, *graph._functions.values()]
+  sizes = [
+    out.shape
+    for part in graphs
+    for op in getattr(part, "graph", part).get_operations()
+    for out in op.outputs
+  ]
+  assert len(sizes) > 100
+  assert (ROWS, WIDTH) not in sizes
+  for members in GROUPS:
+    batches = _group_batches(members)
+    windows = [
+      (
+        np.concatenate([batches[i][0], batches[i + 1][0]]),
+        np.concatenate([batches[i][1], batches[i + 1][1]]) / 2,
+      )
+      for i in (0, 1)
+    ]
+    right = lazy_oracle.train(kind, TABLE, windows)
+    for replica in members:
+      copies = testbed.copies(table)
+      np.testing.assert_allclose(copies[replica], right, **TOLERANCE)
+      np.testing.assert_array_equal(copies[replica], copies[members[0]])
+  assert np.ptp(testbed.copies(dense)) == 0 != 1 - testbed.copies(dense)[0]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("way", [True, "by_variable"])
+@pytest.mark.parametrize("limit", [{}, {"global_clipnorm": 1.0}])
+def test_tables_are_in_no_shard(
+  package: str, way: Any, limit: dict[str, Any]
+) -> None:
+  """They have whole slots, and the numbers of one without shards."""
+  found, states = [], []
+  strategy = testbed.mirrored()
+  for shard_update in (way, False):
+    with strategy.scope():
+      library = PACKAGES[package][1]
+      layer = library.layers.Embedding(ROWS, WIDTH, dtype="float64")
+      layer.build(None)
+      table = layer.weights[0]
+      table.assign(TABLE)
+      kernel = testbed.variable(np.ones([3, 5]), "kernel", library)
+      optimizer = _optimizer(
+        package,
+        "AdamW",
+        settings=limit,
+        lazy_rows=True,
+        group_assignment=GROUPS,
+        shard_update=shard_update,
+        skip_nonfinite=True,
+      )
+      optimizer.build([kernel, table])
+
+    def replica_step(number: int, weights: Any, optimizer: Any) -> None:
+      context = tf.distribute.get_replica_context()
+      replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+      dense = tf.reshape(tf.range(15.0), [3, 5]) * (replica + 1) - 20.0
+      dense = tf.cast(dense, weights[0].dtype)
+      grads = dense, _slices(BATCHES[number][replica], tf.float64)
+      optimizer.apply_gradients(zip(grads, weights, strict=True))
+
+    for number in range(len(BATCHES)):
+      step = functools.partial(replica_step, number, [kernel, table], optimizer)
+      tf.function(functools.partial(strategy.run, step), autograph=False)()
+    found.append([*testbed.copies(table), *testbed.copies(kernel)])
+    states.append(
+      [
+        value
+        for variable in optimizer.variables
+        for value in replica_state.group_values(variable, optimizer)
+      ]
+    )
+  for sharded, whole in zip(*found, strict=True):
+    np.testing.assert_allclose(sharded, whole, rtol=1e-5, atol=1e-6)
+  assert np.abs(found[0][0] - found[0][2]).max() > 0.01
+  assert len(states[0]) == len(states[1]) > 4
+  for sharded, whole in zip(*states, strict=True):
+    np.testing.assert_allclose(sharded, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "options", [{"accumulate_steps": 2}, {"shard_update": True}]
+)
+def test_a_table_that_nobody_named(options: dict[str, Any]) -> None:
+  with testbed.mirrored().scope():
+    table = tf.Variable(TABLE)
+    optimizer = _optimizer("keras3", "Adam", lazy_rows=True, **options)
+    optimizer.build([table])
+
+  @tf.function(autograph=False)
+  def step() -> None:
+    grad = _slices(BATCHES[0][0], tf.float64)
+    optimizer.apply_gradients([(grad, table)])
+
+  with pytest.raises(ValueError, match=r"optimizer\.update_by_rows"):
+    testbed.mirrored().run(step)
+  with pytest.raises(RuntimeError, match="Call it before"):
+    optimizer.update_by_rows(var_list=[table])
+  np.testing.assert_array_equal(table.numpy(), TABLE)
 
 
 @pytest.mark.parametrize("settings", [{}, {"clipvalue": 0.5}])

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.collectives import replica_isolation
-from tf_cross_shard.gradients import packing
+from tf_cross_shard.gradients import layout, packing
 
 
 class Engine(abc.ABC):
@@ -21,7 +21,10 @@ class Engine(abc.ABC):
   Attributes:
     strategy: The strategy.
     groups: The replicas that sum together, for all methods.
+    is_one_program: Whether no replica can do what others do not.
   """
+
+  is_one_program = False  # in which all replicas do the same
 
   def __init__(
     self, strategy: tf.distribute.Strategy, groups: groups_lib.Groups
@@ -71,27 +74,51 @@ class Engine(abc.ABC):
     """Whether updates have an order in a version 1 graph."""
     return self.num_replicas == 1
 
-  def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """This member's part of each sum over the group.
+  def reduce_part(
+    self, tensors: Sequence[tf.Tensor], parts: layout.Layout
+  ) -> tf.Tensor:
+    """Returns this member's part of the sums over the group.
 
     Args:
-      tensors: `[group_size * n]`, of equal shapes on all members.
-
-    Returns:
-      `[n]` each: of the member at place i of `position`, the i-th part.
+      tensors: Flat ones of one dtype, of equal shapes on all members.
+      parts: Which elements each member receives, in the order of `position`.
     """
-    place = self.position()
-    parts = []
-    for total in self.all_reduce_narrow(tensors):
-      part = total.shape[0] // self.groups.group_size
-      parts.append(tf.slice(total, [place * part], [part]))
-    return parts
+    return self.reduce_scatter(self.row(tensors, parts))
 
-  def all_gather_parts(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+  def gather_parts(
+    self, part: tf.Tensor, parts: layout.Layout
+  ) -> list[tf.Tensor]:
+    """The reverse of `reduce_part`: the tensors, from all members' parts."""
+    row = self.all_gather_part(part)
+    return parts.join(tf.split(row, self.groups.group_size))
+
+  def own_part(
+    self, tensors: Sequence[tf.Tensor], parts: layout.Layout
+  ) -> tf.Tensor:
+    """Returns this member's part of tensors that all members have."""
+    place = self.position()
+    if isinstance(place, int):  # Only what lies in the part is read and copied.
+      return _pack(tensors, parts, place)
+    row = self.row(tensors, parts)
+    return tf.slice(row, [place * parts.part], [parts.part])
+
+  def row(
+    self, tensors: Sequence[tf.Tensor], parts: layout.Layout
+  ) -> tf.Tensor:
+    """Returns all members' parts behind each other."""
+    members = range(self.groups.group_size)
+    return tf.concat([_pack(tensors, parts, member) for member in members], 0)
+
+  def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
+    """Returns this member's `[n]` of the sum of `[group_size * n]`."""
+    [total] = self.all_reduce_narrow([row])
+    part = total.shape[0] // self.groups.group_size
+    return tf.slice(total, [self.position() * part], [part])
+
+  def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
     """The reverse of `reduce_scatter`: all members' `[n]`, in their order."""
     # Zeros in the others' places add nothing.
-    spread = [self.place_among_zeros(part) for part in parts]
-    return self.all_reduce_sum(spread)
+    return self.all_reduce_sum([self.place_among_zeros(part)])[0]
 
   def place_among_zeros(self, part: tf.Tensor) -> tf.Tensor:
     """`[group_size * n]`: `[n]` at this member's place among zeros."""
@@ -194,4 +221,13 @@ def is_copied(variable: Any) -> bool:
   """Whether each replica has a copy of a variable."""
   return isinstance(
     variables_lib.native(variable), tf.distribute.DistributedValues
+  )
+
+
+def _pack(
+  tensors: Sequence[tf.Tensor], parts: layout.Layout, member: int
+) -> tf.Tensor:
+  """Returns one member's part of tensors."""
+  return parts.pack(
+    member, lambda cut: cut.of(tensors[cut.index]), tensors[0].dtype
   )

@@ -104,41 +104,52 @@ class CollectiveOps:
     return results
 
   def reduce_scatter(
+    self, row: tf.Tensor, groups: groups_lib.Groups, replica: int, device: str
+  ) -> tf.Tensor:
+    """This member's part of a sum; `CollectiveReduceScatterV2` has no CPU.
+
+    Each member receives one part of all members, and adds in float32 what is
+    narrower.
+    """
+    rows = tf.reshape(row, [groups.group_size, -1])
+    [received] = self.run(ALL_TO_ALL, [rows], groups, replica, device)
+    wide = tf.cast(received, tf.float32) if row.dtype.size < 4 else received
+    return tf.cast(tf.reduce_sum(wide, axis=0), row.dtype)
+
+  def all_gather(
+    self, part: tf.Tensor, groups: groups_lib.Groups, replica: int, device: str
+  ) -> tf.Tensor:
+    """All members' parts, of one shape, joined."""
+    words = [as_words(part)]
+    [joined] = self.run(ALL_GATHER, words, groups, replica, device)
+    return from_words(joined, part)
+
+  def join_rows(
     self,
     tensors: Sequence[tf.Tensor],
     groups: groups_lib.Groups,
     replica: int,
     device: str,
   ) -> list[tf.Tensor]:
-    """This member's parts of the sums; `CollectiveReduceScatterV2` has no CPU.
+    """Joins tensors whose first dimension may differ between replicas.
 
-    Each member receives one part of all members, and adds in float32 what is
-    narrower.
+    Collectives take one shape on all members. So the rows are counted first and
+    padded to the longest.
     """
-    rows = [tf.reshape(tensor, [groups.group_size, -1]) for tensor in tensors]
-    received = self.run(ALL_TO_ALL, rows, groups, replica, device)
-    return [
-      tf.cast(
-        tf.reduce_sum(
-          tf.cast(each, tf.float32) if each.dtype.size < 4 else each, axis=0
-        ),
-        each.dtype,
-      )
-      for each in received
+    rows = tf.stack([tf.shape(tensor)[0] for tensor in tensors])[tf.newaxis]
+    [counts] = self.run(ALL_GATHER, [rows], groups, replica, device)
+    counts = tf.reshape(counts, [groups.group_size, len(tensors)])
+    longest = tf.reduce_max(counts, axis=0)
+    padded = [
+      _pad_rows(as_words(tensor), _rounded_up(longest[i]))
+      for i, tensor in enumerate(tensors)
     ]
-
-  def all_gather(
-    self,
-    parts: Sequence[tf.Tensor],
-    groups: groups_lib.Groups,
-    replica: int,
-    device: str,
-  ) -> list[tf.Tensor]:
-    """All members' parts, of one shape, joined."""
-    words = [as_words(part) for part in parts]
-    joined = self.run(ALL_GATHER, words, groups, replica, device)
+    joined = self.run(ALL_GATHER, padded, groups, replica, device)
     return [
-      from_words(whole, part) for whole, part in zip(joined, parts, strict=True)
+      from_words(
+        _without_padding(all_rows, counts[:, i], groups.group_size), tensor
+      )
+      for i, (all_rows, tensor) in enumerate(zip(joined, tensors, strict=True))
     ]
 
   def _check(self, tensors: Sequence[tf.Tensor]) -> None:
@@ -292,3 +303,37 @@ def _inside_while_loop() -> bool:
   return any(
     "While" in type(graph).__name__ for graph in _enclosing_graphs()[:-1]
   )
+
+
+def _rounded_up(rows: tf.Tensor) -> tf.Tensor:
+  """The next of few numbers, at most a quarter more, and at least one.
+
+  The runtime keeps memory for each shape that was ever gathered, and fails if
+  there are no rows.
+  """
+  rows = tf.maximum(rows, 1)
+  bits = tf.cast(
+    tf.math.floor(
+      tf.math.log(tf.cast(rows, tf.float64))
+      / tf.math.log(tf.constant(2.0, tf.float64))
+    ),
+    tf.int32,
+  )
+  step = tf.bitwise.left_shift(1, tf.maximum(bits - 2, 0))
+  return (rows + step - 1) // step * step
+
+
+def _pad_rows(tensor: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+  """`tensor` with rows of zeros below, `rows` rows in all."""
+  missing = rows - tf.shape(tensor)[0]
+  padding = [[0, missing]] + [[0, 0]] * (tensor.shape.rank - 1)
+  return tf.pad(tensor, padding)
+
+
+def _without_padding(
+  joined: tf.Tensor, counts: tf.Tensor, members: int
+) -> tf.Tensor:
+  """The rows that the members had, without the padding."""
+  rows = tf.shape(joined)[0] // members
+  is_real = tf.range(rows)[tf.newaxis, :] < counts[:, tf.newaxis]
+  return tf.boolean_mask(joined, tf.reshape(is_real, [-1]))

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.collectives import base, collective_ops, replica_isolation
-from tf_cross_shard.gradients import packing
+from tf_cross_shard.gradients import layout, packing
 
 # `benchmarks/step_time.py --sweep`, 500 variables: reduction at 0.33 of Keras'
 # time with 64 KiB, 0.68 with 256 KiB; 50 variables: no difference to 1 MiB.
@@ -43,7 +43,7 @@ class Mirrored(base.Engine):
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums over the group."""
     if self._merges_here():
-      return self._merge(tensors, lambda parts, _: tf.add_n(parts))
+      return self._merge_each(tensors, tf.add_n)
     replica = self._replica()
     return self._collectives.run(
       collective_ops.ALL_REDUCE,
@@ -55,57 +55,71 @@ class Mirrored(base.Engine):
 
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Joins over the group."""
-    return self._merge(tensors, lambda parts, _: tf.concat(parts, axis=0))
-
-  def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Each member adds up its part in a merge call."""
-    if not self._merges_here():
-      if not collective_ops.keeps_order(self.groups):
-        return super().reduce_scatter(tensors)
+    if not collective_ops.can_merge():
       replica = self._replica()
-      return self._collectives.reduce_scatter(
-        tensors, self.groups, replica, self._devices[replica]
-      )
-    by_member = self._merge(tensors, self._sum_parts)
-    place = self.position()
-    return [parts[place] for parts in by_member]
+      device = self._devices[replica]
+      return self._collectives.join_rows(tensors, self.groups, replica, device)
+    return self._merge_each(tensors, lambda copies: tf.concat(copies, axis=0))
 
-  def all_gather_parts(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Joins in a merge call."""
-    if self._merges_here():
-      return self.all_gather(parts)
+  def reduce_part(
+    self, tensors: Sequence[tf.Tensor], parts: layout.Layout
+  ) -> tf.Tensor:
+    """Each member adds up its part in a merge call, and reads no other."""
+    if not self._merges_here():
+      return super().reduce_part(tensors, parts)
+
+    def combine(
+      copies: list[list[tf.Tensor]], members: list[int]
+    ) -> list[tf.Tensor]:
+      def add_up(cut: layout.Cut) -> tf.Tensor:
+        return _add_widened([cut.of(copy) for copy in copies[cut.index]])
+
+      is_half = tensors[0].dtype in packing.WIRE_DTYPES
+      dtype = tf.float32 if is_half else tensors[0].dtype
+      by_member = []
+      for place, member in enumerate(members):
+        with tf.device(self._devices[member]):
+          by_member.append(parts.pack(place, add_up, dtype))
+      return by_member
+
+    return self._merge(tensors, combine)[self.position()]
+
+  def gather_parts(
+    self, part: tf.Tensor, parts: layout.Layout
+  ) -> list[tf.Tensor]:
+    """Takes the tensors out of all members' parts in a merge call."""
+    if not self._merges_here():
+      return super().gather_parts(part, parts)
+    return self._merge([part], lambda copies, _: parts.join(copies[0]))
+
+  def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
+    """Each member adds up its part."""
     if not collective_ops.keeps_order(self.groups):
-      return super().all_gather_parts(parts)
+      return super().reduce_scatter(row)
     replica = self._replica()
-    return self._collectives.all_gather(
-      parts, self.groups, replica, self._devices[replica]
+    return self._collectives.reduce_scatter(
+      row, self.groups, replica, self._devices[replica]
     )
 
-  def _sum_parts(self, copies: list[tf.Tensor], members: list[int]) -> Any:
-    """The i-th part of the sum, on the i-th member's device."""
-    part = copies[0].shape[0] // len(members)
-    sums = []
-    for i, member in enumerate(members):
-      with tf.device(self._devices[member]):
-        pieces = [tf.slice(copy, [i * part], [part]) for copy in copies]
-        sums.append(_add_widened(pieces))
-    return sums
+  def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
+    """Joins parts, which have one shape on all members."""
+    if not collective_ops.keeps_order(self.groups):
+      return super().all_gather_part(part)
+    replica = self._replica()
+    return self._collectives.all_gather(
+      part, self.groups, replica, self._devices[replica]
+    )
 
   def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Adds in float32 where members sum in a merge call."""
     if not self._merges_here():
       return super().all_reduce_narrow(tensors)
-    return self._merge(tensors, lambda parts, _: _add_widened(parts))
+    return self._merge_each(tensors, _add_widened)
 
   @property
   def bucket_bytes(self) -> int | None:
     """Small ones: sums in merge calls need no copies."""
     return _MERGE_BUCKET_BYTES if self._merges_here() else super().bucket_bytes
-
-  @property
-  def keeps_rows(self) -> bool:
-    """Rows of several members are joined in merge calls only."""
-    return self.groups.group_size == 1 or collective_ops.can_merge()
 
   def _merges_here(self) -> bool:
     """Whether to sum in a merge call here."""
@@ -115,12 +129,27 @@ class Mirrored(base.Engine):
       self._prefer_merge or tf.executing_eagerly()
     )
 
+  def _merge_each(
+    self,
+    tensors: Sequence[tf.Tensor],
+    combine: Callable[[list[tf.Tensor]], tf.Tensor],
+  ) -> list[tf.Tensor]:
+    """Combines each tensor over the members of each group, once per group."""
+    return self._merge(
+      tensors, lambda copies, _: [combine(values) for values in copies]
+    )
+
   def _merge(
     self,
     tensors: Sequence[tf.Tensor],
-    combine: Callable[[list[tf.Tensor], list[int]], Any],
+    combine: Callable[[list[list[tf.Tensor]], list[int]], list[tf.Tensor]],
   ) -> list[tf.Tensor]:
-    """Combines each tensor over the members of each group, once per group."""
+    """Combines what members have, once per group.
+
+    Args:
+      tensors: Of this replica.
+      combine: Is handed the members' copies of each tensor, and the members.
+    """
 
     def combine_groups(
       strategy: tf.distribute.Strategy, *distributed: Any
@@ -132,12 +161,8 @@ class Mirrored(base.Engine):
       by_group = []
       for members in map(sorted, self.groups):
         with tf.device(self._devices[members[0]]):
-          by_group.append(
-            [
-              combine([values[r] for r in members], members)
-              for values in copies
-            ]
-          )
+          of_group = [[values[r] for r in members] for values in copies]
+          by_group.append(combine(of_group, members))
       return by_group
 
     # The result holds no per-replica values, so that every replica receives

@@ -99,40 +99,20 @@ class MultiWorker(base.Engine):
     return _BUCKET_BYTES
 
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Joins over the group; the first dimension may differ between replicas.
+    """Joins over the group; the first dimension may differ between replicas."""
+    return self._collectives.join_rows(tensors, self.groups, *self._place())
 
-    Collectives take one shape on all members. So the rows are counted first and
-    padded to the longest.
-    """
-    rows = tf.stack([tf.shape(tensor)[0] for tensor in tensors])
-    [counts] = self._run(collective_ops.ALL_GATHER, [rows[tf.newaxis]])
-    counts = tf.reshape(counts, [self.groups.group_size, len(tensors)])
-    longest = tf.reduce_max(counts, axis=0)
-    padded = [
-      _pad_rows(collective_ops.as_words(tensor), _rounded_up(longest[i]))
-      for i, tensor in enumerate(tensors)
-    ]
-    joined = self._run(collective_ops.ALL_GATHER, padded)
-    return [
-      collective_ops.from_words(
-        _without_padding(all_rows, counts[:, i], self.groups.group_size), tensor
-      )
-      for i, (all_rows, tensor) in enumerate(zip(joined, tensors, strict=True))
-    ]
-
-  def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+  def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
     """Each member adds up its part."""
     if not collective_ops.keeps_order(self.groups):
-      return super().reduce_scatter(tensors)
-    return self._collectives.reduce_scatter(
-      tensors, self.groups, *self._place()
-    )
+      return super().reduce_scatter(row)
+    return self._collectives.reduce_scatter(row, self.groups, *self._place())
 
-  def all_gather_parts(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+  def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
     """Joins parts, which have one shape on all members."""
     if not collective_ops.keeps_order(self.groups):
-      return super().all_gather_parts(parts)
-    return self._collectives.all_gather(parts, self.groups, *self._place())
+      return super().all_gather_part(part)
+    return self._collectives.all_gather(part, self.groups, *self._place())
 
   def agree(
     self,
@@ -182,37 +162,3 @@ class MultiWorker(base.Engine):
     """The first replica of this process."""
     index: int = self.strategy.extended._id_in_cluster
     return index * len(self._devices)
-
-
-def _rounded_up(rows: tf.Tensor) -> tf.Tensor:
-  """The next of few numbers, at most a quarter more, and at least one.
-
-  The runtime keeps memory for each shape that was ever gathered, and fails if
-  there are no rows.
-  """
-  rows = tf.maximum(rows, 1)
-  bits = tf.cast(
-    tf.math.floor(
-      tf.math.log(tf.cast(rows, tf.float64))
-      / tf.math.log(tf.constant(2.0, tf.float64))
-    ),
-    tf.int32,
-  )
-  step = tf.bitwise.left_shift(1, tf.maximum(bits - 2, 0))
-  return (rows + step - 1) // step * step
-
-
-def _pad_rows(tensor: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-  """`tensor` with rows of zeros below, `rows` rows in all."""
-  missing = rows - tf.shape(tensor)[0]
-  padding = [[0, missing]] + [[0, 0]] * (tensor.shape.rank - 1)
-  return tf.pad(tensor, padding)
-
-
-def _without_padding(
-  joined: tf.Tensor, counts: tf.Tensor, members: int
-) -> tf.Tensor:
-  """The rows that the members had, without the padding."""
-  rows = tf.shape(joined)[0] // members
-  is_real = tf.range(rows)[tf.newaxis, :] < counts[:, tf.newaxis]
-  return tf.boolean_mask(joined, tf.reshape(is_real, [-1]))

@@ -34,6 +34,8 @@ class TPU(base.Engine):
   `extended.all_to_all(tensor, group_assignment)`.
   """
 
+  is_one_program = True
+
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums each tensor by itself."""
     for tensor in tensors:
@@ -53,27 +55,24 @@ class TPU(base.Engine):
       " cannot join rows. Make the tensors dense."
     )
 
-  def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+  def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
     """Each member receives its part only."""
-    return [
-      gen_xla_ops.xla_reduce_scatter(
-        input=tensor,
-        group_assignment=_in_order(self.groups),
-        scatter_dimension=0,
-        reduce_op="Add",
-      )
-      if tensor.dtype in (tf.bfloat16, tf.float16, tf.float32)
-      else super(TPU, self).reduce_scatter([tensor])[0]
-      for tensor in tensors
-    ]
+    if row.dtype not in (tf.bfloat16, tf.float16, tf.float32):
+      return super().reduce_scatter(row)
+    return gen_xla_ops.xla_reduce_scatter(
+      input=row,
+      group_assignment=_in_order(self.groups),
+      scatter_dimension=0,
+      reduce_op="Add",
+    )
 
-  def all_gather_parts(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+  def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
     """Each member sends its part to all: there is no operation that gathers."""
+    if part.dtype == tf.float64:
+      return super().all_gather_part(part)
     exchange = getattr(self.strategy.extended, "all_to_all", _all_to_all)
-    if any(part.dtype == tf.float64 for part in parts):
-      return super().all_gather_parts(parts)
-    copies, order = [self.groups.group_size], _in_order(self.groups)
-    return [exchange(tf.tile(part, copies), order) for part in parts]
+    copies = tf.tile(part, [self.groups.group_size])
+    return exchange(copies, _in_order(self.groups))
 
   @property
   def bucket_bytes(self) -> None:

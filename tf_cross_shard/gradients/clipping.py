@@ -42,8 +42,7 @@ def clip(
   if clipnorm is not None:
     wide = [_each(grad, tf.clip_by_norm, clipnorm) for grad in wide]
   elif global_clipnorm is not None:
-    dtype = tf.float64 if tf.float64 in map(_dtype, wide) else tf.float32
-    norm = tf.linalg.global_norm([_each(grad, tf.cast, dtype) for grad in wide])
+    norm = tf.sqrt(square_of_norm(wide))
     wide = [
       grad
       if grad is None
@@ -62,6 +61,26 @@ def clip(
     _each(clipped, tf.cast, _dtype(grad))
     for clipped, grad in zip(wide, grads, strict=True)
   ]
+
+
+def square_of_norm(grads: Sequence[Gradient]) -> tf.Tensor:
+  """Returns the sum of squares of all elements; of rows without duplicates.
+
+  >>> float(square_of_norm([tf.constant([3.0]), None, tf.constant([4.0])]))
+  25.0
+  """
+  dtype = tf.float64 if tf.float64 in map(_dtype, grads) else tf.float32
+  halves = [
+    tf.nn.l2_loss(tf.cast(_values(grad), dtype))
+    for grad in grads
+    if grad is not None
+  ]
+  return 2.0 * tf.reduce_sum(tf.stack(halves)) if halves else tf.zeros([])
+
+
+def _values(grad: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+  """Returns the tensor, or a sparse gradient's rows."""
+  return grad.values if isinstance(grad, tf.IndexedSlices) else grad
 
 
 def _clip_by_value(

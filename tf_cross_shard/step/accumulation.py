@@ -20,6 +20,7 @@ from tf_cross_shard.collectives import replica_isolation
 from tf_cross_shard.gradients import indexed_slices
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import base
+from tf_cross_shard.step import update
 
 # Reduces and applies the gradients of so many calls, added up.
 Finish = Callable[[Sequence[Gradient], int], None]
@@ -41,6 +42,71 @@ class EveryCall:
     finish(own, 1)
 
 
+class DenseSum:
+  """The sum of a variable's gradients.
+
+  Attributes:
+    variables: Those of TensorFlow or Keras that keep it.
+  """
+
+  def __init__(self, variable: Any) -> None:
+    self.variables = [variable]
+
+  def add(self, grad: tf.Tensor) -> None:
+    """Adds a gradient."""
+    variables_lib.native(self.variables[0]).assign_add(grad)
+
+  def take(self, grad: tf.Tensor | None) -> Any:
+    """Returns the sum with a gradient, and starts anew."""
+    variable = variables_lib.native(self.variables[0])
+    before = tf.convert_to_tensor(variable)
+    total = before + (0 if grad is None else grad)
+    variable.assign(tf.zeros_like(before))
+    return total
+
+
+class RowSum:
+  """The sum of a table's row-sparse gradients: the rows that occurred.
+
+  Attributes:
+    variables: The rows [k, width] and their indices [k].
+  """
+
+  def __init__(self, values: Any, indices: Any, shape: Sequence[int]) -> None:
+    """Keeps the sum in variables with any number of rows, at first none."""
+    self.variables = [values, indices]
+    self._shape = shape
+
+  def add(self, grad: Any) -> None:
+    """Adds a gradient."""
+    self._set(self._with(grad))
+
+  def take(self, grad: Any) -> tf.IndexedSlices:
+    """Returns the sum with a gradient, and starts anew."""
+    total = self._with(grad)
+    self._set(tf.IndexedSlices(total.values[:0], total.indices[:0]))
+    return total
+
+  def _set(self, rows: tf.IndexedSlices) -> None:
+    values, indices = map(variables_lib.native, self.variables)
+    values.assign(rows.values)
+    indices.assign(rows.indices)
+
+  def _with(self, grad: Any) -> tf.IndexedSlices:
+    """Returns the rows so far with those of a gradient."""
+    values, indices = map(
+      tf.convert_to_tensor, map(variables_lib.native, self.variables)
+    )
+    if grad is not None:
+      if not isinstance(grad, tf.IndexedSlices):
+        grad = tf.IndexedSlices(grad, tf.range(self._shape[0]))
+      values = tf.concat([values, grad.values], 0)
+      indices = tf.concat([indices, tf.cast(grad.indices, tf.int64)], 0)
+    return indexed_slices.merge_duplicates(
+      tf.IndexedSlices(values, indices, tf.constant(self._shape, tf.int64))
+    )
+
+
 class Window(EveryCall, abc.ABC):
   """The window of several calls."""
 
@@ -52,8 +118,8 @@ class Window(EveryCall, abc.ABC):
     self, own: Sequence[Gradient], variables: Sequence[Any], finish: Finish
   ) -> None:
     """Adds `own`, or in the last call hands what was added up to `finish`."""
-    dense = [
-      indexed_slices.cast(indexed_slices.to_dense(grad, variable), variable)
+    grads = [
+      indexed_slices.cast(self._as_kept(grad, variable), variable)
       for grad, variable in zip(own, variables, strict=True)
     ]
     with self._engine.isolate():
@@ -62,11 +128,11 @@ class Window(EveryCall, abc.ABC):
 
     def add() -> None:
       with self._engine.isolate():
-        self._add(dense, variables)
+        self._add(grads, variables)
 
     def close() -> None:
       with self._engine.isolate():
-        totals = self._take(dense, variables)
+        totals = self._take(grads, variables)
       finish(totals, self._calls_in_total)
       with self._engine.isolate():
         # A window that was left out counts as none.
@@ -85,12 +151,16 @@ class Window(EveryCall, abc.ABC):
     """How many calls' gradients `finish` is handed the sum of."""
 
   @abc.abstractmethod
-  def _sum_of(self, variable: Any) -> Any:
-    """Returns the variable that a variable's gradients are added up in."""
+  def _sum_of(self, variable: Any) -> DenseSum | RowSum:
+    """Returns where a variable's gradients are added up."""
 
   @abc.abstractmethod
   def _add(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
     """Adds gradients to this replica's sums, and counts the call."""
+
+  def _as_kept(self, grad: Gradient, variable: Any) -> Gradient:
+    """Returns a gradient as it is added up."""
+    return indexed_slices.to_dense(grad, variable)
 
   def _place(self) -> tf.Tensor:
     """Returns how many calls of this window there were."""
@@ -101,15 +171,10 @@ class Window(EveryCall, abc.ABC):
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> list[Gradient]:
     """Returns what was added up with `grads`, and starts the sums anew."""
-    totals: list[Gradient] = []
-    for grad, variable in zip(grads, variables, strict=True):
-      before = variables_lib.native(self._sum_of(variable))
-      totals.append(None if grad is None else before + grad)
-    for total, variable in zip(totals, variables, strict=True):
-      if total is not None:
-        before = variables_lib.native(self._sum_of(variable))
-        before.assign(tf.zeros_like(before))
-    return totals
+    return [
+      None if grad is None else self._sum_of(variable).take(grad)
+      for grad, variable in zip(grads, variables, strict=True)
+    ]
 
 
 class OwnWindow(Window):
@@ -119,13 +184,16 @@ class OwnWindow(Window):
     variables: Sums and count; of each replica its own.
   """
 
-  def __init__(self, steps: int, engine: engines.Engine) -> None:
+  def __init__(
+    self, steps: int, engine: engines.Engine, kind: update.Update
+  ) -> None:
     super().__init__(steps, engine)
     self.variables: list[Any] = []
-    self._sums: dict[int, Any] = {}
+    self._update = kind
+    self._sums: dict[int, DenseSum | RowSum] = {}
     self._known: list[Any] = []  # Ids stay theirs.
-    # Variables that some call has a gradient of, and those that a traced end of
-    # a window had none of and left out.
+    # Sums that some call has a gradient of, and those that a traced end of a
+    # window had none of and left out.
     self._added: set[Any] = set()
     self._left_out: set[Any] = set()
     self._calls = self._make(0, tf.int64, "accumulated_calls")
@@ -136,11 +204,39 @@ class OwnWindow(Window):
       native = variables_lib.native(variable)
       if id(native) not in self._sums:
         self._known.append(native)
-        self._sums[id(native)] = self._make(
-          np.zeros(native.shape),
-          native.dtype,
-          f"gradient_sum/{variables_lib.path_of(variable)}",
+        self._sums[id(native)] = (
+          self._make_rows(variable)
+          if self._update.is_table(variable)
+          else self._make_dense(variable)
         )
+
+  def _make_dense(self, variable: Any) -> DenseSum:
+    """Makes room for all elements of a variable."""
+    native = variables_lib.native(variable)
+    name = f"gradient_sum/{variables_lib.path_of(variable)}"
+    return DenseSum(self._make(np.zeros(native.shape), native.dtype, name))
+
+  def _make_rows(self, variable: Any) -> RowSum:
+    """Makes room for any number of rows, at first none."""
+    native = variables_lib.native(variable)
+    width = native.shape[1:]
+    name = f"gradient_sum/{variables_lib.path_of(variable)}"
+    return RowSum(
+      self._make(
+        np.zeros([0, *width]), native.dtype, f"{name}/rows", [None, *width]
+      ),
+      self._make(np.zeros([0]), tf.int64, f"{name}/indices", [None]),
+      native.shape.as_list(),
+    )
+
+  def _as_kept(self, grad: Gradient, variable: Any) -> Gradient:
+    """Keeps rows of tables, but where XLA compiles, which knows no rows."""
+    native = variables_lib.native(variable)
+    if isinstance(self._sums[id(native)], RowSum):
+      if self._update.is_by_rows():
+        return grad
+      self._sums[id(native)] = self._make_dense(variable)
+    return self._update.to_dense(grad, variable)
 
   @property
   def _count(self) -> Any:
@@ -150,7 +246,7 @@ class OwnWindow(Window):
   def _calls_in_total(self) -> int:
     return 1
 
-  def _sum_of(self, variable: Any) -> Any:
+  def _sum_of(self, variable: Any) -> DenseSum | RowSum:
     return self._sums[id(variables_lib.native(variable))]
 
   def _add(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
@@ -165,7 +261,7 @@ class OwnWindow(Window):
           " traced first. Use zeros in the place of None."
         )
       self._added.add(key)
-      self._sum_of(variable).assign_add(grad)
+      self._sum_of(variable).add(grad)
     self._calls.assign_add(1)
 
   def _take(
@@ -176,25 +272,35 @@ class OwnWindow(Window):
     A gradient of None is one of zeros where another call of the window, or of
     any in functions, has one: the sum would be kept for a later window.
     """
-    grads = list(grads)
-    for i, (grad, variable) in enumerate(zip(grads, variables, strict=True)):
+    totals: list[Gradient] = []
+    for grad, variable in zip(grads, variables, strict=True):
       key = self._key(variable)
-      if grad is None and key in self._added:
-        grads[i] = tf.zeros_like(self._sum_of(variable))
-      elif grad is None and not tf.executing_eagerly():
+      if grad is not None or key in self._added:
+        totals.append(self._mean(self._sum_of(variable).take(grad)))
+        continue
+      totals.append(None)
+      if not tf.executing_eagerly():
         self._left_out.add(key)
-    totals = super()._take(grads, variables)
     if tf.executing_eagerly():  # A trace says nothing of windows.
       self._added -= set(map(self._key, variables))
-    return [None if total is None else total / self.steps for total in totals]
+    return totals
+
+  def _mean(self, total: tf.Tensor | tf.IndexedSlices) -> Gradient:
+    """Returns a sum divided by the number of calls."""
+    if isinstance(total, tf.IndexedSlices):
+      values = total.values / self.steps
+      return tf.IndexedSlices(values, total.indices, total.dense_shape)
+    return total / self.steps
 
   def _key(self, variable: Any) -> Any:
-    """Returns what a variable is known by, in each replica by another."""
+    """Returns what a sum is known by, in each replica by another."""
     return replica_isolation.replica_id(), id(self._sum_of(variable))
 
-  def _make(self, value: Any, dtype: Any, name: str) -> Any:
+  def _make(self, value: Any, dtype: Any, name: str, shape: Any = None) -> Any:
     with self._engine.making_variables():
-      made = tf.Variable(value, trainable=False, dtype=dtype, name=name)
+      made = tf.Variable(
+        value, trainable=False, dtype=dtype, name=name, shape=shape
+      )
     self.variables.append(made)
     return made
 
@@ -220,8 +326,8 @@ class KerasWindow(Window):
   def _calls_in_total(self) -> int:
     return self.steps
 
-  def _sum_of(self, variable: Any) -> Any:
-    return self._inner.accumulated_gradient(variable)
+  def _sum_of(self, variable: Any) -> DenseSum:
+    return DenseSum(self._inner.accumulated_gradient(variable))
 
   def _add(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
     self._inner.accumulate(grads, variables)
@@ -231,6 +337,7 @@ def own_window(
   settings: settings_lib.Settings,
   inner: base.InnerOptimizer,
   engine: engines.Engine,
+  kind: update.Update,
 ) -> EveryCall:
   """Returns the window of `accumulate_steps`; one call without."""
   steps = settings.accumulate_steps
@@ -240,7 +347,9 @@ def own_window(
       f" gradient_accumulation_steps={inner.accumulates}. Set one of them"
       " only."
     )
-  return EveryCall() if steps in (None, 1) else OwnWindow(int(steps), engine)
+  return (
+    EveryCall() if steps in (None, 1) else OwnWindow(int(steps), engine, kind)
+  )
 
 
 def in_force(

@@ -11,7 +11,7 @@ keeps and applies. A new kind of update is one more file, and one more line in
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import tensorflow as tf
 
@@ -22,9 +22,11 @@ from tf_cross_shard.inner_optimizer import base
 from tf_cross_shard.replica_state import overwritten
 from tf_cross_shard.step import (
   accumulation,
+  flat_update,
   loss_convention,
   noise_scale,
   nonfinite,
+  owner_update,
   reduction,
   replica_checks,
   row_update,
@@ -55,19 +57,22 @@ class Call:
   is_reduced: bool = False
 
 
+_SHARDED: Final = {
+  "elementwise": flat_update.FlatUpdate,
+  "by_variable": owner_update.OwnerUpdate,
+}
+
+
 def _kind_of_update(
   settings: settings_lib.Settings, inner: base.InnerOptimizer, group_size: int
 ) -> type[update.Update]:
   """Chooses, once for all steps, what members keep and apply."""
-  if settings.lazy_rows:
-    row_update.check(inner, settings)
+  by_rows = row_update.is_wanted(settings, inner)
   if settings.shard_update:
-    sharded_update.check(inner.optimizer, settings.shard_update)
+    way = sharded_update.check(inner.optimizer, settings.shard_update)
     if group_size > 1:
-      return sharded_update.ShardedUpdate
-  if settings.lazy_rows or row_update.is_exact(inner.optimizer):
-    return row_update.RowUpdate
-  return update.ReplicatedUpdate
+      return _SHARDED[way]
+  return row_update.RowUpdate if by_rows else update.ReplicatedUpdate
 
 
 class Step:
@@ -95,10 +100,10 @@ class Step:
     self._inner = inner
     self._engine = engine
     self.convention = loss_convention.LossConvention(settings, engine.groups)
-    self._window = accumulation.own_window(settings, inner, engine)
     self.noise = noise_scale.NoiseScale(settings, inner, engine)
     kind = _kind_of_update(settings, inner, engine.groups.group_size)
     self.update = kind(settings, inner, engine, self.noise)
+    self._window = accumulation.own_window(settings, inner, engine, self.update)
     self.guard = nonfinite.NonfiniteGuard(
       settings.skip_nonfinite, inner, engine
     )

@@ -155,11 +155,23 @@ class NoiseScale:
       self._step(of_members[0], of_sum)
 
   def after_scatter(
-    self, own: Sequence[tf.Tensor], parts: Sequence[tf.Tensor]
+    self,
+    own: Sequence[tf.Tensor],
+    parts: Sequence[tf.Tensor],
+    whole: Sequence[Gradient],
   ) -> None:
-    """Measures a step of which each member has one part of the sum."""
+    """Measures a step of which each member has one part of the sum.
+
+    Args:
+      own: From `of_replica`.
+      parts: The part that this member alone has.
+      whole: The sums that all members have.
+    """
     if self._every:
-      part = self._if_due(lambda: squared_norm(parts, self._scale()))
+      scale, share = self._scale(), 1.0 / self._groups.group_size
+      part = self._if_due(
+        lambda: squared_norm(parts, scale) + squared_norm(whole, scale) * share
+      )
       both = tf.stack([*own, part])
       [both] = self._engine.all_reduce_sum([both])
       self._step(both[0], both[1])

@@ -21,11 +21,15 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard import settings as settings_lib
+from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.collectives import base as engines
 from tf_cross_shard.gradients import clipping, indexed_slices
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import base, fused_update, row_variables
 from tf_cross_shard.step import noise_scale, update
+
+# What both Kerases call the weight of an `Embedding`.
+_EMBEDDINGS: Final = "embeddings"
 
 # Keras' classes that change no row without a gradient, if they have no momentum
 # and no weight decay.
@@ -35,16 +39,11 @@ _EXACT: Final = ("Adagrad", "SGD")
 def check(inner: base.InnerOptimizer, settings: settings_lib.Settings) -> None:
   """Raises `ValueError` where `lazy_rows` cannot be had."""
   lazy_rows = settings.lazy_rows
-  for name, value in (
-    ("accumulate_steps", (settings.accumulate_steps or 1) > 1),
-    ("gradient_accumulation_steps", inner.accumulates),
-    ("shard_update", settings.shard_update),
-  ):
-    if value:
-      raise ValueError(
-        f"`lazy_rows` is {lazy_rows!r}, and with `{name}` gradients are dense,"
-        " so that all rows would be updated. Leave one of them out."
-      )
+  if inner.accumulates:
+    raise ValueError(
+      f"`lazy_rows` is {lazy_rows!r}, and with gradient_accumulation_steps of"
+      " `opt` gradients are dense. Use `accumulate_steps` of this one."
+    )
   last = base.innermost(inner.optimizer)
   kind = type(last).__name__
   if not hasattr(last, "build"):
@@ -61,6 +60,19 @@ def check(inner: base.InnerOptimizer, settings: settings_lib.Settings) -> None:
       " if each element of your class's update depends on that element only,"
       ' lazy_rows="elementwise".'
     )
+
+
+def is_wanted(
+  settings: settings_lib.Settings, inner: base.InnerOptimizer
+) -> bool:
+  """Whether row-sparse gradients update the rows that occur, and no others.
+
+  Raises:
+    ValueError: If they are to, and cannot.
+  """
+  if settings.lazy_rows:
+    check(inner, settings)
+  return bool(settings.lazy_rows) or is_exact(inner.optimizer)
 
 
 def is_exact(optimizer: Any) -> bool:
@@ -86,7 +98,42 @@ class RowUpdate(update.ReplicatedUpdate):
   ) -> None:
     super().__init__(settings, inner, engine, noise)
     self._is_lazy = bool(settings.lazy_rows)
+    self._table_names: list[str] = []
+    self._table_list: list[Any] = []  # Their ids stay theirs.
     inner.row_step = self._update_rows
+
+  def is_table(self, variable: Any) -> bool:
+    """Whether it is a weight of a Keras `Embedding`, or was said to be one."""
+    native = variables_lib.native(variable)
+    path = variables_lib.path_of(variable)
+    is_known = any(native is table for table in self._table_list)
+    return self._engine.keeps_rows and (
+      is_known
+      or path.rpartition("/")[2] == _EMBEDDINGS
+      or any(name in path for name in self._table_names)
+    )
+
+  def add_tables(self, var_list: Any, var_names: Any) -> None:
+    """Says of variables that they are tables."""
+    self._table_list += map(variables_lib.native, var_list or ())
+    self._table_names += var_names or ()
+
+  def to_dense(self, grad: Gradient, variable: Any) -> Gradient:
+    """Returns the dense gradient of a variable that is no table.
+
+    Raises:
+      ValueError: If rows would be updated that do not occur.
+    """
+    is_sparse = isinstance(grad, tf.IndexedSlices)
+    if self._is_lazy and is_sparse and self.is_by_rows():
+      path = variables_lib.path_of(variable)
+      raise ValueError(
+        f"The gradient of {path} has rows, and with `accumulate_steps` or"
+        " `shard_update` there is room for tables that are known when the"
+        " optimizer is built only. Call"
+        f" optimizer.update_by_rows(var_names=[{path!r}]) before that."
+      )
+    return super().to_dense(grad, variable)
 
   def apply(
     self,
@@ -100,7 +147,7 @@ class RowUpdate(update.ReplicatedUpdate):
       for total, variable in zip(sums, variables, strict=True)
       if isinstance(total, tf.IndexedSlices)
     ]
-    if not tables or not self._is_by_rows():
+    if not tables or not self.is_by_rows():
       apply_once(sums, variables)
       return
     # Keras would clip whole tables, and let them decay.
@@ -110,7 +157,7 @@ class RowUpdate(update.ReplicatedUpdate):
     ):
       apply_once(sums, variables)
 
-  def _is_by_rows(self) -> bool:
+  def is_by_rows(self) -> bool:
     """Whether rows are updated here; momentum and decay may be assigned."""
     optimizer = self._inner.optimizer
     return not fused_update.is_compiled(base.innermost(optimizer)) and (
@@ -126,7 +173,7 @@ class RowUpdate(update.ReplicatedUpdate):
   ) -> None:
     """Runs the optimizer's own `update_step` on the rows that occur."""
     last = base.innermost(self._inner.optimizer)
-    if not self._is_by_rows():
+    if not self.is_by_rows():
       update_step(grad, variable, *rate)
       return
     grad = indexed_slices.merge_duplicates(grad)

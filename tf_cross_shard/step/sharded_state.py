@@ -6,7 +6,8 @@ settings is built on tiny weights of the same names, and in the place of each of
 its slots stands a `WholeSlot`, which reads and writes the members' parts.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -46,6 +47,13 @@ class WholeSlot(_Trackable):
     self._slot = slot
     self._start = start
     self._groups = engine.groups
+    self._is_view = False
+
+  def view(self) -> "WholeSlot":
+    """Returns this slot for reading, as `get_slot` does."""
+    view = copy.copy(self)
+    view._is_view = True
+    return view
 
   def numpy(self) -> np.ndarray[Any, Any]:
     """The first group's value."""
@@ -65,7 +73,18 @@ class WholeSlot(_Trackable):
     return self.numpy().astype(dtype or self.dtype.as_numpy_dtype)
 
   def assign(self, value: Any) -> None:
-    """Gives all groups one value."""
+    """Gives all groups one value.
+
+    Raises:
+      TypeError: If it is a view: a loop of the user's that assigns slots would
+        write parts of all replicas.
+    """
+    if self._is_view:
+      raise TypeError(
+        f"The slot {self.path} is read only under `shard_update`: its parts are"
+        " on the members of each group. Assign the variable of this name in"
+        " optimizer.variables, which gives all groups one value."
+      )
     value = np.asarray(value, self.dtype.as_numpy_dtype)
     if value.shape != tuple(self.shape):
       raise ValueError(
@@ -117,20 +136,20 @@ class WholeSlot(_Trackable):
     self.assign(restored["VARIABLE_VALUE"].numpy())
 
 
-class SlotView(WholeSlot):
-  """A slot that is read only, as `get_slot` returns it."""
+class OwnedSlot(WholeSlot):
+  """A slot of which one member's copy is in force: its owner's."""
 
-  def __init__(self, slot: WholeSlot) -> None:
-    self.__dict__.update(vars(slot))
+  def __init__(self, slot: Any, owner: int, engine: engines.Engine) -> None:
+    """Stands for a slot of the weight that the owner-th member updates."""
+    super().__init__(slot, slot, 0, tuple(slot.shape), engine)
+    self._owner = owner
 
-  def assign(self, value: Any) -> None:
-    """Refuses: a loop that assigns slots would write parts of all replicas."""
-    del value
-    raise TypeError(
-      f"The slot {self.path} is read only under `shard_update`: its parts are"
-      " on the members of each group. Assign the variable of this name in"
-      " optimizer.variables, which gives all groups one value."
-    )
+  def set_copies(self, values: Sequence[np.ndarray[Any, Any]]) -> None:
+    """Gives each replica of this process its own value."""
+    self._copies().write(self._slot, list(values))
+
+  def _join(self, parts: Sequence[np.ndarray[Any, Any]]) -> Any:
+    return parts[self._owner]
 
 
 class Children(_Trackable):
@@ -202,54 +221,51 @@ class PlainState:
     self,
     inner: base.InnerOptimizer,
     weights: Sequence[Any],
-    places: Sequence[tuple[int, int]],
-    shards: Sequence[Any],
-    engine: engines.Engine,
+    plain: Any,
+    built_on: Sequence[Any],
+    replace: Callable[[int, str, Any], tuple[Any, Any]],
   ) -> None:
     """Finds the state of each of `weights`.
 
     Args:
-      inner: The encapsulated optimizer, built on one variable for each row.
+      inner: The encapsulated optimizer, built.
       weights: What the plain one would be built on.
-      places: For each of them the row, and where in it the weight begins.
-      shards: The variables of the rows.
-      engine: The engine, which knows the groups and the strategy.
+      plain: An optimizer that has the plain one's variables, or such as have
+        their names.
+      built_on: For each weight, what `plain` was built on.
+      replace: For the number of a weight, the name of a list of slots, and the
+        slot of `plain`: the variable of `inner` that has it, and what stands
+        for the slot.
     """
     optimizer = inner.optimizer
-    plain = type(optimizer).from_config(optimizer.get_config())
-    tiny = [inner.make_tiny(weight) for weight in weights]
-    with tf.init_scope():
-      plain.build(tiny)
     self.trainable_variables = list(weights)
     self._places = {
       id(variables_lib.native(weight)): i for i, weight in enumerate(weights)
     }
     self._found: dict[int, Any] = {
-      id(small): weight for small, weight in zip(tiny, weights, strict=True)
+      id(built): weight for built, weight in zip(built_on, weights, strict=True)
     }
-    names = [
-      {id(slot): name for name, slot in inner.slots(shard).items()}
-      for shard in shards
-    ]
-    self._slots: list[dict[str, WholeSlot]] = [{} for _ in weights]
-    last, named = base.innermost(optimizer), base.innermost(plain)
-    in_rows: set[int] = set()
-    for i, (weight, (row, start)) in enumerate(
-      zip(weights, places, strict=True)
-    ):
-      for attribute, slot in base.slots_at(named, i, len(tiny), ()):
-        part = getattr(last, attribute)[row]
-        whole = WholeSlot(slot, part, start, tuple(weight.shape), engine)
-        in_rows.add(id(part))
-        self._found[id(slot)] = whole
-        self._slots[i][names[row][id(part)]] = whole
+    names = {
+      id(slot): name
+      for variable in inner.trainable_variables
+      for name, slot in inner.own_slots(variable).items()
+    }
+    self._slots: list[dict[str, Any]] = [{} for _ in weights]
+    replaced: set[int] = set()
+    for i in range(len(weights)):
+      last = base.innermost(plain)
+      for attribute, slot in base.slots_at(last, i, len(weights), ()):
+        own, stands = replace(i, attribute, slot)
+        replaced.add(id(own))
+        self._found[id(slot)] = stands
+        self._slots[i][names[id(own)]] = stands
     others = [
-      v for v in optimizer_state.listed(optimizer) if id(v) not in in_rows
+      v for v in optimizer_state.listed(optimizer) if id(v) not in replaced
     ]
     listed = optimizer_state.listed(plain)
-    own = [v for v in listed if id(v) not in self._found]
-    for one, other in zip(own, others, strict=True):
-      self._found[id(one)] = other
+    of_plain = [v for v in listed if id(v) not in self._found]
+    for variable, other in zip(of_plain, others, strict=True):
+      self._found[id(variable)] = other
     self.variables = [self._found[id(v)] for v in listed]
     self.children = self._children(plain)
 
@@ -257,15 +273,15 @@ class PlainState:
     """The place of a variable among those that are trained."""
     return self._places.get(id(variables_lib.native(variable)))
 
-  def slots(self, variable: Any) -> dict[str, WholeSlot]:
+  def slots(self, variable: Any) -> dict[str, Any]:
     """The slots of a weight, by name."""
     index = self.index(variable)
     return {} if index is None else dict(self._slots[index])
 
-  def view(self, variable: Any, name: str) -> SlotView | None:
+  def view(self, variable: Any, name: str) -> Any:
     """A slot of a weight for the user; None where there is none."""
     slot = self.slots(variable).get(name)
-    return None if slot is None else SlotView(slot)
+    return slot.view() if isinstance(slot, WholeSlot) else slot
 
   def save_own_variables(self, store: Any) -> None:
     """Saves what the plain optimizer would save."""
@@ -293,10 +309,76 @@ class PlainState:
     children: dict[str, Any] = {}
     for name, child in plain._trackable_children().items():
       if isinstance(child, list):
-        whole = [self._found.get(id(part), part) for part in child]
-        children[name] = Children({str(i): v for i, v in enumerate(whole)})
+        children[name] = Children(
+          {
+            str(i): self._found.get(id(part), part)
+            for i, part in enumerate(child)
+            if part is not None  # a slot that a variable has none of
+          }
+        )
       elif name == "inner_optimizer":
         children[name] = self._children(child)
       elif isinstance(child, dict):
         children[name] = child
     return Children(children)
+
+
+def of_parts(
+  inner: base.InnerOptimizer,
+  weights: Sequence[Any],
+  places: Sequence[tuple[int, int | None]],
+  built_on: Sequence[Any],
+  engine: engines.Engine,
+) -> PlainState:
+  """Returns the state of an optimizer that is built on parts of weights.
+
+  Args:
+    inner: The encapsulated optimizer.
+    weights: What the plain one would be built on.
+    places: For each of them which variable of `built_on` has a part of it, and
+      where the weight begins in all parts; None for a weight itself.
+    built_on: What the optimizer is built on.
+    engine: The engine, which knows the groups and the strategy.
+  """
+  optimizer = inner.optimizer
+  plain = type(optimizer).from_config(optimizer.get_config())
+  tiny = [inner.make_tiny(weight) for weight in weights]
+  with tf.init_scope():
+    plain.build(tiny)
+  slots = [
+    dict(base.slots_at(base.innermost(optimizer), i, len(built_on), ()))
+    for i in range(len(built_on))
+  ]
+
+  def replace(i: int, attribute: str, named: Any) -> tuple[Any, Any]:
+    index, start = places[i]
+    slot = slots[index][attribute]
+    if start is None:
+      return slot, slot
+    shape = tuple(weights[i].shape)
+    return slot, WholeSlot(named, slot, start, shape, engine)
+
+  return PlainState(inner, weights, plain, tiny, replace)
+
+
+def of_owners(
+  inner: base.InnerOptimizer,
+  weights: Sequence[Any],
+  owners: Sequence[int | None],
+  engine: engines.Engine,
+) -> PlainState:
+  """Returns the state of an optimizer whose members update a weight each.
+
+  Args:
+    inner: The encapsulated optimizer, built on the weights.
+    weights: These.
+    owners: The place of each one's owner in a group; None for all members.
+    engine: The engine, which knows the groups and the strategy.
+  """
+
+  def replace(i: int, attribute: str, slot: Any) -> tuple[Any, Any]:
+    del attribute
+    owner = owners[i]
+    return slot, slot if owner is None else OwnedSlot(slot, owner, engine)
+
+  return PlainState(inner, weights, inner.optimizer, weights, replace)

@@ -1,69 +1,62 @@
-"""The sharded update: each member of a group keeps one part of the state.
+"""Sharded updates: each member of a group updates one part of the weights.
 
-With n members in a group and W the flat weights of one dtype, padded to n equal
-parts, member i does
+    g[i] = reduce(grads)[i]         the group's sum, member i's part of it
+    W[i] = opt.update(W[i], g[i])   each member its own part
+    W    = gather(W[i])             all members all of the weights
 
-    g[i] = reduce_scatter(grads)[i]      the group's sum, this part of it
-    W[i] = opt.update(W[i], g[i])        opt has state for W[i] only
-    W    = all_gather(W[i])
-
-So the state has 1/n of its size, and the encapsulated optimizer updates one
-large variable where the model has many.
-
-References:
-  Xu et al., Automatic Cross-Replica Sharding of Weight Update in Data-Parallel
-  Training, 2020 (arXiv 2004.13336). Rajbhandari et al., ZeRO, 2020 (stage 1).
+`flat_update` cuts elements into equal parts, `owner_update` gives each variable
+whole to one member. Tables that are updated by rows are in no part: all members
+update the rows that occur.
 """
 
+import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard import settings as settings_lib
 from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.collectives import base as engines
-from tf_cross_shard.gradients import indexed_slices, packing
+from tf_cross_shard.gradients import clipping, indexed_slices, packing
+from tf_cross_shard.gradients import layout as layouts
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import base, fused_update
-from tf_cross_shard.step import noise_scale, nonfinite, sharded_state, update
+from tf_cross_shard.step import (
+  noise_scale,
+  nonfinite,
+  reduction,
+  row_update,
+  sharded_state,
+  update,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class FlatWeights:
-  """Weights of one dtype behind each other, all with weight decay or none.
+class Weights:
+  """Weights of one dtype that travel together.
 
   Attributes:
-    weights: Native variables, in their order.
-    sizes: Their numbers of elements.
-    part: The number of elements of each member's part.
-    shard: The variable that the encapsulated optimizer is built on, [part].
-    padding: The number of zeros that equal parts need at the end.
+    variables: The user's, in their order.
+    natives: The same as `tf.Variable`s.
+    layout: Which elements each member has.
+    shard: The variable that the encapsulated optimizer is built on, [part];
+      None if it is built on the weights themselves.
   """
 
-  weights: list[Any]
-  sizes: list[int]
-  part: int
-  shard: Any
-  padding: int
-
-  def pad(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Joins flat pieces, with zeros behind them."""
-    if self.padding:
-      pieces = [*pieces, tf.zeros([self.padding], pieces[0].dtype)]
-    return tf.concat(pieces, 0)
-
-  def split(self, whole: tf.Tensor) -> list[tf.Tensor]:
-    """Takes a padded whole apart into the weights' pieces."""
-    pieces = tf.split(whole, [*self.sizes, self.padding])
-    return list(pieces[:-1])
+  variables: list[Any]
+  natives: list[Any]
+  layout: layouts.Layout
+  shard: Any = None
 
 
 class ShardedUpdate(update.Update):
-  """Each member keeps one part of the state and updates this part."""
+  """Each member updates one part of the weights."""
+
+  # The limits of the encapsulated optimizer that are not left to it.
+  _clipped: tuple[str, ...] = ("global_clipnorm",)
 
   def __init__(
     self,
@@ -73,69 +66,100 @@ class ShardedUpdate(update.Update):
     noise: noise_scale.NoiseScale,
   ) -> None:
     super().__init__(settings, inner, engine, noise)
-    self._flat: list[FlatWeights] = []  # Empty until built.
-    self._variables: list[Any] = []  # Whole, in the user's order.
+    self._weights: list[Weights] = []
+    self._tables: list[Any] = []
+    self._variables: list[Any] = []  # All, in the user's order.
+    self._whole = update.ReplicatedUpdate(settings, inner, engine, noise)
+    if row_update.is_wanted(settings, inner):
+      self._whole = row_update.RowUpdate(settings, inner, engine, noise)
     inner.checkpointed = sharded_state.Children({}, inner.optimizer)
 
+  def is_table(self, variable: Any) -> bool:
+    """Whether a variable is updated by rows, and in no part."""
+    return self._whole.is_table(variable)
+
+  def is_by_rows(self) -> bool:
+    """Whether tables are updated by rows, at this place."""
+    return self._whole.is_by_rows()
+
+  def add_tables(self, var_list: Any, var_names: Any) -> None:
+    """Says of more variables that they are updated by rows."""
+    self._whole.add_tables(var_list, var_names)
+
+  def to_dense(self, grad: Gradient, variable: Any) -> Gradient:
+    """Returns the dense gradient of a variable that is no table."""
+    return self._whole.to_dense(grad, variable)
+
   def build(self, variables: Sequence[Any]) -> None:
-    """Lays weights behind each other, and builds the optimizer on parts."""
-    if self._flat:
+    """Lays out the weights, and builds the encapsulated optimizer."""
+    if self._variables:
       return
     if any(map(self._inner.is_overwritten, variables)):
       raise NotImplementedError(
         "Variables with `overwrite_with_gradient` (Keras' float8 scales) cannot"
         " be sharded. Leave `shard_update` out."
       )
-    last = base.innermost(self._inner.optimizer)
-    kinds: dict[tuple[tf.DType, bool], list[Any]] = {}
+    kinds: dict[Hashable, list[Any]] = {}
     for variable in variables:
-      native = variables_lib.native(variable)
-      decays = self._inner.decays(variable)
-      kinds.setdefault((native.dtype, decays), []).append(native)
-    members = self._engine.groups.group_size
-    for (dtype, decays), weights in kinds.items():
-      sizes = [int(np.prod(weight.shape)) for weight in weights]
-      # One at least: engines do not carry tensors without elements.
-      part = max(1, -(-sum(sizes) // members))
-      name = f"shard_{dtype.name}" + ("" if decays else "_without_decay")
-      with self._engine.making_variables():
-        shard = self._inner.make_variable(tf.zeros([part], dtype), name)
-      if not decays:
-        last.exclude_from_weight_decay(var_list=[shard])
-      padding = part * members - sum(sizes)
-      self._flat.append(FlatWeights(weights, sizes, part, shard, padding))
+      if self.is_table(variable):
+        self._tables.append(variable)
+      else:
+        kinds.setdefault(self._kind(variable), []).append(variable)
     self._variables = list(variables)
-    self._start_alike(self._take_own_part)
+    self._weights = list(map(self._lay_out, kinds.values()))
     with self._engine.making_variables():
-      self._inner.build(self._shards)
-      self._inner.unsharded_state = sharded_state.PlainState(
-        self._inner,
-        self._variables,
-        [self._place_of(variable) for variable in variables],
-        self._shards,
-        self._engine,
-      )
-    if last.use_ema:
-      self._start_alike(self._start_averages)
+      self._inner.unsharded_state = self._build()
     self._inner.checkpointed.add(self._inner.unsharded_state.children)
+
+  @abc.abstractmethod
+  def _kind(self, variable: Any) -> Hashable:
+    """Returns what variables must have in common to travel together."""
+
+  @abc.abstractmethod
+  def _lay_out(self, variables: list[Any]) -> Weights:
+    """Decides which elements each member has."""
+
+  @abc.abstractmethod
+  def _build(self) -> sharded_state.PlainState:
+    """Builds the encapsulated optimizer; returns its state as savers see it."""
+
+  @abc.abstractmethod
+  def _updated(self) -> list[Any]:
+    """Returns the variables, but tables, that this member's step updates."""
+
+  @abc.abstractmethod
+  def _sums_of(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns this member's gradients of `_updated`, from its parts."""
+
+  @abc.abstractmethod
+  def _part_of(self, weights: Weights) -> tf.Tensor:
+    """Returns this member's part of weights that it updated; isolated."""
 
   def reduce(
     self, grads: Sequence[Gradient], variables: Sequence[Any], calls: int
-  ) -> list[tf.Tensor]:
+  ) -> list[Gradient]:
     """Returns the group's sums of this member's parts, clipped for `opt`."""
     del calls  # `check` refuses optimizers that accumulate.
-    pieces = self._flatten(grads, variables)
-    own = self._noise.of_replica([piece for flat in pieces for piece in flat])
-    parts = self._scatter(pieces)
-    self._noise.after_scatter(own, parts)
-    return self._clip(self._agree_on_finite(parts))
+    tables, pieces = self._split(grads, variables)
+    flat = [piece for of_weights in pieces for piece in of_weights]
+    own = self._noise.of_replica([*flat, *tables])
+    sums, _ = reduction.reduce_gradients(
+      tables, self._engine, self._settings.wire_dtype, self._wire_scale()
+    )
+    parts = list(map(self._reduce_part, self._weights, pieces))
+    self._noise.after_scatter(own, self._counted(parts), sums)
+    return self._clip(self._agree_on_finite(parts, sums), sums)
 
   def own_part(
     self, sums: Sequence[Gradient], variables: Sequence[Any]
-  ) -> list[tf.Tensor]:
+  ) -> list[Gradient]:
     """Returns this member's parts of sums that all members have, clipped."""
-    parts = self._parts_of(self._flatten(sums, variables))
-    return self._clip(self._agree_on_finite(parts))
+    tables, pieces = self._split(sums, variables)
+    parts = [
+      self._engine.own_part(of_weights, weights.layout)
+      for weights, of_weights in zip(self._weights, pieces, strict=True)
+    ]
+    return self._clip(self._agree_on_finite(parts, tables), tables)
 
   def apply(
     self,
@@ -144,59 +168,36 @@ class ShardedUpdate(update.Update):
     apply_once: update.ApplyOnce,
   ) -> None:
     """Updates this member's parts of the weights, and gathers all parts."""
-    with self._engine.isolate():
-      self._take_own_part()
+    updated = [*self._updated(), *self._tables]
     last = base.innermost(self._inner.optimizer)
-    with update.without_clipping(last, "clipnorm"):
-      apply_once(sums, self._shards)
-    gathered = self._gather_parts()
-    # Constraints belong to a step: not to one that is left out.
-    is_step = nonfinite.all_finite(sums) if self._may_skip else True
-    with self._engine.isolate():
-      self._write(gathered, is_step)
+    with update.without_clipping(last, *self._clipped):
+      self._whole.apply(sums, updated, apply_once)
+    self._gather(nonfinite.all_finite(sums) if self._may_skip else True)
 
   def write_averages(self, variables: Sequence[Any]) -> None:
     """Gives all replicas the moving averages for weights, where there are."""
     del variables
-    if not self._flat or not base.innermost(self._inner.optimizer).use_ema:
+    if not (self._variables and self._inner.averages):
       return
-    self._inner.write_averages(self._shards)
-
-    def gather() -> None:
-      gathered = self._gather_parts()
-      with self._engine.isolate():
-        self._write(gathered, is_step=False)
-
-    self._run(gather)
-
-  @property
-  def _shards(self) -> list[Any]:
-    """The variables that the encapsulated optimizer is built on."""
-    return [flat.shard for flat in self._flat]
+    self._inner.write_averages(self._inner.trainable_variables)
+    self._run(functools.partial(self._gather, False))
 
   @property
   def _may_skip(self) -> bool:
     """Whether a step may be left out because of a NaN or an infinity."""
     return self._settings.skip_nonfinite or self._inner.scales_dynamically
 
-  def _start_alike(self, start: Callable[[], None]) -> None:
-    """Lets each replica give variables their first values."""
-    if not tf.distribute.in_cross_replica_context():
-      # tf_keras builds in the first step; all but averages start at constants.
-      if base.innermost(self._inner.optimizer).use_ema:
-        raise RuntimeError(
-          "`opt` averages weights and `shard_update` is set: call"
-          " optimizer.build(model.trainable_variables) inside `with"
-          " strategy.scope():` before the first step."
-        )
-      return
-
-    def start_isolated() -> None:
+  def _gather(self, is_step: Any) -> None:
+    """Gives each replica the weights that the members' parts make."""
+    del is_step
+    for weights in self._weights:
       with self._engine.isolate():
-        start()
-
-    with tf.init_scope():
-      self._run(start_isolated)
+        part = tf.identity(self._part_of(weights))
+      pieces = self._engine.gather_parts(part, weights.layout)
+      with self._engine.isolate():
+        for weight, piece in zip(weights.natives, pieces, strict=True):
+          is_flat = len(weight.shape) == 1
+          weight.assign(piece if is_flat else tf.reshape(piece, weight.shape))
 
   def _run(self, step: Callable[[], None]) -> None:
     """Runs a step once on all replicas; TensorFlow warns of eager ones."""
@@ -204,33 +205,16 @@ class ShardedUpdate(update.Update):
     run = functools.partial(self._engine.strategy.run, step)
     tf.function(run, autograph=False)()
 
-  def _start_averages(self) -> None:
-    """Sets averages that Keras made of the first replica's part."""
-    for average, shard in zip(self._inner.averages, self._shards, strict=True):
-      native = variables_lib.native(shard)
-      variables_lib.native(average).assign(tf.convert_to_tensor(native))
-
-  def _place_of(self, variable: Any) -> tuple[int, int]:
-    """Returns which flat weights hold a variable, and where it begins."""
-    native = variables_lib.native(variable)
-    for i, flat in enumerate(self._flat):
-      start = 0
-      for weight, size in zip(flat.weights, flat.sizes, strict=True):
-        if weight is native:
-          return i, start
-        start += size
-    raise KeyError(variable)
-
-  def _flatten(
+  def _split(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
-  ) -> list[list[tf.Tensor]]:
-    """Returns flat gradients in the order of the flat weights.
+  ) -> tuple[list[Gradient], list[list[tf.Tensor]]]:
+    """Returns gradients of tables, and flat ones in the order of the weights.
 
     Raises:
       ValueError: If a variable has no gradient, or two.
     """
     given = {
-      id(variables_lib.native(variable)): (grad, variable)
+      id(variables_lib.native(variable)): grad
       for grad, variable in zip(grads, variables, strict=True)
     }
     if len(given) < len(grads):
@@ -239,140 +223,82 @@ class ShardedUpdate(update.Update):
         f" got {len(grads)} gradients of {len(given)} variables. Add up those"
         " of one variable."
       )
-    pieces: list[list[tf.Tensor]] = []
-    for flat in self._flat:
-      pieces.append([])
-      for weight in flat.weights:
-        grad, variable = given.get(id(weight), (None, None))
-        if grad is None:
-          raise ValueError(
-            "`grads_and_vars` must hold a gradient for every variable that the"
-            f" optimizer was built on under `shard_update`; {weight.name} has"
-            " none. Build it on the variables that are trained."
-          )
-        grad = indexed_slices.to_dense(grad, variable)
-        pieces[-1].append(_flat(indexed_slices.cast(grad, variable)))
-    return pieces
 
-  def _scatter(self, pieces: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-    """Returns the group's sums of this member's parts."""
-    scale = self._wire_scale()
-    wholes = [
-      flat.pad(of_flat)
-      for flat, of_flat in zip(self._flat, pieces, strict=True)
+    def find(variable: Any) -> Gradient:
+      native = variables_lib.native(variable)
+      grad = given.get(id(native))
+      if grad is None:
+        raise ValueError(
+          "`grads_and_vars` must hold a gradient for every variable that the"
+          f" optimizer was built on under `shard_update`; {native.name} has"
+          " none. Build it on the variables that are trained."
+        )
+      return grad
+
+    return list(map(find, self._tables)), [
+      [
+        flat(indexed_slices.cast(self.to_dense(find(v), v), v))
+        for v in weights.variables
+      ]
+      for weights in self._weights
     ]
-    scaled = [whole if scale is None else whole * scale for whole in wholes]
-    narrow = packing.narrow(scaled, self._settings.wire_dtype)
-    parts = packing.widen(self._engine.reduce_scatter(narrow), wholes)
-    return parts if scale is None else [part / scale for part in parts]
 
-  def _parts_of(self, pieces: Sequence[Sequence[Any]]) -> list[tf.Tensor]:
-    """Returns this member's parts of what all members have, of any shapes."""
-    place = self._engine.position()
-    parts = []
-    for values, flat in zip(pieces, self._flat, strict=True):
-      if not isinstance(place, int):
-        whole = flat.pad(list(map(_flat, values)))
-        parts.append(tf.slice(whole, [place * flat.part], [flat.part]))
-        continue
-      # Only what lies in the part is read and copied.
-      own, start = [], -place * flat.part
-      for value, size in zip(values, flat.sizes, strict=True):
-        if start < flat.part and start + size > 0:
-          piece, end = _flat(value), flat.part - start
-          is_whole = start >= 0 and size <= end
-          own.append(piece if is_whole else piece[max(-start, 0) : end])
-        start += size
-      if start < flat.part:
-        missing = flat.part - max(start, 0)
-        own.append(tf.zeros([missing], flat.shard.dtype))
-      parts.append(tf.concat(own, 0))
+  def _reduce_part(
+    self, weights: Weights, pieces: Sequence[tf.Tensor]
+  ) -> tf.Tensor:
+    """Returns the group's sums of this member's part."""
+    scale = self._wire_scale()
+    if scale is not None:
+      pieces = [indexed_slices.times(piece, scale) for piece in pieces]
+    narrow = packing.narrow(pieces, self._settings.wire_dtype)
+    part = self._engine.reduce_part(narrow, weights.layout)
+    part = tf.cast(part, pieces[0].dtype)
+    return part if scale is None else part / tf.cast(scale, part.dtype)
+
+  def _counted(self, parts: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+    """Returns parts without what other members have too."""
     return parts
 
-  def _agree_on_finite(self, parts: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Makes all parts NaN on all members if one of any is not finite."""
+  def _agree_on_finite(
+    self, parts: list[tf.Tensor], tables: Sequence[Gradient]
+  ) -> list[tf.Tensor]:
+    """Makes all parts NaN on all members if a sum of any is not finite."""
     if not self._may_skip:
       return parts
-    is_odd = tf.cast(~nonfinite.all_finite(parts), tf.float32)
+    is_odd = tf.cast(~nonfinite.all_finite([*parts, *tables]), tf.float32)
     [count] = self._engine.all_reduce_sum([is_odd])
     nan = tf.where(count > 0, float("nan"), 0.0)
     return [part + tf.cast(nan, part.dtype) for part in parts]
 
-  def _clip(self, parts: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Clips sums by the limits of the encapsulated optimizer."""
-    last = base.innermost(self._inner.optimizer)
-    if last.clipnorm and last.clipnorm > 0:
-      parts = self._clip_each(parts, self._inner.scale_limit(last.clipnorm))
-    if last.global_clipnorm and last.global_clipnorm > 0:
-      limit = self._inner.scale_limit(last.global_clipnorm)
-      parts = self._clip_together(parts, limit)
-    return parts
-
-  def _clip_each(
-    self, parts: Sequence[tf.Tensor], limit: Any
-  ) -> list[tf.Tensor]:
-    """Clips the gradient of each weight by its own norm."""
-    squares = []
-    for part, flat in zip(parts, self._flat, strict=True):
-      if part.dtype.size < tf.float32.size:
-        part = tf.cast(part, tf.float32)
-      # A weight may lie in several parts; zeros add nothing to a norm.
-      whole = self._engine.place_among_zeros(tf.square(part))
-      pieces = flat.split(whole)
-      squares.append(tf.stack([tf.reduce_sum(piece) for piece in pieces]))
-    scales = []
-    totals = self._engine.all_reduce_sum(squares)
-    for part, flat, total in zip(parts, self._flat, totals, strict=True):
-      bound = tf.cast(limit, total.dtype)
-      scale = tf.cast(bound / tf.maximum(tf.sqrt(total), bound), part.dtype)
-      pairs = zip(flat.sizes, tf.unstack(scale), strict=True)
-      scales.append([tf.fill([size], factor) for size, factor in pairs])
-    own = self._parts_of(scales)
-    return [part * scale for part, scale in zip(parts, own, strict=True)]
-
-  def _clip_together(
-    self, parts: Sequence[tf.Tensor], limit: Any
-  ) -> list[tf.Tensor]:
-    """Clips by the norm of all parts together."""
-    squares = [tf.reduce_sum(tf.square(part)) for part in parts]
-    wide = tf.float64 if tf.float64 in {s.dtype for s in squares} else None
-    total = tf.add_n([tf.cast(s, wide or tf.float32) for s in squares])
-    [total] = self._engine.all_reduce_sum([total])
-    limit = tf.cast(limit, total.dtype)
+  def _clip(
+    self, parts: list[tf.Tensor], tables: Sequence[Gradient]
+  ) -> list[Gradient]:
+    """Returns sums clipped by the global limit of `opt`."""
+    sums = [*self._sums_of(parts), *tables]
+    limit = base.innermost(self._inner.optimizer).global_clipnorm
+    if not (limit and limit > 0):
+      return sums
+    # All members have the tables' sums.
+    share = 1.0 / self._engine.groups.group_size
+    squares = [
+      tf.cast(clipping.square_of_norm(grads), tf.float64) * weight
+      for grads, weight in ((self._counted(parts), 1.0), (tables, share))
+    ]
+    [total] = self._engine.all_reduce_sum([tf.add_n(squares)])
+    limit = tf.cast(self._inner.scale_limit(limit), total.dtype)
     scale = limit / tf.maximum(tf.sqrt(total), limit)
-    return [part * tf.cast(scale, part.dtype) for part in parts]
-
-  def _take_own_part(self) -> None:
-    """Copies this member's parts of the weights; isolated."""
-    parts = self._parts_of([flat.weights for flat in self._flat])
-    for flat, part in zip(self._flat, parts, strict=True):
-      variables_lib.native(flat.shard).assign(part)
-
-  def _gather_parts(self) -> list[tf.Tensor]:
-    """Returns the flat weights that the members' parts make; not isolated."""
-    with self._engine.isolate():
-      parts = [
-        tf.identity(tf.convert_to_tensor(variables_lib.native(shard)))
-        for shard in self._shards
-      ]
-    return self._engine.all_gather_parts(parts)
-
-  def _write(self, gathered: Sequence[tf.Tensor], is_step: Any) -> None:
-    """Gives this replica the weights, constrained after a step; isolated."""
-    for flat, whole in zip(self._flat, gathered, strict=True):
-      for weight, piece in zip(flat.weights, flat.split(whole), strict=True):
-        is_flat = len(weight.shape) == 1
-        weight.assign(piece if is_flat else tf.reshape(piece, weight.shape))
-    for variable in self._variables:
-      constraint = getattr(variable, "constraint", None)
-      if constraint is not None:
-        native = variables_lib.native(variable)
-        value = tf.convert_to_tensor(native)
-        native.assign(tf.where(is_step, constraint(value), value))
+    return [indexed_slices.times(grad, scale) for grad in sums]
 
 
-def check(optimizer: Any, shard_update: Any) -> None:
-  """Raises `ValueError` for an optimizer that cannot be updated in parts."""
+def check(optimizer: Any, shard_update: Any) -> str:
+  """Returns how an optimizer is updated in parts.
+
+  Returns:
+    `"elementwise"` or `"by_variable"`.
+
+  Raises:
+    ValueError: If it cannot be.
+  """
   last = base.innermost(optimizer)
   kind = type(last).__name__
   if not hasattr(last, "build"):
@@ -381,18 +307,22 @@ def check(optimizer: Any, shard_update: Any) -> None:
       " tf_keras.optimizers.legacy, which cannot be built on parts of weights."
       " Use one of tf_keras.optimizers."
     )
-  is_elementwise = fused_update.keras_class(last) in update.ELEMENTWISE
-  if not is_elementwise and shard_update is True:
-    raise ValueError(
-      f"`shard_update` is True, and {kind} may use norms or shapes of"
-      " whole variables, which a part of them does not have. Use one of"
-      f" {', '.join(update.ELEMENTWISE)}, or, if each element of your class's"
-      ' update depends on that element only, shard_update="elementwise".'
-    )
+  keras_class = fused_update.keras_class(last)
+  is_elementwise = keras_class in update.ELEMENTWISE
+  way = shard_update
+  if shard_update is True:
+    if not is_elementwise and keras_class not in update.BY_VARIABLE:
+      raise ValueError(
+        f"`shard_update` is True, and nothing is known of {kind}. Use"
+        ' "by_variable" if it updates each variable by itself, or "elementwise"'
+        " if each element."
+      )
+    way = "elementwise" if is_elementwise else "by_variable"
   remedies = {
     "gradient_accumulation_steps": "Use `accumulate_steps` of this one.",
   }
-  if not is_elementwise:  # What its class does first is not known.
+  # What a class of the user's does before it clips is not known.
+  if not is_elementwise and way == "elementwise":
     for limit in ("clipnorm", "global_clipnorm"):
       remedies[limit] = "Clip in your class, or before."
   for argument, remedy in remedies.items():
@@ -401,9 +331,10 @@ def check(optimizer: Any, shard_update: Any) -> None:
         f"`shard_update` is {shard_update!r}, and `opt` has {argument}="
         f"{getattr(last, argument)}, which needs whole variables. {remedy}"
       )
+  return str(way)
 
 
-def _flat(value: Any) -> tf.Tensor:
+def flat(value: Any) -> tf.Tensor:
   """Returns a tensor or variable as a tensor of one dimension."""
   tensor = tf.convert_to_tensor(value)
   return tensor if len(tensor.shape) == 1 else tf.reshape(tensor, [-1])

@@ -1,7 +1,9 @@
 """How a group keeps the optimizer's state and updates the weights.
 
-replicated    reduce: all-reduce        apply: opt.update(weights)
-sharded       reduce: reduce-scatter    apply: cut, opt.update(part), join
+replicated     reduce: all-reduce        apply: opt.update(weights)
+by rows        reduce: gather rows       apply: opt.update(rows)
+flat parts     reduce: reduce-scatter    apply: cut, opt.update(part), gather
+by owners      reduce: to the owner      apply: opt.update(own), gather
 """
 
 import abc
@@ -24,6 +26,9 @@ ELEMENTWISE: Final = (
   *("Ftrl", "Lion", "Nadam", "RMSprop", "SGD"),
 )
 
+# Those that look at whole variables, at each by itself.
+BY_VARIABLE: Final = ("Adafactor", "Lamb", "Muon", "ScheduleFreeAdamW")
+
 # Lets the encapsulated optimizer apply sums to variables, once.
 ApplyOnce = Callable[[Sequence[Gradient], Sequence[Any]], None]
 
@@ -43,6 +48,31 @@ class Update(abc.ABC):
     self._inner = inner
     self._engine = engine
     self._noise = noise
+
+  def is_table(self, variable: Any) -> bool:
+    """Whether a variable is updated by rows, known before its gradient is."""
+    del variable
+    return False
+
+  def is_by_rows(self) -> bool:
+    """Whether rows that do not occur stay as they are, at this place."""
+    return False
+
+  def add_tables(self, var_list: Any, var_names: Any) -> None:
+    """Says of variables that they are tables.
+
+    Raises:
+      ValueError: If nothing is updated by rows.
+    """
+    del var_list, var_names
+    raise ValueError(
+      "`update_by_rows` was called, and `opt` updates all rows in each step."
+      " Set lazy_rows=True."
+    )
+
+  def to_dense(self, grad: Gradient, variable: Any) -> Gradient:
+    """Returns the dense gradient of a variable that is no table."""
+    return indexed_slices.to_dense(grad, variable)
 
   @abc.abstractmethod
   def build(self, variables: Sequence[Any]) -> None:

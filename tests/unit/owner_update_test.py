@@ -1,0 +1,278 @@
+"""Variables with one owner each: the unsharded numbers, to the bit."""
+
+import functools
+import pathlib
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from tests.support import testbed
+from tf_cross_shard import keras3, replica_state
+from tf_cross_shard import tf_keras as ours_tf_keras
+from tf_cross_shard.gradients import layout
+
+KERASES = {"keras": (keras, keras3), "tf_keras": (tf_keras, ours_tf_keras)}
+GROUPS = [[2, 0], [1, 3]]
+STEPS = 3
+SHAPES = {"kernel": (4, 3), "embedding": (5, 2), "bias": (7,), "wide": (3, 8)}
+_RNG = np.random.default_rng(3)
+# Eighths, whose sums are exact: in functions TensorFlow sorts the terms of a sum
+# by their names.
+GRADS = [
+  (_RNG.integers(-16, 17, (STEPS, 4, *shape)) / 8).astype("f")
+  for shape in SHAPES.values()
+]
+VALUES = [_RNG.normal(size=shape).astype("f") for shape in SHAPES.values()]
+
+
+class Whitened(keras.optimizers.SGD):
+  """A user's class: the whole matrix, its shape and its norms."""
+
+  def update_step(self, gradient: Any, variable: Any, rate: Any) -> None:
+    if len(gradient.shape) == 2:
+      gram = tf.matmul(gradient, gradient, transpose_a=True)
+      eye = tf.eye(gradient.shape[1], dtype=gradient.dtype)
+      gradient = tf.transpose(
+        tf.linalg.solve(gram + eye, tf.transpose(gradient))
+      )
+    super().update_step(gradient / tf.norm(gradient), variable, rate)
+
+
+MAKERS: dict[str, Callable[[Any], Any]] = {
+  "Muon": lambda library: library.optimizers.Muon(0.1, weight_decay=0.01),
+  "Lamb": lambda library: library.optimizers.Lamb(0.1),
+  "Adafactor": lambda library: library.optimizers.Adafactor(0.1),
+  "ScheduleFreeAdamW": lambda library: library.optimizers.ScheduleFreeAdamW(
+    0.1
+  ),
+  "Whitened": lambda library: Whitened(0.1, momentum=0.5),
+  "Adam": lambda library: library.optimizers.Adam(
+    0.1, use_ema=True, ema_overwrite_frequency=2
+  ),
+  "clipped": lambda library: library.optimizers.Lamb(0.1, clipnorm=0.5),
+}
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+  ("Muon", "keras", {}),
+  ("Muon", "keras", {"accumulate_steps": 2}),
+  ("Lamb", "keras", {"wire_dtype": "bfloat16"}),
+  ("Adafactor", "keras", {"clipnorm": 0.5}),
+  ("Adafactor", "tf_keras", {}),
+  ("ScheduleFreeAdamW", "keras", {"skip_nonfinite": True}),
+  ("Whitened", "keras", {"shard_update": "by_variable"}),
+  ("Adam", "keras", {"shard_update": "by_variable"}),
+  ("Adam", "tf_keras", {"shard_update": "by_variable"}),
+  ("clipped", "keras", {}),
+]
+
+
+def build(
+  which: str, kind: str, groups: Any = GROUPS, **options: Any
+) -> tuple[list[Any], Any]:
+  """Weights and a built optimizer of sums over groups."""
+  library, package = KERASES[which]
+  with testbed.mirrored().scope():
+    weights = [
+      testbed.variable(value, name, library)
+      for name, value in zip(SHAPES, VALUES, strict=True)
+    ]
+    optimizer = package.CrossShardOptimizer(
+      MAKERS[kind](library), "sum", group_assignment=groups, **options
+    )
+    optimizer.build(weights)
+  return weights, optimizer
+
+
+def train(
+  weights: Sequence[Any], optimizer: Any, steps: Sequence[int] = range(STEPS)
+) -> None:
+  """Steps with each replica's gradients."""
+
+  @tf.function(autograph=False)
+  def step(*rows: tf.Tensor) -> None:
+    def replica_step() -> None:
+      own = [row[testbed.replica_id()] for row in rows]
+      optimizer.apply_gradients(list(zip(own, weights, strict=True)))
+
+    testbed.mirrored().run(replica_step)
+
+  for i in steps:
+    step(*(tf.constant(grads[i]) for grads in GRADS[: len(weights)]))
+
+
+def state_of(weights: Sequence[Any], optimizer: Any) -> list[np.ndarray]:
+  """Every group's weights and whole state."""
+  return [
+    value
+    for variable in (*weights, *optimizer.variables)
+    for value in replica_state.group_values(variable, optimizer)
+  ]
+
+
+def assert_same(state: Sequence[Any], other: Sequence[Any]) -> None:
+  assert len(state) == len(other) > 2 * len(SHAPES)
+  for value, expected in zip(state, other, strict=True):
+    np.testing.assert_array_equal(value, expected)
+
+
+@pytest.mark.parametrize(("kind", "which", "options"), CASES)
+def test_to_the_bit(kind: str, which: str, options: dict[str, Any]) -> None:
+  states = []
+  for shard_update in (options.get("shard_update", True), False):
+    settings = {**options, "shard_update": shard_update}
+    weights, optimizer = build(which, kind, **settings)
+    train(weights, optimizer)
+    states.append(state_of(weights, optimizer))
+    replica_state.assert_in_sync(optimizer, weights)
+    names = [getattr(v, "path", v.name) for v in optimizer.variables]
+    states[-1] += [optimizer.get_slot_names(), names]
+  assert_same(*(state[:-2] for state in states))
+  assert states[0][-2] == states[1][-2]
+  assert np.abs(states[0][0] - states[0][1]).max() > 1e-3  # groups
+  assert np.abs(states[0][0] - VALUES[0]).max() > 1e-3
+
+
+def test_each_update_is_done_once() -> None:
+  """Of four members each traces its own variable's update, and no other."""
+  traced = []
+
+  class Noting(keras.optimizers.SGD):
+    def update_step(self, gradient: Any, variable: Any, rate: Any) -> None:
+      context = tf.distribute.get_replica_context()
+      replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+      traced.append((replica, variable.name.partition("/")[0].rstrip(":0")))
+      super().update_step(gradient, variable, rate)
+
+  MAKERS["Noting"] = lambda library: Noting(1.0)
+  weights, optimizer = build(
+    "keras", "Noting", [[0, 1, 2, 3]], shard_update="by_variable"
+  )
+  train(weights, optimizer, [0])
+  assert sorted(name for _, name in traced) == sorted(SHAPES)
+  assert len({replica for replica, _ in traced}) == 4
+
+
+def test_more_members_than_variables() -> None:
+  """The one without any repeats the cheapest, and counts its steps."""
+  states = []
+  for shard_update in ("by_variable", False):
+    with testbed.mirrored().scope():
+      weights = [keras.Variable(value) for value in VALUES[:2]]
+      optimizer = keras3.CrossShardOptimizer(
+        keras.optimizers.Lamb(0.1, global_clipnorm=1e3),
+        "sum",
+        shard_update=shard_update,
+        noise_scale=1,
+      )
+      optimizer.build(weights)
+    train(weights, optimizer)
+    states.append(
+      [
+        *(copy for v in weights for copy in testbed.copies(v)),
+        *testbed.copies(optimizer.iterations),
+      ]
+    )
+    states[-1] += testbed.copies(optimizer.noise_scale)
+  *values, noise = ((a, b) for a, b in zip(*states, strict=True))
+  for value, expected in values[:-3]:
+    np.testing.assert_array_equal(value, expected)
+  np.testing.assert_allclose(*noise, rtol=1e-4)
+  assert int(states[0][-5]) == STEPS
+
+
+@pytest.mark.parametrize("way", ["keras", "checkpoint", "replica_state"])
+def test_files_hold_the_owners_slots(way: str, tmp_path: pathlib.Path) -> None:
+  """They go on, with owners and without, as if nothing had happened."""
+  groups = [[0, 1, 2, 3]] if way != "replica_state" else GROUPS
+  weights, optimizer = build("keras", "Muon", groups, shard_update=True)
+  train(weights, optimizer, [0, 1])
+  path = str(tmp_path / "state")
+  checkpoint = functools.partial(tf.train.Checkpoint, weights=weights)
+  if way == "keras":
+    store: dict[str, Any] = {}
+    optimizer.save_own_variables(store)
+    pickled = pickle.dumps([weight.numpy() for weight in weights])
+  elif way == "checkpoint":
+    path = checkpoint(optimizer=optimizer).save(path)
+  else:
+    replica_state.save(path, optimizer, weights)
+  train(weights, optimizer, [2])
+  expected = state_of(weights, optimizer)
+  for shard_update in (True, False):
+    again, other = build("keras", "Muon", groups, shard_update=shard_update)
+    if way == "keras":
+      other.load_own_variables(store)
+      for weight, value in zip(again, pickle.loads(pickled), strict=True):
+        weight.assign(value)
+    elif way == "checkpoint":
+      tf.train.Checkpoint(weights=again, optimizer=other).restore(
+        path
+      ).assert_consumed()
+    else:
+      replica_state.restore(path, other, again)
+    train(again, other, [2])
+    assert_same(state_of(again, other), expected)
+
+
+def test_slots_are_read_only() -> None:
+  weights, optimizer = build("keras", "Lamb", shard_update=True)
+  train(weights, optimizer, [0])
+  slot = optimizer.get_slot(weights[0], "momentum")
+  _, plain = build("keras", "Lamb")
+  assert slot.shape == weights[0].shape
+  assert np.abs(slot.numpy()).max() > 0
+  assert optimizer.get_slot_names() == plain.get_slot_names()
+  with pytest.raises(TypeError, match="read only under `shard_update`"):
+    slot.assign(slot.numpy())
+
+
+def test_fit_with_constraints_and_mixed_precision() -> None:
+  """A loss scale that overflows on one member alone skips on all."""
+  found = []
+  for shard_update in (True, False):
+    keras.utils.set_random_seed(7)
+    with testbed.mirrored().scope():
+      model = keras.Sequential(
+        [
+          keras.Input((6,)),
+          keras.layers.Dense(5, kernel_constraint="unit_norm"),
+          keras.layers.Dense(1, dtype="mixed_float16"),
+        ]
+      )
+      scaled = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Lamb(0.1), initial_scale=2.0**17
+      )
+      optimizer = keras3.CrossShardOptimizer(scaled, shard_update=shard_update)
+      model.compile(optimizer, "mse")
+    x = np.random.default_rng(0).normal(size=(32, 6)).astype("f")
+    x[3] *= 1e3
+    model.fit(x, x[:, :1], batch_size=16, epochs=4, shuffle=False, verbose=0)
+    found.append([copy for v in model.weights for copy in testbed.copies(v)])
+    found[-1].append(scaled.dynamic_scale.numpy())
+    replica_state.assert_in_sync(optimizer, model)
+  for value, expected in zip(*found, strict=True):
+    np.testing.assert_array_equal(value, expected)
+  assert found[0][-1] < 2.0**17
+
+
+def test_dear_variables_go_first() -> None:
+  """Twelve matrices of one cost, and one as dear as six of them."""
+  costs = [1.0] * 12 + [6.0]
+  cuts = layout.Layout.whole([4] * 13, costs, 3).cuts
+  loads = [sum(costs[cut.index] for cut in own) for own in cuts]
+  assert loads == [6.0, 6.0, 6.0]
+
+
+def test_tpus_do_the_same_on_all_members() -> None:
+  with testbed.virtual(2).scope(), pytest.raises(NotImplementedError) as e:
+    keras3.CrossShardOptimizer(keras.optimizers.Lamb(), shard_update=True)
+  assert "replicas of a TPU are one program" in str(e.value)
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))
