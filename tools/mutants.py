@@ -80,12 +80,12 @@ MUTANTS = [
   Mutant("Keras reduces again", "collectives/base.py", "return replica_isolation.isolate(self.strategy)", "return contextlib.nullcontext()", "unit/replica_isolation"),
   Mutant("values summed, not averaged", "step/update.py", "mean = 1.0 / self._engine.groups.group_size", "mean = 1.0", "unit/reduction"),
   # Windows.
-  Mutant("wrong divisor of a window", "step/accumulation.py", "total / self.steps for total", "total for total", "unit/accumulation"),
-  Mutant("sums of a window kept", "step/accumulation.py", "before.assign(tf.zeros_like(before))", "pass", "unit/accumulation"),
+  Mutant("wrong divisor of a window", "step/accumulation.py", "return total / self.steps", "return total", "unit/accumulation"),
+  Mutant("sums of a window kept", "step/accumulation.py", "variable.assign(tf.zeros_like(before))", "pass", "unit/accumulation"),
   Mutant("every call ends a window", "step/accumulation.py", "is_last = tf.equal(self._place(), self.steps - 1)", "is_last = tf.constant(True)", "unit/accumulation"),
   Mutant("calls of Keras counted once", "step/accumulation.py", "finish(totals, self._calls_in_total)", "finish(totals, 1)", "unit/noise_scale"),
-  Mutant("None ends a window without its sum", "step/accumulation.py", "if grad is None and key in self._added:", "if False:", "unit/accumulation"),
-  Mutant("None in all calls made zeros", "step/accumulation.py", "if grad is None and key in self._added:", "if grad is None:", "unit/accumulation"),
+  Mutant("None ends a window without its sum", "step/accumulation.py", "if grad is not None or key in self._added:", "if grad is not None:", "unit/accumulation"),
+  Mutant("None in all calls made zeros", "step/accumulation.py", "if grad is not None or key in self._added:", "if True:", "unit/accumulation"),
   Mutant("gradient that no end takes", "step/accumulation.py", "if key in self._left_out:", "if False:", "unit/accumulation"),
   Mutant("gradient of a window long ago", "step/accumulation.py", "self._added -= set(map(self._key, variables))", "pass", "unit/accumulation"),
   # Clipping.

@@ -22,7 +22,7 @@ GROUPS = [[2, 0], [1, 3]]
 STEPS = 3
 SHAPES = {"kernel": (4, 3), "embedding": (5, 2), "bias": (7,), "wide": (3, 8)}
 _RNG = np.random.default_rng(3)
-# Eighths, whose sums are exact: in functions TensorFlow sorts the terms of a sum
+# Eighths, whose sums are exact: in functions TensorFlow sorts terms of a sum
 # by their names.
 GRADS = [
   (_RNG.integers(-16, 17, (STEPS, 4, *shape)) / 8).astype("f")
