@@ -237,9 +237,7 @@ class OuterOptimizer(base.GroupCallback):
       model: A compiled and built model.
     """
     super().set_model(model)
-    if getattr(model, "optimizer", None) is None:
-      raise ValueError("`model` has no optimizer. Compile it first.")
-    self._build(model.optimizer, model)
+    self._build(getattr(model, "optimizer", None), model)
 
   def on_train_begin(self, logs: Any = None) -> None:
     """Has the first step take equal weights, if they were set, as anchor."""
@@ -318,13 +316,7 @@ class OuterOptimizer(base.GroupCallback):
     if given is None:
       given = optimizers.SGD(0.7, momentum=0.9, nesterov=True)
     with base.engine_of(inner).making_variables():
-      try:
-        given = optimizers.get(given)
-      except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-          f"`optimizer` must be an optimizer of {inner._package} or its name;"
-          f" got {given!r}."
-        ) from error
+      given = optimizers.get(given)
       config = given.get_config()
       if "name" in config:
         # Variables are found in files by a name that Keras does not number.

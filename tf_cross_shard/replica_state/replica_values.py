@@ -9,7 +9,7 @@ as int32 words, so that any dtype travels, to the bit:
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -44,6 +44,11 @@ def native(variable: Any) -> Any:
 def strategy_of(variable: Any) -> tf.distribute.Strategy | None:
   """Returns the strategy whose replicas have copies of a variable."""
   return getattr(native(variable), "distribute_strategy", None)
+
+
+def are_alike(arrays: Iterable[Array]) -> bool:
+  """Whether arrays have the same bits."""
+  return len({array.tobytes() for array in arrays}) == 1
 
 
 class Copies:
