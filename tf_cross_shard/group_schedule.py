@@ -108,8 +108,8 @@ class PerGroup:
   ...     tf.keras.optimizers.SGD(rates), group_assignment=[[0], [1]]
   ...   )
   ...   optimizer.build([weight])
-  >>> one = tf.constant(1.0)
-  >>> _ = strategy.run(lambda: optimizer.apply_gradients([(one, weight)]))
+  >>> grad = tf.constant(1.0)
+  >>> _ = strategy.run(lambda: optimizer.apply_gradients([(grad, weight)]))
   >>> [float(w) for w in strategy.experimental_local_results(weight)]
   [-0.5, -0.25]
   >>> rates.values(step=1)

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support import killed_fit
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def _outcome(folder: pathlib.Path) -> tuple[dict[int, Any], dict[str, Any]]:

@@ -128,7 +128,7 @@ def run(
     target=_train, args=(folder, at, patience, min_delta)
   )
   process.start()
-  process.join(120)
+  process.join(300)
   process.kill()
   process.join()
   assert process.exitcode is not None

@@ -289,45 +289,35 @@ def test_looking_on_changes_nothing() -> None:
 
 
 @pytest.mark.tf_keras_mode
-def test_every_twin_and_dataset_inside_of_the_scope() -> None:
-  """A dataset; a model that Keras cannot clone; `fit` inside of the scope."""
-  strategy = testbed.mirrored(2)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_every_twin_and_dataset_inside_of_the_scope(is_compiled: bool) -> None:
+  """A dataset; a model that Keras cannot clone; `fit` inside of the scope.
+
+  A compiled twin is evaluated as it is.
+  """
   made = []
 
   def twin() -> Any:
     made.append(Subclassed(2))
     made[-1](VALIDATION[0])
+    if is_compiled:
+      made[-1].compile(loss="mae", run_eagerly=True)
     return made[-1]
 
-  with strategy.scope():
+  with testbed.mirrored(2).scope():
     model = Subclassed(2)
     optimizer = CrossShardOptimizer("sgd", group_assignment=PAIR)
-    model.compile(optimizer, "mse")
+    model.compile(optimizer, "mse", metrics=["mae"])
     data = tf.data.Dataset.from_tensor_slices(VALIDATION).batch(4)
-    used = callbacks.GroupMetrics(data, False, every=2, twin=twin)
+    used = callbacks.GroupMetrics(data, is_compiled, every=2, twin=twin)
     history = _fit(model, used, epochs=5)
-  assert len(made) == 1
+  assert len(made) == (3 if is_compiled else 1)
   assert len(history["loss"]) == 5
   assert len(history["val_loss/group_1"]) == 3  # epochs 1, 2 and 4
-  assert "val_loss/ensemble" not in history
+  names = {"val_loss"} if is_compiled else {"val_loss", "val_mae"}
+  assert {name.split("/")[0] for name in history if "val" in name} == names
+  assert ("val_loss/ensemble" in history) == is_compiled
   assert history["val_loss/group_0"][0] != history["val_loss/group_1"][0]
-  with pytest.raises(ValueError, match="`every` must be an integer of at"):
-    callbacks.GroupMetrics(VALIDATION, every=0)
-
-
-def test_a_compiled_twin_is_evaluated_as_it_is() -> None:
-  def twin() -> Any:
-    made = _network()
-    made.compile(loss="mae", run_eagerly=True)
-    return made
-
-  used = callbacks.GroupMetrics(VALIDATION, twin=twin)
-  used.set_model(_grouped("mirrored"))
-  logs: dict[str, float] = {}
-  used.on_epoch_end(0, logs)  # By hand, as in a loop of one's own.
-  assert set(logs) == {
-    f"val_loss/{run}" for run in ("group_0", "group_1", "ensemble")
-  }
 
 
 def test_what_was_never_compiled_is_an_error() -> None:
@@ -685,40 +675,6 @@ def test_resumed_at_every_epoch_is_not_interrupted(
     np.testing.assert_equal(_outcome(model, used, path), right, str(epoch))
 
 
-class _Backup(base.GroupCallback):
-  """Restores when `fit` begins; it is the last, as BackupAndRestore is."""
-
-  state_at_begin: Any = None
-
-  def on_train_begin(self, logs: Any = None) -> None:
-    super().on_train_begin(logs)
-    base.restore_state(self.same_fit(), self.state_at_begin)
-
-
-def test_a_callback_finds_those_of_its_fit() -> None:
-  model, backup = _grouped("pair", PAIR), _Backup()
-  stop, lower = callbacks.GroupEarlyStopping(), callbacks.GroupEarlyStopping()
-  backup.state_at_begin = {
-    f"{name}/{key}": np.array([value] * 2)
-    for name, value in (
-      ("GroupEarlyStopping", -3),
-      ("GroupEarlyStopping#2", -4),
-    )
-    for key in ("best", "best_epoch", "wait", "stopped_epoch")
-  }
-  used = [callbacks.GroupMetrics(VALIDATION, False), stop, lower, backup]
-  params = {"epochs": 3}  # of Keras' list of callbacks
-  for callback in [callbacks.GroupEarlyStopping(), *used]:
-    callback.set_model(model)
-    callback.set_params(params if callback in used else {"epochs": 3})
-  assert stop.same_fit() == used
-  for callback in used:
-    callback.on_train_begin()
-  for callback in (stop, lower):
-    callback.on_epoch_end(2, _logs(0, "val_loss"))
-  assert (stop.best, lower.best) == ([-3.0] * 2, [-4.0] * 2)
-
-
 @pytest.mark.tf_keras_mode
 def test_the_best_of_an_earlier_run_is_kept(tmp_path: pathlib.Path) -> None:
   """Where only one group improves, too; and a folder is made."""
@@ -773,43 +729,39 @@ def _wide() -> Any:
 
 @pytest.mark.tf_keras_mode
 def test_two_sets_of_data_have_two_names() -> None:
+  """In one list; the callbacks of another `fit` are not asked."""
   model = _grouped("pair", PAIR)
   test = tuple(array[:3] for array in VALIDATION)
+  used = [
+    callbacks.GroupMetrics(VALIDATION, False),
+    callbacks.GroupMetrics(test, False, name="test"),
+    callbacks.GroupEarlyStopping("test_mae", patience=9),
+  ]
   history = testbed.fit(
-    model,
-    _data(),
-    validation_data=_data(),
-    callbacks=[
-      callbacks.GroupMetrics(VALIDATION, False),
-      callbacks.GroupMetrics(test, False, name="test"),
-      callbacks.GroupEarlyStopping("test_mae", patience=9),
-    ],
+    model, _data(), validation_data=_data(), callbacks=used
   ).history
   # Of training, although fit has evaluated since.
   losses = [history[f"loss/group_{i}"][0] for i in (0, 1)]
   assert np.mean(losses) == pytest.approx(history["loss"][0], rel=1e-6)
   assert losses[0] != losses[1]
   assert history["val_loss/group_0"] != history["test_loss/group_0"]
-  used = [callbacks.GroupMetrics(VALIDATION) for _ in range(2)]
+  twice = [callbacks.GroupMetrics(VALIDATION) for _ in range(2)]
   with pytest.raises(ValueError, match=r"`name` must not be .*'val' twice"):
-    _fit(model, *used)
+    _fit(model, *twice)
+  assert used[2].same_fit() == used
+  assert twice[0].same_fit() == twice
 
 
 @pytest.mark.parametrize(
   ("make", "error", "words"),
   [
     (
-      lambda: [callbacks.GroupEarlyStopping()],
-      ValueError,
-      r"reads val_loss/group_0 .* Put GroupMetrics\(validation_data\) before",
-    ),
-    (
       lambda: [
         callbacks.GroupReduceLROnPlateau(),
         callbacks.GroupMetrics(VALIDATION),
       ],
       ValueError,
-      "GroupReduceLROnPlateau.* reads val_loss/group_0",
+      r"Plateau.* reads val_loss/group_0 .* Put GroupMetrics\(.* before",
     ),
     (
       lambda: [
@@ -866,6 +818,11 @@ def _other() -> Any:
       lambda: callbacks.GroupEarlyStopping("val_loss/group_0"),
       ValueError,
       "Leave '/group_0' out",
+    ),
+    (
+      lambda: callbacks.GroupMetrics(VALIDATION, every=0),
+      ValueError,
+      "`every` must be an integer of at least 1",
     ),
     (
       lambda: callbacks.GroupEarlyStopping(patience="3"),

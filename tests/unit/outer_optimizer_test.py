@@ -459,7 +459,6 @@ def test_count_waits_for_no_device() -> None:
     ({"every": 0}, ValueError, "`every` must be an integer of at least 1"),
     ({"every": 2.0}, ValueError, "`every` .* got 2.0"),
     ({"every": 1, "warmup": -1}, ValueError, "`warmup` .* at least 0; got -1"),
-    ({"every": 1, "optimizer": 3}, TypeError, "`optimizer` must be a Keras"),
     ({"every": 1, "wire_dtype": "int8"}, ValueError, "`wire_dtype`"),
     (
       {"every": 1, "optimizer": keras3.CrossShardOptimizer("sgd")},
@@ -482,14 +481,12 @@ def test_what_cannot_be_joined() -> None:
     outer.step()
   with pytest.raises(TypeError, match="must be a CrossShardOptimizer"):
     outer.build(keras.optimizers.SGD(), [loop.weight])
-  with pytest.raises(ValueError, match="`model` has nothing to train"):
-    outer.build(loop.optimizer, [])
   with testbed.mirrored().scope():
     one = keras3.CrossShardOptimizer("sgd")
     model = keras.Sequential([keras.layers.Dense(1)])
   with pytest.raises(ValueError, match="must have several groups"):
     outer.build(one, [loop.weight])
-  with pytest.raises(ValueError, match="`model` is not built"):
+  with pytest.raises(ValueError, match="nothing to train"):
     outer.build(loop.optimizer, model)
   wrong = callbacks.OuterOptimizer(2, tf_keras.optimizers.SGD())
   with pytest.raises(ValueError, match="interpret optimizer identifier"):

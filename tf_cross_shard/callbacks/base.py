@@ -1,4 +1,4 @@
-"""The callbacks' common part: their order, state, and a judge per group.
+"""The callbacks' common part: their order, their state, how groups are judged.
 
 fit ─▶ set_model, set_params of all ─▶ on_train_begin, in their order
        `same_fit` has all of ours      mistakes are raised here
@@ -134,10 +134,12 @@ class GroupCallback(tf.keras.callbacks.Callback):
     # Of callbacks that are not ours only the caller has a list. Where this does
     # not find it, the same error comes when the rates are set.
     caller = sys._getframe(1).f_locals.get("self")
-    kinds = {
-      k for c in getattr(caller, "callbacks", ()) for k in type(c).__mro__
-    }
-    self._sets_rates = any(kind.__name__ in _SET_RATES for kind in kinds)
+    self._sets_rates = any(
+      kind.__name__ in _SET_RATES
+      for callback in getattr(caller, "callbacks", ())
+      for kind in type(callback).__mro__
+      if kind.__module__.startswith(("keras.", "tf_keras."))
+    )
 
   def on_train_begin(self, logs: Any = None) -> None:
     """Raises an error where a callback of Keras is to set PerGroup's rates."""

@@ -103,7 +103,7 @@ class GroupEarlyStopping(base.GroupMonitor):
   def set_state(self, state: dict[str, Any]) -> None:
     """Goes on from numbers and best weights; not where all have stopped."""
     super().set_state(state)
-    if all(self.stopped_epoch):
+    if self.stopped_epoch and all(self.stopped_epoch):
       self.model.stop_training = True
     whole = self.copies()
     order = [replica for members in whole.groups for replica in members]
@@ -133,10 +133,10 @@ class GroupEarlyStopping(base.GroupMonitor):
     judged = stopped == 0
     improved = self.improve(logs, judged)
     # Where no value is ever better, the first weights are the best.
-    is_first = self.restore_best_weights and not self._weights
-    self._numbers["best_epoch"][improved | is_first] = epoch
-    if self.restore_best_weights:
-      self._keep(whole, improved)
+    renewed = improved | (self.restore_best_weights and not self._weights)
+    self._numbers["best_epoch"][renewed] = epoch
+    if self.restore_best_weights and renewed.any():
+      self._keep(whole, renewed)
     wait[judged] += 1
     wait[improved] = 0
     stops = judged & ~improved & (wait >= self.patience)
@@ -153,10 +153,10 @@ class GroupEarlyStopping(base.GroupMonitor):
       whole.copies.write(part.variable, self._weights[part.name])
     group_state.accept_values(self.model.optimizer)
 
-  def _keep(self, whole: group_state.GroupCopies, improved: Any) -> None:
+  def _keep(self, whole: group_state.GroupCopies, renewed: Any) -> None:
     """Takes what these groups have now for their best."""
     replicas = whole.copies.engine.replicas_here
-    is_renewed = [improved[whole.groups.index_of(r)] for r in replicas]
+    is_renewed = [renewed[whole.groups.index_of(r)] for r in replicas]
     for part in whole.parts:
       now = whole.copies.here(part.variable)
       before = self._weights.get(part.name, now)
