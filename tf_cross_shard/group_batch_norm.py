@@ -89,12 +89,12 @@ class GroupBatchNorm:
     [total] = self._sum(tf.reduce_sum(squares, axes, keepdims=True))
     variance = tf.math.divide_no_nan(total, count)
     moments = []
-    for found, known in (
+    for moment, moving in (
       (mean, self.moving_mean),  # type: ignore[attr-defined]  # Keras' layer
       (variance, self.moving_variance),  # type: ignore[attr-defined]
     ):
-      known = tf.cast(tf.reshape(known, tf.shape(found)), found.dtype)
-      moment = tf.where(count > 0, found, known)
+      moving = tf.cast(tf.reshape(moving, tf.shape(moment)), moment.dtype)
+      moment = tf.where(count > 0, moment, moving)
       moments.append(moment if keepdims else tf.squeeze(moment, axes))
     return moments[0], moments[1]
 

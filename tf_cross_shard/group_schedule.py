@@ -90,7 +90,7 @@ def as_group(group: Any) -> Iterator[None]:
     _outside.group = before
 
 
-class PerGroupSchedule:
+class PerGroup:
   """A learning rate for each group, as a schedule of either Keras.
 
   It learns the groups from the `CrossShardOptimizer` that encapsulates its
@@ -108,8 +108,8 @@ class PerGroupSchedule:
   ...     tf.keras.optimizers.SGD(rates), group_assignment=[[0], [1]]
   ...   )
   ...   optimizer.build([weight])
-  >>> one = tf.constant(1.0)
-  >>> _ = strategy.run(lambda: optimizer.apply_gradients([(one, weight)]))
+  >>> grad = tf.constant(1.0)
+  >>> _ = strategy.run(lambda: optimizer.apply_gradients([(grad, weight)]))
   >>> [float(w) for w in strategy.experimental_local_results(weight)]
   [-0.5, -0.25]
   >>> rates.values(step=1)
@@ -140,12 +140,12 @@ class PerGroupSchedule:
     self.rates = [self._checked(rate) for rate in rates]
 
   def __repr__(self) -> str:
-    """The numbers, and the classes of the schedules."""
+    """Shows the numbers, and the classes of the schedules."""
     shown = [type(r).__name__ if callable(r) else repr(r) for r in self.rates]
-    return f"{type(self).__name__}([{', '.join(shown)}])"
+    return f"PerGroup([{', '.join(shown)}])"
 
   def _checked(self, rate: Any) -> Any:
-    """A schedule as it is, a number as a float, which JSON knows."""
+    """Returns a schedule as it is, a number as a float, which JSON knows."""
     if isinstance(rate, _schedule_class(self._package)):
       return rate
     if isinstance(rate, (bool, np.bool_)) or not isinstance(
@@ -173,9 +173,9 @@ class PerGroupSchedule:
     groups = self._groups
     if groups is None and not self._is_being_given():
       raise RuntimeError(
-        f"{type(self).__name__} has no groups, because no CrossShardOptimizer"
-        " encapsulates its optimizer. Use CrossShardOptimizer("
-        f"Adam({type(self).__name__}(rates)), group_assignment=...)."
+        "PerGroup has no groups, because no CrossShardOptimizer encapsulates"
+        " its optimizer. Use CrossShardOptimizer(Adam(PerGroup(rates)),"
+        " group_assignment=...)."
       )
     dtype = sys.modules[self._package].backend.floatx()
     rows = [
@@ -223,7 +223,7 @@ class PerGroupSchedule:
     return {"rates": [serialize(r) if callable(r) else r for r in self.rates]}
 
   @classmethod
-  def from_config(cls, config: dict[str, Any]) -> "PerGroupSchedule":
+  def from_config(cls, config: dict[str, Any]) -> "PerGroup":
     """Makes what `get_config` described; the groups come later again."""
     deserialize = sys.modules[cls._package].saving.deserialize_keras_object
     rates = copy.deepcopy(config["rates"])  # Keras changes what it is given.
@@ -231,46 +231,44 @@ class PerGroupSchedule:
 
   def check(self, groups: groups_lib.Groups) -> None:
     """Raises `ValueError` unless these can be the schedule's groups."""
-    name = type(self).__name__
     if len(self.rates) != groups.num_groups:
       raise ValueError(
-        f"`rates` of {name} must hold one for each of the {groups.num_groups}"
-        f" groups {groups.to_lists()}; got {len(self.rates)}: {self.rates}."
+        "`rates` of PerGroup must hold one for each of the"
+        f" {groups.num_groups} groups {groups.to_lists()}; got"
+        f" {len(self.rates)}: {self.rates}."
       )
-    if self._groups not in (None, groups):
-      assert self._groups is not None
+    if self._groups is not None and self._groups != groups:
       raise ValueError(
-        f"One {name} cannot serve optimizers of different groups; got"
+        "One PerGroup cannot serve optimizers of different groups; got"
         f" {groups.to_lists()} after {self._groups.to_lists()}. Make one for"
         " each of them."
       )
 
 
 def bind(optimizer: Any, groups: groups_lib.Groups, package: str) -> None:
-  """Tells each `PerGroupSchedule` that an optimizer uses the groups.
-
-  Args:
-    optimizer: The encapsulated one; those within it are searched, too.
-    groups: The groups.
-    package: "keras" or "tf_keras".
-
-  Raises:
-    ValueError: If these cannot be the groups of one of them.
-  """
+  """Tells each `PerGroup` of an optimizer, or of those within, the groups."""
   for layer in optimizer_state.nested_optimizers(optimizer):
     bind_rate(libraries.of(layer).learning_rates(layer), groups, package)
 
 
 def check_settable(optimizer: Any) -> None:
   """Raises `TypeError` where a PerGroup decides about the learning rate."""
-  for rate in libraries.of(optimizer).learning_rates(optimizer):
-    if isinstance(rate, PerGroupSchedule):
-      raise TypeError(
-        f"{type(rate).__name__} has a learning rate for each group; one number"
-        " cannot take their place. Use callbacks.GroupReduceLROnPlateau for"
-        " ReduceLROnPlateau, and a PerGroup of schedules for"
-        " LearningRateScheduler."
-      )
+  if rates_of(optimizer) is not None:
+    raise TypeError(
+      "PerGroup has a learning rate for each group; one number cannot take"
+      " their place. Use callbacks.GroupReduceLROnPlateau for"
+      " ReduceLROnPlateau, and a PerGroup of schedules for"
+      " LearningRateScheduler."
+    )
+
+
+def rates_of(optimizer: Any) -> PerGroup | None:
+  """Returns the PerGroup that is an optimizer's learning rate, if one is."""
+  for layer in optimizer_state.nested_optimizers(optimizer):
+    for rate in libraries.of(layer).learning_rates(layer):
+      if isinstance(rate, PerGroup):
+        return rate
+  return None
 
 
 def bound(forwarded: property) -> property:
@@ -295,9 +293,9 @@ def bind_rate(rate: Any, groups: groups_lib.Groups, package: str) -> None:
     rates._groups = groups
 
 
-def _within(value: Any, schedule: type[Any]) -> Iterator[PerGroupSchedule]:
+def _within(value: Any, schedule: type[Any]) -> Iterator[PerGroup]:
   """Yields those that a schedule is or, say for a warmup, calls."""
-  if isinstance(value, PerGroupSchedule):
+  if isinstance(value, PerGroup):
     yield value
   if isinstance(value, schedule):
     value = list(vars(value).values())

@@ -338,27 +338,18 @@ def _checked_names(names: Any, num_groups: int) -> tuple[str, ...] | None:
 
 
 def _shown(value: object) -> str:
-  """`value` for an error, in one line, shortened."""
+  """Returns `value` for an error, in one line, shortened."""
   tolist = getattr(value, "tolist", None)
   text = str(tolist() if callable(tolist) else value)
   return textwrap.shorten(text, 100, placeholder=" ...")
 
 
 def _as_rows(value: Any) -> Sequence[Sequence[Any]]:
-  """Any accepted form of a table as a sequence of sequences."""
+  """Returns any accepted form of a table as a sequence of sequences."""
   if hasattr(value, "numpy"):
     value = value.numpy()
-  if isinstance(value, np.ndarray) and (value.dtype, value.ndim) == (object, 1):
-    value = value.tolist()  # ragged: reported with the lengths of its rows
   if isinstance(value, np.ndarray):
-    if value.ndim != 2 or value.dtype.kind not in "iu":
-      raise ValueError(
-        "`group_assignment` must be an integer table of shape [num_groups,"
-        f" group_size]; got {value.dtype} of shape {list(value.shape)}:"
-        f" {_shown(value)}. {_REMEDY}"
-      )
-    rows: list[list[int]] = value.tolist()
-    return rows
+    value = value.tolist()
   if not isinstance(value, (list, tuple)) or not all(
     isinstance(row, (list, tuple)) or np.ndim(row) == 1 for row in value
   ):
@@ -373,7 +364,7 @@ def _as_rows(value: Any) -> Sequence[Sequence[Any]]:
 def _group_index(
   rows: Sequence[Sequence[Any]], num_replicas: int | None, shown: object
 ) -> list[int]:
-  """The row of each replica, found in the one pass that checks the table."""
+  """Returns the row of each replica; one pass checks and finds it."""
   size = len(rows[0]) if rows else 0
   if not size:
     raise ValueError(
@@ -409,7 +400,7 @@ def _group_index(
 
 
 def _checked_id(replica: Any, total: int, shown: object) -> int:
-  """`replica` as an int of `range(total)`."""
+  """Returns `replica` as an int of `range(total)`."""
   if type(replica) is not int:
     try:
       if isinstance(replica, (bool, np.bool_)):
@@ -448,7 +439,7 @@ def _draw(
 
 
 def _line(row: Sequence[int], num_replicas: int, cell: int) -> str:
-  """One group: a mark per member, joined from the first to the last."""
+  """Draws a group: a mark per member, joined from the first to the last."""
   first, last = min(row), max(row)
   parts = []
   for replica in range(num_replicas):
@@ -458,7 +449,7 @@ def _line(row: Sequence[int], num_replicas: int, cell: int) -> str:
 
 
 def _ranges(ids: Sequence[int]) -> str:
-  """Ascending ids in short: `0-3`, `0-62 step 2`, or a plain list."""
+  """Returns ascending ids in short: `0-3`, `0-62 step 2`, or a list."""
   steps = {b - a for a, b in itertools.pairwise(ids)}
   if len(ids) > 2 and len(steps) == 1:
     step = steps.pop()

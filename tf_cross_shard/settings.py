@@ -89,8 +89,12 @@ class Settings:
       field.name: getattr(self, field.name)
       for field in dataclasses.fields(self)
     }
-    if self.group_assignment is not None:
-      config["group_assignment"] = self.group_assignment.to_lists()
+    groups = self.group_assignment
+    if groups is not None:
+      config["group_assignment"] = rows = groups.to_lists()
+      if groups.names is not None:
+        names = list(groups.names)
+        config["group_assignment"] = {"assignment": rows, "names": names}
     if self.wire_dtype is not None:
       config["wire_dtype"] = self.wire_dtype.name
     return config
@@ -117,7 +121,9 @@ class Setting:
     if optimizer is None:
       return self
     step = vars(optimizer).get("_step")
-    return None if step is None else step.settings.to_config()[self._name]
+    value = None if step is None else step.settings.to_config()[self._name]
+    # Groups with names: `optimizer.groups` has these.
+    return value["assignment"] if isinstance(value, dict) else value
 
   def __set__(self, optimizer: Any, value: Any) -> None:
     """Refuses: what was made by the setting would not change."""
@@ -143,6 +149,8 @@ def as_groups(group_assignment: Any) -> groups_lib.Groups | None:
     group_assignment, groups_lib.Groups
   ):
     return group_assignment
+  if isinstance(group_assignment, dict):  # of a configuration
+    return groups_lib.Groups(**group_assignment)
   if tf.is_tensor(group_assignment) and not hasattr(group_assignment, "numpy"):
     static = tf.get_static_value(group_assignment)
     if static is None:

@@ -1,4 +1,7 @@
-"""Backups in one process; several are in multi_worker_errors_test.py."""
+"""Backups in one process; several are in multi_worker_errors_test.py.
+
+What our callbacks know, and a process that is killed, in killed_fit_test.py.
+"""
 
 import json
 import pathlib
@@ -161,70 +164,22 @@ def test_the_newest_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
       newest([10, 20], other)
 
 
-class _CrashAt(base.GroupCallback):
-  """Ends the training before an epoch, as a crash would."""
-
-  def __init__(self, epoch: int) -> None:
-    super().__init__()
-    self._epoch = epoch
-
-  def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-    if epoch == self._epoch:
-      raise KeyboardInterrupt
-
-
-def _watched(folder: pathlib.Path, *more: Any) -> list[Any]:
-  """Callbacks whose best values, wait counts and stopped groups matter."""
-  data = tf.data.Dataset.from_tensor_slices((X, X[:, :1])).batch(8)
-  return [
-    callbacks.GroupMetrics(data),
-    callbacks.GroupReduceLROnPlateau(patience=1, factor=0.5, min_delta=0.3),
-    callbacks.GroupEarlyStopping(
-      patience=2, min_delta=0.3, restore_best_weights=True
-    ),
-    callbacks.GroupCheckpoint(folder / "best.npz"),
-    callbacks.BackupAndRestore(folder / "backup"),
-    *more,
-  ]
-
-
-def test_callbacks_go_on_after_a_crash_at_every_epoch(
-  tmp_path: pathlib.Path,
-) -> None:
-  """The best that a group ever had stays the best."""
-
-  def outcome(name: str, *crashes: int) -> Any:
-    folder = tmp_path / name
-    for epoch in crashes:
-      with testbed.mirrored().scope():
-        model = _model(GROUPS)
-      with pytest.raises(KeyboardInterrupt):
-        _fit(model, *_watched(folder, _CrashAt(epoch)))
-    with testbed.mirrored().scope():
-      model = _model(GROUPS)
-    used = _watched(folder)
-    _fit(model, *used)
-    with np.load(folder / "best.npz") as file:
-      best = {name: file[name] for name in file if name != "about"}
-    lower, stop = used[1:3]
-    return _state(model), best, [stop.best, stop.best_epoch, lower.best]
-
-  state, best, numbers = outcome("right")
-  for crashes in ((1,), (2,), (1, 2)):
-    again, its_best, its_numbers = outcome(f"after_{crashes}", *crashes)
-    assert its_numbers == numbers
-    for found, right in ((again, state), (its_best, best)):
-      assert found.keys() == right.keys()
-      for name, value in right.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
-
-
 def test_callbacks_with_a_state_come_before_it(tmp_path: pathlib.Path) -> None:
   with testbed.mirrored().scope():
     model = _model(GROUPS)
-  metrics, *others, backup = _watched(tmp_path)
-  with pytest.raises(ValueError, match=r"GroupEarlyStopping.*Put.*last"):
-    _fit(model, metrics, backup, *others)
+  used = [
+    callbacks.GroupMetrics((X, X[:, :1])),
+    callbacks.BackupAndRestore(tmp_path),
+    callbacks.GroupReduceLROnPlateau(),
+    callbacks.GroupEarlyStopping(),
+    callbacks.GroupTensorBoard(tmp_path),
+  ]
+  words = (
+    "what callbacks know; GroupReduceLROnPlateau, GroupEarlyStopping comes"
+    " after it, .*Put BackupAndRestore last"
+  )
+  with pytest.raises(ValueError, match=words):
+    _fit(model, *used)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
   "pair": functools.partial(testbed.mirrored, 2),
 }
 PAIR = [[0], [1]]  # of the last
-everywhere = pytest.mark.parametrize("where", ["mirrored", "virtual"])
 EPOCHS, STEPS, SHARE = 3, 2, 2
 RATES = (0.0625, 0.03125)  # of the groups
 RNG = np.random.default_rng(4)
@@ -290,45 +289,35 @@ def test_looking_on_changes_nothing() -> None:
 
 
 @pytest.mark.tf_keras_mode
-def test_every_twin_and_dataset_inside_of_the_scope() -> None:
-  """A dataset; a model that Keras cannot clone; `fit` inside of the scope."""
-  strategy = testbed.mirrored(2)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_every_twin_and_dataset_inside_of_the_scope(is_compiled: bool) -> None:
+  """A dataset; a model that Keras cannot clone; `fit` inside of the scope.
+
+  A compiled twin is evaluated as it is.
+  """
   made = []
 
   def twin() -> Any:
     made.append(Subclassed(2))
     made[-1](VALIDATION[0])
+    if is_compiled:
+      made[-1].compile(loss="mae", run_eagerly=True)
     return made[-1]
 
-  with strategy.scope():
+  with testbed.mirrored(2).scope():
     model = Subclassed(2)
     optimizer = CrossShardOptimizer("sgd", group_assignment=PAIR)
-    model.compile(optimizer, "mse")
+    model.compile(optimizer, "mse", metrics=["mae"])
     data = tf.data.Dataset.from_tensor_slices(VALIDATION).batch(4)
-    used = callbacks.GroupMetrics(data, False, every=2, twin=twin)
+    used = callbacks.GroupMetrics(data, is_compiled, every=2, twin=twin)
     history = _fit(model, used, epochs=5)
-  assert len(made) == 1
+  assert len(made) == (3 if is_compiled else 1)
   assert len(history["loss"]) == 5
   assert len(history["val_loss/group_1"]) == 3  # epochs 1, 2 and 4
-  assert "val_loss/ensemble" not in history
+  names = {"val_loss"} if is_compiled else {"val_loss", "val_mae"}
+  assert {name.split("/")[0] for name in history if "val" in name} == names
+  assert ("val_loss/ensemble" in history) == is_compiled
   assert history["val_loss/group_0"][0] != history["val_loss/group_1"][0]
-  with pytest.raises(ValueError, match="`every` must be an integer of at"):
-    callbacks.GroupMetrics(VALIDATION, every=0)
-
-
-def test_a_compiled_twin_is_evaluated_as_it_is() -> None:
-  def twin() -> Any:
-    made = _network()
-    made.compile(loss="mae", run_eagerly=True)
-    return made
-
-  used = callbacks.GroupMetrics(VALIDATION, twin=twin)
-  used.set_model(_grouped("mirrored"))
-  logs: dict[str, float] = {}
-  used.on_epoch_end(0, logs)  # By hand, as in a loop of one's own.
-  assert set(logs) == {
-    f"val_loss/{run}" for run in ("group_0", "group_1", "ensemble")
-  }
 
 
 def test_what_was_never_compiled_is_an_error() -> None:
@@ -358,10 +347,9 @@ def _logs(epoch: int, name: str, sign: float = 1.0) -> dict[str, float]:
   }
 
 
-@everywhere
-def test_each_group_stops_as_keras_would_stop_it(where: str) -> None:
+def test_each_group_stops_as_keras_would_stop_it() -> None:
   """By hand, with metrics that are known; the best weights to the bit."""
-  model = _grouped(where)
+  model = _grouped("mirrored")
   stop = callbacks.GroupEarlyStopping(patience=2)
   stop.set_model(model)
   stop.on_train_begin()
@@ -424,30 +412,32 @@ def test_direction_is_what_keras_finds() -> None:
     assert stop.best_epoch == [2, 4], name
 
 
-@pytest.mark.parametrize("kind", ["GroupEarlyStopping", "GroupCheckpoint"])
-def test_metrics_that_are_not_there(kind: str, tmp_path: pathlib.Path) -> None:
+def test_metrics_that_are_not_there() -> None:
   """In the first epoch an error; later they may be left out."""
-  options = {"path": tmp_path / "a"} if kind == "GroupCheckpoint" else {}
-  used = getattr(callbacks, kind)(**options)
-  used.set_model(_grouped("mirrored"))
+  used = callbacks.GroupEarlyStopping(start_from_epoch=1)
+  used.set_model(_grouped("pair", PAIR))
+  assert used.best == []
   with pytest.raises(ValueError, match="'val_loss/group_0' in the logs"):
     used.on_epoch_end(0, {"loss": 1.0})
-  for epoch, logs in enumerate((_logs(0, "val_loss"), {"loss": 1.0})):
+  for epoch, (logs, best) in enumerate(
+    (
+      (_logs(0, "val_loss"), [np.inf, np.inf]),
+      (_logs(1, "val_loss"), [4.0, 9.0]),
+      ({"loss": 1.0}, [4.0, 9.0]),
+    )
+  ):
     used.on_epoch_end(epoch, logs)
-    assert used.best == [SERIES[0][0], SERIES[1][0]]
+    assert used.best == best
 
 
 # ----------------------------------------------------------- GroupCheckpoint
 
 
 @pytest.mark.tf_keras_mode
-@everywhere
-def test_each_group_is_kept_at_its_best(
-  where: str, tmp_path: pathlib.Path
-) -> None:
+def test_each_group_is_kept_at_its_best(tmp_path: pathlib.Path) -> None:
   """Weights, slots and iterations; `restore` gives each its own."""
   path = tmp_path / "best"
-  model = _grouped(where)
+  model = _grouped("virtual")
   keep = callbacks.GroupCheckpoint(path)
   keep.set_model(model)
   right: list[Any] = [None, None]
@@ -457,7 +447,7 @@ def test_each_group_is_kept_at_its_best(
       right[i] = _state(model, CROSSED[i])
     keep.on_epoch_end(epoch, _logs(epoch, "val_loss"))
   assert keep.best == [1.0, 7.0]
-  for each in (model, _grouped(where)):
+  for each in (model, _grouped("virtual")):
     _spread(each, 9)
     replica_state.restore(path, each.optimizer, each)
     for state, members in zip(right, CROSSED, strict=True):
@@ -685,43 +675,6 @@ def test_resumed_at_every_epoch_is_not_interrupted(
     np.testing.assert_equal(_outcome(model, used, path), right, str(epoch))
 
 
-class _Backup(base.GroupCallback):
-  """Restores when `fit` begins, wherever it is in the list."""
-
-  state_at_begin: Any = None
-
-  def on_train_begin(self, logs: Any = None) -> None:
-    super().on_train_begin(logs)
-    base.restore_state(self.same_fit(), self.state_at_begin)
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_callback_finds_those_of_its_fit(is_first: bool) -> None:
-  """Also what is restored before a callback itself begins is not forgotten."""
-  model, backup = _grouped("pair", PAIR), _Backup()
-  stop, lower = callbacks.GroupEarlyStopping(), callbacks.GroupEarlyStopping()
-  backup.state_at_begin = {
-    f"{name}/{key}": np.array([value] * 2)
-    for name, value in (
-      ("GroupEarlyStopping", -3),
-      ("GroupEarlyStopping#2", -4),
-    )
-    for key in ("best", "best_epoch", "wait", "stopped_epoch")
-  }
-  used = [callbacks.GroupMetrics(VALIDATION, False), stop, lower]
-  used.insert(0 if is_first else 3, backup)
-  params = {"epochs": 3}  # of Keras' list of callbacks
-  for callback in [callbacks.GroupEarlyStopping(), *used]:
-    callback.set_model(model)
-    callback.set_params(params if callback in used else {"epochs": 3})
-  assert stop.same_fit() == used
-  for callback in used:
-    callback.on_train_begin()
-  for callback in (stop, lower):
-    callback.on_epoch_end(2, _logs(0, "val_loss"))
-  assert (stop.best, lower.best) == ([-3.0] * 2, [-4.0] * 2)
-
-
 @pytest.mark.tf_keras_mode
 def test_the_best_of_an_earlier_run_is_kept(tmp_path: pathlib.Path) -> None:
   """Where only one group improves, too; and a folder is made."""
@@ -776,43 +729,39 @@ def _wide() -> Any:
 
 @pytest.mark.tf_keras_mode
 def test_two_sets_of_data_have_two_names() -> None:
+  """In one list; the callbacks of another `fit` are not asked."""
   model = _grouped("pair", PAIR)
   test = tuple(array[:3] for array in VALIDATION)
+  used = [
+    callbacks.GroupMetrics(VALIDATION, False),
+    callbacks.GroupMetrics(test, False, name="test"),
+    callbacks.GroupEarlyStopping("test_mae", patience=9),
+  ]
   history = testbed.fit(
-    model,
-    _data(),
-    validation_data=_data(),
-    callbacks=[
-      callbacks.GroupMetrics(VALIDATION, False),
-      callbacks.GroupMetrics(test, False, name="test"),
-      callbacks.GroupEarlyStopping("test_mae", patience=9),
-    ],
+    model, _data(), validation_data=_data(), callbacks=used
   ).history
   # Of training, although fit has evaluated since.
   losses = [history[f"loss/group_{i}"][0] for i in (0, 1)]
   assert np.mean(losses) == pytest.approx(history["loss"][0], rel=1e-6)
   assert losses[0] != losses[1]
   assert history["val_loss/group_0"] != history["test_loss/group_0"]
-  used = [callbacks.GroupMetrics(VALIDATION) for _ in range(2)]
+  twice = [callbacks.GroupMetrics(VALIDATION) for _ in range(2)]
   with pytest.raises(ValueError, match=r"`name` must not be .*'val' twice"):
-    _fit(model, *used)
+    _fit(model, *twice)
+  assert used[2].same_fit() == used
+  assert twice[0].same_fit() == twice
 
 
 @pytest.mark.parametrize(
   ("make", "error", "words"),
   [
     (
-      lambda: [callbacks.GroupEarlyStopping()],
-      ValueError,
-      r"reads val_loss/group_0 .* Put GroupMetrics\(validation_data\) before",
-    ),
-    (
       lambda: [
         callbacks.GroupReduceLROnPlateau(),
         callbacks.GroupMetrics(VALIDATION),
       ],
       ValueError,
-      "GroupReduceLROnPlateau.* reads val_loss/group_0",
+      r"Plateau.* reads val_loss/group_0 .* Put GroupMetrics\(.* before",
     ),
     (
       lambda: [
@@ -830,7 +779,7 @@ def test_two_sets_of_data_have_two_names() -> None:
     (
       lambda: [callbacks.GroupMetrics(VALIDATION, twin=_other)],
       ValueError,
-      "`twin` returned a model that does not fit",
+      "`into`, or `twin`, has 2 variables, and `model` has 4",
     ),
   ],
 )
@@ -871,6 +820,11 @@ def _other() -> Any:
       "Leave '/group_0' out",
     ),
     (
+      lambda: callbacks.GroupMetrics(VALIDATION, every=0),
+      ValueError,
+      "`every` must be an integer of at least 1",
+    ),
+    (
       lambda: callbacks.GroupEarlyStopping(patience="3"),
       ValueError,
       "`patience` must be an integer of at least 0; got '3'",
@@ -895,23 +849,6 @@ def _other() -> Any:
 def test_arguments(make: Any, error: type[Exception], words: str) -> None:
   with pytest.raises(error, match=words):
     make()
-
-
-def test_what_cannot_be_cloned_needs_a_twin() -> None:
-  """The error names the argument that GroupMetrics has."""
-  with testbed.mirrored(2).scope():
-    model = Subclassed(2)
-    model.compile(CrossShardOptimizer("sgd", group_assignment=PAIR), "mse")
-  with pytest.raises(ValueError, match=r"GroupMetrics takes .*, `twin`"):
-    _fit(model, callbacks.GroupMetrics(VALIDATION))
-
-
-def test_the_best_before_an_epoch_counts() -> None:
-  stop = callbacks.GroupEarlyStopping(start_from_epoch=2)
-  _begin(_grouped("pair", PAIR), stop)
-  assert stop.best == []
-  stop.on_epoch_end(0, _logs(0, "val_loss"))
-  assert stop.best == [np.inf, np.inf]
 
 
 def test_callbacks_show_their_arguments(tmp_path: pathlib.Path) -> None:
@@ -996,6 +933,22 @@ def test_rates_that_a_schedule_decides() -> None:
   for rates in (decay, schedules.PerGroup([decay, 0.1])):
     with pytest.raises(TypeError, match="GroupReduceLROnPlateau"):
       _begin(_with_rates(rates, []), callbacks.GroupReduceLROnPlateau())
+
+
+@pytest.mark.tf_keras_mode
+@pytest.mark.parametrize("kind", ["ReduceLROnPlateau", "LearningRateScheduler"])
+def test_what_would_set_one_rate_for_all_is_no_neighbour(kind: str) -> None:
+  """Else ReduceLROnPlateau ended `fit` when it first lowers the rate."""
+  model = _with_rates(schedules.PerGroup([0.5, 0.25]), [])
+  is_plateau = kind == "ReduceLROnPlateau"
+  argument = "loss" if is_plateau else lambda epoch: 0.5**epoch
+  setter = getattr(tf.keras.callbacks, kind)(argument)
+  data = tf.data.Dataset.from_tensors((tf.ones([2, 1]), tf.ones([2, 1])))
+  used = [callbacks.GroupMetrics(data), setter]
+  with pytest.raises(TypeError, match=r"Use callbacks\.GroupReduceLROnPlateau"):
+    testbed.fit(model, data, callbacks=used)
+  assert int(model.optimizer.iterations.numpy()) == 0
+  testbed.fit(_with_rates(0.5, []), data, callbacks=used)
 
 
 def test_groups_are_named_by_their_rates(tmp_path: pathlib.Path) -> None:

@@ -63,27 +63,16 @@ def _made(library: str) -> tuple[Any, Any]:
 def test_an_ensemble_is_loaded_without_this_package(
   tmp_path: pathlib.Path,
 ) -> None:
-  """It predicts the mean of what groups predict; of both Kerases."""
+  """Of both Kerases; what it predicts is in group_models_test.py."""
   data = {"x": X, "y": X[::-1]}
   right: dict[str, Any] = dict(data)
-  for library, (home, _) in LIBRARIES.items():
+  for library in LIBRARIES:
     model, optimizer = _made(library)
     with testbed.mirrored().scope():
       joined = replica_state.ensemble(optimizer, model)
-    alone = [
-      replica_state.load_group(i, optimizer, model).predict(data, verbose=0)
-      for i in (0, 1)
-    ]
     found = joined.predict(data, verbose=0)
     assert found.keys() == {"sum", "probabilities"}
-    for key, value in found.items():
-      one, other = (predicted[key] for predicted in alone)
-      assert np.abs(one - other).max() > 0.1
-      np.testing.assert_array_equal(value, (one + other) / 2)
-      right[f"{library} {key}"] = value
-    np.testing.assert_allclose(found["probabilities"].sum(-1), 1.0, rtol=1e-6)
-    kinds = {type(layer).__module__.split(".")[0] for layer in joined.layers}
-    assert kinds == {home.__name__}
+    right |= {f"{library} {key}": value for key, value in found.items()}
     joined.save(tmp_path / f"{library}.keras")
     joined.export(str(tmp_path / library))
   np.savez(tmp_path / "right.npz", **right)

@@ -97,44 +97,6 @@ def sgd(library: Any = keras) -> Any:
   return library.optimizers.SGD(1.0)
 
 
-@pytest.mark.parametrize(
-  ("where", "groups", "library"),
-  [("mirrored", SINGLETONS, keras), ("virtual", STRIDED, tf_keras)],
-)
-def test_joined_in_every_step_is_the_global_mean(
-  where: str, groups: Any, library: Any
-) -> None:
-  """As plain Keras on the whole batch."""
-  task, strategy = testbed.Regression(), WHERE[where]()
-  with strategy.scope():
-    weights = task.variables(library)
-    optimizer = PACKAGES[library].CrossShardOptimizer(
-      library.optimizers.SGD(0.125), group_assignment=groups
-    )
-  outer = callbacks.OuterOptimizer(1, sgd(library))
-  outer.build(optimizer, weights)
-
-  @tf.function(autograph=False)
-  def step(x: tf.Tensor, y: tf.Tensor) -> None:
-    def replica_step() -> None:
-      mine = testbed.replica_id()
-      optimizer.minimize(
-        lambda: task.loss(weights, x[mine], y[mine]), var_list=weights
-      )
-
-    strategy.run(replica_step)
-
-  for x, y in zip(task.x, task.y, strict=True):
-    step(tf.constant(x), tf.constant(y))
-    outer.step()
-  plain = testbed.train_plain(
-    task, range(4), library.optimizers.SGD(0.125), library=library
-  )
-  for weight, expected in zip(weights, plain, strict=True):
-    for copy in testbed.copies(weight):
-      np.testing.assert_array_equal(copy, expected)
-
-
 def test_sgd_takes_the_average() -> None:
   """And leaves slots as they are: those are each group's."""
 
@@ -422,8 +384,9 @@ def test_fit_joined_in_every_step(caplog: pytest.LogCaptureFixture) -> None:
     assert len(copies) == testbed.REPLICAS
     for copy in copies:
       testbed.assert_close(copy, its.numpy(), mine.name)
-  words = ("apart", "retracing", "joined")
-  assert not [word for word in words if word in caplog.text], caplog.text
+  # Keras' own functions may be traced again: one for each of these tests.
+  text = "".join(m for m in caplog.messages if "TensorFlowTrainer" not in m)
+  assert not [w for w in ("apart", "retracing", "joined") if w in text], text
 
 
 @pytest.mark.parametrize("library", [keras, tf_keras])
@@ -496,7 +459,6 @@ def test_count_waits_for_no_device() -> None:
     ({"every": 0}, ValueError, "`every` must be an integer of at least 1"),
     ({"every": 2.0}, ValueError, "`every` .* got 2.0"),
     ({"every": 1, "warmup": -1}, ValueError, "`warmup` .* at least 0; got -1"),
-    ({"every": 1, "optimizer": 3}, TypeError, "`optimizer` must be a Keras"),
     ({"every": 1, "wire_dtype": "int8"}, ValueError, "`wire_dtype`"),
     (
       {"every": 1, "optimizer": keras3.CrossShardOptimizer("sgd")},
@@ -519,19 +481,15 @@ def test_what_cannot_be_joined() -> None:
     outer.step()
   with pytest.raises(TypeError, match="must be a CrossShardOptimizer"):
     outer.build(keras.optimizers.SGD(), [loop.weight])
-  with pytest.raises(ValueError, match="`model` has nothing to train"):
-    outer.build(loop.optimizer, [])
   with testbed.mirrored().scope():
     one = keras3.CrossShardOptimizer("sgd")
     model = keras.Sequential([keras.layers.Dense(1)])
   with pytest.raises(ValueError, match="must have several groups"):
     outer.build(one, [loop.weight])
-  with pytest.raises(ValueError, match="`model` is not built"):
+  with pytest.raises(ValueError, match="nothing to train"):
     outer.build(loop.optimizer, model)
-  with pytest.raises(ValueError, match="Compile it first"):
-    outer.set_model(model)
   wrong = callbacks.OuterOptimizer(2, tf_keras.optimizers.SGD())
-  with pytest.raises(ValueError, match="must be an optimizer of keras or its"):
+  with pytest.raises(ValueError, match="interpret optimizer identifier"):
     wrong.build(loop.optimizer, [loop.weight])
   outer.build(loop.optimizer, [loop.weight])
   with pytest.raises(ValueError, match="belongs to another"):

@@ -308,6 +308,13 @@ class TestBinding:
           testbed.run(step)
         assert testbed.copies(weight) == [-0.25, -0.5, -0.25, -0.5]
 
+  @pytest.mark.parametrize("library", [keras, tf_keras])
+  def test_a_wrong_call_names_the_class(self, library: Any) -> None:
+    with pytest.raises(TypeError, match=r"^PerGroup\.__init__\(\) missing"):
+      _of(library).PerGroup()
+    with pytest.raises(ValueError, match=r"`rates` must be a list"):
+      _of(library).PerGroup(0.1)
+
   @pytest.mark.parametrize("rate", ["0.1", True, None, lambda step: 0.1])
   def test_what_is_no_rate(self, rate: Any) -> None:
     with pytest.raises(TypeError, match="`rates` must hold numbers and sched"):

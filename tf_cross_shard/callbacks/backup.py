@@ -123,11 +123,13 @@ class BackupAndRestore(base.GroupCallback):
 
   def on_train_begin(self, logs: Any = None) -> None:
     """Restores the newest backup that all workers have."""
+    super().on_train_begin(logs)
     strategy, optimizer = self.model.distribute_strategy, self.model.optimizer
     later = [
       type(callback).__name__
-      for callback in self.same_fit()[len(self.before()) + 1 :]
-      if type(callback).state is not base.GroupCallback.state
+      for callback in self.same_fit()
+      if callback._place_in_list > self._place_in_list
+      and type(callback).state is not base.GroupCallback.state
     ]
     if later:
       raise ValueError(
@@ -154,11 +156,13 @@ class BackupAndRestore(base.GroupCallback):
       values, arrays = checkpoint.restore_file(
         backups[newest], optimizer, self.model
       )
-      _begin_at(self.model, values["epoch"])
       base.restore_state(
         self.same_fit(),
         {name.removeprefix(_CALLBACKS): arrays[name] for name in arrays},
       )
+      # All groups may have stopped, and only the end of `fit` be left.
+      epochs = self.params["epochs"] if self.model.stop_training else 0
+      _begin_at(self.model, max(values["epoch"], epochs))
       for number, path in backups.items():
         if number > newest:  # of a run that has not been
           path.unlink()

@@ -1,4 +1,4 @@
-"""The callbacks' common part: their order, state, and a judge per group.
+"""The callbacks' common part: their order, their state, how groups are judged.
 
 fit ─▶ set_model, set_params of all ─▶ on_train_begin, in their order
        `same_fit` has all of ours      mistakes are raised here
@@ -6,8 +6,8 @@ fit ─▶ set_model, set_params of all ─▶ on_train_begin, in their order
 
 import inspect
 import itertools
-import math
 import re
+import sys
 import weakref
 from collections.abc import Iterable
 from typing import Any, Final
@@ -19,7 +19,7 @@ from tf_cross_shard import group_schedule
 from tf_cross_shard.inner_optimizer import libraries, optimizer_state
 from tf_cross_shard.replica_state import group_models, group_state
 
-_JUDGED: Final = ("best", "best_epoch", "wait", "stopped_epoch")
+_SET_RATES: Final = ("ReduceLROnPlateau", "LearningRateScheduler")
 _in_fits: "Final[weakref.WeakSet[GroupCallback]]" = weakref.WeakSet()
 _order = itertools.count()
 
@@ -34,20 +34,11 @@ def group_names(optimizer: Any) -> list[str]:
   groups = group_state.groups_of(optimizer, None)
   names = getattr(groups, "names", None)
   if names is None:
-    rates = getattr(per_group_of(optimizer), "rates", [])
+    rates = getattr(group_schedule.rates_of(optimizer), "rates", [])
     names = [f"lr={rate:g}" for rate in rates if not callable(rate)]
   if len(set(names)) < groups.num_groups:
     names = [f"group_{i}" for i in range(groups.num_groups)]
   return list(names)
-
-
-def per_group_of(optimizer: Any) -> Any:
-  """Returns the PerGroup that is the learning rate, if one is."""
-  for layer in optimizer_state.nested_optimizers(optimizer):
-    for rate in libraries.of(layer).learning_rates(layer):
-      if isinstance(rate, group_schedule.PerGroupSchedule):
-        return rate
-  return None
 
 
 def check_count(name: str, value: Any, least: int, unit: str) -> None:
@@ -108,6 +99,7 @@ class GroupCallback(tf.keras.callbacks.Callback):
   """
 
   prefix = ""  # of the metrics that it writes into the logs
+  _sets_rates = False  # whether a callback beside it does
 
   def _does_nothing_in_batches(self) -> bool:
     """Returns what tf_keras asks, where the base class is that of Keras 3."""
@@ -139,6 +131,20 @@ class GroupCallback(tf.keras.callbacks.Callback):
     super().set_params(params)
     self._place_in_list = next(_order)
     _in_fits.add(self)
+    # Of callbacks that are not ours only the caller has a list. Where this does
+    # not find it, the same error comes when the rates are set.
+    caller = sys._getframe(1).f_locals.get("self")
+    self._sets_rates = any(
+      kind.__name__ in _SET_RATES
+      for callback in getattr(caller, "callbacks", ())
+      for kind in type(callback).__mro__
+      if kind.__module__.startswith(("keras.", "tf_keras."))
+    )
+
+  def on_train_begin(self, logs: Any = None) -> None:
+    """Raises an error where a callback of Keras is to set PerGroup's rates."""
+    if self._sets_rates:
+      group_schedule.check_settable(self.model.optimizer)
 
   def same_fit(self) -> list["GroupCallback"]:
     """Returns our callbacks in this `fit`, in order; none in another loop."""
@@ -147,22 +153,26 @@ class GroupCallback(tf.keras.callbacks.Callback):
     same = [c for c in _in_fits if c.params is self.params]
     return sorted(same, key=lambda callback: callback._place_in_list)
 
-  def before(self) -> list["GroupCallback"]:
-    """Returns those that come earlier in this `fit`."""
-    return list(
-      itertools.takewhile(lambda other: other is not self, self.same_fit())
-    )
-
   def prefixes_before(self) -> list[str]:
     """Returns the `prefix` of those that come earlier in this `fit`."""
-    return [callback.prefix for callback in self.before() if callback.prefix]
+    return [
+      callback.prefix
+      for callback in self.same_fit()
+      if callback.prefix and callback._place_in_list < self._place_in_list
+    ]
+
+  def copies(self) -> group_state.GroupCopies:
+    """Returns the model in all groups."""
+    return group_state.GroupCopies(
+      self.model.optimizer, self.model, is_whole=False
+    )
 
   def state(self) -> dict[str, Any]:
     """Returns what goes on after a crash, as arrays and numbers by name."""
     return {}
 
   def set_state(self, state: dict[str, Any]) -> None:
-    """Goes on from what `state` returned, in or before `on_train_begin`."""
+    """Goes on from what `state` returned, once `fit` has begun for it."""
 
   def on_test_begin(self, logs: Any = None) -> None:
     """Warns, once, that evaluating the model blends its groups."""
@@ -175,11 +185,17 @@ class GroupCallback(tf.keras.callbacks.Callback):
 
 
 class GroupMonitor(GroupCallback):
-  """Judges each group by its own metric, as a callback of Keras does."""
+  """Judges each group by its own metric, as a callback of Keras does.
 
-  _attributes: tuple[str, ...] = _JUDGED  # of a judge, to be saved
+  What it knows of the groups are arrays with one number for each group: `best`,
+  and those that `_counters` names, which begin at 0.
+  """
 
-  def __init__(self, monitor: str, mode: str) -> None:
+  _counters: tuple[str, ...] = ()
+
+  def __init__(
+    self, monitor: str, mode: str, patience: int = 0, min_delta: float = 0.0
+  ) -> None:
     """Takes what Keras' EarlyStopping takes."""
     super().__init__()
     if not isinstance(monitor, str):
@@ -192,32 +208,36 @@ class GroupMonitor(GroupCallback):
       )
     if mode not in ("auto", "min", "max"):
       raise ValueError(f'`mode` must be "auto", "min" or "max"; got {mode!r}.')
+    check_count("patience", patience, 0, "evaluations")
+    check_number("min_delta", min_delta)
     self.monitor = monitor
     self.mode = mode
-    self._judges: list[Any] = []
-    self._restored: dict[str, Any] = {}
+    self.patience = patience
+    self.min_delta = min_delta
+    self._sign = 0.0  # 1 where more is better, -1 where less is; 0 is unknown
+    self._numbers: dict[str, Any] = {}
 
   @property
   def best(self) -> list[float]:
     """The best value of each group; infinite where no epoch counted yet."""
-    return [float(judge.best) for judge in self._judges]
+    return list(map(float, self._numbers.get("best", ())))
 
   def state(self) -> dict[str, Any]:
-    """Returns each judge's numbers, one row for each group."""
-    if not self._judges:
-      return self._restored
-    return {
-      name: np.array([getattr(judge, name) for judge in self._judges])
-      for name in self._attributes
-    }
+    """Returns the numbers of all groups."""
+    return {name: np.array(row) for name, row in self._numbers.items()}
 
   def set_state(self, state: dict[str, Any]) -> None:
-    """Keeps the numbers for the judges, which the first epoch makes."""
-    self._judges, self._restored = [], dict(state)
+    """Goes on from the numbers of all groups."""
+    self._numbers = {
+      name: np.array(state[name])
+      for name in ("best", *self._counters)
+      if name in state
+    }
 
   def on_train_begin(self, logs: Any = None) -> None:
-    """Raises an error where no `GroupMetrics` comes before this in `fit`."""
+    """Forgets what another `fit` left; raises where no metrics can come."""
     super().on_train_begin(logs)
+    self._sign, self._numbers = 0.0, {}
     if self.same_fit() and not self.monitor.startswith(
       tuple(self.prefixes_before())
     ):
@@ -237,7 +257,7 @@ class GroupMonitor(GroupCallback):
     is_due = not prefixes or any(
       key.startswith(prefixes) and key.endswith("/group_0") for key in logs
     )
-    if name not in (logs or {}) and not self._judges and is_due:
+    if name not in (logs or {}) and not self._numbers and is_due:
       raise ValueError(
         f"{type(self).__name__}(monitor={self.monitor!r}) needs {name!r} in the"
         f" logs, which have {sorted(logs or {})}. Put"
@@ -245,42 +265,39 @@ class GroupMonitor(GroupCallback):
       )
     return name in (logs or {})
 
-  def make_judge(self, i: int, **options: Any) -> Any:
-    """Returns a new judge of a group: Keras' EarlyStopping, or one like it."""
-    keras = group_models.keras_of(self.model)
-    judge = keras.callbacks.EarlyStopping(
-      f"{self.monitor}/group_{i}", **options
+  def begin(self, num_groups: int) -> None:
+    """Makes the numbers that are not there yet."""
+    if not self._sign:
+      self._sign = self._direction()
+      counters = {name: np.zeros(num_groups, int) for name in self._counters}
+      best = np.full(num_groups, -self._sign * np.inf)
+      self._numbers = {"best": best, **counters, **self._numbers}
+
+  def improve(self, logs: Any, judged: Any = True) -> Any:
+    """Returns which of the judged groups are better than ever; notes how good.
+
+    A group is better by more than `min_delta`; NaN is not.
+    """
+    best = self._numbers["best"]
+    values = np.array(
+      [float(logs[f"{self.monitor}/group_{i}"]) for i in range(len(best))]
     )
-    judge.on_train_begin()
-    return judge
+    is_better = self._sign * values - abs(self.min_delta) > self._sign * best
+    improved = judged & is_better
+    best[improved] = values[improved]
+    return improved
 
-  def make_judges(self, num_groups: int, **options: Any) -> None:
-    """Makes a judge for each group, with the numbers that were restored."""
-    known = self.monitor
+  def _direction(self) -> float:
+    """Returns 1 if Keras finds that more of the metric is better, else -1."""
+    monitor = self.monitor
     for prefix in self.prefixes_before():
-      if known.startswith(prefix):
-        known = f"val_{known.removeprefix(prefix)}"  # as Keras names it
+      if monitor.startswith(prefix):
+        monitor = f"val_{monitor.removeprefix(prefix)}"  # as Keras names it
         break
-    mode = _direction(self.model, known, self.mode)
-    self._judges = [
-      self.make_judge(i, mode=mode, **options) for i in range(num_groups)
-    ]
-    for judge in self._judges:
-      judge.best = math.inf if mode == "min" else -math.inf
-    for name in self._attributes if self._restored else ():
-      for judge, value in zip(
-        self._judges, np.asarray(self._restored[name]).tolist(), strict=True
-      ):
-        setattr(judge, name, value)
-    self._restored = {}
-
-
-def _direction(model: Any, monitor: str, mode: str) -> str:
-  """Returns `"min"` or `"max"`, as Keras finds it for the same metric."""
-  keras = group_models.keras_of(model)
-  probe = keras.callbacks.EarlyStopping(monitor, mode=mode, patience=9)
-  probe.set_model(model)
-  probe.on_train_begin()
-  for epoch, value in enumerate((0.0, 1.0)):
-    probe.on_epoch_end(epoch, {monitor: value})
-  return "max" if probe.best == 1.0 else "min"
+    keras = group_models.keras_of(self.model)
+    probe = keras.callbacks.EarlyStopping(monitor, mode=self.mode, patience=9)
+    probe.set_model(self.model)
+    probe.on_train_begin()
+    for epoch, value in enumerate((0.0, 1.0)):
+      probe.on_epoch_end(epoch, {monitor: value})
+    return 1.0 if probe.best == 1.0 else -1.0

@@ -1,14 +1,14 @@
 """A checkpoint with each group at its best."""
 
-import json
-import math
-import sys
+from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.callbacks import base
 from tf_cross_shard.coordination import agreement
-from tf_cross_shard.replica_state import archive, group_state
+from tf_cross_shard.replica_state import archive, group_state, replica_values
 
 
 class GroupCheckpoint(base.GroupMonitor):
@@ -50,7 +50,7 @@ class GroupCheckpoint(base.GroupMonitor):
   taken on the first worker.
   """
 
-  _attributes = ("best", "best_epoch")
+  _counters = ("best_epoch",)
 
   def __init__(
     self, path: Any, monitor: str = "val_loss", mode: str = "auto"
@@ -77,36 +77,21 @@ class GroupCheckpoint(base.GroupMonitor):
 
     Raises:
       CheckpointError: If another kind of run wrote the file; on all workers.
+      OSError: If the file cannot be read, or its folder not made; likewise.
     """
     super().on_train_begin(logs)
-    if not self._is_new:
-      return
+    self._kept = {}
     workers = agreement.of_strategy(self.model.distribute_strategy)
-    judged: dict[str, Any] = {}
-    error: Exception | None = None
-    if workers is None or workers.index == 0:
-      try:
+    topic = f"reading {self._path.name}"
+    with group_state.together(workers, topic) as outcomes:
+      if workers is None or workers.index == 0:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        judged = self._read() if self._path.exists() else {}
-      except (OSError, archive.CheckpointError) as failure:
-        error = failure
-    if workers is not None:
-      text = json.dumps({"error": error and str(error), "judged": judged})
-      text = agreement.exchange(workers, f"reading {self._path.name}", text)[0]
-      judged = json.loads(text)["judged"]
-      if error is None and json.loads(text)["error"]:
-        error = archive.CheckpointError(json.loads(text)["error"])
-    if error is not None:
-      raise error
-    self.set_state(judged)
+        outcomes[0]["numbers"] = self._read() if self._path.exists() else {}
+    self.set_state(outcomes[0]["numbers"])
     self._is_new = False
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-    """Writes the file if a group improved.
-
-    Args:
-      epoch: The epoch that ended, from 0.
-      logs: Has the metric of every group.
+    """Writes the file if a group improved, by its metric in the logs.
 
     Raises:
       OSError: If the file cannot be written; on all workers.
@@ -117,51 +102,41 @@ class GroupCheckpoint(base.GroupMonitor):
     if self._is_new:  # A loop of one's own need not call it.
       self.on_train_begin()
     copies = group_state.GroupCopies(self.model.optimizer, self.model)
-    if not self._judges:
-      copies.conclude(f"checking {self._path.name}", self._misfit_of(copies))
-      self.make_judges(copies.groups.num_groups, patience=sys.maxsize)
-    improved = []
-    for i, judge in enumerate(self._judges):
-      before = judge.best
-      judge.on_epoch_end(epoch, logs)
-      # The file has to have something of each group.
-      if judge.best != before or math.isinf(before):
-        improved.append(i)
-    if improved:
-      self._write(copies, improved)
+    if not self._sign:
+      with copies.together(f"checking {self._path.name}"):
+        self._check_fits(copies)
+    self.begin(copies.groups.num_groups)
+    # The file has to have something of each group.
+    improved = np.isinf(self._numbers["best"]) | self.improve(logs)
+    if improved.any():
+      self._numbers["best_epoch"][improved] = epoch
+      self._write(copies, np.flatnonzero(improved))
 
   def _read(self) -> dict[str, Any]:
     """Returns the numbers in the file; keeps the arrays."""
     groups = group_state.groups_of(self.model.optimizer, None)
     with archive.reading(self._path) as file:
       self._kept = {n: file[n] for n in file if n.startswith("group_")}
-      judged = {
+      numbers = {
         name: file[f"{self.monitor}/{name}"].tolist()
-        for name in self._attributes
+        for name in ("best", *self._counters)
         if f"{self.monitor}/{name}" in file
       }
-    error = None
-    if len(judged.get("best", ())) != groups.num_groups:
-      error = self._misfit(f"{self.monitor} of {groups.num_groups} groups")
-    elif self.model.built:
-      model = group_state.GroupCopies(None, self.model, is_whole=False)
-      error = self._misfit_of(model)
-    if error is not None:
-      raise error
-    return judged
+    if len(numbers.get("best", ())) != groups.num_groups:
+      raise self._misfit(f"{self.monitor} of {groups.num_groups} groups")
+    if self.model.built:
+      self._check_fits(self.copies())
+    return numbers
 
-  def _misfit_of(
-    self, copies: group_state.GroupCopies
-  ) -> archive.CheckpointError | None:
-    """Returns an error unless what was read of the file has the variables."""
+  def _check_fits(self, copies: group_state.GroupCopies) -> None:
+    """Raises an error unless what was read of the file has the variables."""
     for part in copies.parts if self._kept else ():
       keys = [group_state.key(part.name, 0, member) for member in (None, 0)]
       shapes = [self._kept[key].shape for key in keys if key in self._kept]
       if shapes != [tuple(part.variable.shape)]:
-        return self._misfit(
+        raise self._misfit(
           f"`{part.name}` of shape {list(part.variable.shape)}"
         )
-    return None
 
   def _misfit(self, wanted: str) -> archive.CheckpointError:
     """Returns the error for a file of another kind of run."""
@@ -171,7 +146,7 @@ class GroupCheckpoint(base.GroupMonitor):
     )
 
   def _write(
-    self, copies: group_state.GroupCopies, improved: list[int]
+    self, copies: group_state.GroupCopies, improved: Iterable[int]
   ) -> None:
     """Renews what is kept of these groups, and writes what is kept of all."""
     topic = f"saving {self._path.name}"
@@ -182,13 +157,10 @@ class GroupCheckpoint(base.GroupMonitor):
     others, new = self._kept.items(), copies.arrays(own).items()
     self._kept = {n: a for n, a in others if not n.startswith(renewed)}
     self._kept |= {n: a for n, a in new if n.startswith(renewed)}
-    judged = super().state().items()
-    copies.write(
-      self._path,
-      topic,
-      _joined(self._kept, own, copies.groups)
-      | {f"{self.monitor}/{name}": array for name, array in judged},
-    )
+    arrays = _joined(self._kept, own, copies.groups)
+    for name, array in super().state().items():
+      arrays[f"{self.monitor}/{name}"] = array
+    copies.write(self._path, topic, arrays)
 
 
 def _joined(
@@ -205,7 +177,7 @@ def _joined(
       whole = joined.pop(group_state.key(name, i), None)
       keys = [group_state.key(name, i, j) for j in range(groups.group_size)]
       rows.append([joined.pop(key, whole) for key in keys])
-    is_alike = all(len({a.tobytes() for a in row}) == 1 for row in rows)
+    is_alike = all(map(replica_values.are_alike, rows))
     for i, row in enumerate(rows):
       for j, array in enumerate(row):
         joined[group_state.key(name, i, None if is_alike else j)] = array

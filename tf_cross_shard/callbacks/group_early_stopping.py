@@ -1,12 +1,13 @@
 """Early stopping of groups, each at its own best."""
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from tf_cross_shard.callbacks import base
 from tf_cross_shard.replica_state import group_state, replica_values
+
+_WEIGHTS: Final = "best_weights/"  # before the names of variables in a backup
 
 
 class GroupEarlyStopping(base.GroupMonitor):
@@ -42,6 +43,8 @@ class GroupEarlyStopping(base.GroupMonitor):
   ([0, 0], [2, 2])
   """
 
+  _counters = ("best_epoch", "wait", "stopped_epoch")
+
   def __init__(
     self,
     monitor: str = "val_loss",
@@ -65,145 +68,99 @@ class GroupEarlyStopping(base.GroupMonitor):
         where the last one stopped.
       start_from_epoch: How many epochs do not count.
     """
-    super().__init__(monitor, mode)
-    base.check_count("patience", patience, 0, "evaluations")
+    super().__init__(monitor, mode, patience, min_delta)
     base.check_count("start_from_epoch", start_from_epoch, 0, "epochs")
-    base.check_number("min_delta", min_delta)
-    self.patience = patience
-    self.min_delta = min_delta
     self.restore_best_weights = restore_best_weights
     self.start_from_epoch = start_from_epoch
-    self._groups: list[_Group] = []
+    # Of each variable, what this process' replicas had when they were best.
+    self._weights: dict[str, list[replica_values.Array]] = {}
 
   @property
   def best_epoch(self) -> list[int]:
     """The epoch in which each group had its best value, from 0."""
-    return [judge.best_epoch for judge in self._judges]
+    return list(map(int, self._numbers.get("best_epoch", ())))
 
   @property
   def stopped_epoch(self) -> list[int]:
     """The epoch in which each group stopped improving; 0 if it did not."""
-    return [judge.stopped_epoch for judge in self._judges]
+    return list(map(int, self._numbers.get("stopped_epoch", ())))
 
   def state(self) -> dict[str, Any]:
-    """Returns the judges' numbers, and the best weights of all groups."""
+    """Returns the numbers, and the best weights: per group where alike."""
     state = super().state()
-    if not self._judges or self._judges[0].best_weights is None:
+    if not self._weights:
       return state
-    copies, groups = self._copies.copies, self._copies.groups
-    for i, part in enumerate(self._copies.parts):
-      own: dict[int, Any] = {}
-      for judge in self._judges:
-        own |= judge.best_weights[i]
-      of_replica = copies.gather([own[r] for r in copies.engine.replicas_here])
-      rows = [[of_replica[r] for r in members] for members in groups]
-      is_alike = all(len({a.tobytes() for a in row}) == 1 for row in rows)
-      state[f"best_weights/{part.name}"] = np.stack(
+    whole = self.copies()
+    for name, own in self._weights.items():
+      of_replica = whole.copies.gather(own)
+      rows = [[of_replica[r] for r in members] for members in whole.groups]
+      is_alike = all(map(replica_values.are_alike, rows))
+      state[f"{_WEIGHTS}{name}"] = np.stack(
         [array for row in rows for array in (row[:1] if is_alike else row)]
       )
     return state
 
+  def set_state(self, state: dict[str, Any]) -> None:
+    """Goes on from numbers and best weights; not where all have stopped."""
+    super().set_state(state)
+    if self.stopped_epoch and all(self.stopped_epoch):
+      self.model.stop_training = True
+    whole = self.copies()
+    order = [replica for members in whole.groups for replica in members]
+    places = [order.index(r) for r in whole.copies.engine.replicas_here]
+    self._weights = {
+      name.removeprefix(_WEIGHTS): [
+        rows[place * len(rows) // len(order)] for place in places
+      ]
+      for name, rows in state.items()
+      if name.startswith(_WEIGHTS)
+    }
+
   def on_train_begin(self, logs: Any = None) -> None:
     """Forgets what another `fit` left."""
     super().on_train_begin(logs)
-    self._judges = []
+    self._weights = {}
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-    """Judges each group that has not stopped.
-
-    Args:
-      epoch: The epoch that ended, from 0.
-      logs: Has the metric of every group.
-    """
+    """Judges each group that has not stopped, by its metric in the logs."""
     if not self.has_metrics(logs):
       return
-    if not self._judges:
-      self._begin()
-    for group, judge in zip(self._groups, self._judges, strict=True):
-      if not group.stop_training:
-        judge.on_epoch_end(epoch, logs)
-    if all(group.stop_training for group in self._groups):
+    whole = self.copies()
+    self.begin(whole.groups.num_groups)
+    if epoch < self.start_from_epoch:
+      return
+    wait, stopped = self._numbers["wait"], self._numbers["stopped_epoch"]
+    judged = stopped == 0
+    improved = self.improve(logs, judged)
+    # Where no value is ever better, the first weights are the best.
+    renewed = improved | (self.restore_best_weights and not self._weights)
+    self._numbers["best_epoch"][renewed] = epoch
+    if self.restore_best_weights and renewed.any():
+      self._keep(whole, renewed)
+    wait[judged] += 1
+    wait[improved] = 0
+    stops = judged & ~improved & (wait >= self.patience)
+    stopped[stops] = epoch  # After epoch 0 none stops, as in Keras.
+    if stopped.all():
       self.model.stop_training = True
 
   def on_train_end(self, logs: Any = None) -> None:
     """Gives each group its best weights back."""
-    for judge in self._judges:
-      judge.on_train_end()
-    if self._judges and self.restore_best_weights:
-      group_state.accept_values(self.model.optimizer)
-    self._restored = {}
+    if not self._weights:
+      return
+    whole = self.copies()
+    for part in whole.parts:
+      whole.copies.write(part.variable, self._weights[part.name])
+    group_state.accept_values(self.model.optimizer)
 
-  def _begin(self) -> None:
-    """Makes each group's judge, and what that takes for its model."""
-    self._copies = group_state.GroupCopies(
-      self.model.optimizer, self.model, is_whole=False
-    )
-    self._groups = [
-      _Group(self._copies, members) for members in self._copies.groups
-    ]
-    restored = self._restored
-    self.make_judges(
-      len(self._groups),
-      patience=self.patience,
-      min_delta=self.min_delta,
-      restore_best_weights=self.restore_best_weights,
-      start_from_epoch=self.start_from_epoch,
-    )
-    best = [
-      restored[f"best_weights/{part.name}"]
-      for part in self._copies.parts
-      if f"best_weights/{part.name}" in restored
-    ]
-    for i, judge in enumerate(self._judges):
-      judge.set_model(self._groups[i])
-      self._groups[i].stop_training = judge.stopped_epoch > 0
-      if best:
-        judge.best_weights = self._groups[i].of_rows(i, best)
-
-
-class _Group:
-  """The replicas of one group, as the model of a callback of Keras.
-
-  On several machines those of this worker.
-  """
-
-  def __init__(
-    self, copies: group_state.GroupCopies, members: Sequence[int]
-  ) -> None:
-    self.stop_training = False
-    self._copies = copies.copies
-    self._variables = [part.variable for part in copies.parts]
-    self._members = members
-    self._here = copies.copies.engine.replicas_here
-    self._num_replicas = copies.groups.num_replicas
-
-  def get_weights(self) -> list[dict[int, replica_values.Array]]:
-    """Returns what each member has of each variable."""
-    whole = map(self._copies.here, self._variables)
-    start = self._here.start
-    return [
-      {r: copies[r - start] for r in self._members if r in self._here}
-      for copies in whole
-    ]
-
-  def set_weights(self, weights: list[dict[int, replica_values.Array]]) -> None:
-    """Gives the members their values; other groups keep theirs."""
-    for variable, values in zip(self._variables, weights, strict=True):
-      copies = self._copies.here(variable)
-      for replica, value in values.items():
-        copies[replica - self._here.start] = value
-      self._copies.write(variable, copies)
-
-  def of_rows(
-    self, index: int, arrays: Sequence[replica_values.Array]
-  ) -> list[dict[int, replica_values.Array]]:
-    """Returns the weights in arrays of a row per group, or per member."""
-    size = len(self._members)
-    return [
-      {
-        r: array[(index * size + j) * len(array) // self._num_replicas]
-        for j, r in enumerate(self._members)
-        if r in self._here
-      }
-      for array in arrays
-    ]
+  def _keep(self, whole: group_state.GroupCopies, renewed: Any) -> None:
+    """Takes what these groups have now for their best."""
+    replicas = whole.copies.engine.replicas_here
+    is_renewed = [renewed[whole.groups.index_of(r)] for r in replicas]
+    for part in whole.parts:
+      now = whole.copies.here(part.variable)
+      before = self._weights.get(part.name, now)
+      self._weights[part.name] = [
+        new if is_new else old
+        for new, old, is_new in zip(now, before, is_renewed, strict=True)
+      ]

@@ -133,12 +133,7 @@ class GroupMetrics(base.GroupCallback):
     self._losses = self._losses or self._training_losses()
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-    """Evaluates, and adds to the logs.
-
-    Args:
-      epoch: The epoch that ended, from 0.
-      logs: A dictionary that other callbacks receive too.
-    """
+    """Evaluates, and adds to the logs, which later callbacks receive."""
     if logs is not None:
       logs.update(self._losses or self._training_losses())
     if epoch and (epoch + 1) % self._every:
@@ -148,11 +143,11 @@ class GroupMetrics(base.GroupCallback):
       self._build()
     metrics: dict[str, float] = {}
     for i in range(group_state.groups_of(optimizer, None).num_groups):
-      replica_state.load_group(model, i, optimizer, into=self._plain)
+      replica_state.load_group(i, optimizer, model, into=self._plain)
       self._group.assign(i)
       metrics |= self._evaluate(self._plain, f"group_{i}")
     for i, member in enumerate(self._members):
-      replica_state.load_group(model, i, optimizer, into=member)
+      replica_state.load_group(i, optimizer, model, into=member)
     if self._members:
       self._group.assign(0)
       metrics |= self._evaluate(self._mean, "ensemble")
@@ -185,15 +180,8 @@ class GroupMetrics(base.GroupCallback):
     num_groups = group_state.groups_of(optimizer, None).num_groups
 
     def make() -> Any:
-      if self._twin is None:
-        return replica_state.load_group(model, 0, optimizer)
-      plain = self._twin()
-      try:
-        return replica_state.load_group(model, 0, optimizer, into=plain)
-      except ValueError as error:
-        raise ValueError(
-          f"`twin` returned a model that does not fit, `into` here: {error}"
-        ) from error
+      twin = None if self._twin is None else self._twin()
+      return replica_state.load_group(0, optimizer, model, into=twin)
 
     with group_models.outside_of_strategies():
       # The group of the twin's weights: what it computes is traced once.

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tf_cross_shard import group_schedule
 from tf_cross_shard.callbacks import base
 from tf_cross_shard.inner_optimizer import optimizer_state
-from tf_cross_shard.replica_state import group_state
 
 
 class GroupReduceLROnPlateau(base.GroupMonitor):
@@ -43,7 +43,7 @@ class GroupReduceLROnPlateau(base.GroupMonitor):
   The rates are saved with the optimizer by `replica_state.save`.
   """
 
-  _attributes = ("best", "wait", "cooldown_counter")
+  _counters = ("wait", "cooldown_counter")
 
   def __init__(
     self,
@@ -67,17 +67,13 @@ class GroupReduceLROnPlateau(base.GroupMonitor):
       cooldown: For how many evaluations a group is not judged afterwards.
       min_lr: No rate is lowered below it.
     """
-    super().__init__(monitor, mode)
-    base.check_count("patience", patience, 0, "evaluations")
+    super().__init__(monitor, mode, patience, min_delta)
     base.check_count("cooldown", cooldown, 0, "evaluations")
-    for name, value in (("min_delta", min_delta), ("min_lr", min_lr)):
-      base.check_number(name, value)
+    base.check_number("min_lr", min_lr)
     base.check_number("factor", factor)
     if not 0.0 < factor < 1.0:
       raise ValueError(f"`factor` must be between 0 and 1; got {factor!r}.")
     self.factor = factor
-    self.patience = patience
-    self.min_delta = min_delta
     self.cooldown = cooldown
     self.min_lr = min_lr
     self.learning_rates: list[float] = []
@@ -88,7 +84,7 @@ class GroupReduceLROnPlateau(base.GroupMonitor):
     In a loop of one's own call it before the first step is traced.
     """
     super().set_model(model)
-    rates = base.per_group_of(model.optimizer)
+    rates = group_schedule.rates_of(model.optimizer)
     if rates is not None and rates.rate_factor is None:
       if any(map(callable, rates.rates)):
         raise TypeError(
@@ -107,73 +103,36 @@ class GroupReduceLROnPlateau(base.GroupMonitor):
         " decides otherwise."
       )
 
-  def on_train_begin(self, logs: Any = None) -> None:
-    """Forgets what another `fit` left."""
-    super().on_train_begin(logs)
-    self._judges = []
-
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-    """Judges each group, and lowers the rates of those on a plateau.
-
-    Args:
-      epoch: The epoch that ended, from 0.
-      logs: Has the metric of every group.
-    """
+    """Lowers the rates of groups whose metric in the logs is on a plateau."""
     if not self.has_metrics(logs):
       return
-    copies = group_state.GroupCopies(
-      self.model.optimizer, self.model, is_whole=False
-    )
-    if not self._judges:
-      self.make_judges(copies.groups.num_groups)
+    whole = self.copies()
+    self.begin(whole.groups.num_groups)
     [variable] = optimizer_state.learning_rates(self.model.optimizer)
-    replicas = copies.copies.read(variable, range(copies.groups.num_replicas))
-    given = base.per_group_of(self.model.optimizer)
+    replicas = whole.copies.read(variable, range(whole.groups.num_replicas))
+    per_group = group_schedule.rates_of(self.model.optimizer)
     self.learning_rates = []
-    for i, (members, judge) in enumerate(
-      zip(copies.groups, self._judges, strict=True)
-    ):
-      scale = 1.0 if given is None else given.rates[i]
+    is_on_plateau = self._on_plateau(logs)
+    for i, members in enumerate(whole.groups):
+      scale = 1.0 if per_group is None else per_group.rates[i]
       rate = float(replicas[members[0]]) * scale
-      if judge.is_on_plateau(logs[f"{self.monitor}/group_{i}"]) and (
-        rate > np.float32(self.min_lr)
-      ):
+      if is_on_plateau[i] and rate > np.float32(self.min_lr):
         rate = max(rate * self.factor, self.min_lr)
-        judge.start_cooldown()
+        self._numbers["cooldown_counter"][i] = self.cooldown
+        self._numbers["wait"][i] = 0
         for replica in members:
           replicas[replica] = np.asarray(rate / scale, replicas[replica].dtype)
       self.learning_rates.append(rate)
-    here = copies.copies.engine.replicas_here
-    copies.copies.write(variable, replicas[here.start : here.stop])
+    here = whole.copies.engine.replicas_here
+    whole.copies.write(variable, replicas[here.start : here.stop])
 
-  def make_judge(self, i: int, **options: Any) -> "_Judge":
-    """Returns a new judge of a group."""
-    return _Judge(self, options["mode"])
-
-
-class _Judge:
-  """Keras' ReduceLROnPlateau, without an optimizer."""
-
-  def __init__(self, settings: GroupReduceLROnPlateau, mode: str) -> None:
-    self.best = 0.0  # The caller sets it.
-    self.wait = 0
-    self.cooldown_counter = 0
-    self._settings = settings
-    self._sign = 1.0 if mode == "min" else -1.0
-
-  def is_on_plateau(self, value: float) -> bool:
-    """Counts a value; returns whether the rate is to be lowered."""
-    if self.cooldown_counter > 0:
-      self.cooldown_counter -= 1
-      self.wait = 0
-    gain = self._sign * (self.best - value)
-    if gain > self._settings.min_delta:
-      self.best, self.wait = value, 0
-    elif self.cooldown_counter == 0:
-      self.wait += 1
-      return self.wait >= self._settings.patience
-    return False
-
-  def start_cooldown(self) -> None:
-    """Begins anew after the rate was lowered."""
-    self.cooldown_counter, self.wait = self._settings.cooldown, 0
+  def _on_plateau(self, logs: Any) -> Any:
+    """Counts evaluations; returns of which groups the rate is to be lowered."""
+    wait, cooldown = self._numbers["wait"], self._numbers["cooldown_counter"]
+    improved = self.improve(logs)
+    wait[improved | (cooldown > 0)] = 0
+    cooldown[cooldown > 0] -= 1
+    waits = ~improved & (cooldown == 0)
+    wait[waits] += 1
+    return waits & (wait >= self.patience)

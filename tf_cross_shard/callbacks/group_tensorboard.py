@@ -65,14 +65,9 @@ class GroupTensorBoard(base.GroupCallback):
     self._run_rates = None
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-    """Writes.
-
-    Args:
-      epoch: The epoch that ended, from 0: the step in the curves.
-      logs: May have metrics of groups.
-    """
+    """Writes; the number of the epoch, from 0, is the step in the curves."""
     optimizer = self.model.optimizer
-    copies = group_state.GroupCopies(optimizer, self.model, is_whole=False)
+    copies = self.copies()
     copies.agree("drawing groups")
     first = [members[0] for members in copies.groups]
     tags: dict[str, list[Any]] = {

@@ -32,7 +32,6 @@ from tf_cross_shard.inner_optimizer import optimizer_state
 from tf_cross_shard.replica_state import (
   group_models,
   group_state,
-  overwritten,
   replica_values,
 )
 from tf_cross_shard.wrapper import forwarding
@@ -118,13 +117,6 @@ class OuterOptimizer(base.GroupCallback):
         f"`optimizer` must not be a {type(optimizer).__name__}: differences are"
         " averaged over the groups already. Hand in its `inner_optimizer`."
       )
-    if not isinstance(optimizer, (type(None), str)) and not (
-      hasattr(optimizer, "apply_gradients")
-    ):
-      raise TypeError(
-        "`optimizer` must be a Keras optimizer, its name or None; got"
-        f" {type(optimizer).__name__}."
-      )
     packing.as_wire_dtype(wire_dtype)
     self._every = every
     self._optimizer = optimizer
@@ -173,11 +165,6 @@ class OuterOptimizer(base.GroupCallback):
   def _build(self, optimizer: Any, model: Any) -> bool:
     """Makes the anchor; returns False if it was made before."""
     inner = _encapsulating(optimizer)
-    if not getattr(model, "built", True):
-      raise ValueError(
-        "`model` is not built, so that it has no weights to start from. Give it"
-        " a tf.keras.Input, or call it on a batch."
-      )
     weights = [
       variables_lib.native(variable)
       for variable in getattr(model, "trainable_variables", model)
@@ -193,7 +180,10 @@ class OuterOptimizer(base.GroupCallback):
         " model trains other variables now. Make a new one for each."
       )
     if not weights:
-      raise ValueError("`model` has nothing to train.")
+      raise ValueError(
+        "`model` has nothing to train. If it is not built, give it a"
+        " tf.keras.Input, or call it on a batch."
+      )
     outer = self._make_outer(inner, self._optimizer)
     self._check_start(inner, weights, outer)
     with base.engine_of(inner).making_variables():
@@ -237,9 +227,7 @@ class OuterOptimizer(base.GroupCallback):
       model: A compiled and built model.
     """
     super().set_model(model)
-    if getattr(model, "optimizer", None) is None:
-      raise ValueError("`model` has no optimizer. Compile it first.")
-    self._build(model.optimizer, model)
+    self._build(getattr(model, "optimizer", None), model)
 
   def on_train_begin(self, logs: Any = None) -> None:
     """Has the first step take equal weights, if they were set, as anchor."""
@@ -270,11 +258,7 @@ class OuterOptimizer(base.GroupCallback):
 
   def _count(self, calls: int) -> None:
     """Counts calls of the optimizer, and joins groups if it is time."""
-    if not overwritten.is_between_steps():
-      raise RuntimeError(
-        "Groups are joined between two steps; this is inside a tf.function, or"
-        " one of several replicas. Call step() outside `strategy.run`."
-      )
+    replica_values.check_between_steps()
     inner = self._inner
     before = int(self._calls.numpy())
     self._calls.assign_add(calls)
@@ -318,13 +302,7 @@ class OuterOptimizer(base.GroupCallback):
     if given is None:
       given = optimizers.SGD(0.7, momentum=0.9, nesterov=True)
     with base.engine_of(inner).making_variables():
-      try:
-        given = optimizers.get(given)
-      except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-          f"`optimizer` must be an optimizer of {inner._package} or its name;"
-          f" got {given!r}."
-        ) from error
+      given = optimizers.get(given)
       config = given.get_config()
       if "name" in config:
         # Variables are found in files by a name that Keras does not number.

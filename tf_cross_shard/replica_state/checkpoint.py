@@ -99,23 +99,27 @@ def restore_file(
   if model is not None and hasattr(optimizer, "build"):
     _build(optimizer, model)
   state = group_state.GroupCopies(optimizer, model)
-  plan: list[list[archive.Array]] = []
-  own_values, own_arrays, checksum = None, {}, 0
-  error: Exception | None = None
-  try:
-    with (
-      archive.naming_damage(target, OSError),
-      archive.reading(target) as file,
-    ):
-      own_values = file.about.get("values")
-      checksum = file.checksum if own_values is None else 0
-      _check_groups(file, state)
-      _check_names(file, state, file.about["names"])
-      plan = [_values_here(file, state, part) for part in state.parts]
-      own_arrays = {n: file[n] for n in file if not n.startswith("group_")}
-  except Exception as failure:
-    error = failure
-  state.conclude(f"restoring {target.name}", error, checksum)
+  topic = f"restoring {target.name}"
+  with (
+    state.together(topic) as outcomes,
+    archive.naming_damage(target, OSError),
+    archive.reading(target) as file,
+  ):
+    own_values = file.about.get("values")
+    outcomes[0]["checksum"] = file.checksum if own_values is None else 0
+    _check_groups(file, state)
+    _check_names(file, state, file.about["names"])
+    plan = [_values_here(file, state, part) for part in state.parts]
+    own_arrays = {n: file[n] for n in file if not n.startswith("group_")}
+  checksums = [outcome["checksum"] for outcome in outcomes]
+  for i, checksum in enumerate(checksums):
+    if checksum != checksums[0] and state.copies.workers is not None:
+      names = state.copies.workers.names
+      raise CheckpointError(
+        f"{names[i]} and {names[0]} read different checkpoints at {topic};"
+        " nothing was changed. Name a file that all workers see, or copy it to"
+        " each of them."
+      )
   for part, arrays in zip(state.parts, plan, strict=True):
     state.copies.write(part.variable, arrays)
   group_state.accept_values(state.optimizer)
@@ -254,7 +258,7 @@ def _values_here(
     other = list(arrays)[member % len(arrays)]
     values.append(arrays.get(member, arrays[other]))
   exists_once = replica_values.strategy_of(part.variable) is None
-  if exists_once and len({array.tobytes() for array in values}) > 1:
+  if exists_once and not replica_values.are_alike(values):
     raise CheckpointError(
       f"{where} other values of `{part.name}` for each group; here it exists"
       " once. Make it inside `with strategy.scope():`."
@@ -273,13 +277,11 @@ def _arrays(
   keys = {j: group_state.key(part.name, group, j) for j in range(size)}
   arrays = {j: file[key] for j, key in keys.items() if key in file}
   arrays = arrays or {0: file[group_state.key(part.name, group)]}
-  dtype = tf.as_dtype(part.variable.dtype).name
-  shape = tuple(map(int, part.variable.shape))
   for array in arrays.values():
-    if (array.dtype.name, array.shape) != (dtype, shape):
+    kind = f"{array.dtype.name} {list(array.shape)}"
+    if kind != part.kind:
       raise CheckpointError(
-        f"The checkpoint {file.path} holds `{part.name}` as {array.dtype.name}"
-        f" {list(array.shape)}; the program has {dtype} {list(shape)}. Restore"
-        " with the same model."
+        f"The checkpoint {file.path} holds `{part.name}` as {kind}; the program"
+        f" has {part.kind}. Restore with the same model."
       )
   return arrays

@@ -11,7 +11,6 @@ Plain models are Keras' own, made outside of any strategy.
 
 import contextlib
 import importlib
-import operator
 import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.inner_optimizer import libraries, optimizer_state
 from tf_cross_shard.replica_state import archive, group_state, replica_values
 
@@ -84,10 +82,13 @@ def merged(
 ) -> archive.Array:
   """Returns what a plain model receives of the values of a group's members."""
   # Not the mean of equal values, which may be rounded.
-  is_apart = len({value.tobytes() for value in values}) > 1
-  if is_apart and not part.is_shared and group_state.has_mean(part.variable):
-    return group_state.mean(values)
-  return values[0]
+  if (
+    part.is_shared
+    or not group_state.has_mean(part.variable)
+    or replica_values.are_alike(values)
+  ):
+    return values[0]
+  return group_state.mean(values)
 
 
 def finalize(model: Any) -> None:
@@ -223,21 +224,18 @@ def _members_of(
   groups: groups_lib.Groups, group: Any, argument: str
 ) -> Sequence[int]:
   """Returns a group's replicas; raises `ValueError` where there is none."""
-  try:
-    index = -1 if isinstance(group, bool) else operator.index(group)
-  except TypeError:
-    index = -1
-  if not 0 <= index < groups.num_groups:
+  if isinstance(group, (bool, float)) or group not in range(groups.num_groups):
     raise ValueError(
       f"`{argument}` must be an integer from 0 to {groups.num_groups - 1}; got"
       f" {group!r}. The groups are {groups.to_lists()}."
     )
-  return groups.assignment[index]
+  return groups.assignment[group]
 
 
 def _clone(keras: Any, model: Any, state: group_state.GroupCopies) -> Any:
   """Returns a new model like `model`, outside of strategies, not compiled."""
   kind = type(model)
+  numbers = random.getstate()  # Keras 3 draws seeds of initial values.
   # Not `clone_model`: in Keras 3 it loses names of inputs, and it compiles a
   # second CrossShardOptimizer, for replicas that are not there.
   try:
@@ -250,7 +248,7 @@ def _clone(keras: Any, model: Any, state: group_state.GroupCopies) -> Any:
     # Of a lambda a configuration has the code, without the names that it uses.
     lambdas = [v for v in layers if isinstance(v, keras.layers.Lambda)]
     own |= {f"{_FUNCTION}{layer.name}": layer.function for layer in lambdas}
-    with outside_of_strategies(), _same_random_numbers():
+    with outside_of_strategies():
       # Keras' way to `from_config` that takes lambdas, which come from here.
       clone = keras.saving.deserialize_keras_object(
         {
@@ -274,6 +272,8 @@ def _clone(keras: Any, model: Any, state: group_state.GroupCopies) -> Any:
       " outside of `strategy.scope()`, build it, and hand it in as `into` of"
       " load_group; GroupMetrics takes a function that makes it, `twin`."
     ) from error
+  finally:
+    random.setstate(numbers)
   return clone
 
 
@@ -293,32 +293,28 @@ def _check_fits(state: group_state.GroupCopies, plain: Any) -> None:
     "Make it by the same code as `model`, outside of `strategy.scope()`, and"
     " build it."
   )
-  variables = group_state.variables_of(plain)
-  if len(variables) != len(state.parts):
+  into = group_state.GroupCopies(None, plain, is_whole=False)
+  if len(into.parts) != len(state.parts):
     raise ValueError(
-      f"`into` has {len(variables)} variables, and `model` has"
+      f"`into`, or `twin`, has {len(into.parts)} variables, and `model` has"
       f" {len(state.parts)}. {remedy}"
     )
-  paths = variables_lib.renumbered(list(map(variables_lib.path_of, variables)))
-  names = [f"model/{name}" for name in optimizer_state.unique(paths)]
   known = {part.name for part in state.parts}
-  for part, variable, name in zip(state.parts, variables, names, strict=True):
-    own, other = (
-      f"{tf.as_dtype(v.dtype).name} {list(v.shape)}"
-      for v in (variable, part.variable)
-    )
+  for part, other in zip(into.parts, state.parts, strict=True):
     # Keras numbers states of random numbers in the order in which it makes
     # them, which in a clone may be another.
-    is_other = group_state.has_mean(variable) and name != part.name
-    if own != other or (is_other and name in known):
+    is_numbered = part.name not in known or not group_state.has_mean(
+      part.variable
+    )
+    if part.kind != other.kind or not (is_numbered or part.name == other.name):
       raise ValueError(
-        f"`into` has {name}, {own}, where `model` has {part.name}, {other}."
-        f" {remedy}"
+        f"`into`, or `twin`, has {part.name}, {part.kind}, where `model` has"
+        f" {other.name}, {other.kind}. {remedy}"
       )
-    if replica_values.strategy_of(variable) is not None:
+    if replica_values.strategy_of(part.variable) is not None:
       raise ValueError(
-        f"`into` has replicas: {name} was made inside `strategy.scope()`."
-        f" {remedy}"
+        f"`into`, or `twin`, has replicas: {part.name} was made inside"
+        f" `strategy.scope()`. {remedy}"
       )
 
 
@@ -349,17 +345,6 @@ def _clonable(config: Any, own: Mapping[str, Any]) -> Any:
     for key, value in config.items()
     if key != "compile_config"
   }
-
-
-@contextlib.contextmanager
-def _same_random_numbers() -> Iterator[None]:
-  """A context after which `random` goes on as if it had not been entered."""
-  # Keras 3 draws the seeds of the initial values from it.
-  state = random.getstate()
-  try:
-    yield
-  finally:
-    random.setstate(state)
 
 
 @contextlib.contextmanager

@@ -5,9 +5,10 @@ is not trained, say the statistics of batch normalization, may be each
 replica's own.
 """
 
+import contextlib
 import json
 import pathlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -39,6 +40,12 @@ class Part(NamedTuple):
   name: str
   variable: Any
   is_shared: bool
+
+  @property
+  def kind(self) -> str:
+    """Dtype and shape, in words."""
+    dtype = tf.as_dtype(self.variable.dtype).name
+    return f"{dtype} {list(map(int, self.variable.shape))}"
 
 
 class GroupCopies:
@@ -83,9 +90,7 @@ class GroupCopies:
   def agree(self, topic: str) -> None:
     """Raises the same error on all workers unless all do this."""
     lines = agreement.settings(group_assignment=self.groups.to_lists())
-    for part in self.parts:
-      dtype = tf.as_dtype(part.variable.dtype).name
-      lines.append(f"{part.name}: {dtype} {list(part.variable.shape)}")
+    lines += [f"{part.name}: {part.kind}" for part in self.parts]
     self.copies.agree(topic, lines)
 
   def apart(self, topic: str) -> set[str]:
@@ -146,53 +151,20 @@ class GroupCopies:
     }
     if values is not None:
       about["values"] = values
-    error: Exception | None = None
-    if self.copies.is_first or values is not None:
-      try:
+    with self.together(topic):
+      if self.copies.is_first or values is not None:
         archive.write(path, arrays, about)
-      except Exception as failure:
-        error = failure
-    self.conclude(topic, error)
 
-  def conclude(
-    self, topic: str, error: Exception | None, checksum: int = 0
-  ) -> None:
-    """Raises an error on all workers if there is one on any of them."""
-    workers = self.copies.workers
-    if workers is None or isinstance(error, _LOST):
-      if error is not None:
-        raise error
-      return
-    outcome = {
-      "error": error and str(getattr(error, "strerror", None) or error),
-      "errno": getattr(error, "errno", None),
-      "checksum": checksum,
-    }
-    texts = agreement.exchange(
-      workers, topic, json.dumps(outcome), self._nbytes() / _SLOWEST
-    )
-    if error is not None:
-      raise error
-    outcomes = list(map(json.loads, texts))
-    for name, other in zip(workers.names, outcomes, strict=True):
-      if other["error"] and other["errno"]:
-        raise OSError(other["errno"], f"On {name}: {other['error']}")
-      if other["error"]:
-        raise archive.CheckpointError(f"On {name}: {other['error']}")
-      if other["checksum"] != outcomes[0]["checksum"]:
-        raise archive.CheckpointError(
-          f"{name} and {workers.names[0]} read different checkpoints at"
-          f" {topic}; nothing was changed. Name a file that all workers see, or"
-          " copy it to each of them."
-        )
-
-  def _nbytes(self) -> int:
-    """Returns how many bytes a checkpoint has, where nothing is apart."""
-    nbytes_of_group = sum(
+  def together(
+    self, topic: str
+  ) -> contextlib.AbstractContextManager[list[dict[str, Any]]]:
+    """As the function, for as long as a disk may take for all groups."""
+    nbytes = sum(
       int(np.prod(part.variable.shape)) * tf.as_dtype(part.variable.dtype).size
       for part in self.parts
     )
-    return nbytes_of_group * self.groups.num_groups
+    patience = nbytes * self.groups.num_groups / _SLOWEST
+    return together(self.copies.workers, topic, patience)
 
   def _difference(
     self, topic: str, differing: Sequence[tuple[Part, int, int, int]]
@@ -210,6 +182,38 @@ class GroupCopies:
       " replica_state.values() for what else assigns it; average() makes all"
       " replicas equal again."
     )
+
+
+@contextlib.contextmanager
+def together(
+  workers: agreement.Workers | None, topic: str, patience: float = 0.0
+) -> Iterator[list[dict[str, Any]]]:
+  """A context at whose end all workers raise what one of them has raised.
+
+  It is a list with what this worker tells, in JSON; afterwards with what all of
+  them do.
+  """
+  outcomes: list[dict[str, Any]] = [{}]
+  error: Exception | None = None
+  try:
+    yield outcomes
+  except Exception as failure:
+    if workers is None or isinstance(failure, _LOST):
+      raise
+    error = failure
+  if workers is None:
+    return
+  words = error and str(getattr(error, "strerror", None) or error)
+  own = {"error": words, "errno": getattr(error, "errno", None), **outcomes[0]}
+  texts = agreement.exchange(workers, topic, json.dumps(own), patience)
+  if error is not None:
+    raise error
+  outcomes[:] = map(json.loads, texts)
+  for name, other in zip(workers.names, outcomes, strict=True):
+    if other["error"] and other["errno"]:
+      raise OSError(other["errno"], f"On {name}: {other['error']}")
+    if other["error"]:
+      raise archive.CheckpointError(f"On {name}: {other['error']}")
 
 
 def key(name: str, group: int, member: int | None = None) -> str:

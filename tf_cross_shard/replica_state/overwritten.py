@@ -83,7 +83,7 @@ class OverwriteWatch:
 
   def check(self) -> None:
     """Warns if others than the optimizer made groups equal that differed."""
-    if self._variable is None or not is_between_steps():
+    if self._variable is None or not replica_values.is_between_steps():
       return
     [left, before, start] = np.stack(self._copies(self._state)).T
     now = [value.tobytes() for value in self._copies(self._variable)]
@@ -145,12 +145,12 @@ class OverwriteWatch:
 
   def _are_equal(self, variables: Iterable[Any]) -> bool:
     """Whether all groups are in this process and have the same values."""
-    if self._state is None or not is_between_steps():
+    if self._state is None or not replica_values.is_between_steps():
       return False
     copies = replica_values.Copies(self._engine.strategy)
     for variable in variables:
-      values = [array.tobytes() for array in copies.here(variable)]
-      if len({values[members[0]] for members in self._groups}) > 1:
+      values = copies.here(variable)
+      if not replica_values.are_alike(values[m[0]] for m in self._groups):
         return False
     return True
 
@@ -165,13 +165,6 @@ class OverwriteWatch:
     strategy = self._engine.strategy
     copies = strategy.experimental_local_results(variables_lib.native(variable))
     return [np.ravel(copy.numpy())[:_SEEN] for copy in copies]
-
-
-def is_between_steps() -> bool:
-  """Whether values of all replicas can be read here."""
-  return tf.executing_eagerly() and (
-    not tf.distribute.has_strategy() or tf.distribute.in_cross_replica_context()
-  )
 
 
 def _number(variable: Any) -> tf.Tensor:

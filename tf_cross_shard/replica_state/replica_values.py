@@ -9,7 +9,7 @@ as int32 words, so that any dtype travels, to the bit:
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -46,6 +46,28 @@ def strategy_of(variable: Any) -> tf.distribute.Strategy | None:
   return getattr(native(variable), "distribute_strategy", None)
 
 
+def is_between_steps() -> bool:
+  """Whether values of all replicas can be read here."""
+  return tf.executing_eagerly() and (
+    not tf.distribute.has_strategy() or tf.distribute.in_cross_replica_context()
+  )
+
+
+def check_between_steps() -> None:
+  """Raises `RuntimeError` where values of all replicas cannot be read."""
+  if not is_between_steps():
+    raise RuntimeError(
+      "Values of replicas are read and set eagerly, between two steps; this is"
+      " inside a tf.function, or one of several replicas. Call it outside"
+      " `strategy.run`."
+    )
+
+
+def are_alike(arrays: Iterable[Array]) -> bool:
+  """Whether arrays have the same bits."""
+  return len({array.tobytes() for array in arrays}) == 1
+
+
 class Copies:
   """The copies that the replicas of a strategy have of its variables.
 
@@ -55,18 +77,7 @@ class Copies:
 
   def __init__(self, strategy: tf.distribute.Strategy) -> None:
     """Looks at nothing yet."""
-    if not tf.executing_eagerly():
-      raise RuntimeError(
-        "Values of replicas are read and set eagerly; this is inside a"
-        " tf.function or a graph. Call it between two steps."
-      )
-    if tf.distribute.has_strategy() and (
-      not tf.distribute.in_cross_replica_context()
-    ):
-      raise RuntimeError(
-        "Values of all replicas cannot be read or set by one of them. Call it"
-        " outside `strategy.run`."
-      )
+    check_between_steps()
     self.engine = collectives.for_strategy(strategy)
     self.workers = agreement.of_strategy(strategy)
 

@@ -201,7 +201,7 @@ class TowerOptimizer(tower_optimizer.Tower, wrapper.TfKerasWrapper):
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
 @forwarding.documented
 class PerGroup(
-  group_schedule.PerGroupSchedule,
+  group_schedule.PerGroup,
   keras.optimizers.schedules.LearningRateSchedule,
 ):
   """A schedule with a learning rate for each group: numbers, or schedules."""

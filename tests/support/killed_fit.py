@@ -1,0 +1,135 @@
+"""A `fit` that is killed at a place, in a process of its own.
+
+A server of processes imports this file once, and forks: no test waits for
+TensorFlow to be imported again. It has no device before a child makes one.
+"""
+
+import json
+import multiprocessing
+import os
+import pathlib
+import signal
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard import CrossShardOptimizer, callbacks, schedules
+
+EPOCHS, STEPS = 5, 4
+GROUPS = [[0], [1]]
+RATES = [0.5, 0.03125]
+# Where in an epoch: within it; then with the best in its file, and no backup;
+# and with both.
+PLACES = ("batch", "checkpoint", "backup")
+Place = tuple[int, str] | None  # epoch, place
+
+
+class _Kill(tf.keras.callbacks.Callback):  # type: ignore[misc]
+  """Kills its process at a place, as the kernel would."""
+
+  def __init__(self, kind: str, at: Place) -> None:
+    super().__init__()
+    self._kind, self._at = kind, at
+    self._epoch = 0
+
+  def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    self._epoch = epoch
+
+  def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    if batch == STEPS // 2 and self._at == (self._epoch, "batch"):
+      os.kill(os.getpid(), signal.SIGKILL)
+
+  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    if self._at == (epoch, self._kind):
+      os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _History(tf.keras.callbacks.Callback):  # type: ignore[misc]
+  """Appends what Keras' history has of an epoch to a file."""
+
+  def __init__(self, path: pathlib.Path) -> None:
+    super().__init__()
+    self._path = path
+
+  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    numbers = {name: float(value).hex() for name, value in logs.items()}
+    with self._path.open("a") as file:
+      print(json.dumps([epoch, numbers]), file=file)
+
+
+def _train(
+  folder: pathlib.Path, at: Place, patience: int, min_delta: float
+) -> None:
+  """Trains, and writes what is left at the end."""
+  cpu = tf.config.list_physical_devices("CPU")[0]
+  tf.config.set_logical_device_configuration(
+    cpu, [tf.config.LogicalDeviceConfiguration()] * 2
+  )
+  tf.keras.utils.set_random_seed(1)
+  strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  layers = tf.keras.layers
+  with strategy.scope():
+    model = tf.keras.Sequential(
+      [
+        *(tf.keras.Input((3,)), layers.Dense(4), layers.Dropout(0.25)),
+        *(layers.BatchNormalization(), layers.Dense(1)),
+      ]
+    )
+    optimizer = CrossShardOptimizer(
+      tf.keras.optimizers.Adam(schedules.PerGroup(RATES)),
+      group_assignment=GROUPS,
+    )
+    model.compile(optimizer, "mse")
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(8 * STEPS, 3)).astype("float32")
+  y = rng.normal(size=(8 * STEPS, 1)).astype("float32")
+  stop = callbacks.GroupEarlyStopping(patience=patience, min_delta=min_delta)
+  lower = callbacks.GroupReduceLROnPlateau(factor=0.5, patience=1)
+  keep = callbacks.GroupCheckpoint(folder / "best.npz")
+  model.fit(
+    *(x, y),
+    batch_size=8,
+    epochs=EPOCHS,
+    shuffle=False,
+    verbose=0,
+    callbacks=[
+      callbacks.GroupMetrics((x[:8], -y[:8])),
+      *(lower, stop, keep, _History(folder / "history")),
+      _Kill("checkpoint", at),
+      callbacks.BackupAndRestore(folder / "backup"),
+      _Kill("backup", at),
+    ],
+  )
+  variables = [*model.variables, *optimizer.variables]
+  values = [
+    copy.numpy()
+    for variable in variables
+    for copy in strategy.experimental_local_results(
+      getattr(variable, "value", variable)
+    )
+  ]
+  numbers = (stop.best, stop.best_epoch, stop.stopped_epoch, keep.best)
+  np.savez(
+    folder / "end.npz",
+    *values,
+    numbers=np.array(numbers),
+    rates=np.array([lower.best, lower.state()["wait"]]),
+  )
+
+
+def run(
+  folder: pathlib.Path, at: Place, patience: int, min_delta: float
+) -> int:
+  """Trains in another process; returns its exit code."""
+  processes = multiprocessing.get_context("forkserver")
+  processes.set_forkserver_preload([__name__])
+  process = processes.Process(
+    target=_train, args=(folder, at, patience, min_delta)
+  )
+  process.start()
+  process.join(300)
+  process.kill()
+  process.join()
+  assert process.exitcode is not None
+  return process.exitcode
