@@ -125,6 +125,8 @@ def test_wrong_arguments_are_told_what_they_may_mean(
   # Not CrossShard, on which both Kerases' classes are based.
   with pytest.raises(TypeError, match=r"^CrossShardOptimizer: missing a r"):
     make()
+  with pytest.raises(TypeError, match=r"^TowerOptimizer: missing a required"):
+    home.TowerOptimizer()
   for limit in ("1", [1.0]):
     with pytest.raises(ValueError, match="`clipnorm` must be a number of at"):
       make("sgd", clipnorm=limit)
