@@ -258,12 +258,12 @@ def bind(optimizer: Any, groups: groups_lib.Groups, package: str) -> None:
     ValueError: If these cannot be the groups of one of them.
   """
   for layer in optimizer_state.nested_optimizers(optimizer):
-    bind_rate(libraries.of(layer).learning_rates(layer), groups, package)
+    bind_rate(libraries.learning_rates(layer), groups, package)
 
 
 def check_settable(optimizer: Any) -> None:
   """Raises `TypeError` where a PerGroup decides about the learning rate."""
-  for rate in libraries.of(optimizer).learning_rates(optimizer):
+  for rate in libraries.learning_rates(optimizer):
     if isinstance(rate, PerGroupSchedule):
       raise TypeError(
         f"{type(rate).__name__} has a learning rate for each group; one number"

@@ -178,7 +178,7 @@ def test_formats_of_tf_keras(
 
 def test_the_state_of_another_optimizer_is_refused() -> None:
   stranger = _wrap("legacy")(tf_keras.optimizers.legacy.SGD())
-  with pytest.raises(ValueError, match="3 were saved"):
+  with pytest.raises(ValueError, match="list of length 3"):
     stranger.load_own_variables({"0": 1, "1": 2, "2": 3})
 
 

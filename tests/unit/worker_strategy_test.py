@@ -90,7 +90,7 @@ def test_a_malformed_variable_is_named_where_an_optimizer_is_made(
   monkeypatch.setenv("TF_CONFIG", text)
   with (
     testbed.mirrored(2).scope(),
-    pytest.raises(ValueError, match="^TF_CONFIG cannot be used") as caught,
+    pytest.raises(ValueError, match=r"^TF_CONFIG cannot be used") as caught,
   ):
     CrossShardOptimizer("sgd")
   assert f"got {text}. Set it like" in str(caught.value)
@@ -181,7 +181,8 @@ def test_what_is_malformed(
   text: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.setenv("TF_CONFIG", text)
-  with pytest.raises(ValueError, match=rf"^TF_CONFIG cannot be used \(.*{fault}") as caught:
+  words = rf"^TF_CONFIG cannot be used \(.*{fault}"
+  with pytest.raises(ValueError, match=words) as caught:
     multi_worker.MultiWorkerStrategy()
   assert f"got {text}" in str(caught.value)
   assert 'Set it like {"cluster": {"worker":' in str(caught.value)

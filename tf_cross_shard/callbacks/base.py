@@ -44,7 +44,7 @@ def group_names(optimizer: Any) -> list[str]:
 def per_group_of(optimizer: Any) -> Any:
   """Returns the PerGroup that is the learning rate, if one is."""
   for layer in optimizer_state.nested_optimizers(optimizer):
-    for rate in libraries.of(layer).learning_rates(layer):
+    for rate in libraries.learning_rates(layer):
       if isinstance(rate, group_schedule.PerGroupSchedule):
         return rate
   return None
@@ -129,7 +129,7 @@ class GroupCallback(tf.keras.callbacks.Callback):
   def set_model(self, model: Any) -> None:
     """Takes the model; warns of layers that mix groups."""
     super().set_model(model)
-    layers = libraries.of(model).layers(model)
+    layers = libraries.layers(model)
     for watch in group_state.watches_of(getattr(model, "optimizer", None)):
       watch.check_layers(layers)
       watch.is_judged_by_group = True

@@ -71,16 +71,11 @@ class TfKerasWrapper(
         _create_or_restore_slot_variable=self._create_or_restore_slot_variable,
       )
 
-  @staticmethod
-  def _serialize(opt: Any) -> Any:
-    """An optimizer as a dictionary."""
-    return tf_keras.saving.serialize_keras_object(opt)
-
-  @staticmethod
-  def _deserialize(config: Any, custom_objects: Any) -> Any:
+  @classmethod
+  def _deserialize(cls, config: Any, custom_objects: Any) -> Any:
     """The optimizer that a dictionary describes, not built."""
     try:
-      return tf_keras.saving.deserialize_keras_object(config, custom_objects)
+      return super()._deserialize(config, custom_objects)
     except ValueError:
       # While HDF5 files and SavedModels are read, Keras' own classes have other
       # names.
@@ -93,30 +88,6 @@ class TfKerasWrapper(
       if not hasattr(home, config["class_name"]):
         raise
       return getattr(home, config["class_name"]).from_config(config["config"])
-
-  def save_own_variables(self, store: Any) -> None:
-    """Saves the encapsulated optimizer's variables."""
-    if not self._is_legacy:
-      super().save_own_variables(store)
-      return
-    self._before_saving()
-    for i, variable in enumerate(self._inner.variables):
-      store[str(i)] = variable.numpy()
-
-  def load_own_variables(self, store: Any) -> None:
-    """Loads what was saved."""
-    if not self._is_legacy:
-      super().load_own_variables(store)
-      return
-    variables = self._inner.variables
-    if len(variables) != len(store.keys()):
-      raise ValueError(
-        f"{self.name} has {len(variables)} variables, and {len(store.keys())}"
-        " were saved. Build it on the model's trainable variables, with the"
-        " settings that it was saved with."
-      )
-    for i, variable in enumerate(variables):
-      variable.assign(store[str(i)])
 
   @property
   def _is_legacy(self) -> bool:
