@@ -1,5 +1,6 @@
 """A Keras 3 optimizer that is another one in all but its update step."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -42,7 +43,8 @@ class Keras3Wrapper(forwarding.OptimizerWrapper, keras.optimizers.Optimizer):
       kind = keras.optimizers.LossScaleOptimizer
       around = loss_scaling.find_caller(self, kind)
       if around is not None:
-        methods = LossScalerMethods(around, self)
+        apply = functools.partial(_build_and_apply, around, self)
+        methods = {"scale_loss": self.scale_loss, "apply": apply}
         self._reduce_before(around, methods)
     super().__setattr__(name, value)
 
@@ -84,19 +86,10 @@ class Keras3Wrapper(forwarding.OptimizerWrapper, keras.optimizers.Optimizer):
   _apply_pairs: Callable[[list[Any], list[Any]], None]
 
 
-class LossScalerMethods:
-  """The methods of a Keras 3 LossScaleOptimizer around ours."""
-
-  def __init__(self, around: Any, ours: Any) -> None:
-    self._around = around
-    self._ours = ours
-
-  def scale_loss(self, loss: Any) -> Any:
-    """Scales by the factor of the mean, too."""
-    return self._ours.scale_loss(loss)
-
-  def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-    """Reduces first."""
-    if not self._around.built:
-      self._around.build(list(trainable_variables))
-    self._ours.apply(grads, trainable_variables)
+def _build_and_apply(
+  around: Any, ours: Any, grads: Any, trainable_variables: Any = None
+) -> None:
+  """Does what `around.apply` does, which builds it, but reduces first."""
+  if not around.built:
+    around.build(list(trainable_variables))
+  ours.apply(grads, trainable_variables)
