@@ -115,8 +115,8 @@ def test_wrong_arguments_are_told_what_they_may_mean(
   with pytest.raises(TypeError) as caught:
     make("sgd", group_assignement=[[0]])
   assert str(caught.value) == (
-    "CrossShardOptimizer has no argument `group_assignement`. Did you mean"
-    " `group_assignment`?"
+    "CrossShardOptimizer: got an unexpected keyword argument"
+    " 'group_assignement'. Did you mean `group_assignment`?"
   )
   with pytest.raises(
     TypeError, match=r"It has opt, reduction, name, .*; others"

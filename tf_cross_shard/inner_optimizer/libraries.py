@@ -82,13 +82,7 @@ def unlisted(optimizer: Any) -> list[Any]:
 def replacing(
   optimizer: Any, method: str, function: Callable[..., Any]
 ) -> Iterator[None]:
-  """Puts a function in the place of an optimizer's method.
-
-  Args:
-    optimizer: The optimizer.
-    method: The name of its method.
-    function: It is handed the method before the method's arguments.
-  """
+  """Calls a function, given an optimizer's method, in the method's place."""
   before = vars(optimizer).get(method)
   vars(optimizer)[method] = functools.partial(
     function, getattr(optimizer, method)

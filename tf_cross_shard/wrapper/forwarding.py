@@ -98,10 +98,6 @@ class OptimizerWrapper(saving.SavedState):
 
   learning_rate = _forwarded("learning_rate")
   iterations = _forwarded("iterations")
-  weight_decay = _forwarded("weight_decay")
-  use_ema = _forwarded("use_ema")
-  ema_momentum = _forwarded("ema_momentum")
-  ema_overwrite_frequency = _forwarded("ema_overwrite_frequency")
   exclude_from_weight_decay = _forwarded("exclude_from_weight_decay")
   update_step = _forwarded("update_step")
 

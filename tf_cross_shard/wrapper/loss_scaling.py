@@ -20,10 +20,7 @@ def change_places(
 ) -> None:
   """Lets `ours` reduce before `around`, just made, looks at the gradients.
 
-  Args:
-    ours: The optimizer that `around` encapsulates.
-    around: The LossScaleOptimizer.
-    methods: They take the place of those of `around`.
+  The methods, by name, take the place of those of `around`.
   """
   inner = ours._inner
   inner.outer_loss_scaler = None  # An earlier one is out of use.
