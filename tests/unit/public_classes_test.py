@@ -85,7 +85,9 @@ def test_repr_is_what_differs(home: Any, its_keras: Any) -> None:
     "CrossShardOptimizer(SGD, reduction='sum', name='mine', clipnorm=1.0,"
     " accumulate_steps=2)"
   )
-  assert repr(home.TowerOptimizer(named)) == f"TowerOptimizer({named!r})"
+  towers = home.TowerOptimizer(named)
+  assert repr(towers) == f"TowerOptimizer({named!r})"
+  assert towers.get_name() == "mine"
   assert "object at 0x" in repr(make.__new__(make))  # As in a debugger.
 
 

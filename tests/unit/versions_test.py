@@ -177,16 +177,6 @@ def test_the_package_lists_what_is_public() -> None:
     assert not hasattr(package, f"_{name}_no_such")
 
 
-def test_modules_are_imported_when_asked_for(
-  monkeypatch: pytest.MonkeyPatch,
-) -> None:
-  assert tf_cross_shard.virtual_tpu.VirtualTPUStrategy  # It is loaded.
-  monkeypatch.delattr(tf_cross_shard, "virtual_tpu")
-  monkeypatch.delitem(sys.modules, "tf_cross_shard.virtual_tpu")
-  found = tf_cross_shard.virtual_tpu
-  assert found is sys.modules["tf_cross_shard.virtual_tpu"]
-
-
 def test_only_the_keras_in_use_is_imported() -> None:
   """The other one takes seconds, and may be missing; so do jax and others."""
   program = """

@@ -55,7 +55,11 @@ class InnerOptimizer(abc.ABC):
   @property
   def name(self) -> str:
     """The optimizer's name."""
-    return str(self.optimizer.name)
+    # tf_keras' LossScaleOptimizer has none, legacy optimizers a private one.
+    for optimizer in (self.optimizer, self.innermost):
+      if hasattr(optimizer, "name"):
+        return str(optimizer.name)
+    return str(self.innermost._name)
 
   @property
   def strategy(self) -> tf.distribute.Strategy:

@@ -33,13 +33,6 @@ class TfKerasOptimizer(base.InnerOptimizer):
     self._trainable: list[Any] = []
 
   @property
-  def name(self) -> str:
-    """The optimizer's name."""
-    last = self.innermost  # A LossScaleOptimizer has none.
-    # Legacy optimizers have it as a private attribute.
-    return str(getattr(last, "name", None) or last._name)
-
-  @property
   def is_built(self) -> bool:
     """Whether the slots exist."""
     return bool(getattr(self.innermost, "_built", False))
