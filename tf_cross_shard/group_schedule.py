@@ -248,7 +248,7 @@ class PerGroup:
 def bind(optimizer: Any, groups: groups_lib.Groups, package: str) -> None:
   """Tells each `PerGroup` of an optimizer, or of those within, the groups."""
   for layer in optimizer_state.nested_optimizers(optimizer):
-    bind_rate(libraries.of(layer).learning_rates(layer), groups, package)
+    bind_rate(libraries.learning_rates(layer), groups, package)
 
 
 def check_settable(optimizer: Any) -> None:
@@ -265,7 +265,7 @@ def check_settable(optimizer: Any) -> None:
 def rates_of(optimizer: Any) -> PerGroup | None:
   """Returns the PerGroup that is an optimizer's learning rate, if one is."""
   for layer in optimizer_state.nested_optimizers(optimizer):
-    for rate in libraries.of(layer).learning_rates(layer):
+    for rate in libraries.learning_rates(layer):
       if isinstance(rate, PerGroup):
         return rate
   return None

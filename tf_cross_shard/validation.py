@@ -32,25 +32,22 @@ def names_arguments(init: _Function) -> _Function:
   Errors name the class that is called, which is derived from the constructor's.
   """
   signature = inspect.signature(init)
-  known = list(signature.parameters)[1:]
+  _, *known = signature.parameters
 
   @functools.wraps(init)
   def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-    for name in kwargs:
-      if name not in known:
-        close = difflib.get_close_matches(name, known, 1)
-        raise TypeError(
-          f"{type(self).__name__} has no argument `{name}`. "
-          + (
-            f"Did you mean `{close[0]}`?"
-            if close
-            else f"It has {', '.join(known)}; others belong to `{known[0]}`."
-          )
-        )
     try:
       signature.bind(self, *args, **kwargs)
     except TypeError as error:
-      raise TypeError(f"{type(self).__name__}: {error}.") from None
+      words = f"{type(self).__name__}: {error}."
+      for name in [name for name in kwargs if name not in known]:
+        close = difflib.get_close_matches(name, known, 1)
+        words += (
+          f" Did you mean `{close[0]}`?"
+          if close
+          else f" It has {', '.join(known)}; others belong to `{known[0]}`."
+        )
+      raise TypeError(words) from None
     init(self, *args, **kwargs)
 
   return checked  # type: ignore[return-value]  # The same, to those who call.

@@ -28,35 +28,14 @@ def own_version() -> str:
 
 def check_installed() -> None:
   """Raises `ImportError` unless TensorFlow and `tf.keras` are supported."""
-  number = _import_tensorflow().__version__
-  if _is_older(number, OLDEST_TENSORFLOW):
-    raise ImportError(
-      f"tf_cross_shard needs TensorFlow {OLDEST_TENSORFLOW} or newer, but"
-      f" {number} is installed. Run:"
-      f" pip install --upgrade 'tensorflow>={OLDEST_TENSORFLOW}'"
-    )
+  _check_new_enough("TensorFlow", _import_tensorflow(), OLDEST_TENSORFLOW)
   (check_tf_keras if uses_tf_keras() else check_keras3)()
 
 
 def check_keras3() -> None:
   """Raises `ImportError` unless a supported Keras 3 is installed."""
-  keras = _import(
-    "keras",
-    "tf_cross_shard needs Keras 3, and none is installed. Run:"
-    f" pip install 'keras>={OLDEST_KERAS}'",
-  )
-  number = keras.__version__
-  if _is_older(number, OLDEST_KERAS):
-    why = (
-      f"or tf_keras {OLDEST_TF_KERAS} or newer, but `keras` is Keras {number}."
-      if _is_older(number, "3.0.dev0")
-      else f"but found Keras {number}, which reduces or scales gradients"
-      " wrongly under tf.distribute."
-    )
-    raise ImportError(
-      f"tf_cross_shard needs Keras {OLDEST_KERAS} or newer, {why} Run:"
-      f" pip install --upgrade 'keras>={OLDEST_KERAS}'"
-    )
+  keras = _import("keras", f"pip install 'keras>={OLDEST_KERAS}'")
+  _check_new_enough("Keras", keras, OLDEST_KERAS)
   backend = keras.backend.backend()
   if backend != "tensorflow":
     raise ImportError(
@@ -70,24 +49,9 @@ def check_tf_keras() -> None:
   major, minor = version.Version(_import_tensorflow().__version__).release[:2]
   # Its one requirement is `tensorflow`; beside tensorflow-cpu pip would
   # overwrite that one's files.
-  remedy = f"Run: pip install --no-deps 'tf_keras~={major}.{minor}.0'"
-  try:
-    # The recorded version first: one that is too old cannot be imported.
-    number = metadata.version("tf_keras")
-  except metadata.PackageNotFoundError:
-    number = OLDEST_TF_KERAS  # None, or a nightly build.
-  if not _is_older(number, OLDEST_TF_KERAS):
-    tf_keras = _import(
-      "tf_keras",
-      "tf_cross_shard.tf_keras, which TF_USE_LEGACY_KERAS=1 selects too, needs"
-      f" tf_keras, and none is installed. {remedy}",
-    )
-    number = tf_keras.__version__
-  if _is_older(number, OLDEST_TF_KERAS):
-    raise ImportError(
-      f"tf_cross_shard needs tf_keras {OLDEST_TF_KERAS} or newer, but {number}"
-      f" is installed. {remedy}"
-    )
+  remedy = f"pip install --no-deps 'tf_keras~={major}.{minor}.0'"
+  tf_keras = _import("tf_keras", remedy)
+  _check_new_enough("tf_keras", tf_keras, OLDEST_TF_KERAS, remedy)
 
 
 def uses_tf_keras() -> bool:
@@ -108,26 +72,36 @@ def keras_version() -> str:
   return str(importlib.import_module(module).__version__)
 
 
-def _is_older(number: str, oldest: str) -> bool:
-  """Whether a version is older than another."""
-  return version.Version(number) < version.Version(oldest)
+def _check_new_enough(
+  name: str, module: Any, oldest: str, remedy: str = ""
+) -> None:
+  """Raises `ImportError` unless a package is of some version or newer."""
+  number = module.__version__
+  if version.Version(number) < version.Version(oldest):
+    remedy = remedy or f"pip install --upgrade '{module.__name__}>={oldest}'"
+    raise ImportError(
+      f"tf_cross_shard needs {name} {oldest} or newer, but {number} is"
+      f" installed. Run: {remedy}"
+    )
 
 
-def _import(name: str, words: str) -> Any:
-  """Returns a package; raises an `ImportError` of these words without it."""
+def _import(name: str, remedy: str) -> Any:
+  """Returns a package; raises an `ImportError` with a remedy without it."""
   try:
     return importlib.import_module(name)
   except ModuleNotFoundError as error:
     if error.name != name:  # One of its own requirements is missing.
       raise
-    raise ImportError(words) from error
+    raise ImportError(
+      f"tf_cross_shard needs the package {name}, and none is installed. Run:"
+      f" {remedy}"
+    ) from error
 
 
 def _import_tensorflow() -> Any:
   """Returns TensorFlow."""
   return _import(
     "tensorflow",
-    "tf_cross_shard needs TensorFlow, and none is installed. Run one of:"
-    " pip install 'tf-cross-shard[cpu]' (tensorflow-cpu),"
-    " pip install 'tf-cross-shard[tensorflow]', or bring tensorflow-tpu.",
+    "pip install 'tf-cross-shard[cpu]' (tensorflow-cpu), or pip install"
+    " 'tf-cross-shard[tensorflow]', or bring tensorflow-tpu.",
   )

@@ -5,7 +5,7 @@ compile             compiles a step for a TPU slice, without a TPU
 convert-checkpoint  brings a checkpoint of TensorFlow 1 over
 launch              starts a program as several workers on this machine
 
-Arguments are read before anything imports `tf_cross_shard`, and with it
+Arguments are checked before anything imports `tf_cross_shard`, and with it
 TensorFlow: help and mistakes do not take seconds.
 """
 
@@ -60,10 +60,11 @@ def _parser() -> argparse.ArgumentParser:
   command = commands.add_parser("groups", help="draw a grouping")
   command.set_defaults(command=_groups)
   add = command.add_mutually_exclusive_group(required=True).add_argument
-  add("--assignment", type=table, help="such as '[[0, 1], [2, 3]]'")
+  rows = "such as '[[0, 1], [2, 3]]'"
+  add("--assignment", nargs=1, type=table, metavar="ROWS", help=rows)
   for kind in ("--contiguous", "--strided"):
     add(kind, nargs=2, type=int, metavar=("REPLICAS", "GROUP_SIZE"))
-  add("--singletons", type=int, metavar="REPLICAS")
+  add("--singletons", nargs=1, type=int, metavar="REPLICAS")
   along = "replicas of --topology that differ in this coordinate only"
   add("--along", choices=("x", "y", "z", "core"), help=along)
   command.add_argument("--topology", help="a TPU slice, such as v5e:4x2")
@@ -153,42 +154,51 @@ def _check_compiler() -> None:
       )
 
 
+def _groups_module() -> Any:
+  """Returns `tf_cross_shard.groups`, loaded without the package around it."""
+  package: Any = importlib.util.find_spec("tf_cross_shard")
+  path = pathlib.Path(package.origin).with_name("groups.py")
+  spec: Any = importlib.util.spec_from_file_location("groups", path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
 def _groups(options: argparse.Namespace) -> str:
   """Draws a grouping."""
-  coordinates: Any = None
   if options.topology:
     _check_compiler()
+  elif options.along:
+    raise ValueError("--along needs --topology, whose coordinates it means.")
+  lib = _groups_module()
+  groups = None
+  for builder, arguments in (
+    (lib.Groups, options.assignment),
+    (lib.contiguous, options.contiguous),
+    (lib.strided, options.strided),
+    (lib.singletons, options.singletons),
+  ):
+    if arguments:
+      groups = builder(*arguments)
+  if options.topology:
     from tf_cross_shard import virtual_tpu
 
     coordinates = virtual_tpu.coordinates(options.topology)
-  elif options.along:
-    raise ValueError("--along needs --topology, whose coordinates it means.")
-  from tf_cross_shard import groups as groups_lib
-
-  if options.along:
-    groups = groups_lib.along(coordinates, options.along)
-  elif options.assignment:
-    groups = groups_lib.Groups(options.assignment)
-  elif options.contiguous:
-    groups = groups_lib.contiguous(*options.contiguous)
-  elif options.strided:
-    groups = groups_lib.strided(*options.strided)
-  else:
-    groups = groups_lib.singletons(options.singletons)
-  if coordinates is not None and len(coordinates) != groups.num_replicas:
-    raise ValueError(
-      f"--topology {options.topology} has {len(coordinates)} devices; the"
-      f" groups hold {groups.num_replicas} replicas."
-    )
-  return groups_lib.Groups(groups, names=options.names).draw()
+    groups = groups or lib.along(coordinates, options.along)
+    if len(coordinates) != groups.num_replicas:
+      raise ValueError(
+        f"--topology {options.topology} has {len(coordinates)} devices; the"
+        f" groups hold {groups.num_replicas} replicas."
+      )
+  return str(lib.Groups(groups, names=options.names).draw())
 
 
 def _compile(options: argparse.Namespace) -> str:
   """Compiles the named step and describes the result."""
   _check_compiler()
+  module, step = _load(options.step)
   from tf_cross_shard import virtual_tpu
 
-  module, step = _load(options.step)
   strategies = [
     value
     for value in vars(module).values()
@@ -207,14 +217,14 @@ def _compile(options: argparse.Namespace) -> str:
 
 def _convert_checkpoint(options: argparse.Namespace) -> str:
   """Converts a checkpoint and describes what was matched."""
-  from tf_cross_shard import migration
-
   program = _load(options.program)[1]()
   if not isinstance(program, tuple) or len(program) != 2:
     raise TypeError(
       f"--program {options.program} must return a model and an optimizer; got"
       f" {type(program).__name__}."
     )
+  from tf_cross_shard import migration
+
   conversion = migration.convert_checkpoint(
     options.src,
     options.dst,

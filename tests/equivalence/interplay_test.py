@@ -46,22 +46,6 @@ def test_cell(cell: Cell, skips: bool) -> None:
   interplay.check(cell, done, grouping, with_nan)
 
 
-@pytest.mark.parametrize(
-  ("policy", "scaling", "words"),
-  [
-    ("mixed_float16", "plain", "Mixed precision is not supported with the"),
-    ("float32", "inside", "Loss scaling is not supported with the"),
-    ("float32", "outside", "Loss scaling is not supported with the"),
-  ],
-)
-def test_what_tf_keras_refuses(policy: str, scaling: str, words: str) -> None:
-  cell = Cell("tf_keras", "loop", "virtual_tpu", policy, scaling)
-  assert not cell.is_possible
-  strategy, grouping = _of(cell)
-  with pytest.raises(ValueError, match=words):
-    interplay.run(cell, strategy, grouping, interplay.data(4, with_nan=True))
-
-
 @pytest.mark.parametrize("scaling", interplay.SCALINGS)
 @pytest.mark.parametrize("kind", interplay.KERASES)
 def test_the_loss_is_scaled_before_gradients_are_taken(

@@ -18,7 +18,6 @@ from tf_cross_shard import tf_keras as ours_tf_keras
 from tf_cross_shard.inner_optimizer import fused_update
 
 KERASES = {"keras": (keras, keras3), "tf_keras": (tf_keras, ours_tf_keras)}
-GROUPS = [[0, 2], [1, 3]]
 STEPS = 200
 Numbers = np.ndarray[Any, Any]
 Formula = Callable[[Any, Numbers, Numbers, int, list[Numbers]], Numbers]
@@ -210,26 +209,6 @@ def test_as_near_to_the_formula_as_keras_operations(
   np.testing.assert_allclose(*after_few, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize(
-  ("name", "which"), [("momentum", "keras"), ("Adam", "tf_keras")]
-)
-def test_groups(name: str, which: str) -> None:
-  library, package = KERASES[which]
-  strategy, grads = testbed.mirrored(), gradients("float32")[:20]
-  with strategy.scope():
-    weight = first_weight(library, "float32")
-    optimizer = package.CrossShardOptimizer(
-      plain(name, library), "sum", group_assignment=GROUPS
-    )
-  step = train(optimizer, weight, grads, strategy)
-  assert FUSED[name][3] in kernels_in(step, tf.constant(grads[0]))
-  copies = testbed.copies(weight)
-  for members in GROUPS:
-    first, second = (copies[member] for member in members)
-    np.testing.assert_array_equal(first, second)
-    assert error(first, name, grads[:, members].sum(axis=1)) < 1e-4
-
-
 def _momentum(library: Any, rate: Any = RATE, **settings: Any) -> Any:
   """An optimizer whose few steps are exact in float32, in any order."""
   return library.optimizers.SGD(rate, momentum=0.5, **settings)
@@ -405,13 +384,6 @@ def test_compiled_by_xla() -> None:
       states.append(weight.numpy())
     np.testing.assert_allclose(states[-1], states[-2], rtol=0, atol=1e-6)
     assert np.abs(states[-1] - first_weight(keras, "float32")).max() > 1e-5
-
-
-def test_settings() -> None:
-  optimizer = keras3.CrossShardOptimizer("adam", fused_update=False)
-  assert optimizer.fused_update is False
-  copied = keras3.CrossShardOptimizer.from_config(optimizer.get_config())
-  assert copied.fused_update is False
 
 
 if __name__ == "__main__":

@@ -39,32 +39,11 @@ class TestReduction:
     assert testbed.copies(weight) == [-15.0] * 4
     assert [int(count) for count in counts] == [1] * 4
 
-  def test_mean_is_in_compute_gradients(self) -> None:
-    optimizer, weight = _make(_sgd, group_assignment=[[0, 1], [2, 3]])
-
-    def step() -> Any:
-      [(grad, variable)] = optimizer.compute_gradients(
-        lambda: testbed.mark() * weight, [weight]
-      )
-      assert variable is weight
-      return grad
-
-    assert [float(grad) for grad in testbed.run(step)] == [0.5, 1.0, 2.0, 4.0]
-
   def test_constant_gradient_shared_by_all_replicas(self) -> None:
     optimizer, weight = _make(_sgd)
     shared = tf.constant(1.0)
     testbed.run(lambda: optimizer.apply_gradients([(shared, weight)]), "eager")
     assert testbed.copies(weight) == [-4.0] * 4
-
-  def test_variables_found_by_the_loss(self) -> None:
-    for mode in ("eager", "function"):
-      optimizer, weight = _make(_sgd)
-      testbed.run(
-        lambda o=optimizer, w=weight: o.minimize(lambda: testbed.mark() * w),
-        mode,
-      )
-      assert testbed.copies(weight) == [-3.75] * 4
 
   def test_aggregated_tf_variable_stays_apart_between_groups(self) -> None:
     strategy = testbed.mirrored()
@@ -243,20 +222,10 @@ class TestBadInput:
     with pytest.raises(ValueError, match="known when the program is built"):
       make(tf.constant([[0]]))
 
-  @pytest.mark.parametrize(
-    ("pairs", "error", "words"),
-    [
-      (lambda w: [(None, w)], ValueError, "not None.*weight"),
-      (lambda w: [(tf.ones([3]), w)], ValueError, r"\(3,\).*weight|weight.*3"),
-      (lambda w: [("x" * 3, w)], (TypeError, ValueError), "weight|str"),
-    ],
-  )
-  def test_apply_gradients(
-    self, pairs: Any, error: type[Exception], words: str
-  ) -> None:
+  def test_apply_gradients(self) -> None:
     optimizer, weight = _make(_sgd, initial=[1.0, 2.0])
-    with pytest.raises(error, match=words):
-      testbed.run(lambda: optimizer.apply_gradients(pairs(weight)))
+    with pytest.raises(ValueError, match=r"gradient of weight has shape \(3,"):
+      testbed.run(lambda: optimizer.apply_gradients([(tf.ones(3), weight)]))
     assert optimizer.iterations.numpy() == 0
     np.testing.assert_array_equal(testbed.copies(weight)[3], [1.0, 2.0])
 
@@ -320,18 +289,6 @@ class TestBadInput:
     for var_list in ((weight,), [weight], (v for v in [weight])):
       optimizer.minimize(lambda: 1.0 * weight, var_list)
     assert float(weight.numpy()) == -2.0
-
-  def test_a_variable_alone(self) -> None:
-    weight = keras.Variable([1.0, 2.0])
-    optimizer = CrossShardOptimizer(_sgd())
-    optimizer.build([weight])
-
-    def step() -> None:
-      optimizer.minimize(lambda: tf.reduce_sum(weight * 1.0), var_list=weight)
-
-    step()
-    tf.function(step)()
-    assert weight.numpy().tolist() == [-1.0, 0.0]
 
   def test_apply(self) -> None:
     optimizer = CrossShardOptimizer("sgd")

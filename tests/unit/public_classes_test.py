@@ -85,7 +85,9 @@ def test_repr_is_what_differs(home: Any, its_keras: Any) -> None:
     "CrossShardOptimizer(SGD, reduction='sum', name='mine', clipnorm=1.0,"
     " accumulate_steps=2)"
   )
-  assert repr(home.TowerOptimizer(named)) == f"TowerOptimizer({named!r})"
+  towers = home.TowerOptimizer(named)
+  assert repr(towers) == f"TowerOptimizer({named!r})"
+  assert towers.get_name() == "mine"
   assert "object at 0x" in repr(make.__new__(make))  # As in a debugger.
 
 
@@ -115,8 +117,8 @@ def test_wrong_arguments_are_told_what_they_may_mean(
   with pytest.raises(TypeError) as caught:
     make("sgd", group_assignement=[[0]])
   assert str(caught.value) == (
-    "CrossShardOptimizer has no argument `group_assignement`. Did you mean"
-    " `group_assignment`?"
+    "CrossShardOptimizer: got an unexpected keyword argument"
+    " 'group_assignement'. Did you mean `group_assignment`?"
   )
   with pytest.raises(
     TypeError, match=r"It has opt, reduction, name, .*; others"
@@ -125,6 +127,8 @@ def test_wrong_arguments_are_told_what_they_may_mean(
   # Not CrossShard, on which both Kerases' classes are based.
   with pytest.raises(TypeError, match=r"^CrossShardOptimizer: missing a r"):
     make()
+  with pytest.raises(TypeError, match=r"^TowerOptimizer: missing a required"):
+    home.TowerOptimizer()
   for limit in ("1", [1.0]):
     with pytest.raises(ValueError, match="`clipnorm` must be a number of at"):
       make("sgd", clipnorm=limit)

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import types
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +40,9 @@ def _refusal(module: types.ModuleType) -> str:
   [
     ("tensorflow", "2.15.1", "needs TensorFlow 2.16 or newer, but 2.15.1 is"),
     ("tensorflow", "2.16.0rc0", "pip install --upgrade 'tensorflow>=2.16'"),
-    ("keras", "3.7.0", "needs Keras 3.8 or newer, but found Keras 3.7.0"),
+    ("keras", "3.7.0", "needs Keras 3.8 or newer, but 3.7.0 is installed"),
     ("keras", "3.8.0.dev0", "pip install --upgrade 'keras>=3.8'"),
-    ("keras", "2.15.0", "but `keras` is Keras 2.15.0"),
+    ("keras", "2.15.0", "but 2.15.0 is installed"),
     ("tf_keras", "2.15.1", "needs tf_keras 2.16 or newer, but 2.15.1 is"),
     ("tf_keras", "2.15.1", TF_KERAS_REMEDY),
   ],
@@ -78,15 +77,6 @@ def test_other_backends_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
   text = _refusal(tf_cross_shard)
   assert "the backend is 'jax'" in text
   assert "KERAS_BACKEND=tensorflow" in text
-
-
-def test_an_old_tf_keras_cannot_even_be_imported(
-  monkeypatch: pytest.MonkeyPatch,
-) -> None:
-  """So that what pip recorded counts."""
-  monkeypatch.setattr(metadata, "version", lambda name: "2.15.1")
-  monkeypatch.setitem(sys.modules, "tf_keras", None)
-  assert "but 2.15.1 is installed" in _refusal(tf_cross_shard.tf_keras)
 
 
 @pytest.mark.parametrize(
@@ -185,16 +175,6 @@ def test_the_package_lists_what_is_public() -> None:
     assert getattr(package, name) is not None
     assert not hasattr(package, f"{name}_no_such")
     assert not hasattr(package, f"_{name}_no_such")
-
-
-def test_modules_are_imported_when_asked_for(
-  monkeypatch: pytest.MonkeyPatch,
-) -> None:
-  assert tf_cross_shard.virtual_tpu.VirtualTPUStrategy  # It is loaded.
-  monkeypatch.delattr(tf_cross_shard, "virtual_tpu")
-  monkeypatch.delitem(sys.modules, "tf_cross_shard.virtual_tpu")
-  found = tf_cross_shard.virtual_tpu
-  assert found is sys.modules["tf_cross_shard.virtual_tpu"]
 
 
 def test_only_the_keras_in_use_is_imported() -> None:

@@ -121,7 +121,7 @@ class GroupCallback(tf.keras.callbacks.Callback):
   def set_model(self, model: Any) -> None:
     """Takes the model; warns of layers that mix groups."""
     super().set_model(model)
-    layers = libraries.of(model).layers(model)
+    layers = libraries.layers(model)
     for watch in group_state.watches_of(getattr(model, "optimizer", None)):
       watch.check_layers(layers)
       watch.is_judged_by_group = True

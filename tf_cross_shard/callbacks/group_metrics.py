@@ -187,7 +187,7 @@ class GroupMetrics(base.GroupCallback):
       # The group of the twin's weights: what it computes is traced once.
       self._group = tf.Variable(0, trainable=False, dtype=tf.int32)
       self._plain = make()
-      if libraries.of(self._plain).compile_arguments(self._plain) is None:
+      if libraries.compile_arguments(self._plain) is None:
         _compile_like(model, self._plain)
       self._members = []
       if self._ensemble and num_groups > 1:
@@ -253,7 +253,7 @@ def _mean_of(members: list[Any]) -> Any:
 
 def _compile_like(source: Any, target: Any) -> None:
   """Compiles with the same loss and copies of the metrics."""
-  config = libraries.of(source).compile_arguments(source)
+  config = libraries.compile_arguments(source)
   if config is None:
     raise ValueError(
       f"GroupMetrics takes loss and metrics from {type(source).__name__}, whose"

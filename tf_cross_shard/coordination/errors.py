@@ -5,6 +5,7 @@ with what another worker reported. Who and why is many lines down in it.
 """
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 from typing import Final
@@ -64,6 +65,24 @@ def naming_lost_workers() -> Iterator[None]:
     if cause is None:
       raise
     raise cause from error
+
+
+@contextlib.contextmanager
+def naming_tf_config() -> Iterator[None]:
+  """Turns errors of who reads TF_CONFIG into one with its value and a remedy.
+
+  Raises:
+    ValueError: If reading it, inside the context, fails.
+  """
+  try:
+    yield
+  except (AttributeError, KeyError, TypeError, ValueError) as error:
+    raise ValueError(
+      f"TF_CONFIG cannot be used ({type(error).__name__}: {error}); got"
+      f" {os.environ.get('TF_CONFIG')}. Set it like"
+      ' {"cluster": {"worker": ["host0:12345", "host1:12345"]},'
+      ' "task": {"type": "worker", "index": 0}}.'
+    ) from error
 
 
 def to_message(error: Exception) -> str:

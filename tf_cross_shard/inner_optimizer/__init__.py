@@ -1,4 +1,5 @@
 """The encapsulated optimizer: how it applies sums of gradients, once.
 
-Only the files of this folder use private names of Keras.
+The private names that both Kerases share stand in this folder; those of one of
+them stand in the folder for it.
 """

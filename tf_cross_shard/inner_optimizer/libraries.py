@@ -1,91 +1,88 @@
-"""The two Kerases, asked for what no public method of theirs tells.
+"""Keras' models and optimizers, asked for what no public method tells.
 
-The private names of a Keras stand in the folder of that Keras, `keras3/` or
-`tf_keras/`, which registers its `Library` when it is imported.
+Each function takes an object of any Keras. What an object lacks by name, such
+as a loss scale in Keras 3, it does not have.
 """
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
 
-class Library:
-  """One Keras; this one knows of nothing private.
+def layers(model: Any) -> list[Any]:
+  """Returns a model and all layers within it, nested ones too."""
+  flatten = getattr(model, "_flatten_layers", None)
+  return [model] if flatten is None else list(flatten())
 
-  Attributes:
-    package: The name of the package, "keras" or "tf_keras".
+
+def compile_arguments(model: Any) -> dict[str, Any] | None:
+  """Returns what a model was compiled with; None if it was not."""
+  compiled = getattr(model, "_compile_config", None)
+  return None if compiled is None else dict(compiled.config)
+
+
+def is_built(optimizer: Any) -> bool:
+  """Whether the slots exist, in Keras 3, tf_keras or its legacy optimizers."""
+  flags = ("built", "_built", "_hypers_created")
+  return any(getattr(optimizer, flag, False) for flag in flags)
+
+
+def nested(optimizer: Any) -> Sequence[Any]:
+  """Returns the optimizers of a MultiOptimizer."""
+  # A wrapper would forward the attribute.
+  own: Sequence[Any] = getattr(optimizer, "__dict__", {}).get(
+    "_inner_optimizers", ()
+  )
+  return own
+
+
+def learning_rates(optimizer: Any) -> list[Any]:
+  """Returns what an optimizer keeps as its rate: variables and schedules."""
+  settings = getattr(optimizer, "_hyper", {})  # of a legacy optimizer
+  own = getattr(optimizer, "_learning_rate", None)
+  rates = own, settings.get("learning_rate")
+  return [rate for rate in rates if rate is not None]
+
+
+def trained(optimizer: Any) -> list[Any]:
+  """Returns the variables that slots of Keras 3 are named after."""
+  return list(getattr(optimizer, "_trainable_variables", ()))
+
+
+def accumulated(optimizer: Any) -> list[Any]:
+  """Returns the variables in which Keras 3 adds gradients up."""
+  return list(getattr(optimizer, "_accumulated_gradients", ()))
+
+
+def averages(optimizer: Any) -> list[Any]:
+  """Returns the moving averages of the weights."""
+  return list(getattr(optimizer, "_model_variables_moving_average", ()))
+
+
+def loss_scale(optimizer: Any) -> list[Any]:
+  """Returns the loss scale of tf_keras, which it lists nowhere, and its count.
+
+  The two are variables.
   """
-
-  package = ""
-
-  def layers(self, model: Any) -> list[Any]:
-    """Returns a model and all layers within it, nested ones too."""
-    return [model]
-
-  def compile_arguments(self, model: Any) -> dict[str, Any] | None:
-    """Returns what a model was compiled with; None if it was not."""
-    del model
-    return None
-
-  def nested(self, optimizer: Any) -> Sequence[Any]:
-    """Returns the optimizers that one keeps for some of its variables each."""
-    del optimizer
-    return ()
-
-  def learning_rates(self, optimizer: Any) -> list[Any]:
-    """Returns what an optimizer keeps as its rate: a variable or a schedule."""
-    del optimizer
-    return []
-
-  def unlisted(self, optimizer: Any) -> list[Any]:
-    """Returns state that an optimizer's own list of variables leaves out."""
-    del optimizer
-    return []
-
-  def trained(self, optimizer: Any) -> list[Any]:
-    """Returns the variables that an optimizer was built on."""
-    del optimizer
-    return []
-
-  def accumulated(self, optimizer: Any) -> list[Any]:
-    """Returns the variables that an optimizer adds gradients up in."""
-    del optimizer
-    return []
-
-  def is_built(self, optimizer: Any) -> bool:
-    """Whether the slots exist."""
-    return bool(getattr(optimizer, "built", False))
+  scale = getattr(optimizer, "_loss_scale", None)
+  names = ("current_loss_scale", "counter")
+  both = (getattr(scale, name, None) for name in names)
+  return [variable for variable in both if variable is not None]
 
 
-_libraries: Final[dict[str, Library]] = {}
-
-
-def register(library: Library) -> None:
-  """Makes a Keras known."""
-  _libraries[library.package] = library
-
-
-def of(thing: Any) -> Library:
-  """Returns the Keras that an optimizer, a layer or a model is of."""
-  for kind in type(thing).__mro__:
-    library = _libraries.get(kind.__module__.split(".")[0])
-    if library is not None:
-      return library
-  return Library()
+def unlisted(optimizer: Any) -> list[Any]:
+  """Returns state of tf_keras, beside rates, that no list of it has."""
+  settings = getattr(optimizer, "_hyper", {}).values()  # of a legacy optimizer
+  variables = [value for value in settings if hasattr(value, "assign")]
+  return [*loss_scale(optimizer), *variables]
 
 
 @contextlib.contextmanager
 def replacing(
   optimizer: Any, method: str, function: Callable[..., Any]
 ) -> Iterator[None]:
-  """Puts a function in the place of an optimizer's method.
-
-  Args:
-    optimizer: The optimizer.
-    method: The name of its method.
-    function: It is handed the method before the method's arguments.
-  """
+  """Calls a function, given an optimizer's method, in the method's place."""
   before = vars(optimizer).get(method)
   vars(optimizer)[method] = functools.partial(
     function, getattr(optimizer, method)

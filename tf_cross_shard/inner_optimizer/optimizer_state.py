@@ -5,11 +5,12 @@ rate and the loss scale. And Keras numbers names by how many of a kind a program
 made before, so that another program would not find them again.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tf_cross_shard import variables as variables_lib
-from tf_cross_shard.inner_optimizer import base, libraries
+from tf_cross_shard.inner_optimizer import libraries
 
 
 def nested_optimizers(optimizer: Any) -> Iterator[Any]:
@@ -23,7 +24,7 @@ def nested_optimizers(optimizer: Any) -> Iterator[Any]:
   optimizer = optimizer if around is None else around
   while optimizer is not None:
     yield optimizer
-    for nested in libraries.of(optimizer).nested(optimizer):
+    for nested in libraries.nested(optimizer):
       yield from nested_optimizers(nested)
     optimizer = getattr(optimizer, "inner_optimizer", None)
 
@@ -41,17 +42,14 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
   trained: dict[int, Any] = {}
   is_built, sharded = False, None
   for layer in nested_optimizers(optimizer):
-    library = libraries.of(layer)
-    is_built = is_built or library.is_built(layer)
+    is_built = is_built or libraries.is_built(layer)
     own = listed(layer) if sharded is None else []
     sharded = sharded or _sharded_state_of(layer)
     own += getattr(_step_of(layer), "state", ())
-    for rate in library.learning_rates(layer):
-      factor = getattr(rate, "rate_factor", None)  # of a PerGroup
-      own += [] if factor is None else [factor]
-    for variable in (*own, *library.unlisted(layer)):
+    own += [*_rate_variables(layer), *libraries.unlisted(layer)]
+    for variable in own:
       found.setdefault(id(variable), variable)
-    for variable in library.trained(layer):
+    for variable in libraries.trained(layer):
       trained.setdefault(id(variable), variable)
   if not is_built:
     raise ValueError(
@@ -82,15 +80,9 @@ def listed(optimizer: Any) -> list[Any]:
 
 
 def learning_rates(optimizer: Any) -> list[Any]:
-  """The variables of learning rates; of schedules PerGroup may have one."""
-  rates = [
-    rate
-    for layer in nested_optimizers(optimizer)
-    for given in libraries.of(layer).learning_rates(layer)
-    for rate in (given, getattr(given, "rate_factor", None))
-  ]
-  unique_rates = {id(rate): rate for rate in rates if hasattr(rate, "assign")}
-  return list(unique_rates.values())
+  """The variables of all learning rates."""
+  rates = itertools.chain(*map(_rate_variables, nested_optimizers(optimizer)))
+  return list({id(rate): rate for rate in rates}.values())
 
 
 def member_state(optimizer: Any) -> list[Any]:
@@ -103,9 +95,16 @@ def member_state(optimizer: Any) -> list[Any]:
     for layer in nested_optimizers(optimizer)
     for variable in (
       *getattr(_step_of(layer), "member_state", ()),
-      *libraries.of(layer).accumulated(layer),
+      *libraries.accumulated(layer),
     )
   ]
+
+
+def _rate_variables(optimizer: Any) -> list[Any]:
+  """The variable of a learning rate; the schedule PerGroup may have one."""
+  rates = libraries.learning_rates(optimizer)
+  factors = [getattr(rate, "rate_factor", None) for rate in rates]
+  return [rate for rate in (*rates, *factors) if hasattr(rate, "assign")]
 
 
 def _step_of(optimizer: Any) -> Any:
@@ -115,8 +114,9 @@ def _step_of(optimizer: Any) -> Any:
 
 def _sharded_state_of(optimizer: Any) -> Any:
   """The whole state of an optimizer that keeps parts of it, or None."""
-  state = getattr(vars(optimizer).get("_inner"), "unsharded_state", None)
-  return None if isinstance(state, base.WholeState) else state
+  inner = vars(optimizer).get("_inner")
+  state = getattr(inner, "unsharded_state", None)
+  return None if state is inner else state
 
 
 def _names(variables: Sequence[Any], trained: Sequence[Any]) -> list[str]:

@@ -101,7 +101,7 @@ class V1Update:
 
   def build(self, variables: Any) -> None:
     """Makes the slots, those too that Keras does without, and the powers."""
-    is_built = libraries.of(self).is_built(self)
+    is_built = libraries.is_built(self)
     super().build(variables)  # type: ignore[misc]
     if is_built:  # tf_keras builds in every step.
       return

@@ -4,6 +4,8 @@
 3. Import them from here where TF_USE_LEGACY_KERAS makes `tf.keras` another one.
 """
 
+# ruff: noqa: E402  # Versions are checked first.
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,23 +13,18 @@ from tf_cross_shard import versions
 
 versions.check_keras3()
 
-import keras  # noqa: E402  # after the check above
-import tensorflow as tf  # noqa: E402
+import keras
+import tensorflow as tf
 
-from tf_cross_shard import (  # noqa: E402
-  group_batch_norm,
-  group_schedule,
-  optimizer,
-  validation,
-)
-from tf_cross_shard.gradients import loss_factor  # noqa: E402
+from tf_cross_shard import group_batch_norm, group_schedule, optimizer
+from tf_cross_shard.gradients import loss_factor
 
 # Registers its classes, which files may name.
-from tf_cross_shard.keras3 import v1_optimizers as v1_optimizers  # noqa: E402
-from tf_cross_shard.keras3 import wrapper  # noqa: E402
-from tf_cross_shard.step import flow  # noqa: E402
-from tf_cross_shard.towers import tower_optimizer  # noqa: E402
-from tf_cross_shard.wrapper import forwarding  # noqa: E402
+from tf_cross_shard.keras3 import v1_optimizers as v1_optimizers
+from tf_cross_shard.keras3 import wrapper
+from tf_cross_shard.step import flow
+from tf_cross_shard.towers import tower_optimizer
+from tf_cross_shard.wrapper import forwarding
 
 
 @forwarding.documented
@@ -63,34 +60,12 @@ class CrossShardOptimizer(optimizer.CrossShard, wrapper.Keras3Wrapper):
     self._checks.check_place()
     return self._inner.scale_loss(self._step.scale(loss, loss_factor.GLOBAL))
 
-  @tf.autograph.experimental.do_not_convert
-  def apply(
-    self, grads: Sequence[Any], trainable_variables: Any = None
-  ) -> None:
-    """Applies gradients as Keras calls it: `apply_gradients` with two lists.
-
-    In your own loop scale the loss with `scale_loss` first. Keras' losses are
-    averaged over all replicas' examples, so an ungrouped mean needs no factor
-    and gets no warning here.
-
-    Args:
-      grads: This replica's gradients; an empty list does nothing.
-      trainable_variables: Their variables. None means those that the
-        optimizer was built on.
-
-    Raises:
-      ValueError: If the lists do not match or the optimizer is not built.
-    """
-    grads = list(grads)
-    variables = _variables(self._inner, grads, trainable_variables)
-    if not variables:
-      return
+  def _apply_pairs(self, grads: list[Any], variables: list[Any]) -> None:
+    """Does a step, or the part of it that a loss scale around this one asks."""
     if self._inner.is_within:
       self._inner.apply_reduced(grads, variables, through_apply=True)
-      return
-    pairs = zip(grads, variables, strict=True)
-    call = flow.Call(*validation.check_pairs(pairs), through_apply=True)
-    self._perform(call)
+    else:
+      self._perform(flow.Call(grads, variables, through_apply=True))
 
 
 @forwarding.documented
@@ -122,25 +97,9 @@ class TowerOptimizer(tower_optimizer.Tower, wrapper.Keras3Wrapper):
     """
     return self._inner.optimizer.scale_loss(loss) * self._factor()
 
-  @tf.autograph.experimental.do_not_convert
-  def apply(
-    self, grads: Sequence[Any], trainable_variables: Any = None
-  ) -> None:
-    """Applies gradients as Keras calls it: `apply_gradients` with two lists.
-
-    Args:
-      grads: Gradients; an empty list does nothing.
-      trainable_variables: Their variables. None means those that the
-        optimizer was built on.
-
-    Raises:
-      ValueError: If the lists do not match or the optimizer is not built.
-    """
-    grads = list(grads)
-    variables = _variables(self._inner, grads, trainable_variables)
-    if variables:
-      pairs = zip(grads, variables, strict=True)
-      self._collect_or(self._hand_on, *validation.check_pairs(pairs))
+  def _apply_pairs(self, grads: list[Any], variables: list[Any]) -> None:
+    """Collects gradients in a tower, or applies them."""
+    self._collect_or(self._hand_on, grads, variables)
 
   def _hand_on(
     self,
@@ -181,24 +140,3 @@ class SyncBatchNormalization(
   def _moments(self, inputs: Any, mask: Any) -> Any:
     """Keras' method, over the group."""
     return self._group_moments(inputs, self._reduction_axes, False, mask)
-
-
-def _variables(
-  inner: Any, grads: Sequence[Any], trainable_variables: Any
-) -> list[Any]:
-  """The variables that `apply` must update, one for each gradient."""
-  if not grads:
-    return []
-  if trainable_variables is None:
-    if not inner.is_built:
-      raise ValueError(
-        "`trainable_variables` is None and the optimizer is not built. Pass"
-        " the variables, or call build(variables) first."
-      )
-    trainable_variables = inner.unsharded_state.trainable_variables
-  if len(grads) != len(trainable_variables):
-    raise ValueError(
-      f"`grads` must hold one gradient per variable; got {len(grads)}"
-      f" gradients for {len(trainable_variables)} variables."
-    )
-  return list(trainable_variables)

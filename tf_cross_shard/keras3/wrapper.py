@@ -1,9 +1,13 @@
 """A Keras 3 optimizer that is another one in all but its update step."""
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import keras
+import tensorflow as tf
 
+from tf_cross_shard import validation
 from tf_cross_shard.keras3 import adapter
 from tf_cross_shard.replica_state import group_models
 from tf_cross_shard.wrapper import forwarding, loss_scaling
@@ -39,35 +43,53 @@ class Keras3Wrapper(forwarding.OptimizerWrapper, keras.optimizers.Optimizer):
       kind = keras.optimizers.LossScaleOptimizer
       around = loss_scaling.find_caller(self, kind)
       if around is not None:
-        methods = LossScalerMethods(around, self)
+        apply = functools.partial(_build_and_apply, around, self)
+        methods = {"scale_loss": self.scale_loss, "apply": apply}
         self._reduce_before(around, methods)
     super().__setattr__(name, value)
 
-  @staticmethod
-  def _serialize(opt: Any) -> Any:
-    """An optimizer as a dictionary."""
-    return keras.saving.serialize_keras_object(opt)
+  @tf.autograph.experimental.do_not_convert
+  def apply(
+    self, grads: Sequence[Any], trainable_variables: Any = None
+  ) -> None:
+    """Applies gradients as Keras calls it: `apply_gradients` with two lists.
 
-  @staticmethod
-  def _deserialize(config: Any, custom_objects: Any) -> Any:
-    """The optimizer that a dictionary describes, not built."""
-    # Not optimizers.deserialize: it lacks Lamb.
-    return keras.saving.deserialize_keras_object(config, custom_objects)
+    In your own loop scale the loss with `scale_loss` first.
+
+    Args:
+      grads: This replica's gradients; an empty list does nothing.
+      trainable_variables: Their variables. None means those that the
+        optimizer was built on.
+
+    Raises:
+      ValueError: If the lists do not match or the optimizer is not built.
+    """
+    grads = list(grads)
+    if not grads:
+      return
+    if trainable_variables is None:
+      if not self._inner.is_built:
+        raise ValueError(
+          "`trainable_variables` is None and the optimizer is not built. Pass"
+          " the variables, or call build(variables) first."
+        )
+      trainable_variables = self._inner.unsharded_state.trainable_variables
+    if len(grads) != len(trainable_variables):
+      raise ValueError(
+        f"`grads` must hold one gradient per variable; got {len(grads)}"
+        f" gradients for {len(trainable_variables)} variables."
+      )
+    pairs = zip(grads, trainable_variables, strict=True)
+    self._apply_pairs(*validation.check_pairs(pairs))
+
+  # Each kind of wrapper has its way.
+  _apply_pairs: Callable[[list[Any], list[Any]], None]
 
 
-class LossScalerMethods:
-  """The methods of a Keras 3 LossScaleOptimizer around ours."""
-
-  def __init__(self, around: Any, ours: Any) -> None:
-    self._around = around
-    self._ours = ours
-
-  def scale_loss(self, loss: Any) -> Any:
-    """Scales by the factor of the mean, too."""
-    return self._ours.scale_loss(loss)
-
-  def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-    """Reduces first."""
-    if not self._around.built:
-      self._around.build(list(trainable_variables))
-    self._ours.apply(grads, trainable_variables)
+def _build_and_apply(
+  around: Any, ours: Any, grads: Any, trainable_variables: Any = None
+) -> None:
+  """Does what `around.apply` does, which builds it, but reduces first."""
+  if not around.built:
+    around.build(list(trainable_variables))
+  ours.apply(grads, trainable_variables)

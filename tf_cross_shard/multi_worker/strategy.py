@@ -220,37 +220,23 @@ class _Variable:
 
 def check_tf_config(text: str | None) -> None:
   """Raises `ValueError` unless `text` is a usable TF_CONFIG."""
-  fault = _fault_of(text) if text else None
-  if fault:
-    raise ValueError(
-      f"TF_CONFIG {fault}; got {text}. Set it like"
-      ' {"cluster": {"worker": ["host0:12345", "host1:12345"]},'
-      ' "task": {"type": "worker", "index": 0}}.'
-    )
-
-
-def _fault_of(text: str) -> str | None:
-  """Returns how a TF_CONFIG is malformed, in words; None if it is not."""
-  try:
-    config = json.loads(text)
+  with errors.naming_tf_config():
+    config = json.loads(text or "{}")
     if not config.get("cluster"):
-      return None  # TensorFlow takes this for one worker without peers.
+      return  # TensorFlow takes this for one worker without peers.
     cluster = tf.train.ClusterSpec(config["cluster"])
     places = {
       (job, str(index)): cluster.task_address(job, index)
       for job in cluster.jobs
       for index in cluster.task_indices(job)
     }
+    for address in places.values():
+      if not _ADDRESS.fullmatch(str(address)):
+        raise ValueError(f"the address {address!r} is no host:port")
     place = (config["task"]["type"], str(config["task"]["index"]))
-  except (ValueError, AttributeError, KeyError, TypeError) as error:
-    return f"must be JSON of a `cluster` of lists and a `task` ({error!r})"
-  for address in places.values():
-    if not _ADDRESS.fullmatch(str(address)):
-      return f"has the address {address!r}, which is no host:port"
-  if place not in places:
-    known = ", ".join(f"{job} {index}" for job, index in places)
-    return f"has the task {' '.join(place)}, but the cluster has {known}"
-  return None
+    if place not in places:
+      known = ", ".join(f"{job} {index}" for job, index in places)
+      raise ValueError(f"the cluster has {known}, and no {' '.join(place)}")
 
 
 @contextlib.contextmanager

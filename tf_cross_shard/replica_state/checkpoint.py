@@ -175,7 +175,7 @@ def read_group(path: Any, group: int, model: Any) -> Any:
 def _build(optimizer: Any, model: Any) -> None:
   """Builds an optimizer, unless it is, on what the model trains."""
   layers = list(optimizer_state.nested_optimizers(optimizer))
-  if any(libraries.of(layer).is_built(layer) for layer in layers):
+  if any(libraries.is_built(layer) for layer in layers):
     return
   listed = [v for v in group_state.variables_of(model) if v.trainable]
   variables = getattr(model, "trainable_variables", listed)

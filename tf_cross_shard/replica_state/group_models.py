@@ -93,7 +93,7 @@ def merged(
 
 def finalize(model: Any) -> None:
   """Lets layers compute with the values that they were given."""
-  for layer in libraries.of(model).layers(model):
+  for layer in libraries.layers(model):
     if hasattr(layer, "finalize_state"):
       layer.finalize_state()
 
@@ -239,7 +239,7 @@ def _clone(keras: Any, model: Any, state: group_state.GroupCopies) -> Any:
   # Not `clone_model`: in Keras 3 it loses names of inputs, and it compiles a
   # second CrossShardOptimizer, for replicas that are not there.
   try:
-    layers = libraries.of(model).layers(model)
+    layers = libraries.layers(model)
     own: dict[str, Any] = {
       type(layer).__name__: type(layer)
       for layer in layers
@@ -279,8 +279,8 @@ def _clone(keras: Any, model: Any, state: group_state.GroupCopies) -> Any:
 
 def _copy_assets(model: Any, clone: Any) -> None:
   """Gives layers what they keep beside variables, such as vocabularies."""
-  layers = libraries.of(model).layers
-  for layer, other in zip(layers(model), layers(clone), strict=True):
+  both = map(libraries.layers, (model, clone))
+  for layer, other in zip(*both, strict=True):
     if hasattr(layer, "save_assets"):
       with tempfile.TemporaryDirectory() as folder:
         layer.save_assets(folder)

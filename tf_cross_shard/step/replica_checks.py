@@ -10,7 +10,7 @@ from tf_cross_shard import collectives, validation
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import settings as settings_lib
 from tf_cross_shard import variables as variables_lib
-from tf_cross_shard.coordination import agreement
+from tf_cross_shard.coordination import agreement, errors
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import base
 
@@ -161,6 +161,7 @@ def _started_workers() -> int:
   if not os.environ.get("TF_CONFIG"):
     return 0  # TensorFlow would try to read an empty one.
   resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-  tasks = [task[:2] for task in agreement.tasks(resolver.cluster_spec())]
+  with errors.naming_tf_config():
+    tasks = [task[:2] for task in agreement.tasks(resolver.cluster_spec())]
   is_here = (resolver.task_type, resolver.task_id) in tasks
   return len(tasks) if is_here else 0  # Not a worker that only evaluates.

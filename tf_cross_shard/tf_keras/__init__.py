@@ -4,6 +4,8 @@
 makes `tf.keras` tf_keras. Import them from here in a program that has both.
 """
 
+# ruff: noqa: E402  # Versions are checked first.
+
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,23 +13,23 @@ from tf_cross_shard import versions
 
 versions.check_tf_keras()
 
-import tensorflow as tf  # noqa: E402  # after the check above
-import tf_keras as keras  # noqa: E402
+import tensorflow as tf
+import tf_keras as keras
 
-from tf_cross_shard import (  # noqa: E402
+from tf_cross_shard import (
   group_batch_norm,
   group_schedule,
   optimizer,
   validation,
 )
-from tf_cross_shard.gradients import differentiation, loss_factor  # noqa: E402
-from tf_cross_shard.step import flow  # noqa: E402
-from tf_cross_shard.tf_keras import adapter, wrapper  # noqa: E402
+from tf_cross_shard.gradients import differentiation, loss_factor
+from tf_cross_shard.step import flow
+from tf_cross_shard.tf_keras import adapter, wrapper
 
 # Registers its classes, which files may name.
-from tf_cross_shard.tf_keras import v1_optimizers as v1_optimizers  # noqa: E402
-from tf_cross_shard.towers import tower_optimizer  # noqa: E402
-from tf_cross_shard.wrapper import forwarding  # noqa: E402
+from tf_cross_shard.tf_keras import v1_optimizers as v1_optimizers
+from tf_cross_shard.towers import tower_optimizer
+from tf_cross_shard.wrapper import forwarding
 
 
 @forwarding.documented
@@ -35,8 +37,8 @@ from tf_cross_shard.wrapper import forwarding  # noqa: E402
 class CrossShardOptimizer(optimizer.CrossShard, wrapper.TfKerasWrapper):
   """Sums or averages gradients over replicas, then lets `opt` apply them.
 
-  `opt` is a `adapter.optimizers.Optimizer` or one of
-  `adapter.optimizers.legacy`.
+  `opt` is a `tf_keras.optimizers.Optimizer` or one of
+  `tf_keras.optimizers.legacy`.
 
   >>> import tensorflow as tf
   >>> import tf_keras as keras

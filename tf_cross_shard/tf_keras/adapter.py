@@ -1,10 +1,11 @@
-"""An encapsulated optimizer of tf_keras, and the wrapper around it.
+"""An encapsulated optimizer of tf_keras.
 
 Everything that it does across replicas (its own reduction, merge calls for
 weight decay and for moving averages) it does through the replica context that
 it finds, which is isolated.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -13,7 +14,7 @@ import tf_keras
 
 from tf_cross_shard.gradients import indexed_slices
 from tf_cross_shard.gradients.clipping import Gradient
-from tf_cross_shard.inner_optimizer import base, libraries, optimizer_state
+from tf_cross_shard.inner_optimizer import base, optimizer_state
 
 _LEGACY: Final = tf_keras.optimizers.legacy.Optimizer
 
@@ -23,7 +24,7 @@ class TfKerasOptimizer(base.InnerOptimizer):
 
   _decay_method = "_apply_weight_decay"
   _clip_method = "_clip_gradients"
-
+  _places = "_index_dict"
   # The first calls the others.
   _gradient_methods: tuple[str, ...] = ("compute_gradients",)
 
@@ -32,23 +33,9 @@ class TfKerasOptimizer(base.InnerOptimizer):
     self._trainable: list[Any] = []
 
   @property
-  def name(self) -> str:
-    """The optimizer's name."""
-    last = base.innermost(self.optimizer)  # A LossScaleOptimizer has none.
-    # Legacy optimizers have it as a private attribute.
-    return str(getattr(last, "name", None) or last._name)
-
-  @property
-  def strategy(self) -> tf.distribute.Strategy:
-    """The strategy whose scope the optimizer was made in."""
-    made_in = base.innermost(self.optimizer)._distribution_strategy
-    # A legacy optimizer that was made outside all scopes has None.
-    return made_in or tf.distribute.get_strategy()
-
-  @property
   def is_built(self) -> bool:
     """Whether the slots exist."""
-    return bool(getattr(base.innermost(self.optimizer), "_built", False))
+    return bool(getattr(self.innermost, "_built", False))
 
   @property
   def scales_dynamically(self) -> bool:
@@ -61,11 +48,6 @@ class TfKerasOptimizer(base.InnerOptimizer):
     return list(self._trainable)
 
   @property
-  def state(self) -> list[Any]:
-    """The variables, and the loss scale, which is none of them."""
-    return self.variables + loss_scale_of(self.optimizer)
-
-  @property
   def _loss_scaler(self) -> Any:
     """The LossScaleOptimizer around or within, dynamic or not, or None."""
     is_within = hasattr(self.optimizer, "get_scaled_loss")
@@ -75,11 +57,6 @@ class TfKerasOptimizer(base.InnerOptimizer):
     """A trainable variable of this Keras."""
     return tf.Variable(value, name=name)
 
-  def make_tiny(self, weight: Any) -> Any:
-    """A variable of one element with a weight's names, rank and dtype."""
-    value = tf.zeros([1] * len(weight.shape), weight.dtype)
-    return self.make_variable(value, weight._shared_name)
-
   def build(self, variables: Sequence[Any]) -> None:
     """Makes the slots for `variables`, unless they exist."""
     if not self.is_built:
@@ -87,29 +64,6 @@ class TfKerasOptimizer(base.InnerOptimizer):
       # In a function that is being traced, they must outlive the trace.
       with tf.init_scope():
         self.optimizer.build(self._trainable)
-
-  def place_of(self, variable: Any) -> tuple[int, int]:
-    """Returns the place of a variable, and among how many it was built on."""
-    index = self._index(variable)
-    assert index is not None
-    return index, len(base.innermost(self.optimizer)._index_dict)
-
-  @property
-  def averages(self) -> list[Any]:
-    """The moving averages of what it was built on; empty without."""
-    last = base.innermost(self.optimizer)
-    return list(getattr(last, "_model_variables_moving_average", ()))
-
-  def decays(self, variable: Any) -> bool:
-    """Whether `variable` has weight decay, should there be any."""
-    last = base.innermost(self.optimizer)
-    return bool(last._use_weight_decay(variable))
-
-  def _index(self, variable: Any) -> int | None:
-    """The place of `variable` among those it was built on, or None."""
-    last = base.innermost(self.optimizer)
-    index: int | None = last._index_dict.get(last._var_key(variable))
-    return index
 
   @property
   def computes_gradients(self) -> bool:
@@ -120,7 +74,7 @@ class TfKerasOptimizer(base.InnerOptimizer):
     self, loss: Any, variables: Sequence[Any], tape: tf.GradientTape
   ) -> list[tuple[Gradient, Any]]:
     """Calls the user's class with a loss that `tape` recorded."""
-    compute = getattr(base.innermost(self.optimizer), self._gradient_methods[0])
+    compute = getattr(self.innermost, self._gradient_methods[0])
     return list(compute(loss, list(variables), tape=tape))
 
   def check_class(self) -> None:
@@ -130,7 +84,7 @@ class TfKerasOptimizer(base.InnerOptimizer):
     between its two halves.
     """
     if self._overrides("minimize"):
-      kind = type(base.innermost(self.optimizer)).__name__
+      kind = type(self.innermost).__name__
       raise ValueError(
         f"`opt` must not override minimize(), as {kind} does: gradients are"
         " summed over the replicas between its halves. Override"
@@ -181,28 +135,24 @@ class TfKerasOptimizer(base.InnerOptimizer):
       self.outer_loss_scaler, pairs, skip_gradients_aggregation=True
     )
 
-  def own_slots(self, variable: Any) -> dict[str, Any]:
+  def slots(self, variable: Any) -> dict[str, Any]:
     """The slots of a variable that the optimizer is built on, by name."""
-    if not self.is_built or self._index(variable) is None:
+    if not self.is_built or self.index(variable) is None:
       return {}
-    key = base.innermost(self.optimizer)._var_key(variable)
-    return self._slots_of(key, variable.name)
+    return self._slots_of(self.innermost._var_key(variable), variable.name)
 
   def slot_names(self) -> list[str]:
     """The name of every slot, once."""
-    if not self.is_built:
-      return []
-    slots = map(self._slots_of, base.innermost(self.optimizer)._index_dict)
+    keys = self.innermost._index_dict if self.is_built else ()
+    slots = map(self._slots_of, keys)
     return list(dict.fromkeys(name for by_name in slots for name in by_name))
 
   def _slots_of(self, *keys: Any) -> dict[str, Any]:
     """The slots of a variable with these keys, Keras' first, by name."""
-    last = base.innermost(self.optimizer)
-    places = last._index_dict
-    slots = [
-      slot
-      for _, slot in base.slots_at(last, places[keys[0]], len(places), keys)
-    ]
+    places = self.innermost._index_dict
+    index, count = places[keys[0]], len(places)
+    found = base.slots_at(self.innermost, index, count, keys)
+    slots = [slot for _, slot in found]
     # "m/dense/kernel:0" is Adam's slot "m" of "dense/kernel".
     names = optimizer_state.unique([slot.name.split("/")[0] for slot in slots])
     return dict(zip(names, slots, strict=True))
@@ -229,10 +179,6 @@ class LegacyOptimizer(TfKerasOptimizer):
     """Whether slots exist; more are made whenever they are needed."""
     return bool(self._trainable)
 
-  def listed(self) -> list[Any]:
-    """Returns what the optimizer itself says are its variables."""
-    return list(self.optimizer.variables())
-
   def write_averages(self, variables: Sequence[Any]) -> None:
     """Does nothing: legacy optimizers average no weights."""
 
@@ -242,27 +188,34 @@ class LegacyOptimizer(TfKerasOptimizer):
     new = [v for v in variables if id(v) not in known]
     if new:
       with tf.init_scope():
-        base.innermost(self.optimizer)._create_all_weights(list(variables))
+        self.innermost._create_all_weights(list(variables))
       self._trainable += new
 
   def knows(self, variable: Any) -> bool:
     """True: legacy optimizers take any variable at any time."""
     return True
 
-  def own_slots(self, variable: Any) -> dict[str, Any]:
+  def slots(self, variable: Any) -> dict[str, Any]:
     """The slots of `variable`, by name."""
-    last = base.innermost(self.optimizer)
     slots = {}
-    for name in last.get_slot_names():
-      try:
-        slots[name] = last.get_slot(variable, name)
-      except (AttributeError, KeyError):
-        continue  # No variable, or one that no slots were made for.
+    for name in self.innermost.get_slot_names():
+      # No variable, or one that no slots were made for.
+      with contextlib.suppress(AttributeError, KeyError):
+        slots[name] = self.innermost.get_slot(variable, name)
     return slots
 
   def slot_names(self) -> list[str]:
     """The name of every slot, once."""
     return list(self.optimizer.get_slot_names())
+
+  def save_own_variables(self, store: Any) -> None:
+    """Saves the variables in the form of Keras' other optimizers."""
+    for i, variable in enumerate(self.variables):
+      store[str(i)] = variable.numpy()
+
+  def load_own_variables(self, store: Any) -> None:
+    """Loads what was saved; Keras checks number and shapes."""
+    self.set_weights([store[str(i)] for i in range(len(store.keys()))])
 
 
 def as_pairs(
@@ -279,53 +232,3 @@ def adapter(opt: Any) -> TfKerasOptimizer:
   """The encapsulated form of a new or a legacy optimizer."""
   legacy = isinstance(base.innermost(opt), _LEGACY)
   return LegacyOptimizer(opt) if legacy else TfKerasOptimizer(opt)
-
-
-class TfKeras(libraries.Library):
-  """The private names of tf_keras that other modules need."""
-
-  package = "tf_keras"
-
-  def layers(self, model: Any) -> list[Any]:
-    """Returns a model and all layers within it, nested ones too."""
-    return list(model._flatten_layers())
-
-  def compile_arguments(self, model: Any) -> dict[str, Any] | None:
-    """Returns what a model was compiled with; None if it was not."""
-    compiled = getattr(model, "_compile_config", None)
-    return None if compiled is None else dict(compiled.config)
-
-  def learning_rates(self, optimizer: Any) -> list[Any]:
-    """Returns what an optimizer keeps as its rate: a variable or a schedule."""
-    settings = getattr(optimizer, "_hyper", {})  # legacy
-    own = getattr(optimizer, "_learning_rate", None)
-    return [own, settings.get("learning_rate")]
-
-  def unlisted(self, optimizer: Any) -> list[Any]:
-    """Returns the rate, the loss scale, and settings of legacy optimizers."""
-    others = [
-      getattr(optimizer, "_learning_rate", None),
-      *loss_scale_of(optimizer),
-      *getattr(optimizer, "_hyper", {}).values(),
-    ]
-    return [other for other in others if hasattr(other, "assign")]
-
-  def trained(self, optimizer: Any) -> list[Any]:
-    """Returns the variables that an optimizer was built on."""
-    return list(getattr(optimizer, "_trainable_variables", ()))
-
-  def is_built(self, optimizer: Any) -> bool:
-    """Whether the slots exist."""
-    flags = ("_built", "_hypers_created")
-    return any(getattr(optimizer, flag, False) for flag in flags)
-
-
-def loss_scale_of(optimizer: Any) -> list[Any]:
-  """The variables that loss scaling keeps apart from `variables`."""
-  scale = getattr(optimizer, "_loss_scale", None)
-  names = ("current_loss_scale", "counter")
-  both = (getattr(scale, name, None) for name in names)
-  return [variable for variable in both if variable is not None]
-
-
-libraries.register(TfKeras())

@@ -1,5 +1,6 @@
 """A tf_keras optimizer that is another one in all but its update step."""
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -56,7 +57,7 @@ class TfKerasWrapper(
       kind = tf_keras.mixed_precision.LossScaleOptimizer
       around = loss_scaling.find_caller(self, kind)
       if around is not None:
-        self._reduce_before(around, LossScalerMethods(self))
+        self._reduce_before(around, self._methods_around())
 
   def _reduce_before(self, around: Any, methods: Any) -> None:
     """Also lets a checkpoint of `around` find legacy optimizers' slots."""
@@ -71,16 +72,11 @@ class TfKerasWrapper(
         _create_or_restore_slot_variable=self._create_or_restore_slot_variable,
       )
 
-  @staticmethod
-  def _serialize(opt: Any) -> Any:
-    """An optimizer as a dictionary."""
-    return tf_keras.saving.serialize_keras_object(opt)
-
-  @staticmethod
-  def _deserialize(config: Any, custom_objects: Any) -> Any:
+  @classmethod
+  def _deserialize(cls, config: Any, custom_objects: Any) -> Any:
     """The optimizer that a dictionary describes, not built."""
     try:
-      return tf_keras.saving.deserialize_keras_object(config, custom_objects)
+      return super()._deserialize(config, custom_objects)
     except ValueError:
       # While HDF5 files and SavedModels are read, Keras' own classes have other
       # names.
@@ -93,30 +89,6 @@ class TfKerasWrapper(
       if not hasattr(home, config["class_name"]):
         raise
       return getattr(home, config["class_name"]).from_config(config["config"])
-
-  def save_own_variables(self, store: Any) -> None:
-    """Saves the encapsulated optimizer's variables."""
-    if not self._is_legacy:
-      super().save_own_variables(store)
-      return
-    self._before_saving()
-    for i, variable in enumerate(self._inner.variables):
-      store[str(i)] = variable.numpy()
-
-  def load_own_variables(self, store: Any) -> None:
-    """Loads what was saved."""
-    if not self._is_legacy:
-      super().load_own_variables(store)
-      return
-    variables = self._inner.variables
-    if len(variables) != len(store.keys()):
-      raise ValueError(
-        f"{self.name} has {len(variables)} variables, and {len(store.keys())}"
-        " were saved. Build it on the model's trainable variables, with the"
-        " settings that it was saved with."
-      )
-    for i, variable in enumerate(variables):
-      variable.assign(store[str(i)])
 
   @property
   def _is_legacy(self) -> bool:
@@ -157,63 +129,41 @@ class TfKerasWrapper(
     optimizer = self._inner.optimizer
     return optimizer._create_or_restore_slot_variable(*args, **kwargs)
 
+  def _methods_around(self) -> dict[str, Callable[..., Any]]:
+    """Returns what takes the place of a LossScaleOptimizer's methods.
 
-class LossScalerMethods:
-  """The methods of a tf_keras LossScaleOptimizer around ours.
+    There the user multiplies the loss by the scale and divides the gradients by
+    it, so that gradients come in without the scale.
+    """
+    return {
+      "get_scaled_loss": self._scaled_loss,
+      "get_unscaled_gradients": self._inner.unscale,
+      "compute_gradients": lambda loss, var_list, tape=None: (
+        self.compute_gradients(loss, var_list, tape=tape)
+      ),
+      # As ours, which takes a loss that a tape recorded for one of Keras'.
+      "minimize": lambda loss, var_list, tape=None: self.minimize(
+        loss, var_list=var_list, tape=tape
+      ),
+      "aggregate_gradients": self.aggregate_gradients,
+      "apply_gradients": self._apply_around,
+    }
 
-  There the user multiplies the loss by the scale and divides the gradients by
-  it, so that gradients come in without the scale.
-  """
-
-  def __init__(self, ours: Any) -> None:
-    self._ours = ours
-
-  def __reduce_ex__(self, protocol: Any) -> Any:
-    """Refuses: Keras' own cannot be copied either; a copy would not scale."""
-    raise TypeError(
-      "A LossScaleOptimizer of tf_keras can be neither copied nor pickled."
-      " Make another with from_config(optimizer.get_config())."
-    )
-
-  def get_scaled_loss(self, loss: Any) -> Any:
+  def _scaled_loss(self, loss: Any) -> Any:
     """Scales by the factor of the mean, too."""
     if callable(loss):
-      return lambda: self.get_scaled_loss(loss())
-    return self._ours._inner.scale_loss(self._ours.scale_loss(loss))
+      return lambda: self._scaled_loss(loss())
+    return self._inner.scale_loss(self.scale_loss(loss))
 
-  def get_unscaled_gradients(self, grads: Any) -> Any:
-    """Divides by the scale of the optimizer that scales."""
-    return self._ours._inner.unscale(grads)
-
-  def compute_gradients(
-    self, loss: Any, var_list: Any, tape: Any = None
-  ) -> Any:
-    """This replica's gradients."""
-    return self._ours.compute_gradients(loss, var_list, tape=tape)
-
-  def minimize(self, loss: Any, var_list: Any, tape: Any = None) -> Any:
-    """As ours, which takes a loss that a tape recorded for one of Keras'."""
-    return self._ours.minimize(loss, var_list=var_list, tape=tape)
-
-  def aggregate_gradients(self, grads_and_vars: Any) -> Any:
-    """Sums over the group."""
-    return self._ours.aggregate_gradients(grads_and_vars)
-
-  def apply_gradients(
+  def _apply_around(
     self,
     grads_and_vars: Any,
     skip_gradients_aggregation: Any = False,
     **options: Any,
   ) -> Any:
-    """Reduces first."""
+    """Reduces first; takes a name where other optimizers have it."""
     if isinstance(skip_gradients_aggregation, str):
-      # Other optimizers have the name in this place.
-      options["name"], skip_gradients_aggregation = (
-        skip_gradients_aggregation,
-        False,
-      )
-    return self._ours.apply_gradients(
-      grads_and_vars,
-      skip_gradients_aggregation=skip_gradients_aggregation,
-      **options,
-    )
+      options["name"] = skip_gradients_aggregation
+    else:
+      options["skip_gradients_aggregation"] = skip_gradients_aggregation
+    return self.apply_gradients(grads_and_vars, **options)

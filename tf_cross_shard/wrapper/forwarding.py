@@ -8,14 +8,14 @@ and `tf_keras.wrapper` make it an optimizer of one Keras.
 import inspect
 import reprlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import tensorflow as tf
 
 from tf_cross_shard import validation
 from tf_cross_shard.gradients import differentiation, loss_factor
-from tf_cross_shard.inner_optimizer import base, libraries
+from tf_cross_shard.inner_optimizer import base, optimizer_state
 from tf_cross_shard.wrapper import loss_scaling, saving
 
 # Keras saves each optimizer that it finds among an object's names, and
@@ -72,26 +72,34 @@ class OptimizerWrapper(saving.SavedState):
   global_clipnorm: float | None
   clipvalue: float | None
 
+  # Each kind of wrapper has its way.
+  apply_gradients: Callable[..., Any]
+  _gradients: Callable[..., differentiation.Pairs]
+
   def __init__(self, opt: Any, name: str, **clipping: float | None) -> None:
     """Makes the wrapper; each Keras has its way."""
     raise NotImplementedError
 
-  @staticmethod
-  def _serialize(opt: Any) -> Any:
-    """An optimizer as a dictionary; each Keras has its way."""
-    raise NotImplementedError
+  @classmethod
+  def _keras(cls) -> Any:
+    """Returns the Keras that this is an optimizer of."""
+    return sys.modules[cls._package]
 
-  @staticmethod
-  def _deserialize(config: Any, custom_objects: Any) -> Any:
-    """The optimizer that a dictionary describes; each Keras has its way."""
-    raise NotImplementedError
+  @classmethod
+  def _serialize(cls, opt: Any) -> Any:
+    """An optimizer as a dictionary."""
+    return cls._keras().saving.serialize_keras_object(opt)
+
+  @classmethod
+  def _deserialize(cls, config: Any, custom_objects: Any) -> Any:
+    """The optimizer that a dictionary describes, not built."""
+    # Not optimizers.deserialize: that of Keras 3 lacks Lamb.
+    return cls._keras().saving.deserialize_keras_object(config, custom_objects)
 
   learning_rate = _forwarded("learning_rate")
   iterations = _forwarded("iterations")
-  weight_decay = _forwarded("weight_decay")
-  use_ema = _forwarded("use_ema")
-  ema_momentum = _forwarded("ema_momentum")
-  ema_overwrite_frequency = _forwarded("ema_overwrite_frequency")
+  exclude_from_weight_decay = _forwarded("exclude_from_weight_decay")
+  update_step = _forwarded("update_step")
 
   def _encapsulate(self, inner: base.InnerOptimizer) -> None:
     """Keeps the encapsulated optimizer; from here on it is seen through."""
@@ -101,10 +109,9 @@ class OptimizerWrapper(saving.SavedState):
   @classmethod
   def _as_optimizer(cls, opt: Any) -> Any:
     """`opt` as an optimizer of this Keras, checked."""
-    optimizers = sys.modules[cls._package].optimizers
     if isinstance(opt, (str, dict)):
       try:
-        opt = optimizers.get(opt)
+        opt = cls._keras().optimizers.get(opt)
       except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
           f"`{cls._argument}` must name a Keras optimizer; got {opt!r}. Use"
@@ -112,14 +119,9 @@ class OptimizerWrapper(saving.SavedState):
         ) from error
     elif isinstance(opt, tf.compat.v1.train.Optimizer):
       opt = v1_converters[0](opt, cls._package)
-    layers = [opt]
-    while layers:
-      layer = layers.pop()
+    for layer in optimizer_state.nested_optimizers(opt):
       if isinstance(layer, OptimizerWrapper):
         cls._check_wrapper_within(layer)
-      within = getattr(layer, "inner_optimizer", None)
-      layers += [] if within is None else [within]
-      layers += libraries.of(layer).nested(layer)
     if not isinstance(opt, _optimizer_classes(cls._package)):
       raise TypeError(
         f"`{cls._argument}` must be an optimizer of {cls._package}.optimizers"
@@ -196,7 +198,7 @@ class OptimizerWrapper(saving.SavedState):
   @property
   def variables(self) -> VariableList:
     """The encapsulated optimizer's variables, and none of the wrapper's."""
-    return VariableList(self._inner.variables)
+    return VariableList(self._inner.unsharded_state.variables)
 
   def get_name(self) -> str:
     """Returns the name given to the constructor."""
@@ -293,26 +295,6 @@ class OptimizerWrapper(saving.SavedState):
     pairs = self._gradients(loss, var_list, tape, default, options)
     return self.apply_gradients(pairs, global_step, name=name)
 
-  def apply_gradients(
-    self,
-    grads_and_vars: Iterable[Any],
-    global_step: Any = None,
-    name: str | None = None,
-  ) -> Any:
-    """Applies gradients; each kind of wrapper has its way."""
-    raise NotImplementedError
-
-  def _gradients(
-    self,
-    loss: Any,
-    var_list: Any,
-    tape: tf.GradientTape | None,
-    default: str,
-    options: dict[str, Any],
-  ) -> differentiation.Pairs:
-    """Gradients of the scaled loss; each kind of wrapper has its way."""
-    raise NotImplementedError
-
   def build(self, variables: Any) -> None:
     """Makes the encapsulated optimizer's slots.
 
@@ -349,26 +331,9 @@ class OptimizerWrapper(saving.SavedState):
     """Makes the slots."""
     self._inner.build(variables)
 
-  def exclude_from_weight_decay(
-    self, var_list: Any = None, var_names: Any = None
-  ) -> None:
-    """Keeps variables out of the encapsulated optimizer's weight decay."""
-    self._inner.optimizer.exclude_from_weight_decay(var_list, var_names)
-
-  def update_step(self, gradient: Any, variable: Any, *rate: Any) -> None:
-    """One variable's update by the encapsulated optimizer, not reduced."""
-    self._inner.optimizer.update_step(gradient, variable, *rate)
-
   def finalize_variable_values(self, var_list: Any) -> None:
     """Writes moving averages into the variables where EMA is used."""
     self._inner.write_averages(var_list)
-
-  @classmethod
-  def from_config(
-    cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-  ) -> "OptimizerWrapper":
-    """Makes what `get_config` described; each kind of wrapper has its way."""
-    raise NotImplementedError
 
 
 def documented(cls: _Class) -> _Class:

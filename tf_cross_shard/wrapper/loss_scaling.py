@@ -9,18 +9,18 @@ optimizer for the update.
 """
 
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from absl import logging
 
 
-def change_places(ours: Any, around: Any, methods: Any) -> None:
+def change_places(
+  ours: Any, around: Any, methods: Mapping[str, Callable[..., Any]]
+) -> None:
   """Lets `ours` reduce before `around`, just made, looks at the gradients.
 
-  Args:
-    ours: The optimizer that `around` encapsulates.
-    around: The LossScaleOptimizer.
-    methods: An object whose public methods take the place of those of `around`.
+  The methods, by name, take the place of those of `around`.
   """
   inner = ours._inner
   inner.outer_loss_scaler = None  # An earlier one is out of use.
@@ -33,9 +33,7 @@ def change_places(ours: Any, around: Any, methods: Any) -> None:
     )
   else:
     inner.outer_loss_scaler = around
-  for name in dir(methods):
-    if not name.startswith("_"):
-      vars(around)[name] = getattr(methods, name)
+  vars(around).update(methods)
 
 
 def find_caller(optimizer: Any, kind: type[Any]) -> Any:

@@ -1,7 +1,9 @@
 """The state of an encapsulated optimizer, saved as if it were not wrapped."""
 
+from collections.abc import Callable
 from typing import Any
 
+from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.inner_optimizer import base
 
 
@@ -11,10 +13,8 @@ class SavedState:
   _inner: base.InnerOptimizer
   _unrestored: list[Any]  # Pickled values that wait until slots are made.
   name: str
-
-  def get_config(self) -> dict[str, Any]:
-    """Everything the constructor needs; each kind of wrapper has its way."""
-    raise NotImplementedError
+  # Everything the constructor needs; each kind of wrapper has its way.
+  get_config: Callable[[], dict[str, Any]]
 
   def _before_saving(self) -> None:
     """Called before the state is saved by others than this package."""
@@ -35,7 +35,7 @@ class SavedState:
   def __reduce__(self) -> tuple[Any, ...]:
     """Pickles and copies settings and state."""
     self._before_saving()
-    current = [(self._inner.path(v), v.numpy()) for v in self._inner.state]
+    current = [(variables_lib.path_of(v), v.numpy()) for v in self._inner.state]
     waiting = enumerate(self._unrestored)
     state = [saved or current[i] for i, saved in waiting] or current
     return _unpickle, (type(self), self.get_config(), state)
@@ -63,7 +63,7 @@ class SavedState:
     waiting = list(state)
     for i, (saved, variable) in enumerate(zip(state, variables, strict=False)):
       # The order alone identifies variables only when all of them exist.
-      if saved and (complete or self._inner.path(variable) == saved[0]):
+      if saved and (complete or variables_lib.path_of(variable) == saved[0]):
         variable.assign(saved[1])
         waiting[i] = None
     self._keep_until_built([] if complete else waiting)
