@@ -526,15 +526,10 @@ class TestErrors:
   @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-      ({"src": "none"}, FileNotFoundError, "`src` is no checkpoint.*'none'"),
-      ({"src": "old.index"}, FileNotFoundError, "`src` is no checkpoint"),
-      ({"src": "empty"}, FileNotFoundError, "`src` is no checkpoint"),
-      ({"dst": "away/new"}, FileNotFoundError, "`dst` must be .*'away/new'"),
+      ({"src": "none"}, tf.errors.NotFoundError, "none"),
+      ({"src": "empty"}, tf.errors.OpError, "empty; Is a directory"),
       ({"dst": "old"}, FileExistsError, "`dst` is 'old'.*remove that one"),
-      ({"model": 7}, TypeError, "`model` must be a Keras model.*got int"),
       ({"model": []}, ValueError, "`model` has no variables yet: got list"),
-      ({"optimizer": "adam"}, TypeError, "`optimizer` must be .* got str"),
-      ({"names": 7}, TypeError, "`names` must be a dictionary .* got 7"),
       ({"names": {"v": "w"}}, ValueError, "in `names` only: v\\nWrite names"),
       ({"names": {"v": None}}, ValueError, "in `names` only: v"),
       ({"names": {"{}/m": "{}/v"}}, ValueError, "in `names` only: {}/m"),
@@ -618,22 +613,11 @@ class TestErrors:
       with pytest.raises(ValueError, match=rf"(?s)optimizer only:.*{words}"):
         _convert(training, saved("Adam").src, tmp_path / "new")
 
-  def test_in_a_function_and_in_a_replica(
-    self, src: str, tmp_path: Path
-  ) -> None:
+  def test_in_a_function(self, src: str, tmp_path: Path) -> None:
     weight = tf.Variable([0.0, 0.0], name="w")
-
-    def convert() -> None:
-      migration.convert_checkpoint(
-        src, tmp_path / "new", [weight], keras.optimizers.SGD()
-      )
-
-    for run in (
-      tf.function(convert, autograph=False),
-      lambda: testbed.mirrored().run(convert),
-    ):
-      with pytest.raises(RuntimeError, match=r"converted eagerly, outside"):
-        run()
+    convert = tf.function(migration.convert_checkpoint, autograph=False)
+    with pytest.raises(RuntimeError, match="is converted eagerly; this is in"):
+      convert(src, tmp_path / "new", [weight], keras.optimizers.SGD())
 
 
 PROGRAM = """

@@ -67,7 +67,7 @@ def test_nests() -> None:
   [
     (lambda: tf.ones([3]), "axis 0 has length 3, of"),
     (lambda: np.ones([0, 2]), "axis 0 has length 0"),
-    (lambda: {"a": 3}, "got a scalar"),
+    (lambda: {"a": 3}, "with shape (). Change"),
     (lambda: tf.sparse.eye(3), "SparseTensor with shape (3, 3)"),
     (lambda: tf.ragged.constant([[1], [], [2]]), "RaggedTensor"),
   ],

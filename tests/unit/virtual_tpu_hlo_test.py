@@ -100,16 +100,14 @@ def test_copies_become_reshapes() -> None:
   assert opcodes == ["parameter", "reshape"]
 
 
-def test_dynamic_operations_and_custom_calls() -> None:
+def test_dynamic_operations() -> None:
   dynamic = _shape("F32", 4)
   dynamic.is_dynamic_dimension[0] = True
   named = _instruction(1, "slice", _tuple(_shape("F32", 4), dynamic))
   named.metadata.op_name = "boolean_mask/Where"
-  call = _instruction(2, "custom-call", _shape("F32", 4))
-  call.custom_call_target = "Qr"
-  module = _module(named, call)
+  static = _instruction(2, "reshape", _shape("F32", 4))
+  module = _module(named, static)
   assert module.dynamic_operations() == ["boolean_mask/Where"]
-  assert module.custom_calls() == ["Qr"]
 
 
 if __name__ == "__main__":

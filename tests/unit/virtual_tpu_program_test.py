@@ -4,7 +4,6 @@
 import gc
 import re
 from collections.abc import Callable
-from concurrent import futures
 from typing import Any
 
 import numpy as np
@@ -129,7 +128,7 @@ class TestProgram:
       values = [np.full([size], i, np.float32) for i in range(N)]
       [total] = step(_tensors(*values))
       assert [float(each) for each in total] == [0.0, size, 2.0 * size]
-    assert set(step._compiled) == {((2,),), ((3,),)}
+    assert set(step._executables) == {((2,),), ((3,),)}
     first = step.compile([tf.TensorShape([2])])
     assert step.compile([tf.TensorShape([2])]) is first
 
@@ -171,14 +170,12 @@ class TestProgram:
       np.testing.assert_array_equal(copy, given)
     assert float(seen) == 2.0
 
-  def test_an_operation_is_compiled_while_it_is_traced(self) -> None:
+  def test_an_operation_is_lowered_while_it_is_traced(self) -> None:
     spec = tf.TensorSpec([2], tf.float32)
     step = _program(lambda x: tf.boolean_mask(x, x > 0), spec)
     host = tf.function(lambda *x: step.as_operation([x])[0])
     with pytest.raises(lowering.TPUCompileError, match="must not depend on"):
       host.get_concrete_function(*[spec] * N)
-    later = tf.function(lambda *x: step.as_operation([x], compile_now=False)[0])
-    later.get_concrete_function(*[spec] * N)
 
 
 class _Callee:
@@ -246,15 +243,6 @@ class TestCache:
 
     first = cache.get(fn, arguments, object)
     assert cache.get(fn, arguments, object) is first
-
-
-def test_recording_is_this_threads_and_ends() -> None:
-  recorder: Any = object()
-  with program.recording(recorder):
-    assert program.recorder() is recorder
-    with futures.ThreadPoolExecutor() as pool:
-      assert pool.submit(program.recorder).result() is None
-  assert program.recorder() is None
 
 
 if __name__ == "__main__":

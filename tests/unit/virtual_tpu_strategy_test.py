@@ -391,6 +391,8 @@ class TestReduceAndGather:
   [
     (lambda x: tf.py_function(lambda y: y, [x], "float32"), "py_function"),
     (lambda x: tf.print(x), r"tf\.print"),
+    (lambda x: tf.constant("text"), "strings, files"),
+    (lambda x: tf.strings.length(tf.as_string(x)), "AsString"),
     (lambda x: tf.boolean_mask(x, x > 1), "must not depend.*boolean_mask"),
     (lambda x: tf.where(x > 1), "tf.where with three arguments"),
   ],
@@ -473,6 +475,13 @@ class TestKeras:
     assert _results(kernel) == [[[mark]] for mark in MARKS]
     total = _strategy().reduce("SUM", kernel, axis=None)
     assert total.numpy().item() == sum(MARKS)
+
+
+def test_linear_algebra_that_xla_expands() -> None:
+  matrices = [m * np.array([[2.0, 1.0], [1.0, 3.0]], "float32") for m in MARKS]
+  result = _run(tf.linalg.inv, _values(matrices))
+  for inverse, matrix in zip(result.values, matrices, strict=True):
+    np.testing.assert_allclose(inverse @ matrix, np.eye(2), atol=1e-6)
 
 
 def test_gradients_on_the_host() -> None:

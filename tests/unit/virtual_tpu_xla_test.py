@@ -69,7 +69,7 @@ def test_each_replica_has_its_own_array() -> None:
     buffers = client.put(arrays)
     assert buffers.dtype == np.dtype(dtype)
     for i, array in enumerate(arrays):
-      np.testing.assert_array_equal(buffers.to_numpy(i), array)
+      np.testing.assert_array_equal(xla.to_numpy(buffers, i), array)
 
 
 class TestTopology:
