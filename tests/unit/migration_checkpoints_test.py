@@ -600,19 +600,6 @@ class TestErrors:
       " or give the model and the optimizer what they lack."
     )
 
-  def test_what_version_1_had_not(self, tmp_path: Path) -> None:
-    for i, make in enumerate(
-      (
-        lambda: keras.optimizers.Nadam(),
-        lambda: sessions.plain("Adam", amsgrad=True),
-        lambda: sessions.plain("Adam", use_ema=True),
-      )
-    ):
-      words = ("net/one/bias/momentum", "velocity_hat", r"average \[")[i]
-      training = sessions.Training(make)
-      with pytest.raises(ValueError, match=rf"(?s)optimizer only:.*{words}"):
-        _convert(training, saved("Adam").src, tmp_path / "new")
-
   def test_in_a_function(self, src: str, tmp_path: Path) -> None:
     weight = tf.Variable([0.0, 0.0], name="w")
     convert = tf.function(migration.convert_checkpoint, autograph=False)
