@@ -121,24 +121,15 @@ def compile_for(
     ValueError: If there is no such topology, if its number of devices is not
       the number of replicas, or if `fn` does not call `strategy.run` exactly
       once.
-    TypeError: If `fn` cannot be called or `strategy` is of another kind.
     ImportError: If libtpu or jaxlib is missing or of an untested version.
     TPUCompileError: If a TPU cannot run the step.
   """
-  if not callable(fn):
-    raise TypeError(f"`fn` must be a function; got {fn!r}.")
   where = xla.topology(topology)
-  virtual = strategy_lib.VirtualTPUStrategy
   if strategy is None:
-    current = tf.distribute.get_strategy()
-    is_virtual = isinstance(current, virtual)
-    size = num_replicas or len(where.devices)
-    strategy = current if is_virtual else virtual(size)
-  elif not isinstance(strategy, virtual):
-    raise TypeError(
-      "`strategy` must be a VirtualTPUStrategy, under which the variables of"
-      f" `fn` were made; got {type(strategy).__name__}."
-    )
+    virtual = strategy_lib.VirtualTPUStrategy
+    strategy = tf.distribute.get_strategy()
+    if not isinstance(strategy, virtual):
+      strategy = virtual(num_replicas or len(where.devices))
   if num_replicas is not None:
     _check_size(where, "num_replicas", num_replicas)
   _check_size(where, "strategy", strategy.num_replicas_in_sync)
