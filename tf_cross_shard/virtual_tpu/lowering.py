@@ -91,9 +91,10 @@ def trace(
     function = tf.function(marked, autograph=False, jit_compile=True)
     return function.get_concrete_function(*specs)
 
-  before = len(known())
+  # Not their number: others may be collected meanwhile.
+  before = {variable._unique_id for variable in known()}
   function = build()
-  if len(known()) > before:
+  if any(variable._unique_id not in before for variable in known()):
     # As tf.function does: the first trace makes variables, such as optimizer
     # state, and Python code may have branched on their absence.
     function = build()
