@@ -100,15 +100,5 @@ def test_copies_become_reshapes() -> None:
   assert opcodes == ["parameter", "reshape"]
 
 
-def test_dynamic_operations() -> None:
-  dynamic = _shape("F32", 4)
-  dynamic.is_dynamic_dimension[0] = True
-  named = _instruction(1, "slice", _tuple(_shape("F32", 4), dynamic))
-  named.metadata.op_name = "boolean_mask/Where"
-  static = _instruction(2, "reshape", _shape("F32", 4))
-  module = _module(named, static)
-  assert module.dynamic_operations() == ["boolean_mask/Where"]
-
-
 if __name__ == "__main__":
   raise SystemExit(pytest.main([__file__, "-q"]))

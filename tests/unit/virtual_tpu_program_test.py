@@ -147,29 +147,6 @@ class TestProgram:
         step(_tensors(*values))
     assert testbed.copies(variable) == [1.0] * N
 
-  def test_as_an_operation(self) -> None:
-    variable = _variable(0.0)
-
-    def fn(x: tf.Tensor) -> Any:
-      variable.assign_add(tf.reduce_sum(x))
-      return variable.read_value(), x
-
-    step = _program(fn, tf.TensorSpec([2], tf.float32))
-
-    @tf.function
-    def twice(*x: tf.Tensor) -> Any:
-      step.as_operation([x])
-      total, same = step.as_operation([x])
-      assert [each.shape for each in same] == [(2,)] * N
-      return total, same, variable.read_value()
-
-    x = _tensors([1.0, 0.0], [2.0, 0.0], [4.0, 1.0])
-    total, same, seen = twice(*x)
-    assert [float(each) for each in total] == [2.0, 4.0, 10.0]
-    for copy, given in zip(same, x, strict=True):
-      np.testing.assert_array_equal(copy, given)
-    assert float(seen) == 2.0
-
   def test_an_operation_is_lowered_while_it_is_traced(self) -> None:
     spec = tf.TensorSpec([2], tf.float32)
     step = _program(lambda x: tf.boolean_mask(x, x > 0), spec)

@@ -125,7 +125,9 @@ class TestArguments:
       def replica_fn(mark: tf.Tensor) -> tf.Tensor:
         return tf.cond(mark > 1.0, lambda: doubled + mark, lambda: doubled)
 
-      return _strategy().run(replica_fn, (marks,))
+      result = _strategy().run(replica_fn, (marks,))
+      assert [each.shape for each in result.values] == [()] * N
+      return result
 
     for x in (1.0, 5.0):
       result = step(tf.constant(x), _marks())
@@ -175,6 +177,34 @@ class TestFunctions:
         run(nested)
       assert testbed.copies(variable) == [1.0] * N
       assert not tf.distribute.has_strategy()
+
+  def test_traced_again_with_the_variables_that_it_makes(self) -> None:
+    """Keras asks in Python whether the optimizer's state has been made.
+
+    Also where as many variables of others are collected meanwhile.
+    """
+    made: list[Any] = []
+    with _strategy().scope():
+      gone = [tf.Variable(1.0)]
+
+    def replica_fn() -> tf.Tensor:
+      if not made:
+        made.append(tf.Variable(1.0))
+        gone.clear()
+        gc.collect()
+        return tf.zeros([0])
+      return made[0] + tf.ones([2])
+
+    assert _results(_run(replica_fn)) == [[2.0, 2.0]] * N
+
+  def test_variables_of_others(self) -> None:
+    plain = tf.Variable(1.0, name="plain")
+    with testbed.virtual(2).scope():
+      foreign = tf.Variable(1.0, name="foreign")
+    for variable in (plain, foreign):
+      words = rf"not on the virtual TPU.*{variable.name}.*strategy\.scope"
+      with pytest.raises(virtual_tpu.TPUCompileError, match=words):
+        _run(lambda v=variable: v + 1.0)
 
 
 class TestResults:
