@@ -5,7 +5,7 @@ this process, which has the four logical CPUs that blocks ask for; those of
 several machines run as two workers of this one. The blocks of two pages build
 on each other, and have tests of their own.
 """
-# bazel: size=large tags=exclusive,slow data=//:sources
+# bazel: size=large tags=slow data=//:sources
 # bazel: deps=//tf_cross_shard,//tf_cross_shard/virtual_tpu
 # bazel: deps=//tf_cross_shard/multi_worker
 
