@@ -35,7 +35,7 @@ def _settings(program: Program) -> set[tuple[str, str]]:
     "is_per_group",
     "is_partial",
   )
-  for column in (*columns, "is_subclass", "loss_scale", "is_exact"):
+  for column in (*columns, "is_exact"):
     shape[column] = getattr(program, column)
   return {(key, str(value)) for key, value in shape.items()}
 

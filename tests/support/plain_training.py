@@ -86,10 +86,8 @@ def tolerance(program: Program) -> float:
   wire = program.options.get("wire_dtype")
   if wire and program.mode == "cond":  # Collectives add what is narrow.
     return coarse[wire]
-  if program.loss_scale and wire:  # One may round up what the other does not.
-    return coarse[wire]
-  if program.loss_scale or wire:
-    return _TOLERANCES["float32"]  # Such are the scale and the sum.
+  if wire:
+    return _TOLERANCES["float32"]  # Such is the sum.
   return max(_TOLERANCES[dtype] for _, dtype in program.parts)
 
 
@@ -123,21 +121,18 @@ def expected(program: Program, members: Sequence[int]) -> random_programs.State:
     local = [_add_up(calls) for calls in zip(*pending, strict=True)]
     pending, was_finite, is_finite = [], is_finite, True
     skipped += not was_finite
-    if was_finite:
-      if len(members) > 1:
-        local = [_narrow(program.options, grads) for grads in local]
-    elif not program.loss_scale:  # Else Keras skips.
+    if not was_finite:
       assert program.options["skip_nonfinite"]
       continue
-    scale = _loss_scale(optimizer)
-    if "accumulate_steps" in program.options:
-      scale /= window
+    if len(members) > 1:
+      local = [_narrow(program.options, grads) for grads in local]
+    scale = 1.0 / program.options.get("accumulate_steps", 1)
     by_variable = zip(*local, strict=True)
     pairs = [
       (_sum(parts, variable, scale), variable)
       for parts, variable in zip(by_variable, model.trained, strict=True)
     ]
-    if "gradient_accumulation_steps" in program.settings and was_finite:
+    if "gradient_accumulation_steps" in program.settings:
       innermost = getattr(optimizer, "inner_optimizer", optimizer)
       for _ in range(window - 1):  # Keras divides by the window.
         innermost.apply_gradients(_zeros(pairs))
@@ -152,11 +147,9 @@ def expected(program: Program, members: Sequence[int]) -> random_programs.State:
 
 
 def _window(program: Program) -> int:
-  """How many calls make one step; a class of the user's sees every call."""
+  """How many calls make one step."""
   if program.way == "towers":
     return 1  # The plain optimizer has one of its own.
-  if program.is_subclass or "loss_scale_factor" in program.settings:
-    return program.options.get("accumulate_steps", 1)
   k: int = program.settings.get("gradient_accumulation_steps", 1)
   return program.options.get("accumulate_steps", k)
 
@@ -271,10 +264,3 @@ def _sum(grads: Sequence[Gradient | None], variable: Any, scale: float) -> Any:
     tf.constant(rows, tf.int32),
     tf.constant(dense.shape),
   )
-
-
-def _loss_scale(optimizer: Any) -> float:
-  """What the plain optimizer will divide gradients by."""
-  if not hasattr(optimizer, "scale_loss"):  # tf_keras
-    return 1.0
-  return float(optimizer.scale_loss(tf.constant(1.0)))

@@ -93,12 +93,10 @@ class Program(NamedTuple):
   way: str
   mode: str
   optimizer: str
-  is_subclass: bool  # whether a class of the user's doubles gradients
   settings: dict[str, Any]  # of the encapsulated optimizer
   decays: bool  # whether its learning rate is a schedule
   is_per_group: bool  # whether every second group's learning rate is half
   excluded: list[str]  # kinds of variables without weight decay
-  loss_scale: float | None  # of a LossScaleOptimizer around it
   options: dict[str, Any]  # of ours
   sizes: tuple[int, ...]  # examples of each replica; of `fit`, in the last step
   share: float  # what the mean over a replica's examples is multiplied by
@@ -163,8 +161,6 @@ def _draw_settings(dice: _Dice, name: str, is_exact: bool) -> dict[str, Any]:
     settings["ema_overwrite_frequency"] = dice.one([None, 1, 2])
   if not testbed.IS_TF_KERAS and dice.chance(0.15):
     settings["gradient_accumulation_steps"] = 2
-  if not testbed.IS_TF_KERAS and dice.chance(0.1):
-    settings["loss_scale_factor"] = 8.0
   return settings
 
 
@@ -220,23 +216,16 @@ def draw(seed: int) -> Program:
     options.pop("global_clipnorm", None)
   if "wire_dtype" in options:
     settings = {"learning_rate": 0.0625}
-  loss_scale = None
-  if not testbed.IS_TF_KERAS and not is_exact and dice.chance(0.1):
-    loss_scale = 64.0
-    settings.pop("loss_scale_factor", None)
-  is_scaled = loss_scale is not None or "loss_scale_factor" in settings
-  if way == "bare" and is_scaled:
-    way = "scale_loss"
   if "accumulate_steps" in options:
     settings.pop("gradient_accumulation_steps", None)
   bad = None
-  if way != "towers" and (options["skip_nonfinite"] or loss_scale):
+  if options.get("skip_nonfinite"):
     number = dice.one([float("nan"), float("inf")])
     bad = dice.one(range(STEPS)), dice.one(range(REPLICAS)), number
 
   dtypes = ["float32", "float32", "float64"]
-  # Half precision has no room for the epsilon of others, nor for a loss scale.
-  if name in ("SGD", "Lion") and not plain_sgd and not is_scaled:
+  # Half precision has no room for the epsilon of others.
+  if name in ("SGD", "Lion") and not plain_sgd:
     dtypes += ["float16", "bfloat16"]
   if "global_clipnorm" in settings:
     dtypes = ["float32"]  # Keras adds up squares of one dtype only.
@@ -245,8 +234,6 @@ def draw(seed: int) -> Program:
     kinds.remove("unused")
   if "wire_dtype" in options:
     kinds.remove("rows_twice")
-  if is_scaled:  # Keras cannot divide rows.
-    kinds = [kind for kind in kinds if kind not in _SPARSE]
   parts = _draw_parts(dice, kinds, dtypes)
 
   if way == "towers":
@@ -259,31 +246,25 @@ def draw(seed: int) -> Program:
     mode = "steps_per_execution"
   if way == "fit" and dice.chance(0.3):
     sizes = (2, 2, 2, 1)  # As the strategy cuts the seven that are left.
-  is_decayed = "weight_decay" in settings and loss_scale is None
   is_built = way == "towers" or mode == "cond" or dice.chance(0.7)
   # tf_keras builds it on variables in another order than they are listed in.
   is_built |= way == "fit" and testbed.IS_TF_KERAS
   is_used = any(kind != "unused" for kind, _ in parts[:-1])
   is_partial = is_built and is_used and way != "fit" and dice.chance(0.2)
-  is_subclass = dice.chance(0.15)
   if options.get("shard_update"):
     is_whole = is_partial or any(kind == "unused" for kind, _ in parts)
-    own = ["clipnorm", "gradient_accumulation_steps"]
-    own += ["global_clipnorm"] if is_subclass else []
     is_whole |= name == "Adafactor"
     # tf_keras' Lion rounds the betas of rows otherwise than those of a whole.
     is_whole |= any(k in _SPARSE and "16" in dtype for k, dtype in parts)
-    if is_whole or any(each in settings for each in own):
-      options["shard_update"] = False
-    elif is_subclass:
-      options["shard_update"] = "elementwise"
+    is_whole |= bool({"clipnorm", "gradient_accumulation_steps"} & {*settings})
+    options["shard_update"] = not is_whole
     is_built |= "use_ema" in settings and bool(options["shard_update"])
   if way != "towers" and size != 1:
     options["noise_scale"] = bool(seed % 2)  # It must change nothing.
-  is_whole = way == "towers" or is_subclass or name == "Adafactor"
+  is_whole = way == "towers" or name == "Adafactor"
   # In branches, in windows and in shards rows are made dense.
   is_whole |= mode == "cond" or "gradient_accumulation_steps" in settings
-  if not (is_whole or is_scaled or options.get("shard_update")):
+  if not (is_whole or options.get("shard_update")):
     # No dice, so that the other programs stay as they were.
     options["lazy_rows"] = bool(seed % 3) and "accumulate_steps" not in options
   return Program(
@@ -296,11 +277,9 @@ def draw(seed: int) -> Program:
     way=way,
     mode=mode,
     optimizer=name,
-    is_subclass=is_subclass,
     settings=settings,
     decays=not is_exact and dice.chance(0.2),
-    excluded=[parts[0][0]] if is_decayed and dice.chance(0.5) else [],
-    loss_scale=loss_scale,
+    excluded=[parts[0][0]] * ("weight_decay" in settings and dice.chance(0.5)),
     options=options,
     sizes=sizes,
     share=0.25 if way == "fit" or dice.chance(0.3) else 1.0,
@@ -440,35 +419,7 @@ def make_optimizer(program: Program, group: int | None = None) -> Any:
     constant = tf.keras.optimizers.schedules.PiecewiseConstantDecay
     rate = constant([0], [rate, rate])
   kind = getattr(tf.keras.optimizers, program.optimizer)
-  if program.is_subclass:
-    kind = _doubling(kind)
-  optimizer = kind(learning_rate=rate, **settings)
-  if program.loss_scale:
-    optimizer = tf.keras.optimizers.LossScaleOptimizer(
-      optimizer, initial_scale=program.loss_scale, dynamic_growth_steps=2
-    )
-  return optimizer
-
-
-def _doubling(kind: type[Any]) -> type[Any]:
-  """A class of the user's, whose `apply_gradients` doubles the gradients."""
-
-  class Doubling(kind):
-    def apply_gradients(
-      self, pairs: Sequence[Any], *args: Any, **options: Any
-    ) -> Any:
-      """Adds each gradient to itself."""
-      doubled = [(_twice(grad), variable) for grad, variable in pairs]
-      return super().apply_gradients(doubled, *args, **options)
-
-  return Doubling
-
-
-def _twice(grad: Any) -> Any:
-  """A gradient times 2."""
-  if isinstance(grad, tf.IndexedSlices):
-    return tf.IndexedSlices(2 * grad.values, grad.indices, grad.dense_shape)
-  return None if grad is None else 2 * grad
+  return kind(learning_rate=rate, **settings)
 
 
 class State(NamedTuple):

@@ -47,11 +47,6 @@ def values(variables: Iterable[Any]) -> list[Any]:
   return [np.asarray(variable.numpy()).tolist() for variable in variables]
 
 
-def native(variable: Any) -> Any:
-  """The variable of TensorFlow that one of Keras is."""
-  return variable if testbed.IS_TF_KERAS else variable.value
-
-
 def sgd(learning_rate: Any = 1.0, **options: Any) -> Any:
   """An optimizer whose arithmetic is exact on small whole numbers."""
   return tf.keras.optimizers.SGD(learning_rate, **options)

@@ -96,6 +96,7 @@ def test_compile_by_signature_to_json(
   words = ["compile", f"{steps}:signed", "--topology", "v5e:2x2", "--json"]
   status, out, _ = _main(capsys, *words)
   report = json.loads(out)
+  assert "hlo_text" not in report
   assert (status, report["num_replicas"], report["wire_bytes"]) == (0, 4, 12)
   [collective] = report["collectives"]
   assert collective["shapes"] == [[3]]

@@ -140,7 +140,8 @@ def test_goes_on_as_version_1(maker: str, name: str, tmp_path: Path) -> None:
 def test_the_new_checkpoint_is_read_elsewhere(
   maker: str, tmp_path: Path
 ) -> None:
-  done = _convert(_training(maker, "Adam"), saved("Adam").src, tmp_path / "new")
+  new = tmp_path / "folder" / "new"  # which is made
+  done = _convert(_training(maker, "Adam"), saved("Adam").src, new)
   other = _training(maker, "Adam")
   other.optimizer.build(other.model.trainable_variables)
   checkpoint = tf.train.Checkpoint(model=other.model, optimizer=other.optimizer)
@@ -504,18 +505,6 @@ def test_a_loss_scale_stays(is_around: bool, tmp_path: Path) -> None:
   assert int(training.optimizer.iterations) == BEFORE
 
 
-def test_the_result_can_be_read(tmp_path: Path) -> None:
-  training = sessions.Training(lambda: sessions.plain("Momentum"))
-  names = {"{}/Adam{}": None, "{}/momentum": None}
-  done = _convert(training, saved("Adam").src, tmp_path / "new", names=names)
-  lines = str(done).splitlines()
-  assert lines[0] == f"{tmp_path}/new: 5 variables"
-  assert lines[1].split() == ["net/one/kernel", "one/kernel"]
-  assert "  net/one/bias/momentum [3]" in lines
-  assert "in the checkpoint only:" in lines
-  assert "  one/kernel/Adam_1 [4, 3]" in lines
-
-
 class TestErrors:
   """Nothing has changed after any of them."""
 
@@ -526,15 +515,10 @@ class TestErrors:
   @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-      ({"src": "none"}, FileNotFoundError, "`src` is no checkpoint.*'none'"),
-      ({"src": "old.index"}, FileNotFoundError, "`src` is no checkpoint"),
-      ({"src": "empty"}, FileNotFoundError, "`src` is no checkpoint"),
-      ({"dst": "away/new"}, FileNotFoundError, "`dst` must be .*'away/new'"),
+      ({"src": "none"}, tf.errors.NotFoundError, "none"),
+      ({"src": "empty"}, tf.errors.OpError, "empty; Is a directory"),
       ({"dst": "old"}, FileExistsError, "`dst` is 'old'.*remove that one"),
-      ({"model": 7}, TypeError, "`model` must be a Keras model.*got int"),
       ({"model": []}, ValueError, "`model` has no variables yet: got list"),
-      ({"optimizer": "adam"}, TypeError, "`optimizer` must be .* got str"),
-      ({"names": 7}, TypeError, "`names` must be a dictionary .* got 7"),
       ({"names": {"v": "w"}}, ValueError, "in `names` only: v\\nWrite names"),
       ({"names": {"v": None}}, ValueError, "in `names` only: v"),
       ({"names": {"{}/m": "{}/v"}}, ValueError, "in `names` only: {}/m"),
@@ -605,35 +589,11 @@ class TestErrors:
       " or give the model and the optimizer what they lack."
     )
 
-  def test_what_version_1_had_not(self, tmp_path: Path) -> None:
-    for i, make in enumerate(
-      (
-        lambda: keras.optimizers.Nadam(),
-        lambda: sessions.plain("Adam", amsgrad=True),
-        lambda: sessions.plain("Adam", use_ema=True),
-      )
-    ):
-      words = ("net/one/bias/momentum", "velocity_hat", r"average \[")[i]
-      training = sessions.Training(make)
-      with pytest.raises(ValueError, match=rf"(?s)optimizer only:.*{words}"):
-        _convert(training, saved("Adam").src, tmp_path / "new")
-
-  def test_in_a_function_and_in_a_replica(
-    self, src: str, tmp_path: Path
-  ) -> None:
+  def test_in_a_function(self, src: str, tmp_path: Path) -> None:
     weight = tf.Variable([0.0, 0.0], name="w")
-
-    def convert() -> None:
-      migration.convert_checkpoint(
-        src, tmp_path / "new", [weight], keras.optimizers.SGD()
-      )
-
-    for run in (
-      tf.function(convert, autograph=False),
-      lambda: testbed.mirrored().run(convert),
-    ):
-      with pytest.raises(RuntimeError, match=r"converted eagerly, outside"):
-        run()
+    convert = tf.function(migration.convert_checkpoint, autograph=False)
+    with pytest.raises(RuntimeError, match="is converted eagerly; this is in"):
+      convert(src, tmp_path / "new", [weight], keras.optimizers.SGD())
 
 
 PROGRAM = """

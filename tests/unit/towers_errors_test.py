@@ -211,7 +211,6 @@ def test_labels() -> None:
   ("spec", "error", "words"),
   [
     (lambda x: {"loss": 3}, TypeError, "tower 0 it returned {'loss': 3}"),
-    (lambda x: TowerSpec("eval"), ValueError, "TowerSpec(mode='eval'"),
     (
       lambda x: TowerSpec("train", metrics={"a": 1.0}),
       TypeError,

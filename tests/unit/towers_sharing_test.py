@@ -11,7 +11,6 @@ import tf_keras
 import tf_cross_shard.tf_keras
 from tests.support import testbed
 from tests.support.towers_bed import (
-  MODES,
   TWO,
   batch,
   caller,
@@ -28,7 +27,6 @@ from tf_cross_shard import (
 )
 
 keras = tf.keras
-every_mode = pytest.mark.parametrize("mode", MODES)
 
 
 def _make(kind: str, value: float, name: str) -> Any:

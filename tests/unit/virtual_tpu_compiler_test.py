@@ -1,7 +1,7 @@
 """The real TPU compiler, on steps of both forms, and its report."""
 
+import dataclasses
 import functools
-import json
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ from tf_cross_shard import CrossShardOptimizer, virtual_tpu
 TOPOLOGY = "v5e:2x2"
 N = 4
 PAIRS = ((0, 1), (2, 3))
-HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
 def _sum_over(groups: Any) -> Any:
@@ -79,21 +78,16 @@ class TestCompileFor:
       assert report.collectives == _sum_over(((0, 1, 2, 3),))
 
   def test_errors(self) -> None:
-    one_device = tf.distribute.OneDeviceStrategy("cpu")
     two, four = testbed.virtual(2), testbed.virtual(N)
     unknown = [tf.TensorSpec([None, 2])]
 
     def fails(words: str, fn: Any = tf.abs, **options: Any) -> None:
       options = {"args": [tf.TensorSpec([2])], "strategy": four, **options}
       topology = options.pop("topology", TOPOLOGY)
-      with pytest.raises(Exception, match=words) as error:
+      kind = options.pop("kind", ValueError)
+      with pytest.raises(kind, match=words):
         virtual_tpu.compile_for(topology, fn, **options)
-      assert type(error.value) in kinds
 
-    kinds: tuple[type, ...] = (TypeError,)
-    fails(r"`fn` must be a function; got 3", 3)
-    fails(r"`strategy`.*OneDeviceStrategy", strategy=one_device)
-    kinds = (ValueError,)
     fails(r"'v5e:2x4' has 8 .*`strategy` has 4 replicas", topology="v5e:2x4")
     fails(r"4 devices.*`num_replicas` has 2", num_replicas=2)
     fails(
@@ -104,72 +98,23 @@ class TestCompileFor:
       lambda x: [four.run(tf.abs, (x,)) for _ in range(2)],
     )
     fails(r"`args` must have known shapes", args=unknown)
-    kinds = (virtual_tpu.TPUCompileError,)
-    fails("no dtype string", tf.strings.as_string)
+    kind = virtual_tpu.TPUCompileError
+    fails("strings, files.*AsString", tf.strings.as_string, kind=kind)
 
 
-class TestReport:
-  def _report(self, *collectives: virtual_tpu.Collective) -> virtual_tpu.Report:
-    return virtual_tpu.Report(
-      topology="v5e:4x2",
-      device_kind="TPU v5 lite",
-      num_replicas=8,
-      coordinates=((0, 0, 0, 0),) * 8,
-      collectives=collectives,
-      wire_bytes=2108,
-      argument_bytes=4608,
-      output_bytes=3584,
-      temp_bytes=0,
-      flops=1234567.0,
-      compile_seconds=0.25,
-      hlo_text="HloModule",
-    )
+def test_table_without_collectives_and_of_many_shapes() -> None:
+  """docs/virtual_tpu.md has a whole table, which is what is printed."""
 
-  def test_table(self) -> None:
-    sum_, gather = (
-      virtual_tpu.Collective(
-        "all-reduce", "f32", ((4, 3), (4, 3), (3,)), 108, HALVES
-      ),
-      virtual_tpu.Collective(
-        "all-gather", "bf16", ((1000,),), 2000, (tuple(range(8)),)
-      ),
-    )
-    operands = "2 x [4, 3], 1 x [3]"
-    assert str(self._report(sum_, gather)).splitlines() == [
-      "v5e:4x2: 8 replicas on TPU v5 lite",
-      "",
-      "collective  dtype  bytes  operands             groups",
-      f"all-reduce  f32      108  {operands}  2 of 4: [0, 1, 2, 3], ...",
-      "all-gather  bf16   2,000  1 x [1000]           all 8",
-      "",
-      "collectives              2",
-      "wire bytes           2,108",
-      "argument bytes       4,608",
-      "output bytes         3,584",
-      "temporary bytes          0",
-      "flops            1,234,567",
-      "compile seconds       0.25",
-    ]
+  def table(*collectives: virtual_tpu.Collective) -> str:
+    numbers = {f.name: 0 for f in dataclasses.fields(virtual_tpu.Report)}
+    return str(virtual_tpu.Report(**{**numbers, "collectives": collectives}))
 
-  def test_no_collective_long_groups_and_many_shapes(self) -> None:
-    assert "No collective: replicas exchange nothing." in str(self._report())
-    shapes = ((1,), (2,), (2,), (3,), (4,))
-    wide = tuple(tuple(range(i, i + 16)) for i in (0, 16))
-    text = str(
-      self._report(
-        virtual_tpu.Collective("all-reduce", "f32", shapes, 48, wide)
-      )
-    )
-    assert "2 x [2], 1 x [1], 2 more" in text
-    assert "2 of 16: [0, 1, ...], ..." in text
-
-  def test_json_holds_all_but_the_program(self) -> None:
-    report = self._report(*_sum_over(HALVES))
-    fields = json.loads(report.to_json())
-    assert "hlo_text" not in fields
-    assert fields["collectives"][0]["groups"] == [list(g) for g in HALVES]
-    assert (fields["wire_bytes"], fields["flops"]) == (2108, 1234567.0)
-    assert "HloModule" not in repr(report)
+  assert "No collective: replicas exchange nothing." in table()
+  shapes = ((1,), (2,), (2,), (3,), (4,))
+  wide = tuple(tuple(range(i, i + 16)) for i in (0, 16))
+  text = table(virtual_tpu.Collective("all-reduce", "f32", shapes, 48, wide))
+  assert "2 x [2], 1 x [1], 2 more" in text
+  assert "2 of 16: [0, 1, ...], ..." in text
 
 
 if __name__ == "__main__":

@@ -100,17 +100,5 @@ def test_copies_become_reshapes() -> None:
   assert opcodes == ["parameter", "reshape"]
 
 
-def test_dynamic_operations_and_custom_calls() -> None:
-  dynamic = _shape("F32", 4)
-  dynamic.is_dynamic_dimension[0] = True
-  named = _instruction(1, "slice", _tuple(_shape("F32", 4), dynamic))
-  named.metadata.op_name = "boolean_mask/Where"
-  call = _instruction(2, "custom-call", _shape("F32", 4))
-  call.custom_call_target = "Qr"
-  module = _module(named, call)
-  assert module.dynamic_operations() == ["boolean_mask/Where"]
-  assert module.custom_calls() == ["Qr"]
-
-
 if __name__ == "__main__":
   raise SystemExit(pytest.main([__file__, "-q"]))

@@ -4,7 +4,6 @@
 import gc
 import re
 from collections.abc import Callable
-from concurrent import futures
 from typing import Any
 
 import numpy as np
@@ -129,7 +128,7 @@ class TestProgram:
       values = [np.full([size], i, np.float32) for i in range(N)]
       [total] = step(_tensors(*values))
       assert [float(each) for each in total] == [0.0, size, 2.0 * size]
-    assert set(step._compiled) == {((2,),), ((3,),)}
+    assert set(step._executables) == {((2,),), ((3,),)}
     first = step.compile([tf.TensorShape([2])])
     assert step.compile([tf.TensorShape([2])]) is first
 
@@ -148,37 +147,12 @@ class TestProgram:
         step(_tensors(*values))
     assert testbed.copies(variable) == [1.0] * N
 
-  def test_as_an_operation(self) -> None:
-    variable = _variable(0.0)
-
-    def fn(x: tf.Tensor) -> Any:
-      variable.assign_add(tf.reduce_sum(x))
-      return variable.read_value(), x
-
-    step = _program(fn, tf.TensorSpec([2], tf.float32))
-
-    @tf.function
-    def twice(*x: tf.Tensor) -> Any:
-      step.as_operation([x])
-      total, same = step.as_operation([x])
-      assert [each.shape for each in same] == [(2,)] * N
-      return total, same, variable.read_value()
-
-    x = _tensors([1.0, 0.0], [2.0, 0.0], [4.0, 1.0])
-    total, same, seen = twice(*x)
-    assert [float(each) for each in total] == [2.0, 4.0, 10.0]
-    for copy, given in zip(same, x, strict=True):
-      np.testing.assert_array_equal(copy, given)
-    assert float(seen) == 2.0
-
-  def test_an_operation_is_compiled_while_it_is_traced(self) -> None:
+  def test_an_operation_is_lowered_while_it_is_traced(self) -> None:
     spec = tf.TensorSpec([2], tf.float32)
     step = _program(lambda x: tf.boolean_mask(x, x > 0), spec)
     host = tf.function(lambda *x: step.as_operation([x])[0])
     with pytest.raises(lowering.TPUCompileError, match="must not depend on"):
       host.get_concrete_function(*[spec] * N)
-    later = tf.function(lambda *x: step.as_operation([x], compile_now=False)[0])
-    later.get_concrete_function(*[spec] * N)
 
 
 class _Callee:
@@ -246,15 +220,6 @@ class TestCache:
 
     first = cache.get(fn, arguments, object)
     assert cache.get(fn, arguments, object) is first
-
-
-def test_recording_is_this_threads_and_ends() -> None:
-  recorder: Any = object()
-  with program.recording(recorder):
-    assert program.recorder() is recorder
-    with futures.ThreadPoolExecutor() as pool:
-      assert pool.submit(program.recorder).result() is None
-  assert program.recorder() is None
 
 
 if __name__ == "__main__":

@@ -125,7 +125,9 @@ class TestArguments:
       def replica_fn(mark: tf.Tensor) -> tf.Tensor:
         return tf.cond(mark > 1.0, lambda: doubled + mark, lambda: doubled)
 
-      return _strategy().run(replica_fn, (marks,))
+      result = _strategy().run(replica_fn, (marks,))
+      assert [each.shape for each in result.values] == [()] * N
+      return result
 
     for x in (1.0, 5.0):
       result = step(tf.constant(x), _marks())
@@ -175,6 +177,34 @@ class TestFunctions:
         run(nested)
       assert testbed.copies(variable) == [1.0] * N
       assert not tf.distribute.has_strategy()
+
+  def test_traced_again_with_the_variables_that_it_makes(self) -> None:
+    """Keras asks in Python whether the optimizer's state has been made.
+
+    Also where as many variables of others are collected meanwhile.
+    """
+    made: list[Any] = []
+    with _strategy().scope():
+      gone = [tf.Variable(1.0)]
+
+    def replica_fn() -> tf.Tensor:
+      if not made:
+        made.append(tf.Variable(1.0))
+        gone.clear()
+        gc.collect()
+        return tf.zeros([0])
+      return made[0] + tf.ones([2])
+
+    assert _results(_run(replica_fn)) == [[2.0, 2.0]] * N
+
+  def test_variables_of_others(self) -> None:
+    plain = tf.Variable(1.0, name="plain")
+    with testbed.virtual(2).scope():
+      foreign = tf.Variable(1.0, name="foreign")
+    for variable in (plain, foreign):
+      words = rf"not on the virtual TPU.*{variable.name}.*strategy\.scope"
+      with pytest.raises(virtual_tpu.TPUCompileError, match=words):
+        _run(lambda v=variable: v + 1.0)
 
 
 class TestResults:
@@ -391,6 +421,8 @@ class TestReduceAndGather:
   [
     (lambda x: tf.py_function(lambda y: y, [x], "float32"), "py_function"),
     (lambda x: tf.print(x), r"tf\.print"),
+    (lambda x: tf.constant("text"), "strings, files"),
+    (lambda x: tf.strings.length(tf.as_string(x)), "AsString"),
     (lambda x: tf.boolean_mask(x, x > 1), "must not depend.*boolean_mask"),
     (lambda x: tf.where(x > 1), "tf.where with three arguments"),
   ],
@@ -473,6 +505,13 @@ class TestKeras:
     assert _results(kernel) == [[[mark]] for mark in MARKS]
     total = _strategy().reduce("SUM", kernel, axis=None)
     assert total.numpy().item() == sum(MARKS)
+
+
+def test_linear_algebra_that_xla_expands() -> None:
+  matrices = [m * np.array([[2.0, 1.0], [1.0, 3.0]], "float32") for m in MARKS]
+  result = _run(tf.linalg.inv, _values(matrices))
+  for inverse, matrix in zip(result.values, matrices, strict=True):
+    np.testing.assert_allclose(inverse @ matrix, np.eye(2), atol=1e-6)
 
 
 def test_gradients_on_the_host() -> None:

@@ -134,7 +134,7 @@ def convert_checkpoint(
   Args:
     src: The prefix of version 1's checkpoint, or a folder, of which the latest
       is taken. It is only read.
-    dst: The prefix of the new one, in a folder that is there.
+    dst: The prefix of the new one; its folder is made if need be.
     model: A Keras model or tf.Module with its variables made, or a list of
       variables.
     optimizer: A CrossShardOptimizer or another optimizer of Keras 3 or
@@ -157,19 +157,21 @@ def convert_checkpoint(
       more than one; if an entry of `names` fits nothing; if `src` is a
       checkpoint of TensorFlow 2; if `model` has no variables; if a learning
       rate that changes would spoil the momentum.
-    TypeError: If an argument is something else.
-    FileExistsError: If there is a checkpoint at `dst`.
-    FileNotFoundError: If there is none at `src`, or no folder for `dst`.
-    RuntimeError: If called in a tf.function, or by a replica.
+    tf.errors.OpError: If there is no checkpoint at `src`.
+    FileExistsError: If there is one at `dst`.
+    RuntimeError: If called in a tf.function.
   """
-  if not tf.executing_eagerly() or not (
-    tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy()
-  ):
+  if not tf.executing_eagerly():
     raise RuntimeError(
-      "A checkpoint is converted eagerly, outside `strategy.run`; this is in a"
-      " tf.function, a graph or a replica. Call it before training."
+      "A checkpoint is converted eagerly; this is in a tf.function or a graph."
+      " Call it before training."
     )
-  target = _target(dst)
+  target = os.fspath(dst)
+  if tf.io.gfile.exists(f"{target}.index"):
+    raise FileExistsError(
+      f"`dst` is {target!r}, and there is a checkpoint of that name. Name"
+      " another prefix, or remove that one."
+    )
   plan = _Plan(_source(src), model, {} if names is None else names)
   weights = plan.find_weights(model)
   _build(optimizer, plan.trained, weights)
@@ -208,11 +210,6 @@ class _Plan:
         f"`src` must be a checkpoint of TensorFlow 1; {path} is one of"
         " TensorFlow 2. Read it with tf.train.Checkpoint(model=model,"
         " optimizer=optimizer).read(src)."
-      )
-    if not isinstance(names, Mapping):
-      raise TypeError(
-        "`names` must be a dictionary from names in model and optimizer to"
-        f" names in the checkpoint; got {names!r}."
       )
     self._model_name = getattr(model, "name", None)
     self._names = names
@@ -510,13 +507,7 @@ def _kind_of(last: Any) -> tuple[str, v1_update.Kind | None]:
 
 def _build(optimizer: Any, trained: Sequence[Any], weights: Any) -> None:
   """Makes the slots if they are not there."""
-  last = base.innermost(optimizer)
-  if not hasattr(last, "iterations"):
-    raise TypeError(
-      "`optimizer` must be a Keras optimizer; got"
-      f" {type(optimizer).__name__}. Hand in the one that trains the model."
-    )
-  adapter = _adapter(last)
+  adapter = _adapter(base.innermost(optimizer))
   with _scope(weights[0]):
     if not hasattr(optimizer, "build"):  # of the older kind, in tf_keras
       adapter.build(list(trained))
@@ -538,11 +529,6 @@ def _weights(model: Any) -> list[Any]:
   is_keras = hasattr(type(model), "weights")
   if isinstance(model, (list, tuple)):
     variables = list(model)
-  elif not is_keras and not isinstance(model, tf.Module):
-    raise TypeError(
-      "`model` must be a Keras model, a tf.Module or a list of variables; got"
-      f" {type(model).__name__}."
-    )
   elif not getattr(model, "built", True):
     variables = []
   else:
@@ -563,38 +549,8 @@ def _listed(where: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
 
 
 def _source(src: Any) -> str:
-  """Returns the prefix of a checkpoint's files."""
+  """Returns the prefix of a checkpoint's files, a folder's latest."""
   path = os.fspath(src)
-  if tf.io.gfile.isdir(path) and not tf.io.gfile.exists(f"{path}.index"):
-    path = tf.train.latest_checkpoint(path) or path
-  if not _is_there(path):
-    raise FileNotFoundError(
-      f"`src` is no checkpoint and no folder of one: got {src!r}. Name the"
-      ' prefix of its files, such as "folder/model.ckpt-1000".'
-    )
-  return path
-
-
-def _target(dst: Any) -> str:
-  """Returns the prefix to write, of which there is nothing yet."""
-  path = os.fspath(dst)
-  folder, name = os.path.split(path)
-  if not name or not tf.io.gfile.isdir(folder or "."):
-    raise FileNotFoundError(
-      f"`dst` must be the prefix of files in a folder that is there; got"
-      f' {dst!r}. Make the folder first, and name one such as "{folder}/new".'
-    )
-  if _is_there(path):
-    raise FileExistsError(
-      f"`dst` is {path!r}, and there is a checkpoint of that name. Name another"
-      " prefix, or remove that one."
-    )
-  return path
-
-
-def _is_there(path: str) -> bool:
-  """Whether there is a checkpoint; of the oldest kind it is one file."""
-  exists = tf.io.gfile.exists
-  is_part = re.search(r"\.(index|meta|data-\d+-of-\d+)$", path)
-  is_file = exists(path) and not tf.io.gfile.isdir(path) and not is_part
-  return bool(exists(f"{path}.index") or is_file)
+  is_prefix = tf.io.gfile.exists(f"{path}.index")
+  latest = None if is_prefix else tf.train.latest_checkpoint(path)
+  return latest or path

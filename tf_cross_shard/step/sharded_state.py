@@ -248,7 +248,7 @@ class PlainState:
     names = {
       id(slot): name
       for variable in inner.trainable_variables
-      for name, slot in inner.own_slots(variable).items()
+      for name, slot in inner.slots(variable).items()
     }
     self._slots: list[dict[str, Any]] = [{} for _ in weights]
     replaced: set[int] = set()

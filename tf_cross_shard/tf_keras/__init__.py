@@ -181,7 +181,6 @@ class TowerOptimizer(tower_optimizer.Tower, wrapper.TfKerasWrapper):
     Returns:
       Pairs for `apply_gradients(..., skip_gradients_aggregation=True)`.
     """
-    self._check_not_scaled()
     reduced = self._inner.optimizer.aggregate_gradients(list(grads_and_vars))
     return list(reduced)
 

@@ -44,19 +44,15 @@ def _split_leaf(argument: str, leaf: Any, count: int) -> Sequence[Any]:
     return [None] * count
   if not isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor)):
     leaf = tf.convert_to_tensor(leaf)
-  if leaf.shape.rank == 0:
-    raise ValueError(
-      f"`{argument}` must hold tensors with the batch in axis 0; got a scalar:"
-      f" {leaf!r}. Give what is no part of the batch in `params`."
-    )
-  length = leaf.shape[:1].num_elements()
+  length = leaf.shape[:1].num_elements() if leaf.shape.rank != 0 else 0
   if length is None:
     length = _checked_length(leaf, count)
   elif length % count or not length:
     raise ValueError(
       f"`{argument}` must divide into {count} towers; axis 0 has length"
       f" {length}, of {type(leaf).__name__} with shape {leaf.shape}. Change the"
-      " batch size (drop_remainder=True in tf.data), or give fewer devices."
+      " batch size (drop_remainder=True in tf.data), give fewer devices, or"
+      " give what is no part of the batch in `params`."
     )
   rows = length // count
   if not isinstance(leaf, tf.SparseTensor):

@@ -148,7 +148,7 @@ class ReplicatedModelFn:
           towers.tower(),
         ):
           spec = self._model_fn(**arguments)
-        specs.append(_checked(spec, tower, mode))
+        specs.append(_checked(spec, tower))
         variables.check_tower(specs[-1].metrics)
       return self._merge(towers, specs, devices[0])
 
@@ -288,14 +288,12 @@ def replicate_model_fn(
   return ReplicatedModelFn(model_fn, loss_reduction, devices)
 
 
-def _checked(spec: Any, tower: int, mode: str) -> TowerSpec:
+def _checked(spec: Any, tower: int) -> TowerSpec:
   """Returns the spec of a tower; raises an error unless it can be merged."""
-  is_spec = isinstance(spec, TowerSpec)
-  if not is_spec or spec.mode != mode:
-    raise (ValueError if is_spec else TypeError)(
-      f"`model_fn` must return a TowerSpec of the mode {mode!r}, which it is"
-      f" called for; in tower {tower} it returned {spec!r}. Return"
-      " TowerSpec(mode, loss=loss, ...)."
+  if not isinstance(spec, TowerSpec):
+    raise TypeError(
+      f"`model_fn` must return a TowerSpec; in tower {tower} it returned"
+      f" {spec!r}. Return TowerSpec(mode, loss=loss, ...)."
     )
   metrics = {} if spec.metrics is None else spec.metrics
   if not isinstance(metrics, Mapping) or not all(

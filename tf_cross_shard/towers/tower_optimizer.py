@@ -76,7 +76,6 @@ class Tower(forwarding.OptimizerWrapper):
       global_clipnorm=None,
       clipvalue=None,
     )
-    self._scaled_by: str | None = None
 
   @staticmethod
   def has_been_used() -> bool:
@@ -273,7 +272,6 @@ class Tower(forwarding.OptimizerWrapper):
       self.prepare(variables)
       with gradient_collector.variables().paused():
         return applied(grads, variables)
-    self._check_not_scaled()
     towers.collect(gradient_collector.Call(self, grads, variables, applied))
     return tf.identity(self._inner.iterations())
 
@@ -287,16 +285,6 @@ class Tower(forwarding.OptimizerWrapper):
         " first."
       )
     return towers
-
-  def _check_not_scaled(self) -> None:
-    """Raises `ValueError` in towers for a loss scale around this optimizer."""
-    towers = gradient_collector.current()
-    if self._scaled_by and towers is not None and towers.count > 1:
-      raise ValueError(
-        f"{self._scaled_by} encapsulates a TowerOptimizer and looks at the"
-        " gradients of one tower, not at their sum. Put the TowerOptimizer"
-        " outside: TowerOptimizer(LossScaleOptimizer(...))."
-      )
 
   @tf.autograph.experimental.do_not_convert
   def _apply(
@@ -333,14 +321,11 @@ class Tower(forwarding.OptimizerWrapper):
     raise NotImplementedError
 
   def _reduce_before(self, around: Any, methods: Any) -> None:
-    """Stays within a loss scaling optimizer, which sees one tower only."""
-    del methods
-    if isinstance(self._inner.optimizer, CrossShard):
-      raise ValueError(
-        f"{type(around).__name__} must not encapsulate a TowerOptimizer of a"
-        " CrossShardOptimizer: each replica would decide for itself whether a"
-        " step has overflowed. Put it innermost: TowerOptimizer("
-        f"CrossShardOptimizer({type(around).__name__}(...))), and turn"
-        " compile's own off with auto_scale_loss=False."
-      )
-    self._scaled_by = type(around).__name__
+    """Refuses a loss scaling optimizer, which would see one tower only."""
+    kind = type(around).__name__
+    raise ValueError(
+      f"{kind} must not encapsulate a TowerOptimizer: by the gradients of one"
+      " tower it would decide whether a step has overflowed, not by their sum."
+      f" Put it inside: TowerOptimizer({kind}(...)), and turn compile's own off"
+      " with auto_scale_loss=False."
+    )

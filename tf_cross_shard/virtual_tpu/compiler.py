@@ -1,6 +1,6 @@
 """The real TPU compiler, on a step that no TPU has run, and its report.
 
-step --run, recorded--> program --lower--> XLA module --libtpu--> report
+step --trace--> program --lower--> XLA module --libtpu--> report
 """
 
 import collections
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard.virtual_tpu import hlo, lowering, program, xla
+from tf_cross_shard.virtual_tpu import hlo, program, xla
 from tf_cross_shard.virtual_tpu import strategy as strategy_lib
 
 
@@ -121,39 +121,29 @@ def compile_for(
     ValueError: If there is no such topology, if its number of devices is not
       the number of replicas, or if `fn` does not call `strategy.run` exactly
       once.
-    TypeError: If `fn` cannot be called or `strategy` is of another kind.
     ImportError: If libtpu or jaxlib is missing or of an untested version.
     TPUCompileError: If a TPU cannot run the step.
   """
-  if not callable(fn):
-    raise TypeError(f"`fn` must be a function; got {fn!r}.")
   where = xla.topology(topology)
-  virtual = strategy_lib.VirtualTPUStrategy
   if strategy is None:
-    current = tf.distribute.get_strategy()
-    is_virtual = isinstance(current, virtual)
-    size = num_replicas or len(where.devices)
-    strategy = current if is_virtual else virtual(size)
-  elif not isinstance(strategy, virtual):
-    raise TypeError(
-      "`strategy` must be a VirtualTPUStrategy, under which the variables of"
-      f" `fn` were made; got {type(strategy).__name__}."
-    )
+    virtual = strategy_lib.VirtualTPUStrategy
+    strategy = tf.distribute.get_strategy()
+    if not isinstance(strategy, virtual):
+      strategy = virtual(num_replicas or len(where.devices))
   if num_replicas is not None:
     _check_size(where, "num_replicas", num_replicas)
   _check_size(where, "strategy", strategy.num_replicas_in_sync)
-  step, arguments = _record(fn, args, strategy)
+  step = _trace(fn, args, strategy)
   _check_size(where, "fn", step.replicas.num_replicas)
-  shapes = [spec.shape for spec in arguments.specs]
-  shapes += [tensor.shape for tensor in step.traced.captured]
+  inputs = step.traced.function.inputs
+  shapes = [x.shape for x in inputs if x.dtype != tf.resource]
   for shape in shapes:
     if not shape.is_fully_defined():
       raise ValueError(
         "`args` must have known shapes, for a TPU program is compiled for one"
         f" shape; got {shape}. Give for example tf.TensorSpec([8, 64])."
       )
-  lowered = lowering.lower(step.traced, shapes)
-  executable, seconds = xla.compile_for_tpu(lowered.module, where)
+  executable, seconds = xla.compile_for_tpu(step.lower(shapes).module, where)
   [module] = executable.hlo_modules()
   memory = executable.get_compiled_memory_stats()
   optimized = hlo.Module(module.as_serialized_hlo_module_proto())
@@ -174,11 +164,11 @@ def compile_for(
   )
 
 
-def _record(
+def _trace(
   fn: Callable[..., Any],
   args: Sequence[Any],
   strategy: strategy_lib.VirtualTPUStrategy,
-) -> tuple[program.Program, program.RunArguments]:
+) -> program.Program:
   """The one program that a step runs, without running it."""
   specs = [
     tf.TensorSpec(arg.shape, arg.dtype)
@@ -186,23 +176,21 @@ def _record(
     else arg
     for arg in args
   ]
-  recorded: list[tuple[program.Program, program.RunArguments]] = []
   # A tf.function that was traced before would not call `run` again.
   fn = getattr(fn, "python_function", fn)
   on_host = tf.function(lambda *tensors: fn(*tensors))
   on_replicas = tf.function(lambda *tensors: strategy.run(fn, tensors))
-  with program.recording(lambda *step: recorded.append(step)):
-    try:
-      on_replicas.get_concrete_function(*specs)
-    except strategy_lib.NestedRunError:
-      recorded.clear()
-      on_host.get_concrete_function(*specs)
-  if len(recorded) != 1:
+  try:
+    traced = on_replicas.get_concrete_function(*specs)
+  except strategy_lib.NestedRunError:
+    traced = on_host.get_concrete_function(*specs)
+  programs = program.programs_of(traced.graph)
+  if len(programs) != 1:
     raise ValueError(
       "`fn` must be one step: the function that strategy.run receives, or one"
-      f" that calls strategy.run once; it called it {len(recorded)} times."
+      f" that calls strategy.run once; it called it {len(programs)} times."
     )
-  return recorded[0]
+  return programs[0]
 
 
 def _check_size(where: xla.Topology, name: str, count: int) -> None:

@@ -114,28 +114,18 @@ def deal(
   _check(dataset, 0)
 
   @tf.autograph.experimental.do_not_convert
-  def tensors(*element: Any) -> Any:
-    # A window of None cannot be read.
-    return tuple(x for x in tf.nest.flatten(element) if x is not None)
-
-  @tf.autograph.experimental.do_not_convert
   def parts(*windows: Any) -> Any:
     # One by one, because `batch` would require that all have one shape.
-    window = tf.data.Dataset.zip(windows)
+    window = tf.data.Dataset.zip(tuple(tf.nest.flatten(windows)))
     elements = [
       window.skip(i).take(1).get_single_element() for i in range(num_replicas)
     ]
-    dealt = map(_per_replica, *elements)
-    leaves = [
-      None if isinstance(spec, structure.NoneTensorSpec) else next(dealt)
-      for spec in tf.nest.flatten(dataset.element_spec)
-    ]
+    leaves = list(map(_per_replica, *elements))
     return tf.nest.pack_sequence_as(dataset.element_spec, leaves)
 
   plain = dataset
   if num_replicas > 1:
-    windows = dataset.map(tensors).window(num_replicas, drop_remainder=True)
-    plain = windows.map(parts)
+    plain = dataset.window(num_replicas, drop_remainder=True).map(parts)
   return SplitDataset(plain.prefetch(_buffer_size(options)))
 
 

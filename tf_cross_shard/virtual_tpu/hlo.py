@@ -69,17 +69,14 @@ class Module:
     """The module in a form that all compilers take.
 
     StableHLO has no copy operation. A reshape to the same shape does the same;
-    the compiler makes the copies that it needs. Sums in the name scopes of
-    `replica_context` become what they stand for.
+    the compiler makes the copies that it needs. A sum in the name scope of
+    `replica_context` becomes the exchange that it stands for.
     """
     for instruction in self._by_id.values():
       if instruction.opcode == "copy":
         instruction.opcode = "reshape"
-      if instruction.opcode != "all-reduce":
-        continue
-      if replica_context.FLOAT64_SUM in instruction.metadata.op_name:
-        self._sum_float64(instruction)
-      if replica_context.ALL_TO_ALL in instruction.metadata.op_name:
+      is_sum = instruction.opcode == "all-reduce"
+      if is_sum and replica_context.ALL_TO_ALL in instruction.metadata.op_name:
         instruction.opcode = "all-to-all"
         instruction.dimensions[:] = [0]
         del instruction.called_computation_ids[:]
@@ -92,14 +89,6 @@ class Module:
       instruction.metadata.op_name or instruction.name
       for instruction in self._by_id.values()
       if any(True in x.is_dynamic_dimension for x in _leaves(instruction.shape))
-    ]
-
-  def custom_calls(self) -> list[str]:
-    """Targets of calls to code that XLA does not compile itself."""
-    return [
-      instruction.custom_call_target
-      for instruction in self._by_id.values()
-      if instruction.opcode == "custom-call"
     ]
 
   def collectives(self, num_replicas: int) -> list[Collective]:
@@ -125,23 +114,6 @@ class Module:
         )
       )
     return collectives
-
-  def _sum_float64(self, reduce: Any) -> None:
-    """Makes an all-reduce of words sum the numbers that they encode."""
-    words = self._by_id[reduce.operand_ids[0]]
-    numbers = self._by_id[words.operand_ids[0]]
-    reduce.operand_ids[0] = numbers.id
-    reduce.shape.CopyFrom(numbers.shape)
-    for back in self._by_id.values():
-      if reduce.id in back.operand_ids and back.opcode == "bitcast-convert":
-        back.opcode = "reshape"
-    for computation in self._proto.computations:
-      if computation.id not in reduce.called_computation_ids:
-        continue
-      shape = computation.program_shape
-      inner = [instruction.shape for instruction in computation.instructions]
-      for word in (*inner, *shape.parameters, shape.result):
-        word.element_type = xla_data_pb2.PrimitiveType.F64
 
 
 def _leaves(shape: Any) -> Iterator[Any]:

@@ -70,16 +70,12 @@ def trace(
   known: Callable[[], Sequence[replica_variable.ReplicaVariable]],
 ) -> Traced:
   """Builds the graph of a replica's function."""
-  for spec in specs:
-    _check_dtype(spec.dtype, "an argument")
 
   def marked(*tensors: tf.Tensor) -> Any:
     replica_context.mark_replica_program()
     outputs = fn(*tensors)
     flat = tf.nest.flatten(outputs, expand_composites=True)
     flat = [tensor for tensor in flat if tensor is not None]
-    for tensor in flat:
-      _check_dtype(tensor.dtype, "an output")
     if not flat:
       return outputs
     # XLA leaves outputs that it knows at compile time out of the module, and
@@ -95,9 +91,10 @@ def trace(
     function = tf.function(marked, autograph=False, jit_compile=True)
     return function.get_concrete_function(*specs)
 
-  before = len(known())
+  # Not their number: others may be collected meanwhile.
+  before = {variable._unique_id for variable in known()}
   function = build()
-  if len(known()) > before:
+  if any(variable._unique_id not in before for variable in known()):
     # As tf.function does: the first trace makes variables, such as optimizer
     # state, and Python code may have branched on their absence.
     function = build()
@@ -105,7 +102,6 @@ def trace(
   captures: list[tf.Tensor | replica_variable.ReplicaVariable] = []
   for tensor in function.captured_inputs:
     if tensor.dtype != tf.resource:
-      _check_dtype(tensor.dtype, "a captured tensor")
       captures.append(tensor)
     elif id(tensor) in by_handle:
       captures.append(by_handle[id(tensor)])
@@ -197,25 +193,10 @@ def _check_module(module: hlo.Module, num_parameters: int) -> None:
       " Replace tf.boolean_mask, tf.where with one argument, tf.unique and the"
       " like by tf.where with three arguments, or by a weight of 0."
     )
-  calls = module.custom_calls()
-  if calls:
-    raise TPUCompileError(
-      f"The virtual TPU cannot run {', '.join(sorted(set(calls)))}: for CPUs"
-      " XLA calls other code there. Do this step outside `strategy.run`."
-    )
   if module.num_parameters != num_parameters:
     raise TPUCompileError(
       f"TensorFlow lowered {num_parameters} inputs to"
       f" {module.num_parameters} parameters. A tensor from outside"
       " `strategy.run` may be needed as a shape or an axis there: pass a number"
       " instead."
-    )
-
-
-def _check_dtype(dtype: tf.DType, where: str) -> None:
-  """Raises an error for a dtype that only hosts have."""
-  if dtype in (tf.string, tf.variant, tf.resource):
-    raise TPUCompileError(
-      f"A TPU has no dtype {dtype.name}, which {where} of the replica's"
-      " function has. Convert it outside `strategy.run`."
     )

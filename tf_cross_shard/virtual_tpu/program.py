@@ -8,12 +8,10 @@ inputs of the program. All others (numbers, flags, None, models) are part of
 it: another value is another program.
 """
 
-import contextlib
-import contextvars
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -24,11 +22,8 @@ from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.virtual_tpu import lowering, xla
 
 PerReplica = tuple[tf.Tensor, ...]
-Recorder = Callable[["Program", "RunArguments"], Any]
+Shapes = Sequence[tf.TensorShape]
 _PROGRAMS: Final = "tf_cross_shard_programs"
-# Is passed programs that are added to functions, and then not compiled.
-_recorder = contextvars.ContextVar[Recorder | None]("recorder", default=None)
-recorder = _recorder.get
 
 
 class RunArguments:
@@ -104,20 +99,28 @@ class Program:
   def __init__(self, traced: lowering.Traced, replicas: Replicas) -> None:
     self.traced = traced
     self.replicas = replicas
-    self._compiled: dict[Any, tuple[lowering.Lowered, xla.Executable]] = {}
+    self._lowered: dict[Any, lowering.Lowered] = {}
+    self._executables: dict[Any, xla.Executable] = {}
 
-  def compile(self, shapes: Sequence[tf.TensorShape]) -> Any:
-    """The compiled form for arguments of these shapes; compiles it once."""
-    key = tuple(tuple(shape) for shape in shapes)
-    if key not in self._compiled:
-      lowered = lowering.lower(self.traced, shapes)
+  def lower(self, shapes: Shapes) -> lowering.Lowered:
+    """The XLA module for arguments of these shapes; lowers once."""
+    key = tuple(map(tuple, shapes))
+    if key not in self._lowered:
+      self._lowered[key] = lowering.lower(self.traced, shapes)
+    return self._lowered[key]
+
+  def compile(self, shapes: Shapes) -> xla.Executable:
+    """The compiled form for arguments of these shapes; compiles once."""
+    key = tuple(map(tuple, shapes))
+    if key not in self._executables:
+      lowered = self.lower(shapes)
       outputs = [
         (tuple(output.shape), output.dtype.as_numpy_dtype)
         for output in (*lowered.outputs, *lowered.updated)
       ]
-      executable = self.replicas.client.compile(lowered.module, outputs)
-      self._compiled[key] = lowered, executable
-    return self._compiled[key]
+      client = self.replicas.client
+      self._executables[key] = client.compile(lowered.module, outputs)
+    return self._executables[key]
 
   def __call__(self, *arguments: PerReplica) -> list[PerReplica]:
     """Runs one step on all replicas."""
@@ -125,7 +128,8 @@ class Program:
       _check_alike("dtype", [tensor.dtype.name for tensor in argument])
       _check_alike("shape", [tuple(tensor.shape) for tensor in argument])
     with self.replicas.lock:
-      lowered, executable = self.compile([x[0].shape for x in arguments])
+      shapes = [x[0].shape for x in arguments]
+      lowered, executable = self.lower(shapes), self.compile(shapes)
       client = self.replicas.client
       # All is in place before the first variable's memory is handed over.
       put = [
@@ -146,22 +150,20 @@ class Program:
         variable.replace(copies)
       return [
         tuple(
-          tf.constant(np.array(buffers.to_numpy(i)), spec.dtype)
+          tf.constant(np.array(xla.to_numpy(buffers, i)), spec.dtype)
           for i in range(client.num_replicas)
         )
         for buffers, spec in zip(results, lowered.outputs, strict=False)
       ]
 
-  def as_operation(
-    self, arguments: Sequence[PerReplica], compile_now: bool = True
-  ) -> list[PerReplica]:
+  def as_operation(self, arguments: Sequence[PerReplica]) -> list[PerReplica]:
     """Adds an operation that runs a step to the function being built."""
     count, results = self.replicas.num_replicas, self.traced.function.outputs
     shapes = [tensors[0].shape for tensors in arguments]
-    if compile_now and all(shape.is_fully_defined() for shape in shapes):
+    if all(shape.is_fully_defined() for shape in shapes):
       with tf.init_scope():
-        if tf.executing_eagerly():
-          self.compile(shapes)
+        if tf.executing_eagerly():  # What a TPU cannot run is an error now.
+          self.lower(shapes)
 
     # TensorFlow keeps what a py_function calls as long as the process lives.
     # The program shall live only as long as the function being built.
@@ -262,14 +264,10 @@ def pack_results(structure: Any, outputs: Sequence[PerReplica]) -> Any:
   return distribute_utils.regroup(tuple(map(pack, *outputs)))
 
 
-@contextlib.contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
-  """Passes `recorder` the programs that this thread adds to functions."""
-  token = _recorder.set(recorder)
-  try:
-    yield
-  finally:
-    _recorder.reset(token)
+def programs_of(graph: tf.Graph) -> list[Program]:
+  """The programs that a function, or one within it, has operations of."""
+  programs: list[Program] = getattr(graph, _PROGRAMS, [])
+  return programs
 
 
 def _is_input(leaf: Any) -> bool:
@@ -310,11 +308,10 @@ def _keep_with_graph(program: Program) -> None:
   """Lets a program live as long as the function that is being built."""
   graph = tf.compat.v1.get_default_graph()
   # Of functions within functions the outermost is sure to stay.
-  while isinstance(getattr(graph, "outer_graph", None), type(graph)):
-    graph = graph.outer_graph
-  if not hasattr(graph, _PROGRAMS):  # A graph has no `__dict__`.
-    setattr(graph, _PROGRAMS, [])
-  getattr(graph, _PROGRAMS).append(program)
+  outer = getattr(graph, "outer_graph", None)
+  while isinstance(outer, tf.__internal__.FuncGraph):
+    graph, outer = outer, outer.outer_graph
+  setattr(graph, _PROGRAMS, [*programs_of(graph), program])
 
 
 def _check_alike(name: str, values: Sequence[Any]) -> None:

@@ -6,9 +6,8 @@ from typing import Any, Final
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
-# The name scope of float64 sums, which `hlo.Module.portable` looks for.
-FLOAT64_SUM: Final = "CrossReplicaSumOfFloat64"
-# And of exchanges, which TensorFlow has no operation for that CPUs lower.
+# The name scope of exchanges, for which TensorFlow has no operation that CPUs
+# lower: `hlo.Module.portable` looks for it.
 ALL_TO_ALL: Final = "CrossReplicaAllToAll"
 _MARK: Final = "tf_cross_shard_replica_program"
 
@@ -34,16 +33,8 @@ def cross_replica_sum(
   tensor: tf.Tensor, group_assignment: Sequence[Sequence[int]]
 ) -> tf.Tensor:
   """Sums a tensor over this replica's group; called in a replica's program."""
-  if tensor.dtype == tf.float64:
-    # TPUs sum float64, but this operation does not take it. It travels as pairs
-    # of words, which `hlo.Module.portable` makes numbers again.
-    if tensor.shape.num_elements() == 0:
-      return tensor
-    with tf.name_scope(FLOAT64_SUM):
-      # Without the barrier XLA turns a constant into words at compile time.
-      [hidden] = gen_xla_ops.xla_optimization_barrier(input=[tensor])
-      words = cross_replica_sum(tf.bitcast(hidden, tf.uint32), group_assignment)
-      return tf.bitcast(words, tf.float64)
+  if tensor.dtype == tf.float64:  # TPUs sum it; this operation does not.
+    return tf.reduce_sum(_gather(tensor, group_assignment), axis=0)
   return gen_xla_ops.xla_all_reduce(
     input=tensor,
     group_assignment=group_assignment,
@@ -69,15 +60,14 @@ class TracedReplicaContext(tf.distribute.ReplicaContext):
   @property
   def replica_id_in_sync_group(self) -> tf.Tensor:
     """This replica's number, an operation of the function being traced."""
-    return tf.cast(gen_xla_ops.xla_replica_id(), tf.int32)
+    return _replica_id()
 
   def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
     """Concatenates the replicas' values."""
-    places = tf.range(self.strategy.num_replicas_in_sync)
 
     def gather(tensor: Any) -> tf.Tensor:
-      parts = self._exchange(tf.convert_to_tensor(tensor), places)
-      return tf.concat(parts, axis)
+      values = _gather(tf.convert_to_tensor(tensor), self._all)
+      return tf.concat(tf.unstack(values), axis)
 
     return tf.nest.map_structure(gather, value)
 
@@ -86,24 +76,40 @@ class TracedReplicaContext(tf.distribute.ReplicaContext):
     tensor = tf.convert_to_tensor(value)
     if tf.get_static_value(tensor) is not None:
       return tensor  # One program: a constant is the same on all replicas.
-    return self._exchange(tensor, tf.range(1))[0]
+    return _gather(tensor, self._all, 1)[0]
 
-  def _exchange(self, tensor: tf.Tensor, places: tf.Tensor) -> list[tf.Tensor]:
-    """The values of the replicas whose numbers are `places`, in order.
+  @property
+  def _all(self) -> list[list[int]]:
+    """One group of all replicas."""
+    return [list(range(self.strategy.num_replicas_in_sync))]
 
-    A sum in which each is in its own place.
-    """
-    dtype = tensor.dtype
-    if dtype.is_complex:
-      parts = tf.math.real(tensor), tf.math.imag(tensor)
-      return list(map(tf.complex, *(self._exchange(x, places) for x in parts)))
-    if dtype.size < 4:  # All of its values are numbers of a wider dtype.
-      wide = tf.cast(tensor, tf.float32 if dtype.is_floating else tf.int32)
-      return [tf.cast(x, dtype) for x in self._exchange(wide, places)]
-    # As words, every bit arrives, and so do dtypes that TPUs do not sum.
-    words = tf.bitcast(tensor, tf.uint32)
-    is_own = places == self.replica_id_in_sync_group
-    own = tf.reshape(is_own, [-1, *[1] * words.shape.rank])
-    spread = tf.where(own, words[None], tf.zeros([], words.dtype))
-    sums = tf.unstack(self.all_reduce("SUM", spread), places.shape[0])
-    return [tf.bitcast(total, dtype) for total in sums]
+
+def _replica_id() -> tf.Tensor:
+  """The number of the replica that runs the program."""
+  return tf.cast(gen_xla_ops.xla_replica_id(), tf.int32)
+
+
+def _gather(
+  tensor: tf.Tensor,
+  group_assignment: Sequence[Sequence[int]],
+  count: int | None = None,
+) -> tf.Tensor:
+  """The values of the group's first `count` members along a new axis 0.
+
+  A sum in which each is in its own place.
+  """
+  dtype = tensor.dtype
+  if dtype.is_complex:
+    parts = tf.math.real(tensor), tf.math.imag(tensor)
+    gathered = (_gather(part, group_assignment, count) for part in parts)
+    return tf.complex(*gathered)
+  if dtype.size < 4:  # All of its values are numbers of a wider dtype.
+    wide = tf.cast(tensor, tf.float32 if dtype.is_floating else tf.int32)
+    return tf.cast(_gather(wide, group_assignment, count), dtype)
+  # As words, every bit arrives, and so do dtypes that TPUs do not sum.
+  words = tf.bitcast(tensor, tf.uint32)
+  members = tf.constant(group_assignment)[:, :count]
+  is_own = tf.reduce_any(members == _replica_id(), axis=0)
+  is_own = tf.reshape(is_own, [-1, *[1] * words.shape.rank])
+  spread = tf.where(is_own, words[None], tf.zeros([], words.dtype))
+  return tf.bitcast(cross_replica_sum(spread, group_assignment), dtype)

@@ -13,16 +13,13 @@ import functools
 import re
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
-from tf_cross_shard.virtual_tpu import replica_context
-
-if TYPE_CHECKING:
-  from tf_cross_shard.virtual_tpu import xla
+from tf_cross_shard.virtual_tpu import replica_context, xla
 
 _Aggregation: Final = tf.VariableAggregation
 
@@ -32,7 +29,7 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
 
   def __init__(self, **kwargs: Any) -> None:
     # Made when the first program needs them.
-    self._copies: xla.Buffers | None = None
+    self._copies: xla.Buffers = None
     # Whether the copies are newer than the host's value.
     self._host_is_behind = False
     # The host's value when it and the copies last agreed.
@@ -99,7 +96,7 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
       ReplicaView(self, i) for i in range(self._replicas.num_replicas)
     )
 
-  def take(self) -> "xla.Buffers":
+  def take(self) -> xla.Buffers:
     """The replicas' copies, for a program to use and replace."""
     with self._replicas.lock:
       if self._copies is None or self._was_assigned():
@@ -110,7 +107,7 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
         self._agreed = self._read_raw()
       return self._copies
 
-  def replace(self, copies: "xla.Buffers") -> None:
+  def replace(self, copies: xla.Buffers) -> None:
     """Takes the copies that a program left."""
     with self._replicas.lock:
       self._copies = copies
@@ -138,12 +135,11 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
   def _value_for_host(self) -> np.ndarray:
     """The value that reading this variable on the host returns."""
     copies = self._copies
-    assert copies is not None
     # Copied: the next program reuses the memory.
     if self._on_read not in (_Aggregation.SUM, _Aggregation.MEAN):
-      return np.array(copies.to_numpy(0))
+      return np.array(xla.to_numpy(copies, 0))
     count = self._replicas.num_replicas
-    total = np.sum([copies.to_numpy(i) for i in range(count)], axis=0)
+    total = np.sum([xla.to_numpy(copies, i) for i in range(count)], axis=0)
     is_mean = self._on_read == _Aggregation.MEAN
     return np.asarray(total / count if is_mean else total, copies.dtype)
 
@@ -170,26 +166,6 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
     return self._on_assign != _Aggregation.NONE and isinstance(
       tf.distribute.get_replica_context(), replica_context.TracedReplicaContext
     )
-
-  def _rows_of_first_replica(self, rows: Any) -> Any:
-    """Replica 0's arguments of a scatter, if the variable says so."""
-    if not self._combines():
-      return rows
-    if self._on_assign != _Aggregation.ONLY_FIRST_REPLICA:
-      raise NotImplementedError(
-        f"{self.name} has aggregation={self._on_assign.name}, by which replicas"
-        " cannot scatter. Use assign_add, or aggregation NONE or"
-        " ONLY_FIRST_REPLICA."
-      )
-    first = tf.distribute.get_replica_context().of_first_replica
-
-    def choose(value: Any) -> Any:
-      if isinstance(value, tf.IndexedSlices):
-        # Its parts may be lists.
-        return tf.IndexedSlices(first(value.values), first(value.indices))
-      return first(value) if tf.is_tensor(value) else value
-
-    return tf.nest.map_structure(choose, rows)
 
   def _prepare_host_assignment(self) -> None:
     """Makes all copies follow the host's next value, unless a replica assigns.
@@ -253,8 +229,11 @@ def _override(name: str) -> None:
   @functools.wraps(method)
   def assign(self: ReplicaVariable, *args: Any, **kwargs: Any) -> Any:
     self._prepare_host_assignment()
-    if "scatter" in name:
-      args, kwargs = self._rows_of_first_replica((args, kwargs))
+    if self._combines():
+      raise NotImplementedError(
+        f"{self.name} has aggregation={self._on_assign.name}, by which replicas"
+        f" cannot {name}. Use assign or assign_add, or aggregation NONE."
+      )
     return method(self, *args, **kwargs)
 
   setattr(ReplicaVariable, name, assign)
@@ -284,7 +263,7 @@ class ReplicaView:
   def numpy(self) -> np.ndarray:
     """The value."""
     with self._variable.distribute_strategy.extended.replicas.lock:
-      return np.array(self._variable.take().to_numpy(self._replica))
+      return np.array(xla.to_numpy(self._variable.take(), self._replica))
 
   def read_value(self) -> tf.Tensor:
     """The value, as a tensor."""
@@ -299,25 +278,6 @@ class ReplicaView:
       values[self._replica] = tensor.numpy()
       self._variable.set_copies(values)
     return self
-
-  def assign_add(self, delta: Any) -> "ReplicaView":
-    """Adds to this copy."""
-    return self.assign(self + delta)
-
-  def assign_sub(self, delta: Any) -> "ReplicaView":
-    """Subtracts from this copy."""
-    return self.assign(self - delta)
-
-  def __add__(self, other: Any) -> tf.Tensor:
-    return self.read_value() + other
-
-  def __sub__(self, other: Any) -> tf.Tensor:
-    return self.read_value() - other
-
-  def __mul__(self, other: Any) -> tf.Tensor:
-    return self.read_value() * other
-
-  __radd__, __rmul__ = __add__, __mul__
 
   def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
     return self.numpy() if dtype is None else self.numpy().astype(dtype)

@@ -198,7 +198,6 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
     self, fn: Callable[..., Any], args: Any, kwargs: Any
   ) -> Any:
     arguments = program.RunArguments(args, kwargs, self._num_replicas_in_sync)
-    recorder = program.recorder()
     if tf.executing_eagerly():
       with self._tracing:
         step = self._programs.get(
@@ -207,11 +206,7 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
       outputs = step(*arguments.with_captured(step.traced))
     else:
       step = self._trace(fn, arguments)
-      if recorder is not None:
-        recorder(step, arguments)
-      outputs = step.as_operation(
-        arguments.with_captured(step.traced), compile_now=recorder is None
-      )
+      outputs = step.as_operation(arguments.with_captured(step.traced))
     return program.pack_results(step.traced.structure, outputs)
 
   def _trace(

@@ -56,19 +56,14 @@ def require(distribution: str) -> None:
     )
 
 
-class Buffers:
-  """One array per replica, in the replicas' memory."""
-
-  def __init__(self, array: Any) -> None:
-    self.array = array  # A jax.Array, which executables take.
-    self.dtype = array.dtype
-
-  def to_numpy(self, replica: int) -> np.ndarray:
-    """A view of one replica's array; the next step overwrites it."""
-    return np.asarray(self.array._arrays[replica])
-
-
+# A jax.Array with one array per replica, in the replicas' memory.
+Buffers = Any
 Executable = Callable[[Sequence[Buffers]], list[Buffers]]
+
+
+def to_numpy(buffers: Buffers, replica: int) -> np.ndarray:
+  """A view of one replica's array; the next step overwrites it."""
+  return np.asarray(buffers._arrays[replica])
 
 
 class Client:
@@ -104,10 +99,8 @@ class Client:
           arrays, self._shardings, self._devices, strict=True
         )
       ]
-      return Buffers(
-        self._array.ArrayImpl(
-          aval, self._sharding, parts, committed=True, _skip_checks=True
-        )
+      return self._array.ArrayImpl(
+        aval, self._sharding, parts, committed=True, _skip_checks=True
       )
 
   def compile(
@@ -134,11 +127,11 @@ class Client:
       ]
 
     def run(arguments: Sequence[Buffers]) -> list[Buffers]:
-      results = loaded.execute_sharded([x.array for x in arguments])
-      outputs = results.consume_with_handlers(handlers)
+      results = loaded.execute_sharded(arguments)
+      outputs: list[Buffers] = results.consume_with_handlers(handlers)
       for output in outputs:
         output.block_until_ready()
-      return [Buffers(output) for output in outputs]
+      return outputs
 
     return run
 
