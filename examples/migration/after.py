@@ -83,7 +83,8 @@ def program() -> tuple[Any, Any]:
   step = tf.Variable(0, trainable=False)  # From now on it is `iterations`.
   rate = v1.train.exponential_decay(0.2, step, decay_steps=20, decay_rate=0.5)
   optimizer = v1.train.MomentumOptimizer(rate, momentum=0.9)
-  return model, migration.from_v1(v1.tpu.CrossShardOptimizer(optimizer))
+  optimizer = v1.tpu.CrossShardOptimizer(optimizer)
+  return model, migration.from_v1(optimizer, loss_averaged_over="replica")
 
 
 def losses_of_before() -> dict[int, float]:

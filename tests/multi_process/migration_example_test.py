@@ -93,6 +93,7 @@ def test_after_goes_on_as_before_does(
   output = after(checkpoint, "--strategy=mirrored")
   assert_goes_on(output, trained[1])
   assert "converted: 9 variables" in output
+  assert "WARNING:absl" not in output
   assert re.search(r"kernel/momentum +hidden/kernel/Momentum", output)
 
 

@@ -69,9 +69,13 @@ def rows(table: str) -> list[list[str]]:
 
 
 def run(program: str, folder: Path, **environment: str) -> str:
-  """Runs a program in a process of its own; returns its output."""
+  """Runs a program in a process of its own; returns its output.
+
+  It logs no warning of this package.
+  """
   (folder / "program.py").write_text(program)
   printed = programs.run(["program.py"], folder, **environment)
+  assert "WARNING:absl" not in printed, printed
   return re.sub("(?m)^WARNING:.*\n", "", printed)
 
 

@@ -6,6 +6,9 @@ import logging
 import pathlib
 import re
 from collections.abc import Iterator
+from unittest import mock
+
+from tensorflow.python.data.ops import debug_mode
 
 import tf_cross_shard
 
@@ -70,7 +73,9 @@ def check(page: str, program: str, folder: pathlib.Path) -> None:
     assert "set_logical_device_configuration" in program
   names: dict[str, object] = {"__name__": "__main__"}
   printed = io.StringIO()
-  with contextlib.redirect_stdout(printed), no_warnings():
+  # What a page switches on in tf.data is off again for other tests.
+  debug = mock.patch.object(debug_mode, "DEBUG_MODE", False)
+  with contextlib.redirect_stdout(printed), no_warnings(), debug:
     # From a file, because tf.function reads the source of what it traces.
     (folder / "program.py").write_text(program)
     exec(compile(program, str(folder / "program.py"), "exec"), names)

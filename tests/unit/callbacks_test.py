@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from absl import logging as absl_logging
+from google.protobuf import struct_pb2
 
 from tests.support import replica_state_cases as cases
 from tests.support import testbed
@@ -511,18 +512,41 @@ def test_curves_of_groups(run: _Run) -> None:
       assert value > 0
 
 
-def _curves(folder: pathlib.Path) -> dict[str, list[float]]:
+def _curves(folder: pathlib.Path) -> dict[str, Any]:
   """What TensorBoard reads of a run, by tag."""
   [file] = folder.iterdir()
-  curves: dict[str, list[float]] = {}
+  curves: dict[str, Any] = {}
   for event in tf.compat.v1.train.summary_iterator(str(file)):
     for value in event.summary.value:
+      if value.tag == HPARAMS:
+        assert value.tag not in curves
+        assert value.metadata.plugin_data.plugin_name == "hparams"
+        curves[value.tag] = _hparams(value.metadata.plugin_data.content)
+        continue
       points = curves.setdefault(value.tag, [])
       assert event.step == len(points)
       if not points:
         assert value.metadata.plugin_data.plugin_name == "scalars"
       points.append(float(tf.make_ndarray(value.tensor)))
   return curves
+
+
+HPARAMS = "_hparams_/session_start_info"
+# What hp.hparams({"group": "lr=0.5", "learning_rate": 0.5}) of TensorBoard 2.21
+# wrote; behind the map stand a name and a time.
+OF_TENSORBOARD = (
+  b"\x1az\n\x1a\n\rlearning_rate\x12\t\x11\x00\x00\x00\x00\x00\x00\xe0?"
+  b"\n\x11\n\x05group\x12\x08\x1a\x06lr=0.5"
+  b'"@29c07d381544f7d2722c92648512f13369245cd608b854c16c9b15a245b036d1'
+  b")\x92\xfe\x88\xf6\xe3\xc0\xdaA"
+)
+
+
+def _hparams(content: bytes) -> dict[str, Any]:
+  """The hyperparameters in what a run has for the HParams plugin."""
+  assert content[0] == 0x1A
+  field = tf.train.BytesList.FromString(b"\x0a" + content[1:])
+  return dict(struct_pb2.Struct.FromString(field.value[0]))
 
 
 # ----------------------------------------------------------- the other Keras
@@ -967,6 +991,10 @@ def test_groups_are_named_by_their_rates(tmp_path: pathlib.Path) -> None:
   assert set(runs) == {"lr=0.5", "lr=0.0003", "ensemble"}
   assert runs["lr=0.0003"]["val_loss"] == [2.0]
   assert runs["lr=0.0003"]["learning_rate"] == [np.float32(3e-4)]
+  known = {"group": "lr=0.5", "learning_rate": 0.5}
+  assert runs["lr=0.5"][HPARAMS] == _hparams(OF_TENSORBOARD) == known
+  assert runs["lr=0.0003"][HPARAMS]["group"] == "lr=0.0003"
+  assert HPARAMS not in runs["ensemble"]
 
 
 def test_a_loss_that_differs_by_group_is_each_groups_own() -> None:

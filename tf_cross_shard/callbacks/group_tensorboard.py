@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
+from google.protobuf import struct_pb2
 
 from tf_cross_shard.callbacks import base
 from tf_cross_shard.inner_optimizer import optimizer_state
@@ -30,6 +31,8 @@ class GroupTensorBoard(base.GroupCallback):
       drift_i = sqrt(mean over all elements of (w_i - mean_j w_j)**2)
 
   `noise_scale` and `gradient_norm` are written where the optimizer has them.
+  TensorBoard's HParams page has a row for each group: its name, as `group`, and
+  its `learning_rate` when the first epoch ended.
 
   >>> import os, tempfile
   >>> from tf_cross_shard import callbacks
@@ -104,6 +107,11 @@ class GroupTensorBoard(base.GroupCallback):
       self._writers[run] = tf.summary.create_file_writer(
         os.path.join(self._log_dir, run)
       )
+      if run != "ensemble":
+        hparams = {"group": run, "learning_rate": scalars["learning_rate"]}
+        with self._writers[run].as_default(step=0):
+          tag = "_hparams_/session_start_info"
+          tf.summary.write(tag, tf.zeros([0]), metadata=_hparams(hparams))
     with self._writers[run].as_default(step=epoch):
       for tag, value in scalars.items():
         # As tf.summary.scalar does, which needs TensorBoard to be installed.
@@ -125,6 +133,21 @@ class GroupTensorBoard(base.GroupCallback):
     values = strategy.experimental_local_results(self._run_rates())
     rates = copies.copies.gather([value.numpy() for value in values])
     return [float(rates[members[0]]) for members in copies.groups]
+
+
+def _hparams(values: dict[str, Any]) -> tf.compat.v1.SummaryMetadata:
+  """Returns what hp.hparams() of TensorBoard writes, without TensorBoard.
+
+  The plugin's data have in field 3 a message that is, in bytes, a Struct.
+  """
+  struct = struct_pb2.Struct()
+  struct.update(values)
+  field = tf.train.BytesList(value=[struct.SerializeToString()])
+  plugin = {
+    "plugin_name": "hparams",
+    "content": b"\x1a" + field.SerializeToString()[1:],  # 3 instead of 1
+  }
+  return tf.compat.v1.SummaryMetadata(plugin_data=plugin)
 
 
 def _drift(copies: group_state.GroupCopies, first: list[int]) -> list[float]:

@@ -17,7 +17,7 @@ _V1Optimizer: Final = tf.compat.v1.train.Optimizer
 _V1CrossShard: Final = tf.compat.v1.tpu.CrossShardOptimizer
 
 
-def from_v1(opt: Any) -> Any:
+def from_v1(opt: Any, loss_averaged_over: str | None = None) -> Any:
   """Makes a CrossShardOptimizer that computes what `opt` computed.
 
   `opt` is an optimizer of `tf.compat.v1.train`, or one in a
@@ -59,6 +59,8 @@ def from_v1(opt: Any) -> Any:
       the table itself and none derived from it, or a
       `tf.compat.v1.tpu.CrossShardOptimizer` around such a one, whose
       `reduction`, `group_assignment` and name are kept.
+    loss_averaged_over: As of CrossShardOptimizer. Version 1's losses were
+      averaged over a `"replica"`; `fit` of Keras needs None.
 
   Returns:
     A CrossShardOptimizer of the Keras that `tf.keras` is; its reduction is
@@ -84,7 +86,9 @@ def from_v1(opt: Any) -> Any:
     }
     opt = opt._opt
   keras_package = "tf_keras" if versions.uses_tf_keras() else "keras"
-  return _ours(keras_package).CrossShardOptimizer(opt, **arguments)
+  return _ours(keras_package).CrossShardOptimizer(
+    opt, loss_averaged_over=loss_averaged_over, **arguments
+  )
 
 
 def convert_optimizer(opt: Any, keras_package: str) -> Any:
