@@ -69,7 +69,8 @@ class RowSum:
   """The sum of a table's row-sparse gradients: the rows that occurred.
 
   Attributes:
-    variables: The rows [k, width] and their indices [k].
+    variables: The rows [1 + k, width] and their indices [1 + k]. The first is
+      none: workers cannot make variables without elements.
   """
 
   def __init__(self, values: Any, indices: Any, shape: Sequence[int]) -> None:
@@ -89,13 +90,14 @@ class RowSum:
 
   def _set(self, rows: tf.IndexedSlices) -> None:
     values, indices = map(variables_lib.native, self.variables)
-    values.assign(rows.values)
-    indices.assign(rows.indices)
+    values.assign(tf.concat([values[:1], rows.values], 0))
+    indices.assign(tf.concat([indices[:1], rows.indices], 0))
 
   def _with(self, grad: Any) -> tf.IndexedSlices:
     """Returns the rows so far with those of a gradient."""
-    values, indices = map(
-      tf.convert_to_tensor, map(variables_lib.native, self.variables)
+    values, indices = (
+      tf.convert_to_tensor(variables_lib.native(variable))[1:]
+      for variable in self.variables
     )
     if grad is not None:
       if not isinstance(grad, tf.IndexedSlices):
@@ -223,9 +225,9 @@ class OwnWindow(Window):
     name = f"gradient_sum/{variables_lib.path_of(variable)}"
     return RowSum(
       self._make(
-        np.zeros([0, *width]), native.dtype, f"{name}/rows", [None, *width]
+        np.zeros([1, *width]), native.dtype, f"{name}/rows", [None, *width]
       ),
-      self._make(np.zeros([0]), tf.int64, f"{name}/indices", [None]),
+      self._make(np.zeros([1]), tf.int64, f"{name}/indices", [None]),
       native.shape.as_list(),
     )
 
