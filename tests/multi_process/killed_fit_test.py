@@ -52,8 +52,8 @@ def test_killed_at_every_place_of_every_epoch(
       code = killed_fit.run(killed, (epoch, place), patience, min_delta)
       assert code == -signal.SIGKILL, (epoch, place)
   assert killed_fit.run(killed, None, patience, min_delta) == 0
-  found, its_arrays = _outcome(killed)
-  assert found == history
+  its_history, its_arrays = _outcome(killed)
+  assert its_history == history
   assert its_arrays.keys() == arrays.keys()
   assert [name for name in arrays if its_arrays[name] != arrays[name]] == []
 

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard import CrossShardOptimizer, callbacks, schedules
+from tf_cross_shard.variables import native
 
 EPOCHS, STEPS = 5, 4
 GROUPS = [[0], [1]]
@@ -101,13 +102,10 @@ def _train(
       _Kill("backup", at),
     ],
   )
-  variables = [*model.variables, *optimizer.variables]
   values = [
     copy.numpy()
-    for variable in variables
-    for copy in strategy.experimental_local_results(
-      getattr(variable, "value", variable)
-    )
+    for variable in map(native, [*model.variables, *optimizer.variables])
+    for copy in strategy.experimental_local_results(variable)
   ]
   numbers = (stop.best, stop.best_epoch, stop.stopped_epoch, keep.best)
   np.savez(

@@ -348,10 +348,16 @@ def _logs(epoch: int, name: str, sign: float = 1.0) -> dict[str, float]:
   }
 
 
-def test_each_group_stops_as_keras_would_stop_it() -> None:
+@pytest.mark.parametrize(
+  ("min_delta", "right"),
+  [(0.0, [(2, 4, 1.0), (4, 6, 7.0)]), (1.0, [(2, 4, 1.0), (0, 2, 9.0)])],
+)
+def test_each_group_stops_as_keras_would_stop_it(
+  min_delta: float, right: Any
+) -> None:
   """By hand, with metrics that are known; the best weights to the bit."""
   model = _grouped("mirrored")
-  stop = callbacks.GroupEarlyStopping(patience=2)
+  stop = callbacks.GroupEarlyStopping(patience=2, min_delta=min_delta)
   stop.set_model(model)
   stop.on_train_begin()
   model.stop_training = False
@@ -363,7 +369,7 @@ def test_each_group_stops_as_keras_would_stop_it() -> None:
   stop.on_train_end()
   plain = []
   for series in SERIES:
-    keras = tf.keras.callbacks.EarlyStopping(patience=2)
+    keras = tf.keras.callbacks.EarlyStopping(patience=2, min_delta=min_delta)
     lonely = _compile(_network(), "sgd")
     keras.set_model(lonely)
     keras.on_train_begin()
@@ -373,11 +379,10 @@ def test_each_group_stops_as_keras_would_stop_it() -> None:
         break
     plain.append((keras.best_epoch, keras.stopped_epoch, float(keras.best)))
     lonely.stop_training = False
-  assert plain == [(2, 4, 1.0), (4, 6, 7.0)]
-  assert stop.best_epoch == [each[0] for each in plain]
-  assert stop.stopped_epoch == [each[1] for each in plain]
-  assert stop.best == [each[2] for each in plain]
-  assert epoch == 6
+  assert plain == right
+  ours = zip(stop.best_epoch, stop.stopped_epoch, stop.best, strict=True)
+  assert list(ours) == plain
+  assert epoch == max(stop.stopped_epoch)
   for variable in model.weights:
     found = testbed.copies(variable)
     for i, members in enumerate(CROSSED):
@@ -701,16 +706,20 @@ def test_resumed_at_every_epoch_is_not_interrupted(
 
 @pytest.mark.tf_keras_mode
 def test_the_best_of_an_earlier_run_is_kept(tmp_path: pathlib.Path) -> None:
-  """Where only one group improves, too; and a folder is made."""
+  """Where only one group improves, too; and a folder is made.
+
+  Something is kept of a group that has never had a number, too.
+  """
   path, model = tmp_path / "new" / "folder" / "best", _grouped("pair", PAIR)
-  for run, logs in enumerate([(0.5, 0.1), (0.25, 4.0), (9.0, 9.0)]):
+  values = [(0.5, np.nan), (9.0, 0.1), (0.25, 4.0), (9.0, 9.0)]
+  for run, logs in enumerate(values):
     [keep] = _begin(model, callbacks.GroupCheckpoint(path))
     model.layers[-1].bias.assign(np.full(2, 10.0 * run))
     keep.on_epoch_end(0, {f"val_loss/group_{i}": logs[i] for i in (0, 1)})
+    replica_state.restore(path, model.optimizer, model)
   assert keep.best == [0.25, 0.1]
-  replica_state.restore(path, model.optimizer, model)
   bias = testbed.copies(model.layers[-1].bias)
-  np.testing.assert_array_equal(bias, [[10.0, 10.0], [0.0, 0.0]])
+  np.testing.assert_array_equal(bias, [[20.0, 20.0], [10.0, 10.0]])
 
 
 def test_a_file_of_another_run(tmp_path: pathlib.Path) -> None:
@@ -921,7 +930,10 @@ def test_rates_are_lowered_as_keras_lowers_them(
   model = _with_rates(rates, traces)
   data = tf.data.Dataset.from_tensors((tf.ones([2, 1]), tf.ones([2, 1])))
   testbed.fit(model, data)  # So that a step is traced before.
-  options = {"patience": 1, "factor": 0.5, "cooldown": 1, "min_lr": 0.125}
+  options = {
+    **{"patience": 1, "factor": 0.5, "min_delta": 1.0},
+    **{"cooldown": 1, "min_lr": 0.125},
+  }
   lower = callbacks.GroupReduceLROnPlateau(**options)
   lower.set_model(model)
   testbed.fit(model, data)

@@ -239,7 +239,7 @@ def test_a_restored_run_goes_on_to_the_bit(
   groups = [[0], [1]] if where == "pair" else PAIRS
   # The random numbers of tf_keras are not variables of the model.
   has_own = package is keras3 and where != "pair"
-  one, other = (
+  source, target = (
     cases.Training(
       strategy,
       groups,
@@ -253,38 +253,38 @@ def test_a_restored_run_goes_on_to_the_bit(
     )
     for seed in (1, 2)
   )
-  one.steps(0, 10)
-  other.steps(0, 3)
+  source.steps(0, 10)
+  target.steps(0, 3)
   cases.spread(
-    one.optimizer.skipped_steps,
-    [one.optimizer.groups.index_of(r) + 1 for r in range(one.replicas)],
+    source.optimizer.skipped_steps,
+    [source.optimizer.groups.index_of(r) + 1 for r in range(source.replicas)],
   )
-  one.optimizer.learning_rate = 0.25
-  saved = one.state()
-  one.save(tmp_path / "a")
-  assert not cases.same(saved, one.state())
-  assert len(cases.same(saved, other.state())) > (10 if has_own else 4)
-  other.restore(tmp_path / "a")
-  assert not cases.same(saved, other.state())
-  found = replica_state.group_values(
-    other.optimizer.skipped_steps, other.optimizer
+  source.optimizer.learning_rate = 0.25
+  saved = source.state()
+  source.save(tmp_path / "a")
+  assert not cases.same(saved, source.state())
+  assert len(cases.same(saved, target.state())) > (10 if has_own else 4)
+  target.restore(tmp_path / "a")
+  assert not cases.same(saved, target.state())
+  counts = replica_state.group_values(
+    target.optimizer.skipped_steps, target.optimizer
   )
-  assert _lists(found) == [1, 2]
-  assert float(tf.convert_to_tensor(other.optimizer.learning_rate)) == 0.25
-  for training in (one, other):
+  assert _lists(counts) == [1, 2]
+  assert float(tf.convert_to_tensor(target.optimizer.learning_rate)) == 0.25
+  for training in (source, target):
     training.steps(10, 15)
-  assert not cases.same(one.state(), other.state())
-  replica_state.assert_in_sync(other.optimizer, other.model)
-  [kernel, *_] = other.model.trainable_variables
-  first, second = replica_state.group_values(kernel, other.optimizer)
+  assert not cases.same(source.state(), target.state())
+  replica_state.assert_in_sync(target.optimizer, target.model)
+  [kernel, *_] = target.model.trainable_variables
+  first, second = replica_state.group_values(kernel, target.optimizer)
   assert (first != second).any()
-  for mean in other.model.variables:
+  for mean in target.model.variables:
     if "moving_mean" in mean.name:
       first, second, *_ = replica_state.values(mean)
       assert (first != second).any()  # each replica's own, and restored
   if package is tf_keras:
-    replica_state.average(other.optimizer, other.model, slots=True)
-    for variable in (kernel, other.optimizer.get_slot(kernel, "m")):
+    replica_state.average(target.optimizer, target.model, slots=True)
+    for variable in (kernel, target.optimizer.get_slot(kernel, "m")):
       bits = [value.tobytes() for value in replica_state.values(variable)]
       assert len(bits) == N
       assert len(set(bits)) == 1

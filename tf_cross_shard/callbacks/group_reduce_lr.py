@@ -131,7 +131,7 @@ class GroupReduceLROnPlateau(base.GroupMonitor):
     """Counts evaluations; returns of which groups the rate is to be lowered."""
     wait, cooldown = self._numbers["wait"], self._numbers["cooldown_counter"]
     improved = self.improve(logs)
-    wait[improved | (cooldown > 0)] = 0
+    wait[improved] = 0  # In a cooldown it is 0 already.
     cooldown[cooldown > 0] -= 1
     waits = ~improved & (cooldown == 0)
     wait[waits] += 1
