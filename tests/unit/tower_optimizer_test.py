@@ -448,6 +448,8 @@ def test_a_loss_scale_around() -> None:
   assert float(c) == 7.0
   with pytest.raises(ValueError, match="must not encapsulate a TowerOptimizer"):
     _scaled(TowerOptimizer(CrossShardOptimizer("sgd")))
+  with pytest.raises(ValueError, match=r"factor of the mean .* innermost: Tow"):
+    TowerOptimizer(_scaled(CrossShardOptimizer("sgd")))
 
 
 if __name__ == "__main__":
