@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import tensorflow as tf
 
-from tf_cross_shard import variables as variables_lib
+from tf_cross_shard.variables import is_variable, path_of
 
 if TYPE_CHECKING:  # What editors show; a program may lack one of the Kerases.
   import keras
@@ -55,7 +55,7 @@ def names_arguments(init: _Function) -> _Function:
 
 def check_variable(argument: str, variable: object) -> None:
   """Raises `TypeError` unless a value of `argument` is a variable."""
-  if not variables_lib.is_variable(variable):
+  if not is_variable(variable):
     raise TypeError(
       f"`{argument}` must hold tf.Variable or keras.Variable objects; got"
       f" {_shown(variable)}. Pass the variable itself, not its value."
@@ -71,11 +71,7 @@ def check_variable(argument: str, variable: object) -> None:
 
 def is_var_list(value: Any) -> bool:
   """Whether a second argument of `minimize` is Keras' list of variables."""
-  if (
-    variables_lib.is_variable(value)
-    or tf.is_tensor(value)
-    or isinstance(value, str)
-  ):
+  if is_variable(value) or tf.is_tensor(value) or isinstance(value, str):
     return False
   return isinstance(value, Iterable)
 
@@ -106,7 +102,7 @@ def check_pairs(grads_and_vars: Iterable[Any]) -> tuple[list[Any], list[Any]]:
   if all(grad is None for grad, _ in checked):
     raise ValueError(
       "`grads_and_vars` must hold a gradient that is not None. No gradients"
-      f" provided for any variable: {[_name(v) for _, v in checked]}. Compute"
+      f" provided for any variable: {[path_of(v) for _, v in checked]}. Compute"
       " the loss from the variables, inside the tape."
     )
   return [g for g, _ in checked], [v for _, v in checked]
@@ -114,14 +110,12 @@ def check_pairs(grads_and_vars: Iterable[Any]) -> tuple[list[Any], list[Any]]:
 
 def check_var_list(var_list: Any) -> list[Any] | None:
   """Returns the variables of `var_list`, each checked to be trainable."""
-  if callable(var_list) and not variables_lib.is_variable(var_list):
+  if callable(var_list) and not is_variable(var_list):
     var_list = var_list()
   if var_list is None:
     return None
   variables = (
-    [var_list]
-    if variables_lib.is_variable(var_list)
-    else _as_list("var_list", var_list)
+    [var_list] if is_variable(var_list) else _as_list("var_list", var_list)
   )
   if not variables:
     raise ValueError(
@@ -132,7 +126,7 @@ def check_var_list(var_list: Any) -> list[Any] | None:
     check_variable("var_list", variable)
     if not variable.trainable:
       raise ValueError(
-        f"`var_list` must hold trainable variables; {_name(variable)} has"
+        f"`var_list` must hold trainable variables; {path_of(variable)} has"
         " trainable=False. Leave it out or make it trainable."
       )
   return variables
@@ -142,7 +136,7 @@ def check_global_step(global_step: Any) -> None:
   """Raises `TypeError` unless `global_step` can be incremented by one."""
   if global_step is None:
     return
-  if not variables_lib.is_variable(global_step):
+  if not is_variable(global_step):
     raise TypeError(
       "`global_step` must be an integer variable or None; got"
       f" {_shown(global_step)}. Use tf.Variable(0, dtype=tf.int64)."
@@ -178,7 +172,7 @@ def check_known(
   for variable in variables:
     if not is_known(variable):
       raise ValueError(
-        f"Unknown variable: `{argument}` holds {_name(variable)}, which is"
+        f"Unknown variable: `{argument}` holds {path_of(variable)}, which is"
         " not among the variables that the optimizer was built on. Call"
         " build() with all variables first, or make a new optimizer."
       )
@@ -214,7 +208,7 @@ def _check_gradient(grad: Any, variable: Any) -> Any:
   if not shape.is_compatible_with(expected):
     raise ValueError(
       f"`grads_and_vars` must hold gradients of their variables' shapes; the"
-      f" gradient of {_name(variable)} has shape {shape}, the variable"
+      f" gradient of {path_of(variable)} has shape {shape}, the variable"
       f" {expected}. Pair each gradient with its own variable."
     )
   return grad
@@ -224,7 +218,7 @@ def _not_a_gradient(grad: Any, variable: Any) -> TypeError:
   """The error for a value that is no gradient."""
   return TypeError(
     "`grads_and_vars` must hold tensors of floating numbers, or of complex ones"
-    f" where the variable is complex; the gradient of {_name(variable)} is"
+    f" where the variable is complex; the gradient of {path_of(variable)} is"
     f" {_shown(grad)}. Pass what a tape or compute_gradients() returned."
   )
 
@@ -236,8 +230,3 @@ def _shown(value: Any) -> str:
   except Exception:  # Keras 3.8 cannot show a variable in a graph.
     text = f"a {type(value).__name__}"
   return textwrap.shorten(text, 200, placeholder=" ...")
-
-
-def _name(variable: Any) -> str:
-  """The name of a variable, with those of the layers around."""
-  return str(getattr(variable, "path", None) or variable.name)

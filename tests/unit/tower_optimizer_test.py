@@ -421,6 +421,8 @@ def test_a_loss_scale_around() -> None:
   for within in (sgd(), CrossShardOptimizer("sgd")):
     with pytest.raises(ValueError, match="must not encapsulate a TowerOptimi"):
       _scaled(TowerOptimizer(within))
+  with pytest.raises(ValueError, match=r"factor of the mean .* innermost: Tow"):
+    TowerOptimizer(_scaled(CrossShardOptimizer("sgd")))
 
 
 if __name__ == "__main__":

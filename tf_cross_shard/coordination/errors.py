@@ -69,10 +69,10 @@ def naming_lost_workers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_tf_config() -> Iterator[None]:
-  """Turns errors of who reads TF_CONFIG into one with its value and a remedy.
+  """Turns errors from reading TF_CONFIG into one that shows it and a remedy.
 
   Raises:
-    ValueError: If reading it, inside the context, fails.
+    ValueError: If what is done inside the context fails.
   """
   try:
     yield

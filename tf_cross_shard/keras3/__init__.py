@@ -61,7 +61,7 @@ class CrossShardOptimizer(optimizer.CrossShard, wrapper.Keras3Wrapper):
     return self._inner.scale_loss(self._step.scale(loss, loss_factor.GLOBAL))
 
   def _apply_pairs(self, grads: list[Any], variables: list[Any]) -> None:
-    """Does a step, or the part of it that a loss scale around this one asks."""
+    """Does a step; for a LossScaleOptimizer around it applies finite sums."""
     if self._inner.is_within:
       self._inner.apply_reduced(grads, variables, through_apply=True)
     else:

@@ -54,7 +54,8 @@ class Keras3Wrapper(forwarding.OptimizerWrapper, keras.optimizers.Optimizer):
   ) -> None:
     """Applies gradients as Keras calls it: `apply_gradients` with two lists.
 
-    In your own loop scale the loss with `scale_loss` first.
+    In your own loop scale the loss with `scale_loss` first. Keras' losses are
+    averaged over all replicas' examples, so an ungrouped mean needs no factor.
 
     Args:
       grads: This replica's gradients; an empty list does nothing.

@@ -137,10 +137,6 @@ class CrossShardOptimizer(optimizer.CrossShard, wrapper.TfKerasWrapper):
     call = flow.Call(grads, variables, global_step, name, is_reduced=True)
     return self._perform(call)
 
-  def get_config(self) -> dict[str, Any]:
-    """Everything the constructor needs, in serializable form."""
-    return {**super().get_config(), "is_legacy_optimizer": False}
-
   @classmethod
   def from_config(
     cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
@@ -149,6 +145,7 @@ class CrossShardOptimizer(optimizer.CrossShard, wrapper.TfKerasWrapper):
 
     See `CrossShard.from_config`.
     """
+    # Version 0.2.0 wrote what Keras' own optimizers write.
     own = {k: v for k, v in config.items() if k != "is_legacy_optimizer"}
     return super().from_config(own, custom_objects)
 
@@ -183,10 +180,6 @@ class TowerOptimizer(tower_optimizer.Tower, wrapper.TfKerasWrapper):
     """
     reduced = self._inner.optimizer.aggregate_gradients(list(grads_and_vars))
     return list(reduced)
-
-  def get_config(self) -> dict[str, Any]:
-    """Everything the constructor needs, in serializable form."""
-    return {**super().get_config(), "is_legacy_optimizer": False}
 
   def _hand_on(
     self,

@@ -193,10 +193,19 @@ class Tower(forwarding.OptimizerWrapper):
     return cls(cls._deserialize(opt, custom_objects))
 
   @classmethod
-  def _check_wrapper_within(cls, wrapper: forwarding.OptimizerWrapper) -> None:
+  def _check_wrapper_within(
+    cls, wrapper: forwarding.OptimizerWrapper, opt: Any
+  ) -> None:
     """Allows towers of replicas, not towers of towers."""
     if isinstance(wrapper, Tower):
-      super()._check_wrapper_within(wrapper)
+      super()._check_wrapper_within(wrapper, opt)
+    elif wrapper is not opt:
+      kind = type(opt).__name__
+      raise ValueError(
+        f"`{cls._argument}` must not be a {kind} around a CrossShardOptimizer,"
+        " whose factor of the mean would be left out. Put it innermost:"
+        f" TowerOptimizer(CrossShardOptimizer({kind}(...)))."
+      )
 
   def build(self, variables: Any) -> None:
     """Makes the encapsulated optimizer's slots, once."""

@@ -121,7 +121,7 @@ class OptimizerWrapper(saving.SavedState):
       opt = v1_converters[0](opt, cls._package)
     for layer in optimizer_state.nested_optimizers(opt):
       if isinstance(layer, OptimizerWrapper):
-        cls._check_wrapper_within(layer)
+        cls._check_wrapper_within(layer, opt)
     if not isinstance(opt, _optimizer_classes(cls._package)):
       raise TypeError(
         f"`{cls._argument}` must be an optimizer of {cls._package}.optimizers"
@@ -130,8 +130,8 @@ class OptimizerWrapper(saving.SavedState):
     return opt
 
   @classmethod
-  def _check_wrapper_within(cls, wrapper: "OptimizerWrapper") -> None:
-    """Raises `ValueError` for a wrapper that this one must not encapsulate."""
+  def _check_wrapper_within(cls, wrapper: "OptimizerWrapper", opt: Any) -> None:
+    """Raises `ValueError` for a wrapper that `opt` must not be or contain."""
     raise ValueError(
       f"`{cls._argument}` must not be or contain a {type(wrapper).__name__}"
       f" itself; got {wrapper.name!r}. Gradients would be reduced twice."
@@ -163,13 +163,6 @@ class OptimizerWrapper(saving.SavedState):
       setattr(inner.optimizer, name, value)
     else:
       super().__setattr__(name, value)
-
-  def __delattr__(self, name: str) -> None:
-    """Deletes where the attribute is."""
-    if name in self.__dict__ or hasattr(type(self), name):
-      super().__delattr__(name)
-    else:
-      delattr(self._inner.optimizer, name)
 
   def __repr__(self) -> str:
     """The class, what it encapsulates, and what differs from the defaults."""
