@@ -246,6 +246,7 @@ def draw(seed: int) -> Program:
     mode = "steps_per_execution"
   if way == "fit" and dice.chance(0.3):
     sizes = (2, 2, 2, 1)  # As the strategy cuts the seven that are left.
+  is_decayed = "weight_decay" in settings
   is_built = way == "towers" or mode == "cond" or dice.chance(0.7)
   # tf_keras builds it on variables in another order than they are listed in.
   is_built |= way == "fit" and testbed.IS_TF_KERAS
@@ -279,7 +280,7 @@ def draw(seed: int) -> Program:
     optimizer=name,
     settings=settings,
     decays=not is_exact and dice.chance(0.2),
-    excluded=[parts[0][0]] * ("weight_decay" in settings and dice.chance(0.5)),
+    excluded=[parts[0][0]] if is_decayed and dice.chance(0.5) else [],
     options=options,
     sizes=sizes,
     share=0.25 if way == "fit" or dice.chance(0.3) else 1.0,

@@ -64,9 +64,6 @@ MAKERS: dict[str, Callable[[str], Any]] = {
   "tf_keras, from_v1": lambda name: keras2.CrossShardOptimizer(
     sessions.PAIRS[name].v1()
   ),
-  "tf_keras, legacy": lambda name: keras2.CrossShardOptimizer(
-    sessions.plain(name, tf_keras.optimizers.legacy)
-  ),
 }
 TWO_SLOTS = ["Adam", "Adadelta", "RMSProp", "Ftrl"]
 CELLS = [
@@ -77,8 +74,6 @@ CELLS = [
   ("keras, from_v1", "RMSProp centered only"),
   *(("tf_keras", name) for name in ("Momentum", "RMSProp centered")),
   *(("tf_keras, from_v1", name) for name in ("SGD", "Adam")),
-  *(("tf_keras, legacy", name) for name in ("Momentum", *TWO_SLOTS)),
-  ("tf_keras, legacy", "RMSProp centered"),
 ]
 
 
@@ -226,15 +221,6 @@ def _own(library: Any, base: str, names: tuple[str, ...]) -> Any:
   return Own(0.5)
 
 
-class _LegacySGD(tf_keras.optimizers.legacy.SGD):
-  """One of tf_keras' older kind that has more slots than its base."""
-
-  def _create_slots(self, var_list: Any) -> None:
-    for variable in var_list:
-      for name in BERT:
-        self.add_slot(variable, name)
-
-
 BERT = ("adam_m", "adam_v")
 LAMB = {"{}/momentum": "{}/adam_m", "{}/velocity": "{}/adam_v"}
 OWN: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
@@ -250,8 +236,6 @@ OWN: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
   "a class of Keras": (lambda: keras.optimizers.Lamb(), LAMB),
   "derived from Adam": (lambda: _own(keras, "Adam", ()), LAMB),
   "tf_keras": (lambda: _own(tf_keras, "SGD", BERT), {}),
-  "tf_keras, legacy": (lambda: _LegacySGD(0.5), {}),
-  "tf_keras, legacy with momentum": (lambda: _LegacySGD(0.5, 0.5), {}),
 }
 
 
@@ -519,6 +503,11 @@ class TestErrors:
       ({"src": "empty"}, tf.errors.OpError, "empty; Is a directory"),
       ({"dst": "old"}, FileExistsError, "`dst` is 'old'.*remove that one"),
       ({"model": []}, ValueError, "`model` has no variables yet: got list"),
+      (
+        {"optimizer": tf_keras.optimizers.legacy.Adam()},
+        TypeError,
+        "`optimizer` is Adam, one of tf_keras.optimizers.legacy",
+      ),
       ({"names": {"v": "w"}}, ValueError, "in `names` only: v\\nWrite names"),
       ({"names": {"v": None}}, ValueError, "in `names` only: v"),
       ({"names": {"{}/m": "{}/v"}}, ValueError, "in `names` only: {}/m"),

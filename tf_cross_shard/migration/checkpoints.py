@@ -34,15 +34,6 @@ Shapes = dict[str, tuple[int, ...]]
 _OBJECT_GRAPH: Final = "_CHECKPOINTABLE_OBJECT_GRAPH"  # of TensorFlow 2 only
 _GLOBAL_STEP: Final = r"(.*/)?global_step"
 _POWER: Final = r"(.*/)?beta[12]_power(_\d+)?"
-# Of tf_keras' older kind, in version 1's order; a class of the user's has more.
-_LEGACY_SLOTS: Final = {
-  "SGD": ("momentum",),
-  "Adam": ("m", "v"),
-  "Adagrad": ("accumulator",),
-  "RMSprop": ("rms", "mg", "momentum"),
-  "Adadelta": ("accum_grad", "accum_var"),
-  "Ftrl": ("accumulator", "linear"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +129,8 @@ def convert_checkpoint(
     model: A Keras model or tf.Module with its variables made, or a list of
       variables.
     optimizer: A CrossShardOptimizer or another optimizer of Keras 3 or
-      tf_keras. One that is not built is built on the trainable variables.
+      tf_keras, of whose older kind there is none. One that is not built is
+      built on the trainable variables.
     names: What is not found by itself, from names in model and optimizer
       ("dense/kernel", "dense/kernel/momentum", "iterations") to names in the
       checkpoint. A second variable of the same name is known as "name#2". "{}"
@@ -159,6 +151,7 @@ def convert_checkpoint(
       rate that changes would spoil the momentum.
     tf.errors.OpError: If there is no checkpoint at `src`.
     FileExistsError: If there is one at `dst`.
+    TypeError: If `optimizer` is one of tf_keras' older kind.
     RuntimeError: If called in a tf.function.
   """
   if not tf.executing_eagerly():
@@ -470,9 +463,6 @@ def _places(last: Any, slots: Mapping[str, Any]) -> dict[str, int]:
   _, kind = _kind_of(last)
   if kind is None:
     return {}
-  if hasattr(last, "get_slot"):  # of the older kind, in tf_keras
-    usual = [name for name in _LEGACY_SLOTS[kind.keras] if name in slots]
-    return {name: place for place, name in enumerate(usual)}
   centered = "Centered" if getattr(last, "centered", False) else ""
   places: dict[str, int] = {}
   kernel = kernels.KERNELS[centered + kind.kernel]
@@ -507,11 +497,15 @@ def _kind_of(last: Any) -> tuple[str, v1_update.Kind | None]:
 
 def _build(optimizer: Any, trained: Sequence[Any], weights: Any) -> None:
   """Makes the slots if they are not there."""
-  adapter = _adapter(base.innermost(optimizer))
-  with _scope(weights[0]):
-    if not hasattr(optimizer, "build"):  # of the older kind, in tf_keras
-      adapter.build(list(trained))
-    elif not adapter.is_built:
+  last = base.innermost(optimizer)
+  if any("optimizers.legacy" in kind.__module__ for kind in type(last).__mro__):
+    raise TypeError(
+      f"`optimizer` is {type(last).__name__}, one of"
+      " tf_keras.optimizers.legacy. Hand in that of tf_keras.optimizers, or"
+      " what tf_cross_shard.migration.from_v1 makes of version 1's."
+    )
+  if not _adapter(last).is_built:
+    with _scope(weights[0]):
       optimizer.build(list(trained))
 
 
