@@ -40,9 +40,13 @@ def run_example(name: str, data_dir: Path, *arguments: str) -> str:
 
   It logs no warning of this package.
   """
-  output = programs.run(
-    [str(EXAMPLES / name), f"--data_dir={data_dir}", *arguments], data_dir
-  )
+  program = str(EXAMPLES / name)
+  return run([program, f"--data_dir={data_dir}", *arguments], data_dir)
+
+
+def run(arguments: list[str], folder: Path) -> str:
+  """Runs Python; returns its output, which has no warning of this package."""
+  output = programs.run(arguments, folder)
   own = "|".join(x.name for x in PROJECT.glob("tf_cross_shard/**/*.py"))
   assert not re.search(rf"(?m)^(W\d{{4}} .* ({own}):|WARNING:absl)", output), (
     output
@@ -119,7 +123,7 @@ def test_population_copies_the_best(data_dir: Path) -> None:
 
 
 def test_custom_loop_is_right_with_either_loss(data_dir: Path) -> None:
-  output = programs.run(
+  output = run(
     [
       "-c",
       f"""
