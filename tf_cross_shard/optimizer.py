@@ -6,7 +6,7 @@ this an optimizer of one Keras.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -15,7 +15,7 @@ from tf_cross_shard import group_schedule, validation
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import settings as settings_lib
 from tf_cross_shard.gradients import differentiation, loss_factor
-from tf_cross_shard.settings import Limit, Setting
+from tf_cross_shard.settings import Assignment, Limit, Setting
 from tf_cross_shard.step import flow, replica_checks
 from tf_cross_shard.wrapper import forwarding
 
@@ -80,6 +80,7 @@ class CrossShard(forwarding.OptimizerWrapper):
     shard_update: bool | str = False,
     noise_scale: bool | int = False,
     lazy_rows: bool | str = False,
+    group_settings: "Mapping[str, Sequence[float]] | None" = None,
   ) -> None:
     """Encapsulates `opt`. Call it inside `strategy.scope()`.
 
@@ -135,6 +136,10 @@ class CrossShard(forwarding.OptimizerWrapper):
         rows that occur and no others, see `step.row_update`. SGD without
         momentum and Adagrad, without weight decay, do so anyway: there the
         numbers are plain Keras'. `"elementwise"` vouches for a class of yours.
+      group_settings: A number for each group, by the names of settings of `opt`
+        (`"weight_decay"`, `"momentum"`, `"beta_1"`, ...) or of the limits here.
+        `opt` itself has one that is not 0. Learning rates have
+        `schedules.PerGroup`.
 
     Raises:
       ValueError: If `opt` names no optimizer or is itself a
@@ -159,6 +164,7 @@ class CrossShard(forwarding.OptimizerWrapper):
       shard_update,
       noise_scale,
       lazy_rows,
+      group_settings,
     )
     super().__init__(opt, name=name, **settings.limits)
     self._inner.fuse(fused_update)
@@ -167,7 +173,9 @@ class CrossShard(forwarding.OptimizerWrapper):
     group_schedule.bind(opt, self.groups, self._package)
 
   reduction = Setting('`"mean"` or `"sum"`.')
-  group_assignment = Setting("Groups as lists; None for one of all replicas.")
+  group_assignment = Assignment(
+    "Groups as lists; None for one of all replicas."
+  )
   loss_averaged_over = Setting('`"replica"`, `"global"`; None: by the call.')
   clipnorm = Limit("Limit of the norm of each gradient, before the sum.")
   global_clipnorm = Limit("The same for all gradients together.")
@@ -179,6 +187,7 @@ class CrossShard(forwarding.OptimizerWrapper):
   accumulate_steps = Setting("How many calls make one step; None for one.")
   shard_update = Setting("Whether each member keeps one part of the state.")
   lazy_rows = Setting("Whether only rows that occur are updated.")
+  group_settings = Setting("A number for each group, by name; or None.")
 
   learning_rate = group_schedule.bound(
     forwarding.OptimizerWrapper.learning_rate

@@ -35,6 +35,7 @@ class Settings:
   shard_update: bool | str = False
   noise_scale: bool | int = False
   lazy_rows: bool | str = False
+  group_settings: Any = None  # {name: [a number for each group]}, or None.
 
   def __post_init__(self) -> None:
     """Raises an error for an argument without a valid value."""
@@ -43,6 +44,7 @@ class Settings:
       ("loss_averaged_over", loss_factor.check_averaged_over),
       ("wire_dtype", packing.as_wire_dtype),
       ("group_assignment", as_groups),
+      ("group_settings", _as_group_settings),
     ):
       object.__setattr__(self, name, convert(getattr(self, name)))
     for name in ("skip_nonfinite", "scale_gradients"):
@@ -121,9 +123,11 @@ class Setting:
     if optimizer is None:
       return self
     step = vars(optimizer).get("_step")
-    value = None if step is None else step.settings.to_config()[self._name]
-    # Groups with names: `optimizer.groups` has these.
-    return value["assignment"] if isinstance(value, dict) else value
+    return None if step is None else self._of(step.settings)
+
+  def _of(self, settings: Settings) -> Any:
+    """Returns the setting of this name."""
+    return settings.to_config()[self._name]
 
   def __set__(self, optimizer: Any, value: Any) -> None:
     """Refuses: what was made by the setting would not change."""
@@ -131,6 +135,15 @@ class Setting:
       f"`{self._name}` cannot be set; got {value!r}. Make a new optimizer with"
       f" {self._name}={value!r}."
     )
+
+
+class Assignment(Setting):
+  """The groups as lists; `optimizer.groups` has their names."""
+
+  def _of(self, settings: Settings) -> Any:
+    """Returns the lists."""
+    groups = settings.group_assignment
+    return None if groups is None else groups.to_lists()
 
 
 class Limit(Setting):
@@ -171,6 +184,21 @@ def _check_limit(name: str, limit: Any) -> None:
       f"`{name}` must be a number of at least 0, or None; got {limit!r}. None"
       " or 0 does not clip."
     )
+
+
+def _as_group_settings(numbers: Any) -> dict[str, list[float]] | None:
+  """Returns a number for each group, by the names of settings."""
+  try:
+    found = {str(k): list(map(float, v)) for k, v in (numbers or {}).items()}
+  except (AttributeError, TypeError, ValueError) as error:
+    raise ValueError(
+      "`group_settings` must be a dictionary of names to a number for each"
+      f' group, such as {{"weight_decay": [0.0, 0.1]}}; got {numbers!r}.'
+    ) from error
+  for name in LIMITS:
+    for limit in found.get(name, ()):
+      _check_limit(name, limit)
+  return found or None
 
 
 def _is_integer(value: Any) -> bool:

@@ -30,12 +30,17 @@ def engine_of(optimizer: Any) -> Any:
 
 
 def group_names(optimizer: Any) -> list[str]:
-  """Returns the groups' own names, or `lr=0.1`, ..., or `group_0`, ..."""
+  """Returns the groups' own names, what they differ in, or `group_0`, ..."""
   groups = group_state.groups_of(optimizer, None)
   names = getattr(groups, "names", None)
   if names is None:
     rates = getattr(group_schedule.rates_of(optimizer), "rates", [])
-    names = [f"lr={rate:g}" for rate in rates if not callable(rate)]
+    parts = [[f"lr={rate:g}" for rate in rates if not callable(rate)]]
+    for name, numbers in (
+      getattr(optimizer, "group_settings", None) or {}
+    ).items():
+      parts.append([f"{name}={number:g}" for number in numbers])
+    names = [", ".join(own) for own in zip(*filter(None, parts), strict=False)]
   if len(set(names)) < groups.num_groups:
     names = [f"group_{i}" for i in range(groups.num_groups)]
   return list(names)

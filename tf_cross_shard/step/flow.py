@@ -23,6 +23,7 @@ from tf_cross_shard.replica_state import overwritten
 from tf_cross_shard.step import (
   accumulation,
   flat_update,
+  group_settings,
   loss_convention,
   noise_scale,
   nonfinite,
@@ -84,6 +85,7 @@ class Step:
     update: What members of a group keep and apply.
     guard: Leaves out steps that are not finite, and counts them.
     noise: Measures the gradient noise scale.
+    by_group: Settings that differ between groups.
     watch: Notices that something else changed the groups' weights.
     attached: Variables of others that `replica_state` saves with this state.
   """
@@ -107,6 +109,7 @@ class Step:
     self.guard = nonfinite.NonfiniteGuard(
       settings.skip_nonfinite, inner, engine
     )
+    self.by_group = group_settings.GroupSettings(settings, inner, engine)
     self.watch = overwritten.OverwriteWatch(settings.name, engine)
     self.attached: tuple[Any, ...] = ()
 
@@ -162,7 +165,7 @@ class Step:
       # In Keras a limit of 0 does not clip.
       **{
         name: self._inner.scale_limit(limit) if limit else None
-        for name, limit in self.settings.limits.items()
+        for name, limit in self.by_group.limits(self.settings).items()
       },
       keep_infinite=self.guard.may_skip,
     )
@@ -200,7 +203,11 @@ class Step:
       if step is not None and self._engine.updates_here(step):
         step.assign_add(tf.cast(self.guard.is_step(sums), step.dtype))
 
-    with self._engine.all_or_nothing(sums), self._engine.isolate():
+    with (
+      self._engine.all_or_nothing(sums),
+      self._engine.isolate(),
+      self.by_group.in_force(),
+    ):
       self.guard.apply_if_finite(sums, apply)
 
   def sum(self, call: Call) -> list[Gradient]:

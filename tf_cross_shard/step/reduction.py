@@ -88,7 +88,8 @@ def _sum_dense(
     sums = add_up(narrow)
   else:
     buffers, unpack = packing.pack(narrow, engine.bucket_bytes)
-    sums = unpack(add_up(buffers))
+    # The last layers' gradients exist first: their sums need not wait.
+    sums = unpack(add_up(buffers[::-1])[::-1])
   return packing.widen(sums, wide)
 
 

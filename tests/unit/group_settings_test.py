@@ -1,0 +1,176 @@
+"""Settings that differ between groups, against plain Keras with each."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from tests.support import testbed
+from tf_cross_shard import callbacks, keras3, schedules
+from tf_cross_shard import tf_keras as ours_tf_keras
+
+KERASES = {"keras": (keras, keras3), "tf_keras": (tf_keras, ours_tf_keras)}
+GROUPS = [[0, 2], [3, 1]]
+STEPS = 3
+SHAPES = [(3, 4), (5,)]
+_RNG = np.random.default_rng(5)
+GRADS = [
+  (_RNG.integers(-16, 17, (STEPS, 4, *shape)) / 8).astype("f")
+  for shape in SHAPES
+]
+VALUES = [_RNG.normal(size=shape).astype("f") for shape in SHAPES]
+
+
+def _train(
+  which: str, make: Callable[[], Any], **options: Any
+) -> tuple[list[list[np.ndarray]], Any]:
+  """Returns each replica's weights after sums over groups."""
+  library, package = KERASES[which]
+  with testbed.mirrored().scope():
+    weights = [
+      testbed.variable(value, f"weight_{i}", library)
+      for i, value in enumerate(VALUES)
+    ]
+    optimizer = package.CrossShardOptimizer(
+      make(), "sum", group_assignment=GROUPS, **options
+    )
+    optimizer.build(weights)
+
+  @tf.function(autograph=False)
+  def step(*rows: tf.Tensor) -> None:
+    def replica_step() -> None:
+      own = [row[testbed.replica_id()] for row in rows]
+      optimizer.apply_gradients(list(zip(own, weights, strict=True)))
+
+    testbed.mirrored().run(replica_step)
+
+  for i in range(STEPS):
+    step(*(tf.constant(grads[i]) for grads in GRADS))
+  by_weight = [testbed.copies(weight) for weight in weights]
+  return [[copies[r] for copies in by_weight] for r in range(4)], optimizer
+
+
+def _train_plain(
+  which: str, opt: Any, members: Sequence[int]
+) -> list[np.ndarray]:
+  """Returns the weights after steps of plain Keras with a group's sums."""
+  weights = [
+    testbed.variable(value, f"weight_{i}", KERASES[which][0])
+    for i, value in enumerate(VALUES)
+  ]
+  testbed.build(opt, weights)
+  for i in range(STEPS):
+    sums = [tf.constant(grads[i, list(members)].sum(0)) for grads in GRADS]
+    opt.apply_gradients(list(zip(sums, weights, strict=True)))
+  return [weight.numpy() for weight in weights]
+
+
+@pytest.mark.parametrize("which", KERASES)
+@pytest.mark.parametrize(
+  ("kind", "own", "numbers", "options"),
+  [
+    ("AdamW", {}, {"weight_decay": [0.0, 0.5], "beta_1": [0.9, 0.5]}, {}),
+    ("AdamW", {}, {"weight_decay": [0.5, 0.0]}, {"fused_update": False}),
+    ("Adam", {}, {"epsilon": [0.5, 1e-7]}, {"shard_update": True}),
+    ("SGD", {"momentum": 0.5}, {"momentum": [0.0, 0.5]}, {}),
+    (
+      "Adamax",
+      {},
+      {"beta_2": [0.5, 0.9]},
+      {"shard_update": "by_variable", "accumulate_steps": 1},
+    ),
+    (
+      "RMSprop",
+      {"momentum": 0.5},
+      {"rho": [0.5, 0.9], "momentum": [0.5, 0.0]},
+      {"skip_nonfinite": True},
+    ),
+  ],
+)
+def test_each_group_has_its_own(
+  kind: str,
+  own: dict[str, Any],
+  numbers: dict[str, list[float]],
+  options: dict[str, Any],
+  which: str,
+) -> None:
+  make = getattr(KERASES[which][0].optimizers, kind)
+  held, optimizer = _train(
+    which, lambda: make(0.125, **own), group_settings=numbers, **options
+  )
+  plain, opt = make(0.125, **own), optimizer.inner_optimizer
+  assert all(getattr(opt, name) == getattr(plain, name) for name in numbers)
+  for group, members in enumerate(GROUPS):
+    settings = {name: values[group] for name, values in numbers.items()}
+    expected = _train_plain(which, make(0.125, **{**own, **settings}), members)
+    for replica in members:
+      for weight, right in zip(held[replica], expected, strict=True):
+        np.testing.assert_allclose(weight, right, rtol=5e-6, atol=5e-6)
+  assert np.abs(held[0][0] - held[1][0]).max() > 1e-3
+  again = type(optimizer).from_config(optimizer.get_config())
+  assert again.group_settings == numbers
+  assert str(dict(sorted(numbers.items()))) in repr(again)
+
+
+def test_limits_of_replicas() -> None:
+  held, _ = _train(
+    "keras",
+    lambda: keras.optimizers.SGD(1.0),
+    group_settings={"clipvalue": [0.5, 0.25]},
+  )
+  for members, limit in zip(GROUPS, (0.5, 0.25), strict=True):
+    for i, value in enumerate(VALUES):
+      clipped = np.clip(GRADS[i][:, members], -limit, limit).sum((0, 1))
+      for replica in members:
+        np.testing.assert_allclose(held[replica][i], value - clipped, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("opt", "numbers", "message"),
+  [
+    ("adam", {"beta_1": [0.5]}, "a number for each of the 2 groups"),
+    ("adam", {"beta_3": [0.5, 0.9]}, "Adam.beta_3 is None"),
+    ("adam", {"weight_decay": [0.0, 0.5]}, "Adam.weight_decay is None"),
+    ("adam", {"amsgrad": [0, 1]}, "Adam.amsgrad is False"),
+    ("sgd", {"momentum": [0.0, 0.5]}, "it has no slots for others"),
+    ("sgd", {"learning_rate": [0.1, 0.2]}, r"SGD\(schedules.PerGroup"),
+    ("sgd", {"clipnorm": [0.1, -1.0]}, "`clipnorm` must be a number of at"),
+    ("sgd", ["momentum"], "must be a dictionary of names"),
+    ("sgd", {"momentum": 0.5}, "must be a dictionary of names"),
+  ],
+)
+def test_bad_numbers(opt: str, numbers: Any, message: str) -> None:
+  with (
+    testbed.mirrored().scope(),
+    pytest.raises(ValueError, match=message),
+  ):
+    keras3.CrossShardOptimizer(
+      opt, group_assignment=GROUPS, group_settings=numbers
+    )
+
+
+def test_a_tpu_has_one_number() -> None:
+  with testbed.virtual(2).scope(), pytest.raises(NotImplementedError) as error:
+    keras3.CrossShardOptimizer(
+      "adam", group_assignment=[[0], [1]], group_settings={"beta_1": [0.5, 0.9]}
+    )
+  assert "one program with one number for all" in str(error.value)
+
+
+def test_groups_are_named_by_what_differs() -> None:
+  with testbed.mirrored().scope():
+    optimizer = keras3.CrossShardOptimizer(
+      keras.optimizers.AdamW(schedules.PerGroup([0.5, 0.5])),
+      group_assignment=GROUPS,
+      group_settings={"weight_decay": [0.0, 0.5]},
+    )
+  names = callbacks.base.group_names(optimizer)
+  assert names == ["lr=0.5, weight_decay=0", "lr=0.5, weight_decay=0.5"]
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))
