@@ -28,7 +28,6 @@ from tf_cross_shard import (
   CrossShardOptimizer,
   callbacks,
   groups,
-  replica_state,
   schedules,
   virtual_tpu,
 )
@@ -49,21 +48,6 @@ _DATA_DIR = flags.DEFINE_string(
 def accuracies(logs: dict[str, Any]) -> list[Any]:
   """Returns what `GroupMetrics` wrote, one item per group."""
   return [logs[f"val_accuracy/group_{i}"] for i in range(len(RATES))]
-
-
-class CopyBest(tf.keras.callbacks.Callback):
-  """Every few epochs the worst group becomes the best one."""
-
-  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-    """Copies weights and slots; the learning rate stays."""
-    if (epoch + 1) % _EVERY.value or epoch + 1 == _EPOCHS.value:
-      return
-    scores = accuracies(logs)
-    best, worst = int(np.argmax(scores)), int(np.argmin(scores))
-    if best != worst:  # All may be equally good.
-      model = self.model
-      replica_state.copy_group(best, worst, model.optimizer, model)
-      print(f"Epoch {epoch + 1}: group {worst} goes on from group {best}.")
 
 
 def draw(history: dict[str, list[float]], path: str) -> None:
@@ -103,15 +87,22 @@ def main(argv: Sequence[str]) -> None:
       loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
       metrics=["accuracy"],
     )
-  # CopyBest reads what GroupMetrics has put into the logs.
-  judges = [callbacks.GroupMetrics(test_data, ensemble=False), CopyBest()]
+  # It reads what GroupMetrics has put into the logs.
+  population = callbacks.Population(
+    "val_accuracy", every=_EVERY.value, explore=None
+  )
   history = model.fit(
     train_data,
     epochs=_EPOCHS.value,
     shuffle=False,  # The pipeline does it.
     verbose=0,
-    callbacks=judges,
+    callbacks=[callbacks.GroupMetrics(test_data, ensemble=False), population],
   ).history
+  for copy in population.copied:
+    target, source = copy["target"], copy["source"]
+    print(
+      f"Epoch {copy['epoch'] + 1}: group {target} goes on from group {source}."
+    )
   for rate, values in zip(RATES, accuracies(history), strict=True):
     print(f"rate {rate}: {values[-1]:.2%}")
   draw(history, _PICTURE.value)

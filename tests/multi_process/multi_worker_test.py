@@ -156,7 +156,7 @@ def test_sums(launches: Launches, launch: str, key: cases.Key) -> None:
 @_of("sharded")
 def test_sharded(launches: Launches, launch: str, key: cases.Key) -> None:
   """Plain Keras' weights; the state was saved and loaded on the way."""
-  _, grouping, optimizer, *_ = key
+  _, grouping, optimizer, *is_whole = key
   held = _held(launches, launch, key)
   task = testbed.Regression(num_replicas=len(held))
 
@@ -164,7 +164,9 @@ def test_sharded(launches: Launches, launch: str, key: cases.Key) -> None:
     plain = testbed.OPTIMIZERS[optimizer]()
     return testbed.train_plain(task, sorted(members), plain)
 
-  _check(held, grouping, expected)
+  # Roots of Adafactor are of sums, which plain Keras takes of whole batches.
+  bound = (lambda *_: 1e-6) if is_whole else None
+  _check(held, grouping, expected, bound)
 
 
 @_of("islands")

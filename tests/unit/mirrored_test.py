@@ -134,36 +134,32 @@ def test_dynamic_shapes_meet() -> None:
       np.testing.assert_array_equal(copy, 2.0 * np.arange(size))
 
 
-@pytest.mark.parametrize("eager", [False, True])
-def test_gathers_rows_of_the_group(eager: bool) -> None:
+@pytest.mark.parametrize("place", ["function", "eager", "cond"])
+def test_gathers_rows_of_the_group(place: str) -> None:
   groups = groups_lib.Groups([[3, 0], [1, 2]])
   engine = mirrored.Mirrored(testbed.mirrored(), groups)
 
   def replica_fn() -> Any:
     assert engine.keeps_rows
     mine = testbed.replica_id()
-    return engine.all_gather([tf.fill([mine, 2], mine)])
+
+    def gather() -> list[tf.Tensor]:
+      return engine.all_gather([tf.fill([mine, 2], mine)])
+
+    if place != "cond":
+      return gather()
+    none = tf.zeros([0, 2], tf.int32)
+    return tf.cond(tf.convert_to_tensor(mine) >= 0, gather, lambda: [none])
 
   def run() -> Any:
     return engine.strategy.run(replica_fn)
 
-  [rows] = run() if eager else tf.function(run, autograph=False)()
+  is_eager = place == "eager"
+  [rows] = run() if is_eager else tf.function(run, autograph=False)()
   copies = engine.strategy.experimental_local_results(rows)
   for replica, expected in enumerate([[3] * 3, [1, 2, 2], [1, 2, 2], [3] * 3]):
     np.testing.assert_array_equal(copies[replica][:, 0], expected)
     assert copies[replica].shape[1] == 2
-
-
-def test_rows_are_not_kept_where_merge_calls_fail() -> None:
-  for table, keeps in (GROUPINGS[1], False), ([[0], [1], [2], [3]], True):
-    groups = groups_lib.Groups(table)
-    engine = mirrored.Mirrored(testbed.mirrored(), groups)
-
-    def in_cond(engine: Any = engine, keeps: bool = keeps) -> Any:
-      assert engine.keeps_rows is keeps
-      return tf.zeros([])
-
-    testbed.run(lambda f=in_cond: _in_cond(lambda: [f()])[0])
 
 
 class TestRefusals:

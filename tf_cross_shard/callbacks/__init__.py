@@ -27,6 +27,7 @@ from tf_cross_shard.callbacks.group_metrics import GroupMetrics
 from tf_cross_shard.callbacks.group_reduce_lr import GroupReduceLROnPlateau
 from tf_cross_shard.callbacks.group_tensorboard import GroupTensorBoard
 from tf_cross_shard.callbacks.outer_optimizer import OuterOptimizer
+from tf_cross_shard.callbacks.population import Population
 
 __all__ = [
   "BackupAndRestore",
@@ -36,6 +37,7 @@ __all__ = [
   "GroupReduceLROnPlateau",
   "GroupTensorBoard",
   "OuterOptimizer",
+  "Population",
 ]
 
 

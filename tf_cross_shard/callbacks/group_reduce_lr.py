@@ -3,11 +3,8 @@
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
-from tf_cross_shard import group_schedule
-from tf_cross_shard.callbacks import base
-from tf_cross_shard.inner_optimizer import optimizer_state
+from tf_cross_shard.callbacks import base, group_rates
 
 
 class GroupReduceLROnPlateau(base.GroupMonitor):
@@ -84,24 +81,7 @@ class GroupReduceLROnPlateau(base.GroupMonitor):
     In a loop of one's own call it before the first step is traced.
     """
     super().set_model(model)
-    rates = group_schedule.rates_of(model.optimizer)
-    if rates is not None and rates.rate_factor is None:
-      if any(map(callable, rates.rates)):
-        raise TypeError(
-          "GroupReduceLROnPlateau lowers numbers, and PerGroup holds schedules:"
-          f" {rates.rates}. Give it numbers."
-        )
-      with model.distribute_strategy.scope():
-        rates.rate_factor = tf.Variable(
-          1.0, trainable=False, name="rate_factor"
-        )
-      model.make_train_function(force=True)  # An earlier `fit` has traced.
-    if len(optimizer_state.learning_rates(model.optimizer)) != 1:
-      raise TypeError(
-        "GroupReduceLROnPlateau needs an optimizer with one learning rate that"
-        " can be set: a number, or schedules.PerGroup of numbers. Its schedule"
-        " decides otherwise."
-      )
+    group_rates.prepare(model, "GroupReduceLROnPlateau")
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Lowers the rates of groups whose metric in the logs is on a plateau."""
@@ -109,23 +89,15 @@ class GroupReduceLROnPlateau(base.GroupMonitor):
       return
     whole = self.copies()
     self.begin(whole.groups.num_groups)
-    [variable] = optimizer_state.learning_rates(self.model.optimizer)
-    replicas = whole.copies.read(variable, range(whole.groups.num_replicas))
-    per_group = group_schedule.rates_of(self.model.optimizer)
-    self.learning_rates = []
+    rates = group_rates.read(self.model, whole)
     is_on_plateau = self._on_plateau(logs)
-    for i, members in enumerate(whole.groups):
-      scale = 1.0 if per_group is None else per_group.rates[i]
-      rate = float(replicas[members[0]]) * scale
+    for i, rate in enumerate(rates):
       if is_on_plateau[i] and rate > np.float32(self.min_lr):
-        rate = max(rate * self.factor, self.min_lr)
+        rates[i] = max(rate * self.factor, self.min_lr)
         self._numbers["cooldown_counter"][i] = self.cooldown
         self._numbers["wait"][i] = 0
-        for replica in members:
-          replicas[replica] = np.asarray(rate / scale, replicas[replica].dtype)
-      self.learning_rates.append(rate)
-    here = whole.copies.engine.replicas_here
-    whole.copies.write(variable, replicas[here.start : here.stop])
+    self.learning_rates = rates
+    group_rates.write(self.model, whole, rates)
 
   def _on_plateau(self, logs: Any) -> Any:
     """Counts evaluations; returns of which groups the rate is to be lowered."""

@@ -1,0 +1,157 @@
+"""Groups that go on from better ones, against NumPy and across a crash."""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import testbed
+from tf_cross_shard import CrossShardOptimizer, callbacks, schedules
+
+RATES = [0.25, 0.125, 0.03125, 0.0009765625]
+X = np.ones([4, 1], "f")
+DATA = (X, 5 * X)  # one example for each replica
+
+
+def _model(rates: Any = RATES) -> Any:
+  with testbed.mirrored().scope():
+    model = tf.keras.Sequential(
+      [
+        tf.keras.Input((1,)),
+        tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros"),
+      ]
+    )
+    sgd = tf.keras.optimizers.SGD(schedules.PerGroup(rates))
+    optimizer = CrossShardOptimizer(
+      sgd, group_assignment=[[0], [1], [2], [3]], loss_averaged_over="global"
+    )
+    model.compile(optimizer, "mse")
+  return model
+
+
+def _fit(model: Any, epochs: int, *own: Any, **metrics: Any) -> None:
+  judge = callbacks.GroupMetrics(DATA, ensemble=False, **metrics)
+  model.fit(
+    *DATA,
+    batch_size=4,
+    epochs=epochs,
+    shuffle=False,
+    verbose=0,
+    callbacks=[judge, *own],
+  )
+
+
+class _Crash(tf.keras.callbacks.Callback):
+  """Ends `fit` as its fourth epoch begins."""
+
+  def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    if epoch == 3:
+      raise KeyboardInterrupt
+
+
+def _weights(model: Any) -> list[float]:
+  return [float(copy[0, 0]) for copy in testbed.copies(model.weights[0])]
+
+
+def _oracle(
+  epochs: int, every: int, factor: float | None, replaced: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Weights and rates; SGD of (w - 5)^2 for each group by itself."""
+  weights, rates = np.zeros(4), np.array(RATES)
+  for epoch in range(epochs):
+    weights -= rates * 2 * (weights - 5)
+    if (epoch + 1) % every == 0 and epoch + 1 < epochs:
+      order = np.argsort(-((weights - 5) ** 2), kind="stable")
+      for best, worst in zip(
+        order[::-1][:replaced], order[:replaced], strict=True
+      ):
+        weights[worst] = weights[best]
+        if factor is not None:
+          rates[worst] = rates[best] * factor
+  return weights, rates
+
+
+@pytest.mark.parametrize(
+  ("every", "explore", "share", "replaced"),
+  [(1, [0.5], 0.25, 1), (2, [0.5], 0.5, 2), (1, None, 0.3, 1)],
+)
+def test_who_goes_on_from_whom(
+  every: int, explore: Any, share: float, replaced: int
+) -> None:
+  model = _model()
+  population = callbacks.Population(every=every, explore=explore, share=share)
+  _fit(model, 5, population)
+  factor = explore and explore[0]
+  weights, rates = _oracle(5, every, factor, replaced)
+  np.testing.assert_allclose(_weights(model), weights, rtol=1e-6)
+  assert len(population.copied) == replaced * (4 // every)
+  if explore:
+    np.testing.assert_allclose(population.learning_rates, rates, rtol=1e-6)
+  else:
+    assert population.learning_rates == []
+
+
+def test_a_crash_changes_nothing(tmp_path: pathlib.Path) -> None:
+  """Neither weights, nor rates, nor what chance chooses afterwards."""
+  found = []
+  for crashes in (False, True):
+    model = _model()
+    population = callbacks.Population(explore=[0.5, 0.75, 1.25], seed=3)
+    if crashes:
+      backup = callbacks.BackupAndRestore(str(tmp_path / "backup"))
+      with pytest.raises(KeyboardInterrupt):
+        _fit(model, 6, population, _Crash(), backup)
+      model = _model()
+      population = callbacks.Population(explore=[0.5, 0.75, 1.25], seed=3)
+      backup = callbacks.BackupAndRestore(str(tmp_path / "backup"))
+      _fit(model, 6, population, backup)
+    else:
+      _fit(model, 6, population)
+    found.append(
+      (population.copied, population.learning_rates, _weights(model))
+    )
+  assert found[0] == found[1]
+  assert len(found[0][0]) == 5
+  factors = {copy["learning_rate"] for copy in found[0][0]}
+  assert len(factors) > 1
+
+
+def test_groups_without_a_number_are_the_worst_and_equal_ones_stay() -> None:
+  population = callbacks.Population(explore=None)
+  population._numbers = {"best": np.zeros(4)}
+  population._sign = -1.0
+  logs = {f"val_loss/group_{i}": v for i, v in enumerate([2, 1, np.nan, 3])}
+  assert population._pairs(logs) == [(1, 2)]
+  assert population._pairs(dict.fromkeys(logs, 2.0)) == []
+
+
+@pytest.mark.parametrize(
+  ("options", "error", "message"),
+  [
+    ({"every": 0}, ValueError, "`every` must be an integer of at least 1"),
+    ({"share": 0.75}, ValueError, "`share` must be more than 0"),
+    ({"explore": []}, ValueError, "`explore` must hold positive numbers"),
+    ({"explore": ["2"]}, TypeError, "`explore` must be a number"),
+    ({"monitor": "val_loss/group_0"}, ValueError, "Leave '/group_0' out"),
+  ],
+)
+def test_bad_arguments(options: Any, error: Any, message: str) -> None:
+  with pytest.raises(error, match=message):
+    callbacks.Population(**options)
+
+
+def test_rates_of_zero() -> None:
+  with pytest.raises(ValueError, match="multiplies rates, and PerGroup holds"):
+    callbacks.Population().set_model(_model([0.1, 0.1, 0.1, 0.0]))
+
+
+def test_rates_that_a_schedule_decides() -> None:
+  decay = tf.keras.optimizers.schedules.CosineDecay(0.1, 9)
+  with pytest.raises(TypeError, match="sets numbers, and PerGroup holds sched"):
+    callbacks.Population().set_model(_model([decay, 0.1, 0.1, 0.1]))
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))
