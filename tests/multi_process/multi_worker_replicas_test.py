@@ -72,6 +72,7 @@ def test_values_of_all_replicas_of_all_workers(found: Found) -> None:
     for dtype in program.DTYPES:
       expected = [program.replica_value(dtype, r).tolist() for r in REPLICAS]
       assert values[dtype] == [(dtype, each) for each in expected]
+    assert values["rows"] == [[[r, r]] * (1 + r % 3) for r in REPLICAS]
     assert values["scalar"] == values["total"] == [2.0**r for r in REPLICAS]
   alone = [result["values"]["alone"] for result in found.results]
   assert alone == [[[0.0]], [[1.0]]]  # of a process, not of the strategy

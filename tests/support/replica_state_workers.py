@@ -91,6 +91,10 @@ def values(worker: Worker) -> Any:
   for name, variable in (("scalar", scalar), ("total", total)):
     worker.spread(variable, lambda r: 2.0**r)
     found[name] = [float(a) for a in replica_state.values(variable)]
+  with worker.strategy.scope():
+    rows = tf.Variable(tf.zeros([1, 2]), shape=[None, 2], trainable=False)
+  worker.spread(rows, lambda r: np.full([1 + r % 3, 2], r, "f"))
+  found["rows"] = [a.tolist() for a in replica_state.values(rows)]
   alone = tf.Variable([float(worker.index)])
   found["alone"] = [a.tolist() for a in replica_state.values(alone)]
   return found

@@ -325,6 +325,51 @@ def test_rows_of_a_window_are_joined(
   assert np.ptp(testbed.copies(dense)) == 0 != 1 - testbed.copies(dense)[0]
 
 
+@pytest.mark.parametrize("way", [False, "by_variable"])
+def test_windows_are_saved(way: Any, tmp_path: Any) -> None:
+  """Resumed within one, also where others rows were added up meanwhile."""
+  strategy = testbed.mirrored()
+
+  def make() -> tuple[Any, Any, Any]:
+    with strategy.scope():
+      table = tf.Variable(TABLE, name="table")
+      optimizer = _optimizer(
+        "keras3",
+        "Adam",
+        group_assignment=GROUPS,
+        lazy_rows=True,
+        accumulate_steps=2,
+        shard_update=way,
+      )
+      optimizer.update_by_rows(var_list=[table])
+      optimizer.build([table])
+
+    @tf.function(autograph=False)
+    def step(number: int) -> None:
+      def replica_step() -> None:
+        context = tf.distribute.get_replica_context()
+        replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+        grad = _slices(BATCHES[number][replica], tf.float64)
+        optimizer.apply_gradients([(grad, table)])
+
+      strategy.run(replica_step)
+
+    return table, optimizer, step
+
+  first, optimizer, step = make()
+  step(0)
+  replica_state.assert_in_sync(optimizer, [first])
+  replica_state.save(tmp_path / "state", optimizer, [first])
+  second, other, other_step = make()
+  other_step(2)
+  replica_state.restore(tmp_path / "state", other, [second])
+  step(1)
+  other_step(1)
+  copies = testbed.copies(first)
+  np.testing.assert_array_equal(copies, testbed.copies(second))
+  assert np.ptp([copies[0], copies[2], TABLE], axis=0).any()
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("way", [True, "by_variable"])
 @pytest.mark.parametrize("limit", [{}, {"global_clipnorm": 1.0}])

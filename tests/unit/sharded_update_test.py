@@ -541,6 +541,21 @@ def test_groups_are_saved(tmp_path: pathlib.Path) -> None:
     assert_equal(state_of(again, other), state_of(weights, optimizer))
 
 
+@pytest.mark.parametrize("shard_update", [True, "by_variable"])
+def test_slots_are_averaged(shard_update: Any) -> None:
+  states = []
+  for way in (shard_update, False):
+    weights, optimizer = build(
+      "keras", functools.partial(make_plain, "Adam"), shard_update=way
+    )
+    train(weights, optimizer)
+    replica_state.average(optimizer, weights, slots=True)
+    states.append(state_of(weights, optimizer))
+    for of_group, of_other in zip(*[iter(states[-1])] * 2, strict=True):
+      np.testing.assert_array_equal(of_group, of_other)
+  assert_equal(*states, bound=1e-6)
+
+
 def test_slots_are_whole() -> None:
   which = "keras"
   make = functools.partial(make_plain, "Adam")
@@ -695,6 +710,40 @@ def test_decay_set_after_build_leaves_out_what_is_excluded(
   for weight, value in zip(weights, (0.75, 1.0), strict=True):
     for value_of_replica in testbed.copies(weight):
       np.testing.assert_array_equal(value_of_replica, np.full(3, value))
+
+
+@pytest.mark.parametrize(
+  ("package", "library"), [(keras3, keras), (ours_tf_keras, tf_keras)]
+)
+@pytest.mark.parametrize("by", ["var_names", "var_list"])
+def test_exclusions_of_two_dtypes_and_of_tables(
+  package: Any, library: Any, by: str
+) -> None:
+  """Keras forgets exclusions when it is told of others."""
+  dtypes = {"scale": tf.float32, "bias": tf.float64, "table": tf.float32}
+  with testbed.mirrored().scope():
+    weights = [
+      tf.Variable(tf.ones([2, 2], dtype), name=name)
+      for name, dtype in dtypes.items()
+    ]
+    opt = library.optimizers.SGD(0.5, weight_decay=0.5)
+    excluded = {"var_names": list(dtypes), "var_list": weights}
+    opt.exclude_from_weight_decay(**{by: excluded[by]})
+    optimizer = package.CrossShardOptimizer(
+      opt, shard_update=True, lazy_rows=True
+    )
+    optimizer.update_by_rows(var_list=weights[2:])
+    optimizer.build(weights)
+  dense = [tf.zeros([2, 2], weight.dtype) for weight in weights[:2]]
+  rows = tf.IndexedSlices(tf.zeros([1, 2]), tf.constant([1]), [2, 2])
+  testbed.run(
+    lambda: optimizer.apply_gradients(
+      list(zip([*dense, rows], weights, strict=True))
+    )
+  )
+  for weight in weights:
+    for value in testbed.copies(weight):
+      np.testing.assert_array_equal(value, np.ones([2, 2]), weight.name)
 
 
 class _Older(tf_keras.optimizers.legacy.Adam):

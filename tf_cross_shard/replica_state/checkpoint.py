@@ -279,7 +279,9 @@ def _arrays(
   arrays = arrays or {0: file[group_state.key(part.name, group)]}
   for array in arrays.values():
     kind = f"{array.dtype.name} {list(array.shape)}"
-    if kind != part.kind:
+    # A window of rows has any number of them.
+    fits = tf.TensorShape(part.variable.shape).is_compatible_with(array.shape)
+    if not fits or array.dtype.name != tf.as_dtype(part.variable.dtype).name:
       raise CheckpointError(
         f"The checkpoint {file.path} holds `{part.name}` as {kind}; the program"
         f" has {part.kind}. Restore with the same model."

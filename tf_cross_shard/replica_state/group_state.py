@@ -45,7 +45,7 @@ class Part(NamedTuple):
   def kind(self) -> str:
     """Dtype and shape, in words."""
     dtype = tf.as_dtype(self.variable.dtype).name
-    return f"{dtype} {list(map(int, self.variable.shape))}"
+    return f"{dtype} {tf.TensorShape(self.variable.shape).as_list()}"
 
 
 class GroupCopies:
@@ -123,8 +123,11 @@ class GroupCopies:
     arrays: dict[str, archive.Array] = {}
     replicas = engine.replicas_here if own else range(engine.num_replicas)
     for part in self.parts:
-      values = self.copies.here(part.variable)
-      values = values if own else self.copies.gather(values)
+      values = (
+        self.copies.here(part.variable)
+        if own
+        else self.copies.read(part.variable, replicas)
+      )
       for replica, array in zip(replicas, values, strict=True):
         index = self.groups.index_of(replica)
         member = self.groups.assignment[index].index(replica)
@@ -160,7 +163,8 @@ class GroupCopies:
   ) -> contextlib.AbstractContextManager[list[dict[str, Any]]]:
     """As the function, for as long as a disk may take for all groups."""
     nbytes = sum(
-      int(np.prod(part.variable.shape)) * tf.as_dtype(part.variable.dtype).size
+      (tf.TensorShape(part.variable.shape).num_elements() or 0)
+      * tf.as_dtype(part.variable.dtype).size
       for part in self.parts
     )
     patience = nbytes * self.groups.num_groups / _SLOWEST

@@ -113,7 +113,13 @@ class Copies:
 
   def read(self, variable: Any, replicas: Sequence[int]) -> list[Array]:
     """Returns the copies of any replicas."""
-    copies = self.gather(self.here(variable))
+    own = self.here(variable)
+    if tf.TensorShape(native(variable).shape).is_fully_defined():
+      copies = self.gather(own)
+    else:  # Any number of rows: of each replica another.
+      counts = [int(n) for n in self.gather([np.array(len(a)) for a in own])]
+      copies = self.gather([_pad_rows(array, max(counts)) for array in own])
+      copies = [a[:count] for a, count in zip(copies, counts, strict=True)]
     return [copies[replica] for replica in replicas]
 
   def digests(self, variables: Sequence[Any]) -> list[list[bytes]]:
@@ -171,6 +177,12 @@ class Copies:
       native(variable)
     )
     return copies
+
+
+def _pad_rows(array: Array, rows: int) -> Array:
+  """Returns an array with rows of zeros below."""
+  missing = [rows - len(array), *array.shape[1:]]
+  return np.concatenate([array, np.zeros(missing, array.dtype)])
 
 
 # One for all calls, which the runtime would trace again.

@@ -119,5 +119,6 @@ def _slots(optimizer: Any, variables: list[Any]) -> list[Any]:
       "`slots` needs a CrossShardOptimizer, which knows its slots; got"
       f" {type(optimizer).__name__}. Leave `slots` False."
     )
-  slots = [s for v in variables for i in inner for s in i.slots(v).values()]
+  states = [i.unsharded_state for i in inner]
+  slots = [s for v in variables for i in states for s in i.slots(v).values()]
   return list({id(slot): slot for slot in slots}.values())

@@ -51,15 +51,23 @@ class FlatUpdate(sharded_update.ShardedUpdate):
     with self._engine.making_variables():
       zeros = tf.zeros([layout.part], dtype)
       shard = self._inner.make_variable(zeros, name)
-    if not decays:
-      last = base.innermost(self._inner.optimizer)
-      last.exclude_from_weight_decay(var_list=[shard])
     return sharded_update.Weights(variables, natives, layout, shard)
 
   def _build(self) -> sharded_state.PlainState:
     """Builds the encapsulated optimizer on the parts."""
     self._start_alike(self._take_own_part)
     shards = [weights.shard for weights in self._weights]
+    weights_of = [weights.variables[0] for weights in self._weights]
+    # At once: Keras forgets what was excluded before.
+    base.innermost(self._inner.optimizer).exclude_from_weight_decay(
+      var_list=[
+        built
+        for built, variable in zip(
+          [*shards, *self._tables], [*weights_of, *self._tables], strict=True
+        )
+        if not self._inner.decays(variable)
+      ]
+    )
     self._inner.build([*shards, *self._tables])
     state = sharded_state.of_parts(
       self._inner,
