@@ -15,7 +15,7 @@ class GroupReduceLROnPlateau(base.GroupMonitor):
   optimizer has one rate for all groups, or `schedules.PerGroup` of numbers.
   Nothing is traced again.
 
-  >>> import numpy as np
+  >>> import numpy as np, tensorflow as tf
   >>> from tf_cross_shard import CrossShardOptimizer, callbacks, schedules
   >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
   >>> with strategy.scope():

@@ -16,7 +16,7 @@ class Population(base.GroupMonitor):
   the k best, the worst those of the best, and the rate of the group that they
   come from, times one of the numbers of `explore`.
 
-  >>> import numpy as np
+  >>> import numpy as np, tensorflow as tf
   >>> from tf_cross_shard import CrossShardOptimizer, callbacks, schedules
   >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
   >>> with strategy.scope():
