@@ -242,10 +242,7 @@ def rise(case: str, name: str, rows: int, count: int) -> float:
   step = make_step(tf.distribute.get_strategy(), case, name, rows, count)
   for _ in range(5):
     step()
-  # The peak that `resource` knows may be the parent's.
-  lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-  [peak] = (line.split()[1] for line in lines if line.startswith("VmHWM"))
-  return (int(peak) / 1024 - before) * 2**20
+  return (timing.peak_megabytes() - before) * 2**20
 
 
 def measure_memory() -> Rows:

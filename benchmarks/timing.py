@@ -9,6 +9,7 @@ import datetime
 import importlib.metadata
 import json
 import os
+import pathlib
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -104,6 +105,16 @@ def _tensorflow_version() -> str:
   import tensorflow as tf  # Slow; timing itself does not need it.
 
   return str(tf.__version__)
+
+
+def peak_megabytes() -> float:
+  """Returns the most resident memory that this process had.
+
+  What `resource` knows may be the parent's.
+  """
+  lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+  [peak] = (line.split()[1] for line in lines if line.startswith("VmHWM"))
+  return int(peak) / 1024
 
 
 def process_size() -> tuple[float, int]:

@@ -8,6 +8,7 @@ two cores, most of them plain Keras' tracing.
     one device   apply() of given gradients; XLA is plain Keras under
                  jit_compile=True
     mirrored     reduction and update under MirroredStrategy on logical CPUs
+    matrices     the same with Muon, which looks at whole matrices
     training     whole steps of small dense networks, with their tapes
     memory       the most resident memory of a process that does mirrored steps
     state        bytes that one replica keeps for the optimizer
@@ -22,7 +23,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Before TensorFlow.
 
 import functools
 import gc
-import resource
 import statistics
 import subprocess
 import sys
@@ -38,7 +38,9 @@ from absl import app, flags
 from tf_cross_shard import CrossShardOptimizer
 
 _PARTS = flags.DEFINE_list(
-  "parts", ["device", "mirrored", "training", "memory"], "Which."
+  "parts",
+  ["device", "mirrored", "matrices", "training", "memory"],
+  "Which.",
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Timings of each case.", 1)
 _REPLICAS = flags.DEFINE_integer("replicas", 4, "Logical CPUs.", 2)
@@ -47,6 +49,7 @@ _PEAK_OF = flags.DEFINE_string("peak_of", None, "Used by the part memory.")
 _PICTURE = flags.DEFINE_string("picture", None, "File to draw into.")
 
 KERAS, XLA, OURS, SHARDED = "plain Keras", "XLA", "ours", "ours, sharded"
+MATRICES = [[256, 256]] * 24
 MODELS = {
   "50 variables, 12 M": [[1000, 240]] * 50,
   "300 variables, 7 M": [[200, 117]] * 300,
@@ -56,12 +59,12 @@ _NETWORKS = (3, 64), (7, 64), (21, 64), (7, 256), (21, 256)  # layers, width
 _RATE = 1e-7
 
 
-def make_optimizer(case: str) -> Any:
+def make_optimizer(case: str, kind: str = "Adam") -> Any:
   """A contestant."""
-  adam = tf.keras.optimizers.Adam(_RATE)
+  plain = getattr(tf.keras.optimizers, kind)(_RATE)
   if case in (KERAS, XLA):
-    return adam
-  return CrossShardOptimizer(adam, "sum", shard_update=case == SHARDED)
+    return plain
+  return CrossShardOptimizer(plain, "sum", shard_update=case == SHARDED)
 
 
 def make_variables(shapes: Sequence[Sequence[int]]) -> list[Any]:
@@ -135,11 +138,14 @@ def measure_device(name: str, shapes: list[list[int]]) -> list[dict[str, Any]]:
 
 
 def make_mirrored(
-  strategy: tf.distribute.Strategy, case: str, shapes: list[list[int]]
+  strategy: tf.distribute.Strategy,
+  case: str,
+  shapes: list[list[int]],
+  kind: str = "Adam",
 ) -> tuple[Callable[[], Any], Any]:
   """A step, of gradients that depend on weights and replica; its optimizer."""
   with strategy.scope():
-    weights, optimizer = make_variables(shapes), make_optimizer(case)
+    weights, optimizer = make_variables(shapes), make_optimizer(case, kind)
     optimizer.build(weights)
 
   def replica_step() -> None:
@@ -155,12 +161,15 @@ def make_mirrored(
 
 
 def measure_mirrored(
-  strategy: tf.distribute.Strategy, name: str, shapes: list[list[int]]
+  strategy: tf.distribute.Strategy,
+  name: str,
+  shapes: list[list[int]],
+  kind: str = "Adam",
 ) -> list[dict[str, Any]]:
   """Gradients reduced and applied."""
   steps, state = {}, {}
   for case in (KERAS, OURS, SHARDED):
-    steps[case], optimizer = make_mirrored(strategy, case, shapes)
+    steps[case], optimizer = make_mirrored(strategy, case, shapes, kind)
     state[case] = state_bytes(optimizer)
   return measure(f"mirrored, {name}", steps, state)
 
@@ -170,7 +179,7 @@ def peak_megabytes(strategy: tf.distribute.Strategy, case: str) -> float:
   step, _ = make_mirrored(strategy, case, next(iter(MODELS.values())))
   for _ in range(5):
     step()
-  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+  return timing.peak_megabytes()
 
 
 def measure_memory() -> list[dict[str, Any]]:
@@ -284,6 +293,9 @@ def main(argv: Sequence[str]) -> None:
       rows += measure_device(name, shapes)
     if "mirrored" in _PARTS.value:
       rows += measure_mirrored(strategy, name, shapes)
+  if "matrices" in _PARTS.value:
+    name = "24 matrices of 256, Muon"
+    rows += measure_mirrored(strategy, name, MATRICES, "Muon")
   if "training" in _PARTS.value:
     for network in _NETWORKS:
       rows += measure_training(strategy, *network)
