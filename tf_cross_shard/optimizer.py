@@ -27,8 +27,8 @@ class CrossShard(forwarding.OptimizerWrapper):
   """Sums or averages gradients over replicas, then lets `opt` apply them.
 
   With `L_r` the loss of replica `r`, `G` the group it belongs to and `f` the
-  factor in the table of `tf_cross_shard.gradients.loss_factor`, every member
-  of `G` applies
+  factor that `reduction` and `loss_averaged_over` ask for, every member of `G`
+  applies
 
       g = sum over r in G of clip(grad(f * L_r))
 
