@@ -514,6 +514,62 @@ def test_compiled_by_xla_all_is_dense() -> None:
   assert (tables[0] != 1).all()
 
 
+@pytest.mark.parametrize("begin", ["compiled", "resumed", "by rows"])
+def test_windows_that_xla_compiles(begin: str, tmp_path: Any) -> None:
+  """Begun in the same function, in another program, or by rows."""
+
+  def make() -> tuple[Any, Any]:
+    optimizer = _optimizer("keras3", "Adagrad", accumulate_steps=2)
+    table = tf.Variable(TABLE, name="table")
+    optimizer.update_by_rows(var_list=[table])
+    optimizer.build([table])
+    return optimizer, table
+
+  def step(jit_compile: bool, number: int) -> None:
+    @tf.function(jit_compile=jit_compile, autograph=False)
+    def compiled() -> None:
+      grad = _slices(BATCHES[number][0], tf.float64)
+      optimizer.apply_gradients([(grad, table)])
+
+    compiled()
+
+  optimizer, table = make()
+  step(begin != "by rows", 0)
+  replica_state.save(tmp_path / "state", optimizer, [table])
+  if begin == "resumed":
+    optimizer, table = make()
+    replica_state.restore(tmp_path / "state", optimizer, [table])
+  step(True, 2)
+  right = np.zeros_like(TABLE)
+  for number in (0, 2):
+    np.add.at(right, *BATCHES[number][0])
+  alone = tf.Variable(TABLE)
+  plain = keras.optimizers.Adagrad(lazy_oracle.RATE)
+  plain.apply_gradients([(tf.constant(right / 2), alone)])
+  np.testing.assert_allclose(table.numpy(), alone.numpy(), **TOLERANCE)
+  assert np.abs(table.numpy() - TABLE).max() > 0.01
+
+
+def test_decay_set_in_a_window_of_rows() -> None:
+  """From then on all rows occur; what was added up stays, on all replicas."""
+  with testbed.mirrored().scope():
+    table = tf.Variable(tf.ones([3, 1]))
+    optimizer = _optimizer(
+      "keras3", "SGD", accumulate_steps=2, settings={"momentum": 0.0}
+    )
+    optimizer.update_by_rows(var_list=[table])
+    optimizer.build([table])
+  grad = tf.IndexedSlices(tf.ones([1, 1]), [1], [3, 1])
+  for decay in (None, 0.5):
+    optimizer.weight_decay = decay
+    testbed.run(lambda: optimizer.apply_gradients([(grad, table)]))
+  rate = lazy_oracle.RATE
+  left = 1 - 0.5 * rate
+  right = [[left], [left - 4 * rate], [left]]
+  for value in testbed.copies(table):
+    np.testing.assert_allclose(value, right, rtol=1e-6)
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_files(package: str, tmp_path: Any) -> None:
   """Slots are the plain optimizer's; the state goes on to the bit."""

@@ -71,12 +71,13 @@ class RowSum:
   Attributes:
     variables: The rows [1 + k, width] and their indices [1 + k]. The first is
       none: workers cannot make variables without elements.
+    shape: The table's.
   """
 
   def __init__(self, values: Any, indices: Any, shape: Sequence[int]) -> None:
     """Keeps the sum in variables with any number of rows, at first none."""
     self.variables = [values, indices]
-    self._shape = shape
+    self.shape = shape
 
   def add(self, grad: Any) -> None:
     """Adds a gradient."""
@@ -87,6 +88,15 @@ class RowSum:
     total = self._with(grad)
     self._set(tf.IndexedSlices(total.values[:0], total.indices[:0]))
     return total
+
+  def fill(self) -> None:
+    """Puts all rows of the table into the sum, in their order."""
+    every = tf.range(self.shape[0], dtype=tf.int64)
+    total = self._with(None)
+    dense = tf.math.unsorted_segment_sum(
+      total.values, total.indices, self.shape[0]
+    )
+    self._set(tf.IndexedSlices(dense, every))
 
   def _set(self, rows: tf.IndexedSlices) -> None:
     values, indices = map(variables_lib.native, self.variables)
@@ -101,12 +111,45 @@ class RowSum:
     )
     if grad is not None:
       if not isinstance(grad, tf.IndexedSlices):
-        grad = tf.IndexedSlices(grad, tf.range(self._shape[0]))
+        grad = tf.IndexedSlices(grad, tf.range(self.shape[0]))
       values = tf.concat([values, grad.values], 0)
       indices = tf.concat([indices, tf.cast(grad.indices, tf.int64)], 0)
     return indexed_slices.merge_duplicates(
-      tf.IndexedSlices(values, indices, tf.constant(self._shape, tf.int64))
+      tf.IndexedSlices(values, indices, tf.constant(self.shape, tf.int64))
     )
+
+
+class AllRows(DenseSum):
+  """The dense sum of a table's gradients, in the variables of a `RowSum`.
+
+  So no window is lost, and files have one form, whether XLA compiles or not.
+  """
+
+  def __init__(self, rows: RowSum, strategy: tf.distribute.Strategy) -> None:
+    """Fills all replicas' sums, whichever replica comes first."""
+    super().__init__(rows.variables[0])
+    self._rows = rows  # Its id stays its own.
+    copies = (
+      strategy.experimental_local_results(variables_lib.native(variable))
+      for variable in rows.variables
+    )
+    with tf.init_scope():
+      for values, indices in zip(*copies, strict=True):
+        RowSum(values, indices, rows.shape).fill()
+
+  def add(self, grad: tf.Tensor) -> None:
+    """Adds a gradient."""
+    super().add(_below_zeros(grad))
+
+  def take(self, grad: tf.Tensor | None) -> Any:
+    """Returns the sum with a gradient, and starts anew."""
+    total = super().take(None if grad is None else _below_zeros(grad))[1:]
+    return tf.ensure_shape(total, self._rows.shape)
+
+
+def _below_zeros(grad: tf.Tensor) -> tf.Tensor:
+  """Returns a gradient below one row of zeros."""
+  return tf.pad(grad, [[1, 0]] + [[0, 0]] * (len(grad.shape) - 1))
 
 
 class Window(EveryCall, abc.ABC):
@@ -233,11 +276,12 @@ class OwnWindow(Window):
 
   def _as_kept(self, grad: Gradient, variable: Any) -> Gradient:
     """Keeps rows of tables, but where XLA compiles, which knows no rows."""
-    native = variables_lib.native(variable)
-    if isinstance(self._sums[id(native)], RowSum):
+    total = self._sum_of(variable)
+    if isinstance(total, RowSum):
       if self._update.is_by_rows():
         return grad
-      self._sums[id(native)] = self._make_dense(variable)
+      native = variables_lib.native(variable)
+      self._sums[id(native)] = AllRows(total, self._engine.strategy)
     return self._update.to_dense(grad, variable)
 
   @property
@@ -296,7 +340,8 @@ class OwnWindow(Window):
 
   def _key(self, variable: Any) -> Any:
     """Returns what a sum is known by, in each replica by another."""
-    return replica_isolation.replica_id(), id(self._sum_of(variable))
+    native = variables_lib.native(variable)
+    return replica_isolation.replica_id(), id(native)
 
   def _make(self, value: Any, dtype: Any, name: str, shape: Any = None) -> Any:
     with self._engine.making_variables():
