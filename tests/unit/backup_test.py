@@ -4,8 +4,11 @@ What our callbacks know, and a process that is killed, in killed_fit_test.py.
 """
 
 import json
+import os
 import pathlib
 import re
+import signal
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -26,7 +29,7 @@ EPOCHS = 4
 GROUPS = [[0, 2], [1, 3]]
 
 
-def _model(groups: Any = None, library: Any = tf.keras) -> Any:
+def _model(groups: Any = None, library: Any = tf.keras, **options: Any) -> Any:
   """A model whose next step depends on all that has to be saved."""
   library.utils.set_random_seed(3)
   layers = library.layers
@@ -42,7 +45,7 @@ def _model(groups: Any = None, library: Any = tf.keras) -> Any:
   optimizer = home.CrossShardOptimizer(
     library.optimizers.Adam(0.01), group_assignment=groups
   )
-  model.compile(optimizer, "mse")
+  model.compile(optimizer, "mse", **options)
   return model
 
 
@@ -98,6 +101,164 @@ def test_a_resumed_run_is_that_of_no_crash(
     assert sum((v[0] != v[1]).any() for v in resumed.values()) > 10
 
 
+class _AtBatch(base.GroupCallback):
+  """Does something once, after a batch."""
+
+  def __init__(self, epoch: int, batch: int, act: Callable[[], Any]) -> None:
+    super().__init__()
+    self._at, self._act = (epoch, batch), act
+    self._epoch = 0
+
+  def _implements_train_batch_hooks(self) -> bool:
+    return True
+
+  def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    self._epoch = epoch
+
+  def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    if (self._epoch, batch) == self._at and not self.passes_over:
+      self._act()
+
+
+def _interrupt() -> None:
+  raise KeyboardInterrupt
+
+
+def _terminate() -> None:
+  os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _train(kind: str, *others: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Trains a new model; returns the history and the state of all replicas."""
+  library = tf_keras if "tf_keras" in kind else tf.keras
+  options: dict[str, Any] = {"metrics": ["mae"]}
+  if "executions" in kind:
+    options["steps_per_execution"] = 2
+  listed = list(others)
+  strategy = tf.distribute.get_strategy()
+  if kind == "groups":
+    strategy = testbed.mirrored()
+    outer = callbacks.OuterOptimizer(3)
+    listed = [outer, callbacks.GroupMetrics((X, X[:, :1])), *others]
+  with strategy.scope():
+    model = _model(GROUPS if kind == "groups" else None, library, **options)
+  data = tf.data.Dataset.from_tensor_slices((X, X[:, :1])).batch(8)
+  history = testbed.fit(model, data, EPOCHS, callbacks=listed)
+  return history.history, _state(model)
+
+
+KINDS = ["groups", "one device, executions", "tf_keras", "tf_keras, executions"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_epoch_is_that_of_no_crash(
+  kind: str, tmp_path: pathlib.Path
+) -> None:
+  """Also its metrics, and when groups join: at the end of epochs, and not."""
+  history, state = _train(kind)
+  crash = _AtBatch(2, 1, _interrupt)
+  with pytest.raises(KeyboardInterrupt):
+    _train(kind, callbacks.BackupAndRestore(tmp_path, every=2), crash)
+  names = {path.name for path in (tmp_path / "worker_0").iterdir()}
+  assert names == {"epoch_1_batch_4.npz", "epoch_2_batch_2.npz"}
+  for newest, epoch in (("epoch_2_batch_2.npz", 2), ("epoch_1_batch_4.npz", 1)):
+    backup = callbacks.BackupAndRestore(tmp_path, False, every=99)
+    resumed, same = _train(kind, backup)
+    expected = {name: values[epoch:] for name, values in history.items()}
+    assert resumed == expected
+    assert cases.same(same, state) == []
+    (tmp_path / "worker_0" / newest).unlink()
+
+
+@pytest.fixture
+def received() -> Iterator[list[int]]:
+  """The signals that the program's own handler receives."""
+  signals: list[int] = []
+  before = signal.signal(
+    signal.SIGTERM, lambda number, _: signals.append(number)
+  )
+  yield signals
+  signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("kind", ["one device", "tf_keras"])
+def test_a_signal_ends_the_process_with_a_backup(
+  kind: str, tmp_path: pathlib.Path, received: list[int]
+) -> None:
+  history, state = _train(kind)
+
+  def train(at: Any, **options: Any) -> Any:
+    backup = callbacks.BackupAndRestore(
+      tmp_path, on_preemption=True, keep=3, **options
+    )
+    return _train(kind, _AtBatch(*at, _terminate), backup)
+
+  for at, options, code, newest in (
+    ((0, 2), {}, 143, "epoch_0_batch_3.npz"),
+    ((1, 1), {"exit_code": 7}, 7, "epoch_1_batch_2.npz"),
+  ):
+    with pytest.raises(SystemExit) as end:
+      train(at, **options)
+    assert end.value.code == code
+    assert (tmp_path / "worker_0" / newest).exists()
+    assert received == []
+  resumed, same = train((9, 9))
+  assert resumed == {name: values[1:] for name, values in history.items()}
+  assert cases.same(same, state) == []
+  _terminate()
+  assert received == [signal.SIGTERM]  # as before `fit`
+
+
+def test_a_second_signal_is_the_programs_own(
+  tmp_path: pathlib.Path, received: list[int]
+) -> None:
+  def twice() -> None:
+    _terminate()
+    assert received == []
+    _terminate()
+    assert received == [signal.SIGTERM]
+
+  backup = callbacks.BackupAndRestore(tmp_path, on_preemption=True)
+  with pytest.raises(SystemExit):
+    _train("one device", _AtBatch(0, 0, twice), backup)
+
+
+def test_a_signal_after_the_last_batch_is_passed_on(
+  tmp_path: pathlib.Path, received: list[int]
+) -> None:
+  class AtEnd(base.GroupCallback):
+    def on_train_end(self, logs: Any = None) -> None:
+      _terminate()
+
+  backup = callbacks.BackupAndRestore(tmp_path, on_preemption=True)
+  _train("one device", AtEnd(), backup)
+  assert received == [signal.SIGTERM]
+
+
+def test_backups_by_the_clock(tmp_path: pathlib.Path) -> None:
+  """Of which the last three are kept."""
+  backup = callbacks.BackupAndRestore(
+    tmp_path, False, every=99, every_seconds=0, keep=3
+  )
+  _train("one device", backup)
+  names = {path.name for path in (tmp_path / "worker_0").iterdir()}
+  last = [f"epoch_{EPOCHS - 1}_batch_{batch}.npz" for batch in (3, 4)]
+  assert names == {*last, f"epoch_{EPOCHS}.npz"}
+  backup = callbacks.BackupAndRestore(tmp_path, False, every_seconds=1e6)
+  assert _train("one device", backup)[0] == {}
+
+
+def test_other_executions_than_before(tmp_path: pathlib.Path) -> None:
+  crash = _AtBatch(0, 2, _interrupt)
+  backup = callbacks.BackupAndRestore(tmp_path, every=3)
+  with pytest.raises(KeyboardInterrupt):
+    _train("one device", backup, crash)
+  with pytest.raises(
+    ValueError, match=r"after 3 batches.*steps_per_execution=2"
+  ):
+    _train("one device, executions", backup)
+
+
 def test_another_number_of_replicas(tmp_path: pathlib.Path) -> None:
   for groups, folder in (([[0], [1]], "groups"), (None, "replicas")):
     with testbed.mirrored(2).scope():
@@ -137,6 +298,9 @@ def test_wrong_arguments(tmp_path: pathlib.Path) -> None:
   for folder in ("", "gs://bucket/backup"):
     with pytest.raises(ValueError, match="`backup_dir`"):
       multi_worker.BackupAndRestore(folder)
+  for name, value in (("every", 0), ("every", "batch"), ("keep", 1)):
+    with pytest.raises(ValueError, match=f"`{name}` must be an integer of at"):
+      callbacks.BackupAndRestore(tmp_path, **{name: value})
   model = _model(library=tf_keras)
   model.compile(tf_keras.optimizers.legacy.SGD(), "mse")
   with pytest.raises(ValueError, match=r"method build.*; got SGD\."):
