@@ -8,6 +8,8 @@ import os
 import pathlib
 import re
 import signal
+import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,8 +23,9 @@ import tf_cross_shard.tf_keras
 from tests.support import replica_state_cases as cases
 from tests.support import testbed
 from tf_cross_shard import callbacks, multi_worker, replica_state
-from tf_cross_shard.callbacks import base
+from tf_cross_shard.callbacks import base, preemption
 from tf_cross_shard.coordination import agreement
+from tf_cross_shard.replica_state import replica_values
 
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("f4")
 EPOCHS = 4
@@ -246,6 +249,39 @@ def test_backups_by_the_clock(tmp_path: pathlib.Path) -> None:
   assert names == {*last, f"epoch_{EPOCHS}.npz"}
   backup = callbacks.BackupAndRestore(tmp_path, False, every_seconds=1e6)
   assert _train("one device", backup)[0] == {}
+
+
+def test_workers_compare_about_once_a_second(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  """By the slowest one's time, and after 100 batches at the latest."""
+  rows: list[list[int]] = []
+  now = [0.0]
+
+  class Copies:
+    engine = types.SimpleNamespace(replicas_here=range(1, 2))
+    workers = agreement.Workers(("worker 0", "worker 1"), 1)
+
+    def gather(self, own: list[np.ndarray]) -> list[np.ndarray]:
+      rows.append(own[0].tolist())
+      return [np.array([0, 0, 2 * own[0][2]]), *own]
+
+  monkeypatch.setattr(replica_values, "Copies", lambda _: Copies())
+  monkeypatch.setattr(time, "monotonic", lambda: now[0])
+  watch = preemption.Watch(False, 60.0)
+  watch.begin(tf.distribute.get_strategy())
+  compared = []
+  for seconds in [0.125] * 20 + [0.001] * 300:
+    now[0] += seconds
+    assert watch.compare() == (False, False)
+    compared.append(len(rows))
+  after = [n for n in range(320) if compared[n] > (compared[n - 1] if n else 0)]
+  assert after[:6] == [0, 4, 8, 12, 16, 20]
+  assert np.diff(after[6:]).tolist() == [100, 100]
+  now[0] += 60.0
+  # The clock is the first worker's.
+  assert watch.compare(is_epoch_end=True) == (False, False)
+  assert rows[-1][1] == 1
 
 
 def test_other_executions_than_before(tmp_path: pathlib.Path) -> None:
