@@ -37,7 +37,8 @@ def _model(groups: Any = None, library: Any = tf.keras, **options: Any) -> Any:
   library.utils.set_random_seed(3)
   layers = library.layers
   # The random numbers of tf_keras are not variables of the model.
-  dropout = [] if library is tf_keras else [layers.Dropout(0.5)]
+  is_tf_keras = library is tf_keras or testbed.IS_TF_KERAS
+  dropout = [] if is_tf_keras else [layers.Dropout(0.5)]
   model = library.Sequential(
     [
       *(library.Input((4,)), layers.Dense(8), *dropout),
@@ -309,6 +310,31 @@ def test_another_number_of_replicas(tmp_path: pathlib.Path) -> None:
   assert _fit(alone, callbacks.BackupAndRestore(tmp_path / "replicas")) == [
     *(2, 3)
   ]
+
+
+def test_another_number_of_replicas_in_mid_epoch(
+  tmp_path: pathlib.Path,
+) -> None:
+  """The metrics of that epoch are those of its rest."""
+
+  def fit(*others: Any) -> Any:
+    tf.keras.utils.set_random_seed(3)
+    model = tf.keras.Sequential(
+      [tf.keras.Input((4,)), tf.keras.layers.Dense(1)]
+    )
+    frozen = tf.keras.optimizers.SGD(0.0)
+    model.compile(tf_cross_shard.CrossShardOptimizer(frozen), "mse")
+    backup = callbacks.BackupAndRestore(tmp_path, every=2)
+    data = tf.data.Dataset.from_tensor_slices((X, X[:, :1])).batch(8)
+    history = testbed.fit(model, data, callbacks=[backup, *others])
+    return model, history.history["loss"]
+
+  with testbed.mirrored(2).scope(), pytest.raises(KeyboardInterrupt):
+    fit(_AtBatch(0, 1, _interrupt))
+  model, [loss] = fit()
+  rest = model.evaluate(X[16:], X[16:, :1], verbose=0)
+  assert loss == pytest.approx(rest, rel=1e-6)
+  assert rest != pytest.approx(model.evaluate(X, X[:, :1], verbose=0), rel=1e-3)
 
 
 def test_the_last_two_are_kept(tmp_path: pathlib.Path) -> None:
