@@ -1,4 +1,4 @@
-"""A `fit` that is killed goes on as if it had not been: kill -9, everywhere.
+"""A `fit` that is killed goes on as if it had not been: kill -9, SIGTERM.
 
 Damage while a file is being written is in archive_test.py; errors that end a
 `fit`, in backup_test.py.
@@ -52,6 +52,31 @@ def test_killed_at_every_place_of_every_epoch(
       code = killed_fit.run(killed, (epoch, place), patience, min_delta)
       assert code == -signal.SIGKILL, (epoch, place)
   assert killed_fit.run(killed, None, patience, min_delta) == 0
+  _assert_same(killed, history, arrays)
+
+
+def test_killed_and_signalled_at_batches(tmp_path: pathlib.Path) -> None:
+  """At random ones, of which the last is that of an epoch, too."""
+  undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+  for folder in (undisturbed, killed):
+    folder.mkdir()
+  assert killed_fit.run(undisturbed, None, 9, 0.0) == 0
+  rng = np.random.default_rng(4)
+  count = killed_fit.EPOCHS * killed_fit.STEPS
+  places = sorted({*rng.permutation(count)[:8].tolist(), count - 1})
+  codes = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143}
+  for i, place in enumerate(places):
+    number = list(codes)[i % 2]
+    at = divmod(place, killed_fit.STEPS)
+    code = killed_fit.run(killed, at, 9, 0.0, number, every=3)
+    assert code == codes[number], (at, number)
+  assert killed_fit.run(killed, None, 9, 0.0, every=3) == 0
+  _assert_same(killed, *_outcome(undisturbed))
+
+
+def _assert_same(
+  killed: pathlib.Path, history: dict[int, Any], arrays: dict[str, Any]
+) -> None:
   its_history, its_arrays = _outcome(killed)
   assert its_history == history
   assert its_arrays.keys() == arrays.keys()

@@ -253,11 +253,39 @@ def test_killed_and_resumed_is_as_undisturbed(tmp_path: pathlib.Path) -> None:
   done = run(dies=False)
   assert done[0]["state"][0].tolist() != done[1]["state"][0].tolist()
   for resumed in done:
-    whole = resumed["undisturbed"]
-    assert resumed["epochs"] == [2, 3]
-    assert whole["epochs"] == [0, 1, 2, 3]
-    for value, right in zip(resumed["state"], whole["state"], strict=True):
-      assert value.tobytes() == right.tobytes()
+    _assert_as_undisturbed(resumed, [2, 3])
+
+
+def _assert_as_undisturbed(resumed: dict[str, Any], epochs: list[int]) -> None:
+  whole = resumed["undisturbed"]
+  assert resumed["epochs"] == epochs
+  assert whole["epochs"] == [0, 1, 2, 3]
+  assert resumed["losses"] == whole["losses"][epochs[0] :]
+  for value, right in zip(resumed["state"], whole["state"], strict=True):
+    assert value.tobytes() == right.tobytes()
+
+
+def test_a_signal_to_one_worker_ends_all_after_one_batch(
+  tmp_path: pathlib.Path,
+) -> None:
+  """In mid-epoch, and both go on from there."""
+  arguments = {"folder": tmp_path, "dies": False}
+  done = workers.run(
+    *("resume", 2),
+    arguments={**arguments, "signalled": 0},
+    may_fail=[0, 1],
+    environment=SHORT,
+  )
+  assert [worker.returncode for worker in done] == [143, 143]
+  [first, second] = [
+    {path.name for path in tmp_path.glob(f"backup/worker_{i}/*")}
+    for i in range(2)
+  ]
+  assert first == second == {"epoch_1.npz", "epoch_1_batch_2.npz"}
+  for worker in workers.run(
+    *("resume", 2), arguments=arguments, environment=SHORT
+  ):
+    _assert_as_undisturbed(worker.result, [1, 2, 3])
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ EXPECTED = {  # The blocks of Python, or the change of a line, of each page.
   "docs/islands.md": 1,
   "docs/issues_that_work.md": 5,
   "docs/mixed_precision.md": 2,
+  "docs/saving.md": 1,
   "docs/towers.md": 1,
   "docs/updates.md": 1,
   "docs/virtual_tpu.md": 1,

@@ -23,27 +23,30 @@ RATES = [0.5, 0.03125]
 # Where in an epoch: within it; then with the best in its file, and no backup;
 # and with both.
 PLACES = ("batch", "checkpoint", "backup")
-Place = tuple[int, str] | None  # epoch, place
+Place = tuple[int, str | int] | None  # epoch, place or batch
 
 
 class _Kill(tf.keras.callbacks.Callback):  # type: ignore[misc]
-  """Kills its process at a place, as the kernel would."""
+  """Kills its process at a place, as the kernel would, or signals."""
 
-  def __init__(self, kind: str, at: Place) -> None:
+  def __init__(self, kind: str, at: Place, number: int) -> None:
     super().__init__()
-    self._kind, self._at = kind, at
+    self._kind, self._at, self._number = kind, at, number
     self._epoch = 0
 
   def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
     self._epoch = epoch
 
   def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-    if batch == STEPS // 2 and self._at == (self._epoch, "batch"):
-      os.kill(os.getpid(), signal.SIGKILL)
+    places = {(self._epoch, batch)} if self._kind == "checkpoint" else set()
+    if batch == STEPS // 2:
+      places.add((self._epoch, "batch"))
+    if self._at in places:
+      os.kill(os.getpid(), self._number)
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     if self._at == (epoch, self._kind):
-      os.kill(os.getpid(), signal.SIGKILL)
+      os.kill(os.getpid(), self._number)
 
 
 class _History(tf.keras.callbacks.Callback):  # type: ignore[misc]
@@ -60,7 +63,12 @@ class _History(tf.keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def _train(
-  folder: pathlib.Path, at: Place, patience: int, min_delta: float
+  folder: pathlib.Path,
+  at: Place,
+  patience: int,
+  min_delta: float,
+  number: int,
+  every: int | str,
 ) -> None:
   """Trains, and writes what is left at the end."""
   cpu = tf.config.list_physical_devices("CPU")[0]
@@ -97,9 +105,11 @@ def _train(
     callbacks=[
       callbacks.GroupMetrics((x[:8], -y[:8])),
       *(lower, stop, keep, _History(folder / "history")),
-      _Kill("checkpoint", at),
-      callbacks.BackupAndRestore(folder / "backup"),
-      _Kill("backup", at),
+      _Kill("checkpoint", at, number),
+      callbacks.BackupAndRestore(
+        folder / "backup", every=every, on_preemption=True
+      ),
+      _Kill("backup", at, number),
     ],
   )
   values = [
@@ -117,13 +127,18 @@ def _train(
 
 
 def run(
-  folder: pathlib.Path, at: Place, patience: int, min_delta: float
+  folder: pathlib.Path,
+  at: Place,
+  patience: int,
+  min_delta: float,
+  number: int = signal.SIGKILL,
+  every: int | str = "epoch",
 ) -> int:
   """Trains in another process; returns its exit code."""
   processes = multiprocessing.get_context("forkserver")
   processes.set_forkserver_preload([__name__])
   process = processes.Process(
-    target=_train, args=(folder, at, patience, min_delta)
+    target=_train, args=(folder, at, patience, min_delta, number, every)
   )
   process.start()
   process.join(300)

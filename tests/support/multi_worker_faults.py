@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tests.support import multi_worker_cases as cases
 from tf_cross_shard import CrossShardOptimizer
+from tf_cross_shard.callbacks import preemption
 from tf_cross_shard.coordination import agreement
 from tf_cross_shard.multi_worker import (
   BackupAndRestore,
@@ -229,11 +230,34 @@ def lose(
   return found
 
 
+class _Signal(tf.keras.callbacks.Callback):  # type: ignore[misc]
+  """Sends its process SIGTERM after a batch of the second epoch."""
+
+  def __init__(self, batch: int) -> None:
+    super().__init__()
+    self._batch = batch
+    self._epoch = 0
+
+  def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    self._epoch = epoch
+
+  def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    if (self._epoch, batch) == (1, self._batch):
+      os.kill(os.getpid(), signal.SIGTERM)
+
+
 def resume(
-  folder: pathlib.Path, dies: bool, strategy: tf.distribute.Strategy
+  folder: pathlib.Path,
+  dies: bool,
+  strategy: tf.distribute.Strategy,
+  signalled: int | None = None,
 ) -> dict[str, Any]:
-  """Trains with backups, each worker a group; one may be killed half-way."""
+  """Trains with backups, each worker a group; one may be killed half-way.
+
+  Or worker 1 receives SIGTERM after the batch `signalled` of an epoch.
+  """
   trained: list[int] = []
+  losses: list[float] = []
   write = archive.write
 
   def write_or_die(path: pathlib.Path, *args: Any) -> None:
@@ -246,13 +270,21 @@ def resume(
     model = cases.network(dropout=0.5)
     adam = tf.keras.optimizers.Adam(0.01)
     model.compile(CrossShardOptimizer(adam, group_assignment=[[0], [1]]), "mse")
-  backup = BackupAndRestore(folder, delete_checkpoint=False)
+  backup = BackupAndRestore(folder, delete_checkpoint=False, on_preemption=True)
+  listed: list[Any] = [backup]
+  if signalled is not None and cases.place_of(strategy) == 1:
+    listed.append(_Signal(signalled))
   data = cases.batches(*cases.fit_data(strategy.num_replicas_in_sync))
 
   def train() -> None:
-    with mock.patch.object(archive, "write", write_or_die):
-      history = model.fit(data, epochs=4, verbose=0, callbacks=[backup])
+    with (
+      mock.patch.object(archive, "write", write_or_die),
+      # These epochs are shorter than the pause between two comparisons.
+      mock.patch.object(preemption, "_PAUSE", 0),
+    ):
+      history = model.fit(data, epochs=4, verbose=0, callbacks=listed)
     trained.extend(history.epoch)
+    losses.extend(history.history["loss"])
 
   result = attempt(train)
   variables = [*model.variables, *model.optimizer.variables]
@@ -260,6 +292,7 @@ def resume(
   return {
     **result,
     "epochs": trained,
+    "losses": losses,
     "state": cases.own(variables),
     "files": files,
   }

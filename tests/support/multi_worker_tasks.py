@@ -67,10 +67,14 @@ def lose(kind: str, killed: int) -> dict[str, Any]:
   return multi_worker_faults.lose(kind, killed, strategy_of(kind))
 
 
-def resume(folder: pathlib.Path, dies: bool) -> dict[str, Any]:
+def resume(
+  folder: pathlib.Path, dies: bool, signalled: int | None = None
+) -> dict[str, Any]:
   """Training that goes on where it was killed, and an undisturbed one."""
   strategy = multi_worker.MultiWorkerStrategy()
-  found = multi_worker_faults.resume(folder / "backup", dies, strategy)
+  found = multi_worker_faults.resume(
+    folder / "backup", dies, strategy, signalled
+  )
   if not dies:
     found["undisturbed"] = multi_worker_faults.resume(
       folder / "whole", dies, strategy

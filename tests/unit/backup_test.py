@@ -4,8 +4,13 @@ What our callbacks know, and a process that is killed, in killed_fit_test.py.
 """
 
 import json
+import os
 import pathlib
 import re
+import signal
+import time
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,20 +23,22 @@ import tf_cross_shard.tf_keras
 from tests.support import replica_state_cases as cases
 from tests.support import testbed
 from tf_cross_shard import callbacks, multi_worker, replica_state
-from tf_cross_shard.callbacks import base
+from tf_cross_shard.callbacks import base, preemption
 from tf_cross_shard.coordination import agreement
+from tf_cross_shard.replica_state import replica_values
 
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("f4")
 EPOCHS = 4
 GROUPS = [[0, 2], [1, 3]]
 
 
-def _model(groups: Any = None, library: Any = tf.keras) -> Any:
+def _model(groups: Any = None, library: Any = tf.keras, **options: Any) -> Any:
   """A model whose next step depends on all that has to be saved."""
   library.utils.set_random_seed(3)
   layers = library.layers
   # The random numbers of tf_keras are not variables of the model.
-  dropout = [] if library is tf_keras else [layers.Dropout(0.5)]
+  is_tf_keras = library is tf_keras or testbed.IS_TF_KERAS
+  dropout = [] if is_tf_keras else [layers.Dropout(0.5)]
   model = library.Sequential(
     [
       *(library.Input((4,)), layers.Dense(8), *dropout),
@@ -42,7 +49,7 @@ def _model(groups: Any = None, library: Any = tf.keras) -> Any:
   optimizer = home.CrossShardOptimizer(
     library.optimizers.Adam(0.01), group_assignment=groups
   )
-  model.compile(optimizer, "mse")
+  model.compile(optimizer, "mse", **options)
   return model
 
 
@@ -98,6 +105,197 @@ def test_a_resumed_run_is_that_of_no_crash(
     assert sum((v[0] != v[1]).any() for v in resumed.values()) > 10
 
 
+class _AtBatch(base.GroupCallback):
+  """Does something once, after a batch."""
+
+  def __init__(self, epoch: int, batch: int, act: Callable[[], Any]) -> None:
+    super().__init__()
+    self._at, self._act = (epoch, batch), act
+    self._epoch = 0
+
+  def _implements_train_batch_hooks(self) -> bool:
+    return True
+
+  def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    self._epoch = epoch
+
+  def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    if (self._epoch, batch) == self._at and not self.passes_over:
+      self._act()
+
+
+def _interrupt() -> None:
+  raise KeyboardInterrupt
+
+
+def _terminate() -> None:
+  os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _train(kind: str, *others: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Trains a new model; returns the history and the state of all replicas."""
+  library = tf_keras if "tf_keras" in kind else tf.keras
+  options: dict[str, Any] = {"metrics": ["mae"]}
+  if "executions" in kind:
+    options["steps_per_execution"] = 2
+  listed = list(others)
+  strategy = tf.distribute.get_strategy()
+  if kind == "groups":
+    strategy = testbed.mirrored()
+    outer = callbacks.OuterOptimizer(3)
+    listed = [outer, callbacks.GroupMetrics((X, X[:, :1])), *others]
+  with strategy.scope():
+    model = _model(GROUPS if kind == "groups" else None, library, **options)
+  data = tf.data.Dataset.from_tensor_slices((X, X[:, :1])).batch(8)
+  history = testbed.fit(model, data, EPOCHS, callbacks=listed)
+  return history.history, _state(model)
+
+
+KINDS = ["groups", "one device, executions", "tf_keras", "tf_keras, executions"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_epoch_is_that_of_no_crash(
+  kind: str, tmp_path: pathlib.Path
+) -> None:
+  """Also its metrics, and when groups join: at the end of epochs, and not."""
+  history, state = _train(kind)
+  crash = _AtBatch(2, 1, _interrupt)
+  with pytest.raises(KeyboardInterrupt):
+    _train(kind, callbacks.BackupAndRestore(tmp_path, every=2), crash)
+  names = {path.name for path in (tmp_path / "worker_0").iterdir()}
+  assert names == {"epoch_1_batch_4.npz", "epoch_2_batch_2.npz"}
+  for newest, epoch in (("epoch_2_batch_2.npz", 2), ("epoch_1_batch_4.npz", 1)):
+    backup = callbacks.BackupAndRestore(tmp_path, False, every=99)
+    resumed, same = _train(kind, backup)
+    expected = {name: values[epoch:] for name, values in history.items()}
+    assert resumed == expected
+    assert cases.same(same, state) == []
+    (tmp_path / "worker_0" / newest).unlink()
+
+
+@pytest.fixture
+def received() -> Iterator[list[int]]:
+  """The signals that the program's own handler receives."""
+  signals: list[int] = []
+  before = signal.signal(
+    signal.SIGTERM, lambda number, _: signals.append(number)
+  )
+  yield signals
+  signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("kind", ["one device", "tf_keras"])
+def test_a_signal_ends_the_process_with_a_backup(
+  kind: str, tmp_path: pathlib.Path, received: list[int]
+) -> None:
+  history, state = _train(kind)
+
+  def train(at: Any, **options: Any) -> Any:
+    backup = callbacks.BackupAndRestore(
+      tmp_path, on_preemption=True, keep=3, **options
+    )
+    return _train(kind, _AtBatch(*at, _terminate), backup)
+
+  for at, options, code, newest in (
+    ((0, 2), {}, 143, "epoch_0_batch_3.npz"),
+    ((1, 1), {"exit_code": 7}, 7, "epoch_1_batch_2.npz"),
+  ):
+    with pytest.raises(SystemExit) as end:
+      train(at, **options)
+    assert end.value.code == code
+    assert (tmp_path / "worker_0" / newest).exists()
+    assert received == []
+  resumed, same = train((9, 9))
+  assert resumed == {name: values[1:] for name, values in history.items()}
+  assert cases.same(same, state) == []
+  _terminate()
+  assert received == [signal.SIGTERM]  # as before `fit`
+
+
+def test_a_second_signal_is_the_programs_own(
+  tmp_path: pathlib.Path, received: list[int]
+) -> None:
+  def twice() -> None:
+    _terminate()
+    assert received == []
+    _terminate()
+    assert received == [signal.SIGTERM]
+
+  backup = callbacks.BackupAndRestore(tmp_path, on_preemption=True)
+  with pytest.raises(SystemExit):
+    _train("one device", _AtBatch(0, 0, twice), backup)
+
+
+def test_a_signal_after_the_last_batch_is_passed_on(
+  tmp_path: pathlib.Path, received: list[int]
+) -> None:
+  class AtEnd(base.GroupCallback):
+    def on_train_end(self, logs: Any = None) -> None:
+      _terminate()
+
+  backup = callbacks.BackupAndRestore(tmp_path, on_preemption=True)
+  _train("one device", AtEnd(), backup)
+  assert received == [signal.SIGTERM]
+
+
+def test_backups_by_the_clock(tmp_path: pathlib.Path) -> None:
+  """Of which the last three are kept."""
+  backup = callbacks.BackupAndRestore(
+    tmp_path, False, every=99, every_seconds=0, keep=3
+  )
+  _train("one device", backup)
+  names = {path.name for path in (tmp_path / "worker_0").iterdir()}
+  last = [f"epoch_{EPOCHS - 1}_batch_{batch}.npz" for batch in (3, 4)]
+  assert names == {*last, f"epoch_{EPOCHS}.npz"}
+  backup = callbacks.BackupAndRestore(tmp_path, False, every_seconds=1e6)
+  assert _train("one device", backup)[0] == {}
+
+
+def test_workers_compare_about_once_a_second(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  """By the slowest one's time, and after 100 batches at the latest."""
+  rows: list[list[int]] = []
+  now = [0.0]
+
+  class Copies:
+    engine = types.SimpleNamespace(replicas_here=range(1, 2))
+    workers = agreement.Workers(("worker 0", "worker 1"), 1)
+
+    def gather(self, own: list[np.ndarray]) -> list[np.ndarray]:
+      rows.append(own[0].tolist())
+      return [np.array([0, 0, 2 * own[0][2]]), *own]
+
+  monkeypatch.setattr(replica_values, "Copies", lambda _: Copies())
+  monkeypatch.setattr(time, "monotonic", lambda: now[0])
+  watch = preemption.Watch(False, 60.0)
+  watch.begin(tf.distribute.get_strategy())
+  compared = []
+  for seconds in [0.125] * 20 + [0.001] * 300:
+    now[0] += seconds
+    assert watch.compare() == (False, False)
+    compared.append(len(rows))
+  after = [n for n in range(320) if compared[n] > (compared[n - 1] if n else 0)]
+  assert after[:6] == [0, 4, 8, 12, 16, 20]
+  assert np.diff(after[6:]).tolist() == [100, 100]
+  now[0] += 60.0
+  # The clock is the first worker's.
+  assert watch.compare(is_epoch_end=True) == (False, False)
+  assert rows[-1][1] == 1
+
+
+def test_other_executions_than_before(tmp_path: pathlib.Path) -> None:
+  crash = _AtBatch(0, 2, _interrupt)
+  backup = callbacks.BackupAndRestore(tmp_path, every=3)
+  with pytest.raises(KeyboardInterrupt):
+    _train("one device", backup, crash)
+  with pytest.raises(
+    ValueError, match=r"after 3 batches.*steps_per_execution=2"
+  ):
+    _train("one device, executions", backup)
+
+
 def test_another_number_of_replicas(tmp_path: pathlib.Path) -> None:
   for groups, folder in (([[0], [1]], "groups"), (None, "replicas")):
     with testbed.mirrored(2).scope():
@@ -112,6 +310,31 @@ def test_another_number_of_replicas(tmp_path: pathlib.Path) -> None:
   assert _fit(alone, callbacks.BackupAndRestore(tmp_path / "replicas")) == [
     *(2, 3)
   ]
+
+
+def test_another_number_of_replicas_in_mid_epoch(
+  tmp_path: pathlib.Path,
+) -> None:
+  """The metrics of that epoch are those of its rest."""
+
+  def fit(*others: Any) -> Any:
+    tf.keras.utils.set_random_seed(3)
+    model = tf.keras.Sequential(
+      [tf.keras.Input((4,)), tf.keras.layers.Dense(1)]
+    )
+    frozen = tf.keras.optimizers.SGD(0.0)
+    model.compile(tf_cross_shard.CrossShardOptimizer(frozen), "mse")
+    backup = callbacks.BackupAndRestore(tmp_path, every=2)
+    data = tf.data.Dataset.from_tensor_slices((X, X[:, :1])).batch(8)
+    history = testbed.fit(model, data, callbacks=[backup, *others])
+    return model, history.history["loss"]
+
+  with testbed.mirrored(2).scope(), pytest.raises(KeyboardInterrupt):
+    fit(_AtBatch(0, 1, _interrupt))
+  model, [loss] = fit()
+  rest = model.evaluate(X[16:], X[16:, :1], verbose=0)
+  assert loss == pytest.approx(rest, rel=1e-6)
+  assert rest != pytest.approx(model.evaluate(X, X[:, :1], verbose=0), rel=1e-3)
 
 
 def test_the_last_two_are_kept(tmp_path: pathlib.Path) -> None:
@@ -137,6 +360,9 @@ def test_wrong_arguments(tmp_path: pathlib.Path) -> None:
   for folder in ("", "gs://bucket/backup"):
     with pytest.raises(ValueError, match="`backup_dir`"):
       multi_worker.BackupAndRestore(folder)
+  for name, value in (("every", 0), ("every", "batch"), ("keep", 1)):
+    with pytest.raises(ValueError, match=f"`{name}` must be an integer of at"):
+      callbacks.BackupAndRestore(tmp_path, **{name: value})
   model = _model(library=tf_keras)
   model.compile(tf_keras.optimizers.legacy.SGD(), "mse")
   with pytest.raises(ValueError, match=r"method build.*; got SGD\."):

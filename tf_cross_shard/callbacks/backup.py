@@ -1,28 +1,38 @@
 """Going on after a crash: from a checkpoint that all workers have.
 
 A worker that is killed may not have written what the others have written. So
-each keeps its last two files, in a folder of its own, and all go on from the
-newest that is common to them.
+each keeps its last files, in a folder of its own, and all go on from the newest
+that is common to them. `fit` begins anew the epoch in which it was made, and
+the batches that are done are drawn, but not trained on:
+
+    fit ─▶ data ─▶ model.train_function ─▶ callbacks, BackupAndRestore last
+                   ours, while it skips
 """
 
+import itertools
 import json
 import pathlib
 import re
 import shutil
+import sys
 import types
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
-from tf_cross_shard.callbacks import base
+from tf_cross_shard.callbacks import base, preemption
 from tf_cross_shard.coordination import agreement, errors
 from tf_cross_shard.replica_state import checkpoint, group_models, group_state
 
-_KEPT: Final = 2  # backups of each worker
 _CALLBACKS: Final = "callbacks/"  # before the names of their state in a file
-_NAME: Final = re.compile(r"epoch_(\d+)\.npz")
+_NAME: Final = re.compile(r"epoch_(\d+)(?:_batch_(\d+))?\.npz")
+# TensorFlow's PreemptionCheckpointHandler ends with it; and a shell reports it
+# of SIGTERM. It is no success, so that the job is started again.
+_EXIT_CODE: Final = 143
+_Checkpoint = TypeVar("_Checkpoint", int, str)
 
 
 def newest_common(
@@ -48,15 +58,22 @@ def newest_common(
     MissingWorkerError: If a worker does not come.
   """
   own = sorted({int(number) for number in numbers})
+  return max(_common(strategy, own), default=None)
+
+
+def _common(
+  strategy: tf.distribute.Strategy, own: list[_Checkpoint]
+) -> set[_Checkpoint]:
+  """Returns the checkpoints that all workers have, as `newest_common` says."""
   workers = agreement.of_strategy(strategy)
   if workers is None:
-    return own[-1] if own else None
+    return set(own)
   texts = agreement.exchange(
     workers, "the choice of a checkpoint", json.dumps(own)
   )
   common = set.intersection(*(set(json.loads(text)) for text in texts))
   if common or not any(map(json.loads, texts)):
-    return max(common, default=None)
+    return common
   held = "; ".join(
     f"{name} has {text}"
     for name, text in zip(workers.names, texts, strict=True)
@@ -68,7 +85,7 @@ def newest_common(
 
 
 class BackupAndRestore(base.GroupCallback):
-  """Saves after each epoch, and makes the next `fit` go on from there.
+  """Saves as `fit` goes, and makes the next `fit` go on from there.
 
   In the place of `tf.keras.callbacks.BackupAndRestore`, for several workers and
   for groups: each worker has files of its own, which no other overwrites, and
@@ -77,7 +94,13 @@ class BackupAndRestore(base.GroupCallback):
   of random numbers, of dropout say, are saved too; Keras' own leaves them out.
   So is what this package's other callbacks know, best values, wait counts and
   stopped groups; they stand before this one in the list. A file replaces none
-  before it is whole, and the last two are kept.
+  before it is whole.
+
+  It saves after each epoch, or every k batches or seconds, and on SIGTERM,
+  which machines get that are taken away. A backup of mid-epoch has the place in
+  the data and the metrics so far. `fit` goes on with the next batch: it reads
+  the epoch from its beginning, which has to give the same batches again, and
+  passes over those that are done.
 
   >>> import tempfile
   >>> import numpy as np
@@ -100,17 +123,39 @@ class BackupAndRestore(base.GroupCallback):
   `replica_state.save`.
   """
 
-  def __init__(self, backup_dir: Any, delete_checkpoint: bool = True) -> None:
-    """Names the place.
+  def __init__(
+    self,
+    backup_dir: Any,
+    delete_checkpoint: bool = True,
+    *,
+    every: int | str = "epoch",
+    every_seconds: float | None = None,
+    on_preemption: bool = False,
+    exit_code: int = _EXIT_CODE,
+    keep: int = 2,
+  ) -> None:
+    """Names the place, and the times.
 
     Args:
       backup_dir: A directory, which workers may or may not share. Each writes
         to `worker_<number>` in it: files as of `replica_state.save`, with its
         own groups only.
       delete_checkpoint: Delete this worker's files when `fit` ends.
+      every: Save when this many batches are done since the last backup, counted
+        through epochs, or `"epoch"`.
+      every_seconds: Save when the last backup is so old, too. The clock is that
+        of the first worker.
+      on_preemption: On SIGTERM, to any worker, all save after the same batch
+        and end their processes with `exit_code`; a second signal ends a process
+        at once. `fit` has to be called in the main thread.
+      exit_code: 143, which TensorFlow's PreemptionCheckpointHandler ends with,
+        is what a shell reports of SIGTERM, and no success.
+      keep: How many of the last backups to keep; at least 2, since a worker may
+        be killed before it has written what the others have written.
 
     Raises:
-      ValueError: If `backup_dir` is empty, or a URL.
+      ValueError: If `backup_dir` is empty, or a URL; if `every` or `keep` are
+        no such integers.
     """
     super().__init__()
     if not str(backup_dir) or "://" in str(backup_dir):
@@ -118,8 +163,29 @@ class BackupAndRestore(base.GroupCallback):
         "`backup_dir` must name a directory of a file system; got"
         f" {str(backup_dir)!r}. Mount the storage, or use a local one."
       )
+    if every != "epoch":
+      base.check_count("every", every, 1, 'batches, or is "epoch"')
+    base.check_count("keep", keep, 2, "backups")
+    if every_seconds is not None:
+      base.check_number("every_seconds", every_seconds)
     self._backup_dir = pathlib.Path(backup_dir)
     self._delete = delete_checkpoint
+    self._every = every
+    self._every_seconds = every_seconds
+    self._on_preemption = on_preemption
+    self._exit_code = exit_code
+    self._keep = keep
+    self._watch = preemption.Watch(on_preemption, every_seconds)
+    self._epoch = self._batches = self._since = 0
+    if self._looks_at_batches():
+      # Keras waits for the end of every batch where a callback has this method.
+      self.on_train_batch_end = self._end_batch
+
+  def _looks_at_batches(self) -> bool:
+    """Returns whether there may be a backup in mid-epoch."""
+    return self._every != "epoch" or self._watch.is_needed
+
+  _implements_train_batch_hooks = _looks_at_batches
 
   def on_train_begin(self, logs: Any = None) -> None:
     """Restores the newest backup that all workers have."""
@@ -129,12 +195,15 @@ class BackupAndRestore(base.GroupCallback):
       type(callback).__name__
       for callback in self.same_fit()
       if callback._place_in_list > self._place_in_list
-      and type(callback).state is not base.GroupCallback.state
+      and (
+        type(callback).state is not base.GroupCallback.state
+        or callback.acts_on_batches
+      )
     ]
     if later:
       raise ValueError(
         f"BackupAndRestore saves what callbacks know; {', '.join(later)} comes"
-        " after it, and would be an epoch behind. Put BackupAndRestore last."
+        " after it, and would be behind. Put BackupAndRestore last."
       )
     if not hasattr(optimizer, "build"):
       raise ValueError(
@@ -150,35 +219,41 @@ class BackupAndRestore(base.GroupCallback):
     for path in self._folder.glob(".*.partial"):  # of a crash
       path.unlink()
     backups = self._backups()
-    newest = newest_common(strategy, backups)
+    names = sorted(path.name for path in backups.values())
+    newest = max(map(_place, _common(strategy, names)), default=None)
     _begin_at(self.model, None)
+    self._epoch = self._batches = self._since = 0
     if newest is not None:
-      values, arrays = checkpoint.restore_file(
-        backups[newest], optimizer, self.model
-      )
+      path = backups[newest]
+      values, arrays = checkpoint.restore_file(path, optimizer, self.model)
       base.restore_state(
         self.same_fit(),
-        {name.removeprefix(_CALLBACKS): arrays[name] for name in arrays},
+        {
+          name.removeprefix(_CALLBACKS): array
+          for name, array in arrays.items()
+          if name.startswith(_CALLBACKS)
+        },
       )
       # All groups may have stopped, and only the end of `fit` be left.
       epochs = self.params["epochs"] if self.model.stop_training else 0
       _begin_at(self.model, max(values["epoch"], epochs))
-      for number, path in backups.items():
-        if number > newest:  # of a run that has not been
-          path.unlink()
+      for place, later_path in backups.items():
+        if place > newest:  # of a run that has not been
+          later_path.unlink()
+      if values["batch"]:
+        self._skip(path, values["batch"])
+    self._watch.begin(strategy)
+
+  def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    """Notes the place."""
+    self._epoch, self._batches = epoch, 0
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-    """Saves, and deletes this worker's backups but the last two."""
-    state = group_state.GroupCopies(self.model.optimizer, self.model)
-    path = self._folder / f"epoch_{epoch + 1}.npz"
-    state.agree("a backup")
-    arrays = state.arrays(state.apart("a backup"), own=True)
-    for name, value in base.collect_state(self.same_fit()).items():
-      arrays[_CALLBACKS + name] = np.asarray(value)
-    state.write(path, "a backup", arrays, {"epoch": epoch + 1})
-    backups = self._backups()
-    for number in sorted(backups)[:-_KEPT]:
-      backups[number].unlink()
+    """Saves, if it is time, and ends the process if it has to."""
+    is_last, is_old = self._watch.compare(is_epoch_end=True)
+    if self._every == "epoch" or is_last or is_old:
+      self._save(epoch + 1, 0)
+    self._end_if(is_last)
 
   def on_train_end(self, logs: Any = None) -> None:
     """Deletes this worker's files, if they are not to be kept."""
@@ -188,14 +263,138 @@ class BackupAndRestore(base.GroupCallback):
         # A worker lost before that needs the files of the others.
         agreement.agree(self._workers, "the end of fit", [])
       shutil.rmtree(self._folder, ignore_errors=True)
+    self._watch.end()
 
-  def _backups(self) -> dict[int, pathlib.Path]:
-    """Returns this worker's files, by how many epochs are behind them."""
+  def _end_batch(self, batch: int, logs: Any = None) -> None:
+    """As `on_epoch_end`, after the batches of one call of Keras' function."""
+    is_last, is_old = self._watch.compare()
+    if not self.passes_over:
+      count = _batches_per_call(self.model)
+      self._batches += count
+      self._since += count
+      is_due = self._every != "epoch" and self._since >= int(self._every)
+      if is_due or is_last or is_old:
+        self._save(self._epoch, self._batches)
+    self._end_if(is_last)
+
+  def _end_if(self, is_last: bool) -> None:
+    """Ends the process after SIGTERM."""
+    if is_last:
+      logging.warning(
+        "SIGTERM: the backup is in %s; the same program goes on from it."
+        " Exiting with code %d.",
+        *(self._folder, self._exit_code),
+      )
+      sys.exit(self._exit_code)
+
+  def _save(self, epoch: int, batch: int) -> None:
+    """Saves, and deletes this worker's backups but the last."""
+    state = group_state.GroupCopies(self.model.optimizer, self.model)
+    name = f"epoch_{epoch}_batch_{batch}" if batch else f"epoch_{epoch}"
+    state.agree("a backup")
+    arrays = state.arrays(state.apart("a backup"), own=True)
+    for key, value in base.collect_state(self.same_fit()).items():
+      arrays[_CALLBACKS + key] = np.asarray(value)
+    if batch:
+      for key, variable in _metric_variables(self.model).items():
+        for i, copy in enumerate(state.copies.here(variable)):
+          arrays[f"{key}/{i}"] = copy
+    path = self._folder / f"{name}.npz"
+    state.write(path, "a backup", arrays, {"epoch": epoch, "batch": batch})
+    backups = self._backups()
+    for place in sorted(backups)[: -self._keep]:
+      backups[place].unlink()
+    self._since = 0
+    self._watch.restart_clock()
+
+  def _skip(self, path: pathlib.Path, batches: int) -> None:
+    """Makes `fit` pass over batches, and then restores the backup again.
+
+    Data of every kind are drawn as for training. The first call trains, for
+    Keras makes metrics only then, and is undone.
+    """
+    model = self.model
+    model.make_train_function(force=True)  # not ours, of a `fit` that failed
+    train = model.train_function
+    count = _batches_per_call(model)
+    calls, odd = divmod(batches, count)
+    if odd:
+      raise ValueError(
+        f"The backup {path} was made after {batches} batches of an epoch, which"
+        f" calls of `steps_per_execution={count}` do not end with. Compile the"
+        " model as it was."
+      )
+    same_fit = self.same_fit()
+    logs: Any = None
+    done = 0
+
+    def end() -> None:
+      model.train_function = train
+      for callback in same_fit:
+        callback.passes_over = False
+
+    def pass_over(iterator: Any) -> Any:
+      nonlocal logs, done
+      if done == calls:
+        end()
+        return train(iterator)
+      try:
+        if not done:
+          train(iterator)
+          self._restore_metrics(path)
+          logs = model.get_metrics_result()
+        elif not list(itertools.islice(iterator, count)):
+          raise StopIteration
+      except BaseException:
+        end()
+        raise
+      done += 1
+      self._batches += count
+      return logs
+
+    for callback in same_fit:
+      callback.passes_over = True
+    model.train_function = pass_over
+
+  def _restore_metrics(self, path: pathlib.Path) -> None:
+    """Restores a backup again, with the metrics of its epoch."""
+    _, arrays = checkpoint.restore_file(path, self.model.optimizer, self.model)
+    copies = group_state.GroupCopies(self.model.optimizer, self.model).copies
+    for key, variable in _metric_variables(self.model).items():
+      names = [name for name in arrays if name.startswith(f"{key}/")]
+      here = copies.here(variable)
+      values = [np.zeros_like(copy) for copy in here]
+      if len(names) == len(here):
+        values = [arrays[f"{key}/{i}"] for i in range(len(here))]
+      copies.write(variable, values)
+
+  def _backups(self) -> dict[tuple[int, int], pathlib.Path]:
+    """Returns this worker's files, by the epochs and batches behind them."""
     return {
-      int(match[1]): path
+      _place(path.name): path
       for path in self._folder.iterdir()
-      if (match := _NAME.fullmatch(path.name))
+      if _NAME.fullmatch(path.name)
     }
+
+
+def _place(name: str) -> tuple[int, int]:
+  """Returns the epochs, and batches of the next, behind a backup."""
+  match = _NAME.fullmatch(name)
+  assert match is not None
+  return int(match[1]), int(match[2] or 0)
+
+
+def _metric_variables(model: Any) -> dict[str, Any]:
+  """Returns what `fit` sets to zero when an epoch begins, by name."""
+  variables = [v for metric in model.metrics for v in metric.variables]
+  return {f"metrics/{i}": variable for i, variable in enumerate(variables)}
+
+
+def _batches_per_call(model: Any) -> int:
+  """Returns `steps_per_execution`; tf_keras has no public way."""
+  if group_models.keras_of(model).__name__ == "keras":
+    return int(model.steps_per_execution)
+  return int(model._steps_per_execution.numpy())
 
 
 def _begin_at(model: Any, epoch: int | None) -> None:

@@ -104,6 +104,8 @@ class GroupCallback(tf.keras.callbacks.Callback):
   """
 
   prefix = ""  # of the metrics that it writes into the logs
+  acts_on_batches = False
+  passes_over = False  # batches that a backup has been trained on
   _sets_rates = False  # whether a callback beside it does
 
   def _does_nothing_in_batches(self) -> bool:
@@ -148,6 +150,7 @@ class GroupCallback(tf.keras.callbacks.Callback):
 
   def on_train_begin(self, logs: Any = None) -> None:
     """Raises an error where a callback of Keras is to set PerGroup's rates."""
+    self.passes_over = False
     if self._sets_rates:
       group_schedule.check_settable(self.model.optimizer)
 

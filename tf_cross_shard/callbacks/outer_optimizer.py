@@ -87,6 +87,7 @@ class OuterOptimizer(base.GroupCallback):
   """
 
   _supports_tf_logs = True  # tf_keras need not read logs for it.
+  acts_on_batches = True
 
   def __init__(
     self,
@@ -243,6 +244,8 @@ class OuterOptimizer(base.GroupCallback):
 
   def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
     """Counts the steps of an execution up to its last batch."""
+    if self.passes_over:
+      return
     steps = batch - self._first + 1
     # Older versions of Keras 3 name the first batch of an execution here, too.
     execution = getattr(self.model, "steps_per_execution", 1)
