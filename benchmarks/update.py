@@ -8,6 +8,7 @@ two cores, most of them plain Keras' tracing.
     one device   apply() of given gradients; XLA is plain Keras under
                  jit_compile=True
     mirrored     reduction and update under MirroredStrategy on logical CPUs
+    compiled     both for optimizers without a kernel, compiled by XLA
     training     whole steps of small dense networks, with their tapes
     memory       the most resident memory of a process that does mirrored steps
     state        bytes that one replica keeps for the optimizer
@@ -38,7 +39,7 @@ from absl import app, flags
 from tf_cross_shard import CrossShardOptimizer
 
 _PARTS = flags.DEFINE_list(
-  "parts", ["device", "mirrored", "training", "memory"], "Which."
+  "parts", ["device", "mirrored", "compiled", "training", "memory"], "Which."
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Timings of each case.", 1)
 _REPLICAS = flags.DEFINE_integer("replicas", 4, "Logical CPUs.", 2)
@@ -56,12 +57,14 @@ _NETWORKS = (3, 64), (7, 64), (21, 64), (7, 256), (21, 256)  # layers, width
 _RATE = 1e-7
 
 
-def make_optimizer(case: str) -> Any:
-  """A contestant."""
-  adam = tf.keras.optimizers.Adam(_RATE)
+def make_optimizer(case: str, kind: str = "Adam") -> Any:
+  """A contestant; `amsgrad` is a kind of Adam."""
+  settings = {"amsgrad": True} if kind == "amsgrad" else {}
+  name = "Adam" if settings else kind
+  plain = getattr(tf.keras.optimizers, name)(_RATE, **settings)
   if case in (KERAS, XLA):
-    return adam
-  return CrossShardOptimizer(adam, "sum", shard_update=case == SHARDED)
+    return plain
+  return CrossShardOptimizer(plain, "sum", shard_update=case == SHARDED)
 
 
 def make_variables(shapes: Sequence[Sequence[int]]) -> list[Any]:
@@ -115,7 +118,9 @@ def measure(
   return found
 
 
-def measure_device(name: str, shapes: list[list[int]]) -> list[dict[str, Any]]:
+def measure_device(
+  name: str, shapes: list[list[int]], kind: str = "Adam"
+) -> list[dict[str, Any]]:
   """Given gradients, one device."""
   grads = [
     tf.constant(np.random.default_rng(i).normal(size=shape).astype("f"))
@@ -123,7 +128,7 @@ def measure_device(name: str, shapes: list[list[int]]) -> list[dict[str, Any]]:
   ]
   steps, state = {}, {}
   for case in (KERAS, XLA, OURS):
-    weights, optimizer = make_variables(shapes), make_optimizer(case)
+    weights, optimizer = make_variables(shapes), make_optimizer(case, kind)
     optimizer.build(weights)
     steps[case] = tf.function(
       functools.partial(optimizer.apply, grads, weights),
@@ -135,11 +140,14 @@ def measure_device(name: str, shapes: list[list[int]]) -> list[dict[str, Any]]:
 
 
 def make_mirrored(
-  strategy: tf.distribute.Strategy, case: str, shapes: list[list[int]]
+  strategy: tf.distribute.Strategy,
+  case: str,
+  shapes: list[list[int]],
+  kind: str = "Adam",
 ) -> tuple[Callable[[], Any], Any]:
   """A step, of gradients that depend on weights and replica; its optimizer."""
   with strategy.scope():
-    weights, optimizer = make_variables(shapes), make_optimizer(case)
+    weights, optimizer = make_variables(shapes), make_optimizer(case, kind)
     optimizer.build(weights)
 
   def replica_step() -> None:
@@ -155,12 +163,15 @@ def make_mirrored(
 
 
 def measure_mirrored(
-  strategy: tf.distribute.Strategy, name: str, shapes: list[list[int]]
+  strategy: tf.distribute.Strategy,
+  name: str,
+  shapes: list[list[int]],
+  kind: str = "Adam",
 ) -> list[dict[str, Any]]:
   """Gradients reduced and applied."""
   steps, state = {}, {}
   for case in (KERAS, OURS, SHARDED):
-    steps[case], optimizer = make_mirrored(strategy, case, shapes)
+    steps[case], optimizer = make_mirrored(strategy, case, shapes, kind)
     state[case] = state_bytes(optimizer)
   return measure(f"mirrored, {name}", steps, state)
 
@@ -232,7 +243,7 @@ def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
   parts = [
     part
     for part in dict.fromkeys(row["part"] for row in rows)
-    if not part.startswith("training")
+    if part.split(", ", 1)[1] in MODELS
   ]
   contestants = KERAS, XLA, OURS, SHARDED
   colors = dict(zip(contestants, plt.cm.tab10.colors, strict=False))
@@ -284,6 +295,11 @@ def main(argv: Sequence[str]) -> None:
       rows += measure_device(name, shapes)
     if "mirrored" in _PARTS.value:
       rows += measure_mirrored(strategy, name, shapes)
+  if "compiled" in _PARTS.value:
+    name, shapes = next(iter(MODELS.items()))
+    for kind in ("Nadam", "Adagrad", "Lion", "RMSprop", "amsgrad"):
+      rows += measure_device(f"{kind}, {name}", shapes, kind)
+      rows += measure_mirrored(strategy, f"{kind}, {name}", shapes, kind)
   if "training" in _PARTS.value:
     for network in _NETWORKS:
       rows += measure_training(strategy, *network)

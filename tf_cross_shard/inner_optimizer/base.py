@@ -31,7 +31,7 @@ class InnerOptimizer(abc.ABC):
       object, or `step.sharded_state.PlainState` where state is in parts.
     checkpointed: The object whose children a checkpoint sees: the optimizer, or
       what takes its place where its state is in parts.
-    is_fused: Whether kernels may do the optimizer's steps; see `fused_update`.
+    fused: Whether kernels or XLA do the optimizer's steps; see `fused_update`.
     row_step: Takes the place of `update_step` for row-sparse gradients; is
       handed `update_step` itself before its arguments. None for nothing.
   """
@@ -48,7 +48,7 @@ class InnerOptimizer(abc.ABC):
     self.outer_loss_scaler: Any = None
     self.unsharded_state: Any = self
     self.checkpointed: Any = optimizer
-    self.is_fused = False
+    self.fused: bool | None = False
     self.row_step: Callable[..., None] | None = None
     self._thread = threading.local()  # Replicas may be threads.
 
@@ -79,18 +79,20 @@ class InnerOptimizer(abc.ABC):
       self.optimizer.build(list(variables))
 
   def fuse(self, wanted: bool | None) -> None:
-    """Lets kernels do the steps; None where there is one.
+    """Lets kernels or XLA do the steps; None where that is faster.
 
     Raises:
-      ValueError: If a kernel is wanted and there is none.
+      ValueError: If it is wanted and neither can.
     """
-    if wanted and fused_update.find_kernel(self.innermost) is None:
+    last = self.innermost
+    has_kernel = fused_update.find_kernel(last) is not None
+    if wanted and not has_kernel and not fused_update.can_compile(last):
       raise ValueError(
         "`fused_update` is True and TensorFlow has no kernel for"
-        f" {type(self.innermost).__name__} with these settings. Leave it None,"
-        " which uses Keras' operations where there is none."
+        f" {type(last).__name__} with these settings. Leave it None, which uses"
+        " Keras' operations where there is none."
       )
-    self.is_fused = wanted is not False
+    self.fused = wanted
 
   def _overrides(self, *names: str) -> bool:
     """Whether the class of the innermost optimizer has its own such methods."""
@@ -291,7 +293,7 @@ class InnerOptimizer(abc.ABC):
     """
     if self.outer_loss_scaler is None or self.is_within:
       with fused_update.in_place(
-        self.innermost, self.index, self.is_fused, self.row_step
+        self.innermost, self.index, self.fused, self.row_step
       ):
         self._apply(grads, variables, through_apply)
       return
