@@ -9,6 +9,7 @@ two cores, most of them plain Keras' tracing.
                  jit_compile=True
     mirrored     reduction and update under MirroredStrategy on logical CPUs
     matrices     the same with Muon, which looks at whole matrices
+    compiled     both for optimizers without a kernel, compiled by XLA
     training     whole steps of small dense networks, with their tapes
     memory       the most resident memory of a process that does mirrored steps
     state        bytes that one replica keeps for the optimizer
@@ -39,7 +40,7 @@ from tf_cross_shard import CrossShardOptimizer
 
 _PARTS = flags.DEFINE_list(
   "parts",
-  ["device", "mirrored", "matrices", "training", "memory"],
+  ["device", "mirrored", "matrices", "compiled", "training", "memory"],
   "Which.",
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Timings of each case.", 1)
@@ -60,8 +61,10 @@ _RATE = 1e-7
 
 
 def make_optimizer(case: str, kind: str = "Adam") -> Any:
-  """A contestant."""
-  plain = getattr(tf.keras.optimizers, kind)(_RATE)
+  """A contestant; `amsgrad` is a kind of Adam."""
+  settings = {"amsgrad": True} if kind == "amsgrad" else {}
+  name = "Adam" if settings else kind
+  plain = getattr(tf.keras.optimizers, name)(_RATE, **settings)
   if case in (KERAS, XLA):
     return plain
   return CrossShardOptimizer(plain, "sum", shard_update=case == SHARDED)
@@ -118,7 +121,9 @@ def measure(
   return found
 
 
-def measure_device(name: str, shapes: list[list[int]]) -> list[dict[str, Any]]:
+def measure_device(
+  name: str, shapes: list[list[int]], kind: str = "Adam"
+) -> list[dict[str, Any]]:
   """Given gradients, one device."""
   grads = [
     tf.constant(np.random.default_rng(i).normal(size=shape).astype("f"))
@@ -126,7 +131,7 @@ def measure_device(name: str, shapes: list[list[int]]) -> list[dict[str, Any]]:
   ]
   steps, state = {}, {}
   for case in (KERAS, XLA, OURS):
-    weights, optimizer = make_variables(shapes), make_optimizer(case)
+    weights, optimizer = make_variables(shapes), make_optimizer(case, kind)
     optimizer.build(weights)
     steps[case] = tf.function(
       functools.partial(optimizer.apply, grads, weights),
@@ -241,7 +246,7 @@ def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
   parts = [
     part
     for part in dict.fromkeys(row["part"] for row in rows)
-    if not part.startswith("training")
+    if part.split(", ", 1)[1] in MODELS
   ]
   contestants = KERAS, XLA, OURS, SHARDED
   colors = dict(zip(contestants, plt.cm.tab10.colors, strict=False))
@@ -296,6 +301,11 @@ def main(argv: Sequence[str]) -> None:
   if "matrices" in _PARTS.value:
     name = "24 matrices of 256, Muon"
     rows += measure_mirrored(strategy, name, MATRICES, "Muon")
+  if "compiled" in _PARTS.value:
+    name, shapes = next(iter(MODELS.items()))
+    for kind in ("Nadam", "Adagrad", "Lion", "RMSprop", "amsgrad"):
+      rows += measure_device(f"{kind}, {name}", shapes, kind)
+      rows += measure_mirrored(strategy, f"{kind}, {name}", shapes, kind)
   if "training" in _PARTS.value:
     for network in _NETWORKS:
       rows += measure_training(strategy, *network)

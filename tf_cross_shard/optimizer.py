@@ -118,9 +118,11 @@ class CrossShard(forwarding.OptimizerWrapper):
       fused_update: Whether TensorFlow's kernels update dense variables where
         `opt` is exactly one of Keras' classes and a kernel has its formula:
         Adam, AdamW (not amsgrad), SGD, RMSprop with momentum, Adamax, Adadelta,
-        Ftrl.
-        The last bits of weights may differ. None does so where it can; True
-        raises where it cannot; False leaves Keras' operations.
+        Ftrl. In functions XLA compiles the update where there is no kernel:
+        with None, that of Keras 3's Nadam, Adagrad, Lion, RMSprop and amsgrad,
+        for a million elements or more on CPUs; with True, of any class of
+        Keras 3. True raises where neither can be; False leaves Keras'
+        operations. The last bits of weights may differ.
       accumulate_steps: How many calls make one step: each replica adds up its
         own gradients, and their mean over the calls is reduced and applied in
         the last. `gradient_accumulation_steps` of a Keras 3 `opt` does the
@@ -183,7 +185,7 @@ class CrossShard(forwarding.OptimizerWrapper):
   wire_dtype = Setting("The dtype on the wire; None for exact sums.")
   skip_nonfinite = Setting("Whether steps with a NaN are skipped and counted.")
   scale_gradients = Setting("Whether gradients are scaled, not the loss.")
-  fused_update = Setting("Whether kernels update; None: where there are any.")
+  fused_update = Setting("Whether kernels or XLA update; None: where faster.")
   accumulate_steps = Setting("How many calls make one step; None for one.")
   shard_update = Setting("Whether each member keeps one part of the state.")
   lazy_rows = Setting("Whether only rows that occur are updated.")

@@ -1,4 +1,4 @@
-"""Updates by TensorFlow's kernels: Keras' numbers, and nothing else changed."""
+"""Updates by kernels and by XLA: Keras' numbers, and nothing else changed."""
 
 import copy
 import functools
@@ -49,7 +49,8 @@ def _rmsprop(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Any:
   m[0] = 0.9 * m[0] + 0.1 * g * g
   m[1] = 0.9 * m[1] + 0.1 * g
   spread = m[0] - (m[1] ** 2 if s.get("centered") else 0)
-  m[2] = s["momentum"] * m[2] + s["learning_rate"] * g / np.sqrt(spread + 1e-7)
+  step = s["learning_rate"] * g / np.sqrt(spread + 1e-7)
+  m[2] = s.get("momentum", 0.0) * m[2] + step
   return w - m[2]
 
 
@@ -70,6 +71,35 @@ def _ftrl(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Any:
   m[1] = m[1] - (m[0] ** power - before**power) / rate * w
   l2 = s.get("l2_regularization_strength", 0.0) + s.get("beta", 0) / (2 * rate)
   return (np.clip(m[1], -l1, l1) - m[1]) / (m[0] ** power / rate + 2 * l2)
+
+
+def _amsgrad(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Any:
+  m[0] = 0.9 * m[0] + 0.1 * g
+  m[1] = 0.999 * m[1] + 0.001 * g * g
+  m[2] = np.maximum(m[1], m[2])
+  rate = s["learning_rate"] * np.sqrt(1 - 0.999**t) / (1 - 0.9**t)
+  return w - rate * m[0] / (np.sqrt(m[2]) + 1e-7)
+
+
+def _nadam(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Any:
+  u, u_next = (0.9 * (1 - 0.5 * 0.96**k) for k in (t, t + 1))
+  m[0] = 0.9 * m[0] + 0.1 * g
+  m[1] = 0.999 * m[1] + 0.001 * g * g
+  m[2] = u * (m[2] if t > 1 else 1)  # The product of all u.
+  mean = u_next * m[0] / (1 - u_next * m[2]) + (1 - u) * g / (1 - m[2])
+  square = m[1] / (1 - 0.999**t)
+  return w - s["learning_rate"] * mean / (np.sqrt(square) + 1e-7)
+
+
+def _adagrad(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Any:
+  m[0] = m[0] + g * g + (0.1 if t == 1 else 0)  # Keras' first accumulator.
+  return w - s["learning_rate"] * g / np.sqrt(m[0] + 1e-7)
+
+
+def _lion(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Any:
+  sign = np.sign(0.9 * m[0] + 0.1 * g)
+  m[0] = 0.99 * m[0] + 0.01 * g
+  return w - s["learning_rate"] * sign
 
 
 # Class, settings exact in every dtype where that is possible, formula, kernel.
@@ -106,16 +136,23 @@ FUSED: dict[str, tuple[str, dict[str, Any], Formula, str]] = {
     _ftrl,
     "FtrlV2",
   ),
+  "amsgrad": ("Adam", {"amsgrad": True}, _amsgrad, "XLA"),
+  "Nadam": ("Nadam", {}, _nadam, "XLA"),
+  "Adagrad": ("Adagrad", {}, _adagrad, "XLA"),
+  "Lion": ("Lion", {}, _lion, "XLA"),
+  "RMSprop, no momentum": ("RMSprop", {}, _rmsprop, "XLA"),
 }
 RATE = 0.0625
 
 
 def kernels_in(function: Any, *args: Any) -> set[str]:
-  """The kernels that a traced function and those in it run."""
+  """The kernels that a traced function and those in it run; "XLA" for XLA."""
   graph = function.get_concrete_function(*args).graph
   names = {operation.type for operation in graph.get_operations()}
   for called in graph.as_graph_def().library.function:
     names |= {node.op for node in called.node_def}
+    if called.attr["_XlaMustCompile"].b:
+      names.add("ResourceApplyXLA")
   prefix = "ResourceApply"
   return {name.removeprefix(prefix) for name in names if prefix in name}
 
@@ -181,6 +218,7 @@ def error(weight: Numbers, name: str, sums: Numbers) -> float:
     (name, which, ("float32", "float64")[(i + j) % 2])
     for i, name in enumerate(FUSED)
     for j, which in enumerate(KERASES)
+    if which == "keras" or FUSED[name][3] != "XLA"
   ],
 )
 def test_as_near_to_the_formula_as_keras_operations(
@@ -298,11 +336,8 @@ class _TfKerasHalved(tf_keras.optimizers.SGD):
 @pytest.mark.parametrize(
   ("optimizer", "package"),
   [
-    (_Halved(0.5), keras3),
     (_TfKerasHalved(0.5), ours_tf_keras),
-    (keras.optimizers.Adam(amsgrad=True), keras3),
-    (keras.optimizers.Adagrad(), keras3),
-    (keras.optimizers.RMSprop(), keras3),
+    (tf_keras.optimizers.Nadam(), ours_tf_keras),
     (tf_keras.optimizers.legacy.Adam(), ours_tf_keras),
   ],
   ids=lambda each: type(each).__name__,
@@ -316,6 +351,97 @@ def test_no_kernel_has_the_formula(optimizer: Any, package: Any) -> None:
   if not testbed.is_legacy(optimizer):  # Theirs are such kernels themselves.
     ones = np.ones((1, 1, 2), "float32")
     assert kernels_in(train(ours, weight, ones), ones[0]) == set()
+
+
+@pytest.mark.parametrize(
+  ("optimizer", "count", "dtype", "found"),
+  [
+    (keras.optimizers.Nadam(), 1_000_000, "float32", {"XLA"}),
+    (keras.optimizers.Adam(amsgrad=True), 1_000_000, "float32", {"XLA"}),
+    (keras.optimizers.Nadam(), 999_999, "float32", set()),
+    (keras.optimizers.Nadam(), 1_000_000, "float16", set()),
+    (_Halved(0.5), 1_000_000, "float32", set()),
+  ],
+)
+def test_xla_is_asked_where_it_is_faster(
+  optimizer: Any, count: int, dtype: str, found: set[str]
+) -> None:
+  assert fused_update.find_kernel(optimizer) is None
+  weight = keras.Variable(np.ones(count, dtype), dtype=dtype)
+  ours = keras3.CrossShardOptimizer(optimizer)
+  ones = np.ones([1, 1, count], dtype)
+  step = train(ours, weight, ones[:0])
+  assert kernels_in(step, tf.constant(ones[0])) == found
+  ours.apply_gradients([(tf.constant(ones[0, 0]), weight)])  # Eager: Keras.
+  assert int(ours.iterations.numpy()) == 1
+
+
+def test_xla_compiles_a_class_of_the_users_when_asked() -> None:
+  weights = []
+  for is_fused in (None, True):
+    weight = first_weight(keras, "float32")
+    ours = keras3.CrossShardOptimizer(_Halved(0.5), fused_update=is_fused)
+    step = train(ours, weight, gradients("float32")[:3, :1])
+    found = kernels_in(step, tf.constant(gradients("float32")[0]))
+    assert found == ({"XLA"} if is_fused else set())
+    weights.append(weight.numpy())
+  np.testing.assert_allclose(*weights, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "RMSprop"])
+def test_xla_leaves_rows_and_half_precision_to_keras(name: str) -> None:
+  """Adagrad has rows of its own, RMSprop makes such gradients dense."""
+  values, shape = tf.constant([[1.0, 2.0]]), tf.constant([3, 2])
+  rows = tf.IndexedSlices(values, tf.constant([2]), shape)
+  grads = [rows, tf.constant([4.0, -1.0]), tf.constant([2.0], tf.float16)]
+  states = []
+  for is_fused in (False, True):
+    weights = [keras.Variable(tf.ones([3, 2])), keras.Variable(tf.ones(2))]
+    weights.append(keras.Variable(tf.ones(1, tf.float16), dtype="float16"))
+    optimizer = keras3.CrossShardOptimizer(
+      getattr(keras.optimizers, name)(RATE), fused_update=is_fused
+    )
+    optimizer.build(weights)
+    pairs = list(zip(grads, weights, strict=True))
+    apply = functools.partial(optimizer.apply_gradients, pairs)
+    step = tf.function(apply, autograph=False)
+    step()
+    assert kernels_in(step) == ({"XLA"} if is_fused else set())
+    states.append([w.numpy() for w in (*weights, *optimizer.variables)])
+    assert (weights[0].numpy()[:2] == 1).all()
+    assert all((w.numpy() != 1).any() for w in weights)
+  for compiled, plain_state in zip(*states, strict=True):
+    np.testing.assert_allclose(compiled, plain_state, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("shard_update", [False, True])
+def test_xla_inside_replicas_of_groups(shard_update: bool) -> None:
+  """In the conditions of a window and of steps that are left out."""
+  strategy = testbed.mirrored()
+  grads = gradients("float32")[:8].copy()
+  grads[2] = np.inf
+  values = []
+  for is_fused in (False, True):
+    with strategy.scope():
+      weight = first_weight(keras, "float32")
+      optimizer = keras3.CrossShardOptimizer(
+        plain("Nadam", keras),
+        group_assignment=[[0, 1], [2, 3]],
+        accumulate_steps=2,
+        skip_nonfinite=True,
+        fused_update=is_fused,
+        shard_update=shard_update,
+      )
+    step = train(optimizer, weight, grads, strategy)
+    found = kernels_in(step, tf.constant(grads[0]))
+    assert found == ({"XLA"} if is_fused else set())
+    copies = strategy.experimental_local_results(weight.value)
+    values.append([copy.numpy() for copy in copies])
+  np.testing.assert_allclose(*values, rtol=0, atol=1e-6)
+  first, second, third, fourth = values[1]
+  np.testing.assert_array_equal(first, second)
+  np.testing.assert_array_equal(third, fourth)
+  assert np.abs(first - third).max() > 1e-3
 
 
 def test_an_update_step_of_the_object_runs() -> None:
@@ -372,10 +498,15 @@ def test_rows_take_keras_operations(which: str) -> None:
 
 def test_compiled_by_xla() -> None:
   states = []
-  for name in ("Adam", "nesterov", "centered", "Adamax", "Adadelta", "Ftrl"):
+  for name in (
+    *("Adam", "nesterov", "centered", "Adamax", "Adadelta", "Ftrl"),
+    "Nadam",
+  ):
     for is_compiled in (False, True):
       weight = first_weight(keras, "float32")
-      optimizer = keras3.CrossShardOptimizer(plain(name, keras))
+      optimizer = keras3.CrossShardOptimizer(
+        plain(name, keras), fused_update=True
+      )
       optimizer.build([weight])
       step = functools.partial(
         optimizer.apply_gradients, [(tf.ones(24), weight)]

@@ -31,7 +31,7 @@ class InnerOptimizer(abc.ABC):
       object, or `step.sharded_state.PlainState` where state is in parts.
     checkpointed: The object whose children a checkpoint sees: the optimizer, or
       what takes its place where its state is in parts.
-    is_fused: Whether kernels may do the optimizer's steps; see `fused_update`.
+    fused: Whether kernels or XLA do the optimizer's steps; see `fused_update`.
     row_step: Takes the place of `update_step` for row-sparse gradients; is
       handed `update_step` itself before its arguments. None for nothing.
   """
@@ -48,7 +48,7 @@ class InnerOptimizer(abc.ABC):
     self.outer_loss_scaler: Any = None
     self.unsharded_state: Any = self
     self.checkpointed: Any = optimizer
-    self.is_fused = False
+    self.fused: bool | None = False
     self.row_step: Callable[..., None] | None = None
     self._thread = threading.local()  # Replicas may be threads.
 
@@ -59,7 +59,7 @@ class InnerOptimizer(abc.ABC):
     for optimizer in (self.optimizer, self.innermost):
       if hasattr(optimizer, "name"):
         return str(optimizer.name)
-    return str(self.innermost._name)
+    return libraries.name(self.innermost)
 
   @property
   def strategy(self) -> tf.distribute.Strategy:
@@ -79,18 +79,20 @@ class InnerOptimizer(abc.ABC):
       self.optimizer.build(list(variables))
 
   def fuse(self, wanted: bool | None) -> None:
-    """Lets kernels do the steps; None where there is one.
+    """Lets kernels or XLA do the steps; None where that is faster.
 
     Raises:
-      ValueError: If a kernel is wanted and there is none.
+      ValueError: If it is wanted and neither can.
     """
-    if wanted and fused_update.find_kernel(self.innermost) is None:
+    last = self.innermost
+    has_kernel = fused_update.find_kernel(last) is not None
+    if wanted and not has_kernel and not fused_update.can_compile(last):
       raise ValueError(
         "`fused_update` is True and TensorFlow has no kernel for"
-        f" {type(self.innermost).__name__} with these settings. Leave it None,"
-        " which uses Keras' operations where there is none."
+        f" {type(last).__name__} with these settings. Leave it None, which uses"
+        " Keras' operations where there is none."
       )
-    self.is_fused = wanted is not False
+    self.fused = wanted
 
   def _overrides(self, *names: str) -> bool:
     """Whether the class of the innermost optimizer has its own such methods."""
@@ -118,7 +120,7 @@ class InnerOptimizer(abc.ABC):
   def index(self, variable: Any) -> Any:
     """The place of `variable` among those it was built on, or None."""
     places = getattr(self.innermost, self._places)
-    return places.get(self.innermost._var_key(variable))
+    return places.get(libraries.key(self.innermost, variable))
 
   def place_of(self, variable: Any) -> tuple[int, int]:
     """Returns the place of a variable, and among how many it was built on."""
@@ -247,7 +249,7 @@ class InnerOptimizer(abc.ABC):
 
   def decays(self, variable: Any) -> bool:
     """Whether `variable` has weight decay, should there be any."""
-    return bool(self.innermost._use_weight_decay(variable))
+    return libraries.decays(self.innermost, variable)
 
   def without_decay(
     self, variables: Sequence[Any]
@@ -291,7 +293,7 @@ class InnerOptimizer(abc.ABC):
     """
     if self.outer_loss_scaler is None or self.is_within:
       with fused_update.in_place(
-        self.innermost, self.index, self.is_fused, self.row_step
+        self.innermost, self.index, self.fused, self.row_step
       ):
         self._apply(grads, variables, through_apply)
       return

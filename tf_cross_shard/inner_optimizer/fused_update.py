@@ -4,16 +4,23 @@ Keras computes a step in about twenty operations over the whole of a variable;
 the kernel reads and writes each number once. While gradients are applied, the
 kernel stands in the place of the optimizer's `update_step`, so that all else of
 the optimizer (decay, moving averages, accumulation, loss scaling) is as it is.
+
+Where there is no kernel, XLA compiles the `update_step`s of all variables of a
+call as one function. The obvious way, a function for each variable, is no
+faster, and takes XLA three times as long to compile.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
 
 from tf_cross_shard import variables as variables_lib
-from tf_cross_shard.inner_optimizer import kernels
+from tf_cross_shard.inner_optimizer import kernels, libraries
 
 # By the name of Keras' class, the kernel for its settings, if there is one.
 # Keras' Adagrad has epsilon inside the root, the kernels outside. The kernel of
@@ -38,6 +45,13 @@ _CHOICES: Final[dict[str, Callable[[Any], str | None]]] = {
 _CAST: Final = ("Momentum", "KerasMomentum")  # whose settings Keras casts
 _DTYPES: Final = (tf.float32, tf.float64)
 
+# The classes and sizes at which XLA's updates are faster than Keras' operations
+# on CPUs, with settings for which there is no kernel.
+_FASTER_COMPILED: Final = (
+  *("Adagrad", "Adam", "AdamW", "Lion", "Nadam", "RMSprop"),
+)
+_MANY_ELEMENTS: Final = 1_000_000
+
 
 def find_kernel(optimizer: Any) -> kernels.Kernel | None:
   """The kernel that computes what `optimizer.update_step` does, if any.
@@ -55,6 +69,17 @@ def find_kernel(optimizer: Any) -> kernels.Kernel | None:
     return None
   name = choose(optimizer)
   return None if name is None else kernels.KERNELS[name]
+
+
+def can_compile(optimizer: Any) -> bool:
+  """Whether XLA can compile the updates of this optimizer's variables.
+
+  >>> can_compile(tf.keras.optimizers.Nadam())
+  True
+  """
+  # Keras 3's; a MultiOptimizer's parts do the steps.
+  has_method = hasattr(optimizer, libraries.UPDATE_ALL)
+  return has_method and not libraries.nested(optimizer)
 
 
 def keras_class(optimizer: Any) -> str:
@@ -79,27 +104,27 @@ def is_compiled(optimizer: Any) -> bool:
 def in_place(
   optimizer: Any,
   index: Callable[[Any], int],
-  is_fused: bool,
+  wanted: bool | None,
   row_step: Callable[..., None] | None,
 ) -> Iterator[None]:
-  """Replaces `update_step` of a built optimizer inside the context.
+  """Replaces the update of a built optimizer inside the context.
 
   Args:
     optimizer: The one that keeps the slots.
     index: The place of a variable among those the optimizer was built on.
-    is_fused: Whether its kernel, if there is one, does the steps.
+    wanted: Whether a kernel or XLA does the steps; None where it is faster.
     row_step: Does those of row-sparse gradients, given `update_step` first.
   """
-  kernel = find_kernel(optimizer) if is_fused else None
   # XLA fuses Keras' operations by itself, and knows no number of rows.
-  if is_compiled(optimizer) or (kernel is None and row_step is None):
+  if is_compiled(optimizer):
     yield
     return
-  plain = optimizer.update_step
-  own = {"update_step": plain} if "update_step" in vars(optimizer) else {}
+  kernel = None if wanted is False else find_kernel(optimizer)
   step = None if kernel is None else _Step(kernel, optimizer)
 
-  def update_step(gradient: Any, variable: Any, *rate: Any) -> None:
+  def update_step(
+    plain: Callable[..., None], gradient: Any, variable: Any, *rate: Any
+  ) -> None:
     native = variables_lib.native(variable)
     if isinstance(gradient, tf.IndexedSlices):
       if row_step is None:
@@ -111,12 +136,51 @@ def in_place(
     else:
       step.apply(native, gradient, index(variable), *rate)
 
-  vars(optimizer)["update_step"] = update_step
-  try:
+  def update_all(
+    plain: Callable[..., None], strategy: Any, pairs: Any, *rate: Any
+  ) -> None:
+    is_dense = [_is_compilable(*pair) for pair in pairs]
+    dense = list(itertools.compress(pairs, is_dense))
+    if wanted or _are_many([variable for _, variable in dense]):
+      together = functools.partial(plain, strategy, dense, *rate)
+      tf.function(together, jit_compile=True, autograph=False)()
+      pairs = [p for p, done in zip(pairs, is_dense, strict=True) if not done]
+    plain(strategy, pairs, *rate)
+
+  with contextlib.ExitStack() as stack:
+    if step is None and _may_compile(optimizer, wanted):
+      stack.enter_context(
+        libraries.replacing(optimizer, libraries.UPDATE_ALL, update_all)
+      )
+    if step is not None or row_step is not None:
+      stack.enter_context(
+        libraries.replacing(optimizer, "update_step", update_step)
+      )
     yield
-  finally:
-    vars(optimizer).pop("update_step", None)
-    vars(optimizer).update(own)
+
+
+def _may_compile(optimizer: Any, wanted: bool | None) -> bool:
+  """Whether XLA is to update what it can."""
+  if wanted is None:
+    wanted = keras_class(optimizer) in _FASTER_COMPILED and (
+      "update_step" not in vars(optimizer)
+    )
+  # Each call of a function made here compiles anew: not in eager calls, nor in
+  # TensorFlow 1's graphs.
+  return wanted and tf.inside_function() and can_compile(optimizer)
+
+
+def _is_compilable(gradient: Any, variable: Any) -> bool:
+  """Whether XLA can update a variable by this gradient."""
+  is_sparse = isinstance(gradient, tf.IndexedSlices)
+  return not is_sparse and kernels.dtype_of(variable) in _DTYPES
+
+
+def _are_many(variables: Sequence[Any]) -> bool:
+  """Whether XLA is faster with these variables than Keras' operations."""
+  is_on_cpu = all("CPU" in variable.device for variable in variables)
+  count = sum(math.prod(variable.shape) for variable in variables)
+  return is_on_cpu and count >= _MANY_ELEMENTS
 
 
 class _Step:

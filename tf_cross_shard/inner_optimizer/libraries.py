@@ -7,7 +7,10 @@ as a loss scale in Keras 3, it does not have.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
+
+# Keras 3's update of all variables, which calls `update_step` for each.
+UPDATE_ALL: Final = "_distributed_tf_update_step"
 
 
 def layers(model: Any) -> list[Any]:
@@ -26,6 +29,21 @@ def is_built(optimizer: Any) -> bool:
   """Whether the slots exist, in Keras 3, tf_keras or its legacy optimizers."""
   flags = ("built", "_built", "_hypers_created")
   return any(getattr(optimizer, flag, False) for flag in flags)
+
+
+def name(optimizer: Any) -> str:
+  """Returns the name, which legacy optimizers keep to themselves."""
+  return str(getattr(optimizer, "name", None) or optimizer._name)
+
+
+def key(optimizer: Any, variable: Any) -> Any:
+  """Returns what an optimizer knows a variable by."""
+  return optimizer._var_key(variable)
+
+
+def decays(optimizer: Any, variable: Any) -> bool:
+  """Whether a variable has weight decay, should there be any."""
+  return bool(optimizer._use_weight_decay(variable))
 
 
 def nested(optimizer: Any) -> Sequence[Any]:
