@@ -73,7 +73,7 @@ MUTANTS = [
   Mutant("seed not scaled", "gradients/differentiation.py", "seed = tf.cast(scale(seed), seed.dtype)", "scale(seed)", "unit/differentiation unit/optimizer"),
   # Sums over groups.
   Mutant("two groups swapped", "collectives/mirrored.py", "by_group[self.groups.index_of(self._replica())]", "by_group[self.groups.index_of(self._replica()) - 1]", "unit/mirrored"),
-  Mutant("reduced twice", "step/reduction.py", "sums = unpack(add_up(buffers))", "sums = unpack(add_up(add_up(buffers)))", "unit/reduction"),
+  Mutant("reduced twice", "step/reduction.py", "sums = unpack(add_up(buffers[::-1])[::-1])", "sums = unpack(add_up(add_up(buffers)))", "unit/reduction"),
   Mutant("sum dropped", "step/reduction.py", "if not wide or engine.groups.group_size == 1:", "if True:", "unit/reduction"),
   Mutant("rows not summed", "step/reduction.py", "if grads and engine.groups.group_size > 1:", "if False:", "unit/reduction"),
   Mutant("wire scale kept", "step/reduction.py", "1.0 / wire_scale", "1.0", "unit/wire_dtype unit/tf_keras"),
@@ -108,6 +108,8 @@ MUTANTS = [
   Mutant("members skip apart", "step/sharded_update.py", "    if not self._may_skip:\n      return parts", "    return parts", "unit/nonfinite"),
   Mutant("constraint of a skipped step", "step/flat_update.py", "tf.where(is_step, constraint(value), value)", "constraint(value)", "unit/sharded_update"),
   Mutant("sums clipped twice", "step/sharded_update.py", "with update.without_clipping(last, *self._clipped):", "if True:", "unit/sharded_update"),
+  Mutant("the first group's settings", "step/group_settings.py", "values[group] for name, values", "values[0] for name, values", "unit/group_settings"),
+  Mutant("the best goes on from the worst", "callbacks/population.py", "          source, target, self.model", "          target, source, self.model", "unit/population"),
   Mutant("the first member's slots", "step/sharded_state.py", "return parts[self._owner]", "return parts[0]", "unit/owner_update"),
   Mutant("owners that share nothing", "gradients/layout.py", "if cut.start == filled[cut.index]:", "if True:", "unit/owner_update"),
   Mutant("tables in shards", "step/sharded_update.py", "return self._whole.is_table(variable)", "return False", "unit/row_update"),
@@ -120,7 +122,7 @@ MUTANTS = [
   Mutant("positions taken for rows", "gradients/indexed_slices.py", "bool(indices.value_index == 0)", "True", "unit/indexed_slices"),
   Mutant("row gradient unscaled", "gradients/indexed_slices.py", "values = times(grad.values, factor)", "values = grad.values", "unit/indexed_slices"),
   # Kernels.
-  Mutant("update step of the user's lost", "inner_optimizer/fused_update.py", "vars(optimizer).update(own)", "pass", "unit/fused_update"),
+  Mutant("update step of the user's lost", "inner_optimizer/libraries.py", "      vars(optimizer)[method] = before", "      pass", "unit/fused_update"),
   Mutant("powers of the step before", "inner_optimizer/fused_update.py", "tf.cast(count + 1, dtype)", "tf.cast(count, dtype)", "unit/fused_update"),
   # The wire.
   Mutant("not narrowed", "gradients/packing.py", "and dtype.size > wire_dtype.size", "and False", "unit/packing"),
