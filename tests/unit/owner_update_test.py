@@ -44,6 +44,31 @@ class Whitened(keras.optimizers.SGD):
     super().update_step(gradient / tf.norm(gradient), variable, rate)
 
 
+class Seen(keras.optimizers.SGD):
+  """A user's class with slots in a dict, and only of some variables."""
+
+  def build(self, variables: Any) -> None:
+    super().build(variables)
+    new = self.add_variable_from_reference
+    self.seen = {v.path: new(v, "seen") for v in variables if v.ndim == 2}
+
+  def update_step(self, gradient: Any, variable: Any, rate: Any) -> None:
+    index = self._get_variable_index(variable)
+    seen = self.seen.get(self._trainable_variables[index].path)
+    if seen is not None:
+      seen.assign_add(gradient)
+      gradient += seen.value
+    super().update_step(gradient, variable, rate)
+
+
+class Listed(Seen):
+  """Nobody can tell whose slots these are."""
+
+  def build(self, variables: Any) -> None:
+    super().build(variables)
+    self.seen = list(self.seen.values())
+
+
 MAKERS: dict[str, Callable[[Any], Any]] = {
   "Muon": lambda library: library.optimizers.Muon(0.1, weight_decay=0.01),
   "Lamb": lambda library: library.optimizers.Lamb(0.1),
@@ -51,6 +76,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
   "ScheduleFreeAdamW": lambda library: library.optimizers.ScheduleFreeAdamW(
     0.1
   ),
+  "Seen": lambda library: Seen(0.1),
   "Whitened": lambda library: Whitened(0.1, momentum=0.5),
   "Adam": lambda library: library.optimizers.Adam(
     0.1, use_ema=True, ema_overwrite_frequency=2
@@ -65,6 +91,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
   ("Adafactor", "tf_keras", {}),
   ("ScheduleFreeAdamW", "keras", {"skip_nonfinite": True}),
   ("Whitened", "keras", {"shard_update": "by_variable"}),
+  ("Seen", "keras", {"shard_update": "by_variable"}),
   ("Adam", "keras", {"shard_update": "by_variable"}),
   ("Adam", "tf_keras", {"shard_update": "by_variable"}),
   ("clipped", "keras", {}),
@@ -217,6 +244,16 @@ def test_files_hold_the_owners_slots(way: str, tmp_path: pathlib.Path) -> None:
       replica_state.restore(path, other, again)
     train(again, other, [2])
     assert_same(state_of(again, other), expected)
+
+
+def test_slots_without_an_owner() -> None:
+  with testbed.mirrored().scope():
+    weights = [keras.Variable(value) for value in VALUES]
+    optimizer = keras3.CrossShardOptimizer(
+      Listed(0.1), shard_update="by_variable"
+    )
+    with pytest.raises(ValueError, match="of Listed belongs to no variable"):
+      optimizer.build(weights)
 
 
 def test_slots_are_read_only() -> None:

@@ -223,6 +223,7 @@ class PlainState:
     weights: Sequence[Any],
     plain: Any,
     built_on: Sequence[Any],
+    slots: Sequence[Sequence[tuple[str, Any]]],
     replace: Callable[[int, str, Any], tuple[Any, Any]],
   ) -> None:
     """Finds the state of each of `weights`.
@@ -233,8 +234,9 @@ class PlainState:
       plain: An optimizer that has the plain one's variables, or such as have
         their names.
       built_on: For each weight, what `plain` was built on.
-      replace: For the number of a weight, the name of a list of slots, and the
-        slot of `plain`: the variable of `inner` that has it, and what stands
+      slots: For each weight, the slots of `plain`, and where they are.
+      replace: For the number of a weight, where a slot of `plain` is, and the
+        slot: the variable of `inner` that has it, and what stands
         for the slot.
     """
     optimizer = inner.optimizer
@@ -252,9 +254,8 @@ class PlainState:
     }
     self._slots: list[dict[str, Any]] = [{} for _ in weights]
     replaced: set[int] = set()
-    for i in range(len(weights)):
-      last = base.innermost(plain)
-      for attribute, slot in base.slots_at(last, i, len(weights), ()):
+    for i, of_weight in enumerate(slots):
+      for attribute, slot in of_weight:
         own, stands = replace(i, attribute, slot)
         replaced.add(id(own))
         self._found[id(slot)] = stands
@@ -358,7 +359,9 @@ def of_parts(
     shape = tuple(weights[i].shape)
     return slot, WholeSlot(named, slot, start, shape, engine)
 
-  return PlainState(inner, weights, plain, tiny, replace)
+  last, count = base.innermost(plain), len(weights)
+  of_plain = [list(base.slots_at(last, i, count, ())) for i in range(count)]
+  return PlainState(inner, weights, plain, tiny, of_plain, replace)
 
 
 def of_owners(
@@ -374,11 +377,24 @@ def of_owners(
     weights: These.
     owners: The place of each one's owner in a group; None for all members.
     engine: The engine, which knows the groups and the strategy.
+
+  Raises:
+    ValueError: If it is not known whose a variable of the optimizer is.
   """
+  slots = [list(inner.slots(weight).items()) for weight in weights]
+  known = {id(slot) for of_weight in slots for _, slot in of_weight}
+  for variable in optimizer_state.listed(inner.optimizer):
+    if id(variable) not in known and len(variable.shape):
+      kind = type(base.innermost(inner.optimizer)).__name__
+      raise ValueError(
+        f"{variable.name} of {kind} belongs to no variable, or not to one"
+        " alone, so that it has no owner. Keep slots in lists along the"
+        " variables or in dicts by their paths, or leave `shard_update` out."
+      )
 
   def replace(i: int, attribute: str, slot: Any) -> tuple[Any, Any]:
     del attribute
     owner = owners[i]
     return slot, slot if owner is None else OwnedSlot(slot, owner, engine)
 
-  return PlainState(inner, weights, inner.optimizer, weights, replace)
+  return PlainState(inner, weights, inner.optimizer, weights, slots, replace)
