@@ -316,14 +316,6 @@ class BackupAndRestore(base.GroupCallback):
     model = self.model
     model.make_train_function(force=True)  # not ours, of a `fit` that failed
     train = model.train_function
-    count = _batches_per_call(model)
-    calls, odd = divmod(batches, count)
-    if odd:
-      raise ValueError(
-        f"The backup {path} was made after {batches} batches of an epoch, which"
-        f" calls of `steps_per_execution={count}` do not end with. Compile the"
-        " model as it was."
-      )
     same_fit = self.same_fit()
     logs: Any = None
     done = 0
@@ -335,10 +327,17 @@ class BackupAndRestore(base.GroupCallback):
 
     def pass_over(iterator: Any) -> Any:
       nonlocal logs, done
-      if done == calls:
+      if done == batches:
         end()
         return train(iterator)
+      count = _batches_per_call(model)
       try:
+        if done + count > batches:
+          raise ValueError(
+            f"The backup {path} was made after {batches} batches of an epoch,"
+            f" with which no call of `steps_per_execution={count}` ends."
+            " Compile the model as it was."
+          )
         if not done:
           train(iterator)
           self._restore_metrics(path)
@@ -348,8 +347,7 @@ class BackupAndRestore(base.GroupCallback):
       except BaseException:
         end()
         raise
-      done += 1
-      self._batches += count
+      done = self._batches = done + count
       return logs
 
     for callback in same_fit:
@@ -391,7 +389,10 @@ def _metric_variables(model: Any) -> dict[str, Any]:
 
 
 def _batches_per_call(model: Any) -> int:
-  """Returns `steps_per_execution`; tf_keras has no public way."""
+  """Returns `steps_per_execution`, or less in tf_keras where an epoch ends.
+
+  tf_keras has no public way.
+  """
   if group_models.keras_of(model).__name__ == "keras":
     return int(model.steps_per_execution)
   return int(model._steps_per_execution.numpy())
