@@ -553,7 +553,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (dense_sum, "normal", "ungrouped", "function", {"wire_dtype": "bfloat16"}),
     (dense_sum, "normal", "crossed", "function", {"wire_dtype": "float16"}),
     (sharded, "ungrouped", "Momentum", {}),
-    (sharded, "crossed", "Adafactor", {"shard_update": "by_variable"}),
+    (sharded, "ungrouped", "Adafactor", {"shard_update": "by_variable"}),
     (sparse_sum, "different", "ungrouped", "dynamic", {}),
     (sparse_sum, "one without", "crossed", "eager", {}),
     (sparse_sum, "nowhere", "contiguous", "function", {}),
