@@ -1,5 +1,5 @@
 """The `train_step` of docs/fit.md trains as Keras' own does."""
-# bazel: data=//:sources
+# bazel: tags=slow data=//:sources
 
 from typing import Any
 
@@ -10,6 +10,8 @@ import tensorflow as tf
 
 from tests.support import pages, testbed
 from tf_cross_shard.keras3 import CrossShardOptimizer
+
+pytestmark = pytest.mark.slow
 
 PAIRS = [[0, 1], [2, 3]]
 

@@ -84,7 +84,6 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
   "clipped": lambda library: library.optimizers.Lamb(0.1, clipnorm=0.5),
 }
 CASES: list[tuple[str, str, dict[str, Any]]] = [
-  ("Muon", "keras", {}),
   ("Muon", "keras", {"accumulate_steps": 2}),
   ("Lamb", "keras", {"wire_dtype": "bfloat16"}),
   ("Adafactor", "keras", {"clipnorm": 0.5}),

@@ -75,7 +75,7 @@ def _oracle(
 
 @pytest.mark.parametrize(
   ("every", "explore", "share", "replaced"),
-  [(1, [0.5], 0.25, 1), (2, [0.5], 0.5, 2), (1, None, 0.3, 1)],
+  [(2, [0.5], 0.5, 2), (1, None, 0.3, 1)],
 )
 def test_who_goes_on_from_whom(
   every: int, explore: Any, share: float, replaced: int
