@@ -7,13 +7,13 @@ Adam on weights of 16 by 16 under MirroredStrategy, whose replicas are logical
 CPUs. A process each, since memory is the most that the process ever had. It
 needs Linux.
 """
+# bazel: deps=:timing
 
-import re
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import tensorflow as tf
+import timing
 from absl import app, flags
 
 from tf_cross_shard import CrossShardOptimizer
@@ -26,12 +26,7 @@ _PLAIN = flags.DEFINE_bool("plain", False, "Plain Keras in place of ours.")
 def main(argv: Sequence[str]) -> None:
   """Prints one line."""
   del argv
-  tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * _REPLICAS.value,
-  )
-  devices = [f"CPU:{i}" for i in range(_REPLICAS.value)]
-  strategy = tf.distribute.MirroredStrategy(devices)
+  strategy = timing.mirrored(_REPLICAS.value)
   with strategy.scope():
     weights = [tf.Variable(tf.ones([16, 16])) for _ in range(_VARIABLES.value)]
     optimizer = tf.keras.optimizers.Adam(0.001)
@@ -47,11 +42,9 @@ def main(argv: Sequence[str]) -> None:
   start, start_cpu = time.monotonic(), time.process_time()
   step()
   seconds, cpu = time.monotonic() - start, time.process_time() - start_cpu
-  status = Path("/proc/self/status").read_text(encoding="utf-8")
-  [peak] = re.findall(r"VmHWM:\s+(\d+) kB", status)
   print(
     f"first step: {seconds:.1f} s, {cpu:.1f} s of CPU time; at most"
-    f" {int(peak) / 1e6:.2f} GB"
+    f" {timing.peak_megabytes() * 1024 / 1e6:.2f} GB"
   )
 
 

@@ -107,6 +107,17 @@ def _tensorflow_version() -> str:
   return str(tf.__version__)
 
 
+def mirrored(replicas: int) -> Any:
+  """Returns a MirroredStrategy over logical CPUs, which it makes."""
+  import tensorflow as tf  # Slow; timing itself does not need it.
+
+  tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * replicas,
+  )
+  return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
+
+
 def peak_megabytes() -> float:
   """Returns the most resident memory that this process had.
 

@@ -281,13 +281,7 @@ def main(argv: Sequence[str]) -> None:
   """Measures, prints, writes and draws."""
   if len(argv) > 1:
     raise app.UsageError(f"Unknown arguments: {argv[1:]}.")
-  tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * _REPLICAS.value,
-  )
-  strategy = tf.distribute.MirroredStrategy(
-    [f"CPU:{i}" for i in range(_REPLICAS.value)]
-  )
+  strategy = timing.mirrored(_REPLICAS.value)
   if _PEAK_OF.value:
     print(peak_megabytes(strategy, _PEAK_OF.value))
     return

@@ -15,7 +15,6 @@ import pathlib
 import re
 import shutil
 import sys
-import types
 from collections.abc import Iterable
 from typing import Any, Final, TypeVar
 
@@ -25,7 +24,8 @@ from absl import logging
 
 from tf_cross_shard.callbacks import base, preemption
 from tf_cross_shard.coordination import agreement, errors
-from tf_cross_shard.replica_state import checkpoint, group_models, group_state
+from tf_cross_shard.inner_optimizer import libraries
+from tf_cross_shard.replica_state import checkpoint, group_state
 
 _CALLBACKS: Final = "callbacks/"  # before the names of their state in a file
 _NAME: Final = re.compile(r"epoch_(\d+)(?:_batch_(\d+))?\.npz")
@@ -221,7 +221,7 @@ class BackupAndRestore(base.GroupCallback):
     backups = self._backups()
     names = sorted(path.name for path in backups.values())
     newest = max(map(_place, _common(strategy, names)), default=None)
-    _begin_at(self.model, None)
+    libraries.begin_at(self.model, None)
     self._epoch = self._batches = self._since = 0
     if newest is not None:
       path = backups[newest]
@@ -236,7 +236,7 @@ class BackupAndRestore(base.GroupCallback):
       )
       # All groups may have stopped, and only the end of `fit` be left.
       epochs = self.params["epochs"] if self.model.stop_training else 0
-      _begin_at(self.model, max(values["epoch"], epochs))
+      libraries.begin_at(self.model, max(values["epoch"], epochs))
       for place, later_path in backups.items():
         if place > newest:  # of a run that has not been
           later_path.unlink()
@@ -257,7 +257,7 @@ class BackupAndRestore(base.GroupCallback):
 
   def on_train_end(self, logs: Any = None) -> None:
     """Deletes this worker's files, if they are not to be kept."""
-    _begin_at(self.model, None)
+    libraries.begin_at(self.model, None)
     if self._delete:
       if self._workers is not None:
         # A worker lost before that needs the files of the others.
@@ -269,7 +269,7 @@ class BackupAndRestore(base.GroupCallback):
     """As `on_epoch_end`, after the batches of one call of Keras' function."""
     is_last, is_old = self._watch.compare()
     if not self.passes_over:
-      count = _batches_per_call(self.model)
+      count = libraries.batches_per_call(self.model)
       self._batches += count
       self._since += count
       is_due = self._every != "epoch" and self._since >= int(self._every)
@@ -330,7 +330,7 @@ class BackupAndRestore(base.GroupCallback):
       if done == batches:
         end()
         return train(iterator)
-      count = _batches_per_call(model)
+      count = libraries.batches_per_call(model)
       try:
         if done + count > batches:
           raise ValueError(
@@ -386,28 +386,3 @@ def _metric_variables(model: Any) -> dict[str, Any]:
   """Returns what `fit` sets to zero when an epoch begins, by name."""
   variables = [v for metric in model.metrics for v in metric.variables]
   return {f"metrics/{i}": variable for i, variable in enumerate(variables)}
-
-
-def _batches_per_call(model: Any) -> int:
-  """Returns `steps_per_execution`, or less in tf_keras where an epoch ends.
-
-  tf_keras has no public way.
-  """
-  if group_models.keras_of(model).__name__ == "keras":
-    return int(model.steps_per_execution)
-  return int(model._steps_per_execution.numpy())
-
-
-def _begin_at(model: Any, epoch: int | None) -> None:
-  """Makes `fit` begin at an epoch, once its callbacks have been called.
-
-  Neither Keras has a public way. None leaves it to `initial_epoch`.
-  """
-  if group_models.keras_of(model).__name__ == "keras":
-    model._initial_epoch = epoch
-  elif epoch is None:
-    model._training_state = None
-  else:
-    model._training_state = types.SimpleNamespace(
-      maybe_load_initial_counters_from_ckpt=lambda *_, **__: (epoch, 0)
-    )

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tf_cross_shard import group_schedule
 from tf_cross_shard.inner_optimizer import libraries, optimizer_state
-from tf_cross_shard.replica_state import group_models, group_state
+from tf_cross_shard.replica_state import group_state
 
 _SET_RATES: Final = ("ReduceLROnPlateau", "LearningRateScheduler")
 _in_fits: "Final[weakref.WeakSet[GroupCallback]]" = weakref.WeakSet()
@@ -302,7 +302,7 @@ class GroupMonitor(GroupCallback):
       if monitor.startswith(prefix):
         monitor = f"val_{monitor.removeprefix(prefix)}"  # as Keras names it
         break
-    keras = group_models.keras_of(self.model)
+    keras = libraries.keras_of(self.model)
     probe = keras.callbacks.EarlyStopping(monitor, mode=self.mode, patience=9)
     probe.set_model(self.model)
     probe.on_train_begin()

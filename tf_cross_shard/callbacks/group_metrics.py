@@ -225,7 +225,7 @@ def _mean_of(members: list[Any]) -> Any:
 
   Not `replica_state.ensemble`: that clones models anew, and only some.
   """
-  keras = group_models.keras_of(members[0])
+  keras = libraries.keras_of(members[0])
 
   class Mean(keras.Model):  # type: ignore[name-defined]
     def __init__(self) -> None:

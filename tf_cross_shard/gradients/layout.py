@@ -6,6 +6,7 @@ parts      1 1 1 1 1 1 2 2 0 0 0 0 0 0 0 3    whole: one member each
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,16 +93,14 @@ class Layout:
     part = max(sum(cut.size for cut in of_member) for of_member in cuts)
     return cls(tuple(sizes), cuts, max(1, part))
 
-  def owners(self) -> list[int]:
-    """Returns the first member that has elements of each tensor."""
-    return [
-      next(
-        member
-        for member, cuts in enumerate(self.cuts)
-        if any(cut.index == index for cut in cuts)
-      )
-      for index in range(len(self.sizes))
-    ]
+  @functools.cached_property
+  def owners(self) -> dict[int, int]:
+    """The first member that has elements of each tensor, by its index."""
+    found: dict[int, int] = {}
+    for member, cuts in enumerate(self.cuts):
+      for cut in cuts:
+        found.setdefault(cut.index, member)
+    return found
 
   def pack(
     self, member: int, read: Callable[[Cut], tf.Tensor], dtype: tf.DType

@@ -6,11 +6,24 @@ as a loss scale in Keras 3, it does not have.
 
 import contextlib
 import functools
+import importlib
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
+KERASES: Final = ("keras", "tf_keras")
+
 # Keras 3's update of all variables, which calls `update_step` for each.
 UPDATE_ALL: Final = "_distributed_tf_update_step"
+
+
+def keras_of(model: Any) -> Any:
+  """Returns the Keras whose model it is."""
+  for kind in type(model).__mro__:
+    root = kind.__module__.split(".")[0]
+    if root in KERASES:
+      return importlib.import_module(root)
+  raise TypeError(f"`model` must be a Keras model; got {type(model).__name__}.")
 
 
 def layers(model: Any) -> list[Any]:
@@ -23,6 +36,28 @@ def compile_arguments(model: Any) -> dict[str, Any] | None:
   """Returns what a model was compiled with; None if it was not."""
   compiled = getattr(model, "_compile_config", None)
   return None if compiled is None else dict(compiled.config)
+
+
+def batches_per_call(model: Any) -> int:
+  """Returns `steps_per_execution`, or less in tf_keras where an epoch ends."""
+  if keras_of(model).__name__ == "keras":
+    return int(model.steps_per_execution)
+  return int(model._steps_per_execution.numpy())
+
+
+def begin_at(model: Any, epoch: int | None) -> None:
+  """Makes `fit` begin at an epoch, once its callbacks have been called.
+
+  None leaves it to `initial_epoch`.
+  """
+  if keras_of(model).__name__ == "keras":
+    model._initial_epoch = epoch
+  elif epoch is None:
+    model._training_state = None
+  else:
+    model._training_state = types.SimpleNamespace(
+      maybe_load_initial_counters_from_ckpt=lambda *_, **__: (epoch, 0)
+    )
 
 
 def is_built(optimizer: Any) -> bool:

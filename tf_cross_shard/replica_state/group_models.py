@@ -10,7 +10,6 @@ Plain models are Keras' own, made outside of any strategy.
 """
 
 import contextlib
-import importlib
 import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,6 @@ from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.inner_optimizer import libraries, optimizer_state
 from tf_cross_shard.replica_state import archive, group_state, replica_values
 
-_KERASES: Final = ("keras", "tf_keras")
 _CLONED: Final = "tf_cross_shard>cloned"  # a name that no class of users has
 _FUNCTION: Final = "tf_cross_shard>function of "  # a Lambda of this name
 
@@ -55,7 +53,7 @@ def load_group(group: int, optimizer: Any, model: Any, into: Any = None) -> Any:
   optimizer, model = group_state.in_order(optimizer, model)
   if hasattr(group, "variables"):  # The order of older programs.
     group, model = model, group
-  keras = keras_of(model)
+  keras = libraries.keras_of(model)
   state = group_state.GroupCopies(optimizer, model, is_whole=False)
   members = _members_of(state.groups, group, "group")
   if into is None:
@@ -171,7 +169,7 @@ def ensemble(
       inputs are not known, or an output has no mean.
   """
   optimizer, model = group_state.in_order(optimizer, model)
-  keras = keras_of(model)
+  keras = libraries.keras_of(model)
   groups = group_state.GroupCopies(optimizer, model, is_whole=False).groups
   chosen = list(range(groups.num_groups) if members is None else members)
   for i in chosen:
@@ -243,7 +241,7 @@ def _clone(keras: Any, model: Any, state: group_state.GroupCopies) -> Any:
     own: dict[str, Any] = {
       type(layer).__name__: type(layer)
       for layer in layers
-      if type(layer).__module__.split(".")[0] not in _KERASES
+      if type(layer).__module__.split(".")[0] not in libraries.KERASES
     }
     # Of a lambda a configuration has the code, without the names that it uses.
     lambdas = [v for v in layers if isinstance(v, keras.layers.Lambda)]
@@ -316,15 +314,6 @@ def _check_fits(state: group_state.GroupCopies, plain: Any) -> None:
         f"`into`, or `twin`, has replicas: {part.name} was made inside"
         f" `strategy.scope()`. {remedy}"
       )
-
-
-def keras_of(model: Any) -> Any:
-  """Returns the Keras whose model it is."""
-  for kind in type(model).__mro__:
-    root = kind.__module__.split(".")[0]
-    if root in _KERASES:
-      return importlib.import_module(root)
-  raise TypeError(f"`model` must be a Keras model; got {type(model).__name__}.")
 
 
 def _clonable(config: Any, own: Mapping[str, Any]) -> Any:

@@ -56,24 +56,22 @@ class FlatUpdate(sharded_update.ShardedUpdate):
   def _build(self) -> sharded_state.PlainState:
     """Builds the encapsulated optimizer on the parts."""
     self._start_alike(self._take_own_part)
-    shards = [weights.shard for weights in self._weights]
-    weights_of = [weights.variables[0] for weights in self._weights]
+    built_on = [*(weights.shard for weights in self._weights), *self._tables]
+    like = [*(weights.variables[0] for weights in self._weights), *self._tables]
     # At once: Keras forgets what was excluded before.
     base.innermost(self._inner.optimizer).exclude_from_weight_decay(
       var_list=[
         built
-        for built, variable in zip(
-          [*shards, *self._tables], [*weights_of, *self._tables], strict=True
-        )
+        for built, variable in zip(built_on, like, strict=True)
         if not self._inner.decays(variable)
       ]
     )
-    self._inner.build([*shards, *self._tables])
+    self._inner.build(built_on)
     state = sharded_state.of_parts(
       self._inner,
       self._variables,
       list(map(self._place_of, self._variables)),
-      [*shards, *self._tables],
+      built_on,
       self._engine,
     )
     if base.innermost(self._inner.optimizer).use_ema:

@@ -80,11 +80,9 @@ class OwnerUpdate(sharded_update.ShardedUpdate):
     """Builds the encapsulated optimizer on the variables themselves."""
     self._inner.build(self._variables)
     owners = {
-      id(variable): owner
+      id(variable): weights.layout.owners[index]
       for weights in self._weights
-      for variable, owner in zip(
-        weights.variables, weights.layout.owners(), strict=True
-      )
+      for index, variable in enumerate(weights.variables)
     }
     return sharded_state.of_owners(
       self._inner,
@@ -121,7 +119,7 @@ class OwnerUpdate(sharded_update.ShardedUpdate):
       part
       for part, weights in zip(parts, self._weights, strict=True)
       if all(
-        weights.layout.owners()[cut.index] == place
+        weights.layout.owners[cut.index] == place
         for cut in weights.layout.cuts[place]
       )
     ]
