@@ -21,6 +21,7 @@ from tf_cross_shard import (
   migration,
   replica_state,
   schedules,
+  trials,
 )
 from tf_cross_shard.group_schedule import per_group
 from tf_cross_shard.groups import Groups
@@ -55,6 +56,7 @@ __all__ = [
   "replica_state",
   "replicate_model_fn",
   "schedules",
+  "trials",
   "__version__",
 ]
 _LATER = ("keras3", "multi_worker", "tf_keras", "virtual_tpu")

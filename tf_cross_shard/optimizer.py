@@ -15,7 +15,7 @@ from tf_cross_shard import group_schedule, validation
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import settings as settings_lib
 from tf_cross_shard.gradients import differentiation, loss_factor
-from tf_cross_shard.settings import Assignment, Limit, Setting
+from tf_cross_shard.settings import Assignment, Replaceable, Setting
 from tf_cross_shard.step import flow, replica_checks
 from tf_cross_shard.wrapper import forwarding
 
@@ -179,9 +179,9 @@ class CrossShard(forwarding.OptimizerWrapper):
     "Groups as lists; None for one of all replicas."
   )
   loss_averaged_over = Setting('`"replica"`, `"global"`; None: by the call.')
-  clipnorm = Limit("Limit of the norm of each gradient, before the sum.")
-  global_clipnorm = Limit("The same for all gradients together.")
-  clipvalue = Limit("Limit of each element, before the sum.")
+  clipnorm = Replaceable("Limit of each gradient's norm, before the sum.")
+  global_clipnorm = Replaceable("The same for all gradients together.")
+  clipvalue = Replaceable("Limit of each element, before the sum.")
   wire_dtype = Setting("The dtype on the wire; None for exact sums.")
   skip_nonfinite = Setting("Whether steps with a NaN are skipped and counted.")
   scale_gradients = Setting("Whether gradients are scaled, not the loss.")
@@ -189,7 +189,7 @@ class CrossShard(forwarding.OptimizerWrapper):
   accumulate_steps = Setting("How many calls make one step; None for one.")
   shard_update = Setting("Whether each member keeps one part of the state.")
   lazy_rows = Setting("Whether only rows that occur are updated.")
-  group_settings = Setting("A number for each group, by name; or None.")
+  group_settings = Replaceable("A number for each group, by name; or None.")
 
   learning_rate = group_schedule.bound(
     forwarding.OptimizerWrapper.learning_rate

@@ -146,14 +146,17 @@ class Assignment(Setting):
     return None if groups is None else groups.to_lists()
 
 
-class Limit(Setting):
-  """A clipping limit, which can be set until a step is traced."""
+class Replaceable(Setting):
+  """One that can be set: steps that are traced afterwards have the new value.
+
+  In `fit`, `model.make_train_function(force=True)` has them traced again.
+  """
 
   def __set__(self, optimizer: Any, value: Any) -> None:
-    """Replaces the settings by others with this limit."""
+    """Replaces the settings by others with this value."""
     step = vars(optimizer).get("_step")
     if step is not None:  # Keras' constructor sets its defaults before.
-      step.settings = dataclasses.replace(step.settings, **{self._name: value})
+      step.replace(**{self._name: value})
 
 
 def as_groups(group_assignment: Any) -> groups_lib.Groups | None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.support import programs
 
@@ -118,8 +119,22 @@ def test_population_copies_the_best(data_dir: Path) -> None:
   accuracies = re.findall(r"rate ([\d.]+): ([\d.]+)%", output)
   assert len(accuracies) == 4
   assert min(float(accuracy) for _, accuracy in accuracies) >= 80, output
-  picture = data_dir / "population.png"
-  assert picture.read_bytes().startswith(PNG_START)
+
+
+def test_trials_go_on_with_the_best(data_dir: Path) -> None:
+  flags = ["--epochs=4", f"--folder={data_dir}/trials"]
+  output = run_example("trials_of_digits.py", data_dir, *flags)
+  rows = [row.split() for row in output.splitlines() if "e" not in row]
+  assert sorted(row[4] for row in rows) == [*["1"] * 8, *["2"] * 4, *["4"] * 4]
+  assert float(rows[0][5]) >= 0.9, output
+  assert {row[1] for row in rows[:4]} <= {"0.01", "0.003"}, output
+  winner = tf.keras.models.load_model(
+    data_dir / "trials/winner.keras", compile=False
+  )
+  assert winner.count_params() == 29_066
+  table = (data_dir / "trials/table.csv").read_text().splitlines()
+  assert len(table) == 17
+  assert len(list((data_dir / "trials/board").iterdir())) == 16
 
 
 def test_custom_loop_is_right_with_either_loss(data_dir: Path) -> None:

@@ -26,6 +26,7 @@ from tf_cross_shard.callbacks.group_early_stopping import GroupEarlyStopping
 from tf_cross_shard.callbacks.group_metrics import GroupMetrics
 from tf_cross_shard.callbacks.group_reduce_lr import GroupReduceLROnPlateau
 from tf_cross_shard.callbacks.group_tensorboard import GroupTensorBoard
+from tf_cross_shard.callbacks.halving import Halving
 from tf_cross_shard.callbacks.outer_optimizer import OuterOptimizer
 from tf_cross_shard.callbacks.population import Population
 
@@ -36,6 +37,7 @@ __all__ = [
   "GroupMetrics",
   "GroupReduceLROnPlateau",
   "GroupTensorBoard",
+  "Halving",
   "OuterOptimizer",
   "Population",
 ]

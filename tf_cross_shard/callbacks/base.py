@@ -6,6 +6,7 @@ fit ─▶ set_model, set_params of all ─▶ on_train_begin, in their order
 
 import inspect
 import itertools
+import json
 import re
 import sys
 import weakref
@@ -61,6 +62,16 @@ def check_number(name: str, value: Any) -> None:
     value, (int, float, np.integer, np.floating)
   ):
     raise TypeError(f"`{name}` must be a number; got {value!r}.")
+
+
+def to_array(value: Any) -> Any:
+  """Returns what JSON knows as an array for a file; floats to the bit."""
+  return np.frombuffer(json.dumps(value).encode(), np.uint8)
+
+
+def from_array(array: Any) -> Any:
+  """Returns what `to_array` was given."""
+  return json.loads(np.asarray(array, np.uint8).tobytes())
 
 
 def collect_state(callback_list: Iterable[Any]) -> dict[str, Any]:

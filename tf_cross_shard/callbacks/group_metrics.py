@@ -101,7 +101,7 @@ class GroupMetrics(base.GroupCallback):
     self.prefix = f"{name}_"
     self._name = name
     self._ensemble = ensemble
-    self._every = every
+    self.every = every
     self._twin = twin
     self._plain: Any = None
     self._members: list[Any] = []
@@ -136,7 +136,7 @@ class GroupMetrics(base.GroupCallback):
     """Evaluates, and adds to the logs, which later callbacks receive."""
     if logs is not None:
       logs.update(self._losses or self._training_losses())
-    if epoch and (epoch + 1) % self._every:
+    if epoch and (epoch + 1) % self.every:
       return
     model, optimizer = self.model, self.model.optimizer
     if self._plain is None:
@@ -183,7 +183,7 @@ class GroupMetrics(base.GroupCallback):
       twin = None if self._twin is None else self._twin()
       return replica_state.load_group(0, optimizer, model, into=twin)
 
-    with group_models.outside_of_strategies():
+    with group_models.outside_of_strategies(), group_schedule.as_group(0):
       # The group of the twin's weights: what it computes is traced once.
       self._group = tf.Variable(0, trainable=False, dtype=tf.int32)
       self._plain = make()

@@ -1,19 +1,14 @@
 """Curves of groups, which TensorBoard lays over each other."""
 
-import os
 from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
-from google.protobuf import struct_pb2
 
-from tf_cross_shard.callbacks import base
+from tf_cross_shard.callbacks import base, summaries
 from tf_cross_shard.inner_optimizer import optimizer_state
 from tf_cross_shard.replica_state import group_state
 
-_SCALAR: Final = tf.compat.v1.SummaryMetadata(
-  plugin_data={"plugin_name": "scalars"}, data_class="DATA_CLASS_SCALAR"
-)
 _OF_OPTIMIZER: Final = ("noise_scale", "gradient_norm")
 
 
@@ -59,7 +54,7 @@ class GroupTensorBoard(base.GroupCallback):
     """
     super().__init__()
     self._log_dir = log_dir
-    self._writers: dict[str, Any] = {}
+    self._runs = summaries.Runs(log_dir)
     self._run_rates: Any = None
 
   def on_train_begin(self, logs: Any = None) -> None:
@@ -93,30 +88,14 @@ class GroupTensorBoard(base.GroupCallback):
     if copies.copies.is_first:
       folders = [*base.group_names(optimizer), "ensemble"]
       for folder, scalars in zip(folders, runs.values(), strict=False):
-        self._write(folder, epoch, scalars)
+        hparams = {}
+        if folder != "ensemble":
+          hparams = {"group": folder, "learning_rate": scalars["learning_rate"]}
+        self._runs.write(folder, epoch, scalars, hparams)
 
   def on_train_end(self, logs: Any = None) -> None:
     """Closes the files."""
-    for writer in self._writers.values():
-      writer.close()
-    self._writers = {}
-
-  def _write(self, run: str, epoch: int, scalars: dict[str, Any]) -> None:
-    """Adds a point to each curve of a run."""
-    if run not in self._writers:
-      self._writers[run] = tf.summary.create_file_writer(
-        os.path.join(self._log_dir, run)
-      )
-      if run != "ensemble":
-        hparams = {"group": run, "learning_rate": scalars["learning_rate"]}
-        with self._writers[run].as_default(step=0):
-          tag = "_hparams_/session_start_info"
-          tf.summary.write(tag, tf.zeros([0]), metadata=_hparams(hparams))
-    with self._writers[run].as_default(step=epoch):
-      for tag, value in scalars.items():
-        # As tf.summary.scalar does, which needs TensorBoard to be installed.
-        tf.summary.write(tag, tf.cast(value, tf.float32), metadata=_SCALAR)
-    self._writers[run].flush()
+    self._runs.close()
 
   def _rates(self, copies: group_state.GroupCopies) -> list[float]:
     """Returns each group's learning rate, as its replicas see it."""
@@ -133,21 +112,6 @@ class GroupTensorBoard(base.GroupCallback):
     values = strategy.experimental_local_results(self._run_rates())
     rates = copies.copies.gather([value.numpy() for value in values])
     return [float(rates[members[0]]) for members in copies.groups]
-
-
-def _hparams(values: dict[str, Any]) -> tf.compat.v1.SummaryMetadata:
-  """Returns what hp.hparams() of TensorBoard writes, without TensorBoard.
-
-  The plugin's data have in field 3 a message that is, in bytes, a Struct.
-  """
-  struct = struct_pb2.Struct()
-  struct.update(values)
-  field = tf.train.BytesList(value=[struct.SerializeToString()])
-  plugin = {
-    "plugin_name": "hparams",
-    "content": b"\x1a" + field.SerializeToString()[1:],  # 3 instead of 1
-  }
-  return tf.compat.v1.SummaryMetadata(plugin_data=plugin)
 
 
 def _drift(copies: group_state.GroupCopies, first: list[int]) -> list[float]:

@@ -1,20 +1,21 @@
 """Population based training: the worst groups go on from the best ones."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from tf_cross_shard.callbacks import base, group_rates
+from tf_cross_shard import trials
+from tf_cross_shard.callbacks import base, trial_monitor
 from tf_cross_shard.replica_state import group_models
 
 
-class Population(base.GroupMonitor):
+class Population(trial_monitor.TrialMonitor):
   """Every few epochs, lets the worst groups go on from the best ones.
 
   With k the `share` of the groups, the k worst receive the weights and slots of
-  the k best, the worst those of the best, and the rate of the group that they
-  come from, times one of the numbers of `explore`.
+  the k best, the worst those of the best; and each setting of `explore` that
+  the group has that they come from, times one of its factors.
 
   >>> import numpy as np, tensorflow as tf
   >>> from tf_cross_shard import CrossShardOptimizer, callbacks, schedules
@@ -42,21 +43,26 @@ class Population(base.GroupMonitor):
 
   Attributes:
     copied: What happened, in order: dictionaries of `epoch`, which counts from
-      0, `source`, `target` and the target's new `learning_rate`.
+      0, `source`, `target` and the target's new settings.
+    settings: The settings of each group that are explored, as they are now.
 
   References:
     Jaderberg et al., Population Based Training of Neural Networks, 2017 (arXiv
-    1711.09846): truncation selection, and the perturbation of rates.
+    1711.09846): truncation selection, and the perturbation of settings.
   """
 
   def __init__(
     self,
     monitor: str = "val_loss",
     every: int = 1,
-    explore: Sequence[float] | None = (0.8, 1.25),
+    explore: "Mapping[str, Sequence[float]] | Sequence[float] | None" = (
+      0.8,
+      1.25,
+    ),
     share: float = 0.25,
     mode: str = "auto",
     seed: int = 0,
+    table: trials.Table | None = None,
   ) -> None:
     """Takes what decides who copies whom.
 
@@ -64,13 +70,17 @@ class Population(base.GroupMonitor):
       monitor: A metric that `GroupMetrics` puts into the logs, without the
         `/group_0` behind it.
       every: The number of epochs from copy to copy; none follows the last.
-      explore: What the rate is multiplied by, chosen by chance; None leaves the
-        target its own rate.
+      explore: What the learning rate is multiplied by, chosen by chance; or
+        that of several settings, `{"weight_decay": [0.5, 2.0], ...}`, of those
+        that `group_settings` takes, or of the table. What is not explored stays
+        the target's own; so does all with None.
       share: The part of the groups that are replaced, at least one of them and
         at most one half.
       mode: `"min"`, `"max"`, or `"auto"` for what Keras knows of the metric.
       seed: Of what is chosen by chance. It depends on the epoch too, so that a
         run that goes on after a crash chooses the same.
+      table: A trial for each group: the settings that they begin with. It
+        notes what each comes to.
     """
     super().__init__(monitor, mode)
     base.check_count("every", every, 1, "epochs")
@@ -80,82 +90,96 @@ class Population(base.GroupMonitor):
       raise ValueError(
         f"`share` must be more than 0 and at most 0.5; got {share!r}."
       )
-    factors = None if explore is None else list(explore)
-    for factor in factors or ():
-      base.check_number("explore", factor)
-    if factors is not None and not (factors and min(factors) > 0):
+    if explore is None:
+      explore = {}
+    elif not isinstance(explore, Mapping):
+      explore = {"learning_rate": explore}
+    for factors in explore.values():
+      for factor in factors:
+        base.check_number("explore", factor)
+      if not (len(factors) and min(factors) > 0):
+        raise ValueError(
+          f"`explore` must hold positive numbers; got {explore!r}. None leaves"
+          " settings as they are."
+        )
+    names = list(explore) if table is None else table.names
+    if not set(explore) <= set(names):
       raise ValueError(
-        f"`explore` must hold positive numbers; got {explore!r}. None leaves"
-        " rates as they are."
+        f"`explore` must name settings of `table`, {names}; got {explore!r}."
       )
     self.every = every
-    self.explore = factors
+    self.explore = {name: list(explore[name]) for name in explore}
     self.share = share
     self.seed = seed
+    self.table = table
+    self.names = names
     self.copied: list[dict[str, Any]] = []
-    self.learning_rates: list[float] = []
+    self.settings: list[dict[str, float]] = []
 
-  def set_model(self, model: Any) -> None:
-    """Makes rates ones that can be set, where they are to be."""
-    super().set_model(model)
-    if self.explore is not None:
-      group_rates.prepare(model, "Population(explore=)")
+  @property
+  def learning_rates(self) -> list[float]:
+    """The rate of each group, if rates are explored."""
+    return [s["learning_rate"] for s in self.settings if "learning_rate" in s]
 
   def on_train_begin(self, logs: Any = None) -> None:
     """Forgets what another `fit` left."""
     super().on_train_begin(logs)
-    self.copied, self.learning_rates = [], []
+    self.copied = []
+    if self.table is None:
+      self.settings = self.read()
+      return
+    groups = self.table.groups.num_groups
+    if len(self.table) != groups:
+      raise ValueError(
+        f"`table` must have a trial for each of the {groups} groups; got"
+        f" {len(self.table)}. Halving takes more."
+      )
+    self.settings = [dict(trial.settings) for trial in self.table]
+    self.give(self.settings)
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Copies groups, if it is time."""
     last = (self.params or {}).get("epochs")
-    if not self.has_metrics(logs) or (epoch + 1) % self.every:
+    if not self.has_metrics(logs):
       return
-    whole = self.copies()
-    self.begin(whole.groups.num_groups)
+    number = self.copies().groups.num_groups
+    self.begin(number)
+    if self.table is not None:
+      self.note(range(number), logs)
+    if (epoch + 1) % self.every:
+      return
     self.improve(logs)
-    rates = [] if self.explore is None else group_rates.read(self.model, whole)
+    # Other callbacks may have set rates.
+    rows = [{**a, **b} for a, b in zip(self.settings, self.read(), strict=True)]
     if epoch + 1 != last:
       random = np.random.default_rng([self.seed, epoch])
       for source, target in self._pairs(logs):
         group_models.copy_group(
           source, target, self.model.optimizer, self.model
         )
-        if self.explore is not None:
-          factor = self.explore[random.integers(len(self.explore))]
-          rates[target] = rates[source] * factor
+        for name, factors in self.explore.items():
+          factor = factors[random.integers(len(factors))]
+          rows[target][name] = rows[source][name] * factor
         self.copied.append(
-          {
-            "epoch": epoch,
-            "source": source,
-            "target": target,
-            "learning_rate": rates[target] if rates else None,
-          }
+          {"epoch": epoch, "source": source, "target": target, **rows[target]}
         )
-      if rates:
-        group_rates.write(self.model, whole, rates)
-    self.learning_rates = rates
+      if self.names:
+        self.give(rows)
+    self.settings = rows
 
   def state(self) -> dict[str, Any]:
     """Returns what happened, too."""
-    rows = [
-      [float("nan") if v is None else v for v in c.values()]
-      for c in self.copied
-    ]
-    return {**super().state(), "copied": np.array(rows, float).reshape(-1, 4)}
+    own = [self.copied, self.settings, self.table and self.table.to_list()]
+    return {**super().state(), "happened": base.to_array(own)}
 
   def set_state(self, state: dict[str, Any]) -> None:
     """Goes on from what happened."""
     super().set_state(state)
-    self.copied = [
-      {
-        "epoch": int(epoch),
-        "source": int(source),
-        "target": int(target),
-        "learning_rate": None if np.isnan(rate) else float(rate),
-      }
-      for epoch, source, target, rate in state["copied"]
-    ]
+    self.copied, self.settings, rows = base.from_array(state["happened"])
+    if self.table is not None:
+      self.table.from_list(rows)
+    if self.names:
+      self.give(self.settings)
 
   def _pairs(self, logs: Any) -> list[tuple[int, int]]:
     """Returns who is copied to whom; of equal groups none is worse."""

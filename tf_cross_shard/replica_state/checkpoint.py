@@ -147,8 +147,19 @@ def read_group(path: Any, group: int, model: Any) -> Any:
       variables, shapes or dtypes. It is a ValueError.
     OSError: If the file cannot be read.
   """
-  target = archive.as_path(path)
   state = group_state.GroupCopies(None, model, is_whole=False)
+  values = values_of_group(archive.as_path(path), group, state)
+  count = len(state.copies.engine.replicas_here)
+  for part, value in zip(state.parts, values, strict=True):
+    state.copies.write(part.variable, [value] * count)
+  group_models.finalize(model)
+  return model
+
+
+def values_of_group(
+  target: pathlib.Path, group: int, state: group_state.GroupCopies
+) -> list[archive.Array]:
+  """Returns what a plain model receives of a saved group; see `read_group`."""
   with (
     archive.naming_damage(target, OSError),
     archive.reading(target) as file,
@@ -161,15 +172,10 @@ def read_group(path: Any, group: int, model: Any) -> Any:
       )
     names = [n for n in file.about["names"] if n.startswith("model/")]
     _check_names(file, state, names)
-    values = [
+    return [
       group_models.merged(part, list(_arrays(file, part, group).values()))
       for part in state.parts
     ]
-  count = len(state.copies.engine.replicas_here)
-  for part, value in zip(state.parts, values, strict=True):
-    state.copies.write(part.variable, [value] * count)
-  group_models.finalize(model)
-  return model
 
 
 def _build(optimizer: Any, model: Any) -> None:

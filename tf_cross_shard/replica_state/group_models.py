@@ -67,12 +67,17 @@ def load_group(group: int, optimizer: Any, model: Any, into: Any = None) -> Any:
     merged(part, state.copies.read(part.variable, members))
     for part in state.parts
   ]
+  assign(plain, values)
+  return plain
+
+
+def assign(plain: Any, values: Sequence[archive.Array]) -> None:
+  """Gives a plain model values, in the order of its variables."""
   for variable, value in zip(
     group_state.variables_of(plain), values, strict=True
   ):
     replica_values.native(variable).assign(value)
   finalize(plain)
-  return plain
 
 
 def merged(

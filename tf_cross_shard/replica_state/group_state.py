@@ -252,8 +252,13 @@ def groups_of(optimizer: Any, num_replicas: int | None) -> groups_lib.Groups:
 
 def watches_of(optimizer: Any) -> list[Any]:
   """Returns the watches for something else that makes groups equal."""
+  return [step.watch for step in steps_of(optimizer)]
+
+
+def steps_of(optimizer: Any) -> list[Any]:
+  """Returns the steps of the CrossShardOptimizer among nested optimizers."""
   layers = map(vars, optimizer_state.nested_optimizers(optimizer))
-  return [own["_step"].watch for own in layers if "_step" in own]
+  return [own["_step"] for own in layers if "_step" in own]
 
 
 def check_values(optimizer: Any) -> None:

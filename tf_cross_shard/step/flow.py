@@ -80,7 +80,7 @@ class Step:
   """The stages between a loss and the variables, with the state they keep.
 
   Attributes:
-    settings: The optimizer's arguments; limits may be replaced.
+    settings: The optimizer's arguments; see `replace`.
     convention: What the loss was averaged over.
     update: What members of a group keep and apply.
     guard: Leaves out steps that are not finite, and counts them.
@@ -112,6 +112,18 @@ class Step:
     self.by_group = group_settings.GroupSettings(settings, inner, engine)
     self.watch = overwritten.OverwriteWatch(settings.name, engine)
     self.attached: tuple[Any, ...] = ()
+
+  def replace(self, **changes: Any) -> None:
+    """Replaces settings that are looked at in every step, not what they made.
+
+    Raises:
+      ValueError: If there is no valid value; nothing is changed then.
+    """
+    settings = dataclasses.replace(self.settings, **changes)
+    self.by_group = group_settings.GroupSettings(
+      settings, self._inner, self._engine
+    )
+    self.settings = settings
 
   def differentiate(
     self,

@@ -1,0 +1,360 @@
+"""Trials in groups, against plain Keras trained with the settings of each."""
+
+import csv
+import math
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import testbed
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  callbacks,
+  groups,
+  schedules,
+  trials,
+)
+from tf_cross_shard.callbacks import halving as halving_lib
+
+PAIRS = groups.Groups([[0, 1], [2, 3]])
+# Members of a group have different data, and groups the same.
+X = np.array([[1.0], [3.0], [1.0], [3.0]], "f")
+Y = np.array([[2.0], [8.0], [2.0], [8.0]], "f")
+SETTINGS = [
+  {"learning_rate": rate, "momentum": momentum, "scale": scale}
+  for rate, momentum, scale in [
+    (0.015625, 0.5, 1.0),
+    (0.0625, 0.25, 0.5),
+    (0.5, 0.5, 2.0),  # diverges
+    (0.125, 0.0, 1.0),
+    (0.03125, 0.75, 1.0),
+    (0.0078125, 0.5, 1.0),
+  ]
+]
+
+
+class _Scale(tf.keras.layers.Layer):
+  """Multiplies by a number that is asked for in every call."""
+
+  def __init__(self, scale: Any) -> None:
+    super().__init__()
+    self._scale = scale
+
+  def call(self, inputs: Any) -> Any:
+    return inputs * self._scale()
+
+
+def _scale_of(table: trials.Table) -> Any:
+  if "scale" in table.names:
+    return lambda: table.value("scale")
+  return lambda: 1.0
+
+
+def _layers(scale: Any, dropout: float) -> list[Any]:
+  return [
+    tf.keras.Input((1,)),
+    _Scale(scale),
+    tf.keras.layers.Dropout(dropout, seed=7),
+    tf.keras.layers.Dense(1, kernel_initializer="ones"),
+  ]
+
+
+def _make(
+  settings: Any = SETTINGS, dropout: float = 0.0, **options: Any
+) -> tuple[Any, trials.Table]:
+  with testbed.mirrored().scope():
+    table = trials.Table(settings, PAIRS)
+    model = tf.keras.Sequential(_layers(_scale_of(table), dropout))
+    sgd = tf.keras.optimizers.SGD(1.0, momentum=0.5)
+    optimizer = CrossShardOptimizer(sgd, group_assignment=PAIRS, **options)
+    model.compile(optimizer, "mse", metrics=["mae"])
+  return model, table
+
+
+def _twin(table: trials.Table, dropout: float = 0.0) -> Any:
+  """A plain model: Keras cannot clone layers that have a function."""
+  twin = tf.keras.Sequential(_layers(_scale_of(table), dropout))
+  twin.compile("sgd", "mse", metrics=["mae"])
+  return twin
+
+
+def _fit(
+  model: Any,
+  table: trials.Table,
+  *own: Any,
+  dropout: float = 0.0,
+  repeats: int = 1,
+  **options: Any,
+) -> Any:
+  judge = callbacks.GroupMetrics(
+    (X[:2], Y[:2]), ensemble=False, twin=lambda: _twin(table, dropout)
+  )
+  total = getattr(own[0], "total_epochs", 1)
+  arguments = {"epochs": total, **options}
+  return model.fit(
+    *(np.tile(X, [repeats, 1]), np.tile(Y, [repeats, 1])),
+    batch_size=4,
+    shuffle=False,
+    verbose=0,
+    callbacks=[judge, *own],
+    **arguments,
+  )
+
+
+def _plain(settings: dict[str, float], epochs: int) -> tuple[Any, list[float]]:
+  """One trial alone: the model, and its validation losses."""
+  model = tf.keras.Sequential(_layers(lambda: settings["scale"], 0.0))
+  sgd = tf.keras.optimizers.SGD(
+    settings["learning_rate"], momentum=settings["momentum"]
+  )
+  model.compile(sgd, "mse")
+  history = model.fit(
+    *(X[:2], Y[:2]),
+    batch_size=2,
+    epochs=epochs,
+    shuffle=False,
+    verbose=0,
+    validation_data=(X[:2], Y[:2]),
+  ).history
+  return model, history["val_loss"]
+
+
+def test_each_trial_is_trained_as_plain_keras_trains_it_alone(
+  tmp_path: pathlib.Path,
+) -> None:
+  model, table = _make()
+  assert model.distribute_strategy.num_replicas_in_sync == 4
+  halving = callbacks.Halving(
+    table, tmp_path / "new", epochs=9, factor=2, log_dir=tmp_path / "board"
+  )
+  history = _fit(model, table, halving).history
+  # 6 trials for 2 epochs in 3 waves, 3 for 2 more in 2 waves, 2 for 5 more
+  assert halving.total_epochs == len(history["loss"]) == 3 * 2 + 2 * 2 + 5
+  alone = {i: _plain(row, 9) for i, row in enumerate(SETTINGS)}
+  rest = list(alone)
+  lengths = dict.fromkeys(alone, 2)
+  for count, so_far, until in ((3, 2, 4), (2, 4, 9)):
+    best = {i: np.nanmin(alone[i][1][:so_far]) for i in rest}
+    rest = sorted(rest, key=best.__getitem__)[:count]
+    lengths |= dict.fromkeys(rest, until)
+  assert [trial.epochs for trial in table] == list(lengths.values())
+  assert sorted(lengths.values()) == [2, 2, 2, 4, 9, 9]
+  for i, trial in enumerate(table):
+    expected = alone[i][1][: lengths[i]]
+    np.testing.assert_allclose(trial.history["val_loss"], expected, 1e-5)
+    assert trial.best_epoch == int(np.nanargmin(expected))
+    assert sorted(trial.history) == ["loss", "val_loss", "val_mae"]
+    assert _curve(tmp_path / f"board/trial_{i}") == pytest.approx(
+      expected, 1e-5
+    )
+  assert table.best.number == min(lengths, key=lambda i: min(alone[i][1]))
+  files = sorted(path.name for path in (tmp_path / "new").iterdir())
+  assert files == [f"trial_{i}.npz" for i in range(6)]
+  with schedules.as_group(0):
+    into = _twin(table)
+  again = halving.best_model(into=into)
+  best, _ = _plain(table.best.settings, table.best.best_epoch + 1)
+  for a, b in zip(again.get_weights(), best.get_weights(), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def _curve(run: pathlib.Path) -> list[float]:
+  """What TensorBoard draws of a trial's loss, if it has a row of HParams."""
+  [path] = run.iterdir()
+  values = [
+    value
+    for event in tf.compat.v1.train.summary_iterator(str(path))
+    for value in event.summary.value
+  ]
+  assert "_hparams_/session_start_info" in {value.tag for value in values}
+  curve = [v.tensor for v in values if v.tag == "val_loss"]
+  return [float(tf.make_ndarray(tensor)) for tensor in curve]
+
+
+class _Crash(tf.keras.callbacks.Callback):
+  """Ends `fit` as an epoch begins."""
+
+  def __init__(self, epoch: int) -> None:
+    super().__init__()
+    self._epoch = epoch
+
+  def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    if epoch == self._epoch:
+      raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("crash", "every"), [(1, "epoch"), (4, 3), (6, 1)])
+def test_a_crash_changes_nothing(
+  crash: int, every: Any, tmp_path: pathlib.Path
+) -> None:
+  """Neither what trials come to, nor which go on, nor the weights."""
+
+  def run(name: str, *own: Any) -> Any:
+    # Of dropout in tf_keras no state of random numbers can be saved.
+    dropout = 0.0 if testbed.IS_TF_KERAS else 0.25
+    tf.keras.utils.set_random_seed(1)
+    model, table = _make(dropout=dropout)
+    halving = callbacks.Halving(table, tmp_path / name, epochs=4, factor=2)
+    folder = tmp_path / f"{name}_backup"
+    backup = callbacks.BackupAndRestore(folder, every=every)
+    _fit(model, table, halving, *own, backup, dropout=dropout, repeats=2)
+    weights = [testbed.copies(weight) for weight in model.weights]
+    losses = [trial.history for trial in table]
+    return losses, table.ranking, np.concatenate(weights, axis=None)
+
+  with pytest.raises(KeyboardInterrupt):
+    run("crashed", _Crash(crash))
+  found, expected = run("crashed"), run("whole")
+  assert found[0] == expected[0]
+  assert [t.number for t in found[1]] == [t.number for t in expected[1]]
+  np.testing.assert_array_equal(found[2], expected[2])
+
+
+def test_a_population_explores_settings_of_every_kind() -> None:
+  """Against NumPy's SGD with momentum."""
+  rows = [SETTINGS[0], SETTINGS[4]]
+  model, table = _make(rows)
+  factors = {"momentum": [0.5], "scale": [2.0]}
+  population = callbacks.Population(every=2, explore=factors, table=table)
+  _fit(model, table, population, epochs=4)
+  weights, slots = np.ones((2, 2)) * [1, 0], np.zeros((2, 2))
+  now = [dict(row) for row in rows]
+
+  def loss(i: int) -> tuple[float, np.ndarray]:
+    x = X[:2, 0] * now[i]["scale"]
+    error = weights[i] @ [x, np.ones(2)] - Y[:2, 0]
+    return float(np.mean(error**2)), np.mean([error * x, error], axis=1) * 2
+
+  for epoch in range(4):
+    for i in range(2):
+      rate, momentum = now[i]["learning_rate"], now[i]["momentum"]
+      slots[i] = momentum * slots[i] - rate * loss(i)[1]
+      weights[i] += slots[i]
+    losses = [loss(i)[0] for i in range(2)]
+    for i, own in enumerate(losses):
+      np.testing.assert_allclose(table[i].history["val_loss"][epoch], own, 1e-5)
+    if epoch == 1:
+      best, worst = np.argsort(losses)
+      weights[worst], slots[worst] = weights[best], slots[best]
+      for name, factor in (("momentum", 0.5), ("scale", 2.0)):
+        now[worst][name] = now[best][name] * factor
+  assert len(population.copied) == 1
+  assert population.copied[0]["scale"] == 2.0
+  for found, expected in zip(population.settings, now, strict=True):
+    assert found == pytest.approx(expected)
+
+
+def test_a_table_shows_the_best_first(tmp_path: pathlib.Path) -> None:
+  table = trials.Table([{"rate": 0.5}, {"rate": 2}, {"rate": 1}], [[0], [1]])
+  table.judge_by("val_accuracy", 1.0)
+  for number, values in enumerate([[0.5, 0.25], [0.75], [math.nan]]):
+    for value in values:
+      table.note(number, {"val_accuracy": value})
+  assert [t.number for t in table.ranking] == [1, 0, 2]
+  assert (table.best.best, table[0].best_epoch, table[2].best) == (
+    0.75,
+    0,
+    None,
+  )
+  assert str(table).splitlines()[1].split() == ["1", "2", "1", "0.75", "0"]
+  table.to_csv(tmp_path / "table.csv")
+  with open(tmp_path / "table.csv", newline="") as file:
+    rows = list(csv.DictReader(file))
+  assert [row["trial"] for row in rows] == ["1", "0", "2"]
+  assert rows[1]["epochs"] == "2"
+  again = trials.Table([{"rate": 0.5}, {"rate": 2}, {"rate": 1}], [[0], [1]])
+  again.from_list(table.to_list())
+  assert again.rows() == table.rows()
+
+
+@pytest.mark.parametrize(
+  ("number", "num_groups", "factor", "epochs", "expected"),
+  [
+    (16, 4, 2, 9, [(16, 2), (8, 4), (4, 9)]),
+    (4, 4, 3, 5, [(4, 5)]),
+    (3, 4, 3, 5, [(3, 5)]),
+    (9, 4, 3, 3, [(9, 1), (4, 3)]),
+    (81, 1, 3, 81, [(81, 1), (27, 3), (9, 9), (3, 27), (1, 81)]),
+  ],
+)
+def test_rungs(
+  number: int, num_groups: int, factor: int, epochs: int, expected: Any
+) -> None:
+  found = halving_lib.rungs(number, num_groups, factor, epochs)
+  assert found == expected
+
+
+@pytest.mark.parametrize(
+  ("rows", "error", "message"),
+  [
+    ([], ValueError, "must hold a dictionary for each trial"),
+    ([{"a": 1}, {"b": 1}], ValueError, "must have the same names"),
+    ([{"a": "relu"}], TypeError, "'a' is 'relu'. Of a choice take"),
+  ],
+)
+def test_bad_tables(rows: Any, error: Any, message: str) -> None:
+  with pytest.raises(error, match=message):
+    trials.Table(rows, [[0], [1]])
+
+
+@pytest.mark.parametrize(
+  ("options", "error", "message"),
+  [
+    ({"table": [{"a": 1}]}, TypeError, "`table` must be a trials.Table"),
+    ({"epochs": 1, "factor": 2}, ValueError, "`epochs` must be at least 4"),
+    ({"factor": 1}, ValueError, "`factor` must be an integer of at least 2"),
+    ({"monitor": "val_loss/group_0"}, ValueError, "Leave '/group_0' out"),
+  ],
+)
+def test_bad_arguments(options: Any, error: Any, message: str) -> None:
+  _, table = _make()
+  arguments = {"table": table, "folder": "unused", "epochs": 9, **options}
+  with pytest.raises(error, match=message):
+    callbacks.Halving(**arguments)
+
+
+@pytest.mark.parametrize(
+  ("others", "options", "message"),
+  [
+    ([], {"epochs": 14}, "`epochs` of fit must be at least 15, for 6 trials"),
+    ([callbacks.GroupEarlyStopping], {}, "GroupEarlyStopping judges a group"),
+  ],
+)
+def test_mistakes_are_errors_before_the_first_step(
+  others: Any, options: Any, message: str, tmp_path: pathlib.Path
+) -> None:
+  model, table = _make()
+  halving = callbacks.Halving(table, tmp_path, epochs=9, factor=2)
+  before = testbed.copies(model.weights[-1])
+  with pytest.raises(ValueError, match=message):
+    _fit(model, table, halving, *(make() for make in others), **options)
+  np.testing.assert_array_equal(testbed.copies(model.weights[-1]), before)
+
+
+def test_a_setting_that_nothing_reads(tmp_path: pathlib.Path) -> None:
+  model, table = _make([{"learning_rate": 0.125, "wieght_decay": 0.5}])
+  halving = callbacks.Halving(table, tmp_path, epochs=2)
+  with pytest.raises(ValueError, match="'wieght_decay', which nothing reads"):
+    _fit(model, table, halving)
+
+
+def test_a_table_for_other_groups(tmp_path: pathlib.Path) -> None:
+  model, _ = _make()
+  table = trials.Table(SETTINGS, groups.singletons(4))
+  halving = callbacks.Halving(table, tmp_path, epochs=3)
+  with pytest.raises(ValueError, match="`table` is for the groups"):
+    _fit(model, table, halving)
+
+
+def test_a_population_needs_a_trial_for_each_group() -> None:
+  model, table = _make()
+  population = callbacks.Population(table=table)
+  with pytest.raises(ValueError, match="a trial for each of the 2 groups"):
+    _fit(model, table, population, epochs=2)
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,113 @@
+"""What callbacks that train trials in groups have in common."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from tf_cross_shard import settings, trials
+from tf_cross_shard.callbacks import base, group_rates
+from tf_cross_shard.inner_optimizer import base as inner_optimizer
+from tf_cross_shard.replica_state import group_state
+
+_RATE: Final = "learning_rate"
+
+
+class TrialMonitor(base.GroupMonitor):
+  """Gives groups their settings, and notes what each trial comes to.
+
+  Attributes:
+    table: The trials; None where only the groups' settings change.
+    names: The settings that may change.
+  """
+
+  table: trials.Table | None
+  names: Sequence[str]
+
+  def set_model(self, model: Any) -> None:
+    """Makes rates ones that can be set, where they are to be."""
+    super().set_model(model)
+    if _RATE in self.names:
+      group_rates.prepare(model, type(self).__name__)
+
+  def on_train_begin(self, logs: Any = None) -> None:
+    """Forgets what another `fit` left; raises if the table does not fit."""
+    super().on_train_begin(logs)
+    groups = group_state.groups_of(self.model.optimizer, None)
+    if self.table is not None:
+      if self.table.groups != groups:
+        raise ValueError(
+          f"`table` is for the groups {self.table.groups.to_lists()}; the"
+          f" optimizer has {groups.to_lists()}. Give both the same."
+        )
+      self.table.forget()
+
+  def begin(self, num_groups: int) -> None:
+    """Tells the table what is best."""
+    super().begin(num_groups)
+    if self.table is not None:
+      self.table.judge_by(self.monitor, self._sign)
+
+  def read(self) -> list[dict[str, float]]:
+    """Returns each group's settings that are the optimizer's."""
+    copies, own = self.copies(), {}
+    if _RATE in self.names:
+      own[_RATE] = group_rates.read(self.model, copies)
+    [step] = group_state.steps_of(self.model.optimizer)
+    for name in filter(self._is_own, self.names):
+      number = step.settings.limits.get(name)
+      if name not in settings.LIMITS:
+        number = vars(inner_optimizer.innermost(self.model.optimizer))[name]
+      by_group = step.settings.group_settings or {}
+      own[name] = by_group.get(name, [number] * copies.groups.num_groups)
+    return [
+      {name: own[name][i] for name in own}
+      for i in range(copies.groups.num_groups)
+    ]
+
+  def give(self, rows: Sequence[Mapping[str, float]]) -> None:
+    """Gives each group its settings, wherever they are read.
+
+    Steps are traced again where the optimizer has them as constants.
+    """
+    if _RATE in self.names:
+      rates = [row[_RATE] for row in rows]
+      group_rates.write(self.model, self.copies(), rates)
+    [step] = group_state.steps_of(self.model.optimizer)
+    before = step.settings.group_settings or {}
+    names = filter(self._is_own, self.names)
+    after = before | {name: [row[name] for row in rows] for name in names}
+    if after != before:
+      step.replace(group_settings=after)
+      self.model.make_train_function(force=True)
+    if self.table is not None:
+      self.table.assign(rows)
+
+  def note(self, running: Sequence[int | None], logs: Any) -> list[int]:
+    """Adds an epoch to each group's trial; returns those at their best."""
+    assert self.table is not None
+    for name in self.table.names:
+      if not (name == _RATE or self._is_own(name) or self.table.is_asked(name)):
+        optimizer = inner_optimizer.innermost(self.model.optimizer)
+        raise ValueError(
+          f"`table` has {name!r}, which nothing reads:"
+          f" {type(optimizer).__name__} has no such number, and no code of the"
+          f" model has called table.value({name!r}). Correct the name, or call"
+          " it."
+        )
+    improved = []
+    for group, number in enumerate(running):
+      end = f"/group_{group}"
+      metrics = {
+        name.removesuffix(end): float(logs[name])
+        for name in logs
+        if name.endswith(end)
+      }
+      if number is not None and self.table.note(number, metrics):
+        improved.append(group)
+    return improved
+
+  def _is_own(self, name: str) -> bool:
+    """Whether a setting is one of `group_settings`."""
+    optimizer = inner_optimizer.innermost(self.model.optimizer)
+    number = vars(optimizer).get(name)
+    is_number = isinstance(number, (int, float)) and number is not True
+    return name in settings.LIMITS or (is_number and name != _RATE)
