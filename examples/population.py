@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
     model.compile(optimizer, loss, metrics=["accuracy"])
   judge = callbacks.GroupMetrics(test, ensemble=False)
   population = callbacks.Population("val_accuracy", every=_EVERY.value)
-  options = {"callbacks": [judge, population], "verbose": 0}
+  options = {"callbacks": [judge, population], "shuffle": False, "verbose": 0}
   logs = model.fit(train, epochs=_EPOCHS.value, **options).history
   for copy in population.copied:
     epoch, source, target, rate = copy.values()

@@ -66,6 +66,7 @@ def main(argv: Sequence[str]) -> None:
   model.fit(
     train,
     epochs=halving.total_epochs,
+    shuffle=False,  # The pipeline does it.
     verbose=0,
     callbacks=[*judges, callbacks.BackupAndRestore(f"{folder}/backup")],
   )

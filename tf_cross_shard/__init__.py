@@ -59,7 +59,7 @@ __all__ = [
   "trials",
   "__version__",
 ]
-_LATER = ("keras3", "multi_worker", "tf_keras", "virtual_tpu")
+_LATER = ("keras3", "multi_worker", "tf_keras", "tuners", "virtual_tpu")
 
 
 def __getattr__(name: str) -> Any:

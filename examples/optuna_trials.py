@@ -1,0 +1,67 @@
+"""Optuna asks for settings; four groups of one `fit` try them on digits.
+
+    python examples/optuna_trials.py --rounds=4
+
+Each round trains four trials side by side, and tells Optuna what they came to.
+"""
+# bazel: deps=:command_line,:digits_dataset,:replicas
+
+import tempfile
+from collections.abc import Sequence
+
+import command_line
+import digits_dataset
+import optuna
+import replicas
+import tensorflow as tf
+from absl import flags, logging
+
+from tf_cross_shard import CrossShardOptimizer, callbacks, groups, trials
+
+_ROUNDS = flags.DEFINE_integer("rounds", 4, "How often to ask for four.", 1)
+_EPOCHS = flags.DEFINE_integer("epochs", 4, "Of each trial.", 1)
+_DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder for the data.")
+
+
+def ask(study: optuna.Study) -> tuple[optuna.Trial, dict[str, float]]:
+  """Returns a trial of Optuna's, and its settings."""
+  trial = study.ask()
+  return trial, {
+    "learning_rate": trial.suggest_float("learning_rate", 1e-4, 1.0, log=True),
+    "weight_decay": trial.suggest_float("weight_decay", 1e-4, 0.1, log=True),
+  }
+
+
+def main(argv: Sequence[str]) -> None:
+  """Asks, trains and tells; prints each round's best."""
+  logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow tell much.
+  optuna.logging.set_verbosity(optuna.logging.WARNING)
+  strategy, four = replicas.make_strategy(4), groups.singletons(4)
+  train, test = digits_dataset.load(128, _DATA_DIR.value)
+  tf.data.experimental.enable_debug_mode()  # Else it may idle: docs/limits.md.
+  sampler = optuna.samplers.TPESampler(n_startup_trials=4, seed=0)
+  study = optuna.create_study(direction="maximize", sampler=sampler)
+  for number in range(_ROUNDS.value):
+    asked = [ask(study) for _ in range(4)]
+    tf.keras.utils.set_random_seed(0)
+    with strategy.scope():
+      table = trials.Table([settings for _, settings in asked], four)
+      model = digits_dataset.make_model()
+      adam = tf.keras.optimizers.AdamW(0.001, weight_decay=0.004)
+      optimizer = CrossShardOptimizer(adam, group_assignment=four)
+      loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+      model.compile(optimizer, loss, metrics=["accuracy"])
+    with tempfile.TemporaryDirectory() as folder:
+      epochs = _EPOCHS.value
+      halving = callbacks.Halving(table, folder, "val_accuracy", epochs=epochs)
+      judges = [callbacks.GroupMetrics(test, ensemble=False), halving]
+      options = {"shuffle": False, "verbose": 0}  # The pipeline does it.
+      model.fit(train, epochs=epochs, callbacks=judges, **options)
+    for (trial, _), result in zip(asked, table, strict=True):
+      study.tell(trial, result.best)
+    best = {name: f"{value:.4g}" for name, value in study.best_params.items()}
+    print(f"Round {number + 1}: {study.best_value:.2%} with {best}")
+
+
+if __name__ == "__main__":
+  command_line.run(main)
