@@ -20,6 +20,7 @@ from tf_cross_shard import (
   callbacks,
   multi_worker,
   replica_state,
+  trials,
 )
 from tf_cross_shard.callbacks import base
 from tf_cross_shard.collectives import collective_ops
@@ -444,13 +445,14 @@ KNOWN = ([1.0, 2.0, 0.0, 0.0], [3.0, 2.0, 4.0, 1.0])
 class _Known(tf.keras.callbacks.Callback):
   """Metrics that are known, and the weights at that time."""
 
-  def __init__(self) -> None:
+  def __init__(self, known: Sequence[Sequence[float]] = KNOWN) -> None:
     super().__init__()
+    self._known = known
     self.weights: list[list[np.ndarray]] = []
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     self.weights.append(own(self.model.trainable_variables))
-    for i, series in enumerate(KNOWN):
+    for i, series in enumerate(self._known):
       logs[f"val_known/group_{i}"] = series[epoch]
 
 
@@ -505,6 +507,53 @@ def group_callbacks(
     "restored": own(model.trainable_variables),
     "runs": sorted(os.listdir(f"{folder}/curves")),
     "files": len(os.listdir(f"{folder}/curves/group_0")),
+  }
+
+
+# Of trials 0 and 1, of 2 and 3, and of the best half: 1 and 2.
+KNOWN_TRIALS = ([3.0, 1.0, 0.0], [2.0, 4.0, 0.0])
+
+
+class _Begins(tf.keras.callbacks.Callback):
+  """The weights that epochs begin with."""
+
+  def __init__(self) -> None:
+    super().__init__()
+    self.weights: list[list[np.ndarray]] = []
+
+  def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    self.weights.append(own(self.model.trainable_variables))
+
+
+def halving(grouping: str, strategy: tf.distribute.Strategy) -> dict[str, Any]:
+  """Four trials in two groups; the second half is trained elsewhere."""
+  replicas = strategy.num_replicas_in_sync
+  groups = GROUPINGS[replicas][grouping]
+  with strategy.scope():
+    model = network()
+    rates = [{"learning_rate": rate} for rate in (0.5, 0.25, 0.125, 0.0625)]
+    table = trials.Table(rates, groups)
+    sgd = tf.keras.optimizers.SGD(1.0)
+    model.compile(CrossShardOptimizer(sgd, group_assignment=groups), "mse")
+  workers = agreement.of_strategy(strategy)
+  assert workers is not None
+  [folder, *_] = agreement.exchange(workers, "a folder", tempfile.mkdtemp())
+  known, begins = _Known(KNOWN_TRIALS), _Begins()
+  x, y = fit_data(replicas)
+  search = callbacks.Halving(
+    *(table, folder, "val_known"), epochs=2, factor=2, mode="min"
+  )
+  model.fit(
+    batches(x, y),
+    epochs=search.total_epochs,
+    verbose=0,
+    callbacks=[callbacks.GroupMetrics(batches(x, y)), known, search, begins],
+  )
+  return {
+    "rows": table.rows(),
+    "begins": begins.weights,
+    "ends": known.weights,
+    "best": search.best_model().get_weights(),
   }
 
 
@@ -568,6 +617,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (islands, "crossed", {}),
     (islands, "singletons", {}),
     (group_callbacks, "crossed", {}),
+    (halving, "crossed", {}),
     (uneven, "stop", {}),
     (uneven, "pad", {}),
   ],
