@@ -104,7 +104,7 @@ MUTANTS = [
   Mutant("nonfinite where all are, not one", "step/nonfinite.py", "tf.reduce_all(tf.math.is_finite(part))", "tf.reduce_any(tf.math.is_finite(part))", "unit/nonfinite"),
   Mutant("global step of a skipped step", "step/nonfinite.py", "return all_finite(sums) if self._inner.scales_dynamically else True", "return True", "unit/nonfinite"),
   Mutant("norms of members not averaged", "step/noise_scale.py", "of_members * (member**2 / n)", "of_members * member**2", "unit/noise_scale"),
-  Mutant("noise in another loss scale", "step/noise_scale.py", "return self._inner.scale_limit(calls)", "return calls", "unit/noise_scale"),
+  Mutant("noise in another loss scale", "step/noise_scale.py", "return self._inner.scale_limit(calls.summed)", "return calls.summed", "unit/noise_scale"),
   # Shards.
   Mutant("part of another member", "collectives/base.py", "return _pack(tensors, parts, place)", "return _pack(tensors, parts, place - 1)", "unit/sharded_update"),
   Mutant("sum of another member's part", "collectives/mirrored.py", "combine)[self.position()]", "combine)[self.position() - 1]", "unit/sharded_update"),
