@@ -84,7 +84,7 @@ MUTANTS = [
   Mutant("divided by the longest window", "step/accumulation.py", "return total / calls", "return total / self.steps", "unit/accumulation"),
   Mutant("windows go on for ever", "step/accumulation.py", "is_last = self._place() + 1 >= self._length", "is_last = tf.equal(self._place() + 1, self._length)", "unit/accumulation"),
   Mutant("noise of all windows alike", "step/noise_scale.py", "noise = calls.share * (own - mean)", "noise = (own - mean)", "unit/noise_scale unit/adaptive_accumulation"),
-  Mutant("windows of the noisiest group", "callbacks/adaptive_accumulation.py", "aim = min(", "aim = max(", "unit/adaptive_accumulation"),
+  Mutant("windows of the noisiest group", "callbacks/adaptive_accumulation.py", "statistics.median_low(", "statistics.median_high(", "unit/adaptive_accumulation"),
   Mutant("sums of a window kept", "step/accumulation.py", "variable.assign(tf.zeros_like(before))", "pass", "unit/accumulation"),
   Mutant("every call ends a window", "step/accumulation.py", "is_last = self._place() + 1 >= self._length", "is_last = tf.constant(True)", "unit/accumulation"),
   Mutant("calls of Keras counted once", "step/accumulation.py", "return noise_scale.Calls(summed=self.steps)", "return noise_scale.ONE_CALL", "unit/noise_scale"),

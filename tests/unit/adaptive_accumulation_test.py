@@ -169,6 +169,24 @@ def test_rates_follow_the_length() -> None:
   assert group_rates.read(model, adapt.copies()) == [0.125, 0.03125]
 
 
+def test_groups_of_different_lengths() -> None:
+  """As from a file in which each is at its best, with its own rate."""
+  model = _model(schedules.PerGroup([0.5, 0.125]))
+  adapt = callbacks.AdaptiveAccumulation(rate_power=1.0)
+  adapt.set_model(model)
+  step = model.optimizer._step
+  for variable, values in (
+    (step.window_length(), [4, 2, 4, 2]),
+    (model.optimizer.noise_scale, [1.0] * 4),
+  ):
+    copies = testbed.mirrored().experimental_local_results(variable)
+    for copy, value in zip(copies, values, strict=True):
+      copy.assign(value)
+  adapt.on_train_begin()
+  assert testbed.copies(step.window_length()) == [4] * 4
+  assert group_rates.read(model, adapt.copies()) == [0.5, 0.25]
+
+
 def test_another_fit_goes_on() -> None:
   model = _model()
   lengths = _fit(model, callbacks.AdaptiveAccumulation())

@@ -4,6 +4,7 @@ noise of the gradients ──▶ batch that is worth it ──▶ calls in a win
 of the group's members     ratio * noise scale        1 ... accumulate_steps
 """
 
+import statistics
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,8 @@ class AdaptiveAccumulation(base.GroupCallback):
   calls has `batch_ratio` times the noise scale in its batch. The length goes
   there by a factor of two at most in one change, since early measurements are
   rough; where noise hides the gradient it doubles. All groups have one length,
-  that of the smallest noise scale among them. Nothing is traced again.
+  that of the median of their noise scales, or of the lower one of two in the
+  middle. Nothing is traced again.
 
   >>> import numpy as np, tensorflow as tf
   >>> from tf_cross_shard import CrossShardOptimizer, callbacks
@@ -111,6 +113,7 @@ class AdaptiveAccumulation(base.GroupCallback):
     self.batch_ratio = batch_ratio
     self.rate_power = rate_power
     self.length = 0
+    self._lengths: list[int] = []  # of the groups, alike after the first change
     self._optimizer: Any = None  # a CrossShardOptimizer
     self._batches = 0
     if every != "epoch":
@@ -144,7 +147,8 @@ class AdaptiveAccumulation(base.GroupCallback):
   def on_train_begin(self, logs: Any = None) -> None:
     """Makes windows the shortest, where no noise scale is known yet.
 
-    Else they stay as long as they are.
+    Else they stay as long as they are in the first group: from a file in which
+    each is at its best, others may have another length.
     """
     super().on_train_begin(logs)
     for callback in self.same_fit():
@@ -154,8 +158,8 @@ class AdaptiveAccumulation(base.GroupCallback):
           " AdaptiveAccumulation changes how many they have. Use one of them."
         )
     whole, scales = self._measured()
-    if np.isnan(scales).all():
-      self._write(whole, self.shortest)
+    is_new = np.isnan(scales).all()
+    self._write(whole, self.shortest if is_new else self.length)
 
   def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
     """Counts batches from 0."""
@@ -183,32 +187,38 @@ class AdaptiveAccumulation(base.GroupCallback):
     """
     whole, scales = self._measured()
     length, longest = self.length, self._optimizer.accumulate_steps
-    if np.isnan(scales).any():
+    if np.isnan(scales).all():
       return
     # A call of the group has the examples of `group_size` replicas; scales are
     # in those of one replica's longest window.
     calls = longest / whole.groups.group_size * self.batch_ratio
-    aim = min(scale * calls if scale > 0 else np.inf for scale in scales)
+    aim = statistics.median_low(
+      scale * calls if scale > 0 else np.inf for scale in scales
+    )
     aim = round(float(np.clip(aim, length / 2, 2 * length)))
     self._write(whole, int(np.clip(aim, self.shortest, longest)))
 
   def _measured(self) -> tuple[group_state.GroupCopies, list[float]]:
-    """Returns each group's noise scale; notes the length in force."""
+    """Returns each group's noise scale; notes the lengths in force."""
     whole = self.copies()
     whole.copies.agree("the length of windows")
     variable = self._optimizer._step.window_length()
-    [length] = whole.copies.read(variable, [0])
-    self.length = int(length)
     first = [members[0] for members in whole.groups]
+    self._lengths = list(map(int, whole.copies.read(variable, first)))
+    self.length = self._lengths[0]
     scales = whole.copies.read(self._optimizer.noise_scale, first)
     return whole, list(map(float, scales))
 
   def _write(self, whole: group_state.GroupCopies, length: int) -> None:
     """Puts a length in force, and the learning rates that it has."""
-    if length != self.length and self.rate_power:
-      factor = (length / self.length) ** self.rate_power
-      rates = group_rates.read(self.model, whole)
-      group_rates.write(self.model, whole, [rate * factor for rate in rates])
+    if {length} != set(self._lengths) and self.rate_power:
+      rates = [
+        rate * (length / before) ** self.rate_power
+        for rate, before in zip(
+          group_rates.read(self.model, whole), self._lengths, strict=True
+        )
+      ]
+      group_rates.write(self.model, whole, rates)
     here = whole.copies.engine.replicas_here
     variable = self._optimizer._step.window_length()
     whole.copies.write(variable, [np.array(length)] * len(here))
