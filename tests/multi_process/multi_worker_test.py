@@ -187,6 +187,20 @@ def test_islands(launches: Launches, launch: str, key: cases.Key) -> None:
   _check([each["apart"] for each in held], key[1], expected)
 
 
+@_of("adaptive")
+def test_windows_that_grow(
+  launches: Launches, launch: str, key: cases.Key
+) -> None:
+  """All workers decide alike, and their groups' sums are of whole windows."""
+
+  def expected(members: Sequence[int]) -> list[Any]:
+    calls = 12 * np.array([1, 2.5, 5.5])  # the means of the windows
+    total = len(members) * calls.sum() + 36 * sum(r**2 for r in members)
+    return [-total, cases.ADAPTED]
+
+  _check(_held(launches, launch, key), key[1], expected)
+
+
 @_of("lazy_rows")
 def test_lazy_rows(launches: Launches, launch: str, key: cases.Key) -> None:
   """Rows that occur travel, with their ids; the table does not."""

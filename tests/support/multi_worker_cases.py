@@ -197,6 +197,42 @@ def islands(
   return {"joined": joined, "apart": own(variables)}
 
 
+ADAPTED = [1, 2, 2, 4, 4, 4, 4]  # the length that each call finds
+
+
+def adaptive(
+  grouping: str, strategy: tf.distribute.Strategy
+) -> list[np.ndarray]:
+  """Windows that grow, for noise hides what members of groups have in common.
+
+  Gradients are `12 * (c + 1 + r**2)` in call c and replica r, and the noise.
+  """
+  replica = place_of(strategy)
+  groups = testbed.groups_of(GROUPINGS[strategy.num_replicas_in_sync][grouping])
+  noise = 900.0 if groups.members_of(replica)[0] == replica else -900.0
+  with strategy.scope():
+    model = network()
+    optimizer = _summing(strategy, grouping, accumulate_steps=4, noise_scale=1)
+    weight = tf.keras.Variable(0.0)
+    optimizer.build([weight])
+    model.compile(optimizer, "mse")
+  adapt = callbacks.AdaptiveAccumulation()
+  adapt.set_model(model)
+  adapt.on_train_begin()
+  run = _run(
+    strategy,
+    lambda grad: optimizer.apply_gradients([(grad, weight)]),
+    "function",
+  )
+  found = []
+  for call, length in enumerate(ADAPTED):
+    if ADAPTED[call - 1] < length:
+      adapt.adapt()
+    found.append(adapt.length)
+    run(tf.constant(12.0 * (call + 1 + replica**2) + noise))
+  return [*own([weight]), np.array(found)]
+
+
 def sharded(
   grouping: str,
   optimizer: str,
@@ -616,6 +652,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (fit, "Adam", "crossed", {}),
     (islands, "crossed", {}),
     (islands, "singletons", {}),
+    (adaptive, "crossed", {}),
     (group_callbacks, "crossed", {}),
     (halving, "crossed", {}),
     (uneven, "stop", {}),

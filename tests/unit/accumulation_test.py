@@ -225,6 +225,87 @@ def test_rows(way: str) -> None:
     )
 
 
+# After so many calls the length in force is another: raised and lowered within
+# windows, to less than they have, and between them.
+LENGTHS = {0: 1, 2: 3, 6: 4, 12: 2, 15: 1}
+VARIED = 12 * np.random.default_rng(6).integers(-4, 5, (16, 4, 3)).astype("f")
+
+
+def varied_windows(grads: np.ndarray) -> dict[int, np.ndarray]:
+  """Means over windows of `LENGTHS`, by the calls done when each ends."""
+  means: dict[int, np.ndarray] = {}
+  calls: list[np.ndarray] = []
+  length = 0
+  for done, grad in enumerate(grads):
+    length = LENGTHS.get(done, length)
+    calls.append(grad)
+    if len(calls) >= length:
+      means[done + 1] = np.mean(calls, axis=0)
+      calls = []
+  assert sorted(means) == [1, 2, 5, 9, 13, 15, 16]
+  return means
+
+
+@pytest.mark.parametrize(
+  ("way", "settings"),
+  [
+    ("ours", {}),
+    ("ours_tf_keras", {"shard_update": True}),
+    ("ours", {"shard_update": "by_variable"}),
+  ],
+)
+def test_length_that_changes(way: str, settings: Any) -> None:
+  library, *_ = _settings(way)
+  trained = fake_engine.replicas(
+    functools.partial(momentum_sgd, library),
+    [np.zeros(3, "f")],
+    library,
+    accumulate_steps=4,
+    **settings,
+  )
+  for done, grads in enumerate(VARIED):
+    for replica in trained if done in LENGTHS else ():
+      replica.step.window_length().assign(LENGTHS[done])
+    fake_engine.train(trained, [grads[np.newaxis]])
+    for members in GROUPS:
+      means = varied_windows(VARIED[:, members].sum(1))
+      so_far = [mean for end, mean in means.items() if end <= done + 1]
+      for member in members:
+        replica = trained[member]
+        assert int(replica.inner.iterations()) == len(so_far)
+        np.testing.assert_array_equal(replica.values[0], momentum(so_far))
+
+
+def test_rows_in_windows_whose_length_changes() -> None:
+  """Each row is divided by the calls of the window, also of other rows'."""
+
+  def to_grad(row: np.ndarray) -> tf.IndexedSlices:
+    index = tf.constant([int(abs(row[0])) % 3])
+    return tf.IndexedSlices(tf.constant(row[np.newaxis]), index, [3, 3])
+
+  [_, *others] = trained = fake_engine.replicas(
+    lambda: keras.optimizers.SGD(0.125),
+    [np.zeros([3, 3], "f")],
+    keras,
+    accumulate_steps=4,
+  )
+  assert len(others) == 3
+  rows = VARIED + np.arange(3)[np.newaxis, np.newaxis]
+  dense = np.zeros((16, 4, 3, 3))
+  for done, grads in enumerate(rows):
+    for replica in trained if done in LENGTHS else ():
+      replica.step.window_length().assign(LENGTHS[done])
+    fake_engine.train(trained, [grads[np.newaxis]], to_grad)
+    for replica, row in enumerate(grads):
+      dense[done, replica, int(abs(row[0])) % 3] = row
+  for members in GROUPS:
+    means = varied_windows(dense[:, members].sum(1)).values()
+    for member in members:
+      np.testing.assert_allclose(
+        trained[member].values[0], -0.125 * sum(means), rtol=1e-6
+      )
+
+
 class TestNone:
   """A gradient of None is one of zeros where another call has one."""
 

@@ -34,15 +34,18 @@ class Oracle:
     self.variance, self.square = 0.0, 0.0
     self.ratio = self.norm = np.nan
 
-  def step(self, grads: np.ndarray) -> None:
-    """Looks at the members' gradients, `[members, elements]`."""
+  def step(self, grads: np.ndarray, share: float = 1.0) -> None:
+    """Looks at the members' gradients, `[members, elements]`.
+
+    They are means over a share of the calls that count as one batch.
+    """
     if not np.isfinite(grads).all():
       return
     grads = grads.astype("float64").reshape(len(grads), -1)
     mean = grads.mean(0)
     variance = grads.var(0, ddof=1).sum()
     square = mean @ mean - variance / len(grads)
-    self.variance = 0.99 * self.variance + 0.01 * variance
+    self.variance = 0.99 * self.variance + 0.01 * variance * share
     self.square = 0.99 * self.square + 0.01 * square
     self.ratio = self.variance / self.square
     self.norm = np.sqrt(mean @ mean)
@@ -143,6 +146,27 @@ def _accumulating() -> Any:
 )  # fmt: skip
 def test_moving_averages(options: Any, check_options: Any) -> None:
   check(replicas(**options), **check_options)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_windows_whose_length_changes(sharded: bool) -> None:
+  """In batches of one replica in a window of `accumulate_steps`."""
+  trained = replicas(accumulate_steps=4, shard_update=sharded)
+  oracles, done = [Oracle(), Oracle()], 0
+  for calls in (1, 4, 2, 3):
+    for replica in trained:
+      replica.step.window_length().assign(calls)
+    window = 12 * GRADS[:calls] + done  # Means are exact.
+    fake_engine.train(trained, [window])
+    done += calls
+    for oracle, members in zip(oracles, GROUPS, strict=True):
+      oracle.step(window[:, members].mean(0), calls / 4)
+  noises = [replica.step.noise for replica in trained]
+  assert_as(
+    oracles,
+    [noise.noise_scale.numpy() for noise in noises],
+    [noise.gradient_norm.numpy() for noise in noises],
+  )
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -286,8 +310,12 @@ def test_engines_measure_and_keep(
   )
 
 
-def test_sums_that_tf_keras_hands_back() -> None:
-  weight, optimizer = make(testbed.mirrored(), ours_tf_keras)
+@pytest.mark.parametrize("calls", [1, 2])
+def test_sums_that_tf_keras_hands_back(calls: int) -> None:
+  """They are of one call, also where several make a window."""
+  weight, optimizer = make(
+    testbed.mirrored(), ours_tf_keras, accumulate_steps=calls
+  )
 
   def replica_step() -> None:
     grad = tf.constant(GRADS[0])[testbed.replica_id()]
@@ -297,7 +325,7 @@ def test_sums_that_tf_keras_hands_back() -> None:
   testbed.run(replica_step)
   oracles = [Oracle(), Oracle()]
   for oracle, members in zip(oracles, GROUPS, strict=True):
-    oracle.step(GRADS[0, members])
+    oracle.step(GRADS[0, members], 1 / calls)
   assert_as(
     oracles,
     testbed.copies(optimizer.noise_scale),

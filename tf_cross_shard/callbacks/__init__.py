@@ -15,11 +15,13 @@ for all callbacks, and `on_train_end()`; the model is compiled. On several
 machines all workers do.
 
 `OuterOptimizer` needs none of them: it joins the groups every few steps. Nor
-does `BackupAndRestore`, which makes a `fit` go on after a crash.
+do `BackupAndRestore`, which makes a `fit` go on after a crash, and
+`AdaptiveAccumulation`, which makes batches as large as they are worth.
 
 >>> outer = OuterOptimizer(every=100)  # model.fit(data, callbacks=[outer])
 """
 
+from tf_cross_shard.callbacks.adaptive_accumulation import AdaptiveAccumulation
 from tf_cross_shard.callbacks.backup import BackupAndRestore
 from tf_cross_shard.callbacks.group_checkpoint import GroupCheckpoint
 from tf_cross_shard.callbacks.group_early_stopping import GroupEarlyStopping
@@ -31,6 +33,7 @@ from tf_cross_shard.callbacks.outer_optimizer import OuterOptimizer
 from tf_cross_shard.callbacks.population import Population
 
 __all__ = [
+  "AdaptiveAccumulation",
   "BackupAndRestore",
   "GroupCheckpoint",
   "GroupEarlyStopping",

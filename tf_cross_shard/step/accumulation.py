@@ -4,6 +4,10 @@
     sum_r += g_r  sum_r += g_r  ...   finish(sum_r + g_r), sum_r = 0
 
 Each replica adds up its own; nothing travels in the first k - 1 calls.
+
+The k of `accumulate_steps` is a variable, which may change between two calls,
+also within a window: that ends with the next call if there were k by then, or
+more, and its mean is over the calls that there were.
 """
 
 import abc
@@ -20,10 +24,10 @@ from tf_cross_shard.collectives import replica_isolation
 from tf_cross_shard.gradients import indexed_slices
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import base
-from tf_cross_shard.step import update
+from tf_cross_shard.step import noise_scale, update
 
-# Reduces and applies the gradients of so many calls, added up.
-Finish = Callable[[Sequence[Gradient], int], None]
+# Reduces and applies what was added up in these calls.
+Finish = Callable[[Sequence[Gradient], noise_scale.Calls], None]
 
 
 class EveryCall:
@@ -39,7 +43,14 @@ class EveryCall:
   ) -> None:
     """Finishes at once."""
     del variables
-    finish(own, 1)
+    finish(own, noise_scale.ONE_CALL)
+
+  def vary(self) -> Any:
+    """Raises `NotImplementedError`: there is nothing to add up in."""
+    raise NotImplementedError(
+      "The length of windows can vary only with `accumulate_steps` of at least"
+      " 2, the longest that they may be."
+    )
 
 
 class DenseSum:
@@ -168,8 +179,7 @@ class Window(EveryCall, abc.ABC):
       for grad, variable in zip(own, variables, strict=True)
     ]
     with self._engine.isolate():
-      # Not `==`, which in a version 1 graph compares objects.
-      is_last = tf.equal(self._place(), self.steps - 1)
+      is_last = self._place() + 1 >= self._length
 
     def add() -> None:
       with self._engine.isolate():
@@ -178,7 +188,8 @@ class Window(EveryCall, abc.ABC):
     def close() -> None:
       with self._engine.isolate():
         totals = self._take(grads, variables)
-      finish(totals, self._calls_in_total)
+        calls = self._in_total()
+      finish(totals, calls)
       with self._engine.isolate():
         # A window that was left out counts as none.
         self._count.assign_sub(self._place())
@@ -192,8 +203,12 @@ class Window(EveryCall, abc.ABC):
 
   @property
   @abc.abstractmethod
-  def _calls_in_total(self) -> int:
-    """How many calls' gradients `finish` is handed the sum of."""
+  def _length(self) -> Any:
+    """After how many calls a window ends, alike on all replicas."""
+
+  @abc.abstractmethod
+  def _in_total(self) -> noise_scale.Calls:
+    """Returns what, in the last call, `finish` is handed the sum or mean of."""
 
   @abc.abstractmethod
   def _sum_of(self, variable: Any) -> DenseSum | RowSum:
@@ -209,8 +224,7 @@ class Window(EveryCall, abc.ABC):
 
   def _place(self) -> tf.Tensor:
     """Returns how many calls of this window there were."""
-    count = tf.convert_to_tensor(self._count)
-    return count % tf.cast(self.steps, count.dtype)
+    return tf.convert_to_tensor(self._count)
 
   def _take(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
@@ -242,6 +256,14 @@ class OwnWindow(Window):
     self._added: set[Any] = set()
     self._left_out: set[Any] = set()
     self._calls = self._make(0, tf.int64, "accumulated_calls")
+    self._varied = self._make(steps, tf.int64, "window_length")
+    self.variables.pop()  # Files have it only where something varies it.
+
+  def vary(self) -> Any:
+    """Returns the variable of the length, and has files keep it."""
+    if not any(variable is self._varied for variable in self.variables):
+      self.variables.append(self._varied)
+    return self._varied
 
   def build(self, variables: Sequence[Any]) -> None:
     """Makes a sum for each of the variables that has none."""
@@ -289,8 +311,12 @@ class OwnWindow(Window):
     return self._calls
 
   @property
-  def _calls_in_total(self) -> int:
-    return 1
+  def _length(self) -> Any:
+    return tf.convert_to_tensor(self._varied)
+
+  def _in_total(self) -> noise_scale.Calls:
+    share = tf.cast(self._place() + 1, tf.float32) / self.steps
+    return noise_scale.Calls(share=share)
 
   def _sum_of(self, variable: Any) -> DenseSum | RowSum:
     return self._sums[id(variables_lib.native(variable))]
@@ -332,11 +358,12 @@ class OwnWindow(Window):
     return totals
 
   def _mean(self, total: tf.Tensor | tf.IndexedSlices) -> Gradient:
-    """Returns a sum divided by the number of calls."""
+    """Returns a sum divided by the number of calls, this one included."""
+    calls = tf.cast(self._place() + 1, total.dtype)
     if isinstance(total, tf.IndexedSlices):
-      values = total.values / self.steps
+      values = total.values / calls
       return tf.IndexedSlices(values, total.indices, total.dense_shape)
-    return total / self.steps
+    return total / calls
 
   def _key(self, variable: Any) -> Any:
     """Returns what a sum is known by, in each replica by another."""
@@ -370,8 +397,15 @@ class KerasWindow(Window):
     return variables_lib.native(self._inner.accumulated_calls)
 
   @property
-  def _calls_in_total(self) -> int:
+  def _length(self) -> Any:
     return self.steps
+
+  def _in_total(self) -> noise_scale.Calls:
+    return noise_scale.Calls(summed=self.steps)
+
+  def _place(self) -> tf.Tensor:
+    """Returns how many calls of this window there were: Keras counts all."""
+    return super()._place() % self.steps
 
   def _sum_of(self, variable: Any) -> DenseSum:
     return DenseSum(self._inner.accumulated_gradient(variable))

@@ -192,7 +192,9 @@ class Step:
       self._window, self._inner, self._engine, call.variables
     )
 
-  def finish(self, call: Call, totals: Sequence[Gradient], calls: int) -> None:
+  def finish(
+    self, call: Call, totals: Sequence[Gradient], calls: noise_scale.Calls
+  ) -> None:
     """Ends a window: sums over the group, and applies the sums once."""
     if call.is_reduced:
       sums = self.update.own_part(totals, call.variables)
@@ -224,7 +226,15 @@ class Step:
 
   def sum(self, call: Call) -> list[Gradient]:
     """Returns the group's sums of this replica's gradients, clipped."""
-    return self.update.all_reduce(self.clip(call), call.variables, 1)
+    calls = noise_scale.Calls(share=1.0 / (self.settings.accumulate_steps or 1))
+    return self.update.all_reduce(self.clip(call), call.variables, calls)
+
+  def window_length(self) -> Any:
+    """Returns how many calls make one step: a variable, saved from now on.
+
+    All replicas of all groups are to have the same: collectives depend on it.
+    """
+    return self._window.vary()
 
   def build(self, variables: Sequence[Any]) -> None:
     """Makes the variables of the stages."""

@@ -40,7 +40,7 @@ References:
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -53,6 +53,21 @@ from tf_cross_shard.inner_optimizer import base
 
 DECAY: Final = 0.99  # of an average, for each measurement: about 100 count
 EVERY: Final = 32  # steps: norms read all gradients, and the scale moves slowly
+
+
+class Calls(NamedTuple):
+  """The calls of a window, of which gradients are the sums or means.
+
+  Attributes:
+    summed: How many calls' gradients each of them is the sum of; 1 for a mean.
+    share: How many calls there were, divided by `accumulate_steps`.
+  """
+
+  summed: int = 1
+  share: Any = 1.0
+
+
+ONE_CALL: Final = Calls()
 
 
 def squared_norm(grads: Sequence[Gradient], scale: Any = 1.0) -> tf.Tensor:
@@ -128,7 +143,7 @@ class NoiseScale:
     )
 
   def of_replica(
-    self, grads: Sequence[Gradient], calls: float = 1.0
+    self, grads: Sequence[Gradient], calls: Calls = ONE_CALL
   ) -> list[tf.Tensor]:
     """Returns the squared norm of a replica's gradients, to travel beside them.
 
@@ -136,7 +151,7 @@ class NoiseScale:
 
     Args:
       grads: What is about to be reduced.
-      calls: How many gradients each of them is the sum of.
+      calls: What each of them is the sum or mean of.
     """
     if not self._every:
       return []
@@ -147,18 +162,19 @@ class NoiseScale:
     self,
     sums: Sequence[Gradient],
     of_members: Sequence[tf.Tensor],
-    calls: float = 1.0,
+    calls: Calls = ONE_CALL,
   ) -> None:
     """Measures a step by its sums, and by the sum of `of_replica`'s."""
     if self._every:
       of_sum = self._if_due(lambda: squared_norm(sums, self._scale(calls)))
-      self._step(of_members[0], of_sum)
+      self._step(of_members[0], of_sum, calls)
 
   def after_scatter(
     self,
     own: Sequence[tf.Tensor],
     parts: Sequence[tf.Tensor],
     whole: Sequence[Gradient],
+    calls: Calls,
   ) -> None:
     """Measures a step of which each member has one part of the sum.
 
@@ -166,15 +182,16 @@ class NoiseScale:
       own: From `of_replica`.
       parts: The part that this member alone has.
       whole: The sums that all members have.
+      calls: What all of them are the means of.
     """
     if self._every:
-      scale, share = self._scale(), 1.0 / self._groups.group_size
+      scale, share = self._scale(calls), 1.0 / self._groups.group_size
       part = self._if_due(
         lambda: squared_norm(parts, scale) + squared_norm(whole, scale) * share
       )
       both = tf.stack([*own, part])
       [both] = self._engine.all_reduce_sum([both])
-      self._step(both[0], both[1])
+      self._step(both[0], both[1], calls)
 
   def _check_members(self) -> None:
     """Raises `ValueError` where there is nothing to compare."""
@@ -195,22 +212,24 @@ class NoiseScale:
       return norm()
     return tf.cond(self._is_due(), norm, lambda: tf.constant(0.0))
 
-  def _scale(self, calls: float = 1.0) -> Any:
+  def _scale(self, calls: Calls) -> Any:
     """Returns the factor that gradients come in multiplied by."""
-    return self._inner.scale_limit(calls)
+    return self._inner.scale_limit(calls.summed)
 
-  def _step(self, of_members: Any, of_sum: tf.Tensor) -> None:
+  def _step(self, of_members: Any, of_sum: tf.Tensor, calls: Calls) -> None:
     """Counts, and moves the averages if all that was measured is finite.
 
     Args:
       of_members: The members' squared norms, added up.
       of_sum: The squared norm of the sum of their gradients.
+      calls: What the gradients are the sums or means of.
     """
     n = self._groups.group_size
     member = n if self._is_mean else 1  # how often it has what it sums
     own = of_members * (member**2 / n)
     mean = of_sum * (member / n) ** 2
-    noise = (own - mean) / (1.0 - 1.0 / n)
+    # That of a mean over m calls is 1/m of one call's.
+    noise = calls.share * (own - mean) / (1.0 - 1.0 / n)
     signal = (n * mean - own) / (n - 1.0)
     is_valid = self._is_due() & tf.math.is_finite(of_members + of_sum)
     with self._engine.isolate():

@@ -136,18 +136,20 @@ class ShardedUpdate(update.Update):
     """Returns this member's part of weights that it updated; isolated."""
 
   def reduce(
-    self, grads: Sequence[Gradient], variables: Sequence[Any], calls: int
+    self,
+    grads: Sequence[Gradient],
+    variables: Sequence[Any],
+    calls: noise_scale.Calls,
   ) -> list[Gradient]:
     """Returns the group's sums of this member's parts, clipped for `opt`."""
-    del calls  # `check` refuses optimizers that accumulate.
     tables, pieces = self._split(grads, variables)
     flat = [piece for of_weights in pieces for piece in of_weights]
-    own = self._noise.of_replica([*flat, *tables])
+    own = self._noise.of_replica([*flat, *tables], calls)
     sums, _ = reduction.reduce_gradients(
       tables, self._engine, self._settings.wire_dtype, self._wire_scale()
     )
     parts = list(map(self._reduce_part, self._weights, pieces))
-    self._noise.after_scatter(own, self._counted(parts), sums)
+    self._noise.after_scatter(own, self._counted(parts), sums, calls)
     return self._clip(self._agree_on_finite(parts, sums), sums)
 
   def own_part(

@@ -80,14 +80,17 @@ class Update(abc.ABC):
 
   @abc.abstractmethod
   def reduce(
-    self, grads: Sequence[Gradient], variables: Sequence[Any], calls: int
+    self,
+    grads: Sequence[Gradient],
+    variables: Sequence[Any],
+    calls: noise_scale.Calls,
   ) -> Sequence[Gradient]:
     """Returns the group's sums of what this member applies.
 
     Args:
       grads: This replica's own.
       variables: Their variables.
-      calls: How many calls' gradients each of them is the sum of.
+      calls: What each of them is the sum or mean of.
     """
 
   @abc.abstractmethod
@@ -110,7 +113,10 @@ class Update(abc.ABC):
     """Ends `fit`: writes moving averages into the variables."""
 
   def all_reduce(
-    self, grads: Sequence[Gradient], variables: Sequence[Any], calls: int
+    self,
+    grads: Sequence[Gradient],
+    variables: Sequence[Any],
+    calls: noise_scale.Calls,
   ) -> list[Gradient]:
     """Sums gradients; averages the values that take a gradient's place."""
     is_value = list(map(self._inner.is_overwritten, variables))
@@ -143,7 +149,10 @@ class ReplicatedUpdate(Update):
     self._inner.build(variables)
 
   def reduce(
-    self, grads: Sequence[Gradient], variables: Sequence[Any], calls: int
+    self,
+    grads: Sequence[Gradient],
+    variables: Sequence[Any],
+    calls: noise_scale.Calls,
   ) -> Sequence[Gradient]:
     """Returns the group's sums."""
     return self.all_reduce(grads, variables, calls)
