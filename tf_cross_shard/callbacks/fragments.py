@@ -6,9 +6,12 @@
                 w = alpha * w + (1 - alpha) * anchor
                 kept = sent - what of it has travelled, if that is int8
 
-Without a delay V is 0, and nothing is kept for later.
+Without a delay V is 0, and nothing is kept for later. Where workers are CPUs,
+the mean is made in a thread of its own while the V steps run. It is not part of
+the state: what goes on from a file makes it anew, of `sent`.
 """
 
+import concurrent.futures
 import functools
 import sys
 from collections.abc import Sequence
@@ -21,7 +24,7 @@ from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.callbacks import base
 from tf_cross_shard.gradients import packing, quantization
 from tf_cross_shard.inner_optimizer import optimizer_state
-from tf_cross_shard.step import flow
+from tf_cross_shard.step import flow, reduction
 
 
 def split(weights: Sequence[Any], count: int) -> list[list[int]]:
@@ -123,15 +126,52 @@ class Fragment:
       self.kept = copies("kept", zeros) if is_int8 else []
       self._own = copies("state", self._shared)
     self.variables = [*self.sent, *self.kept, *self._own]
-    # Not lambdas: TensorFlow would take those of several fragments for one
+    # Collectives of a thread of its own must not have the keys of others.
+    self._wire = self._engine if alpha is None else self._engine.beside()
+    self._thread: concurrent.futures.Executor | None = None
+    self._result: concurrent.futures.Future[Any] | None = None
+    self._send = self._on_replicas(self._send_replica)
+    self._exchange = self._on_replicas(self._exchange_replica)
+    self._apply = self._on_replicas(self._apply_replica)
+    self._exchange_and_apply = self._on_replicas(self._join_replica)
+
+  def _on_replicas(self, function: Any) -> Any:
+    """Returns a function that calls another on each replica."""
+
+    def run(function: Any, *args: Any) -> Any:
+      return self._engine.strategy.run(function, args=args)
+
+    # Not a lambda: TensorFlow would take those of several fragments for one
     # function, and warn of its retracing.
-    run = self._engine.strategy.run
-    self.send = tf.function(
-      functools.partial(run, self._send_replica), autograph=False
+    return tf.function(functools.partial(run, function), autograph=False)
+
+  def send(self) -> None:
+    """Notes the differences, and begins to exchange them where it can."""
+    self._send()
+    if self._wire is not self._engine:
+      self._thread = self._thread or concurrent.futures.ThreadPoolExecutor(1)
+      # It is traced here: threads that trace would wait for each other.
+      exchange = self._exchange.get_concrete_function()
+      self._result = self._thread.submit(exchange)
+
+  def join(self) -> Any:
+    """Moves the anchors, and the weights to them.
+
+    Returns whether it did, on each replica.
+    """
+    result = self._take()
+    return (
+      self._exchange_and_apply() if result is None else self._apply(*result)
     )
-    self.join = tf.function(
-      functools.partial(run, self._join_replica), autograph=False
-    )
+
+  def forget(self) -> None:
+    """Has the next join exchange what is in `sent` then."""
+    self._take()
+
+  def _take(self) -> Any:
+    """Waits for what the thread does, if it does something; returns it."""
+    result, self._result = self._result, None
+    return result and result.result()
 
   def _send_replica(self) -> None:
     """Notes this replica's differences."""
@@ -139,16 +179,23 @@ class Fragment:
       for variable, value in zip(self.sent, self._differences(), strict=True):
         variable.assign(value)
 
-  def _join_replica(self) -> tf.Tensor:
-    """Moves the anchors, and the weights to them; returns whether it did."""
+  def _exchange_replica(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """Returns the means of all groups, and what rounding left here."""
     with self._engine.isolate():
-      values = list(map(tf.convert_to_tensor, self.sent))
+      values = [variable.read_value() for variable in self.sent]
       values = values or self._differences()
     if self.kept:
-      means, kept = _average_int8(values, self._engine)
-    else:
-      means, kept = self._outer._step.sum(flow.Call(values, self._anchors)), []
-    return self._apply(means, kept)
+      return _average_int8(values, self._wire)
+    share = 1.0 / self._wire.groups.group_size
+    wire_dtype = self._outer._step.settings.wire_dtype
+    means, _ = reduction.reduce_gradients(
+      [value * share for value in values], self._wire, wire_dtype
+    )
+    return means, []
+
+  def _join_replica(self) -> tf.Tensor:
+    """Exchanges and applies at once."""
+    return self._apply_replica(*self._exchange_replica())
 
   def _differences(self) -> list[tf.Tensor]:
     """Returns how far this replica is behind its anchors."""
@@ -158,7 +205,7 @@ class Fragment:
       found = [d + kept for d, kept in zip(found, self.kept, strict=True)]
     return found
 
-  def _apply(
+  def _apply_replica(
     self, means: Sequence[tf.Tensor], kept: Sequence[tf.Tensor]
   ) -> tf.Tensor:
     """Applies what all members have alike; returns whether it was finite."""

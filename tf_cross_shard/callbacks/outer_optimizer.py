@@ -170,6 +170,7 @@ class OuterOptimizer(base.GroupCallback):
     self._parts: list[fragments_lib.Fragment] = []
     self._average: Any = None  # all weights, in the warmup
     self._anchors: list[Any] = []
+    self._accepted = 0  # how often something has set the groups' state
     self._first = 0  # step of an execution
     self._begins = False
     self._has_warned = False
@@ -335,10 +336,14 @@ class OuterOptimizer(base.GroupCallback):
     self._calls.assign_add(calls)
     window = inner.accumulate_steps or inner._inner.accumulates or 1
     first, last = (n // window - self._warmup for n in (before, before + calls))
+    watch = inner._step.watch
+    if watch.accepted != self._accepted:  # `sent` may be that of a file.
+      for part in self._parts:
+        part.forget()
     joins = self._joins(first, last)
-    if not joins:
-      return
-    group_state.accept_values(inner)
+    if joins:
+      group_state.accept_values(inner)
+    self._accepted = watch.accepted
     # All members of a join have the same answer.
     strategy = base.engine_of(inner).strategy
     answers = [strategy.experimental_local_results(join)[0] for join in joins]
