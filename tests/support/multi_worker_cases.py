@@ -24,6 +24,7 @@ from tf_cross_shard import (
 )
 from tf_cross_shard.callbacks import base
 from tf_cross_shard.collectives import collective_ops
+from tf_cross_shard.collectives import multi_worker as engines
 from tf_cross_shard.coordination import agreement
 
 Key = tuple[str, ...]
@@ -231,6 +232,51 @@ def adaptive(
     found.append(adapt.length)
     run(tf.constant(12.0 * (call + 1 + replica**2) + noise))
   return [*own([weight]), np.array(found)]
+
+
+LATE = {"every": 4, "fragments": 2, "delay": 3}
+LATE_CALLS, LATE_COPIED = 12, 9  # Group 1 then goes on from group 0.
+
+
+def late_islands(
+  grouping: str, wire_dtype: str | None, strategy: tf.distribute.Strategy
+) -> dict[str, Any]:
+  """Groups whose fragments meet in threads, and the same without threads.
+
+  The gradients of call `c` are `c` times those of `dense_sum`.
+  """
+  mine = dense_gradients("small", place_of(strategy))
+
+  def train() -> tuple[list[np.ndarray], int]:
+    with strategy.scope():
+      variables = _zeros(mine)
+      optimizer = _summing(strategy, grouping)
+      optimizer.build(variables)
+    outer = callbacks.OuterOptimizer(
+      optimizer=tf.keras.optimizers.SGD(1.0), wire_dtype=wire_dtype, **LATE
+    )
+    outer.build(optimizer, variables)
+
+    def step(*grads: tf.Tensor) -> None:
+      optimizer.apply_gradients(zip(grads, variables, strict=True))
+
+    run = _run(strategy, step, "function")
+    for call in range(1, LATE_CALLS + 1):
+      run(*(tf.constant(call * each) for each in mine))
+      outer.step()
+      if call == LATE_COPIED:  # What threads have sent is not true any more.
+        replica_state.copy_group(0, 1, optimizer, variables)
+    return own(variables), sum(
+      part._thread is not None for part in outer._parts
+    )
+
+  late, threads = train()
+  with unittest.mock.patch.object(
+    engines.MultiWorker, "beside", lambda engine: engine
+  ):
+    at_once, none = train()
+  assert (threads, none) == (LATE["fragments"], 0)
+  return {"late": late, "at once": at_once}
 
 
 def sharded(
@@ -651,6 +697,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (retrace, "crossed", {}),
     (fit, "Adam", "crossed", {}),
     (islands, "crossed", {}),
+    (late_islands, "crossed", None, {}),
     (islands, "singletons", {}),
     (adaptive, "crossed", {}),
     (group_callbacks, "crossed", {}),
@@ -664,6 +711,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (sparse_sum, "different", "singletons", "function", {}),
     (lazy_rows, "together", {}),
     (islands, "singletons", {}),
+    (late_islands, "singletons", "int8", {}),
   ],
 }
 

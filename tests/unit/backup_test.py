@@ -142,7 +142,7 @@ def _train(kind: str, *others: Any) -> tuple[dict[str, Any], dict[str, Any]]:
   strategy = tf.distribute.get_strategy()
   if kind == "groups":
     strategy = testbed.mirrored()
-    outer = callbacks.OuterOptimizer(3)
+    outer = callbacks.OuterOptimizer(3, fragments=2, delay=2, wire_dtype="int8")
     listed = [outer, callbacks.GroupMetrics((X, X[:, :1])), *others]
   with strategy.scope():
     model = _model(GROUPS if kind == "groups" else None, library, **options)

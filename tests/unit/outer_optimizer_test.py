@@ -217,8 +217,9 @@ def test_what_travels_between_groups() -> None:
     travels.clear()
     loop.train(GRADS[4:5])
     assert travels == [("bfloat16", [3], STRIDED)]
-  join = mock.Mock(wraps=outer._join)
-  with mock.patch.object(outer, "_join", join):
+  [whole] = outer._parts
+  join = mock.Mock(wraps=whole.join)
+  with mock.patch.object(whole, "join", join):
     loop.train(GRADS[:10])
   assert join.call_count == 2
 
@@ -459,7 +460,7 @@ def test_count_waits_for_no_device() -> None:
     ({"every": 0}, ValueError, "`every` must be an integer of at least 1"),
     ({"every": 2.0}, ValueError, "`every` .* got 2.0"),
     ({"every": 1, "warmup": -1}, ValueError, "`warmup` .* at least 0; got -1"),
-    ({"every": 1, "wire_dtype": "int8"}, ValueError, "`wire_dtype`"),
+    ({"every": 1, "wire_dtype": "int4"}, ValueError, "`wire_dtype`"),
     (
       {"every": 1, "optimizer": keras3.CrossShardOptimizer("sgd")},
       ValueError,

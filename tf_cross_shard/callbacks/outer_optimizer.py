@@ -5,16 +5,19 @@
             └─ group 1: H steps ─▶ w_1 ─┘
     anchor = outer optimizer(anchor, gradient D);  w_0 = w_1 = anchor
 
-What travels between groups travels once in H steps.
+What travels between groups travels once in H steps: all of it at once, or in
+fragments that meet in turn, and are waited for later (`fragments`, `delay`).
 
 References:
   Douillard et al., DiLoCo: Distributed Low-Communication Training of Language
   Models, 2023 (arXiv 2311.08105). With SGD(1.0) as the outer optimizer it is
   local SGD: Stich, 2018 (arXiv 1805.09767); with warmup, post-local SGD: Lin et
   al., 2018 (arXiv 1808.07217).
+  Douillard et al., Streaming DiLoCo with Overlapping Communication, 2025 (arXiv
+  2501.18512): fragments, delay and the mixture of a late result.
+  Karimireddy et al., Error Feedback Fixes SignSGD, 2019 (arXiv 1901.09847).
 """
 
-import functools
 import sys
 from typing import Any
 
@@ -22,10 +25,10 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import optimizer as optimizer_lib
 from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.callbacks import base
+from tf_cross_shard.callbacks import fragments as fragments_lib
 from tf_cross_shard.coordination import agreement
 from tf_cross_shard.gradients import packing
 from tf_cross_shard.inner_optimizer import optimizer_state
@@ -47,9 +50,14 @@ class OuterOptimizer(base.GroupCallback):
       anchor = update of the outer optimizer, with D as the gradient of anchor
       w_i    = anchor
 
-  after which all replicas have the same weights, to the bit. Slots and other
-  state of the encapsulated optimizer stay each group's own, and so does what is
-  not trained, say the statistics of batch normalization.
+  after which all replicas have the same weights, to the bit. With P fragments
+  that is done with one P-th of the weights in every (H / P)-th step, and with a
+  delay of V the new anchor of a meeting in step t comes in step t + V:
+
+      w_i    = alpha * w_i + (1 - alpha) * anchor
+
+  Slots and other state of the encapsulated optimizer stay each group's own, and
+  so does what is not trained, say the statistics of batch normalization.
 
   A callback of `fit`; in a loop of your own call `build` before and `step`
   after each step:
@@ -96,6 +104,9 @@ class OuterOptimizer(base.GroupCallback):
     *,
     warmup: int = 0,
     wire_dtype: Any = None,
+    fragments: int = 1,
+    delay: int = 0,
+    alpha: float | None = None,
   ) -> None:
     """Checks the arguments; nothing is made before `build` or `fit`.
 
@@ -107,8 +118,17 @@ class OuterOptimizer(base.GroupCallback):
         mean.
       warmup: In how many steps at the start all groups take their mean after
         each, without the outer optimizer: there the training is synchronous.
-      wire_dtype: `"bfloat16"` or `"float16"`: what the differences from the
-        anchor are rounded to where they travel. None leaves them exact.
+      wire_dtype: `"bfloat16"`, `"float16"` or `"int8"`: what the differences
+        from the anchor are rounded to where they travel. Of int8, blocks of
+        256 have a scale each, and what is rounded away is added to the next
+        difference. None leaves them exact.
+      fragments: P, how many parts of about the same size the weights are in.
+        Part i of them meets in step `H * (i + 1) // P` and every H later.
+      delay: V, how many steps later the result of a meeting is applied; less
+        than H.
+      alpha: The share of a group's own weights in the mixture that a late
+        result makes; None for the paper's 0.5. With 0 a group forgets what it
+        did since the meeting.
     """
     super().__init__()
     base.check_count("every", every, 1, "steps")
@@ -118,18 +138,39 @@ class OuterOptimizer(base.GroupCallback):
         f"`optimizer` must not be a {type(optimizer).__name__}: differences are"
         " averaged over the groups already. Hand in its `inner_optimizer`."
       )
-    packing.as_wire_dtype(wire_dtype)
+    base.check_count("fragments", fragments, 1, "parts of the weights")
+    base.check_count("delay", delay, 0, "steps")
+    if fragments > every or delay >= every:
+      raise ValueError(
+        "`fragments` must be at most `every` and `delay` less: each fragment"
+        f" meets, and is done, once in `every` steps. Got {fragments=},"
+        f" {delay=}, {every=}."
+      )
+    if alpha is not None:
+      base.check_number("alpha", alpha)
+      if not (delay and 0 <= alpha < 1):
+        raise ValueError(
+          "`alpha` must be at least 0 and less than 1, and needs a `delay`: a"
+          f" result that is not late is not mixed. Got {alpha=}, {delay=}."
+        )
+    self._is_int8 = wire_dtype in ("int8", tf.int8)
+    self._wire = packing.as_wire_dtype(None if self._is_int8 else wire_dtype)
     self._every = every
     self._optimizer = optimizer
     self._warmup = warmup
     self._wire_dtype = wire_dtype
+    self._fragments = fragments
+    self._delay = delay
+    self._alpha = alpha
     self._inner: Any = None  # a CrossShardOptimizer
     self._weights: list[Any] = []
     self._calls: Any = None
+    self._sent: Any = None  # by fragment: the step it met in, 0 for none
     self._outer: Any = None
-    self._join: Any = None
-    self._average: Any = None
+    self._parts: list[fragments_lib.Fragment] = []
+    self._average: Any = None  # all weights, in the warmup
     self._anchors: list[Any] = []
+    self._accepted = 0  # how often something has set the groups' state
     self._first = 0  # step of an execution
     self._begins = False
     self._has_warned = False
@@ -185,24 +226,52 @@ class OuterOptimizer(base.GroupCallback):
         "`model` has nothing to train. If it is not built, give it a"
         " tf.keras.Input, or call it on a batch."
       )
-    outer = self._make_outer(inner, self._optimizer)
+    if self._fragments > len(weights):
+      raise ValueError(
+        f"`fragments` is {self._fragments}, and `model` trains {len(weights)}"
+        " variables, which stay whole. Use as many fragments at most."
+      )
+    outer = fragments_lib.outer_optimizer(inner, self._optimizer, self._wire)
     self._check_start(inner, weights, outer)
     with base.engine_of(inner).making_variables():
       anchors = [
         inner._inner.make_variable(tf.convert_to_tensor(weight), f"anchor{i}")
         for i, weight in enumerate(weights)
       ]
-    self._join = _joining(outer, anchors, weights)
+      outer.build(anchors)
+    alpha = 0.5 if self._alpha is None else self._alpha
+    self._parts = [
+      fragments_lib.Fragment(
+        outer,
+        [anchors[i] for i in rows],
+        [weights[i] for i in rows],
+        name=f"fragment{part}",
+        alpha=alpha if self._delay else None,
+        is_int8=self._is_int8,
+        is_part=self._fragments > 1,
+      )
+      for part, rows in enumerate(fragments_lib.split(weights, self._fragments))
+    ]
     if self._warmup:
       sgd = sys.modules[inner._package].optimizers.SGD(1.0)
-      average = self._make_outer(inner, sgd)
-      self._average = _joining(average, anchors, weights)
+      average = fragments_lib.outer_optimizer(inner, sgd, self._wire)
+      with base.engine_of(inner).making_variables():
+        average.build(anchors)
+      self._average = fragments_lib.Fragment(average, anchors, weights)
     state = [variable for _, variable in optimizer_state.state_variables(outer)]
+    state += [v for part in self._parts for v in part.variables]
     # On the host, once for all replicas: reading it waits for no device.
     with group_models.outside_of_strategies(), tf.device("CPU:0"):
       self._calls = tf.Variable(
         0, trainable=False, dtype=tf.int64, name="outer_calls"
       )
+      if self._delay:
+        self._sent = tf.Variable(
+          tf.zeros([self._fragments], tf.int64),
+          trainable=False,
+          name="outer_sent",
+        )
+        state.append(self._sent)
     inner._step.attached = (self._calls, *anchors, *state)
     self._anchors = anchors
     self._inner, self._weights, self._outer = inner, weights, outer
@@ -267,17 +336,18 @@ class OuterOptimizer(base.GroupCallback):
     self._calls.assign_add(calls)
     window = inner.accumulate_steps or inner._inner.accumulates or 1
     first, last = (n // window - self._warmup for n in (before, before + calls))
-    if first < 0:
-      join = self._average if first < last else None
-    else:
-      is_due = first // self._every < last // self._every
-      join = self._join if is_due else None
-    if join is None:
-      return
+    watch = inner._step.watch
+    if watch.accepted != self._accepted:  # `sent` may be that of a file.
+      for part in self._parts:
+        part.forget()
+    joins = self._joins(first, last)
+    if joins:
+      group_state.accept_values(inner)
+    self._accepted = watch.accepted
+    # All members of a join have the same answer.
     strategy = base.engine_of(inner).strategy
-    [is_done, *_] = strategy.experimental_local_results(join())
-    group_state.accept_values(inner)
-    if not bool(is_done.numpy()) and not self._has_warned:
+    answers = [strategy.experimental_local_results(join)[0] for join in joins]
+    if not all(map(bool, answers)) and not self._has_warned:
       self._has_warned = True
       logging.warning(
         "Groups were not joined after %d steps, and go on apart: the weights of"
@@ -287,46 +357,44 @@ class OuterOptimizer(base.GroupCallback):
         last + self._warmup,
       )
 
+  def _joins(self, first: int, last: int) -> list[Any]:
+    """Does what is due after `first` and up to step `last` of all groups.
+
+    Returns whether each of the joins was done, on each replica.
+    """
+    if first < 0:
+      return [self._average.join()] if first < last else []
+    joins = []
+    for i, part in enumerate(self._parts):
+      start = self._every * (i + 1) // self._fragments
+      is_due = (first - start) // self._every < (last - start) // self._every
+      sent = int(self._sent[i].numpy()) if self._delay else 0
+      if sent and (is_due or last >= sent + self._delay):
+        joins.append(part.join())
+        self._sent[i].assign(0)
+      if is_due and self._delay:
+        part.send()
+        self._sent[i].assign(last)
+      elif is_due:
+        joins.append(part.join())
+    return joins
+
   def _renew(self) -> None:
     """Takes weights that all groups have the same for the anchor.
 
     Between two joins they do if something else has set them, and what it has
-    changed is nothing that the outer optimizer is to go on with.
+    changed is nothing that the outer optimizer is to go on with. What was sent
+    before, and what rounding has left of it, belongs to other weights.
     """
     copies = replica_values.Copies(base.engine_of(self._inner).strategy)
     copies.agree("the anchor of an OuterOptimizer")
     if all(len(set(row)) == 1 for row in copies.digests(self._weights)):
       for anchor, weight in zip(self._anchors, self._weights, strict=True):
         copies.write(anchor, copies.here(weight))
-
-  def _make_outer(self, inner: Any, given: Any) -> Any:
-    """Encapsulates a copy of the outer optimizer that averages over groups."""
-    optimizers = sys.modules[inner._package].optimizers
-    if given is None:
-      given = optimizers.SGD(0.7, momentum=0.9, nesterov=True)
-    with base.engine_of(inner).making_variables():
-      given = optimizers.get(given)
-      config = given.get_config()
-      if "name" in config:
-        # Variables are found in files by a name that Keras does not number.
-        config["name"] = "outer"
-      given = type(given).from_config(config)
-      # Not a subclass of the user's.
-      kind = next(
-        kind
-        for kind in type(inner).__mro__
-        if kind.__module__.split(".")[0] == "tf_cross_shard"
-      )
-      return kind(
-        given,
-        "mean",
-        "OuterOptimizer",
-        _across(inner.groups),
-        loss_averaged_over="replica",
-        wire_dtype=self._wire_dtype,
-        skip_nonfinite=True,
-        scale_gradients=True,
-      )
+      if self._delay:
+        self._sent.assign(tf.zeros_like(self._sent))
+      for kept in (kept for part in self._parts for kept in part.kept):
+        copies.write(kept, [np.zeros_like(a) for a in copies.here(kept)])
 
   def _check_start(self, inner: Any, weights: list[Any], outer: Any) -> None:
     """Raises an error unless all workers, and all replicas, start alike."""
@@ -334,6 +402,10 @@ class OuterOptimizer(base.GroupCallback):
     settings = {
       "every": self._every,
       "warmup": self._warmup,
+      "wire_dtype": self._wire_dtype,
+      "fragments": self._fragments,
+      "delay": self._delay,
+      "alpha": self._alpha,
       "optimizer": outer.get_config(),
     }
     lines = agreement.settings(**settings)
@@ -369,46 +441,3 @@ def _encapsulating(optimizer: Any) -> Any:
       " CrossShardOptimizer a `group_assignment`, say [[0, 1], [2, 3]]."
     )
   return layers[0]
-
-
-def _joining(outer: Any, anchors: list[Any], weights: list[Any]) -> Any:
-  """Builds `outer`; returns a function that moves anchors, and groups to them.
-
-  It returns whether that was done, on each replica.
-  """
-  engine = base.engine_of(outer)
-  with engine.making_variables():
-    outer.build(anchors)
-  natives = list(map(variables_lib.native, anchors))
-
-  def join_replica() -> tf.Tensor:
-    with engine.isolate():
-      before = tf.convert_to_tensor(outer.skipped_steps)
-      grads = [a - w for a, w in zip(natives, weights, strict=True)]
-    outer.apply_gradients(zip(grads, anchors, strict=True))
-    with engine.isolate():
-      is_done = tf.equal(outer.skipped_steps, before)
-      for anchor, weight in zip(natives, weights, strict=True):
-        weight.assign(tf.where(is_done, anchor, weight))
-    return is_done
-
-  # Not a lambda: TensorFlow would take those of several OuterOptimizers for one
-  # function, and warn of its retracing.
-  run = functools.partial(engine.strategy.run, join_replica)
-  return tf.function(run, autograph=False)
-
-
-def _across(groups: groups_lib.Groups) -> groups_lib.Groups:
-  """Member j of each group with member j of the others.
-
-  >>> _across(groups_lib.contiguous(4, 2)).to_lists()
-  [[0, 2], [1, 3]]
-
-  Sums of three terms depend on their order, which is that of the replicas. If
-  it would differ, all replicas are one group, which has the same mean.
-  """
-  rows = [sorted(row) for row in zip(*map(sorted, groups), strict=True)]
-  orders = {tuple(map(groups.index_of, row)) for row in rows}
-  if groups.num_groups > 2 and len(orders) > 1:
-    return groups_lib.contiguous(groups.num_replicas, groups.num_replicas)
-  return groups_lib.Groups(tuple(map(tuple, rows)))

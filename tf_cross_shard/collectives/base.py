@@ -74,6 +74,13 @@ class Engine(abc.ABC):
     """Whether updates have an order in a version 1 graph."""
     return self.num_replicas == 1
 
+  def beside(self) -> "Engine":
+    """Returns an engine for a thread beside the steps; itself where none may.
+
+    All processes call it alike.
+    """
+    return self
+
   def reduce_part(
     self, tensors: Sequence[tf.Tensor], parts: layout.Layout
   ) -> tf.Tensor:

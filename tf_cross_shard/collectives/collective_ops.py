@@ -63,10 +63,17 @@ class CollectiveOps:
     self._is_serial = is_serial
     self._first_keys: dict[groups_lib.Groups, int] = {}
     self._tokens: dict[tuple[int, int], tf.Tensor] = {}
+    self._others = 0
     self._numbers = itertools.count(1)
     self._functions: weakref.WeakKeyDictionary[
       Any, tuple[int, dict[int, int]]
     ] = weakref.WeakKeyDictionary()
+
+  def beside(self) -> "CollectiveOps":
+    """Returns another, whose collectives may run at the same time."""
+    self._others += 1
+    identity = f"{self._identity} {self._others}"
+    return CollectiveOps(identity, self._chains, self._is_serial)
 
   def run(
     self,

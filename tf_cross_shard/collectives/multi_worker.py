@@ -9,6 +9,7 @@ they are about to do before they do it for the first time.
     worker 1, replica 1 ──┘                  worker 3, replica 3 ──┘
 """
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -52,6 +53,14 @@ class MultiWorker(base.Engine):
     """As many replicas as this process has devices."""
     first = self._first_here()
     return range(first, first + len(self._devices))
+
+  def beside(self) -> base.Engine:
+    """Has keys of its own; on GPUs, NCCL would have to order two threads."""
+    if any("CPU" not in device.upper() for device in self._devices):
+      return self
+    other = copy.copy(self)
+    other._collectives = self._collectives.beside()
+    return other
 
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums over the group."""

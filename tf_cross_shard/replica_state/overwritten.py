@@ -48,6 +48,7 @@ class OverwriteWatch:
     self._variable: Any = None
     # Whether callbacks that know of groups look at them.
     self.is_judged_by_group = False
+    self.accepted = 0  # how often others have set the groups' state
     self._said: set[Any] = set()
     self._state: Any = None
     # Workers would have to wait for each other to make it, and to compare.
@@ -112,6 +113,7 @@ class OverwriteWatch:
 
   def accept(self) -> None:
     """Takes what groups have now as it is meant to be."""
+    self.accepted += 1
     if self._state is not None:
       for copy in self._engine.strategy.experimental_local_results(self._state):
         copy.assign([np.nan] * 3)

@@ -1,0 +1,340 @@
+"""Islands of two workers over a link that is slow on purpose.
+
+    python benchmarks/islands.py --megabits=100 --json=islands.json
+    python benchmarks/islands.py --cases=every,every+int8 --rounds=2
+    python benchmarks/islands.py --digits   # what is learned, in one process
+
+The workers know each other by the addresses of this process, which forwards
+what they say at no more than so many bits a second in each direction:
+
+    worker 0 ─▶ bucket of tokens ─▶ worker 1
+    worker 0 ◀─ bucket of tokens ◀─ worker 1
+
+and counts it. The bucket is of bytes: there is no latency but the machine's.
+The batch is small, and a step waits in the place of what an accelerator would
+take, so that other work of this machine hardly counts.
+"""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Before TensorFlow.
+
+import bisect
+import contextlib
+import json
+import pathlib
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import timing
+from absl import app, flags, logging
+from sklearn import datasets
+
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  callbacks,
+  multi_worker,
+  replica_state,
+)
+from tf_cross_shard.multi_worker import launch
+
+_MEGABITS = flags.DEFINE_float("megabits", 100.0, "A second, each way.", 0.1)
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Measured rounds of H steps.", 1)
+_COMPUTES = flags.DEFINE_float("computes", 50.0, "Milliseconds of a step.", 0.0)
+_EVERY = flags.DEFINE_integer("every", 20, "H.", 4)
+_CASES = flags.DEFINE_list("cases", [], "Those of the names; all if empty.")
+_DIGITS = flags.DEFINE_bool("digits", False, "Measure what is learned instead.")
+_TIMEOUT = flags.DEFINE_integer("timeout", 1200, "Seconds for all of it.", 1)
+_JSON = flags.DEFINE_string("json", None, "File to write the figures to.")
+
+LAYERS = (512, 512, 512, 512, 512, 10)  # 4.2 MB, most of it in four kernels
+BATCH_SIZE = 8
+_DIGITS_STEPS, _SEEDS = 400, range(3)
+_CHUNK = 1 << 14  # bytes that are forwarded at once
+# By name: what the workers do; None is one group, which sums in each step.
+CASES: dict[str, dict[str, Any] | None] = {
+  "nothing between workers": {"every": 1 << 30},
+  "each step": None,
+  "every": {},
+  "every+bfloat16": {"wire_dtype": "bfloat16"},
+  "every+int8": {"wire_dtype": "int8"},
+  "fragments": {"fragments": 4},
+  "fragments+delay": {"fragments": 4, "delay": 5},
+  "fragments+delay+alpha0": {"fragments": 4, "delay": 5, "alpha": 0.0},
+  "fragments+delay+int8": {"fragments": 4, "delay": 5, "wire_dtype": "int8"},
+}
+
+
+class Bucket:
+  """What one direction of the link lets through, and when it did.
+
+  Attributes:
+    times: When something went through, in seconds since the epoch.
+    sums: How many bytes had, up to then.
+  """
+
+  def __init__(self, bytes_per_second: float) -> None:
+    self._rate = bytes_per_second
+    self._free = time.monotonic()  # when all before has gone through
+    self._lock = threading.Lock()
+    self.times, self.sums = [0.0], [0]
+
+  def take(self, count: int) -> None:
+    """Waits until so many bytes may go through."""
+    with self._lock:
+      now = time.monotonic()
+      self._free = max(self._free, now) + count / self._rate
+      wait = self._free - now
+      self.times.append(time.time())
+      self.sums.append(self.sums[-1] + count)
+    time.sleep(wait)
+
+  def between(self, begin: float, end: float) -> int:
+    """Returns how many bytes went through in a time."""
+    first, last = (
+      self.sums[bisect.bisect(self.times, at) - 1] for at in (begin, end)
+    )
+    return last - first
+
+
+def forward(port: int, requests: Bucket, answers: Bucket) -> int:
+  """Returns a port behind which another one is, through buckets."""
+  listener = socket.create_server(("localhost", 0))
+
+  def pump(source: socket.socket, target: socket.socket, to: Bucket) -> None:
+    with contextlib.suppress(OSError):
+      while data := source.recv(_CHUNK):
+        to.take(len(data))
+        target.sendall(data)
+    for end in (source, target):
+      with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+
+  def accept() -> None:
+    while True:
+      near, _ = listener.accept()
+      try:
+        far = socket.create_connection(("localhost", port))
+      except OSError:  # The worker does not listen yet; the other tries again.
+        near.close()
+        continue
+      for a, b, bucket in ((near, far, requests), (far, near, answers)):
+        b.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        threading.Thread(target=pump, args=(a, b, bucket), daemon=True).start()
+
+  threading.Thread(target=accept, daemon=True).start()
+  return int(listener.getsockname()[1])
+
+
+def environments(buckets: Sequence[Bucket]) -> dict[int, dict[str, str]]:
+  """Returns the TF_CONFIG of two workers; bucket i is what goes to worker i."""
+  ports = launch.free_ports(2)
+  behind = [
+    forward(ports[i], requests=buckets[i], answers=buckets[1 - i])
+    for i in range(2)
+  ]
+  configs = {}
+  for index in range(2):
+    known = [behind[0], behind[1]]
+    known[index] = ports[index]
+    cluster = {"worker": [f"localhost:{port}" for port in known]}
+    task = {"type": "worker", "index": index}
+    configs[index] = {
+      "TF_CONFIG": json.dumps({"cluster": cluster, "task": task})
+    }
+  return configs
+
+
+def measure(
+  strategy: tf.distribute.Strategy, options: dict[str, Any] | None
+) -> dict[str, Any]:
+  """Trains in one way; returns when it did, and how long each step took."""
+  groups = None if options is None else [[0], [1]]
+  with strategy.scope():
+    model = tf.keras.Sequential(
+      [
+        tf.keras.Input([LAYERS[0]]),
+        *[tf.keras.layers.Dense(n, "relu") for n in LAYERS[1:-1]],
+        tf.keras.layers.Dense(LAYERS[-1]),
+      ]
+    )
+    optimizer = CrossShardOptimizer(
+      tf.keras.optimizers.Adam(1e-5),
+      group_assignment=groups,
+      loss_averaged_over="replica",
+      scale_gradients=True,
+    )
+    optimizer.build(model.trainable_variables)
+  outer = None
+  if options is not None:
+    outer = callbacks.OuterOptimizer(**{"every": _EVERY.value, **options})
+    outer.build(optimizer, model)
+  rng = np.random.default_rng(strategy.cluster_resolver.task_id)
+  inputs = tf.constant(rng.normal(size=[BATCH_SIZE, LAYERS[0]]), tf.float32)
+  labels = tf.constant(rng.integers(0, LAYERS[-1], BATCH_SIZE))
+
+  @tf.function(autograph=False)
+  def step() -> None:
+    def replica_step() -> None:
+      with tf.GradientTape() as tape:
+        logits = model(inputs, training=True)
+        loss = tf.reduce_mean(
+          tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+        )
+      weights = model.trainable_variables
+      grads = tape.gradient(loss, weights)
+      optimizer.apply_gradients(zip(grads, weights, strict=True))
+
+    strategy.run(replica_step)
+
+  times = [time.time()]
+  # Two rounds trace everything, and end what the first has begun late.
+  for _ in range((2 + _ROUNDS.value) * _EVERY.value):
+    step()
+    time.sleep(_COMPUTES.value / 1e3)
+    if outer is not None:
+      outer.step()
+    times.append(time.time())
+  times = times[2 * _EVERY.value :]
+  return {
+    "begin": times[0],
+    "end": times[-1],
+    "milliseconds": (1e3 * np.diff(times)).tolist(),
+  }
+
+
+def learn(
+  strategy: tf.distribute.Strategy, options: dict[str, Any] | None, seed: int
+) -> tuple[float, float]:
+  """Trains islands of one replica on digits; returns loss and accuracy.
+
+  Of the mean of their weights, on images that none of them has seen.
+  """
+  replicas = strategy.num_replicas_in_sync
+  images, labels = datasets.load_digits(return_X_y=True)
+  images = (images / 16).astype("f")
+  is_test = np.arange(len(labels)) % 5 == 0
+  tf.keras.utils.set_random_seed(seed)
+  groups = None if options is None else [[i] for i in range(replicas)]
+  with strategy.scope():
+    model = tf.keras.Sequential(
+      [
+        tf.keras.Input([64]),
+        *[tf.keras.layers.Dense(64, "relu") for _ in range(4)],
+        tf.keras.layers.Dense(10),
+      ]
+    )
+    optimizer = CrossShardOptimizer(
+      tf.keras.optimizers.Adam(0.003), group_assignment=groups
+    )
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"])
+  data = tf.data.Dataset.from_tensor_slices(
+    (images[~is_test], labels[~is_test])
+  )
+  data = data.shuffle(2000, seed).repeat().batch(16 * replicas)
+  outer = None
+  if options is not None:
+    outer = callbacks.OuterOptimizer(**{"every": _EVERY.value, **options})
+  model.fit(
+    data,
+    steps_per_epoch=_DIGITS_STEPS,
+    verbose=0,
+    callbacks=[] if outer is None else [outer],
+  )
+  replica_state.average(optimizer, model)
+  plain = replica_state.load_group(0, optimizer, model)
+  plain.compile(loss=loss, metrics=["accuracy"])
+  result = plain.evaluate(images[is_test], labels[is_test], verbose=0)
+  return result[0], result[1]
+
+
+def show_digits() -> list[dict[str, Any]]:
+  """Prints loss and accuracy of each way, over several seeds."""
+  tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * 4,
+  )
+  strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
+  print(f"{_DIGITS_STEPS} steps, H = {_EVERY.value}, seeds {list(_SEEDS)}")
+  rows = []
+  for name in chosen():
+    if (CASES[name] or {}).get("every"):
+      continue
+    found = [learn(strategy, CASES[name], seed) for seed in _SEEDS]
+    losses, accuracies = np.array(found).T
+    rows.append({"case": name, "losses": losses, "accuracies": accuracies})
+    print(f"{name:<34}{losses.mean():.4f} {np.round(losses, 4)}", end=" ")
+    print(
+      f"{accuracies.mean():.2%} {np.round(100 * accuracies, 1)}", flush=True
+    )
+  return rows
+
+
+def chosen() -> list[str]:
+  """The names of the cases to measure."""
+  return _CASES.value or list(CASES)
+
+
+def work() -> None:
+  """Is one worker, of which the first writes what it measured."""
+  strategy = multi_worker.MultiWorkerStrategy()
+  found = {name: measure(strategy, CASES[name]) for name in chosen()}
+  if strategy.cluster_resolver.task_id == 0:
+    pathlib.Path(_JSON.value).write_text(json.dumps(found))
+
+
+def main(argv: Sequence[str]) -> None:
+  """Is one worker, or starts both and shows what they took."""
+  if len(argv) > 1:
+    raise app.UsageError(f"Unknown arguments: {argv[1:]}.")
+  logging.set_verbosity(logging.WARNING)  # TensorFlow tells much.
+  if "TF_CONFIG" in os.environ:
+    work()
+    return
+  if _DIGITS.value:
+    show_digits()
+    return
+  os.environ["CUDA_VISIBLE_DEVICES"] = ""
+  buckets = [Bucket(_MEGABITS.value * 1e6 / 8) for _ in range(2)]
+  with tempfile.TemporaryDirectory() as folder:
+    result = pathlib.Path(folder, "measured.json")
+    command = [sys.executable, *sys.argv, f"--json={result}"]
+    launch.launch(command, environments(buckets), _TIMEOUT.value)
+    measured = json.loads(result.read_text())
+  print(timing.machine())
+  print(
+    f"\n{_MEGABITS.value:g} Mbit/s each way, H = {_EVERY.value}, steps of"
+    f" {_COMPUTES.value:g} ms: what they took in milliseconds, and MB that went"
+    " to a worker in H steps"
+  )
+  print(f"{'':<26}{'mean':>8}{'median':>8}{'longest':>9}{'MB':>8}")
+  rows = []
+  for name, case in measured.items():
+    took = np.array(case["milliseconds"])
+    sent = [b.between(case["begin"], case["end"]) for b in buckets]
+    row = {
+      "case": name,
+      "mean": took.mean(),
+      "median": np.median(took),
+      "longest": took.max(),
+      "megabytes": sum(sent) / 2 / _ROUNDS.value / 1e6,
+    }
+    rows.append(row)
+    print(
+      "{case:<26}{mean:>8.1f}{median:>8.1f}{longest:>9.1f}"
+      "{megabytes:>8.2f}".format(**row)
+    )
+  if _JSON.value:
+    timing.write_json(_JSON.value, {"rows": rows})
+
+
+if __name__ == "__main__":
+  app.run(main)

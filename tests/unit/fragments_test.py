@@ -1,0 +1,428 @@
+"""Fragments that groups join in turn and late, and differences in int8."""
+
+import contextlib
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from tests.support import replica_state_cases, testbed
+from tf_cross_shard import callbacks, keras3, replica_state
+from tf_cross_shard import tf_keras as ours_tf_keras
+from tf_cross_shard.callbacks import fragments as fragments_lib
+from tf_cross_shard.gradients import quantization
+
+PAIRS = [[0, 1], [2, 3]]
+STRIDED = [[0, 2], [1, 3]]
+SINGLETONS = [[0], [1], [2], [3]]
+WHERE: dict[str, Callable[[], Any]] = {
+  "mirrored": testbed.mirrored,
+  "virtual": lambda: testbed.virtual(testbed.REPLICAS),
+}
+PACKAGES = {keras: keras3, tf_keras: ours_tf_keras}
+SHAPES = [(3,), (2, 130), (5, 4), ()]
+# Fragments by bytes, the largest first, by how many there are.
+FRAGMENTS = {1: [[0, 1, 2, 3]], 2: [[1], [0, 2, 3]], 3: [[1], [2], [0, 3]]}
+STEPS = 14
+_rng = np.random.default_rng(5)
+# By weight: [steps, replicas, ...]. The second weight's differ most.
+GRADS = [
+  scale * _rng.normal(size=(STEPS, testbed.REPLICAS, *shape)).astype("f")
+  for scale, shape in zip((1.0, 8.0, 2.0, 1.0), SHAPES, strict=True)
+]
+
+
+class Loop:
+  """Weights that groups train apart, and a step by given gradients."""
+
+  def __init__(
+    self,
+    outer: callbacks.OuterOptimizer,
+    where: str = "mirrored",
+    groups: Sequence[Sequence[int]] = PAIRS,
+    library: Any = keras,
+    opt: Callable[[Any], Any] = lambda library: library.optimizers.SGD(0.5),
+    dtypes: Sequence[str] = ("f",) * len(SHAPES),
+    **options: Any,
+  ) -> None:
+    self.strategy, self.groups, self.outer = WHERE[where](), groups, outer
+    with self.strategy.scope():
+      self.weights = [
+        testbed.variable(np.zeros(shape, dtype), f"weight{i}", library)
+        for i, (shape, dtype) in enumerate(zip(SHAPES, dtypes, strict=True))
+      ]
+      self.optimizer = PACKAGES[library].CrossShardOptimizer(
+        opt(library), "sum", group_assignment=groups, **options
+      )
+      self.optimizer.build(self.weights)
+    outer.build(self.optimizer, self.weights)
+    self._run = tf.function(self._step, autograph=False)
+
+  def _step(self, grads: list[tf.Tensor]) -> None:
+    def replica_step() -> None:
+      own = [grad[testbed.replica_id()] for grad in grads]
+      self.optimizer.apply_gradients(zip(own, self.weights, strict=True))
+
+    self.strategy.run(replica_step)
+
+  def train(self, steps: range) -> None:
+    """Those of the steps with the gradients above."""
+    for step in steps:
+      self._run(
+        [
+          tf.cast(rows[step], weight.dtype)
+          for rows, weight in zip(GRADS, self.weights, strict=True)
+        ]
+      )
+      self.outer.step()
+
+  def values(self) -> list[list[np.ndarray]]:
+    """By weight, each group's; its members have the same bits."""
+    found = []
+    for weight in self.weights:
+      copies = testbed.copies(weight)
+      assert len(copies) == testbed.REPLICAS
+      for members in self.groups:
+        assert len({copies[r].tobytes() for r in members}) == 1
+      found.append([copies[members[0]] for members in self.groups])
+    return found
+
+
+def rounded(blocks: np.ndarray) -> np.ndarray:
+  """Float32 numbers in int8, in blocks of 256, and back."""
+  flat = np.zeros(-(-blocks.size // 256) * 256, "f")
+  flat[: blocks.size] = blocks.ravel()
+  rows = flat.reshape(-1, 256)
+  scale = np.abs(rows).max(1, keepdims=True) / np.float32(127)
+  whole = np.rint(np.divide(rows, scale, out=0 * rows, where=scale > 0))
+  return (whole.astype("i1").astype("f") * scale).ravel()[: blocks.size]
+
+
+def oracle(
+  groups: Any,
+  every: int,
+  count: int = 1,
+  delay: int = 0,
+  alpha: float = 0.5,
+  warmup: int = 0,
+  window: int = 1,
+  is_int8: bool = False,
+) -> list[list[np.ndarray]]:
+  """The weights of each group after each step, by DiLoCo's outer optimizer."""
+  size = sum(int(np.prod(shape)) for shape in SHAPES)
+  cuts = np.cumsum([int(np.prod(shape)) for shape in SHAPES])[:-1]
+  flat = np.concatenate(
+    [rows.reshape(STEPS, testbed.REPLICAS, -1) for rows in GRADS], axis=2
+  )
+  places = np.split(np.arange(size), cuts)
+  parts = [
+    np.concatenate([places[i] for i in rows]) for rows in FRAGMENTS[count]
+  ]
+  anchor, velocity = np.zeros(size, "f"), np.zeros(size, "f")
+  weights = np.zeros([len(groups), size], "f")
+  sent, kept = np.zeros_like(weights), np.zeros_like(weights)
+  result = []
+
+  def meet(at: np.ndarray, share: float) -> None:
+    travelled = sent[:, at]
+    if is_int8:
+      travelled = np.stack([rounded(row) for row in travelled])
+      kept[:, at] = sent[:, at] - travelled
+    mean = travelled.mean(0)
+    velocity[at] = 0.9 * velocity[at] - 0.7 * mean
+    anchor[at] += 0.9 * velocity[at] - 0.7 * mean
+    weights[:, at] = share * weights[:, at] + (1 - share) * anchor[at]
+
+  for call in range(1, STEPS + 1):
+    if call % window == 0:
+      rows = flat[call - window : call].mean(0)
+      weights -= 0.5 * np.stack([rows[list(m)].sum(0) for m in groups])
+      step = call // window - warmup
+      if step <= 0:
+        anchor[:] = weights.mean(0)
+        weights[:] = anchor
+      for i, at in enumerate(parts):
+        begin = every * (i + 1) // count
+        if (
+          delay
+          and step - delay >= begin
+          and ((step - delay - begin) % every == 0)
+        ):
+          meet(at, alpha)
+        if step >= begin and (step - begin) % every == 0:
+          sent[:, at] = anchor[at] - weights[:, at] + kept[:, at]
+          if not delay:
+            meet(at, 0.0)
+    rows = np.split(weights.copy(), cuts, axis=1)
+    result.append(
+      [row.reshape(-1, *s) for row, s in zip(rows, SHAPES, strict=True)]
+    )
+  return result
+
+
+@pytest.mark.parametrize(
+  ("where", "groups", "library", "options", "window"),
+  [
+    ("mirrored", PAIRS, keras, {"fragments": 2}, 1),
+    ("mirrored", STRIDED, tf_keras, {"delay": 3}, 1),
+    ("virtual", STRIDED, keras, {"fragments": 3, "delay": 2, "warmup": 2}, 1),
+    ("mirrored", PAIRS, keras, {"fragments": 2, "delay": 1, "alpha": 0.0}, 2),
+    ("mirrored", SINGLETONS, tf_keras, {"fragments": 2, "int8": True}, 1),
+    ("virtual", PAIRS, keras, {"delay": 2, "alpha": 0.25, "int8": True}, 1),
+  ],
+)
+def test_numpy(
+  where: str, groups: Any, library: Any, options: dict[str, Any], window: int
+) -> None:
+  """After every step, over several joins of each fragment."""
+  own = dict(options)
+  wire = "int8" if own.pop("int8", False) else None
+  outer = callbacks.OuterOptimizer(4, wire_dtype=wire, **own)
+  accumulation = {"accumulate_steps": window} if window > 1 else {}
+  loop = Loop(outer, where, groups, library, **accumulation)
+  own["count"] = own.pop("fragments", 1)
+  right = oracle(groups, 4, window=window, is_int8=wire is not None, **own)
+  joined = 0
+  for step in range(STEPS):
+    loop.train(range(step, step + 1))
+    for found, expected in zip(loop.values(), right[step], strict=True):
+      np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
+    joined += (right[step][1] == right[step][1][0]).all()
+  assert joined < STEPS
+
+
+def test_int8_in_blocks() -> None:
+  """As NumPy has it, to the bit; the largest of each block exactly."""
+  rng = np.random.default_rng(1)
+  row = (
+    rng.normal(size=700).astype("f") * np.repeat([1e-3, 1.0, 1e4], 256)[:700]
+  )
+  row = row.astype("f")
+  words = quantization.encode(tf.constant(row))
+  assert words.shape == [3 * 65]  # of four bytes: 1.016 times 3 * 256
+  found = quantization.decode(words, 700).numpy()
+  np.testing.assert_array_equal(found, rounded(row))
+  error = np.abs(found - row) / np.repeat([1e-3, 1.0, 1e4], 256)[:700]
+  assert 0 < error.max() < 4 / 127
+  zeros = quantization.decode(quantization.encode(tf.zeros(5)), 5)
+  np.testing.assert_array_equal(zeros, np.zeros(5))
+  row[300] = np.inf
+  found = quantization.decode(quantization.encode(tf.constant(row)), 700)
+  assert np.isnan(found[256:512]).all()
+  assert np.isfinite(np.delete(found, range(256, 512))).all()
+
+
+def test_what_was_rounded_away_travels_later() -> None:
+  """The sums of what has travelled stay as near as one rounding is."""
+
+  def drift(is_fed_back: bool) -> float:
+    outer = callbacks.OuterOptimizer(
+      1, keras.optimizers.SGD(1.0), wire_dtype="int8"
+    )
+    loop = Loop(outer)
+    for step in range(STEPS):
+      loop.train(range(step, step + 1))
+      for part in outer._parts if not is_fed_back else ():
+        for kept in part.kept:
+          replica_state_cases.spread(kept, np.zeros([4, *kept.shape], "f"))
+    exact = [-0.5 * rows.sum((0, 1)) / len(PAIRS) for rows in GRADS]
+    values = [row[0] for row in loop.values()]
+    return max(
+      float(np.abs(v - e).max()) for v, e in zip(values, exact, strict=True)
+    )
+
+  largest = max(np.abs(0.5 * rows[:, :2].sum(1)).max() for rows in GRADS)
+  assert drift(is_fed_back=True) < 1.2 * largest / 127 / 2
+  assert drift(is_fed_back=False) > 1.2 * largest / 127 / 2
+
+
+def test_each_fragment_has_its_count_of_updates() -> None:
+  """Adam's first step, and Nadam's, is as long for the last fragment."""
+  for library, name in ((keras, "Adam"), (tf_keras, "Adam"), (keras, "Nadam")):
+    adam = getattr(library.optimizers, name)(0.125)
+    outer = callbacks.OuterOptimizer(3, adam, fragments=3)
+    loop = Loop(outer, library=library)
+    first = Loop(
+      callbacks.OuterOptimizer(
+        3, getattr(library.optimizers, name)(0.125), delay=0
+      ),
+      library=library,
+    )
+    loop.train(range(3))
+    first.train(range(3))
+    # The last fragment joins in step 3, as all do without fragments.
+    for i in FRAGMENTS[3][2]:
+      np.testing.assert_array_equal(loop.values()[i], first.values()[i])
+    states = [part._own for part in outer._parts]
+    assert all(int(own[0].numpy()) == 1 for own in states)
+
+
+@pytest.mark.parametrize(
+  ("where", "library"), [("mirrored", tf_keras), ("virtual", keras)]
+)
+def test_goes_on_from_a_file_in_mid_delay(
+  where: str, library: Any, tmp_path: pathlib.Path
+) -> None:
+  """To the bit as if it had not stopped."""
+
+  def start() -> Loop:
+    adam = library.optimizers.Adam(0.1)
+    outer = callbacks.OuterOptimizer(
+      4, adam, fragments=2, delay=3, wire_dtype="int8"
+    )
+    return Loop(
+      outer,
+      where,
+      library=library,
+      opt=lambda library: library.optimizers.Adam(0.1),
+    )
+
+  whole, path = start(), tmp_path / "state"
+  whole.train(range(8))
+  assert whole.outer._sent.numpy().tolist() == [6, 8]
+  replica_state.assert_in_sync(whole.optimizer, whole.weights)
+  replica_state.save(path, whole.optimizer, whole.weights)
+  whole.train(range(8, STEPS))
+  again = start()
+  replica_state.restore(path, again.optimizer, again.weights)
+  again.train(range(8, STEPS))
+  np.testing.assert_equal(again.values(), whole.values())
+  states = [
+    [testbed.copies(v) for v in loop.optimizer._step.attached]
+    for loop in (whole, again)
+  ]
+  np.testing.assert_equal(*states)
+  with np.load(path) as file:
+    assert "group_1/optimizer/fragment0_sent0" in file
+    assert (
+      file["group_0/optimizer/fragment0_kept0"]
+      != file["group_1/optimizer/fragment0_kept0"]
+    ).any()
+
+
+def test_differences_that_are_not_finite() -> None:
+  """Nothing changes, in any group; what is kept stays finite."""
+  outer = callbacks.OuterOptimizer(2, delay=1, wire_dtype="int8")
+  loop = Loop(outer)
+  loop.train(range(3))
+  [part] = outer._parts
+  kept = [testbed.copies(variable) for variable in part.kept]
+  assert any(np.abs(value).max() > 0 for values in kept for value in values)
+  rows = np.zeros([4, 5, 4], "f")
+  rows[2:, 1, 1] = np.nan
+  replica_state_cases.spread(loop.weights[2], rows)
+  before = [testbed.copies(v) for v in outer._anchors]
+  loop.train(range(3, 5))
+  np.testing.assert_equal([testbed.copies(v) for v in outer._anchors], before)
+  np.testing.assert_equal([testbed.copies(v) for v in part.kept], kept)
+  assert int(outer.optimizer.skipped_steps.numpy()) == 1
+  replica_state_cases.spread(loop.weights[2], np.ones([4, 5, 4], "f"))
+  loop.train(range(5, 7))
+  assert np.isfinite(np.concatenate([np.ravel(v) for v in loop.values()])).all()
+  assert int(outer.optimizer.skipped_steps.numpy()) == 1
+
+
+def test_weights_that_are_set_end_a_delay() -> None:
+  """Else a difference from other weights would be applied to these."""
+  outer = callbacks.OuterOptimizer(4, delay=2, wire_dtype="int8")
+  loop = Loop(outer)
+  loop.train(range(9))  # Sent in step 8.
+  assert outer._sent.numpy().tolist() == [8]
+  for weight in loop.weights:
+    replica_state_cases.spread(weight, np.full([4, *weight.shape], 512.0, "f"))
+  outer.build(loop.optimizer, loop.weights)
+  assert outer._sent.numpy().tolist() == [0]
+  loop.train(range(9, 11))
+  for anchor in outer._anchors:
+    np.testing.assert_array_equal(
+      testbed.copies(anchor)[0], np.full(anchor.shape, 512.0)
+    )
+  assert not any(testbed.copies(kept)[0].any() for kept in outer._parts[0].kept)
+
+
+def test_several_dtypes() -> None:
+  """Each weight keeps its own; what travels is alike on all members."""
+  outer = callbacks.OuterOptimizer(
+    2, keras.optimizers.SGD(1.0), fragments=2, delay=1, wire_dtype="int8"
+  )
+  dtypes = ("float64", "float32", "float16", "float64")
+  loop = Loop(outer, dtypes=dtypes)
+  loop.train(range(4))
+  assert [weight.dtype for weight in loop.weights] == list(dtypes)
+  for anchor in outer._anchors:
+    assert len({copy.tobytes() for copy in testbed.copies(anchor)}) == 1
+    assert testbed.copies(anchor)[0].any()
+
+
+def test_steps_at_once() -> None:
+  """What is due in an execution comes at its end: a late result first."""
+  outer = callbacks.OuterOptimizer(4, delay=2, fragments=2)
+  loop, events = Loop(outer), []
+
+  def recording(part: Any, verb: str, text: str) -> Any:
+    run = getattr(part, verb)
+
+    def record() -> Any:
+      events.append(text)
+      return run()
+
+    return mock.patch.object(part, verb, record)
+
+  with contextlib.ExitStack() as stack:
+    for i, part in enumerate(outer._parts):
+      for verb in ("send", "join"):
+        stack.enter_context(recording(part, verb, f"{verb} {i}"))
+    for calls, expected in (
+      (1, []),
+      (1, ["send 0"]),
+      (2, ["join 0", "send 1"]),
+      (5, ["send 0", "join 1", "send 1"]),
+      (1, ["join 0", "send 0"]),  # Due again before the delay is over.
+      (1, ["join 1"]),
+    ):
+      outer._count(calls)
+      assert events == expected
+      events.clear()
+  loop.train(range(2))
+
+
+def test_split() -> None:
+  """By bytes; none is empty, also beside one that is larger than all others."""
+  sizes = [1000, 1, 1, 2, 2]
+  found = fragments_lib.split([tf.zeros(size) for size in sizes], 4)
+  assert found == [[0], [3], [4], [1, 2]]
+  for count, rows in FRAGMENTS.items():
+    weights = [tf.zeros(shape) for shape in SHAPES]
+    assert fragments_lib.split(weights, count) == rows
+  wide = [tf.zeros(3), tf.zeros(2, tf.float64), tf.zeros(5, tf.float16)]
+  assert fragments_lib.split(wide, 2) == [[1], [0, 2]]
+
+
+@pytest.mark.parametrize(
+  ("arguments", "words"),
+  [
+    ({"fragments": 0}, "`fragments` must be an integer of at least 1"),
+    ({"fragments": 5}, "`fragments` must be at most `every`.*fragments=5"),
+    ({"delay": 4}, "`delay` less.*delay=4"),
+    ({"delay": 1, "alpha": 1.0}, "less than 1.*alpha=1.0"),
+    ({"alpha": 0.5}, "needs a `delay`"),
+  ],
+)
+def test_bad_arguments(arguments: dict[str, Any], words: str) -> None:
+  with pytest.raises(ValueError, match=words):
+    callbacks.OuterOptimizer(4, **arguments)
+
+
+def test_more_fragments_than_weights() -> None:
+  with pytest.raises(ValueError, match="is 5, and `model` trains 4 variables"):
+    Loop(callbacks.OuterOptimizer(5, fragments=5))
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))
