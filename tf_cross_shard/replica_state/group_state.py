@@ -87,6 +87,12 @@ class GroupCopies:
     self.copies = replica_values.Copies(_strategy_of(self.parts))
     self.groups = groups_of(optimizer, self.copies.engine.num_replicas)
 
+  @property
+  def num_workers(self) -> int:
+    """How many workers train together."""
+    workers = self.copies.workers
+    return 1 if workers is None else len(workers.names)
+
   def agree(self, topic: str) -> None:
     """Raises the same error on all workers unless all do this."""
     lines = agreement.settings(group_assignment=self.groups.to_lists())
@@ -153,7 +159,7 @@ class GroupCopies:
       "names": [part.name for part in self.parts],
     }
     if values is not None:
-      about["values"] = values
+      about |= {"values": values, "workers": self.num_workers}
     with self.together(topic):
       if self.copies.is_first or values is not None:
         archive.write(path, arrays, about)
