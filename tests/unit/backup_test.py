@@ -225,6 +225,30 @@ def test_a_signal_ends_the_process_with_a_backup(
   assert received == [signal.SIGTERM]  # as before `fit`
 
 
+def test_a_notice_of_a_cloud_is_as_a_signal(
+  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """A network that fails says nothing."""
+  answers = iter([ConnectionError("gone"), False, False, True])
+
+  def is_to_go() -> bool:
+    answer = next(answers)
+    if isinstance(answer, Exception):
+      raise answer
+    return answer
+
+  monkeypatch.setattr(preemption, "_PAUSE", 0)
+  with pytest.raises(SystemExit), mock.patch.object(logging, "warning") as said:
+    _train(
+      "one device",
+      callbacks.BackupAndRestore(tmp_path, on_preemption=is_to_go),
+    )
+  assert str(said.call_args_list[0].args[1]) == "gone"
+  assert [path.name for path in (tmp_path / "worker_0").iterdir()] == [
+    "epoch_0_batch_4.npz"
+  ]
+
+
 def test_a_second_signal_is_the_programs_own(
   tmp_path: pathlib.Path, received: list[int]
 ) -> None:

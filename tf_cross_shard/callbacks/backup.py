@@ -12,6 +12,7 @@ trained on:
 import itertools
 import pathlib
 import sys
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -73,7 +74,7 @@ class BackupAndRestore(base.GroupCallback):
     *,
     every: int | str = "epoch",
     every_seconds: float | None = None,
-    on_preemption: bool = False,
+    on_preemption: bool | Callable[[], bool] = False,
     exit_code: int = _EXIT_CODE,
     keep: int = 2,
   ) -> None:
@@ -90,7 +91,9 @@ class BackupAndRestore(base.GroupCallback):
         of the first worker.
       on_preemption: On SIGTERM, to any worker, all save after the same batch
         and end their processes with `exit_code`; a second signal ends a process
-        at once. `fit` has to be called in the main thread.
+        at once. `fit` has to be called in the main thread. A function is asked
+        too, about once a second between two batches, whether this machine is to
+        go; an OSError of it is logged, and says no.
       exit_code: 143, which TensorFlow's PreemptionCheckpointHandler ends with,
         is what a shell reports of SIGTERM, and no success.
       keep: How many of the last backups to keep; at least 2, since a worker may
