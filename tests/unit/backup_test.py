@@ -3,11 +3,13 @@
 What our callbacks know, and a process that is killed, in killed_fit_test.py.
 """
 
+import functools
 import json
 import os
 import pathlib
 import re
 import signal
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -330,6 +332,58 @@ def test_other_executions_than_before(tmp_path: pathlib.Path) -> None:
     ValueError, match=r"after 3 batches.*steps_per_execution=2"
   ):
     _train("one device, executions", backup)
+
+
+def test_writing_beside_training(
+  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """One file at a time, of the values at that batch."""
+  history, state = _train("groups")
+  write = archive.write
+  events: list[str] = []
+
+  def write_slowly(path: pathlib.Path, *others: Any) -> None:
+    assert threading.current_thread() is not threading.main_thread()
+    events.append("begin")
+    time.sleep(0.2)
+    write(path, *others)
+    events.append(path.name)
+
+  monkeypatch.setattr(archive, "write", write_slowly)
+  backup = functools.partial(
+    callbacks.BackupAndRestore, tmp_path, every=3, in_background=True
+  )
+
+  def crash() -> None:
+    events.append("crash")
+    raise KeyboardInterrupt
+
+  with pytest.raises(KeyboardInterrupt):
+    _train("groups", backup(), _AtBatch(2, 0, crash))
+  resumed, same = _train("groups", backup(delete_checkpoint=False))
+  assert events.index("crash") < events.index("epoch_2_batch_1.npz")
+  events.remove("crash")
+  assert events[:6] == [
+    *("begin", "epoch_0_batch_3.npz", "begin", "epoch_1_batch_2.npz"),
+    *("begin", "epoch_2_batch_1.npz"),
+  ]
+  assert resumed == {key: values[2:] for key, values in history.items()}
+  assert cases.same(same, state) == []
+  names = {path.name for path in (tmp_path / "worker_0").iterdir()}
+  assert names == {"epoch_2_batch_4.npz", "epoch_3_batch_3.npz"}
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_an_error_beside_training(
+  epochs: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """Comes with the next backup, or at the end."""
+  failing = mock.Mock(side_effect=OSError(28, "No space"))
+  monkeypatch.setattr(archive, "write", failing)
+  backup = callbacks.BackupAndRestore(tmp_path, in_background=True)
+  with pytest.raises(OSError, match="No space"):
+    _model().fit(X, X[:, :1], epochs=epochs, verbose=0, callbacks=[backup])
+  assert failing.call_count == 1
 
 
 def test_another_number_of_replicas(tmp_path: pathlib.Path) -> None:

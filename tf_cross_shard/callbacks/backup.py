@@ -77,6 +77,7 @@ class BackupAndRestore(base.GroupCallback):
     on_preemption: bool | Callable[[], bool] = False,
     exit_code: int = _EXIT_CODE,
     keep: int = 2,
+    in_background: bool = False,
   ) -> None:
     """Names the place, and the times.
 
@@ -98,6 +99,10 @@ class BackupAndRestore(base.GroupCallback):
         is what a shell reports of SIGTERM, and no success.
       keep: How many of the last backups to keep; at least 2, since a worker may
         be killed before it has written what the others have written.
+      in_background: Write in a thread while training goes on. It takes a copy
+        of this worker's values in memory. The next backup, the end of `fit` and
+        SIGTERM wait for it, and raise its error. False is the way that loses
+        least: a batch that has ended is in the file.
 
     Raises:
       ValueError: If `backup_dir` is empty, or a URL; if `every` or `keep` are
@@ -121,6 +126,7 @@ class BackupAndRestore(base.GroupCallback):
     self._on_preemption = on_preemption
     self._exit_code = exit_code
     self._keep = keep
+    self._in_background = in_background
     self._watch = preemption.Watch(on_preemption, every_seconds)
     self._epoch = self._batches = self._since = 0
     if self._looks_at_batches():
@@ -202,6 +208,7 @@ class BackupAndRestore(base.GroupCallback):
   def on_train_end(self, logs: Any = None) -> None:
     """Deletes this worker's files, if they are not to be kept."""
     libraries.begin_at(self.model, None)
+    self._finish()
     if self._delete:
       self._files.delete()
     self._watch.end()
@@ -221,6 +228,7 @@ class BackupAndRestore(base.GroupCallback):
   def _end_if(self, is_last: bool) -> None:
     """Ends the process after SIGTERM."""
     if is_last:
+      self._finish()
       logging.warning(
         "SIGTERM: the backup is in %s; the same program goes on from it."
         " Exiting with code %d.",
@@ -233,6 +241,7 @@ class BackupAndRestore(base.GroupCallback):
     state = group_state.GroupCopies(self.model.optimizer, self.model)
     name = f"epoch_{epoch}_batch_{batch}" if batch else f"epoch_{epoch}"
     state.agree("a backup")
+    self._finish(state)
     arrays = state.arrays(state.apart("a backup"), own=True)
     for key, value in base.collect_state(self.same_fit()).items():
       arrays[_CALLBACKS + key] = np.asarray(value)
@@ -240,11 +249,22 @@ class BackupAndRestore(base.GroupCallback):
       for key, variable in _metric_variables(self.model).items():
         for i, copy in enumerate(state.copies.here(variable)):
           arrays[f"{key}/{i}"] = copy
-    path = self._files.folder / f"{name}.npz"
-    state.write(path, "a backup", arrays, {"epoch": epoch, "batch": batch})
-    self._files.prune(self._keep)
+    about = state.about({"epoch": epoch, "batch": batch})
+    if self._in_background:
+      self._files.write_beside(name, arrays, about, self._keep)
+    else:
+      with state.together("a backup"):
+        self._files.write(name, arrays, about, self._keep)
     self._since = 0
     self._watch.restart_clock()
+
+  def _finish(self, state: group_state.GroupCopies | None = None) -> None:
+    """Waits for what is written beside; an error of one worker is all's."""
+    if self._in_background:
+      optimizer = self.model.optimizer
+      state = state or group_state.GroupCopies(optimizer, self.model)
+      with state.together("the end of a backup"):
+        self._files.finish()
 
   def _skip(self, paths: list[pathlib.Path], batches: int) -> None:
     """Makes `fit` pass over batches, and then restores the backup again.

@@ -12,8 +12,9 @@ import json
 import pathlib
 import re
 import shutil
-from collections.abc import Iterable, Sequence
-from typing import Final, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent import futures
+from typing import Any, Final, TypeVar
 
 import tensorflow as tf
 
@@ -22,6 +23,8 @@ from tf_cross_shard.replica_state import archive
 
 _NAME: Final = re.compile(r"epoch_(\d+)(?:_batch_(\d+))?\.npz")
 _FOLDER: Final = re.compile(r"worker_(\d+)")
+_thread: Final = futures.ThreadPoolExecutor(1, "backup")  # begins when used
+_in_flight: Final[list[futures.Future[None]]] = []
 _Checkpoint = TypeVar("_Checkpoint", int, str)
 
 
@@ -101,6 +104,8 @@ class BackupFiles:
     self.is_first = self._index == 0
     self.folder = backup_dir / f"worker_{self._index}"
     self.folder.mkdir(parents=True, exist_ok=True)
+    futures.wait(_in_flight)  # of a `fit` that failed
+    _in_flight.clear()
     for path in self.folder.glob(".*.partial"):
       path.unlink()
 
@@ -126,10 +131,26 @@ class BackupFiles:
       files[i] for i in sorted(files, key=lambda i: (i != self._index, i))
     ]
 
-  def prune(self, keep: int) -> None:
-    """Deletes this worker's backups but the last."""
+  def write(
+    self,
+    name: str,
+    arrays: Mapping[str, archive.Array],
+    about: Mapping[str, Any],
+    keep: int,
+  ) -> None:
+    """Writes a backup, and deletes this worker's but the last."""
+    archive.write(self.folder / f"{name}.npz", arrays, about)
     for path in self._own()[:-keep]:
       path.unlink()
+
+  def write_beside(self, *arguments: Any) -> None:
+    """Does so in a thread, which the end of the process waits for."""
+    _in_flight.append(_thread.submit(self.write, *arguments))
+
+  def finish(self) -> None:
+    """Waits for the thread; raises its error."""
+    while _in_flight:
+      _in_flight.pop().result()
 
   def delete(self) -> None:
     """Deletes this worker's backups, and those of workers that are no more."""

@@ -147,22 +147,24 @@ class GroupCopies:
     path: pathlib.Path,
     topic: str,
     arrays: Mapping[str, archive.Array],
-    values: Mapping[str, Any] | None = None,
   ) -> None:
-    """Writes a checkpoint; an error of one worker is raised on all.
+    """Writes a checkpoint; an error of one worker is raised on all."""
+    with self.together(topic):
+      if self.copies.is_first:
+        archive.write(path, arrays, self.about())
 
-    With `values`, which JSON knows, each worker writes a file of its own.
+  def about(self, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns what a checkpoint says of itself.
+
+    With `values`, which JSON knows, it is a worker's own.
     """
-    about: dict[str, Any] = {
+    own = {"values": values, "workers": self.num_workers}
+    return {
       "format": FORMAT,
       "group_assignment": self.groups.to_lists(),
       "names": [part.name for part in self.parts],
+      **({} if values is None else own),
     }
-    if values is not None:
-      about |= {"values": values, "workers": self.num_workers}
-    with self.together(topic):
-      if self.copies.is_first or values is not None:
-        archive.write(path, arrays, about)
 
   def together(
     self, topic: str
