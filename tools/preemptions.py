@@ -39,7 +39,9 @@ LIMIT = 300.0  # seconds for a process
 # ------------------------------------------------------------- one worker
 
 
-def train(folder: pathlib.Path, worker: int, workers: int) -> None:
+def train(
+  folder: pathlib.Path, worker: int, workers: int, in_background: bool
+) -> None:
   """Trains with backups; writes down when what happened, and the end."""
   import numpy as np
   import tensorflow as tf
@@ -87,7 +89,11 @@ def train(folder: pathlib.Path, worker: int, workers: int) -> None:
   x = rng.normal(size=(8 * STEPS, 6)).astype("float32")
   y = rng.normal(size=(8 * STEPS, 1)).astype("float32")
   backup = callbacks.BackupAndRestore(
-    folder / "backup", every=EVERY, on_preemption=True, keep=3
+    folder / "backup",
+    every=EVERY,
+    on_preemption=True,
+    keep=3,
+    in_background=in_background,
   )
 
   class Log(tf.keras.callbacks.Callback):  # type: ignore[misc]
@@ -171,7 +177,10 @@ def _log(folder: pathlib.Path, worker: int = 0) -> list[Any]:
 
 
 def start(
-  folder: pathlib.Path, workers: int, kill: tuple[float, float, int, int] | None
+  folder: pathlib.Path,
+  workers: int,
+  kill: tuple[float, float, int, int] | None,
+  in_background: bool = False,
 ) -> Run:
   """Runs all workers to their end; kills one of them.
 
@@ -180,11 +189,13 @@ def start(
     workers: How many.
     kill: After which seconds, and of what: of the start, or from the first
       batch on; and which worker, by which signal.
+    in_background: Whether backups are written in a thread.
   """
   environments = launch.cluster(workers) if workers > 1 else [{}]
   known, began = len(_log(folder)), time.time()
   command = [sys.executable, __file__, f"--folder={folder}"]
   command.append(f"--workers={workers}")
+  command += ["--background"] * in_background
   processes = []
   for i, environment in enumerate(environments):
     with (folder / f"output_{i}").open("a") as output:
@@ -209,7 +220,7 @@ def start(
         batches = [e for e in _log(folder)[known:] if e[1] == "trained"]
         if after_batch >= 0 and batches and is_time(batches[0][0], after_batch):
           break
-        time.sleep(0.003)
+        time.sleep(0.01)
       processes[worker].send_signal(number)
     launch.wait(dict(enumerate(processes)), LIMIT, grace=LIMIT)
     codes = [process.poll() for process in processes]
@@ -251,11 +262,12 @@ def main() -> int:
   parser.add_argument("--kills", type=int, default=20)
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--workers", type=int, default=1)
+  parser.add_argument("--background", action="store_true")
   parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
   parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
   given = parser.parse_args()
   if given.worker is not None:
-    train(given.folder, given.worker, given.workers)
+    train(given.folder, given.worker, given.workers, given.background)
     return 0
   rng = random.Random(given.seed)
   home = pathlib.Path(tempfile.mkdtemp(prefix="preemptions"))
@@ -283,7 +295,8 @@ def main() -> int:
       left *= 1 - before.trained[-1] / (EPOCHS * STEPS)
     after_batch = -1.0 if is_start else rng.uniform(0, left)
     kill = after_start, after_batch, rng.randrange(given.workers), number
-    run = start(folder, given.workers, kill if kills < given.kills else None)
+    due = kill if kills < given.kills else None
+    run = start(folder, given.workers, due, given.background)
     is_done = not any(run.codes)
     if before is not None and run.trained:
       lost[before.name].append(before.trained[-1] + 1 - run.trained[0])

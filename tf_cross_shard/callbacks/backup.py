@@ -244,7 +244,7 @@ class BackupAndRestore(base.GroupCallback):
     self._finish(state)
     arrays = state.arrays(state.apart("a backup"), own=True)
     for key, value in base.collect_state(self.same_fit()).items():
-      arrays[_CALLBACKS + key] = np.asarray(value)
+      arrays[_CALLBACKS + key] = np.array(value)  # not what a callback changes
     if batch:
       for key, variable in _metric_variables(self.model).items():
         for i, copy in enumerate(state.copies.here(variable)):
