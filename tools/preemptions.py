@@ -90,6 +90,7 @@ def train(
   y = rng.normal(size=(8 * STEPS, 1)).astype("float32")
   backup = callbacks.BackupAndRestore(
     folder / "backup",
+    delete_checkpoint=False,  # It may be killed between `fit` and `save`.
     every=EVERY,
     on_preemption=True,
     keep=3,

@@ -85,7 +85,10 @@ class BackupAndRestore(base.GroupCallback):
       backup_dir: A directory, which workers may or may not share. Each writes
         to `worker_<number>` in it: files as of `replica_state.save`, with its
         own groups only.
-      delete_checkpoint: Delete this worker's files when `fit` ends.
+      delete_checkpoint: Delete this worker's files when `fit` ends, as Keras
+        does, and those of workers that are no more. A program that is killed
+        after that, and before it has saved the model, begins anew: with False
+        it finds the training done.
       every: Save when this many batches are done since the last backup, counted
         through epochs, or `"epoch"`.
       every_seconds: Save when the last backup is so old, too. The clock is that
