@@ -3,20 +3,24 @@
 What our callbacks know, and a process that is killed, in killed_fit_test.py.
 """
 
+import functools
 import json
 import os
 import pathlib
 import re
 import signal
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
+from absl import logging
 
 import tf_cross_shard
 import tf_cross_shard.tf_keras
@@ -25,7 +29,7 @@ from tests.support import testbed
 from tf_cross_shard import callbacks, multi_worker, replica_state
 from tf_cross_shard.callbacks import base, preemption
 from tf_cross_shard.coordination import agreement
-from tf_cross_shard.replica_state import replica_values
+from tf_cross_shard.replica_state import archive, group_state, replica_values
 
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("f4")
 EPOCHS = 4
@@ -223,6 +227,30 @@ def test_a_signal_ends_the_process_with_a_backup(
   assert received == [signal.SIGTERM]  # as before `fit`
 
 
+def test_a_notice_of_a_cloud_is_as_a_signal(
+  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """A network that fails says nothing."""
+  answers = iter([ConnectionError("gone"), False, False, True])
+
+  def is_to_go() -> bool:
+    answer = next(answers)
+    if isinstance(answer, Exception):
+      raise answer
+    return answer
+
+  monkeypatch.setattr(preemption, "_PAUSE", 0)
+  with pytest.raises(SystemExit), mock.patch.object(logging, "warning") as said:
+    _train(
+      "one device",
+      callbacks.BackupAndRestore(tmp_path, on_preemption=is_to_go),
+    )
+  assert str(said.call_args_list[0].args[1]) == "gone"
+  assert [path.name for path in (tmp_path / "worker_0").iterdir()] == [
+    "epoch_0_batch_4.npz"
+  ]
+
+
 def test_a_second_signal_is_the_programs_own(
   tmp_path: pathlib.Path, received: list[int]
 ) -> None:
@@ -306,6 +334,58 @@ def test_other_executions_than_before(tmp_path: pathlib.Path) -> None:
     _train("one device, executions", backup)
 
 
+def test_writing_beside_training(
+  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """One file at a time, of the values at that batch."""
+  history, state = _train("groups")
+  write = archive.write
+  events: list[str] = []
+
+  def write_slowly(path: pathlib.Path, *others: Any) -> None:
+    assert threading.current_thread() is not threading.main_thread()
+    events.append("begin")
+    time.sleep(0.2)
+    write(path, *others)
+    events.append(path.name)
+
+  monkeypatch.setattr(archive, "write", write_slowly)
+  backup = functools.partial(
+    callbacks.BackupAndRestore, tmp_path, every=3, in_background=True
+  )
+
+  def crash() -> None:
+    events.append("crash")
+    raise KeyboardInterrupt
+
+  with pytest.raises(KeyboardInterrupt):
+    _train("groups", backup(), _AtBatch(2, 0, crash))
+  resumed, same = _train("groups", backup(delete_checkpoint=False))
+  assert events.index("crash") < events.index("epoch_2_batch_1.npz")
+  events.remove("crash")
+  assert events[:6] == [
+    *("begin", "epoch_0_batch_3.npz", "begin", "epoch_1_batch_2.npz"),
+    *("begin", "epoch_2_batch_1.npz"),
+  ]
+  assert resumed == {key: values[2:] for key, values in history.items()}
+  assert cases.same(same, state) == []
+  names = {path.name for path in (tmp_path / "worker_0").iterdir()}
+  assert names == {"epoch_2_batch_4.npz", "epoch_3_batch_3.npz"}
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_an_error_beside_training(
+  epochs: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """Comes with the next backup, or at the end."""
+  failing = mock.Mock(side_effect=OSError(28, "No space"))
+  monkeypatch.setattr(archive, "write", failing)
+  backup = callbacks.BackupAndRestore(tmp_path, in_background=True)
+  with pytest.raises(OSError, match="No space"):
+    _model().fit(X, X[:, :1], epochs=epochs, verbose=0, callbacks=[backup])
+  assert failing.call_count == 1
+
+
 def test_another_number_of_replicas(tmp_path: pathlib.Path) -> None:
   for groups, folder in (([[0], [1]], "groups"), (None, "replicas")):
     with testbed.mirrored(2).scope():
@@ -320,6 +400,107 @@ def test_another_number_of_replicas(tmp_path: pathlib.Path) -> None:
   assert _fit(alone, callbacks.BackupAndRestore(tmp_path / "replicas")) == [
     *(2, 3)
   ]
+
+
+class _AtBegin(base.GroupCallback):
+  """Takes the state of all replicas when a backup has been restored."""
+
+  state_then: dict[str, Any]
+
+  def on_train_begin(self, logs: Any = None) -> None:
+    optimizer, model = self.model.optimizer, self.model
+    whole = group_state.GroupCopies(optimizer, model)
+    self.state_then = {
+      part.name: whole.copies.here(part.variable) for part in whole.parts
+    }
+
+
+@pytest.mark.parametrize(
+  ("before", "after"),
+  [
+    (GROUPS, [[0], [1]]),
+    ([[1], [0]], GROUPS),
+    ([[0, 1]], [[0, 1, 2, 3]]),
+  ],
+)
+def test_as_many_groups_of_other_replicas(
+  before: Any, after: Any, tmp_path: pathlib.Path
+) -> None:
+  """Each goes on; members' own statistics are their mean."""
+  path = tmp_path / "worker_0" / "epoch_2.npz"
+  best = callbacks.GroupCheckpoint(tmp_path / "best.npz")
+  with testbed.mirrored(sum(map(len, before))).scope():
+    model = _model(before)
+  backup = callbacks.BackupAndRestore(tmp_path)
+  listed = [callbacks.GroupMetrics((X, X[:, :1])), best, backup]
+  with pytest.raises(KeyboardInterrupt):
+    _fit(model, *listed, _Crash())
+  with np.load(path) as file:
+    saved = {name: file[name] for name in file}
+  with testbed.mirrored(sum(map(len, after))).scope():
+    model = _model(after)
+  begun = _AtBegin()
+  with mock.patch.object(logging, "warning") as said:
+    assert _fit(model, *listed, begun) == [2, 3]
+  [words] = [str(c.args[0]) for c in said.call_args_list if "anew" in str(c)]
+  assert "of other groups or workers" in words
+  for name, copies in begun.state_then.items():
+    for i, members in enumerate(after):
+      keys = [f"group_{i}/{name}"]
+      if keys[0] not in saved:
+        keys = [f"group_{i}/member_{j}/{name}" for j in range(2)]
+      rows = [saved[key] for key in keys]
+      right = rows[0] if rows[0].dtype.kind in "iu" else np.mean(rows, axis=0)
+      for member in members:
+        np.testing.assert_allclose(copies[member], right, rtol=1e-6)
+    if "kernel" in name and len(after) == 2:
+      assert (copies[after[0][0]] != copies[after[1][0]]).any()
+  own = [name for name in saved if "member_1" in name and "moving" in name]
+  assert len(own) == 2 * len(before) * (len(before[0]) - 1)
+
+
+def test_groups_in_files_of_workers_that_are_no_more(
+  tmp_path: pathlib.Path,
+) -> None:
+  """Which a worker has to see; it goes on from what all of them wrote."""
+  with testbed.mirrored(2).scope():
+    model = _model([[0], [1]])
+    _crash(tmp_path, model)
+  folders = [tmp_path / f"worker_{i}" for i in range(2)]
+  folders[1].mkdir()
+  for path in folders[0].iterdir():
+    with archive.reading(path) as file:
+      about, arrays = {**file.about, "workers": 2}, dict(file)
+    for i in range(2):
+      own = {n: a for n, a in arrays.items() if f"group_{1 - i}/" not in n}
+      archive.write(folders[i] / path.name, own, about)
+
+  def fit(epochs: list[int]) -> None:
+    begun = _AtBegin()
+    with testbed.mirrored(2).scope():
+      other = _model([[0], [1]])
+    assert _fit(other, callbacks.BackupAndRestore(tmp_path), begun) == epochs
+    for name, row in begun.state_then.items():
+      for i, copy in enumerate(row):
+        assert copy.tobytes() == saved[f"group_{i}/{name}"].tobytes(), name
+
+  saved = arrays
+  hidden = tmp_path / "hidden"
+  folders[1].rename(hidden)
+  with pytest.raises(
+    replica_state.CheckpointError,
+    match=r"epoch_2.npz of the groups \[\[0\], \[1\]\] has group 1 in a file"
+    r" of another worker, which is not at .*all workers see one folder",
+  ):
+    fit([2, 3])
+  hidden.rename(folders[1])
+  (folders[1] / "epoch_2.npz").unlink()
+  with archive.reading(folders[0] / "epoch_1.npz") as file:
+    saved = dict(file)
+  with archive.reading(folders[1] / "epoch_1.npz") as file:
+    saved |= dict(file)
+  fit([1, 2, 3])
+  assert not any(folder.exists() for folder in folders)
 
 
 def test_another_number_of_replicas_in_mid_epoch(

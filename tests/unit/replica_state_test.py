@@ -460,6 +460,53 @@ def test_restore_builds_the_optimizer(tmp_path: pathlib.Path) -> None:
       )
 
 
+@pytest.mark.parametrize("kind", ["ours", "rows", "shards", "Keras"])
+def test_a_window_begins_anew_in_groups_of_another_size(
+  kind: str, tmp_path: pathlib.Path
+) -> None:
+  """Sums of other members would count twice; of two calls one would do."""
+  is_keras = kind == "Keras"
+
+  def make(groups: Any) -> tuple[Any, Any, Callable[[], Any]]:
+    strategy = testbed.mirrored(2 * len(groups[0]))
+    with strategy.scope():
+      weight = tf.Variable(tf.zeros([3, 1]), name="weight")
+      optimizer = CrossShardOptimizer(
+        tf.keras.optimizers.SGD(
+          1.0, gradient_accumulation_steps=2 if is_keras else None
+        ),
+        "sum",
+        group_assignment=groups,
+        accumulate_steps=None if is_keras else 2,
+        shard_update=kind == "shards",
+      )
+      optimizer.build([weight])
+    grad: Any = tf.constant([[0.0], [1.0], [0.0]])
+    if kind == "rows":
+      grad = tf.IndexedSlices(tf.ones([1, 1]), tf.constant([1]), [3, 1])
+
+    @tf.function
+    def step() -> None:
+      strategy.run(lambda: optimizer.apply_gradients([(grad, weight)]))
+
+    return optimizer, weight, step
+
+  path = tmp_path / "a"
+  for before, after in (([[0], [1]], PAIRS), (PAIRS, [[0], [1]])):
+    optimizer, weight, step = make(before)
+    for _ in range(3):
+      step()
+    expected = -float(len(before[0]))
+    assert testbed.copies(weight)[0][1, 0] == expected
+    replica_state.save(path, optimizer, [weight])
+    optimizer, weight, step = make(after)
+    replica_state.restore(path, optimizer, [weight])
+    step()
+    assert testbed.copies(weight)[0][1, 0] == expected
+    step()
+    assert testbed.copies(weight)[0][1, 0] == expected - len(after[0])
+
+
 # ----------------------------------------------------------- what is not right
 
 

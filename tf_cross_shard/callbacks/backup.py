@@ -1,87 +1,31 @@
 """Going on after a crash: from a checkpoint that all workers have.
 
 A worker that is killed may not have written what the others have written. So
-each keeps its last files, in a folder of its own, and all go on from the newest
-that is common to them. `fit` begins anew the epoch in which it was made, and
-the batches that are done are drawn, but not trained on:
+each keeps its last files, see backup_files.py. `fit` begins anew the epoch in
+which a backup was made, and the batches that are done are drawn, but not
+trained on:
 
     fit ─▶ data ─▶ model.train_function ─▶ callbacks, BackupAndRestore last
                    ours, while it skips
 """
 
 import itertools
-import json
 import pathlib
-import re
-import shutil
 import sys
-from collections.abc import Iterable
-from typing import Any, Final, TypeVar
+from collections.abc import Callable
+from typing import Any, Final
 
 import numpy as np
-import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard.callbacks import base, preemption
-from tf_cross_shard.coordination import agreement, errors
+from tf_cross_shard.callbacks import backup_files, base, preemption
 from tf_cross_shard.inner_optimizer import libraries
 from tf_cross_shard.replica_state import checkpoint, group_state
 
 _CALLBACKS: Final = "callbacks/"  # before the names of their state in a file
-_NAME: Final = re.compile(r"epoch_(\d+)(?:_batch_(\d+))?\.npz")
 # TensorFlow's PreemptionCheckpointHandler ends with it; and a shell reports it
 # of SIGTERM. It is no success, so that the job is started again.
 _EXIT_CODE: Final = 143
-_Checkpoint = TypeVar("_Checkpoint", int, str)
-
-
-def newest_common(
-  strategy: tf.distribute.Strategy, numbers: Iterable[int]
-) -> int | None:
-  """Returns the newest checkpoint that all workers have.
-
-  `BackupAndRestore` goes on from it; so may a loop of your own. All workers
-  call it, each with its own checkpoints:
-
-  >>> newest_common(tf.distribute.get_strategy(), [100, 200])
-  200
-
-  Args:
-    strategy: The strategy that the workers train under.
-    numbers: Of the checkpoints of this worker, say the steps they were made at.
-
-  Returns:
-    The greatest number that every worker has; None where no worker has any.
-
-  Raises:
-    DisagreementError: If there are checkpoints, and none is common to all.
-    MissingWorkerError: If a worker does not come.
-  """
-  own = sorted({int(number) for number in numbers})
-  return max(_common(strategy, own), default=None)
-
-
-def _common(
-  strategy: tf.distribute.Strategy, own: list[_Checkpoint]
-) -> set[_Checkpoint]:
-  """Returns the checkpoints that all workers have, as `newest_common` says."""
-  workers = agreement.of_strategy(strategy)
-  if workers is None:
-    return set(own)
-  texts = agreement.exchange(
-    workers, "the choice of a checkpoint", json.dumps(own)
-  )
-  common = set.intersection(*(set(json.loads(text)) for text in texts))
-  if common or not any(map(json.loads, texts)):
-    return common
-  held = "; ".join(
-    f"{name} has {text}"
-    for name, text in zip(workers.names, texts, strict=True)
-  )
-  raise errors.DisagreementError(
-    f"There is no checkpoint that all workers have: {held}. Copy those that"
-    " are missing to their workers, or delete all to start anew."
-  )
 
 
 class BackupAndRestore(base.GroupCallback):
@@ -117,8 +61,8 @@ class BackupAndRestore(base.GroupCallback):
   [2]
 
   `fit` raises, on all workers alike, a `replica_state.CheckpointError` when it
-  begins, if the backup is damaged, or of another model or other groups (one
-  group may have another size), a `DisagreementError` if none is common to all,
+  begins, if the backup is damaged, or of another model or another number of
+  groups, a `DisagreementError` if none is common to all,
   a `MissingWorkerError` if a worker does not come, and errors as of
   `replica_state.save`.
   """
@@ -130,9 +74,10 @@ class BackupAndRestore(base.GroupCallback):
     *,
     every: int | str = "epoch",
     every_seconds: float | None = None,
-    on_preemption: bool = False,
+    on_preemption: bool | Callable[[], bool] = False,
     exit_code: int = _EXIT_CODE,
     keep: int = 2,
+    in_background: bool = False,
   ) -> None:
     """Names the place, and the times.
 
@@ -140,18 +85,27 @@ class BackupAndRestore(base.GroupCallback):
       backup_dir: A directory, which workers may or may not share. Each writes
         to `worker_<number>` in it: files as of `replica_state.save`, with its
         own groups only.
-      delete_checkpoint: Delete this worker's files when `fit` ends.
+      delete_checkpoint: Delete this worker's files when `fit` ends, as Keras
+        does, and those of workers that are no more. A program that is killed
+        after that, and before it has saved the model, begins anew: with False
+        it finds the training done.
       every: Save when this many batches are done since the last backup, counted
         through epochs, or `"epoch"`.
       every_seconds: Save when the last backup is so old, too. The clock is that
         of the first worker.
       on_preemption: On SIGTERM, to any worker, all save after the same batch
         and end their processes with `exit_code`; a second signal ends a process
-        at once. `fit` has to be called in the main thread.
+        at once. `fit` has to be called in the main thread. A function is asked
+        too, about once a second between two batches, whether this machine is to
+        go; an OSError of it is logged, and says no.
       exit_code: 143, which TensorFlow's PreemptionCheckpointHandler ends with,
         is what a shell reports of SIGTERM, and no success.
       keep: How many of the last backups to keep; at least 2, since a worker may
         be killed before it has written what the others have written.
+      in_background: Write in a thread while training goes on. It takes a copy
+        of this worker's values in memory. The next backup, the end of `fit` and
+        SIGTERM wait for it, and raise its error. False is the way that loses
+        least: a batch that has ended is in the file.
 
     Raises:
       ValueError: If `backup_dir` is empty, or a URL; if `every` or `keep` are
@@ -175,6 +129,7 @@ class BackupAndRestore(base.GroupCallback):
     self._on_preemption = on_preemption
     self._exit_code = exit_code
     self._keep = keep
+    self._in_background = in_background
     self._watch = preemption.Watch(on_preemption, every_seconds)
     self._epoch = self._batches = self._since = 0
     if self._looks_at_batches():
@@ -212,36 +167,34 @@ class BackupAndRestore(base.GroupCallback):
       )
     with strategy.scope():
       optimizer.build(self.model.trainable_variables)
-    self._workers = agreement.of_strategy(strategy)
-    index = self._workers.index if self._workers else 0
-    self._folder = self._backup_dir / f"worker_{index}"
-    self._folder.mkdir(parents=True, exist_ok=True)  # or fails now
-    for path in self._folder.glob(".*.partial"):  # of a crash
-      path.unlink()
-    backups = self._backups()
-    names = sorted(path.name for path in backups.values())
-    newest = max(map(_place, _common(strategy, names)), default=None)
+    self._files = backup_files.BackupFiles(self._backup_dir, strategy)
+    paths = self._files.newest()
     libraries.begin_at(self.model, None)
     self._epoch = self._batches = self._since = 0
-    if newest is not None:
-      path = backups[newest]
-      values, arrays = checkpoint.restore_file(path, optimizer, self.model)
+    if paths:
+      restored = checkpoint.restore_file(
+        paths[0], optimizer, self.model, paths[1:]
+      )
+      if not restored.is_exact and self._files.is_first:
+        logging.warning(
+          "The backup %s is of other groups or workers. Weights and slots go"
+          " on; windows of accumulate_steps and the metrics of this epoch begin"
+          " anew, and what members of a group had of their own is their mean.",
+          paths[0],
+        )
       base.restore_state(
         self.same_fit(),
         {
           name.removeprefix(_CALLBACKS): array
-          for name, array in arrays.items()
+          for name, array in restored.arrays.items()
           if name.startswith(_CALLBACKS)
         },
       )
       # All groups may have stopped, and only the end of `fit` be left.
       epochs = self.params["epochs"] if self.model.stop_training else 0
-      libraries.begin_at(self.model, max(values["epoch"], epochs))
-      for place, later_path in backups.items():
-        if place > newest:  # of a run that has not been
-          later_path.unlink()
-      if values["batch"]:
-        self._skip(path, values["batch"])
+      libraries.begin_at(self.model, max(restored.values["epoch"], epochs))
+      if restored.values["batch"]:
+        self._skip(paths, restored.values["batch"])
     self._watch.begin(strategy)
 
   def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -258,11 +211,9 @@ class BackupAndRestore(base.GroupCallback):
   def on_train_end(self, logs: Any = None) -> None:
     """Deletes this worker's files, if they are not to be kept."""
     libraries.begin_at(self.model, None)
+    self._finish()
     if self._delete:
-      if self._workers is not None:
-        # A worker lost before that needs the files of the others.
-        agreement.agree(self._workers, "the end of fit", [])
-      shutil.rmtree(self._folder, ignore_errors=True)
+      self._files.delete()
     self._watch.end()
 
   def _end_batch(self, batch: int, logs: Any = None) -> None:
@@ -280,10 +231,11 @@ class BackupAndRestore(base.GroupCallback):
   def _end_if(self, is_last: bool) -> None:
     """Ends the process after SIGTERM."""
     if is_last:
+      self._finish()
       logging.warning(
         "SIGTERM: the backup is in %s; the same program goes on from it."
         " Exiting with code %d.",
-        *(self._folder, self._exit_code),
+        *(self._files.folder, self._exit_code),
       )
       sys.exit(self._exit_code)
 
@@ -292,22 +244,32 @@ class BackupAndRestore(base.GroupCallback):
     state = group_state.GroupCopies(self.model.optimizer, self.model)
     name = f"epoch_{epoch}_batch_{batch}" if batch else f"epoch_{epoch}"
     state.agree("a backup")
+    self._finish(state)
     arrays = state.arrays(state.apart("a backup"), own=True)
     for key, value in base.collect_state(self.same_fit()).items():
-      arrays[_CALLBACKS + key] = np.asarray(value)
+      arrays[_CALLBACKS + key] = np.array(value)  # not what a callback changes
     if batch:
       for key, variable in _metric_variables(self.model).items():
         for i, copy in enumerate(state.copies.here(variable)):
           arrays[f"{key}/{i}"] = copy
-    path = self._folder / f"{name}.npz"
-    state.write(path, "a backup", arrays, {"epoch": epoch, "batch": batch})
-    backups = self._backups()
-    for place in sorted(backups)[: -self._keep]:
-      backups[place].unlink()
+    about = state.about({"epoch": epoch, "batch": batch})
+    if self._in_background:
+      self._files.write_beside(name, arrays, about, self._keep)
+    else:
+      with state.together("a backup"):
+        self._files.write(name, arrays, about, self._keep)
     self._since = 0
     self._watch.restart_clock()
 
-  def _skip(self, path: pathlib.Path, batches: int) -> None:
+  def _finish(self, state: group_state.GroupCopies | None = None) -> None:
+    """Waits for what is written beside; an error of one worker is all's."""
+    if self._in_background:
+      optimizer = self.model.optimizer
+      state = state or group_state.GroupCopies(optimizer, self.model)
+      with state.together("the end of a backup"):
+        self._files.finish()
+
+  def _skip(self, paths: list[pathlib.Path], batches: int) -> None:
     """Makes `fit` pass over batches, and then restores the backup again.
 
     Data of every kind are drawn as for training. The first call trains, for
@@ -334,13 +296,13 @@ class BackupAndRestore(base.GroupCallback):
       try:
         if done + count > batches:
           raise ValueError(
-            f"The backup {path} was made after {batches} batches of an epoch,"
-            f" with which no call of `steps_per_execution={count}` ends."
+            f"The backup {paths[0]} was made after {batches} batches of an"
+            f" epoch, with which no call of `steps_per_execution={count}` ends."
             " Compile the model as it was."
           )
         if not done:
           train(iterator)
-          self._restore_metrics(path)
+          self._restore_metrics(paths)
           logs = model.get_metrics_result()
         elif not list(itertools.islice(iterator, count)):
           raise StopIteration
@@ -354,32 +316,19 @@ class BackupAndRestore(base.GroupCallback):
       callback.passes_over = True
     model.train_function = pass_over
 
-  def _restore_metrics(self, path: pathlib.Path) -> None:
+  def _restore_metrics(self, paths: list[pathlib.Path]) -> None:
     """Restores a backup again, with the metrics of its epoch."""
-    _, arrays = checkpoint.restore_file(path, self.model.optimizer, self.model)
-    copies = group_state.GroupCopies(self.model.optimizer, self.model).copies
+    optimizer = self.model.optimizer
+    restored = checkpoint.restore_file(
+      paths[0], optimizer, self.model, paths[1:]
+    )
+    copies = group_state.GroupCopies(optimizer, self.model).copies
     for key, variable in _metric_variables(self.model).items():
-      names = [name for name in arrays if name.startswith(f"{key}/")]
       here = copies.here(variable)
       values = [np.zeros_like(copy) for copy in here]
-      if len(names) == len(here):
-        values = [arrays[f"{key}/{i}"] for i in range(len(here))]
+      if restored.is_exact and f"{key}/0" in restored.arrays:
+        values = [restored.arrays[f"{key}/{i}"] for i in range(len(here))]
       copies.write(variable, values)
-
-  def _backups(self) -> dict[tuple[int, int], pathlib.Path]:
-    """Returns this worker's files, by the epochs and batches behind them."""
-    return {
-      _place(path.name): path
-      for path in self._folder.iterdir()
-      if _NAME.fullmatch(path.name)
-    }
-
-
-def _place(name: str) -> tuple[int, int]:
-  """Returns the epochs, and batches of the next, behind a backup."""
-  match = _NAME.fullmatch(name)
-  assert match is not None
-  return int(match[1]), int(match[2] or 0)
 
 
 def _metric_variables(model: Any) -> dict[str, Any]:

@@ -176,7 +176,9 @@ def _joined(
     for i in range(groups.num_groups):
       whole = joined.pop(group_state.key(name, i), None)
       keys = [group_state.key(name, i, j) for j in range(groups.group_size)]
-      rows.append([joined.pop(key, whole) for key in keys])
+      known = [joined.pop(key) for key in keys if key in joined] or [whole]
+      # The file may be of smaller groups.
+      rows.append([known[j % len(known)] for j in range(len(keys))])
     is_alike = all(map(replica_values.are_alike, rows))
     for i, row in enumerate(rows):
       for j, array in enumerate(row):

@@ -1,22 +1,27 @@
-"""A signal and a clock, on which all workers act after the same batch.
+"""A signal, a notice and a clock, on which workers act after the same batch.
 
-The signal may reach one worker only, and clocks differ. So workers compare:
+Signal and notice may reach one worker only, and clocks differ. So they compare:
 
-every worker ── signalled? old? seconds ──▶ all-gather ──▶ the same decision
+every worker ── to end? old? seconds ──▶ all-gather ──▶ the same decision
+
+TensorFlow's TerminationConfig has nothing that can be used alone: what asks a
+cloud is private, and PreemptionWatcher knows Google's own TPUs only.
 """
 
 import math
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from tf_cross_shard.replica_state import replica_values
 
-_PAUSE: Final = 1e6  # microseconds between two comparisons
+_PAUSE: Final = 1e6  # microseconds between two comparisons, or notices
 _LONGEST: Final = 100  # batches between them: later ones may be slower
 
 
@@ -27,10 +32,16 @@ class Watch:
     is_needed: Whether there is a signal or a clock to look at.
   """
 
-  def __init__(self, catches_signal: bool, seconds: float | None) -> None:
-    """Looks at SIGTERM, and at how old the last backup is, if asked to."""
-    self.is_needed = catches_signal or seconds is not None
-    self._catches_signal = catches_signal
+  def __init__(
+    self, on_preemption: bool | Callable[[], bool], seconds: float | None
+  ) -> None:
+    """Looks at SIGTERM, and at how old the last backup is, if asked to.
+
+    A function is asked for a notice, too.
+    """
+    self._catches_signal = bool(on_preemption)
+    self.is_needed = self._catches_signal or seconds is not None
+    self._has_notice = on_preemption if callable(on_preemption) else None
     self._seconds = math.inf if seconds is None else seconds
     self._previous: Any = None  # handler of the signal
     self._is_caught = False
@@ -40,6 +51,7 @@ class Watch:
     self._copies = replica_values.Copies(strategy)
     self._calls = self._last = self._due = 0
     self._compared = self._saved = time.monotonic()
+    self._asked = -math.inf
     if self._catches_signal:
       self._is_caught, self._process = False, os.getpid()
       handler = signal.signal(signal.SIGTERM, self._catch)
@@ -68,7 +80,8 @@ class Watch:
       return False, False
     now = time.monotonic()
     passed = max(1, int((now - self._compared) * 1e6))
-    own = [self._is_caught, now - self._saved >= self._seconds, passed]
+    is_end = self._is_caught or self._is_noticed(now)
+    own = [is_end, now - self._saved >= self._seconds, passed]
     count = len(self._copies.engine.replicas_here)
     rows = self._copies.gather([np.array(own, np.int64)] * count)
     if self._copies.workers is not None:
@@ -77,6 +90,17 @@ class Watch:
       self._due = self._calls + min(max(1, int(calls)), _LONGEST)
     self._compared, self._last = now, self._calls
     return any(row[0] for row in rows), bool(rows[0][1])
+
+  def _is_noticed(self, now: float) -> bool:
+    """Asks, about once a second; a network may fail for a while."""
+    if self._has_notice is None or now - self._asked < _PAUSE / 1e6:
+      return False
+    self._asked = now
+    try:
+      return bool(self._has_notice())
+    except OSError as error:
+      logging.warning("No notice of a preemption could be read: %s", error)
+      return False
 
   def _catch(self, number: int, frame: Any) -> None:
     """Notes the signal; a second one does what it would have done."""

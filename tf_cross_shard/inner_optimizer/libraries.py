@@ -108,6 +108,11 @@ def accumulated(optimizer: Any) -> list[Any]:
   return list(getattr(optimizer, "_accumulated_gradients", ()))
 
 
+def calls(optimizer: Any) -> Any:
+  """Returns Keras 3's count of calls, several of which may be an iteration."""
+  return optimizer._iterations
+
+
 def averages(optimizer: Any) -> list[Any]:
   """Returns the moving averages of the weights."""
   return list(getattr(optimizer, "_model_variables_moving_average", ()))

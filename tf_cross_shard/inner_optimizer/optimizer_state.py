@@ -100,6 +100,23 @@ def member_state(optimizer: Any) -> list[Any]:
   ]
 
 
+def windows(optimizer: Any) -> tuple[list[Any], list[tuple[Any, int]]]:
+  """Returns what is added up in calls that do not end a step yet.
+
+  First variables of which all are zero when a window begins; then those that
+  are multiples of a number then.
+  """
+  sums: list[Any] = []
+  counts = []
+  for layer in nested_optimizers(optimizer):
+    sums += getattr(_step_of(layer), "window_state", ())
+    if of_keras := libraries.accumulated(layer):
+      sums += of_keras
+      steps = layer.gradient_accumulation_steps
+      counts.append((libraries.calls(layer), steps))
+  return sums, counts
+
+
 def _rate_variables(optimizer: Any) -> list[Any]:
   """The variable of a learning rate; the schedule PerGroup may have one."""
   rates = libraries.learning_rates(optimizer)

@@ -4,7 +4,8 @@
 and with timeouts in the place of hangs.
 """
 
-from tf_cross_shard.callbacks.backup import BackupAndRestore, newest_common
+from tf_cross_shard.callbacks.backup import BackupAndRestore
+from tf_cross_shard.callbacks.backup_files import newest_common
 from tf_cross_shard.coordination.errors import (
   DisagreementError,
   MissingWorkerError,

@@ -123,6 +123,17 @@ class Archive(Mapping[str, Array]):
     return len(self._dtypes)
 
 
+def about(path: pathlib.Path) -> dict[str, Any]:
+  """Returns what `write` was told of a file; nothing if it cannot be read."""
+  with (
+    contextlib.suppress(Exception),
+    path.open("rb") as file,
+    np.load(file) as entries,
+  ):
+    return dict(json.loads(entries[_ABOUT].item()))
+  return {}
+
+
 @contextlib.contextmanager
 def reading(path: pathlib.Path) -> Iterator[Archive]:
   """Opens a file, if all of its arrays have their checksums."""

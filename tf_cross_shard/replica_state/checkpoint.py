@@ -1,10 +1,13 @@
 """A file with the weights and the optimizer state of every group."""
 
+import contextlib
 import pathlib
-from collections.abc import Collection
-from typing import Any, Final
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from tf_cross_shard.inner_optimizer import libraries, optimizer_state
 from tf_cross_shard.replica_state import (
@@ -16,6 +19,21 @@ from tf_cross_shard.replica_state import (
 from tf_cross_shard.replica_state.archive import CheckpointError
 
 _SHOWN: Final = 5  # names that an error lists
+
+
+class Restored(NamedTuple):
+  """What `GroupCopies.write` was given beside the state.
+
+  Attributes:
+    values: Of a worker's own file, else None.
+    arrays: Others than the groups'.
+    is_exact: Whether groups and workers are as they were, so that nothing
+      begins anew.
+  """
+
+  values: Any
+  arrays: dict[str, archive.Array]
+  is_exact: bool
 
 
 def save(path: Any, optimizer: Any, model: Any = None) -> None:
@@ -66,7 +84,8 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
   Group i of the file goes to group i of the optimizer, whichever replicas are
   in it: the groups may have other members, or another size, than when they
   were saved. (Where members had values of their own, the j-th member receives
-  those of the j-th; then the size has to be the same.)
+  those of the j-th; then the size has to be the same. The window of
+  `accumulate_steps` begins anew in groups of another size.)
 
   Everything is read and compared before anything is changed. Training goes on
   to the bit as if it had not stopped. On several machines each worker reads the
@@ -84,17 +103,18 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
       a ValueError. The error of one worker is raised on all.
     OSError: If the file cannot be read.
   """
-  restore_file(archive.as_path(path), optimizer, model)
+  restored = restore_file(archive.as_path(path), optimizer, model)
+  if not restored.is_exact and any(optimizer_state.windows(optimizer)):
+    logging.warning("Windows begin anew: groups have another size than saved.")
 
 
 def restore_file(
-  target: pathlib.Path, optimizer: Any, model: Any
-) -> tuple[Any, dict[str, archive.Array]]:
-  """Restores; returns what `GroupCopies.write` was given beside the state.
-
-  That is the values of a worker's own file, else None, and the arrays of others
-  than the groups.
-  """
+  target: pathlib.Path,
+  optimizer: Any,
+  model: Any,
+  others: Sequence[pathlib.Path] = (),
+) -> Restored:
+  """Restores a file; groups that a worker's own file lacks, from others'."""
   optimizer, model = group_state.in_order(optimizer, model)
   if model is not None and hasattr(optimizer, "build"):
     _build(optimizer, model)
@@ -103,13 +123,21 @@ def restore_file(
   with (
     state.together(topic) as outcomes,
     archive.naming_damage(target, OSError),
-    archive.reading(target) as file,
+    contextlib.ExitStack() as stack,
   ):
+    file = stack.enter_context(archive.reading(target))
     own_values = file.about.get("values")
     outcomes[0]["checksum"] = file.checksum if own_values is None else 0
     _check_groups(file, state)
     _check_names(file, state, file.about["names"])
-    plan = [_values_here(file, state, part) for part in state.parts]
+    is_exact = _is_exact(file, state)
+    files = _files_here(file, state, others, stack)
+    plan = [
+      _values_here(files, state, part)
+      if is_exact
+      else _values_anew(files, state, part)
+      for part in state.parts
+    ]
     own_arrays = {n: file[n] for n in file if not n.startswith("group_")}
   checksums = [outcome["checksum"] for outcome in outcomes]
   for i, checksum in enumerate(checksums):
@@ -123,7 +151,7 @@ def restore_file(
   for part, arrays in zip(state.parts, plan, strict=True):
     state.copies.write(part.variable, arrays)
   group_state.accept_values(state.optimizer)
-  return own_values, own_arrays
+  return Restored(own_values, own_arrays, is_exact)
 
 
 def read_group(path: Any, group: int, model: Any) -> Any:
@@ -195,9 +223,7 @@ def _check_groups(
 ) -> None:
   """Raises `CheckpointError` unless the file has the groups in force."""
   saved, own = _saved_groups(file), state.groups.to_lists()
-  # A worker's own file has the values of its own groups only.
-  is_own = "values" in file.about and len(saved) > 1
-  if len(saved) != len(own) or (is_own and saved != own):
+  if len(saved) != len(own):
     raise CheckpointError(
       f"The checkpoint {file.path} holds {len(saved)} groups, {saved}; the"
       f" optimizer has {len(own)}, {own}. Give it a `group_assignment` of as"
@@ -238,13 +264,81 @@ def _check_names(
       )
 
 
+def _is_exact(file: archive.Archive, state: group_state.GroupCopies) -> bool:
+  """Returns whether each replica finds all that it had."""
+  saved, own = _saved_groups(file), state.groups.to_lists()
+  if "values" not in file.about:
+    return len(saved[0]) == len(own[0])
+  workers = file.about.get("workers", state.num_workers)
+  return saved == own and bool(workers == state.num_workers)
+
+
+def _files_here(
+  file: archive.Archive,
+  state: group_state.GroupCopies,
+  others: Sequence[pathlib.Path],
+  stack: contextlib.ExitStack,
+) -> dict[int, archive.Archive]:
+  """Returns where each group of this process is: in other files if need be.
+
+  Raises `CheckpointError` if it is nowhere.
+  """
+  here = {state.groups.index_of(r) for r in state.copies.engine.replicas_here}
+  if "values" not in file.about:
+    return dict.fromkeys(here, file)
+  files: dict[int, archive.Archive] = {}
+  paths = iter(others)
+  while True:
+    held = {name.split("/")[0] for name in file}
+    files |= {i: file for i in here - set(files) if f"group_{i}" in held}
+    lacking = sorted(here - set(files))
+    if not lacking:
+      return files
+    path = next(paths, None)
+    if path is None:
+      raise CheckpointError(
+        f"The backup {file.path.name} of the groups {_saved_groups(file)} has"
+        f" group {lacking[0]} in a file of another worker, which is not at"
+        f" {file.path.parent.parent}. Let all workers see one folder, or copy"
+        " all workers' files to each; or start as many workers with these"
+        " groups."
+      )
+    file = stack.enter_context(archive.reading(path))
+
+
+def _values_anew(
+  files: Mapping[int, archive.Archive],
+  state: group_state.GroupCopies,
+  part: group_state.Part,
+) -> list[archive.Array]:
+  """Returns a variable's values for replicas that were others.
+
+  A window begins: sums of other members would count twice, or not at all.
+  """
+  sums, counts = optimizer_state.windows(state.optimizer)
+  if any(part.variable is variable for variable in sums):
+    # Of any number of rows the first, which is none.
+    shape = [n or 1 for n in tf.TensorShape(part.variable.shape).as_list()]
+    zeros = np.zeros(shape, tf.as_dtype(part.variable.dtype).as_numpy_dtype)
+    return [zeros] * len(state.copies.engine.replicas_here)
+  values = _values_here(files, state, part, has_means=True)
+  for variable, steps in counts:
+    if part.variable is variable:
+      values = [array - array % steps for array in values]
+  return values
+
+
 def _values_here(
-  file: archive.Archive, state: group_state.GroupCopies, part: group_state.Part
+  files: Mapping[int, archive.Archive],
+  state: group_state.GroupCopies,
+  part: group_state.Part,
+  has_means: bool = False,
 ) -> list[archive.Array]:
   """Returns a variable's values for the replicas of this process.
 
-  Raises `CheckpointError` unless they fit.
+  Members' own ones, or their mean. Raises `CheckpointError` unless they fit.
   """
+  [file, *_] = files.values()
   where = f"The checkpoint {file.path} holds"
   size, is_own = state.groups.group_size, "values" in file.about
   saved: dict[int, dict[int, archive.Array]] = {}
@@ -253,7 +347,7 @@ def _values_here(
     index = state.groups.index_of(replica)
     member = state.groups.assignment[index].index(replica)
     if index not in saved:
-      saved[index] = _arrays(file, part, index)
+      saved[index] = _arrays(files[index], part, index)
     arrays = saved[index]
     if len(arrays) not in (1, size) and not is_own:
       raise CheckpointError(
@@ -261,6 +355,9 @@ def _values_here(
         f" a group; groups have {size} now. Restore with groups of the same"
         " size, or average() before saving."
       )
+    if has_means and group_state.has_mean(part.variable):
+      values.append(group_models.merged(part, list(arrays.values())))
+      continue
     other = list(arrays)[member % len(arrays)]
     values.append(arrays.get(member, arrays[other]))
   exists_once = replica_values.strategy_of(part.variable) is None

@@ -87,6 +87,12 @@ class GroupCopies:
     self.copies = replica_values.Copies(_strategy_of(self.parts))
     self.groups = groups_of(optimizer, self.copies.engine.num_replicas)
 
+  @property
+  def num_workers(self) -> int:
+    """How many workers train together."""
+    workers = self.copies.workers
+    return 1 if workers is None else len(workers.names)
+
   def agree(self, topic: str) -> None:
     """Raises the same error on all workers unless all do this."""
     lines = agreement.settings(group_assignment=self.groups.to_lists())
@@ -141,22 +147,24 @@ class GroupCopies:
     path: pathlib.Path,
     topic: str,
     arrays: Mapping[str, archive.Array],
-    values: Mapping[str, Any] | None = None,
   ) -> None:
-    """Writes a checkpoint; an error of one worker is raised on all.
+    """Writes a checkpoint; an error of one worker is raised on all."""
+    with self.together(topic):
+      if self.copies.is_first:
+        archive.write(path, arrays, self.about())
 
-    With `values`, which JSON knows, each worker writes a file of its own.
+  def about(self, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns what a checkpoint says of itself.
+
+    With `values`, which JSON knows, it is a worker's own.
     """
-    about: dict[str, Any] = {
+    own = {"values": values, "workers": self.num_workers}
+    return {
       "format": FORMAT,
       "group_assignment": self.groups.to_lists(),
       "names": [part.name for part in self.parts],
+      **({} if values is None else own),
     }
-    if values is not None:
-      about["values"] = values
-    with self.together(topic):
-      if self.copies.is_first or values is not None:
-        archive.write(path, arrays, about)
 
   def together(
     self, topic: str
