@@ -29,6 +29,7 @@ EXPECTED = {  # The blocks of Python, or the change of a line, of each page.
   "docs/islands.md": 1,
   "docs/issues_that_work.md": 7,
   "docs/mixed_precision.md": 2,
+  "docs/recipes.md": 1,
   "docs/saving.md": 2,
   "docs/towers.md": 1,
   "docs/trials.md": 1,
