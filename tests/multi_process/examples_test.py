@@ -138,11 +138,11 @@ def test_trials_go_on_with_the_best(data_dir: Path) -> None:
 
 
 def test_optuna_is_told_what_groups_came_to(data_dir: Path) -> None:
-  flags = ["--rounds=2", "--epochs=2"]
+  flags = ["--rounds=2", "--epochs=1"]
   output = run_example("optuna_trials.py", data_dir, *flags)
   found = re.findall(r"Round (\d): ([\d.]+)% with {'learning_rate'", output)
   assert [number for number, _ in found] == ["1", "2"]
-  assert 80 <= float(found[0][1]) <= float(found[1][1]), output
+  assert 60 <= float(found[0][1]) <= float(found[1][1]), output
 
 
 def test_custom_loop_is_right_with_either_loss(data_dir: Path) -> None:

@@ -9,7 +9,12 @@ import tensorflow as tf
 
 from tests.support import replica_state_cases as cases
 from tests.support import testbed
-from tf_cross_shard import CrossShardOptimizer, callbacks, schedules
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  callbacks,
+  replica_state,
+  schedules,
+)
 from tf_cross_shard.callbacks import group_rates
 from tf_cross_shard.inner_optimizer import optimizer_state
 
@@ -25,7 +30,12 @@ TARGETS = (
 
 
 def _model(rate: Any = RATE, strategy: Any = None, **options: Any) -> Any:
-  options = {"accumulate_steps": LONGEST, "noise_scale": 1, **options}
+  options = {
+    "accumulate_steps": LONGEST,
+    "noise_scale": 1,
+    "group_assignment": GROUPS,
+    **options,
+  }
   with (strategy or testbed.mirrored()).scope():
     model = tf.keras.Sequential(
       [
@@ -33,9 +43,7 @@ def _model(rate: Any = RATE, strategy: Any = None, **options: Any) -> Any:
         tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros"),
       ]
     )
-    optimizer = CrossShardOptimizer(
-      tf.keras.optimizers.SGD(rate), group_assignment=GROUPS, **options
-    )
+    optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(rate), **options)
     model.compile(optimizer, "mse")
   return model
 
@@ -194,6 +202,20 @@ def test_another_fit_goes_on() -> None:
   again.set_model(model)
   again.on_train_begin()
   assert again.length == lengths[-1]
+
+
+def test_groups_of_another_size_keep_the_length(tmp_path: pathlib.Path) -> None:
+  """Windows begin anew there, and are as long as they were."""
+  model = _model()
+  lengths = _fit(model, callbacks.AdaptiveAccumulation(3))
+  assert lengths[-1] >= 3
+  replica_state.save(tmp_path / "state", model.optimizer, model)
+  other = _model(group_assignment=[[0], [1]], strategy=testbed.mirrored(2))
+  adapt = callbacks.AdaptiveAccumulation()
+  adapt.set_model(other)
+  replica_state.restore(tmp_path / "state", other.optimizer, other)
+  adapt.on_train_begin()
+  assert adapt.length == lengths[-1]
 
 
 def test_files_have_a_length_only_where_it_varies() -> None:

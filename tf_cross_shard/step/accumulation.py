@@ -45,6 +45,11 @@ class EveryCall:
     del variables
     finish(own, noise_scale.ONE_CALL)
 
+  @property
+  def open_state(self) -> list[Any]:
+    """The variables that are zero when a window begins."""
+    return list(self.variables)
+
   def vary(self) -> Any:
     """Raises `NotImplementedError`: there is nothing to add up in."""
     raise NotImplementedError(
@@ -259,9 +264,14 @@ class OwnWindow(Window):
     self._varied = self._make(steps, tf.int64, "window_length")
     self.variables.pop()  # Files have it only where something varies it.
 
+  @property
+  def open_state(self) -> list[Any]:
+    """The variables that are zero when a window begins: not its length."""
+    return [v for v in self.variables if v is not self._varied]
+
   def vary(self) -> Any:
     """Returns the variable of the length, and has files keep it."""
-    if not any(variable is self._varied for variable in self.variables):
+    if len(self.open_state) == len(self.variables):
       self.variables.append(self._varied)
     return self._varied
 

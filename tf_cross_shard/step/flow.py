@@ -250,10 +250,10 @@ class Step:
   @property
   def window_state(self) -> list[Any]:
     """Those in which a window adds up; zeros when one begins."""
-    return list(self._window.variables)
+    return self._window.open_state
 
   @property
   def member_state(self) -> list[Any]:
     """Those of them that members of a group may have each for themselves."""
     # Norms: the order of their sums depends on the number of a machine's cores.
-    return [*self.window_state, *self.noise.variables]
+    return [*self._window.variables, *self.noise.variables]
