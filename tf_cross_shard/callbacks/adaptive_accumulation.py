@@ -90,7 +90,7 @@ class AdaptiveAccumulation(base.GroupCallback):
         `(length / accumulate_steps) ** rate_power`. 0 leaves them as they are,
         so that a longer window is a calmer step; 1 is the linear rule of SGD
         (Goyal et al., 2017, arXiv 1706.02677), 0.5 that of Adam (Malladi et
-        al., 2022, arXiv 2205.10287). Not with schedules.
+        al., 2022, arXiv 2205.10287). Not with schedules or loss scaling.
     """
     super().__init__()
     base.check_count("shortest", shortest, 1, "calls")
