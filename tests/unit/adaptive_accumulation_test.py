@@ -195,6 +195,17 @@ def test_groups_of_different_lengths() -> None:
   assert group_rates.read(model, adapt.copies()) == [0.5, 0.25]
 
 
+def test_a_model_that_fit_builds() -> None:
+  with testbed.mirrored().scope():
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+    sgd = tf.keras.optimizers.SGD(0.125)
+    optimizer = CrossShardOptimizer(sgd, accumulate_steps=2, noise_scale=1)
+    model.compile(optimizer, "mse")
+  adapt = callbacks.AdaptiveAccumulation(rate_power=1.0)
+  model.fit(_data(TARGETS[0]), verbose=0, callbacks=[adapt])
+  assert float(optimizer.learning_rate.numpy()) == 0.0625 * adapt.length
+
+
 def test_another_fit_goes_on() -> None:
   model = _model()
   lengths = _fit(model, callbacks.AdaptiveAccumulation())

@@ -90,7 +90,7 @@ class AdaptiveAccumulation(base.GroupCallback):
         `(length / accumulate_steps) ** rate_power`. 0 leaves them as they are,
         so that a longer window is a calmer step; 1 is the linear rule of SGD
         (Goyal et al., 2017, arXiv 1706.02677), 0.5 that of Adam (Malladi et
-        al., 2022, arXiv 2205.10287). Not with schedules.
+        al., 2022, arXiv 2205.10287). Not with schedules or loss scaling.
     """
     super().__init__()
     base.check_count("shortest", shortest, 1, "calls")
@@ -197,6 +197,11 @@ class AdaptiveAccumulation(base.GroupCallback):
     )
     aim = round(float(np.clip(aim, length / 2, 2 * length)))
     self._write(whole, int(np.clip(aim, self.shortest, longest)))
+
+  def copies(self) -> group_state.GroupCopies:
+    """Returns the groups without the model, which may not be built yet."""
+    with base.engine_of(self._optimizer).strategy.scope():
+      return group_state.GroupCopies(self._optimizer, is_whole=False)
 
   def _measured(self) -> tuple[group_state.GroupCopies, list[float]]:
     """Returns each group's noise scale; notes the lengths in force."""
