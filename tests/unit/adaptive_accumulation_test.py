@@ -217,11 +217,11 @@ def test_another_fit_goes_on() -> None:
 
 def test_groups_of_another_size_keep_the_length(tmp_path: pathlib.Path) -> None:
   """Windows begin anew there, and are as long as they were."""
-  model = _model()
+  model = _model(group_assignment=[[0, 1, 2, 3]])
   lengths = _fit(model, callbacks.AdaptiveAccumulation(3))
   assert lengths[-1] >= 3
   replica_state.save(tmp_path / "state", model.optimizer, model)
-  other = _model(group_assignment=[[0], [1]], strategy=testbed.mirrored(2))
+  other = _model(group_assignment=[[0, 1]], strategy=testbed.mirrored(2))
   adapt = callbacks.AdaptiveAccumulation()
   adapt.set_model(other)
   replica_state.restore(tmp_path / "state", other.optimizer, other)
