@@ -591,7 +591,7 @@ def test_replicas_start_in_functions() -> None:
   with mock.patch.object(strategy, "run", record):
     weights, optimizer = build("keras", make, shard_update=True)
     optimizer.finalize_variable_values(weights)
-  assert is_eager == [False] * 3  # weights, their averages, and at the end
+  assert is_eager == [False] * 2  # averages, and at the end
 
 
 @pytest.mark.parametrize(

@@ -93,28 +93,25 @@ class Engine(abc.ABC):
     return self.reduce_scatter(self.row(tensors, parts))
 
   def gather_parts(
-    self, part: tf.Tensor, parts: layout.Layout
+    self, part: tf.Tensor, parts: layout.Layout, like: Sequence[Any]
   ) -> list[tf.Tensor]:
-    """The reverse of `reduce_part`: the tensors, from all members' parts."""
+    """The reverse of `reduce_part`: tensors in the shapes of `like`."""
     row = self.all_gather_part(part)
-    return parts.join(tf.split(row, self.groups.group_size))
+    joined = parts.join(tf.split(row, self.groups.group_size))
+    return packing.reshape_like(joined, like)
 
-  def own_part(
-    self, tensors: Sequence[tf.Tensor], parts: layout.Layout
-  ) -> tf.Tensor:
-    """Returns this member's part of tensors that all members have."""
+  def own_part(self, values: Sequence[Any], parts: layout.Layout) -> tf.Tensor:
+    """Returns this member's part of tensors or variables that all have."""
     place = self.position()
     if isinstance(place, int):  # Only what lies in the part is read and copied.
-      return _pack(tensors, parts, place)
-    row = self.row(tensors, parts)
+      return _pack(values, parts, place)
+    row = self.row(values, parts)
     return tf.slice(row, [place * parts.part], [parts.part])
 
-  def row(
-    self, tensors: Sequence[tf.Tensor], parts: layout.Layout
-  ) -> tf.Tensor:
+  def row(self, values: Sequence[Any], parts: layout.Layout) -> tf.Tensor:
     """Returns all members' parts behind each other."""
     members = range(self.groups.group_size)
-    return tf.concat([_pack(tensors, parts, member) for member in members], 0)
+    return tf.concat([_pack(values, parts, member) for member in members], 0)
 
   def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
     """Returns this member's `[n]` of the sum of `[group_size * n]`."""
@@ -232,9 +229,9 @@ def is_copied(variable: Any) -> bool:
 
 
 def _pack(
-  tensors: Sequence[tf.Tensor], parts: layout.Layout, member: int
+  values: Sequence[Any], parts: layout.Layout, member: int
 ) -> tf.Tensor:
-  """Returns one member's part of tensors."""
+  """Returns one member's part of tensors or variables."""
   return parts.pack(
-    member, lambda cut: cut.of(tensors[cut.index]), tensors[0].dtype
+    member, lambda cut: cut.of(values[cut.index]), values[0].dtype
   )

@@ -85,12 +85,15 @@ class Mirrored(base.Engine):
     return self._merge(tensors, combine)[self.position()]
 
   def gather_parts(
-    self, part: tf.Tensor, parts: layout.Layout
+    self, part: tf.Tensor, parts: layout.Layout, like: Sequence[Any]
   ) -> list[tf.Tensor]:
     """Takes the tensors out of all members' parts in a merge call."""
     if not self._merges_here():
-      return super().gather_parts(part, parts)
-    return self._merge([part], lambda copies, _: parts.join(copies[0]))
+      return super().gather_parts(part, parts, like)
+    return self._merge(
+      [part],
+      lambda copies, _: packing.reshape_like(parts.join(copies[0]), like),
+    )
 
   def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
     """Each member adds up its part."""

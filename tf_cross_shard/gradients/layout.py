@@ -12,6 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_cross_shard.gradients import packing
+
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
@@ -26,10 +28,13 @@ class Cut:
     """The number of elements."""
     return self.stop - self.start
 
-  def of(self, tensor: tf.Tensor) -> tf.Tensor:
-    """Returns these elements of a flat tensor; itself, if they are all."""
-    is_whole = self.size == tensor.shape[0]
-    return tensor if is_whole else tensor[self.start : self.stop]
+  def of(self, value: Any) -> tf.Tensor:
+    """Returns these elements of a tensor or variable, flat if not all."""
+    tensor = tf.convert_to_tensor(value)
+    if self.size == tensor.shape.num_elements():
+      return tensor
+    [flat] = packing.flatten([tensor])
+    return flat[self.start : self.stop]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +111,7 @@ class Layout:
     self, member: int, read: Callable[[Cut], tf.Tensor], dtype: tf.DType
   ) -> tf.Tensor:
     """Joins what `read` returns for a member's cuts to its part."""
-    pieces = [read(cut) for cut in self.cuts[member]]
+    pieces = packing.flatten([read(cut) for cut in self.cuts[member]])
     missing = self.part - sum(cut.size for cut in self.cuts[member])
     if missing:
       pieces.append(tf.zeros([missing], dtype))

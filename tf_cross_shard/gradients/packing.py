@@ -7,7 +7,8 @@ A tensor that alone fills a bucket travels alone: joining it to others would
 copy it twice and save nothing.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
@@ -72,33 +73,49 @@ def _assign_buckets(
 
 def _join(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
   """The elements of all tensors in one dimension."""
-  flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
-  return flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)
+  if len(tensors) == 1:
+    return tf.reshape(tensors[0], [-1])
+  return tf.concat(flatten(tensors), axis=0)
 
 
-def _cut(buffer: tf.Tensor, like: Sequence[tf.Tensor]) -> Iterable[tf.Tensor]:
+def _cut(buffer: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
   """The parts of `buffer` in the shapes of `like`."""
   if len(like) == 1:
-    return [_reshape_like(buffer, like[0])]
+    return reshape_like([buffer], like)
   sizes = [
     tf.size(tensor)
     if tensor.shape.num_elements() is None
     else tensor.shape.num_elements()
     for tensor in like
   ]
-  parts = tf.split(buffer, sizes)
+  return reshape_like(tf.split(buffer, sizes), like)
+
+
+def flatten(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+  """Returns tensors in one dimension."""
+  # One constant for all: with thousands of tensors, operations take time.
+  shape = tf.constant([-1])
   return [
-    _reshape_like(part, tensor)
-    for part, tensor in zip(parts, like, strict=True)
+    tensor if tensor.shape.rank == 1 else tf.reshape(tensor, shape)
+    for tensor in tensors
   ]
 
 
-def _reshape_like(part: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-  """`part` in the shape of `tensor`, static where that is known."""
-  if tensor.shape.is_fully_defined():
-    return tf.reshape(part, tensor.shape)
-  shaped = tf.reshape(part, tf.shape(tensor))
-  shaped.set_shape(tensor.shape)
+def reshape_like(
+  parts: Sequence[tf.Tensor], like: Sequence[Any]
+) -> list[tf.Tensor]:
+  """Returns `parts` in the shapes of `like`, static where these are known."""
+  # One constant for each shape that occurs.
+  constant = functools.cache(tf.constant)
+  shaped = []
+  for part, tensor in zip(parts, like, strict=True):
+    if tensor.shape.is_fully_defined():
+      if part.shape != tensor.shape:
+        part = tf.reshape(part, constant(tuple(tensor.shape), tf.int32))
+    else:
+      part = tf.reshape(part, tf.shape(tensor))
+      part.set_shape(tensor.shape)
+    shaped.append(part)
   return shaped
 
 

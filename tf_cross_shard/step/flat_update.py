@@ -15,7 +15,7 @@ References:
   Training, 2020 (arXiv 2004.13336). Rajbhandari et al., ZeRO, 2020 (stage 1).
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,6 @@ class FlatUpdate(sharded_update.ShardedUpdate):
 
   def _build(self) -> sharded_state.PlainState:
     """Builds the encapsulated optimizer on the parts."""
-    self._start_alike(self._take_own_part)
     built_on = [*(weights.shard for weights in self._weights), *self._tables]
     like = [*(weights.variables[0] for weights in self._weights), *self._tables]
     # At once: Keras forgets what was excluded before.
@@ -75,7 +74,7 @@ class FlatUpdate(sharded_update.ShardedUpdate):
       self._engine,
     )
     if base.innermost(self._inner.optimizer).use_ema:
-      self._start_alike(self._start_averages)
+      self._start_averages()
     return state
 
   def _updated(self) -> list[Any]:
@@ -142,37 +141,31 @@ class FlatUpdate(sharded_update.ShardedUpdate):
             # Not where a step is left out.
             native.assign(tf.where(is_step, constraint(value), value))
 
-  def _start_alike(self, start: Callable[[], None]) -> None:
-    """Lets each replica give variables their first values."""
+  def _start_averages(self) -> None:
+    """Sets averages, which Keras made of the first replica's parts."""
     if not tf.distribute.in_cross_replica_context():
-      # tf_keras builds in the first step; all but averages start at constants.
-      if base.innermost(self._inner.optimizer).use_ema:
-        raise RuntimeError(
-          "`opt` averages weights and `shard_update` is set: call"
-          " optimizer.build(model.trainable_variables) inside `with"
-          " strategy.scope():` before the first step."
-        )
-      return
+      # tf_keras builds in the first step.
+      raise RuntimeError(
+        "`opt` averages weights and `shard_update` is set: call"
+        " optimizer.build(model.trainable_variables) inside `with"
+        " strategy.scope():` before the first step."
+      )
 
-    def start_isolated() -> None:
+    def start() -> None:
       with self._engine.isolate():
-        start()
+        self._take_own_part()
+        shards = (weights.shard for weights in self._weights)
+        for average, shard in zip(self._inner.averages, shards, strict=False):
+          native = variables_lib.native(shard)
+          variables_lib.native(average).assign(tf.convert_to_tensor(native))
 
     with tf.init_scope():
-      self._run(start_isolated)
-
-  def _start_averages(self) -> None:
-    """Sets averages that Keras made of the first replica's part."""
-    shards = (weights.shard for weights in self._weights)
-    for average, shard in zip(self._inner.averages, shards, strict=False):
-      native = variables_lib.native(shard)
-      variables_lib.native(average).assign(tf.convert_to_tensor(native))
+      self._run(start)
 
   def _take_own_part(self) -> None:
     """Copies this member's parts of the weights; isolated."""
     for weights in self._weights:
-      values = list(map(sharded_update.flat, weights.natives))
-      part = self._engine.own_part(values, weights.layout)
+      part = self._engine.own_part(weights.natives, weights.layout)
       variables_lib.native(weights.shard).assign(part)
 
   def _place_of(self, variable: Any) -> tuple[int, int | None]:

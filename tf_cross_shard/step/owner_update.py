@@ -126,5 +126,4 @@ class OwnerUpdate(sharded_update.ShardedUpdate):
 
   def _part_of(self, weights: sharded_update.Weights) -> tf.Tensor:
     """Returns the values of the variables that this member owns."""
-    values = list(map(sharded_update.flat, weights.natives))
-    return self._engine.own_part(values, weights.layout)
+    return self._engine.own_part(weights.natives, weights.layout)

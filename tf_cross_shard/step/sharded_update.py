@@ -195,11 +195,10 @@ class ShardedUpdate(update.Update):
     for weights in self._weights:
       with self._engine.isolate():
         part = tf.identity(self._part_of(weights))
-      pieces = self._engine.gather_parts(part, weights.layout)
+      pieces = self._engine.gather_parts(part, weights.layout, weights.natives)
       with self._engine.isolate():
         for weight, piece in zip(weights.natives, pieces, strict=True):
-          is_flat = len(weight.shape) == 1
-          weight.assign(piece if is_flat else tf.reshape(piece, weight.shape))
+          weight.assign(piece)
 
   def _run(self, step: Callable[[], None]) -> None:
     """Runs a step once on all replicas; TensorFlow warns of eager ones."""
@@ -238,10 +237,13 @@ class ShardedUpdate(update.Update):
       return grad
 
     return list(map(find, self._tables)), [
-      [
-        flat(indexed_slices.cast(self.to_dense(find(v), v), v))
-        for v in weights.variables
-      ]
+      # Flat here: TensorFlow would rewrite a gradient and its sum as one.
+      packing.flatten(
+        [
+          indexed_slices.cast(self.to_dense(find(v), v), v)
+          for v in weights.variables
+        ]
+      )
       for weights in self._weights
     ]
 
@@ -334,9 +336,3 @@ def check(optimizer: Any, shard_update: Any) -> str:
         f"{getattr(last, argument)}, which needs whole variables. {remedy}"
       )
   return str(way)
-
-
-def flat(value: Any) -> tf.Tensor:
-  """Returns a tensor or variable as a tensor of one dimension."""
-  tensor = tf.convert_to_tensor(value)
-  return tensor if len(tensor.shape) == 1 else tf.reshape(tensor, [-1])
