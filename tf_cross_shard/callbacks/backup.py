@@ -254,10 +254,11 @@ class BackupAndRestore(base.GroupCallback):
           arrays[f"{key}/{i}"] = copy
     about = state.about({"epoch": epoch, "batch": batch})
     if self._in_background:
-      self._files.write_beside(name, arrays, about, self._keep)
+      self._files.write_beside(name, arrays, about)
     else:
       with state.together("a backup"):
-        self._files.write(name, arrays, about, self._keep)
+        self._files.write(name, arrays, about)
+      self._files.prune(self._keep)
     self._since = 0
     self._watch.restart_clock()
 
@@ -268,6 +269,7 @@ class BackupAndRestore(base.GroupCallback):
       state = state or group_state.GroupCopies(optimizer, self.model)
       with state.together("the end of a backup"):
         self._files.finish()
+      self._files.prune(self._keep)
 
   def _skip(self, paths: list[pathlib.Path], batches: int) -> None:
     """Makes `fit` pass over batches, and then restores the backup again.

@@ -136,12 +136,9 @@ class BackupFiles:
     name: str,
     arrays: Mapping[str, archive.Array],
     about: Mapping[str, Any],
-    keep: int,
   ) -> None:
-    """Writes a backup, and deletes this worker's but the last."""
+    """Writes a backup."""
     archive.write(self.folder / f"{name}.npz", arrays, about)
-    for path in self._own()[:-keep]:
-      path.unlink()
 
   def write_beside(self, *arguments: Any) -> None:
     """Does so in a thread, which the end of the process waits for."""
@@ -151,6 +148,11 @@ class BackupFiles:
     """Waits for the thread; raises its error."""
     while _in_flight:
       _in_flight.pop().result()
+
+  def prune(self, keep: int) -> None:
+    """Deletes this worker's backups but the last, once all have these."""
+    for path in self._own()[:-keep]:
+      path.unlink()
 
   def delete(self) -> None:
     """Deletes this worker's backups, and those of workers that are no more."""
