@@ -262,6 +262,8 @@ def show_digits() -> list[dict[str, Any]]:
     tf.config.list_physical_devices("CPU")[0],
     [tf.config.LogicalDeviceConfiguration()] * 4,
   )
+  # TensorFlow may idle when it deletes iterators: docs/limits.md#tensorflow.
+  tf.data.experimental.enable_debug_mode()
   strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
   print(f"{_DIGITS_STEPS} steps, H = {_EVERY.value}, seeds {list(_SEEDS)}")
   rows = []

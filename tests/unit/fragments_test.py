@@ -218,6 +218,18 @@ def test_int8_in_blocks() -> None:
   assert np.isfinite(np.delete(found, range(256, 512))).all()
 
 
+def test_replicas_of_one_process_need_no_collectives() -> None:
+  """In `fit`, beside the threads of its data, those of int32 hung."""
+  outer = callbacks.OuterOptimizer(2, wire_dtype="int8")
+  loop = Loop(outer)
+  [part] = outer._parts
+  graph = part._exchange_and_apply.get_concrete_function().graph
+  kinds = {operation.type for operation in graph.get_operations()}
+  assert "Bitcast" in kinds
+  assert not [kind for kind in kinds if "Collective" in kind]
+  loop.train(range(2))
+
+
 def test_what_was_rounded_away_travels_later() -> None:
   """The sums of what has travelled stay as near as one rounding is."""
 

@@ -106,6 +106,8 @@ class Mirrored(base.Engine):
 
   def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
     """Joins parts, which have one shape on all members."""
+    if self._merges_here():
+      return self.all_gather([part])[0]
     if not collective_ops.keeps_order(self.groups):
       return super().all_gather_part(part)
     replica = self._replica()
