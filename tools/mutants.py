@@ -106,7 +106,7 @@ MUTANTS = [
   Mutant("norms of members not averaged", "step/noise_scale.py", "of_members * (member**2 / n)", "of_members * member**2", "unit/noise_scale"),
   Mutant("noise in another loss scale", "step/noise_scale.py", "return self._inner.scale_limit(calls.summed)", "return calls.summed", "unit/noise_scale"),
   # Shards.
-  Mutant("part of another member", "collectives/base.py", "return _pack(tensors, parts, place)", "return _pack(tensors, parts, place - 1)", "unit/sharded_update"),
+  Mutant("part of another member", "collectives/base.py", "return _pack(values, parts, place)", "return _pack(values, parts, place - 1)", "unit/sharded_update"),
   Mutant("sum of another member's part", "collectives/mirrored.py", "combine)[self.position()]", "combine)[self.position() - 1]", "unit/sharded_update"),
   Mutant("norm of one part", "step/sharded_update.py", "[total] = self._engine.all_reduce_sum([tf.add_n(squares)])", "total = tf.add_n(squares)", "unit/sharded_update"),
   Mutant("members skip apart", "step/sharded_update.py", "    if not self._may_skip:\n      return parts", "    return parts", "unit/nonfinite"),

@@ -193,6 +193,14 @@ class TestRefusals:
       _sums(engine, dtypes=(tf.complex64,))
 
 
+def test_branches_of_replicas_without_devices() -> None:
+  """TensorFlow takes such devices for one, where branches would hang."""
+  strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(3, 7)])
+  engine = mirrored.Mirrored(strategy, groups_lib.Groups([[0, 1, 2, 3]]))
+  with pytest.raises(ValueError, match="CPU:4'.*set_logical_device_config"):
+    _sums(engine, _in_cond)
+
+
 def test_a_loop_around_run_is_fine() -> None:
   groups = groups_lib.Groups(GROUPINGS[1])
   engine = mirrored.Mirrored(testbed.mirrored(), groups)

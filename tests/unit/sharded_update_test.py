@@ -454,6 +454,23 @@ def test_plain_keras_goes_on(
       np.testing.assert_array_equal(value, theirs.numpy(), str(mine.name))
 
 
+@pytest.mark.parametrize("shard_update", [True, "by_variable"])
+def test_checkpoint_has_what_belongs_to_no_variable(
+  shard_update: Any, tmp_path: pathlib.Path
+) -> None:
+  """The product of rates of tf_keras' Nadam."""
+  products = []
+  for way in (shard_update, False):
+    make = functools.partial(make_plain, "Nadam")
+    weights, optimizer = build("tf_keras", make, groups=ALL, shard_update=way)
+    if not products:
+      train(weights, optimizer, range(2))
+      products.append(float(optimizer.inner_optimizer._u_product.numpy()))
+      saved = tf.train.Checkpoint(optimizer=optimizer).save(tmp_path / "saved")
+  tf.train.Checkpoint(optimizer=optimizer).restore(saved)
+  assert float(optimizer.inner_optimizer._u_product.numpy()) == products[0] < 1
+
+
 @pytest.mark.parametrize(
   ("which", "make"),
   [

@@ -38,7 +38,7 @@ class Mirrored(base.Engine):
     self._devices = tuple(strategy.extended.worker_devices)
     on_cpus = all("CPU" in device.upper() for device in self._devices)
     self._prefer_merge = on_cpus if prefer_merge is None else prefer_merge
-    self._collectives = collective_ops.of_strategy(strategy)
+    self._collective_ops = collective_ops.of_strategy(strategy)
 
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums over the group."""
@@ -120,6 +120,24 @@ class Mirrored(base.Engine):
     if not self._merges_here():
       return super().all_reduce_narrow(tensors)
     return self._merge_each(tensors, _add_widened)
+
+  @property
+  def _collectives(self) -> Any:
+    """The collectives; an error where replicas would wait for ever.
+
+    Devices that are not there are one to TensorFlow, which runs the replicas of
+    a branch one after the other.
+    """
+    there = [device.name for device in tf.config.list_logical_devices()]
+    absent = [d for d in self._devices if not d.endswith(tuple(there))]
+    if absent:
+      raise ValueError(
+        f"The strategy's devices {absent} are not there; there are {there}."
+        " Before the strategy is made, call"
+        " tf.config.set_logical_device_configuration with a"
+        f" LogicalDeviceConfiguration for each of the {len(self._devices)}."
+      )
+    return self._collective_ops
 
   @property
   def bucket_bytes(self) -> int | None:

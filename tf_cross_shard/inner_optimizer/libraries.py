@@ -103,6 +103,16 @@ def trained(optimizer: Any) -> list[Any]:
   return list(getattr(optimizer, "_trainable_variables", ()))
 
 
+def children(optimizer: Any) -> dict[str, Any]:
+  """What a checkpoint finds in an optimizer now.
+
+  tf_keras' notes what it was first asked for, and misses what `build` makes.
+  """
+  vars(optimizer).pop("_coalesced_children", None)
+  found: dict[str, Any] = optimizer._trackable_children()
+  return found
+
+
 def accumulated(optimizer: Any) -> list[Any]:
   """Returns the variables in which Keras 3 adds gradients up."""
   return list(getattr(optimizer, "_accumulated_gradients", ()))

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.collectives import base as engines
-from tf_cross_shard.inner_optimizer import base, optimizer_state
+from tf_cross_shard.inner_optimizer import base, libraries, optimizer_state
 from tf_cross_shard.replica_state import group_models, replica_values
 
 _Trackable: Final[Any] = tf.__internal__.tracking.Trackable
@@ -188,7 +188,7 @@ class Children(_Trackable):
       return {}
     return {
       name: child
-      for name, child in self._optimizer._trackable_children().items()
+      for name, child in libraries.children(self._optimizer).items()
       if not isinstance(child, (list, dict))
     }
 
