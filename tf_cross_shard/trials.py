@@ -9,6 +9,7 @@
 
 import csv
 import dataclasses
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ import tensorflow as tf
 
 from tf_cross_shard import group_schedule, settings
 from tf_cross_shard import groups as groups_lib
+from tf_cross_shard.replica_state import archive
 
 
 @dataclasses.dataclass
@@ -250,9 +252,21 @@ class Table(Sequence[Trial]):
     return [self.monitor, self._sign, *map(dataclasses.asdict, self._trials)]
 
   def from_list(self, values: Sequence[Any]) -> None:
-    """Goes on from what `to_list` returned."""
-    self.monitor, self._sign, *rows = values
-    self._trials = [Trial(**row) for row in rows]
+    """Goes on from what `to_list` returned.
+
+    Raises:
+      CheckpointError: If that was of other trials.
+    """
+    monitor, sign, *rows = values
+    trials = [Trial(**row) for row in rows]
+    for own, other in itertools.zip_longest(self._trials, trials):
+      if own is None or other is None or own.settings != other.settings:
+        raise archive.CheckpointError(
+          f"The backup is of another table: it has {other and other.settings},"
+          f" where this one has {own and own.settings}. Make the same, or"
+          " delete the backup."
+        )
+    self.monitor, self._sign, self._trials = monitor, sign, trials
 
 
 def _shown(value: Any) -> str:

@@ -125,6 +125,15 @@ class GroupTuner(base_tuner.BaseTuner):
         self._tell(trial, result)
     self.on_search_end()
 
+  def get_state(self) -> dict[str, Any]:
+    """Returns what KerasTuner saves, and a search that is begun again has."""
+    return {**super().get_state(), "files": self.files}
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    """Goes on from what `get_state` returned."""
+    super().set_state(state)
+    self.files = state["files"]
+
   def _ask(self) -> list[Any]:
     """Returns the next trials, at most one for each group."""
     asked = []

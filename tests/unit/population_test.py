@@ -142,6 +142,27 @@ def test_bad_arguments(options: Any, error: Any, message: str) -> None:
     callbacks.Population(**options)
 
 
+@pytest.mark.parametrize("is_around", [False, True])
+def test_rates_under_loss_scaling(is_around: bool) -> None:
+  """In Keras 3 it has a rate of its own, which nothing reads."""
+  scaled = tf.keras.mixed_precision.LossScaleOptimizer
+  with testbed.mirrored().scope():
+    model = tf.keras.Sequential(
+      [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
+    )
+    opt = tf.keras.optimizers.SGD(schedules.PerGroup(RATES))
+    options = {"group_assignment": [[0], [1], [2], [3]]}
+    if is_around:
+      model.compile(scaled(CrossShardOptimizer(opt, **options)), "mse")
+    else:
+      model.compile(CrossShardOptimizer(scaled(opt), **options), "mse")
+  population = callbacks.Population()
+  population.set_model(model)
+  population.give([{"learning_rate": rate / 2} for rate in RATES])
+  population.on_train_begin()
+  assert population.learning_rates == pytest.approx([r / 2 for r in RATES])
+
+
 def test_rates_of_zero() -> None:
   with pytest.raises(ValueError, match="multiplies rates, and PerGroup holds"):
     callbacks.Population().set_model(_model([0.1, 0.1, 0.1, 0.0]))

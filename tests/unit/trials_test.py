@@ -3,8 +3,10 @@
 import csv
 import math
 import pathlib
+import re
 from typing import Any
 
+import keras_tuner
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -14,8 +16,10 @@ from tf_cross_shard import (
   CrossShardOptimizer,
   callbacks,
   groups,
+  replica_state,
   schedules,
   trials,
+  tuners,
 )
 from tf_cross_shard.callbacks import halving as halving_lib
 
@@ -320,7 +324,14 @@ def test_bad_arguments(options: Any, error: Any, message: str) -> None:
   ("others", "options", "message"),
   [
     ([], {"epochs": 14}, "`epochs` of fit must be at least 15, for 6 trials"),
-    ([callbacks.GroupEarlyStopping], {}, "GroupEarlyStopping judges a group"),
+    ([], {"initial_epoch": 1}, "`epochs` of fit must be at least 16"),
+    ([callbacks.GroupEarlyStopping], {}, "GroupEarlyStopping takes a group"),
+    ([lambda: callbacks.OuterOptimizer(2)], {}, "OuterOptimizer takes a group"),
+    (
+      [lambda: tf.keras.callbacks.LearningRateScheduler(lambda _: 0.5)],
+      {},
+      "set one rate for all trials",
+    ),
   ],
 )
 def test_mistakes_are_errors_before_the_first_step(
@@ -329,9 +340,89 @@ def test_mistakes_are_errors_before_the_first_step(
   model, table = _make()
   halving = callbacks.Halving(table, tmp_path, epochs=9, factor=2)
   before = testbed.copies(model.weights[-1])
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises((TypeError, ValueError), match=message):
     _fit(model, table, halving, *(make() for make in others), **options)
   np.testing.assert_array_equal(testbed.copies(model.weights[-1]), before)
+
+
+@pytest.mark.parametrize(
+  ("last", "options", "message"),
+  [
+    ({"clipnorm": -1}, {}, "`clipnorm` must be a number of at least 0"),
+    ({"weight_decay": 1}, {}, "SGD.weight_decay is None"),
+    (
+      {"clipnorm": 1},
+      {"group_settings": {"momentum": [0.5, 0.25]}},
+      "`table` has no 'momentum', in which the groups differ",
+    ),
+  ],
+)
+def test_settings_that_no_trial_can_have(
+  last: Any, options: Any, message: str, tmp_path: pathlib.Path
+) -> None:
+  """Also of the last trial, which is not trained for hours."""
+  rows = [*[dict.fromkeys(last, 0.5)] * 2, last]
+  model, table = _make(rows, **options)
+  halving = callbacks.Halving(table, tmp_path / "new", epochs=3)
+  with pytest.raises(ValueError, match=message):
+    _fit(model, table, halving)
+  assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+  ("explore", "message"),
+  [("scale", "which the optimizer has not"), ("clipnorm", "[None, None]")],
+)
+def test_explored_settings_that_no_group_has(
+  explore: str, message: str
+) -> None:
+  model, table = _make()
+  population = callbacks.Population(explore={explore: [0.5]})
+  with pytest.raises(ValueError, match=re.escape(message)):
+    _fit(model, table, population)
+
+
+@pytest.mark.parametrize(
+  ("rows", "options", "message"),
+  [
+    (SETTINGS[:5], {}, "of other trials: it has the plan"),
+    (
+      [*SETTINGS[:5], SETTINGS[4]],
+      {},
+      "of another table: it has {'learning_rate': 0.0078125",
+    ),
+    (SETTINGS, {"monitor": "val_mae"}, "of other trials"),
+  ],
+)
+def test_backups_of_other_trials(rows: Any, options: Any, message: str) -> None:
+  made = []
+  for settings, own in ((SETTINGS, {}), (rows, options)):
+    table = trials.Table(settings, PAIRS)
+    arguments = {"epochs": 9, "factor": 2, **own}
+    made.append(callbacks.Halving(table, "unused", **arguments))
+  before, after = made
+  with pytest.raises(replica_state.CheckpointError, match=message):
+    after.set_state(before.state())
+
+
+def test_when_all_trials_are_done(tmp_path: pathlib.Path) -> None:
+  """`fit` ends and goes not on; what the winner asks for is its own."""
+  rows = [SETTINGS[2], SETTINGS[4]]
+  for count in (1, 0):
+    model, table = _make(rows)
+    halving = callbacks.Halving(table, tmp_path / "new", epochs=1)
+    with pytest.raises(ValueError, match="No trial has a best epoch"):
+      halving.best_model()
+    backup = callbacks.BackupAndRestore(
+      tmp_path / "backup", delete_checkpoint=False
+    )
+    history = _fit(model, table, halving, backup, epochs=3)
+    assert len(history.epoch) == count
+    assert table.best.number == 1  # trained in group 1
+    with schedules.as_group(0):
+      winner = halving.best_model(into=_twin(table))
+      loss, _ = winner.evaluate(X[:2], Y[:2], verbose=0)
+    assert loss == pytest.approx(table.best.best, 1e-5)
 
 
 def test_a_setting_that_nothing_reads(tmp_path: pathlib.Path) -> None:
@@ -347,6 +438,24 @@ def test_a_table_for_other_groups(tmp_path: pathlib.Path) -> None:
   halving = callbacks.Halving(table, tmp_path, epochs=3)
   with pytest.raises(ValueError, match="`table` is for the groups"):
     _fit(model, table, halving)
+
+
+def test_a_search_that_goes_on_knows_its_files(tmp_path: pathlib.Path) -> None:
+  space = keras_tuner.HyperParameters()
+  space.Float("learning_rate", 0.1, 1.0)
+  before, after = (
+    tuners.GroupTuner(
+      keras_tuner.oracles.RandomSearchOracle(
+        "val_loss", max_trials=1, hyperparameters=space
+      ),
+      *(lambda _: None, testbed.mirrored(), PAIRS),
+      directory=tmp_path / folder,
+    )
+    for folder in ("a", "b")
+  )
+  before.files["0"] = "trial_0.npz"
+  after.set_state(before.get_state())
+  assert after.files == {"0": "trial_0.npz"}
 
 
 def test_a_population_needs_a_trial_for_each_group() -> None:

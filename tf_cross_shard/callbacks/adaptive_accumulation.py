@@ -68,6 +68,7 @@ class AdaptiveAccumulation(base.GroupCallback):
   """
 
   acts_on_batches = True  # and so stands before BackupAndRestore
+  follows_groups = True
 
   def __init__(
     self,

@@ -47,7 +47,7 @@ class BackupAndRestore(base.GroupCallback):
   passes over those that are done.
 
   >>> import tempfile
-  >>> import numpy as np
+  >>> import numpy as np, tensorflow as tf
   >>> model = tf.keras.Sequential(
   ...   [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
   ... )

@@ -116,6 +116,7 @@ class GroupCallback(tf.keras.callbacks.Callback):
 
   prefix = ""  # of the metrics that it writes into the logs
   acts_on_batches = False
+  follows_groups = False  # whether a group is one training to it, till the end
   passes_over = False  # batches that a backup has been trained on
   _sets_rates = False  # whether a callback beside it does
 
@@ -210,6 +211,7 @@ class GroupMonitor(GroupCallback):
   and those that `_counters` names, which begin at 0.
   """
 
+  follows_groups = True
   _counters: tuple[str, ...] = ()
 
   def __init__(

@@ -45,6 +45,8 @@ class GroupTensorBoard(base.GroupCallback):
   On several machines the first worker writes.
   """
 
+  follows_groups = True
+
   def __init__(self, log_dir: Any) -> None:
     """Names the place.
 

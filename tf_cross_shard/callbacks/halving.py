@@ -16,6 +16,8 @@ import pathlib
 import shutil
 from typing import Any, NamedTuple
 
+from absl import logging
+
 from tf_cross_shard import group_schedule, trials
 from tf_cross_shard.callbacks import (
   base,
@@ -189,42 +191,68 @@ class Halving(trial_monitor.TrialMonitor):
   def best_model(self, into: Any = None) -> Any:
     """Returns the best trial, with the weights of its best epoch.
 
+    Call it when `fit` is over.
+
     Args:
       into: As for `replica_state.load_group`.
 
     Returns:
-      A plain Keras model.
+      A plain Keras model. If its layers ask for settings, they have those of
+      this trial: `table.value` returns them from now on, for all groups.
+
+    Raises:
+      ValueError: If no trial has a value of the metric.
     """
-    path = archive.as_path(self.table.best.file)
+    best = self.table.best
+    if best.file is None:
+      raise ValueError(
+        f"No trial has a best epoch: `monitor`, {self.monitor!r}, was a finite"
+        f" number in none of them. See the history of {self.table!r}."
+      )
+    path = archive.as_path(best.file)
     values = checkpoint.values_of_group(path, 0, self.copies())
     optimizer = self.model.optimizer
     with group_schedule.as_group(0):  # Keras calls the clone's layers.
       plain = group_models.load_group(0, optimizer, self.model, into=into)
     group_models.assign(plain, values)
+    self.table.assign([best.settings] * self._num_groups)
     return plain
 
   def on_train_begin(self, logs: Any = None) -> None:
     """Raises an error for what does not go with trials.
 
     Raises:
-      ValueError: If `fit` is to end too early, if another callback judges the
-        groups as if each were one training, or some epochs have no metrics.
+      TypeError: If a callback of Keras sets rates.
+      ValueError: If `fit` is to end too early, if to another callback each
+        group is one training, if groups differ in what the table has not, or
+        some epochs have no metrics.
     """
     super().on_train_begin(logs)
     self._place = _Place()
-    epochs = (self.params or {}).get("epochs", self.total_epochs)
-    if epochs < self.total_epochs:
+    self._check_epochs(0)
+    optimizer = self.model.optimizer
+    if self._sets_rates:
+      raise TypeError(
+        "LearningRateScheduler and ReduceLROnPlateau set one rate for all"
+        " trials, by the epochs of fit. Leave them out; a schedule in `opt`"
+        " begins anew with each trial."
+      )
+    [step] = group_state.steps_of(optimizer)
+    differing = dict(step.settings.group_settings or {})
+    if (rates := group_schedule.rates_of(optimizer)) is not None:
+      differing["learning_rate"] = rates.rates
+    for name in set(differing) - set(self.names):
       raise ValueError(
-        f"`epochs` of fit must be at least {self.total_epochs}, for"
-        f" {len(self.table)} trials in {self._num_groups} groups; got {epochs}."
-        " Use fit(epochs=halving.total_epochs)."
+        f"`table` has no {name!r}, in which the groups differ:"
+        f" {differing[name]}. A trial is trained in several groups: put it into"
+        " the table, or give `opt` one for all."
       )
     for other in self.same_fit():
-      if isinstance(other, base.GroupMonitor) and other is not self:
+      if other.follows_groups and other is not self:
         raise ValueError(
-          f"{type(other).__name__} judges a group as one training, and Halving"
+          f"{type(other).__name__} takes a group as one training, and Halving"
           " gives it other trials. Leave it out; the table has each trial's"
-          " history, and `best_model` its best weights."
+          " history, `log_dir` its curves, and `best_model` its best weights."
         )
       if isinstance(other, group_metrics.GroupMetrics) and other.every != 1:
         raise ValueError(
@@ -238,6 +266,7 @@ class Halving(trial_monitor.TrialMonitor):
   def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
     """Begins with the first trials, unless a backup was restored."""
     if not self._place.running:
+      self._check_epochs(epoch)
       group_files.save({0: self._path("states/initial")}, self._whole())
       self._climb(0)
 
@@ -264,21 +293,49 @@ class Halving(trial_monitor.TrialMonitor):
     if self._runs is not None:
       self._runs.close()
     self.copies().agree("the end of trials")
-    if self._place.left == 0:
+    if self._place.left:
+      logging.warning(
+        "fit ended before the trials did: something else has set stop_training."
+        " The table has what they came to so far."
+      )
+    else:
       shutil.rmtree(self._folder / "states", ignore_errors=True)
 
   def state(self) -> dict[str, Any]:
-    """Returns the place in the plan, and the table."""
-    own = [dataclasses.asdict(self._place), self.table.to_list()]
+    """Returns the plan, the place in it, and the table."""
+    place = dataclasses.asdict(self._place)
+    own = [self._plan(), place, self.table.to_list()]
     return {**super().state(), "trials": base.to_array(own)}
 
   def set_state(self, state: dict[str, Any]) -> None:
     """Goes on with the trials that the groups have."""
     super().set_state(state)
-    place, rows = base.from_array(state["trials"])
+    plan, place, rows = base.from_array(state["trials"])
+    if plan != self._plan():
+      raise archive.CheckpointError(
+        f"The backup is of other trials: it has the plan {plan}, and Halving"
+        f" {self._plan()}. Give `monitor`, `epochs` and `factor` as before, or"
+        " delete the backup."
+      )
     self._place = _Place(**place)
     self.table.from_list(rows)
     self._give()
+    self.model.stop_training = self._place.left == 0
+
+  def _check_epochs(self, first: int) -> None:
+    """Raises `ValueError` unless there are enough from the first one on."""
+    least = first + self.total_epochs
+    epochs = (self.params or {}).get("epochs", least)
+    if epochs < least:
+      raise ValueError(
+        f"`epochs` of fit must be at least {least}, for {len(self.table)}"
+        f" trials in {self._num_groups} groups; got {epochs}. Use"
+        " fit(epochs=halving.total_epochs), without initial_epoch."
+      )
+
+  def _plan(self) -> list[Any]:
+    """Returns what the place means, as JSON knows it."""
+    return [self.monitor, *map(list, self._rungs)]
 
   def _draw(self, runs: summaries.Runs) -> None:
     """Adds the last epoch to each trial's curves."""

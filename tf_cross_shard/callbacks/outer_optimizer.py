@@ -96,6 +96,7 @@ class OuterOptimizer(base.GroupCallback):
 
   _supports_tf_logs = True  # tf_keras need not read logs for it.
   acts_on_batches = True
+  follows_groups = True
 
   def __init__(
     self,

@@ -127,6 +127,13 @@ class Population(trial_monitor.TrialMonitor):
     self.copied = []
     if self.table is None:
       self.settings = self.read()
+      unknown = set(self.names) - set(self.settings[0])
+      if unknown:
+        raise ValueError(
+          f"`explore` has {sorted(unknown)}, which the optimizer has not. Name"
+          " numbers of `opt`; settings of the model need `table`."
+        )
+      self._check(self.settings)
       return
     groups = self.table.groups.num_groups
     if len(self.table) != groups:

@@ -39,6 +39,7 @@ class TrialMonitor(base.GroupMonitor):
           f" optimizer has {groups.to_lists()}. Give both the same."
         )
       self.table.forget()
+      self._check([trial.settings for trial in self.table])
 
   def begin(self, num_groups: int) -> None:
     """Tells the table what is best."""
@@ -108,6 +109,16 @@ class TrialMonitor(base.GroupMonitor):
   def _is_own(self, name: str) -> bool:
     """Whether a setting is one of `group_settings`."""
     optimizer = inner_optimizer.innermost(self.model.optimizer)
-    number = vars(optimizer).get(name)
-    is_number = isinstance(number, (int, float)) and number is not True
-    return name in settings.LIMITS or (is_number and name != _RATE)
+    return name != _RATE and name in {*settings.LIMITS, *vars(optimizer)}
+
+  def _check(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raises an error if the optimizer cannot have a group's settings."""
+    [step] = group_state.steps_of(self.model.optimizer)
+    before = step.settings.group_settings
+    count = group_state.groups_of(self.model.optimizer, None).num_groups
+    try:
+      for row in rows:
+        own = {name: [row[name]] * count for name in filter(self._is_own, row)}
+        step.replace(group_settings=own)
+    finally:
+      step.replace(group_settings=before)

@@ -80,8 +80,13 @@ def listed(optimizer: Any) -> list[Any]:
 
 
 def learning_rates(optimizer: Any) -> list[Any]:
-  """The variables of all learning rates."""
-  rates = itertools.chain(*map(_rate_variables, nested_optimizers(optimizer)))
+  """The variables of all learning rates that are read.
+
+  Keras 3's LossScaleOptimizer has one more, and reads that of its inner one.
+  """
+  layers = nested_optimizers(optimizer)
+  own = [layer for layer in layers if not hasattr(layer, "inner_optimizer")]
+  rates = itertools.chain(*map(_rate_variables, own))
   return list({id(rate): rate for rate in rates}.values())
 
 
