@@ -22,6 +22,13 @@ from tf_cross_shard import group_schedule, settings
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.replica_state import archive
 
+__all__ = ["Table", "Trial"]
+
+
+def __dir__() -> list[str]:
+  """Returns the public names."""
+  return sorted(__all__)
+
 
 @dataclasses.dataclass
 class Trial:

@@ -158,6 +158,12 @@ def _train(kind: str, *others: Any) -> tuple[dict[str, Any], dict[str, Any]]:
   return history.history, _state(model)
 
 
+@functools.cache
+def _undisturbed(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+  """What nothing has interrupted."""
+  return _train(kind)
+
+
 @pytest.mark.parametrize(
   ("kind", "at_end", "within"),
   [
@@ -172,7 +178,7 @@ def test_a_resumed_epoch_is_that_of_no_crash(
   kind: str, at_end: int, within: int, tmp_path: pathlib.Path
 ) -> None:
   """Also its metrics, and when groups join: at the end of epochs, and not."""
-  history, state = _train(kind)
+  history, state = _undisturbed(kind)
   crash = _AtBatch(2, within - 1, _interrupt)
   every = 1 if "ragged" in kind else 2
   with pytest.raises(KeyboardInterrupt):
@@ -203,7 +209,7 @@ def received() -> Iterator[list[int]]:
 def test_a_signal_ends_the_process_with_a_backup(
   kind: str, tmp_path: pathlib.Path, received: list[int]
 ) -> None:
-  history, state = _train(kind)
+  history, state = _undisturbed(kind)
 
   def train(at: Any, **options: Any) -> Any:
     backup = callbacks.BackupAndRestore(
@@ -338,7 +344,7 @@ def test_writing_beside_training(
   tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   """One file at a time, of the values at that batch."""
-  history, state = _train("groups")
+  history, state = _undisturbed("groups")
   write = archive.write
   events: list[str] = []
 

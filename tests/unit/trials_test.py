@@ -132,20 +132,20 @@ def test_each_trial_is_trained_as_plain_keras_trains_it_alone(
   model, table = _make()
   assert model.distribute_strategy.num_replicas_in_sync == 4
   halving = callbacks.Halving(
-    table, tmp_path / "new", epochs=9, factor=2, log_dir=tmp_path / "board"
+    table, tmp_path / "new", epochs=4, factor=2, log_dir=tmp_path / "board"
   )
   history = _fit(model, table, halving).history
-  # 6 trials for 2 epochs in 3 waves, 3 for 2 more in 2 waves, 2 for 5 more
-  assert halving.total_epochs == len(history["loss"]) == 3 * 2 + 2 * 2 + 5
-  alone = {i: _plain(row, 9) for i, row in enumerate(SETTINGS)}
+  # 6 trials for an epoch in 3 waves, 3 for one more in 2 waves, 2 for 2 more
+  assert halving.total_epochs == len(history["loss"]) == 3 + 2 + 2
+  alone = {i: _plain(row, 4) for i, row in enumerate(SETTINGS)}
   rest = list(alone)
-  lengths = dict.fromkeys(alone, 2)
-  for count, so_far, until in ((3, 2, 4), (2, 4, 9)):
+  lengths = dict.fromkeys(alone, 1)
+  for count, so_far, until in ((3, 1, 2), (2, 2, 4)):
     best = {i: np.nanmin(alone[i][1][:so_far]) for i in rest}
     rest = sorted(rest, key=best.__getitem__)[:count]
     lengths |= dict.fromkeys(rest, until)
   assert [trial.epochs for trial in table] == list(lengths.values())
-  assert sorted(lengths.values()) == [2, 2, 2, 4, 9, 9]
+  assert sorted(lengths.values()) == [1, 1, 1, 2, 4, 4]
   for i, trial in enumerate(table):
     expected = alone[i][1][: lengths[i]]
     np.testing.assert_allclose(trial.history["val_loss"], expected, 1e-5)
@@ -190,31 +190,31 @@ class _Crash(tf.keras.callbacks.Callback):
       raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(("crash", "every"), [(1, "epoch"), (4, 3), (6, 1)])
-def test_a_crash_changes_nothing(
-  crash: int, every: Any, tmp_path: pathlib.Path
-) -> None:
+def test_a_crash_changes_nothing(tmp_path: pathlib.Path) -> None:
   """Neither what trials come to, nor which go on, nor the weights."""
 
-  def run(name: str, *own: Any) -> Any:
+  def run(name: str, every: Any, *own: Any) -> Any:
     # Of dropout in tf_keras no state of random numbers can be saved.
     dropout = 0.0 if testbed.IS_TF_KERAS else 0.25
     tf.keras.utils.set_random_seed(1)
-    model, table = _make(dropout=dropout)
-    halving = callbacks.Halving(table, tmp_path / name, epochs=4, factor=2)
+    model, table = _make(SETTINGS[:4], dropout)
+    halving = callbacks.Halving(table, tmp_path / name, epochs=2, factor=2)
     folder = tmp_path / f"{name}_backup"
     backup = callbacks.BackupAndRestore(folder, every=every)
     _fit(model, table, halving, *own, backup, dropout=dropout, repeats=2)
     weights = [testbed.copies(weight) for weight in model.weights]
-    losses = [trial.history for trial in table]
-    return losses, table.ranking, np.concatenate(weights, axis=None)
+    ranking = [trial.number for trial in table.ranking]
+    histories = [trial.history for trial in table]
+    return (histories, ranking), np.concatenate(weights, axis=None)
 
-  with pytest.raises(KeyboardInterrupt):
-    run("crashed", _Crash(crash))
-  found, expected = run("crashed"), run("whole")
-  assert found[0] == expected[0]
-  assert [t.number for t in found[1]] == [t.number for t in expected[1]]
-  np.testing.assert_array_equal(found[2], expected[2])
+  expected = run("whole", "epoch")
+  assert [len(own["loss"]) for own in expected[0][0]].count(2) == 2
+  for crash, every in ((1, "epoch"), (2, 3)):  # in a rung, and between two
+    with pytest.raises(KeyboardInterrupt):
+      run(f"at {crash}", every, _Crash(crash))
+    found = run(f"at {crash}", every)
+    assert found[0] == expected[0]
+    np.testing.assert_array_equal(found[1], expected[1])
 
 
 def test_a_population_explores_settings_of_every_kind() -> None:
