@@ -1,4 +1,5 @@
 """Windows that follow the noise scale, against NumPy and across a crash."""
+# bazel: tags=slow
 
 import pathlib
 from typing import Any
@@ -17,6 +18,8 @@ from tf_cross_shard import (
 )
 from tf_cross_shard.callbacks import group_rates
 from tf_cross_shard.inner_optimizer import optimizer_state
+
+pytestmark = pytest.mark.slow
 
 GROUPS = [[0, 2], [1, 3]]
 LONGEST, BATCHES, EPOCHS, RATE = 8, 6, 9, 0.0625

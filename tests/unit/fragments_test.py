@@ -1,4 +1,5 @@
 """Fragments that groups join in turn and late, and differences in int8."""
+# bazel: tags=slow
 
 import contextlib
 import pathlib
@@ -17,6 +18,8 @@ from tf_cross_shard import callbacks, keras3, replica_state
 from tf_cross_shard import tf_keras as ours_tf_keras
 from tf_cross_shard.callbacks import fragments as fragments_lib
 from tf_cross_shard.gradients import quantization
+
+pytestmark = pytest.mark.slow
 
 PAIRS = [[0, 1], [2, 3]]
 STRIDED = [[0, 2], [1, 3]]
