@@ -29,6 +29,7 @@ def main(argv: Sequence[str]) -> None:
   strategy = replicas.make_strategy(len(RATES))
   train, test = digits_dataset.load(128, _DATA_DIR.value)
   tf.data.experimental.enable_debug_mode()  # Else it may idle: docs/limits.md.
+  tf.keras.utils.set_random_seed(0)
   with strategy.scope():
     model = digits_dataset.make_model()
     adam = tf.keras.optimizers.Adam(schedules.PerGroup(RATES))
