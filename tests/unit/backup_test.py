@@ -2,6 +2,7 @@
 
 What our callbacks know, and a process that is killed, in killed_fit_test.py.
 """
+# bazel: tags=slow
 
 import functools
 import json
@@ -30,6 +31,8 @@ from tf_cross_shard import callbacks, multi_worker, replica_state
 from tf_cross_shard.callbacks import base, preemption
 from tf_cross_shard.coordination import agreement
 from tf_cross_shard.replica_state import archive, group_state, replica_values
+
+pytestmark = pytest.mark.slow
 
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("f4")
 EPOCHS = 4

@@ -1,4 +1,5 @@
 """Groups that go on from better ones, against NumPy and across a crash."""
+# bazel: tags=slow
 
 import pathlib
 from typing import Any
@@ -9,6 +10,8 @@ import tensorflow as tf
 
 from tests.support import testbed
 from tf_cross_shard import CrossShardOptimizer, callbacks, schedules
+
+pytestmark = pytest.mark.slow
 
 RATES = [0.25, 0.125, 0.03125, 0.0009765625]
 X = np.ones([4, 1], "f")

@@ -1,4 +1,5 @@
 """Trials in groups, against plain Keras trained with the settings of each."""
+# bazel: tags=slow
 
 import csv
 import math
@@ -22,6 +23,8 @@ from tf_cross_shard import (
   tuners,
 )
 from tf_cross_shard.callbacks import halving as halving_lib
+
+pytestmark = pytest.mark.slow
 
 PAIRS = groups.Groups([[0, 1], [2, 3]])
 # Members of a group have different data, and groups the same.
