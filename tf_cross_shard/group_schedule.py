@@ -13,11 +13,10 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import settings
+from tf_cross_shard import settings, validation
 from tf_cross_shard.collectives import replica_isolation
 from tf_cross_shard.inner_optimizer import libraries, optimizer_state
 from tf_cross_shard.replica_state import group_state
@@ -148,9 +147,7 @@ class PerGroup:
     """Returns a schedule as it is, a number as a float, which JSON knows."""
     if isinstance(rate, _schedule_class(self._package)):
       return rate
-    if isinstance(rate, (bool, np.bool_)) or not isinstance(
-      rate, (int, float, np.number)
-    ):
+    if not validation.is_number(rate):
       raise TypeError(
         "`rates` must hold numbers and schedules of"
         f" {self._package}.optimizers.schedules; got {rate!r}."

@@ -15,10 +15,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard import group_schedule, settings
+from tf_cross_shard import group_schedule, settings, validation
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.replica_state import archive
 
@@ -107,9 +106,7 @@ class Table(Sequence[Trial]):
           f" {sorted(row)} beside {sorted(rows[0])}."
         )
       for name, number in row.items():
-        if isinstance(number, bool) or not isinstance(
-          number, (int, float, np.number)
-        ):
+        if not validation.is_number(number):
           raise TypeError(
             f"`settings_of_trials` must hold numbers; {name!r} is {number!r}."
             " Of a choice take the number of it."

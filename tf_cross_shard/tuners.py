@@ -21,10 +21,10 @@ from tf_cross_shard import trials
 class GroupTuner(base_tuner.BaseTuner):
   """Trains the trials of any oracle of KerasTuner, one in each group.
 
-  Hyperparameters are numbers, and known to the oracle before. `get_best_
-  hyperparameters`, `results_summary` and going on with a search that was
-  stopped are KerasTuner's. The weights of each trial's best epoch are in a file
-  of its project; `files` has them.
+  Hyperparameters are numbers, and known to the oracle before.
+  `get_best_hyperparameters`, `results_summary` and going on with a search that
+  was stopped are KerasTuner's. The weights of each trial's best epoch are in a
+  file of its project; `files` has them.
 
   >>> import tempfile
   >>> import keras_tuner, numpy as np

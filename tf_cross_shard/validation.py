@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard.variables import is_variable, path_of
@@ -24,6 +25,12 @@ if TYPE_CHECKING:  # What editors show; a program may lack one of the Kerases.
   Variables: TypeAlias = Iterable[Variable] | Variable
 
 _Function = TypeVar("_Function", bound=Callable[..., None])
+
+
+def is_number(value: Any) -> bool:
+  """Whether a value is a number of Python's or NumPy's, and no truth value."""
+  numbers = (int, float, np.integer, np.floating)
+  return isinstance(value, numbers) and not isinstance(value, bool)
 
 
 def names_arguments(init: _Function) -> _Function:

@@ -199,14 +199,14 @@ class AdaptiveAccumulation(base.GroupCallback):
     aim = round(float(np.clip(aim, length / 2, 2 * length)))
     self._write(whole, int(np.clip(aim, self.shortest, longest)))
 
-  def copies(self) -> group_state.GroupCopies:
+  def _groups(self) -> group_state.GroupCopies:
     """Returns the groups without the model, which may not be built yet."""
     with base.engine_of(self._optimizer).strategy.scope():
       return group_state.GroupCopies(self._optimizer, is_whole=False)
 
   def _measured(self) -> tuple[group_state.GroupCopies, list[float]]:
     """Returns each group's noise scale; notes the lengths in force."""
-    whole = self.copies()
+    whole = self._groups()
     whole.copies.agree("the length of windows")
     variable = self._optimizer._step.window_length()
     first = [members[0] for members in whole.groups]

@@ -241,7 +241,7 @@ class BackupAndRestore(base.GroupCallback):
 
   def _save(self, epoch: int, batch: int) -> None:
     """Saves, and deletes this worker's backups but the last."""
-    state = group_state.GroupCopies(self.model.optimizer, self.model)
+    state = self.copies(is_whole=True)
     name = f"epoch_{epoch}_batch_{batch}" if batch else f"epoch_{epoch}"
     state.agree("a backup")
     self._finish(state)
@@ -265,8 +265,7 @@ class BackupAndRestore(base.GroupCallback):
   def _finish(self, state: group_state.GroupCopies | None = None) -> None:
     """Waits for what is written beside; an error of one worker is all's."""
     if self._in_background:
-      optimizer = self.model.optimizer
-      state = state or group_state.GroupCopies(optimizer, self.model)
+      state = state or self.copies(is_whole=True)
       with state.together("the end of a backup"):
         self._files.finish()
       self._files.prune(self._keep)
@@ -324,7 +323,7 @@ class BackupAndRestore(base.GroupCallback):
     restored = checkpoint.restore_file(
       paths[0], optimizer, self.model, paths[1:]
     )
-    copies = group_state.GroupCopies(optimizer, self.model).copies
+    copies = self.copies(is_whole=True).copies
     for key, variable in _metric_variables(self.model).items():
       here = copies.here(variable)
       values = [np.zeros_like(copy) for copy in here]

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard import group_schedule
+from tf_cross_shard import group_schedule, validation
 from tf_cross_shard.inner_optimizer import libraries, optimizer_state
 from tf_cross_shard.replica_state import group_state
 
@@ -58,9 +58,7 @@ def check_count(name: str, value: Any, least: int, unit: str) -> None:
 
 def check_number(name: str, value: Any) -> None:
   """Raises `TypeError` unless an argument is a number."""
-  if isinstance(value, bool) or not isinstance(
-    value, (int, float, np.integer, np.floating)
-  ):
+  if not validation.is_number(value):
     raise TypeError(f"`{name}` must be a number; got {value!r}.")
 
 
@@ -181,11 +179,9 @@ class GroupCallback(tf.keras.callbacks.Callback):
       if callback.prefix and callback._place_in_list < self._place_in_list
     ]
 
-  def copies(self) -> group_state.GroupCopies:
-    """Returns the model in all groups."""
-    return group_state.GroupCopies(
-      self.model.optimizer, self.model, is_whole=False
-    )
+  def copies(self, is_whole: bool = False) -> group_state.GroupCopies:
+    """Returns the model in all groups; the optimizer's state too, if whole."""
+    return group_state.GroupCopies(self.model.optimizer, self.model, is_whole)
 
   def state(self) -> dict[str, Any]:
     """Returns what goes on after a crash, as arrays and numbers by name."""

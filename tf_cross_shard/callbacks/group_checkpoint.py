@@ -101,7 +101,7 @@ class GroupCheckpoint(base.GroupMonitor):
       return
     if self._is_new:  # A loop of one's own need not call it.
       self.on_train_begin()
-    copies = group_state.GroupCopies(self.model.optimizer, self.model)
+    copies = self.copies(is_whole=True)
     if not self._sign:
       with copies.together(f"checking {self._path.name}"):
         self._check_fits(copies)

@@ -30,7 +30,6 @@ from tf_cross_shard.replica_state import (
   checkpoint,
   group_files,
   group_models,
-  group_state,
 )
 
 
@@ -237,8 +236,7 @@ class Halving(trial_monitor.TrialMonitor):
         " trials, by the epochs of fit. Leave them out; a schedule in `opt`"
         " begins anew with each trial."
       )
-    [step] = group_state.steps_of(optimizer)
-    differing = dict(step.settings.group_settings or {})
+    differing = dict(self.step.settings.group_settings or {})
     if (rates := group_schedule.rates_of(optimizer)) is not None:
       differing["learning_rate"] = rates.rates
     for name in set(differing) - set(self.names):
@@ -267,7 +265,9 @@ class Halving(trial_monitor.TrialMonitor):
     """Begins with the first trials, unless a backup was restored."""
     if not self._place.running:
       self._check_epochs(epoch)
-      group_files.save({0: self._path("states/initial")}, self._whole())
+      group_files.save(
+        {0: self._path("states/initial")}, self.copies(is_whole=True)
+      )
       self._climb(0)
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -356,7 +356,7 @@ class Halving(trial_monitor.TrialMonitor):
           for group, number in enumerate(place.running)
           if number is not None
         },
-        self._whole(),
+        self.copies(is_whole=True),
       )
     if place.waiting:
       self._start_wave(place.rung, place.waiting)
@@ -383,7 +383,8 @@ class Halving(trial_monitor.TrialMonitor):
     )
     paths = [self._state_path(n, rung - 1) for n in self._numbers_here()]
     scratch = self._path("states/wave")
-    group_files.restore(paths, self._whole(), self.model, scratch)
+    whole = self.copies(is_whole=True)
+    group_files.restore(paths, whole, self.model, scratch)
     self._give()
 
   def _give(self) -> None:
@@ -395,10 +396,6 @@ class Halving(trial_monitor.TrialMonitor):
     first = self._place.running[0]
     assert first is not None
     return [first if n is None else n for n in self._place.running]
-
-  def _whole(self) -> group_state.GroupCopies:
-    """Returns weights and slots in all groups."""
-    return group_state.GroupCopies(self.model.optimizer, self.model)
 
   def _state_path(self, number: int, rung: int) -> pathlib.Path:
     """Returns the file of a trial's state at the end of a rung.

@@ -128,8 +128,8 @@ class OuterOptimizer(base.GroupCallback):
       delay: V, how many steps later the result of a meeting is applied; less
         than H.
       alpha: The share of a group's own weights in the mixture that a late
-        result makes; None for the paper's 0.5. With 0 a group forgets what it
-        did since the meeting.
+        result makes; None for 0.5, which weighs both alike. With 0 a group
+        forgets what it did since the meeting.
     """
     super().__init__()
     base.check_count("every", every, 1, "steps")

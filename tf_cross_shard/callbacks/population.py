@@ -14,8 +14,8 @@ class Population(trial_monitor.TrialMonitor):
   """Every few epochs, lets the worst groups go on from the best ones.
 
   With k the `share` of the groups, the k worst receive the weights and slots of
-  the k best, the worst those of the best; and each setting of `explore` that
-  the group has that they come from, times one of its factors.
+  the k best, the worst those of the best. Of each setting in `explore` they
+  receive the best one's number too, times one of the factors.
 
   >>> import numpy as np, tensorflow as tf
   >>> from tf_cross_shard import CrossShardOptimizer, callbacks, schedules

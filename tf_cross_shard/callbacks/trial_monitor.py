@@ -22,6 +22,17 @@ class TrialMonitor(base.GroupMonitor):
   table: trials.Table | None
   names: Sequence[str]
 
+  @property
+  def step(self) -> Any:
+    """The step of the CrossShardOptimizer, which has the groups' settings."""
+    [step] = group_state.steps_of(self.model.optimizer)
+    return step
+
+  @property
+  def _innermost(self) -> Any:
+    """The encapsulated optimizer."""
+    return inner_optimizer.innermost(self.model.optimizer)
+
   def set_model(self, model: Any) -> None:
     """Makes rates ones that can be set, where they are to be."""
     super().set_model(model)
@@ -52,12 +63,11 @@ class TrialMonitor(base.GroupMonitor):
     copies, own = self.copies(), {}
     if _RATE in self.names:
       own[_RATE] = group_rates.read(self.model, copies)
-    [step] = group_state.steps_of(self.model.optimizer)
     for name in filter(self._is_own, self.names):
-      number = step.settings.limits.get(name)
+      number = self.step.settings.limits.get(name)
       if name not in settings.LIMITS:
-        number = vars(inner_optimizer.innermost(self.model.optimizer))[name]
-      by_group = step.settings.group_settings or {}
+        number = vars(self._innermost)[name]
+      by_group = self.step.settings.group_settings or {}
       own[name] = by_group.get(name, [number] * copies.groups.num_groups)
     return [
       {name: own[name][i] for name in own}
@@ -72,12 +82,11 @@ class TrialMonitor(base.GroupMonitor):
     if _RATE in self.names:
       rates = [row[_RATE] for row in rows]
       group_rates.write(self.model, self.copies(), rates)
-    [step] = group_state.steps_of(self.model.optimizer)
-    before = step.settings.group_settings or {}
+    before = self.step.settings.group_settings or {}
     names = filter(self._is_own, self.names)
     after = before | {name: [row[name] for row in rows] for name in names}
     if after != before:
-      step.replace(group_settings=after)
+      self.step.replace(group_settings=after)
       self.model.make_train_function(force=True)
     if self.table is not None:
       self.table.assign(rows)
@@ -87,12 +96,11 @@ class TrialMonitor(base.GroupMonitor):
     assert self.table is not None
     for name in self.table.names:
       if not (name == _RATE or self._is_own(name) or self.table.is_asked(name)):
-        optimizer = inner_optimizer.innermost(self.model.optimizer)
         raise ValueError(
           f"`table` has {name!r}, which nothing reads:"
-          f" {type(optimizer).__name__} has no such number, and no code of the"
-          f" model has called table.value({name!r}). Correct the name, or call"
-          " it."
+          f" {type(self._innermost).__name__} has no such number, and no code"
+          f" of the model has called table.value({name!r}). Correct the name,"
+          " or call it."
         )
     improved = []
     for group, number in enumerate(running):
@@ -108,17 +116,15 @@ class TrialMonitor(base.GroupMonitor):
 
   def _is_own(self, name: str) -> bool:
     """Whether a setting is one of `group_settings`."""
-    optimizer = inner_optimizer.innermost(self.model.optimizer)
-    return name != _RATE and name in {*settings.LIMITS, *vars(optimizer)}
+    return name != _RATE and name in {*settings.LIMITS, *vars(self._innermost)}
 
   def _check(self, rows: Sequence[Mapping[str, Any]]) -> None:
     """Raises an error if the optimizer cannot have a group's settings."""
-    [step] = group_state.steps_of(self.model.optimizer)
-    before = step.settings.group_settings
+    before = self.step.settings.group_settings
     count = group_state.groups_of(self.model.optimizer, None).num_groups
     try:
       for row in rows:
         own = {name: [row[name]] * count for name in filter(self._is_own, row)}
-        step.replace(group_settings=own)
+        self.step.replace(group_settings=own)
     finally:
-      step.replace(group_settings=before)
+      self.step.replace(group_settings=before)

@@ -45,7 +45,7 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
     is_built = is_built or libraries.is_built(layer)
     own = listed(layer) if sharded is None else []
     sharded = sharded or _sharded_state_of(layer)
-    own += getattr(_step_of(layer), "state", ())
+    own += getattr(step_of(layer), "state", ())
     own += [*_rate_variables(layer), *libraries.unlisted(layer)]
     for variable in own:
       found.setdefault(id(variable), variable)
@@ -99,7 +99,7 @@ def member_state(optimizer: Any) -> list[Any]:
     variable
     for layer in nested_optimizers(optimizer)
     for variable in (
-      *getattr(_step_of(layer), "member_state", ()),
+      *getattr(step_of(layer), "member_state", ()),
       *libraries.accumulated(layer),
     )
   ]
@@ -114,7 +114,7 @@ def windows(optimizer: Any) -> tuple[list[Any], list[tuple[Any, int]]]:
   sums: list[Any] = []
   counts = []
   for layer in nested_optimizers(optimizer):
-    sums += getattr(_step_of(layer), "window_state", ())
+    sums += getattr(step_of(layer), "window_state", ())
     if of_keras := libraries.accumulated(layer):
       sums += of_keras
       steps = layer.gradient_accumulation_steps
@@ -129,7 +129,7 @@ def _rate_variables(optimizer: Any) -> list[Any]:
   return [rate for rate in (*rates, *factors) if hasattr(rate, "assign")]
 
 
-def _step_of(optimizer: Any) -> Any:
+def step_of(optimizer: Any) -> Any:
   """The stages of a CrossShardOptimizer, which have variables; else None."""
   return getattr(optimizer, "__dict__", {}).get("_step")
 

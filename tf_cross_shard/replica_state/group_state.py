@@ -265,8 +265,8 @@ def watches_of(optimizer: Any) -> list[Any]:
 
 def steps_of(optimizer: Any) -> list[Any]:
   """Returns the steps of the CrossShardOptimizer among nested optimizers."""
-  layers = map(vars, optimizer_state.nested_optimizers(optimizer))
-  return [own["_step"] for own in layers if "_step" in own]
+  layers = optimizer_state.nested_optimizers(optimizer)
+  return list(filter(None, map(optimizer_state.step_of, layers)))
 
 
 def check_values(optimizer: Any) -> None:
