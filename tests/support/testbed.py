@@ -264,6 +264,12 @@ def virtual(num_replicas: int) -> virtual_tpu.VirtualTPUStrategy:
   return strategy
 
 
+STRATEGIES: dict[str, Callable[[], Any]] = {
+  "mirrored": mirrored,
+  "virtual": lambda: virtual(REPLICAS),
+}
+
+
 def per_replica(strategy: tf.distribute.Strategy, values: Sequence[Any]) -> Any:
   """The i-th of `values` as the i-th replica's tensor."""
   assert len(values) == strategy.num_replicas_in_sync > 1

@@ -10,14 +10,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-import tf_keras
 
-from tests.support import testbed
+from tests.support import group_training, testbed
+from tests.support.group_training import state_of
 from tf_cross_shard import keras3, replica_state
-from tf_cross_shard import tf_keras as ours_tf_keras
 from tf_cross_shard.gradients import layout
 
-KERASES = {"keras": (keras, keras3), "tf_keras": (tf_keras, ours_tf_keras)}
 GROUPS = [[2, 0], [1, 3]]
 STEPS = 3
 SHAPES = {"kernel": (4, 3), "embedding": (5, 2), "bias": (7,), "wide": (3, 8)}
@@ -28,7 +26,9 @@ GRADS = [
   (_RNG.integers(-16, 17, (STEPS, 4, *shape)) / 8).astype("f")
   for shape in SHAPES.values()
 ]
-VALUES = [_RNG.normal(size=shape).astype("f") for shape in SHAPES.values()]
+VALUES = {
+  name: _RNG.normal(size=shape).astype("f") for name, shape in SHAPES.items()
+}
 
 
 class Whitened(keras.optimizers.SGD):
@@ -101,43 +101,15 @@ def build(
   which: str, kind: str, groups: Any = GROUPS, **options: Any
 ) -> tuple[list[Any], Any]:
   """Weights and a built optimizer of sums over groups."""
-  library, package = KERASES[which]
-  with testbed.mirrored().scope():
-    weights = [
-      testbed.variable(value, name, library)
-      for name, value in zip(SHAPES, VALUES, strict=True)
-    ]
-    optimizer = package.CrossShardOptimizer(
-      MAKERS[kind](library), "sum", group_assignment=groups, **options
-    )
-    optimizer.build(weights)
-  return weights, optimizer
+  options = {"group_assignment": groups, **options}
+  return group_training.build(which, MAKERS[kind], VALUES, **options)
 
 
 def train(
   weights: Sequence[Any], optimizer: Any, steps: Sequence[int] = range(STEPS)
 ) -> None:
   """Steps with each replica's gradients."""
-
-  @tf.function(autograph=False)
-  def step(*rows: tf.Tensor) -> None:
-    def replica_step() -> None:
-      own = [row[testbed.replica_id()] for row in rows]
-      optimizer.apply_gradients(list(zip(own, weights, strict=True)))
-
-    testbed.mirrored().run(replica_step)
-
-  for i in steps:
-    step(*(tf.constant(grads[i]) for grads in GRADS[: len(weights)]))
-
-
-def state_of(weights: Sequence[Any], optimizer: Any) -> list[np.ndarray]:
-  """Every group's weights and whole state."""
-  return [
-    value
-    for variable in (*weights, *optimizer.variables)
-    for value in replica_state.group_values(variable, optimizer)
-  ]
+  group_training.train(weights, optimizer, GRADS, steps)
 
 
 def assert_same(state: Sequence[Any], other: Sequence[Any]) -> None:
@@ -160,7 +132,7 @@ def test_to_the_bit(kind: str, which: str, options: dict[str, Any]) -> None:
   assert_same(*(state[:-2] for state in states))
   assert states[0][-2] == states[1][-2]
   assert np.abs(states[0][0] - states[0][1]).max() > 1e-3  # groups
-  assert np.abs(states[0][0] - VALUES[0]).max() > 1e-3
+  assert np.abs(states[0][0] - VALUES["kernel"]).max() > 1e-3
 
 
 def test_each_update_is_done_once() -> None:
@@ -187,28 +159,21 @@ def test_more_members_than_variables() -> None:
   """The one without any repeats the cheapest, and counts its steps."""
   states = []
   for shard_update in ("by_variable", False):
-    with testbed.mirrored().scope():
-      weights = [keras.Variable(value) for value in VALUES[:2]]
-      optimizer = keras3.CrossShardOptimizer(
-        keras.optimizers.Lamb(0.1, global_clipnorm=1e3),
-        "sum",
-        shard_update=shard_update,
-        noise_scale=1,
-      )
-      optimizer.build(weights)
-    train(weights, optimizer)
-    states.append(
-      [
-        *(copy for v in weights for copy in testbed.copies(v)),
-        *testbed.copies(optimizer.iterations),
-      ]
+    weights, optimizer = group_training.build(
+      "keras",
+      lambda library: library.optimizers.Lamb(0.1, global_clipnorm=1e3),
+      {name: VALUES[name] for name in ("kernel", "embedding")},
+      shard_update=shard_update,
+      noise_scale=1,
     )
-    states[-1] += testbed.copies(optimizer.noise_scale)
-  *values, noise = ((a, b) for a, b in zip(*states, strict=True))
-  for value, expected in values[:-3]:
-    np.testing.assert_array_equal(value, expected)
+    group_training.train(weights, optimizer, GRADS[:2])
+    states.append([*map(testbed.copies, (*weights, optimizer.iterations))])
+    states[-1].append(testbed.copies(optimizer.noise_scale))
+  *values, noise = zip(*states, strict=True)
+  for copies, expected in values:
+    np.testing.assert_array_equal(copies, expected)
   np.testing.assert_allclose(*noise, rtol=1e-4)
-  assert int(states[0][-5]) == STEPS
+  assert states[0][-2] == [STEPS] * testbed.REPLICAS
 
 
 @pytest.mark.parametrize("way", ["keras", "checkpoint", "replica_state"])
@@ -247,7 +212,7 @@ def test_files_hold_the_owners_slots(way: str, tmp_path: pathlib.Path) -> None:
 
 def test_slots_without_an_owner() -> None:
   with testbed.mirrored().scope():
-    weights = [keras.Variable(value) for value in VALUES]
+    weights = [keras.Variable(value) for value in VALUES.values()]
     optimizer = keras3.CrossShardOptimizer(
       Listed(0.1), shard_update="by_variable"
     )
