@@ -399,36 +399,7 @@ def check_that_collectives_are_within_the_condition(step: Any) -> None:
   assert any("CollectiveReduce" in op for op in inside)
 
 
-def test_fit() -> None:
-  rng = np.random.default_rng(1)
-  x = rng.integers(-2, 3, (32, 3)).astype("float32")
-  y = rng.integers(-2, 3, (32, 1)).astype("float32")
-  weights = []
-  for is_ours in (True, False):
-    scope = testbed.mirrored() if is_ours else tf.distribute.get_strategy()
-    with scope.scope():
-      layer = keras.layers.Dense(1, kernel_initializer="ones")
-      model = keras.Sequential([keras.Input((3,)), layer])
-      optimizer = keras.optimizers.SGD(0.125)
-      if is_ours:
-        optimizer = keras3.CrossShardOptimizer(optimizer, accumulate_steps=2)
-      model.compile(optimizer, "mse")
-    data = tf.data.Dataset.from_tensor_slices((x, y))
-    testbed.fit(model, data.batch(8 if is_ours else 16))
-    weights.append(model.get_weights())
-  for ours, plain in zip(*weights, strict=True):
-    np.testing.assert_allclose(ours, plain, rtol=1e-6)
-
-
 # --------------------------------------------------------------------- errors
-
-
-@pytest.mark.parametrize("steps", [0, 2.0, True, "2"])
-def test_number_of_calls(steps: Any) -> None:
-  with pytest.raises(
-    ValueError, match=r"`accumulate_steps` must be a positive integer"
-  ):
-    keras3.CrossShardOptimizer("sgd", accumulate_steps=steps)
 
 
 def test_not_both() -> None:
@@ -482,13 +453,6 @@ def test_values_in_place_of_gradients() -> None:
   with pytest.raises(NotImplementedError, match="cannot be accumulated"):
     optimizer.apply_gradients([(tf.constant(2.0), scale)])
   assert float(scale.numpy()) == 1
-
-
-def test_setting_is_kept() -> None:
-  optimizer = keras3.CrossShardOptimizer("sgd", accumulate_steps=3)
-  copy = keras3.CrossShardOptimizer.from_config(optimizer.get_config())
-  assert copy.accumulate_steps == 3
-  assert len(optimizer.variables) == len(optimizer.inner_optimizer.variables)
 
 
 if __name__ == "__main__":

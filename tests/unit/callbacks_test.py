@@ -148,18 +148,6 @@ def _state(model: Any, members: Sequence[int]) -> list[list[np.ndarray]]:
   return [[copies[replica] for replica in members] for copies in whole]
 
 
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-  """What was warned of."""
-  lines: list[str] = []
-  monkeypatch.setattr(
-    absl_logging,
-    "warning",
-    lambda text, *args: lines.append(text % args),
-  )
-  return lines
-
-
 # -------------------------------------------------------------- GroupMetrics
 
 

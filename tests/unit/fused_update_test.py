@@ -479,23 +479,6 @@ def test_the_encapsulated_optimizer_stays_as_it_was(which: str) -> None:
   assert int(restored.iterations.numpy()) == 1
 
 
-@pytest.mark.parametrize("which", KERASES)
-def test_rows_take_keras_operations(which: str) -> None:
-  library, package = KERASES[which]
-  rows = tf.IndexedSlices(tf.constant([[1.0, 2.0]]), tf.constant([2]), [3, 2])
-  states = []
-  for is_fused in (None, False):
-    table = tf.Variable(tf.ones([3, 2]))
-    optimizer = package.CrossShardOptimizer(
-      library.optimizers.Adam(), fused_update=is_fused
-    )
-    optimizer.apply_gradients([(rows, table)])
-    states.append([each.numpy() for each in (table, *optimizer.variables)])
-    assert table.numpy()[2, 0] < 1
-  for one, other in zip(*states, strict=True):
-    np.testing.assert_array_equal(one, other)
-
-
 def test_compiled_by_xla() -> None:
   states = []
   for name in (

@@ -329,9 +329,8 @@ def test_a_copy_is_trained_as_the_source_would_be(
   assert len(_differing(copied, target, after, target)) > 8
 
 
-def test_a_copy_is_no_reason_to_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_no_reason_to_warn(said: list[str]) -> None:
   """Groups are equal after it, and the next steps part them again."""
-  said = cases.collect_warnings(monkeypatch)
   model, optimizer = _made(
     "mirrored",
     "tf_keras",
@@ -351,11 +350,8 @@ def test_a_copy_is_no_reason_to_warn(monkeypatch: pytest.MonkeyPatch) -> None:
   assert said == []
 
 
-def test_groups_that_are_equal_are_warned_about(
-  monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_groups_that_are_equal_are_warned_about(said: list[str]) -> None:
   """EarlyStopping sets the weights after the last look of `fit` at them."""
-  said = cases.collect_warnings(monkeypatch)
   model, optimizer = _made("mirrored", "keras", lambda home: _dense(home, "a"))
   stop = keras.callbacks.EarlyStopping(
     "loss", min_delta=1e9, patience=1, restore_best_weights=True

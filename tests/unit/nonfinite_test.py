@@ -116,7 +116,6 @@ def test_the_count_is_none_of_the_variables() -> None:
   for optimizer in (counting, plain):
     optimizer.build([weight])
   assert len(counting.variables) == len(plain.variables)
-  assert counting.get_config()["skip_nonfinite"] is True
 
 
 def test_sparse_and_whole_number_gradients() -> None:

@@ -95,9 +95,6 @@ def test_repr_is_what_differs(home: Any, its_keras: Any) -> None:
 def test_a_rate_per_group(home: Any, its_keras: Any) -> None:
   decay = its_keras.optimizers.schedules.CosineDecay(0.5, 10)
   assert repr(home.PerGroup([0.5, decay])) == "PerGroup([0.5, CosineDecay])"
-  for rates in (0.5, decay, []):
-    with pytest.raises(ValueError, match=r"`rates` must be a list .* each gro"):
-      home.PerGroup(rates)
 
 
 @pytest.mark.parametrize(("home", "its_keras"), KERAS)
@@ -129,9 +126,6 @@ def test_wrong_arguments_are_told_what_they_may_mean(
     make()
   with pytest.raises(TypeError, match=r"^TowerOptimizer: missing a required"):
     home.TowerOptimizer()
-  for limit in ("1", [1.0]):
-    with pytest.raises(ValueError, match="`clipnorm` must be a number of at"):
-      make("sgd", clipnorm=limit)
   with pytest.raises(
     TypeError, match=r"the class .*Adam\. Make .* it: Adam\(\)\."
   ):

@@ -312,8 +312,9 @@ class TestBinding:
   def test_a_wrong_call_names_the_class(self, library: Any) -> None:
     with pytest.raises(TypeError, match=r"^PerGroup\.__init__\(\) missing"):
       _of(library).PerGroup()
-    with pytest.raises(ValueError, match=r"`rates` must be a list"):
-      _of(library).PerGroup(0.1)
+    for rates in (0.1, _decay(library, 0.1), []):
+      with pytest.raises(ValueError, match=r"`rates` must be a list .* each"):
+        _of(library).PerGroup(rates)
 
   @pytest.mark.parametrize("rate", ["0.1", True, None, lambda step: 0.1])
   def test_what_is_no_rate(self, rate: Any) -> None:

@@ -665,11 +665,6 @@ def test_vouched_for_and_clipped_by_a_norm(limit: str) -> None:
     )
 
 
-def test_unknown_value() -> None:
-  with pytest.raises(ValueError, match="`shard_update` must be True, False"):
-    keras3.CrossShardOptimizer("adam", shard_update="yes")
-
-
 @pytest.mark.parametrize(
   ("package", "library"), [(keras3, keras), (ours_tf_keras, tf_keras)]
 )

@@ -118,15 +118,6 @@ class TestReduction:
     assert testbed.copies(weight) == [-3.0, -3.0, -4.0, -4.0]
 
   @BOTH
-  def test_clipping_before_the_sum_and_after_it(self, home: Any) -> None:
-    before, weight = _make(lambda: home.SGD(1.0), 0.0, clipvalue=3.0)
-    _run(lambda: before.apply_gradients([(testbed.mark(), weight)]))
-    assert testbed.copies(weight) == [-(1.0 + 2.0 + 3.0 + 3.0)] * 4
-    after, weight = _make(lambda: home.SGD(1.0, clipvalue=3.0), 0.0)
-    _run(lambda: after.apply_gradients([(testbed.mark(), weight)]))
-    assert testbed.copies(weight) == [-3.0] * 4
-
-  @BOTH
   def test_rows(self, home: Any) -> None:
     optimizer, table = _make(
       lambda: home.SGD(1.0), [[0.0]] * 4, group_assignment=HALVES
