@@ -351,21 +351,6 @@ def test_split() -> None:
   assert fragments_lib.split(wide, 2) == [[1], [0, 2]]
 
 
-@pytest.mark.parametrize(
-  ("arguments", "words"),
-  [
-    ({"fragments": 0}, "`fragments` must be an integer of at least 1"),
-    ({"fragments": 5}, "`fragments` must be at most `every`.*fragments=5"),
-    ({"delay": 4}, "`delay` less.*delay=4"),
-    ({"delay": 1, "alpha": 1.0}, "less than 1.*alpha=1.0"),
-    ({"alpha": 0.5}, "needs a `delay`"),
-  ],
-)
-def test_bad_arguments(arguments: dict[str, Any], words: str) -> None:
-  with pytest.raises(ValueError, match=words):
-    callbacks.OuterOptimizer(4, **arguments)
-
-
 def test_more_fragments_than_weights() -> None:
   with pytest.raises(ValueError, match="is 5, and `model` trains 4 variables"):
     make(callbacks.OuterOptimizer(5, fragments=5))

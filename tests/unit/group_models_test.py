@@ -16,19 +16,15 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
+from tests.support import group_training, testbed
 from tests.support import replica_state_cases as cases
-from tests.support import testbed
-from tf_cross_shard import keras3, replica_state
-from tf_cross_shard import tf_keras as sharded
+from tf_cross_shard import replica_state
 from tf_cross_shard.replica_state import group_state
 
 N = testbed.REPLICAS
 CROSSED = [[3, 0], [1, 2]]
-STRATEGIES: dict[str, Callable[[], Any]] = {
-  "mirrored": testbed.mirrored,
-  "virtual": functools.partial(testbed.virtual, N),
-}
-LIBRARIES = {"keras": (keras, keras3), "tf_keras": (tf_keras, sharded)}
+STRATEGIES = testbed.STRATEGIES
+LIBRARIES = group_training.KERASES
 X = np.random.default_rng(3).integers(-4, 5, (8, 3)).astype("float32")
 in_both = pytest.mark.parametrize("library", LIBRARIES)
 everywhere = pytest.mark.parametrize("where", STRATEGIES)

@@ -165,16 +165,5 @@ def test_losses_of_half_precision() -> None:
     assert weight.numpy().tolist() == [-1.0]
 
 
-def test_refused_where_an_update_cannot_be_left_out() -> None:
-  strategy = tf.distribute.experimental.CentralStorageStrategy(
-    ["CPU:0", "CPU:1"]
-  )
-  with (
-    strategy.scope(),
-    pytest.raises(NotImplementedError, match="CentralStorageStrategy"),
-  ):
-    CrossShardOptimizer("sgd", skip_nonfinite=True)
-
-
 if __name__ == "__main__":
   raise SystemExit(pytest.main([__file__, "-q"]))

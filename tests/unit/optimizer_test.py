@@ -28,17 +28,6 @@ def _make(
 
 
 class TestReduction:
-  @pytest.mark.parametrize("mode", ["eager", "function"])
-  def test_apply_gradients_sums(self, mode: str) -> None:
-    optimizer, weight = _make(_sgd)
-
-    def step() -> Any:
-      return optimizer.apply_gradients([(testbed.mark(), weight)])
-
-    counts = testbed.run(step, mode)
-    assert testbed.copies(weight) == [-15.0] * 4
-    assert [int(count) for count in counts] == [1] * 4
-
   def test_constant_gradient_shared_by_all_replicas(self) -> None:
     optimizer, weight = _make(_sgd)
     shared = tf.constant(1.0)

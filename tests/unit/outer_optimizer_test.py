@@ -376,27 +376,6 @@ def test_count_waits_for_no_device() -> None:
 # ----------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize(
-  ("arguments", "error", "words"),
-  [
-    ({"every": 0}, ValueError, "`every` must be an integer of at least 1"),
-    ({"every": 2.0}, ValueError, "`every` .* got 2.0"),
-    ({"every": 1, "warmup": -1}, ValueError, "`warmup` .* at least 0; got -1"),
-    ({"every": 1, "wire_dtype": "int4"}, ValueError, "`wire_dtype`"),
-    (
-      {"every": 1, "optimizer": keras3.CrossShardOptimizer("sgd")},
-      ValueError,
-      "`optimizer` must not be a CrossShardOptimizer",
-    ),
-  ],
-)
-def test_bad_arguments(
-  arguments: dict[str, Any], error: type[Exception], words: str
-) -> None:
-  with pytest.raises(error, match=words):
-    callbacks.OuterOptimizer(**arguments)
-
-
 def test_what_cannot_be_joined() -> None:
   loop = make()
   outer = callbacks.OuterOptimizer(2)

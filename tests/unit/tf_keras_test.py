@@ -135,27 +135,6 @@ class TestReduction:
       expected[replica // 2] = [-6.0, -24.0][replica // 2]
       np.testing.assert_array_equal(copy, expected)
 
-  def test_moving_averages_and_weight_decay_stay_in_the_group(self) -> None:
-    optimizer, weight = _make(
-      lambda: optimizers.SGD(
-        1.0,
-        weight_decay=0.5,
-        use_ema=True,
-        ema_momentum=0.5,
-        ema_overwrite_frequency=2,
-      ),
-      8.0,
-      group_assignment=HALVES,
-    )
-    for _ in range(2):
-      _run(lambda: optimizer.apply_gradients([(testbed.mark(), weight)]))
-    # 8 -> 4 - g -> (4 - g) / 2 - g; the average 8 -> 6 - g / 2 -> the mean.
-    for total, copies in ((3.0, slice(0, 2)), (12.0, slice(2, 4))):
-      first = 4.0 - total
-      second = first / 2 - total
-      average = ((8.0 + first) / 2 + second) / 2
-      assert testbed.copies(weight)[copies] == [average] * 2
-
   @pytest.mark.parametrize("name", ["Adafactor", "legacy Ftrl"])
   def test_the_numbers_of_plain_tf_keras(self, name: str) -> None:
     strategy, task = testbed.mirrored(), testbed.Regression()
