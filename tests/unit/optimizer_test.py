@@ -94,6 +94,37 @@ class TestReduction:
       assert testbed.copies(weight) == [-30.0] * 4
 
 
+@pytest.mark.parametrize(
+  ("way", "start", "slope"),
+  [("minimize", 3.0, 2.0), ("compute_gradients", -3.0, -0.5)],
+)
+def test_a_loss_may_branch_on_tensors(
+  way: str, start: float, slope: float
+) -> None:
+  """AutoGraph rewrites the user's loss, which this package calls."""
+  optimizer, weight = _make(_sgd, "sum", initial=start)
+
+  def loss() -> Any:
+    if weight > 0:
+      value = 2.0 * weight
+    else:
+      value = -0.5 * weight
+    return value
+
+  @tf.function
+  def step() -> None:
+    def replica_step() -> None:
+      if way == "minimize":
+        optimizer.minimize(loss, var_list=[weight])
+      else:
+        optimizer.apply_gradients(optimizer.compute_gradients(loss, [weight]))
+
+    testbed.mirrored().run(replica_step)
+
+  step()
+  assert testbed.copies(weight) == [start - slope * 4] * 4
+
+
 class TestPlaces:
   def test_one_replica_reduces_nothing(self) -> None:
     for strategy in (
