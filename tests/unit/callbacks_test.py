@@ -50,7 +50,7 @@ VALIDATION = (
 )
 
 
-def _network() -> Any:
+def _network(outputs: int = 2) -> Any:
   """The same weights each time."""
   tf.keras.utils.set_random_seed(1)
   layers = tf.keras.layers
@@ -58,7 +58,7 @@ def _network() -> Any:
     [
       tf.keras.Input((3,)),
       layers.Dense(4, activation="tanh", name="hidden"),
-      layers.Dense(2, name="last"),
+      layers.Dense(outputs, name="last"),
     ]
   )
 
@@ -84,12 +84,12 @@ def _compile(model: Any, optimizer: Any) -> Any:
   return model
 
 
-def _grouped(where: str, groups: Any = CROSSED) -> Any:
+def _grouped(where: str, groups: Any = CROSSED, outputs: int = 2) -> Any:
   """A compiled model of groups, with all variables of the optimizer."""
   strategy = STRATEGIES[where]()
   assert strategy.num_replicas_in_sync == (2 if where == "pair" else N)
   with strategy.scope():
-    model = _network()
+    model = _network(outputs)
     optimizer = CrossShardOptimizer(
       tf.keras.optimizers.Adam(RATES[0]),
       group_assignment=groups,
@@ -710,7 +710,11 @@ def test_a_file_of_another_run(tmp_path: pathlib.Path) -> None:
   for other, monitor, words in (
     (model, "val_mae", "does not hold val_mae of 2 groups"),
     (_grouped("mirrored", [[0], [1], [2], [3]]), "val_loss", "of 4 groups"),
-    (_wide(), "val_loss", r"does not hold `model/.*last/kernel` of .*\[4, 3\]"),
+    (
+      _grouped("pair", PAIR, 3),
+      "val_loss",
+      r"does not hold `model/.*last/kernel` of .*\[4, 3\]",
+    ),
   ):
     with pytest.raises(replica_state.CheckpointError, match=words):
       _begin(other, callbacks.GroupCheckpoint(path, monitor))
@@ -720,21 +724,6 @@ def test_a_file_of_another_run(tmp_path: pathlib.Path) -> None:
   (tmp_path / "file").write_text("")
   with pytest.raises(OSError, match="file"):
     _begin(model, callbacks.GroupCheckpoint(tmp_path / "file" / "best"))
-
-
-def _wide() -> Any:
-  """As `_network`, with another number of outputs."""
-  with testbed.mirrored(2).scope():
-    layers = tf.keras.layers
-    model = tf.keras.Sequential(
-      [
-        tf.keras.Input((3,)),
-        layers.Dense(4, name="hidden"),
-        layers.Dense(3, name="last"),
-      ]
-    )
-    model.compile(CrossShardOptimizer("sgd", group_assignment=PAIR), "mse")
-  return model
 
 
 # ---------------------------------------------- mistakes before the first epoch
