@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import group_training, testbed
+from tests.support import fake_engine, group_training, testbed
 from tests.support.group_training import state_of
+from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import keras3, replica_state
 from tf_cross_shard.gradients import layout
 
@@ -94,8 +95,6 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
   ("ScheduleFreeAdamW", "keras", {"skip_nonfinite": True}),
   ("Whitened", "keras", {"shard_update": "by_variable"}),
   ("Seen", "keras", {"shard_update": "by_variable"}),
-  ("Adam", "keras", {"shard_update": "by_variable"}),
-  ("Adam", "tf_keras", {"shard_update": "by_variable"}),
   ("clipped", "keras", {}),
   ("scaled", "keras", {}),
 ]
@@ -125,28 +124,46 @@ def assert_same(state: Sequence[Any], other: Sequence[Any]) -> None:
 @pytest.mark.parametrize(("kind", "which", "options"), CASES)
 def test_to_the_bit(kind: str, which: str, options: dict[str, Any]) -> None:
   """Also where one member's part alone overflows, and a weight has a limit."""
-  states = []
-  grads = [rows.copy() for rows in GRADS]
+  library, _ = group_training.KERASES[which]
+  grads, found = [rows.copy() for rows in GRADS], []
   if kind == "scaled":
     grads[2][1, 3] = np.inf
   for shard_update in (options.get("shard_update", True), False):
-    settings = {**options, "shard_update": shard_update}
-    weights, optimizer = build(which, kind, **settings)
-    if kind == "scaled":
-      weights[0].constraint = keras.constraints.UnitNorm()
-    group_training.train(weights, optimizer, grads)
+    trained = fake_engine.replicas(
+      functools.partial(MAKERS[kind], library),
+      list(VALUES.values()),
+      library,
+      groups_lib.Groups(GROUPS),
+      **{**options, "shard_update": shard_update},
+    )
+    for replica in trained if kind == "scaled" else ():
+      replica.variables[0].constraint = keras.constraints.UnitNorm()
+    fake_engine.train(trained, grads)
+    counts = [int(each.inner.iterations()) for each in trained]
+    found.append([counts, *(v for each in trained for v in each.values)])
+  for value, expected in zip(*found, strict=True):
+    np.testing.assert_array_equal(value, expected)
+  kernels = [each.values[0] for each in trained]
+  assert np.abs(kernels[0] - kernels[1]).max() > 1e-3  # groups
+  assert np.abs(kernels[0] - VALUES["kernel"]).max() > 1e-3
+  if kind == "scaled":
+    scales = [float(each.opt.dynamic_scale.numpy()) for each in trained]
+    assert scales == [4.0, 2.0, 4.0, 2.0]
+    np.testing.assert_allclose(np.linalg.norm(kernels[0], axis=0), 1.0, 1e-5)
+
+
+@group_training.in_both
+def test_averages_and_names(which: str) -> None:
+  """All state, which replicas make together, so under a strategy."""
+  states, names = [], []
+  for shard_update in ("by_variable", False):
+    weights, optimizer = build(which, "Adam", shard_update=shard_update)
+    train(weights, optimizer)
     states.append(state_of(weights, optimizer))
     replica_state.assert_in_sync(optimizer, weights)
-    names = [getattr(v, "path", v.name) for v in optimizer.variables]
-    states[-1] += [optimizer.get_slot_names(), names]
-  assert_same(*(state[:-2] for state in states))
-  assert states[0][-2] == states[1][-2]
-  assert np.abs(states[0][0] - states[0][1]).max() > 1e-3  # groups
-  assert np.abs(states[0][0] - VALUES["kernel"]).max() > 1e-3
-  if kind == "scaled":
-    scales = testbed.copies(optimizer.inner_optimizer.dynamic_scale)
-    assert scales == [4.0, 2.0, 4.0, 2.0]
-    np.testing.assert_allclose(np.linalg.norm(states[0][0], axis=0), 1.0, 1e-5)
+    names.append(optimizer.get_slot_names())
+  assert_same(*states)
+  assert names[0] == names[1]
 
 
 def test_each_update_is_done_once() -> None:

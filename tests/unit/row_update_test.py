@@ -553,28 +553,6 @@ def test_decay_set_in_a_window_of_rows() -> None:
     np.testing.assert_allclose(value, right, rtol=1e-6)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_files(package: str, tmp_path: Any) -> None:
-  """Slots are the plain optimizer's; the state goes on to the bit."""
-  library = PACKAGES[package][1]
-  first = _optimizer(package, "Adam", lazy_rows=True)
-  again = type(first).from_config(first.get_config())
-  assert again.lazy_rows is True
-  assert "lazy_rows=True" in repr(again)
-  tables = [tf.Variable(TABLE), tf.Variable(TABLE)]
-  for optimizer, table in zip((first, again), tables, strict=True):
-    optimizer.build([table])
-  first.apply_gradients([(_slices(BATCHES[0][0], tf.float64), tables[0])])
-  replica_state.save(tmp_path / "state", first, [tables[0]])
-  replica_state.restore(tmp_path / "state", again, [tables[1]])
-  for optimizer, table in zip((first, again), tables, strict=True):
-    optimizer.apply_gradients([(_slices(BATCHES[2][0], tf.float64), table)])
-  np.testing.assert_array_equal(tables[0].numpy(), tables[1].numpy())
-  plain = library.optimizers.Adam(lazy_oracle.RATE)
-  plain.build([tables[1]])
-  assert len(plain.variables) == len(first.variables)
-
-
 def test_fit_with_an_embedding() -> None:
   """Ids that no replica has keep their row; others move."""
   with testbed.mirrored().scope():

@@ -76,6 +76,7 @@ VALUES: dict[str, Any] = {
   "accumulate_steps": 3,
   "shard_update": "elementwise",
   "noise_scale": 2,
+  "lazy_rows": True,
   "group_settings": {"momentum": [0.5, 0.25]},
 }
 

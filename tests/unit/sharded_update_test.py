@@ -224,24 +224,6 @@ def test_settings(name: str, which: str) -> None:
   assert_equal(*values, 2e-6)
 
 
-def test_averages_of_weights() -> None:
-  """Replicas build them together, so under a strategy; tf_keras: see `fit`."""
-  make = functools.partial(
-    make_plain,
-    "Adam",
-    use_ema=True,
-    ema_momentum=0.5,
-    ema_overwrite_frequency=3,
-  )
-  states = []
-  for sharded in (False, True):
-    weights, optimizer = build("keras", make, shard_update=sharded)
-    train(weights, optimizer)
-    replica_state.assert_in_sync(optimizer, weights)
-    states.append(state_of(weights, optimizer))
-  assert_equal(*states, 2e-6)
-
-
 @group_training.in_both
 def test_rows_and_constraints(which: str) -> None:
   """A step that is left out constrains nothing."""
