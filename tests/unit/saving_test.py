@@ -15,9 +15,9 @@ import tf_keras
 
 import tf_cross_shard.keras3
 import tf_cross_shard.tf_keras
+from tests.support import group_training, testbed
 from tests.support import replica_state_cases as cases
-from tests.support import testbed
-from tf_cross_shard import CrossShardOptimizer, replica_state
+from tf_cross_shard import replica_state
 
 Wrap = Callable[[Any], Any]
 
@@ -177,27 +177,23 @@ def test_groups_that_others_make_equal_are_warned_about_once(
 def test_groups_of_a_tpu_are_warned_about(said: list[str]) -> None:
   """In a loop of one's own; several members, of which some are untouched."""
   strategy = testbed.virtual(4)
-  groups = testbed.GROUPINGS["strided"]
-  with strategy.scope():
-    weight = tf.Variable([0.0, 0.0])
-    optimizer = CrossShardOptimizer("sgd", "sum", group_assignment=groups)
-    optimizer.build([weight])
-
-  @tf.function(autograph=False)
-  def step() -> None:
-    pair = (testbed.mark() * [1.0, 2.0], weight)
-    optimizer.apply_gradients([pair])
-
-  strategy.run(step)
+  [weight], optimizer = group_training.build(
+    *("keras", lambda library: library.optimizers.SGD()),
+    *({"weight": np.zeros(2, "f")}, strategy),
+    group_assignment=testbed.GROUPINGS["strided"],
+  )
+  run = group_training.stepper([weight], optimizer, strategy)
+  step = functools.partial(run, [[1, 2], [2, 4], [4, 8], [8, 16]])
+  step()
   replica_state.average(optimizer, [weight])
   pickle.dumps(optimizer)
   assert said == []  # Groups have been made equal.
-  strategy.run(step)
+  step()
   pickle.dumps(optimizer)
   [line] = said
   assert "which differ in weights" in line
   weight.assign(weight)
-  strategy.run(step)
+  step()
   pickle.dumps(optimizer)
   assert COLLAPSED in said[1]
 
