@@ -159,6 +159,27 @@ class Replaceable(Setting):
       step.replace(**{self._name: value})
 
 
+class Arguments:
+  """The settings as properties of the optimizer, which has a step."""
+
+  reduction = Setting('`"mean"` or `"sum"`.')
+  group_assignment = Assignment(
+    "Groups as lists; None for one of all replicas."
+  )
+  loss_averaged_over = Setting('`"replica"`, `"global"`; None: by the call.')
+  clipnorm = Replaceable("Limit of each gradient's norm, before the sum.")
+  global_clipnorm = Replaceable("The same for all gradients together.")
+  clipvalue = Replaceable("Limit of each element, before the sum.")
+  wire_dtype = Setting("The dtype on the wire; None for exact sums.")
+  skip_nonfinite = Setting("Whether steps with a NaN are skipped and counted.")
+  scale_gradients = Setting("Whether gradients are scaled, not the loss.")
+  fused_update = Setting("Whether kernels or XLA update; None: where faster.")
+  accumulate_steps = Setting("How many calls make one step; None for one.")
+  shard_update = Setting("Whether each member keeps one part of the state.")
+  lazy_rows = Setting("Whether only rows that occur are updated.")
+  group_settings = Replaceable("A number for each group, by name; or None.")
+
+
 def as_groups(group_assignment: Any) -> groups_lib.Groups | None:
   """Returns any accepted form of `group_assignment`, checked."""
   if group_assignment is None or isinstance(

@@ -83,14 +83,6 @@ def is_var_list(value: Any) -> bool:
   return isinstance(value, Iterable)
 
 
-def check_name(name: Any) -> None:
-  """Raises `TypeError` unless the name of operations is a string or None."""
-  if name is not None and not isinstance(name, str):
-    raise TypeError(
-      f'`name` must be a string or None; got {name!r}. Use for example "step".'
-    )
-
-
 def check_pairs(grads_and_vars: Iterable[Any]) -> tuple[list[Any], list[Any]]:
   """Splits (gradient, variable) pairs after checking each of them."""
   pairs = _as_list("grads_and_vars", grads_and_vars)
