@@ -55,7 +55,6 @@ class CrossShard(settings_lib.Arguments, forwarding.OptimizerWrapper):
     tf.compat.v1.tpu.CrossShardOptimizer, whose members this class keeps.
   """
 
-  @validation.names_arguments
   def __init__(
     self,
     opt: "validation.Optimizer | str | dict[str, Any]",

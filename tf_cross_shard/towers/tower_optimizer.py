@@ -47,7 +47,6 @@ class Tower(forwarding.OptimizerWrapper):
   _argument = "optimizer_or_optimizer_fn"
   _was_used = False
 
-  @validation.names_arguments
   def __init__(
     self,
     optimizer_or_optimizer_fn: (
