@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tests.support import testbed
 from tf_cross_shard import CrossShardOptimizer, callbacks, schedules
+from tf_cross_shard.callbacks import group_rates
 
 pytestmark = pytest.mark.slow
 
@@ -161,7 +162,7 @@ def test_rates_under_loss_scaling(is_around: bool) -> None:
       model.compile(CrossShardOptimizer(scaled(opt), **options), "mse")
   population = callbacks.Population()
   population.set_model(model)
-  population.give([{"learning_rate": rate / 2} for rate in RATES])
+  group_rates.write(model, [rate / 2 for rate in RATES])
   population.on_train_begin()
   assert population.learning_rates == pytest.approx([r / 2 for r in RATES])
 

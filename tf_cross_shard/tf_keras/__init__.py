@@ -136,15 +136,6 @@ class CrossShardOptimizer(optimizer.CrossShard, wrapper.TfKerasWrapper):
     call = flow.Call(grads, variables, global_step, name, is_reduced=True)
     return self._perform(call)
 
-  @classmethod
-  def from_config(
-    cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-  ) -> Any:
-    """Makes the optimizer that `get_config` described, not built."""
-    # Version 0.2.0 wrote what Keras' own optimizers write.
-    own = {k: v for k, v in config.items() if k != "is_legacy_optimizer"}
-    return super().from_config(own, custom_objects)
-
 
 @forwarding.documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
