@@ -128,7 +128,7 @@ class Population(trial_monitor.TrialMonitor):
   def on_train_begin(self, logs: Any = None) -> None:
     """Forgets what another `fit` left; makes a table if none was given."""
     if self._makes_table:
-      self.table = self._table_of_groups()
+      self._make_table(self._explored())
     super().on_train_begin(logs)
     groups = self.table.groups.num_groups
     if len(self.table) != groups:
@@ -140,8 +140,8 @@ class Population(trial_monitor.TrialMonitor):
     self.settings = [dict(trial.settings) for trial in self.table]
     self.give(self.settings)
 
-  def _table_of_groups(self) -> trials.Table:
-    """Returns a trial for each group, with what is explored as it is now."""
+  def _explored(self) -> list[dict[str, float]]:
+    """Returns what is explored of each group, as the optimizer has it."""
     rows = self.read()
     unknown = set(self.names) - set(rows[0])
     if unknown:
@@ -150,9 +150,13 @@ class Population(trial_monitor.TrialMonitor):
         " numbers of `opt`; settings of the model need `table`."
       )
     self._check(rows)
+    return rows
+
+  def _make_table(self, rows: Sequence[Mapping[str, float]]) -> None:
+    """Makes a trial for each group."""
     with self.model.distribute_strategy.scope():
       groups = group_state.groups_of(self.model.optimizer, None)
-      return trials.Table(rows, groups)
+      self.table = trials.Table(rows, groups)
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Copies groups, if it is time."""
@@ -191,6 +195,8 @@ class Population(trial_monitor.TrialMonitor):
     """Goes on from what happened."""
     super().set_state(state)
     self.copied, self.settings, rows = base.from_array(state["happened"])
+    if self._makes_table:  # A `fit` before may have changed what they were.
+      self._make_table([trial["settings"] for trial in rows[2:]])
     self.table.from_list(rows)
     self.give(self.settings)
 
