@@ -147,24 +147,7 @@ class CrossShard(settings_lib.Arguments, forwarding.OptimizerWrapper):
       TypeError: If `opt` is no optimizer, or one that Keras has no equal of.
     """
     opt = self._as_optimizer(opt)
-    settings = settings_lib.Settings(
-      reduction,
-      name,
-      group_assignment,
-      loss_averaged_over,
-      clipnorm,
-      global_clipnorm,
-      clipvalue,
-      wire_dtype,
-      skip_nonfinite,
-      scale_gradients,
-      fused_update,
-      accumulate_steps,
-      shard_update,
-      noise_scale,
-      lazy_rows,
-      group_settings,
-    )
+    settings = settings_lib.Settings.of(locals())
     super().__init__(opt, name=name, **settings.limits)
     self._inner.fuse(fused_update)
     self._checks = replica_checks.ReplicaChecks(self._inner, settings)

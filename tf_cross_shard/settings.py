@@ -6,6 +6,7 @@ workers compare it, and the stages of a step take from it what is theirs.
 
 import dataclasses
 import numbers
+from collections.abc import Mapping
 from typing import Any, Final
 
 import tensorflow as tf
@@ -74,6 +75,11 @@ class Settings:
         "`noise_scale` must be True, False or the number of steps from one"
         f" measurement to the next; got {self.noise_scale!r}."
       )
+
+  @classmethod
+  def of(cls, arguments: Mapping[str, Any]) -> "Settings":
+    """Returns the settings among a constructor's arguments, by their names."""
+    return cls(**{f.name: arguments[f.name] for f in dataclasses.fields(cls)})
 
   @property
   def is_mean(self) -> bool:
