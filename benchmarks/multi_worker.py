@@ -141,7 +141,7 @@ def measure_reduction(
   ) -> _Case:
     engine = collectives.for_strategy(strategy, groups)
     return (
-      lambda grads: reduction.reduce_gradients(grads, engine, wire_dtype)[0],
+      lambda grads: reduction.Wire(engine, wire_dtype).sum(grads)[0],
       groups,
     )
 

@@ -44,7 +44,7 @@ def test_everything_at_once_in_order() -> None:
     grads = _mixed(MARKS[engine.replica])
     kept = reduction.make_reducible(grads, _variables(), engine)
     assert kept == grads
-    return reduction.reduce_gradients(kept, engine)[0]
+    return reduction.Wire(engine).sum(kept)[0]
 
   for sums, total in zip(fake_engine.run(reduce, engines), SUMS, strict=True):
     np.testing.assert_array_equal(sums[0], [total, 2 * total])
@@ -64,7 +64,7 @@ def test_rows_become_dense_where_they_cannot_be_gathered() -> None:
   def reduce(engine: fake_engine.FakeEngine) -> list[Any]:
     grads = _mixed(MARKS[engine.replica])
     dense = reduction.make_reducible(grads, _variables(), engine)
-    return reduction.reduce_gradients(dense, engine)[0]
+    return reduction.Wire(engine).sum(dense)[0]
 
   found = fake_engine.run(reduce, fake_engine.engines(keeps_rows=False))
   for sums, total in zip(found, SUMS, strict=True):
@@ -74,7 +74,7 @@ def test_rows_become_dense_where_they_cannot_be_gathered() -> None:
 def test_groups_of_one_send_nothing() -> None:
   [engine, _] = fake_engine.engines(groups_lib.singletons(2))
   grads = _mixed(1.0)
-  sums, _ = reduction.reduce_gradients(grads, engine)
+  sums, _ = reduction.Wire(engine).sum(grads)
   assert engine.sent == []
   assert sums[0] is grads[0]
   np.testing.assert_array_equal(sums[2].values, [[5.0], [2.0]])

@@ -115,6 +115,29 @@ class Mirrored(base.Engine):
       part, self.groups, replica, self._devices[replica]
     )
 
+  def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
+    """Takes the rows for each member out of all in a merge call."""
+    if self._merges_here():
+
+      def combine(
+        copies: list[list[tf.Tensor]], members: list[int]
+      ) -> list[tf.Tensor]:
+        [of_members] = copies
+        return [
+          tf.stack([copy[place] for copy in of_members])
+          for place in range(len(members))
+        ]
+
+      return self._merge([rows], combine)[self.position()]
+    if not collective_ops.keeps_order(self.groups):
+      return super().all_to_all(rows)
+    replica = self._replica()
+    device = self._devices[replica]
+    [received] = self._collectives.run(
+      collective_ops.ALL_TO_ALL, [rows], self.groups, replica, device
+    )
+    return received
+
   def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Adds in float32 where members sum in a merge call."""
     if not self._merges_here():

@@ -29,6 +29,7 @@ from tf_cross_shard.gradients import layout as layouts
 from tf_cross_shard.inner_optimizer import base, fused_update
 from tf_cross_shard.step import (
   noise_scale,
+  reduction,
   sharded_state,
   sharded_update,
   update,
@@ -46,6 +47,7 @@ class OwnerUpdate(sharded_update.ShardedUpdate):
     settings: settings_lib.Settings,
     inner: base.InnerOptimizer,
     engine: engines.Engine,
+    wire: reduction.Wire,
     noise: noise_scale.NoiseScale,
   ) -> None:
     if engine.is_one_program:
@@ -54,7 +56,7 @@ class OwnerUpdate(sharded_update.ShardedUpdate):
         " are one program, in which all members do the same. Leave it out, or"
         " use an optimizer that updates each element by itself."
       )
-    super().__init__(settings, inner, engine, noise)
+    super().__init__(settings, inner, engine, wire, noise)
 
   def _kind(self, variable: Any) -> Hashable:
     """Variables of one dtype travel together."""

@@ -63,15 +63,16 @@ class ShardedUpdate(update.Update):
     settings: settings_lib.Settings,
     inner: base.InnerOptimizer,
     engine: engines.Engine,
+    wire: reduction.Wire,
     noise: noise_scale.NoiseScale,
   ) -> None:
-    super().__init__(settings, inner, engine, noise)
+    super().__init__(settings, inner, engine, wire, noise)
     self._weights: list[Weights] = []
     self._tables: list[Any] = []
     self._variables: list[Any] = []  # All, in the user's order.
-    self._whole = update.ReplicatedUpdate(settings, inner, engine, noise)
+    self._whole = update.ReplicatedUpdate(settings, inner, engine, wire, noise)
     if row_update.is_wanted(settings, inner):
-      self._whole = row_update.RowUpdate(settings, inner, engine, noise)
+      self._whole = row_update.RowUpdate(settings, inner, engine, wire, noise)
     inner.checkpointed = sharded_state.Children({}, inner.optimizer)
 
   def is_table(self, variable: Any) -> bool:
@@ -145,12 +146,18 @@ class ShardedUpdate(update.Update):
     tables, pieces = self._split(grads, variables)
     flat = [piece for of_weights in pieces for piece in of_weights]
     own = self._noise.of_replica([*flat, *tables], calls)
-    sums, _ = reduction.reduce_gradients(
-      tables, self._engine, self._settings.wire_dtype, self._wire_scale()
-    )
-    parts = list(map(self._reduce_part, self._weights, pieces))
+    sums, _ = self._wire.sum(tables, self._tables)
+    parts, left = [], []
+    for weights, of_weights in zip(self._weights, pieces, strict=True):
+      part, of_part = self._wire.sum_part(
+        of_weights, weights.variables, weights.layout
+      )
+      parts.append(part)
+      left += of_part
     self._noise.after_scatter(own, self._counted(parts), sums, calls)
-    return self._clip(self._agree_on_finite(parts, sums), sums)
+    parts = self._agree_on_finite(parts, sums)
+    self._wire.keep(left, [*parts, *sums])
+    return self._clip(parts, sums)
 
   def own_part(
     self, sums: Sequence[Gradient], variables: Sequence[Any]
@@ -246,18 +253,6 @@ class ShardedUpdate(update.Update):
       )
       for weights in self._weights
     ]
-
-  def _reduce_part(
-    self, weights: Weights, pieces: Sequence[tf.Tensor]
-  ) -> tf.Tensor:
-    """Returns the group's sums of this member's part."""
-    scale = self._wire_scale()
-    if scale is not None:
-      pieces = [indexed_slices.times(piece, scale) for piece in pieces]
-    narrow = packing.narrow(pieces, self._settings.wire_dtype)
-    part = self._engine.reduce_part(narrow, weights.layout)
-    part = tf.cast(part, pieces[0].dtype)
-    return part if scale is None else part / tf.cast(scale, part.dtype)
 
   def _counted(self, parts: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
     """Returns parts without what other members have too."""
