@@ -62,6 +62,7 @@ _JSON = flags.DEFINE_string("json", None, "File to write the figures to.")
 
 KERAS, OURS = contestants.KERAS, contestants.OURS
 BFLOAT16, FLOAT16 = f"{OURS}, bfloat16", f"{OURS}, float16"
+INT8 = f"{OURS}, int8"
 SINGLE, NOTHING = "one by one", "nothing reduced"
 FOUR, ACCUMULATED = f"{OURS}, four batches", f"{OURS}, four in a window"
 _WINDOW = 4
@@ -98,6 +99,7 @@ class Gradients:
     strategy: tf.distribute.Strategy,
     reducer: contestants.Reducer,
     groups: groups_lib.Groups,
+    error: float = 0.0,
   ) -> contestants.Step:
     """Traces a reduction and checks its sums.
 
@@ -105,6 +107,7 @@ class Gradients:
       strategy: The workers.
       reducer: Answers the sums of gradients.
       groups: Over whom it sums.
+      error: By how much of the largest sum they may be off.
 
     Returns:
       A function that runs it. Gradients are made anew each time, as backward
@@ -122,9 +125,11 @@ class Gradients:
     )
     one = tf.constant(1.0)
     members = groups.members_of(self._replica)
-    factor = sum(2.0**member for member in members) / 2.0**self._replica
+    largest = sum(2.0**member for member in members)
+    factor = largest / 2.0**self._replica
     for total, grad in zip(on_replicas(one), self._mine, strict=True):
-      if not np.array_equal(total.numpy(), factor * grad.numpy()):
+      off = np.abs(total.numpy() - factor * grad.numpy()).max()
+      if not off <= error * largest:
         raise AssertionError(f"replica {self._replica} has a wrong sum")
     return lambda: on_replicas(one)
 
@@ -157,16 +162,22 @@ def measure_reduction(
     for rows in _GROUPINGS:
       groups = groups_lib.Groups(rows)
       reducers[f"{OURS}, {groups.to_lists()}"] = ours(groups)
-  grads = Gradients(*peers.BUFFERS[part], _replica(strategy))
-  return _measure(
-    strategy,
-    part,
-    {
-      case: grads.step(strategy, reducer, groups)
-      for case, (reducer, groups) in reducers.items()
-    },
-    baselines=[KERAS, SINGLE],
+  tensors, size = peers.BUFFERS[part]
+  grads = Gradients(tensors, size, _replica(strategy))
+  steps = {
+    case: grads.step(strategy, reducer, groups)
+    for case, (reducer, groups) in reducers.items()
+  }
+  with strategy.scope():
+    weights = [tf.Variable(tf.zeros(size)) for _ in range(tensors)]
+    optimizer = tf_cross_shard.CrossShardOptimizer("sgd", wire_dtype="int8")
+    optimizer.build(weights)
+  wire = optimizer._step.wire
+  # Two roundings to a 254th of the largest.
+  steps[INT8] = grads.step(
+    strategy, lambda own: wire.sum(own, weights)[0], whole, error=2 / 254
   )
+  return _measure(strategy, part, steps, baselines=[KERAS, SINGLE])
 
 
 def measure_sweep(strategy: tf.distribute.Strategy) -> list[timing.Row]:
@@ -220,6 +231,7 @@ def training_steps(
       KERAS: tf.keras.optimizers.Adam(peers.LEARNING_RATE),
       OURS: ours(None),
       BFLOAT16: ours("bfloat16"),
+      INT8: ours("int8"),
       ACCUMULATED: ours(None, _WINDOW),
       NOTHING: tf.keras.optimizers.Adam(peers.LEARNING_RATE),
     }

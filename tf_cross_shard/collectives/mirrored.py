@@ -38,7 +38,16 @@ class Mirrored(base.Engine):
     self._devices = tuple(strategy.extended.worker_devices)
     on_cpus = all("CPU" in device.upper() for device in self._devices)
     self._prefer_merge = on_cpus if prefer_merge is None else prefer_merge
-    self._collective_ops = collective_ops.of_strategy(strategy)
+    # Who gives a strategy one of these does not want NCCL.
+    is_plain = isinstance(
+      strategy.extended._cross_device_ops,
+      (
+        tf.distribute.HierarchicalCopyAllReduce,
+        tf.distribute.ReductionToOneDevice,
+      ),
+    )
+    asked = collective_ops.RING if is_plain else collective_ops.AUTO
+    self._collective_ops = collective_ops.of_strategy(strategy, asked=asked)
 
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums over the group."""

@@ -37,12 +37,14 @@ class MultiWorker(base.Engine):
     super().__init__(strategy, groups)
     self._devices = tuple(strategy.extended.worker_devices)
     cluster = strategy.cluster_resolver.cluster_spec()
+    asked = strategy.extended._communication_options.implementation.value
     self._collectives = collective_ops.of_strategy(
       strategy,
       # Not the addresses: a worker may know itself by another one.
       identity=repr([task[:2] for task in agreement.tasks(cluster)]),
       chains=_CHAINS,
       is_serial=len(self._devices) > 1,
+      asked=asked.lower(),
     )
     self._workers = agreement.of_strategy(strategy)
     self._agreed: set[tuple[str, ...]] = set()
