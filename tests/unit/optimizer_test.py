@@ -195,6 +195,7 @@ class TestBadInput:
       ({"loss_averaged_over": "all"}, ValueError, "`loss_averaged_over`"),
       ({"group_assignment": [[0, 1], [1, 0]]}, ValueError, "twice"),
       ({"skip_nonfinite": "yes"}, TypeError, "`skip_nonfinite`.*'yes'"),
+      ({"has_backup": "/tmp"}, TypeError, "`has_backup`.*'/tmp'"),
       ({"wire_dtype": "bf16"}, ValueError, "`wire_dtype`.*'bf16'"),
       ({"clipnorm": 1.0, "clipvalue": 1.0}, ValueError, "clip"),
     ],

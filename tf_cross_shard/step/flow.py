@@ -219,8 +219,10 @@ class Step:
       if step is not None and self._engine.updates_here(step):
         step.assign_add(tf.cast(self.guard.is_step(sums), step.dtype))
 
+    # Half a step is nothing that somebody with a backup goes on from.
+    waits_for = () if self.settings.has_backup else sums
     with (
-      self._engine.all_or_nothing(sums),
+      self._engine.all_or_nothing(waits_for),
       self._engine.isolate(),
       self.by_group.in_force(),
     ):
