@@ -95,11 +95,8 @@ def test_numpy(groups: Any) -> None:
   weights, left = _applied(groups, _flat(GRADS)[:, :count])
   if len(groups[0]) == 1:  # Nothing travels, and nothing is rounded.
     weights, left = -_flat(GRADS).sum(0, dtype="f"), np.zeros_like(left)
-  if len(groups[0]) < 4:  # The order of three terms is TensorFlow's.
-    np.testing.assert_array_equal(_weights(trained), weights)
-    np.testing.assert_array_equal(_left(trained), left)
-  else:
-    np.testing.assert_allclose(_weights(trained), weights, atol=1e-4)
+  np.testing.assert_array_equal(_weights(trained), weights)
+  np.testing.assert_array_equal(_left(trained), left)
   for members in groups:
     for other in members[1:]:
       np.testing.assert_array_equal(*_weights(trained)[[members[0], other]])
