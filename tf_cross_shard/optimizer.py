@@ -147,7 +147,8 @@ class CrossShard(forwarding.OptimizerWrapper):
         `schedules.PerGroup`.
       has_backup: Whether you go on from a backup when one of several machines
         is lost. Then variables are updated as their sums come in; without, all
-        wait for all sums, so that who is left has no step half applied.
+        wait for all sums, so that who is left has no step half applied. On
+        CPUs nothing was gained.
 
     Raises:
       ValueError: If `opt` names no optimizer or is itself a

@@ -73,11 +73,7 @@ def wire(
 
 
 class Wire:
-  """The way of gradients between members: exact, or in half precision.
-
-  Attributes:
-    variables: What rounding has left on each replica; empty if it is lost.
-  """
+  """The way of gradients between members: exact, or in half precision."""
 
   def __init__(
     self,
@@ -96,7 +92,11 @@ class Wire:
     self._engine = engine
     self._dtype = dtype
     self._scale = scale or (lambda: None)
-    self.variables: list[Any] = []
+
+  @property
+  def variables(self) -> list[Any]:
+    """What rounding has left on each replica; empty if it is lost."""
+    return []
 
   def build(self, variables: Sequence[Any]) -> None:
     """Makes room for what rounding leaves of their dense gradients."""
@@ -231,6 +231,12 @@ class Int8Wire(Wire):
       )
     self._inner = inner
     self._residuals: dict[int, Any] = {}
+    self._known: list[Any] = []  # Ids stay theirs.
+
+  @property
+  def variables(self) -> list[Any]:
+    """The residuals, along the variables that it was built on."""
+    return list(self._residuals.values())
 
   def build(self, variables: Sequence[Any]) -> None:
     """Makes a residual for each of the variables that has none."""
@@ -243,14 +249,13 @@ class Int8Wire(Wire):
         or self._inner.is_overwritten(variable)
       ):
         continue
+      self._known.append(native)
       with self._engine.making_variables():
-        residual = tf.Variable(
+        self._residuals[id(native)] = tf.Variable(
           tf.zeros(native.shape),
           trainable=False,
           name=f"wire_residual/{variables_lib.path_of(variable)}",
         )
-      self._residuals[id(native)] = residual
-      self.variables.append(residual)
 
   def sum_part(
     self,
