@@ -2,7 +2,7 @@
 
 Each launch holds one fault, or all of those after which the workers can go on.
 """
-# bazel: size=large timeout=long tags=exclusive,slow
+# bazel: size=large timeout=long tags=slow
 
 import concurrent.futures
 import pathlib

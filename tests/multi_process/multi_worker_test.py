@@ -3,7 +3,7 @@
 A launch runs all cases of so many workers at once, since a process takes
 seconds to start; the tests then read what each worker had at the end.
 """
-# bazel: size=large timeout=long tags=exclusive
+# bazel: size=large timeout=long
 
 import functools
 from collections.abc import Callable, Sequence
