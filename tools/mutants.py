@@ -108,6 +108,7 @@ MUTANTS = [
   # Shards.
   Mutant("part of another member", "collectives/base.py", "return _pack(values, parts, place)", "return _pack(values, parts, place - 1)", "unit/sharded_update"),
   Mutant("sum of another member's part", "collectives/mirrored.py", "(tensors, combine)[self.position()]", "(tensors, combine)[self.position() - 1]", "unit/sharded_update"),
+  Mutant("all rows in one", "step/flat_update.py", "if limit and rows[-1] and filled + size > limit:", "if False:", "unit/sharded_update"),
   Mutant("norm of one part", "step/sharded_update.py", "[total] = self._engine.all_reduce_sum([tf.add_n(squares)])", "total = tf.add_n(squares)", "unit/sharded_update"),
   Mutant("members skip apart", "step/sharded_update.py", "    if not self._may_skip:\n      return parts", "    return parts", "unit/nonfinite"),
   Mutant("constraint of a skipped step", "step/flat_update.py", "tf.where(is_step, constraint(value), value)", "constraint(value)", "unit/sharded_update"),

@@ -79,6 +79,11 @@ class Engine(abc.ABC):
     return packing.BUCKET_BYTES
 
   @property
+  def row_bytes(self) -> int | None:
+    """The best size of what is reduced and scattered; None for all at once."""
+    return None
+
+  @property
   def keeps_rows(self) -> bool:
     """Whether row-sparse gradients stay so at this place."""
     return True

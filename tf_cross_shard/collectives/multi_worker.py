@@ -109,6 +109,11 @@ class MultiWorker(base.Engine):
     """Larger than within one process: each costs a call to other processes."""
     return _BUCKET_BYTES
 
+  @property
+  def row_bytes(self) -> int | None:
+    """The same: several travel at once, and the last layers' begin early."""
+    return _BUCKET_BYTES
+
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Joins over the group; the first dimension may differ between replicas."""
     return self._collectives.join_rows(tensors, self.groups, *self._place())

@@ -62,8 +62,11 @@ class OwnerUpdate(sharded_update.ShardedUpdate):
     """Variables of one dtype travel together."""
     return variables_lib.native(variable).dtype
 
-  def _lay_out(self, variables: list[Any]) -> sharded_update.Weights:
+  def _lay_out(
+    self, variables: list[Any], number: int
+  ) -> sharded_update.Weights:
     """Gives each variable an owner, so that members have alike to do."""
+    del number
     natives = list(map(variables_lib.native, variables))
     shapes = [list(map(int, native.shape)) for native in natives]
     last = base.innermost(self._inner.optimizer)

@@ -107,7 +107,11 @@ class ShardedUpdate(update.Update):
       else:
         kinds.setdefault(self._kind(variable), []).append(variable)
     self._variables = list(variables)
-    self._weights = list(map(self._lay_out, kinds.values()))
+    self._weights = [
+      self._lay_out(row, number)
+      for of_kind in kinds.values()
+      for number, row in enumerate(self._rows(of_kind))
+    ]
     with self._engine.making_variables():
       self._inner.unsharded_state = self._build()
     self._inner.checkpointed.add(self._inner.unsharded_state.children)
@@ -116,9 +120,13 @@ class ShardedUpdate(update.Update):
   def _kind(self, variable: Any) -> Hashable:
     """Returns what variables must have in common to travel together."""
 
+  def _rows(self, variables: list[Any]) -> list[list[Any]]:
+    """Returns the variables that travel together, of those that may."""
+    return [variables]
+
   @abc.abstractmethod
-  def _lay_out(self, variables: list[Any]) -> Weights:
-    """Decides which elements each member has."""
+  def _lay_out(self, variables: list[Any], number: int) -> Weights:
+    """Decides which elements of the number-th row each member has."""
 
   @abc.abstractmethod
   def _build(self) -> sharded_state.PlainState:
@@ -147,12 +155,14 @@ class ShardedUpdate(update.Update):
     flat = [piece for of_weights in pieces for piece in of_weights]
     own = self._noise.of_replica([*flat, *tables], calls)
     sums, _ = self._wire.sum(tables, self._tables)
-    parts, left = [], []
-    for weights, of_weights in zip(self._weights, pieces, strict=True):
+    parts: list[tf.Tensor] = []
+    left: list[Any] = []
+    # The last layers' gradients exist first.
+    for weights, row in zip(self._weights[::-1], pieces[::-1], strict=True):
       part, of_part = self._wire.sum_part(
-        of_weights, weights.variables, weights.layout
+        row, weights.variables, weights.layout
       )
-      parts.append(part)
+      parts.insert(0, part)
       left += of_part
     self._noise.after_scatter(own, self._counted(parts), sums, calls)
     parts = self._agree_on_finite(parts, sums)
