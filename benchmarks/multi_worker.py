@@ -63,6 +63,7 @@ _JSON = flags.DEFINE_string("json", None, "File to write the figures to.")
 KERAS, OURS = contestants.KERAS, contestants.OURS
 BFLOAT16, FLOAT16 = f"{OURS}, bfloat16", f"{OURS}, float16"
 INT8 = f"{OURS}, int8"
+SHARDED, BACKUP = f"{OURS}, sharded", f"{OURS}, has_backup"
 SINGLE, NOTHING = "one by one", "nothing reduced"
 FOUR, ACCUMULATED = f"{OURS}, four batches", f"{OURS}, four in a window"
 _WINDOW = 4
@@ -210,12 +211,12 @@ def training_steps(
   """Whole steps of one network by Adam, by case."""
   count = strategy.num_replicas_in_sync
 
-  def ours(wire_dtype: str | None, window: int | None = None) -> Any:
+  def ours(wire_dtype: str | None, **options: Any) -> Any:
     return tf_cross_shard.CrossShardOptimizer(
       tf.keras.optimizers.Adam(peers.LEARNING_RATE),
       reduction="sum",
       wire_dtype=wire_dtype,
-      accumulate_steps=window,
+      **options,
     )
 
   with strategy.scope():
@@ -232,7 +233,9 @@ def training_steps(
       OURS: ours(None),
       BFLOAT16: ours("bfloat16"),
       INT8: ours("int8"),
-      ACCUMULATED: ours(None, _WINDOW),
+      SHARDED: ours(None, shard_update=True),
+      BACKUP: ours(None, has_backup=True),
+      ACCUMULATED: ours(None, accumulate_steps=_WINDOW),
       NOTHING: tf.keras.optimizers.Adam(peers.LEARNING_RATE),
     }
     for optimizer in optimizers.values():

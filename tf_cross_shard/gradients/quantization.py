@@ -37,9 +37,8 @@ def encode(row: tf.Tensor) -> tf.Tensor:
   # The largest floats would come back as infinity.
   is_finite &= tf.math.is_finite(127.0 * scales)
   scales = tf.where(is_finite, scales, float("nan"))
-  # A block of NaN would have no defined integers.
-  rounded = tf.round(tf.math.divide_no_nan(blocks, scales))
-  whole = tf.cast(tf.where(is_finite, rounded, 0.0), tf.int8)
+  # Whatever integers a block of NaN has, its scale makes NaN of them again.
+  whole = tf.cast(tf.round(tf.math.divide_no_nan(blocks, scales)), tf.int8)
   words = tf.bitcast(tf.reshape(whole, [*rows, -1, 4]), tf.int32)
   return tf.concat([words, tf.bitcast(scales[..., 0], tf.int32)], axis=-1)
 

@@ -328,10 +328,9 @@ class Int8Wire(Wire):
     if missing := members * part - size:
       buffer = tf.pad(buffer, [[0, missing]])
     total, left = self._exchange(tf.reshape(buffer, [members, part]))
-    words = quantization.encode(total)
-    gathered = self._engine.all_gather_part(words)
-    sums = quantization.decode(tf.reshape(gathered, [members, -1]), part)
-    left = self._in_order(total - quantization.decode(words, part), left)
+    words = self._engine.all_gather_part(quantization.encode(total))
+    sums = quantization.decode(tf.reshape(words, [members, -1]), part)
+    left = self._in_order(total - sums[self._engine.position()], left)
     return tf.reshape(sums, [-1])[:size], tf.reshape(left, [-1])[:size]
 
   def _exchange(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
