@@ -196,9 +196,13 @@ def test_owners_need_one_phase() -> None:
     assert (left[members] != 0).any(0).mean() > 0.9
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(
-  "settings", [{}, {"shard_update": True}, {"shard_update": "by_variable"}]
+  ("bad", "settings"),
+  [
+    (float("nan"), {}),
+    (float("inf"), {"shard_update": True}),
+    (-float("inf"), {"shard_update": "by_variable"}),
+  ],
 )
 def test_a_step_that_is_left_out_leaves_no_trace(
   bad: float, settings: dict[str, Any]
