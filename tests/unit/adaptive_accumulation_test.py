@@ -173,11 +173,11 @@ def test_rates_follow_the_length() -> None:
   adapt = callbacks.AdaptiveAccumulation(shortest=2, rate_power=1.0)
   adapt.set_model(model)
   adapt.on_train_begin()
-  assert group_rates.read(model, adapt.copies()) == [0.125, 0.03125]
+  assert group_rates.read(model) == [0.125, 0.03125]
   adapt.adapt()  # Nothing is measured yet.
   adapt.on_train_begin()
   assert adapt.length == 2
-  assert group_rates.read(model, adapt.copies()) == [0.125, 0.03125]
+  assert group_rates.read(model) == [0.125, 0.03125]
 
 
 def test_groups_of_different_lengths() -> None:
@@ -195,7 +195,7 @@ def test_groups_of_different_lengths() -> None:
       copy.assign(value)
   adapt.on_train_begin()
   assert testbed.copies(step.window_length()) == [4] * 4
-  assert group_rates.read(model, adapt.copies()) == [0.5, 0.25]
+  assert group_rates.read(model) == [0.5, 0.25]
 
 
 def test_a_model_that_fit_builds() -> None:

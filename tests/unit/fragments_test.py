@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from tests.support import islands, replica_state_cases, testbed
+from tests.support import int8_oracle, islands, replica_state_cases, testbed
 from tests.support.islands import PAIRS, SINGLETONS, STRIDED
 from tf_cross_shard import callbacks
 from tf_cross_shard.callbacks import fragments as fragments_lib
@@ -40,16 +40,6 @@ def make(outer: callbacks.OuterOptimizer, **options: Any) -> islands.Islands:
 def train(loop: islands.Islands, steps: range) -> None:
   """Trains on those of the gradients above."""
   loop.train(*(rows[steps.start : steps.stop] for rows in GRADS))
-
-
-def rounded(blocks: np.ndarray) -> np.ndarray:
-  """Float32 numbers in int8, in blocks of 256, and back."""
-  flat = np.zeros(-(-blocks.size // 256) * 256, "f")
-  flat[: blocks.size] = blocks.ravel()
-  rows = flat.reshape(-1, 256)
-  scale = np.abs(rows).max(1, keepdims=True) / np.float32(127)
-  whole = np.rint(np.divide(rows, scale, out=0 * rows, where=scale > 0))
-  return (whole.astype("i1").astype("f") * scale).ravel()[: blocks.size]
 
 
 def oracle(
@@ -80,7 +70,7 @@ def oracle(
   def meet(at: np.ndarray, share: float) -> None:
     travelled = sent[:, at]
     if is_int8:
-      travelled = np.stack([rounded(row) for row in travelled])
+      travelled = np.stack([int8_oracle.rounded(row) for row in travelled])
       kept[:, at] = sent[:, at] - travelled
     mean = travelled.mean(0)
     velocity[at] = 0.9 * velocity[at] - 0.7 * mean
@@ -157,7 +147,7 @@ def test_int8_in_blocks() -> None:
   words = quantization.encode(tf.constant(row))
   assert words.shape == [3 * 65]  # of four bytes: 1.016 times 3 * 256
   found = quantization.decode(words, 700).numpy()
-  np.testing.assert_array_equal(found, rounded(row))
+  np.testing.assert_array_equal(found, int8_oracle.rounded(row))
   error = np.abs(found - row) / np.repeat([1e-3, 1.0, 1e4], 256)[:700]
   assert 0 < error.max() < 4 / 127
   zeros = quantization.decode(quantization.encode(tf.zeros(5)), 5)

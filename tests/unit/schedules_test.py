@@ -393,6 +393,14 @@ class TestPerGroup:
         assert int(per_group([1, 2], STRIDED)) == 2
     with schedules.as_group(1):
       assert int(per_group([1, 2], STRIDED)) == 2
+    with testbed.mirrored().scope():
+      rates = schedules.PerGroup([0.5, 0.25])
+      sgd = tf.keras.optimizers.SGD(rates)
+      tf_cross_shard.CrossShardOptimizer(sgd, group_assignment=STRIDED)
+    for group in (1, tf.Variable(1)):
+      with schedules.as_group(group):
+        assert float(rates(0)) == 0.25
+    assert float(rates(0)) == 0.5
 
 
 if __name__ == "__main__":

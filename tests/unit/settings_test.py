@@ -24,6 +24,7 @@ DICTIONARY = "must be a dictionary of names"
     ("group_assignment", [[0, 1], [1, 0]], ValueError, "must .* twice"),
     ("wire_dtype", "bf16", ValueError, "'bf16'"),
     ("skip_nonfinite", "yes", TypeError, "must be True or False; got 'yes'"),
+    ("has_backup", "/tmp", TypeError, "must be True or False; got '/tmp'"),
     ("scale_gradients", 1, TypeError, "must be True or False; got 1"),
     ("clipnorm", -1.0, ValueError, f"{NUMBER} -1.0"),
     ("clipnorm", "1", ValueError, f"{NUMBER} '1'"),

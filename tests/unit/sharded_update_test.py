@@ -155,6 +155,27 @@ def test_numbers_of_plain_keras(name: str, which: str) -> None:
     assert np.abs(apart).max() > 0.01
 
 
+def test_rows_travel_by_layers_the_last_ones_first() -> None:
+  """The same numbers, of limits over all rows too."""
+  limits = {"clipnorm": 4.0, "global_clipnorm": None, "weight_decay": 0.25}
+  make = functools.partial(make_plain, "AdamW", **limits)
+  whole = replicas("keras", make)
+  with mock.patch.object(fake_engine.FakeEngine, "row_bytes", 40):
+    rows = replicas("keras", make)
+  for trained in (whole, rows):
+    fake_engine.train(trained, GRADS)
+  for one, other in zip(rows, whole, strict=True):
+    assert_equal(one.values, other.values, 1e-6)
+  # Of 6, of 7 and 1, and of 5 elements; 40 bytes are ten.
+  kept = {tuple(v.shape) for v in rows[0].opt.variables} - {()}
+  assert kept == {(3,), (4,)}
+  reduced = [2 * 3, 2 * 4, 2 * 3]
+  sent = [t.shape.num_elements() for t in rows[0].engine.sent]
+  assert sent[:3] == reduced[::-1]
+  names = [v.path for v in rows[0].opt.variables]
+  assert len(set(names)) == len(names)
+
+
 def _loss_scaled(library: Any, **settings: Any) -> Any:
   inner = make_plain("Adam", library, **settings)
   if library is keras:
