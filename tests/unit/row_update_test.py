@@ -298,7 +298,7 @@ def test_rows_of_a_window_are_joined(
 @pytest.mark.parametrize("way", [False, "by_variable"])
 def test_windows_are_saved(way: Any, tmp_path: Any) -> None:
   """Resumed within one, also where others rows were added up meanwhile."""
-  strategy = testbed.mirrored()
+  strategy = testbed.mirrored(2)
 
   def make() -> tuple[Any, Any, Any]:
     with strategy.scope():
@@ -306,7 +306,6 @@ def test_windows_are_saved(way: Any, tmp_path: Any) -> None:
       optimizer = _optimizer(
         "keras3",
         "Adam",
-        group_assignment=GROUPS,
         lazy_rows=True,
         accumulate_steps=2,
         shard_update=way,
@@ -331,9 +330,8 @@ def test_windows_are_saved(way: Any, tmp_path: Any) -> None:
   replica_state.restore(tmp_path / "state", other, [second])
   step(1)
   other_step(1)
-  copies = testbed.copies(first)
-  np.testing.assert_array_equal(copies, testbed.copies(second))
-  assert np.ptp([copies[0], copies[2], TABLE], axis=0).any()
+  np.testing.assert_array_equal(testbed.copies(first), testbed.copies(second))
+  assert (testbed.copies(first)[0] != TABLE).any()
 
 
 @pytest.mark.parametrize(
