@@ -154,14 +154,14 @@ def test_two_threads_do_not_share_collectives() -> None:
     return run
 
   def sums(run: Any) -> set[float]:
-    found = [run()[0] for _ in range(30)]
-    local = map(engine.strategy.experimental_local_results, found)
+    results = [run()[0] for _ in range(30)]
+    local = map(engine.strategy.experimental_local_results, results)
     return {float(copy[0]) for copies in local for copy in copies}
 
   runs = [make(1.0), make(16.0)]  # Traced one after the other.
   with futures.ThreadPoolExecutor(2) as pool:
-    found = pool.map(sums, runs, timeout=120)
-    assert list(found) == [{15.0}, {240.0}]
+    values = pool.map(sums, runs, timeout=120)
+    assert list(values) == [{15.0}, {240.0}]
 
 
 def test_dynamic_shapes_meet() -> None:

@@ -291,7 +291,7 @@ def test_rows_of_a_window_are_joined(
     for replica in members:
       np.testing.assert_allclose(trained[replica].values[0], right, **TOLERANCE)
       np.testing.assert_array_equal(trained[replica].values[0], first)
-  dense = [float(each.values[1]) for each in trained]
+  dense = [float(replica.values[1]) for replica in trained]
   assert np.ptp(dense) == 0 != 1 - dense[0]
 
 
@@ -348,7 +348,7 @@ def test_tables_are_in_no_shard(
 ) -> None:
   """They have whole slots, and the numbers of one without shards."""
   library = PACKAGES[package][1]
-  found, slots = [], []
+  values, slots = [], []
 
   def steps(replica: fake_engine.Replica) -> None:
     number = replica.engine.replica
@@ -375,12 +375,12 @@ def test_tables_are_in_no_shard(
         )
       )
     fake_engine.run(steps, trained)
-    found.append([value for each in trained for value in each.values])
-    kept = [v for each in trained for v in each.opt.variables]
+    values.append([v for replica in trained for v in replica.values])
+    kept = [v for replica in trained for v in replica.opt.variables]
     slots.append([v.numpy() for v in kept if v.shape == (ROWS, WIDTH)])
-  for sharded, whole in zip(*found, strict=True):
+  for sharded, whole in zip(*values, strict=True):
     np.testing.assert_allclose(sharded, whole, rtol=1e-5, atol=1e-6)
-  assert np.abs(found[0][1] - found[0][5]).max() > 0.01  # tables of groups
+  assert np.abs(values[0][1] - values[0][5]).max() > 0.01  # tables of groups
   assert len(slots[0]) == len(slots[1]) == 2 * testbed.REPLICAS
   for sharded, whole in zip(*slots, strict=True):
     np.testing.assert_allclose(sharded, whole, rtol=1e-5, atol=1e-6)
