@@ -1,42 +1,12 @@
 """The TPU program run as virtual replicas, against plain Keras."""
 # bazel: size=large tags=slow
 
-from typing import Any
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests.support import testbed, tpu_tasks
-from tf_cross_shard import CrossShardOptimizer, TowerOptimizer, towers
-
-
-def test_rows_that_two_towers_look_up() -> None:
-  strategy = tpu_tasks.virtual(2)
-  with strategy.scope():
-    table = tf.Variable(tf.zeros([6, 1]))
-    optimizer = TowerOptimizer(
-      CrossShardOptimizer(tf.keras.optimizers.SGD(1.0), "sum")
-    )
-
-  def model_fn(features: Any, labels: Any, mode: Any) -> Any:
-    del labels
-
-    def loss() -> tf.Tensor:
-      return tf.reduce_sum(tf.gather(table, features))
-
-    train = optimizer.minimize(loss, var_list=[table])
-    return towers.TowerSpec(mode=mode, loss=loss(), train_op=train)
-
-  replicated = towers.replicate_model_fn(model_fn, devices=["/cpu:0"] * 2)
-
-  def step(ids: tf.Tensor) -> None:
-    replicated(ids, None, "train")
-
-  ids = testbed.per_replica(strategy, [[0, 0, 0, 3], [1, 1, 3, 3]])
-  strategy.run(step, (ids,))
-  for copy in testbed.copies(table):
-    assert copy[:, 0].tolist() == [-3.0, -2.0, 0.0, -3.0, 0.0, 0.0]
+from tf_cross_shard import CrossShardOptimizer
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,16 @@
 import inspect
 from typing import Any
 
-import keras
 import pytest
 import tensorflow as tf
-import tf_keras
 
-import tf_cross_shard.keras3
-import tf_cross_shard.tf_keras
+from tests.support import group_training
 from tf_cross_shard import CrossShardOptimizer, TowerOptimizer, optimizer
 from tf_cross_shard.towers import tower_optimizer
 
 KERAS = [
-  pytest.param(tf_cross_shard.keras3, keras, id="keras3"),
-  pytest.param(tf_cross_shard.tf_keras, tf_keras, id="tf_keras"),
+  pytest.param(package, library, id=name)
+  for name, (library, package) in group_training.KERASES.items()
 ]
 
 
