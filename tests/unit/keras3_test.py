@@ -142,10 +142,6 @@ def test_callbacks_and_steps_per_execution() -> None:
   assert history.history["loss"][-1] < history.history["loss"][0]
 
 
-if __name__ == "__main__":
-  raise SystemExit(pytest.main([__file__, "-q"]))
-
-
 def test_variables_are_found_in_time_that_grows_with_their_number() -> None:
   """It once copied Keras' list for each: 8 s of tracing 2,000 variables."""
 
@@ -168,3 +164,7 @@ def test_variables_are_found_in_time_that_grows_with_their_number() -> None:
     return calls
 
   assert count_calls(100) <= 2.1 * count_calls(50)
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))
