@@ -133,7 +133,7 @@ class Step:
     var_list: Any,
     tape: tf.GradientTape | None,
     default: str,
-    options: dict[str, Any],
+    options: differentiation.GraphOptions,
   ) -> differentiation.Pairs:
     """Returns this replica's gradients of the scaled loss."""
     return differentiation.differentiate(

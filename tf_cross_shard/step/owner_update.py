@@ -4,11 +4,11 @@
     v    = opt.update(v, g[v])       the owner, with v's own norms and shape
     v    = broadcast(v)              to all members
 
-So any class of optimizer has its own numbers, to the bit, and members share the
-work of those that look at whole matrices. The dearest variable goes first, to
-the member with the least to do. Every member has slots for all variables, since
-copies of one variable have one shape on all replicas: what is saved is time,
-and only the owner's slots are in force.
+So any class of optimizer computes its own numbers from sums, to the bit, and
+members share the work of those that look at whole matrices. The dearest
+variable goes first, to the member with the least to do. Every member has slots
+for all variables, since copies of one variable have one shape on all replicas:
+what is saved is time, and only the owner's slots are in force.
 
 References:
   Anil et al., Scalable Second Order Optimization for Deep Learning, 2020 (arXiv
