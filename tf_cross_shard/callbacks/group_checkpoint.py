@@ -96,15 +96,15 @@ class GroupCheckpoint(base.GroupMonitor):
       OSError: If the file cannot be written; on all workers.
       OutOfSyncError: If members of a group differ in what is trained.
     """
-    if not self.has_metrics(logs):
-      return
     if self._is_new:  # A loop of one's own need not call it.
       self.on_train_begin()
+    is_first = not self._sign
+    if not self.begin(logs):
+      return
     copies = self.copies(is_whole=True)
-    if not self._sign:
+    if is_first:
       with copies.together(f"checking {self._path.name}"):
         self._check_fits(copies)
-    self.begin(copies.groups.num_groups)
     # The file has to have something of each group.
     improved = np.isinf(self._numbers["best"]) | self.improve(logs)
     if improved.any():

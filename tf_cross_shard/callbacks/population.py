@@ -161,11 +161,9 @@ class Population(trial_monitor.TrialMonitor):
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Copies groups, if it is time."""
     last = (self.params or {}).get("epochs")
-    if not self.has_metrics(logs):
+    if not self.begin(logs):
       return
-    number = self.copies().groups.num_groups
-    self.begin(number)
-    self.note(range(number), logs)
+    self.note(range(len(self.table)), logs)
     if (epoch + 1) % self.every:
       return
     self.improve(logs)
