@@ -377,9 +377,7 @@ class Halving(trial_monitor.TrialMonitor):
       left=self._rungs[rung].epochs - before,
     )
     paths = [self._state_path(n, rung - 1) for n in self._numbers_here()]
-    scratch = self._path("states/wave")
-    whole = self.copies(is_whole=True)
-    group_files.restore(paths, whole, self.model, scratch)
+    group_files.restore(paths, self.copies(is_whole=True))
     self._give()
 
   def _give(self) -> None:

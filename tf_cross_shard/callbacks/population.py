@@ -42,7 +42,7 @@ class Population(trial_monitor.TrialMonitor):
   [0.1, 0.05]
 
   Attributes:
-    table: A trial for each group, from the begin of `fit`.
+    table: A trial for each group, once `fit` has begun.
     copied: What happened, in order: dictionaries of `epoch`, which counts from
       0, `source`, `target` and the target's new settings.
     settings: The settings of each group that are explored, as they are now.
