@@ -6,7 +6,8 @@ Adam; every case is a ratio to plain Keras in one run. About ten minutes on
 two cores, most of them plain Keras' tracing.
 
     one device   apply() of given gradients; XLA is plain Keras under
-                 jit_compile=True
+                 jit_compile=True; beside them `a += b` in variables of these
+                 sizes, and what the memory's rate in it makes the least time
     mirrored     reduction and update under MirroredStrategy on logical CPUs
     matrices     the same with Muon, which looks at whole matrices
     compiled     both for optimizers without a kernel, compiled by XLA
@@ -50,6 +51,13 @@ _PEAK_OF = flags.DEFINE_string("peak_of", None, "Used by the part memory.")
 _PICTURE = flags.DEFINE_string("picture", None, "File to draw into.")
 
 KERAS, XLA, OURS, SHARDED = "plain Keras", "XLA", "ours", "ours, sharded"
+STREAM = "a += b"
+# How many numbers an update reads and writes for each weight: the weight, the
+# slots, and the gradient, which is read only. `a += b` moves 3.
+_MOVED = {
+  **{"Adam": 7, "Nadam": 7, "amsgrad": 9},
+  **{"Adagrad": 5, "Lion": 5, "RMSprop": 5},
+}
 MATRICES = [[256, 256]] * 24
 MODELS = {
   "50 variables, 12 M": [[1000, 240]] * 50,
@@ -139,7 +147,25 @@ def measure_device(
       jit_compile=case == XLA,
     )
     state[case] = state_bytes(optimizer)
-  return measure(f"one device, {name}", steps, state)
+  steps[STREAM] = make_stream(grads)
+  found = measure(f"one device, {name}", steps, state)
+  bound = found[-1]["ratio"][0] * _MOVED[kind] / 3
+  found[-1]["bound"] = bound
+  print(f"  {kind} moves {_MOVED[kind]} numbers a weight: {bound:.2f} at least")
+  return found
+
+
+def make_stream(terms: Sequence[tf.Tensor]) -> Callable[[], Any]:
+  """Adds tensors to variables of their sizes, by TensorFlow's kernel."""
+  sums = [tf.Variable(tf.zeros_like(term)) for term in terms]
+
+  def stream() -> None:
+    for total, term in zip(sums, terms, strict=True):
+      tf.raw_ops.ResourceApplyGradientDescent(
+        var=total.handle, alpha=1.0, delta=term
+      )
+
+  return tf.function(stream, autograph=False)
 
 
 def make_mirrored(
@@ -254,7 +280,7 @@ def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
     1, len(parts), figsize=(3.2 * len(parts), 3.2), sharey=True
   )
   for axis, part in zip(np.atleast_1d(axes), parts, strict=True):
-    mine = [row for row in rows if row["part"] == part]
+    mine = [r for r in rows if r["part"] == part and r["case"] != STREAM]
     plain = next(row for row in mine if row["case"] == KERAS)
     for i, row in enumerate(mine):
       shares = [

@@ -17,6 +17,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import hypothesis
 import pytest
 import tensorflow as tf
+from absl import logging
 from tensorflow.python.data.ops import dataset_ops
 
 NUM_DEVICES = 4
@@ -122,3 +123,13 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 def _same_seed() -> None:
   """Every test draws the same random numbers, whatever ran before it."""
   tf.keras.utils.set_random_seed(0)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+  """What is warned of in a test."""
+  lines: list[str] = []
+  monkeypatch.setattr(
+    logging, "warning", lambda text, *args: lines.append(text % args)
+  )
+  return lines

@@ -78,6 +78,7 @@ class CrossShard(settings_lib.Arguments, forwarding.OptimizerWrapper):
     noise_scale: bool | int = False,
     lazy_rows: bool | str = False,
     group_settings: "Mapping[str, Sequence[float]] | None" = None,
+    has_backup: bool = False,
   ) -> None:
     """Encapsulates `opt`. Call it inside `strategy.scope()`.
 
@@ -105,7 +106,9 @@ class CrossShard(settings_lib.Arguments, forwarding.OptimizerWrapper):
       global_clipnorm: The same for the norm of all gradients together.
       clipvalue: The same for the absolute value of each element.
       wire_dtype: `"bfloat16"` or `"float16"`, to which wider gradients are
-        rounded where they travel between replicas; None leaves them exact.
+        rounded where they travel between replicas, or `"int8"` in blocks of 256
+        with a scale each, whose rounding errors each replica adds to its next
+        gradient; see `step.reduction`. None leaves gradients exact.
       skip_nonfinite: Whether the whole group skips a step whose sums hold a
         NaN or an infinity, and counts it in `skipped_steps`. A
         LossScaleOptimizer skips such steps anyway; then they are only counted.
@@ -139,6 +142,10 @@ class CrossShard(settings_lib.Arguments, forwarding.OptimizerWrapper):
         (`"weight_decay"`, `"momentum"`, `"beta_1"`, ...) or of the limits here.
         `opt` itself has one that is not 0. Learning rates have
         `schedules.PerGroup`.
+      has_backup: Whether you go on from a backup when one of several machines
+        is lost. Then variables are updated as their sums come in; without, all
+        wait for all sums, so that who is left has no step half applied. On
+        CPUs nothing was gained.
 
     Raises:
       ValueError: If `opt` names no optimizer or is itself a

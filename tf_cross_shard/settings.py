@@ -37,6 +37,7 @@ class Settings:
   noise_scale: bool | int = False
   lazy_rows: bool | str = False
   group_settings: Any = None  # {name: [a number for each group]}, or None.
+  has_backup: bool = False
 
   def __post_init__(self) -> None:
     """Raises an error for an argument without a valid value."""
@@ -48,7 +49,7 @@ class Settings:
       ("group_settings", _as_group_settings),
     ):
       object.__setattr__(self, name, convert(getattr(self, name)))
-    for name in ("skip_nonfinite", "scale_gradients"):
+    for name in ("skip_nonfinite", "scale_gradients", "has_backup"):
       if not isinstance(getattr(self, name), bool):
         raise TypeError(
           f"`{name}` must be True or False; got {getattr(self, name)!r}."
@@ -184,6 +185,7 @@ class Arguments:
   shard_update = Setting("Whether each member keeps one part of the state.")
   lazy_rows = Setting("Whether only rows that occur are updated.")
   group_settings = Replaceable("A number for each group, by name; or None.")
+  has_backup = Setting("Whether a crash may leave half a step applied.")
 
 
 def as_groups(group_assignment: Any) -> groups_lib.Groups | None:

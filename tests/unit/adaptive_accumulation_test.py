@@ -249,21 +249,6 @@ def test_files_have_a_length_only_where_it_varies() -> None:
 
 
 @pytest.mark.parametrize(
-  ("arguments", "words"),
-  [
-    ({"shortest": 0}, "`shortest` must be .* at least 1; got 0"),
-    ({"every": "batch"}, '`every` must .*"epoch"'),
-    ({"batch_ratio": 0.0}, r"`batch_ratio` must be a positive .* got 0\.0"),
-    ({"batch_ratio": float("nan")}, "`batch_ratio` must be .* got nan"),
-    ({"rate_power": 2}, "`rate_power` must be from 0 to 1; got 2"),
-  ],
-)
-def test_arguments(arguments: dict[str, Any], words: str) -> None:
-  with pytest.raises(ValueError, match=words):
-    callbacks.AdaptiveAccumulation(**arguments)
-
-
-@pytest.mark.parametrize(
   "options", [{"accumulate_steps": None}, {"noise_scale": False}]
 )
 def test_optimizers_that_do_not_measure_or_accumulate(options: Any) -> None:

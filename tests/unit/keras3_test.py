@@ -1,5 +1,6 @@
 """Encapsulated Keras 3 optimizers: reduced once, and whole in every mode."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -143,3 +144,27 @@ def test_callbacks_and_steps_per_execution() -> None:
 
 if __name__ == "__main__":
   raise SystemExit(pytest.main([__file__, "-q"]))
+
+
+def test_variables_are_found_in_time_that_grows_with_their_number() -> None:
+  """It once copied Keras' list for each: 8 s of tracing 2,000 variables."""
+
+  def count_calls(number: int) -> int:
+    variables = [tf.Variable(1.0) for _ in range(number)]
+    optimizer = CrossShardOptimizer("sgd")
+    optimizer.build(variables)
+    calls = 0
+
+    def count(_frame: Any, event: str, _argument: Any) -> None:
+      nonlocal calls
+      calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+      for variable in variables:
+        optimizer._inner.as_built(variable)
+    finally:
+      sys.setprofile(None)
+    return calls
+
+  assert count_calls(100) <= 2.1 * count_calls(50)

@@ -132,21 +132,6 @@ def test_groups_without_a_number_are_the_worst_and_equal_ones_stay() -> None:
   assert population._pairs(dict.fromkeys(logs, 2.0)) == []
 
 
-@pytest.mark.parametrize(
-  ("options", "error", "message"),
-  [
-    ({"every": 0}, ValueError, "`every` must be an integer of at least 1"),
-    ({"share": 0.75}, ValueError, "`share` must be more than 0"),
-    ({"explore": []}, ValueError, "`explore` must hold positive numbers"),
-    ({"explore": ["2"]}, TypeError, "`explore` must be a number"),
-    ({"monitor": "val_loss/group_0"}, ValueError, "Leave '/group_0' out"),
-  ],
-)
-def test_bad_arguments(options: Any, error: Any, message: str) -> None:
-  with pytest.raises(error, match=message):
-    callbacks.Population(**options)
-
-
 @pytest.mark.parametrize("is_around", [False, True])
 def test_rates_under_loss_scaling(is_around: bool) -> None:
   """In Keras 3 it has a rate of its own, which nothing reads."""

@@ -27,10 +27,9 @@ from tf_cross_shard.replica_state import archive, group_state, replica_values
 
 N = testbed.REPLICAS
 PAIRS = [[0, 1], [2, 3]]
-STRATEGIES: dict[str, Callable[[], Any]] = {
-  "mirrored": testbed.mirrored,
-  "virtual": functools.partial(testbed.virtual, N),
-  "pair": functools.partial(testbed.virtual, 2),
+STRATEGIES = {
+  **testbed.STRATEGIES,
+  "pair": lambda: testbed.virtual(2),
 }
 ALONE: dict[str, Callable[[], Any]] = {
   "none": tf.distribute.get_strategy,

@@ -114,7 +114,7 @@ class InnerOptimizer(abc.ABC):
 
   @property
   @abc.abstractmethod
-  def trainable_variables(self) -> list[Any]:
+  def trainable_variables(self) -> Sequence[Any]:
     """The variables that the optimizer was built on, in order."""
 
   def index(self, variable: Any) -> Any:

@@ -39,9 +39,11 @@ class Keras3Optimizer(base.InnerOptimizer):
     return self.scales_dynamically
 
   @property
-  def trainable_variables(self) -> list[Any]:
+  def trainable_variables(self) -> Sequence[Any]:
     """The variables that the optimizer was built on, in order."""
-    return list(self.innermost._trainable_variables)
+    # No copy: `as_built` asks for it once for each variable and replica.
+    variables: Sequence[Any] = self.innermost._trainable_variables
+    return variables
 
   def make_variable(self, value: Any, name: str) -> Any:
     """A trainable variable of this Keras."""

@@ -4,11 +4,11 @@
     v    = opt.update(v, g[v])       the owner, with v's own norms and shape
     v    = broadcast(v)              to all members
 
-So any class of optimizer has its own numbers, to the bit, and members share the
-work of those that look at whole matrices. The dearest variable goes first, to
-the member with the least to do. Every member has slots for all variables, since
-copies of one variable have one shape on all replicas: what is saved is time,
-and only the owner's slots are in force.
+So any class of optimizer computes its own numbers from sums, to the bit, and
+members share the work of those that look at whole matrices. The dearest
+variable goes first, to the member with the least to do. Every member has slots
+for all variables, since copies of one variable have one shape on all replicas:
+what is saved is time, and only the owner's slots are in force.
 
 References:
   Anil et al., Scalable Second Order Optimization for Deep Learning, 2020 (arXiv
@@ -29,6 +29,7 @@ from tf_cross_shard.gradients import layout as layouts
 from tf_cross_shard.inner_optimizer import base, fused_update
 from tf_cross_shard.step import (
   noise_scale,
+  reduction,
   sharded_state,
   sharded_update,
   update,
@@ -46,6 +47,7 @@ class OwnerUpdate(sharded_update.ShardedUpdate):
     settings: settings_lib.Settings,
     inner: base.InnerOptimizer,
     engine: engines.Engine,
+    wire: reduction.Wire,
     noise: noise_scale.NoiseScale,
   ) -> None:
     if engine.is_one_program:
@@ -54,14 +56,17 @@ class OwnerUpdate(sharded_update.ShardedUpdate):
         " are one program, in which all members do the same. Leave it out, or"
         " use an optimizer that updates each element by itself."
       )
-    super().__init__(settings, inner, engine, noise)
+    super().__init__(settings, inner, engine, wire, noise)
 
   def _kind(self, variable: Any) -> Hashable:
     """Variables of one dtype travel together."""
     return variables_lib.native(variable).dtype
 
-  def _lay_out(self, variables: list[Any]) -> sharded_update.Weights:
+  def _lay_out(
+    self, variables: list[Any], number: int
+  ) -> sharded_update.Weights:
     """Gives each variable an owner, so that members have alike to do."""
+    del number
     natives = list(map(variables_lib.native, variables))
     shapes = [list(map(int, native.shape)) for native in natives]
     last = base.innermost(self._inner.optimizer)
