@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from tf_cross_shard.callbacks import base
-from tf_cross_shard.coordination import agreement
-from tf_cross_shard.replica_state import archive, group_state
+from tf_cross_shard.replica_state import archive, group_state, replica_values
 
 
 class GroupCheckpoint(base.GroupMonitor):
@@ -80,10 +79,10 @@ class GroupCheckpoint(base.GroupMonitor):
     """
     super().on_train_begin(logs)
     self._kept = {}
-    workers = agreement.of_strategy(self.model.distribute_strategy)
+    copies = replica_values.Copies(self.model.distribute_strategy)
     topic = f"reading {self._path.name}"
-    with group_state.together(workers, topic) as outcomes:
-      if workers is None or workers.index == 0:
+    with group_state.together(copies.workers, topic) as outcomes:
+      if copies.is_first:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         outcomes[0]["numbers"] = self._read() if self._path.exists() else {}
     self.set_state(outcomes[0]["numbers"])
