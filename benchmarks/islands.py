@@ -58,10 +58,13 @@ LAYERS = (512, 512, 512, 512, 512, 10)  # 4.2 MB, most of it in four kernels
 BATCH_SIZE = 8
 _DIGITS_STEPS, _SEEDS = 400, range(3)
 _CHUNK = 1 << 14  # bytes that are forwarded at once
-# By name: what the workers do; None is one group, which sums in each step.
-CASES: dict[str, dict[str, Any] | None] = {
+# By name: what the workers do; `every` of 0 is one group, which sums in each
+# step.
+CASES: dict[str, dict[str, Any]] = {
   "nothing between workers": {"every": 1 << 30},
-  "each step": None,
+  "each step": {"every": 0},
+  "each step+bfloat16": {"every": 0, "wire_dtype": "bfloat16"},
+  "each step+int8": {"every": 0, "wire_dtype": "int8"},
   "every": {},
   "every+bfloat16": {"wire_dtype": "bfloat16"},
   "every+int8": {"wire_dtype": "int8"},
@@ -153,10 +156,10 @@ def environments(buckets: Sequence[Bucket]) -> dict[int, dict[str, str]]:
 
 
 def measure(
-  strategy: tf.distribute.Strategy, options: dict[str, Any] | None
+  strategy: tf.distribute.Strategy, options: dict[str, Any]
 ) -> dict[str, Any]:
   """Trains in one way; returns when it did, and how long each step took."""
-  groups = None if options is None else [[0], [1]]
+  groups, own, outer = _way(options, replicas=2)
   with strategy.scope():
     model = tf.keras.Sequential(
       [
@@ -170,11 +173,10 @@ def measure(
       group_assignment=groups,
       loss_averaged_over="replica",
       scale_gradients=True,
+      **own,
     )
     optimizer.build(model.trainable_variables)
-  outer = None
-  if options is not None:
-    outer = callbacks.OuterOptimizer(**{"every": _EVERY.value, **options})
+  if outer is not None:
     outer.build(optimizer, model)
   rng = np.random.default_rng(strategy.cluster_resolver.task_id)
   inputs = tf.constant(rng.normal(size=[BATCH_SIZE, LAYERS[0]]), tf.float32)
@@ -210,8 +212,20 @@ def measure(
   }
 
 
+def _way(
+  options: dict[str, Any], replicas: int
+) -> tuple[Any, dict[str, Any], Any]:
+  """Returns groups, arguments of the optimizer, and what joins the groups."""
+  options = {"every": _EVERY.value, **options}
+  if options["every"]:
+    groups = [[i] for i in range(replicas)]
+    return groups, {}, callbacks.OuterOptimizer(**options)
+  del options["every"]
+  return None, options, None
+
+
 def learn(
-  strategy: tf.distribute.Strategy, options: dict[str, Any] | None, seed: int
+  strategy: tf.distribute.Strategy, options: dict[str, Any], seed: int
 ) -> tuple[float, float]:
   """Trains islands of one replica on digits; returns loss and accuracy.
 
@@ -222,7 +236,7 @@ def learn(
   images = (images / 16).astype("f")
   is_test = np.arange(len(labels)) % 5 == 0
   tf.keras.utils.set_random_seed(seed)
-  groups = None if options is None else [[i] for i in range(replicas)]
+  groups, own, outer = _way(options, replicas)
   with strategy.scope():
     model = tf.keras.Sequential(
       [
@@ -232,7 +246,7 @@ def learn(
       ]
     )
     optimizer = CrossShardOptimizer(
-      tf.keras.optimizers.Adam(0.003), group_assignment=groups
+      tf.keras.optimizers.Adam(0.003), group_assignment=groups, **own
     )
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, metrics=["accuracy"])
@@ -240,9 +254,6 @@ def learn(
     (images[~is_test], labels[~is_test])
   )
   data = data.shuffle(2000, seed).repeat().batch(16 * replicas)
-  outer = None
-  if options is not None:
-    outer = callbacks.OuterOptimizer(**{"every": _EVERY.value, **options})
   model.fit(
     data,
     steps_per_epoch=_DIGITS_STEPS,
@@ -268,7 +279,7 @@ def show_digits() -> list[dict[str, Any]]:
   print(f"{_DIGITS_STEPS} steps, H = {_EVERY.value}, seeds {list(_SEEDS)}")
   rows = []
   for name in chosen():
-    if (CASES[name] or {}).get("every"):
+    if CASES[name].get("every"):
       continue
     found = [learn(strategy, CASES[name], seed) for seed in _SEEDS]
     losses, accuracies = np.array(found).T

@@ -62,6 +62,8 @@ _JSON = flags.DEFINE_string("json", None, "File to write the figures to.")
 
 KERAS, OURS = contestants.KERAS, contestants.OURS
 BFLOAT16, FLOAT16 = f"{OURS}, bfloat16", f"{OURS}, float16"
+INT8 = f"{OURS}, int8"
+SHARDED, BACKUP = f"{OURS}, sharded", f"{OURS}, has_backup"
 SINGLE, NOTHING = "one by one", "nothing reduced"
 FOUR, ACCUMULATED = f"{OURS}, four batches", f"{OURS}, four in a window"
 _WINDOW = 4
@@ -98,6 +100,7 @@ class Gradients:
     strategy: tf.distribute.Strategy,
     reducer: contestants.Reducer,
     groups: groups_lib.Groups,
+    error: float = 0.0,
   ) -> contestants.Step:
     """Traces a reduction and checks its sums.
 
@@ -105,6 +108,7 @@ class Gradients:
       strategy: The workers.
       reducer: Answers the sums of gradients.
       groups: Over whom it sums.
+      error: By how much of the largest sum they may be off.
 
     Returns:
       A function that runs it. Gradients are made anew each time, as backward
@@ -122,9 +126,11 @@ class Gradients:
     )
     one = tf.constant(1.0)
     members = groups.members_of(self._replica)
-    factor = sum(2.0**member for member in members) / 2.0**self._replica
+    largest = sum(2.0**member for member in members)
+    factor = largest / 2.0**self._replica
     for total, grad in zip(on_replicas(one), self._mine, strict=True):
-      if not np.array_equal(total.numpy(), factor * grad.numpy()):
+      off = np.abs(total.numpy() - factor * grad.numpy()).max()
+      if not off <= error * largest:
         raise AssertionError(f"replica {self._replica} has a wrong sum")
     return lambda: on_replicas(one)
 
@@ -141,7 +147,7 @@ def measure_reduction(
   ) -> _Case:
     engine = collectives.for_strategy(strategy, groups)
     return (
-      lambda grads: reduction.reduce_gradients(grads, engine, wire_dtype)[0],
+      lambda grads: reduction.Wire(engine, wire_dtype).sum(grads)[0],
       groups,
     )
 
@@ -157,16 +163,22 @@ def measure_reduction(
     for rows in _GROUPINGS:
       groups = groups_lib.Groups(rows)
       reducers[f"{OURS}, {groups.to_lists()}"] = ours(groups)
-  grads = Gradients(*peers.BUFFERS[part], _replica(strategy))
-  return _measure(
-    strategy,
-    part,
-    {
-      case: grads.step(strategy, reducer, groups)
-      for case, (reducer, groups) in reducers.items()
-    },
-    baselines=[KERAS, SINGLE],
+  tensors, size = peers.BUFFERS[part]
+  grads = Gradients(tensors, size, _replica(strategy))
+  steps = {
+    case: grads.step(strategy, reducer, groups)
+    for case, (reducer, groups) in reducers.items()
+  }
+  with strategy.scope():
+    weights = [tf.Variable(tf.zeros(size)) for _ in range(tensors)]
+    optimizer = tf_cross_shard.CrossShardOptimizer("sgd", wire_dtype="int8")
+    optimizer.build(weights)
+  wire = optimizer._step.wire
+  # Two roundings to a 254th of the largest.
+  steps[INT8] = grads.step(
+    strategy, lambda own: wire.sum(own, weights)[0], whole, error=2 / 254
   )
+  return _measure(strategy, part, steps, baselines=[KERAS, SINGLE])
 
 
 def measure_sweep(strategy: tf.distribute.Strategy) -> list[timing.Row]:
@@ -199,12 +211,12 @@ def training_steps(
   """Whole steps of one network by Adam, by case."""
   count = strategy.num_replicas_in_sync
 
-  def ours(wire_dtype: str | None, window: int | None = None) -> Any:
+  def ours(wire_dtype: str | None, **options: Any) -> Any:
     return tf_cross_shard.CrossShardOptimizer(
       tf.keras.optimizers.Adam(peers.LEARNING_RATE),
       reduction="sum",
       wire_dtype=wire_dtype,
-      accumulate_steps=window,
+      **options,
     )
 
   with strategy.scope():
@@ -220,7 +232,10 @@ def training_steps(
       KERAS: tf.keras.optimizers.Adam(peers.LEARNING_RATE),
       OURS: ours(None),
       BFLOAT16: ours("bfloat16"),
-      ACCUMULATED: ours(None, _WINDOW),
+      INT8: ours("int8"),
+      SHARDED: ours(None, shard_update=True),
+      BACKUP: ours(None, has_backup=True),
+      ACCUMULATED: ours(None, accumulate_steps=_WINDOW),
       NOTHING: tf.keras.optimizers.Adam(peers.LEARNING_RATE),
     }
     for optimizer in optimizers.values():

@@ -65,7 +65,7 @@ def measure_reduction(
   def ours(group_size: int) -> contestants.Reducer:
     groups = groups_lib.contiguous(replicas, group_size)
     engine = collectives.for_strategy(strategy, groups)
-    return lambda values: reduction.reduce_gradients(values, engine)[0]
+    return lambda values: reduction.Wire(engine).sum(values)[0]
 
   reducers = {
     contestants.KERAS: contestants.keras_reducer,

@@ -46,7 +46,10 @@ from matplotlib import pyplot as plt
 _WORKERS = flags.DEFINE_integer("workers", 2, "Processes to start here.", 1)
 _GROUPS = flags.DEFINE_integer("groups", 1, "Groups to train apart.", 1)
 _WIRE_DTYPE = flags.DEFINE_enum(
-  "wire_dtype", None, ["bfloat16", "float16"], "What gradients travel in."
+  "wire_dtype",
+  None,
+  ["bfloat16", "float16", "int8"],
+  "What gradients travel in.",
 )
 _EPOCHS = flags.DEFINE_integer("epochs", 15, "Times to see all images.", 1)
 _BATCH_SIZE = flags.DEFINE_integer(

@@ -17,9 +17,11 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import hypothesis
 import pytest
 import tensorflow as tf
+from absl import logging
 from tensorflow.python.data.ops import dataset_ops
 
 NUM_DEVICES = 4
+_PROCESSES = "multi_process"
 
 
 def _split_cpu(num_devices: int) -> None:
@@ -60,9 +62,9 @@ def _tells_bazel(file: pathlib.Path, words: str) -> bool:
   return bool(re.search(rf"(?m)^# bazel:.*\b({words})\b", file.read_text()))
 
 
-def _is_exclusive(file: pathlib.Path) -> bool:
-  """Whether Bazel runs a file's tests alone: they start several processes."""
-  return _tells_bazel(file, r"tags=(\w+,)*exclusive")
+def _starts_processes(file: pathlib.Path) -> bool:
+  """Whether a file's tests start several processes."""
+  return file.parent.name == _PROCESSES
 
 
 def _place(item: pytest.Item) -> tuple[bool, bool]:
@@ -71,7 +73,7 @@ def _place(item: pytest.Item) -> tuple[bool, bool]:
   So the last that a process runs is small, and none waits long for the other.
   """
   is_large = _tells_bazel(item.path, "size=large|timeout=long")
-  return not _is_exclusive(item.path), not is_large
+  return not _starts_processes(item.path), not is_large
 
 
 @pytest.hookimpl(tryfirst=True)  # Before `-m` deselects any.
@@ -86,7 +88,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-  """With pytest-xdist a file stays whole, and exclusive ones follow in a row.
+  """With pytest-xdist a file stays whole; those of processes are a row.
 
   Tests of one file share what they compile, launch or prepare. Two files at a
   time that each start several processes would be too much for two cores, while
@@ -97,7 +99,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
   class ByFile(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
       file = nodeid.split("::")[0]
-      return "exclusive" if _is_exclusive(config.rootpath / file) else file
+      is_many = _starts_processes(config.rootpath / file)
+      return _PROCESSES if is_many else file
 
   config.option.loadscopereorder = False  # Not the file with most tests first.
   return ByFile(config, log)
@@ -120,3 +123,13 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 def _same_seed() -> None:
   """Every test draws the same random numbers, whatever ran before it."""
   tf.keras.utils.set_random_seed(0)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+  """What is warned of in a test."""
+  lines: list[str] = []
+  monkeypatch.setattr(
+    logging, "warning", lambda text, *args: lines.append(text % args)
+  )
+  return lines

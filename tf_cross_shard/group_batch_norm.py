@@ -111,7 +111,7 @@ class GroupBatchNorm:
 
     @tf.custom_gradient
     def add_up(*tensors: tf.Tensor) -> Any:
-      sums, _ = reduction.reduce_gradients(tensors, engine)
+      sums, _ = reduction.Wire(engine).sum(tensors)
       return sums, lambda *upstream: self._sum(*upstream)
 
     sums: list[tf.Tensor] = add_up(*tensors)

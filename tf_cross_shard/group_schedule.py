@@ -7,9 +7,9 @@ In engines whose replicas are one program, the number is a tensor of it.
 """
 
 import contextlib
+import contextvars
 import copy
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
@@ -21,7 +21,8 @@ from tf_cross_shard.collectives import replica_isolation
 from tf_cross_shard.inner_optimizer import libraries, optimizer_state
 from tf_cross_shard.replica_state import group_state
 
-_outside: Final = threading.local()
+# Of each thread: replicas may be threads.
+_outside: Final = contextvars.ContextVar[Any]("group", default=None)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -81,12 +82,11 @@ def as_group(group: Any) -> Iterator[None]:
   Args:
     group: The number of the group, or a variable that holds it.
   """
-  before = getattr(_outside, "group", None)
-  _outside.group = group
+  before = _outside.set(group)
   try:
     yield
   finally:
-    _outside.group = before
+    _outside.reset(before)
 
 
 class PerGroup:
@@ -187,7 +187,7 @@ class PerGroup:
     if replicas == groups.num_replicas:
       rate = _row(tf.stack(rows), groups)
     else:  # It is read outside of replicas.
-      rate = rows[getattr(_outside, "group", None) or 0]
+      rate = _row_outside(rows)
     if self.rate_factor is None:
       return rate
     return rate * tf.cast(self.rate_factor, dtype)
@@ -312,9 +312,8 @@ def _row(rows: tf.Tensor, groups: groups_lib.Groups) -> tf.Tensor:
   """Returns the row of the calling replica's group; outside, `as_group`'s."""
   strategy = tf.distribute.get_strategy()
   replica = replica_isolation.current_replica()
-  outside = getattr(_outside, "group", None)
-  if replica is None or outside is not None:
-    return tf.gather(rows, 0 if outside is None else outside)
+  if replica is None or _outside.get() is not None:
+    return _row_outside(rows)
   replicas = strategy.num_replicas_in_sync
   if replicas != groups.num_replicas:
     raise ValueError(
@@ -326,3 +325,9 @@ def _row(rows: tf.Tensor, groups: groups_lib.Groups) -> tf.Tensor:
   group_of = [groups.index_of(number) for number in range(replicas)]
   # The replica's number may be a tensor.
   return tf.gather(rows, tf.gather(group_of, replica))
+
+
+def _row_outside(rows: Any) -> tf.Tensor:
+  """Returns the row of `as_group`'s group; without, of group 0."""
+  group = _outside.get()
+  return tf.gather(rows, 0 if group is None else group)

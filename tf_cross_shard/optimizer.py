@@ -5,8 +5,7 @@ way of a gradient; `tf_cross_shard.keras3` and `tf_cross_shard.tf_keras` make
 this an optimizer of one Keras.
 """
 
-import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -15,7 +14,6 @@ from tf_cross_shard import group_schedule, validation
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import settings as settings_lib
 from tf_cross_shard.gradients import differentiation, loss_factor
-from tf_cross_shard.settings import Assignment, Replaceable, Setting
 from tf_cross_shard.step import flow, replica_checks
 from tf_cross_shard.wrapper import forwarding
 
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
   import numpy.typing as npt
 
 
-class CrossShard(forwarding.OptimizerWrapper):
+class CrossShard(settings_lib.Arguments, forwarding.OptimizerWrapper):
   """Sums or averages gradients over replicas, then lets `opt` apply them.
 
   With `L_r` the loss of replica `r`, `G` the group it belongs to and `f` the
@@ -57,7 +55,6 @@ class CrossShard(forwarding.OptimizerWrapper):
     tf.compat.v1.tpu.CrossShardOptimizer, whose members this class keeps.
   """
 
-  @validation.names_arguments
   def __init__(
     self,
     opt: "validation.Optimizer | str | dict[str, Any]",
@@ -81,6 +78,7 @@ class CrossShard(forwarding.OptimizerWrapper):
     noise_scale: bool | int = False,
     lazy_rows: bool | str = False,
     group_settings: "Mapping[str, Sequence[float]] | None" = None,
+    has_backup: bool = False,
   ) -> None:
     """Encapsulates `opt`. Call it inside `strategy.scope()`.
 
@@ -108,7 +106,9 @@ class CrossShard(forwarding.OptimizerWrapper):
       global_clipnorm: The same for the norm of all gradients together.
       clipvalue: The same for the absolute value of each element.
       wire_dtype: `"bfloat16"` or `"float16"`, to which wider gradients are
-        rounded where they travel between replicas; None leaves them exact.
+        rounded where they travel between replicas, or `"int8"` in blocks of 256
+        with a scale each, whose rounding errors each replica adds to its next
+        gradient; see `step.reduction`. None leaves gradients exact.
       skip_nonfinite: Whether the whole group skips a step whose sums hold a
         NaN or an infinity, and counts it in `skipped_steps`. A
         LossScaleOptimizer skips such steps anyway; then they are only counted.
@@ -142,6 +142,10 @@ class CrossShard(forwarding.OptimizerWrapper):
         (`"weight_decay"`, `"momentum"`, `"beta_1"`, ...) or of the limits here.
         `opt` itself has one that is not 0. Learning rates have
         `schedules.PerGroup`.
+      has_backup: Whether you go on from a backup when one of several machines
+        is lost. Then variables are updated as their sums come in; without, all
+        wait for all sums, so that who is left has no step half applied. On
+        CPUs nothing was gained.
 
     Raises:
       ValueError: If `opt` names no optimizer or is itself a
@@ -150,46 +154,12 @@ class CrossShard(forwarding.OptimizerWrapper):
       TypeError: If `opt` is no optimizer, or one that Keras has no equal of.
     """
     opt = self._as_optimizer(opt)
-    settings = settings_lib.Settings(
-      reduction,
-      name,
-      group_assignment,
-      loss_averaged_over,
-      clipnorm,
-      global_clipnorm,
-      clipvalue,
-      wire_dtype,
-      skip_nonfinite,
-      scale_gradients,
-      fused_update,
-      accumulate_steps,
-      shard_update,
-      noise_scale,
-      lazy_rows,
-      group_settings,
-    )
+    settings = settings_lib.Settings.of(locals())
     super().__init__(opt, name=name, **settings.limits)
     self._inner.fuse(fused_update)
     self._checks = replica_checks.ReplicaChecks(self._inner, settings)
     self._step = flow.Step(settings, self._inner, self._checks)
     group_schedule.bind(opt, self.groups, self._package)
-
-  reduction = Setting('`"mean"` or `"sum"`.')
-  group_assignment = Assignment(
-    "Groups as lists; None for one of all replicas."
-  )
-  loss_averaged_over = Setting('`"replica"`, `"global"`; None: by the call.')
-  clipnorm = Replaceable("Limit of each gradient's norm, before the sum.")
-  global_clipnorm = Replaceable("The same for all gradients together.")
-  clipvalue = Replaceable("Limit of each element, before the sum.")
-  wire_dtype = Setting("The dtype on the wire; None for exact sums.")
-  skip_nonfinite = Setting("Whether steps with a NaN are skipped and counted.")
-  scale_gradients = Setting("Whether gradients are scaled, not the loss.")
-  fused_update = Setting("Whether kernels or XLA update; None: where faster.")
-  accumulate_steps = Setting("How many calls make one step; None for one.")
-  shard_update = Setting("Whether each member keeps one part of the state.")
-  lazy_rows = Setting("Whether only rows that occur are updated.")
-  group_settings = Replaceable("A number for each group, by name; or None.")
 
   learning_rate = group_schedule.bound(
     forwarding.OptimizerWrapper.learning_rate
@@ -234,46 +204,6 @@ class CrossShard(forwarding.OptimizerWrapper):
     """The groups in force, one of all replicas where none were given."""
     return self._checks.groups
 
-  def compute_gradients(
-    self,
-    loss: Callable[[], Any] | tf.Tensor,
-    var_list: "validation.Variables | None" = None,
-    *,
-    tape: tf.GradientTape | None = None,
-    **kwargs: Any,
-  ) -> differentiation.Pairs:
-    """Scales the loss, then takes this replica's own gradients.
-
-    They are not reduced yet, so that each replica can clip or change its own.
-    They contain the factor of the mean.
-
-    >>> from tf_cross_shard import CrossShardOptimizer
-    >>> weight = tf.Variable(3.0)
-    >>> optimizer = CrossShardOptimizer("sgd")
-    >>> [(grad, _)] = optimizer.compute_gradients(lambda: weight**2)
-    >>> float(grad)
-    6.0
-
-    Args:
-      loss: A function of no arguments, a tensor recorded by `tape`, or a
-        tensor of the graph being built. A scalar under `"mean"`.
-      var_list: Trainable variables. None means all that the loss touches; Keras
-        variables are then known as such only if the optimizer is built.
-      tape: The tape that recorded `loss`.
-      **kwargs: `gate_gradients`, `aggregation_method`,
-        `colocate_gradients_with_ops` and `grad_loss`. Graphs use them, eager
-        execution ignores them.
-
-    Returns:
-      A list of (gradient, variable); the gradient is None for a variable of
-      `var_list` that the loss does not touch.
-
-    Raises:
-      RuntimeError: If called in the cross-replica context.
-      ValueError, TypeError: If an argument is not valid.
-    """
-    return self._gradients(loss, var_list, tape, loss_factor.REPLICA, kwargs)
-
   @tf.autograph.experimental.do_not_convert
   def apply_gradients(
     self,
@@ -309,7 +239,6 @@ class CrossShard(forwarding.OptimizerWrapper):
     """
     grads, variables = validation.check_pairs(grads_and_vars)
     validation.check_global_step(global_step)
-    validation.check_name(name)
     return self._perform(flow.Call(grads, variables, global_step, name))
 
   def build(self, variables: "Iterable[validation.Variable]") -> None:
@@ -356,20 +285,6 @@ class CrossShard(forwarding.OptimizerWrapper):
       )
     self._step.update.add_tables(list(var_list or ()), list(var_names or ()))
 
-  def get_config(self) -> dict[str, Any]:
-    """Everything the constructor needs, in serializable form."""
-    opt = self._serialize(self._inner.optimizer)
-    return {"opt": opt, **self._step.settings.to_config()}
-
-  @classmethod
-  def from_config(
-    cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-  ) -> "CrossShard":
-    """Makes the optimizer that `get_config` described, not built."""
-    # A copy: Keras changes what it is given.
-    opt = cls._deserialize(copy.deepcopy(config["opt"]), custom_objects)
-    return cls(**{**config, "opt": opt})
-
   def finalize_variable_values(self, var_list: Any) -> None:
     """Ends `fit`: writes moving averages into the variables of `opt`'s EMA."""
     self._step.watch.end_fit()
@@ -381,7 +296,7 @@ class CrossShard(forwarding.OptimizerWrapper):
     var_list: Any,
     tape: tf.GradientTape | None,
     default: str,
-    options: dict[str, Any],
+    options: differentiation.GraphOptions,
   ) -> differentiation.Pairs:
     """Returns this replica's gradients of the scaled loss."""
     self._checks.check_place()
@@ -407,6 +322,10 @@ class CrossShard(forwarding.OptimizerWrapper):
   def _build_inner(self, variables: Sequence[Any]) -> None:
     """Makes the variables of all stages."""
     self._step.build(variables)
+
+  def _config(self) -> dict[str, Any]:
+    """The arguments besides `opt`, in serializable form."""
+    return self._step.settings.to_config()
 
   def _before_saving(self) -> None:
     """Warns of what is lost; does nothing while this object is being made."""

@@ -6,6 +6,7 @@ workers compare it, and the stages of a step take from it what is theirs.
 
 import dataclasses
 import numbers
+from collections.abc import Mapping
 from typing import Any, Final
 
 import tensorflow as tf
@@ -36,6 +37,7 @@ class Settings:
   noise_scale: bool | int = False
   lazy_rows: bool | str = False
   group_settings: Any = None  # {name: [a number for each group]}, or None.
+  has_backup: bool = False
 
   def __post_init__(self) -> None:
     """Raises an error for an argument without a valid value."""
@@ -47,7 +49,7 @@ class Settings:
       ("group_settings", _as_group_settings),
     ):
       object.__setattr__(self, name, convert(getattr(self, name)))
-    for name in ("skip_nonfinite", "scale_gradients"):
+    for name in ("skip_nonfinite", "scale_gradients", "has_backup"):
       if not isinstance(getattr(self, name), bool):
         raise TypeError(
           f"`{name}` must be True or False; got {getattr(self, name)!r}."
@@ -74,6 +76,11 @@ class Settings:
         "`noise_scale` must be True, False or the number of steps from one"
         f" measurement to the next; got {self.noise_scale!r}."
       )
+
+  @classmethod
+  def of(cls, arguments: Mapping[str, Any]) -> "Settings":
+    """Returns the settings among a constructor's arguments, by their names."""
+    return cls(**{f.name: arguments[f.name] for f in dataclasses.fields(cls)})
 
   @property
   def is_mean(self) -> bool:
@@ -157,6 +164,28 @@ class Replaceable(Setting):
     step = vars(optimizer).get("_step")
     if step is not None:  # Keras' constructor sets its defaults before.
       step.replace(**{self._name: value})
+
+
+class Arguments:
+  """The settings as properties of the optimizer, which has a step."""
+
+  reduction = Setting('`"mean"` or `"sum"`.')
+  group_assignment = Assignment(
+    "Groups as lists; None for one of all replicas."
+  )
+  loss_averaged_over = Setting('`"replica"`, `"global"`; None: by the call.')
+  clipnorm = Replaceable("Limit of each gradient's norm, before the sum.")
+  global_clipnorm = Replaceable("The same for all gradients together.")
+  clipvalue = Replaceable("Limit of each element, before the sum.")
+  wire_dtype = Setting("The dtype on the wire; None for exact sums.")
+  skip_nonfinite = Setting("Whether steps with a NaN are skipped and counted.")
+  scale_gradients = Setting("Whether gradients are scaled, not the loss.")
+  fused_update = Setting("Whether kernels or XLA update; None: where faster.")
+  accumulate_steps = Setting("How many calls make one step; None for one.")
+  shard_update = Setting("Whether each member keeps one part of the state.")
+  lazy_rows = Setting("Whether only rows that occur are updated.")
+  group_settings = Replaceable("A number for each group, by name; or None.")
+  has_backup = Setting("Whether a crash may leave half a step applied.")
 
 
 def as_groups(group_assignment: Any) -> groups_lib.Groups | None:

@@ -94,7 +94,7 @@ class Table(Sequence[Trial]):
       ValueError: If there is no trial, or names differ.
     """
     rows = [dict(row) for row in settings_of_trials]
-    if not rows or not rows[0]:
+    if not rows:
       raise ValueError(
         "`settings_of_trials` must hold a dictionary for each trial; got"
         f' {settings_of_trials!r}. Use for example [{{"learning_rate": 0.1}}].'

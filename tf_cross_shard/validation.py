@@ -1,11 +1,8 @@
 """Checks of the users' arguments, made before any state changes."""
 
-import difflib
-import functools
-import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -24,40 +21,11 @@ if TYPE_CHECKING:  # What editors show; a program may lack one of the Kerases.
   Variable: TypeAlias = tf.Variable | keras.Variable
   Variables: TypeAlias = Iterable[Variable] | Variable
 
-_Function = TypeVar("_Function", bound=Callable[..., None])
-
 
 def is_number(value: Any) -> bool:
   """Whether a value is a number of Python's or NumPy's, and no truth value."""
   numbers = (int, float, np.integer, np.floating)
   return isinstance(value, numbers) and not isinstance(value, bool)
-
-
-def names_arguments(init: _Function) -> _Function:
-  """Makes a constructor say what an argument that it lacks may have meant.
-
-  Errors name the class that is called, which is derived from the constructor's.
-  """
-  signature = inspect.signature(init)
-  _, *known = signature.parameters
-
-  @functools.wraps(init)
-  def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-    try:
-      signature.bind(self, *args, **kwargs)
-    except TypeError as error:
-      words = f"{type(self).__name__}: {error}."
-      for name in [name for name in kwargs if name not in known]:
-        close = difflib.get_close_matches(name, known, 1)
-        words += (
-          f" Did you mean `{close[0]}`?"
-          if close
-          else f" It has {', '.join(known)}; others belong to `{known[0]}`."
-        )
-      raise TypeError(words) from None
-    init(self, *args, **kwargs)
-
-  return checked  # type: ignore[return-value]  # The same, to those who call.
 
 
 def check_variable(argument: str, variable: object) -> None:
@@ -81,14 +49,6 @@ def is_var_list(value: Any) -> bool:
   if is_variable(value) or tf.is_tensor(value) or isinstance(value, str):
     return False
   return isinstance(value, Iterable)
-
-
-def check_name(name: Any) -> None:
-  """Raises `TypeError` unless the name of operations is a string or None."""
-  if name is not None and not isinstance(name, str):
-    raise TypeError(
-      f'`name` must be a string or None; got {name!r}. Use for example "step".'
-    )
 
 
 def check_pairs(grads_and_vars: Iterable[Any]) -> tuple[list[Any], list[Any]]:

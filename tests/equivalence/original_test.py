@@ -11,7 +11,7 @@ from benchmarks import original
 from tests.support import covering, testbed, tpu_tasks
 from tf_cross_shard import CrossShardOptimizer, virtual_tpu
 
-# Every day equivalence_test and virtual_equivalence_test have the numbers.
+# Every day equivalence_test has the numbers.
 _v1 = tf.compat.v1.train
 _keras = tf.keras.optimizers
 PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {

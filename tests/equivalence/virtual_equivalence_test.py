@@ -10,40 +10,6 @@ import tensorflow as tf
 from tests.support import testbed, tpu_tasks
 from tf_cross_shard import CrossShardOptimizer, TowerOptimizer, towers
 
-STRIDED = [[0, 2], [1, 3]]
-BOUND = 1e-6  # of the largest weight
-
-
-@pytest.mark.parametrize(
-  ("num_replicas", "grouping", "optimizer", "model"),
-  [
-    (4, STRIDED, "SGD", "dense"),
-    (8, [[0, 1, 2, 3], [4, 5, 6, 7]], "Adam", "convolution"),
-    (4, STRIDED, "AdamW", "embedding"),
-  ],
-)
-def test_against_plain_keras_on_the_groups_batch(
-  num_replicas: int, grouping: Any, optimizer: str, model: str
-) -> None:
-  make_optimizer = tpu_tasks.OPTIMIZERS[optimizer]
-  task = tpu_tasks.task(tpu_tasks.MODELS[model], num_replicas)
-  trained = tpu_tasks.train(
-    task,
-    tpu_tasks.virtual(num_replicas),
-    lambda: CrossShardOptimizer(make_optimizer(), group_assignment=grouping),
-  )
-  replicas = tpu_tasks.weights_of(trained, num_replicas)
-  start = [v.numpy() for v in task.model().variables]
-  for members in testbed.groups_of(grouping, num_replicas):
-    expected = tpu_tasks.train_plain(task, members, make_optimizer())
-    assert tpu_tasks.furthest(expected, start) > 1e-2, "nothing was learned"
-    bound = BOUND * tpu_tasks.largest(expected)
-    for replica in members:
-      assert tpu_tasks.furthest(replicas[replica], expected) <= bound
-      assert tpu_tasks.furthest(replicas[replica], replicas[members[0]]) == 0
-  first, other = grouping[0][0], grouping[1][0]
-  assert tpu_tasks.furthest(replicas[first], replicas[other]) > 1e-3
-
 
 def test_rows_that_two_towers_look_up() -> None:
   strategy = tpu_tasks.virtual(2)

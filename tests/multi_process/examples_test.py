@@ -41,13 +41,12 @@ def run_example(name: str, data_dir: Path, *arguments: str) -> str:
 
   It logs no warning of this package.
   """
-  program = str(EXAMPLES / name)
-  return run([program, f"--data_dir={data_dir}", *arguments], data_dir)
+  command = [str(EXAMPLES / name), f"--data_dir={data_dir}", *arguments]
+  return checked(programs.fork(command, data_dir))
 
 
-def run(arguments: list[str], folder: Path) -> str:
-  """Runs Python; returns its output, which has no warning of this package."""
-  output = programs.run(arguments, folder)
+def checked(output: str) -> str:
+  """Returns the output, which has no warning of this package."""
   own = "|".join(x.name for x in PROJECT.glob("tf_cross_shard/**/*.py"))
   assert not re.search(rf"(?m)^(W\d{{4}} .* ({own}):|WARNING:absl)", output), (
     output
@@ -146,7 +145,7 @@ def test_optuna_is_told_what_groups_came_to(data_dir: Path) -> None:
 
 
 def test_custom_loop_is_right_with_either_loss(data_dir: Path) -> None:
-  output = run(
+  output = programs.run(
     [
       "-c",
       f"""
@@ -163,7 +162,9 @@ for loss in ("plain", "keras"):
     ],
     data_dir,
   )
-  start = output.rindex("replica  0  1  2  3")  # Of the second run's output.
+  start = checked(output).rindex(
+    "replica  0  1  2  3"
+  )  # Of the second run's output.
   plain, keras = read_table(output[:start]), read_table(output[start:])
   assert [row[:3] for row in plain] == [
     ("plain loss", "0", "0 1"),

@@ -3,7 +3,7 @@
 Damage while a file is being written is in archive_test.py; errors that end a
 `fit`, in backup_test.py.
 """
-# bazel: size=large tags=exclusive,slow
+# bazel: size=large tags=slow
 
 import json
 import pathlib

@@ -2,7 +2,7 @@
 
 Each launch holds one fault, or all of those after which the workers can go on.
 """
-# bazel: size=large timeout=long tags=exclusive,slow
+# bazel: size=large timeout=long tags=slow
 
 import concurrent.futures
 import pathlib
@@ -45,6 +45,7 @@ LAUNCHES: dict[str, tuple[str, int, dict[str, Any]]] = {
     f"made {what}": ("faults", 2, _faults(what))
     for what in multi_worker_faults.MADE
   },
+  "lost, others wait": ("lose_waiting", 3, {}),
   "lost 0": ("lose", 3, {"arguments": {"kind": "own", "killed": 0}}),
   "lost 1": ("lose", 3, {"arguments": {"kind": "tensorflow", "killed": 1}}),
 }
@@ -230,6 +231,18 @@ def test_the_others_name_a_worker_that_is_killed(
     # Under TensorFlow's strategy workers compare what they do, too.
     if killed == 1:
       _assert_differs(report["differ"], "sparse gradient", odd=2)
+
+
+def test_who_waits_without_a_limit_names_a_worker_that_is_killed(
+  launches: Launches,
+) -> None:
+  """So they wait while the first evaluates.
+
+  It has the service, so another may only see that this one ended, too.
+  """
+  first, other = launches.reports("lost, others wait")
+  _assert_says(first, "WorkerLostError", r"^worker 2\b.* was lost")
+  _assert_says(other, "WorkerLostError", r"^(worker 2|A worker)\b.* was lost")
 
 
 def test_killed_and_resumed_is_as_undisturbed(tmp_path: pathlib.Path) -> None:

@@ -2,7 +2,7 @@
 
 Every process is of its own, and ends with the test whatever happens to it.
 """
-# bazel: timeout=long tags=exclusive,slow data=//:sources
+# bazel: timeout=long tags=slow data=//:sources
 # bazel: deps=//examples:multi_worker
 
 import contextlib

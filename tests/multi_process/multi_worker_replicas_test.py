@@ -2,7 +2,7 @@
 
 Sums in groups inside and across workers, and the values of all replicas.
 """
-# bazel: size=large timeout=long tags=exclusive,slow
+# bazel: size=large timeout=long tags=slow
 
 import pathlib
 import tempfile

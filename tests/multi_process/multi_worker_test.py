@@ -3,7 +3,7 @@
 A launch runs all cases of so many workers at once, since a process takes
 seconds to start; the tests then read what each worker had at the end.
 """
-# bazel: size=large timeout=long tags=exclusive
+# bazel: size=large timeout=long
 
 import functools
 from collections.abc import Callable, Sequence
@@ -13,7 +13,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import interplay, lazy_oracle, testbed, workers
+from tests.support import (
+  int8_oracle,
+  interplay,
+  lazy_oracle,
+  testbed,
+  workers,
+)
 from tests.support import interplay_workers as cells
 from tests.support import multi_worker_cases as cases
 from tf_cross_shard import groups as groups_lib
@@ -155,10 +161,38 @@ def test_sums(launches: Launches, launch: str, key: cases.Key) -> None:
   assert np.abs(held[0][0] - right[0]).max() > 1e-4, "nothing was narrowed"
 
 
+@_of("int8_steps")
+def test_int8(launches: Launches, launch: str, key: cases.Key) -> None:
+  """NumPy's numbers, to the bit, as on replicas of one process."""
+  _, grouping, *is_sharded = key
+  held = _held(launches, launch, key)
+  grads = [cases.int8_gradients(replica) for replica in range(len(held))]
+  flat = np.stack(
+    [
+      np.concatenate([g.reshape(cases.STEPS, -1) for g in of_one], axis=1)
+      for of_one in grads
+    ],
+    axis=1,
+  )
+  wire = int8_oracle.Wire(
+    _groups(len(held), grouping).to_lists(), flat.shape[2]
+  )
+  weights = -sum(wire.sum(row, bool(is_sharded)) for row in flat)
+  count = len(grads[0])
+  for replica, values in enumerate(held):
+    own = [
+      np.concatenate([v.ravel() for v in part])
+      for part in (values[:count], values[count:])
+    ]
+    np.testing.assert_array_equal(own[0], weights[replica])
+    np.testing.assert_array_equal(own[1], wire.left[replica])
+  assert wire.left.any(axis=1).all()
+
+
 @_of("sharded")
 def test_sharded(launches: Launches, launch: str, key: cases.Key) -> None:
   """Plain Keras' weights; the state was saved and loaded on the way."""
-  _, grouping, optimizer, *is_whole = key
+  _, grouping, optimizer, *options = key
   held = _held(launches, launch, key)
   task = testbed.Regression(num_replicas=len(held))
 
@@ -167,7 +201,7 @@ def test_sharded(launches: Launches, launch: str, key: cases.Key) -> None:
     return testbed.train_plain(task, sorted(members), plain)
 
   # Roots of Adafactor are of sums, which plain Keras takes of whole batches.
-  bound = (lambda *_: 1e-6) if is_whole else None
+  bound = (lambda *_: 1e-6) if options == ["by_variable"] else None
   _check(held, grouping, expected, bound)
 
 

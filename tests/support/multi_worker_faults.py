@@ -4,6 +4,7 @@ Each function is run by every worker alike, and is told whether this worker is
 the odd one.
 """
 
+import math
 import os
 import pathlib
 import signal
@@ -228,6 +229,18 @@ def lose(
   found["trained"] = float(before[0][0])
   found["unchanged"] = _same(before, early.state())
   return found
+
+
+def lose_waiting(strategy: tf.distribute.Strategy) -> dict[str, Any]:
+  """The last worker is killed while the others wait for it without a limit.
+
+  So they wait while the first one evaluates groups.
+  """
+  workers = agreement.of_strategy(strategy)
+  assert workers is not None
+  if workers.index == len(workers.names) - 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+  return attempt(lambda: agreement.exchange(workers, "a test", "", math.inf))
 
 
 class _Signal(tf.keras.callbacks.Callback):  # type: ignore[misc]

@@ -67,6 +67,11 @@ def lose(kind: str, killed: int) -> dict[str, Any]:
   return multi_worker_faults.lose(kind, killed, strategy_of(kind))
 
 
+def lose_waiting() -> dict[str, Any]:
+  """What a worker reports that waits for one that is killed."""
+  return multi_worker_faults.lose_waiting(strategy_of("own"))
+
+
 def resume(
   folder: pathlib.Path, dies: bool, signalled: int | None = None
 ) -> dict[str, Any]:
@@ -147,6 +152,7 @@ TASKS: dict[str, Callable[..., Any]] = {
     start,
     faults,
     lose,
+    lose_waiting,
     resume,
     local_replicas,
     two,

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tests.support import formulas, testbed
+
 
 def gradient(
   kernel: np.ndarray, bias: np.ndarray, x: np.ndarray, y: np.ndarray
@@ -32,8 +34,8 @@ def train(
   `x` is [steps, replicas, examples, features].
   """
   weights = [value.astype(np.float64) for value in initial]
-  first = [np.zeros_like(w) for w in weights]
-  second = [np.zeros_like(w) for w in weights]
+  formula = formulas.adam if update == "Adam" else formulas.sgd
+  slots = [formulas.first_slots(formula, weight) for weight in weights]
   for step in range(len(x)):
     total = [np.zeros_like(w) for w in weights]
     for replica in members:
@@ -43,18 +45,8 @@ def train(
         strict=True,
       ):
         part += scale * (g / len(members) if reduction == "mean" else g)
-    for i, g in enumerate(total):
-      if update == "SGD":
-        weights[i] = weights[i] - 0.125 * g
-      elif update == "Momentum":
-        first[i] = 0.5 * first[i] - 0.125 * g
-        weights[i] = weights[i] + first[i]
-      elif update == "Adam":
-        t = step + 1
-        first[i] = 0.9 * first[i] + 0.1 * g
-        second[i] = 0.999 * second[i] + 0.001 * g * g
-        rate = 0.01 * np.sqrt(1 - 0.999**t) / (1 - 0.9**t)
-        weights[i] = weights[i] - rate * first[i] / (np.sqrt(second[i]) + 1e-7)
-      else:
-        raise ValueError(update)
+    weights = [
+      formula(testbed.RATES[update], weight, grad, step + 1, own)
+      for weight, grad, own in zip(weights, total, slots, strict=True)
+    ]
   return weights

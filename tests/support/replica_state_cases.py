@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 import tensorflow as tf
-from absl import logging
 
 from tests.support import testbed
 from tf_cross_shard import CrossShardOptimizer, replica_state
@@ -104,12 +102,3 @@ def spread(variable: Any, arrays: Sequence[Any]) -> None:
   assert len(locals_) == len(arrays)
   for copy, array in zip(locals_, arrays, strict=True):
     copy.assign(array)
-
-
-def collect_warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-  """Returns what will be warned about."""
-  lines: list[str] = []
-  monkeypatch.setattr(
-    logging, "warning", lambda text, *args: lines.append(text % args)
-  )
-  return lines

@@ -22,7 +22,7 @@ GROUPINGS: dict[str, list[list[int]] | None] = {
 IS_TF_KERAS = not hasattr(tf.keras, "Variable")
 
 
-_RATES: dict[str, dict[str, float]] = {
+RATES: dict[str, dict[str, float]] = {
   "SGD": {"learning_rate": 0.125},
   "Momentum": {"learning_rate": 0.125, "momentum": 0.5},
   "Adam": {"learning_rate": 0.01},
@@ -46,7 +46,7 @@ def optimizers_of(library: Any) -> dict[str, Callable[..., Any]]:
   if not hasattr(library, "Variable"):
     homes["legacy "] = library.optimizers.legacy
   for prefix, home in homes.items():
-    for name, options in _RATES.items():
+    for name, options in RATES.items():
       kind = getattr(home, "SGD" if name == "Momentum" else name, None)
       if kind is not None:
         found[prefix + name] = functools.partial(kind, **options)
@@ -262,6 +262,12 @@ def virtual(num_replicas: int) -> virtual_tpu.VirtualTPUStrategy:
   strategy = virtual_tpu.VirtualTPUStrategy(num_replicas)
   assert strategy.num_replicas_in_sync == num_replicas
   return strategy
+
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+  "mirrored": mirrored,
+  "virtual": lambda: virtual(REPLICAS),
+}
 
 
 def per_replica(strategy: tf.distribute.Strategy, values: Sequence[Any]) -> Any:

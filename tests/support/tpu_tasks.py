@@ -1,7 +1,6 @@
 """Small models and data for programs that TPUs run."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,16 +55,6 @@ MODELS: dict[str, Callable[[], Any]] = {
   "convolution": convolution,
   "embedding": embedding,
 }
-# Adam divides a gradient by its size, also one that is little more than the
-# rounding errors of its terms. A larger epsilon leaves such elements small, and
-# lets Adam feel a factor that is missing.
-OPTIMIZERS: dict[str, Callable[[], Any]] = {
-  "SGD": functools.partial(tf.keras.optimizers.SGD, 0.125, momentum=0.5),
-  "Adam": functools.partial(tf.keras.optimizers.Adam, 0.01, epsilon=1e-3),
-  "AdamW": functools.partial(
-    tf.keras.optimizers.AdamW, 0.01, epsilon=1e-3, weight_decay=0.1
-  ),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,15 +75,6 @@ class Task:
     """The model with its initial weights."""
     tf.keras.utils.set_random_seed(3)
     return self.make()
-
-  def group_batch(
-    self, step: int, members: Sequence[int]
-  ) -> tuple[np.ndarray, np.ndarray]:
-    """The examples of all members of a group, concatenated."""
-    rows = list(members)
-    return np.concatenate(self.x[step, rows]), np.concatenate(
-      self.y[step, rows]
-    )
 
 
 def task(make: Callable[[], Any], num_replicas: int, steps: int = 10) -> Task:
@@ -130,50 +110,6 @@ def distribute(
   return strategy.experimental_distribute_values_from_function(
     lambda context: tf.constant(per_replica[context.replica_id_in_sync_group])
   )
-
-
-def train(
-  given: Task,
-  strategy: tf.distribute.Strategy,
-  make_optimizer: Callable[[], Any],
-) -> Any:
-  """Minimizes every replica's own loss; returns the model."""
-  with strategy.scope():
-    model = given.model()
-    optimizer = make_optimizer()
-    optimizer.build(model.trainable_variables)
-
-  @tf.function(autograph=False)
-  def step(x: Any, y: Any) -> None:
-    def replica_step(x: tf.Tensor, y: tf.Tensor) -> None:
-      optimizer.minimize(
-        lambda: loss(model, x, y), var_list=model.trainable_variables
-      )
-
-    strategy.run(replica_step, args=(x, y))
-
-  for x, y in zip(given.x, given.y, strict=True):
-    step(distribute(strategy, x), distribute(strategy, y))
-  return model
-
-
-def train_plain(
-  given: Task, members: Sequence[int], optimizer: Any
-) -> list[np.ndarray]:
-  """Plain Keras without a strategy, on a group's concatenated batch."""
-  model = given.model()
-  optimizer.build(model.trainable_variables)
-
-  @tf.function(autograph=False)
-  def step(x: tf.Tensor, y: tf.Tensor) -> None:
-    with tf.GradientTape() as tape:
-      value = loss(model, x, y)
-    grads = tape.gradient(value, model.trainable_variables)
-    optimizer.apply(grads, model.trainable_variables)
-
-  for index in range(len(given.x)):
-    step(*map(tf.constant, given.group_batch(index, members)))
-  return [variable.numpy() for variable in model.variables]
 
 
 def weights_of(model: Any, num_replicas: int) -> list[list[np.ndarray]]:

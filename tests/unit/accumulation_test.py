@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from tests.support import fake_engine, testbed
+from tests.support import fake_engine, group_training, testbed
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import keras3, replica_state
 from tf_cross_shard import tf_keras as ours_tf_keras
@@ -351,47 +351,42 @@ class TestNone:
 def test_engines_stop_and_resume_within_a_window(
   engine: str, way: str, tmp_path: pathlib.Path
 ) -> None:
-  strategy = getattr(testbed, engine)(4)
-  library, own, options = _settings(way)
+  strategy = testbed.STRATEGIES[engine]()
+  _, own, options = _settings(way)
 
-  def make() -> tuple[Any, Any, Callable[[Any], None]]:
-    with strategy.scope():
-      weight = keras.Variable(np.zeros(3, "f"), name="weight")
-      optimizer = keras3.CrossShardOptimizer(
-        momentum_sgd(library, **own), "sum", group_assignment=GROUPS, **options
-      )
-      optimizer.build([weight])
+  def make() -> tuple[list[Any], Any]:
+    return group_training.build(
+      *("keras", functools.partial(momentum_sgd, **own)),
+      *({"weight": np.zeros(3, "f")}, strategy),
+      group_assignment=GROUPS,
+      **options,
+    )
 
-    @tf.function(autograph=False)
-    def step(grads: tf.Tensor) -> None:
-      strategy.run(
-        lambda: optimizer.apply_gradients(
-          [(grads[testbed.replica_id()], weight)]
-        )
-      )
-
-    return weight, optimizer, step
-
-  weight, optimizer, step = make()
-  for rows in GRADS[:3]:
-    step(tf.constant(rows))
-  replica_state.assert_in_sync(optimizer, [weight])
-  replica_state.save(tmp_path / "state", optimizer, [weight])
-  again, other, step = make()
-  replica_state.restore(tmp_path / "state", other, [again])
-  for rows in GRADS[3:]:
-    step(tf.constant(rows))
-  found = replica_state.group_values(again, other)
+  train = functools.partial(group_training.train, strategy=strategy)
+  weights, optimizer = make()
+  train(weights, optimizer, [GRADS[:3]])
+  replica_state.assert_in_sync(optimizer, weights)
+  replica_state.save(tmp_path / "state", optimizer, weights)
+  again, other = make()
+  replica_state.restore(tmp_path / "state", other, again)
+  train(again, other, [GRADS[3:]])
+  found = replica_state.group_values(again[0], other)
   for value, members in zip(found, GROUPS, strict=True):
     np.testing.assert_array_equal(value, momentum(windows(members)))
-  if engine == "mirrored":
-    check_that_collectives_are_within_the_condition(step)
 
 
-def check_that_collectives_are_within_the_condition(step: Any) -> None:
+def test_collectives_are_within_the_condition() -> None:
   """As in a graph, where both branches are traced."""
-  graph = step.get_concrete_function(tf.constant(GRADS[0])).graph
-  definition = graph.as_graph_def()
+  [weight], optimizer = group_training.build(
+    *("keras", momentum_sgd, {"weight": np.zeros(3, "f")}), accumulate_steps=2
+  )
+
+  @tf.function(autograph=False)
+  def step() -> None:
+    pairs = [(testbed.mark() * tf.ones(3), weight)]
+    testbed.mirrored().run(lambda: optimizer.apply_gradients(pairs))
+
+  definition = step.get_concrete_function().graph.as_graph_def()
   outside = {node.op for node in definition.node}
   assert "If" in outside or "StatelessIf" in outside
   assert not any("Collective" in op or op == "AddN" for op in outside)
@@ -399,36 +394,7 @@ def check_that_collectives_are_within_the_condition(step: Any) -> None:
   assert any("CollectiveReduce" in op for op in inside)
 
 
-def test_fit() -> None:
-  rng = np.random.default_rng(1)
-  x = rng.integers(-2, 3, (32, 3)).astype("float32")
-  y = rng.integers(-2, 3, (32, 1)).astype("float32")
-  weights = []
-  for is_ours in (True, False):
-    scope = testbed.mirrored() if is_ours else tf.distribute.get_strategy()
-    with scope.scope():
-      layer = keras.layers.Dense(1, kernel_initializer="ones")
-      model = keras.Sequential([keras.Input((3,)), layer])
-      optimizer = keras.optimizers.SGD(0.125)
-      if is_ours:
-        optimizer = keras3.CrossShardOptimizer(optimizer, accumulate_steps=2)
-      model.compile(optimizer, "mse")
-    data = tf.data.Dataset.from_tensor_slices((x, y))
-    testbed.fit(model, data.batch(8 if is_ours else 16))
-    weights.append(model.get_weights())
-  for ours, plain in zip(*weights, strict=True):
-    np.testing.assert_allclose(ours, plain, rtol=1e-6)
-
-
 # --------------------------------------------------------------------- errors
-
-
-@pytest.mark.parametrize("steps", [0, 2.0, True, "2"])
-def test_number_of_calls(steps: Any) -> None:
-  with pytest.raises(
-    ValueError, match=r"`accumulate_steps` must be a positive integer"
-  ):
-    keras3.CrossShardOptimizer("sgd", accumulate_steps=steps)
 
 
 def test_not_both() -> None:
@@ -482,13 +448,6 @@ def test_values_in_place_of_gradients() -> None:
   with pytest.raises(NotImplementedError, match="cannot be accumulated"):
     optimizer.apply_gradients([(tf.constant(2.0), scale)])
   assert float(scale.numpy()) == 1
-
-
-def test_setting_is_kept() -> None:
-  optimizer = keras3.CrossShardOptimizer("sgd", accumulate_steps=3)
-  copy = keras3.CrossShardOptimizer.from_config(optimizer.get_config())
-  assert copy.accumulate_steps == 3
-  assert len(optimizer.variables) == len(optimizer.inner_optimizer.variables)
 
 
 if __name__ == "__main__":

@@ -89,29 +89,6 @@ def _state(model: Any) -> dict[str, Any]:
   return {str(i): copies for i, copies in enumerate(values)}
 
 
-@pytest.mark.parametrize("kind", ["groups", "tf_keras"])
-def test_a_resumed_run_is_that_of_no_crash(
-  kind: str, tmp_path: pathlib.Path
-) -> None:
-  """Weights, slots, batch statistics and random numbers of every replica."""
-  is_grouped = kind == "groups"
-  strategy = testbed.mirrored() if is_grouped else tf.distribute.get_strategy()
-  with strategy.scope():
-    groups = GROUPS if is_grouped else None
-    library = tf.keras if is_grouped else tf_keras
-    undisturbed, model = _model(groups, library), _model(groups, library)
-  _fit(undisturbed)
-  _crash(tmp_path, model)
-  for variable in _variables(model):
-    variable.assign(tf.ones_like(variable))
-  assert _fit(model, callbacks.BackupAndRestore(tmp_path)) == [2, 3]
-  resumed = _state(model)
-  assert cases.same(resumed, _state(undisturbed)) == []
-  assert not (tmp_path / "worker_0").exists()
-  if is_grouped:
-    assert sum((v[0] != v[1]).any() for v in resumed.values()) > 10
-
-
 class _AtBatch(base.GroupCallback):
   """Does something once, after a batch."""
 
@@ -556,13 +533,7 @@ def test_the_last_two_are_kept(tmp_path: pathlib.Path) -> None:
     _fit(_model(), backup)
 
 
-def test_wrong_arguments(tmp_path: pathlib.Path) -> None:
-  for folder in ("", "gs://bucket/backup"):
-    with pytest.raises(ValueError, match="`backup_dir`"):
-      multi_worker.BackupAndRestore(folder)
-  for name, value in (("every", 0), ("every", "batch"), ("keep", 1)):
-    with pytest.raises(ValueError, match=f"`{name}` must be an integer of at"):
-      callbacks.BackupAndRestore(tmp_path, **{name: value})
+def test_optimizers_that_cannot_be_built(tmp_path: pathlib.Path) -> None:
   model = _model(library=tf_keras)
   model.compile(tf_keras.optimizers.legacy.SGD(), "mse")
   with pytest.raises(ValueError, match=r"method build.*; got SGD\."):

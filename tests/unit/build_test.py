@@ -82,19 +82,6 @@ def test_a_fault_is_found(project: Path, file: str, old: str, new: str) -> None:
   assert "update_build: run" in words or "imports tf_cross_shard, but" in words
 
 
-@pytest.mark.parametrize(
-  ("file", "stale"), [("tests/c_test.py", False), ("tests/b_test.py", True)]
-)
-def test_files_that_come_and_go_are_noticed(
-  project: Path, file: str, stale: bool
-) -> None:
-  if stale:
-    (project / file).unlink()
-  else:
-    (project / file).write_text("")
-  assert _update(project, "--check")[0] == 1
-
-
 def test_lines_add_up() -> None:
   file = Path("tests/b_test.py")
   assert update_build.options(file, LINES) == {

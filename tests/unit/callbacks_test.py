@@ -8,7 +8,7 @@ import functools
 import importlib
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -32,10 +32,9 @@ from tf_cross_shard.callbacks import base
 
 N = testbed.REPLICAS
 CROSSED = [[3, 0], [1, 2]]
-STRATEGIES: dict[str, Callable[[], Any]] = {
-  "mirrored": testbed.mirrored,
-  "virtual": functools.partial(testbed.virtual, N),
-  "pair": functools.partial(testbed.mirrored, 2),
+STRATEGIES = {
+  **testbed.STRATEGIES,
+  "pair": lambda: testbed.mirrored(2),
 }
 PAIR = [[0], [1]]  # of the last
 EPOCHS, STEPS, SHARE = 3, 2, 2
@@ -51,7 +50,7 @@ VALIDATION = (
 )
 
 
-def _network() -> Any:
+def _network(outputs: int = 2) -> Any:
   """The same weights each time."""
   tf.keras.utils.set_random_seed(1)
   layers = tf.keras.layers
@@ -59,7 +58,7 @@ def _network() -> Any:
     [
       tf.keras.Input((3,)),
       layers.Dense(4, activation="tanh", name="hidden"),
-      layers.Dense(2, name="last"),
+      layers.Dense(outputs, name="last"),
     ]
   )
 
@@ -85,12 +84,12 @@ def _compile(model: Any, optimizer: Any) -> Any:
   return model
 
 
-def _grouped(where: str, groups: Any = CROSSED) -> Any:
+def _grouped(where: str, groups: Any = CROSSED, outputs: int = 2) -> Any:
   """A compiled model of groups, with all variables of the optimizer."""
   strategy = STRATEGIES[where]()
   assert strategy.num_replicas_in_sync == (2 if where == "pair" else N)
   with strategy.scope():
-    model = _network()
+    model = _network(outputs)
     optimizer = CrossShardOptimizer(
       tf.keras.optimizers.Adam(RATES[0]),
       group_assignment=groups,
@@ -146,18 +145,6 @@ def _state(model: Any, members: Sequence[int]) -> list[list[np.ndarray]]:
   kept = testbed.variables_of(model.optimizer)
   whole = [testbed.copies(v) for v in [*model.weights, *kept]]
   return [[copies[replica] for replica in members] for copies in whole]
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-  """What was warned of."""
-  lines: list[str] = []
-  monkeypatch.setattr(
-    absl_logging,
-    "warning",
-    lambda text, *args: lines.append(text % args),
-  )
-  return lines
 
 
 # -------------------------------------------------------------- GroupMetrics
@@ -348,14 +335,9 @@ def _logs(epoch: int, name: str, sign: float = 1.0) -> dict[str, float]:
   }
 
 
-@pytest.mark.parametrize(
-  ("min_delta", "right"),
-  [(0.0, [(2, 4, 1.0), (4, 6, 7.0)]), (1.0, [(2, 4, 1.0), (0, 2, 9.0)])],
-)
-def test_each_group_stops_as_keras_would_stop_it(
-  min_delta: float, right: Any
-) -> None:
-  """By hand, with metrics that are known; the best weights to the bit."""
+@pytest.mark.parametrize("min_delta", [0.0, 1.0])
+def test_each_group_stops_as_keras_would_stop_it(min_delta: float) -> None:
+  """With metrics that are known; the best weights to the bit."""
   model = _grouped("mirrored")
   stop = callbacks.GroupEarlyStopping(patience=2, min_delta=min_delta)
   stop.set_model(model)
@@ -378,8 +360,6 @@ def test_each_group_stops_as_keras_would_stop_it(
       if lonely.stop_training:
         break
     plain.append((keras.best_epoch, keras.stopped_epoch, float(keras.best)))
-    lonely.stop_training = False
-  assert plain == right
   ours = zip(stop.best_epoch, stop.stopped_epoch, stop.best, strict=True)
   assert list(ours) == plain
   assert epoch == max(stop.stopped_epoch)
@@ -730,7 +710,11 @@ def test_a_file_of_another_run(tmp_path: pathlib.Path) -> None:
   for other, monitor, words in (
     (model, "val_mae", "does not hold val_mae of 2 groups"),
     (_grouped("mirrored", [[0], [1], [2], [3]]), "val_loss", "of 4 groups"),
-    (_wide(), "val_loss", r"does not hold `model/.*last/kernel` of .*\[4, 3\]"),
+    (
+      _grouped("pair", PAIR, 3),
+      "val_loss",
+      r"does not hold `model/.*last/kernel` of .*\[4, 3\]",
+    ),
   ):
     with pytest.raises(replica_state.CheckpointError, match=words):
       _begin(other, callbacks.GroupCheckpoint(path, monitor))
@@ -740,21 +724,6 @@ def test_a_file_of_another_run(tmp_path: pathlib.Path) -> None:
   (tmp_path / "file").write_text("")
   with pytest.raises(OSError, match="file"):
     _begin(model, callbacks.GroupCheckpoint(tmp_path / "file" / "best"))
-
-
-def _wide() -> Any:
-  """As `_network`, with another number of outputs."""
-  with testbed.mirrored(2).scope():
-    layers = tf.keras.layers
-    model = tf.keras.Sequential(
-      [
-        tf.keras.Input((3,)),
-        layers.Dense(4, name="hidden"),
-        layers.Dense(3, name="last"),
-      ]
-    )
-    model.compile(CrossShardOptimizer("sgd", group_assignment=PAIR), "mse")
-  return model
 
 
 # ---------------------------------------------- mistakes before the first epoch
@@ -802,7 +771,7 @@ def test_two_sets_of_data_have_two_names() -> None:
         callbacks.GroupCheckpoint("best"),
       ],
       ValueError,
-      r"GroupCheckpoint\(path=.*'best'\)\) reads val_loss/group_0",
+      "GroupCheckpoint reads val_loss/group_0",
     ),
     (
       lambda: [callbacks.GroupMetrics((X[0, 0, :, :2], Y[0, 0]))],
@@ -827,75 +796,6 @@ def test_mistakes_end_fit_before_it_trains(
 
 def _other() -> Any:
   return tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(2)])
-
-
-@pytest.mark.parametrize(
-  ("make", "error", "words"),
-  [
-    (
-      lambda: callbacks.GroupMetrics(*VALIDATION[:2]),
-      TypeError,
-      r"Hand in all data as one argument: GroupMetrics\(\(x, y\)\)",
-    ),
-    (
-      lambda: callbacks.GroupMetrics(iter([VALIDATION])),
-      TypeError,
-      "`validation_data` must be a dataset",
-    ),
-    (
-      lambda: callbacks.GroupMetrics(VALIDATION, name="a/b"),
-      ValueError,
-      "`name` must be a string without a slash",
-    ),
-    (
-      lambda: callbacks.GroupEarlyStopping("val_loss/group_0"),
-      ValueError,
-      "Leave '/group_0' out",
-    ),
-    (
-      lambda: callbacks.GroupMetrics(VALIDATION, every=0),
-      ValueError,
-      "`every` must be an integer of at least 1",
-    ),
-    (
-      lambda: callbacks.GroupEarlyStopping(patience="3"),
-      ValueError,
-      "`patience` must be an integer of at least 0; got '3'",
-    ),
-    (
-      lambda: callbacks.GroupEarlyStopping(min_delta="0"),
-      TypeError,
-      "`min_delta` must be a number",
-    ),
-    (
-      lambda: callbacks.GroupCheckpoint("best", mode="least"),
-      ValueError,
-      '`mode` must be "auto", "min" or "max"',
-    ),
-    (
-      lambda: callbacks.GroupReduceLROnPlateau(factor=1.0),
-      ValueError,
-      "`factor` must be between 0 and 1; got 1.0",
-    ),
-  ],
-)
-def test_arguments(make: Any, error: type[Exception], words: str) -> None:
-  with pytest.raises(error, match=words):
-    make()
-
-
-def test_callbacks_show_their_arguments(tmp_path: pathlib.Path) -> None:
-  assert repr(callbacks.GroupEarlyStopping(patience=3)) == (
-    "GroupEarlyStopping(patience=3)"
-  )
-  assert repr(callbacks.GroupTensorBoard("logs")) == (
-    "GroupTensorBoard(log_dir='logs')"
-  )
-  shown = repr(callbacks.GroupMetrics(VALIDATION, every=2, name="test"))
-  assert shown == "GroupMetrics(every=2, name='test')"
-  assert repr(callbacks.OuterOptimizer(3, warmup=1)) == (
-    "OuterOptimizer(every=3, warmup=1)"
-  )
 
 
 # ------------------------------------------------------ GroupReduceLROnPlateau
@@ -1028,12 +928,12 @@ def test_a_loss_that_differs_by_group_is_each_groups_own() -> None:
       loss,
     )
   x, y = np.ones([8, 1]), np.full([8, 1], 2.0)
-  metrics = callbacks.GroupMetrics((x, y), batch_size=8)
+  metrics = callbacks.GroupMetrics((x, y), False, batch_size=8)
   history = model.fit(
-    x, y, batch_size=8, epochs=2, verbose=0, callbacks=[metrics]
+    x, y, batch_size=8, verbose=0, callbacks=[metrics]
   ).history
-  assert history["val_loss/group_0"] == [4.0, 4.0]
-  assert history["val_loss/group_1"] == [40.0, 40.0]
+  assert history["val_loss/group_0"] == [4.0]
+  assert history["val_loss/group_1"] == [40.0]
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 
 import contextlib
 import pathlib
-from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -13,22 +12,14 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from tests.support import replica_state_cases, testbed
-from tf_cross_shard import callbacks, keras3, replica_state
-from tf_cross_shard import tf_keras as ours_tf_keras
+from tests.support import int8_oracle, islands, replica_state_cases, testbed
+from tests.support.islands import PAIRS, SINGLETONS, STRIDED
+from tf_cross_shard import callbacks
 from tf_cross_shard.callbacks import fragments as fragments_lib
 from tf_cross_shard.gradients import quantization
 
 pytestmark = pytest.mark.slow
 
-PAIRS = [[0, 1], [2, 3]]
-STRIDED = [[0, 2], [1, 3]]
-SINGLETONS = [[0], [1], [2], [3]]
-WHERE: dict[str, Callable[[], Any]] = {
-  "mirrored": testbed.mirrored,
-  "virtual": lambda: testbed.virtual(testbed.REPLICAS),
-}
-PACKAGES = {keras: keras3, tf_keras: ours_tf_keras}
 SHAPES = [(3,), (2, 130), (5, 4), ()]
 # Fragments by bytes, the largest first, by how many there are.
 FRAGMENTS = {1: [[0, 1, 2, 3]], 2: [[1], [0, 2, 3]], 3: [[1], [2], [0, 3]]}
@@ -41,70 +32,14 @@ GRADS = [
 ]
 
 
-class Loop:
-  """Weights that groups train apart, and a step by given gradients."""
-
-  def __init__(
-    self,
-    outer: callbacks.OuterOptimizer,
-    where: str = "mirrored",
-    groups: Sequence[Sequence[int]] = PAIRS,
-    library: Any = keras,
-    opt: Callable[[Any], Any] = lambda library: library.optimizers.SGD(0.5),
-    dtypes: Sequence[str] = ("f",) * len(SHAPES),
-    **options: Any,
-  ) -> None:
-    self.strategy, self.groups, self.outer = WHERE[where](), groups, outer
-    with self.strategy.scope():
-      self.weights = [
-        testbed.variable(np.zeros(shape, dtype), f"weight{i}", library)
-        for i, (shape, dtype) in enumerate(zip(SHAPES, dtypes, strict=True))
-      ]
-      self.optimizer = PACKAGES[library].CrossShardOptimizer(
-        opt(library), "sum", group_assignment=groups, **options
-      )
-      self.optimizer.build(self.weights)
-    outer.build(self.optimizer, self.weights)
-    self._run = tf.function(self._step, autograph=False)
-
-  def _step(self, grads: list[tf.Tensor]) -> None:
-    def replica_step() -> None:
-      own = [grad[testbed.replica_id()] for grad in grads]
-      self.optimizer.apply_gradients(zip(own, self.weights, strict=True))
-
-    self.strategy.run(replica_step)
-
-  def train(self, steps: range) -> None:
-    """Those of the steps with the gradients above."""
-    for step in steps:
-      self._run(
-        [
-          tf.cast(rows[step], weight.dtype)
-          for rows, weight in zip(GRADS, self.weights, strict=True)
-        ]
-      )
-      self.outer.step()
-
-  def values(self) -> list[list[np.ndarray]]:
-    """By weight, each group's; its members have the same bits."""
-    found = []
-    for weight in self.weights:
-      copies = testbed.copies(weight)
-      assert len(copies) == testbed.REPLICAS
-      for members in self.groups:
-        assert len({copies[r].tobytes() for r in members}) == 1
-      found.append([copies[members[0]] for members in self.groups])
-    return found
+def make(outer: callbacks.OuterOptimizer, **options: Any) -> islands.Islands:
+  """Weights that groups train apart."""
+  return islands.Islands(outer, SHAPES, **options)
 
 
-def rounded(blocks: np.ndarray) -> np.ndarray:
-  """Float32 numbers in int8, in blocks of 256, and back."""
-  flat = np.zeros(-(-blocks.size // 256) * 256, "f")
-  flat[: blocks.size] = blocks.ravel()
-  rows = flat.reshape(-1, 256)
-  scale = np.abs(rows).max(1, keepdims=True) / np.float32(127)
-  whole = np.rint(np.divide(rows, scale, out=0 * rows, where=scale > 0))
-  return (whole.astype("i1").astype("f") * scale).ravel()[: blocks.size]
+def train(loop: islands.Islands, steps: range) -> None:
+  """Trains on those of the gradients above."""
+  loop.train(*(rows[steps.start : steps.stop] for rows in GRADS))
 
 
 def oracle(
@@ -135,7 +70,7 @@ def oracle(
   def meet(at: np.ndarray, share: float) -> None:
     travelled = sent[:, at]
     if is_int8:
-      travelled = np.stack([rounded(row) for row in travelled])
+      travelled = np.stack([int8_oracle.rounded(row) for row in travelled])
       kept[:, at] = sent[:, at] - travelled
     mean = travelled.mean(0)
     velocity[at] = 0.9 * velocity[at] - 0.7 * mean
@@ -188,12 +123,14 @@ def test_numpy(
   wire = "int8" if own.pop("int8", False) else None
   outer = callbacks.OuterOptimizer(4, wire_dtype=wire, **own)
   accumulation = {"accumulate_steps": window} if window > 1 else {}
-  loop = Loop(outer, where, groups, library, **accumulation)
+  loop = make(
+    outer, where=where, groups=groups, library=library, **accumulation
+  )
   own["count"] = own.pop("fragments", 1)
   right = oracle(groups, 4, window=window, is_int8=wire is not None, **own)
   joined = 0
   for step in range(STEPS):
-    loop.train(range(step, step + 1))
+    train(loop, range(step, step + 1))
     for found, expected in zip(loop.values(), right[step], strict=True):
       np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
     joined += (right[step][1] == right[step][1][0]).all()
@@ -210,7 +147,7 @@ def test_int8_in_blocks() -> None:
   words = quantization.encode(tf.constant(row))
   assert words.shape == [3 * 65]  # of four bytes: 1.016 times 3 * 256
   found = quantization.decode(words, 700).numpy()
-  np.testing.assert_array_equal(found, rounded(row))
+  np.testing.assert_array_equal(found, int8_oracle.rounded(row))
   error = np.abs(found - row) / np.repeat([1e-3, 1.0, 1e4], 256)[:700]
   assert 0 < error.max() < 4 / 127
   zeros = quantization.decode(quantization.encode(tf.zeros(5)), 5)
@@ -224,13 +161,13 @@ def test_int8_in_blocks() -> None:
 def test_replicas_of_one_process_need_no_collectives() -> None:
   """In `fit`, beside the threads of its data, those of int32 hung."""
   outer = callbacks.OuterOptimizer(2, wire_dtype="int8")
-  loop = Loop(outer)
+  loop = make(outer)
   [part] = outer._parts
   graph = part._exchange_and_apply.get_concrete_function().graph
   kinds = {operation.type for operation in graph.get_operations()}
   assert "Bitcast" in kinds
   assert not [kind for kind in kinds if "Collective" in kind]
-  loop.train(range(2))
+  train(loop, range(2))
 
 
 def test_what_was_rounded_away_travels_later() -> None:
@@ -240,9 +177,9 @@ def test_what_was_rounded_away_travels_later() -> None:
     outer = callbacks.OuterOptimizer(
       1, keras.optimizers.SGD(1.0), wire_dtype="int8"
     )
-    loop = Loop(outer)
+    loop = make(outer)
     for step in range(STEPS):
-      loop.train(range(step, step + 1))
+      train(loop, range(step, step + 1))
       for part in outer._parts if not is_fed_back else ():
         for kept in part.kept:
           replica_state_cases.spread(kept, np.zeros([4, *kept.shape], "f"))
@@ -262,20 +199,24 @@ def test_each_fragment_has_its_count_of_updates() -> None:
   for library, name in ((keras, "Adam"), (tf_keras, "Adam"), (keras, "Nadam")):
     adam = getattr(library.optimizers, name)(0.125)
     outer = callbacks.OuterOptimizer(3, adam, fragments=3)
-    loop = Loop(outer, library=library)
-    first = Loop(
+    loop = make(outer, library=library)
+    first = make(
       callbacks.OuterOptimizer(
         3, getattr(library.optimizers, name)(0.125), delay=0
       ),
       library=library,
     )
-    loop.train(range(3))
-    first.train(range(3))
+    train(loop, range(3))
+    train(first, range(3))
     # The last fragment joins in step 3, as all do without fragments.
     for i in FRAGMENTS[3][2]:
       np.testing.assert_array_equal(loop.values()[i], first.values()[i])
     states = [part._own for part in outer._parts]
     assert all(int(own[0].numpy()) == 1 for own in states)
+
+
+def make_adam(library: Any) -> Any:
+  return library.optimizers.Adam(0.1)
 
 
 @pytest.mark.parametrize(
@@ -284,36 +225,17 @@ def test_each_fragment_has_its_count_of_updates() -> None:
 def test_goes_on_from_a_file_in_mid_delay(
   where: str, library: Any, tmp_path: pathlib.Path
 ) -> None:
-  """To the bit as if it had not stopped."""
+  path = tmp_path / "state"
 
-  def start() -> Loop:
-    adam = library.optimizers.Adam(0.1)
+  def start() -> islands.Islands:
     outer = callbacks.OuterOptimizer(
-      4, adam, fragments=2, delay=3, wire_dtype="int8"
+      4, make_adam(library), fragments=2, delay=3, wire_dtype="int8"
     )
-    return Loop(
-      outer,
-      where,
-      library=library,
-      opt=lambda library: library.optimizers.Adam(0.1),
-    )
+    return make(outer, where=where, library=library, opt=make_adam)
 
-  whole, path = start(), tmp_path / "state"
-  whole.train(range(8))
-  assert whole.outer._sent.numpy().tolist() == [6, 8]
-  replica_state.assert_in_sync(whole.optimizer, whole.weights)
-  replica_state.save(path, whole.optimizer, whole.weights)
-  whole.train(range(8, STEPS))
-  again = start()
-  replica_state.restore(path, again.optimizer, again.weights)
-  again.train(range(8, STEPS))
-  np.testing.assert_equal(again.values(), whole.values())
-  states = [
-    [testbed.copies(v) for v in loop.optimizer._step.attached]
-    for loop in (whole, again)
-  ]
-  np.testing.assert_equal(*states)
+  islands.check_resumes(start, GRADS, 8, path)
   with np.load(path) as file:
+    assert file["group_0/optimizer/outer_sent"].tolist() == [6, 8]
     assert "group_1/optimizer/fragment0_sent0" in file
     assert (
       file["group_0/optimizer/fragment0_kept0"]
@@ -324,8 +246,8 @@ def test_goes_on_from_a_file_in_mid_delay(
 def test_differences_that_are_not_finite() -> None:
   """Nothing changes, in any group; what is kept stays finite."""
   outer = callbacks.OuterOptimizer(2, delay=1, wire_dtype="int8")
-  loop = Loop(outer)
-  loop.train(range(3))
+  loop = make(outer)
+  train(loop, range(3))
   [part] = outer._parts
   kept = [testbed.copies(variable) for variable in part.kept]
   assert any(np.abs(value).max() > 0 for values in kept for value in values)
@@ -333,12 +255,12 @@ def test_differences_that_are_not_finite() -> None:
   rows[2:, 1, 1] = np.nan
   replica_state_cases.spread(loop.weights[2], rows)
   before = [testbed.copies(v) for v in outer._anchors]
-  loop.train(range(3, 5))
+  train(loop, range(3, 5))
   np.testing.assert_equal([testbed.copies(v) for v in outer._anchors], before)
   np.testing.assert_equal([testbed.copies(v) for v in part.kept], kept)
   assert int(outer.optimizer.skipped_steps.numpy()) == 1
   replica_state_cases.spread(loop.weights[2], np.ones([4, 5, 4], "f"))
-  loop.train(range(5, 7))
+  train(loop, range(5, 7))
   assert np.isfinite(np.concatenate([np.ravel(v) for v in loop.values()])).all()
   assert int(outer.optimizer.skipped_steps.numpy()) == 1
 
@@ -346,14 +268,14 @@ def test_differences_that_are_not_finite() -> None:
 def test_weights_that_are_set_end_a_delay() -> None:
   """Else a difference from other weights would be applied to these."""
   outer = callbacks.OuterOptimizer(4, delay=2, wire_dtype="int8")
-  loop = Loop(outer)
-  loop.train(range(9))  # Sent in step 8.
+  loop = make(outer)
+  train(loop, range(9))  # Sent in step 8.
   assert outer._sent.numpy().tolist() == [8]
   for weight in loop.weights:
     replica_state_cases.spread(weight, np.full([4, *weight.shape], 512.0, "f"))
   outer.build(loop.optimizer, loop.weights)
   assert outer._sent.numpy().tolist() == [0]
-  loop.train(range(9, 11))
+  train(loop, range(9, 11))
   for anchor in outer._anchors:
     np.testing.assert_array_equal(
       testbed.copies(anchor)[0], np.full(anchor.shape, 512.0)
@@ -367,8 +289,8 @@ def test_several_dtypes() -> None:
     2, keras.optimizers.SGD(1.0), fragments=2, delay=1, wire_dtype="int8"
   )
   dtypes = ("float64", "float32", "float16", "float64")
-  loop = Loop(outer, dtypes=dtypes)
-  loop.train(range(4))
+  loop = make(outer, dtypes=dtypes)
+  train(loop, range(4))
   assert [weight.dtype for weight in loop.weights] == list(dtypes)
   for anchor in outer._anchors:
     assert len({copy.tobytes() for copy in testbed.copies(anchor)}) == 1
@@ -378,7 +300,7 @@ def test_several_dtypes() -> None:
 def test_steps_at_once() -> None:
   """What is due in an execution comes at its end: a late result first."""
   outer = callbacks.OuterOptimizer(4, delay=2, fragments=2)
-  loop, events = Loop(outer), []
+  loop, events = make(outer), []
 
   def recording(part: Any, verb: str, text: str) -> Any:
     run = getattr(part, verb)
@@ -404,7 +326,7 @@ def test_steps_at_once() -> None:
       outer._count(calls)
       assert events == expected
       events.clear()
-  loop.train(range(2))
+  train(loop, range(2))
 
 
 def test_split() -> None:
@@ -419,24 +341,9 @@ def test_split() -> None:
   assert fragments_lib.split(wide, 2) == [[1], [0, 2]]
 
 
-@pytest.mark.parametrize(
-  ("arguments", "words"),
-  [
-    ({"fragments": 0}, "`fragments` must be an integer of at least 1"),
-    ({"fragments": 5}, "`fragments` must be at most `every`.*fragments=5"),
-    ({"delay": 4}, "`delay` less.*delay=4"),
-    ({"delay": 1, "alpha": 1.0}, "less than 1.*alpha=1.0"),
-    ({"alpha": 0.5}, "needs a `delay`"),
-  ],
-)
-def test_bad_arguments(arguments: dict[str, Any], words: str) -> None:
-  with pytest.raises(ValueError, match=words):
-    callbacks.OuterOptimizer(4, **arguments)
-
-
 def test_more_fragments_than_weights() -> None:
   with pytest.raises(ValueError, match="is 5, and `model` trains 4 variables"):
-    Loop(callbacks.OuterOptimizer(5, fragments=5))
+    make(callbacks.OuterOptimizer(5, fragments=5))
 
 
 if __name__ == "__main__":

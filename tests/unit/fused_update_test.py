@@ -12,118 +12,35 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from tests.support import testbed
+from tests.support import formulas, testbed
 from tf_cross_shard import keras3
 from tf_cross_shard import tf_keras as ours_tf_keras
 from tf_cross_shard.inner_optimizer import fused_update
 
 KERASES = {"keras": (keras, keras3), "tf_keras": (tf_keras, ours_tf_keras)}
 STEPS = 200
-Numbers = np.ndarray[Any, Any]
-Formula = Callable[[Any, Numbers, Numbers, int, list[Numbers]], Numbers]
-
-
-def _sgd(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Numbers:
-  momentum = s.get("momentum", 0.0)
-  m[0] = momentum * m[0] - s["learning_rate"] * g
-  if s.get("nesterov"):
-    return w + momentum * m[0] - s["learning_rate"] * g
-  return w + m[0]
-
-
-def _adam(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Numbers:
-  w = w - w * s.get("weight_decay", 0.0) * s["learning_rate"]
-  m[0] = 0.9 * m[0] + 0.1 * g
-  m[1] = 0.999 * m[1] + 0.001 * g * g
-  rate = s["learning_rate"] * np.sqrt(1 - 0.999**t) / (1 - 0.9**t)
-  return w - rate * m[0] / (np.sqrt(m[1]) + 1e-7)
-
-
-def _adamax(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Any:
-  m[0] = 0.9 * m[0] + 0.1 * g
-  m[1] = np.maximum(0.999 * m[1], np.abs(g))
-  return w - s["learning_rate"] * m[0] / ((1 - 0.9**t) * (m[1] + 1e-7))
-
-
-def _rmsprop(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Any:
-  m[0] = 0.9 * m[0] + 0.1 * g * g
-  m[1] = 0.9 * m[1] + 0.1 * g
-  spread = m[0] - (m[1] ** 2 if s.get("centered") else 0)
-  step = s["learning_rate"] * g / np.sqrt(spread + 1e-7)
-  m[2] = s.get("momentum", 0.0) * m[2] + step
-  return w - m[2]
-
-
-def _adadelta(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Any:
-  m[0] = 0.95 * m[0] + 0.05 * g * g
-  change = -np.sqrt(m[1] + 1e-7) * g / np.sqrt(m[0] + 1e-7)
-  m[1] = 0.95 * m[1] + 0.05 * change * change
-  return w + s["learning_rate"] * change
-
-
-def _ftrl(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Any:
-  rate, l1 = s["learning_rate"], s.get("l1_regularization_strength", 0.0)
-  power = -s.get("learning_rate_power", -0.5)
-  before = m[0] + (0.1 if t == 1 else 0)  # Keras' first accumulator.
-  shrinkage = s.get("l2_shrinkage_regularization_strength", 0.0)
-  m[0] = before + g * g
-  m[1] = m[1] + g + 2 * shrinkage * w
-  m[1] = m[1] - (m[0] ** power - before**power) / rate * w
-  l2 = s.get("l2_regularization_strength", 0.0) + s.get("beta", 0) / (2 * rate)
-  return (np.clip(m[1], -l1, l1) - m[1]) / (m[0] ** power / rate + 2 * l2)
-
-
-def _amsgrad(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Any:
-  m[0] = 0.9 * m[0] + 0.1 * g
-  m[1] = 0.999 * m[1] + 0.001 * g * g
-  m[2] = np.maximum(m[1], m[2])
-  rate = s["learning_rate"] * np.sqrt(1 - 0.999**t) / (1 - 0.9**t)
-  return w - rate * m[0] / (np.sqrt(m[2]) + 1e-7)
-
-
-def _nadam(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Any:
-  u, u_next = (0.9 * (1 - 0.5 * 0.96**k) for k in (t, t + 1))
-  m[0] = 0.9 * m[0] + 0.1 * g
-  m[1] = 0.999 * m[1] + 0.001 * g * g
-  m[2] = u * (m[2] if t > 1 else 1)  # The product of all u.
-  mean = u_next * m[0] / (1 - u_next * m[2]) + (1 - u) * g / (1 - m[2])
-  square = m[1] / (1 - 0.999**t)
-  return w - s["learning_rate"] * mean / (np.sqrt(square) + 1e-7)
-
-
-def _adagrad(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Any:
-  m[0] = m[0] + g * g + (0.1 if t == 1 else 0)  # Keras' first accumulator.
-  return w - s["learning_rate"] * g / np.sqrt(m[0] + 1e-7)
-
-
-def _lion(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Any:
-  sign = np.sign(0.9 * m[0] + 0.1 * g)
-  m[0] = 0.99 * m[0] + 0.01 * g
-  return w - s["learning_rate"] * sign
-
-
 # Class, settings exact in every dtype where that is possible, formula, kernel.
-FUSED: dict[str, tuple[str, dict[str, Any], Formula, str]] = {
-  "SGD": ("SGD", {}, _sgd, "GradientDescent"),
-  "momentum": ("SGD", {"momentum": 0.5}, _sgd, "KerasMomentum"),
+FUSED: dict[str, tuple[str, dict[str, Any], formulas.Formula, str]] = {
+  "SGD": ("SGD", {}, formulas.sgd, "GradientDescent"),
+  "momentum": ("SGD", {"momentum": 0.5}, formulas.sgd, "KerasMomentum"),
   "nesterov": (
     "SGD",
     {"momentum": 0.75, "nesterov": True},
-    _sgd,
+    formulas.sgd,
     "KerasMomentum",
   ),
-  "Adam": ("Adam", {}, _adam, "Adam"),
-  "AdamW": ("AdamW", {"weight_decay": 0.25}, _adam, "Adam"),
-  "Adamax": ("Adamax", {}, _adamax, "AdaMax"),
-  "RMSprop": ("RMSprop", {"momentum": 0.5}, _rmsprop, "RMSProp"),
+  "Adam": ("Adam", {}, formulas.adam, "Adam"),
+  "AdamW": ("AdamW", {"weight_decay": 0.25}, formulas.adam, "Adam"),
+  "Adamax": ("Adamax", {}, formulas.adamax, "AdaMax"),
+  "RMSprop": ("RMSprop", {"momentum": 0.5}, formulas.rmsprop, "RMSProp"),
   "centered": (
     "RMSprop",
     {"momentum": 0.5, "centered": True},
-    _rmsprop,
+    formulas.rmsprop,
     "CenteredRMSProp",
   ),
-  "Adadelta": ("Adadelta", {}, _adadelta, "Adadelta"),
-  "Ftrl": ("Ftrl", {}, _ftrl, "FtrlV2"),
+  "Adadelta": ("Adadelta", {}, formulas.adadelta, "Adadelta"),
+  "Ftrl": ("Ftrl", {}, formulas.ftrl, "FtrlV2"),
   "Ftrl's settings": (
     "Ftrl",
     {
@@ -133,14 +50,14 @@ FUSED: dict[str, tuple[str, dict[str, Any], Formula, str]] = {
       "l2_shrinkage_regularization_strength": 0.125,
       "beta": 0.5,
     },
-    _ftrl,
+    formulas.ftrl,
     "FtrlV2",
   ),
-  "amsgrad": ("Adam", {"amsgrad": True}, _amsgrad, "XLA"),
-  "Nadam": ("Nadam", {}, _nadam, "XLA"),
-  "Adagrad": ("Adagrad", {}, _adagrad, "XLA"),
-  "Lion": ("Lion", {}, _lion, "XLA"),
-  "RMSprop, no momentum": ("RMSprop", {}, _rmsprop, "XLA"),
+  "amsgrad": ("Adam", {"amsgrad": True}, formulas.amsgrad, "XLA"),
+  "Nadam": ("Nadam", {}, formulas.nadam, "XLA"),
+  "Adagrad": ("Adagrad", {}, formulas.adagrad, "XLA"),
+  "Lion": ("Lion", {}, formulas.lion, "XLA"),
+  "RMSprop, no momentum": ("RMSprop", {}, formulas.rmsprop, "XLA"),
 }
 RATE = 0.0625
 
@@ -157,18 +74,18 @@ def kernels_in(function: Any, *args: Any) -> set[str]:
   return {name.removeprefix(prefix) for name in names if prefix in name}
 
 
-def gradients(dtype: str) -> Numbers:
+def gradients(dtype: str) -> formulas.Numbers:
   """[steps, replicas, 24] sixteenths, whose sums are exact."""
   rng = np.random.default_rng(3)
   parts = rng.integers(-24, 25, size=(STEPS, testbed.REPLICAS, 24)) / 16
   return parts.astype(dtype)
 
 
-def expected(name: str, sums: Numbers) -> Numbers:
+def expected(name: str, sums: formulas.Numbers) -> formulas.Numbers:
   """The formula in NumPy's longest floats."""
   _, settings, formula, _ = FUSED[name]
   settings = {"learning_rate": RATE, **settings}
-  slots = [np.zeros(24, np.longdouble)] * 3
+  slots = formulas.first_slots(formula, np.zeros(24, np.longdouble))
   weight = (
     np.linspace(-1.4375, 1.4375, 24).astype("float32").astype(np.longdouble)
   )
@@ -206,7 +123,7 @@ def train(optimizer: Any, weight: Any, grads: Any, strategy: Any = None) -> Any:
   return step
 
 
-def error(weight: Numbers, name: str, sums: Numbers) -> float:
+def error(weight: formulas.Numbers, name: str, sums: formulas.Numbers) -> float:
   """Root mean square of the differences to the formula."""
   difference = weight.astype(np.longdouble) - expected(name, sums)
   return float(np.sqrt(np.mean(difference**2)))
@@ -477,23 +394,6 @@ def test_the_encapsulated_optimizer_stays_as_it_was(which: str) -> None:
   restored = pickle.loads(pickle.dumps(ours))
   assert restored.fused_update is None
   assert int(restored.iterations.numpy()) == 1
-
-
-@pytest.mark.parametrize("which", KERASES)
-def test_rows_take_keras_operations(which: str) -> None:
-  library, package = KERASES[which]
-  rows = tf.IndexedSlices(tf.constant([[1.0, 2.0]]), tf.constant([2]), [3, 2])
-  states = []
-  for is_fused in (None, False):
-    table = tf.Variable(tf.ones([3, 2]))
-    optimizer = package.CrossShardOptimizer(
-      library.optimizers.Adam(), fused_update=is_fused
-    )
-    optimizer.apply_gradients([(rows, table)])
-    states.append([each.numpy() for each in (table, *optimizer.variables)])
-    assert table.numpy()[2, 0] < 1
-  for one, other in zip(*states, strict=True):
-    np.testing.assert_array_equal(one, other)
 
 
 def test_compiled_by_xla() -> None:

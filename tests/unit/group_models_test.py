@@ -16,19 +16,15 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
+from tests.support import group_training, testbed
 from tests.support import replica_state_cases as cases
-from tests.support import testbed
-from tf_cross_shard import keras3, replica_state
-from tf_cross_shard import tf_keras as sharded
+from tf_cross_shard import replica_state
 from tf_cross_shard.replica_state import group_state
 
 N = testbed.REPLICAS
 CROSSED = [[3, 0], [1, 2]]
-STRATEGIES: dict[str, Callable[[], Any]] = {
-  "mirrored": testbed.mirrored,
-  "virtual": functools.partial(testbed.virtual, N),
-}
-LIBRARIES = {"keras": (keras, keras3), "tf_keras": (tf_keras, sharded)}
+STRATEGIES = testbed.STRATEGIES
+LIBRARIES = group_training.KERASES
 X = np.random.default_rng(3).integers(-4, 5, (8, 3)).astype("float32")
 in_both = pytest.mark.parametrize("library", LIBRARIES)
 everywhere = pytest.mark.parametrize("where", STRATEGIES)
@@ -329,9 +325,8 @@ def test_a_copy_is_trained_as_the_source_would_be(
   assert len(_differing(copied, target, after, target)) > 8
 
 
-def test_a_copy_is_no_reason_to_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_no_reason_to_warn(said: list[str]) -> None:
   """Groups are equal after it, and the next steps part them again."""
-  said = cases.collect_warnings(monkeypatch)
   model, optimizer = _made(
     "mirrored",
     "tf_keras",
@@ -351,11 +346,8 @@ def test_a_copy_is_no_reason_to_warn(monkeypatch: pytest.MonkeyPatch) -> None:
   assert said == []
 
 
-def test_groups_that_are_equal_are_warned_about(
-  monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_groups_that_are_equal_are_warned_about(said: list[str]) -> None:
   """EarlyStopping sets the weights after the last look of `fit` at them."""
-  said = cases.collect_warnings(monkeypatch)
   model, optimizer = _made("mirrored", "keras", lambda home: _dense(home, "a"))
   stop = keras.callbacks.EarlyStopping(
     "loss", min_delta=1e9, patience=1, restore_best_weights=True

@@ -1,8 +1,7 @@
 """Which factor a loss gets, and what is said of it."""
 
-import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -46,32 +45,16 @@ def test_the_user_decides_or_the_way_in(
     assert scaled.for_gradients() == factor
 
 
-class Recorder(logging.Handler):
-  """Keeps what is logged."""
-
-  def __init__(self) -> None:
-    super().__init__()
-    self.lines: list[str] = []
-
-  def emit(self, record: logging.LogRecord) -> None:
-    self.lines.append(f"{record.levelname}: {record.getMessage()}")
-
-
 @pytest.fixture
-def log() -> Iterator[list[str]]:
-  """What absl logs in a test, informative lines included."""
-  logger, recorder = logging.getLogger("absl"), Recorder()
-  level = logger.level
-  logger.addHandler(recorder)
-  logger.setLevel(logging.INFO)
-  yield recorder.lines
-  logger.setLevel(level)
-  logger.removeHandler(recorder)
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+  """What is logged in a test, informative lines included."""
+  caplog.set_level("INFO", "absl")
+  return caplog
 
 
 @pytest.mark.parametrize("default", ["replica", "global"])
 def test_a_default_is_told_once_by_each_optimizer(
-  log: list[str], default: str
+  log: pytest.LogCaptureFixture, default: str
 ) -> None:
   whose = "this replica's" if default == "replica" else "all replicas'"
   for count in (1, 2):
@@ -79,10 +62,10 @@ def test_a_default_is_told_once_by_each_optimizer(
     for _ in range(3):
       convention.for_loss(default)
       convention.check_was_scaled(False, False)
-    assert len(log) == count
-    assert log[-1].startswith("WARNING:")
-    assert f"averaged over {whose} examples" in log[-1]
-    assert "loss_averaged_over=" in log[-1]
+    assert len(log.messages) == count
+    assert log.records[-1].levelname == "WARNING"
+    assert f"averaged over {whose} examples" in log.messages[-1]
+    assert "loss_averaged_over=" in log.messages[-1]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +79,7 @@ def test_a_default_is_told_once_by_each_optimizer(
   ],
 )
 def test_a_step_that_never_scaled_is_warned_about_once(
-  log: list[str],
+  log: pytest.LogCaptureFixture,
   averaged_over: str | None,
   group_size: int,
   local: float,
@@ -105,26 +88,26 @@ def test_a_step_that_never_scaled_is_warned_about_once(
   convention = _convention("mean", averaged_over, 4, group_size)
   for _ in range(3):
     convention.check_was_scaled(False, False)
-  [line] = log
-  assert line.startswith("WARNING:")
+  [line] = log.messages
+  assert log.records[0].levelname == "WARNING"
   assert 'reduction="mean" is missing its factor' in line
   assert f"{local:g} if the loss is averaged over this replica's" in line
   assert f"{over_all:g} if over all replicas'" in line
   assert "scale_loss(loss)" in line
 
 
-def test_one_trace_scales_all_steps(log: list[str]) -> None:
+def test_one_trace_scales_all_steps(log: pytest.LogCaptureFixture) -> None:
   convention = _convention("mean", "replica", 4, 2)
   tf.function(lambda: convention.for_loss("replica"), autograph=False)()
   for _ in range(2):
     convention.check_was_scaled(False, False)
-  assert log == []
+  assert log.messages == []
 
 
-def test_a_step_through_apply(log: list[str]) -> None:
+def test_a_step_through_apply(log: pytest.LogCaptureFixture) -> None:
   """Keras' losses are meant, so that a sum lacks a factor, too."""
   _convention("sum", None, 4, 2).check_was_scaled(True, False)
-  assert "4 if over all" in log[0]
+  assert "4 if over all" in log.messages[0]
 
 
 @pytest.mark.parametrize(
@@ -138,25 +121,29 @@ def test_a_step_through_apply(log: list[str]) -> None:
   ],
 )
 def test_a_right_step_misses_no_factor(
-  log: list[str], arguments: tuple[Any, ...]
+  log: pytest.LogCaptureFixture, arguments: tuple[Any, ...]
 ) -> None:
   _convention(*arguments).check_was_scaled(False, False)
-  assert log == []
+  assert log.messages == []
 
 
-def test_keras_losses_through_apply_need_no_factor(log: list[str]) -> None:
+def test_keras_losses_through_apply_need_no_factor(
+  log: pytest.LogCaptureFixture,
+) -> None:
   _convention("mean", None, 4, 4).check_was_scaled(True, False)
-  assert log == []
+  assert log.messages == []
 
 
-def test_nothing_is_guessed(log: list[str]) -> None:
+def test_nothing_is_guessed(log: pytest.LogCaptureFixture) -> None:
   """Where the user chose, or there is one replica."""
   _convention("mean", "global", 4, 2).for_loss("replica")
   _convention("mean", None, 1, 1).for_loss("replica")
-  assert log == []
+  assert log.messages == []
 
 
-def test_each_thread_has_a_step_of_its_own(log: list[str]) -> None:
+def test_each_thread_has_a_step_of_its_own(
+  log: pytest.LogCaptureFixture,
+) -> None:
   """What one replica's thread scaled says nothing of another's."""
   convention = _convention("mean", "replica", 2, 2)
 
@@ -168,10 +155,10 @@ def test_each_thread_has_a_step_of_its_own(log: list[str]) -> None:
   convention.for_loss("replica")  # here
   run(convention.for_loss, "replica")  # ends without a check
   convention.check_was_scaled(False, False)  # here: scaled
-  assert log == []
+  assert log.messages == []
   convention.for_loss("replica")
   run(convention.check_was_scaled, False, False)  # there: never scaled
-  assert len(log) == 1
+  assert len(log.messages) == 1
 
 
 if __name__ == "__main__":

@@ -163,30 +163,6 @@ def _train(
 
 @pytest.mark.parametrize(
   ("kind", "sparse"),
-  [("adam", False), ("nesterov", True), ("rmsprop centered", False)],
-)
-def test_groups(kind: str, sparse: bool) -> None:
-  strategy = testbed.mirrored()
-  groups = testbed.GROUPINGS["strided"]
-  assert groups is not None
-  with strategy.scope():
-    weight = testbed.variable(_first(), "weight")
-    opt = tpu.CrossShardOptimizer(KINDS[kind](0.05), group_assignment=groups)
-    optimizer = migration.from_v1(opt)
-    optimizer.build([weight])
-  _train(strategy, optimizer, weight, sparse)
-  held = testbed.copies(weight)
-  assert len(held) == testbed.REPLICAS > 1
-  assert (held[0] != held[1]).any()
-  for members in groups:
-    expected = _expected(KINDS[kind](0.05), members, sparse).numpy()
-    for replica in members:
-      np.testing.assert_allclose(held[replica], expected, rtol=1e-6, atol=1e-6)
-      assert (held[replica] == held[members[0]]).all()
-
-
-@pytest.mark.parametrize(
-  ("kind", "sparse"),
   [
     *((kind, False) for kind in ("adam", "rmsprop centered", "ftrl")),
     *((kind, True) for kind in ("nesterov", "adadelta")),

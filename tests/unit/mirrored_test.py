@@ -1,5 +1,6 @@
 """The MirroredStrategy engine: merge calls, collectives, refusals."""
 
+from concurrent import futures
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,30 @@ def test_two_groupings_and_many_reductions_in_one_step() -> None:
       copies = pairs.strategy.experimental_local_results(result)
       # Pairs sum to 3 and 12; each crossed pair has one of either.
       assert [float(copy) for copy in copies] == [15.0 * scale] * 4
+
+
+def test_two_threads_do_not_share_collectives() -> None:
+  """Each function, which a thread runs again and again, has keys of its own."""
+  groups = groups_lib.Groups(GROUPINGS[0])
+  engine = mirrored.Mirrored(testbed.mirrored(), groups)
+
+  def make(scale: float) -> Any:
+    def reduce() -> list[tf.Tensor]:
+      return engine.all_reduce_sum([scale * testbed.mark() * tf.ones(3)])
+
+    run = tf.function(lambda: engine.strategy.run(lambda: _in_cond(reduce)))
+    run()
+    return run
+
+  def sums(run: Any) -> set[float]:
+    found = [run()[0] for _ in range(30)]
+    local = map(engine.strategy.experimental_local_results, found)
+    return {float(copy[0]) for copies in local for copy in copies}
+
+  runs = [make(1.0), make(16.0)]  # Traced one after the other.
+  with futures.ThreadPoolExecutor(2) as pool:
+    found = pool.map(sums, runs, timeout=120)
+    assert list(found) == [{15.0}, {240.0}]
 
 
 def test_dynamic_shapes_meet() -> None:

@@ -1,7 +1,6 @@
 """The gradient noise scale of each group, against NumPy."""
 
 import pathlib
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,9 +10,8 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from tests.support import fake_engine, testbed
+from tests.support import fake_engine, group_training, testbed
 from tf_cross_shard import keras3, replica_state
-from tf_cross_shard import tf_keras as ours_tf_keras
 from tf_cross_shard.step import noise_scale
 
 GROUPS = [[0, 2], [1, 3]]
@@ -256,17 +254,15 @@ def test_the_norms_travel_in_the_buffers_of_gradients(
 
 
 def make(
-  strategy: Any, package: Any = keras3, **options: Any
-) -> tuple[Any, Any]:
+  strategy: Any, which: str = "keras", **options: Any
+) -> tuple[list[Any], Any]:
   """A weight of zeros and an optimizer of groups, built."""
-  library = tf_keras if package is ours_tf_keras else keras
   options = {"group_assignment": GROUPS, "noise_scale": 1, **options}
-  with strategy.scope():
-    weight = testbed.variable(tf.zeros(5), "weight", library)
-    sgd = library.optimizers.SGD(0.125)
-    optimizer = package.CrossShardOptimizer(sgd, "sum", **options)
-    optimizer.build([weight])
-  return weight, optimizer
+  return group_training.build(
+    *(which, lambda library: library.optimizers.SGD(0.125)),
+    *({"weight": np.zeros(5, "f")}, strategy),
+    **options,
+  )
 
 
 @pytest.mark.parametrize(
@@ -276,46 +272,36 @@ def test_engines_measure_and_keep(
   engine: str, options: Any, tmp_path: pathlib.Path
 ) -> None:
   """In a function; saved and restored in the middle."""
-  strategy = getattr(testbed, engine)(4)
-
-  def stepper(weight: Any, optimizer: Any) -> Callable[[Any], None]:
-    @tf.function(autograph=False)
-    def step(grads: tf.Tensor) -> None:
-      strategy.run(
-        lambda: optimizer.apply_gradients(
-          [(grads[testbed.replica_id()], weight)]
-        )
-      )
-
-    return step
-
-  made = make(strategy, skip_nonfinite=True, **options)
-  oracles, step = [Oracle(), Oracle()], stepper(*made)
+  strategy = testbed.STRATEGIES[engine]()
+  options = {"skip_nonfinite": True, **options}
+  weights, optimizer = make(strategy, **options)
+  oracles = [Oracle(), Oracle()]
+  step = group_training.stepper(weights, optimizer, strategy)
   for i, rows in enumerate(GRADS):
     if i == 3:
-      weight, optimizer = made
-      replica_state.save(tmp_path / "state", optimizer, [weight])
-      made = make(strategy, skip_nonfinite=True, **options)
-      replica_state.restore(tmp_path / "state", made[1], [made[0]])
-      replica_state.assert_in_sync(made[1], [made[0]])
-      step = stepper(*made)
-    step(tf.constant(rows))
+      replica_state.save(tmp_path / "state", optimizer, weights)
+      weights, optimizer = make(strategy, **options)
+      replica_state.restore(tmp_path / "state", optimizer, weights)
+      replica_state.assert_in_sync(optimizer, weights)
+      step = group_training.stepper(weights, optimizer, strategy)
+    step(rows)
     if i % options.get("noise_scale", 1) == 0:
       for oracle, members in zip(oracles, GROUPS, strict=True):
         oracle.step(rows[members])
   assert_as(
     oracles,
-    testbed.copies(made[1].noise_scale),
-    testbed.copies(made[1].gradient_norm),
+    testbed.copies(optimizer.noise_scale),
+    testbed.copies(optimizer.gradient_norm),
   )
 
 
 @pytest.mark.parametrize("calls", [1, 2])
 def test_sums_that_tf_keras_hands_back(calls: int) -> None:
   """They are of one call, also where several make a window."""
-  weight, optimizer = make(
-    testbed.mirrored(), ours_tf_keras, accumulate_steps=calls
+  [weight], optimizer = make(
+    testbed.mirrored(), "tf_keras", accumulate_steps=calls
   )
+  assert len(optimizer.variables) == len(optimizer.inner_optimizer.variables)
 
   def replica_step() -> None:
     grad = tf.constant(GRADS[0])[testbed.replica_id()]
@@ -333,23 +319,6 @@ def test_sums_that_tf_keras_hands_back(calls: int) -> None:
   )
 
 
-@pytest.mark.parametrize("package", [keras3, ours_tf_keras])
-def test_as_an_argument(package: Any) -> None:
-  _, optimizer = make(testbed.mirrored(), package)
-  _, plain = make(testbed.mirrored(), package, noise_scale=False)
-  assert len(optimizer.variables) == len(plain.variables)
-  assert plain.noise_scale is None
-  assert plain.gradient_norm is None
-  with testbed.mirrored().scope():
-    copies = [
-      type(optimizer).from_config(optimizer.get_config()),
-      pickle.loads(pickle.dumps(optimizer)),
-    ]
-  for copy in copies:
-    assert np.isnan(testbed.copies(copy.noise_scale)).all()
-  assert plain.get_config()["noise_scale"] is False
-
-
 def test_groups_of_one() -> None:
   with pytest.raises(ValueError, match=r"`noise_scale` compares .* larger"):
     make(testbed.mirrored(), group_assignment=[[0], [1], [2], [3]])
@@ -359,9 +328,6 @@ def test_groups_of_one() -> None:
   with pytest.raises(ValueError, match=r"`noise_scale` compares .* larger"):
     optimizer.apply_gradients([(tf.ones(1), weight)])
   assert weight.numpy().tolist() == [1.0]
-  for value in ("yes", -1):
-    with pytest.raises(ValueError, match=rf"`noise_scale`.*{value}"):
-      keras3.CrossShardOptimizer("sgd", noise_scale=value)
 
 
 if __name__ == "__main__":

@@ -116,7 +116,6 @@ def test_the_count_is_none_of_the_variables() -> None:
   for optimizer in (counting, plain):
     optimizer.build([weight])
   assert len(counting.variables) == len(plain.variables)
-  assert counting.get_config()["skip_nonfinite"] is True
 
 
 def test_sparse_and_whole_number_gradients() -> None:
@@ -164,17 +163,6 @@ def test_losses_of_half_precision() -> None:
       loss = tf.reduce_mean(tf.cast(weight.value, dtype) ** 2)
     optimizer.minimize(loss, [weight], tape=tape)
     assert weight.numpy().tolist() == [-1.0]
-
-
-def test_refused_where_an_update_cannot_be_left_out() -> None:
-  strategy = tf.distribute.experimental.CentralStorageStrategy(
-    ["CPU:0", "CPU:1"]
-  )
-  with (
-    strategy.scope(),
-    pytest.raises(NotImplementedError, match="CentralStorageStrategy"),
-  ):
-    CrossShardOptimizer("sgd", skip_nonfinite=True)
 
 
 if __name__ == "__main__":

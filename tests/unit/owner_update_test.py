@@ -10,14 +10,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-import tf_keras
 
-from tests.support import testbed
+from tests.support import fake_engine, group_training, testbed
+from tests.support.group_training import state_of
+from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import keras3, replica_state
-from tf_cross_shard import tf_keras as ours_tf_keras
 from tf_cross_shard.gradients import layout
 
-KERASES = {"keras": (keras, keras3), "tf_keras": (tf_keras, ours_tf_keras)}
 GROUPS = [[2, 0], [1, 3]]
 STEPS = 3
 SHAPES = {"kernel": (4, 3), "embedding": (5, 2), "bias": (7,), "wide": (3, 8)}
@@ -28,7 +27,9 @@ GRADS = [
   (_RNG.integers(-16, 17, (STEPS, 4, *shape)) / 8).astype("f")
   for shape in SHAPES.values()
 ]
-VALUES = [_RNG.normal(size=shape).astype("f") for shape in SHAPES.values()]
+VALUES = {
+  name: _RNG.normal(size=shape).astype("f") for name, shape in SHAPES.items()
+}
 
 
 class Whitened(keras.optimizers.SGD):
@@ -82,6 +83,9 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     0.1, use_ema=True, ema_overwrite_frequency=2
   ),
   "clipped": lambda library: library.optimizers.Lamb(0.1, clipnorm=0.5),
+  "scaled": lambda library: library.optimizers.LossScaleOptimizer(
+    library.optimizers.Lamb(0.1), initial_scale=4.0
+  ),
 }
 CASES: list[tuple[str, str, dict[str, Any]]] = [
   ("Muon", "keras", {"accumulate_steps": 2}),
@@ -91,9 +95,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
   ("ScheduleFreeAdamW", "keras", {"skip_nonfinite": True}),
   ("Whitened", "keras", {"shard_update": "by_variable"}),
   ("Seen", "keras", {"shard_update": "by_variable"}),
-  ("Adam", "keras", {"shard_update": "by_variable"}),
-  ("Adam", "tf_keras", {"shard_update": "by_variable"}),
   ("clipped", "keras", {}),
+  ("scaled", "keras", {}),
 ]
 
 
@@ -101,43 +104,15 @@ def build(
   which: str, kind: str, groups: Any = GROUPS, **options: Any
 ) -> tuple[list[Any], Any]:
   """Weights and a built optimizer of sums over groups."""
-  library, package = KERASES[which]
-  with testbed.mirrored().scope():
-    weights = [
-      testbed.variable(value, name, library)
-      for name, value in zip(SHAPES, VALUES, strict=True)
-    ]
-    optimizer = package.CrossShardOptimizer(
-      MAKERS[kind](library), "sum", group_assignment=groups, **options
-    )
-    optimizer.build(weights)
-  return weights, optimizer
+  options = {"group_assignment": groups, **options}
+  return group_training.build(which, MAKERS[kind], VALUES, **options)
 
 
 def train(
   weights: Sequence[Any], optimizer: Any, steps: Sequence[int] = range(STEPS)
 ) -> None:
   """Steps with each replica's gradients."""
-
-  @tf.function(autograph=False)
-  def step(*rows: tf.Tensor) -> None:
-    def replica_step() -> None:
-      own = [row[testbed.replica_id()] for row in rows]
-      optimizer.apply_gradients(list(zip(own, weights, strict=True)))
-
-    testbed.mirrored().run(replica_step)
-
-  for i in steps:
-    step(*(tf.constant(grads[i]) for grads in GRADS[: len(weights)]))
-
-
-def state_of(weights: Sequence[Any], optimizer: Any) -> list[np.ndarray]:
-  """Every group's weights and whole state."""
-  return [
-    value
-    for variable in (*weights, *optimizer.variables)
-    for value in replica_state.group_values(variable, optimizer)
-  ]
+  group_training.train(weights, optimizer, GRADS, steps)
 
 
 def assert_same(state: Sequence[Any], other: Sequence[Any]) -> None:
@@ -148,19 +123,47 @@ def assert_same(state: Sequence[Any], other: Sequence[Any]) -> None:
 
 @pytest.mark.parametrize(("kind", "which", "options"), CASES)
 def test_to_the_bit(kind: str, which: str, options: dict[str, Any]) -> None:
-  states = []
+  """Also where one member's part alone overflows, and a weight has a limit."""
+  library, _ = group_training.KERASES[which]
+  grads, found = [rows.copy() for rows in GRADS], []
+  if kind == "scaled":
+    grads[2][1, 3] = np.inf
   for shard_update in (options.get("shard_update", True), False):
-    settings = {**options, "shard_update": shard_update}
-    weights, optimizer = build(which, kind, **settings)
+    trained = fake_engine.replicas(
+      functools.partial(MAKERS[kind], library),
+      list(VALUES.values()),
+      library,
+      groups_lib.Groups(GROUPS),
+      **{**options, "shard_update": shard_update},
+    )
+    for replica in trained if kind == "scaled" else ():
+      replica.variables[0].constraint = keras.constraints.UnitNorm()
+    fake_engine.train(trained, grads)
+    counts = [int(each.inner.iterations()) for each in trained]
+    found.append([counts, *(v for each in trained for v in each.values)])
+  for value, expected in zip(*found, strict=True):
+    np.testing.assert_array_equal(value, expected)
+  kernels = [each.values[0] for each in trained]
+  assert np.abs(kernels[0] - kernels[1]).max() > 1e-3  # groups
+  assert np.abs(kernels[0] - VALUES["kernel"]).max() > 1e-3
+  if kind == "scaled":
+    scales = [float(each.opt.dynamic_scale.numpy()) for each in trained]
+    assert scales == [4.0, 2.0, 4.0, 2.0]
+    np.testing.assert_allclose(np.linalg.norm(kernels[0], axis=0), 1.0, 1e-5)
+
+
+@group_training.in_both
+def test_averages_and_names(which: str) -> None:
+  """All state, which replicas make together, so under a strategy."""
+  states, names = [], []
+  for shard_update in ("by_variable", False):
+    weights, optimizer = build(which, "Adam", shard_update=shard_update)
     train(weights, optimizer)
     states.append(state_of(weights, optimizer))
     replica_state.assert_in_sync(optimizer, weights)
-    names = [getattr(v, "path", v.name) for v in optimizer.variables]
-    states[-1] += [optimizer.get_slot_names(), names]
-  assert_same(*(state[:-2] for state in states))
-  assert states[0][-2] == states[1][-2]
-  assert np.abs(states[0][0] - states[0][1]).max() > 1e-3  # groups
-  assert np.abs(states[0][0] - VALUES[0]).max() > 1e-3
+    names.append(optimizer.get_slot_names())
+  assert_same(*states)
+  assert names[0] == names[1]
 
 
 def test_each_update_is_done_once() -> None:
@@ -187,28 +190,21 @@ def test_more_members_than_variables() -> None:
   """The one without any repeats the cheapest, and counts its steps."""
   states = []
   for shard_update in ("by_variable", False):
-    with testbed.mirrored().scope():
-      weights = [keras.Variable(value) for value in VALUES[:2]]
-      optimizer = keras3.CrossShardOptimizer(
-        keras.optimizers.Lamb(0.1, global_clipnorm=1e3),
-        "sum",
-        shard_update=shard_update,
-        noise_scale=1,
-      )
-      optimizer.build(weights)
-    train(weights, optimizer)
-    states.append(
-      [
-        *(copy for v in weights for copy in testbed.copies(v)),
-        *testbed.copies(optimizer.iterations),
-      ]
+    weights, optimizer = group_training.build(
+      "keras",
+      lambda library: library.optimizers.Lamb(0.1, global_clipnorm=1e3),
+      {name: VALUES[name] for name in ("kernel", "embedding")},
+      shard_update=shard_update,
+      noise_scale=1,
     )
-    states[-1] += testbed.copies(optimizer.noise_scale)
-  *values, noise = ((a, b) for a, b in zip(*states, strict=True))
-  for value, expected in values[:-3]:
-    np.testing.assert_array_equal(value, expected)
+    group_training.train(weights, optimizer, GRADS[:2])
+    states.append([*map(testbed.copies, (*weights, optimizer.iterations))])
+    states[-1].append(testbed.copies(optimizer.noise_scale))
+  *values, noise = zip(*states, strict=True)
+  for copies, expected in values:
+    np.testing.assert_array_equal(copies, expected)
   np.testing.assert_allclose(*noise, rtol=1e-4)
-  assert int(states[0][-5]) == STEPS
+  assert states[0][-2] == [STEPS] * testbed.REPLICAS
 
 
 @pytest.mark.parametrize("way", ["keras", "checkpoint", "replica_state"])
@@ -247,7 +243,7 @@ def test_files_hold_the_owners_slots(way: str, tmp_path: pathlib.Path) -> None:
 
 def test_slots_without_an_owner() -> None:
   with testbed.mirrored().scope():
-    weights = [keras.Variable(value) for value in VALUES]
+    weights = [keras.Variable(value) for value in VALUES.values()]
     optimizer = keras3.CrossShardOptimizer(
       Listed(0.1), shard_update="by_variable"
     )
@@ -265,35 +261,6 @@ def test_slots_are_read_only() -> None:
   assert optimizer.get_slot_names() == plain.get_slot_names()
   with pytest.raises(TypeError, match="read only under `shard_update`"):
     slot.assign(slot.numpy())
-
-
-def test_fit_with_constraints_and_mixed_precision() -> None:
-  """A loss scale that overflows on one member alone skips on all."""
-  found = []
-  for shard_update in (True, False):
-    keras.utils.set_random_seed(7)
-    with testbed.mirrored().scope():
-      model = keras.Sequential(
-        [
-          keras.Input((6,)),
-          keras.layers.Dense(5, kernel_constraint="unit_norm"),
-          keras.layers.Dense(1, dtype="mixed_float16"),
-        ]
-      )
-      scaled = keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.Lamb(0.1), initial_scale=2.0**17
-      )
-      optimizer = keras3.CrossShardOptimizer(scaled, shard_update=shard_update)
-      model.compile(optimizer, "mse")
-    x = np.random.default_rng(0).normal(size=(32, 6)).astype("f")
-    x[3] *= 1e3
-    model.fit(x, x[:, :1], batch_size=16, epochs=4, shuffle=False, verbose=0)
-    found.append([copy for v in model.weights for copy in testbed.copies(v)])
-    found[-1].append(scaled.dynamic_scale.numpy())
-    replica_state.assert_in_sync(optimizer, model)
-  for value, expected in zip(*found, strict=True):
-    np.testing.assert_array_equal(value, expected)
-  assert found[0][-1] < 2.0**17
 
 
 def test_dear_variables_go_first() -> None:

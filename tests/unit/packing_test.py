@@ -135,7 +135,11 @@ def test_shapes_known_only_when_the_program_runs(
 
 # Narrow on the wire.
 
-NUMPY = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+NUMPY = {
+  "bfloat16": ml_dtypes.bfloat16,
+  "float16": np.float16,
+  "int8": np.int8,
+}
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 normal = st.floats(-(2.0**15), 2.0**15, width=32).filter(
@@ -146,7 +150,7 @@ arrays = hnp.arrays(
 )
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "int8"])
 def test_names_and_dtypes(name: str) -> None:
   dtype = tf.as_dtype(name)
   assert packing.as_wire_dtype(name) == packing.as_wire_dtype(dtype) == dtype
@@ -155,12 +159,14 @@ def test_names_and_dtypes(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-  "bad", ["float32", "float64", "int8", "half precision", "", 16, True, []]
+  "bad", ["float32", "float64", "int16", "half precision", "", 16, True, []]
 )
 def test_what_is_no_wire_dtype(bad: object) -> None:
   with pytest.raises(ValueError, match="`wire_dtype` must be one of") as caught:
     packing.as_wire_dtype(bad)
-  assert f'"bfloat16", "float16" or None; got {bad!r}' in str(caught.value)
+  assert f'"bfloat16", "float16", "int8" or None; got {bad!r}' in str(
+    caught.value
+  )
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])

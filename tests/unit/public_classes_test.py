@@ -95,9 +95,6 @@ def test_repr_is_what_differs(home: Any, its_keras: Any) -> None:
 def test_a_rate_per_group(home: Any, its_keras: Any) -> None:
   decay = its_keras.optimizers.schedules.CosineDecay(0.5, 10)
   assert repr(home.PerGroup([0.5, decay])) == "PerGroup([0.5, CosineDecay])"
-  for rates in (0.5, decay, []):
-    with pytest.raises(ValueError, match=r"`rates` must be a list .* each gro"):
-      home.PerGroup(rates)
 
 
 @pytest.mark.parametrize(("home", "its_keras"), KERAS)
@@ -110,25 +107,8 @@ def test_names_for_completion(home: Any, its_keras: Any) -> None:
 
 
 @pytest.mark.parametrize(("home", "its_keras"), KERAS)
-def test_wrong_arguments_are_told_what_they_may_mean(
-  home: Any, its_keras: Any
-) -> None:
+def test_wrong_arguments(home: Any, its_keras: Any) -> None:
   make = home.CrossShardOptimizer
-  with pytest.raises(TypeError) as caught:
-    make("sgd", group_assignement=[[0]])
-  assert str(caught.value) == (
-    "CrossShardOptimizer: got an unexpected keyword argument"
-    " 'group_assignement'. Did you mean `group_assignment`?"
-  )
-  with pytest.raises(
-    TypeError, match=r"It has opt, reduction, name, .*; others"
-  ):
-    make("sgd", beta_1=0.9)
-  # Not CrossShard, on which both Kerases' classes are based.
-  with pytest.raises(TypeError, match=r"^CrossShardOptimizer: missing a r"):
-    make()
-  with pytest.raises(TypeError, match=r"^TowerOptimizer: missing a required"):
-    home.TowerOptimizer()
   for limit in ("1", [1.0]):
     with pytest.raises(ValueError, match="`clipnorm` must be a number of at"):
       make("sgd", clipnorm=limit)

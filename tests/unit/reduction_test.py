@@ -1,5 +1,6 @@
 """Gradients to their sums: dense, sparse, None, mixed; clipped before."""
 
+import contextlib
 from typing import Any
 
 import keras
@@ -9,6 +10,7 @@ import tensorflow as tf
 import tf_keras
 
 from tests.support import fake_engine
+from tf_cross_shard import CrossShardOptimizer
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.step import reduction
 
@@ -44,7 +46,7 @@ def test_everything_at_once_in_order() -> None:
     grads = _mixed(MARKS[engine.replica])
     kept = reduction.make_reducible(grads, _variables(), engine)
     assert kept == grads
-    return reduction.reduce_gradients(kept, engine)[0]
+    return reduction.Wire(engine).sum(kept)[0]
 
   for sums, total in zip(fake_engine.run(reduce, engines), SUMS, strict=True):
     np.testing.assert_array_equal(sums[0], [total, 2 * total])
@@ -64,7 +66,7 @@ def test_rows_become_dense_where_they_cannot_be_gathered() -> None:
   def reduce(engine: fake_engine.FakeEngine) -> list[Any]:
     grads = _mixed(MARKS[engine.replica])
     dense = reduction.make_reducible(grads, _variables(), engine)
-    return reduction.reduce_gradients(dense, engine)[0]
+    return reduction.Wire(engine).sum(dense)[0]
 
   found = fake_engine.run(reduce, fake_engine.engines(keeps_rows=False))
   for sums, total in zip(found, SUMS, strict=True):
@@ -74,7 +76,7 @@ def test_rows_become_dense_where_they_cannot_be_gathered() -> None:
 def test_groups_of_one_send_nothing() -> None:
   [engine, _] = fake_engine.engines(groups_lib.singletons(2))
   grads = _mixed(1.0)
-  sums, _ = reduction.reduce_gradients(grads, engine)
+  sums, _ = reduction.Wire(engine).sum(grads)
   assert engine.sent == []
   assert sums[0] is grads[0]
   np.testing.assert_array_equal(sums[2].values, [[5.0], [2.0]])
@@ -128,6 +130,26 @@ def test_local_clipping_does_not_hide_overflow() -> None:
   assert [float(each.values[0]) for each in trained] == [-1.0, 0.0] * 2
   scales = [float(each.opt.dynamic_scale.numpy()) for each in trained]
   assert scales == [1024.0, 512.0] * 2
+
+
+@pytest.mark.parametrize("has_backup", [False, True])
+def test_updates_wait_for_all_sums_unless_there_is_a_backup(
+  has_backup: bool,
+) -> None:
+  trained = fake_engine.replicas(_sgd(), [0.0, 0.0], has_backup=has_backup)
+  waited: list[int] = []
+
+  def all_or_nothing(sums: Any) -> Any:
+    waited.append(len(sums))
+    return contextlib.nullcontext()
+
+  for replica in trained:
+    replica.engine.all_or_nothing = all_or_nothing  # type: ignore[method-assign]
+  fake_engine.train(trained, [np.array([MARKS], "f")] * 2)
+  assert waited == [0 if has_backup else 2] * 4
+  optimizer = CrossShardOptimizer("sgd", has_backup=has_backup)
+  again = CrossShardOptimizer.from_config(optimizer.get_config())
+  assert again.has_backup is has_backup
 
 
 def test_values_that_overwrite_are_averaged_only() -> None:

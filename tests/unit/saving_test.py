@@ -1,8 +1,4 @@
-"""Saved with the wrapper, loaded without it, and the other way round.
-
-By Keras' and TensorFlow's own ways, in both Kerases, under MirroredStrategy;
-training then goes on like one that never stopped.
-"""
+"""What is saved, or set, of groups is warned about where it loses some."""
 
 import copy
 import functools
@@ -37,11 +33,6 @@ def _wrap(kind: str, is_grouped: bool = False) -> Wrap:
   package = tf_cross_shard.keras3 if is_keras3 else tf_cross_shard.tf_keras
   groups = [[0], [1]] if is_grouped else None
   return lambda opt: package.CrossShardOptimizer(opt, group_assignment=groups)
-
-
-def _plain(opt: Any) -> Any:
-  """Leaves an optimizer as it is."""
-  return opt
 
 
 def _adam(kind: str) -> Any:
@@ -79,88 +70,10 @@ def _data() -> tf.data.Dataset:
   return data.batch(8)
 
 
-def _state(model: Any) -> list[np.ndarray]:
-  """Weights, then what the optimizer keeps."""
-  kept = testbed.variables_of(model.optimizer)
-  return [np.asarray(v.numpy()) for v in [*model.weights, *kept]]
-
-
-def _assert_same(first: Any, second: Any) -> None:
-  for a, b in zip(_state(first), _state(second), strict=True):
-    np.testing.assert_array_equal(a, b)
-
-
-@functools.cache
-def _trained(kind: str, wrap: Wrap) -> Any:
-  """A model that had one epoch: what is saved."""
-  model = _model(kind, wrap)
-  testbed.fit(model, _data())
-  return model
-
-
-@functools.cache
-def _never_stopped(kind: str) -> list[np.ndarray]:
-  """The state after two epochs of plain Keras."""
-  model = _model(kind, _plain)
-  testbed.fit(model, _data(), 2)
-  return _state(model)
-
-
-def _assert_goes_on_alike(kind: str, resumed: Any) -> None:
-  """`resumed` had one epoch before it was saved, and now gets another."""
-  assert int(np.asarray(resumed.optimizer.iterations)) == 3
-  testbed.fit(resumed, _data())
-  for a, b in zip(_state(resumed), _never_stopped(kind), strict=True):
-    testbed.assert_close(a, b, "state")
-
-
-def _pair(kind: str, saved: str) -> tuple[Wrap, Wrap]:
-  """How the saved optimizer is wrapped, and how the loaded one is."""
-  wrapped = _wrap(kind)
-  return (wrapped, _plain) if saved == "wrapped" else (_plain, wrapped)
-
-
-@pytest.mark.parametrize(
-  ("kind", "saved"), [("keras3", "plain"), ("legacy", "wrapped")]
-)
-def test_checkpoint(kind: str, saved: str, tmp_path: pathlib.Path) -> None:
-  before, after = _pair(kind, saved)
-  source, target = _trained(kind, before), _model(kind, after)
-  path = tf.train.Checkpoint(model=source, optimizer=source.optimizer).save(
-    str(tmp_path / "checkpoint")
-  )
-  with testbed.mirrored(2).scope():
-    testbed.build(target.optimizer, target.trainable_variables)
-  status = tf.train.Checkpoint(model=target, optimizer=target.optimizer)
-  status.restore(path).assert_existing_objects_matched()
-  _assert_same(source, target)
-  _assert_goes_on_alike(kind, target)
-
-
-def test_model_files_keep_the_state_of_legacy_optimizers(
-  tmp_path: pathlib.Path,
-) -> None:
-  """Those of plain tf_keras do not."""
-  kind = "legacy"
-  source = _trained(kind, _wrap(kind))
-  source.save(str(tmp_path / "model.keras"))
-  with testbed.mirrored(2).scope():
-    loaded = tf_keras.models.load_model(str(tmp_path / "model.keras"))
-  assert type(loaded.optimizer) is type(source.optimizer)
-  _assert_same(source, loaded)
-  _assert_goes_on_alike(kind, loaded)
-
-
 def test_the_state_of_another_optimizer_is_refused() -> None:
   stranger = _wrap("legacy")(tf_keras.optimizers.legacy.SGD())
   with pytest.raises(ValueError, match="list of length 3"):
     stranger.load_own_variables({"0": 1, "1": 2, "2": 3})
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-  """What is warned about, but for the line of every grouped `fit`."""
-  return cases.collect_warnings(monkeypatch)
 
 
 def _ways(model: Any, folder: pathlib.Path) -> dict[str, Callable[[], Any]]:
@@ -227,17 +140,6 @@ def _set_weights(model: Any, folder: pathlib.Path) -> None:
   testbed.fit(model, _data(), 2, callbacks=[Set()])
 
 
-def _stop_early(model: Any, folder: pathlib.Path) -> None:
-  """Restores the best weights when `fit` has ended; notices at the next one."""
-  library = keras if isinstance(model, keras.Model) else tf_keras
-  stop = library.callbacks.EarlyStopping(
-    "loss", min_delta=1e9, patience=1, restore_best_weights=True
-  )
-  testbed.fit(model, _data(), 3, callbacks=[stop])
-  assert stop.stopped_epoch == 1
-  testbed.fit(model, _data())
-
-
 def _restore_and_save(model: Any, folder: pathlib.Path) -> None:
   checkpoint = tf.train.Checkpoint(model=model)
   testbed.fit(model, _data())
@@ -251,8 +153,7 @@ COLLAPSED = "groups apart, and then something else set the weights of all alike"
 @pytest.mark.parametrize(
   ("kind", "collapse"),
   [
-    ("tf_keras", _set_weights),
-    ("legacy", _stop_early),
+    ("legacy", _set_weights),
     ("keras3", _restore_and_save),
   ],
 )

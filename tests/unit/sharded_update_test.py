@@ -14,19 +14,19 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from tests.support import fake_engine, testbed
+from tests.support import fake_engine, group_training, testbed
+from tests.support.group_training import KERASES, state_of
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import keras3, replica_state
 from tf_cross_shard import tf_keras as ours_tf_keras
 from tf_cross_shard.inner_optimizer import optimizer_state
 from tf_cross_shard.step import flow
 
-KERASES = {"keras": (keras, keras3), "tf_keras": (tf_keras, ours_tf_keras)}
 PAIRS = [[2, 0], [1, 3]]
 ALL = [[0, 1, 2, 3]]
 STEPS = 4
 # 19 elements in all: not divisible by 2 or 4. Slots of "bias" lie in two parts.
-SHAPES = {"dense/kernel": (3, 2), "dense/bias": (7,), "scale": (), "last": (5,)}
+SHAPES = {"kernel": (3, 2), "bias": (7,), "scale": (), "last": (5,)}
 RATE = 0.125
 
 # [steps, replicas, ...] of each weight: eighths, whose sums are exact.
@@ -36,9 +36,10 @@ GRADS = [
   for shape in SHAPES.values()
 ]
 
-VALUES = [
-  np.array(_RNG.integers(-16, 17, shape) / 8, "f") for shape in SHAPES.values()
-]
+VALUES = {
+  name: np.array(_RNG.integers(-16, 17, shape) / 8, "f")
+  for name, shape in SHAPES.items()
+}
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
   "SGD": ("SGD", {}),
@@ -62,13 +63,8 @@ def make_plain(name: str, library: Any, **settings: Any) -> Any:
   return getattr(library.optimizers, kind)(RATE, **{**own, **settings})
 
 
-def make_weights(library: Any) -> list[Any]:
-  made = []
-  for name, value in zip(SHAPES, VALUES, strict=True):
-    *scopes, last = name.split("/")
-    with keras.name_scope(scopes[0] if scopes else "top"):
-      made.append(testbed.variable(value, last, library))
-  return made
+def make_weights(which: str) -> list[Any]:
+  return group_training.make_weights(which, VALUES)
 
 
 def build(
@@ -76,58 +72,21 @@ def build(
   make: Callable[[Any], Any],
   strategy: Any = None,
   groups: Any = PAIRS,
-  weights: Any = None,
   **options: Any,
 ) -> tuple[list[Any], Any]:
   """Weights and a built optimizer of sums over groups."""
-  library, package = KERASES[which]
-  with (strategy or testbed.mirrored()).scope():
-    weights = weights or make_weights(library)
-    optimizer = package.CrossShardOptimizer(
-      make(library), "sum", group_assignment=groups, **options
-    )
-    optimizer.build(weights)
-  return weights, optimizer
+  options = {"group_assignment": groups, **options}
+  return group_training.build(which, make, VALUES, strategy, **options)
 
 
 def train(
   weights: Sequence[Any],
   optimizer: Any,
   steps: range = range(STEPS),
-  strategy: Any = None,
   grads: Sequence[Any] = GRADS,
 ) -> None:
   """Steps with each replica's gradients."""
-  strategy = strategy or testbed.mirrored()
-
-  def step(*rows: tf.Tensor) -> None:
-    def replica_step() -> None:
-      mine = [each[testbed.replica_id()] for each in rows]
-      optimizer.apply_gradients(list(zip(mine, weights, strict=True)))
-
-    strategy.run(replica_step)
-
-  call = tf.function(step, autograph=False)
-  for i in steps:
-    call(*(tf.constant(each[i]) for each in grads))
-
-
-def train_plain(
-  weights: Sequence[Any], optimizer: Any, members: Sequence[int], steps: range
-) -> None:
-  """Steps of plain Keras with a group's sums."""
-  for i in steps:
-    sums = [tf.constant(each[i, list(members)].sum(0)) for each in GRADS]
-    optimizer.apply_gradients(list(zip(sums, weights, strict=True)))
-
-
-def state_of(weights: Sequence[Any], optimizer: Any) -> list[np.ndarray]:
-  """Every group's weights and whole state."""
-  return [
-    value
-    for variable in (*weights, *optimizer.variables)
-    for value in replica_state.group_values(variable, optimizer)
-  ]
+  group_training.train(weights, optimizer, grads, steps)
 
 
 def assert_equal(
@@ -154,14 +113,14 @@ def replicas(
   which: str,
   make: Callable[[Any], Any],
   groups: Any = PAIRS,
-  values: Any = VALUES,
+  values: Any = None,
   **settings: Any,
 ) -> list[fake_engine.Replica]:
   """Replicas in shards, without a strategy."""
   library, _ = KERASES[which]
   return fake_engine.replicas(
     functools.partial(make, library),
-    values,
+    list(VALUES.values()) if values is None else values,
     library,
     groups_lib.Groups(groups),
     **{"shard_update": True, **settings},
@@ -184,9 +143,8 @@ def test_numbers_of_plain_keras(name: str, which: str) -> None:
   trained = replicas(which, functools.partial(make_plain, name), groups)
   fake_engine.train(trained, GRADS)
   for members in groups:
-    alone, plain = make_weights(library), make_plain(name, library)
-    testbed.build(plain, alone)
-    train_plain(alone, plain, members, range(STEPS))
+    alone, plain = make_weights(which), make_plain(name, library)
+    group_training.train_plain(alone, plain, GRADS, members)
     expected = [weight.numpy() for weight in alone]
     for member in members:
       assert_equal(trained[member].values, expected, bound)
@@ -195,6 +153,27 @@ def test_numbers_of_plain_keras(name: str, which: str) -> None:
   if groups == PAIRS:
     apart = np.subtract(*(each.values[0] for each in trained[:2]))
     assert np.abs(apart).max() > 0.01
+
+
+def test_rows_travel_by_layers_the_last_ones_first() -> None:
+  """The same numbers, of limits over all rows too."""
+  limits = {"clipnorm": 4.0, "global_clipnorm": None, "weight_decay": 0.25}
+  make = functools.partial(make_plain, "AdamW", **limits)
+  whole = replicas("keras", make)
+  with mock.patch.object(fake_engine.FakeEngine, "row_bytes", 40):
+    rows = replicas("keras", make)
+  for trained in (whole, rows):
+    fake_engine.train(trained, GRADS)
+  for one, other in zip(rows, whole, strict=True):
+    assert_equal(one.values, other.values, 1e-6)
+  # Of 6, of 7 and 1, and of 5 elements; 40 bytes are ten.
+  kept = {tuple(v.shape) for v in rows[0].opt.variables} - {()}
+  assert kept == {(3,), (4,)}
+  reduced = [2 * 3, 2 * 4, 2 * 3]
+  sent = [t.shape.num_elements() for t in rows[0].engine.sent]
+  assert sent[:3] == reduced[::-1]
+  names = [v.path for v in rows[0].opt.variables]
+  assert len(set(names)) == len(names)
 
 
 def _loss_scaled(library: Any, **settings: Any) -> Any:
@@ -249,7 +228,7 @@ SETTINGS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("which", KERASES)
+@group_training.in_both
 def test_settings(name: str, which: str) -> None:
   """As without shards."""
   make, options, groups = SETTINGS[name]
@@ -266,25 +245,7 @@ def test_settings(name: str, which: str) -> None:
   assert_equal(*values, 2e-6)
 
 
-def test_averages_of_weights() -> None:
-  """Replicas build them together, so under a strategy; tf_keras: see `fit`."""
-  make = functools.partial(
-    make_plain,
-    "Adam",
-    use_ema=True,
-    ema_momentum=0.5,
-    ema_overwrite_frequency=3,
-  )
-  states = []
-  for sharded in (False, True):
-    weights, optimizer = build("keras", make, shard_update=sharded)
-    train(weights, optimizer)
-    replica_state.assert_in_sync(optimizer, weights)
-    states.append(state_of(weights, optimizer))
-  assert_equal(*states, 2e-6)
-
-
-@pytest.mark.parametrize("which", KERASES)
+@group_training.in_both
 def test_rows_and_constraints(which: str) -> None:
   """A step that is left out constrains nothing."""
   library, _ = KERASES[which]
@@ -384,7 +345,7 @@ def test_gradients_of_all_weights_once() -> None:
     replica.step.perform(twice)
   with pytest.raises(ValueError, match="must hold a gradient for every"):
     replica.apply([*ones[:-1], None])
-  for value, first in zip(replica.values, VALUES, strict=True):
+  for value, first in zip(replica.values, VALUES.values(), strict=True):
     np.testing.assert_array_equal(value, first)
 
 
@@ -416,22 +377,20 @@ def test_plain_keras_goes_on(
   """Sharded over 4, then plain, then sharded over 2: as plain throughout."""
   library, _ = KERASES[which]
   make = functools.partial(make_plain, "Adam")
-  alone = make_weights(library)
-  expected = make(library)
-  testbed.build(expected, alone)
-  train_plain(alone, expected, range(4), range(STEPS))
+  alone, expected = make_weights(which), make(library)
+  group_training.train_plain(alone, expected, GRADS, range(4))
 
   weights, first = build(
     which, make, groups=ALL, shard_update=True, fused_update=False
   )
   train(weights, first, range(1))
-  middle_weights = make_weights(library)
+  middle_weights = make_weights(which)
   middle = make(library)
   testbed.build(middle, middle_weights)
   for mine, theirs in zip(middle_weights, weights, strict=True):
     mine.assign(theirs.numpy())
   WAYS[way](first, middle, tmp_path)
-  train_plain(middle_weights, middle, range(4), range(1, 2))
+  group_training.train_plain(middle_weights, middle, GRADS, range(4), [1])
   last_weights, last = build(
     which, make, groups=PAIRS, shard_update=True, fused_update=False
   )
@@ -539,7 +498,10 @@ def test_pickled(which: str, way: Any) -> None:
     second = way(first)
     assert second.shard_update is True
     second.build(weights)
-  assert_equal(state_of(weights, first), state_of(weights, second))
+  assert_equal(
+    state_of(weights, first),
+    state_of(weights, second),
+  )
 
 
 def test_groups_are_saved(tmp_path: pathlib.Path) -> None:
@@ -555,7 +517,10 @@ def test_groups_are_saved(tmp_path: pathlib.Path) -> None:
     train(again, other, range(2, STEPS))
     if sharded:
       train(weights, optimizer, range(2, STEPS))
-    assert_equal(state_of(again, other), state_of(weights, optimizer))
+    assert_equal(
+      state_of(again, other),
+      state_of(weights, optimizer),
+    )
 
 
 @pytest.mark.parametrize("shard_update", [True, "by_variable"])
@@ -671,7 +636,7 @@ def test_virtual_tpu() -> None:
       shard_update=sharded,
       skip_nonfinite=True,
     )
-    train(weights, optimizer, strategy=strategy)
+    group_training.train(weights, optimizer, GRADS, strategy=strategy)
     states.append(state_of(weights, optimizer))
   assert_equal(*states, bound=2e-6)
   assert set(parts_of(optimizer)) <= {(), (10,)}
@@ -701,11 +666,6 @@ def test_vouched_for_and_clipped_by_a_norm(limit: str) -> None:
     keras3.CrossShardOptimizer(
       _Vouched(**{limit: 1.0}), shard_update="elementwise"
     )
-
-
-def test_unknown_value() -> None:
-  with pytest.raises(ValueError, match="`shard_update` must be True, False"):
-    keras3.CrossShardOptimizer("adam", shard_update="yes")
 
 
 @pytest.mark.parametrize(

@@ -118,15 +118,6 @@ class TestReduction:
     assert testbed.copies(weight) == [-3.0, -3.0, -4.0, -4.0]
 
   @BOTH
-  def test_clipping_before_the_sum_and_after_it(self, home: Any) -> None:
-    before, weight = _make(lambda: home.SGD(1.0), 0.0, clipvalue=3.0)
-    _run(lambda: before.apply_gradients([(testbed.mark(), weight)]))
-    assert testbed.copies(weight) == [-(1.0 + 2.0 + 3.0 + 3.0)] * 4
-    after, weight = _make(lambda: home.SGD(1.0, clipvalue=3.0), 0.0)
-    _run(lambda: after.apply_gradients([(testbed.mark(), weight)]))
-    assert testbed.copies(weight) == [-3.0] * 4
-
-  @BOTH
   def test_rows(self, home: Any) -> None:
     optimizer, table = _make(
       lambda: home.SGD(1.0), [[0.0]] * 4, group_assignment=HALVES
@@ -143,27 +134,6 @@ class TestReduction:
       expected = np.zeros([4, 1])
       expected[replica // 2] = [-6.0, -24.0][replica // 2]
       np.testing.assert_array_equal(copy, expected)
-
-  def test_moving_averages_and_weight_decay_stay_in_the_group(self) -> None:
-    optimizer, weight = _make(
-      lambda: optimizers.SGD(
-        1.0,
-        weight_decay=0.5,
-        use_ema=True,
-        ema_momentum=0.5,
-        ema_overwrite_frequency=2,
-      ),
-      8.0,
-      group_assignment=HALVES,
-    )
-    for _ in range(2):
-      _run(lambda: optimizer.apply_gradients([(testbed.mark(), weight)]))
-    # 8 -> 4 - g -> (4 - g) / 2 - g; the average 8 -> 6 - g / 2 -> the mean.
-    for total, copies in ((3.0, slice(0, 2)), (12.0, slice(2, 4))):
-      first = 4.0 - total
-      second = first / 2 - total
-      average = ((8.0 + first) / 2 + second) / 2
-      assert testbed.copies(weight)[copies] == [average] * 2
 
   @pytest.mark.parametrize("name", ["Adafactor", "legacy Ftrl"])
   def test_the_numbers_of_plain_tf_keras(self, name: str) -> None:

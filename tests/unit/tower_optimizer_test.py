@@ -124,29 +124,6 @@ def test_two_losses_and_one_optimizer() -> None:
   assert int(spec.train_op) == int(optimizer.iterations) == 2
 
 
-@pytest.mark.tf_keras_mode
-@pytest.mark.parametrize(
-  ("mode", "reduction"), [("eager", "sum"), ("function", "mean")]
-)
-def test_rows_that_overlap_add_up(mode: str, reduction: str) -> None:
-  table = tf.Variable([[1.0], [2.0], [3.0], [4.0]])
-  optimizer = TowerOptimizer(sgd)
-
-  def model_fn(features: Any, mode: str) -> TowerSpec:
-    rows = tf.gather(table, features["rows"])
-    loss = tf.reduce_sum(rows * features["x"])
-    return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[table]))
-
-  features = {
-    "rows": tf.constant([0, 1, 1, 2]),
-    "x": batch([2.0], [4.0], [8.0], [16.0]),
-  }
-  caller(replicate_model_fn(model_fn, reduction, TWO), mode)(features)
-  half = 2.0 if reduction == "mean" else 1.0
-  expected = [[1 - 2 / half], [2 - 12 / half], [3 - 16 / half], [4.0]]
-  assert table.numpy().tolist() == expected
-
-
 def test_overlapping_rows_are_one_row_to_adam() -> None:
   table, plain = (keras.Variable([[1.0], [2.0], [3.0]]) for _ in "12")
   optimizer = TowerOptimizer(keras.optimizers.Adam(0.5))

@@ -102,14 +102,6 @@ def test_one_sum_per_gradient_over_the_groups(
   assert not others & tpu_resolver.operations(graph)
 
 
-def test_plain_keras_sums_as_often() -> None:
-  graph, weights = _trace(8, _adam)
-  assert len(tpu_resolver.cross_replica_sums(graph)) == len(weights) == 4
-  # And it takes the iteration count from the first replica, with one more
-  # exchange; the test above asserts that we do not.
-  assert "AllToAll" in tpu_resolver.operations(graph)
-
-
 def test_groups_of_one_do_not_sum() -> None:
   graph, _ = _trace(
     2,

@@ -308,22 +308,6 @@ def test_bad_tables(rows: Any, error: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-  ("options", "error", "message"),
-  [
-    ({"table": [{"a": 1}]}, TypeError, "`table` must be a trials.Table"),
-    ({"epochs": 1, "factor": 2}, ValueError, "`epochs` must be at least 4"),
-    ({"factor": 1}, ValueError, "`factor` must be an integer of at least 2"),
-    ({"monitor": "val_loss/group_0"}, ValueError, "Leave '/group_0' out"),
-  ],
-)
-def test_bad_arguments(options: Any, error: Any, message: str) -> None:
-  _, table = _make()
-  arguments = {"table": table, "folder": "unused", "epochs": 9, **options}
-  with pytest.raises(error, match=message):
-    callbacks.Halving(**arguments)
-
-
-@pytest.mark.parametrize(
   ("others", "options", "message"),
   [
     ([], {"epochs": 14}, "`epochs` of fit must be at least 15, for 6 trials"),

@@ -21,23 +21,17 @@ class Pair(NamedTuple):
   second: Any
 
 
-def _strategy() -> virtual_tpu.VirtualTPUStrategy:
-  strategy = testbed.virtual(N)
-  assert strategy.num_replicas_in_sync == N
-  return strategy
-
-
 def _parts(value: Any) -> list[Any]:
-  return testbed.per_replica_results(_strategy(), value)
+  return testbed.per_replica_results(testbed.virtual(N), value)
 
 
 def _split(dataset: Any, strategy: Any = None, options: Any = None) -> Any:
-  strategy = strategy or _strategy()
+  strategy = strategy or testbed.virtual(N)
   return strategy.experimental_distribute_dataset(dataset, options)
 
 
 def _deal(dataset: Any, strategy: Any = None, options: Any = None) -> Any:
-  strategy = strategy or _strategy()
+  strategy = strategy or testbed.virtual(N)
 
   def make(context: tf.distribute.InputContext) -> Any:
     assert context.num_replicas_in_sync == strategy.num_replicas_in_sync
@@ -55,8 +49,8 @@ def _weighted_sum(batch: Any) -> tf.Tensor:
   def replica_fn(x: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(tf.cast(x, tf.int32)) * (testbed.replica_id() + 1)
 
-  own = _strategy().run(replica_fn, (batch,))
-  return _strategy().reduce("SUM", own, axis=None)
+  own = testbed.virtual(N).run(replica_fn, (batch,))
+  return testbed.virtual(N).reduce("SUM", own, axis=None)
 
 
 class TestSplit:
@@ -211,7 +205,7 @@ class TestErrors:
   def test_replicas_do_not_read(self) -> None:
     iterator = iter(_split(Dataset.range(3).batch(3)))
     with pytest.raises(virtual_tpu.TPUCompileError, match="read datasets out"):
-      _strategy().run(iterator.get_next)
+      testbed.virtual(N).run(iterator.get_next)
     assert _parts(next(iterator)) == [[0], [1], [2]]
 
 

@@ -15,6 +15,7 @@ from tests.support import testbed
 from tf_cross_shard import virtual_tpu
 
 N = 3
+_strategy = functools.partial(testbed.virtual, N)
 MARKS = [1.0, 2.0, 4.0]  # Powers of two tell which replicas are in a sum.
 X_Y = tuple(
   np.random.default_rng(3).normal(size=(36, size)).astype("float32")
@@ -27,12 +28,6 @@ class Pair(NamedTuple):
 
   first: Any
   second: Any
-
-
-def _strategy() -> virtual_tpu.VirtualTPUStrategy:
-  strategy = testbed.virtual(N)
-  assert strategy.num_replicas_in_sync == N
-  return strategy
 
 
 def _values(values: Any) -> Any:
@@ -474,15 +469,6 @@ class TestKeras:
         for copy in copies:
           np.testing.assert_allclose(copy, number, rtol=1e-4, atol=1e-6)
           np.testing.assert_array_equal(copy, copies[0])
-
-  def test_batch_normalization_keeps_the_replicas_own_statistics(self) -> None:
-    x = np.random.default_rng(0).normal(size=(N, 4, 2)).astype("float32")
-    with _strategy().scope():
-      layer = tf.keras.layers.BatchNormalization(momentum=0.5)
-      layer.build((None, 2))
-    _run(lambda x: layer(x, training=True), _values(list(x)))
-    means = testbed.copies(layer.moving_mean)
-    np.testing.assert_allclose(means, 0.5 * x.mean(1), rtol=1e-5)
 
   def test_an_update_on_the_host_is_the_replicas_own(self) -> None:
     """As Keras writes moving averages into weights when `fit` ends."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from tf_cross_shard.callbacks import base, group_rates, outer_optimizer
 from tf_cross_shard.inner_optimizer import libraries, optimizer_state
-from tf_cross_shard.replica_state import group_state
+from tf_cross_shard.replica_state import replica_values
 
 
 class AdaptiveAccumulation(base.GroupCallback):
@@ -56,9 +56,6 @@ class AdaptiveAccumulation(base.GroupCallback):
   The length is a variable that `replica_state.save` and `BackupAndRestore`
   keep. An open window goes on: it ends after the next call that makes it long
   enough, and takes the mean over the calls that it had.
-
-  Attributes:
-    length: The calls of a window now.
 
   References:
     McCandlish et al., An Empirical Model of Large-Batch Training, 2018 (arXiv
@@ -113,19 +110,15 @@ class AdaptiveAccumulation(base.GroupCallback):
     self.every = every
     self.batch_ratio = batch_ratio
     self.rate_power = rate_power
-    self.length = 0
-    self._lengths: list[int] = []  # of the groups, alike after the first change
     self._optimizer: Any = None  # a CrossShardOptimizer
     self._batches = 0
     if every != "epoch":
-      # Keras waits for the end of every batch where a callback has this method.
-      self.on_train_batch_end = self._end_batch
+      self.call_after_batches(self._end_batch)
 
-  def _looks_at_batches(self) -> bool:
-    """Says whether tf_keras has to call the method above."""
-    return self.every != "epoch"
-
-  _implements_train_batch_hooks = _looks_at_batches
+  @property
+  def length(self) -> int:
+    """The calls of a window now."""
+    return int(self._copies().here(self._optimizer._step.window_length())[0])
 
   def set_model(self, model: Any) -> None:
     """Takes the optimizer; from now on files have the length of its windows.
@@ -158,9 +151,9 @@ class AdaptiveAccumulation(base.GroupCallback):
           "OuterOptimizer counts windows of `accumulate_steps` calls, and"
           " AdaptiveAccumulation changes how many they have. Use one of them."
         )
-    whole, scales = self._measured()
-    is_new = np.isnan(scales).all()
-    self._write(whole, self.shortest if is_new else self.length)
+    length, *_ = self._read(self._optimizer._step.window_length())
+    is_new = np.isnan(self._read(self._optimizer.noise_scale)).all()
+    self._write(self.shortest if is_new else int(length))
 
   def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
     """Counts batches from 0."""
@@ -186,49 +179,41 @@ class AdaptiveAccumulation(base.GroupCallback):
 
     On several machines all workers call it.
     """
-    whole, scales = self._measured()
-    length, longest = self.length, self._optimizer.accumulate_steps
+    scales = self._read(self._optimizer.noise_scale)
     if np.isnan(scales).all():
       return
+    longest, groups = self._optimizer.accumulate_steps, self._optimizer.groups
     # A call of the group has the examples of `group_size` replicas; scales are
     # in those of one replica's longest window.
-    calls = longest / whole.groups.group_size * self.batch_ratio
+    calls = longest / groups.group_size * self.batch_ratio
     aim = statistics.median_low(
       scale * calls if scale > 0 else np.inf for scale in scales
     )
+    length = self.length
     aim = round(float(np.clip(aim, length / 2, 2 * length)))
-    self._write(whole, int(np.clip(aim, self.shortest, longest)))
+    self._write(int(np.clip(aim, self.shortest, longest)))
 
-  def _groups(self) -> group_state.GroupCopies:
-    """Returns the groups without the model, which may not be built yet."""
-    with base.engine_of(self._optimizer).strategy.scope():
-      return group_state.GroupCopies(self._optimizer, is_whole=False)
+  def _copies(self) -> replica_values.Copies:
+    """Returns the replicas' copies; the model may not be built yet."""
+    return replica_values.Copies(base.engine_of(self._optimizer).strategy)
 
-  def _measured(self) -> tuple[group_state.GroupCopies, list[float]]:
-    """Returns each group's noise scale; notes the lengths in force."""
-    whole = self._groups()
-    whole.copies.agree("the length of windows")
-    variable = self._optimizer._step.window_length()
-    first = [members[0] for members in whole.groups]
-    self._lengths = list(map(int, whole.copies.read(variable, first)))
-    self.length = self._lengths[0]
-    scales = whole.copies.read(self._optimizer.noise_scale, first)
-    return whole, list(map(float, scales))
+  def _read(self, variable: Any) -> list[float]:
+    """Returns each group's value of a variable."""
+    copies = self._copies()
+    copies.agree("the length of windows")
+    first = [members[0] for members in self._optimizer.groups]
+    return list(map(float, copies.read(variable, first)))
 
-  def _write(self, whole: group_state.GroupCopies, length: int) -> None:
+  def _write(self, length: int) -> None:
     """Puts a length in force, and the learning rates that it has."""
-    if {length} != set(self._lengths) and self.rate_power:
-      rates = [
-        rate * (length / before) ** self.rate_power
-        for rate, before in zip(
-          group_rates.read(self.model, whole), self._lengths, strict=True
-        )
-      ]
-      group_rates.write(self.model, whole, rates)
-    here = whole.copies.engine.replicas_here
     variable = self._optimizer._step.window_length()
-    whole.copies.write(variable, [np.array(length)] * len(here))
-    self.length = length
+    if self.rate_power:
+      rates, before = group_rates.read(self.model), self._read(variable)
+      factors = (length / np.array(before)) ** self.rate_power
+      group_rates.write(self.model, list(rates * factors))
+    copies = self._copies()
+    here = copies.engine.replicas_here
+    copies.write(variable, [np.array(length)] * len(here))
 
 
 def _accumulating(optimizer: Any) -> Any:

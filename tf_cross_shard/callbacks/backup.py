@@ -125,22 +125,13 @@ class BackupAndRestore(base.GroupCallback):
     self._backup_dir = pathlib.Path(backup_dir)
     self._delete = delete_checkpoint
     self._every = every
-    self._every_seconds = every_seconds
-    self._on_preemption = on_preemption
     self._exit_code = exit_code
     self._keep = keep
     self._in_background = in_background
     self._watch = preemption.Watch(on_preemption, every_seconds)
     self._epoch = self._batches = self._since = 0
-    if self._looks_at_batches():
-      # Keras waits for the end of every batch where a callback has this method.
-      self.on_train_batch_end = self._end_batch
-
-  def _looks_at_batches(self) -> bool:
-    """Returns whether there may be a backup in mid-epoch."""
-    return self._every != "epoch" or self._watch.is_needed
-
-  _implements_train_batch_hooks = _looks_at_batches
+    if every != "epoch" or self._watch.is_needed:
+      self.call_after_batches(self._end_batch)
 
   def on_train_begin(self, logs: Any = None) -> None:
     """Restores the newest backup that all workers have."""

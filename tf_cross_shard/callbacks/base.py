@@ -4,13 +4,12 @@ fit ─▶ set_model, set_params of all ─▶ on_train_begin, in their order
        `same_fit` has all of ours      mistakes are raised here
 """
 
-import inspect
 import itertools
 import json
 import re
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import numpy as np
@@ -122,18 +121,17 @@ class GroupCallback(tf.keras.callbacks.Callback):
     """Returns what tf_keras asks, where the base class is that of Keras 3."""
     return False
 
-  _implements_train_batch_hooks = _does_nothing_in_batches
+  def _implements_train_batch_hooks(self) -> bool:
+    """Returns the same of training."""
+    return "on_train_batch_end" in vars(self)
+
   _implements_test_batch_hooks = _does_nothing_in_batches
   _implements_predict_batch_hooks = _does_nothing_in_batches
 
-  def __repr__(self) -> str:
-    """Shows the arguments that are not the defaults."""
-    shown = []
-    for name, parameter in inspect.signature(type(self)).parameters.items():
-      value = vars(self).get(name, vars(self).get(f"_{name}"))
-      if value is not None and value != parameter.default:
-        shown.append(f"{name}={value!r}")
-    return f"{type(self).__name__}({', '.join(shown)})"
+  def call_after_batches(self, function: Callable[..., None]) -> None:
+    """Has Keras call a function when batches end, and wait for each of them."""
+    # Not a method of the class: Keras would wait for whoever has it.
+    self.on_train_batch_end = function
 
   def set_model(self, model: Any) -> None:
     """Takes the model; warns of layers that mix groups."""
@@ -259,9 +257,9 @@ class GroupMonitor(GroupCallback):
       tuple(self.prefixes_before())
     ):
       raise ValueError(
-        f"{self!r} reads {self.monitor}/group_0 and so on, which GroupMetrics"
-        " writes. Put GroupMetrics(validation_data) before it in the list of"
-        " callbacks; with name= it writes other names than val_loss."
+        f"{type(self).__name__} reads {self.monitor}/group_0 and so on, which"
+        " GroupMetrics writes. Put GroupMetrics(validation_data) before it in"
+        " the list of callbacks; with name= they are others than val_loss."
       )
 
   def has_metrics(self, logs: Any) -> bool:

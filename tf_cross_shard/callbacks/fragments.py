@@ -188,9 +188,8 @@ class Fragment:
       return _average_int8(values, self._wire)
     share = 1.0 / self._wire.groups.group_size
     wire_dtype = self._outer._step.settings.wire_dtype
-    means, _ = reduction.reduce_gradients(
-      [value * share for value in values], self._wire, wire_dtype
-    )
+    wire = reduction.Wire(self._wire, wire_dtype)
+    means, _ = wire.sum([value * share for value in values])
     return means, []
 
   def _join_replica(self) -> tf.Tensor:

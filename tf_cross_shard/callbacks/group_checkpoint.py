@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.callbacks import base
 from tf_cross_shard.coordination import agreement
-from tf_cross_shard.replica_state import archive, group_state, replica_values
+from tf_cross_shard.replica_state import archive, group_state
 
 
 class GroupCheckpoint(base.GroupMonitor):
@@ -151,36 +150,11 @@ class GroupCheckpoint(base.GroupMonitor):
     """Renews what is kept of these groups, and writes what is kept of all."""
     topic = f"saving {self._path.name}"
     copies.agree(topic)
-    copies.apart(topic)  # Raises an error where members differ and must not.
-    own = [part.name for part in copies.parts if not part.is_shared]
     renewed = tuple(f"group_{i}/" for i in improved)
-    others, new = self._kept.items(), copies.arrays(own).items()
-    self._kept = {n: a for n, a in others if not n.startswith(renewed)}
-    self._kept |= {n: a for n, a in new if n.startswith(renewed)}
-    arrays = _joined(self._kept, own, copies.groups)
+    new = copies.arrays(copies.apart(topic)).items()
+    kept = {n: a for n, a in self._kept.items() if not n.startswith(renewed)}
+    self._kept = kept | {n: a for n, a in new if n.startswith(renewed)}
+    arrays = dict(self._kept)
     for name, array in super().state().items():
       arrays[f"{self.monitor}/{name}"] = array
     copies.write(self._path, topic, arrays)
-
-
-def _joined(
-  kept: dict[str, archive.Array], own: list[str], groups: groups_lib.Groups
-) -> dict[str, archive.Array]:
-  """Returns what members of all groups have alike once per group, as `save`.
-
-  Groups that were read of a file may have it so already.
-  """
-  joined: dict[str, Any] = dict(kept)
-  for name in own if kept else ():
-    rows = []
-    for i in range(groups.num_groups):
-      whole = joined.pop(group_state.key(name, i), None)
-      keys = [group_state.key(name, i, j) for j in range(groups.group_size)]
-      known = [joined.pop(key) for key in keys if key in joined] or [whole]
-      # The file may be of smaller groups.
-      rows.append([known[j % len(known)] for j in range(len(keys))])
-    is_alike = all(map(replica_values.are_alike, rows))
-    for i, row in enumerate(rows):
-      for j, array in enumerate(row):
-        joined[group_state.key(name, i, None if is_alike else j)] = array
-  return joined

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tf_cross_shard import group_schedule
 from tf_cross_shard.inner_optimizer import optimizer_state
-from tf_cross_shard.replica_state import group_state
+from tf_cross_shard.replica_state import group_state, replica_values
 
 
 def prepare(model: Any, caller: str) -> None:
@@ -48,32 +48,30 @@ def prepare(model: Any, caller: str) -> None:
     )
 
 
-def read(model: Any, whole: group_state.GroupCopies) -> list[float]:
+def read(model: Any) -> list[float]:
   """Returns each group's rate."""
   [variable] = optimizer_state.learning_rates(model.optimizer)
-  replicas = whole.copies.read(variable, range(whole.groups.num_replicas))
-  return [
-    float(replicas[members[0]]) * scale
-    for members, scale in zip(whole.groups, _scales(model, whole), strict=True)
-  ]
+  copies = replica_values.Copies(model.distribute_strategy)
+  groups = group_state.groups_of(model.optimizer, copies.engine.num_replicas)
+  first = copies.read(variable, [members[0] for members in groups])
+  scales = _scales(model, groups.num_groups)
+  return [float(r) * scale for r, scale in zip(first, scales, strict=True)]
 
 
-def write(
-  model: Any, whole: group_state.GroupCopies, rates: Sequence[float]
-) -> None:
+def write(model: Any, rates: Sequence[float]) -> None:
   """Gives each group its rate."""
   [variable] = optimizer_state.learning_rates(model.optimizer)
-  replicas = whole.copies.read(variable, range(whole.groups.num_replicas))
-  scales = _scales(model, whole)
-  for members, rate, scale in zip(whole.groups, rates, scales, strict=True):
-    for replica in members:
-      replicas[replica] = np.asarray(rate / scale, replicas[replica].dtype)
-  here = whole.copies.engine.replicas_here
-  whole.copies.write(variable, replicas[here.start : here.stop])
+  copies = replica_values.Copies(model.distribute_strategy)
+  groups = group_state.groups_of(model.optimizer, copies.engine.num_replicas)
+  scales = _scales(model, groups.num_groups)
+  dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
+  factors = np.divide(rates, scales).astype(dtype)
+  here = copies.engine.replicas_here
+  copies.write(variable, [factors[groups.index_of(r)] for r in here])
 
 
-def _scales(model: Any, whole: group_state.GroupCopies) -> list[float]:
+def _scales(model: Any, num_groups: int) -> list[float]:
   """Returns what the variable is multiplied by in each group."""
   per_group = group_schedule.rates_of(model.optimizer)
-  ones = [1.0] * whole.groups.num_groups
+  ones = [1.0] * num_groups
   return ones if per_group is None else list(map(float, per_group.rates))

@@ -87,9 +87,8 @@ class GroupReduceLROnPlateau(base.GroupMonitor):
     """Lowers the rates of groups whose metric in the logs is on a plateau."""
     if not self.has_metrics(logs):
       return
-    whole = self.copies()
-    self.begin(whole.groups.num_groups)
-    rates = group_rates.read(self.model, whole)
+    rates = group_rates.read(self.model)
+    self.begin(len(rates))
     is_on_plateau = self._on_plateau(logs)
     for i, rate in enumerate(rates):
       if is_on_plateau[i] and rate > np.float32(self.min_lr):
@@ -97,7 +96,7 @@ class GroupReduceLROnPlateau(base.GroupMonitor):
         self._numbers["cooldown_counter"][i] = self.cooldown
         self._numbers["wait"][i] = 0
     self.learning_rates = rates
-    group_rates.write(self.model, whole, rates)
+    group_rates.write(self.model, rates)
 
   def _on_plateau(self, logs: Any) -> Any:
     """Counts evaluations; returns of which groups the rate is to be lowered."""

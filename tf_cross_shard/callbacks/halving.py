@@ -76,13 +76,13 @@ class _Place:
   Attributes:
     rung: The number of the rung.
     waiting: Trials that the rung has not trained yet.
-    running: The trial of each group; None where it repeats the first.
+    running: The trial of each group; groups beyond repeat the first.
     left: The epochs that are left of the wave.
   """
 
   rung: int = 0
   waiting: list[int] = dataclasses.field(default_factory=list)
-  running: list[int | None] = dataclasses.field(default_factory=list)
+  running: list[int] = dataclasses.field(default_factory=list)
   left: int = 0
 
 
@@ -222,13 +222,11 @@ class Halving(trial_monitor.TrialMonitor):
 
     Raises:
       TypeError: If a callback of Keras sets rates.
-      ValueError: If `fit` is to end too early, if to another callback each
-        group is one training, if groups differ in what the table has not, or
-        some epochs have no metrics.
+      ValueError: If to another callback each group is one training, if groups
+        differ in what the table has not, or some epochs have no metrics.
     """
     super().on_train_begin(logs)
     self._place = _Place()
-    self._check_epochs(0)
     optimizer = self.model.optimizer
     if self._sets_rates:
       raise TypeError(
@@ -262,13 +260,24 @@ class Halving(trial_monitor.TrialMonitor):
       self.model.optimizer.build(self.model.trainable_variables)
 
   def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-    """Begins with the first trials, unless a backup was restored."""
-    if not self._place.running:
-      self._check_epochs(epoch)
-      group_files.save(
-        {0: self._path("states/initial")}, self.copies(is_whole=True)
+    """Begins with the first trials, unless a backup was restored.
+
+    Raises:
+      ValueError: If `fit` is to end too early.
+    """
+    if self._place.running:
+      return
+    least = epoch + self.total_epochs
+    epochs = (self.params or {}).get("epochs", least)
+    if epochs < least:
+      raise ValueError(
+        f"`epochs` of fit must be at least {least}, for {len(self.table)}"
+        f" trials in {self._num_groups} groups; got {epochs}. Use"
+        " fit(epochs=halving.total_epochs), without initial_epoch."
       )
-      self._climb(0)
+    copies = self.copies(is_whole=True)
+    group_files.save({0: self._path("states/initial")}, copies)
+    self._climb(0)
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Notes metrics; gives the groups other trials if it is time."""
@@ -322,24 +331,13 @@ class Halving(trial_monitor.TrialMonitor):
     self._give()
     self.model.stop_training = self._place.left == 0
 
-  def _check_epochs(self, first: int) -> None:
-    """Raises `ValueError` unless there are enough from the first one on."""
-    least = first + self.total_epochs
-    epochs = (self.params or {}).get("epochs", least)
-    if epochs < least:
-      raise ValueError(
-        f"`epochs` of fit must be at least {least}, for {len(self.table)}"
-        f" trials in {self._num_groups} groups; got {epochs}. Use"
-        " fit(epochs=halving.total_epochs), without initial_epoch."
-      )
-
   def _plan(self) -> list[Any]:
     """Returns what the place means, as JSON knows it."""
     return [self.monitor, *map(list, self._rungs)]
 
   def _draw(self, runs: summaries.Runs) -> None:
     """Adds the last epoch to each trial's curves."""
-    for trial in (self.table[n] for n in self._place.running if n is not None):
+    for trial in (self.table[number] for number in self._place.running):
       name = f"trial_{trial.number}"
       last = {metric: row[-1] for metric, row in trial.history.items()}
       hparams = {"trial": name, **trial.settings}
@@ -354,7 +352,6 @@ class Halving(trial_monitor.TrialMonitor):
         {
           group: self._state_path(number, place.rung)
           for group, number in enumerate(place.running)
-          if number is not None
         },
         self.copies(is_whole=True),
       )
@@ -373,12 +370,11 @@ class Halving(trial_monitor.TrialMonitor):
   def _start_wave(self, rung: int, waiting: list[int]) -> None:
     """Gives groups the next trials: their states, and their settings."""
     count = self._num_groups
-    running = waiting[:count]
     before = self._rungs[rung - 1].epochs if rung else 0
     self._place = _Place(
       rung=rung,
       waiting=waiting[count:],
-      running=[*running, *[None] * (count - len(running))],
+      running=waiting[:count],
       left=self._rungs[rung].epochs - before,
     )
     paths = [self._state_path(n, rung - 1) for n in self._numbers_here()]
@@ -393,9 +389,8 @@ class Halving(trial_monitor.TrialMonitor):
 
   def _numbers_here(self) -> list[int]:
     """Returns which trial's settings each group has."""
-    first = self._place.running[0]
-    assert first is not None
-    return [first if n is None else n for n in self._place.running]
+    running = self._place.running
+    return running + running[:1] * (self._num_groups - len(running))
 
   def _state_path(self, number: int, rung: int) -> pathlib.Path:
     """Returns the file of a trial's state at the end of a rung.

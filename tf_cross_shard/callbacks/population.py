@@ -7,7 +7,7 @@ import numpy as np
 
 from tf_cross_shard import trials
 from tf_cross_shard.callbacks import base, trial_monitor
-from tf_cross_shard.replica_state import group_models
+from tf_cross_shard.replica_state import group_models, group_state
 
 
 class Population(trial_monitor.TrialMonitor):
@@ -42,6 +42,7 @@ class Population(trial_monitor.TrialMonitor):
   [0.1, 0.05]
 
   Attributes:
+    table: A trial for each group, from the begin of `fit`.
     copied: What happened, in order: dictionaries of `epoch`, which counts from
       0, `source`, `target` and the target's new settings.
     settings: The settings of each group that are explored, as they are now.
@@ -80,7 +81,8 @@ class Population(trial_monitor.TrialMonitor):
       seed: Of what is chosen by chance. It depends on the epoch too, so that a
         run that goes on after a crash chooses the same.
       table: A trial for each group: the settings that they begin with. It
-        notes what each comes to.
+        notes what each comes to. None makes one of the settings to explore, as
+        the optimizer has them.
     """
     super().__init__(monitor, mode)
     base.check_count("every", every, 1, "epochs")
@@ -111,7 +113,9 @@ class Population(trial_monitor.TrialMonitor):
     self.explore = {name: list(explore[name]) for name in explore}
     self.share = share
     self.seed = seed
-    self.table = table
+    self._makes_table = table is None
+    if table is not None:
+      self.table = table
     self.names = names
     self.copied: list[dict[str, Any]] = []
     self.settings: list[dict[str, float]] = []
@@ -122,27 +126,37 @@ class Population(trial_monitor.TrialMonitor):
     return [s["learning_rate"] for s in self.settings if "learning_rate" in s]
 
   def on_train_begin(self, logs: Any = None) -> None:
-    """Forgets what another `fit` left."""
+    """Forgets what another `fit` left; makes a table if none was given."""
+    if self._makes_table:
+      self._make_table(self._explored())
     super().on_train_begin(logs)
-    self.copied = []
-    if self.table is None:
-      self.settings = self.read()
-      unknown = set(self.names) - set(self.settings[0])
-      if unknown:
-        raise ValueError(
-          f"`explore` has {sorted(unknown)}, which the optimizer has not. Name"
-          " numbers of `opt`; settings of the model need `table`."
-        )
-      self._check(self.settings)
-      return
     groups = self.table.groups.num_groups
     if len(self.table) != groups:
       raise ValueError(
         f"`table` must have a trial for each of the {groups} groups; got"
         f" {len(self.table)}. Halving takes more."
       )
+    self.copied = []
     self.settings = [dict(trial.settings) for trial in self.table]
     self.give(self.settings)
+
+  def _explored(self) -> list[dict[str, float]]:
+    """Returns what is explored of each group, as the optimizer has it."""
+    rows = self.read()
+    unknown = set(self.names) - set(rows[0])
+    if unknown:
+      raise ValueError(
+        f"`explore` has {sorted(unknown)}, which the optimizer has not. Name"
+        " numbers of `opt`; settings of the model need `table`."
+      )
+    self._check(rows)
+    return rows
+
+  def _make_table(self, rows: Sequence[Mapping[str, float]]) -> None:
+    """Makes a trial for each group."""
+    with self.model.distribute_strategy.scope():
+      groups = group_state.groups_of(self.model.optimizer, None)
+      self.table = trials.Table(rows, groups)
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Copies groups, if it is time."""
@@ -151,8 +165,7 @@ class Population(trial_monitor.TrialMonitor):
       return
     number = self.copies().groups.num_groups
     self.begin(number)
-    if self.table is not None:
-      self.note(range(number), logs)
+    self.note(range(number), logs)
     if (epoch + 1) % self.every:
       return
     self.improve(logs)
@@ -170,23 +183,22 @@ class Population(trial_monitor.TrialMonitor):
         self.copied.append(
           {"epoch": epoch, "source": source, "target": target, **rows[target]}
         )
-      if self.names:
-        self.give(rows)
+      self.give(rows)
     self.settings = rows
 
   def state(self) -> dict[str, Any]:
     """Returns what happened, too."""
-    own = [self.copied, self.settings, self.table and self.table.to_list()]
+    own = [self.copied, self.settings, self.table.to_list()]
     return {**super().state(), "happened": base.to_array(own)}
 
   def set_state(self, state: dict[str, Any]) -> None:
     """Goes on from what happened."""
     super().set_state(state)
     self.copied, self.settings, rows = base.from_array(state["happened"])
-    if self.table is not None:
-      self.table.from_list(rows)
-    if self.names:
-      self.give(self.settings)
+    if self._makes_table:  # A `fit` before may have changed what they were.
+      self._make_table([trial["settings"] for trial in rows[2:]])
+    self.table.from_list(rows)
+    self.give(self.settings)
 
   def _pairs(self, logs: Any) -> list[tuple[int, int]]:
     """Returns who is copied to whom; of equal groups none is worse."""

@@ -15,11 +15,11 @@ class TrialMonitor(base.GroupMonitor):
   """Gives groups their settings, and notes what each trial comes to.
 
   Attributes:
-    table: The trials; None where only the groups' settings change.
+    table: The trials.
     names: The settings that may change.
   """
 
-  table: trials.Table | None
+  table: trials.Table
   names: Sequence[str]
 
   @property
@@ -43,36 +43,32 @@ class TrialMonitor(base.GroupMonitor):
     """Forgets what another `fit` left; raises if the table does not fit."""
     super().on_train_begin(logs)
     groups = group_state.groups_of(self.model.optimizer, None)
-    if self.table is not None:
-      if self.table.groups != groups:
-        raise ValueError(
-          f"`table` is for the groups {self.table.groups.to_lists()}; the"
-          f" optimizer has {groups.to_lists()}. Give both the same."
-        )
-      self.table.forget()
-      self._check([trial.settings for trial in self.table])
+    if self.table.groups != groups:
+      raise ValueError(
+        f"`table` is for the groups {self.table.groups.to_lists()}; the"
+        f" optimizer has {groups.to_lists()}. Give both the same."
+      )
+    self.table.forget()
+    self._check([trial.settings for trial in self.table])
 
   def begin(self, num_groups: int) -> None:
     """Tells the table what is best."""
     super().begin(num_groups)
-    if self.table is not None:
-      self.table.judge_by(self.monitor, self._sign)
+    self.table.judge_by(self.monitor, self._sign)
 
   def read(self) -> list[dict[str, float]]:
     """Returns each group's settings that are the optimizer's."""
-    copies, own = self.copies(), {}
+    own: dict[str, Any] = {}
+    count = group_state.groups_of(self.model.optimizer, None).num_groups
     if _RATE in self.names:
-      own[_RATE] = group_rates.read(self.model, copies)
+      own[_RATE] = group_rates.read(self.model)
     for name in filter(self._is_own, self.names):
       number = self.step.settings.limits.get(name)
       if name not in settings.LIMITS:
         number = vars(self._innermost)[name]
       by_group = self.step.settings.group_settings or {}
-      own[name] = by_group.get(name, [number] * copies.groups.num_groups)
-    return [
-      {name: own[name][i] for name in own}
-      for i in range(copies.groups.num_groups)
-    ]
+      own[name] = by_group.get(name, [number] * count)
+    return [{name: own[name][i] for name in own} for i in range(count)]
 
   def give(self, rows: Sequence[Mapping[str, float]]) -> None:
     """Gives each group its settings, wherever they are read.
@@ -80,20 +76,17 @@ class TrialMonitor(base.GroupMonitor):
     Steps are traced again where the optimizer has them as constants.
     """
     if _RATE in self.names:
-      rates = [row[_RATE] for row in rows]
-      group_rates.write(self.model, self.copies(), rates)
+      group_rates.write(self.model, [row[_RATE] for row in rows])
     before = self.step.settings.group_settings or {}
     names = filter(self._is_own, self.names)
     after = before | {name: [row[name] for row in rows] for name in names}
     if after != before:
       self.step.replace(group_settings=after)
       self.model.make_train_function(force=True)
-    if self.table is not None:
-      self.table.assign(rows)
+    self.table.assign(rows)
 
-  def note(self, running: Sequence[int | None], logs: Any) -> list[int]:
+  def note(self, running: Sequence[int], logs: Any) -> list[int]:
     """Adds an epoch to each group's trial; returns those at their best."""
-    assert self.table is not None
     for name in self.table.names:
       if not (name == _RATE or self._is_own(name) or self.table.is_asked(name)):
         raise ValueError(
@@ -110,7 +103,7 @@ class TrialMonitor(base.GroupMonitor):
         for name in logs
         if name.endswith(end)
       }
-      if number is not None and self.table.note(number, metrics):
+      if self.table.note(number, metrics):
         improved.append(group)
     return improved
 

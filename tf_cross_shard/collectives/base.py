@@ -60,9 +60,28 @@ class Engine(abc.ABC):
     """Joins each tensor of this replica's group along the first dimension."""
 
   @property
+  def can_exchange(self) -> bool:
+    """Whether `all_to_all` sends each member only what it receives."""
+    return True
+
+  def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
+    """Gives row i to the i-th member; returns what all gave to this one.
+
+    `rows` and the result are `[group_size, n]`.
+    """
+    everything = self.all_gather_part(tf.reshape(rows, [-1]))
+    shape = [self.groups.group_size, *rows.shape]
+    return tf.reshape(everything, shape)[:, self.position()]
+
+  @property
   def bucket_bytes(self) -> int | None:
     """The best size of buffers at this place; None for no packing."""
     return packing.BUCKET_BYTES
+
+  @property
+  def row_bytes(self) -> int | None:
+    """The best size of what is reduced and scattered; None for all at once."""
+    return None
 
   @property
   def keeps_rows(self) -> bool:

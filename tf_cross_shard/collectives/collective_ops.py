@@ -28,6 +28,13 @@ ALL_GATHER: Final = "CollectiveGatherV2"
 ALL_TO_ALL: Final = "CollectiveAllToAllV2"
 _ATTRIBUTES: Final = {ALL_REDUCE: {"merge_op": "Add", "final_op": "Id"}}
 
+# What to ask the runtime for.
+AUTO: Final = "auto"
+RING: Final = "ring"
+NCCL: Final = "nccl"
+# Those that the runtime's NCCL adds; it took others for float32 (2.21, read).
+_NCCL_DTYPES: Final = _DTYPES - {tf.bfloat16}
+
 # With twelve members or more `CollectiveAllToAllV2` returns wrong rows.
 MAX_ALL_TO_ALL: Final = 11
 
@@ -47,6 +54,7 @@ class CollectiveOps:
     identity: str | None = None,
     chains: int = 1,
     is_serial: bool = True,
+    hint: str = AUTO,
   ) -> None:
     """Makes no keys yet.
 
@@ -56,10 +64,13 @@ class CollectiveOps:
       chains: How many collectives of one replica may run at once.
       is_serial: Whether eager replicas of this process run one after the other,
         so that several of them would wait for each other for ever.
+      hint: From `hint_for`. NCCL has one chain: its kernels of two chains may
+        start in another order on another device, and wait for ever.
     """
     self._is_local = identity is None
     self._identity = identity or f"local strategy {next(_local_strategies)}"
-    self._chains = chains
+    self._hint = hint
+    self._chains = 1 if hint == NCCL else chains
     self._is_serial = is_serial
     self._first_keys: dict[groups_lib.Groups, int] = {}
     self._tokens: dict[tuple[int, int], tf.Tensor] = {}
@@ -73,7 +84,7 @@ class CollectiveOps:
     """Returns another, whose collectives may run at the same time."""
     self._others += 1
     identity = f"{self._identity} {self._others}"
-    return CollectiveOps(identity, self._chains, self._is_serial)
+    return CollectiveOps(identity, self._chains, self._is_serial, self._hint)
 
   def run(
     self,
@@ -104,11 +115,16 @@ class CollectiveOps:
           group_key=self.group_key(groups, replica),
           instance_key=instance_key(name, tensor, function, ordinal),
           ordering_token=[self.token(replica, ordinal % self._chains, device)],
-          communication_hint="auto",
+          communication_hint=self._hint_of(name, tensor),
           **_ATTRIBUTES.get(name, {}),
         )
       )
     return results
+
+  def _hint_of(self, name: str, tensor: tf.Tensor) -> str:
+    """What to ask for; there is no other exchange than the runtime's own."""
+    is_known = self._hint != NCCL or tensor.dtype in _NCCL_DTYPES
+    return AUTO if name == ALL_TO_ALL or not is_known else self._hint
 
   def reduce_scatter(
     self, row: tf.Tensor, groups: groups_lib.Groups, replica: int, device: str
@@ -258,11 +274,43 @@ def of_strategy(
   identity: str | None = None,
   chains: int = 1,
   is_serial: bool = True,
+  asked: str = AUTO,
 ) -> CollectiveOps:
   """The one object of a strategy; without `identity`, of a local one."""
   if strategy not in _of_strategy:
-    _of_strategy[strategy] = CollectiveOps(identity, chains, is_serial)
+    hint = hint_for(
+      strategy.extended.worker_devices,
+      len(tf.config.list_physical_devices("GPU")),
+      len(tf.config.list_logical_devices("GPU")),
+      asked,
+    )
+    _of_strategy[strategy] = CollectiveOps(identity, chains, is_serial, hint)
   return _of_strategy[strategy]
+
+
+def hint_for(
+  devices: Sequence[str], physical: int, logical: int, asked: str = AUTO
+) -> str:
+  """What to ask the runtime for where replicas have these devices.
+
+  As MirroredStrategy does it for its own sums: NCCL where each is a GPU of its
+  own, the ring on CPUs and where a GPU is several logical ones.
+
+  >>> hint_for(["/GPU:0", "/GPU:1"], physical=2, logical=2)
+  'nccl'
+  >>> hint_for(["/GPU:0", "/GPU:1"], physical=1, logical=2)
+  'ring'
+
+  Args:
+    devices: Of this process.
+    physical: How many GPUs it has.
+    logical: As how many TensorFlow takes them.
+    asked: What the user asked the strategy for.
+  """
+  if asked != AUTO:
+    return asked
+  on_gpus = all("GPU" in device.upper() for device in devices)
+  return NCCL if on_gpus and logical <= physical else RING
 
 
 def as_words(tensor: tf.Tensor) -> tf.Tensor:

@@ -38,7 +38,16 @@ class Mirrored(base.Engine):
     self._devices = tuple(strategy.extended.worker_devices)
     on_cpus = all("CPU" in device.upper() for device in self._devices)
     self._prefer_merge = on_cpus if prefer_merge is None else prefer_merge
-    self._collective_ops = collective_ops.of_strategy(strategy)
+    # Who gives a strategy one of these does not want NCCL.
+    is_plain = isinstance(
+      strategy.extended._cross_device_ops,
+      (
+        tf.distribute.HierarchicalCopyAllReduce,
+        tf.distribute.ReductionToOneDevice,
+      ),
+    )
+    asked = collective_ops.RING if is_plain else collective_ops.AUTO
+    self._collective_ops = collective_ops.of_strategy(strategy, asked=asked)
 
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums over the group."""
@@ -114,6 +123,29 @@ class Mirrored(base.Engine):
     return self._collectives.all_gather(
       part, self.groups, replica, self._devices[replica]
     )
+
+  def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
+    """Takes the rows for each member out of all in a merge call."""
+    if self._merges_here():
+
+      def combine(
+        copies: list[list[tf.Tensor]], members: list[int]
+      ) -> list[tf.Tensor]:
+        [of_members] = copies
+        return [
+          tf.stack([copy[place] for copy in of_members])
+          for place in range(len(members))
+        ]
+
+      return self._merge([rows], combine)[self.position()]
+    if not collective_ops.keeps_order(self.groups):
+      return super().all_to_all(rows)
+    replica = self._replica()
+    device = self._devices[replica]
+    [received] = self._collectives.run(
+      collective_ops.ALL_TO_ALL, [rows], self.groups, replica, device
+    )
+    return received
 
   def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Adds in float32 where members sum in a merge call."""

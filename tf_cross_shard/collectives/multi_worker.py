@@ -37,12 +37,14 @@ class MultiWorker(base.Engine):
     super().__init__(strategy, groups)
     self._devices = tuple(strategy.extended.worker_devices)
     cluster = strategy.cluster_resolver.cluster_spec()
+    asked = strategy.extended._communication_options.implementation.value
     self._collectives = collective_ops.of_strategy(
       strategy,
       # Not the addresses: a worker may know itself by another one.
       identity=repr([task[:2] for task in agreement.tasks(cluster)]),
       chains=_CHAINS,
       is_serial=len(self._devices) > 1,
+      asked=asked.lower(),
     )
     self._workers = agreement.of_strategy(strategy)
     self._agreed: set[tuple[str, ...]] = set()
@@ -107,6 +109,11 @@ class MultiWorker(base.Engine):
     """Larger than within one process: each costs a call to other processes."""
     return _BUCKET_BYTES
 
+  @property
+  def row_bytes(self) -> int | None:
+    """The same: several travel at once, and the last layers' begin early."""
+    return _BUCKET_BYTES
+
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Joins over the group; the first dimension may differ between replicas."""
     return self._collectives.join_rows(tensors, self.groups, *self._place())
@@ -122,6 +129,15 @@ class MultiWorker(base.Engine):
     if not collective_ops.keeps_order(self.groups):
       return super().all_gather_part(part)
     return self._collectives.all_gather(part, self.groups, *self._place())
+
+  def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
+    """Gives row i to the i-th member."""
+    return self._run(collective_ops.ALL_TO_ALL, [rows])[0]
+
+  @property
+  def can_exchange(self) -> bool:
+    """Whether members have the order of their numbers."""
+    return collective_ops.keeps_order(self.groups)
 
   def agree(
     self,

@@ -70,9 +70,11 @@ class TPU(base.Engine):
     """Each member sends its part to all: there is no operation that gathers."""
     if part.dtype == tf.float64:
       return super().all_gather_part(part)
-    exchange = getattr(self.strategy.extended, "all_to_all", _all_to_all)
-    copies = tf.tile(part, [self.groups.group_size])
-    return exchange(copies, _in_order(self.groups))
+    return self._exchange(tf.tile(part, [self.groups.group_size]))
+
+  def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
+    """Each member receives its row only."""
+    return tf.reshape(self._exchange(tf.reshape(rows, [-1])), rows.shape)
 
   @property
   def bucket_bytes(self) -> None:
@@ -92,6 +94,11 @@ class TPU(base.Engine):
   def isolate(self) -> contextlib.AbstractContextManager[Any]:
     """Merge calls cost nothing here: they run at once, also in `tf.cond`."""
     return replica_isolation.isolate_in_one_program(self.strategy)
+
+  def _exchange(self, tensor: tf.Tensor) -> Any:
+    """Gives the i-th slice to the i-th member."""
+    exchange = getattr(self.strategy.extended, "all_to_all", _all_to_all)
+    return exchange(tensor, _in_order(self.groups))
 
   def _sum(self, tensor: tf.Tensor, assignment: list[list[int]]) -> Any:
     """One cross-replica sum."""

@@ -20,7 +20,8 @@ _MISFIT: Final = re.compile(
 )
 # Errors about a lost worker have one of these.
 _SIGNS: Final = re.compile(
-  "Collective ops is aborted|unhealthy|WorkerService|CoordinationService"
+  "Collective ops is aborted|unhealthy|heartbeat timeout|WorkerService"
+  "|CoordinationService"
 )
 
 

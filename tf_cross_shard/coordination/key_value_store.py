@@ -1,7 +1,7 @@
 """The key-value store of TensorFlow's coordination service.
 
 It is in the first worker's process. Reading from it waits with a time limit,
-and fails with the reason why a worker ended, where there is one.
+and fails when the writer is lost, with the reason why it ended if there is one.
 """
 
 import contextlib
@@ -27,7 +27,8 @@ def put(key: str, value: str) -> None:
 def wait(key: str, deadline: float, sender: int | None = None) -> str | None:
   """Returns the value of a key when it is there; None when time is up.
 
-  Raises the error that the worker `sender`, who is to write it, reported.
+  Raises the error that the worker `sender`, who is to write it, reported, or
+  `WorkerLostError` if nothing was heard of it for TensorFlow's ten seconds.
   """
   eager = context.context()
   while True:
@@ -42,6 +43,20 @@ def wait(key: str, deadline: float, sender: int | None = None) -> str | None:
       raise error
     if time.monotonic() >= deadline:
       return None
+    if sender is not None:
+      _check_alive(sender)
+
+
+def _check_alive(sender: int) -> None:
+  """Raises `WorkerLostError` if the service has lost a worker."""
+  eager = context.context()
+  cluster = eager._collective_ops_server_def.cluster
+  sizes = {job.name: len(job.tasks) for job in cluster.job}
+  jobs = [(name, sizes[name]) for name in ("chief", "worker") if name in sizes]
+  with errors.naming_lost_workers():
+    state = eager.get_task_states(jobs)[sender]
+    if state is not None:
+      raise state
 
 
 def report(index: int, error: Exception) -> None:

@@ -40,22 +40,6 @@ class GraphOptions:
       )
 
 
-def graph_options(options: dict[str, Any]) -> GraphOptions:
-  """Checks keyword arguments that are meant for graphs.
-
-  >>> graph_options({"gate_gradients": GATE_NONE}).gate_gradients
-  0
-  """
-  known = [field.name for field in dataclasses.fields(GraphOptions)]
-  for name in options:
-    if name not in known:
-      raise TypeError(
-        f"`compute_gradients` has no argument {name!r}. Besides `loss`,"
-        f" `var_list` and `tape` it takes {known}."
-      )
-  return GraphOptions(**options)
-
-
 def compute(
   loss: Any,
   var_list: list[Any] | None,
@@ -131,7 +115,7 @@ def differentiate(
   var_list: Any,
   tape: tf.GradientTape | None,
   scale: Callable[[Any], Any],
-  options: dict[str, Any],
+  options: GraphOptions,
   scalar: bool,
 ) -> Pairs:
   """Computes gradients for an encapsulated optimizer, with its loss scale."""
@@ -141,7 +125,7 @@ def differentiate(
     variables,
     tape,
     scale=lambda seed: inner.scale_loss(scale(seed)),
-    options=graph_options(options),
+    options=options,
     scalar=scalar,
     of_class=inner.compute_gradients if inner.computes_gradients else None,
   )

@@ -26,7 +26,7 @@ _REDUCTIONS: Final = {
 }
 
 
-def canonical_reduction(reduction: object) -> str:
+def canonical_reduction(reduction: object, argument: str = "reduction") -> str:
   """Returns `"mean"` or `"sum"` for any accepted spelling of a reduction.
 
   >>> canonical_reduction("weighted_mean")
@@ -36,7 +36,7 @@ def canonical_reduction(reduction: object) -> str:
   if isinstance(spelling, str) and spelling.lower() in _REDUCTIONS:
     return _REDUCTIONS[spelling.lower()]
   raise ValueError(
-    f"`reduction` must be one of {sorted(_REDUCTIONS)}; got {reduction!r}."
+    f"`{argument}` must be one of {sorted(_REDUCTIONS)}; got {reduction!r}."
     ' Use "mean" to average gradients over the group or "sum" to add them.'
   )
 

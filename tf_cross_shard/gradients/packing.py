@@ -121,9 +121,10 @@ def reshape_like(
   return shaped
 
 
-# Each replica rounds once before the sum; the engine rounds the sum at least
-# once more. bfloat16 keeps the range of float32 with 8 bits of precision;
-# float16 has 11 bits and overflows beyond 65,504.
+# Half precision, of which engines make sums: each replica rounds once before
+# the sum; the engine rounds the sum at least once more. bfloat16 keeps the
+# range of float32 with 8 bits of precision; float16 has 11 bits and overflows
+# beyond 65,504.
 WIRE_DTYPES: Final = (tf.bfloat16, tf.float16)
 
 
@@ -140,8 +141,9 @@ def as_wire_dtype(wire_dtype: Any) -> tf.DType | None:
     dtype = tf.as_dtype(wire_dtype)
   except TypeError:
     dtype = None
-  if dtype not in WIRE_DTYPES:
-    names = ", ".join(f'"{known.name}"' for known in WIRE_DTYPES)
+  kinds = (*WIRE_DTYPES, tf.int8)
+  if dtype not in kinds:
+    names = ", ".join(f'"{known.name}"' for known in kinds)
     raise ValueError(
       f"`wire_dtype` must be one of {names} or None; got {wire_dtype!r}. Leave"
       " it None for exact sums."

@@ -15,7 +15,7 @@ BLOCK: Final = 256
 
 
 def encode(row: tf.Tensor) -> tf.Tensor:
-  """Rounds a float32 vector; returns its int32 words.
+  """Rounds float32 vectors `[..., n]`; returns their int32 words.
 
   `n` numbers make `65 * ceil(n / 256)` words. A block with a NaN or an infinity
   comes back as NaN.
@@ -26,22 +26,28 @@ def encode(row: tf.Tensor) -> tf.Tensor:
   >>> decode(words, 3).numpy().tolist()
   [127.0, -3.0, 0.0]
   """
-  size = row.shape.num_elements()
-  blocks = tf.reshape(tf.pad(row, [[0, -size % BLOCK]]), [-1, BLOCK])
-  largest = tf.reduce_max(tf.abs(blocks), axis=1, keepdims=True)
-  is_finite = tf.reduce_all(tf.math.is_finite(blocks), axis=1, keepdims=True)
-  scales = tf.where(is_finite, largest / 127.0, float("nan"))
-  # A block of NaN would have no defined integers.
-  rounded = tf.round(tf.math.divide_no_nan(blocks, scales))
-  whole = tf.cast(tf.where(is_finite, rounded, 0.0), tf.int8)
-  words = tf.bitcast(tf.reshape(whole, [-1, 4]), tf.int32)
-  return tf.concat([words, tf.bitcast(scales[:, 0], tf.int32)], axis=0)
+  *rows, size = row.shape
+  if missing := -size % BLOCK:
+    row = tf.pad(row, [*([[0, 0]] * len(rows)), [0, missing]])
+  blocks = tf.reshape(row, [*rows, -1, BLOCK])
+  largest = tf.reduce_max(tf.abs(blocks), axis=-1, keepdims=True)
+  is_finite = tf.reduce_all(tf.math.is_finite(blocks), axis=-1, keepdims=True)
+  # Not `/`, of which graphs make a product that rounds otherwise.
+  scales = tf.math.divide_no_nan(largest, 127.0)
+  # The largest floats would come back as infinity.
+  is_finite &= tf.math.is_finite(127.0 * scales)
+  scales = tf.where(is_finite, scales, float("nan"))
+  # Whatever integers a block of NaN has, its scale makes NaN of them again.
+  whole = tf.cast(tf.round(tf.math.divide_no_nan(blocks, scales)), tf.int8)
+  words = tf.bitcast(tf.reshape(whole, [*rows, -1, 4]), tf.int32)
+  return tf.concat([words, tf.bitcast(scales[..., 0], tf.int32)], axis=-1)
 
 
 def decode(words: tf.Tensor, size: int) -> tf.Tensor:
-  """Returns the `size` numbers that `encode` has rounded."""
-  count = -(-size // BLOCK)
-  whole, scales = tf.split(words, [count * BLOCK // 4, count])
-  blocks = tf.reshape(tf.bitcast(whole, tf.int8), [count, BLOCK])
-  wide = tf.cast(blocks, tf.float32) * tf.bitcast(scales, tf.float32)[:, None]
-  return tf.reshape(wide, [-1])[:size]
+  """Returns the `size` numbers of each vector that `encode` has rounded."""
+  rows, count = words.shape[:-1], -(-size // BLOCK)
+  whole, scales = tf.split(words, [count * BLOCK // 4, count], axis=-1)
+  blocks = tf.reshape(tf.bitcast(whole, tf.int8), [*rows, count, BLOCK])
+  scales = tf.bitcast(scales, tf.float32)[..., tf.newaxis]
+  wide = tf.reshape(tf.cast(blocks, tf.float32) * scales, [*rows, -1])
+  return wide[..., :size]

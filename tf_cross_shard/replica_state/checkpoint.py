@@ -83,9 +83,9 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
 
   Group i of the file goes to group i of the optimizer, whichever replicas are
   in it: the groups may have other members, or another size, than when they
-  were saved. (Where members had values of their own, the j-th member receives
-  those of the j-th; then the size has to be the same. The window of
-  `accumulate_steps` begins anew in groups of another size.)
+  were saved. Where members had values of their own, the j-th member receives
+  those of the j-th. In groups of another size all members receive their mean,
+  and the window of `accumulate_steps` begins anew.
 
   Everything is read and compared before anything is changed. Training goes on
   to the bit as if it had not stopped. On several machines each worker reads the
@@ -338,9 +338,6 @@ def _values_here(
 
   Members' own ones, or their mean. Raises `CheckpointError` unless they fit.
   """
-  [file, *_] = files.values()
-  where = f"The checkpoint {file.path} holds"
-  size, is_own = state.groups.group_size, "values" in file.about
   saved: dict[int, dict[int, archive.Array]] = {}
   values = []
   for replica in state.copies.engine.replicas_here:
@@ -349,12 +346,6 @@ def _values_here(
     if index not in saved:
       saved[index] = _arrays(files[index], part, index)
     arrays = saved[index]
-    if len(arrays) not in (1, size) and not is_own:
-      raise CheckpointError(
-        f"{where} values of `{part.name}` for each of {len(arrays)} members of"
-        f" a group; groups have {size} now. Restore with groups of the same"
-        " size, or average() before saving."
-      )
     if has_means and group_state.has_mean(part.variable):
       values.append(group_models.merged(part, list(arrays.values())))
       continue
@@ -362,9 +353,10 @@ def _values_here(
     values.append(arrays.get(member, arrays[other]))
   exists_once = replica_values.strategy_of(part.variable) is None
   if exists_once and not replica_values.are_alike(values):
+    [file, *_] = files.values()
     raise CheckpointError(
-      f"{where} other values of `{part.name}` for each group; here it exists"
-      " once. Make it inside `with strategy.scope():`."
+      f"The checkpoint {file.path} holds other values of `{part.name}` for each"
+      " group; here it exists once. Make it inside `with strategy.scope():`."
     )
   return values
 

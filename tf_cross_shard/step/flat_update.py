@@ -8,7 +8,8 @@ parts, member i does
     W    = all_gather(W[i])
 
 So the state has 1/n of its size, and the encapsulated optimizer updates one
-large variable where the model has many.
+large variable where the model has many. Between machines there are several such
+rows: they travel at once, and those of the last layers begin early.
 
 References:
   Xu et al., Automatic Cross-Replica Sharding of Weight Update in Data-Parallel
@@ -39,7 +40,24 @@ class FlatUpdate(sharded_update.ShardedUpdate):
     native = variables_lib.native(variable)
     return native.dtype, self._inner.decays(variable)
 
-  def _lay_out(self, variables: list[Any]) -> sharded_update.Weights:
+  def _rows(self, variables: list[Any]) -> list[list[Any]]:
+    """Returns them in rows of about the engine's size."""
+    limit = self._engine.row_bytes
+    rows: list[list[Any]] = [[]]
+    filled = 0
+    for variable in variables:
+      native = variables_lib.native(variable)
+      size = native.dtype.size * int(np.prod(native.shape))
+      if limit and rows[-1] and filled + size > limit:
+        rows.append([])
+        filled = 0
+      rows[-1].append(variable)
+      filled += size
+    return rows
+
+  def _lay_out(
+    self, variables: list[Any], number: int
+  ) -> sharded_update.Weights:
     """Cuts weights into equal parts, and makes the variable of one part."""
     natives = list(map(variables_lib.native, variables))
     dtype, decays = natives[0].dtype, self._inner.decays(variables[0])
@@ -47,7 +65,8 @@ class FlatUpdate(sharded_update.ShardedUpdate):
       [int(np.prod(native.shape)) for native in natives],
       self._engine.groups.group_size,
     )
-    name = f"shard_{dtype.name}" + ("" if decays else "_without_decay")
+    name = f"shard{number or ''}_{dtype.name}"
+    name += "" if decays else "_without_decay"
     with self._engine.making_variables():
       zeros = tf.zeros([layout.part], dtype)
       shard = self._inner.make_variable(zeros, name)

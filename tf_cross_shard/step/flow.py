@@ -82,6 +82,7 @@ class Step:
   Attributes:
     settings: The optimizer's arguments; see `replace`.
     convention: What the loss was averaged over.
+    wire: The way of gradients between members.
     update: What members of a group keep and apply.
     guard: Leaves out steps that are not finite, and counts them.
     noise: Measures the gradient noise scale.
@@ -104,7 +105,8 @@ class Step:
     self.convention = loss_convention.LossConvention(settings, engine.groups)
     self.noise = noise_scale.NoiseScale(settings, inner, engine)
     kind = _kind_of_update(settings, inner, engine.groups.group_size)
-    self.update = kind(settings, inner, engine, self.noise)
+    self.wire = reduction.wire(settings, inner, engine)
+    self.update = kind(settings, inner, engine, self.wire, self.noise)
     self._window = accumulation.own_window(settings, inner, engine, self.update)
     self.guard = nonfinite.NonfiniteGuard(
       settings.skip_nonfinite, inner, engine
@@ -131,7 +133,7 @@ class Step:
     var_list: Any,
     tape: tf.GradientTape | None,
     default: str,
-    options: dict[str, Any],
+    options: differentiation.GraphOptions,
   ) -> differentiation.Pairs:
     """Returns this replica's gradients of the scaled loss."""
     return differentiation.differentiate(
@@ -217,8 +219,10 @@ class Step:
       if step is not None and self._engine.updates_here(step):
         step.assign_add(tf.cast(self.guard.is_step(sums), step.dtype))
 
+    # Half a step is nothing that somebody with a backup goes on from.
+    waits_for = () if self.settings.has_backup else sums
     with (
-      self._engine.all_or_nothing(sums),
+      self._engine.all_or_nothing(waits_for),
       self._engine.isolate(),
       self.by_group.in_force(),
     ):
@@ -239,6 +243,7 @@ class Step:
   def build(self, variables: Sequence[Any]) -> None:
     """Makes the variables of the stages."""
     self.update.build(variables)
+    self.wire.build([v for v in variables if not self.update.is_table(v)])
     self._window.build(variables)
 
   @property
@@ -256,4 +261,8 @@ class Step:
   def member_state(self) -> list[Any]:
     """Those of them that members of a group may have each for themselves."""
     # Norms: the order of their sums depends on the number of a machine's cores.
-    return [*self._window.variables, *self.noise.variables]
+    return [
+      *self._window.variables,
+      *self.wire.variables,
+      *self.noise.variables,
+    ]

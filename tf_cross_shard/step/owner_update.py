@@ -29,6 +29,7 @@ from tf_cross_shard.gradients import layout as layouts
 from tf_cross_shard.inner_optimizer import base, fused_update
 from tf_cross_shard.step import (
   noise_scale,
+  reduction,
   sharded_state,
   sharded_update,
   update,
@@ -46,6 +47,7 @@ class OwnerUpdate(sharded_update.ShardedUpdate):
     settings: settings_lib.Settings,
     inner: base.InnerOptimizer,
     engine: engines.Engine,
+    wire: reduction.Wire,
     noise: noise_scale.NoiseScale,
   ) -> None:
     if engine.is_one_program:
@@ -54,14 +56,17 @@ class OwnerUpdate(sharded_update.ShardedUpdate):
         " are one program, in which all members do the same. Leave it out, or"
         " use an optimizer that updates each element by itself."
       )
-    super().__init__(settings, inner, engine, noise)
+    super().__init__(settings, inner, engine, wire, noise)
 
   def _kind(self, variable: Any) -> Hashable:
     """Variables of one dtype travel together."""
     return variables_lib.native(variable).dtype
 
-  def _lay_out(self, variables: list[Any]) -> sharded_update.Weights:
+  def _lay_out(
+    self, variables: list[Any], number: int
+  ) -> sharded_update.Weights:
     """Gives each variable an owner, so that members have alike to do."""
+    del number
     natives = list(map(variables_lib.native, variables))
     shapes = [list(map(int, native.shape)) for native in natives]
     last = base.innermost(self._inner.optimizer)

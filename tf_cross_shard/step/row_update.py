@@ -26,7 +26,7 @@ from tf_cross_shard.collectives import base as engines
 from tf_cross_shard.gradients import clipping, indexed_slices
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import base, fused_update, row_variables
-from tf_cross_shard.step import noise_scale, update
+from tf_cross_shard.step import noise_scale, reduction, update
 
 # What both Kerases call the weight of an `Embedding`.
 _EMBEDDINGS: Final = "embeddings"
@@ -94,9 +94,10 @@ class RowUpdate(update.ReplicatedUpdate):
     settings: settings_lib.Settings,
     inner: base.InnerOptimizer,
     engine: engines.Engine,
+    wire: reduction.Wire,
     noise: noise_scale.NoiseScale,
   ) -> None:
-    super().__init__(settings, inner, engine, noise)
+    super().__init__(settings, inner, engine, wire, noise)
     self._is_lazy = bool(settings.lazy_rows)
     self._table_names: list[str] = []
     self._table_list: list[Any] = []  # Their ids stay theirs.

@@ -63,15 +63,16 @@ class ShardedUpdate(update.Update):
     settings: settings_lib.Settings,
     inner: base.InnerOptimizer,
     engine: engines.Engine,
+    wire: reduction.Wire,
     noise: noise_scale.NoiseScale,
   ) -> None:
-    super().__init__(settings, inner, engine, noise)
+    super().__init__(settings, inner, engine, wire, noise)
     self._weights: list[Weights] = []
     self._tables: list[Any] = []
     self._variables: list[Any] = []  # All, in the user's order.
-    self._whole = update.ReplicatedUpdate(settings, inner, engine, noise)
+    self._whole = update.ReplicatedUpdate(settings, inner, engine, wire, noise)
     if row_update.is_wanted(settings, inner):
-      self._whole = row_update.RowUpdate(settings, inner, engine, noise)
+      self._whole = row_update.RowUpdate(settings, inner, engine, wire, noise)
     inner.checkpointed = sharded_state.Children({}, inner.optimizer)
 
   def is_table(self, variable: Any) -> bool:
@@ -106,7 +107,11 @@ class ShardedUpdate(update.Update):
       else:
         kinds.setdefault(self._kind(variable), []).append(variable)
     self._variables = list(variables)
-    self._weights = list(map(self._lay_out, kinds.values()))
+    self._weights = [
+      self._lay_out(row, number)
+      for of_kind in kinds.values()
+      for number, row in enumerate(self._rows(of_kind))
+    ]
     with self._engine.making_variables():
       self._inner.unsharded_state = self._build()
     self._inner.checkpointed.add(self._inner.unsharded_state.children)
@@ -115,9 +120,13 @@ class ShardedUpdate(update.Update):
   def _kind(self, variable: Any) -> Hashable:
     """Returns what variables must have in common to travel together."""
 
+  def _rows(self, variables: list[Any]) -> list[list[Any]]:
+    """Returns the variables that travel together, of those that may."""
+    return [variables]
+
   @abc.abstractmethod
-  def _lay_out(self, variables: list[Any]) -> Weights:
-    """Decides which elements each member has."""
+  def _lay_out(self, variables: list[Any], number: int) -> Weights:
+    """Decides which elements of the number-th row each member has."""
 
   @abc.abstractmethod
   def _build(self) -> sharded_state.PlainState:
@@ -145,12 +154,20 @@ class ShardedUpdate(update.Update):
     tables, pieces = self._split(grads, variables)
     flat = [piece for of_weights in pieces for piece in of_weights]
     own = self._noise.of_replica([*flat, *tables], calls)
-    sums, _ = reduction.reduce_gradients(
-      tables, self._engine, self._settings.wire_dtype, self._wire_scale()
-    )
-    parts = list(map(self._reduce_part, self._weights, pieces))
+    sums, _ = self._wire.sum(tables, self._tables)
+    parts: list[tf.Tensor] = []
+    left: list[Any] = []
+    # The last layers' gradients exist first.
+    for weights, row in zip(self._weights[::-1], pieces[::-1], strict=True):
+      part, of_part = self._wire.sum_part(
+        row, weights.variables, weights.layout
+      )
+      parts.insert(0, part)
+      left += of_part
     self._noise.after_scatter(own, self._counted(parts), sums, calls)
-    return self._clip(self._agree_on_finite(parts, sums), sums)
+    parts = self._agree_on_finite(parts, sums)
+    self._wire.keep(left, [*parts, *sums])
+    return self._clip(parts, sums)
 
   def own_part(
     self, sums: Sequence[Gradient], variables: Sequence[Any]
@@ -246,18 +263,6 @@ class ShardedUpdate(update.Update):
       )
       for weights in self._weights
     ]
-
-  def _reduce_part(
-    self, weights: Weights, pieces: Sequence[tf.Tensor]
-  ) -> tf.Tensor:
-    """Returns the group's sums of this member's part."""
-    scale = self._wire_scale()
-    if scale is not None:
-      pieces = [indexed_slices.times(piece, scale) for piece in pieces]
-    narrow = packing.narrow(pieces, self._settings.wire_dtype)
-    part = self._engine.reduce_part(narrow, weights.layout)
-    part = tf.cast(part, pieces[0].dtype)
-    return part if scale is None else part / tf.cast(scale, part.dtype)
 
   def _counted(self, parts: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
     """Returns parts without what other members have too."""

@@ -11,8 +11,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-import tensorflow as tf
-
 from tf_cross_shard import settings as settings_lib
 from tf_cross_shard.collectives import base as engines
 from tf_cross_shard.gradients import indexed_slices
@@ -41,12 +39,14 @@ class Update(abc.ABC):
     settings: settings_lib.Settings,
     inner: base.InnerOptimizer,
     engine: engines.Engine,
+    wire: reduction.Wire,
     noise: noise_scale.NoiseScale,
   ) -> None:
     """Checks that the encapsulated optimizer can be updated in this way."""
     self._settings = settings
     self._inner = inner
     self._engine = engine
+    self._wire = wire
     self._noise = noise
 
   def is_table(self, variable: Any) -> bool:
@@ -122,11 +122,9 @@ class Update(abc.ABC):
     is_value = list(map(self._inner.is_overwritten, variables))
     values = [g for g, value in zip(grads, is_value, strict=True) if value]
     grads = [g for g, value in zip(grads, is_value, strict=True) if not value]
-    sums, beside = reduction.reduce_gradients(
+    sums, beside = self._wire.sum(
       grads,
-      self._engine,
-      self._settings.wire_dtype,
-      self._wire_scale(),
+      [v for v, value in zip(variables, is_value, strict=True) if not value],
       beside=[*values, *self._noise.of_replica(grads, calls)],
     )
     self._noise.after_sum(sums, beside[len(values) :], calls)
@@ -134,11 +132,6 @@ class Update(abc.ABC):
     averages = (indexed_slices.times(value, mean) for value in beside)
     rest = iter(sums)
     return [next(averages if value else rest) for value in is_value]
-
-  def _wire_scale(self) -> Any:
-    """Returns what gradients are multiplied by while they are float16."""
-    is_half = self._settings.wire_dtype == tf.float16
-    return self._inner.wire_scale() if is_half else None
 
 
 class ReplicatedUpdate(Update):

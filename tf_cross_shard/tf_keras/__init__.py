@@ -133,21 +133,8 @@ class CrossShardOptimizer(optimizer.CrossShard, wrapper.TfKerasWrapper):
     if self._inner.is_within:
       return self._inner.apply_reduced(grads, variables)
     validation.check_global_step(global_step)
-    validation.check_name(name)
     call = flow.Call(grads, variables, global_step, name, is_reduced=True)
     return self._perform(call)
-
-  @classmethod
-  def from_config(
-    cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-  ) -> optimizer.CrossShard:
-    """Makes the optimizer that `get_config` described.
-
-    See `CrossShard.from_config`.
-    """
-    # Version 0.2.0 wrote what Keras' own optimizers write.
-    own = {k: v for k, v in config.items() if k != "is_legacy_optimizer"}
-    return super().from_config(own, custom_objects)
 
 
 @forwarding.documented

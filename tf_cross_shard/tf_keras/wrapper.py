@@ -73,6 +73,15 @@ class TfKerasWrapper(
       )
 
   @classmethod
+  def from_config(
+    cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+  ) -> Any:
+    """Makes the optimizer that `get_config` described, not built."""
+    # Version 0.2.0 wrote what Keras' own optimizers write.
+    own = {k: v for k, v in config.items() if k != "is_legacy_optimizer"}
+    return super().from_config(own, custom_objects)
+
+  @classmethod
   def _deserialize(cls, config: Any, custom_objects: Any) -> Any:
     """The optimizer that a dictionary describes, not built."""
     try:

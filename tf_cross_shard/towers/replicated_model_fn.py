@@ -334,12 +334,7 @@ def _loss_reduction(loss_reduction: Any) -> str:
   """`"mean"` or `"sum"`."""
   if loss_reduction in _MEANS:
     return loss_factor.MEAN
-  try:
-    return loss_factor.canonical_reduction(loss_reduction)
-  except ValueError as error:
-    raise ValueError(
-      str(error).replace("`reduction`", "`loss_reduction`")
-    ) from None
+  return loss_factor.canonical_reduction(loss_reduction, "loss_reduction")
 
 
 def _as_devices(devices: Any) -> list[str]:

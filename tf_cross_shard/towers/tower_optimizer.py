@@ -8,7 +8,6 @@
 """
 
 import contextlib
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +20,6 @@ from tf_cross_shard import variables as variables_lib
 from tf_cross_shard.gradients import (
   differentiation,
   indexed_slices,
-  loss_factor,
 )
 from tf_cross_shard.optimizer import CrossShard
 from tf_cross_shard.step import nonfinite
@@ -49,7 +47,6 @@ class Tower(forwarding.OptimizerWrapper):
   _argument = "optimizer_or_optimizer_fn"
   _was_used = False
 
-  @validation.names_arguments
   def __init__(
     self,
     optimizer_or_optimizer_fn: (
@@ -86,53 +83,6 @@ class Tower(forwarding.OptimizerWrapper):
     """The encapsulated optimizer's name."""
     return self._inner.name
 
-  def compute_gradients(
-    self,
-    loss: Any,
-    var_list: Any = None,
-    gate_gradients: int = differentiation.GATE_OP,
-    aggregation_method: int | None = None,
-    colocate_gradients_with_ops: bool = False,
-    grad_loss: Any = None,
-    *,
-    tape: tf.GradientTape | None = None,
-  ) -> differentiation.Pairs:
-    """Scales the loss if the towers' mean is wanted, then takes gradients.
-
-    >>> from tf_cross_shard import TowerOptimizer
-    >>> weight = tf.Variable(3.0)
-    >>> optimizer = TowerOptimizer("sgd")
-    >>> [(grad, _)] = optimizer.compute_gradients(lambda: weight**2)
-    >>> float(grad)
-    6.0
-
-    Args:
-      loss: A function of no arguments, a tensor recorded by `tape`, or any
-        tensor computed in the tower or the graph being built.
-      var_list: Trainable variables. None means all that the loss touches; Keras
-        variables are then known as such only if the optimizer is built.
-      gate_gradients: How graphs order gradients, a `GATE_` constant. It and
-        the next three are without effect in eager execution.
-      aggregation_method: How graphs combine gradient terms.
-      colocate_gradients_with_ops: Put gradients beside their forward ops.
-      grad_loss: The gradient of `loss`, in a graph.
-      tape: The tape that recorded `loss`.
-
-    Returns:
-      A list of (gradient, variable).
-
-    Raises:
-      ValueError: If an argument has no valid value.
-      TypeError: If an argument is of the wrong kind.
-    """
-    options = {
-      "gate_gradients": gate_gradients,
-      "aggregation_method": aggregation_method,
-      "colocate_gradients_with_ops": colocate_gradients_with_ops,
-      "grad_loss": grad_loss,
-    }
-    return self._gradients(loss, var_list, tape, loss_factor.REPLICA, options)
-
   @tf.autograph.experimental.do_not_convert
   def apply_gradients(
     self,
@@ -163,7 +113,6 @@ class Tower(forwarding.OptimizerWrapper):
     """
     grads, variables = validation.check_pairs(grads_and_vars)
     validation.check_global_step(global_step)
-    validation.check_name(name)
     # Now: found later, other optimizers would have applied.
     inspect.signature(self._inner.optimizer.apply_gradients).bind((), **kwargs)
     options = {"name": name, **kwargs}
@@ -171,26 +120,6 @@ class Tower(forwarding.OptimizerWrapper):
       self._apply, global_step=global_step, options=options
     )
     return self._collect_or(apply, grads, variables)
-
-  def get_config(self) -> dict[str, Any]:
-    """The constructor's argument, in serializable form."""
-    return {self._argument: self._serialize(self._inner.optimizer)}
-
-  @classmethod
-  def from_config(
-    cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-  ) -> "Tower":
-    """Makes the optimizer that `get_config` described.
-
-    Args:
-      config: What `get_config` returned; not changed.
-      custom_objects: Classes that the encapsulated optimizer may need, by name.
-
-    Returns:
-      A new optimizer, not built.
-    """
-    opt = copy.deepcopy(config[cls._argument])  # Keras changes it.
-    return cls(cls._deserialize(opt, custom_objects))
 
   @classmethod
   def _check_wrapper_within(
@@ -234,7 +163,7 @@ class Tower(forwarding.OptimizerWrapper):
     var_list: Any,
     tape: tf.GradientTape | None,
     default: str,
-    options: dict[str, Any],
+    options: differentiation.GraphOptions,
   ) -> differentiation.Pairs:
     """Gradients, times the towers' factor."""
     towers = self._towers()

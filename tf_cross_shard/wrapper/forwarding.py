@@ -14,9 +14,8 @@ from typing import Any, Final, TypeVar
 import tensorflow as tf
 
 from tf_cross_shard import validation
-from tf_cross_shard.gradients import differentiation, loss_factor
 from tf_cross_shard.inner_optimizer import base, optimizer_state
-from tf_cross_shard.wrapper import loss_scaling, saving
+from tf_cross_shard.wrapper import loss_scaling, minimizer, saving
 
 # Keras saves each optimizer that it finds among an object's names, and
 # tf.train.Checkpoint takes an object with slot names for a version 1 optimizer.
@@ -56,25 +55,17 @@ def _forwarded(name: str) -> property:
   )
 
 
-class OptimizerWrapper(saving.SavedState):
+class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
   """Forwards state and settings to an encapsulated optimizer.
 
   The name and the clipping arguments are the wrapper's own.
   """
-
-  GATE_NONE = differentiation.GATE_NONE
-  GATE_OP = differentiation.GATE_OP
-  GATE_GRAPH = differentiation.GATE_GRAPH
 
   _package: str  # "keras" or "tf_keras"
   _argument = "opt"  # The constructor's name for the encapsulated optimizer.
   clipnorm: float | None
   global_clipnorm: float | None
   clipvalue: float | None
-
-  # Each kind of wrapper has its way.
-  apply_gradients: Callable[..., Any]
-  _gradients: Callable[..., differentiation.Pairs]
 
   def __init__(self, opt: Any, name: str, **clipping: float | None) -> None:
     """Makes the wrapper; each Keras has its way."""
@@ -224,69 +215,6 @@ class OptimizerWrapper(saving.SavedState):
   def get_slot_names(self) -> list[str]:
     """Names of the slots; empty before the optimizer is built."""
     return self._inner.slot_names()
-
-  def minimize(
-    self,
-    loss: Callable[[], Any] | tf.Tensor,
-    global_step: "validation.Variable | None" = None,
-    var_list: "validation.Variables | None" = None,
-    gate_gradients: int = differentiation.GATE_OP,
-    aggregation_method: int | None = None,
-    colocate_gradients_with_ops: bool = False,
-    name: str | None = None,
-    grad_loss: Any = None,
-    *,
-    tape: tf.GradientTape | None = None,
-  ) -> Any:
-    """`compute_gradients`, then `apply_gradients`.
-
-    Keras' way to call it, `minimize(loss, var_list, tape=tape)`, works too.
-
-    >>> from tf_cross_shard import CrossShardOptimizer
-    >>> weight = tf.Variable(3.0)
-    >>> optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(0.5))
-    >>> with tf.GradientTape() as tape:
-    ...   loss = weight**2
-    >>> int(optimizer.minimize(loss, [weight], tape=tape))
-    1
-    >>> float(weight.numpy())
-    0.0
-
-    Args:
-      loss: As in `compute_gradients`.
-      global_step: An integer variable, incremented by one afterwards.
-      var_list: As in `compute_gradients`.
-      gate_gradients: How graphs order gradients, a `GATE_` constant.
-      aggregation_method: How graphs combine gradient terms.
-      colocate_gradients_with_ops: Put gradients beside their forward ops.
-      name: The name scope of the operations.
-      grad_loss: The gradient of `loss`, in a graph.
-      tape: The tape that recorded `loss`.
-
-    Returns:
-      What `apply_gradients` returns.
-
-    Raises:
-      RuntimeError: As `apply_gradients`.
-      ValueError: As the two methods.
-      TypeError: As the two methods.
-    """
-    if var_list is None and validation.is_var_list(global_step):
-      global_step, var_list = None, global_step  # Keras' order of arguments.
-    validation.check_global_step(global_step)
-    validation.check_name(name)
-    is_empty = isinstance(var_list, (list, tuple)) and not var_list
-    if is_empty and tape is not None:
-      return self._inner.iterations()  # tf_keras' `fit` with nothing to train.
-    options = {
-      "gate_gradients": gate_gradients,
-      "aggregation_method": aggregation_method,
-      "colocate_gradients_with_ops": colocate_gradients_with_ops,
-      "grad_loss": grad_loss,
-    }
-    default = loss_factor.REPLICA if tape is None else loss_factor.GLOBAL
-    pairs = self._gradients(loss, var_list, tape, default, options)
-    return self.apply_gradients(pairs, global_step, name=name)
 
   def build(self, variables: Any) -> None:
     """Makes the encapsulated optimizer's slots.

@@ -1,5 +1,6 @@
 """The state of an encapsulated optimizer, saved as if it were not wrapped."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,36 @@ class SavedState:
   _inner: base.InnerOptimizer
   _unrestored: list[Any]  # Pickled values that wait until slots are made.
   name: str
-  # Everything the constructor needs; each kind of wrapper has its way.
-  get_config: Callable[[], dict[str, Any]]
+  _argument: str  # The constructor's name for the encapsulated optimizer.
+  # Each Keras has its way.
+  _serialize: Callable[[Any], Any]
+  _deserialize: Callable[[Any, Any], Any]
+
+  def get_config(self) -> dict[str, Any]:
+    """Everything the constructor needs, in serializable form."""
+    opt = self._serialize(self._inner.optimizer)
+    return {self._argument: opt, **self._config()}
+
+  def _config(self) -> dict[str, Any]:
+    """The other arguments, in serializable form."""
+    return {}
+
+  @classmethod
+  def from_config(
+    cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+  ) -> Any:
+    """Makes the optimizer that `get_config` described, not built.
+
+    Args:
+      config: What `get_config` returned; not changed.
+      custom_objects: Classes that the encapsulated optimizer may need, by name.
+
+    Returns:
+      A new optimizer.
+    """
+    opt = copy.deepcopy(config[cls._argument])  # Keras changes it.
+    opt = cls._deserialize(opt, custom_objects)
+    return cls(**{**config, cls._argument: opt})
 
   def _before_saving(self) -> None:
     """Called before the state is saved by others than this package."""

@@ -1,0 +1,94 @@
+"""Groups that train apart by given gradients, and are joined at times."""
+
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tf_keras
+
+from tests.support import group_training, testbed
+from tf_cross_shard import callbacks, replica_state
+
+PAIRS = [[0, 1], [2, 3]]
+STRIDED = [[0, 2], [1, 3]]
+SINGLETONS = [[0], [1], [2], [3]]
+NAMES = {keras: "keras", tf_keras: "tf_keras"}
+
+
+class Islands:
+  """Weights that groups train apart, and steps by given gradients.
+
+  Attributes:
+    weights: The variables; of zeros at first.
+    optimizer: That of the groups.
+    outer: What joins them, if anything does.
+  """
+
+  def __init__(
+    self,
+    outer: callbacks.OuterOptimizer | None,
+    shapes: Sequence[tuple[int, ...]],
+    where: str = "mirrored",
+    groups: Sequence[Sequence[int]] = PAIRS,
+    library: Any = keras,
+    opt: Callable[[Any], Any] = lambda library: library.optimizers.SGD(0.5),
+    dtypes: Sequence[str] | None = None,
+    **options: Any,
+  ) -> None:
+    strategy = testbed.STRATEGIES[where]()
+    self.groups, self.outer = groups, outer
+    kinds = zip(shapes, dtypes or ["f"] * len(shapes), strict=True)
+    self.weights, self.optimizer = group_training.build(
+      NAMES[library],
+      opt,
+      {f"weight{i}": np.zeros(*kind) for i, kind in enumerate(kinds)},
+      strategy,
+      group_assignment=groups,
+      **options,
+    )
+    if outer is not None:
+      outer.build(self.optimizer, self.weights)
+    self._run = group_training.stepper(self.weights, self.optimizer, strategy)
+
+  def train(self, *grads: np.ndarray) -> None:
+    """Takes steps with each weight's gradients, [steps, replicas, ...]."""
+    for rows in zip(*grads, strict=True):
+      self._run(*rows)
+      if self.outer is not None:
+        self.outer.step()
+
+  def values(self) -> list[list[np.ndarray]]:
+    """By weight, each group's; its members have the same bits."""
+    found = []
+    for weight in self.weights:
+      copies = testbed.copies(weight)
+      assert len(copies) == testbed.REPLICAS
+      for members in self.groups:
+        assert len({copies[r].tobytes() for r in members}) == 1
+      found.append([copies[members[0]] for members in self.groups])
+    return found
+
+
+def check_resumes(
+  start: Callable[[], Islands],
+  grads: Sequence[np.ndarray],
+  at: int,
+  path: pathlib.Path,
+) -> Islands:
+  """Saved after `at` steps they go on to the bit as if they had not stopped."""
+  whole, again = start(), start()
+  whole.train(*(rows[:at] for rows in grads))
+  replica_state.assert_in_sync(whole.optimizer, whole.weights)
+  replica_state.save(path, whole.optimizer, whole.weights)
+  replica_state.restore(path, again.optimizer, again.weights)
+  for islands in (whole, again):
+    islands.train(*(rows[at:] for rows in grads))
+  np.testing.assert_equal(again.values(), whole.values())
+  states = [
+    [testbed.copies(v) for v in islands.optimizer._step.attached]
+    for islands in (whole, again)
+  ]
+  np.testing.assert_equal(*states)
+  return whole

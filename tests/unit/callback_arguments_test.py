@@ -1,0 +1,85 @@
+"""Wrong arguments of callbacks are refused by name, value and remedy."""
+# bazel: tags=smoke
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tf_cross_shard import callbacks, keras3, trials
+
+X = np.zeros([4, 1], "f")
+GIVEN: dict[str, dict[str, Any]] = {
+  "BackupAndRestore": {"backup_dir": "unused"},
+  "GroupCheckpoint": {"path": "unused"},
+  "GroupMetrics": {"validation_data": (X, X)},
+  "Halving": {"table": trials.Table([{"a": 1}] * 3, [[0], [1]]), "epochs": 9},
+  "OuterOptimizer": {"every": 4},
+}
+GIVEN["Halving"]["folder"] = "unused"
+
+
+@pytest.mark.parametrize(
+  ("kind", "argument", "value", "error", "words"),
+  [
+    ("GroupMetrics", "ensemble", X, TypeError, "Hand in all data as one arg"),
+    ("GroupMetrics", "validation_data", iter([]), TypeError, "be a dataset"),
+    ("GroupMetrics", "name", "a/b", ValueError, "a string without a slash"),
+    ("GroupMetrics", "every", 0, ValueError, "an integer of at least 1"),
+    (
+      "GroupEarlyStopping",
+      "monitor",
+      "val_loss/group_0",
+      ValueError,
+      "Leave '/",
+    ),
+    ("GroupEarlyStopping", "patience", "3", ValueError, "at least 0; got '3'"),
+    ("GroupEarlyStopping", "min_delta", "0", TypeError, "must be a number"),
+    ("GroupCheckpoint", "mode", "least", ValueError, '"auto", "min" or "max"'),
+    ("GroupReduceLROnPlateau", "factor", 1.0, ValueError, "0 and 1; got 1.0"),
+    ("BackupAndRestore", "backup_dir", "", ValueError, "`backup_dir`"),
+    ("BackupAndRestore", "backup_dir", "gs://a/b", ValueError, "`backup_dir`"),
+    ("BackupAndRestore", "every", 0, ValueError, "must be an integer of at"),
+    ("BackupAndRestore", "every", "batch", ValueError, "must be an integer"),
+    ("BackupAndRestore", "keep", 1, ValueError, "must be an integer of at"),
+    ("OuterOptimizer", "every", 0, ValueError, "an integer of at least 1"),
+    ("OuterOptimizer", "every", 2.0, ValueError, "got 2.0"),
+    ("OuterOptimizer", "warmup", -1, ValueError, "at least 0; got -1"),
+    ("OuterOptimizer", "wire_dtype", "int4", ValueError, "`wire_dtype`"),
+    ("OuterOptimizer", "fragments", 0, ValueError, "an integer of at least 1"),
+    ("OuterOptimizer", "fragments", 5, ValueError, "at most `every`.*=5"),
+    ("OuterOptimizer", "delay", 4, ValueError, "`delay` less.*delay=4"),
+    ("OuterOptimizer", "alpha", 0.5, ValueError, "needs a `delay`"),
+    ("AdaptiveAccumulation", "shortest", 0, ValueError, "at least 1; got 0"),
+    ("AdaptiveAccumulation", "every", "batch", ValueError, 'must .*"epoch"'),
+    ("AdaptiveAccumulation", "batch_ratio", 0.0, ValueError, r"got 0\.0"),
+    ("AdaptiveAccumulation", "batch_ratio", np.nan, ValueError, "got nan"),
+    ("AdaptiveAccumulation", "rate_power", 2, ValueError, "0 to 1; got 2"),
+    ("Population", "every", 0, ValueError, "must be an integer of at least 1"),
+    ("Population", "share", 0.75, ValueError, "must be more than 0"),
+    ("Population", "explore", [], ValueError, "must hold positive numbers"),
+    ("Population", "explore", ["2"], TypeError, "must be a number"),
+    ("Halving", "table", [{"a": 1}], TypeError, r"must be a trials\.Table"),
+    ("Halving", "epochs", 1, ValueError, "must be at least"),
+    ("Halving", "factor", 1, ValueError, "an integer of at least 2"),
+  ],
+)
+def test_what_is_refused(
+  kind: str, argument: str, value: Any, error: type[Exception], words: str
+) -> None:
+  arguments = {**GIVEN.get(kind, {}), argument: value}
+  with pytest.raises(error, match=words) as caught:
+    getattr(callbacks, kind)(**arguments)
+  assert argument in str(caught.value)
+
+
+def test_what_goes_together() -> None:
+  with pytest.raises(ValueError, match=r"less than 1.*alpha=1.0"):
+    callbacks.OuterOptimizer(4, delay=1, alpha=1.0)
+  ours = keras3.CrossShardOptimizer("sgd")
+  with pytest.raises(ValueError, match="`optimizer` must not be a CrossShard"):
+    callbacks.OuterOptimizer(1, ours)
+
+
+if __name__ == "__main__":
+  raise SystemExit(pytest.main([__file__, "-q"]))
