@@ -283,7 +283,7 @@ class CrossShard(settings_lib.Arguments, forwarding.OptimizerWrapper):
         "`update_by_rows` was called after `build`, which laid out the weights."
         " Call it before."
       )
-    self._step.update.add_tables(list(var_list or ()), list(var_names or ()))
+    self._step.tables.add(list(var_list or ()), list(var_names or ()))
 
   def finalize_variable_values(self, var_list: Any) -> None:
     """Ends `fit`: writes moving averages into the variables of `opt`'s EMA."""

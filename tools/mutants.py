@@ -126,7 +126,7 @@ MUTANTS = [
   Mutant("the best goes on from the worst", "callbacks/population.py", "          source, target, self.model", "          target, source, self.model", "unit/population"),
   Mutant("the first member's slots", "step/sharded_state.py", "return parts[self._owner]", "return parts[0]", "unit/owner_update"),
   Mutant("owners that share nothing", "gradients/layout.py", "if cut.start == filled[cut.index]:", "if True:", "unit/owner_update"),
-  Mutant("tables in shards", "step/sharded_update.py", "return self._whole.is_table(variable)", "return False", "unit/row_update"),
+  Mutant("tables in shards", "step/sharded_update.py", "if self._tables.is_table(variable):", "if False:", "unit/row_update"),
   # Rows.
   Mutant("lazy rows touch all rows", "step/row_update.py", "      update_step(grad, variable, *rate)\n      return\n", "      pass\n    update_step(grad, variable, *rate)\n    return\n", "unit/row_update"),
   Mutant("rows that do not decay", "step/row_update.py", "if decays:", "if False:", "unit/row_update"),

@@ -68,12 +68,11 @@ def _kind_of_update(
   settings: settings_lib.Settings, inner: base.InnerOptimizer, group_size: int
 ) -> type[update.Update]:
   """Chooses, once for all steps, what members keep and apply."""
-  by_rows = row_update.is_wanted(settings, inner)
   if settings.shard_update:
     way = sharded_update.check(inner.optimizer, settings.shard_update)
     if group_size > 1:
       return _SHARDED[way]
-  return row_update.RowUpdate if by_rows else update.ReplicatedUpdate
+  return update.ReplicatedUpdate
 
 
 class Step:
@@ -82,6 +81,7 @@ class Step:
   Attributes:
     settings: The optimizer's arguments; see `replace`.
     convention: What the loss was averaged over.
+    tables: The variables that are updated by rows.
     wire: The way of gradients between members.
     update: What members of a group keep and apply.
     guard: Leaves out steps that are not finite, and counts them.
@@ -104,10 +104,13 @@ class Step:
     self._engine = engine
     self.convention = loss_convention.LossConvention(settings, engine.groups)
     self.noise = noise_scale.NoiseScale(settings, inner, engine)
+    self.tables = row_update.make(settings, inner, engine)
     kind = _kind_of_update(settings, inner, engine.groups.group_size)
     self.wire = reduction.wire(settings, inner, engine)
-    self.update = kind(settings, inner, engine, self.wire, self.noise)
-    self._window = accumulation.own_window(settings, inner, engine, self.update)
+    self.update = kind(
+      settings, inner, engine, self.wire, self.noise, self.tables
+    )
+    self._window = accumulation.own_window(settings, inner, engine, self.tables)
     self.guard = nonfinite.NonfiniteGuard(
       settings.skip_nonfinite, inner, engine
     )
@@ -243,7 +246,7 @@ class Step:
   def build(self, variables: Sequence[Any]) -> None:
     """Makes the variables of the stages."""
     self.update.build(variables)
-    self.wire.build([v for v in variables if not self.update.is_table(v)])
+    self.wire.build([v for v in variables if not self.tables.is_table(v)])
     self._window.build(variables)
 
   @property
