@@ -6,12 +6,13 @@ All contestants work on the same variables and the same data, in one
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import tensorflow as tf
 
 import tf_cross_shard
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard.collectives import base
+from tf_cross_shard.collectives import base, mirrored
 from tf_cross_shard.gradients import packing
 
 KERAS, OURS, GROUPED = "plain Keras", "ours", "ours, grouped"
@@ -71,6 +72,9 @@ def packed_reducer(engine: base.Engine, bucket_bytes: int) -> Reducer:
   """Returns our reduction, with buckets of another size."""
 
   def reduce(grads: list[tf.Tensor]) -> list[tf.Tensor]:
+    if engine.bucket_bytes is None:  # It packs by itself.
+      with mock.patch.object(mirrored, "_MERGE_BUCKET_BYTES", bucket_bytes):
+        return engine.all_reduce_sum(grads)
     buffers, unpack = packing.pack(grads, bucket_bytes)
     return unpack(engine.all_reduce_sum(buffers))
 

@@ -36,14 +36,17 @@ def bits_of(tensors: Sequence[tf.Tensor]) -> list[tuple[Any, ...]]:
 
 
 @hypothesis.given(
-  st.lists(specs, max_size=8), st.integers(1, 200), st.integers(0, 99)
+  st.lists(specs, max_size=8),
+  st.integers(1, 200),
+  st.integers(0, 99),
+  st.booleans(),
 )
 def test_every_bit_comes_back(
-  wanted: list[Any], bucket_bytes: int, seed: int
+  wanted: list[Any], bucket_bytes: int, seed: int, by_width: bool
 ) -> None:
   rng = np.random.default_rng(seed)
   tensors = [random_tensor(shape, dtype, rng) for shape, dtype in wanted]
-  buffers, unpack = packing.pack(tensors, bucket_bytes)
+  buffers, unpack = packing.pack(tensors, bucket_bytes, by_width)
   assert bits_of(unpack(buffers)) == bits_of(tensors)
 
 
@@ -85,6 +88,12 @@ def test_dtypes_do_not_share_a_buffer_nor_close_each_others() -> None:
   assert [t.numpy().tolist() for t in doubled] == [[2, 4], [3.0], 6, 5.0]
   with pytest.raises(ValueError, match="shorter"):
     unpack(buffers[:1])
+
+
+def test_tensors_of_one_width_share_a_buffer_of_it() -> None:
+  tensors = [tf.zeros(shape) for shape in ([2, 3], [3], [4, 3], [3, 2], [])]
+  buffers, _ = packing.pack(tensors, by_width=True)
+  assert [b.shape.as_list() for b in buffers] == [[6, 3], [4], [3, 2]]
 
 
 @pytest.mark.parametrize(

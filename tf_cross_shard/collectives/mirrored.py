@@ -52,7 +52,7 @@ class Mirrored(base.Engine):
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums over the group."""
     if self._merges_here():
-      return self._merge_each(tensors, tf.add_n)
+      return self._sum(tensors, tf.add_n)
     replica = self._replica()
     return self._collectives.run(
       collective_ops.ALL_REDUCE,
@@ -151,7 +151,7 @@ class Mirrored(base.Engine):
     """Adds in float32 where members sum in a merge call."""
     if not self._merges_here():
       return super().all_reduce_narrow(tensors)
-    return self._merge_each(tensors, _add_widened)
+    return self._sum(tensors, _add_widened)
 
   @property
   def _collectives(self) -> Any:
@@ -173,8 +173,8 @@ class Mirrored(base.Engine):
 
   @property
   def bucket_bytes(self) -> int | None:
-    """Small ones: sums in merge calls need no copies."""
-    return _MERGE_BUCKET_BYTES if self._merges_here() else super().bucket_bytes
+    """None where sums in merge calls pack by themselves."""
+    return None if self._merges_here() else super().bucket_bytes
 
   def _merges_here(self) -> bool:
     """Whether to sum in a merge call here."""
@@ -183,6 +183,15 @@ class Mirrored(base.Engine):
     return collective_ops.can_merge() and (
       self._prefer_merge or tf.executing_eagerly()
     )
+
+  def _sum(
+    self,
+    tensors: Sequence[tf.Tensor],
+    add_up: Callable[[list[tf.Tensor]], tf.Tensor],
+  ) -> list[tf.Tensor]:
+    """Sums in a merge call, in buffers that take no reshaping."""
+    buffers, unpack = packing.pack(tensors, _MERGE_BUCKET_BYTES, by_width=True)
+    return unpack(self._merge_each(buffers, add_up))
 
   def _merge_each(
     self,

@@ -21,13 +21,16 @@ Unpack = Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]
 
 
 def pack(
-  tensors: Sequence[tf.Tensor], bucket_bytes: int = BUCKET_BYTES
+  tensors: Sequence[tf.Tensor],
+  bucket_bytes: int = BUCKET_BYTES,
+  by_width: bool = False,
 ) -> tuple[list[tf.Tensor], Unpack]:
-  """Joins `tensors` into flat buffers of one dtype each.
+  """Joins `tensors` into buffers of one dtype each.
 
-  Returns the buffers, of one dimension, and the function that turns buffers of
-  the same lengths back into tensors of the original shapes and order. A buffer
-  is closed when it holds `bucket_bytes`.
+  Returns the buffers and the function that turns buffers of the same shapes
+  back into tensors of the original shapes and order. A buffer is closed when it
+  holds `bucket_bytes`. Buffers are flat; those `by_width` hold tensors of one
+  shape but for the first dimension, which takes no reshaping.
 
   >>> a, b = tf.constant([[1.0, 2.0]]), tf.constant(3.0)
   >>> buffers, unpack = pack([a, b])
@@ -36,59 +39,58 @@ def pack(
   >>> [tensor.shape.as_list() for tensor in unpack(buffers)]
   [[1, 2], []]
   """
-  buckets = _assign_buckets(tensors, bucket_bytes)
-  buffers = [_join([tensors[i] for i in bucket]) for bucket in buckets]
+  rows = list(map(_as_rows, tensors)) if by_width else flatten(tensors)
+  buckets = _assign_buckets(rows, bucket_bytes)
+  joined = [[rows[i] for i in bucket] for bucket in buckets]
+  buffers = [
+    tf.concat(parts, 0) if len(parts) > 1 else parts[0] for parts in joined
+  ]
 
   def unpack(reduced: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     parts: list[Any] = [None] * len(tensors)
-    for bucket, buffer in zip(buckets, reduced, strict=True):
-      for i, part in zip(
-        bucket, _cut(buffer, [tensors[i] for i in bucket]), strict=True
-      ):
+    for bucket, own, buffer in zip(buckets, joined, reduced, strict=True):
+      for i, part in zip(bucket, _cut(buffer, own), strict=True):
         parts[i] = part
-    return parts
+    return reshape_like(parts, tensors)
 
   return buffers, unpack
 
 
+def _as_rows(tensor: tf.Tensor) -> tf.Tensor:
+  """Returns a tensor of known width, which is the shape of its rows."""
+  has_width = tensor.shape.rank and tensor.shape[1:].is_fully_defined()
+  return tensor if has_width else flatten([tensor])[0]
+
+
 def _assign_buckets(
-  tensors: Sequence[tf.Tensor], bucket_bytes: int
+  rows: Sequence[tf.Tensor], bucket_bytes: int
 ) -> list[list[int]]:
   """The positions of the tensors that travel together, bucket by bucket."""
   buckets: list[list[int]] = []
-  open_buckets: dict[tf.DType, tuple[list[int], int]] = {}
-  for i, tensor in enumerate(tensors):
+  open_buckets: dict[Any, tuple[list[int], int]] = {}
+  for i, tensor in enumerate(rows):
     size = (tensor.shape.num_elements() or 0) * tensor.dtype.size
     if size >= bucket_bytes:
       buckets.append([i])
       continue
-    bucket, filled = open_buckets.get(tensor.dtype, ([], 0))
+    kind = tensor.dtype, tuple(tensor.shape[1:])
+    bucket, filled = open_buckets.get(kind, ([], 0))
     if not bucket or filled + size > bucket_bytes:
       bucket, filled = [], 0
       buckets.append(bucket)
     bucket.append(i)
-    open_buckets[tensor.dtype] = (bucket, filled + size)
+    open_buckets[kind] = (bucket, filled + size)
   return buckets
 
 
-def _join(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-  """The elements of all tensors in one dimension."""
-  if len(tensors) == 1:
-    return tf.reshape(tensors[0], [-1])
-  return tf.concat(flatten(tensors), axis=0)
-
-
-def _cut(buffer: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-  """The parts of `buffer` in the shapes of `like`."""
-  if len(like) == 1:
-    return reshape_like([buffer], like)
-  sizes = [
-    tf.size(tensor)
-    if tensor.shape.num_elements() is None
-    else tensor.shape.num_elements()
-    for tensor in like
+def _cut(buffer: tf.Tensor, rows: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+  """Returns the parts of a buffer that tensors were joined to."""
+  if len(rows) == 1:
+    return [buffer]
+  lengths = [
+    tf.shape(row)[0] if row.shape[0] is None else row.shape[0] for row in rows
   ]
-  return reshape_like(tf.split(buffer, sizes), like)
+  return list(tf.split(buffer, lengths))
 
 
 def flatten(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:

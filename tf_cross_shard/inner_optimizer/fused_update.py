@@ -45,6 +45,14 @@ _CHOICES: Final[dict[str, Callable[[Any], str | None]]] = {
 _CAST: Final = ("Momentum", "KerasMomentum")  # whose settings Keras casts
 _DTYPES: Final = (tf.float32, tf.float64)
 
+# Keras' classes whose update of an element depends on that element only.
+ELEMENTWISE: Final = (
+  *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
+  *("Ftrl", "Lion", "Nadam", "RMSprop", "SGD"),
+)
+# Those that look at whole variables, at each by itself.
+BY_VARIABLE: Final = ("Adafactor", "Lamb", "Muon", "ScheduleFreeAdamW")
+
 # The classes and sizes at which XLA's updates are faster than Keras' operations
 # on CPUs, with settings for which there is no kernel.
 _FASTER_COMPILED: Final = (

@@ -24,7 +24,7 @@ from tf_cross_shard.collectives import replica_isolation
 from tf_cross_shard.gradients import indexed_slices
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import base
-from tf_cross_shard.step import noise_scale, update
+from tf_cross_shard.step import noise_scale, row_update
 
 # Reduces and applies what was added up in these calls.
 Finish = Callable[[Sequence[Gradient], noise_scale.Calls], None]
@@ -249,11 +249,11 @@ class OwnWindow(Window):
   """
 
   def __init__(
-    self, steps: int, engine: engines.Engine, kind: update.Update
+    self, steps: int, engine: engines.Engine, tables: row_update.Tables
   ) -> None:
     super().__init__(steps, engine)
     self.variables: list[Any] = []
-    self._update = kind
+    self._tables = tables
     self._sums: dict[int, DenseSum | RowSum] = {}
     self._known: list[Any] = []  # Ids stay theirs.
     # Sums that some call has a gradient of, and those that a traced end of a
@@ -283,7 +283,7 @@ class OwnWindow(Window):
         self._known.append(native)
         self._sums[id(native)] = (
           self._make_rows(variable)
-          if self._update.is_table(variable)
+          if self._tables.is_table(variable)
           else self._make_dense(variable)
         )
 
@@ -310,11 +310,11 @@ class OwnWindow(Window):
     """Keeps rows of tables, but where XLA compiles, which knows no rows."""
     total = self._sum_of(variable)
     if isinstance(total, RowSum):
-      if self._update.is_by_rows():
+      if self._tables.is_by_rows():
         return grad
       native = variables_lib.native(variable)
       self._sums[id(native)] = AllRows(total, self._engine.strategy)
-    return self._update.to_dense(grad, variable)
+    return self._tables.to_dense(grad, variable)
 
   @property
   def _count(self) -> Any:
@@ -428,7 +428,7 @@ def own_window(
   settings: settings_lib.Settings,
   inner: base.InnerOptimizer,
   engine: engines.Engine,
-  kind: update.Update,
+  tables: row_update.Tables,
 ) -> EveryCall:
   """Returns the window of `accumulate_steps`; one call without."""
   steps = settings.accumulate_steps
@@ -439,7 +439,7 @@ def own_window(
       " only."
     )
   return (
-    EveryCall() if steps in (None, 1) else OwnWindow(int(steps), engine, kind)
+    EveryCall() if steps in (None, 1) else OwnWindow(int(steps), engine, tables)
   )
 
 

@@ -16,6 +16,7 @@ References:
   Training, 2020 (arXiv 2004.13336). Rajbhandari et al., ZeRO, 2020 (stage 1).
 """
 
+import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -74,8 +75,8 @@ class FlatUpdate(sharded_update.ShardedUpdate):
 
   def _build(self) -> sharded_state.PlainState:
     """Builds the encapsulated optimizer on the parts."""
-    built_on = [*(weights.shard for weights in self._weights), *self._tables]
-    like = [*(weights.variables[0] for weights in self._weights), *self._tables]
+    built_on = [*(weights.shard for weights in self._weights), *self._whole]
+    like = [*(weights.variables[0] for weights in self._weights), *self._whole]
     # At once: Keras forgets what was excluded before.
     base.innermost(self._inner.optimizer).exclude_from_weight_decay(
       var_list=[
@@ -88,7 +89,7 @@ class FlatUpdate(sharded_update.ShardedUpdate):
     state = sharded_state.of_parts(
       self._inner,
       self._variables,
-      list(map(self._place_of, self._variables)),
+      self._places(),
       built_on,
       self._engine,
     )
@@ -187,14 +188,17 @@ class FlatUpdate(sharded_update.ShardedUpdate):
       part = self._engine.own_part(weights.natives, weights.layout)
       variables_lib.native(weights.shard).assign(part)
 
-  def _place_of(self, variable: Any) -> tuple[int, int | None]:
-    """Returns which part holds a variable, and where in all parts it begins.
+  def _places(self) -> list[tuple[int, int | None]]:
+    """Returns which part holds each variable, and where in all it begins.
 
     That is None for a table, of which the optimizer has the whole.
     """
+    places: dict[int, tuple[int, int | None]] = {
+      id(table): (len(self._weights) + i, None)
+      for i, table in enumerate(self._whole)
+    }
     for i, weights in enumerate(self._weights):
-      for k, known in enumerate(weights.variables):
-        if known is variable:
-          return i, sum(weights.layout.sizes[:k])
-    tables = list(map(id, self._tables))
-    return len(self._weights) + tables.index(id(variable)), None
+      starts = itertools.accumulate(weights.layout.sizes, initial=0)
+      for variable, start in zip(weights.variables, starts, strict=False):
+        places[id(variable)] = i, start
+    return [places[id(variable)] for variable in self._variables]

@@ -3,10 +3,10 @@
     loss ─ scale ─▶ gradients ─ scale, clip ─▶ window ─▶ reduce ─▶ apply once
                       this replica's own       k calls   of the group
 
-Each stage is a file of this folder, and knows no other. Two come in kinds: a
-window is one call or k calls long, and the update says what a member of a group
-keeps and applies. A new kind of update is one more file, and one more line in
-`_kind_of_update`.
+Each stage is a file of this folder, and knows no other. Three come in kinds: a
+window is one call or k calls long, the wire says what gradients are while they
+travel, and the update what a member of a group keeps and applies. A new kind of
+update is one more file, and one more line in `_kind_of_update`.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard import settings as settings_lib
+from tf_cross_shard.collectives import base as engines
 from tf_cross_shard.gradients import clipping, differentiation, indexed_slices
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import base
@@ -24,6 +25,7 @@ from tf_cross_shard.step import (
   accumulation,
   flat_update,
   group_settings,
+  int8_wire,
   loss_convention,
   noise_scale,
   nonfinite,
@@ -68,12 +70,25 @@ def _kind_of_update(
   settings: settings_lib.Settings, inner: base.InnerOptimizer, group_size: int
 ) -> type[update.Update]:
   """Chooses, once for all steps, what members keep and apply."""
-  by_rows = row_update.is_wanted(settings, inner)
   if settings.shard_update:
     way = sharded_update.check(inner.optimizer, settings.shard_update)
     if group_size > 1:
       return _SHARDED[way]
-  return row_update.RowUpdate if by_rows else update.ReplicatedUpdate
+  return update.ReplicatedUpdate
+
+
+def _wire(
+  settings: settings_lib.Settings,
+  inner: base.InnerOptimizer,
+  engine: engines.Engine,
+) -> reduction.Wire:
+  """Chooses what gradients are while they travel."""
+  dtype = settings.wire_dtype
+  if dtype == tf.int8:
+    return int8_wire.Int8Wire(engine, inner)
+  # What float16 would round to 0 is multiplied by the loss scale meanwhile.
+  scale = inner.wire_scale if dtype == tf.float16 else None
+  return reduction.Wire(engine, dtype, scale)
 
 
 class Step:
@@ -82,6 +97,7 @@ class Step:
   Attributes:
     settings: The optimizer's arguments; see `replace`.
     convention: What the loss was averaged over.
+    tables: The variables that are updated by rows.
     wire: The way of gradients between members.
     update: What members of a group keep and apply.
     guard: Leaves out steps that are not finite, and counts them.
@@ -104,10 +120,13 @@ class Step:
     self._engine = engine
     self.convention = loss_convention.LossConvention(settings, engine.groups)
     self.noise = noise_scale.NoiseScale(settings, inner, engine)
+    self.tables = row_update.make(settings, inner, engine)
     kind = _kind_of_update(settings, inner, engine.groups.group_size)
-    self.wire = reduction.wire(settings, inner, engine)
-    self.update = kind(settings, inner, engine, self.wire, self.noise)
-    self._window = accumulation.own_window(settings, inner, engine, self.update)
+    self.wire = _wire(settings, inner, engine)
+    self.update = kind(
+      settings, inner, engine, self.wire, self.noise, self.tables
+    )
+    self._window = accumulation.own_window(settings, inner, engine, self.tables)
     self.guard = nonfinite.NonfiniteGuard(
       settings.skip_nonfinite, inner, engine
     )
@@ -243,7 +262,7 @@ class Step:
   def build(self, variables: Sequence[Any]) -> None:
     """Makes the variables of the stages."""
     self.update.build(variables)
-    self.wire.build([v for v in variables if not self.update.is_table(v)])
+    self.wire.build([v for v in variables if not self.tables.is_table(v)])
     self._window.build(variables)
 
   @property

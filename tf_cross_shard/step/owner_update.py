@@ -30,13 +30,15 @@ from tf_cross_shard.inner_optimizer import base, fused_update
 from tf_cross_shard.step import (
   noise_scale,
   reduction,
+  row_update,
   sharded_state,
   sharded_update,
-  update,
 )
 
 # Keras' classes that cost the same for each element.
-_LINEAR = frozenset((*update.ELEMENTWISE, *update.BY_VARIABLE)) - {"Muon"}
+_LINEAR = frozenset((*fused_update.ELEMENTWISE, *fused_update.BY_VARIABLE)) - {
+  "Muon"
+}
 
 
 class OwnerUpdate(sharded_update.ShardedUpdate):
@@ -49,6 +51,7 @@ class OwnerUpdate(sharded_update.ShardedUpdate):
     engine: engines.Engine,
     wire: reduction.Wire,
     noise: noise_scale.NoiseScale,
+    tables: row_update.Tables,
   ) -> None:
     if engine.is_one_program:
       raise NotImplementedError(
@@ -56,7 +59,7 @@ class OwnerUpdate(sharded_update.ShardedUpdate):
         " are one program, in which all members do the same. Leave it out, or"
         " use an optimizer that updates each element by itself."
       )
-    super().__init__(settings, inner, engine, wire, noise)
+    super().__init__(settings, inner, engine, wire, noise, tables)
 
   def _kind(self, variable: Any) -> Hashable:
     """Variables of one dtype travel together."""

@@ -26,7 +26,6 @@ from tf_cross_shard.collectives import base as engines
 from tf_cross_shard.gradients import clipping, indexed_slices
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import base, fused_update, row_variables
-from tf_cross_shard.step import noise_scale, reduction, update
 
 # What both Kerases call the weight of an `Embedding`.
 _EMBEDDINGS: Final = "embeddings"
@@ -34,6 +33,9 @@ _EMBEDDINGS: Final = "embeddings"
 # Keras' classes that change no row without a gradient, if they have no momentum
 # and no weight decay.
 _EXACT: Final = ("Adagrad", "SGD")
+
+# Lets the encapsulated optimizer apply sums to variables, once.
+ApplyOnce = Callable[[Sequence[Gradient], Sequence[Any]], None]
 
 
 def check(inner: base.InnerOptimizer, settings: settings_lib.Settings) -> None:
@@ -52,7 +54,7 @@ def check(inner: base.InnerOptimizer, settings: settings_lib.Settings) -> None:
       " tf_keras.optimizers.legacy, which have rows of their own. Leave it out,"
       " or use one of tf_keras.optimizers."
     )
-  known = update.ELEMENTWISE
+  known = fused_update.ELEMENTWISE
   if lazy_rows is True and fused_update.keras_class(last) not in known:
     raise ValueError(
       f"`lazy_rows` is True, and {kind} may use norms or shapes of whole"
@@ -60,19 +62,6 @@ def check(inner: base.InnerOptimizer, settings: settings_lib.Settings) -> None:
       " if each element of your class's update depends on that element only,"
       ' lazy_rows="elementwise".'
     )
-
-
-def is_wanted(
-  settings: settings_lib.Settings, inner: base.InnerOptimizer
-) -> bool:
-  """Whether row-sparse gradients update the rows that occur, and no others.
-
-  Raises:
-    ValueError: If they are to, and cannot.
-  """
-  if settings.lazy_rows:
-    check(inner, settings)
-  return bool(settings.lazy_rows) or is_exact(inner.optimizer)
 
 
 def is_exact(optimizer: Any) -> bool:
@@ -86,18 +75,55 @@ def is_exact(optimizer: Any) -> bool:
   )
 
 
-class RowUpdate(update.ReplicatedUpdate):
-  """Every member keeps whole tables, and updates the rows that occur."""
+class Tables:
+  """Variables of which the rows that occur are updated: none."""
+
+  def is_table(self, variable: Any) -> bool:
+    """Whether a variable is updated by rows, known before its gradient is."""
+    del variable
+    return False
+
+  def is_by_rows(self) -> bool:
+    """Whether rows that do not occur stay as they are, at this place."""
+    return False
+
+  def add(self, var_list: Any, var_names: Any) -> None:
+    """Says of variables that they are tables.
+
+    Raises:
+      ValueError: If nothing is updated by rows.
+    """
+    del var_list, var_names
+    raise ValueError(
+      "`update_by_rows` was called, and `opt` updates all rows in each step."
+      " Set lazy_rows=True."
+    )
+
+  def to_dense(self, grad: Gradient, variable: Any) -> Gradient:
+    """Returns the dense gradient of a variable that is no table."""
+    return indexed_slices.to_dense(grad, variable)
+
+  def apply(
+    self,
+    sums: Sequence[Gradient],
+    variables: Sequence[Any],
+    apply_once: ApplyOnce,
+  ) -> None:
+    """Applies sums to variables."""
+    apply_once(sums, variables)
+
+
+class RowTables(Tables):
+  """Tables, of which every member keeps all rows."""
 
   def __init__(
     self,
     settings: settings_lib.Settings,
     inner: base.InnerOptimizer,
     engine: engines.Engine,
-    wire: reduction.Wire,
-    noise: noise_scale.NoiseScale,
   ) -> None:
-    super().__init__(settings, inner, engine, wire, noise)
+    self._inner = inner
+    self._engine = engine
     self._is_lazy = bool(settings.lazy_rows)
     self._table_names: list[str] = []
     self._table_list: list[Any] = []  # Their ids stay theirs.
@@ -114,7 +140,7 @@ class RowUpdate(update.ReplicatedUpdate):
       or any(name in path for name in self._table_names)
     )
 
-  def add_tables(self, var_list: Any, var_names: Any) -> None:
+  def add(self, var_list: Any, var_names: Any) -> None:
     """Says of variables that they are tables."""
     self._table_list += map(variables_lib.native, var_list or ())
     self._table_names += var_names or ()
@@ -140,7 +166,7 @@ class RowUpdate(update.ReplicatedUpdate):
     self,
     sums: Sequence[Gradient],
     variables: Sequence[Any],
-    apply_once: update.ApplyOnce,
+    apply_once: ApplyOnce,
   ) -> None:
     """Applies the sums to the variables, of tables to their rows."""
     tables = [
@@ -186,6 +212,23 @@ class RowUpdate(update.ReplicatedUpdate):
         factor = tf.cast(last.weight_decay, rows.dtype)
         rows.assign_sub(rows * factor * tf.cast(last.learning_rate, rows.dtype))
       update_step(values, rows, *rate)
+
+
+def make(
+  settings: settings_lib.Settings,
+  inner: base.InnerOptimizer,
+  engine: engines.Engine,
+) -> Tables:
+  """Returns the tables that the settings and the optimizer ask for.
+
+  Raises:
+    ValueError: If rows are to be updated, and cannot be.
+  """
+  if settings.lazy_rows:
+    check(inner, settings)
+  elif not is_exact(inner.optimizer):
+    return Tables()
+  return RowTables(settings, inner, engine)
 
 
 def _clip(optimizer: Any, grads: Sequence[Gradient]) -> list[Gradient]:

@@ -65,31 +65,13 @@ class ShardedUpdate(update.Update):
     engine: engines.Engine,
     wire: reduction.Wire,
     noise: noise_scale.NoiseScale,
+    tables: row_update.Tables,
   ) -> None:
-    super().__init__(settings, inner, engine, wire, noise)
+    super().__init__(settings, inner, engine, wire, noise, tables)
     self._weights: list[Weights] = []
-    self._tables: list[Any] = []
+    self._whole: list[Any] = []  # Tables, which are in no part.
     self._variables: list[Any] = []  # All, in the user's order.
-    self._whole = update.ReplicatedUpdate(settings, inner, engine, wire, noise)
-    if row_update.is_wanted(settings, inner):
-      self._whole = row_update.RowUpdate(settings, inner, engine, wire, noise)
     inner.checkpointed = sharded_state.Children({}, inner.optimizer)
-
-  def is_table(self, variable: Any) -> bool:
-    """Whether a variable is updated by rows, and in no part."""
-    return self._whole.is_table(variable)
-
-  def is_by_rows(self) -> bool:
-    """Whether tables are updated by rows, at this place."""
-    return self._whole.is_by_rows()
-
-  def add_tables(self, var_list: Any, var_names: Any) -> None:
-    """Says of more variables that they are updated by rows."""
-    self._whole.add_tables(var_list, var_names)
-
-  def to_dense(self, grad: Gradient, variable: Any) -> Gradient:
-    """Returns the dense gradient of a variable that is no table."""
-    return self._whole.to_dense(grad, variable)
 
   def build(self, variables: Sequence[Any]) -> None:
     """Lays out the weights, and builds the encapsulated optimizer."""
@@ -102,8 +84,8 @@ class ShardedUpdate(update.Update):
       )
     kinds: dict[Hashable, list[Any]] = {}
     for variable in variables:
-      if self.is_table(variable):
-        self._tables.append(variable)
+      if self._tables.is_table(variable):
+        self._whole.append(variable)
       else:
         kinds.setdefault(self._kind(variable), []).append(variable)
     self._variables = list(variables)
@@ -154,7 +136,7 @@ class ShardedUpdate(update.Update):
     tables, pieces = self._split(grads, variables)
     flat = [piece for of_weights in pieces for piece in of_weights]
     own = self._noise.of_replica([*flat, *tables], calls)
-    sums, _ = self._wire.sum(tables, self._tables)
+    sums, _ = self._wire.sum(tables, self._whole)
     parts: list[tf.Tensor] = []
     left: list[Any] = []
     # The last layers' gradients exist first.
@@ -184,13 +166,13 @@ class ShardedUpdate(update.Update):
     self,
     sums: Sequence[Gradient],
     variables: Sequence[Any],
-    apply_once: update.ApplyOnce,
+    apply_once: row_update.ApplyOnce,
   ) -> None:
     """Updates this member's parts of the weights, and gathers all parts."""
-    updated = [*self._updated(), *self._tables]
+    updated = [*self._updated(), *self._whole]
     last = base.innermost(self._inner.optimizer)
     with update.without_clipping(last, *self._clipped):
-      self._whole.apply(sums, updated, apply_once)
+      self._tables.apply(sums, updated, apply_once)
     self._gather(nonfinite.all_finite(sums) if self._may_skip else True)
 
   def write_averages(self, variables: Sequence[Any]) -> None:
@@ -253,11 +235,11 @@ class ShardedUpdate(update.Update):
         )
       return grad
 
-    return list(map(find, self._tables)), [
+    return list(map(find, self._whole)), [
       # Flat here: TensorFlow would rewrite a gradient and its sum as one.
       packing.flatten(
         [
-          indexed_slices.cast(self.to_dense(find(v), v), v)
+          indexed_slices.cast(self._tables.to_dense(find(v), v), v)
           for v in weights.variables
         ]
       )
@@ -317,10 +299,10 @@ def check(optimizer: Any, shard_update: Any) -> str:
       " Use one of tf_keras.optimizers."
     )
   keras_class = fused_update.keras_class(last)
-  is_elementwise = keras_class in update.ELEMENTWISE
+  is_elementwise = keras_class in fused_update.ELEMENTWISE
   way = shard_update
   if shard_update is True:
-    if not is_elementwise and keras_class not in update.BY_VARIABLE:
+    if not is_elementwise and keras_class not in fused_update.BY_VARIABLE:
       raise ValueError(
         f"`shard_update` is True, and nothing is known of {kind}. Use"
         ' "by_variable" if it updates each variable by itself, or "elementwise"'

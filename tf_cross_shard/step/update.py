@@ -1,34 +1,22 @@
 """How a group keeps the optimizer's state and updates the weights.
 
 replicated     reduce: all-reduce        apply: opt.update(weights)
-by rows        reduce: gather rows       apply: opt.update(rows)
+tables         reduce: gather rows       apply: opt.update(rows)
 flat parts     reduce: reduce-scatter    apply: cut, opt.update(part), gather
 by owners      reduce: to the owner      apply: opt.update(own), gather
 """
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from tf_cross_shard import settings as settings_lib
 from tf_cross_shard.collectives import base as engines
 from tf_cross_shard.gradients import indexed_slices
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import base
-from tf_cross_shard.step import noise_scale, reduction
-
-# Keras' classes whose update of an element depends on that element only.
-ELEMENTWISE: Final = (
-  *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
-  *("Ftrl", "Lion", "Nadam", "RMSprop", "SGD"),
-)
-
-# Those that look at whole variables, at each by itself.
-BY_VARIABLE: Final = ("Adafactor", "Lamb", "Muon", "ScheduleFreeAdamW")
-
-# Lets the encapsulated optimizer apply sums to variables, once.
-ApplyOnce = Callable[[Sequence[Gradient], Sequence[Any]], None]
+from tf_cross_shard.step import noise_scale, reduction, row_update
 
 
 class Update(abc.ABC):
@@ -41,6 +29,7 @@ class Update(abc.ABC):
     engine: engines.Engine,
     wire: reduction.Wire,
     noise: noise_scale.NoiseScale,
+    tables: row_update.Tables,
   ) -> None:
     """Checks that the encapsulated optimizer can be updated in this way."""
     self._settings = settings
@@ -48,31 +37,7 @@ class Update(abc.ABC):
     self._engine = engine
     self._wire = wire
     self._noise = noise
-
-  def is_table(self, variable: Any) -> bool:
-    """Whether a variable is updated by rows, known before its gradient is."""
-    del variable
-    return False
-
-  def is_by_rows(self) -> bool:
-    """Whether rows that do not occur stay as they are, at this place."""
-    return False
-
-  def add_tables(self, var_list: Any, var_names: Any) -> None:
-    """Says of variables that they are tables.
-
-    Raises:
-      ValueError: If nothing is updated by rows.
-    """
-    del var_list, var_names
-    raise ValueError(
-      "`update_by_rows` was called, and `opt` updates all rows in each step."
-      " Set lazy_rows=True."
-    )
-
-  def to_dense(self, grad: Gradient, variable: Any) -> Gradient:
-    """Returns the dense gradient of a variable that is no table."""
-    return indexed_slices.to_dense(grad, variable)
+    self._tables = tables
 
   @abc.abstractmethod
   def build(self, variables: Sequence[Any]) -> None:
@@ -104,7 +69,7 @@ class Update(abc.ABC):
     self,
     sums: Sequence[Gradient],
     variables: Sequence[Any],
-    apply_once: ApplyOnce,
+    apply_once: row_update.ApplyOnce,
   ) -> None:
     """Updates the weights of this member, as all others do."""
 
@@ -161,10 +126,10 @@ class ReplicatedUpdate(Update):
     self,
     sums: Sequence[Gradient],
     variables: Sequence[Any],
-    apply_once: ApplyOnce,
+    apply_once: row_update.ApplyOnce,
   ) -> None:
     """Applies the sums to the variables."""
-    apply_once(sums, variables)
+    self._tables.apply(sums, variables, apply_once)
 
   def write_averages(self, variables: Sequence[Any]) -> None:
     """Writes moving averages into the variables."""
