@@ -148,7 +148,7 @@ MUTANTS = [
   Mutant("what is left in another loss scale", "step/reduction.py", "scale = 1.0 / self._inner.scale_limit(1.0)", "scale = 1.0", "unit/int8_wire"),
   Mutant("full bucket shared", "gradients/packing.py", "if size >= bucket_bytes:", "if size > bucket_bytes:", "unit/packing"),
   Mutant("bucket one byte too small", "gradients/packing.py", "filled + size > bucket_bytes", "filled + size >= bucket_bytes", "unit/packing"),
-  Mutant("last buffer lost", "gradients/packing.py", "zip(buckets, reduced, strict=True)", "zip(buckets, reduced)", "unit/packing"),
+  Mutant("last buffer lost", "gradients/packing.py", "zip(buckets, joined, reduced, strict=True)", "zip(buckets, joined, reduced)", "unit/packing"),
   # Groups, and what is checked.
   Mutant("duplicate replica let through", "groups.py", "if index[index_of_replica] >= 0:", "if index[index_of_replica] > 0:", "unit/groups"),
   Mutant("replica out of range", "groups.py", "if not 0 <= replica < total:", "if not 0 <= replica <= total:", "unit/groups"),
