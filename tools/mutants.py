@@ -122,7 +122,7 @@ MUTANTS = [
   Mutant("half of int8's numbers", "gradients/quantization.py", "divide_no_nan(largest, 127.0)", "divide_no_nan(largest, 63.0)", "unit/fragments"),
   Mutant("the worst trials go on", "callbacks/halving.py", "self.table.ranking[: self._rungs", "self.table.ranking[::-1][: self._rungs", "unit/trials"),
   Mutant("a trial goes on from another's state", "callbacks/halving.py", "self._state_path(n, rung - 1) for n in", "self._state_path(0, rung - 1) for n in", "unit/trials"),
-  Mutant("groups keep the settings of the wave before", "callbacks/halving.py", "    group_files.restore(paths, whole, self.model, scratch)\n    self._give()", "    group_files.restore(paths, whole, self.model, scratch)", "unit/trials"),
+  Mutant("groups keep the settings of the wave before", "callbacks/halving.py", "    group_files.restore(paths, self.copies(is_whole=True))\n    self._give()", "    group_files.restore(paths, self.copies(is_whole=True))", "unit/trials"),
   Mutant("the best goes on from the worst", "callbacks/population.py", "          source, target, self.model", "          target, source, self.model", "unit/population"),
   Mutant("the first member's slots", "step/sharded_state.py", "return parts[self._owner]", "return parts[0]", "unit/owner_update"),
   Mutant("owners that share nothing", "gradients/layout.py", "if cut.start == filled[cut.index]:", "if True:", "unit/owner_update"),

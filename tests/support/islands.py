@@ -61,14 +61,14 @@ class Islands:
 
   def values(self) -> list[list[np.ndarray]]:
     """By weight, each group's; its members have the same bits."""
-    found = []
+    by_weight = []
     for weight in self.weights:
       copies = testbed.copies(weight)
       assert len(copies) == testbed.REPLICAS
       for members in self.groups:
         assert len({copies[r].tobytes() for r in members}) == 1
-      found.append([copies[members[0]] for members in self.groups])
-    return found
+      by_weight.append([copies[members[0]] for members in self.groups])
+    return by_weight
 
 
 def check_resumes(

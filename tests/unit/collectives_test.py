@@ -146,16 +146,5 @@ def test_one_worker_of_a_multi_worker_strategy_accumulates() -> None:
     assert float(weight.numpy()) == expected
 
 
-def test_one_replica_of_a_mirrored_strategy() -> None:
-  strategy = tf.distribute.MirroredStrategy(["CPU:0"])
-  with strategy.scope():
-    weight = tf.Variable(1.0)
-    optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(1.0))
-    optimizer.build([weight])
-  for run in (strategy.run, tf.function(strategy.run, autograph=False)):
-    run(lambda: optimizer.minimize(lambda: 2.0 * weight, var_list=[weight]))
-  assert float(weight.numpy()) == -3.0
-
-
 if __name__ == "__main__":
   raise SystemExit(pytest.main([__file__, "-q"]))

@@ -89,6 +89,31 @@ class TestSums:
     assert _sums(engine, wrap) == [_expected(groups)]
 
 
+@pytest.mark.parametrize(
+  ("in_cond", "eager"), [(False, False), (False, True), (True, False)]
+)
+def test_half_precision_is_added_in_float32(in_cond: bool, eager: bool) -> None:
+  """By merge calls; collectives round the sum once more."""
+  groups = groups_lib.Groups(GROUPINGS[1])
+  engine = mirrored.Mirrored(testbed.mirrored(), groups)
+
+  def replica_fn() -> Any:
+    own = tf.constant([1.0, 2.0**-11] * 2, tf.float16)[testbed.replica_id()]
+
+    def reduce() -> tf.Tensor:
+      [total] = engine.all_reduce_narrow([own])
+      return tf.cast(total, tf.float32)
+
+    return tf.cond(own > 0, reduce, lambda: 0.0) if in_cond else reduce()
+
+  def run() -> Any:
+    return engine.strategy.run(replica_fn)
+
+  results = run() if eager else tf.function(run, autograph=False)()
+  right = 1.0 if in_cond else 1.0 + 2.0**-11
+  assert testbed.per_replica_results(engine.strategy, results) == [right] * 4
+
+
 def test_two_groupings_and_many_reductions_in_one_step() -> None:
   pairs, crossed = (
     mirrored.Mirrored(testbed.mirrored(), groups_lib.Groups(table))
@@ -129,14 +154,14 @@ def test_two_threads_do_not_share_collectives() -> None:
     return run
 
   def sums(run: Any) -> set[float]:
-    found = [run()[0] for _ in range(30)]
-    local = map(engine.strategy.experimental_local_results, found)
+    results = [run()[0] for _ in range(30)]
+    local = map(engine.strategy.experimental_local_results, results)
     return {float(copy[0]) for copies in local for copy in copies}
 
   runs = [make(1.0), make(16.0)]  # Traced one after the other.
   with futures.ThreadPoolExecutor(2) as pool:
-    found = pool.map(sums, runs, timeout=120)
-    assert list(found) == [{15.0}, {240.0}]
+    values = pool.map(sums, runs, timeout=120)
+    assert list(values) == [{15.0}, {240.0}]
 
 
 def test_dynamic_shapes_meet() -> None:

@@ -130,6 +130,7 @@ class TestPlaces:
     for strategy in (
       tf.distribute.get_strategy(),
       tf.distribute.OneDeviceStrategy("CPU:0"),
+      tf.distribute.MirroredStrategy(["CPU:0"]),
     ):
       with strategy.scope():
         weight = keras.Variable(1.0)

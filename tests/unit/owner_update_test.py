@@ -125,7 +125,7 @@ def assert_same(state: Sequence[Any], other: Sequence[Any]) -> None:
 def test_to_the_bit(kind: str, which: str, options: dict[str, Any]) -> None:
   """Also where one member's part alone overflows, and a weight has a limit."""
   library, _ = group_training.KERASES[which]
-  grads, found = [rows.copy() for rows in GRADS], []
+  grads, states = [rows.copy() for rows in GRADS], []
   if kind == "scaled":
     grads[2][1, 3] = np.inf
   for shard_update in (options.get("shard_update", True), False):
@@ -139,15 +139,15 @@ def test_to_the_bit(kind: str, which: str, options: dict[str, Any]) -> None:
     for replica in trained if kind == "scaled" else ():
       replica.variables[0].constraint = keras.constraints.UnitNorm()
     fake_engine.train(trained, grads)
-    counts = [int(each.inner.iterations()) for each in trained]
-    found.append([counts, *(v for each in trained for v in each.values)])
-  for value, expected in zip(*found, strict=True):
+    counts = [int(replica.inner.iterations()) for replica in trained]
+    states.append([counts, *(v for replica in trained for v in replica.values)])
+  for value, expected in zip(*states, strict=True):
     np.testing.assert_array_equal(value, expected)
-  kernels = [each.values[0] for each in trained]
+  kernels = [replica.values[0] for replica in trained]
   assert np.abs(kernels[0] - kernels[1]).max() > 1e-3  # groups
   assert np.abs(kernels[0] - VALUES["kernel"]).max() > 1e-3
   if kind == "scaled":
-    scales = [float(each.opt.dynamic_scale.numpy()) for each in trained]
+    scales = [float(replica.opt.dynamic_scale.numpy()) for replica in trained]
     assert scales == [4.0, 2.0, 4.0, 2.0]
     np.testing.assert_allclose(np.linalg.norm(kernels[0], axis=0), 1.0, 1e-5)
 

@@ -219,9 +219,6 @@ def _accumulating(library: Any) -> Any:
     ("mirrored", keras3, lambda library: library.optimizers.Adam),
     ("virtual", keras3, lambda library: library.optimizers.Adam),
     ("pair", keras3, _accumulating),
-    # With a variable that nobody named, and with many of one name.
-    ("pair", keras3, lambda library: library.optimizers.Nadam),
-    ("pair", keras3, lambda library: library.optimizers.Adafactor),
     ("mirrored", tf_keras, _scaled),
     ("virtual", tf_keras, _older),
   ],

@@ -13,50 +13,32 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-import tf_cross_shard.keras3
-import tf_cross_shard.tf_keras
+from tests.support import group_training, testbed
 from tests.support import replica_state_cases as cases
-from tests.support import testbed
-from tf_cross_shard import CrossShardOptimizer, replica_state
+from tests.support.group_training import KERASES
+from tf_cross_shard import replica_state
 
-Wrap = Callable[[Any], Any]
-
-
-def _keras_of(kind: str) -> Any:
-  return keras if kind == "keras3" else tf_keras
+PAIR = [[0], [1]]
 
 
-@functools.cache
-def _wrap(kind: str, is_grouped: bool = False) -> Wrap:
-  """Encapsulates; each of two replicas may be a group."""
-  is_keras3 = kind == "keras3"
-  package = tf_cross_shard.keras3 if is_keras3 else tf_cross_shard.tf_keras
-  groups = [[0], [1]] if is_grouped else None
-  return lambda opt: package.CrossShardOptimizer(opt, group_assignment=groups)
-
-
-def _adam(kind: str) -> Any:
-  """Adam in one of the three kinds."""
-  optimizers = _keras_of(kind).optimizers
-  home = optimizers.legacy if kind == "legacy" else optimizers
+def _adam(home: Any) -> Any:
   return home.Adam(0.01, epsilon=1e-3)
 
 
-def _model(kind: str, wrap: Wrap) -> Any:
-  """A compiled model under MirroredStrategy, with the same weights always."""
-  library = _keras_of(kind)
+def _model(
+  kind: str, groups: Any = PAIR, make: Callable[[Any], Any] = _adam
+) -> Any:
+  """A compiled and built model of two replicas; "legacy" is of tf_keras."""
+  library, package = KERASES["keras" if kind == "keras" else "tf_keras"]
+  optimizers = library.optimizers
   library.utils.set_random_seed(1)
   with testbed.mirrored(2).scope():
-    model = library.Sequential(
-      [
-        library.layers.Input((3,))
-        if kind == "keras3"
-        else library.layers.InputLayer((3,)),
-        library.layers.Dense(4, activation="tanh", name="first"),
-        library.layers.Dense(2, name="second"),
-      ]
-    )
-    model.compile(wrap(_adam(kind)), "mse")
+    layers = [library.layers.Dense(4, "tanh"), library.layers.Dense(2)]
+    model = library.Sequential([library.Input((3,)), *layers])
+    opt = make(optimizers.legacy if kind == "legacy" else optimizers)
+    optimizer = package.CrossShardOptimizer(opt, group_assignment=groups)
+    optimizer.build(model.trainable_variables)
+    model.compile(optimizer, "mse")
   return model
 
 
@@ -71,7 +53,8 @@ def _data() -> tf.data.Dataset:
 
 
 def test_the_state_of_another_optimizer_is_refused() -> None:
-  stranger = _wrap("legacy")(tf_keras.optimizers.legacy.SGD())
+  _, package = KERASES["tf_keras"]
+  stranger = package.CrossShardOptimizer(tf_keras.optimizers.legacy.SGD())
   with pytest.raises(ValueError, match="list of length 3"):
     stranger.load_own_variables({"0": 1, "1": 2, "2": 3})
 
@@ -92,9 +75,9 @@ def _ways(model: Any, folder: pathlib.Path) -> dict[str, Callable[[], Any]]:
 @pytest.mark.parametrize(
   ("kind", "way"),
   [
-    ("keras3", "checkpoint"),
-    ("keras3", "pickle"),
-    ("keras3", "copy"),
+    ("keras", "checkpoint"),
+    ("keras", "pickle"),
+    ("keras", "copy"),
     ("tf_keras", "model"),
     ("legacy", "checkpoint"),
   ],
@@ -102,9 +85,7 @@ def _ways(model: Any, folder: pathlib.Path) -> dict[str, Callable[[], Any]]:
 def test_groups_are_warned_about_once(
   kind: str, way: str, said: list[str], tmp_path: pathlib.Path
 ) -> None:
-  model = _model(kind, _wrap(kind, is_grouped=True))
-  with testbed.mirrored(2).scope():
-    model.optimizer.build(model.trainable_variables)
+  model = _model(kind)
   save = _ways(model, tmp_path)[way]
   save()
   assert said == []  # Groups are equal.
@@ -119,10 +100,7 @@ def test_groups_are_warned_about_once(
 def test_one_group_needs_no_warning(
   said: list[str], tmp_path: pathlib.Path
 ) -> None:
-  kind = "keras3"
-  model = _model(kind, _wrap(kind))
-  with testbed.mirrored(2).scope():
-    model.optimizer.build(model.trainable_variables)
+  model = _model("keras", None)
   for save in _ways(model, tmp_path).values():
     save()
   assert said == []
@@ -154,13 +132,13 @@ COLLAPSED = "groups apart, and then something else set the weights of all alike"
   ("kind", "collapse"),
   [
     ("legacy", _set_weights),
-    ("keras3", _restore_and_save),
+    ("keras", _restore_and_save),
   ],
 )
 def test_groups_that_others_make_equal_are_warned_about_once(
   kind: str, collapse: Any, said: list[str], tmp_path: pathlib.Path
 ) -> None:
-  model = _model(kind, _wrap(kind, is_grouped=True))
+  model = _model(kind)
   model.set_weights([w + 1.0 for w in model.get_weights()])
   testbed.fit(model, _data())
   one, other = replica_state.values(model.weights[-1])
@@ -177,27 +155,23 @@ def test_groups_that_others_make_equal_are_warned_about_once(
 def test_groups_of_a_tpu_are_warned_about(said: list[str]) -> None:
   """In a loop of one's own; several members, of which some are untouched."""
   strategy = testbed.virtual(4)
-  groups = testbed.GROUPINGS["strided"]
-  with strategy.scope():
-    weight = tf.Variable([0.0, 0.0])
-    optimizer = CrossShardOptimizer("sgd", "sum", group_assignment=groups)
-    optimizer.build([weight])
-
-  @tf.function(autograph=False)
-  def step() -> None:
-    pair = (testbed.mark() * [1.0, 2.0], weight)
-    optimizer.apply_gradients([pair])
-
-  strategy.run(step)
+  [weight], optimizer = group_training.build(
+    *("keras", lambda library: library.optimizers.SGD()),
+    *({"weight": np.zeros(2, "f")}, strategy),
+    group_assignment=testbed.GROUPINGS["strided"],
+  )
+  run = group_training.stepper([weight], optimizer, strategy)
+  step = functools.partial(run, [[1, 2], [2, 4], [4, 8], [8, 16]])
+  step()
   replica_state.average(optimizer, [weight])
   pickle.dumps(optimizer)
   assert said == []  # Groups have been made equal.
-  strategy.run(step)
+  step()
   pickle.dumps(optimizer)
   [line] = said
   assert "which differ in weights" in line
   weight.assign(weight)
-  strategy.run(step)
+  step()
   pickle.dumps(optimizer)
   assert COLLAPSED in said[1]
 
@@ -205,11 +179,8 @@ def test_groups_of_a_tpu_are_warned_about(said: list[str]) -> None:
 def test_what_keeps_groups_or_means_to_join_them_is_silent(
   said: list[str], tmp_path: pathlib.Path
 ) -> None:
-  kind = "keras3"
-  model = _model(kind, _wrap(kind, is_grouped=True))
+  model = _model("keras")
   both = model.optimizer, model
-  with testbed.mirrored(2).scope():
-    model.optimizer.build(model.trainable_variables)
   replica_state.save(tmp_path / "equal", *both)
   for _ in range(2):
     testbed.fit(model, _data())
@@ -224,13 +195,11 @@ def test_what_keeps_groups_or_means_to_join_them_is_silent(
 
 def test_moving_averages_are_each_groups_own() -> None:
   """Keras writes them into the weights when `fit` ends; see keras3_test."""
-  kind = "tf_keras"
 
-  def wrap(_: Any) -> Any:
-    sgd = _keras_of(kind).optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5)
-    return _wrap(kind, is_grouped=True)(sgd)
+  def make(home: Any) -> Any:
+    return home.SGD(0.5, use_ema=True, ema_momentum=0.5)
 
-  model = _model(kind, wrap)
+  model = _model("tf_keras", make=make)
   testbed.fit(model, _data())
   inner = model.optimizer.inner_optimizer
   averages = inner._model_variables_moving_average

@@ -102,39 +102,35 @@ def test_one_sum_per_gradient_over_the_groups(
   assert not others & tpu_resolver.operations(graph)
 
 
-def test_groups_of_one_do_not_sum() -> None:
+# What has conditions of its own.
+CONDITIONS: dict[str, Any] = {
+  "gradient_accumulation_steps": 2,
+  "use_ema": True,
+  "ema_overwrite_frequency": 2,
+  "weight_decay": 0.1,
+  "global_clipnorm": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+  ("settings", "assigned", "model", "count"),
+  [
+    ({}, groups.singletons(8), "dense", 0),
+    (CONDITIONS, groups.strided(8, 2), "dense", 4),
+    ({}, None, "embedding", 3),  # Sparse gradients are summed dense.
+  ],
+)
+def test_how_often_gradients_are_summed(
+  settings: dict[str, Any], assigned: Any, model: str, count: int
+) -> None:
   graph, _ = _trace(
-    2,
-    lambda: CrossShardOptimizer(_adam(), group_assignment=groups.singletons(2)),
-  )
-  assert tpu_resolver.cross_replica_sums(graph) == []
-
-
-def test_conditions_within_the_optimizer() -> None:
-  options: dict[str, Any] = {
-    "gradient_accumulation_steps": 2,
-    "use_ema": True,
-    "ema_overwrite_frequency": 2,
-    "weight_decay": 0.1,
-    "global_clipnorm": 1.0,
-  }
-  graph, weights = _trace(
     8,
     lambda: CrossShardOptimizer(
-      tf.keras.optimizers.Adam(0.01, **options),
-      group_assignment=groups.strided(8, 2),
+      tf.keras.optimizers.Adam(0.01, **settings), group_assignment=assigned
     ),
+    tpu_tasks.MODELS[model],
   )
-  sums = tpu_resolver.cross_replica_sums(graph)
-  assert len(sums) == len(weights)
-
-
-def test_sparse_gradients_are_summed_dense() -> None:
-  graph, weights = _trace(
-    8, lambda: CrossShardOptimizer(_adam()), tpu_tasks.embedding
-  )
-  sums = tpu_resolver.cross_replica_sums(graph)
-  assert len(sums) == len(weights) == 3
+  assert len(tpu_resolver.cross_replica_sums(graph)) == count
 
 
 def test_dtypes() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import fake_engine, testbed
+from tests.support import fake_engine, group_training, testbed
 from tf_cross_shard import CrossShardOptimizer, virtual_tpu
 from tf_cross_shard import groups as groups_lib
 
@@ -27,40 +27,6 @@ def _sgd() -> Any:
   return tf.keras.optimizers.SGD(1.0)
 
 
-def _sums(
-  strategy: tf.distribute.Strategy,
-  wire_dtype: str | None,
-  in_function: bool = True,
-  wrap: Callable[[Callable[[], Any]], Any] = lambda apply: apply(),
-) -> list[np.ndarray]:
-  """What each replica subtracts from its weight in one step of SGD."""
-  with strategy.scope():
-    weight = tf.keras.Variable(np.zeros(3, "f4"))
-    optimizer = CrossShardOptimizer(
-      _sgd(),
-      reduction="sum",
-      group_assignment=PAIRS,
-      wire_dtype=wire_dtype,
-    )
-    optimizer.build([weight])
-
-  def step() -> None:
-    def replica_step() -> None:
-      mine = tf.constant(GRADS)[testbed.replica_id()]
-
-      def apply() -> tf.Tensor:
-        return optimizer.apply_gradients([(mine, weight)])
-
-      wrap(apply)
-
-    strategy.run(replica_step)
-
-  (tf.function(step, autograph=False) if in_function else step)()
-  copies = testbed.copies(weight)
-  assert len(copies) == 4
-  return [-copy for copy in copies]
-
-
 def _rounded_sums(wire_dtype: str) -> np.ndarray:
   """The sums of rounded gradients, in float32, for each replica."""
   rounded = GRADS.astype(NARROW[wire_dtype]).astype("f4")
@@ -68,44 +34,23 @@ def _rounded_sums(wire_dtype: str) -> np.ndarray:
   return np.repeat(pairs, 2, axis=0)
 
 
-@pytest.mark.parametrize(
-  ("wire_dtype", "in_function"), [("bfloat16", True), ("float16", False)]
-)
-def test_merge_calls_round_each_gradient_once(
-  wire_dtype: str, in_function: bool
-) -> None:
-  sums = _sums(testbed.mirrored(), wire_dtype, in_function=in_function)
-  np.testing.assert_array_equal(sums, _rounded_sums(wire_dtype))
-  # The rounding can be seen at all, and differs between the groups.
-  exact = _sums(testbed.mirrored(), None, in_function=in_function)
-  assert (np.array(sums) != np.array(exact)).any(axis=1).all()
-  assert (sums[0] != sums[2]).all()
-
-
-def test_collectives_round_the_sum_once_more() -> None:
-  wire_dtype = "float16"
-
-  def in_cond(apply: Callable[[], Any]) -> Any:
-    return tf.cond(
-      testbed.replica_id() >= 0, apply, lambda: tf.zeros([], tf.int64)
-    )
-
-  sums = _sums(testbed.mirrored(), wire_dtype, wrap=in_cond)
-  narrow = NARROW[wire_dtype]
-  expected = _rounded_sums(wire_dtype).astype(narrow).astype("f4")
-  np.testing.assert_array_equal(sums, expected)
-
-
 def test_virtual_tpu() -> None:
-  sums = _sums(testbed.virtual(4), "bfloat16")
+  strategy = testbed.virtual(4)
+  [weight], optimizer = group_training.build(
+    *("keras", lambda _: _sgd(), {"weight": np.zeros(3, "f4")}, strategy),
+    group_assignment=PAIRS,
+    wire_dtype="bfloat16",
+  )
+  group_training.train([weight], optimizer, [GRADS[np.newaxis]], None, strategy)
+  sums = -np.array(testbed.copies(weight))
   ulp = 2.0**-8  # half of the last place, of each gradient and of the sum
   exact = np.repeat(GRADS.reshape(2, 2, 3).sum(axis=1), 2, axis=0)
   bound = ulp * (
     np.abs(GRADS).reshape(2, 2, 3).sum(axis=1) + np.abs(exact[::2])
   )
-  assert (np.abs(np.array(sums) - exact) <= np.repeat(bound, 2, axis=0)).all()
+  assert (np.abs(sums - exact) <= np.repeat(bound, 2, axis=0)).all()
   np.testing.assert_array_equal(sums[::2], sums[1::2])
-  assert (np.array(sums) != exact).any()
+  assert (sums != exact).any()
 
 
 def _train_one(
@@ -140,14 +85,22 @@ def test_scaled_gradients_travel_and_are_unscaled_afterwards() -> None:
   np.testing.assert_array_equal(found, expected)
 
 
-def test_rows_travel_narrow() -> None:
+@pytest.mark.parametrize("wire_dtype", NARROW)
+def test_gradients_are_rounded_once(wire_dtype: str) -> None:
+  """Those of each replica; their sums are of float32."""
+  rows = np.repeat(GRADS[:, np.newaxis], 4, axis=1)
+  found = np.array(_train_one(_sgd, rows, wire_dtype=wire_dtype))
+  right = _rounded_sums(wire_dtype)
+  np.testing.assert_array_equal(found, np.repeat(right[:, np.newaxis], 4, 1))
+  assert (right != np.repeat(GRADS.reshape(2, 2, 3).sum(1), 2, 0)).any(1).all()
+
   def to_grad(row: np.ndarray) -> tf.IndexedSlices:
     return tf.IndexedSlices(
       tf.constant(row)[tf.newaxis], tf.constant([2]), [4, 3]
     )
 
-  found = np.array(_train_one(_sgd, GRADS, to_grad, "bfloat16"))
-  np.testing.assert_array_equal(found[:, 2], _rounded_sums("bfloat16"))
+  found = np.array(_train_one(_sgd, GRADS, to_grad, wire_dtype))
+  np.testing.assert_array_equal(found[:, 2], right)
   assert not found[:, [0, 1, 3]].any()
 
 

@@ -262,10 +262,11 @@ class GroupMonitor(GroupCallback):
         " the list of callbacks; with name= they are others than val_loss."
       )
 
-  def has_metrics(self, logs: Any) -> bool:
-    """Whether the logs have the groups' metrics; when first written, they do.
+  def begin(self, logs: Any) -> bool:
+    """Makes the numbers that are not there yet, if there is something to judge.
 
-    They have not where `GroupMetrics` leaves epochs out.
+    Returns whether the logs have the groups' metrics; when first written, they
+    do. They have not where `GroupMetrics` leaves epochs out.
     """
     name = f"{self.monitor}/group_0"
     prefixes = tuple(self.prefixes_before())
@@ -278,15 +279,15 @@ class GroupMonitor(GroupCallback):
         f" logs, which have {sorted(logs or {})}. Put"
         " GroupMetrics(validation_data) before it in the list of callbacks."
       )
-    return name in (logs or {})
-
-  def begin(self, num_groups: int) -> None:
-    """Makes the numbers that are not there yet."""
+    if name not in (logs or {}):
+      return False
     if not self._sign:
       self._sign = self._direction()
+      num_groups = group_state.groups_of(self.model.optimizer, None).num_groups
       counters = {name: np.zeros(num_groups, int) for name in self._counters}
       best = np.full(num_groups, -self._sign * np.inf)
       self._numbers = {"best": best, **counters, **self._numbers}
+    return True
 
   def improve(self, logs: Any, judged: Any = True) -> Any:
     """Returns which of the judged groups are better than ever; notes how good.

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from tf_cross_shard.callbacks import base
-from tf_cross_shard.coordination import agreement
-from tf_cross_shard.replica_state import archive, group_state
+from tf_cross_shard.replica_state import archive, group_state, replica_values
 
 
 class GroupCheckpoint(base.GroupMonitor):
@@ -80,10 +79,10 @@ class GroupCheckpoint(base.GroupMonitor):
     """
     super().on_train_begin(logs)
     self._kept = {}
-    workers = agreement.of_strategy(self.model.distribute_strategy)
+    copies = replica_values.Copies(self.model.distribute_strategy)
     topic = f"reading {self._path.name}"
-    with group_state.together(workers, topic) as outcomes:
-      if workers is None or workers.index == 0:
+    with group_state.together(copies.workers, topic) as outcomes:
+      if copies.is_first:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         outcomes[0]["numbers"] = self._read() if self._path.exists() else {}
     self.set_state(outcomes[0]["numbers"])
@@ -96,15 +95,15 @@ class GroupCheckpoint(base.GroupMonitor):
       OSError: If the file cannot be written; on all workers.
       OutOfSyncError: If members of a group differ in what is trained.
     """
-    if not self.has_metrics(logs):
-      return
     if self._is_new:  # A loop of one's own need not call it.
       self.on_train_begin()
+    is_first = not self._sign
+    if not self.begin(logs):
+      return
     copies = self.copies(is_whole=True)
-    if not self._sign:
+    if is_first:
       with copies.together(f"checking {self._path.name}"):
         self._check_fits(copies)
-    self.begin(copies.groups.num_groups)
     # The file has to have something of each group.
     improved = np.isinf(self._numbers["best"]) | self.improve(logs)
     if improved.any():

@@ -123,11 +123,7 @@ class GroupEarlyStopping(base.GroupMonitor):
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Judges each group that has not stopped, by its metric in the logs."""
-    if not self.has_metrics(logs):
-      return
-    whole = self.copies()
-    self.begin(whole.groups.num_groups)
-    if epoch < self.start_from_epoch:
+    if not self.begin(logs) or epoch < self.start_from_epoch:
       return
     wait, stopped = self._numbers["wait"], self._numbers["stopped_epoch"]
     judged = stopped == 0
@@ -136,7 +132,7 @@ class GroupEarlyStopping(base.GroupMonitor):
     renewed = improved | (self.restore_best_weights and not self._weights)
     self._numbers["best_epoch"][renewed] = epoch
     if self.restore_best_weights and renewed.any():
-      self._keep(whole, renewed)
+      self._keep(self.copies(), renewed)
     wait[judged] += 1
     wait[improved] = 0
     stops = judged & ~improved & (wait >= self.patience)

@@ -85,10 +85,9 @@ class GroupReduceLROnPlateau(base.GroupMonitor):
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Lowers the rates of groups whose metric in the logs is on a plateau."""
-    if not self.has_metrics(logs):
+    if not self.begin(logs):
       return
     rates = group_rates.read(self.model)
-    self.begin(len(rates))
     is_on_plateau = self._on_plateau(logs)
     for i, rate in enumerate(rates):
       if is_on_plateau[i] and rate > np.float32(self.min_lr):

@@ -281,9 +281,8 @@ class Halving(trial_monitor.TrialMonitor):
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Notes metrics; gives the groups other trials if it is time."""
-    if self._place.left == 0 or not self.has_metrics(logs):
+    if self._place.left == 0 or not self.begin(logs):
       return
-    self.begin(self._num_groups)
     best = {}
     for group in self.note(self._place.running, logs):
       trial = self.table[self._place.running[group]]
@@ -378,9 +377,7 @@ class Halving(trial_monitor.TrialMonitor):
       left=self._rungs[rung].epochs - before,
     )
     paths = [self._state_path(n, rung - 1) for n in self._numbers_here()]
-    scratch = self._path("states/wave")
-    whole = self.copies(is_whole=True)
-    group_files.restore(paths, whole, self.model, scratch)
+    group_files.restore(paths, self.copies(is_whole=True))
     self._give()
 
   def _give(self) -> None:

@@ -42,7 +42,7 @@ class Population(trial_monitor.TrialMonitor):
   [0.1, 0.05]
 
   Attributes:
-    table: A trial for each group, from the begin of `fit`.
+    table: A trial for each group, once `fit` has begun.
     copied: What happened, in order: dictionaries of `epoch`, which counts from
       0, `source`, `target` and the target's new settings.
     settings: The settings of each group that are explored, as they are now.
@@ -161,11 +161,9 @@ class Population(trial_monitor.TrialMonitor):
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Copies groups, if it is time."""
     last = (self.params or {}).get("epochs")
-    if not self.has_metrics(logs):
+    if not self.begin(logs):
       return
-    number = self.copies().groups.num_groups
-    self.begin(number)
-    self.note(range(number), logs)
+    self.note(range(len(self.table)), logs)
     if (epoch + 1) % self.every:
       return
     self.improve(logs)

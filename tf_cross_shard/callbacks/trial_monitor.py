@@ -51,10 +51,12 @@ class TrialMonitor(base.GroupMonitor):
     self.table.forget()
     self._check([trial.settings for trial in self.table])
 
-  def begin(self, num_groups: int) -> None:
-    """Tells the table what is best."""
-    super().begin(num_groups)
-    self.table.judge_by(self.monitor, self._sign)
+  def begin(self, logs: Any) -> bool:
+    """Tells the table what is best, too."""
+    has_metrics = super().begin(logs)
+    if has_metrics:
+      self.table.judge_by(self.monitor, self._sign)
+    return has_metrics
 
   def read(self) -> list[dict[str, float]]:
     """Returns each group's settings that are the optimizer's."""

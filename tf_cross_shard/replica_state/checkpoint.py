@@ -20,6 +20,9 @@ from tf_cross_shard.replica_state.archive import CheckpointError
 
 _SHOWN: Final = 5  # names that an error lists
 
+# Where each group is: in which file, and as which of the groups in it.
+Places = Mapping[int, tuple[archive.Archive, int]]
+
 
 class Restored(NamedTuple):
   """What `GroupCopies.write` was given beside the state.
@@ -133,7 +136,7 @@ def restore_file(
     is_exact = _is_exact(file, state)
     files = _files_here(file, state, others, stack)
     plan = [
-      _values_here(files, state, part)
+      values_here(files, state, part)
       if is_exact
       else _values_anew(files, state, part)
       for part in state.parts
@@ -148,9 +151,7 @@ def restore_file(
         " nothing was changed. Name a file that all workers see, or copy it to"
         " each of them."
       )
-  for part, arrays in zip(state.parts, plan, strict=True):
-    state.copies.write(part.variable, arrays)
-  group_state.accept_values(state.optimizer)
+  state.put(plan)
   return Restored(own_values, own_arrays, is_exact)
 
 
@@ -278,19 +279,20 @@ def _files_here(
   state: group_state.GroupCopies,
   others: Sequence[pathlib.Path],
   stack: contextlib.ExitStack,
-) -> dict[int, archive.Archive]:
+) -> Places:
   """Returns where each group of this process is: in other files if need be.
 
   Raises `CheckpointError` if it is nowhere.
   """
   here = {state.groups.index_of(r) for r in state.copies.engine.replicas_here}
   if "values" not in file.about:
-    return dict.fromkeys(here, file)
-  files: dict[int, archive.Archive] = {}
+    return {i: (file, i) for i in here}
+  files: dict[int, tuple[archive.Archive, int]] = {}
   paths = iter(others)
   while True:
     held = {name.split("/")[0] for name in file}
-    files |= {i: file for i in here - set(files) if f"group_{i}" in held}
+    new = here - set(files)
+    files |= {i: (file, i) for i in new if f"group_{i}" in held}
     lacking = sorted(here - set(files))
     if not lacking:
       return files
@@ -307,7 +309,7 @@ def _files_here(
 
 
 def _values_anew(
-  files: Mapping[int, archive.Archive],
+  files: Places,
   state: group_state.GroupCopies,
   part: group_state.Part,
 ) -> list[archive.Array]:
@@ -321,15 +323,15 @@ def _values_anew(
     shape = [n or 1 for n in tf.TensorShape(part.variable.shape).as_list()]
     zeros = np.zeros(shape, tf.as_dtype(part.variable.dtype).as_numpy_dtype)
     return [zeros] * len(state.copies.engine.replicas_here)
-  values = _values_here(files, state, part, has_means=True)
+  values = values_here(files, state, part, has_means=True)
   for variable, steps in counts:
     if part.variable is variable:
       values = [array - array % steps for array in values]
   return values
 
 
-def _values_here(
-  files: Mapping[int, archive.Archive],
+def values_here(
+  files: Places,
   state: group_state.GroupCopies,
   part: group_state.Part,
   has_means: bool = False,
@@ -344,7 +346,8 @@ def _values_here(
     index = state.groups.index_of(replica)
     member = state.groups.assignment[index].index(replica)
     if index not in saved:
-      saved[index] = _arrays(files[index], part, index)
+      file, group = files[index]
+      saved[index] = _arrays(file, part, group)
     arrays = saved[index]
     if has_means and group_state.has_mean(part.variable):
       values.append(group_models.merged(part, list(arrays.values())))
@@ -353,7 +356,6 @@ def _values_here(
     values.append(arrays.get(member, arrays[other]))
   exists_once = replica_values.strategy_of(part.variable) is None
   if exists_once and not replica_values.are_alike(values):
-    [file, *_] = files.values()
     raise CheckpointError(
       f"The checkpoint {file.path} holds other values of `{part.name}` for each"
       " group; here it exists once. Make it inside `with strategy.scope():`."

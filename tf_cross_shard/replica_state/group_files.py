@@ -6,6 +6,7 @@
 Each is what `save` writes of an optimizer with one group.
 """
 
+import contextlib
 import pathlib
 from collections.abc import Mapping, Sequence
 
@@ -26,41 +27,37 @@ def save(
   }
   with copies.together(topic):
     for group, path in paths.items() if copies.copies.is_first else ():
-      archive.write(path, _renamed(arrays, group, 0), about)
+      own = group_state.key("", group)
+      renamed = {
+        group_state.key(name.removeprefix(own), 0): array
+        for name, array in arrays.items()
+        if name.startswith(own)
+      }
+      archive.write(path, renamed, about)
 
 
 def restore(
-  paths: Sequence[pathlib.Path],
-  copies: group_state.GroupCopies,
-  model: object,
-  scratch: pathlib.Path,
+  paths: Sequence[pathlib.Path], copies: group_state.GroupCopies
 ) -> None:
   """Gives group i what `save` wrote to path i; groups may share one.
 
-  Args:
-    paths: A file for each group.
-    copies: The optimizer and the model in all groups.
-    model: The model.
-    scratch: A file that is written in between. All workers see it.
+  On several machines each worker reads what its groups go on from.
   """
   topic = "joining groups"
   copies.agree(topic)
-  arrays: dict[str, archive.Array] = {}
-  with copies.together(topic):
-    for i, path in enumerate(paths) if copies.copies.is_first else ():
-      with archive.reading(path) as file:
-        arrays |= _renamed(file, 0, i)
-  copies.write(scratch, topic, arrays)
-  checkpoint.restore(scratch, copies.optimizer, model)
-
-
-def _renamed(
-  arrays: Mapping[str, archive.Array], group: int, to: int
-) -> dict[str, archive.Array]:
-  """Returns the arrays of one group, as those of another."""
-  before, after = (group_state.key("", i) for i in (group, to))
-  return {
-    after + name.removeprefix(before): arrays[name]
-    for name in arrays
-    if name.startswith(before)
-  }
+  replicas = copies.copies.engine.replicas_here
+  here = {i: paths[i] for i in map(copies.groups.index_of, replicas)}
+  with (
+    copies.together(topic),
+    archive.naming_damage(paths[0].parent, OSError),
+    contextlib.ExitStack() as stack,
+  ):
+    files = {
+      path: stack.enter_context(archive.reading(path))
+      for path in set(here.values())
+    }
+    places = {i: (files[path], 0) for i, path in here.items()}
+    plan = [
+      checkpoint.values_here(places, copies, part) for part in copies.parts
+    ]
+  copies.put(plan)

@@ -153,6 +153,12 @@ class GroupCopies:
       if self.copies.is_first:
         archive.write(path, arrays, self.about())
 
+  def put(self, plan: Iterable[Sequence[archive.Array]]) -> None:
+    """Gives this process' replicas the values of each variable."""
+    for part, arrays in zip(self.parts, plan, strict=True):
+      self.copies.write(part.variable, arrays)
+    accept_values(self.optimizer)
+
   def about(self, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Returns what a checkpoint says of itself.
 

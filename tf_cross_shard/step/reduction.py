@@ -12,8 +12,9 @@ Q for the rounding of blocks of 256 numbers,
     sum = Q(t) of all parts                 all members, of the same bytes
     left = t - Q(t) in part k, and v - Q(v) in all others
 
-so that the sum over members of `sum / n + left` is that of `v`: what is rounded
-away anywhere is left somewhere.
+so that `sum` and all members' `left` add up to all members' `v`: what is
+rounded away anywhere is left somewhere. Under a sharded update `t` is what
+member k needs, and there is no second phase.
 
 References:
   Seide et al., 1-Bit Stochastic Gradient Descent, 2014: error feedback.
