@@ -108,7 +108,7 @@ class CrossShard(settings_lib.Arguments, forwarding.OptimizerWrapper):
       wire_dtype: `"bfloat16"` or `"float16"`, to which wider gradients are
         rounded where they travel between replicas, or `"int8"` in blocks of 256
         with a scale each, whose rounding errors each replica adds to its next
-        gradient; see `step.reduction`. None leaves gradients exact.
+        gradient; see `step.int8_wire`. None leaves gradients exact.
       skip_nonfinite: Whether the whole group skips a step whose sums hold a
         NaN or an infinity, and counts it in `skipped_steps`. A
         LossScaleOptimizer skips such steps anyway; then they are only counted.

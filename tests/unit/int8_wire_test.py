@@ -16,7 +16,7 @@ from tests.support import fake_engine, int8_oracle, testbed
 from tf_cross_shard import CrossShardOptimizer, replica_state
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.gradients import quantization
-from tf_cross_shard.step import reduction
+from tf_cross_shard.step import int8_wire
 
 STEPS = 4
 # Smaller than a block, over the end of one, larger than one for each member;
@@ -371,7 +371,7 @@ def test_it_is_refused_where_workers_have_no_order() -> None:
   engine.__class__ = Many
   inner: Any = None
   with pytest.raises(NotImplementedError, match='`wire_dtype` is "int8"'):
-    reduction.Int8Wire(engine, inner)
+    int8_wire.Int8Wire(engine, inner)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
     loss ─ scale ─▶ gradients ─ scale, clip ─▶ window ─▶ reduce ─▶ apply once
                       this replica's own       k calls   of the group
 
-Each stage is a file of this folder, and knows no other. Two come in kinds: a
-window is one call or k calls long, and the update says what a member of a group
-keeps and applies. A new kind of update is one more file, and one more line in
-`_kind_of_update`.
+Each stage is a file of this folder, and knows no other. Three come in kinds: a
+window is one call or k calls long, the wire says what gradients are while they
+travel, and the update what a member of a group keeps and applies. A new kind of
+update is one more file, and one more line in `_kind_of_update`.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard import settings as settings_lib
+from tf_cross_shard.collectives import base as engines
 from tf_cross_shard.gradients import clipping, differentiation, indexed_slices
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import base
@@ -24,6 +25,7 @@ from tf_cross_shard.step import (
   accumulation,
   flat_update,
   group_settings,
+  int8_wire,
   loss_convention,
   noise_scale,
   nonfinite,
@@ -75,6 +77,20 @@ def _kind_of_update(
   return update.ReplicatedUpdate
 
 
+def _wire(
+  settings: settings_lib.Settings,
+  inner: base.InnerOptimizer,
+  engine: engines.Engine,
+) -> reduction.Wire:
+  """Chooses what gradients are while they travel."""
+  dtype = settings.wire_dtype
+  if dtype == tf.int8:
+    return int8_wire.Int8Wire(engine, inner)
+  # What float16 would round to 0 is multiplied by the loss scale meanwhile.
+  scale = inner.wire_scale if dtype == tf.float16 else None
+  return reduction.Wire(engine, dtype, scale)
+
+
 class Step:
   """The stages between a loss and the variables, with the state they keep.
 
@@ -106,7 +122,7 @@ class Step:
     self.noise = noise_scale.NoiseScale(settings, inner, engine)
     self.tables = row_update.make(settings, inner, engine)
     kind = _kind_of_update(settings, inner, engine.groups.group_size)
-    self.wire = reduction.wire(settings, inner, engine)
+    self.wire = _wire(settings, inner, engine)
     self.update = kind(
       settings, inner, engine, self.wire, self.noise, self.tables
     )
