@@ -47,7 +47,7 @@ import tensorflow as tf
 
 from tf_cross_shard import settings as settings_lib
 from tf_cross_shard.collectives import base as engines
-from tf_cross_shard.gradients import indexed_slices
+from tf_cross_shard.gradients import clipping, indexed_slices
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import base
 
@@ -91,10 +91,7 @@ def squared_norm(grads: Sequence[Gradient], scale: Any = 1.0) -> tf.Tensor:
         part = tf.cast(part, tf.float32)
       # Before the square, which may overflow.
       floats.append(indexed_slices.times(part, 1.0 / scale))
-  if not floats:
-    return tf.constant(0.0)
-  halves = [tf.cast(tf.nn.l2_loss(part), tf.float32) for part in floats]
-  return 2.0 * tf.add_n(halves)
+  return tf.cast(clipping.square_of_norm(floats), tf.float32)
 
 
 class NoiseScale:

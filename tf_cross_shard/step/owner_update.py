@@ -22,44 +22,28 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard import settings as settings_lib
 from tf_cross_shard import variables as variables_lib
-from tf_cross_shard.collectives import base as engines
 from tf_cross_shard.gradients import layout as layouts
 from tf_cross_shard.inner_optimizer import base, fused_update
-from tf_cross_shard.step import (
-  noise_scale,
-  reduction,
-  row_update,
-  sharded_state,
-  sharded_update,
-)
+from tf_cross_shard.step import sharded_state, sharded_update
 
 # Keras' classes that cost the same for each element.
-_LINEAR = frozenset((*fused_update.ELEMENTWISE, *fused_update.BY_VARIABLE)) - {
-  "Muon"
-}
+_LINEAR = {*fused_update.ELEMENTWISE, *fused_update.BY_VARIABLE} - {"Muon"}
 
 
 class OwnerUpdate(sharded_update.ShardedUpdate):
   """Each member updates whole variables, those that it owns."""
 
-  def __init__(
-    self,
-    settings: settings_lib.Settings,
-    inner: base.InnerOptimizer,
-    engine: engines.Engine,
-    wire: reduction.Wire,
-    noise: noise_scale.NoiseScale,
-    tables: row_update.Tables,
-  ) -> None:
-    if engine.is_one_program:
+  def _prepare(self) -> None:
+    """Raises `NotImplementedError` where no member can do its own."""
+    if self._engine.is_one_program:
+      wanted = self._settings.shard_update
       raise NotImplementedError(
-        f"`shard_update` is {settings.shard_update!r}, and replicas of a TPU"
+        f"`shard_update` is {wanted!r}, and replicas of a TPU"
         " are one program, in which all members do the same. Leave it out, or"
         " use an optimizer that updates each element by itself."
       )
-    super().__init__(settings, inner, engine, wire, noise, tables)
+    super()._prepare()
 
   def _kind(self, variable: Any) -> Hashable:
     """Variables of one dtype travel together."""

@@ -17,9 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard import settings as settings_lib
 from tf_cross_shard import variables as variables_lib
-from tf_cross_shard.collectives import base as engines
 from tf_cross_shard.gradients import clipping, indexed_slices, packing
 from tf_cross_shard.gradients import layout as layouts
 from tf_cross_shard.gradients.clipping import Gradient
@@ -27,7 +25,6 @@ from tf_cross_shard.inner_optimizer import base, fused_update
 from tf_cross_shard.step import (
   noise_scale,
   nonfinite,
-  reduction,
   row_update,
   sharded_state,
   update,
@@ -58,20 +55,13 @@ class ShardedUpdate(update.Update):
   # The limits of the encapsulated optimizer that are not left to it.
   _clipped: tuple[str, ...] = ("global_clipnorm",)
 
-  def __init__(
-    self,
-    settings: settings_lib.Settings,
-    inner: base.InnerOptimizer,
-    engine: engines.Engine,
-    wire: reduction.Wire,
-    noise: noise_scale.NoiseScale,
-    tables: row_update.Tables,
-  ) -> None:
-    super().__init__(settings, inner, engine, wire, noise, tables)
+  def _prepare(self) -> None:
+    """Makes room for the layout, and takes the optimizer's place in files."""
     self._weights: list[Weights] = []
     self._whole: list[Any] = []  # Tables, which are in no part.
     self._variables: list[Any] = []  # All, in the user's order.
-    inner.checkpointed = sharded_state.Children({}, inner.optimizer)
+    children = sharded_state.Children({}, self._inner.optimizer)
+    self._inner.checkpointed = children
 
   def build(self, variables: Sequence[Any]) -> None:
     """Lays out the weights, and builds the encapsulated optimizer."""

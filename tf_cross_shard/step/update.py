@@ -31,13 +31,18 @@ class Update(abc.ABC):
     noise: noise_scale.NoiseScale,
     tables: row_update.Tables,
   ) -> None:
-    """Checks that the encapsulated optimizer can be updated in this way."""
+    """Keeps the stages that it has to do with, and prepares itself."""
     self._settings = settings
     self._inner = inner
     self._engine = engine
     self._wire = wire
     self._noise = noise
     self._tables = tables
+    self._prepare()
+
+  @abc.abstractmethod
+  def _prepare(self) -> None:
+    """Checks that the encapsulated optimizer can be updated in this way."""
 
   @abc.abstractmethod
   def build(self, variables: Sequence[Any]) -> None:
@@ -101,6 +106,9 @@ class Update(abc.ABC):
 
 class ReplicatedUpdate(Update):
   """Every member keeps all of the state and updates all of the weights."""
+
+  def _prepare(self) -> None:
+    """Does nothing: every optimizer can."""
 
   def build(self, variables: Sequence[Any]) -> None:
     """Makes the slots of all variables."""
