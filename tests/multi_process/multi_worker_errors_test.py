@@ -5,15 +5,18 @@ Each launch holds one fault, or all of those after which the workers can go on.
 # bazel: size=large timeout=long tags=slow
 
 import concurrent.futures
+import json
 import pathlib
 import re
 import signal
+import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
-from tests.support import multi_worker_faults, workers
+from tests.support import multi_worker_faults, programs, workers
+from tf_cross_shard.multi_worker import launch
 
 pytestmark = pytest.mark.slow
 
@@ -109,6 +112,27 @@ def test_a_worker_that_does_not_start_is_named(launches: Launches) -> None:
     )
   for report in launches.reports("missing other"):
     assert report["error"] == "MissingWorkerError"
+
+
+def test_who_waits_for_a_silent_worker_in_tensorflow_ends(
+  tmp_path: pathlib.Path,
+) -> None:
+  """As where one is killed after it began to listen: nobody answers."""
+  (tmp_path / "program.py").write_text(
+    "from tf_cross_shard import multi_worker\n"
+    "multi_worker.MultiWorkerStrategy(timeout=2)\n"
+  )
+  with socket.create_server(("localhost", 0)) as silent:
+    [first, _] = launch.cluster(2)
+    config = json.loads(first["TF_CONFIG"])
+    port = silent.getsockname()[1]
+    config["cluster"]["worker"][1] = f"localhost:{port}"
+    with pytest.raises(AssertionError) as caught:
+      programs.run(["program.py"], tmp_path, TF_CONFIG=json.dumps(config))
+  assert re.search(
+    r"(?s)Timeout \(0:00:12\)!.* in ensure_initialized\n.*program\.py",
+    str(caught.value),
+  )
 
 
 def test_another_version_at_the_start(launches: Launches) -> None:

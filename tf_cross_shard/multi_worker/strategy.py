@@ -10,14 +10,18 @@ interrupt, and so is made here only when all others listen:
 
     worker 1, 2, ...   listen ──────────▶ register, for at most so long
     worker 0           until all listen ─▶ listen, be registered with
+
+Where one is lost meanwhile, the process of each other ends with the place.
 """
 
 import contextlib
+import faulthandler
 import itertools
 import json
 import os
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -266,10 +270,16 @@ def _limited_wait(resolver: Any, timeout: float) -> Iterator[None]:
       cluster_register_timeout_in_ms=int(1000 * max(1.0, timeout - _SLACK)),
       coordinated_jobs=list(config.coordinated_job_list),
     )
+  # A worker that is killed while they connect leaves the others in C++, which
+  # holds Python's lock: no thread of Python's could end that.
+  limit = timeout + 2 * _SLACK
+  faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__ or 2)
   try:
     yield
   except tf.errors.DeadlineExceededError as error:
     raise _missing(own[0], [first], timeout) from error
+  finally:
+    faulthandler.cancel_dump_traceback_later()
 
 
 def _silent_tasks(
