@@ -346,6 +346,20 @@ def test_a_restored_run_goes_on_to_the_bit(
 # ---------------------------------------------------------------- the rounding
 
 
+def test_groups_of_another_size_begin_without_residuals(
+  tmp_path: pathlib.Path,
+) -> None:
+  """Their mean would count twice in four members, and never in one."""
+  pair = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  optimizer, weights = _make(pair, None)
+  _take_steps(pair, optimizer, weights, range(2))
+  assert _copies(optimizer._step.wire.variables).any()
+  replica_state.save(tmp_path / "state", optimizer, weights)
+  again, others = _make(testbed.mirrored(), None)
+  replica_state.restore(tmp_path / "state", again, others)
+  assert not _copies(again._step.wire.variables).any()
+
+
 def test_vectors_are_rounded_each_by_itself() -> None:
   rows = _rng.normal(size=(2, 3, 300)).astype("f")
   words = quantization.encode(tf.constant(rows))

@@ -106,10 +106,10 @@ def member_state(optimizer: Any) -> list[Any]:
 
 
 def windows(optimizer: Any) -> tuple[list[Any], list[tuple[Any, int]]]:
-  """Returns what is added up in calls that do not end a step yet.
+  """Returns what members have added up for a later step.
 
-  First variables of which all are zero when a window begins; then those that
-  are multiples of a number then.
+  First variables that begin as zeros; then those that are multiples of a
+  number when a window begins.
   """
   sums: list[Any] = []
   counts = []
