@@ -161,7 +161,8 @@ def _names(variables: Sequence[Any], trained: Sequence[Any]) -> list[str]:
   for path in map(variables_lib.path_of, variables):
     head, slash, last = path.rpartition("/")
     owners = [prefix for prefix in stable if last.startswith(prefix)]
-    if owners:
+    # Not of a copy that has a variable's whole name, `kernel_1` of `kernel_1`.
+    if owners and f"{last}_" not in stable:
       longest = max(owners, key=len)
       last = f"{stable[longest]}/{last.removeprefix(longest)}"
     paths.append(f"{head}{slash}{last}")
