@@ -16,6 +16,7 @@ from tests.support import fake_engine, int8_oracle, testbed
 from tf_cross_shard import CrossShardOptimizer, replica_state
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.gradients import quantization
+from tf_cross_shard.inner_optimizer import optimizer_state
 from tf_cross_shard.step import int8_wire
 
 STEPS = 4
@@ -344,6 +345,35 @@ def test_a_restored_run_goes_on_to_the_bit(
 
 
 # ---------------------------------------------------------------- the rounding
+
+
+def test_names_in_files_know_no_numbers_of_a_program() -> None:
+  """Of `variable` and `variable_1` the latter is no slot of the former."""
+  tf.keras.Variable(0.0)  # Keras then gives these names.
+  names = []
+  for numbers in (("", "_1"), ("_4", "_5")):
+    weights = [
+      tf.keras.Variable(np.zeros(3), name=f"variable{number}")
+      for number in numbers
+    ]
+    optimizer = CrossShardOptimizer("sgd", wire_dtype="int8")
+    optimizer.build(weights)
+    names.append([n for n, _ in optimizer_state.state_variables(optimizer)])
+  assert names[0] == names[1]
+
+
+def test_groups_of_another_size_begin_without_residuals(
+  tmp_path: pathlib.Path,
+) -> None:
+  """Their mean would count twice in four members, and never in one."""
+  pair = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  optimizer, weights = _make(pair, None)
+  _take_steps(pair, optimizer, weights, range(2))
+  assert _copies(optimizer._step.wire.variables).any()
+  replica_state.save(tmp_path / "state", optimizer, weights)
+  again, others = _make(testbed.mirrored(), None)
+  replica_state.restore(tmp_path / "state", again, others)
+  assert not _copies(again._step.wire.variables).any()
 
 
 def test_vectors_are_rounded_each_by_itself() -> None:

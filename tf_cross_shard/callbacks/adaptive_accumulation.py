@@ -117,7 +117,9 @@ class AdaptiveAccumulation(base.GroupCallback):
 
   @property
   def length(self) -> int:
-    """The calls of a window now."""
+    """The calls of a window now; 0 before `fit`."""
+    if self._optimizer is None:
+      return 0
     return int(self._copies().here(self._optimizer._step.window_length())[0])
 
   def set_model(self, model: Any) -> None:

@@ -31,6 +31,7 @@ def wait(key: str, deadline: float, sender: int | None = None) -> str | None:
   `WorkerLostError` if nothing was heard of it for TensorFlow's ten seconds.
   """
   eager = context.context()
+  lost: Exception | None = None
   while True:
     # Short waits, so that Ctrl-C ends them.
     left = max(_SHORTEST, min(1.0, deadline - time.monotonic()))
@@ -41,22 +42,22 @@ def wait(key: str, deadline: float, sender: int | None = None) -> str | None:
     error = errors.from_message(reason) if reason else None
     if error is not None:
       raise error
+    if lost is not None:  # and it has not written before it ended
+      raise lost
     if time.monotonic() >= deadline:
       return None
-    if sender is not None:
-      _check_alive(sender)
+    lost = None if sender is None else _loss(sender)
 
 
-def _check_alive(sender: int) -> None:
-  """Raises `WorkerLostError` if the service has lost a worker."""
+def _loss(sender: int) -> Exception | None:
+  """Returns the error for a worker that the service has lost; else None."""
   eager = context.context()
   cluster = eager._collective_ops_server_def.cluster
   sizes = {job.name: len(job.tasks) for job in cluster.job}
   jobs = [(name, sizes[name]) for name in ("chief", "worker") if name in sizes]
   with errors.naming_lost_workers():
     state = eager.get_task_states(jobs)[sender]
-    if state is not None:
-      raise state
+  return state and errors.from_message(state.message)
 
 
 def report(index: int, error: Exception) -> None:

@@ -106,10 +106,10 @@ def member_state(optimizer: Any) -> list[Any]:
 
 
 def windows(optimizer: Any) -> tuple[list[Any], list[tuple[Any, int]]]:
-  """Returns what is added up in calls that do not end a step yet.
+  """Returns what members have added up for a later step.
 
-  First variables of which all are zero when a window begins; then those that
-  are multiples of a number then.
+  First variables that begin as zeros; then those that are multiples of a
+  number when a window begins.
   """
   sums: list[Any] = []
   counts = []
@@ -161,7 +161,8 @@ def _names(variables: Sequence[Any], trained: Sequence[Any]) -> list[str]:
   for path in map(variables_lib.path_of, variables):
     head, slash, last = path.rpartition("/")
     owners = [prefix for prefix in stable if last.startswith(prefix)]
-    if owners:
+    # Not of a copy that has a variable's whole name, `kernel_1` of `kernel_1`.
+    if owners and f"{last}_" not in stable:
       longest = max(owners, key=len)
       last = f"{stable[longest]}/{last.removeprefix(longest)}"
     paths.append(f"{head}{slash}{last}")

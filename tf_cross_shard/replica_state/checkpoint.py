@@ -88,7 +88,8 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
   in it: the groups may have other members, or another size, than when they
   were saved. Where members had values of their own, the j-th member receives
   those of the j-th. In groups of another size all members receive their mean,
-  and the window of `accumulate_steps` begins anew.
+  and the window of `accumulate_steps` and what `wire_dtype="int8"` has left
+  begin anew.
 
   Everything is read and compared before anything is changed. Training goes on
   to the bit as if it had not stopped. On several machines each worker reads the
@@ -108,7 +109,10 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
   """
   restored = restore_file(archive.as_path(path), optimizer, model)
   if not restored.is_exact and any(optimizer_state.windows(optimizer)):
-    logging.warning("Windows begin anew: groups have another size than saved.")
+    logging.warning(
+      "Windows, and what rounding left, begin anew: groups have another size"
+      " than saved."
+    )
 
 
 def restore_file(
@@ -315,7 +319,8 @@ def _values_anew(
 ) -> list[archive.Array]:
   """Returns a variable's values for replicas that were others.
 
-  A window begins: sums of other members would count twice, or not at all.
+  A window begins: sums of other members would count twice, or not at all. So
+  would what rounding has left of their gradients.
   """
   sums, counts = optimizer_state.windows(state.optimizer)
   if any(part.variable is variable for variable in sums):

@@ -273,8 +273,8 @@ class Step:
 
   @property
   def window_state(self) -> list[Any]:
-    """Those in which a window adds up; zeros when one begins."""
-    return self._window.open_state
+    """Those that wait for a later step; zeros where members are others."""
+    return [*self._window.open_state, *self.wire.variables]
 
   @property
   def member_state(self) -> list[Any]:
