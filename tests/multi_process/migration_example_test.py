@@ -26,14 +26,13 @@ ROUNDING = 2e-5
 
 
 run = functools.partial(programs.run, path=[MIGRATION])
-fork = functools.partial(programs.fork, path=[MIGRATION])
 
 
 def before(folder: Path, steps: int) -> dict[int, float]:
   """Lets `before.py` train; returns the losses by step."""
   script = str(MIGRATION / "before.py")
   return losses_in(
-    fork([script, f"--folder={folder}", f"--steps={steps}"], folder)
+    run([script, f"--folder={folder}", f"--steps={steps}"], folder)
   )
 
 
@@ -41,9 +40,7 @@ def after(folder: Path, *arguments: str, **variables: str) -> str:
   """Lets `after.py` go on; returns what it prints."""
   script = str(MIGRATION / "after.py")
   command = [script, f"--folder={folder}", f"--steps={END}", *arguments]
-  return (
-    run(command, folder, **variables) if variables else fork(command, folder)
-  )
+  return run(command, folder, **variables)
 
 
 def losses_in(output: str) -> dict[int, float]:
@@ -126,7 +123,7 @@ def test_towers_learn_what_one_device_learns(tmp_path: Path) -> None:
   outputs = {}
   for towers in ("4", "1"):
     arguments = [f"--towers={towers}", f"--data_dir={tmp_path}", "--epochs=5"]
-    outputs[towers] = fork(
+    outputs[towers] = run(
       [script, *arguments, f"--picture={picture}"], tmp_path
     )
     assert f"{towers} towers on " in outputs[towers]

@@ -6,6 +6,7 @@ with. So `fork` has one server process import them once for all programs.
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pathlib
 import runpy
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from unittest import mock
 
 # Not resolved: under Bazel the files are links, and lead out of the sandbox.
 PROJECT = pathlib.Path(__file__).absolute().parent.parent.parent
@@ -88,7 +90,13 @@ def fork(
   timeout: float = 200.0,
   path: Sequence[pathlib.Path] = (),
 ) -> str:
-  """Runs a file of Python in a folder; returns its output."""
+  """Runs an example in a folder; returns its output.
+
+  For those that start no processes, and set no variable of TensorFlow's but the
+  one for which all examples do.
+  """
+  with mock.patch.dict(os.environ, {"TF_ENABLE_ONEDNN_OPTS": "0"}):
+    multiprocessing.forkserver.ensure_running()
   with tempfile.NamedTemporaryFile() as output:
     program = _server.Process(
       target=_become, args=([*arguments], folder, [*path], output.name)
