@@ -1,5 +1,4 @@
 """Any table that partitions the replicas is accepted, and no other."""
-# bazel: tags=smoke
 
 import copy
 import dataclasses

@@ -4,7 +4,6 @@ The oracle is the version 1 optimizer itself, which is fed the group's sum. The
 kernels are the same, so that numbers are equal to the bit where no other
 program computes them.
 """
-# bazel: tags=smoke
 
 import importlib
 import pickle

@@ -1,5 +1,4 @@
 """Nests of tensors cut into parts along axis 0, and joined again."""
-# bazel: tags=smoke
 
 from typing import Any
 

@@ -1,5 +1,4 @@
 """A replica's function, run as replicas of one program, and found again."""
-# bazel: tags=smoke
 
 import gc
 import re

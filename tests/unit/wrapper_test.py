@@ -1,5 +1,4 @@
 """The wrapper reads and writes as if it were the encapsulated optimizer."""
-# bazel: tags=smoke
 
 import copy
 import pickle
