@@ -416,12 +416,12 @@ def _graph_tensor() -> Any:
     (
       lambda: train.AdamOptimizer(_graph_tensor()),
       ValueError,
-      r"`learning_rate` is Tensor.* belongs to a graph",
+      r"`learning_rate` is .*Tensor.* make it in eager execution",
     ),
     (
       lambda: train.AdamOptimizer(0.5, beta1=lambda: 0.5),
       ValueError,
-      r"`beta_1` is .*, and only a learning rate may change",
+      r"`beta_1` is .* Only a learning rate may change",
     ),
     (
       lambda: train.AdamOptimizer(

@@ -12,7 +12,6 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-import tf_cross_shard
 from tests.support import testbed
 from tf_cross_shard import keras3
 from tf_cross_shard import tf_keras as sharded
@@ -39,15 +38,6 @@ def _run(step: Callable[[], Any], mode: str = "function") -> None:
 
 
 class TestWhichKeras:
-  def test_each_path_has_an_optimizer_of_its_keras(self) -> None:
-    mine = CrossShardOptimizer(optimizers.Adam())
-    other = keras3.CrossShardOptimizer(keras.optimizers.Adam())
-    assert isinstance(mine, optimizers.Optimizer)
-    assert not isinstance(mine, keras.optimizers.Optimizer)
-    assert isinstance(other, keras.optimizers.Optimizer)
-    assert tf_cross_shard.CrossShardOptimizer is keras3.CrossShardOptimizer
-    assert type(CrossShardOptimizer("adam").inner_optimizer) is optimizers.Adam
-
   @pytest.mark.parametrize(
     ("home", "opt", "error", "words"),
     [

@@ -192,9 +192,6 @@ class TestErrors:
     words = r"'y/0' is a SparseTensorSpec; .*tf\.sparse\.to_dense"
     with pytest.raises(ValueError, match=words):
       distribute(Dataset.from_tensors({"x": [1.0], "y": (value,)}))
-    data = _split(Dataset.range(3).batch(3))
-    with pytest.raises(TypeError, match=r"tf\.data\.Dataset.*a SplitDataset"):
-      distribute(data)
     mode = tf.distribute.InputReplicationMode.PER_REPLICA
     with pytest.raises(NotImplementedError, match=r"Leave it at PER_WORKER"):
       distribute(
