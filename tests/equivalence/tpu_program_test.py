@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tests.support import tpu_tasks
+from tests.support import testbed, tpu_tasks
 from tf_cross_shard import CrossShardOptimizer, groups, virtual_tpu
 
 TOPOLOGIES = {"v5e:4x2": 8, "v5p:2x2x2": 8, "v6e:16x16": 256}
@@ -19,7 +19,7 @@ def _compile(
   make_model: Callable[[], Any] = tpu_tasks.dense,
 ) -> tuple[virtual_tpu.Report, int]:
   """The report on a training step, and the size of its float32 gradients."""
-  strategy = tpu_tasks.virtual(TOPOLOGIES[topology])
+  strategy = testbed.virtual(TOPOLOGIES[topology])
   with strategy.scope():
     model = make_model()
     optimizer = make_optimizer()
