@@ -145,23 +145,6 @@ class TestBoth:
 
 
 class TestInFunctions:
-  def test_one_trace_for_all_iterators_of_a_type(self) -> None:
-    traces = []
-
-    @tf.function(reduce_retracing=True)
-    def step(iterator: Any) -> Any:
-      element = next(iterator)
-      traces.append(len(element.values))
-      return element.values[0]
-
-    for count, rows in ((2, 4), (3, 6), (3, 9), (3, 12)):
-      data = Dataset.range(rows).batch(rows, drop_remainder=True)
-      iterator = iter(datasets.split(data, count))
-      assert step(iterator).numpy().tolist() == list(range(rows // count))
-      with pytest.raises(tf.errors.OutOfRangeError):
-        step(iterator)
-    assert traces == [2, 3, 3]  # The third serves all numbers of rows.
-
   def test_one_trace_for_all_datasets_of_a_type(self) -> None:
     traces = []
 

@@ -262,13 +262,6 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
     ignored = "use_resource", "colocate_with", "partitioner", "expected_shape"
     for name in ignored:
       kwargs.pop(name, None)
-    initial = kwargs.get("initial_value")
-    if tf.is_tensor(initial) and not hasattr(initial, "numpy"):
-      raise ValueError(
-        f"The variable {kwargs.get('name')!r} is made inside a function, with"
-        " an initial value that is computed there. Make it inside"
-        " `with strategy.scope():` before the first step."
-      )
     with tf.init_scope(), tf.device(self._host):
       variable = replica_variable.ReplicaVariable(**kwargs)
     self._variables[id(variable)] = variable
