@@ -109,18 +109,5 @@ def test_state_in_shards() -> None:
   assert {each.groups for each in sharded.collectives} == {halves.assignment}
 
 
-def test_groups_along_the_slice() -> None:
-  """Rows of chips sum together, by the coordinates that libtpu tells."""
-  coordinates = virtual_tpu.coordinates("v5e:4x2")
-  rows = groups.along(coordinates, "x")
-  assert rows.num_groups == 2
-  for row in rows:
-    assert len({coordinates[replica][1] for replica in row}) == 1
-  report, _ = _compile(
-    "v5e:4x2", lambda: CrossShardOptimizer("sgd", group_assignment=rows)
-  )
-  assert {each.groups for each in report.collectives} == {rows.assignment}
-
-
 if __name__ == "__main__":
   raise SystemExit(pytest.main([__file__, "-q"]))

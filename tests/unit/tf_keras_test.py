@@ -281,6 +281,7 @@ class TestCornersOfTheInterface:
     [
       ("h5", "outside", optimizers),
       ("tf", "inside", optimizers),
+      ("tf", "outside", legacy),
       ("keras", "outside", legacy),
     ],
   )

@@ -173,31 +173,6 @@ def test_plain_optimizers(mode: str) -> None:
   assert float(bench.d) == before - 1.5
 
 
-def test_optimizers_are_for_training() -> None:
-  bench = Bench(devices=TWO[:1])
-
-  def model_fn(features: Any, mode: str) -> TowerSpec:
-    bench.train(bench.loss(features))
-    return TowerSpec(mode)
-
-  bench.fails(model_fn, ValueError, 'in the mode "train" only', mode="eval")
-
-
-def test_gradients_of_a_branch_cannot_leave_it() -> None:
-  bench = Bench("function")
-
-  def model_fn(features: Any, mode: str) -> TowerSpec:
-    grad = tf.reduce_sum(features)
-    tf.cond(
-      grad > 0.0,
-      lambda: bench.first.apply_gradients([(grad, bench.c)]),
-      lambda: tf.constant(0, tf.int64),
-    )
-    return TowerSpec(mode)
-
-  bench.fails(model_fn, ValueError, "was called inside tf.cond")
-
-
 def test_labels() -> None:
   replicated = replicate_model_fn(lambda features: None, devices=TWO)
   with pytest.raises(ValueError, match="`labels` must divide into 2 towers"):
@@ -296,33 +271,49 @@ def _of_another_strategy() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-  ("call", "error", "words"),
+  ("run", "mode", "call", "error", "words"),
   [
     (
-      lambda b, g: b.second.apply_gradients([(g, b.c)], bogus=3),
-      TypeError,
-      "unexpected keyword argument 'bogus'",
+      *("eager", "eval", lambda b, g: b.train(g)),
+      *(ValueError, 'in the mode "train" only'),
     ),
     (
+      *("function", "train"),
+      lambda b, g: tf.cond(
+        g > 0.0,
+        lambda: b.second.apply_gradients([(g, b.c)]),
+        lambda: tf.constant(0, tf.int64),
+      ),
+      *(ValueError, "was called inside tf.cond"),
+    ),
+    (
+      *("eager", "train"),
+      lambda b, g: b.second.apply_gradients([(g, b.c)], bogus=3),
+      *(TypeError, "unexpected keyword argument 'bogus'"),
+    ),
+    (
+      *("eager", "train"),
       lambda b, g: _of_another_strategy()[0].apply_gradients(
         [(g, _of_another_strategy()[1])]
       ),
-      RuntimeError,
-      "strategy",
+      *(RuntimeError, "strategy"),
     ),
   ],
 )
-def test_nothing_is_half_done(call: Any, error: Any, words: str) -> None:
+def test_nothing_is_half_done(
+  run: str, mode: str, call: Any, error: Any, words: str
+) -> None:
   """The first of two optimizers has not applied when the second fails."""
-  bench = Bench()
+  bench = Bench(run)
 
   def model_fn(features: Any, mode: str) -> TowerSpec:
     grad = tf.reduce_sum(features)
-    bench.first.apply_gradients([(grad, bench.c)])
+    if mode == "train":
+      bench.first.apply_gradients([(grad, bench.c)])
     call(bench, grad)
     return TowerSpec(mode)
 
-  bench.fails(model_fn, error, words)
+  bench.fails(model_fn, error, words, mode=mode)
 
 
 def test_a_step_that_fails_builds_no_optimizer() -> None:
