@@ -293,10 +293,12 @@ class TestBadInput:
     assert float(weight.numpy()) == -2.0
 
   def test_apply(self) -> None:
-    optimizer = CrossShardOptimizer("sgd")
-    for variables in (None, [keras.Variable(1.0)] * 2):
+    optimizer, weight = CrossShardOptimizer(_sgd()), keras.Variable(1.0)
+    for variables in (None, [weight] * 2):
       with pytest.raises(ValueError, match=r"per variable; .* call build"):
         optimizer.apply([tf.constant(1.0)], variables)
+    optimizer.apply([tf.constant(1.0)], (v for v in [weight]))  # As Keras.
+    assert float(weight.numpy()) == 0.0
 
 
 def test_names_and_gates() -> None:

@@ -70,6 +70,7 @@ class Keras3Wrapper(forwarding.OptimizerWrapper, keras.optimizers.Optimizer):
       return
     if trainable_variables is None:
       trainable_variables = self._inner.unsharded_state.trainable_variables
+    trainable_variables = list(trainable_variables)
     if len(grads) != len(trainable_variables):
       raise ValueError(
         f"`grads` must hold one gradient per variable; got {len(grads)}"
