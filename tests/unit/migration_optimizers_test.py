@@ -102,12 +102,14 @@ def _sum(grads: Sequence[Any]) -> Any:
   )
 
 
-def _expected(opt: Any, members: Sequence[int], sparse: bool) -> Any:
-  """A variable that version 1 trained on the sum of the members' gradients."""
+def _trained(
+  opt: Any, members: Sequence[int], sparse: bool, convert: Any = lambda x: x
+) -> Any:
+  """A variable that was trained on the sum of the members' gradients."""
   variable = tf.Variable(_first())
   for step in range(STEPS):
     total = _sum([_gradient(step, i, sparse) for i in members])
-    opt.apply_gradients([(total, variable)])
+    opt.apply_gradients([(convert(total), variable)])
   return variable
 
 
@@ -116,12 +118,9 @@ def _expected(opt: Any, members: Sequence[int], sparse: bool) -> Any:
 @every_keras
 def test_steps_equal_version_1(which: str, kind: str, sparse: bool) -> None:
   theirs = KINDS[kind](0.05)
-  other = _expected(theirs, [0, 1], sparse)
+  other = _trained(theirs, [0, 1], sparse)
   ours = KERASES[which].CrossShardOptimizer(KINDS[kind](0.05))
-  variable = tf.Variable(_first())
-  for step in range(STEPS):
-    total = _sum([_gradient(step, i, sparse) for i in (0, 1)])
-    ours.apply_gradients([(total, variable)])
+  variable = _trained(ours, [0, 1], sparse)
   # Of those two Keras, or the dense kernel, computes rows in another order.
   tolerance = 1e-6 if sparse and kind in ("descent", "adam") else 0.0
   np.testing.assert_allclose(variable, other, rtol=tolerance, atol=tolerance)
@@ -177,10 +176,8 @@ def test_on_a_virtual_tpu(kind: str, sparse: bool) -> None:
   _train(strategy, optimizer, weight, sparse)
   held = testbed.copies(weight)
   assert len(held) == 2
-  theirs, other = KINDS[kind](0.05), tf.Variable(_first())
-  for step in range(STEPS):
-    total = _sum([_gradient(step, i, sparse) for i in (0, 1)])
-    theirs.apply_gradients([(tf.convert_to_tensor(total), other)])
+  dense = tf.convert_to_tensor
+  other = _trained(KINDS[kind](0.05), [0, 1], sparse, dense)
   for copy in held:
     np.testing.assert_allclose(copy, other, rtol=5e-6, atol=5e-6)
 
@@ -208,7 +205,7 @@ def test_compiled_rows(which: str, kind: str) -> None:
     grad = _gradient(i, 0, sparse=True)
     step(grad.values, grad.indices)
   theirs = KINDS[kind](0.05)
-  other = _expected(theirs, [0], sparse=True)
+  other = _trained(theirs, [0], sparse=True)
   np.testing.assert_allclose(variable, other, rtol=5e-6, atol=5e-6)
   assert (variable.numpy()[TOUCHED:] == _first()[TOUCHED:]).all()
   for name in ours.get_slot_names():
