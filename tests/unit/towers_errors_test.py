@@ -200,12 +200,12 @@ def test_labels() -> None:
   ("spec", "error", "words"),
   [
     (lambda x: {"loss": 3}, TypeError, "tower 0 it returned {'loss': 3}"),
-    # Python's and TensorFlow's own errors, before the update.
     (
-      lambda x: TowerSpec("train", metrics={"a": 1.0}),
-      AttributeError,
-      "'float' object has no attribute",
+      lambda x: TowerSpec("train", metrics={"a": (1.0, None)}),
+      TypeError,
+      "`metrics` must be a dictionary of tf.keras.metrics.Metric objects",
     ),
+    # TensorFlow's own errors, before the update.
     (
       lambda x: TowerSpec("train", None if x[0, 0] > 0.0 else x),
       ValueError,

@@ -295,6 +295,12 @@ def _checked(spec: Any, tower: int) -> TowerSpec:
       f"`model_fn` must return a TowerSpec; in tower {tower} it returned"
       f" {spec!r}. Return TowerSpec(mode, loss=loss, ...)."
     )
+  metrics = (spec.metrics or {}).values()  # In version 1 pairs of tensors.
+  if not all(hasattr(metric, "update_state") for metric in metrics):
+    raise TypeError(
+      "`metrics` must be a dictionary of tf.keras.metrics.Metric objects; got"
+      f" {spec.metrics!r}. Update a Metric in model_fn and return it by a name."
+    )
   return spec
 
 
