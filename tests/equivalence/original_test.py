@@ -32,45 +32,25 @@ _reduction = tf.compat.v1.losses.Reduction
 GROUPINGS = ("ungrouped", "contiguous", "strided")
 
 
-def _original(
-  task: tpu_tasks.Task, name: str, **options: Any
-) -> tuple[Any, Any, Any]:
-  """Strategy, model and step of the original."""
+def _train(
+  task: tpu_tasks.Task, name: str, is_original: bool, **options: Any
+) -> Any:
+  """Every replica's weights after all steps, by the original or by ours."""
   strategy = testbed.virtual(4)
+  make_original, make_ours = PAIRS[name]
   with strategy.scope():
     model = task.model()
-  optimizer = original.Original(
-    strategy, PAIRS[name][0](), model.trainable_variables, **options
-  )
+    weights = model.trainable_variables
+    ours = CrossShardOptimizer(make_ours(), **options)
+    ours.build(weights)
+  theirs = original.Original(strategy, make_original(), weights, **options)
 
   def step(x: tf.Tensor, y: tf.Tensor) -> None:
-    optimizer.minimize(tpu_tasks.loss(model, x, y))
+    if is_original:
+      theirs.minimize(tpu_tasks.loss(model, x, y))
+    else:
+      ours.minimize(lambda: tpu_tasks.loss(model, x, y), var_list=weights)
 
-  return strategy, model, step
-
-
-def _ours(
-  task: tpu_tasks.Task, name: str, **options: Any
-) -> tuple[Any, Any, Any]:
-  """Strategy, model and step of ours."""
-  strategy = testbed.virtual(4)
-  with strategy.scope():
-    model = task.model()
-    optimizer = CrossShardOptimizer(PAIRS[name][1](), **options)
-    optimizer.build(model.trainable_variables)
-
-  def step(x: tf.Tensor, y: tf.Tensor) -> None:
-    pairs = optimizer.compute_gradients(
-      lambda: tpu_tasks.loss(model, x, y), model.trainable_variables
-    )
-    optimizer.apply_gradients(pairs)
-
-  return strategy, model, step
-
-
-def _train(task: tpu_tasks.Task, made: tuple[Any, Any, Any]) -> Any:
-  """Every replica's weights after all steps."""
-  strategy, model, step = made
   for x, y in zip(task.x, task.y, strict=True):
     data = [testbed.per_replica(strategy, values) for values in (x, y)]
     strategy.run(step, args=data)
@@ -87,8 +67,7 @@ def test_the_same_weights(grouping: str, name: str, reduction: str) -> None:
   task = tpu_tasks.task(tpu_tasks.dense, 4, steps=10)
   table = testbed.GROUPINGS[grouping]
   options = {"reduction": reduction, "group_assignment": table}
-  theirs = _train(task, _original(task, name, **options))
-  mine = _train(task, _ours(task, name, **options))
+  theirs, mine = (_train(task, name, who, **options) for who in (True, False))
   start = [v.numpy() for v in task.model().variables]
   for replica in range(4):
     bound = 1e-6 * tpu_tasks.largest(theirs[replica])

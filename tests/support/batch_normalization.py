@@ -76,14 +76,7 @@ def check(
 ) -> None:
   """Compares with plain Keras on each group's concatenated batch.
 
-  Args:
-    found: What `step` returned, of each replica.
-    statistics: The moving statistics of each replica.
-    groups: The groups.
-    x: From `data`.
-    counts: From `data`.
-    tolerance: How far off, relative and absolute, values may be.
-    **options: Of `plain`.
+  `found` is what `step` returned, of each replica; `options` are of `plain`.
   """
   assert len(found) == len(statistics) == len(x) > 1
   assert len({value[0].tobytes() for value in found}) == len(x), "same data"
