@@ -27,6 +27,7 @@ from tf_cross_shard_cli import __main__ as command
 v1 = tf.compat.v1
 BEFORE, AFTER = 7, 13
 LIMIT = 1e-6
+KEPT = tempfile.TemporaryDirectory()  # until the process ends
 
 
 class Saved(NamedTuple):
@@ -37,21 +38,17 @@ class Saved(NamedTuple):
   after: sessions.Arrays
 
 
-@functools.cache
-def _folder() -> Path:
-  kept = tempfile.TemporaryDirectory()
-  _folder.kept = kept  # type: ignore[attr-defined]
-  return Path(kept.name)
+def save(old: sessions.Sessions, folder: Path) -> Saved:
+  old.train(0, BEFORE)
+  src = old.save(folder / "model.ckpt")
+  return Saved(src, old.train(BEFORE, AFTER), old.values())
 
 
 @functools.cache
 def saved(name: str) -> Saved:
-  old = sessions.Sessions(sessions.PAIRS[name].v1)
-  old.train(0, BEFORE)
-  folder = _folder() / name.replace(" ", "-")
+  folder = Path(KEPT.name, name.replace(" ", "-"))
   folder.mkdir()
-  src = old.save(folder / "model.ckpt")
-  return Saved(src, old.train(BEFORE, AFTER), old.values())
+  return save(sessions.Sessions(sessions.PAIRS[name].v1), folder)
 
 
 MAKERS: dict[str, Callable[[str], Any]] = {
@@ -174,20 +171,16 @@ def _rate() -> Any:
 
 
 def test_momentum_under_a_schedule(tmp_path: Path) -> None:
-  old = sessions.Sessions(lambda: v1.train.MomentumOptimizer(_rate(), 0.9))
-  old.train(0, BEFORE)
-  src = old.save(tmp_path / "old")
-  training = sessions.Training(
-    lambda: migration.from_v1(v1.train.MomentumOptimizer(_rate(), 0.9))
-  )
-  _convert(training, src, tmp_path / "new")
-  expected = old.train(BEFORE, AFTER)
-  assert sessions.largest(training.train(BEFORE, AFTER), expected) < LIMIT
+  make = functools.partial(v1.train.MomentumOptimizer, momentum=0.9)
+  old = save(sessions.Sessions(lambda: make(_rate())), tmp_path)
+  training = sessions.Training(lambda: migration.from_v1(make(_rate())))
+  _convert(training, old.src, tmp_path / "new")
+  assert _deviation(training, old) < LIMIT
   schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.5)
   plain = sessions.Training(lambda: keras.optimizers.SGD(schedule, 0.9))
   words = r"`optimizer` is SGD, whose momentum has the learning rate.*from_v1"
   with pytest.raises(ValueError, match=words):
-    _convert(plain, src, tmp_path / "other")
+    _convert(plain, old.src, tmp_path / "other")
 
 
 @pytest.mark.parametrize(
@@ -202,19 +195,16 @@ def test_names_of_slots(
   name: str, scope: str, first: str | None, tmp_path: Path
 ) -> None:
   make = functools.partial(v1.train.AdamOptimizer, 0.01, name=name)
-  old = sessions.Sessions(make, scope=scope)
-  old.train(0, BEFORE)
-  src = old.save(tmp_path / "old")
+  old = save(sessions.Sessions(make, scope=scope), tmp_path)
   plain = sessions.Training(lambda: keras.optimizers.Adam(0.01))
   words = r'(?s)only:.*names=\{"\{\}/momentum": "\{\}/..."\}'
   with pytest.raises(ValueError, match=words):
-    _convert(plain, src, tmp_path / "new")
+    _convert(plain, old.src, tmp_path / "new")
   training = sessions.Training(lambda: migration.from_v1(make()))
   names = first and {"{}/momentum": first, "{}/velocity": f"{first}_1"}
-  done = _convert(training, src, tmp_path / "new", names=names)
+  done = _convert(training, old.src, tmp_path / "new", names=names)
   assert done.unmatched_in_checkpoint == done.unmatched_in_model == {}
-  expected = old.train(BEFORE, AFTER)
-  assert sessions.largest(training.train(BEFORE, AFTER), expected) < LIMIT
+  assert _deviation(training, old) < LIMIT
 
 
 def _own(library: Any, base: str, names: tuple[str, ...]) -> Any:
