@@ -24,12 +24,12 @@ def batch(*rows: Sequence[float]) -> tf.Tensor:
   return tf.constant(rows or BATCH, tf.float32)
 
 
-def linear(c: Any, optimizer: Any) -> Callable[..., TowerSpec]:
+def linear(c: Any, optimizer: Any, step: Any = None) -> Callable[..., Any]:
   """The contract's model: loss `c * features`."""
 
   def model_fn(features: Any, mode: str) -> TowerSpec:
     loss = tf.reduce_sum(c * features)
-    return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
+    return TowerSpec(mode, loss, optimizer.minimize(loss, step, [c]))
 
   return model_fn
 

@@ -41,8 +41,7 @@ class Linear:
     c = tf.Variable(10.0, name="c") if self._c is None else self._c
     # As TensorFlow 1's programs had it: an object, made in the function.
     optimizer = self._optimizer or TowerOptimizer(sgd())
-    loss = tf.reduce_sum(c * features)
-    return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
+    return linear(c, optimizer)(features, mode)
 
   def value(self, replicated: Any) -> float:
     """The value of `c`, wherever it was made."""
@@ -331,10 +330,7 @@ def test_towers_of_replicas(place: str, towers: str, replicas: str) -> None:
     )
     optimizer.build([c])
 
-  def model_fn(features: Any, mode: str) -> TowerSpec:
-    loss = tf.reduce_sum(c * features)
-    return TowerSpec(mode, loss, optimizer.minimize(loss, global_step, [c]))
-
+  model_fn = linear(c, optimizer, global_step)
   replicated = replicate_model_fn(model_fn, towers, ["", ""])
   # Two towers in each replica.
   rows = tf.constant([[1.0, 3.0], [6.0, 2.0], [-1.0, 5.0], [9.0, 5.0]])
@@ -360,12 +356,7 @@ def _scaled(opt: Any) -> Any:
 def test_a_loss_scale_within() -> None:
   optimizer, c = TowerOptimizer(_scaled(sgd(momentum=0.5))), tf.Variable(10.0)
   global_step = tf.Variable(0)
-
-  def model_fn(features: Any, mode: str) -> TowerSpec:
-    loss = tf.reduce_sum(c * features)
-    train_op = optimizer.minimize(loss, global_step, [c])
-    return TowerSpec(mode, loss, train_op)
-
+  model_fn = linear(c, optimizer, global_step)
   step = tf.function(replicate_model_fn(model_fn, "sum", TWO))
   step(batch())
   assert [float(c), int(global_step)] == [7.0, 1]

@@ -257,8 +257,7 @@ def test_differences(after: int, starts: Any, words: str) -> None:
     for name, start in zip("abc", made, strict=False):
       tf.Variable(start, name=name)
     towers.append(1)
-    loss = tf.reduce_sum(c * features)
-    return TowerSpec(mode, loss, optimizer.minimize(loss, var_list=[c]))
+    return linear(c, optimizer)(features, mode)
 
   replicated = replicate_model_fn(model_fn, devices=TWO)
   for _ in range(after // 2):
