@@ -14,7 +14,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-import tf_keras
 
 from tests.support import group_training, testbed
 from tests.support import replica_state_cases as cases
@@ -323,27 +322,6 @@ def test_a_copy_is_trained_as_the_source_would_be(
     training.run(tf.constant(x, "float32"))
   assert not _differing(copied, target, _state(training), source)
   assert len(_differing(copied, target, after, target)) > 8
-
-
-def test_a_copy_is_no_reason_to_warn(said: list[str]) -> None:
-  """Groups are equal after it, and the next steps part them again."""
-  model, optimizer = _made(
-    "mirrored",
-    "tf_keras",
-    lambda home: home.Sequential([home.Input((3,)), home.layers.Dense(2)]),
-  )
-  y = np.arange(16, dtype="float32").reshape(8, 2)
-
-  class Copy(tf_keras.callbacks.Callback):  # type: ignore[misc]
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-      if epoch != 1:
-        replica_state.copy_group(1, 0, optimizer, model)
-
-  model.fit(X, y, batch_size=8, epochs=3, verbose=0, callbacks=[Copy()])
-  kernel = model.trainable_variables[0]
-  one, other = replica_state.group_values(kernel, optimizer)
-  np.testing.assert_array_equal(one, other)
-  assert said == []
 
 
 def test_groups_that_are_equal_are_warned_about(said: list[str]) -> None:
