@@ -5,6 +5,7 @@ replica of `range(num_replicas)` exactly once; a row is a group. This module is
 plain Python: it knows no tensor and no strategy.
 """
 
+import collections
 import dataclasses
 import itertools
 import operator
@@ -82,7 +83,7 @@ class Groups:
     ) -> None: ...
 
   def __post_init__(self) -> None:
-    """Checks and freezes the rows in one pass over them.
+    """Checks and freezes the rows.
 
     Raises:
       ValueError: If the table is not two-dimensional, is ragged or empty,
@@ -260,12 +261,6 @@ def by_host(strategy: Any) -> Groups:
   for replica, device in enumerate(devices):
     host = re.sub(r"/device:.*$", "", str(device))
     hosts.setdefault(host, []).append(replica)
-  sizes = {host: len(replicas) for host, replicas in hosts.items()}
-  if len(set(sizes.values())) > 1:
-    raise ValueError(
-      "`strategy` must have as many replicas on each host as on any other;"
-      f" got {sizes}. Give `group_assignment` as a table instead."
-    )
   return Groups(tuple(map(tuple, hosts.values())), num_replicas)
 
 
@@ -364,59 +359,46 @@ def _as_rows(value: Any) -> Sequence[Sequence[Any]]:
 def _group_index(
   rows: Sequence[Sequence[Any]], num_replicas: int | None, shown: object
 ) -> list[int]:
-  """Returns the row of each replica; one pass checks and finds it."""
-  size = len(rows[0]) if rows else 0
-  if not size:
+  """Returns the row of each replica, which has to be in exactly one."""
+  sizes = sorted(set(map(len, rows)))
+  if sizes in ([], [0]):
     raise ValueError(
       f"`group_assignment` must not be empty; got {_shown(shown)}. {_REMEDY}"
     )
-  for i, row in enumerate(rows):
-    if len(row) != size:
+  if len(sizes) > 1:
+    raise ValueError(
+      "`group_assignment` must have groups of one size (uneven groups are not"
+      f" supported); got groups of {sizes}: {_shown(shown)}. {_REMEDY}"
+    )
+  ids = [_as_id(replica, shown) for row in rows for replica in row]
+  total = len(ids) if num_replicas is None else num_replicas
+  times = collections.Counter(ids)
+  faults = {
+    "out of range": [i for i in ids if not 0 <= i < total],
+    "in it twice": [i for i in ids if times[i] > 1],
+    "missing": [i for i in range(total) if i not in times],
+  }
+  for fault, replicas in faults.items():
+    if replicas:
       raise ValueError(
-        "`group_assignment` must have groups of one size (uneven groups are"
-        f" not supported); row 0 has {size} replicas, row {i} has {len(row)}:"
-        f" {_shown(shown)}. {_REMEDY}"
+        f"`group_assignment` must hold each replica in range({total}) exactly"
+        f" once; replica {replicas[0]} is {fault}: {_shown(shown)}. {_REMEDY}"
       )
-  total = size * len(rows) if num_replicas is None else num_replicas
-  index = [-1] * total
-  for i, row in enumerate(rows):
-    for replica in row:
-      index_of_replica = _checked_id(replica, total, shown)
-      if index[index_of_replica] >= 0:
-        raise ValueError(
-          "`group_assignment` must hold each replica in"
-          f" range({total}) exactly once; replica {replica} is in it twice:"
-          f" {_shown(shown)}. {_REMEDY}"
-        )
-      index[index_of_replica] = i
-  if size * len(rows) != total:
-    missing = index.index(-1)
-    raise ValueError(
-      f"`group_assignment` must hold each of the {total} replicas of the"
-      f" strategy exactly once; it holds {size * len(rows)}, replica {missing}"
-      f" is missing: {_shown(shown)}. {_REMEDY}"
-    )
-  return index
+  places: list[int] = (np.argsort(ids) // sizes[0]).tolist()
+  return places
 
 
-def _checked_id(replica: Any, total: int, shown: object) -> int:
-  """Returns `replica` as an int of `range(total)`."""
-  if type(replica) is not int:
-    try:
-      if isinstance(replica, (bool, np.bool_)):
-        raise TypeError
-      replica = operator.index(replica)
-    except TypeError:
-      raise ValueError(
-        f"`group_assignment` must hold integers; {replica!r} in"
-        f" {_shown(shown)} is none. {_REMEDY}"
-      ) from None
-  if not 0 <= replica < total:
+def _as_id(replica: Any, shown: object) -> int:
+  """Returns `replica` as an int."""
+  try:
+    if isinstance(replica, bool):
+      raise TypeError
+    return operator.index(replica)
+  except TypeError:
     raise ValueError(
-      f"`group_assignment` must hold each replica in range({total}) exactly"
-      f" once; {replica} in {_shown(shown)} is out of range. {_REMEDY}"
-    )
-  return int(replica)
+      f"`group_assignment` must hold integers; {replica!r} in {_shown(shown)}"
+      f" is none. {_REMEDY}"
+    ) from None
 
 
 def _draw(

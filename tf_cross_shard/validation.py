@@ -103,17 +103,12 @@ def check_global_step(global_step: Any) -> None:
   """Raises `TypeError` unless `global_step` can be incremented by one."""
   if global_step is None:
     return
-  if not is_variable(global_step):
+  is_given = is_variable(global_step)
+  if not is_given or not tf.as_dtype(global_step.dtype).is_integer:
     raise TypeError(
       "`global_step` must be an integer variable or None; got"
-      f" {_shown(global_step)}. Use tf.Variable(0, dtype=tf.int64)."
-    )
-  if not tf.as_dtype(global_step.dtype).is_integer:
-    raise TypeError(
-      "`global_step` must be an integer variable; its dtype is"
-      f" {tf.as_dtype(global_step.dtype).name}. Use"
-      " tf.Variable(0, dtype=tf.int64), or `var_list=` for what is to be"
-      " trained."
+      f" {_shown(global_step)}. Use tf.Variable(0, dtype=tf.int64), or"
+      " `var_list=` for what is to be trained."
     )
 
 
@@ -163,14 +158,15 @@ def _check_gradient(grad: Any, variable: Any) -> Any:
   if isinstance(grad, tf.IndexedSlices):
     shape = tf.TensorShape([None]).concatenate(grad.values.shape[1:])
   else:
-    try:
-      grad = tf.convert_to_tensor(grad)
-    except (TypeError, ValueError) as error:
-      raise _not_a_gradient(grad, variable) from error
+    grad = tf.convert_to_tensor(grad)
     shape = grad.shape
   is_complex = tf.as_dtype(variable.dtype).is_complex
   if not (grad.dtype.is_floating or (grad.dtype.is_complex and is_complex)):
-    raise _not_a_gradient(grad, variable)
+    raise TypeError(
+      "`grads_and_vars` must hold gradients of floating numbers, or of complex"
+      f" ones where the variable is complex; that of {path_of(variable)} is"
+      f" {_shown(grad)}. Pass what a tape or compute_gradients() returned."
+    )
   expected = tf.TensorShape(variable.shape)
   if not shape.is_compatible_with(expected):
     raise ValueError(
@@ -179,15 +175,6 @@ def _check_gradient(grad: Any, variable: Any) -> Any:
       f" {expected}. Pair each gradient with its own variable."
     )
   return grad
-
-
-def _not_a_gradient(grad: Any, variable: Any) -> TypeError:
-  """The error for a value that is no gradient."""
-  return TypeError(
-    "`grads_and_vars` must hold tensors of floating numbers, or of complex ones"
-    f" where the variable is complex; the gradient of {path_of(variable)} is"
-    f" {_shown(grad)}. Pass what a tape or compute_gradients() returned."
-  )
 
 
 def _shown(value: Any) -> str:

@@ -3,7 +3,7 @@
 #
 #   bash tools/bazel_test.sh                            # every test
 #   bash tools/bazel_test.sh //tests/unit:groups_test   # one of them
-#   bash tools/bazel_test.sh --test_tag_filters=slow,smoke   # as .ci/run does
+#   bash tools/bazel_test.sh --test_tag_filters=slow   # as .ci/run does
 #
 # Fails when a test fails, when Bazel fails and when there is no test. BAZEL
 # chooses the program; otherwise it is one on PATH, Debian's, or npm's, whichever

@@ -150,8 +150,8 @@ MUTANTS = [
   Mutant("bucket one byte too small", "gradients/packing.py", "filled + size > bucket_bytes", "filled + size >= bucket_bytes", "unit/packing"),
   Mutant("last buffer lost", "gradients/packing.py", "zip(buckets, joined, reduced, strict=True)", "zip(buckets, joined, reduced)", "unit/packing"),
   # Groups, and what is checked.
-  Mutant("duplicate replica let through", "groups.py", "if index[index_of_replica] >= 0:", "if index[index_of_replica] > 0:", "unit/groups"),
-  Mutant("replica out of range", "groups.py", "if not 0 <= replica < total:", "if not 0 <= replica <= total:", "unit/groups"),
+  Mutant("duplicate replica let through", "groups.py", "if times[i] > 1]", "if times[i] > 2]", "unit/groups"),
+  Mutant("replica out of range", "groups.py", "if not 0 <= i < total]", "if not 0 <= i <= total]", "unit/groups"),
   Mutant("strided is contiguous", "groups.py", "reshape(group_size, -1).T", "reshape(-1, group_size)", "unit/groups"),
   Mutant("hosts between graphs", "groups.py", "return contiguous(num_replicas, len(devices))", "return strided(num_replicas, len(devices))", "unit/groups"),
   Mutant("weights of another shape", "validation.py", "if not shape.is_compatible_with(expected):", "if False:", "unit/validation"),

@@ -182,7 +182,7 @@ def test_groups_of_another_strategy_are_an_error() -> None:
     layer = layers.SyncBatchNormalization([[0, 1]])
     layer.build((None, 2))
   before = [v.numpy() for v in layer.variables]
-  with pytest.raises(ValueError, match="each of the 4 replicas"):
+  with pytest.raises(ValueError, match=r"range\(4\) .* 2 is missing"):
     testbed.run(lambda: layer(tf.ones([3, 2]), training=True))
   for own, value in zip(layer.variables, before, strict=True):
     np.testing.assert_array_equal(own.numpy(), value)

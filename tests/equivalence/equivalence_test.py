@@ -211,14 +211,5 @@ def test_each_way_where_tf_keras_is_tf_dot_keras(way: str) -> None:
   _check(variables, "strided", expected, exact=True)
 
 
-@pytest.mark.parametrize("update", UPDATES)
-def test_the_oracle_is_right(update: str) -> None:
-  task = testbed.Regression(seed=3)
-  plain = testbed.train_plain(task, [0, 2], testbed.OPTIMIZERS[update]())
-  by_hand = oracle.train(task.x, task.y, task.initial, [0, 2], "mean", update)
-  for actual, expected in zip(plain, by_hand, strict=True):
-    testbed.assert_close(actual, expected, update)
-
-
 if __name__ == "__main__":
   raise SystemExit(pytest.main([__file__, "-q"]))

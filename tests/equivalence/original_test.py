@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from benchmarks import original
 from tests.support import covering, testbed, tpu_tasks
-from tf_cross_shard import CrossShardOptimizer, virtual_tpu
+from tf_cross_shard import CrossShardOptimizer
 
 # Every day equivalence_test has the numbers.
 _v1 = tf.compat.v1.train
@@ -36,7 +36,7 @@ def _original(
   task: tpu_tasks.Task, name: str, **options: Any
 ) -> tuple[Any, Any, Any]:
   """Strategy, model and step of the original."""
-  strategy = tpu_tasks.virtual(4)
+  strategy = testbed.virtual(4)
   with strategy.scope():
     model = task.model()
   optimizer = original.Original(
@@ -53,7 +53,7 @@ def _ours(
   task: tpu_tasks.Task, name: str, **options: Any
 ) -> tuple[Any, Any, Any]:
   """Strategy, model and step of ours."""
-  strategy = tpu_tasks.virtual(4)
+  strategy = testbed.virtual(4)
   with strategy.scope():
     model = task.model()
     optimizer = CrossShardOptimizer(PAIRS[name][1](), **options)
@@ -72,10 +72,7 @@ def _train(task: tpu_tasks.Task, made: tuple[Any, Any, Any]) -> Any:
   """Every replica's weights after all steps."""
   strategy, model, step = made
   for x, y in zip(task.x, task.y, strict=True):
-    data = (
-      tpu_tasks.distribute(strategy, x),
-      tpu_tasks.distribute(strategy, y),
-    )
+    data = [testbed.per_replica(strategy, values) for values in (x, y)]
     strategy.run(step, args=data)
   return tpu_tasks.weights_of(model, 4)
 
@@ -103,31 +100,6 @@ def test_the_same_weights(grouping: str, name: str, reduction: str) -> None:
   if table is not None:
     first, other = table[0][0], table[1][0]
     assert tpu_tasks.furthest(theirs[first], theirs[other]) > 1e-3
-
-
-@pytest.mark.parametrize(
-  ("grouping", "model", "name"),
-  covering.pairwise([GROUPINGS, list(tpu_tasks.MODELS), ("SGD", "Adam")]),
-)
-def test_no_more_on_the_wire(grouping: str, model: str, name: str) -> None:
-  task = tpu_tasks.task(tpu_tasks.MODELS[model], 4, steps=1)
-  options = {"group_assignment": testbed.GROUPINGS[grouping]}
-  reports = []
-  for strategy, _, step in (
-    _original(task, name, **options),
-    _ours(task, name, **options),
-  ):
-    args = (tf.constant(task.x[0, 0]), tf.constant(task.y[0, 0]))
-    reports.append(
-      virtual_tpu.compile_for("v5e:2x2", step, args, strategy=strategy)
-    )
-  theirs, mine = reports
-  assert theirs.wire_bytes > 0
-  assert len(mine.collectives) <= len(theirs.collectives)
-  assert mine.wire_bytes <= theirs.wire_bytes
-  assert [each.groups for each in mine.collectives] == [
-    each.groups for each in theirs.collectives
-  ]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tests.support import tpu_tasks
+from tests.support import testbed, tpu_tasks
 from tf_cross_shard import CrossShardOptimizer, groups, virtual_tpu
 
 TOPOLOGIES = {"v5e:4x2": 8, "v5p:2x2x2": 8, "v6e:16x16": 256}
@@ -19,7 +19,7 @@ def _compile(
   make_model: Callable[[], Any] = tpu_tasks.dense,
 ) -> tuple[virtual_tpu.Report, int]:
   """The report on a training step, and the size of its float32 gradients."""
-  strategy = tpu_tasks.virtual(TOPOLOGIES[topology])
+  strategy = testbed.virtual(TOPOLOGIES[topology])
   with strategy.scope():
     model = make_model()
     optimizer = make_optimizer()
@@ -107,19 +107,6 @@ def test_state_in_shards() -> None:
     ["reduce-scatter", "all-to-all"],
   )
   assert {each.groups for each in sharded.collectives} == {halves.assignment}
-
-
-def test_groups_along_the_slice() -> None:
-  """Rows of chips sum together, by the coordinates that libtpu tells."""
-  coordinates = virtual_tpu.coordinates("v5e:4x2")
-  rows = groups.along(coordinates, "x")
-  assert rows.num_groups == 2
-  for row in rows:
-    assert len({coordinates[replica][1] for replica in row}) == 1
-  report, _ = _compile(
-    "v5e:4x2", lambda: CrossShardOptimizer("sgd", group_assignment=rows)
-  )
-  assert {each.groups for each in report.collectives} == {rows.assignment}
 
 
 if __name__ == "__main__":

@@ -26,13 +26,14 @@ ROUNDING = 2e-5
 
 
 run = functools.partial(programs.run, path=[MIGRATION])
+fork = functools.partial(programs.fork, path=[MIGRATION])
 
 
 def before(folder: Path, steps: int) -> dict[int, float]:
   """Lets `before.py` train; returns the losses by step."""
   script = str(MIGRATION / "before.py")
   return losses_in(
-    run([script, f"--folder={folder}", f"--steps={steps}"], folder)
+    fork([script, f"--folder={folder}", f"--steps={steps}"], folder)
   )
 
 
@@ -123,7 +124,7 @@ def test_towers_learn_what_one_device_learns(tmp_path: Path) -> None:
   outputs = {}
   for towers in ("4", "1"):
     arguments = [f"--towers={towers}", f"--data_dir={tmp_path}", "--epochs=5"]
-    outputs[towers] = run(
+    outputs[towers] = fork(
       [script, *arguments, f"--picture={picture}"], tmp_path
     )
     assert f"{towers} towers on " in outputs[towers]

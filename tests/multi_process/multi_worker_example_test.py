@@ -16,14 +16,14 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support import programs
+from tests.support import pages, programs
 from tf_cross_shard.multi_worker import launch
 from tf_cross_shard_cli import __main__ as command_line
 
 pytestmark = pytest.mark.slow
 
 EXAMPLE = programs.PROJECT / "examples" / "multi_worker.py"
-PAGE = programs.PROJECT / "docs" / "multi_worker.md"
+PAGE = "docs/multi_worker.md"
 SECONDS = 120  # For one run, on a busy machine.
 
 
@@ -102,12 +102,6 @@ def test_one_command_and_slurm_train_alike(
 # The page.
 
 
-def blocks(language: str) -> list[str]:
-  """The page's blocks in one language."""
-  text = PAGE.read_text(encoding="utf-8")
-  return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
-
-
 def run_shell(script: str, variables: Mapping[str, str] | None = None) -> str:
   """What sh prints."""
   environment = {"PATH": os.environ["PATH"], **(variables or {})}
@@ -123,10 +117,10 @@ def run_shell(script: str, variables: Mapping[str, str] | None = None) -> str:
 
 def test_programs_of_the_page_run(tmp_path: Path) -> None:
   """With the page's own TF_CONFIG, but for the hosts; `even` behind `fit`."""
-  training, on_gpus, evening = blocks("python")
-  compile(on_gpus, str(PAGE), "exec")
+  training, on_gpus, evening = pages.blocks(PAGE, "python")
+  compile(on_gpus, PAGE, "exec")
   batches = "batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)\n"
-  by_hand, _, _ = blocks("sh")
+  by_hand, _, _ = pages.blocks(PAGE, "sh")
   assert by_hand.rstrip().endswith("python train.py")
   show = by_hand.replace("python train.py", 'printf %s "$TF_CONFIG"')
   text = run_shell(show)
@@ -153,7 +147,7 @@ def test_programs_of_the_page_run(tmp_path: Path) -> None:
 def test_the_command_of_the_page_prints_what_is_set_by_hand(
   capsys: pytest.CaptureFixture[str],
 ) -> None:
-  by_hand, commands, _ = blocks("sh")
+  by_hand, commands, _ = pages.blocks(PAGE, "sh")
   _, prints, _ = commands.splitlines()
   assert prints.startswith("tf-cross-shard launch ")
   assert command_line.main(prints.split()[1:]) == 0
@@ -162,7 +156,7 @@ def test_the_command_of_the_page_prints_what_is_set_by_hand(
 
 def test_slurm_script_of_the_page_is_a_script(tmp_path: Path) -> None:
   """With another srun, which fails twice."""
-  _, _, script = blocks("sh")
+  _, _, script = pages.blocks(PAGE, "sh")
   srun = tmp_path / "srun"
   srun.write_text(
     f'#!/bin/sh\necho "srun $@"; echo x >> {tmp_path}/n\n'
@@ -175,7 +169,7 @@ def test_slurm_script_of_the_page_is_a_script(tmp_path: Path) -> None:
 
 def test_kubernetes_shell_sets_tf_config() -> None:
   index = 2
-  (manifest,) = blocks("yaml")
+  (manifest,) = pages.blocks(PAGE, "yaml")
   _, _, lines = manifest.partition("args:\n        - |\n")
   lines = lines.replace("exec python train.py", 'printf %s "$TF_CONFIG"')
   variables = {"WORKERS": "3", "JOB_COMPLETION_INDEX": str(index)}
@@ -187,7 +181,7 @@ def test_kubernetes_shell_sets_tf_config() -> None:
 
 def test_page_names_what_there_is() -> None:
   """The names of the example."""
-  text = PAGE.read_text(encoding="utf-8")
+  text = pages.text(PAGE)
   example = EXAMPLE.read_text()
   for name in ("slurm_resolver", "batches", "report"):
     assert f"`{name}`" in text

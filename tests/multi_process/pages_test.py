@@ -14,7 +14,7 @@ import re
 
 import pytest
 
-from tests.support import pages, programs
+from tests.support import pages, workers
 
 pytestmark = pytest.mark.slow
 
@@ -69,11 +69,11 @@ def test_program_runs_and_prints_what_the_page_says(
   if (page, number) not in WORKERS:
     pages.check(page, program, tmp_path)
     return
-  (tmp_path / "program.py").write_text(program)
-  launch = ["-m", "tf_cross_shard", "launch", "--workers=2", "program.py"]
-  output = programs.run(launch, tmp_path)
-  for index, line in enumerate(WORKERS[page, number]):
-    assert re.search(rf"^\[worker {index}\] {line}$", output, re.MULTILINE)
+  path = tmp_path / "program.py"
+  path.write_text(program)
+  printed = workers.run("program", 2, arguments={"path": path})
+  for worker, line in zip(printed, WORKERS[page, number], strict=True):
+    assert re.search(rf"^{line}$", worker.output, re.MULTILINE)
     assert line in pages.text(page)
 
 

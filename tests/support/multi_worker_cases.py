@@ -135,11 +135,32 @@ def _summing(
   )
 
 
-def _zeros(like: Sequence[np.ndarray]) -> list[Any]:
-  return [
-    tf.keras.Variable(np.zeros_like(each), dtype=each.dtype.name)
-    for each in like
-  ]
+def _summed(
+  strategy: tf.distribute.Strategy,
+  grouping: str,
+  like: Sequence[np.ndarray],
+  **options: Any,
+) -> tuple[list[Any], CrossShardOptimizer]:
+  """Weights of 0, and the optimizer that is built on them."""
+  with strategy.scope():
+    variables = [
+      tf.keras.Variable(np.zeros_like(each), dtype=each.dtype.name)
+      for each in like
+    ]
+    optimizer = _summing(strategy, grouping, **options)
+    optimizer.build(variables)
+  return variables, optimizer
+
+
+def _stepper(
+  strategy: tf.distribute.Strategy, variables: Sequence[Any], optimizer: Any
+) -> Callable[..., Any]:
+  """One function that applies this replica's gradients."""
+
+  def step(*grads: tf.Tensor) -> None:
+    optimizer.apply_gradients(zip(grads, variables, strict=True))
+
+  return _run(strategy, step, "function")
 
 
 def dense_sum(
@@ -151,10 +172,7 @@ def dense_sum(
 ) -> list[np.ndarray]:
   """The negative sums, as the weights hold them after a step."""
   mine = dense_gradients(kind, place_of(strategy))
-  with strategy.scope():
-    variables = _zeros(mine)
-    optimizer = _summing(strategy, grouping, **options)
-    optimizer.build(variables)
+  variables, optimizer = _summed(strategy, grouping, mine, **options)
 
   def step(*grads: tf.Tensor) -> None:
     if mode == "cond":
@@ -175,15 +193,10 @@ def int8_steps(
 ) -> list[np.ndarray]:
   """Weights, then what is left, after steps with `int8_gradients`."""
   rows = int8_gradients(place_of(strategy))
-  with strategy.scope():
-    variables = _zeros([row[0] for row in rows])
-    optimizer = _summing(strategy, grouping, wire_dtype="int8", **options)
-    optimizer.build(variables)
-
-  def step(*grads: tf.Tensor) -> None:
-    optimizer.apply_gradients(zip(grads, variables, strict=True))
-
-  run = _run(strategy, step, "function")
+  variables, optimizer = _summed(
+    strategy, grouping, [row[0] for row in rows], wire_dtype="int8", **options
+  )
+  run = _stepper(strategy, variables, optimizer)
   for grads in zip(*rows, strict=True):
     run(*map(tf.constant, grads))
   return own([*variables, *optimizer._step.wire.variables])
@@ -203,17 +216,10 @@ def islands(
   The gradients of call `c` are `c` times those of `dense_sum`.
   """
   mine = dense_gradients("small", place_of(strategy))
-  with strategy.scope():
-    variables = _zeros(mine)
-    optimizer = _summing(strategy, grouping)
-    optimizer.build(variables)
+  variables, optimizer = _summed(strategy, grouping, mine)
   outer = callbacks.OuterOptimizer(2, tf.keras.optimizers.SGD(1.0))
   outer.build(optimizer, variables)
-
-  def step(*grads: tf.Tensor) -> None:
-    optimizer.apply_gradients(zip(grads, variables, strict=True))
-
-  run = _run(strategy, step, "function")
+  run = _stepper(strategy, variables, optimizer)
   joined = []
   for call in (1.0, 2.0, 3.0):
     run(*(tf.constant(call * each) for each in mine))
@@ -273,19 +279,12 @@ def late_islands(
   mine = dense_gradients("small", place_of(strategy))
 
   def train() -> tuple[list[np.ndarray], int]:
-    with strategy.scope():
-      variables = _zeros(mine)
-      optimizer = _summing(strategy, grouping)
-      optimizer.build(variables)
+    variables, optimizer = _summed(strategy, grouping, mine)
     outer = callbacks.OuterOptimizer(
       optimizer=tf.keras.optimizers.SGD(1.0), wire_dtype=wire_dtype, **LATE
     )
     outer.build(optimizer, variables)
-
-    def step(*grads: tf.Tensor) -> None:
-      optimizer.apply_gradients(zip(grads, variables, strict=True))
-
-    run = _run(strategy, step, "function")
+    run = _stepper(strategy, variables, optimizer)
     for call in range(1, LATE_CALLS + 1):
       run(*(tf.constant(call * each) for each in mine))
       outer.step()
@@ -364,10 +363,9 @@ def sparse_sum(
 ) -> list[np.ndarray]:
   """The negative sums in a table and in a dense variable."""
   ids, values, dense = sparse_gradients(kind, place_of(strategy))
-  with strategy.scope():
-    table, bias = _zeros([np.zeros((ROWS, 2), "f4"), dense])
-    optimizer = _summing(strategy, grouping, **options)
-    optimizer.build([table, bias])
+  (table, bias), optimizer = _summed(
+    strategy, grouping, [np.zeros((ROWS, 2), "f4"), dense], **options
+  )
 
   def step(ids: tf.Tensor, values: tf.Tensor, dense: tf.Tensor) -> None:
     rows = tf.IndexedSlices(values, ids, tf.constant([ROWS, 2], ids.dtype))
@@ -467,10 +465,7 @@ def retrace(
   """Worker 1 alone traces its step anew, for a tensor of another shape."""
   mine = place_of(strategy)
   given = dense_gradients("retrace", mine)
-  with strategy.scope():
-    variables = _zeros(given)
-    optimizer = _summing(strategy, grouping)
-    optimizer.build(variables)
+  variables, optimizer = _summed(strategy, grouping, given)
   traced = []
 
   @tf.function(autograph=False)
@@ -783,16 +778,10 @@ def powers_of_two(
 ) -> dict[str, Any]:
   """Replica r has 2 ** r as each gradient, in r + 1 rows of a table."""
   counter = tf.Variable(0, dtype=tf.int64)  # one in each process
-  with strategy.scope():
-    weight = tf.keras.Variable(np.zeros([3], "f4"))
-    table = tf.keras.Variable(np.zeros([ROWS, 2], "f4"))
-    optimizer = CrossShardOptimizer(
-      tf.keras.optimizers.SGD(1.0),
-      "sum",
-      group_assignment=GROUPINGS[strategy.num_replicas_in_sync][grouping],
-      wire_dtype=wire_dtype,
-    )
-    optimizer.build([weight, table])
+  zeros = [np.zeros(shape, "f4") for shape in ([3], [ROWS, 2])]
+  (weight, table), optimizer = _summed(
+    strategy, grouping, zeros, wire_dtype=wire_dtype
+  )
 
   @tf.function(autograph=False)
   def step() -> None:

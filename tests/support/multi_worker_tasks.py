@@ -3,6 +3,7 @@
 import os
 import pathlib
 import pickle
+import runpy
 import sys
 import time
 import unittest.mock
@@ -138,6 +139,12 @@ def two(delay: float) -> dict[Any, Any]:
   return {"one after the other": one_after_the_other(delay), **_cells().train()}
 
 
+def program(path: pathlib.Path) -> None:
+  """Runs a program in its folder."""
+  os.chdir(path.parent)
+  runpy.run_path(str(path), run_name="__main__")
+
+
 def _cells() -> Any:
   """Imported here, for no other task needs a second Keras: it takes seconds."""
   from tests.support import interplay_workers
@@ -156,6 +163,7 @@ TASKS: dict[str, Callable[..., Any]] = {
     resume,
     local_replicas,
     two,
+    program,
   )
 }
 

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tests.support import testbed
 from tf_cross_shard import TowerSpec
 
 MODES = ("eager", "function")
@@ -50,20 +49,3 @@ def values(variables: Iterable[Any]) -> list[Any]:
 def sgd(learning_rate: Any = 1.0, **options: Any) -> Any:
   """An optimizer whose arithmetic is exact on small whole numbers."""
   return tf.keras.optimizers.SGD(learning_rate, **options)
-
-
-class Untouched:
-  """Asserts that variables and optimizers are after a failure as before."""
-
-  def __init__(self, variables: Sequence[Any], *optimizers: Any) -> None:
-    self._variables = list(variables)
-    self._optimizers = optimizers
-    self._before = self._state()
-
-  def check(self) -> None:
-    """Nothing has changed, nor has anything been added."""
-    assert self._state() == self._before
-
-  def _state(self) -> list[Any]:
-    slots = [values(testbed.variables_of(o)) for o in self._optimizers]
-    return [values(self._variables), slots]

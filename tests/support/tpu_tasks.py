@@ -103,15 +103,6 @@ def loss(model: Any, x: Any, y: Any) -> tf.Tensor:
   return tf.reduce_mean((model(x, training=True) - y) ** 2)
 
 
-def distribute(
-  strategy: tf.distribute.Strategy, per_replica: np.ndarray
-) -> Any:
-  """One slice of the first dimension for each replica."""
-  return strategy.experimental_distribute_values_from_function(
-    lambda context: tf.constant(per_replica[context.replica_id_in_sync_group])
-  )
-
-
 def weights_of(model: Any, num_replicas: int) -> list[list[np.ndarray]]:
   """Every replica's weights; asserts that there are so many replicas."""
   by_variable = [testbed.copies(variable) for variable in model.variables]
@@ -148,10 +139,3 @@ def trace(
   return lowering.trace(
     replica_fn, specs, lambda: strategy.extended.known_variables
   )
-
-
-def virtual(num_replicas: int) -> virtual_tpu.VirtualTPUStrategy:
-  """A virtual TPU; asserts that it is distributed."""
-  strategy = testbed.virtual(num_replicas)
-  assert strategy.num_replicas_in_sync == num_replicas > 1
-  return strategy

@@ -1,5 +1,4 @@
 """Wrong arguments of callbacks are refused by name, value and remedy."""
-# bazel: tags=smoke
 
 from typing import Any
 

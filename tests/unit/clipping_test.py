@@ -1,5 +1,4 @@
 """Clipping against its formulas, for dense and sparse gradients alike."""
-# bazel: tags=smoke
 
 from typing import Any
 

@@ -31,9 +31,6 @@ FEATURES: dict[str, Callable[[], Any]] = {
     ema_overwrite_frequency=1,
   ),
   "loss_scale_factor": lambda: optimizers.SGD(0.125, loss_scale_factor=1024.0),
-  "loss_scale_optimizer": lambda: optimizers.LossScaleOptimizer(
-    optimizers.Adam(0.01), initial_scale=1024.0, dynamic_growth_steps=2
-  ),
 }
 
 

@@ -106,7 +106,7 @@ def test_compile_by_signature_to_json(
 @pytest.mark.parametrize(
   ("words", "said"),
   [
-    (["groups", "--assignment", "[[0,1],[1,0]]"], "replica 1 is in it twice"),
+    (["groups", "--assignment", "[[0,1],[1,0]]"], "replica 0 is in it twice"),
     (
       ["groups", "--singletons", "3", "--topology", "v5e:2x2"],
       "v5e:2x2 has 4 devices; the groups hold 3 replicas",

@@ -104,6 +104,15 @@ def _small(folder: Path, values: dict[str, Any]) -> str:
     return saver.save(session, str(folder / "old"), write_meta_graph=False)
 
 
+def _bring(
+  folder: Path, values: dict[str, Any], model: Any, opt: Any, **options: Any
+) -> migration.Conversion:
+  """Converts a checkpoint of version 1 with these values."""
+  new = Path(tempfile.mkdtemp(dir=folder)) / "new"
+  src = _small(folder, values)
+  return migration.convert_checkpoint(src, new, model, opt, **options)
+
+
 def _deviation(training: sessions.Training, old: Saved) -> float:
   """Trains on; returns the largest deviation of losses and weights."""
   largest = sessions.largest(training.train(BEFORE, AFTER), old.losses)
@@ -249,13 +258,11 @@ def test_slots_of_classes_that_the_user_wrote(
     f"{weight}/{slot}": [i + 0.5, i + 0.25]
     for i, (weight, slot) in enumerate(itertools.product([*values], BERT))
   }
-  src = _small(tmp_path, {**values, "global_step": 6})
   weights = [tf.Variable([0.0, 0.0], name=n) for n in ("a/kernel", "a/bias")]
   make, names = OWN[name]
   made = make()
-  done = migration.convert_checkpoint(
-    src, tmp_path / "new", weights, made, names=names
-  )
+  steps = {"global_step": 6}
+  done = _bring(tmp_path, values | steps, weights, made, names=names)
   assert done.unmatched_in_checkpoint == done.unmatched_in_model == {}
   variables = {v.name: v.numpy().tolist() for v in testbed.variables_of(made)}
   for label, source in done.matched.items():
@@ -280,12 +287,12 @@ def test_the_second_of_two(tmp_path: Path) -> None:
   for i in range(2):
     values[f"beta1_power_{i}".removesuffix("_0")] = 0.5 + i / 4
     values[f"beta2_power_{i}".removesuffix("_0")] = 0.25 + i / 4
-  src, weight = _small(tmp_path, values), tf.Variable([0.0, 0.0], name="w")
+  weight = tf.Variable([0.0, 0.0], name="w")
   made = migration.from_v1(v1.train.AdamOptimizer())
   with pytest.raises(ValueError, match=r"checkpoint only:(?s:.*)  w/Adam_2 "):
-    migration.convert_checkpoint(src, tmp_path / "new", [weight], made)
-  done = migration.convert_checkpoint(
-    *(src, tmp_path / "new", [weight], made),
+    _bring(tmp_path, values, [weight], made)
+  done = _bring(
+    *(tmp_path, values, [weight], made),
     names={"w/momentum": "w/Adam_2", "w/velocity": "w/Adam_3"}
     | {"w/Adam": None, "w/Adam_1": None, "beta{}_power": None}
     | {f"beta{n}_power": f"beta{n}_power_1" for n in (1, 2)},
@@ -351,18 +358,13 @@ def test_names_for_every_weight(tmp_path: Path) -> None:
   values: dict[str, Any] = {"global_step": 1, "bert/head": [7.0]}
   for i, name in enumerate("ab"):
     values |= {f"bert/{name}": [i], average.replace("{}", name): [i + 0.5]}
-  src = _small(tmp_path, values)
   weights = [tf.Variable([0.0], name=name) for name in "ab"]
-  sgd = keras.optimizers.SGD()
+  arguments = tmp_path, values, weights, keras.optimizers.SGD()
   words = r"checkpoint only:\n  bert/a \[1\]\n  bert/b \[1\]\n  bert/head"
   with pytest.raises(ValueError, match=words):
-    migration.convert_checkpoint(
-      *(src, tmp_path / "new", weights, sgd), names={"{}": average}
-    )
+    _bring(*arguments, names={"{}": average})
   names = {"{}": average, "bert/a": None, "bert/b": None, "{}/head": None}
-  done = migration.convert_checkpoint(
-    *(src, tmp_path / "new", weights, sgd), names=names
-  )
+  done = _bring(*arguments, names=names)
   assert [weight.numpy().tolist() for weight in weights] == [[0.5], [1.5]]
   assert done.unmatched_in_checkpoint.keys() == {
     "bert/a",
@@ -373,14 +375,12 @@ def test_names_for_every_weight(tmp_path: Path) -> None:
 
 def test_what_is_left_out(tmp_path: Path) -> None:
   """A weight that stays, and its slots; and a value that another replaces."""
-  values = {"w": [1.0], "w/Momentum": [2.0], "w/average": [3.0]}
-  src = _small(tmp_path, {**values, "new/Momentum": [9.0], "global_step": 5})
+  values = {"w": [1.0], "w/Momentum": [2.0], "new/Momentum": [9.0]}
+  values |= {"w/average": [3.0], "global_step": 5}
   weights = [tf.Variable([8.0], name=name) for name in ("w", "new")]
   sgd = keras.optimizers.SGD(1.0, momentum=0.5)
-  done = migration.convert_checkpoint(
-    *(src, tmp_path / "new", weights, sgd),
-    names={"w": "w/average", "w/momentum": "w/Momentum", "new{}": None},
-  )
+  names = {"w": "w/average", "w/momentum": "w/Momentum", "new{}": None}
+  done = _bring(tmp_path, values, weights, sgd, names=names)
   assert [weight.numpy().tolist() for weight in weights] == [[3.0], [8.0]]
   slots = [v.numpy().tolist() for v in sgd.variables if len(v.shape)]
   assert slots == [[-2.0], [0.0]]
@@ -389,25 +389,19 @@ def test_what_is_left_out(tmp_path: Path) -> None:
 
 
 def test_modules_and_equal_names(tmp_path: Path) -> None:
-  src = _small(tmp_path, {"w": [1.0], "c": [3.0], "global_step": 5})
+  def bring(model: Any, names: dict[str, str | None]) -> Any:
+    values = {"w": [1.0], "c": [3.0], "global_step": 5}
+    return _bring(tmp_path, values, model, keras.optimizers.SGD(), names=names)
+
   weights = [tf.Variable([0.0], name="w") for _ in range(2)]
   with pytest.raises(ValueError, match=r"optimizer only:\n  w \[1\]\n"):
-    migration.convert_checkpoint(
-      *(src, tmp_path / "new", weights, keras.optimizers.SGD()),
-      names={"w#2": "w"},
-    )
-  done = migration.convert_checkpoint(
-    *(src, tmp_path / "new", weights, keras.optimizers.SGD()),
-    names={"w": "c", "w#2": "w"},
-  )
+    bring(weights, {"w#2": "w"})
+  done = bring(weights, {"w": "c", "w#2": "w"})
   assert done.matched.keys() == {"w", "w#2", "iterations"}
   assert [weight.numpy().tolist() for weight in weights] == [[3.0], [1.0]]
   module = tf.Module()
   module.w = tf.Variable([0.0], name="w")
-  migration.convert_checkpoint(
-    *(src, tmp_path / "other", module, keras.optimizers.SGD()),
-    names={"c": None},
-  )
+  bring(module, {"c": None})
   assert module.w.numpy().tolist() == [1.0]
 
 
@@ -461,17 +455,14 @@ def test_the_count_of_steps(is_v1: bool, tmp_path: Path) -> None:
     ({}, {"iterations": 9}, 9),
     ({"my_step": 7}, {"names": {"iterations": "my_step"}}, 7),
   ]
-  for i, (values, options, steps) in enumerate(cases):
-    src = _small(tmp_path, {"w": [1.0, 2.0], **values})
-    new = tmp_path / f"new{i}"
-    migration.convert_checkpoint(src, new, [weight], sgd, **options)
+  for values, options, steps in cases:
+    _bring(tmp_path, {"w": [1.0, 2.0], **values}, [weight], sgd, **options)
     assert int(sgd.iterations) == steps
   for values in ({}, {"a/global_step": 1, "b/global_step": 2}):
-    src = _small(tmp_path, {"w": [1.0, 2.0], **values})
     with pytest.raises(
       ValueError, match=r"iterations \[\]\nWrite iterations=S"
     ):
-      migration.convert_checkpoint(src, tmp_path / "new", [weight], sgd)
+      _bring(tmp_path, {"w": [1.0, 2.0], **values}, [weight], sgd)
 
 
 @pytest.mark.parametrize("is_around", [True, False])

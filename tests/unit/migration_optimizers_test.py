@@ -4,7 +4,6 @@ The oracle is the version 1 optimizer itself, which is fed the group's sum. The
 kernels are the same, so that numbers are equal to the bit where no other
 program computes them.
 """
-# bazel: tags=smoke
 
 import importlib
 import pickle
@@ -400,29 +399,19 @@ def _graph_tensor() -> Any:
       r"`opt` must not be or contain .* reduced twice",
     ),
     (
-      lambda: train.ProximalAdagradOptimizer(0.5),
-      TypeError,
-      r"cannot be converted; got .*'ProximalAdagrad', and known are Gradient",
-    ),
-    (
       lambda: type("Mine", (train.AdamOptimizer,), {})(),
       TypeError,
-      r"cannot be converted; got .*Mine 'Adam'",
-    ),
-    (
-      lambda: train.SyncReplicasOptimizer(train.AdamOptimizer(), 2),
-      TypeError,
-      r"cannot be converted; .* Convert the one within",
+      r"be converted; got .*Mine 'Adam', and known are Gradient.* the one with",
     ),
     (
       lambda: train.AdamOptimizer(_graph_tensor()),
       ValueError,
-      r"`learning_rate` is Tensor.* belongs to a graph",
+      r"`learning_rate` is .*Tensor.* make it in eager execution",
     ),
     (
       lambda: train.AdamOptimizer(0.5, beta1=lambda: 0.5),
       ValueError,
-      r"`beta_1` is .*, and only a learning rate may change",
+      r"`beta_1` is .* Only a learning rate may change",
     ),
     (
       lambda: train.AdamOptimizer(

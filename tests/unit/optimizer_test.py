@@ -293,12 +293,12 @@ class TestBadInput:
     assert float(weight.numpy()) == -2.0
 
   def test_apply(self) -> None:
-    optimizer = CrossShardOptimizer("sgd")
-    with pytest.raises(ValueError, match="not built"):
-      optimizer.apply([tf.constant(1.0)])
-    weight = keras.Variable(1.0)
-    with pytest.raises(ValueError, match="one gradient per variable"):
-      optimizer.apply([tf.constant(1.0)] * 2, [weight])
+    optimizer, weight = CrossShardOptimizer(_sgd()), keras.Variable(1.0)
+    for variables in (None, [weight] * 2):
+      with pytest.raises(ValueError, match=r"per variable; .* call build"):
+        optimizer.apply([tf.constant(1.0)], variables)
+    optimizer.apply([tf.constant(1.0)], (v for v in [weight]))  # As Keras.
+    assert float(weight.numpy()) == 0.0
 
 
 def test_names_and_gates() -> None:

@@ -1,5 +1,4 @@
 """The arguments of an optimizer: checked, kept in its configuration, shown."""
-# bazel: tags=smoke
 
 import json
 import re

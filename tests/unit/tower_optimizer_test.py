@@ -266,21 +266,6 @@ class TestMembers:
     assert int(step(batch()).train_op) == int(optimizer.iterations) == 2
     assert [float(c), int(global_step)] == [4.0, 7]
 
-  def test_names_slots_and_variables(self) -> None:
-    opt = keras.optimizers.Adam(1.0, name="mine")
-    optimizer, c = TowerOptimizer(opt), keras.Variable(10.0, name="c")
-    assert optimizer.get_name() == "mine"
-    assert optimizer.get_slot_names() == []
-    assert optimizer.get_slot(c, "momentum") is None
-    _pairs(optimizer, c)
-    assert optimizer.get_slot_names() == ["momentum", "velocity"]
-    slot = optimizer.get_slot(c, "momentum")
-    assert abs(float(slot.numpy()) - 0.3) < 1e-6
-    assert optimizer.get_slot(c, "none") is None
-    ids = [id(v) for v in opt.variables]
-    assert [id(v) for v in optimizer.variables] == ids
-    assert [id(v) for v in optimizer.variables()] == ids
-
   def test_has_been_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tower_optimizer.Tower, "_was_used", False)
     optimizer, c = TowerOptimizer(sgd), tf.Variable(1.0)

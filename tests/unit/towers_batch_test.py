@@ -1,5 +1,4 @@
 """Nests of tensors cut into parts along axis 0, and joined again."""
-# bazel: tags=smoke
 
 from typing import Any
 
@@ -52,14 +51,6 @@ def test_there_and_back(count: int, length: int) -> None:
     assert _lists(whole[name]) == _lists(tree[name])
   assert _lists(whole["ragged"][0]) == _lists(tree["ragged"][0])
   assert whole["ragged"][1] is None
-
-
-def test_nests() -> None:
-  assert batch.split("x", None, 3) == [None] * 3
-  assert batch.split("x", [], 2) == [[], []]
-  first, second = batch.split("x", [tf.range(2), [tf.range(4), None]], 2)
-  assert (_lists(first[0]), _lists(second[1][0])) == ([0], [2, 3])
-  assert second[1][1] is None
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tests.support import testbed, towers_bed
-from tests.support.towers_bed import (
-  FOUR,
-  TWO,
-  batch,
-  caller,
-  sgd,
-)
+from tests.support.towers_bed import FOUR, TWO, batch, caller, sgd
 from tf_cross_shard import (
   ModeKeys,
   TowerOptimizer,
@@ -53,31 +46,6 @@ def test_nests_of_predictions_and_exports() -> None:
   assert _lists(spec.export_outputs["serving"]["sum"]) == [3.0, 7.0, 11.0, 15.0]
   assert (type(spec), spec.mode) == (TowerSpec, PREDICT)
   assert spec.loss is spec.train_op is spec.metrics is None
-
-
-def test_unused_tensors_have_to_divide_too() -> None:
-  c, global_step = tf.Variable(10.0), tf.Variable(0)
-  optimizer = TowerOptimizer(sgd(momentum=0.5))
-  testbed.build(optimizer, [c])
-
-  def model_fn(features: Any, labels: Any, mode: str) -> TowerSpec:
-    loss = tf.reduce_sum(c * features["x"])
-    train_op = optimizer.minimize(loss, global_step, [c])
-    return TowerSpec(mode, loss, train_op, {"other": labels})
-
-  replicated = replicate_model_fn(model_fn, devices=TWO)
-  sizes = [tf.TensorSpec([None]), tf.TensorSpec([None])]
-
-  @tf.function(input_signature=sizes)
-  def step(x: Any, other: Any) -> Any:
-    return replicated({"x": x}, other).predictions
-
-  step(tf.ones([4]), tf.ones([2]))
-  untouched = towers_bed.Untouched([c, global_step], optimizer)
-  for _ in range(5):  # Nothing may depend on which operation comes first.
-    with pytest.raises(tf.errors.InvalidArgumentError):
-      step(tf.ones([4]), tf.ones([3]))
-    untouched.check()
 
 
 @pytest.mark.parametrize(

@@ -29,44 +29,6 @@ from tf_cross_shard import (
 keras = tf.keras
 
 
-def _make(kind: str, value: float, name: str) -> Any:
-  """A variable, made in one of several ways."""
-  if kind == "keras":
-    return keras.Variable(value, name=name)
-  return tf.Variable(value, name=name)
-
-
-@pytest.mark.parametrize(
-  ("kind", "mode"),
-  [("tf", "function"), ("keras", "eager")],
-)
-def test_made_once_for_all_towers_steps_and_modes(kind: str, mode: str) -> None:
-  optimizer = TowerOptimizer(sgd)
-
-  def model_fn(features: Any, mode: str) -> TowerSpec:
-    c, d = _make(kind, 10.0, "c"), _make(kind, 5.0, "d")
-    loss = tf.reduce_sum(c * features - d)
-    train_op = None
-    if mode == "train":
-      train_op = optimizer.minimize(loss, var_list=[c, d])
-    return TowerSpec(mode, loss, train_op, features * c)
-
-  replicated = replicate_model_fn(model_fn, devices=TWO)
-  step = caller(replicated, mode)
-  losses = [
-    float(step(batch(*rows)).loss) for rows in (([1.0], [2.0]), ([3.0], [-1.0]))
-  ]
-  assert losses == [30.0 - 10.0, 14.0 - 14.0]
-  assert len(replicated.variables) == 2  # The optimizer has its own.
-  c, d = (named(replicated.variables, name) for name in "cd")
-  assert values([c, d]) == [5.0, 9.0]
-  # What is predicted, and evaluated, is of the weights that were trained.
-  run = caller(lambda x, mode: replicated(x, mode=mode), mode)
-  spec = run(batch(), mode=ModeKeys.PREDICT)
-  assert spec.predictions.numpy().tolist() == [[5.0], [10.0]]
-  assert float(run(batch(), mode="eval").loss) == 15.0 - 18.0
-
-
 def test_get_variable_goes_by_name() -> None:
   def model_fn(features: Any, mode: str, params: Any) -> TowerSpec:
     by_name = {}

@@ -147,7 +147,7 @@ def test_dtypes() -> None:
 
 
 def test_what_tpus_do_not_do() -> None:
-  engine = tpu.TPU(tpu_tasks.virtual(2), groups.contiguous(2, 2))
+  engine = tpu.TPU(testbed.virtual(2), groups.contiguous(2, 2))
   with pytest.raises(TypeError, match=r"TPUs sum bfloat16, .* int64\."):
     engine.all_reduce_sum([tf.zeros([2], tf.int64)])
   assert not engine.keeps_rows
@@ -164,7 +164,7 @@ def test_wrong_number_of_replicas() -> None:
 
 
 def test_which_strategies_are_one_program() -> None:
-  assert tpu.is_tpu(tpu_tasks.virtual(2))
+  assert tpu.is_tpu(testbed.virtual(2))
   assert not tpu.is_tpu(testbed.mirrored())
   assert not tpu.is_tpu(tf.distribute.get_strategy())
 

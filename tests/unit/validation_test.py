@@ -135,15 +135,8 @@ def _rows(*shape: int) -> tf.IndexedSlices:
       ValueError,
       ["gradient of v has shape (None, 4)", "(5, 2)"],
     ),
-    *(
-      (lambda g=gradient: [(_made(g), tf_variable())], TypeError, ["floating"])
-      for gradient in (
-        object(),
-        lambda: tf.sparse.from_dense([1.0]),
-        "text",
-        lambda: tf.constant([1, 2]),
-      )
-    ),
+    (lambda: [("text", tf_variable())], TypeError, ["floating"]),
+    (lambda: [(tf.constant([1, 2]), tf_variable())], TypeError, ["floating"]),
   ],
 )
 def test_bad_pairs_are_refused(
@@ -207,8 +200,8 @@ def test_integer_steps_are_accepted() -> None:
 @pytest.mark.parametrize(
   ("step", "words"),
   [
-    (lambda: tf.Variable(0.0), "its dtype is float32"),
-    (lambda: keras_variable(0.0), "its dtype is float32"),
+    (lambda: tf.Variable(0.0), "dtype=float32"),
+    (lambda: keras_variable(0.0), "dtype=float32"),
     (lambda: 0, "got 0"),
     (_tensor, "got <tf.Tensor"),
   ],

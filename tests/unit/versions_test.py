@@ -40,10 +40,7 @@ def _refusal(module: types.ModuleType) -> str:
   [
     ("tensorflow", "2.15.1", "needs TensorFlow 2.16 or newer, but 2.15.1 is"),
     ("tensorflow", "2.16.0rc0", "pip install --upgrade 'tensorflow>=2.16'"),
-    ("keras", "3.7.0", "needs Keras 3.8 or newer, but 3.7.0 is installed"),
-    ("keras", "3.8.0.dev0", "pip install --upgrade 'keras>=3.8'"),
-    ("keras", "2.15.0", "but 2.15.0 is installed"),
-    ("tf_keras", "2.15.1", "needs tf_keras 2.16 or newer, but 2.15.1 is"),
+    ("keras", "3.7.0", "pip install --upgrade 'keras>=3.8'"),
     ("tf_keras", "2.15.1", TF_KERAS_REMEDY),
   ],
 )

@@ -145,23 +145,6 @@ class TestBoth:
 
 
 class TestInFunctions:
-  def test_one_trace_for_all_iterators_of_a_type(self) -> None:
-    traces = []
-
-    @tf.function(reduce_retracing=True)
-    def step(iterator: Any) -> Any:
-      element = next(iterator)
-      traces.append(len(element.values))
-      return element.values[0]
-
-    for count, rows in ((2, 4), (3, 6), (3, 9), (3, 12)):
-      data = Dataset.range(rows).batch(rows, drop_remainder=True)
-      iterator = iter(datasets.split(data, count))
-      assert step(iterator).numpy().tolist() == list(range(rows // count))
-      with pytest.raises(tf.errors.OutOfRangeError):
-        step(iterator)
-    assert traces == [2, 3, 3]  # The third serves all numbers of rows.
-
   def test_one_trace_for_all_datasets_of_a_type(self) -> None:
     traces = []
 
@@ -192,9 +175,6 @@ class TestErrors:
     words = r"'y/0' is a SparseTensorSpec; .*tf\.sparse\.to_dense"
     with pytest.raises(ValueError, match=words):
       distribute(Dataset.from_tensors({"x": [1.0], "y": (value,)}))
-    data = _split(Dataset.range(3).batch(3))
-    with pytest.raises(TypeError, match=r"tf\.data\.Dataset.*a SplitDataset"):
-      distribute(data)
     mode = tf.distribute.InputReplicationMode.PER_REPLICA
     with pytest.raises(NotImplementedError, match=r"Leave it at PER_WORKER"):
       distribute(

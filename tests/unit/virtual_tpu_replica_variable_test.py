@@ -218,10 +218,6 @@ class TestReplicas:
     with pytest.raises(NotImplementedError, match="ONLY_FIRST_REPLICA"):
       _run(lambda: variable[:1].assign([5.0]))
 
-  def test_made_of_what_a_step_computes(self) -> None:
-    with pytest.raises(ValueError, match=r"inside `with strategy\.scope"):
-      _run(lambda: tf.Variable(tf.ones([2]) * _ids(tf.ones([2])), name="late"))
-
 
 class TestOnRead:
   """Metrics: copies stay apart and are combined when the host reads."""

@@ -12,7 +12,7 @@ import tensorflow as tf
 import tf_keras
 
 from tests.support import testbed
-from tf_cross_shard import virtual_tpu
+from tf_cross_shard import CrossShardOptimizer, virtual_tpu
 
 N = 3
 _strategy = functools.partial(testbed.virtual, N)
@@ -239,23 +239,35 @@ class TestResults:
       assert {x.dtype for x in result[name].values} == {tf.as_dtype(name)}
       assert _results(result[name]) == [x.numpy().tolist() for x in own]
 
-  def test_what_cannot_be_returned(self) -> None:
-    with pytest.raises(TypeError, match=r"must return tensors, num.*object"):
-      _run(lambda: object())
-
 
 class TestControlFlow:
   def test_sums_in_conditionals_and_loops(self) -> None:
+    """In a loop of the TPU's, and in one of the host's around it."""
+    with _strategy().scope():
+      optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(1.0), "sum")
+      weight = tf.Variable(0.0)
+      optimizer.build([weight])
+
     def replica_fn(x: tf.Tensor) -> Any:
       everywhere = tf.constant(1.0) > 0.0
       in_cond = tf.cond(everywhere, lambda: _all_reduce(x), lambda: x)
       for i in tf.range(3):
         x = _all_reduce(x) + tf.cast(i, tf.float32)
+        optimizer.apply_gradients([(x, weight)])
       return in_cond, x
 
-    in_cond, in_loop = _run(replica_fn, _marks())
+    @tf.function
+    def host(marks: Any) -> Any:
+      for _ in tf.range(2):
+        _strategy().run(replica_fn, (marks,))
+      return _strategy().run(replica_fn, (marks,))
+
+    in_cond, in_loop = host(_marks())
     assert _results(in_cond) == [7.0] * N
-    assert _results(in_loop) == [(7.0 * 3 + 1) * 3 + 2] * N
+    steps = [7.0, 7.0 * 3 + 1, (7.0 * 3 + 1) * 3 + 2]
+    assert _results(in_loop) == steps[-1:] * N
+    assert testbed.copies(weight) == [3 * N * -sum(steps)] * N
+    assert int(optimizer.iterations.numpy()) == 9
 
   def test_stacked_recurrent_layers(self) -> None:
     """Their nested loops need constants that XLA must not lose."""

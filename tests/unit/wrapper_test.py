@@ -1,5 +1,4 @@
 """The wrapper reads and writes as if it were the encapsulated optimizer."""
-# bazel: tags=smoke
 
 import copy
 import pickle
@@ -95,7 +94,7 @@ def test_what_changes_before_the_slots_come_stays(optimizer: Any) -> None:
 def test_unpickled_and_built_on_other_shapes(optimizer: Any) -> None:
   optimizer.build([keras.Variable([1.0, 2.0])])
   again = pickle.loads(pickle.dumps(optimizer))
-  with pytest.raises(ValueError, match=r"other shapes than \[\(3,\)\]"):
+  with pytest.raises(ValueError, match=r"(?s)shape.*\(3,\)"):
     again.build([keras.Variable([1.0, 2.0, 3.0])])
 
 

@@ -69,16 +69,13 @@ class Keras3Wrapper(forwarding.OptimizerWrapper, keras.optimizers.Optimizer):
     if not grads:
       return
     if trainable_variables is None:
-      if not self._inner.is_built:
-        raise ValueError(
-          "`trainable_variables` is None and the optimizer is not built. Pass"
-          " the variables, or call build(variables) first."
-        )
       trainable_variables = self._inner.unsharded_state.trainable_variables
+    trainable_variables = list(trainable_variables)
     if len(grads) != len(trainable_variables):
       raise ValueError(
         f"`grads` must hold one gradient per variable; got {len(grads)}"
-        f" gradients for {len(trainable_variables)} variables."
+        f" gradients for {len(trainable_variables)} variables. Pass the"
+        " variables, or call build(variables) first."
       )
     pairs = zip(grads, trainable_variables, strict=True)
     self._apply_pairs(*validation.check_pairs(pairs))

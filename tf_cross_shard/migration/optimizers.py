@@ -187,16 +187,11 @@ def _number(value: Any, argument: str) -> Any:
   """Returns a setting as Python's number, or a boolean."""
   if isinstance(value, bool):
     return value
-  if tf.is_tensor(value) and tf.is_symbolic_tensor(value):
+  is_of_graph = tf.is_tensor(value) and tf.is_symbolic_tensor(value)
+  if is_of_graph or callable(value) or hasattr(value, "assign"):
     raise ValueError(
-      f"`{argument}` is {value}, which belongs to a graph and has no value"
-      " here. Pass a number, and make schedules such as exponential_decay in"
-      " eager execution."
-    )
-  if callable(value) or hasattr(value, "assign"):
-    raise ValueError(
-      f"`{argument}` is {value!r}, and only a learning rate may change. Pass a"
-      " number."
+      f"`{argument}` is {value!r}, which is not one number from here on. Pass a"
+      " number. Only a learning rate may change; make it in eager execution."
     )
   return float(np.asarray(value))
 

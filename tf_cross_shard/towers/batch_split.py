@@ -81,6 +81,4 @@ def _join_leaves(parts: Sequence[Any]) -> Any:
     return None
   if isinstance(parts[0], tf.SparseTensor):
     return tf.sparse.concat(0, list(parts))  # It makes a generator of a tuple.
-  if not isinstance(parts[0], tf.RaggedTensor):
-    parts = [tf.convert_to_tensor(part) for part in parts]
   return tf.concat(parts, axis=0)

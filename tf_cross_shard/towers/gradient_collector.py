@@ -46,9 +46,15 @@ class Call:
     return self.optimizer.inner_optimizer
 
   @property
-  def label(self) -> str:
-    """The encapsulated optimizer, for errors."""
-    return f"{type(self.inner).__name__}({self.optimizer.get_name()!r})"
+  def key(self) -> tuple[int, ...]:
+    """Equal for calls of one optimizer with the same variables."""
+    return id(self.inner), *map(id, map(variables_lib.native, self.variables))
+
+  def __str__(self) -> str:
+    """The encapsulated optimizer and the variables, for errors."""
+    paths = [variables_lib.path_of(variable) for variable in self.variables]
+    name = f"{type(self.inner).__name__}({self.optimizer.get_name()!r})"
+    return f"{name} with the variables {paths}"
 
 
 class Towers:
@@ -87,12 +93,14 @@ class Towers:
         yield
     finally:
       _local.towers = self.tape = None
-    first, last = self._calls[0], self._calls[-1]
-    if len(last) < len(first):
-      raise self._odd(
-        f"called {len(last)} optimizers, tower 0 called {len(first)}:"
-        f" {first[len(last)].label} is missing"
-      )
+    for first, own in itertools.zip_longest(self._calls[0], self._calls[-1]):
+      if first is None or own is None or own.key != first.key:
+        raise ValueError(
+          "`model_fn` must call the same optimizers in the same order in every"
+          f" tower; tower {len(self._calls) - 1} called {own or 'none'} where"
+          f" tower 0 called {first or 'none'}. Nothing was applied. Call them"
+          " whatever part of the batch the tower got."
+        )
 
   def scale(self, optimizer: Any) -> float:
     """The factor of a loss; remembers that this optimizer multiplied by it."""
@@ -103,9 +111,9 @@ class Towers:
     """Keeps the gradients that one tower would apply."""
     if tf.compat.v1.get_default_graph() is not self._graph:
       raise ValueError(
-        f"{call.label} was called inside tf.cond, tf.while_loop or a"
-        " tf.function of its own within `model_fn`. Return the loss from there,"
-        " and call the optimizer in model_fn itself."
+        f"{call} was called inside tf.cond, tf.while_loop or a tf.function of"
+        " its own within `model_fn`. Return the loss from there, and call the"
+        " optimizer in model_fn itself."
       )
     if self._factor != 1.0 and id(call.inner) not in self._scaled:
       logging.log_first_n(
@@ -114,20 +122,9 @@ class Towers:
         " is wanted. They are summed: multiply the loss by %s before you"
         " differentiate it, or take them by compute_gradients or minimize.",
         1,
-        *(call.label, self.count, self._factor),
+        *(call, self.count, self._factor),
       )
-    number = len(self._calls[-1])
     self._calls[-1].append(call)
-    if number >= len(self._calls[0]):
-      raise self._odd(f"called {call.label}, which tower 0 did not call")
-    first = self._calls[0][number]
-    if call.inner is not first.inner:
-      raise self._odd(f"called {call.label} where tower 0 called {first.label}")
-    if _ids(call.variables) != _ids(first.variables):
-      raise self._odd(
-        f"called {call.label} with the variables {_paths(call.variables)},"
-        f" tower 0 with {_paths(first.variables)}"
-      )
 
   def prepare(self) -> None:
     """Makes slots, and finds what cannot be applied, before anything is."""
@@ -157,14 +154,6 @@ class Towers:
         result = last.apply(sums, last.variables)
     return result
 
-  def _odd(self, text: str) -> ValueError:
-    """The error for a tower that does other things than the first."""
-    return ValueError(
-      "`model_fn` must call the same optimizers in the same order in every"
-      f" tower; tower {len(self._calls) - 1} {text}. Nothing was applied. Call"
-      " them whatever part of the batch the tower got."
-    )
-
 
 def current() -> Towers | None:
   """The towers that the caller runs in, or None."""
@@ -176,16 +165,6 @@ def variables() -> shared_variables.CallVariables:
   """The variables of the towers around the caller; paused outside of towers."""
   towers = current()
   return _OUTSIDE if towers is None else towers.variables
-
-
-def _ids(variables: Sequence[Any]) -> list[int]:
-  """Numbers that tell variables apart, Keras' and TensorFlow's alike."""
-  return [id(variables_lib.native(variable)) for variable in variables]
-
-
-def _paths(variables: Sequence[Any]) -> list[str]:
-  """The names of variables, for errors."""
-  return [variables_lib.path_of(variable) for variable in variables]
 
 
 def _add(grads: Sequence[Gradient], variable: Any, is_mean: bool) -> Gradient:

@@ -8,7 +8,7 @@ features, labels -> split -> tower_0: model_fn -+-> merged TowerSpec
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
@@ -295,13 +295,11 @@ def _checked(spec: Any, tower: int) -> TowerSpec:
       f"`model_fn` must return a TowerSpec; in tower {tower} it returned"
       f" {spec!r}. Return TowerSpec(mode, loss=loss, ...)."
     )
-  metrics = {} if spec.metrics is None else spec.metrics
-  if not isinstance(metrics, Mapping) or not all(
-    hasattr(metric, "update_state") for metric in metrics.values()
-  ):
+  metrics = (spec.metrics or {}).values()  # In version 1 pairs of tensors.
+  if not all(hasattr(metric, "update_state") for metric in metrics):
     raise TypeError(
       "`metrics` must be a dictionary of tf.keras.metrics.Metric objects; got"
-      f" {metrics!r}. Update a Metric in model_fn and return it by a name."
+      f" {spec.metrics!r}. Update a Metric in model_fn and return it by a name."
     )
   return spec
 

@@ -138,10 +138,6 @@ def _per_replica(*parts: Any) -> Any:
 
 def _check(dataset: Any, least_rank: int) -> None:
   """Raises an error for what TPUs do not take, and what has no rows to cut."""
-  if not isinstance(dataset, tf.data.Dataset):
-    raise TypeError(
-      f"A tf.data.Dataset can be distributed; got a {type(dataset).__name__}."
-    )
   for path, spec in nest.flatten_with_joined_string_paths(dataset.element_spec):
     where = f"The dataset's component {path!r}" if path else "The dataset"
     if isinstance(spec, structure.NoneTensorSpec):

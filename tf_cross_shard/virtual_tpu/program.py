@@ -202,7 +202,7 @@ class Cache:
   """
 
   def __init__(self) -> None:
-    # The first of each pair keeps the owner, or a reference that clears up.
+    # The first of each pair is a weak reference that clears up.
     self._by_owner: dict[int, tuple[Any, dict[Any, Any]]] = {}
 
   def get(
@@ -221,31 +221,22 @@ class Cache:
       # The constants are kept because the key has only their addresses.
       programs[key] = make(), arguments.constants
       by_owner = self._by_owner
-      try:
-        kept: Any = weakref.ref(owner, lambda _: by_owner.pop(address, None))
-      except TypeError:  # With __slots__ it lives as long as the strategy.
-        kept = owner
+      kept = weakref.ref(owner, lambda _: by_owner.pop(address, None))
       by_owner[address] = kept, programs
     return programs[key][0]
 
 
-def check_results(results: Any, name: str) -> Any:
+def as_results(results: Any) -> Any:
   """Returns the results of a replica's function, as tensors."""
 
-  def check(leaf: Any) -> Any:
+  def convert(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, tf.Operation):
       return None
     if tf.is_tensor(leaf) and not variables_lib.is_variable(leaf):
       return leaf  # Also IndexedSlices and the like.
-    try:
-      return tf.convert_to_tensor(leaf)
-    except (TypeError, ValueError) as error:
-      raise TypeError(
-        f"{name}, which strategy.run runs, must return tensors, numbers or"
-        f" structures of them; it returned {leaf!r}."
-      ) from error
+    return tf.convert_to_tensor(leaf)
 
-  return tf.nest.map_structure(check, results)
+  return tf.nest.map_structure(convert, results)
 
 
 def pack_results(structure: Any, outputs: Sequence[PerReplica]) -> Any:

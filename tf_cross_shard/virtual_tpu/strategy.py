@@ -214,7 +214,6 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
   ) -> program.Program:
     """Traces `fn` for such arguments."""
     strategy = self._container_strategy()
-    name = getattr(fn, "__name__", type(fn).__name__)
     target = fn
     if tf.executing_eagerly() and not isinstance(
       fn, tf.types.experimental.PolymorphicFunction
@@ -229,7 +228,7 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
         strategy.scope(),
         replica_context.TracedReplicaContext(strategy, 0),
       ):
-        return program.check_results(target(*args, **kwargs), name)
+        return program.as_results(target(*args, **kwargs))
 
     traced = lowering.trace(
       replica_fn, arguments.specs, lambda: self.known_variables
@@ -263,13 +262,6 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
     ignored = "use_resource", "colocate_with", "partitioner", "expected_shape"
     for name in ignored:
       kwargs.pop(name, None)
-    initial = kwargs.get("initial_value")
-    if tf.is_tensor(initial) and not hasattr(initial, "numpy"):
-      raise ValueError(
-        f"The variable {kwargs.get('name')!r} is made inside a function, with"
-        " an initial value that is computed there. Make it inside"
-        " `with strategy.scope():` before the first step."
-      )
     with tf.init_scope(), tf.device(self._host):
       variable = replica_variable.ReplicaVariable(**kwargs)
     self._variables[id(variable)] = variable

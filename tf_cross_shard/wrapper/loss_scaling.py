@@ -12,8 +12,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from absl import logging
-
 
 def change_places(
   ours: Any, around: Any, methods: Mapping[str, Callable[..., Any]]
@@ -24,14 +22,7 @@ def change_places(
   """
   inner = ours._inner
   inner.outer_loss_scaler = None  # An earlier one is out of use.
-  if inner.scales_dynamically:
-    logging.info(
-      "%s encapsulates a loss scaling optimizer and is encapsulated by one,"
-      " as compile() does under mixed_float16. The inner one scales; the"
-      " outer one does nothing.",
-      ours.name,
-    )
-  else:
+  if not inner.scales_dynamically:  # Of two the inner one scales.
     inner.outer_loss_scaler = around
   vars(around).update(methods)
 

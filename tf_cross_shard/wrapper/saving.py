@@ -13,7 +13,6 @@ class SavedState:
 
   _inner: base.InnerOptimizer
   _unrestored: list[Any]  # Pickled values that wait until slots are made.
-  name: str
   _argument: str  # The constructor's name for the encapsulated optimizer.
   # Each Keras has its way.
   _serialize: Callable[[Any], Any]
@@ -78,17 +77,6 @@ class SavedState:
     """
     variables = self._inner.state
     complete = len(variables) == len(state)
-    if complete and any(
-      saved and saved[1].shape != tuple(variable.shape)
-      for saved, variable in zip(state, variables, strict=True)
-    ):
-      self._keep_until_built([])
-      shapes = [tuple(v.shape) for v in self._inner.trainable_variables]
-      raise ValueError(
-        f"{self.name} was unpickled or copied with slots for variables of other"
-        f" shapes than {shapes}. Build it on variables of the same shapes in"
-        " the same order, or make a new optimizer."
-      )
     waiting = list(state)
     for i, (saved, variable) in enumerate(zip(state, variables, strict=False)):
       # The order alone identifies variables only when all of them exist.
