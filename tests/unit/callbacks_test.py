@@ -840,32 +840,5 @@ def test_groups_are_named_by_their_rates(tmp_path: pathlib.Path) -> None:
   assert HPARAMS not in runs["ensemble"]
 
 
-def test_a_loss_that_differs_by_group_is_each_groups_own() -> None:
-  """The twin knows whose weights it has, and so does `per_group` in it."""
-  weight = tf.constant([1.0, 10.0])
-
-  def loss(y: Any, prediction: Any) -> Any:
-    error = tf.reduce_mean((y - prediction) ** 2, axis=-1)
-    return schedules.per_group(weight, CROSSED) * error
-
-  with testbed.mirrored().scope():
-    layers = [tf.keras.Input((1,)), tf.keras.layers.Dense(1, use_bias=False)]
-    model = tf.keras.Sequential(layers)
-    model.layers[-1].set_weights([np.zeros((1, 1))])
-    model.compile(
-      CrossShardOptimizer(
-        tf.keras.optimizers.SGD(0.0), group_assignment=CROSSED
-      ),
-      loss,
-    )
-  x, y = np.ones([8, 1]), np.full([8, 1], 2.0)
-  metrics = callbacks.GroupMetrics((x, y), False, batch_size=8)
-  history = model.fit(
-    x, y, batch_size=8, verbose=0, callbacks=[metrics]
-  ).history
-  assert history["val_loss/group_0"] == [4.0]
-  assert history["val_loss/group_1"] == [40.0]
-
-
 if __name__ == "__main__":
   raise SystemExit(pytest.main([__file__, "-q"]))

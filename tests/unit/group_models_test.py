@@ -352,16 +352,6 @@ def test_groups_that_are_equal_are_warned_about(said: list[str]) -> None:
 # -------------------------------------------------------------------- ensemble
 
 
-def _two_in_two_out(home: Any) -> Any:
-  """Whole numbers in the first output; probabilities in the second."""
-  inputs = {key: home.Input((3,), name=key) for key in ("x", "y")}
-  first = home.layers.Dense(4)(inputs["x"])
-  total = home.layers.Add()([first, home.layers.Dense(4)(inputs["y"])])
-  return home.Model(
-    inputs, {"sum": total, "probabilities": home.layers.Softmax()(first)}
-  )
-
-
 @in_both
 def test_an_ensemble(library: str) -> None:
   """It predicts the mean of what groups predict, by Keras' own layers.
@@ -369,7 +359,7 @@ def test_an_ensemble(library: str) -> None:
   That it loads where this package is not installed is in the slow file.
   """
   home = LIBRARIES[library][0]
-  model, optimizer = _made("mirrored", library, _two_in_two_out)
+  model, optimizer = _made("mirrored", library, cases.two_in_two_out)
   with testbed.mirrored().scope():
     joined = replica_state.ensemble(optimizer, model)
   data = {"x": X, "y": X[::-1]}
