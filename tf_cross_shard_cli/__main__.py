@@ -11,7 +11,6 @@ TensorFlow: help and mistakes do not take seconds.
 
 import argparse
 import importlib.util
-import inspect
 import json
 import os
 import pathlib
@@ -144,16 +143,6 @@ def _names(path: str) -> dict[str, str | None]:
     ) from None
 
 
-def _check_compiler() -> None:
-  """Raises `ImportError` without a TPU's compiler, before TensorFlow loads."""
-  for name in ("jax", "libtpu"):
-    if importlib.util.find_spec(name) is None:
-      raise ImportError(
-        f"--topology needs {name}, which is not installed. Install it with:"
-        " pip install 'tf-cross-shard[tpu-compiler]'."
-      )
-
-
 def _groups_module() -> Any:
   """Returns `tf_cross_shard.groups`, loaded without the package around it."""
   package: Any = importlib.util.find_spec("tf_cross_shard")
@@ -166,9 +155,7 @@ def _groups_module() -> Any:
 
 def _groups(options: argparse.Namespace) -> str:
   """Draws a grouping."""
-  if options.topology:
-    _check_compiler()
-  elif options.along:
+  if options.along and not options.topology:
     raise ValueError("--along needs --topology, whose coordinates it means.")
   lib = _groups_module()
   groups = None
@@ -195,7 +182,6 @@ def _groups(options: argparse.Namespace) -> str:
 
 def _compile(options: argparse.Namespace) -> str:
   """Compiles the named step and describes the result."""
-  _check_compiler()
   module, step = _load(options.step)
   from tf_cross_shard import virtual_tpu
 
@@ -258,11 +244,6 @@ def _specs(options: argparse.Namespace, step: Any) -> Sequence[Any]:
   if not options.input and signature:
     return tuple(signature)
   specs = [tf.TensorSpec(shape, dtype) for dtype, shape in options.input]
-  try:
-    inspect.signature(getattr(step, "python_function", step)).bind(*specs)
-  except TypeError as error:
-    words = f"{options.step} cannot be called with {len(specs)} of --input"
-    raise ValueError(f"{words}: {error}.") from None
   for spec, expected in zip(specs, signature or (), strict=False):
     if not expected.is_compatible_with(spec):
       raise ValueError(

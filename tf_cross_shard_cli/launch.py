@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import json
 import os
-import pathlib
 import re
 import shlex
 import signal
@@ -247,8 +246,6 @@ def run(options: argparse.Namespace) -> int:
     environments = dict(enumerate(cluster(workers)))
   if not options.program:
     raise ValueError("PROGRAM is missing: the Python file that workers run.")
-  if not options.m and not pathlib.Path(options.program).exists():
-    raise ValueError(f"PROGRAM {options.program} does not exist.")
   command = [sys.executable, *program]
   try:
     return launch(command, environments, options.timeout, options.grace)

@@ -94,7 +94,12 @@ def _train(
   x = rng.normal(size=(8 * STEPS, 3)).astype("float32")
   y = rng.normal(size=(8 * STEPS, 1)).astype("float32")
   stop = callbacks.GroupEarlyStopping(patience=patience, min_delta=min_delta)
-  lower = callbacks.GroupReduceLROnPlateau(factor=0.5, patience=1)
+  lower = callbacks.GroupReduceLROnPlateau(
+    factor=0.5, patience=1, cooldown=1, mode="max"
+  )
+  other = callbacks.GroupEarlyStopping(
+    mode="max", patience=4, restore_best_weights=False, start_from_epoch=1
+  )
   keep = callbacks.GroupCheckpoint(folder / "best.npz")
   model.fit(
     *(x, y),
@@ -104,7 +109,7 @@ def _train(
     verbose=0,
     callbacks=[
       callbacks.GroupMetrics((x[:8], -y[:8])),
-      *(lower, stop, keep, _History(folder / "history")),
+      *(lower, stop, other, keep, _History(folder / "history")),
       _Kill("checkpoint", at, number),
       callbacks.BackupAndRestore(
         folder / "backup", every=every, on_preemption=True
@@ -117,7 +122,9 @@ def _train(
     for variable in map(native, [*model.variables, *optimizer.variables])
     for copy in strategy.experimental_local_results(variable)
   ]
-  numbers = (stop.best, stop.best_epoch, stop.stopped_epoch, keep.best)
+  numbers = [keep.best]
+  for callback in (stop, other):
+    numbers += [callback.best, callback.best_epoch, callback.stopped_epoch]
   np.savez(
     folder / "end.npz",
     *values,

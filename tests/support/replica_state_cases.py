@@ -80,6 +80,16 @@ class Training:
     replica_state.restore(path, self.optimizer, self.model)
 
 
+def two_in_two_out(home: Any) -> Any:
+  """Whole numbers in the first output; probabilities in the second."""
+  inputs = {key: home.Input((3,), name=key) for key in ("x", "y")}
+  first = home.layers.Dense(4)(inputs["x"])
+  total = home.layers.Add()([first, home.layers.Dense(4)(inputs["y"])])
+  return home.Model(
+    inputs, {"sum": total, "probabilities": home.layers.Softmax()(first)}
+  )
+
+
 def same(
   one: dict[str, list[np.ndarray]], other: dict[str, list[np.ndarray]]
 ) -> list[str]:

@@ -249,6 +249,22 @@ def fit(
   )
 
 
+class Crash(tf.keras.callbacks.Callback):  # type: ignore[misc]
+  """Ends `fit` as an epoch begins, or after a batch of it."""
+
+  def __init__(self, epoch: int, batch: int | None = None) -> None:
+    super().__init__()
+    self._at, self._epoch = (epoch, batch), 0
+
+  def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    self._epoch = epoch
+    self.on_train_batch_end(None)
+
+  def on_train_batch_end(self, batch: Any, logs: Any = None) -> None:
+    if (self._epoch, batch) == self._at:
+      raise KeyboardInterrupt
+
+
 def assert_close(actual: np.ndarray, expected: np.ndarray, where: str) -> None:
   """At most 1e-6 apart, relative to the largest weight."""
   bound = 1e-6 * max(1.0, float(np.abs(expected).max()))

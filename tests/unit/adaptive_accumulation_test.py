@@ -121,15 +121,6 @@ def test_lengths_and_weights(engine: str, arguments: dict[str, Any]) -> None:
   assert found[0] != found[1]
 
 
-class _Crash(tf.keras.callbacks.Callback):
-  """Ends `fit` in its third epoch."""
-
-  def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-    self._batches = getattr(self, "_batches", 0) + 1
-    if self._batches == 2 * BATCHES + 5:
-      raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("every", ["epoch", 4])
 def test_a_crash_changes_nothing(every: Any, tmp_path: pathlib.Path) -> None:
   """To the bit: lengths, rates, an open window, and what they lead to."""
@@ -150,8 +141,9 @@ def test_a_crash_changes_nothing(every: Any, tmp_path: pathlib.Path) -> None:
 
     if crashes:
       folder = tmp_path / "backups"
+      crash = testbed.Crash(2, 4)
       with pytest.raises(KeyboardInterrupt):
-        fit(model, callbacks.BackupAndRestore(folder, every=3), _Crash())
+        fit(model, callbacks.BackupAndRestore(folder, every=3), crash)
       model = _model(schedules.PerGroup([RATE, RATE / 2]))
       lengths.append(fit(model, callbacks.BackupAndRestore(folder, every=3)))
     else:
@@ -207,15 +199,6 @@ def test_a_model_that_fit_builds() -> None:
   adapt = callbacks.AdaptiveAccumulation(rate_power=1.0)
   model.fit(_data(TARGETS[0]), verbose=0, callbacks=[adapt])
   assert float(optimizer.learning_rate.numpy()) == 0.0625 * adapt.length
-
-
-def test_another_fit_goes_on() -> None:
-  model = _model()
-  lengths = _fit(model, callbacks.AdaptiveAccumulation())
-  again = callbacks.AdaptiveAccumulation()
-  again.set_model(model)
-  again.on_train_begin()
-  assert again.length == lengths[-1]
 
 
 def test_groups_of_another_size_keep_the_length(tmp_path: pathlib.Path) -> None:

@@ -67,17 +67,9 @@ def _fit(model: Any, *others: Any) -> list[int]:
   return list(history.epoch)
 
 
-class _Crash(base.GroupCallback):
-  """Ends the training after two epochs."""
-
-  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-    if epoch == 1:
-      raise KeyboardInterrupt
-
-
 def _crash(folder: pathlib.Path, model: Any) -> None:
   with pytest.raises(KeyboardInterrupt):
-    _fit(model, callbacks.BackupAndRestore(folder), _Crash())
+    _fit(model, callbacks.BackupAndRestore(folder), testbed.Crash(2))
 
 
 def _variables(model: Any) -> list[Any]:
@@ -372,22 +364,6 @@ def test_an_error_beside_training(
   assert failing.call_count == 1
 
 
-def test_another_number_of_replicas(tmp_path: pathlib.Path) -> None:
-  for groups, folder in (([[0], [1]], "groups"), (None, "replicas")):
-    with testbed.mirrored(2).scope():
-      _crash(tmp_path / folder, _model(groups))
-  alone = _model()
-  before = alone.get_weights()
-  with pytest.raises(ValueError, match=r"2 groups, .* optimizer has 1, "):
-    _fit(alone, callbacks.BackupAndRestore(tmp_path / "groups"))
-  for weight, same in zip(alone.get_weights(), before, strict=True):
-    np.testing.assert_array_equal(weight, same)
-  # Of one group only statistics and random numbers differ.
-  assert _fit(alone, callbacks.BackupAndRestore(tmp_path / "replicas")) == [
-    *(2, 3)
-  ]
-
-
 class _AtBegin(base.GroupCallback):
   """Takes the state of all replicas when a backup has been restored."""
 
@@ -420,7 +396,7 @@ def test_as_many_groups_of_other_replicas(
   backup = callbacks.BackupAndRestore(tmp_path)
   listed = [callbacks.GroupMetrics((X, X[:, :1])), best, backup]
   with pytest.raises(KeyboardInterrupt):
-    _fit(model, *listed, _Crash())
+    _fit(model, *listed, testbed.Crash(2))
   with np.load(path) as file:
     saved = {name: file[name] for name in file}
   with testbed.mirrored(sum(map(len, after))).scope():
@@ -531,13 +507,6 @@ def test_the_last_two_are_kept(tmp_path: pathlib.Path) -> None:
   newest.write_bytes(newest.read_bytes()[:-9])
   with pytest.raises(replica_state.CheckpointError, match="is damaged"):
     _fit(_model(), backup)
-
-
-def test_optimizers_that_cannot_be_built(tmp_path: pathlib.Path) -> None:
-  model = _model(library=tf_keras)
-  model.compile(tf_keras.optimizers.legacy.SGD(), "mse")
-  with pytest.raises(ValueError, match=r"method build.*; got SGD\."):
-    _fit(model, multi_worker.BackupAndRestore(tmp_path))
 
 
 def test_the_newest_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:

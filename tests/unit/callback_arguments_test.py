@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tf_cross_shard import callbacks, keras3, trials
+from tf_cross_shard import callbacks, trials
 
 X = np.zeros([4, 1], "f")
 
@@ -42,21 +42,16 @@ def given(kind: str) -> dict[str, Any]:
     ("GroupCheckpoint", "mode", "least", ValueError, '"auto", "min" or "max"'),
     ("GroupReduceLROnPlateau", "factor", 1.0, ValueError, "0 and 1; got 1.0"),
     ("BackupAndRestore", "backup_dir", "", ValueError, "`backup_dir`"),
-    ("BackupAndRestore", "backup_dir", "gs://a/b", ValueError, "`backup_dir`"),
     ("BackupAndRestore", "every", 0, ValueError, "must be an integer of at"),
-    ("BackupAndRestore", "every", "batch", ValueError, "must be an integer"),
     ("BackupAndRestore", "keep", 1, ValueError, "must be an integer of at"),
     ("OuterOptimizer", "every", 0, ValueError, "an integer of at least 1"),
-    ("OuterOptimizer", "every", 2.0, ValueError, "got 2.0"),
     ("OuterOptimizer", "warmup", -1, ValueError, "at least 0; got -1"),
     ("OuterOptimizer", "wire_dtype", "int4", ValueError, "`wire_dtype`"),
-    ("OuterOptimizer", "fragments", 0, ValueError, "an integer of at least 1"),
     ("OuterOptimizer", "fragments", 5, ValueError, "at most `every`.*=5"),
     ("OuterOptimizer", "delay", 4, ValueError, "`delay` less.*delay=4"),
     ("OuterOptimizer", "alpha", 0.5, ValueError, "needs a `delay`"),
     ("AdaptiveAccumulation", "shortest", 0, ValueError, "at least 1; got 0"),
     ("AdaptiveAccumulation", "every", "batch", ValueError, 'must .*"epoch"'),
-    ("AdaptiveAccumulation", "batch_ratio", 0.0, ValueError, r"got 0\.0"),
     ("AdaptiveAccumulation", "batch_ratio", np.nan, ValueError, "got nan"),
     ("AdaptiveAccumulation", "rate_power", 2, ValueError, "0 to 1; got 2"),
     ("Population", "every", 0, ValueError, "must be an integer of at least 1"),
@@ -80,9 +75,6 @@ def test_what_is_refused(
 def test_what_goes_together() -> None:
   with pytest.raises(ValueError, match=r"less than 1.*alpha=1.0"):
     callbacks.OuterOptimizer(4, delay=1, alpha=1.0)
-  ours = keras3.CrossShardOptimizer("sgd")
-  with pytest.raises(ValueError, match="`optimizer` must not be a CrossShard"):
-    callbacks.OuterOptimizer(1, ours)
 
 
 if __name__ == "__main__":

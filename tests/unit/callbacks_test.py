@@ -7,8 +7,7 @@ In one process; two workers are in multi_worker_test.py.
 import functools
 import importlib
 import pathlib
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -612,78 +611,6 @@ def _begin(model: Any, *used: Any) -> list[Any]:
   return list(used)
 
 
-def _watching(model: Any, path: pathlib.Path) -> list[Any]:
-  return _begin(
-    model,
-    callbacks.GroupEarlyStopping(patience=2, start_from_epoch=1),
-    callbacks.GroupReduceLROnPlateau(patience=1, factor=0.5, cooldown=1),
-    callbacks.GroupEarlyStopping(mode="max", patience=4),
-    callbacks.GroupCheckpoint(path / "best"),
-  )
-
-
-def _epochs(model: Any, used: Sequence[Any], first: int) -> Iterator[int]:
-  """Epochs whose weights tell epoch and group."""
-  for epoch in range(first, len(SERIES[0])):
-    for variable in model.weights:
-      _set(variable, [10 * epoch, 10 * epoch + 1])
-    for callback in used:
-      callback.on_epoch_end(epoch, _logs(epoch, "val_loss"))
-    yield epoch
-
-
-def _outcome(model: Any, used: Sequence[Any], path: pathlib.Path) -> Any:
-  """All that a run leaves, at its end."""
-  stop, lower, other, _ = used
-  rates = testbed.copies(model.optimizer.learning_rate)
-  numbers = [[s.best, s.best_epoch, s.stopped_epoch] for s in (stop, other)] + [
-    lower.best,
-    lower.learning_rates,
-    rates,
-  ]
-  for callback in used:
-    callback.on_train_end()
-  weights = [testbed.copies(variable) for variable in model.weights]
-  with np.load(path / "best") as file:
-    return numbers, weights, {n: file[n] for n in file if n != "about"}
-
-
-@pytest.mark.tf_keras_mode
-def test_resumed_at_every_epoch_is_not_interrupted(
-  tmp_path: pathlib.Path,
-) -> None:
-  """With what BackupAndRestore keeps: optimizer, weights and callbacks."""
-  model, last = _grouped("mirrored"), len(SERIES[0]) - 1
-  _set(model.optimizer.learning_rate, RATES)
-  begun = [testbed.copies(v) for v in testbed.variables_of(model.optimizer)]
-  used = _watching(model, tmp_path)
-  kept = []
-  for epoch in _epochs(model, used, 0):
-    path = tmp_path / str(epoch)
-    path.mkdir()
-    shutil.copy(tmp_path / "best", path / "best")
-    replica_state.save(path / "state", model.optimizer, model)
-    np.savez(path / "callbacks.npz", **base.collect_state(used))
-    kept.append(path)
-  right = _outcome(model, used, tmp_path)
-  assert epoch == last
-  assert len(set(right[0][-1])) == 2  # Each group has a rate of its own.
-  for epoch, path in enumerate(kept[:-1]):
-    for variable in model.weights:
-      _set(variable, [-1.0, -2.0])
-    for variable, copies in zip(
-      testbed.variables_of(model.optimizer), begun, strict=True
-    ):
-      cases.spread(variable, copies)
-    used = _watching(model, path)
-    replica_state.restore(path / "state", model.optimizer, model)
-    with np.load(path / "callbacks.npz") as file:
-      base.restore_state(used, dict(file))
-    for _ in _epochs(model, used, epoch + 1):
-      pass
-    np.testing.assert_equal(_outcome(model, used, path), right, str(epoch))
-
-
 @pytest.mark.tf_keras_mode
 def test_the_best_of_an_earlier_run_is_kept(tmp_path: pathlib.Path) -> None:
   """Where only one group improves, too; and a folder is made.
@@ -864,10 +791,14 @@ def test_rates_are_lowered_as_keras_lowers_them(
       model.optimizer.learning_rate = 0.1
 
 
-def test_rates_that_a_schedule_decides() -> None:
+def test_rates_that_cannot_be_lowered() -> None:
   decay = tf.keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
-  for rates in (decay, schedules.PerGroup([decay, 0.1])):
-    with pytest.raises(TypeError, match="GroupReduceLROnPlateau"):
+  for rates, error, words in (
+    (decay, TypeError, "Plateau needs an optimizer with one learning rate"),
+    (schedules.PerGroup([decay, 0.1]), TypeError, "PerGroup holds schedules"),
+    (schedules.PerGroup([0.1, 0.0]), ValueError, "PerGroup holds 0"),
+  ):
+    with pytest.raises(error, match=words):
       _begin(_with_rates(rates, []), callbacks.GroupReduceLROnPlateau())
 
 
@@ -907,33 +838,6 @@ def test_groups_are_named_by_their_rates(tmp_path: pathlib.Path) -> None:
   assert runs["lr=0.5"][HPARAMS] == _hparams(OF_TENSORBOARD) == known
   assert runs["lr=0.0003"][HPARAMS]["group"] == "lr=0.0003"
   assert HPARAMS not in runs["ensemble"]
-
-
-def test_a_loss_that_differs_by_group_is_each_groups_own() -> None:
-  """The twin knows whose weights it has, and so does `per_group` in it."""
-  weight = tf.constant([1.0, 10.0])
-
-  def loss(y: Any, prediction: Any) -> Any:
-    error = tf.reduce_mean((y - prediction) ** 2, axis=-1)
-    return schedules.per_group(weight, CROSSED) * error
-
-  with testbed.mirrored().scope():
-    layers = [tf.keras.Input((1,)), tf.keras.layers.Dense(1, use_bias=False)]
-    model = tf.keras.Sequential(layers)
-    model.layers[-1].set_weights([np.zeros((1, 1))])
-    model.compile(
-      CrossShardOptimizer(
-        tf.keras.optimizers.SGD(0.0), group_assignment=CROSSED
-      ),
-      loss,
-    )
-  x, y = np.ones([8, 1]), np.full([8, 1], 2.0)
-  metrics = callbacks.GroupMetrics((x, y), False, batch_size=8)
-  history = model.fit(
-    x, y, batch_size=8, verbose=0, callbacks=[metrics]
-  ).history
-  assert history["val_loss/group_0"] == [4.0]
-  assert history["val_loss/group_1"] == [40.0]
 
 
 if __name__ == "__main__":

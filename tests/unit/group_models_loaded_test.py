@@ -6,17 +6,14 @@ import subprocess
 import sys
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
-import tf_keras
 
 from tests.support import replica_state_cases, testbed
-from tf_cross_shard import keras3, replica_state
-from tf_cross_shard import tf_keras as sharded
+from tests.support.group_training import KERASES
+from tf_cross_shard import replica_state
 
 pytestmark = pytest.mark.slow
-LIBRARIES = {"keras": (keras, keras3), "tf_keras": (tf_keras, sharded)}
 X = np.random.default_rng(3).integers(-4, 5, (8, 3)).astype("float32")
 
 LOAD = """
@@ -43,13 +40,9 @@ print("loaded")
 
 def _made(library: str) -> tuple[Any, Any]:
   """A model of two inputs and outputs whose groups differ."""
-  home, wrapper = LIBRARIES[library]
+  home, wrapper = KERASES[library]
   with testbed.mirrored().scope():
-    inputs = {key: home.Input((3,), name=key) for key in ("x", "y")}
-    first = home.layers.Dense(4)(inputs["x"])
-    total = home.layers.Add()([first, home.layers.Dense(4)(inputs["y"])])
-    outputs = {"sum": total, "probabilities": home.layers.Softmax()(first)}
-    model = home.Model(inputs, outputs)
+    model = replica_state_cases.two_in_two_out(home)
     optimizer = wrapper.CrossShardOptimizer(
       "sgd", group_assignment=[[3, 0], [1, 2]]
     )
@@ -66,7 +59,7 @@ def test_an_ensemble_is_loaded_without_this_package(
   """Of both Kerases; what it predicts is in group_models_test.py."""
   data = {"x": X, "y": X[::-1]}
   right: dict[str, Any] = dict(data)
-  for library in LIBRARIES:
+  for library in KERASES:
     model, optimizer = _made(library)
     with testbed.mirrored().scope():
       joined = replica_state.ensemble(optimizer, model)

@@ -14,7 +14,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-import tf_keras
 
 from tests.support import group_training, testbed
 from tests.support import replica_state_cases as cases
@@ -325,27 +324,6 @@ def test_a_copy_is_trained_as_the_source_would_be(
   assert len(_differing(copied, target, after, target)) > 8
 
 
-def test_a_copy_is_no_reason_to_warn(said: list[str]) -> None:
-  """Groups are equal after it, and the next steps part them again."""
-  model, optimizer = _made(
-    "mirrored",
-    "tf_keras",
-    lambda home: home.Sequential([home.Input((3,)), home.layers.Dense(2)]),
-  )
-  y = np.arange(16, dtype="float32").reshape(8, 2)
-
-  class Copy(tf_keras.callbacks.Callback):  # type: ignore[misc]
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-      if epoch != 1:
-        replica_state.copy_group(1, 0, optimizer, model)
-
-  model.fit(X, y, batch_size=8, epochs=3, verbose=0, callbacks=[Copy()])
-  kernel = model.trainable_variables[0]
-  one, other = replica_state.group_values(kernel, optimizer)
-  np.testing.assert_array_equal(one, other)
-  assert said == []
-
-
 def test_groups_that_are_equal_are_warned_about(said: list[str]) -> None:
   """EarlyStopping sets the weights after the last look of `fit` at them."""
   model, optimizer = _made("mirrored", "keras", lambda home: _dense(home, "a"))
@@ -374,16 +352,6 @@ def test_groups_that_are_equal_are_warned_about(said: list[str]) -> None:
 # -------------------------------------------------------------------- ensemble
 
 
-def _two_in_two_out(home: Any) -> Any:
-  """Whole numbers in the first output; probabilities in the second."""
-  inputs = {key: home.Input((3,), name=key) for key in ("x", "y")}
-  first = home.layers.Dense(4)(inputs["x"])
-  total = home.layers.Add()([first, home.layers.Dense(4)(inputs["y"])])
-  return home.Model(
-    inputs, {"sum": total, "probabilities": home.layers.Softmax()(first)}
-  )
-
-
 @in_both
 def test_an_ensemble(library: str) -> None:
   """It predicts the mean of what groups predict, by Keras' own layers.
@@ -391,7 +359,7 @@ def test_an_ensemble(library: str) -> None:
   That it loads where this package is not installed is in the slow file.
   """
   home = LIBRARIES[library][0]
-  model, optimizer = _made("mirrored", library, _two_in_two_out)
+  model, optimizer = _made("mirrored", library, cases.two_in_two_out)
   with testbed.mirrored().scope():
     joined = replica_state.ensemble(optimizer, model)
   data = {"x": X, "y": X[::-1]}

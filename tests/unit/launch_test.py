@@ -46,8 +46,6 @@ def test_a_command_line(
   lines = capfd.readouterr().out.splitlines()
   for i in range(2):
     assert f"[worker {i}] worker {i} ['--workers=9', '-m']" in lines
-  assert _launch("--workers=1", "-m", "this") == 0
-  assert "[worker 0] The Zen of Python" in capfd.readouterr().out
 
 
 SLEEP = "import time; time.sleep(60)"
@@ -168,7 +166,6 @@ def test_one_of_several_machines(
   [
     (["--workers=0", "x.py"], "--workers must be at least 1; got 0"),
     (["--workers=2"], "PROGRAM is missing"),
-    (["no_such.py"], "PROGRAM no_such.py does not exist"),
     (["--nodes=host", "x.py"], "such as host0:12345; got 'host'"),
     (["--nodes=a:1,a:1", "x.py"], "each address once; got a:1,a:1"),
     (["--index=1", "x.py"], "--index needs --nodes"),

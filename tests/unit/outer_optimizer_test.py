@@ -1,6 +1,5 @@
 """Islands: groups that train apart and are joined every few steps."""
 
-import pathlib
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -11,8 +10,8 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from tests.support import group_training, islands, replica_state_cases, testbed
-from tests.support.islands import PAIRS, SINGLETONS, STRIDED
+from tests.support import group_training, islands, testbed
+from tests.support.islands import PAIRS, STRIDED
 from tf_cross_shard import callbacks, keras3, replica_state
 
 # [steps, replicas, 3] whole numbers: their sums are exact.
@@ -75,51 +74,6 @@ def test_sgd_takes_the_average() -> None:
   assert (found[0] != found[1]).any()  # The momentum is the last.
 
 
-def nesterov(
-  rows: np.ndarray, groups: Any, every: int, warmup: int = 0
-) -> list[np.ndarray]:
-  """Each group's weight after each step, of SGD(0.5) and DiLoCo's."""
-  anchor, velocity = np.zeros(3), np.zeros(3)
-  weights = np.zeros([len(groups), 3])
-  found = []
-  for step, row in enumerate(rows.astype(np.float64), 1):
-    weights = weights - 0.5 * np.stack([row[list(m)].sum(0) for m in groups])
-    difference = anchor - weights.mean(0)
-    if step <= warmup:
-      anchor = anchor - difference
-      weights[:] = anchor
-    elif (step - warmup) % every == 0:
-      velocity = 0.9 * velocity - 0.7 * difference
-      anchor = anchor + 0.9 * velocity - 0.7 * difference
-      weights[:] = anchor
-    found.append(weights.copy())
-  return found
-
-
-@pytest.mark.parametrize(
-  ("where", "groups", "library", "warmup"),
-  [
-    ("mirrored", PAIRS, keras, 0),
-    ("mirrored", SINGLETONS, tf_keras, 3),
-    ("virtual", STRIDED, keras, 3),
-  ],
-)
-def test_nesterov_in_numpy(
-  where: str, groups: Any, library: Any, warmup: int
-) -> None:
-  """After every step, over several joins, with and without warmup."""
-  outer = callbacks.OuterOptimizer(2, warmup=warmup)
-  loop = make(outer, where=where, groups=groups, library=library)
-  expected = nesterov(GRADS[:9], groups, 2, warmup)
-  for step, (row, right) in enumerate(zip(GRADS, expected, strict=False), 1):
-    loop.train(row[np.newaxis])
-    np.testing.assert_allclose(loop.values()[0], right, rtol=2e-6, atol=1e-6)
-    if step <= warmup or (step - warmup) % 2 == 0:
-      joined(loop)
-    else:
-      assert (right[0] != right[1]).any()
-
-
 def test_order_of_a_sum_is_alike() -> None:
   """Pairs of groups of which one is reversed would sum in another order."""
   strategy = testbed.virtual(6)
@@ -166,36 +120,6 @@ def test_what_travels_between_groups() -> None:
   assert join.call_count == 2
 
 
-def test_differences_that_are_not_finite(
-  caplog: pytest.LogCaptureFixture,
-) -> None:
-  """Nothing changes, in any group, and a warning says so once."""
-  outer = callbacks.OuterOptimizer(1)
-  loop = make(outer=outer)
-  loop.train(GRADS[:1])
-  joined(loop)
-  state = [
-    *outer.optimizer.variables,
-    *outer.optimizer._inner.trainable_variables,
-  ]
-  before = [testbed.copies(variable) for variable in state]
-  rows = GRADS[1:3].copy()
-  rows[0, 3, 1] = np.inf
-  expected = loop.values()[0] - np.stack(
-    [0.5 * rows[:, members].sum((0, 1)) for members in PAIRS]
-  )
-  loop.train(rows)
-  np.testing.assert_allclose(loop.values()[0], expected, rtol=1e-5)
-  assert np.isinf(loop.values()[0][1]).any()
-  after = [testbed.copies(variable) for variable in state]
-  np.testing.assert_equal(after, before)
-  assert int(outer.optimizer.skipped_steps.numpy()) == 2
-  assert caplog.text.count("Groups were not joined after 2 steps") == 1
-  replica_state_cases.spread(loop.weights[0], [np.ones(3, "f")] * 4)
-  loop.train(GRADS[3:4])
-  joined(loop)
-
-
 def test_groups_that_skip_steps_are_joined_at_one_place() -> None:
   outer = callbacks.OuterOptimizer(3, Nameless())
   loop = make(outer=outer, skip_nonfinite=True)
@@ -229,14 +153,12 @@ def test_loss_scaling_around() -> None:
     np.testing.assert_array_equal(copy, expected)
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_windows_count_once(own: bool) -> None:
-  options = {"accumulate_steps": 2} if own else {}
-  keras_own = {} if own else {"gradient_accumulation_steps": 2}
+def test_windows_of_keras_count_once() -> None:
   loop = make(
-    opt=lambda library: library.optimizers.SGD(0.5, **keras_own),
+    opt=lambda library: library.optimizers.SGD(
+      0.5, gradient_accumulation_steps=2
+    ),
     outer=callbacks.OuterOptimizer(2, sgd()),
-    **options,
   )
   loop.train(GRADS[:3])
   apart = loop.values()[0]
@@ -245,31 +167,6 @@ def test_windows_count_once(own: bool) -> None:
   np.testing.assert_array_equal(
     joined(loop), -0.5 * GRADS[:4].sum((0, 1)) / 2 / 2
   )
-
-
-@pytest.mark.parametrize(
-  ("where", "library"), [("mirrored", tf_keras), ("virtual", keras)]
-)
-def test_goes_on_from_a_file(
-  where: str, library: Any, tmp_path: pathlib.Path
-) -> None:
-  """In the middle of a round."""
-  options = {
-    "where": where,
-    "opt": lambda library: library.optimizers.Adam(0.1),
-    "library": library,
-  }
-  path = tmp_path / "state"
-  islands.check_resumes(
-    lambda: make(callbacks.OuterOptimizer(3, warmup=1), **options),
-    *([GRADS], 6, path),
-  )
-  with np.load(path) as file:
-    assert "group_1/optimizer/anchor0" in file
-    assert file["group_1/optimizer/outer_calls"] == 6
-  without = make(**options)
-  with pytest.raises(replica_state.CheckpointError, match="anchor0"):
-    replica_state.restore(path, without.optimizer, without.weights)
 
 
 # -------------------------------------------------------------------------- fit

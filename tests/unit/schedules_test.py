@@ -21,7 +21,7 @@ import tf_keras
 import tf_cross_shard.keras3
 import tf_cross_shard.tf_keras
 from tests.support import group_training, testbed
-from tf_cross_shard import Groups, per_group, replica_state, schedules
+from tf_cross_shard import per_group, replica_state, schedules
 
 STRIDED = [[0, 2], [1, 3]]
 RATES = [0.125, 0.25]
@@ -253,26 +253,19 @@ class TestBinding:
     testbed.run(lambda: optimizer.apply_gradients([(one, weight)]))
     assert testbed.copies(weight) == [-1.0, -2.0, -1.0, -2.0]
 
-  def test_copies_and_towers(self) -> None:
+  def test_copies(self) -> None:
     with testbed.mirrored().scope():
-      inner = tf_cross_shard.CrossShardOptimizer(
-        keras.optimizers.SGD(schedules.PerGroup(RATES)),
-        group_assignment=STRIDED,
+      weight = keras.Variable(0.0)
+      optimizer = copy.deepcopy(
+        tf_cross_shard.CrossShardOptimizer(
+          keras.optimizers.SGD(schedules.PerGroup(RATES)),
+          group_assignment=STRIDED,
+        )
       )
-      towers = tf_cross_shard.TowerOptimizer(inner)
-      for optimizer in (towers, copy.deepcopy(inner)):
-        weight = keras.Variable(0.0)
-        optimizer.build([weight])
-        one = tf.constant(1.0)
-
-        def step(
-          optimizer: Any = optimizer, one: Any = one, weight: Any = weight
-        ) -> Any:
-          return optimizer.apply_gradients([(one, weight)])
-
-        with tf.init_scope():
-          testbed.run(step)
-        assert testbed.copies(weight) == [-0.25, -0.5, -0.25, -0.5]
+      optimizer.build([weight])
+    one = tf.constant(1.0)
+    testbed.run(lambda: optimizer.apply_gradients([(one, weight)]))
+    assert testbed.copies(weight) == [-0.25, -0.5, -0.25, -0.5]
 
   @pytest.mark.parametrize("library", [keras, tf_keras])
   def test_a_wrong_call_names_the_class(self, library: Any) -> None:
@@ -300,14 +293,6 @@ class TestBinding:
       keras.config.set_floatx("float32")
     assert (rate.dtype, float(rate)) == (tf.float64, 0.1)
     assert groups(0).dtype == tf.float32
-
-
-class Noisy(keras.layers.Layer):  # type: ignore[misc,name-defined]
-  """Adds what its group adds, while training."""
-
-  def call(self, inputs: Any, training: bool = False) -> Any:
-    del training
-    return inputs + per_group([1.0, 5.0], Groups(STRIDED))
 
 
 class TestPerGroup:
@@ -349,26 +334,6 @@ class TestPerGroup:
 
     results = testbed.per_replica_results(strategy, run(tf.constant(True)))
     assert results == [3, 4, 3, 4]
-
-  def test_in_a_layer(self) -> None:
-    """Keras builds the model outside of replicas, and trains it inside."""
-    with testbed.mirrored().scope():
-      model = keras.Sequential(
-        [keras.Input((1,)), Noisy(), keras.layers.Dense(1, use_bias=False)]
-      )
-      model.layers[-1].set_weights([np.zeros([1, 1])])
-      model.compile(
-        tf_cross_shard.CrossShardOptimizer(
-          keras.optimizers.SGD(0.5), group_assignment=STRIDED
-        ),
-        "mse",
-      )
-    model.fit(np.zeros([4, 1]), np.ones([4, 1]), batch_size=4, verbose=0)
-    # The gradient of (w * noise - 1)^2 at 0 is -2 * noise.
-    kernels = replica_state.group_values(model.weights[0], model.optimizer)
-    assert [float(kernel[0, 0]) for kernel in kernels] == [1.0, 5.0]
-    predicted = model.predict(np.zeros([4, 1]), verbose=0)
-    assert predicted.ravel().tolist() == [1.0, 25.0, 1.0, 25.0]
 
   def test_one_replica(self) -> None:
     assert float(per_group([0.5], [[0]])) == 0.5

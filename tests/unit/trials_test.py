@@ -181,18 +181,6 @@ def _curve(run: pathlib.Path) -> list[float]:
   return [float(tf.make_ndarray(tensor)) for tensor in curve]
 
 
-class _Crash(tf.keras.callbacks.Callback):
-  """Ends `fit` as an epoch begins."""
-
-  def __init__(self, epoch: int) -> None:
-    super().__init__()
-    self._epoch = epoch
-
-  def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-    if epoch == self._epoch:
-      raise KeyboardInterrupt
-
-
 def test_a_crash_changes_nothing(tmp_path: pathlib.Path) -> None:
   """Neither what trials come to, nor which go on, nor the weights."""
 
@@ -214,7 +202,7 @@ def test_a_crash_changes_nothing(tmp_path: pathlib.Path) -> None:
   assert [len(own["loss"]) for own in expected[0][0]].count(2) == 2
   for crash, every in ((1, "epoch"), (2, 3)):  # in a rung, and between two
     with pytest.raises(KeyboardInterrupt):
-      run(f"at {crash}", every, _Crash(crash))
+      run(f"at {crash}", every, testbed.Crash(crash))
     found = run(f"at {crash}", every)
     assert found[0] == expected[0]
     np.testing.assert_array_equal(found[1], expected[1])
@@ -307,28 +295,56 @@ def test_bad_tables(rows: Any, error: Any, message: str) -> None:
     trials.Table(rows, [[0], [1]])
 
 
+def _halving(table: trials.Table, folder: Any = "unused") -> callbacks.Halving:
+  return callbacks.Halving(table, folder, epochs=9, factor=2)
+
+
 @pytest.mark.parametrize(
-  ("others", "options", "message"),
+  ("options", "least"), [({"epochs": 14}, 15), ({"initial_epoch": 1}, 16)]
+)
+def test_a_fit_that_is_too_short(
+  options: Any, least: int, tmp_path: pathlib.Path
+) -> None:
+  model, table = _make()
+  words = f"`epochs` of fit must be at least {least}, for 6 trials"
+  with pytest.raises(ValueError, match=words):
+    _fit(model, table, _halving(table, tmp_path), **options)
+
+
+@pytest.mark.parametrize(
+  ("make", "message"),
   [
-    ([], {"epochs": 14}, "`epochs` of fit must be at least 15, for 6 trials"),
-    ([], {"initial_epoch": 1}, "`epochs` of fit must be at least 16"),
-    ([callbacks.GroupEarlyStopping], {}, "GroupEarlyStopping takes a group"),
-    ([lambda: callbacks.OuterOptimizer(2)], {}, "OuterOptimizer takes a group"),
+    (callbacks.GroupEarlyStopping, "GroupEarlyStopping takes a group"),
+    (lambda: callbacks.OuterOptimizer(2), "OuterOptimizer takes a group"),
     (
-      [lambda: tf.keras.callbacks.LearningRateScheduler(lambda _: 0.5)],
-      {},
+      lambda: tf.keras.callbacks.LearningRateScheduler(lambda _: 0.5),
       "set one rate for all trials",
+    ),
+    (
+      lambda: _halving(trials.Table(SETTINGS, groups.singletons(4))),
+      "`table` is for the groups",
+    ),
+    (
+      lambda: callbacks.Population(table=trials.Table(SETTINGS, PAIRS)),
+      "a trial for each of the 2 groups",
+    ),
+    (
+      lambda: callbacks.Population(explore={"scale": [0.5]}),
+      "which the optimizer has not",
+    ),
+    (
+      lambda: callbacks.Population(explore={"clipnorm": [0.5]}),
+      "[None, None]",
     ),
   ],
 )
 def test_mistakes_are_errors_before_the_first_step(
-  others: Any, options: Any, message: str, tmp_path: pathlib.Path
+  make: Any, message: str
 ) -> None:
   model, table = _make()
-  halving = callbacks.Halving(table, tmp_path, epochs=9, factor=2)
   before = testbed.copies(model.weights[-1])
-  with pytest.raises((TypeError, ValueError), match=message):
-    _fit(model, table, halving, *(make() for make in others), **options)
+  with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+    _fit(model, table, make(), _halving(table))
   np.testing.assert_array_equal(testbed.copies(model.weights[-1]), before)
 
 
@@ -350,23 +366,9 @@ def test_settings_that_no_trial_can_have(
   """Also of the last trial, which is not trained for hours."""
   rows = [*[dict.fromkeys(last, 0.5)] * 2, last]
   model, table = _make(rows, **options)
-  halving = callbacks.Halving(table, tmp_path / "new", epochs=3)
   with pytest.raises(ValueError, match=message):
-    _fit(model, table, halving)
+    _fit(model, table, _halving(table, tmp_path / "new"))
   assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize(
-  ("explore", "message"),
-  [("scale", "which the optimizer has not"), ("clipnorm", "[None, None]")],
-)
-def test_explored_settings_that_no_group_has(
-  explore: str, message: str
-) -> None:
-  model, table = _make()
-  population = callbacks.Population(explore={explore: [0.5]})
-  with pytest.raises(ValueError, match=re.escape(message)):
-    _fit(model, table, population)
 
 
 @pytest.mark.parametrize(
@@ -419,14 +421,6 @@ def test_a_setting_that_nothing_reads(tmp_path: pathlib.Path) -> None:
     _fit(model, table, halving)
 
 
-def test_a_table_for_other_groups(tmp_path: pathlib.Path) -> None:
-  model, _ = _make()
-  table = trials.Table(SETTINGS, groups.singletons(4))
-  halving = callbacks.Halving(table, tmp_path, epochs=3)
-  with pytest.raises(ValueError, match="`table` is for the groups"):
-    _fit(model, table, halving)
-
-
 def test_a_search_that_goes_on_knows_its_files(tmp_path: pathlib.Path) -> None:
   space = keras_tuner.HyperParameters()
   space.Float("learning_rate", 0.1, 1.0)
@@ -443,13 +437,6 @@ def test_a_search_that_goes_on_knows_its_files(tmp_path: pathlib.Path) -> None:
   before.files["0"] = "trial_0.npz"
   after.set_state(before.get_state())
   assert after.files == {"0": "trial_0.npz"}
-
-
-def test_a_population_needs_a_trial_for_each_group() -> None:
-  model, table = _make()
-  population = callbacks.Population(table=table)
-  with pytest.raises(ValueError, match="a trial for each of the 2 groups"):
-    _fit(model, table, population, epochs=2)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from absl import logging
 
 from tf_cross_shard.callbacks import backup_files, base, preemption
 from tf_cross_shard.inner_optimizer import libraries
-from tf_cross_shard.replica_state import checkpoint, group_state
+from tf_cross_shard.replica_state import archive, checkpoint, group_state
 
 _CALLBACKS: Final = "callbacks/"  # before the names of their state in a file
 # TensorFlow's PreemptionCheckpointHandler ends with it; and a shell reports it
@@ -112,17 +112,12 @@ class BackupAndRestore(base.GroupCallback):
         no such integers.
     """
     super().__init__()
-    if not str(backup_dir) or "://" in str(backup_dir):
-      raise ValueError(
-        "`backup_dir` must name a directory of a file system; got"
-        f" {str(backup_dir)!r}. Mount the storage, or use a local one."
-      )
     if every != "epoch":
       base.check_count("every", every, 1, 'batches, or is "epoch"')
     base.check_count("keep", keep, 2, "backups")
     if every_seconds is not None:
       base.check_number("every_seconds", every_seconds)
-    self._backup_dir = pathlib.Path(backup_dir)
+    self._backup_dir = archive.as_path(backup_dir, "backup_dir")
     self._delete = delete_checkpoint
     self._every = every
     self._exit_code = exit_code
@@ -150,11 +145,6 @@ class BackupAndRestore(base.GroupCallback):
       raise ValueError(
         f"BackupAndRestore saves what callbacks know; {', '.join(later)} comes"
         " after it, and would be behind. Put BackupAndRestore last."
-      )
-    if not hasattr(optimizer, "build"):
-      raise ValueError(
-        "BackupAndRestore needs an optimizer with a method build(); got"
-        f" {type(optimizer).__name__}. Encapsulate it in a CrossShardOptimizer."
       )
     with strategy.scope():
       optimizer.build(self.model.trainable_variables)

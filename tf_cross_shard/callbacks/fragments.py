@@ -100,7 +100,7 @@ class Fragment:
     Args:
       outer: The outer optimizer, built on the anchors.
       anchors: What the weights were, alike in all groups.
-      weights: The weights.
+      weights: In the same order.
       name: What names of variables begin with.
       alpha: The share of a group's own weights when a late result is applied;
         None for a result that is not late.

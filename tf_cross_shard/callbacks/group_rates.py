@@ -16,14 +16,6 @@ def prepare(model: Any, caller: str) -> None:
 
   PerGroup's are multiplied by a variable, which is made here: in a loop of
   one's own before the first step is traced.
-
-  Args:
-    model: A compiled model.
-    caller: Who is to set them, for errors.
-
-  Raises:
-    TypeError: If a schedule decides about a rate.
-    ValueError: If a rate is 0, which nothing can be multiplied to.
   """
   rates = group_schedule.rates_of(model.optimizer)
   if rates is not None and rates.rate_factor is None:

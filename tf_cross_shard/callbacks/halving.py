@@ -172,7 +172,7 @@ class Halving(trial_monitor.TrialMonitor):
     self.names = table.names
     self.epochs = epochs
     self.factor = factor
-    self._folder = archive.as_path(folder)
+    self._folder = archive.as_path(folder, "folder")
     self._num_groups = table.groups.num_groups
     self._rungs = rungs(len(table), self._num_groups, factor, epochs)
     self._place = _Place()

@@ -31,13 +31,12 @@ from tf_cross_shard.callbacks import base
 from tf_cross_shard.callbacks import fragments as fragments_lib
 from tf_cross_shard.coordination import agreement
 from tf_cross_shard.gradients import packing
-from tf_cross_shard.inner_optimizer import optimizer_state
+from tf_cross_shard.inner_optimizer import libraries, optimizer_state
 from tf_cross_shard.replica_state import (
   group_models,
   group_state,
   replica_values,
 )
-from tf_cross_shard.wrapper import forwarding
 
 
 class OuterOptimizer(base.GroupCallback):
@@ -134,11 +133,6 @@ class OuterOptimizer(base.GroupCallback):
     super().__init__()
     base.check_count("every", every, 1, "steps")
     base.check_count("warmup", warmup, 0, "steps")
-    if isinstance(optimizer, forwarding.OptimizerWrapper):
-      raise ValueError(
-        f"`optimizer` must not be a {type(optimizer).__name__}: differences are"
-        " averaged over the groups already. Hand in its `inner_optimizer`."
-      )
     base.check_count("fragments", fragments, 1, "parts of the weights")
     base.check_count("delay", delay, 0, "steps")
     if fragments > every or delay >= every:
@@ -316,14 +310,9 @@ class OuterOptimizer(base.GroupCallback):
     """Counts the steps of an execution up to its last batch."""
     if self.passes_over:
       return
-    steps = batch - self._first + 1
-    # Older versions of Keras 3 name the first batch of an execution here, too.
-    execution = getattr(self.model, "steps_per_execution", 1)
-    if isinstance(execution, int):
-      # Keras 3 names what a whole one ends with where the epoch ends before.
-      left = ((self.params or {}).get("steps") or np.inf) - self._first
-      steps = int(min(max(steps, execution), left))
-    self._count(steps)
+    # Keras 3 counts a whole execution where the epoch ends before.
+    left = ((self.params or {}).get("steps") or np.inf) - self._first
+    self._count(int(min(libraries.batches_per_call(self.model), left)))
 
   def _implements_train_batch_hooks(self) -> bool:
     """Says to tf_keras that the hooks above are to be called."""

@@ -33,18 +33,18 @@ class CheckpointError(ValueError):
   """A checkpoint is damaged, or does not belong to what it is read for."""
 
 
-def as_path(path: Any) -> pathlib.Path:
-  """Returns `path` as that of a file."""
+def as_path(path: Any, argument: str = "path") -> pathlib.Path:
+  """Returns the path of a file or a folder."""
   if not isinstance(path, (str, os.PathLike)):
     raise TypeError(
-      f"`path` must be a string or a path; got {type(path).__name__}. Name a"
-      ' file, such as "checkpoints/step_100".'
+      f"`{argument}` must be a string or a path; got {type(path).__name__}. Use"
+      ' for example "checkpoints/step_100".'
     )
   text = str(path)
   if not text or "://" in text:
     raise ValueError(
-      f"`path` must name a file of a file system; got {text!r}. Mount the"
-      " storage, or name a file that is on a disk."
+      f"`{argument}` must be in a file system; got {text!r}. Mount the storage,"
+      " or name a place on a disk."
     )
   return pathlib.Path(text)
 

@@ -309,11 +309,6 @@ def variables_of(model: Any) -> list[Any]:
     return []
   variables = getattr(model, "variables", model)
   variables = variables() if callable(variables) else variables
-  if not isinstance(variables, Iterable):
-    raise TypeError(
-      "`model` must have variables, or be a list of them; got"
-      f" {type(model).__name__}."
-    )
   # tf_keras lists vocabularies among them.
   numbers = [v for v in variables if not hasattr(v, "get_tensors")]
   if not numbers:

@@ -59,11 +59,7 @@ class OverwriteWatch:
 
   @contextlib.contextmanager
   def step(self, variables: Iterable[Any]) -> Iterator[None]:
-    """Notes what others changed before this replica's step, and what it left.
-
-    Args:
-      variables: Those that the step updates.
-    """
+    """Notes what others changed before a replica's step, and what it left."""
     if self._state is None:
       yield
       return
@@ -86,8 +82,9 @@ class OverwriteWatch:
     """Warns if others than the optimizer made groups equal that differed."""
     if self._variable is None or not replica_values.is_between_steps():
       return
-    [left, before, start] = np.stack(self._copies(self._state)).T
-    now = [value.tobytes() for value in self._copies(self._variable)]
+    copies = replica_values.Copies(self._engine.strategy)
+    [left, before, start] = np.stack(copies.here(self._state)).T
+    now = [value.tobytes() for value in copies.here(self._variable)]
     # One member of each group, that of the first replica first.
     first, *others = sorted(min(members) for members in self._groups)
     changed = [i for i in (first, *others) if not np.isnan(before[i])]
@@ -161,12 +158,6 @@ class OverwriteWatch:
     if self._groups.num_groups > 1 and (text, log) not in self._said:
       self._said.add((text, log))
       (log or logging.warning)(text, self._name, self._groups.num_groups)
-
-  def _copies(self, variable: Any) -> list[Any]:
-    """Returns the first few elements of each replica's value."""
-    strategy = self._engine.strategy
-    copies = strategy.experimental_local_results(variables_lib.native(variable))
-    return [np.ravel(copy.numpy())[:_SEEN] for copy in copies]
 
 
 def _number(variable: Any) -> tf.Tensor:
