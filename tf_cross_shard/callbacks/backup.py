@@ -67,6 +67,8 @@ class BackupAndRestore(base.GroupCallback):
   `replica_state.save`.
   """
 
+  moves_optimizer = True
+
   def __init__(
     self,
     backup_dir: Any,
