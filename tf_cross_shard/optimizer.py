@@ -151,6 +151,7 @@ class CrossShard(settings_lib.Arguments, forwarding.OptimizerWrapper):
       ValueError: If `opt` names no optimizer or is itself a
         CrossShardOptimizer, or if another argument has no valid value.
       NotImplementedError: If the strategy has no synchronous replicas.
+      RuntimeError: If `opt` was made outside of the scope that is open.
       TypeError: If `opt` is no optimizer, or one that Keras has no equal of.
     """
     opt = self._as_optimizer(opt)

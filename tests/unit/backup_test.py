@@ -166,6 +166,27 @@ def test_a_resumed_epoch_is_that_of_no_crash(
     (tmp_path / "worker_0" / name).unlink()
 
 
+class _Retraced(base.GroupCallback):
+  """Has steps traced again, as callbacks do that change settings."""
+
+  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    self.model.make_train_function(force=True)
+
+
+def test_backups_go_on_after_a_whole_epoch_is_passed_over(
+  tmp_path: pathlib.Path,
+) -> None:
+  history, state = _undisturbed("one device")
+  backup = callbacks.BackupAndRestore(tmp_path, False, every=4)
+  with pytest.raises(KeyboardInterrupt):
+    _train("one device", _Retraced(), backup, _AtBatch(1, 1, _interrupt))
+  resumed, same = _train("one device", _Retraced(), backup)
+  assert resumed == history
+  assert cases.same(same, state) == []
+  names = {path.name for path in (tmp_path / "worker_0").iterdir()}
+  assert names == {"epoch_2_batch_4.npz", "epoch_3_batch_4.npz"}
+
+
 @pytest.fixture
 def received() -> Iterator[list[int]]:
   """The signals that the program's own handler receives."""

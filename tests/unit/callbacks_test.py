@@ -721,6 +721,24 @@ def test_mistakes_end_fit_before_it_trains(
   assert int(model.optimizer.iterations.numpy()) == 0
 
 
+@pytest.mark.parametrize(
+  "make",
+  [
+    lambda: callbacks.BackupAndRestore("backup"),
+    lambda: callbacks.Population(),
+  ],
+)
+def test_state_of_another_optimizer_is_lost_by_nobody(make: Any) -> None:
+  """As a GAN has one, whose `train_step` uses both."""
+  model = _grouped("pair", PAIR)
+  model.own = model.optimizer
+  judge = callbacks.GroupMetrics(VALIDATION)
+  with testbed.mirrored(2).scope():
+    model.second = tf.keras.optimizers.Adam()
+  with pytest.raises(ValueError, match="has other optimizers, second"):
+    _fit(model, judge, make())
+
+
 def _other() -> Any:
   return tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(2)])
 

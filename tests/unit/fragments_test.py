@@ -246,6 +246,18 @@ def test_weights_that_are_set_end_a_delay() -> None:
   assert not any(testbed.copies(kept)[0].any() for kept in outer._parts[0].kept)
 
 
+def test_joined_weights_keep_what_rounding_left() -> None:
+  """They are the anchors, so that nothing has set them since."""
+  outer = callbacks.OuterOptimizer(4, wire_dtype="int8")
+  loop = make(outer)
+  train(loop, range(4))
+  [part] = outer._parts
+  kept = [testbed.copies(variable) for variable in part.kept]
+  assert any(value.any() for values in kept for value in values)
+  outer.build(loop.optimizer, loop.weights)
+  np.testing.assert_equal([testbed.copies(v) for v in part.kept], kept)
+
+
 def test_several_dtypes() -> None:
   """Each weight keeps its own; what travels is alike on all members."""
   outer = callbacks.OuterOptimizer(

@@ -27,6 +27,19 @@ def _make(
   return optimizer, weight
 
 
+@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}])
+def test_what_was_made_outside_the_scope_is_refused_at_once(
+  options: dict[str, Any],
+) -> None:
+  """TensorFlow would say that scopes must not be nested."""
+  opt = SGD(1.0)
+  with (
+    testbed.mirrored().scope(),
+    pytest.raises(RuntimeError, match="Make both inside `with strategy"),
+  ):
+    CrossShardOptimizer(opt, **options)
+
+
 class TestReduction:
   def test_constant_gradient_shared_by_all_replicas(self) -> None:
     optimizer, weight = _make(_sgd)
@@ -161,14 +174,9 @@ class TestPlaces:
     optimizer, weight = _make(_sgd)
     with pytest.raises(RuntimeError, match=r"MirroredStrategy \(4 replicas\)"):
       optimizer.apply_gradients([(tf.constant(1.0), weight)])
-    stray, inner = CrossShardOptimizer(SGD(1.0)), SGD(1.0)
-    with testbed.mirrored().scope():
-      half = CrossShardOptimizer(inner)
-    for each in (stray, half):
-      with pytest.raises(RuntimeError, match=r"with strategy\.scope\(\)"):
-        testbed.run(
-          lambda o=each: o.apply_gradients([(testbed.mark(), weight)])
-        )
+    stray = CrossShardOptimizer(SGD(1.0))
+    with pytest.raises(RuntimeError, match=r"with strategy\.scope\(\)"):
+      testbed.run(lambda: stray.apply_gradients([(testbed.mark(), weight)]))
     assert testbed.copies(weight) == [0.0] * 4
 
   def test_groups_without_strategy_are_refused_when_used(self) -> None:

@@ -622,6 +622,16 @@ def test_fit_and_model_files(
   assert np.abs(results[0][0] - results[0][2]).max() > 0.01
 
 
+@pytest.mark.parametrize("shard_update", [True, "by_variable"])
+def test_one_device_loads_what_groups_have_saved(shard_update: Any) -> None:
+  make = functools.partial(make_plain, "Adam", use_ema=True)
+  weights, optimizer = build("keras", make, shard_update=shard_update)
+  train(weights, optimizer, range(2))
+  loaded = pickle.loads(pickle.dumps(optimizer))
+  loaded.build(make_weights("keras"))
+  assert_equal(*([v.numpy() for v in o.variables] for o in (loaded, optimizer)))
+
+
 # ------------------------------------------------------------- other engines
 
 
@@ -658,6 +668,16 @@ def test_virtual_tpu() -> None:
 def test_refused(opt: Any, message: str) -> None:
   with pytest.raises(ValueError, match=message):
     keras3.CrossShardOptimizer(opt, shard_update=True)
+
+
+@pytest.mark.parametrize("argument", ["shard_update", "lazy_rows"])
+def test_several_optimizers_are_refused(argument: str) -> None:
+  """Nothing replaces their update steps, and Keras wants all gradients."""
+  with pytest.raises(ValueError, match=f"`{argument}` is 'elementwise'.*each"):
+    keras3.CrossShardOptimizer(
+      keras.optimizers.MultiOptimizer(lambda _: None),
+      **{argument: "elementwise"},
+    )
 
 
 @pytest.mark.parametrize("limit", ["clipnorm", "global_clipnorm"])

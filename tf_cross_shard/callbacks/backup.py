@@ -67,6 +67,8 @@ class BackupAndRestore(base.GroupCallback):
   `replica_state.save`.
   """
 
+  moves_optimizer = True
+
   def __init__(
     self,
     backup_dir: Any,
@@ -185,6 +187,9 @@ class BackupAndRestore(base.GroupCallback):
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Saves, if it is time, and ends the process if it has to."""
     is_last, is_old = self._watch.compare(is_epoch_end=True)
+    # Where a callback has steps traced again, nothing else would end it.
+    for callback in self.same_fit():
+      callback.passes_over = False
     if self._every == "epoch" or is_last or is_old:
       self._save(epoch + 1, 0)
     self._end_if(is_last)

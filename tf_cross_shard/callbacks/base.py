@@ -114,6 +114,7 @@ class GroupCallback(tf.keras.callbacks.Callback):
   prefix = ""  # of the metrics that it writes into the logs
   acts_on_batches = False
   follows_groups = False  # whether a group is one training to it, till the end
+  moves_optimizer = False  # whether it saves or copies the optimizer's state
   passes_over = False  # batches that a backup has been trained on
   _sets_rates = False  # whether a callback beside it does
 
@@ -157,10 +158,29 @@ class GroupCallback(tf.keras.callbacks.Callback):
     )
 
   def on_train_begin(self, logs: Any = None) -> None:
-    """Raises an error where a callback of Keras is to set PerGroup's rates."""
+    """Raises an error where rates or state are another's than it can see."""
     self.passes_over = False
+    if self.moves_optimizer:
+      self._check_optimizers()
     if self._sets_rates:
       group_schedule.check_settable(self.model.optimizer)
+
+  def _check_optimizers(self) -> None:
+    """Raises `ValueError` for a model that has more optimizers."""
+    known = list(optimizer_state.nested_optimizers(self.model.optimizer))
+    others = [
+      name
+      for name, value in vars(self.model).items()
+      if hasattr(value, "apply_gradients")
+      and not any(value is optimizer for optimizer in known)
+    ]
+    if others:
+      raise ValueError(
+        f"{type(self).__name__} has the state of model.optimizer only, and the"
+        f" model has other optimizers, {', '.join(sorted(others))}. Save each"
+        " by replica_state.save in a callback of your own, or keep what does"
+        " not train here outside of the model."
+      )
 
   def same_fit(self) -> list["GroupCallback"]:
     """Returns our callbacks in this `fit`, in order; none in another loop."""

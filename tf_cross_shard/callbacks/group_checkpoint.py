@@ -48,6 +48,7 @@ class GroupCheckpoint(base.GroupMonitor):
   taken on the first worker.
   """
 
+  moves_optimizer = True
   _counters = ("best_epoch",)
 
   def __init__(

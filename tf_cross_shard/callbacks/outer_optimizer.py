@@ -378,7 +378,9 @@ class OuterOptimizer(base.GroupCallback):
     """
     copies = replica_values.Copies(base.engine_of(self._inner).strategy)
     copies.agree("the anchor of an OuterOptimizer")
-    if all(len(set(row)) == 1 for row in copies.digests(self._weights)):
+    weights, anchors = map(copies.digests, (self._weights, self._anchors))
+    # Weights that are the anchors were joined: what rounding has left counts.
+    if weights != anchors and all(len(set(row)) == 1 for row in weights):
       for anchor, weight in zip(self._anchors, self._weights, strict=True):
         copies.write(anchor, copies.here(weight))
       if self._delay:

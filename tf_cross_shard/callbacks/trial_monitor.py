@@ -19,6 +19,7 @@ class TrialMonitor(base.GroupMonitor):
     names: The settings that may change.
   """
 
+  moves_optimizer = True
   table: trials.Table
   names: Sequence[str]
 

@@ -103,6 +103,16 @@ def keras_class(optimizer: Any) -> str:
   return kind.__name__ if is_own else ""
 
 
+def check_is_one(optimizer: Any, argument: str, value: Any) -> None:
+  """Raises `ValueError` for several optimizers, whose steps Keras calls."""
+  if keras_class(optimizer) == "MultiOptimizer":
+    raise ValueError(
+      f"`{argument}` is {value!r}, and MultiOptimizer hands gradients on to"
+      " others. Encapsulate each of these, with scale_gradients=True, and make"
+      " a MultiOptimizer of what you get."
+    )
+
+
 def is_compiled(optimizer: Any) -> bool:
   """Whether XLA compiles a step of the optimizer that is being traced."""
   return bool(getattr(optimizer, "jit_compile", False)) or kernels.is_compiled()

@@ -67,12 +67,15 @@ _SHARDED: Final = {
 
 
 def _kind_of_update(
-  settings: settings_lib.Settings, inner: base.InnerOptimizer, group_size: int
+  settings: settings_lib.Settings,
+  inner: base.InnerOptimizer,
+  engine: engines.Engine,
 ) -> type[update.Update]:
   """Chooses, once for all steps, what members keep and apply."""
   if settings.shard_update:
     way = sharded_update.check(inner.optimizer, settings.shard_update)
-    if group_size > 1:
+    # One device that loads a file has no members, whatever the groups are.
+    if min(engine.groups.group_size, engine.num_replicas) > 1:
       return _SHARDED[way]
   return update.ReplicatedUpdate
 
@@ -121,7 +124,7 @@ class Step:
     self.convention = loss_convention.LossConvention(settings, engine.groups)
     self.noise = noise_scale.NoiseScale(settings, inner, engine)
     self.tables = row_update.make(settings, inner, engine)
-    kind = _kind_of_update(settings, inner, engine.groups.group_size)
+    kind = _kind_of_update(settings, inner, engine)
     self.wire = _wire(settings, inner, engine)
     self.update = kind(
       settings, inner, engine, self.wire, self.noise, self.tables

@@ -34,6 +34,8 @@ class ReplicaChecks:
     self._inner = inner
     self._settings = settings
     self._name = settings.name
+    if tf.distribute.has_strategy():
+      self._check_strategy()
     # Without a strategy the optimizer may have been loaded for inference only;
     # `check_place` raises before the first step.
     if self.engine.num_replicas > 1:
@@ -48,15 +50,8 @@ class ReplicaChecks:
         " strategy.scope() but outside strategy.run). Call it inside the"
         " function given to `strategy.run`."
       )
-    here, made_in = tf.distribute.get_strategy(), self.engine.strategy
-    replicas = here.num_replicas_in_sync, made_in.num_replicas_in_sync
-    if here is not made_in and max(replicas) > 1:
-      raise RuntimeError(
-        f"{self._name} encapsulates an optimizer that was made under"
-        f" {type(made_in).__name__} ({replicas[1]} replicas) and is used under"
-        f" {type(here).__name__} ({replicas[0]} replicas). Make both inside"
-        " `with strategy.scope():` and call it inside `strategy.run`."
-      )
+    here = tf.distribute.get_strategy()
+    self._check_strategy()
     self._check_group_count()
     self._check_workers()
     in_function = tf.executing_eagerly() or tf.inside_function()
@@ -109,6 +104,18 @@ class ReplicaChecks:
       ],
       self._iteration_lines,
     )
+
+  def _check_strategy(self) -> None:
+    """Raises `RuntimeError` under another strategy than the optimizer's."""
+    here, made_in = tf.distribute.get_strategy(), self.engine.strategy
+    replicas = here.num_replicas_in_sync, made_in.num_replicas_in_sync
+    if here is not made_in and max(replicas) > 1:
+      raise RuntimeError(
+        f"{self._name} encapsulates an optimizer that was made under"
+        f" {type(made_in).__name__} ({replicas[1]} replicas) and is used under"
+        f" {type(here).__name__} ({replicas[0]} replicas). Make both inside"
+        " `with strategy.scope():` and call it inside `strategy.run`."
+      )
 
   def _setting_lines(self) -> list[str]:
     """Returns settings as lines, with the groups in force."""

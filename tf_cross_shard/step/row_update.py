@@ -48,6 +48,7 @@ def check(inner: base.InnerOptimizer, settings: settings_lib.Settings) -> None:
     )
   last = base.innermost(inner.optimizer)
   kind = type(last).__name__
+  fused_update.check_is_one(last, "lazy_rows", lazy_rows)
   if not hasattr(last, "build"):
     raise ValueError(
       f"`lazy_rows` is {lazy_rows!r}, and {kind} is one of"

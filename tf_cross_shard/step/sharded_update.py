@@ -282,6 +282,7 @@ def check(optimizer: Any, shard_update: Any) -> str:
   """
   last = base.innermost(optimizer)
   kind = type(last).__name__
+  fused_update.check_is_one(last, "shard_update", shard_update)
   if not hasattr(last, "build"):
     raise ValueError(
       f"`shard_update` is {shard_update!r}, and {kind} is one of"
