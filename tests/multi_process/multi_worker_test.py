@@ -71,34 +71,9 @@ def _groups(count: int, grouping: str) -> groups_lib.Groups:
 
 
 def _check(
-  held: Sequence[Sequence[np.ndarray]],
-  grouping: str,
-  expected: Callable[[Sequence[int]], Sequence[Any]],
-  bound: Callable[[int, Sequence[int]], Any] | None = None,
+  held: Sequence[Any], grouping: str, *expected: Callable[..., Any]
 ) -> None:
-  """Every worker holds what its group was to learn; members bitwise.
-
-  A variable, by its number and the members, may be off by `bound`.
-  """
-  groups = _groups(len(held), grouping)
-  assert len(held) > 1
-  for members in groups:
-    right = expected(members)
-    for replica in members:
-      assert len(held[replica]) == len(right)
-      for i, (mine, first, value) in enumerate(
-        zip(held[replica], held[members[0]], right, strict=True)
-      ):
-        assert mine.tobytes() == first.tobytes(), f"replica {replica}, {i}"
-        off = np.abs(mine.astype("float64") - np.asarray(value, "float64"))
-        allowed = bound(i, members) if bound else 0.0
-        assert (off <= allowed).all(), f"replica {replica}, {i}: {off.max()}"
-  # A sum over the wrong members would have been seen.
-  i = next(i for i in range(len(held[0])) if any(m[i].any() for m in held))
-  for one in groups:
-    for other in groups:
-      if one != other:
-        assert (held[one[0]][i] != held[other[0]][i]).any()
+  testbed.check_groups(held, _groups(len(held), grouping), *expected)
 
 
 def _held(launches: Launches, launch: str, key: cases.Key) -> list[Any]:
@@ -148,7 +123,7 @@ def test_sums(launches: Launches, launch: str, key: cases.Key) -> None:
     _check(held, grouping, expected)
     return
 
-  def bound(i: int, members: Sequence[int]) -> Any:
+  def bound(_: Any, i: int, members: Sequence[int]) -> Any:
     given = np.asarray(_given(function, kind, members)[i], "float64")
     n, roundings = len(members), 1 if function == "sparse_sum" else 2
     relative = (1 + UNIT[wire[0]]) ** roundings * (1 + 2.0**-24) ** n - 1
@@ -199,8 +174,8 @@ def test_sharded(launches: Launches, launch: str, key: cases.Key) -> None:
     return testbed.train_plain(task, sorted(members), plain)
 
   # Roots of Adafactor are of sums, which plain Keras takes of whole batches.
-  bound = (lambda *_: 1e-6) if options == ["by_variable"] else None
-  _check(held, grouping, expected, bound)
+  bounds = [lambda *_: 1e-6] if options == ["by_variable"] else []
+  _check(held, grouping, expected, *bounds)
 
 
 @_of("islands")

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -267,9 +268,41 @@ class Crash(tf.keras.callbacks.Callback):  # type: ignore[misc]
 
 def assert_close(actual: np.ndarray, expected: np.ndarray, where: str) -> None:
   """At most 1e-6 apart, relative to the largest weight."""
-  bound = 1e-6 * max(1.0, float(np.abs(expected).max()))
-  difference = float(np.abs(actual - expected).max())
+  bound, difference = near(expected), float(np.abs(actual - expected).max())
   assert difference <= bound, f"{where}: {difference} > {bound}"
+
+
+def near(value: np.ndarray, *_: Any) -> float:
+  """The bound of `assert_close`, for `check_groups`."""
+  return 1e-6 * max(1.0, float(np.abs(value).max()))
+
+
+def check_groups(
+  held: Sequence[Sequence[np.ndarray]],
+  groups: groups_lib.Groups,
+  expected: Callable[[Sequence[int]], Sequence[Any]],
+  bound: Callable[..., Any] = lambda *_: 0.0,
+) -> None:
+  """Every replica holds what its group was to learn; members bitwise.
+
+  Of `held`, [replicas, variables], a variable may be off by `bound`, which is
+  given the right value, the variable's number and the members.
+  """
+  assert len(held) == groups.num_replicas > 1
+  for members in groups:
+    right = [np.asarray(value, "float64") for value in expected(members)]
+    for replica in members:
+      for i, (mine, first, value) in enumerate(
+        zip(held[replica], held[members[0]], right, strict=True)
+      ):
+        assert mine.tobytes() == first.tobytes(), f"replica {replica}, {i}"
+        off = np.abs(mine.astype("float64") - value)
+        allowed = bound(value, i, members)
+        assert (off <= allowed).all(), f"replica {replica}, {i}: {off.max()}"
+  # A sum over the wrong members would have been seen.
+  i = next(i for i in range(len(held[0])) if any(m[i].any() for m in held))
+  for one, other in itertools.combinations(groups, 2):
+    assert (held[one[0]][i] != held[other[0]][i]).any()
 
 
 @functools.cache
