@@ -820,22 +820,6 @@ def test_rates_that_cannot_be_lowered() -> None:
       _begin(_with_rates(rates, []), callbacks.GroupReduceLROnPlateau())
 
 
-@pytest.mark.tf_keras_mode
-@pytest.mark.parametrize("kind", ["ReduceLROnPlateau", "LearningRateScheduler"])
-def test_what_would_set_one_rate_for_all_is_no_neighbour(kind: str) -> None:
-  """Else ReduceLROnPlateau ended `fit` when it first lowers the rate."""
-  model = _with_rates(schedules.PerGroup([0.5, 0.25]), [])
-  is_plateau = kind == "ReduceLROnPlateau"
-  argument = "loss" if is_plateau else lambda epoch: 0.5**epoch
-  setter = getattr(tf.keras.callbacks, kind)(argument)
-  data = tf.data.Dataset.from_tensors((tf.ones([2, 1]), tf.ones([2, 1])))
-  used = [callbacks.GroupMetrics(data), setter]
-  with pytest.raises(TypeError, match=r"Use callbacks\.GroupReduceLROnPlateau"):
-    testbed.fit(model, data, callbacks=used)
-  assert int(model.optimizer.iterations.numpy()) == 0
-  testbed.fit(_with_rates(0.5, []), data, callbacks=used)
-
-
 def test_groups_are_named_by_their_rates(tmp_path: pathlib.Path) -> None:
   for given, names in (
     (schedules.PerGroup([0.5, 3e-4]), ["lr=0.5", "lr=0.0003"]),
