@@ -134,6 +134,12 @@ def step_of(optimizer: Any) -> Any:
   return getattr(optimizer, "__dict__", {}).get("_step")
 
 
+def sharded_state(optimizer: Any) -> Any:
+  """Returns the whole state of one that keeps parts of it, or None."""
+  states = map(_sharded_state_of, nested_optimizers(optimizer))
+  return next(filter(None, states), None)
+
+
 def _sharded_state_of(optimizer: Any) -> Any:
   """The whole state of an optimizer that keeps parts of it, or None."""
   inner = vars(optimizer).get("_inner")
