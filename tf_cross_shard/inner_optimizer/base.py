@@ -77,6 +77,21 @@ class InnerOptimizer(abc.ABC):
     """Makes the slots for `variables`, unless they exist."""
     if not self.is_built:
       self.optimizer.build(list(variables))
+      self._start_at_weights(variables)
+
+  def _start_at_weights(self, variables: Sequence[Any]) -> None:
+    """Gives slots that begin as weights each replica's: Keras reads one's."""
+    copies = self.strategy.experimental_local_results
+    with tf.init_scope():
+      for slot, variable in zip(self.begin_as_weights, variables, strict=False):
+        natives = map(variables_lib.native, (slot, variable))
+        for own, weight in zip(*map(copies, natives), strict=True):
+          own.assign(weight)
+
+  @property
+  def begin_as_weights(self) -> Sequence[Any]:
+    """The slots, along the variables, that begin as these; empty without."""
+    return ()
 
   def fuse(self, wanted: bool | None) -> None:
     """Lets kernels or XLA do the steps; None where that is faster.
