@@ -184,6 +184,11 @@ class InnerOptimizer(abc.ABC):
     """The moving averages of what it was built on; empty without."""
     return libraries.averages(self.innermost)
 
+  @property
+  def finalizes(self) -> bool:
+    """Whether it changes variables when `fit` ends."""
+    return bool(self.averages) or self._overrides("finalize_variable_values")
+
   def write_averages(self, variables: Sequence[Any]) -> None:
     """Writes moving averages into variables, where there are averages."""
     self.optimizer.finalize_variable_values(variables)
