@@ -170,6 +170,7 @@ class ShardedUpdate(update.Update):
     del variables
     if not (self._variables and self._inner.finalizes):
       return
+
     def finalize() -> None:
       self._updated()
       with self._engine.isolate():
