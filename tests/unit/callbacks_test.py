@@ -629,6 +629,23 @@ def test_the_best_of_an_earlier_run_is_kept(tmp_path: pathlib.Path) -> None:
   np.testing.assert_array_equal(bias, [[20.0, 20.0], [10.0, 10.0]])
 
 
+def test_an_earlier_run_had_other_rows(tmp_path: pathlib.Path) -> None:
+  """A window of a table's gradients has any number of them."""
+  with testbed.mirrored(2).scope():
+    model = tf.keras.Sequential(
+      [tf.keras.Input((1,), dtype="int32"), tf.keras.layers.Embedding(3, 2)]
+    )
+    optimizer = CrossShardOptimizer(
+      "sgd", group_assignment=PAIR, accumulate_steps=2
+    )
+    optimizer.build(model.trainable_variables)
+    model.compile(optimizer, "mse")
+  for value in (1.0, 0.5):
+    [keep] = _begin(model, callbacks.GroupCheckpoint(tmp_path / "best"))
+    keep.on_epoch_end(0, {f"val_loss/group_{i}": value for i in (0, 1)})
+  assert keep.best == [0.5, 0.5]
+
+
 def test_a_file_of_another_run(tmp_path: pathlib.Path) -> None:
   """It is not replaced, and said so before the first epoch."""
   model, path = _grouped("pair", PAIR), tmp_path / "best"

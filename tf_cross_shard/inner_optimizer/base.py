@@ -77,6 +77,21 @@ class InnerOptimizer(abc.ABC):
     """Makes the slots for `variables`, unless they exist."""
     if not self.is_built:
       self.optimizer.build(list(variables))
+      self._start_at_weights(variables)
+
+  def _start_at_weights(self, variables: Sequence[Any]) -> None:
+    """Gives slots that begin as weights each replica's: Keras reads one's."""
+    copies = self.strategy.experimental_local_results
+    with tf.init_scope():
+      for slot, variable in zip(self.begin_as_weights, variables, strict=False):
+        natives = map(variables_lib.native, (slot, variable))
+        for own, weight in zip(*map(copies, natives), strict=True):
+          own.assign(weight)
+
+  @property
+  def begin_as_weights(self) -> Sequence[Any]:
+    """The slots, along the variables, that begin as these; empty without."""
+    return ()
 
   def fuse(self, wanted: bool | None) -> None:
     """Lets kernels or XLA do the steps; None where that is faster.
@@ -178,6 +193,11 @@ class InnerOptimizer(abc.ABC):
   def averages(self) -> list[Any]:
     """The moving averages of what it was built on; empty without."""
     return libraries.averages(self.innermost)
+
+  @property
+  def finalizes(self) -> bool:
+    """Whether it changes variables when `fit` ends."""
+    return bool(self.averages) or self._overrides("finalize_variable_values")
 
   def write_averages(self, variables: Sequence[Any]) -> None:
     """Writes moving averages into variables, where there are averages."""
