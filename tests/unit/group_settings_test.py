@@ -117,7 +117,6 @@ def test_limits_of_replicas() -> None:
   [
     ("adam", {"beta_1": [0.5]}, "a number for each of the 2 groups"),
     ("adam", {"beta_3": [0.5, 0.9]}, "Adam.beta_3 is None"),
-    ("adam", {"weight_decay": [0.0, 0.5]}, "Adam.weight_decay is None"),
     ("adam", {"amsgrad": [0, 1]}, "Adam.amsgrad is False"),
     ("sgd", {"momentum": [0.0, 0.5]}, "it has no slots for others"),
     ("sgd", {"learning_rate": [0.1, 0.2]}, r"SGD\(schedules.PerGroup"),

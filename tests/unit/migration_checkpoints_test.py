@@ -240,7 +240,6 @@ OWN: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
     lambda: _own(keras, "Optimizer", ("m", "v")),
     {"{}/m": "{}/adam_m", "{}/v": "{}/adam_v"},
   ),
-  "a class of Keras": (lambda: keras.optimizers.Lamb(), LAMB),
   "derived from Adam": (lambda: _own(keras, "Adam", ()), LAMB),
   "tf_keras": (lambda: _own(tf_keras, "SGD", BERT), {}),
 }
@@ -498,7 +497,6 @@ class TestErrors:
         "`optimizer` is Adam, one of tf_keras.optimizers.legacy",
       ),
       ({"names": {"v": "w"}}, ValueError, "in `names` only: v\\nWrite names"),
-      ({"names": {"v": None}}, ValueError, "in `names` only: v"),
       ({"names": {"{}/m": "{}/v"}}, ValueError, "in `names` only: {}/m"),
       ({"names": {"w": "v"}}, ValueError, "`w` is 'v', which .* has not"),
       (
@@ -507,14 +505,9 @@ class TestErrors:
         "value of both w and iterations",
       ),
       (
-        {"model": [tf.Variable(0.0, name="w")]},
+        {"model": [tf.Variable(0, name="w")]},
         ValueError,
-        r"differ:\n  w is float32 \[\]; w in the checkpoint is float32 \[2\]",
-      ),
-      (
-        {"model": [tf.Variable([0, 0], name="w")]},
-        ValueError,
-        r"w is int32 \[2\]; w in the checkpoint is float32",
+        r"differ:\n  w is int32 \[\]; w in the checkpoint is float32 \[2\]",
       ),
     ],
   )
