@@ -200,7 +200,8 @@ def _print_lines(index: int, lines: IO[str]) -> None:
   """Prints what a worker writes as it comes, each line whole."""
   with lines:
     for line in lines:
-      print(f"[worker {index}] {line}", end="", flush=True)
+      whole = line.removesuffix("\n") + "\n"  # A last one may have no end.
+      print(f"[worker {index}] {whole}", end="", flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,9 +15,11 @@ from tf_cross_shard_cli import launch
 
 PROJECT = pathlib.Path(__file__).absolute().parent.parent.parent
 
+# Its last line has no end.
 SHOW = """
 import json, os, sys
-print(*json.loads(os.environ["TF_CONFIG"])["task"].values(), sys.argv[1:])
+task = json.loads(os.environ["TF_CONFIG"])["task"]
+print(*task.values(), sys.argv[1:], end="")
 """
 
 
