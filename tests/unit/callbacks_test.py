@@ -616,6 +616,23 @@ def test_the_best_of_an_earlier_run_is_kept(tmp_path: pathlib.Path) -> None:
   np.testing.assert_array_equal(bias, [[20.0, 20.0], [10.0, 10.0]])
 
 
+def test_an_earlier_run_had_other_rows(tmp_path: pathlib.Path) -> None:
+  """A window of a table's gradients has any number of them."""
+  with testbed.mirrored(2).scope():
+    model = tf.keras.Sequential(
+      [tf.keras.Input((1,), dtype="int32"), tf.keras.layers.Embedding(3, 2)]
+    )
+    optimizer = CrossShardOptimizer(
+      "sgd", group_assignment=PAIR, accumulate_steps=2
+    )
+    optimizer.build(model.trainable_variables)
+    model.compile(optimizer, "mse")
+  for value in (1.0, 0.5):
+    [keep] = _begin(model, callbacks.GroupCheckpoint(tmp_path / "best"))
+    keep.on_epoch_end(0, {f"val_loss/group_{i}": value for i in (0, 1)})
+  assert keep.best == [0.5, 0.5]
+
+
 def test_a_file_of_another_run(tmp_path: pathlib.Path) -> None:
   """It is not replaced, and said so before the first epoch."""
   model, path = _grouped("pair", PAIR), tmp_path / "best"
@@ -787,22 +804,6 @@ def test_rates_that_cannot_be_lowered() -> None:
   ):
     with pytest.raises(error, match=words):
       _begin(_with_rates(rates, []), callbacks.GroupReduceLROnPlateau())
-
-
-@pytest.mark.tf_keras_mode
-@pytest.mark.parametrize("kind", ["ReduceLROnPlateau", "LearningRateScheduler"])
-def test_what_would_set_one_rate_for_all_is_no_neighbour(kind: str) -> None:
-  """Else ReduceLROnPlateau ended `fit` when it first lowers the rate."""
-  model = _with_rates(schedules.PerGroup([0.5, 0.25]), [])
-  is_plateau = kind == "ReduceLROnPlateau"
-  argument = "loss" if is_plateau else lambda epoch: 0.5**epoch
-  setter = getattr(tf.keras.callbacks, kind)(argument)
-  data = tf.data.Dataset.from_tensors((tf.ones([2, 1]), tf.ones([2, 1])))
-  used = [callbacks.GroupMetrics(data), setter]
-  with pytest.raises(TypeError, match=r"Use callbacks\.GroupReduceLROnPlateau"):
-    testbed.fit(model, data, callbacks=used)
-  assert int(model.optimizer.iterations.numpy()) == 0
-  testbed.fit(_with_rates(0.5, []), data, callbacks=used)
 
 
 def test_groups_are_named_by_their_rates(tmp_path: pathlib.Path) -> None:

@@ -324,6 +324,33 @@ def test_a_copy_is_trained_as_the_source_would_be(
   assert len(_differing(copied, target, after, target)) > 8
 
 
+@in_both
+@everywhere
+def test_slots_that_begin_as_weights_are_the_groups_own(
+  where: str, library: str
+) -> None:
+  """Also of an optimizer that is made when groups differ."""
+  home, wrapper = LIBRARIES[library]
+  kind = {
+    "keras": lambda: home.optimizers.ScheduleFreeAdamW(),
+    "tf_keras": lambda: home.optimizers.SGD(use_ema=True),
+  }[library]
+  with STRATEGIES[where]().scope():
+    weights = group_training.make_weights(library, {"a": [0.0, 0.0], "b": 0.0})
+    for variable in weights:
+      shape = tuple(variable.shape)
+      cases.spread(variable, [np.full(shape, r % 2, "f4") for r in range(N)])
+    optimizer = wrapper.CrossShardOptimizer(
+      kind(), group_assignment=[[0, 2], [1, 3]]
+    )
+    optimizer.build(weights)
+  name = {"keras": "momentum", "tf_keras": "average"}[library]
+  for variable in weights:
+    slot = optimizer.get_slot(variable, name)
+    for replica, copy in enumerate(testbed.copies(slot)):
+      np.testing.assert_array_equal(copy, np.full(copy.shape, replica % 2))
+
+
 def test_groups_that_are_equal_are_warned_about(said: list[str]) -> None:
   """EarlyStopping sets the weights after the last look of `fit` at them."""
   model, optimizer = _made("mirrored", "keras", lambda home: _dense(home, "a"))

@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.support import group_training, testbed
 from tf_cross_shard import callbacks, keras3, schedules
@@ -79,6 +80,23 @@ def test_each_group_has_its_own(
       for weight, right in zip(held[replica], alone, strict=True):
         np.testing.assert_allclose(weight, right.numpy(), rtol=5e-6, atol=5e-6)
   assert np.abs(held[0][0] - held[1][0]).max() > 1e-3
+
+
+@group_training.in_both
+def test_the_powers_of_version_1_are_each_groups_own(which: str) -> None:
+  """They begin with a factor, which is the group's too."""
+  make, betas = tf.compat.v1.train.AdamOptimizer, [0.9, 0.5]
+  held, _ = _train(
+    which, lambda _: make(0.125, 0.75), group_settings={"beta_1": betas}
+  )
+  for members, beta in zip(GROUPS, betas, strict=True):
+    alone, plain = list(map(tf.Variable, VALUES.values())), make(0.125, beta)
+    for step in range(STEPS):
+      sums = [tf.constant(rows[step, members].sum(0)) for rows in GRADS]
+      plain.apply_gradients(zip(sums, alone, strict=True))
+    for replica in members:
+      for weight, right in zip(held[replica], alone, strict=True):
+        np.testing.assert_allclose(weight, right, rtol=5e-6, atol=5e-6)
 
 
 def test_limits_of_replicas() -> None:

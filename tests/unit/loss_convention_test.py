@@ -135,6 +135,30 @@ def test_nothing_is_guessed(log: pytest.LogCaptureFixture) -> None:
   assert log.messages == []
 
 
+def test_each_function_has_a_default_of_its_own() -> None:
+  """Where one thread traces all of them, as for TPUs."""
+  convention = _convention("mean", None, 4, 2, scale_gradients=True)
+  factors = []
+
+  def run(*calls: Callable[[], Any]) -> None:
+    @tf.function(autograph=False)
+    def trace() -> None:
+      for call in calls:
+        call()
+
+    trace()
+
+  def scale() -> None:
+    factors.append(convention.for_gradients())
+
+  def within() -> None:
+    run(lambda: convention.for_loss("replica"))
+
+  run(within, scale, scale)
+  run(scale)
+  assert factors == [0.5, 0.5, 2.0]
+
+
 def test_each_thread_has_a_step_of_its_own(
   log: pytest.LogCaptureFixture,
 ) -> None:

@@ -151,10 +151,18 @@ def test_the_new_checkpoint_is_read_elsewhere(
 
 
 @pytest.mark.tf_keras_mode
-@pytest.mark.parametrize("is_in_scope", [True, False])
-def test_goes_on_in_replicas(is_in_scope: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+  ("is_in_scope", "options"),
+  [(True, {}), (False, {}), (False, {"shard_update": "elementwise"})],
+)
+def test_goes_on_in_replicas(
+  is_in_scope: bool, options: dict[str, Any], tmp_path: Path
+) -> None:
   strategy = testbed.mirrored()
-  training = _training("keras, from_v1", "Adam", strategy=strategy)
+  make = sessions.PAIRS["Adam"].v1
+  training = sessions.Training(
+    lambda: keras3.CrossShardOptimizer(make(), **options), strategy
+  )
   if is_in_scope:
     with strategy.scope():
       _convert(training, saved("Adam").src, tmp_path / "new")

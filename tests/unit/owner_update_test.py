@@ -166,6 +166,25 @@ def test_averages_and_names(which: str) -> None:
   assert names[0] == names[1]
 
 
+@pytest.mark.parametrize("shard_update", [False, "elementwise", "by_variable"])
+def test_what_a_class_does_when_fit_ends(shard_update: Any) -> None:
+  """Not only averages."""
+
+  class Doubles(keras.optimizers.SGD):
+    def finalize_variable_values(self, var_list: Any) -> None:
+      for variable in var_list:
+        variable.assign(2.0 * variable)
+
+  weights, optimizer = group_training.build(
+    "keras", lambda _: Doubles(0.5), VALUES, shard_update=shard_update
+  )
+  train(weights, optimizer)
+  before = list(map(testbed.copies, weights))
+  optimizer.finalize_variable_values(weights)
+  for weight, values in zip(weights, before, strict=True):
+    np.testing.assert_array_equal(testbed.copies(weight), 2 * np.array(values))
+
+
 def test_each_update_is_done_once() -> None:
   """Of four members each traces its own variable's update, and no other."""
   traced = []

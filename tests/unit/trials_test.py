@@ -316,10 +316,6 @@ def test_a_fit_that_is_too_short(
   [
     (lambda: callbacks.OuterOptimizer(2), "OuterOptimizer takes a group"),
     (
-      lambda: tf.keras.callbacks.LearningRateScheduler(lambda _: 0.5),
-      "set one rate for all trials",
-    ),
-    (
       lambda: _halving(trials.Table(SETTINGS, groups.singletons(4))),
       "`table` is for the groups",
     ),
@@ -345,6 +341,25 @@ def test_mistakes_are_errors_before_the_first_step(
   with pytest.raises((TypeError, ValueError), match=re.escape(message)):
     _fit(model, table, make(), _halving(table))
   np.testing.assert_array_equal(testbed.copies(model.weights[-1]), before)
+
+
+@pytest.mark.parametrize("kind", ["ReduceLROnPlateau", "LearningRateScheduler"])
+@pytest.mark.parametrize("name", ["learning_rate", "momentum"])
+def test_no_other_callback_sets_rates(
+  name: str, kind: str, tmp_path: pathlib.Path
+) -> None:
+  """It would set one for all trials: silently, where tables have rates."""
+  model, table = _make([{name: 0.5 / 2**i} for i in range(4)])
+  setter = {
+    "ReduceLROnPlateau": lambda keras: keras.ReduceLROnPlateau(
+      "loss", patience=0, min_delta=1e9
+    ),
+    "LearningRateScheduler": lambda keras: keras.LearningRateScheduler(
+      lambda epoch: 0.5**epoch
+    ),
+  }[kind](tf.keras.callbacks)
+  with pytest.raises(ValueError, match="learning rates of the groups were"):
+    _fit(model, table, _halving(table, tmp_path), setter)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from tf_cross_shard.callbacks import base
 from tf_cross_shard.replica_state import archive, group_state, replica_values
@@ -132,10 +133,9 @@ class GroupCheckpoint(base.GroupMonitor):
     for part in copies.parts if self._kept else ():
       keys = [group_state.key(part.name, 0, member) for member in (None, 0)]
       shapes = [self._kept[key].shape for key in keys if key in self._kept]
-      if shapes != [tuple(part.variable.shape)]:
-        raise self._misfit(
-          f"`{part.name}` of shape {list(part.variable.shape)}"
-        )
+      own = tf.TensorShape(part.variable.shape)  # [None, 2] of a window
+      if not any(map(own.is_compatible_with, shapes)):
+        raise self._misfit(f"`{part.name}` of shape {own.as_list()}")
 
   def _misfit(self, wanted: str) -> archive.CheckpointError:
     """Returns the error for a file of another kind of run."""

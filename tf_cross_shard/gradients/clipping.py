@@ -68,6 +68,8 @@ def square_of_norm(grads: Sequence[Gradient]) -> tf.Tensor:
 
   >>> float(square_of_norm([tf.constant([3.0]), None, tf.constant([4.0])]))
   25.0
+  >>> float(square_of_norm([tf.constant([3.0 + 4.0j])]))
+  25.0
   """
   dtype = tf.float64 if tf.float64 in map(_dtype, grads) else tf.float32
   halves = [
@@ -79,8 +81,9 @@ def square_of_norm(grads: Sequence[Gradient]) -> tf.Tensor:
 
 
 def _values(grad: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-  """Returns the tensor, or a sparse gradient's rows."""
-  return grad.values if isinstance(grad, tf.IndexedSlices) else grad
+  """Returns the tensor, or a sparse gradient's rows; of complex ones sizes."""
+  values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
+  return tf.abs(values) if values.dtype.is_complex else values
 
 
 def _clip_by_value(

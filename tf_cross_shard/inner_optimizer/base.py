@@ -27,8 +27,8 @@ class InnerOptimizer(abc.ABC):
     innermost: The optimizer that keeps the slots, below any loss scaling.
     outer_loss_scaler: A LossScaleOptimizer that encapsulates *our* optimizer,
       or None; see `loss_scaling`.
-    unsharded_state: The optimizer's state as savers and users see it: this
-      object, or `step.sharded_state.PlainState` where state is in parts.
+    whole_state: `step.sharded_state.PlainState` where state is in parts; else
+      None.
     checkpointed: The object whose children a checkpoint sees: the optimizer, or
       what takes its place where its state is in parts.
     fused: Whether kernels or XLA do the optimizer's steps; see `fused_update`.
@@ -46,7 +46,7 @@ class InnerOptimizer(abc.ABC):
     self.optimizer = optimizer
     self.innermost = innermost(optimizer)
     self.outer_loss_scaler: Any = None
-    self.unsharded_state: Any = self
+    self.whole_state: Any = None
     self.checkpointed: Any = optimizer
     self.fused: bool | None = False
     self.row_step: Callable[..., None] | None = None
@@ -77,6 +77,21 @@ class InnerOptimizer(abc.ABC):
     """Makes the slots for `variables`, unless they exist."""
     if not self.is_built:
       self.optimizer.build(list(variables))
+      self._start_at_weights(variables)
+
+  def _start_at_weights(self, variables: Sequence[Any]) -> None:
+    """Gives slots that begin as weights each replica's: Keras reads one's."""
+    copies = self.strategy.experimental_local_results
+    with tf.init_scope():
+      for slot, variable in zip(self.begin_as_weights, variables, strict=False):
+        natives = map(variables_lib.native, (slot, variable))
+        for own, weight in zip(*map(copies, natives), strict=True):
+          own.assign(weight)
+
+  @property
+  def begin_as_weights(self) -> Sequence[Any]:
+    """The slots, along the variables, that begin as these; empty without."""
+    return ()
 
   def fuse(self, wanted: bool | None) -> None:
     """Lets kernels or XLA do the steps; None where that is faster.
@@ -105,6 +120,16 @@ class InnerOptimizer(abc.ABC):
   def variables(self) -> list[Any]:
     """What the optimizer itself says are its variables."""
     return optimizer_state.listed(self.optimizer)
+
+  @property
+  def unsharded_state(self) -> Any:
+    """The state as savers and users see it: this object if it is not in parts.
+
+    Towers may encapsulate an optimizer that keeps it in parts.
+    """
+    return (
+      self.whole_state or optimizer_state.sharded_state(self.optimizer) or self
+    )
 
   @property
   def state(self) -> list[Any]:
@@ -168,6 +193,11 @@ class InnerOptimizer(abc.ABC):
   def averages(self) -> list[Any]:
     """The moving averages of what it was built on; empty without."""
     return libraries.averages(self.innermost)
+
+  @property
+  def finalizes(self) -> bool:
+    """Whether it changes variables when `fit` ends."""
+    return bool(self.averages) or self._overrides("finalize_variable_values")
 
   def write_averages(self, variables: Sequence[Any]) -> None:
     """Writes moving averages into variables, where there are averages."""

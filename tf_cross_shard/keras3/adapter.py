@@ -45,6 +45,13 @@ class Keras3Optimizer(base.InnerOptimizer):
     variables: Sequence[Any] = self.innermost._trainable_variables
     return variables
 
+  @property
+  def begin_as_weights(self) -> Sequence[Any]:
+    """The points that ScheduleFreeAdamW averages."""
+    kind = getattr(keras.optimizers, "ScheduleFreeAdamW", ())
+    is_one = isinstance(self.innermost, kind)
+    return self.innermost._momentums if is_one else ()
+
   def make_variable(self, value: Any, name: str) -> Any:
     """A trainable variable of this Keras."""
     return keras.Variable(value, dtype=value.dtype.name, name=name)

@@ -7,6 +7,7 @@ decides it is logged, and a step that never scaled its loss is warned about.
 import sys
 import threading
 import types
+import weakref
 from typing import Any, Final
 
 import tensorflow as tf
@@ -56,7 +57,7 @@ class LossConvention:
     """
     self._ever_scaled = True
     self._step.scaled = True
-    self._step.default = default
+    self._step.default = default, weakref.ref(_trace())
     # A function that is traced may run in later steps.
     self._scaled_in_trace |= not tf.executing_eagerly()
     return 1.0 if self._settings.scale_gradients else self._factor(default)
@@ -65,7 +66,10 @@ class LossConvention:
     """Returns the factor of the gradients: 1 unless `scale_gradients`."""
     if not self._settings.scale_gradients:
       return 1.0
-    return self._factor(getattr(self._step, "default", loss_factor.GLOBAL))
+    default, trace = getattr(self._step, "default", (loss_factor.GLOBAL, None))
+    # A TPU's functions are all traced by one thread.
+    is_of_step = trace is not None and trace() is _trace()
+    return self._factor(default if is_of_step else loss_factor.GLOBAL)
 
   def check_was_scaled(self, through_apply: bool, is_divided: bool) -> None:
     """Warns, once, if gradients are summed whose loss was never scaled.
@@ -152,6 +156,14 @@ class LossConvention:
     if text not in logged:
       logged.add(text)
       logging.warning(text, *values)
+
+
+def _trace() -> Any:
+  """The graph of the function that is being traced, the outermost one."""
+  graph: Any = tf.compat.v1.get_default_graph()
+  while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
+    graph = graph.outer_graph
+  return graph
 
 
 def _is_in_keras() -> bool:

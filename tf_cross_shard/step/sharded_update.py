@@ -85,8 +85,8 @@ class ShardedUpdate(update.Update):
       for number, row in enumerate(self._rows(of_kind))
     ]
     with self._engine.making_variables():
-      self._inner.unsharded_state = self._build()
-    self._inner.checkpointed.add(self._inner.unsharded_state.children)
+      self._inner.whole_state = self._build()
+    self._inner.checkpointed.add(self._inner.whole_state.children)
 
   @abc.abstractmethod
   def _kind(self, variable: Any) -> Hashable:
@@ -168,10 +168,16 @@ class ShardedUpdate(update.Update):
   def write_averages(self, variables: Sequence[Any]) -> None:
     """Gives all replicas the moving averages for weights, where there are."""
     del variables
-    if not (self._variables and self._inner.averages):
+    if not (self._variables and self._inner.finalizes):
       return
-    self._inner.write_averages(self._inner.trainable_variables)
-    self._run(functools.partial(self._gather, False))
+
+    def finalize() -> None:
+      self._updated()
+      with self._engine.isolate():
+        self._inner.write_averages(self._inner.trainable_variables)
+      self._gather(False)
+
+    self._run(finalize)
 
   @property
   def _may_skip(self) -> bool:

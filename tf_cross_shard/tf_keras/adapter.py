@@ -64,6 +64,12 @@ class TfKerasOptimizer(base.InnerOptimizer):
       # In a function that is being traced, they must outlive the trace.
       with tf.init_scope():
         self.optimizer.build(self._trainable)
+      self._start_at_weights(variables)
+
+  @property
+  def begin_as_weights(self) -> Sequence[Any]:
+    """The moving averages."""
+    return self.averages
 
   @property
   def computes_gradients(self) -> bool:
