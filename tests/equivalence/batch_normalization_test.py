@@ -2,13 +2,13 @@
 # bazel: size=medium tags=slow
 
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import batch_normalization as bed
 from tests.support import testbed
 from tf_cross_shard import (
   callbacks,
@@ -18,6 +18,109 @@ from tf_cross_shard import (
 )
 
 STRIDED = [[0, 2], [1, 3]]
+SHAPE = (3, 2, 4, 5)  # of a replica's batch
+OPTIONS = {"momentum": 0.75, "epsilon": 0.125, "dtype": "float64"}
+
+
+def data(replicas: int) -> tuple[np.ndarray, np.ndarray]:
+  """Every replica's inputs, and what its outputs count in the loss.
+
+  In float64, and of means far from 0, so that a variance without correct digits
+  is seen.
+  """
+  rng = np.random.default_rng(3)
+  shape = (replicas, *SHAPE)
+  x = 30.0 + 5.0 * rng.normal(size=shape)
+  x += 10.0 * np.arange(replicas).reshape(-1, 1, 1, 1, 1)
+  return x, rng.normal(size=shape)
+
+
+def make(layer: Any, *args: Any, library: Any = tf.keras, **kwargs: Any) -> Any:
+  """A built layer whose scale and offset are not the usual ones."""
+  constant = library.initializers.Constant
+  made = layer(
+    *args,
+    gamma_initializer=constant(1.5),
+    beta_initializer=constant(-0.5),
+    **{**OPTIONS, **kwargs},
+  )
+  made.build((None, *SHAPE[1:]))
+  return made
+
+
+def step(layer: Any, x: Any, counts: Any, **options: Any) -> list[tf.Tensor]:
+  """Outputs, and gradients of inputs, scale and offset."""
+  x = tf.convert_to_tensor(x)
+  with tf.GradientTape() as tape:
+    tape.watch(x)
+    outputs = layer(x, training=True, **options)
+    loss = tf.reduce_sum(outputs * counts)
+  return [outputs, *tape.gradient(loss, [x, *layer.trainable_variables])]
+
+
+def plain(
+  x: np.ndarray,
+  counts: np.ndarray,
+  *,
+  library: Any = tf.keras,
+  mask: Any = None,
+  **options: Any,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+  """Keras on all examples at once: what `step` returns, and the statistics."""
+  if not hasattr(library, "Variable"):
+    options["fused"] = False  # Its kernel multiplies variances by n / (n - 1).
+  layer = make(library.layers.BatchNormalization, library=library, **options)
+  masked = {} if mask is None else {"mask": tf.constant(mask)}
+  found = step(layer, x, counts, **masked)
+  return [np.array(value) for value in found], [
+    variable.numpy() for variable in layer.non_trainable_variables
+  ]
+
+
+def check(
+  found: Sequence[Sequence[np.ndarray]],
+  statistics: Sequence[Sequence[np.ndarray]],
+  groups: Sequence[Sequence[int]],
+  x: np.ndarray,
+  counts: np.ndarray,
+  tolerance: float = 1e-9,
+  **options: Any,
+) -> None:
+  """Compares with plain Keras on each group's concatenated batch.
+
+  `found` is what `step` returned, of each replica; `options` are of `plain`.
+  """
+  assert len(found) == len(statistics) == len(x) > 1
+  assert len({value[0].tobytes() for value in found}) == len(x), "same data"
+  masks = options.pop("mask", None)
+  for members in groups:
+    rows = list(members)
+    mask = None if masks is None else np.concatenate(masks[rows])
+    (outputs, slopes, *weights), moving = plain(
+      np.concatenate(x[rows]),
+      np.concatenate(counts[rows]),
+      mask=mask,
+      **options,
+    )
+    mine = [found[replica] for replica in members]
+    pairs = [
+      (np.concatenate([each[0] for each in mine]), outputs),
+      (np.concatenate([each[1] for each in mine]), slopes),
+      *(
+        (sum(each[i] for each in mine), weight)
+        for i, weight in enumerate(weights, 2)
+      ),
+      *(
+        (statistics[replica][i], value)
+        for replica in members
+        for i, value in enumerate(moving)
+      ),
+    ]
+    assert len(pairs) == 4 + 2 * len(rows)
+    for i, (actual, expected) in enumerate(pairs):
+      np.testing.assert_allclose(
+        actual, expected, tolerance, tolerance, err_msg=f"{members}, {i}"
+      )
 
 
 def _run(
@@ -28,12 +131,12 @@ def _run(
   mode: str = "function",
   mask: Any = None,
 ) -> tuple[list[list[np.ndarray]], list[list[np.ndarray]]]:
-  """What each replica has of `bed.step`, and of the moving statistics."""
+  """What each replica has of `step`, and of the moving statistics."""
 
   def replica_step() -> list[tf.Tensor]:
     mine = testbed.replica_id()
     options = {} if mask is None else {"mask": tf.constant(mask)[mine]}
-    return bed.step(
+    return step(
       layer, tf.constant(x)[mine], tf.constant(counts)[mine], **options
     )
 
@@ -64,27 +167,27 @@ def test_a_group_is_one_batch(
   engine: str, mode: str, grouping: str, axis: int
 ) -> None:
   strategy = getattr(testbed, engine)(testbed.REPLICAS)
-  x, counts = bed.data(testbed.REPLICAS)
+  x, counts = data(testbed.REPLICAS)
   assignment = testbed.GROUPINGS[grouping]
   with strategy.scope():
-    layer = bed.make(layers.SyncBatchNormalization, assignment, axis=axis)
+    layer = make(layers.SyncBatchNormalization, assignment, axis=axis)
   found, statistics = _run(strategy, layer, x, counts, mode)
   groups = testbed.groups_of(assignment)
-  bed.check(found, statistics, groups.assignment, x, counts, axis=axis)
+  check(found, statistics, groups.assignment, x, counts, axis=axis)
 
 
 @pytest.mark.parametrize("package", [keras3, tf_keras])
 def test_masked_examples_do_not_count(package: Any) -> None:
   strategy = testbed.mirrored()
-  x, counts = bed.data(testbed.REPLICAS)
+  x, counts = data(testbed.REPLICAS)
   mask = np.random.default_rng(5).random(x.shape[:-1]) < 0.5
   assert len({each.sum() for each in mask}) > 1
   library = package.keras
   with strategy.scope():
-    layer = bed.make(package.SyncBatchNormalization, STRIDED, library=library)
+    layer = make(package.SyncBatchNormalization, STRIDED, library=library)
   found, statistics = _run(strategy, layer, x, counts, mask=mask)
   # Keras 3 divides by one example and 1e-7 more.
-  bed.check(
+  check(
     *(found, statistics, STRIDED, x, counts),
     tolerance=1e-6 if package is keras3 else 1e-9,
     library=library,
@@ -93,15 +196,12 @@ def test_masked_examples_do_not_count(package: Any) -> None:
 
 
 @pytest.mark.parametrize("package", [keras3, tf_keras])
-def test_keras_own_layer_mixes_groups_and_is_warned_of(
-  package: Any, said: list[str]
-) -> None:
+def test_keras_own_layer_is_warned_of(package: Any, said: list[str]) -> None:
   strategy = testbed.mirrored()
   library = package.keras
-  x, counts = bed.data(testbed.REPLICAS)
   with strategy.scope():
     keras_own, ours, other = (
-      bed.make(layer, *args, library=library, **options)
+      make(layer, *args, library=library, **options)
       for layer, args, options in (
         (library.layers.BatchNormalization, (), {"synchronized": True}),
         (package.SyncBatchNormalization, (STRIDED,), {}),
@@ -121,17 +221,15 @@ def test_keras_own_layer_mixes_groups_and_is_warned_of(
         callbacks.GroupTensorBoard("").set_model(model)
   [line] = said
   assert "trains 2 groups apart, but BatchNormalization(synchronized" in line
-  found, statistics = _run(strategy, keras_own, x, counts)
-  bed.check(found, statistics, [[0, 1, 2, 3]], x, counts, 1e-6, library=library)
 
 
 @pytest.mark.parametrize("package", [keras3, tf_keras])
 def test_a_replica_without_examples(package: Any) -> None:
   """Group 0 has examples on replica 0 only, and group 1 has none at all."""
   strategy = testbed.mirrored()
-  x, counts = bed.data(1)
+  x, counts = data(1)
   with strategy.scope():
-    layer = bed.make(
+    layer = make(
       package.SyncBatchNormalization, [[0, 1], [2, 3]], library=package.keras
     )
   x, counts = x[0], counts[0]
@@ -140,12 +238,12 @@ def test_a_replica_without_examples(package: Any) -> None:
   def run() -> Any:
     def replica_step() -> list[tf.Tensor]:
       rows = tf.where(testbed.replica_id() == 0, len(x), 0)
-      return bed.step(layer, tf.constant(x)[:rows], tf.constant(counts)[:rows])
+      return step(layer, tf.constant(x)[:rows], tf.constant(counts)[:rows])
 
     return strategy.run(replica_step)
 
   found = [strategy.experimental_local_results(each) for each in run()]
-  right, (mean, variance) = bed.plain(x, counts, library=package.keras)
+  right, (mean, variance) = plain(x, counts, library=package.keras)
   for ours, expected in zip(found, right, strict=True):
     np.testing.assert_allclose(ours[0], expected, 1e-9, 1e-9)
   for kept, new, initial in zip(

@@ -1,14 +1,15 @@
 """Against TensorFlow 1's own CrossShardOptimizer, in the same TPU program."""
 # bazel: size=medium tags=slow
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
 from benchmarks import original
-from tests.support import covering, testbed, tpu_tasks
+from tests.support import covering, testbed
 from tf_cross_shard import CrossShardOptimizer
 
 # Every day equivalence_test has the numbers.
@@ -33,28 +34,27 @@ GROUPINGS = ("ungrouped", "contiguous", "strided")
 
 
 def _train(
-  task: tpu_tasks.Task, name: str, is_original: bool, **options: Any
-) -> Any:
+  task: testbed.Regression, name: str, is_original: bool, **options: Any
+) -> list[list[np.ndarray]]:
   """Every replica's weights after all steps, by the original or by ours."""
-  strategy = testbed.virtual(4)
+  strategy = testbed.virtual(testbed.REPLICAS)
   make_original, make_ours = PAIRS[name]
   with strategy.scope():
-    model = task.model()
-    weights = model.trainable_variables
+    weights = task.variables()
     ours = CrossShardOptimizer(make_ours(), **options)
     ours.build(weights)
   theirs = original.Original(strategy, make_original(), weights, **options)
 
   def step(x: tf.Tensor, y: tf.Tensor) -> None:
     if is_original:
-      theirs.minimize(tpu_tasks.loss(model, x, y))
+      theirs.minimize(task.loss(weights, x, y))
     else:
-      ours.minimize(lambda: tpu_tasks.loss(model, x, y), var_list=weights)
+      ours.minimize(lambda: task.loss(weights, x, y), var_list=weights)
 
   for x, y in zip(task.x, task.y, strict=True):
     data = [testbed.per_replica(strategy, values) for values in (x, y)]
     strategy.run(step, args=data)
-  return tpu_tasks.weights_of(model, 4)
+  return [[*held] for held in zip(*map(testbed.copies, weights), strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -64,21 +64,17 @@ def _train(
   ),
 )
 def test_the_same_weights(grouping: str, name: str, reduction: str) -> None:
-  task = tpu_tasks.task(tpu_tasks.dense, 4, steps=10)
-  table = testbed.GROUPINGS[grouping]
+  task, table = testbed.Regression(), testbed.GROUPINGS[grouping]
   options = {"reduction": reduction, "group_assignment": table}
   theirs, mine = (_train(task, name, who, **options) for who in (True, False))
-  start = [v.numpy() for v in task.model().variables]
-  for replica in range(4):
-    bound = 1e-6 * tpu_tasks.largest(theirs[replica])
-    assert tpu_tasks.furthest(mine[replica], theirs[replica]) <= bound
-    assert tpu_tasks.furthest(theirs[replica], start) > 1e-2
-  for members in testbed.groups_of(table):
-    for replica in members:
-      assert tpu_tasks.furthest(theirs[replica], theirs[members[0]]) == 0
-  if table is not None:
-    first, other = table[0][0], table[1][0]
-    assert tpu_tasks.furthest(theirs[first], theirs[other]) > 1e-3
+  assert np.abs(theirs[0][0] - task.initial[0]).max() > 1e-2
+  groups = testbed.groups_of(table)
+
+  def right(members: Sequence[int]) -> list[np.ndarray]:
+    return theirs[members[0]]
+
+  testbed.check_groups(theirs, groups, right)
+  testbed.check_groups(mine, groups, right, testbed.near)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def _compile(
   [
     ("v5e:4x2", None, "embedding"),
     ("v5p:2x2x2", groups.strided(8, 4), "dense"),
-    ("v6e:16x16", groups.contiguous(256, 128), "convolution"),
+    ("v6e:16x16", groups.contiguous(256, 128), "dense"),
   ],
 )
 def test_gradients_cross_once_within_their_groups(

@@ -311,24 +311,5 @@ def test_the_split_is_stratified_and_fixed(
   assert np.array_equal(test_labels, labels_again)
 
 
-@pytest.mark.parametrize(
-  ("num_replicas", "wanted", "groups"),
-  [(4, 2, [[0, 1], [2, 3]]), (3, 2, [[0], [1], [2]]), (4, 9, [[0, 1], [2, 3]])],
-)
-def test_any_number_of_replicas_has_groups(
-  monkeypatch: pytest.MonkeyPatch,
-  num_replicas: int,
-  wanted: int,
-  groups: list[list[int]],
-) -> None:
-  monkeypatch.syspath_prepend(EXAMPLES)
-  import replicas
-
-  assert replicas.choose_groups(1, wanted) is None
-  chosen = replicas.choose_groups(num_replicas, wanted)
-  assert chosen is not None
-  assert chosen.to_lists() == groups
-
-
 if __name__ == "__main__":
   raise SystemExit(pytest.main([__file__, "-q"]))

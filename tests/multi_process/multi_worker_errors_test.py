@@ -152,7 +152,6 @@ def test_another_version_at_the_start(launches: Launches) -> None:
 DIFFERENCES = {
   "group_assignment": (r"group_assignment: \[\[0\], \[1\]\]", r"\[\[0, 1\]\]"),
   "order": (r"variable 0: b float32 \[2, 3\]", r"a float32 \[3\]"),
-  "no gradient": ("gradient 0: None", "gradient 0: float32"),
   "sparse gradient": ("gradient 1: float32 rows", "gradient 1: float32"),
   "iterations": ("iterations: 5", "iterations: 0"),
 }
@@ -177,15 +176,6 @@ def test_workers_that_differ_are_told_in_what(launches: Launches) -> None:
       _assert_differs(report[what], what)
     assert report["nothing"]["error"] is None, report["nothing"]
     assert not report["nothing"]["unchanged"]
-
-
-def test_no_checkpoint_that_all_have(launches: Launches) -> None:
-  for report in launches.reports("disagree"):
-    _assert_says(
-      report["no common one"],
-      "DisagreementError",
-      rf"{_name(0)} has \[10, 20\]; {_name(1)} has \[30\]\. Copy those",
-    )
 
 
 def test_an_empty_variable_is_refused(launches: Launches) -> None:
@@ -262,11 +252,11 @@ def test_who_waits_without_a_limit_names_a_worker_that_is_killed(
 ) -> None:
   """So they wait while the first evaluates.
 
-  It has the service, so another may only see that this one ended, too.
+  That one has the service, so another may only see that it ended, too.
   """
   first, other = launches.reports("lost, others wait")
   _assert_says(first, "WorkerLostError", r"^worker 2\b.* was lost")
-  _assert_says(other, "WorkerLostError", r"^(worker 2|A worker)\b.* was lost")
+  _assert_says(other, "WorkerLostError", r"^(worker [02]|A worker) .*was lost")
 
 
 def test_killed_and_resumed_is_as_undisturbed(tmp_path: pathlib.Path) -> None:

@@ -15,7 +15,6 @@ import pytest
 from tests.support import (
   int8_oracle,
   interplay,
-  lazy_oracle,
   testbed,
   workers,
 )
@@ -196,20 +195,6 @@ def test_islands(launches: Launches, launch: str, key: cases.Key) -> None:
   _check([each["apart"] for each in held], key[1], expected)
 
 
-@_of("adaptive")
-def test_windows_that_grow(
-  launches: Launches, launch: str, key: cases.Key
-) -> None:
-  """All workers decide alike, and their groups' sums are of whole windows."""
-
-  def expected(members: Sequence[int]) -> list[Any]:
-    calls = 12 * np.array([1, 2.5, 5.5])  # the means of the windows
-    total = len(members) * calls.sum() + 36 * sum(r**2 for r in members)
-    return [-total, cases.ADAPTED]
-
-  _check(_held(launches, launch, key), key[1], expected)
-
-
 @_of("late_islands")
 def test_late_islands(launches: Launches, launch: str, key: cases.Key) -> None:
   """The threads, beside the steps, have what is exchanged at the end.
@@ -225,27 +210,6 @@ def test_late_islands(launches: Launches, launch: str, key: cases.Key) -> None:
       np.testing.assert_equal(held[replica]["late"], first)
   for one, other in zip(*firsts, strict=True):
     assert (one != other).any()
-
-
-@_of("lazy_rows")
-def test_lazy_rows(launches: Launches, launch: str, key: cases.Key) -> None:
-  """Rows that occur travel, with their ids; the table does not."""
-  held = _held(launches, launch, key)
-  rows, width = cases.LAZY_SHAPE
-
-  def expected(members: Sequence[int]) -> list[np.ndarray]:
-    batches = cases.lazy_batches(members)
-    return [lazy_oracle.train("Adam", np.ones([rows, width]), batches)]
-
-  _check([it["table"] for it in held], key[1], expected, lambda *_: 1e-5)
-  for members in _groups(len(held), key[1]):
-    ids = [cases.lazy_batches([r])[-1][0] for r in members]
-    # A window adds up duplicates before they travel.
-    longest = max(len(set(own) if key[2:] else own) for own in map(list, ids))
-    for replica in members:
-      # The two numbers of rows, then values and ids, padded to the longest.
-      sent = held[replica]["sent"]
-      assert sent == [2, longest * width, longest]
 
 
 @_of("retrace")
@@ -370,27 +334,6 @@ def test_trials_move_between_workers(
     np.testing.assert_array_equal(value, right)
 
 
-@_of("uneven")
-def test_datasets_of_several_lengths(
-  launches: Launches, launch: str, key: cases.Key
-) -> None:
-  _, mode = key
-  x, y, weights = cases.uneven_data()
-  replicas, lengths = len(x), cases.LENGTHS
-  assert len(set(lengths)) == replicas > 1
-  for step in 2 * [*range({"stop": min, "pad": max}[mode](lengths))]:
-    slopes = [
-      x[r, step].T @ (x[r, step] @ weights - y[r, step]) / x.shape[2]
-      for r in range(replicas)
-      if step < lengths[r]
-    ]
-    weights = weights - 0.125 * sum(slopes) / replicas
-  held = _held(launches, launch, key)
-  for (kernel,) in held:
-    np.testing.assert_allclose(kernel, weights, rtol=1e-6, atol=1e-6)
-    assert kernel.tobytes() == held[0][0].tobytes()
-
-
 # ----------------------------------------------------- two Kerases, loss scales
 
 
@@ -411,18 +354,6 @@ def test_cell_of_tensorflows_strategy(launches: Launches) -> None:
   results = launches.results("tensorflow-2")
   done = interplay.join([result["interplay"] for result in results])
   interplay.check(cells.OF_TENSORFLOW, done, None, with_nan=True)
-
-
-def test_evaluate_and_predict_of_tf_keras(launches: Launches) -> None:
-  """Means over all workers' examples, and all rows, on every worker."""
-  given = interplay.data(2, with_nan=False)
-  right = given.x @ given.kernel + given.bias
-  loss = float(np.mean((right - given.y) ** 2))
-  for result in _two(launches):
-    evaluated, predicted = result["evaluated", "predicted"]
-    assert evaluated == pytest.approx(loss, rel=1e-6)
-    assert predicted.shape == (right.size, 1)
-    testbed.assert_close(predicted, right.reshape(-1, 1), "predictions")
 
 
 if __name__ == "__main__":

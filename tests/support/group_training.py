@@ -46,20 +46,34 @@ def build(
 
 
 def stepper(
-  weights: Sequence[Any], optimizer: Any, strategy: Any = None
+  weights: Sequence[Any],
+  optimizer: Any,
+  strategy: Any = None,
+  mode: str = "function",
 ) -> Callable[..., None]:
-  """Returns a step that takes each weight's gradients, [replicas, ...]."""
+  """Returns a step that takes each weight's gradients, [replicas, ...].
+
+  It is a function, with a condition in it by the mode "cond", or "eager".
+  """
   strategy = strategy or testbed.mirrored()
 
-  @tf.function(autograph=False)
   def step(*rows: tf.Tensor) -> None:
     def replica_step() -> None:
       own = [row[testbed.replica_id()] for row in rows]
-      optimizer.apply_gradients(list(zip(own, weights, strict=True)))
+
+      def apply() -> Any:
+        return optimizer.apply_gradients(list(zip(own, weights, strict=True)))
+
+      if mode == "cond":  # In which there are no merge calls.
+        is_on = testbed.replica_id() >= 0
+        tf.cond(is_on, apply, lambda: tf.constant(0, tf.int64))
+      else:
+        apply()
 
     strategy.run(replica_step)
 
-  return lambda *rows: step(
+  run = step if mode == "eager" else tf.function(step, autograph=False)
+  return lambda *rows: run(
     *(
       tf.constant(row, weight.dtype)
       for row, weight in zip(rows, weights, strict=True)
@@ -73,9 +87,10 @@ def train(
   grads: Sequence[np.ndarray],
   steps: Sequence[int] | None = None,
   strategy: Any = None,
+  mode: str = "function",
 ) -> None:
   """Takes steps with each weight's gradients, [steps, replicas, ...]."""
-  step = stepper(weights, optimizer, strategy)
+  step = stepper(weights, optimizer, strategy, mode)
   for i in range(len(grads[0])) if steps is None else steps:
     step(*(rows[i] for rows in grads))
 

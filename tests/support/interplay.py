@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from tests.support import covering, oracle, testbed
+from tests.support import covering, testbed
 from tf_cross_shard import keras3 as sharded_keras3
 from tf_cross_shard import tf_keras as sharded_tf_keras
 
@@ -110,6 +110,9 @@ def data(replicas: int, with_nan: bool) -> Data:
   x *= 1 + 2.0**-13
   if with_nan:
     x[BAD_STEP, bad_replica(replicas), 0, 0] = np.nan
+  both = np.concatenate([x, y], axis=-1)
+  for a, b in itertools.combinations(range(replicas), 2):
+    assert (both[:, a] != both[:, b]).any(axis=(1, 2)).all(), "same data"
   return Data(x, y, kernel, bias)
 
 
@@ -392,18 +395,6 @@ def expected(
     optimizer.apply_gradients(zip(grads, variables, strict=True))
     steps.append(look(kind, variables, optimizer))
   return steps
-
-
-def by_hand(given: Data, policy_name: str, members: Sequence[int]) -> Any:
-  """Kernel and bias after all steps, by NumPy in float64."""
-  narrow = {
-    "float32": np.float32,
-    "mixed_float16": np.float16,
-    "mixed_bfloat16": tf.bfloat16.as_numpy_dtype,
-  }[policy_name]
-  x, start = given.x.astype(narrow), [given.kernel, given.bias]
-  # Four times the oracle's rate, and twice its gradient.
-  return oracle.train(x, given.y, start, members, "mean", "Momentum", 8.0)
 
 
 def check(cell: Cell, done: Run, grouping: Grouping, with_nan: bool) -> None:

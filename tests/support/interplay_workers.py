@@ -43,11 +43,7 @@ def wanted() -> dict[Key, tuple[interplay.Cell, str, dict[str, Any]]]:
 def train() -> dict[Key, Any]:
   """Trains all; answers what this worker has of each."""
   strategy = multi_worker.MultiWorkerStrategy()
-  found: dict[Key, Any] = {
-    key: _timed(key, strategy, *one) for key, one in wanted().items()
-  }
-  found["evaluated", "predicted"] = _evaluate(strategy)
-  return found
+  return {key: _timed(key, strategy, *cell) for key, cell in wanted().items()}
 
 
 def train_with_tensorflows(strategy: tf.distribute.Strategy) -> interplay.Run:
@@ -80,16 +76,3 @@ def _timed(
   )
   print(f"{time.monotonic() - begin:.2f} s: {' '.join(key)}", flush=True)
   return done
-
-
-def _evaluate(strategy: tf.distribute.Strategy) -> Any:
-  """Loss and predictions of a tf_keras model that nobody trained."""
-  given = interplay.data(strategy.num_replicas_in_sync, with_nan=False)
-  with strategy.scope():
-    model = interplay.model_of("tf_keras", given)
-    model.compile(loss="mse")
-  batches = interplay.batches(given)
-  return (
-    model.evaluate(batches, verbose=0),
-    model.predict(batches, verbose=0),
-  )

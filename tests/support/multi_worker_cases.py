@@ -14,16 +14,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tests.support import lazy_oracle, testbed
+from tests.support import testbed
 from tf_cross_shard import (
   CrossShardOptimizer,
   callbacks,
-  multi_worker,
   replica_state,
   trials,
 )
 from tf_cross_shard.callbacks import base
-from tf_cross_shard.collectives import collective_ops
 from tf_cross_shard.collectives import multi_worker as engines
 from tf_cross_shard.coordination import agreement
 
@@ -229,42 +227,6 @@ def islands(
   return {"joined": joined, "apart": own(variables)}
 
 
-ADAPTED = [1, 2, 2, 4, 4, 4, 4]  # the length that each call finds
-
-
-def adaptive(
-  grouping: str, strategy: tf.distribute.Strategy
-) -> list[np.ndarray]:
-  """Windows that grow, for noise hides what members of groups have in common.
-
-  Gradients are `12 * (c + 1 + r**2)` in call c and replica r, and the noise.
-  """
-  replica = place_of(strategy)
-  groups = testbed.groups_of(GROUPINGS[strategy.num_replicas_in_sync][grouping])
-  noise = 900.0 if groups.members_of(replica)[0] == replica else -900.0
-  with strategy.scope():
-    model = network()
-    optimizer = _summing(strategy, grouping, accumulate_steps=4, noise_scale=1)
-    weight = tf.keras.Variable(0.0)
-    optimizer.build([weight])
-    model.compile(optimizer, "mse")
-  adapt = callbacks.AdaptiveAccumulation()
-  adapt.set_model(model)
-  adapt.on_train_begin()
-  run = _run(
-    strategy,
-    lambda grad: optimizer.apply_gradients([(grad, weight)]),
-    "function",
-  )
-  found = []
-  for call, length in enumerate(ADAPTED):
-    if ADAPTED[call - 1] < length:
-      adapt.adapt()
-    found.append(adapt.length)
-    run(tf.constant(12.0 * (call + 1 + replica**2) + noise))
-  return [*own([weight]), np.array(found)]
-
-
 LATE = {"every": 4, "fragments": 2, "delay": 3}
 LATE_CALLS, LATE_COPIED = 12, 9  # Group 1 then goes on from group 0.
 
@@ -366,6 +328,7 @@ def sparse_sum(
   (table, bias), optimizer = _summed(
     strategy, grouping, [np.zeros((ROWS, 2), "f4"), dense], **options
   )
+  assert base.engine_of(optimizer).keeps_rows  # Else tables would travel.
 
   def step(ids: tf.Tensor, values: tf.Tensor, dense: tf.Tensor) -> None:
     rows = tf.IndexedSlices(values, ids, tf.constant([ROWS, 2], ids.dtype))
@@ -389,74 +352,6 @@ def sparse_sum(
     )
   run(*given)
   return own([table, bias])
-
-
-# Of each replica in each step: ids of several replicas, one twice, none at all.
-_LAZY_IDS: Sequence[Sequence[Sequence[int]]] = (
-  ([0, 1, 1], [1, 2], [5], []),
-  ([3], [], [0, 5], [5]),
-  ([4, 0, 3], [3, 3], [], [40]),
-)
-LAZY_SHAPE = (64, 2)
-
-
-def lazy_batches(members: Sequence[int]) -> list[lazy_oracle.Batch]:
-  """The rows of all members of a group, in each step."""
-  found = []
-  for step, ids in enumerate(_LAZY_IDS):
-    rows = [
-      np.random.default_rng([step, r]).normal(size=(len(ids[r]), LAZY_SHAPE[1]))
-      for r in members
-    ]
-    joined = np.concatenate([np.array(ids[r], int) for r in members])
-    found.append((joined, np.concatenate(rows)))
-  return found
-
-
-def lazy_rows(
-  grouping: str, strategy: tf.distribute.Strategy, **options: Any
-) -> dict[str, Any]:
-  """Adam by rows; the last call is eager, and what it sends is noted."""
-  with strategy.scope():
-    table = tf.keras.Variable("ones", shape=LAZY_SHAPE)
-    optimizer = CrossShardOptimizer(
-      tf.keras.optimizers.Adam(lazy_oracle.RATE),
-      "sum",
-      group_assignment=GROUPINGS[strategy.num_replicas_in_sync][grouping],
-      lazy_rows=True,
-      **options,
-    )
-    optimizer.update_by_rows([table])
-    optimizer.build([table])
-
-  def step(ids: tf.Tensor, values: tf.Tensor) -> None:
-    def replica_step() -> None:
-      rows = tf.IndexedSlices(values, ids, tf.constant(LAZY_SHAPE))
-      optimizer.apply_gradients([(rows, table)])
-
-    strategy.run(replica_step)
-
-  specs = [tf.TensorSpec([None], tf.int32)]
-  specs.append(tf.TensorSpec([None, LAZY_SHAPE[1]], tf.float32))
-  traced = tf.function(step, autograph=False, input_signature=specs)
-  *batches, last = [
-    (tf.constant(ids, tf.int32), tf.constant(rows, tf.float32))
-    for ids, rows in lazy_batches([place_of(strategy)])
-  ]
-  calls = options.get("accumulate_steps", 1)
-  for batch in [*np.repeat(range(len(batches)), calls)]:
-    traced(*batches[batch])
-  for _ in range(calls - 1):
-    step(*last)
-  run, sent = collective_ops.CollectiveOps.run, []
-
-  def note(self: Any, name: str, tensors: Any, *args: Any) -> Any:
-    sent.extend(tensor.shape.num_elements() for tensor in tensors)
-    return run(self, name, tensors, *args)
-
-  with unittest.mock.patch.object(collective_ops.CollectiveOps, "run", note):
-    step(*last)
-  return {"table": own([table]), "sent": sent}
 
 
 def retrace(
@@ -667,39 +562,6 @@ def halving(grouping: str, strategy: tf.distribute.Strategy) -> dict[str, Any]:
   }
 
 
-# ------------------------------------------------- datasets of several lengths
-
-LENGTHS = (3, 2, 4, 1)  # of each worker's dataset, in batches
-
-
-def uneven_data() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Inputs and targets, [replicas, steps, share, ...], and initial weights."""
-  rng = np.random.default_rng(9)
-  shape = (len(LENGTHS), max(LENGTHS), 2)
-  x = rng.integers(-1, 2, size=(*shape, 3)).astype("float32")
-  y = rng.integers(-2, 3, size=(*shape, 2)).astype("float32")
-  return x, y, np.ones((3, 2), "float32")
-
-
-def uneven(mode: str, strategy: tf.distribute.Strategy) -> list[np.ndarray]:
-  """Training on datasets of which worker r has `LENGTHS[r]` batches."""
-  mine = place_of(strategy)
-  x, y, initial = uneven_data()
-  own_data = (x[mine, : LENGTHS[mine]], y[mine, : LENGTHS[mine]])
-  data = multi_worker.even(
-    tf.data.Dataset.from_tensor_slices(own_data), strategy, mode
-  )
-  with strategy.scope():
-    kernel = tf.keras.layers.Dense(2, use_bias=False)
-    model = tf.keras.Sequential([tf.keras.Input((3,)), kernel])
-    kernel.set_weights([initial])
-    optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(0.125))
-    model.compile(optimizer, "mse")
-  repeated = strategy.distribute_datasets_from_function(lambda _: data.repeat())
-  model.fit(repeated, epochs=2, steps_per_epoch=len(data), verbose=0)
-  return own(model.trainable_variables)
-
-
 # ------------------------------------------------------------------ all cases
 
 # Function, its arguments and options. Each pair of settings occurs once.
@@ -724,25 +586,19 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (sparse_sum, "bfloat16", "ungrouped", "function", {}),
     (sparse_sum, "repeated", "crossed", "function", {"wire_dtype": "float16"}),
     (sparse_sum, "normal", "ungrouped", "function", {"wire_dtype": "bfloat16"}),
-    (lazy_rows, "crossed", {}),
-    (lazy_rows, "contiguous", {"accumulate_steps": 2}),
     (retrace, "crossed", {}),
     (fit, "Adam", "crossed", {}),
     (islands, "crossed", {}),
     (late_islands, "crossed", None, {}),
     (islands, "singletons", {}),
-    (adaptive, "crossed", {}),
     (group_callbacks, "crossed", {}),
     (halving, "crossed", {}),
-    (uneven, "stop", {}),
-    (uneven, "pad", {}),
   ],
   # TensorFlow's own strategy, under which Keras 3's `fit` fails.
   "tensorflow-2": [
     (dense_sum, "mixed", "together", "function", {"wire_dtype": "bfloat16"}),
     (int8_steps, "together", {}),
     (sparse_sum, "different", "singletons", "function", {}),
-    (lazy_rows, "together", {}),
     (islands, "singletons", {}),
     (late_islands, "singletons", "int8", {}),
   ],

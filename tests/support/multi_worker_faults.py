@@ -4,6 +4,7 @@ Each function is run by every worker alike, and is told whether this worker is
 the odd one.
 """
 
+import functools
 import math
 import os
 import pathlib
@@ -17,13 +18,13 @@ import numpy as np
 import tensorflow as tf
 
 from tests.support import multi_worker_cases as cases
+from tests.support import testbed
 from tf_cross_shard import CrossShardOptimizer
 from tf_cross_shard.callbacks import preemption
 from tf_cross_shard.coordination import agreement
 from tf_cross_shard.multi_worker import (
   BackupAndRestore,
   naming_lost_workers,
-  newest_common,
 )
 from tf_cross_shard.replica_state import archive
 
@@ -31,7 +32,6 @@ from tf_cross_shard.replica_state import archive
 DIFFERENCES = (
   "group_assignment",
   "order",
-  "no gradient",
   "sparse gradient",
   "iterations",
 )
@@ -49,6 +49,7 @@ def attempt(function: Callable[[], Any]) -> dict[str, Any]:
     found = {
       "error": type(error).__name__,
       "message": str(error),
+      "errno": getattr(error, "errno", None),
       "cause": str(error.__cause__),
     }
   return {**found, "seconds": time.monotonic() - begin}
@@ -67,8 +68,6 @@ def differ(
     optimizer = CrossShardOptimizer(sgd, group_assignment=groups)
   trained = [b, a] if odd and what == "order" else [a, b]
   grads: list[Any] = [tf.ones(v.shape, v.dtype) for v in trained]
-  if odd and what == "no gradient":
-    grads[0] = None
   if odd and what == "sparse gradient":
     grads[1] = tf.IndexedSlices(
       tf.ones([1, 3]), tf.constant([1]), tf.constant([2, 3])
@@ -106,8 +105,6 @@ def disagree(odd: bool, strategy: tf.distribute.Strategy) -> dict[str, Any]:
   found = {what: differ(what, odd, strategy) for what in DIFFERENCES}
   found["empty"] = attempt(lambda: _make_empty(strategy))
   found["nothing"] = differ("nothing", odd, strategy)
-  numbers = [30] if odd else [10, 20]
-  found["no common one"] = attempt(lambda: newest_common(strategy, numbers))
   found["absence"] = differ("absence", odd, strategy)  # ends the agreement
   return found
 
@@ -243,22 +240,6 @@ def lose_waiting(strategy: tf.distribute.Strategy) -> dict[str, Any]:
   return attempt(lambda: agreement.exchange(workers, "a test", "", math.inf))
 
 
-class _Signal(tf.keras.callbacks.Callback):  # type: ignore[misc]
-  """Sends its process SIGTERM after a batch of the second epoch."""
-
-  def __init__(self, batch: int) -> None:
-    super().__init__()
-    self._batch = batch
-    self._epoch = 0
-
-  def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-    self._epoch = epoch
-
-  def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-    if (self._epoch, batch) == (1, self._batch):
-      os.kill(os.getpid(), signal.SIGTERM)
-
-
 def resume(
   folder: pathlib.Path,
   dies: bool,
@@ -286,7 +267,8 @@ def resume(
   backup = BackupAndRestore(folder, delete_checkpoint=False, on_preemption=True)
   listed: list[Any] = [backup]
   if signalled is not None and cases.place_of(strategy) == 1:
-    listed.append(_Signal(signalled))
+    terminate = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
+    listed.append(testbed.Interruption(1, signalled, terminate))
   data = cases.batches(*cases.fit_data(strategy.num_replicas_in_sync))
 
   def train() -> None:

@@ -180,6 +180,8 @@ def run(
     for stream in (sys.stdout, sys.stderr):
       stream.flush()
       os.dup2(log.fileno(), stream.fileno())
+  # The server says nothing where it cannot import what it is told to.
+  assert "tests.support.multi_worker_imports" in sys.modules
   os.environ.pop("TF_CONFIG", None)
   os.environ.update(environment)
   tf.get_logger().setLevel("ERROR")

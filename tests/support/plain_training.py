@@ -37,12 +37,11 @@ Gradients = list[Gradient | None]  # in the order of the variables
 def check(program: Program) -> None:
   """Raises `AssertionError` unless every replica holds what is expected."""
   states = random_programs.train(program)
-  is_alone = program.way == "towers"
-  assert len(states) == (1 if is_alone else REPLICAS)
+  assert len(states) == REPLICAS
   before = [variable.numpy() for variable in Model(program).trained]
   for members in program.groups:
     right = expected(program, members)
-    for replica in [0] if is_alone else members:
+    for replica in members:
       found, first = states[replica], states[members[0]]
       where = f"replica {replica} of {members}"
       assert found.skipped == right.skipped, f"{where}: {found.skipped} skipped"
@@ -148,8 +147,6 @@ def expected(program: Program, members: Sequence[int]) -> random_programs.State:
 
 def _window(program: Program) -> int:
   """How many calls make one step."""
-  if program.way == "towers":
-    return 1  # The plain optimizer has one of its own.
   k: int = program.settings.get("gradient_accumulation_steps", 1)
   return program.options.get("accumulate_steps", k)
 
@@ -181,8 +178,6 @@ def factor(program: Program, group_size: int) -> float:
   """What makes the sum over a group what `reduction` says."""
   options = program.options
   is_mean = options["reduction"] == "mean"
-  if program.way == "towers":
-    return 1 / REPLICAS if is_mean else 1.0
   if program.way == "bare" and not options["scale_gradients"]:
     return 1.0
   default = random_programs.WAYS[program.way]

@@ -13,13 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.support import testbed
-from tf_cross_shard import (
-  CrossShardOptimizer,
-  TowerOptimizer,
-  TowerSpec,
-  replicate_model_fn,
-  schedules,
-)
+from tf_cross_shard import CrossShardOptimizer, schedules
 from tf_cross_shard.collectives import mirrored
 from tf_cross_shard.gradients import packing
 
@@ -36,7 +30,6 @@ WAYS = {
   "scale_loss": "global",
   "bare": "global",  # apply_gradients alone
   "fit": "global",
-  "towers": "replica",
 }
 MODES = ("eager", "function", "cond")
 
@@ -113,7 +106,7 @@ class Program(NamedTuple):
 
   @property
   def groups(self) -> list[list[int]]:
-    """The groups in force; all towers are one."""
+    """The groups in force."""
     return testbed.groups_of(self.grouping).to_lists()
 
 
@@ -164,11 +157,9 @@ def _draw_settings(dice: _Dice, name: str, is_exact: bool) -> dict[str, Any]:
   return settings
 
 
-def _draw_options(dice: _Dice, way: str, is_exact: bool) -> dict[str, Any]:
+def _draw_options(dice: _Dice, is_exact: bool) -> dict[str, Any]:
   """Arguments of the CrossShardOptimizer."""
   options: dict[str, Any] = {"reduction": dice.one(["mean", "sum"])}
-  if way == "towers":
-    return options
   options["loss_averaged_over"] = dice.one([None, "replica", "global"])
   options["scale_gradients"] = dice.chance(0.25)
   options["skip_nonfinite"] = dice.chance(0.3)
@@ -205,7 +196,7 @@ def draw(seed: int) -> Program:
   order = dice.order(REPLICAS)
   size = dice.one([0, 1, 2, REPLICAS])
   grouping = [order[i : i + size] for i in range(0, REPLICAS, size or REPLICAS)]
-  options = _draw_options(dice, way, is_exact)
+  options = _draw_options(dice, is_exact)
   # Others would make much of a little difference, and whole numbers of none.
   plain_sgd = is_exact or "wire_dtype" in options
   names = [n for n in OPTIMIZERS if n != "Nadam" or not testbed.IS_TF_KERAS]
@@ -230,24 +221,19 @@ def draw(seed: int) -> Program:
   if "global_clipnorm" in settings:
     dtypes = ["float32"]  # Keras adds up squares of one dtype only.
   kinds = list(_VARIABLES) + ([] if is_exact else list(_LAYERS))
-  if way == "towers":
-    kinds.remove("unused")
   if "wire_dtype" in options:
     kinds.remove("rows_twice")
   parts = _draw_parts(dice, kinds, dtypes)
 
-  if way == "towers":
-    grouping = []
-    mode = "eager" if mode == "eager" else "function"
   sizes: tuple[int, ...] = tuple(dice.one([1, 2, 4]) for _ in range(REPLICAS))
-  if way in ("fit", "towers"):
+  if way == "fit":
     sizes = (2,) * REPLICAS
   if way == "fit" and mode == "cond":
     mode = "steps_per_execution"
   if way == "fit" and dice.chance(0.3):
     sizes = (2, 2, 2, 1)  # As the strategy cuts the seven that are left.
   is_decayed = "weight_decay" in settings
-  is_built = way == "towers" or mode == "cond" or dice.chance(0.7)
+  is_built = mode == "cond" or dice.chance(0.7)
   # tf_keras builds it on variables in another order than they are listed in.
   is_built |= way == "fit" and testbed.IS_TF_KERAS
   is_used = any(kind != "unused" for kind, _ in parts[:-1])
@@ -260,9 +246,9 @@ def draw(seed: int) -> Program:
     is_whole |= bool({"clipnorm", "gradient_accumulation_steps"} & {*settings})
     options["shard_update"] = not is_whole
     is_built |= "use_ema" in settings and bool(options["shard_update"])
-  if way != "towers" and size != 1:
+  if size != 1:
     options["noise_scale"] = bool(seed % 2)  # It must change nothing.
-  is_whole = way == "towers" or name == "Adafactor"
+  is_whole = name == "Adafactor"
   # In branches, in windows and in shards rows are made dense.
   is_whole |= mode == "cond" or "gradient_accumulation_steps" in settings
   if not (is_whole or options.get("shard_update")):
@@ -274,7 +260,7 @@ def draw(seed: int) -> Program:
     is_raw=way != "fit" and dice.chance(0.3),
     is_built=is_built,
     is_partial=is_partial,
-    grouping=grouping if size and grouping else None,
+    grouping=grouping if size else None,
     way=way,
     mode=mode,
     optimizer=name,
@@ -287,7 +273,7 @@ def draw(seed: int) -> Program:
     is_exact=is_exact,
     bad=bad,
     bucket_bytes=dice.one([1, 16, 64, 1 << 20]),
-    is_per_group=way != "towers" and dice.chance(0.25),
+    is_per_group=dice.chance(0.25),
   )
 
 
@@ -431,7 +417,7 @@ class State(NamedTuple):
 
 
 def train(program: Program) -> list[State]:
-  """Each replica's state after training; of towers there is one."""
+  """Each replica's state after training."""
   with (
     mock.patch.object(mirrored, "_MERGE_BUCKET_BYTES", program.bucket_bytes),
     mock.patch.object(packing, "BUCKET_BYTES", program.bucket_bytes),
@@ -452,21 +438,19 @@ def train(program: Program) -> list[State]:
 
 def _train(program: Program) -> tuple[Model, Any]:
   """Makes and trains the model."""
-  is_alone = program.way == "towers"
-  with tf.init_scope() if is_alone else testbed.mirrored().scope():
-    model, inner = Model(program), make_optimizer(program)
-    if is_alone:
-      optimizer = TowerOptimizer(inner)
-    else:
-      optimizer = CrossShardOptimizer(
-        inner, group_assignment=program.grouping, **program.options
-      )
+  with testbed.mirrored().scope():
+    model = Model(program)
+    optimizer = CrossShardOptimizer(
+      make_optimizer(program),
+      group_assignment=program.grouping,
+      **program.options,
+    )
     if program.excluded:
       optimizer.exclude_from_weight_decay(var_names=program.excluded)
     if program.is_built:
       optimizer.build(model.known)
-  run = {"towers": _train_towers, "fit": _train_by_fit}
-  run.get(program.way, _train_by_loop)(program, model, optimizer)
+  run = _train_by_fit if program.way == "fit" else _train_by_loop
+  run(program, model, optimizer)
   return model, optimizer
 
 
@@ -532,29 +516,5 @@ def _train_by_loop(program: Program, model: Model, optimizer: Any) -> None:
         lambda context, replicas=replicas: as_tensors(
           replicas[context.replica_id_in_sync_group]
         )
-      )
-    )
-
-
-def _train_towers(program: Program, model: Model, optimizer: Any) -> None:
-  """Four towers of one program."""
-
-  def model_fn(features: Features, mode: str) -> TowerSpec:
-    loss = model.loss_of(program, features)
-    pairs = optimizer.compute_gradients(loss, model.trained)
-    return TowerSpec(mode, loss, optimizer.apply_gradients(pairs))
-
-  devices = [f"CPU:{i}" for i in range(REPLICAS)]
-  reduction = program.options["reduction"]
-  replicated = replicate_model_fn(model_fn, reduction, devices)
-
-  def step(features: Features) -> tf.Tensor:
-    return replicated(features).loss
-
-  call = step if program.mode == "eager" else tf.function(step)
-  for replicas in data(program):
-    call(
-      as_tensors(
-        {key: np.concatenate([r[key] for r in replicas]) for key in replicas[0]}
       )
     )

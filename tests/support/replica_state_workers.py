@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import tensorflow as tf
 
-from tests.support import multi_worker_cases
+from tests.support import multi_worker_cases, multi_worker_faults
 from tests.support import replica_state_cases as cases
 from tf_cross_shard import CrossShardOptimizer, replica_state
 from tf_cross_shard.replica_state import archive, replica_values
@@ -143,19 +143,6 @@ def resume(worker: Worker) -> Any:
   }
 
 
-def _attempt(work: Callable[[], Any]) -> Any:
-  """What kind of error there is, and its words."""
-  try:
-    work()
-  except Exception as error:
-    return (
-      [kind.__name__ for kind in type(error).__mro__],
-      getattr(error, "errno", None),
-      str(error),
-    )
-  return None
-
-
 def errors(worker: Worker) -> Any:
   """Where something is wrong on one worker only; all have to hear of it."""
   groups = GROUPS
@@ -166,49 +153,42 @@ def errors(worker: Worker) -> Any:
   before = good.read_bytes()
   found: dict[str, Any] = {}
 
-  def save_to(path: Any) -> Callable[[], None]:
-    return lambda: replica_state.save(path, optimizer, [weight])
-
-  def restore(name: str, data: bytes | None) -> None:
+  def restore(name: str, data: bytes) -> None:
     """Of one's own file, which is another one on the last worker."""
-    if data is not None:
-      mine.write_bytes(data)
-    else:
-      mine.unlink()
+    mine.write_bytes(data)
     weight.assign([9.0, 9.0])
-    found[name] = _attempt(
+    found[name] = multi_worker_faults.attempt(
       lambda: replica_state.restore(mine, optimizer, [weight])
     )
     found[f"{name}: unchanged"] = worker.own([weight])
 
-  found["no folder"] = _attempt(save_to(worker.folder / "none" / "a"))
   real = archive.os.fsync
   failure = OSError(28, "No space left on device")
   with mock.patch.object(
     archive.os, "fsync", side_effect=failure if not worker.index else real
   ):
-    found["full disk"] = _attempt(save_to(good))
+    found["full disk"] = multi_worker_faults.attempt(
+      lambda: replica_state.save(good, optimizer, [weight])
+    )
   found["the old file"] = good.read_bytes() == before
 
   is_last = worker.index == 1
   restore("damaged", before[:-5] if is_last else before)
-  restore("missing", None if is_last else before)
   weight.assign([3.0, 3.0])
   replica_state.save(worker.folder / "other", optimizer, [weight])
   other = (worker.folder / "other").read_bytes()
   restore("another file", other if is_last else before)
   restore("the same file", before)
 
-  found["another model"] = _attempt(
+  found["another model"] = multi_worker_faults.attempt(
     lambda: replica_state.assert_in_sync(
       optimizer, [weight] if is_last else None
     )
   )
   worker.spread(weight, lambda r: [1.0, 2.0 ** (r + 1)])
-  found["in sync"] = _attempt(
+  found["in sync"] = multi_worker_faults.attempt(
     lambda: replica_state.assert_in_sync(optimizer, [weight])
   )
-  found["saved out of sync"] = _attempt(save_to(good))
   replica_state.restore(good, optimizer, [weight])
   found["at the end"] = worker.own(variables)
   found["left behind"] = sorted(
@@ -225,7 +205,9 @@ def missing(worker: Worker) -> Any:
     time.sleep(2.0)
     return None
   path = worker.folder / "missing"
-  found = _attempt(lambda: replica_state.save(path, optimizer, [weight]))
+  found = multi_worker_faults.attempt(
+    lambda: replica_state.save(path, optimizer, [weight])
+  )
   return found, path.exists()
 
 

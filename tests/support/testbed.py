@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import virtual_tpu
+from tf_cross_shard.callbacks import base
 
 REPLICAS = 4
 GROUPINGS: dict[str, list[list[int]] | None] = {
@@ -250,20 +251,39 @@ def fit(
   )
 
 
-class Crash(tf.keras.callbacks.Callback):  # type: ignore[misc]
-  """Ends `fit` as an epoch begins, or after a batch of it."""
+def one_weight() -> Any:
+  """A model that multiplies by a weight, which begins as 0."""
+  layer = tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+  return tf.keras.Sequential([tf.keras.Input((1,)), layer])
 
-  def __init__(self, epoch: int, batch: int | None = None) -> None:
+
+def interrupt() -> None:
+  """Ends the program that is running."""
+  raise KeyboardInterrupt
+
+
+class Interruption(base.GroupCallback):
+  """Ends `fit`, or acts, as an epoch begins or after a batch of it."""
+
+  def __init__(
+    self,
+    epoch: int,
+    batch: int | None = None,
+    act: Callable[[], None] = interrupt,
+  ) -> None:
     super().__init__()
-    self._at, self._epoch = (epoch, batch), 0
+    self._at, self._act, self._epoch = (epoch, batch), act, 0
+
+  def _implements_train_batch_hooks(self) -> bool:
+    return True
 
   def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
     self._epoch = epoch
     self.on_train_batch_end(None)
 
   def on_train_batch_end(self, batch: Any, logs: Any = None) -> None:
-    if (self._epoch, batch) == self._at:
-      raise KeyboardInterrupt
+    if (self._epoch, batch) == self._at and not self.passes_over:
+      self._act()
 
 
 def assert_close(actual: np.ndarray, expected: np.ndarray, where: str) -> None:

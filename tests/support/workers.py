@@ -3,6 +3,7 @@
 To start a process that imports TensorFlow takes seconds. So one server process
 imports it once, makes no device, and is forked for each worker.
 """
+# bazel: deps=//tests/support:multi_worker_imports
 
 import contextlib
 import dataclasses

@@ -40,12 +40,7 @@ def _model(rate: Any = RATE, strategy: Any = None, **options: Any) -> Any:
     **options,
   }
   with (strategy or testbed.mirrored()).scope():
-    model = tf.keras.Sequential(
-      [
-        tf.keras.Input((1,)),
-        tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros"),
-      ]
-    )
+    model = testbed.one_weight()
     optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(rate), **options)
     model.compile(optimizer, "mse")
   return model
@@ -141,7 +136,7 @@ def test_a_crash_changes_nothing(every: Any, tmp_path: pathlib.Path) -> None:
 
     if crashes:
       folder = tmp_path / "backups"
-      crash = testbed.Crash(2, 4)
+      crash = testbed.Interruption(2, 4)
       with pytest.raises(KeyboardInterrupt):
         fit(model, callbacks.BackupAndRestore(folder, every=3), crash)
       model = _model(schedules.PerGroup([RATE, RATE / 2]))

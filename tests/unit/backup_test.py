@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -69,7 +69,7 @@ def _fit(model: Any, *others: Any) -> list[int]:
 
 def _crash(folder: pathlib.Path, model: Any) -> None:
   with pytest.raises(KeyboardInterrupt):
-    _fit(model, callbacks.BackupAndRestore(folder), testbed.Crash(2))
+    _fit(model, callbacks.BackupAndRestore(folder), testbed.Interruption(2))
 
 
 def _variables(model: Any) -> list[Any]:
@@ -79,29 +79,6 @@ def _variables(model: Any) -> list[Any]:
 def _state(model: Any) -> dict[str, Any]:
   values = map(testbed.copies, _variables(model))
   return {str(i): copies for i, copies in enumerate(values)}
-
-
-class _AtBatch(base.GroupCallback):
-  """Does something once, after a batch."""
-
-  def __init__(self, epoch: int, batch: int, act: Callable[[], Any]) -> None:
-    super().__init__()
-    self._at, self._act = (epoch, batch), act
-    self._epoch = 0
-
-  def _implements_train_batch_hooks(self) -> bool:
-    return True
-
-  def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-    self._epoch = epoch
-
-  def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-    if (self._epoch, batch) == self._at and not self.passes_over:
-      self._act()
-
-
-def _interrupt() -> None:
-  raise KeyboardInterrupt
 
 
 def _terminate() -> None:
@@ -151,7 +128,7 @@ def test_a_resumed_epoch_is_that_of_no_crash(
 ) -> None:
   """Also its metrics, and when groups join: at the end of epochs, and not."""
   history, state = _undisturbed(kind)
-  crash = _AtBatch(2, within - 1, _interrupt)
+  crash = testbed.Interruption(2, within - 1)
   every = 1 if "ragged" in kind else 2
   with pytest.raises(KeyboardInterrupt):
     _train(kind, callbacks.BackupAndRestore(tmp_path, every=every), crash)
@@ -179,7 +156,7 @@ def test_backups_go_on_after_a_whole_epoch_is_passed_over(
   history, state = _undisturbed("one device")
   backup = callbacks.BackupAndRestore(tmp_path, False, every=4)
   with pytest.raises(KeyboardInterrupt):
-    _train("one device", _Retraced(), backup, _AtBatch(1, 1, _interrupt))
+    _train("one device", _Retraced(), backup, testbed.Interruption(1, 1))
   resumed, same = _train("one device", _Retraced(), backup)
   assert resumed == history
   assert cases.same(same, state) == []
@@ -208,7 +185,7 @@ def test_a_signal_ends_the_process_with_a_backup(
     backup = callbacks.BackupAndRestore(
       tmp_path, on_preemption=True, keep=3, **options
     )
-    return _train(kind, _AtBatch(*at, _terminate), backup)
+    return _train(kind, testbed.Interruption(*at, _terminate), backup)
 
   for at, options, code, newest in (
     ((0, 2), {}, 143, "epoch_0_batch_3.npz"),
@@ -261,7 +238,7 @@ def test_a_second_signal_is_the_programs_own(
 
   backup = callbacks.BackupAndRestore(tmp_path, on_preemption=True)
   with pytest.raises(SystemExit):
-    _train("one device", _AtBatch(0, 0, twice), backup)
+    _train("one device", testbed.Interruption(0, 0, twice), backup)
 
 
 def test_a_signal_after_the_last_batch_is_passed_on(
@@ -323,7 +300,7 @@ def test_workers_compare_about_once_a_second(
 
 
 def test_other_executions_than_before(tmp_path: pathlib.Path) -> None:
-  crash = _AtBatch(0, 2, _interrupt)
+  crash = testbed.Interruption(0, 2)
   backup = callbacks.BackupAndRestore(tmp_path, every=3)
   with pytest.raises(KeyboardInterrupt):
     _train("one device", backup, crash)
@@ -358,7 +335,7 @@ def test_writing_beside_training(
     raise KeyboardInterrupt
 
   with pytest.raises(KeyboardInterrupt):
-    _train("groups", backup(), _AtBatch(2, 0, crash))
+    _train("groups", backup(), testbed.Interruption(2, 0, crash))
   resumed, same = _train("groups", backup(delete_checkpoint=False))
   assert events.index("crash") < events.index("epoch_2_batch_1.npz")
   events.remove("crash")
@@ -417,7 +394,7 @@ def test_as_many_groups_of_other_replicas(
   backup = callbacks.BackupAndRestore(tmp_path)
   listed = [callbacks.GroupMetrics((X, X[:, :1])), best, backup]
   with pytest.raises(KeyboardInterrupt):
-    _fit(model, *listed, testbed.Crash(2))
+    _fit(model, *listed, testbed.Interruption(2))
   with np.load(path) as file:
     saved = {name: file[name] for name in file}
   with testbed.mirrored(sum(map(len, after))).scope():
@@ -504,7 +481,7 @@ def test_another_number_of_replicas_in_mid_epoch(
     return model, history.history["loss"]
 
   with testbed.mirrored(2).scope(), pytest.raises(KeyboardInterrupt):
-    fit(_AtBatch(0, 1, _interrupt))
+    fit(testbed.Interruption(0, 1))
   model, [loss] = fit()
   rest = model.evaluate(X[16:], X[16:, :1], verbose=0)
   assert loss == pytest.approx(rest, rel=1e-6)

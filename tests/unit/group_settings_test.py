@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.support import group_training, testbed
 from tf_cross_shard import callbacks, keras3, schedules
@@ -81,6 +82,23 @@ def test_each_group_has_its_own(
   assert np.abs(held[0][0] - held[1][0]).max() > 1e-3
 
 
+@group_training.in_both
+def test_the_powers_of_version_1_are_each_groups_own(which: str) -> None:
+  """They begin with a factor, which is the group's too."""
+  make, betas = tf.compat.v1.train.AdamOptimizer, [0.9, 0.5]
+  held, _ = _train(
+    which, lambda _: make(0.125, 0.75), group_settings={"beta_1": betas}
+  )
+  for members, beta in zip(GROUPS, betas, strict=True):
+    alone, plain = list(map(tf.Variable, VALUES.values())), make(0.125, beta)
+    for step in range(STEPS):
+      sums = [tf.constant(rows[step, members].sum(0)) for rows in GRADS]
+      plain.apply_gradients(zip(sums, alone, strict=True))
+    for replica in members:
+      for weight, right in zip(held[replica], alone, strict=True):
+        np.testing.assert_allclose(weight, right, rtol=5e-6, atol=5e-6)
+
+
 def test_limits_of_replicas() -> None:
   held, _ = _train(
     "keras",
@@ -99,7 +117,6 @@ def test_limits_of_replicas() -> None:
   [
     ("adam", {"beta_1": [0.5]}, "a number for each of the 2 groups"),
     ("adam", {"beta_3": [0.5, 0.9]}, "Adam.beta_3 is None"),
-    ("adam", {"weight_decay": [0.0, 0.5]}, "Adam.weight_decay is None"),
     ("adam", {"amsgrad": [0, 1]}, "Adam.amsgrad is False"),
     ("sgd", {"momentum": [0.0, 0.5]}, "it has no slots for others"),
     ("sgd", {"learning_rate": [0.1, 0.2]}, r"SGD\(schedules.PerGroup"),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import fake_engine, int8_oracle, testbed
+from tests.support import fake_engine, group_training, int8_oracle, testbed
 from tf_cross_shard import CrossShardOptimizer, replica_state
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard.gradients import quantization
@@ -255,44 +255,14 @@ def test_what_is_left_knows_no_loss_scale() -> None:
 
 def _make(
   strategy: tf.distribute.Strategy, groups: Any, **options: Any
-) -> tuple[Any, list[Any]]:
-  with strategy.scope():
-    weights = [tf.keras.Variable(np.zeros(shape, "f")) for shape in SHAPES]
-    optimizer = CrossShardOptimizer(
-      tf.keras.optimizers.SGD(1.0),
-      "sum",
-      group_assignment=groups,
-      wire_dtype="int8",
-      **options,
-    )
-    optimizer.build(weights)
-  return optimizer, weights
-
-
-def _take_steps(
-  strategy: tf.distribute.Strategy,
-  optimizer: Any,
-  weights: Sequence[Any],
-  steps: Sequence[int],
-  mode: str = "function",
-) -> None:
-  def replica_step(step: Any) -> None:
-    mine = [tf.constant(g)[step, testbed.replica_id()] for g in GRADS]
-
-    def apply() -> Any:
-      return optimizer.apply_gradients(zip(mine, weights, strict=True))
-
-    if mode == "cond":  # In which there are no merge calls.
-      tf.cond(step >= 0, apply, lambda: tf.constant(0, tf.int64))
-    else:
-      apply()
-
-  def run(step: Any) -> None:
-    strategy.run(replica_step, args=(step,))
-
-  run = run if mode == "eager" else tf.function(run, autograph=False)
-  for step in steps:
-    run(tf.constant(step))
+) -> tuple[list[Any], Any]:
+  values = {f"weight_{i}": np.zeros(s, "f") for i, s in enumerate(SHAPES)}
+  return group_training.build(
+    *("keras", lambda _: _sgd(), values, strategy),
+    group_assignment=groups,
+    wire_dtype="int8",
+    **options,
+  )
 
 
 def _copies(variables: Sequence[Any]) -> np.ndarray:
@@ -312,8 +282,8 @@ def _copies(variables: Sequence[Any]) -> np.ndarray:
 def test_strategies(kind: str, groups: Any, mode: str) -> None:
   """The same numbers on all of them, to the bit where nothing is fused."""
   strategy = testbed.virtual(4) if kind == "virtual" else testbed.mirrored()
-  optimizer, weights = _make(strategy, groups)
-  _take_steps(strategy, optimizer, weights, range(STEPS), mode)
+  weights, optimizer = _make(strategy, groups)
+  group_training.train(weights, optimizer, GRADS, None, strategy, mode)
   values, left = _applied(groups, _flat(GRADS))
   found, residuals = _copies(weights), _copies(optimizer._step.wire.variables)
   for members in groups:
@@ -329,15 +299,15 @@ def test_strategies(kind: str, groups: Any, mode: str) -> None:
 def test_a_restored_run_goes_on_to_the_bit(
   options: dict[str, Any], tmp_path: pathlib.Path
 ) -> None:
-  strategy = testbed.mirrored()
-  optimizer, weights = _make(strategy, PAIRS, **options)
-  _take_steps(strategy, optimizer, weights, range(2))
+  strategy, train = testbed.mirrored(), group_training.train
+  weights, optimizer = _make(strategy, PAIRS, **options)
+  train(weights, optimizer, GRADS, range(2))
   replica_state.save(tmp_path / "state", optimizer, weights)
-  _take_steps(strategy, optimizer, weights, range(2, STEPS))
-  again, others = _make(strategy, PAIRS, **options)
+  train(weights, optimizer, GRADS, range(2, STEPS))
+  others, again = _make(strategy, PAIRS, **options)
   replica_state.restore(tmp_path / "state", again, others)
   assert _copies(again._step.wire.variables).any(axis=1).all()
-  _take_steps(strategy, again, others, range(2, STEPS))
+  train(others, again, GRADS, range(2, STEPS))
   np.testing.assert_array_equal(_copies(others), _copies(weights))
   for members in PAIRS:  # The members' own, which differ.
     left = _copies(again._step.wire.variables)[members]
@@ -367,11 +337,11 @@ def test_groups_of_another_size_begin_without_residuals(
 ) -> None:
   """Their mean would count twice in four members, and never in one."""
   pair = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-  optimizer, weights = _make(pair, None)
-  _take_steps(pair, optimizer, weights, range(2))
+  weights, optimizer = _make(pair, None)
+  group_training.train(weights, optimizer, GRADS, range(2), pair)
   assert _copies(optimizer._step.wire.variables).any()
   replica_state.save(tmp_path / "state", optimizer, weights)
-  again, others = _make(testbed.mirrored(), None)
+  others, again = _make(testbed.mirrored(), None)
   replica_state.restore(tmp_path / "state", again, others)
   assert not _copies(again._step.wire.variables).any()
 

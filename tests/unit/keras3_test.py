@@ -91,6 +91,25 @@ def test_features_of_the_encapsulated_optimizer(feature: str) -> None:
         )
 
 
+def test_a_frozen_layer_is_not_trained() -> None:
+  """A tape and a graph find its TensorFlow variable, which is trainable."""
+  layers = [keras.layers.Dense(1, use_bias=False) for _ in range(2)]
+  model = keras.Sequential([keras.Input((1,)), *layers])
+  optimizer = CrossShardOptimizer(optimizers.SGD(0.5))
+  optimizer.build(model.trainable_variables)
+  layers[0].trainable = False
+  before = [layer.kernel.numpy() for layer in layers]
+
+  def loss() -> Any:
+    return tf.reduce_sum(model(tf.ones([1, 1])))
+
+  [(_, variable)] = optimizer.compute_gradients(loss)
+  assert variable is layers[1].kernel
+  tf.function(lambda: optimizer.minimize(loss()))()
+  for layer, old in zip(layers, before, strict=True):
+    assert (layer.kernel.numpy() == old) == (layer is layers[0])
+
+
 def test_callbacks_and_steps_per_execution() -> None:
   strategy = testbed.mirrored()
   data = tf.data.Dataset.from_tensor_slices(

@@ -111,26 +111,20 @@ def test_a_step_through_apply(log: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize(
-  "arguments",
+  ("arguments", "through_apply"),
   [
-    ("mean", "global", 4, 4, False),
-    ("mean", "replica", 4, 1, False),
-    ("mean", None, 4, 2, True),
-    ("sum", None, 4, 2, False),
-    ("mean", None, 1, 1, False),
+    (("mean", "global", 4, 4, False), False),
+    (("mean", "replica", 4, 1, False), False),
+    (("mean", None, 4, 2, True), False),
+    (("sum", None, 4, 2, False), False),
+    (("mean", None, 1, 1, False), False),
+    (("mean", None, 4, 4), True),  # Keras' losses.
   ],
 )
 def test_a_right_step_misses_no_factor(
-  log: pytest.LogCaptureFixture, arguments: tuple[Any, ...]
+  log: pytest.LogCaptureFixture, arguments: tuple[Any, ...], through_apply: bool
 ) -> None:
-  _convention(*arguments).check_was_scaled(False, False)
-  assert log.messages == []
-
-
-def test_keras_losses_through_apply_need_no_factor(
-  log: pytest.LogCaptureFixture,
-) -> None:
-  _convention("mean", None, 4, 4).check_was_scaled(True, False)
+  _convention(*arguments).check_was_scaled(through_apply, False)
   assert log.messages == []
 
 

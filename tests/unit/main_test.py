@@ -134,8 +134,6 @@ def test_errors(
 @pytest.mark.parametrize(
   ("words", "said"),
   [
-    (["groups", "--strided", "4"], "expected 2 arguments"),
-    (["groups", "--singletons", "2", "--strided", "4", "2"], "not allowed"),
     (["groups", "--assignment", "[["], "invalid table value: '[['"),
     (["compile", "step", *COMPILE, "x"], "MODULE:FUNCTION; got 'step'"),
     (["compile", "a:b", *COMPILE, "half"], "and a shape, such as 'float32[8"),
@@ -166,11 +164,9 @@ def test_usage(
     (["compile", "--help"], 0, "--topology"),
     (["--version"], 0, "tf-cross-shard "),
     (["launch", "--help"], 0, "--nodes"),
-    (["launch", "--index=1", "x.py"], 2, "--index needs --nodes"),
     (["launch", "--workers=1", "-m", "this"], 0, "[worker 0] The Zen of"),
     (["groups", "--along", "x"], 2, "--along needs --topology"),
     (["groups", "--contiguous", "4", "3"], 2, "3 does not divide 4"),
-    (["groups", "--strided", "4", "2"], 0, "group 1     o-----o"),
     (["compile", "none_such:f", *COMPILE, "x[]"], 2, "No module named"),
     (["convert-checkpoint", "a", "b", "--program", "none_such:f"], 2, "No mod"),
   ],

@@ -151,10 +151,18 @@ def test_the_new_checkpoint_is_read_elsewhere(
 
 
 @pytest.mark.tf_keras_mode
-@pytest.mark.parametrize("is_in_scope", [True, False])
-def test_goes_on_in_replicas(is_in_scope: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+  ("is_in_scope", "options"),
+  [(True, {}), (False, {}), (False, {"shard_update": "elementwise"})],
+)
+def test_goes_on_in_replicas(
+  is_in_scope: bool, options: dict[str, Any], tmp_path: Path
+) -> None:
   strategy = testbed.mirrored()
-  training = _training("keras, from_v1", "Adam", strategy=strategy)
+  make = sessions.PAIRS["Adam"].v1
+  training = sessions.Training(
+    lambda: keras3.CrossShardOptimizer(make(), **options), strategy
+  )
   if is_in_scope:
     with strategy.scope():
       _convert(training, saved("Adam").src, tmp_path / "new")
@@ -232,7 +240,6 @@ OWN: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
     lambda: _own(keras, "Optimizer", ("m", "v")),
     {"{}/m": "{}/adam_m", "{}/v": "{}/adam_v"},
   ),
-  "a class of Keras": (lambda: keras.optimizers.Lamb(), LAMB),
   "derived from Adam": (lambda: _own(keras, "Adam", ()), LAMB),
   "tf_keras": (lambda: _own(tf_keras, "SGD", BERT), {}),
 }
@@ -490,7 +497,6 @@ class TestErrors:
         "`optimizer` is Adam, one of tf_keras.optimizers.legacy",
       ),
       ({"names": {"v": "w"}}, ValueError, "in `names` only: v\\nWrite names"),
-      ({"names": {"v": None}}, ValueError, "in `names` only: v"),
       ({"names": {"{}/m": "{}/v"}}, ValueError, "in `names` only: {}/m"),
       ({"names": {"w": "v"}}, ValueError, "`w` is 'v', which .* has not"),
       (
@@ -499,14 +505,9 @@ class TestErrors:
         "value of both w and iterations",
       ),
       (
-        {"model": [tf.Variable(0.0, name="w")]},
+        {"model": [tf.Variable(0, name="w")]},
         ValueError,
-        r"differ:\n  w is float32 \[\]; w in the checkpoint is float32 \[2\]",
-      ),
-      (
-        {"model": [tf.Variable([0, 0], name="w")]},
-        ValueError,
-        r"w is int32 \[2\]; w in the checkpoint is float32",
+        r"differ:\n  w is int32 \[\]; w in the checkpoint is float32 \[2\]",
       ),
     ],
   )

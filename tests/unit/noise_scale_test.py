@@ -64,6 +64,18 @@ def replicas(
   )
 
 
+def assert_measured(
+  oracles: list[Oracle], trained: Sequence[fake_engine.Replica]
+) -> None:
+  """Every replica's stage has its group's numbers."""
+  noises = [replica.step.noise for replica in trained]
+  assert_as(
+    oracles,
+    [noise.noise_scale.numpy() for noise in noises],
+    [noise.gradient_norm.numpy() for noise in noises],
+  )
+
+
 def assert_as(
   oracles: list[Oracle], scale: Sequence[Any], norm: Sequence[Any]
 ) -> None:
@@ -86,12 +98,7 @@ def check(
   oracles = [Oracle(), Oracle()]
   every = trained[0].step.settings.noise_scale
   for i in range(len(rows) + 1):
-    noises = [replica.step.noise for replica in trained]
-    assert_as(
-      oracles,
-      [noise.noise_scale.numpy() for noise in noises],
-      [noise.gradient_norm.numpy() for noise in noises],
-    )
+    assert_measured(oracles, trained)
     if i == len(rows):
       break
     fake_engine.train(trained, [rows[i : i + 1]], to_grad)
@@ -159,12 +166,7 @@ def test_windows_whose_length_changes(sharded: bool) -> None:
     done += calls
     for oracle, members in zip(oracles, GROUPS, strict=True):
       oracle.step(window[:, members].mean(0), calls / 4)
-  noises = [replica.step.noise for replica in trained]
-  assert_as(
-    oracles,
-    [noise.noise_scale.numpy() for noise in noises],
-    [noise.gradient_norm.numpy() for noise in noises],
-  )
+  assert_measured(oracles, trained)
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -270,18 +270,6 @@ def test_slots_without_an_owner() -> None:
       optimizer.build(weights)
 
 
-def test_slots_are_read_only() -> None:
-  weights, optimizer = build("keras", "Lamb", shard_update=True)
-  train(weights, optimizer, [0])
-  slot = optimizer.get_slot(weights[0], "momentum")
-  _, plain = build("keras", "Lamb")
-  assert slot.shape == weights[0].shape
-  assert np.abs(slot.numpy()).max() > 0
-  assert optimizer.get_slot_names() == plain.get_slot_names()
-  with pytest.raises(TypeError, match="read only under `shard_update`"):
-    slot.assign(slot.numpy())
-
-
 def test_dear_variables_go_first() -> None:
   """Twelve matrices of one cost, and one as dear as six of them."""
   costs = [1.0] * 12 + [6.0]

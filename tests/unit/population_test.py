@@ -21,12 +21,7 @@ DATA = (X, 5 * X)  # one example for each replica
 
 def _model(rates: Any = RATES) -> Any:
   with testbed.mirrored().scope():
-    model = tf.keras.Sequential(
-      [
-        tf.keras.Input((1,)),
-        tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros"),
-      ]
-    )
+    model = testbed.one_weight()
     sgd = tf.keras.optimizers.SGD(schedules.PerGroup(rates))
     optimizer = CrossShardOptimizer(
       sgd, group_assignment=[[0], [1], [2], [3]], loss_averaged_over="global"
@@ -98,7 +93,7 @@ def test_a_crash_changes_nothing(tmp_path: pathlib.Path) -> None:
     if crashes:
       backup = callbacks.BackupAndRestore(str(tmp_path / "backup"))
       with pytest.raises(KeyboardInterrupt):
-        _fit(model, 6, population, testbed.Crash(3), backup)
+        _fit(model, 6, population, testbed.Interruption(3), backup)
       if crashes == "the process":
         model = _model()
       population = callbacks.Population(explore=[0.5, 0.75, 1.25], seed=3)

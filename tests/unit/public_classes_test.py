@@ -103,17 +103,5 @@ def test_names_for_completion(home: Any, its_keras: Any) -> None:
   assert not {"inner_optimizer", "get_slot_names"} & set(names)
 
 
-@pytest.mark.parametrize(("home", "its_keras"), KERAS)
-def test_wrong_arguments(home: Any, its_keras: Any) -> None:
-  make = home.CrossShardOptimizer
-  for limit in ("1", [1.0]):
-    with pytest.raises(ValueError, match="`clipnorm` must be a number of at"):
-      make("sgd", clipnorm=limit)
-  with pytest.raises(
-    TypeError, match=r"the class .*Adam\. Make .* it: Adam\(\)\."
-  ):
-    make(its_keras.optimizers.Adam)
-
-
 if __name__ == "__main__":
   raise SystemExit(pytest.main([__file__, "-q"]))

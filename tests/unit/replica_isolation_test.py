@@ -62,50 +62,38 @@ def _assert_sums_again(strategy: Any) -> None:
   assert [float(s) for s in results] == [sum(MARKS)] * 4
 
 
-@pytest.mark.parametrize("eager", [False, True])
-def test_sums_merges_and_assignments_stay_here(eager: bool) -> None:
-  strategy = testbed.mirrored()
+@pytest.mark.parametrize(
+  ("engine", "eager", "options"),
+  [
+    ("mirrored", False, {}),
+    ("mirrored", True, {}),
+    ("virtual", True, {}),
+    ("virtual", True, {"skip_nonfinite": True}),
+  ],
+)
+def test_sums_merges_and_assignments_stay_here(
+  engine: str, eager: bool, options: dict[str, Any]
+) -> None:
+  """On TPUs a step that may be skipped is a branch."""
+  strategy = testbed.STRATEGIES[engine]()
   only_first = tf.VariableAggregation.ONLY_FIRST_REPLICA
   summed, merged = _counter(strategy), _counter(strategy)
   counted = _counter(strategy, aggregation=only_first)
 
-  def probe() -> None:
-    context = tf.distribute.get_replica_context()
-    summed.assign(context.all_reduce("SUM", testbed.mark()))
-    merged.assign(
-      context.merge_call(lambda _, value: 10 * value, args=(testbed.mark(),))
-    )
-    counted.assign_add(testbed.mark())
-
-  _update(strategy, probe, eager)
-  assert testbed.copies(summed) == MARKS
-  assert testbed.copies(merged) == [10 * mark for mark in MARKS]
-  assert testbed.copies(counted) == MARKS
-  _assert_sums_again(strategy)
-
-
-@pytest.mark.parametrize("in_cond", [False, True])
-def test_in_one_program_nothing_is_taken_from_others(in_cond: bool) -> None:
-  """As on TPUs, where a step that may be skipped is a branch."""
-  strategy = testbed.virtual(4)
-  only_first = tf.VariableAggregation.ONLY_FIRST_REPLICA
-  summed = _counter(strategy)
-  merged = _counter(strategy)
-  counted = _counter(strategy, aggregation=only_first)
-
-  def probe() -> None:
-    context = tf.distribute.get_replica_context()
-
-    def merge(merging: Any, value: tf.Tensor) -> tf.Tensor:
+  def merge(merging: Any, value: tf.Tensor) -> tf.Tensor:
+    if engine == "virtual":
       devices = strategy.extended.worker_devices
       assert merging.extended.worker_devices == devices
-      return 10 * merging.extended.broadcast_to(value, counted)
+      value = merging.extended.broadcast_to(value, counted)
+    return 10 * value
 
+  def probe() -> None:
+    context = tf.distribute.get_replica_context()
     summed.assign(context.all_reduce("SUM", testbed.mark()))
     merged.assign(context.merge_call(merge, args=(testbed.mark(),)))
     counted.assign_add(testbed.mark())
 
-  _update(strategy, probe, skip_nonfinite=in_cond)
+  _update(strategy, probe, eager, **options)
   assert testbed.copies(summed) == MARKS
   assert testbed.copies(merged) == [10 * mark for mark in MARKS]
   assert testbed.copies(counted) == MARKS

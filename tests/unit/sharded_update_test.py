@@ -97,14 +97,6 @@ def assert_equal(
     np.testing.assert_allclose(mine, theirs, rtol=bound, atol=bound)
 
 
-def parts_of(optimizer: Any) -> list[tuple[int, ...]]:
-  """Shapes of what each replica keeps for the optimizer."""
-  inner = optimizer.inner_optimizer
-  while hasattr(inner, "inner_optimizer"):
-    inner = inner.inner_optimizer
-  return [tuple(variable.shape) for variable in inner.variables]
-
-
 class _Vouched(keras.optimizers.Adam):
   """A class of the user's."""
 
@@ -652,57 +644,46 @@ def test_one_device_loads_what_groups_have_saved(shard_update: Any) -> None:
 # ------------------------------------------------------------- other engines
 
 
-def test_virtual_tpu() -> None:
-  strategy = testbed.virtual(4)
-  states = []
-  for sharded in (False, True):
-    weights, optimizer = build(
-      "keras",
-      functools.partial(make_plain, "nesterov", clipnorm=4.0),
-      strategy,
-      shard_update=sharded,
-      skip_nonfinite=True,
-    )
-    group_training.train(weights, optimizer, GRADS, strategy=strategy)
-    states.append(state_of(weights, optimizer))
-  assert_equal(*states, bound=2e-6)
-  assert set(parts_of(optimizer)) <= {(), (10,)}
-
-
 # ---------------------------------------------------------------------- errors
 
 
+class _Older(tf_keras.optimizers.legacy.Adam):
+  """A class of the user's."""
+
+
+VOUCHED = {"shard_update": "elementwise"}
+EACH = "is 'elementwise'.*each"  # Keras' MultiOptimizer wants all gradients.
+
+
 @pytest.mark.parametrize(
-  ("opt", "message"),
+  ("package", "make", "options", "words"),
   [
-    (_Vouched(), "nothing is known of _Vouched"),
+    (keras3, _Vouched, {"shard_update": True}, "nothing is known of _Vouched"),
     (
-      keras.optimizers.Adam(gradient_accumulation_steps=2),
-      "Use `accumulate_steps`",
+      *(keras3, lambda: keras.optimizers.Adam(gradient_accumulation_steps=2)),
+      *({"shard_update": True}, "Use `accumulate_steps`"),
+    ),
+    *(
+      (
+        *(keras3, lambda: keras.optimizers.MultiOptimizer(lambda _: None)),
+        *({name: "elementwise"}, f"`{name}` {EACH}"),
+      )
+      for name in ("shard_update", "lazy_rows")
+    ),
+    (keras3, lambda: _Vouched(clipnorm=1.0), VOUCHED, "has clipnorm=1"),
+    (
+      *(keras3, lambda: _Vouched(global_clipnorm=1.0)),
+      *(VOUCHED, "has global_clipnorm=1"),
+    ),
+    *(
+      (ours_tf_keras, kind, VOUCHED, rf"{kind.__name__} is one of .*legacy")
+      for kind in (tf_keras.optimizers.legacy.Adam, _Older)
     ),
   ],
 )
-def test_refused(opt: Any, message: str) -> None:
-  with pytest.raises(ValueError, match=message):
-    keras3.CrossShardOptimizer(opt, shard_update=True)
-
-
-@pytest.mark.parametrize("argument", ["shard_update", "lazy_rows"])
-def test_several_optimizers_are_refused(argument: str) -> None:
-  """Nothing replaces their update steps, and Keras wants all gradients."""
-  with pytest.raises(ValueError, match=f"`{argument}` is 'elementwise'.*each"):
-    keras3.CrossShardOptimizer(
-      keras.optimizers.MultiOptimizer(lambda _: None),
-      **{argument: "elementwise"},
-    )
-
-
-@pytest.mark.parametrize("limit", ["clipnorm", "global_clipnorm"])
-def test_vouched_for_and_clipped_by_a_norm(limit: str) -> None:
-  with pytest.raises(ValueError, match=f"has {limit}=1"):
-    keras3.CrossShardOptimizer(
-      _Vouched(**{limit: 1.0}), shard_update="elementwise"
-    )
+def test_refused(package: Any, make: Any, options: Any, words: str) -> None:
+  with pytest.raises(ValueError, match=words):
+    package.CrossShardOptimizer(make(), **options)
 
 
 @pytest.mark.parametrize(
@@ -758,16 +739,6 @@ def test_exclusions_of_two_dtypes_and_of_tables(
   for weight in weights:
     for value in testbed.copies(weight):
       np.testing.assert_array_equal(value, np.ones([2, 2]), weight.name)
-
-
-class _Older(tf_keras.optimizers.legacy.Adam):
-  """A class of the user's."""
-
-
-@pytest.mark.parametrize("kind", [tf_keras.optimizers.legacy.Adam, _Older])
-def test_legacy_optimizers_are_refused(kind: Any) -> None:
-  with pytest.raises(ValueError, match=rf"{kind.__name__} is one of .*legacy"):
-    ours_tf_keras.CrossShardOptimizer(kind(), shard_update="elementwise")
 
 
 def test_averages_are_built_before_the_first_step() -> None:

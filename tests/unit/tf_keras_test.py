@@ -186,35 +186,7 @@ class TestState:
     assert weight.numpy() == 0.5
 
 
-class TestAsModelGardenBuilds:
-  """What tf-models-official does with an optimizer, in its own order."""
-
-  def test_a_training_step(self) -> None:
-    optimizer, weight = _make(
-      lambda: legacy.SGD(0.5),
-      [1.0, 2.0],
-      lambda ours: _scaled(ours, dynamic=False),
-      loss_averaged_over="global",
-    )
-    # official/modeling/optimization refuses what is none.
-    assert isinstance(optimizer.inner_optimizer, tf_keras.optimizers.Optimizer)
-    assert isinstance(optimizer, tf_keras.mixed_precision.LossScaleOptimizer)
-
-    def train_step() -> None:
-      with tf.GradientTape() as tape:
-        loss = testbed.mark() * tf.reduce_sum(weight)
-        loss = loss / tf.distribute.get_strategy().num_replicas_in_sync
-        scaled = optimizer.get_scaled_loss(loss)
-      grads = tape.gradient(scaled, [weight])
-      grads = optimizer.get_unscaled_gradients(grads)
-      optimizer.apply_gradients(list(zip(grads, [weight], strict=True)))
-
-    _run(train_step)
-    # The mean of 1, 2, 4 and 8, times 0.5.
-    for copy in testbed.copies(weight):
-      np.testing.assert_array_equal(copy, [1.0 - 1.875, 2.0 - 1.875])
-    assert float(optimizer.loss_scale) == 8.0
-
+class TestALossScaleAround:
   def test_a_loss_scale_with_reduced_gradients(self) -> None:
     optimizer, weight = _make(lambda: optimizers.SGD(1.0), 0.0, _scaled)
     _run(

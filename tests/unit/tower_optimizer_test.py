@@ -317,16 +317,27 @@ class TestState:
 
 
 @pytest.mark.parametrize(
-  ("place", "towers", "replicas"),
-  [("mirrored", "mean", "sum"), ("virtual", "sum", "mean")],
+  ("place", "towers", "replicas", "shard_update"),
+  [
+    ("mirrored", "mean", "sum", False),
+    ("mirrored", "sum", "mean", "by_variable"),
+    ("virtual", "sum", "mean", "elementwise"),
+  ],
 )
-def test_towers_of_replicas(place: str, towers: str, replicas: str) -> None:
+def test_towers_of_replicas(
+  place: str, towers: str, replicas: str, shard_update: bool | str
+) -> None:
   strategies = {"mirrored": testbed.mirrored, "virtual": testbed.virtual}
   strategy = strategies[place](4)
   with strategy.scope():
     c, global_step = tf.Variable(10.0), tf.Variable(0)
     optimizer = TowerOptimizer(
-      CrossShardOptimizer(sgd(), replicas, group_assignment=[[0, 2], [1, 3]])
+      CrossShardOptimizer(
+        sgd(momentum=0.5),
+        replicas,
+        group_assignment=[[0, 2], [1, 3]],
+        shard_update=shard_update,
+      )
     )
     optimizer.build([c])
 
@@ -346,6 +357,8 @@ def test_towers_of_replicas(place: str, towers: str, replicas: str) -> None:
   a, b = 10.0 - (4.0 + 4.0) / 2, 10.0 - (8.0 + 14.0) / 2
   assert testbed.copies(c) == [a, b, a, b]
   assert testbed.copies(global_step) == [1, 1, 1, 1]
+  momentum = optimizer.get_slot(c, optimizer.get_slot_names()[0])
+  assert testbed.copies(momentum)[:2] == [a - 10.0, b - 10.0]
 
 
 def _scaled(opt: Any) -> Any:

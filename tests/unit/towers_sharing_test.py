@@ -20,7 +20,6 @@ from tests.support.towers_bed import (
   values,
 )
 from tf_cross_shard import (
-  ModeKeys,
   TowerOptimizer,
   TowerSpec,
   replicate_model_fn,
@@ -77,48 +76,6 @@ def test_get_variable_in_functions_and_eagerly() -> None:
   with tf.compat.v1.variable_scope("", reuse=tf.compat.v1.AUTO_REUSE):
     other = tf.function(lambda: get("c", initializer=5.0) * 1.0)
     assert float(other()) == 5.0
-
-
-def test_a_program_of_tensorflow_1() -> None:
-  """Layers, metrics and the optimizer are made inside, each where needed."""
-  rows = np.random.default_rng(0).normal(size=(4, 3)).astype("float32")
-
-  def model_fn(features: Any, mode: str) -> TowerSpec:
-    y = keras.layers.Dense(3)(features)
-    y = keras.layers.BatchNormalization()(y, training=mode == "train")
-    if mode == ModeKeys.PREDICT:
-      return TowerSpec(mode, predictions=y)
-    errors = tf.reduce_mean((y - features) ** 2, axis=1)
-    loss = tf.reduce_mean(errors)
-    if mode == ModeKeys.EVAL:
-      error = keras.metrics.Mean()
-      error.update_state(errors)
-      return TowerSpec(mode, loss, metrics={"error": error})
-    optimizer = TowerOptimizer(keras.optimizers.Adam(0.25))
-    return TowerSpec(mode, loss, optimizer.minimize(loss))
-
-  replicated = replicate_model_fn(model_fn, "mean", TWO)
-  x = tf.constant(rows)
-  # A tf.function makes variables in its first call only: use one for each.
-  train, evaluate, predict = (
-    tf.function(lambda x, m=m: replicated(x, mode=m))
-    for m in ("train", "eval", "infer")
-  )
-  before = predict(x).predictions.numpy()
-  weights = list(replicated.variables)
-  assert len(weights) == 6
-  losses = [float(evaluate(x).loss)]
-  assert [int(train(x).train_op) for _ in range(4)] == [1, 2, 3, 4]
-  spec = evaluate(x)
-  losses.append(float(spec.loss))
-  assert losses[1] < losses[0]
-  assert abs(float(spec.metrics["error"]) - sum(losses) / 2) < 1e-5
-  # What is predicted is by hand what the variables, in their order, say.
-  kernel, bias, gamma, beta, mean, var = (v.numpy() for v in weights)
-  expected = (rows @ kernel + bias - mean) / np.sqrt(var + 1e-3) * gamma + beta
-  predictions = predict(x).predictions.numpy()
-  np.testing.assert_allclose(predictions, expected, rtol=1e-4, atol=1e-5)
-  assert np.abs(predictions - before).max() > 0.05
 
 
 class TestOptimizersMadeInside:

@@ -6,11 +6,86 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+from tensorflow.python.client import session
 from tensorflow.python.ops import summary_ops_v2
+from tensorflow.python.tpu import tpu_system_metadata
 
-from tests.support import testbed, tpu_resolver, tpu_tasks
+from tests.support import testbed, tpu_tasks
 from tf_cross_shard import CrossShardOptimizer, collectives, groups, schedules
 from tf_cross_shard.collectives import tpu
+
+_HOST_DEVICES = 8
+
+
+class Resolver(tf.distribute.cluster_resolver.ClusterResolver):
+  """Says that there is a TPU slice of so many devices."""
+
+  def __init__(self, num_devices: int) -> None:
+    self._num_devices = num_devices
+    self.task_type = "worker"
+    self.task_id = 0
+
+  def get_tpu_system_metadata(self) -> Any:
+    """What TPUStrategy asks."""
+    on_host = min(_HOST_DEVICES, self._num_devices)
+    devices = [
+      session._DeviceAttributes(
+        f"/job:worker/replica:0/task:{i // on_host}/device:TPU:{i % on_host}",
+        "TPU",
+        1,
+        1,
+      )
+      for i in range(self._num_devices)
+    ]
+    return tpu_system_metadata.TPUSystemMetadata(
+      num_cores=self._num_devices,
+      num_hosts=self._num_devices // on_host,
+      num_of_cores_per_host=on_host,
+      topology=None,
+      devices=devices,
+    )
+
+  def cluster_spec(self) -> Any:
+    return tf.train.ClusterSpec({})
+
+  def master(self, *args: Any, **kwargs: Any) -> str:
+    return ""
+
+  @property
+  def environment(self) -> str:
+    return ""
+
+  def num_accelerators(self, *args: Any, **kwargs: Any) -> dict[str, int]:
+    return {"TPU": self._num_devices}
+
+
+def nodes(graph: tf.Graph) -> Iterator[tuple[Any, dict[str, Any]]]:
+  """Every operation of a graph and its functions, and its neighbours."""
+  definition = graph.as_graph_def()
+  for each in (
+    definition.node,
+    *(function.node_def for function in definition.library.function),
+  ):
+    neighbours = {node.name: node for node in each}
+    for node in each:
+      yield node, neighbours
+
+
+def cross_replica_sums(graph: tf.Graph) -> list[tuple[Any, list[list[int]]]]:
+  """Dtype and groups of every cross-replica sum in a graph."""
+  found = []
+  for node, neighbours in nodes(graph):
+    if node.op == "CrossReplicaSum":
+      groups = neighbours[node.input[1].split(":")[0]]
+      table = tf.make_ndarray(groups.attr["value"].tensor)
+      found.append((tf.as_dtype(node.attr["T"].type), table.tolist()))
+  return found
+
+
+def operations(graph: tf.Graph) -> set[str]:
+  """The kinds of operation in a graph and its functions."""
+  return {node.op for node, _ in nodes(graph)}
+
 
 STRATEGIES = [
   tf.distribute.TPUStrategy,
@@ -27,7 +102,7 @@ def _summaries_as_before() -> Iterator[None]:
 
 
 def _strategy(num_replicas: int, kind: Any = STRATEGIES[0]) -> Any:
-  strategy = kind(tpu_resolver.Resolver(num_replicas))
+  strategy = kind(Resolver(num_replicas))
   assert strategy.num_replicas_in_sync == num_replicas > 1
   return strategy
 
@@ -64,7 +139,7 @@ def _trace(
     else:
       step()
     weights = list(model.trainable_variables)
-  assert "TPUReplicateMetadata" in tpu_resolver.operations(graph)
+  assert "TPUReplicateMetadata" in operations(graph)
   return graph, weights
 
 
@@ -90,7 +165,7 @@ def test_one_sum_per_gradient_over_the_groups(
     kind=kind,
   )
   expected = grouping or [list(range(8))]
-  sums = tpu_resolver.cross_replica_sums(graph)
+  sums = cross_replica_sums(graph)
   assert len(weights) == 4
   assert sums == [(tf.float32, expected)] * len(weights)
   others = {
@@ -99,7 +174,7 @@ def test_one_sum_per_gradient_over_the_groups(
     "CollectiveReduceV2",
     "XlaAllReduce",
   }
-  assert not others & tpu_resolver.operations(graph)
+  assert not others & operations(graph)
 
 
 # What has conditions of its own.
@@ -130,7 +205,7 @@ def test_how_often_gradients_are_summed(
     ),
     tpu_tasks.MODELS[model],
   )
-  assert len(tpu_resolver.cross_replica_sums(graph)) == count
+  assert len(cross_replica_sums(graph)) == count
 
 
 def test_dtypes() -> None:
@@ -141,7 +216,7 @@ def test_dtypes() -> None:
     assert type(engine) is tpu.TPU
     tensors = [tf.ones([2], dtype) for dtype in tpu.DTYPES]
     strategy.run(lambda: engine.all_reduce_sum(tensors))
-  assert tpu_resolver.cross_replica_sums(graph) == [
+  assert cross_replica_sums(graph) == [
     (dtype, halves.to_lists()) for dtype in tpu.DTYPES
   ]
 
@@ -188,7 +263,7 @@ def test_rates_of_groups_follow_the_replica() -> None:
 
   rows = [
     is_of_replica(node.input[1], neighbours)
-    for node, neighbours in tpu_resolver.nodes(graph)
+    for node, neighbours in nodes(graph)
     if node.op == "GatherV2"
     and node.attr["Tparams"].type == tf.float32.as_datatype_enum
   ]

@@ -202,7 +202,7 @@ def test_a_crash_changes_nothing(tmp_path: pathlib.Path) -> None:
   assert [len(own["loss"]) for own in expected[0][0]].count(2) == 2
   for crash, every in ((1, "epoch"), (2, 3)):  # in a rung, and between two
     with pytest.raises(KeyboardInterrupt):
-      run(f"at {crash}", every, testbed.Crash(crash))
+      run(f"at {crash}", every, testbed.Interruption(crash))
     found = run(f"at {crash}", every)
     assert found[0] == expected[0]
     np.testing.assert_array_equal(found[1], expected[1])
@@ -314,12 +314,7 @@ def test_a_fit_that_is_too_short(
 @pytest.mark.parametrize(
   ("make", "message"),
   [
-    (callbacks.GroupEarlyStopping, "GroupEarlyStopping takes a group"),
     (lambda: callbacks.OuterOptimizer(2), "OuterOptimizer takes a group"),
-    (
-      lambda: tf.keras.callbacks.LearningRateScheduler(lambda _: 0.5),
-      "set one rate for all trials",
-    ),
     (
       lambda: _halving(trials.Table(SETTINGS, groups.singletons(4))),
       "`table` is for the groups",
@@ -348,6 +343,25 @@ def test_mistakes_are_errors_before_the_first_step(
   np.testing.assert_array_equal(testbed.copies(model.weights[-1]), before)
 
 
+@pytest.mark.parametrize("kind", ["ReduceLROnPlateau", "LearningRateScheduler"])
+@pytest.mark.parametrize("name", ["learning_rate", "momentum"])
+def test_no_other_callback_sets_rates(
+  name: str, kind: str, tmp_path: pathlib.Path
+) -> None:
+  """It would set one for all trials: silently, where tables have rates."""
+  model, table = _make([{name: 0.5 / 2**i} for i in range(4)])
+  setter = {
+    "ReduceLROnPlateau": lambda keras: keras.ReduceLROnPlateau(
+      "loss", patience=0, min_delta=1e9
+    ),
+    "LearningRateScheduler": lambda keras: keras.LearningRateScheduler(
+      lambda epoch: 0.5**epoch
+    ),
+  }[kind](tf.keras.callbacks)
+  with pytest.raises(ValueError, match="learning rates of the groups were"):
+    _fit(model, table, _halving(table, tmp_path), setter)
+
+
 @pytest.mark.parametrize(
   ("last", "options", "message"),
   [
@@ -372,24 +386,19 @@ def test_settings_that_no_trial_can_have(
 
 
 @pytest.mark.parametrize(
-  ("rows", "options", "message"),
+  ("rows", "message"),
   [
-    (SETTINGS[:5], {}, "of other trials: it has the plan"),
+    (SETTINGS[:5], "of other trials: it has the plan"),
     (
       [*SETTINGS[:5], SETTINGS[4]],
-      {},
       "of another table: it has {'learning_rate': 0.0078125",
     ),
-    (SETTINGS, {"monitor": "val_mae"}, "of other trials"),
   ],
 )
-def test_backups_of_other_trials(rows: Any, options: Any, message: str) -> None:
-  made = []
-  for settings, own in ((SETTINGS, {}), (rows, options)):
-    table = trials.Table(settings, PAIRS)
-    arguments = {"epochs": 9, "factor": 2, **own}
-    made.append(callbacks.Halving(table, "unused", **arguments))
-  before, after = made
+def test_backups_of_other_trials(rows: Any, message: str) -> None:
+  before, after = (
+    _halving(trials.Table(settings, PAIRS)) for settings in (SETTINGS, rows)
+  )
   with pytest.raises(replica_state.CheckpointError, match=message):
     after.set_state(before.state())
 

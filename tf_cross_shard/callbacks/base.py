@@ -7,7 +7,6 @@ fit ─▶ set_model, set_params of all ─▶ on_train_begin, in their order
 import itertools
 import json
 import re
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Final
@@ -19,7 +18,6 @@ from tf_cross_shard import group_schedule, validation
 from tf_cross_shard.inner_optimizer import libraries, optimizer_state
 from tf_cross_shard.replica_state import group_state
 
-_SET_RATES: Final = ("ReduceLROnPlateau", "LearningRateScheduler")
 _in_fits: "Final[weakref.WeakSet[GroupCallback]]" = weakref.WeakSet()
 _order = itertools.count()
 
@@ -116,7 +114,6 @@ class GroupCallback(tf.keras.callbacks.Callback):
   follows_groups = False  # whether a group is one training to it, till the end
   moves_optimizer = False  # whether it saves or copies the optimizer's state
   passes_over = False  # batches that a backup has been trained on
-  _sets_rates = False  # whether a callback beside it does
 
   def _does_nothing_in_batches(self) -> bool:
     """Returns what tf_keras asks, where the base class is that of Keras 3."""
@@ -147,23 +144,12 @@ class GroupCallback(tf.keras.callbacks.Callback):
     super().set_params(params)
     self._place_in_list = next(_order)
     _in_fits.add(self)
-    # Of callbacks that are not ours only the caller has a list. Where this does
-    # not find it, the same error comes when the rates are set.
-    caller = sys._getframe(1).f_locals.get("self")
-    self._sets_rates = any(
-      kind.__name__ in _SET_RATES
-      for callback in getattr(caller, "callbacks", ())
-      for kind in type(callback).__mro__
-      if kind.__module__.startswith(("keras.", "tf_keras."))
-    )
 
   def on_train_begin(self, logs: Any = None) -> None:
-    """Raises an error where rates or state are another's than it can see."""
+    """Raises an error where the model has state that it cannot see."""
     self.passes_over = False
     if self.moves_optimizer:
       self._check_optimizers()
-    if self._sets_rates:
-      group_schedule.check_settable(self.model.optimizer)
 
   def _check_optimizers(self) -> None:
     """Raises `ValueError` for a model that has more optimizers."""

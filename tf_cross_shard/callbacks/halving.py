@@ -22,9 +22,11 @@ from tf_cross_shard import group_schedule, trials
 from tf_cross_shard.callbacks import (
   base,
   group_metrics,
+  group_rates,
   summaries,
   trial_monitor,
 )
+from tf_cross_shard.inner_optimizer import optimizer_state
 from tf_cross_shard.replica_state import (
   archive,
   checkpoint,
@@ -176,6 +178,7 @@ class Halving(trial_monitor.TrialMonitor):
     self._num_groups = table.groups.num_groups
     self._rungs = rungs(len(table), self._num_groups, factor, epochs)
     self._place = _Place()
+    self._rates: list[float] = []  # that the groups were given
     self._runs = None if log_dir is None else summaries.Runs(log_dir)
 
   @property
@@ -221,19 +224,12 @@ class Halving(trial_monitor.TrialMonitor):
     """Raises an error for what does not go with trials.
 
     Raises:
-      TypeError: If a callback of Keras sets rates.
       ValueError: If to another callback each group is one training, if groups
         differ in what the table has not, or some epochs have no metrics.
     """
     super().on_train_begin(logs)
     self._place = _Place()
     optimizer = self.model.optimizer
-    if self._sets_rates:
-      raise TypeError(
-        "LearningRateScheduler and ReduceLROnPlateau set one rate for all"
-        " trials, by the epochs of fit. Leave them out; a schedule in `opt`"
-        " begins anew with each trial."
-      )
     differing = dict(self.step.settings.group_settings or {})
     if (rates := group_schedule.rates_of(optimizer)) is not None:
       differing["learning_rate"] = rates.rates
@@ -280,9 +276,20 @@ class Halving(trial_monitor.TrialMonitor):
     self._climb(0)
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-    """Notes metrics; gives the groups other trials if it is time."""
+    """Notes metrics; gives the groups other trials if it is time.
+
+    Raises:
+      ValueError: If something else has set a learning rate.
+    """
     if self._place.left == 0 or not self.begin(logs):
       return
+    if (rates := self._read_rates()) != self._rates:
+      raise ValueError(
+        f"The learning rates of the groups were {self._rates} and are {rates}"
+        f" after epoch {epoch}: a callback like LearningRateScheduler or"
+        " ReduceLROnPlateau sets one for all trials, by the epochs of fit."
+        " Leave it out; a schedule in `opt` begins anew with each trial."
+      )
     best = {}
     for group in self.note(self._place.running, logs):
       trial = self.table[self._place.running[group]]
@@ -383,6 +390,12 @@ class Halving(trial_monitor.TrialMonitor):
   def _give(self) -> None:
     """Gives each group the settings of its trial."""
     self.give([self.table[number].settings for number in self._numbers_here()])
+    self._rates = self._read_rates()
+
+  def _read_rates(self) -> list[float]:
+    """Returns each group's learning rate; none where a schedule decides."""
+    variables = optimizer_state.learning_rates(self.model.optimizer)
+    return group_rates.read(self.model) if variables else []
 
   def _numbers_here(self) -> list[int]:
     """Returns which trial's settings each group has."""

@@ -130,9 +130,11 @@ def differentiate(
     of_class=inner.compute_gradients if inner.computes_gradients else None,
   )
   if variables is None:
-    variables = [inner.as_built(v) for _, v in pairs]
+    # TensorFlow's variables do not know which layers of Keras 3 are frozen.
+    pairs = [(grad, inner.as_built(v)) for grad, v in pairs]
+    pairs = [(grad, v) for grad, v in pairs if v.trainable]
   grads = inner.unscale([grad for grad, _ in pairs])
-  return list(zip(grads, variables, strict=True))
+  return [(g, v) for g, (_, v) in zip(grads, pairs, strict=True)]
 
 
 @tf.autograph.experimental.do_not_convert

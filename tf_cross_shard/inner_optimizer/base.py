@@ -27,8 +27,8 @@ class InnerOptimizer(abc.ABC):
     innermost: The optimizer that keeps the slots, below any loss scaling.
     outer_loss_scaler: A LossScaleOptimizer that encapsulates *our* optimizer,
       or None; see `loss_scaling`.
-    unsharded_state: The optimizer's state as savers and users see it: this
-      object, or `step.sharded_state.PlainState` where state is in parts.
+    whole_state: `step.sharded_state.PlainState` where state is in parts; else
+      None.
     checkpointed: The object whose children a checkpoint sees: the optimizer, or
       what takes its place where its state is in parts.
     fused: Whether kernels or XLA do the optimizer's steps; see `fused_update`.
@@ -46,7 +46,7 @@ class InnerOptimizer(abc.ABC):
     self.optimizer = optimizer
     self.innermost = innermost(optimizer)
     self.outer_loss_scaler: Any = None
-    self.unsharded_state: Any = self
+    self.whole_state: Any = None
     self.checkpointed: Any = optimizer
     self.fused: bool | None = False
     self.row_step: Callable[..., None] | None = None
@@ -120,6 +120,16 @@ class InnerOptimizer(abc.ABC):
   def variables(self) -> list[Any]:
     """What the optimizer itself says are its variables."""
     return optimizer_state.listed(self.optimizer)
+
+  @property
+  def unsharded_state(self) -> Any:
+    """The state as savers and users see it: this object if it is not in parts.
+
+    Towers may encapsulate an optimizer that keeps it in parts.
+    """
+    return (
+      self.whole_state or optimizer_state.sharded_state(self.optimizer) or self
+    )
 
   @property
   def state(self) -> list[Any]:

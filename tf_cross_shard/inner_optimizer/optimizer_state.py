@@ -134,11 +134,15 @@ def step_of(optimizer: Any) -> Any:
   return getattr(optimizer, "__dict__", {}).get("_step")
 
 
+def sharded_state(optimizer: Any) -> Any:
+  """The same of an optimizer, or of those that it encapsulates."""
+  states = map(_sharded_state_of, nested_optimizers(optimizer))
+  return next(filter(None, states), None)
+
+
 def _sharded_state_of(optimizer: Any) -> Any:
   """The whole state of an optimizer that keeps parts of it, or None."""
-  inner = vars(optimizer).get("_inner")
-  state = getattr(inner, "unsharded_state", None)
-  return None if state is inner else state
+  return getattr(vars(optimizer).get("_inner"), "whole_state", None)
 
 
 def _names(variables: Sequence[Any], trained: Sequence[Any]) -> list[str]:

@@ -94,7 +94,7 @@ def named_kinds() -> Iterator[tuple[str, Kind]]:
 class V1Update:
   """Puts TensorFlow 1's kernel in the place of a Keras optimizer's update.
 
-  The two Kerases differ in `_index` and `_add_number`.
+  The two Kerases differ in `_index` and `_add_one`.
   """
 
   kind: Kind
@@ -111,8 +111,8 @@ class V1Update:
         setattr(
           self, attribute, [add(variable, name) for variable in variables]
         )
-    for power, argument in self._kernel.powers.items():
-      setattr(self, power, self._add_number(power, self._factor(argument)))
+    for power in self._kernel.powers:
+      setattr(self, power, self._add_one(power))
 
   def update_step(
     self, gradient: Any, variable: Any, learning_rate: Any = None
@@ -121,7 +121,7 @@ class V1Update:
     rate = self.learning_rate if learning_rate is None else learning_rate
     arguments = self._kernel.arguments(self, tf.cast(rate, tf.float32))
     for power in self._kernel.powers:
-      arguments[power] = kernels.read(self._handle(power), tf.float32)
+      arguments[power] = self._power(power)
     index = self._index(variable)
     slots = {
       slot: variables_lib.native(getattr(self, attribute)[index])
@@ -132,10 +132,9 @@ class V1Update:
 
   def _multiply_powers(self) -> None:
     """After all variables of a step, as version 1 does."""
-    for power, argument in self._kernel.powers.items():
-      handle = self._handle(power)
-      factor = tf.constant(self._factor(argument), tf.float32)
-      kernels.write(handle, kernels.read(handle, tf.float32) * factor)
+    for power in self._kernel.powers:
+      after = self._power(power) * self._factor(power)
+      kernels.write(self._handle(power), after)
 
   @property
   def _kernel(self) -> kernels.Kernel:
@@ -143,10 +142,16 @@ class V1Update:
     centered = "Centered" if getattr(self, "centered", False) else ""
     return kernels.KERNELS[centered + self.kind.kernel]
 
-  def _factor(self, argument: str) -> float:
+  def _power(self, power: str) -> tf.Tensor:
+    """Returns a power; 1 is none yet, and groups may begin with others."""
+    value = kernels.read(self._handle(power), tf.float32)
+    return tf.where(value == 1.0, self._factor(power), value)
+
+  def _factor(self, power: str) -> tf.Tensor:
     """Returns the hyperparameter that is a power's factor."""
-    factor: float = getattr(self, self._kernel.settings[argument])
-    return factor
+    argument = self._kernel.powers[power]
+    factor = getattr(self, self._kernel.settings[argument])
+    return tf.constant(factor, tf.float32)
 
   def _handle(self, power: str) -> Any:
     """Returns the handle of this replica's copy."""
@@ -155,7 +160,7 @@ class V1Update:
   learning_rate: Any
   add_variable_from_reference: Callable[..., Any]
   _index: Callable[[Any], int]
-  _add_number: Callable[[str, float], Any]
+  _add_one: Callable[[str], Any]
 
 
 class Function:

@@ -31,9 +31,9 @@ class _Update(v1_update.V1Update):
     index: int = self._get_variable_index(variable)  # type: ignore[attr-defined]
     return index
 
-  def _add_number(self, name: str, value: float) -> Any:
+  def _add_one(self, name: str) -> Any:
     return self.add_variable(  # type: ignore[attr-defined]
-      (), keras.initializers.Constant(value), "float32", name=name
+      (), "ones", "float32", name=name
     )
 
 

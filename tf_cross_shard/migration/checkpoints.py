@@ -168,7 +168,7 @@ def convert_checkpoint(
   plan = _Plan(_source(src), model, {} if names is None else names)
   weights = plan.find_weights(model)
   _build(optimizer, plan.trained, weights)
-  plan.find_state(base.innermost(optimizer), iterations)
+  plan.find_state(optimizer, iterations)
   plan.check()
   values = {name: plan.value(name) for name in plan.matched}
   for name, value in values.items():
@@ -238,12 +238,15 @@ class _Plan:
       self._want(label, weight, default, "{}", self._short(path))
     return weights
 
-  def find_state(self, last: Any, iterations: int | None) -> None:
+  def find_state(self, optimizer: Any, iterations: int | None) -> None:
     """Matches slots, other variables of the optimizer and the count."""
-    known = self._find_slots(last)
+    last = base.innermost(optimizer)
+    # With `shard_update` slots are in parts.
+    whole = optimizer_state.sharded_state(optimizer) or _adapter(last)
+    known = self._find_slots(last, whole)
     rates = optimizer_state.learning_rates(last)
     known |= {id(last.iterations), *map(id, rates)}
-    for other in optimizer_state.listed(last):
+    for other in whole.variables:
       if id(other) not in known:
         name = variables_lib.path_of(other).rpartition("/")[2]
         is_power = re.fullmatch(_POWER, name)
@@ -259,14 +262,14 @@ class _Plan:
       self._iterations = iterations
       self.matched.setdefault(self._count, f"iterations={iterations}")
 
-  def _find_slots(self, last: Any) -> set[int]:
+  def _find_slots(self, last: Any, whole: Any) -> set[int]:
     """Matches slots; returns the ids of all that there are."""
     usual, factor = _usual_slots(last)
     known: set[int] = set()
     for weight in self.trained:
       label = self._labels[id(weight)]
       source = self.matched.get(label)
-      slots = _adapter(last).slots(weight)
+      slots = whole.slots(weight)
       places = _places(last, slots)
       known |= set(map(id, slots.values()))
       for name, slot in slots.items():
@@ -468,7 +471,9 @@ def _places(last: Any, slots: Mapping[str, Any]) -> dict[str, int]:
   kernel = kernels.KERNELS[centered + kind.kernel]
   for place, attribute in enumerate(kernel.slots.values()):
     of_all = set(map(id, getattr(last, attribute, None) or ()))
-    places |= {n: place for n, slot in slots.items() if id(slot) in of_all}
+    for name, slot in slots.items():
+      if id(getattr(slot, "parts", slot)) in of_all:
+        places[name] = place
   return places
 
 

@@ -26,6 +26,9 @@ class WholeSlot(_Trackable):
 
   It reads and is assigned like a variable, eagerly and outside `strategy.run`:
   group 0 is read, as of a variable, and all groups are assigned.
+
+  Attributes:
+    parts: The variable whose copies are the parts, also of other weights.
   """
 
   trainable = False
@@ -44,7 +47,7 @@ class WholeSlot(_Trackable):
     self.shape = tf.TensorShape(shape)
     self.dtype = tf.as_dtype(slot.dtype)
     self.distribute_strategy = engine.strategy
-    self._slot = slot
+    self.parts = slot
     self._start = start
     self._groups = engine.groups
     self._is_view = False
@@ -59,7 +62,7 @@ class WholeSlot(_Trackable):
     """The first group's value."""
     return self._join(
       self._copies().read(
-        self._slot, self._groups.members_of(self._groups.assignment[0][0])
+        self.parts, self._groups.members_of(self._groups.assignment[0][0])
       )
     )
 
@@ -96,7 +99,7 @@ class WholeSlot(_Trackable):
   def whole_copies(self) -> list[np.ndarray[Any, Any]]:
     """The values that the replicas of this process take part in."""
     copies = self._copies()
-    parts = copies.read(self._slot, range(self._groups.num_replicas))
+    parts = copies.read(self.parts, range(self._groups.num_replicas))
     return [
       self._join([parts[member] for member in self._groups.members_of(replica)])
       for replica in copies.engine.replicas_here
@@ -105,7 +108,7 @@ class WholeSlot(_Trackable):
   def set_copies(self, values: Sequence[np.ndarray[Any, Any]]) -> None:
     """Gives each replica of this process its part of its own value."""
     copies = self._copies()
-    parts = copies.here(self._slot)
+    parts = copies.here(self.parts)
     for replica, part, value in zip(
       copies.engine.replicas_here, parts, values, strict=True
     ):
@@ -116,7 +119,7 @@ class WholeSlot(_Trackable):
       if low < high:
         own = value.reshape(-1)[low - self._start : high - self._start]
         part[low - offset : high - offset] = own
-    copies.write(self._slot, parts)
+    copies.write(self.parts, parts)
 
   def _join(self, parts: Sequence[np.ndarray[Any, Any]]) -> Any:
     """This slot in the parts of all members of a group."""
@@ -146,7 +149,7 @@ class OwnedSlot(WholeSlot):
 
   def set_copies(self, values: Sequence[np.ndarray[Any, Any]]) -> None:
     """Gives each replica of this process its own value."""
-    self._copies().write(self._slot, list(values))
+    self._copies().write(self.parts, list(values))
 
   def _join(self, parts: Sequence[np.ndarray[Any, Any]]) -> Any:
     return parts[self._owner]

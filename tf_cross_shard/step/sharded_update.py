@@ -85,8 +85,8 @@ class ShardedUpdate(update.Update):
       for number, row in enumerate(self._rows(of_kind))
     ]
     with self._engine.making_variables():
-      self._inner.unsharded_state = self._build()
-    self._inner.checkpointed.add(self._inner.unsharded_state.children)
+      self._inner.whole_state = self._build()
+    self._inner.checkpointed.add(self._inner.whole_state.children)
 
   @abc.abstractmethod
   def _kind(self, variable: Any) -> Hashable:

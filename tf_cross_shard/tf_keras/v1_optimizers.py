@@ -50,10 +50,9 @@ class _Update(v1_update.V1Update):
     index: int = self._index_dict[key]  # type: ignore[attr-defined]
     return index
 
-  def _add_number(self, name: str, value: float) -> Any:
-    constant = tf.constant_initializer(value)
+  def _add_one(self, name: str) -> Any:
     return self.add_variable(  # type: ignore[attr-defined]
-      [], tf.float32, constant, name
+      [], tf.float32, "ones", name
     )
 
 

@@ -54,7 +54,8 @@ class Minimizer:
         tensor of the graph being built. A scalar under a mean over replicas.
         In a tower any tensor that was computed there.
       var_list: Trainable variables. None means all that the loss touches; Keras
-        variables are then known as such only if the optimizer is built.
+        variables, and that a layer is frozen, are then known only if the
+        optimizer is built. In tf_keras frozen ones are trained.
       gate_gradients: How graphs order gradients, a `GATE_` constant. It and
         the next three are without effect in eager execution.
       aggregation_method: How graphs combine gradient terms.
