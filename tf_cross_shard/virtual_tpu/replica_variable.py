@@ -279,6 +279,15 @@ class ReplicaView:
       self._variable.set_copies(values)
     return self
 
+  # Keras' SwapEMAWeights adds and subtracts copies.
+
+  def assign_add(self, delta: Any) -> "ReplicaView":
+    """Adds to this copy."""
+    return self.assign(tf.add(self, delta))
+
+  def __sub__(self, other: Any) -> tf.Tensor:
+    return tf.subtract(self, other)
+
   def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
     return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
