@@ -88,8 +88,8 @@ MUTANTS = [
   Mutant("sums of a window kept", "step/accumulation.py", "variable.assign(tf.zeros_like(before))", "pass", "unit/accumulation"),
   Mutant("every call ends a window", "step/accumulation.py", "is_last = self._place() + 1 >= self._length", "is_last = tf.constant(True)", "unit/accumulation"),
   Mutant("calls of Keras counted once", "step/accumulation.py", "return noise_scale.Calls(summed=self.steps)", "return noise_scale.ONE_CALL", "unit/noise_scale"),
-  Mutant("None ends a window without its sum", "step/accumulation.py", "if grad is not None or key in self._added:", "if grad is not None:", "unit/accumulation"),
-  Mutant("None in all calls made zeros", "step/accumulation.py", "if grad is not None or key in self._added:", "if True:", "unit/accumulation"),
+  Mutant("None ends a window without its sum", "step/accumulation.py", "key in self._added or _is_open(kept):", "False:", "unit/accumulation"),
+  Mutant("None in all calls made zeros", "step/accumulation.py", "key in self._added or _is_open(kept):", "True:", "unit/accumulation"),
   Mutant("gradient that no end takes", "step/accumulation.py", "if key in self._left_out:", "if False:", "unit/accumulation"),
   Mutant("gradient of a window long ago", "step/accumulation.py", "self._added -= set(map(self._key, variables))", "pass", "unit/accumulation"),
   # Clipping.

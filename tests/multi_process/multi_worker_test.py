@@ -245,7 +245,7 @@ def _two(launches: Launches) -> list[Any]:
 
 
 def _forward(weights: Sequence[np.ndarray], x: np.ndarray) -> np.ndarray:
-  """Returns the outputs of `cases.network` with these weights."""
+  """Returns the outputs of `testbed.network` with these weights."""
   kernel, bias, last_kernel, last_bias = weights
   return np.tanh(x @ kernel + bias) @ last_kernel + last_bias
 
@@ -354,6 +354,18 @@ def test_cell_of_tensorflows_strategy(launches: Launches) -> None:
   results = launches.results("tensorflow-2")
   done = interplay.join([result["interplay"] for result in results])
   interplay.check(cells.OF_TENSORFLOW, done, None, with_nan=True)
+
+
+def test_evaluate_and_predict_of_tf_keras(launches: Launches) -> None:
+  """Means over all workers' examples, and all rows, on every worker."""
+  given = interplay.data(2, with_nan=False)
+  right = given.x @ given.kernel + given.bias
+  loss = float(np.mean((right - given.y) ** 2))
+  for result in _two(launches):
+    evaluated, predicted = result["evaluated", "predicted"]
+    assert evaluated == pytest.approx(loss, rel=1e-6)
+    assert predicted.shape == (right.size, 1)
+    testbed.assert_close(predicted, right.reshape(-1, 1), "predictions")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ Where it calls a collective it waits for the other members of its group.
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -190,20 +190,19 @@ class Replica:
 
 def replicas(
   make_opt: Callable[[], Any],
-  values: Sequence[Any],
+  values: Sequence[Any] | Mapping[str, Any],
   library: Any = tf.keras,
   groups: groups_lib.Groups = PAIRS,
   **settings: Any,
 ) -> list[Replica]:
-  """Replicas with optimizers and equal variables of their own."""
+  """Replicas with optimizers and equal variables, by name, of their own."""
+  if not isinstance(values, Mapping):
+    values = {f"weight_{i}": value for i, value in enumerate(values)}
   return [
     Replica(
       engine,
       make_opt(),
-      [
-        testbed.variable(v, f"weight_{i}", library)
-        for i, v in enumerate(values)
-      ],
+      [testbed.variable(v, name, library) for name, v in values.items()],
       **settings,
     )
     for engine in engines(groups)

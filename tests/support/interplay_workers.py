@@ -43,7 +43,17 @@ def wanted() -> dict[Key, tuple[interplay.Cell, str, dict[str, Any]]]:
 def train() -> dict[Key, Any]:
   """Trains all; answers what this worker has of each."""
   strategy = multi_worker.MultiWorkerStrategy()
-  return {key: _timed(key, strategy, *cell) for key, cell in wanted().items()}
+  found: dict[Key, Any] = {
+    key: _timed(key, strategy, *cell) for key, cell in wanted().items()
+  }
+  given = interplay.data(strategy.num_replicas_in_sync, with_nan=False)
+  data = interplay.batches(given)
+  with strategy.scope():
+    model = interplay.model_of("tf_keras", given)
+    model.compile(loss="mse")
+  evaluated = model.evaluate(data, verbose=0)
+  found["evaluated", "predicted"] = evaluated, model.predict(data, verbose=0)
+  return found
 
 
 def train_with_tensorflows(strategy: tf.distribute.Strategy) -> interplay.Run:

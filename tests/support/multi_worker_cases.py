@@ -383,20 +383,6 @@ def retrace(
 # ------------------------------------------------------------ Keras' own loop
 
 
-def network(dropout: float = 0.0) -> Any:
-  """A network with a nonlinearity; the same weights each time."""
-  tf.keras.utils.set_random_seed(1)
-  layers = tf.keras.layers
-  return tf.keras.Sequential(
-    [
-      tf.keras.Input((3,)),
-      layers.Dense(4, activation="tanh", name="hidden"),
-      layers.Dropout(dropout),
-      layers.Dense(2, name="last"),
-    ]
-  )
-
-
 def fit_data(replicas: int) -> tuple[np.ndarray, np.ndarray]:
   """Different examples, [steps, replicas, share, ...]."""
   rng = np.random.default_rng(5)
@@ -423,7 +409,7 @@ def fit(
   """`fit`, `evaluate` and `predict` of Keras 3."""
   replicas = strategy.num_replicas_in_sync
   with strategy.scope():
-    model = network()
+    model = testbed.network()
     model.compile(
       CrossShardOptimizer(
         testbed.OPTIMIZERS[optimizer](),
@@ -467,7 +453,7 @@ def group_callbacks(
   """`fit` with callbacks for groups; only the first worker's data are right."""
   replicas = strategy.num_replicas_in_sync
   with strategy.scope():
-    model = network()
+    model = testbed.network()
     optimizer = CrossShardOptimizer(
       tf.keras.optimizers.SGD(0.125),
       group_assignment=GROUPINGS[replicas][grouping],
@@ -535,7 +521,7 @@ def halving(grouping: str, strategy: tf.distribute.Strategy) -> dict[str, Any]:
   replicas = strategy.num_replicas_in_sync
   groups = GROUPINGS[replicas][grouping]
   with strategy.scope():
-    model = network()
+    model = testbed.network()
     rates = [{"learning_rate": rate} for rate in (0.5, 0.25, 0.125, 0.0625)]
     table = trials.Table(rates, groups)
     sgd = tf.keras.optimizers.SGD(1.0)

@@ -261,7 +261,7 @@ def resume(
     write(path, *args)
 
   with strategy.scope():
-    model = cases.network(dropout=0.5)
+    model = testbed.network(dropout=0.5)
     adam = tf.keras.optimizers.Adam(0.01)
     model.compile(CrossShardOptimizer(adam, group_assignment=[[0], [1]]), "mse")
   backup = BackupAndRestore(folder, delete_checkpoint=False, on_preemption=True)

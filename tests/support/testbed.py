@@ -251,6 +251,20 @@ def fit(
   )
 
 
+def network(outputs: int = 2, dropout: float = 0.0) -> Any:
+  """A network with a nonlinearity; the same weights each time."""
+  tf.keras.utils.set_random_seed(1)
+  layers = tf.keras.layers
+  return tf.keras.Sequential(
+    [
+      tf.keras.Input((3,)),
+      layers.Dense(4, activation="tanh", name="hidden"),
+      layers.Dropout(dropout),
+      layers.Dense(outputs, name="last"),
+    ]
+  )
+
+
 def one_weight() -> Any:
   """A model that multiplies by a weight, which begins as 0."""
   layer = tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")

@@ -441,6 +441,24 @@ def test_none_through_a_whole_window_leaves_momentum_alone() -> None:
   assert float(weight.numpy()) == -1.0
 
 
+def test_none_where_a_restored_call_had_one(tmp_path: pathlib.Path) -> None:
+  """A new program has not seen that call."""
+  for path in (None, tmp_path / "state"):
+    weights = [tf.Variable(0.0), tf.Variable(0.0)]
+    optimizer = keras3.CrossShardOptimizer(
+      keras.optimizers.SGD(1.0), accumulate_steps=2
+    )
+    optimizer.build(weights)
+    one = tf.constant(1.0)
+    if path is None:
+      optimizer.apply_gradients([(one, weight) for weight in weights])
+      replica_state.save(tmp_path / "state", optimizer, weights)
+    else:
+      replica_state.restore(path, optimizer, weights)
+    optimizer.apply_gradients(zip([one, None], weights, strict=True))
+    assert [float(weight.numpy()) for weight in weights] == [-1.0, -0.5]
+
+
 def test_values_in_place_of_gradients() -> None:
   scale = keras.Variable(1.0, name="scale")
   scale.overwrite_with_gradient = True

@@ -49,19 +49,6 @@ VALIDATION = (
 )
 
 
-def _network(outputs: int = 2) -> Any:
-  """The same weights each time."""
-  tf.keras.utils.set_random_seed(1)
-  layers = tf.keras.layers
-  return tf.keras.Sequential(
-    [
-      tf.keras.Input((3,)),
-      layers.Dense(4, activation="tanh", name="hidden"),
-      layers.Dense(outputs, name="last"),
-    ]
-  )
-
-
 class Subclassed(tf.keras.Model):  # type: ignore[misc]
   """What Keras cannot clone before it was called."""
 
@@ -88,7 +75,7 @@ def _grouped(where: str, groups: Any = CROSSED, outputs: int = 2) -> Any:
   strategy = STRATEGIES[where]()
   assert strategy.num_replicas_in_sync == (2 if where == "pair" else N)
   with strategy.scope():
-    model = _network(outputs)
+    model = testbed.network(outputs)
     optimizer = CrossShardOptimizer(
       tf.keras.optimizers.Adam(RATES[0]),
       group_assignment=groups,
@@ -113,7 +100,7 @@ def _fit(model: Any, *used: Any, epochs: int = 1) -> Any:
 @functools.cache
 def _plain(group: int) -> Any:
   """Plain Keras on the group's batches, evaluated after each epoch."""
-  model = _compile(_network(), tf.keras.optimizers.Adam(RATES[group]))
+  model = _compile(testbed.network(), tf.keras.optimizers.Adam(RATES[group]))
   model.run_eagerly = True  # Less than tracing takes.
   return model.fit(
     _data(sorted(CROSSED[group])),
@@ -351,7 +338,7 @@ def test_each_group_stops_as_keras_would_stop_it(min_delta: float) -> None:
   plain = []
   for series in SERIES:
     keras = tf.keras.callbacks.EarlyStopping(patience=2, min_delta=min_delta)
-    lonely = _compile(_network(), "sgd")
+    lonely = _compile(testbed.network(), "sgd")
     keras.set_model(lonely)
     keras.on_train_begin()
     for at, value in enumerate(series):
@@ -784,7 +771,7 @@ def test_rates_are_lowered_as_keras_lowers_them(
   count, expected = len(traces), []
   for i, series in enumerate(SERIES):
     keras = tf.keras.callbacks.ReduceLROnPlateau("val_loss", **options)
-    alone = _compile(_network(), tf.keras.optimizers.SGD(given[i]))
+    alone = _compile(testbed.network(), tf.keras.optimizers.SGD(given[i]))
     keras.set_model(alone)
     keras.on_train_begin()
     expected.append([])

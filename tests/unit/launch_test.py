@@ -39,15 +39,28 @@ def test_a_cluster_on_ports_of_its_own() -> None:
   ]
 
 
+NODES = "--nodes=host0:12345,[fe80::1]:9"
+
+
+@pytest.mark.parametrize(
+  ("words", "workers"),
+  [(["--workers=2"], [0, 1]), ([NODES, "--index=1"], [1])],
+)
 def test_a_command_line(
-  tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+  words: list[str],
+  workers: list[int],
+  tmp_path: pathlib.Path,
+  capfd: pytest.CaptureFixture[str],
 ) -> None:
+  """All workers of this machine, or one of several machines."""
   program = tmp_path / "program.py"
   program.write_text(SHOW)
-  assert _launch("--workers=2", str(program), "--workers=9", "-m") == 0
+  assert _launch(*words, str(program), "--workers=9", "--index=9", "-m") == 0
   lines = capfd.readouterr().out.splitlines()
-  for i in range(2):
-    assert f"[worker {i}] worker {i} ['--workers=9', '-m']" in lines
+  assert sorted(line for line in lines if line.startswith("[")) == [
+    f"[worker {i}] worker {i} ['--workers=9', '--index=9', '-m']"
+    for i in workers
+  ]
 
 
 SLEEP = "import time; time.sleep(60)"
@@ -131,9 +144,6 @@ def test_no_worker_outlives_a_killed_launch(tmp_path: pathlib.Path) -> None:
   assert all(map(_has_ended, started))
 
 
-NODES = "--nodes=host0:12345,[fe80::1]:9"
-
-
 def test_what_each_machine_sets(capsys: pytest.CaptureFixture[str]) -> None:
   assert _launch(NODES, "train.py", "--name=two words") == 0
   lines = capsys.readouterr().out.splitlines()
@@ -149,18 +159,6 @@ def test_what_each_machine_sets(capsys: pytest.CaptureFixture[str]) -> None:
       "cluster": {"worker": ["host0:12345", "[fe80::1]:9"]},
       "task": {"type": "worker", "index": index},
     }
-
-
-def test_one_of_several_machines(
-  tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-  program = tmp_path / "program.py"
-  program.write_text(SHOW)
-  assert _launch(NODES, "--index=1", str(program), "--index=9") == 0
-  lines = capfd.readouterr().out.splitlines()
-  assert [line for line in lines if line.startswith("[")] == [
-    "[worker 1] worker 1 ['--index=9']"
-  ]
 
 
 @pytest.mark.parametrize(

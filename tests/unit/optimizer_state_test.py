@@ -1,10 +1,10 @@
 """All variables of optimizers, of Keras 3 and tf_keras, by lasting names."""
 
-import importlib
 from typing import Any
 
 import pytest
 import tensorflow as tf
+import tf_keras
 
 from tf_cross_shard import CrossShardOptimizer
 from tf_cross_shard.inner_optimizer import optimizer_state
@@ -73,20 +73,13 @@ def test_names_do_not_depend_on_what_was_made_before(kind: str) -> None:
   assert len(found[0]) > 12
 
 
-def _tf_keras() -> Any:
-  try:
-    return importlib.import_module("tf_keras")
-  except ImportError:
-    pytest.skip("tf_keras is not installed")
-
-
 def _kinds(optimizer: Any) -> set[str]:
   return {name.rpartition("/")[2] for name in _names(optimizer)}
 
 
 def test_tf_keras() -> None:
   """Whose own list lacks the learning rate."""
-  adam = _tf_keras().optimizers.Adam(0.5)
+  adam = tf_keras.optimizers.Adam(0.5)
   with pytest.raises(ValueError, match="not built"):
     optimizer_state.state_variables(adam)
   adam.build(_weights())
@@ -99,9 +92,8 @@ def test_tf_keras() -> None:
 
 def test_the_loss_scale_of_tf_keras() -> None:
   """Whose own list lacks the scale."""
-  library = _tf_keras()
-  adam = library.optimizers.Adam()
-  scaled = library.mixed_precision.LossScaleOptimizer(adam)
+  adam = tf_keras.optimizers.Adam()
+  scaled = tf_keras.mixed_precision.LossScaleOptimizer(adam)
   with pytest.raises(ValueError, match="not built"):
     optimizer_state.state_variables(scaled)
   scaled.build(_weights())
@@ -111,7 +103,7 @@ def test_the_loss_scale_of_tf_keras() -> None:
 
 def test_legacy_optimizers_of_tf_keras() -> None:
   """Whose own list lacks all settings."""
-  legacy = _tf_keras().optimizers.legacy.SGD(0.5, momentum=0.25)
+  legacy = tf_keras.optimizers.legacy.SGD(0.5, momentum=0.25)
   with pytest.raises(ValueError, match="not built"):
     optimizer_state.state_variables(legacy)
   weights = _weights()

@@ -1,5 +1,6 @@
 """Tables that are updated by rows: exact where it is, lazy where asked for."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,6 +67,17 @@ def _optimizer(package: str, kind: str, **options: Any) -> Any:
   return PACKAGES[package][0].CrossShardOptimizer(opt, "sum", **options)
 
 
+def _replicas(
+  package: str, kind: str, values: Any, **settings: Any
+) -> list[fake_engine.Replica]:
+  """Replicas with TensorFlow's variables."""
+  make, groups = (
+    functools.partial(_opt, package, kind),
+    groups_lib.Groups(GROUPS),
+  )
+  return fake_engine.replicas(make, values, tf, groups, **settings)
+
+
 def _own_rows(number: int) -> tf.IndexedSlices:
   """In a replica: its rows of a step."""
   context = tf.distribute.get_replica_context()
@@ -103,12 +115,7 @@ def _train_one(optimizer: Any, dtype: Any = tf.float64) -> np.ndarray:
 )
 def test_lazy_rows_of_groups(kind: str, package: str) -> None:
   """Against NumPy; rows that do not occur stay to the bit."""
-  trained = [
-    fake_engine.Replica(
-      engine, _opt(package, kind), [tf.Variable(TABLE)], lazy_rows=True
-    )
-    for engine in fake_engine.engines(groups_lib.Groups(GROUPS))
-  ]
+  trained = _replicas(package, kind, {"table": TABLE}, lazy_rows=True)
 
   def steps(replica: fake_engine.Replica) -> None:
     # Operations of Keras 3 fail eagerly where a group has no row at all.
@@ -259,19 +266,8 @@ def test_windows_of_keras_are_refused() -> None:
 def test_rows_of_a_window_are_joined(
   package: str, kind: str, options: dict[str, Any]
 ) -> None:
-  trained = [
-    fake_engine.Replica(
-      engine,
-      _opt(package, kind),
-      [
-        tf.Variable(TABLE, name="embeddings"),
-        tf.Variable(1.0, dtype=tf.float64),
-      ],
-      accumulate_steps=2,
-      **options,
-    )
-    for engine in fake_engine.engines(groups_lib.Groups(GROUPS))
-  ]
+  values = {"embeddings": TABLE, "dense": np.float64(1.0)}
+  trained = _replicas(package, kind, values, accumulate_steps=2, **options)
   calls = (0, 1, 1, 2)
 
   def steps(replica: fake_engine.Replica) -> None:

@@ -496,6 +496,23 @@ def test_pickled(which: str, way: Any) -> None:
   )
 
 
+def test_files_of_variables_that_are_not_of_keras(
+  tmp_path: pathlib.Path,
+) -> None:
+  """Keras 3 names their slots otherwise, and allows no "/" in its own."""
+  names, path = [], tmp_path / "state"
+  for shard_update in (False, True, False):
+    with testbed.mirrored().scope():
+      weights = [tf.Variable([1.0, 2.0, 3.0], name=f"net/w{i}") for i in (1, 2)]
+      optimizer = keras3.CrossShardOptimizer("adam", shard_update=shard_update)
+      optimizer.build(weights)
+    if names:
+      replica_state.restore(path, optimizer, weights)
+    replica_state.save(path, optimizer, weights)
+    names.append([variable.name for variable in optimizer.variables])
+  assert names[0] == names[1] == names[2]
+
+
 def test_groups_are_saved(tmp_path: pathlib.Path) -> None:
   """Stopped and resumed: with shards, and without."""
   which = "keras"

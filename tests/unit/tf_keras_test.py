@@ -91,16 +91,17 @@ class TestReduction:
     assert testbed.copies(weight) == [-3.0, -3.0, -12.0, -12.0]
 
   @pytest.mark.parametrize(
-    ("home", "switch"),
+    ("home", "around", "switch"),
     [
-      (optimizers, {"skip_gradients_aggregation": True}),
-      (legacy, {"experimental_aggregate_gradients": False}),
+      (optimizers, lambda ours: ours, {"skip_gradients_aggregation": True}),
+      (optimizers, _scaled, {"skip_gradients_aggregation": True}),
+      (legacy, lambda ours: ours, {"experimental_aggregate_gradients": False}),
     ],
   )
   def test_gradients_that_are_sums_already(
-    self, home: Any, switch: dict[str, bool]
+    self, home: Any, around: Any, switch: dict[str, bool]
   ) -> None:
-    optimizer, weight = _make(lambda: home.SGD(1.0), 0.0)
+    optimizer, weight = _make(lambda: home.SGD(1.0), 0.0, around)
     _run(
       lambda: optimizer.apply_gradients([(testbed.mark(), weight)], **switch)
     )
@@ -186,18 +187,9 @@ class TestState:
     assert weight.numpy() == 0.5
 
 
-class TestALossScaleAround:
-  def test_a_loss_scale_with_reduced_gradients(self) -> None:
-    optimizer, weight = _make(lambda: optimizers.SGD(1.0), 0.0, _scaled)
-    _run(
-      lambda: optimizer.apply_gradients(
-        [(testbed.mark(), weight)], skip_gradients_aggregation=True
-      )
-    )
-    assert testbed.copies(weight) == [-1.0, -2.0, -4.0, -8.0]
-
+class TestCornersOfTheInterface:
   @pytest.mark.parametrize("way", ["tape", "compute"])
-  def test_minimize_of_the_one_around(self, way: str) -> None:
+  def test_minimize_of_a_loss_scale_around(self, way: str) -> None:
     """A function's loss is the replica's; a tape's, Keras'."""
     optimizer, weight = _make(
       lambda: optimizers.SGD(1.0), 0.0, _scaled, group_assignment=HALVES
@@ -217,8 +209,6 @@ class TestALossScaleAround:
     _run(step)
     assert testbed.copies(weight) == [-1.5, -1.5, -6.0, -6.0]
 
-
-class TestCornersOfTheInterface:
   def test_attributes_and_the_iteration_count_are_set(self) -> None:
     optimizer = CrossShardOptimizer("sgd")
     optimizer.mine, optimizer.list = tf.Variable(0), [1]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import base, libraries, optimizer_state
@@ -58,8 +59,11 @@ class Keras3Optimizer(base.InnerOptimizer):
 
   def make_tiny(self, weight: Any) -> Any:
     """A variable of one element with a weight's names, rank and dtype."""
+    if not isinstance(weight, keras.Variable):  # Keras names others otherwise.
+      zeros = tf.zeros([1] * len(weight.shape), weight.dtype)
+      return tf.Variable(zeros, name=str(weight.name).split(":")[0])
     tiny = super().make_tiny(weight)
-    tiny._path = str(getattr(weight, "path", tiny.path))
+    tiny._path = weight.path
     return tiny
 
   def as_built(self, variable: Any) -> Any:

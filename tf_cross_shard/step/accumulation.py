@@ -163,6 +163,12 @@ class AllRows(DenseSum):
     return tf.ensure_shape(total, self._rows.shape)
 
 
+def _is_open(kept: DenseSum | RowSum) -> bool:
+  """Whether a sum is seen not to be zero: it may be that of a file."""
+  values = variables_lib.native(kept.variables[0])
+  return tf.executing_eagerly() and bool(tf.math.count_nonzero(values))
+
+
 def _below_zeros(grad: tf.Tensor) -> tf.Tensor:
   """Returns a gradient below one row of zeros."""
   return tf.pad(grad, [[1, 0]] + [[0, 0]] * (len(grad.shape) - 1))
@@ -356,9 +362,9 @@ class OwnWindow(Window):
     """
     totals: list[Gradient] = []
     for grad, variable in zip(grads, variables, strict=True):
-      key = self._key(variable)
-      if grad is not None or key in self._added:
-        totals.append(self._mean(self._sum_of(variable).take(grad)))
+      key, kept = self._key(variable), self._sum_of(variable)
+      if grad is not None or key in self._added or _is_open(kept):
+        totals.append(self._mean(kept.take(grad)))
         continue
       totals.append(None)
       if not tf.executing_eagerly():
