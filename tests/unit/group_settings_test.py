@@ -99,6 +99,28 @@ def test_the_powers_of_version_1_are_each_groups_own(which: str) -> None:
         np.testing.assert_allclose(weight, right, rtol=5e-6, atol=5e-6)
 
 
+def test_averages_that_move_in_every_call() -> None:
+  """Those of a Keras 3 optimizer that accumulates."""
+  own = {"use_ema": True, "gradient_accumulation_steps": 2}
+  numbers = [0.5, 0.75]
+  [weight], optimizer = group_training.build(
+    "keras",
+    lambda library: library.optimizers.SGD(0.5, ema_momentum=0.5, **own),
+    {"weight": 1.0},
+    group_assignment=GROUPS,
+    group_settings={"ema_momentum": numbers},
+  )
+  grads = np.ones((5, 4), "f")
+  group_training.train([weight], optimizer, [grads])
+  averages = testbed.copies(optimizer.get_slot(weight, "average"))
+  for members, number in zip(GROUPS, numbers, strict=True):
+    [plain] = group_training.make_weights("keras", {"weight": 1.0})
+    sgd = keras.optimizers.SGD(0.5, ema_momentum=number, **own)
+    group_training.train_plain([plain], sgd, [grads], members)
+    for replica in members:
+      assert averages[replica] == sgd.variables[2].numpy()
+
+
 def test_limits_of_replicas() -> None:
   held, _ = _train(
     "keras",

@@ -24,7 +24,7 @@ from tf_cross_shard.collectives import replica_isolation
 from tf_cross_shard.gradients import indexed_slices
 from tf_cross_shard.gradients.clipping import Gradient
 from tf_cross_shard.inner_optimizer import base
-from tf_cross_shard.step import noise_scale, row_update
+from tf_cross_shard.step import group_settings, noise_scale, row_update
 
 # Reduces and applies what was added up in these calls.
 Finish = Callable[[Sequence[Gradient], noise_scale.Calls], None]
@@ -402,11 +402,15 @@ class KerasWindow(Window):
   """
 
   def __init__(
-    self, inner: base.InnerOptimizer, engine: engines.Engine
+    self,
+    inner: base.InnerOptimizer,
+    engine: engines.Engine,
+    by_group: group_settings.GroupSettings,
   ) -> None:
     assert inner.accumulates is not None
     super().__init__(inner.accumulates, engine)
     self._inner = inner
+    self._by_group = by_group
 
   @property
   def _count(self) -> Any:
@@ -427,7 +431,8 @@ class KerasWindow(Window):
     return DenseSum(self._inner.accumulated_gradient(variable))
 
   def _add(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
-    self._inner.accumulate(grads, variables)
+    with self._by_group.in_force():  # Keras moves averages in every call.
+      self._inner.accumulate(grads, variables)
 
 
 def own_window(
@@ -453,6 +458,7 @@ def in_force(
   own: EveryCall,
   inner: base.InnerOptimizer,
   engine: engines.Engine,
+  by_group: group_settings.GroupSettings,
   variables: Sequence[Any],
 ) -> EveryCall:
   """Returns `own`, or the encapsulated optimizer's window, if it has one.
@@ -471,4 +477,4 @@ def in_force(
   # Keras accumulates values too: it is handed sums in every call.
   if has_values or not inner.accumulates_own_gradients:
     return own
-  return KerasWindow(inner, engine)
+  return KerasWindow(inner, engine, by_group)

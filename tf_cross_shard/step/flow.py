@@ -213,7 +213,7 @@ class Step:
   def window(self, call: Call) -> accumulation.EveryCall:
     """Returns the calls that make one step."""
     return accumulation.in_force(
-      self._window, self._inner, self._engine, call.variables
+      self._window, self._inner, self._engine, self.by_group, call.variables
     )
 
   def finish(
