@@ -393,9 +393,9 @@ class Halving(trial_monitor.TrialMonitor):
     self._rates = self._read_rates()
 
   def _read_rates(self) -> list[float]:
-    """Returns each group's learning rate; none where a schedule decides."""
+    """Returns each group's learning rate; none unless it is one number."""
     variables = optimizer_state.learning_rates(self.model.optimizer)
-    return group_rates.read(self.model) if variables else []
+    return group_rates.read(self.model) if len(variables) == 1 else []
 
   def _numbers_here(self) -> list[int]:
     """Returns which trial's settings each group has."""

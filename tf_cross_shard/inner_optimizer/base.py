@@ -81,6 +81,8 @@ class InnerOptimizer(abc.ABC):
 
   def _start_at_weights(self, variables: Sequence[Any]) -> None:
     """Gives slots that begin as weights each replica's: Keras reads one's."""
+    if self.strategy.num_replicas_in_sync == 1:
+      return  # Keras may make the weights in the function that is being traced.
     copies = self.strategy.experimental_local_results
     with tf.init_scope():
       for slot, variable in zip(self.begin_as_weights, variables, strict=False):
