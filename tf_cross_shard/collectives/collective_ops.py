@@ -339,6 +339,15 @@ def can_merge() -> bool:
   return began_in is tf.compat.v1.get_default_graph()
 
 
+def outermost_function() -> Any:
+  """The graph being built; within functions that of the outermost one."""
+  graph: Any = tf.compat.v1.get_default_graph()
+  outer = getattr(graph, "outer_graph", None)
+  while isinstance(outer, tf.__internal__.FuncGraph):
+    graph, outer = outer, outer.outer_graph
+  return graph
+
+
 def _enclosing_graphs() -> list[Any]:
   """The graph being built and the function graphs around it."""
   graphs = [tf.compat.v1.get_default_graph()]

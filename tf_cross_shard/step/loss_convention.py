@@ -15,6 +15,7 @@ from absl import logging
 
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import settings as settings_lib
+from tf_cross_shard.collectives import collective_ops
 from tf_cross_shard.gradients import loss_factor
 
 _EXAMPLES: Final = {
@@ -57,7 +58,8 @@ class LossConvention:
     """
     self._ever_scaled = True
     self._step.scaled = True
-    self._step.default = default, weakref.ref(_trace())
+    trace = weakref.ref(collective_ops.outermost_function())
+    self._step.default = default, trace
     # A function that is traced may run in later steps.
     self._scaled_in_trace |= not tf.executing_eagerly()
     return 1.0 if self._settings.scale_gradients else self._factor(default)
@@ -68,7 +70,8 @@ class LossConvention:
       return 1.0
     default, trace = getattr(self._step, "default", (loss_factor.GLOBAL, None))
     # A TPU's functions are all traced by one thread.
-    is_of_step = trace is not None and trace() is _trace()
+    now = collective_ops.outermost_function()
+    is_of_step = trace is not None and trace() is now
     return self._factor(default if is_of_step else loss_factor.GLOBAL)
 
   def check_was_scaled(self, through_apply: bool, is_divided: bool) -> None:
@@ -156,14 +159,6 @@ class LossConvention:
     if text not in logged:
       logged.add(text)
       logging.warning(text, *values)
-
-
-def _trace() -> Any:
-  """The graph of the function that is being traced, the outermost one."""
-  graph: Any = tf.compat.v1.get_default_graph()
-  while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
-    graph = graph.outer_graph
-  return graph
 
 
 def _is_in_keras() -> bool:

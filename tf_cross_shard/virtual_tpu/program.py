@@ -19,6 +19,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils
 
 from tf_cross_shard import variables as variables_lib
+from tf_cross_shard.collectives import collective_ops
 from tf_cross_shard.virtual_tpu import lowering, xla
 
 PerReplica = tuple[tf.Tensor, ...]
@@ -297,11 +298,8 @@ def _spec(tensors: PerReplica) -> tf.TensorSpec:
 
 def _keep_with_graph(program: Program) -> None:
   """Lets a program live as long as the function that is being built."""
-  graph = tf.compat.v1.get_default_graph()
   # Of functions within functions the outermost is sure to stay.
-  outer = getattr(graph, "outer_graph", None)
-  while isinstance(outer, tf.__internal__.FuncGraph):
-    graph, outer = outer, outer.outer_graph
+  graph = collective_ops.outermost_function()
   setattr(graph, _PROGRAMS, [*programs_of(graph), program])
 
 
