@@ -32,12 +32,17 @@ def prepare(model: Any, caller: str) -> None:
     with model.distribute_strategy.scope():
       rates.rate_factor = tf.Variable(1.0, trainable=False, name="rate_factor")
     model.make_train_function(force=True)  # An earlier `fit` has traced.
-  if len(optimizer_state.learning_rates(model.optimizer)) != 1:
+  if not is_one_number(model):
     raise TypeError(
       f"{caller} needs an optimizer with one learning rate that can be set: a"
       " number, or schedules.PerGroup of numbers. Its schedule decides"
       " otherwise."
     )
+
+
+def is_one_number(model: Any) -> bool:
+  """Returns whether an optimizer has one rate, which can be set."""
+  return len(optimizer_state.learning_rates(model.optimizer)) == 1
 
 
 def read(model: Any) -> list[float]:

@@ -26,7 +26,6 @@ from tf_cross_shard.callbacks import (
   summaries,
   trial_monitor,
 )
-from tf_cross_shard.inner_optimizer import optimizer_state
 from tf_cross_shard.replica_state import (
   archive,
   checkpoint,
@@ -394,8 +393,8 @@ class Halving(trial_monitor.TrialMonitor):
 
   def _read_rates(self) -> list[float]:
     """Returns each group's learning rate; none unless it is one number."""
-    variables = optimizer_state.learning_rates(self.model.optimizer)
-    return group_rates.read(self.model) if len(variables) == 1 else []
+    is_one = group_rates.is_one_number(self.model)
+    return group_rates.read(self.model) if is_one else []
 
   def _numbers_here(self) -> list[int]:
     """Returns which trial's settings each group has."""

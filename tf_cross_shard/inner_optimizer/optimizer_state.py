@@ -135,13 +135,13 @@ def step_of(optimizer: Any) -> Any:
 
 
 def sharded_state(optimizer: Any) -> Any:
-  """The same of an optimizer, or of those that it encapsulates."""
+  """The whole state of one that keeps parts, also within others; or None."""
   states = map(_sharded_state_of, nested_optimizers(optimizer))
   return next(filter(None, states), None)
 
 
 def _sharded_state_of(optimizer: Any) -> Any:
-  """The whole state of an optimizer that keeps parts of it, or None."""
+  """That of an optimizer itself."""
   return getattr(vars(optimizer).get("_inner"), "whole_state", None)
 
 

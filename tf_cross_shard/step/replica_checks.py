@@ -50,7 +50,6 @@ class ReplicaChecks:
         " strategy.scope() but outside strategy.run). Call it inside the"
         " function given to `strategy.run`."
       )
-    here = tf.distribute.get_strategy()
     self._check_strategy()
     self._check_group_count()
     self._check_workers()
@@ -58,7 +57,8 @@ class ReplicaChecks:
     if not in_function and not self.engine.orders_graphs:
       raise RuntimeError(
         f"{self._name} was called in a version 1 graph under"
-        f" {type(here).__name__}, where nothing orders the replicas' updates."
+        f" {type(tf.distribute.get_strategy()).__name__}, where nothing orders"
+        " the replicas' updates."
         " Put `strategy.run` into a tf.function."
       )
 

@@ -63,8 +63,7 @@ class TfKerasOptimizer(base.InnerOptimizer):
       self._trainable = list(variables)
       # In a function that is being traced, they must outlive the trace.
       with tf.init_scope():
-        self.optimizer.build(self._trainable)
-      self._start_at_weights(variables)
+        super().build(self._trainable)
 
   @property
   def begin_as_weights(self) -> Sequence[Any]:
