@@ -1,16 +1,39 @@
-"""Optimizers whose gradients are reduced over groups of replicas.
+"""Data-parallel optimizers that reduce gradients within groups of replicas.
 
-Glossary: a *replica* is one synchronous copy of a training step; a *group* is
-a set of replicas that sum together; a *shard* is a slice of state; a *worker*
-is a process; a *device* is hardware; a *tower* is one of several copies of a
-model function in one program; the *wire* is what travels between replicas.
+`CrossShardOptimizer` wraps an optimizer of Keras 3 or tf_keras. It sums or
+averages the gradients over all replicas of a `tf.distribute` strategy, or
+within groups of them:
+
+>>> import tensorflow as tf
+>>> import tf_cross_shard
+>>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+>>> with strategy.scope():
+...   optimizer = tf_cross_shard.CrossShardOptimizer(
+...     tf.keras.optimizers.Adam(), group_assignment=[[0], [1]]
+...   )
+>>> print(optimizer.groups.draw())
+replica  0  1
+group 0  o
+group 1     o
+
+Glossary:
+
+- replica: one synchronous copy of a training step
+- group: a set of replicas that sum their gradients with each other
+- member: a replica of a group
+- slot: optimizer state of one weight, such as its momentum
+- shard: the slice of the optimizer's state that one replica keeps
+- worker: a process that takes part in training
+- device: hardware that runs a replica, such as a TPU core, a GPU or a CPU
+- tower: one of several copies of a model function in one program
+- wire: the network or bus over which replicas exchange gradients
 """
-# ruff: noqa: E402  # Versions are checked first.
+# ruff: noqa: E402  # The check of versions comes before the other imports.
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tf_cross_shard import versions
+from tf_cross_shard._src.core import versions
 
 versions.check_installed()
 
@@ -23,22 +46,32 @@ from tf_cross_shard import (
   schedules,
   trials,
 )
-from tf_cross_shard.group_schedule import per_group
+from tf_cross_shard._src import catalogue, core
+from tf_cross_shard._src.core.wrapper import saving
 from tf_cross_shard.groups import Groups
+from tf_cross_shard.schedules import per_group
 from tf_cross_shard.towers import ModeKeys, TowerSpec, replicate_model_fn
 
-if TYPE_CHECKING:  # What editors show, and what both Kerases' classes are.
-  from tf_cross_shard.optimizer import CrossShard as CrossShardOptimizer
-  from tf_cross_shard.towers.tower_optimizer import Tower as TowerOptimizer
-# Also registers them with Keras, for programs that only load a model.
+if TYPE_CHECKING:  # For editors: the base of both versions of a class.
+  from tf_cross_shard._src.core.optimizer import (
+    CrossShard as CrossShardOptimizer,
+  )
+  from tf_cross_shard._src.towers.tower_optimizer import Tower as TowerOptimizer
+# Importing the classes also registers them with Keras, for programs that only
+# load a model.
 elif versions.uses_tf_keras():
   from tf_cross_shard.tf_keras import CrossShardOptimizer, TowerOptimizer
 else:
   from tf_cross_shard.keras3 import CrossShardOptimizer, TowerOptimizer
 
-# In `help` and in the reference they are what programs call them.
+# `help` and the reference show the names that programs use.
 for _class in (CrossShardOptimizer, TowerOptimizer):
   _class.__module__ = __name__
+
+# Pickles of earlier versions name these modules.
+for _old in ("wrapper.saving", "inner_optimizer.wrapper"):
+  catalogue.forward(f"{__name__}.{_old.split('.')[0]}", core)
+  catalogue.forward(f"{__name__}.{_old}", saving)
 
 __version__ = versions.own_version()
 
@@ -59,17 +92,18 @@ __all__ = [
   "trials",
   "__version__",
 ]
+# Modules that many programs do not need. They are imported on first use.
 _LATER = ("keras3", "multi_worker", "tf_keras", "tuners", "virtual_tpu")
 
 
 def __getattr__(name: str) -> Any:
-  """Imports what a program may do without when it is asked for."""
+  """Imports a module of `_LATER` when a program uses it."""
   if name in _LATER:
     return importlib.import_module(f"{__name__}.{name}")
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-  """Returns the public names, and the public modules that are there."""
+  """Returns the public names, without the module of a Keras not imported."""
   of_a_keras = {"keras3", "tf_keras"} - globals().keys()
   return sorted({*__all__, *_LATER} - of_a_keras)

@@ -1,4 +1,8 @@
-"""`python -m tf_cross_shard`: the command line, after TensorFlow's import."""
+"""Runs the command line for `python -m tf_cross_shard`.
+
+The command `tf-cross-shard` runs the same program. It starts faster, since it
+imports TensorFlow only for subcommands that need it.
+"""
 
 import sys
 

@@ -1,7 +1,14 @@
-"""Learning rates that differ between groups.
+"""Learning rates and other numbers that differ between groups.
 
-`PerGroup` is a schedule of what `tf.keras` is; `tf_cross_shard.keras3` and
-`tf_cross_shard.tf_keras` have one each. Four rates are tried in one `fit` by
+- `PerGroup`: a learning rate schedule with one learning rate for each group
+- `per_group`: returns the value of the group that calls it
+- `as_group`: a context in which `per_group` returns one group's value
+
+`PerGroup` subclasses the schedule class of `tf.keras`.
+`tf_cross_shard.keras3.PerGroup` and `tf_cross_shard.tf_keras.PerGroup` are the
+versions for Keras 3 and tf_keras.
+
+Try four learning rates in one `fit`, one in each group:
 
 >>> import tensorflow as tf
 >>> from tf_cross_shard import CrossShardOptimizer, groups, schedules
@@ -13,17 +20,14 @@
 ...   )
 """
 
-from tf_cross_shard import versions
-from tf_cross_shard.group_schedule import as_group, per_group
+from tf_cross_shard._src import catalogue
+from tf_cross_shard._src.core import versions
+from tf_cross_shard._src.core.group_schedule import as_group, per_group
 
 if versions.uses_tf_keras():
-  from tf_cross_shard.tf_keras import PerGroup
+  from tf_cross_shard._src.core.tf_keras.classes import PerGroup
 else:
-  from tf_cross_shard.keras3 import PerGroup
+  from tf_cross_shard._src.core.keras3.classes import PerGroup
 
 __all__ = ["PerGroup", "as_group", "per_group"]
-
-
-def __dir__() -> list[str]:
-  """Returns the public names."""
-  return sorted(__all__)
+__dir__ = catalogue.publish(globals())

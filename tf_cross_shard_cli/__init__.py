@@ -1,1 +1,5 @@
-"""The command line, apart from `tf_cross_shard`, which imports TensorFlow."""
+"""The command line.
+
+It is a package of its own because `tf_cross_shard` imports TensorFlow, which
+takes seconds.
+"""

@@ -1,12 +1,12 @@
 """The command line: `tf-cross-shard`, or `python -m tf_cross_shard`.
 
-groups              draws a grouping
-compile             compiles a step for a TPU slice, without a TPU
-convert-checkpoint  brings a checkpoint of TensorFlow 1 over
-launch              starts a program as several workers on this machine
+    groups              draw groups of replicas
+    compile             compile a step for a TPU slice, without a TPU
+    convert-checkpoint  convert a checkpoint of TensorFlow 1
+    launch              start a program as several workers
 
-Arguments are checked before anything imports `tf_cross_shard`, and with it
-TensorFlow: help and mistakes do not take seconds.
+Each command checks its arguments before it imports `tf_cross_shard`, which
+imports TensorFlow. So `--help` and mistakes do not take seconds.
 """
 
 import argparse
@@ -18,9 +18,26 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Any
+from typing import Any, Final
 
 from tf_cross_shard_cli import launch
+
+_GROUPS: Final = """
+Draws which replicas sum their gradients together. Describe the groups with one
+of --assignment, --contiguous, --strided, --singletons and --along.
+"""
+_COMPILE: Final = """
+Compiles a training step with the TPU compiler. Reports which data the replicas
+exchange and how much memory they need.
+"""
+_CONVERT: Final = """
+Converts a checkpoint of TensorFlow 1 to a checkpoint of TensorFlow 2. Prints
+for each variable of the model which value of the checkpoint it received.
+"""
+_LAUNCH: Final = """
+Starts a Python program as several workers that train together: on this machine
+or, with --nodes, on several machines.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,102 +45,122 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = _parser()
   options = parser.parse_args(argv)
   try:
-    if options.command is launch.run:  # Whose workers' environment stays.
+    if options.command is launch.run:  # Its workers inherit the environment.
       return launch.run(options)
-    # TensorFlow is to print errors only; oneDNN's words come before it knows.
+    # TensorFlow prints errors only. oneDNN needs a variable of its own, since
+    # it prints a message before TensorFlow reads the level.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
     print(options.command(options))
-  except _mistakes() as error:
+  except _user_errors() as error:
     print(f"{parser.prog}: {error}", file=sys.stderr)
     return 2
   return 0
 
 
-def _mistakes() -> tuple[type[Exception], ...]:
-  """Returns errors whose words are enough."""
+def _user_errors() -> tuple[type[Exception], ...]:
+  """Returns the errors that are printed without a traceback."""
   tensorflow = sys.modules.get("tensorflow")
-  own = [tensorflow.errors.OpError] if tensorflow else []
-  return (ImportError, OSError, TypeError, ValueError, *own)
+  of_tensorflow = [tensorflow.errors.OpError] if tensorflow else []
+  return (ImportError, OSError, TypeError, ValueError, *of_tensorflow)
 
 
 def _parser() -> argparse.ArgumentParser:
-  """Returns the commands and their options."""
+  """Returns the parser of all commands and their options."""
   parser = argparse.ArgumentParser(
-    prog="tf-cross-shard", description="Averages gradients over replica groups."
+    prog="tf-cross-shard",
+    description="Tools for training with tf_cross_shard.CrossShardOptimizer.",
   )
   version = f"tf-cross-shard {_version()}"
   parser.add_argument("--version", action="version", version=version)
   commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-  command = commands.add_parser("groups", help="draw a grouping")
+  about = "draw groups of replicas"
+  command = commands.add_parser("groups", help=about, description=_GROUPS)
   command.set_defaults(command=_groups)
   add = command.add_mutually_exclusive_group(required=True).add_argument
-  rows = "such as '[[0, 1], [2, 3]]'"
-  add("--assignment", nargs=1, type=table, metavar="ROWS", help=rows)
-  for kind in ("--contiguous", "--strided"):
-    add(kind, nargs=2, type=int, metavar=("REPLICAS", "GROUP_SIZE"))
-  add("--singletons", nargs=1, type=int, metavar="REPLICAS")
-  along = "replicas of --topology that differ in this coordinate only"
+  rows = "the replicas of each group, such as '[[0, 1], [2, 3]]'"
+  add("--assignment", nargs=1, type=_assignment, metavar="ROWS", help=rows)
+  for kind, example in (
+    ("--contiguous", "groups of neighbors; 4 2 gives [[0, 1], [2, 3]]"),
+    ("--strided", "groups at equal steps; 4 2 gives [[0, 2], [1, 3]]"),
+  ):
+    counts = ("REPLICAS", "GROUP_SIZE")
+    add(kind, nargs=2, type=int, metavar=counts, help=example)
+  alone = "each replica is a group"
+  add("--singletons", nargs=1, type=int, metavar="REPLICAS", help=alone)
+  along = "devices of --topology that differ only in this coordinate"
   add("--along", choices=("x", "y", "z", "core"), help=along)
-  command.add_argument("--topology", help="a TPU slice, such as v5e:4x2")
-  command.add_argument("--names", nargs="+", help="a name for each group")
+  add = command.add_argument
+  add("--topology", help="the TPU slice of the replicas, such as v5e:4x2")
+  add("--names", nargs="+", metavar="NAME", help="a name for each group")
 
-  command = commands.add_parser(
-    "compile", help="compile a step for a TPU slice, without a TPU"
-  )
+  about = "compile a step for a TPU slice, without a TPU"
+  command = commands.add_parser("compile", help=about, description=_COMPILE)
   command.set_defaults(command=_compile)
   add = command.add_argument
-  step = "what strategy.run receives, or a function that calls it once"
+  step = "a function for strategy.run, or one that calls strategy.run once"
   add("step", type=_function_name, metavar="MODULE:FUNCTION", help=step)
-  add("--topology", required=True, help="such as v5e:4x2")
-  spec = "one replica's argument, such as 'float32[8, 64]'; once for each"
+  add("--topology", required=True, help="the TPU slice, such as v5e:4x2")
+  spec = (
+    "dtype and shape of an argument of the function on one replica, such as"
+    " 'float32[8, 64]'; give the option once for each argument"
+  )
   of_inputs: Any = {"action": "append", "default": [], "metavar": "SPEC"}
   add("--input", **of_inputs, type=_input, help=spec)
-  add("--json", action="store_true", help="print JSON, not a table")
-  add("--hlo", metavar="FILE", help="also write the program")
+  add("--json", action="store_true", help="print JSON instead of a table")
+  add("--hlo", metavar="FILE", help="write the compiled program to a file")
 
+  about = "convert a checkpoint of TensorFlow 1"
   command = commands.add_parser(
-    "convert-checkpoint", help="bring a checkpoint of TensorFlow 1 over"
+    "convert-checkpoint", help=about, description=_CONVERT
   )
   command.set_defaults(command=_convert_checkpoint)
   add = command.add_argument
-  add("src", metavar="SRC", help="its prefix, or a folder")
-  add("dst", metavar="DST", help="the prefix of the new one")
-  program = "MODULE:FUNCTION, which returns the model and the optimizer"
-  add("--program", required=True, type=_function_name, help=program)
-  names = "names in the model and, for each, the name in the checkpoint"
+  src = "prefix of the old checkpoint, or a folder: its latest checkpoint"
+  add("src", metavar="SRC", help=src)
+  add("dst", metavar="DST", help="prefix of the new checkpoint")
+  of_program: Any = {"required": True, "metavar": "MODULE:FUNCTION"}
+  program = "a function that returns the model and the optimizer"
+  add("--program", **of_program, type=_function_name, help=program)
+  names = "a name in the checkpoint, or null, for each name in the model"
   add("--names", type=_names, metavar="FILE.json", help=names)
-  steps = "how many steps version 1 had made, if no global_step tells"
+  steps = "steps of the checkpoint's training, if it has no single global_step"
   add("--iterations", type=int, metavar="STEPS", help=steps)
 
-  about = "start a program as several workers on this machine"
-  launch.add_arguments(commands.add_parser("launch", help=about))
+  about = "start a program as several workers"
+  command = commands.add_parser("launch", help=about, description=_LAUNCH)
+  launch.add_arguments(command)
   return parser
 
 
 def _version() -> str:
-  """Returns the version that is installed."""
+  """Returns the version of the installed package."""
   try:
     return metadata.version("tf-cross-shard")
   except metadata.PackageNotFoundError:
     return "0+source"
 
 
-def table(text: str) -> Any:
-  """Returns the groups of an `--assignment`; errors say `invalid table`."""
-  return json.loads(text)
+def _assignment(text: str) -> Any:
+  """Parses an `--assignment`; the class `Groups` checks it."""
+  try:
+    return json.loads(text)
+  except ValueError:
+    raise argparse.ArgumentTypeError(
+      f"must be groups such as '[[0, 1], [2, 3]]'; got {text!r}."
+    ) from None
 
 
 def _function_name(text: str) -> str:
-  """Returns MODULE:FUNCTION as it is."""
+  """Returns `text` if it has the form MODULE:FUNCTION."""
   if not re.fullmatch(r"[^:]+:[^:]+", text):
     raise argparse.ArgumentTypeError(f"must be MODULE:FUNCTION; got {text!r}.")
   return text
 
 
 def _input(text: str) -> tuple[str, list[int]]:
-  """Returns the dtype and the shape that an `--input` names."""
+  """Parses an `--input`; returns the dtype and the shape."""
   match = re.fullmatch(r"\s*(\w+)\s*\[([\d\s,]*)\]\s*", text)
   if match is None:
     raise argparse.ArgumentTypeError(
@@ -133,20 +170,20 @@ def _input(text: str) -> tuple[str, list[int]]:
 
 
 def _names(path: str) -> dict[str, str | None]:
-  """Returns the names in a JSON file."""
+  """Reads the file of `--names`."""
   try:
     return dict(json.loads(pathlib.Path(path).read_bytes()))
   except (OSError, TypeError, ValueError) as error:
     raise argparse.ArgumentTypeError(
-      'must be a file such as {"dense/kernel": "fc/weights"}; got'
+      'must be a JSON file such as {"dense/kernel": "fc/weights"}; got'
       f" {path}: {error}."
     ) from None
 
 
 def _groups_module() -> Any:
-  """Returns `tf_cross_shard.groups`, loaded without the package around it."""
+  """Loads the module with `Groups` alone, without TensorFlow."""
   package: Any = importlib.util.find_spec("tf_cross_shard")
-  path = pathlib.Path(package.origin).with_name("groups.py")
+  path = pathlib.Path(package.origin).parent / "_src" / "core" / "groups.py"
   spec: Any = importlib.util.spec_from_file_location("groups", path)
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
@@ -154,9 +191,11 @@ def _groups_module() -> Any:
 
 
 def _groups(options: argparse.Namespace) -> str:
-  """Draws a grouping."""
+  """Returns a drawing of the groups."""
   if options.along and not options.topology:
-    raise ValueError("--along needs --topology, whose coordinates it means.")
+    raise ValueError(
+      "--along needs --topology, which gives each device its coordinates."
+    )
   lib = _groups_module()
   groups = None
   for builder, arguments in (
@@ -175,13 +214,14 @@ def _groups(options: argparse.Namespace) -> str:
     if len(coordinates) != groups.num_replicas:
       raise ValueError(
         f"--topology {options.topology} has {len(coordinates)} devices; the"
-        f" groups hold {groups.num_replicas} replicas."
+        f" groups hold {groups.num_replicas} replicas. Give each device one"
+        " replica."
       )
   return str(lib.Groups(groups, names=options.names).draw())
 
 
 def _compile(options: argparse.Namespace) -> str:
-  """Compiles the named step and describes the result."""
+  """Compiles a step; returns the compiler's report."""
   module, step = _load(options.step)
   from tf_cross_shard import virtual_tpu
 
@@ -202,7 +242,7 @@ def _compile(options: argparse.Namespace) -> str:
 
 
 def _convert_checkpoint(options: argparse.Namespace) -> str:
-  """Converts a checkpoint and describes what was matched."""
+  """Converts a checkpoint; returns a table of the matched variables."""
   program = _load(options.program)[1]()
   if not isinstance(program, tuple) or len(program) != 2:
     raise TypeError(
@@ -222,22 +262,24 @@ def _convert_checkpoint(options: argparse.Namespace) -> str:
 
 
 def _load(text: str) -> tuple[Any, Any]:
-  """Returns a module in the path or the working directory, and a function."""
+  """Imports MODULE:FUNCTION, also from the working directory."""
   module_name, _, name = text.partition(":")
-  folder = os.getcwd()  # The module may change it.
-  sys.path.insert(0, folder)  # As `python -m` does for its own module.
+  folder = os.getcwd()  # The module may change the working directory.
+  sys.path.insert(0, folder)  # `python -m` does this, too.
   try:
     module = importlib.import_module(module_name)
   finally:
     sys.path.remove(folder)
   function = getattr(module, name, None)
   if not callable(function):
-    raise ValueError(f"{module_name} has no function {name!r}.")
+    raise ValueError(
+      f"{module_name} has no function {name!r}. Name one of its functions."
+    )
   return module, function
 
 
 def _specs(options: argparse.Namespace, step: Any) -> Sequence[Any]:
-  """Returns what a step receives: the inputs, or what its signature says."""
+  """Returns the arguments of a step, from `--input` or from its signature."""
   import tensorflow as tf
 
   signature = getattr(step, "input_signature", None)
@@ -247,7 +289,8 @@ def _specs(options: argparse.Namespace, step: Any) -> Sequence[Any]:
   for spec, expected in zip(specs, signature or (), strict=False):
     if not expected.is_compatible_with(spec):
       raise ValueError(
-        f"--input {spec} does not fit {expected} of {options.step}."
+        f"--input {spec} does not fit {expected} of {options.step}. Give the"
+        " dtype and shape of its input_signature, or leave out --input."
       )
   return specs
 

@@ -1,15 +1,21 @@
-"""Starts several processes on this machine that train together.
+"""Starts several processes that train together: the command `launch`.
+
+Two workers on this machine:
 
     tf-cross-shard launch --workers=2 train.py --epochs=3
 
-Each is one worker of a cluster on free ports, which TF_CONFIG describes to it.
-Lines that a worker writes have its number in front. When a worker fails, the
-others have a few seconds to say what they lack, and are killed; so they are by
-Ctrl-C. With `--nodes=host0:12345,host1:12345` in the place of `--workers` it
-prints the TF_CONFIG to set on each of several machines; with `--index=0`, too,
-it sets that and runs the program, as the first worker, on this machine.
+The environment variable TF_CONFIG gives each worker the addresses of all
+workers, on free ports. Each line that a worker prints begins with the worker's
+number. When a worker fails, the others have a few seconds to print their own
+errors. Then they are killed. Ctrl-C kills all workers.
 
-Nothing here imports TensorFlow.
+The first of two workers on two machines:
+
+    tf-cross-shard launch --nodes=host0:12345,host1:12345 --index=0 train.py
+
+Without `--index`, this prints the TF_CONFIG to set on each machine.
+
+This module does not import TensorFlow.
 """
 
 import argparse
@@ -27,28 +33,30 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import IO, Any, Final
 
-_GRACE: Final = "for the others after a failure, 10 if not given"
-_PAUSE: Final = 0.05  # seconds between two looks at the processes
-_LAST_LINES: Final = 5.0  # seconds to print what ended workers have written
-# A shell that reads process groups, and kills them when its input ends: so it
-# does however the process that has started it ends.
+_PAUSE: Final = 0.05  # seconds between two checks of the processes
+_LAST_LINES: Final = 5.0  # seconds to print the last lines of ended workers
+# A shell script that reads the numbers of process groups and kills them when
+# its input ends. The input ends with this process, even if that is killed.
 _WATCHER: Final = (
   'while read -r group; do set -- "$@" "-$group"; done; kill -s KILL -- "$@"'
 )
 
 
 class _GroupLeader(subprocess.Popen[str]):
-  """A process that ends with all that it has started."""
+  """A process that is killed together with all processes that it started."""
 
   def poll(self) -> int | None:
-    """Returns the exit code, None while it runs; kills what it has left."""
+    """Returns the exit code, or None while the process runs.
+
+    When the process has ended, this kills the processes that it started.
+    """
     before = self.returncode
     if before is None and super().poll() is not None:
       self._kill_group()
     return self.returncode
 
   def kill(self) -> None:
-    """Kills the process and what it has started."""
+    """Kills the process and all processes that it started."""
     if self.poll() is None:
       self._kill_group()
 
@@ -58,9 +66,9 @@ class _GroupLeader(subprocess.Popen[str]):
 
 
 def free_ports(count: int) -> list[int]:
-  """Returns ports of this machine that nobody listens on."""
+  """Returns different free ports of this machine."""
   with contextlib.ExitStack() as stack:
-    # All are open at once, so that they differ.
+    # All sockets are open at the same time, so the ports differ.
     sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
     for listener in sockets:
       listener.bind(("localhost", 0))
@@ -68,14 +76,22 @@ def free_ports(count: int) -> list[int]:
 
 
 def cluster(workers: int, chief: bool = False) -> list[dict[str, str]]:
-  """Returns the environment of each worker: a TF_CONFIG on free ports."""
+  """Returns the environment of each worker: TF_CONFIG with free ports.
+
+  Args:
+    workers: The number of processes.
+    chief: Whether the first process is a "chief" instead of a "worker".
+  """
   addresses = [f"localhost:{port}" for port in free_ports(workers)]
   chiefs = {"chief": addresses[:1]} if chief else {}
   return _environments({**chiefs, "worker": addresses[int(chief) :]})
 
 
 def _environments(jobs: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
-  """Returns the environment of each task of a cluster."""
+  """Returns the environment of each task of a cluster.
+
+  `jobs` has the addresses of all tasks, by the name of the job.
+  """
   tasks = [
     {"type": job, "index": index}
     for job, addresses in jobs.items()
@@ -90,7 +106,7 @@ def _environments(jobs: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
 def killed_at_end(
   processes: Collection[subprocess.Popen[Any]],
 ) -> Iterator[None]:
-  """Kills all processes at the end: those of TensorFlow ignore SIGTERM."""
+  """Kills all processes at the end. TensorFlow ignores SIGTERM."""
   try:
     yield
   finally:
@@ -107,10 +123,19 @@ def wait(
   may_fail: Collection[int] = (),
   on_failure: Callable[[int], None] = lambda index: None,
 ) -> dict[int, float]:
-  """Waits for processes; for no more than `grace` seconds after a failure.
+  """Waits until all processes have ended, or the time is up.
 
-  Calls `on_failure` with the number of each process that fails while others
-  run. Returns the seconds after which each ended, without those that did not.
+  Args:
+    processes: The processes by their numbers.
+    timeout: The longest time to wait, in seconds. None means no limit.
+    grace: The longest time to wait after a process has failed, in seconds.
+    may_fail: The numbers of processes whose failure does not start `grace`.
+    on_failure: Called with the number of each process that fails while other
+      processes run.
+
+  Returns:
+    For each process that has ended, by its number, the seconds after which it
+    ended.
   """
   begin = time.monotonic()
   deadline = float("inf") if timeout is None else begin + timeout
@@ -134,21 +159,29 @@ def launch(
   timeout: float | None = None,
   grace: float = 60.0,
 ) -> int:
-  """Runs a command as so many workers, or in the environments of some.
+  """Runs a command as several workers. Call it in the main thread.
 
-  Returns 0 if none of them failed. Only the main thread may call it.
+  Args:
+    command: The program and its arguments.
+    workers: The number of workers, or the additional environment variables of
+      each worker by its number.
+    timeout: The longest time for all workers, in seconds. None means no limit.
+    grace: The longest time for the other workers after a failure, in seconds.
+
+  Returns:
+    0 if no worker failed, otherwise 1.
   """
   if isinstance(workers, int):
     workers = dict(enumerate(cluster(workers)))
   processes: dict[int, _GroupLeader] = {}
   printers = []
 
-  def say_end(index: int, others: str = "") -> None:
+  def print_end(index: int, others: str = "") -> None:
     code = processes[index].returncode
-    print(f"worker {index} ended with {code}{others}", file=sys.stderr)
+    print(f"worker {index} ended with code {code}{others}", file=sys.stderr)
 
   with contextlib.ExitStack() as stack:
-    # As an exception, so that the workers are killed on the way out.
+    # SIGTERM becomes an exception, so that `killed_at_end` kills the workers.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     stack.callback(signal.signal, signal.SIGTERM, before)
     watcher = stack.enter_context(_watcher())
@@ -171,56 +204,68 @@ def launch(
         threading.Thread(target=_print_lines, args=arguments, daemon=True)
       )
       printers[-1].start()
-    others = f"; the others have {grace:g} s"
-    wait(processes, timeout, grace, on_failure=lambda i: say_end(i, others))
+    others = f"; the other workers have {grace:g} s to end"
+    wait(processes, timeout, grace, on_failure=lambda i: print_end(i, others))
   for printer in printers:
-    printer.join(_LAST_LINES)  # A server of their own may still have the pipe.
+    # Not forever: a server that the worker started may keep the pipe open.
+    printer.join(_LAST_LINES)
   failed = [i for i, process in processes.items() if process.returncode]
   for index in failed:
-    say_end(index)
+    print_end(index)
   return int(bool(failed))
 
 
 @contextlib.contextmanager
 def _watcher() -> Iterator[Any]:
-  """Yields where to write process groups that are to end with this process."""
+  """Yields a file. Process groups written to it end with this process."""
   with subprocess.Popen(
     ["sh", "-c", _WATCHER],
     stdin=subprocess.PIPE,
     stdout=subprocess.DEVNULL,
     stderr=subprocess.DEVNULL,
     text=True,
-    start_new_session=True,  # Ctrl-C is not for it.
+    start_new_session=True,  # Ctrl-C must not end the watcher.
   ) as process:
     yield process.stdin
-    process.kill()  # Before its input ends: the numbers may be others' by now.
+    # Kill it before its input ends: other processes may have the numbers now.
+    process.kill()
 
 
 def _print_lines(index: int, lines: IO[str]) -> None:
-  """Prints what a worker writes as it comes, each line whole."""
+  """Prints each line of a worker as soon as it is complete."""
   with lines:
     for line in lines:
-      whole = line.removesuffix("\n") + "\n"  # A last one may have no end.
+      whole = line.removesuffix("\n") + "\n"  # The last line may lack the end.
       print(f"[worker {index}] {whole}", end="", flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds the options of a launch, and `run` as the command."""
+  """Adds the options of `launch`, and sets `run` as the command."""
   parser.set_defaults(command=run)
   add = parser.add_mutually_exclusive_group().add_argument
-  add("--workers", type=int, help="processes on this machine, 2 if not given")
-  add("--nodes", metavar="HOST:PORT,...", help="one worker on each instead")
+  workers = "the number of workers to start on this machine (default: 2)"
+  add("--workers", type=int, metavar="N", help=workers)
+  nodes = "the addresses of the workers, one on each machine"
+  add("--nodes", metavar="HOST:PORT,...", help=nodes)
   add = parser.add_argument
-  add("--index", type=int, help="which of --nodes this is; else it prints all")
-  add("--timeout", type=float, metavar="SECONDS", help="for all of it")
-  add("--grace", type=float, default=10.0, metavar="SECONDS", help=_GRACE)
-  add("-m", action="store_true", help="PROGRAM is a module")
-  add("program", nargs="?", metavar="PROGRAM", help="a Python file")
-  add("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own")
+  index = (
+    "start the worker with this number in --nodes; without it, print the"
+    " TF_CONFIG of each worker"
+  )
+  add("--index", type=int, metavar="I", help=index)
+  timeout = "kill all workers after this time (default: no limit)"
+  add("--timeout", type=float, metavar="SECONDS", help=timeout)
+  grace = "when a worker fails, kill the others after this time (default: 10)"
+  add("--grace", type=float, default=10.0, metavar="SECONDS", help=grace)
+  add("-m", action="store_true", help="PROGRAM is a module, as in python -m")
+  program = "the Python file that each worker runs"
+  add("program", nargs="?", metavar="PROGRAM", help=program)
+  arguments = "arguments of PROGRAM"
+  add("arguments", nargs=argparse.REMAINDER, metavar="...", help=arguments)
 
 
 def run(options: argparse.Namespace) -> int:
-  """Launches as the options say; returns the exit status."""
+  """Runs `launch` with the options; returns the exit status."""
   program = [*["-m"] * options.m, options.program or "", *options.arguments]
   if options.nodes:
     addresses = _addresses(options.nodes)
@@ -234,29 +279,29 @@ def run(options: argparse.Namespace) -> int:
       return 0
     if not 0 <= options.index < len(addresses):
       raise ValueError(
-        f"--index must be in range({len(addresses)}), as many as --nodes has;"
-        f" got {options.index}."
+        f"--index must be in range({len(addresses)}), since --nodes has"
+        f" {len(addresses)}; got {options.index}."
       )
     environments = {options.index: tasks[options.index]}
   else:
     workers = 2 if options.workers is None else options.workers
     if options.index is not None:
-      raise ValueError("--index needs --nodes, of which it is one.")
+      raise ValueError("--index is a number in --nodes. Add --nodes.")
     if workers < 1:
       raise ValueError(f"--workers must be at least 1; got {workers}.")
     environments = dict(enumerate(cluster(workers)))
   if not options.program:
-    raise ValueError("PROGRAM is missing: the Python file that workers run.")
+    raise ValueError("PROGRAM is missing. Name the Python file to run.")
   command = [sys.executable, *program]
   try:
     return launch(command, environments, options.timeout, options.grace)
   except KeyboardInterrupt:
     print("interrupted; all workers have ended", file=sys.stderr)
-    return 130  # as of shells
+    return 130  # The code that shells report for Ctrl-C.
 
 
 def _addresses(text: str) -> list[str]:
-  """Returns the addresses of `--nodes`, each checked."""
+  """Returns the addresses in `--nodes`; raises `ValueError` for a bad one."""
   for address in (addresses := text.split(",")):
     if not re.fullmatch(r"[^\s:/]+:\d+|\[[\da-fA-F:]+\]:\d+", address):
       raise ValueError(

@@ -1,0 +1,1 @@
+"""BackupAndRestore: resuming `fit` after a crash or a preemption."""

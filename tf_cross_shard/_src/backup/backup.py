@@ -1,0 +1,364 @@
+"""`BackupAndRestore`: backups during `fit`, from which a later `fit` resumes.
+
+A worker that is killed may not have written the backup that the other workers
+have written. Each worker therefore keeps its last few files, and all of them
+resume from the newest backup that every worker has; see backup_files.py.
+
+`fit` can only begin at the start of an epoch. To resume in the middle of one,
+it reads the epoch from the beginning and skips the batches that were trained
+before the backup was made. While it skips, `model.train_function` is replaced
+by a function that draws batches and does not train on them:
+
+    fit ─▶ data ─▶ model.train_function ─▶ callbacks, BackupAndRestore last
+                   ours, while it skips
+"""
+
+import itertools
+import pathlib
+import re
+import sys
+from typing import Any, Final
+
+import numpy as np
+from absl import logging
+
+from tf_cross_shard._src.backup import backup_files, preemption
+from tf_cross_shard._src.core.internals import keras_private
+from tf_cross_shard._src.fit import group_callback
+from tf_cross_shard._src.replica_state import (
+  archive,
+  checkpoint,
+  removed_state,
+)
+
+# Prefix of the arrays in a backup that hold the state of callbacks.
+_CALLBACKS: Final = "callbacks/"
+# The code with which TensorFlow's PreemptionCheckpointHandler exits, and which
+# a shell reports for a process that SIGTERM ended. It is not 0, so a job
+# scheduler starts the job again.
+_EXIT_CODE: Final = 143
+
+
+class BackupAndRestore(group_callback.GroupCallback):
+  """Backs up training during `fit`, and resumes it in the next `fit`.
+
+  Use it instead of `tf.keras.callbacks.BackupAndRestore`, and put it last in
+  the list of callbacks. It adds support for groups and for several workers:
+
+  - Each worker writes files of its own. All workers resume from the newest
+    backup that every worker has.
+  - Every group keeps its own weights and slots. Values that differ between the
+    replicas of a group, such as batch statistics, are kept too.
+  - The states of random number generators, for example of dropout, are saved.
+    Keras' own callback leaves them out.
+  - The state of this package's other callbacks is saved: best values, wait
+    counts and stopped groups.
+  - A new file replaces older ones only when it is complete.
+
+  A backup is made after each epoch, or every few batches or seconds, and when
+  the machine is about to be taken away (SIGTERM). A backup in the middle of an
+  epoch also holds the position in the data and the metrics so far, and `fit`
+  resumes with the next batch. For that it reads the epoch from its beginning
+  and skips the batches that are done, so the data must come in the same order
+  again.
+
+  >>> import tempfile
+  >>> import numpy as np
+  >>> import tensorflow as tf
+  >>> from tf_cross_shard import callbacks
+  >>> model = tf.keras.Sequential(
+  ...   [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
+  ... )
+  >>> model.compile("sgd", "mse")
+  >>> x = np.ones([4, 1])
+  >>> with tempfile.TemporaryDirectory() as directory:
+  ...   backup = callbacks.BackupAndRestore(directory, delete_checkpoint=False)
+  ...   _ = model.fit(x, x, epochs=2, verbose=0, callbacks=[backup])
+  ...   history = model.fit(x, x, epochs=3, verbose=0, callbacks=[backup])
+  >>> history.epoch
+  [2]
+
+  When `fit` begins, it raises one of these errors on all workers:
+
+  - `replica_state.CheckpointError` if the backup is damaged, or belongs to
+    another model or another number of groups.
+  - `DisagreementError` if no backup is common to all workers.
+  - `MissingWorkerError` if a worker does not connect.
+
+  While `fit` runs, a backup can raise the errors of `replica_state.save`.
+  """
+
+  moves_optimizer = True
+
+  def __init__(
+    self,
+    backup_dir: Any,
+    delete_checkpoint: bool = True,
+    *,
+    every: int | str = "epoch",
+    every_seconds: float | None = None,
+    on_preemption: bool = False,
+    exit_code: int = _EXIT_CODE,
+    keep: int = 2,
+  ) -> None:
+    """Sets where and when to make backups.
+
+    Args:
+      backup_dir: A directory. Workers may share it or have one each. A worker
+        writes to the folder `worker_<number>` in it. The files have the format
+        of `replica_state.save`, with the groups of that worker only.
+      delete_checkpoint: Whether to delete the backups when `fit` ends, as Keras
+        does: those of this worker, and those of workers that no longer take
+        part. If your program is killed after `fit` and before it has saved the
+        model, it has to train from the beginning. With False, `fit` finds that
+        training is complete.
+      every: `"epoch"`, or the number of batches from one backup to the next.
+        The count continues across epochs.
+      every_seconds: Also make a backup when the last one is this many seconds
+        old, by the clock of the first worker. None for no such limit.
+      on_preemption: Whether to act on SIGTERM. When any worker receives it, all
+        workers make a backup after the same batch and exit with `exit_code`. A
+        second signal ends a process at once. With True, call `fit` in the main
+        thread.
+      exit_code: The exit code of processes that end on SIGTERM. The default is
+        143, as for TensorFlow's PreemptionCheckpointHandler and in shells.
+      keep: How many of the last backups to keep. At least 2, since a worker may
+        be killed before it has written what the other workers have written.
+
+    Raises:
+      ValueError: If `backup_dir` is empty or a URL, or if `every` or `keep` is
+        not an integer in its range.
+      TypeError: If `backup_dir` is not a path, `every_seconds` not a number, or
+        `on_preemption` not a boolean.
+    """
+    super().__init__()
+    if every != "epoch":
+      group_callback.check_count("every", every, 1, 'batches, or is "epoch"')
+    group_callback.check_count("keep", keep, 2, "backups")
+    if not isinstance(on_preemption, bool):
+      raise TypeError(
+        f"`on_preemption` must be True or False; got {on_preemption!r}. True"
+        " makes a backup and ends the process on SIGTERM."
+      )
+    if every_seconds is not None:
+      group_callback.check_number("every_seconds", every_seconds)
+    self._backup_dir = archive.as_path(backup_dir, "backup_dir")
+    self._delete = delete_checkpoint
+    self._every = every
+    self._exit_code = exit_code
+    self._keep = keep
+    self._watch = preemption.Watch(on_preemption, every_seconds)
+    # The position in the data, and the batches since the last backup.
+    self._epoch = self._batches = self._since = 0
+    if every != "epoch" or self._watch.is_needed:
+      self.call_after_batches(self._end_batch)
+
+  def on_train_begin(self, logs: Any = None) -> None:
+    """Restores the newest backup that all workers have."""
+    super().on_train_begin(logs)
+    strategy, optimizer = self.model.distribute_strategy, self.model.optimizer
+    # `same_fit` returns the callbacks in their order.
+    from_here = itertools.dropwhile(lambda c: c is not self, self.same_fit())
+    later = [
+      type(callback).__name__
+      for callback in itertools.islice(from_here, 1, None)
+      if type(callback).state is not group_callback.GroupCallback.state
+      or callback.acts_on_batches
+    ]
+    if later:
+      raise ValueError(
+        "BackupAndRestore saves the state of other callbacks, but"
+        f" {', '.join(later)} runs after it, so its state would be out of date."
+        " Put BackupAndRestore last in the list of callbacks."
+      )
+    with strategy.scope():
+      optimizer.build(self.model.trainable_variables)
+    self._files = backup_files.BackupFiles(self._backup_dir, strategy)
+    paths = self._files.newest()
+    keras_private.begin_at(self.model, None)
+    self._epoch = self._batches = self._since = 0
+    if paths:
+      restored = checkpoint.restore_file(
+        paths[0], optimizer, self.model, paths[1:]
+      )
+      if self._files.is_first:
+        removed_state.warn(paths[0], restored.left_out)
+      if not restored.is_exact and self._files.is_first:
+        logging.warning(
+          "The backup %s was made with other groups or workers. Training"
+          " resumes with its weights and slots. Gradient accumulation and the"
+          " metrics of this epoch start anew, and values that differed within"
+          " a group are replaced by their mean.",
+          paths[0],
+        )
+      states = {
+        name.removeprefix(_CALLBACKS): array
+        for name, array in restored.arrays.items()
+        if name.startswith(_CALLBACKS)
+      }
+      group_callback.restore_state(self.same_fit(), states)
+      self._warn_of_absent(states, paths[0])
+      # If all groups had stopped when this backup was made, only the end of
+      # `fit` is left: begin after the last epoch, so that nothing is trained.
+      epochs = self.params["epochs"] if self.model.stop_training else 0
+      keras_private.begin_at(self.model, max(restored.values["epoch"], epochs))
+      if restored.values["batch"]:
+        self._skip(paths, restored.values["batch"])
+    self._watch.begin(strategy)
+
+  def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    """Notes the position in the data."""
+    self._epoch, self._batches = epoch, 0
+
+  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    """Makes a backup if one is due; ends the process after SIGTERM."""
+    is_last, is_old = self._watch.compare(is_epoch_end=True)
+    # Usually the training function that skips batches ends skipping. When a
+    # callback has the step traced again, that function is gone.
+    for callback in self.same_fit():
+      callback.is_skipping_batches = False
+    if self._every == "epoch" or is_last or is_old:
+      self._save(epoch + 1, 0)
+    self._end_if(is_last)
+
+  def on_train_end(self, logs: Any = None) -> None:
+    """Deletes the backups, unless they are to be kept."""
+    keras_private.begin_at(self.model, None)
+    if self._delete:
+      self._files.delete()
+    self._watch.end()
+
+  def _warn_of_absent(self, states: dict[str, Any], path: pathlib.Path) -> None:
+    """Warns of state in a backup whose callback is not in this `fit`."""
+    present = {type(callback).__name__ for callback in self.same_fit()}
+    # The keys are "GroupEarlyStopping/best", "GroupEarlyStopping#2/best".
+    saved = {re.split("[/#]", key)[0] for key in states}
+    if saved - present and self._files.is_first:
+      logging.warning(
+        "The backup %s also holds the state of %s, which this fit does not"
+        " use. That state is left out.",
+        *(path, ", ".join(sorted(saved - present))),
+      )
+
+  def _end_batch(self, batch: int, logs: Any = None) -> None:
+    """Does what `on_epoch_end` does, after each call of the training function.
+
+    With `steps_per_execution`, one call trains several batches.
+    """
+    is_last, is_old = self._watch.compare()
+    if not self.is_skipping_batches:
+      count = keras_private.batches_per_call(self.model)
+      self._batches += count
+      self._since += count
+      is_due = self._every != "epoch" and self._since >= int(self._every)
+      if is_due or is_last or is_old:
+        self._save(self._epoch, self._batches)
+    self._end_if(is_last)
+
+  def _end_if(self, is_last: bool) -> None:
+    """Ends the process if a worker has received SIGTERM."""
+    if is_last:
+      logging.warning(
+        "SIGTERM: the backup is in %s. Start the same program again to resume"
+        " from it. Exiting with code %d.",
+        *(self._files.folder, self._exit_code),
+      )
+      sys.exit(self._exit_code)
+
+  def _save(self, epoch: int, batch: int) -> None:
+    """Writes a backup, and deletes the oldest ones of this worker."""
+    state = self.state_of_groups(is_whole=True)
+    name = f"epoch_{epoch}_batch_{batch}" if batch else f"epoch_{epoch}"
+    state.agree("a backup")
+    arrays = state.arrays(state.names_that_differ("a backup"), own=True)
+    for key, value in group_callback.collect_state(self.same_fit()).items():
+      arrays[_CALLBACKS + key] = np.asarray(value)
+    if batch:
+      for key, variable in _metric_variables(self.model).items():
+        for i, copy in enumerate(state.copies.here(variable)):
+          arrays[f"{key}/{i}"] = copy
+    about = state.about({"epoch": epoch, "batch": batch})
+    # If one worker cannot write, all raise its error, and no worker deletes an
+    # older backup.
+    with state.raising_on_all("a backup"):
+      self._files.write(name, arrays, about)
+    self._files.prune(self._keep)
+    self._since = 0
+    self._watch.restart_clock()
+
+  def _skip(self, paths: list[pathlib.Path], batches: int) -> None:
+    """Makes `fit` skip the first batches of the epoch.
+
+    Batches are drawn from the data as for training, whatever kind of data it
+    is. The first batch is trained on, since Keras creates its metrics only
+    then; the backup is then restored again, which undoes that step and sets the
+    metrics.
+    """
+    model = self.model
+    # A `fit` that failed may have left a function of ours: make Keras' own.
+    model.make_train_function(force=True)
+    train = model.train_function
+    same_fit = self.same_fit()
+    logs: Any = None
+    done = 0
+
+    def end() -> None:
+      model.train_function = train
+      for callback in same_fit:
+        callback.is_skipping_batches = False
+
+    def pass_over(iterator: Any) -> Any:
+      nonlocal logs, done
+      if done == batches:
+        end()
+        return train(iterator)
+      count = keras_private.batches_per_call(model)
+      try:
+        if done + count > batches:
+          raise ValueError(
+            f"The backup {paths[0]} was made after {batches} batches of an"
+            " epoch, but no call of the training function ends there with"
+            f" `steps_per_execution={count}`. Compile the model with the same"
+            " `steps_per_execution` as before."
+          )
+        if not done:
+          train(iterator)
+          self._restore_metrics(paths)
+          logs = model.get_metrics_result()
+        elif not list(itertools.islice(iterator, count)):
+          raise StopIteration
+      except BaseException:
+        end()
+        raise
+      done = self._batches = done + count
+      return logs
+
+    for callback in same_fit:
+      callback.is_skipping_batches = True
+    model.train_function = pass_over
+
+  def _restore_metrics(self, paths: list[pathlib.Path]) -> None:
+    """Restores a backup again, together with the metrics of its epoch.
+
+    Where groups or workers have changed since, the metrics start from zero.
+    """
+    optimizer = self.model.optimizer
+    restored = checkpoint.restore_file(
+      paths[0], optimizer, self.model, paths[1:]
+    )
+    copies = self.state_of_groups(is_whole=True).copies
+    for key, variable in _metric_variables(self.model).items():
+      here = copies.here(variable)
+      values = [np.zeros_like(copy) for copy in here]
+      if restored.is_exact and f"{key}/0" in restored.arrays:
+        values = [restored.arrays[f"{key}/{i}"] for i in range(len(here))]
+      copies.write(variable, values)
+
+
+def _metric_variables(model: Any) -> dict[str, Any]:
+  """Returns the variables of the metrics by name.
+
+  `fit` sets these variables to zero when an epoch begins.
+  """
+  variables = [v for metric in model.metrics for v in metric.variables]
+  return {f"metrics/{i}": variable for i, variable in enumerate(variables)}

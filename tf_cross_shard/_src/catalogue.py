@@ -1,0 +1,47 @@
+"""Makes public modules the home of the classes and functions that they name.
+
+    class in _src/core/keras3/classes.py      where it is written
+    tf_cross_shard/keras3.py, __all__         where users import it from
+    cls.__module__ = "tf_cross_shard.keras3"  what `publish` sets
+
+`help`, `repr`, the documentation and pickles show `__module__`. They then name
+a public module, which stays, and not a module of `_src`, which may move.
+"""
+
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def publish(module: Mapping[str, Any]) -> Callable[[], list[str]]:
+  """Makes a module the home of the classes and functions in its `__all__`.
+
+  Args:
+    module: The `globals()` of the module.
+
+  Returns:
+    A function for the module's `__dir__`, which returns the public names.
+  """
+  names = module["__all__"]
+  for name in names:
+    member = module[name]
+    is_named = isinstance(member, (type, types.FunctionType))
+    # If several modules name it, the first one that is imported is its home.
+    if is_named and member.__module__.startswith("tf_cross_shard._src"):
+      member.__module__ = module["__name__"]
+  return lambda: sorted(names)
+
+
+def forward(old: str, module: types.ModuleType) -> None:
+  """Makes a module importable by an old name, which pickles may contain.
+
+  >>> import pickle
+  >>> forward("tf_cross_shard.old_name", types)
+  >>> import tf_cross_shard.old_name
+
+  Args:
+    old: The name that the module had.
+    module: The module.
+  """
+  sys.modules[old] = module

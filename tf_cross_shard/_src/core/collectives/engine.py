@@ -1,0 +1,316 @@
+"""The interface of engines, and the engine of a single replica.
+
+An engine has to provide `all_reduce_sum` and `all_gather`. Every other
+collective of the base class is built from these two:
+
+    reduce_scatter     all-reduce of the whole buffer, then this member's part
+    all_gather_part    all-reduce of parts, each at its place among zeros
+    all_to_all         all-gather of all rows, then the rows for this member
+
+Engines override the collectives for which their strategy has an operation that
+sends less.
+"""
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.collectives import replica_isolation, shard_layout
+from tf_cross_shard._src.core.gradients import packing
+
+
+class Engine(abc.ABC):
+  """Collectives within groups, under one kind of `tf.distribute.Strategy`.
+
+  Call all methods in the replica context. Every replica must make the same
+  calls in the same order, with tensors of the same shapes and dtypes.
+
+  Attributes:
+    strategy: The strategy.
+    groups: The groups within which all methods sum, gather and exchange.
+    is_one_program: Whether all replicas run one program, so that no replica can
+      do anything that the others do not do.
+  """
+
+  is_one_program = False
+
+  def __init__(
+    self, strategy: tf.distribute.Strategy, groups: groups_lib.Groups
+  ) -> None:
+    self.strategy = strategy
+    self.groups = groups
+
+  @property
+  def num_replicas(self) -> int:
+    """The number of synchronous replicas in the whole strategy."""
+    return int(self.strategy.num_replicas_in_sync)
+
+  @property
+  def replicas_here(self) -> range:
+    """The numbers of the replicas in this process, in device order."""
+    return range(self.num_replicas)
+
+  @abc.abstractmethod
+  def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Sums each tensor over this replica's group.
+
+        result[i] = sum over r in group of tensors_r[i]
+
+    All members of a group receive the same bits.
+
+    Args:
+      tensors: Any number of dense tensors, of any shapes.
+
+    Returns:
+      The sums, in the order and shapes of `tensors`.
+    """
+
+  def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Sums tensors, of which half-precision ones are added in float32.
+
+    An engine that cannot add in float32 adds in the dtype of the tensors.
+    """
+    return self.all_reduce_sum(tensors)
+
+  @abc.abstractmethod
+  def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Concatenates each tensor over this replica's group along axis 0."""
+
+  @property
+  def can_exchange(self) -> bool:
+    """Whether `all_to_all` sends each member no more than it receives."""
+    return True
+
+  def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
+    """Sends row i to the i-th member of the group.
+
+    Args:
+      rows: `[group_size, n]`, in the order of `position`.
+
+    Returns:
+      `[group_size, n]`: the rows that the members sent to this replica.
+    """
+    # [sender, receiver, n], of which this member keeps its receiver's column.
+    everything = self.all_gather_part(tf.reshape(rows, [-1]))
+    shape = [self.groups.group_size, *rows.shape]
+    return tf.reshape(everything, shape)[:, self.position()]
+
+  @property
+  def bucket_bytes(self) -> int | None:
+    """The best size of an all-reduce buffer, in bytes; None for no packing.
+
+    It may depend on where it is asked, for example inside `tf.cond`.
+    """
+    return packing.BUCKET_BYTES
+
+  @property
+  def row_bytes(self) -> int | None:
+    """The best size of a reduce-scatter, in bytes; None for no limit."""
+    return None
+
+  @property
+  def keeps_rows(self) -> bool:
+    """Whether row-sparse gradients can be summed without becoming dense."""
+    return True
+
+  @property
+  def orders_graphs(self) -> bool:
+    """Whether replicas' updates have a fixed order in a TensorFlow 1 graph."""
+    return self.num_replicas == 1
+
+  def reduce_part(
+    self, tensors: Sequence[tf.Tensor], parts: shard_layout.Layout
+  ) -> tf.Tensor:
+    """Returns this member's part of the sums over the group.
+
+    Args:
+      tensors: Flat tensors of one dtype, with the same shapes on all members.
+      parts: Which elements each member receives, in the order of `position`.
+
+    Returns:
+      `[parts.part]`: the sums of this member's elements.
+    """
+    return self.reduce_scatter(self.row(tensors, parts))
+
+  def gather_parts(
+    self, part: tf.Tensor, parts: shard_layout.Layout, like: Sequence[Any]
+  ) -> list[tf.Tensor]:
+    """Gathers the parts of all members into whole tensors.
+
+    It is the reverse of `reduce_part`.
+
+    Args:
+      part: `[parts.part]`, the part of this member.
+      parts: Which elements each member has.
+      like: Tensors or variables whose shapes the results have.
+    """
+    row = self.all_gather_part(part)
+    joined = parts.join(tf.split(row, self.groups.group_size))
+    return packing.reshape_like(joined, like)
+
+  def own_part(
+    self, values: Sequence[Any], parts: shard_layout.Layout
+  ) -> tf.Tensor:
+    """Returns this member's part of tensors or variables, without a sum."""
+    place = self.position()
+    if isinstance(place, int):
+      # The place is known while tracing: read this member's elements only.
+      return _pack(values, parts, place)
+    # In one program for all replicas the place is a tensor, so that the slice
+    # has to be taken out of all members' parts.
+    row = self.row(values, parts)
+    return tf.slice(row, [place * parts.part], [parts.part])
+
+  def row(self, values: Sequence[Any], parts: shard_layout.Layout) -> tf.Tensor:
+    """Returns the parts of all members, concatenated in their order."""
+    members = range(self.groups.group_size)
+    return tf.concat([_pack(values, parts, member) for member in members], 0)
+
+  def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
+    """Sums buffers over the group and returns this member's part of the sum.
+
+    Args:
+      row: `[group_size * n]`: one part of n elements for each member.
+
+    Returns:
+      `[n]`: this member's part of the sum.
+    """
+    [total] = self.all_reduce_narrow([row])
+    part = total.shape[0] // self.groups.group_size
+    return tf.slice(total, [self.position() * part], [part])
+
+  def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
+    """Concatenates the parts of all members: the reverse of `reduce_scatter`.
+
+    Args:
+      part: `[n]`, of one shape and dtype on all members.
+
+    Returns:
+      `[group_size * n]`, in the order of `position`.
+    """
+    # A sum over buffers that are zero outside of their own member's part.
+    return self.all_reduce_sum([self.place_among_zeros(part)])[0]
+
+  def place_among_zeros(self, part: tf.Tensor) -> tf.Tensor:
+    """Returns `[group_size * n]` zeros with `part`, `[n]`, at this place."""
+    places = tf.range(self.groups.group_size)[:, tf.newaxis]
+    is_mine = places == self.position()
+    return tf.reshape(tf.where(is_mine, part, tf.zeros_like(part)), [-1])
+
+  def position(self) -> Any:
+    """Returns this replica's place among the sorted members of its group.
+
+    Returns:
+      An int, or a scalar tensor where all replicas run one program.
+    """
+    groups = self.groups
+    replica = replica_isolation.replica_id()
+    if replica is not None:
+      return groups.members_of(replica).index(replica)
+    # One program for all replicas: look the place up when the program runs.
+    places = [groups.members_of(r).index(r) for r in range(groups.num_replicas)]
+    context = tf.distribute.get_replica_context()
+    return tf.constant(places)[context.replica_id_in_sync_group]
+
+  @contextlib.contextmanager
+  def making_variables(self) -> Iterator[None]:
+    """A context in which new variables get a copy on each replica.
+
+    It works during tracing, and in replicas, too: tf_keras builds an optimizer
+    in its first step.
+    """
+    with tf.init_scope():
+      if tf.distribute.in_cross_replica_context() or (
+        tf.distribute.get_strategy() is not self.strategy
+      ):
+        with self.strategy.scope():
+          yield
+      else:
+        yield
+
+  def updates_here(self, variable: Any) -> bool:
+    """Whether this replica must update `variable`.
+
+    A variable made outside the strategy's scope exists once, so one replica
+    alone updates it.
+    """
+    value = variables_lib.native(variable)
+    copied = is_copied(variable)
+    # TensorFlow adds up all copies of such a variable when it is read. If every
+    # replica counted a step, the sum would count it once for each replica.
+    is_summed = (
+      copied
+      and value.synchronization == tf.VariableSynchronization.ON_READ
+      and value.aggregation == tf.VariableAggregation.SUM
+    )
+    is_first = replica_isolation.replica_id() in (0, None)
+    return is_first or (copied and not is_summed)
+
+  def agree(
+    self,
+    topic: str,
+    lines: Callable[[], Sequence[str]],
+    state: Callable[[], Sequence[str]] = list,
+  ) -> None:
+    """Raises an error unless all processes are about to do the same.
+
+    A single process has nothing to compare.
+
+    Args:
+      topic: What is compared, for error messages.
+      lines: Returns what must be equal, as lines of the form `name: value`. The
+        processes compare equal lines only once.
+      state: Returns further lines, which are compared together with new `lines`
+        and must be equal at that moment.
+    """
+    del topic, lines, state
+
+  def all_or_nothing(
+    self, sums: Sequence[Any]
+  ) -> contextlib.AbstractContextManager[Any]:
+    """A context in which no variable changes before all sums are complete."""
+    del sums
+    return contextlib.nullcontext()
+
+  def isolate(self) -> contextlib.AbstractContextManager[Any]:
+    """A context in which this replica acts as if it were the only one."""
+    return replica_isolation.isolate(self.strategy)
+
+
+class OneDevice(Engine):
+  """The engine of a strategy with one replica: a sum is the value itself."""
+
+  def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the tensors."""
+    return list(tensors)
+
+  def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the tensors."""
+    return list(tensors)
+
+  def isolate(self) -> contextlib.AbstractContextManager[Any]:
+    """Does nothing where the strategy's merge calls are plain calls anyway."""
+    if isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy):
+      return super().isolate()
+    return contextlib.nullcontext()
+
+
+def is_copied(variable: Any) -> bool:
+  """Whether each replica has its own copy of a variable."""
+  return isinstance(
+    variables_lib.native(variable), tf.distribute.DistributedValues
+  )
+
+
+def _pack(
+  values: Sequence[Any], parts: shard_layout.Layout, member: int
+) -> tf.Tensor:
+  """Returns one member's part of tensors or variables, as a flat tensor."""
+  return parts.pack(
+    member, lambda cut: cut.of(values[cut.index]), values[0].dtype
+  )

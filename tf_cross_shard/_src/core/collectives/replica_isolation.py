@@ -1,0 +1,263 @@
+"""A context in which a replica acts as if it were the only replica.
+
+In this context, an all-reduce returns the value of this replica, a merge call
+runs at once, and an assignment writes the copy of this replica. There are two
+reasons to apply an update in it:
+
+- Keras 3 reduces gradients in `apply_gradients`. Gradients that were reduced
+  over the group must not be reduced a second time, over all replicas.
+- An update may run inside `tf.cond`, where merge calls fail.
+
+The obvious alternative, one merge call around the whole update, fails: Keras'
+own conditionals (gradient accumulation, EMA) then make merge calls inside
+`tf.cond`.
+"""
+# ruff: noqa: SLF001  # tf.distribute has no public way to isolate a replica.
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+
+_lock: Final = threading.Lock()
+# The methods of `strategy.extended` that are overridden for isolated replicas.
+_OVERRIDDEN: Final = ("_use_merge_call", "_replica_ctx_all_reduce")
+# The overrides that are in force, by the `extended` object that has them.
+_overrides_of: "Final[dict[Any, _Overrides]]" = {}
+# In each thread, the replica whose merge call is running.
+_merging: Final = threading.local()
+
+
+@contextlib.contextmanager
+def isolate(strategy: tf.distribute.Strategy) -> Iterator[None]:
+  """Makes the calling replica act as if it were the only one.
+
+  Args:
+    strategy: The strategy of the replica.
+  """
+  # Prefer a Python number: a tensor of this graph is of no use in the graph of
+  # a tf.cond.
+  replica = replica_id()
+  if replica is None:
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+  with _overriding(strategy.extended), _IsolatedContext(strategy, replica):
+    yield
+
+
+def isolate_in_one_program(
+  strategy: tf.distribute.Strategy,
+) -> contextlib.AbstractContextManager[Any]:
+  """Isolates a replica where all replicas run one program, as on TPUs.
+
+  Merge calls run at once there, also in `tf.cond`. A variable whose aggregation
+  is ONLY_FIRST_REPLICA, such as Keras' counters, normally receives the value of
+  replica 0, which may belong to another group. In this context it receives the
+  value of its own replica. That value is equal within a group.
+
+  Args:
+    strategy: The strategy of the replica.
+  """
+  return _OneProgramContext(strategy, tf.distribute.get_replica_context())
+
+
+def replica_id() -> int | None:
+  """Returns this replica's number if it is known while tracing, else None."""
+  replica = current_replica()
+  return replica if isinstance(replica, int) else None
+
+
+def current_replica() -> Any:
+  """Returns this replica's number.
+
+  Returns:
+    An int; a scalar tensor where all replicas run one program; None outside of
+    replicas. A merge call of an isolated replica, as Keras makes one for weight
+    decay, still counts as inside of that replica.
+  """
+  context = tf.distribute.get_replica_context()
+  if context is None:
+    return getattr(_merging, "replica", None)
+  replica = context.replica_id_in_sync_group
+  static = tf.get_static_value(replica)
+  return replica if static is None else int(static)
+
+
+@contextlib.contextmanager
+def _overriding(extended: Any) -> Iterator[None]:
+  """Makes a strategy work without merge calls for isolated replicas.
+
+  MirroredStrategy can work without merge calls: its method `_use_merge_call`
+  decides. Without them, it aggregates assigned values in
+  `_replica_ctx_all_reduce`. Both methods are overridden on the object while any
+  thread is in this context. Other threads may be tracing under the same
+  strategy, so the overrides return other results in isolated replicas only.
+  """
+  with _lock:
+    overrides = _overrides_of.get(extended)
+    if overrides is None:
+      overrides = _overrides_of[extended] = _Overrides(extended)
+    overrides.users += 1
+  try:
+    yield
+  finally:
+    with _lock:
+      overrides.users -= 1
+      if not overrides.users:
+        del _overrides_of[extended]
+        overrides.remove()
+
+
+class _Overrides:
+  """The overriding methods of a strategy's `extended` object.
+
+  Attributes:
+    users: How many threads are in the context.
+  """
+
+  def __init__(self, extended: Any) -> None:
+    """Puts the overriding methods on the object."""
+    self.users = 0
+    self._extended = extended
+    # Usually the class has these methods. Keep what the object itself has.
+    own = vars(extended)
+    self._own = {name: own[name] for name in _OVERRIDDEN if name in own}
+    use_merge_call = extended._use_merge_call
+    all_reduce = extended._replica_ctx_all_reduce
+
+    def override_use_merge_call() -> bool:
+      return not _is_isolated() and use_merge_call()
+
+    def override_all_reduce(
+      reduce_op: Any, value: Any, options: Any = None
+    ) -> Any:
+      return value if _is_isolated() else all_reduce(reduce_op, value, options)
+
+    extended._use_merge_call = override_use_merge_call
+    extended._replica_ctx_all_reduce = override_all_reduce
+
+  def remove(self) -> None:
+    """Restores the strategy's own methods."""
+    for name in _OVERRIDDEN:
+      if name in self._own:
+        setattr(self._extended, name, self._own[name])
+      else:
+        delattr(self._extended, name)
+
+
+def _is_isolated() -> bool:
+  """Whether the caller is an isolated replica."""
+  return isinstance(tf.distribute.get_replica_context(), _IsolatedContext)
+
+
+class _ReducedContext(tf.distribute.ReplicaContext):
+  """A replica context in which every value is a complete sum already."""
+
+  def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+    """Returns the value."""
+    del reduce_op, options
+    return value
+
+
+class _IsolatedContext(_ReducedContext):
+  """The replica context of an isolated replica."""
+
+  def merge_call(
+    self,
+    merge_fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+  ) -> Any:
+    """Calls `merge_fn` at once, with this replica's values."""
+    return merge_fn(_IsolatedStrategy(), *args, **(kwargs or {}))
+
+
+class _OneProgramContext(_ReducedContext):
+  """The context of an isolated replica where all replicas run one program.
+
+  Merge calls take no values from other replicas.
+  """
+
+  def __init__(self, strategy: tf.distribute.Strategy, outer: Any) -> None:
+    super().__init__(strategy, outer.replica_id_in_sync_group)
+    self._outer = outer
+
+  def merge_call(
+    self,
+    merge_fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+  ) -> Any:
+    """Calls `merge_fn` at once; `current_replica` still is this replica."""
+
+    def merge(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+      return merge_fn(_OneProgramStrategy(strategy), *args, **kwargs)
+
+    outside = getattr(_merging, "replica", None)
+    _merging.replica = self.replica_id_in_sync_group
+    try:
+      # A context remembers one state to restore when it ends. The replica is in
+      # `_outer` already, so that only a copy can be entered.
+      with copy.copy(self._outer):
+        return self._outer.merge_call(merge, args, kwargs)
+    finally:
+      _merging.replica = outside
+
+
+class _OneProgramStrategy:
+  """Proxy for a strategy, or its `extended`, that moves no values.
+
+  Functions of merge calls receive it in place of the strategy.
+  """
+
+  def __init__(self, real: Any) -> None:
+    self._real = real
+
+  @property
+  def extended(self) -> "_OneProgramStrategy":
+    """Proxy for the object whose methods merged updates call."""
+    return _OneProgramStrategy(self._real.extended)
+
+  def batch_reduce_to(
+    self, reduce_op: Any, pairs: Any, options: Any = None
+  ) -> list[Any]:
+    """Returns the values, which are complete sums already."""
+    del reduce_op, options
+    return [value for value, _ in pairs]
+
+  def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+    """Returns the value, which is on this replica already."""
+    del destinations
+    return tensor
+
+  def __getattr__(self, name: str) -> Any:
+    """Returns every other attribute of the strategy."""
+    return getattr(self._real, name)
+
+  def __eq__(self, other: object) -> bool:
+    """Returns whether `other` is the strategy, as variables ask."""
+    return other is self._real
+
+  def __hash__(self) -> int:
+    """Returns the hash of the strategy."""
+    return hash(self._real)
+
+
+class _IsolatedStrategy:
+  """The few methods of a strategy that assignments in a merge call use."""
+
+  @property
+  def extended(self) -> "_IsolatedStrategy":
+    """This object, which has the methods of `extended`, too."""
+    return self
+
+  def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+    """Returns the value, which is on this replica already."""
+    del destinations
+    return tensor
+
+  def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+    """Returns the value of this replica, the only one."""
+    return (value,)

@@ -1,0 +1,233 @@
+"""Reads and writes each replica's copy of a variable, on the host.
+
+A process reads the copies of its own replicas directly. It gathers the copies
+in other processes as int32 words, so that values of any dtype arrive with the
+same bits:
+
+    worker 0   [ words of its replicas ] ─┐
+                                          ├─ all-gather ─▶ all words, on every
+    worker 1   [ words of its replicas ] ─┘                worker
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard._src.core import collectives
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.coordination import agreement, errors
+
+Array = np.ndarray[Any, Any]
+
+# How many int32 words one all-gather sends: 16 MiB.
+_MOST_WORDS: Final = 1 << 22
+_DIGEST: Final = 16  # The size of a digest, in bytes.
+
+
+def native(variable: Any) -> Any:
+  """Returns the `tf.Variable` of a `tf.Variable` or `keras.Variable`."""
+  value = variables_lib.native(variable)
+  if not hasattr(value, "assign") or not hasattr(value, "read_value"):
+    raise TypeError(
+      "`variable` must be a tf.Variable, a keras.Variable or a slot; got"
+      f" {type(variable).__name__}. Pass the variable, not its value."
+    )
+  if value.dtype == tf.string:
+    raise TypeError(
+      f"`variable` must hold numbers; {value.name} is of dtype string."
+    )
+  return value
+
+
+def strategy_of(variable: Any) -> tf.distribute.Strategy | None:
+  """Returns the strategy whose replicas have copies of a variable."""
+  return getattr(native(variable), "distribute_strategy", None)
+
+
+def is_between_steps() -> bool:
+  """Whether the values of all replicas can be read here."""
+  return tf.executing_eagerly() and (
+    not tf.distribute.has_strategy() or tf.distribute.in_cross_replica_context()
+  )
+
+
+def check_between_steps() -> None:
+  """Raises `RuntimeError` where replicas' values cannot be read."""
+  if not is_between_steps():
+    raise RuntimeError(
+      "Values of replicas can be read and set only eagerly, between two steps;"
+      " this call is inside a tf.function or a replica. Make the call outside"
+      " `strategy.run`."
+    )
+
+
+def are_alike(arrays: Iterable[Array]) -> bool:
+  """Whether arrays have the same bits."""
+  return len({array.tobytes() for array in arrays}) == 1
+
+
+class Copies:
+  """Gives access to the copies that a strategy's replicas have of variables.
+
+  On several machines, all workers must call each method with the same
+  arguments. The exceptions are `here` and `write`, which do not communicate.
+
+  Attributes:
+    engine: The engine of the strategy.
+    workers: The workers that train together; None if there is only one.
+  """
+
+  def __init__(self, strategy: tf.distribute.Strategy) -> None:
+    """Finds the engine and the workers of a strategy."""
+    check_between_steps()
+    self.engine = collectives.for_strategy(strategy)
+    self.workers = agreement.of_strategy(strategy)
+
+  @property
+  def is_first(self) -> bool:
+    """Whether this process is the first worker, or the only one."""
+    return self.workers is None or self.workers.index == 0
+
+  def agree(self, topic: str, lines: Sequence[str] = ()) -> None:
+    """Raises the same error on all workers unless all make this call.
+
+    Args:
+      topic: The purpose of the call, for the error.
+      lines: Lines that must be equal on all workers.
+    """
+    if self.workers is not None:
+      agreement.agree(self.workers, topic, lines)
+
+  def here(self, variable: Any) -> list[Array]:
+    """Returns the copies that the replicas of this process have."""
+    whole_copies = getattr(native(variable), "whole_copies", None)
+    if whole_copies is not None:  # It is a slot that is kept in shards.
+      whole: list[Array] = whole_copies()
+      return whole
+    copies = list(self._copies(variable))
+    if len(copies) == 1:  # All replicas share one variable.
+      copies *= len(self.engine.replicas_here)
+    return [np.array(copy.numpy()) for copy in copies]
+
+  def write(self, variable: Any, arrays: Sequence[Array]) -> None:
+    """Sets the copy of each replica of this process.
+
+    Args:
+      variable: The variable.
+      arrays: One value for each replica of this process.
+    """
+    set_copies = getattr(native(variable), "set_copies", None)
+    if set_copies is not None:
+      # A slot in shards takes all values in one call. To assign one replica's
+      # view at a time would copy the whole slot for each of them.
+      set_copies(arrays)
+      return
+    for copy, array in zip(self._copies(variable), arrays, strict=False):
+      copy.assign(array)
+
+  def read(self, variable: Any, replicas: Sequence[int]) -> list[Array]:
+    """Returns the copies that the given replicas have."""
+    own = self.here(variable)
+    if tf.TensorShape(native(variable).shape).is_fully_defined():
+      copies = self.gather(own)
+    else:
+      # Copies may have different numbers of rows: gather them with rows of
+      # zeros below, and cut these off again.
+      counts = [int(n) for n in self.gather([np.array(len(a)) for a in own])]
+      copies = self.gather([_pad_rows(array, max(counts)) for array in own])
+      copies = [a[:count] for a, count in zip(copies, counts, strict=True)]
+    return [copies[replica] for replica in replicas]
+
+  def digests(self, variables: Sequence[Any]) -> list[list[bytes]]:
+    """Returns a hash of each copy, by which to find copies that differ.
+
+    Two copies with the same digest have the same bits.
+
+    Returns:
+      One list for each variable, with one digest for each replica.
+    """
+    own = [
+      [
+        hashlib.blake2b(array.tobytes(), digest_size=_DIGEST).digest()
+        for array in self.here(variable)
+      ]
+      for variable in variables
+    ]
+    # One gather for all variables: each replica sends its digests in a row.
+    rows = [
+      np.frombuffer(b"".join(of_replica), np.uint8)
+      for of_replica in zip(*own, strict=True)
+    ]
+    digests = [row.tobytes() for row in self.gather(rows)]
+    return [
+      [row[start : start + _DIGEST] for row in digests]
+      for start in range(0, _DIGEST * len(own), _DIGEST)
+    ]
+
+  def gather(self, own: Sequence[Array]) -> list[Array]:
+    """Returns the arrays of all replicas.
+
+    Args:
+      own: One array for each replica of this process. The arrays of all
+        replicas have the same dtype and shape.
+    """
+    engine = self.engine
+    if len(engine.replicas_here) == engine.num_replicas:
+      return list(own)
+    dtype, shape, size = own[0].dtype, own[0].shape, own[0].nbytes
+    # Pad the bytes to whole words of 4 bytes.
+    words = np.stack(
+      [
+        np.frombuffer(array.tobytes() + bytes(-size % 4), np.int32)
+        for array in own
+      ]
+    )
+    parts = [np.zeros([engine.num_replicas, 0], np.int32)]
+    for start in range(0, words.shape[1], _MOST_WORDS):
+      part = tf.constant(words[:, start : start + _MOST_WORDS])
+      try:
+        joined = _gather_words(engine.strategy, part)
+        [flat, *_] = engine.strategy.experimental_local_results(joined)
+        parts.append(flat.numpy().reshape([engine.num_replicas, -1]))
+      except tf.errors.OpError as error:
+        raise errors.from_message(str(error.message)) or error from error
+    rows = np.concatenate(parts, axis=1)
+    return [
+      np.frombuffer(bytearray(row.tobytes()[:size]), dtype).reshape(shape)
+      for row in rows
+    ]
+
+  def _copies(self, variable: Any) -> Sequence[Any]:
+    """Returns the variable of each local replica, or the one that all share."""
+    copies: Sequence[Any] = self.engine.strategy.experimental_local_results(
+      native(variable)
+    )
+    return copies
+
+
+# A function of this module, so that it is traced once and not in every call.
+def _pad_rows(array: Array, rows: int) -> Array:
+  """Returns an array with rows of zeros below."""
+  missing = [rows - len(array), *array.shape[1:]]
+  return np.concatenate([array, np.zeros(missing, array.dtype)])
+
+
+@tf.function(autograph=False, reduce_retracing=True)
+def _gather_words(strategy: tf.distribute.Strategy, words: tf.Tensor) -> Any:
+  """Gathers rows; each replica returns the rows of all, concatenated.
+
+  Args:
+    strategy: The strategy.
+    words: `[replicas here, n]`: one row for each replica of this process.
+  """
+  engine = collectives.for_strategy(strategy)
+
+  def gather_own() -> tf.Tensor:
+    context = tf.distribute.get_replica_context()
+    row = words[context.replica_id_in_sync_group - engine.replicas_here.start]
+    return engine.all_gather([row])[0]
+
+  return strategy.run(gather_own)

@@ -1,0 +1,148 @@
+"""The engine of TPUs: all replicas run one XLA program.
+
+XLA's collectives take the groups as an operand:
+
+    all-reduce       CrossReplicaSum(tensor, group_assignment)
+    reduce-scatter   XlaReduceScatter(row, group_assignment)
+    all-gather       AllToAll(group_size copies of the part, group_assignment)
+    all-to-all       AllToAll(rows, group_assignment)
+
+Gradients are not packed into buffers. The TPU compiler merges small sums by
+itself, and packing would only copy the gradients twice.
+
+A TPU program has no shapes that depend on data. Row-sparse gradients therefore
+become dense, as in the TPU's own optimizers.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+
+from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core.collectives import engine, replica_isolation
+
+# The dtypes that CrossReplicaSum supports.
+DTYPES: Final = (
+  tf.bfloat16,
+  tf.float16,
+  tf.float32,
+  tf.float64,
+  tf.int32,
+  tf.uint32,
+)
+
+
+class TPU(engine.Engine):
+  """Collectives within groups of the replicas of one XLA program.
+
+  Another strategy whose replicas run one XLA program, such as the virtual TPU,
+  can use this engine. It has to provide the two methods
+  `extended.cross_replica_sum(tensor, group_assignment)` and
+  `extended.all_to_all(tensor, group_assignment)`.
+  """
+
+  is_one_program = True
+
+  def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Sums each tensor over the group, one operation for each."""
+    for tensor in tensors:
+      if tensor.dtype not in DTYPES:
+        names = ", ".join(dtype.name for dtype in DTYPES)
+        raise TypeError(
+          f"TPUs sum {names}; got a gradient of dtype {tensor.dtype.name}."
+          " Cast it before apply_gradients."
+        )
+    assignment = self.groups.to_lists()
+    return [self._sum(tensor, assignment) for tensor in tensors]
+
+  def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Raises `NotImplementedError`; see `keeps_rows`."""
+    raise NotImplementedError(
+      "Replicas of a TPU program cannot gather rows, since its shapes cannot"
+      " depend on data. Make the tensors dense."
+    )
+
+  def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
+    """Returns this member's part of the sum, the only part that it receives."""
+    if row.dtype not in (tf.bfloat16, tf.float16, tf.float32):
+      return super().reduce_scatter(row)  # XlaReduceScatter takes no float64.
+    return gen_xla_ops.xla_reduce_scatter(
+      input=row,
+      group_assignment=_in_order(self.groups),
+      scatter_dimension=0,
+      reduce_op="Add",
+    )
+
+  def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
+    """Concatenates parts: each member sends its part to all members.
+
+    TensorFlow has no all-gather operation for TPUs.
+    """
+    if part.dtype == tf.float64:
+      return super().all_gather_part(part)
+    return self._exchange(tf.tile(part, [self.groups.group_size]))
+
+  def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
+    """Sends row i to the i-th member."""
+    return tf.reshape(self._exchange(tf.reshape(rows, [-1])), rows.shape)
+
+  @property
+  def bucket_bytes(self) -> None:
+    """None: gradients are not packed."""
+    return None
+
+  @property
+  def keeps_rows(self) -> bool:
+    """False: the number of distinct rows depends on data, so shapes would."""
+    return False
+
+  @property
+  def orders_graphs(self) -> bool:
+    """True: the operations of one program have an order."""
+    return True
+
+  def isolate(self) -> contextlib.AbstractContextManager[Any]:
+    """A context in which this replica acts as if it were the only one.
+
+    Merge calls of a TPU strategy run at once, also in `tf.cond`.
+    """
+    return replica_isolation.isolate_in_one_program(self.strategy)
+
+  def _exchange(self, tensor: tf.Tensor) -> Any:
+    """Sends the i-th of equal slices to the i-th member."""
+    exchange = getattr(self.strategy.extended, "all_to_all", _all_to_all)
+    return exchange(tensor, _in_order(self.groups))
+
+  def _sum(self, tensor: tf.Tensor, assignment: list[list[int]]) -> Any:
+    """Sums one tensor over the group."""
+    of_strategy = getattr(self.strategy.extended, "cross_replica_sum", None)
+    if of_strategy is not None:
+      return of_strategy(tensor, assignment)
+    return tf.raw_ops.CrossReplicaSum(input=tensor, group_assignment=assignment)
+
+
+def _in_order(groups: groups_lib.Groups) -> list[list[int]]:
+  """Returns the groups with their members in the order of `position`."""
+  return [sorted(members) for members in groups]
+
+
+def _all_to_all(tensor: tf.Tensor, assignment: list[list[int]]) -> tf.Tensor:
+  """Sends the i-th of equal slices to the i-th member."""
+  return tf.raw_ops.AllToAll(
+    input=tensor,
+    group_assignment=assignment,
+    concat_dimension=0,
+    split_dimension=0,
+    split_count=len(assignment[0]),
+  )
+
+
+def is_tpu(strategy: tf.distribute.Strategy) -> bool:
+  """Whether the replicas of a strategy run one XLA program."""
+  return isinstance(
+    strategy,
+    (tf.distribute.TPUStrategy, tf.distribute.experimental.TPUStrategy),
+  ) or hasattr(strategy.extended, "cross_replica_sum")

@@ -1,0 +1,165 @@
+"""Sums gradients over the group, exactly or in half precision.
+
+    dense gradients     narrow ▶ pack ▶ all-reduce ▶ unpack ▶ widen
+    sparse gradients    narrow ▶ all-gather rows ▶ widen ▶ sum duplicate rows
+
+"Narrow" rounds a gradient to the half-precision dtype of the wire, if you chose
+one, and "widen" converts the sum back.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core.collectives import engine as engines
+from tf_cross_shard._src.core.collectives import shard_layout
+from tf_cross_shard._src.core.gradients import indexed_slices, packing
+from tf_cross_shard._src.core.gradients.clipping import Gradient
+
+
+def make_reducible(
+  grads: Sequence[Gradient],
+  variables: Sequence[Any],
+  engine: engines.Engine,
+) -> list[Gradient]:
+  """Makes sparse gradients dense where the engine cannot gather rows.
+
+  Args:
+    grads: The gradients of this replica.
+    variables: The variables of the gradients.
+    engine: The engine that will sum the gradients.
+  """
+  if engine.keeps_rows:
+    return list(grads)
+  return [
+    indexed_slices.to_dense(grad, variable)
+    for grad, variable in zip(grads, variables, strict=True)
+  ]
+
+
+class Wire:
+  """Sends gradients between the members of a group, and sums them."""
+
+  def __init__(
+    self,
+    engine: engines.Engine,
+    dtype: tf.DType | None = None,
+    scale: Callable[[], Any] | None = None,
+  ) -> None:
+    """Sets how gradients travel.
+
+    Args:
+      engine: The engine that sums.
+      dtype: The dtype to which wider gradients are rounded while they travel.
+        None for exact sums.
+      scale: A function that returns the number by which gradients are
+        multiplied while they travel, or None. It keeps small gradients from
+        being rounded to 0 in float16. A power of two changes no digit.
+    """
+    self._engine = engine
+    self._dtype = dtype
+    self._scale = scale or (lambda: None)
+
+  def sum(
+    self, grads: Sequence[Gradient], exact: Sequence[tf.Tensor] = ()
+  ) -> tuple[list[Gradient], list[tf.Tensor]]:
+    """Sums every gradient over this replica's group.
+
+        result[i] = sum over r in group of grads_r[i]
+
+    The sum of None is None. The sum of sparse gradients is sparse, and holds
+    each row once.
+
+    Args:
+      grads: Gradients from `make_reducible`. At one position, all members have
+        the same kind of gradient: dense, sparse or None.
+      exact: Other dense tensors, which travel without rounding. They share
+        buffers with the gradients.
+
+    Returns:
+      The sums of the gradients, and the sums of `exact`.
+    """
+    scale = self._scale()
+    if scale is not None:
+      grads = [indexed_slices.times(grad, scale) for grad in grads]
+    # Dense and sparse gradients travel differently. Note the positions of both.
+    is_sparse = [isinstance(grad, tf.IndexedSlices) for grad in grads]
+    dense = [
+      i for i, grad in enumerate(grads) if grad is not None and not is_sparse[i]
+    ]
+    rows = [i for i in range(len(grads)) if is_sparse[i]]
+    sums: list[Gradient] = [None] * len(grads)
+    of_dense = self._sum_dense([grads[i] for i in dense], exact)
+    of_rows = self._sum_sparse([grads[i] for i in rows])
+    for at, totals in ((dense, of_dense[: len(dense)]), (rows, of_rows)):
+      for i, total in zip(at, totals, strict=True):
+        sums[i] = total
+    if scale is not None:
+      sums = [indexed_slices.times(grad, 1.0 / scale) for grad in sums]
+    return sums, of_dense[len(dense) :]
+
+  def sum_part(
+    self, grads: Sequence[tf.Tensor], parts: shard_layout.Layout
+  ) -> tf.Tensor:
+    """Returns this member's part of the sums over the group.
+
+    Args:
+      grads: Flat gradients of one dtype.
+      parts: Which elements each member receives.
+
+    Returns:
+      `[parts.part]`, of the dtype of the gradients.
+    """
+    scale = self._scale()
+    factor = 1.0 if scale is None else scale
+    scaled = [indexed_slices.times(grad, factor) for grad in grads]
+    narrow = packing.narrow(scaled, self._dtype)
+    part = tf.cast(self._engine.reduce_part(narrow, parts), grads[0].dtype)
+    return part if scale is None else part / tf.cast(scale, part.dtype)
+
+  def _sum_dense(
+    self, grads: Sequence[tf.Tensor], exact: Sequence[tf.Tensor]
+  ) -> list[tf.Tensor]:
+    """Sums dense gradients, in packed buffers.
+
+    Args:
+      grads: Gradients, which travel in the dtype of the wire.
+      exact: Tensors, which travel in their own dtype.
+
+    Returns:
+      The sums of the gradients, followed by the sums of `exact`.
+    """
+    wide = [*grads, *exact]
+    engine = self._engine
+    if not wide or engine.groups.group_size == 1:
+      return wide
+    # Narrow before packing: to narrow a packed buffer would copy it once more.
+    narrow = [*packing.narrow(grads, self._dtype), *exact]
+    add_up = engine.all_reduce_narrow if self._dtype else engine.all_reduce_sum
+    if engine.bucket_bytes is None:  # The engine packs by itself, or need not.
+      sums = add_up(narrow)
+    else:
+      buffers, unpack = packing.pack(narrow, engine.bucket_bytes)
+      # The backward pass computes the gradients of the last layers first. Sum
+      # them first, while it still computes the others.
+      sums = unpack(add_up(buffers[::-1])[::-1])
+    return packing.widen(sums, wide)
+
+  def _sum_sparse(
+    self, grads: Sequence[tf.IndexedSlices]
+  ) -> list[tf.IndexedSlices]:
+    """Gathers the rows of all members, then adds up those of one index."""
+    if grads and self._engine.groups.group_size > 1:
+      # One all-gather for the values and indices of all gradients.
+      parts = [part for grad in grads for part in (grad.values, grad.indices)]
+      gathered = packing.widen(
+        self._engine.all_gather(packing.narrow(parts, self._dtype)), parts
+      )
+      grads = [
+        tf.IndexedSlices(values, indices, grad.dense_shape)
+        for grad, values, indices in zip(
+          grads, gathered[::2], gathered[1::2], strict=True
+        )
+      ]
+    return [indexed_slices.merge_duplicates(grad) for grad in grads]

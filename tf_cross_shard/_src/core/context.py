@@ -1,0 +1,58 @@
+"""The context that every stage of a step gets: settings, optimizer, engine."""
+
+import dataclasses
+
+from tf_cross_shard._src.core import settings as settings_lib
+from tf_cross_shard._src.core.collectives import engine as engine_lib
+from tf_cross_shard._src.core.encapsulated import (
+  encapsulated as encapsulated_lib,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+  """The settings of an optimizer and the two objects that all stages need.
+
+  Attributes:
+    settings: The arguments of the CrossShardOptimizer.
+    encapsulated: The user's optimizer.
+    engine: The engine that sums over the groups of replicas.
+  """
+
+  settings: settings_lib.Settings
+  encapsulated: encapsulated_lib.Encapsulated
+  engine: engine_lib.Engine
+
+  @property
+  def may_skip(self) -> bool:
+    """Whether a step may be skipped because of a NaN or an infinity."""
+    return self.settings.skip_nonfinite or self.encapsulated.scaling.is_dynamic
+
+
+class Stage:
+  """A stage of a step.
+
+  Attributes:
+    context: The settings, the encapsulated optimizer and the engine.
+      `Step.replace` gives all stages a new context when the user assigns a
+      setting.
+  """
+
+  def __init__(self, context: Context) -> None:
+    """Makes a stage with this context."""
+    self.context = context
+
+  @property
+  def settings(self) -> settings_lib.Settings:
+    """The arguments in force."""
+    return self.context.settings
+
+  @property
+  def encapsulated(self) -> encapsulated_lib.Encapsulated:
+    """The user's optimizer."""
+    return self.context.encapsulated
+
+  @property
+  def engine(self) -> engine_lib.Engine:
+    """The engine that sums over the groups of replicas."""
+    return self.context.engine

@@ -1,0 +1,1 @@
+"""Makes sure that several workers run the same program in the same way."""

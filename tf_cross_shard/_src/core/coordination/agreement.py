@@ -1,0 +1,240 @@
+"""Compares what workers are about to do, before they run collectives.
+
+TensorFlow pairs the collectives of workers by their keys and their order only.
+A collective that some workers do not enter waits for ever, and one that fails
+breaks every later one in the process. Workers therefore compare lines of text
+first, which say what they are about to do. That exchange has a time limit, and
+an error can name the difference.
+
+    every worker ── digest of its lines ──▶ store ──▶ every worker
+    only if the digests differ:
+    every worker ── all of its lines ─────▶ store ──▶ every worker
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import math
+import os
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core import versions
+from tf_cross_shard._src.core.coordination import errors, key_value_store
+from tf_cross_shard._src.core.gradients.clipping import Gradient
+
+# How long a worker waits for others by default, in seconds.
+TIMEOUT: Final = 50.0
+# The environment variable with another timeout.
+VARIABLE: Final = "TF_CROSS_SHARD_TIMEOUT"
+# How many seconds longer the first worker waits. Other workers that wait for it
+# can report more about what is wrong, so their time has to be up before.
+_LONGER: Final = 3.0
+
+Task = tuple[str, int, str]  # Job, index, address.
+# Numbers of exchanges. They agree as long as workers run the same program.
+_rounds: Final = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Workers:
+  """The workers that train together.
+
+  Attributes:
+    names: The workers' names in errors, in the order of their replicas.
+    index: The number of this process' worker.
+    timeout: How many seconds to wait for other workers.
+  """
+
+  names: tuple[str, ...]
+  index: int
+  timeout: float = TIMEOUT
+
+  @property
+  def own_name(self) -> str:
+    """The name of this process' worker."""
+    return self.names[self.index]
+
+
+def of_strategy(strategy: tf.distribute.Strategy) -> Workers | None:
+  """Returns the workers of a strategy; None if there is only one."""
+  resolver = getattr(strategy, "cluster_resolver", None)
+  has_service = context.context().coordination_service is not None
+  if resolver is None or not resolver.cluster_spec() or not has_service:
+    return None
+  all_tasks = tasks(resolver.cluster_spec())
+  places = [task[:2] for task in all_tasks]
+  place = (resolver.task_type, int(resolver.task_id))
+  if len(places) < 2 or place not in places:
+    return None
+  names = tuple(map(name, all_tasks))
+  return Workers(names, places.index(place), timeout_of(strategy))
+
+
+def tasks(cluster: tf.train.ClusterSpec) -> list[Task]:
+  """Returns the tasks that train together, in the order of their replicas."""
+  return [
+    (job, index, cluster.task_address(job, index))
+    for job in ("chief", "worker")
+    if job in cluster.jobs
+    for index in cluster.task_indices(job)
+  ]
+
+
+def name(task: Task) -> str:
+  """Returns the name of a task in errors."""
+  job, index, address = task
+  return f"{job} {index} ({address})"
+
+
+def timeout_of(strategy: Any) -> float:
+  """Returns how many seconds the workers of a strategy wait for each other.
+
+  It is the strategy's `timeout`. If that is None, it is the value of the
+  environment variable `VARIABLE`, or `TIMEOUT`.
+  """
+  timeout: Any = getattr(strategy, "timeout", None)
+  if timeout is None:
+    timeout = os.environ.get(VARIABLE, TIMEOUT)
+  with contextlib.suppress(ValueError):
+    if 0 < (seconds := float(timeout)) < math.inf:
+      return seconds
+  raise ValueError(
+    f"`timeout` or the environment variable {VARIABLE} must be a positive"
+    f" number of seconds; got {timeout!r}."
+  )
+
+
+def agree(workers: Workers, topic: str, lines: Sequence[str]) -> None:
+  """Raises the same error on all workers unless all have the same lines.
+
+  All workers must make the same calls in the same order.
+
+  Args:
+    workers: The workers.
+    topic: The step of the program, for errors.
+    lines: Text that has to be the same on all workers.
+  """
+  text = "\n".join(
+    [f"step in the program: {topic}", *library_versions(), *lines]
+  )
+  # The store keeps every text for ever. Send a digest, and the lines themselves
+  # only if the digests differ.
+  digest = hashlib.sha256(text.encode()).hexdigest()
+  if len(set(exchange(workers, topic, digest))) == 1:
+    return
+  texts = exchange(workers, topic, text)
+  # Report the first line in which each other worker differs from the first one.
+  first, *others = (lines.split("\n") for lines in texts)
+  differences = []
+  for sender, other in zip(workers.names[1:], others, strict=True):
+    pairs = itertools.zip_longest(first, other, fillvalue="nothing more")
+    differing = [pair for pair in pairs if pair[0] != pair[1]]
+    if differing:
+      ours, theirs = differing[0]
+      differences.append(
+        f"{sender} has `{theirs}` where {workers.names[0]} has `{ours}`"
+      )
+  raise errors.DisagreementError(
+    f"Workers disagree: {'; '.join(differences)}. Run the same program with the"
+    " same arguments and libraries on every worker."
+  )
+
+
+def exchange(
+  workers: Workers, topic: str, text: str, patience: float = 0.0
+) -> list[str]:
+  """Sends a text to all workers, and returns the texts of all workers.
+
+  All workers must make the same calls in the same order.
+
+  Args:
+    workers: The workers.
+    topic: The step of the program, for errors.
+    text: The text of this worker.
+    patience: How many seconds to wait longer than the workers' timeout.
+
+  Returns:
+    The texts in the order of the workers.
+
+  Raises:
+    MissingWorkerError: If a worker does not send its text in time.
+    WorkerLostError: If a worker ended.
+  """
+  key = f"round/{next(_rounds)}"
+  key_value_store.put(f"{key}/{workers.index}", text)
+  limit = workers.timeout + patience + (0.0 if workers.index else _LONGER)
+  deadline = time.monotonic() + limit
+  texts = {
+    sender: key_value_store.wait(f"{key}/{index}", deadline, sender=index)
+    for index, sender in enumerate(workers.names)
+  }
+  missing = [sender for sender, answer in texts.items() if answer is None]
+  if missing:
+    error = errors.MissingWorkerError(
+      f"{workers.own_name} waited {limit:g} s for {', '.join(missing)} at:"
+      f" {topic}. It does not run, or does something else: see its log, and"
+      f" start all workers with the same program{if_slow(workers.timeout)}"
+    )
+    key_value_store.report(workers.index, error)
+    raise error
+  # The store is in the first worker's process. The first worker must not end
+  # before all workers have read.
+  if workers.index:
+    key_value_store.put(f"{key}/read/{workers.index}", "")
+  else:
+    deadline = time.monotonic() + limit
+    for index in range(1, len(workers.names)):
+      # A worker may have ended because of the texts that it read.
+      with contextlib.suppress(RuntimeError, ValueError, tf.errors.OpError):
+        key_value_store.wait(f"{key}/read/{index}", deadline, sender=index)
+  return [answer for answer in texts.values() if answer is not None]
+
+
+def if_slow(timeout: float) -> str:
+  """Returns the end of an error: the remedy if a worker is only slow."""
+  return (
+    f"; if it is only slow, set {VARIABLE} to more than {timeout:g} seconds."
+  )
+
+
+def library_versions() -> list[str]:
+  """Returns the versions of libraries, which have to be equal, as lines."""
+  return settings(
+    tf_cross_shard=versions.own_version(),
+    tensorflow=tf.__version__,
+    keras=versions.keras_version(),
+  )
+
+
+def settings(**values: object) -> list[str]:
+  """Returns settings as lines of the form `name: value`."""
+  return [f"{name}: {value}" for name, value in values.items()]
+
+
+def variables(trained: Iterable[Any]) -> list[str]:
+  """Returns the names, dtypes and shapes of variables as lines."""
+  trained = list(trained)
+  names = variables_lib.renumbered(list(map(variables_lib.path_of, trained)))
+  lines = [
+    f"variable {i}: {names[i]} {tf.as_dtype(v.dtype).name} {list(v.shape)}"
+    for i, v in enumerate(trained)
+  ]
+  return [*lines, f"variables: {len(trained)}"]
+
+
+def gradients(grads: Sequence[Gradient]) -> list[str]:
+  """Returns the dtypes of gradients, and which are row-sparse, as lines."""
+  kinds = [
+    "None"
+    if grad is None
+    else grad.dtype.name + " rows" * isinstance(grad, tf.IndexedSlices)
+    for grad in grads
+  ]
+  return [f"gradient {i}: {kind}" for i, kind in enumerate(kinds)]

@@ -1,0 +1,133 @@
+"""Errors about other workers, and how to find them in TensorFlow's errors.
+
+If a worker is lost, TensorFlow ends what the other workers wait for. Its error
+is about a connection, or repeats what another worker reported. Which worker was
+lost, and why, is many lines further down in the message.
+"""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from typing import Final
+
+import tensorflow as tf
+
+_REPORTED: Final = re.compile(r"\[tf_cross_shard (\w+)\] (.*)")
+_TASK: Final = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
+# TensorFlow's words for members of a collective whose calls do not fit.
+_MISFIT: Final = re.compile(
+  r"(?:[Ss]hape mismatch|[Ii]nconsisten|is expecting|has already been).*"
+)
+# An error about a lost worker contains one of these.
+_SIGNS: Final = re.compile(
+  "Collective ops is aborted|unhealthy|heartbeat timeout|WorkerService"
+  "|CoordinationService"
+)
+
+
+# These classes use the constructor of Exception. Most of their errors are
+# raised in functions that AutoGraph converts. It keeps the type of such an
+# error, and turns an error with another constructor into a StagingError.
+class DisagreementError(ValueError):
+  """Workers are about to do different things where they must do the same."""
+
+  __init__ = Exception.__init__
+
+
+class MissingWorkerError(RuntimeError):
+  """A worker did not connect, or did not answer, within the time limit."""
+
+  __init__ = Exception.__init__
+
+
+class WorkerLostError(RuntimeError):
+  """Another worker ended while this worker was in a step with it."""
+
+  __init__ = Exception.__init__
+
+
+@contextlib.contextmanager
+def naming_lost_workers() -> Iterator[None]:
+  """Turns TensorFlow's errors about lost workers into `WorkerLostError`.
+
+  Put it around the training:
+
+  >>> with naming_lost_workers():
+  ...   pass  # model.fit(...), or a loop of your own
+
+  Raises:
+    WorkerLostError: If a worker was lost. The error names the worker.
+    DisagreementError: If a worker ended because it was about to do something
+      else than the others. The error says what.
+  """
+  try:
+    yield
+  except tf.errors.OpError as error:
+    cause = from_message(str(error.message))
+    if cause is None:
+      raise
+    raise cause from error
+
+
+@contextlib.contextmanager
+def naming_tf_config() -> Iterator[None]:
+  """Turns errors from reading TF_CONFIG into one with its value and a remedy.
+
+  Raises:
+    ValueError: If reading TF_CONFIG, inside the context, fails.
+  """
+  try:
+    yield
+  except (AttributeError, KeyError, TypeError, ValueError) as error:
+    raise ValueError(
+      f"TF_CONFIG cannot be used ({type(error).__name__}: {error}); got"
+      f" {os.environ.get('TF_CONFIG')}. Set it like"
+      ' {"cluster": {"worker": ["host0:12345", "host1:12345"]},'
+      ' "task": {"type": "worker", "index": 0}}.'
+    ) from error
+
+
+def to_message(error: Exception) -> str:
+  """Returns a text that `from_message` finds in errors of TensorFlow."""
+  return f"[tf_cross_shard {type(error).__name__}] {error}"
+
+
+def is_reported(text: str) -> bool:
+  """Whether a message repeats an error that another worker reported."""
+  return _REPORTED.search(text) is not None
+
+
+def from_message(text: str) -> Exception | None:
+  """Returns the error that is behind a message of TensorFlow.
+
+  Args:
+    text: The message.
+
+  Returns:
+    A MissingWorkerError, DisagreementError or WorkerLostError, or None if the
+    message is not about workers.
+  """
+  reported = _REPORTED.search(text)
+  if reported:
+    is_missing = reported[1] == MissingWorkerError.__name__
+    kind = MissingWorkerError if is_missing else DisagreementError
+    return kind(reported[2])
+  if not _SIGNS.search(text):
+    return None
+  misfit = _MISFIT.search(text)
+  if misfit:
+    return DisagreementError(
+      f"Workers do different things: {misfit[0]} Run the same program on every"
+      " worker."
+    )
+  # The lost worker is named first after "unhealthy". Otherwise it is the last
+  # one that the message names, next to the innermost cause.
+  _, unhealthy, cause = text.rpartition("unhealthy")
+  tasks = _TASK.findall(cause)
+  lost = " ".join(tasks[0 if unhealthy else -1]) if tasks else "A worker"
+  return WorkerLostError(
+    f"{lost} was lost: it ended or cannot be reached, and TensorFlow cannot"
+    " continue in this process. The unfinished update changed nothing: start"
+    " all workers again, and resume from the last checkpoint."
+  )

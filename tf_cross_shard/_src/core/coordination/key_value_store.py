@@ -1,0 +1,93 @@
+"""Reads and writes the key-value store of TensorFlow's coordination service.
+
+The store is in the first worker's process, and all workers can use it. A worker
+that reads a key waits for its value until a deadline. If the worker that should
+write the value is lost, reading raises an error, with the reason if that worker
+has reported one.
+"""
+
+import contextlib
+import time
+from typing import Final
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from tf_cross_shard._src.core.coordination import errors
+
+# Begins all keys, since other libraries may use the store.
+_PREFIX: Final = "tf_cross_shard/"
+# Seconds that suffice to read an existing value, also from another machine.
+_SHORTEST: Final = 0.2
+
+
+def put(key: str, value: str) -> None:
+  """Writes the value of a key, which must not have a value yet."""
+  with errors.naming_lost_workers():
+    context.context().set_config_key_value(_PREFIX + key, value)
+
+
+def wait(key: str, deadline: float, sender: int | None = None) -> str | None:
+  """Waits for the value of a key.
+
+  Args:
+    key: The key.
+    deadline: The time, by `time.monotonic`, until which to wait.
+    sender: The number of the worker that writes the value; None if unknown.
+
+  Returns:
+    The value, or None if it does not come before the deadline.
+
+  Raises:
+    DisagreementError, MissingWorkerError: If the sender has reported it.
+    WorkerLostError: If TensorFlow has not heard of the sender for ten seconds.
+  """
+  eager = context.context()
+  lost: Exception | None = None
+  while True:
+    # Wait in short intervals, so that Ctrl-C can end the wait.
+    left = max(_SHORTEST, min(1.0, deadline - time.monotonic()))
+    with errors.naming_lost_workers():
+      with contextlib.suppress(tf.errors.DeadlineExceededError):
+        return str(eager.get_config_key_value(_PREFIX + key, int(left * 1000)))
+    reason = sender is not None and wait(f"failed/{sender}", 0.0)
+    error = errors.from_message(reason) if reason else None
+    if error is not None:
+      raise error
+    # The sender may have written the value just before it ended. Raise its loss
+    # only if one more wait has not found the value.
+    if lost is not None:
+      raise lost
+    if time.monotonic() >= deadline:
+      return None
+    lost = None if sender is None else _loss(sender)
+
+
+def _loss(sender: int) -> Exception | None:
+  """Returns the error if the service has lost a worker, or None."""
+  eager = context.context()
+  # No public member has the jobs that the service knows.
+  cluster = eager._collective_ops_server_def.cluster  # noqa: SLF001
+  sizes = {job.name: len(job.tasks) for job in cluster.job}
+  jobs = [(name, sizes[name]) for name in ("chief", "worker") if name in sizes]
+  with errors.naming_lost_workers():
+    state = eager.get_task_states(jobs)[sender]
+  return state and errors.from_message(state.message)
+
+
+def report(index: int, error: Exception) -> None:
+  """Tells all workers why this worker ends.
+
+  It ends their waiting, both for a value of the store and in a collective.
+
+  Args:
+    index: The number of this worker.
+    error: The reason.
+  """
+  message = errors.to_message(error)
+  # If another worker has reported an error before, all workers are ending.
+  with contextlib.suppress(tf.errors.OpError):
+    context.context().set_config_key_value(_PREFIX + f"failed/{index}", message)
+    context.context().report_error_to_cluster(
+      tf.errors.INVALID_ARGUMENT, message
+    )

@@ -1,0 +1,356 @@
+"""The encapsulated optimizer: the user's `opt`, inside CrossShardOptimizer.
+
+`Encapsulated` has one set of members for the optimizers of both Kerases. It
+builds the optimizer, lets it apply gradients, and answers questions about it.
+`keras3.adapter` and `tf_keras.adapter` implement it.
+"""
+
+import abc
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.encapsulated import (
+  fused_update,
+  keras_private,
+  loss_scaling,
+  overriding,
+  state,
+)
+from tf_cross_shard._src.core.gradients.clipping import Gradient
+
+_KERAS: Final = ("keras.src.", "tf_keras.src.")
+
+# Replaces `update_step` for row-sparse gradients: it receives `update_step`
+# and then the arguments of `update_step`.
+RowStep = Callable[..., None]
+
+
+class Encapsulated(abc.ABC):
+  """The user's optimizer, with the same members for both Kerases.
+
+  Attributes:
+    optimizer: The user's optimizer.
+    innermost: The optimizer that keeps the slots, inside any loss scaling.
+    state: The optimizer's variables, as users and savers see them.
+    scaling: How the optimizer scales losses and gradients.
+    fused: Whether kernels or XLA do the optimizer's steps; see `fused_update`.
+  """
+
+  # The names of methods that are private to one Keras.
+  _decay_method: str
+  _clip_method: str
+  # The name of the dictionary that maps a variable's key to its index.
+  _index_attribute: str
+
+  def __init__(self, optimizer: Any) -> None:
+    """Encapsulates the user's optimizer."""
+    self.optimizer = optimizer
+    self.innermost = innermost(optimizer)
+    self.fused: bool | None = False
+    self.state = self._make_state()
+    self.scaling = self._make_scaling()
+    self._thread = threading.local()  # Replicas may be threads.
+
+  @abc.abstractmethod
+  def _make_state(self) -> state.State:
+    """Returns the state of the optimizer."""
+
+  @abc.abstractmethod
+  def _make_scaling(self) -> loss_scaling.LossScaling:
+    """Returns the loss scaling of the optimizer."""
+
+  @property
+  def name(self) -> str:
+    """The optimizer's name."""
+    # tf_keras' LossScaleOptimizer has no name, legacy optimizers a private one.
+    for optimizer in (self.optimizer, self.innermost):
+      if hasattr(optimizer, "name"):
+        return str(optimizer.name)
+    return keras_private.name(self.innermost)
+
+  @property
+  def strategy(self) -> tf.distribute.Strategy:
+    """The strategy whose scope the optimizer was made in."""
+    return keras_private.strategy(self.innermost)
+
+  @property
+  @abc.abstractmethod
+  def is_built(self) -> bool:
+    """Whether the slots exist."""
+
+  def build(self, variables: Sequence[Any]) -> None:
+    """Makes the slots for `variables`, unless they exist."""
+    if not self.is_built:
+      self.optimizer.build(list(variables))
+      self._start_at_weights(variables)
+
+  def _start_at_weights(self, variables: Sequence[Any]) -> None:
+    """Initializes slots that copy weights with each replica's own weights.
+
+    Keras has given all replicas the weights of the first replica.
+    """
+    if self.strategy.num_replicas_in_sync == 1:
+      return  # Keras may make the weights in the function that is being traced.
+    copies = self.strategy.experimental_local_results
+    with tf.init_scope():
+      for slot, variable in zip(self.begin_as_weights, variables, strict=False):
+        natives = map(variables_lib.native, (slot, variable))
+        for own, weight in zip(*map(copies, natives), strict=True):
+          own.assign(weight)
+
+  @property
+  def begin_as_weights(self) -> Sequence[Any]:
+    """The slots that start at the weights, in the order of the weights."""
+    return ()
+
+  def fuse(self, wanted: bool | None) -> None:
+    """Sets whether kernels or XLA do the optimizer's steps.
+
+    Args:
+      wanted: True, False, or None for wherever they are faster.
+
+    Raises:
+      ValueError: If `wanted` is True and neither kernels nor XLA can.
+    """
+    optimizer = self.innermost
+    has_kernel = fused_update.find_kernel(optimizer) is not None
+    if wanted and not has_kernel and not fused_update.can_compile(optimizer):
+      raise ValueError(
+        "`fused_update` is True and TensorFlow has no kernel for"
+        f" {type(optimizer).__name__} with these settings. Leave it None, which"
+        " uses Keras' operations where there is no kernel."
+      )
+    self.fused = wanted
+
+  def _overrides(self, *names: str) -> bool:
+    """Whether the user's class overrides one of these methods of Keras."""
+    kind = type(self.innermost)
+    return any(
+      not getattr(kind, name).__module__.startswith(_KERAS) for name in names
+    )
+
+  @property
+  @abc.abstractmethod
+  def trainable_variables(self) -> Sequence[Any]:
+    """The variables that the optimizer was built on, in order."""
+
+  def index(self, variable: Any) -> Any:
+    """Returns the place of a variable among the trained ones, or None."""
+    places = getattr(self.innermost, self._index_attribute)
+    return places.get(keras_private.key(self.innermost, variable))
+
+  def place_of(self, variable: Any) -> tuple[int, int]:
+    """Returns the place of a variable, and the number of trained variables."""
+    index = self.index(variable)
+    assert index is not None
+    return index, len(getattr(self.innermost, self._index_attribute))
+
+  def as_built(self, variable: Any) -> Any:
+    """Returns the Keras variable of a `tf.Variable`.
+
+    Tapes and graphs report `tf.Variable`s.
+    """
+    return variable
+
+  def iterations(self) -> tf.Tensor:
+    """Returns how many times gradients were applied, an int64 scalar."""
+    return tf.convert_to_tensor(self.optimizer.iterations)
+
+  @property
+  def averages(self) -> list[Any]:
+    """The moving averages of the trained variables; empty without averages."""
+    return keras_private.averages(self.innermost)
+
+  @property
+  def finalizes(self) -> bool:
+    """Whether the optimizer changes variables when `fit` ends."""
+    return bool(self.averages) or self._overrides("finalize_variable_values")
+
+  def write_averages(self, variables: Sequence[Any]) -> None:
+    """Overwrites variables by their moving averages, if there are averages."""
+    self.optimizer.finalize_variable_values(variables)
+
+  @abc.abstractmethod
+  def make_variable(self, value: Any, name: str) -> Any:
+    """Makes a trainable variable of this Keras."""
+
+  def make_tiny(self, weight: Any) -> Any:
+    """Makes a variable of one element with a weight's names, rank and dtype."""
+    shape = [1] * len(weight.shape)
+    value = tf.zeros(shape, variables_lib.native(weight).dtype)
+    return self.make_variable(value, str(weight.name).split(":")[0])
+
+  def is_overwritten(self, variable: Any) -> bool:
+    """Whether the gradient of `variable` is its next value.
+
+    Keras' float8 scales are such variables. The values of all replicas or
+    towers are averaged. They are not scaled, clipped, rounded or summed.
+    """
+    whole = self.as_built(variable)
+    return bool(getattr(whole, "overwrite_with_gradient", False))
+
+  @property
+  def computes_gradients(self) -> bool:
+    """Whether the user's class overrides the way from a loss to gradients."""
+    return False
+
+  # Calls this override. Takes a loss that the tape recorded.
+  compute_gradients: Callable[
+    [Any, Sequence[Any], tf.GradientTape], list[tuple[Gradient, Any]]
+  ]
+
+  @property
+  def accumulates(self) -> int | None:
+    """How many calls make one step of this optimizer itself; None for one."""
+    return getattr(self.innermost, "gradient_accumulation_steps", None)
+
+  @property
+  def accumulates_own_gradients(self) -> bool:
+    """Whether the inner optimizer can accumulate gradients itself.
+
+    If True, the class must define `accumulated_calls`, `accumulated_gradient`
+    and `accumulate`.
+    """
+    return False
+
+  # The variable that counts calls.
+  accumulated_calls: Any
+  # Returns the variable with the sum of a variable's gradients.
+  accumulated_gradient: Callable[[Any], Any]
+  # Adds gradients to the sums of their variables.
+  accumulate: Callable[[Sequence[Gradient], Sequence[Any]], None]
+
+  def decays(self, variable: Any) -> bool:
+    """Whether weight decay, if it is set, applies to a variable."""
+    return keras_private.decays(self.innermost, variable)
+
+  def without_decay(
+    self, variables: Sequence[Any]
+  ) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context without weight decay for `variables`."""
+    hidden = set(map(self.index, variables))
+    decay = getattr(self.innermost, self._decay_method)
+
+    def decay_others(seen: Sequence[Any]) -> None:
+      decay([v for v in seen if self.index(v) not in hidden])
+
+    return overriding.overriding(
+      self.innermost, **{self._decay_method: decay_others}
+    )
+
+  def clipping_by(
+    self, clip: Callable[[Any, Sequence[Gradient]], list[Gradient]]
+  ) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which `clip(optimizer, grads)` clips for Keras."""
+    return overriding.overriding(
+      self.innermost,
+      **{self._clip_method: functools.partial(clip, self.innermost)},
+    )
+
+  @property
+  def is_called_by_loss_scaler(self) -> bool:
+    """Whether a LossScaleOptimizer around ours is calling ours right now."""
+    return getattr(self._thread, "is_called_by_loss_scaler", False)
+
+  def apply_reduced(
+    self,
+    grads: Sequence[Gradient],
+    variables: Sequence[Any],
+    through_apply: bool = False,
+    row_step: RowStep | None = None,
+  ) -> None:
+    """Applies sums over the group, exactly once.
+
+    If a LossScaleOptimizer encapsulates our optimizer, the LossScaleOptimizer
+    gets the sums first. If the sums are finite, it calls our optimizer, which
+    calls this method a second time.
+
+    Args:
+      grads: The sums.
+      variables: The variables of the sums.
+      through_apply: Whether the caller used Keras 3's `apply`, which does not
+        run what the user's class overrides in `apply_gradients`.
+      row_step: The update for row-sparse gradients; None for Keras' own.
+    """
+    if self.scaling.around is None or self.is_called_by_loss_scaler:
+      with fused_update.replacing_update_step(
+        self.innermost, self.index, self.fused, row_step
+      ):
+        self._apply(grads, variables, through_apply)
+      return
+    self._thread.is_called_by_loss_scaler = True
+    try:
+      self._apply_around(grads, variables)
+    finally:
+      self._thread.is_called_by_loss_scaler = False
+
+  @abc.abstractmethod
+  def _apply(
+    self,
+    grads: Sequence[Gradient],
+    variables: Sequence[Any],
+    through_apply: bool,
+  ) -> None:
+    """Applies sums through the user's optimizer."""
+
+  @abc.abstractmethod
+  def _apply_around(
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
+  ) -> None:
+    """Applies sums through the LossScaleOptimizer around ours."""
+
+
+def innermost(optimizer: Any) -> Any:
+  """Returns the optimizer that keeps the slots, inside any loss scaling."""
+  while hasattr(optimizer, "inner_optimizer"):
+    optimizer = optimizer.inner_optimizer
+  return optimizer
+
+
+def slots_at(
+  optimizer: Any, index: int, count: int, keys: Sequence[Any]
+) -> Iterator[tuple[str, Any]]:
+  """Yields the slots of one trained variable, from an optimizer's attributes.
+
+  An optimizer keeps each kind of slot in an attribute. The attribute is a list
+  in the order of the trained variables, or a dictionary by a key that
+  identifies a variable. Dictionaries may hold such lists and dictionaries.
+
+  Args:
+    optimizer: The optimizer that keeps the slots, built.
+    index: The place of the variable among the trained variables.
+    count: The number of trained variables.
+    keys: Keys that may identify the variable, besides `index`.
+
+  Yields:
+    The name of an attribute, and a slot.
+  """
+  not_found_yet = set(map(id, optimizer.variables))
+
+  def find(values: Any, is_of_variable: bool = False) -> Iterator[Any]:
+    if id(values) in not_found_yet:
+      if is_of_variable:
+        not_found_yet.remove(id(values))  # Yield each slot only once.
+        yield values
+    elif isinstance(values, list) and len(values) == count:
+      yield from find(values[index], is_of_variable=True)
+    elif isinstance(values, dict):
+      # Follow the variable's key, if this dictionary is by variable. Else
+      # search all values.
+      by_key = [values[key] for key in (*keys, index) if key in values][:1]
+      is_of_variable = is_of_variable or bool(by_key)
+      for part in by_key or list(values.values()):
+        yield from find(part, is_of_variable)
+
+  for attribute, values in list(vars(optimizer).items()):
+    # Skip lists of all variables. "_self_" is TensorFlow's own, and has all
+    # that a checkpoint saves.
+    if not attribute.startswith(("_variables", "_trainable_", "_self_")):
+      for slot in find(values):
+        yield attribute, slot

@@ -1,0 +1,299 @@
+"""Faster update steps: one TensorFlow kernel in place of Keras' operations.
+
+Keras computes an update in about twenty operations over a whole variable. For
+many optimizers TensorFlow has one kernel with the same formula, which reads and
+writes each number only once. For example, Adam with learning rate alpha in step
+t (Kingma and Ba, 2015, Algorithm 1):
+
+    m_t     = beta_1 * m_{t-1} + (1 - beta_1) * g_t
+    v_t     = beta_2 * v_{t-1} + (1 - beta_2) * g_t^2
+    alpha_t = alpha * sqrt(1 - beta_2^t) / (1 - beta_1^t)
+    W_t     = W_{t-1} - alpha_t * m_t / (sqrt(v_t) + epsilon)
+
+While gradients are applied, the kernel replaces the optimizer's `update_step`.
+Everything else in the optimizer (weight decay, moving averages, accumulation,
+loss scaling) runs as usual.
+
+If there is no kernel, XLA can compile the `update_step`s of all variables of a
+call as one function. The obvious alternative, one function for each variable,
+is no faster, and takes XLA three times as long to compile.
+
+References:
+  Kingma and Ba, Adam: A Method for Stochastic Optimization, 2015 (arXiv
+  1412.6980). The second form of the update at the end of section 2 is the one
+  above.
+"""
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.encapsulated import (
+  keras_private,
+  kernels,
+  overriding,
+)
+
+# By the name of a Keras class, a function that returns the name of the kernel
+# for an optimizer's settings, or None.
+# Keras' Adagrad has epsilon inside the root, the kernel outside. The kernel of
+# RMSprop needs a slot that Keras makes only if there is momentum. XLA cannot
+# compile the kernel of Amsgrad, and Keras may compile the step.
+_CHOICES: Final[dict[str, Callable[[Any], str | None]]] = {
+  # tf_keras makes and writes the slot even if the momentum is 0.
+  "SGD": lambda opt: (
+    "KerasMomentum" if getattr(opt, "momentums", None) else "GradientDescent"
+  ),
+  "Adam": lambda opt: None if opt.amsgrad else "Adam",
+  "AdamW": lambda opt: None if opt.amsgrad else "Adam",
+  "Adamax": lambda opt: "AdaMax",
+  "RMSprop": lambda opt: (
+    ("CenteredRMSProp" if opt.centered else "RMSProp")
+    if opt.momentum > 0
+    else None
+  ),
+  "Adadelta": lambda opt: "Adadelta",
+  "Ftrl": lambda opt: "FtrlV2",
+}
+# The kernels of classes whose settings Keras rounds to float32 in any case.
+_CAST: Final = ("Momentum", "KerasMomentum")
+_DTYPES: Final = (tf.float32, tf.float64)
+
+# Keras' classes whose update of an element depends on that element only.
+ELEMENTWISE: Final = (
+  *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
+  *("Ftrl", "Lion", "Nadam", "RMSprop", "SGD"),
+)
+# Keras' classes that look at whole variables, but at each variable by itself.
+BY_VARIABLE: Final = ("Adafactor", "Lamb", "Muon", "ScheduleFreeAdamW")
+
+# The classes and the smallest number of elements for which updates by XLA are
+# faster on CPUs than Keras' operations, with settings that have no kernel.
+_FASTER_COMPILED: Final = (
+  *("Adagrad", "Adam", "AdamW", "Lion", "Nadam", "RMSprop"),
+)
+_MANY_ELEMENTS: Final = 1_000_000
+
+
+def find_kernel(optimizer: Any) -> kernels.Kernel | None:
+  """Returns the kernel with the formula of `optimizer.update_step`, or None.
+
+  A class of the user that derives from a class of Keras has no kernel, since it
+  may compute anything. An `update_step` that was assigned to the object may
+  compute anything, too.
+
+  >>> find_kernel(tf.keras.optimizers.Adam()).name
+  'Adam'
+  >>> find_kernel(tf.keras.optimizers.Adam(amsgrad=True)) is None
+  True
+  """
+  choose = _CHOICES.get(keras_class(optimizer))
+  if choose is None or "update_step" in vars(optimizer):
+    return None
+  name = choose(optimizer)
+  return None if name is None else kernels.KERNELS[name]
+
+
+def can_compile(optimizer: Any) -> bool:
+  """Whether XLA can compile the updates of this optimizer's variables.
+
+  >>> can_compile(tf.keras.optimizers.Nadam())
+  True
+  """
+  # The method is Keras 3's. In a MultiOptimizer, the nested optimizers update.
+  has_method = hasattr(optimizer, keras_private.UPDATE_ALL)
+  return has_method and not keras_private.nested(optimizer)
+
+
+def keras_class(optimizer: Any) -> str:
+  """Returns the name of a class of Keras; "" for other and legacy classes.
+
+  >>> keras_class(tf.keras.optimizers.Adam())
+  'Adam'
+  """
+  kind = type(optimizer)
+  library, *place = kind.__module__.split(".")
+  is_keras = library in ("keras", "tf_keras") and len(place) == 3
+  is_own = is_keras and place[:2] == ["src", "optimizers"]
+  return kind.__name__ if is_own else ""
+
+
+def check_is_one(optimizer: Any, argument: str, value: Any) -> None:
+  """Raises `ValueError` for a MultiOptimizer, which has several optimizers."""
+  if keras_class(optimizer) == "MultiOptimizer":
+    raise ValueError(
+      f"`{argument}` is {value!r}, and a MultiOptimizer passes gradients on to"
+      " other optimizers. Encapsulate each of these, with scale_gradients=True,"
+      " and make a MultiOptimizer of the results."
+    )
+
+
+def is_compiled(optimizer: Any) -> bool:
+  """Whether XLA compiles the optimizer's step that is being traced."""
+  return bool(getattr(optimizer, "jit_compile", False)) or kernels.is_compiled()
+
+
+@contextlib.contextmanager
+def replacing_update_step(
+  optimizer: Any,
+  index: Callable[[Any], int],
+  wanted: bool | None,
+  row_step: Callable[..., None] | None,
+) -> Iterator[None]:
+  """Replaces the `update_step` of a built optimizer inside the context.
+
+  Args:
+    optimizer: The optimizer that keeps the slots.
+    index: Returns the place of a variable among the trained variables.
+    wanted: Whether a kernel or XLA does the updates; None for where it is
+      faster.
+    row_step: Does the updates for row-sparse gradients. Its first argument is
+      the optimizer's own `update_step`. None for the optimizer's own.
+  """
+  # XLA fuses Keras' operations by itself. And it does not know the number of
+  # rows that an update by rows would have.
+  if is_compiled(optimizer):
+    yield
+    return
+  kernel = None if wanted is False else find_kernel(optimizer)
+  step = None if kernel is None else _KernelStep(kernel, optimizer)
+
+  # Legacy optimizers have no `update_step`, and there is no kernel for them.
+  plain: Any = getattr(optimizer, "update_step", None)
+
+  def update_step(gradient: Any, variable: Any, *rate: Any) -> None:
+    native = variables_lib.native(variable)
+    if isinstance(gradient, tf.IndexedSlices):
+      if row_step is None:
+        plain(gradient, variable, *rate)
+      else:
+        row_step(plain, gradient, variable, *rate)
+    elif step is None or kernels.dtype_of(native) not in _DTYPES:
+      plain(gradient, variable, *rate)
+    else:
+      step.apply(native, gradient, index(variable), *rate)
+
+  overridden: dict[str, Any] = {}
+  if step is None and _may_compile(optimizer, wanted):
+    overridden[keras_private.UPDATE_ALL] = functools.partial(
+      _compile_dense, wanted, getattr(optimizer, keras_private.UPDATE_ALL)
+    )
+  if step is not None or row_step is not None:
+    overridden["update_step"] = update_step
+  with overriding.overriding(optimizer, **overridden):
+    yield
+
+
+def _compile_dense(
+  wanted: bool | None, plain: Any, strategy: Any, pairs: Any, *rate: Any
+) -> None:
+  """Runs Keras' update of all variables, those with dense gradients in XLA.
+
+  Args:
+    wanted: Whether to use XLA for any number of elements.
+    plain: Keras' method, which updates all variables.
+    strategy: The method's first argument.
+    pairs: The method's second argument: gradients and variables.
+    *rate: The method's last argument, the learning rate.
+  """
+  is_dense = [_is_compilable(*pair) for pair in pairs]
+  dense = list(itertools.compress(pairs, is_dense))
+  if wanted or _are_many([variable for _, variable in dense]):
+    # One compiled function for all dense updates.
+    update_dense = functools.partial(plain, strategy, dense, *rate)
+    tf.function(update_dense, jit_compile=True, autograph=False)()
+    pairs = [p for p, done in zip(pairs, is_dense, strict=True) if not done]
+  plain(strategy, pairs, *rate)
+
+
+def _may_compile(optimizer: Any, wanted: bool | None) -> bool:
+  """Whether XLA compiles the updates of dense gradients."""
+  if wanted is None:
+    wanted = keras_class(optimizer) in _FASTER_COMPILED and (
+      "update_step" not in vars(optimizer)
+    )
+  # Not in eager calls and not in TensorFlow 1's graphs, where each call would
+  # compile a new function.
+  return wanted and tf.inside_function() and can_compile(optimizer)
+
+
+def _is_compilable(gradient: Any, variable: Any) -> bool:
+  """Whether XLA can compile the update of a variable with this gradient."""
+  is_sparse = isinstance(gradient, tf.IndexedSlices)
+  return not is_sparse and kernels.dtype_of(variable) in _DTYPES
+
+
+def _are_many(variables: Sequence[Any]) -> bool:
+  """Whether there are enough elements for XLA to be faster than Keras."""
+  is_on_cpu = all("CPU" in variable.device for variable in variables)
+  count = sum(math.prod(variable.shape) for variable in variables)
+  return is_on_cpu and count >= _MANY_ELEMENTS
+
+
+class _KernelStep:
+  """One step of an optimizer by a kernel.
+
+  The kernel's scalars are computed once for all variables of a dtype.
+  """
+
+  def __init__(self, kernel: kernels.Kernel, optimizer: Any) -> None:
+    """Starts a step."""
+    self._kernel = kernel
+    self._optimizer = optimizer
+    # The kernel's scalar arguments, by dtype and graph.
+    self._scalars: dict[Any, dict[str, Any]] = {}
+
+  def apply(
+    self, variable: Any, gradient: tf.Tensor, index: int, *rate: Any
+  ) -> None:
+    """Updates a variable and its slots.
+
+    Args:
+      variable: The `tf.Variable`.
+      gradient: Its dense gradient.
+      index: The place of the variable in the optimizer's lists of slots.
+      *rate: The learning rate, where Keras gives it to `update_step`.
+    """
+    slots = {
+      slot: variables_lib.native(getattr(self._optimizer, attribute)[index])
+      for slot, attribute in self._kernel.slots.items()
+    }
+    arguments = self.arguments(kernels.dtype_of(variable), *rate)
+    kernels.apply(self._kernel, variable, slots, gradient, arguments)
+
+  def arguments(self, dtype: tf.DType, rate: Any = None) -> dict[str, Any]:
+    """Returns the kernel's scalar arguments."""
+    # A tensor belongs to one graph. The two branches of a condition are two.
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    key = dtype, graph
+    if key not in self._scalars:
+      self._scalars[key] = self._compute_scalars(dtype, rate)
+    return self._scalars[key]
+
+  def _compute_scalars(self, dtype: tf.DType, rate: Any) -> dict[str, Any]:
+    """Returns settings, learning rate and powers as tensors of `dtype`."""
+    # The learning rate alpha.
+    if rate is None:
+      rate = self._optimizer.learning_rate
+    rate = tf.cast(tf.convert_to_tensor(rate), dtype)
+    # beta_1, beta_2, epsilon, momentum, ... Keras rounds some settings to
+    # float32 before it converts them to float64: `tf.cast` does the same.
+    convert = tf.cast if self._kernel.name in _CAST else tf.convert_to_tensor
+    arguments = {
+      name: value if isinstance(value, bool) else convert(value, dtype)
+      for name, value in self._kernel.arguments(self._optimizer, rate).items()
+    }
+    if self._kernel.powers:
+      # beta_1^t and beta_2^t, where t counts steps from 1.
+      count = tf.convert_to_tensor(self._optimizer.iterations)
+      t = tf.cast(count + 1, dtype)
+      for power, name in self._kernel.powers.items():
+        setting = getattr(self._optimizer, self._kernel.settings[name])
+        arguments[power] = tf.pow(tf.cast(setting, dtype), t)
+    return arguments

@@ -1,0 +1,158 @@
+"""Access to private attributes of Keras models and optimizers.
+
+Each function takes an object of either Keras. An attribute that one Keras does
+not have, such as a loss scale in Keras 3, counts as empty.
+"""
+
+# ruff: noqa: SLF001  # This file is about private names of Keras.
+
+import importlib
+import types
+from collections.abc import Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+
+KERASES: Final = ("keras", "tf_keras")
+
+# Keras 3's update of all variables, which calls `update_step` for each.
+UPDATE_ALL: Final = "_distributed_tf_update_step"
+
+
+def keras_of(model: Any) -> Any:
+  """Returns the module of the Keras that a model belongs to."""
+  for kind in type(model).__mro__:
+    root = kind.__module__.split(".")[0]
+    if root in KERASES:
+      return importlib.import_module(root)
+  raise TypeError(f"`model` must be a Keras model; got {type(model).__name__}.")
+
+
+def layers(model: Any) -> list[Any]:
+  """Returns a model and all of its layers, including nested layers."""
+  flatten = getattr(model, "_flatten_layers", None)
+  return [model] if flatten is None else list(flatten())
+
+
+def compile_arguments(model: Any) -> dict[str, Any] | None:
+  """Returns the arguments of `compile`; None for a model not compiled."""
+  compiled = getattr(model, "_compile_config", None)
+  return None if compiled is None else dict(compiled.config)
+
+
+def batches_per_call(model: Any) -> int:
+  """Returns `steps_per_execution`; in tf_keras, less at the end of an epoch."""
+  if keras_of(model).__name__ == "keras":
+    return int(model.steps_per_execution)
+  return int(model._steps_per_execution.numpy())
+
+
+def begin_at(model: Any, epoch: int | None) -> None:
+  """Makes `fit` begin at an epoch, from a callback's `on_train_begin` on.
+
+  Args:
+    model: The model.
+    epoch: The epoch; None for the argument `initial_epoch` of `fit`.
+  """
+  if keras_of(model).__name__ == "keras":
+    model._initial_epoch = epoch
+  elif epoch is None:
+    model._training_state = None
+  else:
+    model._training_state = types.SimpleNamespace(
+      maybe_load_initial_counters_from_ckpt=lambda *_, **__: (epoch, 0)
+    )
+
+
+def is_built(optimizer: Any) -> bool:
+  """Whether the slots exist, in Keras 3, tf_keras or its legacy optimizers."""
+  flags = ("built", "_built", "_hypers_created")
+  return any(getattr(optimizer, flag, False) for flag in flags)
+
+
+def name(optimizer: Any) -> str:
+  """Returns the name of an optimizer, which is private in legacy ones."""
+  return str(getattr(optimizer, "name", None) or optimizer._name)
+
+
+def key(optimizer: Any, variable: Any) -> Any:
+  """Returns the key under which an optimizer knows a variable."""
+  return optimizer._var_key(variable)
+
+
+def decays(optimizer: Any, variable: Any) -> bool:
+  """Whether weight decay, if it is set, applies to a variable."""
+  return bool(optimizer._use_weight_decay(variable))
+
+
+def nested(optimizer: Any) -> Sequence[Any]:
+  """Returns the optimizers of a MultiOptimizer; empty for other optimizers."""
+  # From `__dict__`: a wrapper would forward the attribute.
+  own: Sequence[Any] = getattr(optimizer, "__dict__", {}).get(
+    "_inner_optimizers", ()
+  )
+  return own
+
+
+def learning_rates(optimizer: Any) -> list[Any]:
+  """Returns an optimizer's learning rates: variables, numbers or schedules."""
+  settings = getattr(optimizer, "_hyper", {})  # of a legacy optimizer
+  own = getattr(optimizer, "_learning_rate", None)
+  rates = own, settings.get("learning_rate")
+  return [rate for rate in rates if rate is not None]
+
+
+def trained(optimizer: Any) -> list[Any]:
+  """Returns the trained variables, after which Keras 3 names slots."""
+  return list(getattr(optimizer, "_trainable_variables", ()))
+
+
+def children(optimizer: Any) -> dict[str, Any]:
+  """Returns what a checkpoint saves of an optimizer, by name.
+
+  tf_keras keeps its first answer, which misses what `build` makes later. So
+  this function drops the kept answer.
+  """
+  vars(optimizer).pop("_coalesced_children", None)
+  found: dict[str, Any] = optimizer._trackable_children()
+  return found
+
+
+def accumulated(optimizer: Any) -> list[Any]:
+  """Returns the variables in which Keras 3 accumulates gradients."""
+  return list(getattr(optimizer, "_accumulated_gradients", ()))
+
+
+def calls(optimizer: Any) -> Any:
+  """Returns Keras 3's count of calls; several calls may make one iteration."""
+  return optimizer._iterations
+
+
+def averages(optimizer: Any) -> list[Any]:
+  """Returns the moving averages of the weights."""
+  return list(getattr(optimizer, "_model_variables_moving_average", ()))
+
+
+def loss_scale(optimizer: Any) -> list[Any]:
+  """Returns the loss scale of tf_keras and the count of its good steps.
+
+  Both are variables that no list of tf_keras has.
+  """
+  scale = getattr(optimizer, "_loss_scale", None)
+  names = ("current_loss_scale", "counter")
+  both = (getattr(scale, name, None) for name in names)
+  return [variable for variable in both if variable is not None]
+
+
+def unlisted(optimizer: Any) -> list[Any]:
+  """Returns variables of tf_keras that no list has, without learning rates."""
+  settings = getattr(optimizer, "_hyper", {}).values()  # of a legacy optimizer
+  variables = [value for value in settings if hasattr(value, "assign")]
+  return [*loss_scale(optimizer), *variables]
+
+
+def strategy(optimizer: Any) -> tf.distribute.Strategy:
+  """Returns the strategy whose scope an optimizer was made in."""
+  made_in = optimizer._distribution_strategy
+  # A legacy optimizer that was made outside all scopes has None.
+  return made_in or tf.distribute.get_strategy()

@@ -1,0 +1,225 @@
+"""All variables of an optimizer of either Keras, under stable names.
+
+Keras' own lists are not complete: the list of tf_keras leaves out the learning
+rate and the loss scale. And Keras puts numbers into names, such as `dense_7`,
+that depend on what a program has made before, so that another program would not
+find the same names.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core import parts
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.encapsulated import keras_private
+
+
+def nested_optimizers(optimizer: Any) -> Iterator[Any]:
+  """Yields an optimizer and all optimizers inside it, from outside to inside.
+
+  If `compile` put a LossScaleOptimizer around ours, the LossScaleOptimizer is
+  the first. The optimizers of a MultiOptimizer follow the MultiOptimizer.
+  """
+  own = parts.parts_of(optimizer)
+  around = None if own is None else own.encapsulated.scaling.around
+  optimizer = optimizer if around is None else around
+  while optimizer is not None:
+    yield optimizer
+    for nested in keras_private.nested(optimizer):
+      yield from nested_optimizers(nested)
+    optimizer = getattr(optimizer, "inner_optimizer", None)
+
+
+def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
+  """Returns names and variables of an optimizer and of all optimizers inside.
+
+  Raises:
+    TypeError: If `optimizer` is not an optimizer.
+    ValueError: If `optimizer` is not built.
+  """
+  if not hasattr(optimizer, "variables") or not (
+    hasattr(optimizer, "apply_gradients")
+  ):
+    raise TypeError(
+      "`optimizer` must be a Keras optimizer; got"
+      f" {type(optimizer).__name__}. Hand in the CrossShardOptimizer."
+    )
+  found: dict[int, Any] = {}
+  trained: dict[int, Any] = {}
+  is_built, sharded = False, None
+  for layer in nested_optimizers(optimizer):
+    is_built = is_built or keras_private.is_built(layer)
+    own = listed(layer) if sharded is None else []
+    sharded = sharded or _sharded_state_of(layer)
+    own += getattr(step_of(layer), "state", ())
+    own += [*_rate_variables(layer), *keras_private.unlisted(layer)]
+    for variable in own:
+      found.setdefault(id(variable), variable)
+    for variable in keras_private.trained(layer):
+      trained.setdefault(id(variable), variable)
+  if not is_built:
+    raise ValueError(
+      "`optimizer` is not built, and so has no state: got"
+      f" {type(optimizer).__name__}. Call build(model.trainable_variables)"
+      " inside `with strategy.scope():` first."
+    )
+  if sharded is not None:  # The optimizer is built on shards of the weights.
+    trained = dict(enumerate(sharded.trainable_variables))
+  names = _names(list(found.values()), list(trained.values()))
+  return list(zip(unique(names), found.values(), strict=True))
+
+
+def unique(names: Sequence[str]) -> list[str]:
+  """Returns the names, with numbers for repeated names: `weight#2`."""
+  counts: dict[str, int] = {}
+  numbered = []
+  for name in names:
+    count = counts[name] = counts.get(name, 0) + 1
+    numbered.append(name if count == 1 else f"{name}#{count}")
+  return numbered
+
+
+def listed(optimizer: Any) -> list[Any]:
+  """Returns the variables that an optimizer lists.
+
+  `variables` is a property, or a method in legacy optimizers.
+  """
+  variables = optimizer.variables
+  return list(variables() if callable(variables) else variables)
+
+
+def learning_rates(optimizer: Any) -> list[Any]:
+  """Returns the variables of all learning rates that are in use.
+
+  Keras 3's LossScaleOptimizer has a learning rate of its own that is not used:
+  it uses the learning rate of its inner optimizer.
+  """
+  layers = nested_optimizers(optimizer)
+  own = [layer for layer in layers if not hasattr(layer, "inner_optimizer")]
+  rates = itertools.chain(*map(_rate_variables, own))
+  return list({id(rate): rate for rate in rates}.values())
+
+
+def member_state(optimizer: Any) -> list[Any]:
+  """Returns the variables that may differ between the members of a group.
+
+  They are the state of an unfinished accumulation window, such as the sums of
+  each replica's own gradients.
+  """
+  return [
+    variable
+    for layer in nested_optimizers(optimizer)
+    for variable in (
+      *getattr(step_of(layer), "window_state", ()),
+      *keras_private.accumulated(layer),
+    )
+  ]
+
+
+def windows(optimizer: Any) -> tuple[list[Any], list[tuple[Any, int]]]:
+  """Returns the state of unfinished accumulation windows.
+
+  Returns:
+    The variables that are 0 when a window begins; and pairs of a variable and a
+    number, where the variable is a multiple of the number when a window begins.
+  """
+  sums: list[Any] = []
+  counts = []
+  for layer in nested_optimizers(optimizer):
+    sums += getattr(step_of(layer), "window_state", ())
+    if of_keras := keras_private.accumulated(layer):
+      sums += of_keras
+      steps = layer.gradient_accumulation_steps
+      counts.append((keras_private.calls(layer), steps))
+  return sums, counts
+
+
+def _rate_variables(optimizer: Any) -> list[Any]:
+  """Returns the variables of an optimizer's learning rate.
+
+  The schedule `PerGroup` may have a variable, too.
+  """
+  rates = keras_private.learning_rates(optimizer)
+  factors = [getattr(rate, "rate_factor", None) for rate in rates]
+  return [rate for rate in (*rates, *factors) if hasattr(rate, "assign")]
+
+
+def step_of(optimizer: Any) -> Any:
+  """Returns the `step.flow.Step` of a CrossShardOptimizer; None for others."""
+  own = parts.parts_of(optimizer)
+  return None if own is None else own.step
+
+
+def sharded_state(optimizer: Any) -> Any:
+  """Returns the `PlainState` of an optimizer or of one inside it, or None."""
+  states = map(_sharded_state_of, nested_optimizers(optimizer))
+  return next(filter(None, states), None)
+
+
+def _sharded_state_of(optimizer: Any) -> Any:
+  """Returns the `PlainState` of this optimizer, ignoring those inside it."""
+  own = parts.parts_of(optimizer)
+  return None if own is None else own.encapsulated.state.whole
+
+
+def _names(variables: Sequence[Any], trained: Sequence[Any]) -> list[str]:
+  """Returns names without numbers that depend on what a program made before.
+
+  Keras 3 names a slot after its variable: "adam/dense_7_kernel_momentum" is a
+  slot of "dense_7/kernel". The result for this slot would be
+  "adam/dense/kernel/momentum".
+
+  Args:
+    variables: The variables of the optimizer.
+    trained: The variables after which slots are named.
+  """
+  # By the prefix of a slot's name, the stable name of the trained variable.
+  stable: dict[str, str] = {}
+  for variable, name in zip(
+    trained,
+    variables_lib.renumbered(list(map(variables_lib.path_of, trained))),
+    strict=True,
+  ):
+    for given in (getattr(variable, "path", None), variable.name):
+      if given:
+        prefix = str(given).replace("/", "_").replace(":", "_")
+        stable.setdefault(f"{prefix}_", name)
+  paths = []
+  for path in map(variables_lib.path_of, variables):
+    head, slash, last = path.rpartition("/")
+    owners = [prefix for prefix in stable if last.startswith(prefix)]
+    # Not if the name is a trained variable's whole name: `kernel_1` is a copy
+    # of `kernel_1`, not a slot "1" of `kernel`.
+    if owners and f"{last}_" not in stable:
+      longest = max(owners, key=len)
+      last = f"{stable[longest]}/{last.removeprefix(longest)}"
+    paths.append(f"{head}{slash}{last}")
+  return variables_lib.renumbered(paths)
+
+
+def groups_of(optimizer: Any, num_replicas: int | None) -> groups_lib.Groups:
+  """Returns the groups in force: the optimizer's, or one of all replicas."""
+  for layer in nested_optimizers(optimizer):
+    groups = getattr(layer, "groups", None)
+    if isinstance(groups, groups_lib.Groups):
+      if num_replicas not in (None, groups.num_replicas):
+        raise ValueError(
+          f"`optimizer` has groups of {groups.num_replicas} replicas,"
+          f" {groups.to_lists()}; the variables have {num_replicas}. Make"
+          " both inside the scope of one strategy."
+        )
+      return groups
+  return groups_lib.contiguous(num_replicas or 1, num_replicas or 1)
+
+
+def watches_of(optimizer: Any) -> list[Any]:
+  """Returns the watch (`step.overwrite_watch`) of each CrossShardOptimizer."""
+  return [step.watch for step in steps_of(optimizer)]
+
+
+def steps_of(optimizer: Any) -> list[Any]:
+  """Returns the `step.flow.Step` of each CrossShardOptimizer inside."""
+  layers = nested_optimizers(optimizer)
+  return list(filter(None, map(step_of, layers)))

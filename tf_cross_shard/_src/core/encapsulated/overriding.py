@@ -1,0 +1,44 @@
+"""Temporarily overrides attributes of an object. Use nothing else for this.
+
+`docs/design.md` lists every attribute of the user's optimizer that is
+overridden for the length of a step, and why.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def overriding(target: Any, **attributes: Any) -> Iterator[None]:
+  """Gives an object other attribute values inside the context.
+
+  The attributes are written to the object's `__dict__`, so that no property or
+  `__setattr__` of its class runs (Keras tracks what is assigned).
+
+  >>> class Point:
+  ...   x = 1
+  >>> point = Point()
+  >>> with overriding(point, x=2, y=3):
+  ...   point.x, point.y
+  (2, 3)
+  >>> point.x, hasattr(point, "y")
+  (1, False)
+
+  Args:
+    target: The object.
+    **attributes: The values by the names of the attributes.
+  """
+  own = vars(target)
+  before = {name: own[name] for name in attributes if name in own}
+  own.update(attributes)
+  try:
+    yield
+  finally:
+    # Do not remove attributes that the object had: the order of attributes
+    # stays, in which `encapsulated.slots_at` searches for slots.
+    for name in attributes:
+      if name in before:
+        own[name] = before[name]
+      else:
+        own.pop(name, None)

@@ -1,0 +1,147 @@
+"""Clips gradients by value, by norm or by global norm.
+
+The functions work on the gradients of one replica, before or after they are
+summed over a group.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core.gradients import indexed_slices
+
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
+
+
+def clip(
+  grads: Sequence[Gradient],
+  *,
+  clipnorm: Any = None,
+  global_clipnorm: Any = None,
+  clipvalue: Any = None,
+  keep_infinite: bool = False,
+) -> list[Gradient]:
+  """Clips gradients by norm, by global norm or by value.
+
+  With `g_i` the gradients and `c` the limit:
+
+      clipnorm         g_i * min(1, c / ||g_i||)
+      global_clipnorm  g_i * min(1, c / sqrt(sum_j ||g_j||^2))
+      clipvalue        min(max(g_i, -c), c)
+
+  Rows of a sparse gradient that share an index are added first, so that the
+  norm of a gradient does not depend on how it is stored.
+
+  >>> clip([tf.constant([3.0, 4.0]), None], clipnorm=1.0)[0].numpy().tolist()
+  [0.6000000238418579, 0.800000011920929]
+
+  Args:
+    grads: Dense or sparse gradients; None stays None.
+    clipnorm: The limit of the norm of each gradient; None for no limit.
+    global_clipnorm: The limit of the norm of all gradients together. It has an
+      effect only if `clipnorm` is None.
+    clipvalue: The limit of each element. It has an effect only if both other
+      limits are None.
+    keep_infinite: Whether `clipvalue` leaves infinite elements as they are, so
+      that a later check finds the overflow.
+
+  Returns:
+    The clipped gradients, in the dtypes of `grads`.
+  """
+  limits = (clipnorm, global_clipnorm, clipvalue)
+  if limits == (None, None, None):
+    return list(grads)
+  # Norms are computed in float32 or wider, over rows without duplicates.
+  wide = [_widen(grad) for grad in grads]
+  if clipnorm is not None:
+    wide = [_each(grad, tf.clip_by_norm, clipnorm) for grad in wide]
+  elif global_clipnorm is not None:
+    # sqrt(sum_j ||g_j||^2), which clip_by_global_norm would otherwise compute
+    # for each gradient alone.
+    norm = tf.sqrt(square_of_norm(wide))
+    wide = [
+      grad
+      if grad is None
+      else tf.clip_by_global_norm(
+        [grad],
+        indexed_slices.in_dtype(global_clipnorm, grad.dtype),
+        use_norm=tf.cast(norm, grad.dtype),
+      )[0][0]
+      for grad in wide
+    ]
+  elif clipvalue is not None:
+    wide = [
+      _each(grad, _clip_by_value, clipvalue, keep_infinite) for grad in wide
+    ]
+  return [
+    _each(clipped, tf.cast, _dtype(grad))
+    for clipped, grad in zip(wide, grads, strict=True)
+  ]
+
+
+def square_of_norm(grads: Sequence[Gradient]) -> tf.Tensor:
+  """Returns the sum of the squares of all elements.
+
+  A sparse gradient must not hold an index twice.
+
+  >>> float(square_of_norm([tf.constant([3.0]), None, tf.constant([4.0])]))
+  25.0
+  >>> float(square_of_norm([tf.constant([3.0 + 4.0j])]))
+  25.0
+  """
+  dtype = tf.float64 if tf.float64 in map(_dtype, grads) else tf.float32
+  # l2_loss is half of the sum of squares, in one pass over the elements.
+  halves = [
+    tf.nn.l2_loss(tf.cast(_values(grad), dtype))
+    for grad in grads
+    if grad is not None
+  ]
+  return 2.0 * tf.reduce_sum(tf.stack(halves)) if halves else tf.zeros([])
+
+
+def _values(grad: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+  """Returns the elements of a gradient, as real numbers.
+
+  These are the rows of a sparse gradient, and magnitudes of complex elements.
+  """
+  values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
+  return tf.abs(values) if values.dtype.is_complex else values
+
+
+def _clip_by_value(
+  values: tf.Tensor, limit: Any, keep_infinite: bool
+) -> tf.Tensor:
+  """Limits elements to the range from `-limit` to `limit`."""
+  limit = indexed_slices.in_dtype(limit, values.dtype)
+  clipped = tf.clip_by_value(values, -limit, limit)
+  if keep_infinite:
+    return tf.where(tf.math.is_inf(values), values, clipped)
+  return clipped
+
+
+def _widen(grad: Gradient) -> Gradient:
+  """Prepares a gradient for its norm: merges rows, widens half precision.
+
+  In float16, the square of 300 is infinite.
+  """
+  if isinstance(grad, tf.IndexedSlices):
+    grad = indexed_slices.merge_duplicates(grad)
+  if _dtype(grad) in (tf.float16, tf.bfloat16):
+    return _each(grad, tf.cast, tf.float32)
+  return grad
+
+
+def _dtype(grad: Gradient) -> tf.DType | None:
+  """Returns the dtype of a gradient; None for None."""
+  return None if grad is None else grad.dtype
+
+
+def _each(
+  grad: Gradient, function: Callable[..., tf.Tensor], *arguments: Any
+) -> Gradient:
+  """Applies a function to a dense gradient, or to the rows of a sparse one."""
+  if isinstance(grad, tf.IndexedSlices):
+    values = function(grad.values, *arguments)
+    return tf.IndexedSlices(values, grad.indices, grad.dense_shape)
+  return None if grad is None else function(grad, *arguments)

@@ -1,0 +1,133 @@
+"""Functions on row-sparse gradients, which are `tf.IndexedSlices`.
+
+The gradient of an embedding lookup holds only the rows that were looked up:
+
+    indices [3, 0, 3]      values [[1.], [2.], [4.]]      one row per lookup
+    dense   [[2.], [0.], [0.], [5.], [0.]]                row 3: 1 + 4
+"""
+
+from typing import Any
+
+import tensorflow as tf
+
+
+def merge_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+  """Adds up rows that share an index, so that no index occurs twice.
+
+  The dense value of the gradient does not change. Duplicates matter to
+  optimizers that square gradients, such as Adam and RMSprop: they would square
+  each of several rows of one index, which gives the sum of the squares and not
+  the square of the sum.
+
+  >>> twice = tf.IndexedSlices(
+  ...   values=tf.constant([[1.0], [2.0], [4.0]]),
+  ...   indices=tf.constant([3, 0, 3]),
+  ...   dense_shape=tf.constant([5, 1]),
+  ... )
+  >>> merged = merge_duplicates(twice)
+  >>> merged.indices.numpy().tolist(), merged.values.numpy().tolist()
+  ([3, 0], [[5.0], [2.0]])
+
+  If the rows are known to be merged, the slices are returned as they are, also
+  inside of branches and after their values were changed. Calling `tf.unique`
+  twice would fail under XLA (`tf.function(jit_compile=True)`): the second call
+  would mistake the padding of the first for rows.
+
+  Args:
+    slices: A row-sparse gradient.
+
+  Returns:
+    Slices of the same dense value, without an index that occurs twice.
+  """
+  rows = tf.convert_to_tensor(slices.indices)  # A tuple in Keras' own tests.
+  # A single row needs no `tf.unique`, after which XLA cannot compile every
+  # operation.
+  if rows.shape == [1] or _is_unique(rows):
+    return slices
+  # position[k] is the place in `indices` of the index of row k.
+  indices, position = tf.unique(rows)
+  values = tf.math.unsorted_segment_sum(
+    slices.values, position, tf.shape(indices)[0]
+  )
+  return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def _is_unique(indices: Any) -> bool:
+  """Whether `indices` are a result of `tf.unique`.
+
+  The operation may be in this graph or, for indices that a branch or a nested
+  function captures, in a graph around it.
+  """
+  while tf.is_symbolic_tensor(indices):
+    if indices.op.type == "Unique":
+      return bool(indices.value_index == 0)
+    # A branch sees a captured tensor as a placeholder. Go on with the tensor
+    # that it stands for, in the graph around the branch.
+    captures = getattr(indices.graph, "captures", ())
+    outside = (outer for outer, inner in captures if inner is indices)
+    indices = next(outside, None)
+  return False
+
+
+def to_dense(slices: Any, variable: Any) -> Any:
+  """Returns the dense form of a row-sparse gradient.
+
+  A dense gradient and None are returned as they are.
+
+  >>> slices = tf.IndexedSlices(tf.constant([[2.0]]), tf.constant([1]))
+  >>> to_dense(slices, tf.Variable([[0.0], [0.0]])).numpy().tolist()
+  [[0.0], [2.0]]
+
+  Args:
+    slices: A gradient.
+    variable: Its variable, whose shape the dense gradient has.
+  """
+  if not isinstance(slices, tf.IndexedSlices):
+    return slices
+  dense = tf.math.unsorted_segment_sum(
+    slices.values, slices.indices, variable.shape[0]
+  )
+  dense.set_shape(variable.shape)
+  return dense
+
+
+def cast(grad: Any, variable: Any) -> Any:
+  """Returns a gradient in the dtype of its variable, as Keras 3 casts it.
+
+  tf_keras and the kernels of TensorFlow 1 do not accept another dtype. They
+  would fail after they have updated other variables.
+
+  >>> cast(tf.constant(1.0, tf.float64), tf.Variable(2.0)).dtype.name
+  'float32'
+  """
+  if grad is None:
+    return None
+  # Under mixed precision, `dtype` of tf_keras' variables is the dtype of the
+  # computation, and `true_dtype` that of the variable.
+  return tf.cast(grad, getattr(variable, "true_dtype", variable.dtype))
+
+
+def times(grad: Any, factor: Any) -> Any:
+  """Returns a gradient times a number; None for None.
+
+  >>> float(times(tf.constant(3.0), 0.5))
+  1.5
+  """
+  if grad is None or (isinstance(factor, float) and factor == 1.0):
+    return grad
+  if isinstance(grad, tf.IndexedSlices):
+    values = times(grad.values, factor)
+    return tf.IndexedSlices(values, grad.indices, grad.dense_shape)
+  return grad * in_dtype(factor, grad.dtype)
+
+
+def in_dtype(number: Any, dtype: tf.DType) -> Any:
+  """Returns a number that can be combined with a tensor of a dtype.
+
+  A tensor is cast. A Python float is returned as it is, since `tf.cast` would
+  round it to float32 first.
+
+  >>> in_dtype(0.1, tf.float64), in_dtype(tf.constant(0.5), tf.float64).dtype
+  (0.1, tf.float64)
+  """
+  return number if isinstance(number, float) else tf.cast(number, dtype)

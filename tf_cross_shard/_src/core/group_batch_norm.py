@@ -1,0 +1,138 @@
+"""Batch normalization with statistics over the examples of a group.
+
+Keras' `BatchNormalization(synchronized=True)` sums over all replicas. Groups
+that should train independently then normalize with each other's examples. The
+layer here sums within the group only, in two passes:
+
+    replica 0 ──┐                          replica 2 ──┐
+                ├─ sum, count ─▶ mean                  ├─ sum, count ─▶ mean
+    replica 1 ──┘  ▶ squares ─▶ variance   replica 3 ──┘  ▶ squares ─▶ variance
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core import collectives, settings
+from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core.collectives import wire
+
+
+# The layers of both Kerases derive from this class and then from Keras' layer.
+class GroupBatchNorm:
+  """Batch normalization with the mean and variance of the replica's group.
+
+  With `x_i` the `n` examples of all members of the group,
+
+      mean = sum(x_i) / n        variance = sum((x_i - mean)**2) / n
+
+  Gradients flow through both sums. Outputs, gradients and moving statistics
+  therefore equal those of plain Keras on the group's concatenated batch. A
+  group without any example uses the moving statistics. With one replica, and in
+  the cross-replica context, there are no groups, and the layer does what Keras'
+  layer does.
+  """
+
+  def __init__(
+    self, group_assignment: Any, axis: Any = -1, **kwargs: Any
+  ) -> None:
+    """Makes the layer.
+
+    Args:
+      group_assignment: The groups of replicas that share statistics. Pass the
+        groups of the optimizer, `optimizer.groups`. None means one group of all
+        replicas.
+      axis: The axis of the features, as in Keras' BatchNormalization.
+      **kwargs: Other arguments of Keras' BatchNormalization, except
+        `synchronized`, which is True.
+
+    Raises:
+      ValueError: If `group_assignment` is malformed.
+      TypeError: If Keras' layer has no such argument.
+    """
+    groups = settings.as_groups(group_assignment)
+    super().__init__(  # type: ignore[call-arg]  # of Keras' layer
+      axis=axis, synchronized=True, **kwargs
+    )
+    self._groups = groups
+
+  @property
+  def group_assignment(self) -> list[list[int]] | None:
+    """The groups as lists of replica ids, or None for one group of all."""
+    return None if self._groups is None else self._groups.to_lists()
+
+  def get_config(self) -> dict[str, Any]:
+    """Returns the arguments of the constructor in serializable form."""
+    config = super().get_config()  # type: ignore[misc]  # of Keras' layer
+    config.pop("synchronized", None)
+    return {**config, "group_assignment": self.group_assignment}
+
+  def _group_moments(
+    self, inputs: tf.Tensor, axes: Sequence[int], keepdims: bool, mask: Any
+  ) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the mean and variance over the group's examples.
+
+    Args:
+      inputs: `[batch, ..., features]`, this replica's examples.
+      axes: The axes to reduce.
+      keepdims: Whether the results keep those axes, with size 1.
+      mask: A boolean for each position, `[batch, ...]` without the last axis,
+        that says whether it counts; None if all count.
+    """
+    # Pass 1: sums and counts over the group, then the mean.
+    if mask is not None:
+      mask = tf.cast(mask, tf.bool)[..., tf.newaxis]
+      inputs = tf.where(mask, inputs, 0)
+    total = tf.reduce_sum(inputs, axes, keepdims=True)
+    if mask is None:
+      share = tf.size(inputs, tf.int64) // tf.size(total, tf.int64)
+      count = tf.cast(share, inputs.dtype)
+    else:
+      ones = tf.broadcast_to(tf.cast(mask, inputs.dtype), tf.shape(inputs))
+      count = tf.reduce_sum(ones, axes, keepdims=True)
+    total, count = self._sum(total, count)
+    mean = tf.math.divide_no_nan(total, count)
+    # Pass 2: squared differences from the mean, then the variance. Keras does
+    # the same on one replica. The one-pass formula mean(x**2) - mean(x)**2 has
+    # no correct digit where the mean is much larger than the deviation.
+    # The gradient through this mean is left out: its sum over the group,
+    # -2 * sum(x_i - mean), is zero.
+    squares = tf.math.squared_difference(inputs, tf.stop_gradient(mean))
+    if mask is not None:
+      squares = tf.where(mask, squares, 0)
+    [total] = self._sum(tf.reduce_sum(squares, axes, keepdims=True))
+    variance = tf.math.divide_no_nan(total, count)
+    moments = []
+    for moment, moving in (
+      (mean, self.moving_mean),  # type: ignore[attr-defined]  # Keras' layer
+      (variance, self.moving_variance),  # type: ignore[attr-defined]
+    ):
+      # A group without an example has no moments: use the moving ones.
+      moving = tf.cast(tf.reshape(moving, tf.shape(moment)), moment.dtype)
+      moment = tf.where(count > 0, moment, moving)
+      moments.append(moment if keepdims else tf.squeeze(moment, axes))
+    return moments[0], moments[1]
+
+  def _sum(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
+    """Sums each tensor over the group.
+
+    The gradient of a sum over the group is the sum of the upstream gradients
+    over the group.
+    """
+    if tf.distribute.in_cross_replica_context():
+      return list(tensors)
+    strategy = tf.distribute.get_strategy()
+    replicas = strategy.num_replicas_in_sync
+    if replicas == 1:
+      return list(tensors)
+    groups = self._groups and groups_lib.Groups(self._groups, replicas)
+    engine = collectives.for_strategy(strategy, groups)
+
+    @tf.custom_gradient
+    def add_up(*tensors: tf.Tensor) -> Any:
+      sums, _ = wire.Wire(engine).sum(tensors)
+      return sums, lambda *upstream: self._sum(*upstream)
+
+    sums: list[tf.Tensor] = add_up(*tensors)
+    return sums

@@ -1,0 +1,1 @@
+"""Everything that is private to Keras 3."""

@@ -1,0 +1,206 @@
+"""The encapsulated optimizer of Keras 3.
+
+Keras 3 sums gradients over all replicas inside `apply`, and no switch turns the
+sum off. Keras finds the replicas through the replica context. So
+`apply_reduced` is called inside `Engine.isolate()`, whose replica context has
+no other replicas.
+"""
+
+# ruff: noqa: SLF001  # Slots, paths and counts are private in Keras 3.
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_cross_shard._src.core.encapsulated import (
+  encapsulated,
+  keras_private,
+  loss_scaling,
+  optimizer_state,
+  state,
+)
+from tf_cross_shard._src.core.gradients.clipping import Gradient
+
+
+class Keras3Optimizer(encapsulated.Encapsulated):
+  """An encapsulated `keras.optimizers.Optimizer`."""
+
+  _decay_method = "_apply_weight_decay"
+  _clip_method = "_clip_gradients"
+  _index_attribute = "_trainable_variables_indices"
+
+  def _make_state(self) -> "Keras3State":
+    return Keras3State(self)
+
+  def _make_scaling(self) -> "Keras3LossScaling":
+    return Keras3LossScaling(self.optimizer)
+
+  @property
+  def is_built(self) -> bool:
+    """Whether the slots exist."""
+    return bool(self.optimizer.built)
+
+  @property
+  def trainable_variables(self) -> Sequence[Any]:
+    """The variables that the optimizer was built on, in order."""
+    # Not a copy: `as_built` reads this property for each variable and replica.
+    variables: Sequence[Any] = self.innermost._trainable_variables
+    return variables
+
+  @property
+  def begin_as_weights(self) -> Sequence[Any]:
+    """The sequence of points that ScheduleFreeAdamW averages."""
+    kind = getattr(keras.optimizers, "ScheduleFreeAdamW", ())
+    is_schedule_free = isinstance(self.innermost, kind)
+    return self.innermost._momentums if is_schedule_free else ()
+
+  def make_variable(self, value: Any, name: str) -> Any:
+    """Makes a `keras.Variable`."""
+    return keras.Variable(value, dtype=value.dtype.name, name=name)
+
+  def make_tiny(self, weight: Any) -> Any:
+    """Makes a variable of one element with a weight's names, rank and dtype."""
+    # Keras names slots of a `tf.Variable` differently.
+    if not isinstance(weight, keras.Variable):
+      zeros = tf.zeros([1] * len(weight.shape), weight.dtype)
+      return tf.Variable(zeros, name=str(weight.name).split(":")[0])
+    tiny = super().make_tiny(weight)
+    tiny._path = weight.path
+    return tiny
+
+  def as_built(self, variable: Any) -> Any:
+    """Returns the Keras variable of a `tf.Variable`."""
+    if isinstance(variable, keras.Variable) or not self.is_built:
+      return variable
+    whole = self.state.unsharded
+    index = whole.index(variable)
+    return variable if index is None else whole.trainable_variables[index]
+
+  @property
+  def accumulates_own_gradients(self) -> bool:
+    """Whether this package runs `gradient_accumulation_steps` for Keras.
+
+    If the user's class overrides how gradients are applied, the class gets sums
+    in every call and accumulates by itself. So does an optimizer with a
+    `loss_scale_factor`, by which it divides the gradients of every call.
+    """
+    overrides_apply = self._overrides("apply", "apply_gradients")
+    factor = self.innermost.loss_scale_factor
+    return bool(self.accumulates) and not overrides_apply and not factor
+
+  @property
+  def accumulated_calls(self) -> Any:
+    """The variable in which the optimizer itself counts calls."""
+    return self.innermost._iterations
+
+  def accumulated_gradient(self, variable: Any) -> Any:
+    """Returns the variable with the sum of a variable's gradients."""
+    return keras_private.accumulated(self.innermost)[self.index(variable)]
+
+  def accumulate(
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
+  ) -> None:
+    """Has Keras add gradients, count the call and update moving averages."""
+    self.innermost.apply(list(grads), [self.as_built(v) for v in variables])
+
+  def _apply(
+    self,
+    grads: Sequence[Gradient],
+    variables: Sequence[Any],
+    through_apply: bool,
+  ) -> None:
+    """Applies sums by the method that the caller used."""
+    variables = [self.as_built(v) for v in variables]
+    if through_apply:
+      self.optimizer.apply(list(grads), variables)
+    else:
+      pairs = zip(grads, variables, strict=True)
+      self.optimizer.apply_gradients(list(pairs))
+
+  def _apply_around(
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
+  ) -> None:
+    """Applies sums through the LossScaleOptimizer around ours."""
+    variables = [self.as_built(v) for v in variables]
+    around = self.scaling.around
+    type(around).apply(around, list(grads), variables)
+
+
+class Keras3State(state.State):
+  """The state of a Keras 3 optimizer."""
+
+  def slots(self, variable: Any) -> dict[str, Any]:
+    """Returns the slots of a variable by name; empty for an unknown one.
+
+    Keras joins the variable's name and the slot's: "dense_kernel" and
+    "velocity" make "dense_kernel_velocity".
+    """
+    index = self.index(variable) if self._owner.is_built else None
+    if index is None:
+      return {}
+    reference = self.trainable_variables[index]
+    path = getattr(reference, "path", None)
+    prefixes = [
+      str(name).replace("/", "_").replace(":", "_") + "_"
+      for name in (path, reference.name)
+      if name
+    ]
+    names, slots = [], []
+    # Each optimizer of a MultiOptimizer has the slots of some variables.
+    for layer in keras_private.nested(self._owner.innermost) or [
+      self._owner.innermost
+    ]:
+      keys = (layer._var_key(reference), path, reference.name)
+      index = layer._trainable_variables_indices.get(keys[0])
+      if index is None:
+        continue
+      count = len(layer._trainable_variables)
+      for attribute, slot in encapsulated.slots_at(layer, index, count, keys):
+        name = slot.name
+        kinds = [name.removeprefix(p) for p in prefixes if name.startswith(p)]
+        # Adafactor names its row and column statistics after the variable only.
+        names.append(kinds[0] if kinds else attribute.strip("_"))
+        slots.append(slot)
+    return dict(zip(optimizer_state.unique(names), slots, strict=True))
+
+  def slot_names(self) -> list[str]:
+    """Returns the name of every slot, once."""
+    whole = self.unsharded
+    slots = (
+      whole.slots(v) for v in whole.trainable_variables if self._owner.is_built
+    )
+    return list(dict.fromkeys(name for by_name in slots for name in by_name))
+
+
+class Keras3LossScaling(loss_scaling.LossScaling):
+  """The loss scale of a Keras 3 optimizer: `loss_scale_factor`, or dynamic."""
+
+  @property
+  def is_dynamic(self) -> bool:
+    """Whether there is a LossScaleOptimizer, inside or around ours."""
+    is_inside = hasattr(self._optimizer, "dynamic_growth_steps")
+    return is_inside or self.around is not None
+
+  @property
+  def divides(self) -> bool:
+    """Whether there is a LossScaleOptimizer, inside or around ours."""
+    return self.is_dynamic
+
+  def scale_loss(self, loss: Any) -> Any:
+    """Multiplies a loss by `loss_scale_factor` or the dynamic scale."""
+    if self.around is None:
+      return self._optimizer.scale_loss(loss)
+    # The method of the class: `wrapper.outer_loss_scaling` has replaced the
+    # method of the instance by ours.
+    return type(self.around).scale_loss(self.around, loss)
+
+  def scale_limit(self, limit: float) -> Any:
+    """Returns a limit times the loss scale, as gradients contain the scale."""
+    return self.scale_loss(limit)
+
+
+def adapter(optimizer: Any) -> Keras3Optimizer:
+  """Returns the encapsulated form of an optimizer."""
+  return Keras3Optimizer(optimizer)

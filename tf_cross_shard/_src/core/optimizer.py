@@ -1,0 +1,369 @@
+"""CrossShardOptimizer: a Keras optimizer that applies sums over a group.
+
+This module has the public members: arguments, properties and Keras' methods.
+`step.flow` has the path of a gradient through a step. `keras3.classes` and
+`tf_keras.classes` make the class an optimizer of one Keras.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core import (
+  collectives,
+  group_schedule,
+  parts,
+  validation,
+)
+from tf_cross_shard._src.core import context as context_lib
+from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core import settings as settings_lib
+from tf_cross_shard._src.core.gradients import differentiation, loss_factor
+from tf_cross_shard._src.core.step import flow, step_checks
+from tf_cross_shard._src.core.wrapper import forwarding
+
+if TYPE_CHECKING:
+  import numpy.typing as npt
+
+
+@settings_lib.with_properties
+class CrossShard(forwarding.OptimizerWrapper):
+  """Wraps a Keras optimizer for training on several replicas, or in groups.
+
+  Use it with `model.compile` and `fit`, or in a training loop, under any
+  synchronous `tf.distribute` strategy. It averages (or sums) the gradients over
+  all replicas, and `opt` applies the result. Options reduce the cost of the
+  update, accumulate gradients, or clip them on each replica. With
+  `group_assignment`, gradients are reduced within groups of replicas only: each
+  group trains a separate model with its own weights, slots and moving averages,
+  and can have its own learning rate.
+
+  In a formula: let `L_r` be the loss of replica `r`, `G` a group of replicas,
+  and `f` a factor that depends on `reduction` and `loss_averaged_over`. All
+  members (replicas) of `G` apply the same gradient, so their weights are always
+  identical:
+
+      g = sum over r in G of clip(grad(f * L_r))
+
+  Train a model on two replicas. Only the `CrossShardOptimizer` is new:
+
+  >>> import numpy as np
+  >>> from tf_cross_shard import CrossShardOptimizer
+  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  >>> with strategy.scope():
+  ...   model = tf.keras.Sequential(
+  ...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
+  ...   )
+  ...   optimizer = CrossShardOptimizer(tf.keras.optimizers.Adam(0.1))
+  ...   model.compile(optimizer, "mse")
+  >>> x = np.ones([8, 1], "float32")
+  >>> history = model.fit(x, 5 * x, batch_size=4, epochs=3, verbose=0)
+  >>> history.history["loss"][-1] < history.history["loss"][0]
+  True
+
+  References:
+    tf.compat.v1.tpu.CrossShardOptimizer. This class has all of its members.
+  """
+
+  def __init__(
+    self,
+    opt: "validation.Optimizer | str | dict[str, Any]",
+    reduction: str = loss_factor.MEAN,
+    name: str = "CrossShardOptimizer",
+    group_assignment: (
+      "groups_lib.Groups | Sequence[Sequence[int]] | npt.NDArray[Any]"
+      " | tf.Tensor | None"
+    ) = None,
+    *,
+    loss_averaged_over: str | None = None,
+    clipnorm: float | None = None,
+    global_clipnorm: float | None = None,
+    clipvalue: float | None = None,
+    wire_dtype: str | tf.DType | None = None,
+    skip_nonfinite: bool = False,
+    scale_gradients: bool = False,
+    fused_update: bool | None = None,
+    accumulate_steps: int | None = None,
+    shard_update: bool | str = False,
+    lazy_rows: bool | str = False,
+    group_settings: "Mapping[str, Sequence[float]] | None" = None,
+  ) -> None:
+    """Wraps `opt`. Create both optimizers inside `strategy.scope()`.
+
+    >>> from tf_cross_shard import CrossShardOptimizer
+    >>> optimizer = CrossShardOptimizer("sgd", clipnorm=1.0)
+    >>> float(optimizer.learning_rate.numpy())
+    0.009999999776482582
+
+    Args:
+      opt: A Keras optimizer, or a value that `tf.keras.optimizers.get` accepts,
+        such as `"adam"`. It keeps slots, learning rate, iteration count and all
+        other variables. An optimizer of `tf.compat.v1.train` is converted; see
+        `migration.from_v1`.
+      reduction: `"mean"` or `"sum"` over the group. The spellings of
+        `tf.compat.v1.losses.Reduction` and of Keras are accepted, too.
+      name: The name of this optimizer.
+      group_assignment: The groups of replicas, of shape `[num_groups,
+        group_size]` and dtype int32: lists, an array, a constant tensor or
+        `Groups`. None for one group of all replicas.
+      loss_averaged_over: `"replica"` if the loss is averaged over the examples
+        of one replica, `"global"` if it is averaged over those of all replicas.
+        None chooses by the method that you call: `"replica"` for
+        `compute_gradients` and `minimize(callable)`, `"global"` for Keras' own
+        calls (`fit`, and `minimize` with `tape=`).
+      clipnorm: Clips each replica's gradient of each variable (of the scaled
+        loss) to this norm, before gradients are summed. None or 0 does not
+        clip. `clipnorm` of `opt` clips after the sum.
+      global_clipnorm: Like `clipnorm`, for the norm of all gradients together.
+      clipvalue: Like `clipnorm`, for the absolute value of each element.
+      wire_dtype: `"bfloat16"` or `"float16"`. Gradients of wider dtypes are
+        rounded to this dtype when they are sent between replicas. None leaves
+        gradients exact.
+      skip_nonfinite: Whether the whole group skips a step whose sums contain a
+        NaN or an infinity, and counts the step in `skipped_steps`. With
+        a LossScaleOptimizer, which skips such steps anyway, this only counts
+        them.
+      scale_gradients: Whether `apply_gradients` multiplies the gradients by the
+        factor `f`, instead of the loss. Use this if you cannot change the
+        training loop to call `scale_loss`. `loss_averaged_over=None` then means
+        `"global"`.
+      fused_update: Whether to update each dense variable with one fused
+        TensorFlow kernel instead of Keras' separate operations. Kernels exist
+        for Adam, AdamW (both without amsgrad), SGD, RMSprop with momentum,
+        Adamax, Adadelta and Ftrl; subclasses of these do not qualify. Where
+        there is no kernel, XLA can compile the update inside a `tf.function`.
+        Fused updates may change the last bits of the weights.
+
+        - None: use kernels. Without a kernel, use XLA for Keras 3's Nadam,
+          Adagrad, Lion, RMSprop and amsgrad, on CPUs and for a million elements
+          or more. Otherwise keep Keras' operations.
+        - True: use kernels. Without a kernel, use XLA for any class of Keras 3.
+          Raise an error if neither works.
+        - False: keep Keras' operations.
+      accumulate_steps: The number of calls that make one step (gradient
+        accumulation). Each replica adds up its own gradients. In the last call,
+        their mean over the calls is reduced and applied.
+        `gradient_accumulation_steps` of a Keras 3 `opt` does the same. None
+        makes every call a step.
+      shard_update: Whether each member of a group updates only one part of the
+        weights. `"elementwise"` gives each member an equal number of elements,
+        and only the optimizer state of these elements. `"by_variable"` gives
+        each member whole variables. This works for every optimizer that updates
+        each variable independently, but not on TPUs. True chooses by the class,
+        if it is a class of Keras.
+      lazy_rows: Whether a row-sparse gradient, such as that of an embedding,
+        updates only the rows that occur in the batch. Even if False, Adagrad
+        and Keras 3's SGD without momentum update only these rows (if they have
+        no weight decay), because plain Keras does the same. Pass
+        `"elementwise"` to promise that your own optimizer class treats every
+        element independently.
+      group_settings: A dictionary of lists with a number for each group. Its
+        keys are names of settings of `opt` (`"weight_decay"`, `"momentum"`,
+        `"beta_1"`, ...) or of the clipping limits above. Create `opt` with
+        a nonzero value for each of these settings (any group's value will do),
+        because Keras uses it to decide which slots to create. For learning
+        rates use `schedules.PerGroup`.
+
+    Raises:
+      ValueError: If `opt` is an unknown name or already a
+        CrossShardOptimizer, or if another argument is invalid.
+      NotImplementedError: If the strategy has no synchronous replicas.
+      RuntimeError: If `opt` was created outside of the scope that is open.
+      TypeError: If `opt` is not an optimizer, or is an optimizer of version 1
+        for which Keras has no equivalent.
+    """
+    opt = self._as_optimizer(opt)
+    settings = settings_lib.Settings.of(locals())
+    super().__init__(opt, name=name, **settings.limits)
+    self._encapsulated.fuse(fused_update)
+    engine = collectives.for_strategy(
+      self._encapsulated.strategy, settings.group_assignment
+    )
+    context = context_lib.Context(settings, self._encapsulated, engine)
+    self._parts.checks = step_checks.StepChecks(context)
+    self._parts.step = flow.Step(context)
+    group_schedule.bind(opt, self.groups, self._package)
+
+  learning_rate = group_schedule.bound(
+    forwarding.OptimizerWrapper.learning_rate
+  )
+
+  @property
+  def skipped_steps(self) -> Any:
+    """The number of steps that were skipped because of a NaN or an infinity.
+
+    An int64 `tf.Variable`; each replica holds the count of its own group. None
+    unless `skip_nonfinite` is set.
+
+    >>> from tf_cross_shard import CrossShardOptimizer
+    >>> optimizer = CrossShardOptimizer("sgd", skip_nonfinite=True)
+    >>> weight = tf.Variable(3.0)
+    >>> _ = optimizer.apply_gradients([(tf.constant(float("nan")), weight)])
+    >>> float(weight.numpy()), int(optimizer.skipped_steps.numpy())
+    (3.0, 1)
+    """
+    return self._parts.step.guard.count
+
+  @property
+  def groups(self) -> groups_lib.Groups:
+    """The groups; one group of all replicas without `group_assignment`."""
+    return self._parts.checks.groups
+
+  @tf.autograph.experimental.do_not_convert
+  def apply_gradients(
+    self,
+    grads_and_vars: Iterable[tuple[Any, "validation.Variable"]],
+    global_step: "validation.Variable | None" = None,
+    name: str | None = None,
+  ) -> Any:
+    """Sums each gradient over the group, then lets `opt` apply the sums once.
+
+    >>> from tf_cross_shard import CrossShardOptimizer
+    >>> weight = tf.Variable(3.0)
+    >>> optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(0.5))
+    >>> int(optimizer.apply_gradients([(tf.constant(2.0), weight)]))
+    1
+    >>> float(weight.numpy())
+    2.0
+
+    Args:
+      grads_and_vars: Pairs of this replica's gradient (dense, row-sparse or
+        None) and its variable.
+      global_step: An integer variable, incremented by one afterwards.
+      name: The name scope of the operations; this optimizer's name if None.
+
+    Returns:
+      The iteration count after the step, an int64 tensor; in a version 1
+      graph the operation that does the step.
+
+    Raises:
+      RuntimeError: If you call it in the cross-replica context, or under
+        a different strategy from the one in which it was created.
+      ValueError: If `grads_and_vars` is empty or malformed.
+      TypeError: If a variable is not a variable, or `global_step` is not an
+        integer variable.
+    """
+    grads, variables = validation.check_pairs(grads_and_vars)
+    validation.check_global_step(global_step)
+    return self._perform(flow.Call(grads, variables, global_step, name))
+
+  def build(self, variables: "Iterable[validation.Variable]") -> None:
+    """Creates the slots of `opt`.
+
+    Args:
+      variables: All variables that will ever be trained.
+
+    Raises:
+      DisagreementError: If another worker has different variables, settings or
+        libraries.
+      ValueError: If unpickled values have different shapes.
+      RuntimeError: If a replica would create slots only for itself. Call
+        `build` inside `strategy.scope()`, but outside `strategy.run`.
+    """
+    trained = list(variables)
+    # Compare before the slots are made, where workers wait for each other.
+    if not self._encapsulated.is_built:
+      self._parts.checks.agree_to_build(trained)
+    super().build(trained)
+
+  def update_by_rows(
+    self,
+    var_list: "Iterable[validation.Variable] | None" = None,
+    var_names: Iterable[str] | None = None,
+  ) -> None:
+    """Declares variables as embedding tables. Call it before `build`.
+
+    You need this method only with `shard_update`, and only for tables that are
+    not the weights of a Keras `Embedding`: `shard_update` divides the weights
+    before it has seen a gradient, and does not divide tables.
+
+    Args:
+      var_list: The tables.
+      var_names: Parts of the paths of tables, such as `"user_table"`.
+
+    Raises:
+      ValueError: If `opt` updates all rows in each step.
+      RuntimeError: If the optimizer is built.
+    """
+    if self._encapsulated.is_built:
+      raise RuntimeError(
+        "`update_by_rows` was called after `build`, which has divided the"
+        " weights among the members. Call it before `build`."
+      )
+    self._parts.step.tables.add(list(var_list or ()), list(var_names or ()))
+
+  def finalize_variable_values(self, var_list: Any) -> None:
+    """Overwrites variables with the moving averages of `opt`, if any.
+
+    Keras calls this method when `fit` ends.
+
+    Args:
+      var_list: The variables.
+    """
+    self._parts.step.watch.end_fit()
+    self._parts.step.update.write_averages(var_list)
+
+  def _gradients(
+    self,
+    loss: Any,
+    var_list: Any,
+    tape: tf.GradientTape | None,
+    default: str,
+    options: differentiation.GraphOptions,
+  ) -> differentiation.Pairs:
+    """Returns this replica's gradients of the scaled loss."""
+    self._parts.checks.check_place()
+    return self._parts.step.differentiate(
+      loss, var_list, tape, default, options
+    )
+
+  def _perform(self, call: flow.Call) -> Any:
+    """Checks the call, makes the slots if needed, and does the step."""
+    opt = self._encapsulated.optimizer
+    checks, step = self._parts.checks, self._parts.step
+    checks.check_place()
+    checks.check_variables(call.variables)
+    # Again: the user may have assigned a schedule to `opt.learning_rate`
+    # itself.
+    group_schedule.bind(opt, self.groups, self._package)
+    if not call.is_reduced:
+      step.convention.check_was_scaled(
+        call.through_apply, self._encapsulated.scaling.divides
+      )
+    self.build(call.variables)
+    checks.agree_to_step(call.grads, call.variables)
+    if tf.executing_eagerly() or tf.inside_function():
+      return step.perform(call)
+    # A version 1 graph runs only what is fetched: return one operation that
+    # does the whole step.
+    return tf.function(lambda: step.perform(call), autograph=False)().op
+
+  def _build_slots(self, variables: Sequence[Any]) -> None:
+    """Makes the variables of all stages."""
+    self._parts.step.build(variables)
+
+  def _config(self) -> dict[str, Any]:
+    """Returns the arguments besides `opt`, in serializable form."""
+    return self._parts.step.settings.to_config()
+
+  @classmethod
+  def _without_removed(cls, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns a configuration without the arguments of older versions."""
+    return settings_lib.Settings.without_removed(config)
+
+  def _before_saving(self) -> None:
+    """Warns if saving loses values of groups; silent in the constructor."""
+    own = parts.parts_of(self)
+    if own is not None and own.step is not None:
+      whole = self._encapsulated.state.unsharded
+      saved = [
+        *whole.trainable_variables,
+        *self._encapsulated.state.all_variables,
+      ]
+      own.step.watch.before_saving(saved)
+
+  def _differing(self) -> dict[str, Any]:
+    """Returns the arguments besides `opt` that differ from their defaults."""
+    step = self._parts.step
+    return {} if step is None else step.settings.differing()

@@ -1,0 +1,40 @@
+"""The parts of a wrapper: the objects that do its work, in one attribute."""
+
+import dataclasses
+from typing import Any, Final
+
+# The only attribute that this package adds to a wrapper. Its name is one that a
+# user's optimizer class is unlikely to have.
+_ATTRIBUTE: Final = "_tf_cross_shard_parts"
+
+
+@dataclasses.dataclass
+class Parts:
+  """The objects behind a wrapper.
+
+  Attributes:
+    encapsulated: The `encapsulated.Encapsulated` around the user's optimizer.
+    keras_package: "keras" or "tf_keras".
+    checks: The `step.step_checks.StepChecks`; None for towers.
+    step: The `step.flow.Step`; None for towers, and while it is being made.
+  """
+
+  encapsulated: Any
+  keras_package: str
+  checks: Any = None
+  step: Any = None
+
+
+def set_parts(wrapper: Any, parts: Parts) -> None:
+  """Stores the parts of a wrapper, past its `__setattr__`, which forwards."""
+  wrapper.__dict__[_ATTRIBUTE] = parts
+
+
+def parts_of(optimizer: Any) -> Parts | None:
+  """Returns the parts of a wrapper.
+
+  None for any other object, and for a wrapper whose Keras constructor is
+  running.
+  """
+  parts: Parts | None = getattr(optimizer, "__dict__", {}).get(_ATTRIBUTE)
+  return parts

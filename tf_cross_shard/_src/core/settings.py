@@ -1,0 +1,328 @@
+"""The arguments of a CrossShardOptimizer, without `opt`, validated.
+
+They are one frozen object. The constructor makes it, `get_config` and `repr`
+read it, workers compare it, and every stage of a step reads its settings from
+it.
+"""
+
+import dataclasses
+import numbers
+from collections.abc import Mapping
+from typing import Any, Final, TypeVar
+
+import tensorflow as tf
+from absl import logging
+
+from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core import parts
+from tf_cross_shard._src.core.gradients import loss_factor, packing
+
+# Arguments of earlier versions, which configurations may still have.
+_REMOVED: Final = ("has_backup", "noise_scale")
+_Class = TypeVar("_Class", bound=type[Any])
+LIMITS: Final = ("clipnorm", "global_clipnorm", "clipvalue")
+
+
+def _about(doc: str, *, is_replaceable: bool = False) -> dict[str, Any]:
+  """Returns the metadata of a setting.
+
+  Args:
+    doc: The documentation of the optimizer's property of this name.
+    is_replaceable: Whether the user can assign the property. Steps that are
+      traced afterwards use the new value. In `fit`, call
+      `model.make_train_function(force=True)` to trace steps again.
+  """
+  return {"doc": doc, "is_replaceable": is_replaceable}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """The arguments of a CrossShardOptimizer, without `opt`.
+
+  Each argument is declared once, as a field. `__post_init__` validates the
+  arguments. The optimizer's properties and their documentation, the
+  configuration and the comparison between workers follow from the fields. The
+  docstring of the optimizer's constructor explains each argument in full.
+  """
+
+  reduction: str = dataclasses.field(
+    default=loss_factor.MEAN, metadata=_about('`"mean"` or `"sum"`.')
+  )
+  name: str = dataclasses.field(
+    default="CrossShardOptimizer", metadata=_about("The name of the optimizer.")
+  )
+  # The constructor takes any form of groups. The field is `Groups` or None.
+  group_assignment: Any = dataclasses.field(
+    default=None,
+    metadata=_about("The groups as lists; None for one group of all replicas."),
+  )
+  loss_averaged_over: str | None = dataclasses.field(
+    default=None,
+    metadata=_about('`"replica"`, `"global"`, or None to decide by the call.'),
+  )
+  clipnorm: float | None = dataclasses.field(
+    default=None,
+    metadata=_about(
+      "Limit of the norm of each gradient, before the sum.", is_replaceable=True
+    ),
+  )
+  global_clipnorm: float | None = dataclasses.field(
+    default=None,
+    metadata=_about(
+      "Limit of the norm of all gradients together, before the sum.",
+      is_replaceable=True,
+    ),
+  )
+  clipvalue: float | None = dataclasses.field(
+    default=None,
+    metadata=_about(
+      "Limit of each element of a gradient, before the sum.",
+      is_replaceable=True,
+    ),
+  )
+  wire_dtype: tf.DType | None = dataclasses.field(
+    default=None,
+    metadata=_about(
+      "The dtype of gradients while they travel; None for exact sums."
+    ),
+  )
+  skip_nonfinite: bool = dataclasses.field(
+    default=False,
+    metadata=_about(
+      "Whether steps with a NaN or an infinity are skipped and counted."
+    ),
+  )
+  scale_gradients: bool = dataclasses.field(
+    default=False,
+    metadata=_about(
+      "Whether the factor of the mean scales gradients, not the loss."
+    ),
+  )
+  fused_update: bool | None = dataclasses.field(
+    default=None,
+    metadata=_about(
+      "Whether kernels or XLA do the updates; None where they are faster."
+    ),
+  )
+  accumulate_steps: int | None = dataclasses.field(
+    default=None, metadata=_about("How many calls make one step; None for one.")
+  )
+  shard_update: bool | str = dataclasses.field(
+    default=False,
+    metadata=_about(
+      "Whether each member of a group updates one part of the weights."
+    ),
+  )
+  lazy_rows: bool | str = dataclasses.field(
+    default=False,
+    metadata=_about(
+      "Whether row-sparse gradients update only the rows that occur."
+    ),
+  )
+  # The field is {name: [a number for each group]} or None.
+  group_settings: Any = dataclasses.field(
+    default=None,
+    metadata=_about(
+      "A number for each group, by the name of a setting; or None.",
+      is_replaceable=True,
+    ),
+  )
+
+  def __post_init__(self) -> None:
+    """Raises an error for an argument without a valid value."""
+    for name, convert in (
+      ("reduction", loss_factor.canonical_reduction),
+      ("loss_averaged_over", loss_factor.check_averaged_over),
+      ("wire_dtype", packing.as_wire_dtype),
+      ("group_assignment", as_groups),
+      ("group_settings", _as_group_settings),
+    ):
+      object.__setattr__(self, name, convert(getattr(self, name)))
+    for name in ("skip_nonfinite", "scale_gradients"):
+      if not isinstance(getattr(self, name), bool):
+        raise TypeError(
+          f"`{name}` must be True or False; got {getattr(self, name)!r}."
+        )
+    for name in LIMITS:
+      _check_limit(name, getattr(self, name))
+    for name, ways in (
+      ("shard_update", ("elementwise", "by_variable")),
+      ("lazy_rows", ("elementwise",)),
+    ):
+      if getattr(self, name) not in (True, False, None, *ways):
+        raise ValueError(
+          f"`{name}` must be True, False or one of {list(ways)}; got"
+          f" {getattr(self, name)!r}."
+        )
+    steps = self.accumulate_steps
+    if steps is not None and not (_is_integer(steps) and steps > 0):
+      raise ValueError(
+        "`accumulate_steps` must be a positive integer; got"
+        f" {steps!r}. Leave it None to apply gradients in every call."
+      )
+    if self.lazy_rows and (steps or 1) > 1:
+      raise ValueError(
+        f"`lazy_rows` is {self.lazy_rows!r} and `accumulate_steps` is {steps},"
+        " and accumulated gradients are dense. Set one of them only."
+      )
+
+  @staticmethod
+  def without_removed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration without removed arguments; warns about them.
+
+    >>> Settings.without_removed({"name": "ours", "has_backup": False})
+    {'name': 'ours'}
+    """
+    kept = {k: v for k, v in config.items() if k not in _REMOVED}
+    left_out = [k for k in _REMOVED if config.get(k)]
+    if kept.get("wire_dtype") == "int8":
+      kept["wire_dtype"] = None
+      left_out.append('wire_dtype="int8"')
+    if kept.get("lazy_rows") and (kept.get("accumulate_steps") or 1) > 1:
+      kept["lazy_rows"] = False
+      left_out.append("lazy_rows together with accumulate_steps")
+    if left_out:
+      logging.warning(
+        "The configuration of %s has arguments that this version has removed,"
+        " and ignores them: %s.",
+        config.get("name"),
+        ", ".join(left_out),
+      )
+    return kept
+
+  @classmethod
+  def of(cls, arguments: Mapping[str, Any]) -> "Settings":
+    """Returns the settings among a constructor's arguments, by their names."""
+    return cls(**{f.name: arguments[f.name] for f in dataclasses.fields(cls)})
+
+  @property
+  def is_mean(self) -> bool:
+    """Whether gradients are averaged over the group."""
+    return self.reduction == loss_factor.MEAN
+
+  @property
+  def limits(self) -> dict[str, Any]:
+    """The clipping limits, by their names."""
+    return {name: getattr(self, name) for name in LIMITS}
+
+  def read(self, name: str) -> Any:
+    """Returns a setting as one of Python's own types.
+
+    Groups are returned as lists, without names, and a dtype as its name.
+    """
+    value = getattr(self, name)
+    if isinstance(value, groups_lib.Groups):
+      return value.to_lists()
+    return value.name if isinstance(value, tf.DType) else value
+
+  def to_config(self) -> dict[str, Any]:
+    """Returns the arguments in serializable form."""
+    names = [field.name for field in dataclasses.fields(self)]
+    config = {name: self.read(name) for name in names}
+    groups = self.group_assignment
+    if groups is not None and groups.names is not None:
+      config["group_assignment"] = {
+        "assignment": config["group_assignment"],
+        "names": list(groups.names),
+      }
+    return config
+
+  def differing(self) -> dict[str, Any]:
+    """Returns the arguments that differ from their defaults."""
+    defaults = Settings().to_config()
+    config = self.to_config().items()
+    return {name: value for name, value in config if value != defaults[name]}
+
+
+class Setting:
+  """A property of the optimizer that returns the setting of the same name."""
+
+  def __init__(self, field: "dataclasses.Field[Any]") -> None:
+    """Makes the property for a field of `Settings`."""
+    self._name = field.name
+    self._is_replaceable = field.metadata["is_replaceable"]
+    self.__doc__ = field.metadata["doc"]
+
+  def __get__(self, optimizer: Any, owner: Any = None) -> Any:
+    """Returns the setting; None while the optimizer is being made."""
+    if optimizer is None:
+      return self
+    step = _step_of(optimizer)
+    return None if step is None else step.settings.read(self._name)
+
+  def __set__(self, optimizer: Any, value: Any) -> None:
+    """Replaces the setting, or raises `AttributeError` if it is fixed."""
+    step = _step_of(optimizer)
+    if self._is_replaceable:
+      # None while Keras' constructor assigns its own defaults.
+      if step is not None:
+        step.replace(**{self._name: value})
+      return
+    raise AttributeError(
+      f"`{self._name}` cannot be set; got {value!r}. Make a new optimizer with"
+      f" {self._name}={value!r}."
+    )
+
+
+def with_properties(cls: _Class) -> _Class:
+  """Gives the optimizer's class a property for each setting except `name`."""
+  for field in dataclasses.fields(Settings):
+    if field.name != "name":
+      setattr(cls, field.name, Setting(field))
+  return cls
+
+
+def _step_of(optimizer: Any) -> Any:
+  """Returns the step of an optimizer; None while it is being made."""
+  own = parts.parts_of(optimizer)
+  return None if own is None else own.step
+
+
+def as_groups(group_assignment: Any) -> groups_lib.Groups | None:
+  """Returns the `Groups` of any accepted form of `group_assignment`."""
+  if group_assignment is None or isinstance(
+    group_assignment, groups_lib.Groups
+  ):
+    return group_assignment
+  if isinstance(group_assignment, dict):  # from a configuration
+    return groups_lib.Groups(**group_assignment)
+  if tf.is_tensor(group_assignment) and not hasattr(group_assignment, "numpy"):
+    static = tf.get_static_value(group_assignment)
+    if static is None:
+      raise ValueError(
+        "`group_assignment` must be known when the program is built; got the"
+        f" symbolic tensor {group_assignment!r}. Use a list."
+      )
+    group_assignment = static
+  return groups_lib.Groups(group_assignment)
+
+
+def _check_limit(name: str, limit: Any) -> None:
+  """Raises `ValueError` unless a limit is None or a number of at least 0."""
+  # This comparison is False for NaN, too.
+  is_number = hasattr(limit, "__float__") and float(limit) >= 0
+  if limit is not None and not is_number:
+    raise ValueError(
+      f"`{name}` must be a number of at least 0, or None; got {limit!r}. None"
+      " or 0 does not clip."
+    )
+
+
+def _as_group_settings(numbers: Any) -> dict[str, list[float]] | None:
+  """Returns lists with a number for each group, by the names of settings."""
+  try:
+    found = {str(k): list(map(float, v)) for k, v in (numbers or {}).items()}
+  except (AttributeError, TypeError, ValueError) as error:
+    raise ValueError(
+      "`group_settings` must be a dictionary of names to a number for each"
+      f' group, such as {{"weight_decay": [0.0, 0.1]}}; got {numbers!r}.'
+    ) from error
+  for name in LIMITS:
+    for limit in found.get(name, ()):
+      _check_limit(name, limit)
+  return found or None
+
+
+def _is_integer(value: Any) -> bool:
+  """Whether a value is an integer, but not True or False."""
+  return isinstance(value, numbers.Integral) and not isinstance(value, bool)

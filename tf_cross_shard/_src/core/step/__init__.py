@@ -1,0 +1,1 @@
+"""The stages of one optimizer step, in the order of `flow.Step.perform`."""

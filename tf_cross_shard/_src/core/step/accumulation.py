@@ -1,0 +1,354 @@
+"""Gradient accumulation: several calls of `apply_gradients` make one step.
+
+    call 1        call 2              call k
+    sum_r += g_r  sum_r += g_r  ...   finish(sum_r + g_r), sum_r = 0
+
+Each replica r adds up its own gradients g_r. Replicas exchange nothing in the
+first k - 1 calls. The k calls are an accumulation *window*. A window without
+accumulation has one call. In the k-th call `finish` reduces the sums over the
+group and applies them.
+"""
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard._src.core import context as context_lib
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.collectives import replica_isolation
+from tf_cross_shard._src.core.gradients import indexed_slices
+from tf_cross_shard._src.core.gradients.clipping import Gradient
+from tf_cross_shard._src.core.step import group_settings
+
+# Reduces the gradients of a whole window over the group, and applies them.
+Finish = Callable[[Sequence[Gradient]], None]
+
+
+class Window(context_lib.Stage, abc.ABC):
+  """The calls of `apply_gradients` that make one step.
+
+  Attributes:
+    variables: The window's own sums and count; each replica has its own.
+  """
+
+  variables: Sequence[Any] = ()
+
+  def of_call(self, has_values: bool) -> "Window":
+    """Returns the window that handles a call.
+
+    Args:
+      has_values: Whether the gradient of some variable is its next value.
+
+    Raises:
+      NotImplementedError: If such a variable would be accumulated.
+    """
+    del has_values
+    return self
+
+  def build(self, variables: Sequence[Any]) -> None:
+    """Makes a variable for the sum of each variable's gradients, if needed."""
+    del variables
+
+  @abc.abstractmethod
+  def add(
+    self, own: Sequence[Gradient], variables: Sequence[Any], finish: Finish
+  ) -> None:
+    """Adds up gradients; the last call of the window calls `finish`.
+
+    Args:
+      own: This replica's gradients.
+      variables: The variables of the gradients.
+      finish: A function that receives the gradients of the whole window.
+    """
+
+
+class OneCall(Window):
+  """The window without accumulation: every call makes a step."""
+
+  def __init__(
+    self,
+    context: context_lib.Context,
+    by_group: group_settings.GroupSettings,
+  ) -> None:
+    """Makes the window.
+
+    Args:
+      context: The settings, the encapsulated optimizer and the engine.
+      by_group: The settings by group, which an optimizer that accumulates by
+        itself needs in every call.
+    """
+    super().__init__(context)
+    self._by_group = by_group
+
+  def of_call(self, has_values: bool) -> Window:
+    """Returns Keras' window if the encapsulated optimizer accumulates."""
+    # Keras would accumulate values like gradients. If there are values, reduce
+    # in every call, and let Keras accumulate the sums.
+    if has_values or not self.encapsulated.accumulates_own_gradients:
+      return self
+    return KerasAccumulation(self.context, self._by_group)
+
+  def add(
+    self, own: Sequence[Gradient], variables: Sequence[Any], finish: Finish
+  ) -> None:
+    """Passes the gradients to `finish`."""
+    del variables
+    finish(own)
+
+
+class Accumulation(Window):
+  """A window of `steps` calls."""
+
+  def __init__(self, context: context_lib.Context, steps: int) -> None:
+    """Makes a window of this number of calls."""
+    super().__init__(context)
+    self.steps = steps
+
+  def add(
+    self, own: Sequence[Gradient], variables: Sequence[Any], finish: Finish
+  ) -> None:
+    """Adds up gradients; the last call of the window calls `finish`."""
+    # A row-sparse gradient has other rows in each call: add dense gradients.
+    grads = [
+      indexed_slices.cast(indexed_slices.to_dense(grad, variable), variable)
+      for grad, variable in zip(own, variables, strict=True)
+    ]
+    with self.engine.isolate():
+      is_last = self._calls_so_far() + 1 >= self.steps
+
+    def add() -> None:  # sum_r += g_r
+      with self.engine.isolate():
+        self._add(grads, variables)
+
+    def close() -> None:  # finish(sum_r + g_r), sum_r = 0
+      with self.engine.isolate():
+        totals = self._take(grads, variables)
+      # Not isolated: `finish` reduces over the group.
+      finish(totals)
+      with self.engine.isolate():
+        # Start the next window, also after a step that was skipped and after
+        # Keras has counted this call.
+        self._count.assign_sub(self._calls_so_far())
+
+    # All replicas have had the same number of calls, so all take one branch.
+    tf.cond(is_last, close, add)
+
+  @property
+  @abc.abstractmethod
+  def _count(self) -> Any:
+    """The variable that counts calls. It is equal on all replicas."""
+
+  @abc.abstractmethod
+  def _sum_of(self, variable: Any) -> Any:
+    """Returns the `tf.Variable` with the sum of a variable's gradients."""
+
+  @abc.abstractmethod
+  def _add(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
+    """Adds gradients to this replica's sums, and counts the call."""
+
+  def _calls_so_far(self) -> tf.Tensor:
+    """Returns how many calls of this window are complete."""
+    return tf.convert_to_tensor(self._count)
+
+  def _take(
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
+  ) -> list[Gradient]:
+    """Returns the sums with `grads` added, and resets the sums to zero."""
+    return [
+      None if grad is None else self._take_sum(variable, grad)
+      for grad, variable in zip(grads, variables, strict=True)
+    ]
+
+  def _take_sum(self, variable: Any, grad: Gradient) -> tf.Tensor:
+    """Returns one variable's sum with `grad` added, and resets the sum."""
+    stored_sum = self._sum_of(variable)
+    before = tf.convert_to_tensor(stored_sum)
+    result = before + (0 if grad is None else grad)  # sum_r + g_r
+    stored_sum.assign(tf.zeros_like(before))  # sum_r = 0
+    return result
+
+
+class OwnAccumulation(Accumulation):
+  """The window of `accumulate_steps`, which keeps the sums itself.
+
+  `finish` receives the mean over the k calls of the window:
+
+      (sum over the calls of g_r) / k
+  """
+
+  def __init__(self, context: context_lib.Context, steps: int) -> None:
+    """Makes the variable that counts calls."""
+    super().__init__(context, steps)
+    self.variables: list[Any] = []
+    self._sums: dict[int, Any] = {}
+    # Keep references, so that Python does not reuse the `id()` of a key.
+    self._known: list[Any] = []
+    # Keys of the sums to which some call adds a gradient.
+    self._added: set[Any] = set()
+    # Keys of the sums for which a traced last call had no gradient, so that the
+    # trace does not read and reset them.
+    self._not_reset: set[Any] = set()
+    self._calls = self._make_variable(0, tf.int64, "accumulated_calls")
+
+  def of_call(self, has_values: bool) -> Window:
+    """Returns this window, or raises an error if there are values."""
+    if has_values:
+      raise NotImplementedError(
+        "Gradients of variables with `overwrite_with_gradient` (Keras' float8"
+        " scales) cannot be accumulated. Leave `accumulate_steps` out."
+      )
+    return self
+
+  def build(self, variables: Sequence[Any]) -> None:
+    """Makes a variable for the sum of each new variable's gradients."""
+    for variable in variables:
+      native = variables_lib.native(variable)
+      if id(native) not in self._sums:
+        self._known.append(native)
+        name = f"gradient_sum/{variables_lib.path_of(variable)}"
+        zeros = np.zeros(native.shape)
+        self._sums[id(native)] = self._make_variable(zeros, native.dtype, name)
+
+  @property
+  def _count(self) -> Any:
+    """The variable that counts the calls of this window."""
+    return self._calls
+
+  def _sum_of(self, variable: Any) -> Any:
+    """Returns the `tf.Variable` with the sum of a variable's gradients."""
+    return self._sums[id(variables_lib.native(variable))]
+
+  def _add(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
+    """Adds gradients to this replica's sums, and counts the call.
+
+    Raises:
+      ValueError: If a gradient would be added to a sum that the traced last
+        call of the window does not read.
+    """
+    for grad, variable in zip(grads, variables, strict=True):
+      if grad is None:
+        continue
+      key = self._key(variable)
+      if key in self._not_reset:
+        raise ValueError(
+          f"{variables_lib.path_of(variable)} has a gradient in some calls of"
+          " an accumulation window and None in others, and the function of the"
+          " window's last call was traced first. Use zeros instead of None."
+        )
+      self._added.add(key)
+      self._sum_of(variable).assign_add(grad)
+    self._calls.assign_add(1)
+
+  def _take(
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
+  ) -> list[Gradient]:
+    """Returns the mean over the window, and resets the sums.
+
+    A gradient of None counts as zeros if another call of the window (in a
+    `tf.function`: any call) has a gradient for the variable. Otherwise the sum
+    would be left over for a later window. If no call has a gradient, the result
+    is None.
+    """
+    totals: list[Gradient] = []
+    for grad, variable in zip(grads, variables, strict=True):
+      key = self._key(variable)
+      if grad is not None or key in self._added or self._is_nonzero(variable):
+        total = self._take_sum(variable, grad)
+        # The mean over k calls, of which this one is not counted yet.
+        totals.append(total / tf.cast(self._calls_so_far() + 1, total.dtype))
+        continue
+      totals.append(None)
+      if not tf.executing_eagerly():
+        self._not_reset.add(key)
+    # Eagerly, the next window starts with no gradients. A trace serves all
+    # windows, so that its keys stay.
+    if tf.executing_eagerly():
+      self._added -= set(map(self._key, variables))
+    return totals
+
+  def _is_nonzero(self, variable: Any) -> bool:
+    """Whether a sum is known not to be zero, for example after a restore."""
+    stored_sum = self._sum_of(variable)
+    return tf.executing_eagerly() and bool(tf.math.count_nonzero(stored_sum))
+
+  def _key(self, variable: Any) -> Any:
+    """Returns the key of one replica's sum of a variable's gradients."""
+    native = variables_lib.native(variable)
+    return replica_isolation.replica_id(), id(native)
+
+  def _make_variable(self, value: Any, dtype: Any, name: str) -> Any:
+    """Makes a variable with a copy on each replica, and lists it."""
+    with self.engine.making_variables():
+      made = tf.Variable(value, trainable=False, dtype=dtype, name=name)
+    self.variables.append(made)
+    return made
+
+
+class KerasAccumulation(Accumulation):
+  """The window of a Keras 3 optimizer's `gradient_accumulation_steps`.
+
+  Keras keeps the sums. In the last call of the window, Keras receives the sums
+  over the group, and divides them by the number of calls k:
+
+      opt.apply(reduce(sum_r + g_r))    in Keras: the argument / k
+  """
+
+  def __init__(
+    self,
+    context: context_lib.Context,
+    by_group: group_settings.GroupSettings,
+  ) -> None:
+    """Makes the window of the encapsulated optimizer.
+
+    Args:
+      context: The settings, the encapsulated optimizer and the engine.
+      by_group: The settings by group, which must be in force whenever Keras
+        adds gradients.
+    """
+    assert context.encapsulated.accumulates is not None
+    super().__init__(context, context.encapsulated.accumulates)
+    self._by_group = by_group
+
+  @property
+  def _count(self) -> Any:
+    """Keras' variable, which counts the calls of all windows."""
+    return variables_lib.native(self.encapsulated.accumulated_calls)
+
+  def _calls_so_far(self) -> tf.Tensor:
+    """Returns how many calls of this window are complete."""
+    return super()._calls_so_far() % self.steps
+
+  def _sum_of(self, variable: Any) -> Any:
+    """Returns Keras' variable with the sum of a variable's gradients."""
+    return variables_lib.native(
+      self.encapsulated.accumulated_gradient(variable)
+    )
+
+  def _add(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
+    """Has Keras add gradients to its sums and count the call."""
+    # Keras updates moving averages of weights, too, in every call.
+    with self._by_group.in_force():
+      self.encapsulated.accumulate(grads, variables)
+
+
+def make(
+  context: context_lib.Context, by_group: group_settings.GroupSettings
+) -> Window:
+  """Returns the window for the settings.
+
+  Raises:
+    ValueError: If both this optimizer and the encapsulated one accumulate.
+  """
+  steps = context.settings.accumulate_steps
+  accumulates = context.encapsulated.accumulates
+  if steps is not None and accumulates:
+    raise ValueError(
+      f"`accumulate_steps` is {steps}, and `opt` has"
+      f" gradient_accumulation_steps={accumulates}. Set one of them only."
+    )
+  if steps in (None, 1):
+    return OneCall(context, by_group)
+  return OwnAccumulation(context, int(steps))

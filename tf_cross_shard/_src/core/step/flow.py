@@ -1,0 +1,309 @@
+"""One step of a CrossShardOptimizer, in each replica.
+
+    loss ─ scale ─▶ gradients ─ clip ─▶ window ─▶ reduce ─▶ apply ─▶ weights
+                    this replica's      1 or k    over the  once
+                    own gradients       calls     group
+
+`Step.perform` follows this drawing from left to right. The stages are objects
+from this folder and from `update`. A window is one call or k calls long. The
+update decides what each member of a group keeps and applies, and the wire
+decides in which dtype gradients travel between replicas. `Step` gives each
+stage its collaborators, and stages return values to `Step`; they do not write
+into each other.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core import context as context_lib
+from tf_cross_shard._src.core import settings as settings_lib
+from tf_cross_shard._src.core.collectives import wire as wire_lib
+from tf_cross_shard._src.core.gradients import (
+  clipping,
+  differentiation,
+  indexed_slices,
+)
+from tf_cross_shard._src.core.gradients.clipping import Gradient
+from tf_cross_shard._src.core.step import (
+  accumulation,
+  group_settings,
+  loss_convention,
+  nonfinite,
+  overwrite_watch,
+)
+from tf_cross_shard._src.core.update import (
+  flat_update,
+  owner_update,
+  sharded_update,
+  update,
+)
+from tf_cross_shard._src.core.update import tables as tables_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+  """One call of `apply_gradients` with valid arguments.
+
+  Attributes:
+    grads: This replica's gradients, or the group's sums of them.
+    variables: The variables of the gradients.
+    global_step: The user's count of steps, or None.
+    name: The name scope of the operations; None for the optimizer's name.
+    through_apply: Whether the call was Keras 3's `apply`, which does not run
+      what the user's class overrides in `apply_gradients`.
+    is_reduced: Whether `grads` already are the group's sums.
+  """
+
+  grads: Sequence[Gradient]
+  variables: Sequence[Any]
+  global_step: Any = None
+  name: str | None = None
+  through_apply: bool = False
+  is_reduced: bool = False
+
+
+_SHARDED: Final = {
+  "elementwise": flat_update.FlatUpdate,
+  "by_variable": owner_update.OwnerUpdate,
+}
+
+
+class Step:
+  """The stages between a loss and the weights, with the state of the stages.
+
+  Attributes:
+    context: The arguments, the encapsulated optimizer and the engine.
+    convention: Knows what the loss is averaged over, and so its factor.
+    tables: The embedding tables that are updated by rows.
+    update: Reduces gradients and updates the weights.
+    window: Accumulates the gradients of several calls.
+    guard: Skips steps with a NaN or an infinity, and counts them.
+    by_group: Settings that differ between groups.
+    watch: Notices when something else overwrites the groups' weights.
+    attached: Variables of callbacks that `replica_state` saves with this state.
+  """
+
+  def __init__(self, context: context_lib.Context) -> None:
+    """Makes the stages for the settings."""
+    self.context = context
+    settings, engine = context.settings, context.engine
+    self.convention = loss_convention.LossConvention(settings, engine.groups)
+    self.by_group = group_settings.GroupSettings(context)
+    self.tables = tables_lib.make(context)
+    self.update = _make_update(context, self.tables)
+    self.window = accumulation.make(context, self.by_group)
+    self.guard = nonfinite.NonfiniteGuard(context)
+    self.watch = overwrite_watch.OverwriteWatch(settings.name, engine)
+    self.attached: tuple[Any, ...] = ()
+    context.encapsulated.state.checkpointed = self.update.checkpointed
+
+  @property
+  def settings(self) -> settings_lib.Settings:
+    """The optimizer's arguments in force."""
+    return self.context.settings
+
+  def replace(self, **changes: Any) -> None:
+    """Replaces settings in all stages.
+
+    Only settings that every step reads can be replaced: the clipping limits and
+    `group_settings`.
+
+    Raises:
+      ValueError: If a value is not valid. Then no setting changes.
+    """
+    settings = dataclasses.replace(self.settings, **changes)
+    context = dataclasses.replace(self.context, settings=settings)
+    group_settings.check(context)
+    self.context = context
+    for stage in self._stages():
+      stage.context = context
+
+  def _stages(self) -> tuple[context_lib.Stage, ...]:
+    """Returns the stages that keep a context."""
+    return self.by_group, self.tables, self.update, self.window, self.guard
+
+  def differentiate(
+    self,
+    loss: Any,
+    var_list: Any,
+    tape: tf.GradientTape | None,
+    default: str,
+    options: differentiation.GraphOptions,
+  ) -> differentiation.Pairs:
+    """Returns this replica's gradients of the scaled loss."""
+    return differentiation.differentiate(
+      self.context.encapsulated,
+      loss,
+      var_list,
+      tape,
+      scale=lambda seed: self.scale(seed, default),
+      options=options,
+      scalar=self.settings.is_mean,
+    )
+
+  @tf.autograph.experimental.do_not_convert
+  def scale(self, loss: Any, default: str) -> Any:
+    """Returns a loss times the factor of the mean."""
+    factor = self.convention.for_loss(default)
+    return loss if factor == 1 else loss * factor
+
+  def perform(self, call: Call) -> tf.Tensor:
+    """Does a step, or one call of an accumulation window.
+
+    Returns:
+      The iteration count afterwards, an int64 scalar.
+    """
+    with tf.name_scope(call.name or self.settings.name):
+      overwrites = self._overwrites(call)
+      with self.watch.step(call.variables):
+        own = call.grads if call.is_reduced else self._clip(call, overwrites)
+        self.window.of_call(any(overwrites)).add(
+          own,
+          call.variables,
+          lambda totals: self._finish(call, overwrites, totals),
+        )
+      with self.context.engine.isolate():
+        return tf.identity(self.context.encapsulated.iterations())
+
+  def sum(self, call: Call) -> list[Gradient]:
+    """Returns the group's sums of this replica's gradients, clipped."""
+    overwrites = self._overwrites(call)
+    return self.update.all_reduce(self._clip(call, overwrites), overwrites)
+
+  def apply_for_loss_scaler(
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
+  ) -> None:
+    """Applies sums that a LossScaleOptimizer around ours found finite.
+
+    That optimizer calls this method inside `_apply_once`.
+    """
+    self.context.encapsulated.apply_reduced(
+      grads, variables, through_apply=True, row_step=self.tables.row_step
+    )
+
+  def _overwrites(self, call: Call) -> list[bool]:
+    """Returns for each variable whether `overwrite_with_gradient` is set.
+
+    Keras overwrites such variables, float8 scales, with their gradients. These
+    are averaged over the group. They are not scaled, clipped, rounded or
+    summed.
+    """
+    return list(map(self.context.encapsulated.is_overwritten, call.variables))
+
+  def _clip(self, call: Call, overwrites: Sequence[bool]) -> list[Gradient]:
+    """Returns this replica's own gradients, scaled and clipped.
+
+    With f the factor of the mean (1 unless `scale_gradients`) and g a gradient:
+    clip(f * g).
+    """
+    grads = wire_lib.make_reducible(
+      call.grads, call.variables, self.context.engine
+    )
+    factor = self.convention.for_gradients()
+    scale_limit = self.context.encapsulated.scaling.scale_limit
+    clipped = clipping.clip(
+      [
+        None if overwritten else indexed_slices.times(grad, factor)
+        for grad, overwritten in zip(grads, overwrites, strict=True)
+      ],
+      # Gradients may be multiplied by a loss scale: multiply the limits, too.
+      # As in Keras, a limit of 0 does not clip.
+      **{
+        name: scale_limit(limit) if limit else None
+        for name, limit in self.by_group.limits().items()
+      },
+      keep_infinite=self.context.may_skip,
+    )
+    return [
+      grad if overwritten else own
+      for grad, own, overwritten in zip(grads, clipped, overwrites, strict=True)
+    ]
+
+  def _finish(
+    self, call: Call, overwrites: Sequence[bool], totals: Sequence[Gradient]
+  ) -> None:
+    """Ends a window: sums over the group, and applies the sums once.
+
+    Args:
+      call: The last call of the window.
+      overwrites: For each variable, whether its gradient is its next value.
+      totals: This replica's gradients of the whole window.
+    """
+    if call.is_reduced:
+      sums = self.update.own_part(totals, call.variables)
+    else:
+      sums = self.update.reduce(totals, call.variables, overwrites)
+    self.update.apply(
+      sums,
+      call.variables,
+      lambda sums, variables: self._apply_once(call, sums, variables),
+    )
+
+  def _apply_once(
+    self, call: Call, sums: Sequence[Gradient], variables: Sequence[Any]
+  ) -> None:
+    """Applies sums through the encapsulated optimizer, exactly once."""
+    engine = self.context.engine
+
+    def apply() -> None:
+      self.context.encapsulated.apply_reduced(
+        sums, variables, call.through_apply, self.tables.row_step
+      )
+      step = call.global_step
+      if step is not None and engine.updates_here(step):
+        step.assign_add(tf.cast(self.guard.is_step(sums), step.dtype))
+
+    # Isolated: the optimizer would otherwise reduce the sums a second time.
+    with (
+      engine.all_or_nothing(sums),
+      engine.isolate(),
+      self.by_group.in_force(),
+    ):
+      self.guard.apply_if_finite(sums, apply)
+
+  def build(self, variables: Sequence[Any]) -> None:
+    """Makes the variables of all stages."""
+    state = self.context.encapsulated.state
+    whole = self.update.build(variables)
+    if whole is not None:
+      state.whole = whole
+      state.checkpointed.add(whole.checkpoint_view)
+    self.window.build(variables)
+
+  @property
+  def state(self) -> list[Any]:
+    """The stages' own variables, which `replica_state` saves."""
+    counts = [] if self.guard.count is None else [self.guard.count]
+    return [*counts, *self.window.variables, *self.attached]
+
+  @property
+  def window_state(self) -> list[Any]:
+    """State of an unfinished accumulation window.
+
+    The members of a group have different values. The state is reset when the
+    group's members change.
+    """
+    return list(self.window.variables)
+
+
+def _make_update(
+  context: context_lib.Context, tables: tables_lib.Tables
+) -> update.Update:
+  """Makes the kind of update for the settings."""
+  settings, engine = context.settings, context.engine
+  # float16 rounds small gradients to 0. So gradients that were divided by the
+  # loss scale are multiplied by it while they travel.
+  is_float16 = settings.wire_dtype == tf.float16
+  scale = context.encapsulated.scaling.wire_scale if is_float16 else None
+  wire = wire_lib.Wire(engine, settings.wire_dtype, scale)
+  if settings.shard_update:
+    kind = sharded_update.choose_kind(
+      context.encapsulated.innermost, settings.shard_update
+    )
+    # A program may load the optimizer on one device, whatever the groups are.
+    if min(engine.groups.group_size, engine.num_replicas) > 1:
+      return _SHARDED[kind](context, wire, tables)
+  return update.ReplicatedUpdate(context, wire, tables)

@@ -1,0 +1,104 @@
+"""Settings of the encapsulated optimizer that differ between groups.
+
+    groups              0      1      2
+    weight_decay      0.0    0.01    0.1
+
+While a replica applies sums, the attribute of the encapsulated optimizer (such
+as `weight_decay`) has the number of the replica's group. So every optimizer
+class, kernel and kind of update reads this number.
+"""
+
+import contextlib
+from typing import Any
+
+from tf_cross_shard._src.core import context as context_lib
+from tf_cross_shard._src.core import settings as settings_lib
+from tf_cross_shard._src.core.collectives import replica_isolation
+from tf_cross_shard._src.core.encapsulated import overriding
+
+
+class GroupSettings(context_lib.Stage):
+  """The numbers of the calling replica's group."""
+
+  def __init__(self, context: context_lib.Context) -> None:
+    """Raises an error for numbers that are not valid; see `check`."""
+    check(context)
+    super().__init__(context)
+
+  def limits(self) -> dict[str, Any]:
+    """Returns the limits that clip this replica's own gradients, by name."""
+    own = self._numbers_here()
+    return {
+      name: own.get(name, limit) for name, limit in self.settings.limits.items()
+    }
+
+  def in_force(self) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which the optimizer has this group's numbers."""
+    own = {
+      name: number
+      for name, number in self._numbers_here().items()
+      if name not in settings_lib.LIMITS
+    }
+    return overriding.overriding(self.encapsulated.innermost, **own)
+
+  def _numbers_here(self) -> dict[str, float]:
+    """Returns the numbers of the calling replica's group."""
+    numbers = self.settings.group_settings
+    if not numbers:
+      return {}
+    # The id is None where there is only one replica.
+    replica = replica_isolation.replica_id() or 0
+    group = self.engine.groups.index_of(replica)
+    return {name: values[group] for name, values in numbers.items()}
+
+
+def check(context: context_lib.Context) -> None:
+  """Raises an error unless groups can have these settings.
+
+  Raises:
+    NotImplementedError: If the replicas are one program, as on a TPU.
+    ValueError: If there are not as many numbers as groups, or if the optimizer
+      has no such setting.
+  """
+  numbers = context.settings.group_settings or {}
+  groups = context.engine.groups
+  if numbers and context.engine.is_one_program:
+    raise NotImplementedError(
+      f"`group_settings` is {numbers}, and replicas of a TPU are one program"
+      " with one number for all. Use `per_group` in the model, and"
+      " schedules.PerGroup for learning rates."
+    )
+  for name, values in numbers.items():
+    if len(values) != groups.num_groups:
+      raise ValueError(
+        "`group_settings` must have a number for each of the"
+        f" {groups.num_groups} groups {groups.to_lists()}; {name!r} has"
+        f" {values}."
+      )
+    if name not in settings_lib.LIMITS:
+      _check_setting(context.encapsulated.innermost, name, values)
+
+
+def _check_setting(optimizer: Any, name: str, values: list[float]) -> None:
+  """Raises `ValueError` unless the optimizer's setting can be replaced."""
+  kind = type(optimizer).__name__
+  if name == "learning_rate":
+    raise ValueError(
+      "`group_settings` holds 'learning_rate', which may be a schedule. Use"
+      f" {kind}(schedules.PerGroup({values}))."
+    )
+  own = vars(optimizer).get(name)
+  if isinstance(own, bool) or not isinstance(own, (int, float)):
+    raise ValueError(
+      f"`group_settings` holds {name!r}, and {kind}.{name} is {own!r}. It may"
+      " hold settings of `opt` that are numbers; give `opt` one of the"
+      " groups'."
+    )
+  # With a setting of 0 Keras makes no slot (momentum) and traces no operation
+  # (weight decay).
+  if not own and any(values):
+    raise ValueError(
+      f"`group_settings` holds {name!r}: {values}, and {kind}.{name} is"
+      f" {own!r}, with which it has no slots for others. Give `opt` one of the"
+      " groups' that is not 0."
+    )

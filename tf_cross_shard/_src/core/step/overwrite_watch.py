@@ -1,0 +1,197 @@
+"""Warnings that the values of groups were overwritten, or are about to be.
+
+TensorFlow and Keras save only the first replica's value of a variable. When
+they load or set a value, they give it to every replica. With several groups,
+which have different weights, the values of the other groups are then lost
+without a word.
+
+Between two steps only the optimizer should change the weights. So every replica
+computes a number (a checksum) from one small variable at the end of a step, and
+compares it at the start of the next step:
+
+                 group 0         group 1
+    step k       end   = 0.3     end   = 0.7
+    set_weights
+    step k + 1   start = 0.3     start = 0.3     group 1 was overwritten
+
+Replicas exchange nothing for this, and the host does not wait for a device in
+any step: the host reads the numbers when `fit` ends and when you save.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.collectives import replica_values
+
+_BLENDED: Final = (
+  "%s trains %d groups, and Keras' evaluate(), predict() and"
+  " fit(validation_data=...) let each replica answer for its share of the rows"
+  " by its own group's weights: the result belongs to no group. Use"
+  " tf_cross_shard.callbacks.GroupMetrics, which judges every group on all"
+  " rows; see docs/group_callbacks.md."
+)
+# The checksum reads at most this number of elements of the smallest variable,
+# which is enough and costs little.
+_CHECKSUM_ELEMENTS: Final = 256
+
+
+class OverwriteWatch:
+  """The warnings of an optimizer with groups, each given once."""
+
+  def __init__(self, name: str, engine: Any) -> None:
+    """Makes the watch of an optimizer.
+
+    Args:
+      name: The name of the optimizer, for the warnings.
+      engine: The engine, which knows the groups and the strategy.
+    """
+    self._name = name
+    self._groups = groups = engine.groups
+    self._engine = engine
+    self._variable: Any = None  # The variable of the checksums.
+    # Whether a callback evaluates every group. Then `fit` needs no warning.
+    self.is_judged_by_group = False
+    self._logged: set[Any] = set()
+    # Each replica's checksums [end of the last step, before, after]; NaN is
+    # unknown. `before` and `after` are of the last change between two steps.
+    self._checksums: Any = None
+    # Only in one process: workers would have to wait for each other to make
+    # the variable, and to compare.
+    is_one_process = len(engine.replicas_here) == engine.num_replicas > 1
+    if groups.num_groups > 1 and is_one_process:
+      with tf.init_scope(), engine.strategy.scope():
+        self._checksums = tf.Variable(
+          [np.nan] * 3, trainable=False, name="checksums"
+        )
+
+  @contextlib.contextmanager
+  def step(self, variables: Iterable[Any]) -> Iterator[None]:
+    """Notes checksums before and after the step of a replica."""
+    if self._checksums is None:
+      yield
+      return
+    with self._engine.isolate():
+      if self._variable is None:
+        self._variable = min(
+          map(variables_lib.distributed, variables),
+          key=lambda v: tf.TensorShape(v.shape).num_elements() or np.inf,
+        )
+      checksums = self._checksums.read_value()
+      last_end = checksums[0]  # NaN in the first step
+      start = _checksum(self._variable)
+      # Keep (before, after) of the last change that was no step's.
+      change = tf.where(
+        start != last_end, tf.stack([last_end, start]), checksums[1:]
+      )
+    yield
+    with self._engine.isolate():
+      end = _checksum(self._variable)
+      self._checksums.assign(tf.concat([[end], change], axis=0))
+
+  def check(self) -> None:
+    """Warns if something else has made the weights of all groups equal."""
+    if self._variable is None or not replica_values.is_between_steps():
+      return
+    copies = replica_values.Copies(self._engine.strategy)
+    # One checksum for each replica.
+    [end, before, after] = np.stack(copies.here(self._checksums)).T
+    values = [value.tobytes() for value in copies.here(self._variable)]
+    # Since the last step: the groups differed, and now they are equal.
+    are_equal_now = len(set(values)) == 1 and _differ(end)
+    # Before some earlier step. One replica stands for each group; the first is
+    # in group 0.
+    first, *others = sorted(min(members) for members in self._groups)
+    changed = [i for i in (first, *others) if not np.isnan(before[i])]
+    # Group 0 looks unchanged if every group received group 0's weights.
+    were_all_set = changed == others or (
+      changed == [first, *others] and _differ(before[changed])
+    )
+    if are_equal_now or (were_all_set and not _differ(after[changed])):
+      self._log_once(
+        "%s trains %d groups with weights of their own, and something else"
+        " gave all groups the same weights, such as set_weights(),"
+        " EarlyStopping(restore_best_weights=True) or a checkpoint. Use"
+        " tf_cross_shard.replica_state.save() and restore(), which keep the"
+        " weights of each group, or average().",
+      )
+
+  def end_fit(self) -> None:
+    """Warns if `fit` has overwritten groups; explains what Keras evaluates."""
+    self.check()
+    if not self.is_judged_by_group:
+      self._log_once(_BLENDED, logging.info)
+
+  def accept(self) -> None:
+    """Forgets all checksums, so that a wanted change gives no warning."""
+    if self._checksums is not None:
+      copies = self._engine.strategy.experimental_local_results(self._checksums)
+      for copy in copies:
+        copy.assign([np.nan] * 3)
+
+  def before_saving(self, variables: Iterable[Any]) -> None:
+    """Warns that saving loses values, unless all groups have the same."""
+    self.check()
+    if self._groups.num_groups > 1 and not self._are_equal(variables):
+      self._log_once(
+        "%s trains %d groups, which differ in weights and slots. Checkpoints,"
+        " model files, pickles and copies hold only the first replica's values."
+        " Use tf_cross_shard.replica_state.save() and restore(), which keep"
+        " the values of all groups.",
+      )
+
+  def check_layers(self, layers: Iterable[Any]) -> None:
+    """Warns of batch normalization over the examples of several groups."""
+    if self._groups.num_groups > 1 and any(
+      getattr(layer, "synchronized", False)
+      and not hasattr(layer, "group_assignment")
+      for layer in layers
+    ):
+      self._log_once(
+        "%s trains %d separate groups, but"
+        " BatchNormalization(synchronized=True) normalizes over all replicas,"
+        " so that groups see each other's examples. Use"
+        " tf_cross_shard.layers.SyncBatchNormalization(groups).",
+      )
+
+  def before_evaluating(self) -> None:
+    """Warns that Keras evaluates or predicts rows with different groups."""
+    self._log_once(_BLENDED)
+
+  def _are_equal(self, variables: Iterable[Any]) -> bool:
+    """Whether all groups are in this process and have the same values."""
+    if self._checksums is None or not replica_values.is_between_steps():
+      return False
+    copies = replica_values.Copies(self._engine.strategy)
+    for variable in variables:
+      values = copies.here(variable)
+      if not replica_values.are_alike(values[m[0]] for m in self._groups):
+        return False
+    return True
+
+  def _log_once(
+    self, text: str, log: Callable[..., None] | None = None
+  ) -> None:
+    """Logs a text once, if there are several groups; a warning by default."""
+    if self._groups.num_groups > 1 and (text, log) not in self._logged:
+      self._logged.add((text, log))
+      (log or logging.warning)(text, self._name, self._groups.num_groups)
+
+
+def _checksum(variable: Any) -> tf.Tensor:
+  """Returns a number that almost always changes when the variable changes."""
+  flat = tf.reshape(tf.convert_to_tensor(variable), [-1])[:_CHECKSUM_ELEMENTS]
+  flat = tf.cast(flat, tf.float32)
+  # A weighted sum: gradients of a softmax leave the plain sum of its biases as
+  # it is.
+  return tf.reduce_sum(flat * tf.range(1.0, (flat.shape[0] or 1) + 1.0))
+
+
+def _differ(numbers: Any) -> bool:
+  """Whether numbers are known (not NaN), and not all equal."""
+  return bool(np.min(numbers) < np.max(numbers))

@@ -1,0 +1,164 @@
+"""Checks before a step: where it runs, and whether all workers do the same."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core import collectives, validation
+from tf_cross_shard._src.core import context as context_lib
+from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.coordination import agreement, errors
+from tf_cross_shard._src.core.gradients.clipping import Gradient
+
+
+class StepChecks:
+  """Checks of the strategy, the groups, the variables and the workers."""
+
+  def __init__(self, context: context_lib.Context) -> None:
+    """Raises an error if the groups or the workers do not fit the strategy."""
+    self.engine = context.engine
+    self.groups: groups_lib.Groups = context.engine.groups
+    self._context = context
+    self._name = context.settings.name
+    if tf.distribute.has_strategy():
+      self._check_strategy()
+    # On one replica the optimizer may have been loaded for inference only, so
+    # that its groups do not matter; `check_place` raises before the first step.
+    if self.engine.num_replicas > 1:
+      self._check_group_count()
+      self._check_workers()
+
+  def check_place(self) -> None:
+    """Raises an error where gradients cannot be reduced."""
+    if tf.distribute.in_cross_replica_context():
+      raise RuntimeError(
+        f"{self._name} was called in the cross-replica context (inside"
+        " strategy.scope() but outside strategy.run). Call it inside the"
+        " function given to `strategy.run`."
+      )
+    self._check_strategy()
+    self._check_group_count()
+    self._check_workers()
+    in_function = tf.executing_eagerly() or tf.inside_function()
+    if not in_function and not self.engine.orders_graphs:
+      raise RuntimeError(
+        f"{self._name} was called in a version 1 graph under"
+        f" {type(tf.distribute.get_strategy()).__name__}, where nothing orders"
+        " the replicas' updates."
+        " Put `strategy.run` into a tf.function."
+      )
+
+  def check_variables(self, variables: Sequence[Any]) -> None:
+    """Raises `ValueError` for a variable that a step cannot update.
+
+    A variable that was made outside the strategy's scope exists only once. Each
+    replica would update it, so that it would mix the updates of all groups.
+    """
+    if self._context.encapsulated.is_built:
+      validation.check_known(variables, self._context.encapsulated.state.knows)
+    strategy = self.engine.strategy
+    if self.engine.num_replicas == 1:
+      return
+    for variable in variables:
+      whole = variables_lib.distributed(variable)
+      if getattr(whole, "distribute_strategy", None) is not strategy:
+        name = getattr(variable, "path", None) or variable.name
+        raise ValueError(
+          f"`grads_and_vars` must hold variables of the"
+          f" {type(strategy).__name__} that {self._name} was made under; {name}"
+          " was made outside its scope. Make it inside `with"
+          " strategy.scope():`."
+        )
+
+  def agree_to_build(self, variables: Sequence[Any]) -> None:
+    """Raises an error unless all workers make the same optimizer."""
+    self.engine.agree(
+      f"the building of {self._name}",
+      lambda: [*self._setting_lines(), *agreement.variables(variables)],
+    )
+
+  def agree_to_step(
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
+  ) -> None:
+    """Raises an error unless all workers take the same first step."""
+    self.engine.agree(
+      f"a step of {self._name}",
+      lambda: [
+        *self._setting_lines(),
+        *agreement.variables(variables),
+        *agreement.gradients(grads),
+      ],
+      self._iteration_lines,
+    )
+
+  def _check_strategy(self) -> None:
+    """Raises `RuntimeError` under another strategy than the optimizer's."""
+    here, made_in = tf.distribute.get_strategy(), self.engine.strategy
+    replicas = here.num_replicas_in_sync, made_in.num_replicas_in_sync
+    if here is not made_in and max(replicas) > 1:
+      raise RuntimeError(
+        f"{self._name} encapsulates an optimizer that was made under"
+        f" {type(made_in).__name__} ({replicas[1]} replicas) and is used under"
+        f" {type(here).__name__} ({replicas[0]} replicas). Make both inside"
+        " `with strategy.scope():` and call it inside `strategy.run`."
+      )
+
+  def _setting_lines(self) -> list[str]:
+    """Returns the settings as lines, with the groups in force."""
+    config = self._context.settings.to_config()
+    del config["name"]
+    return agreement.settings(
+      **{**config, "group_assignment": self.groups.to_lists()}
+    )
+
+  def _iteration_lines(self) -> list[str]:
+    """Returns the count of steps as a line."""
+    # Different groups may have skipped different steps.
+    is_equal = self.groups.num_groups == 1
+    count = int(self._context.encapsulated.iterations()) if is_equal else "any"
+    return agreement.settings(iterations=count)
+
+  def _check_workers(self) -> None:
+    """Raises `ValueError` if TF_CONFIG has workers that the strategy ignores.
+
+    Each worker would train a model of its own.
+    """
+    strategy = self.engine.strategy
+    started = _started_workers()
+    # A TPU's hosts have one program each, and one strategy.
+    if started > 1 and not (
+      collectives.is_tpu(strategy)
+      or isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    ):
+      raise ValueError(
+        f"TF_CONFIG names {started} workers, and {type(strategy).__name__} has"
+        " the replicas of one, so that each worker would train by itself. Use"
+        " tf_cross_shard.multi_worker.MultiWorkerStrategy(), or unset"
+        " TF_CONFIG."
+      )
+
+  def _check_group_count(self) -> None:
+    """Raises `ValueError` unless the groups hold the strategy's replicas."""
+    replicas = self.engine.num_replicas
+    if self.groups.num_replicas != replicas:
+      raise ValueError(
+        f"`group_assignment` must hold the {replicas} replicas of"
+        f" {type(self.engine.strategy).__name__}; it holds"
+        f" {self.groups.num_replicas}: {self.groups.to_lists()}. Change"
+        " it, or make the optimizer inside the scope of the strategy it is for."
+      )
+
+
+def _started_workers() -> int:
+  """Returns how many workers TF_CONFIG says train together, with this one."""
+  if not os.environ.get("TF_CONFIG"):
+    return 0  # TensorFlow would try to read an empty string.
+  resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+  with errors.naming_tf_config():
+    tasks = [task[:2] for task in agreement.tasks(resolver.cluster_spec())]
+  is_here = (resolver.task_type, resolver.task_id) in tasks
+  # A task that only evaluates is not among the tasks that train.
+  return len(tasks) if is_here else 0

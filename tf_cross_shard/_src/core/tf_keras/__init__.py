@@ -1,0 +1,1 @@
+"""Everything that is private to tf_keras (Keras 2)."""

@@ -1,0 +1,280 @@
+"""The encapsulated optimizers of tf_keras, new and legacy.
+
+tf_keras reaches other replicas (to sum gradients, for weight decay and for
+moving averages) through the replica context. So `apply_reduced` is called
+inside `Engine.isolate()`, whose replica context has no other replicas.
+"""
+
+# ruff: noqa: SLF001  # Slots and how they are found are private in tf_keras.
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+import tf_keras
+
+from tf_cross_shard._src.core.encapsulated import (
+  encapsulated,
+  loss_scaling,
+  optimizer_state,
+  state,
+)
+from tf_cross_shard._src.core.gradients import indexed_slices
+from tf_cross_shard._src.core.gradients.clipping import Gradient
+
+_LEGACY: Final = tf_keras.optimizers.legacy.Optimizer
+
+
+class TfKerasOptimizer(encapsulated.Encapsulated):
+  """An encapsulated `tf_keras.optimizers.Optimizer`."""
+
+  _decay_method = "_apply_weight_decay"
+  _clip_method = "_clip_gradients"
+  _index_attribute = "_index_dict"
+  # The methods from a loss to gradients. The first method calls the others.
+  _gradient_methods: tuple[str, ...] = ("compute_gradients",)
+
+  def __init__(self, optimizer: Any) -> None:
+    """Encapsulates the user's optimizer."""
+    self._trainable: list[Any] = []
+    super().__init__(optimizer)
+
+  def _make_state(self) -> state.State:
+    return TfKerasState(self)
+
+  def _make_scaling(self) -> "TfKerasLossScaling":
+    return TfKerasLossScaling(self.optimizer)
+
+  @property
+  def is_built(self) -> bool:
+    """Whether the slots exist."""
+    return bool(getattr(self.innermost, "_built", False))
+
+  @property
+  def trainable_variables(self) -> list[Any]:
+    """The variables of `build`, in order; empty if the user built it."""
+    return list(self._trainable)
+
+  def make_variable(self, value: Any, name: str) -> Any:
+    """Makes a trainable `tf.Variable`."""
+    return tf.Variable(value, name=name)
+
+  def build(self, variables: Sequence[Any]) -> None:
+    """Makes the slots for `variables`, unless they exist."""
+    if not self.is_built:
+      self._trainable = list(variables)
+      # Slots must outlive the function that may be traced at this time.
+      with tf.init_scope():
+        super().build(self._trainable)
+
+  @property
+  def begin_as_weights(self) -> Sequence[Any]:
+    """The moving averages."""
+    return self.averages
+
+  @property
+  def computes_gradients(self) -> bool:
+    """Whether the user's class overrides the way from a loss to gradients."""
+    return self._overrides(*self._gradient_methods)
+
+  def compute_gradients(
+    self, loss: Any, variables: Sequence[Any], tape: tf.GradientTape
+  ) -> list[tuple[Gradient, Any]]:
+    """Calls the override of the user's class with a loss from a tape."""
+    compute = getattr(self.innermost, self._gradient_methods[0])
+    return list(compute(loss, list(variables), tape=tape))
+
+  def check_class(self) -> None:
+    """Raises `ValueError` for a class that overrides `minimize`.
+
+    `fit` of plain tf_keras calls `minimize`. With the wrapper that override
+    cannot run, since gradients must be summed between its two halves.
+    """
+    if self._overrides("minimize"):
+      kind = type(self.innermost).__name__
+      raise ValueError(
+        f"`opt` must not override minimize(), as {kind} does: gradients are"
+        " summed over the replicas between its halves. Override"
+        f" {self._gradient_methods[0]}() or apply_gradients()."
+      )
+
+  def _apply(
+    self,
+    grads: Sequence[Gradient],
+    variables: Sequence[Any],
+    through_apply: bool,
+  ) -> None:
+    """Applies sums through the optimizer.
+
+    The optimizer aggregates the sums, too. In isolation this changes nothing,
+    and the aggregation runs methods that the user's class overrides. The
+    switches `skip_gradients_aggregation` and `experimental_aggregate_gradients`
+    would turn these overrides off.
+    """
+    del through_apply  # tf_keras has no `apply`.
+    self.optimizer.apply_gradients(as_pairs(grads, variables))
+
+  def _apply_around(
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
+  ) -> None:
+    """Applies sums through the LossScaleOptimizer around ours."""
+    pairs = zip(grads, variables, strict=True)
+    around = self.scaling.around
+    type(around).apply_gradients(around, pairs, skip_gradients_aggregation=True)
+
+
+class LegacyOptimizer(TfKerasOptimizer):
+  """An encapsulated `tf_keras.optimizers.legacy.Optimizer`."""
+
+  _gradient_methods = (
+    "_compute_gradients",
+    "_get_gradients",
+    "_transform_loss",
+  )
+
+  def __init__(self, optimizer: Any) -> None:
+    """Encapsulates the user's optimizer."""
+    super().__init__(optimizer)
+    # Keras makes the iteration count when it is first read. Read it here: one
+    # of several replicas could not make it.
+    with self.strategy.scope():
+      _ = optimizer.iterations
+
+  def _make_state(self) -> state.State:
+    return LegacyState(self)
+
+  @property
+  def is_built(self) -> bool:
+    """Whether slots exist; legacy optimizers make more whenever needed."""
+    return bool(self._trainable)
+
+  def write_averages(self, variables: Sequence[Any]) -> None:
+    """Does nothing: legacy optimizers average no weights."""
+
+  def build(self, variables: Sequence[Any]) -> None:
+    """Makes the slots for `variables`, unless they exist."""
+    known = {id(v) for v in self._trainable}
+    new = [v for v in variables if id(v) not in known]
+    if new:
+      with tf.init_scope():
+        self.innermost._create_all_weights(list(variables))
+      self._trainable += new
+
+
+class TfKerasState(state.State):
+  """The state of a `tf_keras.optimizers.Optimizer`."""
+
+  def slots(self, variable: Any) -> dict[str, Any]:
+    """Returns the slots of a variable by name; empty for an unknown one."""
+    if not self._owner.is_built or self.index(variable) is None:
+      return {}
+    return self._slots_of(
+      self._owner.innermost._var_key(variable), variable.name
+    )
+
+  def slot_names(self) -> list[str]:
+    """Returns the name of every slot, once."""
+    keys = self._owner.innermost._index_dict if self._owner.is_built else ()
+    slots = map(self._slots_of, keys)
+    return list(dict.fromkeys(name for by_name in slots for name in by_name))
+
+  def _slots_of(self, *keys: Any) -> dict[str, Any]:
+    """Returns the slots of a variable by name.
+
+    Args:
+      *keys: Keys that may identify the variable. The first is Keras' own.
+    """
+    places = self._owner.innermost._index_dict
+    index, count = places[keys[0]], len(places)
+    found = encapsulated.slots_at(self._owner.innermost, index, count, keys)
+    slots = [slot for _, slot in found]
+    # "m/dense/kernel:0" is the slot "m" of "dense/kernel" in Adam.
+    names = optimizer_state.unique([slot.name.split("/")[0] for slot in slots])
+    return dict(zip(names, slots, strict=True))
+
+
+class LegacyState(TfKerasState):
+  """The state of a `tf_keras.optimizers.legacy.Optimizer`."""
+
+  def knows(self, variable: Any) -> bool:
+    """Returns True: legacy optimizers accept any variable at any time."""
+    return True
+
+  def slots(self, variable: Any) -> dict[str, Any]:
+    """Returns the slots of a variable by name; empty for an unknown one."""
+    slots = {}
+    for name in self._owner.innermost.get_slot_names():
+      # The object is not a variable, or it has no slots.
+      with contextlib.suppress(AttributeError, KeyError):
+        slots[name] = self._owner.innermost.get_slot(variable, name)
+    return slots
+
+  def slot_names(self) -> list[str]:
+    """Returns the name of every slot, once."""
+    return list(self._optimizer.get_slot_names())
+
+  def save_own_variables(self, store: Any) -> None:
+    """Saves the variables in the form of Keras' other optimizers."""
+    for i, variable in enumerate(self.variables):
+      store[str(i)] = variable.numpy()
+
+  def load_own_variables(self, store: Any) -> None:
+    """Loads saved variables; Keras checks their number and shapes."""
+    self.set_weights([store[str(i)] for i in range(len(store.keys()))])
+
+
+class TfKerasLossScaling(loss_scaling.LossScaling):
+  """The loss scale of a LossScaleOptimizer of tf_keras, inside or around ours.
+
+  The user multiplies the loss by the loss scale and divides the gradients by
+  the loss scale. So our optimizer gets gradients without the loss scale.
+  """
+
+  @property
+  def is_dynamic(self) -> bool:
+    """Whether the scale changes after a step that overflows."""
+    return bool(getattr(self._scaler, "dynamic", False))
+
+  @property
+  def _scaler(self) -> Any:
+    """The LossScaleOptimizer around or inside ours, dynamic or not, or None."""
+    is_inside = hasattr(self._optimizer, "get_scaled_loss")
+    return self.around or (self._optimizer if is_inside else None)
+
+  def scale_loss(self, loss: Any) -> Any:
+    """Multiplies a loss by the loss scale."""
+    scaler = self._scaler
+    if scaler is None:
+      return loss
+    # The method of the class: `wrapper.outer_loss_scaling` may have replaced
+    # the method of the instance by ours.
+    return type(scaler).get_scaled_loss(scaler, tf.convert_to_tensor(loss))
+
+  def wire_scale(self) -> Any:
+    """Returns the loss scale, by which gradients are divided."""
+    scaler = self._scaler
+    return None if scaler is None else scaler.loss_scale
+
+  def unscale(self, grads: Sequence[Gradient]) -> list[Gradient]:
+    """Divides gradients by the loss scale; `apply_gradients` does not do it."""
+    scaler = self._scaler
+    if scaler is None:
+      return list(grads)
+    return list(type(scaler).get_unscaled_gradients(scaler, list(grads)))
+
+
+def as_pairs(
+  grads: Sequence[Gradient], variables: Sequence[Any]
+) -> list[tuple[Gradient, Any]]:
+  """Returns pairs, with each gradient in the dtype of its variable."""
+  return [
+    (indexed_slices.cast(grad, variable), variable)
+    for grad, variable in zip(grads, variables, strict=True)
+  ]
+
+
+def adapter(opt: Any) -> TfKerasOptimizer:
+  """Returns the encapsulated form of a new or a legacy optimizer."""
+  legacy = isinstance(encapsulated.innermost(opt), _LEGACY)
+  return LegacyOptimizer(opt) if legacy else TfKerasOptimizer(opt)

@@ -1,0 +1,68 @@
+"""The optimizers of `tf.compat.v1.train`, as optimizers of tf_keras."""
+
+from typing import Any, Final
+
+import tensorflow as tf
+import tf_keras
+
+from tf_cross_shard._src.core.encapsulated import v1_update
+from tf_cross_shard._src.core.gradients import indexed_slices
+
+_register: Final = tf_keras.saving.register_keras_serializable("tf_cross_shard")
+_Schedule: Final[Any] = tf_keras.optimizers.schedules.LearningRateSchedule
+
+
+class _Update(v1_update.V1Update):
+  """Mixin that updates by version 1's kernels, in tf_keras."""
+
+  def add_variable_from_reference(
+    self,
+    model_variable: Any,
+    variable_name: str,
+    shape: Any = None,
+    initial_value: Any = None,
+  ) -> Any:
+    """Makes a slot; version 1's average of squares in RMSprop starts at 1."""
+    if (self.kind.keras, variable_name) == ("RMSprop", "velocity"):
+      # Under mixed precision `dtype` is the dtype for computations.
+      dtype = getattr(model_variable, "true_dtype", model_variable.dtype)
+      initial_value = tf.ones(model_variable.shape, dtype)
+    return super().add_variable_from_reference(
+      model_variable, variable_name, shape, initial_value
+    )
+
+  def _deduplicate_sparse_grad(self, grads: Any) -> list[Any]:
+    """Merges rows no second time, which XLA does not survive."""
+    return [
+      indexed_slices.merge_duplicates(grad)
+      if isinstance(grad, tf.IndexedSlices)
+      else grad
+      for grad in grads
+    ]
+
+  def _internal_apply_gradients(self, *args: Any) -> Any:
+    done = super()._internal_apply_gradients(*args)  # type: ignore[misc]
+    self._multiply_powers()
+    return done
+
+  def _index(self, variable: Any) -> int:
+    key = self._var_key(variable)  # type: ignore[attr-defined]
+    index: int = self._index_dict[key]  # type: ignore[attr-defined]
+    return index
+
+  def _add_one(self, name: str) -> Any:
+    return self.add_variable(  # type: ignore[attr-defined]
+      [], tf.float32, "ones", name
+    )
+
+
+class V1Function(v1_update.Function, _Schedule):
+  """A learning rate that is read in every step."""
+
+
+for _name, _kind in v1_update.named_kinds():
+  _bases = (_Update, getattr(tf_keras.optimizers, _kind.keras))
+  _body = {"__module__": __name__, "__doc__": f"`{_name[2:]}Optimizer`."}
+  globals()[_name] = _register(type(_name, _bases, {**_body, "kind": _kind}))
+  # HDF5 files look for a class by its bare name.
+  tf_keras.saving.get_custom_objects()[_name] = globals()[_name]

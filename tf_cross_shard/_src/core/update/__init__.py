@@ -1,0 +1,1 @@
+"""How the members of a group keep optimizer state and update the weights."""

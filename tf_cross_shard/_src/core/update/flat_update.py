@@ -1,0 +1,252 @@
+"""The flat update: each member keeps one part of the optimizer's state.
+
+With n members in a group and W the flat weights of one dtype, padded to n equal
+parts, member i does
+
+    g[i] = reduce_scatter(grads)[i]      the group's sum, part i of it
+    W[i] = opt.update(W[i], g[i])        opt has state for W[i] only
+    W    = all_gather(W[i])              all members have all weights again
+
+    weights of a bucket   a a a a a a b b c c c c c c . .
+    updated by member     0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3       . is padding
+
+So the state of each member has 1/n of the size, and the encapsulated optimizer
+updates one large variable, the *shard* W[i], where the model has many. Between
+machines the weights are split into several buckets, so that several collective
+operations run at once and those of the last layers start early.
+
+The update of an element must depend on this element only
+(`shard_update="elementwise"`). Clipping by norms needs whole weights, so this
+module clips in place of the encapsulated optimizer.
+
+References:
+  Xu et al., Automatic Cross-Replica Sharding of Weight Update in Data-Parallel
+  Training, 2020 (arXiv 2004.13336). Rajbhandari et al., ZeRO, 2020 (stage 1).
+"""
+
+import itertools
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.collectives import shard_layout as layouts
+from tf_cross_shard._src.core.gradients import clipping
+from tf_cross_shard._src.core.gradients.clipping import Gradient
+from tf_cross_shard._src.core.update import plain_state, sharded_update
+
+
+class FlatUpdate(sharded_update.ShardedUpdate):
+  """Each member keeps the state of one part of the weights and updates it."""
+
+  _limits_applied_here = ("clipnorm", "global_clipnorm")
+
+  def _bucket_key(self, variable: Any) -> Hashable:
+    """Separates dtypes, and weights with weight decay from those without.
+
+    The optimizer decides about weight decay once for a whole shard.
+    """
+    native = variables_lib.native(variable)
+    return native.dtype, self.encapsulated.decays(variable)
+
+  def _split_by_size(self, variables: list[Any]) -> list[list[Any]]:
+    """Splits weights into buckets of about the size that suits the engine."""
+    limit = self.engine.row_bytes
+    buckets: list[list[Any]] = [[]]
+    filled = 0  # Bytes in the last bucket.
+    for variable in variables:
+      native = variables_lib.native(variable)
+      size = native.dtype.size * int(np.prod(native.shape))
+      if limit and buckets[-1] and filled + size > limit:
+        buckets.append([])
+        filled = 0
+      buckets[-1].append(variable)
+      filled += size
+    return buckets
+
+  def _make_bucket(
+    self, variables: list[Any], number: int
+  ) -> sharded_update.WeightBucket:
+    """Cuts weights into equal parts, and makes the shard of this member."""
+    natives = list(map(variables_lib.native, variables))
+    dtype, decays = natives[0].dtype, self.encapsulated.decays(variables[0])
+    layout = layouts.Layout.even(
+      [int(np.prod(native.shape)) for native in natives],
+      self.engine.groups.group_size,
+    )
+    # Such as "shard_float32", "shard1_float32_without_decay".
+    name = f"shard{number or ''}_{dtype.name}"
+    name += "" if decays else "_without_decay"
+    # One variable W[i] of shape [part], with a copy for each member i.
+    with self.engine.making_variables():
+      zeros = tf.zeros([layout.part], dtype)
+      shard = self.encapsulated.make_variable(zeros, name)
+    return sharded_update.WeightBucket(variables, natives, layout, shard)
+
+  def _build_encapsulated(self) -> plain_state.PlainState:
+    """Builds the encapsulated optimizer on the shards and the tables."""
+    shards = [bucket.shard for bucket in self.buckets]
+    built_on = [*shards, *self._unsharded_tables]
+    # One of the user's weights for each variable of `built_on`. All weights of
+    # a bucket have weight decay, or none of them.
+    of_user = [
+      *(bucket.variables[0] for bucket in self.buckets),
+      *self._unsharded_tables,
+    ]
+    # In one call: Keras replaces the exclusions of an earlier call.
+    self.encapsulated.innermost.exclude_from_weight_decay(
+      var_list=[
+        variable
+        for variable, weight in zip(built_on, of_user, strict=True)
+        if not self.encapsulated.decays(weight)
+      ]
+    )
+    self.encapsulated.build(built_on)
+    state = plain_state.of_shards(
+      self.encapsulated,
+      self._all_variables,
+      self._places_in_shards(),
+      self.engine,
+    )
+    if self.encapsulated.innermost.use_ema:
+      self._start_averages()
+    return state
+
+  def _refresh_shards(self) -> None:
+    """Copies this member's parts of the weights, as they are now.
+
+    Something else, such as `set_weights`, may have changed the weights since
+    the last step.
+    """
+    with self.engine.isolate():
+      for bucket in self.buckets:
+        part = self.engine.own_part(bucket.natives, bucket.layout)
+        variables_lib.native(bucket.shard).assign(part)
+
+  def _own_variables(self) -> list[Any]:
+    """Returns the shards."""
+    return [bucket.shard for bucket in self.buckets]
+
+  def _own_gradients(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the parts: part i of the sums is the gradient of shard W[i]."""
+    return list(parts)
+
+  def _own_values(self, bucket: sharded_update.WeightBucket) -> tf.Tensor:
+    """Returns the value of a bucket's shard."""
+    return tf.convert_to_tensor(variables_lib.native(bucket.shard))
+
+  def _clip_sums(
+    self, parts: list[tf.Tensor], table_sums: Sequence[Gradient]
+  ) -> list[Gradient]:
+    """Returns sums clipped by `opt.clipnorm` and `opt.global_clipnorm`."""
+    limit = self.encapsulated.innermost.clipnorm
+    if limit and limit > 0:
+      limit = self.encapsulated.scaling.scale_limit(limit)
+      parts = self._clip_each_weight(parts, limit)
+      table_sums = clipping.clip(table_sums, clipnorm=limit)
+    return super()._clip_sums(parts, table_sums)
+
+  def _clip_each_weight(
+    self, parts: Sequence[tf.Tensor], limit: Any
+  ) -> list[tf.Tensor]:
+    """Clips the gradient of each weight by its own norm.
+
+    With c the limit and g_v the gradient of weight v, whose elements may lie in
+    the parts of several members:
+
+        g_v <- g_v * c / max(||g_v||, c)
+
+    Args:
+      parts: This member's part of each bucket's sums.
+      limit: The limit c, in the scale of the gradients.
+    """
+    squares = []
+    for part, bucket in zip(parts, self.buckets, strict=True):
+      if part.dtype.size < tf.float32.size:
+        part = tf.cast(part, tf.float32)
+      # Put this member's squares among zeros, cut the row back into the weights
+      # and sum: this member's share of ||g_v||^2 for each weight v.
+      row = self.engine.place_among_zeros(tf.square(part))
+      of_members = tf.split(row, len(bucket.layout.cuts))
+      of_weights = bucket.layout.join(of_members)
+      squares.append(tf.stack(list(map(tf.reduce_sum, of_weights))))
+    # One vector for each bucket: ||g_v||^2 for each of its weights v.
+    totals = self.engine.all_reduce_sum(squares)
+    clipped = []
+    for part, bucket, total in zip(parts, self.buckets, totals, strict=True):
+      c = tf.cast(limit, total.dtype)
+      scale = tf.cast(c / tf.maximum(tf.sqrt(total), c), part.dtype)
+      # Repeat the scale of each weight for its elements, and take the part of
+      # this member.
+      scales = [
+        tf.fill([size], factor)
+        for size, factor in zip(
+          bucket.layout.sizes, tf.unstack(scale), strict=True
+        )
+      ]
+      clipped.append(part * self.engine.own_part(scales, bucket.layout))
+    return clipped
+
+  def _gather_weights(self, is_step: Any) -> None:
+    """Gives each replica the whole weights, and applies their constraints.
+
+    Keras would apply the constraints of variables that it updates, but it
+    updates shards, which have none.
+    """
+    super()._gather_weights(is_step)
+    with self.engine.isolate():
+      for bucket in self.buckets:
+        for variable in bucket.variables:
+          constraint = getattr(variable, "constraint", None)
+          if constraint is not None:
+            native = variables_lib.native(variable)
+            value = tf.convert_to_tensor(native)
+            # A skipped step changes no weight.
+            native.assign(tf.where(is_step, constraint(value), value))
+
+  def _start_averages(self) -> None:
+    """Sets each member's moving averages to this member's weights.
+
+    Keras copied the first replica's shards, which were zeros.
+    """
+    if not tf.distribute.in_cross_replica_context():
+      # tf_keras builds in the first step.
+      raise RuntimeError(
+        "`opt` averages weights and `shard_update` is set: call"
+        " optimizer.build(model.trainable_variables) inside `with"
+        " strategy.scope():` before the first step."
+      )
+
+    def start() -> None:
+      self._refresh_shards()
+      with self.engine.isolate():
+        # The list continues with the averages of tables.
+        for average, shard in zip(
+          self.encapsulated.averages, self._own_variables(), strict=False
+        ):
+          native = variables_lib.native(shard)
+          variables_lib.native(average).assign(tf.convert_to_tensor(native))
+
+    with tf.init_scope():
+      self._run_on_all_replicas(start)
+
+  def _places_in_shards(self) -> list[tuple[int, int | None]]:
+    """Returns where the encapsulated optimizer has each of the weights.
+
+    Returns:
+      For each weight, the index of its shard or table among the variables that
+      the optimizer is built on, and the weight's first element within the
+      joined shards of all members; None for a table, which is whole.
+    """
+    places: dict[int, tuple[int, int | None]] = {
+      id(table): (len(self.buckets) + i, None)
+      for i, table in enumerate(self._unsharded_tables)
+    }
+    for i, bucket in enumerate(self.buckets):
+      # Weights lie one behind the other.
+      starts = itertools.accumulate(bucket.layout.sizes, initial=0)
+      for variable, start in zip(bucket.variables, starts, strict=False):
+        places[id(variable)] = i, start
+    return [places[id(variable)] for variable in self._all_variables]

@@ -1,0 +1,408 @@
+"""Sharded updates: each member of a group updates one part of the weights.
+
+With g the gradients of all weights W, and i a member of the group:
+
+    g[i] = reduce(grads)[i]         the group's sum, member i's part of it
+    W[i] = opt.update(W[i], g[i])   each member updates its own part
+    W    = gather(W[i])             all members receive all of the weights
+
+This module has what the two kinds of sharded updates share. `flat_update` cuts
+the elements of all weights into equal parts (`shard_update="elementwise"`).
+`owner_update` gives each weight whole to one member, its owner
+(`shard_update="by_variable"`). Embedding tables that are updated by rows are
+not sharded: all members update the rows that occur in the batch.
+
+Weights are reduced and gathered in *buckets*: several weights of one dtype,
+flat and one behind the other, travel in one collective operation.
+"""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core import context as context_lib
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.collectives import shard_layout as layouts
+from tf_cross_shard._src.core.collectives import wire as wire_lib
+from tf_cross_shard._src.core.encapsulated import fused_update, overriding
+from tf_cross_shard._src.core.gradients import (
+  clipping,
+  finite,
+  indexed_slices,
+  packing,
+)
+from tf_cross_shard._src.core.gradients.clipping import Gradient
+from tf_cross_shard._src.core.update import plain_state, update
+from tf_cross_shard._src.core.update import tables as tables_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightBucket:
+  """Weights of one dtype that are reduced and gathered together.
+
+  Attributes:
+    variables: The user's weights, in their order.
+    natives: The same weights as `tf.Variable`s.
+    layout: Which elements of the weights each member updates.
+    shard: The variable `[layout.part]` that the encapsulated optimizer updates
+      on this member; None if the optimizer updates the weights themselves.
+  """
+
+  variables: list[Any]
+  natives: list[Any]
+  layout: layouts.Layout
+  shard: Any = None
+
+
+class ShardedUpdate(update.Update):
+  """Each member updates one part of the weights.
+
+  Attributes:
+    buckets: The weights, in the buckets in which they are reduced and gathered;
+      empty before `build`.
+  """
+
+  # The clipping limits of the encapsulated optimizer that this class applies,
+  # since they need norms of whole weights. The optimizer applies all others.
+  _limits_applied_here: tuple[str, ...] = ("global_clipnorm",)
+
+  def __init__(
+    self,
+    context: context_lib.Context,
+    wire: wire_lib.Wire,
+    tables: tables_lib.Tables,
+  ) -> None:
+    """Makes an update that has no buckets before `build`."""
+    super().__init__(context, wire, tables)
+    self._all_variables: list[Any] = []  # In the user's order.
+    self.buckets: list[WeightBucket] = []
+    self._unsharded_tables: list[Any] = []  # Updated by rows, by all members.
+    self._checkpoint_view = plain_state.CheckpointView(
+      {}, self.encapsulated.optimizer
+    )
+
+  @property
+  def checkpointed(self) -> plain_state.CheckpointView:
+    """The plain optimizer's children, with whole slots."""
+    return self._checkpoint_view
+
+  def build(self, variables: Sequence[Any]) -> plain_state.PlainState | None:
+    """Puts weights into buckets, and builds the encapsulated optimizer.
+
+    Returns:
+      The state with whole slots; None if the optimizer was built before.
+
+    Raises:
+      NotImplementedError: If a variable is overwritten by its gradient.
+    """
+    if self._all_variables:
+      return None
+    if any(map(self.encapsulated.is_overwritten, variables)):
+      raise NotImplementedError(
+        "Variables with `overwrite_with_gradient` (Keras' float8 scales) cannot"
+        " be sharded. Leave `shard_update` out."
+      )
+    # Tables stay whole. All other weights are put into buckets by their key.
+    by_key: dict[Hashable, list[Any]] = {}
+    for variable in variables:
+      if self._tables.is_table(variable):
+        self._unsharded_tables.append(variable)
+      else:
+        by_key.setdefault(self._bucket_key(variable), []).append(variable)
+    self._all_variables = list(variables)
+    self.buckets = [
+      self._make_bucket(of_bucket, number)
+      for of_key in by_key.values()
+      for number, of_bucket in enumerate(self._split_by_size(of_key))
+    ]
+    with self.engine.making_variables():
+      return self._build_encapsulated()
+
+  @abc.abstractmethod
+  def _bucket_key(self, variable: Any) -> Hashable:
+    """Returns a key that all weights of one bucket have in common."""
+
+  def _split_by_size(self, variables: list[Any]) -> list[list[Any]]:
+    """Splits weights with one key into buckets; here, into a single one."""
+    return [variables]
+
+  @abc.abstractmethod
+  def _make_bucket(self, variables: list[Any], number: int) -> WeightBucket:
+    """Decides which elements each member updates.
+
+    Args:
+      variables: The weights of the bucket.
+      number: The number of the bucket among those with the same key.
+    """
+
+  @abc.abstractmethod
+  def _build_encapsulated(self) -> plain_state.PlainState:
+    """Builds the encapsulated optimizer; returns its state for savers."""
+
+  def _refresh_shards(self) -> None:
+    """Copies the weights into this member's shards, if there are shards."""
+
+  @abc.abstractmethod
+  def _own_variables(self) -> list[Any]:
+    """Returns the variables that this member updates, without tables."""
+
+  @abc.abstractmethod
+  def _own_gradients(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the gradients of `_own_variables`.
+
+    Args:
+      parts: This member's part of each bucket's sums.
+    """
+
+  @abc.abstractmethod
+  def _own_values(self, bucket: WeightBucket) -> tf.Tensor:
+    """Returns the part of a bucket's weights that this member has updated."""
+
+  def reduce(
+    self,
+    grads: Sequence[Gradient],
+    variables: Sequence[Any],
+    overwrites: Sequence[bool],
+  ) -> list[Gradient]:
+    """Returns this member's parts of the group's sums, clipped for `opt`."""
+    del overwrites  # `build` refuses variables that gradients overwrite.
+    table_grads, by_bucket = self._sort_gradients(grads, variables)
+    table_sums, _ = self._wire.sum(table_grads)
+    # Backpropagation computes the gradients of the last layers first. So start
+    # with the last bucket, and return the parts in the order of the buckets.
+    parts = [
+      self._wire.sum_part(flat_grads, bucket.layout)
+      for bucket, flat_grads in zip(
+        self.buckets[::-1], by_bucket[::-1], strict=True
+      )
+    ][::-1]
+    parts = self._spread_nonfinite(parts, table_sums)
+    return self._clip_sums(parts, table_sums)
+
+  def own_part(
+    self, sums: Sequence[Gradient], variables: Sequence[Any]
+  ) -> list[Gradient]:
+    """Returns this member's parts of sums that all members have, clipped."""
+    table_sums, by_bucket = self._sort_gradients(sums, variables)
+    parts = [
+      self.engine.own_part(flat_sums, bucket.layout)
+      for bucket, flat_sums in zip(self.buckets, by_bucket, strict=True)
+    ]
+    parts = self._spread_nonfinite(parts, table_sums)
+    return self._clip_sums(parts, table_sums)
+
+  def apply(
+    self,
+    sums: Sequence[Gradient],
+    variables: Sequence[Any],
+    apply_once: tables_lib.ApplyOnce,
+  ) -> None:
+    """Updates this member's parts of the weights, and gathers all parts."""
+    self._refresh_shards()
+    updated = [*self._own_variables(), *self._unsharded_tables]
+    # The sums are clipped by these limits already. Switch the limits off.
+    with overriding.overriding(
+      self.encapsulated.innermost, **dict.fromkeys(self._limits_applied_here)
+    ):
+      self._tables.apply(sums, updated, apply_once)
+    self._gather_weights(
+      finite.all_finite(sums) if self.context.may_skip else True
+    )
+
+  def write_averages(self, variables: Sequence[Any]) -> None:
+    """Overwrites the weights of all replicas by their moving averages."""
+    del variables
+    if not (self._all_variables and self.encapsulated.finalizes):
+      return
+
+    def finalize() -> None:
+      self._refresh_shards()
+      with self.engine.isolate():
+        self.encapsulated.write_averages(self.encapsulated.trainable_variables)
+      self._gather_weights(False)
+
+    self._run_on_all_replicas(finalize)
+
+  def _gather_weights(self, is_step: Any) -> None:
+    """Gives each replica the whole weights, from the parts of all members.
+
+    Args:
+      is_step: Whether the weights were updated, and not the step skipped.
+    """
+    del is_step
+    for bucket in self.buckets:
+      with self.engine.isolate():
+        part = tf.identity(self._own_values(bucket))
+      # W = gather(W[i])
+      values = self.engine.gather_parts(part, bucket.layout, bucket.natives)
+      with self.engine.isolate():
+        for weight, value in zip(bucket.natives, values, strict=True):
+          weight.assign(value)
+
+  def _run_on_all_replicas(self, step: Callable[[], None]) -> None:
+    """Runs a function once on all replicas.
+
+    In a `tf.function`, since TensorFlow warns of an eager `strategy.run`.
+    """
+    # Not a lambda: TensorFlow would warn of its retracing.
+    run = functools.partial(self.engine.strategy.run, step)
+    tf.function(run, autograph=False)()
+
+  def _sort_gradients(
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
+  ) -> tuple[list[Gradient], list[list[tf.Tensor]]]:
+    """Sorts gradients by table and by bucket.
+
+    Returns:
+      The gradients of the unsharded tables, and for each bucket the flat, dense
+      gradients of its weights.
+
+    Raises:
+      ValueError: If a variable has no gradient, or two.
+    """
+    by_variable = {
+      id(variables_lib.native(variable)): grad
+      for grad, variable in zip(grads, variables, strict=True)
+    }
+    if len(by_variable) < len(grads):
+      raise ValueError(
+        "`grads_and_vars` must hold each variable once under `shard_update`;"
+        f" got {len(grads)} gradients of {len(by_variable)} variables. Add up"
+        " the gradients of one variable."
+      )
+
+    def find(variable: Any) -> Gradient:
+      native = variables_lib.native(variable)
+      grad = by_variable.get(id(native))
+      if grad is None:
+        raise ValueError(
+          "`grads_and_vars` must hold a gradient for every variable that the"
+          f" optimizer was built on under `shard_update`; {native.name} has"
+          " none. Build it on the variables that are trained."
+        )
+      return grad
+
+    def find_dense(variable: Any) -> Gradient:
+      grad = self._tables.to_dense(find(variable), variable)
+      return indexed_slices.cast(grad, variable)
+
+    # Flatten gradients before they are summed: TensorFlow's graph optimizer
+    # would otherwise merge a gradient with its sum.
+    return list(map(find, self._unsharded_tables)), [
+      packing.flatten(list(map(find_dense, bucket.variables)))
+      for bucket in self.buckets
+    ]
+
+  def _parts_counted_once(
+    self, parts: Sequence[tf.Tensor]
+  ) -> Sequence[tf.Tensor]:
+    """Returns the parts of which no other member has a duplicate.
+
+    A norm over the group counts each element once.
+    """
+    return parts
+
+  def _spread_nonfinite(
+    self, parts: list[tf.Tensor], table_sums: Sequence[Gradient]
+  ) -> list[tf.Tensor]:
+    """Makes all parts NaN on all members if a sum of any member is not finite.
+
+    Each member sees only its own parts, and still all members of a group must
+    skip the same steps.
+    """
+    if not self.context.may_skip:
+      return parts
+    # The number of members that found a NaN or an infinity.
+    is_bad = tf.cast(~finite.all_finite([*parts, *table_sums]), tf.float32)
+    [bad_members] = self.engine.all_reduce_sum([is_bad])
+    # Adding 0 changes no part, adding NaN makes every element NaN.
+    poison = tf.where(bad_members > 0, float("nan"), 0.0)
+    return [part + tf.cast(poison, part.dtype) for part in parts]
+
+  def _clip_sums(
+    self, parts: list[tf.Tensor], table_sums: Sequence[Gradient]
+  ) -> list[Gradient]:
+    """Returns sums clipped by `opt.global_clipnorm`.
+
+    With c the limit and g all gradients of the group, of which this member has
+    g[i]:
+
+        g[i] <- g[i] * c / max(||g||, c)
+        ||g||^2 = sum over i of ||g[i]||^2
+
+    Returns:
+      The gradients of `_own_variables`, then those of the unsharded tables.
+    """
+    sums = [*self._own_gradients(parts), *table_sums]
+    limit = self.encapsulated.innermost.global_clipnorm
+    if not (limit and limit > 0):
+      return sums
+    # ||g[i]||^2, in float64. All members have the sums of the tables, so each
+    # member contributes an equal share of their squares.
+    share = 1.0 / self.engine.groups.group_size
+    squares = [
+      tf.cast(clipping.square_of_norm(grads), tf.float64) * weight
+      for grads, weight in (
+        (self._parts_counted_once(parts), 1.0),
+        (table_sums, share),
+      )
+    ]
+    [total] = self.engine.all_reduce_sum([tf.add_n(squares)])  # ||g||^2
+    c = tf.cast(self.encapsulated.scaling.scale_limit(limit), total.dtype)
+    scale = c / tf.maximum(tf.sqrt(total), c)  # c / max(||g||, c)
+    return [indexed_slices.times(grad, scale) for grad in sums]
+
+
+def choose_kind(optimizer: Any, shard_update: Any) -> str:
+  """Returns the kind of sharded update for an optimizer.
+
+  Args:
+    optimizer: The optimizer that keeps the slots.
+    shard_update: The argument: True, `"elementwise"` or `"by_variable"`.
+
+  Returns:
+    `"elementwise"` or `"by_variable"`.
+
+  Raises:
+    ValueError: If the optimizer cannot be sharded in this way.
+  """
+  class_name = type(optimizer).__name__
+  fused_update.check_is_one(optimizer, "shard_update", shard_update)
+  if not hasattr(optimizer, "build"):
+    raise ValueError(
+      f"`shard_update` is {shard_update!r}, and {class_name} is one of"
+      " tf_keras.optimizers.legacy, which cannot be built on parts of weights."
+      " Use one of tf_keras.optimizers."
+    )
+  keras_class = fused_update.keras_class(optimizer)
+  is_elementwise = keras_class in fused_update.ELEMENTWISE
+  kind = shard_update
+  if shard_update is True:
+    if not is_elementwise and keras_class not in fused_update.BY_VARIABLE:
+      raise ValueError(
+        f"`shard_update` is True, and nothing is known of {class_name}. Use"
+        ' "by_variable" if it updates each variable by itself, or "elementwise"'
+        " if it updates each element by itself."
+      )
+    kind = "elementwise" if is_elementwise else "by_variable"
+  remedies = {
+    "gradient_accumulation_steps": (
+      "Use `accumulate_steps` of the CrossShardOptimizer."
+    ),
+  }
+  # A class of the user may do anything before it clips. This package can clip
+  # in place of Keras' own classes only.
+  if not is_elementwise and kind == "elementwise":
+    for limit in ("clipnorm", "global_clipnorm"):
+      remedies[limit] = "Clip in your class, or before `apply_gradients`."
+  for argument, remedy in remedies.items():
+    if getattr(optimizer, argument, None):
+      raise ValueError(
+        f"`shard_update` is {shard_update!r}, and `opt` has {argument}="
+        f"{getattr(optimizer, argument)}, which needs whole variables. {remedy}"
+      )
+  return str(kind)

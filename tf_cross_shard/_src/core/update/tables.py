@@ -1,0 +1,288 @@
+"""Embedding tables that are updated by rows.
+
+Only some rows of an embedding table W occur in a batch, so that the gradient is
+row-sparse. With i the indices of these rows, g the rows of the gradient (rows
+of the same index are added up) and S the slots of W:
+
+    W[i], S[i] = opt.update(W[i], S[i], g)        all other rows stay
+
+So the cost of a step depends on the rows of the batch, not on the size of the
+table. SGD without momentum and Adagrad, both without weight decay, change no
+other rows in plain Keras either. There the update by rows computes the numbers
+of plain Keras. For all other optimizers it is a different update, which you ask
+for with `lazy_rows`: while a row does not occur, its slots stay as they are;
+weight decay changes a row only when the row occurs; and the bias correction of
+Adam counts all steps.
+
+References:
+  LazyAdam of TensorFlow Addons. With `lazy_rows=True`, Adam is LazyAdam.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core import context as context_lib
+from tf_cross_shard._src.core import settings as settings_lib
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.encapsulated import (
+  encapsulated,
+  fused_update,
+  row_variables,
+)
+from tf_cross_shard._src.core.gradients import clipping, indexed_slices
+from tf_cross_shard._src.core.gradients.clipping import Gradient
+
+# The name of the weight of an `Embedding` in both Kerases.
+_EMBEDDINGS: Final = "embeddings"
+
+# Keras' classes that change only rows with a gradient, if they have no momentum
+# and no weight decay.
+_EXACT: Final = ("Adagrad", "SGD")
+
+# Lets the encapsulated optimizer apply sums to variables, once.
+ApplyOnce = Callable[[Sequence[Gradient], Sequence[Any]], None]
+
+
+def check(context: context_lib.Context) -> None:
+  """Raises `ValueError` if the optimizer cannot update by rows."""
+  lazy_rows = context.settings.lazy_rows
+  optimizer = context.encapsulated.innermost
+  accumulates = context.encapsulated.accumulates
+  if accumulates:
+    raise ValueError(
+      f"`lazy_rows` is {lazy_rows!r}, and with"
+      f" gradient_accumulation_steps={accumulates} of `opt` gradients are"
+      " dense. Set one of them only."
+    )
+  kind = type(optimizer).__name__
+  fused_update.check_is_one(optimizer, "lazy_rows", lazy_rows)
+  if not hasattr(optimizer, "build"):
+    raise ValueError(
+      f"`lazy_rows` is {lazy_rows!r}, and {kind} is one of"
+      " tf_keras.optimizers.legacy, which have rows of their own. Leave it out,"
+      " or use one of tf_keras.optimizers."
+    )
+  known = fused_update.ELEMENTWISE
+  if lazy_rows is True and fused_update.keras_class(optimizer) not in known:
+    raise ValueError(
+      f"`lazy_rows` is True, and {kind} may use norms or shapes of whole"
+      f" variables, which rows do not have. Use one of {', '.join(known)}, or,"
+      " if each element of your class's update depends on that element only,"
+      ' lazy_rows="elementwise".'
+    )
+
+
+def is_exact(optimizer: Any) -> bool:
+  """Whether plain Keras does not change rows without a gradient either.
+
+  Args:
+    optimizer: The optimizer that keeps the slots.
+  """
+  # SGD of tf_keras writes a slot for each row in each step, momentum or not.
+  return fused_update.keras_class(optimizer) in _EXACT and not (
+    getattr(optimizer, "momentum", 0)
+    or getattr(optimizer, "momentums", None)
+    or optimizer.weight_decay
+  )
+
+
+class Tables(context_lib.Stage):
+  """The tables that are updated by rows. This base class has none.
+
+  It serves optimizers that update all rows in each step, as in plain Keras.
+  """
+
+  @property
+  def row_step(self) -> encapsulated.RowStep | None:
+    """The update for row-sparse gradients; None for the one of Keras."""
+    return None
+
+  def is_table(self, variable: Any) -> bool:
+    """Whether a variable is a table, which is known without its gradient."""
+    del variable
+    return False
+
+  def is_by_rows(self) -> bool:
+    """Whether the step that is being traced updates only rows that occur."""
+    return False
+
+  def add(self, var_list: Any, var_names: Any) -> None:
+    """Declares variables as tables.
+
+    Args:
+      var_list: Variables, or None.
+      var_names: Parts of the paths of variables, or None.
+
+    Raises:
+      ValueError: If the optimizer updates all rows.
+    """
+    del var_list, var_names
+    raise ValueError(
+      "`update_by_rows` was called, and `opt` updates all rows in each step."
+      " Set lazy_rows=True."
+    )
+
+  def to_dense(self, grad: Gradient, variable: Any) -> Gradient:
+    """Returns the dense gradient of a variable that is no table."""
+    return indexed_slices.to_dense(grad, variable)
+
+  def apply(
+    self,
+    sums: Sequence[Gradient],
+    variables: Sequence[Any],
+    apply_once: ApplyOnce,
+  ) -> None:
+    """Applies sums to variables with `apply_once`."""
+    apply_once(sums, variables)
+
+
+class RowTables(Tables):
+  """Tables of which every member has all rows and updates the rows that occur.
+
+  The weights of Keras' `Embedding` are tables. `add` declares more of them.
+  """
+
+  def __init__(self, context: context_lib.Context) -> None:
+    """Makes an update by rows without declared tables."""
+    super().__init__(context)
+    self._is_lazy = bool(self.settings.lazy_rows)
+    self._table_names: list[str] = []
+    self._table_list: list[Any] = []
+
+  @property
+  def row_step(self) -> encapsulated.RowStep:
+    """The update for row-sparse gradients."""
+    return self._update_rows
+
+  def is_table(self, variable: Any) -> bool:
+    """Whether a variable belongs to an `Embedding` or was declared a table."""
+    native = variables_lib.native(variable)
+    path = variables_lib.path_of(variable)
+    is_known = any(native is table for table in self._table_list)
+    return self.engine.keeps_rows and (
+      is_known
+      or path.rpartition("/")[2] == _EMBEDDINGS
+      or any(name in path for name in self._table_names)
+    )
+
+  def add(self, var_list: Any, var_names: Any) -> None:
+    """Declares variables as tables."""
+    self._table_list += map(variables_lib.native, var_list or ())
+    self._table_names += var_names or ()
+
+  def to_dense(self, grad: Gradient, variable: Any) -> Gradient:
+    """Returns the dense gradient of a variable that is no table.
+
+    Raises:
+      ValueError: If `lazy_rows` is set and the gradient is row-sparse: a dense
+        gradient would update rows that do not occur.
+    """
+    is_sparse = isinstance(grad, tf.IndexedSlices)
+    if self._is_lazy and is_sparse and self.is_by_rows():
+      path = variables_lib.path_of(variable)
+      raise ValueError(
+        f"The gradient of {path} has rows, and `shard_update` must know"
+        " embedding tables when the optimizer is built. Call"
+        f" optimizer.update_by_rows(var_names=[{path!r}]) before that."
+      )
+    return super().to_dense(grad, variable)
+
+  def apply(
+    self,
+    sums: Sequence[Gradient],
+    variables: Sequence[Any],
+    apply_once: ApplyOnce,
+  ) -> None:
+    """Applies sums to variables; updates only rows of row-sparse sums."""
+    tables = [
+      variable
+      for total, variable in zip(sums, variables, strict=True)
+      if isinstance(total, tf.IndexedSlices)
+    ]
+    if not tables or not self.is_by_rows():
+      apply_once(sums, variables)
+      return
+    # Keras would clip whole tables and apply weight decay to all rows. Clip
+    # here, and let `_update_rows` apply weight decay to the rows that occur.
+    with (
+      self.encapsulated.clipping_by(_clip),
+      self.encapsulated.without_decay(tables),
+    ):
+      apply_once(sums, variables)
+
+  def is_by_rows(self) -> bool:
+    """Whether the step that is being traced updates only rows that occur.
+
+    Not in steps that XLA compiles. Momentum and weight decay are asked for in
+    each call, since the user may assign them.
+    """
+    optimizer = self.encapsulated.innermost
+    return not fused_update.is_compiled(optimizer) and (
+      self._is_lazy or is_exact(optimizer)
+    )
+
+  def _update_rows(
+    self,
+    update_step: Callable[..., None],
+    grad: tf.IndexedSlices,
+    variable: Any,
+    *rate: Any,
+  ) -> None:
+    """Runs the optimizer's own `update_step` on the rows that occur.
+
+    Args:
+      update_step: Keras' method.
+      grad: The group's sum of the gradients of a table W.
+      variable: The table W.
+      *rate: The learning rate, where Keras gives it to `update_step`.
+    """
+    optimizer = self.encapsulated.innermost
+    if not self.is_by_rows():
+      update_step(grad, variable, *rate)
+      return
+    # g and i: one row for each index, with the rows of equal indices added up.
+    grad = indexed_slices.merge_duplicates(grad)
+    # Hide the number of rows from Keras, which takes a gradient of one row for
+    # the gradient of a bias.
+    i, g = map(_hide_length, (grad.indices, grad.values))
+    decays = optimizer.weight_decay and self.encapsulated.decays(variable)
+    # Gather W[i] and S[i], and scatter them back at the end.
+    with row_variables.gathered(self.encapsulated, variable, i) as rows:
+      if decays:
+        # W[i] <- W[i] - weight_decay * learning_rate * W[i], before the update
+        # as in Keras.
+        factor = tf.cast(optimizer.weight_decay, rows.dtype)
+        learning_rate = tf.cast(optimizer.learning_rate, rows.dtype)
+        rows.assign_sub(rows * factor * learning_rate)
+      update_step(g, rows, *rate)  # W[i], S[i] = opt.update(W[i], S[i], g)
+
+
+def make(context: context_lib.Context) -> Tables:
+  """Returns the tables for the settings and the optimizer.
+
+  Raises:
+    ValueError: If `lazy_rows` is set and the optimizer cannot update by rows.
+  """
+  if context.settings.lazy_rows:
+    check(context)
+  elif not is_exact(context.encapsulated.innermost):
+    return Tables(context)
+  return RowTables(context)
+
+
+def _clip(optimizer: Any, grads: Sequence[Gradient]) -> list[Gradient]:
+  """Returns sums clipped by an optimizer's own limits."""
+  limits: dict[str, Any] = {}
+  for name in settings_lib.LIMITS:
+    limit = getattr(optimizer, name)  # In Keras 0 and less clip nothing.
+    limits[name] = limit if limit and limit > 0 else None
+  return clipping.clip(grads, **limits)
+
+
+def _hide_length(value: Any) -> tf.Tensor:
+  """Returns a tensor whose static shape has an unknown number of rows."""
+  tensor = tf.convert_to_tensor(value)
+  shape = [None, *tensor.shape[1:]]
+  return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=shape)

@@ -1,0 +1,207 @@
+"""Whole optimizer slots that are backed by the shards of a group's members.
+
+Under `shard_update` no single `tf.Variable` holds a slot (such as Adam's
+momentum of one weight) as plain Keras would keep it. Two cases exist:
+
+    elementwise    every member keeps one part of the flat state, and the parts
+                   of all members, joined, contain the slot:
+
+                   member 0        member 1
+                   [a a a b b]     [b b c c 0]      slot of b = b b b b
+
+    by_variable    every member keeps a copy of the slot, but only the copy of
+                   the weight's owner is updated and therefore valid
+
+A whole slot reads and writes these parts and looks like a variable. Savers,
+`get_weights` and `replica_state` use it in place of the slot.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard._src.core.collectives import engine as engines
+from tf_cross_shard._src.core.collectives import replica_values
+
+_Trackable: Final[Any] = tf.__internal__.tracking.Trackable
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+  """The elements of one weight within the joined parts of all members.
+
+  Attributes:
+    start: The index of the weight's first element.
+    shape: The shape of the weight.
+  """
+
+  start: int
+  shape: tuple[int, ...]
+
+  @property
+  def stop(self) -> int:
+    """The index behind the weight's last element."""
+    return self.start + int(np.prod(self.shape))
+
+
+class WholeSlot(_Trackable):
+  """The slot of one weight, of which each member of a group has a part.
+
+  You read and assign a whole slot like a variable, eagerly and outside of
+  `strategy.run`. Reading returns the value of group 0, as for any variable
+  whose groups differ. Assigning gives all groups the same value.
+
+  Attributes:
+    parts: The sharded variable. The copy on each member is that member's part,
+      which may hold elements of other weights too.
+  """
+
+  trainable = False
+
+  def __init__(
+    self, named: Any, parts: Any, span: Span, engine: engines.Engine
+  ) -> None:
+    """Makes a slot that reads `span` of the joined parts.
+
+    Args:
+      named: A variable with the name and path of the plain optimizer's slot.
+      parts: The sharded variable.
+      span: Where the weight lies in the joined parts.
+      engine: The engine, which knows the groups and the strategy.
+    """
+    self.name = str(named.name)
+    self.path = str(getattr(named, "path", named.name))
+    self.shape = tf.TensorShape(span.shape)
+    self.dtype = tf.as_dtype(parts.dtype)
+    self.distribute_strategy = engine.strategy
+    self.parts = parts
+    self._span = span
+    self._groups = engine.groups
+    self._is_read_only = False
+
+  def read_only(self) -> "WholeSlot":
+    """Returns this slot in the form that `get_slot` returns to users."""
+    slot = copy.copy(self)
+    slot.__dict__["_is_read_only"] = True
+    return slot
+
+  def numpy(self) -> np.ndarray[Any, Any]:
+    """Returns the value of group 0."""
+    first_group = self._groups.members_of(self._groups.assignment[0][0])
+    return self._join(self._copies().read(self.parts, first_group))
+
+  def read_value(self) -> tf.Tensor:
+    """Returns the value of group 0 as a tensor."""
+    return tf.constant(self.numpy())
+
+  def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+    """Returns the value of group 0 to NumPy, Keras and TensorFlow."""
+    del copy  # The array is always a copy.
+    return self.numpy().astype(dtype or self.dtype.as_numpy_dtype)
+
+  def assign(self, value: Any) -> None:
+    """Gives all groups the same value.
+
+    Raises:
+      TypeError: If `get_slot` returned this slot. A loop of the user that
+        assigns to slots on each replica would write the parts of all replicas.
+      ValueError: If the value has another shape.
+    """
+    if self._is_read_only:
+      raise TypeError(
+        f"The slot {self.path} is read only under `shard_update`: its parts are"
+        " on the members of each group. Assign the variable of this name in"
+        " optimizer.variables, which gives all groups one value."
+      )
+    value = np.asarray(value, self.dtype.as_numpy_dtype)
+    if value.shape != tuple(self.shape):
+      raise ValueError(
+        f"{self.path} has shape {tuple(self.shape)}; got a value of shape"
+        f" {value.shape}. Load the state of the same model."
+      )
+    self.set_copies([value] * len(self._copies().engine.replicas_here))
+
+  def whole_copies(self) -> list[np.ndarray[Any, Any]]:
+    """Returns the whole value for each replica of this process.
+
+    The value of a replica is the value of its group.
+    """
+    copies = self._copies()
+    parts = copies.read(self.parts, range(self._groups.num_replicas))
+    return [
+      self._join([parts[member] for member in self._groups.members_of(replica)])
+      for replica in copies.engine.replicas_here
+    ]
+
+  def set_copies(self, values: Sequence[np.ndarray[Any, Any]]) -> None:
+    """Writes into each replica of this process its part of a whole value.
+
+    Args:
+      values: A whole value for each replica of this process.
+    """
+    copies = self._copies()
+    parts = copies.here(self.parts)
+    start, stop = self._span.start, self._span.stop
+    for replica, part, value in zip(
+      copies.engine.replicas_here, parts, values, strict=True
+    ):
+      # This member's part has the elements from `begin` to before `end` of all
+      # members' joined parts.
+      size = len(part)
+      begin = self._groups.members_of(replica).index(replica) * size
+      end = begin + size
+      # Overwrite the elements that lie both in the part and in this slot.
+      low, high = max(start, begin), min(stop, end)
+      if low < high:
+        own = value.reshape(-1)[low - start : high - start]
+        part[low - begin : high - begin] = own
+    copies.write(self.parts, parts)
+
+  def _join(self, parts: Sequence[np.ndarray[Any, Any]]) -> Any:
+    """Returns this slot's value, from the parts of all members of a group."""
+    flat = np.concatenate(parts)[self._span.start : self._span.stop]
+    return flat.reshape(self._span.shape)
+
+  def _copies(self) -> replica_values.Copies:
+    """Returns access to every replica's copy of a variable."""
+    return replica_values.Copies(self.distribute_strategy)
+
+  # The two methods by which tf.train.Checkpoint saves and restores a variable.
+
+  def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+    """Returns the value to save, under the key of a plain variable."""
+    return {"VARIABLE_VALUE": self.read_value()}
+
+  def _restore_from_tensors(self, restored: dict[str, tf.Tensor]) -> None:
+    """Assigns a saved value."""
+    self.assign(restored["VARIABLE_VALUE"].numpy())
+
+
+class OwnedSlot(WholeSlot):
+  """The slot of a weight that one member of each group updates.
+
+  All members have a copy of the slot. The copy of the owner is the value.
+  """
+
+  def __init__(self, slot: Any, owner: int, engine: engines.Engine) -> None:
+    """Makes a slot that reads the owner's copy.
+
+    Args:
+      slot: The variable.
+      owner: The position of the weight's owner among the members of a group.
+      engine: The engine, which knows the groups and the strategy.
+    """
+    super().__init__(slot, slot, Span(0, tuple(slot.shape)), engine)
+    self._owner = owner
+
+  def set_copies(self, values: Sequence[np.ndarray[Any, Any]]) -> None:
+    """Gives each replica of this process its own whole value."""
+    self._copies().write(self.parts, list(values))
+
+  def _join(self, parts: Sequence[np.ndarray[Any, Any]]) -> Any:
+    """Returns the owner's copy, from the copies of all members of a group."""
+    return parts[self._owner]

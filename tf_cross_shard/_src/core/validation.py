@@ -1,0 +1,215 @@
+"""Checks users' arguments before any state changes.
+
+Errors name the argument, show the value and say what to pass instead.
+"""
+
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard._src.core.variables import is_variable, path_of
+
+if TYPE_CHECKING:  # For editors only: a program may lack one of the Kerases.
+  import keras
+  import tf_keras
+
+  Optimizer: TypeAlias = (
+    keras.optimizers.Optimizer
+    | tf_keras.optimizers.Optimizer
+    | tf.compat.v1.train.Optimizer
+  )
+  Variable: TypeAlias = tf.Variable | keras.Variable
+  Variables: TypeAlias = Iterable[Variable] | Variable
+
+
+def is_number(value: Any) -> bool:
+  """Whether a value is a Python or NumPy number, and not a boolean."""
+  numbers = (int, float, np.integer, np.floating)
+  return isinstance(value, numbers) and not isinstance(value, bool)
+
+
+def check_variable(argument: str, variable: object) -> None:
+  """Raises `TypeError` unless a value is a variable.
+
+  Args:
+    argument: The name of the argument that holds the value, for the error.
+    variable: The value.
+  """
+  if not is_variable(variable):
+    raise TypeError(
+      f"`{argument}` must hold tf.Variable or keras.Variable objects; got"
+      f" {_shown(variable)}. Pass the variable itself, not its value."
+    )
+  dtype = getattr(variable, "dtype", None)
+  if isinstance(dtype, tf.DType) and dtype != dtype.base_dtype:
+    raise TypeError(
+      f"`{argument}` must hold resource variables; got {_shown(variable)}, a"
+      " reference variable of TensorFlow 1. Make it with use_resource=True, or"
+      " call tf.compat.v1.enable_resource_variables() first."
+    )
+
+
+def is_var_list(value: Any) -> bool:
+  """Whether the second argument of `minimize` is a list of variables.
+
+  Keras passes its list of variables there, where TensorFlow 1 has
+  `global_step`.
+  """
+  if is_variable(value) or tf.is_tensor(value) or isinstance(value, str):
+    return False
+  return isinstance(value, Iterable)
+
+
+def check_pairs(grads_and_vars: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+  """Checks (gradient, variable) pairs; returns gradients and variables."""
+  pairs = _as_list("grads_and_vars", grads_and_vars)
+  if not pairs:
+    raise ValueError(
+      "`grads_and_vars` must hold at least one (gradient, variable) pair; got"
+      " []. Pass what compute_gradients() returned."
+    )
+  for pair in pairs:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+      raise ValueError(
+        "`grads_and_vars` must hold (gradient, variable) pairs; got"
+        f" {_shown(pair)}. Use zip(grads, variables)."
+      )
+  checked = [(_check_gradient(g, v), v) for g, v in pairs]
+  if all(grad is None for grad, _ in checked):
+    raise ValueError(
+      "`grads_and_vars` must hold a gradient that is not None. No gradients"
+      f" provided for any variable: {[path_of(v) for _, v in checked]}. Compute"
+      " the loss from the variables, inside the tape."
+    )
+  return [g for g, _ in checked], [v for _, v in checked]
+
+
+def check_var_list(var_list: Any) -> list[Any] | None:
+  """Checks that `var_list` holds trainable variables.
+
+  Args:
+    var_list: A variable, an iterable of variables, or a function that returns
+      one of these; or None.
+
+  Returns:
+    The variables as a list, or None for None.
+  """
+  if callable(var_list) and not is_variable(var_list):
+    var_list = var_list()
+  if var_list is None:
+    return None
+  variables = (
+    [var_list] if is_variable(var_list) else _as_list("var_list", var_list)
+  )
+  if not variables:
+    raise ValueError(
+      "`var_list` must hold at least one variable; got []. Leave it None to"
+      " take every trainable variable that the loss touches."
+    )
+  for variable in variables:
+    check_variable("var_list", variable)
+    if not variable.trainable:
+      raise ValueError(
+        f"`var_list` must hold trainable variables; {path_of(variable)} has"
+        " trainable=False. Leave it out or make it trainable."
+      )
+  return variables
+
+
+def check_global_step(global_step: Any) -> None:
+  """Raises `TypeError` unless `global_step` can be incremented by one."""
+  if global_step is None:
+    return
+  is_given = is_variable(global_step)
+  if not is_given or not tf.as_dtype(global_step.dtype).is_integer:
+    raise TypeError(
+      "`global_step` must be an integer variable or None; got"
+      f" {_shown(global_step)}. Use tf.Variable(0, dtype=tf.int64). To pass"
+      " variables to train, use `var_list=`."
+    )
+
+
+def check_scalar(loss: tf.Tensor, seeded: bool) -> None:
+  """Raises `ValueError` unless a loss that is averaged is one number.
+
+  Args:
+    loss: The loss.
+    seeded: Whether the caller gives a weight to each element (`grad_loss`).
+  """
+  if not seeded and loss.shape.rank not in (0, None):
+    raise ValueError(
+      '`loss` must be a scalar when `reduction` is "mean"; got shape'
+      f" {loss.shape}, whose gradient would be that of its sum. Use"
+      " tf.reduce_mean(loss), or pass `grad_loss`."
+    )
+
+
+def check_known(
+  variables: Sequence[Any],
+  is_known: Callable[[Any], bool],
+  argument: str = "grads_and_vars",
+) -> None:
+  """Raises `ValueError` if a built optimizer does not know a variable.
+
+  Args:
+    variables: The variables.
+    is_known: A function that returns whether the optimizer knows a variable.
+    argument: The argument that holds the variables, for the error.
+  """
+  for variable in variables:
+    if not is_known(variable):
+      raise ValueError(
+        f"Unknown variable: `{argument}` holds {path_of(variable)}, which is"
+        " not among the variables that the optimizer was built for. Call"
+        " build() with all variables first, or make a new optimizer."
+      )
+
+
+def _as_list(argument: str, value: Any) -> list[Any]:
+  """Returns an iterable as a list; raises `TypeError` for a tensor."""
+  if not isinstance(value, Iterable) or tf.is_tensor(value):
+    raise TypeError(
+      f"`{argument}` must be a list; got {_shown(value)}. Pass what"
+      " compute_gradients() returned, or a list of variables."
+    )
+  return list(value)
+
+
+def _check_gradient(grad: Any, variable: Any) -> Any:
+  """Returns a gradient as a tensor, after checking its dtype and shape."""
+  check_variable("grads_and_vars", variable)
+  if grad is None:
+    return None
+  if isinstance(grad, tf.IndexedSlices):
+    # Any number of rows, each of the shape of the variable's rows.
+    shape = tf.TensorShape([None]).concatenate(grad.values.shape[1:])
+  else:
+    grad = tf.convert_to_tensor(grad)
+    shape = grad.shape
+  is_complex = tf.as_dtype(variable.dtype).is_complex
+  if not (grad.dtype.is_floating or (grad.dtype.is_complex and is_complex)):
+    raise TypeError(
+      "`grads_and_vars` must hold gradients of a floating dtype, or of a"
+      f" complex dtype for a complex variable; that of {path_of(variable)} is"
+      f" {_shown(grad)}. Pass what a tape or compute_gradients() returned."
+    )
+  expected = tf.TensorShape(variable.shape)
+  if not shape.is_compatible_with(expected):
+    raise ValueError(
+      f"`grads_and_vars` must hold gradients of their variables' shapes; the"
+      f" gradient of {path_of(variable)} has shape {shape}, the variable"
+      f" {expected}. Pair each gradient with its own variable."
+    )
+  return grad
+
+
+def _shown(value: Any) -> str:
+  """Formats a value for an error: one line, shortened."""
+  try:
+    text = repr(value)
+  except Exception:  # Keras 3.8 cannot show a variable in a graph.
+    text = f"a {type(value).__name__}"
+  return textwrap.shorten(text, 200, placeholder=" ...")

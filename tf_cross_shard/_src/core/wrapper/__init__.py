@@ -1,0 +1,1 @@
+"""A Keras optimizer that forwards everything except its step to another one."""

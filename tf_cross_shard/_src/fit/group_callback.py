@@ -1,0 +1,395 @@
+"""Base classes of the callbacks: their order, their saved state, their metrics.
+
+    GroupCallback     knows the other callbacks of the same `fit`
+      GroupMonitor    judges each group by a metric that GroupMetrics writes
+
+Keras does not show callbacks the list that they are in. It calls `set_model`
+and `set_params` of all callbacks before it calls `on_train_begin` of the first
+one, so callbacks register themselves in `set_params`. In `on_train_begin`,
+`same_fit` returns all of them, and mistakes in the list raise errors before
+training starts.
+"""
+
+import itertools
+import json
+import re
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard._src.core.internals import (
+  group_schedule,
+  keras_private,
+  optimizer_state,
+  validation,
+)
+from tf_cross_shard._src.replica_state import group_state
+
+# All callbacks for which a `fit` has begun.
+_in_fits: "Final[weakref.WeakSet[GroupCallback]]" = weakref.WeakSet()
+_order = itertools.count()
+
+
+def group_names(optimizer: Any) -> list[str]:
+  """Returns a name for each group.
+
+  The names are those of the `Groups`; else what the groups differ in, such as
+  `lr=0.1, momentum=0.9`; else `group_0`, `group_1` and so on.
+  """
+  groups = optimizer_state.groups_of(optimizer, None)
+  names = getattr(groups, "names", None)
+  if names is None:
+    rates = getattr(group_schedule.rates_of(optimizer), "rates", [])
+    parts = [[f"lr={rate:g}" for rate in rates if not callable(rate)]]
+    for name, numbers in (
+      getattr(optimizer, "group_settings", None) or {}
+    ).items():
+      parts.append([f"{name}={number:g}" for number in numbers])
+    names = [", ".join(own) for own in zip(*filter(None, parts), strict=False)]
+  if len(set(names)) < groups.num_groups:
+    names = [f"group_{i}" for i in range(groups.num_groups)]
+  return list(names)
+
+
+def check_count(name: str, value: Any, least: int, unit: str) -> None:
+  """Raises `ValueError` unless an argument is an integer of at least `least`.
+
+  Args:
+    name: The name of the argument.
+    value: Its value.
+    least: The least value that is valid.
+    unit: The things that the argument counts, for the error.
+  """
+  if type(value) is not int or value < least:
+    raise ValueError(
+      f"`{name}` must be an integer of at least {least}; got {value!r}. It"
+      f" counts {unit}."
+    )
+
+
+def check_number(name: str, value: Any) -> None:
+  """Raises `TypeError` unless an argument is a number."""
+  if not validation.is_number(value):
+    raise TypeError(f"`{name}` must be a number; got {value!r}.")
+
+
+def to_array(value: Any) -> Any:
+  """Returns a JSON value as an array for a file, without rounding floats."""
+  return np.frombuffer(json.dumps(value).encode(), np.uint8)
+
+
+def from_array(array: Any) -> Any:
+  """Returns the value that was passed to `to_array`."""
+  return json.loads(np.asarray(array, np.uint8).tobytes())
+
+
+def collect_state(callback_list: Iterable[Any]) -> dict[str, Any]:
+  """Returns the state of this package's callbacks, as arrays by name.
+
+  On several machines, all workers make this call and receive the same state.
+  """
+  return {
+    f"{key}/{name}": value
+    for key, callback in _keys(callback_list).items()
+    for name, value in callback.state().items()
+  }
+
+
+def restore_state(callback_list: Iterable[Any], state: dict[str, Any]) -> None:
+  """Gives callbacks the state that `collect_state` returned for the same list.
+
+  A callback without an entry in the state starts from the beginning.
+  """
+  for key, callback in _keys(callback_list).items():
+    own = {
+      name.removeprefix(f"{key}/"): value
+      for name, value in state.items()
+      if name.startswith(f"{key}/")
+    }
+    if own:
+      callback.set_state(own)
+
+
+def _keys(callback_list: Iterable[Any]) -> dict[str, "GroupCallback"]:
+  """Returns this package's callbacks, by class name and, if needed, number."""
+  ours = [c for c in callback_list if isinstance(c, GroupCallback)]
+  names = optimizer_state.unique([type(c).__name__ for c in ours])
+  return dict(zip(names, ours, strict=True))
+
+
+class GroupCallback(tf.keras.callbacks.Callback):
+  """Base class of callbacks for a model whose optimizer may have groups.
+
+  The model is compiled. The callbacks subclass Keras' callback of `tf.keras`,
+  but work with models of the other Keras too.
+
+  Attributes:
+    prefix: The beginning of the names of metrics that this callback writes.
+    acts_on_batches: Whether the callback acts when a batch ends.
+    follows_groups: Whether the callback assumes that each group trains one and
+      the same trial until `fit` ends.
+    moves_optimizer: Whether the callback saves or copies optimizer state.
+    is_skipping_batches: Whether `fit` reads batches again that were trained on
+      before it was interrupted. `BackupAndRestore` sets it. A callback that
+      changes the model must do nothing while it is True.
+  """
+
+  prefix = ""
+  acts_on_batches = False
+  follows_groups = False
+  moves_optimizer = False
+  is_skipping_batches = False
+  position_in_list = 0  # grows from callback to callback in one `fit`
+
+  @property
+  def passes_over(self) -> bool:
+    """The name of `is_skipping_batches` in version 0.2."""
+    return self.is_skipping_batches
+
+  def _does_nothing_in_batches(self) -> bool:
+    """Returns False, for a hook that tf_keras asks the callback about.
+
+    Only tf_keras calls the three hooks here. The base class lacks them if
+    `tf.keras` is Keras 3.
+    """
+    return False
+
+  def _implements_train_batch_hooks(self) -> bool:
+    """Returns whether tf_keras has to call `on_train_batch_end`."""
+    return "on_train_batch_end" in vars(self)
+
+  _implements_test_batch_hooks = _does_nothing_in_batches
+  _implements_predict_batch_hooks = _does_nothing_in_batches
+
+  def call_after_batches(self, function: Callable[..., None]) -> None:
+    """Makes Keras call a function after each batch.
+
+    The function takes the number of the batch and the logs.
+    """
+    # An attribute of this object, not a method of the class: Keras waits for
+    # the device after each batch if any callback of the list has such a method.
+    self.on_train_batch_end = function
+
+  def set_model(self, model: Any) -> None:
+    """Sets the model, and warns of layers that mix groups."""
+    super().set_model(model)
+    layers = keras_private.layers(model)
+    for watch in optimizer_state.watches_of(getattr(model, "optimizer", None)):
+      watch.check_layers(layers)
+      watch.is_judged_by_group = True
+
+  def set_params(self, params: Any) -> None:
+    """Registers the callback as part of a `fit`; see `same_fit`."""
+    super().set_params(params)
+    self.position_in_list = next(_order)
+    _in_fits.add(self)
+
+  def on_train_begin(self, logs: Any = None) -> None:
+    """Raises an error if the model has state that this callback would miss."""
+    self.is_skipping_batches = False
+    if self.moves_optimizer:
+      self._check_optimizers()
+
+  def _check_optimizers(self) -> None:
+    """Raises `ValueError` if the model has more than one optimizer."""
+    known = list(optimizer_state.nested_optimizers(self.model.optimizer))
+    others = [
+      name
+      for name, value in vars(self.model).items()
+      if hasattr(value, "apply_gradients")
+      and not any(value is optimizer for optimizer in known)
+    ]
+    if others:
+      raise ValueError(
+        f"{type(self).__name__} handles the state of model.optimizer only, but"
+        f" the model has other optimizers, {', '.join(sorted(others))}. Save"
+        " them with replica_state.save in a callback of your own, or keep"
+        " optimizers that do not train this model outside of it."
+      )
+
+  def same_fit(self) -> list["GroupCallback"]:
+    """Returns this package's callbacks in the same `fit`, in list order.
+
+    The list is empty in a training loop of your own.
+    """
+    if not getattr(self, "params", None):
+      return []
+    # Keras gives one dictionary of parameters to all callbacks of a `fit`.
+    same = [c for c in _in_fits if c.params is self.params]
+    return sorted(same, key=lambda callback: callback.position_in_list)
+
+  def prefixes_before(self) -> list[str]:
+    """Returns the `prefix` of each earlier GroupMetrics in this `fit`."""
+    return [
+      callback.prefix
+      for callback in self.same_fit()
+      if callback.prefix and callback.position_in_list < self.position_in_list
+    ]
+
+  def state_of_groups(self, is_whole: bool = False) -> group_state.GroupState:
+    """Returns the model's variables in all groups.
+
+    Args:
+      is_whole: Whether to include the optimizer's variables.
+    """
+    return group_state.GroupState(self.model.optimizer, self.model, is_whole)
+
+  def state(self) -> dict[str, Any]:
+    """Returns what a backup has to save, as arrays and numbers by name."""
+    return {}
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    """Sets what `state` returned; called after `on_train_begin`."""
+
+  def on_test_begin(self, logs: Any = None) -> None:
+    """Warns, once, that Keras' `evaluate` mixes the groups."""
+    for watch in optimizer_state.watches_of(self.model.optimizer):
+      watch.before_evaluating()
+
+  def on_predict_begin(self, logs: Any = None) -> None:
+    """Warns, once, that Keras' `predict` mixes the groups."""
+    self.on_test_begin()
+
+
+class GroupMonitor(GroupCallback):
+  """Monitors one metric per group, as Keras' EarlyStopping does for a model.
+
+  The state of the groups is stored in arrays of shape `[num_groups]`: `best`,
+  and the counters that `_counters` names, which start at 0.
+  """
+
+  follows_groups = True
+  _counters: tuple[str, ...] = ()
+
+  def __init__(
+    self, monitor: str, mode: str, patience: int = 0, min_delta: float = 0.0
+  ) -> None:
+    """Takes the arguments of Keras' EarlyStopping."""
+    super().__init__()
+    if not isinstance(monitor, str):
+      raise TypeError(f"`monitor` must be a string; got {monitor!r}.")
+    if re.search(r"/(group_\d+|ensemble)$", monitor):
+      raise ValueError(
+        f"`monitor` must name a metric without a group; got {monitor!r}. Leave"
+        f" {monitor[monitor.rindex('/') :]!r} out: each group is judged by its"
+        " own metric."
+      )
+    if mode not in ("auto", "min", "max"):
+      raise ValueError(f'`mode` must be "auto", "min" or "max"; got {mode!r}.')
+    check_count("patience", patience, 0, "evaluations")
+    check_number("min_delta", min_delta)
+    self.monitor = monitor
+    self.mode = mode
+    self.patience = patience
+    self.min_delta = min_delta
+    # 1 if a larger metric is better, -1 if a smaller one is; 0 if unknown.
+    self._sign = 0.0
+    self._numbers: dict[str, Any] = {}
+
+  @property
+  def best(self) -> list[float]:
+    """The best value of each group; infinite before the first evaluation."""
+    return list(map(float, self._numbers.get("best", ())))
+
+  def state(self) -> dict[str, Any]:
+    """Returns the arrays of all groups."""
+    return {name: np.array(row) for name, row in self._numbers.items()}
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    """Sets the arrays of all groups."""
+    self._numbers = {
+      name: np.array(state[name])
+      for name in ("best", *self._counters)
+      if name in state
+    }
+
+  def on_train_begin(self, logs: Any = None) -> None:
+    """Resets the state; raises an error if no GroupMetrics comes before."""
+    super().on_train_begin(logs)
+    self._sign, self._numbers = 0.0, {}
+    if self.same_fit() and not self.monitor.startswith(
+      tuple(self.prefixes_before())
+    ):
+      raise ValueError(
+        f"{type(self).__name__} reads {self.monitor}/group_0 and so on, which"
+        " GroupMetrics writes. Put GroupMetrics(validation_data) before it in"
+        " the list of callbacks; its `name` is the prefix of its metrics."
+      )
+
+  def begin(self, logs: Any) -> bool:
+    """Returns whether the logs have the metrics of the groups.
+
+    The logs lack them in epochs that `GroupMetrics(every=...)` leaves out. The
+    first call with metrics makes the arrays of the groups.
+
+    Raises:
+      ValueError: If there are no metrics in an epoch that should have them.
+    """
+    name = f"{self.monitor}/group_0"
+    prefixes = tuple(self.prefixes_before())
+    # Whether any GroupMetrics has evaluated after this epoch.
+    is_due = not prefixes or any(
+      key.startswith(prefixes) and key.endswith("/group_0") for key in logs
+    )
+    if name not in (logs or {}) and not self._numbers and is_due:
+      raise ValueError(
+        f"{type(self).__name__}(monitor={self.monitor!r}) needs {name!r} in the"
+        f" logs, which have {sorted(logs or {})}. Put"
+        " GroupMetrics(validation_data) before it in the list of callbacks."
+      )
+    if name not in (logs or {}):
+      return False
+    if not self._sign:
+      self._sign = self._direction()
+      num_groups = optimizer_state.groups_of(
+        self.model.optimizer, None
+      ).num_groups
+      counters = {name: np.zeros(num_groups, int) for name in self._counters}
+      best = np.full(num_groups, -self._sign * np.inf)
+      self._numbers = {"best": best, **counters, **self._numbers}
+    return True
+
+  def improve(self, logs: Any, judged: Any = True) -> Any:
+    """Updates the best values; returns which of the groups have improved.
+
+    A group improves if its metric is better than its best by more than
+    `min_delta`. NaN is never better.
+
+    Args:
+      logs: The logs of an epoch, with the metric of each group.
+      judged: A bool array of shape `[num_groups]`: the groups to look at.
+
+    Returns:
+      A bool array of shape `[num_groups]`.
+    """
+    best = self._numbers["best"]
+    values = np.array(
+      [float(logs[f"{self.monitor}/group_{i}"]) for i in range(len(best))]
+    )
+    is_better = self._sign * values - abs(self.min_delta) > self._sign * best
+    improved = judged & is_better
+    best[improved] = values[improved]
+    return improved
+
+  def _direction(self) -> float:
+    """Returns 1 if a larger metric is better, else -1, as Keras decides it.
+
+    Keras decides from the name of the metric or from the compiled metrics. To
+    get its decision, the values 0 and 1 are shown to an EarlyStopping of Keras.
+    """
+    monitor = self.monitor
+    for prefix in self.prefixes_before():
+      if monitor.startswith(prefix):
+        # The name that Keras gives to the metric.
+        monitor = f"val_{monitor.removeprefix(prefix)}"
+        break
+    keras = keras_private.keras_of(self.model)
+    probe = keras.callbacks.EarlyStopping(monitor, mode=self.mode, patience=9)
+    probe.set_model(self.model)
+    probe.on_train_begin()
+    for epoch, value in enumerate((0.0, 1.0)):
+      probe.on_epoch_end(epoch, {monitor: value})
+    return 1.0 if probe.best == 1.0 else -1.0

@@ -1,0 +1,165 @@
+"""Checkpoints that hold each group at its best."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard._src.core.internals import optimizer_state, replica_values
+from tf_cross_shard._src.fit import group_callback
+from tf_cross_shard._src.replica_state import archive, group_state
+
+
+class GroupCheckpoint(group_callback.GroupMonitor):
+  """Keeps the best weights and optimizer state of each group in one file.
+
+  When a group improves, the file receives the group's present state; the other
+  groups' parts of the file stay as they are.
+  `replica_state.restore(path, optimizer, model)` then gives each group its own
+  best state, from which training continues as if there had been no later
+  epochs. A crash while the file is written leaves the previous file unchanged.
+
+  >>> import tempfile
+  >>> import numpy as np
+  >>> import tensorflow as tf
+  >>> from tf_cross_shard import CrossShardOptimizer, callbacks, replica_state
+  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  >>> with strategy.scope():
+  ...   model = tf.keras.Sequential(
+  ...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
+  ...   )
+  ...   sgd = tf.keras.optimizers.SGD(2.0)  # too large: training diverges
+  ...   optimizer = CrossShardOptimizer(sgd, group_assignment=[[0], [1]])
+  ...   model.compile(optimizer, "mse")
+  >>> x = np.ones([4, 1], "float32")
+  >>> with tempfile.TemporaryDirectory() as folder:
+  ...   keep = callbacks.GroupCheckpoint(f"{folder}/best")
+  ...   _ = model.fit(
+  ...     *(x, 5 * x),
+  ...     epochs=3,
+  ...     verbose=0,
+  ...     callbacks=[callbacks.GroupMetrics((x, 5 * x)), keep],
+  ...   )
+  ...   replica_state.restore(f"{folder}/best", optimizer, model)
+  >>> [int(i) for i in replica_state.group_values(sgd.iterations, optimizer)]
+  [1, 1]
+
+  The best value is the best of all calls of `fit` that wrote this file, in this
+  process or in an earlier one: a resumed run replaces a group's state only by a
+  better one. Delete the file to start again. The first worker keeps a copy of
+  the file's contents in memory.
+  """
+
+  moves_optimizer = True
+  _counters = ("best_epoch",)
+
+  def __init__(
+    self, path: Any, monitor: str = "val_loss", mode: str = "auto"
+  ) -> None:
+    """Sets the file and the metric.
+
+    Args:
+      path: The file. Its folder is made if necessary.
+      monitor: The metric that decides, as `GroupMetrics` names it, without the
+        suffix `/group_0`.
+      mode: `"min"`, `"max"`, or `"auto"` to let Keras decide by the metric.
+    """
+    super().__init__(monitor, mode)
+    self._path = archive.as_path(path)
+    self._kept: dict[str, archive.Array] = {}
+    self._is_new = True
+
+  def state(self) -> dict[str, Any]:
+    """Returns an empty state: the file holds all that a resumed run needs."""
+    return {}
+
+  def on_train_begin(self, logs: Any = None) -> None:
+    """Reads an existing file, or makes the folder.
+
+    Raises:
+      CheckpointError: If the file was written for another model or metric;
+        raised on all workers.
+      OSError: If the file cannot be read or the folder cannot be made; raised
+        on all workers.
+    """
+    super().on_train_begin(logs)
+    self._kept = {}
+    copies = replica_values.Copies(self.model.distribute_strategy)
+    topic = f"reading {self._path.name}"
+    with group_state.raising_on_all(copies.workers, topic) as outcomes:
+      if copies.is_first:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        outcomes[0]["numbers"] = self._read() if self._path.exists() else {}
+    self.set_state(outcomes[0]["numbers"])
+    self._is_new = False
+
+  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    """Writes the file if the metric of any group in the logs improved.
+
+    Raises:
+      OSError: If the file cannot be written; raised on all workers.
+      OutOfSyncError: If members of a group differ in trained weights.
+    """
+    if self._is_new:  # A training loop of your own need not call it.
+      self.on_train_begin()
+    is_first = not self._sign
+    if not self.begin(logs):
+      return
+    state = self.state_of_groups(is_whole=True)
+    if is_first:
+      with state.raising_on_all(f"checking {self._path.name}"):
+        self._check_fits(state)
+    # The file needs a state of each group, also before a group has improved.
+    improved = np.isinf(self._numbers["best"]) | self.improve(logs)
+    if improved.any():
+      self._numbers["best_epoch"][improved] = epoch
+      self._write(state, np.flatnonzero(improved))
+
+  def _read(self) -> dict[str, Any]:
+    """Returns the best values in the file; keeps the groups' arrays."""
+    groups = optimizer_state.groups_of(self.model.optimizer, None)
+    with archive.reading(self._path) as file:
+      self._kept = {n: file[n] for n in file if n.startswith("group_")}
+      numbers = {
+        name: file[f"{self.monitor}/{name}"].tolist()
+        for name in ("best", *self._counters)
+        if f"{self.monitor}/{name}" in file
+      }
+    if len(numbers.get("best", ())) != groups.num_groups:
+      raise self._misfit(f"{self.monitor} of {groups.num_groups} groups")
+    if self.model.built:
+      self._check_fits(self.state_of_groups())
+    return numbers
+
+  def _check_fits(self, state: group_state.GroupState) -> None:
+    """Raises an error unless the file has the variables of the model."""
+    for part in state.parts if self._kept else ():
+      keys = [group_state.key(part.name, 0, member) for member in (None, 0)]
+      shapes = [self._kept[key].shape for key in keys if key in self._kept]
+      # The shape may have unknown dimensions.
+      own = tf.TensorShape(part.variable.shape)
+      if not any(map(own.is_compatible_with, shapes)):
+        raise self._misfit(f"`{part.name}` of shape {own.as_list()}")
+
+  def _misfit(self, wanted: str) -> archive.CheckpointError:
+    """Returns the error for a file of another model or metric."""
+    return archive.CheckpointError(
+      f"GroupCheckpoint cannot continue with {self._path}, which does not hold"
+      f" {wanted}. Name another file, or delete this one to start again."
+    )
+
+  def _write(
+    self, state: group_state.GroupState, improved: Iterable[int]
+  ) -> None:
+    """Replaces the improved groups' part of the file by their present state."""
+    topic = f"saving {self._path.name}"
+    state.agree(topic)
+    prefixes = tuple(f"group_{i}/" for i in improved)
+    new = state.arrays(state.names_that_differ(topic)).items()
+    kept = {n: a for n, a in self._kept.items() if not n.startswith(prefixes)}
+    self._kept = kept | {n: a for n, a in new if n.startswith(prefixes)}
+    arrays = dict(self._kept)
+    for name, array in super().state().items():
+      arrays[f"{self.monitor}/{name}"] = array
+    state.write(self._path, topic, arrays)

@@ -1,0 +1,286 @@
+"""Evaluates every group on all of the validation data, as a model of its own.
+
+weights of group i ─▶ twin (a plain model) ─▶ evaluate ─▶ val_loss/group_i
+all groups ─▶ mean of the twins' predictions ─▶ val_loss/ensemble
+"""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard import replica_state
+from tf_cross_shard._src.core.internals import (
+  agreement,
+  group_schedule,
+  keras_private,
+  optimizer_state,
+  replica_values,
+)
+from tf_cross_shard._src.core.internals import variables as variables_lib
+from tf_cross_shard._src.fit import group_callback
+
+
+class GroupMetrics(group_callback.GroupCallback):
+  """Evaluates every group on all of the validation data when an epoch ends.
+
+  If you pass `validation_data` to `fit`, each replica evaluates its share of
+  the rows with the weights of its own group, and you get a mean that describes
+  none of the groups. This callback loads the weights of one group after the
+  other into a plain model, the *twin*, which is compiled with copies of the
+  model's loss and metrics. It writes the metrics of each group into the logs,
+  as `val_loss/group_0`, `val_accuracy/group_0` and so on, and the metrics of
+  the mean of all groups' predictions as `val_loss/ensemble`. You see these
+  metrics in the progress bar and in the history, and callbacks of this package
+  that come later in the list read them. (Do not use Keras' ModelCheckpoint to
+  keep the best weights: it saves group 0, whichever group it monitors.)
+
+  >>> import numpy as np
+  >>> import tensorflow as tf
+  >>> from tf_cross_shard import CrossShardOptimizer, callbacks
+  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  >>> with strategy.scope():
+  ...   model = tf.keras.Sequential(
+  ...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
+  ...   )
+  ...   sgd = tf.keras.optimizers.SGD(0.1)
+  ...   model.compile(
+  ...     CrossShardOptimizer(sgd, group_assignment=[[0], [1]]), "mse"
+  ...   )
+  >>> x = np.ones([4, 1], "float32")
+  >>> metrics = callbacks.GroupMetrics((x, x))
+  >>> history = model.fit(x, x, verbose=0, callbacks=[metrics]).history
+  >>> sorted(key for key in history if "group_1" in key)
+  ['loss/group_1', 'val_loss/group_1']
+
+  `loss/group_0` and so on are the training losses of each group on its own
+  examples. On several machines, the first worker evaluates and sends the
+  metrics to the other workers.
+  """
+
+  def __init__(
+    self,
+    validation_data: Any,
+    ensemble: bool = True,
+    every: int = 1,
+    twin: Callable[[], Any] | None = None,
+    batch_size: int | None = None,
+    name: str = "val",
+  ) -> None:
+    """Sets the data and the way to evaluate.
+
+    Args:
+      validation_data: A dataset, `(x, y)` or `(x, y, sample_weight)`, as for
+        `fit`. On several machines, the data of the first worker are used.
+      ensemble: Whether to evaluate the mean prediction of all groups as well,
+        if there are several groups. This needs one more twin for each group.
+      every: Evaluate after the first epoch, and then after each epoch whose
+        number, counted from 1, is a multiple of `every`.
+      twin: A function without arguments that returns a new plain model of the
+        same architecture, for models that Keras cannot clone. If the function
+        returns a compiled model, its own loss and metrics are used.
+      batch_size: As in `model.evaluate`, for arrays only.
+      name: The prefix of the names of the metrics. A second GroupMetrics with
+        other data needs a name of its own: `"test"` gives `test_loss/group_0`.
+    """
+    super().__init__()
+    group_callback.check_count("every", every, 1, "epochs")
+    if not isinstance(ensemble, bool):
+      raise TypeError(
+        f"`ensemble` must be True or False; got {type(ensemble).__name__}."
+        " Hand in all data as one argument: GroupMetrics((x, y))."
+      )
+    if not isinstance(name, str) or not name or "/" in name:
+      raise ValueError(
+        f"`name` must be a string without a slash; got {name!r}. Use for"
+        " example 'test'."
+      )
+    is_tuple = isinstance(validation_data, (tuple, list))
+    given = validation_data if is_tuple else (validation_data,)
+    if hasattr(validation_data, "__next__") or len(given) > 3:
+      raise TypeError(
+        "`validation_data` must be a dataset, (x, y) or (x, y, sample_weight),"
+        " which is read again for every group; got"
+        f" {type(validation_data).__name__}. Turn a generator into a"
+        " tf.data.Dataset with cache()."
+      )
+    self._data = dict(zip(("x", "y", "sample_weight"), given, strict=False))
+    self._data["batch_size"] = batch_size
+    self.prefix = f"{name}_"
+    self._name = name
+    self._ensemble = ensemble
+    self.every = every
+    self._twin = twin
+    self._plain: Any = None
+    self._members: list[Any] = []
+    self._mean: Any = None
+    self._losses: dict[str, float] = {}
+
+  def on_train_begin(self, logs: Any = None) -> None:
+    """Makes the twins; evaluates one batch so that errors come early."""
+    super().on_train_begin(logs)
+    if self.prefix in self.prefixes_before():
+      raise ValueError(
+        "`name` must not be that of another GroupMetrics in the list of"
+        f" callbacks; got {self._name!r} twice. Give the second one a name:"
+        ' GroupMetrics(test_data, name="test").'
+      )
+    self._plain = None
+    if self.model.built:  # An unbuilt model has no weights to evaluate yet.
+      self._build()
+      for model in (self._plain, *([self._mean] if self._members else [])):
+        self._evaluate(model, "one batch", steps=1)
+
+  def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    """Clears the training losses of the previous epoch."""
+    self._losses = {}
+
+  def on_test_begin(self, logs: Any = None) -> None:
+    """Reads the training losses before validation overwrites them."""
+    super().on_test_begin(logs)
+    self._losses = self._losses or self._training_losses()
+
+  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    """Evaluates, and adds the metrics to the logs for later callbacks."""
+    if logs is not None:
+      logs.update(self._losses or self._training_losses())
+    if epoch and (epoch + 1) % self.every:
+      return
+    model, optimizer = self.model, self.model.optimizer
+    if self._plain is None:
+      self._build()
+    metrics: dict[str, float] = {}
+    for i in range(optimizer_state.groups_of(optimizer, None).num_groups):
+      replica_state.load_group(i, optimizer, model, into=self._plain)
+      self._group.assign(i)
+      metrics |= self._evaluate(self._plain, f"group_{i}")
+    for i, member in enumerate(self._members):
+      replica_state.load_group(i, optimizer, model, into=member)
+    if self._members:
+      self._group.assign(0)
+      metrics |= self._evaluate(self._mean, "ensemble")
+    if logs is not None:
+      logs.update(metrics)
+
+  def _training_losses(self) -> dict[str, float]:
+    """Returns each group's training loss, from Keras' tracker of the mean loss.
+
+    loss of a group = sum of its members' totals / sum of their counts
+    """
+    trackers = [
+      metric.variables
+      for metric in self.model.metrics
+      if metric.name == "loss" and len(metric.variables) == 2
+    ]
+    if not trackers or not self.same_fit() or self.prefixes_before():
+      return {}
+    copies = replica_values.Copies(self.model.distribute_strategy)
+    replicas = range(copies.engine.num_replicas)
+    # The tracker has two variables, with a value in each replica.
+    total, count = (copies.read(v, replicas) for v in trackers[0])
+    groups = optimizer_state.groups_of(self.model.optimizer, len(replicas))
+    return {
+      f"loss/group_{i}": float(
+        sum(total[r] for r in members) / sum(count[r] for r in members)
+      )
+      for i, members in enumerate(groups)
+    }
+
+  def _build(self) -> None:
+    """Makes the twins, and compiles those that are evaluated."""
+    model, optimizer = self.model, self.model.optimizer
+    num_groups = optimizer_state.groups_of(optimizer, None).num_groups
+
+    def make() -> Any:
+      twin = None if self._twin is None else self._twin()
+      return replica_state.load_group(0, optimizer, model, into=twin)
+
+    with variables_lib.outside_of_strategies(), group_schedule.as_group(0):
+      # The group whose weights the twin has. It is a variable so that the
+      # evaluation is traced once, and not once for each group.
+      self._group = tf.Variable(0, trainable=False, dtype=tf.int32)
+      self._plain = make()
+      if keras_private.compile_arguments(self._plain) is None:
+        _compile_like(model, self._plain)
+      self._members = []
+      if self._ensemble and num_groups > 1:
+        self._members = [make() for _ in range(num_groups)]
+        self._mean = _mean_of(self._members)
+        _compile_like(self._plain, self._mean)
+
+  def _evaluate(
+    self, model: Any, run: str, steps: int | None = None
+  ) -> dict[str, float]:
+    """Returns a plain model's metrics, which the first worker computes."""
+    workers = agreement.of_strategy(self.model.distribute_strategy)
+    metrics: dict[str, float] = {}
+    if workers is None or workers.index == 0:
+      with (
+        variables_lib.outside_of_strategies(),
+        group_schedule.as_group(self._group),
+      ):
+        result = model.evaluate(
+          **self._data, verbose=0, return_dict=True, steps=steps
+        )
+      metrics = {key: float(value) for key, value in result.items()}
+    if workers is not None:
+      [text, *_] = agreement.exchange(
+        workers, f"evaluating {run}", json.dumps(metrics), math.inf
+      )
+      metrics = json.loads(text)
+    return {
+      f"{self.prefix}{key}/{run}": value for key, value in metrics.items()
+    }
+
+
+def _mean_of(members: list[Any]) -> Any:
+  """Returns a model that averages the members' predictions and added losses.
+
+  `replica_state.ensemble` is of no use here: it clones the models again, and it
+  supports functional models only.
+  """
+  keras = keras_private.keras_of(members[0])
+
+  class Mean(keras.Model):  # type: ignore[name-defined]
+    def __init__(self) -> None:
+      super().__init__()
+      self.members = members
+
+    def call(self, inputs: Any) -> Any:
+      outputs = []
+      for i, member in enumerate(self.members):
+        with group_schedule.as_group(i):
+          outputs.append(member(inputs, training=False))
+      return tf.nest.map_structure(
+        lambda *own: tf.add_n(own) / len(own), *outputs
+      )
+
+    @property
+    def losses(self) -> Any:
+      return [loss / len(members) for loss in super().losses]
+
+  mean = Mean()
+  # Keras assigns losses and metrics to several outputs by these names.
+  mean.output_names = getattr(members[0], "output_names", None)
+  return mean
+
+
+def _compile_like(source: Any, target: Any) -> None:
+  """Compiles `target` with the loss and copied metrics of `source`."""
+  config = keras_private.compile_arguments(source)
+  if config is None:
+    raise ValueError(
+      f"GroupMetrics copies loss and metrics of {type(source).__name__}, whose"
+      " compile() of Keras was not called. Compile the model, or pass `twin`, a"
+      " function that returns a compiled plain model."
+    )
+  del config["optimizer"]
+  target.compile(**tf.nest.map_structure(_copy, config))
+
+
+def _copy(value: Any) -> Any:
+  """Returns a copy of a metric, because metrics have state; else `value`."""
+  is_metric = hasattr(value, "update_state") and hasattr(value, "from_config")
+  return value.from_config(value.get_config()) if is_metric else value

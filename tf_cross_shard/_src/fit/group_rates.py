@@ -1,0 +1,90 @@
+"""Reads and sets the learning rate of each group between epochs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard._src.core.internals import (
+  group_schedule,
+  optimizer_state,
+  replica_values,
+)
+
+
+def prepare(model: Any, caller: str) -> None:
+  """Makes the learning rates of an optimizer's groups settable.
+
+  The learning rates of a PerGroup are constants of the traced step. This
+  function makes a variable by which each group multiplies its constant. In a
+  training loop of your own, call it before the first step is traced.
+
+  Args:
+    model: A compiled model.
+    caller: The class that needs this, for errors.
+
+  Raises:
+    TypeError: If the optimizer has a learning rate schedule.
+    ValueError: If a learning rate of a PerGroup is 0, which no factor
+      can change.
+  """
+  rates = group_schedule.rates_of(model.optimizer)
+  if rates is not None and rates.rate_factor is None:
+    if any(map(callable, rates.rates)):
+      raise TypeError(
+        f"{caller} sets learning rates, but PerGroup holds schedules:"
+        f" {rates.rates}. Give PerGroup numbers."
+      )
+    if 0 in rates.rates:
+      raise ValueError(
+        f"{caller} multiplies learning rates, but PerGroup holds 0:"
+        f" {rates.rates}. Use a small number instead of 0."
+      )
+    with model.distribute_strategy.scope():
+      rates.rate_factor = tf.Variable(1.0, trainable=False, name="rate_factor")
+    # An earlier `fit` may have traced steps without the variable.
+    model.make_train_function(force=True)
+  if not is_one_number(model):
+    raise TypeError(
+      f"{caller} needs an optimizer with one learning rate that can be set, not"
+      " a schedule. Give it a number, or schedules.PerGroup of numbers."
+    )
+
+
+def is_one_number(model: Any) -> bool:
+  """Returns whether the optimizer has one learning rate that can be set."""
+  return len(optimizer_state.learning_rates(model.optimizer)) == 1
+
+
+def read(model: Any) -> list[float]:
+  """Returns the learning rate of each group."""
+  [variable] = optimizer_state.learning_rates(model.optimizer)
+  copies = replica_values.Copies(model.distribute_strategy)
+  groups = optimizer_state.groups_of(
+    model.optimizer, copies.engine.num_replicas
+  )
+  first = copies.read(variable, [members[0] for members in groups])
+  scales = _scales(model, groups.num_groups)
+  return [float(r) * scale for r, scale in zip(first, scales, strict=True)]
+
+
+def write(model: Any, rates: Sequence[float]) -> None:
+  """Sets the learning rate of each group."""
+  [variable] = optimizer_state.learning_rates(model.optimizer)
+  copies = replica_values.Copies(model.distribute_strategy)
+  groups = optimizer_state.groups_of(
+    model.optimizer, copies.engine.num_replicas
+  )
+  scales = _scales(model, groups.num_groups)
+  dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
+  factors = np.divide(rates, scales).astype(dtype)
+  here = copies.engine.replicas_here
+  copies.write(variable, [factors[groups.index_of(r)] for r in here])
+
+
+def _scales(model: Any, num_groups: int) -> list[float]:
+  """Returns the constants by which groups multiply the variable."""
+  per_group = group_schedule.rates_of(model.optimizer)
+  ones = [1.0] * num_groups
+  return ones if per_group is None else list(map(float, per_group.rates))

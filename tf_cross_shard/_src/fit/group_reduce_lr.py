@@ -1,0 +1,120 @@
+"""Lowers the learning rate of each group whose metric has stopped improving."""
+
+from typing import Any
+
+import numpy as np
+
+from tf_cross_shard._src.fit import group_callback, group_rates
+
+
+class GroupReduceLROnPlateau(group_callback.GroupMonitor):
+  """Lowers the learning rate of each group that has stopped improving.
+
+  Each group is judged by its own metric, in the same way as
+  `tf.keras.callbacks.ReduceLROnPlateau` judges a model that is trained alone.
+  The learning rate of the optimizer has to be a number, or a
+  `schedules.PerGroup` of numbers. Changing a learning rate does not trace the
+  training step again.
+
+  >>> import numpy as np, tensorflow as tf
+  >>> from tf_cross_shard import CrossShardOptimizer, callbacks, schedules
+  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  >>> with strategy.scope():
+  ...   model = tf.keras.Sequential(
+  ...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
+  ...   )
+  ...   sgd = tf.keras.optimizers.SGD(schedules.PerGroup([2.0, 0.01]))
+  ...   model.compile(
+  ...     CrossShardOptimizer(sgd, group_assignment=[[0], [1]]), "mse"
+  ...   )
+  >>> x = np.ones([4, 1], "float32")
+  >>> lower = callbacks.GroupReduceLROnPlateau(factor=0.5, patience=1)
+  >>> _ = model.fit(
+  ...   *(x, 5 * x),
+  ...   epochs=3,
+  ...   verbose=0,
+  ...   callbacks=[callbacks.GroupMetrics((x, 5 * x)), lower],
+  ... )
+  >>> [round(rate, 4) for rate in lower.learning_rates]
+  [0.5, 0.01]
+
+  `replica_state.save` saves the learning rates together with the optimizer.
+
+  Attributes:
+    learning_rates: The learning rate of each group after the last epoch.
+  """
+
+  _counters = ("wait", "cooldown_counter")
+
+  def __init__(
+    self,
+    monitor: str = "val_loss",
+    factor: float = 0.1,
+    patience: int = 10,
+    mode: str = "auto",
+    min_delta: float = 1e-4,
+    cooldown: int = 0,
+    min_lr: float = 0.0,
+  ) -> None:
+    """Takes arguments that mean what they mean in Keras' ReduceLROnPlateau.
+
+    `verbose` is not supported. Pass arguments by keyword: their order differs
+    from Keras.
+
+    Args:
+      monitor: The metric that decides, as `GroupMetrics` names it, without the
+        suffix `/group_0`.
+      factor: The number, between 0 and 1, by which a learning rate is
+        multiplied.
+      patience: The number of evaluations without improvement after which the
+        learning rate of a group is lowered.
+      mode: `"min"`, `"max"`, or `"auto"` to let Keras decide by the metric.
+      min_delta: A metric has to be better by more than this to count as an
+        improvement.
+      cooldown: The number of evaluations after a change during which the group
+        is not judged.
+      min_lr: The least learning rate.
+    """
+    super().__init__(monitor, mode, patience, min_delta)
+    group_callback.check_count("cooldown", cooldown, 0, "evaluations")
+    group_callback.check_number("min_lr", min_lr)
+    group_callback.check_number("factor", factor)
+    if not 0.0 < factor < 1.0:
+      raise ValueError(f"`factor` must be between 0 and 1; got {factor!r}.")
+    self.factor = factor
+    self.cooldown = cooldown
+    self.min_lr = min_lr
+    self.learning_rates: list[float] = []
+
+  def set_model(self, model: Any) -> None:
+    """Sets the model, and makes its learning rates settable.
+
+    In a training loop of your own, call this before the first step is traced.
+    """
+    super().set_model(model)
+    group_rates.prepare(model, "GroupReduceLROnPlateau")
+
+  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    """Lowers the learning rates of the groups whose metric is on a plateau."""
+    if not self.begin(logs):
+      return
+    rates = group_rates.read(self.model)
+    is_on_plateau = self._on_plateau(logs)
+    for i, rate in enumerate(rates):
+      if is_on_plateau[i] and rate > np.float32(self.min_lr):
+        rates[i] = max(rate * self.factor, self.min_lr)
+        self._numbers["cooldown_counter"][i] = self.cooldown
+        self._numbers["wait"][i] = 0
+    self.learning_rates = rates
+    group_rates.write(self.model, rates)
+
+  def _on_plateau(self, logs: Any) -> Any:
+    """Counts evaluations; returns which groups are on a plateau."""
+    wait, cooldown = self._numbers["wait"], self._numbers["cooldown_counter"]
+    improved = self.improve(logs)
+    wait[improved] = 0
+    cooldown[cooldown > 0] -= 1
+    # During a cooldown, `wait` stays 0.
+    waits = ~improved & (cooldown == 0)
+    wait[waits] += 1
+    return waits & (wait >= self.patience)

@@ -1,0 +1,126 @@
+"""Writes the metrics of each group as a TensorBoard run of its own."""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard._src.fit import group_callback, summaries
+from tf_cross_shard._src.replica_state import group_state
+
+
+class GroupTensorBoard(group_callback.GroupCallback):
+  """Writes one TensorBoard run per group, after each epoch.
+
+      log_dir/group_0    val_loss, val_accuracy, learning_rate, drift, ...
+      log_dir/group_1    the same tags
+      log_dir/ensemble   val_loss, val_accuracy
+
+  All groups use the same tags, so that TensorBoard draws their curves into one
+  chart. With `PerGroup([0.1, 0.01])`, the runs of the groups are named `lr=0.1`
+  and `lr=0.01`. `val_loss` and similar metrics are those that `GroupMetrics`
+  wrote into the logs. `drift` is the distance of the trained weights `w_i` of
+  group `i` from the mean over all groups:
+
+      drift_i = sqrt(mean over all elements of (w_i - mean_j w_j)**2)
+
+  TensorBoard's HParams page shows a row for each group, with its name (`group`)
+  and its `learning_rate` after the first epoch.
+
+  >>> import os, tempfile
+  >>> import tensorflow as tf
+  >>> from tf_cross_shard import callbacks
+  >>> model = tf.keras.Sequential(
+  ...   [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
+  ... )
+  >>> model.compile("sgd", "mse")
+  >>> x = tf.ones([4, 1])
+  >>> with tempfile.TemporaryDirectory() as folder:
+  ...   board = callbacks.GroupTensorBoard(folder)
+  ...   _ = model.fit(x, x, verbose=0, callbacks=[board])
+  ...   os.listdir(folder)
+  ['group_0']
+
+  On several machines, the first worker writes the files.
+  """
+
+  follows_groups = True
+
+  def __init__(self, log_dir: Any) -> None:
+    """Sets the folder.
+
+    Args:
+      log_dir: A folder, which is made if necessary, or any other location that
+        `tf.summary.create_file_writer` supports.
+    """
+    super().__init__()
+    self._log_dir = log_dir
+    self._runs = summaries.Runs(log_dir)
+    self._run_rates: Any = None
+
+  def on_train_begin(self, logs: Any = None) -> None:
+    """Resets the state of an earlier `fit`."""
+    super().on_train_begin(logs)
+    self._run_rates = None
+
+  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    """Writes one point to each curve, at the number of the epoch, from 0."""
+    optimizer = self.model.optimizer
+    state = self.state_of_groups()
+    state.agree("drawing groups")
+    first = [members[0] for members in state.groups]
+    tags: dict[str, list[Any]] = {
+      "learning_rate": self._rates(state),
+      "drift": _drift(state, first),
+    }
+    runs: dict[str, dict[str, Any]] = {
+      f"group_{i}": {tag: values[i] for tag, values in tags.items()}
+      for i in range(len(first))
+    }
+    for name, value in (logs or {}).items():
+      tag, _, run = name.rpartition("/")
+      if run in (*runs, "ensemble"):
+        runs.setdefault(run, {})[tag] = value
+    if state.copies.is_first:
+      folders = [*group_callback.group_names(optimizer), "ensemble"]
+      for folder, scalars in zip(folders, runs.values(), strict=False):
+        hparams = {}
+        if folder != "ensemble":
+          hparams = {"group": folder, "learning_rate": scalars["learning_rate"]}
+        self._runs.write(folder, epoch, scalars, hparams)
+
+  def on_train_end(self, logs: Any = None) -> None:
+    """Closes the files."""
+    self._runs.close()
+
+  def _rates(self, state: group_state.GroupState) -> list[float]:
+    """Returns the learning rate of each group, as its replicas compute it."""
+    strategy, optimizer = state.copies.engine.strategy, self.model.optimizer
+
+    def rate() -> tf.Tensor:
+      value = optimizer.learning_rate
+      if callable(value):  # tf_keras' legacy optimizers return the schedule.
+        value = value(optimizer.iterations)
+      return tf.cast(value, tf.float32)
+
+    if self._run_rates is None:
+      self._run_rates = tf.function(lambda: strategy.run(rate), autograph=False)
+    values = strategy.experimental_local_results(self._run_rates())
+    rates = state.copies.gather([value.numpy() for value in values])
+    return [float(rates[members[0]]) for members in state.groups]
+
+
+def _drift(state: group_state.GroupState, first: list[int]) -> list[float]:
+  """Returns the root mean square distance of each group from the mean.
+
+  Only trained weights count. `first` has the first replica of each group.
+  """
+  squares, size = np.zeros(len(first)), 0
+  for part in state.parts:
+    if part.is_shared:
+      of_group = np.stack(state.copies.read(part.variable, first))
+      distances = of_group.astype(np.float64)
+      distances -= distances.mean(axis=0)  # w_i - mean_j w_j
+      squares += np.sum(distances.reshape(len(first), -1) ** 2, axis=1)
+      size += distances[0].size
+  return [float(rms) for rms in np.sqrt(squares / max(size, 1))]

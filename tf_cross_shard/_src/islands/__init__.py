@@ -1,0 +1,1 @@
+"""OuterOptimizer: groups that are averaged every few steps (DiLoCo)."""

@@ -1,0 +1,1 @@
+"""Converts optimizers and checkpoints of TensorFlow 1."""

@@ -1,0 +1,97 @@
+"""Converts an optimizer of TensorFlow 1 to a CrossShardOptimizer."""
+# ruff: noqa: SLF001  # TensorFlow 1's CrossShardOptimizer has no public fields.
+
+import importlib
+from typing import Any
+
+from tf_cross_shard._src.core.internals import (
+  loss_factor,
+  v1_conversion,
+  versions,
+)
+
+
+def from_v1(opt: Any, loss_averaged_over: str | None = None) -> Any:
+  """Converts an optimizer of TensorFlow 1 to a CrossShardOptimizer.
+
+  The new optimizer computes the numbers that `opt` computed. Call `from_v1`
+  inside `strategy.scope()`. `opt` is an optimizer of `tf.compat.v1.train`, or a
+  `tf.compat.v1.tpu.CrossShardOptimizer` around one.
+
+  GradientDescent, Momentum, Adam, Adagrad, RMSProp, Adadelta and Ftrl become
+  classes that derive from the Keras class of that name (SGD for the first two).
+  They have Keras' names of hyperparameters and slots, and update variables
+  through TensorFlow 1's own kernels. The plain Keras classes compute other
+  numbers: the momentum of SGD sums up `learning_rate * grad`, the averages of
+  RMSprop start at 0, Adagrad has an epsilon, and most classes change rows that
+  a sparse gradient does not touch.
+
+  The slots of `opt` are not converted. To keep them, save a checkpoint of `opt`
+  and call `convert_checkpoint`.
+
+  A learning rate that is a variable or a function is read in every step:
+
+  - To change it, assign to the variable. Setting `optimizer.learning_rate` to a
+    number is an error.
+  - Such an optimizer cannot be saved.
+  - XLA, and therefore a TPU, compiles a variable but not a function.
+
+  In eager execution, `tf.compat.v1.train.exponential_decay` and similar
+  functions return a schedule. It becomes the Keras schedule of the same name,
+  which follows `iterations`; these start at the current `global_step`.
+
+  `use_locking` is dropped, because updates never race. A `/` in a name becomes
+  `_`.
+
+  >>> import tensorflow as tf
+  >>> optimizer = from_v1(
+  ...   tf.compat.v1.tpu.CrossShardOptimizer(
+  ...     tf.compat.v1.train.MomentumOptimizer(0.5, momentum=0.5),
+  ...     reduction=tf.compat.v1.losses.Reduction.SUM,
+  ...   )
+  ... )
+  >>> optimizer.reduction
+  'sum'
+  >>> weight = tf.Variable(1.0)
+  >>> for _ in range(2):
+  ...   _ = optimizer.apply_gradients([(tf.constant(1.0), weight)])
+  >>> float(weight.numpy())  # 1 - 0.5 * 1 - 0.5 * (0.5 * 1 + 1)
+  -0.25
+
+  Args:
+    opt: An optimizer of one of the seven classes above, but not of a class that
+      you derived from one; or a `tf.compat.v1.tpu.CrossShardOptimizer` around
+      such an optimizer, whose `reduction`, `group_assignment` and name are
+      kept.
+    loss_averaged_over: The argument of CrossShardOptimizer. Losses of
+      TensorFlow 1 were averaged over a `"replica"`. Leave it None (the default)
+      for `fit` of Keras.
+
+  Returns:
+    A CrossShardOptimizer of the Keras that `tf.keras` is. Its reduction is
+    `"mean"` if `opt` is not a CrossShardOptimizer.
+
+  Raises:
+    TypeError: If `opt` is not an optimizer of TensorFlow 1; if Keras has no
+      equal optimizer; if the learning rate is a schedule that Keras lacks.
+    ValueError: If a hyperparameter is not a constant number.
+  """
+  if not isinstance(opt, v1_conversion.V1Optimizer):
+    raise TypeError(
+      "`opt` must be an optimizer of tf.compat.v1.train; got"
+      f" {type(opt).__module__}.{type(opt).__qualname__}: {opt!r}. Pass a Keras"
+      " optimizer to CrossShardOptimizer as it is."
+    )
+  arguments: dict[str, Any] = {"reduction": loss_factor.MEAN}
+  if type(opt) is v1_conversion.V1CrossShard:
+    arguments = {
+      "reduction": opt._reduction,
+      "name": v1_conversion.name_of(opt),
+      "group_assignment": opt._group_assignment,
+    }
+    opt = opt._opt
+  kind = "tf_keras" if versions.uses_tf_keras() else "keras3"
+  package = importlib.import_module(f"tf_cross_shard.{kind}")
+  return package.CrossShardOptimizer(
+    opt, loss_averaged_over=loss_averaged_over, **arguments
+  )

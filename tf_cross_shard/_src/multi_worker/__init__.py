@@ -1,0 +1,1 @@
+"""Training on several machines, with checks and timeouts."""

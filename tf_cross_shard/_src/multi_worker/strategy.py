@@ -1,0 +1,349 @@
+"""A MultiWorkerMirroredStrategy that reports errors instead of hanging.
+
+TensorFlow's own code does the training. The class here adds three things:
+
+- It checks TF_CONFIG. TensorFlow does not, and hangs if an index is wrong.
+- It raises an error if a worker does not start in time, or if workers make
+  different variables.
+- It makes `fit` of Keras 3 work.
+
+TensorFlow's worker 0 waits for the others without a time limit, in a call that
+nothing can interrupt. Therefore worker 0 starts only when all other workers
+accept connections:
+
+    worker 1, 2, ...   accept connections ──▶ register, or time out
+    worker 0           wait for all others ─▶ start, accept registrations
+
+If a worker is lost in the meantime, the processes of the other workers end and
+print where they were.
+"""
+
+import contextlib
+import faulthandler
+import itertools
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from tf_cross_shard._src.core.internals import (
+  agreement,
+  errors,
+  key_value_store,
+)
+
+# Seconds that TensorFlow adds to the time limit for registering.
+_SLACK: Final = 5.0
+_ADDRESS: Final = re.compile(r".+:\d{1,5}")
+# Numbers the strategies of a program. Workers that run the same program have
+# the same numbers.
+_series: Final = itertools.count()
+
+
+class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
+  """MultiWorkerMirroredStrategy with checks, time limits and Keras 3's `fit`.
+
+  Use it instead of `tf.distribute.MultiWorkerMirroredStrategy`. A program may
+  make several strategies, one after the other. Without TF_CONFIG, the program
+  is the only worker:
+
+  >>> import tensorflow as tf
+  >>> strategy = MultiWorkerStrategy()
+  >>> strategy.num_replicas_in_sync
+  1
+  >>> strategy.reduce("MEAN", tf.constant(3.0), axis=0).numpy().item()
+  3.0
+  """
+
+  def __init__(
+    self,
+    cluster_resolver: Any = None,
+    communication_options: Any = None,
+    *,
+    timeout: float | None = None,
+  ) -> None:
+    """Starts this worker and waits for the others.
+
+    Args:
+      cluster_resolver: A `tf.distribute.cluster_resolver.ClusterResolver`. None
+        (the default) reads the environment variable TF_CONFIG.
+      communication_options: `tf.distribute.experimental.CommunicationOptions`,
+        or None for TensorFlow's defaults.
+      timeout: The number of seconds to wait for another worker at the start
+        and whenever workers compare what they do. It does not limit a step.
+        None (the default) means the value of the environment variable
+        TF_CROSS_SHARD_TIMEOUT, or 50.
+
+    Raises:
+      ValueError: If TF_CONFIG or `timeout` is malformed.
+      MissingWorkerError: If a worker does not start in time.
+      DisagreementError: If workers have different versions of libraries.
+    """
+    self.timeout = timeout
+    self.timeout = agreement.timeout_of(self)
+    if cluster_resolver is None:
+      check_tf_config(os.environ.get("TF_CONFIG"))
+      cluster_resolver = (
+        tf.distribute.cluster_resolver.TFConfigClusterResolver()
+      )
+    self._series = next(_series)
+    self._ordinals = itertools.count()  # Numbers variables.
+    self._announcing = threading.local()
+    with _limited_wait(cluster_resolver, self.timeout):
+      super().__init__(cluster_resolver, communication_options)
+    self._workers = agreement.of_strategy(self)
+    if self._workers:
+      agreement.agree(self._workers, "the start", [])
+
+  @contextlib.contextmanager
+  def scope(self) -> Iterator[Any]:
+    """Enters the strategy's scope; workers compare the variables made in it.
+
+    Returns:
+      A context manager whose value is the strategy.
+
+    Raises:
+      DisagreementError: If workers make different variables.
+    """
+    with super().scope(), tf.variable_creator_scope(self._announce):
+      yield self
+
+  def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
+    """Reduces values over replicas, also in the cases that Keras 3 needs.
+
+    Three cases differ from TensorFlow's method:
+
+    - A structure of scalars is reduced element by element.
+    - A scalar is reduced over the replicas, whatever `axis` is.
+    - For the mean of a structure that contains a batch, the result is the batch
+      of this worker's first replica. Keras does this to learn shapes, and
+      TensorFlow's method fails.
+
+    Args:
+      reduce_op: `"MEAN"` or `"SUM"`, or a `tf.distribute.ReduceOp`.
+      value: A result of `strategy.run`, or a structure of such results.
+      axis: The dimension to reduce in addition to the replicas, or None.
+
+    Returns:
+      The reduced value, which is the same on all workers; in the third case, a
+      batch of this worker.
+    """
+    if isinstance(value, (tuple, list, dict)) and axis is None:
+      if all(map(self._is_scalar, tf.nest.flatten(value))):
+        return tf.nest.map_structure(
+          lambda each: self.reduce(reduce_op, each, None), value
+        )
+      if str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN":
+        return tf.nest.map_structure(
+          lambda each: self.experimental_local_results(each)[0], value
+        )
+    if axis is not None and self._is_scalar(value):
+      axis = None
+    return super().reduce(reduce_op, value, axis)
+
+  def _is_scalar(self, value: Any) -> bool:
+    """Returns whether the value of each replica is a scalar."""
+    return all(
+      tf.is_tensor(local) and local.shape.rank == 0
+      for local in self.experimental_local_results(value)
+    )
+
+  def _announce(self, make: Callable[..., Any], **kwargs: Any) -> Any:
+    """Compares a variable with that of the first worker, then makes it.
+
+    Making a variable waits until the first worker sends the initial value. If
+    the first worker makes fewer variables, that would be forever.
+    """
+    # If the scope was entered twice, this creator runs inside itself.
+    is_nested = getattr(self._announcing, "is_nested", False)
+    if self._workers is None or is_nested:
+      return make(**kwargs)
+    ordinal = next(self._ordinals)
+    variable = _Variable(kwargs)
+    self._compare(self._workers, ordinal, variable)
+    if variable.is_empty:
+      raise ValueError(
+        f"The variable {variable} is empty: TensorFlow crashes when it sends it"
+        " to the other workers. Make it outside the scope, or with an element."
+      )
+    self._announcing.is_nested = True
+    try:
+      return make(**kwargs)
+    except tf.errors.InvalidArgumentError as error:
+      cause = errors.from_message(str(error.message))
+      if not isinstance(cause, errors.DisagreementError):
+        raise
+      if not errors.is_reported(str(error.message)):
+        # The shapes differ. A shape may be known only after the variable is
+        # made, so that the comparison did not find it.
+        name = self._workers.own_name
+        cause = errors.DisagreementError(
+          f"{cause} It is variable {ordinal} of {name}, {variable}."
+        )
+        key_value_store.report(self._workers.index, cause)
+      raise cause from error
+    finally:
+      self._announcing.is_nested = False
+
+  def _compare(
+    self, workers: agreement.Workers, ordinal: int, variable: "_Variable"
+  ) -> None:
+    """Raises an error unless the first worker makes the same variable.
+
+    The first worker does not wait for the others. If a worker differs, its
+    report makes the first worker fail too.
+    """
+    key = f"made/{self._series}/{ordinal}"
+    if workers.index == 0:
+      key_value_store.put(key, str(variable))
+      return
+    first = key_value_store.wait(key, time.monotonic() + workers.timeout)
+    if first is not None and variable.is_like(first):
+      return
+    makes = f"makes {first}" if first else "makes no more variables"
+    slow = agreement.if_slow(workers.timeout) if first is None else "."
+    error = errors.DisagreementError(
+      f"Workers make different variables: as number {ordinal}"
+      f" {workers.own_name} makes {variable}, where {workers.names[0]} {makes}."
+      f" Run the same program on every worker{slow}"
+    )
+    key_value_store.report(workers.index, error)
+    raise error
+
+
+class _Variable:
+  """Name, dtype and shape of a variable that is about to be made.
+
+  The dtype or shape is "?" if it is not known yet.
+  """
+
+  def __init__(self, kwargs: dict[str, Any]) -> None:
+    initial = kwargs.get("initial_value")
+    dtype = kwargs.get("dtype") or getattr(initial, "dtype", None)
+    shape = kwargs.get("shape")
+    if shape is None:
+      shape = getattr(initial, "shape", None)
+    shape = tf.TensorShape(shape)
+    self.is_empty = shape.num_elements() == 0
+    # Keras numbers names by how many layers of a kind the program has made, so
+    # that workers may have different numbers for the same variable.
+    name = re.sub(r"_\d+(?=/|$)", "", str(kwargs.get("name") or "Variable"))
+    self._known = (
+      name.replace(" ", "_"),  # Spaces separate the parts of the text.
+      "?" if dtype is None else tf.as_dtype(dtype).name,
+      "?" if shape.rank is None else str(shape),
+    )
+
+  def __str__(self) -> str:
+    return " ".join(self._known)
+
+  def is_like(self, other: str) -> bool:
+    """Returns whether the text of another worker's variable fits this one."""
+    return all(
+      ours == theirs or "?" in (ours, theirs)
+      for ours, theirs in zip(self._known, other.split(" ", 2), strict=True)
+    )
+
+
+def check_tf_config(text: str | None) -> None:
+  """Raises `ValueError` unless `text` is a usable TF_CONFIG."""
+  with errors.naming_tf_config():
+    config = json.loads(text or "{}")
+    if not config.get("cluster"):
+      return  # To TensorFlow, this is a single worker.
+    cluster = tf.train.ClusterSpec(config["cluster"])
+    places = {
+      (job, str(index)): cluster.task_address(job, index)
+      for job in cluster.jobs
+      for index in cluster.task_indices(job)
+    }
+    for address in places.values():
+      if not _ADDRESS.fullmatch(str(address)):
+        raise ValueError(f"the address {address!r} is no host:port")
+    place = (config["task"]["type"], str(config["task"]["index"]))
+    if place not in places:
+      known = ", ".join(f"{job} {index}" for job, index in places)
+      raise ValueError(f"the cluster has {known}, and no {' '.join(place)}")
+
+
+@contextlib.contextmanager
+def _limited_wait(resolver: Any, timeout: float) -> Iterator[None]:
+  """Limits how long TensorFlow's strategy waits for workers.
+
+  Construct the strategy inside this context.
+  """
+  tasks = agreement.tasks(resolver.cluster_spec() or tf.train.ClusterSpec({}))
+  place = (resolver.task_type, int(resolver.task_id or 0))
+  own = [task for task in tasks if task[:2] == place]
+  if len(tasks) < 2 or not own:
+    yield
+    return
+  first, *others = tasks
+  # Worker 0: wait here, with a limit, until all others accept connections.
+  if place == first[:2]:
+    silent = _silent_tasks(others, time.monotonic() + timeout)
+    if silent:
+      raise _missing(first, silent, timeout)
+  eager = context.context()
+  # If the program has configured the coordination service, keep its settings.
+  if eager.coordination_service is None:
+    jobs = [job for job, *_ in tasks]
+    config = tf.compat.v1.ConfigProto().experimental.coordination_config
+    for job in dict.fromkeys(jobs):
+      config.coordinated_job_list.add(name=job, num_tasks=jobs.count(job))
+    # The settings of TensorFlow's strategy, with a time limit added.
+    eager.configure_coordination_service(
+      service_type="standalone",
+      service_leader=f"/job:{jobs[0]}/replica:0/task:0",
+      cluster_register_timeout_in_ms=int(1000 * max(1.0, timeout - _SLACK)),
+      coordinated_jobs=list(config.coordinated_job_list),
+    )
+  # If a worker is killed while the workers connect, the others wait in C++ code
+  # that holds Python's global lock. No Python thread could end this wait, but
+  # faulthandler's own thread ends the process.
+  limit = timeout + 2 * _SLACK
+  faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__ or 2)
+  try:
+    yield
+  except tf.errors.DeadlineExceededError as error:
+    raise _missing(own[0], [first], timeout) from error
+  finally:
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _silent_tasks(
+  tasks: Sequence[agreement.Task], deadline: float
+) -> Sequence[agreement.Task]:
+  """Returns the tasks that accept no connection before the deadline."""
+  while True:
+    silent = []
+    for task in tasks:
+      host, _, port = task[2].rpartition(":")
+      try:
+        socket.create_connection((host.strip("[]"), int(port)), 2.0).close()
+      except (OSError, ValueError, OverflowError):  # A bad name or port, too.
+        silent.append(task)
+    if not silent or time.monotonic() >= deadline:
+      return silent
+    tasks = silent
+    time.sleep(0.1)
+
+
+def _missing(
+  waiting: agreement.Task, missing: Sequence[agreement.Task], timeout: float
+) -> errors.MissingWorkerError:
+  """Returns the error for workers that did not start."""
+  me, *names = map(agreement.name, (waiting, *missing))
+  return errors.MissingWorkerError(
+    f"{me} waited {timeout:g} s for {', '.join(names)} to start. Look into its"
+    " log, start all workers with the same TF_CONFIG, and make sure that they"
+    f" can reach each other{agreement.if_slow(timeout)}"
+  )

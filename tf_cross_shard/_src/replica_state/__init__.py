@@ -1,0 +1,1 @@
+"""Saves, restores, averages and compares values that differ between groups."""

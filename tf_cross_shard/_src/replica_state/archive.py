@@ -1,0 +1,206 @@
+"""Checkpoint files: named arrays with checksums, replaced atomically.
+
+A checkpoint is an `.npz` file of NumPy. The zip container has a checksum for
+each array, so that a damaged file is detected before any value is used. Arrays
+of dtypes that NumPy lacks (bfloat16, float8) are stored as unsigned integers of
+the same size. One more entry, in JSON, names the dtypes of the arrays and
+describes the contents of the file.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import pathlib
+import secrets
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+_ABOUT: Final = "about"  # the name of the JSON entry
+_REMEDIES: Final = {
+  errno.ENOSPC: "Free space on that disk, or write to another one.",
+  errno.ENOENT: "Make the folder first.",
+}
+_OTHER_REMEDY: Final = "Name a file in a folder that this process may write to."
+
+
+class CheckpointError(ValueError):
+  """Raised if a checkpoint is damaged or does not match the program."""
+
+
+def as_path(path: Any, argument: str = "path") -> pathlib.Path:
+  """Returns `path`, a file or a folder, as a `pathlib.Path`.
+
+  Raises:
+    TypeError: If `path` is neither a string nor a path.
+    ValueError: If `path` is empty or a URL.
+  """
+  if not isinstance(path, (str, os.PathLike)):
+    raise TypeError(
+      f"`{argument}` must be a string or a path; got {type(path).__name__}. Use"
+      ' for example "checkpoints/step_100".'
+    )
+  text = str(path)
+  if not text or "://" in text:
+    raise ValueError(
+      f"`{argument}` must be in a file system; got {text!r}. Mount the storage,"
+      " or name a place on a disk."
+    )
+  return pathlib.Path(text)
+
+
+def write(
+  path: pathlib.Path, arrays: Mapping[str, Array], about: Mapping[str, Any]
+) -> None:
+  """Writes a file atomically: a crash leaves the previous file unchanged.
+
+  Args:
+    path: The file. A previous file is replaced when the new one is complete.
+    arrays: The arrays by name, of any dtype and shape.
+    about: A description of the file, of values that JSON can encode.
+
+  Raises:
+    OSError: If the file cannot be written.
+  """
+  path = path.resolve()  # Replace the target of a symbolic link, not the link.
+  dtypes = {name: array.dtype.name for name, array in arrays.items()}
+  text = json.dumps({**about, "dtypes": dtypes})
+  entries: dict[str, Any] = {_ABOUT: np.array(text)}
+  entries |= {name: _as_plain(array) for name, array in arrays.items()}
+  # The partial file is in the same folder, because `os.replace` is atomic only
+  # within one file system. It is not made by tempfile, whose files only their
+  # owner can read.
+  partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+  try:
+    try:
+      with partial.open("xb") as file:
+        np.savez(file, **entries)
+        file.flush()
+        os.fsync(file.fileno())
+      os.replace(partial, path)
+    finally:
+      with contextlib.suppress(OSError):
+        partial.unlink(missing_ok=True)
+  except OSError as error:
+    remedy = _REMEDIES.get(error.errno or 0, _OTHER_REMEDY)
+    raise OSError(
+      error.errno,
+      f"The checkpoint {path} could not be written: {error.strerror}. The"
+      f" previous file is unchanged. {remedy}",
+    ) from error
+  with contextlib.suppress(OSError):  # Not every file system can.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+      os.fsync(folder)
+    finally:
+      os.close(folder)
+
+
+class Archive(Mapping[str, Array]):
+  """The arrays of a checkpoint file, each of which is read on access.
+
+  Attributes:
+    path: The file.
+    about: The description that was passed to `write`.
+    checksum: A checksum of the whole contents.
+  """
+
+  def __init__(
+    self, path: pathlib.Path, entries: Any, container: zipfile.ZipFile
+  ) -> None:
+    """Reads the JSON entry."""
+    self.path = path
+    self.about: dict[str, Any] = json.loads(entries[_ABOUT].item())
+    self._dtypes: dict[str, str] = self.about["dtypes"]
+    self._entries = entries
+    if set(entries) != {_ABOUT, *self._dtypes}:
+      raise ValueError("the arrays are not those that the file lists")
+    checksums = [(i.filename, i.CRC) for i in container.infolist()]
+    self.checksum = zlib.crc32(repr(checksums).encode())
+
+  def __getitem__(self, name: str) -> Array:
+    """Reads an array, in the dtype in which it was written."""
+    dtype = self._dtypes[name]
+    array: Array = self._entries[name]
+    return array.view(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+
+  def __iter__(self) -> Iterator[str]:
+    """Returns an iterator over the names of the arrays."""
+    return iter(self._dtypes)
+
+  def __len__(self) -> int:
+    """Returns the number of arrays."""
+    return len(self._dtypes)
+
+
+def about(path: pathlib.Path) -> dict[str, Any]:
+  """Returns the description of a file; empty if the file cannot be read."""
+  with (
+    contextlib.suppress(Exception),
+    path.open("rb") as file,
+    np.load(file) as entries,
+  ):
+    return dict(json.loads(entries[_ABOUT].item()))
+  return {}
+
+
+@contextlib.contextmanager
+def reading(path: pathlib.Path) -> Iterator[Archive]:
+  """Opens a file for reading, after all checksums were verified.
+
+  Raises:
+    CheckpointError: If the file is damaged.
+    OSError: If the file cannot be opened.
+  """
+  with contextlib.ExitStack() as stack:
+    try:
+      file = stack.enter_context(path.open("rb"))
+    except OSError as error:
+      raise OSError(
+        error.errno,
+        f"The checkpoint {path} cannot be read: {error.strerror}. Name a file"
+        " that replica_state.save wrote, which every worker sees",
+      ) from error
+    with naming_damage(path):
+      container = stack.enter_context(zipfile.ZipFile(file))
+      wrong = container.testzip()
+      if wrong is not None:
+        raise zipfile.BadZipFile(f"wrong checksum of {wrong}")
+      file.seek(0)
+      entries = stack.enter_context(np.load(file, allow_pickle=False))
+      archive = Archive(path, entries, container)
+    yield archive
+
+
+@contextlib.contextmanager
+def naming_damage(
+  path: pathlib.Path, *others: type[Exception]
+) -> Iterator[None]:
+  """Turns all errors but `others` into a `CheckpointError` that names the file.
+
+  A wrong byte in a file makes zipfile, NumPy or json raise errors of any class.
+  """
+  try:
+    yield
+  except Exception as error:
+    if isinstance(error, (CheckpointError, *others)):
+      raise
+    raise CheckpointError(
+      f"The checkpoint {path} is damaged, or is another file: {error!r}."
+      " Nothing was changed; restore one that replica_state.save wrote."
+    ) from error
+
+
+def _as_plain(array: Array) -> Array:
+  """Returns `array` in a dtype that every NumPy can read."""
+  array = np.asarray(array, order="C")
+  if array.dtype.kind in "biufc" and array.dtype.isbuiltin == 1:
+    return array
+  return array.view(f"u{array.dtype.itemsize}")

@@ -1,0 +1,448 @@
+"""Checkpoints with the weights and the optimizer state of every group.
+
+    save       variables ─▶ arrays of all groups ─▶ one file (first worker)
+    restore    file ─▶ check names, shapes, dtypes ─▶ plan ─▶ assign
+
+`restore` plans all values before it assigns the first one, so that an error
+leaves the program unchanged.
+"""
+
+import contextlib
+import pathlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tf_cross_shard._src.core.internals import (
+  keras_private,
+  optimizer_state,
+  replica_values,
+)
+from tf_cross_shard._src.replica_state import (
+  archive,
+  group_models,
+  group_state,
+  removed_state,
+)
+from tf_cross_shard._src.replica_state.archive import CheckpointError
+
+_SHOWN: Final = 5  # the number of names that an error lists
+
+# For each group of the program, a file and the number of the group in the file.
+Places = Mapping[int, tuple[archive.Archive, int]]
+
+
+class Restored(NamedTuple):
+  """The contents of a restored file that are not values of groups.
+
+  Attributes:
+    values: The JSON values of a file that one worker wrote for itself; else
+      None.
+    arrays: The arrays that belong to no group.
+    is_exact: Whether groups and workers are the same as when the file was
+      written, so that every replica resumes with exactly its own values.
+    left_out: Variables of features that no longer exist, for
+      `removed_state.warn`.
+  """
+
+  values: Any
+  arrays: dict[str, archive.Array]
+  is_exact: bool
+  left_out: dict[str, str]
+
+
+def save(path: Any, optimizer: Any, model: Any = None) -> None:
+  """Writes the weights and the optimizer state of every group to one file.
+
+  Each group is written once, whatever its number of replicas. Variables that
+  the model does not train and that differ between members of a group, such as
+  the statistics of batch normalization, are written once per replica. The file
+  contains `model.variables`, including the states of random number generators
+  but without metrics, and all variables of the optimizer: slots, iteration
+  count, learning rate and loss scale.
+
+  The file is replaced atomically: a crash leaves the previous file unchanged.
+  `np.load(path)` shows the arrays, under names such as `group_0/model/...`. On
+  several machines, the first worker writes and the other workers wait for it.
+
+  >>> import tempfile
+  >>> import tensorflow as tf
+  >>> weight = tf.Variable(3.0)
+  >>> optimizer = tf.keras.optimizers.SGD()
+  >>> optimizer.build([weight])
+  >>> with tempfile.TemporaryDirectory() as folder:
+  ...   save(f"{folder}/state", optimizer, [weight])
+  ...   _ = weight.assign(0.0)
+  ...   restore(f"{folder}/state", optimizer, [weight])
+  ...   [plain] = read_group(f"{folder}/state", 0, [tf.Variable(0.0)])
+  >>> float(weight.numpy()), float(plain.numpy())
+  (3.0, 3.0)
+
+  Args:
+    path: A file in an existing folder.
+    optimizer: A built optimizer.
+    model: A model, or a list of variables. None saves the optimizer only.
+
+  Raises:
+    OutOfSyncError: If members of a group differ in trained weights or in
+      optimizer state that they share.
+    OSError: If the file cannot be written; raised on all workers.
+  """
+  target = archive.as_path(path)
+  state = group_state.GroupState(optimizer, model)
+  topic = f"saving {target.name}"
+  state.agree(topic)
+  group_state.warn_if_collapsed(state.optimizer)
+  differing = state.names_that_differ(topic)
+  state.write(target, topic, state.arrays(differing))
+
+
+def restore(path: Any, optimizer: Any, model: Any = None) -> None:
+  """Gives every group the values that `save` wrote for it.
+
+  Group i of the file goes to group i of the optimizer. The groups may consist
+  of other replicas than before, and may have another size. Where members of a
+  group have values of their own, member j receives the values of member j. If
+  the size of the groups has changed, all members receive the mean of these
+  values, and an unfinished window of `accumulate_steps` starts again.
+
+  The function reads and compares everything before it changes anything. With
+  groups of the same size, training continues bitwise as if it had not been
+  interrupted. On several machines, each worker reads the file, and all workers
+  have to read the same file.
+
+  Args:
+    path: A file that `save` wrote.
+    optimizer: An optimizer. If it is not built, it is built on the trainable
+      variables of `model`.
+    model: A model or a list of variables, as for `save`.
+
+  Raises:
+    CheckpointError: If the file is damaged, or has another number of groups, or
+      other variables, shapes or dtypes; or if workers read different files. It
+      is a ValueError. An error of one worker is raised on all workers.
+    OSError: If the file cannot be read.
+  """
+  restored = restore_file(archive.as_path(path), optimizer, model)
+  removed_state.warn(path, restored.left_out)
+  if not restored.is_exact and any(optimizer_state.windows(optimizer)):
+    logging.warning(
+      "Accumulation windows start again: the groups in the file have another"
+      " size."
+    )
+
+
+def restore_file(
+  target: pathlib.Path,
+  optimizer: Any,
+  model: Any,
+  others: Sequence[pathlib.Path] = (),
+) -> Restored:
+  """Restores a file; see `restore`.
+
+  Args:
+    target: A file that `save` wrote, or one that a worker wrote for itself.
+    optimizer: As for `restore`.
+    model: As for `restore`.
+    others: Files of other workers, which are searched for groups that `target`
+      does not hold.
+  """
+  optimizer, model = group_state.optimizer_first(optimizer, model)
+  if model is not None and hasattr(optimizer, "build"):
+    _build(optimizer, model)
+  state = group_state.GroupState(optimizer, model)
+  topic = f"restoring {target.name}"
+  with (
+    state.raising_on_all(topic) as outcomes,
+    archive.naming_damage(target, OSError),
+    contextlib.ExitStack() as stack,
+  ):
+    file = stack.enter_context(archive.reading(target))
+    own_values = file.about.get("values")
+    # Workers have to read the same file, unless each has a file of its own.
+    outcomes[0]["checksum"] = file.checksum if own_values is None else 0
+    _check_groups(file, state)
+    names, own_names = file.about["names"], [p.name for p in state.parts]
+    left_out = removed_state.left_out(names, own_names)
+    kept = [name for name in names if name not in left_out]
+    row_sums = removed_state.row_sums(left_out)
+    _check_names(file, state, [*kept, *row_sums])
+    is_exact = _is_exact(file, state)
+    files = _files_here(file, state, others, stack)
+    plan = _plan(files, state, is_exact, is_exact and not row_sums)
+    own_arrays = {n: file[n] for n in file if not n.startswith("group_")}
+  checksums = [outcome["checksum"] for outcome in outcomes]
+  for i, checksum in enumerate(checksums):
+    if checksum != checksums[0] and state.copies.workers is not None:
+      names = state.copies.workers.names
+      raise CheckpointError(
+        f"{names[i]} and {names[0]} read different checkpoints at {topic};"
+        " nothing was changed. Name a file that all workers see, or copy it to"
+        " each of them."
+      )
+  state.assign(plan)
+  return Restored(own_values, own_arrays, is_exact, left_out)
+
+
+def read_group(path: Any, group: int, model: Any) -> Any:
+  """Gives a plain model the weights of one group in a file.
+
+  Use this to serve or inspect a group on one device. It needs no strategy, no
+  optimizer and no other group. For variables that are not trained, the model
+  receives the same values as from `load_group`. The function reads and compares
+  everything before it changes anything.
+
+  Args:
+    path: A file that `save` or `GroupCheckpoint` wrote.
+    group: The number of the group, from 0, in the order in which the groups
+      were saved.
+    model: A built model that was made by the same code outside of any strategy,
+      or a list of variables.
+
+  Returns:
+    `model`.
+
+  Raises:
+    CheckpointError: If the file is damaged, has no such group, or has other
+      variables, shapes or dtypes. It is a ValueError.
+    OSError: If the file cannot be read.
+  """
+  state = group_state.GroupState(None, model, is_whole=False)
+  values = values_of_group(archive.as_path(path), group, state)
+  count = len(state.copies.engine.replicas_here)
+  for part, value in zip(state.parts, values, strict=True):
+    state.copies.write(part.variable, [value] * count)
+  group_models.finalize(model)
+  return model
+
+
+def values_of_group(
+  target: pathlib.Path, group: int, state: group_state.GroupState
+) -> list[archive.Array]:
+  """Returns the values that `read_group` assigns, in the order of the parts."""
+  with (
+    archive.naming_damage(target, OSError),
+    archive.reading(target) as file,
+  ):
+    saved = _saved_groups(file)
+    if group not in range(len(saved)):
+      raise CheckpointError(
+        f"`group` must be an integer from 0 to {len(saved) - 1}; got {group!r}."
+        f" The checkpoint {target} holds the groups {saved}."
+      )
+    names = [n for n in file.about["names"] if n.startswith("model/")]
+    _check_names(file, state, names)
+    return [
+      group_models.merged(part, list(_arrays(file, part, group).values()))
+      for part in state.parts
+    ]
+
+
+def _build(optimizer: Any, model: Any) -> None:
+  """Builds an optimizer on the trainable variables, unless it is built."""
+  layers = list(optimizer_state.nested_optimizers(optimizer))
+  if any(keras_private.is_built(layer) for layer in layers):
+    return
+  listed = [v for v in group_state.variables_of(model) if v.trainable]
+  variables = getattr(model, "trainable_variables", listed)
+  strategies = filter(None, map(replica_values.strategy_of, variables))
+  with next(strategies, tf.distribute.get_strategy()).scope():
+    optimizer.build(variables)
+
+
+def _check_groups(file: archive.Archive, state: group_state.GroupState) -> None:
+  """Raises `CheckpointError` unless the number of groups is the same."""
+  saved, own = _saved_groups(file), state.groups.to_lists()
+  if len(saved) != len(own):
+    raise CheckpointError(
+      f"The checkpoint {file.path} holds {len(saved)} groups, {saved}; the"
+      f" optimizer has {len(own)}, {own}. Use a `group_assignment` with as"
+      " many groups; or call replica_state.average in the program that saved,"
+      " and start other groups from a TensorFlow checkpoint of its model."
+    )
+
+
+def _saved_groups(file: archive.Archive) -> list[list[int]]:
+  """Returns the groups in a file that `save` wrote."""
+  kind = file.about.get("format")
+  if kind != group_state.FORMAT:
+    raise CheckpointError(
+      f"The checkpoint {file.path} holds something else: {kind!r}. Name a file"
+      " that replica_state.save wrote."
+    )
+  saved: list[list[int]] = file.about["group_assignment"]
+  return saved
+
+
+def _check_names(
+  file: archive.Archive, state: group_state.GroupState, saved: Collection[str]
+) -> None:
+  """Raises `CheckpointError` unless file and program have the same names."""
+  own = [part.name for part in state.parts]
+  has_model = any(name.startswith("model/") for name in saved)
+  for names, others, verb in (
+    (own, saved, "lacks"),
+    (saved, own, "has, and the program has not,"),
+  ):
+    absent = [name for name in names if name not in set(others)]
+    if absent:
+      more = f" and {len(absent) - _SHOWN} more" if absent[_SHOWN:] else ""
+      raise CheckpointError(
+        f"The checkpoint {file.path} {verb} {', '.join(absent[:_SHOWN])}{more}."
+        " Restore with the same optimizer and model as you saved; `model` was"
+        f" {'given' if has_model else 'None'} then."
+      )
+
+
+def _is_exact(file: archive.Archive, state: group_state.GroupState) -> bool:
+  """Returns whether each replica finds all values that it had itself."""
+  saved, own = _saved_groups(file), state.groups.to_lists()
+  if "values" not in file.about:
+    return len(saved[0]) == len(own[0])
+  workers = file.about.get("workers", state.num_workers)
+  return saved == own and bool(workers == state.num_workers)
+
+
+def _files_here(
+  file: archive.Archive,
+  state: group_state.GroupState,
+  others: Sequence[pathlib.Path],
+  stack: contextlib.ExitStack,
+) -> Places:
+  """Returns where to find each group of this process.
+
+  Args:
+    file: The file of this worker.
+    state: The variables.
+    others: Files of other workers, which are opened until no group is missing.
+    stack: Closes the files.
+
+  Raises:
+    CheckpointError: If a group is in none of the files.
+  """
+  here = {state.groups.index_of(r) for r in state.copies.engine.replicas_here}
+  if "values" not in file.about:
+    return {i: (file, i) for i in here}
+  files: dict[int, tuple[archive.Archive, int]] = {}
+  paths = iter(others)
+  while True:
+    held = {name.split("/")[0] for name in file}
+    new = here - set(files)
+    files |= {i: (file, i) for i in new if f"group_{i}" in held}
+    lacking = sorted(here - set(files))
+    if not lacking:
+      return files
+    path = next(paths, None)
+    if path is None:
+      raise CheckpointError(
+        f"The backup {file.path.name} of the groups {_saved_groups(file)} has"
+        f" group {lacking[0]} in a file of another worker, which is not at"
+        f" {file.path.parent.parent}. Let all workers see one folder, copy the"
+        " files of all workers to each worker, or start as many workers as"
+        " before with these groups."
+      )
+    file = stack.enter_context(archive.reading(path))
+
+
+def _plan(
+  files: Places,
+  state: group_state.GroupState,
+  is_exact: bool,
+  keeps_window: bool,
+) -> list[list[archive.Array]]:
+  """Returns the values of each variable for the replicas of this process.
+
+  Args:
+    files: The file of each group.
+    state: The variables.
+    is_exact: Whether each replica finds the values that it had itself.
+    keeps_window: Whether an unfinished accumulation window continues. Otherwise
+      the window starts again: the sums of other members would be counted twice
+      or not at all.
+  """
+  sums, counts = optimizer_state.windows(state.optimizer)
+  ids_of_sums = set(map(id, sums))
+  steps_of = {id(variable): steps for variable, steps in counts}
+  plan = []
+  for part in state.parts:
+    key = id(part.variable)
+    if not keeps_window and key in ids_of_sums:
+      # An empty gradient sum.
+      dtype = tf.as_dtype(part.variable.dtype).as_numpy_dtype
+      zeros = np.zeros(tuple(part.variable.shape), dtype)
+      plan.append([zeros] * len(state.copies.engine.replicas_here))
+      continue
+    values = values_here(files, state, part, has_means=not is_exact)
+    if not keeps_window and key in steps_of:
+      # The first call of the same window.
+      values = [array - array % steps_of[key] for array in values]
+    plan.append(values)
+  return plan
+
+
+def values_here(
+  files: Places,
+  state: group_state.GroupState,
+  part: group_state.Part,
+  has_means: bool = False,
+) -> list[archive.Array]:
+  """Returns the values of a variable for the replicas of this process.
+
+  Args:
+    files: The file of each group.
+    state: The variables.
+    part: The variable.
+    has_means: Whether all members receive the mean of the members' values. If
+      False, each member receives its own value.
+
+  Raises:
+    CheckpointError: If the values do not fit the variable.
+  """
+  saved: dict[int, dict[int, archive.Array]] = {}
+  values = []
+  for replica in state.copies.engine.replicas_here:
+    index = state.groups.index_of(replica)
+    member = state.groups.assignment[index].index(replica)
+    if index not in saved:
+      file, group = files[index]
+      saved[index] = _arrays(file, part, group)
+    arrays = saved[index]
+    if has_means and group_state.has_mean(part.variable):
+      values.append(group_models.merged(part, list(arrays.values())))
+      continue
+    other = list(arrays)[member % len(arrays)]
+    values.append(arrays.get(member, arrays[other]))
+  exists_once = replica_values.strategy_of(part.variable) is None
+  if exists_once and not replica_values.are_alike(values):
+    raise CheckpointError(
+      f"The checkpoint {file.path} holds one value of `{part.name}` for each"
+      " group, but in the program the variable exists once. Make the variable"
+      " inside `with strategy.scope():`."
+    )
+  return values
+
+
+def _arrays(
+  file: archive.Archive, part: group_state.Part, group: int
+) -> dict[int, archive.Array]:
+  """Returns a group's values of a variable by member; one if all are equal.
+
+  Raises:
+    CheckpointError: If shape or dtype do not fit the variable.
+  """
+  size = len(file.about["group_assignment"][0])
+  keys = {j: group_state.key(part.name, group, j) for j in range(size)}
+  arrays = {j: file[key] for j, key in keys.items() if key in file}
+  arrays = arrays or {0: file[group_state.key(part.name, group)]}
+  for array in arrays.values():
+    kind = f"{array.dtype.name} {list(array.shape)}"
+    fits = tf.TensorShape(part.variable.shape).is_compatible_with(array.shape)
+    if not fits or array.dtype.name != tf.as_dtype(part.variable.dtype).name:
+      raise CheckpointError(
+        f"The checkpoint {file.path} holds `{part.name}` as {kind}; the program"
+        f" has {part.kind}. Restore with the same model."
+      )
+  return arrays

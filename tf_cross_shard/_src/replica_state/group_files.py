@@ -1,0 +1,70 @@
+"""One file for each group, which any group can restore.
+
+Successive halving stores each trial in a file of its own. Later, a group
+restores the file of the trial that it continues with; several groups may
+restore the same file:
+
+    group     0          1          2
+    saves     trial_0    trial_1    trial_2
+    restores  trial_1    trial_2    trial_1
+
+Each file has the form that `save` writes for an optimizer with one group.
+"""
+
+import contextlib
+import pathlib
+from collections.abc import Mapping, Sequence
+
+from tf_cross_shard._src.replica_state import archive, checkpoint, group_state
+
+
+def save(
+  paths: Mapping[int, pathlib.Path], state: group_state.GroupState
+) -> None:
+  """Writes the state of the groups in `paths`, each to its own file.
+
+  All workers call this function; the first worker writes.
+  """
+  topic = "saving groups"
+  state.agree(topic)
+  arrays = state.arrays(state.names_that_differ(topic))
+  about = {
+    "format": group_state.FORMAT,
+    "group_assignment": [list(range(state.groups.group_size))],
+    "names": [part.name for part in state.parts],
+  }
+  with state.raising_on_all(topic):
+    for group, path in paths.items() if state.copies.is_first else ():
+      # In its own file, the group is number 0.
+      own = group_state.key("", group)
+      renamed = {
+        group_state.key(name.removeprefix(own), 0): array
+        for name, array in arrays.items()
+        if name.startswith(own)
+      }
+      archive.write(path, renamed, about)
+
+
+def restore(
+  paths: Sequence[pathlib.Path], state: group_state.GroupState
+) -> None:
+  """Restores group i from the file `paths[i]`; groups may share a file.
+
+  On several machines, each worker reads the files of its own groups only.
+  """
+  topic = "joining groups"
+  state.agree(topic)
+  replicas = state.copies.engine.replicas_here
+  here = {i: paths[i] for i in map(state.groups.index_of, replicas)}
+  with (
+    state.raising_on_all(topic),
+    archive.naming_damage(paths[0].parent, OSError),
+    contextlib.ExitStack() as stack,
+  ):
+    files = {
+      path: stack.enter_context(archive.reading(path))
+      for path in set(here.values())
+    }
+    places = {i: (files[path], 0) for i, path in here.items()}
+    plan = [checkpoint.values_here(places, state, part) for part in state.parts]
+  state.assign(plan)

@@ -1,0 +1,360 @@
+"""Groups as plain Keras models: loading, copying and ensembles.
+
+    replica             0    1    2    3
+    weights             A    A    B    B
+    load_group(1)       a plain model with B
+    ensemble            a plain model with the mean of A's and B's predictions
+    copy_group(1, 0)    B    B    B    B
+
+A plain model is a Keras model that was made outside of any strategy.
+"""
+
+import random
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core.internals import groups as groups_lib
+from tf_cross_shard._src.core.internals import (
+  keras_private,
+  optimizer_state,
+  replica_values,
+)
+from tf_cross_shard._src.core.internals import variables as variables_lib
+from tf_cross_shard._src.replica_state import archive, group_state
+
+_CLONED: Final = "tf_cross_shard>cloned"  # No class of a user has this name.
+_FUNCTION: Final = "tf_cross_shard>function of "  # plus a Lambda's name
+
+
+def load_group(group: int, optimizer: Any, model: Any, into: Any = None) -> Any:
+  """Returns a plain model with the weights of one group.
+
+  The plain model is made outside of any strategy and is not compiled. It
+  predicts, saves and trains like a model that never had replicas. Variables
+  that are not trained and that differ between members of the group, such as the
+  statistics of batch normalization, receive the mean over the members; integer
+  variables, such as the states of random number generators, receive the value
+  of the first member. The function ignores moving averages of weights that the
+  optimizer keeps.
+
+  Args:
+    group: The number of the group, from 0, in the order of `optimizer.groups`.
+    optimizer: An optimizer with groups. The replicas of an optimizer without
+      groups form one group.
+    model: A built Keras model. The model is also accepted as the first
+      argument.
+    into: A plain model of the same architecture, which receives the weights and
+      is returned. None lets Keras clone `model`, which works if the model is
+      sequential or functional, or if its class defines `get_config`.
+
+  Returns:
+    The plain model, on every worker.
+
+  Raises:
+    ValueError: If there is no such group, if Keras cannot clone `model`, or if
+      `into` does not fit. Nothing is changed in that case.
+  """
+  optimizer, model = group_state.optimizer_first(optimizer, model)
+  if hasattr(group, "variables"):  # Older programs passed the model first.
+    group, model = model, group
+  keras = keras_private.keras_of(model)
+  state = group_state.GroupState(optimizer, model, is_whole=False)
+  members = _members_of(state.groups, group, "group")
+  if into is None:
+    plain = _clone(keras, model, state)
+  else:
+    plain = into
+    _check_fits(state, into)
+  state.agree(f"loading group {group}")
+  group_state.warn_if_collapsed(optimizer)
+  values = [
+    merged(part, state.copies.read(part.variable, members))
+    for part in state.parts
+  ]
+  assign(plain, values)
+  return plain
+
+
+def assign(plain: Any, values: Sequence[archive.Array]) -> None:
+  """Assigns values to a plain model, in the order of its variables."""
+  for variable, value in zip(
+    group_state.variables_of(plain), values, strict=True
+  ):
+    replica_values.native(variable).assign(value)
+  finalize(plain)
+
+
+def merged(
+  part: group_state.Part, values: Sequence[archive.Array]
+) -> archive.Array:
+  """Returns the one value that a plain model receives of a group's members."""
+  # Equal values are returned as they are: their mean might be rounded.
+  if (
+    part.is_shared
+    or not group_state.has_mean(part.variable)
+    or replica_values.are_alike(values)
+  ):
+    return values[0]
+  return group_state.mean(values)
+
+
+def finalize(model: Any) -> None:
+  """Makes layers recompute what they derive from the assigned values."""
+  for layer in keras_private.layers(model):
+    if hasattr(layer, "finalize_state"):
+      layer.finalize_state()
+
+
+def copy_group(source: int, target: int, optimizer: Any, model: Any) -> None:
+  """Gives one group the weights and the optimizer state of another group.
+
+  After the copy, the target group trains as the source group would with the
+  target's data and learning rate. The function copies all values that `save`
+  writes, including moving averages, accumulated gradients and the loss scale,
+  except for
+
+  - the learning rate;
+  - the model's integer variables, such as the states of random number
+    generators.
+
+  Where members of a group have values of their own, member j of the target
+  receives the values of member j of the source. No other group changes.
+
+  Args:
+    source: The number of the group to copy, in the order of `optimizer.groups`.
+    target: The number of the group that receives the copy.
+    optimizer: A built optimizer.
+    model: A model, or a list of variables.
+
+  Raises:
+    ValueError: If there is no such group.
+  """
+  state = group_state.GroupState(optimizer, model)
+  # For each replica, the replica whose values it receives.
+  origins = list(range(state.groups.num_replicas))
+  for giver, receiver in zip(
+    _members_of(state.groups, source, "source"),
+    _members_of(state.groups, target, "target"),
+    strict=True,
+  ):
+    origins[receiver] = giver
+  state.agree(f"copying group {source} to group {target}")
+  group_state.warn_if_collapsed(state.optimizer)
+  kept = set(map(id, optimizer_state.learning_rates(state.optimizer)))
+  here = state.copies.engine.replicas_here
+  for part in state.parts:
+    is_own = part.name.startswith("model/") and (
+      not group_state.has_mean(part.variable)
+    )
+    if is_own or id(part.variable) in kept:
+      continue
+    values = state.copies.read(part.variable, origins)
+    state.copies.write(part.variable, values[here.start : here.stop])
+  group_state.accept_values(state.optimizer)
+
+
+def ensemble(
+  optimizer: Any, model: Any, members: Sequence[int] | None = None
+) -> Any:
+  """Returns a plain model that averages the predictions of groups.
+
+      output = (output of group 0 + output of group 1 + ...) / number of groups
+
+  for each of the model's outputs. The model consists of one `load_group` model
+  for each group, named `group_0`, `group_1`, ..., and of Keras' own Average
+  layer, so that you can save, export and load it without this package. If the
+  model ends with softmax, the ensemble averages probabilities; if it returns
+  logits, the ensemble averages logits.
+
+  Args:
+    optimizer: An optimizer with groups. The replicas of an optimizer without
+      groups form one group.
+    model: A built Keras model with known inputs, which Keras can clone (see
+      `load_group`).
+    members: The numbers of the groups to average, each once; None for all
+      groups.
+
+  Returns:
+    A functional Keras model with the inputs and outputs of `model`, on every
+    worker. It is not compiled.
+
+  Raises:
+    ValueError: If there is no such group, if `model` cannot be cloned, if its
+      inputs are not known, or if an output has a dtype without a mean.
+  """
+  optimizer, model = group_state.optimizer_first(optimizer, model)
+  keras = keras_private.keras_of(model)
+  groups = group_state.GroupState(optimizer, model, is_whole=False).groups
+  chosen = list(range(groups.num_groups) if members is None else members)
+  for i in chosen:
+    _members_of(groups, i, "members")
+  if not chosen or len(set(chosen)) < len(chosen):
+    raise ValueError(
+      f"`members` must name at least one group, and each once; got {members!r}."
+    )
+  plain = [load_group(i, optimizer, model) for i in chosen]
+  with variables_lib.outside_of_strategies():
+    inputs = _inputs_of(keras, plain[0])
+    outputs = []
+    for i, member in zip(chosen, plain, strict=True):
+      own = _inputs_of(keras, member)
+      group = keras.Model(own, member(own), name=f"group_{i}")
+      outputs.append(group(inputs))
+    means = tf.nest.map_structure(
+      lambda *tensors: _mean_of(keras, tensors), *outputs
+    )
+    return keras.Model(inputs, means, name="ensemble")
+
+
+def _inputs_of(keras: Any, plain: Any) -> Any:
+  """Returns the symbolic inputs of a plain model, in their structure."""
+  if not getattr(plain, "inputs", None):
+    raise ValueError(
+      f"`model` is a {type(plain).__name__}, whose inputs are not known. Inside"
+      " `strategy.scope()`, make inputs = keras.Input(...) and pass"
+      " keras.Model(inputs, model(inputs))."
+    )
+  is_sequential = isinstance(plain, keras.Sequential)
+  return plain.inputs[0] if is_sequential else plain.input
+
+
+def _mean_of(keras: Any, tensors: Sequence[Any]) -> Any:
+  """Returns the symbolic mean of one output over all groups."""
+  dtype = tf.as_dtype(tensors[0].dtype)
+  if not group_state.has_mean(tensors[0]):
+    raise ValueError(
+      f"`model` has an output of dtype {dtype.name}, which has no mean. Pass a"
+      " model with its floating-point outputs only,"
+      " keras.Model(model.inputs, ...)."
+    )
+  if len(tensors) == 1:
+    return tensors[0]
+  return keras.layers.Average(dtype=dtype.name)(list(tensors))
+
+
+def _members_of(
+  groups: groups_lib.Groups, group: Any, argument: str
+) -> Sequence[int]:
+  """Returns the replicas of a group.
+
+  Raises:
+    ValueError: If there is no such group.
+  """
+  if isinstance(group, (bool, float)) or group not in range(groups.num_groups):
+    raise ValueError(
+      f"`{argument}` must be an integer from 0 to {groups.num_groups - 1}; got"
+      f" {group!r}. The groups are {groups.to_lists()}."
+    )
+  return groups.assignment[group]
+
+
+def _clone(keras: Any, model: Any, state: group_state.GroupState) -> Any:
+  """Returns a new, plain model like `model`, which is not compiled."""
+  kind = type(model)
+  # Keras 3 draws the seeds of initial values from Python's generator. Restore
+  # its state afterwards, so that cloning does not change the program's numbers.
+  numbers = random.getstate()
+  # `clone_model` does not work here: in Keras 3 it loses the names of inputs,
+  # and it compiles a second CrossShardOptimizer although there are no replicas.
+  try:
+    layers = keras_private.layers(model)
+    own: dict[str, Any] = {
+      type(layer).__name__: type(layer)
+      for layer in layers
+      if type(layer).__module__.split(".")[0] not in keras_private.KERASES
+    }
+    # The configuration of a Lambda has the code of its function, but not the
+    # names that the code uses. So the clone receives the function itself.
+    lambdas = [v for v in layers if isinstance(v, keras.layers.Lambda)]
+    own |= {f"{_FUNCTION}{layer.name}": layer.function for layer in lambdas}
+    with variables_lib.outside_of_strategies():
+      # Like `from_config`, but it accepts lambdas; these come from `model`.
+      clone = keras.saving.deserialize_keras_object(
+        {
+          "module": None,
+          "class_name": _CLONED,
+          "registered_name": _CLONED,
+          "config": _clonable(model.get_config(), own),
+        },
+        custom_objects={**own, _CLONED: kind},
+        safe_mode=False,
+      )
+      if not clone.built:
+        clone.build_from_config(model.get_build_config())
+        clone.built = True  # Keras 3 leaves this to the caller.
+      _copy_assets(model, clone)
+    _check_fits(state, clone)
+  except Exception as error:
+    raise ValueError(
+      f"`model` cannot be cloned: Keras made no second {kind.__name__} with the"
+      " same variables from its get_config(). Make and build it with your"
+      " own code, outside of `strategy.scope()`, and pass it as `into` of"
+      " load_group; GroupMetrics takes a function that returns it, `twin`."
+    ) from error
+  finally:
+    random.setstate(numbers)
+  return clone
+
+
+def _copy_assets(model: Any, clone: Any) -> None:
+  """Copies what layers keep besides variables, such as vocabularies."""
+  both = map(keras_private.layers, (model, clone))
+  for layer, other in zip(*both, strict=True):
+    if hasattr(layer, "save_assets"):
+      with tempfile.TemporaryDirectory() as folder:
+        layer.save_assets(folder)
+        other.load_assets(folder)
+
+
+def _check_fits(state: group_state.GroupState, plain: Any) -> None:
+  """Raises `ValueError` unless a plain model can receive the variables."""
+  remedy = (
+    "Make and build it by the same code as `model`, outside of"
+    " `strategy.scope()`."
+  )
+  into = group_state.GroupState(None, plain, is_whole=False)
+  if len(into.parts) != len(state.parts):
+    raise ValueError(
+      f"`into`, or `twin`, has {len(into.parts)} variables, and `model` has"
+      f" {len(state.parts)}. {remedy}"
+    )
+  known = {part.name for part in state.parts}
+  for part, other in zip(into.parts, state.parts, strict=True):
+    # Keras numbers the states of random number generators in the order in
+    # which it makes them. A clone may make them in another order.
+    is_numbered = part.name not in known or not group_state.has_mean(
+      part.variable
+    )
+    if part.kind != other.kind or not (is_numbered or part.name == other.name):
+      raise ValueError(
+        f"`into`, or `twin`, has {part.name}, {part.kind}, where `model` has"
+        f" {other.name}, {other.kind}. {remedy}"
+      )
+    if replica_values.strategy_of(part.variable) is not None:
+      raise ValueError(
+        f"`into`, or `twin`, has replicas: {part.name} was made inside"
+        f" `strategy.scope()`. {remedy}"
+      )
+
+
+def _clonable(config: Any, own: Mapping[str, Any]) -> Any:
+  """Returns a configuration whose Lambda layers have the functions in `own`.
+
+  The configuration of the optimizer is left out, so that no part of the clone
+  is compiled: loading a compiled clone would need this package.
+  """
+  if type(config) is list:
+    return [_clonable(value, own) for value in config]
+  if not isinstance(config, dict):
+    return config
+  name = f"{_FUNCTION}{config.get('name')}"
+  return {
+    key: {"class_name": "function", "config": name, "registered_name": name}
+    if key == "function" and name in own and isinstance(value, dict)
+    else _clonable(value, own)
+    for key, value in config.items()
+    if key != "compile_config"
+  }

@@ -1,0 +1,391 @@
+"""The optimizer's and the model's variables, with their values in every group.
+
+Members of a group have bitwise equal weights and optimizer state. Variables
+that the model does not train, such as the statistics of batch normalization,
+may have a value of their own in each replica.
+"""
+
+import contextlib
+import json
+import pathlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard._src.core.internals import (
+  agreement,
+  errors,
+  optimizer_state,
+  replica_values,
+)
+from tf_cross_shard._src.core.internals import variables as variables_lib
+from tf_cross_shard._src.replica_state import archive
+
+FORMAT: Final = "tf_cross_shard.replica_state"
+# After these errors, the workers can no longer exchange messages.
+_LOST: Final = (
+  errors.MissingWorkerError,
+  errors.WorkerLostError,
+  tf.errors.OpError,
+)
+# The slowest disk, in bytes per second, that workers wait for before they give
+# up on each other.
+_SLOWEST: Final = 1e6
+
+
+class OutOfSyncError(AssertionError):
+  """Raised if members of a group differ in values that have to be equal."""
+
+
+class Part(NamedTuple):
+  """One variable of the state.
+
+  Attributes:
+    name: Its name in a checkpoint, the same on all workers.
+    variable: The variable.
+    is_shared: Whether members of a group have to have equal values of it.
+  """
+
+  name: str
+  variable: Any
+  is_shared: bool
+
+  @property
+  def kind(self) -> str:
+    """Dtype and shape as text, such as `float32 [2, 3]`."""
+    dtype = tf.as_dtype(self.variable.dtype).name
+    return f"{dtype} {tf.TensorShape(self.variable.shape).as_list()}"
+
+
+class GroupState:
+  """The variables of an optimizer and a model, in all groups.
+
+  On several machines, all workers call the methods with the same arguments and
+  in the same order.
+
+  Attributes:
+    optimizer: The optimizer.
+    parts: The variables.
+    copies: Reads and writes the values that replicas have of a variable.
+    groups: The groups of the optimizer.
+  """
+
+  def __init__(
+    self, optimizer: Any, model: Any = None, is_whole: bool = True
+  ) -> None:
+    """Finds the variables, the strategy and the groups.
+
+    Args:
+      optimizer: The optimizer. The optimizer and the model may be swapped.
+      model: A model or a list of variables; None for the optimizer's only.
+      is_whole: Whether to include the optimizer's variables. If False, only its
+        groups are read and it may be unbuilt.
+    """
+    optimizer, model = optimizer_first(optimizer, model)
+    self.optimizer = optimizer
+    # Optimizer state in which members of a group may differ.
+    own = set(map(id, optimizer_state.member_state(optimizer)))
+    state = optimizer_state.state_variables(optimizer) if is_whole else []
+    self.parts = [
+      Part(f"optimizer/{name}", variable, id(variable) not in own)
+      for name, variable in state
+    ]
+    # A variable that the optimizer and the model share is listed once.
+    known = {id(replica_values.native(part.variable)) for part in self.parts}
+    by_id = {id(replica_values.native(v)): v for v in variables_of(model)}
+    variables = [v for key, v in by_id.items() if key not in known]
+    paths = variables_lib.renumbered(
+      list(map(variables_lib.path_of, variables))
+    )
+    self.parts += [
+      Part(f"model/{name}", variable, bool(variable.trainable))
+      for name, variable in zip(
+        optimizer_state.unique(paths), variables, strict=True
+      )
+    ]
+    self.copies = replica_values.Copies(_strategy_of(self.parts))
+    self.groups = optimizer_state.groups_of(
+      optimizer, self.copies.engine.num_replicas
+    )
+
+  @property
+  def num_workers(self) -> int:
+    """The number of workers that train together."""
+    workers = self.copies.workers
+    return 1 if workers is None else len(workers.names)
+
+  def agree(self, topic: str) -> None:
+    """Raises the same error on all workers unless all make this call.
+
+    The workers compare `topic`, the groups and the variables.
+    """
+    lines = agreement.settings(group_assignment=self.groups.to_lists())
+    lines += [f"{part.name}: {part.kind}" for part in self.parts]
+    self.copies.agree(topic, lines)
+
+  def names_that_differ(self, topic: str) -> set[str]:
+    """Returns the names of variables whose values differ within a group.
+
+    Args:
+      topic: The operation that needs the names, for the error.
+
+    Raises:
+      OutOfSyncError: If members differ in a variable that they have to share.
+    """
+    if self.groups.group_size == 1:
+      return set()
+    differing = []
+    digests = self.copies.digests([part.variable for part in self.parts])
+    for part, of_replica in zip(self.parts, digests, strict=True):
+      for index, members in enumerate(self.groups):
+        first = of_replica[members[0]]
+        others = [r for r in members if of_replica[r] != first]
+        if others:
+          differing.append((part, index, members[0], others[0]))
+          break
+    wrong = [difference for difference in differing if difference[0].is_shared]
+    if wrong:
+      raise OutOfSyncError(self._difference(topic, wrong))
+    return {part.name for part, *_ in differing}
+
+  def arrays(
+    self, differing: Collection[str], own: bool = False
+  ) -> dict[str, archive.Array]:
+    """Returns the values of every group, by their names in a checkpoint.
+
+    Each variable has one array per group. Variables in `differing` have one
+    array per member of each group.
+
+    Args:
+      differing: What `names_that_differ` returned.
+      own: Whether each worker returns the values of its own replicas, for which
+        no communication is needed. If False, the first worker returns the
+        values of all groups, and the other workers return nothing.
+    """
+    engine = self.copies.engine
+    arrays: dict[str, archive.Array] = {}
+    replicas = engine.replicas_here if own else range(engine.num_replicas)
+    for part in self.parts:
+      values = (
+        self.copies.here(part.variable)
+        if own
+        else self.copies.read(part.variable, replicas)
+      )
+      for replica, array in zip(replicas, values, strict=True):
+        index = self.groups.index_of(replica)
+        member = self.groups.assignment[index].index(replica)
+        name = key(part.name, index, member if part.name in differing else None)
+        if own or self.copies.is_first:
+          arrays.setdefault(name, array)
+    return arrays
+
+  def write(
+    self,
+    path: pathlib.Path,
+    topic: str,
+    arrays: Mapping[str, archive.Array],
+  ) -> None:
+    """Writes a checkpoint on the first worker.
+
+    If writing fails, the error is raised on all workers.
+    """
+    with self.raising_on_all(topic):
+      if self.copies.is_first:
+        archive.write(path, arrays, self.about())
+
+  def assign(self, plan: Iterable[Sequence[archive.Array]]) -> None:
+    """Assigns values to the replicas of this process.
+
+    Args:
+      plan: For each variable of `parts`, one array per replica of this process.
+    """
+    for part, arrays in zip(self.parts, plan, strict=True):
+      self.copies.write(part.variable, arrays)
+    accept_values(self.optimizer)
+
+  def about(self, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the description that is stored in a checkpoint.
+
+    Args:
+      values: JSON values to store in a file of this worker only. None for a
+        file that holds all groups.
+    """
+    own = {"values": values, "workers": self.num_workers}
+    return {
+      "format": FORMAT,
+      "group_assignment": self.groups.to_lists(),
+      "names": [part.name for part in self.parts],
+      **({} if values is None else own),
+    }
+
+  def raising_on_all(
+    self, topic: str
+  ) -> contextlib.AbstractContextManager[list[dict[str, Any]]]:
+    """Returns the context `raising_on_all`, with time for a slow disk.
+
+    The time limit grows with the number of bytes in all groups.
+    """
+    nbytes = sum(
+      (tf.TensorShape(part.variable.shape).num_elements() or 0)
+      * tf.as_dtype(part.variable.dtype).size
+      for part in self.parts
+    )
+    patience = nbytes * self.groups.num_groups / _SLOWEST
+    return raising_on_all(self.copies.workers, topic, patience)
+
+  def _difference(
+    self, topic: str, differing: Sequence[tuple[Part, int, int, int]]
+  ) -> str:
+    """Returns the error that describes the first differing variable."""
+    part, index, first, other = differing[0]
+    pair = self.copies.read(part.variable, [first, other])
+    count = len(differing) - 1
+    more = f" So do {count} more variables." if count else ""
+    return (
+      f"`{part.name}` differs within group {index}"
+      f" {list(self.groups.assignment[index])} at {topic}: replicas {first} and"
+      f" {other} {_difference_in_words(*pair)}.{more} Members stay equal if"
+      " they start equal and only the optimizer changes them. Use"
+      " replica_state.values() to find what else assigns the variable, or"
+      " average() to make all replicas equal again."
+    )
+
+
+@contextlib.contextmanager
+def raising_on_all(
+  workers: agreement.Workers | None, topic: str, patience: float = 0.0
+) -> Iterator[list[dict[str, Any]]]:
+  """Raises an error of one worker on all workers, when the context ends.
+
+  Without it, the other workers would wait for the failed worker for ever.
+
+  Args:
+    workers: The workers; None if there is one only.
+    topic: The operation, for errors.
+    patience: How many seconds to wait longer than the usual timeout.
+
+  Yields:
+    A list with one dictionary, into which this worker puts JSON values for the
+    other workers. When the context has ended, the list has the dictionary of
+    each worker.
+  """
+  outcomes: list[dict[str, Any]] = [{}]
+  error: Exception | None = None
+  try:
+    yield outcomes
+  except Exception as failure:
+    if workers is None or isinstance(failure, _LOST):
+      raise
+    error = failure  # Raised below, after the other workers know of it.
+  if workers is None:
+    return
+  words = error and str(getattr(error, "strerror", None) or error)
+  own = {"error": words, "errno": getattr(error, "errno", None), **outcomes[0]}
+  texts = agreement.exchange(workers, topic, json.dumps(own), patience)
+  if error is not None:
+    raise error
+  outcomes[:] = map(json.loads, texts)
+  for name, other in zip(workers.names, outcomes, strict=True):
+    if other["error"] and other["errno"]:
+      raise OSError(other["errno"], f"On {name}: {other['error']}")
+    if other["error"]:
+      raise archive.CheckpointError(f"On {name}: {other['error']}")
+
+
+def key(name: str, group: int, member: int | None = None) -> str:
+  """Returns the name of an array of a group, or of one member, in a file."""
+  own = "" if member is None else f"member_{member}/"
+  return f"group_{group}/{own}{name}"
+
+
+def optimizer_first(optimizer: Any, other: Any) -> tuple[Any, Any]:
+  """Returns the optimizer and the other argument, even if they were swapped."""
+  if hasattr(other, "apply_gradients") and not (
+    hasattr(optimizer, "apply_gradients")
+  ):
+    return other, optimizer
+  return optimizer, other
+
+
+def warn_if_collapsed(optimizer: Any) -> None:
+  """Warns if anything but the optimizer made the values of groups equal."""
+  for watch in optimizer_state.watches_of(optimizer):
+    watch.check()
+
+
+def accept_values(optimizer: Any) -> None:
+  """Marks the current values as intended, so that no warning is given."""
+  for watch in optimizer_state.watches_of(optimizer):
+    watch.accept()
+
+
+def has_mean(variable: Any) -> bool:
+  """Returns whether a mean makes sense: False for integers.
+
+  The states of random number generators, for example, are integers.
+  """
+  dtype = tf.as_dtype(variable.dtype)
+  return bool(dtype.is_floating or dtype.is_complex)
+
+
+def mean(arrays: Sequence[archive.Array]) -> archive.Array:
+  """Returns the mean of arrays, computed in float64 or complex128.
+
+  If the sum overflows, the arrays are divided before they are added.
+  """
+  count, dtype = len(arrays), arrays[0].dtype
+  wide = np.complex128 if dtype.kind == "c" else np.float64
+  with np.errstate(over="ignore", invalid="ignore"):
+    total = sum(array.astype(wide) for array in arrays) / count
+    parts = sum(array.astype(wide) / count for array in arrays)
+  return np.asarray(np.where(np.isfinite(total), total, parts)).astype(dtype)
+
+
+def variables_of(model: Any) -> list[Any]:
+  """Returns the variables of a model, or those in a list.
+
+  Raises:
+    ValueError: If there are none.
+  """
+  if model is None:
+    return []
+  variables = getattr(model, "variables", model)
+  variables = variables() if callable(variables) else variables
+  # tf_keras lists vocabularies, which have no numbers, among the variables.
+  numbers = [v for v in variables if not hasattr(v, "get_tensors")]
+  if not numbers:
+    raise ValueError(
+      "`model` has no variables yet. Build it first: call it on a batch, or"
+      " give it a tf.keras.Input."
+    )
+  return numbers
+
+
+def _strategy_of(parts: Sequence[Part]) -> tf.distribute.Strategy:
+  """Returns the strategy whose replicas have the variables.
+
+  Raises:
+    ValueError: If the variables belong to different strategies.
+  """
+  owned = [(p.name, replica_values.strategy_of(p.variable)) for p in parts]
+  owned = [pair for pair in owned if pair[1] is not None]
+  for name, strategy in owned:
+    if strategy is not owned[0][1]:
+      raise ValueError(
+        f"`{name}` and `{owned[0][0]}` belong to different strategies. Make"
+        " model and optimizer inside the scope of one."
+      )
+  return owned[0][1] if owned else tf.distribute.get_strategy()
+
+
+def _difference_in_words(a: archive.Array, b: archive.Array) -> str:
+  """Returns a phrase that says how far two arrays differ."""
+  wide = np.complex128 if np.iscomplexobj(a) else np.float64
+  with np.errstate(all="ignore"):
+    differences = np.abs(a.astype(wide) - b.astype(wide))
+  largest = float(np.max(differences, initial=0.0, where=differences > 0))
+  if not largest:
+    return "differ in bits only (NaN, or the sign of a zero)"
+  return f"differ by up to {largest:.9g}"

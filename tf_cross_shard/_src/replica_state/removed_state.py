@@ -1,0 +1,104 @@
+"""Variables in older checkpoints whose feature no longer exists.
+
+A checkpoint holds every variable by name, and normally `restore` raises an
+error for a name that the program does not have. Names that match a pattern of
+this module are left out instead, and one warning tells the user what that was.
+
+To remove a feature that has state, add one line to `_REMOVED`.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Final
+
+from absl import logging
+
+# Pattern of a variable's full name in a checkpoint, and what the variable held.
+_REMOVED: Final = (
+  (
+    r"optimizer/(noise_averages|noise_scale|gradient_norm|noise_steps)",
+    "measurements of `noise_scale`",
+  ),
+  (
+    r"optimizer/window_length",
+    "the length of windows that AdaptiveAccumulation changed",
+  ),
+  (
+    r"optimizer/wire_residual/.*",
+    'rounding errors that wire_dtype="int8" carried over',
+  ),
+  (
+    r"optimizer/gradient_sum/.*/(rows|indices)",
+    "row sums of an accumulation window, which starts again",
+  ),
+  (
+    r"optimizer/(outer_sent|fragment\d+_sent\d+)",
+    "outer gradients that OuterOptimizer(delay=...) had not applied yet",
+  ),
+  (
+    r"optimizer/fragment\d+_kept\d+",
+    'rounding errors that OuterOptimizer(wire_dtype="int8") carried over',
+  ),
+  (
+    r"optimizer/fragment\d+_state\d+",
+    "update counts that OuterOptimizer(fragments=...) kept for each fragment",
+  ),
+)
+
+
+def left_out(saved: Iterable[str], own: Collection[str]) -> dict[str, str]:
+  """Returns the saved names to leave out, and a description of each variable.
+
+  >>> list(left_out(["optimizer/anchor0", "optimizer/outer_sent"], []))
+  ['optimizer/outer_sent']
+
+  Args:
+    saved: Names of variables in a checkpoint.
+    own: Names of the program's variables, which are never left out.
+  """
+  known = set(own)
+  return {
+    name: held
+    for name in saved
+    for pattern, held in _REMOVED
+    if name not in known and re.fullmatch(pattern, name)
+  }
+
+
+def row_sums(found: Iterable[str]) -> list[str]:
+  """Returns the names that sums of rows have now that they are dense.
+
+  >>> row_sums(["optimizer/gradient_sum/embeddings/rows"])
+  ['optimizer/gradient_sum/embeddings']
+
+  Args:
+    found: Names from `left_out`.
+  """
+  prefix, suffix = "optimizer/gradient_sum/", "/rows"
+  return [
+    name.removesuffix(suffix)
+    for name in found
+    if name.startswith(prefix) and name.endswith(suffix)
+  ]
+
+
+def warn(path: Any, found: dict[str, str]) -> None:
+  """Logs one warning if a restored checkpoint had variables to leave out."""
+  if not found:
+    return
+  names: dict[str, list[str]] = {}
+  for name, held in found.items():
+    names.setdefault(held, []).append(name.removeprefix("optimizer/"))
+  logging.warning(
+    "The checkpoint %s holds state of features that were removed: %s. That"
+    " state was left out; everything else was restored.",
+    path,
+    "; ".join(f"{held} ({_shown(own)})" for held, own in names.items()),
+  )
+
+
+def _shown(names: Sequence[str]) -> str:
+  """Returns the first name, and how many others there are."""
+  return (
+    names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+  )

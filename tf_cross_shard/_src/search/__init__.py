@@ -1,0 +1,1 @@
+"""Hyperparameter search: many trials in the groups of one `fit`."""

@@ -1,0 +1,455 @@
+"""Successive halving: train all trials briefly, and the best ones for longer.
+
+A *rung* trains a number of trials up to the same epoch. If the rung has more
+trials than there are groups, it trains them in several *waves*:
+
+    8 trials, 4 groups, factor 2, 4 epochs
+    rung 0   epochs 1-2    0 1 2 3 | 4 5 6 7     two waves of four trials
+    rung 1   epochs 3-4    1 2 4 7               the best half continues
+
+A wave begins by restoring a file into each group, and ends by writing the state
+of each group to the file of its trial:
+
+    initial ─▶ wave 0 ─▶ trial_0 ... trial_3 ─┐
+            ─▶ wave 1 ─▶ trial_4 ... trial_7 ─┴─▶ the best of them ─▶ rung 1
+"""
+
+import dataclasses
+import math
+import pathlib
+import shutil
+from typing import Any, NamedTuple
+
+from absl import logging
+
+from tf_cross_shard._src.core.internals import group_schedule
+from tf_cross_shard._src.fit import (
+  group_callback,
+  group_metrics,
+  group_rates,
+  summaries,
+)
+from tf_cross_shard._src.replica_state import (
+  archive,
+  checkpoint,
+  group_files,
+  group_models,
+)
+from tf_cross_shard._src.search import table as table_lib
+from tf_cross_shard._src.search import trial_monitor
+
+
+class Rung(NamedTuple):
+  """The number of trials of a rung, and their last epoch."""
+
+  trials: int
+  epochs: int
+
+
+def rungs(
+  num_trials: int, num_groups: int, factor: int, epochs: int
+) -> list[Rung]:
+  """Returns the rungs; the last rung has no more trials than there are groups.
+
+  No rung has fewer trials than groups, because groups without a trial would
+  compute for nothing.
+
+  >>> [tuple(rung) for rung in rungs(16, 4, 2, 9)]
+  [(16, 2), (8, 4), (4, 9)]
+
+  Args:
+    num_trials: The number of trials of the first rung.
+    num_groups: The number of groups.
+    factor: The number of trials of which one continues.
+    epochs: The last epoch of the last rung.
+
+  Raises:
+    ValueError: If the first rung would have no epoch.
+  """
+  # Each rung has 1 / factor of the trials of the rung before.
+  counts = [num_trials]
+  while counts[-1] > num_groups:
+    counts.append(max(num_groups, math.ceil(counts[-1] / factor)))
+  last = len(counts) - 1
+  if epochs < factor**last:
+    raise ValueError(
+      f"`epochs` must be at least {factor**last}, because {num_trials} trials"
+      f" in {num_groups} groups are divided by {factor} {last} times; got"
+      f" {epochs}."
+    )
+  # Each rung ends at 1 / factor of the epochs of the rung after.
+  return [
+    Rung(count, epochs // factor ** (last - i))
+    for i, count in enumerate(counts)
+  ]
+
+
+@dataclasses.dataclass
+class _Progress:
+  """The point that the search has reached.
+
+  Attributes:
+    rung: The number of the rung.
+    waiting: The trials that the rung has not trained yet.
+    running: The trial of each group. If there are fewer trials than groups, the
+      remaining groups repeat the first trial and are ignored.
+    epochs_left: The number of epochs until the wave ends.
+  """
+
+  rung: int = 0
+  waiting: list[int] = dataclasses.field(default_factory=list)
+  running: list[int] = dataclasses.field(default_factory=list)
+  epochs_left: int = 0
+
+
+class Halving(trial_monitor.TrialMonitor):
+  """Finds the best trial of a table in one `fit`, by successive halving.
+
+  First, all trials are trained for a few epochs, as many trials at a time as
+  there are groups. The best trials, one in `factor`, are then trained for
+  `factor` times as many epochs, and so on, until there are no more trials than
+  groups. These are trained for all `epochs`.
+
+  Each trial starts with the weights and slots that group 0 has when `fit`
+  begins. When a trial continues, it continues with its own weights and slots.
+
+  >>> import tempfile
+  >>> import numpy as np, tensorflow as tf
+  >>> from tf_cross_shard import CrossShardOptimizer, callbacks, groups, trials
+  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  >>> pairs = groups.singletons(2)
+  >>> with strategy.scope():
+  ...   model = tf.keras.Sequential(
+  ...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
+  ...   )
+  ...   rates = [{"learning_rate": rate} for rate in [0.001, 0.01, 0.1, 2.0]]
+  ...   table = trials.Table(rates, pairs)
+  ...   sgd = tf.keras.optimizers.SGD(0.1)
+  ...   model.compile(CrossShardOptimizer(sgd, group_assignment=pairs), "mse")
+  >>> x = np.ones([4, 1], "float32")
+  >>> with tempfile.TemporaryDirectory() as folder:
+  ...   halving = callbacks.Halving(table, folder, epochs=4, factor=2)
+  ...   _ = model.fit(
+  ...     *(x, 5 * x),
+  ...     epochs=halving.total_epochs,
+  ...     verbose=0,
+  ...     callbacks=[callbacks.GroupMetrics((x, 5 * x)), halving],
+  ...   )
+  ...   winner = halving.best_model()  # plain Keras
+  >>> halving.total_epochs, [trial.epochs for trial in table]
+  (6, [2, 4, 4, 2])
+  >>> table.best.settings, table.best.best_epoch
+  ({'learning_rate': 0.1}, 3)
+  >>> abs(float(winner(x)[0, 0]) - 5) < 1
+  True
+
+  References:
+    Jamieson and Talwalkar, 2016 (arXiv 1502.07943); Li et al., A System for
+    Massively Parallel Hyperparameter Tuning, 2020 (arXiv 1810.05934). This is
+    the synchronous algorithm.
+  """
+
+  def __init__(
+    self,
+    table: table_lib.Table,
+    folder: Any,
+    monitor: str = "val_loss",
+    *,
+    epochs: int,
+    factor: int = 3,
+    mode: str = "auto",
+    log_dir: Any = None,
+  ) -> None:
+    """Plans the search.
+
+    Args:
+      table: The trials, which receive their metrics and their best epoch.
+      folder: A folder for the files of the trials, which is made if necessary.
+        When the search has ended, it holds the weights of each trial's best
+        epoch, in files such as `trial_3.npz`. On several machines, all workers
+        need access to this folder.
+      monitor: The metric that decides, as `GroupMetrics` names it, without the
+        suffix `/group_0`. Trials are ranked by their best epoch so far.
+      epochs: The number of epochs of the last trials, in total.
+      factor: The number of trials of which one continues.
+      mode: `"min"`, `"max"`, or `"auto"` to let Keras decide by the metric.
+      log_dir: A folder for TensorBoard. It receives a run for each trial, over
+        the trial's own epochs, and a row of the HParams page with its settings.
+
+    Raises:
+      TypeError: If `table` is no `trials.Table`.
+      ValueError: If `epochs` is too small, or another argument is not valid.
+    """
+    super().__init__(monitor, mode)
+    if not isinstance(table, table_lib.Table):
+      raise TypeError(
+        f"`table` must be a trials.Table; got {type(table).__name__}. Use"
+        ' trials.Table([{"learning_rate": 0.1}, ...], groups).'
+      )
+    group_callback.check_count("epochs", epochs, 1, "epochs of the last trials")
+    group_callback.check_count(
+      "factor", factor, 2, "trials of which one continues"
+    )
+    self.table: table_lib.Table = table
+    self.names = table.names
+    self.epochs = epochs
+    self.factor = factor
+    self._folder = archive.as_path(folder, "folder")
+    self._num_groups = table.groups.num_groups
+    self._rungs = rungs(len(table), self._num_groups, factor, epochs)
+    self._progress = _Progress()
+    self._rates: list[float] = []  # the learning rates that were applied
+    self._runs = None if log_dir is None else summaries.Runs(log_dir)
+
+  @property
+  def total_epochs(self) -> int:
+    """The number of epochs of the whole search, to pass to `fit`."""
+    starts = [0, *(rung.epochs for rung in self._rungs)]
+    return sum(
+      math.ceil(rung.trials / self._num_groups) * (rung.epochs - start)
+      for rung, start in zip(self._rungs, starts, strict=False)
+    )
+
+  def best_model(self, into: Any = None) -> Any:
+    """Returns the best trial as a model with the weights of its best epoch.
+
+    Call this when `fit` has ended.
+
+    Args:
+      into: A plain model that receives the weights, as for
+        `replica_state.load_group`. None lets Keras clone the model.
+
+    Returns:
+      A plain Keras model. From now on, `table.value` returns the settings of
+      the best trial in all groups, so that layers which read settings compute
+      as they did in this trial.
+
+    Raises:
+      ValueError: If no trial has a value of the metric.
+    """
+    best = self.table.best
+    if best.file is None:
+      raise ValueError(
+        f"No trial has a best epoch: `monitor`, {self.monitor!r}, was finite in"
+        f" none of them. Look at the history of the trials in {self.table!r}."
+      )
+    path = archive.as_path(best.file)
+    values = checkpoint.values_of_group(path, 0, self.state_of_groups())
+    optimizer = self.model.optimizer
+    # Keras calls the clone's layers, which may ask for the settings of a group.
+    with group_schedule.as_group(0):
+      plain = group_models.load_group(0, optimizer, self.model, into=into)
+    group_models.assign(plain, values)
+    self.table.assign([best.settings] * self._num_groups)
+    return plain
+
+  def on_train_begin(self, logs: Any = None) -> None:
+    """Checks the optimizer and the other callbacks, and makes the folder.
+
+    Raises:
+      ValueError: If the groups differ in a setting that is not in the table, if
+        another callback assumes that a group trains one and the same trial, or
+        if some epochs have no metrics.
+    """
+    super().on_train_begin(logs)
+    self._progress = _Progress()
+    optimizer = self.model.optimizer
+    differing = dict(self.step.context.settings.group_settings or {})
+    if (rates := group_schedule.rates_of(optimizer)) is not None:
+      differing["learning_rate"] = rates.rates
+    for name in set(differing) - set(self.names):
+      raise ValueError(
+        f"`table` has no {name!r}, in which the groups differ:"
+        f" {differing[name]}. A trial may move from group to group, so put the"
+        " setting into the table, or give `opt` one value for all groups."
+      )
+    for other in self.same_fit():
+      if other.follows_groups and other is not self:
+        raise ValueError(
+          f"{type(other).__name__} takes a group for one training, but Halving"
+          " trains several trials in a group. Leave it out; use the history in"
+          " the table, the curves in `log_dir`, and `best_model`."
+        )
+      if isinstance(other, group_metrics.GroupMetrics) and other.every != 1:
+        raise ValueError(
+          "Halving needs metrics after every epoch, but GroupMetrics has"
+          f" every={other.every}. Use every=1, which is the default."
+        )
+    (self._folder / "states").mkdir(parents=True, exist_ok=True)
+    with self.model.distribute_strategy.scope():
+      self.model.optimizer.build(self.model.trainable_variables)
+
+  def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    """Starts the first rung, unless a backup was restored.
+
+    Raises:
+      ValueError: If `fit` would end before the search.
+    """
+    if self._progress.running:
+      return
+    least = epoch + self.total_epochs
+    epochs = (self.params or {}).get("epochs", least)
+    if epochs < least:
+      raise ValueError(
+        f"`epochs` of fit must be at least {least}, for {len(self.table)}"
+        f" trials in {self._num_groups} groups; got {epochs}. Use"
+        " fit(epochs=halving.total_epochs), without initial_epoch."
+      )
+    state = self.state_of_groups(is_whole=True)
+    group_files.save({0: self._path("states/initial")}, state)
+    self._start_rung(0)
+
+  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    """Records the metrics, and ends the wave if it is complete.
+
+    Raises:
+      ValueError: If another callback has set a learning rate.
+    """
+    if self._progress.epochs_left == 0 or not self.begin(logs):
+      return
+    if (rates := self._read_rates()) != self._rates:
+      raise ValueError(
+        f"The learning rates of the groups were {self._rates} and are {rates}"
+        f" after epoch {epoch}: a callback such as LearningRateScheduler or"
+        " ReduceLROnPlateau sets one for all trials. Leave it out; a schedule"
+        " in `opt` starts again with each trial."
+      )
+    best = {}
+    for group in self.note(self._progress.running, logs):
+      trial = self.table[self._progress.running[group]]
+      path = best[group] = self._path(f"trial_{trial.number}")
+      trial.file = str(path)
+    if best:
+      group_files.save(best, self.state_of_groups())
+    if self._runs is not None and self.state_of_groups().copies.is_first:
+      self._draw(self._runs)
+    self._progress.epochs_left -= 1
+    if self._progress.epochs_left == 0:
+      self._end_wave()
+
+  def on_train_end(self, logs: Any = None) -> None:
+    """Deletes all files except those with the trials' best weights."""
+    if self._runs is not None:
+      self._runs.close()
+    self.state_of_groups().agree("the end of trials")
+    if self._progress.epochs_left:
+      logging.warning(
+        "fit ended before the search, because something else set stop_training."
+        " The table has the results of the trials so far."
+      )
+    else:
+      shutil.rmtree(self._folder / "states", ignore_errors=True)
+
+  def state(self) -> dict[str, Any]:
+    """Returns the plan, the progress and the table."""
+    progress = dataclasses.asdict(self._progress)
+    own = [self._plan(), progress, self.table.to_list()]
+    return {**super().state(), "trials": group_callback.to_array(own)}
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    """Resumes the search from the plan, the progress and the table of a backup.
+
+    Raises:
+      CheckpointError: If the backup is of another search.
+    """
+    super().set_state(state)
+    plan, progress, rows = group_callback.from_array(state["trials"])
+    if plan != self._plan():
+      raise archive.CheckpointError(
+        f"The backup is of other trials: it has the plan {plan}, and Halving"
+        f" {self._plan()}. Use `monitor`, `epochs` and `factor` as before, or"
+        " delete the backup."
+      )
+    # Older backups store `epochs_left` under the name `left`.
+    if "left" in progress:
+      progress["epochs_left"] = progress.pop("left")
+    self._progress = _Progress(**progress)
+    self.table.from_list(rows)
+    self._apply_settings()
+    self.model.stop_training = self._progress.epochs_left == 0
+
+  def _plan(self) -> list[Any]:
+    """Returns the plan as JSON values, to recognize the search in a backup."""
+    return [self.monitor, *map(list, self._rungs)]
+
+  def _draw(self, runs: summaries.Runs) -> None:
+    """Adds the last epoch to the curves of each running trial."""
+    for trial in (self.table[number] for number in self._progress.running):
+      name = f"trial_{trial.number}"
+      last = {metric: row[-1] for metric, row in trial.history.items()}
+      hparams = {"trial": name, **trial.settings}
+      runs.write(name, trial.epochs - 1, last, hparams)
+
+  def _end_wave(self) -> None:
+    """Saves the trials of the wave, and starts the next wave or rung."""
+    progress = self._progress
+    is_last = progress.rung + 1 == len(self._rungs)
+    if not is_last:
+      group_files.save(
+        {
+          group: self._state_path(number, progress.rung)
+          for group, number in enumerate(progress.running)
+        },
+        self.state_of_groups(is_whole=True),
+      )
+    if progress.waiting:
+      self._start_wave(progress.rung, progress.waiting)
+    elif is_last:
+      self.model.stop_training = True
+    else:
+      self._start_rung(progress.rung + 1)
+
+  def _start_rung(self, rung: int) -> None:
+    """Chooses the best trials, and starts the first wave of a rung."""
+    best = self.table.ranking[: self._rungs[rung].trials]
+    self._start_wave(rung, sorted(trial.number for trial in best))
+
+  def _start_wave(self, rung: int, waiting: list[int]) -> None:
+    """Gives each group its next trial: the state and the settings.
+
+    Args:
+      rung: The number of the rung.
+      waiting: The trials that the rung has not trained yet.
+    """
+    count = self._num_groups
+    before = self._rungs[rung - 1].epochs if rung else 0
+    self._progress = _Progress(
+      rung=rung,
+      waiting=waiting[count:],
+      running=waiting[:count],
+      epochs_left=self._rungs[rung].epochs - before,
+    )
+    paths = [self._state_path(n, rung - 1) for n in self._trial_of_each_group()]
+    group_files.restore(paths, self.state_of_groups(is_whole=True))
+    self._apply_settings()
+
+  def _apply_settings(self) -> None:
+    """Gives each group the settings of its trial."""
+    self.apply_settings(
+      [self.table[number].settings for number in self._trial_of_each_group()]
+    )
+    self._rates = self._read_rates()
+
+  def _read_rates(self) -> list[float]:
+    """Returns the groups' learning rates; empty if a schedule decides them."""
+    is_one = group_rates.is_one_number(self.model)
+    return group_rates.read(self.model) if is_one else []
+
+  def _trial_of_each_group(self) -> list[int]:
+    """Returns the number of the trial that each group trains."""
+    running = self._progress.running
+    return running + running[:1] * (self._num_groups - len(running))
+
+  def _state_path(self, number: int, rung: int) -> pathlib.Path:
+    """Returns the file with the state of a trial at the end of a rung.
+
+    Each rung has a file of its own, because a `fit` that resumes after a crash
+    may need the file of the previous rung.
+    """
+    if rung < 0:
+      return self._path("states/initial")
+    return self._path(f"states/trial_{number}_rung_{rung}")
+
+  def _path(self, name: str) -> pathlib.Path:
+    """Returns the path of a file in the folder."""
+    return self._folder / f"{name}.npz"

@@ -1,0 +1,237 @@
+"""Population based training: the worst groups continue from the best groups.
+
+every few epochs   1. rank the groups by their metric
+                   2. the worst groups copy weights and slots of the best
+                   3. the copies continue with changed settings
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tf_cross_shard._src.core.internals import optimizer_state
+from tf_cross_shard._src.fit import group_callback
+from tf_cross_shard._src.replica_state import group_models
+from tf_cross_shard._src.search import table as table_lib
+from tf_cross_shard._src.search import trial_monitor
+
+
+class Population(trial_monitor.TrialMonitor):
+  """Replaces the worst groups by changed copies of the best, every few epochs.
+
+  Let k be the `share` of the groups. The k worst groups receive the weights and
+  slots of the k best groups: the worst group those of the best, the second
+  worst those of the second best, and so on. Each setting in `explore` is copied
+  too, and multiplied by a random one of its factors:
+
+      setting of the target = setting of the source * factor
+
+  >>> import numpy as np, tensorflow as tf
+  >>> from tf_cross_shard import CrossShardOptimizer, callbacks, schedules
+  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  >>> with strategy.scope():
+  ...   model = tf.keras.Sequential(
+  ...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
+  ...   )
+  ...   sgd = tf.keras.optimizers.SGD(schedules.PerGroup([0.1, 0.001]))
+  ...   model.compile(
+  ...     CrossShardOptimizer(sgd, group_assignment=[[0], [1]]), "mse"
+  ...   )
+  >>> x = np.ones([4, 1], "float32")
+  >>> population = callbacks.Population(every=2, explore=[0.5])
+  >>> _ = model.fit(
+  ...   *(x, 5 * x),
+  ...   epochs=3,
+  ...   verbose=0,
+  ...   callbacks=[callbacks.GroupMetrics((x, 5 * x)), population],
+  ... )
+  >>> [(c["epoch"], c["source"], c["target"]) for c in population.copied]
+  [(1, 0, 1)]
+  >>> [round(rate, 4) for rate in population.learning_rates]
+  [0.1, 0.05]
+
+  Attributes:
+    table: The trials, one for each group; set when `fit` begins.
+    copied: All copies, in order: dictionaries with `epoch`, which counts from
+      0, `source`, `target` and the new settings of the target.
+    settings: The present settings of each group.
+
+  References:
+    Jaderberg et al., Population Based Training of Neural Networks, 2017 (arXiv
+    1711.09846): exploit by truncation selection, explore by perturbation.
+  """
+
+  def __init__(
+    self,
+    monitor: str = "val_loss",
+    every: int = 1,
+    explore: "Mapping[str, Sequence[float]] | Sequence[float] | None" = (
+      0.8,
+      1.25,
+    ),
+    share: float = 0.25,
+    mode: str = "auto",
+    seed: int = 0,
+    table: table_lib.Table | None = None,
+  ) -> None:
+    """Sets the rules for copying groups and changing settings.
+
+    Args:
+      monitor: The metric that decides, as `GroupMetrics` names it, without the
+        suffix `/group_0`.
+      every: The number of epochs between copies. Nothing is copied after the
+        last epoch of `fit`.
+      explore: Factors for the learning rate, of which one is chosen at random;
+        or factors for several settings, `{"weight_decay": [0.5, 2.0], ...}`,
+        which are settings of the table or ones that `group_settings` accepts.
+        All other settings of the target stay as they are. None explores
+        nothing.
+      share: The fraction of the groups that are replaced, more than 0 and at
+        most 0.5. At least one group is replaced.
+      mode: `"min"`, `"max"`, or `"auto"` to let Keras decide by the metric.
+      seed: The seed of the random choices. A choice depends on the seed and on
+        the epoch only, so that a run that resumes after a crash makes the same
+        choices.
+      table: The trials, one for each group, with the initial settings. The
+        trials receive their metrics. None makes a table of the settings to
+        explore, with the optimizer's values.
+
+    Raises:
+      TypeError: If a number is of another type.
+      ValueError: If an argument is not valid.
+    """
+    super().__init__(monitor, mode)
+    group_callback.check_count("every", every, 1, "epochs")
+    group_callback.check_count("seed", seed, 0, "random numbers")
+    group_callback.check_number("share", share)
+    if not 0.0 < share <= 0.5:
+      raise ValueError(
+        f"`share` must be more than 0 and at most 0.5; got {share!r}."
+      )
+    if explore is None:
+      explore = {}
+    elif not isinstance(explore, Mapping):
+      explore = {"learning_rate": explore}
+    for factors in explore.values():
+      for factor in factors:
+        group_callback.check_number("explore", factor)
+      if not (len(factors) and min(factors) > 0):
+        raise ValueError(
+          f"`explore` must hold positive numbers; got {explore!r}. Use None to"
+          " leave all settings as they are."
+        )
+    names = list(explore) if table is None else table.names
+    if not set(explore) <= set(names):
+      raise ValueError(
+        f"`explore` must name settings of `table`, {names}; got {explore!r}."
+      )
+    self.every = every
+    self.explore = {name: list(explore[name]) for name in explore}
+    self.share = share
+    self.seed = seed
+    self._makes_table = table is None
+    if table is not None:
+      self.table = table
+    self.names = names
+    self.copied: list[dict[str, Any]] = []
+    self.settings: list[dict[str, float]] = []
+
+  @property
+  def learning_rates(self) -> list[float]:
+    """The learning rate of each group; empty if it is not explored."""
+    return [s["learning_rate"] for s in self.settings if "learning_rate" in s]
+
+  def on_train_begin(self, logs: Any = None) -> None:
+    """Resets the state; makes a table if none was given."""
+    if self._makes_table:
+      self._make_table(self._explored())
+    super().on_train_begin(logs)
+    groups = self.table.groups.num_groups
+    if len(self.table) != groups:
+      raise ValueError(
+        f"`table` must have a trial for each of the {groups} groups; got"
+        f" {len(self.table)} trials. For more trials, use callbacks.Halving."
+      )
+    self.copied = []
+    self.settings = [dict(trial.settings) for trial in self.table]
+    self.apply_settings(self.settings)
+
+  def _explored(self) -> list[dict[str, float]]:
+    """Returns the optimizer's values of the settings to explore, per group."""
+    rows = self.read()
+    unknown = set(self.names) - set(rows[0])
+    if unknown:
+      raise ValueError(
+        f"`explore` has {sorted(unknown)}, which the optimizer has not. Name"
+        " numbers of `opt`, or pass the settings of the model as `table`."
+      )
+    self._check(rows)
+    return rows
+
+  def _make_table(self, rows: Sequence[Mapping[str, float]]) -> None:
+    """Makes a table with a trial for each group."""
+    with self.model.distribute_strategy.scope():
+      groups = optimizer_state.groups_of(self.model.optimizer, None)
+      self.table = table_lib.Table(rows, groups)
+
+  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    """Records the metrics, and copies groups every few epochs."""
+    last = (self.params or {}).get("epochs")
+    if not self.begin(logs):
+      return
+    self.note(range(len(self.table)), logs)
+    if (epoch + 1) % self.every:
+      return
+    self.improve(logs)
+    # Read the settings again: another callback may have changed learning rates.
+    rows = [{**a, **b} for a, b in zip(self.settings, self.read(), strict=True)]
+    if epoch + 1 != last:
+      random = np.random.default_rng([self.seed, epoch])
+      for source, target in self._pairs(logs):
+        group_models.copy_group(
+          source, target, self.model.optimizer, self.model
+        )
+        for name, factors in self.explore.items():
+          factor = factors[random.integers(len(factors))]
+          rows[target][name] = rows[source][name] * factor
+        self.copied.append(
+          {"epoch": epoch, "source": source, "target": target, **rows[target]}
+        )
+      self.apply_settings(rows)
+    self.settings = rows
+
+  def state(self) -> dict[str, Any]:
+    """Returns the copies, the settings and the table."""
+    own = [self.copied, self.settings, self.table.to_list()]
+    return {**super().state(), "happened": group_callback.to_array(own)}
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    """Resumes with the copies, the settings and the table of a backup."""
+    super().set_state(state)
+    self.copied, self.settings, rows = group_callback.from_array(
+      state["happened"]
+    )
+    # The optimizer's present settings need not be those that it began with.
+    if self._makes_table:
+      self._make_table([trial["settings"] for trial in rows[2:]])
+    self.table.from_list(rows)
+    self.apply_settings(self.settings)
+
+  def _pairs(self, logs: Any) -> list[tuple[int, int]]:
+    """Returns pairs of a group and the worse group that is replaced by it.
+
+    A group is not replaced by one with an equal metric.
+    """
+    number = len(self._numbers["best"])
+    values = self._sign * np.array(
+      [float(logs[f"{self.monitor}/group_{i}"]) for i in range(number)]
+    )
+    values[np.isnan(values)] = -np.inf  # A group with NaN is the worst.
+    # The groups from the worst to the best.
+    order = [int(i) for i in np.argsort(values, kind="stable")]
+    replaced = min(max(1, int(self.share * number)), number // 2)
+    pairs = zip(order[::-1][:replaced], order[:replaced], strict=True)
+    return [
+      (best, worst) for best, worst in pairs if values[best] > values[worst]
+    ]

@@ -1,0 +1,286 @@
+"""Tables of trials: the hyperparameters to try, and the results.
+
+    table     0  1  2  3  4  5  6  7     one dictionary of settings per trial
+    groups    0  1  2  3                 the groups train some trials at a time
+
+`callbacks.Halving` trains all trials of a table for a short time and the best
+ones for longer. `callbacks.Population` trains one trial per group and changes
+the settings of the worst trials.
+"""
+
+import csv
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core.internals import (
+  group_schedule,
+  settings,
+  validation,
+)
+from tf_cross_shard._src.core.internals import groups as groups_lib
+from tf_cross_shard._src.replica_state import archive
+
+__all__ = ["Table", "Trial"]
+
+
+@dataclasses.dataclass
+class Trial:
+  """One trial: its settings and its results.
+
+  Attributes:
+    number: The position of the trial in the table.
+    settings: The settings, by name.
+    history: The metrics that `GroupMetrics` wrote for the trial's group, by
+      name: one number for each epoch that the trial was trained.
+    best: The best value of the monitored metric; None before the first epoch.
+    best_epoch: The epoch of `best`, counted from 0 in the epochs of this trial.
+    file: The file with the weights of that epoch, for
+      `replica_state.read_group(file, 0, model)`; None if there is no file.
+  """
+
+  number: int
+  settings: dict[str, float]
+  history: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+  best: float | None = None
+  best_epoch: int | None = None
+  file: str | None = None
+
+  @property
+  def epochs(self) -> int:
+    """The number of epochs that the trial was trained."""
+    return max(map(len, self.history.values()), default=0)
+
+
+class Table(Sequence[Trial]):
+  """The trials of a hyperparameter search, in the order in which you list them.
+
+  A setting is `"learning_rate"`, or one that the optimizer's `group_settings`
+  accepts, or any other name: the code of your model reads such a setting with
+  `value`. `print(table)` shows the best trial first.
+
+  >>> from tf_cross_shard import groups, schedules, trials
+  >>> table = trials.Table(
+  ...   [{"learning_rate": rate, "dropout": 0.1} for rate in [0.1, 0.01, 1.0]],
+  ...   groups.singletons(2),
+  ... )
+  >>> len(table), table[2].settings
+  (3, {'learning_rate': 1.0, 'dropout': 0.1})
+  >>> with schedules.as_group(1):  # Outside of replicas
+  ...   print(f"{table.value('learning_rate'):.2f}")
+  0.01
+
+  Attributes:
+    groups: The groups that train the trials.
+    monitor: The metric that decides which trial is best; None before `fit`.
+  """
+
+  def __init__(
+    self, settings_of_trials: Sequence[Mapping[str, float]], groups: Any
+  ) -> None:
+    """Makes the trials. Call this inside `strategy.scope()` if you use `value`.
+
+    Args:
+      settings_of_trials: One dictionary for each trial, all with the same
+        names. The values are numbers.
+      groups: The groups of the optimizer: a `Groups` or a `group_assignment`.
+
+    Raises:
+      TypeError: If a setting is not a number.
+      ValueError: If there is no trial, or if the names differ between trials.
+    """
+    rows = [dict(row) for row in settings_of_trials]
+    if not rows:
+      raise ValueError(
+        "`settings_of_trials` must hold a dictionary for each trial; got"
+        f' {settings_of_trials!r}. Use for example [{{"learning_rate": 0.1}}].'
+      )
+    for row in rows:
+      if set(row) != set(rows[0]):
+        raise ValueError(
+          "`settings_of_trials` must have the same names in all trials; got"
+          f" {sorted(row)} and {sorted(rows[0])}."
+        )
+      for name, number in row.items():
+        if not validation.is_number(number):
+          raise TypeError(
+            f"`settings_of_trials` must hold numbers; {name!r} is {number!r}."
+            " Of a choice take its index."
+          )
+        row[name] = float(number)
+    self.groups = settings.as_groups(groups) or groups_lib.Groups(groups)
+    self.monitor: str | None = None
+    self._trials = [Trial(i, row) for i, row in enumerate(rows)]
+    self._sign = 1.0  # -1 if a smaller `monitor` is better
+    self._asked: set[str] = set()  # names that `value` was called with
+    # Each variable has the settings of all groups.
+    self._variables = {
+      name: tf.Variable(
+        [rows[i % len(rows)][name] for i in range(self.groups.num_groups)],
+        trainable=False,
+        dtype=tf.float32,
+        name=name,
+      )
+      for name in rows[0]
+    }
+
+  def __len__(self) -> int:
+    """Returns the number of trials."""
+    return len(self._trials)
+
+  def __getitem__(self, index: Any) -> Any:
+    """Returns the trial with a number, or the trials of a slice."""
+    return self._trials[index]
+
+  def __repr__(self) -> str:
+    """Returns the number of trials and the names of their settings."""
+    return f"<Table of {len(self)} trials of {self.names}>"
+
+  def __str__(self) -> str:
+    """Returns one line of text for each trial, the best first."""
+    rows = [
+      {k: v for k, v in row.items() if k != "file"} for row in self.rows()
+    ]
+    cells = [list(rows[0]), *([_shown(v) for v in r.values()] for r in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+      "  ".join(
+        cell.rjust(width) for cell, width in zip(row, widths, strict=True)
+      )
+      for row in cells
+    )
+
+  @property
+  def names(self) -> list[str]:
+    """The names of the settings."""
+    return list(self._trials[0].settings)
+
+  @property
+  def ranking(self) -> list[Trial]:
+    """All trials, the best first; trials without a best value come last."""
+    return sorted(self._trials, key=self._sort_key)
+
+  @property
+  def best(self) -> Trial:
+    """The trial with the best value of the monitored metric."""
+    return self.ranking[0]
+
+  @tf.autograph.experimental.do_not_convert
+  def value(self, name: str) -> tf.Tensor:
+    """Returns a setting of the trial that the calling replica trains.
+
+    Call this in code that replicas run: in the `call` of a layer or in a loss.
+    The value is read from a variable, so that a group can continue with another
+    trial without a new trace.
+
+    Args:
+      name: The name of the setting.
+
+    Returns:
+      A float32 scalar. Outside of replicas, it is the setting of group 0, or of
+      the group in `schedules.as_group`.
+
+    Raises:
+      KeyError: If the trials have no such setting.
+    """
+    if name not in self._variables:
+      raise KeyError(f"`name` must be one of {self.names}; got {name!r}.")
+    self._asked.add(name)
+    return group_schedule.per_group(self._variables[name], self.groups)
+
+  def rows(self) -> list[dict[str, Any]]:
+    """Returns a dictionary for each trial, the best first.
+
+    A dictionary has the entries `trial`, the settings, `epochs`, the best value
+    under the name of the monitored metric, `best_epoch` and `file`. For a data
+    frame, use `pandas.DataFrame(table.rows())`.
+    """
+    return [
+      {
+        "trial": trial.number,
+        **trial.settings,
+        "epochs": trial.epochs,
+        self.monitor or "best": trial.best,
+        "best_epoch": trial.best_epoch,
+        "file": trial.file,
+      }
+      for trial in self.ranking
+    ]
+
+  def to_csv(self, path: Any) -> None:
+    """Writes `rows` to a CSV file.
+
+    Args:
+      path: The file.
+    """
+    rows = self.rows()
+    with open(os.fspath(path), "w", newline="", encoding="utf-8") as file:
+      writer = csv.DictWriter(file, list(rows[0]))
+      writer.writeheader()
+      writer.writerows(rows)
+
+  def _sort_key(self, trial: Trial) -> tuple[bool, float, int]:
+    """Returns the sort key of a trial; the best trial has the least key."""
+    if trial.best is None:
+      return True, 0.0, trial.number
+    return False, -self._sign * trial.best, trial.number
+
+  def forget(self) -> None:
+    """Deletes the results of an earlier `fit`."""
+    self._trials = [Trial(t.number, t.settings) for t in self._trials]
+
+  def judge_by(self, monitor: str, sign: float) -> None:
+    """Sets the metric that decides, and 1 if larger is better, else -1."""
+    self.monitor, self._sign = monitor, sign
+
+  def assign(self, rows: Sequence[Mapping[str, float]]) -> None:
+    """Sets the settings that `value` returns, one dictionary per group."""
+    for name, variable in self._variables.items():
+      variable.assign([row[name] for row in rows])
+
+  def is_asked(self, name: str) -> bool:
+    """Returns whether the model's code has called `value` with this name."""
+    return name in self._asked
+
+  def note(self, number: int, metrics: Mapping[str, float]) -> bool:
+    """Adds the metrics of an epoch; returns whether it is the best epoch."""
+    trial = self._trials[number]
+    for name, metric in metrics.items():
+      trial.history.setdefault(name, []).append(metric)
+    value = metrics[self.monitor or ""]
+    best = -self._sign * math.inf if trial.best is None else trial.best
+    is_best = self._sign * value > self._sign * best
+    if is_best:
+      trial.best, trial.best_epoch = value, trial.epochs - 1
+    return is_best
+
+  def to_list(self) -> list[Any]:
+    """Returns the trials and their results as JSON values."""
+    return [self.monitor, self._sign, *map(dataclasses.asdict, self._trials)]
+
+  def from_list(self, values: Sequence[Any]) -> None:
+    """Sets the trials and results that `to_list` returned.
+
+    Raises:
+      CheckpointError: If the trials have other settings than this table.
+    """
+    monitor, sign, *rows = values
+    trials = [Trial(**row) for row in rows]
+    for own, other in itertools.zip_longest(self._trials, trials):
+      if own is None or other is None or own.settings != other.settings:
+        raise archive.CheckpointError(
+          f"The backup is of another table: it has {other and other.settings},"
+          f" where this one has {own and own.settings}. Make the same table as"
+          " before, or delete the backup."
+        )
+    self.monitor, self._sign, self._trials = monitor, sign, trials
+
+
+def _shown(value: Any) -> str:
+  """Returns the text of a cell of a printed table."""
+  return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,143 @@
+"""The common base class of callbacks that train trials in groups."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from tf_cross_shard._src.core.internals import (
+  encapsulated,
+  optimizer_state,
+  settings,
+)
+from tf_cross_shard._src.fit import group_callback, group_rates
+from tf_cross_shard._src.search import table as table_lib
+
+_RATE: Final = "learning_rate"
+
+
+class TrialMonitor(group_callback.GroupMonitor):
+  """Applies the settings of trials to groups, and records the trials' results.
+
+  Attributes:
+    table: The trials.
+    names: The names of the settings that may change.
+  """
+
+  moves_optimizer = True
+  table: table_lib.Table
+  names: Sequence[str]
+
+  @property
+  def step(self) -> Any:
+    """The step of the CrossShardOptimizer, which has `group_settings`."""
+    [step] = optimizer_state.steps_of(self.model.optimizer)
+    return step
+
+  @property
+  def _innermost(self) -> Any:
+    """The optimizer of Keras that the CrossShardOptimizer encapsulates."""
+    return encapsulated.innermost(self.model.optimizer)
+
+  def set_model(self, model: Any) -> None:
+    """Sets the model; makes learning rates settable if the trials set them."""
+    super().set_model(model)
+    if _RATE in self.names:
+      group_rates.prepare(model, type(self).__name__)
+
+  def on_train_begin(self, logs: Any = None) -> None:
+    """Resets the table; raises an error if it does not fit the optimizer."""
+    super().on_train_begin(logs)
+    groups = optimizer_state.groups_of(self.model.optimizer, None)
+    if self.table.groups != groups:
+      raise ValueError(
+        f"`table` is for the groups {self.table.groups.to_lists()}, but the"
+        f" optimizer has {groups.to_lists()}. Give both the same groups."
+      )
+    self.table.forget()
+    self._check([trial.settings for trial in self.table])
+
+  def begin(self, logs: Any) -> bool:
+    """Also tells the table by which metric to rank the trials."""
+    has_metrics = super().begin(logs)
+    if has_metrics:
+      self.table.judge_by(self.monitor, self._sign)
+    return has_metrics
+
+  def read(self) -> list[dict[str, float]]:
+    """Returns the settings of each group that the optimizer has."""
+    own: dict[str, Any] = {}
+    count = optimizer_state.groups_of(self.model.optimizer, None).num_groups
+    if _RATE in self.names:
+      own[_RATE] = group_rates.read(self.model)
+    for name in filter(self._is_own, self.names):
+      number = self.step.context.settings.limits.get(name)
+      if name not in settings.LIMITS:
+        number = vars(self._innermost)[name]
+      by_group = self.step.context.settings.group_settings or {}
+      own[name] = by_group.get(name, [number] * count)
+    return [{name: own[name][i] for name in own} for i in range(count)]
+
+  def apply_settings(self, rows: Sequence[Mapping[str, float]]) -> None:
+    """Gives each group its settings, in the optimizer and in the table.
+
+    The training step is traced again only if a setting changes that the
+    optimizer holds as a constant. The learning rate and the settings of the
+    model are read from variables.
+    """
+    if _RATE in self.names:
+      group_rates.write(self.model, [row[_RATE] for row in rows])
+    before = self.step.context.settings.group_settings or {}
+    names = filter(self._is_own, self.names)
+    after = before | {name: [row[name] for row in rows] for name in names}
+    if after != before:
+      self.step.replace(group_settings=after)
+      self.model.make_train_function(force=True)
+    self.table.assign(rows)
+
+  def note(self, running: Sequence[int], logs: Any) -> list[int]:
+    """Adds an epoch to the trial of each group.
+
+    Args:
+      running: The number of the trial of each group.
+      logs: The logs of the epoch, with the metrics of the groups.
+
+    Returns:
+      The groups whose trial is at its best.
+
+    Raises:
+      ValueError: If nothing reads a setting of the table.
+    """
+    for name in self.table.names:
+      if not (name == _RATE or self._is_own(name) or self.table.is_asked(name)):
+        raise ValueError(
+          f"`table` has {name!r}, which nothing reads:"
+          f" {type(self._innermost).__name__} has no such number, and the"
+          f" model has not called table.value({name!r}). Correct the name, or"
+          " call it."
+        )
+    improved = []
+    for group, number in enumerate(running):
+      end = f"/group_{group}"
+      metrics = {
+        name.removesuffix(end): float(logs[name])
+        for name in logs
+        if name.endswith(end)
+      }
+      if self.table.note(number, metrics):
+        improved.append(group)
+    return improved
+
+  def _is_own(self, name: str) -> bool:
+    """Returns whether a setting is one of the optimizer's `group_settings`."""
+    return name != _RATE and name in {*settings.LIMITS, *vars(self._innermost)}
+
+  def _check(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raises an error if the optimizer cannot take the settings of a row."""
+    # Try the settings of each trial on all groups, and then undo that.
+    before = self.step.context.settings.group_settings
+    count = optimizer_state.groups_of(self.model.optimizer, None).num_groups
+    try:
+      for row in rows:
+        own = {name: [row[name]] * count for name in filter(self._is_own, row)}
+        self.step.replace(group_settings=own)
+    finally:
+      self.step.replace(group_settings=before)

@@ -1,0 +1,101 @@
+"""Splits a batch among towers, and joins the results of all towers again.
+
+    batch [n * rows, ...]  --split-->  n parts [rows, ...]  --concatenate-->
+
+A batch is a nest of tensors; every tensor is split along axis 0.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+def split(argument: str, tree: Any, count: int) -> list[Any]:
+  """Splits every tensor of a nest into `count` equal parts along axis 0.
+
+  Returns one nest for each part. `argument` is the name that errors use.
+  """
+  columns = [
+    _split_leaf(argument, leaf, count) for leaf in tf.nest.flatten(tree)
+  ]
+  return [
+    tf.nest.pack_sequence_as(tree, [column[i] for column in columns])
+    for i in range(count)
+  ]
+
+
+def check_alike(features: Any, labels: Any) -> None:
+  """Checks that single tensors of features and labels have equally many rows.
+
+  Without this check, parts could fit each other by broadcasting although the
+  whole batches do not: two towers split shapes [4, 1] and [2, 1] into [2, 1]
+  and [1, 1].
+  """
+  leaves = tf.nest.flatten([features, labels])
+  lengths = {x.shape[:1].num_elements() for x in leaves if x is not None}
+  if len(leaves) == len(lengths) == 2 and None not in lengths:
+    raise ValueError(
+      "`labels` must be as many as `features`; a tower gets labels of shape"
+      f" {leaves[1].shape} and features of shape {leaves[0].shape}. Batch"
+      " features and labels together."
+    )
+
+
+def concatenate(trees: Sequence[Any]) -> Any:
+  """Joins nests of the same structure tensor by tensor along axis 0."""
+  return tf.nest.map_structure(lambda *parts: _join_leaves(parts), *trees)
+
+
+def _split_leaf(argument: str, leaf: Any, count: int) -> Sequence[Any]:
+  """Splits one tensor into equal parts."""
+  if leaf is None:
+    return [None] * count
+  if not isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor)):
+    leaf = tf.convert_to_tensor(leaf)
+  # The number of rows: 0 for a scalar, None if only the running program
+  # knows it.
+  length = leaf.shape[:1].num_elements() if leaf.shape.rank != 0 else 0
+  if length is None:
+    length = _checked_length(leaf, count)
+  elif length % count or not length:
+    raise ValueError(
+      f"`{argument}` must divide into {count} towers; axis 0 has length"
+      f" {length}, of {type(leaf).__name__} with shape {leaf.shape}. Change the"
+      " batch size (drop_remainder=True in tf.data), pass fewer devices, or"
+      " pass what is not part of the batch in `params`."
+    )
+  rows = length // count
+  if not isinstance(leaf, tf.SparseTensor):
+    return [leaf[i * rows : (i + 1) * rows] for i in range(count)]
+  # A sparse tensor is cut by the start and the size of a box: all of the inner
+  # dimensions, and `rows` rows of axis 0.
+  inner = leaf.dense_shape[1:]
+  size = tf.concat([[rows], inner], axis=0)
+  starts = [
+    tf.concat([[i * rows], tf.zeros_like(inner)], axis=0) for i in range(count)
+  ]
+  return [tf.sparse.slice(leaf, start, size) for start in starts]
+
+
+def _checked_length(leaf: Any, count: int) -> tf.Tensor:
+  """Returns the length of axis 0 with a check that runs in the program.
+
+  Without the check, rows that do not divide evenly would be dropped.
+  """
+  is_sparse = isinstance(leaf, tf.SparseTensor)
+  length = (leaf.dense_shape if is_sparse else tf.shape(leaf, tf.int64))[0]
+  good = tf.logical_and(length > 0, tf.equal(length % count, 0))
+  words = f"axis 0 must divide into {count} towers, and not be empty; rows:"
+  with tf.control_dependencies([tf.debugging.Assert(good, [words, length])]):
+    return tf.identity(length)
+
+
+def _join_leaves(parts: Sequence[Any]) -> Any:
+  """Joins the parts of one tensor."""
+  if all(part is None for part in parts):
+    return None
+  if isinstance(parts[0], tf.SparseTensor):
+    # A list: tf.sparse.concat consumes a tuple like a generator.
+    return tf.sparse.concat(0, list(parts))
+  return tf.concat(parts, axis=0)

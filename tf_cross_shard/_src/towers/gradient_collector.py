@@ -1,0 +1,240 @@
+"""Collects the gradients of all towers of a step, then applies their sums.
+
+    tower 0  apply_gradients ─▶ collect ┐
+    tower 1  apply_gradients ─▶ collect ┼─▶ all returned ─▶ sum ─▶ apply once
+    tower 2  apply_gradients ─▶ collect ┘
+
+The sums are applied only after the last tower has returned and all towers are
+known to fit each other. Applying a sum earlier, inside the last tower, would
+have two faults: a second loss of that tower would be computed with other
+weights than the same loss of the other towers, and an error found later would
+leave the step half done.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+from absl import logging
+
+from tf_cross_shard._src.core.internals import (
+  clipping,
+  encapsulated,
+  indexed_slices,
+  is_tpu,
+  loss_factor,
+)
+from tf_cross_shard._src.core.internals import variables as variables_lib
+from tf_cross_shard._src.towers import shared_variables
+
+# Applies gradients to variables as the optimizer does; returns the step count.
+Apply = Callable[[list[clipping.Gradient], list[Any]], Any]
+
+_OUTSIDE_OF_TOWERS: Final = shared_variables.CallVariables(
+  shared_variables.SharedVariables(), ""
+)
+# Each replica may run in its own thread and have its own towers.
+_local = threading.local()
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectedCall:
+  """One call of `apply_gradients` in one tower, to be applied later.
+
+  Attributes:
+    optimizer: The TowerOptimizer.
+    adapter: The encapsulated optimizer as the core sees it.
+    grads: The gradients of this tower.
+    variables: One variable for each gradient.
+    apply: Applies a sum of gradients.
+  """
+
+  optimizer: Any
+  adapter: encapsulated.Encapsulated
+  grads: list[clipping.Gradient]
+  variables: list[Any]
+  apply: Apply
+
+  @property
+  def inner(self) -> Any:
+    """The encapsulated optimizer, which identifies calls in all towers."""
+    return self.adapter.optimizer
+
+  @property
+  def key(self) -> tuple[int, ...]:
+    """Equal for two calls of one optimizer with the same variables."""
+    return id(self.inner), *map(id, map(variables_lib.native, self.variables))
+
+  def __str__(self) -> str:
+    """Names the encapsulated optimizer and the variables, for errors."""
+    paths = [variables_lib.path_of(variable) for variable in self.variables]
+    name = f"{type(self.inner).__name__}({self.optimizer.get_name()!r})"
+    return f"{name} with the variables {paths}"
+
+
+class GradientCollector:
+  """Collects the calls of `apply_gradients` in all towers of one step.
+
+  Attributes:
+    count: The number of towers.
+    variables: Hands out the shared variables of this call.
+    is_training: Whether the mode allows optimizers to be called.
+    tape: Records the current tower in eager execution, else None.
+  """
+
+  def __init__(
+    self,
+    count: int,
+    reduction: str,
+    variables: shared_variables.CallVariables,
+    is_training: bool,
+  ) -> None:
+    self.count = count
+    self.variables = variables
+    self.is_training = is_training
+    self.tape: tf.GradientTape | None = None
+    # For a mean, every tower's loss is divided by the number of towers, so
+    # that the gradients only need to be summed.
+    self._factor = 1.0 / count if reduction == loss_factor.MEAN else 1.0
+    self._optimizers_that_scaled: set[int] = set()
+    self._calls: list[list[CollectedCall]] = []  # One list for each tower.
+    self._graph = tf.compat.v1.get_default_graph()
+
+  @property
+  def has_calls(self) -> bool:
+    """True if an optimizer was called in any tower."""
+    return any(self._calls)
+
+  @contextlib.contextmanager
+  def tower(self) -> Iterator[None]:
+    """Runs one tower, then checks that its calls match those of tower 0."""
+    self._calls.append([])
+    if self.is_training and tf.executing_eagerly():
+      self.tape = tf.GradientTape(persistent=True)
+    _local.collector = self
+    try:
+      with self.tape or contextlib.nullcontext():
+        yield
+    finally:
+      _local.collector = self.tape = None
+    for first, own in itertools.zip_longest(self._calls[0], self._calls[-1]):
+      if first is None or own is None or own.key != first.key:
+        raise ValueError(
+          "`model_fn` must call the same optimizers in the same order in every"
+          f" tower; tower {len(self._calls) - 1} called {own or 'none'} where"
+          f" tower 0 called {first or 'none'}. Nothing was applied. Call the"
+          " same optimizers for any part of the batch."
+        )
+
+  def scale(self, optimizer: Any) -> float:
+    """Returns the factor of a loss, and records that an optimizer applied it.
+
+    The factor is 1 for a sum over n towers and 1 / n for a mean.
+    """
+    self._optimizers_that_scaled.add(id(optimizer))
+    return self._factor
+
+  def collect(self, call: CollectedCall) -> None:
+    """Keeps the gradients of a call until all towers have returned."""
+    if tf.compat.v1.get_default_graph() is not self._graph:
+      raise ValueError(
+        f"{call} was called inside tf.cond, tf.while_loop or a tf.function"
+        " within `model_fn`. Return the loss from there, and call the"
+        " optimizer in model_fn itself."
+      )
+    was_scaled = id(call.inner) in self._optimizers_that_scaled
+    if self._factor != 1.0 and not was_scaled:
+      logging.log_first_n(
+        logging.WARNING,
+        "%s received gradients that it did not compute. loss_reduction is"
+        ' "mean" over %d towers, but these gradients are summed: multiply the'
+        " loss by %s before you differentiate it, or compute the gradients with"
+        " compute_gradients or minimize.",
+        1,
+        *(call, self.count, self._factor),
+      )
+    self._calls[-1].append(call)
+
+  def prepare(self) -> None:
+    """Checks all calls and creates missing slots before anything is applied."""
+    calls = self._calls[-1]
+    for call in calls:
+      call.optimizer.check_known(call.variables)
+    # Keras builds an optimizer once, so that it must see the variables of all
+    # of its calls together.
+    for call in calls:
+      same = [other for other in calls if other.inner is call.inner]
+      call.optimizer.prepare([v for other in same for v in other.variables])
+
+  def apply(self) -> Any:
+    """Sums the gradients of every call over the towers, and applies each sum.
+
+    With `g_i` the gradient of tower `i`, a variable is updated once by
+
+        g = sum over i of g_i
+
+    Returns the step count of the last optimizer.
+    """
+    grads = [g for call in itertools.chain(*self._calls) for g in call.grads]
+    # No variable changes before all gradients are computed: an error in any of
+    # them leaves the step undone. In eager execution they are computed already.
+    needed = [getattr(g, "values", g) for g in grads if g is not None]
+    result: Any = None
+    with tf.control_dependencies(needed):
+      # One call of all towers at a time, in the order of the program.
+      for calls in zip(*self._calls, strict=True):
+        last = calls[-1]
+        columns = zip(*(call.grads for call in calls), strict=True)
+        sums = [
+          _sum_or_mean(column, variable, last.adapter.is_overwritten(variable))
+          for column, variable in zip(columns, last.variables, strict=True)
+        ]
+        result = last.apply(sums, last.variables)
+    return result
+
+
+def current() -> GradientCollector | None:
+  """Returns the collector of the tower that the caller runs in, or None."""
+  collector: GradientCollector | None = getattr(_local, "collector", None)
+  return collector
+
+
+def variables() -> shared_variables.CallVariables:
+  """Returns the shared variables of the current tower.
+
+  Outside of towers the result is paused: it shares no variables.
+  """
+  collector = current()
+  return _OUTSIDE_OF_TOWERS if collector is None else collector.variables
+
+
+def _sum_or_mean(
+  grads: Sequence[clipping.Gradient], variable: Any, is_mean: bool
+) -> clipping.Gradient:
+  """Combines the towers' gradients of one variable.
+
+  The result is None if no tower has a gradient, and row-sparse if all gradients
+  are row-sparse. A gradient that overwrites its variable needs the mean.
+  """
+  present = [grad for grad in grads if grad is not None]
+  if not present:
+    return None
+  if is_mean:
+    present = [indexed_slices.times(x, 1 / len(present)) for x in present]
+  # Towers may have different dtypes, which neither concat nor add_n accept.
+  if len({grad.dtype for grad in present}) > 1:
+    present = [indexed_slices.cast(grad, variable) for grad in present]
+  is_sparse = all(isinstance(grad, tf.IndexedSlices) for grad in present)
+  # Merging equal rows gives a shape that depends on data, which no TPU has.
+  if is_sparse and not is_tpu(tf.distribute.get_strategy()):
+    rows = tf.IndexedSlices(
+      tf.concat([grad.values for grad in present], axis=0),
+      tf.concat([grad.indices for grad in present], axis=0),
+      present[0].dense_shape,
+    )
+    return indexed_slices.merge_duplicates(rows)
+  return tf.add_n([indexed_slices.to_dense(g, variable) for g in present])

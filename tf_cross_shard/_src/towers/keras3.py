@@ -1,0 +1,60 @@
+"""The TowerOptimizer that encapsulates optimizers of Keras 3."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tf_cross_shard._src.core.internals import forwarding
+from tf_cross_shard._src.core.keras3 import wrapper
+from tf_cross_shard._src.towers import tower_optimizer
+
+
+@forwarding.documented
+@keras.saving.register_keras_serializable(package="tf_cross_shard")
+class TowerOptimizer(tower_optimizer.Tower, wrapper.Keras3Wrapper):
+  """Sums gradients over the towers of a model function and applies them once.
+
+  This class encapsulates a `keras.optimizers.Optimizer`.
+
+  >>> import keras
+  >>> import tensorflow as tf
+  >>> optimizer = TowerOptimizer(lambda: keras.optimizers.SGD(0.5))
+  >>> weight = keras.Variable(3.0)
+  >>> int(optimizer.apply_gradients([(tf.constant(2.0), weight)]))
+  1
+  >>> float(weight.numpy())
+  2.0
+  """
+
+  def scale_loss(self, loss: Any) -> Any:
+    """Scales a loss as `compute_gradients` does, before you differentiate it.
+
+    Args:
+      loss: A loss: a scalar tensor.
+
+    Returns:
+      The scaled loss of the encapsulated optimizer, divided by the number of
+      towers if `loss_reduction` is `"mean"`.
+    """
+    return self._encapsulated.optimizer.scale_loss(loss) * self._factor()
+
+  def _apply_pairs(self, grads: list[Any], variables: list[Any]) -> None:
+    """Collects gradients in a tower; applies them at once anywhere else."""
+    self._collect_or_apply(self._apply_encapsulated, grads, variables)
+
+  def _apply_encapsulated(
+    self,
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+    options: dict[str, Any] | None = None,
+  ) -> None:
+    """Calls `apply_gradients` of the encapsulated optimizer.
+
+    In Keras 3 the method has no options.
+    """
+    del options
+    # Not `apply`: `fit` calls `apply_gradients`, which the user's class may
+    # override.
+    pairs = zip(grads, variables, strict=True)
+    self._encapsulated.optimizer.apply_gradients(list(pairs))

@@ -1,0 +1,58 @@
+"""The TowerOptimizer that encapsulates optimizers of tf_keras (Keras 2)."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tf_keras as keras
+
+from tf_cross_shard._src.core.internals import differentiation, forwarding
+from tf_cross_shard._src.core.tf_keras import adapter, wrapper
+from tf_cross_shard._src.towers import tower_optimizer
+
+
+@forwarding.documented
+@keras.saving.register_keras_serializable(package="tf_cross_shard")
+class TowerOptimizer(tower_optimizer.Tower, wrapper.TfKerasWrapper):
+  """Sums gradients over the towers of a model function and applies them once.
+
+  This class encapsulates an optimizer of tf_keras, legacy or not.
+
+  >>> import tensorflow as tf
+  >>> import tf_keras as keras
+  >>> optimizer = TowerOptimizer(lambda: keras.optimizers.SGD(0.5))
+  >>> weight = tf.Variable(3.0)
+  >>> int(optimizer.apply_gradients([(tf.constant(2.0), weight)]))
+  1
+  >>> float(weight.numpy())
+  2.0
+  """
+
+  def aggregate_gradients(
+    self, grads_and_vars: Iterable[Any]
+  ) -> differentiation.Pairs:
+    """Aggregates gradients over replicas as the encapsulated optimizer does.
+
+    Args:
+      grads_and_vars: Pairs of a gradient and its variable.
+
+    Returns:
+      Pairs for `apply_gradients(..., skip_gradients_aggregation=True)`.
+    """
+    reduced = self._encapsulated.optimizer.aggregate_gradients(
+      list(grads_and_vars)
+    )
+    return list(reduced)
+
+  def _apply_encapsulated(
+    self,
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+    options: dict[str, Any],
+  ) -> None:
+    """Calls `apply_gradients` of the encapsulated optimizer with options."""
+    pairs = adapter.as_pairs(grads, variables)
+    self._encapsulated.optimizer.apply_gradients(pairs, **options)
+
+
+# A LossScaleOptimizer in an HDF5 file or a SavedModel looks for this name.
+keras.saving.get_custom_objects()["TowerOptimizer"] = TowerOptimizer

@@ -1,0 +1,316 @@
+"""TowerOptimizer: sums gradients over towers and applies the sum once.
+
+    in one of several towers     loss / n (for a mean) ─▶ gradients ─▶ collect
+    after the last tower         sum over towers ─▶ encapsulated optimizer
+    with one tower, or without   gradients ─▶ encapsulated optimizer
+
+`keras3.TowerOptimizer` and `tf_keras.TowerOptimizer` derive from the class
+here. `tf_cross_shard.towers` explains towers.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core import internals
+from tf_cross_shard._src.core.internals import (
+  CrossShard,
+  differentiation,
+  finite,
+  forwarding,
+  indexed_slices,
+  validation,
+)
+from tf_cross_shard._src.core.internals import variables as variables_lib
+from tf_cross_shard._src.towers import gradient_collector
+
+
+class Tower(forwarding.OptimizerWrapper):
+  """Sums gradients over the towers of a model function and applies them once.
+
+  Inside a function made by `replicate_model_fn`, which documents the formula,
+  `apply_gradients` collects gradients. After all towers have returned, the
+  encapsulated optimizer applies their sum once. With one tower, and outside of
+  towers, the encapsulated optimizer is called immediately.
+
+  A model function may use several optimizers, for the same loss or for
+  different losses. Each tower must call the same optimizers in the same order.
+  You may create an optimizer inside the model function: its variables are
+  shared by all towers, like all other variables. If you encapsulate a
+  `CrossShardOptimizer`, gradients are summed first over towers and then
+  over replicas.
+
+  References:
+    tf.contrib.estimator.TowerOptimizer, whose members this class keeps.
+  """
+
+  COLLECTION_FOR_GRAPH_STATES = "replicate_model_fn_graph_states"
+  _argument = "optimizer_or_optimizer_fn"
+  _was_used = False
+
+  def __init__(
+    self,
+    optimizer_or_optimizer_fn: (
+      "validation.Optimizer | str | dict[str, Any]"
+      " | Callable[[], validation.Optimizer]"
+    ),
+  ) -> None:
+    """Encapsulates an optimizer, or the optimizer that a function returns.
+
+    Args:
+      optimizer_or_optimizer_fn: An optimizer, its name, or a function without
+        arguments that returns an optimizer. The function is called once, now.
+
+    Raises:
+      ValueError: If the name is unknown, or if the optimizer is itself a
+        TowerOptimizer.
+      TypeError: If it is not an optimizer.
+    """
+    opt = optimizer_or_optimizer_fn
+    opt = self._as_optimizer(opt() if callable(opt) else opt)
+    super().__init__(
+      gradient_collector.variables().optimizer(opt),
+      name="TowerOptimizer",
+      clipnorm=None,  # The encapsulated optimizer clips.
+      global_clipnorm=None,
+      clipvalue=None,
+    )
+
+  @staticmethod
+  def has_been_used() -> bool:
+    """Returns whether any TowerOptimizer applied gradients in this program."""
+    return Tower._was_used
+
+  def get_name(self) -> str:
+    """Returns the name of the encapsulated optimizer."""
+    return self._encapsulated.name
+
+  @tf.autograph.experimental.do_not_convert
+  def apply_gradients(
+    self,
+    grads_and_vars: Iterable[Any],
+    global_step: Any = None,
+    name: str | None = None,
+    **kwargs: Any,
+  ) -> Any:
+    """Collects gradients, which are applied after the last tower has returned.
+
+    Args:
+      grads_and_vars: Pairs of a gradient (dense, row-sparse or None) and its
+        variable.
+      global_step: An integer variable that is incremented by one after the
+        update, or None.
+      name: The name scope of the operations, if the encapsulated optimizer
+        accepts a name.
+      **kwargs: More arguments of the encapsulated optimizer's
+        `apply_gradients`.
+
+    Returns:
+      The iteration count after the update. In one of several towers, where the
+      update is still to come, the iteration count before it.
+
+    Raises:
+      ValueError: If `grads_and_vars` is empty or malformed, or if this tower
+        differs from the first tower.
+      TypeError: If a variable is not a variable, if `global_step` is not an
+        integer variable, or if the encapsulated optimizer does not accept an
+        argument.
+    """
+    grads, variables = validation.check_pairs(grads_and_vars)
+    validation.check_global_step(global_step)
+    # Check the arguments now: when they are used, other optimizers of the step
+    # may have been applied already.
+    inspect.signature(self._encapsulated.optimizer.apply_gradients).bind(
+      (), **kwargs
+    )
+    options = {"name": name, **kwargs}
+    apply = functools.partial(
+      self._apply, global_step=global_step, options=options
+    )
+    return self._collect_or_apply(apply, grads, variables)
+
+  @classmethod
+  def _check_wrapper_within(
+    cls, wrapper: forwarding.OptimizerWrapper, opt: Any
+  ) -> None:
+    """Allows a CrossShardOptimizer within, and refuses a TowerOptimizer."""
+    if isinstance(wrapper, Tower):
+      super()._check_wrapper_within(wrapper, opt)
+    elif wrapper is not opt:
+      kind = type(opt).__name__
+      raise ValueError(
+        f"`{cls._argument}` must not be a {kind} around a CrossShardOptimizer:"
+        f" the factor of the mean would be left out. Put the {kind} innermost:"
+        f" TowerOptimizer(CrossShardOptimizer({kind}(...)))."
+      )
+
+  def build(self, variables: Any) -> None:
+    """Creates the slots of the encapsulated optimizer, once.
+
+    Args:
+      variables: The variables that the optimizer updates.
+    """
+    # Slots are not part of the variables that towers share by order. The empty
+    # name scope keeps tf_keras from naming them after the tower.
+    with gradient_collector.variables().paused(), tf.name_scope(""):
+      super().build(variables)
+
+  def check_known(self, variables: Sequence[Any]) -> None:
+    """Raises an error if the optimizer cannot update variables.
+
+    Nothing changes. Before the optimizer is built, every variable is accepted.
+
+    Args:
+      variables: The variables of one `apply_gradients`.
+    """
+    optimizer = self._encapsulated.optimizer
+    if isinstance(optimizer, CrossShard):
+      internals.check_place(optimizer)
+    if self._encapsulated.is_built:
+      validation.check_known(variables, self._encapsulated.state.knows)
+
+  @tf.autograph.experimental.do_not_convert
+  def prepare(self, variables: Sequence[Any]) -> None:
+    """Builds the optimizer for all variables of a step, unless it is built.
+
+    Args:
+      variables: The variables of all calls in the step, with repetitions.
+    """
+    if not self._encapsulated.is_built:
+      distinct = {id(variables_lib.native(v)): v for v in variables}
+      self.build(list(distinct.values()))
+
+  def _gradients(
+    self,
+    loss: Any,
+    var_list: Any,
+    tape: tf.GradientTape | None,
+    default: str,
+    options: differentiation.GraphOptions,
+  ) -> differentiation.Pairs:
+    """Computes this tower's gradients, times the factor of its loss."""
+    collector = self._collector()
+    factor = self._factor()
+    own = None if collector is None else collector.tape
+    tape = own if tape is None and tf.is_tensor(loss) else tape
+    optimizer = self._encapsulated.optimizer
+    # The tower's tape must not record the computation of gradients.
+    with own.stop_recording() if own else contextlib.nullcontext():
+      if isinstance(optimizer, CrossShard):
+        pairs = internals.gradients(
+          optimizer, loss, var_list, tape, default, options
+        )
+      else:
+        pairs = differentiation.differentiate(
+          self._encapsulated,
+          loss,
+          var_list,
+          tape,
+          scale=lambda seed: seed,
+          options=options,
+          scalar=False,
+        )
+    # The gradients are multiplied, not the loss: a tape of the user's may have
+    # ended its recording, and would not see the product. A gradient that
+    # overwrites its variable is a value and has no factor.
+    is_overwritten = self._encapsulated.is_overwritten
+    return [
+      (indexed_slices.times(grad, 1.0 if is_overwritten(v) else factor), v)
+      for grad, v in pairs
+    ]
+
+  def _collect_or_apply(
+    self,
+    apply: gradient_collector.Apply,
+    grads: list[Any],
+    variables: list[Any],
+  ) -> Any:
+    """Collects a call in one of several towers; else calls `apply` now."""
+    collector = self._collector()
+
+    def apply_and_record(grads: list[Any], variables: list[Any]) -> Any:
+      result = apply(grads, variables)
+      Tower._was_used = True
+      return result
+
+    if collector is None or collector.count == 1:
+      self.check_known(variables)
+      self.prepare(variables)
+      with gradient_collector.variables().paused():
+        return apply_and_record(grads, variables)
+    collector.collect(
+      gradient_collector.CollectedCall(
+        self, self._encapsulated, grads, variables, apply_and_record
+      )
+    )
+    return tf.identity(self._encapsulated.iterations())
+
+  def _collector(self) -> gradient_collector.GradientCollector | None:
+    """Returns the collector of the current tower; checks that it trains."""
+    collector = gradient_collector.current()
+    if collector is not None and not collector.is_training:
+      raise ValueError(
+        '`model_fn` must call optimizers in the mode "train" only; it called'
+        f" {self.get_name()} in another mode. Nothing was applied. Check `mode`"
+        " in model_fn before you call an optimizer."
+      )
+    return collector
+
+  @tf.autograph.experimental.do_not_convert
+  def _apply(
+    self,
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+    global_step: Any,
+    options: dict[str, Any],
+  ) -> Any:
+    """Applies summed gradients through the encapsulated optimizer."""
+    optimizer = self._encapsulated.optimizer
+    if isinstance(optimizer, CrossShard):
+      pairs = zip(grads, variables, strict=True)
+      return optimizer.apply_gradients(pairs, global_step, **options)
+    built = [self._encapsulated.as_built(v) for v in variables]
+    self._apply_encapsulated(grads, built, options)
+    if global_step is not None:
+      # A dynamic loss scale skips a step that overflows; such a step does not
+      # count.
+      skips = self._encapsulated.scaling.is_dynamic
+      is_step = finite.all_finite(grads) if skips else True
+      global_step.assign_add(tf.cast(is_step, global_step.dtype))
+    return tf.identity(self._encapsulated.iterations())
+
+  def _factor(self) -> float:
+    """Returns the factor of the loss in this tower; 1 outside of towers."""
+    collector = gradient_collector.current()
+    return (
+      1.0
+      if collector is None
+      else collector.scale(self._encapsulated.optimizer)
+    )
+
+  def _apply_encapsulated(
+    self,
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+    options: dict[str, Any],
+  ) -> None:
+    """Calls the encapsulated optimizer; implemented for each Keras."""
+    raise NotImplementedError
+
+  def _reduce_before(self, around: Any, methods: Any) -> None:
+    """Refuses a loss scaling optimizer around this one.
+
+    The loss scaling optimizer would look for overflows in the gradients of one
+    tower instead of their sum.
+    """
+    kind = type(around).__name__
+    raise ValueError(
+      f"{kind} must not encapsulate a TowerOptimizer: it would look for an"
+      " overflow in the gradients of one tower, not in their sum. Put it"
+      f" inside: TowerOptimizer({kind}(...)), and pass auto_scale_loss=False to"
+      " compile, which would put another one around."
+    )

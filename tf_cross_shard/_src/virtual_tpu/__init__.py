@@ -1,0 +1,1 @@
+"""Runs and compiles TPU programs on machines without a TPU."""

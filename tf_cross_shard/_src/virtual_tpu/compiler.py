@@ -1,0 +1,255 @@
+"""Compiles a training step with the real TPU compiler, which needs no TPU.
+
+step --trace--> program --lower--> XLA module --libtpu--> Report
+"""
+
+import collections
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard._src.virtual_tpu import hlo, program, xla
+from tf_cross_shard._src.virtual_tpu import strategy as strategy_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """The TPU compiler's report on one step; printing it gives a table.
+
+  All bytes and operations are counted per replica.
+
+  Attributes:
+    topology: The TPU slice, such as "v5e:4x2".
+    device_kind: The compiler's name of the devices, such as "TPU v5 lite".
+    num_replicas: The number of replicas, one for each device.
+    coordinates: For the device of each replica: x, y, z, and the core on the
+      chip.
+    collectives: Every operation in which replicas exchange data. A collective
+      inside a loop is listed once.
+    wire_bytes: The size of the data that each replica passes to collectives in
+      one step.
+    argument_bytes: The size of arguments and variables.
+    output_bytes: The size of outputs and new values of variables.
+    temp_bytes: The memory for intermediate values.
+    flops: The compiler's estimate of floating point operations in one step.
+    compile_seconds: The time that the compiler took on this machine.
+    hlo_text: The compiled program as text.
+  """
+
+  topology: str
+  device_kind: str
+  num_replicas: int
+  coordinates: tuple[tuple[int, ...], ...]
+  collectives: tuple[hlo.Collective, ...]
+  wire_bytes: int
+  argument_bytes: int
+  output_bytes: int
+  temp_bytes: int
+  flops: float
+  compile_seconds: float
+  hlo_text: str = dataclasses.field(repr=False)
+
+  def __str__(self) -> str:
+    """Returns the report as a table."""
+    facts = {
+      "collectives": f"{len(self.collectives)}",
+      "wire bytes": f"{self.wire_bytes:,}",
+      "argument bytes": f"{self.argument_bytes:,}",
+      "output bytes": f"{self.output_bytes:,}",
+      "temporary bytes": f"{self.temp_bytes:,}",
+      "flops": f"{self.flops:,.0f}",
+      "compile seconds": f"{self.compile_seconds:.2f}",
+    }
+    return "\n".join(
+      [
+        f"{self.topology}: {self.num_replicas} replicas on {self.device_kind}",
+        "",
+        *_table(self.collectives, self.num_replicas),
+        "",
+        *_align(list(facts.items()), right=1),
+      ]
+    )
+
+  def to_json(self) -> str:
+    """Converts the report to JSON.
+
+    Returns:
+      A JSON object with all attributes but `hlo_text`.
+    """
+    fields = dataclasses.asdict(self)
+    del fields["hlo_text"]
+    return json.dumps(fields)
+
+
+def compile_for(
+  topology: str,
+  fn: Callable[..., Any],
+  args: Sequence[Any] = (),
+  *,
+  strategy: strategy_lib.VirtualTPUStrategy | None = None,
+  num_replicas: int | None = None,
+) -> Report:
+  """Compiles a step for a TPU slice with the real TPU compiler.
+
+  This needs libtpu but no TPU. Nothing is run, and no variable changes.
+
+  >>> import tensorflow as tf
+  >>> def step(x):
+  ...   context = tf.distribute.get_replica_context()
+  ...   return context.all_reduce("SUM", x)
+  >>> report = compile_for("v5e:2x2", step, [tf.TensorSpec([8, 64])])
+  >>> report.collectives[0].kind, report.collectives[0].groups
+  ('all-reduce', ((0, 1, 2, 3),))
+  >>> report.wire_bytes  # 8 x 64 numbers of 4 bytes
+  2048
+
+  Args:
+    topology: The TPU generation and the number of chips in each direction,
+      such as "v5e:4x2".
+    fn: The function that you would pass to `strategy.run`, or a function that
+      calls `strategy.run` once.
+    args: The arguments of `fn`: tensors, arrays or `tf.TensorSpec` with the
+      shapes that one replica sees, or structures of these. The `train_step` of
+      a Keras model takes one pair.
+    strategy: The strategy whose variables `fn` uses. None (the default) means
+      the strategy of the current scope, the strategy whose `run` `fn` calls, or
+      a new strategy.
+    num_replicas: If given, it must be the number of devices in the topology.
+
+  Returns:
+    The report of the compiler.
+
+  Raises:
+    ValueError: If the topology is unknown, if its number of devices is not the
+      number of replicas, if a shape in `args` is not known, or if `fn` does not
+      call `strategy.run` exactly once.
+    ImportError: If jax, jaxlib or libtpu is missing or has an untested version.
+    TPUCompileError: If a TPU cannot run the step.
+  """
+  where = xla.topology(topology)
+  if strategy is None:
+    virtual = strategy_lib.VirtualTPUStrategy
+    strategy = tf.distribute.get_strategy()
+    if not isinstance(strategy, virtual):
+      strategy = virtual(num_replicas or len(where.devices))
+  if num_replicas is not None:
+    _check_size(where, "num_replicas", num_replicas)
+  _check_size(where, "strategy", strategy.num_replicas_in_sync)
+  step = _trace(fn, args, strategy)
+  _check_size(where, "fn", step.replicas.num_replicas)
+  inputs = step.traced.function.inputs
+  shapes = [x.shape for x in inputs if x.dtype != tf.resource]
+  for shape in shapes:
+    if not shape.is_fully_defined():
+      raise ValueError(
+        "`args` must have known shapes, because a TPU program is compiled for"
+        f" one shape; got {shape}. Pass for example tf.TensorSpec([8, 64])."
+      )
+  executable, seconds = xla.compile_for_tpu(step.lower(shapes).module, where)
+  [module] = executable.hlo_modules()
+  memory = executable.get_compiled_memory_stats()
+  optimized = hlo.Module(module.as_serialized_hlo_module_proto())
+  collectives = optimized.collectives(len(where.devices))
+  return Report(
+    topology=where.name,
+    device_kind=where.kind,
+    num_replicas=len(where.devices),
+    coordinates=where.coordinates,
+    collectives=tuple(collectives),
+    wire_bytes=sum(collective.bytes for collective in collectives),
+    argument_bytes=int(memory.argument_size_in_bytes),
+    output_bytes=int(memory.output_size_in_bytes),
+    temp_bytes=int(memory.temp_size_in_bytes),
+    flops=float((executable.cost_analysis() or {}).get("flops", 0.0)),
+    compile_seconds=seconds,
+    hlo_text=module.to_string(),
+  )
+
+
+def _trace(
+  fn: Callable[..., Any],
+  args: Sequence[Any],
+  strategy: strategy_lib.VirtualTPUStrategy,
+) -> program.Program:
+  """Returns the program that a step would run, without running it."""
+  specs = [
+    tf.TensorSpec(arg.shape, arg.dtype)
+    if isinstance(arg, (tf.Tensor, np.ndarray))
+    else arg
+    for arg in args
+  ]
+  # Take the Python function of a tf.function: after an earlier trace, the
+  # tf.function would not call `run` again.
+  fn = getattr(fn, "python_function", fn)
+  on_host = tf.function(lambda *tensors: fn(*tensors))
+  on_replicas = tf.function(lambda *tensors: strategy.run(fn, tensors))
+  # First assume that `fn` is a replica's function. If `fn` calls `run` itself,
+  # this is an error about nested calls.
+  try:
+    traced = on_replicas.get_concrete_function(*specs)
+  except strategy_lib.NestedRunError:
+    traced = on_host.get_concrete_function(*specs)
+  programs = program.programs_of(traced.graph)
+  if len(programs) != 1:
+    raise ValueError(
+      "`fn` must be one step: the function that strategy.run receives, or one"
+      f" that calls strategy.run once; `fn` called it {len(programs)} times."
+    )
+  return programs[0]
+
+
+def _check_size(where: xla.Topology, name: str, count: int) -> None:
+  """Raises an error unless there are as many replicas as devices."""
+  size = len(where.devices)
+  if count != size:
+    raise ValueError(
+      f"`topology` {where.name!r} has {size} devices, one per replica; `{name}`"
+      f" has {count} replicas. Choose a topology of {count} devices, or create"
+      f" all variables under VirtualTPUStrategy({size})."
+    )
+
+
+def _table(
+  collectives: Sequence[hlo.Collective], num_replicas: int
+) -> list[str]:
+  """Returns one line for each collective, under a heading."""
+  if not collectives:
+    return ["No collective: replicas exchange nothing."]
+  rows = [("collective", "dtype", "bytes", "operands", "groups")]
+  for x in collectives:
+    operands, groups = _operands(x.shapes), _groups(x.groups, num_replicas)
+    rows.append((x.kind, x.dtype, f"{x.bytes:,}", operands, groups))
+  return _align(rows, right=2)
+
+
+def _align(rows: Sequence[Sequence[str]], right: int) -> list[str]:
+  """Aligns the columns of a table: `right` is right-aligned, others left."""
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  return [
+    "  ".join(
+      cell.rjust(width) if i == right else cell.ljust(width)
+      for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ).rstrip()
+    for row in rows
+  ]
+
+
+def _operands(shapes: Sequence[tuple[int, ...]]) -> str:
+  """Returns the two most common shapes, with the number of their arrays."""
+  counted: Any = collections.Counter(shapes)
+  parts = [f"{n} x {list(shape)}" for shape, n in counted.most_common(2)]
+  more = len(counted) - len(parts)
+  return ", ".join(parts) + (f", {more} more" if more else "")
+
+
+def _groups(groups: Sequence[Sequence[int]], num_replicas: int) -> str:
+  """Returns the number and size of the groups, and the first group."""
+  if len(groups) == 1 and len(groups[0]) == num_replicas:
+    return f"all {num_replicas}"
+  first = list(groups[0])
+  shown = str(first) if len(first) <= 8 else f"[{first[0]}, {first[1]}, ...]"
+  return f"{len(groups)} of {len(first)}: {shown}, ..."

@@ -1,0 +1,74 @@
+"""Keras callbacks for training several groups of replicas in one `fit`.
+
+Keras' own callbacks see one model: they read the weights of replica 0 and
+metrics that are averaged over all groups. The callbacks of this module treat
+every group as a model of its own.
+
+- `GroupMetrics`: evaluates each group; writes `val_loss/group_0`, ...
+- `GroupEarlyStopping`: stops `fit` when no group improves any more
+- `GroupReduceLROnPlateau`: lowers each group's own learning rate
+- `GroupCheckpoint`: keeps each group's best weights in one file
+- `GroupTensorBoard`: writes one TensorBoard run for each group
+- `Halving`: hyperparameter search by successive halving
+- `Population`: population based training
+- `OuterOptimizer`: DiLoCo: averages the groups every few steps
+- `BackupAndRestore`: resumes `fit` after a crash
+
+Put `GroupMetrics` first in the list of callbacks, because the callbacks after
+it read the metrics that it writes, and put `BackupAndRestore` last.
+`OuterOptimizer` and `BackupAndRestore` need no `GroupMetrics`.
+
+Train two groups with two learning rates. Each group gets back the weights of
+its own best epoch (group 0 diverges, because its learning rate is too large):
+
+>>> import numpy as np
+>>> import tensorflow as tf
+>>> from tf_cross_shard import CrossShardOptimizer, callbacks, schedules
+>>> with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+...   model = tf.keras.Sequential(
+...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
+...   )
+...   sgd = tf.keras.optimizers.SGD(schedules.PerGroup([2.0, 0.01]))
+...   model.compile(
+...     CrossShardOptimizer(sgd, group_assignment=[[0], [1]]), "mse"
+...   )
+>>> x = np.ones([4, 1], "float32")
+>>> stop = callbacks.GroupEarlyStopping(patience=2)
+>>> _ = model.fit(
+...   *(x, 5 * x),
+...   epochs=4,
+...   verbose=0,
+...   callbacks=[callbacks.GroupMetrics((x, 5 * x)), stop],
+... )
+>>> stop.best_epoch
+[0, 3]
+
+In a training loop of your own, compile the model and call the methods yourself:
+`set_model(model)` and `on_train_begin()` before the first step,
+`on_epoch_end(epoch, logs)` with one dictionary for all callbacks, and
+`on_train_end()`. On several machines, all workers make these calls.
+"""
+
+from tf_cross_shard._src import catalogue
+from tf_cross_shard._src.backup.backup import BackupAndRestore
+from tf_cross_shard._src.fit.group_checkpoint import GroupCheckpoint
+from tf_cross_shard._src.fit.group_early_stopping import GroupEarlyStopping
+from tf_cross_shard._src.fit.group_metrics import GroupMetrics
+from tf_cross_shard._src.fit.group_reduce_lr import GroupReduceLROnPlateau
+from tf_cross_shard._src.fit.group_tensorboard import GroupTensorBoard
+from tf_cross_shard._src.islands.outer_optimizer import OuterOptimizer
+from tf_cross_shard._src.search.halving import Halving
+from tf_cross_shard._src.search.population import Population
+
+__all__ = [
+  "BackupAndRestore",
+  "GroupCheckpoint",
+  "GroupEarlyStopping",
+  "GroupMetrics",
+  "GroupReduceLROnPlateau",
+  "GroupTensorBoard",
+  "Halving",
+  "OuterOptimizer",
+  "Population",
+]
+__dir__ = catalogue.publish(globals())

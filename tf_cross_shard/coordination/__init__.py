@@ -1,1 +1,0 @@
-"""The cellar of several machines: agreement, its store, and its errors."""

@@ -1,0 +1,37 @@
+"""The optimizers, the schedule and the layer of this package for Keras 3.
+
+You usually do not need this module: `tf_cross_shard.CrossShardOptimizer`,
+`TowerOptimizer`, `schedules.PerGroup` and `layers.SyncBatchNormalization`
+already match whichever Keras `tf.keras` refers to. Import from this module if
+your program imports `keras` while TF_USE_LEGACY_KERAS=1 makes `tf.keras`
+tf_keras:
+
+>>> import keras
+>>> from tf_cross_shard import keras3
+>>> keras3.CrossShardOptimizer(keras.optimizers.SGD(0.5)).learning_rate.dtype
+'float32'
+"""
+
+# ruff: noqa: E402  # Versions are checked first.
+
+from tf_cross_shard._src.core import versions
+
+versions.check_keras3()
+
+from tf_cross_shard._src import catalogue
+from tf_cross_shard._src.core.keras3 import v1_optimizers
+from tf_cross_shard._src.core.keras3.classes import (
+  CrossShardOptimizer,
+  PerGroup,
+  SyncBatchNormalization,
+)
+from tf_cross_shard._src.towers.keras3 import TowerOptimizer
+
+__all__ = [
+  "CrossShardOptimizer",
+  "PerGroup",
+  "SyncBatchNormalization",
+  "TowerOptimizer",
+]
+__dir__ = catalogue.publish(globals())
+catalogue.forward(f"{__name__}.v1_optimizers", v1_optimizers)

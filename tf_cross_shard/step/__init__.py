@@ -1,1 +1,0 @@
-"""The way of a gradient, from this replica's own to the variables."""

@@ -1,1 +1,0 @@
-"""A Keras optimizer that forwards everything but its update step."""
