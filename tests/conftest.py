@@ -1,13 +1,12 @@
-"""What every test starts from: four logical CPU devices and one seed.
+"""Prepares every test: four logical CPUs, and one random seed.
 
-Logical devices can only be made before TensorFlow initializes, so this is
-done while pytest imports this file, before it imports any test.
+Logical devices can only be made before TensorFlow uses a device. So this file
+makes them while pytest imports it, before pytest imports any test.
 """
 
-import functools
+import ast
 import os
 import pathlib
-import re
 import sys
 from collections.abc import Generator
 from typing import Any
@@ -20,16 +19,10 @@ import tensorflow as tf
 from absl import logging
 from tensorflow.python.data.ops import dataset_ops
 
+from tests.support import logical_devices
+
 NUM_DEVICES = 4
 _PROCESSES = "multi_process"
-
-
-def _split_cpu(num_devices: int) -> None:
-  """Makes `num_devices` logical CPUs of the first physical one."""
-  cpu = tf.config.list_physical_devices("CPU")[0]
-  tf.config.set_logical_device_configuration(
-    cpu, [tf.config.LogicalDeviceConfiguration()] * num_devices
-  )
 
 
 def _without_tuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -39,7 +32,7 @@ def _without_tuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
   return dataset_ops.DatasetV2.with_options(dataset, options)
 
 
-_split_cpu(NUM_DEVICES)
+logical_devices.split_cpu(NUM_DEVICES)
 
 # TensorFlow may idle for seconds when it deletes an iterator that is tuned; see
 # docs/limits.md. The public remedy, debug mode, would run what Keras makes of
@@ -47,19 +40,30 @@ _split_cpu(NUM_DEVICES)
 # every iterator, also for each device's, to apply the options of that mode.
 dataset_ops.DatasetV2._apply_debug_options = _without_tuning
 
-# The same examples in every run: a red test stays red until it is mended. No
-# deadline, since the first call of each TensorFlow kernel is slow, and no
-# database, since Bazel's sandbox cannot be written to.
+# The same examples in every run: a test that fails keeps failing until it is
+# fixed. No deadline, since the first call of each TensorFlow kernel is slow. No
+# database, since Bazel's sandbox is read-only.
 hypothesis.settings.register_profile(
   "repeatable", derandomize=True, deadline=None, database=None
 )
 hypothesis.settings.load_profile("repeatable")
 
 
-@functools.cache
-def _tells_bazel(file: pathlib.Path, words: str) -> bool:
-  """Whether an expression describes what a test's head asks of Bazel."""
-  return bool(re.search(rf"(?m)^# bazel:.*\b({words})\b", file.read_text()))
+def _read_options() -> dict[str, set[pathlib.Path]]:
+  """Returns the lists of tests in options.bzl, by the names of the lists."""
+  folder = pathlib.Path(__file__).absolute().parent
+  # A list in Starlark is a list in Python.
+  tree = ast.parse((folder / "options.bzl").read_text())
+  lists = [node for node in tree.body if isinstance(node, ast.Assign)]
+  return {
+    ast.unparse(node.targets[0]): {
+      folder / name for name in ast.literal_eval(node.value)
+    }
+    for node in lists
+  }
+
+
+_OPTIONS = _read_options()
 
 
 def _starts_processes(file: pathlib.Path) -> bool:
@@ -68,19 +72,19 @@ def _starts_processes(file: pathlib.Path) -> bool:
 
 
 def _place(item: pytest.Item) -> tuple[bool, bool]:
-  """What takes longest, and mostly waits, comes first, then what is large.
+  """Sorts tests of several processes first, then large ones.
 
-  So the last that a process runs is small, and none waits long for the other.
+  Small tests run last, so that no pytest process waits long for the other.
   """
-  is_large = _tells_bazel(item.path, "size=large|timeout=long")
+  is_large = item.path in _OPTIONS["LARGE"]
   return not _starts_processes(item.path), not is_large
 
 
 @pytest.hookimpl(tryfirst=True)  # Before `-m` deselects any.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-  """Marks what Bazel calls slow; with pytest-xdist the order matters too."""
+  """Marks slow tests as such; with pytest-xdist, it also sorts all tests."""
   for item in items:
-    if _tells_bazel(item.path, r"tags=(\w+,)*slow"):
+    if item.path in _OPTIONS["SLOW"]:
       item.add_marker(pytest.mark.slow)
   if "PYTEST_XDIST_WORKER" in os.environ:
     items.sort(key=_place)
@@ -88,11 +92,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-  """With pytest-xdist a file stays whole; those of processes are a row.
+  """With pytest-xdist, one worker runs all tests of a file.
 
-  Tests of one file share what they compile, launch or prepare. Two files at a
-  time that each start several processes would be too much for two cores, while
-  one and an ordinary file get on well.
+  Tests of one file share models and processes. Files that start several
+  processes run one after the other: two at a time are too much for two cores.
   """
   from xdist.scheduler import LoadScopeScheduling
 
@@ -108,7 +111,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-  """On Python 3.10 nothing runs that needs jax, which has no release for it."""
+  """On Python 3.10, skips tests that need jax, which has no release for it."""
   del item
   try:
     yield
@@ -127,7 +130,7 @@ def _same_seed() -> None:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-  """What is warned of in a test."""
+  """The warnings of a test."""
   lines: list[str] = []
   monkeypatch.setattr(
     logging, "warning", lambda text, *args: lines.append(text % args)

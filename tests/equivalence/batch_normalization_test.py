@@ -1,21 +1,19 @@
 """Batch normalization in groups against plain Keras on one device."""
-# bazel: size=medium tags=slow
 
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras as tf_keras_library
 
-from tests.support import testbed
-from tf_cross_shard import (
-  callbacks,
-  keras3,
-  layers,
-  tf_keras,
-)
+from tests.support import testbed, training
+from tf_cross_shard import callbacks, keras3, layers, tf_keras
+
+LIBRARIES = {keras3: keras, tf_keras: tf_keras_library}
 
 STRIDED = [[0, 2], [1, 3]]
 SHAPE = (3, 2, 4, 5)  # of a replica's batch
@@ -23,10 +21,9 @@ OPTIONS = {"momentum": 0.75, "epsilon": 0.125, "dtype": "float64"}
 
 
 def data(replicas: int) -> tuple[np.ndarray, np.ndarray]:
-  """Every replica's inputs, and what its outputs count in the loss.
+  """Returns every replica's inputs, and the weights of its outputs in the loss.
 
-  In float64, and of means far from 0, so that a variance without correct digits
-  is seen.
+  They are float64 with means far from 0: an imprecise variance is noticed.
   """
   rng = np.random.default_rng(3)
   shape = (replicas, *SHAPE)
@@ -36,7 +33,7 @@ def data(replicas: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def make(layer: Any, *args: Any, library: Any = tf.keras, **kwargs: Any) -> Any:
-  """A built layer whose scale and offset are not the usual ones."""
+  """Builds a layer whose scale and offset are not 1 and 0."""
   constant = library.initializers.Constant
   made = layer(
     *args,
@@ -49,7 +46,7 @@ def make(layer: Any, *args: Any, library: Any = tf.keras, **kwargs: Any) -> Any:
 
 
 def step(layer: Any, x: Any, counts: Any, **options: Any) -> list[tf.Tensor]:
-  """Outputs, and gradients of inputs, scale and offset."""
+  """Returns the outputs, and the gradients of inputs, scale and offset."""
   x = tf.convert_to_tensor(x)
   with tf.GradientTape() as tape:
     tape.watch(x)
@@ -66,7 +63,7 @@ def plain(
   mask: Any = None,
   **options: Any,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-  """Keras on all examples at once: what `step` returns, and the statistics."""
+  """Keras on all examples at once; returns what `step` does, and statistics."""
   if not hasattr(library, "Variable"):
     options["fused"] = False  # Its kernel multiplies variances by n / (n - 1).
   layer = make(library.layers.BatchNormalization, library=library, **options)
@@ -88,7 +85,7 @@ def check(
 ) -> None:
   """Compares with plain Keras on each group's concatenated batch.
 
-  `found` is what `step` returned, of each replica; `options` are of `plain`.
+  `found` holds what `step` returned on each replica; `options` go to `plain`.
   """
   assert len(found) == len(statistics) == len(x) > 1
   assert len({value[0].tobytes() for value in found}) == len(x), "same data"
@@ -131,7 +128,7 @@ def _run(
   mode: str = "function",
   mask: Any = None,
 ) -> tuple[list[list[np.ndarray]], list[list[np.ndarray]]]:
-  """What each replica has of `step`, and of the moving statistics."""
+  """Returns each replica's results of `step`, and its moving statistics."""
 
   def replica_step() -> list[tf.Tensor]:
     mine = testbed.replica_id()
@@ -182,7 +179,7 @@ def test_masked_examples_do_not_count(package: Any) -> None:
   x, counts = data(testbed.REPLICAS)
   mask = np.random.default_rng(5).random(x.shape[:-1]) < 0.5
   assert len({each.sum() for each in mask}) > 1
-  library = package.keras
+  library = LIBRARIES[package]
   with strategy.scope():
     layer = make(package.SyncBatchNormalization, STRIDED, library=library)
   found, statistics = _run(strategy, layer, x, counts, mask=mask)
@@ -198,7 +195,7 @@ def test_masked_examples_do_not_count(package: Any) -> None:
 @pytest.mark.parametrize("package", [keras3, tf_keras])
 def test_keras_own_layer_is_warned_of(package: Any, said: list[str]) -> None:
   strategy = testbed.mirrored()
-  library = package.keras
+  library = LIBRARIES[package]
   with strategy.scope():
     keras_own, ours, other = (
       make(layer, *args, library=library, **options)
@@ -220,7 +217,7 @@ def test_keras_own_layer_is_warned_of(package: Any, said: list[str]) -> None:
       for _ in "12":
         callbacks.GroupTensorBoard("").set_model(model)
   [line] = said
-  assert "trains 2 groups apart, but BatchNormalization(synchronized" in line
+  assert "trains 2 separate groups, but BatchNormalization(synchronized" in line
 
 
 @pytest.mark.parametrize("package", [keras3, tf_keras])
@@ -230,7 +227,9 @@ def test_a_replica_without_examples(package: Any) -> None:
   x, counts = data(1)
   with strategy.scope():
     layer = make(
-      package.SyncBatchNormalization, [[0, 1], [2, 3]], library=package.keras
+      package.SyncBatchNormalization,
+      [[0, 1], [2, 3]],
+      library=LIBRARIES[package],
     )
   x, counts = x[0], counts[0]
 
@@ -243,7 +242,7 @@ def test_a_replica_without_examples(package: Any) -> None:
     return strategy.run(replica_step)
 
   found = [strategy.experimental_local_results(each) for each in run()]
-  right, (mean, variance) = plain(x, counts, library=package.keras)
+  right, (mean, variance) = plain(x, counts, library=LIBRARIES[package])
   for ours, expected in zip(found, right, strict=True):
     np.testing.assert_allclose(ours[0], expected, 1e-9, 1e-9)
   for kept, new, initial in zip(
@@ -256,8 +255,8 @@ def test_a_replica_without_examples(package: Any) -> None:
 
 @pytest.mark.parametrize("package", [keras3, tf_keras])
 def test_files_keep_the_groups(package: Any, tmp_path: pathlib.Path) -> None:
-  """And on one device a loaded model trains as Keras' layer does."""
-  library = package.keras
+  """Also, a model that was loaded on one device trains as Keras' layer does."""
+  library = LIBRARIES[package]
   layer = package.SyncBatchNormalization(STRIDED, momentum=0.5)
   model = library.Sequential([library.Input((4,)), layer])
   path = tmp_path / "model.keras"
@@ -269,9 +268,9 @@ def test_files_keep_the_groups(package: Any, tmp_path: pathlib.Path) -> None:
   x = np.random.default_rng(0).normal(size=(8, 4)).astype("f4")
   keras_own = library.layers.BatchNormalization(momentum=0.5)
   expected = keras_own(x, training=True).numpy()
-  testbed.assert_close(layer(x, training=True).numpy(), expected, "outputs")
+  training.assert_close(layer(x, training=True).numpy(), expected, "outputs")
   for own, right in zip(layer.variables, keras_own.variables, strict=True):
-    testbed.assert_close(own.numpy(), right.numpy(), own.name)
+    training.assert_close(own.numpy(), right.numpy(), own.name)
 
 
 def test_groups_of_another_strategy_are_an_error() -> None:
@@ -288,7 +287,3 @@ def test_groups_of_another_strategy_are_an_error() -> None:
     layers.SyncBatchNormalization([[0, 1], [1, 2]])
   with pytest.raises(TypeError, match="synchronized"):
     layers.SyncBatchNormalization(None, synchronized=False)
-
-
-if __name__ == "__main__":
-  raise SystemExit(pytest.main([__file__, "-q"]))

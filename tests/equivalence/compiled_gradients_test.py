@@ -1,5 +1,4 @@
 """The `train_step` of docs/fit.md trains as Keras' own does."""
-# bazel: tags=slow data=//:sources
 
 from typing import Any
 
@@ -81,7 +80,3 @@ def test_trains_as_keras_own_train_step(
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=bound)
   # What is compared is grouped.
   assert np.abs(plain[1][0][0] - plain[1][0][3]).max() > 1e-3
-
-
-if __name__ == "__main__":
-  raise SystemExit(pytest.main([__file__, "-q"]))

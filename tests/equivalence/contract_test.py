@@ -149,7 +149,3 @@ class TestCrossShardOptimizerOfTfKeras(_OfTfKeras, TestCrossShardOptimizer):
     return importlib.import_module(
       "tf_cross_shard.tf_keras"
     ).CrossShardOptimizer(opt)
-
-
-if __name__ == "__main__":
-  raise SystemExit(pytest.main([__file__, "-q"]))

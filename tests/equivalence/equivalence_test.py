@@ -1,8 +1,11 @@
-"""The same numbers everywhere: against plain Keras and against NumPy.
+"""One feature at a time, against plain Keras and NumPy on the group's batch.
 
-{groupings} x {mean, sum} x {whose examples the loss is averaged over}
-  x {custom loop, minimize, minimize with a tape, fit} x {optimizers}
-  x {eager, tf.function}, pairwise.
+Each run differs in the grouping, the reduction, the examples that the loss is
+averaged over, the way to train, the optimizer, eager execution or a function,
+and whether the loss or the gradients are scaled. Every pair of settings occurs.
+
+`random_programs_test.py` combines these settings with all others;
+`mixed_precision_test.py` has mixed precision and loss scaling in both Kerases.
 """
 
 from collections.abc import Sequence
@@ -12,32 +15,30 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import covering, oracle, testbed
+from tests.support import covering, oracle, testbed, training
 from tf_cross_shard import CrossShardOptimizer
 
-# loss_convention_test has the factor of every combination.
+# `loss_convention_test.py` has the factor of every combination.
 FACTORS = [
   ("mean", None),
   ("sum", None),
   ("mean", "replica"),
   ("sum", "global"),
 ]
-# Each way, and over whose examples the loss is averaged that it hands in.
-WAYS = {
-  "custom_loop": "replica",
-  "minimize": "replica",
-  "keras_minimize": "global",
-  "fit": "global",
-}
 UPDATES = ("SGD", "Momentum", "Adam")
-STRIDED = testbed.groups_of(testbed.GROUPINGS["strided"])
+STRIDED = testbed.GROUPINGS["strided"]
 CELLS = covering.pairwise(
-  [list(testbed.GROUPINGS), FACTORS, list(WAYS), UPDATES, ("function", "eager")]
+  [
+    *(list(testbed.GROUPINGS), FACTORS, list(training.WAYS), UPDATES),
+    *(("function", "eager"), (False, True)),
+  ],
+  # With `apply_gradients` alone, only `scale_gradients` applies a factor.
+  lambda row: row[2] != "bare" or row[-1],
 )
 
 
-def _train_by_fit(
-  task: testbed.Regression, optimizer: Any, run_eagerly: bool
+def _fit(
+  task: training.Regression, optimizer: Any, run_eagerly: bool
 ) -> list[Any]:
   """`model.fit` of the same regression; the strategy cuts the batches."""
   model = tf.keras.Sequential(
@@ -49,48 +50,12 @@ def _train_by_fit(
   data = tf.data.Dataset.from_tensor_slices(
     (task.x.reshape(-1, 3), task.y.reshape(-1, 2))
   )
-  batch = testbed.REPLICAS * task.examples
-  testbed.fit(model, data.batch(batch))
+  testbed.fit(model, data.batch(testbed.REPLICAS * task.examples))
   return list(model.trainable_variables)
 
 
-def _train_by_loop(
-  task: testbed.Regression, optimizer: Any, way: str, run_eagerly: bool
-) -> list[Any]:
-  """A loop of one's own under MirroredStrategy."""
-  strategy = testbed.mirrored()
-  with strategy.scope():
-    variables = task.variables()
-    optimizer.build(variables)
-
-  def replica_step(x: tf.Tensor, y: tf.Tensor) -> None:
-    mine = testbed.replica_id()
-
-    def loss() -> tf.Tensor:
-      return task.loss(variables, x[mine], y[mine])
-
-    if way == "custom_loop":
-      pairs = optimizer.compute_gradients(loss, variables)
-      optimizer.apply_gradients(pairs)
-    elif way == "minimize":
-      optimizer.minimize(loss, var_list=variables)
-    else:
-      with tf.GradientTape() as tape:
-        value = loss() / testbed.REPLICAS
-      optimizer.minimize(value, variables, tape=tape)
-
-  def step(x: tf.Tensor, y: tf.Tensor) -> None:
-    strategy.run(replica_step, args=(x, y))
-
-  run = step if run_eagerly else tf.function(step, autograph=False)
-  for x, y in zip(task.x, task.y, strict=True):
-    run(tf.constant(x), tf.constant(y))
-  assert run_eagerly or run.experimental_get_tracing_count() == 1
-  return variables
-
-
 def _train(
-  task: testbed.Regression,
+  task: training.Regression,
   update: str,
   grouping: str,
   way: str,
@@ -98,25 +63,24 @@ def _train(
   **options: Any,
 ) -> list[list[np.ndarray]]:
   """What each replica holds of all variables after training."""
-  with testbed.mirrored().scope():
+  strategy = testbed.mirrored()
+  with strategy.scope():
     optimizer = CrossShardOptimizer(
       testbed.OPTIMIZERS[update](),
       group_assignment=testbed.GROUPINGS[grouping],
       **options,
     )
     if way == "fit":
-      variables = _train_by_fit(task, optimizer, mode == "eager")
-  if way != "fit":
-    variables = _train_by_loop(task, optimizer, way, mode == "eager")
-  return [[*held] for held in zip(*map(testbed.copies, variables), strict=True)]
+      return training.by_replica(_fit(task, optimizer, mode == "eager"))
+    variables = task.variables()
+    optimizer.build(variables)
+  task.train_replicas(strategy, optimizer, variables, mode == "eager", way)
+  return training.by_replica(variables)
 
 
 @pytest.mark.parametrize(
-  ("grouping", "factor", "way", "update", "mode"),
-  [
-    pytest.param(*cell, id="-".join(map(str, (*cell[1], *cell[::2], cell[3]))))
-    for cell in CELLS
-  ],
+  ("grouping", "factor", "way", "update", "mode", "scale_gradients"),
+  [pytest.param(*cell, id="-".join(map(str, cell))) for cell in CELLS],
 )
 def test_against_plain_keras_and_the_oracle(
   grouping: str,
@@ -124,9 +88,9 @@ def test_against_plain_keras_and_the_oracle(
   way: str,
   update: str,
   mode: str,
+  scale_gradients: bool,
 ) -> None:
-  """On the group's batch, and by hand; both judge the same run."""
-  task = testbed.Regression()
+  task = training.Regression()
   reduction, averaged_over = factor
   held = _train(
     task,
@@ -136,28 +100,30 @@ def test_against_plain_keras_and_the_oracle(
     mode,
     reduction=reduction,
     loss_averaged_over=averaged_over,
+    scale_gradients=scale_gradients,
   )
-  # How often the loss counts, if it is not averaged as the user said.
+  # The factor of a loss that is not averaged as the user said.
   surplus = {
-    (None, WAYS[way]): 1.0,
     ("replica", "global"): 1 / testbed.REPLICAS,
     ("global", "replica"): float(testbed.REPLICAS),
-  }.get((averaged_over, WAYS[way]), 1.0)
-  bounds = [testbed.near] if update == "Adam" else []
+  }.get((averaged_over, training.WAYS[way]), 1.0)
+  # A quarter of the loss needs more bits than float32 has.
+  is_exact = update != "Adam" and surplus >= 1.0
+  bounds = [] if is_exact else [training.near]
   groups = testbed.groups_of(testbed.GROUPINGS[grouping])
 
   def plain(members: Sequence[int]) -> list[np.ndarray]:
     count = 1.0 if reduction == "mean" else float(len(members))
     optimizer = testbed.OPTIMIZERS[update]()
-    return testbed.train_plain(task, members, optimizer, count * surplus)
+    return task.train_alone(members, optimizer, count * surplus)
 
   def by_hand(members: Sequence[int]) -> list[np.ndarray]:
     return oracle.train(
       task.x, task.y, task.initial, members, reduction, update, surplus
     )
 
-  testbed.check_groups(held, groups, plain, *bounds)
-  testbed.check_groups(held, groups, by_hand, *bounds)
+  training.check_groups(held, groups, plain, *bounds)
+  training.check_groups(held, groups, by_hand, *bounds)
 
 
 @pytest.mark.parametrize(
@@ -166,21 +132,20 @@ def test_against_plain_keras_and_the_oracle(
 def test_every_other_optimizer(optimizer: str) -> None:
   if testbed.IS_TF_KERAS and optimizer == "Nadam":
     pytest.skip("tf_keras' counts in Python how often it was traced")
-  task = testbed.Regression()
-  held = _train(task, optimizer, "strided", "custom_loop")
+  task = training.Regression()
+  held = _train(task, optimizer, "strided", "compute_gradients")
 
   def expected(members: Sequence[int]) -> list[np.ndarray]:
-    plain = testbed.OPTIMIZERS[optimizer]()
-    return testbed.train_plain(task, members, plain)
+    return task.train_alone(members, testbed.OPTIMIZERS[optimizer]())
 
-  testbed.check_groups(held, STRIDED, expected, testbed.near)
+  training.check_groups(held, STRIDED, expected, training.near)
 
 
 @pytest.mark.tf_keras_mode
 @pytest.mark.skipif(not testbed.IS_TF_KERAS, reason="the cells have all ways")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["compute_gradients", "minimize", "fit"])
 def test_each_way_where_tf_keras_is_tf_dot_keras(way: str) -> None:
-  task = testbed.Regression()
+  task = training.Regression()
   held = _train(task, "Momentum", "strided", way, reduction="sum")
 
   def expected(members: Sequence[int]) -> list[np.ndarray]:
@@ -188,8 +153,4 @@ def test_each_way_where_tf_keras_is_tf_dot_keras(way: str) -> None:
       task.x, task.y, task.initial, members, "sum", "Momentum"
     )
 
-  testbed.check_groups(held, STRIDED, expected)
-
-
-if __name__ == "__main__":
-  raise SystemExit(pytest.main([__file__, "-q"]))
+  training.check_groups(held, STRIDED, expected)

@@ -3,7 +3,6 @@
 The wheel of Keras 3.15 holds them, older ones and tf_keras' hold none. They run
 in a process of their own; see `tests.support.encapsulating`.
 """
-# bazel: size=medium tags=slow
 
 import collections
 import json
@@ -123,7 +122,3 @@ def test_keras_own_tests_pass() -> None:
     assert set(failed) == set(CANNOT_PASS)
     passed = [test for test in tests.values() if test["outcome"] == "passed"]
     assert len(passed) >= LEAST_PASSED
-
-
-if __name__ == "__main__":
-  raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,5 +1,4 @@
 """Against TensorFlow 1's own CrossShardOptimizer, in the same TPU program."""
-# bazel: size=medium tags=slow
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,10 +8,10 @@ import pytest
 import tensorflow as tf
 
 from benchmarks import original
-from tests.support import covering, testbed
+from tests.support import covering, testbed, training
 from tf_cross_shard import CrossShardOptimizer
 
-# Every day equivalence_test has the numbers.
+# This test is slow; `equivalence_test.py` checks the numbers every day.
 _v1 = tf.compat.v1.train
 _keras = tf.keras.optimizers
 PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
@@ -34,7 +33,7 @@ GROUPINGS = ("ungrouped", "contiguous", "strided")
 
 
 def _train(
-  task: testbed.Regression, name: str, is_original: bool, **options: Any
+  task: training.Regression, name: str, is_original: bool, **options: Any
 ) -> list[list[np.ndarray]]:
   """Every replica's weights after all steps, by the original or by ours."""
   strategy = testbed.virtual(testbed.REPLICAS)
@@ -64,7 +63,7 @@ def _train(
   ),
 )
 def test_the_same_weights(grouping: str, name: str, reduction: str) -> None:
-  task, table = testbed.Regression(), testbed.GROUPINGS[grouping]
+  task, table = training.Regression(), testbed.GROUPINGS[grouping]
   options = {"reduction": reduction, "group_assignment": table}
   theirs, mine = (_train(task, name, who, **options) for who in (True, False))
   assert np.abs(theirs[0][0] - task.initial[0]).max() > 1e-2
@@ -73,9 +72,5 @@ def test_the_same_weights(grouping: str, name: str, reduction: str) -> None:
   def right(members: Sequence[int]) -> list[np.ndarray]:
     return theirs[members[0]]
 
-  testbed.check_groups(theirs, groups, right)
-  testbed.check_groups(mine, groups, right, testbed.near)
-
-
-if __name__ == "__main__":
-  raise SystemExit(pytest.main([__file__, "-q"]))
+  training.check_groups(theirs, groups, right)
+  training.check_groups(mine, groups, right, training.near)

@@ -1,5 +1,8 @@
-"""Random programs train as plain Keras and NumPy say. Longer: tools/fuzz.py."""
-# bazel: size=large tags=slow
+"""Combinations of all settings, drawn at random, against plain Keras and NumPy.
+
+`equivalence_test.py` has one feature at a time. `tools/fuzz.py` tries more
+seeds than this test.
+"""
 
 import itertools
 
@@ -10,7 +13,7 @@ from tests.support.random_programs import Program
 
 
 def _settings(program: Program) -> set[tuple[str, str]]:
-  """What a program is like, without the numbers."""
+  """The settings of a program, without its numbers."""
   shape = {
     "group size": len(program.groups[0]),
     "grouping": program.grouping is None,
@@ -41,7 +44,7 @@ def _settings(program: Program) -> set[tuple[str, str]]:
 
 
 def _choose(count: int) -> list[Program]:
-  """Those of the first seeds that have most pairs of settings."""
+  """Returns programs of the first seeds, with most pairs of settings."""
   programs = {seed: random_programs.draw(seed) for seed in range(300)}
   settings = {seed: sorted(_settings(each)) for seed, each in programs.items()}
   chosen = covering.cover(
@@ -64,7 +67,3 @@ def _choose(count: int) -> list[Program]:
 def test_a_random_program(program: Program) -> None:
   print(program)  # pytest shows it if the test fails.
   plain_training.check(program)
-
-
-if __name__ == "__main__":
-  raise SystemExit(pytest.main([__file__, "-q"]))

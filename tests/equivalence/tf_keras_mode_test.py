@@ -4,15 +4,12 @@ TF_USE_LEGACY_KERAS=1 has to be set before TensorFlow is imported, so that the
 tests with the mark `tf_keras_mode` run once more, in one process of their own.
 All others about tf_keras import `tf_cross_shard.tf_keras` beside Keras 3.
 """
-# bazel: size=medium data=//:sources deps=//tests/support:oracle tags=slow
 
 import os
 import pathlib
 import subprocess
 import sys
 import xml.etree.ElementTree
-
-import pytest
 
 from tests.support import contract, testbed
 from tf_cross_shard import tf_keras
@@ -62,7 +59,3 @@ def test_marked_tests_pass(tmp_path: pathlib.Path) -> None:
   for file in files:
     assert any(pathlib.Path(file).stem in name for name in names), file
   assert count["tests"] - count["skipped"] >= LEAST, count
-
-
-if __name__ == "__main__":
-  raise SystemExit(pytest.main([__file__, "-q"]))

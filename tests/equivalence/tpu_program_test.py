@@ -1,5 +1,4 @@
 """What the real TPU compiler makes of a training step."""
-# bazel: size=large
 
 from collections.abc import Callable
 from typing import Any
@@ -107,7 +106,3 @@ def test_state_in_shards() -> None:
     ["reduce-scatter", "all-to-all"],
   )
   assert {each.groups for each in sharded.collectives} == {halves.assignment}
-
-
-if __name__ == "__main__":
-  raise SystemExit(pytest.main([__file__, "-q"]))

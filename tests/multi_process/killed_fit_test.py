@@ -3,7 +3,6 @@
 Damage while a file is being written is in archive_test.py; errors that end a
 `fit`, in backup_test.py.
 """
-# bazel: size=large tags=slow
 
 import json
 import pathlib
@@ -81,7 +80,3 @@ def _assert_same(
   assert its_history == history
   assert its_arrays.keys() == arrays.keys()
   assert [name for name in arrays if its_arrays[name] != arrays[name]] == []
-
-
-if __name__ == "__main__":
-  raise SystemExit(pytest.main([__file__, "-q", "-m", ""]))

@@ -3,8 +3,6 @@
 `before.py` runs by version 1's sessions, in a process of its own. What it
 prints when it goes on itself is what `after.py` has to print.
 """
-# bazel: timeout=long tags=slow data=//:sources
-# bazel: deps=//examples/migration:after,//examples:towers
 
 import functools
 import re
@@ -142,7 +140,3 @@ def test_towers_learn_what_one_device_learns(tmp_path: Path) -> None:
     found["4"], found["1"], atol=0.3, rtol=0, err_msg=outputs["1"]
   )
   np.testing.assert_allclose(found["4"][:, 0], found["1"][:, 0], atol=1e-3)
-
-
-if __name__ == "__main__":
-  raise SystemExit(pytest.main([__file__, "-q"]))

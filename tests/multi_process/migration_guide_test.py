@@ -1,6 +1,4 @@
 """docs/migration.md: its Python runs, and its tables leave nothing out."""
-# bazel: timeout=long tags=slow data=//:sources
-# bazel: deps=//tf_cross_shard/virtual_tpu
 
 import inspect
 import re
@@ -352,7 +350,3 @@ def test_every_optimizer_of_version_1_is_in_a_table() -> None:
     and issubclass(getattr(v1, name), v1.Optimizer)
   }
   assert named == there - {"Optimizer"}
-
-
-if __name__ == "__main__":
-  raise SystemExit(pytest.main([__file__, "-q"]))

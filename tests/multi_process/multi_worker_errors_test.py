@@ -2,7 +2,6 @@
 
 Each launch holds one fault, or all of those after which the workers can go on.
 """
-# bazel: size=large timeout=long tags=slow
 
 import concurrent.futures
 import json
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support import multi_worker_faults, programs, workers
-from tf_cross_shard.multi_worker import launch
+from tf_cross_shard_cli import launch
 
 pytestmark = pytest.mark.slow
 
@@ -313,7 +312,3 @@ def test_a_signal_to_one_worker_ends_all_after_one_batch(
     *("resume", 2), arguments=arguments, environment=SHORT
   ):
     _assert_as_undisturbed(worker.result, [1, 2, 3])
-
-
-if __name__ == "__main__":
-  raise SystemExit(pytest.main([__file__, "-q"]))

@@ -2,8 +2,6 @@
 
 Every process is of its own, and ends with the test whatever happens to it.
 """
-# bazel: timeout=long tags=slow data=//:sources
-# bazel: deps=//examples:multi_worker
 
 import contextlib
 import json
@@ -17,8 +15,8 @@ from typing import NamedTuple
 import pytest
 
 from tests.support import pages, programs
-from tf_cross_shard.multi_worker import launch
 from tf_cross_shard_cli import __main__ as command_line
+from tf_cross_shard_cli import launch
 
 pytestmark = pytest.mark.slow
 
@@ -186,7 +184,3 @@ def test_page_names_what_there_is() -> None:
   for name in ("slurm_resolver", "batches", "report"):
     assert f"`{name}`" in text
     assert re.search(rf"^(def|class) {name}\b", example, re.MULTILINE), name
-
-
-if __name__ == "__main__":
-  raise SystemExit(pytest.main([__file__, "-q"]))

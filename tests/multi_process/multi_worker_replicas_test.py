@@ -2,7 +2,6 @@
 
 Sums in groups inside and across workers, and the values of all replicas.
 """
-# bazel: size=large timeout=long tags=slow
 
 import pathlib
 import tempfile
@@ -151,7 +150,3 @@ def test_a_worker_that_does_not_come_is_not_waited_for(found: Found) -> None:
   assert "worker 1 (" in error["message"]
   assert "at: saving missing." in error["message"]
   assert not exists
-
-
-if __name__ == "__main__":
-  raise SystemExit(pytest.main([__file__, "-q"]))

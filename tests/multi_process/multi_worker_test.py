@@ -3,7 +3,6 @@
 A launch runs all cases of so many workers at once, since a process takes
 seconds to start; the tests then read what each worker had at the end.
 """
-# bazel: size=large timeout=long
 
 import functools
 from collections.abc import Callable, Sequence
@@ -13,18 +12,17 @@ import numpy as np
 import pytest
 
 from tests.support import (
-  int8_oracle,
-  interplay,
+  mixed_precision,
   testbed,
+  training,
   workers,
 )
-from tests.support import interplay_workers as cells
 from tests.support import multi_worker_cases as cases
 from tf_cross_shard import groups as groups_lib
 
-# The half of the last of so many bits, by which rounding is off at most.
+# Half a unit in the last place: the largest relative error of rounding.
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-SMALLEST = 2.0**-24  # of float16; rounding to it is off by as much, at most
+SMALLEST = 2.0**-24  # of float16: the largest absolute error of rounding
 
 
 def _of(*functions: str) -> Any:
@@ -72,7 +70,7 @@ def _groups(count: int, grouping: str) -> groups_lib.Groups:
 def _check(
   held: Sequence[Any], grouping: str, *expected: Callable[..., Any]
 ) -> None:
-  testbed.check_groups(held, _groups(len(held), grouping), *expected)
+  training.check_groups(held, _groups(len(held), grouping), *expected)
 
 
 def _held(launches: Launches, launch: str, key: cases.Key) -> list[Any]:
@@ -85,7 +83,7 @@ def _held(launches: Launches, launch: str, key: cases.Key) -> list[Any]:
 def _given(
   function: str, kind: str, members: Sequence[int]
 ) -> list[list[np.ndarray]]:
-  """Each member's gradients, by variable; sparse ones made dense by NumPy."""
+  """Each member's gradients, by variable; NumPy makes sparse ones dense."""
   each = []
   for member in members:
     if function == "sparse_sum":
@@ -109,9 +107,9 @@ def _negative_sums(
 
 @_of("dense_sum", "sparse_sum")
 def test_sums(launches: Launches, launch: str, key: cases.Key) -> None:
-  """Whole numbers: exact, whatever travels; others within the wire's bits.
+  """Whole numbers are exact; others are within the precision of the wire.
 
-  A gradient is rounded once to what travels, and a dense sum is so once more:
+  A gradient is rounded once to the wire dtype, and a dense sum once more:
   every term was multiplied by at most `(1 + u) ** 2`, and by a little for each
   addition in float32. Rows add up after each was widened again.
   """
@@ -133,44 +131,16 @@ def test_sums(launches: Launches, launch: str, key: cases.Key) -> None:
   assert np.abs(held[0][0] - right[0]).max() > 1e-4, "nothing was narrowed"
 
 
-@_of("int8_steps")
-def test_int8(launches: Launches, launch: str, key: cases.Key) -> None:
-  """NumPy's numbers, to the bit, as on replicas of one process."""
-  _, grouping, *is_sharded = key
-  held = _held(launches, launch, key)
-  grads = [cases.int8_gradients(replica) for replica in range(len(held))]
-  flat = np.stack(
-    [
-      np.concatenate([g.reshape(cases.STEPS, -1) for g in of_one], axis=1)
-      for of_one in grads
-    ],
-    axis=1,
-  )
-  wire = int8_oracle.Wire(
-    _groups(len(held), grouping).to_lists(), flat.shape[2]
-  )
-  weights = -sum(wire.sum(row, bool(is_sharded)) for row in flat)
-  count = len(grads[0])
-  for replica, values in enumerate(held):
-    own = [
-      np.concatenate([v.ravel() for v in part])
-      for part in (values[:count], values[count:])
-    ]
-    np.testing.assert_array_equal(own[0], weights[replica])
-    np.testing.assert_array_equal(own[1], wire.left[replica])
-  assert wire.left.any(axis=1).all()
-
-
 @_of("sharded")
 def test_sharded(launches: Launches, launch: str, key: cases.Key) -> None:
   """Plain Keras' weights; the state was saved and loaded on the way."""
   _, grouping, optimizer, *options = key
   held = _held(launches, launch, key)
-  task = testbed.Regression(num_replicas=len(held))
+  task = training.Regression(num_replicas=len(held))
 
   def expected(members: Sequence[int]) -> list[np.ndarray]:
     plain = testbed.OPTIMIZERS[optimizer]()
-    return testbed.train_plain(task, sorted(members), plain)
+    return task.train_alone(sorted(members), plain)
 
   # Roots of Adafactor are of sums, which plain Keras takes of whole batches.
   bounds = [lambda *_: 1e-6] if options == ["by_variable"] else []
@@ -179,7 +149,7 @@ def test_sharded(launches: Launches, launch: str, key: cases.Key) -> None:
 
 @_of("islands")
 def test_islands(launches: Launches, launch: str, key: cases.Key) -> None:
-  """Joined they have the mean of all groups, and go on apart from it."""
+  """A join sets the mean of all groups, from which each group goes on."""
   held = _held(launches, launch, key)
   groups = _groups(len(held), key[1])
   sums = functools.partial(_negative_sums, "dense_sum", "small")
@@ -195,23 +165,6 @@ def test_islands(launches: Launches, launch: str, key: cases.Key) -> None:
   _check([each["apart"] for each in held], key[1], expected)
 
 
-@_of("late_islands")
-def test_late_islands(launches: Launches, launch: str, key: cases.Key) -> None:
-  """The threads, beside the steps, have what is exchanged at the end.
-
-  Which numbers that are, test_islands and fragments_test ask.
-  """
-  held = _held(launches, launch, key)
-  groups = _groups(len(held), key[1])
-  firsts = [held[members[0]]["late"] for members in groups]
-  for members, first in zip(groups, firsts, strict=True):
-    for replica in members:
-      np.testing.assert_equal(held[replica]["at once"], first)
-      np.testing.assert_equal(held[replica]["late"], first)
-  for one, other in zip(*firsts, strict=True):
-    assert (one != other).any()
-
-
 @_of("retrace")
 def test_one_worker_traces_anew(
   launches: Launches, launch: str, key: cases.Key
@@ -224,10 +177,10 @@ def test_one_worker_traces_anew(
 
 
 def test_one_strategy_after_the_other(launches: Launches) -> None:
-  """None makes variables before the slowest worker is there too.
+  """No worker makes variables before the slowest worker has started.
 
-  TensorFlow's strategy alone waits for nobody when it is made again: the
-  faster worker meets what the other one still knows of the strategy before.
+  TensorFlow's own strategy does not wait when it is made again: the faster
+  worker would use what the other one still has of the strategy before.
   """
   results = [result["one after the other"] for result in _two(launches)]
   for made in zip(*results, strict=True):
@@ -254,9 +207,9 @@ def _forward(weights: Sequence[np.ndarray], x: np.ndarray) -> np.ndarray:
 def test_fit_evaluate_and_predict(
   launches: Launches, launch: str, key: cases.Key
 ) -> None:
-  """Metrics are means over all workers' examples, the same on all of them.
+  """Metrics are means over the examples of all workers, on every worker.
 
-  And `predict` returns all rows, each by the group that its replica is in.
+  `predict` returns all rows, each by the group of its replica.
   """
   held = _held(launches, launch, key)
   x, y = cases.fit_data(len(held))
@@ -273,7 +226,7 @@ def test_fit_evaluate_and_predict(
     assert result["evaluated"] == held[0]["evaluated"]
     assert result["evaluated"] == pytest.approx(metrics, rel=1e-5)
     rows = right.reshape(-1, right.shape[-1])
-    testbed.assert_close(result["predicted"], rows, "predictions")
+    training.assert_close(result["predicted"], rows, "predictions")
     np.testing.assert_array_equal(result["predicted"], held[0]["predicted"])
 
 
@@ -281,7 +234,7 @@ def test_fit_evaluate_and_predict(
 def test_callbacks_for_groups(
   launches: Launches, launch: str, key: cases.Key
 ) -> None:
-  """The first worker evaluates; all decide alike; each group at its best."""
+  """The first worker evaluates, all decide alike, each group is at its best."""
   held = _held(launches, launch, key)
   x, y = cases.fit_data(len(held))
   for i, members in enumerate(_groups(len(held), key[1])):
@@ -334,39 +287,32 @@ def test_trials_move_between_workers(
     np.testing.assert_array_equal(value, right)
 
 
-# ----------------------------------------------------- two Kerases, loss scales
+# ------------------------------------------- mixed precision and loss scaling
 
 
-WANTED = cells.wanted()
-
-
-@pytest.mark.parametrize("key", WANTED, ids="-".join)
-def test_cell(launches: Launches, key: cells.Key) -> None:
+@pytest.mark.parametrize("cell", mixed_precision.WORKER_CELLS, ids=str)
+def test_mixed_precision(
+  launches: Launches, cell: mixed_precision.Cell
+) -> None:
   """Plain Keras' weights; where a loss is scaled, one worker has a NaN."""
-  cell, grouping, options = WANTED[key]
-  done = interplay.join([result[key] for result in _two(launches)])
-  groups = interplay.GROUPINGS[cells.ENGINE][grouping]
-  assert bool(done.steps[-1].skipped) == bool(options)
-  interplay.check(cell, done, groups, cells.with_nan(cell, options))
+  held = [own for result in _two(launches) for own in result[cell]]
+  mixed_precision.check(cell, held, mixed_precision.WORKER_CELLS[cell])
 
 
-def test_cell_of_tensorflows_strategy(launches: Launches) -> None:
+def test_mixed_precision_under_tensorflows_strategy(launches: Launches) -> None:
+  cell = mixed_precision.OF_TENSORFLOW
   results = launches.results("tensorflow-2")
-  done = interplay.join([result["interplay"] for result in results])
-  interplay.check(cells.OF_TENSORFLOW, done, None, with_nan=True)
+  held = [own for result in results for own in result[cell]]
+  mixed_precision.check(cell, held, mixed_precision.WORKER_CELLS[cell])
 
 
 def test_evaluate_and_predict_of_tf_keras(launches: Launches) -> None:
   """Means over all workers' examples, and all rows, on every worker."""
-  given = interplay.data(2, with_nan=False)
+  given = mixed_precision.data(2, has_nan=False)
   right = given.x @ given.kernel + given.bias
   loss = float(np.mean((right - given.y) ** 2))
   for result in _two(launches):
-    evaluated, predicted = result["evaluated", "predicted"]
+    evaluated, predicted = result["evaluated"]
     assert evaluated == pytest.approx(loss, rel=1e-6)
     assert predicted.shape == (right.size, 1)
-    testbed.assert_close(predicted, right.reshape(-1, 1), "predictions")
-
-
-if __name__ == "__main__":
-  raise SystemExit(pytest.main([__file__, "-q"]))
+    training.assert_close(predicted, right.reshape(-1, 1), "predictions")

@@ -5,9 +5,6 @@ this process, which has the four logical CPUs that blocks ask for; those of
 several machines run as two workers of this one. The blocks of two pages build
 on each other, and have tests of their own.
 """
-# bazel: size=large tags=slow data=//:sources
-# bazel: deps=//tf_cross_shard,//tf_cross_shard/virtual_tpu
-# bazel: deps=//tf_cross_shard/multi_worker
 
 import pathlib
 import re
@@ -20,20 +17,20 @@ pytestmark = pytest.mark.slow
 
 EXPECTED = {  # The blocks of Python, or the change of a line, of each page.
   "README.md": 2,
-  "docs/custom_loops.md": 2,
+  "docs/custom_loops.md": 1,
   "docs/embeddings.md": 1,
   "docs/group_callbacks.md": 1,
   "docs/fit.md": 1,
   "docs/groups.md": 4,
   "docs/index.md": 1,
   "docs/islands.md": 1,
-  "docs/issues_that_work.md": 7,
+  "docs/issues_that_work.md": 6,
   "docs/mixed_precision.md": 2,
   "docs/recipes.md": 1,
-  "docs/saving.md": 2,
+  "docs/saving.md": 1,
   "docs/towers.md": 1,
   "docs/trials.md": 1,
-  "docs/updates.md": 3,
+  "docs/updates.md": 2,
   "docs/virtual_tpu.md": 1,
 }
 ELSEWHERE = {"docs/migration.md", "docs/multi_worker.md"}
@@ -75,7 +72,3 @@ def test_program_runs_and_prints_what_the_page_says(
   for worker, line in zip(printed, WORKERS[page, number], strict=True):
     assert re.search(rf"^{line}$", worker.output, re.MULTILINE)
     assert line in pages.text(page)
-
-
-if __name__ == "__main__":
-  raise SystemExit(pytest.main([__file__, "-q"]))

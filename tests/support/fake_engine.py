@@ -19,12 +19,13 @@ import tensorflow as tf
 
 from tests.support import testbed
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import settings as settings_lib
-from tf_cross_shard.collectives import base
-from tf_cross_shard.gradients import packing
-from tf_cross_shard.keras3 import adapter
-from tf_cross_shard.step import flow
-from tf_cross_shard.tf_keras import adapter as tf_keras_adapter
+from tf_cross_shard._src.core import context
+from tf_cross_shard._src.core import settings as settings_lib
+from tf_cross_shard._src.core.collectives import engine as engine_lib
+from tf_cross_shard._src.core.gradients import packing
+from tf_cross_shard._src.core.keras3 import adapter
+from tf_cross_shard._src.core.step import flow
+from tf_cross_shard._src.core.tf_keras import adapter as tf_keras_adapter
 
 PAIRS = groups_lib.Groups([[0, 2], [1, 3]])
 _SECONDS = 60.0  # until members that wait for one that failed give up
@@ -50,7 +51,7 @@ class _Table:
     return list(zip(*by_member, strict=True))
 
 
-class FakeEngine(base.Engine):
+class FakeEngine(engine_lib.Engine):
   """What one replica sees of its group.
 
   Attributes:
@@ -168,14 +169,13 @@ class Replica:
     **settings: Any,
   ) -> None:
     self.engine, self.opt, self.variables = engine, opt, list(variables)
-    kind: Any = adapter.Keras3Optimizer
+    home: Any = adapter
     if type(opt).__module__.startswith("tf_keras."):
-      kind = tf_keras_adapter.TfKerasOptimizer
-    self.inner = kind(opt)
+      home = tf_keras_adapter
+    self.inner = home.adapter(opt)
     checked = settings_lib.Settings(reduction, **settings)
     self.inner.fuse(checked.fused_update)
-    checks: Any = self  # Of whose checks a step takes the engine.
-    self.step = flow.Step(checked, self.inner, checks)
+    self.step = flow.Step(context.Context(checked, self.inner, engine))
     self.step.build(self.variables)
 
   def apply(self, grads: Sequence[Any], **options: Any) -> None:

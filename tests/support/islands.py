@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tf_keras
 
-from tests.support import group_training, testbed
+from tests.support import testbed, training
 from tf_cross_shard import callbacks, replica_state
 
 PAIRS = [[0, 1], [2, 3]]
@@ -40,7 +40,7 @@ class Islands:
     strategy = testbed.STRATEGIES[where]()
     self.groups, self.outer = groups, outer
     kinds = zip(shapes, dtypes or ["f"] * len(shapes), strict=True)
-    self.weights, self.optimizer = group_training.build(
+    self.weights, self.optimizer = training.build(
       NAMES[library],
       opt,
       {f"weight{i}": np.zeros(*kind) for i, kind in enumerate(kinds)},
@@ -50,7 +50,7 @@ class Islands:
     )
     if outer is not None:
       outer.build(self.optimizer, self.weights)
-    self._run = group_training.stepper(self.weights, self.optimizer, strategy)
+    self._run = training.stepper(self.weights, self.optimizer, strategy)
 
   def train(self, *grads: np.ndarray) -> None:
     """Takes steps with each weight's gradients, [steps, replicas, ...]."""
@@ -87,7 +87,7 @@ def check_resumes(
     islands.train(*(rows[at:] for rows in grads))
   np.testing.assert_equal(again.values(), whole.values())
   states = [
-    [testbed.copies(v) for v in islands.optimizer._step.attached]
+    [testbed.copies(v) for v in islands.optimizer._parts.step.attached]
     for islands in (whole, again)
   ]
   np.testing.assert_equal(*states)

@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tests.support import logical_devices
 from tf_cross_shard import CrossShardOptimizer, callbacks, schedules
-from tf_cross_shard.variables import native
+from tf_cross_shard._src.core.variables import native
 
 EPOCHS, STEPS = 5, 4
 GROUPS = [[0], [1]]
 RATES = [0.5, 0.03125]
-# Where in an epoch: within it; then with the best in its file, and no backup;
-# and with both.
+# Where in an epoch it is killed: within it; when the best is in its file, but
+# there is no backup yet; and when there are both.
 PLACES = ("batch", "checkpoint", "backup")
 Place = tuple[int, str | int] | None  # epoch, place or batch
 
@@ -50,7 +51,7 @@ class _Kill(tf.keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class _History(tf.keras.callbacks.Callback):  # type: ignore[misc]
-  """Appends what Keras' history has of an epoch to a file."""
+  """Appends the logs of each epoch to a file."""
 
   def __init__(self, path: pathlib.Path) -> None:
     super().__init__()
@@ -70,11 +71,8 @@ def _train(
   number: int,
   every: int | str,
 ) -> None:
-  """Trains, and writes what is left at the end."""
-  cpu = tf.config.list_physical_devices("CPU")[0]
-  tf.config.set_logical_device_configuration(
-    cpu, [tf.config.LogicalDeviceConfiguration()] * 2
-  )
+  """Trains, and writes all variables at the end."""
+  logical_devices.split_cpu(2)
   tf.keras.utils.set_random_seed(1)
   strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
   layers = tf.keras.layers

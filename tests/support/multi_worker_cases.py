@@ -1,7 +1,7 @@
-"""What each of several workers computes, and the data that it does it with.
+"""Cases that every one of several workers runs, and their data.
 
-A case is run by every worker alike and answers what that worker holds then.
-The test's own process knows the data of all workers, and so what is right.
+A case returns the values of the worker that runs it. The test's own process
+knows the data of all workers, and computes the right values.
 """
 
 import functools
@@ -14,16 +14,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tests.support import testbed
-from tf_cross_shard import (
-  CrossShardOptimizer,
-  callbacks,
-  replica_state,
-  trials,
-)
-from tf_cross_shard.callbacks import base
-from tf_cross_shard.collectives import multi_worker as engines
-from tf_cross_shard.coordination import agreement
+from tests.support import testbed, training
+from tf_cross_shard import CrossShardOptimizer, callbacks, replica_state, trials
+from tf_cross_shard._src.core import internals
+from tf_cross_shard._src.core.collectives import multi_worker as engines
+from tf_cross_shard._src.core.coordination import agreement
+from tf_cross_shard._src.fit import group_callback
 
 Key = tuple[str, ...]
 Case = Callable[[tf.distribute.Strategy], Any]
@@ -43,19 +39,19 @@ GROUPINGS: dict[int, dict[str, list[list[int]] | None]] = {
   },
 }
 ROWS = 7  # of each table whose gradients are sparse
-STEPS = 3  # of those cases that take several
+STEPS = 3  # of cases that take several steps
 FIT = {"share": 2, "steps": 3, "epochs": 2}  # of `model.fit`
 
 
 def own(variables: Sequence[Any]) -> list[np.ndarray]:
-  """What this worker has of each variable."""
+  """This worker's value of each variable."""
   values = [testbed.copies(variable) for variable in variables]
   assert all(len(value) == 1 for value in values)
   return [value[0] for value in values]
 
 
 def place_of(strategy: tf.distribute.Strategy) -> int:
-  """This worker's replica, asked from outside of `strategy.run`."""
+  """The number of this worker's replica, outside of `strategy.run`."""
   resolver = strategy.cluster_resolver
   cluster = resolver.cluster_spec().as_dict()
   before = len(cluster.get("chief", ())) if resolver.task_type != "chief" else 0
@@ -85,9 +81,9 @@ def _shapes(kind: str) -> list[tuple[int, ...]]:
 
 
 def dense_gradients(kind: str, replica: int) -> list[np.ndarray]:
-  """A replica's gradients; whole numbers, so that sums are exact."""
+  """A replica's gradients: whole numbers, with exact sums, unless "normal"."""
   rng = np.random.default_rng([replica, len(kind)])
-  if kind == "normal":  # but not these
+  if kind == "normal":
     return [rng.normal(size=s).astype("float32") for s in _shapes(kind)]
   values = [rng.integers(-8, 9, size=s) for s in _shapes(kind)]
   dtypes: Sequence[Any] = ["float32"] * len(values)
@@ -110,7 +106,7 @@ def _row_ids(kind: str, replica: int) -> list[int]:
 def sparse_gradients(
   kind: str, replica: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Rows, their values, and a dense gradient beside them."""
+  """The indices and values of rows, and a dense gradient."""
   rng = np.random.default_rng([replica, len(kind), 1])
   ids = np.array(_row_ids(kind, replica), "int32")
   if kind == "int64":
@@ -124,7 +120,7 @@ def sparse_gradients(
 def _summing(
   strategy: tf.distribute.Strategy, grouping: str, **options: Any
 ) -> CrossShardOptimizer:
-  """An optimizer that makes a weight of 0 the negative sum of gradients."""
+  """An optimizer whose step turns a weight of 0 into the negative sum."""
   return CrossShardOptimizer(
     tf.keras.optimizers.SGD(1.0),
     "sum",
@@ -186,26 +182,6 @@ def dense_sum(
   return own(variables)
 
 
-def int8_steps(
-  grouping: str, strategy: tf.distribute.Strategy, **options: Any
-) -> list[np.ndarray]:
-  """Weights, then what is left, after steps with `int8_gradients`."""
-  rows = int8_gradients(place_of(strategy))
-  variables, optimizer = _summed(
-    strategy, grouping, [row[0] for row in rows], wire_dtype="int8", **options
-  )
-  run = _stepper(strategy, variables, optimizer)
-  for grads in zip(*rows, strict=True):
-    run(*map(tf.constant, grads))
-  return own([*variables, *optimizer._step.wire.variables])
-
-
-def int8_gradients(replica: int) -> list[np.ndarray]:
-  """A replica's gradients by variable, [steps, ...]."""
-  rng = np.random.default_rng([replica, 8])
-  return [rng.normal(size=(STEPS, *s)).astype("f") for s in _shapes("normal")]
-
-
 def islands(
   grouping: str, strategy: tf.distribute.Strategy
 ) -> dict[str, list[np.ndarray]]:
@@ -227,44 +203,6 @@ def islands(
   return {"joined": joined, "apart": own(variables)}
 
 
-LATE = {"every": 4, "fragments": 2, "delay": 3}
-LATE_CALLS, LATE_COPIED = 12, 9  # Group 1 then goes on from group 0.
-
-
-def late_islands(
-  grouping: str, wire_dtype: str | None, strategy: tf.distribute.Strategy
-) -> dict[str, Any]:
-  """Groups whose fragments meet in threads, and the same without threads.
-
-  The gradients of call `c` are `c` times those of `dense_sum`.
-  """
-  mine = dense_gradients("small", place_of(strategy))
-
-  def train() -> tuple[list[np.ndarray], int]:
-    variables, optimizer = _summed(strategy, grouping, mine)
-    outer = callbacks.OuterOptimizer(
-      optimizer=tf.keras.optimizers.SGD(1.0), wire_dtype=wire_dtype, **LATE
-    )
-    outer.build(optimizer, variables)
-    run = _stepper(strategy, variables, optimizer)
-    for call in range(1, LATE_CALLS + 1):
-      run(*(tf.constant(call * each) for each in mine))
-      outer.step()
-      if call == LATE_COPIED:  # What threads have sent is not true any more.
-        replica_state.copy_group(0, 1, optimizer, variables)
-    return own(variables), sum(
-      part._thread is not None for part in outer._parts
-    )
-
-  late, threads = train()
-  with unittest.mock.patch.object(
-    engines.MultiWorker, "beside", lambda engine: engine
-  ):
-    at_once, none = train()
-  assert (threads, none) == (LATE["fragments"], 0)
-  return {"late": late, "at once": at_once}
-
-
 def sharded(
   grouping: str,
   optimizer: str,
@@ -272,13 +210,12 @@ def sharded(
   shard_update: str = "elementwise",
   row_bytes: int = 1 << 20,
 ) -> list[np.ndarray]:
-  """Three steps, and the shapes of what this replica keeps.
+  """Three steps; also checks the shapes of this replica's slots.
 
-  The first two are in one process' function, the last after its state went
-  through a plain optimizer's file.
+  Before the last step, the state is saved and loaded into a new optimizer.
   """
   replicas = strategy.num_replicas_in_sync
-  task = testbed.Regression(num_replicas=replicas)
+  task = training.Regression(num_replicas=replicas)
 
   def make() -> Any:
     rows = unittest.mock.patch.object(
@@ -299,13 +236,13 @@ def sharded(
   first = make()
   x, y = task.x, task.y
   task.x, task.y = x[:2], y[:2]
-  testbed.train_replicas(task, strategy, first, variables, eager=False)
+  task.train_replicas(strategy, first, variables)
   store: dict[str, Any] = {}
   first.save_own_variables(store)
   second = make()
   second.load_own_variables(store)
   task.x, task.y = x[2:], y[2:]
-  testbed.train_replicas(task, strategy, second, variables, eager=False)
+  task.train_replicas(strategy, second, variables)
   kept = [list(v.shape) for v in second.inner_optimizer.variables]
   is_whole = shard_update == "by_variable"
   members = testbed.groups_of(
@@ -328,7 +265,7 @@ def sparse_sum(
   (table, bias), optimizer = _summed(
     strategy, grouping, [np.zeros((ROWS, 2), "f4"), dense], **options
   )
-  assert base.engine_of(optimizer).keeps_rows  # Else tables would travel.
+  assert internals.engine_of(optimizer).keeps_rows  # Else tables would travel.
 
   def step(ids: tf.Tensor, values: tf.Tensor, dense: tf.Tensor) -> None:
     rows = tf.IndexedSlices(values, ids, tf.constant([ROWS, 2], ids.dtype))
@@ -357,7 +294,7 @@ def sparse_sum(
 def retrace(
   grouping: str, strategy: tf.distribute.Strategy
 ) -> list[np.ndarray]:
-  """Worker 1 alone traces its step anew, for a tensor of another shape."""
+  """Only worker 1 traces its step again, for a tensor of another shape."""
   mine = place_of(strategy)
   given = dense_gradients("retrace", mine)
   variables, optimizer = _summed(strategy, grouping, given)
@@ -434,7 +371,7 @@ KNOWN = ([1.0, 2.0, 0.0, 0.0], [3.0, 2.0, 4.0, 1.0])
 
 
 class _Known(tf.keras.callbacks.Callback):
-  """Metrics that are known, and the weights at that time."""
+  """Sets known metrics, and records the weights of each epoch."""
 
   def __init__(self, known: Sequence[Sequence[float]] = KNOWN) -> None:
     super().__init__()
@@ -450,7 +387,7 @@ class _Known(tf.keras.callbacks.Callback):
 def group_callbacks(
   grouping: str, strategy: tf.distribute.Strategy
 ) -> dict[str, Any]:
-  """`fit` with callbacks for groups; only the first worker's data are right."""
+  """`fit` with callbacks for groups; only the first worker has right data."""
   replicas = strategy.num_replicas_in_sync
   with strategy.scope():
     model = testbed.network()
@@ -485,7 +422,7 @@ def group_callbacks(
     logs = {"loss/group_0": -1.0 * epoch, "loss/group_1": 1.0}
     lower.on_epoch_end(epoch, logs)
   rates = replica_state.group_values(optimizer.learning_rate, optimizer)
-  state = base.collect_state([stop, lower])
+  state = group_callback.collect_state([stop, lower])
   model.set_weights([0.0 * value for value in model.get_weights()])
   replica_state.restore(f"{folder}/best", optimizer, model)
   return {
@@ -506,7 +443,7 @@ KNOWN_TRIALS = ([3.0, 1.0, 0.0], [2.0, 4.0, 0.0])
 
 
 class _Begins(tf.keras.callbacks.Callback):
-  """The weights that epochs begin with."""
+  """Records the weights at the beginning of each epoch."""
 
   def __init__(self) -> None:
     super().__init__()
@@ -517,7 +454,7 @@ class _Begins(tf.keras.callbacks.Callback):
 
 
 def halving(grouping: str, strategy: tf.distribute.Strategy) -> dict[str, Any]:
-  """Four trials in two groups; the second half is trained elsewhere."""
+  """Four trials in two groups; the second half moves to the other group."""
   replicas = strategy.num_replicas_in_sync
   groups = GROUPINGS[replicas][grouping]
   with strategy.scope():
@@ -559,9 +496,6 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (dense_sum, "small", "crossed", "cond", {}),
     (dense_sum, "normal", "ungrouped", "function", {"wire_dtype": "bfloat16"}),
     (dense_sum, "normal", "crossed", "function", {"wire_dtype": "float16"}),
-    (int8_steps, "ungrouped", {}),
-    (int8_steps, "crossed", {}),
-    (int8_steps, "contiguous", {"shard_update": True}),
     (sharded, "ungrouped", "Momentum", {}),
     (sharded, "ungrouped", "Momentum", {"row_bytes": 24}),
     (sharded, "ungrouped", "Adafactor", {"shard_update": "by_variable"}),
@@ -575,7 +509,6 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (retrace, "crossed", {}),
     (fit, "Adam", "crossed", {}),
     (islands, "crossed", {}),
-    (late_islands, "crossed", None, {}),
     (islands, "singletons", {}),
     (group_callbacks, "crossed", {}),
     (halving, "crossed", {}),
@@ -583,10 +516,8 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
   # TensorFlow's own strategy, under which Keras 3's `fit` fails.
   "tensorflow-2": [
     (dense_sum, "mixed", "together", "function", {"wire_dtype": "bfloat16"}),
-    (int8_steps, "together", {}),
     (sparse_sum, "different", "singletons", "function", {}),
     (islands, "singletons", {}),
-    (late_islands, "singletons", "int8", {}),
   ],
 }
 
@@ -602,7 +533,7 @@ def cases_of(launch: str) -> dict[Key, Case]:
   }
 
 
-# Groupings of four replicas, and what travels.
+# Groupings of four replicas, and wire dtypes.
 POWERS = (
   ("ungrouped", None),
   ("contiguous", "bfloat16"),  # inside workers

@@ -14,12 +14,14 @@ import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy
 
 from tests.support import (
+  logical_devices,
+  mixed_precision,
   multi_worker_cases,
   multi_worker_faults,
   replica_state_workers,
 )
 from tf_cross_shard import multi_worker
-from tf_cross_shard.coordination import agreement
+from tf_cross_shard._src.core.coordination import agreement
 
 
 def strategy_of(kind: str, **options: Any) -> tf.distribute.Strategy:
@@ -36,17 +38,24 @@ def numbers(launch: str) -> dict[Any, Any]:
   assert strategy.num_replicas_in_sync > 1
   found: dict[Any, Any] = {}
   for key, case in multi_worker_cases.cases_of(launch).items():
-    begin = time.monotonic()
-    found[key] = case(strategy)
-    print(f"{time.monotonic() - begin:.2f} s: {' '.join(key)}", flush=True)
+    found[key] = _timed(" ".join(key), case, strategy)
   if kind == "tensorflow":
     # A second strategy of TensorFlow's in one process would be a race.
-    found["interplay"] = _cells().train_with_tensorflows(strategy)
+    cell = mixed_precision.OF_TENSORFLOW
+    found[cell] = mixed_precision.train_worker(strategy, cell)
   return found
 
 
+def _timed(name: str, function: Callable[..., Any], *args: Any) -> Any:
+  """Calls a function; the log says how long that took."""
+  begin = time.monotonic()
+  result = function(*args)
+  print(f"{time.monotonic() - begin:.2f} s: {name}", flush=True)
+  return result
+
+
 def start(older: bool = False, timeout: float | None = None) -> dict[str, Any]:
-  """Starts a worker, and says what came of it."""
+  """Starts a worker; returns its error, if there is one."""
   if older:
     mine = agreement.library_versions()[1:]
     agreement.library_versions = lambda: ["tf_cross_shard: 0.0.1", *mine]
@@ -56,7 +65,7 @@ def start(older: bool = False, timeout: float | None = None) -> dict[str, Any]:
 
 
 def faults(what: str, odd: bool) -> dict[str, Any]:
-  """What a worker reports where one of them does something else."""
+  """Returns what a worker reports if one of them does something else."""
   strategy = multi_worker.MultiWorkerStrategy()
   if what == "disagree":
     return multi_worker_faults.disagree(odd, strategy)
@@ -64,19 +73,19 @@ def faults(what: str, odd: bool) -> dict[str, Any]:
 
 
 def lose(kind: str, killed: int) -> dict[str, Any]:
-  """What a worker reports when another one is killed."""
+  """Returns what a worker reports when another one is killed."""
   return multi_worker_faults.lose(kind, killed, strategy_of(kind))
 
 
 def lose_waiting() -> dict[str, Any]:
-  """What a worker reports that waits for one that is killed."""
+  """Returns what a worker reports that waits for one that is killed."""
   return multi_worker_faults.lose_waiting(strategy_of("own"))
 
 
 def resume(
   folder: pathlib.Path, dies: bool, signalled: int | None = None
 ) -> dict[str, Any]:
-  """Training that goes on where it was killed, and an undisturbed one."""
+  """Resumes a training that was killed; also runs one without interruption."""
   strategy = multi_worker.MultiWorkerStrategy()
   found = multi_worker_faults.resume(
     folder / "backup", dies, strategy, signalled
@@ -89,11 +98,8 @@ def resume(
 
 
 def two_replicas_each() -> tf.distribute.Strategy:
-  """Two replicas in each process, as with GPUs; of CPUs it would be one."""
-  cpu = tf.config.list_physical_devices("CPU")[0]
-  tf.config.set_logical_device_configuration(
-    cpu, [tf.config.LogicalDeviceConfiguration()] * 2
-  )
+  """Two replicas in each process, as with GPUs; on CPUs there would be one."""
+  logical_devices.split_cpu(2)
   with unittest.mock.patch.object(
     collective_all_reduce_strategy.CollectiveAllReduceExtended,
     "_initialize_local_devices",
@@ -109,7 +115,7 @@ def two_replicas_each() -> tf.distribute.Strategy:
 
 
 def local_replicas(steps: int, folder: pathlib.Path) -> dict[str, Any]:
-  """What two replicas of each of several processes have."""
+  """Returns the values of two replicas in each of several processes."""
   strategy = two_replicas_each()
   found: dict[Any, Any] = {
     (grouping, wire_dtype): multi_worker_cases.powers_of_two(
@@ -122,7 +128,7 @@ def local_replicas(steps: int, folder: pathlib.Path) -> dict[str, Any]:
 
 
 def one_after_the_other(delay: float) -> list[Any]:
-  """Sums under several strategies; what each broadcasts first differs."""
+  """Sums under several strategies, whose first broadcasts differ."""
   found = []
   for dtype, grouping in (("float32", "ungrouped"), ("int64", "singletons")):
     time.sleep(delay)
@@ -136,20 +142,20 @@ def one_after_the_other(delay: float) -> list[Any]:
 
 def two(delay: float) -> dict[Any, Any]:
   """Several strategies; then two Kerases, mixed precision and loss scaling."""
-  return {"one after the other": one_after_the_other(delay), **_cells().train()}
+  found: dict[Any, Any] = {"one after the other": one_after_the_other(delay)}
+  strategy = multi_worker.MultiWorkerStrategy()
+  for cell in mixed_precision.WORKER_CELLS:
+    found[cell] = _timed(
+      str(cell), mixed_precision.train_worker, strategy, cell
+    )
+  found["evaluated"] = mixed_precision.evaluate_and_predict(strategy)
+  return found
 
 
 def program(path: pathlib.Path) -> None:
   """Runs a program in its folder."""
   os.chdir(path.parent)
   runpy.run_path(str(path), run_name="__main__")
-
-
-def _cells() -> Any:
-  """Imported here, for no other task needs a second Keras: it takes seconds."""
-  from tests.support import interplay_workers
-
-  return interplay_workers
 
 
 TASKS: dict[str, Callable[..., Any]] = {
@@ -174,13 +180,13 @@ def run(
   environment: Mapping[str, str],
   arguments: Mapping[str, Any],
 ) -> None:
-  """Writes to PLACE.log, and leaves what a task returns in PLACE.out."""
+  """Runs a task: its output goes to PLACE.log, its result to PLACE.out."""
   given = pathlib.Path(place)
   with given.with_suffix(".log").open("wb", buffering=0) as log:
     for stream in (sys.stdout, sys.stderr):
       stream.flush()
       os.dup2(log.fileno(), stream.fileno())
-  # The server says nothing where it cannot import what it is told to.
+  # The server is silent if it cannot import a module.
   assert "tests.support.multi_worker_imports" in sys.modules
   os.environ.pop("TF_CONFIG", None)
   os.environ.update(environment)

@@ -1,7 +1,7 @@
-"""An oracle in NumPy: group sums and updates written out by hand.
+"""An oracle in NumPy: sums over groups and updates, written by hand.
 
 It shares no code with the package or with Keras. Gradients are those of
-`testbed.Regression`: `d/dW = x^T e / n`, `d/db = sum(e) / n` with the error
+`training.Regression`: `d/dW = x^T e / n`, `d/db = sum(e) / n` with the error
 `e = x W + b - y` of `n` examples.
 """
 

@@ -1,9 +1,9 @@
-"""What plain Keras and NumPy make of a random program, and whether ours agree.
+"""Runs a random program by plain Keras and NumPy, and compares the results.
 
-The gradients of each replica alone are plain Keras'; NumPy scales, clips and
-sums them; the plain optimizer applies the sums, once per group. Nothing here
-has a strategy or calls the package, but for `lazy_rows`, which Keras has not:
-there ours applies the sums, on one device.
+A tape computes the gradients of each replica alone. NumPy scales, clips and
+sums them. The plain optimizer applies the sums, once per group. Nothing here
+uses a strategy or the package, except for `lazy_rows`, which Keras lacks: there
+CrossShardOptimizer applies the sums on one device.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tests.support import random_programs, testbed
+from tests.support import random_programs, testbed, training
 from tests.support.random_programs import REPLICAS, Features, Model, Program
 from tf_cross_shard import CrossShardOptimizer
 
@@ -28,7 +28,7 @@ class Gradient(NamedTuple):
   """A gradient in NumPy."""
 
   dense: np.ndarray
-  rows: frozenset[int] | None  # those of a sparse one
+  rows: frozenset[int] | None  # the indices of a sparse gradient
 
 
 Gradients = list[Gradient | None]  # in the order of the variables
@@ -65,7 +65,7 @@ def _compare(
   program: Program,
   what: str,
 ) -> None:
-  """A replica's is its group's to the bit, and plain Keras'."""
+  """Replicas of a group have the same bits, close to those of plain Keras."""
   assert mine.dtype == right.dtype, what
   assert mine.tobytes() == first.tobytes(), f"{what} differs from its group's"
   assert np.isfinite(right.astype("float64")).all(), f"{what}: {right} expected"
@@ -78,7 +78,7 @@ def _compare(
 
 
 def tolerance(program: Program) -> float:
-  """How far apart numbers may be, relative to the largest of a variable."""
+  """The largest error, relative to the largest number of a variable."""
   if program.is_exact:
     return 0.0
   coarse = {"bfloat16": 2.0**-6, "float16": 2.0**-9}
@@ -91,7 +91,7 @@ def tolerance(program: Program) -> float:
 
 
 def expected(program: Program, members: Sequence[int]) -> random_programs.State:
-  """What a group of replicas must hold after training."""
+  """The state that a group of replicas must have after training."""
   model = Model(program)
   group = program.groups.index(list(members))
   optimizer = random_programs.make_optimizer(program, group)
@@ -136,7 +136,7 @@ def expected(program: Program, members: Sequence[int]) -> random_programs.State:
       for _ in range(window - 1):  # Keras divides by the window.
         innermost.apply_gradients(_zeros(pairs))
     optimizer.apply_gradients(pairs)
-  if program.way == "fit":  # Averages of the weights take their place.
+  if program.way == "fit":  # Moving averages replace the weights.
     optimizer.finalize_variable_values(model.known)
   values = [*model.known, *testbed.variables_of(optimizer)]
   counts = program.options.get("skip_nonfinite")
@@ -146,13 +146,13 @@ def expected(program: Program, members: Sequence[int]) -> random_programs.State:
 
 
 def _window(program: Program) -> int:
-  """How many calls make one step."""
+  """The number of calls in an accumulation window."""
   k: int = program.settings.get("gradient_accumulation_steps", 1)
   return program.options.get("accumulate_steps", k)
 
 
 def _add_up(calls: Sequence[Gradients]) -> Gradients:
-  """One replica's gradients over a window; rows become dense."""
+  """Sums one replica's gradients over a window; rows become dense."""
   if len(calls) == 1:
     return calls[0]
   return [
@@ -164,7 +164,7 @@ def _add_up(calls: Sequence[Gradients]) -> Gradients:
 
 
 def _zeros(pairs: Sequence[Any]) -> list[Any]:
-  """Gradients of zeros, where there are any."""
+  """Gradients of zeros; None stays None."""
   return [
     (
       None if grad is None else tf.zeros(variable.shape, variable.dtype),
@@ -175,12 +175,12 @@ def _zeros(pairs: Sequence[Any]) -> list[Any]:
 
 
 def factor(program: Program, group_size: int) -> float:
-  """What makes the sum over a group what `reduction` says."""
+  """The factor by which the sum over a group becomes its `reduction`."""
   options = program.options
   is_mean = options["reduction"] == "mean"
   if program.way == "bare" and not options["scale_gradients"]:
     return 1.0
-  default = random_programs.WAYS[program.way]
+  default = training.WAYS[program.way]
   is_global = (options["loss_averaged_over"] or default) == "global"
   copies = REPLICAS if is_global else 1
   return copies / group_size if is_mean else float(copies)
@@ -190,7 +190,7 @@ def _local_gradients(
   program: Program, model: Model, features: Features, group_size: int
 ) -> Gradients:
   """One replica's gradients of the scaled loss."""
-  variables = random_programs.native(model.trained)
+  variables = training.native(model.trained)
   with tf.GradientTape() as tape:
     loss = model.loss_of(program, random_programs.as_tensors(features))
   found: Gradients = []
@@ -212,7 +212,7 @@ def _local_gradients(
 
 
 def _clip(options: dict[str, Any], grads: Gradients) -> Gradients:
-  """One replica's gradients as the wrapper's arguments limit them."""
+  """Clips one replica's gradients as the arguments of the wrapper say."""
   norms = [np.linalg.norm(grad.dense) if grad else 0.0 for grad in grads]
 
   def clip(dense: np.ndarray, norm: float) -> np.ndarray:
@@ -230,7 +230,7 @@ def _clip(options: dict[str, Any], grads: Gradients) -> Gradients:
 
 
 def _narrow(options: dict[str, Any], grads: Gradients) -> Gradients:
-  """Gradients as they travel."""
+  """Rounds gradients to the wire dtype."""
   wire = options.get("wire_dtype")
   if wire is None:
     return grads
@@ -242,9 +242,9 @@ def _narrow(options: dict[str, Any], grads: Gradients) -> Gradients:
 
 
 def _sum(grads: Sequence[Gradient | None], variable: Any, scale: float) -> Any:
-  """The sum as a tensor, or as rows of which none comes twice.
+  """The sum as a tensor, or as rows with different indices.
 
-  Plain Keras would square rows of the same index each for itself.
+  Plain Keras would square each of two rows that have the same index.
   """
   parts = [grad for grad in grads if grad is not None]
   if not parts:

@@ -2,7 +2,7 @@
 
     draw(seed) -> Program -> train: what each replica holds
 
-`plain_training` says what each group must hold.
+`plain_training` computes what each group must hold.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,25 +12,16 @@ from unittest import mock
 import numpy as np
 import tensorflow as tf
 
-from tests.support import testbed
+from tests.support import testbed, training
 from tf_cross_shard import CrossShardOptimizer, schedules
-from tf_cross_shard.collectives import mirrored
-from tf_cross_shard.gradients import packing
+from tf_cross_shard._src.core.collectives import mirrored
+from tf_cross_shard._src.core.gradients import packing
 
 REPLICAS = testbed.REPLICAS
 STEPS = 3
 Features = dict[str, Any]  # x and y, and ids of rows
 _ROWS = 5  # of an embedding
 
-# Each way to train, and over whose examples its loss is taken to be averaged.
-WAYS = {
-  "compute_gradients": "replica",
-  "minimize": "replica",
-  "minimize_tape": "global",
-  "scale_loss": "global",
-  "bare": "global",  # apply_gradients alone
-  "fit": "global",
-}
 MODES = ("eager", "function", "cond")
 
 # The kinds of variables: the shape, and a loss of two numbers for each example.
@@ -75,23 +66,23 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
 
 
 class Program(NamedTuple):
-  """One training program; its text is enough to write it by hand."""
+  """One training program. Its text is enough to write the program by hand."""
 
   seed: int  # of the data and the first weights
   parts: tuple[tuple[str, str], ...]  # kinds of variables, and their dtypes
   is_raw: bool  # whether these are TensorFlow's variables, not Keras'
-  is_built: bool  # whether the optimizer is, before the first step
-  is_partial: bool  # whether the last of its variables is left out of steps
+  is_built: bool  # whether the optimizer is built before the first step
+  is_partial: bool  # whether steps leave out the last variable
   grouping: Any
   way: str
   mode: str
   optimizer: str
-  settings: dict[str, Any]  # of the encapsulated optimizer
+  settings: dict[str, Any]  # arguments of the encapsulated optimizer
   decays: bool  # whether its learning rate is a schedule
   is_per_group: bool  # whether every second group's learning rate is half
   excluded: list[str]  # kinds of variables without weight decay
-  options: dict[str, Any]  # of ours
-  sizes: tuple[int, ...]  # examples of each replica; of `fit`, in the last step
+  options: dict[str, Any]  # arguments of CrossShardOptimizer
+  sizes: tuple[int, ...]  # examples of each replica; in `fit`, of the last step
   share: float  # what the mean over a replica's examples is multiplied by
   is_exact: bool  # whether no sum rounds
   bad: tuple[int, int, float] | None  # step, replica, number that is not finite
@@ -99,7 +90,7 @@ class Program(NamedTuple):
 
   @property
   def steps(self) -> int:
-    """How many there are; whole windows of two where gradients are added up."""
+    """The number of steps; accumulation windows of two calls are complete."""
     is_summing = "accumulate_steps" in self.options
     is_summing |= "gradient_accumulation_steps" in self.settings
     return STEPS + 1 if is_summing else STEPS
@@ -117,11 +108,11 @@ class _Dice:
     self._rng = np.random.default_rng(seed)
 
   def chance(self, probability: float) -> bool:
-    """True as often as that."""
+    """True with this probability."""
     return bool(self._rng.random() < probability)
 
   def one(self, choices: Sequence[Any]) -> Any:
-    """One of them."""
+    """One of the choices."""
     return choices[self._rng.integers(len(choices))]
 
   def order(self, count: int) -> list[int]:
@@ -130,7 +121,7 @@ class _Dice:
 
 
 def _draw_settings(dice: _Dice, name: str, is_exact: bool) -> dict[str, Any]:
-  """What the encapsulated optimizer is made with."""
+  """Draws the arguments of the encapsulated optimizer."""
   settings: dict[str, Any] = dict(OPTIMIZERS[name])
   settings["learning_rate"] = 0.5 if is_exact else 0.0625
   if name in ("SGD", "RMSprop") and dice.chance(0.6):
@@ -158,7 +149,7 @@ def _draw_settings(dice: _Dice, name: str, is_exact: bool) -> dict[str, Any]:
 
 
 def _draw_options(dice: _Dice, is_exact: bool) -> dict[str, Any]:
-  """Arguments of the CrossShardOptimizer."""
+  """Draws the arguments of CrossShardOptimizer."""
   options: dict[str, Any] = {"reduction": dice.one(["mean", "sum"])}
   options["loss_averaged_over"] = dice.one([None, "replica", "global"])
   options["scale_gradients"] = dice.chance(0.25)
@@ -179,7 +170,7 @@ def _draw_options(dice: _Dice, is_exact: bool) -> dict[str, Any]:
 def _draw_parts(
   dice: _Dice, kinds: Sequence[str], dtypes: Sequence[str]
 ) -> tuple[tuple[str, str], ...]:
-  """One to four kinds of variables, of which one is used."""
+  """Draws one to four kinds of variables, at least one of which is used."""
   drawn = ["unused"]
   while set(drawn) == {"unused"}:
     drawn = [dice.one(kinds) for _ in range(dice.one([1, 2, 3, 4]))]
@@ -189,15 +180,15 @@ def _draw_parts(
 
 
 def draw(seed: int) -> Program:
-  """The program of a seed, such as Keras itself can run."""
+  """Returns the program of a seed, which Keras itself could run."""
   dice = _Dice(seed)
-  way, mode = dice.one(list(WAYS)), dice.one(MODES)
+  way, mode = dice.one(list(training.WAYS)), dice.one(MODES)
   is_exact = dice.chance(0.3)
   order = dice.order(REPLICAS)
   size = dice.one([0, 1, 2, REPLICAS])
   grouping = [order[i : i + size] for i in range(0, REPLICAS, size or REPLICAS)]
   options = _draw_options(dice, is_exact)
-  # Others would make much of a little difference, and whole numbers of none.
+  # Other optimizers magnify small differences, and lose exact whole numbers.
   plain_sgd = is_exact or "wire_dtype" in options
   names = [n for n in OPTIMIZERS if n != "Nadam" or not testbed.IS_TF_KERAS]
   name = "SGD" if plain_sgd or dice.chance(0.2) else dice.one(names)
@@ -215,7 +206,7 @@ def draw(seed: int) -> Program:
     bad = dice.one(range(STEPS)), dice.one(range(REPLICAS)), number
 
   dtypes = ["float32", "float32", "float64"]
-  # Half precision has no room for the epsilon of others.
+  # Half precision cannot represent the epsilon of other optimizers.
   if name in ("SGD", "Lion") and not plain_sgd:
     dtypes += ["float16", "bfloat16"]
   if "global_clipnorm" in settings:
@@ -246,8 +237,6 @@ def draw(seed: int) -> Program:
     is_whole |= bool({"clipnorm", "gradient_accumulation_steps"} & {*settings})
     options["shard_update"] = not is_whole
     is_built |= "use_ema" in settings and bool(options["shard_update"])
-  if size != 1:
-    options["noise_scale"] = bool(seed % 2)  # It must change nothing.
   is_whole = name == "Adafactor"
   # In branches, in windows and in shards rows are made dense.
   is_whole |= mode == "cond" or "gradient_accumulation_steps" in settings
@@ -325,34 +314,28 @@ class Model(tf.keras.Model):
         inputs = ids if kind == "embedding layer" else features["x"]
         loss = (value(inputs)[:, :2] - features["y"]) ** 2
       else:
-        [variable] = native([value])
+        [variable] = training.native([value])
         narrow = {k: tf.cast(features[k], variable.dtype) for k in ("x", "y")}
         loss = _VARIABLES[kind][1](variable, narrow | {"ids": ids})
       total += tf.cast(tf.reduce_sum(loss, axis=1), tf.float32)
     return total
 
   def loss_of(self, program: Program, features: Features) -> tf.Tensor:
-    """What a replica differentiates in a loop of one's own."""
+    """The loss that a replica differentiates in a custom loop."""
     return program.share * tf.reduce_mean(self(features))
-
-
-def native(variables: Sequence[Any]) -> list[Any]:
-  """TensorFlow's variables, which tapes know, of Keras'."""
-  keras_variable = getattr(tf.keras, "Variable", ())
-  return [v.value if isinstance(v, keras_variable) else v for v in variables]
 
 
 def _numbers(
   rng: np.random.Generator, program: Program, shape: tuple[int, ...]
 ) -> np.ndarray:
-  """Small whole numbers where sums must not round, else any."""
+  """Small whole numbers where sums must not round, else normal ones."""
   if program.is_exact:
     return rng.integers(-2, 3, shape).astype("float32")
   return rng.normal(size=shape).astype("float32")
 
 
 def data(program: Program) -> list[list[Features]]:
-  """The examples of each step and replica; no two replicas' are the same."""
+  """The examples of each step and replica; they differ between replicas."""
   rng = np.random.default_rng([program.seed, 2])
   steps = []
   for step in range(program.steps):
@@ -394,7 +377,7 @@ def _rate_of(program: Program, group: int) -> Any:
 
 
 def make_optimizer(program: Program, group: int | None = None) -> Any:
-  """The optimizer to encapsulate, or what plain Keras has for a group."""
+  """The optimizer to encapsulate, or that of plain Keras for a group."""
   settings = dict(program.settings)
   del settings["learning_rate"]
   rate = _rate_of(program, group or 0)
@@ -410,7 +393,7 @@ def make_optimizer(program: Program, group: int | None = None) -> Any:
 
 
 class State(NamedTuple):
-  """What one replica, or plain Keras, holds after training."""
+  """The values of one replica, or of plain Keras, after training."""
 
   variables: list[np.ndarray]  # the model's, then those of the optimizer
   skipped: int | None
@@ -469,32 +452,22 @@ def _train_by_fit(program: Program, model: Model, optimizer: Any) -> None:
       run_eagerly=program.mode == "eager",
       steps_per_execution=program.steps if several else 1,
     )
-  # Without an end no replica has to ask, in what is traced, if it has data.
+  # The dataset repeats without end, so that replicas need not check for data.
   batches = dataset.batch(2 * REPLICAS).repeat()
   model.fit(batches, steps_per_epoch=program.steps, shuffle=False, verbose=0)
 
 
 def _train_by_loop(program: Program, model: Model, optimizer: Any) -> None:
-  """A loop of one's own."""
+  """A custom loop."""
   strategy, variables = testbed.mirrored(), model.trained
 
   def replica_step(features: Features) -> tf.Tensor:
-    def loss() -> tf.Tensor:
-      return model.loss_of(program, features)
-
-    if program.way == "minimize":
-      return optimizer.minimize(loss, var_list=variables)
-    if program.way == "compute_gradients":
-      pairs = optimizer.compute_gradients(loss, variables)
-      return optimizer.apply_gradients(pairs)
-    with tf.GradientTape() as tape:
-      value = loss()
-      if program.way == "scale_loss":
-        value = optimizer.scale_loss(value)
-    if program.way == "minimize_tape":
-      return optimizer.minimize(value, variables, tape=tape)
-    grads = tape.gradient(value, native(variables))
-    return optimizer.apply_gradients(zip(grads, variables, strict=True))
+    return training.take_step(
+      optimizer,
+      lambda: model.loss_of(program, features),
+      variables,
+      program.way,
+    )
 
   def in_cond(features: Features) -> tf.Tensor:
     return tf.cond(

@@ -1,6 +1,6 @@
-"""A training that groups do apart, in any strategy, to be saved and restored.
+"""Models and optimizers whose groups differ, to be saved and restored.
 
-Used in the tests' own process and in those of several workers.
+They are used in the tests' own process and in those of several workers.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,9 @@ from tests.support import testbed
 from tf_cross_shard import CrossShardOptimizer, replica_state
 
 EXAMPLES = 4  # of each replica in a step
+N = testbed.REPLICAS
+PAIRS = [[0, 1], [2, 3]]
+STRATEGIES = {**testbed.STRATEGIES, "pair": lambda: testbed.virtual(2)}
 
 
 class Training:
@@ -59,14 +62,14 @@ class Training:
     self.strategy.run(replica_step)
 
   def steps(self, start: int, end: int) -> None:
-    """Trains on data that differ between replicas and steps."""
+    """Trains on data that differ between replicas and between steps."""
     for step in range(start, end):
       rng = np.random.default_rng([1, step])
       shape = (self.replicas, EXAMPLES, 4)
       self.run(tf.constant(rng.normal(size=shape).astype("float32")))
 
   def state(self) -> dict[str, list[np.ndarray]]:
-    """What the replicas of this process have of all variables."""
+    """The values of all variables on the replicas of this process."""
     variables = [*self.model.variables, *self.optimizer.variables]
     return {
       f"{i} {variable.name}": testbed.copies(variable)
@@ -93,7 +96,7 @@ def two_in_two_out(home: Any) -> Any:
 def same(
   one: dict[str, list[np.ndarray]], other: dict[str, list[np.ndarray]]
 ) -> list[str]:
-  """Whether two trainings have the same bits: what differs."""
+  """Returns the names of the variables whose bits differ."""
   assert len(one) == len(other) > 0
   return [
     name
@@ -101,6 +104,21 @@ def same(
     if [(a.dtype, a.shape, a.tobytes()) for a in mine]
     != [(a.dtype, a.shape, a.tobytes()) for a in theirs]
   ]
+
+
+def lists(arrays: Any) -> Any:
+  """Arrays as lists and numbers."""
+  return [np.asarray(array).tolist() for array in arrays]
+
+
+def values(variable: Any) -> Any:
+  """What `replica_state.values` returns, as lists and numbers."""
+  return lists(replica_state.values(variable))
+
+
+def group_values(variable: Any, optimizer: Any) -> Any:
+  """What `replica_state.group_values` returns, as lists and numbers."""
+  return lists(replica_state.group_values(variable, optimizer))
 
 
 def spread(variable: Any, arrays: Sequence[Any]) -> None:
@@ -112,3 +130,25 @@ def spread(variable: Any, arrays: Sequence[Any]) -> None:
   assert len(locals_) == len(arrays)
   for copy, array in zip(locals_, arrays, strict=True):
     copy.assign(array)
+
+
+def simple(
+  where: str, groups: Any = PAIRS, make: Any = None
+) -> tuple[Any, list[Any]]:
+  """An optimizer and two weights, whose values differ between groups."""
+  with STRATEGIES[where]().scope():
+    weights = [
+      tf.keras.Variable([0.0, 0.0], name="weight"),
+      tf.Variable(0.0, name="scale"),
+    ]
+    made = make() if make else tf.keras.optimizers.SGD(0.5, momentum=0.5)
+    sharded = CrossShardOptimizer(made, group_assignment=groups)
+    sharded.build(weights)
+  for index, members in enumerate(groups):
+    assert len(groups) * len(members) == (2 if where == "pair" else N)
+    for variable in [*weights, *sharded.variables]:
+      copies = testbed.copies(variable)
+      for replica in members:
+        copies[replica] = np.full_like(copies[replica], 10 * index + 10)
+      spread(variable, copies)
+  return sharded, weights

@@ -15,7 +15,8 @@ import tensorflow as tf
 from tests.support import multi_worker_cases, multi_worker_faults
 from tests.support import replica_state_cases as cases
 from tf_cross_shard import CrossShardOptimizer, replica_state
-from tf_cross_shard.replica_state import archive, replica_values
+from tf_cross_shard._src.core.collectives import replica_values
+from tf_cross_shard._src.replica_state import archive
 
 # Of other dtypes TensorFlow makes no variables under this strategy.
 DTYPES = ("float16", "float64", "int64", "bool")

@@ -1,8 +1,7 @@
-"""What distributed tests share: strategies, models and data that differ."""
+"""Strategies, optimizers and small models that distributed tests share."""
 
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import virtual_tpu
-from tf_cross_shard.callbacks import base
+from tf_cross_shard._src.fit import group_callback
 
 REPLICAS = 4
 GROUPINGS: dict[str, list[list[int]] | None] = {
@@ -42,7 +41,7 @@ RATES: dict[str, dict[str, float]] = {
 
 
 def optimizers_of(library: Any) -> dict[str, Callable[..., Any]]:
-  """Makers of those optimizers that a Keras has, by name."""
+  """Returns functions that make the optimizers of a Keras, by name."""
   found = {}
   homes = {"": library.optimizers}
   if not hasattr(library, "Variable"):
@@ -52,8 +51,8 @@ def optimizers_of(library: Any) -> dict[str, Callable[..., Any]]:
       kind = getattr(home, "SGD" if name == "Momentum" else name, None)
       if kind is not None:
         found[prefix + name] = functools.partial(kind, **options)
-  # Muon came with Keras 3.9. In 3.12 its update asks for what TensorFlow's
-  # variables do not have, so that plain Keras cannot use it either.
+  # Muon came with Keras 3.9. In 3.12 its update reads an attribute that
+  # TensorFlow's variables lack, so that plain Keras cannot use it either.
   muon = getattr(library.optimizers, "Muon", None)
   if muon and "_should_use_adamw" not in inspect.getsource(muon.update_step):
     found["Muon"] = functools.partial(muon, 0.01)
@@ -67,8 +66,8 @@ OPTIMIZERS = optimizers_of(tf.keras)
 def mirrored(num_replicas: int = REPLICAS) -> tf.distribute.MirroredStrategy:
   """MirroredStrategy over logical CPUs; asserts that it is distributed."""
   devices = [f"CPU:{i}" for i in range(num_replicas)]
-  # Keys of collectives belong to the process: strategies of two sizes that both
-  # met in them would take each other's.
+  # Collectives of one process share their keys: strategies of two sizes that
+  # both used collectives would receive each other's tensors.
   meet = None
   if num_replicas != REPLICAS:
     meet = tf.distribute.ReductionToOneDevice()
@@ -121,13 +120,13 @@ def variable(
 
 
 def is_legacy(optimizer: Any) -> bool:
-  """Whether it is one of `tf_keras.optimizers.legacy`, encapsulated or not."""
+  """Whether an optimizer, or the one in it, is of `optimizers.legacy`."""
   optimizer = getattr(optimizer, "inner_optimizer", optimizer)
   return "legacy" in type(optimizer).__module__
 
 
 def build(optimizer: Any, variables: Sequence[Any]) -> None:
-  """Makes the slots, also where there is no public way to."""
+  """Makes the slots, also of legacy optimizers, which have no `build`."""
   if hasattr(optimizer, "build"):
     optimizer.build(variables)
   else:
@@ -138,7 +137,7 @@ def variables_of(optimizer: Any) -> list[Any]:
   """All variables of an optimizer of any Keras, in one order."""
   found = optimizer.variables
   found = list(found() if callable(found) else found)
-  # Of older optimizers they stand in the order in which they were made.
+  # Legacy optimizers list variables in the order in which they were made.
   return sorted(found, key=lambda v: v.name) if is_legacy(optimizer) else found
 
 
@@ -151,99 +150,12 @@ def groups_of(
   return groups_lib.Groups(grouping)
 
 
-class Regression:
-  """A linear regression whose arithmetic is exact for a few SGD steps.
-
-  Weights, data and step size are small multiples of powers of two, so that
-  float32 sums are exact and the order of summation cannot matter.
-  """
-
-  examples = 2  # per replica and step
-  steps = 3
-
-  def __init__(self, seed: int = 7, num_replicas: int = REPLICAS) -> None:
-    rng = np.random.default_rng(seed)
-    shape = (self.steps, num_replicas, self.examples)
-    self.x = rng.integers(-1, 2, size=(*shape, 3)).astype("float32")
-    self.y = rng.integers(-2, 3, size=(*shape, 2)).astype("float32")
-    self.initial = [
-      rng.integers(-2, 3, size=(3, 2)).astype("float32"),
-      rng.integers(-2, 3, size=(2,)).astype("float32"),
-    ]
-    flat = self.x.reshape(self.steps, num_replicas, -1)
-    assert not (flat == flat[:, :1]).all(axis=(0, 2))[1:].any(), "same data"
-
-  def variables(self, library: Any = tf.keras) -> list[Any]:
-    """New weights with the initial values."""
-    return [
-      variable(value, name, library)
-      for value, name in zip(self.initial, ("kernel", "bias"), strict=True)
-    ]
-
-  def loss(self, variables: Sequence[Any], x: Any, y: Any) -> tf.Tensor:
-    """Half the squared error, averaged over the examples handed in."""
-    error = tf.matmul(x, variables[0]) + variables[1] - y
-    return tf.reduce_mean(tf.reduce_sum(error * error, axis=-1)) / 2.0
-
-  def group_batch(
-    self, step: int, members: Sequence[int]
-  ) -> tuple[np.ndarray, np.ndarray]:
-    """The examples of all members of a group, concatenated."""
-    rows = list(members)
-    return (
-      np.concatenate(self.x[step, rows]),
-      np.concatenate(self.y[step, rows]),
-    )
-
-
-def train_plain(
-  task: Regression,
-  members: Sequence[int],
-  optimizer: Any,
-  factor: float = 1.0,
-  library: Any = tf.keras,
-) -> list[np.ndarray]:
-  """Plain Keras, without a strategy, on a group's concatenated batch."""
-  variables = task.variables(library)
-  build(optimizer, variables)
-  for step in range(task.steps):
-    x, y = task.group_batch(step, members)
-    with tf.GradientTape() as tape:
-      loss = factor * task.loss(variables, x, y)
-    grads = tape.gradient(loss, variables)
-    optimizer.apply_gradients(zip(grads, variables, strict=True))
-  return [each.numpy() for each in variables]
-
-
-def train_replicas(
-  task: Regression,
-  strategy: tf.distribute.Strategy,
-  optimizer: Any,
-  variables: Sequence[Any],
-  eager: bool,
-) -> None:
-  """Minimizes each replica's own loss, eagerly or in one function."""
-
-  def step(x: tf.Tensor, y: tf.Tensor) -> None:
-    def replica_step() -> None:
-      mine = replica_id()
-      optimizer.minimize(
-        lambda: task.loss(variables, x[mine], y[mine]), var_list=variables
-      )
-
-    strategy.run(replica_step)
-
-  run = step if eager else tf.function(step, autograph=False)
-  for x, y in zip(task.x, task.y, strict=True):
-    run(tf.constant(x), tf.constant(y))
-
-
 def fit(
   model: Any, data: tf.data.Dataset, epochs: int = 1, **options: Any
 ) -> Any:
-  """`fit` with one iterator for all epochs, since making one takes longest.
+  """Calls `fit` with one iterator for all epochs: to make one takes longest.
 
-  Without an end no replica has to ask, in what is traced, if it has data.
+  The dataset repeats without end, so that replicas need not check for data.
   """
   steps = int(data.cardinality())
   return model.fit(
@@ -252,7 +164,7 @@ def fit(
 
 
 def network(outputs: int = 2, dropout: float = 0.0) -> Any:
-  """A network with a nonlinearity; the same weights each time."""
+  """A network with a nonlinearity; its weights are always the same."""
   tf.keras.utils.set_random_seed(1)
   layers = tf.keras.layers
   return tf.keras.Sequential(
@@ -276,8 +188,8 @@ def interrupt() -> None:
   raise KeyboardInterrupt
 
 
-class Interruption(base.GroupCallback):
-  """Ends `fit`, or acts, as an epoch begins or after a batch of it."""
+class Interruption(group_callback.GroupCallback):
+  """Ends `fit`, or calls a function, at a certain epoch or batch."""
 
   def __init__(
     self,
@@ -296,47 +208,8 @@ class Interruption(base.GroupCallback):
     self.on_train_batch_end(None)
 
   def on_train_batch_end(self, batch: Any, logs: Any = None) -> None:
-    if (self._epoch, batch) == self._at and not self.passes_over:
+    if (self._epoch, batch) == self._at and not self.is_skipping_batches:
       self._act()
-
-
-def assert_close(actual: np.ndarray, expected: np.ndarray, where: str) -> None:
-  """At most 1e-6 apart, relative to the largest weight."""
-  bound, difference = near(expected), float(np.abs(actual - expected).max())
-  assert difference <= bound, f"{where}: {difference} > {bound}"
-
-
-def near(value: np.ndarray, *_: Any) -> float:
-  """The bound of `assert_close`, for `check_groups`."""
-  return 1e-6 * max(1.0, float(np.abs(value).max()))
-
-
-def check_groups(
-  held: Sequence[Sequence[np.ndarray]],
-  groups: groups_lib.Groups,
-  expected: Callable[[Sequence[int]], Sequence[Any]],
-  bound: Callable[..., Any] = lambda *_: 0.0,
-) -> None:
-  """Every replica holds what its group was to learn; members bitwise.
-
-  Of `held`, [replicas, variables], a variable may be off by `bound`, which is
-  given the right value, the variable's number and the members.
-  """
-  assert len(held) == groups.num_replicas > 1
-  for members in groups:
-    right = [np.asarray(value, "float64") for value in expected(members)]
-    for replica in members:
-      for i, (mine, first, value) in enumerate(
-        zip(held[replica], held[members[0]], right, strict=True)
-      ):
-        assert mine.tobytes() == first.tobytes(), f"replica {replica}, {i}"
-        off = np.abs(mine.astype("float64") - value)
-        allowed = bound(value, i, members)
-        assert (off <= allowed).all(), f"replica {replica}, {i}: {off.max()}"
-  # A sum over the wrong members would have been seen.
-  i = next(i for i in range(len(held[0])) if any(m[i].any() for m in held))
-  for one, other in itertools.combinations(groups, 2):
-    assert (held[one[0]][i] != held[other[0]][i]).any()
 
 
 @functools.cache

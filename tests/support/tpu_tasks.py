@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_cross_shard import virtual_tpu
-from tf_cross_shard.virtual_tpu import lowering, replica_context
+from tf_cross_shard._src.virtual_tpu import lowering, replica_context
 
 _layers = tf.keras.layers
 

@@ -3,7 +3,6 @@
 To start a process that imports TensorFlow takes seconds. So one server process
 imports it once, makes no device, and is forked for each worker.
 """
-# bazel: deps=//tests/support:multi_worker_imports
 
 import contextlib
 import dataclasses
@@ -18,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.support import multi_worker_tasks
-from tf_cross_shard.multi_worker import launch
+from tf_cross_shard_cli import launch
 
 # How long the others have to end by themselves when one failed.
 _GRACE = 5.0

@@ -1,0 +1,45 @@
+"""Options of tests, for Bazel and for conftest.py, which marks slow tests."""
+
+# Tests that take more than two minutes on one core.
+LARGE = [
+    "equivalence/mixed_precision_test.py",
+    "equivalence/random_programs_test.py",
+    "equivalence/saved_files_test.py",
+    "equivalence/tpu_program_test.py",
+    "multi_process/examples_test.py",
+    "multi_process/killed_fit_test.py",
+    "multi_process/migration_example_test.py",
+    "multi_process/migration_guide_test.py",
+    "multi_process/multi_worker_errors_test.py",
+    "multi_process/multi_worker_example_test.py",
+    "multi_process/multi_worker_replicas_test.py",
+    "multi_process/multi_worker_test.py",
+    "multi_process/pages_test.py",
+    "unit/replica_state/checkpoint_test.py",
+    "unit/replica_state/group_models_loaded_test.py",
+    "unit/replica_state/group_models_test.py",
+]
+
+# Tests that repeat at length what other tests show. tools/test.sh leaves them
+# out; tools/bazel_test.sh runs them.
+SLOW = [
+    "equivalence/batch_normalization_test.py",
+    "equivalence/compiled_gradients_test.py",
+    "equivalence/keras_own_test.py",
+    "equivalence/original_test.py",
+    "equivalence/random_programs_test.py",
+    "equivalence/saved_files_test.py",
+    "equivalence/tf_keras_mode_test.py",
+    "multi_process/examples_test.py",
+    "multi_process/killed_fit_test.py",
+    "multi_process/migration_example_test.py",
+    "multi_process/migration_guide_test.py",
+    "multi_process/multi_worker_errors_test.py",
+    "multi_process/multi_worker_example_test.py",
+    "multi_process/multi_worker_replicas_test.py",
+    "multi_process/pages_test.py",
+    "unit/backup/backup_test.py",
+    "unit/replica_state/group_models_loaded_test.py",
+    "unit/search/halving_test.py",
+    "unit/search/population_test.py",
+]

@@ -1,0 +1,501 @@
+"""Backups in one process; several are in multi_worker_errors_test.py.
+
+What our callbacks know, and a process that is killed, in killed_fit_test.py.
+"""
+
+import functools
+import json
+import os
+import pathlib
+import re
+import signal
+import time
+import types
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+from absl import logging
+
+import tf_cross_shard
+import tf_cross_shard.tf_keras
+from tests.support import replica_state_cases as cases
+from tests.support import testbed
+from tf_cross_shard import callbacks, multi_worker, replica_state
+from tf_cross_shard._src.backup import preemption
+from tf_cross_shard._src.core.collectives import replica_values
+from tf_cross_shard._src.core.coordination import agreement
+from tf_cross_shard._src.fit import group_callback
+from tf_cross_shard._src.replica_state import archive, group_state
+
+pytestmark = pytest.mark.slow
+
+X = np.random.default_rng(0).normal(size=(32, 4)).astype("f4")
+EPOCHS = 4
+GROUPS = [[0, 2], [1, 3]]
+
+
+def _model(groups: Any = None, library: Any = tf.keras, **options: Any) -> Any:
+  """A model whose next step depends on all that has to be saved."""
+  library.utils.set_random_seed(3)
+  layers = library.layers
+  # The random numbers of tf_keras are not variables of the model.
+  is_tf_keras = library is tf_keras or testbed.IS_TF_KERAS
+  dropout = [] if is_tf_keras else [layers.Dropout(0.5)]
+  model = library.Sequential(
+    [
+      *(library.Input((4,)), layers.Dense(8), *dropout),
+      *(layers.BatchNormalization(), layers.Dense(1)),
+    ]
+  )
+  home = tf_cross_shard.tf_keras if library is tf_keras else tf_cross_shard
+  optimizer = home.CrossShardOptimizer(
+    library.optimizers.Adam(0.01), group_assignment=groups
+  )
+  model.compile(optimizer, "mse", **options)
+  return model
+
+
+def _fit(model: Any, *others: Any) -> list[int]:
+  """Returns the epochs that were trained."""
+  data = tf.data.Dataset.from_tensor_slices((X, X[:, :1])).batch(8)
+  history = testbed.fit(model, data, EPOCHS, callbacks=list(others))
+  return list(history.epoch)
+
+
+def _crash(folder: pathlib.Path, model: Any) -> None:
+  with pytest.raises(KeyboardInterrupt):
+    _fit(model, callbacks.BackupAndRestore(folder), testbed.Interruption(2))
+
+
+def _variables(model: Any) -> list[Any]:
+  return [*model.variables, *testbed.variables_of(model.optimizer)]
+
+
+def _state(model: Any) -> dict[str, Any]:
+  values = map(testbed.copies, _variables(model))
+  return {str(i): copies for i, copies in enumerate(values)}
+
+
+def _terminate() -> None:
+  os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _train(kind: str, *others: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Trains a new model; returns the history and the state of all replicas."""
+  library = tf_keras if "tf_keras" in kind else tf.keras
+  options: dict[str, Any] = {"metrics": ["mae"]}
+  if "executions" in kind:
+    options["steps_per_execution"] = 3 if "ragged" in kind else 2
+  listed = list(others)
+  strategy = tf.distribute.get_strategy()
+  if kind == "groups":
+    strategy = testbed.mirrored()
+    outer = callbacks.OuterOptimizer(3)
+    listed = [outer, callbacks.GroupMetrics((X, X[:, :1])), *others]
+  with strategy.scope():
+    model = _model(GROUPS if kind == "groups" else None, library, **options)
+  data = tf.data.Dataset.from_tensor_slices((X, X[:, :1])).batch(8)
+  if "ragged" in kind:  # of three batches, and of one
+    history = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=listed)
+  else:
+    history = testbed.fit(model, data, EPOCHS, callbacks=listed)
+  return history.history, _state(model)
+
+
+@functools.cache
+def _undisturbed(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+  """What nothing has interrupted."""
+  return _train(kind)
+
+
+@pytest.mark.parametrize(
+  ("kind", "at_end", "within"),
+  [
+    ("groups", 4, 2),
+    ("tf_keras", 4, 2),
+    ("tf_keras, executions", 4, 2),
+    ("one device, ragged executions", 6, 3),  # as Keras 3 counts
+    ("tf_keras, ragged executions", 4, 3),
+  ],
+)
+def test_a_resumed_epoch_is_that_of_no_crash(
+  kind: str, at_end: int, within: int, tmp_path: pathlib.Path
+) -> None:
+  """Also its metrics, and when groups join: at the end of epochs, and not."""
+  history, state = _undisturbed(kind)
+  crash = testbed.Interruption(2, within - 1)
+  every = 1 if "ragged" in kind else 2
+  with pytest.raises(KeyboardInterrupt):
+    _train(kind, callbacks.BackupAndRestore(tmp_path, every=every), crash)
+  names = {path.name for path in (tmp_path / "worker_0").iterdir()}
+  newest = [f"epoch_2_batch_{within}.npz", f"epoch_1_batch_{at_end}.npz"]
+  assert names == set(newest)
+  for name, epoch in zip(newest, (2, 1), strict=True):
+    backup = callbacks.BackupAndRestore(tmp_path, False, every=99)
+    resumed, same = _train(kind, backup)
+    assert resumed == {key: values[epoch:] for key, values in history.items()}
+    assert cases.same(same, state) == []
+    (tmp_path / "worker_0" / name).unlink()
+
+
+class _Retraced(group_callback.GroupCallback):
+  """Has steps traced again, as callbacks do that change settings."""
+
+  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    self.model.make_train_function(force=True)
+
+
+def test_backups_go_on_after_a_whole_epoch_is_passed_over(
+  tmp_path: pathlib.Path,
+) -> None:
+  history, state = _undisturbed("one device")
+  backup = callbacks.BackupAndRestore(tmp_path, False, every=4)
+  with pytest.raises(KeyboardInterrupt):
+    _train("one device", _Retraced(), backup, testbed.Interruption(1, 1))
+  resumed, same = _train("one device", _Retraced(), backup)
+  assert resumed == history
+  assert cases.same(same, state) == []
+  names = {path.name for path in (tmp_path / "worker_0").iterdir()}
+  assert names == {"epoch_2_batch_4.npz", "epoch_3_batch_4.npz"}
+
+
+@pytest.fixture
+def received() -> Iterator[list[int]]:
+  """The signals that the program's own handler receives."""
+  signals: list[int] = []
+  before = signal.signal(
+    signal.SIGTERM, lambda number, _: signals.append(number)
+  )
+  yield signals
+  signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("kind", ["one device", "tf_keras"])
+def test_a_signal_ends_the_process_with_a_backup(
+  kind: str, tmp_path: pathlib.Path, received: list[int]
+) -> None:
+  history, state = _undisturbed(kind)
+
+  def train(at: Any, **options: Any) -> Any:
+    backup = callbacks.BackupAndRestore(
+      tmp_path, on_preemption=True, keep=3, **options
+    )
+    return _train(kind, testbed.Interruption(*at, _terminate), backup)
+
+  for at, options, code, newest in (
+    ((0, 2), {}, 143, "epoch_0_batch_3.npz"),
+    ((1, 1), {"exit_code": 7}, 7, "epoch_1_batch_2.npz"),
+  ):
+    with pytest.raises(SystemExit) as end:
+      train(at, **options)
+    assert end.value.code == code
+    assert (tmp_path / "worker_0" / newest).exists()
+    assert received == []
+  resumed, same = train((9, 9))
+  assert resumed == {name: values[1:] for name, values in history.items()}
+  assert cases.same(same, state) == []
+  _terminate()
+  assert received == [signal.SIGTERM]  # as before `fit`
+
+
+def test_a_second_signal_is_the_programs_own(
+  tmp_path: pathlib.Path, received: list[int]
+) -> None:
+  def twice() -> None:
+    _terminate()
+    assert received == []
+    _terminate()
+    assert received == [signal.SIGTERM]
+
+  backup = callbacks.BackupAndRestore(tmp_path, on_preemption=True)
+  with pytest.raises(SystemExit):
+    _train("one device", testbed.Interruption(0, 0, twice), backup)
+
+
+def test_a_signal_after_the_last_batch_is_passed_on(
+  tmp_path: pathlib.Path, received: list[int]
+) -> None:
+  class AtEnd(group_callback.GroupCallback):
+    def on_train_end(self, logs: Any = None) -> None:
+      _terminate()
+
+  backup = callbacks.BackupAndRestore(tmp_path, on_preemption=True)
+  _train("one device", AtEnd(), backup)
+  assert received == [signal.SIGTERM]
+
+
+def test_backups_by_the_clock(tmp_path: pathlib.Path) -> None:
+  """Of which the last three are kept."""
+  backup = callbacks.BackupAndRestore(
+    tmp_path, False, every=99, every_seconds=0, keep=3
+  )
+  _train("one device", backup)
+  names = {path.name for path in (tmp_path / "worker_0").iterdir()}
+  last = [f"epoch_{EPOCHS - 1}_batch_{batch}.npz" for batch in (3, 4)]
+  assert names == {*last, f"epoch_{EPOCHS}.npz"}
+  backup = callbacks.BackupAndRestore(tmp_path, False, every_seconds=1e6)
+  assert _train("one device", backup)[0] == {}
+
+
+def test_workers_compare_about_once_a_second(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  """By the slowest one's time, and after 100 batches at the latest."""
+  rows: list[list[int]] = []
+  now = [0.0]
+
+  class Copies:
+    engine = types.SimpleNamespace(replicas_here=range(1, 2))
+    workers = agreement.Workers(("worker 0", "worker 1"), 1)
+
+    def gather(self, own: list[np.ndarray]) -> list[np.ndarray]:
+      rows.append(own[0].tolist())
+      return [np.array([0, 0, 2 * own[0][2]]), *own]
+
+  monkeypatch.setattr(replica_values, "Copies", lambda _: Copies())
+  monkeypatch.setattr(time, "monotonic", lambda: now[0])
+  watch = preemption.Watch(False, 60.0)
+  watch.begin(tf.distribute.get_strategy())
+  compared = []
+  for seconds in [0.125] * 20 + [0.001] * 300:
+    now[0] += seconds
+    assert watch.compare() == (False, False)
+    compared.append(len(rows))
+  after = [n for n in range(320) if compared[n] > (compared[n - 1] if n else 0)]
+  assert after[:6] == [0, 4, 8, 12, 16, 20]
+  assert np.diff(after[6:]).tolist() == [100, 100]
+  now[0] += 60.0
+  # The clock is the first worker's.
+  assert watch.compare(is_epoch_end=True) == (False, False)
+  assert rows[-1][1] == 1
+
+
+def test_other_executions_than_before(tmp_path: pathlib.Path) -> None:
+  crash = testbed.Interruption(0, 2)
+  backup = callbacks.BackupAndRestore(tmp_path, every=3)
+  with pytest.raises(KeyboardInterrupt):
+    _train("one device", backup, crash)
+  with pytest.raises(
+    ValueError, match=r"after 3 batches.*steps_per_execution=2"
+  ):
+    _train("one device, executions", backup)
+
+
+def test_an_error_of_the_disk_ends_the_fit(
+  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  failing = mock.Mock(side_effect=OSError(28, "No space"))
+  monkeypatch.setattr(archive, "write", failing)
+  backup = callbacks.BackupAndRestore(tmp_path)
+  with pytest.raises(OSError, match="No space"):
+    _model().fit(X, X[:, :1], epochs=2, verbose=0, callbacks=[backup])
+  assert failing.call_count == 1
+
+
+class _AtBegin(group_callback.GroupCallback):
+  """Takes the state of all replicas when a backup has been restored."""
+
+  state_then: dict[str, Any]
+
+  def on_train_begin(self, logs: Any = None) -> None:
+    optimizer, model = self.model.optimizer, self.model
+    whole = group_state.GroupState(optimizer, model)
+    self.state_then = {
+      part.name: whole.copies.here(part.variable) for part in whole.parts
+    }
+
+
+@pytest.mark.parametrize(
+  ("before", "after"),
+  [
+    (GROUPS, [[0], [1]]),
+    ([[1], [0]], GROUPS),
+    ([[0, 1]], [[0, 1, 2, 3]]),
+  ],
+)
+def test_as_many_groups_of_other_replicas(
+  before: Any, after: Any, tmp_path: pathlib.Path
+) -> None:
+  """Each goes on; members' own statistics are their mean."""
+  path = tmp_path / "worker_0" / "epoch_2.npz"
+  best = callbacks.GroupCheckpoint(tmp_path / "best.npz")
+  with testbed.mirrored(sum(map(len, before))).scope():
+    model = _model(before)
+  backup = callbacks.BackupAndRestore(tmp_path)
+  listed = [callbacks.GroupMetrics((X, X[:, :1])), best, backup]
+  with pytest.raises(KeyboardInterrupt):
+    _fit(model, *listed, testbed.Interruption(2))
+  with np.load(path) as file:
+    saved = {name: file[name] for name in file}
+  with testbed.mirrored(sum(map(len, after))).scope():
+    model = _model(after)
+  begun = _AtBegin()
+  with mock.patch.object(logging, "warning") as said:
+    assert _fit(model, *listed, begun) == [2, 3]
+  [words] = [str(c.args[0]) for c in said.call_args_list if "anew" in str(c)]
+  assert "made with other groups or workers" in words
+  for name, copies in begun.state_then.items():
+    for i, members in enumerate(after):
+      keys = [f"group_{i}/{name}"]
+      if keys[0] not in saved:
+        keys = [f"group_{i}/member_{j}/{name}" for j in range(2)]
+      rows = [saved[key] for key in keys]
+      right = rows[0] if rows[0].dtype.kind in "iu" else np.mean(rows, axis=0)
+      for member in members:
+        np.testing.assert_allclose(copies[member], right, rtol=1e-6)
+    if "kernel" in name and len(after) == 2:
+      assert (copies[after[0][0]] != copies[after[1][0]]).any()
+  own = [name for name in saved if "member_1" in name and "moving" in name]
+  assert len(own) == 2 * len(before) * (len(before[0]) - 1)
+
+
+def test_groups_in_files_of_workers_that_are_no_more(
+  tmp_path: pathlib.Path,
+) -> None:
+  """Which a worker has to see; it goes on from what all of them wrote."""
+  with testbed.mirrored(2).scope():
+    model = _model([[0], [1]])
+    _crash(tmp_path, model)
+  folders = [tmp_path / f"worker_{i}" for i in range(2)]
+  folders[1].mkdir()
+  for path in folders[0].iterdir():
+    with archive.reading(path) as file:
+      about, arrays = {**file.about, "workers": 2}, dict(file)
+    for i in range(2):
+      own = {n: a for n, a in arrays.items() if f"group_{1 - i}/" not in n}
+      archive.write(folders[i] / path.name, own, about)
+
+  def fit(epochs: list[int]) -> None:
+    begun = _AtBegin()
+    with testbed.mirrored(2).scope():
+      other = _model([[0], [1]])
+    assert _fit(other, callbacks.BackupAndRestore(tmp_path), begun) == epochs
+    for name, row in begun.state_then.items():
+      for i, copy in enumerate(row):
+        assert copy.tobytes() == saved[f"group_{i}/{name}"].tobytes(), name
+
+  saved = arrays
+  hidden = tmp_path / "hidden"
+  folders[1].rename(hidden)
+  with pytest.raises(
+    replica_state.CheckpointError,
+    match=r"epoch_2.npz of the groups \[\[0\], \[1\]\] has group 1 in a file"
+    r" of another worker, which is not at .*all workers see one folder",
+  ):
+    fit([2, 3])
+  hidden.rename(folders[1])
+  (folders[1] / "epoch_2.npz").unlink()
+  with archive.reading(folders[0] / "epoch_1.npz") as file:
+    saved = dict(file)
+  with archive.reading(folders[1] / "epoch_1.npz") as file:
+    saved |= dict(file)
+  fit([1, 2, 3])
+  assert not any(folder.exists() for folder in folders)
+
+
+def test_another_number_of_replicas_in_mid_epoch(
+  tmp_path: pathlib.Path,
+) -> None:
+  """The metrics of that epoch are those of its rest."""
+
+  def fit(*others: Any) -> Any:
+    tf.keras.utils.set_random_seed(3)
+    model = tf.keras.Sequential(
+      [tf.keras.Input((4,)), tf.keras.layers.Dense(1)]
+    )
+    frozen = tf.keras.optimizers.SGD(0.0)
+    model.compile(tf_cross_shard.CrossShardOptimizer(frozen), "mse")
+    backup = callbacks.BackupAndRestore(tmp_path, every=2)
+    data = tf.data.Dataset.from_tensor_slices((X, X[:, :1])).batch(8)
+    history = testbed.fit(model, data, callbacks=[backup, *others])
+    return model, history.history["loss"]
+
+  with testbed.mirrored(2).scope(), pytest.raises(KeyboardInterrupt):
+    fit(testbed.Interruption(0, 1))
+  model, [loss] = fit()
+  rest = model.evaluate(X[16:], X[16:, :1], verbose=0)
+  assert loss == pytest.approx(rest, rel=1e-6)
+  assert rest != pytest.approx(model.evaluate(X, X[:, :1], verbose=0), rel=1e-3)
+
+
+def test_the_last_two_are_kept(tmp_path: pathlib.Path) -> None:
+  """So that a crash while one is written leaves the one before."""
+  folder = tmp_path / "worker_0"
+  backup = callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
+  _fit(_model(), backup)
+  newest = folder / f"epoch_{EPOCHS}.npz"
+  names = [f"epoch_{EPOCHS - 1}.npz", newest.name]
+  assert sorted(path.name for path in folder.iterdir()) == names
+  model = _model()
+  assert _fit(model, backup) == []
+  assert _fit(model) == [*range(EPOCHS)]  # the place is that of one `fit` only
+  newest.rename(folder / f".{newest.name}.1234.partial")
+  assert _fit(_model(), backup) == [EPOCHS - 1]
+  assert sorted(path.name for path in folder.iterdir()) == names
+  newest.write_bytes(newest.read_bytes()[:-9])
+  with pytest.raises(replica_state.CheckpointError, match="is damaged"):
+    _fit(_model(), backup)
+
+
+def test_the_newest_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Of one process its own; of several, what all have."""
+  strategy = tf.distribute.get_strategy()
+
+  def newest(*numbers: list[int]) -> int | None:
+    texts = list(map(json.dumps, numbers))
+    workers = agreement.Workers(("worker 0", "worker 1"), 0)
+    monkeypatch.setattr(agreement, "of_strategy", lambda _: workers)
+    monkeypatch.setattr(agreement, "exchange", lambda *_: texts)
+    return multi_worker.newest_common(strategy, numbers[0])
+
+  assert multi_worker.newest_common(strategy, [3, 7, 5]) == 7
+  assert multi_worker.newest_common(strategy, []) is None
+  assert newest([10, 20], [10, 20, 30]) == 20
+  assert newest([], []) is None
+  for other in ([], [30]):
+    words = re.escape(f"worker 0 has [10, 20]; worker 1 has {other}. Copy")
+    with pytest.raises(multi_worker.DisagreementError, match=words):
+      newest([10, 20], other)
+
+
+def test_state_of_a_callback_that_is_gone_is_left_out(
+  tmp_path: pathlib.Path,
+) -> None:
+  """Such as one of a class that this version no longer has."""
+  with testbed.mirrored().scope():
+    model = _model(GROUPS)
+  backup = callbacks.BackupAndRestore(tmp_path)
+  metrics = callbacks.GroupMetrics((X, X[:, :1]))
+  gone = [callbacks.GroupReduceLROnPlateau(), callbacks.GroupEarlyStopping()]
+  with pytest.raises(KeyboardInterrupt):
+    _fit(model, metrics, *gone, backup, testbed.Interruption(2))
+  with mock.patch.object(logging, "warning") as said:
+    assert _fit(model, metrics, gone[0], backup) == [2, 3]
+  [warning] = said.call_args_list
+  assert re.search(
+    "epoch_2.npz also holds the state of GroupEarlyStopping, .* left out",
+    warning.args[0] % warning.args[1:],
+  )
+
+
+def test_callbacks_with_a_state_come_before_it(tmp_path: pathlib.Path) -> None:
+  with testbed.mirrored().scope():
+    model = _model(GROUPS)
+  used = [
+    callbacks.GroupMetrics((X, X[:, :1])),
+    callbacks.BackupAndRestore(tmp_path),
+    callbacks.GroupReduceLROnPlateau(),
+    callbacks.GroupEarlyStopping(),
+    callbacks.GroupTensorBoard(tmp_path),
+  ]
+  words = (
+    "state of other callbacks, but GroupReduceLROnPlateau, GroupEarlyStopping"
+    " runs after it, .*Put BackupAndRestore last"
+  )
+  with pytest.raises(ValueError, match=words):
+    _fit(model, *used)

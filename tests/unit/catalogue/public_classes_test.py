@@ -1,0 +1,104 @@
+"""The public classes: help, signature, repr and names for completion."""
+
+import inspect
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from tests.support import training
+from tf_cross_shard import CrossShardOptimizer, TowerOptimizer
+from tf_cross_shard._src.core import optimizer
+from tf_cross_shard._src.towers import tower_optimizer
+
+KERAS = [
+  pytest.param(package, library, id=name)
+  for name, (library, package) in training.KERASES.items()
+]
+
+
+@pytest.mark.parametrize(("home", "its_keras"), KERAS)
+@pytest.mark.parametrize(
+  ("name", "base"),
+  [
+    ("CrossShardOptimizer", optimizer.CrossShard),
+    ("TowerOptimizer", tower_optimizer.Tower),
+  ],
+)
+def test_help_is_whole(
+  home: Any, its_keras: Any, name: str, base: type[Any]
+) -> None:
+  del its_keras
+  text = inspect.getdoc(getattr(home, name)) or ""
+  lines = text.splitlines()
+  for part in (base, vars(base)["__init__"]):
+    # Both texts begin with the same line.
+    _, *shared = (inspect.getdoc(part) or "").splitlines()
+    assert [x for x in shared if x and x not in lines] == []
+  for parameter in list(inspect.signature(base).parameters):
+    assert f"\n  {parameter}: " in text
+  assert lines[0] == (inspect.getdoc(base) or "").splitlines()[0]
+  assert lines.count(lines[0]) == 1
+  assert text.count("\nArgs:\n") == text.count("\nReferences:\n") == 1
+  assert text.count("\n\n\n") == 0
+  assert "Arguments and members" not in text
+
+
+def test_a_subclass_keeps_its_docstring() -> None:
+  class Mine(CrossShardOptimizer):  # type: ignore[misc, valid-type]
+    """Mine."""
+
+  assert inspect.getdoc(Mine) == "Mine."
+
+
+def test_public_arguments_have_types() -> None:
+  for thing in (
+    CrossShardOptimizer,
+    CrossShardOptimizer.compute_gradients,
+    optimizer.CrossShard.apply_gradients,
+    CrossShardOptimizer.minimize,
+    TowerOptimizer,
+  ):
+    parameters = inspect.signature(thing).parameters.values()
+    plain = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+    untyped = [p.name for p in plain if p.annotation in (Any, p.empty)]
+    assert untyped in ([], ["self"], ["self", "grad_loss"])
+
+
+@pytest.mark.parametrize(("home", "its_keras"), KERAS)
+def test_repr_has_what_differs_from_defaults(home: Any, its_keras: Any) -> None:
+  make = home.CrossShardOptimizer
+  adam = its_keras.optimizers.Adam
+  assert repr(make(adam())) == "CrossShardOptimizer(Adam)"
+  with tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)]).scope():
+    grouped = make(
+      adam(), group_assignment=[[0, 1], [2, 3]], wire_dtype="bfloat16"
+    )
+  assert repr(grouped) == (
+    "CrossShardOptimizer(Adam, group_assignment=[[0, 1], [2, 3]],"
+    " wire_dtype='bfloat16')"
+  )
+  named = make("sgd", "sum", "mine", clipnorm=1.0, accumulate_steps=2)
+  assert repr(named) == (
+    "CrossShardOptimizer(SGD, reduction='sum', name='mine', clipnorm=1.0,"
+    " accumulate_steps=2)"
+  )
+  towers = home.TowerOptimizer(named)
+  assert repr(towers) == f"TowerOptimizer({named!r})"
+  assert towers.get_name() == "mine"
+  assert "object at 0x" in repr(make.__new__(make))  # As in a debugger.
+
+
+@pytest.mark.parametrize(("home", "its_keras"), KERAS)
+def test_a_rate_per_group(home: Any, its_keras: Any) -> None:
+  decay = its_keras.optimizers.schedules.CosineDecay(0.5, 10)
+  assert repr(home.PerGroup([0.5, decay])) == "PerGroup([0.5, CosineDecay])"
+
+
+@pytest.mark.parametrize(("home", "its_keras"), KERAS)
+def test_names_for_completion(home: Any, its_keras: Any) -> None:
+  opt = its_keras.optimizers.Adam()
+  names = dir(home.CrossShardOptimizer(opt))
+  assert {"get_slot", "groups", "iterations", "skipped_steps"} <= set(names)
+  # With these names, savers would save twice: see docs/limits.md.
+  assert not {"inner_optimizer", "get_slot_names"} & set(names)

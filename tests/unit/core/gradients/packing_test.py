@@ -1,0 +1,203 @@
+"""Packing keeps every bit; a narrow wire dtype rounds once."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import hypothesis
+import hypothesis.extra.numpy as hnp
+import hypothesis.strategies as st
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tf_cross_shard._src.core.gradients import packing
+
+DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32)
+
+shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+specs = st.tuples(shapes, st.sampled_from(DTYPES))
+
+
+def random_tensor(
+  shape: tuple[int, ...], dtype: tf.DType, rng: np.random.Generator
+) -> tf.Tensor:
+  """A tensor of random bits: NaNs, infinities and subnormals among them."""
+  size = math.prod(shape) * dtype.size
+  bits = np.frombuffer(rng.bytes(size), np.uint8)
+  array = bits.view(dtype.as_numpy_dtype).reshape(shape)
+  return tf.constant(array, dtype)
+
+
+def bits_of(tensors: Sequence[tf.Tensor]) -> list[tuple[Any, ...]]:
+  """Returns the dtype, shape and bits of each tensor."""
+  return [(t.dtype, t.shape.as_list(), t.numpy().tobytes()) for t in tensors]
+
+
+@hypothesis.given(
+  st.lists(specs, max_size=8),
+  st.integers(1, 200),
+  st.integers(0, 99),
+  st.booleans(),
+)
+def test_every_bit_comes_back(
+  wanted: list[Any], bucket_bytes: int, seed: int, by_width: bool
+) -> None:
+  rng = np.random.default_rng(seed)
+  tensors = [random_tensor(shape, dtype, rng) for shape, dtype in wanted]
+  buffers, unpack = packing.pack(tensors, bucket_bytes, by_width)
+  assert bits_of(unpack(buffers)) == bits_of(tensors)
+
+
+def lengths(tensors: Sequence[tf.Tensor], bucket_bytes: int) -> list[int]:
+  """Elements in each buffer."""
+  buffers, _ = packing.pack(tensors, bucket_bytes)
+  return [buffer.shape[0] for buffer in buffers]
+
+
+@pytest.mark.parametrize(
+  ("elements", "bucket_bytes", "buffers"),
+  [
+    ([2, 2, 2], 24, [6]),  # filled to the last byte
+    ([2, 2, 2], 23, [4, 2]),
+    ([2, 2, 2], 15, [2, 2, 2]),
+    ([1, 4, 1], 16, [2, 4]),  # what fills a bucket travels alone
+    ([1, 4, 1], 20, [5, 1]),
+    (
+      [10, packing.BUCKET_BYTES // 4, 10],
+      None,
+      [20, packing.BUCKET_BYTES // 4],
+    ),
+    ([], None, []),
+  ],
+)
+def test_lengths_of_buffers(
+  elements: list[int], bucket_bytes: int | None, buffers: list[int]
+) -> None:
+  given = [tf.zeros([n]) for n in elements]
+  assert lengths(given, bucket_bytes or packing.BUCKET_BYTES) == buffers
+
+
+def test_dtypes_do_not_share_a_buffer_nor_close_each_others() -> None:
+  tensors = [tf.constant(x) for x in ([1, 2], [1.5], 3, 2.5)]
+  buffers, unpack = packing.pack(tensors)
+  assert [b.numpy().tolist() for b in buffers] == [[1, 2, 3], [1.5, 2.5]]
+  # `unpack` unpacks its argument, not the buffers that were packed.
+  doubled = unpack([2 * buffer for buffer in buffers])
+  assert [t.numpy().tolist() for t in doubled] == [[2, 4], [3.0], 6, 5.0]
+  with pytest.raises(ValueError, match="shorter"):
+    unpack(buffers[:1])
+
+
+def test_tensors_of_one_width_share_a_buffer_of_it() -> None:
+  tensors = [tf.zeros(shape) for shape in ([2, 3], [3], [4, 3], [3, 2], [])]
+  buffers, _ = packing.pack(tensors, by_width=True)
+  assert [b.shape.as_list() for b in buffers] == [[6, 3], [4], [3, 2]]
+
+
+@pytest.mark.parametrize(
+  ("rows", "bucket_bytes"), [(0, 8), (5, 1), (5, 1 << 18)]
+)
+def test_shapes_known_only_when_the_program_runs(
+  rows: int, bucket_bytes: int
+) -> None:
+  seen = []
+
+  @tf.function(
+    input_signature=[
+      tf.TensorSpec([None, 2], tf.float32),
+      tf.TensorSpec(None, tf.float32),
+      tf.TensorSpec([3], tf.float32),
+      tf.TensorSpec([None], tf.float64),
+    ]
+  )
+  def there_and_back(*tensors: tf.Tensor) -> list[tf.Tensor]:
+    buffers, unpack = packing.pack(tensors, bucket_bytes)
+    result = unpack(buffers)
+    seen.append([buffer.shape.rank for buffer in buffers])
+    seen.append([t.shape for t in result])
+    seen.append([t.shape for t in tensors])
+    return result
+
+  tensors = [
+    tf.random.normal([rows, 2]),
+    tf.random.normal([2, rows, 1]),
+    tf.random.normal([3]),
+    tf.random.normal([rows], dtype=tf.float64),
+  ]
+  assert bits_of(there_and_back(*tensors)) == bits_of(tensors)
+  ranks, after, before = seen
+  assert set(ranks) == {1}
+  # Static shapes are as well known as before, which optimizers rely on.
+  assert [str(shape) for shape in after] == [str(shape) for shape in before]
+
+
+# Wire dtypes.
+
+NUMPY = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+normal = st.floats(-(2.0**15), 2.0**15, width=32).filter(
+  lambda x: x == 0 or abs(x) >= 2.0**-14
+)
+arrays = hnp.arrays(
+  "float32", hnp.array_shapes(min_dims=0, max_dims=2), elements=normal
+)
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_names_and_dtypes(name: str) -> None:
+  dtype = tf.as_dtype(name)
+  assert packing.as_wire_dtype(name) == packing.as_wire_dtype(dtype) == dtype
+  assert packing.as_wire_dtype(NUMPY[name]) == dtype
+  assert packing.as_wire_dtype(None) is None
+
+
+@pytest.mark.parametrize(
+  "bad", ["float32", "float64", "int8", "half precision", "", 16, True, []]
+)
+def test_other_wire_dtypes_are_refused(bad: object) -> None:
+  with pytest.raises(ValueError, match="`wire_dtype` must be one of") as caught:
+    packing.as_wire_dtype(bad)
+  assert f'"bfloat16", "float16" or None; got {bad!r}' in str(caught.value)
+
+
+@pytest.mark.parametrize("name", NUMPY)
+@hypothesis.given(arrays)
+def test_rounds_as_numpy_does(name: str, values: np.ndarray) -> None:
+  wide = tf.constant(values)
+  [narrow] = packing.narrow([wide], tf.as_dtype(name))
+  [again] = packing.widen([narrow], [wide])
+  assert narrow.dtype == tf.as_dtype(name)
+  assert again.dtype == tf.float32
+  assert again.shape == wide.shape
+  rounded = values.astype(NUMPY[name]).astype("float32")
+  np.testing.assert_array_equal(again.numpy(), rounded)
+  off = np.abs(again.numpy().astype("float64") - values)
+  assert (off <= UNIT[name] * np.abs(values)).all()
+
+
+@pytest.mark.parametrize("name", NUMPY)
+@pytest.mark.parametrize(
+  "dtype", [tf.bfloat16, tf.float16, tf.int32, tf.int64, tf.bool]
+)
+def test_tensors_that_are_not_wider_stay(name: str, dtype: tf.DType) -> None:
+  tensor = tf.cast([0, 1], dtype)
+  assert packing.narrow([tensor], tf.as_dtype(name))[0] is tensor
+  assert packing.widen([tensor], [tensor])[0] is tensor
+
+
+def test_each_tensor_gets_its_own_dtype_back() -> None:
+  tensors = [
+    tf.constant([1.5], tf.float64),
+    tf.constant([2], tf.int32),
+    tf.constant([2.5]),
+  ]
+  narrow = packing.narrow(tensors, tf.float16)
+  assert [t.dtype for t in narrow] == [tf.float16, tf.int32, tf.float16]
+  kept = packing.narrow(tensors, None)
+  assert all(a is b for a, b in zip(kept, tensors, strict=True))
+  wide = packing.widen(narrow, tensors)
+  assert [t.dtype for t in wide] == [t.dtype for t in tensors]
+  assert [t.numpy().tolist() for t in wide] == [[1.5], [2], [2.5]]

@@ -1,0 +1,362 @@
+"""Values per group: learning rates, and any other number.
+
+Each group is compared with plain Keras, which trains with the group's learning
+rate on the group's concatenated batch.
+"""
+
+import copy
+import pathlib
+import pickle
+import types
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+import tf_cross_shard.keras3
+import tf_cross_shard.tf_keras
+from tests.support import testbed, training
+from tf_cross_shard import per_group, replica_state, schedules
+
+STRIDED = [[0, 2], [1, 3]]
+RATES = [0.125, 0.25]
+ENGINES = testbed.STRATEGIES
+
+
+def _of(library: Any) -> Any:
+  """Our classes for a Keras."""
+  is_keras3 = library is keras
+  return tf_cross_shard.keras3 if is_keras3 else tf_cross_shard.tf_keras
+
+
+def _decay(library: Any, rate: float) -> Any:
+  """A schedule that halves a rate in each of the first steps."""
+  return library.optimizers.schedules.PiecewiseConstantDecay(
+    [0, 1], [rate, rate / 2, rate / 4]
+  )
+
+
+Make = Callable[[Any, Any], Any]
+OPTIMIZERS: dict[str, Make] = {
+  "SGD": lambda library, rate: library.optimizers.SGD(rate),
+  "decayed weights": lambda library, rate: library.optimizers.AdamW(
+    rate, weight_decay=0.5
+  ),
+  "averages": lambda library, rate: library.optimizers.Adam(
+    rate, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=1
+  ),
+  "loss scale": lambda library, rate: (
+    library.optimizers if library is keras else library.mixed_precision
+  ).LossScaleOptimizer(library.optimizers.Adam(rate)),
+  "legacy": lambda library, rate: library.optimizers.legacy.Adam(rate),
+  "warmup": lambda library, rate: library.optimizers.SGD(
+    _halved(library, rate)
+  ),
+}
+
+
+def _halved(library: Any, rate: Any) -> Any:
+  """A schedule of the user's, around another schedule or a number."""
+
+  class Halved(library.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc,name-defined]
+    def __init__(self) -> None:
+      self.rate = rate
+
+    def __call__(self, step: Any) -> Any:
+      return 0.5 * (rate(step) if callable(rate) else rate)
+
+  return Halved()
+
+
+def _train(
+  engine: str, library: Any, make: Make, rates: Any, eager: bool, **options: Any
+) -> tuple[training.Regression, list[Any]]:
+  """Trains each group with its learning rate."""
+  task, strategy = training.Regression(), ENGINES[engine]()
+  with strategy.scope():
+    variables = task.variables(library)
+    optimizer = _of(library).CrossShardOptimizer(
+      make(library, _of(library).PerGroup(rates)),
+      group_assignment=STRIDED,
+      **options,
+    )
+    optimizer.build(variables)
+  task.train_replicas(strategy, optimizer, variables, eager)
+  return task, variables
+
+
+@pytest.mark.parametrize(
+  ("engine", "library", "optimizer", "options", "eager"),
+  [
+    ("mirrored", keras, "averages", {"fused_update": False}, True),
+    ("mirrored", keras, "loss scale", {"shard_update": True}, False),
+    ("mirrored", tf_keras, "warmup", {}, False),
+    ("virtual", keras, "decayed weights", {"shard_update": True}, False),
+    ("virtual", tf_keras, "legacy", {}, False),
+  ],
+)
+def test_each_group_learns_with_its_rate(
+  engine: str, library: Any, optimizer: str, options: Any, eager: bool
+) -> None:
+  """One rate is a number, one a schedule; the numbers of SGD are exact."""
+  make = OPTIMIZERS[optimizer]
+  rates = [RATES[0], _decay(library, RATES[1])]
+  task, variables = _train(engine, library, make, rates, eager, **options)
+  plain = make
+  if optimizer == "loss scale":  # The scale is a power of 2.
+    plain = lambda library, rate: library.optimizers.Adam(rate)  # noqa: E731
+
+  def expected(members: Any) -> list[np.ndarray]:
+    rate = rates[STRIDED.index([*members])]
+    return task.train_alone(members, plain(library, rate), library=library)
+
+  # Kernels round otherwise, which large rates of Adam make more of.
+  bound = 0.0 if optimizer in ("SGD", "warmup") else 5e-6
+  held = training.by_replica(variables)
+  assert len(held) == testbed.REPLICAS
+  training.check_groups(held, STRIDED, expected, lambda *_: bound)
+
+
+@pytest.mark.parametrize(
+  ("engine", "library"), [("mirrored", keras), ("virtual", tf_keras)]
+)
+def test_a_group_that_skips_a_step_stays_at_its_rate(
+  engine: str, library: Any
+) -> None:
+  """The schedules see the group's own `iterations`."""
+  ours = _of(library)
+  rates = ours.PerGroup([_decay(library, 0.5), _decay(library, 8.0)])
+  [weight], optimizer = training.build(
+    *("keras" if library is keras else "tf_keras",),
+    *(lambda library: library.optimizers.SGD(rates), {"weight": 0.0}),
+    ENGINES[engine](),
+    group_assignment=STRIDED,
+    skip_nonfinite=True,
+  )
+  grads = np.array([[1.0, np.nan, 2.0, 1.0], [1.0, 1.0, 2.0, 4.0]], "f")
+  training.train([weight], optimizer, [grads], strategy=ENGINES[engine]())
+  assert replica_state.group_values(optimizer.iterations, optimizer) == [2, 1]
+  # 3 * (0.5 + 0.25), and 5 * 8 after the step that was left out
+  assert testbed.copies(weight) == [-2.25, -40.0, -2.25, -40.0]
+  assert rates.values(1) == [0.25, 4.0]
+  assert optimizer.learning_rate.numpy() == (
+    0.125 if library is keras else 0.25  # tf_keras keeps the last one used.
+  )
+
+
+def test_fit_callbacks_and_files(tmp_path: pathlib.Path) -> None:
+  library, ours = keras, tf_cross_shard.keras3
+  with testbed.mirrored().scope():
+    model = library.Sequential([library.Input((3,)), library.layers.Dense(1)])
+    rates = ours.PerGroup([0.125, _decay(library, 0.25)])
+    model.compile(
+      ours.CrossShardOptimizer(
+        library.optimizers.Adam(rates), group_assignment=STRIDED
+      ),
+      "mse",
+    )
+  rng = np.random.default_rng(0)
+  x, y = rng.normal(size=(2, 16, 3)).astype("float32")
+  # The learning rate as TensorBoard would write it; it may be missing here.
+  logs: list[dict[str, Any]] = []
+  collect = library.callbacks.TensorBoard._collect_learning_rate
+  board = library.callbacks.LambdaCallback(
+    on_epoch_end=lambda *_: logs.append(
+      collect(types.SimpleNamespace(model=model), {})
+    )
+  )
+  model.fit(x, y[:, :1], batch_size=8, verbose=0, callbacks=[board])
+  assert float(logs[0]["learning_rate"]) == 0.125
+  weights = replica_state.values(model.weights[0])
+  assert (weights[0] == weights[2]).all()
+  assert (weights[0] != weights[1]).any()
+
+  model.save(tmp_path / "model.keras")
+  with testbed.mirrored().scope():
+    loaded = library.models.load_model(tmp_path / "model.keras")
+  # For inference: outside of the strategy.
+  alone = library.models.load_model(tmp_path / "model.keras")
+  assert float(alone.optimizer.learning_rate) == 0.125
+  found = loaded.optimizer.inner_optimizer._learning_rate
+  assert type(found) is ours.PerGroup
+  assert found.values(1) == [0.125, 0.125]
+  copied = pickle.loads(pickle.dumps(loaded.optimizer))
+  assert copied.get_config() == loaded.optimizer.get_config()
+
+
+@pytest.mark.tf_keras_mode
+def test_tf_keras_mode() -> None:
+  """`schedules.PerGroup` is that of `tf.keras`."""
+  base = tf.keras.optimizers.schedules.LearningRateSchedule
+  assert issubclass(schedules.PerGroup, base)
+  library = tf_keras if testbed.IS_TF_KERAS else keras
+  assert schedules.PerGroup is _of(library).PerGroup
+  task, variables = _train("mirrored", library, OPTIMIZERS["SGD"], RATES, False)
+  for members, rate in zip(STRIDED, RATES, strict=True):
+    expected = task.train_alone(members, library.optimizers.SGD(rate))
+    np.testing.assert_array_equal(
+      testbed.copies(variables[0])[members[0]], expected[0]
+    )
+
+
+class TestBinding:
+  def test_another_number_of_rates(self) -> None:
+    with testbed.mirrored().scope():
+      sgd = keras.optimizers.SGD(schedules.PerGroup([1.0, 2.0, 3.0]))
+      with pytest.raises(ValueError, match=r"`rates` .* 2 groups .* got 3"):
+        tf_cross_shard.CrossShardOptimizer(sgd, group_assignment=STRIDED)
+
+  @pytest.mark.parametrize("library", [keras, tf_keras])
+  def test_no_groups(self, library: Any) -> None:
+    sgd = library.optimizers.SGD(_of(library).PerGroup([1.0]))
+    weight = testbed.variable(0.0, library=library)
+    with pytest.raises(RuntimeError, match="CrossShardOptimizer"):
+      sgd.apply_gradients([(tf.constant(1.0), weight)])
+    assert float(weight.numpy()) == 0.0
+
+  def test_one_schedule_in_two_groupings(self) -> None:
+    rates = schedules.PerGroup([1.0, 2.0])
+    with testbed.mirrored().scope():
+      for _ in range(2):  # Of the same groups there may be several.
+        tf_cross_shard.CrossShardOptimizer(
+          keras.optimizers.SGD(rates), group_assignment=STRIDED
+        )
+      with pytest.raises(ValueError, match="Make one for each"):
+        tf_cross_shard.CrossShardOptimizer(
+          keras.optimizers.SGD(rates), group_assignment=[[0, 1], [2, 3]]
+        )
+
+  def test_a_schedule_that_is_assigned_later(self) -> None:
+    strategy = testbed.mirrored()
+    with strategy.scope():
+      weight = keras.Variable(0.0)
+      optimizer = tf_cross_shard.CrossShardOptimizer(
+        "sgd", group_assignment=STRIDED
+      )
+      optimizer.build([weight])
+    with pytest.raises(ValueError, match=r"`rates` .* 2 groups .* got 3"):
+      optimizer.learning_rate = schedules.PerGroup([1.0, 2.0, 3.0])
+    assert float(optimizer.learning_rate.numpy()) == np.float32(0.01)
+    optimizer.learning_rate = schedules.PerGroup([1.0, 2.0])
+    assert float(optimizer.learning_rate) == 1.0
+    one = tf.constant(0.5)
+    testbed.run(lambda: optimizer.apply_gradients([(one, weight)]))
+    assert testbed.copies(weight) == [-1.0, -2.0, -1.0, -2.0]
+
+  def test_copies(self) -> None:
+    with testbed.mirrored().scope():
+      weight = keras.Variable(0.0)
+      optimizer = copy.deepcopy(
+        tf_cross_shard.CrossShardOptimizer(
+          keras.optimizers.SGD(schedules.PerGroup(RATES)),
+          group_assignment=STRIDED,
+        )
+      )
+      optimizer.build([weight])
+    one = tf.constant(1.0)
+    testbed.run(lambda: optimizer.apply_gradients([(one, weight)]))
+    assert testbed.copies(weight) == [-0.25, -0.5, -0.25, -0.5]
+
+  @pytest.mark.parametrize("library", [keras, tf_keras])
+  def test_a_wrong_call_names_the_class(self, library: Any) -> None:
+    with pytest.raises(TypeError, match=r"^PerGroup\.__init__\(\) missing"):
+      _of(library).PerGroup()
+    for rates in (0.1, _decay(library, 0.1), []):
+      with pytest.raises(ValueError, match=r"`rates` must be a list .* each"):
+        _of(library).PerGroup(rates)
+
+  @pytest.mark.parametrize("rate", ["0.1", True, None, lambda step: 0.1])
+  def test_what_is_no_rate(self, rate: Any) -> None:
+    with pytest.raises(TypeError, match="`rates` must hold numbers and sched"):
+      schedules.PerGroup([0.1, rate])
+    other = tf_keras if schedules.PerGroup._package == "keras" else keras
+    with pytest.raises(TypeError, match="`rates`"):
+      schedules.PerGroup([_decay(other, 0.1)])
+
+  def test_numbers_keep_keras_dtype(self) -> None:
+    groups = schedules.PerGroup([0.1])
+    tf_cross_shard.CrossShardOptimizer(keras.optimizers.SGD(groups))
+    keras.config.set_floatx("float64")
+    try:
+      rate = groups(0)
+    finally:
+      keras.config.set_floatx("float32")
+    assert (rate.dtype, float(rate)) == (tf.float64, 0.1)
+    assert groups(0).dtype == tf.float32
+
+
+class TestPerGroup:
+  @pytest.mark.parametrize(
+    ("engine", "values", "dtype"),
+    [
+      ("mirrored", [0.1, 0.2], tf.float32),
+      ("virtual", [7, 9], tf.int32),
+      ("virtual", np.array([[1, 2], [3, 4]]), tf.int64),
+      ("mirrored", np.array([0.1, 0.2]), tf.float64),
+    ],
+  )
+  def test_rows(self, engine: str, values: Any, dtype: tf.DType) -> None:
+    strategy = ENGINES[engine]()
+    # XLA's replicas return at most what TPUs have.
+    found = strategy.run(tf.function(lambda: per_group(values, STRIDED)))
+    results = strategy.experimental_local_results(found)
+    assert len(results) == testbed.REPLICAS
+    for i, result in enumerate(results):
+      assert result.dtype == dtype
+      right = tf.constant(values)[i % 2]
+      np.testing.assert_array_equal(result.numpy(), right.numpy())
+
+  @pytest.mark.parametrize("engine", list(ENGINES))
+  def test_inside_a_condition(self, engine: str) -> None:
+    strategy = ENGINES[engine]()
+    with strategy.scope():
+      optimizer = tf_cross_shard.CrossShardOptimizer(
+        "sgd", group_assignment=STRIDED
+      )
+
+    @tf.function
+    def run(is_on: tf.Tensor) -> Any:
+      return strategy.run(
+        lambda: tf.cond(
+          is_on, lambda: per_group([3, 4], optimizer), lambda: tf.constant(0)
+        )
+      )
+
+    results = testbed.per_replica_results(strategy, run(tf.constant(True)))
+    assert results == [3, 4, 3, 4]
+
+  def test_one_replica(self) -> None:
+    assert float(per_group([0.5], [[0]])) == 0.5
+    optimizer = tf_cross_shard.CrossShardOptimizer("sgd")
+    assert int(per_group([5], optimizer)) == 5
+
+  def test_errors(self) -> None:
+    with pytest.raises(ValueError, match=r"`values` .* 2 groups .* \(3,\)"):
+      per_group([1, 2, 3], STRIDED)
+    with pytest.raises(ValueError, match=r"`values` .* 2 groups .* \(\)"):
+      per_group(1, STRIDED)
+    with pytest.raises(ValueError, match=r"`groups` must hold the 1 replicas"):
+      per_group([1, 2], STRIDED)
+    with pytest.raises(ValueError, match="`group_assignment`"):
+      per_group([1, 2], None)
+
+  def test_outside_of_replicas(self) -> None:
+    """The value of group 0, or that of `as_group`."""
+    with testbed.mirrored().scope():
+      assert int(per_group([1, 2], STRIDED)) == 1
+      with schedules.as_group(1):
+        assert int(per_group([1, 2], STRIDED)) == 2
+    with schedules.as_group(1):
+      assert int(per_group([1, 2], STRIDED)) == 2
+    with testbed.mirrored().scope():
+      rates = schedules.PerGroup([0.5, 0.25])
+      sgd = tf.keras.optimizers.SGD(rates)
+      tf_cross_shard.CrossShardOptimizer(sgd, group_assignment=STRIDED)
+    for group in (1, tf.Variable(1)):
+      with schedules.as_group(group):
+        assert float(rates(0)) == 0.25
+    assert float(rates(0)) == 0.5

@@ -1,0 +1,92 @@
+"""The arguments of an optimizer: checked, kept in its configuration, shown."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from tests.support import testbed, training
+from tf_cross_shard._src.core import settings
+
+PAIRS = [[0, 1], [2, 3]]
+NUMBER = "must be a number of at least 0, or None; got"
+DICTIONARY = "must be a dictionary of names"
+
+
+@pytest.mark.parametrize(
+  ("name", "value", "error", "words"),
+  [
+    ("reduction", "max", ValueError, "'mean'.*'max'"),
+    ("loss_averaged_over", "all", ValueError, '"replica" .*"global"'),
+    ("group_assignment", [[0, 1], [1, 0]], ValueError, "must .* twice"),
+    ("wire_dtype", "bf16", ValueError, "'bf16'"),
+    ("skip_nonfinite", "yes", TypeError, "must be True or False; got 'yes'"),
+    ("scale_gradients", 1, TypeError, "must be True or False; got 1"),
+    ("clipnorm", -1.0, ValueError, f"{NUMBER} -1.0"),
+    ("global_clipnorm", float("nan"), ValueError, f"{NUMBER} nan"),
+    ("clipvalue", [1.0], ValueError, f"{NUMBER} \\[1.0\\]"),
+    ("shard_update", "yes", ValueError, "must be True, False or one of .*by_v"),
+    ("lazy_rows", "by_variable", ValueError, "must be True, False or one of"),
+    ("accumulate_steps", 0, ValueError, "must be a positive integer; got 0"),
+    ("accumulate_steps", True, ValueError, "must be a positive integer"),
+    ("group_settings", ["momentum"], ValueError, DICTIONARY),
+    ("group_settings", {"momentum": 0.5}, ValueError, DICTIONARY),
+  ],
+)
+def test_what_is_refused(
+  name: str, value: Any, error: type[Exception], words: str
+) -> None:
+  with pytest.raises(error, match=f"`{name}` .*{words}"):
+    settings.Settings(**{name: value})
+
+
+def test_limits_of_groups_are_numbers() -> None:
+  with pytest.raises(ValueError, match=f"`clipnorm` {NUMBER} -1.0"):
+    settings.Settings(group_settings={"clipnorm": [0.1, -1.0]})
+
+
+def test_groups_are_known_when_the_program_is_built() -> None:
+  @tf.function
+  def make(groups: tf.Tensor) -> None:
+    settings.Settings(group_assignment=groups)
+
+  with pytest.raises(ValueError, match="known when the program is built"):
+    make(tf.constant([[0]]))
+
+
+# Of each a value that is not the default, as get_config has it.
+VALUES: dict[str, Any] = {
+  "reduction": "sum",
+  "name": "mine",
+  "group_assignment": PAIRS,
+  "loss_averaged_over": "global",
+  "clipnorm": 0.5,
+  "wire_dtype": "float16",
+  "skip_nonfinite": True,
+  "scale_gradients": True,
+  "fused_update": False,
+  "shard_update": "elementwise",
+  "lazy_rows": True,
+  "group_settings": {"momentum": [0.5, 0.25]},
+}
+
+
+@training.in_both
+def test_a_configuration_keeps_what_is_not_the_default(which: str) -> None:
+  library, package = training.KERASES[which]
+  with testbed.mirrored().scope():
+    sgd = library.optimizers.SGD(momentum=0.5)
+    optimizer = package.CrossShardOptimizer(sgd, **VALUES)
+    config = json.loads(json.dumps(optimizer.get_config()))
+    again = type(optimizer).from_config(config)
+  for name, value in VALUES.items():
+    assert config[name] == again.get_config()[name] == value
+    assert getattr(optimizer, name) == value
+    assert re.search(rf"\b{name}={re.escape(repr(value))}", repr(again))
+  given = settings.Settings(wire_dtype=tf.float16).to_config()
+  assert given["wire_dtype"] == "float16"
+  plain = package.CrossShardOptimizer("sgd")
+  assert plain.wire_dtype is plain.accumulate_steps is None
+  assert repr(plain) == "CrossShardOptimizer(SGD)"

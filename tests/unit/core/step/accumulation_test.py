@@ -1,0 +1,410 @@
+"""Gradients added up over several calls, reduced and applied in the last."""
+
+import functools
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from tests.support import fake_engine, testbed, training
+from tf_cross_shard import groups as groups_lib
+from tf_cross_shard import keras3, replica_state
+from tf_cross_shard import tf_keras as ours_tf_keras
+
+GROUPS = fake_engine.PAIRS.to_lists()
+STEPS = 2  # calls in a window
+CALLS = 6
+# [calls, replicas, 3] integers: sums are exact.
+GRADS = np.random.default_rng(5).integers(-8, 9, (CALLS, 4, 3)).astype("f")
+BAD = GRADS.copy()
+BAD[2, 3] = np.nan  # The second window's first call, in the second group.
+# Who accumulates: the optimizer of Keras 3, or ours in either Keras.
+WAYS = ("keras", "ours", "ours_tf_keras")
+WINDOWS = ([0, 1, 2], [0, 2])  # of each group, with `BAD`
+
+
+def momentum_sgd(library: Any, **own: Any) -> Any:
+  return library.optimizers.SGD(0.125, momentum=0.5, **own)
+
+
+def _settings(way: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+  """A Keras, the settings of its optimizer, and those of ours."""
+  if way == "keras":
+    return keras, {"gradient_accumulation_steps": STEPS}, {}
+  library = tf_keras if way == "ours_tf_keras" else keras
+  return library, {}, {"accumulate_steps": STEPS}
+
+
+def replicas(
+  way: str,
+  make_opt: Callable[..., Any] = momentum_sgd,
+  initial: Any = (0.0, 0.0, 0.0),
+  **settings: Any,
+) -> list[fake_engine.Replica]:
+  """Replicas with a weight each, by default of zeros."""
+  library, own, ours = _settings(way)
+  return fake_engine.replicas(
+    functools.partial(make_opt, library, **own),
+    [np.array(initial, "f")],
+    library,
+    **ours,
+    **settings,
+  )
+
+
+def windows(
+  members: Sequence[int], grads: np.ndarray = GRADS
+) -> list[np.ndarray]:
+  """The group's gradient in each window."""
+  sums = grads[:, list(members)].sum(axis=1)
+  return [sums[i : i + STEPS].mean(0) for i in range(0, len(sums), STEPS)]
+
+
+def momentum(grads: Sequence[np.ndarray]) -> np.ndarray:
+  """SGD(0.125, momentum=0.5) in NumPy."""
+  weight, velocity = np.zeros(3), np.zeros(3)
+  for grad in grads:
+    velocity = 0.5 * velocity - 0.125 * grad
+    weight = weight + velocity
+  return weight
+
+
+def check(
+  trained: Sequence[fake_engine.Replica],
+  expected: Callable[[int, Sequence[int]], np.ndarray],
+) -> None:
+  """Compares every replica's weight with that of its group."""
+  for group, members in enumerate(GROUPS):
+    for member in members:
+      np.testing.assert_array_equal(
+        trained[member].values[0], expected(group, members)
+      )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_step_per_window(way: str) -> None:
+  """Nothing travels in the other calls."""
+  trained = replicas(way)
+  for call in range(CALLS):
+    fake_engine.train(trained, [GRADS[call : call + 1]])
+    done = (call + 1) // STEPS
+    for replica in trained:
+      assert int(replica.inner.iterations()) == done
+      assert len(replica.engine.sent) == done
+    check(trained, lambda _, m, done=done: momentum(windows(m)[:done]))
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_each_call_is_clipped_on_its_own(way: str) -> None:
+  trained = replicas(way, clipvalue=2.0)
+  fake_engine.train(trained, [GRADS])
+  clipped = np.clip(GRADS, -2, 2)
+  assert (clipped != GRADS).any()
+  check(trained, lambda _, members: momentum(windows(members, clipped)))
+
+
+def test_as_plain_keras_accumulates() -> None:
+  opt = functools.partial(
+    momentum_sgd,
+    clipvalue=8.0,
+    weight_decay=0.25,
+    use_ema=True,
+    ema_momentum=0.5,
+    ema_overwrite_frequency=2,
+  )
+  trained = replicas("keras", opt)
+  fake_engine.train(trained, [GRADS])
+  for members in GROUPS:
+    alone = keras.Variable(np.zeros(3, "f"), name="weight")
+    plain = opt(keras, gradient_accumulation_steps=STEPS)
+    plain.build([alone])
+    for rows in GRADS:
+      plain.apply([tf.constant(rows[members].sum(0))], [alone])
+    for member in members:
+      replica = trained[member]
+      for ours, theirs in zip(
+        [*replica.variables, *replica.opt.variables],
+        [alone, *plain.variables],
+        strict=True,
+      ):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_window_that_is_not_finite_is_left_out_whole(way: str) -> None:
+  trained = replicas(way, skip_nonfinite=True)
+  fake_engine.train(trained, [BAD])
+  check(
+    trained,
+    lambda g, members: momentum([windows(members)[i] for i in WINDOWS[g]]),
+  )
+  assert [int(each.step.guard.count) for each in trained] == [0, 1, 0, 1]
+
+
+def test_averages_move_once_per_step() -> None:
+  """And not in a window that is left out."""
+
+  def opt(library: Any) -> Any:
+    return library.optimizers.SGD(0.125, use_ema=True, ema_momentum=0.5)
+
+  trained = replicas("ours", opt, skip_nonfinite=True)
+  fake_engine.train(trained, [BAD])
+  for group, members in enumerate(GROUPS):
+    value, expected = np.zeros(3), np.zeros(3)
+    for place in WINDOWS[group]:
+      value = value - 0.125 * windows(members)[place]
+      # Keras takes the first value as it is.
+      expected = value if place == 0 else 0.5 * expected + 0.5 * value
+    for member in members:
+      [average] = trained[member].inner.averages
+      np.testing.assert_array_equal(average.numpy(), expected)
+
+
+def test_a_loss_scale_within_changes_once_per_window() -> None:
+  def opt(library: Any, **own: Any) -> Any:
+    inner = momentum_sgd(library, **own)
+    return library.optimizers.LossScaleOptimizer(inner, 4.0)
+
+  trained = replicas("keras", opt)
+  grads = GRADS * 4
+  grads[2, 3] = np.inf
+  fake_engine.train(trained, [grads])
+  scales = [float(each.opt.dynamic_scale.numpy()) for each in trained]
+  assert scales == [4, 2, 4, 2]
+  # The second group's last gradients are of a loss scaled by 4.
+  factors = ([1, 1, 1], [1, 0, 2])
+
+  def expected(group: int, members: Sequence[int]) -> np.ndarray:
+    pairs = zip(windows(members), factors[group], strict=True)
+    return momentum([grad * factor for grad, factor in pairs if factor])
+
+  check(trained, expected)
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_a_loss_scale_around_changes_once_per_window(way: str) -> None:
+  library, _, options = _settings(way)
+  package, factor = keras3, 4.0
+  if library is tf_keras:  # It is handed gradients of the loss itself.
+    package, factor = ours_tf_keras, 1.0
+  weight = testbed.variable(np.zeros(3, "f"), "weight", library)
+  ours = package.CrossShardOptimizer(momentum_sgd(library), "sum", **options)
+  home = keras.optimizers if library is keras else library.mixed_precision
+  around = home.LossScaleOptimizer(ours, initial_scale=4.0)
+  around.build([weight])
+  grads = GRADS[:, 0] * factor
+  grads[2] = np.inf
+  for row in grads:
+    around.apply_gradients([(tf.constant(row), weight)])
+  scale = around.dynamic_scale if library is keras else around.loss_scale
+  assert float(scale) == 2
+  first, _, third = windows([0])
+  expected = momentum([first, third * (2 if factor == 4 else 1)])
+  np.testing.assert_array_equal(weight.numpy(), expected)
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_rows(way: str) -> None:
+  def opt(library: Any, **own: Any) -> Any:
+    return library.optimizers.SGD(0.125, **own)
+
+  def to_grad(row: np.ndarray) -> tf.IndexedSlices:
+    return tf.IndexedSlices(tf.ones([2, 1]), tf.constant(row), [3, 1])
+
+  trained = replicas(way, opt, initial=[[0.0]] * 3)
+  ids = np.array([[[0, 0], [1, 0], [2, 0], [0, 0]]] * STEPS)
+  fake_engine.train(trained, [ids], to_grad)
+  for replica, counts in ((0, [3, 0, 1]), (1, [3, 1, 0])):
+    np.testing.assert_array_equal(
+      trained[replica].values[0][:, 0], -0.125 * np.array(counts)
+    )
+
+
+class TestNone:
+  """A gradient of None is one of zeros where another call has one."""
+
+  @pytest.mark.parametrize("absent", [0, 1])
+  def test_in_one_of_the_calls(self, absent: int) -> None:
+    trained = fake_engine.replicas(
+      lambda: keras.optimizers.SGD(1.0), [0.0, 0.0], accumulate_steps=2
+    )
+
+    def window(replica: fake_engine.Replica) -> None:
+      one = tf.constant(2.0**replica.engine.replica)
+      for call in range(2):
+        replica.apply([one, None if call == absent else one])
+
+    for count in (1, 2):
+      fake_engine.run(window, trained)
+      # Sums of 1 + 4 and 2 + 8 a call; the second has half of a window.
+      for replica, total in zip(trained, [5.0, 10.0] * 2, strict=True):
+        values = [float(value) for value in replica.values]
+        assert values == [-total * count, -total / 2 * count]
+
+  def test_in_all_calls(self) -> None:
+    """The optimizer is handed None, and says so."""
+    [replica] = fake_engine.replicas(
+      lambda: keras.optimizers.SGD(1.0),
+      [0.0, 3.0],
+      groups=groups_lib.singletons(1),
+      accumulate_steps=2,
+    )
+    grads = [tf.constant(1.0), None]
+    replica.apply(grads)
+    with pytest.warns(UserWarning, match="do not exist for .*weight_1"):
+      replica.apply(grads)
+    assert [float(v) for v in replica.values] == [-1.0, 3.0]
+
+
+# ----------------------------------------------------------- on real engines
+
+
+@pytest.mark.parametrize(
+  ("engine", "way"), [("mirrored", "keras"), ("virtual", "ours")]
+)
+def test_engines_stop_and_resume_within_a_window(
+  engine: str, way: str, tmp_path: pathlib.Path
+) -> None:
+  strategy = testbed.STRATEGIES[engine]()
+  _, own, options = _settings(way)
+
+  def make() -> tuple[list[Any], Any]:
+    return training.build(
+      *("keras", functools.partial(momentum_sgd, **own)),
+      *({"weight": np.zeros(3, "f")}, strategy),
+      group_assignment=GROUPS,
+      **options,
+    )
+
+  train = functools.partial(training.train, strategy=strategy)
+  weights, optimizer = make()
+  train(weights, optimizer, [GRADS[:3]])
+  replica_state.assert_in_sync(optimizer, weights)
+  replica_state.save(tmp_path / "state", optimizer, weights)
+  again, other = make()
+  replica_state.restore(tmp_path / "state", other, again)
+  train(again, other, [GRADS[3:]])
+  found = replica_state.group_values(again[0], other)
+  for value, members in zip(found, GROUPS, strict=True):
+    np.testing.assert_array_equal(value, momentum(windows(members)))
+
+
+def test_collectives_are_within_the_condition() -> None:
+  """As in a graph, where both branches are traced."""
+  [weight], optimizer = training.build(
+    *("keras", momentum_sgd, {"weight": np.zeros(3, "f")}), accumulate_steps=2
+  )
+
+  @tf.function(autograph=False)
+  def step() -> None:
+    pairs = [(testbed.mark() * tf.ones(3), weight)]
+    testbed.mirrored().run(lambda: optimizer.apply_gradients(pairs))
+
+  definition = step.get_concrete_function().graph.as_graph_def()
+  outside = {node.op for node in definition.node}
+  assert "If" in outside or "StatelessIf" in outside
+  assert not any("Collective" in op or op == "AddN" for op in outside)
+  inside = {n.op for f in definition.library.function for n in f.node_def}
+  assert any("CollectiveReduce" in op for op in inside)
+
+
+def test_a_restored_window_may_be_longer_than_the_new_ones(
+  tmp_path: pathlib.Path,
+) -> None:
+  """The next call ends it, with the mean over all of its calls."""
+  weight = tf.Variable(0.0)
+  for steps, grads in ((4, [1.0, 2.0, 4.0]), (2, [5.0, 1.0, 3.0])):
+    optimizer = keras3.CrossShardOptimizer(
+      keras.optimizers.SGD(1.0), accumulate_steps=steps
+    )
+    optimizer.build([weight])
+    if steps == 2:
+      replica_state.restore(tmp_path / "state", optimizer, [weight])
+    values = []
+    for grad in grads:
+      optimizer.apply_gradients([(tf.constant(grad), weight)])
+      values.append(float(weight.numpy()))
+    if steps == 4:
+      assert values == [0.0, 0.0, 0.0]
+      replica_state.save(tmp_path / "state", optimizer, [weight])
+  # (1 + 2 + 4 + 5) / 4, and then (1 + 3) / 2.
+  assert values == [-3.0, -3.0, -5.0]
+
+
+# --------------------------------------------------------------------- errors
+
+
+def test_not_both() -> None:
+  opt = keras.optimizers.SGD(gradient_accumulation_steps=2)
+  with pytest.raises(ValueError, match="Set one of them only"):
+    keras3.CrossShardOptimizer(opt, accumulate_steps=2)
+
+
+def test_none_in_a_function_that_ends_windows() -> None:
+  weight, other = tf.Variable(0.0), tf.Variable(0.0)
+  optimizer = keras3.CrossShardOptimizer(
+    keras.optimizers.SGD(1.0), accumulate_steps=2
+  )
+  optimizer.build([weight, other])
+
+  def early(optimizer: Any, one: Any) -> None:
+    optimizer.apply_gradients([(2.0 * one, weight), (one, other)])
+
+  def late(optimizer: Any, one: Any) -> None:
+    optimizer.apply_gradients([(None, weight), (one, other)])
+
+  one = tf.constant(1.0)
+  steps = [tf.function(step, autograph=False) for step in (early, late)]
+  for step in (*steps, *steps, steps[1], steps[1]):
+    step(optimizer, one)
+  assert (float(weight.numpy()), float(other.numpy())) == (-2.0, -3.0)
+  # The end of a window that was traced without it cannot know of it.
+  optimizer = keras3.CrossShardOptimizer("sgd", accumulate_steps=2)
+  optimizer.build([weight, other])
+  steps[1](optimizer, one)
+  with pytest.raises(ValueError, match="None in others"):
+    steps[0](optimizer, one)
+
+
+def test_none_through_a_whole_window_leaves_momentum_alone() -> None:
+  weight, other = tf.Variable(0.0), tf.Variable(0.0)
+  optimizer = keras3.CrossShardOptimizer(
+    keras.optimizers.SGD(1.0, momentum=0.5), accumulate_steps=2
+  )
+  optimizer.build([weight, other])
+  one = tf.constant(1.0)
+  for grad in (one, one, None, None):
+    optimizer.apply_gradients([(grad, weight), (one, other)])
+  assert float(weight.numpy()) == -1.0
+
+
+def test_none_where_a_restored_call_had_one(tmp_path: pathlib.Path) -> None:
+  """A new program has not seen that call."""
+  for path in (None, tmp_path / "state"):
+    weights = [tf.Variable(0.0), tf.Variable(0.0)]
+    optimizer = keras3.CrossShardOptimizer(
+      keras.optimizers.SGD(1.0), accumulate_steps=2
+    )
+    optimizer.build(weights)
+    one = tf.constant(1.0)
+    if path is None:
+      optimizer.apply_gradients([(one, weight) for weight in weights])
+      replica_state.save(tmp_path / "state", optimizer, weights)
+    else:
+      replica_state.restore(path, optimizer, weights)
+    optimizer.apply_gradients(zip([one, None], weights, strict=True))
+    assert [float(weight.numpy()) for weight in weights] == [-1.0, -0.5]
+
+
+def test_values_in_place_of_gradients() -> None:
+  scale = keras.Variable(1.0, name="scale")
+  scale.overwrite_with_gradient = True
+  optimizer = keras3.CrossShardOptimizer("sgd", accumulate_steps=2)
+  with pytest.raises(NotImplementedError, match="cannot be accumulated"):
+    optimizer.apply_gradients([(tf.constant(2.0), scale)])
+  assert float(scale.numpy()) == 1

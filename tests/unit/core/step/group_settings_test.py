@@ -1,0 +1,192 @@
+"""Settings that differ between groups, against plain Keras with each value."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import testbed, training
+from tf_cross_shard import keras3, schedules
+from tf_cross_shard._src.fit import group_callback
+
+GROUPS = [[0, 2], [3, 1]]
+STEPS = 3
+SHAPES = [(3, 4), (5,)]
+_RNG = np.random.default_rng(5)
+GRADS = [
+  (_RNG.integers(-16, 17, (STEPS, 4, *shape)) / 8).astype("f")
+  for shape in SHAPES
+]
+VALUES = {
+  f"weight_{i}": _RNG.normal(size=shape).astype("f")
+  for i, shape in enumerate(SHAPES)
+}
+
+
+def _train(
+  which: str, make: Callable[[Any], Any], **options: Any
+) -> tuple[list[list[np.ndarray]], Any]:
+  """Returns each replica's weights after sums over groups."""
+  options = {"group_assignment": GROUPS, **options}
+  weights, optimizer = training.build(which, make, VALUES, **options)
+  training.train(weights, optimizer, GRADS)
+  return training.by_replica(weights), optimizer
+
+
+def _check(
+  held: list[list[np.ndarray]], expected: Callable[[int, Any], Any]
+) -> None:
+  """`expected` returns the weights of a group, by its number and members."""
+  training.check_groups(
+    held,
+    GROUPS,
+    lambda members: expected(GROUPS.index(members), members),
+    lambda right, *_: 5e-6 * (1 + np.abs(right)),
+  )
+
+
+@training.in_both
+@pytest.mark.parametrize(
+  ("kind", "own", "numbers", "options"),
+  [
+    ("AdamW", {}, {"weight_decay": [0.0, 0.5], "beta_1": [0.9, 0.5]}, {}),
+    ("AdamW", {}, {"weight_decay": [0.5, 0.0]}, {"fused_update": False}),
+    ("Adam", {}, {"epsilon": [0.5, 1e-7]}, {"shard_update": True}),
+    ("SGD", {"momentum": 0.5}, {"momentum": [0.0, 0.5]}, {}),
+    (
+      "Adamax",
+      {},
+      {"beta_2": [0.5, 0.9]},
+      {"shard_update": "by_variable", "accumulate_steps": 1},
+    ),
+    (
+      "RMSprop",
+      {"momentum": 0.5},
+      {"rho": [0.5, 0.9], "momentum": [0.5, 0.0]},
+      {"skip_nonfinite": True},
+    ),
+  ],
+)
+def test_each_group_has_its_own(
+  kind: str,
+  own: dict[str, Any],
+  numbers: dict[str, list[float]],
+  options: dict[str, Any],
+  which: str,
+) -> None:
+  make = getattr(training.KERASES[which][0].optimizers, kind)
+  held, optimizer = _train(
+    which, lambda _: make(0.125, **own), group_settings=numbers, **options
+  )
+  plain, opt = make(0.125, **own), optimizer.inner_optimizer
+  assert all(getattr(opt, name) == getattr(plain, name) for name in numbers)
+
+  def expected(group: int, members: Any) -> list[np.ndarray]:
+    settings = {name: values[group] for name, values in numbers.items()}
+    alone = training.make_weights(which, VALUES)
+    plain = make(0.125, **{**own, **settings})
+    training.train_plain(alone, plain, GRADS, members)
+    return [weight.numpy() for weight in alone]
+
+  _check(held, expected)
+  assert np.abs(held[0][0] - held[1][0]).max() > 1e-3
+
+
+@training.in_both
+def test_the_powers_of_version_1_are_each_groups_own(which: str) -> None:
+  """The powers begin with a factor, which is the group's, too."""
+  make, betas = tf.compat.v1.train.AdamOptimizer, [0.9, 0.5]
+  held, _ = _train(
+    which, lambda _: make(0.125, 0.75), group_settings={"beta_1": betas}
+  )
+
+  def expected(group: int, members: Any) -> list[np.ndarray]:
+    alone = list(map(tf.Variable, VALUES.values()))
+    plain = make(0.125, betas[group])
+    for step in range(STEPS):
+      sums = [tf.constant(rows[step, members].sum(0)) for rows in GRADS]
+      plain.apply_gradients(zip(sums, alone, strict=True))
+    return [weight.numpy() for weight in alone]
+
+  _check(held, expected)
+
+
+def test_averages_that_move_in_every_call() -> None:
+  """The moving averages of a Keras 3 optimizer that accumulates."""
+  own = {"use_ema": True, "gradient_accumulation_steps": 2}
+  numbers = [0.5, 0.75]
+  [weight], optimizer = training.build(
+    "keras",
+    lambda library: library.optimizers.SGD(0.5, ema_momentum=0.5, **own),
+    {"weight": 1.0},
+    group_assignment=GROUPS,
+    group_settings={"ema_momentum": numbers},
+  )
+  grads = np.ones((5, 4), "f")
+  training.train([weight], optimizer, [grads])
+  averages = testbed.copies(optimizer.get_slot(weight, "average"))
+  for members, number in zip(GROUPS, numbers, strict=True):
+    [plain] = training.make_weights("keras", {"weight": 1.0})
+    sgd = keras.optimizers.SGD(0.5, ema_momentum=number, **own)
+    training.train_plain([plain], sgd, [grads], members)
+    for replica in members:
+      assert averages[replica] == sgd.variables[2].numpy()
+
+
+def test_limits_of_replicas() -> None:
+  held, _ = _train(
+    "keras",
+    lambda _: keras.optimizers.SGD(1.0),
+    group_settings={"clipvalue": [0.5, 0.25]},
+  )
+
+  def expected(group: int, members: Any) -> list[np.ndarray]:
+    limit = (0.5, 0.25)[group]
+    return [
+      value - np.clip(rows[:, members], -limit, limit).sum((0, 1))
+      for value, rows in zip(VALUES.values(), GRADS, strict=True)
+    ]
+
+  _check(held, expected)
+
+
+@pytest.mark.parametrize(
+  ("opt", "numbers", "message"),
+  [
+    ("adam", {"beta_1": [0.5]}, "a number for each of the 2 groups"),
+    ("adam", {"beta_3": [0.5, 0.9]}, "Adam.beta_3 is None"),
+    ("adam", {"amsgrad": [0, 1]}, "Adam.amsgrad is False"),
+    ("sgd", {"momentum": [0.0, 0.5]}, "it has no slots for others"),
+    ("sgd", {"learning_rate": [0.1, 0.2]}, r"SGD\(schedules.PerGroup"),
+  ],
+)
+def test_bad_numbers(opt: str, numbers: Any, message: str) -> None:
+  with (
+    testbed.mirrored().scope(),
+    pytest.raises(ValueError, match=message),
+  ):
+    keras3.CrossShardOptimizer(
+      opt, group_assignment=GROUPS, group_settings=numbers
+    )
+
+
+def test_a_tpu_has_one_number() -> None:
+  with testbed.virtual(2).scope(), pytest.raises(NotImplementedError) as error:
+    keras3.CrossShardOptimizer(
+      "adam", group_assignment=[[0], [1]], group_settings={"beta_1": [0.5, 0.9]}
+    )
+  assert "one program with one number for all" in str(error.value)
+
+
+def test_groups_are_named_by_what_differs() -> None:
+  with testbed.mirrored().scope():
+    optimizer = keras3.CrossShardOptimizer(
+      keras.optimizers.AdamW(schedules.PerGroup([0.5, 0.5])),
+      group_assignment=GROUPS,
+      group_settings={"weight_decay": [0.0, 0.5]},
+    )
+  names = group_callback.group_names(optimizer)
+  assert names == ["lr=0.5, weight_decay=0", "lr=0.5, weight_decay=0.5"]

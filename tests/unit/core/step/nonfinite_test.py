@@ -1,0 +1,104 @@
+"""Steps that are not finite are left out by a whole group, and counted.
+
+Under strategies they are in `mixed_precision_test.py`.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import fake_engine
+from tf_cross_shard import CrossShardOptimizer
+from tf_cross_shard._src.core.gradients import finite
+
+keras = tf.keras
+SGD = keras.optimizers.SGD
+BAD = (float("nan"), float("inf"), float("-inf"))
+
+
+@pytest.mark.parametrize(
+  ("grads", "options"),
+  [
+    ([1.0, BAD[1]], {"clipvalue": 1.0}),  # Clipping does not hide it.
+    ([2e38, 2e38], {}),  # float32 ends at 3.4e38.
+    ([2e38, 2e38], {"shard_update": True}),
+    ([BAD[0], 1.0], {"shard_update": True, "wire_dtype": "bfloat16"}),
+  ],
+)
+def test_sums_are_checked(grads: list[float], options: Any) -> None:
+  """All members skip the step, also if only one has the bad part."""
+  trained = fake_engine.replicas(
+    lambda: SGD(0.5), [[1.0, 2.0]], skip_nonfinite=True, **options
+  )
+  rows = [[grads[0], 1.0], [1.0, 1.0], [grads[1], 1.0], [1.0, 1.0]]
+  fake_engine.train(trained, [[rows]])
+  assert [int(each.step.guard.count) for each in trained] == [1, 0, 1, 0]
+  values = [each.values[0].tolist() for each in trained]
+  assert values == [[1.0, 2.0], [0.0, 1.0]] * 2
+
+
+def test_without_the_setting_a_step_is_applied() -> None:
+  optimizer = CrossShardOptimizer("sgd")
+  assert optimizer.skipped_steps is None
+  weight = keras.Variable(1.0)
+  optimizer.apply_gradients([(tf.constant(BAD[0]), weight)])
+  assert np.isnan(weight.numpy())
+
+
+def test_the_count_is_not_among_the_variables() -> None:
+  counting, plain = (
+    CrossShardOptimizer("adam", skip_nonfinite=counts)
+    for counts in (True, False)
+  )
+  weight = keras.Variable([1.0])
+  for optimizer in (counting, plain):
+    optimizer.build([weight])
+  assert len(counting.variables) == len(plain.variables)
+
+
+def test_sparse_and_whole_number_gradients() -> None:
+  def is_finite(*values: float) -> bool:
+    rows = tf.IndexedSlices(
+      tf.constant(values), tf.range(len(values)), tf.constant([9])
+    )
+    grads = [rows, None, tf.constant([1, 2]), tf.constant(1 + 2j)]
+    return bool(finite.all_finite(grads))
+
+  assert is_finite(1.0, 2.0)
+  assert not is_finite(1.0, BAD[0])
+  assert bool(finite.all_finite([]))
+  assert not bool(finite.all_finite([tf.constant(complex(0, BAD[1]))]))
+  assert not bool(finite.all_finite([tf.constant([1.0, BAD[2]], tf.bfloat16)]))
+
+
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_a_global_step_counts_no_step_that_is_skipped(is_scaled: bool) -> None:
+  weight, global_step = keras.Variable([1.0]), tf.Variable(0)
+  sgd = keras.optimizers.SGD(1.0)
+  scaled = keras.optimizers.LossScaleOptimizer(sgd) if is_scaled else sgd
+  optimizer = CrossShardOptimizer(scaled, skip_nonfinite=not is_scaled)
+  optimizer.build([weight])
+  for factor in (BAD[0], 1.0):
+    optimizer.minimize(
+      lambda f=factor: f * tf.reduce_sum(weight),
+      var_list=[weight],
+      global_step=global_step,
+    )
+  assert int(global_step) == int(optimizer.iterations) == 1
+
+
+def test_losses_of_half_precision() -> None:
+  for dtype in ("float16", "bfloat16"):
+    weight = keras.Variable([1.0])
+    optimizer = CrossShardOptimizer(
+      keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(1.0), initial_scale=8.0
+      )
+    )
+    optimizer.build([weight])
+    with tf.GradientTape() as tape:
+      loss = tf.reduce_mean(tf.cast(weight.value, dtype) ** 2)
+    optimizer.minimize(loss, [weight], tape=tape)
+    assert weight.numpy().tolist() == [-1.0]

@@ -1,0 +1,332 @@
+"""tf_keras beside Keras 3: its optimizers, new and legacy, and its methods."""
+
+import pathlib
+import pickle
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from tests.support import testbed, training
+from tf_cross_shard import keras3
+from tf_cross_shard import tf_keras as sharded
+from tf_cross_shard.tf_keras import CrossShardOptimizer
+
+HALVES = [[0, 1], [2, 3]]
+optimizers = tf_keras.optimizers
+legacy = tf_keras.optimizers.legacy
+BOTH = pytest.mark.parametrize("home", [optimizers, legacy])
+
+
+def _make(
+  opt: Callable[[], Any],
+  initial: Any,
+  around: Callable[[Any], Any] = lambda optimizer: optimizer,
+  **options: Any,
+) -> Any:
+  """A built optimizer and its variable, under MirroredStrategy."""
+  with testbed.mirrored().scope():
+    weight = tf.Variable(initial, dtype=tf.float32)
+    optimizer = around(CrossShardOptimizer(opt(), **options))
+    optimizer.build([weight])
+  return optimizer, weight
+
+
+def _scaled(optimizer: Any, **options: Any) -> Any:
+  """A loss scaling optimizer around one."""
+  kind = tf_keras.mixed_precision.LossScaleOptimizer
+  return kind(optimizer, **{"initial_scale": 8.0, **options})
+
+
+def _run(step: Callable[[], Any], mode: str = "function") -> None:
+  """One step on four replicas, which return nothing."""
+  testbed.run(lambda: [step(), None][1], mode)
+
+
+class TestWhichKeras:
+  @pytest.mark.parametrize(
+    ("home", "opt", "error", "words"),
+    [
+      (keras3, optimizers.Adam, TypeError, "from tf_cross_shard.tf_keras imp"),
+      (keras3, legacy.Adam, TypeError, "an optimizer of tf_keras"),
+      (
+        sharded,
+        keras.optimizers.Adam,
+        TypeError,
+        "an optimizer of keras.*from tf_cross_shard.keras3 import",
+      ),
+      (
+        sharded,
+        lambda: keras3.CrossShardOptimizer("sgd"),
+        ValueError,
+        "reduced twice",
+      ),
+      (
+        sharded,
+        lambda: CrossShardOptimizer("sgd"),
+        ValueError,
+        "reduced twice",
+      ),
+    ],
+  )
+  def test_what_cannot_be_encapsulated(
+    self, home: Any, opt: Any, error: type[Exception], words: str
+  ) -> None:
+    with pytest.raises(error, match=words):
+      home.CrossShardOptimizer(opt())
+
+
+class TestReduction:
+  def test_sums_in_groups_eagerly(self) -> None:
+    """`test_the_numbers_of_plain_tf_keras` has sums in a function."""
+    optimizer, weight = _make(
+      lambda: optimizers.SGD(1.0), 0.0, group_assignment=HALVES
+    )
+    _run(lambda: optimizer.apply_gradients([(testbed.mark(), weight)]), "eager")
+    assert testbed.copies(weight) == [-3.0, -3.0, -12.0, -12.0]
+
+  @pytest.mark.parametrize(
+    ("home", "around", "switch"),
+    [
+      (optimizers, lambda ours: ours, {"skip_gradients_aggregation": True}),
+      (optimizers, _scaled, {"skip_gradients_aggregation": True}),
+      (legacy, lambda ours: ours, {"experimental_aggregate_gradients": False}),
+    ],
+  )
+  def test_gradients_that_are_sums_already(
+    self, home: Any, around: Any, switch: dict[str, bool]
+  ) -> None:
+    optimizer, weight = _make(lambda: home.SGD(1.0), 0.0, around)
+    _run(
+      lambda: optimizer.apply_gradients([(testbed.mark(), weight)], **switch)
+    )
+    assert testbed.copies(weight) == [-1.0, -2.0, -4.0, -8.0]
+
+  def test_aggregated_first_and_applied_then(self) -> None:
+    optimizer, weight = _make(
+      lambda: optimizers.SGD(1.0), 0.0, group_assignment=HALVES, clipvalue=2.0
+    )
+
+    def step() -> Any:
+      pairs = optimizer.aggregate_gradients([(testbed.mark(), weight)])
+      return optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)
+
+    _run(step)
+    assert testbed.copies(weight) == [-3.0, -3.0, -4.0, -4.0]
+
+  @BOTH
+  def test_rows(self, home: Any) -> None:
+    optimizer, table = _make(
+      lambda: home.SGD(1.0), [[0.0]] * 4, group_assignment=HALVES
+    )
+
+    def step() -> Any:
+      row = testbed.replica_id() // 2
+      values = tf.reshape(tf.stack([testbed.mark(), testbed.mark()]), [2, 1])
+      rows = tf.IndexedSlices(values, tf.stack([row, row]), tf.constant([4, 1]))
+      return optimizer.apply_gradients([(rows, table)])
+
+    _run(step)
+    for replica, copy in enumerate(testbed.copies(table)):
+      expected = np.zeros([4, 1])
+      expected[replica // 2] = [-6.0, -24.0][replica // 2]
+      np.testing.assert_array_equal(copy, expected)
+
+  @pytest.mark.parametrize("name", ["Adafactor", "legacy Ftrl"])
+  def test_the_numbers_of_plain_tf_keras(self, name: str) -> None:
+    strategy, task = testbed.mirrored(), training.Regression()
+    make, groups = testbed.optimizers_of(tf_keras)[name], [[0, 2], [1, 3]]
+    with strategy.scope():
+      variables = task.variables(tf_keras)
+      optimizer = CrossShardOptimizer(make(), group_assignment=groups)
+      optimizer.build(variables)
+    task.train_replicas(strategy, optimizer, variables)
+    training.check_groups(
+      training.by_replica(variables),
+      groups,
+      lambda members: task.train_alone(members, make(), library=tf_keras),
+      training.near,
+    )
+
+  def test_constraints(self) -> None:
+    for home in (optimizers, legacy):
+      with testbed.mirrored().scope():
+        weight = tf.Variable(1.0, constraint=tf_keras.constraints.NonNeg())
+        optimizer = CrossShardOptimizer(home.SGD(0.25), group_assignment=HALVES)
+        optimizer.build([weight])
+      _run(
+        lambda o=optimizer, w=weight: o.apply_gradients([(testbed.mark(), w)])
+      )
+      assert testbed.copies(weight) == [0.25, 0.25, 0.0, 0.0]
+
+
+class TestState:
+  def test_legacy_optimizers_take_new_variables_at_any_time(self) -> None:
+    optimizer = CrossShardOptimizer(legacy.SGD(1.0, momentum=0.5))
+    first, second = tf.Variable(1.0), tf.Variable(1.0)
+    optimizer.apply_gradients([(tf.constant(1.0), first)])
+    optimizer.apply_gradients([(tf.constant(2.0), second)])
+    assert (first.numpy(), second.numpy()) == (0.0, -1.0)
+    assert optimizer.get_slot(second, "momentum").numpy() == -2.0
+
+  @BOTH
+  def test_the_learning_rate_under_all_its_names(self, home: Any) -> None:
+    optimizer = CrossShardOptimizer(home.SGD(0.5))
+    assert float(optimizer.lr) == float(optimizer.learning_rate) == 0.5
+    optimizer.lr = 0.25
+    assert float(optimizer.inner_optimizer.learning_rate) == 0.25
+    weight = tf.Variable(1.0)
+    optimizer.apply_gradients([(tf.constant(2.0), weight)])
+    assert weight.numpy() == 0.5
+
+
+class TestCornersOfTheInterface:
+  @pytest.mark.parametrize("way", ["tape", "compute"])
+  def test_minimize_of_a_loss_scale_around(self, way: str) -> None:
+    """The loss of a function is this replica's; that of a tape is global."""
+    optimizer, weight = _make(
+      lambda: optimizers.SGD(1.0), 0.0, _scaled, group_assignment=HALVES
+    )
+
+    def step() -> None:
+      def loss() -> tf.Tensor:
+        return testbed.mark() * weight
+
+      if way == "compute":
+        optimizer.apply_gradients(optimizer.compute_gradients(loss, [weight]))
+      else:
+        with tf.GradientTape() as tape:
+          value = loss() / testbed.REPLICAS
+        optimizer.minimize(value, [weight], tape=tape)
+
+    _run(step)
+    assert testbed.copies(weight) == [-1.5, -1.5, -6.0, -6.0]
+
+  def test_attributes_and_the_iteration_count_are_set(self) -> None:
+    optimizer = CrossShardOptimizer("sgd")
+    optimizer.mine, optimizer.list = tf.Variable(0), [1]
+    optimizer.iterations = tf.Variable(3, dtype=tf.int64)
+    optimizer.apply_gradients([(tf.constant(1.0), tf.Variable(1.0))])
+    assert int(optimizer.inner_optimizer.iterations) == 4
+
+  def test_a_loss_scale_around_takes_arguments_by_position(self) -> None:
+    weight = tf.Variable(1.0)
+    around = _scaled(CrossShardOptimizer(optimizers.SGD(1.0)))
+    around.apply_gradients([(tf.constant(1.0), weight)], True)
+    around.apply_gradients([(tf.constant(2.0), weight)], "name")
+    assert weight.numpy() == -2.0
+
+  def test_small_gradients_survive_a_float16_wire(self) -> None:
+    """The loss scale is outside; in wire_dtype_test it is inside."""
+    optimizer, weight = _make(
+      *(lambda: optimizers.SGD(1.0), 0.0),
+      lambda ours: _scaled(ours, initial_scale=2.0**15),
+      wire_dtype="float16",
+    )
+    small = 2.0**-30  # float16 ends at 2**-24.
+    _run(
+      lambda: optimizer.minimize(
+        lambda: small * testbed.mark() * weight, var_list=[weight]
+      )
+    )
+    assert testbed.copies(weight) == [-small * 15 / 4] * 4
+
+  @pytest.mark.parametrize(
+    ("form", "place", "home"),
+    [
+      ("h5", "outside", optimizers),
+      ("tf", "inside", optimizers),
+      ("tf", "outside", legacy),
+      ("keras", "outside", legacy),
+    ],
+  )
+  def test_models_with_a_loss_scale_are_loaded(
+    self, form: str, place: str, home: Any, tmp_path: pathlib.Path
+  ) -> None:
+    opt = (
+      CrossShardOptimizer(_scaled(home.Adam()))
+      if place == "inside"
+      else _scaled(CrossShardOptimizer(home.Adam()))
+    )
+    model = tf_keras.Sequential([tf_keras.layers.Dense(1, input_shape=(1,))])
+    model.compile(opt, "mse")
+    data = np.ones([4, 1], "float32")
+    model.fit(data, data, verbose=0)
+    model.save(str(tmp_path / f"model.{form}"), save_format=form)
+    again = tf_keras.models.load_model(str(tmp_path / f"model.{form}"))
+    kinds = [type(each.optimizer.inner_optimizer) for each in (model, again)]
+    assert kinds[0] is kinds[1]
+    assert type(again.optimizer) is type(opt)
+    for a, b in zip(model.get_weights(), again.get_weights(), strict=True):
+      np.testing.assert_array_equal(a, b)
+    again.fit(data, data, verbose=0)
+
+  def test_slots_below_a_loss_scale_are_in_checkpoints(
+    self, tmp_path: pathlib.Path
+  ) -> None:
+    def make(*, ours: bool) -> tuple[Any, Any]:
+      inner = legacy.SGD(1.0, momentum=0.5)
+      optimizer = CrossShardOptimizer(inner) if ours else inner
+      return _scaled(optimizer), tf.Variable(1.0)
+
+    for source_is_ours, target_is_ours, built_first in (
+      (True, True, False),
+      (True, False, True),
+      (False, True, True),
+    ):
+      source, weight = make(ours=source_is_ours)
+      source.apply_gradients([(tf.constant(4.0), weight)])
+      path = tf.train.Checkpoint(optimizer=source, weight=weight).save(
+        str(tmp_path / "checkpoint")
+      )
+      target, other = make(ours=target_is_ours)
+      if built_first:
+        testbed.build(target, [other])
+      tf.train.Checkpoint(optimizer=target, weight=other).restore(path)
+      target.apply_gradients([(tf.constant(0.0), other)])
+      assert other.numpy() == 1.0 - 4.0 - 2.0  # The momentum goes on.
+
+
+COPIES = {
+  "config": lambda around: type(around).from_config(around.get_config()),
+  "copy": deepcopy,
+  "pickle": lambda around: pickle.loads(pickle.dumps(around)),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("kind", ["keras3", "tf_keras"])
+def test_a_loss_scaling_optimizer_is_copied(kind: str, way: str) -> None:
+  """A loss scale around ours is told apart from its copy."""
+  if kind == "keras3":
+    ours: Any = keras3.CrossShardOptimizer(keras.optimizers.SGD(1.0))
+    around: Any = keras.optimizers.LossScaleOptimizer(ours, initial_scale=8.0)
+    weight: Any = keras.Variable(1.0)
+  else:
+    ours = CrossShardOptimizer(optimizers.SGD(1.0))
+    around = _scaled(ours)
+    weight = tf.Variable(1.0)
+    if way != "config":
+      # Of a copy the methods would not reduce: nor does tf_keras copy its own.
+      with pytest.raises((RuntimeError, TypeError), match=r"single|pickle"):
+        COPIES[way](around)
+      return
+  again = COPIES[way](around)
+  assert again.inner_optimizer is not ours
+  again.build([weight])
+  scale = again.scale_loss if kind == "keras3" else again.get_scaled_loss
+  for factor, expected in ((2.0, -1.0), (np.inf, -1.0), (1.0, -2.0)):
+    with tf.GradientTape() as tape:
+      value = scale(tf.convert_to_tensor(weight * factor))
+    native = weight.value if kind == "keras3" else weight
+    grads = tape.gradient(value, [native])
+    if kind == "tf_keras":
+      grads = again.get_unscaled_gradients(grads)
+    again.apply_gradients(zip(grads, [weight], strict=True))
+    assert float(weight.numpy()) == expected
+  assert int(np.asarray(ours.iterations)) == 0

@@ -1,0 +1,213 @@
+"""Saving or setting weights in ways that lose the values of groups warns."""
+
+import copy
+import functools
+import pathlib
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from tests.support import replica_state_cases as cases
+from tests.support import testbed, training
+from tests.support.training import KERASES
+from tf_cross_shard import replica_state
+
+PAIR = [[0], [1]]
+
+
+def _adam(home: Any) -> Any:
+  return home.Adam(0.01, epsilon=1e-3)
+
+
+def _model(
+  kind: str, groups: Any = PAIR, make: Callable[[Any], Any] = _adam
+) -> Any:
+  """A compiled and built model of two replicas; "legacy" is of tf_keras."""
+  library, package = KERASES["keras" if kind == "keras" else "tf_keras"]
+  optimizers = library.optimizers
+  library.utils.set_random_seed(1)
+  with testbed.mirrored(2).scope():
+    layers = [library.layers.Dense(4, "tanh"), library.layers.Dense(2)]
+    model = library.Sequential([library.Input((3,)), *layers])
+    opt = make(optimizers.legacy if kind == "legacy" else optimizers)
+    optimizer = package.CrossShardOptimizer(opt, group_assignment=groups)
+    optimizer.build(model.trainable_variables)
+    model.compile(optimizer, "mse")
+  return model
+
+
+def _data() -> tf.data.Dataset:
+  """Three batches of eight; replicas see different rows."""
+  rng = np.random.default_rng(0)
+  x, y = rng.normal(size=(24, 3)), rng.normal(size=(24, 2))
+  data = tf.data.Dataset.from_tensor_slices(
+    (x.astype("float32"), y.astype("float32"))
+  )
+  return data.batch(8)
+
+
+def test_the_state_of_another_optimizer_is_refused() -> None:
+  _, package = KERASES["tf_keras"]
+  stranger = package.CrossShardOptimizer(tf_keras.optimizers.legacy.SGD())
+  with pytest.raises(ValueError, match="list of length 3"):
+    stranger.load_own_variables({"0": 1, "1": 2, "2": 3})
+
+
+def _ways(model: Any, folder: pathlib.Path) -> dict[str, Callable[[], Any]]:
+  """The usual ways of saving."""
+  optimizer = model.optimizer
+  return {
+    "checkpoint": lambda: tf.train.Checkpoint(optimizer=optimizer).save(
+      str(folder / "checkpoint")
+    ),
+    "model": lambda: model.save(str(folder / "model.keras")),
+    "pickle": lambda: pickle.dumps(optimizer),
+    "copy": lambda: copy.deepcopy(optimizer),
+  }
+
+
+@pytest.mark.parametrize(
+  ("kind", "way"),
+  [
+    ("keras", "checkpoint"),
+    ("keras", "pickle"),
+    ("keras", "copy"),
+    ("tf_keras", "model"),
+    ("legacy", "checkpoint"),
+  ],
+)
+def test_groups_are_warned_about_once(
+  kind: str, way: str, said: list[str], tmp_path: pathlib.Path
+) -> None:
+  model = _model(kind)
+  save = _ways(model, tmp_path)[way]
+  save()
+  assert said == []  # Groups are equal.
+  cases.spread(model.optimizer.iterations, [1, 2])  # A single variable.
+  save()
+  save()
+  [line] = said
+  assert "trains 2 groups, which differ in weights and slots" in line
+  assert "tf_cross_shard.replica_state.save()" in line
+
+
+def test_one_group_needs_no_warning(
+  said: list[str], tmp_path: pathlib.Path
+) -> None:
+  model = _model("keras", None)
+  for save in _ways(model, tmp_path).values():
+    save()
+  assert said == []
+
+
+def _set_weights(model: Any, folder: pathlib.Path) -> None:
+  """Sets weights within `fit`; the next epoch makes groups differ again."""
+  library = keras if isinstance(model, keras.Model) else tf_keras
+
+  class Set(library.callbacks.Callback):  # type: ignore[misc,name-defined]
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+      if epoch == 0:
+        self.model.set_weights(self.model.get_weights())
+
+  testbed.fit(model, _data(), 2, callbacks=[Set()])
+
+
+def _restore_and_save(model: Any, folder: pathlib.Path) -> None:
+  checkpoint = tf.train.Checkpoint(model=model)
+  testbed.fit(model, _data())
+  checkpoint.restore(checkpoint.save(str(folder / "a")))
+  pickle.dumps(model.optimizer)
+
+
+COLLAPSED = "and something else gave all groups the same weights"
+
+
+@pytest.mark.parametrize(
+  ("kind", "collapse"),
+  [
+    ("legacy", _set_weights),
+    ("keras", _restore_and_save),
+  ],
+)
+def test_groups_that_others_make_equal_are_warned_about_once(
+  kind: str, collapse: Any, said: list[str], tmp_path: pathlib.Path
+) -> None:
+  model = _model(kind)
+  model.set_weights([w + 1.0 for w in model.get_weights()])
+  testbed.fit(model, _data())
+  one, other = replica_state.values(model.weights[-1])
+  assert (one != other).any()
+  assert said == []
+  collapse(model, tmp_path)
+  [line] = [line for line in said if COLLAPSED in line]
+  collapse(model, tmp_path)
+  assert [each for each in said if COLLAPSED in each] == [line]
+  assert "CrossShardOptimizer trains 2 groups" in line
+  assert "tf_cross_shard.replica_state.save()" in line
+
+
+def test_groups_of_a_tpu_are_warned_about(said: list[str]) -> None:
+  """In a custom loop, with several members."""
+  strategy = testbed.virtual(4)
+  [weight], optimizer = training.build(
+    *("keras", lambda library: library.optimizers.SGD()),
+    *({"weight": np.zeros(2, "f")}, strategy),
+    group_assignment=testbed.GROUPINGS["strided"],
+  )
+  run = training.stepper([weight], optimizer, strategy)
+  step = functools.partial(run, [[1, 2], [2, 4], [4, 8], [8, 16]])
+  step()
+  replica_state.average(optimizer, [weight])
+  pickle.dumps(optimizer)
+  assert said == []  # `average` made the groups equal.
+  step()
+  pickle.dumps(optimizer)
+  [line] = said
+  assert "which differ in weights" in line
+  weight.assign(weight)
+  step()
+  pickle.dumps(optimizer)
+  assert COLLAPSED in said[1]
+
+
+def test_functions_that_keep_or_join_groups_do_not_warn(
+  said: list[str], tmp_path: pathlib.Path
+) -> None:
+  model = _model("keras")
+  both = model.optimizer, model
+  replica_state.save(tmp_path / "equal", *both)
+  copy_group = functools.partial(replica_state.copy_group, 1, 0)
+  for make_equal in (replica_state.average, copy_group):
+    testbed.fit(model, _data())
+    make_equal(*both)
+  testbed.fit(model, _data())
+  replica_state.save(tmp_path / "apart", *both)
+  for name in ("equal", "apart"):
+    replica_state.restore(tmp_path / name, *both)
+    testbed.fit(model, _data())
+  assert said == []
+
+
+def test_moving_averages_are_each_groups_own() -> None:
+  """Keras writes averages into the weights when `fit` ends; see keras3_test."""
+
+  def make(home: Any) -> Any:
+    return home.SGD(0.5, use_ema=True, ema_momentum=0.5)
+
+  model = _model("tf_keras", make=make)
+  testbed.fit(model, _data())
+  inner = model.optimizer.inner_optimizer
+  averages = inner._model_variables_moving_average
+  for weight, average in zip(model.trainable_variables, averages, strict=True):
+    found = replica_state.values(weight)
+    assert found[0].tobytes() != found[1].tobytes()
+    for mine, expected in zip(
+      found, replica_state.values(average), strict=True
+    ):
+      np.testing.assert_array_equal(mine, expected)

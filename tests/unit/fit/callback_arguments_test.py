@@ -1,0 +1,66 @@
+"""Wrong arguments of callbacks are refused by name, value and remedy."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tf_cross_shard import callbacks, trials
+
+X = np.zeros([4, 1], "f")
+
+
+def given(kind: str) -> dict[str, Any]:
+  """Returns what a callback cannot be made without."""
+  if kind == "Halving":  # A table has variables: not while tests are collected.
+    table = trials.Table([{"a": 1}] * 3, [[0], [1]])
+    return {"table": table, "epochs": 9, "folder": "unused"}
+  return {
+    "BackupAndRestore": {"backup_dir": "unused"},
+    "GroupCheckpoint": {"path": "unused"},
+    "GroupMetrics": {"validation_data": (X, X)},
+    "OuterOptimizer": {"every": 4},
+  }.get(kind, {})
+
+
+@pytest.mark.parametrize(
+  ("kind", "argument", "value", "error", "words"),
+  [
+    ("GroupMetrics", "ensemble", X, TypeError, "Hand in all data as one arg"),
+    ("GroupMetrics", "validation_data", iter([]), TypeError, "be a dataset"),
+    ("GroupMetrics", "name", "a/b", ValueError, "a string without a slash"),
+    ("GroupMetrics", "every", 0, ValueError, "an integer of at least 1"),
+    (
+      "GroupEarlyStopping",
+      "monitor",
+      "val_loss/group_0",
+      ValueError,
+      "Leave '/",
+    ),
+    ("GroupEarlyStopping", "patience", "3", ValueError, "at least 0; got '3'"),
+    ("GroupEarlyStopping", "min_delta", "0", TypeError, "must be a number"),
+    ("GroupCheckpoint", "mode", "least", ValueError, '"auto", "min" or "max"'),
+    ("GroupReduceLROnPlateau", "factor", 1.0, ValueError, "0 and 1; got 1.0"),
+    ("BackupAndRestore", "backup_dir", "", ValueError, "`backup_dir`"),
+    ("BackupAndRestore", "every", 0, ValueError, "must be an integer of at"),
+    ("BackupAndRestore", "keep", 1, ValueError, "must be an integer of at"),
+    ("BackupAndRestore", "on_preemption", all, TypeError, "be True or False"),
+    ("OuterOptimizer", "every", 0, ValueError, "an integer of at least 1"),
+    ("OuterOptimizer", "warmup", -1, ValueError, "at least 0; got -1"),
+    ("OuterOptimizer", "wire_dtype", "int4", ValueError, "`wire_dtype`"),
+    ("Population", "every", 0, ValueError, "must be an integer of at least 1"),
+    ("Population", "share", 0.75, ValueError, "must be more than 0"),
+    ("Population", "explore", [], ValueError, "must hold positive numbers"),
+    ("Population", "explore", ["2"], TypeError, "must be a number"),
+    ("Halving", "table", [{"a": 1}], TypeError, r"must be a trials\.Table"),
+    ("Halving", "epochs", 1, ValueError, "must be at least"),
+    ("Halving", "factor", 1, ValueError, "an integer of at least 2"),
+  ],
+)
+def test_what_is_refused(
+  kind: str, argument: str, value: Any, error: type[Exception], words: str
+) -> None:
+  arguments = {**given(kind), argument: value}
+  with pytest.raises(error, match=words) as caught:
+    getattr(callbacks, kind)(**arguments)
+  assert argument in str(caught.value)

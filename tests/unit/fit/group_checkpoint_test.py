@@ -1,0 +1,110 @@
+"""GroupCheckpoint keeps each group as it was at its best."""
+
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import callback_cases as cases
+from tests.support import replica_state_cases, testbed
+from tests.support.callback_cases import CROSSED
+from tf_cross_shard import CrossShardOptimizer, callbacks, replica_state
+
+
+def _state(model: Any, members: Sequence[int]) -> list[list[np.ndarray]]:
+  """The members' weights, slots and iterations."""
+  kept = testbed.variables_of(model.optimizer)
+  whole = [testbed.copies(v) for v in [*model.weights, *kept]]
+  return [[copies[replica] for replica in members] for copies in whole]
+
+
+@pytest.mark.tf_keras_mode
+def test_each_group_is_kept_at_its_best(tmp_path: pathlib.Path) -> None:
+  """Weights, slots and iterations; `restore` gives each group its own."""
+  path = tmp_path / "best"
+  model = cases.grouped("virtual", CROSSED)
+  keep = callbacks.GroupCheckpoint(path)
+  keep.set_model(model)
+  right: list[Any] = [None, None]
+  for epoch, best in enumerate([(0, 1), (0,), (0, 1), (), (1,)]):
+    cases.mark(model, epoch)
+    for i in best:
+      right[i] = _state(model, CROSSED[i])
+    keep.on_epoch_end(epoch, cases.logs_of(epoch))
+  assert keep.best == [1.0, 7.0]
+  for each in (model, cases.grouped("virtual", CROSSED)):
+    cases.mark(each, 9)
+    replica_state.restore(path, each.optimizer, each)
+    found = [_state(each, members) for members in CROSSED]
+    np.testing.assert_equal(found, right)
+  assert len(right[0]) > 4 + 2 * 4  # weights, Adam's slots, and more
+
+
+@pytest.mark.tf_keras_mode
+def test_each_member_has_its_own_statistics(tmp_path: pathlib.Path) -> None:
+  """The statistics of members are equal at first, and differ later."""
+  with testbed.mirrored().scope():
+    layers = tf.keras.layers
+    model = tf.keras.Sequential(
+      [tf.keras.Input((3,)), layers.BatchNormalization(), layers.Dense(2)]
+    )
+    optimizer = CrossShardOptimizer("sgd", group_assignment=CROSSED)
+    optimizer.build(model.trainable_variables)
+    model.compile(optimizer, "mse")
+  keep = callbacks.GroupCheckpoint(tmp_path / "best")
+  keep.set_model(model)
+  keep.on_epoch_end(0, {"val_loss/group_0": 1.0, "val_loss/group_1": 1.0})
+  with np.load(tmp_path / "best") as file:
+    assert not [name for name in file if "member" in name]
+  [mean] = [v for v in model.variables if "moving_mean" in v.name]
+  then = [np.full(3, float(replica + 1), "f4") for replica in range(cases.N)]
+  replica_state_cases.spread(mean, then)
+  keep.on_epoch_end(1, {"val_loss/group_0": 2.0, "val_loss/group_1": 0.5})
+  replica_state_cases.spread(mean, [np.full(3, 9.0, "f4")] * cases.N)
+  replica_state.restore(tmp_path / "best", optimizer, model)
+  for replica, value in enumerate(testbed.copies(mean)):
+    right = then[replica] if replica in CROSSED[1] else np.zeros(3)
+    np.testing.assert_array_equal(value, right)
+
+
+@pytest.mark.tf_keras_mode
+def test_the_best_of_an_earlier_run_is_kept(tmp_path: pathlib.Path) -> None:
+  """Also where only one group improves, or never had a number.
+
+  The folder is made.
+  """
+  path, model = tmp_path / "new" / "folder" / "best", cases.grouped()
+  values = [(0.5, np.nan), (9.0, 0.1), (0.25, 4.0), (9.0, 9.0)]
+  for run, logs in enumerate(values):
+    [keep] = cases.begin(model, callbacks.GroupCheckpoint(path))
+    model.layers[-1].bias.assign(np.full(2, 10.0 * run))
+    keep.on_epoch_end(0, {f"val_loss/group_{i}": logs[i] for i in (0, 1)})
+    replica_state.restore(path, model.optimizer, model)
+  assert keep.best == [0.25, 0.1]
+  bias = testbed.copies(model.layers[-1].bias)
+  np.testing.assert_array_equal(bias, [[20.0, 20.0], [10.0, 10.0]])
+
+
+def test_a_file_of_another_run(tmp_path: pathlib.Path) -> None:
+  """An error before the first epoch; the file is not replaced."""
+  model, path = cases.grouped(), tmp_path / "best"
+  [keep] = cases.begin(model, callbacks.GroupCheckpoint(path))
+  keep.on_epoch_end(0, {f"val_loss/group_{i}": 1.0 for i in (0, 1)})
+  singletons = cases.grouped("mirrored", [[0], [1], [2], [3]])
+  another_shape = r"does not hold `model/.*last/kernel` of .*\[4, 3\]"
+  for other, monitor, words in (
+    (model, "val_mae", "does not hold val_mae of 2 groups"),
+    (singletons, "val_loss", "of 4 groups"),
+    (cases.grouped(outputs=3), "val_loss", another_shape),
+  ):
+    with pytest.raises(replica_state.CheckpointError, match=words):
+      cases.begin(other, callbacks.GroupCheckpoint(path, monitor))
+  path.write_text("no checkpoint")
+  with pytest.raises(replica_state.CheckpointError, match="is damaged"):
+    cases.begin(model, callbacks.GroupCheckpoint(path))
+  (tmp_path / "file").write_text("")
+  with pytest.raises(OSError, match="file"):
+    cases.begin(model, callbacks.GroupCheckpoint(tmp_path / "file" / "best"))

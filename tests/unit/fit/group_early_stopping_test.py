@@ -1,0 +1,83 @@
+"""GroupEarlyStopping stops each group as Keras' EarlyStopping stops a model."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import callback_cases as cases
+from tests.support import testbed
+from tests.support.callback_cases import CROSSED, SERIES
+from tf_cross_shard import callbacks
+
+
+def _keras_stops(series: Any, min_delta: float) -> tuple[int, int, float]:
+  """The best epoch, the last epoch, and the best value, by Keras."""
+  keras = tf.keras.callbacks.EarlyStopping(patience=2, min_delta=min_delta)
+  model = cases.compiled(testbed.network(), "sgd")
+  cases.begin(model, keras)
+  for epoch, value in enumerate(series):
+    keras.on_epoch_end(epoch, {"val_loss": value})
+    if model.stop_training:
+      break
+  return keras.best_epoch, keras.stopped_epoch, float(keras.best)
+
+
+@pytest.mark.parametrize("min_delta", [0.0, 1.0])
+def test_each_group_stops_as_keras_would_stop_it(min_delta: float) -> None:
+  """With metrics that are known; the best weights to the bit."""
+  model = cases.grouped("mirrored", CROSSED)
+  [stop] = cases.begin(
+    model, callbacks.GroupEarlyStopping(patience=2, min_delta=min_delta)
+  )
+  for epoch in range(len(SERIES[0])):
+    cases.mark(model, epoch)
+    stop.on_epoch_end(epoch, cases.logs_of(epoch))
+    if model.stop_training:
+      break
+  stop.on_train_end()
+  ours = zip(stop.best_epoch, stop.stopped_epoch, stop.best, strict=True)
+  assert list(ours) == [_keras_stops(series, min_delta) for series in SERIES]
+  assert epoch == max(stop.stopped_epoch)
+  for variable in model.weights:
+    found = testbed.copies(variable)
+    for i, members in enumerate(CROSSED):
+      for replica in members:
+        assert set(found[replica].ravel()) == {10 * stop.best_epoch[i] + i}
+
+
+# The best in epochs 1 and 0; with a patience of 1 they stop in epochs 2 and 1.
+KNOWN = ([1.0, 3.0, 2.0], [9.0, 8.0, 8.5])
+
+
+class _Known(tf.keras.callbacks.Callback):  # type: ignore[misc]
+  """Metrics that are known, and the weights of each epoch."""
+
+  def __init__(self) -> None:
+    super().__init__()
+    self.weights: list[list[Any]] = []
+
+  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    self.weights.append(list(map(testbed.copies, self.model.weights)))
+    for i, series in enumerate(KNOWN):
+      logs[f"val_known/group_{i}"] = series[epoch]
+
+
+@pytest.mark.tf_keras_mode
+def test_fit_ends_with_each_group_at_its_best(said: list[str]) -> None:
+  """No warning says that something made the groups equal."""
+  model, known = cases.grouped("mirrored", CROSSED), _Known()
+  stop = callbacks.GroupEarlyStopping("val_known", mode="max", patience=1)
+  judge = callbacks.GroupMetrics(cases.VALIDATION)
+  history = cases.fit(model, judge, known, stop, epochs=6)
+  assert len(history["loss"]) == len(KNOWN[0])
+  assert stop.best_epoch == [1, 0]
+  for i, found in enumerate(map(testbed.copies, model.weights)):
+    for epoch, members in zip(stop.best_epoch, CROSSED, strict=True):
+      for replica in members:
+        right = known.weights[epoch][i][replica]
+        np.testing.assert_array_equal(found[replica], right)
+    assert (found[0] != found[1]).any()
+  cases.fit(model)
+  assert said == []

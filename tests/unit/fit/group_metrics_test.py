@@ -1,0 +1,189 @@
+"""GroupMetrics evaluates each group as plain Keras evaluates a model."""
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import callback_cases as cases
+from tests.support import testbed, training
+from tests.support.callback_cases import CROSSED, PAIR, VALIDATION
+from tf_cross_shard import CrossShardOptimizer, callbacks
+
+EPOCHS = 3
+RATES = (cases.RATE, 0.03125)  # of the groups
+
+
+class Subclassed(tf.keras.Model):  # type: ignore[misc]
+  """A model that Keras cannot clone before it was called."""
+
+  def __init__(self, units: int) -> None:
+    super().__init__()
+    self.layer = tf.keras.layers.Dense(units)
+
+  def call(self, x: Any) -> Any:
+    return self.layer(x)
+
+
+class _Seen(tf.keras.callbacks.Callback):  # type: ignore[misc]
+  """The logs that a later callback sees."""
+
+  def __init__(self) -> None:
+    super().__init__()
+    self.logs: list[dict[str, float]] = []
+
+  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    self.logs.append(dict(logs))
+
+
+@functools.cache
+def _plain(group: int) -> Any:
+  """Plain Keras on the group's batches, evaluated after each epoch."""
+  adam = tf.keras.optimizers.Adam(RATES[group])
+  model = cases.compiled(testbed.network(), adam)
+  model.run_eagerly = True  # Less than tracing takes.
+  return model.fit(
+    cases.data(sorted(CROSSED[group])),
+    epochs=EPOCHS,
+    verbose=0,
+    validation_data=VALIDATION,
+    validation_batch_size=4,
+  )
+
+
+@pytest.mark.tf_keras_mode
+def test_metrics_are_those_of_plain_keras() -> None:
+  """Of plain models, and of the groups' mean prediction by NumPy."""
+  # Each Keras in another strategy.
+  model = cases.grouped(
+    "virtual" if testbed.IS_TF_KERAS else "mirrored", CROSSED
+  )
+  cases.set_groups(model.optimizer.learning_rate, RATES)
+  seen = _Seen()
+  judge = callbacks.GroupMetrics(VALIDATION, batch_size=4)
+  history = cases.fit(model, judge, seen, epochs=EPOCHS)
+  held = training.by_replica(model.weights)
+  for i in (0, 1):
+    for name in ("val_loss", "val_mae", "val_weighted"):
+      mine = history[f"{name}/group_{i}"]
+      np.testing.assert_allclose(mine, _plain(i).history[name], rtol=2e-5)
+      assert mine == [logs[f"{name}/group_{i}"] for logs in seen.logs]
+      other = _plain(1 - i).history[name]
+      assert np.abs(np.subtract(mine, other)).min() > 1e-3
+    np.testing.assert_allclose(
+      history[f"loss/group_{i}"], _plain(i).history["loss"], rtol=2e-5
+    )
+    weights = _plain(i).model.weights
+    for mine, right in zip(held[CROSSED[i][0]], weights, strict=True):
+      training.assert_close(mine, right.numpy(), f"group {i}")
+
+  x, y, weight = VALIDATION
+  outputs = []
+  for members in CROSSED:
+    kernel, bias, last, last_bias = held[members[0]]
+    outputs.append(np.tanh(x @ kernel + bias) @ last + last_bias)
+  errors = np.mean((np.mean(outputs, axis=0) - y) ** 2, axis=-1)
+  np.testing.assert_allclose(
+    [history[f"val_{name}/ensemble"][-1] for name in ("loss", "weighted")],
+    [np.mean(weight * errors), np.sum(weight * errors) / np.sum(weight)],
+    rtol=1e-5,
+  )
+
+
+def test_evaluation_changes_nothing() -> None:
+  """Random numbers included, of layers and of NumPy."""
+  with testbed.mirrored(2).scope():
+    layers = tf.keras.layers
+    model = tf.keras.Sequential(
+      [tf.keras.Input((3,)), layers.Dropout(0.5), layers.Dense(2)]
+    )
+    optimizer = CrossShardOptimizer("sgd", group_assignment=PAIR)
+    model.compile(optimizer, "mse")
+  before = [testbed.copies(variable) for variable in model.variables]
+  assert len(before) == 3  # With the state of the random numbers.
+  numbers = np.random.get_state()[1]
+  [used] = cases.begin(model, callbacks.GroupMetrics(VALIDATION))
+  used.on_epoch_end(0, {})
+  np.testing.assert_array_equal(np.random.get_state()[1], numbers)
+  after = [testbed.copies(variable) for variable in model.variables]
+  np.testing.assert_equal(after, before)
+
+
+@pytest.mark.tf_keras_mode
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_every_twin_and_dataset_inside_of_the_scope(is_compiled: bool) -> None:
+  """A dataset; a model that Keras cannot clone; `fit` inside of the scope.
+
+  A compiled twin is evaluated as it is.
+  """
+  made = []
+
+  def twin() -> Any:
+    made.append(Subclassed(2))
+    made[-1](VALIDATION[0])
+    if is_compiled:
+      made[-1].compile(loss="mae", run_eagerly=True)
+    return made[-1]
+
+  with testbed.mirrored(2).scope():
+    model = Subclassed(2)
+    optimizer = CrossShardOptimizer("sgd", group_assignment=PAIR)
+    model.compile(optimizer, "mse", metrics=["mae"])
+    data = tf.data.Dataset.from_tensor_slices(VALIDATION).batch(4)
+    used = callbacks.GroupMetrics(data, is_compiled, every=2, twin=twin)
+    history = cases.fit(model, used, epochs=5)
+  assert len(made) == (3 if is_compiled else 1)
+  assert len(history["loss"]) == 5
+  assert len(history["val_loss/group_1"]) == 3  # epochs 1, 2 and 4
+  names = {"val_loss"} if is_compiled else {"val_loss", "val_mae"}
+  assert {name.split("/")[0] for name in history if "val" in name} == names
+  assert ("val_loss/ensemble" in history) == is_compiled
+  assert history["val_loss/group_0"][0] != history["val_loss/group_1"][0]
+
+
+def test_a_model_that_was_never_compiled_is_an_error() -> None:
+  class Own(tf.keras.Model):  # type: ignore[misc]
+    def compile(self, optimizer: Any) -> None:
+      self.optimizer = optimizer
+
+  inputs = tf.keras.Input((3,))
+  with testbed.mirrored().scope():
+    model = Own(inputs, tf.keras.layers.Dense(2)(inputs))
+    model.compile(CrossShardOptimizer("sgd", group_assignment=CROSSED))
+  with pytest.raises(ValueError, match=r"compile\(\) of Keras was not called"):
+    cases.begin(model, callbacks.GroupMetrics(VALIDATION))
+
+
+@pytest.mark.tf_keras_mode
+def test_two_sets_of_data_have_two_names() -> None:
+  model = cases.grouped()
+  test = tuple(array[:3] for array in VALIDATION)
+  used = [
+    callbacks.GroupMetrics(VALIDATION, False),
+    callbacks.GroupMetrics(test, False, name="test"),
+    callbacks.GroupEarlyStopping("test_mae", patience=9),
+  ]
+  history = testbed.fit(
+    model, cases.data(), validation_data=cases.data(), callbacks=used
+  ).history
+  # Losses of training, although `fit` has evaluated since.
+  losses = [history[f"loss/group_{i}"][0] for i in (0, 1)]
+  assert np.mean(losses) == pytest.approx(history["loss"][0], rel=1e-6)
+  assert losses[0] != losses[1]
+  assert history["val_loss/group_0"] != history["test_loss/group_0"]
+  twice = [callbacks.GroupMetrics(VALIDATION) for _ in range(2)]
+  with pytest.raises(ValueError, match=r"`name` must not be .*'val' twice"):
+    cases.fit(model, *twice)
+  # The callbacks of another `fit` are not asked.
+  assert used[2].same_fit() == used
+  assert twice[0].same_fit() == twice
+
+
+def test_data_of_another_shape_end_fit_before_it_trains() -> None:
+  model = cases.grouped()
+  wrong = callbacks.GroupMetrics((cases.X[0, 0, :, :2], cases.Y[0, 0]))
+  with pytest.raises(Exception, match=r"shape|dimension|incompatible"):
+    cases.fit(model, wrong)
+  assert int(model.optimizer.iterations.numpy()) == 0

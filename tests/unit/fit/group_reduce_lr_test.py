@@ -1,0 +1,77 @@
+"""GroupReduceLROnPlateau lowers each group's rate as Keras lowers a model's."""
+
+import pathlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import callback_cases as cases
+from tests.support import testbed
+from tests.support.callback_cases import SERIES
+from tf_cross_shard import callbacks, replica_state, schedules
+
+OPTIONS = {
+  **{"patience": 1, "factor": 0.5, "min_delta": 1.0},
+  **{"cooldown": 1, "min_lr": 0.125},
+}
+
+
+def _keras_rates(series: list[float], rate: float) -> list[float]:
+  """The learning rates of a model alone, by Keras."""
+  keras = tf.keras.callbacks.ReduceLROnPlateau("val_loss", **OPTIONS)
+  sgd = tf.keras.optimizers.SGD(rate)
+  cases.begin(cases.compiled(testbed.network(), sgd), keras)
+  rates = []
+  for epoch, value in enumerate(series):
+    keras.on_epoch_end(epoch, {"val_loss": value})
+    rates.append(float(sgd.learning_rate.numpy()))
+  return rates
+
+
+@pytest.mark.tf_keras_mode
+@pytest.mark.parametrize("per_group", [True, False])
+def test_rates_are_lowered_as_keras_lowers_them(
+  per_group: bool, tmp_path: pathlib.Path
+) -> None:
+  """The next steps use the new rates, and nothing is traced again."""
+  traces: list[None] = []
+  given = (0.5, 0.25) if per_group else (0.5, 0.5)
+  model = cases.with_rates(
+    schedules.PerGroup(given) if per_group else given[0], traces
+  )
+  data = tf.data.Dataset.from_tensors((tf.ones([2, 1]), tf.ones([2, 1])))
+  for _ in "12":  # `fit` traces a step when it first sees the callback.
+    testbed.fit(model, data)
+    [lower] = cases.begin(model, callbacks.GroupReduceLROnPlateau(**OPTIONS))
+  count = len(traces)
+  right = [
+    _keras_rates(series, rate)
+    for series, rate in zip(SERIES, given, strict=True)
+  ]
+  for epoch in range(len(SERIES[0])):
+    lower.on_epoch_end(epoch, cases.logs_of(epoch))
+    assert lower.learning_rates == [row[epoch] for row in right]
+  assert lower.learning_rates == [0.125, 0.125] != list(given)
+  replica_state.save(tmp_path / "state", model.optimizer, model)
+  [kernel] = model.trainable_variables
+  before = testbed.copies(kernel)
+  testbed.fit(model, data)
+  moved = np.subtract(before, testbed.copies(kernel))
+  np.testing.assert_allclose(moved, np.full_like(moved, 0.125), rtol=1e-6)
+  assert len(traces) == count
+  if per_group:
+    with pytest.raises(TypeError, match="GroupReduceLROnPlateau"):
+      model.optimizer.learning_rate = 0.1
+
+
+def test_rates_that_cannot_be_lowered() -> None:
+  decay = tf.keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
+  for rates, error, words in (
+    (decay, TypeError, "Plateau needs an optimizer with one learning rate"),
+    (schedules.PerGroup([decay, 0.1]), TypeError, "PerGroup holds schedules"),
+    (schedules.PerGroup([0.1, 0.0]), ValueError, "PerGroup holds 0"),
+  ):
+    model = cases.with_rates(rates, [])
+    with pytest.raises(error, match=words):
+      cases.begin(model, callbacks.GroupReduceLROnPlateau())

@@ -1,0 +1,425 @@
+"""Files of `replica_state`: a run that is restored goes on to the bit.
+
+In one process; several workers are in multi_worker_replicas_test.py.
+"""
+
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras as tf_keras_library
+
+from tests.support import replica_state_cases as cases
+from tests.support import testbed, training
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  keras3,
+  replica_state,
+  tf_keras,
+)
+from tf_cross_shard._src.core.collectives import replica_values
+from tf_cross_shard._src.replica_state import archive
+
+
+def _older(library: Any) -> Any:
+  return library.optimizers.legacy.Adam
+
+
+def _scaled(library: Any) -> Any:
+  return lambda rate: library.mixed_precision.LossScaleOptimizer(
+    library.optimizers.Adam(rate), initial_scale=4.0, dynamic_growth_steps=3
+  )
+
+
+def _accumulating(library: Any) -> Any:
+  return functools.partial(
+    library.optimizers.SGD,
+    momentum=0.5,
+    use_ema=True,
+    gradient_accumulation_steps=2,
+  )
+
+
+@pytest.mark.parametrize(
+  ("where", "package", "make"),
+  [
+    ("mirrored", keras3, lambda library: library.optimizers.Adam),
+    ("virtual", keras3, lambda library: library.optimizers.Adam),
+    ("pair", keras3, _accumulating),
+    ("mirrored", tf_keras, _scaled),
+    ("virtual", tf_keras, _older),
+  ],
+)
+def test_a_restored_run_goes_on_to_the_bit(
+  where: str, package: Any, make: Any, tmp_path: pathlib.Path
+) -> None:
+  """10 steps, saved, 5 more; against 5 more after restoring elsewhere.
+
+  The file holds all state of the optimizer: also a learning rate that changed,
+  and the number of skipped steps.
+  """
+  strategy = cases.STRATEGIES[where]()
+  groups = [[0], [1]] if where == "pair" else cases.PAIRS
+  # The random numbers of tf_keras are not variables of the model.
+  has_own = package is keras3 and where != "pair"
+  library = keras if package is keras3 else tf_keras_library
+  source, target = (
+    cases.Training(
+      strategy,
+      groups,
+      seed,
+      make(library),
+      with_own_state=has_own,
+      library=library,
+      wrapper=functools.partial(
+        package.CrossShardOptimizer, skip_nonfinite=True
+      ),
+    )
+    for seed in (1, 2)
+  )
+  source.steps(0, 10)
+  target.steps(0, 3)
+  cases.spread(
+    source.optimizer.skipped_steps,
+    [source.optimizer.groups.index_of(r) + 1 for r in range(source.replicas)],
+  )
+  source.optimizer.learning_rate = 0.25
+  saved = source.state()
+  source.save(tmp_path / "a")
+  assert not cases.same(saved, source.state())
+  assert len(cases.same(saved, target.state())) > (10 if has_own else 4)
+  target.restore(tmp_path / "a")
+  assert not cases.same(saved, target.state())
+  counts = replica_state.group_values(
+    target.optimizer.skipped_steps, target.optimizer
+  )
+  assert cases.lists(counts) == [1, 2]
+  assert float(tf.convert_to_tensor(target.optimizer.learning_rate)) == 0.25
+  for each in (source, target):
+    each.steps(10, 15)
+  assert not cases.same(source.state(), target.state())
+  replica_state.assert_in_sync(target.optimizer, target.model)
+  [kernel, *_] = target.model.trainable_variables
+  first, second = replica_state.group_values(kernel, target.optimizer)
+  assert (first != second).any()
+  for mean in target.model.variables:
+    if "moving_mean" in mean.name:
+      first, second, *_ = replica_state.values(mean)
+      assert (first != second).any()  # each replica's own, and restored
+  if package is tf_keras:
+    replica_state.average(target.optimizer, target.model, slots=True)
+    for variable in (kernel, target.optimizer.get_slot(kernel, "m")):
+      bits = [value.tobytes() for value in replica_state.values(variable)]
+      assert len(bits) == cases.N
+      assert len(set(bits)) == 1
+
+
+@pytest.mark.parametrize(
+  ("source", "where", "groups"),
+  [
+    ("mirrored", "mirrored", [[2, 3], [0, 1]]),
+    ("mirrored", "virtual", [[3, 0], [1, 2]]),
+    ("virtual", "virtual", [[0, 2], [3, 1]]),
+    ("mirrored", "pair", [[1], [0]]),
+  ],
+)
+def test_group_i_goes_to_group_i(
+  source: str, where: str, groups: Any, tmp_path: pathlib.Path
+) -> None:
+  optimizer, weights = cases.simple(source)
+  replica_state.save(tmp_path / "a", optimizer, weights)
+  other, others = cases.simple(where, groups)
+  for variable in [*others, *other.variables]:
+    variable.assign(tf.zeros_like(variable))
+  replica_state.restore(tmp_path / "a", other, others)
+  for variable in [*others, *other.variables]:
+    found = replica_state.values(variable)
+    for index, members in enumerate(groups):
+      for replica in members:
+        assert (found[replica] == 10 * index + 10).all(), (variable, replica)
+
+
+def test_what_is_in_the_file(tmp_path: pathlib.Path) -> None:
+  """Each variable once per group, by a name without Keras' numbers.
+
+  Keras counts layers: those of the second model are dense_2 and dense_3.
+  """
+  names = []
+  for _ in range(2):
+    trained = cases.Training(testbed.virtual(cases.N), cases.PAIRS, seed=1)
+    with trained.strategy.scope():
+      trained.model.compile("sgd", "mse", metrics=["mae"])
+    if not names:
+      trained.model.evaluate(np.ones([4, 4]), np.ones([4, 2]), verbose=0)
+      assert trained.model.metrics_variables
+    trained.save(tmp_path / "a")
+    with archive.reading(tmp_path / "a") as found:
+      names.append(sorted(found))
+      said = found.about["names"]
+  assert names[0] == names[1]
+  assert len(set(said)) == len(said) > 10
+  assert "model/sequential/dense_1/kernel" in said
+  assert "optimizer/adam/sequential/dense_1/kernel/velocity" in said
+  kinds = {name.rpartition("/")[2] for name in said}
+  assert {"iteration", "learning_rate", "seed_generator_state"} <= kinds
+  assert not {"total", "count"} & kinds
+  assert len(names[0]) == 2 * len(said)
+
+
+def test_each_variable_once(tmp_path: pathlib.Path) -> None:
+  """Also one that optimizer and model share; arrays by group and member."""
+  with testbed.mirrored().scope():
+    trained = tf.Variable([0.0, 0.0], name="trained")
+    other = tf.Variable([0.0], name="other", trainable=False)
+    optimizer = CrossShardOptimizer("sgd", group_assignment=[[3, 1], [0, 2]])
+    optimizer.build([trained])
+  cases.spread(trained, [[2.0] * 2, [1.0] * 2, [2.0] * 2, [1.0] * 2])
+  cases.spread(other, [[5.0], [6.0], [7.0], [8.0]])
+  model = [trained, other, trained, optimizer.iterations.value]
+  replica_state.save(tmp_path / "a", optimizer, model)
+  with archive.reading(tmp_path / "a") as found:
+    arrays = {name: found[name].tolist() for name in found}
+  assert {n: a for n, a in arrays.items() if "optimizer" not in n} == {
+    "group_0/model/trained": [1.0, 1.0],
+    "group_1/model/trained": [2.0, 2.0],
+    "group_0/member_0/model/other": [8.0],
+    "group_0/member_1/model/other": [6.0],
+    "group_1/member_0/model/other": [5.0],
+    "group_1/member_1/model/other": [7.0],
+  }
+  assert {n for n in arrays if n.startswith("group_1/optimizer")} == {
+    "group_1/optimizer/sgd/iteration",
+    "group_1/optimizer/sgd/learning_rate",
+  }
+
+
+def _network(seed: int) -> Any:
+  """The model of `cases.Training`, without a strategy."""
+  layers = tf.keras.layers
+  return tf.keras.Sequential(
+    [
+      *(tf.keras.Input((4,)), layers.Dense(3)),
+      layers.BatchNormalization(momentum=0.5),
+      *(layers.Dropout(0.25, seed=seed), layers.Dense(2)),
+    ]
+  )
+
+
+def test_one_group_of_a_file_without_replicas(tmp_path: pathlib.Path) -> None:
+  """The model that `load_group` returns, to be served on one device."""
+  path = tmp_path / "a"
+  trained = cases.Training(testbed.mirrored(), [[3, 1], [0, 2]], seed=1)
+  trained.steps(0, 2)
+  trained.save(path)
+  plain = _network(seed=2)
+  for i in (1, 0):
+    right = replica_state.load_group(i, trained.optimizer, trained.model)
+    assert replica_state.read_group(path, i, plain) is plain
+    for variable, expected in zip(
+      plain.variables, right.variables, strict=True
+    ):
+      np.testing.assert_array_equal(variable, expected)
+    assert len(testbed.copies(plain.variables[0])) == 1
+  before = plain.get_weights()
+  other = tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(3)])
+  for index, model, words in (
+    (2, plain, r"`group` must be an integer from 0 to 1; got 2"),
+    (-1, plain, r"`group` must be .* got -1\. .*\[\[3, 1\], \[0, 2\]\]"),
+    (None, plain, r"`group` must be"),
+    (0, other, r"has, and the program has not, model/.*"),
+    (0, [*plain.variables, tf.Variable(1.0, name="extra")], "lacks .*extra"),
+    (0, [tf.Variable([0.0], name="kernel")], "lacks model/kernel"),
+  ):
+    with pytest.raises(replica_state.CheckpointError, match=words):
+      replica_state.read_group(path, index, model)
+  path.write_bytes(path.read_bytes()[:-9])
+  with pytest.raises(replica_state.CheckpointError, match="is damaged"):
+    replica_state.read_group(path, 0, plain)
+  for array, same in zip(plain.get_weights(), before, strict=True):
+    np.testing.assert_array_equal(array, same)
+
+
+def test_restore_builds_the_optimizer(tmp_path: pathlib.Path) -> None:
+  """On the trainable variables of a model or of a list."""
+  optimizer, weights = cases.simple("mirrored")
+  replica_state.save(tmp_path / "a", optimizer, weights)
+  trained = cases.Training(testbed.mirrored(), cases.PAIRS, seed=1)
+  trained.steps(0, 2)
+  trained.save(tmp_path / "b")
+  for path, right, model in (
+    ("a", optimizer, weights),
+    ("b", trained.optimizer, trained.model),
+  ):
+    strategy = replica_values.strategy_of(right.iterations)
+    assert strategy is not None
+    with strategy.scope():
+      momentum = tf.keras.optimizers.SGD(0.5, momentum=0.5)
+      inner = momentum if path == "a" else tf.keras.optimizers.Adam(0.01)
+      fresh = CrossShardOptimizer(inner, group_assignment=cases.PAIRS)
+    replica_state.restore(tmp_path / path, fresh, model)
+    for variable, same in zip(fresh.variables, right.variables, strict=True):
+      assert cases.values(variable) == cases.values(same)
+
+
+@pytest.mark.parametrize("kind", ["ours", "shards", "Keras"])
+def test_a_window_begins_anew_in_groups_of_another_size(
+  kind: str, tmp_path: pathlib.Path
+) -> None:
+  """Sums of other members would count twice."""
+  is_keras = kind == "Keras"
+
+  def make(groups: Any) -> tuple[Any, Any, Callable[[], Any]]:
+    strategy = testbed.mirrored(2 * len(groups[0]))
+    with strategy.scope():
+      weight = tf.Variable([0.0], name="weight")
+      optimizer = CrossShardOptimizer(
+        tf.keras.optimizers.SGD(
+          1.0, gradient_accumulation_steps=2 if is_keras else None
+        ),
+        "sum",
+        group_assignment=groups,
+        accumulate_steps=None if is_keras else 2,
+        shard_update=kind == "shards",
+      )
+      optimizer.build([weight])
+    step = training.stepper([weight], optimizer, strategy)
+    ones = np.ones([2 * len(groups[0]), 1], "f")
+    return optimizer, weight, functools.partial(step, ones)
+
+  path = tmp_path / "a"
+  for before, after in (([[0], [1]], cases.PAIRS), (cases.PAIRS, [[0], [1]])):
+    optimizer, weight, step = make(before)
+    for _ in range(3):
+      step()
+    expected = -float(len(before[0]))
+    assert testbed.copies(weight)[0][0] == expected
+    replica_state.save(path, optimizer, [weight])
+    optimizer, weight, step = make(after)
+    replica_state.restore(path, optimizer, [weight])
+    step()
+    assert testbed.copies(weight)[0][0] == expected
+    step()
+    assert testbed.copies(weight)[0][0] == expected - len(after[0])
+
+
+# ----------------------------------------------- files that do not fit
+
+
+def _assert_refused(
+  optimizer: Any, weights: Any, path: Any, words: str
+) -> None:
+  """A `CheckpointError` with these words, and nothing changed."""
+  variables = [*(weights or []), *optimizer.variables]
+  before = [testbed.copies(variable) for variable in variables]
+  with pytest.raises(replica_state.CheckpointError, match=words) as info:
+    replica_state.restore(path, optimizer, weights)
+  assert isinstance(info.value, ValueError)
+  assert str(path) in str(info.value)
+  after = [testbed.copies(variable) for variable in variables]
+  for mine, then in zip(before, after, strict=True):
+    assert [a.tobytes() for a in mine] == [a.tobytes() for a in then]
+
+
+def test_what_does_not_belong_to_the_program(tmp_path: pathlib.Path) -> None:
+  path = tmp_path / "a"
+  optimizer, weights = cases.simple("mirrored")
+  first, scale = weights
+  replica_state.save(path, optimizer, weights)
+  singles = cases.simple("mirrored", [[0], [1], [2], [3]])
+  adam = cases.simple("mirrored", make=tf.keras.optimizers.Adam)
+  with testbed.mirrored().scope():
+    extra = tf.keras.Variable(0.0, name="extra")
+    longer = tf.keras.Variable([0.0] * 3, name="scale")
+    half = tf.keras.Variable(0.0, name="scale", dtype="float16")
+  outside = tf.Variable([4.0, 4.0], name="weight")
+  kind = r"`model/scale` as float32 \[\]; .* "
+  for other, chosen, words in (
+    (*singles, r"2 groups, \[\[0, 1\], .* has 4, .*as many groups"),
+    (*adam, "lacks optimizer/adam/iteration, .* and 1 more"),
+    (optimizer, None, "has not, model/weight, model/scale.*given then"),
+    (optimizer, [first], "has, and the program has not, model/scale"),
+    (optimizer, [first, scale, extra], "lacks model/extra"),
+    (optimizer, [first, longer], kind + r"float32 \[3\]"),
+    (optimizer, [first, half], kind + r"float16 \[\]"),
+    (optimizer, [outside, scale], "`model/weight`.*exists once"),
+  ):
+    _assert_refused(other, chosen, path, words)
+  replica_state.save(path, optimizer)
+  _assert_refused(optimizer, weights, path, "lacks model/weight.*None then")
+  # What exists once is every group's.
+  replica_state.save(path, optimizer, [outside, scale])
+  outside.assign([0.0, 0.0])
+  replica_state.restore(path, optimizer, [outside, scale])
+  assert outside.numpy().tolist() == [4.0, 4.0]
+
+
+def test_malformed_files(tmp_path: pathlib.Path) -> None:
+  """Each byte of a file is in archive_test.py."""
+  path = tmp_path / "a"
+  optimizer, weights = cases.simple("mirrored")
+  replica_state.save(path, optimizer, weights)
+  data = path.read_bytes()
+  with archive.reading(path) as found:
+    about, arrays = dict(found.about), dict(found)
+  archive.write(path, {"x": np.zeros(2)}, {})
+  _assert_refused(optimizer, weights, path, "holds something else")
+  path.write_bytes(data[:-1])
+  _assert_refused(optimizer, weights, path, "is damaged.*Nothing was changed")
+  for wrong in ({"group_assignment": 3}, {"names": None}):
+    archive.write(path, arrays, {**about, **wrong})
+    _assert_refused(optimizer, weights, path, "is damaged.*Nothing was changed")
+  # Of the last group alone: all is read before anything is changed.
+  for wrong, words in (
+    (np.zeros([3], "float32"), r"float32 \[3\]; the program has float32 \[2\]"),
+    (np.zeros([2], "float64"), "as float64"),
+  ):
+    archive.write(path, {**arrays, "group_1/model/weight": wrong}, about)
+    _assert_refused(optimizer, weights, path, words)
+  del arrays["group_1/model/scale"]
+  archive.write(path, arrays, about)
+  _assert_refused(optimizer, weights, path, "is damaged.*group_1/model/scale")
+  path.write_bytes(data)
+  real = archive.Archive.__getitem__
+
+  def read(file: Any, name: str) -> Any:
+    if name == "group_1/model/scale":
+      raise OSError(5, "Input/output error")
+    return real(file, name)
+
+  weights[0].assign([1.0, 1.0])
+  with (
+    mock.patch.object(archive.Archive, "__getitem__", read),
+    pytest.raises(OSError, match="Input/output"),
+  ):
+    replica_state.restore(path, optimizer, weights)
+  assert cases.values(weights[0]) == [[1.0, 1.0]] * cases.N
+  replica_state.restore(path, optimizer, weights)
+  found = replica_state.group_values(weights[0], optimizer)
+  assert cases.lists(found) == [[10.0, 10.0], [20.0, 20.0]]
+
+
+def test_what_is_not_built_or_something_else(tmp_path: pathlib.Path) -> None:
+  path = tmp_path / "a"
+  optimizer, weights = cases.simple("mirrored")
+  with testbed.mirrored().scope():
+    fresh = CrossShardOptimizer("adam")
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+  with pytest.raises(ValueError, match=r"not built.*Call build\(model"):
+    replica_state.save(path, fresh, weights)
+  with pytest.raises(ValueError, match=r"`model` has no variables yet\. B"):
+    replica_state.save(path, optimizer, model)
+  with pytest.raises(TypeError, match="`optimizer` must be a Keras optimizer"):
+    replica_state.save(path, "adam", weights)
+  with pytest.raises(TypeError, match="not iterable"):
+    replica_state.save(path, optimizer, 3)
+  with pytest.raises(TypeError, match="`path` must be"):
+    replica_state.save(None, optimizer)
+  with pytest.raises(ValueError, match="different strategies"):
+    replica_state.save(path, optimizer, cases.simple("virtual")[1])
+  assert not path.exists()

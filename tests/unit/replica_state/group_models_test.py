@@ -1,0 +1,557 @@
+"""A group as a plain model; copies of groups; ensembles of groups.
+
+In one process; several workers are in multi_worker_replicas_test.py.
+"""
+
+import functools
+import pathlib
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import replica_state_cases as cases
+from tests.support import testbed, training
+from tf_cross_shard import replica_state
+from tf_cross_shard._src.core.encapsulated import optimizer_state
+from tf_cross_shard._src.replica_state import group_state
+
+N = testbed.REPLICAS
+CROSSED = [[3, 0], [1, 2]]
+STRATEGIES = testbed.STRATEGIES
+LIBRARIES = training.KERASES
+X = np.random.default_rng(3).integers(-4, 5, (8, 3)).astype("float32")
+in_both = pytest.mark.parametrize("library", LIBRARIES)
+everywhere = pytest.mark.parametrize("where", STRATEGIES)
+
+
+def _made(
+  where: str,
+  library: str,
+  make: Callable[[Any], Any],
+  groups: Any = CROSSED,
+  optimizer: str = "SGD",
+  **options: Any,
+) -> tuple[Any, Any]:
+  """A compiled model, whose values differ between replicas."""
+  home, wrapper = LIBRARIES[library]
+  with STRATEGIES[where]().scope():
+    model = make(home)
+    opt = getattr(home.optimizers, optimizer)(0.5)
+    optimizer = wrapper.CrossShardOptimizer(
+      opt, group_assignment=groups, **options
+    )
+    model.compile(optimizer, "mse")
+  assert len(groups) * len(groups[0]) == N >= len(groups) > 1
+  _spread(model, groups)
+  return model, optimizer
+
+
+def _spread(model: Any, groups: Sequence[Sequence[int]]) -> None:
+  """Gives each group its own weights, and each replica its own statistics."""
+  for i, variable in enumerate(model.variables):
+    dtype = getattr(variable, "dtype", None)  # of a vocabulary
+    if dtype is None or not tf.as_dtype(dtype).is_floating:
+      continue
+    rng = np.random.default_rng(i)
+    whole = rng.integers(1, 5, (N, *variable.shape)).astype("float32")
+    if variable.trainable:
+      for members in groups:
+        whole[members] = whole[members[0]]
+    elif "variance" in variable.name:  # Means of a group: 4 and 16.
+      for j, variances in enumerate(([1, 10], [7, 22])):
+        for members, value in zip(groups, variances, strict=True):
+          whole[members[j]] = value
+    cases.spread(variable, list(whole))
+
+
+def _network(home: Any) -> Any:
+  """A network whose arithmetic is exact: whole numbers and powers of two."""
+  inputs = home.Input((3,))
+  x = home.layers.Dense(4, name="first")(inputs)
+  x = home.layers.BatchNormalization(epsilon=0.0)(x)
+  x = home.layers.Dropout(0.5)(x)
+  return home.Model(inputs, home.layers.Dense(2, name="last")(x))
+
+
+def _expected(model: Any, members: Sequence[int], x: Any = X) -> Any:
+  """Predicts with a group's weights, in NumPy."""
+  found = [testbed.copies(variable) for variable in model.weights]
+  first = members[0]
+  kernel, bias, gamma, beta = (copies[first] for copies in found[:4])
+  mean, variance = (
+    np.mean([copies[r] for r in members], axis=0, dtype="float64")
+    for copies in found[4:6]
+  )
+  x = (x @ kernel + bias - mean) / np.sqrt(variance) * gamma + beta
+  return x @ found[6][first] + found[7][first]
+
+
+# ------------------------------------------------------------------ load_group
+
+
+@in_both
+@everywhere
+def test_one_group_as_a_plain_model(where: str, library: str) -> None:
+  """Against NumPy, inside of the scope, where `fit` calls callbacks."""
+  model, optimizer = _made(where, library, _network)
+  before = [testbed.copies(variable) for variable in model.variables]
+  right = [_expected(model, members) for members in CROSSED]
+  assert np.abs(right[0] - right[1]).max() > 1
+  with STRATEGIES[where]().scope():
+    plain = [replica_state.load_group(i, optimizer, model) for i in (0, 1)]
+  for one, expected in zip(plain, right, strict=True):
+    np.testing.assert_array_equal(one(X), expected)
+    assert [layer.name for layer in one.layers] == [
+      layer.name for layer in model.layers
+    ]
+    assert one.distribute_strategy is tf.distribute.get_strategy()
+    assert getattr(one, "optimizer", None) is None
+    for variable in one.variables:
+      assert len(testbed.copies(variable)) == 1
+  assert model.optimizer is not None
+  for variable, copies in zip(model.variables, before, strict=True):
+    np.testing.assert_array_equal(testbed.copies(variable), copies)
+  again = replica_state.load_group(np.int64(1), optimizer, model, plain[0])
+  assert again is plain[0]
+  np.testing.assert_array_equal(again(X), right[1])
+
+
+@in_both
+def test_subclassed_and_nested_models(library: str) -> None:
+  """Models that Keras makes again from their configuration.
+
+  Local classes are among them, and a layer that computes with its variables.
+  """
+  home = LIBRARIES[library][0]
+
+  class Scale(home.layers.Layer):
+    def build(self, shape: Any) -> None:
+      self.scale = self.add_weight(
+        shape=(shape[-1],), name="scale", initializer="ones"
+      )
+
+    def call(self, inputs: Any) -> Any:
+      return inputs * self.scale
+
+  class Net(home.Model):
+    def __init__(self, units: int, **options: Any) -> None:
+      super().__init__(**options)
+      self.units = units
+      self.layer = home.layers.Dense(units)
+
+    def call(self, inputs: Any) -> Any:
+      return self.layer(inputs)
+
+    def get_config(self) -> dict[str, Any]:
+      return {"units": self.units}
+
+  def nested(home: Any) -> Any:
+    adapted = home.layers.Normalization()
+    adapted.adapt(np.array([[1.0, 2.0, 3.0], [3.0, 6.0, 7.0]], "float32"))
+    inner = home.Sequential([home.Input((3,)), adapted, Scale()])
+    inputs = {"x": home.Input((3,), name="x"), "y": home.Input((3,), name="y")}
+    return home.Model(
+      inputs, {"sum": inner(inputs["x"]) + Scale()(inputs["y"])}
+    )
+
+  model, optimizer = _made("mirrored", library, nested)
+  for variable, value in zip(
+    model.weights[:2], ([2, 4, 5], [1, 4, 4]), strict=True
+  ):
+    variable.assign(np.array(value, "float32"))
+  plain = replica_state.load_group(1, optimizer, model)
+  first, second = (testbed.copies(v)[1] for v in model.trainable_variables)
+  right = (X - [2, 4, 5]) / [1, 2, 2] * first + X * second
+  data = {"x": X, "y": X}
+  np.testing.assert_allclose(plain(data)["sum"], right, rtol=1e-6)
+
+  model, optimizer = _made("mirrored", library, lambda home: Net(2))
+  with pytest.raises(ValueError, match="`model` has no variables yet"):
+    replica_state.load_group(0, optimizer, model)
+
+
+@in_both
+def test_clones_have_functions_vocabularies_and_seeds(
+  library: str, tmp_path: pathlib.Path
+) -> None:
+  """Also random states, whose variables Keras numbers anew."""
+
+  def thrice(t: Any) -> Any:
+    return 3 * t
+
+  def make(home: Any) -> Any:
+    words = home.layers.TextVectorization(output_sequence_length=2)
+    words.adapt(["a b c", "b c", "c"])
+    inputs = home.Input((1,), dtype="string")
+    x = home.layers.Embedding(8, 3)(words(inputs))
+    x = home.layers.Lambda(lambda t: tf.add(t, t))(x)  # A name of this file.
+    x = home.layers.Lambda(thrice)(home.Sequential([home.layers.ReLU()])(x))
+    lstm = home.layers.LSTM(2, return_sequences=True)
+    both = home.layers.Bidirectional(lstm)(x)
+    return home.Model(inputs, home.layers.Concatenate()([x, both]))
+
+  model, optimizer = _made("mirrored", library, make)
+  texts = tf.constant([["a b"], ["b c"], ["c d"], ["d"]])
+  right = model(texts).numpy()  # with the first replica's weights
+  random.seed(1)
+  plain = [replica_state.load_group(i, optimizer, model) for i in (0, 1)]
+  assert random.random() == random.Random(1).random()
+  first = plain[[0 in members for members in CROSSED].index(True)]
+  np.testing.assert_allclose(first.predict(texts, verbose=0), right, rtol=1e-6)
+  one, other = (np.asarray(each(texts)) for each in plain)
+  assert np.abs(one - other).max() > 1
+  optimizer.build(model.trainable_variables)
+  replica_state.save(tmp_path / "state", optimizer, model)
+  replica_state.restore(tmp_path / "state", optimizer, model)
+
+
+# ------------------------------------------------------------------ copy_group
+
+# The strategy, Keras, groups, optimizer, and arguments of the wrapper.
+COPIES: dict[str, tuple[str, str, Any, Any, dict[str, Any]]] = {
+  "alone": ("mirrored", "keras", [[3], [1], [0], [2]], "Adam", {}),
+  "virtual": ("virtual", "keras", CROSSED, "Adam", {"shard_update": True}),
+  "window": (
+    *("mirrored", "keras", CROSSED, "Adam"),
+    {"accumulate_steps": 2, "shard_update": True, "skip_nonfinite": True},
+  ),
+  "scaled": ("mirrored", "keras", CROSSED, "scaled", {}),
+  "tf_keras": ("mirrored", "tf_keras", CROSSED, "Adam", {}),
+  "legacy": ("virtual", "tf_keras", CROSSED, "legacy", {}),
+}
+
+
+def _optimizer(home: Any, name: str) -> Callable[[float], Any]:
+  """A maker of optimizers."""
+  if name == "legacy":
+    return functools.partial(home.optimizers.legacy.SGD, momentum=0.5)
+  if name == "scaled":
+    return lambda rate: home.optimizers.LossScaleOptimizer(
+      home.optimizers.SGD(rate, momentum=0.5, use_ema=True)
+    )
+  return getattr(home.optimizers, name)
+
+
+def _state(training: cases.Training) -> dict[str, list[bytes]]:
+  """Returns each replica's bits of all variables that are saved."""
+  found = group_state.GroupState(training.optimizer, training.model)
+  return {
+    part.name: [v.tobytes() for v in replica_state.values(part.variable)]
+    for part in found.parts
+  }
+
+
+def _differing(
+  one: dict[str, list[bytes]],
+  mine: Sequence[int],
+  other: dict[str, list[bytes]],
+  theirs: Sequence[int],
+) -> set[str]:
+  """Returns the variables whose bits differ between replicas."""
+  pairs = list(zip(mine, theirs, strict=True))
+  return {n for n in one if any(one[n][a] != other[n][b] for a, b in pairs)}
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_a_copy_is_trained_as_the_source_would_be(
+  case: str, tmp_path: pathlib.Path
+) -> None:
+  """With the target's data and learning rate, bit for bit.
+
+  The same state is then trained without the copy, where the source is given
+  the target's data and learning rate.
+  """
+  where, library, groups, optimizer, options = COPIES[case]
+  home, wrapper = LIBRARIES[library]
+  training = cases.Training(
+    STRATEGIES[where](),
+    groups,
+    seed=1,
+    optimizer=_optimizer(home, optimizer),
+    library=home,
+    wrapper=functools.partial(wrapper.CrossShardOptimizer, **options),
+  )
+  if library == "tf_keras":  # Its random numbers belong to the process.
+    training.model.layers[2].rate = 0.0
+  source, target = groups[0], groups[1]
+  assert training.replicas == N > len(source)
+  rate = training.optimizer.learning_rate
+  rates = np.full(N, 0.0625, "float32")
+  rates[target] = 0.25
+  cases.spread(rate, list(rates))
+  seeds = [v for v in training.model.variables if "seed" in v.name]
+  assert len(seeds) == (library == "keras")
+  for seed in seeds:
+    values = testbed.copies(seed)
+    cases.spread(seed, [value + i for i, value in enumerate(values)])
+  training.steps(0, 3)
+  training.save(tmp_path / "before")
+  before = _state(training)
+  own = {name for name in before if "learning_rate" in name or "seed" in name}
+  own &= _differing(before, source, before, target)
+  assert len(own) == 1 + len(seeds)
+
+  replica_state.copy_group(0, 1, training.optimizer, training.model)
+  after = _state(training)
+  rest = [replica for replica in range(N) if replica not in target]
+  assert not _differing(before, rest, after, rest)
+  changed = _differing(before, target, after, target)
+  assert not changed & own
+  assert len(changed) > 8
+  assert _differing(after, source, after, target) == own
+  x = np.random.default_rng(5).normal(size=(N, cases.EXAMPLES, 4))
+  for _ in range(3):
+    training.run(tf.constant(x, "float32"))
+  copied = _state(training)
+
+  training.restore(tmp_path / "before")
+  rates[source] = 0.25
+  cases.spread(rate, list(rates))
+  for seed in seeds:
+    values = testbed.copies(seed)
+    for one, other in zip(source, target, strict=True):
+      values[one] = values[other]
+    cases.spread(seed, values)
+  x[source] = x[target]
+  for _ in range(3):
+    training.run(tf.constant(x, "float32"))
+  assert not _differing(copied, target, _state(training), source)
+  assert len(_differing(copied, target, after, target)) > 8
+
+
+@in_both
+@everywhere
+def test_slots_that_begin_as_weights_are_the_groups_own(
+  where: str, library: str
+) -> None:
+  """Also if the optimizer is made when groups differ."""
+  home, wrapper = LIBRARIES[library]
+  kind = {
+    "keras": lambda: home.optimizers.ScheduleFreeAdamW(),
+    "tf_keras": lambda: home.optimizers.SGD(use_ema=True),
+  }[library]
+  with STRATEGIES[where]().scope():
+    weights = training.make_weights(library, {"a": [0.0, 0.0], "b": 0.0})
+    for variable in weights:
+      shape = tuple(variable.shape)
+      cases.spread(variable, [np.full(shape, r % 2, "f4") for r in range(N)])
+    optimizer = wrapper.CrossShardOptimizer(
+      kind(), group_assignment=[[0, 2], [1, 3]]
+    )
+    optimizer.build(weights)
+  name = {"keras": "momentum", "tf_keras": "average"}[library]
+  for variable in weights:
+    slot = optimizer.get_slot(variable, name)
+    for replica, copy in enumerate(testbed.copies(slot)):
+      np.testing.assert_array_equal(copy, np.full(copy.shape, replica % 2))
+
+
+def test_groups_that_are_equal_are_warned_about(said: list[str]) -> None:
+  """EarlyStopping sets the weights after the last check within `fit`."""
+  model, optimizer = _made("mirrored", "keras", lambda home: _dense(home, "a"))
+  stop = keras.callbacks.EarlyStopping(
+    "loss", min_delta=1e9, patience=1, restore_best_weights=True
+  )
+  model.fit(X, X, 8, 3, verbose=0, callbacks=[stop])
+  kernel = model.trainable_variables[0]
+  assert len({value.tobytes() for value in replica_state.values(kernel)}) == 1
+  assert said == []
+  [watch] = optimizer_state.watches_of(optimizer)
+  for notice in (
+    lambda: replica_state.load_group(1, optimizer, model),
+    lambda: replica_state.ensemble(optimizer, model),
+    lambda: replica_state.group_values(kernel, optimizer),
+    lambda: replica_state.copy_group(0, 1, optimizer, model),  # accepts it
+  ):
+    watch._logged.clear()
+    for _ in range(2):
+      notice()
+    [line] = said
+    assert "something else gave all groups the same weights" in line
+    said.clear()
+
+
+# -------------------------------------------------------------------- ensemble
+
+
+@in_both
+def test_an_ensemble(library: str) -> None:
+  """It predicts the mean of the groups' predictions, by Keras' own layers.
+
+  `group_models_loaded_test.py` loads it where this package is not installed.
+  """
+  home = LIBRARIES[library][0]
+  model, optimizer = _made("mirrored", library, cases.two_in_two_out)
+  with testbed.mirrored().scope():
+    joined = replica_state.ensemble(optimizer, model)
+  data = {"x": X, "y": X[::-1]}
+  found = {key: np.asarray(value) for key, value in joined(data).items()}
+  assert found.keys() == {"sum", "probabilities"}
+  each = [testbed.copies(v) for v in model.weights]
+  totals = [
+    X @ each[0][r] + each[1][r] + X[::-1] @ each[2][r] + each[3][r]
+    for r in (CROSSED[0][0], CROSSED[1][0])
+  ]
+  np.testing.assert_array_equal(found["sum"], sum(totals) / 2)
+  np.testing.assert_allclose(found["probabilities"].sum(-1), 1.0, rtol=1e-6)
+  kinds = {type(layer).__module__.split(".")[0] for layer in joined.layers}
+  assert kinds == {home.__name__}
+
+
+@in_both
+def test_an_ensemble_of_some_groups(library: str) -> None:
+  """An ensemble of three of four groups, and of one; a list of outputs."""
+
+  def make(home: Any) -> Any:
+    inner = home.Sequential([home.Input((3,)), home.layers.Dense(2)])
+    inner.compile("sgd", "mse")  # Not again in a clone.
+    inputs = home.Input((3,))
+    return home.Model(inputs, [inner(inputs), home.layers.Dense(1)(inputs)])
+
+  groups = [[2], [0], [3], [1]]
+  model, optimizer = _made("virtual", library, make, groups)
+  plain = replica_state.load_group(0, optimizer, model)
+  for layer in plain.layers:
+    assert getattr(layer, "optimizer", None) is None
+  for members in ([3, 0, 1], [2]):
+    joined = replica_state.ensemble(optimizer, model, members)
+    names = [layer.name for layer in joined.layers]
+    assert [n for n in names if "group" in n] == [f"group_{i}" for i in members]
+    found = joined(X)
+    for output, (kernel, bias) in zip(found, ((0, 1), (2, 3)), strict=True):
+      copies = [testbed.copies(model.weights[i]) for i in (kernel, bias)]
+      replicas = [groups[i][0] for i in members]
+      each = [X @ copies[0][r] + copies[1][r] for r in replicas]
+      right = np.mean(each, axis=0)
+      np.testing.assert_allclose(output, right, rtol=1e-6, atol=1e-6)
+
+
+# ---------------------------------------------------------- order of arguments
+
+
+def test_optimizer_and_model_are_told_apart(tmp_path: pathlib.Path) -> None:
+  """Every function takes both orders: that of the docs, and the reverse."""
+  model, optimizer = _made(
+    "mirrored", "keras", lambda home: _dense(home, "only")
+  )
+  optimizer.build(model.trainable_variables)
+  kernel = model.trainable_variables[0]
+  right = [testbed.copies(kernel)[members[0]] for members in CROSSED]
+  path = tmp_path / "state"
+  for pair in ((optimizer, model), (model, optimizer)):
+    replica_state.assert_in_sync(*pair)
+    replica_state.save(path, *pair)
+    replica_state.copy_group(0, 1, *pair)
+    assert len({v.tobytes() for v in replica_state.values(kernel)}) == 1
+    replica_state.restore(path, *pair)
+    replica_state.average(*pair, slots=True)
+    mean = replica_state.group_values(optimizer, kernel)
+    np.testing.assert_array_equal(mean, [sum(right) / 2] * 2)
+    replica_state.restore(path, *pair)
+    mean = replica_state.ensemble(*pair, [0, 1])(X)
+    np.testing.assert_allclose(mean, replica_state.ensemble(*pair)(X))
+    for order in ((1, *pair), (model, 1, optimizer)):
+      plain = replica_state.load_group(*order)
+      np.testing.assert_array_equal(plain.layers[0].kernel, right[1])
+      assert replica_state.load_group(*order, plain) is plain
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def _dense(home: Any, *names: str) -> Any:
+  layers = [home.layers.Dense(3, name=name) for name in names]
+  return home.Sequential([home.Input((3,)), *layers])
+
+
+@in_both
+def test_errors_change_nothing(library: str) -> None:
+  home = LIBRARIES[library][0]
+  model, optimizer = _made(
+    "mirrored", library, lambda home: _dense(home, "one", "two")
+  )
+  plain = _dense(home, "one", "two")
+
+  def state() -> list[bytes]:
+    variables = [*model.variables, *plain.variables, *other.variables]
+    return [c.tobytes() for v in variables for c in testbed.copies(v)]
+
+  other = plain
+  before = state()
+  optimizer.build(model.trainable_variables)
+  for wrong in (-1, 2, True, 1.0, "0", None):
+    words = "must be an integer from 0 to 1; got"
+    with pytest.raises(ValueError, match=f"`group` {words}"):
+      replica_state.load_group(wrong, optimizer, model, plain)
+    with pytest.raises(ValueError, match=f"`source` {words}"):
+      replica_state.copy_group(wrong, 0, optimizer, model)
+    with pytest.raises(ValueError, match=f"`target` {words}"):
+      replica_state.copy_group(0, wrong, optimizer, model)
+    with pytest.raises(ValueError, match=f"`members` {words}"):
+      replica_state.ensemble(optimizer, model, [0, wrong])
+  for members in ([], [0, 0]):
+    with pytest.raises(ValueError, match="`members` must name at least one"):
+      replica_state.ensemble(optimizer, model, members)
+  assert state() == before
+  for other, words in (
+    (
+      _dense(home, "one"),
+      "`into`, or `twin`, has 2 variables, and `model` has 4",
+    ),
+    (_dense(home, "two", "one"), "where `model` has model/.*one/kernel"),
+    (model, "`twin`, has replicas"),
+    (
+      home.Sequential(
+        [home.Input((2,)), home.layers.Dense(3), home.layers.Dense(3)]
+      ),
+      r"float32 \[2, 3\], where `model` has .*float32 \[3, 3\]",
+    ),
+  ):
+    before = state()
+    with pytest.raises(ValueError, match=words):
+      replica_state.load_group(0, optimizer, model, other)
+    assert state() == before
+
+
+@in_both
+def test_models_that_cannot_be_cloned_or_joined(library: str) -> None:
+  home = LIBRARIES[library][0]
+
+  class Net(home.Model):  # type: ignore[misc,name-defined]
+    def __init__(self, layer: Any) -> None:
+      super().__init__()
+      self.layer = layer
+
+    def call(self, inputs: Any) -> Any:
+      return self.layer(inputs)
+
+  def make(home: Any) -> Any:
+    net = Net(home.layers.Dense(2))
+    net(tf.zeros([1, 3]))
+    return net
+
+  model, optimizer = _made("mirrored", library, make)
+  with pytest.raises(ValueError, match=r"`into` of load_group; .*, `twin`\."):
+    replica_state.load_group(1, optimizer, model)
+  plain = replica_state.load_group(1, optimizer, model, make(home))
+  kernel, bias = (testbed.copies(v)[1] for v in model.variables)
+  np.testing.assert_array_equal(plain(X), X @ kernel + bias)
+
+  def with_integers(home: Any) -> Any:
+    inputs = home.Input((3,))
+    outputs = home.layers.Dense(2)(inputs)
+    whole = home.Input((3,), dtype="int32")
+    return home.Model([inputs, whole], [outputs, whole])
+
+  model, optimizer = _made("mirrored", library, with_integers)
+  with pytest.raises(ValueError, match="an output of dtype int32"):
+    replica_state.ensemble(optimizer, model)
+  with pytest.raises(
+    TypeError, match="`model` must be a Keras model; got list"
+  ):
+    replica_state.load_group(0, optimizer, model.variables)

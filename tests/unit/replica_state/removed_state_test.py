@@ -1,0 +1,132 @@
+"""Files with state of features that were removed still load."""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import islands, testbed
+from tf_cross_shard import CrossShardOptimizer, callbacks, replica_state
+from tf_cross_shard._src.replica_state import archive
+
+# Names in a file of OuterOptimizer(4, fragments=2, delay=3, wire_dtype="int8"),
+# for weights of these shapes.
+SHAPES = [(3,), (5, 4), ()]
+REMOVED = {
+  "optimizer/outer_sent": np.array([6, 8]),
+  "optimizer/fragment0_sent0": np.ones([5, 4], "f"),
+  "optimizer/fragment0_kept0": np.ones([5, 4], "f"),
+  "optimizer/fragment0_state0": np.array(3),
+  "optimizer/fragment1_sent0": np.ones([3], "f"),
+  "optimizer/fragment1_sent1": np.ones([], "f"),
+  "optimizer/fragment1_kept0": np.ones([3], "f"),
+  "optimizer/fragment1_kept1": np.ones([], "f"),
+  "optimizer/fragment1_state0": np.array(2),
+}
+GRADS = [
+  np.random.default_rng(7).normal(size=(12, testbed.REPLICAS, *shape))
+  for shape in SHAPES
+]
+
+
+def make() -> islands.Islands:
+  """Weights that groups train independently, and their OuterOptimizer."""
+  return islands.Islands(callbacks.OuterOptimizer(4), SHAPES)
+
+
+def train(loop: islands.Islands, steps: slice) -> None:
+  loop.train(*(rows[steps].astype("f") for rows in GRADS))
+
+
+def add(path: pathlib.Path, variables: dict[str, Any]) -> None:
+  """Adds variables of the optimizer to a saved file, for every group."""
+  with archive.reading(path) as file:
+    arrays, about = dict(file), dict(file.about)
+  about["names"] = [*about["names"], *variables]
+  for group in range(len(about["group_assignment"])):
+    arrays |= {f"group_{group}/{name}": v for name, v in variables.items()}
+  archive.write(path, arrays, about)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+  """The warnings about state that was left out."""
+  return [text for text in caplog.messages if "left out" in text]
+
+
+def test_restore_leaves_it_out_and_warns_once(
+  tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+  """Everything else is restored, to the bit."""
+  path = tmp_path / "state"
+  whole, again = make(), make()
+  train(whole, slice(6))
+  replica_state.save(path, whole.optimizer, whole.weights)
+  replica_state.restore(path, again.optimizer, again.weights)
+  assert said(caplog) == []
+  add(path, REMOVED)
+  train(again, slice(3))
+  replica_state.restore(path, again.optimizer, again.weights)
+  [warning] = said(caplog)
+  for argument in ("delay=", 'wire_dtype="int8"', "fragments="):
+    assert warning.count(f"OuterOptimizer({argument}") == 1
+  assert str(path) in warning
+  for loop in (whole, again):
+    train(loop, slice(6, 12))
+  np.testing.assert_equal(again.values(), whole.values())
+
+
+def test_only_what_the_file_holds_is_named(
+  tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+  path = tmp_path / "state"
+  loop = make()
+  replica_state.save(path, loop.optimizer, loop.weights)
+  add(path, {"optimizer/fragment0_state0": np.array(3)})
+  replica_state.restore(path, loop.optimizer, loop.weights)
+  [warning] = said(caplog)
+  assert "fragments=" in warning
+  assert "delay=" not in warning
+  assert "int8" not in warning
+
+
+@pytest.mark.parametrize(
+  "name", ["optimizer/fragment", "optimizer/my_outer_sent", "model/outer_sent"]
+)
+def test_other_names_are_errors(name: str, tmp_path: pathlib.Path) -> None:
+  path = tmp_path / "state"
+  loop = make()
+  replica_state.save(path, loop.optimizer, loop.weights)
+  add(path, {name: np.array(3)})
+  with pytest.raises(replica_state.CheckpointError, match=name):
+    replica_state.restore(path, loop.optimizer, loop.weights)
+
+
+def fit(*others: Any) -> None:
+  """Trains a new model with groups for two epochs of four batches."""
+  x = np.random.default_rng(0).normal(size=(32, 4)).astype("f")
+  tf.keras.utils.set_random_seed(3)
+  with testbed.mirrored().scope():
+    model = tf.keras.Sequential(
+      [tf.keras.Input((4,)), tf.keras.layers.Dense(1)]
+    )
+    optimizer = CrossShardOptimizer(
+      tf.keras.optimizers.Adam(0.01), group_assignment=islands.PAIRS
+    )
+    model.compile(optimizer, "mse")
+  data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(8)
+  outer = callbacks.OuterOptimizer(3)
+  testbed.fit(model, data, 2, callbacks=[outer, *others])
+
+
+def test_backups_leave_it_out_and_warn_once(
+  tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+  """In mid-epoch, where a resumed `fit` restores the file twice."""
+  backup = callbacks.BackupAndRestore(tmp_path, every=2)
+  with pytest.raises(KeyboardInterrupt):
+    fit(backup, testbed.Interruption(1, 2))
+  add(tmp_path / "worker_0" / "epoch_1_batch_2.npz", REMOVED)
+  fit(callbacks.BackupAndRestore(tmp_path))
+  assert len(said(caplog)) == 1

@@ -1,0 +1,447 @@
+"""Trials in groups, against plain Keras trained with the settings of each."""
+
+import csv
+import math
+import pathlib
+import re
+from typing import Any
+
+import keras_tuner
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import testbed
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  callbacks,
+  groups,
+  replica_state,
+  schedules,
+  trials,
+  tuners,
+)
+from tf_cross_shard._src.search import halving as halving_lib
+
+pytestmark = pytest.mark.slow
+
+PAIRS = groups.Groups([[0, 1], [2, 3]])
+# Members of a group have different data, and groups the same.
+X = np.array([[1.0], [3.0], [1.0], [3.0]], "f")
+Y = np.array([[2.0], [8.0], [2.0], [8.0]], "f")
+SETTINGS = [
+  {"learning_rate": rate, "momentum": momentum, "scale": scale}
+  for rate, momentum, scale in [
+    (0.015625, 0.5, 1.0),
+    (0.0625, 0.25, 0.5),
+    (0.5, 0.5, 2.0),  # diverges
+    (0.125, 0.0, 1.0),
+    (0.03125, 0.75, 1.0),
+    (0.0078125, 0.5, 1.0),
+  ]
+]
+
+
+class _Scale(tf.keras.layers.Layer):
+  """Multiplies by a number that is asked for in every call."""
+
+  def __init__(self, scale: Any) -> None:
+    super().__init__()
+    self._scale = scale
+
+  def call(self, inputs: Any) -> Any:
+    return inputs * self._scale()
+
+
+def _scale_of(table: trials.Table) -> Any:
+  if "scale" in table.names:
+    return lambda: table.value("scale")
+  return lambda: 1.0
+
+
+def _layers(scale: Any, dropout: float) -> list[Any]:
+  return [
+    tf.keras.Input((1,)),
+    _Scale(scale),
+    tf.keras.layers.Dropout(dropout, seed=7),
+    tf.keras.layers.Dense(1, kernel_initializer="ones"),
+  ]
+
+
+def _make(
+  settings: Any = SETTINGS, dropout: float = 0.0, **options: Any
+) -> tuple[Any, trials.Table]:
+  with testbed.mirrored().scope():
+    table = trials.Table(settings, PAIRS)
+    model = tf.keras.Sequential(_layers(_scale_of(table), dropout))
+    sgd = tf.keras.optimizers.SGD(1.0, momentum=0.5)
+    optimizer = CrossShardOptimizer(sgd, group_assignment=PAIRS, **options)
+    model.compile(optimizer, "mse", metrics=["mae"])
+  return model, table
+
+
+def _twin(table: trials.Table, dropout: float = 0.0) -> Any:
+  """A plain model: Keras cannot clone layers that have a function."""
+  twin = tf.keras.Sequential(_layers(_scale_of(table), dropout))
+  twin.compile("sgd", "mse", metrics=["mae"])
+  return twin
+
+
+def _fit(
+  model: Any,
+  table: trials.Table,
+  *own: Any,
+  dropout: float = 0.0,
+  repeats: int = 1,
+  **options: Any,
+) -> Any:
+  judge = callbacks.GroupMetrics(
+    (X[:2], Y[:2]), ensemble=False, twin=lambda: _twin(table, dropout)
+  )
+  total = getattr(own[0], "total_epochs", 1)
+  arguments = {"epochs": total, **options}
+  return model.fit(
+    *(np.tile(X, [repeats, 1]), np.tile(Y, [repeats, 1])),
+    batch_size=4,
+    shuffle=False,
+    verbose=0,
+    callbacks=[judge, *own],
+    **arguments,
+  )
+
+
+def _plain(settings: dict[str, float], epochs: int) -> tuple[Any, list[float]]:
+  """One trial alone: the model, and its validation losses."""
+  model = tf.keras.Sequential(_layers(lambda: settings["scale"], 0.0))
+  sgd = tf.keras.optimizers.SGD(
+    settings["learning_rate"], momentum=settings["momentum"]
+  )
+  model.compile(sgd, "mse")
+  history = model.fit(
+    *(X[:2], Y[:2]),
+    batch_size=2,
+    epochs=epochs,
+    shuffle=False,
+    verbose=0,
+    validation_data=(X[:2], Y[:2]),
+  ).history
+  return model, history["val_loss"]
+
+
+def test_each_trial_is_trained_as_plain_keras_trains_it_alone(
+  tmp_path: pathlib.Path,
+) -> None:
+  model, table = _make()
+  assert model.distribute_strategy.num_replicas_in_sync == 4
+  halving = callbacks.Halving(
+    table, tmp_path / "new", epochs=4, factor=2, log_dir=tmp_path / "board"
+  )
+  history = _fit(model, table, halving).history
+  # 6 trials for an epoch in 3 waves, 3 for one more in 2 waves, 2 for 2 more
+  assert halving.total_epochs == len(history["loss"]) == 3 + 2 + 2
+  alone = {i: _plain(row, 4) for i, row in enumerate(SETTINGS)}
+  rest = list(alone)
+  lengths = dict.fromkeys(alone, 1)
+  for count, so_far, until in ((3, 1, 2), (2, 2, 4)):
+    best = {i: np.nanmin(alone[i][1][:so_far]) for i in rest}
+    rest = sorted(rest, key=best.__getitem__)[:count]
+    lengths |= dict.fromkeys(rest, until)
+  assert [trial.epochs for trial in table] == list(lengths.values())
+  assert sorted(lengths.values()) == [1, 1, 1, 2, 4, 4]
+  for i, trial in enumerate(table):
+    expected = alone[i][1][: lengths[i]]
+    np.testing.assert_allclose(trial.history["val_loss"], expected, 1e-5)
+    assert trial.best_epoch == int(np.nanargmin(expected))
+    assert sorted(trial.history) == ["loss", "val_loss", "val_mae"]
+    assert _curve(tmp_path / f"board/trial_{i}") == pytest.approx(
+      expected, 1e-5
+    )
+  assert table.best.number == min(lengths, key=lambda i: min(alone[i][1]))
+  files = sorted(path.name for path in (tmp_path / "new").iterdir())
+  assert files == [f"trial_{i}.npz" for i in range(6)]
+  with schedules.as_group(0):
+    into = _twin(table)
+  again = halving.best_model(into=into)
+  best, _ = _plain(table.best.settings, table.best.best_epoch + 1)
+  for a, b in zip(again.get_weights(), best.get_weights(), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def _curve(run: pathlib.Path) -> list[float]:
+  """What TensorBoard draws of a trial's loss, if it has a row of HParams."""
+  [path] = run.iterdir()
+  values = [
+    value
+    for event in tf.compat.v1.train.summary_iterator(str(path))
+    for value in event.summary.value
+  ]
+  assert "_hparams_/session_start_info" in {value.tag for value in values}
+  curve = [v.tensor for v in values if v.tag == "val_loss"]
+  return [float(tf.make_ndarray(tensor)) for tensor in curve]
+
+
+def test_a_crash_changes_nothing(tmp_path: pathlib.Path) -> None:
+  """Neither what trials come to, nor which go on, nor the weights."""
+
+  def run(name: str, every: Any, *own: Any) -> Any:
+    # Of dropout in tf_keras no state of random numbers can be saved.
+    dropout = 0.0 if testbed.IS_TF_KERAS else 0.25
+    tf.keras.utils.set_random_seed(1)
+    model, table = _make(SETTINGS[:4], dropout)
+    halving = callbacks.Halving(table, tmp_path / name, epochs=2, factor=2)
+    folder = tmp_path / f"{name}_backup"
+    backup = callbacks.BackupAndRestore(folder, every=every)
+    _fit(model, table, halving, *own, backup, dropout=dropout, repeats=2)
+    weights = [testbed.copies(weight) for weight in model.weights]
+    ranking = [trial.number for trial in table.ranking]
+    histories = [trial.history for trial in table]
+    return (histories, ranking), np.concatenate(weights, axis=None)
+
+  expected = run("whole", "epoch")
+  assert [len(own["loss"]) for own in expected[0][0]].count(2) == 2
+  for crash, every in ((1, "epoch"), (2, 3)):  # in a rung, and between two
+    with pytest.raises(KeyboardInterrupt):
+      run(f"at {crash}", every, testbed.Interruption(crash))
+    found = run(f"at {crash}", every)
+    assert found[0] == expected[0]
+    np.testing.assert_array_equal(found[1], expected[1])
+
+
+def test_a_population_explores_settings_of_every_kind() -> None:
+  """Against NumPy's SGD with momentum."""
+  rows = [SETTINGS[0], SETTINGS[4]]
+  model, table = _make(rows)
+  factors = {"momentum": [0.5], "scale": [2.0]}
+  population = callbacks.Population(every=2, explore=factors, table=table)
+  _fit(model, table, population, epochs=4)
+  weights, slots = np.ones((2, 2)) * [1, 0], np.zeros((2, 2))
+  now = [dict(row) for row in rows]
+
+  def loss(i: int) -> tuple[float, np.ndarray]:
+    x = X[:2, 0] * now[i]["scale"]
+    error = weights[i] @ [x, np.ones(2)] - Y[:2, 0]
+    return float(np.mean(error**2)), np.mean([error * x, error], axis=1) * 2
+
+  for epoch in range(4):
+    for i in range(2):
+      rate, momentum = now[i]["learning_rate"], now[i]["momentum"]
+      slots[i] = momentum * slots[i] - rate * loss(i)[1]
+      weights[i] += slots[i]
+    losses = [loss(i)[0] for i in range(2)]
+    for i, own in enumerate(losses):
+      np.testing.assert_allclose(table[i].history["val_loss"][epoch], own, 1e-5)
+    if epoch == 1:
+      best, worst = np.argsort(losses)
+      weights[worst], slots[worst] = weights[best], slots[best]
+      for name, factor in (("momentum", 0.5), ("scale", 2.0)):
+        now[worst][name] = now[best][name] * factor
+  assert len(population.copied) == 1
+  assert population.copied[0]["scale"] == 2.0
+  for found, expected in zip(population.settings, now, strict=True):
+    assert found == pytest.approx(expected)
+
+
+def test_a_table_shows_the_best_first(tmp_path: pathlib.Path) -> None:
+  table = trials.Table([{"rate": 0.5}, {"rate": 2}, {"rate": 1}], [[0], [1]])
+  table.judge_by("val_accuracy", 1.0)
+  for number, values in enumerate([[0.5, 0.25], [0.75], [math.nan]]):
+    for value in values:
+      table.note(number, {"val_accuracy": value})
+  assert [t.number for t in table.ranking] == [1, 0, 2]
+  assert (table.best.best, table[0].best_epoch, table[2].best) == (
+    0.75,
+    0,
+    None,
+  )
+  assert str(table).splitlines()[1].split() == ["1", "2", "1", "0.75", "0"]
+  table.to_csv(tmp_path / "table.csv")
+  with open(tmp_path / "table.csv", newline="") as file:
+    rows = list(csv.DictReader(file))
+  assert [row["trial"] for row in rows] == ["1", "0", "2"]
+  assert rows[1]["epochs"] == "2"
+  again = trials.Table([{"rate": 0.5}, {"rate": 2}, {"rate": 1}], [[0], [1]])
+  again.from_list(table.to_list())
+  assert again.rows() == table.rows()
+
+
+@pytest.mark.parametrize(
+  ("number", "num_groups", "factor", "epochs", "expected"),
+  [
+    (16, 4, 2, 9, [(16, 2), (8, 4), (4, 9)]),
+    (4, 4, 3, 5, [(4, 5)]),
+    (3, 4, 3, 5, [(3, 5)]),
+    (9, 4, 3, 3, [(9, 1), (4, 3)]),
+    (81, 1, 3, 81, [(81, 1), (27, 3), (9, 9), (3, 27), (1, 81)]),
+  ],
+)
+def test_rungs(
+  number: int, num_groups: int, factor: int, epochs: int, expected: Any
+) -> None:
+  found = halving_lib.rungs(number, num_groups, factor, epochs)
+  assert found == expected
+
+
+@pytest.mark.parametrize(
+  ("rows", "error", "message"),
+  [
+    ([], ValueError, "must hold a dictionary for each trial"),
+    ([{"a": 1}, {"b": 1}], ValueError, "must have the same names"),
+    ([{"a": "relu"}], TypeError, "'a' is 'relu'. Of a choice take"),
+  ],
+)
+def test_bad_tables(rows: Any, error: Any, message: str) -> None:
+  with pytest.raises(error, match=message):
+    trials.Table(rows, [[0], [1]])
+
+
+def _halving(table: trials.Table, folder: Any = "unused") -> callbacks.Halving:
+  return callbacks.Halving(table, folder, epochs=9, factor=2)
+
+
+@pytest.mark.parametrize(
+  ("options", "least"), [({"epochs": 14}, 15), ({"initial_epoch": 1}, 16)]
+)
+def test_a_fit_that_is_too_short(
+  options: Any, least: int, tmp_path: pathlib.Path
+) -> None:
+  model, table = _make()
+  words = f"`epochs` of fit must be at least {least}, for 6 trials"
+  with pytest.raises(ValueError, match=words):
+    _fit(model, table, _halving(table, tmp_path), **options)
+
+
+@pytest.mark.parametrize(
+  ("make", "message"),
+  [
+    (lambda: callbacks.OuterOptimizer(2), "OuterOptimizer takes a group"),
+    (
+      lambda: _halving(trials.Table(SETTINGS, groups.singletons(4))),
+      "`table` is for the groups",
+    ),
+    (
+      lambda: callbacks.Population(table=trials.Table(SETTINGS, PAIRS)),
+      "a trial for each of the 2 groups",
+    ),
+    (
+      lambda: callbacks.Population(explore={"scale": [0.5]}),
+      "which the optimizer has not",
+    ),
+    (
+      lambda: callbacks.Population(explore={"clipnorm": [0.5]}),
+      "[None, None]",
+    ),
+  ],
+)
+def test_mistakes_are_errors_before_the_first_step(
+  make: Any, message: str
+) -> None:
+  model, table = _make()
+  before = testbed.copies(model.weights[-1])
+  with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+    _fit(model, table, make(), _halving(table))
+  np.testing.assert_array_equal(testbed.copies(model.weights[-1]), before)
+
+
+@pytest.mark.parametrize("kind", ["ReduceLROnPlateau", "LearningRateScheduler"])
+@pytest.mark.parametrize("name", ["learning_rate", "momentum"])
+def test_no_other_callback_sets_rates(
+  name: str, kind: str, tmp_path: pathlib.Path
+) -> None:
+  """It would set one for all trials: silently, where tables have rates."""
+  model, table = _make([{name: 0.5 / 2**i} for i in range(4)])
+  setter = {
+    "ReduceLROnPlateau": lambda keras: keras.ReduceLROnPlateau(
+      "loss", patience=0, min_delta=1e9
+    ),
+    "LearningRateScheduler": lambda keras: keras.LearningRateScheduler(
+      lambda epoch: 0.5**epoch
+    ),
+  }[kind](tf.keras.callbacks)
+  with pytest.raises(ValueError, match="learning rates of the groups were"):
+    _fit(model, table, _halving(table, tmp_path), setter)
+
+
+@pytest.mark.parametrize(
+  ("last", "options", "message"),
+  [
+    ({"clipnorm": -1}, {}, "`clipnorm` must be a number of at least 0"),
+    ({"weight_decay": 1}, {}, "SGD.weight_decay is None"),
+    (
+      {"clipnorm": 1},
+      {"group_settings": {"momentum": [0.5, 0.25]}},
+      "`table` has no 'momentum', in which the groups differ",
+    ),
+  ],
+)
+def test_settings_that_no_trial_can_have(
+  last: Any, options: Any, message: str, tmp_path: pathlib.Path
+) -> None:
+  """Also of the last trial, which is not trained for hours."""
+  rows = [*[dict.fromkeys(last, 0.5)] * 2, last]
+  model, table = _make(rows, **options)
+  with pytest.raises(ValueError, match=message):
+    _fit(model, table, _halving(table, tmp_path / "new"))
+  assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+  ("rows", "message"),
+  [
+    (SETTINGS[:5], "of other trials: it has the plan"),
+    (
+      [*SETTINGS[:5], SETTINGS[4]],
+      "of another table: it has {'learning_rate': 0.0078125",
+    ),
+  ],
+)
+def test_backups_of_other_trials(rows: Any, message: str) -> None:
+  before, after = (
+    _halving(trials.Table(settings, PAIRS)) for settings in (SETTINGS, rows)
+  )
+  with pytest.raises(replica_state.CheckpointError, match=message):
+    after.set_state(before.state())
+
+
+def test_when_all_trials_are_done(tmp_path: pathlib.Path) -> None:
+  """`fit` ends and goes not on; what the winner asks for is its own."""
+  rows = [SETTINGS[2], SETTINGS[4]]
+  for count in (1, 0):
+    model, table = _make(rows)
+    halving = callbacks.Halving(table, tmp_path / "new", epochs=1)
+    with pytest.raises(ValueError, match="No trial has a best epoch"):
+      halving.best_model()
+    backup = callbacks.BackupAndRestore(
+      tmp_path / "backup", delete_checkpoint=False
+    )
+    history = _fit(model, table, halving, backup, epochs=3)
+    assert len(history.epoch) == count
+    assert table.best.number == 1  # trained in group 1
+    with schedules.as_group(0):
+      winner = halving.best_model(into=_twin(table))
+      loss, _ = winner.evaluate(X[:2], Y[:2], verbose=0)
+    assert loss == pytest.approx(table.best.best, 1e-5)
+
+
+def test_a_setting_that_nothing_reads(tmp_path: pathlib.Path) -> None:
+  model, table = _make([{"learning_rate": 0.125, "wieght_decay": 0.5}])
+  halving = callbacks.Halving(table, tmp_path, epochs=2)
+  with pytest.raises(ValueError, match="'wieght_decay', which nothing reads"):
+    _fit(model, table, halving)
+
+
+def test_a_search_that_goes_on_knows_its_files(tmp_path: pathlib.Path) -> None:
+  space = keras_tuner.HyperParameters()
+  space.Float("learning_rate", 0.1, 1.0)
+  before, after = (
+    tuners.GroupTuner(
+      keras_tuner.oracles.RandomSearchOracle(
+        "val_loss", max_trials=1, hyperparameters=space
+      ),
+      *(lambda _: None, testbed.mirrored(), PAIRS),
+      directory=tmp_path / folder,
+    )
+    for folder in ("a", "b")
+  )
+  before.files["0"] = "trial_0.npz"
+  after.set_state(before.get_state())
+  assert after.files == {"0": "trial_0.npz"}

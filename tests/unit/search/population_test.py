@@ -1,0 +1,139 @@
+"""Groups that go on from better ones, against NumPy and across a crash."""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import testbed
+from tf_cross_shard import CrossShardOptimizer, callbacks, schedules
+from tf_cross_shard._src.fit import group_rates
+
+pytestmark = pytest.mark.slow
+
+RATES = [0.25, 0.125, 0.03125, 0.0009765625]
+X = np.ones([4, 1], "f")
+DATA = (X, 5 * X)  # one example for each replica
+
+
+def _model(rates: Any = RATES) -> Any:
+  with testbed.mirrored().scope():
+    model = testbed.one_weight()
+    sgd = tf.keras.optimizers.SGD(schedules.PerGroup(rates))
+    optimizer = CrossShardOptimizer(
+      sgd, group_assignment=[[0], [1], [2], [3]], loss_averaged_over="global"
+    )
+    model.compile(optimizer, "mse")
+  return model
+
+
+def _fit(model: Any, epochs: int, *own: Any, **metrics: Any) -> None:
+  judge = callbacks.GroupMetrics(DATA, ensemble=False, **metrics)
+  model.fit(
+    *DATA,
+    batch_size=4,
+    epochs=epochs,
+    shuffle=False,
+    verbose=0,
+    callbacks=[judge, *own],
+  )
+
+
+def _weights(model: Any) -> list[float]:
+  return [float(copy[0, 0]) for copy in testbed.copies(model.weights[0])]
+
+
+def _oracle(
+  epochs: int, every: int, factor: float | None, replaced: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Weights and rates; SGD of (w - 5)^2 for each group by itself."""
+  weights, rates = np.zeros(4), np.array(RATES)
+  for epoch in range(epochs):
+    weights -= rates * 2 * (weights - 5)
+    if (epoch + 1) % every == 0 and epoch + 1 < epochs:
+      order = np.argsort(-((weights - 5) ** 2), kind="stable")
+      for best, worst in zip(
+        order[::-1][:replaced], order[:replaced], strict=True
+      ):
+        weights[worst] = weights[best]
+        if factor is not None:
+          rates[worst] = rates[best] * factor
+  return weights, rates
+
+
+@pytest.mark.parametrize(
+  ("every", "explore", "share", "replaced"),
+  [(2, [0.5], 0.5, 2), (1, None, 0.3, 1)],
+)
+def test_who_goes_on_from_whom(
+  every: int, explore: Any, share: float, replaced: int
+) -> None:
+  model = _model()
+  population = callbacks.Population(every=every, explore=explore, share=share)
+  _fit(model, 5, population)
+  factor = explore and explore[0]
+  weights, rates = _oracle(5, every, factor, replaced)
+  np.testing.assert_allclose(_weights(model), weights, rtol=1e-6)
+  assert len(population.copied) == replaced * (4 // every)
+  if explore:
+    np.testing.assert_allclose(population.learning_rates, rates, rtol=1e-6)
+  else:
+    assert population.learning_rates == []
+
+
+def test_a_crash_changes_nothing(tmp_path: pathlib.Path) -> None:
+  """Neither weights, nor rates, nor what chance chooses afterwards."""
+  found = []
+  for crashes in (False, "the process", "fit"):
+    model = _model()
+    population = callbacks.Population(explore=[0.5, 0.75, 1.25], seed=3)
+    if crashes:
+      backup = callbacks.BackupAndRestore(str(tmp_path / "backup"))
+      with pytest.raises(KeyboardInterrupt):
+        _fit(model, 6, population, testbed.Interruption(3), backup)
+      if crashes == "the process":
+        model = _model()
+      population = callbacks.Population(explore=[0.5, 0.75, 1.25], seed=3)
+      backup = callbacks.BackupAndRestore(str(tmp_path / "backup"))
+      _fit(model, 6, population, backup)
+    else:
+      _fit(model, 6, population)
+    found.append(
+      (population.copied, population.learning_rates, _weights(model))
+    )
+  assert found[0] == found[1] == found[2]
+  assert len(found[0][0]) == 5
+  factors = {copy["learning_rate"] for copy in found[0][0]}
+  assert len(factors) > 1
+
+
+def test_groups_without_a_number_are_the_worst_and_equal_ones_stay() -> None:
+  population = callbacks.Population(explore=None)
+  population._numbers = {"best": np.zeros(4)}
+  population._sign = -1.0
+  logs = {f"val_loss/group_{i}": v for i, v in enumerate([2, 1, np.nan, 3])}
+  assert population._pairs(logs) == [(1, 2)]
+  assert population._pairs(dict.fromkeys(logs, 2.0)) == []
+
+
+@pytest.mark.parametrize("is_around", [False, True])
+def test_rates_under_loss_scaling(is_around: bool) -> None:
+  """In Keras 3 it has a rate of its own, which nothing reads."""
+  scaled = tf.keras.mixed_precision.LossScaleOptimizer
+  with testbed.mirrored().scope():
+    model = tf.keras.Sequential(
+      [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
+    )
+    opt = tf.keras.optimizers.SGD(schedules.PerGroup(RATES))
+    options = {"group_assignment": [[0], [1], [2], [3]]}
+    if is_around:
+      model.compile(scaled(CrossShardOptimizer(opt, **options)), "mse")
+    else:
+      model.compile(CrossShardOptimizer(scaled(opt), **options), "mse")
+  population = callbacks.Population()
+  population.set_model(model)
+  group_rates.write(model, [rate / 2 for rate in RATES])
+  population.on_train_begin()
+  assert population.learning_rates == pytest.approx([r / 2 for r in RATES])

@@ -1,0 +1,339 @@
+"""Variables that a model function makes are shared by order of creation."""
+
+import concurrent.futures
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+import tf_cross_shard.tf_keras
+from tests.support import testbed
+from tests.support.towers_bed import (
+  TWO,
+  batch,
+  caller,
+  linear,
+  named,
+  sgd,
+  values,
+)
+from tf_cross_shard import TowerOptimizer, TowerSpec, replicate_model_fn
+
+keras = tf.keras
+
+
+def test_get_variable_goes_by_name() -> None:
+  def model_fn(features: Any, mode: str, params: Any) -> TowerSpec:
+    by_name = {}
+    for name, value in params.items():
+      start = tf.compat.v1.constant_initializer(value)
+      with tf.compat.v1.variable_scope("net"):
+        by_name[name] = tf.compat.v1.get_variable(
+          name, np.shape(value), initializer=start
+        )
+    return TowerSpec(mode, predictions=features * by_name["a"])
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+
+  def predict(**params: Any) -> Any:
+    run = tf.function(lambda x: replicated(x, mode="infer", params=params))
+    return run(batch()).predictions.numpy().tolist()
+
+  for params in ({"a": 2.0, "b": 3.0}, {"b": 3.0, "a": 2.0}, {"a": 2.0}):
+    assert predict(**params) == [[2.0], [4.0]]
+  assert [v.name for v in replicated.variables] == ["net/a:0", "net/b:0"]
+  replicated.variables[0].assign(7.0)
+  assert predict(b=3.0, a=2.0) == [[7.0], [14.0]]
+  with pytest.raises(ValueError, match="a:0 has shape"):
+    predict(a=[2.0, 3.0])
+
+
+def test_get_variable_in_functions_and_eagerly() -> None:
+  """TensorFlow keeps what functions make by name, for all that come later."""
+  get = tf.compat.v1.get_variable
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    c = get("c", [], initializer=tf.compat.v1.constant_initializer(10.0))
+    return linear(c, TowerOptimizer(sgd()))(features, mode)
+
+  both = [replicate_model_fn(model_fn, devices=TWO) for _ in "12"]
+  functions = [tf.function(step) for step in both]
+  for step in (functions[0], both[0], both[1], functions[1]):
+    step(batch())
+  for replicated in both:
+    # The optimizer's count and rate; its wrapper has none.
+    by_name = {v.name.split("/")[-1]: v for v in replicated.variables}
+    assert sorted(by_name) == ["c:0", "iteration:0", "learning_rate:0"]
+    state = values(by_name[name] for name in sorted(by_name))
+    assert state == [10.0 - 3.0 - 3.0, 2, 1.0]
+  # Nor is anything left for others.
+  with tf.compat.v1.variable_scope("", reuse=tf.compat.v1.AUTO_REUSE):
+    other = tf.function(lambda: get("c", initializer=5.0) * 1.0)
+    assert float(other()) == 5.0
+
+
+class TestOptimizersMadeInside:
+  @pytest.mark.parametrize(
+    ("mode", "devices"), [("eager", TWO[:1]), ("function", TWO)]
+  )
+  def test_state_goes_on(self, mode: str, devices: Any) -> None:
+    """Each has its own, and a step in another function finds it again."""
+
+    def model_fn(features: Any, mode: str) -> TowerSpec:
+      ops = []
+      for name in "cd":
+        c = tf.Variable(16.0, name=name)
+        loss = tf.reduce_sum(c * features) * (1.0 if name == "c" else 2.0)
+        optimizer = TowerOptimizer(sgd(momentum=0.5))
+        ops.append(optimizer.minimize(loss, var_list=[c]))
+      return TowerSpec(mode, None, ops[-1])
+
+    replicated = replicate_model_fn(model_fn, devices=devices)
+    step = caller(replicated, mode)
+    counts = [int(run(batch()).train_op) for run in (step, step, replicated)]
+    assert counts == [1, 2, 3]
+    c, d = (named(replicated.variables, name) for name in "cd")
+    # velocity 3, 4.5, 5.25, and twice that
+    assert values([c, d]) == [16.0 - 12.75, 16.0 - 25.5]
+
+  def test_wrapped(self) -> None:
+    """Evaluation makes no optimizer."""
+
+    def model_fn(features: Any, mode: str) -> TowerSpec:
+      c = tf.Variable(16.0)
+      if mode == "eval":
+        return TowerSpec(mode, c)
+      optimizer = tf_cross_shard.CrossShardOptimizer(sgd())
+      return linear(c, TowerOptimizer(optimizer))(features, mode)
+
+    replicated = replicate_model_fn(model_fn, "mean", devices=TWO)
+    for expected in (14.5, 13.0):
+      replicated(batch())
+      assert float(replicated(batch(), mode="eval").loss) == expected
+
+  def test_another_class(self) -> None:
+    """Of its settings the first count: only the class is compared."""
+    c = tf.Variable(10.0)
+
+    def model_fn(features: Any, mode: str, params: Any) -> TowerSpec:
+      return linear(c, TowerOptimizer(params()))(features, mode)
+
+    replicated = replicate_model_fn(model_fn, devices=TWO)
+    replicated(batch(), params=sgd)
+    with pytest.raises(ValueError, match="it made SGD first, and now Adam"):
+      replicated(batch(), params=keras.optimizers.Adam)
+    assert float(c) == 7.0
+    replicated(batch(), params=lambda: sgd(2.0))
+    assert float(c) == 4.0
+
+  def test_around_optimizers_from_outside(self) -> None:
+    """They keep their slots, though a TowerOptimizer is made around each."""
+    weights = [tf.Variable(10.0) for _ in "12"]
+    optimizers = [sgd(1.0, momentum=0.5) for _ in weights]
+
+    def model_fn(features: Any, mode: str, params: int) -> TowerSpec:
+      optimizer = TowerOptimizer(optimizers[params])
+      return linear(weights[params], optimizer)(features, mode)
+
+    replicated = replicate_model_fn(model_fn, devices=TWO)
+    for params in (0, 1, 0):
+      replicated(batch(), params=params)
+    # 3, then 3 + 0.5 * 3; the other has moved once, on its own.
+    assert [float(w) for w in weights] == [10 - 3 - 4.5, 7.0]
+
+
+@pytest.mark.parametrize(
+  "home", [tf_keras.optimizers, tf_keras.optimizers.legacy]
+)
+def test_layers_of_tf_keras_in_the_same_program(home: Any) -> None:
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    layers = [tf_keras.layers.Dense(1, kernel_initializer="ones") for _ in "12"]
+    y = tf_keras.Sequential(layers)(features)
+    loss = tf.reduce_sum(y)
+    train_op = None
+    if mode == "train":
+      optimizer = home.SGD(0.5, momentum=0.5)
+      tower = tf_cross_shard.tf_keras.TowerOptimizer(optimizer)
+      train_op = tower.minimize(loss)
+    return TowerSpec(mode, loss, train_op, y)
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+  step = tf.function(lambda x: replicated(x).loss)
+  assert float(step(batch())) == 3.0
+  step(batch())
+  k1, b1, k2, b2 = (float(tf.squeeze(v)) for v in replicated.variables[:4])
+  # Two steps by hand: of gradients 3 k2, 2 k2, 3 k1 + 2 b1 and 2.
+  assert [k1, b1, k2, b2] == [-0.5, -1.0, 0.5, -2.5]
+  # Evaluation makes no optimizer.
+  evaluate = tf.function(lambda x: replicated(x, mode="eval").loss)
+  assert float(evaluate(batch())) == -3.25 - 3.5
+
+
+def test_variables_are_where_the_first_tower_is() -> None:
+  optimizer = TowerOptimizer(sgd(momentum=0.5))
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    c = tf.Variable(10.0, name="c")
+    return linear(c, optimizer)(features, mode)
+
+  replicated = replicate_model_fn(model_fn, devices=("CPU:2", "CPU:1"))
+  tf.function(replicated)(batch())
+  [c] = replicated.variables
+  slot = optimizer.get_slot(c, *optimizer.get_slot_names()).value
+  assert all(v.device.endswith("CPU:2") for v in (c, slot))
+  assert [float(c), float(slot)] == [7.0, -3.0]
+
+
+@pytest.mark.tf_keras_mode
+@pytest.mark.parametrize(
+  ("after", "starts", "words"),
+  [
+    (1, (1.0, [0.0] * 3), "tower_0/b:0 has shape (2,) and dtype"),
+    (
+      2,
+      (lambda: tf.ones([], tf.float64),),
+      "dtype float32, and now () and float64 is asked",
+    ),
+    (1, (1.0,), "there were 2, and now 1: tower_0/b:0 is missing"),
+    (2, (1.0, [0.0] * 2, 1.0), "there were 2, and one more, c, is asked"),
+  ],
+)
+def test_differences(after: int, starts: Any, words: str) -> None:
+  """The `after`-th tower makes other variables, and nothing is applied."""
+  c, optimizer = tf.Variable(10.0), TowerOptimizer(sgd)
+  towers: list[int] = []
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    made = starts if len(towers) == after else (1.0, [0.0] * 2)
+    for name, start in zip("abc", made, strict=False):
+      tf.Variable(start, name=name)
+    towers.append(1)
+    return linear(c, optimizer)(features, mode)
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+  for _ in range(after // 2):
+    replicated(batch())
+  expected = 10.0 - 3.0 * (after // 2)
+  with pytest.raises(ValueError, match="must make the same variables") as error:
+    replicated(batch())
+  assert words in str(error.value)
+  assert float(c) == expected
+  assert len(replicated.variables) == (2 if after > 1 else 0)
+  towers[:] = [0] * 9
+  replicated(batch())
+  assert float(c) == expected - 3.0
+
+
+@pytest.mark.parametrize("modes", [("eval", "infer"), ("infer", "eval")])
+def test_weights_that_another_mode_leaves_out(modes: Any) -> None:
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    for _ in range(2 if mode == "eval" else 1):
+      tf.Variable(1.0)
+    return TowerSpec(mode, predictions=tf.Variable(5.0) * features)
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+  replicated(batch(), mode=modes[0])
+  with pytest.raises(ValueError, match="may add optimizers"):
+    replicated(batch(), mode=modes[1])
+  spec = replicated(batch(), mode=modes[0])
+  np.testing.assert_array_equal(spec.predictions, batch() * 5.0)
+
+
+class _Lazy(keras.Model):
+  """A model that is built when it is first called."""
+
+  def __init__(self, value: float) -> None:
+    super().__init__()
+    start = keras.initializers.Constant(value)
+    self.dense = keras.layers.Dense(1, use_bias=False, kernel_initializer=start)
+
+  def call(self, x: Any) -> Any:
+    return self.dense(x)
+
+
+def test_models_from_outside_that_are_built_within() -> None:
+  models = [_Lazy(value) for value in (1.0, 3.0)]
+
+  def model_fn(features: Any, mode: str, params: int) -> TowerSpec:
+    return TowerSpec(mode, predictions=models[params](features))
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+
+  def predict(i: int) -> Any:
+    run = tf.function(lambda x: replicated(x, mode="infer", params=i))
+    return run(batch()).predictions
+
+  np.testing.assert_array_equal(predict(0), batch())
+  # The first model has the variables that it made; another may not.
+  with pytest.raises(
+    ValueError, match=r"outside of model_fn, before its first"
+  ):
+    predict(1)
+  models[1] = _Lazy(3.0)
+  models[1](batch())
+  for i, factor in ((1, 3.0), (0, 1.0)):
+    np.testing.assert_array_equal(predict(i), batch() * factor)
+
+
+def test_a_trace_that_fails_leaves_nothing_behind() -> None:
+  towers: list[int] = []
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    towers.append(len(towers))
+    c = tf.Variable(10.0, name="c")
+    d = tf.compat.v1.get_variable("d", initializer=1.0, use_resource=True)
+    optimizer = TowerOptimizer(sgd(momentum=0.5))
+    loss = tf.reduce_sum(c * d * features)
+    train_op = optimizer.minimize(loss, var_list=[c])
+    if len(towers) == 2:
+      raise KeyError("not this time")
+    return TowerSpec(mode, loss, train_op)
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+  with pytest.raises(KeyError):
+    tf.function(replicated)(batch())
+  assert not replicated.variables
+  assert float(tf.function(replicated)(batch()).loss) == 30.0
+  assert float(named(replicated.variables, "c")) == 7.0
+  assert float(replicated(batch()).loss) == 21.0
+
+
+def test_threads() -> None:
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    hidden = keras.layers.Dense(3)(features)
+    return TowerSpec(mode, predictions=keras.layers.Dense(1)(hidden))
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+  with concurrent.futures.ThreadPoolExecutor(4) as threads:
+    results = list(
+      threads.map(
+        lambda _: replicated(batch(), mode="infer").predictions, range(8)
+      )
+    )
+  assert len(replicated.variables) == 4
+  for result in results:
+    np.testing.assert_allclose(result, results[0], rtol=1e-6)
+
+
+def test_replicas_share_what_is_made_inside() -> None:
+  strategy = testbed.mirrored(2)
+  with strategy.scope():
+    optimizer = TowerOptimizer(tf_cross_shard.CrossShardOptimizer(sgd(), "sum"))
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    c = tf.Variable(10.0, name="c")
+    return linear(c, optimizer)(features, mode)
+
+  replicated = replicate_model_fn(model_fn, "sum", ["", ""])
+  rows = testbed.per_replica(strategy, [[[1.0], [2.0]], [[0.5], [0.25]]])
+
+  @tf.function
+  def step(rows: Any) -> Any:
+    return strategy.run(lambda x: replicated(x).loss, args=(rows,))
+
+  for c in (10.0 - 3.75, 10.0 - 7.5):
+    step(rows)
+    assert testbed.copies(replicated.variables[0]) == [c, c]
+  assert len(replicated.variables) == 1
