@@ -2,7 +2,7 @@
 # Builds everything with Bazel, then tests. The arguments go to `bazel test`:
 #
 #   bash tools/bazel_test.sh                            # every test
-#   bash tools/bazel_test.sh //tests/unit:groups_test   # one of them
+#   bash tools/bazel_test.sh //tests:unit/core/groups_test  # one
 #   bash tools/bazel_test.sh --test_tag_filters=slow   # as .ci/run does
 #
 # Fails when a test fails, when Bazel fails and when there is no test. BAZEL

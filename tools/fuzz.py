@@ -33,10 +33,9 @@ def main() -> int:
   parser.add_argument("--seeds", type=int, default=100, help="how many")
   parser.add_argument("--start", type=int, default=0, help="the first")
   arguments = parser.parse_args()
-  cpu = tf.config.list_physical_devices("CPU")[0]
-  tf.config.set_logical_device_configuration(
-    cpu, [tf.config.LogicalDeviceConfiguration()] * 4
-  )
+  from tests.support import logical_devices
+
+  logical_devices.split_cpu(4)
   from tests.support import plain_training, random_programs
 
   failures = 0

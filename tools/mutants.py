@@ -56,106 +56,106 @@ class Mutant(NamedTuple):
 
 
 _CLIP_AND_SUM = re.compile(
-  r"own = call.grads if call.is_reduced else self.clip\(call\)(.*?)"
-  r"(self.update.reduce\(totals, call.variables, calls\))",
+  r"own = call.grads if call.is_reduced else self._clip\(call, overwrites\)"
+  r"(.*?)(self.update.reduce\(totals, call.variables, overwrites\))",
   re.DOTALL,
 )
 _CLIPPED_SUMS = (
-  r"own = call.grads\1self.clip(dataclasses.replace(call, grads=\2))"
+  r"own = call.grads\1"
+  r"self._clip(dataclasses.replace(call, grads=\2), overwrites)"
 )
+_LIMITS_OFF = """    with overriding.overriding(
+      self.encapsulated.innermost, **dict.fromkeys(self._limits_applied_here)
+    ):
+"""
+_HAS_MOMENTUM = """
+    getattr(optimizer, "momentum", 0)
+    or getattr(optimizer, "momentums", None)
+    or """
 
 # fmt: off
 MUTANTS = [
   # The factor of a loss.
-  Mutant("mean factor dropped", "gradients/loss_factor.py", "return copies / group_size if reduction == MEAN else float(copies)", "return float(copies)", "unit/loss_factor"),
-  Mutant("mean over all, not the group", "gradients/loss_factor.py", "copies / group_size", "copies / num_replicas", "unit/loss_factor"),
-  Mutant("the user's convention ignored", "step/loss_convention.py", "taken = chosen or default", "taken = default", "unit/loss_convention"),
-  Mutant("seed not scaled", "gradients/differentiation.py", "seed = tf.cast(scale(seed), seed.dtype)", "scale(seed)", "unit/differentiation unit/optimizer"),
+  Mutant("the loss is not divided by the group size", "_src/core/gradients/loss_factor.py", "return copies / group_size if reduction == MEAN else float(copies)", "return float(copies)", "unit/core/gradients/loss_factor"),
+  Mutant("the loss is averaged over all replicas, not over the group", "_src/core/gradients/loss_factor.py", "copies / group_size", "copies / num_replicas", "unit/core/gradients/loss_factor"),
+  Mutant("loss_averaged_over is ignored", "_src/core/step/loss_convention.py", "taken = chosen or default", "taken = default", "unit/core/step/loss_convention"),
+  Mutant("the gradient seed is not scaled", "_src/core/gradients/differentiation.py", "seed = tf.cast(scale(seed), seed.dtype)", "scale(seed)", "unit/core/gradients/differentiation unit/core/optimizer"),
   # Sums over groups.
-  Mutant("two groups swapped", "collectives/mirrored.py", "by_group[self.groups.index_of(self._replica())]", "by_group[self.groups.index_of(self._replica()) - 1]", "unit/mirrored"),
-  Mutant("reduced twice", "step/reduction.py", "sums = unpack(add_up(buffers[::-1])[::-1])", "sums = unpack(add_up(add_up(buffers)))", "unit/reduction"),
-  Mutant("sum dropped", "step/reduction.py", "if not wide or engine.groups.group_size == 1:", "if True:", "unit/reduction"),
-  Mutant("rows not summed", "step/reduction.py", "if grads and self._engine.groups.group_size > 1:", "if False:", "unit/reduction"),
-  Mutant("wire scale kept", "step/reduction.py", "1.0 / scale", "1.0", "unit/wire_dtype unit/tf_keras"),
-  Mutant("Keras reduces again", "collectives/base.py", "return replica_isolation.isolate(self.strategy)", "return contextlib.nullcontext()", "unit/replica_isolation"),
-  Mutant("values summed, not averaged", "step/update.py", "mean = 1.0 / self._engine.groups.group_size", "mean = 1.0", "unit/reduction"),
+  Mutant("a replica receives another group's sum", "_src/core/collectives/mirrored.py", "by_group[self.groups.index_of(self._replica())]", "by_group[self.groups.index_of(self._replica()) - 1]", "unit/core/collectives/mirrored"),
+  Mutant("gradients are summed twice", "_src/core/collectives/wire.py", "sums = unpack(add_up(buffers[::-1])[::-1])", "sums = unpack(add_up(add_up(buffers)))", "unit/core/collectives/wire"),
+  Mutant("dense gradients are not summed", "_src/core/collectives/wire.py", "if not wide or engine.groups.group_size == 1:", "if True:", "unit/core/collectives/wire"),
+  Mutant("row-sparse gradients are not summed", "_src/core/collectives/wire.py", "if grads and self._engine.groups.group_size > 1:", "if False:", "unit/core/collectives/wire"),
+  Mutant("sums are not divided by the wire scale", "_src/core/collectives/wire.py", "1.0 / scale", "1.0", "unit/core/collectives/wire_dtype unit/core/tf_keras/classes"),
+  Mutant("Keras sums over all replicas again", "_src/core/collectives/engine.py", "return replica_isolation.isolate(self.strategy)", "return contextlib.nullcontext()", "unit/core/collectives/replica_isolation"),
+  Mutant("values that overwrite variables are summed, not averaged", "_src/core/update/update.py", "mean = 1.0 / self.engine.groups.group_size", "mean = 1.0", "unit/core/collectives/wire"),
   # Windows.
-  Mutant("wrong divisor of a window", "step/accumulation.py", "return total / calls", "return total", "unit/accumulation"),
-  Mutant("divided by the longest window", "step/accumulation.py", "return total / calls", "return total / self.steps", "unit/accumulation"),
-  Mutant("windows go on for ever", "step/accumulation.py", "is_last = self._place() + 1 >= self._length", "is_last = tf.equal(self._place() + 1, self._length)", "unit/accumulation"),
-  Mutant("noise of all windows alike", "step/noise_scale.py", "noise = calls.share * (own - mean)", "noise = (own - mean)", "unit/noise_scale unit/adaptive_accumulation"),
-  Mutant("windows of the noisiest group", "callbacks/adaptive_accumulation.py", "statistics.median_low(", "statistics.median_high(", "unit/adaptive_accumulation"),
-  Mutant("sums of a window kept", "step/accumulation.py", "variable.assign(tf.zeros_like(before))", "pass", "unit/accumulation"),
-  Mutant("every call ends a window", "step/accumulation.py", "is_last = self._place() + 1 >= self._length", "is_last = tf.constant(True)", "unit/accumulation"),
-  Mutant("calls of Keras counted once", "step/accumulation.py", "return noise_scale.Calls(summed=self.steps)", "return noise_scale.ONE_CALL", "unit/noise_scale"),
-  Mutant("None ends a window without its sum", "step/accumulation.py", "key in self._added or _is_open(kept):", "False:", "unit/accumulation"),
-  Mutant("None in all calls made zeros", "step/accumulation.py", "key in self._added or _is_open(kept):", "True:", "unit/accumulation"),
-  Mutant("gradient that no end takes", "step/accumulation.py", "if key in self._left_out:", "if False:", "unit/accumulation"),
-  Mutant("gradient of a window long ago", "step/accumulation.py", "self._added -= set(map(self._key, variables))", "pass", "unit/accumulation"),
+  Mutant("accumulation applies the sum, not the mean", "_src/core/step/accumulation.py", "totals.append(total / tf.cast(self._calls_so_far() + 1, total.dtype))", "totals.append(total)", "unit/core/step/accumulation"),
+  Mutant("accumulation divides a restored window by the new length", "_src/core/step/accumulation.py", "tf.cast(self._calls_so_far() + 1, total.dtype)", "self.steps", "unit/core/step/accumulation"),
+  Mutant("a restored window that is too long never ends", "_src/core/step/accumulation.py", "is_last = self._calls_so_far() + 1 >= self.steps", "is_last = tf.equal(self._calls_so_far() + 1, self.steps)", "unit/core/step/accumulation"),
+  Mutant("accumulated sums are not reset", "_src/core/step/accumulation.py", "stored_sum.assign(tf.zeros_like(before))", "pass", "unit/core/step/accumulation"),
+  Mutant("every call makes a step in spite of accumulation", "_src/core/step/accumulation.py", "is_last = self._calls_so_far() + 1 >= self.steps", "is_last = tf.constant(True)", "unit/core/step/accumulation"),
+  Mutant("None in the last call drops the accumulated sum", "_src/core/step/accumulation.py", "if grad is not None or key in self._added or self._is_nonzero(variable):", "if grad is not None:", "unit/core/step/accumulation"),
+  Mutant("None in all calls of a window becomes zeros", "_src/core/step/accumulation.py", "if grad is not None or key in self._added or self._is_nonzero(variable):", "if True:", "unit/core/step/accumulation"),
+  Mutant("a gradient that the traced last call does not read is accepted", "_src/core/step/accumulation.py", "if key in self._not_reset:", "if False:", "unit/core/step/accumulation"),
+  Mutant("None becomes zeros because of an earlier window's gradient", "_src/core/step/accumulation.py", "self._added -= set(map(self._key, variables))", "pass", "unit/core/step/accumulation"),
   # Clipping.
-  Mutant("clipped after the sum", "step/flow.py", _CLIP_AND_SUM, _CLIPPED_SUMS, "unit/reduction"),
-  Mutant("limit in another loss scale", "step/flow.py", "self._inner.scale_limit(limit) if limit", "limit if limit", "unit/reduction"),
-  Mutant("half precision squared", "gradients/clipping.py", "if _dtype(grad) in (tf.float16, tf.bfloat16):", "if False:", "unit/clipping"),
-  Mutant("clipped by row", "gradients/clipping.py", "    grad = indexed_slices.merge_duplicates(grad)", "    pass", "unit/clipping"),
-  Mutant("infinity clipped away", "gradients/clipping.py", "  if keep_infinite:", "  if False:", "unit/clipping"),
-  Mutant("infinity not asked for", "step/flow.py", "keep_infinite=self.guard.may_skip", "keep_infinite=False", "unit/nonfinite"),
-  # Steps that are not finite, and noise.
-  Mutant("nonfinite step applied", "step/nonfinite.py", "tf.cond(is_finite, apply, lambda: None)", "apply()", "unit/nonfinite"),
-  Mutant("nonfinite where all are, not one", "step/nonfinite.py", "tf.reduce_all(tf.math.is_finite(part))", "tf.reduce_any(tf.math.is_finite(part))", "unit/nonfinite"),
-  Mutant("global step of a skipped step", "step/nonfinite.py", "return all_finite(sums) if self._inner.scales_dynamically else True", "return True", "unit/nonfinite"),
-  Mutant("norms of members not averaged", "step/noise_scale.py", "of_members * (member**2 / n)", "of_members * member**2", "unit/noise_scale"),
-  Mutant("noise in another loss scale", "step/noise_scale.py", "return self._inner.scale_limit(calls.summed)", "return calls.summed", "unit/noise_scale"),
+  Mutant("gradients are clipped after the sum", "_src/core/step/flow.py", _CLIP_AND_SUM, _CLIPPED_SUMS, "unit/core/collectives/wire"),
+  Mutant("clipping limits ignore the loss scale", "_src/core/step/flow.py", "name: scale_limit(limit) if limit else None", "name: limit if limit else None", "unit/core/collectives/wire"),
+  Mutant("norms of half-precision gradients overflow", "_src/core/gradients/clipping.py", "if _dtype(grad) in (tf.float16, tf.bfloat16):", "if False:", "unit/core/gradients/clipping"),
+  Mutant("duplicate rows are clipped before they are added up", "_src/core/gradients/clipping.py", "    grad = indexed_slices.merge_duplicates(grad)", "    pass", "unit/core/gradients/clipping"),
+  Mutant("clipping hides infinities", "_src/core/gradients/clipping.py", "  if keep_infinite:", "  if False:", "unit/core/gradients/clipping"),
+  Mutant("a step does not ask clipping to keep infinities", "_src/core/step/flow.py", "keep_infinite=self.context.may_skip", "keep_infinite=False", "unit/core/step/nonfinite"),
+  # Steps that are not finite, are skipped.
+  Mutant("a step that is not finite is applied", "_src/core/step/nonfinite.py", "tf.cond(is_finite, apply, lambda: None)", "apply()", "unit/core/step/nonfinite"),
+  Mutant("one finite element makes a gradient finite", "_src/core/gradients/finite.py", "tf.reduce_all(tf.math.is_finite(part))", "tf.reduce_any(tf.math.is_finite(part))", "unit/core/step/nonfinite"),
+  Mutant("the global step counts a skipped step", "_src/core/step/nonfinite.py", "return finite.all_finite(sums) if is_dynamic else True", "return True", "unit/core/step/nonfinite"),
   # Shards.
-  Mutant("part of another member", "collectives/base.py", "return _pack(values, parts, place)", "return _pack(values, parts, place - 1)", "unit/sharded_update"),
-  Mutant("sum of another member's part", "collectives/mirrored.py", "(tensors, combine)[self.position()]", "(tensors, combine)[self.position() - 1]", "unit/sharded_update"),
-  Mutant("all rows in one", "step/flat_update.py", "if limit and rows[-1] and filled + size > limit:", "if False:", "unit/sharded_update"),
-  Mutant("norm of one part", "step/sharded_update.py", "[total] = self._engine.all_reduce_sum([tf.add_n(squares)])", "total = tf.add_n(squares)", "unit/sharded_update"),
-  Mutant("members skip apart", "step/sharded_update.py", "    if not self._may_skip:\n      return parts", "    return parts", "unit/nonfinite"),
-  Mutant("constraint of a skipped step", "step/flat_update.py", "tf.where(is_step, constraint(value), value)", "constraint(value)", "unit/sharded_update"),
-  Mutant("sums clipped twice", "step/sharded_update.py", "with update.without_clipping(last, *self._clipped):", "if True:", "unit/sharded_update"),
-  Mutant("the first group's settings", "step/group_settings.py", "values[group] for name, values", "values[0] for name, values", "unit/group_settings"),
-  Mutant("what int8 rounds away is lost", "callbacks/fragments.py", "[d + kept for d, kept in zip(found, self.kept, strict=True)]", "found", "unit/fragments"),
-  Mutant("a late result is not mixed", "callbacks/fragments.py", "alpha * weight + (1.0 - alpha) * anchor if alpha else anchor", "anchor", "unit/fragments"),
-  Mutant("fragments share their count of updates", "callbacks/fragments.py", "_shared_state(outer) if is_part else []", "[]", "unit/fragments"),
-  Mutant("a late result of other weights", "callbacks/outer_optimizer.py", "self._sent.assign(tf.zeros_like(self._sent))", "pass", "unit/fragments"),
-  Mutant("a NaN kept by int8", "callbacks/fragments.py", "variable.assign(tf.where(is_done, value, variable))", "variable.assign(value)", "unit/fragments"),
-  Mutant("half of int8's numbers", "gradients/quantization.py", "divide_no_nan(largest, 127.0)", "divide_no_nan(largest, 63.0)", "unit/fragments"),
-  Mutant("the worst trials go on", "callbacks/halving.py", "self.table.ranking[: self._rungs", "self.table.ranking[::-1][: self._rungs", "unit/trials"),
-  Mutant("a trial goes on from another's state", "callbacks/halving.py", "self._state_path(n, rung - 1) for n in", "self._state_path(0, rung - 1) for n in", "unit/trials"),
-  Mutant("groups keep the settings of the wave before", "callbacks/halving.py", "    group_files.restore(paths, self.copies(is_whole=True))\n    self._give()", "    group_files.restore(paths, self.copies(is_whole=True))", "unit/trials"),
-  Mutant("the best goes on from the worst", "callbacks/population.py", "          source, target, self.model", "          target, source, self.model", "unit/population"),
-  Mutant("the first member's slots", "step/sharded_state.py", "return parts[self._owner]", "return parts[0]", "unit/owner_update"),
-  Mutant("owners that share nothing", "gradients/layout.py", "if cut.start == filled[cut.index]:", "if True:", "unit/owner_update"),
-  Mutant("tables in shards", "step/sharded_update.py", "if self._tables.is_table(variable):", "if False:", "unit/row_update"),
+  Mutant("a member takes another member's part of values", "_src/core/collectives/engine.py", "return _pack(values, parts, place)", "return _pack(values, parts, place - 1)", "unit/core/update/sharded_update"),
+  Mutant("a member receives the sum of another member's part", "_src/core/collectives/mirrored.py", "(tensors, combine)[self.position()]", "(tensors, combine)[self.position() - 1]", "unit/core/update/sharded_update"),
+  Mutant("all weights share one bucket", "_src/core/update/flat_update.py", "if limit and buckets[-1] and filled + size > limit:", "if False:", "unit/core/update/sharded_update"),
+  Mutant("the global norm covers one member's part only", "_src/core/update/sharded_update.py", "[total] = self.engine.all_reduce_sum([tf.add_n(squares)])", "total = tf.add_n(squares)", "unit/core/update/sharded_update"),
+  Mutant("each member decides alone whether to skip a step", "_src/core/update/sharded_update.py", "    if not self.context.may_skip:\n      return parts", "    return parts", "unit/core/step/nonfinite"),
+  Mutant("a skipped step applies constraints", "_src/core/update/flat_update.py", "tf.where(is_step, constraint(value), value)", "constraint(value)", "unit/core/update/sharded_update"),
+  Mutant("Keras clips sums that are clipped already", "_src/core/update/sharded_update.py", _LIMITS_OFF, "    if True:\n", "unit/core/update/sharded_update"),
+  Mutant("all groups use the first group's settings", "_src/core/step/group_settings.py", "values[group] for name, values", "values[0] for name, values", "unit/core/step/group_settings"),
+  # Islands.
+  Mutant("an outer step does not change the groups' weights", "_src/islands/outer_state.py", "weight.assign(tf.where(is_finite, anchor, weight))", "pass", "unit/islands/outer_optimizer"),
+  Mutant("an outer step that is not finite moves the weights", "_src/islands/outer_state.py", "tf.where(is_finite, anchor, weight)", "anchor", "unit/islands/outer_optimizer"),
+  Mutant("an outer optimizer's anchor ignores weights set from outside", "_src/islands/outer_state.py", "copies.write(anchor, copies.here(weight))", "pass", "unit/islands/outer_optimizer"),
+  Mutant("outer rounds count the warm-up steps", "_src/islands/outer_optimizer.py", "elif before // self._every < now // self._every:", "elif steps_before // self._every < steps // self._every:", "unit/islands/outer_optimizer"),
+  Mutant("state of a removed feature is an error", "_src/replica_state/checkpoint.py", "[name for name in names if name not in left_out]", "names", "unit/replica_state/removed_state"),
+  # Trials.
+  Mutant("successive halving keeps the worst trials", "_src/search/halving.py", "self.table.ranking[: self._rungs", "self.table.ranking[::-1][: self._rungs", "unit/search/halving"),
+  Mutant("all trials resume from the first trial's state", "_src/search/halving.py", "self._state_path(n, rung - 1) for n in", "self._state_path(0, rung - 1) for n in", "unit/search/halving"),
+  Mutant("a wave of trials keeps the previous wave's settings", "_src/search/halving.py", "    group_files.restore(paths, self.state_of_groups(is_whole=True))\n    self._apply_settings()", "    group_files.restore(paths, self.state_of_groups(is_whole=True))", "unit/search/halving"),
+  Mutant("population-based training copies the worst to the best", "_src/search/population.py", "          source, target, self.model", "          target, source, self.model", "unit/search/population"),
+  Mutant("slots are read from the first member, not the owner", "_src/core/update/whole_slots.py", "return parts[self._owner]", "return parts[0]", "unit/core/update/owner_update"),
+  Mutant("elements that several members update are joined twice", "_src/core/collectives/shard_layout.py", "if cut.start == filled[cut.index]:", "if True:", "unit/core/update/owner_update"),
+  Mutant("embedding tables are sharded", "_src/core/update/sharded_update.py", "if self._tables.is_table(variable):", "if False:", "unit/core/update/tables"),
   # Rows.
-  Mutant("lazy rows touch all rows", "step/row_update.py", "      update_step(grad, variable, *rate)\n      return\n", "      pass\n    update_step(grad, variable, *rate)\n    return\n", "unit/row_update"),
-  Mutant("rows that do not decay", "step/row_update.py", "if decays:", "if False:", "unit/row_update"),
-  Mutant("momentum taken for exact", "step/row_update.py", 'getattr(last, "momentum", 0)\n    or getattr(last, "momentums", None)\n    or ', "", "unit/reduction"),
-  Mutant("tables decay as a whole", "step/row_update.py", "self._inner.without_decay(tables)", "self._inner.without_decay([])", "unit/row_update"),
-  Mutant("duplicates kept", "gradients/indexed_slices.py", "rows.shape == [1] or _is_unique(rows)", "True", "unit/indexed_slices"),
-  Mutant("positions taken for rows", "gradients/indexed_slices.py", "bool(indices.value_index == 0)", "True", "unit/indexed_slices"),
-  Mutant("row gradient unscaled", "gradients/indexed_slices.py", "values = times(grad.values, factor)", "values = grad.values", "unit/indexed_slices"),
+  Mutant("lazy rows update all rows", "_src/core/update/tables.py", "      update_step(grad, variable, *rate)\n      return\n", "      pass\n    update_step(grad, variable, *rate)\n    return\n", "unit/core/update/tables"),
+  Mutant("rows that occur have no weight decay", "_src/core/update/tables.py", "if decays:", "if False:", "unit/core/update/tables"),
+  Mutant("SGD with momentum is updated by rows without lazy_rows", "_src/core/update/tables.py", _HAS_MOMENTUM, "\n    ", "unit/core/collectives/wire"),
+  Mutant("weight decay changes rows that do not occur", "_src/core/update/tables.py", "self.encapsulated.without_decay(tables)", "self.encapsulated.without_decay([])", "unit/core/update/tables"),
+  Mutant("rows of equal indices are not added up", "_src/core/gradients/indexed_slices.py", "rows.shape == [1] or _is_unique(rows)", "True", "unit/core/gradients/indexed_slices"),
+  Mutant("tf.unique's positions count as unique rows", "_src/core/gradients/indexed_slices.py", "bool(indices.value_index == 0)", "True", "unit/core/gradients/indexed_slices"),
+  Mutant("row-sparse gradients are not scaled", "_src/core/gradients/indexed_slices.py", "values = times(grad.values, factor)", "values = grad.values", "unit/core/gradients/indexed_slices"),
   # Kernels.
-  Mutant("update step of the user's lost", "inner_optimizer/libraries.py", "      vars(optimizer)[method] = before", "      pass", "unit/fused_update"),
-  Mutant("powers of the step before", "inner_optimizer/fused_update.py", "tf.cast(count + 1, dtype)", "tf.cast(count, dtype)", "unit/fused_update"),
+  Mutant("an overridden attribute is not restored", "_src/core/encapsulated/overriding.py", "        own[name] = before[name]", "        pass", "unit/core/encapsulated/fused_update"),
+  Mutant("kernels use beta powers of the previous step", "_src/core/encapsulated/fused_update.py", "tf.cast(count + 1, dtype)", "tf.cast(count, dtype)", "unit/core/encapsulated/fused_update"),
   # The wire.
-  Mutant("not narrowed", "gradients/packing.py", "and dtype.size > wire_dtype.size", "and False", "unit/packing"),
-  Mutant("not widened", "gradients/packing.py", "tensor if tensor.dtype == wide.dtype else tf.cast(tensor, wide.dtype)", "tensor", "unit/packing"),
-  Mutant("what int8 leaves of gradients is lost", "step/int8_wire.py", "\n        + indexed_slices.times(tf.convert_to_tensor(residual), scale)", "", "unit/int8_wire"),
-  Mutant("what the second phase leaves is lost", "step/int8_wire.py", "self._in_order(total - sums[self._engine.position()], left)", "self._in_order(tf.zeros_like(total), left)", "unit/int8_wire"),
-  Mutant("one phase only", "step/int8_wire.py", "    words = self._engine.all_gather_part(quantization.encode(total))\n    sums = quantization.decode(tf.reshape(words, [members, -1]), part)", "    sums = tf.reshape(self._engine.all_gather_part(total), [members, part])", "unit/int8_wire"),
-  Mutant("a NaN left by int8", "step/int8_wire.py", "tf.where(is_step, new, old)", "new", "unit/int8_wire"),
-  Mutant("what is left in another loss scale", "step/int8_wire.py", "scale = 1.0 / self._inner.scale_limit(1.0)", "scale = 1.0", "unit/int8_wire"),
-  Mutant("full bucket shared", "gradients/packing.py", "if size >= bucket_bytes:", "if size > bucket_bytes:", "unit/packing"),
-  Mutant("bucket one byte too small", "gradients/packing.py", "filled + size > bucket_bytes", "filled + size >= bucket_bytes", "unit/packing"),
-  Mutant("last buffer lost", "gradients/packing.py", "zip(buckets, joined, reduced, strict=True)", "zip(buckets, joined, reduced)", "unit/packing"),
+  Mutant("gradients travel in their own dtype, not in wire_dtype", "_src/core/gradients/packing.py", "and dtype.size > wire_dtype.size", "and False", "unit/core/gradients/packing"),
+  Mutant("sums keep the wire dtype", "_src/core/gradients/packing.py", "tensor if tensor.dtype == wide.dtype else tf.cast(tensor, wide.dtype)", "tensor", "unit/core/gradients/packing"),
+  Mutant("a tensor as large as a bucket shares a bucket", "_src/core/gradients/packing.py", "if size >= bucket_bytes:", "if size > bucket_bytes:", "unit/core/gradients/packing"),
+  Mutant("a tensor that just fits starts a new bucket", "_src/core/gradients/packing.py", "filled + size > bucket_bytes", "filled + size >= bucket_bytes", "unit/core/gradients/packing"),
+  Mutant("a missing buffer is not noticed", "_src/core/gradients/packing.py", "zip(buckets, joined, reduced, strict=True)", "zip(buckets, joined, reduced)", "unit/core/gradients/packing"),
   # Groups, and what is checked.
-  Mutant("duplicate replica let through", "groups.py", "if times[i] > 1]", "if times[i] > 2]", "unit/groups"),
-  Mutant("replica out of range", "groups.py", "if not 0 <= i < total]", "if not 0 <= i <= total]", "unit/groups"),
-  Mutant("strided is contiguous", "groups.py", "reshape(group_size, -1).T", "reshape(-1, group_size)", "unit/groups"),
-  Mutant("hosts between graphs", "groups.py", "return contiguous(num_replicas, len(devices))", "return strided(num_replicas, len(devices))", "unit/groups"),
-  Mutant("weights of another shape", "validation.py", "if not shape.is_compatible_with(expected):", "if False:", "unit/validation"),
-  Mutant("old Keras accepted", "versions.py", "if version.Version(number) < version.Version(oldest):", "if False:", "unit/versions"),
+  Mutant("a replica may be in a group twice", "_src/core/groups.py", "if times[i] > 1]", "if times[i] > 2]", "unit/core/groups"),
+  Mutant("replica numbers may be one too large", "_src/core/groups.py", "if not 0 <= i < total]", "if not 0 <= i <= total]", "unit/core/groups"),
+  Mutant("strided groups are contiguous", "_src/core/groups.py", "reshape(group_size, -1).T", "reshape(-1, group_size)", "unit/core/groups"),
+  Mutant("groups of hosts are strided, not contiguous", "_src/core/groups.py", "return contiguous(num_replicas, len(devices))", "return strided(num_replicas, len(devices))", "unit/core/groups"),
+  Mutant("a gradient of another shape than its variable is accepted", "_src/core/validation.py", "if not shape.is_compatible_with(expected):", "if False:", "unit/core/validation"),
+  Mutant("old versions are accepted", "_src/core/versions.py", "if version.Version(number) < version.Version(oldest):", "if False:", "unit/core/versions"),
 ]
 # fmt: on
 
@@ -232,7 +232,7 @@ def main() -> int:
       print(f"{verdict:9}{mutant.name}", flush=True)
   print()
   for verdict, name, seconds, line in rows:
-    print(f"{verdict:9}{name:36}{seconds:5.0f} s  {line}")
+    print(f"{verdict:9}{name:60}{seconds:5.0f} s  {line}")
   red = [row for row in rows if row[0] == "red"]
   print(f"{len(red)} of {len(rows)} red")
   return int(not rows or len(red) < len(rows))

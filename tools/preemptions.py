@@ -1,13 +1,19 @@
-"""Kills a training at random moments until it is done, and compares.
+"""Kills training at random moments, resumes it, and compares the results.
 
     python tools/preemptions.py --kills=20 --seed=1
     python tools/preemptions.py --kills=20 --seed=1 --workers=2
 
-Half of the signals are SIGTERM, half SIGKILL, each to one worker. About a
-quarter hit a start. A fit that ends before its signal counts as no kill, and
-another one begins. Each has to end with the history, the weights, the slots and
-the best weights of the fit that nobody disturbed, to the bit. Prints what each
-kill lost, and what going on took. It needs Linux.
+First a program trains undisturbed. Then the same program is started, killed and
+started again until its `fit` is complete, and the next such `fit` begins, until
+`--kills` processes were killed. Half of the signals are SIGTERM and half are
+SIGKILL, and each goes to one worker. About a quarter of the kills hit the
+program before its first batch. A `fit` that ends before its signal does not
+count as a kill.
+
+Every `fit` must end with the same history, weights, slots and best weights as
+the undisturbed one, to the bit. The tool prints how many batches each kind of
+signal lost and how long it took to resume. It exits with 1 if a `fit` ended
+differently. It needs Linux.
 """
 
 import argparse
@@ -31,18 +37,23 @@ sys.path.insert(0, str(pathlib.Path(__file__).absolute().parent.parent))
 
 from tf_cross_shard_cli import launch
 
-EPOCHS, STEPS, EVERY = 4, 40, 7
-PAUSE = 0.02  # seconds after each batch, so that a fit is more than a start
-LIMIT = 300.0  # seconds for a process
+EPOCHS, STEPS = 4, 40  # Of each `fit`.
+EVERY = 7  # Batches from one backup to the next.
+# Seconds to wait after each batch. Without the pause nearly all of the time
+# would be spent in starting, and few signals would hit training.
+PAUSE = 0.02
+LIMIT = 300.0  # Seconds until a process is killed as hung.
 
 
 # ------------------------------------------------------------- one worker
 
 
-def train(
-  folder: pathlib.Path, worker: int, workers: int, in_background: bool
-) -> None:
-  """Trains with backups; writes down when what happened, and the end."""
+def train(folder: pathlib.Path, worker: int, workers: int) -> None:
+  """Trains with backups, and logs events with their times.
+
+  The log is a file of JSON lines, [time, kind, ...]. The final state goes to
+  another file.
+  """
   import numpy as np
   import tensorflow as tf
 
@@ -90,15 +101,15 @@ def train(
   y = rng.normal(size=(8 * STEPS, 1)).astype("float32")
   backup = callbacks.BackupAndRestore(
     folder / "backup",
-    delete_checkpoint=False,  # It may be killed between `fit` and `save`.
+    # The process may be killed after `fit` and before the final state is saved.
+    delete_checkpoint=False,
     every=EVERY,
     on_preemption=True,
     keep=3,
-    in_background=in_background,
   )
 
   class Log(tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """Notes batches and epochs, with the metrics of these."""
+    """Logs every batch, and every epoch with its metrics."""
 
     epoch = 0
 
@@ -106,15 +117,15 @@ def train(
       self.epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-      kind = "passed over" if backup.passes_over else "trained"
+      kind = "passed over" if backup.is_skipping_batches else "trained"
       note(kind, self.epoch * STEPS + batch)
-      time.sleep(0.0 if backup.passes_over else PAUSE)
+      time.sleep(0.0 if backup.is_skipping_batches else PAUSE)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
       note("epoch", epoch, {k: float(v).hex() for k, v in logs.items()})
 
   class Begun(tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """Comes after the backup."""
+    """Logs that the backup is restored; comes after the backup callback."""
 
     def on_train_begin(self, logs: Any = None) -> None:
       note("restored")
@@ -136,42 +147,46 @@ def train(
       *(stop, best, Log(), backup, Begun()),
     ],
   )
-  # Of all groups, with best values and counts of callbacks' in the log.
+  # The file holds all groups; the log holds the best values of callbacks.
   replica_state.save(folder / "end.npz", optimizer, model)
   note("end", stop.best, stop.best_epoch, best.best)
 
 
-# ----------------------------------------------------------- the other side
+# ------------------------------------------------ the process that kills
 
 
 @dataclasses.dataclass
 class Run:
-  """What the processes of one start did: what the first worker noted.
+  """One start of all workers.
 
   Attributes:
-    began: When they were started.
+    began: The time at which they were started.
     codes: Their exit codes.
-    log: The first worker's notes of this run.
+    log: What the first worker logged in this run.
+    name: The name of the signal that ended it.
   """
 
   began: float
   codes: list[int]
   log: list[Any]
-  name = ""  # of the signal
+  name = ""
 
   def first(self, kind: str) -> float | None:
-    """Returns the seconds after which something happened."""
+    """Returns the seconds from the start to the first event of a kind."""
     times = [entry[0] for entry in self.log if entry[1] == kind]
     return times[0] - self.began if times else None
 
   @functools.cached_property
   def trained(self) -> list[int]:
-    """The batches that it trained on."""
+    """The numbers of the batches that were trained."""
     return [entry[2] for entry in self.log if entry[1] == "trained"]
 
 
 def _log(folder: pathlib.Path, worker: int = 0) -> list[Any]:
-  """Returns the notes; the last line may be half of one."""
+  """Returns the events in a worker's log.
+
+  The last line is left out: it is empty, or incomplete after a kill.
+  """
   path = folder / f"log_{worker}"
   text = path.read_text() if path.exists() else ""
   return [json.loads(line) for line in text.split("\n")[:-1]]
@@ -181,22 +196,20 @@ def start(
   folder: pathlib.Path,
   workers: int,
   kill: tuple[float, float, int, int] | None,
-  in_background: bool = False,
 ) -> Run:
-  """Runs all workers to their end; kills one of them.
+  """Runs all workers until they end; may send a signal to one of them.
 
   Args:
-    folder: Of the fit.
-    workers: How many.
-    kill: After which seconds, and of what: of the start, or from the first
-      batch on; and which worker, by which signal.
-    in_background: Whether backups are written in a thread.
+    folder: The folder of this `fit`.
+    workers: The number of workers.
+    kill: None, or four numbers: seconds after the start at which to send the
+      signal; seconds after the first batch at which to send it instead, or -1;
+      the number of the worker; the number of the signal.
   """
   environments = launch.cluster(workers) if workers > 1 else [{}]
   known, began = len(_log(folder)), time.time()
   command = [sys.executable, __file__, f"--folder={folder}"]
   command.append(f"--workers={workers}")
-  command += ["--background"] * in_background
   processes = []
   for i, environment in enumerate(environments):
     with (folder / f"output_{i}").open("a") as output:
@@ -226,12 +239,18 @@ def start(
     launch.wait(dict(enumerate(processes)), LIMIT, grace=LIMIT)
     codes = [process.poll() for process in processes]
   if None in codes:
-    raise RuntimeError(f"Processes did not end, in {folder}: {codes}")
+    raise RuntimeError(
+      f"Processes did not end within {LIMIT:.0f} s; their exit codes are"
+      f" {codes}. See output_* in {folder}."
+    )
   return Run(began, codes, _log(folder)[known:])
 
 
 def outcome(folder: pathlib.Path) -> dict[str, Any]:
-  """Returns history and end, as bytes; epochs trained twice must be alike."""
+  """Returns history and final state, as bytes.
+
+  An epoch that was trained twice must have the same metrics both times.
+  """
   import numpy as np
 
   result: dict[str, Any] = {}
@@ -256,19 +275,24 @@ def _show(name: str, values: list[float], unit: str) -> None:
 
 
 def main() -> int:
-  """Is the one side or the other; returns 1 if a fit ended otherwise."""
+  """Runs all fits, or is one worker; returns 1 if a `fit` went wrong."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument("--kills", type=int, default=20)
-  parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--workers", type=int, default=1)
-  parser.add_argument("--background", action="store_true")
+  parser.add_argument(
+    "--kills", type=int, default=20, help="how many processes to kill"
+  )
+  parser.add_argument(
+    "--seed", type=int, default=0, help="seed of the moments and signals"
+  )
+  parser.add_argument(
+    "--workers", type=int, default=1, help="processes that train together"
+  )
   parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
   parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
   given = parser.parse_args()
   if given.worker is not None:
-    train(given.folder, given.worker, given.workers, given.background)
+    train(given.folder, given.worker, given.workers)
     return 0
   rng = random.Random(given.seed)
   home = pathlib.Path(tempfile.mkdtemp(prefix="preemptions"))
@@ -279,15 +303,22 @@ def main() -> int:
   right = outcome(undisturbed)
   starting = run.first("trained") or 0.0
   training = (run.first("end") or 0.0) - starting
-  print(f"undisturbed: {starting:.1f} s to the first batch, {training:.1f} s")
+  print(
+    f"undisturbed: {starting:.1f} s to the first batch, {training:.1f} s of"
+    " training"
+  )
   kills = fits = wrong = 0
   resuming: dict[str, list[float]] = {}
   lost: dict[str, list[float]] = {"SIGTERM": [], "SIGKILL": []}
+  # The folder of the current `fit`, and its last run that trained and was
+  # killed.
   folder = before = None
   while kills < given.kills or folder is not None:
     if folder is None:
       folder, fits, before = home / f"fit_{fits}", fits + 1, None
       folder.mkdir()
+    # Draw the signal and its moment: before the first batch, or within the time
+    # that the rest of the training should take.
     number = rng.choice([signal.SIGTERM, signal.SIGKILL])
     is_start = rng.random() < 0.25
     after_start = rng.uniform(0, starting)
@@ -296,14 +327,15 @@ def main() -> int:
       left *= 1 - before.trained[-1] / (EPOCHS * STEPS)
     after_batch = -1.0 if is_start else rng.uniform(0, left)
     kill = after_start, after_batch, rng.randrange(given.workers), number
+    # The last `fit` is not killed any more, and ends.
     due = kill if kills < given.kills else None
-    run = start(folder, given.workers, due, given.background)
+    run = start(folder, given.workers, due)
     is_done = not any(run.codes)
     if before is not None and run.trained:
       lost[before.name].append(before.trained[-1] + 1 - run.trained[0])
       begun = run.first("imported"), run.first("restored"), run.first("trained")
       for name, seconds in zip(
-        ("to import", "to restore", "to the next batch"), begun, strict=True
+        ("imports", "restored backup", "next batch"), begun, strict=True
       ):
         resuming.setdefault(name, []).append(seconds or 0.0)
     if not is_done:
@@ -328,11 +360,12 @@ def main() -> int:
     if not odd:
       shutil.rmtree(folder)
     folder = None
-  print(f"{kills} kills in {fits} fits, of which {wrong} ended otherwise")
+  print(f"{kills} kills in {fits} fits; {wrong} ended differently")
   for name, batches in lost.items():
-    _show(f"lost by {name}", batches, f"batches, with a backup every {EVERY}")
+    unit = f"batches, with a backup every {EVERY}"
+    _show(f"lost by {name}", batches, unit)
   for name, seconds in resuming.items():
-    _show(f"from the start {name}", seconds, "s")
+    _show(f"time from the start to the {name}", seconds, "s")
   if not wrong:
     shutil.rmtree(home)
   return int(wrong > 0)

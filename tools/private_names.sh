@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Fails where a private name of a Keras is used outside the folder for it. What
-# is alike in both stands in inner_optimizer/: libraries.py asks, kernels.py is
+# is alike in both is in _src/core/encapsulated/: keras_private.py asks, kernels.py is
 # the table of slots.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,8 +13,8 @@ names="accumulat(ed_(delta_vars|gradients|grads)|ors)|average_gradients
 # As an attribute of another object than self, or in quotes, as for getattr.
 pattern="(?<!self)\._(${names//[[:space:]]/})\b|\"_(${names//[[:space:]]/})\""
 if grep -rnPo --include=*.py --exclude-dir={keras3,tf_keras} \
-  --exclude={libraries,kernels}.py \
+  --exclude={keras_private,kernels}.py \
   "$pattern" tf_cross_shard; then
-  echo "private_names: move these to tf_cross_shard/keras3/ or tf_keras/" >&2
+  echo "private_names: move these to _src/core/keras3/ or tf_keras/" >&2
   exit 1
 fi

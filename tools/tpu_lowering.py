@@ -12,8 +12,8 @@ import tensorflow as tf
 from tensorflow.compiler.xla.service import hlo_pb2
 
 from tf_cross_shard import Groups
-from tf_cross_shard.collectives import tpu
-from tf_cross_shard.virtual_tpu import hlo, replica_context
+from tf_cross_shard._src.core.collectives import tpu
+from tf_cross_shard._src.virtual_tpu import hlo, replica_context
 
 GROUPINGS = [
   [[0, 1, 2, 3, 4, 5, 6, 7]],

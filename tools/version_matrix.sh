@@ -38,8 +38,8 @@ rows=(
   "3.11 2.15.1 2.15.0 2.15.1 refused refused"
 )
 tests=(tests/equivalence/contract_test.py tests/equivalence/equivalence_test.py)
-keras3_tests=(tests/unit/keras3_test.py)
-both_tests=(tests/unit/tf_keras_test.py)  # With Keras 3, and tf_keras beside it.
+keras3_tests=(tests/unit/core/keras3/classes_test.py)
+both_tests=(tests/unit/core/tf_keras/classes_test.py)  # With Keras 3, and tf_keras beside it.
 limit=7200  # seconds for one run of the tests
 
 say() { echo "[version_matrix] $*" >&2; }

@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Runs the checks that take too long for every day, and reports all that fail.
+#
+#   bash tools/nightly.sh             # every check, with today's date as seed
+#   bash tools/nightly.sh 20261123    # repeats the checks of that night
+#
+# Each night trains other random programs and kills processes at other moments.
+# To repeat one failure only, run the command that is printed before its output.
+# Exits with 1 if a check fails, after all checks have run.
+#
+# How long a check takes on two cores:
+#
+#   mutants.py        not measured; one or a few test files for each mutant, with
+#                     a limit of 10 minutes for each
+#   preemptions.py    not measured; each kill starts the program again, which
+#                     imports TensorFlow
+#   fuzz.py           1 hour for 3,000 programs (500 take 10 minutes); not
+#                     measured with tf_keras
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source tools/environment.sh
+
+seed="${1:-$(date +%Y%m%d)}"
+if [[ ! $seed =~ ^[0-9]+$ ]]; then
+  echo "[nightly] The seed must be a number, such as 20261123; got $seed." >&2
+  exit 2
+fi
+
+ensure_environment cpu examples test tf-keras tpu-compiler tuner virtual-tpu
+export TF_CPP_MIN_LOG_LEVEL="${TF_CPP_MIN_LOG_LEVEL:-2}"
+python=.venv/bin/python
+failed=()
+
+# Runs a command, and remembers it if it fails.
+check() {
+  local start=$SECONDS status=0
+  echo "[nightly] $*"
+  "$@" || status=$?
+  echo "[nightly] exit status $status, after $(((SECONDS - start) / 60)) min"
+  if (( status )); then failed+=("$*"); fi
+}
+
+# Does a test fail for every known way to break the code?
+check "$python" tools/mutants.py
+# Does training that was killed end as training that was not? Once with groups
+# in one process, once with two workers.
+check "$python" tools/preemptions.py --kills=20 --seed="$seed"
+check "$python" tools/preemptions.py --kills=20 --seed="$seed" --workers=2
+# Do random programs train as plain Keras and NumPy say? The first seeds of two
+# nights are 10,000 apart, so no program is tried in two nights.
+check "$python" tools/fuzz.py --seeds=3000 --start="${seed}0000"
+check env TF_USE_LEGACY_KERAS=1 \
+  "$python" tools/fuzz.py --seeds=1000 --start="${seed}0000"
+
+if (( ${#failed[@]} )); then
+  printf '[nightly] FAILED: %s\n' "${failed[@]}"
+  exit 1
+fi
+echo "[nightly] all checks passed, in $((SECONDS / 60)) min"
