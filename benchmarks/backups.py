@@ -1,10 +1,11 @@
-"""Measures what backups take from training: beside it in a thread, and not.
+"""Measures how much time backups add to training.
 
     python benchmarks/backups.py --megabytes=100
 
-Two groups of one replica each train layers with Adam. The time of all batches
-from one backup to the next, less that of as many batches without, is what a
-backup takes. Kinds of runs take turns.
+Two groups of one replica each train dense layers with Adam, in turns with and
+without `BackupAndRestore`. The cost of a backup is the time from one backup to
+the next, minus the median time of as many batches without backups in the same
+round.
 """
 # bazel: deps=:timing
 
@@ -21,16 +22,24 @@ from absl import app, flags
 
 from tf_cross_shard import CrossShardOptimizer, callbacks
 
-_MEGABYTES = flags.DEFINE_integer("megabytes", 100, "Of a backup.", 1)
-_EVERY = flags.DEFINE_integer("every", 20, "Batches from backup to backup.", 1)
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "Runs of each kind.", 1)
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Of both groups.", 2)
-_FOLDER = flags.DEFINE_string("folder", None, "Where to write, if not in /tmp.")
-_WIDTH, _BACKUPS = 512, 3  # units of a layer; in a run
+_MEGABYTES = flags.DEFINE_integer(
+  "megabytes", 100, "Size of a backup file, about.", 1
+)
+_EVERY = flags.DEFINE_integer(
+  "every", 20, "Batches from one backup to the next.", 1
+)
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Runs with and without backups.", 1)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Rows of both groups.", 2)
+_FOLDER = flags.DEFINE_string(
+  "folder", None, "Where to write backups. The default is a temporary folder."
+)
+_WIDTH = 512  # Units of each layer.
+_BACKUPS = 3  # Backups in each run.
+_WITHOUT, _WITH = "no backups", "backups"
 
 
 class _Times(tf.keras.callbacks.Callback):  # type: ignore[misc]
-  """Notes when batches end, once all other callbacks are through."""
+  """Notes when batches end. Put it last: it has to run after the backup."""
 
   def __init__(self) -> None:
     super().__init__()
@@ -41,10 +50,11 @@ class _Times(tf.keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def main(argv: Sequence[str]) -> None:
-  """Prints a table."""
+  """Trains with and without backups, and prints a row for each."""
   del argv
   with timing.mirrored(2).scope():
-    # Weights and two slots, in both groups.
+    # A file holds the weights and Adam's two slots of both groups: 6 numbers of
+    # 4 bytes for each weight.
     count = round(_MEGABYTES.value * 1e6 / (6 * 4 * _WIDTH**2))
     model = tf.keras.Sequential(
       [tf.keras.Input((_WIDTH,))]
@@ -59,32 +69,28 @@ def main(argv: Sequence[str]) -> None:
   steps = _EVERY.value * (_BACKUPS + 1)
   x = np.ones([_BATCH_SIZE.value, _WIDTH], "float32")
   data = tf.data.Dataset.from_tensors((x, x)).repeat(steps)
-  kinds: dict[str, dict[str, Any] | None] = {
-    "no backups": None,
-    "blocking": {},
-    "in the background": {"in_background": True},
-  }
-  taken: dict[str, list[np.ndarray]] = {name: [] for name in kinds}
+  taken: dict[str, list[np.ndarray]] = {_WITHOUT: [], _WITH: []}
   sizes = [0.0]
   for _ in range(1 + _ROUNDS.value):
-    for name, options in kinds.items():
+    for name, found in taken.items():
       times = _Times()
       listed: list[Any] = [times]
       with tempfile.TemporaryDirectory(dir=_FOLDER.value) as folder:
-        if options is not None:
+        if name == _WITH:
           backup = callbacks.BackupAndRestore(
-            *(folder, False), every=_EVERY.value, **options
+            folder, delete_checkpoint=False, every=_EVERY.value
           )
           listed = [backup, times]
         model.fit(data, verbose=0, callbacks=listed)
         files = pathlib.Path(folder).rglob("*.npz")
         sizes += [path.stat().st_size / 1e6 for path in files]
-      # Each row is a backup, and the batches to the next one.
+      # Each row is the time of a backup and of the batches up to the next one.
       rows = 1e3 * np.diff(times.ends)[_EVERY.value - 2 : -1]
-      taken[name].append(rows.reshape([-1, _EVERY.value]))
+      found.append(rows.reshape([-1, _EVERY.value]))
   print(f"{max(sizes):.0f} MB a file, on {timing.machine()}")
-  # The first round traces. Neighbours of one round are compared.
-  plain = np.array(taken["no backups"][1:])
+  # The first round is left out, since it traces. Runs are compared with runs
+  # of the same round, when the machine had about the same load.
+  plain = np.array(taken[_WITHOUT][1:])
   for name, rounds in taken.items():
     rows = np.array(rounds[1:])
     extra = rows.sum(axis=2) - np.median(plain.sum(axis=2), axis=1)[:, None]

@@ -1,6 +1,6 @@
-"""The steps that step_time.py compares.
+"""The training steps that step_time.py compares.
 
-All contestants work on the same variables and the same data, in one
+All contestants update the same variables with the same data. Each step is one
 `strategy.run` inside one `tf.function`.
 """
 
@@ -12,13 +12,13 @@ import tensorflow as tf
 
 import tf_cross_shard
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard.collectives import base, mirrored
-from tf_cross_shard.gradients import packing
+from tf_cross_shard._src.core.collectives import engine as engine_lib
+from tf_cross_shard._src.core.collectives import mirrored
+from tf_cross_shard._src.core.gradients import packing
 
 KERAS, OURS, GROUPED = "plain Keras", "ours", "ours, grouped"
-NOISE = "ours, noise_scale=1"
 _PARAMETERS = 12_000_000
-# So small that the weights stay finite however often a step is repeated.
+# So small that weights stay finite, however often a step is repeated.
 _LEARNING_RATE = 1e-7
 
 Step = Callable[[], Any]
@@ -31,7 +31,7 @@ def layer_width(num_variables: int, parameters: int = _PARAMETERS) -> int:
 
 
 def shapes_of(num_variables: int) -> list[list[int]]:
-  """Returns the shapes of as many matrices as biases."""
+  """Returns the shapes of matrices and their biases, half of each."""
   width = layer_width(num_variables)
   return [[width, width], [width]] * (num_variables // 2)
 
@@ -39,9 +39,10 @@ def shapes_of(num_variables: int) -> list[list[int]]:
 def make_copies(
   strategy: tf.distribute.Strategy, shapes: Sequence[Sequence[int]]
 ) -> list[tf.Variable]:
-  """Returns variables in the place of gradients.
+  """Returns variables whose values are used as gradients.
 
-  Reading one costs nothing and cannot be folded into a constant.
+  Reading a variable costs nothing, and TensorFlow cannot fold the value into a
+  constant.
   """
   with strategy.scope():
     return [tf.Variable(tf.random.normal(shape)) for shape in shapes]
@@ -52,7 +53,11 @@ def reduction_step(
   grads: Sequence[tf.Variable],
   reducer: Reducer,
 ) -> Step:
-  """Reduces `grads`; an element of each result keeps it from being pruned."""
+  """Returns a step that reduces `grads` and does nothing else.
+
+  It returns one element of each sum. Otherwise TensorFlow would prune sums that
+  nobody uses.
+  """
 
   def replica_step() -> tf.Tensor:
     sums = reducer([grad.read_value() for grad in grads])
@@ -62,17 +67,17 @@ def reduction_step(
 
 
 def keras_reducer(grads: list[tf.Tensor]) -> list[tf.Tensor]:
-  """Sums gradients as a Keras optimizer does."""
+  """Sums gradients in the same way as a Keras optimizer."""
   context = tf.distribute.get_replica_context()
   sums: list[tf.Tensor] = context.all_reduce(tf.distribute.ReduceOp.SUM, grads)
   return sums
 
 
-def packed_reducer(engine: base.Engine, bucket_bytes: int) -> Reducer:
-  """Returns our reduction, with buckets of another size."""
+def packed_reducer(engine: engine_lib.Engine, bucket_bytes: int) -> Reducer:
+  """Returns our reduction with buckets of the given size."""
 
   def reduce(grads: list[tf.Tensor]) -> list[tf.Tensor]:
-    if engine.bucket_bytes is None:  # It packs by itself.
+    if engine.bucket_bytes is None:  # The engine packs buckets by itself.
       with mock.patch.object(mirrored, "_MERGE_BUCKET_BYTES", bucket_bytes):
         return engine.all_reduce_sum(grads)
     buffers, unpack = packing.pack(grads, bucket_bytes)
@@ -82,7 +87,7 @@ def packed_reducer(engine: base.Engine, bucket_bytes: int) -> Reducer:
 
 
 def make_model(width: int, num_variables: int) -> Any:
-  """Returns dense layers with biases that keep the signal's size."""
+  """Returns dense layers, initialized so that activations keep their size."""
   layers = [
     tf.keras.layers.Dense(width, "relu", kernel_initializer="he_normal")
     for _ in range(num_variables // 2)
@@ -91,7 +96,7 @@ def make_model(width: int, num_variables: int) -> Any:
 
 
 def make_optimizers(name: str, num_replicas: int) -> dict[str, Any]:
-  """Returns the contestants, all of which sum gradients."""
+  """Returns the contestants by name. All of them sum gradients."""
   half = groups_lib.contiguous(num_replicas, num_replicas // 2)
 
   def make_inner() -> Any:
@@ -99,16 +104,15 @@ def make_optimizers(name: str, num_replicas: int) -> dict[str, Any]:
     optimizer.learning_rate = _LEARNING_RATE
     return optimizer
 
-  def make_ours(groups: groups_lib.Groups | None, **options: Any) -> Any:
+  def make_ours(groups: groups_lib.Groups | None) -> Any:
     return tf_cross_shard.CrossShardOptimizer(
-      make_inner(), reduction="sum", group_assignment=groups, **options
+      make_inner(), reduction="sum", group_assignment=groups
     )
 
   return {
     KERAS: make_inner(),
     OURS: make_ours(None),
     GROUPED: make_ours(half),
-    NOISE: make_ours(None, noise_scale=1),
   }
 
 
@@ -120,7 +124,11 @@ def training_steps(
   num_variables: int,
   batch_size: int,
 ) -> tuple[dict[str, Step], dict[str, Step]]:
-  """Returns optimizer steps and training steps of one model, by contestant."""
+  """Returns two dictionaries of steps, by contestant, of one model.
+
+  The first one has optimizer steps, which apply given gradients. The second one
+  has training steps, which also compute the gradients.
+  """
   with strategy.scope():
     model = make_model(width, num_variables)
     optimizers = make_optimizers(optimizer_name, strategy.num_replicas_in_sync)

@@ -1,25 +1,30 @@
-"""Steps on embedding tables: by rows against plain Keras, tf_keras and TF1.
+"""Compares our updates of embedding tables with Keras 3, tf_keras and TF 1.
 
     python benchmarks/embeddings.py --json=embeddings.json
     python benchmarks/embeddings.py --parts=device --optimizers=Adam --ids=2048
 
-Each case is a ratio to plain Keras 3 in one run. Some minutes on two cores,
-most of them plain Keras' on tables of a million rows.
+Ours updates only the rows that occur in a batch. Every result is a ratio to
+plain Keras 3 in the same run, unless a part says otherwise. All parts take some
+minutes on two cores, most of them for plain Keras on tables of a million rows.
 
-    device     apply_gradients() of given rows, on one device
-    mirrored   the same under MirroredStrategy, with rows of each replica
+    device     apply_gradients() with given rows on one device
+    mirrored   the same under MirroredStrategy, where each replica has other
+               rows
     workers    the same on two workers
-    lookup     lookup, gradient and update; ours with keras.layers.Embedding,
-               which reads whole tables, and with layers.embedding_lookup
-    growth     ours by rows, to ours on the smallest table
-    memory     what table, slots and steps add to a process at the most, to the
-               table's bytes: Adam's slots are two tables more
+    lookup     a whole step: lookup, gradient and update. Ours is measured with
+               keras.layers.Embedding, which reads whole tables, and with
+               layers.embedding_lookup.
+    growth     ours on tables of several sizes, as a ratio to ours on a table of
+               the second largest size
+    memory     peak memory that the table, its slots and some steps add to a
+               process, as a ratio to the bytes of the table. Adam's two slots
+               are as large as two more tables.
 
-Replicas share a batch's ids. They follow a power law, p(k) ~ 1 / k, and are
-spread over the table: as many rows occur in large tables as in small ones. SGD
-and Adagrad are the same update in all cases. Adam and Momentum of ours have
-lazy_rows=True; those of the others, but TensorFlow 1's Momentum, update all
-rows.
+The ids of a batch are divided among the replicas. They follow a power law,
+p(k) ~ 1 / k, and are spread over the table, so that as many rows occur in a
+large table as in a small one. SGD and Adagrad do the same update in all cases.
+Our Adam and Momentum have lazy_rows=True. Of the others, only TensorFlow 1's
+Momentum updates single rows; the others update the whole table.
 """
 # bazel: deps=:timing
 
@@ -46,37 +51,40 @@ import timing
 from absl import app, flags, logging
 
 from tf_cross_shard import keras3, layers, multi_worker
-from tf_cross_shard.multi_worker import launch
+from tf_cross_shard_cli import launch
 
 _ALL = ["device", "mirrored", "workers", "lookup", "growth", "memory"]
-_PARTS = flags.DEFINE_list("parts", _ALL, "Which.")
+_PARTS = flags.DEFINE_list("parts", _ALL, "Parts to measure.")
 _OPTIMIZERS = flags.DEFINE_list(
-  "optimizers", ["Adam", "Adagrad", "SGD", "Momentum"], "Which."
+  "optimizers", ["Adam", "Adagrad", "SGD", "Momentum"], "Optimizers to measure."
 )
-_ROWS = flags.DEFINE_list("rows", ["10000", "100000", "1000000"], "Of tables.")
+_ROWS = flags.DEFINE_list(
+  "rows", ["10000", "100000", "1000000"], "Rows of the tables."
+)
 _REPLICATED_ROWS = flags.DEFINE_list(
   "replicated_rows",
   ["10000", "100000"],
-  "Of tables with copies: those of all cases are there at the same time.",
+  "Rows of the tables that have a copy on each replica. The tables of all cases"
+  " are in memory at the same time.",
 )
-_IDS = flags.DEFINE_list("ids", ["2048", "16384"], "Of a batch.")
+_IDS = flags.DEFINE_list("ids", ["2048", "16384"], "Ids of a batch.")
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Timings of each case.", 1)
 _REPLICAS = flags.DEFINE_integer("replicas", 4, "Logical CPUs.", 2)
-_JSON = flags.DEFINE_string("json", None, "File to write the figures to.")
-_RISE_OF = flags.DEFINE_list("rise_of", None, "Used by the part memory.")
+_JSON = flags.DEFINE_string("json", None, "File to write the results to.")
+_RISE_OF = flags.DEFINE_list("rise_of", None, "Used internally.")
 
 WIDTH = 64
 KERAS, TF_KERAS, TF1 = "plain Keras", "tf_keras", "TensorFlow 1"
 OURS, OURS_WHOLE = "ours, by rows", "ours, Embedding"
-# So small that weights stay finite however often a step is repeated.
+# So small that weights stay finite, however often a step is repeated.
 _RATE = 1e-7
-_TIMEOUT = 1200  # Seconds, of the workers.
+_TIMEOUT = 1200  # Seconds until the workers are killed as hung.
 
 Rows = list[dict[str, Any]]
 
 
 def make_optimizer(case: str, name: str) -> Any:
-  """A contestant's optimizer."""
+  """Returns the optimizer of a case."""
   if case == TF1:
     train = tf.compat.v1.train
     if name == "Momentum":
@@ -94,12 +102,15 @@ def make_optimizer(case: str, name: str) -> Any:
 
 
 def make_table(rows: int) -> Any:
-  """A table of a Keras variable, which all contestants but two take."""
+  """Returns a table of ones, as a Keras variable."""
   return keras.Variable("ones", shape=[rows, WIDTH], name="table")
 
 
 def make_ids(rows: int, count: int, num_replicas: int) -> tf.Tensor:
-  """Ids of a batch, [replicas, ids / replicas]: a power law, spread."""
+  """Returns the ids of a batch, of shape `[replicas, ids / replicas]`.
+
+  They follow a power law, and are spread over the rows of the table.
+  """
   smallest = min(map(int, [*_ROWS.value, *_REPLICATED_ROWS.value]))
   uniform = np.random.default_rng(count).random([num_replicas, count])
   ranks = np.floor(smallest ** uniform[:, : count // num_replicas]).astype(int)
@@ -107,14 +118,14 @@ def make_ids(rows: int, count: int, num_replicas: int) -> tf.Tensor:
 
 
 def replica_id() -> Any:
-  """The replica that is being traced."""
+  """Returns the number of the replica that is being traced."""
   return tf.distribute.get_replica_context().replica_id_in_sync_group
 
 
 def make_step(
   strategy: tf.distribute.Strategy, case: str, name: str, rows: int, count: int
 ) -> Callable[[], Any]:
-  """A step in the strategy, of given rows that depend on the replica."""
+  """Returns a step that applies given rows, which depend on the replica."""
   with strategy.scope():
     optimizer = make_optimizer(case, name)
     table = make_table(rows)
@@ -126,7 +137,7 @@ def make_step(
   values = tf.random.stateless_normal([ids.shape[1], WIDTH], [0, 0])
 
   def replica_step() -> None:
-    # Not a list, with which Keras' Adagrad fails.
+    # A tensor, since Keras' Adagrad fails with a list.
     shape = tf.constant([rows, WIDTH], tf.int64)
     grad = tf.IndexedSlices(values, ids[replica_id()], shape)
     optimizer.apply_gradients([(grad, table)])
@@ -138,7 +149,7 @@ def make_step(
 def make_training(
   strategy: tf.distribute.Strategy, case: str, rows: int, count: int
 ) -> Callable[[], Any]:
-  """A step with its lookup and its tape, by Adam."""
+  """Returns a whole step of Adam: lookup, gradient and update."""
   with strategy.scope():
     layer = keras.layers.Embedding(rows, WIDTH)
     layer.build()
@@ -166,7 +177,7 @@ def measure(
   steps: Mapping[str, Callable[[], Any]],
   baseline: str = KERAS,
 ) -> Rows:
-  """Times steps in turns."""
+  """Times the steps in turns; the first worker prints a table."""
   taken = timing.interleave(steps, _ROUNDS.value)
   rows = timing.compare(part, taken, [baseline])
   if (
@@ -176,7 +187,9 @@ def measure(
     == 0
   ):
     timing.show(rows)
-  gc.collect()  # Functions and variables of one part hold each other.
+  # Functions and variables of a part refer to each other: free them now, before
+  # the next part measures.
+  gc.collect()
   return [
     {
       "part": part,
@@ -191,7 +204,7 @@ def measure(
 def measure_updates(
   strategy: tf.distribute.Strategy, title: str, tables: Sequence[str]
 ) -> Rows:
-  """All optimizers, tables and numbers of ids under one strategy."""
+  """Measures updates under a strategy: all optimizers, tables and batches."""
   found: Rows = []
   for name, rows, count in itertools.product(
     _OPTIMIZERS.value, map(int, tables), map(int, _IDS.value)
@@ -209,7 +222,7 @@ def measure_updates(
 def measure_lookups(
   strategy: tf.distribute.Strategy, title: str, tables: Sequence[str]
 ) -> Rows:
-  """Steps with their lookups."""
+  """Measures whole steps, including the lookup, under a strategy."""
   found: Rows = []
   for rows, count in itertools.product(map(int, tables), map(int, _IDS.value)):
     found += measure(
@@ -223,7 +236,7 @@ def measure_lookups(
 
 
 def measure_growth(strategy: tf.distribute.Strategy) -> Rows:
-  """Ours on tables of all sizes, to the second largest."""
+  """Measures ours on tables of all sizes, relative to the second largest."""
   *_, base, _ = sorted(map(int, _ROWS.value)) * 2
   found: Rows = []
   for name, count in itertools.product(_OPTIMIZERS.value, map(int, _IDS.value)):
@@ -236,8 +249,8 @@ def measure_growth(strategy: tf.distribute.Strategy) -> Rows:
 
 
 def rise(case: str, name: str, rows: int, count: int) -> float:
-  """By how many bytes a contestant raises this process' memory at the most."""
-  tf.zeros([]).numpy()  # TensorFlow starts.
+  """Returns the bytes that a case adds to the peak memory of this process."""
+  tf.zeros([]).numpy()  # Start TensorFlow first.
   before, _ = timing.process_size()
   step = make_step(tf.distribute.get_strategy(), case, name, rows, count)
   for _ in range(5):
@@ -246,10 +259,10 @@ def rise(case: str, name: str, rows: int, count: int) -> float:
 
 
 def measure_memory() -> Rows:
-  """Each case in a process of its own, on the largest table."""
+  """Measures memory, each case in its own process, on the largest table."""
   found: Rows = []
   rows, count = max(map(int, _ROWS.value)), _IDS.value[0]
-  print(f"\nmemory, {rows:,} rows: what is added, to the table's bytes")
+  print(f"\nmemory added, {rows:,} rows (ratio to the bytes of the table)")
   for name, case in itertools.product(
     _OPTIMIZERS.value, (KERAS, TF_KERAS, TF1, OURS)
   ):
@@ -265,7 +278,7 @@ def measure_memory() -> Rows:
 
 
 def measure_workers() -> Rows:
-  """Two processes of this program; what the first one measured."""
+  """Starts this program as two workers; returns the first worker's results."""
   with tempfile.TemporaryDirectory() as folder:
     result = pathlib.Path(folder, "result.json")
     command = [sys.executable, *sys.argv, f"--json={result}"]
@@ -275,11 +288,13 @@ def measure_workers() -> Rows:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Measures, prints and writes."""
+  """Measures all parts, prints tables and writes the results."""
   if len(argv) > 1:
     raise app.UsageError(f"Unknown arguments: {argv[1:]}.")
-  logging.set_verbosity(logging.ERROR)  # TensorFlow tells much.
-  tf.get_logger().setLevel("ERROR")  # Each case is a tf.function on purpose.
+  # Hide TensorFlow's messages. It would warn of many new functions, but each
+  # case is a tf.function of its own on purpose.
+  logging.set_verbosity(logging.ERROR)
+  tf.get_logger().setLevel("ERROR")
   if "TF_CONFIG" in os.environ:
     strategy = multi_worker.MultiWorkerStrategy()
     rows = measure_updates(strategy, "workers", _REPLICATED_ROWS.value)

@@ -1,18 +1,19 @@
-"""Islands of two workers over a link that is slow on purpose.
+"""Measures OuterOptimizer with two workers over a link that is made slow.
 
     python benchmarks/islands.py --megabits=100 --json=islands.json
-    python benchmarks/islands.py --cases=every,every+int8 --rounds=2
-    python benchmarks/islands.py --digits   # what is learned, in one process
+    python benchmarks/islands.py --cases=every,every+bfloat16 --rounds=2
+    python benchmarks/islands.py --digits   # loss and accuracy, in one process
 
-The workers know each other by the addresses of this process, which forwards
-what they say at no more than so many bits a second in each direction:
+The workers connect to ports of this process. It forwards their traffic through
+a token bucket for each direction, which limits the bits per second and counts
+the bytes:
 
-    worker 0 ─▶ bucket of tokens ─▶ worker 1
-    worker 0 ◀─ bucket of tokens ◀─ worker 1
+    worker 0 ─▶ token bucket ─▶ worker 1
+    worker 0 ◀─ token bucket ◀─ worker 1
 
-and counts it. The bucket is of bytes: there is no latency but the machine's.
-The batch is small, and a step waits in the place of what an accelerator would
-take, so that other work of this machine hardly counts.
+The link adds no latency. The batch is small, and each step sleeps for the time
+that an accelerator would take, so that other programs on this machine hardly
+change the result.
 """
 
 import os
@@ -43,14 +44,14 @@ from tf_cross_shard import (
   multi_worker,
   replica_state,
 )
-from tf_cross_shard.multi_worker import launch
+from tf_cross_shard_cli import launch
 
 _MEGABITS = flags.DEFINE_float("megabits", 100.0, "A second, each way.", 0.1)
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Measured rounds of H steps.", 1)
 _COMPUTES = flags.DEFINE_float("computes", 50.0, "Milliseconds of a step.", 0.0)
 _EVERY = flags.DEFINE_integer("every", 20, "H.", 4)
-_CASES = flags.DEFINE_list("cases", [], "Those of the names; all if empty.")
-_DIGITS = flags.DEFINE_bool("digits", False, "Measure what is learned instead.")
+_CASES = flags.DEFINE_list("cases", [], "Names of cases; all if empty.")
+_DIGITS = flags.DEFINE_bool("digits", False, "Measure loss and accuracy.")
 _TIMEOUT = flags.DEFINE_integer("timeout", 1200, "Seconds for all of it.", 1)
 _JSON = flags.DEFINE_string("json", None, "File to write the figures to.")
 
@@ -58,39 +59,33 @@ LAYERS = (512, 512, 512, 512, 512, 10)  # 4.2 MB, most of it in four kernels
 BATCH_SIZE = 8
 _DIGITS_STEPS, _SEEDS = 400, range(3)
 _CHUNK = 1 << 14  # bytes that are forwarded at once
-# By name: what the workers do; `every` of 0 is one group, which sums in each
-# step.
+# Arguments of OuterOptimizer by name. With `every` of 0 they are arguments of a
+# CrossShardOptimizer with one group, which sums gradients in each step.
 CASES: dict[str, dict[str, Any]] = {
   "nothing between workers": {"every": 1 << 30},
   "each step": {"every": 0},
   "each step+bfloat16": {"every": 0, "wire_dtype": "bfloat16"},
-  "each step+int8": {"every": 0, "wire_dtype": "int8"},
   "every": {},
   "every+bfloat16": {"wire_dtype": "bfloat16"},
-  "every+int8": {"wire_dtype": "int8"},
-  "fragments": {"fragments": 4},
-  "fragments+delay": {"fragments": 4, "delay": 5},
-  "fragments+delay+alpha0": {"fragments": 4, "delay": 5, "alpha": 0.0},
-  "fragments+delay+int8": {"fragments": 4, "delay": 5, "wire_dtype": "int8"},
 }
 
 
 class Bucket:
-  """What one direction of the link lets through, and when it did.
+  """A token bucket for one direction of the link, which records its traffic.
 
   Attributes:
-    times: When something went through, in seconds since the epoch.
-    sums: How many bytes had, up to then.
+    times: When bytes went through, in seconds since the epoch.
+    sums: For each time, how many bytes had gone through until then.
   """
 
   def __init__(self, bytes_per_second: float) -> None:
     self._rate = bytes_per_second
-    self._free = time.monotonic()  # when all before has gone through
+    self._free = time.monotonic()  # when all earlier bytes are through
     self._lock = threading.Lock()
     self.times, self.sums = [0.0], [0]
 
   def take(self, count: int) -> None:
-    """Waits until so many bytes may go through."""
+    """Waits until `count` bytes may go through."""
     with self._lock:
       now = time.monotonic()
       self._free = max(self._free, now) + count / self._rate
@@ -100,7 +95,7 @@ class Bucket:
     time.sleep(wait)
 
   def between(self, begin: float, end: float) -> int:
-    """Returns how many bytes went through in a time."""
+    """Returns how many bytes went through between two times."""
     first, last = (
       self.sums[bisect.bisect(self.times, at) - 1] for at in (begin, end)
     )
@@ -108,7 +103,7 @@ class Bucket:
 
 
 def forward(port: int, requests: Bucket, answers: Bucket) -> int:
-  """Returns a port behind which another one is, through buckets."""
+  """Opens a port that forwards to another port, through token buckets."""
   listener = socket.create_server(("localhost", 0))
 
   def pump(source: socket.socket, target: socket.socket, to: Bucket) -> None:
@@ -125,7 +120,7 @@ def forward(port: int, requests: Bucket, answers: Bucket) -> int:
       near, _ = listener.accept()
       try:
         far = socket.create_connection(("localhost", port))
-      except OSError:  # The worker does not listen yet; the other tries again.
+      except OSError:  # The worker is not listening yet. The peer retries.
         near.close()
         continue
       for a, b, bucket in ((near, far, requests), (far, near, answers)):
@@ -137,7 +132,7 @@ def forward(port: int, requests: Bucket, answers: Bucket) -> int:
 
 
 def environments(buckets: Sequence[Bucket]) -> dict[int, dict[str, str]]:
-  """Returns the TF_CONFIG of two workers; bucket i is what goes to worker i."""
+  """Returns TF_CONFIG for two workers; bucket i limits traffic to worker i."""
   ports = launch.free_ports(2)
   behind = [
     forward(ports[i], requests=buckets[i], answers=buckets[1 - i])
@@ -158,7 +153,7 @@ def environments(buckets: Sequence[Bucket]) -> dict[int, dict[str, str]]:
 def measure(
   strategy: tf.distribute.Strategy, options: dict[str, Any]
 ) -> dict[str, Any]:
-  """Trains in one way; returns when it did, and how long each step took."""
+  """Trains one case; returns begin, end and the duration of each step."""
   groups, own, outer = _way(options, replicas=2)
   with strategy.scope():
     model = tf.keras.Sequential(
@@ -197,7 +192,7 @@ def measure(
     strategy.run(replica_step)
 
   times = [time.time()]
-  # Two rounds trace everything, and end what the first has begun late.
+  # The first two rounds are not measured: they trace functions, and connect.
   for _ in range((2 + _ROUNDS.value) * _EVERY.value):
     step()
     time.sleep(_COMPUTES.value / 1e3)
@@ -215,7 +210,7 @@ def measure(
 def _way(
   options: dict[str, Any], replicas: int
 ) -> tuple[Any, dict[str, Any], Any]:
-  """Returns groups, arguments of the optimizer, and what joins the groups."""
+  """Returns groups, arguments of the optimizer, and OuterOptimizer or None."""
   options = {"every": _EVERY.value, **options}
   if options["every"]:
     groups = [[i] for i in range(replicas)]
@@ -227,9 +222,10 @@ def _way(
 def learn(
   strategy: tf.distribute.Strategy, options: dict[str, Any], seed: int
 ) -> tuple[float, float]:
-  """Trains islands of one replica on digits; returns loss and accuracy.
+  """Trains groups of one replica on digits, and averages their weights.
 
-  Of the mean of their weights, on images that none of them has seen.
+  Returns:
+    Loss and accuracy of the averaged model on images of the test set.
   """
   replicas = strategy.num_replicas_in_sync
   images, labels = datasets.load_digits(return_X_y=True)
@@ -268,7 +264,7 @@ def learn(
 
 
 def show_digits() -> list[dict[str, Any]]:
-  """Prints loss and accuracy of each way, over several seeds."""
+  """Prints loss and accuracy of each case, over several seeds."""
   tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0],
     [tf.config.LogicalDeviceConfiguration()] * 4,
@@ -292,12 +288,12 @@ def show_digits() -> list[dict[str, Any]]:
 
 
 def chosen() -> list[str]:
-  """The names of the cases to measure."""
+  """Returns the names of the cases to measure."""
   return _CASES.value or list(CASES)
 
 
 def work() -> None:
-  """Is one worker, of which the first writes what it measured."""
+  """Runs one worker. The first worker writes the measurements."""
   strategy = multi_worker.MultiWorkerStrategy()
   found = {name: measure(strategy, CASES[name]) for name in chosen()}
   if strategy.cluster_resolver.task_id == 0:
@@ -305,10 +301,10 @@ def work() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Is one worker, or starts both and shows what they took."""
+  """Runs one worker, or starts both workers and prints the results."""
   if len(argv) > 1:
     raise app.UsageError(f"Unknown arguments: {argv[1:]}.")
-  logging.set_verbosity(logging.WARNING)  # TensorFlow tells much.
+  logging.set_verbosity(logging.WARNING)  # TensorFlow logs a lot.
   if "TF_CONFIG" in os.environ:
     work()
     return
@@ -325,8 +321,8 @@ def main(argv: Sequence[str]) -> None:
   print(timing.machine())
   print(
     f"\n{_MEGABITS.value:g} Mbit/s each way, H = {_EVERY.value}, steps of"
-    f" {_COMPUTES.value:g} ms: what they took in milliseconds, and MB that went"
-    " to a worker in H steps"
+    f" {_COMPUTES.value:g} ms: milliseconds per step, and MB to a worker in H"
+    " steps"
   )
   print(f"{'':<26}{'mean':>8}{'median':>8}{'longest':>9}{'MB':>8}")
   rows = []

@@ -1,22 +1,26 @@
-"""What several processes take to add their gradients, against plain Keras.
+"""Compares our reduction over several workers with that of plain Keras.
 
     python benchmarks/multi_worker.py --workers=2,4 --json=multi_worker.json
     python benchmarks/multi_worker.py --workers=2 --quick   # does all run?
     python benchmarks/multi_worker.py --workers=2 --sweep   # bucket sizes
 
-Starts so many workers here, which train under one MultiWorkerStrategy, and
-shows what the first one prints. Where TF_CONFIG is set the process is one
-worker instead, so that a real cluster can be measured. On two cores --quick
-took three minutes for two workers; four took longer, 1,000 collectives one by
-one most of all. --parts=training,soak leaves those out.
+Starts the workers on this machine. They train under one MultiWorkerStrategy,
+and the first worker prints the results. If TF_CONFIG is set, the process is one
+worker instead, so you can measure a real cluster.
 
-    tensors     50 MB of gradients to their sums, in 100 and in 1,000 tensors
-    small       the same for 2 MB in 1,000 tensors
-    training    forward, backward, reduction and update of a dense network
+On two cores, --quick took three minutes with two workers. Four workers took
+longer, most of it for the case "one by one" with its 1,000 collectives;
+--parts=training,soak leaves that case out.
+
+    tensors     reduction of 50 MB of gradients, in 100 and in 1,000 tensors
+    small       reduction of 2 MB of gradients in 1,000 tensors
+    training    forward pass, backward pass, reduction and update of a dense
+                network
     soak        threads and resident memory over many training steps
 
-The bucket sizes and chains that --sweep compares stand in
-collectives/multi_worker.py. multi_worker_peers.py measures PyTorch and Horovod.
+--sweep compares bucket sizes and numbers of chains; those in use are in
+collectives/multi_worker.py. multi_worker_peers.py measures PyTorch and Horovod
+on the same gradients.
 """
 
 import os
@@ -40,55 +44,61 @@ import timing
 from absl import app, flags, logging
 
 import tf_cross_shard
-from tf_cross_shard import collectives, multi_worker
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard.collectives import multi_worker as engines
-from tf_cross_shard.multi_worker import launch
-from tf_cross_shard.step import reduction
+from tf_cross_shard import multi_worker
+from tf_cross_shard._src.core import collectives
+from tf_cross_shard._src.core.collectives import multi_worker as engines
+from tf_cross_shard._src.core.collectives import wire as wire_lib
+from tf_cross_shard_cli import launch
 
-_WORKERS = flags.DEFINE_list("workers", ["2", "4"], "Processes, at most 8.")
+_WORKERS = flags.DEFINE_list(
+  "workers", ["2", "4"], "Numbers of workers to measure, each at most 8."
+)
 _PARTS = flags.DEFINE_list(
-  "parts", ["tensors", "small", "training", "soak"], "What to measure."
+  "parts", ["tensors", "small", "training", "soak"], "Parts to measure."
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 9, "Turns of each case.", 1)
 _STEPS = flags.DEFINE_integer("steps", 3, "Steps in each turn.", 1)
-_SOAK = flags.DEFINE_integer("soak", 2000, "Steps, 0 for none.", 0)
-_QUICK = flags.DEFINE_bool("quick", False, "One round, few steps.")
-_SWEEP = flags.DEFINE_bool("sweep", False, "Measure bucket sizes only.")
-_TIMEOUT = flags.DEFINE_integer(
-  "timeout", 3600, "Seconds until so many workers are killed.", 1
+_SOAK = flags.DEFINE_integer(
+  "soak", 2000, "Steps of the part soak; 0 for none.", 0
 )
-_JSON = flags.DEFINE_string("json", None, "File to write the figures to.")
+_QUICK = flags.DEFINE_bool("quick", False, "Measure one round of few steps.")
+_SWEEP = flags.DEFINE_bool("sweep", False, "Compare bucket sizes only.")
+_TIMEOUT = flags.DEFINE_integer(
+  "timeout", 3600, "Seconds until the workers are killed.", 1
+)
+_JSON = flags.DEFINE_string("json", None, "File to write the results to.")
 
 KERAS, OURS = contestants.KERAS, contestants.OURS
 BFLOAT16, FLOAT16 = f"{OURS}, bfloat16", f"{OURS}, float16"
-INT8 = f"{OURS}, int8"
-SHARDED, BACKUP = f"{OURS}, sharded", f"{OURS}, has_backup"
+SHARDED = f"{OURS}, sharded"
 SINGLE, NOTHING = "one by one", "nothing reduced"
 FOUR, ACCUMULATED = f"{OURS}, four batches", f"{OURS}, four in a window"
 _WINDOW = 4
 _SMALL = "2 MB in 1,000 tensors"
-# By case: to what, and at most how much of it.
+# By case: the baseline, and the largest ratio to it that meets the goal.
 _GOALS = {OURS: (KERAS, 1.0), BFLOAT16: (KERAS, 0.65)}
 _GOALS_OF_SMALL = {OURS: (SINGLE, 0.2)}
 _BUCKET_MEGABYTES = (1, 2, 4, 8, 16, 64)
 _CHAINS = (1, 2, 4, 8)
-_GROUPINGS = (((0, 1), (2, 3)), ((0, 3), (1, 2)))  # Of four; the worst last.
-_SETTLED = 200  # Steps after which pools have grown to their size.
+# Groupings of four workers; the least favorable one is last.
+_GROUPINGS = (((0, 1), (2, 3)), ((0, 3), (1, 2)))
+_SETTLED = 200  # Steps after which memory and thread pools no longer grow.
 
 _Case = tuple[contestants.Reducer, groups_lib.Groups]
 
 
 class Gradients:
-  """Gradients of this worker, of which every sum is known.
+  """Gradients of this worker, for which every sum is known.
 
-  The elements are -1, 0 and 1, times 2 to the power of the replica: all sums
-  differ by who takes part, and half precision holds them exactly.
+  The elements are -1, 0 and 1, times 2 to the power of the replica's number.
+  Every set of replicas thus has a different sum, and half precision represents
+  all sums exactly.
   """
 
   def __init__(self, tensors: int, size: int, replica: int) -> None:
-    """Makes `tensors` of `size` elements for `replica`."""
-    rng = np.random.default_rng(0)  # The same on all workers.
+    """Creates `tensors` tensors of `size` elements for `replica`."""
+    rng = np.random.default_rng(0)  # The same numbers on all workers.
     self._replica = replica
     self._mine = [
       tf.Variable(2.0**replica * rng.integers(-1, 2, size), dtype=tf.float32)
@@ -100,19 +110,18 @@ class Gradients:
     strategy: tf.distribute.Strategy,
     reducer: contestants.Reducer,
     groups: groups_lib.Groups,
-    error: float = 0.0,
   ) -> contestants.Step:
     """Traces a reduction and checks its sums.
 
     Args:
-      strategy: The workers.
-      reducer: Answers the sums of gradients.
-      groups: Over whom it sums.
-      error: By how much of the largest sum they may be off.
+      strategy: The strategy of the workers.
+      reducer: Returns the sums of gradients.
+      groups: The groups of replicas over which it sums.
 
     Returns:
-      A function that runs it. Gradients are made anew each time, as backward
-      passes do: a collective copies a tensor that others hold.
+      A function that runs the reduction. It computes the gradients each time,
+      as a backward pass does, since a collective copies a tensor that something
+      else also refers to.
 
     Raises:
       AssertionError: If a sum is wrong.
@@ -126,19 +135,17 @@ class Gradients:
     )
     one = tf.constant(1.0)
     members = groups.members_of(self._replica)
-    largest = sum(2.0**member for member in members)
-    factor = largest / 2.0**self._replica
+    factor = sum(2.0**member for member in members) / 2.0**self._replica
     for total, grad in zip(on_replicas(one), self._mine, strict=True):
-      off = np.abs(total.numpy() - factor * grad.numpy()).max()
-      if not off <= error * largest:
-        raise AssertionError(f"replica {self._replica} has a wrong sum")
+      if not np.array_equal(total.numpy(), factor * grad.numpy()):
+        raise AssertionError(f"Replica {self._replica} has a wrong sum.")
     return lambda: on_replicas(one)
 
 
 def measure_reduction(
   strategy: tf.distribute.Strategy, part: str
 ) -> list[timing.Row]:
-  """The reduction alone, of the buffers of one part."""
+  """Measures only the reduction, with the tensors of one part."""
   count = strategy.num_replicas_in_sync
   whole = groups_lib.contiguous(count, count)
 
@@ -147,7 +154,7 @@ def measure_reduction(
   ) -> _Case:
     engine = collectives.for_strategy(strategy, groups)
     return (
-      lambda grads: reduction.Wire(engine, wire_dtype).sum(grads)[0],
+      lambda grads: wire_lib.Wire(engine, wire_dtype).sum(grads)[0],
       groups,
     )
 
@@ -169,20 +176,11 @@ def measure_reduction(
     case: grads.step(strategy, reducer, groups)
     for case, (reducer, groups) in reducers.items()
   }
-  with strategy.scope():
-    weights = [tf.Variable(tf.zeros(size)) for _ in range(tensors)]
-    optimizer = tf_cross_shard.CrossShardOptimizer("sgd", wire_dtype="int8")
-    optimizer.build(weights)
-  wire = optimizer._step.wire
-  # Two roundings to a 254th of the largest.
-  steps[INT8] = grads.step(
-    strategy, lambda own: wire.sum(own, weights)[0], whole, error=2 / 254
-  )
   return _measure(strategy, part, steps, baselines=[KERAS, SINGLE])
 
 
 def measure_sweep(strategy: tf.distribute.Strategy) -> list[timing.Row]:
-  """The reduction alone for buckets of several sizes on several chains."""
+  """Measures the reduction with several bucket sizes and numbers of chains."""
   part = next(iter(peers.BUFFERS))
   tensors, size = peers.BUFFERS[part]
   engine = collectives.for_strategy(strategy)
@@ -194,8 +192,9 @@ def measure_sweep(strategy: tf.distribute.Strategy) -> list[timing.Row]:
     buckets = -(-4 * tensors * size // (megabytes << 20))
     for chains in _CHAINS:
       if chains >= 2 * buckets:
-        continue  # Each bucket has a chain of its own already.
-      # One strategy has one meeting, which looks at this when a step is traced.
+        continue  # Fewer chains already give each bucket a chain of its own.
+      # All steps of a strategy share one object for collectives, which reads
+      # the number of chains when a step is traced.
       with mock.patch.object(engine._collectives, "_chains", chains):
         steps[f"{megabytes} MiB, {chains} chains"] = grads.step(
           strategy,
@@ -208,7 +207,7 @@ def measure_sweep(strategy: tf.distribute.Strategy) -> list[timing.Row]:
 def training_steps(
   strategy: tf.distribute.Strategy,
 ) -> dict[str, contestants.Step]:
-  """Whole steps of one network by Adam, by case."""
+  """Returns training steps of one network with Adam, by case."""
   count = strategy.num_replicas_in_sync
 
   def ours(wire_dtype: str | None, **options: Any) -> Any:
@@ -232,15 +231,13 @@ def training_steps(
       KERAS: tf.keras.optimizers.Adam(peers.LEARNING_RATE),
       OURS: ours(None),
       BFLOAT16: ours("bfloat16"),
-      INT8: ours("int8"),
       SHARDED: ours(None, shard_update=True),
-      BACKUP: ours(None, has_backup=True),
       ACCUMULATED: ours(None, accumulate_steps=_WINDOW),
       NOTHING: tf.keras.optimizers.Adam(peers.LEARNING_RATE),
     }
     for optimizer in optimizers.values():
       optimizer.build(model.trainable_variables)
-  # Keras' own way to let others reduce.
+  # Keras' own hook, made to reduce nothing.
   optimizers[NOTHING]._all_reduce_sum_gradients = lambda pairs: pairs
   weights = model.trainable_variables
   rng = np.random.default_rng(_replica(strategy))
@@ -277,7 +274,7 @@ def training_steps(
 def measure_soak(
   strategy: tf.distribute.Strategy, num_steps: int
 ) -> list[dict[str, Any]]:
-  """Growth of this process over many training steps."""
+  """Measures the growth of this process over many training steps."""
   steps = training_steps(strategy)
   settled = min(_SETTLED, num_steps // 2)
   title = f"from step {settled:,} to step {num_steps:,}"
@@ -306,7 +303,7 @@ def measure_soak(
 
 
 def missed_goals(rows: Sequence[timing.Row]) -> list[str]:
-  """What took more than it was to take, in words."""
+  """Returns a line for each goal that was missed."""
   found = []
   for row in rows:
     goals = _GOALS_OF_SMALL if row.part == _SMALL else _GOALS
@@ -314,13 +311,17 @@ def missed_goals(rows: Sequence[timing.Row]) -> list[str]:
     ratio = row.ratios.get(baseline, [0.0])[0]
     if ratio > most:
       found.append(
-        f"{row.part}: {row.case} took {ratio:.2f} of {baseline}, not {most:.2f}"
+        f"{row.part}: {row.case} took {ratio:.2f} of the time of {baseline};"
+        f" the goal is {most:.2f}"
       )
   return found
 
 
 def work() -> dict[str, Any]:
-  """Is one worker; answers what it measured, which counts on the first."""
+  """Runs one worker and returns what it measured.
+
+  Only the results of the first worker are used.
+  """
   strategy = multi_worker.MultiWorkerStrategy()
   _say(strategy, f"\n{strategy.num_replicas_in_sync} workers")
   _say(strategy, str(timing.machine()))
@@ -328,7 +329,8 @@ def work() -> dict[str, Any]:
   soak: list[dict[str, Any]] = []
   if _SWEEP.value:
     return {"rows": [vars(row) for row in measure_sweep(strategy)]}
-  if "soak" in _PARTS.value and _SOAK.value:  # First: memory is small yet.
+  # The part soak comes first, while this process has little memory.
+  if "soak" in _PARTS.value and _SOAK.value:
     soak = measure_soak(strategy, 20 if _QUICK.value else _SOAK.value)
   for part in peers.BUFFERS:
     if ("small" if part == _SMALL else "tensors") in _PARTS.value:
@@ -347,13 +349,15 @@ def work() -> dict[str, Any]:
 
 
 def start_workers(count: int, folder: str) -> dict[str, Any]:
-  """Starts this program so many times; returns what the first one measured."""
+  """Starts `count` workers; returns what the first one measured."""
   result = pathlib.Path(folder, f"{count}.json")
   os.environ["CUDA_VISIBLE_DEVICES"] = ""
   command = [sys.executable, *sys.argv, f"--json={result}"]
   launch.launch(command, count, timeout=_TIMEOUT.value)
   if not result.exists():
-    raise RuntimeError("Workers failed or were killed: see above.")
+    raise RuntimeError(
+      f"The {count} workers failed or were killed; see their output above."
+    )
   measured: dict[str, Any] = json.loads(result.read_text())
   return measured
 
@@ -364,24 +368,26 @@ def _measure(
   steps: Mapping[str, contestants.Step],
   baselines: Sequence[str],
 ) -> list[timing.Row]:
-  """Times the steps in turns; the first worker shows the table."""
+  """Times the steps in turns; the first worker prints a table."""
   rounds = 1 if _QUICK.value else _ROUNDS.value
   taken = peers.in_turns(steps, rounds, 1 if _QUICK.value else _STEPS.value)
   rows = timing.compare(part, taken, baselines)
   if _replica(strategy) == 0:
     timing.show(rows)
-  gc.collect()  # Functions and variables of one part hold each other.
+  # Functions and variables of a part refer to each other: free them now, before
+  # the next part measures.
+  gc.collect()
   return rows
 
 
 def _single_reducer(grads: list[tf.Tensor]) -> list[tf.Tensor]:
-  """One collective for each gradient, as loops over variables have it."""
+  """Sums each gradient by a collective of its own."""
   context = tf.distribute.get_replica_context()
   return [context.all_reduce(tf.distribute.ReduceOp.SUM, x) for x in grads]
 
 
 def _replica(strategy: tf.distribute.Strategy) -> int:
-  """This worker, which has one replica: its CPU."""
+  """Returns the number of this worker, which has one replica, its CPU."""
   return int(strategy.cluster_resolver.task_id)
 
 
@@ -392,11 +398,13 @@ def _say(strategy: tf.distribute.Strategy, text: str) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Is one worker, or starts all."""
+  """Runs one worker, or starts all of them."""
   if len(argv) > 1:
     raise app.UsageError(f"Unknown arguments: {argv[1:]}.")
-  logging.set_verbosity(logging.WARNING)  # TensorFlow tells much.
-  tf.get_logger().setLevel("ERROR")  # Each case is a tf.function on purpose.
+  # Hide TensorFlow's messages. It would warn of many new functions, but each
+  # case is a tf.function of its own on purpose.
+  logging.set_verbosity(logging.WARNING)
+  tf.get_logger().setLevel("ERROR")
   if "TF_CONFIG" in os.environ:
     results = work()
     if json.loads(os.environ["TF_CONFIG"])["task"]["index"]:

@@ -1,12 +1,13 @@
-"""What PyTorch and Horovod take for the buffers of multi_worker.py.
+"""Measures PyTorch and Horovod on the gradients of multi_worker.py.
 
     python benchmarks/multi_worker.py --workers=2 --json=ours.json
     TORCH/bin/python benchmarks/multi_worker_peers.py --ours=ours.json
     HOROVOD/bin/python benchmarks/multi_worker_peers.py --ours=ours.json
 
-Runs with the Python of another virtual environment, which has PyTorch, or
-Horovod and TensorFlow, and NumPy: nothing of this project is needed there. Each
-takes about two minutes with two workers. Both speak gloo over local sockets.
+Run it with the Python of another virtual environment, which has NumPy and
+either PyTorch or Horovod with TensorFlow. It needs nothing of this project.
+Each of the two takes about two minutes with two workers. Both use gloo over
+local sockets.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 import timing
 
-# By part: how many tensors there are, and the float32 elements of each.
+# By part: the number of tensors, and the float32 elements of each tensor.
 BUFFERS = {
   "50 MB in 100 tensors": (100, 125_000),
   "50 MB in 1,000 tensors": (1000, 12_500),
@@ -34,9 +35,11 @@ BUFFERS = {
 TRAINING = "MLP step, 12.7 MB of gradients"
 LAYERS = (784, 1024, 1024, 1024, 256, 10)
 BATCH_SIZE = 64
-LEARNING_RATE = 1e-7  # Weights stay finite however often a step is repeated.
+# So small that weights stay finite, however often a step is repeated.
+LEARNING_RATE = 1e-7
 
-# The others are compared with these. DDP reduces while it goes backward.
+# The baselines. DDP is PyTorch's DistributedDataParallel, which reduces
+# gradients during the backward pass.
 DDP, JOINED, HOROVOD = "DDP, backward", "joined", "Horovod"
 
 Step = Callable[[], Any]
@@ -45,18 +48,18 @@ Step = Callable[[], Any]
 def in_turns(
   steps: Mapping[str, Step], rounds: int, repeats: int
 ) -> dict[str, Any]:
-  """Runs steps in turns, each several times in a row.
+  """Runs the steps in turns, each several times in a row.
 
-  A first one, in which workers find each other after another case, does not
-  count.
+  Before each turn the step runs once without being counted. In that run workers
+  wait for those that are still busy with the previous case.
 
   Args:
-    steps: Steps by name, the same in all processes.
-    rounds: How often each has its turn.
-    repeats: How often it is run in a turn.
+    steps: Steps by name, in the same order in all processes.
+    rounds: The number of turns of each step.
+    repeats: How often a step runs in a turn.
 
   Returns:
-    Milliseconds of one step by name, of shape `[rounds]`.
+    The milliseconds of one step, by name: an array of shape `[rounds]`.
   """
 
   def repeatedly(step: Step) -> Step:
@@ -75,12 +78,12 @@ def in_turns(
 
 
 def torch_parts(count: int) -> dict[str, dict[str, Step]]:
-  """Steps of PyTorch by part and name; `count` processes take part."""
+  """Returns steps of PyTorch, by part and name, for `count` processes."""
   import torch
   from torch import distributed, nn
 
   class Many(nn.Module):  # type: ignore[misc, name-defined, unused-ignore]
-    """As many parameters as a part has tensors, all of which are used."""
+    """A module with one parameter for each tensor of a part; it uses all."""
 
     def __init__(self, tensors: int, size: int) -> None:
       super().__init__()
@@ -94,7 +97,8 @@ def torch_parts(count: int) -> dict[str, dict[str, Step]]:
 
   def ddp_bfloat16(module: Any) -> Any:
     parallel = ddp(module)
-    # PyTorch's own hook for it refuses gloo, and annotations on others.
+    # PyTorch's own bfloat16 hook refuses gloo, and PyTorch refuses other hooks
+    # that have annotations.
     parallel.register_comm_hook(
       None,
       lambda _, bucket: (
@@ -171,7 +175,7 @@ def torch_parts(count: int) -> dict[str, dict[str, Step]]:
 
 
 def horovod_parts(count: int) -> dict[str, dict[str, Step]]:
-  """Steps of Horovod by part and name; `count` processes take part."""
+  """Returns steps of Horovod, by part and name, for `count` processes."""
   import horovod.tensorflow as hvd
   import tensorflow as tf
 
@@ -237,7 +241,7 @@ def horovod_parts(count: int) -> dict[str, dict[str, Step]]:
 def measure(
   parts: Mapping[str, Mapping[str, Step]], rank: int, options: Any
 ) -> None:
-  """Times all parts; the first process prints."""
+  """Times all parts; the first process prints tables."""
   ours = _of_ours(options.ours, options.workers)
   for part, steps in parts.items():
     taken = in_turns(steps, options.rounds, options.steps)
@@ -249,7 +253,7 @@ def measure(
 
 
 def _of_ours(path: str | None, count: int) -> dict[str, dict[str, float]]:
-  """Milliseconds by part and case that multi_worker.py wrote to a file."""
+  """Returns milliseconds by part and case from a file of multi_worker.py."""
   if path is None:
     return {}
   with open(path, encoding="utf-8") as file:
@@ -261,7 +265,7 @@ def _of_ours(path: str | None, count: int) -> dict[str, dict[str, float]]:
 
 
 def torch_worker(rank: int, port: int, options: Any) -> None:
-  """One process of PyTorch's."""
+  """Runs one process of PyTorch."""
   from torch import distributed
 
   faulthandler.dump_traceback_later(options.timeout, exit=True)
@@ -272,7 +276,7 @@ def torch_worker(rank: int, port: int, options: Any) -> None:
 
 
 def horovod_worker(options: Any) -> None:
-  """One process of Horovod's, which horovodrun started."""
+  """Runs one process of Horovod, which horovodrun has started."""
   import horovod.tensorflow as hvd
 
   faulthandler.dump_traceback_later(options.timeout, exit=True)
@@ -281,13 +285,21 @@ def horovod_worker(options: Any) -> None:
 
 
 def main() -> None:
-  """Starts the processes of what can be imported, or is one of them."""
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--workers", type=int, default=2, help="Processes.")
-  parser.add_argument("--rounds", type=int, default=9, help="Turns of each.")
-  parser.add_argument("--steps", type=int, default=3, help="In each turn.")
-  parser.add_argument("--ours", help="What multi_worker.py --json wrote.")
-  parser.add_argument("--timeout", type=int, default=1200, help="In seconds.")
+  """Starts processes of PyTorch and Horovod, or runs one of them."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument(
+    "--workers", type=int, default=2, help="Processes that reduce together."
+  )
+  parser.add_argument(
+    "--rounds", type=int, default=9, help="Turns of each case."
+  )
+  parser.add_argument("--steps", type=int, default=3, help="Steps in a turn.")
+  parser.add_argument("--ours", help="File that multi_worker.py --json wrote.")
+  parser.add_argument(
+    "--timeout", type=int, default=1200, help="Seconds until processes end."
+  )
   options = parser.parse_args()
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   found = [n for n in ("torch", "horovod") if importlib.util.find_spec(n)]
@@ -295,7 +307,10 @@ def main() -> None:
     horovod_worker(options)
     return
   if not found:
-    sys.exit(f"{sys.executable} has neither torch nor horovod.")
+    sys.exit(
+      f"{sys.executable} has neither torch nor horovod. Run this file with the"
+      " Python of an environment that has one of them."
+    )
   if "torch" in found:
     from torch import multiprocessing
 

@@ -1,12 +1,14 @@
-"""TensorFlow 1's CrossShardOptimizer, in programs of the virtual TPU.
+"""Runs TensorFlow 1's CrossShardOptimizer on the virtual TPU.
 
-The original sums by an operation that stock TensorFlow can neither run nor
-lower to XLA, and asks `tpu_function` how many replicas there are. While a step
-is traced, the strategy does both. Nothing else of it is replaced.
+The original sums gradients by an operation that stock TensorFlow can neither
+run nor lower to XLA, and it asks `tpu_function` for the number of replicas.
+While a step is traced, both are replaced: the virtual TPU's strategy sums, and
+provides the number. Nothing else of the original is replaced.
 
-It dates from before strategies. Under one, the optimizer that it encapsulates
-sums over all replicas once more (a mean becomes a sum, and groups are undone)
-unless told not to, which the original does not do.
+The original is older than `tf.distribute`. Under a strategy, the optimizer that
+it encapsulates sums over all replicas a second time, so that a mean becomes a
+sum and groups have no effect. The argument `skip_gradients_aggregation=True`
+prevents that. The original does not pass it; this module does.
 """
 
 import contextlib
@@ -32,9 +34,10 @@ class Original:
     counts_steps: bool = True,
     **kwargs: Any,
   ) -> None:
-    """Makes the optimizer and its slots.
+    """Creates the optimizer and its slots.
 
-    `counts_steps` makes a `global_step`, int64 as that of Keras optimizers.
+    With `counts_steps`, also creates a `global_step`. It has dtype int64, like
+    the iteration count of Keras optimizers.
     """
     opt.apply_gradients = functools.partial(
       opt.apply_gradients, skip_gradients_aggregation=True
@@ -43,7 +46,7 @@ class Original:
     self._strategy = strategy
     self._variables = [native(variable) for variable in variables]
     with strategy.scope():
-      # The original would make them in its first step, inside the program.
+      # Otherwise the first step would create them, inside the TPU program.
       opt._create_slots(self._variables)
       self._step = (
         tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -53,18 +56,18 @@ class Original:
 
   @property
   def variables(self) -> list[tf.Variable]:
-    """Slots, powers of Adam and the step count."""
+    """The slots, the powers of Adam's betas, and the step count."""
     steps = [] if self._step is None else [self._step]
     return [*self.optimizer.variables(), *steps]
 
   def minimize(self, loss: tf.Tensor) -> None:
-    """Scales the loss, sums the gradients and applies them."""
+    """Scales the loss, sums the gradients over replicas and applies them."""
     with replaced(self._strategy):
       pairs = self.optimizer.compute_gradients(loss, self._variables)
       self.optimizer.apply_gradients(pairs, self._step)
 
   def apply(self, grads: Sequence[tf.Tensor]) -> None:
-    """Sums gradients, one per variable, and applies them."""
+    """Sums the given gradients over replicas and applies them."""
     pairs = list(zip(grads, self._variables, strict=True))
     with replaced(self._strategy):
       self.optimizer.apply_gradients(pairs, self._step)
@@ -72,7 +75,7 @@ class Original:
 
 @contextlib.contextmanager
 def replaced(strategy: tf.distribute.Strategy) -> Iterator[None]:
-  """Lets a strategy do what the original asks of a TPU."""
+  """Replaces the TPU operations of the original by those of a strategy."""
   count = strategy.num_replicas_in_sync
 
   def cross_replica_sum(
@@ -80,7 +83,7 @@ def replaced(strategy: tf.distribute.Strategy) -> Iterator[None]:
   ) -> tf.Tensor:
     del name
     groups = group_assignment or [list(range(count))]
-    # Rows become dense, as any operation of TensorFlow makes them.
+    # `tf.IndexedSlices` become dense, as in any operation of TensorFlow.
     return strategy.extended.cross_replica_sum(tf.convert_to_tensor(x), groups)
 
   with (

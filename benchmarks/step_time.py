@@ -1,18 +1,22 @@
-"""Time of a step of CrossShardOptimizer against the plain Keras optimizer.
+"""Compares the time of a step with CrossShardOptimizer and with plain Keras.
 
     python benchmarks/step_time.py --json=step_time.json
-    python benchmarks/step_time.py --sweep     # to choose bucket sizes
+    python benchmarks/step_time.py --sweep     # compares bucket sizes
 
-The first takes about five minutes on two cores, most of them tracing. The
-bucket sizes stand in packing.py and collectives/mirrored.py.
+The first command takes about five minutes on two cores, most of them for
+tracing. The second one compares bucket sizes for the reduction; the sizes in
+use are in packing.py and collectives/mirrored.py.
 
-Both run under one MirroredStrategy on logical CPUs, in turns. About 12 million
-float32 parameters lie in 50 and in 500 variables: matrices and their biases.
+Both optimizers run in turns under one MirroredStrategy on logical CPUs. About
+12 million float32 parameters are divided into 50 and into 500 variables,
+matrices and their biases.
 
-    reduction      each replica's gradients to their sums, nothing else
-    optimizer      reduction and update, apply_gradients()
-    training       forward, backward, reduction and update of a dense network
-    memory         resident size and threads of the process over many steps
+    reduction      only the sum of gradients over the replicas
+    optimizer      apply_gradients(): reduction and update
+    training       forward pass, backward pass, reduction and update of a dense
+                   network
+    memory         growth of the process in resident size and threads over many
+                   steps
 """
 
 import os
@@ -28,27 +32,32 @@ import tensorflow as tf
 import timing
 from absl import app, flags
 
-from tf_cross_shard import collectives
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard.collectives import mirrored
-from tf_cross_shard.step import reduction
+from tf_cross_shard._src.core import collectives
+from tf_cross_shard._src.core.collectives import mirrored, wire
 
 _OPTIMIZER = flags.DEFINE_enum(
-  "optimizer", "adam", ["adam", "sgd"], "The encapsulated optimizer."
+  "optimizer", "adam", ["adam", "sgd"], "The optimizer that is compared."
 )
-_REPLICAS = flags.DEFINE_integer("replicas", 4, "Logical CPUs; even.", 2)
+_REPLICAS = flags.DEFINE_integer(
+  "replicas", 4, "Logical CPUs, an even number.", 2
+)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Rows per replica.", 1)
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Timings of each case.", 1)
-_VARIABLES = flags.DEFINE_list("variables", ["50", "500"], "Of each model.")
+_VARIABLES = flags.DEFINE_list(
+  "variables", ["50", "500"], "Numbers of variables of the models."
+)
 _TRAINED = flags.DEFINE_list(
   "trained",
   ["50"],
-  "Those of --variables whose training step is measured. Tracing one of 500"
-  " variables takes a minute for each contestant.",
+  "The numbers in --variables for which the training step is measured. Tracing"
+  " a training step of 500 variables takes a minute for each contestant.",
 )
-_MEMORY_STEPS = flags.DEFINE_integer("memory_steps", 2000, "0 for none.", 0)
-_SWEEP = flags.DEFINE_bool("sweep", False, "Measure bucket sizes only.")
-_JSON = flags.DEFINE_string("json", None, "File to write the figures to.")
+_MEMORY_STEPS = flags.DEFINE_integer(
+  "memory_steps", 2000, "Steps of the part memory; 0 leaves the part out.", 0
+)
+_SWEEP = flags.DEFINE_bool("sweep", False, "Compare bucket sizes only.")
+_JSON = flags.DEFINE_string("json", None, "File to write the results to.")
 
 _BUCKET_BYTES = (1, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 26)
 
@@ -56,7 +65,7 @@ _BUCKET_BYTES = (1, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 26)
 def measure_reduction(
   strategy: tf.distribute.Strategy, num_variables: int
 ) -> list[timing.Row]:
-  """Measures the reduction alone."""
+  """Measures only the reduction of gradients."""
   grads = contestants.make_copies(
     strategy, contestants.shapes_of(num_variables)
   )
@@ -65,7 +74,7 @@ def measure_reduction(
   def ours(group_size: int) -> contestants.Reducer:
     groups = groups_lib.contiguous(replicas, group_size)
     engine = collectives.for_strategy(strategy, groups)
-    return lambda values: reduction.Wire(engine).sum(values)[0]
+    return lambda values: wire.Wire(engine).sum(values)[0]
 
   reducers = {
     contestants.KERAS: contestants.keras_reducer,
@@ -85,7 +94,7 @@ def measure_reduction(
 def measure_steps(
   strategy: tf.distribute.Strategy, num_variables: int
 ) -> list[timing.Row]:
-  """Measures the whole optimizer step and the whole training step."""
+  """Measures the optimizer step and, if asked to, the training step."""
   optimizer_steps, train_steps = contestants.training_steps(
     strategy,
     _OPTIMIZER.value,
@@ -102,14 +111,15 @@ def measure_steps(
 def measure_memory(
   strategy: tf.distribute.Strategy, num_steps: int
 ) -> list[dict[str, Any]]:
-  """Measures how the process grows over many steps of a small model."""
+  """Measures the growth of the process over many steps of a small model."""
   _, steps = contestants.training_steps(
     strategy, _OPTIMIZER.value, width=64, num_variables=20, batch_size=8
   )
   print(f"\nmemory, {num_steps} steps".ljust(35), "MB".rjust(15), "threads")
   rows = []
   for name, step in steps.items():
-    for _ in range(max(num_steps // 4, 1)):  # Pools grow to their size.
+    # Let memory and thread pools grow to their final size first.
+    for _ in range(max(num_steps // 4, 1)):
       step()
     megabytes, threads = timing.process_size()
     for _ in range(num_steps):
@@ -132,7 +142,10 @@ def measure_memory(
 def measure_sweep(
   strategy: tf.distribute.Strategy, part: str, shapes: list[list[int]]
 ) -> list[timing.Row]:
-  """Measures the reduction for buckets of several sizes, in both ways."""
+  """Measures the reduction with buckets of several sizes.
+
+  Both ways to reduce are measured: by a merge call and by collective ops.
+  """
   grads = contestants.make_copies(strategy, shapes)
   replicas = strategy.num_replicas_in_sync
   groups = groups_lib.contiguous(replicas, replicas)
@@ -159,18 +172,20 @@ def measure_sweep(
 
 
 def _measure(part: str, steps: dict[str, contestants.Step]) -> list[timing.Row]:
-  """Times the steps in turns and shows the table."""
+  """Times the steps in turns and prints a table."""
   taken = timing.interleave(steps, _ROUNDS.value)
   rows = timing.compare(
     part, taken, baselines=[contestants.KERAS, contestants.OURS]
   )
   timing.show(rows)
-  gc.collect()  # Functions and variables of one part hold each other.
+  # Functions and variables of a part refer to each other: free them now, before
+  # the next part measures.
+  gc.collect()
   return rows
 
 
 def main(argv: Sequence[str]) -> None:
-  """Measures, prints and writes."""
+  """Measures all parts, prints tables and writes the results."""
   if len(argv) > 1:
     raise app.UsageError(f"Unknown arguments: {argv[1:]}.")
   strategy = timing.mirrored(_REPLICAS.value)

@@ -1,7 +1,9 @@
-"""Times cases that are compared, on a machine that has other work too.
+"""Compares the times of several cases on a machine that does other work too.
 
-Other processes slow a machine down for seconds at a time. So the cases take
-turns, A B C A B C, and what counts is the ratio of neighbours in one round.
+Other processes slow a machine down for seconds at a time. The cases therefore
+run in turns, A B C A B C, and each time is divided by the time of a baseline
+case in the same round. Benchmarks report the median and the quartiles of these
+ratios.
 """
 
 import dataclasses
@@ -17,24 +19,37 @@ from typing import Any
 
 import numpy as np
 
-_WARM_UP_ROUNDS = 2  # The first traces, the second fills caches and pools.
+# Rounds that do not count: the first one traces, the second one fills caches
+# and memory pools.
+_WARM_UP_ROUNDS = 2
 _QUARTILES = (50, 25, 75)
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """The time that one case took in one part of a benchmark."""
+  """The time that one case took in one part of a benchmark.
+
+  Attributes:
+    part: The name of the part, the title of its table.
+    case: The name of the case.
+    milliseconds: The median time over the rounds.
+    ratios: By name of the baseline, the median and the quartiles of the ratios
+      of this case's time to the baseline's.
+  """
 
   part: str
   case: str
-  milliseconds: float  # Median over the rounds.
-  ratios: dict[str, list[float]]  # By baseline: median and quartiles.
+  milliseconds: float
+  ratios: dict[str, list[float]]
 
 
 def interleave(
   cases: Mapping[str, Callable[[], Any]], rounds: int
 ) -> dict[str, np.ndarray]:
-  """Runs the cases in turns; returns milliseconds by name, each `[rounds]`."""
+  """Runs the cases in turns, `rounds` times each.
+
+  Returns the milliseconds of each run: by name, an array of shape `[rounds]`.
+  """
   taken: dict[str, list[float]] = {name: [] for name in cases}
   for _ in range(_WARM_UP_ROUNDS + rounds):
     for name, case in cases.items():
@@ -79,7 +94,7 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def machine() -> dict[str, Any]:
-  """Returns what a reader must know to judge the figures."""
+  """Returns the date, the load and the versions that figures depend on."""
   return {
     "date": datetime.datetime.now(datetime.timezone.utc).isoformat(
       "T", "minutes"
@@ -94,22 +109,22 @@ def machine() -> dict[str, Any]:
 
 
 def write_json(path: str, results: Mapping[str, Any]) -> None:
-  """Writes what was measured, and where."""
+  """Writes the results, and the machine they were measured on, to a file."""
   with open(path, "w", encoding="utf-8") as file:
     json.dump({"machine": machine(), **results}, file, indent=2)
     file.write("\n")
 
 
 def _tensorflow_version() -> str:
-  """TensorFlow's version, whichever package brought it."""
-  import tensorflow as tf  # Slow; timing itself does not need it.
+  """Returns TensorFlow's version, whichever package it was installed from."""
+  import tensorflow as tf  # Here, since the import is slow.
 
   return str(tf.__version__)
 
 
 def mirrored(replicas: int) -> Any:
-  """Returns a MirroredStrategy over logical CPUs, which it makes."""
-  import tensorflow as tf  # Slow; timing itself does not need it.
+  """Creates logical CPUs, and returns a MirroredStrategy over them."""
+  import tensorflow as tf  # Here, since the import is slow.
 
   tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0],
@@ -121,7 +136,7 @@ def mirrored(replicas: int) -> Any:
 def peak_megabytes() -> float:
   """Returns the most resident memory that this process had.
 
-  What `resource` knows may be the parent's.
+  `resource.getrusage` may report the peak of the parent process instead.
   """
   lines = pathlib.Path("/proc/self/status").read_text().splitlines()
   [peak] = (line.split()[1] for line in lines if line.startswith("VmHWM"))
@@ -129,7 +144,7 @@ def peak_megabytes() -> float:
 
 
 def process_size() -> tuple[float, int]:
-  """Returns resident megabytes and threads, as Linux counts them."""
+  """Returns this process' resident megabytes and threads, on Linux."""
   with open("/proc/self/status", encoding="ascii") as file:
     fields = dict(line.split(":", 1) for line in file)
   return int(fields["VmRSS"].split()[0]) / 1024, int(fields["Threads"])

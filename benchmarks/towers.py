@@ -1,29 +1,32 @@
-"""A training step in towers against MirroredStrategy and one device.
+"""Compares a training step in towers with MirroredStrategy and one device.
 
     python benchmarks/towers.py --json=towers.json
 
-It takes two to three minutes on two cores; TensorFlow runs in one process at a
-time. The same network, start and global batch for all three: towers and
-MirroredStrategy cut the batch over four logical CPUs, one device takes all of
-it. MirroredStrategy and the one device have the plain Keras optimizer.
+It takes two to three minutes on two cores. The processes run one after the
+other. All three cases train the same network from the same initial weights with
+the same global batch. Towers and MirroredStrategy divide the batch among four
+logical CPUs; one device takes the whole batch. MirroredStrategy and one device
+use the plain Keras optimizer.
 
-    training       forward, backward, reduction and update, in turns in one
-                   process: the ratio is of neighbours in a round, median and
-                   quartiles. All end with the same loss, which is checked.
-    memory         each in a process of its own. Variables are the bytes of all
-                   copies of weights and slots; peak is how far the resident
-                   size has risen, at the most, above what it was before.
-    in parallel    from a profile of towers' steps, with one thread inside an
-                   operation: of the time in which some tower multiplies
-                   matrices, the share in which two or more of them do so at
-                   the same instant, on different threads. With one thread for
-                   all operations it must be 0. Other work on the machine slows
-                   operations down, but does not make them overlap.
+    training       forward pass, backward pass, reduction and update, in turns
+                   in one process. A ratio compares two cases in one round; the
+                   table has the median and the quartiles. The losses of all
+                   cases must be equal, which is checked.
+    memory         each case in a process of its own. "variables" are the bytes
+                   of all copies of weights and slots; "peak" is the largest
+                   increase of the resident size.
+    in parallel    how far towers overlap, from a profile of their steps with
+                   one thread for each operation: of the time in which any tower
+                   multiplies matrices, the share in which at least two towers
+                   do so, on different threads. With one thread for all
+                   operations the share must be 0. Other work on the machine
+                   slows operations down, but does not make them overlap.
 
-Four logical CPUs are the same two cores: none of the three has more to compute
-with, and what differs is the overhead. MirroredStrategy updates four copies,
-which four devices would do at the same time; it and towers compute gradients of
-all weights four times, from a quarter of the batch each.
+The four logical CPUs share two cores. None of the cases has more hardware than
+the others, so what differs is the overhead. MirroredStrategy updates four
+copies of the variables, which four real devices would do at the same time.
+Towers and MirroredStrategy compute the gradients of all weights four times,
+each from a quarter of the batch.
 """
 
 import os
@@ -48,28 +51,32 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import tf_cross_shard
 
-_LAYERS = flags.DEFINE_integer("layers", 12, "Dense layers.", 1)
-_WIDTH = flags.DEFINE_integer("width", 1000, "Units of each.", 1)
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Of all towers.", 1)
-_TOWERS = flags.DEFINE_integer("towers", 4, "Logical CPUs.", 2)
+_LAYERS = flags.DEFINE_integer("layers", 12, "Dense layers of the network.", 1)
+_WIDTH = flags.DEFINE_integer("width", 1000, "Units of each layer.", 1)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Rows for all towers.", 1)
+_TOWERS = flags.DEFINE_integer("towers", 4, "Towers, and logical CPUs.", 2)
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Timings of each case.", 1)
-_JSON = flags.DEFINE_string("json", None, "File to write the figures to.")
-_CHILD = flags.DEFINE_list("child", None, "A part, in a process of its own.")
+_JSON = flags.DEFINE_string("json", None, "File to write the results to.")
+_CHILD = flags.DEFINE_list("child", None, "Used internally.")
 
 TOWERS, MIRRORED, ONE = "towers", "MirroredStrategy", "one device"
 _CHECKED_STEPS = 5
 _MEMORY_STEPS = 10
 _PROFILED_STEPS = 3
-_TOWER = re.compile(r"tower_(\d+)/.*MatMul$")  # Forward or backward.
-_SHOWN = 3000  # Characters of what a process said that failed.
-_SECONDS = 300  # At most, for a process.
-_SAME = 1e-4  # Sums of float32 in another order.
+# The name of a matrix product in a tower, of the forward or backward pass.
+_TOWER = re.compile(r"tower_(\d+)/.*MatMul$")
+_SHOWN = 3000  # Characters that are shown of the output of a failed process.
+_SECONDS = 300  # Seconds until a process is killed as hung.
+_SAME = 1e-4  # Relative tolerance for float32 sums in another order.
 
 Step = Callable[[], Any]
 
 
 def make_model() -> Any:
-  """Dense layers that keep the signal's size, from the same start each time."""
+  """Returns dense layers with the same initial weights in every call.
+
+  They are initialized so that activations keep their size.
+  """
   tf.keras.utils.set_random_seed(0)
   layers = [
     tf.keras.layers.Dense(_WIDTH.value, "relu", kernel_initializer="he_normal")
@@ -86,7 +93,7 @@ def make_data(size: int) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def make_optimizer() -> Any:
-  """Returns the optimizer that all contestants have."""
+  """Returns the plain optimizer of a case; all cases use the same settings."""
   return tf.keras.optimizers.Adam(1e-5)
 
 
@@ -96,7 +103,7 @@ def loss_of(model: Any, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
 
 
 def in_towers(size: int, devices: Sequence[str]) -> tuple[Step, Sequence[Any]]:
-  """A step in towers, and its variables."""
+  """Returns a step in towers, and its variables."""
   model = make_model()
   optimizer = tf_cross_shard.TowerOptimizer(make_optimizer())
   optimizer.build(model.trainable_variables)
@@ -107,7 +114,7 @@ def in_towers(size: int, devices: Sequence[str]) -> tuple[Step, Sequence[Any]]:
     def loss() -> tf.Tensor:
       return loss_of(model, features, labels)
 
-    # The value comes from the same pass as the gradients.
+    # Compute the value and the gradients in the same pass.
     with tf.GradientTape() as tape:
       value = loss()
     weights = model.trainable_variables
@@ -122,7 +129,7 @@ def in_towers(size: int, devices: Sequence[str]) -> tuple[Step, Sequence[Any]]:
 
 
 def mirrored(size: int, devices: Sequence[str]) -> tuple[Step, Sequence[Any]]:
-  """A step of plain Keras under MirroredStrategy."""
+  """Returns a step of plain Keras under MirroredStrategy, and its variables."""
   strategy = tf.distribute.MirroredStrategy(list(devices))
   with strategy.scope():
     model = make_model()
@@ -156,7 +163,7 @@ def mirrored(size: int, devices: Sequence[str]) -> tuple[Step, Sequence[Any]]:
 def on_one_device(
   size: int, devices: Sequence[str]
 ) -> tuple[Step, Sequence[Any]]:
-  """A step of plain Keras on the first device."""
+  """Returns a step of plain Keras on the first device, and its variables."""
   with tf.device(devices[0]):
     model = make_model()
     optimizer = make_optimizer()
@@ -178,7 +185,7 @@ _CONTESTANTS = {TOWERS: in_towers, MIRRORED: mirrored, ONE: on_one_device}
 
 
 def measure_training(devices: Sequence[str]) -> list[timing.Row]:
-  """Times the steps in turns, after a look at what they learn."""
+  """Checks that all cases have the same losses, and times them in turns."""
   steps: dict[str, Step] = {
     name: make(_BATCH_SIZE.value, devices)[0]
     for name, make in _CONTESTANTS.items()
@@ -199,7 +206,7 @@ def measure_training(devices: Sequence[str]) -> list[timing.Row]:
 
 
 def measure_memory(name: str, devices: Sequence[str]) -> dict[str, Any]:
-  """Returns the memory that one contestant takes, in this process."""
+  """Returns the memory that one case adds to this process."""
   tf.zeros([]).numpy()
   before, _ = timing.process_size()
   step, variables = _CONTESTANTS[name](_BATCH_SIZE.value, devices)
@@ -214,7 +221,7 @@ def measure_memory(name: str, devices: Sequence[str]) -> dict[str, Any]:
 
 
 def measure_parallel(threads: int, devices: Sequence[str]) -> dict[str, Any]:
-  """Returns how far towers overlap, with so many threads for all operations."""
+  """Returns how far towers overlap when `threads` threads run operations."""
   step, _ = in_towers(_BATCH_SIZE.value, devices)
   for _ in range(_CHECKED_STEPS):
     step()
@@ -238,13 +245,13 @@ def measure_parallel(threads: int, devices: Sequence[str]) -> dict[str, Any]:
 
 
 def _tower_times(profile: bytes) -> list[tuple[float, float, int]]:
-  """Returns start and end in seconds, and the tower, of all matrix products."""
+  """Returns all matrix products: start and end in seconds, and the tower."""
   space = xplane_pb2.XSpace()
   space.ParseFromString(profile)
   times = []
   for plane in space.planes:
     names = {key: each.name for key, each in plane.event_metadata.items()}
-    for line in plane.lines:  # a thread
+    for line in plane.lines:  # Each line is a thread.
       for event in line.events:
         found = _TOWER.search(names[event.metadata_id])
         if found:
@@ -255,7 +262,7 @@ def _tower_times(profile: bytes) -> list[tuple[float, float, int]]:
 
 
 def _overlap(times: Sequence[tuple[float, float, int]]) -> tuple[float, float]:
-  """Returns seconds in which any tower works, and in which two or more do."""
+  """Returns the seconds in which any tower and at least two towers work."""
   changes = [(start, 1, tower) for start, _, tower in times]
   changes += [(end, -1, tower) for _, end, tower in times]
   running: collections.Counter[int] = collections.Counter()
@@ -270,19 +277,19 @@ def _overlap(times: Sequence[tuple[float, float, int]]) -> tuple[float, float]:
 
 
 def _bound(step: Callable[..., Any], size: int) -> Step:
-  """The step on its batch, in a tf.function."""
+  """Returns the step on its batch, as a tf.function without arguments."""
   x, y = make_data(size)
   function = tf.function(step, autograph=False)
   return lambda: function(x, y)
 
 
 def _finished(step: Step) -> Step:
-  """A step that ends when its loss is there."""
+  """Returns a step that waits for its loss."""
   return lambda: step().numpy()
 
 
 def _bytes(variable: Any) -> int:
-  """The bytes of all copies of a variable."""
+  """Returns the bytes of all copies of a variable."""
   native = getattr(variable, "value", variable)
   copies = getattr(native, "values", [native])
   return sum(
@@ -291,7 +298,7 @@ def _bytes(variable: Any) -> int:
 
 
 def _peak() -> float:
-  """The largest resident size of this process so far, in megabytes."""
+  """Returns the peak resident size of this process in megabytes."""
   with open("/proc/self/status", encoding="ascii") as file:
     fields = dict(line.split(":", 1) for line in file)
   return int(fields["VmHWM"].split()[0]) / 1024
@@ -308,7 +315,10 @@ def _in_child(*part: str) -> dict[str, Any]:
     env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
   )
   if done.returncode:
-    raise RuntimeError(f"{part} failed: {done.stderr[-_SHOWN:]}")
+    raise RuntimeError(
+      f"The part {' '.join(part)} failed with exit status {done.returncode}:"
+      f" {done.stderr[-_SHOWN:]}"
+    )
   found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
   return found
 
@@ -327,7 +337,7 @@ def _run_child(part: Sequence[str]) -> dict[str, Any]:
 
 
 def _split_cpu(count: int) -> list[str]:
-  """Makes logical CPUs and returns their names."""
+  """Creates logical CPUs and returns their names."""
   tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0],
     [tf.config.LogicalDeviceConfiguration()] * count,
@@ -336,7 +346,7 @@ def _split_cpu(count: int) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Measures, prints and writes."""
+  """Measures all parts, prints tables and writes the results."""
   if len(argv) > 1:
     raise app.UsageError(f"Unknown arguments: {argv[1:]}.")
   if _CHILD.value:

@@ -1,21 +1,25 @@
-"""Time of the fused and of the sharded update against plain Keras.
+"""Compares the fused and the sharded update with plain Keras.
 
     python benchmarks/update.py --json=update.json --picture=update.png
 
-Adam; every case is a ratio to plain Keras in one run. About ten minutes on
-two cores, most of them plain Keras' tracing.
+The optimizer is Adam unless a part says otherwise. Every result is a ratio to
+plain Keras in the same run. All parts take about ten minutes on two cores, most
+of them for tracing plain Keras.
 
-    one device   apply() of given gradients; XLA is plain Keras under
-                 jit_compile=True; beside them `a += b` in variables of these
-                 sizes, and what the memory's rate in it makes the least time
+    device       apply() with given gradients on one device. XLA is plain Keras
+                 under jit_compile=True. The case `a += b` adds to variables of
+                 the same sizes; its memory bandwidth gives a lower bound for
+                 the time of the update.
     mirrored     reduction and update under MirroredStrategy on logical CPUs
-    matrices     the same with Muon, which looks at whole matrices
-    compiled     both for optimizers without a kernel, compiled by XLA
-    training     whole steps of small dense networks, with their tapes
-    memory       the most resident memory of a process that does mirrored steps
-    state        bytes that one replica keeps for the optimizer
+    matrices     the part mirrored with Muon, whose update needs whole matrices
+    compiled     the parts device and mirrored for optimizers that have no
+                 TensorFlow kernel, so that XLA compiles them
+    training     whole training steps of small dense networks
+    memory       peak resident memory of a process that does mirrored steps
 
-"first" is the time of the first call: tracing, optimizing, one step.
+Each row also shows "first", the time of the first call (tracing, graph
+optimization and one step), and "state", the bytes that one replica keeps for
+the optimizer.
 """
 # bazel: deps=:timing
 
@@ -42,18 +46,19 @@ from tf_cross_shard import CrossShardOptimizer
 _PARTS = flags.DEFINE_list(
   "parts",
   ["device", "mirrored", "matrices", "compiled", "training", "memory"],
-  "Which.",
+  "Parts to measure.",
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Timings of each case.", 1)
 _REPLICAS = flags.DEFINE_integer("replicas", 4, "Logical CPUs.", 2)
-_JSON = flags.DEFINE_string("json", None, "File to write the figures to.")
-_PEAK_OF = flags.DEFINE_string("peak_of", None, "Used by the part memory.")
-_PICTURE = flags.DEFINE_string("picture", None, "File to draw into.")
+_JSON = flags.DEFINE_string("json", None, "File to write the results to.")
+_PEAK_OF = flags.DEFINE_string("peak_of", None, "Used internally.")
+_PICTURE = flags.DEFINE_string("picture", None, "File to draw to.")
 
 KERAS, XLA, OURS, SHARDED = "plain Keras", "XLA", "ours", "ours, sharded"
 STREAM = "a += b"
-# How many numbers an update reads and writes for each weight: the weight, the
-# slots, and the gradient, which is read only. `a += b` moves 3.
+# Numbers that an update reads and writes for each weight. The weight and every
+# slot are read and written, the gradient is only read: Adam has 2 slots, so it
+# moves 2 + 2 * 2 + 1 = 7 numbers. `a += b` moves 3.
 _MOVED = {
   **{"Adam": 7, "Nadam": 7, "amsgrad": 9},
   **{"Adagrad": 5, "Lion": 5, "RMSprop": 5},
@@ -64,12 +69,15 @@ MODELS = {
   "300 variables, 7 M": [[200, 117]] * 300,
 }
 _NETWORKS = (3, 64), (7, 64), (21, 64), (7, 256), (21, 256)  # layers, width
-# So small that weights stay finite however often a step is repeated.
+# So small that weights stay finite, however often a step is repeated.
 _RATE = 1e-7
 
 
 def make_optimizer(case: str, kind: str = "Adam") -> Any:
-  """A contestant; `amsgrad` is a kind of Adam."""
+  """Returns the optimizer of a case.
+
+  `kind` is the name of a Keras class, or "amsgrad" for Adam with that setting.
+  """
   settings = {"amsgrad": True} if kind == "amsgrad" else {}
   name = "Adam" if settings else kind
   plain = getattr(tf.keras.optimizers, name)(_RATE, **settings)
@@ -79,7 +87,7 @@ def make_optimizer(case: str, kind: str = "Adam") -> Any:
 
 
 def make_variables(shapes: Sequence[Sequence[int]]) -> list[Any]:
-  """Weights of ones."""
+  """Returns variables of ones."""
   return [
     tf.keras.Variable(np.ones(shape, "f"), name=f"v{i}")
     for i, shape in enumerate(shapes)
@@ -87,7 +95,7 @@ def make_variables(shapes: Sequence[Sequence[int]]) -> list[Any]:
 
 
 def state_bytes(optimizer: Any) -> int:
-  """What one replica keeps."""
+  """Returns the bytes that one replica keeps for an optimizer."""
   inner = getattr(optimizer, "inner_optimizer", optimizer)
   return sum(
     int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size
@@ -98,7 +106,7 @@ def state_bytes(optimizer: Any) -> int:
 def measure(
   part: str, steps: dict[str, Callable[[], Any]], state: dict[str, int]
 ) -> list[dict[str, Any]]:
-  """Times first calls, then steps in turns."""
+  """Times the first call of each step, and then the steps in turns."""
   first = {}
   for case, step in steps.items():
     start = time.perf_counter()
@@ -125,14 +133,16 @@ def measure(
         "state_bytes": state.get(row.case, 0),
       }
     )
-  gc.collect()  # Functions and variables of one part hold each other.
+  # Functions and variables of a part refer to each other: free them now, before
+  # the next part measures.
+  gc.collect()
   return found
 
 
 def measure_device(
   name: str, shapes: list[list[int]], kind: str = "Adam"
 ) -> list[dict[str, Any]]:
-  """Given gradients, one device."""
+  """Measures the update by given gradients on one device."""
   grads = [
     tf.constant(np.random.default_rng(i).normal(size=shape).astype("f"))
     for i, shape in enumerate(shapes)
@@ -149,14 +159,21 @@ def measure_device(
     state[case] = state_bytes(optimizer)
   steps[STREAM] = make_stream(grads)
   found = measure(f"one device, {name}", steps, state)
+  # The update cannot be faster than memory: `a += b` moves 3 numbers.
   bound = found[-1]["ratio"][0] * _MOVED[kind] / 3
   found[-1]["bound"] = bound
-  print(f"  {kind} moves {_MOVED[kind]} numbers a weight: {bound:.2f} at least")
+  print(
+    f"  {kind} moves {_MOVED[kind]} numbers for each weight, so its ratio is"
+    f" {bound:.2f} at least"
+  )
   return found
 
 
 def make_stream(terms: Sequence[tf.Tensor]) -> Callable[[], Any]:
-  """Adds tensors to variables of their sizes, by TensorFlow's kernel."""
+  """Returns a step that adds tensors to variables of the same sizes.
+
+  It uses TensorFlow's kernel for gradient descent.
+  """
   sums = [tf.Variable(tf.zeros_like(term)) for term in terms]
 
   def stream() -> None:
@@ -174,7 +191,10 @@ def make_mirrored(
   shapes: list[list[int]],
   kind: str = "Adam",
 ) -> tuple[Callable[[], Any], Any]:
-  """A step, of gradients that depend on weights and replica; its optimizer."""
+  """Returns a step under a strategy, and its optimizer.
+
+  The gradients depend on the weights and on the replica.
+  """
   with strategy.scope():
     weights, optimizer = make_variables(shapes), make_optimizer(case, kind)
     optimizer.build(weights)
@@ -197,7 +217,7 @@ def measure_mirrored(
   shapes: list[list[int]],
   kind: str = "Adam",
 ) -> list[dict[str, Any]]:
-  """Gradients reduced and applied."""
+  """Measures reduction and update under a strategy."""
   steps, state = {}, {}
   for case in (KERAS, OURS, SHARDED):
     steps[case], optimizer = make_mirrored(strategy, case, shapes, kind)
@@ -206,7 +226,7 @@ def measure_mirrored(
 
 
 def peak_megabytes(strategy: tf.distribute.Strategy, case: str) -> float:
-  """The most memory that this process had, after some steps."""
+  """Returns the peak memory of this process after a few steps."""
   step, _ = make_mirrored(strategy, case, next(iter(MODELS.values())))
   for _ in range(5):
     step()
@@ -214,7 +234,7 @@ def peak_megabytes(strategy: tf.distribute.Strategy, case: str) -> float:
 
 
 def measure_memory() -> list[dict[str, Any]]:
-  """Each case in three processes of its own; the median."""
+  """Measures peak memory: the median of three processes for each case."""
   found: list[dict[str, Any]] = []
   print(f"\nmemory, {next(iter(MODELS))}")
   for case in (KERAS, OURS, SHARDED):
@@ -234,7 +254,7 @@ def measure_memory() -> list[dict[str, Any]]:
 def measure_training(
   strategy: tf.distribute.Strategy, layers: int, width: int
 ) -> list[dict[str, Any]]:
-  """Whole steps of a small network."""
+  """Measures whole training steps of a small dense network."""
   steps, state = {}, {}
   data = tf.random.normal([16, width])
   for case in (KERAS, OURS, SHARDED):
@@ -263,7 +283,7 @@ def measure_training(
 
 
 def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
-  """Bars of step, first step and state, as shares of plain Keras."""
+  """Draws step time, first step and state as shares of plain Keras."""
   import matplotlib
 
   matplotlib.use("Agg")
@@ -304,7 +324,7 @@ def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Measures, prints, writes and draws."""
+  """Measures all parts, prints tables, and writes and draws the results."""
   if len(argv) > 1:
     raise app.UsageError(f"Unknown arguments: {argv[1:]}.")
   strategy = timing.mirrored(_REPLICAS.value)

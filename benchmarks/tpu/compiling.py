@@ -1,8 +1,8 @@
-"""What the TPU compiler makes of the contestants' steps.
+"""Compiles the contestants' steps with the TPU compiler.
 
-The compiler's threads leave each their own heap behind: 270 MB for every
-residual network that is compiled. So each model is compiled in a process of its
-own, which shares few heaps among its threads.
+Each thread of the compiler leaves a heap of its own behind, 270 MB for every
+residual network that is compiled. Each model is therefore compiled in a process
+of its own, whose threads share few heaps.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from benchmarks.tpu import contestants as contestants_lib
 from benchmarks.tpu import models
 from tf_cross_shard import virtual_tpu
 
-_HEAPS = {"MALLOC_ARENA_MAX": "2"}  # The C library reads it as it starts.
+_HEAPS = {"MALLOC_ARENA_MAX": "2"}  # The C library reads it when it starts.
 _TITLES = (
   "collectives",
   "wire bytes",
@@ -36,15 +36,15 @@ Row = dict[str, Any]
 
 
 def measure(topology: str, model: str, rounds: int) -> list[Row]:
-  """Compiles one model's steps for one slice, in a process of its own.
+  """Compiles one model's steps for one TPU slice, in a process of its own.
 
   Args:
-    topology: The slice.
+    topology: The slice, such as "v5e:4x2".
     model: A key of `models.CASES`.
-    rounds: How often each step is compiled.
+    rounds: How often to compile each step.
 
   Returns:
-    One row per contestant.
+    One row for each contestant.
   """
   os.environ.update(_HEAPS)
   spawn = multiprocessing.get_context("spawn")
@@ -53,10 +53,10 @@ def measure(topology: str, model: str, rounds: int) -> list[Row]:
 
 
 def show(rows: list[Row]) -> None:
-  """Prints what `measure` answered as a table.
+  """Prints the result of `measure` as a table.
 
   Args:
-    rows: Of one model and slice.
+    rows: The rows of one model and slice.
   """
   title = f"{rows[0]['model']}, {rows[0]['replicas']} replicas"
   print("\n" + _LINE.format(title, *_TITLES))
@@ -85,7 +85,7 @@ def _compile(topology: str, model: str, rounds: int) -> list[Row]:
   ]
   reports: dict[str, virtual_tpu.Report] = {}
   seconds: dict[str, list[float]] = {each.name: [] for each in contestants}
-  # The first of a process takes longer and is not counted.
+  # The first compilation of a process takes longer and is not counted.
   for each in [contestants[0], *contestants * rounds]:
     report = virtual_tpu.compile_for(
       topology, each.step, case.specs, strategy=strategy
@@ -113,7 +113,7 @@ def _compile(topology: str, model: str, rounds: int) -> list[Row]:
 def _describe(
   report: virtual_tpu.Report, keras: virtual_tpu.Report
 ) -> Mapping[str, Any]:
-  """What a program needs, and whether it is plain Keras' program."""
+  """Returns the figures of a program, and whether it equals plain Keras'."""
   return {
     "collectives": len(report.collectives),
     "wire_bytes": report.wire_bytes,
@@ -127,10 +127,10 @@ def _describe(
 
 
 def _digest(report: virtual_tpu.Report) -> str:
-  """The same for programs that are the same, instruction by instruction.
+  """Returns a hash of a program's instructions.
 
-  The module's name, and the lines of Python that instructions come from, are
-  left out.
+  It leaves out the name of the module, and the metadata that says which lines
+  of Python the instructions come from.
   """
   text = re.sub(r", metadata=\{[^{}]*\}", "", report.hlo_text)
   text = re.sub(r"^HloModule [^,]*", "", text)

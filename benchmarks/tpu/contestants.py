@@ -1,8 +1,8 @@
-"""The training steps that program.py sets against each other.
+"""The training steps that program.py compares.
 
-Every contestant trains a model of its own, made of the same code and from the
-same random seed, by Adam with the same settings, in the way that its users
-would write.
+Every contestant trains a model of its own, created by the same code from the
+same random seed, with the same settings of Adam. The steps are written as users
+of that optimizer would write them.
 """
 
 import dataclasses
@@ -23,19 +23,21 @@ SHARDED = "ours, sharded"
 NAMES = (ORIGINAL, BARE, KERAS, OURS, GROUPED, SHARDED)
 
 _LEARNING_RATE = 0.001
-_EPSILON = 1e-7  # The defaults of Keras and of TensorFlow 1 differ.
+# Explicit, since the defaults of Keras and TensorFlow 1 differ.
+_EPSILON = 1e-7
 
 
 @dataclasses.dataclass(frozen=True)
 class Contestant:
-  """One way of training one model.
+  """One model with one optimizer.
 
   Attributes:
-    name: Whose way.
+    name: The name of the contestant.
     model: The model.
-    optimizer: Its optimizer.
-    step: A replica's training step: inputs and labels to the loss.
-    apply_step: A replica's step that has gradients and only applies them.
+    optimizer: The optimizer of the model.
+    step: The training step of a replica. It takes inputs and labels, and
+      returns the loss.
+    apply_step: A step of a replica that only applies given gradients.
   """
 
   name: str
@@ -46,12 +48,12 @@ class Contestant:
 
   @property
   def num_variables(self) -> int:
-    """How many variables are trained."""
+    """The number of trained variables."""
     return len(self.model.trainable_variables)
 
   @property
   def state(self) -> list[tf.Variable]:
-    """Every variable of the model and of the optimizer."""
+    """All variables of the model and the optimizer."""
     own = [*self.model.variables, *self.optimizer.variables]
     return [original.native(variable) for variable in own]
 
@@ -61,12 +63,12 @@ def make(
   strategy: virtual_tpu.VirtualTPUStrategy,
   case: models.Case,
 ) -> Contestant:
-  """Makes a model, its optimizer and its steps.
+  """Creates a model, its optimizer and its steps.
 
   Args:
     name: One of `NAMES`.
-    strategy: Where it is trained.
-    case: The model.
+    strategy: The strategy to train under.
+    case: The kind of model.
 
   Returns:
     The contestant.
@@ -91,7 +93,7 @@ def _original(
   model: Any,
   counts_steps: bool = True,
 ) -> tuple[Any, ...]:
-  """TensorFlow 1's CrossShardOptimizer."""
+  """Returns TensorFlow 1's CrossShardOptimizer and its steps."""
   variables = model.trainable_variables
   adam = tf.compat.v1.train.AdamOptimizer(_LEARNING_RATE, epsilon=_EPSILON)
   optimizer = original.Original(
@@ -112,7 +114,7 @@ def _original(
 def _keras(
   strategy: virtual_tpu.VirtualTPUStrategy, case: models.Case, model: Any
 ) -> tuple[Any, ...]:
-  """A Keras optimizer, which sums gradients over all replicas by itself."""
+  """Returns a Keras optimizer, which sums over all replicas, and its steps."""
   variables = model.trainable_variables
   optimizer = _make_adam()
   optimizer.build(variables)
@@ -139,7 +141,7 @@ def _ours(
   num_groups: int = 1,
   shard_update: bool = False,
 ) -> tuple[Any, ...]:
-  """This package's CrossShardOptimizer."""
+  """Returns this package's CrossShardOptimizer and its steps."""
   variables = model.trainable_variables
   count = strategy.num_replicas_in_sync
   optimizer = tf_cross_shard.CrossShardOptimizer(
@@ -167,10 +169,10 @@ def _ours(
 
 
 def _make_adam() -> Any:
-  """The optimizer of Keras."""
+  """Returns Keras' Adam."""
   return tf.keras.optimizers.Adam(_LEARNING_RATE, epsilon=_EPSILON)
 
 
 def _some_gradients(variables: Sequence[Any]) -> list[tf.Tensor]:
-  """Gradients that cost little to trace."""
+  """Returns gradients of ones, which cost little to trace."""
   return [tf.ones(variable.shape, variable.dtype) for variable in variables]

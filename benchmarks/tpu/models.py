@@ -1,7 +1,7 @@
-"""The models that program.py compiles: one of each common kind.
+"""The models that program.py compiles, one of each common kind.
 
-All are trained by one loss, the mean cross entropy over the replica's own
-examples, in float32.
+They use float32, and the loss is the mean cross entropy over the replica's own
+examples.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ _WORDS, _LENGTH, _FEATURES, _HEADS = 1000, 64, 128, 4
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A model and what one replica feeds it with.
+  """A kind of model, and the batch of one replica.
 
   Attributes:
-    name: Of the model.
-    make_model: Makes it; answers logits.
-    specs: Shapes and dtypes of the inputs and of the labels.
+    name: The name of the model.
+    make_model: A function that creates the model, which returns logits.
+    specs: The shapes and dtypes of the inputs and the labels.
   """
 
   name: str
@@ -32,12 +32,12 @@ class Case:
   specs: tuple[tf.TensorSpec, tf.TensorSpec]
 
   def loss(self, model: Any, inputs: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-    """The mean over this replica's examples.
+    """Returns the mean loss over this replica's examples.
 
     Args:
-      model: What `make_model` answered.
-      inputs: A batch as in `specs`.
-      labels: Its classes.
+      model: A model that `make_model` created.
+      inputs: A batch with the shape and dtype of `specs`.
+      labels: The classes of the batch.
 
     Returns:
       A scalar.
@@ -49,7 +49,7 @@ class Case:
 
 
 def make_mlp() -> Any:
-  """Three dense layers of 512."""
+  """Returns three dense layers of 512 units."""
   layers = [tf.keras.layers.Dense(_WIDTH, "relu") for _ in range(2)]
   return tf.keras.Sequential(
     [tf.keras.Input([_WIDTH]), *layers, tf.keras.layers.Dense(_WIDTH)]
@@ -57,7 +57,10 @@ def make_mlp() -> Any:
 
 
 def make_resnet() -> Any:
-  """A stem and four blocks of two convolutions, each with its normalization."""
+  """Returns a residual network with batch normalization.
+
+  It has one convolution and then four blocks of two convolutions.
+  """
   inputs = tf.keras.Input([_PIXELS, _PIXELS, 3])
   x = _convolve(inputs, 16)
   for filters, strides in ((16, 1), (32, 2), (64, 2), (64, 1)):
@@ -71,7 +74,7 @@ def make_resnet() -> Any:
 
 
 def make_transformer() -> Any:
-  """Two blocks that predict the next word."""
+  """Returns a transformer of two blocks that predicts the next word."""
   inputs = tf.keras.Input([_LENGTH], dtype=tf.int32)
   words = tf.keras.layers.Embedding(_WORDS, _FEATURES)(inputs)
   places = tf.keras.layers.Embedding(_LENGTH, _FEATURES)(tf.range(_LENGTH))
@@ -88,7 +91,7 @@ def make_transformer() -> Any:
 
 
 def make_digits_mlp() -> Any:
-  """A network for images of 8x8 pixels."""
+  """Returns a dense network for images of 8 by 8 pixels."""
   return tf.keras.Sequential(
     [
       tf.keras.Input([64]),
@@ -99,7 +102,7 @@ def make_digits_mlp() -> Any:
 
 
 def _convolve(x: Any, filters: int, strides: int = 1, size: int = 3) -> Any:
-  """A convolution and a normalization."""
+  """Applies a convolution and batch normalization."""
   x = tf.keras.layers.Conv2D(
     filters, size, strides, padding="same", use_bias=False
   )(x)
@@ -113,7 +116,7 @@ def _case(
   dtype: tf.DType = tf.float32,
   label_shape: tuple[int, ...] = (),
 ) -> Case:
-  """A case with a batch of `shape` and one label per example or word."""
+  """Returns a case with one label for each example, or for each word."""
   specs = (
     tf.TensorSpec([_BATCH_SIZE, *shape], dtype),
     tf.TensorSpec([_BATCH_SIZE, *label_shape], tf.int32),

@@ -1,18 +1,22 @@
-"""What a TPU is given to run: CrossShardOptimizer's programs against others'.
+"""Compares our TPU programs with those of plain Keras and TensorFlow 1.
 
     python -m benchmarks.tpu.program --json=tpu_program.json
     python -m benchmarks.tpu.program --parts=programs --rounds=1
 
-Needs no TPU: libtpu compiles ahead of time. The first takes half an hour on two
-cores, most of it in the compiler; the second five minutes.
+It needs no TPU, since libtpu compiles ahead of time. The first command takes
+half an hour on two cores, most of it in the compiler; the second one takes five
+minutes.
 
     tracing     time to trace a step, and to trace apply_gradients() alone
-    programs    what the TPU compiler makes of a step, for 8 and 256 replicas
-    runtime     steps per second of the virtual TPU, and where its state is
+    programs    the program that the TPU compiler makes of a step, for 8 and 256
+                replicas: collectives, bytes, memory and compile time
+    runtime     steps per second on the virtual TPU, and whether the variables
+                stay in the memory of the replicas
 
-All contestants train the same models by Adam. "original" is TensorFlow 1's
-tf.compat.v1.tpu.CrossShardOptimizer with a global step, as programs for TPUs
-had; Keras counts steps in any case. "original, no count" has none.
+All contestants train the same models with Adam. "original" is TensorFlow 1's
+tf.compat.v1.tpu.CrossShardOptimizer with a global step, which programs for TPUs
+used to have. "original, no count" has no global step. Keras always counts
+steps.
 """
 
 import os
@@ -31,18 +35,22 @@ from benchmarks.tpu import contestants as contestants_lib
 from tf_cross_shard import virtual_tpu
 
 _PARTS = flags.DEFINE_list(
-  "parts", ["tracing", "programs", "runtime"], "What to measure."
+  "parts", ["tracing", "programs", "runtime"], "Parts to measure."
 )
-_MODELS = flags.DEFINE_list("models", list(models.CASES), "To compile.")
+_MODELS = flags.DEFINE_list("models", list(models.CASES), "Models to use.")
 _TOPOLOGIES = flags.DEFINE_list(
   "topologies", ["v5e:4x2", "v5e:16x16"], "TPU slices to compile for."
 )
-_ROUNDS = flags.DEFINE_integer("rounds", 7, "Compilations of each case.", 1)
-_TRACES = flags.DEFINE_integer("traces", 15, "Tracings of each case.", 1)
-_REPLICAS = flags.DEFINE_integer("replicas", 8, "That trace and run.", 1)
-_STEPS = flags.DEFINE_integer("steps", 100, "Steps of each turn.", 1)
-_TURNS = flags.DEFINE_integer("turns", 15, "Turns of each contestant.", 1)
-_JSON = flags.DEFINE_string("json", None, "File to write the figures to.")
+_ROUNDS = flags.DEFINE_integer(
+  "rounds", 7, "How often to compile each case.", 1
+)
+_TRACES = flags.DEFINE_integer("traces", 15, "How often to trace each case.", 1)
+_REPLICAS = flags.DEFINE_integer(
+  "replicas", 8, "Replicas of tracing and runtime.", 1
+)
+_STEPS = flags.DEFINE_integer("steps", 100, "Steps of a turn of runtime.", 1)
+_TURNS = flags.DEFINE_integer("turns", 15, "Turns of each case in runtime.", 1)
+_JSON = flags.DEFINE_string("json", None, "File to write the results to.")
 
 _TRACED = (
   contestants_lib.ORIGINAL,
@@ -50,18 +58,19 @@ _TRACED = (
   contestants_lib.OURS,
   contestants_lib.GROUPED,
 )
-# In each of them ours is to be no more than any of the others.
+# The goal: in each of these columns, ours is at most any of the others.
 _COLUMNS = ("collectives", "wire_bytes", "argument_bytes", "temp_bytes")
 _OTHERS = (
   contestants_lib.ORIGINAL,
   contestants_lib.BARE,
   contestants_lib.KERAS,
 )
+# The goal for the time to trace our step, as a ratio to plain Keras.
 _MOST_TRACING = 1.1
 
 
 def measure_programs() -> list[compiling.Row]:
-  """Compiles every model for every slice, and prints as it goes."""
+  """Compiles every model for every TPU slice; prints a table for each."""
   results = []
   for topology in _TOPOLOGIES.value:
     for model in _MODELS.value:
@@ -72,16 +81,17 @@ def measure_programs() -> list[compiling.Row]:
 
 
 def find_larger(rows: Sequence[compiling.Row]) -> Iterator[str]:
-  """Says in which columns ours is more than another.
+  """Yields a line for each column in which ours exceeds another contestant.
 
-  Compile times of the same program are the same, whatever was measured. Those
-  of others are more if they are in every round.
+  Compile times are compared only if the programs differ: equal programs take
+  equally long, whatever was measured. Our compile time exceeds another one if
+  it does so in every round.
 
   Args:
-    rows: What `measure_programs` answered.
+    rows: The result of `measure_programs`.
 
   Yields:
-    A line for each.
+    The model, the column and both values, in words.
   """
   found = {(row["topology"], row["model"], row["case"]): row for row in rows}
   for (topology, model, case), ours in found.items():
@@ -104,13 +114,13 @@ def find_larger(rows: Sequence[compiling.Row]) -> Iterator[str]:
 
 
 def find_slower(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-  """Says where ours takes longer to be traced than it may.
+  """Yields a line for each part in which tracing ours exceeds the goal.
 
   Args:
-    rows: What `tracing.measure` answered.
+    rows: The result of `tracing.measure`.
 
   Yields:
-    A line for each.
+    The part and the ratio to plain Keras, in words.
   """
   for row in rows:
     ratio = row["ratios"][contestants_lib.KERAS][0]
@@ -119,13 +129,13 @@ def find_slower(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def find_moved(states: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-  """Says whose variables leave the replicas' memory between steps.
+  """Yields a line for each contestant whose variables leave device memory.
 
   Args:
-    states: By contestant, what `runtime.check_state` answered.
+    states: By contestant, the result of `runtime.check_state`.
 
   Yields:
-    A line for each.
+    The contestant and the result, in words.
   """
   for name, state in states.items():
     if not runtime.is_on_device(state):
@@ -133,17 +143,20 @@ def find_moved(states: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Measures, prints and writes."""
+  """Measures all parts, prints tables and goals, and writes the results."""
   if len(argv) > 1:
     raise app.UsageError(f"Unknown arguments: {argv[1:]}.")
-  logging.set_verbosity(logging.ERROR)  # Gradients of no loss are warned of.
+  # Hide our warning about gradients of no loss: the part tracing applies such
+  # gradients on purpose.
+  logging.set_verbosity(logging.ERROR)
   versions = {name: metadata.version(name) for name in ("jaxlib", "libtpu")}
   print(timing.machine() | versions)
   strategy = virtual_tpu.VirtualTPUStrategy(_REPLICAS.value)
   cases = [models.CASES[name] for name in _MODELS.value]
   results: dict[str, Any] = {"versions": versions}
   missed: list[str] = []
-  if "tracing" in _PARTS.value:  # First, to see what the first time takes.
+  # Tracing comes first, so that the first trace of this process is measured.
+  if "tracing" in _PARTS.value:
     rows = tracing.measure(strategy, _TRACED, cases, _TRACES.value)
     results["tracing"] = rows
     missed += find_slower(rows)
@@ -155,7 +168,7 @@ def main(argv: Sequence[str]) -> None:
       strategy, _TRACED, _STEPS.value, _TURNS.value
     )
     missed += find_moved(results["runtime"]["state"])
-  print("\nTargets missed:" if missed else "\nAll targets reached.")
+  print("\nGoals missed:" if missed else "\nAll goals are met.")
   for line in missed:
     print(f"  {line}")
   if _JSON.value:

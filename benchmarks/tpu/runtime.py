@@ -1,7 +1,7 @@
-"""Steps per second of the virtual TPU, and where the state is between steps.
+"""Measures steps per second on the virtual TPU, and whether state stays there.
 
-A network learns scikit-learn's digits in a loop as a user would write it: a
-distributed dataset, and `strategy.run` inside a tf.function.
+A network learns scikit-learn's digits in a training loop as a user would write
+it, with a distributed dataset and `strategy.run` inside a tf.function.
 """
 
 import collections
@@ -18,7 +18,7 @@ from benchmarks import timing
 from benchmarks.tpu import contestants as contestants_lib
 from benchmarks.tpu import models
 from tf_cross_shard import virtual_tpu
-from tf_cross_shard.virtual_tpu import xla
+from tf_cross_shard._src.virtual_tpu import xla
 
 PART = "digits, steps in a tf.function"
 _LARGEST_PIXEL = 16
@@ -33,16 +33,17 @@ def measure(
   num_steps: int,
   rounds: int,
 ) -> dict[str, Any]:
-  """Times the contestants in turns, and looks where their state is.
+  """Times the contestants in turns, and checks where their variables are.
 
   Args:
-    strategy: The replicas.
-    names: Contestants; plain Keras is the one to compare with.
-    num_steps: Steps in each turn.
-    rounds: Turns.
+    strategy: The strategy with the replicas.
+    names: The contestants. Plain Keras is the baseline.
+    num_steps: The number of steps in a turn.
+    rounds: The number of turns.
 
   Returns:
-    The rows, steps per second by contestant, and what `check_state` found.
+    The rows of the table; steps per second, differences from plain Keras and
+    the results of `check_state`, by contestant.
   """
   case = models.DIGITS
   contestants = {
@@ -79,14 +80,14 @@ def make_loop(
   contestant: contestants_lib.Contestant,
   strategy: virtual_tpu.VirtualTPUStrategy,
 ) -> Loop:
-  """A training loop that goes on where it stopped.
+  """Returns a training loop that continues in each call where it stopped.
 
   Args:
-    contestant: What to train.
-    strategy: The replicas.
+    contestant: The contestant to train.
+    strategy: The strategy with the replicas.
 
   Returns:
-    A function of the number of steps; answers the last step's loss.
+    A function that takes the number of steps and returns the last step's loss.
   """
   batches = iter(strategy.experimental_distribute_dataset(_digits(strategy)))
 
@@ -109,18 +110,18 @@ def check_state(
   loop: Loop,
   case: models.Case,
 ) -> dict[str, Any]:
-  """Whether the variables stay in the replicas' memory between steps.
+  """Checks that variables stay in the replicas' memory between steps.
 
   Args:
-    contestant: What is trained.
-    strategy: The replicas.
-    loop: Trains it.
-    case: What it is fed with.
+    contestant: The contestant to train.
+    strategy: The strategy with the replicas.
+    loop: The training loop of the contestant.
+    case: The kind of model, which has the shapes of a batch.
 
   Returns:
-    How many of its variables are where they were before the steps, and the
-    bytes that a step moves between host and replicas, against those of a batch,
-    of the losses and of the state.
+    The number of variables; how many of them are at the same address after some
+    steps; the bytes that a step moves into the replicas' memory and out of it;
+    and, to compare, the bytes of a batch, of the losses and of all variables.
   """
   count = strategy.num_replicas_in_sync
   before = [_addresses(each) for each in contestant.state]
@@ -140,20 +141,20 @@ def check_state(
 
 
 def _addresses(variable: Any) -> list[int]:
-  """Where each replica's copy of a variable lies in memory."""
+  """Returns the address of each replica's copy of a variable."""
   return [
     copy.unsafe_buffer_pointer() for copy in variable.take().array._arrays
   ]
 
 
 def is_on_device(state: Mapping[str, Any]) -> bool:
-  """Whether nothing but batches and losses moved.
+  """Returns whether only batches and losses moved between host and replicas.
 
   Args:
-    state: What `check_state` answered.
+    state: The result of `check_state`.
 
   Returns:
-    False if a variable moved, or bytes that are neither.
+    False if a variable moved, or any bytes beyond batches and losses.
   """
   return (
     state["not_moved"] == state["variables"]
@@ -164,7 +165,7 @@ def is_on_device(state: Mapping[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def _counting() -> Iterator[collections.Counter[str]]:
-  """Counts the bytes that go into the replicas' memory and come out of it."""
+  """Counts the bytes that move into the replicas' memory and out of it."""
   moved: collections.Counter[str] = collections.Counter()
   put, to_numpy = xla.Client.put, xla.Buffers.to_numpy
 
@@ -185,7 +186,7 @@ def _counting() -> Iterator[collections.Counter[str]]:
 
 
 def _digits(strategy: virtual_tpu.VirtualTPUStrategy) -> tf.data.Dataset:
-  """All digits, again and again, in the same order for everyone."""
+  """Returns an endless dataset of digits, in the same order in every call."""
   digits = datasets.load_digits()
   images = (digits.data / _LARGEST_PIXEL).astype(np.float32)
   labels = digits.target.astype(np.int32)
@@ -198,7 +199,7 @@ def _digits(strategy: virtual_tpu.VirtualTPUStrategy) -> tf.data.Dataset:
 def _differences(
   contestants: Mapping[str, contestants_lib.Contestant],
 ) -> dict[str, float]:
-  """How far the weights are from plain Keras', at most."""
+  """Returns the largest difference of weights from plain Keras' weights."""
   weights = {
     name: np.concatenate([w.ravel() for w in contestant.model.get_weights()])
     for name, contestant in contestants.items()
@@ -211,7 +212,7 @@ def _differences(
 
 
 def _num_bytes(array: Any) -> int:
-  """The size of an array's description."""
+  """Returns the bytes of an array, given the array or its shape and dtype."""
   dtype = tf.as_dtype(array.dtype)
   return int(np.prod(array.shape, dtype=int)) * int(dtype.size)
 
@@ -221,7 +222,7 @@ def _show(
   apart: Mapping[str, float],
   states: Mapping[str, Mapping[str, Any]],
 ) -> None:
-  """Prints what does not stand in the table of times."""
+  """Prints the results that are not in the table of times."""
   titles = ("steps/s", "difference", "in place", "bytes in/out", "of state")
   widths = (9, 12, 10, 14, 11)
   cells = (f"{title:>{w}}" for title, w in zip(titles, widths, strict=True))

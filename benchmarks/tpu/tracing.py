@@ -1,7 +1,7 @@
-"""How long a step takes to be traced, with AutoGraph and without.
+"""Measures how long it takes to trace a step, with and without AutoGraph.
 
-AutoGraph rewrites the Python code that a tf.function calls, unless that is
-Keras' or TensorFlow's own or asks to be left alone. It is on by default.
+AutoGraph is on by default. It rewrites the Python code that a tf.function
+calls, except for code of Keras and TensorFlow and functions that opt out.
 """
 
 import functools
@@ -16,10 +16,10 @@ from benchmarks import timing
 from benchmarks.tpu import contestants as contestants_lib
 from benchmarks.tpu import models
 from tf_cross_shard import virtual_tpu
-from tf_cross_shard.virtual_tpu import program
+from tf_cross_shard._src.virtual_tpu import program
 
-# What is traced: the whole step or apply_gradients alone, with AutoGraph or
-# not.
+# The parts: name; whether to trace the whole step or apply_gradients() alone;
+# whether AutoGraph is on.
 _PARTS = (
   ("step", True, True),
   ("apply", False, True),
@@ -37,14 +37,14 @@ def measure(
   """Traces the contestants' steps in turns.
 
   Args:
-    strategy: The replicas.
-    names: Contestants; plain Keras is the one to compare with.
-    cases: Models.
-    rounds: Tracings of each.
+    strategy: The strategy with the replicas.
+    names: The contestants. Plain Keras is the baseline.
+    cases: The kinds of models.
+    rounds: How often to trace each step.
 
   Returns:
-    Rows, with the time per variable and, of the first model, what the first
-    time of all took.
+    Rows with the time for each variable and, for the first part of all, the
+    time of the first trace in this process.
   """
   results: list[dict[str, Any]] = []
   for case in cases:
@@ -89,7 +89,7 @@ def _trace(
   specs: Sequence[tf.TensorSpec],
   autograph: bool,
 ) -> None:
-  """Traces a replica's step anew, and compiles nothing."""
+  """Traces a replica's step again, without compiling it."""
   train_step = tf.function(
     lambda *given: strategy.run(step, given), autograph=autograph
   )
@@ -98,7 +98,7 @@ def _trace(
 
 
 def _time_each(functions: dict[str, Callable[[], Any]]) -> dict[str, float]:
-  """Seconds of one call each, in order."""
+  """Returns the seconds of one call of each function, in order."""
   taken = {}
   for name, function in functions.items():
     start = time.perf_counter()
@@ -108,7 +108,7 @@ def _time_each(functions: dict[str, Callable[[], Any]]) -> dict[str, float]:
 
 
 def _show(title: str, figures: dict[str, float]) -> None:
-  """Prints figures by contestant in one line."""
+  """Prints one line with the figures of all contestants."""
   if figures:
     cells = "; ".join(f"{name} {value:.2f}" for name, value in figures.items())
     print(f"  {title}: {cells}", flush=True)
