@@ -1,4 +1,4 @@
-"""What the examples' command lines have in common."""
+"""Functions for the command lines of the examples."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -9,13 +9,13 @@ from absl import app, flags
 
 
 def run(main: Callable[[Sequence[str]], Any]) -> None:
-  """Runs `main` as `app.run` does, but for `--help`, which succeeds."""
+  """Runs `main` like `app.run`, except that `--help` exits with status 0."""
   app.run(main, flags_parser=_parse)
 
 
-def define_picture(default: str, what: str) -> flags.FlagHolder[str]:
-  """Defines `--picture`: a file in a folder that there is, before training."""
-  holder = flags.DEFINE_string("picture", default, what)
+def define_picture(default: str, about: str) -> flags.FlagHolder[str]:
+  """Defines `--picture`. Parsing fails if the folder of the file is missing."""
+  holder = flags.DEFINE_string("picture", default, about)
   flags.register_validator(
     holder,
     lambda path: Path(path).absolute().parent.is_dir(),
@@ -25,7 +25,7 @@ def define_picture(default: str, what: str) -> flags.FlagHolder[str]:
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
-  """Returns what is left without flags."""
+  """Parses the flags; returns the other arguments."""
   try:
     rest: list[str] = app.parse_flags_with_usage(argv)
   except SystemExit:

@@ -1,16 +1,16 @@
-"""Trains on handwritten digits in a custom loop, with clipping per replica.
+"""Trains on handwritten digits in a loop of your own, with local clipping.
 
     python examples/custom_loop.py --replicas=4 --group_size=2 --clip_norm=1
 
-Between `compute_gradients` and `apply_gradients` a gradient is the replica's
-own. Each replica clips by the norm of its own gradient, so that one replica's
-outlier cannot spoil the sum.
+Between `compute_gradients` and `apply_gradients`, a gradient still belongs to
+one replica. Each replica clips its own gradients by their norm, before they are
+summed. So an outlier in one replica cannot dominate the sum.
 """
-# bazel: deps=:command_line,:digits_dataset,:group_history,:replicas
 
 import os
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # Before the imports.
+# TensorFlow reads these variables when it is imported.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 from collections.abc import Sequence
@@ -26,34 +26,40 @@ import tf_cross_shard
 from tf_cross_shard import callbacks
 from tf_cross_shard import groups as groups_lib
 
-_REPLICAS = flags.DEFINE_integer("replicas", 4, "Devices to train on.", 1)
+_REPLICAS = flags.DEFINE_integer(
+  "replicas", 4, "Number of devices to train on.", 1
+)
 _GROUP_SIZE = flags.DEFINE_integer(
   "group_size",
   2,
-  "Replicas that sum together; fewer where that many would leave one group.",
+  "Replicas in each group. The program uses fewer if that many would give only"
+  " one group, or do not divide --replicas.",
   1,
 )
-_EPOCHS = flags.DEFINE_integer("epochs", 10, "Times to see all images.", 1)
+_EPOCHS = flags.DEFINE_integer("epochs", 10, "Number of epochs.", 1)
 _BATCH_SIZE = flags.DEFINE_integer(
-  "batch_size", 48, "Images per step, over all replicas.", 1, 1024
+  "batch_size", 48, "Images in each step, for all replicas together.", 1, 1024
 )
 _CLIP_NORM = flags.DEFINE_float(
-  "clip_norm", 1.0, "Largest norm of the gradient of a replica's loss.", 0
+  "clip_norm", 1.0, "Largest norm of the gradients of a replica's loss.", 0
 )
 _LOSS = flags.DEFINE_enum(
-  "loss", "plain", ["plain", "keras"], "tf.reduce_mean or a Keras loss object."
+  "loss",
+  "plain",
+  ["plain", "keras"],
+  "plain: tf.reduce_mean; keras: a Keras loss.",
 )
-_PICTURE = command_line.define_picture("custom_loop.png", "To draw into.")
+_PICTURE = command_line.define_picture("custom_loop.png", "File for the plot.")
 _DATA_DIR = flags.DEFINE_string(
-  "data_dir", None, "Folder to prepare the data in; the user's cache if unset."
+  "data_dir", None, "Folder for the prepared data. Default: your cache folder."
 )
 
 
 def main(argv: Sequence[str]) -> None:
-  """Trains in groups, prints a table and draws."""
+  """Trains in groups, prints a table and draws a plot."""
   if len(argv) > 1:
     raise app.UsageError(f"Unknown arguments: {argv[1:]}")
-  logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow tell much.
+  logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow log a lot.
   num_replicas = _REPLICAS.value
   strategy = replicas.make_strategy(num_replicas)
   groups = replicas.choose_groups(num_replicas, _GROUP_SIZE.value)
@@ -62,30 +68,31 @@ def main(argv: Sequence[str]) -> None:
 
   batch_size = replicas.divisible(_BATCH_SIZE.value, num_replicas)
   train_data, test_data = digits_dataset.load(batch_size, _DATA_DIR.value)
-  # After the datasets, whose functions it would make slow. Without it
-  # TensorFlow may idle when it deletes iterators: docs/limits.md#tensorflow.
+  # Without debug mode, TensorFlow may wait for minutes when it deletes an
+  # iterator: see docs/limits.md#tensorflow. Debug mode slows down datasets that
+  # are made later, so this comes after the datasets.
   tf.data.experimental.enable_debug_mode()
-  # After the data: to prepare them takes random numbers, to read them none.
+  # After the data, since preparing the data consumes random numbers.
   tf.keras.utils.set_random_seed(0)
   with strategy.scope():
     model = digits_dataset.make_model()
     keras_loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # A mean needs to know whose examples a loss averages over. tf.reduce_mean
-    # averages over the replica's own: "replica", the default of
-    # compute_gradients. A Keras loss object that is called under a strategy has
-    # divided by the number of replicas already: "global".
+    # For the mean, the optimizer has to know what the loss is averaged over.
+    # tf.reduce_mean averages over the examples of one replica: "replica", the
+    # default of compute_gradients. Under a strategy, a Keras loss object has
+    # already divided by the number of replicas: "global".
     optimizer = tf_cross_shard.CrossShardOptimizer(
       tf.keras.optimizers.Adam(0.002),
       group_assignment=groups,
       loss_averaged_over="global" if _LOSS.value == "keras" else "replica",
     )
-    # Slots are variables, and have to be there before the step is traced.
+    # Make the slots before the step is traced, because they are variables.
     optimizer.build(model.trainable_variables)
-    # For `GroupMetrics` only: the loop takes the loss below.
+    # Only `GroupMetrics` needs this. The loop uses the loss below.
     model.compile(optimizer, keras_loss, metrics=["accuracy"])
 
   def replica_step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-    """Does one replica's part of a step; returns 1 if it clipped."""
+    """Runs a step on one replica; returns 1.0 if it clipped gradients."""
 
     def loss() -> tf.Tensor:
       logits = model(images, training=True)
@@ -97,8 +104,8 @@ def main(argv: Sequence[str]) -> None:
 
     pairs = optimizer.compute_gradients(loss, model.trainable_variables)
     grads, variables = zip(*pairs, strict=True)
-    # The loss was multiplied by 1 / group_size, so that the sum over the group
-    # is a mean. The limit has to be scaled like the gradients.
+    # compute_gradients multiplied the loss by 1 / group_size, so that the sum
+    # over the group is a mean. Scale the limit like the gradients.
     limit = _CLIP_NORM.value / groups.group_size
     grads, norm = tf.clip_by_global_norm(grads, limit)
     optimizer.apply_gradients(zip(grads, variables, strict=True))
@@ -106,7 +113,7 @@ def main(argv: Sequence[str]) -> None:
 
   @tf.function
   def train_step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-    """Does one step of all replicas; returns the share that clipped."""
+    """Runs a step on all replicas; returns the share that clipped."""
     clipped = strategy.run(replica_step, (images, labels))
     return strategy.reduce("MEAN", clipped, axis=None)
 
@@ -123,7 +130,7 @@ def main(argv: Sequence[str]) -> None:
     history.on_epoch_end(epoch, logs)
     accuracies = " ".join(f"{a:.2%}" for a in history.accuracy[-1])
     print(
-      f"epoch {epoch + 1}: test accuracy of the groups {accuracies};"
+      f"epoch {epoch + 1}: test accuracy of each group {accuracies};"
       f" {clipped / steps:.0%} of the gradients clipped"
     )
   runs = {f"{_LOSS.value} loss": history}

@@ -1,17 +1,17 @@
-"""Trains on handwritten digits on several replicas, as one and in groups.
+"""Trains on handwritten digits on several replicas, without and with groups.
 
     python examples/digits.py --replicas=8 --group_size=2
 
-First all replicas sum their gradients together. Then they do so in groups of
-neighbours, in one `fit`: each group trains a model of its own on its own share
-of the data, with a learning rate of its own. Needs no download and no GPU.
+In the first run, all replicas sum their gradients together. In the second run,
+only the replicas of a group do. Each group then trains its own model, on its
+own share of the data, with its own learning rate, in the same call of `fit`.
+You need no download and no GPU.
 """
-# bazel: deps=:command_line,:digits_dataset,:group_history,:replicas
 
 import os
 
-# TensorFlow reads these when it is imported. oneDNN rounds differently from
-# machine to machine, and says so at every start.
+# TensorFlow reads these variables when it is imported. oneDNN is off because it
+# rounds differently on different machines, and prints a message about it.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
@@ -29,35 +29,37 @@ from tf_cross_shard import CrossShardOptimizer, callbacks, schedules
 from tf_cross_shard import groups as groups_lib
 
 _REPLICAS = flags.DEFINE_integer(
-  "replicas", 8, "Devices to train on.", lower_bound=1
+  "replicas", 8, "Number of devices to train on.", lower_bound=1
 )
 _GROUP_SIZE = flags.DEFINE_integer(
   "group_size",
   2,
-  "Replicas that sum together, in the second run; fewer where that many would"
-  " leave one group or not divide --replicas.",
+  "Replicas in each group of the second run. The program uses fewer if that"
+  " many would give only one group, or do not divide --replicas.",
   1,
 )
 _EPOCHS = flags.DEFINE_integer("epochs", 15, "Epochs of each run.", 1)
 _BATCH_SIZE = flags.DEFINE_integer(
-  "batch_size", 64, "Images per step, over all replicas.", 1, 1024
+  "batch_size", 64, "Images in each step, for all replicas together.", 1, 1024
 )
 _RATES = flags.DEFINE_list(
   "learning_rates",
   ["0.0005", "0.002", "0.008", "0.032"],
-  "Of Adam: one for each group, from the start again where groups are more. The"
-  " ungrouped run takes the second.",
+  "Adam's learning rates, one for each group. The list repeats if there"
+  " are more groups. The ungrouped run uses the second learning rate.",
 )
 _SHARD_UPDATE = flags.DEFINE_bool(
-  "shard_update", False, "Keep one part of Adam's state on each replica."
+  "shard_update", False, "Divide Adam's state among the replicas of a group."
 )
-_SEED = flags.DEFINE_integer("seed", 0, "Of the weights and the data's order.")
-_PICTURE = command_line.define_picture("digits.png", "File to draw into.")
+_SEED = flags.DEFINE_integer(
+  "seed", 0, "Seed of the weights and of the order of the images."
+)
+_PICTURE = command_line.define_picture("digits.png", "File for the plot.")
 _LOGS = flags.DEFINE_string(
-  "logs", None, "Folder to write the curves to, for TensorBoard."
+  "logs", None, "Folder for the learning curves, for TensorBoard."
 )
 _DATA_DIR = flags.DEFINE_string(
-  "data_dir", None, "Folder to prepare the data in; the user's cache if unset."
+  "data_dir", None, "Folder for the prepared data. Default: your cache folder."
 )
 
 
@@ -68,8 +70,8 @@ def train(
   train_data: tf.data.Dataset,
   test_data: tf.data.Dataset,
 ) -> group_history.GroupHistory:
-  """Trains one model, from the same start each time; returns its history."""
-  # After the data: to prepare them takes random numbers, to read them none.
+  """Trains from the same initial weights in each call; returns the history."""
+  # After the data, since preparing the data consumes random numbers.
   tf.keras.utils.set_random_seed(_SEED.value)
   steps = len(train_data)
   with strategy.scope():
@@ -95,8 +97,8 @@ def train(
     train_data.repeat(),  # One iterator for all epochs.
     epochs=_EPOCHS.value,
     steps_per_epoch=steps,
-    shuffle=False,  # The pipeline does it.
-    verbose=2,  # A line per epoch: each group's metrics are in it.
+    shuffle=False,  # The dataset is shuffled already.
+    verbose=2,  # One line per epoch, with the metrics of each group.
     callbacks=watching,
   )
   return history
@@ -105,41 +107,43 @@ def train(
 def conclusion(
   ungrouped: group_history.GroupHistory, grouped: group_history.GroupHistory
 ) -> str:
-  """Says what was seen, in a sentence."""
+  """Returns a summary of the two runs."""
   last = grouped.accuracy[-1]
   best = int(np.argmax(last))
   return (
     f"One job tried {len(last)} learning rates, each on 1/{len(last)} of the"
-    f" images: {grouped.names[best]} was best, {last[best]:.1%}; the groups'"
-    f" mean prediction has {grouped.ensemble[-1]:.1%}, and one model on all"
-    f" images, rate {ungrouped.names[0]}, {ungrouped.accuracy[-1][0]:.1%}."
+    f" images: {grouped.names[best]} was best, with an accuracy of"
+    f" {last[best]:.1%}. The groups' mean prediction has"
+    f" {grouped.ensemble[-1]:.1%}. One model, trained on all images with the"
+    f" learning rate {ungrouped.names[0]}, has"
+    f" {ungrouped.accuracy[-1][0]:.1%}."
   )
 
 
 def main(argv: Sequence[str]) -> None:
-  """Trains ungrouped and in groups, then prints a table and draws."""
+  """Trains without and with groups, prints a table and draws a plot."""
   if len(argv) > 1:
     raise app.UsageError(f"Unknown arguments: {argv[1:]}")
   rates = [float(rate) for rate in _RATES.value]
-  logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow tell much.
+  logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow log a lot.
   num_replicas = _REPLICAS.value
   strategy = replicas.make_strategy(num_replicas)
   runs = {"ungrouped": groups_lib.contiguous(num_replicas, num_replicas)}
   groups = replicas.choose_groups(num_replicas, _GROUP_SIZE.value)
   if groups is None:
-    print("One replica cannot be divided into groups: one run only.")
+    print("One replica cannot be divided into groups: there is only one run.")
   else:
     runs["grouped"] = groups
 
   batch_size = replicas.divisible(_BATCH_SIZE.value, num_replicas)
-  # Each run shuffles a dataset of its own, and so sees the same order.
+  # Each run has a dataset of its own, so both see the images in the same order.
   data = {
     name: digits_dataset.load(batch_size, _DATA_DIR.value, _SEED.value)
     for name in runs
   }
-  # Without it TensorFlow may idle for minutes whenever the iterator of a
-  # distributed dataset is deleted: docs/limits.md#tensorflow says why. It comes
-  # after the datasets, whose functions it would make slow.
+  # Without debug mode, TensorFlow may wait for minutes when it deletes an
+  # iterator: see docs/limits.md#tensorflow. Debug mode slows down datasets that
+  # are made later, so this comes after the datasets.
   tf.data.experimental.enable_debug_mode()
 
   histories = {}

@@ -1,6 +1,6 @@
-"""Real handwritten digits, with no download, and a model to read them.
+"""Images of handwritten digits without a download, and a model for them.
 
-scikit-learn ships the test part of UCI's "Optical Recognition of Handwritten
+scikit-learn contains the test part of UCI's "Optical Recognition of Handwritten
 Digits": 1,797 images of 8x8 pixels, written by 13 people.
 """
 
@@ -19,14 +19,14 @@ from sklearn import datasets
 NUM_CLASSES = 10
 IMAGE_SHAPE = (8, 8, 1)
 
-# Each class gives one image in five to the test split: 1433 and 364 images.
-# Counting needs no random numbers, so every machine has the same split.
+# In each class, every fifth image is in the test split: 1433 training images
+# and 364 test images. No random numbers: every machine has the same split.
 _TEST_EVERY = 5
 _LARGEST_PIXEL = 16
 
 
 class BundledDigits(tfds.core.GeneratorBasedBuilder):
-  """The digits that come with scikit-learn, split 80 : 20 in each class."""
+  """The digits of scikit-learn, split 80 : 20 in each class."""
 
   VERSION = tfds.core.Version("1.0.0")
 
@@ -65,9 +65,16 @@ def load(
   """Returns training batches and the test split as one batch.
 
   Both hold float32 images [batch, 8, 8, 1] in [0, 1] and int64 labels [batch].
-  `seed` decides the order of the training examples, another one in each epoch.
-  Call it after the logical devices are set: to prepare the files, in `data_dir`
-  or in the user's cache, initializes TensorFlow's devices.
+  Configure logical devices before you call this: preparing the files
+  initializes TensorFlow's devices.
+
+  Args:
+    batch_size: The number of training images in a batch. A smaller last batch
+      is dropped.
+    data_dir: The folder for the prepared files. None means a folder in the
+      user's cache.
+    seed: Determines the order of the training images. Each epoch has a
+      different order.
   """
   cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
   builder = _prepare(data_dir or f"{Path(cache).expanduser()}/tf_cross_shard")
@@ -75,7 +82,7 @@ def load(
     builder.as_dataset(split=split, as_supervised=True).map(_scale).cache()
     for split in ("train", "test")
   )
-  # Replicas need shares of one size, so a smaller last batch is left out.
+  # Replicas need shares of the same size, so drop a smaller last batch.
   train = train.shuffle(len(train), seed=seed)
   train = train.batch(batch_size, drop_remainder=True)
   return train, test.batch(len(test))
@@ -84,8 +91,8 @@ def load(
 def make_model() -> Any:
   """Returns a small convolutional network from images to logits.
 
-  It has no batch normalization, whose moving statistics would differ between
-  the members of a group.
+  The network has no batch normalization, because its moving statistics would
+  differ between the replicas of a group.
   """
   layers = tf.keras.layers
   return tf.keras.Sequential(
@@ -106,17 +113,18 @@ def _scale(image: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def _prepare(data_dir: str) -> tfds.core.DatasetBuilder:
-  """Returns the builder, after writing its files unless they are there."""
+  """Returns the builder; writes its files if they are missing."""
   builder = BundledDigits(data_dir=data_dir)
   if builder.data_path.exists():
     return builder
   builder.data_path.parent.mkdir(parents=True, exist_ok=True)
   tfds.disable_progress_bar()
-  # tfds names the folder that it fills by Python's global random numbers, so
-  # two processes with one seed would fill the same one. Each gets its own.
+  # tfds names its temporary folder by Python's global random numbers. Two
+  # processes with the same seed would use the same folder, so each process gets
+  # a folder of its own.
   with tempfile.TemporaryDirectory(dir=data_dir) as folder:
     fresh = BundledDigits(data_dir=folder)
-    # tfds prints "Downloading", which it does not do here.
+    # Suppress the message "Downloading": nothing is downloaded here.
     with contextlib.redirect_stdout(None):
       fresh.download_and_prepare(
         download_config=tfds.download.DownloadConfig(try_download_gcs=False)

@@ -1,5 +1,4 @@
-"""The history of each group: a Keras callback, a table and a picture."""
-# bazel: deps=:replicas
+"""The history of each group: a Keras callback, a table and a plot."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,11 +23,20 @@ _STYLE = {
 
 
 class GroupHistory(tf.keras.callbacks.Callback):
-  """Notes how each group does, and how far weights are apart.
+  """Records the accuracy of each group and how far weights differ.
 
-  It stands behind `callbacks.GroupMetrics`, whose accuracies it takes. A loop
-  without `fit` calls `set_model` and `on_epoch_end` of both. `names` are for
-  the table, one for each group.
+  Put it after `callbacks.GroupMetrics`, which computes the accuracies. In a
+  loop without `fit`, call `set_model` and `on_epoch_end` of both callbacks.
+
+  Attributes:
+    groups: The groups of replicas.
+    names: A name for each group, for the table.
+    accuracy: Test accuracy, by epoch and group.
+    ensemble: Test accuracy of the mean prediction of all groups, by epoch.
+    inside: The largest difference of a weight between the replicas of a group,
+      by epoch and group.
+    between: The largest difference of a weight between the first replicas of
+      all groups, by epoch.
   """
 
   def __init__(
@@ -37,15 +45,13 @@ class GroupHistory(tf.keras.callbacks.Callback):
     super().__init__()
     self.groups = groups
     self.names = names or [""] * groups.num_groups
-    self.accuracy: list[list[float]] = []  # [epoch][group]
-    self.ensemble: list[float] = []  # of the mean prediction, in [epoch]
-    # The largest difference of a weight: between the members of a group, in
-    # [epoch][group], and between the first members of all groups, in [epoch].
+    self.accuracy: list[list[float]] = []
+    self.ensemble: list[float] = []
     self.inside: list[list[float]] = []
     self.between: list[float] = []
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-    """Takes the accuracies, and compares the groups' weights."""
+    """Records the accuracies, and compares the weights of all replicas."""
     self.accuracy.append(
       [logs[f"val_accuracy/group_{i}"] for i in range(self.groups.num_groups)]
     )
@@ -61,7 +67,7 @@ class GroupHistory(tf.keras.callbacks.Callback):
 
 
 def table(runs: Mapping[str, GroupHistory]) -> str:
-  """Returns one line per run and group, as of the last epoch."""
+  """Returns a table of the last epoch, with a line for each run and group."""
   rows = [
     ["", "", "", "", "test", "weights differ", "weights differ"],
     ["run", "group", "replicas", "learning rate", "accuracy"]
@@ -87,7 +93,7 @@ def table(runs: Mapping[str, GroupHistory]) -> str:
 
 
 def draw(runs: Mapping[str, GroupHistory], path: str) -> None:
-  """Draws test accuracy, and how groups differ, over the epochs into a PNG."""
+  """Draws a PNG of test accuracy and of the groups' differences by epoch."""
   several = [run for run in runs.values() if run.groups.num_groups > 1]
   columns = 2 if several else 1
   with plt.rc_context(_STYLE):
@@ -98,17 +104,17 @@ def draw(runs: Mapping[str, GroupHistory], path: str) -> None:
       _draw_accuracy(axes[0], name, run)
     axes[0].set(title="Each group's own weights on the test images")
     axes[0].set(xlabel="epoch", ylabel="accuracy (%)")
-    # The first epochs would press everything else against the top.
+    # Leave out the first epochs: their low values would compress all others.
     late = [run.accuracy[len(run.accuracy) // 4 :] for run in runs.values()]
     lowest = 100 * min(map(np.min, late))
-    # With room for the legend.
+    # Leave room for the legend.
     axes[0].set_ylim(np.floor(max(lowest, 70.0)) - 12, 100.5)
     axes[0].legend(loc="lower right")
     for run in several[:1]:
       for label, values, color in (
         ("between groups", run.between, _COLORS[3]),
         ("inside a group", np.max(run.inside, axis=1), "#333333"),
-      ):  # All groups began with equal weights.
+      ):  # Before the first epoch, all groups have equal weights.
         axes[1].plot([0.0, *values], "o-", color=color, label=label)
       axes[1].set(title="Groups drift apart, members stay equal")
       axes[1].set(xlabel="epoch", ylabel="largest difference of a weight")
@@ -118,7 +124,11 @@ def draw(runs: Mapping[str, GroupHistory], path: str) -> None:
 
 
 def _draw_accuracy(axes: Any, name: str, run: GroupHistory) -> None:
-  """Draws one line per group; what is of all replicas is broad, or dashed."""
+  """Draws a line for each group.
+
+  A run without groups has one broad line. The mean prediction of all groups has
+  a dashed line.
+  """
   percents = 100 * np.array(run.accuracy)  # [epoch, group]
   epochs = range(1, len(percents) + 1)
   for group, members in enumerate(run.groups):

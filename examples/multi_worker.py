@@ -3,21 +3,24 @@
     python examples/multi_worker.py --workers=2
     python examples/multi_worker.py --workers=4 --groups=2 --wire_dtype=bfloat16
 
-This starts that many workers on this machine. Each line that a worker prints
-begins with its number, as in `[worker 1]`. Where TF_CONFIG is set or srun is
-the caller, the process is one worker of a cluster instead, and `--workers` is
-ignored: docs/multi_worker.md says how to start those.
+These commands start several workers on this machine. Each line that a worker
+prints begins with the number of the worker, such as `[worker 1]`. If TF_CONFIG
+is set, or if srun starts the program, the process is one worker of a cluster,
+and `--workers` has no effect. See docs/multi_worker.md for how to start it.
 
-The table shows a digest of each replica's weights: members of a group have the
-same one, to the bit. With `--backup=FOLDER` a killed worker costs one epoch at
-most: the others end with an error that names it, and the same command goes on
-from the last epoch that all have saved, to the digests of an undisturbed run.
+At the end, a table shows a digest of the weights of each replica. The replicas
+of a group have equal digests, because their weights are equal to the bit.
+
+With `--backup=FOLDER`, a killed worker costs at most one epoch. The other
+workers end with an error that names the killed worker. The same command then
+resumes from the last epoch that all workers have saved, and ends with the
+digests of an uninterrupted run.
 """
-# bazel: deps=:command_line,:digits_dataset,:replicas
 
 import os
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # Before the imports.
+# TensorFlow reads these variables when it is imported.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 import hashlib
@@ -38,59 +41,62 @@ from absl import app, flags, logging
 import tf_cross_shard
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import multi_worker
-from tf_cross_shard.multi_worker import launch
+from tf_cross_shard_cli import launch
 
 mpl.use("Agg")  # Draws into files: no screen is needed.
 from matplotlib import pyplot as plt
 
-_WORKERS = flags.DEFINE_integer("workers", 2, "Processes to start here.", 1)
-_GROUPS = flags.DEFINE_integer("groups", 1, "Groups to train apart.", 1)
+_WORKERS = flags.DEFINE_integer("workers", 2, "Workers on this machine.", 1)
+_GROUPS = flags.DEFINE_integer("groups", 1, "Number of groups.", 1)
 _WIRE_DTYPE = flags.DEFINE_enum(
   "wire_dtype",
   None,
-  ["bfloat16", "float16", "int8"],
-  "What gradients travel in.",
+  ["bfloat16", "float16"],
+  "Dtype in which workers send gradients. Default: the dtype of the gradients.",
 )
-_EPOCHS = flags.DEFINE_integer("epochs", 15, "Times to see all images.", 1)
+_EPOCHS = flags.DEFINE_integer("epochs", 15, "Number of epochs.", 1)
 _BATCH_SIZE = flags.DEFINE_integer(
-  "batch_size", 48, "Images per step, over all replicas.", 1, 1024
+  "batch_size", 48, "Images in each step, for all replicas together.", 1, 1024
 )
 _BACKUP = flags.DEFINE_string(
-  "backup", None, "Folder to save each epoch in, and to resume from."
+  "backup", None, "Folder for a backup after each epoch, to resume from."
 )
-_PICTURE = command_line.define_picture("multi_worker.png", "To draw into.")
-_SEED = flags.DEFINE_integer("seed", 0, "Of the weights and the data's order.")
+_PICTURE = command_line.define_picture("multi_worker.png", "File for the plot.")
+_SEED = flags.DEFINE_integer(
+  "seed", 0, "Seed of the weights and of the order of the images."
+)
 _DATA_DIR = flags.DEFINE_string(
-  "data_dir", None, "Folder to prepare the data in; the user's cache if unset."
+  "data_dir", None, "Folder for the prepared data. Default: your cache folder."
 )
 
 
 def slurm_resolver() -> Any:
-  """Returns the workers that srun started, on CPUs.
+  """Returns a resolver of the workers that srun started, on CPUs.
 
-  TensorFlow's resolver asks nvidia-smi for GPUs and fails where there are none.
-  Here it is given one per task, and only its cluster is used.
+  TensorFlow's resolver asks nvidia-smi for GPUs and fails if there is none. So
+  this function tells it that each task has a GPU, and uses only the addresses
+  that it finds.
   """
   resolvers = tf.distribute.cluster_resolver
   slurm = resolvers.SlurmClusterResolver(
     gpus_per_node=int(os.environ["SLURM_STEP_NUM_TASKS"]),
     gpus_per_task=1,
     auto_set_gpu=False,
-    # Two jobs may share a machine.
+    # Each job has its own ports, because two jobs may share a machine.
     port_base=10000 + int(os.environ.get("SLURM_JOB_ID", 0)) % 20000,
   )
-  cluster = slurm.cluster_spec()  # Sets the task, too.
+  cluster = slurm.cluster_spec()  # This also sets task_type and task_id.
   return resolvers.SimpleClusterResolver(
     cluster, "", slurm.task_type, slurm.task_id, rpc_layer="grpc"
   )
 
 
 def batches(images: Any, labels: Any, optimizer: Any) -> tf.data.Dataset:
-  """Returns endless batches for `fit`, each epoch in an order of its own.
+  """Returns endless batches for `fit`, in a new order in each epoch.
 
-  The order depends on the seed and the epoch only, and the first epoch is the
-  one that the optimizer is in when `fit` asks for the first batch. So a resumed
-  run sees the batches of an undisturbed one.
+  The order depends only on the seed and the epoch. The dataset starts with the
+  epoch that the optimizer has reached when `fit` asks for the first batch. So a
+  resumed run sees the same batches as an uninterrupted run.
   """
   steps = len(labels) // _BATCH_SIZE.value
 
@@ -104,7 +110,7 @@ def batches(images: Any, labels: Any, optimizer: Any) -> tf.data.Dataset:
   )
   data = indices.unbatch().batch(_BATCH_SIZE.value, drop_remainder=True)
   data = data.map(lambda rows: [tf.gather(x, rows) for x in (images, labels)])
-  # Each worker makes all batches and takes its own part of each.
+  # Each worker makes all batches and uses its own part of each batch.
   options = tf.data.Options()
   options.experimental_distribute.auto_shard_policy = (
     tf.data.experimental.AutoShardPolicy.DATA
@@ -113,25 +119,29 @@ def batches(images: Any, labels: Any, optimizer: Any) -> tf.data.Dataset:
 
 
 def check_flags(num_replicas: int) -> None:
-  """Raises an error unless groups and batches fit the replicas."""
+  """Raises an error unless groups and batches divide among the replicas."""
   if num_replicas % _GROUPS.value or _BATCH_SIZE.value % num_replicas:
     raise app.UsageError(
       f"--groups must divide {num_replicas}, the replicas of all workers, and"
-      f" these --batch_size; got {_GROUPS.value} and {_BATCH_SIZE.value}."
+      f" {num_replicas} must divide --batch_size; got {_GROUPS.value} and"
+      f" {_BATCH_SIZE.value}."
     )
 
 
 def train(resolver: Any = None) -> None:
-  """Trains as one worker; the first one prints the results of all and draws."""
+  """Trains as one worker.
+
+  The first worker prints the results of all workers and draws a plot.
+  """
   strategy = multi_worker.MultiWorkerStrategy(resolver)
   num_replicas = strategy.num_replicas_in_sync
   check_flags(num_replicas)
   groups = groups_lib.contiguous(num_replicas, num_replicas // _GROUPS.value)
-  is_first = strategy.extended.should_checkpoint  # The first worker.
+  is_first = strategy.extended.should_checkpoint  # Only the first worker.
 
   train_data, test_data = digits_dataset.load(1, _DATA_DIR.value, _SEED.value)
   images, labels = next(iter(train_data.unbatch().batch(len(train_data))))
-  # After the data: to prepare them takes random numbers, to read them none.
+  # After the data, since preparing the data consumes random numbers.
   tf.keras.utils.set_random_seed(_SEED.value)
   tf.config.experimental.enable_op_determinism()
   with strategy.scope():
@@ -154,12 +164,13 @@ def train(resolver: Any = None) -> None:
       batches(images, labels, optimizer),
       epochs=_EPOCHS.value,
       steps_per_epoch=len(labels) // _BATCH_SIZE.value,
-      shuffle=False,  # The batches are.
+      shuffle=False,  # The dataset is shuffled already.
       verbose=2 if is_first else 0,
       callbacks=callbacks,
     )
   seconds = time.perf_counter() - start
-  rows = report(model, groups, test_data, seconds)  # All workers take part.
+  # All workers call `report`, because it collects their weights.
+  rows = report(model, groups, test_data, seconds)
   if is_first:
     print(f"\n{groups.draw()}\n\n" + "\n".join(rows), flush=True)
     plt.plot(history.epoch, history.history.get("accuracy", []))
@@ -171,12 +182,13 @@ def train(resolver: Any = None) -> None:
 def report(
   model: Any, groups: groups_lib.Groups, test: tf.data.Dataset, seconds: float
 ) -> list[str]:
-  """Returns each replica's test accuracy and a digest of its weights, as text.
+  """Returns a table with test accuracy and a digest of weights by replica.
 
-  Weights of other workers are sent; `evaluate` would mix the groups.
+  It collects the weights of all workers. Keras' `evaluate` would mix groups.
   """
   [(images, labels)] = test
-  twin = digits_dataset.make_model()  # Outside the scope: of this process.
+  # Outside the scope of the strategy, so the model belongs to this process.
+  twin = digits_dataset.make_model()
   rows = ["replica  group  test accuracy  seconds  digest of the weights"]
   for replica, weights in enumerate(replicas.weights_of_replicas(model)):
     twin.set_weights(weights)
@@ -191,16 +203,17 @@ def report(
 
 
 def main(argv: Sequence[str]) -> None:
-  """Is one worker, or starts all."""
+  """Runs one worker, or starts all workers."""
   if len(argv) > 1:
     raise app.UsageError(f"Unknown arguments: {argv[1:]}")
-  logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow tell much.
+  logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow log a lot.
   if "TF_CONFIG" in os.environ:
     train()
   elif "SLURM_STEP_NUM_TASKS" in os.environ:
     train(slurm_resolver())
   else:
-    # Checked here, it is said once. A worker has all GPUs, or one CPU.
+    # Check here, so that a mistake is reported once and not by each worker. A
+    # worker has all GPUs, or one CPU.
     gpus = len(tf.config.list_physical_devices("GPU"))
     check_flags(_WORKERS.value * max(1, gpus))
     sys.exit(

@@ -1,10 +1,10 @@
-"""Optuna asks for settings; four groups of one `fit` try them on digits.
+"""Runs an Optuna hyperparameter search on digits, four trials at a time.
 
     python examples/optuna_trials.py --rounds=4
 
-Each round trains four trials side by side, and tells Optuna what they came to.
+In each round, Optuna suggests the settings of four trials. Four groups train
+them in one `fit`. Then Optuna gets the accuracy of each trial.
 """
-# bazel: deps=:command_line,:digits_dataset,:replicas
 
 import tempfile
 from collections.abc import Sequence
@@ -18,13 +18,17 @@ from absl import flags, logging
 
 from tf_cross_shard import CrossShardOptimizer, callbacks, groups, trials
 
-_ROUNDS = flags.DEFINE_integer("rounds", 4, "How often to ask for four.", 1)
-_EPOCHS = flags.DEFINE_integer("epochs", 4, "Of each trial.", 1)
-_DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder for the data.")
+_ROUNDS = flags.DEFINE_integer(
+  "rounds", 4, "Number of rounds, with four trials each.", 1
+)
+_EPOCHS = flags.DEFINE_integer("epochs", 4, "Epochs of each trial.", 1)
+_DATA_DIR = flags.DEFINE_string(
+  "data_dir", None, "Folder for the prepared data."
+)
 
 
 def ask(study: optuna.Study) -> tuple[optuna.Trial, dict[str, float]]:
-  """Returns a trial of Optuna's, and its settings."""
+  """Asks Optuna for a trial; returns the trial and its settings."""
   trial = study.ask()
   return trial, {
     "learning_rate": trial.suggest_float("learning_rate", 1e-4, 1.0, log=True),
@@ -33,12 +37,13 @@ def ask(study: optuna.Study) -> tuple[optuna.Trial, dict[str, float]]:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Asks, trains and tells; prints each round's best."""
-  logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow tell much.
+  """Runs all rounds; prints the best trial after each round."""
+  logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow log a lot.
   optuna.logging.set_verbosity(optuna.logging.WARNING)
   strategy, four = replicas.make_strategy(4), groups.singletons(4)
   train, test = digits_dataset.load(128, _DATA_DIR.value)
-  tf.data.experimental.enable_debug_mode()  # Else it may idle: docs/limits.md.
+  # Without debug mode, TensorFlow may wait for minutes: see docs/limits.md.
+  tf.data.experimental.enable_debug_mode()
   sampler = optuna.samplers.TPESampler(n_startup_trials=4, seed=0)
   study = optuna.create_study(direction="maximize", sampler=sampler)
   for number in range(_ROUNDS.value):
@@ -55,7 +60,7 @@ def main(argv: Sequence[str]) -> None:
       epochs = _EPOCHS.value
       halving = callbacks.Halving(table, folder, "val_accuracy", epochs=epochs)
       judges = [callbacks.GroupMetrics(test, ensemble=False), halving]
-      options = {"shuffle": False, "verbose": 0}  # The pipeline does it.
+      options = {"shuffle": False, "verbose": 0}  # The dataset is shuffled.
       model.fit(train, epochs=epochs, callbacks=judges, **options)
     for (trial, _), result in zip(asked, table, strict=True):
       study.tell(trial, result.best)

@@ -1,11 +1,11 @@
-"""Trains a population on handwritten digits: four learning rates, one `fit`.
+"""Runs population-based training on handwritten digits in one `fit`.
 
     python examples/population.py --epochs=12 --every=3
 
-Each replica is a group with a learning rate of its own. Every few epochs the
-worst group goes on from the best one's weights, with its rate times a factor.
+Each of four replicas is a group with its own learning rate. Every few epochs,
+the worst group copies the weights of the best group, and takes the learning
+rate of the best group times a factor.
 """
-# bazel: deps=:command_line,:digits_dataset,:replicas
 
 from collections.abc import Sequence
 
@@ -18,17 +18,22 @@ from absl import flags, logging
 from tf_cross_shard import CrossShardOptimizer, callbacks, groups, schedules
 
 RATES = [0.03, 0.01, 0.003, 0.0001]
-_EPOCHS = flags.DEFINE_integer("epochs", 12, "Times to see all images.", 1)
-_EVERY = flags.DEFINE_integer("every", 3, "Epochs from copy to copy.", 1)
-_DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder for the data.")
+_EPOCHS = flags.DEFINE_integer("epochs", 12, "Number of epochs.", 1)
+_EVERY = flags.DEFINE_integer(
+  "every", 3, "Number of epochs between two copies.", 1
+)
+_DATA_DIR = flags.DEFINE_string(
+  "data_dir", None, "Folder for the prepared data."
+)
 
 
 def main(argv: Sequence[str]) -> None:
-  """Trains, and prints who copied whom."""
-  logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow tell much.
+  """Trains; prints which group copied which, and all accuracies."""
+  logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow log a lot.
   strategy = replicas.make_strategy(len(RATES))
   train, test = digits_dataset.load(128, _DATA_DIR.value)
-  tf.data.experimental.enable_debug_mode()  # Else it may idle: docs/limits.md.
+  # Without debug mode, TensorFlow may wait for minutes: see docs/limits.md.
+  tf.data.experimental.enable_debug_mode()
   tf.keras.utils.set_random_seed(0)
   with strategy.scope():
     model = digits_dataset.make_model()
@@ -42,9 +47,11 @@ def main(argv: Sequence[str]) -> None:
   logs = model.fit(train, epochs=_EPOCHS.value, **options).history
   for copy in population.copied:
     epoch, source, target, rate = copy.values()
-    print(f"Epoch {epoch + 1}: group {target} goes on from group {source}.")
+    print(f"Epoch {epoch + 1}: group {target} copies group {source}.")
   for i, rate in enumerate(population.learning_rates):
-    print(f"rate {rate:.4f}: {logs[f'val_accuracy/group_{i}'][-1]:.2%}")
+    print(
+      f"learning rate {rate:.4f}: {logs[f'val_accuracy/group_{i}'][-1]:.2%}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
-"""Trains a recommender of two towers, and updates its tables by rows.
+"""Trains a two-tower recommender, and updates its embedding tables by rows.
 
     python examples/recommender.py
     python examples/recommender.py --replicas=4 --groups=2 --nolazy_rows
 
-A query and an item are vectors, rows of two tables; a click says that theirs
-have a large product. The other items of a batch are what was not clicked. The
-data are MovieLens where TensorFlow Datasets has prepared it, else clicks made
-here: items follow a power law, and a query clicks on those of its own kind.
+Each query and each item has a vector, which is a row of an embedding table. The
+model learns that the vectors of a clicked pair have a large product. The other
+items of the batch count as not clicked.
+
+If TensorFlow Datasets has prepared MovieLens, the program uses it. Otherwise,
+it generates clicks: the popularity of items follows a power law, and a query
+clicks on items of its own kind.
 """
-# bazel: deps=:command_line,:replicas
 
 import os
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # Before the imports.
+# TensorFlow reads these variables when it is imported.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 import time
@@ -32,27 +35,34 @@ from tf_cross_shard import CrossShardOptimizer, groups, layers, replica_state
 mpl.use("Agg")  # Draws into files: no screen is needed.
 from matplotlib import pyplot as plt
 
-_REPLICAS = flags.DEFINE_integer("replicas", 1, "Devices to train on.", 1)
-_GROUPS = flags.DEFINE_integer("groups", 1, "Models; divides replicas.", 1)
-_LAZY = flags.DEFINE_bool("lazy_rows", True, "Adam by rows; else of all rows.")
-_ITEMS = flags.DEFINE_integer("items", 100_000, "Of the clicks made here.", 10)
-_EPOCHS = flags.DEFINE_integer("epochs", 4, "Times to see all clicks.", 2)
+_REPLICAS = flags.DEFINE_integer("replicas", 1, "Number of devices.", 1)
+_GROUPS = flags.DEFINE_integer("groups", 1, "Groups; divides --replicas.", 1)
+_LAZY = flags.DEFINE_bool(
+  "lazy_rows", True, "Let Adam update only the rows of a batch."
+)
+_ITEMS = flags.DEFINE_integer(
+  "items", 100_000, "Number of generated items.", 10
+)
+_EPOCHS = flags.DEFINE_integer("epochs", 4, "Number of epochs.", 2)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 512, "Clicks per step.", 1)
-_PICTURE = command_line.define_picture("recommender.png", "File to draw into.")
+_PICTURE = command_line.define_picture("recommender.png", "File for the plot.")
 _DATA_DIR = flags.DEFINE_string(
-  "data_dir", None, "TensorFlow Datasets' folder."
+  "data_dir", None, "Folder of TensorFlow Datasets."
 )
 
 WIDTH, K, KINDS = 64, 10, 50
 
 
 def load() -> tuple[np.ndarray, int, int]:
-  """Returns clicks [n, 2], query and item, and how many there are of both."""
+  """Returns clicks [n, 2], the number of queries and the number of items.
+
+  A click is the number of a query and the number of an item.
+  """
   try:
     builder = tfds.builder("movielens/100k-ratings", data_dir=_DATA_DIR.value)
     [ratings] = tfds.as_numpy(builder.as_dataset("train").batch(1_000_000))
-  except (AssertionError, OSError):  # Not prepared: nothing is downloaded.
-    print("MovieLens is not there: clicks are made, with a fixed seed.")
+  except (AssertionError, OSError):  # MovieLens is not prepared.
+    print("No MovieLens found: generating clicks with a fixed seed.")
     rng = np.random.default_rng(0)
     queries = rng.integers(0, _ITEMS.value // 10, 60_000)
     ranks = (_ITEMS.value // KINDS) ** rng.random(len(queries))
@@ -64,16 +74,16 @@ def load() -> tuple[np.ndarray, int, int]:
 
 
 class Embedding(tf.keras.layers.Embedding):
-  """Keras' layer, but that it reads only rows that occur."""
+  """Keras' layer, except that it reads only the rows of the batch."""
 
   def call(self, ids: Any) -> Any:
     """Returns the rows of the ids."""
-    # Keras tries models with numbers of any dtype before it fits them.
+    # Before it trains, Keras calls the model with inputs of other dtypes.
     return layers.embedding_lookup(self.embeddings, tf.cast(ids, tf.int32))
 
 
 class TwoTowers(tf.keras.Model):
-  """Products of each query of a batch with each item of it, as logits."""
+  """Multiplies each query of a batch with each item of the batch."""
 
   def __init__(self, queries: int, items: int, layer: type[Any]) -> None:
     super().__init__()
@@ -81,13 +91,13 @@ class TwoTowers(tf.keras.Model):
     self.dense = tf.keras.layers.Dense(WIDTH)
 
   def call(self, clicks: tf.Tensor) -> tf.Tensor:
-    """Returns logits, [batch, batch]."""
+    """Returns logits [batch, batch], one row for each query."""
     query = self.dense(self.queries(clicks[:, 0]))
     return tf.matmul(query, self.items(clicks[:, 1]), transpose_b=True)
 
 
 def in_batch_softmax(_: Any, logits: tf.Tensor) -> tf.Tensor:
-  """Returns a loss for each query, whose own item is in its own column."""
+  """Returns the loss of each query. Item i is the label of query i."""
   return tf.nn.sparse_softmax_cross_entropy_with_logits(
     tf.range(tf.shape(logits)[0]), logits
   )
@@ -96,7 +106,17 @@ def in_batch_softmax(_: Any, logits: tf.Tensor) -> tf.Tensor:
 def train(
   strategy: tf.distribute.Strategy, sizes: Sequence[int], data: Any, ours: bool
 ) -> tuple[TwoTowers, list[float], float]:
-  """Returns the model, its loss by epoch, and milliseconds per step."""
+  """Trains a model.
+
+  Args:
+    strategy: The strategy to train under.
+    sizes: The number of queries and the number of items.
+    data: The batches of an epoch.
+    ours: Whether to use this package, or plain Keras.
+
+  Returns:
+    The model, the loss of each epoch, and the milliseconds of a step.
+  """
   tf.keras.utils.set_random_seed(0)
   count = strategy.num_replicas_in_sync
   with strategy.scope():
@@ -117,16 +137,20 @@ def train(
     data.repeat(),
     epochs=_EPOCHS.value,
     steps_per_epoch=len(data),
-    shuffle=False,  # The pipeline does it.
+    shuffle=False,  # The dataset is shuffled already.
     callbacks=[timer],
     verbose=0,
   )
-  seconds = float(np.median(np.diff(ends)))  # The first epoch traces.
+  # `diff` leaves out the first epoch, in which TensorFlow traces the step.
+  seconds = float(np.median(np.diff(ends)))
   return model, history.history["loss"], 1e3 * seconds / len(data)
 
 
 def recall(model: TwoTowers, clicks: np.ndarray) -> list[float]:
-  """Returns each replica's share of clicks on one of its first K items."""
+  """Returns recall@K for each replica.
+
+  This is the share of clicks whose item is among the first K for its query.
+  """
   tables = model.queries.embeddings, model.items.embeddings
   copies = map(replica_state.values, [*tables, *model.dense.weights])
   shares = []
@@ -138,10 +162,10 @@ def recall(model: TwoTowers, clicks: np.ndarray) -> list[float]:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Trains plain Keras and ours, prints and draws."""
+  """Trains with plain Keras and with this package, prints, draws a plot."""
   if len(argv) > 1:
     raise app.UsageError(f"Unknown arguments: {argv[1:]}")
-  logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow tell much.
+  logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow log a lot.
   strategy = replicas.make_strategy(_REPLICAS.value)
   clicks, *sizes = load()
   clicks = np.random.default_rng(1).permutation(clicks)
@@ -149,8 +173,9 @@ def main(argv: Sequence[str]) -> None:
   size = replicas.divisible(_BATCH_SIZE.value, _REPLICAS.value)
   data = tf.data.Dataset.from_tensor_slices((clicks, np.zeros(len(clicks))))
   data = data.shuffle(len(clicks), seed=0).batch(size, drop_remainder=True)
-  # After the datasets, whose functions it would make slow. Without it
-  # TensorFlow may idle when it deletes iterators: docs/limits.md#tensorflow.
+  # Without debug mode, TensorFlow may wait for minutes when it deletes an
+  # iterator: see docs/limits.md#tensorflow. Debug mode slows down datasets that
+  # are made later, so this comes after the datasets.
   tf.data.experimental.enable_debug_mode()
   print(f"{len(clicks):,} clicks of {sizes[0]:,} queries on {sizes[1]:,} items")
   step = _REPLICAS.value // _GROUPS.value
@@ -163,7 +188,7 @@ def main(argv: Sequence[str]) -> None:
     medians.append(milliseconds)
     print(
       f"{name}: recall@{K} {found}; {milliseconds:.1f} ms a step,"
-      f" {milliseconds / medians[0]:.2f} of plain Keras"
+      f" {milliseconds / medians[0]:.2f} times plain Keras"
     )
     label = f"{name}, {milliseconds:.1f} ms a step"
     axes.plot(range(1, len(losses) + 1), losses, "o-", label=label)

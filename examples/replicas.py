@@ -1,4 +1,4 @@
-"""Replicas to train on, groups of them, and each replica's own weights."""
+"""Devices to train on, groups of replicas, and the weights of each replica."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from tf_cross_shard import replica_state
 
 
 def make_strategy(num_replicas: int) -> tf.distribute.Strategy:
-  """Returns a strategy over GPUs if there are enough, else over logical CPUs.
+  """Returns a strategy over GPUs if there are enough, or over logical CPUs.
 
-  Call it before anything else of TensorFlow runs: its devices are fixed from
-  the first operation on.
+  Call this before any other TensorFlow operation: the first operation fixes the
+  devices.
   """
   if len(tf.config.list_physical_devices("GPU")) >= num_replicas:
     kind = "GPU"
@@ -32,10 +32,10 @@ def make_strategy(num_replicas: int) -> tf.distribute.Strategy:
 def choose_groups(
   num_replicas: int, group_size: int
 ) -> groups_lib.Groups | None:
-  """Returns at least two groups of neighbours; None for one replica.
+  """Returns at least two groups of neighbors, or None for one replica.
 
-  Groups have one size, which divides `num_replicas` and is at most
-  `group_size`: of 3 replicas each is a group of its own.
+  The size of the groups is the largest divisor of `num_replicas` that is at
+  most `group_size`. With 3 replicas, for example, each replica is a group.
   """
   if num_replicas == 1:
     return None
@@ -46,14 +46,17 @@ def choose_groups(
 
 
 def divisible(batch_size: int, num_replicas: int) -> int:
-  """Returns the largest batch up to `batch_size` that replicas share evenly."""
+  """Returns the largest multiple of `num_replicas` up to `batch_size`.
+
+  The result is at least `num_replicas`.
+  """
   return max(1, batch_size // num_replicas) * num_replicas
 
 
 def weights_of_replicas(model: Any) -> list[list[np.ndarray]]:
-  """Returns one list per replica, as `set_weights` takes it.
+  """Returns the weights of each replica, as a list for `set_weights`.
 
-  `model.get_weights()` and `variable.numpy()` read replica 0 only.
+  `model.get_weights()` and `variable.numpy()` read only replica 0.
   """
   copies = [replica_state.values(weight) for weight in model.weights]
   return [list(of_replica) for of_replica in zip(*copies, strict=True)]

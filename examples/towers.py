@@ -3,15 +3,16 @@
     python examples/towers.py --towers=4
     python examples/towers.py --towers=1    # ends with the same losses
 
-Towers are copies of one function in one program, with one set of variables,
-as tf.contrib.estimator.replicate_model_fn made them. They take all GPUs of the
-machine or, without any, one CPU as so many logical devices.
+Towers are copies of a model function in one program. They share one set of
+variables, like the towers of tf.contrib.estimator.replicate_model_fn. They run
+on all GPUs of the machine. If there is no GPU, they run on logical devices of
+the CPU.
 """
-# bazel: deps=:command_line,:digits_dataset,:replicas
 
 import os
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # Before the imports.
+# TensorFlow reads these variables when it is imported.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 from collections.abc import Sequence
@@ -29,17 +30,23 @@ import tf_cross_shard
 mpl.use("Agg")  # Draws into files: no screen is needed.
 from matplotlib import pyplot as plt
 
-_TOWERS = flags.DEFINE_integer("towers", 4, "Without GPUs: logical CPUs.", 1)
-_EPOCHS = flags.DEFINE_integer("epochs", 15, "Times to see all images.", 1)
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Of all towers.", 1, 1024)
-_DATA_DIR = flags.DEFINE_string(
-  "data_dir", None, "Folder to prepare the data in; the user's cache if unset."
+_TOWERS = flags.DEFINE_integer(
+  "towers", 4, "Number of logical CPUs, if there is no GPU.", 1
 )
-_PICTURE = command_line.define_picture("towers.png", "To draw losses into.")
+_EPOCHS = flags.DEFINE_integer("epochs", 15, "Number of epochs.", 1)
+_BATCH_SIZE = flags.DEFINE_integer(
+  "batch_size", 64, "Images in each step.", 1, 1024
+)
+_DATA_DIR = flags.DEFINE_string(
+  "data_dir", None, "Folder for the prepared data. Default: your cache folder."
+)
+_PICTURE = command_line.define_picture(
+  "towers.png", "File for the plot of losses."
+)
 
 
 def make_model() -> Any:
-  """Returns a network without dropout: one tower or four learn the same."""
+  """Returns a network without dropout: any number of towers learns the same."""
   layers = tf.keras.layers
   return tf.keras.Sequential(
     [
@@ -53,10 +60,10 @@ def make_model() -> Any:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Trains, evaluates after each epoch, and draws."""
+  """Trains, evaluates after each epoch, and draws the losses."""
   if len(argv) > 1:
     raise app.UsageError(f"Unknown arguments: {argv[1:]}")
-  logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow tell much.
+  logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow log a lot.
   tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0],
     [tf.config.LogicalDeviceConfiguration()] * _TOWERS.value,
@@ -70,7 +77,7 @@ def main(argv: Sequence[str]) -> None:
   def model_fn(
     features: tf.Tensor, labels: tf.Tensor, mode: str
   ) -> tf_cross_shard.TowerSpec:
-    """Does one tower's part of a step, on its share of the batch."""
+    """Runs a step of one tower on its share of the batch."""
     logits = model(features, training=mode == "train")
     loss = tf.reduce_mean(
       tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
@@ -81,19 +88,20 @@ def main(argv: Sequence[str]) -> None:
     accuracy.update_state(labels, logits)
     return tf_cross_shard.TowerSpec(mode, loss, metrics={"accuracy": accuracy})
 
-  # A mean over towers of means over their shares is the mean over the batch.
+  # The shares have equal sizes. So the mean of the towers' means is the mean
+  # over the batch.
   replicated = tf_cross_shard.replicate_model_fn(model_fn, "mean")
   towers = len(replicated.devices)
   print(f"{towers} towers on {', '.join(replicated.devices)}")
 
   @tf.function
   def train_step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-    """Does one step of all towers, at the same time; returns the loss."""
+    """Runs a step of all towers at the same time; returns the loss."""
     return replicated(images, labels, "train").loss
 
   @tf.function
   def evaluate(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-    """Returns the accuracy over all towers."""
+    """Returns the accuracy on the examples of all towers."""
     return replicated(images, labels, "eval").metrics["accuracy"]
 
   train_data, test_data = digits_dataset.load(

@@ -1,12 +1,12 @@
-"""Tries 16 settings on handwritten digits in four groups, by halving.
+"""Searches 16 settings on handwritten digits in four groups, by halving.
 
     python examples/trials_of_digits.py --folder=trials
 
-All are trained for three epochs, the best half for six, the best four for
-twelve. The table and the winner are in the folder, and TensorBoard's curves in
-`board`. Stopped at any moment, the same line goes on.
+All trials are trained for three epochs, the best half for six epochs, and the
+best four for twelve epochs. Afterwards, the folder contains the table, the best
+model, and the learning curves for TensorBoard (in `board`). If you stop the
+program, start it again with the same command: it continues where it was.
 """
-# bazel: deps=:command_line,:digits_dataset,:replicas
 
 import itertools
 from collections.abc import Sequence
@@ -26,18 +26,21 @@ SETTINGS = [
     [0.1, 0.01, 0.003, 0.0003], [0.004, 0.1], [0.0, 0.1]
   )
 ]
-_FOLDER = flags.DEFINE_string("folder", "trials", "Folder for what comes out.")
-_EPOCHS = flags.DEFINE_integer("epochs", 12, "Of the last trials.", 4)
-_DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder for the data.")
+_FOLDER = flags.DEFINE_string("folder", "trials", "Folder for the results.")
+_EPOCHS = flags.DEFINE_integer("epochs", 12, "Epochs of the best trials.", 4)
+_DATA_DIR = flags.DEFINE_string(
+  "data_dir", None, "Folder for the prepared data."
+)
 
 
 def main(argv: Sequence[str]) -> None:
-  """Trains all trials, prints the table, and saves the winner."""
-  logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow tell much.
+  """Trains all trials, prints the table, and saves the best model."""
+  logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow log a lot.
   four, folder = groups.singletons(4), _FOLDER.value
   strategy = replicas.make_strategy(4)
   train, test = digits_dataset.load(128, _DATA_DIR.value)
-  tf.data.experimental.enable_debug_mode()  # Else it may idle: docs/limits.md.
+  # Without debug mode, TensorFlow may wait for minutes: see docs/limits.md.
+  tf.data.experimental.enable_debug_mode()
   tf.keras.utils.set_random_seed(0)
   with strategy.scope():
     table = trials.Table(SETTINGS, four)
@@ -66,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
   model.fit(
     train,
     epochs=halving.total_epochs,
-    shuffle=False,  # The pipeline does it.
+    shuffle=False,  # The dataset is shuffled already.
     verbose=0,
     callbacks=[*judges, callbacks.BackupAndRestore(f"{folder}/backup")],
   )

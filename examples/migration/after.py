@@ -1,18 +1,18 @@
-"""`before.py` in TensorFlow 2: goes on where its checkpoint ends.
+"""Continues the training of `before.py` in TensorFlow 2.
 
     python examples/migration/before.py --folder=/tmp/digits --steps=30
     python examples/migration/after.py --folder=/tmp/digits --steps=60
 
-At the end `before.py` goes on from a copy of its checkpoint, and the losses are
-compared: they are the same but for rounding, and the last line says so.
-`--strategy=tpu` is for a TPU; the others run anywhere. What became of what:
+At the end, this program also runs `before.py` on a copy of the checkpoint, and
+compares the losses. They are equal except for rounding, and the last line says
+so. `--strategy=tpu` needs a TPU; the other strategies run on any machine.
 
+    TensorFlow 1       here
     model_fn           a Keras model, whose variables have the same names
-    optimizer          from_v1 around the same lines
+    optimizer          the same lines, and from_v1
     TPUEstimator       a strategy and a loop
-    checkpoint         convert_checkpoint, once
+    checkpoint         one call of convert_checkpoint
 """
-# bazel: deps=:before,:command_line,:digits_batches
 
 import os
 import re
@@ -22,7 +22,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # Before the imports.
+# TensorFlow reads these variables when it is imported.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 from collections.abc import Sequence
@@ -35,14 +36,18 @@ from absl import app, flags, logging
 
 from tf_cross_shard import migration, virtual_tpu
 
-_FOLDER = flags.DEFINE_string("folder", None, "Of checkpoints.", required=True)
-_STEPS = flags.DEFINE_integer("steps", 60, "To have made at the end.", 1)
-_STRATEGY = flags.DEFINE_enum(
-  "strategy", "mirrored", ["one", "mirrored", "virtual_tpu", "tpu"], "Replicas."
+_FOLDER = flags.DEFINE_string(
+  "folder", None, "Folder of checkpoints.", required=True
 )
-_REPLICAS = flags.DEFINE_integer("replicas", 4, "Of mirrored, virtual_tpu.", 1)
-_COMPARE = flags.DEFINE_bool("compare", True, "Run before.py, too.")
-# Replicas add float32 in another order than one session does.
+_STEPS = flags.DEFINE_integer("steps", 60, "Train until this step.", 1)
+_STRATEGY = flags.DEFINE_enum(
+  "strategy", "mirrored", ["one", "mirrored", "virtual_tpu", "tpu"], "Strategy."
+)
+_REPLICAS = flags.DEFINE_integer(
+  "replicas", 4, "For mirrored and virtual_tpu.", 1
+)
+_COMPARE = flags.DEFINE_bool("compare", True, "Also run before.py.")
+# Several replicas add float32 numbers in a different order.
 _ROUNDING: Final = 2e-5
 flags.register_validator(
   "replicas",
@@ -52,7 +57,7 @@ flags.register_validator(
 
 
 def make_strategy() -> tf.distribute.Strategy:
-  """What runs the replicas."""
+  """Returns the strategy of the flags."""
   if _STRATEGY.value == "tpu":
     resolver = tf.distribute.cluster_resolver.TPUClusterResolver("local")
     tf.tpu.experimental.initialize_tpu_system(resolver)
@@ -70,17 +75,20 @@ def make_strategy() -> tf.distribute.Strategy:
 
 
 def program() -> tuple[Any, Any]:
-  """Model and optimizer: `convert-checkpoint --program after:program`."""
+  """Returns the model and the optimizer.
+
+  `tf-cross-shard convert-checkpoint --program after:program` also calls this.
+  """
   layers = tf.keras.layers
   model = tf.keras.Sequential(
     [
       tf.keras.Input([digits_batches.NUM_FEATURES]),
-      layers.Dense(32, "relu", name="hidden"),  # Names of the scopes.
+      layers.Dense(32, "relu", name="hidden"),  # The name of the old scope.
       layers.Dense(digits_batches.NUM_CLASSES, name="logits"),
     ]
   )
   v1 = tf.compat.v1
-  step = tf.Variable(0, trainable=False)  # From now on it is `iterations`.
+  step = tf.Variable(0, trainable=False)  # `iterations` takes its place.
   rate = v1.train.exponential_decay(0.2, step, decay_steps=20, decay_rate=0.5)
   optimizer = v1.train.MomentumOptimizer(rate, momentum=0.9)
   optimizer = v1.tpu.CrossShardOptimizer(optimizer)
@@ -88,11 +96,12 @@ def program() -> tuple[Any, Any]:
 
 
 def losses_of_before() -> dict[int, float]:
-  """Returns what `before.py` prints when it goes on itself, by step."""
+  """Runs `before.py` on a copy of its checkpoint; returns losses by step."""
   before = Path(__file__).with_name("before.py")
   with tempfile.TemporaryDirectory() as copy:
     shutil.copytree(_FOLDER.value, copy, dirs_exist_ok=True)
-    newest = Path(copy, "checkpoint")  # It names the folder that it lay in.
+    # This file contains the name of the folder that was copied.
+    newest = Path(copy, "checkpoint")
     paths = newest.read_text(encoding="utf-8").replace(_FOLDER.value, copy)
     newest.write_text(paths, encoding="utf-8")
     done = subprocess.run(
@@ -106,22 +115,25 @@ def losses_of_before() -> dict[int, float]:
 
 
 def compare(losses: dict[int, float]) -> str:
-  """Returns how far the losses are from those of `before.py`, if not far."""
+  """Compares the losses with `before.py`; returns the result as text.
+
+  Exits the program if they differ by more than rounding.
+  """
   expected = losses_of_before()
   steps = losses.keys() & expected.keys()
   if not steps:
-    return "before.py has gone further itself: there is nothing to compare"
+    return "before.py has already trained further: there is nothing to compare"
   furthest = max(abs(losses[step] - expected[step]) for step in steps)
   if furthest > _ROUNDING:
     sys.exit(f"the losses differ from before.py's, by up to {furthest:.6f}")
   return (
-    f"these are the losses of before.py: {len(steps)} steps, the largest"
-    f" difference is {furthest:.6f}"
+    f"these are the losses of before.py: {len(steps)} steps, largest"
+    f" difference {furthest:.6f}"
   )
 
 
 def main(argv: Sequence[str]) -> None:
-  """Converts, trains, and prints the loss of every step."""
+  """Converts the checkpoint, trains, and prints the loss of each step."""
   if len(argv) > 1:
     raise app.UsageError(f"Unknown arguments: {argv[1:]}")
   logging.set_verbosity(logging.ERROR)
@@ -139,7 +151,7 @@ def main(argv: Sequence[str]) -> None:
       print(done)
 
   def replica_step(features: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-    """One replica's part of a step, with the mean loss of its own examples."""
+    """Runs a step on one replica; returns the mean loss of its examples."""
     logits = model(features, training=True)
     loss = tf.reduce_mean(
       tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
@@ -149,7 +161,7 @@ def main(argv: Sequence[str]) -> None:
 
   @tf.function
   def train_step(features: Any, labels: Any) -> tf.Tensor:
-    """A step of all replicas; answers the loss of the whole batch."""
+    """Runs a step on all replicas; returns the mean loss of the batch."""
     losses = strategy.run(replica_step, (features, labels))
     return strategy.reduce("MEAN", losses, axis=None)
 

@@ -1,20 +1,21 @@
-"""A TensorFlow 1 program, as it was: it trains on the digits in sessions.
+"""Trains on handwritten digits in a session, as a TensorFlow 1 program did.
 
     python examples/migration/before.py --folder=/tmp/digits --steps=30
     python examples/migration/before.py --folder=/tmp/digits --steps=60
 
-The second goes on from the checkpoint of the first. `after.py` beside it is the
-same program in TensorFlow 2, and goes on from there too.
+The second command resumes from the checkpoint of the first. `after.py` is the
+same program in TensorFlow 2, and resumes from that checkpoint, too.
 
-This one runs in TensorFlow 2.21, so what that has no more is written out:
-TPUEstimator called `model_fn` and ran the loop of `main`; tf.layers.dense made
-its variables by get_variable, under the same names.
+This program runs in TensorFlow 2.21, which lacks two parts of TensorFlow 1. It
+replaces them with its own code: `main` has the loop in which TPUEstimator
+called `model_fn`, and `dense` makes variables of the same names as
+tf.layers.dense.
 """
-# bazel: deps=:command_line,:digits_batches
 
 import os
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # Before the imports.
+# TensorFlow reads these variables when it is imported.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 from collections.abc import Mapping, Sequence
@@ -25,15 +26,17 @@ import digits_batches
 import tensorflow.compat.v1 as tf
 from absl import app, flags, logging
 
-_FOLDER = flags.DEFINE_string("folder", None, "Of checkpoints.", required=True)
-_STEPS = flags.DEFINE_integer("steps", 30, "To have made at the end.", 1)
+_FOLDER = flags.DEFINE_string(
+  "folder", None, "Folder of checkpoints.", required=True
+)
+_STEPS = flags.DEFINE_integer("steps", 30, "Train until this step.", 1)
 _USE_TPU = flags.DEFINE_bool(
-  "use_tpu", False, "Sum gradients over a TPU's shards; runs on nothing else."
+  "use_tpu", False, "Sum gradients over the shards of a TPU. Needs a TPU."
 )
 
 
 class EstimatorSpec(NamedTuple):
-  """What a model function answered."""
+  """The result of a model function."""
 
   mode: str
   loss: Any
@@ -41,7 +44,7 @@ class EstimatorSpec(NamedTuple):
 
 
 def dense(x: Any, units: int, name: str) -> Any:
-  """What tf.layers.dense made."""
+  """Makes a dense layer with the variables of tf.layers.dense."""
   with tf.variable_scope(name):
     kernel = tf.get_variable(
       "kernel",
@@ -55,7 +58,7 @@ def dense(x: Any, units: int, name: str) -> Any:
 def model_fn(
   features: Any, labels: Any, mode: str, params: Mapping[str, Any]
 ) -> EstimatorSpec:
-  """The network, its loss and its optimizer."""
+  """Makes the network, the loss and the optimizer."""
   hidden = tf.nn.relu(dense(features, params["units"], "hidden"))
   logits = dense(hidden, digits_batches.NUM_CLASSES, "logits")
   loss = tf.losses.sparse_softmax_cross_entropy(labels, logits)
@@ -71,7 +74,7 @@ def model_fn(
 
 
 def main(argv: Sequence[str]) -> None:
-  """Trains, prints the loss of every step, and saves."""
+  """Trains, prints the loss of each step, and saves a checkpoint."""
   if len(argv) > 1:
     raise app.UsageError(f"Unknown arguments: {argv[1:]}")
   logging.set_verbosity(logging.ERROR)
@@ -89,7 +92,7 @@ def main(argv: Sequence[str]) -> None:
     save_summaries_secs=None,
     log_step_count_steps=None,
   ) as session:
-    step = session.run(global_step)  # That of the checkpoint, if any.
+    step = session.run(global_step)  # From the checkpoint, if there is one.
     while not session.should_stop():
       pixels, answers = digits_batches.batch(step)
       loss, _ = session.run(

@@ -1,4 +1,4 @@
-"""`app.run`, but that `--help` succeeds."""
+"""`app.run`, except that `--help` exits with status 0."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -8,12 +8,12 @@ from absl import app
 
 
 def run(main: Callable[[Sequence[str]], Any]) -> None:
-  """Parses flags and runs `main`."""
+  """Parses the flags and runs `main`."""
   app.run(main, flags_parser=_parse)
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
-  """Returns what is left without flags."""
+  """Parses the flags; returns the other arguments."""
   try:
     rest: list[str] = app.parse_flags_with_usage(argv)
   except SystemExit:

@@ -1,4 +1,4 @@
-"""The batches that both programs train on: batch 7 is the same in either."""
+"""The batches of both programs. A step has the same batch in both."""
 
 import functools
 
@@ -12,10 +12,10 @@ _LARGEST_PIXEL = 16
 
 
 def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
-  """The examples of one step.
+  """Returns the examples of one step.
 
   Args:
-    step: Counted from 0.
+    step: The number of the step, from 0.
 
   Returns:
     float32 pixels in [0, 1] of shape [64, 64], and int32 labels [64].
@@ -28,6 +28,6 @@ def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _digits() -> tuple[np.ndarray, np.ndarray]:
-  """All images and their labels."""
+  """Returns all images and their labels."""
   images, labels = datasets.load_digits(return_X_y=True)
   return images, labels
