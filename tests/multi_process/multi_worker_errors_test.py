@@ -193,7 +193,7 @@ def test_a_worker_that_does_something_else_meanwhile(
     first["absence"],
     "MissingWorkerError",
     rf"{_name(0)} waited 7 s for {_name(1)} at: the building of"
-    r" CrossShardOptimizer\. It does not run, or does something else",
+    r" CrossShardOptimizer\. Each missing worker is not running, or is doing",
   )
   assert first["absence"]["unchanged"]
 

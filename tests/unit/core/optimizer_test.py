@@ -36,7 +36,7 @@ def test_what_was_made_outside_the_scope_is_refused_at_once(
   opt = SGD(1.0)
   with (
     testbed.mirrored().scope(),
-    pytest.raises(RuntimeError, match="Make both inside `with strategy"),
+    pytest.raises(RuntimeError, match="Create both inside `with strategy"),
   ):
     CrossShardOptimizer(opt, **options)
 
@@ -278,7 +278,7 @@ class TestBadInput:
       optimizer.compute_gradients(tf.constant(1.0), [weight])
     with pytest.raises(TypeError, match="`loss` must be a tensor"):
       optimizer.compute_gradients("loss", [weight])
-    with pytest.raises(ValueError, match="touches no trainable variable"):
+    with pytest.raises(ValueError, match="depends on no trainable variable"):
       optimizer.compute_gradients(lambda: tf.constant(1.0))
     with pytest.raises(ValueError, match="`gate_gradients`"):
       optimizer.minimize(lambda: weight[0], var_list=[weight], gate_gradients=7)

@@ -92,7 +92,7 @@ def test_what_is_missing_is_named(
   modules += [tf_cross_shard.keras3] * (package == "keras")
   for module in modules:
     text = _refusal(module)
-    assert "and none is installed. Run" in text
+    assert "which is not installed. Run" in text
     assert words in text
 
 

@@ -65,7 +65,7 @@ def per_group(values: Any, groups: Any) -> tf.Tensor:
   rows = tf.convert_to_tensor(values)
   if not rows.shape[:1].is_compatible_with([groups.num_groups]):
     raise ValueError(
-      f"`values` must have one row for each of the {groups.num_groups} groups"
+      f"`values` must hold one row for each of the {groups.num_groups} groups"
       f" {groups.to_lists()}; got shape {rows.shape}."
     )
   return _row(rows, groups)
@@ -258,8 +258,8 @@ class PerGroup:
     if self._groups is not None and self._groups != groups:
       raise ValueError(
         "One PerGroup cannot serve optimizers of different groups; got"
-        f" {groups.to_lists()} after {self._groups.to_lists()}. Make one for"
-        " each optimizer."
+        f" {groups.to_lists()} after {self._groups.to_lists()}. Create a"
+        " PerGroup for each optimizer."
       )
 
   def set_groups(self, groups: groups_lib.Groups) -> None:
@@ -289,9 +289,9 @@ def check_settable(optimizer: Any) -> None:
   """Raises `TypeError` if a PerGroup is the learning rate of an optimizer."""
   if rates_of(optimizer) is not None:
     raise TypeError(
-      "PerGroup has a learning rate for each group; one number cannot replace"
-      " them. Instead of ReduceLROnPlateau, use"
-      " callbacks.GroupReduceLROnPlateau, and instead of LearningRateScheduler,"
+      "PerGroup holds a learning rate for each group, so one number cannot"
+      " replace it. Instead of ReduceLROnPlateau, use"
+      " callbacks.GroupReduceLROnPlateau; instead of LearningRateScheduler, use"
       " a PerGroup of schedules."
     )
 

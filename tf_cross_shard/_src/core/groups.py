@@ -330,7 +330,7 @@ def _check_division(num_replicas: int, group_size: int) -> None:
   if num_replicas % group_size:
     raise ValueError(
       f"`group_size` must divide `num_replicas`; {group_size} does not divide"
-      f" {num_replicas}. Groups are all of one size."
+      f" {num_replicas}. All groups have the same size."
     )
 
 
@@ -430,7 +430,7 @@ def _as_id(replica: Any, shown: object) -> int:
   except TypeError:
     raise ValueError(
       f"`group_assignment` must hold integers; {replica!r} in {_shown(shown)}"
-      f" is none. {_REMEDY}"
+      f" is not an integer. {_REMEDY}"
     ) from None
 
 

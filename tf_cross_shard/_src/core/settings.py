@@ -158,12 +158,12 @@ class Settings:
     if steps is not None and not (_is_integer(steps) and steps > 0):
       raise ValueError(
         "`accumulate_steps` must be a positive integer; got"
-        f" {steps!r}. Leave it None to apply gradients in every call."
+        f" {steps!r}. Use None to apply gradients in every call."
       )
     if self.lazy_rows and (steps or 1) > 1:
       raise ValueError(
         f"`lazy_rows` is {self.lazy_rows!r} and `accumulate_steps` is {steps},"
-        " and accumulated gradients are dense. Set one of them only."
+        " but accumulated gradients are dense. Set only one of these arguments."
       )
 
   @staticmethod
@@ -183,8 +183,8 @@ class Settings:
       left_out.append("lazy_rows together with accumulate_steps")
     if left_out:
       logging.warning(
-        "The configuration of %s has arguments that this version has removed,"
-        " and ignores them: %s.",
+        "The configuration of %s contains arguments that this version no longer"
+        " has. They are ignored: %s.",
         config.get("name"),
         ", ".join(left_out),
       )
@@ -259,7 +259,7 @@ class Setting:
         step.replace(**{self._name: value})
       return
     raise AttributeError(
-      f"`{self._name}` cannot be set; got {value!r}. Make a new optimizer with"
+      f"`{self._name}` cannot be set; got {value!r}. Create an optimizer with"
       f" {self._name}={value!r}."
     )
 

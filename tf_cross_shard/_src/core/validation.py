@@ -47,8 +47,8 @@ def check_variable(argument: str, variable: object) -> None:
   if isinstance(dtype, tf.DType) and dtype != dtype.base_dtype:
     raise TypeError(
       f"`{argument}` must hold resource variables; got {_shown(variable)}, a"
-      " reference variable of TensorFlow 1. Make it with use_resource=True, or"
-      " call tf.compat.v1.enable_resource_variables() first."
+      " reference variable of TensorFlow 1. Create it with use_resource=True,"
+      " or call tf.compat.v1.enable_resource_variables() first."
     )
 
 
@@ -106,15 +106,15 @@ def check_var_list(var_list: Any) -> list[Any] | None:
   )
   if not variables:
     raise ValueError(
-      "`var_list` must hold at least one variable; got []. Leave it None to"
-      " take every trainable variable that the loss touches."
+      "`var_list` must hold at least one variable; got []. Use None for every"
+      " trainable variable that the loss depends on."
     )
   for variable in variables:
     check_variable("var_list", variable)
     if not variable.trainable:
       raise ValueError(
         f"`var_list` must hold trainable variables; {path_of(variable)} has"
-        " trainable=False. Leave it out or make it trainable."
+        " trainable=False. Remove it from `var_list`, or make it trainable."
       )
   return variables
 
@@ -164,7 +164,7 @@ def check_known(
       raise ValueError(
         f"Unknown variable: `{argument}` holds {path_of(variable)}, which is"
         " not among the variables that the optimizer was built for. Call"
-        " build() with all variables first, or make a new optimizer."
+        " build() with all variables first, or create a new optimizer."
       )
 
 
@@ -193,7 +193,8 @@ def _check_gradient(grad: Any, variable: Any) -> Any:
   if not (grad.dtype.is_floating or (grad.dtype.is_complex and is_complex)):
     raise TypeError(
       "`grads_and_vars` must hold gradients of a floating dtype, or of a"
-      f" complex dtype for a complex variable; that of {path_of(variable)} is"
+      " complex dtype for a complex variable; the gradient of"
+      f" {path_of(variable)} is"
       f" {_shown(grad)}. Pass what a tape or compute_gradients() returned."
     )
   expected = tf.TensorShape(variable.shape)

@@ -102,7 +102,7 @@ def _import(name: str, remedy: str) -> Any:
     if error.name != name:  # A requirement of the package is missing.
       raise
     raise ImportError(
-      f"tf_cross_shard needs the package {name}, and none is installed. Run:"
+      f"tf_cross_shard needs the package {name}, which is not installed. Run:"
       f" {remedy}"
     ) from error
 

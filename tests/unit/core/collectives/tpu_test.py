@@ -223,7 +223,7 @@ def test_dtypes() -> None:
 
 def test_what_tpus_do_not_do() -> None:
   engine = tpu.TPU(testbed.virtual(2), groups.contiguous(2, 2))
-  with pytest.raises(TypeError, match=r"TPUs sum bfloat16, .* int64\."):
+  with pytest.raises(TypeError, match=r"TPUs sum only bfloat16, .* int64\."):
     engine.all_reduce_sum([tf.zeros([2], tf.int64)])
   assert not engine.keeps_rows
   with pytest.raises(NotImplementedError, match="Make the tensors dense"):

@@ -226,7 +226,7 @@ class _TfKerasHalved(tf_keras.optimizers.SGD):
 )
 def test_no_kernel_has_the_formula(optimizer: Any, package: Any) -> None:
   assert fused_update.find_kernel(optimizer) is None
-  with pytest.raises(ValueError, match="`fused_update` is True and TensorFlow"):
+  with pytest.raises(ValueError, match="is True, but TensorFlow"):
     package.CrossShardOptimizer(optimizer, fused_update=True)
   weight = tf.Variable([1.0, 2.0])
   ours = package.CrossShardOptimizer(optimizer)

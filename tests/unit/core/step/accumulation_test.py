@@ -341,7 +341,7 @@ def test_a_restored_window_may_be_longer_than_the_new_ones(
 
 def test_not_both() -> None:
   opt = keras.optimizers.SGD(gradient_accumulation_steps=2)
-  with pytest.raises(ValueError, match="Set one of them only"):
+  with pytest.raises(ValueError, match="Set only one of these"):
     keras3.CrossShardOptimizer(opt, accumulate_steps=2)
 
 

@@ -96,7 +96,7 @@ def test_a_step_that_never_scaled_is_warned_about_once(
     convention.check_was_scaled(False, False)
   [line] = log.messages
   assert log.records[0].levelname == "WARNING"
-  assert 'reduction="mean" is missing its factor' in line
+  assert 'reduction="mean" is wrong by a constant factor' in line
   assert f"{local:g} if the loss is averaged over this replica's" in line
   assert f"{over_all:g} if over all replicas'" in line
   assert "scale_loss(loss)" in line

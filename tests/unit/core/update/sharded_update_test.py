@@ -541,7 +541,7 @@ def test_slots_are_whole() -> None:
       [np.asarray(optimizer.get_slot(w, n)) for w in weights for n in names]
     )
     assert optimizer.get_slot(weights[0], "none") is None
-  with pytest.raises(TypeError, match=r"is read only.* optimizer.variables"):
+  with pytest.raises(TypeError, match=r"is read-only.* optimizer.variables"):
     optimizer.get_slot(weights[0], names[0]).assign(np.ones([3, 2]))
   for one, other in zip(*slots, strict=True):
     assert one.dtype == np.float32
@@ -636,7 +636,7 @@ EACH = "is 'elementwise'.*each"  # Keras' MultiOptimizer wants all gradients.
 @pytest.mark.parametrize(
   ("package", "make", "options", "words"),
   [
-    (keras3, _Vouched, {"shard_update": True}, "nothing is known of _Vouched"),
+    (keras3, _Vouched, {"shard_update": True}, "not know how _Vouched updates"),
     (
       *(keras3, lambda: keras.optimizers.Adam(gradient_accumulation_steps=2)),
       *({"shard_update": True}, "Use `accumulate_steps`"),

@@ -125,7 +125,7 @@ def _restore_and_save(model: Any, folder: pathlib.Path) -> None:
   pickle.dumps(model.optimizer)
 
 
-COLLAPSED = "and something else gave all groups the same weights"
+COLLAPSED = "or a checkpoint, gave all groups the same weights"
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def for_strategy(
   if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
     return multi_worker.MultiWorker(strategy, groups)
   why = (
-    "has no synchronous replicas, so that there is nothing to all-reduce over"
+    "has no synchronous replicas, so there is nothing to all-reduce over"
     if isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy)
     else "is not known to tf_cross_shard"
   )

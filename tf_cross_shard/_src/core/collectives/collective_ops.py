@@ -225,7 +225,7 @@ class CollectiveOps:
       raise RuntimeError(
         "Gradients cannot be reduced in a tf.function or tf.cond that is called"
         " eagerly inside `strategy.run`: the replicas run one after the other."
-        " Put `strategy.run` itself into a tf.function."
+        " Call `strategy.run` itself inside a tf.function."
       )
     if _inside_while_loop():
       raise RuntimeError(
@@ -238,8 +238,8 @@ class CollectiveOps:
         names = sorted(dtype.name for dtype in _DTYPES)
         raise TypeError(
           f"A gradient of dtype {tensor.dtype.name} cannot be summed by"
-          f" CollectiveReduceV2, which takes {names}. Cast it, or, under"
-          " MirroredStrategy, call apply_gradients outside tf.cond."
+          f" CollectiveReduceV2, which supports {names}. Cast the gradient, or,"
+          " under MirroredStrategy, call apply_gradients outside tf.cond."
         )
 
   def group_key(self, groups: groups_lib.Groups, replica: int) -> int:

@@ -198,7 +198,7 @@ class Mirrored(engine.Engine):
     if absent:
       raise ValueError(
         f"The strategy's devices {absent} do not exist; there are {there}."
-        " Before you make the strategy, call"
+        " Before you create the strategy, call"
         " tf.config.set_logical_device_configuration with"
         f" {len(self._devices)} LogicalDeviceConfiguration objects."
       )

@@ -52,8 +52,8 @@ class TPU(engine.Engine):
       if tensor.dtype not in DTYPES:
         names = ", ".join(dtype.name for dtype in DTYPES)
         raise TypeError(
-          f"TPUs sum {names}; got a gradient of dtype {tensor.dtype.name}."
-          " Cast it before apply_gradients."
+          f"TPUs sum only {names}; got a gradient of dtype"
+          f" {tensor.dtype.name}. Cast it before apply_gradients."
         )
     assignment = self.groups.to_lists()
     return [self._sum(tensor, assignment) for tensor in tensors]
@@ -61,8 +61,8 @@ class TPU(engine.Engine):
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Raises `NotImplementedError`; see `keeps_rows`."""
     raise NotImplementedError(
-      "Replicas of a TPU program cannot gather rows, since its shapes cannot"
-      " depend on data. Make the tensors dense."
+      "Replicas of a TPU program cannot gather rows, because shapes in the"
+      " program cannot depend on data. Make the tensors dense."
     )
 
   def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:

@@ -179,8 +179,9 @@ def exchange(
   if missing:
     error = errors.MissingWorkerError(
       f"{workers.own_name} waited {limit:g} s for {', '.join(missing)} at:"
-      f" {topic}. It does not run, or does something else: see its log, and"
-      f" start all workers with the same program{if_slow(workers.timeout)}"
+      f" {topic}. Each missing worker is not running, or is doing something"
+      " else: see its log, and start all workers with the same"
+      f" program{if_slow(workers.timeout)}"
     )
     key_value_store.report(workers.index, error)
     raise error

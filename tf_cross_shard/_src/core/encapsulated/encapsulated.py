@@ -122,9 +122,9 @@ class Encapsulated(abc.ABC):
     has_kernel = fused_update.find_kernel(optimizer) is not None
     if wanted and not has_kernel and not fused_update.can_compile(optimizer):
       raise ValueError(
-        "`fused_update` is True and TensorFlow has no kernel for"
-        f" {type(optimizer).__name__} with these settings. Leave it None, which"
-        " uses Keras' operations where there is no kernel."
+        "`fused_update` is True, but TensorFlow has no kernel for"
+        f" {type(optimizer).__name__} with these settings. Pass None to fall"
+        " back to Keras' operations."
       )
     self.fused = wanted
 

@@ -128,9 +128,9 @@ def check_is_one(optimizer: Any, argument: str, value: Any) -> None:
   """Raises `ValueError` for a MultiOptimizer, which has several optimizers."""
   if keras_class(optimizer) == "MultiOptimizer":
     raise ValueError(
-      f"`{argument}` is {value!r}, and a MultiOptimizer passes gradients on to"
-      " other optimizers. Encapsulate each of these, with scale_gradients=True,"
-      " and make a MultiOptimizer of the results."
+      f"`{argument}` is {value!r}, but a MultiOptimizer passes gradients on to"
+      " other optimizers. Encapsulate each of these optimizers, with"
+      " scale_gradients=True, and create a MultiOptimizer of the results."
     )
 
 

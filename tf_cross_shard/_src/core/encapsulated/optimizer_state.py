@@ -44,7 +44,7 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
   ):
     raise TypeError(
       "`optimizer` must be a Keras optimizer; got"
-      f" {type(optimizer).__name__}. Hand in the CrossShardOptimizer."
+      f" {type(optimizer).__name__}. Pass the CrossShardOptimizer."
     )
   found: dict[int, Any] = {}
   trained: dict[int, Any] = {}
@@ -61,7 +61,7 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
       trained.setdefault(id(variable), variable)
   if not is_built:
     raise ValueError(
-      "`optimizer` is not built, and so has no state: got"
+      "`optimizer` is not built, so it has no state: got"
       f" {type(optimizer).__name__}. Call build(model.trainable_variables)"
       " inside `with strategy.scope():` first."
     )
@@ -207,7 +207,7 @@ def groups_of(optimizer: Any, num_replicas: int | None) -> groups_lib.Groups:
       if num_replicas not in (None, groups.num_replicas):
         raise ValueError(
           f"`optimizer` has groups of {groups.num_replicas} replicas,"
-          f" {groups.to_lists()}; the variables have {num_replicas}. Make"
+          f" {groups.to_lists()}; the variables have {num_replicas}. Create"
           " both inside the scope of one strategy."
         )
       return groups

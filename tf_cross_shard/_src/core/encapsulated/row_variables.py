@@ -116,9 +116,9 @@ def gathered(
     values = attributes[attribute]
     if not isinstance(values, list) or values[index] is not slot:
       raise ValueError(
-        "`lazy_rows` needs slots in lists in the order of the variables, and"
-        f" `{attribute}` of {type(optimizer).__name__} is no such list. Leave"
-        " `lazy_rows` out."
+        "`lazy_rows` needs each kind of slot in a list parallel to the"
+        f" variables, but `{type(optimizer).__name__}.{attribute}` is not such"
+        " a list. Remove `lazy_rows`."
       )
     # Replace a copy of the list: Keras tracks what is put into its own lists.
     replaced[attribute] = list(values)

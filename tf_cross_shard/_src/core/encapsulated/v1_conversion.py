@@ -30,22 +30,22 @@ def convert(opt: Any, keras_package: str, classes: Any) -> Any:
   if isinstance(opt, V1CrossShard):
     raise ValueError(
       "`opt` must not be or contain a tf.compat.v1.tpu.CrossShardOptimizer;"
-      f" got {opt.get_name()!r}. Gradients would be reduced twice: convert all"
-      " of it by tf_cross_shard.migration.from_v1(opt)."
+      f" got {opt.get_name()!r}. Gradients would be reduced twice: convert the"
+      " whole optimizer with tf_cross_shard.migration.from_v1(opt)."
     )
   if type(opt) not in v1_update.KINDS:
     known = ", ".join(kind.__name__ for kind in v1_update.KINDS)
     raise TypeError(
-      f"`opt` cannot be converted; got {source} {opt.get_name()!r}, and only"
-      f" {known} of tf.compat.v1.train can, without classes derived from them."
-      " Convert the optimizer inside it, if there is one, or write it as a"
-      " Keras optimizer with an update_step of its own."
+      f"`opt` cannot be converted; got {source} {opt.get_name()!r}, but only"
+      f" {known} of tf.compat.v1.train can be converted, and not their"
+      " subclasses. If your class wraps one of these, convert that one;"
+      " otherwise rewrite your class as a Keras optimizer."
     )
   has_slots = opt.variables() or opt._deferred_slot_restorations  # noqa: SLF001
   if has_slots:
     logging.warning(
-      "%s was used before: its slots are not converted. Save a checkpoint of"
-      " it and convert the checkpoint:"
+      "%s was used before, but its slots are not converted. To convert them,"
+      " save a checkpoint, and convert the checkpoint with"
       " tf_cross_shard.migration.convert_checkpoint.",
       opt.get_name(),
     )
@@ -88,8 +88,8 @@ def _convert_rate(value: Any, schedules: Any, classes: Any) -> tuple[Any, int]:
   config.pop("name", None)
   if not hasattr(schedules, name):
     raise TypeError(
-      f"`learning_rate` is a {name}, which Keras does not have. Pass a function"
-      " of your own, or a LearningRateSchedule of Keras to a Keras optimizer."
+      f"`learning_rate` is a {name}, which Keras does not have. Pass your own"
+      " function, or use a Keras optimizer with a Keras LearningRateSchedule."
     )
   changes = any(hasattr(x, "assign") or callable(x) for x in config.values())
   is_count = hasattr(step, "assign") and tf.as_dtype(step.dtype).is_integer
@@ -120,7 +120,7 @@ def _number(value: Any, argument: str) -> Any:
   if is_of_graph or callable(value) or hasattr(value, "assign"):
     raise ValueError(
       f"`{argument}` is {value!r}, which may change later. Pass a number: only"
-      " a learning rate may change, if you make it in eager execution."
+      " a learning rate may change, and only if you create it eagerly."
     )
   return float(np.asarray(value))
 

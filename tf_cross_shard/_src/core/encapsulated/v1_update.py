@@ -211,6 +211,6 @@ class Function:
     """Raises `TypeError`, since a function cannot be saved."""
     raise TypeError(
       f"`learning_rate` is {self._rate!r}, which cannot be saved. Set"
-      " `optimizer.learning_rate` to a LearningRateSchedule of Keras before"
-      " saving, or save weights only."
+      " `optimizer.learning_rate` to a Keras LearningRateSchedule before you"
+      " save, or save only the weights."
     )

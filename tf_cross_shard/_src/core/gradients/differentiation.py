@@ -132,7 +132,7 @@ def compute(
     ]
     if not pairs:
       raise ValueError(
-        "`loss` touches no trainable variable, so there is nothing to"
+        "`loss` depends on no trainable variable, so there is nothing to"
         " differentiate. Compute it from variables, or pass `var_list`."
       )
   return pairs

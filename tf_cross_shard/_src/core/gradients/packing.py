@@ -154,8 +154,8 @@ def as_wire_dtype(wire_dtype: Any) -> tf.DType | None:
   if dtype not in WIRE_DTYPES:
     names = ", ".join(f'"{known.name}"' for known in WIRE_DTYPES)
     raise ValueError(
-      f"`wire_dtype` must be one of {names} or None; got {wire_dtype!r}. Leave"
-      " it None for exact sums."
+      f"`wire_dtype` must be one of {names} or None; got {wire_dtype!r}. Use"
+      " None for exact sums."
     )
   return dtype
 

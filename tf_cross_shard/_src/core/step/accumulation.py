@@ -198,7 +198,7 @@ class OwnAccumulation(Accumulation):
     if has_values:
       raise NotImplementedError(
         "Gradients of variables with `overwrite_with_gradient` (Keras' float8"
-        " scales) cannot be accumulated. Leave `accumulate_steps` out."
+        " scales) cannot be accumulated. Remove `accumulate_steps`."
       )
     return self
 
@@ -234,9 +234,8 @@ class OwnAccumulation(Accumulation):
       key = self._key(variable)
       if key in self._not_reset:
         raise ValueError(
-          f"{variables_lib.path_of(variable)} has a gradient in some calls of"
-          " an accumulation window and None in others, and the function of the"
-          " window's last call was traced first. Use zeros instead of None."
+          f"{variables_lib.path_of(variable)} has a gradient in some of the"
+          " accumulated calls and None in others. Use zeros instead of None."
         )
       self._added.add(key)
       self._sum_of(variable).assign_add(grad)
@@ -346,8 +345,9 @@ def make(
   accumulates = context.encapsulated.accumulates
   if steps is not None and accumulates:
     raise ValueError(
-      f"`accumulate_steps` is {steps}, and `opt` has"
-      f" gradient_accumulation_steps={accumulates}. Set one of them only."
+      f"`accumulate_steps` is {steps}, but `opt` already accumulates gradients"
+      f" (gradient_accumulation_steps={accumulates}). Set only one of these"
+      " arguments."
     )
   if steps in (None, 1):
     return OneCall(context, by_group)

@@ -64,15 +64,15 @@ def check(context: context_lib.Context) -> None:
   groups = context.engine.groups
   if numbers and context.engine.is_one_program:
     raise NotImplementedError(
-      f"`group_settings` is {numbers}, and replicas of a TPU are one program"
-      " with one number for all. Use `per_group` in the model, and"
+      f"`group_settings` is {numbers}, but it does not work on TPUs, where all"
+      " replicas run one program. Use `per_group` in the model, and"
       " schedules.PerGroup for learning rates."
     )
   for name, values in numbers.items():
     if len(values) != groups.num_groups:
       raise ValueError(
         "`group_settings` must have a number for each of the"
-        f" {groups.num_groups} groups {groups.to_lists()}; {name!r} has"
+        f" {groups.num_groups} groups {groups.to_lists()}; {name!r} is"
         f" {values}."
       )
     if name not in settings_lib.LIMITS:
@@ -90,15 +90,15 @@ def _check_setting(optimizer: Any, name: str, values: list[float]) -> None:
   own = vars(optimizer).get(name)
   if isinstance(own, bool) or not isinstance(own, (int, float)):
     raise ValueError(
-      f"`group_settings` holds {name!r}, and {kind}.{name} is {own!r}. It may"
-      " hold settings of `opt` that are numbers; give `opt` one of the"
-      " groups'."
+      f"`group_settings` holds {name!r}, but {kind}.{name} is {own!r}, and only"
+      " numeric settings of `opt` can differ between groups. Set"
+      f" {kind}({name}=...) to one of the numbers in `group_settings`."
     )
   # With a setting of 0 Keras makes no slot (momentum) and traces no operation
   # (weight decay).
   if not own and any(values):
     raise ValueError(
-      f"`group_settings` holds {name!r}: {values}, and {kind}.{name} is"
-      f" {own!r}, with which it has no slots for others. Give `opt` one of the"
-      " groups' that is not 0."
+      f"`group_settings` holds {name!r}: {values}, but {kind}.{name} is"
+      f" {own!r}, and with 0, Keras leaves out what the other numbers need."
+      " Create `opt` with one of the nonzero numbers."
     )

@@ -93,9 +93,9 @@ class LossConvention:
     """
     if is_divided and not self._ever_scaled:
       self._warn(
-        "A LossScaleOptimizer divides gradients by its loss scale, and the loss"
-        " was never multiplied by it. Use compute_gradients() or minimize(), or"
-        " scale_loss(loss) inside the tape."
+        "A LossScaleOptimizer divides gradients by its loss scale, but the loss"
+        " was never multiplied by it. Call compute_gradients() or minimize(),"
+        " or scale_loss(loss) inside the tape."
       )
       return
     settings = self._settings
@@ -118,13 +118,13 @@ class LossConvention:
     if scaled or missing == {1.0}:
       return
     self._warn(
-      "CrossShardOptimizer sums gradients whose loss it never scaled, so"
-      ' reduction="%s" is missing its factor: %g if the loss is averaged'
-      " over this replica's examples, %g if over all replicas' examples. Pass"
-      ' loss_averaged_over="replica" or "global" to say which, and use'
-      " compute_gradients() or minimize(), or scale_loss(loss) inside the"
-      " tape, or pass scale_gradients=True, the only way within Keras'"
-      " MultiOptimizer.",
+      "CrossShardOptimizer sums gradients of a loss that was never scaled, so"
+      ' the result of reduction="%s" is wrong by a constant factor: %g if the'
+      " loss is averaged over this replica's examples, %g if over all"
+      ' replicas\' examples. Pass loss_averaged_over="replica" or "global" to'
+      " say which, and do one of: (1) call minimize() or compute_gradients();"
+      " (2) call scale_loss(loss) inside the tape; (3) pass"
+      " scale_gradients=True, the only way within Keras' MultiOptimizer.",
       settings.reduction,
       factors[loss_factor.REPLICA],
       factors[loss_factor.GLOBAL],
@@ -140,10 +140,10 @@ class LossConvention:
       chosen is None and factors[taken] != factors[other] and not _is_in_keras()
     ):
       self._warn(
-        "CrossShardOptimizer assumes a loss that is averaged over %s, and"
-        ' scales by %g. Pass loss_averaged_over="%s" if that is right. If the'
-        ' loss is averaged over %s, pass loss_averaged_over="%s": then the'
-        " factor is %g.",
+        "CrossShardOptimizer assumes that the loss is averaged over %s, and"
+        ' multiplies it by %g. If this is right, pass loss_averaged_over="%s".'
+        ' If the loss is averaged over %s, pass loss_averaged_over="%s"; the'
+        " factor is then %g. See docs/choosing.md.",
         *(_EXAMPLES[taken], factors[taken], taken),
         *(_EXAMPLES[other], other, factors[other]),
       )

@@ -30,11 +30,11 @@ from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.collectives import replica_values
 
 _BLENDED: Final = (
-  "%s trains %d groups, and Keras' evaluate(), predict() and"
-  " fit(validation_data=...) let each replica answer for its share of the rows"
-  " by its own group's weights: the result belongs to no group. Use"
-  " tf_cross_shard.callbacks.GroupMetrics, which judges every group on all"
-  " rows; see docs/group_callbacks.md."
+  "%s trains %d groups, each with its own weights, but Keras' evaluate(),"
+  " predict() and fit(validation_data=...) run each row through the weights of"
+  " the replica that receives it, so the result describes none of the groups."
+  " Use tf_cross_shard.callbacks.GroupMetrics, which evaluates every group on"
+  " all rows; see docs/group_callbacks.md."
 )
 # The checksum reads at most this number of elements of the smallest variable,
 # which is enough and costs little.
@@ -114,11 +114,11 @@ class OverwriteWatch:
     )
     if are_equal_now or (were_all_set and not _differ(after[changed])):
       self._log_once(
-        "%s trains %d groups with weights of their own, and something else"
-        " gave all groups the same weights, such as set_weights(),"
-        " EarlyStopping(restore_best_weights=True) or a checkpoint. Use"
-        " tf_cross_shard.replica_state.save() and restore(), which keep the"
-        " weights of each group, or average().",
+        "%s trains %d groups, each with its own weights, but something other"
+        " than the optimizer, such as set_weights(),"
+        " EarlyStopping(restore_best_weights=True) or a checkpoint, gave all"
+        " groups the same weights. Use tf_cross_shard.replica_state.save() and"
+        " restore(), which keep the weights of each group, or average().",
       )
 
   def end_fit(self) -> None:

@@ -46,9 +46,9 @@ class StepChecks:
     if not in_function and not self.engine.orders_graphs:
       raise RuntimeError(
         f"{self._name} was called in a version 1 graph under"
-        f" {type(tf.distribute.get_strategy()).__name__}, where nothing orders"
-        " the replicas' updates."
-        " Put `strategy.run` into a tf.function."
+        f" {type(tf.distribute.get_strategy()).__name__}, where the replicas'"
+        " updates would run in no defined order. Call `strategy.run` inside a"
+        " tf.function."
       )
 
   def check_variables(self, variables: Sequence[Any]) -> None:
@@ -68,8 +68,8 @@ class StepChecks:
         name = getattr(variable, "path", None) or variable.name
         raise ValueError(
           f"`grads_and_vars` must hold variables of the"
-          f" {type(strategy).__name__} that {self._name} was made under; {name}"
-          " was made outside its scope. Make it inside `with"
+          f" {type(strategy).__name__} that {self._name} was created under;"
+          f" {name} was created outside its scope. Create it inside `with"
           " strategy.scope():`."
         )
 
@@ -100,10 +100,11 @@ class StepChecks:
     replicas = here.num_replicas_in_sync, made_in.num_replicas_in_sync
     if here is not made_in and max(replicas) > 1:
       raise RuntimeError(
-        f"{self._name} encapsulates an optimizer that was made under"
-        f" {type(made_in).__name__} ({replicas[1]} replicas) and is used under"
-        f" {type(here).__name__} ({replicas[0]} replicas). Make both inside"
-        " `with strategy.scope():` and call it inside `strategy.run`."
+        f"{self._name} encapsulates an optimizer that was created under"
+        f" {type(made_in).__name__} ({replicas[1]} replicas) but is used under"
+        f" {type(here).__name__} ({replicas[0]} replicas). Create both inside"
+        f" `with strategy.scope():`, and call {self._name} inside"
+        " `strategy.run`."
       )
 
   def _setting_lines(self) -> list[str]:
@@ -134,8 +135,8 @@ class StepChecks:
       or isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
     ):
       raise ValueError(
-        f"TF_CONFIG names {started} workers, and {type(strategy).__name__} has"
-        " the replicas of one, so that each worker would train by itself. Use"
+        f"TF_CONFIG lists {started} workers, but {type(strategy).__name__}"
+        " covers only one, so each worker would train on its own. Use"
         " tf_cross_shard.multi_worker.MultiWorkerStrategy(), or unset"
         " TF_CONFIG."
       )
@@ -147,8 +148,8 @@ class StepChecks:
       raise ValueError(
         f"`group_assignment` must hold the {replicas} replicas of"
         f" {type(self.engine.strategy).__name__}; it holds"
-        f" {self.groups.num_replicas}: {self.groups.to_lists()}. Change"
-        " it, or make the optimizer inside the scope of the strategy it is for."
+        f" {self.groups.num_replicas}: {self.groups.to_lists()}. Change it, or"
+        " create the optimizer inside the scope of its strategy."
       )
 
 

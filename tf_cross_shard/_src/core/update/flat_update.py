@@ -214,9 +214,9 @@ class FlatUpdate(sharded_update.ShardedUpdate):
     if not tf.distribute.in_cross_replica_context():
       # tf_keras builds in the first step.
       raise RuntimeError(
-        "`opt` averages weights and `shard_update` is set: call"
-        " optimizer.build(model.trainable_variables) inside `with"
-        " strategy.scope():` before the first step."
+        "With `use_ema` and `shard_update`, the optimizer must be built before"
+        " the first step. Call optimizer.build(model.trainable_variables)"
+        " inside `with strategy.scope():`."
       )
 
     def start() -> None:

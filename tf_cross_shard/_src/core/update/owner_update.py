@@ -54,9 +54,10 @@ class OwnerUpdate(sharded_update.ShardedUpdate):
     """Raises `NotImplementedError` where members cannot do different things."""
     if context.engine.is_one_program:
       raise NotImplementedError(
-        f"`shard_update` is {context.settings.shard_update!r}, and the replicas"
-        " of a TPU are one program, in which all members do the same. Leave it"
-        " out, or use an optimizer that updates each element by itself."
+        f"`shard_update` is {context.settings.shard_update!r}, but all TPU"
+        " replicas run one program, so a replica cannot do work that the others"
+        " do not. Remove `shard_update`, or use an optimizer whose update of"
+        " each element depends only on that element."
       )
     super().__init__(context, wire, tables)
 

@@ -232,9 +232,9 @@ class PlainState:
     weights = list(weights)
     if len(weights) != len(self.variables):
       raise ValueError(
-        f"The optimizer has {len(self.variables)} variables, and {len(weights)}"
-        " were given. Build it on the model's trainable variables, with the"
-        " settings that they were saved with."
+        f"The optimizer has {len(self.variables)} variables, but {len(weights)}"
+        " values were given. Create the optimizer with the settings that it was"
+        " saved with, and build it on the model's trainable variables."
       )
     for variable, value in zip(self.variables, weights, strict=True):
       variable.assign(value)
@@ -323,9 +323,9 @@ def of_owners(
     if id(variable) not in known and len(variable.shape):
       kind = type(inner.innermost).__name__
       raise ValueError(
-        f"{variable.name} of {kind} belongs to no variable, or not to one"
-        " alone, so that it has no owner. Keep slots in lists along the"
-        " variables or in dicts by their paths, or leave `shard_update` out."
+        f"{variable.name} of {kind} cannot be matched to exactly one weight."
+        " Store slots in a list parallel to the variables or in a dict keyed by"
+        " variable path, or remove `shard_update`."
       )
 
   def find_slot(i: int, attribute: str, slot: Any) -> tuple[Any, Any]:

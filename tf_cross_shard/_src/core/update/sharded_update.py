@@ -104,7 +104,7 @@ class ShardedUpdate(update.Update):
     if any(map(self.encapsulated.is_overwritten, variables)):
       raise NotImplementedError(
         "Variables with `overwrite_with_gradient` (Keras' float8 scales) cannot"
-        " be sharded. Leave `shard_update` out."
+        " be sharded. Remove `shard_update`."
       )
     # Tables stay whole. All other weights are put into buckets by their key.
     by_key: dict[Hashable, list[Any]] = {}
@@ -272,7 +272,7 @@ class ShardedUpdate(update.Update):
       raise ValueError(
         "`grads_and_vars` must hold each variable once under `shard_update`;"
         f" got {len(grads)} gradients of {len(by_variable)} variables. Add up"
-        " the gradients of one variable."
+        " the gradients of each variable."
       )
 
     def find(variable: Any) -> Gradient:
@@ -282,7 +282,7 @@ class ShardedUpdate(update.Update):
         raise ValueError(
           "`grads_and_vars` must hold a gradient for every variable that the"
           f" optimizer was built on under `shard_update`; {native.name} has"
-          " none. Build it on the variables that are trained."
+          " none. Build the optimizer on the variables that you train."
         )
       return grad
 
@@ -374,9 +374,9 @@ def choose_kind(optimizer: Any, shard_update: Any) -> str:
   fused_update.check_is_one(optimizer, "shard_update", shard_update)
   if not hasattr(optimizer, "build"):
     raise ValueError(
-      f"`shard_update` is {shard_update!r}, and {class_name} is one of"
+      f"`shard_update` is {shard_update!r}, but {class_name} is an optimizer of"
       " tf_keras.optimizers.legacy, which cannot be built on parts of weights."
-      " Use one of tf_keras.optimizers."
+      " Use an optimizer of tf_keras.optimizers."
     )
   keras_class = fused_update.keras_class(optimizer)
   is_elementwise = keras_class in fused_update.ELEMENTWISE
@@ -384,9 +384,11 @@ def choose_kind(optimizer: Any, shard_update: Any) -> str:
   if shard_update is True:
     if not is_elementwise and keras_class not in fused_update.BY_VARIABLE:
       raise ValueError(
-        f"`shard_update` is True, and nothing is known of {class_name}. Use"
-        ' "by_variable" if it updates each variable by itself, or "elementwise"'
-        " if it updates each element by itself."
+        "`shard_update` is True, but tf_cross_shard does not know how"
+        f' {class_name} updates weights. Pass shard_update="by_variable" if the'
+        " update of each variable depends only on that variable, or"
+        ' "elementwise" if the update of each element depends only on that'
+        " element."
       )
     kind = "elementwise" if is_elementwise else "by_variable"
   remedies = {
@@ -402,7 +404,7 @@ def choose_kind(optimizer: Any, shard_update: Any) -> str:
   for argument, remedy in remedies.items():
     if getattr(optimizer, argument, None):
       raise ValueError(
-        f"`shard_update` is {shard_update!r}, and `opt` has {argument}="
+        f"`shard_update` is {shard_update!r}, but `opt` uses {argument}="
         f"{getattr(optimizer, argument)}, which needs whole variables. {remedy}"
       )
   return str(kind)

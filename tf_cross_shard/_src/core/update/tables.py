@@ -52,25 +52,25 @@ def check(context: context_lib.Context) -> None:
   accumulates = context.encapsulated.accumulates
   if accumulates:
     raise ValueError(
-      f"`lazy_rows` is {lazy_rows!r}, and with"
-      f" gradient_accumulation_steps={accumulates} of `opt` gradients are"
-      " dense. Set one of them only."
+      f"`lazy_rows` is {lazy_rows!r}, but `opt` accumulates gradients"
+      f" (gradient_accumulation_steps={accumulates}), and accumulated gradients"
+      " are dense. Set only one of these arguments."
     )
   kind = type(optimizer).__name__
   fused_update.check_is_one(optimizer, "lazy_rows", lazy_rows)
   if not hasattr(optimizer, "build"):
     raise ValueError(
-      f"`lazy_rows` is {lazy_rows!r}, and {kind} is one of"
-      " tf_keras.optimizers.legacy, which have rows of their own. Leave it out,"
-      " or use one of tf_keras.optimizers."
+      f"`lazy_rows` is {lazy_rows!r}, but {kind} is an optimizer of"
+      " tf_keras.optimizers.legacy, which handles row-sparse gradients itself."
+      " Remove `lazy_rows`, or use an optimizer of tf_keras.optimizers."
     )
   known = fused_update.ELEMENTWISE
   if lazy_rows is True and fused_update.keras_class(optimizer) not in known:
     raise ValueError(
-      f"`lazy_rows` is True, and {kind} may use norms or shapes of whole"
-      f" variables, which rows do not have. Use one of {', '.join(known)}, or,"
-      " if each element of your class's update depends on that element only,"
-      ' lazy_rows="elementwise".'
+      f"`lazy_rows` is True, but {kind} may use norms or shapes of whole"
+      f" variables. Use one of {', '.join(known)}, or pass"
+      ' lazy_rows="elementwise" if each element of your class\'s update depends'
+      " only on that element."
     )
 
 
@@ -120,8 +120,8 @@ class Tables(context_lib.Stage):
     """
     del var_list, var_names
     raise ValueError(
-      "`update_by_rows` was called, and `opt` updates all rows in each step."
-      " Set lazy_rows=True."
+      "`update_by_rows` was called, but `opt` updates all rows in each step."
+      " Pass lazy_rows=True to the CrossShardOptimizer."
     )
 
   def to_dense(self, grad: Gradient, variable: Any) -> Gradient:
@@ -183,9 +183,9 @@ class RowTables(Tables):
     if self._is_lazy and is_sparse and self.is_by_rows():
       path = variables_lib.path_of(variable)
       raise ValueError(
-        f"The gradient of {path} has rows, and `shard_update` must know"
-        " embedding tables when the optimizer is built. Call"
-        f" optimizer.update_by_rows(var_names=[{path!r}]) before that."
+        f"The gradient of {path} is row-sparse (tf.IndexedSlices), but {path}"
+        " was not declared as an embedding table. Before `build`, call"
+        f" optimizer.update_by_rows(var_names=[{path!r}])."
       )
     return super().to_dense(grad, variable)
 

@@ -113,9 +113,9 @@ class WholeSlot(_Trackable):
     """
     if self._is_read_only:
       raise TypeError(
-        f"The slot {self.path} is read only under `shard_update`: its parts are"
-        " on the members of each group. Assign the variable of this name in"
-        " optimizer.variables, which gives all groups one value."
+        f"The slot {self.path} is read-only under `shard_update`, because each"
+        " member of a group stores a part of it. Assign to the variable of the"
+        " same name in optimizer.variables, which gives all groups one value."
       )
     value = np.asarray(value, self.dtype.as_numpy_dtype)
     if value.shape != tuple(self.shape):

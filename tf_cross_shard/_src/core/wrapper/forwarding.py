@@ -144,7 +144,7 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
     raise ValueError(
       f"`{cls._argument}` must not be or contain a {type(wrapper).__name__}"
       f" itself; got {wrapper.name!r}. Gradients would be reduced twice."
-      " Encapsulate its inner optimizer."
+      " Encapsulate the optimizer that it encapsulates."
     )
 
   def _reduce_before(self, around: Any, methods: Any) -> None:
@@ -259,7 +259,7 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
       replicas = tf.distribute.get_strategy().num_replicas_in_sync
       if replicas > 1:
         raise RuntimeError(
-          f"{self.name} was unpickled, copied or restored and is not built;"
+          f"{self.name} was unpickled, copied or restored but is not built;"
           f" each of the {replicas} replicas would build it for itself. Call"
           " build(variables) inside `with strategy.scope():` before the first"
           " step."
@@ -321,7 +321,7 @@ def _kind(opt: Any) -> str:
 def _remedy(opt: Any, package: str) -> str:
   """Returns the remedy for an object that is no optimizer of this Keras."""
   if isinstance(opt, type):
-    return f"Make an optimizer of it: {opt.__name__}()."
+    return f"Pass an object, not the class: {opt.__name__}()."
   for other in ("keras", "tf_keras"):
     if isinstance(opt, _optimizer_classes(other)):
       module = "keras3" if other == "keras" else other
@@ -329,4 +329,4 @@ def _remedy(opt: Any, package: str) -> str:
         f"This is an optimizer of {other}. Encapsulate it in the class for"
         f" {other}: from tf_cross_shard.{module} import CrossShardOptimizer"
       )
-  return f"Use one such as {package}.optimizers.Adam()."
+  return f"Use an optimizer such as {package}.optimizers.Adam()."
