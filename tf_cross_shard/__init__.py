@@ -52,7 +52,7 @@ from tf_cross_shard.groups import Groups
 from tf_cross_shard.schedules import per_group
 from tf_cross_shard.towers import ModeKeys, TowerSpec, replicate_model_fn
 
-if TYPE_CHECKING:  # For editors: the base of both versions of a class.
+if TYPE_CHECKING:  # For editors: the common base class.
   from tf_cross_shard._src.core.optimizer import (
     CrossShard as CrossShardOptimizer,
   )
@@ -104,6 +104,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-  """Returns the public names, without the module of a Keras not imported."""
+  """Returns the public names; leaves out a Keras that is not imported."""
   of_a_keras = {"keras3", "tf_keras"} - globals().keys()
   return sorted({*__all__, *_LATER} - of_a_keras)

@@ -1,6 +1,6 @@
 """Runs the command line for `python -m tf_cross_shard`.
 
-The command `tf-cross-shard` runs the same program. It starts faster, since it
+The command `tf-cross-shard` runs the same program. It starts faster, because it
 imports TensorFlow only for subcommands that need it.
 """
 

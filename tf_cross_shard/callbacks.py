@@ -2,7 +2,7 @@
 
 Keras' own callbacks see one model: they read the weights of replica 0 and
 metrics that are averaged over all groups. The callbacks of this module treat
-every group as a model of its own.
+every group as a separate model.
 
 - `GroupMetrics`: evaluates each group; writes `val_loss/group_0`, ...
 - `GroupEarlyStopping`: stops `fit` when no group improves any more
@@ -43,7 +43,7 @@ its own best epoch (group 0 diverges, because its learning rate is too large):
 >>> stop.best_epoch
 [0, 3]
 
-In a training loop of your own, compile the model and call the methods yourself:
+In your own training loop, compile the model and call the methods yourself:
 `set_model(model)` and `on_train_begin()` before the first step,
 `on_epoch_end(epoch, logs)` with one dictionary for all callbacks, and
 `on_train_end()`. On several machines, all workers make these calls.

@@ -3,7 +3,7 @@
 A `CrossShardOptimizer` reduces gradients inside each group. A group is a row of
 a table of shape `[num_groups, group_size]`, which holds the number of each
 replica exactly once. `Groups` is such a table. The functions of this module
-make the usual tables:
+create the usual tables:
 
 - `contiguous`: neighbours: `[[0, 1], [2, 3]]`
 - `strided`: replicas with the same remainder: `[[0, 2], [1, 3]]`

@@ -23,8 +23,8 @@ For example, with groups of two replicas that have the weights A and B::
     read_group(1)  loads B from that file into a model without replicas
     average        all replicas receive (A + B) / 2
 
-`optimizer` is a built optimizer, and `model` a built model or a list of
-variables. All replicas of an optimizer without groups form one group.
+`optimizer` must be built. `model` is a built model or a list of variables.
+Without `group_assignment`, all replicas form one group.
 
 >>> import tensorflow as tf
 >>> from tf_cross_shard import CrossShardOptimizer

@@ -1,7 +1,7 @@
 """Learning rates and other numbers that differ between groups.
 
 - `PerGroup`: a learning rate schedule with one learning rate for each group
-- `per_group`: returns the value of the group that calls it
+- `per_group`: returns the value for the group of the calling replica
 - `as_group`: a context in which `per_group` returns one group's value
 
 `PerGroup` subclasses the schedule class of `tf.keras`.

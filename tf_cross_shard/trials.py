@@ -6,9 +6,9 @@ callbacks train the trials of a table, one trial per group at a time:
 - `callbacks.Halving` trains all trials for a few epochs, and then continues
   with the best ones (successive halving);
 - `callbacks.Population` trains one trial per group, and repeatedly replaces the
-  worst trials by changed copies of the best ones (population based training).
+  worst trials with changed copies of the best ones (population based training).
 
-Make a table of four learning rates for two groups:
+Create a table of four learning rates for two groups:
 
 >>> from tf_cross_shard import groups, trials
 >>> learning_rates = [0.1, 0.03, 0.01, 0.003]

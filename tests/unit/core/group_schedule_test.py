@@ -225,7 +225,7 @@ class TestBinding:
         tf_cross_shard.CrossShardOptimizer(
           keras.optimizers.SGD(rates), group_assignment=STRIDED
         )
-      with pytest.raises(ValueError, match="Make one for each"):
+      with pytest.raises(ValueError, match="Create a PerGroup for each"):
         tf_cross_shard.CrossShardOptimizer(
           keras.optimizers.SGD(rates), group_assignment=[[0, 1], [2, 3]]
         )

@@ -1,4 +1,4 @@
-"""The context that every stage of a step gets: settings, optimizer, engine."""
+"""What every stage of a step needs: the settings, the optimizer, the engine."""
 
 import dataclasses
 
@@ -39,7 +39,7 @@ class Stage:
   """
 
   def __init__(self, context: Context) -> None:
-    """Makes a stage with this context."""
+    """Creates a stage with this context."""
     self.context = context
 
   @property

@@ -12,8 +12,8 @@ def embedding_lookup(table: Any, ids: Any) -> tf.Tensor:
 
   `keras.layers.Embedding` reads the whole table, and so do `tf.gather` and
   `tf.nn.embedding_lookup` under a strategy. Reading usually copies nothing. But
-  if the optimizer updates the table by rows, TensorFlow copies the whole table
-  in every step. This function reads the rows only.
+  if the optimizer updates only some rows, TensorFlow copies the whole table in
+  every step. This function reads only the rows that `ids` asks for.
 
   >>> import tensorflow as tf
   >>> from tf_cross_shard.layers import embedding_lookup

@@ -1,8 +1,8 @@
 """Batch normalization with statistics over the examples of a group.
 
 Keras' `BatchNormalization(synchronized=True)` sums over all replicas. Groups
-that should train independently then normalize with each other's examples. The
-layer here sums within the group only, in two passes:
+that should train independently would then normalize with each other's examples.
+The layer in this module sums only within the group, in two passes:
 
     replica 0 ──┐                          replica 2 ──┐
                 ├─ sum, count ─▶ mean                  ├─ sum, count ─▶ mean
@@ -19,7 +19,8 @@ from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core.collectives import wire
 
 
-# The layers of both Kerases derive from this class and then from Keras' layer.
+# The layers for Keras 3 and tf_keras derive from this class, then from the
+# layer of their Keras.
 class GroupBatchNorm:
   """Batch normalization with the mean and variance of the replica's group.
 
@@ -30,14 +31,13 @@ class GroupBatchNorm:
   Gradients flow through both sums. Outputs, gradients and moving statistics
   therefore equal those of plain Keras on the group's concatenated batch. A
   group without any example uses the moving statistics. With one replica, and in
-  the cross-replica context, there are no groups, and the layer does what Keras'
-  layer does.
+  the cross-replica context, the layer behaves like Keras' layer.
   """
 
   def __init__(
     self, group_assignment: Any, axis: Any = -1, **kwargs: Any
   ) -> None:
-    """Makes the layer.
+    """Creates the layer.
 
     Args:
       group_assignment: The groups of replicas that share statistics. Pass the
@@ -96,7 +96,7 @@ class GroupBatchNorm:
     # Pass 2: squared differences from the mean, then the variance. Keras does
     # the same on one replica. The one-pass formula mean(x**2) - mean(x)**2 has
     # no correct digit where the mean is much larger than the deviation.
-    # The gradient through this mean is left out: its sum over the group,
+    # No gradient needs to flow through this mean: the sum over the group,
     # -2 * sum(x_i - mean), is zero.
     squares = tf.math.squared_difference(inputs, tf.stop_gradient(mean))
     if mask is not None:
@@ -108,7 +108,7 @@ class GroupBatchNorm:
       (mean, self.moving_mean),  # type: ignore[attr-defined]  # Keras' layer
       (variance, self.moving_variance),  # type: ignore[attr-defined]
     ):
-      # A group without an example has no moments: use the moving ones.
+      # A group without examples has no mean and variance: use the moving ones.
       moving = tf.cast(tf.reshape(moving, tf.shape(moment)), moment.dtype)
       moment = tf.where(count > 0, moment, moving)
       moments.append(moment if keepdims else tf.squeeze(moment, axes))

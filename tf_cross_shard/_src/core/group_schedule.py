@@ -1,12 +1,11 @@
 """Values that differ between groups: `per_group` and learning rates.
 
-Each replica picks the row of its group out of values for all groups:
+Each replica selects the row of its group:
 
     values, one row for each group ─┐
     the replica's number ───────────┴─ gather ─▶ the row of the replica's group
 
-Where all replicas run one program, as on TPUs, the replica's number is a tensor
-of that program.
+On TPUs, where all replicas run one program, the replica's number is a tensor.
 """
 
 import contextlib
@@ -23,8 +22,8 @@ from tf_cross_shard._src.core import parts, settings, validation
 from tf_cross_shard._src.core.collectives import replica_isolation
 from tf_cross_shard._src.core.encapsulated import keras_private, optimizer_state
 
-# The group of `as_group`, for code outside of replicas. Each thread has its own
-# value, since replicas may be threads.
+# The group that `as_group` sets, for code outside of replicas. Each thread has
+# its own value, because replicas may be threads.
 _outside: Final = contextvars.ContextVar[Any]("group", default=None)
 
 
@@ -33,9 +32,9 @@ def per_group(values: Any, groups: Any) -> tf.Tensor:
   """Returns the value of the group that the calling replica belongs to.
 
   Use it for anything in which groups should differ, such as a dropout rate, a
-  temperature or the strength of data augmentation. Call it where a replica
-  computes: in a function that `strategy.run` runs, in the `call` of a layer or
-  in a `train_step`. For learning rates, use `schedules.PerGroup`.
+  temperature or the strength of data augmentation. Call it in code that
+  replicas run: in a function that you pass to `strategy.run`, in the `call` of
+  a layer or in a `train_step`. For learning rates, use `schedules.PerGroup`.
 
   >>> import tensorflow as tf
   >>> from tf_cross_shard import per_group
@@ -48,15 +47,16 @@ def per_group(values: Any, groups: Any) -> tf.Tensor:
     values: `[num_groups, ...]`: a list, array, tensor or variable with one row
       for each group. Python floats become float32 and ints become int32; other
       values keep their dtype.
-    groups: A `Groups`, a `group_assignment`, or an optimizer that has groups.
+    groups: A `Groups`, a `group_assignment`, or a `CrossShardOptimizer`.
 
   Returns:
     `[...]`: the row of the group. Outside of replicas, it is the row of group
-    0, or of the group that `as_group` sets. Keras calls a model there to find
-    its shapes, and you may evaluate the model of one group there.
+    0, or of the group that `as_group` sets. Keras calls a model outside of
+    replicas to find its shapes, and you can evaluate the model of one group
+    there.
 
   Raises:
-    ValueError: If `values` does not have one row for each group, or if the
+    ValueError: If `values` does not hold one row for each group, or if the
       groups do not hold the replicas of the strategy.
   """
   if hasattr(groups, "apply_gradients"):
@@ -73,10 +73,11 @@ def per_group(values: Any, groups: Any) -> tf.Tensor:
 
 @contextlib.contextmanager
 def as_group(group: Any) -> Iterator[None]:
-  """Makes `per_group` use the values of one group, outside of replicas.
+  """Sets the group whose values `per_group` returns outside of replicas.
 
-  Use it around a model of one group, as `replica_state.load_group` returns it,
-  if the model's layers or its loss call `per_group`.
+  Use it when you call the model of one group, such as the result of
+  `replica_state.load_group`, if the model's layers or its loss call
+  `per_group`.
 
   >>> from tf_cross_shard import per_group, schedules
   >>> with schedules.as_group(1):
@@ -99,7 +100,8 @@ class PerGroup:
   Pass it as the learning rate of the optimizer that a `CrossShardOptimizer`
   encapsulates. The CrossShardOptimizer tells the schedule its groups, and
   raises a `ValueError` if there is not one rate for each group. In an update,
-  the schedule returns the rate of the replica's group, at the group's own step.
+  the schedule returns the rate of the replica's group, at the step that this
+  group has reached.
   Outside of replicas, for example for `optimizer.learning_rate` and Keras'
   callbacks, it returns the rate of replica 0's group. The method `values`
   returns the rates of all groups.
@@ -124,7 +126,7 @@ class PerGroup:
 
   _package: str  # "keras" or "tf_keras"
   _groups: groups_lib.Groups | None = None
-  # The factor of each group's rate, once a callback lowers the rates.
+  # A factor for each group's rate; None until a callback lowers the rates.
   rate_factor: tf.Variable | None = None
 
   def __init__(self, rates: Iterable[Any]) -> None:
@@ -132,7 +134,8 @@ class PerGroup:
 
     Args:
       rates: One learning rate for each group, in the order of the groups. Each
-        is a number or a schedule of the same Keras. A list may hold both.
+        is a number or a schedule of the same Keras version. A list may hold
+        both.
 
     Raises:
       TypeError: If a rate is neither a number nor a schedule.
@@ -214,8 +217,8 @@ class PerGroup:
   def values(self, step: Any) -> list[float]:
     """Returns the rates of all groups at a step.
 
-    Call it eagerly, outside of `tf.function`. The result does not include what
-    `callbacks.GroupReduceLROnPlateau` has lowered; see its `learning_rates`.
+    Call it eagerly, outside of `tf.function`. The result does not include the
+    factors of `callbacks.GroupReduceLROnPlateau`; see its `learning_rates`.
 
     Args:
       step: The number of applied steps. Groups that skip steps may be at
@@ -236,7 +239,7 @@ class PerGroup:
 
   @classmethod
   def from_config(cls, config: dict[str, Any]) -> "PerGroup":
-    """Makes a schedule from what `get_config` returned, without groups."""
+    """Creates a schedule from what `get_config` returned, without groups."""
     deserialize = sys.modules[cls._package].saving.deserialize_keras_object
     rates = copy.deepcopy(config["rates"])  # Keras changes its argument.
     return cls(deserialize(r) if isinstance(r, dict) else r for r in rates)
@@ -277,7 +280,7 @@ def bind(optimizer: Any, groups: groups_lib.Groups, package: str) -> None:
   """Sets the groups of every `PerGroup` in an optimizer.
 
   Args:
-    optimizer: An optimizer, which may encapsulate others.
+    optimizer: An optimizer, which may encapsulate other optimizers.
     groups: The groups.
     package: The Keras of the optimizer: "keras" or "tf_keras".
   """
@@ -309,7 +312,7 @@ def bound(forwarded: property) -> property:
   """Returns the property `learning_rate` of a CrossShardOptimizer.
 
   When you assign a PerGroup, the property sets its groups. When you assign a
-  number in place of a PerGroup, it raises an error.
+  number instead of a PerGroup, it raises an error.
 
   Args:
     forwarded: The property that forwards to the encapsulated optimizer.
@@ -345,8 +348,8 @@ def bind_rate(rate: Any, groups: groups_lib.Groups, package: str) -> None:
 def _within(value: Any, schedule: type[Any]) -> Iterator[PerGroup]:
   """Yields every PerGroup in a value.
 
-  A schedule may be one, or may call one, as a warm-up calls the schedule that
-  follows it.
+  A schedule may be a PerGroup, or may call one, as a warm-up calls the schedule
+  that follows it.
   """
   if isinstance(value, PerGroup):
     yield value
@@ -358,7 +361,7 @@ def _within(value: Any, schedule: type[Any]) -> Iterator[PerGroup]:
 
 
 def _schedule_class(package: str) -> type[Any]:
-  """Returns the base class of the schedules of a Keras."""
+  """Returns the base class of schedules in "keras" or "tf_keras"."""
   schedules = sys.modules[package].optimizers.schedules
   kind: type[Any] = schedules.LearningRateSchedule
   return kind

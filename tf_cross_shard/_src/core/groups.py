@@ -59,7 +59,7 @@ class Groups:
   group 1     o-----o
 
   Two groupings are equal, and have the same hash, if their rows are equal.
-  Names do not count.
+  Names are ignored.
 
   Attributes:
     assignment: The groups, as tuples of replica ids. The constructor accepts
@@ -67,7 +67,7 @@ class Groups:
     num_replicas: The number of replicas. If you pass it to the constructor, the
       groups must hold that many replicas.
     names: A name for each group, which drawings and TensorBoard show, or None.
-      By default the names of `assignment`, if that is a `Groups`.
+      By default, the names of `assignment` if it is a `Groups`.
   """
 
   assignment: tuple[tuple[int, ...], ...]
@@ -95,7 +95,8 @@ class Groups:
     Raises:
       ValueError: If the table is not two-dimensional, is ragged or empty,
         holds a non-integer, an id out of range or a replica twice, or if its
-        size is not `num_replicas`; if `names` is not one string for each group.
+        size is not `num_replicas`. Also if `names` does not hold a different
+        name for each group.
     """
     value = self.assignment
     rows = value.assignment if isinstance(value, Groups) else _as_rows(value)
@@ -172,7 +173,7 @@ class Groups:
     group 1: 1-63 step 2
 
     Args:
-      width: The most columns that the drawing may have.
+      width: The maximum number of columns of the drawing.
 
     Returns:
       One line for each group, with a heading above a drawing.
@@ -183,7 +184,7 @@ class Groups:
 def contiguous(
   num_replicas: int, group_size: int, names: Sequence[str] | None = None
 ) -> Groups:
-  """Makes groups of neighbours: group g is `[g * size, (g + 1) * size)`.
+  """Creates groups of neighbours: group g is `[g * size, (g + 1) * size)`.
 
   >>> from tf_cross_shard.groups import contiguous
   >>> contiguous(4, 2).to_lists()
@@ -208,7 +209,7 @@ def contiguous(
 def strided(
   num_replicas: int, group_size: int, names: Sequence[str] | None = None
 ) -> Groups:
-  """Makes groups of every n-th replica, where n is the number of groups.
+  """Creates groups of every n-th replica, where n is the number of groups.
 
   >>> from tf_cross_shard.groups import strided
   >>> strided(4, 2).to_lists()
@@ -231,7 +232,7 @@ def strided(
 
 
 def singletons(num_replicas: int, names: Sequence[str] | None = None) -> Groups:
-  """Makes a group of each replica, so that nothing is reduced.
+  """Creates a group for each replica, so that nothing is reduced.
 
   >>> from tf_cross_shard.groups import singletons
   >>> print(singletons(3, ["low", "mid", "high"]).draw())
@@ -254,7 +255,7 @@ def singletons(num_replicas: int, names: Sequence[str] | None = None) -> Groups:
 
 
 def by_host(strategy: Any) -> Groups:
-  """Makes a group of the replicas of each host, which is one process.
+  """Creates a group for each host (process), with all of its replicas.
 
   >>> import tensorflow as tf
   >>> from tf_cross_shard.groups import by_host
@@ -287,7 +288,7 @@ def by_host(strategy: Any) -> Groups:
 
 
 def along(coordinates: Sequence[Sequence[int]], axis: str) -> Groups:
-  """Makes groups of the devices that form a line in a TPU slice.
+  """Creates groups of the devices that form a line in a TPU slice.
 
   Links within a line are the shortest. In a slice of 2 by 2 chips, the lines
   along x are:
@@ -317,7 +318,7 @@ def along(coordinates: Sequence[Sequence[int]], axis: str) -> Groups:
   position = AXES.index(axis)
   lines: dict[tuple[int, ...], list[int]] = {}
   for replica, place in enumerate(coordinates):
-    # Devices of one line agree in all other coordinates.
+    # Devices on one line agree in all other coordinates.
     rest = (*place[:position], *place[position + 1 :])
     lines.setdefault(rest, []).append(replica)
   return Groups(tuple(map(tuple, lines.values())))
@@ -388,7 +389,7 @@ def _group_index(
 
   Args:
     rows: The table.
-    num_replicas: How many replicas it has to hold; None for any number.
+    num_replicas: How many replicas the table must hold; None for any number.
     shown: The table as the user gave it, for errors.
   """
   sizes = sorted(set(map(len, rows)))
@@ -422,7 +423,7 @@ def _group_index(
 
 
 def _as_id(replica: Any, shown: object) -> int:
-  """Returns a replica id as an int; raises `ValueError` for another type."""
+  """Returns a replica id as an int; raises `ValueError` for other types."""
   try:
     if isinstance(replica, bool):
       raise TypeError

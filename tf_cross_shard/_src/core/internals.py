@@ -100,10 +100,11 @@ def engine_of(optimizer: Any) -> Any:
 
 
 def check_place(optimizer: Any) -> None:
-  """Raises an error if the optimizer cannot reduce gradients at this place.
+  """Raises an error if the optimizer cannot reduce gradients here.
 
   Raises:
-    RuntimeError: In the cross-replica context, or under another strategy.
+    RuntimeError: In the cross-replica context, or under a strategy other than
+      the optimizer's.
   """
   _parts_of(optimizer).checks.check_place()
 
@@ -123,7 +124,7 @@ def gradients(
     loss: As in `compute_gradients`.
     var_list: As in `compute_gradients`.
     tape: As in `compute_gradients`.
-    default: What the loss is averaged over, if the user chose neither:
+    default: What the loss is averaged over if the user did not choose:
       `"replica"` or `"global"`.
     options: Options for gradients in graphs.
   """
@@ -136,7 +137,7 @@ def gradients(
 
 
 def make_variable(optimizer: Any, value: Any, name: str) -> Any:
-  """Makes a trainable variable of the encapsulated optimizer's Keras."""
+  """Creates a trainable variable of the encapsulated optimizer's Keras."""
   return _parts_of(optimizer).encapsulated.make_variable(value, name)
 
 
@@ -161,10 +162,10 @@ def slots_of(optimizer: Any) -> Callable[[Any], dict[str, Any]] | None:
 
 
 def state_of(optimizer: Any) -> Any:
-  """Returns the `encapsulated.state.State` of any optimizer of either Keras."""
+  """Returns the `encapsulated.state.State` of any Keras optimizer."""
   modules = (kind.__module__ for kind in type(optimizer).__mro__)
   is_tf_keras = any(module.startswith("tf_keras.") for module in modules)
-  # Import by name: an optimizer of one Keras does not need the other Keras.
+  # Import by name: a Keras 3 optimizer does not need tf_keras, nor the reverse.
   home = importlib.import_module(
     f"{__package__}.{'tf_keras' if is_tf_keras else 'keras3'}.adapter"
   )

@@ -1,8 +1,8 @@
 """CrossShardOptimizer: a Keras optimizer that applies sums over a group.
 
-This module has the public members: arguments, properties and Keras' methods.
-`step.flow` has the path of a gradient through a step. `keras3.classes` and
-`tf_keras.classes` make the class an optimizer of one Keras.
+This module contains the public members: arguments, properties and Keras'
+methods. `step.flow` contains the path of a gradient through a step. The
+subclasses in `keras3.classes` and `tf_keras.classes` are also Keras optimizers.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -108,8 +108,8 @@ class CrossShard(forwarding.OptimizerWrapper):
         group_size]` and dtype int32: lists, an array, a constant tensor or
         `Groups`. None for one group of all replicas.
       loss_averaged_over: `"replica"` if the loss is averaged over the examples
-        of one replica, `"global"` if it is averaged over those of all replicas.
-        None chooses by the method that you call: `"replica"` for
+        of one replica, `"global"` if it is averaged over the examples of all
+        replicas. None chooses by the method that you call: `"replica"` for
         `compute_gradients` and `minimize(callable)`, `"global"` for Keras' own
         calls (`fit`, and `minimize` with `tape=`).
       clipnorm: Clips each replica's gradient of each variable (of the scaled
@@ -150,8 +150,8 @@ class CrossShard(forwarding.OptimizerWrapper):
         weights. `"elementwise"` gives each member an equal number of elements,
         and only the optimizer state of these elements. `"by_variable"` gives
         each member whole variables. This works for every optimizer that updates
-        each variable independently, but not on TPUs. True chooses by the class,
-        if it is a class of Keras.
+        each variable independently, but not on TPUs. True chooses by the class
+        of `opt`, which must be one of Keras' own.
       lazy_rows: Whether a row-sparse gradient, such as that of an embedding,
         updates only the rows that occur in the batch. Even if False, Adagrad
         and Keras 3's SGD without momentum update only these rows (if they have
@@ -262,7 +262,7 @@ class CrossShard(forwarding.OptimizerWrapper):
         `build` inside `strategy.scope()`, but outside `strategy.run`.
     """
     trained = list(variables)
-    # Compare before the slots are made, where workers wait for each other.
+    # Compare before the slots are created, where workers wait for each other.
     if not self._encapsulated.is_built:
       self._parts.checks.agree_to_build(trained)
     super().build(trained)
@@ -319,13 +319,12 @@ class CrossShard(forwarding.OptimizerWrapper):
     )
 
   def _perform(self, call: flow.Call) -> Any:
-    """Checks the call, makes the slots if needed, and does the step."""
+    """Checks the call, creates the slots if needed, and does the step."""
     opt = self._encapsulated.optimizer
     checks, step = self._parts.checks, self._parts.step
     checks.check_place()
     checks.check_variables(call.variables)
-    # Again: the user may have assigned a schedule to `opt.learning_rate`
-    # itself.
+    # Bind again: the user may have assigned a schedule to `opt.learning_rate`.
     group_schedule.bind(opt, self.groups, self._package)
     if not call.is_reduced:
       step.convention.check_was_scaled(
@@ -340,7 +339,7 @@ class CrossShard(forwarding.OptimizerWrapper):
     return tf.function(lambda: step.perform(call), autograph=False)().op
 
   def _build_slots(self, variables: Sequence[Any]) -> None:
-    """Makes the variables of all stages."""
+    """Creates the variables of all stages."""
     self._parts.step.build(variables)
 
   def _config(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The parts of a wrapper: the objects that do its work, in one attribute."""
+"""The parts of a wrapper: the objects that do its work."""
 
 import dataclasses
 from typing import Any, Final
@@ -16,7 +16,7 @@ class Parts:
     encapsulated: The `encapsulated.Encapsulated` around the user's optimizer.
     keras_package: "keras" or "tf_keras".
     checks: The `step.step_checks.StepChecks`; None for towers.
-    step: The `step.flow.Step`; None for towers, and while it is being made.
+    step: The `step.flow.Step`; None for towers, and while it is being created.
   """
 
   encapsulated: Any
@@ -26,7 +26,7 @@ class Parts:
 
 
 def set_parts(wrapper: Any, parts: Parts) -> None:
-  """Stores the parts of a wrapper, past its `__setattr__`, which forwards."""
+  """Stores the parts of a wrapper; bypasses `__setattr__`, which forwards."""
   wrapper.__dict__[_ATTRIBUTE] = parts
 
 

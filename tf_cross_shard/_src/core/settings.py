@@ -1,8 +1,8 @@
 """The arguments of a CrossShardOptimizer, without `opt`, validated.
 
-They are one frozen object. The constructor makes it, `get_config` and `repr`
-read it, workers compare it, and every stage of a step reads its settings from
-it.
+All settings are in one frozen object. The constructor creates the object,
+`get_config` and `repr` read it, workers compare it, and every stage of a step
+reads its settings from it.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import parts
 from tf_cross_shard._src.core.gradients import loss_factor, packing
 
-# Arguments of earlier versions, which configurations may still have.
+# Arguments of earlier versions, which saved configurations may still contain.
 _REMOVED: Final = ("has_backup", "noise_scale")
 _Class = TypeVar("_Class", bound=type[Any])
 LIMITS: Final = ("clipnorm", "global_clipnorm", "clipvalue")
@@ -51,7 +51,7 @@ class Settings:
   name: str = dataclasses.field(
     default="CrossShardOptimizer", metadata=_about("The name of the optimizer.")
   )
-  # The constructor takes any form of groups. The field is `Groups` or None.
+  # The constructor accepts any form of groups. The field is `Groups` or None.
   group_assignment: Any = dataclasses.field(
     default=None,
     metadata=_about("The groups as lists; None for one group of all replicas."),
@@ -129,7 +129,7 @@ class Settings:
   )
 
   def __post_init__(self) -> None:
-    """Raises an error for an argument without a valid value."""
+    """Raises an error for an argument with an invalid value."""
     for name, convert in (
       ("reduction", loss_factor.canonical_reduction),
       ("loss_averaged_over", loss_factor.check_averaged_over),
@@ -206,7 +206,7 @@ class Settings:
     return {name: getattr(self, name) for name in LIMITS}
 
   def read(self, name: str) -> Any:
-    """Returns a setting as one of Python's own types.
+    """Returns a setting as a built-in Python type.
 
     Groups are returned as lists, without names, and a dtype as its name.
     """
@@ -238,13 +238,13 @@ class Setting:
   """A property of the optimizer that returns the setting of the same name."""
 
   def __init__(self, field: "dataclasses.Field[Any]") -> None:
-    """Makes the property for a field of `Settings`."""
+    """Creates the property for a field of `Settings`."""
     self._name = field.name
     self._is_replaceable = field.metadata["is_replaceable"]
     self.__doc__ = field.metadata["doc"]
 
   def __get__(self, optimizer: Any, owner: Any = None) -> Any:
-    """Returns the setting; None while the optimizer is being made."""
+    """Returns the setting; None while the optimizer is being created."""
     if optimizer is None:
       return self
     step = _step_of(optimizer)
@@ -273,7 +273,7 @@ def with_properties(cls: _Class) -> _Class:
 
 
 def _step_of(optimizer: Any) -> Any:
-  """Returns the step of an optimizer; None while it is being made."""
+  """Returns the step of an optimizer; None while it is being created."""
   own = parts.parts_of(optimizer)
   return None if own is None else own.step
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core.variables import is_variable, path_of
 
-if TYPE_CHECKING:  # For editors only: a program may lack one of the Kerases.
+if TYPE_CHECKING:  # For editors only: Keras 3 or tf_keras may be missing.
   import keras
   import tf_keras
 
@@ -133,7 +133,7 @@ def check_global_step(global_step: Any) -> None:
 
 
 def check_scalar(loss: tf.Tensor, seeded: bool) -> None:
-  """Raises `ValueError` unless a loss that is averaged is one number.
+  """Raises `ValueError` unless a loss that is averaged is a scalar.
 
   Args:
     loss: The loss.

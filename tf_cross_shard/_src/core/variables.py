@@ -1,4 +1,4 @@
-"""Finds the variables of TensorFlow and of both Kerases, and their names.
+"""Finds the variables of TensorFlow and Keras, and their names.
 
 One weight can appear as several objects:
 
@@ -23,7 +23,7 @@ _NUMBERED: Final = re.compile(r"(.*?)(?:_(\d+))?")
 
 def is_variable(value: object) -> bool:
   """Whether `value` is a `tf.Variable` or a `keras.Variable`."""
-  # Do not import Keras: without it there is no variable of Keras.
+  # Do not import Keras: if it is not imported, no Keras variable exists.
   keras_variable = getattr(sys.modules.get("keras"), "Variable", ())
   return isinstance(value, (tf.Variable, keras_variable))
 
@@ -38,9 +38,9 @@ def native(variable: Any) -> Any:
 def distributed(variable: Any) -> Any:
   """Returns the variable that holds the copies of all replicas.
 
-  Graphs and tapes may report the copy of one replica, and optimizers know the
-  variable that holds all copies. A variable without copies is returned as it
-  is.
+  Graphs and tapes may report the copy of one replica, but optimizers know the
+  variable that holds all copies. A variable without copies is returned
+  unchanged.
   """
   return tf.distribute.get_strategy().extended.value_container(native(variable))
 
@@ -63,7 +63,7 @@ def read_by_graph() -> list[Any]:
 
 def _creation_order(variable: Any) -> tuple[int, str]:
   """Returns the number that TensorFlow gave to a variable, and its name."""
-  # No public member tells in which order variables were made.
+  # No public member tells in which order variables were created.
   name = distributed(variable)._unique_id  # noqa: SLF001
   number = name.rpartition("_")[2]
   return (int(number) if number.isdigit() else 0, name)
@@ -80,7 +80,7 @@ def renumbered(names: Sequence[str]) -> list[str]:
   Keras numbers a layer by how many layers of its class the program has made
   before. That number may differ between workers that train the same model, for
   example if the chief has made another model for evaluation. The order of the
-  numbers is the same. Names that the user chose stay as they are.
+  numbers is the same. Names that the user chose are kept.
   """
   automatic = _automatic_names()
   numbers: dict[str, set[int]] = {}

@@ -1,9 +1,9 @@
 """Checks the versions of TensorFlow and Keras when the package is imported.
 
-An unsupported Keras does not fail: it trains wrongly. Before version 3.8,
-gradients in custom loops are not reduced at all, or `fit` does not divide the
-loss by the number of replicas. Importing this package with such a version
-therefore raises an error. The Keras that is checked is that of `tf.keras`.
+With an unsupported Keras, a program does not fail, but trains wrongly. Before
+version 3.8, gradients in custom loops are not reduced at all, or `fit` does not
+divide the loss by the number of replicas. Importing this package with such a
+version therefore raises an error. The check is of the Keras behind `tf.keras`.
 """
 
 import importlib
@@ -69,7 +69,7 @@ def uses_tf_keras() -> bool:
 
 
 def keras_version() -> str:
-  """Returns the version of the Keras that `tf.keras` is."""
+  """Returns the version of the Keras behind `tf.keras`."""
   module = "tf_keras" if uses_tf_keras() else "keras"
   return str(importlib.import_module(module).__version__)
 

@@ -218,7 +218,7 @@ class TestRefusals:
   def test_function_called_eagerly_inside_run(self) -> None:
     groups = groups_lib.Groups(GROUPINGS[0])
     engine = mirrored.Mirrored(testbed.mirrored(), groups)
-    with pytest.raises(RuntimeError, match=r"into a tf.function"):
+    with pytest.raises(RuntimeError, match=r"inside a tf.function"):
       _sums(engine, _in_nested_function, eager=True)
 
   def test_loop_inside_run(self) -> None:

@@ -648,13 +648,13 @@ EACH = "is 'elementwise'.*each"  # Keras' MultiOptimizer wants all gradients.
       )
       for name in ("shard_update", "lazy_rows")
     ),
-    (keras3, lambda: _Vouched(clipnorm=1.0), VOUCHED, "has clipnorm=1"),
+    (keras3, lambda: _Vouched(clipnorm=1.0), VOUCHED, "uses clipnorm=1"),
     (
       *(keras3, lambda: _Vouched(global_clipnorm=1.0)),
-      *(VOUCHED, "has global_clipnorm=1"),
+      *(VOUCHED, "uses global_clipnorm=1"),
     ),
     *(
-      (ours_tf_keras, kind, VOUCHED, rf"{kind.__name__} is one of .*legacy")
+      (ours_tf_keras, kind, VOUCHED, rf"{kind.__name__} is an optim.*legacy")
       for kind in (tf_keras.optimizers.legacy.Adam, _Older)
     ),
   ],
@@ -725,5 +725,5 @@ def test_averages_are_built_before_the_first_step() -> None:
     optimizer = ours_tf_keras.CrossShardOptimizer(
       tf_keras.optimizers.Adam(use_ema=True), shard_update=True
     )
-  with pytest.raises(RuntimeError, match=r"call optimizer.build"):
+  with pytest.raises(RuntimeError, match=r"Call optimizer.build"):
     testbed.run(lambda: optimizer.apply_gradients([(tf.ones(3), weight)]))

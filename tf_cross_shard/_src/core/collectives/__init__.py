@@ -1,7 +1,7 @@
 """All-reduce, all-gather and all-to-all within groups of replicas.
 
 `tf.distribute` can only sum over all replicas of a strategy. Each engine in
-this folder sums within groups, with the means of one kind of strategy:
+this folder sums within groups, under one kind of strategy:
 
     strategy                   engine       all-reduce within a group
     ─────────────────────────────────────────────────────────────────────────
@@ -28,7 +28,7 @@ A sharded update also needs the two halves of an all-reduce:
 With more members than `collective_ops.keeps_order` allows, both halves are one
 all-reduce of a whole buffer: see `engine.Engine`.
 
-One obvious alternative needs no engine of ours: each replica puts its gradients
+One obvious alternative needs no engine: each replica puts its gradients
 into its group's row of a `[num_groups, ...]` buffer, and `ctx.all_reduce` sums
 that buffer over all replicas. That took 2.1 to 2.6 times as long as
 `ctx.all_reduce` of the gradients alone (two groups on CPUs, TensorFlow 2.21),
@@ -66,8 +66,8 @@ def for_strategy(
   """
   replicas = strategy.num_replicas_in_sync
   groups = groups or groups_lib.contiguous(replicas, replicas)
-  # Before the test for one replica: MirroredStrategy on one device still makes
-  # merge calls, from which its replica has to be isolated.
+  # Test this before the number of replicas: MirroredStrategy makes merge calls
+  # even on one device, and its replica must be isolated from them.
   if isinstance(strategy, tf.distribute.MirroredStrategy):
     return mirrored.Mirrored(strategy, groups)
   if is_tpu(strategy):

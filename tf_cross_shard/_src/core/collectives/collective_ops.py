@@ -1,10 +1,10 @@
 """TensorFlow's collective operations, in one process or in several.
 
-The operations (`CollectiveReduceV2` and others) are made for a library that
+The operations (`CollectiveReduceV2` and others) are designed for a library that
 gives them their keys. The members of a collective find each other by two keys,
 and each replica runs its collectives in the order of a token:
 
-    group key       names a group; all its members in all processes have it
+    group key       names a group; it is the same on all members of the group
     instance key    names one collective of that group; it is the same in every
                     step and on every member
     ordering token  a resource handle for each replica; collectives that share
@@ -16,11 +16,11 @@ How the obvious alternatives failed, with TensorFlow 2.21 on CPUs:
   the first collective waits for members that come later in that chain.
 - A fresh instance key in every call: the runtime remembers every key, at 0.85
   to 1.5 kB each, and steps are slower.
-- An instance key from a counter in Python: if one worker alone retraces its
-  function, its keys no longer fit those of the others, and all of them hang.
+- An instance key from a counter in Python: if only one worker retraces its
+  function, its keys no longer match those of the others, and all workers hang.
 - `timeout_seconds`: each operation then holds two threads until the time has
-  passed, 2,423 threads after 300 steps. It stays 0. The runtime notices a lost
-  worker without it, after about 9 s.
+  passed, 2,423 threads after 300 steps. So it is 0 here. Even so, the runtime
+  notices a lost worker after about 9 s.
 - `CollectiveReduceV3` with a `group_assignment`: "not supported yet".
 - `CollectiveReduceScatterV2` and `CollectivePermute`: no CPU kernel.
 
@@ -39,8 +39,8 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import groups as groups_lib
 
-# The range of our group keys. tf.distribute numbers its own groups from 1, and
-# one key for two groups is an error.
+# The first of our group keys. tf.distribute numbers its own groups from 1, and
+# two groups with the same key raise an error.
 _FIRST_GROUP_KEY: Final = 0x40000000
 _LAST_GROUP_KEY: Final = 0x7FFFFFFF
 _DTYPES: Final = frozenset(
@@ -57,7 +57,7 @@ AUTO: Final = "auto"
 RING: Final = "ring"
 NCCL: Final = "nccl"
 # The dtypes that NCCL sums. TensorFlow 2.21 treats any other dtype as float32
-# there, as its sources say.
+# there, according to its source code.
 _NCCL_DTYPES: Final = _DTYPES - {tf.bfloat16}
 
 # With 12 members or more, `CollectiveAllToAllV2` fails or returns wrong rows.
@@ -69,8 +69,8 @@ _local_strategies: Final = itertools.count()
 class CollectiveOps:
   """The collectives of one strategy, with their keys and ordering tokens.
 
-  All optimizers of a strategy share one object. With an object each, two
-  optimizers in one step would use the same instance keys.
+  All optimizers of a strategy share one object. If each optimizer had its own
+  object, two optimizers in one step would use the same instance keys.
   """
 
   def __init__(
@@ -80,17 +80,17 @@ class CollectiveOps:
     is_serial: bool = True,
     hint: str = AUTO,
   ) -> None:
-    """Sets what all collectives of the strategy have in common.
+    """Stores what all collectives of the strategy have in common.
 
     Args:
-      identity: A text that all processes of the strategy have, and that no
-        other strategy has; None for a strategy of this process alone.
+      identity: A text that identifies the strategy in all of its processes;
+        None for a strategy that runs only in this process.
       chains: How many collectives of one replica may run at the same time.
       is_serial: Whether eager replicas of this process run one after the other,
-        in which case a collective would wait for ever for the next replica.
-      hint: The implementation, from `hint_for`. With NCCL there is one chain
-        only: the kernels of two chains may start in different orders on
-        different devices, and then wait for each other for ever.
+        in which case a collective would wait forever for the next replica.
+      hint: The implementation, from `hint_for`. With NCCL there is only one
+        chain: the kernels of two chains may start in different orders on
+        different devices, and then wait for each other forever.
     """
     self._is_local = identity is None
     self._identity = identity or f"local strategy {next(_local_strategies)}"
@@ -126,7 +126,7 @@ class CollectiveOps:
       The results of the collectives, in the order of `tensors`.
 
     Raises:
-      RuntimeError: If replicas would wait for each other for ever here.
+      RuntimeError: If replicas would wait for each other forever here.
       TypeError: If collectives do not support the dtype of a tensor.
     """
     self._check(tensors)
@@ -150,7 +150,7 @@ class CollectiveOps:
   def _hint_of(self, name: str, tensor: tf.Tensor) -> str:
     """Returns the hint for a collective.
 
-    The all-to-all exists in the runtime's own implementation only.
+    Only the runtime's own implementation has an all-to-all.
     """
     is_known = self._hint != NCCL or tensor.dtype in _NCCL_DTYPES
     return AUTO if name == ALL_TO_ALL or not is_known else self._hint
@@ -182,7 +182,7 @@ class CollectiveOps:
   def all_gather(
     self, part: tf.Tensor, groups: groups_lib.Groups, replica: int, device: str
   ) -> tf.Tensor:
-    """Concatenates the parts of all members, which have one shape."""
+    """Concatenates the parts of all members, which have the same shape."""
     words = [as_words(part)]
     [joined] = self.run(ALL_GATHER, words, groups, replica, device)
     return from_words(joined, part)
@@ -246,7 +246,7 @@ class CollectiveOps:
     """Returns a number that names one group of one grouping.
 
     It is a hash of values that all processes know. A counter would differ
-    between processes that have made different numbers of groupings before.
+    between processes that have created different numbers of groupings before.
     """
     if groups not in self._first_keys:
       text = repr((self._identity, groups.to_lists()))
@@ -261,11 +261,11 @@ class CollectiveOps:
     The ordinal counts the collectives of this replica in that function. Both
     numbers go into the instance key. In one process, two threads may run two
     functions at the same time, so functions must not share keys. In several
-    processes, every function has the number 0: one worker alone may retrace,
-    and would number its functions differently.
+    processes, every function has the number 0: if only one worker retraces,
+    it would number its functions differently.
     """
     if tf.executing_eagerly():
-      # Eager collectives of a replica run one at a time: one key is enough.
+      # Eager collectives of a replica run one at a time, so one key is enough.
       return 0, 0
     graph = _outermost_graph()
     if graph not in self._functions:
@@ -280,11 +280,12 @@ class CollectiveOps:
     TensorFlow runs stateful operations one after the other if they use the same
     resource. An operation without a resource is ordered after all others: then
     all replicas would form one chain, and the first collective would hang. The
-    handle is of a variable that is never created, since only its name matters.
+    handle is of a variable that is never created, because only its name
+    matters.
     """
     key = replica, chain
     if key not in self._tokens:
-      # Outside of the trace: all functions share the token.
+      # Create the handle outside of the trace: all functions share it.
       with tf.init_scope(), tf.device(device):
         self._tokens[key] = tf.raw_ops.VarHandleOp(
           dtype=tf.float32,
@@ -328,7 +329,7 @@ def of_strategy(
   is_serial: bool = True,
   asked: str = AUTO,
 ) -> CollectiveOps:
-  """Returns the one `CollectiveOps` of a strategy, which the first call makes.
+  """Returns a strategy's `CollectiveOps`, which the first call creates.
 
   Args:
     strategy: The strategy.
@@ -365,7 +366,7 @@ def hint_for(
   Args:
     devices: The devices of the replicas in this process.
     physical: The number of physical GPUs.
-    logical: The number of logical GPUs that TensorFlow makes of them.
+    logical: The number of logical GPUs into which TensorFlow splits them.
     asked: The implementation that the user chose for the strategy, or `AUTO`.
   """
   if asked != AUTO:
@@ -382,7 +383,7 @@ def as_words(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def from_words(words: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-  """Returns the tensor of which `as_words` made `words`."""
+  """Reverses `as_words`; `like` has the original dtype."""
   return tf.bitcast(words, like.dtype) if words.dtype != like.dtype else words
 
 
@@ -429,7 +430,7 @@ def _outermost_graph() -> Any:
 
 
 def _inside_while_loop() -> bool:
-  """Whether this is inside of a loop in the replica function."""
+  """Whether the caller is inside a `tf.while_loop` of the replica function."""
   return any(
     "While" in type(graph).__name__ for graph in _enclosing_graphs()[:-1]
   )
@@ -438,8 +439,8 @@ def _inside_while_loop() -> bool:
 def _rounded_up(rows: tf.Tensor) -> tf.Tensor:
   """Rounds a number of rows up, by at most a quarter, to at least one.
 
-  The runtime keeps memory for each shape that was ever gathered, so only few
-  numbers may occur. It crashes on a tensor without rows.
+  The runtime keeps memory for each shape that was ever gathered, so only a few
+  numbers may occur. The runtime crashes on a tensor without rows.
   """
   rows = tf.maximum(rows, 1)
   # With 2**bits <= rows, round up to a multiple of a quarter of 2**bits.

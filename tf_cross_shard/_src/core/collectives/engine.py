@@ -7,8 +7,8 @@ collective of the base class is built from these two:
     all_gather_part    all-reduce of parts, each at its place among zeros
     all_to_all         all-gather of all rows, then the rows for this member
 
-Engines override the collectives for which their strategy has an operation that
-sends less.
+Engines override a collective if their strategy has an operation that sends
+less.
 """
 
 import abc
@@ -71,7 +71,7 @@ class Engine(abc.ABC):
     """
 
   def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums tensors, of which half-precision ones are added in float32.
+    """Sums tensors; adds half-precision tensors in float32.
 
     An engine that cannot add in float32 adds in the dtype of the tensors.
     """
@@ -95,7 +95,8 @@ class Engine(abc.ABC):
     Returns:
       `[group_size, n]`: the rows that the members sent to this replica.
     """
-    # [sender, receiver, n], of which this member keeps its receiver's column.
+    # [sender, receiver, n]. This member keeps the rows of which it is the
+    # receiver.
     everything = self.all_gather_part(tf.reshape(rows, [-1]))
     shape = [self.groups.group_size, *rows.shape]
     return tf.reshape(everything, shape)[:, self.position()]
@@ -104,7 +105,7 @@ class Engine(abc.ABC):
   def bucket_bytes(self) -> int | None:
     """The best size of an all-reduce buffer, in bytes; None for no packing.
 
-    It may depend on where it is asked, for example inside `tf.cond`.
+    It may depend on where you read it, for example inside `tf.cond`.
     """
     return packing.BUCKET_BYTES
 
@@ -146,8 +147,8 @@ class Engine(abc.ABC):
 
     Args:
       part: `[parts.part]`, the part of this member.
-      parts: Which elements each member has.
-      like: Tensors or variables whose shapes the results have.
+      parts: Which elements each member holds.
+      like: Tensors or variables with the shapes of the results.
     """
     row = self.all_gather_part(part)
     joined = parts.join(tf.split(row, self.groups.group_size))
@@ -161,8 +162,8 @@ class Engine(abc.ABC):
     if isinstance(place, int):
       # The place is known while tracing: read this member's elements only.
       return _pack(values, parts, place)
-    # In one program for all replicas the place is a tensor, so that the slice
-    # has to be taken out of all members' parts.
+    # If all replicas run one program, the place is a tensor. So concatenate all
+    # members' parts, and take this member's slice at run time.
     row = self.row(values, parts)
     return tf.slice(row, [place * parts.part], [parts.part])
 
@@ -197,7 +198,7 @@ class Engine(abc.ABC):
     return self.all_reduce_sum([self.place_among_zeros(part)])[0]
 
   def place_among_zeros(self, part: tf.Tensor) -> tf.Tensor:
-    """Returns `[group_size * n]` zeros with `part`, `[n]`, at this place."""
+    """Returns `[group_size * n]` zeros, with `part` at this member's place."""
     places = tf.range(self.groups.group_size)[:, tf.newaxis]
     is_mine = places == self.position()
     return tf.reshape(tf.where(is_mine, part, tf.zeros_like(part)), [-1])
@@ -221,8 +222,8 @@ class Engine(abc.ABC):
   def making_variables(self) -> Iterator[None]:
     """A context in which new variables get a copy on each replica.
 
-    It works during tracing, and in replicas, too: tf_keras builds an optimizer
-    in its first step.
+    It also works during tracing and in replicas, because tf_keras builds an
+    optimizer in its first step.
     """
     with tf.init_scope():
       if tf.distribute.in_cross_replica_context() or (
@@ -236,7 +237,7 @@ class Engine(abc.ABC):
   def updates_here(self, variable: Any) -> bool:
     """Whether this replica must update `variable`.
 
-    A variable made outside the strategy's scope exists once, so one replica
+    A variable created outside the strategy's scope exists once, so one replica
     alone updates it.
     """
     value = variables_lib.native(variable)
@@ -286,11 +287,11 @@ class OneDevice(Engine):
   """The engine of a strategy with one replica: a sum is the value itself."""
 
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns the tensors."""
+    """Returns the tensors unchanged."""
     return list(tensors)
 
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns the tensors."""
+    """Returns the tensors unchanged."""
     return list(tensors)
 
   def isolate(self) -> contextlib.AbstractContextManager[Any]:

@@ -16,8 +16,8 @@ in two cases:
   replica function calls;
 - on GPUs, where it would be slow to copy all buffers to one device.
 
-Eager replicas run one after the other, so that a collective would hang in the
-first of them. Eager sums always use merge calls.
+Eager replicas run one after the other, so a collective would hang in the first
+replica. Eager sums always use merge calls.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ class Mirrored(engine.Engine):
     self._prefer_merge = on_cpus if prefer_merge is None else prefer_merge
     # A user who gives the strategy one of these reductions does not want NCCL.
     is_plain = isinstance(
-      # No public member tells which reduction the user chose.
+      # No public member says which reduction the user chose.
       strategy.extended._cross_device_ops,  # noqa: SLF001
       (
         tf.distribute.HierarchicalCopyAllReduce,
@@ -100,8 +100,8 @@ class Mirrored(engine.Engine):
   ) -> tf.Tensor:
     """Sums each member's part on its own device, in a merge call.
 
-    A member reads its own elements of the other members' tensors, and nothing
-    else.
+    From the other members' tensors, a member reads only the elements of its own
+    part.
     """
     if not self._merges_here():
       return super().reduce_part(tensors, parts)
@@ -144,7 +144,7 @@ class Mirrored(engine.Engine):
     )
 
   def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
-    """Concatenates parts, which have one shape on all members."""
+    """Concatenates parts, which have the same shape on all members."""
     if self._merges_here():
       return self.all_gather([part])[0]
     if not collective_ops.keeps_order(self.groups):
@@ -157,7 +157,7 @@ class Mirrored(engine.Engine):
   def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
     """Sends row i to the i-th member.
 
-    In a merge call, each member takes its rows out of those of all members.
+    In a merge call, each member selects its rows from the rows of all members.
     """
     if self._merges_here():
 
@@ -210,7 +210,7 @@ class Mirrored(engine.Engine):
     return None if self._merges_here() else super().bucket_bytes
 
   def _merges_here(self) -> bool:
-    """Whether to use a merge call here, and not a collective."""
+    """Whether to use a merge call here, instead of a collective."""
     # Eager replicas run one after the other: the first would wait in a
     # collective for replicas that do not run yet.
     return collective_ops.can_merge() and (
@@ -271,7 +271,7 @@ class Mirrored(engine.Engine):
       return by_group
 
     # The result holds no per-replica values. Every replica therefore receives
-    # the results of all groups, and takes that of its own group.
+    # the results of all groups, and selects the result of its own group.
     by_group = tf.distribute.get_replica_context().merge_call(
       combine_groups, args=tuple(tensors)
     )

@@ -1,7 +1,7 @@
 """The engine of `tf.distribute.MultiWorkerMirroredStrategy`: many processes.
 
-The replicas of a group sum in `CollectiveReduceV2`, in whichever processes they
-are:
+The replicas of a group sum in `CollectiveReduceV2`, even if they are in
+different processes:
 
     worker 0, replica 0 ──┐                  worker 2, replica 2 ──┐
                           ├─ ring ─ group 0                        ├─ group 1
@@ -28,8 +28,8 @@ from tf_cross_shard._src.core.coordination import agreement
 from tf_cross_shard._src.core.gradients import packing
 
 # From `benchmarks/multi_worker.py --sweep`, with 50 MB of gradients: buckets of
-# 8 MiB on four chains take 0.84 of Keras' time. Buckets of 2 to 16 MiB on two
-# chains or more are as fast. One chain takes 0.9 to 1.16 of Keras' time, and
+# 8 MiB on four chains need 0.84 of Keras' time. Buckets of 2 to 16 MiB on two
+# chains or more are as fast. One chain needs 0.9 to 1.16 of Keras' time, and
 # buckets of 1 MiB are not faster than Keras.
 _BUCKET_BYTES: Final = 8 << 20
 _CHAINS: Final = 4
@@ -44,13 +44,13 @@ class MultiWorker(engine.Engine):
     super().__init__(strategy, groups)
     self._devices = tuple(strategy.extended.worker_devices)
     cluster = strategy.cluster_resolver.cluster_spec()
-    # No public member tells which implementation the user chose.
+    # No public member says which implementation the user chose.
     options = strategy.extended._communication_options  # noqa: SLF001
     asked = options.implementation.value
     self._collectives = collective_ops.of_strategy(
       strategy,
-      # Without the addresses: a worker may know itself by another address than
-      # the other workers do.
+      # Leave out the addresses: a worker may know itself by a different address
+      # than the other workers do.
       identity=repr([task[:2] for task in agreement.tasks(cluster)]),
       chains=_CHAINS,
       is_serial=len(self._devices) > 1,
@@ -73,7 +73,7 @@ class MultiWorker(engine.Engine):
   def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums tensors; half-precision ones are sent narrow and added in float32.
 
-    The ring of `CollectiveReduceV2` adds in the dtype that it sends, so that it
+    The ring of `CollectiveReduceV2` adds in the dtype that it sends, so it
     rounds at each member. A bfloat16 sum over four members has a relative error
     of 3.2e-3 with the ring, and of 1.7e-3 with float32 sums. With two members
     the ring adds only once, which is as exact. Three and more members, up to
@@ -91,11 +91,11 @@ class MultiWorker(engine.Engine):
     ]
 
   def _sum_of_parts(self, tensor: tf.Tensor) -> tf.Tensor:
-    """Sums one half-precision tensor, of which each member adds up one part."""
+    """Sums a half-precision tensor; each member adds up one part of it."""
     members = self.groups.group_size
     flat = tf.reshape(tensor, [-1])
     size = flat.shape.num_elements()
-    # Without padding, two copies of the tensor are saved.
+    # If no padding is needed, this saves two copies of the tensor.
     fits = size is not None and size % members == 0
     if not fits:
       flat = tf.pad(flat, [[0, -tf.size(flat) % members]])
@@ -111,15 +111,16 @@ class MultiWorker(engine.Engine):
 
   @property
   def bucket_bytes(self) -> int | None:
-    """A larger bucket than in one process: each one costs a remote call."""
+    """A larger size than in one process: each bucket costs a remote call."""
     return _BUCKET_BYTES
 
   @property
   def row_bytes(self) -> int | None:
-    """The size of a bucket, not unlimited.
+    """The size of a bucket.
 
-    Several buckets travel at the same time, and those of the last layers are
-    sent while the backward pass still computes the gradients of the first.
+    Several buckets are sent at the same time, and the buckets of the last
+    layers are sent while the backward pass still computes the gradients of the
+    first layers.
     """
     return _BUCKET_BYTES
 
@@ -134,7 +135,7 @@ class MultiWorker(engine.Engine):
     return self._collectives.reduce_scatter(row, self.groups, *self._place())
 
   def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
-    """Concatenates parts, which have one shape on all members."""
+    """Concatenates parts, which have the same shape on all members."""
     if not collective_ops.keeps_order(self.groups):
       return super().all_gather_part(part)
     return self._collectives.all_gather(part, self.groups, *self._place())
@@ -181,7 +182,7 @@ class MultiWorker(engine.Engine):
   def updates_here(self, variable: Any) -> bool:
     """Whether this replica must update `variable`.
 
-    A variable that is made outside the strategy's scope exists once in each
+    A variable that is created outside the strategy's scope exists once in each
     process. The first replica of each process updates it.
     """
     return super().updates_here(variable) or (

@@ -1,8 +1,8 @@
 """A context in which a replica acts as if it were the only replica.
 
 In this context, an all-reduce returns the value of this replica, a merge call
-runs at once, and an assignment writes the copy of this replica. There are two
-reasons to apply an update in it:
+runs immediately, and an assignment writes the copy of this replica. There are
+two reasons to apply an update in it:
 
 - Keras 3 reduces gradients in `apply_gradients`. Gradients that were reduced
   over the group must not be reduced a second time, over all replicas.
@@ -25,7 +25,7 @@ import tensorflow as tf
 _lock: Final = threading.Lock()
 # The methods of `strategy.extended` that are overridden for isolated replicas.
 _OVERRIDDEN: Final = ("_use_merge_call", "_replica_ctx_all_reduce")
-# The overrides that are in force, by the `extended` object that has them.
+# Maps an `extended` object to the overrides that are active on it.
 _overrides_of: "Final[dict[Any, _Overrides]]" = {}
 # In each thread, the replica whose merge call is running.
 _merging: Final = threading.local()
@@ -38,8 +38,8 @@ def isolate(strategy: tf.distribute.Strategy) -> Iterator[None]:
   Args:
     strategy: The strategy of the replica.
   """
-  # Prefer a Python number: a tensor of this graph is of no use in the graph of
-  # a tf.cond.
+  # Prefer a Python number: a tensor of this graph cannot be used in the graph
+  # of a tf.cond.
   replica = replica_id()
   if replica is None:
     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -52,10 +52,10 @@ def isolate_in_one_program(
 ) -> contextlib.AbstractContextManager[Any]:
   """Isolates a replica where all replicas run one program, as on TPUs.
 
-  Merge calls run at once there, also in `tf.cond`. A variable whose aggregation
-  is ONLY_FIRST_REPLICA, such as Keras' counters, normally receives the value of
-  replica 0, which may belong to another group. In this context it receives the
-  value of its own replica. That value is equal within a group.
+  On TPUs, merge calls run immediately, also in `tf.cond`. A variable whose
+  aggregation is ONLY_FIRST_REPLICA, such as Keras' counters, normally receives
+  the value of replica 0, which may belong to another group. In this context it
+  receives the value of its own replica. That value is equal within a group.
 
   Args:
     strategy: The strategy of the replica.
@@ -74,8 +74,8 @@ def current_replica() -> Any:
 
   Returns:
     An int; a scalar tensor where all replicas run one program; None outside of
-    replicas. A merge call of an isolated replica, as Keras makes one for weight
-    decay, still counts as inside of that replica.
+    replicas. In a merge call of an isolated replica (Keras makes one for weight
+    decay), the result is still the number of that replica.
   """
   context = tf.distribute.get_replica_context()
   if context is None:
@@ -121,7 +121,8 @@ class _Overrides:
     """Puts the overriding methods on the object."""
     self.users = 0
     self._extended = extended
-    # Usually the class has these methods. Keep what the object itself has.
+    # Usually only the class has these methods. Remember those of the object
+    # itself.
     own = vars(extended)
     self._own = {name: own[name] for name in _OVERRIDDEN if name in own}
     use_merge_call = extended._use_merge_call
@@ -153,7 +154,7 @@ def _is_isolated() -> bool:
 
 
 class _ReducedContext(tf.distribute.ReplicaContext):
-  """A replica context in which every value is a complete sum already."""
+  """A replica context in which every value is already a complete sum."""
 
   def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
     """Returns the value."""
@@ -177,7 +178,7 @@ class _IsolatedContext(_ReducedContext):
 class _OneProgramContext(_ReducedContext):
   """The context of an isolated replica where all replicas run one program.
 
-  Merge calls take no values from other replicas.
+  Merge calls receive no values from other replicas.
   """
 
   def __init__(self, strategy: tf.distribute.Strategy, outer: Any) -> None:
@@ -198,8 +199,8 @@ class _OneProgramContext(_ReducedContext):
     outside = getattr(_merging, "replica", None)
     _merging.replica = self.replica_id_in_sync_group
     try:
-      # A context remembers one state to restore when it ends. The replica is in
-      # `_outer` already, so that only a copy can be entered.
+      # A context can be entered only once, and the replica is in `_outer`
+      # already. So enter a copy.
       with copy.copy(self._outer):
         return self._outer.merge_call(merge, args, kwargs)
     finally:
@@ -209,7 +210,7 @@ class _OneProgramContext(_ReducedContext):
 class _OneProgramStrategy:
   """Proxy for a strategy, or its `extended`, that moves no values.
 
-  Functions of merge calls receive it in place of the strategy.
+  Functions of merge calls receive it instead of the strategy.
   """
 
   def __init__(self, real: Any) -> None:
@@ -223,12 +224,12 @@ class _OneProgramStrategy:
   def batch_reduce_to(
     self, reduce_op: Any, pairs: Any, options: Any = None
   ) -> list[Any]:
-    """Returns the values, which are complete sums already."""
+    """Returns the values, which are already complete sums."""
     del reduce_op, options
     return [value for value, _ in pairs]
 
   def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-    """Returns the value, which is on this replica already."""
+    """Returns the value, which is already on this replica."""
     del destinations
     return tensor
 
@@ -237,7 +238,7 @@ class _OneProgramStrategy:
     return getattr(self._real, name)
 
   def __eq__(self, other: object) -> bool:
-    """Returns whether `other` is the strategy, as variables ask."""
+    """Whether `other` is the strategy; variables make this comparison."""
     return other is self._real
 
   def __hash__(self) -> int:
@@ -254,7 +255,7 @@ class _IsolatedStrategy:
     return self
 
   def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-    """Returns the value, which is on this replica already."""
+    """Returns the value, which is already on this replica."""
     del destinations
     return tensor
 

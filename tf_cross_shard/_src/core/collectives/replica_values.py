@@ -22,7 +22,7 @@ from tf_cross_shard._src.core.coordination import agreement, errors
 
 Array = np.ndarray[Any, Any]
 
-# How many int32 words one all-gather sends: 16 MiB.
+# The maximum number of int32 words in one all-gather: 16 MiB.
 _MOST_WORDS: Final = 1 << 22
 _DIGEST: Final = 16  # The size of a digest, in bytes.
 
@@ -104,7 +104,7 @@ class Copies:
   def here(self, variable: Any) -> list[Array]:
     """Returns the copies that the replicas of this process have."""
     whole_copies = getattr(native(variable), "whole_copies", None)
-    if whole_copies is not None:  # It is a slot that is kept in shards.
+    if whole_copies is not None:  # It is a sharded slot.
       whole: list[Array] = whole_copies()
       return whole
     copies = list(self._copies(variable))
@@ -121,8 +121,8 @@ class Copies:
     """
     set_copies = getattr(native(variable), "set_copies", None)
     if set_copies is not None:
-      # A slot in shards takes all values in one call. To assign one replica's
-      # view at a time would copy the whole slot for each of them.
+      # A sharded slot receives all values in one call. Assigning one replica's
+      # value at a time would copy the whole slot for each replica.
       set_copies(arrays)
       return
     for copy, array in zip(self._copies(variable), arrays, strict=False):
@@ -134,15 +134,15 @@ class Copies:
     if tf.TensorShape(native(variable).shape).is_fully_defined():
       copies = self.gather(own)
     else:
-      # Copies may have different numbers of rows: gather them with rows of
-      # zeros below, and cut these off again.
+      # Copies may have different numbers of rows: pad them with rows of zeros,
+      # gather, and remove the padding.
       counts = [int(n) for n in self.gather([np.array(len(a)) for a in own])]
       copies = self.gather([_pad_rows(array, max(counts)) for array in own])
       copies = [a[:count] for a, count in zip(copies, counts, strict=True)]
     return [copies[replica] for replica in replicas]
 
   def digests(self, variables: Sequence[Any]) -> list[list[bytes]]:
-    """Returns a hash of each copy, by which to find copies that differ.
+    """Returns a hash of each copy, to find copies that differ.
 
     Two copies with the same digest have the same bits.
 
@@ -201,14 +201,14 @@ class Copies:
     ]
 
   def _copies(self, variable: Any) -> Sequence[Any]:
-    """Returns the variable of each local replica, or the one that all share."""
+    """Returns each local replica's variable, or the one that all share."""
     copies: Sequence[Any] = self.engine.strategy.experimental_local_results(
       native(variable)
     )
     return copies
 
 
-# A function of this module, so that it is traced once and not in every call.
+# At module level, so that it is traced once and not in every call.
 def _pad_rows(array: Array, rows: int) -> Array:
   """Returns an array with rows of zeros below."""
   missing = [rows - len(array), *array.shape[1:]]

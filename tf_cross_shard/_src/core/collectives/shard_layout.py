@@ -1,7 +1,7 @@
 """Divides the elements of tensors among the members of a group.
 
-The drawing shows 16 elements of four tensors, a to d, and the number of the
-member that has each element:
+The drawing shows 16 elements of four tensors, a to d. Below each element is the
+number of its member:
 
     tensors    a a a a a a b b c c c c c c c d
     even       0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3    parts of equal sizes
@@ -97,7 +97,8 @@ class Layout:
 
     Tensors are assigned in order of falling cost, each to the member whose
     tensors have the least total cost so far. A member that receives no tensor
-    shares the cheapest one and repeats its update, since no part may be empty.
+    shares the cheapest one and repeats its update, because no part may be
+    empty.
 
     >>> layout = Layout.whole([4, 1, 2, 2], [4, 1, 2, 2], 2)
     >>> [[cut.index for cut in cuts] for cuts in layout.cuts]
@@ -124,7 +125,7 @@ class Layout:
 
   @functools.cached_property
   def owners(self) -> dict[int, int]:
-    """The first member that has elements of a tensor, by the tensor's index."""
+    """Maps a tensor's index to the first member that holds its elements."""
     found: dict[int, int] = {}
     for member, cuts in enumerate(self.cuts):
       for cut in cuts:
@@ -134,7 +135,7 @@ class Layout:
   def pack(
     self, member: int, read: Callable[[Cut], tf.Tensor], dtype: tf.DType
   ) -> tf.Tensor:
-    """Makes the part of a member.
+    """Creates the part of a member.
 
     Args:
       member: The member.
@@ -163,8 +164,8 @@ class Layout:
     for member, part in enumerate(parts):
       own = self.unpack(member, part)
       for cut, piece in zip(self.cuts[member], own, strict=True):
-        # A member without tensors of its own repeats another member's tensor,
-        # which then is complete already.
+        # A member without its own tensor repeats a different member's tensor,
+        # which is then already complete.
         if cut.start == filled[cut.index]:
           pieces[cut.index].append(piece)
           filled[cut.index] += cut.size

@@ -1,6 +1,6 @@
 """The engine of TPUs: all replicas run one XLA program.
 
-XLA's collectives take the groups as an operand:
+XLA's collectives receive the groups as an operand:
 
     all-reduce       CrossReplicaSum(tensor, group_assignment)
     reduce-scatter   XlaReduceScatter(row, group_assignment)
@@ -38,8 +38,8 @@ DTYPES: Final = (
 class TPU(engine.Engine):
   """Collectives within groups of the replicas of one XLA program.
 
-  Another strategy whose replicas run one XLA program, such as the virtual TPU,
-  can use this engine. It has to provide the two methods
+  A different strategy whose replicas run one XLA program, such as the virtual
+  TPU, can also use this engine. It must provide the two methods
   `extended.cross_replica_sum(tensor, group_assignment)` and
   `extended.all_to_all(tensor, group_assignment)`.
   """
@@ -66,9 +66,9 @@ class TPU(engine.Engine):
     )
 
   def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
-    """Returns this member's part of the sum, the only part that it receives."""
+    """Returns this member's part of the sum; receives only that part."""
     if row.dtype not in (tf.bfloat16, tf.float16, tf.float32):
-      return super().reduce_scatter(row)  # XlaReduceScatter takes no float64.
+      return super().reduce_scatter(row)  # XlaReduceScatter has no float64.
     return gen_xla_ops.xla_reduce_scatter(
       input=row,
       group_assignment=_in_order(self.groups),
@@ -96,7 +96,7 @@ class TPU(engine.Engine):
 
   @property
   def keeps_rows(self) -> bool:
-    """False: the number of distinct rows depends on data, so shapes would."""
+    """False: the number of distinct rows, and so a shape, depends on data."""
     return False
 
   @property
@@ -107,7 +107,7 @@ class TPU(engine.Engine):
   def isolate(self) -> contextlib.AbstractContextManager[Any]:
     """A context in which this replica acts as if it were the only one.
 
-    Merge calls of a TPU strategy run at once, also in `tf.cond`.
+    Merge calls of a TPU strategy run immediately, also in `tf.cond`.
     """
     return replica_isolation.isolate_in_one_program(self.strategy)
 

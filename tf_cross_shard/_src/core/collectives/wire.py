@@ -47,15 +47,15 @@ class Wire:
     dtype: tf.DType | None = None,
     scale: Callable[[], Any] | None = None,
   ) -> None:
-    """Sets how gradients travel.
+    """Sets how gradients are sent.
 
     Args:
       engine: The engine that sums.
-      dtype: The dtype to which wider gradients are rounded while they travel.
-        None for exact sums.
+      dtype: The dtype to which wider gradients are rounded before they are
+        sent. None for exact sums.
       scale: A function that returns the number by which gradients are
-        multiplied while they travel, or None. It keeps small gradients from
-        being rounded to 0 in float16. A power of two changes no digit.
+        multiplied while they are sent, or None. It keeps small gradients from
+        being rounded to 0 in float16. A power of two causes no rounding.
     """
     self._engine = engine
     self._dtype = dtype
@@ -74,7 +74,7 @@ class Wire:
     Args:
       grads: Gradients from `make_reducible`. At one position, all members have
         the same kind of gradient: dense, sparse or None.
-      exact: Other dense tensors, which travel without rounding. They share
+      exact: Other dense tensors, which are sent without rounding. They share
         buffers with the gradients.
 
     Returns:
@@ -83,7 +83,8 @@ class Wire:
     scale = self._scale()
     if scale is not None:
       grads = [indexed_slices.times(grad, scale) for grad in grads]
-    # Dense and sparse gradients travel differently. Note the positions of both.
+    # Dense and sparse gradients are sent differently. Note the positions of
+    # both.
     is_sparse = [isinstance(grad, tf.IndexedSlices) for grad in grads]
     dense = [
       i for i, grad in enumerate(grads) if grad is not None and not is_sparse[i]
@@ -124,8 +125,8 @@ class Wire:
     """Sums dense gradients, in packed buffers.
 
     Args:
-      grads: Gradients, which travel in the dtype of the wire.
-      exact: Tensors, which travel in their own dtype.
+      grads: Gradients, which are sent in the dtype of the wire.
+      exact: Tensors, which are sent in their own dtype.
 
     Returns:
       The sums of the gradients, followed by the sums of `exact`.
@@ -134,22 +135,22 @@ class Wire:
     engine = self._engine
     if not wide or engine.groups.group_size == 1:
       return wide
-    # Narrow before packing: to narrow a packed buffer would copy it once more.
+    # Narrow before packing: narrowing a packed buffer would copy it once more.
     narrow = [*packing.narrow(grads, self._dtype), *exact]
     add_up = engine.all_reduce_narrow if self._dtype else engine.all_reduce_sum
-    if engine.bucket_bytes is None:  # The engine packs by itself, or need not.
+    if engine.bucket_bytes is None:  # The engine packs, or needs no packing.
       sums = add_up(narrow)
     else:
       buffers, unpack = packing.pack(narrow, engine.bucket_bytes)
       # The backward pass computes the gradients of the last layers first. Sum
-      # them first, while it still computes the others.
+      # these gradients first, while it still computes the others.
       sums = unpack(add_up(buffers[::-1])[::-1])
     return packing.widen(sums, wide)
 
   def _sum_sparse(
     self, grads: Sequence[tf.IndexedSlices]
   ) -> list[tf.IndexedSlices]:
-    """Gathers the rows of all members, then adds up those of one index."""
+    """Gathers the rows of all members, then adds up rows of the same index."""
     if grads and self._engine.groups.group_size > 1:
       # One all-gather for the values and indices of all gradients.
       parts = [part for grad in grads for part in (grad.values, grad.indices)]

@@ -1,10 +1,10 @@
 """Compares what workers are about to do, before they run collectives.
 
-TensorFlow pairs the collectives of workers by their keys and their order only.
-A collective that some workers do not enter waits for ever, and one that fails
-breaks every later one in the process. Workers therefore compare lines of text
-first, which say what they are about to do. That exchange has a time limit, and
-an error can name the difference.
+TensorFlow pairs the collectives of workers only by their keys and their order.
+A collective that some workers do not enter waits forever, and a collective that
+fails breaks every later one in the process. Workers therefore first compare
+lines of text that say what they are about to do. This exchange has a time
+limit, and its errors can name the difference.
 
     every worker ── digest of its lines ──▶ store ──▶ every worker
     only if the digests differ:
@@ -31,14 +31,14 @@ from tf_cross_shard._src.core.gradients.clipping import Gradient
 
 # How long a worker waits for others by default, in seconds.
 TIMEOUT: Final = 50.0
-# The environment variable with another timeout.
+# The environment variable that sets a different timeout.
 VARIABLE: Final = "TF_CROSS_SHARD_TIMEOUT"
-# How many seconds longer the first worker waits. Other workers that wait for it
-# can report more about what is wrong, so their time has to be up before.
+# How many seconds longer the first worker waits. The other workers can report
+# more about what is wrong, so their waiting must end first.
 _LONGER: Final = 3.0
 
 Task = tuple[str, int, str]  # Job, index, address.
-# Numbers of exchanges. They agree as long as workers run the same program.
+# Numbers the exchanges. The numbers agree if workers run the same program.
 _rounds: Final = itertools.count()
 
 
@@ -124,7 +124,7 @@ def agree(workers: Workers, topic: str, lines: Sequence[str]) -> None:
   text = "\n".join(
     [f"step in the program: {topic}", *library_versions(), *lines]
   )
-  # The store keeps every text for ever. Send a digest, and the lines themselves
+  # The store keeps every text forever. Send a digest, and the lines themselves
   # only if the digests differ.
   digest = hashlib.sha256(text.encode()).hexdigest()
   if len(set(exchange(workers, topic, digest))) == 1:

@@ -1,8 +1,8 @@
 """Errors about other workers, and how to find them in TensorFlow's errors.
 
-If a worker is lost, TensorFlow ends what the other workers wait for. Its error
-is about a connection, or repeats what another worker reported. Which worker was
-lost, and why, is many lines further down in the message.
+If a worker is lost, TensorFlow cancels what the other workers wait for. Its
+error is about a connection, or repeats what another worker reported. The
+message says only many lines later which worker was lost, and why.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import tensorflow as tf
 
 _REPORTED: Final = re.compile(r"\[tf_cross_shard (\w+)\] (.*)")
 _TASK: Final = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
-# TensorFlow's words for members of a collective whose calls do not fit.
+# TensorFlow's words for members of a collective whose calls do not match.
 _MISFIT: Final = re.compile(
   r"(?:[Ss]hape mismatch|[Ii]nconsisten|is expecting|has already been).*"
 )
@@ -26,11 +26,11 @@ _SIGNS: Final = re.compile(
 )
 
 
-# These classes use the constructor of Exception. Most of their errors are
-# raised in functions that AutoGraph converts. It keeps the type of such an
-# error, and turns an error with another constructor into a StagingError.
+# These classes use the constructor of Exception, because most of their errors
+# are raised in functions that AutoGraph converts. AutoGraph keeps the type of
+# an error only if it has that constructor, and otherwise raises a StagingError.
 class DisagreementError(ValueError):
-  """Workers are about to do different things where they must do the same."""
+  """Workers are about to do different things, but must do the same."""
 
   __init__ = Exception.__init__
 
@@ -54,12 +54,12 @@ def naming_lost_workers() -> Iterator[None]:
   Put it around the training:
 
   >>> with naming_lost_workers():
-  ...   pass  # model.fit(...), or a loop of your own
+  ...   pass  # model.fit(...), or your own loop
 
   Raises:
     WorkerLostError: If a worker was lost. The error names the worker.
     DisagreementError: If a worker ended because it was about to do something
-      else than the others. The error says what.
+      different from the others. The error says what.
   """
   try:
     yield

@@ -15,9 +15,9 @@ from tensorflow.python.eager import context
 
 from tf_cross_shard._src.core.coordination import errors
 
-# Begins all keys, since other libraries may use the store.
+# All keys begin with this, because other libraries may use the store.
 _PREFIX: Final = "tf_cross_shard/"
-# Seconds that suffice to read an existing value, also from another machine.
+# Enough seconds to read an existing value, even from a different machine.
 _SHORTEST: Final = 0.2
 
 
@@ -39,7 +39,8 @@ def wait(key: str, deadline: float, sender: int | None = None) -> str | None:
     The value, or None if it does not come before the deadline.
 
   Raises:
-    DisagreementError, MissingWorkerError: If the sender has reported it.
+    DisagreementError, MissingWorkerError: If the sender has reported this
+    error.
     WorkerLostError: If TensorFlow has not heard of the sender for ten seconds.
   """
   eager = context.context()
@@ -66,7 +67,7 @@ def wait(key: str, deadline: float, sender: int | None = None) -> str | None:
 def _loss(sender: int) -> Exception | None:
   """Returns the error if the service has lost a worker, or None."""
   eager = context.context()
-  # No public member has the jobs that the service knows.
+  # No public member lists the jobs that the service knows.
   cluster = eager._collective_ops_server_def.cluster  # noqa: SLF001
   sizes = {job.name: len(job.tasks) for job in cluster.job}
   jobs = [(name, sizes[name]) for name in ("chief", "worker") if name in sizes]
@@ -78,7 +79,8 @@ def _loss(sender: int) -> Exception | None:
 def report(index: int, error: Exception) -> None:
   """Tells all workers why this worker ends.
 
-  It ends their waiting, both for a value of the store and in a collective.
+  All workers then stop waiting, both for values of the store and in
+  collectives.
 
   Args:
     index: The number of this worker.

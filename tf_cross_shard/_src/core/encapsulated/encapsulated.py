@@ -1,8 +1,8 @@
 """The encapsulated optimizer: the user's `opt`, inside CrossShardOptimizer.
 
-`Encapsulated` has one set of members for the optimizers of both Kerases. It
-builds the optimizer, lets it apply gradients, and answers questions about it.
-`keras3.adapter` and `tf_keras.adapter` implement it.
+`Encapsulated` has one set of members for the optimizers of Keras 3 and
+tf_keras. It builds the optimizer, lets it apply gradients, and answers
+questions about it. `keras3.adapter` and `tf_keras.adapter` implement it.
 """
 
 import abc
@@ -32,7 +32,7 @@ RowStep = Callable[..., None]
 
 
 class Encapsulated(abc.ABC):
-  """The user's optimizer, with the same members for both Kerases.
+  """The user's optimizer, with the same members for Keras 3 and tf_keras.
 
   Attributes:
     optimizer: The user's optimizer.
@@ -42,7 +42,7 @@ class Encapsulated(abc.ABC):
     fused: Whether kernels or XLA do the optimizer's steps; see `fused_update`.
   """
 
-  # The names of methods that are private to one Keras.
+  # The name of a method that is private to the Keras version.
   _decay_method: str
   _clip_method: str
   # The name of the dictionary that maps a variable's key to its index.
@@ -76,7 +76,7 @@ class Encapsulated(abc.ABC):
 
   @property
   def strategy(self) -> tf.distribute.Strategy:
-    """The strategy whose scope the optimizer was made in."""
+    """The strategy whose scope the optimizer was created in."""
     return keras_private.strategy(self.innermost)
 
   @property
@@ -85,7 +85,7 @@ class Encapsulated(abc.ABC):
     """Whether the slots exist."""
 
   def build(self, variables: Sequence[Any]) -> None:
-    """Makes the slots for `variables`, unless they exist."""
+    """Creates the slots for `variables`, unless they exist."""
     if not self.is_built:
       self.optimizer.build(list(variables))
       self._start_at_weights(variables)
@@ -96,7 +96,7 @@ class Encapsulated(abc.ABC):
     Keras has given all replicas the weights of the first replica.
     """
     if self.strategy.num_replicas_in_sync == 1:
-      return  # Keras may make the weights in the function that is being traced.
+      return  # Keras may create the weights in the function being traced.
     copies = self.strategy.experimental_local_results
     with tf.init_scope():
       for slot, variable in zip(self.begin_as_weights, variables, strict=False):
@@ -113,10 +113,11 @@ class Encapsulated(abc.ABC):
     """Sets whether kernels or XLA do the optimizer's steps.
 
     Args:
-      wanted: True, False, or None for wherever they are faster.
+      wanted: True, False, or None to use them wherever they are faster.
 
     Raises:
-      ValueError: If `wanted` is True and neither kernels nor XLA can.
+      ValueError: If `wanted` is True but neither kernels nor XLA can do the
+        steps.
     """
     optimizer = self.innermost
     has_kernel = fused_update.find_kernel(optimizer) is not None
@@ -173,15 +174,15 @@ class Encapsulated(abc.ABC):
     return bool(self.averages) or self._overrides("finalize_variable_values")
 
   def write_averages(self, variables: Sequence[Any]) -> None:
-    """Overwrites variables by their moving averages, if there are averages."""
+    """Overwrites variables with their moving averages, if there are any."""
     self.optimizer.finalize_variable_values(variables)
 
   @abc.abstractmethod
   def make_variable(self, value: Any, name: str) -> Any:
-    """Makes a trainable variable of this Keras."""
+    """Creates a trainable variable of this Keras."""
 
   def make_tiny(self, weight: Any) -> Any:
-    """Makes a variable of one element with a weight's names, rank and dtype."""
+    """Creates a one-element variable with a weight's names, rank and dtype."""
     shape = [1] * len(weight.shape)
     value = tf.zeros(shape, variables_lib.native(weight).dtype)
     return self.make_variable(value, str(weight.name).split(":")[0])
@@ -189,30 +190,30 @@ class Encapsulated(abc.ABC):
   def is_overwritten(self, variable: Any) -> bool:
     """Whether the gradient of `variable` is its next value.
 
-    Keras' float8 scales are such variables. The values of all replicas or
-    towers are averaged. They are not scaled, clipped, rounded or summed.
+    Keras' float8 scales are such variables. Their "gradients" are averaged
+    over all replicas or towers, and are not scaled, clipped, rounded or summed.
     """
     whole = self.as_built(variable)
     return bool(getattr(whole, "overwrite_with_gradient", False))
 
   @property
   def computes_gradients(self) -> bool:
-    """Whether the user's class overrides the way from a loss to gradients."""
+    """Whether the user's class overrides how gradients are computed."""
     return False
 
-  # Calls this override. Takes a loss that the tape recorded.
+  # Calls the override, with a loss that the tape recorded.
   compute_gradients: Callable[
     [Any, Sequence[Any], tf.GradientTape], list[tuple[Gradient, Any]]
   ]
 
   @property
   def accumulates(self) -> int | None:
-    """How many calls make one step of this optimizer itself; None for one."""
+    """How many calls make one step of this optimizer; None for one call."""
     return getattr(self.innermost, "gradient_accumulation_steps", None)
 
   @property
   def accumulates_own_gradients(self) -> bool:
-    """Whether the inner optimizer can accumulate gradients itself.
+    """Whether the encapsulated optimizer can accumulate gradients itself.
 
     If True, the class must define `accumulated_calls`, `accumulated_gradient`
     and `accumulate`.
@@ -268,8 +269,8 @@ class Encapsulated(abc.ABC):
     """Applies sums over the group, exactly once.
 
     If a LossScaleOptimizer encapsulates our optimizer, the LossScaleOptimizer
-    gets the sums first. If the sums are finite, it calls our optimizer, which
-    calls this method a second time.
+    receives the sums first. If the sums are finite, it calls our optimizer,
+    which calls this method a second time.
 
     Args:
       grads: The sums.
@@ -319,8 +320,8 @@ def slots_at(
   """Yields the slots of one trained variable, from an optimizer's attributes.
 
   An optimizer keeps each kind of slot in an attribute. The attribute is a list
-  in the order of the trained variables, or a dictionary by a key that
-  identifies a variable. Dictionaries may hold such lists and dictionaries.
+  in the order of the trained variables, or a dictionary whose keys identify
+  variables. Dictionaries may hold such lists and dictionaries.
 
   Args:
     optimizer: The optimizer that keeps the slots, built.
@@ -341,16 +342,16 @@ def slots_at(
     elif isinstance(values, list) and len(values) == count:
       yield from find(values[index], is_of_variable=True)
     elif isinstance(values, dict):
-      # Follow the variable's key, if this dictionary is by variable. Else
-      # search all values.
+      # If the variable's key is in this dictionary, follow it. Otherwise search
+      # all values.
       by_key = [values[key] for key in (*keys, index) if key in values][:1]
       is_of_variable = is_of_variable or bool(by_key)
       for part in by_key or list(values.values()):
         yield from find(part, is_of_variable)
 
   for attribute, values in list(vars(optimizer).items()):
-    # Skip lists of all variables. "_self_" is TensorFlow's own, and has all
-    # that a checkpoint saves.
+    # Skip lists of all variables. Attributes with "_self_" are TensorFlow's
+    # own, and contain everything that a checkpoint saves.
     if not attribute.startswith(("_variables", "_trainable_", "_self_")):
       for slot in find(values):
         yield attribute, slot

@@ -1,4 +1,4 @@
-"""Faster update steps: one TensorFlow kernel in place of Keras' operations.
+"""Faster update steps: one TensorFlow kernel instead of Keras' operations.
 
 Keras computes an update in about twenty operations over a whole variable. For
 many optimizers TensorFlow has one kernel with the same formula, which reads and
@@ -40,13 +40,13 @@ from tf_cross_shard._src.core.encapsulated import (
   overriding,
 )
 
-# By the name of a Keras class, a function that returns the name of the kernel
-# for an optimizer's settings, or None.
-# Keras' Adagrad has epsilon inside the root, the kernel outside. The kernel of
-# RMSprop needs a slot that Keras makes only if there is momentum. XLA cannot
-# compile the kernel of Amsgrad, and Keras may compile the step.
+# Maps the name of a Keras class to a function that returns the name of the
+# kernel for an optimizer's settings, or None.
+# Adagrad has no kernel: Keras has epsilon inside the root, the kernel outside.
+# The kernel of RMSprop needs a slot that Keras creates only with momentum. XLA
+# cannot compile the kernel of Amsgrad, but Keras may compile the step.
 _CHOICES: Final[dict[str, Callable[[Any], str | None]]] = {
-  # tf_keras makes and writes the slot even if the momentum is 0.
+  # tf_keras creates and writes the slot even if the momentum is 0.
   "SGD": lambda opt: (
     "KerasMomentum" if getattr(opt, "momentums", None) else "GradientDescent"
   ),
@@ -65,12 +65,12 @@ _CHOICES: Final[dict[str, Callable[[Any], str | None]]] = {
 _CAST: Final = ("Momentum", "KerasMomentum")
 _DTYPES: Final = (tf.float32, tf.float64)
 
-# Keras' classes whose update of an element depends on that element only.
+# Keras' classes whose update of an element depends only on that element.
 ELEMENTWISE: Final = (
   *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
   *("Ftrl", "Lion", "Nadam", "RMSprop", "SGD"),
 )
-# Keras' classes that look at whole variables, but at each variable by itself.
+# Keras' classes whose update uses whole variables, but one variable at a time.
 BY_VARIABLE: Final = ("Adafactor", "Lamb", "Muon", "ScheduleFreeAdamW")
 
 # The classes and the smallest number of elements for which updates by XLA are
@@ -84,8 +84,8 @@ _MANY_ELEMENTS: Final = 1_000_000
 def find_kernel(optimizer: Any) -> kernels.Kernel | None:
   """Returns the kernel with the formula of `optimizer.update_step`, or None.
 
-  A class of the user that derives from a class of Keras has no kernel, since it
-  may compute anything. An `update_step` that was assigned to the object may
+  A user's class that derives from a Keras class has no kernel, because
+  it may compute anything. An `update_step` that was assigned to the object may
   compute anything, too.
 
   >>> find_kernel(tf.keras.optimizers.Adam()).name
@@ -151,13 +151,13 @@ def replacing_update_step(
   Args:
     optimizer: The optimizer that keeps the slots.
     index: Returns the place of a variable among the trained variables.
-    wanted: Whether a kernel or XLA does the updates; None for where it is
-      faster.
+    wanted: Whether a kernel or XLA does the updates; None to decide by
+      speed.
     row_step: Does the updates for row-sparse gradients. Its first argument is
-      the optimizer's own `update_step`. None for the optimizer's own.
+      the optimizer's own `update_step`. None to call that method directly.
   """
-  # XLA fuses Keras' operations by itself. And it does not know the number of
-  # rows that an update by rows would have.
+  # If XLA compiles the whole step, it fuses Keras' operations by itself. It
+  # could not compile an update by rows, whose number of rows is not known.
   if is_compiled(optimizer):
     yield
     return
@@ -193,7 +193,7 @@ def replacing_update_step(
 def _compile_dense(
   wanted: bool | None, plain: Any, strategy: Any, pairs: Any, *rate: Any
 ) -> None:
-  """Runs Keras' update of all variables, those with dense gradients in XLA.
+  """Runs Keras' update of all variables; XLA compiles those of dense gradients.
 
   Args:
     wanted: Whether to use XLA for any number of elements.
@@ -218,8 +218,8 @@ def _may_compile(optimizer: Any, wanted: bool | None) -> bool:
     wanted = keras_class(optimizer) in _FASTER_COMPILED and (
       "update_step" not in vars(optimizer)
     )
-  # Not in eager calls and not in TensorFlow 1's graphs, where each call would
-  # compile a new function.
+  # Do not compile in eager calls and in TensorFlow 1's graphs, where each call
+  # would compile a new function.
   return wanted and tf.inside_function() and can_compile(optimizer)
 
 
@@ -258,7 +258,7 @@ class _KernelStep:
       variable: The `tf.Variable`.
       gradient: Its dense gradient.
       index: The place of the variable in the optimizer's lists of slots.
-      *rate: The learning rate, where Keras gives it to `update_step`.
+      *rate: The learning rate, if Keras passes it to `update_step`.
     """
     slots = {
       slot: variables_lib.native(getattr(self._optimizer, attribute)[index])
@@ -269,7 +269,7 @@ class _KernelStep:
 
   def arguments(self, dtype: tf.DType, rate: Any = None) -> dict[str, Any]:
     """Returns the kernel's scalar arguments."""
-    # A tensor belongs to one graph. The two branches of a condition are two.
+    # A tensor belongs to one graph, and each branch of a condition is a graph.
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     key = dtype, graph
     if key not in self._scalars:

@@ -1,7 +1,8 @@
 """Access to private attributes of Keras models and optimizers.
 
-Each function takes an object of either Keras. An attribute that one Keras does
-not have, such as a loss scale in Keras 3, counts as empty.
+Each function accepts objects of Keras 3 and of tf_keras. If one of them lacks
+an attribute, such as a loss scale in Keras 3, the function returns an empty
+value.
 """
 
 # ruff: noqa: SLF001  # This file is about private names of Keras.
@@ -110,8 +111,8 @@ def trained(optimizer: Any) -> list[Any]:
 def children(optimizer: Any) -> dict[str, Any]:
   """Returns what a checkpoint saves of an optimizer, by name.
 
-  tf_keras keeps its first answer, which misses what `build` makes later. So
-  this function drops the kept answer.
+  tf_keras caches its first answer, which lacks what `build` creates later. So
+  this function clears the cache.
   """
   vars(optimizer).pop("_coalesced_children", None)
   found: dict[str, Any] = optimizer._trackable_children()
@@ -124,7 +125,7 @@ def accumulated(optimizer: Any) -> list[Any]:
 
 
 def calls(optimizer: Any) -> Any:
-  """Returns Keras 3's count of calls; several calls may make one iteration."""
+  """Returns Keras 3's count of calls; an iteration may take several calls."""
   return optimizer._iterations
 
 
@@ -136,7 +137,7 @@ def averages(optimizer: Any) -> list[Any]:
 def loss_scale(optimizer: Any) -> list[Any]:
   """Returns the loss scale of tf_keras and the count of its good steps.
 
-  Both are variables that no list of tf_keras has.
+  No list of tf_keras contains these two variables.
   """
   scale = getattr(optimizer, "_loss_scale", None)
   names = ("current_loss_scale", "counter")
@@ -145,14 +146,14 @@ def loss_scale(optimizer: Any) -> list[Any]:
 
 
 def unlisted(optimizer: Any) -> list[Any]:
-  """Returns variables of tf_keras that no list has, without learning rates."""
+  """Returns variables that no list of tf_keras holds, except learning rates."""
   settings = getattr(optimizer, "_hyper", {}).values()  # of a legacy optimizer
   variables = [value for value in settings if hasattr(value, "assign")]
   return [*loss_scale(optimizer), *variables]
 
 
 def strategy(optimizer: Any) -> tf.distribute.Strategy:
-  """Returns the strategy whose scope an optimizer was made in."""
+  """Returns the strategy whose scope an optimizer was created in."""
   made_in = optimizer._distribution_strategy
-  # A legacy optimizer that was made outside all scopes has None.
+  # A legacy optimizer that was created outside all scopes has None.
   return made_in or tf.distribute.get_strategy()

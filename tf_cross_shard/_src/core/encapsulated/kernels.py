@@ -1,10 +1,10 @@
 """TensorFlow's kernels, each of which updates a variable and all of its slots.
 
 A kernel is one operation, `tf.raw_ops.ResourceApply*`. It computes the numbers
-of TensorFlow 1's optimizers, on CPUs, on GPUs and, through XLA, on TPUs. A
-kernel takes the handles of variables. In a replica context, the handle of a
-mirrored variable is the handle of the calling replica's copy, so that nothing
-is reduced or broadcast.
+of TensorFlow 1's optimizers, on CPUs, on GPUs and, through XLA, on TPUs. The
+arguments of a kernel are handles of variables. In a replica context, the handle
+of a mirrored variable is the handle of the calling replica's copy, so that
+nothing is reduced or broadcast.
 """
 
 import dataclasses
@@ -18,16 +18,16 @@ from tf_cross_shard._src.core.gradients import indexed_slices
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-  """The arguments of a kernel, and where a Keras optimizer has their values.
+  """The arguments of a kernel, and where a Keras optimizer stores their values.
 
   Attributes:
     name: The operation is `ResourceApply{name}` and, for row-sparse gradients,
       `ResourceSparseApply{name}`.
-    slots: By the kernel's name of a slot, the attribute of Keras' optimizers
-      that holds the list of slots. In the order in which TensorFlow 1 made
-      slots.
-    settings: By the kernel's argument, the attribute of Keras' optimizers.
-    powers: By the kernel's argument for beta^t, the argument for beta.
+    slots: Maps the kernel's name of a slot to the attribute of Keras'
+      optimizers that holds the list of slots, in the order in which TensorFlow
+      1 created slots.
+    settings: Maps the kernel's argument to the attribute of Keras' optimizers.
+    powers: Maps the kernel's argument for beta^t to the argument for beta.
     moves_all_rows: Whether the update changes rows without a gradient, too. If
       so, a row-sparse gradient is converted to a dense one.
     rate: The kernel's argument for the learning rate.
@@ -119,8 +119,8 @@ def apply(
   """Updates a `tf.Variable` and its slots.
 
   Numbers among the arguments are cast to float32 and then to the variable's
-  dtype, as in TensorFlow 1. Tensors of the variable's dtype stay as they are.
-  Rows of a gradient with the same index are added up first.
+  dtype, as in TensorFlow 1. Tensors of the variable's dtype are passed
+  unchanged. Rows of a gradient with the same index are added up first.
 
   >>> weight, accum = tf.Variable([1.0, 2.0]), tf.Variable([0.0, 1.0])
   >>> apply(
@@ -198,7 +198,7 @@ def is_compiled() -> bool:
 
 
 def _as_number(value: Any, dtype: tf.DType) -> Any:
-  """Returns a value as a kernel's argument; True and False stay as they are."""
+  """Converts a value to a kernel's argument, unless it is True or False."""
   if isinstance(value, bool) or getattr(value, "dtype", None) == dtype:
     return value
   return tf.cast(tf.cast(value, tf.float32), dtype)

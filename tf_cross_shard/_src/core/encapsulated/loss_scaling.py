@@ -39,11 +39,11 @@ class LossScaling(abc.ABC):
     return list(grads)
 
   def scale_limit(self, limit: float) -> Any:
-    """Returns a clipping limit times the scale that gradients have."""
+    """Returns a clipping limit, multiplied by the scale of the gradients."""
     return limit
 
   def wire_scale(self) -> Any:
-    """Returns the factor of gradients while they travel in float16, or None.
+    """Returns the factor of gradients while they are sent in float16, or None.
 
     Without this factor, float16 would round gradients that are divided by the
     loss scale to zero.

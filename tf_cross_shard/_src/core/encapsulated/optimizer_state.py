@@ -1,9 +1,9 @@
-"""All variables of an optimizer of either Keras, under stable names.
+"""All variables of a Keras 3 or tf_keras optimizer, under stable names.
 
 Keras' own lists are not complete: the list of tf_keras leaves out the learning
-rate and the loss scale. And Keras puts numbers into names, such as `dense_7`,
-that depend on what a program has made before, so that another program would not
-find the same names.
+rate and the loss scale. And Keras puts numbers into names, such as `dense_7`.
+These numbers depend on what a program has created before, so a different
+program would not find the same names.
 """
 
 import itertools
@@ -93,8 +93,8 @@ def listed(optimizer: Any) -> list[Any]:
 def learning_rates(optimizer: Any) -> list[Any]:
   """Returns the variables of all learning rates that are in use.
 
-  Keras 3's LossScaleOptimizer has a learning rate of its own that is not used:
-  it uses the learning rate of its inner optimizer.
+  Keras 3's LossScaleOptimizer also has its own learning rate, but does not use
+  it: it uses the learning rate of its encapsulated optimizer.
   """
   layers = nested_optimizers(optimizer)
   own = [layer for layer in layers if not hasattr(layer, "inner_optimizer")]
@@ -123,7 +123,7 @@ def windows(optimizer: Any) -> tuple[list[Any], list[tuple[Any, int]]]:
 
   Returns:
     The variables that are 0 when a window begins; and pairs of a variable and a
-    number, where the variable is a multiple of the number when a window begins.
+    number. When a window begins, the variable is a multiple of the number.
   """
   sums: list[Any] = []
   counts = []
@@ -139,7 +139,7 @@ def windows(optimizer: Any) -> tuple[list[Any], list[tuple[Any, int]]]:
 def _rate_variables(optimizer: Any) -> list[Any]:
   """Returns the variables of an optimizer's learning rate.
 
-  The schedule `PerGroup` may have a variable, too.
+  The schedule `PerGroup` may also hold a variable.
   """
   rates = keras_private.learning_rates(optimizer)
   factors = [getattr(rate, "rate_factor", None) for rate in rates]
@@ -165,7 +165,7 @@ def _sharded_state_of(optimizer: Any) -> Any:
 
 
 def _names(variables: Sequence[Any], trained: Sequence[Any]) -> list[str]:
-  """Returns names without numbers that depend on what a program made before.
+  """Returns names without numbers that depend on earlier objects of a program.
 
   Keras 3 names a slot after its variable: "adam/dense_7_kernel_momentum" is a
   slot of "dense_7/kernel". The result for this slot would be
@@ -175,7 +175,7 @@ def _names(variables: Sequence[Any], trained: Sequence[Any]) -> list[str]:
     variables: The variables of the optimizer.
     trained: The variables after which slots are named.
   """
-  # By the prefix of a slot's name, the stable name of the trained variable.
+  # Maps the prefix of a slot's name to the stable name of the trained variable.
   stable: dict[str, str] = {}
   for variable, name in zip(
     trained,
@@ -190,7 +190,7 @@ def _names(variables: Sequence[Any], trained: Sequence[Any]) -> list[str]:
   for path in map(variables_lib.path_of, variables):
     head, slash, last = path.rpartition("/")
     owners = [prefix for prefix in stable if last.startswith(prefix)]
-    # Not if the name is a trained variable's whole name: `kernel_1` is a copy
+    # Skip a name that is a trained variable's whole name: `kernel_1` is a copy
     # of `kernel_1`, not a slot "1" of `kernel`.
     if owners and f"{last}_" not in stable:
       longest = max(owners, key=len)

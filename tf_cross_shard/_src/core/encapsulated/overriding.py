@@ -1,4 +1,4 @@
-"""Temporarily overrides attributes of an object. Use nothing else for this.
+"""The only way in which this package temporarily overrides attributes.
 
 `docs/design.md` lists every attribute of the user's optimizer that is
 overridden for the length of a step, and why.
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def overriding(target: Any, **attributes: Any) -> Iterator[None]:
-  """Gives an object other attribute values inside the context.
+  """Overrides attributes of an object inside the context.
 
   The attributes are written to the object's `__dict__`, so that no property or
   `__setattr__` of its class runs (Keras tracks what is assigned).
@@ -35,8 +35,8 @@ def overriding(target: Any, **attributes: Any) -> Iterator[None]:
   try:
     yield
   finally:
-    # Do not remove attributes that the object had: the order of attributes
-    # stays, in which `encapsulated.slots_at` searches for slots.
+    # Do not remove attributes that the object had, because that would change
+    # the order in which `encapsulated.slots_at` searches for slots.
     for name in attributes:
       if name in before:
         own[name] = before[name]

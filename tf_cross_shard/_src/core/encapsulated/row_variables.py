@@ -4,9 +4,9 @@
     slots [n, w]    ── gather ─▶ rows [k, w] ─┼─ opt.update_step ─▶ scatter back
     gradient's rows ──────────────────────────┘
 
-With k the number of rows that occur, out of n. So an optimizer of any class
-computes its own formula, and the cost depends on the k rows, not on the n rows.
-The update of an element must depend on this element only.
+Here, k is the number of rows that occur, out of n. So an optimizer of any class
+computes its own formula, at a cost that depends on k and not on n. The update
+of an element must depend only on that element.
 """
 
 import contextlib
@@ -22,7 +22,8 @@ from tf_cross_shard._src.core.encapsulated import encapsulated, overriding
 class Rows:
   """Rows of this replica's copy of a variable.
 
-  An optimizer reads and assigns rows like a variable. `write` stores them.
+  An optimizer reads and assigns this object like a variable. `write` stores the
+  rows.
   """
 
   trainable = True
@@ -78,7 +79,7 @@ class Rows:
 
 
 def _operator(name: str) -> Any:
-  """Returns a tensor's operator in a form that takes rows."""
+  """Returns a tensor's operator in a form that accepts rows."""
 
   def operate(rows: Rows, *others: Any) -> Any:
     return getattr(rows.read_value(), name)(*others)
@@ -95,7 +96,7 @@ for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), "neg"):
 def gathered(
   inner: encapsulated.Encapsulated, variable: Any, indices: tf.Tensor
 ) -> Iterator[Rows]:
-  """Replaces the slots of a variable by rows inside the context.
+  """Replaces the slots of a variable with rows inside the context.
 
   At the end of the context the rows of the variable and of its slots are
   stored.

@@ -23,7 +23,7 @@ class State(abc.ABC):
   """
 
   def __init__(self, owner: Any) -> None:
-    """Makes the state of the `Encapsulated` object `owner`."""
+    """Creates the state of the `Encapsulated` object `owner`."""
     self._owner = owner
     self._optimizer = owner.optimizer
     self.whole: Any = None

@@ -1,4 +1,4 @@
-"""Converts optimizers of `tf.compat.v1.train` to optimizers of a Keras."""
+"""Converts optimizers of `tf.compat.v1.train` to Keras optimizers."""
 
 import functools
 import importlib
@@ -15,12 +15,13 @@ V1CrossShard: Final = tf.compat.v1.tpu.CrossShardOptimizer
 
 
 def convert(opt: Any, keras_package: str, classes: Any) -> Any:
-  """Returns an optimizer of a Keras that computes what `opt` computed.
+  """Returns a Keras optimizer that computes what `opt` computed.
 
   Args:
     opt: A version 1 optimizer.
     keras_package: "keras" or "tf_keras".
-    classes: The module with this Keras' classes that update as version 1 did.
+    classes: The module that contains the classes of this Keras with the updates
+      of version 1.
 
   Raises:
     TypeError: If no optimizer of Keras equals `opt`.
@@ -106,7 +107,7 @@ def _plain(value: Any, argument: str) -> Any:
   """Returns a schedule's setting as Python numbers."""
   if isinstance(value, (list, tuple)):
     return [_plain(item, argument) for item in value]
-  # As floats, steps beyond 2^24 would be rounded.
+  # Float32 would round steps beyond 2^24.
   if argument == "boundaries" and np.asarray(value).dtype.kind in "iu":
     return int(np.asarray(value))
   return _number(value, argument)

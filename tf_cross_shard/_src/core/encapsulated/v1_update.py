@@ -2,8 +2,8 @@
 
 For each optimizer of TensorFlow 1, `KINDS` names the Keras class with the same
 settings and slots. A new class derives from the Keras class and from
-`V1Update`, which updates by TensorFlow 1's own kernel. The modules
-`keras3.v1_optimizers` and `tf_keras.v1_optimizers` make these classes.
+`V1Update`, which updates with TensorFlow 1's own kernel. The modules
+`keras3.v1_optimizers` and `tf_keras.v1_optimizers` create these classes.
 
 The formulas differ from Keras'. For example, Adagrad (Duchi et al., 2011) with
 accumulator A and learning rate eta:
@@ -11,8 +11,8 @@ accumulator A and learning rate eta:
     TensorFlow 1    A += g^2    W -= eta * g / sqrt(A)
     Keras           A += g^2    W -= eta * g / sqrt(A + epsilon)
 
-Adam keeps beta_1^t and beta_2^t as variables, where Keras computes the powers
-from the iteration count.
+TensorFlow 1's Adam keeps beta_1^t and beta_2^t as variables, but Keras computes
+these powers from the iteration count.
 """
 
 import dataclasses
@@ -32,9 +32,9 @@ class Kind:
   """The names of an optimizer's class, kernel, slots and settings.
 
   Attributes:
-    keras: The name of the class in both Kerases.
+    keras: The name of the class in Keras 3 and tf_keras.
     kernel: The name of the kernel in `kernels.KERNELS`.
-    slots: By the kernel's name of a slot, its name in a checkpoint of Keras 3.
+    slots: Maps the kernel's name of a slot to its name in a Keras 3 checkpoint.
     more: Settings of Keras that are not arguments of the kernel.
   """
 
@@ -49,7 +49,7 @@ class Kind:
     return (*kernels.KERNELS[self.kernel].settings.values(), *self.more)
 
 
-# By the class itself: a subclass may compute anything.
+# The keys are exact classes, because a subclass may compute anything.
 KINDS: Final[dict[type, Kind | None]] = {
   _v1.GradientDescentOptimizer: None,  # the same as Keras' SGD
   _v1.MomentumOptimizer: Kind("SGD", "Momentum", {"accum": "momentum"}),
@@ -78,8 +78,8 @@ KINDS: Final[dict[type, Kind | None]] = {
     ("initial_accumulator_value", "beta"),
   ),
 }
-# Attributes of version 1 that are not Keras' name with an underscore. Adadelta
-# has a "_rho", other classes a "_decay".
+# Most attributes of version 1 have Keras' name with an underscore. These do
+# not. (Adadelta has a "_rho", but other classes have a "_decay".)
 _ATTRIBUTES: Final = {
   "learning_rate": "_lr",
   "nesterov": "_use_nesterov",
@@ -96,22 +96,22 @@ def setting(opt: Any, name: str) -> Any:
 
 
 def named_kinds() -> Iterator[tuple[str, Kind]]:
-  """Yields the name, such as "V1Adam", and the kind of each class to make."""
+  """Yields the name, such as "V1Adam", and the kind of each class to create."""
   for v1_class, kind in KINDS.items():
     if kind is not None:
       yield f"V1{v1_class.__name__.removesuffix('Optimizer')}", kind
 
 
 class V1Update:
-  """Mixin that replaces the update of a Keras optimizer by a V1 kernel.
+  """Mixin that replaces the update of a Keras optimizer with a V1 kernel.
 
-  Each Keras has its own `_index` and `_add_one`.
+  The subclasses for Keras 3 and tf_keras define `_index` and `_add_one`.
   """
 
   kind: Kind
 
   def build(self, variables: Any) -> None:
-    """Makes the slots, including slots that Keras lacks, and the powers."""
+    """Creates the slots, including slots that Keras lacks, and the powers."""
     is_built = keras_private.is_built(self)
     super().build(variables)  # type: ignore[misc]
     if is_built:  # tf_keras builds in every step.
@@ -148,9 +148,9 @@ class V1Update:
     kernels.apply(self._kernel, native, slots, gradient, arguments)
 
   def _multiply_powers(self) -> None:
-    """Multiplies beta^t by beta, after all variables of a step.
+    """Multiplies beta^t by beta, after a step has updated all variables.
 
-    Version 1 does the same at the same time.
+    Version 1 does so at the same point of a step.
     """
     for power in self._kernel.powers:
       after = self._power(power) * self._factor(power)
@@ -165,8 +165,8 @@ class V1Update:
   def _power(self, power: str) -> tf.Tensor:
     """Returns a power beta^t of this step.
 
-    The variable starts at 1, since each group may have its own beta. So a 1
-    stands for beta itself, the power of the first step.
+    The variable starts at 1, because each group may have its own beta. So if
+    the variable is 1, the power is beta itself, the power of the first step.
     """
     value = kernels.read(self._handle(power), tf.float32)
     return tf.where(value == 1.0, self._factor(power), value)
@@ -191,11 +191,11 @@ class Function:
   """A learning rate that reads a variable or a function in every step."""
 
   def __init__(self, rate: Any) -> None:
-    """Takes a variable, or a function of no arguments."""
+    """Stores a variable, or a function of no arguments."""
     self._rate = rate
 
   def __call__(self, step: Any) -> tf.Tensor:
-    """Returns the present learning rate; ignores `step`."""
+    """Returns the current learning rate; ignores `step`."""
     del step
     if hasattr(self._rate, "assign"):
       return tf.cast(tf.convert_to_tensor(self._rate), tf.float32)
@@ -208,7 +208,7 @@ class Function:
     return tf.ensure_shape(rate, [])
 
   def get_config(self) -> dict[str, Any]:
-    """Raises `TypeError`, since a function cannot be saved."""
+    """Raises `TypeError`, because a function cannot be saved."""
     raise TypeError(
       f"`learning_rate` is {self._rate!r}, which cannot be saved. Set"
       " `optimizer.learning_rate` to a Keras LearningRateSchedule before you"

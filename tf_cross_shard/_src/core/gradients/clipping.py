@@ -37,14 +37,14 @@ def clip(
   [0.6000000238418579, 0.800000011920929]
 
   Args:
-    grads: Dense or sparse gradients; None stays None.
+    grads: Dense or sparse gradients, or None, which is returned as None.
     clipnorm: The limit of the norm of each gradient; None for no limit.
     global_clipnorm: The limit of the norm of all gradients together. It has an
       effect only if `clipnorm` is None.
     clipvalue: The limit of each element. It has an effect only if both other
       limits are None.
-    keep_infinite: Whether `clipvalue` leaves infinite elements as they are, so
-      that a later check finds the overflow.
+    keep_infinite: Whether `clipvalue` does not clip infinite elements, so that
+      a later check finds the overflow.
 
   Returns:
     The clipped gradients, in the dtypes of `grads`.
@@ -58,7 +58,7 @@ def clip(
     wide = [_each(grad, tf.clip_by_norm, clipnorm) for grad in wide]
   elif global_clipnorm is not None:
     # sqrt(sum_j ||g_j||^2), which clip_by_global_norm would otherwise compute
-    # for each gradient alone.
+    # for each gradient separately.
     norm = tf.sqrt(square_of_norm(wide))
     wide = [
       grad

@@ -7,8 +7,8 @@ the backward pass, which is the gradient of the loss with respect to itself:
     dL/dv · seed = factor · dL/dv
 
 The result equals that of multiplying the loss. The seed also works for a loss
-that a tape has already recorded, and the loss that the user sees stays as it
-is.
+that a tape has already recorded, and the loss that the user sees does not
+change.
 """
 
 import dataclasses
@@ -162,7 +162,7 @@ def differentiate(
     of_class=inner.compute_gradients if inner.computes_gradients else None,
   )
   if variables is None:
-    # A frozen layer of Keras 3 is known to the Keras variable only, and a tape
+    # Only the Keras 3 variable knows that its layer is frozen, but a tape
     # reports the TensorFlow variable.
     pairs = [(grad, inner.as_built(v)) for grad, v in pairs]
     pairs = [(grad, v) for grad, v in pairs if v.trainable]

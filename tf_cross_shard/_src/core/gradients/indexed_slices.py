@@ -15,9 +15,8 @@ def merge_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
   """Adds up rows that share an index, so that no index occurs twice.
 
   The dense value of the gradient does not change. Duplicates matter to
-  optimizers that square gradients, such as Adam and RMSprop: they would square
-  each of several rows of one index, which gives the sum of the squares and not
-  the square of the sum.
+  optimizers that square gradients, such as Adam and RMSprop: they would compute
+  the sum of the rows' squares instead of the square of the rows' sum.
 
   >>> twice = tf.IndexedSlices(
   ...   values=tf.constant([[1.0], [2.0], [4.0]]),
@@ -28,8 +27,8 @@ def merge_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
   >>> merged.indices.numpy().tolist(), merged.values.numpy().tolist()
   ([3, 0], [[5.0], [2.0]])
 
-  If the rows are known to be merged, the slices are returned as they are, also
-  inside of branches and after their values were changed. Calling `tf.unique`
+  If the rows are known to be merged, the slices are returned unchanged, even
+  inside branches and after their values were changed. Calling `tf.unique`
   twice would fail under XLA (`tf.function(jit_compile=True)`): the second call
   would mistake the padding of the first for rows.
 
@@ -40,7 +39,7 @@ def merge_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     Slices of the same dense value, without an index that occurs twice.
   """
   rows = tf.convert_to_tensor(slices.indices)  # A tuple in Keras' own tests.
-  # A single row needs no `tf.unique`, after which XLA cannot compile every
+  # A single row needs no `tf.unique`, whose result XLA cannot use in every
   # operation.
   if rows.shape == [1] or _is_unique(rows):
     return slices
@@ -72,7 +71,7 @@ def _is_unique(indices: Any) -> bool:
 def to_dense(slices: Any, variable: Any) -> Any:
   """Returns the dense form of a row-sparse gradient.
 
-  A dense gradient and None are returned as they are.
+  A dense gradient and None are returned unchanged.
 
   >>> slices = tf.IndexedSlices(tf.constant([[2.0]]), tf.constant([1]))
   >>> to_dense(slices, tf.Variable([[0.0], [0.0]])).numpy().tolist()
@@ -80,7 +79,7 @@ def to_dense(slices: Any, variable: Any) -> Any:
 
   Args:
     slices: A gradient.
-    variable: Its variable, whose shape the dense gradient has.
+    variable: Its variable. The dense gradient has the shape of this variable.
   """
   if not isinstance(slices, tf.IndexedSlices):
     return slices
@@ -94,8 +93,8 @@ def to_dense(slices: Any, variable: Any) -> Any:
 def cast(grad: Any, variable: Any) -> Any:
   """Returns a gradient in the dtype of its variable, as Keras 3 casts it.
 
-  tf_keras and the kernels of TensorFlow 1 do not accept another dtype. They
-  would fail after they have updated other variables.
+  tf_keras and the kernels of TensorFlow 1 do not accept a different dtype. They
+  would fail only after they have updated other variables.
 
   >>> cast(tf.constant(1.0, tf.float64), tf.Variable(2.0)).dtype.name
   'float32'
@@ -124,8 +123,8 @@ def times(grad: Any, factor: Any) -> Any:
 def in_dtype(number: Any, dtype: tf.DType) -> Any:
   """Returns a number that can be combined with a tensor of a dtype.
 
-  A tensor is cast. A Python float is returned as it is, since `tf.cast` would
-  round it to float32 first.
+  A tensor is cast. A Python float is returned unchanged, because `tf.cast`
+  would first round it to float32.
 
   >>> in_dtype(0.1, tf.float64), in_dtype(tf.constant(0.5), tf.float64).dtype
   (0.1, tf.float64)

@@ -72,7 +72,7 @@ def loss_factor(
       sum over r in G of factor * dL_r
 
   A loss that is averaged over all replicas' examples is `num_replicas` times
-  too small on each replica, so that the factor is as many times larger.
+  too small on each replica, so the factor is `num_replicas` times larger.
 
   >>> loss_factor("mean", "replica", num_replicas=8, group_size=4)
   0.25

@@ -5,8 +5,8 @@
 A collective costs a fixed time for each buffer, so small tensors share one.
 With 100 tensors, 2 MB in total, the all-reduce of packed buffers took 5.6 ms on
 four CPU devices, and 12.1 ms tensor by tensor. Between two workers it took 7.5
-and 65 ms (TensorFlow 2.21). A tensor that fills a bucket gets a buffer of its
-own: packing it with others would copy it twice and save nothing.
+and 65 ms (TensorFlow 2.21). A tensor that fills a bucket is not packed with
+other tensors: that would copy it twice and save nothing.
 """
 
 import functools
@@ -131,7 +131,7 @@ def reshape_like(
   return shaped
 
 
-# The half-precision dtypes in which gradients can travel. Each replica rounds
+# The half-precision dtypes in which gradients can be sent. Each replica rounds
 # its gradients once before the sum, and the engine rounds the sum at least once
 # more. bfloat16 has the range of float32 and 8 bits of precision. float16 has
 # 11 bits of precision, and overflows beyond 65,504.
@@ -165,7 +165,7 @@ def narrow(
 ) -> list[tf.Tensor]:
   """Rounds floating tensors that are wider than `dtype` to `dtype`.
 
-  Other tensors are returned as they are.
+  Other tensors are returned unchanged.
 
   >>> [narrowed] = narrow([tf.constant([1.0, 1.0001])], tf.bfloat16)
   >>> narrowed.dtype.name, tf.cast(narrowed, tf.float32).numpy().tolist()
@@ -188,7 +188,7 @@ def widen(
 
   Args:
     tensors: The tensors.
-    like: Tensors that have the dtypes of the results.
+    like: Tensors with the dtypes of the results.
   """
   return [
     tensor if tensor.dtype == wide.dtype else tf.cast(tensor, wide.dtype)

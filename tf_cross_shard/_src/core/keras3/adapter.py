@@ -1,7 +1,7 @@
 """The encapsulated optimizer of Keras 3.
 
-Keras 3 sums gradients over all replicas inside `apply`, and no switch turns the
-sum off. Keras finds the replicas through the replica context. So
+Keras 3 sums gradients over all replicas inside `apply`, and this sum cannot be
+turned off. Keras finds the replicas through the replica context. So
 `apply_reduced` is called inside `Engine.isolate()`, whose replica context has
 no other replicas.
 """
@@ -45,7 +45,7 @@ class Keras3Optimizer(encapsulated.Encapsulated):
   @property
   def trainable_variables(self) -> Sequence[Any]:
     """The variables that the optimizer was built on, in order."""
-    # Not a copy: `as_built` reads this property for each variable and replica.
+    # Do not copy: `as_built` reads this property for each variable and replica.
     variables: Sequence[Any] = self.innermost._trainable_variables
     return variables
 
@@ -57,11 +57,11 @@ class Keras3Optimizer(encapsulated.Encapsulated):
     return self.innermost._momentums if is_schedule_free else ()
 
   def make_variable(self, value: Any, name: str) -> Any:
-    """Makes a `keras.Variable`."""
+    """Creates a `keras.Variable`."""
     return keras.Variable(value, dtype=value.dtype.name, name=name)
 
   def make_tiny(self, weight: Any) -> Any:
-    """Makes a variable of one element with a weight's names, rank and dtype."""
+    """Creates a one-element variable with a weight's names, rank and dtype."""
     # Keras names slots of a `tf.Variable` differently.
     if not isinstance(weight, keras.Variable):
       zeros = tf.zeros([1] * len(weight.shape), weight.dtype)
@@ -82,9 +82,10 @@ class Keras3Optimizer(encapsulated.Encapsulated):
   def accumulates_own_gradients(self) -> bool:
     """Whether this package runs `gradient_accumulation_steps` for Keras.
 
-    If the user's class overrides how gradients are applied, the class gets sums
-    in every call and accumulates by itself. So does an optimizer with a
-    `loss_scale_factor`, by which it divides the gradients of every call.
+    If the user's class overrides how gradients are applied, the class receives
+    sums in every call and accumulates by itself. The same is true of an
+    optimizer with a `loss_scale_factor`, because it divides the gradients of
+    every call.
     """
     overrides_apply = self._overrides("apply", "apply_gradients")
     factor = self.innermost.loss_scale_factor
@@ -102,7 +103,7 @@ class Keras3Optimizer(encapsulated.Encapsulated):
   def accumulate(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
-    """Has Keras add gradients, count the call and update moving averages."""
+    """Lets Keras add gradients, count the call and update moving averages."""
     self.innermost.apply(list(grads), [self.as_built(v) for v in variables])
 
   def _apply(
@@ -148,7 +149,7 @@ class Keras3State(state.State):
       if name
     ]
     names, slots = [], []
-    # Each optimizer of a MultiOptimizer has the slots of some variables.
+    # Each optimizer of a MultiOptimizer holds the slots of some variables.
     for layer in keras_private.nested(self._owner.innermost) or [
       self._owner.innermost
     ]:

@@ -16,7 +16,7 @@ class _Update(v1_update.V1Update):
   def add_variable_from_reference(
     self, reference_variable: Any, name: Any = None, initializer: Any = "zeros"
   ) -> Any:
-    """Makes a slot; version 1's average of squares in RMSprop starts at 1."""
+    """Creates a slot; version 1's average of squares in RMSprop starts at 1."""
     if (self.kind.keras, name) == ("RMSprop", "velocity"):
       initializer = "ones"
     return super().add_variable_from_reference(

@@ -12,7 +12,7 @@ from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.keras3 import adapter, v1_optimizers
 from tf_cross_shard._src.core.wrapper import forwarding, outer_loss_scaling
 
-# Attributes from Keras' constructor that the wrapper keeps as its own.
+# Attributes from Keras' constructor that the wrapper keeps.
 _OWN: Final = frozenset(
   ("name", "clipnorm", "global_clipnorm", "clipvalue", "_lock", "_tracker")
 )
@@ -25,11 +25,11 @@ class Keras3Wrapper(forwarding.OptimizerWrapper, keras.optimizers.Optimizer):
   _v1_classes = v1_optimizers
 
   def __init__(self, opt: Any, name: str, **clipping: float | None) -> None:
-    """Makes the wrapper of a Keras 3 optimizer."""
-    # Keras' constructor makes an iteration count, a learning rate and settings.
-    # They are deleted below, so that `__getattr__` finds those of `opt`. Make
-    # the two variables outside of all strategies: a model function in towers
-    # would list them among its own variables.
+    """Creates the wrapper of a Keras 3 optimizer."""
+    # Keras' constructor creates an iteration count, a learning rate and
+    # settings. They are deleted below, so that `__getattr__` finds those of
+    # `opt`. Create the two variables outside of all strategies: otherwise, a
+    # model function in towers would list them among its own variables.
     with variables_lib.outside_of_strategies():
       # Not super(), whose next class is the wrapper.
       keras.optimizers.Optimizer.__init__(
@@ -55,7 +55,7 @@ class Keras3Wrapper(forwarding.OptimizerWrapper, keras.optimizers.Optimizer):
   def apply(
     self, grads: Sequence[Any], trainable_variables: Any = None
   ) -> None:
-    """Does a step, like `apply_gradients`, with two lists; Keras calls it.
+    """Does a step, like `apply_gradients`, but with two lists; Keras calls it.
 
     In a custom loop, scale the loss with `scale_loss` first. Keras' losses are
     averaged over all replicas' examples, so a mean without groups needs no

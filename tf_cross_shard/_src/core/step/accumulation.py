@@ -4,9 +4,9 @@
     sum_r += g_r  sum_r += g_r  ...   finish(sum_r + g_r), sum_r = 0
 
 Each replica r adds up its own gradients g_r. Replicas exchange nothing in the
-first k - 1 calls. The k calls are an accumulation *window*. A window without
-accumulation has one call. In the k-th call `finish` reduces the sums over the
-group and applies them.
+first k - 1 calls. In the k-th call, `finish` reduces the sums over the group
+and applies them. The k calls are an accumulation *window*. Without
+accumulation, a window is one call.
 """
 
 import abc
@@ -23,7 +23,8 @@ from tf_cross_shard._src.core.gradients import indexed_slices
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.step import group_settings
 
-# Reduces the gradients of a whole window over the group, and applies them.
+# A function that reduces a whole window's gradients over the group, and applies
+# the result.
 Finish = Callable[[Sequence[Gradient]], None]
 
 
@@ -31,7 +32,7 @@ class Window(context_lib.Stage, abc.ABC):
   """The calls of `apply_gradients` that make one step.
 
   Attributes:
-    variables: The window's own sums and count; each replica has its own.
+    variables: The window's sums and count. Each replica has its own values.
   """
 
   variables: Sequence[Any] = ()
@@ -40,16 +41,18 @@ class Window(context_lib.Stage, abc.ABC):
     """Returns the window that handles a call.
 
     Args:
-      has_values: Whether the gradient of some variable is its next value.
+      has_values: Whether any variable is set to its gradient instead of being
+        updated with it; see `Encapsulated.is_overwritten`.
 
     Raises:
-      NotImplementedError: If such a variable would be accumulated.
+      NotImplementedError: If the gradient of such a variable would be
+        accumulated.
     """
     del has_values
     return self
 
   def build(self, variables: Sequence[Any]) -> None:
-    """Makes a variable for the sum of each variable's gradients, if needed."""
+    """Creates variables for the sums of the variables' gradients, if needed."""
     del variables
 
   @abc.abstractmethod
@@ -73,20 +76,21 @@ class OneCall(Window):
     context: context_lib.Context,
     by_group: group_settings.GroupSettings,
   ) -> None:
-    """Makes the window.
+    """Creates the window.
 
     Args:
       context: The settings, the encapsulated optimizer and the engine.
-      by_group: The settings by group, which an optimizer that accumulates by
-        itself needs in every call.
+      by_group: The settings that differ between groups. An optimizer that
+        accumulates by itself needs them in every call.
     """
     super().__init__(context)
     self._by_group = by_group
 
   def of_call(self, has_values: bool) -> Window:
     """Returns Keras' window if the encapsulated optimizer accumulates."""
-    # Keras would accumulate values like gradients. If there are values, reduce
-    # in every call, and let Keras accumulate the sums.
+    # Keras would add up the next values of variables as if they were gradients.
+    # If there are such values, reduce in every call, and let Keras accumulate
+    # the sums.
     if has_values or not self.encapsulated.accumulates_own_gradients:
       return self
     return KerasAccumulation(self.context, self._by_group)
@@ -103,7 +107,7 @@ class Accumulation(Window):
   """A window of `steps` calls."""
 
   def __init__(self, context: context_lib.Context, steps: int) -> None:
-    """Makes a window of this number of calls."""
+    """Creates a window of this number of calls."""
     super().__init__(context)
     self.steps = steps
 
@@ -111,7 +115,8 @@ class Accumulation(Window):
     self, own: Sequence[Gradient], variables: Sequence[Any], finish: Finish
   ) -> None:
     """Adds up gradients; the last call of the window calls `finish`."""
-    # A row-sparse gradient has other rows in each call: add dense gradients.
+    # A row-sparse gradient has different rows in each call: add dense
+    # gradients.
     grads = [
       indexed_slices.cast(indexed_slices.to_dense(grad, variable), variable)
       for grad, variable in zip(own, variables, strict=True)
@@ -129,11 +134,12 @@ class Accumulation(Window):
       # Not isolated: `finish` reduces over the group.
       finish(totals)
       with self.engine.isolate():
-        # Start the next window, also after a step that was skipped and after
-        # Keras has counted this call.
+        # Start the next window, even if the step was skipped or Keras has
+        # already counted this call.
         self._count.assign_sub(self._calls_so_far())
 
-    # All replicas have had the same number of calls, so all take one branch.
+    # All replicas have had the same number of calls, so all run the same
+    # branch.
     tf.cond(is_last, close, add)
 
   @property
@@ -180,7 +186,7 @@ class OwnAccumulation(Accumulation):
   """
 
   def __init__(self, context: context_lib.Context, steps: int) -> None:
-    """Makes the variable that counts calls."""
+    """Creates the variable that counts calls."""
     super().__init__(context, steps)
     self.variables: list[Any] = []
     self._sums: dict[int, Any] = {}
@@ -194,7 +200,7 @@ class OwnAccumulation(Accumulation):
     self._calls = self._make_variable(0, tf.int64, "accumulated_calls")
 
   def of_call(self, has_values: bool) -> Window:
-    """Returns this window, or raises an error if there are values."""
+    """Returns this window; raises an error if `has_values`."""
     if has_values:
       raise NotImplementedError(
         "Gradients of variables with `overwrite_with_gradient` (Keras' float8"
@@ -203,7 +209,7 @@ class OwnAccumulation(Accumulation):
     return self
 
   def build(self, variables: Sequence[Any]) -> None:
-    """Makes a variable for the sum of each new variable's gradients."""
+    """Creates a variable for the sum of each new variable's gradients."""
     for variable in variables:
       native = variables_lib.native(variable)
       if id(native) not in self._sums:
@@ -256,14 +262,14 @@ class OwnAccumulation(Accumulation):
       key = self._key(variable)
       if grad is not None or key in self._added or self._is_nonzero(variable):
         total = self._take_sum(variable, grad)
-        # The mean over k calls, of which this one is not counted yet.
+        # The mean over k calls. This call is not counted yet.
         totals.append(total / tf.cast(self._calls_so_far() + 1, total.dtype))
         continue
       totals.append(None)
       if not tf.executing_eagerly():
         self._not_reset.add(key)
-    # Eagerly, the next window starts with no gradients. A trace serves all
-    # windows, so that its keys stay.
+    # Eagerly, the next window starts without gradients. A trace is used for all
+    # windows, so its keys remain.
     if tf.executing_eagerly():
       self._added -= set(map(self._key, variables))
     return totals
@@ -279,7 +285,7 @@ class OwnAccumulation(Accumulation):
     return replica_isolation.replica_id(), id(native)
 
   def _make_variable(self, value: Any, dtype: Any, name: str) -> Any:
-    """Makes a variable with a copy on each replica, and lists it."""
+    """Creates a variable with a copy on each replica, and lists it."""
     with self.engine.making_variables():
       made = tf.Variable(value, trainable=False, dtype=dtype, name=name)
     self.variables.append(made)
@@ -300,12 +306,12 @@ class KerasAccumulation(Accumulation):
     context: context_lib.Context,
     by_group: group_settings.GroupSettings,
   ) -> None:
-    """Makes the window of the encapsulated optimizer.
+    """Creates the window of the encapsulated optimizer.
 
     Args:
       context: The settings, the encapsulated optimizer and the engine.
-      by_group: The settings by group, which must be in force whenever Keras
-        adds gradients.
+      by_group: The settings that differ between groups. They must be active
+        whenever Keras adds gradients.
     """
     assert context.encapsulated.accumulates is not None
     super().__init__(context, context.encapsulated.accumulates)
@@ -327,8 +333,8 @@ class KerasAccumulation(Accumulation):
     )
 
   def _add(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
-    """Has Keras add gradients to its sums and count the call."""
-    # Keras updates moving averages of weights, too, in every call.
+    """Lets Keras add gradients to its sums and count the call."""
+    # In every call, Keras also updates moving averages of weights.
     with self._by_group.in_force():
       self.encapsulated.accumulate(grads, variables)
 

@@ -6,10 +6,9 @@
 
 `Step.perform` follows this drawing from left to right. The stages are objects
 from this folder and from `update`. A window is one call or k calls long. The
-update decides what each member of a group keeps and applies, and the wire
-decides in which dtype gradients travel between replicas. `Step` gives each
-stage its collaborators, and stages return values to `Step`; they do not write
-into each other.
+update decides what each member of a group keeps and applies. The wire decides
+in which dtype replicas send gradients. `Step` gives each stage the objects that
+it needs. Stages return values to `Step`; they do not write into each other.
 """
 
 import dataclasses
@@ -48,13 +47,13 @@ class Call:
   """One call of `apply_gradients` with valid arguments.
 
   Attributes:
-    grads: This replica's gradients, or the group's sums of them.
+    grads: This replica's gradients, or their sums over the group.
     variables: The variables of the gradients.
     global_step: The user's count of steps, or None.
     name: The name scope of the operations; None for the optimizer's name.
     through_apply: Whether the call was Keras 3's `apply`, which does not run
       what the user's class overrides in `apply_gradients`.
-    is_reduced: Whether `grads` already are the group's sums.
+    is_reduced: Whether `grads` are already the group's sums.
   """
 
   grads: Sequence[Gradient]
@@ -76,18 +75,18 @@ class Step:
 
   Attributes:
     context: The arguments, the encapsulated optimizer and the engine.
-    convention: Knows what the loss is averaged over, and so its factor.
+    convention: Knows what the loss is averaged over, and therefore its factor.
     tables: The embedding tables that are updated by rows.
     update: Reduces gradients and updates the weights.
     window: Accumulates the gradients of several calls.
     guard: Skips steps with a NaN or an infinity, and counts them.
     by_group: Settings that differ between groups.
     watch: Notices when something else overwrites the groups' weights.
-    attached: Variables of callbacks that `replica_state` saves with this state.
+    attached: Callbacks' variables that `replica_state` saves with this state.
   """
 
   def __init__(self, context: context_lib.Context) -> None:
-    """Makes the stages for the settings."""
+    """Creates the stages for the settings."""
     self.context = context
     settings, engine = context.settings, context.engine
     self.convention = loss_convention.LossConvention(settings, engine.groups)
@@ -112,7 +111,7 @@ class Step:
     `group_settings`.
 
     Raises:
-      ValueError: If a value is not valid. Then no setting changes.
+      ValueError: If a value is not valid. No setting is changed in this case.
     """
     settings = dataclasses.replace(self.settings, **changes)
     context = dataclasses.replace(self.context, settings=settings)
@@ -187,9 +186,9 @@ class Step:
   def _overwrites(self, call: Call) -> list[bool]:
     """Returns for each variable whether `overwrite_with_gradient` is set.
 
-    Keras overwrites such variables, float8 scales, with their gradients. These
-    are averaged over the group. They are not scaled, clipped, rounded or
-    summed.
+    Keras overwrites such variables (float8 scales) with their gradients. These
+    gradients are averaged over the group. They are not scaled, clipped, rounded
+    or summed.
     """
     return list(map(self.context.encapsulated.is_overwritten, call.variables))
 
@@ -256,7 +255,7 @@ class Step:
       if step is not None and engine.updates_here(step):
         step.assign_add(tf.cast(self.guard.is_step(sums), step.dtype))
 
-    # Isolated: the optimizer would otherwise reduce the sums a second time.
+    # Isolate the replica: the optimizer would otherwise reduce the sums again.
     with (
       engine.all_or_nothing(sums),
       engine.isolate(),
@@ -265,7 +264,7 @@ class Step:
       self.guard.apply_if_finite(sums, apply)
 
   def build(self, variables: Sequence[Any]) -> None:
-    """Makes the variables of all stages."""
+    """Creates the variables of all stages."""
     state = self.context.encapsulated.state
     whole = self.update.build(variables)
     if whole is not None:
@@ -292,10 +291,10 @@ class Step:
 def _make_update(
   context: context_lib.Context, tables: tables_lib.Tables
 ) -> update.Update:
-  """Makes the kind of update for the settings."""
+  """Creates the kind of update for the settings."""
   settings, engine = context.settings, context.engine
   # float16 rounds small gradients to 0. So gradients that were divided by the
-  # loss scale are multiplied by it while they travel.
+  # loss scale are multiplied by it while they are sent.
   is_float16 = settings.wire_dtype == tf.float16
   scale = context.encapsulated.scaling.wire_scale if is_float16 else None
   wire = wire_lib.Wire(engine, settings.wire_dtype, scale)

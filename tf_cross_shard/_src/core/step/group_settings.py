@@ -4,8 +4,8 @@
     weight_decay      0.0    0.01    0.1
 
 While a replica applies sums, the attribute of the encapsulated optimizer (such
-as `weight_decay`) has the number of the replica's group. So every optimizer
-class, kernel and kind of update reads this number.
+as `weight_decay`) is set to the number of the replica's group. So every
+optimizer class, kernel and kind of update reads this number.
 """
 
 import contextlib
@@ -53,10 +53,10 @@ class GroupSettings(context_lib.Stage):
 
 
 def check(context: context_lib.Context) -> None:
-  """Raises an error unless groups can have these settings.
+  """Raises an error unless `group_settings` can be applied.
 
   Raises:
-    NotImplementedError: If the replicas are one program, as on a TPU.
+    NotImplementedError: If all replicas run one program, as on a TPU.
     ValueError: If there are not as many numbers as groups, or if the optimizer
       has no such setting.
   """
@@ -94,8 +94,8 @@ def _check_setting(optimizer: Any, name: str, values: list[float]) -> None:
       " numeric settings of `opt` can differ between groups. Set"
       f" {kind}({name}=...) to one of the numbers in `group_settings`."
     )
-  # With a setting of 0 Keras makes no slot (momentum) and traces no operation
-  # (weight decay).
+  # If the setting is 0, Keras creates no slot (momentum), or traces no
+  # operation (weight decay).
   if not own and any(values):
     raise ValueError(
       f"`group_settings` holds {name!r}: {values}, but {kind}.{name} is"

@@ -2,9 +2,9 @@
 
 The factor turns the sum over a group into a mean; see `gradients.loss_factor`.
 It depends on whether the loss is averaged over the examples of one replica or
-of all replicas. Unless you pass `loss_averaged_over`, a default decides. The
-default cannot know where a loss comes from. So a warning tells you about the
-first decision of a default, and about a step whose loss was never scaled.
+of all replicas. Unless you pass `loss_averaged_over`, a default applies. The
+default cannot know where a loss comes from. So you get a warning when a default
+is first used, and when a step sums gradients of a loss that was never scaled.
 """
 
 import sys
@@ -27,7 +27,7 @@ _EXAMPLES: Final = {
   loss_factor.GLOBAL: "all replicas' examples",
 }
 # Warnings of optimizers with `scale_gradients`. A program that cannot be edited
-# may make many such optimizers, so that all of them share one set.
+# may create many such optimizers, so all of them share one set.
 _shared_warnings: Final[set[str]] = set()
 
 
@@ -46,11 +46,11 @@ class LossConvention:
   def __init__(
     self, settings: settings_lib.Settings, groups: groups_lib.Groups
   ) -> None:
-    """Makes the convention of an optimizer with these settings."""
+    """Creates the convention of an optimizer with these settings."""
     self._settings = settings
     self._groups = groups
-    # What the step of the calling replica has done so far: each replica traces,
-    # or runs eagerly, in one thread.
+    # What the step of the calling replica has done so far. It is local to the
+    # thread, because each replica traces, or runs eagerly, in one thread.
     self._step = threading.local()
     self._scaled_in_trace = False
     self._ever_scaled = False
@@ -66,7 +66,7 @@ class LossConvention:
     self._step.scaled = True
     trace = weakref.ref(collective_ops.outermost_function())
     self._step.default = default, trace
-    # Later steps may run the function that is being traced.
+    # The function that is being traced may run in later steps.
     self._scaled_in_trace |= not tf.executing_eagerly()
     return 1.0 if self._settings.scale_gradients else self._factor(default)
 
@@ -75,8 +75,8 @@ class LossConvention:
     if not self._settings.scale_gradients:
       return 1.0
     default, trace = getattr(self._step, "default", (loss_factor.GLOBAL, None))
-    # Use the default of `for_loss` only if it was called in this very trace: on
-    # a TPU one thread traces the functions of all steps.
+    # Use the default of `for_loss` only if `for_loss` was called in the same
+    # trace: on a TPU, one thread traces the functions of all steps.
     now = collective_ops.outermost_function()
     is_same_trace = trace is not None and trace() is now
     return self._factor(default if is_same_trace else loss_factor.GLOBAL)
@@ -131,7 +131,7 @@ class LossConvention:
     )
 
   def _factor(self, default: str) -> float:
-    """Returns the factor; warns of the first decision of a default."""
+    """Returns the factor; warns when a default is first used."""
     chosen = self._settings.loss_averaged_over
     factors = self._factors()
     taken = chosen or default
@@ -150,7 +150,7 @@ class LossConvention:
     return factors[taken]
 
   def _factors(self) -> dict[str, float]:
-    """Returns both factors, by what the loss is averaged over."""
+    """Maps each value of `loss_averaged_over` to its factor."""
     groups = self._groups
     return {
       over: loss_factor.loss_factor(

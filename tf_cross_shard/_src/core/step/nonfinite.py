@@ -1,4 +1,4 @@
-"""Skips steps whose gradients have a NaN or an infinity, and counts them.
+"""Skips steps whose gradients contain a NaN or an infinity, and counts them.
 
 The check looks at the sums over the group. All members of a group have the same
 sums, so that all members make the same decision without communication.
@@ -19,7 +19,7 @@ class NonfiniteGuard(context_lib.Stage):
 
   Attributes:
     count: An int64 variable: the number of steps with a NaN or an infinity.
-      Each replica has the count of its group. None without `skip_nonfinite`.
+      Each replica holds the count of its group. None without `skip_nonfinite`.
 
   >>> from tf_cross_shard import CrossShardOptimizer
   >>> optimizer = CrossShardOptimizer("sgd", skip_nonfinite=True)
@@ -30,7 +30,7 @@ class NonfiniteGuard(context_lib.Stage):
   """
 
   def __init__(self, context: context_lib.Context) -> None:
-    """Makes the variable `count` if `skip_nonfinite` is set."""
+    """Creates the variable `count` if `skip_nonfinite` is set."""
     super().__init__(context)
     self._is_on = self.settings.skip_nonfinite
     self.count: Any = None
@@ -51,7 +51,7 @@ class NonfiniteGuard(context_lib.Stage):
   def apply_if_finite(
     self, sums: Sequence[Gradient], apply: Callable[[], None]
   ) -> None:
-    """Calls `apply`, unless `skip_nonfinite` is set and the sums not finite."""
+    """Calls `apply`, unless `skip_nonfinite` is set and a sum is not finite."""
     if not self._is_on:
       apply()
       return

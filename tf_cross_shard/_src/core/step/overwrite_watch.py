@@ -2,8 +2,8 @@
 
 TensorFlow and Keras save only the first replica's value of a variable. When
 they load or set a value, they give it to every replica. With several groups,
-which have different weights, the values of the other groups are then lost
-without a word.
+which have different weights, the values of the other groups are then lost, and
+no message says so.
 
 Between two steps only the optimizer should change the weights. So every replica
 computes a number (a checksum) from one small variable at the end of a step, and
@@ -45,7 +45,7 @@ class OverwriteWatch:
   """The warnings of an optimizer with groups, each given once."""
 
   def __init__(self, name: str, engine: Any) -> None:
-    """Makes the watch of an optimizer.
+    """Creates the watch of an optimizer.
 
     Args:
       name: The name of the optimizer, for the warnings.
@@ -58,11 +58,11 @@ class OverwriteWatch:
     # Whether a callback evaluates every group. Then `fit` needs no warning.
     self.is_judged_by_group = False
     self._logged: set[Any] = set()
-    # Each replica's checksums [end of the last step, before, after]; NaN is
-    # unknown. `before` and `after` are of the last change between two steps.
+    # Each replica's checksums [end of the last step, before, after]; NaN means
+    # unknown. `before` and `after` describe the last change between two steps.
     self._checksums: Any = None
-    # Only in one process: workers would have to wait for each other to make
-    # the variable, and to compare.
+    # Watch only in one process: workers would have to wait for each other to
+    # create the variable, and to compare.
     is_one_process = len(engine.replicas_here) == engine.num_replicas > 1
     if groups.num_groups > 1 and is_one_process:
       with tf.init_scope(), engine.strategy.scope():
@@ -85,7 +85,7 @@ class OverwriteWatch:
       checksums = self._checksums.read_value()
       last_end = checksums[0]  # NaN in the first step
       start = _checksum(self._variable)
-      # Keep (before, after) of the last change that was no step's.
+      # Keep (before, after) of the last change that no step made.
       change = tf.where(
         start != last_end, tf.stack([last_end, start]), checksums[1:]
       )
@@ -102,10 +102,11 @@ class OverwriteWatch:
     # One checksum for each replica.
     [end, before, after] = np.stack(copies.here(self._checksums)).T
     values = [value.tobytes() for value in copies.here(self._variable)]
-    # Since the last step: the groups differed, and now they are equal.
+    # Case 1: at the end of the last step groups differed, and now they are
+    # equal.
     are_equal_now = len(set(values)) == 1 and _differ(end)
-    # Before some earlier step. One replica stands for each group; the first is
-    # in group 0.
+    # Case 2: the change happened before some earlier step. Look at one replica
+    # of each group; the first is in group 0.
     first, *others = sorted(min(members) for members in self._groups)
     changed = [i for i in (first, *others) if not np.isnan(before[i])]
     # Group 0 looks unchanged if every group received group 0's weights.
@@ -128,7 +129,7 @@ class OverwriteWatch:
       self._log_once(_BLENDED, logging.info)
 
   def accept(self) -> None:
-    """Forgets all checksums, so that a wanted change gives no warning."""
+    """Forgets all checksums, so that an intended change gives no warning."""
     if self._checksums is not None:
       copies = self._engine.strategy.experimental_local_results(self._checksums)
       for copy in copies:
@@ -146,7 +147,7 @@ class OverwriteWatch:
       )
 
   def check_layers(self, layers: Iterable[Any]) -> None:
-    """Warns of batch normalization over the examples of several groups."""
+    """Warns about batch normalization over the examples of several groups."""
     if self._groups.num_groups > 1 and any(
       getattr(layer, "synchronized", False)
       and not hasattr(layer, "group_assignment")
@@ -187,11 +188,11 @@ def _checksum(variable: Any) -> tf.Tensor:
   """Returns a number that almost always changes when the variable changes."""
   flat = tf.reshape(tf.convert_to_tensor(variable), [-1])[:_CHECKSUM_ELEMENTS]
   flat = tf.cast(flat, tf.float32)
-  # A weighted sum: gradients of a softmax leave the plain sum of its biases as
-  # it is.
+  # Use a weighted sum: gradients of a softmax do not change the plain sum of
+  # its biases.
   return tf.reduce_sum(flat * tf.range(1.0, (flat.shape[0] or 1) + 1.0))
 
 
 def _differ(numbers: Any) -> bool:
-  """Whether numbers are known (not NaN), and not all equal."""
+  """Whether all numbers are known (not NaN), but not equal."""
   return bool(np.min(numbers) < np.max(numbers))

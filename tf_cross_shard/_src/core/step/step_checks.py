@@ -25,8 +25,9 @@ class StepChecks:
     self._name = context.settings.name
     if tf.distribute.has_strategy():
       self._check_strategy()
-    # On one replica the optimizer may have been loaded for inference only, so
-    # that its groups do not matter; `check_place` raises before the first step.
+    # On one replica, the optimizer may have been loaded only for inference,
+    # where its groups do not matter. `check_place` raises before the first
+    # step.
     if self.engine.num_replicas > 1:
       self._check_group_count()
       self._check_workers()
@@ -54,8 +55,8 @@ class StepChecks:
   def check_variables(self, variables: Sequence[Any]) -> None:
     """Raises `ValueError` for a variable that a step cannot update.
 
-    A variable that was made outside the strategy's scope exists only once. Each
-    replica would update it, so that it would mix the updates of all groups.
+    A variable that was created outside the strategy's scope exists only once.
+    Each replica would update it, so the updates of all groups would mix.
     """
     if self._context.encapsulated.is_built:
       validation.check_known(variables, self._context.encapsulated.state.knows)
@@ -74,7 +75,7 @@ class StepChecks:
         )
 
   def agree_to_build(self, variables: Sequence[Any]) -> None:
-    """Raises an error unless all workers make the same optimizer."""
+    """Raises an error unless all workers build the same optimizer."""
     self.engine.agree(
       f"the building of {self._name}",
       lambda: [*self._setting_lines(), *agreement.variables(variables)],
@@ -83,7 +84,7 @@ class StepChecks:
   def agree_to_step(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
-    """Raises an error unless all workers take the same first step."""
+    """Raises an error unless all workers begin the same first step."""
     self.engine.agree(
       f"a step of {self._name}",
       lambda: [
@@ -95,7 +96,7 @@ class StepChecks:
     )
 
   def _check_strategy(self) -> None:
-    """Raises `RuntimeError` under another strategy than the optimizer's."""
+    """Raises `RuntimeError` under a strategy other than the optimizer's."""
     here, made_in = tf.distribute.get_strategy(), self.engine.strategy
     replicas = here.num_replicas_in_sync, made_in.num_replicas_in_sync
     if here is not made_in and max(replicas) > 1:
@@ -123,13 +124,13 @@ class StepChecks:
     return agreement.settings(iterations=count)
 
   def _check_workers(self) -> None:
-    """Raises `ValueError` if TF_CONFIG has workers that the strategy ignores.
+    """Raises `ValueError` if TF_CONFIG lists workers that the strategy ignores.
 
-    Each worker would train a model of its own.
+    Each worker would train its own model.
     """
     strategy = self.engine.strategy
     started = _started_workers()
-    # A TPU's hosts have one program each, and one strategy.
+    # Each host of a TPU runs its own program, but they share one strategy.
     if started > 1 and not (
       collectives.is_tpu(strategy)
       or isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
@@ -154,7 +155,7 @@ class StepChecks:
 
 
 def _started_workers() -> int:
-  """Returns how many workers TF_CONFIG says train together, with this one."""
+  """Returns how many workers train together, according to TF_CONFIG."""
   if not os.environ.get("TF_CONFIG"):
     return 0  # TensorFlow would try to read an empty string.
   resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()

@@ -32,7 +32,7 @@ class TfKerasOptimizer(encapsulated.Encapsulated):
   _decay_method = "_apply_weight_decay"
   _clip_method = "_clip_gradients"
   _index_attribute = "_index_dict"
-  # The methods from a loss to gradients. The first method calls the others.
+  # The methods that compute gradients. The first method calls the others.
   _gradient_methods: tuple[str, ...] = ("compute_gradients",)
 
   def __init__(self, optimizer: Any) -> None:
@@ -57,14 +57,14 @@ class TfKerasOptimizer(encapsulated.Encapsulated):
     return list(self._trainable)
 
   def make_variable(self, value: Any, name: str) -> Any:
-    """Makes a trainable `tf.Variable`."""
+    """Creates a trainable `tf.Variable`."""
     return tf.Variable(value, name=name)
 
   def build(self, variables: Sequence[Any]) -> None:
-    """Makes the slots for `variables`, unless they exist."""
+    """Creates the slots for `variables`, unless they exist."""
     if not self.is_built:
       self._trainable = list(variables)
-      # Slots must outlive the function that may be traced at this time.
+      # Slots must outlive a function that is being traced.
       with tf.init_scope():
         super().build(self._trainable)
 
@@ -75,7 +75,7 @@ class TfKerasOptimizer(encapsulated.Encapsulated):
 
   @property
   def computes_gradients(self) -> bool:
-    """Whether the user's class overrides the way from a loss to gradients."""
+    """Whether the user's class overrides how gradients are computed."""
     return self._overrides(*self._gradient_methods)
 
   def compute_gradients(
@@ -89,7 +89,7 @@ class TfKerasOptimizer(encapsulated.Encapsulated):
     """Raises `ValueError` for a class that overrides `minimize`.
 
     `fit` of plain tf_keras calls `minimize`. With the wrapper that override
-    cannot run, since gradients must be summed between its two halves.
+    cannot run, because gradients must be summed between its two halves.
     """
     if self._overrides("minimize"):
       kind = type(self.innermost).__name__
@@ -136,8 +136,8 @@ class LegacyOptimizer(TfKerasOptimizer):
   def __init__(self, optimizer: Any) -> None:
     """Encapsulates the user's optimizer."""
     super().__init__(optimizer)
-    # Keras makes the iteration count when it is first read. Read it here: one
-    # of several replicas could not make it.
+    # Keras creates the iteration count when it is first read. Read it here,
+    # because one of several replicas could not create it.
     with self.strategy.scope():
       _ = optimizer.iterations
 
@@ -146,14 +146,14 @@ class LegacyOptimizer(TfKerasOptimizer):
 
   @property
   def is_built(self) -> bool:
-    """Whether slots exist; legacy optimizers make more whenever needed."""
+    """Whether slots exist; legacy optimizers create more whenever needed."""
     return bool(self._trainable)
 
   def write_averages(self, variables: Sequence[Any]) -> None:
     """Does nothing: legacy optimizers average no weights."""
 
   def build(self, variables: Sequence[Any]) -> None:
-    """Makes the slots for `variables`, unless they exist."""
+    """Creates the slots for `variables`, unless they exist."""
     known = {id(v) for v in self._trainable}
     new = [v for v in variables if id(v) not in known]
     if new:

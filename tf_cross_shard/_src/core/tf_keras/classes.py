@@ -2,7 +2,7 @@
 
 If TF_USE_LEGACY_KERAS=1 makes `tf.keras` tf_keras,
 `tf_cross_shard.CrossShardOptimizer` is the class in this module. In a program
-with both Kerases, import the classes for tf_keras from
+that uses Keras 3 and tf_keras, import the classes for tf_keras from
 `tf_cross_shard.tf_keras`.
 """
 

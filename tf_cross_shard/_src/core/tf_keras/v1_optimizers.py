@@ -22,7 +22,7 @@ class _Update(v1_update.V1Update):
     shape: Any = None,
     initial_value: Any = None,
   ) -> Any:
-    """Makes a slot; version 1's average of squares in RMSprop starts at 1."""
+    """Creates a slot; version 1's average of squares in RMSprop starts at 1."""
     if (self.kind.keras, variable_name) == ("RMSprop", "velocity"):
       # Under mixed precision `dtype` is the dtype for computations.
       dtype = getattr(model_variable, "true_dtype", model_variable.dtype)
@@ -32,7 +32,7 @@ class _Update(v1_update.V1Update):
     )
 
   def _deduplicate_sparse_grad(self, grads: Any) -> list[Any]:
-    """Merges rows no second time, which XLA does not survive."""
+    """Merges no rows: merging them a second time would fail under XLA."""
     return [
       indexed_slices.merge_duplicates(grad)
       if isinstance(grad, tf.IndexedSlices)

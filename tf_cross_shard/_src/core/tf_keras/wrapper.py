@@ -27,8 +27,8 @@ class TfKerasWrapper(
   _is_exported = False
 
   def __init__(self, opt: Any, name: str, **clipping: float | None) -> None:
-    """Makes the wrapper of a new or a legacy tf_keras optimizer."""
-    # Do not call Keras' constructor, which makes variables.
+    """Creates the wrapper of a new or a legacy tf_keras optimizer."""
+    # Do not call Keras' constructor, which creates variables.
     self.name = name
     if clipping["clipnorm"] and clipping["global_clipnorm"]:
       raise ValueError(
@@ -42,9 +42,9 @@ class TfKerasWrapper(
     self._encapsulate(inner)
 
   def get_slot(self, var: Any, name: str) -> Any:
-    """Returns the slot that the encapsulated optimizer made for `var`, or None.
+    """Returns the encapsulated optimizer's slot for `var`, or None.
 
-    It accepts any object, since a checkpoint asks for the slots of everything
+    It accepts any object, because a checkpoint asks for the slots of everything
     that it saves.
     """
     return self._encapsulated.state.unsharded.view(var, name)
@@ -66,7 +66,7 @@ class TfKerasWrapper(
         self._reduce_before(around, self._methods_around())
 
   def _reduce_before(self, around: Any, methods: Any) -> None:
-    """Makes a checkpoint of `around` find legacy optimizers' slots, too."""
+    """Lets a checkpoint of `around` find legacy optimizers' slots, too."""
     super()._reduce_before(around, methods)
     if self._is_legacy:
       vars(around).update(
@@ -82,7 +82,7 @@ class TfKerasWrapper(
   def from_config(
     cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
   ) -> Any:
-    """Makes an optimizer, not built, from the result of `get_config`."""
+    """Creates an optimizer, not built, from the result of `get_config`."""
     # Version 0.2.0 wrote this key, as Keras' own optimizers do.
     own = {k: v for k, v in config.items() if k != "is_legacy_optimizer"}
     return super().from_config(own, custom_objects)
@@ -114,8 +114,9 @@ class TfKerasWrapper(
     """Returns the children that a checkpoint or a SavedModel saves."""
     self.__dict__["_is_exported"] = save_type == "savedmodel"
     if self._is_exported and self._is_legacy:
-      # The loader takes the wrapper for a new optimizer and looks for these two
-      # names. No state is lost: Keras restores no optimizer from a SavedModel.
+      # The loader assumes that the wrapper is a new optimizer, and looks for
+      # these two names. No state is lost: Keras restores no optimizer from a
+      # SavedModel.
       count = self._encapsulated.optimizer.iterations
       every = tf.__internal__.tracking.wrap([count])
       return {"_iterations": count, "_variables": every}
@@ -131,7 +132,7 @@ class TfKerasWrapper(
     optimizer = own.encapsulated.optimizer
     optimizer._maybe_initialize_trackable()
     if name == "loss_scale" and optimizer._lookup_dependency(name) is not None:
-      return trackable  # If there are two loss scales, the inner one is used.
+      return trackable  # Of two loss scales, the encapsulated one is used.
     return optimizer._track_trackable(trackable, name, *args, **k)
 
   def _handle_deferred_dependencies(self, name: str, trackable: Any) -> Any:
@@ -145,7 +146,7 @@ class TfKerasWrapper(
     return optimizer._create_or_restore_slot_variable(*args, **kwargs)
 
   def _methods_around(self) -> dict[str, Callable[..., Any]]:
-    """Returns our methods that replace those of a LossScaleOptimizer around.
+    """Returns methods that replace those of a LossScaleOptimizer around ours.
 
     In tf_keras the user multiplies the loss by the loss scale, and divides the
     gradients by the loss scale. So our optimizer gets gradients without it.

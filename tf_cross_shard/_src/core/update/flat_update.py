@@ -11,11 +11,12 @@ parts, member i does
     updated by member     0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3       . is padding
 
 So the state of each member has 1/n of the size, and the encapsulated optimizer
-updates one large variable, the *shard* W[i], where the model has many. Between
+updates one large variable, the *shard* W[i], instead of the model's many
+variables. Between
 machines the weights are split into several buckets, so that several collective
-operations run at once and those of the last layers start early.
+operations run at the same time, and those of the last layers start early.
 
-The update of an element must depend on this element only
+The update of an element must depend only on that element
 (`shard_update="elementwise"`). Clipping by norms needs whole weights, so this
 module clips in place of the encapsulated optimizer.
 
@@ -76,7 +77,7 @@ class FlatUpdate(sharded_update.ShardedUpdate):
       [int(np.prod(native.shape)) for native in natives],
       self.engine.groups.group_size,
     )
-    # Such as "shard_float32", "shard1_float32_without_decay".
+    # For example "shard_float32" or "shard1_float32_without_decay".
     name = f"shard{number or ''}_{dtype.name}"
     name += "" if decays else "_without_decay"
     # One variable W[i] of shape [part], with a copy for each member i.
@@ -89,13 +90,13 @@ class FlatUpdate(sharded_update.ShardedUpdate):
     """Builds the encapsulated optimizer on the shards and the tables."""
     shards = [bucket.shard for bucket in self.buckets]
     built_on = [*shards, *self._unsharded_tables]
-    # One of the user's weights for each variable of `built_on`. All weights of
-    # a bucket have weight decay, or none of them.
+    # One of the user's weights for each variable of `built_on`. One weight is
+    # enough: either all weights of a bucket have weight decay, or none.
     of_user = [
       *(bucket.variables[0] for bucket in self.buckets),
       *self._unsharded_tables,
     ]
-    # In one call: Keras replaces the exclusions of an earlier call.
+    # Make one call: a second call would replace the exclusions of the first.
     self.encapsulated.innermost.exclude_from_weight_decay(
       var_list=[
         variable
@@ -115,7 +116,7 @@ class FlatUpdate(sharded_update.ShardedUpdate):
     return state
 
   def _refresh_shards(self) -> None:
-    """Copies this member's parts of the weights, as they are now.
+    """Copies this member's parts of the current weights into its shards.
 
     Something else, such as `set_weights`, may have changed the weights since
     the last step.
@@ -192,8 +193,8 @@ class FlatUpdate(sharded_update.ShardedUpdate):
   def _gather_weights(self, is_step: Any) -> None:
     """Gives each replica the whole weights, and applies their constraints.
 
-    Keras would apply the constraints of variables that it updates, but it
-    updates shards, which have none.
+    Keras applies only the constraints of variables that it updates. It updates
+    shards, which have no constraints.
     """
     super()._gather_weights(is_step)
     with self.engine.isolate():
@@ -233,7 +234,7 @@ class FlatUpdate(sharded_update.ShardedUpdate):
       self._run_on_all_replicas(start)
 
   def _places_in_shards(self) -> list[tuple[int, int | None]]:
-    """Returns where the encapsulated optimizer has each of the weights.
+    """Returns where the encapsulated optimizer holds each of the weights.
 
     Returns:
       For each weight, the index of its shard or table among the variables that
@@ -245,7 +246,7 @@ class FlatUpdate(sharded_update.ShardedUpdate):
       for i, table in enumerate(self._unsharded_tables)
     }
     for i, bucket in enumerate(self.buckets):
-      # Weights lie one behind the other.
+      # In a shard, weights follow each other.
       starts = itertools.accumulate(bucket.layout.sizes, initial=0)
       for variable, start in zip(bucket.variables, starts, strict=False):
         places[id(variable)] = i, start

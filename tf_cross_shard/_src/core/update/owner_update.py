@@ -1,4 +1,4 @@
-"""The update by owners: each weight is updated whole, by one member.
+"""The update by owners: each weight is updated as a whole, by one member.
 
 Every weight v of a group has an owner among the group's members:
 
@@ -13,9 +13,9 @@ So an optimizer that treats each variable separately computes the same numbers
 as without sharding, up to the order in which gradients are summed. The members
 share the work of optimizers that look at whole matrices. The weight with the
 most expensive update goes first, to the member that has the least to do. Every
-member has slots for all weights, since a variable has the same shape on all
-replicas. So the update by owners saves time and no memory, and only the slots
-of the owner are valid.
+member has slots for all weights, because a variable has the same shape on all
+replicas. So the update by owners saves time, but no memory, and only the
+owner's slots are valid.
 
 References:
   Anil et al., Scalable Second Order Optimization for Deep Learning, 2020 (arXiv
@@ -38,12 +38,12 @@ from tf_cross_shard._src.core.update import plain_state, sharded_update
 from tf_cross_shard._src.core.update import tables as tables_lib
 
 # Keras' classes whose update costs the same for each element. Muon multiplies
-# matrices, so that a wide matrix costs more for each element.
+# matrices, so a wide matrix costs more for each element.
 _LINEAR_COST = {*fused_update.ELEMENTWISE, *fused_update.BY_VARIABLE} - {"Muon"}
 
 
 class OwnerUpdate(sharded_update.ShardedUpdate):
-  """Each member updates the weights that it owns, whole."""
+  """Each member updates the weights that it owns."""
 
   def __init__(
     self,
@@ -126,8 +126,8 @@ class OwnerUpdate(sharded_update.ShardedUpdate):
   def _parts_counted_once(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns the parts of which no other member has a duplicate.
 
-    Where a bucket has fewer weights than a group has members, a member without
-    a weight of its own repeats the update of another member.
+    If a bucket holds fewer weights than a group has members, a member without
+    its own weight repeats the update of a different member.
     """
     member = self.engine.position()
     return [

@@ -14,8 +14,8 @@ reads and writes the shards:
                                │              │               │
     PlainState.variables   opt's own      opt's own     WholeSlot(a) ─▶ shards
 
-Where each weight has an owner, the optimizer is built on the whole weights, and
-is its own template; see `of_owners`.
+If each weight has an owner, the optimizer is built on the whole weights and is
+its own template; see `of_owners`.
 """
 
 import dataclasses
@@ -37,23 +37,23 @@ _Trackable: Final[Any] = tf.__internal__.tracking.Trackable
 
 
 class CheckpointView(_Trackable):
-  """The object that `tf.train.Checkpoint` sees in place of the optimizer.
+  """The object that `tf.train.Checkpoint` sees instead of the optimizer.
 
   A checkpoint walks over named children. The children here have the names of
-  the plain optimizer's children, and whole slots in place of its slots. Values
+  the plain optimizer's children, and whole slots instead of its slots. Values
   that are restored before the optimizer is built wait until `add`.
 
   Attributes:
-    children: The children by name. Lists are views, too.
+    children: The children by name. Lists are also views.
   """
 
   def __init__(self, children: dict[str, Any], optimizer: Any = None) -> None:
-    """Makes a view.
+    """Creates a view.
 
     Args:
-      children: The children that are known now.
+      children: The children that are already known.
       optimizer: An optimizer whose unsharded children (iteration count,
-        learning rate, loss scale) the view has, too; None for no other
+        learning rate, loss scale) the view also contains; None for no other
         children.
     """
     self._maybe_initialize_trackable()
@@ -100,8 +100,8 @@ class CheckpointView(_Trackable):
     children = {**self._unsharded_children(), **self.children}
     if save_type == "checkpoint":
       return children
-    # tf.saved_model.save reads variables in a graph, where parts that are on
-    # several devices cannot be joined.
+    # tf.saved_model.save reads variables in a graph, and a graph cannot join
+    # parts that are on several devices.
     return {
       name: child
       for name, child in children.items()
@@ -130,9 +130,9 @@ class Template:
   slots: Sequence[Sequence[tuple[str, Any]]]
 
 
-# Takes the index of a weight, the attribute of a slot and the template's slot.
-# Returns the encapsulated optimizer's variable that holds the slot (or a part
-# of it), and the whole slot, which savers see.
+# A function of the index of a weight, the attribute of a slot and the
+# template's slot. It returns the encapsulated optimizer's variable that holds
+# the slot (or a part of it), and the whole slot, which savers see.
 FindSlot = Callable[[int, str, Any], tuple[Any, Any]]
 
 
@@ -145,7 +145,7 @@ class PlainState:
     variables: The variables of the plain optimizer, in its order: whole slots,
       and the optimizer's own counts and learning rates.
     trainable_variables: The weights that the plain optimizer would be built on.
-    checkpoint_view: The object that a checkpoint saves in place of the
+    checkpoint_view: The object that a checkpoint saves instead of the
       optimizer.
   """
 
@@ -168,12 +168,12 @@ class PlainState:
     self._indices = {
       id(variables_lib.native(weight)): i for i, weight in enumerate(weights)
     }
-    # By the id of a variable of the template, what savers see in its place.
+    # Maps the id of a variable of the template to what savers see in its place.
     self._replacements: dict[int, Any] = {
       id(tiny): weight
       for tiny, weight in zip(template.weights, weights, strict=True)
     }
-    # By the id of a slot of `inner`, the slot's name.
+    # Maps the id of a slot of `inner` to the slot's name.
     names = {
       id(slot): name
       for variable in inner.trainable_variables
@@ -188,8 +188,8 @@ class PlainState:
         sharded.add(id(source))
         self._replacements[id(slot)] = whole
         self._slots[i][names[id(source)]] = whole
-    # The remaining variables (counts, learning rates) are of the same number
-    # and order in both optimizers. Replace the template's by `inner`'s own.
+    # Both optimizers have the same remaining variables (counts, learning rates)
+    # in the same order. Replace those of the template with those of `inner`.
     listed = optimizer_state.listed(template.optimizer)
     remaining = [v for v in listed if id(v) not in self._replacements]
     own = [
@@ -210,7 +210,7 @@ class PlainState:
     return {} if index is None else dict(self._slots[index])
 
   def view(self, variable: Any, name: str) -> Any:
-    """Returns a slot of a weight, read-only, for the user; None without."""
+    """Returns a slot of a weight, read-only; None if there is no such slot."""
     slot = self.slots(variable).get(name)
     return slot.read_only() if isinstance(slot, whole_slots.WholeSlot) else slot
 
@@ -240,7 +240,7 @@ class PlainState:
       variable.assign(value)
 
   def _make_checkpoint_view(self, template: Any) -> CheckpointView:
-    """Returns the template's children with the replacements put in."""
+    """Returns the template's children, with the replacements."""
     children: dict[str, Any] = {}
     for name, child in keras_private.children(template).items():
       if isinstance(child, list):
@@ -274,8 +274,8 @@ def of_shards(
       which is not sharded.
     engine: The engine, which knows the groups and the strategy.
   """
-  # One copy of the template is enough: a copy for each replica takes four times
-  # as long to make.
+  # One copy of the template is enough: creating a copy for each replica takes
+  # four times as long.
   with variables_lib.outside_of_strategies():
     plain = type(inner.optimizer).from_config(inner.optimizer.get_config())
     tiny = [inner.make_tiny(weight) for weight in weights]
@@ -303,7 +303,7 @@ def of_owners(
   owners: Sequence[int | None],
   engine: engines.Engine,
 ) -> PlainState:
-  """Returns the state of an optimizer whose weights have an owner each.
+  """Returns the state of an optimizer whose weights each have an owner.
 
   Args:
     inner: The encapsulated optimizer, built on `weights`.
@@ -313,8 +313,8 @@ def of_owners(
     engine: The engine, which knows the groups and the strategy.
 
   Raises:
-    ValueError: If a variable of the optimizer is no slot of one weight, so that
-      its owner is not known.
+    ValueError: If a variable of the optimizer cannot be matched to exactly one
+      weight, so that its owner is not known.
   """
   slots = [list(inner.state.slots(weight).items()) for weight in weights]
   known = {id(slot) for of_weight in slots for _, slot in of_weight}

@@ -6,14 +6,15 @@ With g the gradients of all weights W, and i a member of the group:
     W[i] = opt.update(W[i], g[i])   each member updates its own part
     W    = gather(W[i])             all members receive all of the weights
 
-This module has what the two kinds of sharded updates share. `flat_update` cuts
-the elements of all weights into equal parts (`shard_update="elementwise"`).
-`owner_update` gives each weight whole to one member, its owner
-(`shard_update="by_variable"`). Embedding tables that are updated by rows are
-not sharded: all members update the rows that occur in the batch.
+This module contains the common code of two kinds of sharded updates.
+`flat_update` cuts the elements of all weights into equal parts
+(`shard_update="elementwise"`). `owner_update` assigns each weight to one
+member, its owner (`shard_update="by_variable"`). Embedding tables that are
+updated by rows are not sharded: all members update the rows that occur in the
+batch.
 
-Weights are reduced and gathered in *buckets*: several weights of one dtype,
-flat and one behind the other, travel in one collective operation.
+Weights are reduced and gathered in *buckets*: one collective operation sends
+several weights of one dtype, flattened and concatenated.
 """
 
 import abc
@@ -67,7 +68,7 @@ class ShardedUpdate(update.Update):
   """
 
   # The clipping limits of the encapsulated optimizer that this class applies,
-  # since they need norms of whole weights. The optimizer applies all others.
+  # because they need norms of whole weights. The optimizer applies all others.
   _limits_applied_here: tuple[str, ...] = ("global_clipnorm",)
 
   def __init__(
@@ -76,7 +77,7 @@ class ShardedUpdate(update.Update):
     wire: wire_lib.Wire,
     tables: tables_lib.Tables,
   ) -> None:
-    """Makes an update that has no buckets before `build`."""
+    """Creates an update that has no buckets before `build`."""
     super().__init__(context, wire, tables)
     self._all_variables: list[Any] = []  # In the user's order.
     self.buckets: list[WeightBucket] = []
@@ -169,7 +170,7 @@ class ShardedUpdate(update.Update):
     overwrites: Sequence[bool],
   ) -> list[Gradient]:
     """Returns this member's parts of the group's sums, clipped for `opt`."""
-    del overwrites  # `build` refuses variables that gradients overwrite.
+    del overwrites  # `build` rejects variables that gradients overwrite.
     table_grads, by_bucket = self._sort_gradients(grads, variables)
     table_sums, _ = self._wire.sum(table_grads)
     # Backpropagation computes the gradients of the last layers first. So start
@@ -204,7 +205,7 @@ class ShardedUpdate(update.Update):
     """Updates this member's parts of the weights, and gathers all parts."""
     self._refresh_shards()
     updated = [*self._own_variables(), *self._unsharded_tables]
-    # The sums are clipped by these limits already. Switch the limits off.
+    # The sums are already clipped by these limits. Switch the limits off.
     with overriding.overriding(
       self.encapsulated.innermost, **dict.fromkeys(self._limits_applied_here)
     ):
@@ -214,7 +215,7 @@ class ShardedUpdate(update.Update):
     )
 
   def write_averages(self, variables: Sequence[Any]) -> None:
-    """Overwrites the weights of all replicas by their moving averages."""
+    """Overwrites the weights of all replicas with their moving averages."""
     del variables
     if not (self._all_variables and self.encapsulated.finalizes):
       return
@@ -231,7 +232,7 @@ class ShardedUpdate(update.Update):
     """Gives each replica the whole weights, from the parts of all members.
 
     Args:
-      is_step: Whether the weights were updated, and not the step skipped.
+      is_step: Whether the weights were updated. False if the step was skipped.
     """
     del is_step
     for bucket in self.buckets:
@@ -246,9 +247,10 @@ class ShardedUpdate(update.Update):
   def _run_on_all_replicas(self, step: Callable[[], None]) -> None:
     """Runs a function once on all replicas.
 
-    In a `tf.function`, since TensorFlow warns of an eager `strategy.run`.
+    It uses a `tf.function`, because TensorFlow warns about an eager
+    `strategy.run`.
     """
-    # Not a lambda: TensorFlow would warn of its retracing.
+    # Do not use a lambda: TensorFlow would warn about retracing.
     run = functools.partial(self.engine.strategy.run, step)
     tf.function(run, autograph=False)()
 
@@ -262,7 +264,7 @@ class ShardedUpdate(update.Update):
       gradients of its weights.
 
     Raises:
-      ValueError: If a variable has no gradient, or two.
+      ValueError: If a variable has no gradient, or two gradients.
     """
     by_variable = {
       id(variables_lib.native(variable)): grad
@@ -309,10 +311,10 @@ class ShardedUpdate(update.Update):
   def _spread_nonfinite(
     self, parts: list[tf.Tensor], table_sums: Sequence[Gradient]
   ) -> list[tf.Tensor]:
-    """Makes all parts NaN on all members if a sum of any member is not finite.
+    """Turns all parts into NaN if any member's sums are not finite.
 
-    Each member sees only its own parts, and still all members of a group must
-    skip the same steps.
+    Each member sees only its own parts, but all members of a group must skip
+    the same steps.
     """
     if not self.context.may_skip:
       return parts
@@ -396,7 +398,7 @@ def choose_kind(optimizer: Any, shard_update: Any) -> str:
       "Use `accumulate_steps` of the CrossShardOptimizer."
     ),
   }
-  # A class of the user may do anything before it clips. This package can clip
+  # A user's class may do anything before it clips. This package can clip
   # in place of Keras' own classes only.
   if not is_elementwise and kind == "elementwise":
     for limit in ("clipnorm", "global_clipnorm"):

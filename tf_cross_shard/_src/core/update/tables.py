@@ -4,18 +4,18 @@ Only some rows of an embedding table W occur in a batch, so that the gradient is
 row-sparse. With i the indices of these rows, g the rows of the gradient (rows
 of the same index are added up) and S the slots of W:
 
-    W[i], S[i] = opt.update(W[i], S[i], g)        all other rows stay
+    W[i], S[i] = opt.update(W[i], S[i], g)        other rows do not change
 
 So the cost of a step depends on the rows of the batch, not on the size of the
-table. SGD without momentum and Adagrad, both without weight decay, change no
-other rows in plain Keras either. There the update by rows computes the numbers
-of plain Keras. For all other optimizers it is a different update, which you ask
-for with `lazy_rows`: while a row does not occur, its slots stay as they are;
-weight decay changes a row only when the row occurs; and the bias correction of
-Adam counts all steps.
+table. In plain Keras, too, SGD without momentum and Adagrad, both without
+weight decay, change no other rows. For these optimizers, the update by rows
+computes the same numbers as plain Keras. For all other optimizers it is a
+different update, which you ask for with `lazy_rows`: while a row does not
+occur, its slots do not change; weight decay changes a row only when the row
+occurs; and the bias correction of Adam counts all steps.
 
 References:
-  LazyAdam of TensorFlow Addons. With `lazy_rows=True`, Adam is LazyAdam.
+  LazyAdam of TensorFlow Addons: Adam with `lazy_rows=True` is LazyAdam.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ from tf_cross_shard._src.core.encapsulated import (
 from tf_cross_shard._src.core.gradients import clipping, indexed_slices
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 
-# The name of the weight of an `Embedding` in both Kerases.
+# The name of the weight of an `Embedding` in Keras 3 and tf_keras.
 _EMBEDDINGS: Final = "embeddings"
 
 # Keras' classes that change only rows with a gradient, if they have no momentum
@@ -80,7 +80,7 @@ def is_exact(optimizer: Any) -> bool:
   Args:
     optimizer: The optimizer that keeps the slots.
   """
-  # SGD of tf_keras writes a slot for each row in each step, momentum or not.
+  # tf_keras' SGD writes a slot for each row in each step, with momentum or not.
   return fused_update.keras_class(optimizer) in _EXACT and not (
     getattr(optimizer, "momentum", 0)
     or getattr(optimizer, "momentums", None)
@@ -91,16 +91,17 @@ def is_exact(optimizer: Any) -> bool:
 class Tables(context_lib.Stage):
   """The tables that are updated by rows. This base class has none.
 
-  It serves optimizers that update all rows in each step, as in plain Keras.
+  It is used for optimizers that update all rows in each step, as plain Keras
+  does.
   """
 
   @property
   def row_step(self) -> encapsulated.RowStep | None:
-    """The update for row-sparse gradients; None for the one of Keras."""
+    """The update for row-sparse gradients; None for Keras' own."""
     return None
 
   def is_table(self, variable: Any) -> bool:
-    """Whether a variable is a table, which is known without its gradient."""
+    """Whether a variable is a table; does not look at its gradient."""
     del variable
     return False
 
@@ -125,7 +126,7 @@ class Tables(context_lib.Stage):
     )
 
   def to_dense(self, grad: Gradient, variable: Any) -> Gradient:
-    """Returns the dense gradient of a variable that is no table."""
+    """Returns the dense gradient of a variable that is not a table."""
     return indexed_slices.to_dense(grad, variable)
 
   def apply(
@@ -139,13 +140,14 @@ class Tables(context_lib.Stage):
 
 
 class RowTables(Tables):
-  """Tables of which every member has all rows and updates the rows that occur.
+  """Embedding tables: every member of a group updates the rows that occur.
 
-  The weights of Keras' `Embedding` are tables. `add` declares more of them.
+  Every member holds the whole table. The weights of Keras' `Embedding` are
+  tables. `add` declares more tables.
   """
 
   def __init__(self, context: context_lib.Context) -> None:
-    """Makes an update by rows without declared tables."""
+    """Creates an update by rows without declared tables."""
     super().__init__(context)
     self._is_lazy = bool(self.settings.lazy_rows)
     self._table_names: list[str] = []
@@ -173,7 +175,7 @@ class RowTables(Tables):
     self._table_names += var_names or ()
 
   def to_dense(self, grad: Gradient, variable: Any) -> Gradient:
-    """Returns the dense gradient of a variable that is no table.
+    """Returns the dense gradient of a variable that is not a table.
 
     Raises:
       ValueError: If `lazy_rows` is set and the gradient is row-sparse: a dense
@@ -215,8 +217,8 @@ class RowTables(Tables):
   def is_by_rows(self) -> bool:
     """Whether the step that is being traced updates only rows that occur.
 
-    Not in steps that XLA compiles. Momentum and weight decay are asked for in
-    each call, since the user may assign them.
+    Steps that XLA compiles update all rows. Momentum and weight decay are read
+    in each call, because the user may assign them.
     """
     optimizer = self.encapsulated.innermost
     return not fused_update.is_compiled(optimizer) and (
@@ -236,7 +238,7 @@ class RowTables(Tables):
       update_step: Keras' method.
       grad: The group's sum of the gradients of a table W.
       variable: The table W.
-      *rate: The learning rate, where Keras gives it to `update_step`.
+      *rate: The learning rate, if Keras passes it to `update_step`.
     """
     optimizer = self.encapsulated.innermost
     if not self.is_by_rows():
@@ -244,8 +246,8 @@ class RowTables(Tables):
       return
     # g and i: one row for each index, with the rows of equal indices added up.
     grad = indexed_slices.merge_duplicates(grad)
-    # Hide the number of rows from Keras, which takes a gradient of one row for
-    # the gradient of a bias.
+    # Hide the number of rows from Keras, which mistakes a gradient with one row
+    # for the gradient of a bias.
     i, g = map(_hide_length, (grad.indices, grad.values))
     decays = optimizer.weight_decay and self.encapsulated.decays(variable)
     # Gather W[i] and S[i], and scatter them back at the end.
@@ -276,7 +278,7 @@ def _clip(optimizer: Any, grads: Sequence[Gradient]) -> list[Gradient]:
   """Returns sums clipped by an optimizer's own limits."""
   limits: dict[str, Any] = {}
   for name in settings_lib.LIMITS:
-    limit = getattr(optimizer, name)  # In Keras 0 and less clip nothing.
+    limit = getattr(optimizer, name)  # Keras does not clip if it is <= 0.
     limits[name] = limit if limit and limit > 0 else None
   return clipping.clip(grads, **limits)
 

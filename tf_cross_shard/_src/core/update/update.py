@@ -6,9 +6,9 @@ tables           gather rows            opt.update(rows that occur)
 elementwise      reduce-scatter         opt.update(own part), gather all parts
 by variable      reduce to the owner    opt.update(own weights), gather
 
-This module has the interface and the replicated update, which is data-parallel
-training as usual. See `tables`, `flat_update` (elementwise) and `owner_update`
-(by variable) for the others.
+This module contains the interface and the replicated update, which is
+data-parallel training as usual. See `tables`, `flat_update` (elementwise) and
+`owner_update` (by variable) for the others.
 """
 
 import abc
@@ -31,11 +31,11 @@ class Update(context_lib.Stage, abc.ABC):
     wire: wire_lib.Wire,
     tables: tables_lib.Tables,
   ) -> None:
-    """Makes an update.
+    """Creates an update.
 
     Args:
       context: The settings, the encapsulated optimizer and the engine.
-      wire: Sums gradients over the group, in the dtype in which they travel.
+      wire: Sums gradients over the group, in the dtype in which they are sent.
       tables: Knows and updates the embedding tables that are updated by rows.
     """
     super().__init__(context)
@@ -49,11 +49,11 @@ class Update(context_lib.Stage, abc.ABC):
 
   @abc.abstractmethod
   def build(self, variables: Sequence[Any]) -> Any:
-    """Makes the slots of the encapsulated optimizer.
+    """Creates the slots of the encapsulated optimizer.
 
     Returns:
       The state with whole slots, a `plain_state.PlainState`, if the optimizer
-      keeps its slots in shards; else None.
+      keeps its slots in shards; otherwise None.
     """
 
   @abc.abstractmethod
@@ -75,7 +75,7 @@ class Update(context_lib.Stage, abc.ABC):
   def own_part(
     self, sums: Sequence[Gradient], variables: Sequence[Any]
   ) -> Sequence[Gradient]:
-    """Returns the part that this member applies of sums that all have."""
+    """Returns this member's part of sums that all members have."""
 
   @abc.abstractmethod
   def apply(
@@ -84,7 +84,7 @@ class Update(context_lib.Stage, abc.ABC):
     variables: Sequence[Any],
     apply_once: tables_lib.ApplyOnce,
   ) -> None:
-    """Updates the weights, so that all members have the same afterwards.
+    """Updates the weights. Afterwards all members have the same weights.
 
     Args:
       sums: What `reduce` or `own_part` returned.
@@ -108,7 +108,7 @@ class Update(context_lib.Stage, abc.ABC):
       grads: This replica's own gradients.
       overwrites: For each gradient, whether it is its variable's next value.
     """
-    # Values travel exactly. Gradients may be rounded to `wire_dtype`.
+    # Values are sent exactly. Gradients may be rounded to `wire_dtype`.
     values = [
       g for g, is_value in zip(grads, overwrites, strict=True) if is_value
     ]
@@ -128,7 +128,7 @@ class ReplicatedUpdate(Update):
   """Every member keeps all of the state and updates all of the weights."""
 
   def build(self, variables: Sequence[Any]) -> None:
-    """Makes the slots of all variables."""
+    """Creates the slots of all variables."""
     self.encapsulated.build(variables)
 
   def reduce(

@@ -13,7 +13,7 @@ momentum of one weight) as plain Keras would keep it. Two cases exist:
                    the weight's owner is updated and therefore valid
 
 A whole slot reads and writes these parts and looks like a variable. Savers,
-`get_weights` and `replica_state` use it in place of the slot.
+`get_weights` and `replica_state` use it instead of the slot.
 """
 
 import copy
@@ -44,12 +44,12 @@ class Span:
 
   @property
   def stop(self) -> int:
-    """The index behind the weight's last element."""
+    """The index after the weight's last element."""
     return self.start + int(np.prod(self.shape))
 
 
 class WholeSlot(_Trackable):
-  """The slot of one weight, of which each member of a group has a part.
+  """The slot of one weight; each member of a group holds a part of it.
 
   You read and assign a whole slot like a variable, eagerly and outside of
   `strategy.run`. Reading returns the value of group 0, as for any variable
@@ -65,12 +65,12 @@ class WholeSlot(_Trackable):
   def __init__(
     self, named: Any, parts: Any, span: Span, engine: engines.Engine
   ) -> None:
-    """Makes a slot that reads `span` of the joined parts.
+    """Creates a slot that reads `span` of the joined parts.
 
     Args:
       named: A variable with the name and path of the plain optimizer's slot.
       parts: The sharded variable.
-      span: Where the weight lies in the joined parts.
+      span: Where the weight is in the joined parts.
       engine: The engine, which knows the groups and the strategy.
     """
     self.name = str(named.name)
@@ -107,9 +107,9 @@ class WholeSlot(_Trackable):
     """Gives all groups the same value.
 
     Raises:
-      TypeError: If `get_slot` returned this slot. A loop of the user that
+      TypeError: If `get_slot` returned this slot. A user's loop that
         assigns to slots on each replica would write the parts of all replicas.
-      ValueError: If the value has another shape.
+      ValueError: If the value has a different shape.
     """
     if self._is_read_only:
       raise TypeError(
@@ -149,12 +149,12 @@ class WholeSlot(_Trackable):
     for replica, part, value in zip(
       copies.engine.replicas_here, parts, values, strict=True
     ):
-      # This member's part has the elements from `begin` to before `end` of all
-      # members' joined parts.
+      # This member's part holds the elements from `begin` up to, but not
+      # including, `end` of all members' joined parts.
       size = len(part)
       begin = self._groups.members_of(replica).index(replica) * size
       end = begin + size
-      # Overwrite the elements that lie both in the part and in this slot.
+      # Overwrite the elements that are both in the part and in this slot.
       low, high = max(start, begin), min(stop, end)
       if low < high:
         own = value.reshape(-1)[low - start : high - start]
@@ -188,7 +188,7 @@ class OwnedSlot(WholeSlot):
   """
 
   def __init__(self, slot: Any, owner: int, engine: engines.Engine) -> None:
-    """Makes a slot that reads the owner's copy.
+    """Creates a slot that reads the owner's copy.
 
     Args:
       slot: The variable.

@@ -2,8 +2,8 @@
 
 You read, write, save and restore the variables and settings of the encapsulated
 optimizer through the wrapper, as if the wrapper were not there.
-`keras3.wrapper` and `tf_keras.wrapper` make the wrapper an optimizer of one
-Keras.
+The subclasses in `keras3.wrapper` and `tf_keras.wrapper` are also optimizers of
+Keras 3 and tf_keras.
 """
 
 import inspect
@@ -35,7 +35,7 @@ _Class = TypeVar("_Class", bound=type[Any])
 
 
 class VariableList(list[Any]):
-  """A list for `variables`, which version 1 also calls: `variables()`."""
+  """A list for `variables` that, as in version 1, can be called."""
 
   def __call__(self) -> "VariableList":
     """Returns this list."""
@@ -43,7 +43,7 @@ class VariableList(list[Any]):
 
 
 def _forwarded(name: str) -> property:
-  """Returns a property that reads and writes the encapsulated optimizer's."""
+  """Returns a property that forwards to the encapsulated optimizer."""
 
   def get(self: Any) -> Any:
     own = parts.parts_of(self)
@@ -51,7 +51,7 @@ def _forwarded(name: str) -> property:
 
   def set_value(self: Any, value: Any) -> None:
     own = parts.parts_of(self)
-    if own is not None:  # Keras' constructor sets its defaults before.
+    if own is not None:  # It is None while Keras' constructor runs.
       setattr(own.encapsulated.optimizer, name, value)
 
   return property(
@@ -73,7 +73,7 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
   clipvalue: float | None
 
   def __init__(self, opt: Any, name: str, **clipping: float | None) -> None:
-    """Makes the wrapper; the class of each Keras overrides this method."""
+    """Creates the wrapper; the class of each Keras overrides this method."""
     raise NotImplementedError
 
   @classmethod
@@ -83,13 +83,13 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
 
   @classmethod
   def _serialize(cls, opt: Any) -> Any:
-    """Returns an optimizer as a dictionary."""
+    """Returns an optimizer in serializable form, a dictionary."""
     return cls._keras().saving.serialize_keras_object(opt)
 
   @classmethod
   def _deserialize(cls, config: Any, custom_objects: Any) -> Any:
     """Returns the optimizer that a dictionary describes, not built."""
-    # Not optimizers.deserialize, which does not know Lamb in Keras 3.
+    # Do not use optimizers.deserialize, which does not know Lamb in Keras 3.
     return cls._keras().saving.deserialize_keras_object(config, custom_objects)
 
   learning_rate = _forwarded("learning_rate")
@@ -154,7 +154,7 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
     )
 
   def __getattr__(self, name: str) -> Any:
-    """Reads an attribute that the wrapper lacks from the encapsulated one."""
+    """Reads a missing attribute from the encapsulated optimizer."""
     own = parts.parts_of(self)
     if own is None or (name.startswith("__") and name.endswith("__")):
       raise AttributeError(
@@ -163,7 +163,7 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
     return getattr(own.encapsulated.optimizer, name)
 
   def __setattr__(self, name: str, value: Any) -> None:
-    """Writes an attribute that only the encapsulated optimizer has to it."""
+    """Writes to the encapsulated optimizer if only it has the attribute."""
     own = parts.parts_of(self)
     if (
       own is not None
@@ -191,7 +191,7 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
     return {}
 
   def __dir__(self) -> list[str]:
-    """Returns the wrapper's names, without names that savers would follow."""
+    """Returns attribute names, except those that savers would follow."""
     return [name for name in super().__dir__() if name not in _HIDDEN]
 
   @property
@@ -201,7 +201,7 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
 
   @property
   def variables(self) -> VariableList:
-    """The encapsulated optimizer's variables, and none of the wrapper's."""
+    """The variables of the encapsulated optimizer only."""
     return VariableList(self._encapsulated.state.unsharded.variables)
 
   def get_name(self) -> str:
@@ -209,7 +209,7 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
     return str(self.name)
 
   def get_slot(self, var: Any, name: str) -> Any:
-    """Returns the slot that the encapsulated optimizer made for a variable.
+    """Returns the slot that the encapsulated optimizer created for a variable.
 
     >>> from tf_cross_shard import CrossShardOptimizer
     >>> weight = tf.Variable([1.0, 2.0])
@@ -238,18 +238,19 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
     return self._encapsulated.state.slot_names()
 
   def build(self, variables: Any) -> None:
-    """Makes the encapsulated optimizer's slots.
+    """Creates the encapsulated optimizer's slots.
 
-    If the optimizer was unpickled, this method restores the pickled values. So
-    restore a checkpoint after `build`.
+    If the optimizer was unpickled, this method restores the pickled values. If
+    you also restore a checkpoint, do it after `build`.
 
     Args:
       variables: All variables that will ever be trained.
 
     Raises:
-      ValueError: If pickled values have other shapes.
-      RuntimeError: If saved values wait for the slots, and one of several
-        replicas calls this method. Only its own slots would receive the values.
+      ValueError: If pickled values have different shapes.
+      RuntimeError: If pickled values are still to be restored, and you call
+        this method in one of several replicas. Only the slots of that replica
+        would receive the values.
     """
     checkpointed = self._encapsulated.state.checkpointed
     has_waiting_values = self._unrestored or getattr(
@@ -266,17 +267,17 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
         )
     self._build_slots(variables)
     if self._unrestored:
-      # Not in the function that is being traced, which would restore the values
-      # in every step.
+      # Leave the function that is being traced, because it would restore the
+      # values in every step.
       with tf.init_scope():
         self._restore(self._unrestored)
 
   def _build_slots(self, variables: list[Any]) -> None:
-    """Makes the slots."""
+    """Creates the slots."""
     self._encapsulated.build(variables)
 
   def finalize_variable_values(self, var_list: Any) -> None:
-    """Overwrites the variables by their moving averages, if there are any.
+    """Overwrites the variables with their moving averages, if there are any.
 
     Keras calls this method when `fit` ends.
 
@@ -289,8 +290,9 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
 def documented(cls: _Class) -> _Class:
   """Joins the docstrings of a class, of its first base and of the constructor.
 
-  The class for each Keras documents only what differs. The documentation that
-  both Kerases share, and the constructor's arguments, are written once.
+  The class for each Keras version documents only what differs. The
+  documentation that both classes share, and the constructor's arguments, are
+  written once.
   """
   first = cls.__bases__[0]
   own, shared, init = map(inspect.getdoc, (cls, first, vars(first)["__init__"]))
@@ -304,7 +306,7 @@ def documented(cls: _Class) -> _Class:
 
 def _optimizer_classes(package: str) -> tuple[type[Any], ...]:
   """Returns the optimizer base classes of a Keras; tf_keras has two of them."""
-  # Empty for a Keras that is not imported: no object of its classes exists.
+  # Empty if the Keras is not imported: no object of its classes can exist.
   optimizers = getattr(sys.modules.get(package), "optimizers", None)
   legacy = getattr(optimizers, "legacy", None)
   kinds = (getattr(home, "Optimizer", None) for home in (optimizers, legacy))
@@ -319,7 +321,7 @@ def _kind(opt: Any) -> str:
 
 
 def _remedy(opt: Any, package: str) -> str:
-  """Returns the remedy for an object that is no optimizer of this Keras."""
+  """Returns the remedy for an object that is not an optimizer of this Keras."""
   if isinstance(opt, type):
     return f"Pass an object, not the class: {opt.__name__}()."
   for other in ("keras", "tf_keras"):

@@ -25,9 +25,9 @@ class Minimizer:
     """The encapsulated optimizer; `OptimizerWrapper` has it."""
     raise NotImplementedError
 
-  # Each kind of wrapper implements these two. `_gradients` takes a loss, the
-  # variables, a tape, what the loss is averaged over by default, and options
-  # for graphs.
+  # Each kind of wrapper implements these two methods. The arguments of
+  # `_gradients` are a loss, the variables, a tape, what the loss is averaged
+  # over by default, and options for graphs.
   apply_gradients: Callable[..., Any]
   _gradients: Callable[
     [Any, Any, Any, str, differentiation.GraphOptions], differentiation.Pairs
@@ -59,18 +59,19 @@ class Minimizer:
     Args:
       loss: A function of no arguments, a tensor recorded by `tape`, or a
         tensor of the graph that is being built. It must be a scalar for a mean
-        over replicas. In a tower, any tensor that was computed there.
+        over replicas. In a tower, it can be any tensor that was computed there.
       var_list: Trainable variables. None means all variables that the loss
-        depends on. Then Keras variables and frozen layers are known only if the
-        optimizer is built, and tf_keras trains frozen variables, too.
+        depends on. In this case, build the optimizer first, so that it knows
+        which variables are Keras variables and which layers are frozen;
+        tf_keras trains frozen variables, too.
       gate_gradients: How graphs order gradients, a `GATE_` constant. This and
         the next three arguments have no effect in eager execution.
       aggregation_method: How graphs combine gradient terms, a constant of
         `tf.AggregationMethod`.
       colocate_gradients_with_ops: Whether graphs place gradients on the devices
         of their forward operations.
-      grad_loss: The gradient of `loss`, a tensor in the shape of `loss`, in a
-        graph; None for ones.
+      grad_loss: The gradient with respect to `loss`, a tensor in the shape of
+        `loss`; None for ones.
       tape: The tape that recorded `loss`.
 
     Returns:

@@ -1,16 +1,17 @@
 """Support for a LossScaleOptimizer that encapsulates our optimizer.
 
 Under mixed precision, `compile` puts a LossScaleOptimizer around our optimizer.
-Left alone, Keras would look at each replica's own gradients, or only at those
-of the first replica, to decide whether a step has overflowed. Replicas would
-decide differently and end up with different weights. So the order is changed:
+Without this module, Keras would look at each replica's own gradients, or only
+at the gradients of the first replica, to decide whether a step has overflowed.
+Replicas would decide differently and end up with different weights. So the
+order is changed:
 
     Keras    LossScaleOptimizer checks ─▶ our optimizer reduces ─▶ update
     here     our optimizer reduces ─▶ LossScaleOptimizer checks ─▶ update
 
 After our optimizer has reduced the gradients, each replica (isolated from the
 others) passes the sums to the LossScaleOptimizer. All members of a group have
-the same sums, so that their LossScaleOptimizers make the same decision. If the
+the same sums, so their LossScaleOptimizers make the same decision. If the
 sums are finite, the LossScaleOptimizer calls our optimizer for the update.
 """
 
@@ -30,18 +31,19 @@ def reduce_before(
 
   Args:
     scaling: The loss scaling of our optimizer.
-    around: The LossScaleOptimizer that was just made around our optimizer.
+    around: The LossScaleOptimizer that was just created around our optimizer.
     methods: Our methods that replace methods of `around`, by name.
   """
   scaling.around = None  # An earlier LossScaleOptimizer is not used any more.
-  # If both optimizers scale the loss, only the inner one does.
+  # If both optimizers are LossScaleOptimizers, only the encapsulated one
+  # scales.
   if not scaling.is_dynamic:
     scaling.around = around
   vars(around).update(methods)
 
 
 def find_caller(optimizer: Any, kind: type[Any]) -> Any:
-  """Returns the LossScaleOptimizer that is being made around `optimizer`.
+  """Returns the LossScaleOptimizer that is being created around `optimizer`.
 
   The constructor of a LossScaleOptimizer sets an attribute on the optimizer
   that it encapsulates. Call this function from the `__setattr__` of

@@ -1,8 +1,8 @@
 """Saves and restores the encapsulated optimizer as if it were not wrapped.
 
-So a file that was saved without the wrapper loads with it, and the other way
-round. There are four ways to save: `get_config` (settings), pickling and
-copying (settings and values), Keras' files, and `tf.train.Checkpoint`.
+So a file that was saved without the wrapper loads with it, and vice versa.
+There are four ways to save: `get_config` (settings), pickling and copying
+(settings and values), Keras' files, and `tf.train.Checkpoint`.
 """
 
 import copy
@@ -22,8 +22,8 @@ class SavedState:
     """The encapsulated optimizer; `OptimizerWrapper` has it."""
     raise NotImplementedError
 
-  # Pickled values, as pairs of path and value, that wait until `build` makes
-  # the slots. A value that was assigned before is None.
+  # Pickled values, as pairs of path and value, that `build` assigns when it has
+  # created the slots. A value that is already assigned is None.
   _unrestored: list[Any]
   _argument: str  # The constructor's name for the encapsulated optimizer.
   # Each Keras has its own implementation.
@@ -43,7 +43,7 @@ class SavedState:
   def from_config(
     cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
   ) -> Any:
-    """Makes an optimizer from the result of `get_config`.
+    """Creates an optimizer from the result of `get_config`.
 
     Args:
       config: A result of `get_config`; not changed.
@@ -86,17 +86,17 @@ class SavedState:
       (variables_lib.path_of(v), v.numpy())
       for v in self._encapsulated.state.all_variables
     ]
-    # A value that still waits for its variable is saved as it is.
+    # A value that still waits for its variable is saved unchanged.
     waiting = enumerate(self._unrestored)
     state = [saved or current[i] for i, saved in waiting] or current
     return _unpickle, (type(self), self.get_config(), state)
 
   def _restore(self, state: list[Any]) -> None:
-    """Assigns saved values to existing variables, and keeps the others.
+    """Assigns saved values to existing variables, and keeps the other values.
 
     `build` restores the slots of an optimizer that is not built yet. A value
-    that is assigned becomes None in the list, since its variable may change
-    before the slots are made.
+    that is assigned becomes None in the list, because its variable may change
+    before the slots are created.
     """
     variables = self._encapsulated.state.all_variables
     complete = len(variables) == len(state)
@@ -112,7 +112,7 @@ class SavedState:
     """Stores values for `build`, where Keras does not track the list."""
     self.__dict__["_unrestored"] = state
 
-  # tf.train.Checkpoint sees the encapsulated optimizer in place of the wrapper.
+  # tf.train.Checkpoint sees the encapsulated optimizer instead of the wrapper.
 
   def _checkpointed(self) -> Any:
     """Returns the object whose children a checkpoint saves.
@@ -135,7 +135,7 @@ class SavedState:
 
   @property
   def _deferred_dependencies(self) -> Any:
-    """The checkpoint's values that wait until the slots are made."""
+    """The checkpoint's values that wait until the slots are created."""
     return self._checkpointed()._deferred_dependencies  # noqa: SLF001
 
 
