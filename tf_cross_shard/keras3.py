@@ -3,8 +3,8 @@
 You usually do not need this module: `tf_cross_shard.CrossShardOptimizer`,
 `TowerOptimizer`, `schedules.PerGroup` and `layers.SyncBatchNormalization`
 already match whichever Keras `tf.keras` refers to. Import from this module if
-your program imports `keras` while TF_USE_LEGACY_KERAS=1 makes `tf.keras`
-tf_keras:
+your program imports `keras` while `tf.keras` is tf_keras
+(TF_USE_LEGACY_KERAS=1):
 
 >>> import keras
 >>> from tf_cross_shard import keras3

@@ -10,7 +10,7 @@ module handle the values of all groups:
 - `read_group`: loads one group of a checkpoint into a plain model
 - `load_group`: returns a plain Keras model with one group's weights
 - `ensemble`: returns a model that averages the groups' predictions
-- `copy_group`: overwrites one group with another
+- `copy_group`: overwrites one group with a copy of a different group
 - `average`: overwrites the weights of all groups with their mean
 - `assert_in_sync`: raises an error if members of a group differ
 

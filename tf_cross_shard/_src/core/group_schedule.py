@@ -101,10 +101,9 @@ class PerGroup:
   encapsulates. The CrossShardOptimizer tells the schedule its groups, and
   raises a `ValueError` if there is not one rate for each group. In an update,
   the schedule returns the rate of the replica's group, at the step that this
-  group has reached.
-  Outside of replicas, for example for `optimizer.learning_rate` and Keras'
-  callbacks, it returns the rate of replica 0's group. The method `values`
-  returns the rates of all groups.
+  group has reached. Outside of replicas, for example for
+  `optimizer.learning_rate` and Keras' callbacks, it returns the rate of replica
+  0's group. The method `values` returns the rates of all groups.
 
   >>> import tensorflow as tf
   >>> from tf_cross_shard import CrossShardOptimizer, schedules
@@ -154,7 +153,7 @@ class PerGroup:
     return f"PerGroup([{', '.join(shown)}])"
 
   def _checked(self, rate: Any) -> Any:
-    """Returns a schedule as it is, and any other number as a Python float.
+    """Returns a schedule unchanged, and any number as a Python float.
 
     Unlike NumPy's numbers, a Python float can be written as JSON.
     """
@@ -189,7 +188,7 @@ class PerGroup:
         " group_assignment=...)."
       )
     dtype = sys.modules[self._package].backend.floatx()
-    # The rates of all groups at this step, of which one is selected below.
+    # The rates of all groups at this step. One of them is selected below.
     rows = [
       tf.cast(rate(step), dtype)
       if callable(rate)

@@ -153,7 +153,7 @@ def calls_per_step(optimizer: Any) -> int:
 
 
 def slots_of(optimizer: Any) -> Callable[[Any], dict[str, Any]] | None:
-  """Returns a function that takes a variable and returns its slots by name.
+  """Returns a function that maps a variable to its slots by name.
 
   None for an optimizer that is not a wrapper of this package.
   """

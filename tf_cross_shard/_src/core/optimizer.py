@@ -102,7 +102,7 @@ class CrossShard(forwarding.OptimizerWrapper):
         other variables. An optimizer of `tf.compat.v1.train` is converted; see
         `migration.from_v1`.
       reduction: `"mean"` or `"sum"` over the group. The spellings of
-        `tf.compat.v1.losses.Reduction` and of Keras are accepted, too.
+        `tf.compat.v1.losses.Reduction` and of Keras are also accepted.
       name: The name of this optimizer.
       group_assignment: The groups of replicas, of shape `[num_groups,
         group_size]` and dtype int32: lists, an array, a constant tensor or

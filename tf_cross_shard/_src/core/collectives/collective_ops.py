@@ -354,8 +354,8 @@ def hint_for(
 ) -> str:
   """Returns the implementation to ask the runtime for.
 
-  The choice is that of MirroredStrategy for its own sums: NCCL if each replica
-  has a physical GPU, the ring on CPUs and where a GPU is split into several
+  MirroredStrategy makes the same choice for its own sums: NCCL if each replica
+  has a physical GPU; the ring on CPUs, or if a GPU is split into several
   logical GPUs.
 
   >>> hint_for(["/GPU:0", "/GPU:1"], physical=2, logical=2)

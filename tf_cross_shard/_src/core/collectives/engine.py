@@ -194,7 +194,7 @@ class Engine(abc.ABC):
     Returns:
       `[group_size * n]`, in the order of `position`.
     """
-    # A sum over buffers that are zero outside of their own member's part.
+    # Sum buffers that are zero except for one member's part.
     return self.all_reduce_sum([self.place_among_zeros(part)])[0]
 
   def place_among_zeros(self, part: tf.Tensor) -> tf.Tensor:
@@ -295,7 +295,7 @@ class OneDevice(Engine):
     return list(tensors)
 
   def isolate(self) -> contextlib.AbstractContextManager[Any]:
-    """Does nothing where the strategy's merge calls are plain calls anyway."""
+    """Does nothing if the strategy's merge calls are plain calls anyway."""
     if isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy):
       return super().isolate()
     return contextlib.nullcontext()

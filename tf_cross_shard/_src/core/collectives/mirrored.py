@@ -34,7 +34,7 @@ from tf_cross_shard._src.core.collectives import (
 )
 from tf_cross_shard._src.core.gradients import packing
 
-# From `benchmarks/step_time.py --sweep`: with 500 variables, a reduction takes
+# From `benchmarks/step_time.py --sweep`: with 500 variables, a reduction needs
 # 0.33 of Keras' time with buckets of 64 KiB, and 0.68 with 256 KiB. With 50
 # variables, sizes up to 1 MiB make no difference.
 _MERGE_BUCKET_BYTES: Final = 1 << 16
@@ -88,7 +88,7 @@ class Mirrored(engine.Engine):
 
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Concatenates over the group; numbers of rows may differ."""
-    # On GPUs, too: unlike a collective, a merge call needs no padding.
+    # Use a merge call on GPUs, too: unlike a collective, it needs no padding.
     if not collective_ops.can_merge():
       replica = self._replica()
       device = self._devices[replica]
@@ -206,7 +206,7 @@ class Mirrored(engine.Engine):
 
   @property
   def bucket_bytes(self) -> int | None:
-    """None where sums use merge calls, since `_sum` packs for them."""
+    """None if sums use merge calls, because `_sum` packs for merge calls."""
     return None if self._merges_here() else super().bucket_bytes
 
   def _merges_here(self) -> bool:

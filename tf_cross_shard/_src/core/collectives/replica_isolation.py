@@ -50,12 +50,12 @@ def isolate(strategy: tf.distribute.Strategy) -> Iterator[None]:
 def isolate_in_one_program(
   strategy: tf.distribute.Strategy,
 ) -> contextlib.AbstractContextManager[Any]:
-  """Isolates a replica where all replicas run one program, as on TPUs.
+  """Isolates a replica if all replicas run one program, as on TPUs.
 
   On TPUs, merge calls run immediately, also in `tf.cond`. A variable whose
   aggregation is ONLY_FIRST_REPLICA, such as Keras' counters, normally receives
-  the value of replica 0, which may belong to another group. In this context it
-  receives the value of its own replica. That value is equal within a group.
+  the value of replica 0, which may belong to a different group. In this context
+  it receives the value of its own replica. That value is equal within a group.
 
   Args:
     strategy: The strategy of the replica.
@@ -171,7 +171,7 @@ class _IsolatedContext(_ReducedContext):
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
   ) -> Any:
-    """Calls `merge_fn` at once, with this replica's values."""
+    """Calls `merge_fn` immediately, with this replica's values."""
     return merge_fn(_IsolatedStrategy(), *args, **(kwargs or {}))
 
 
@@ -191,7 +191,7 @@ class _OneProgramContext(_ReducedContext):
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
   ) -> Any:
-    """Calls `merge_fn` at once; `current_replica` still is this replica."""
+    """Calls `merge_fn` immediately; `current_replica` is still this replica."""
 
     def merge(strategy: Any, *args: Any, **kwargs: Any) -> Any:
       return merge_fn(_OneProgramStrategy(strategy), *args, **kwargs)
@@ -251,7 +251,7 @@ class _IsolatedStrategy:
 
   @property
   def extended(self) -> "_IsolatedStrategy":
-    """This object, which has the methods of `extended`, too."""
+    """This object, which also has the methods of `extended`."""
     return self
 
   def broadcast_to(self, tensor: Any, destinations: Any) -> Any:

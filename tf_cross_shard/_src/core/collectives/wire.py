@@ -23,7 +23,7 @@ def make_reducible(
   variables: Sequence[Any],
   engine: engines.Engine,
 ) -> list[Gradient]:
-  """Makes sparse gradients dense where the engine cannot gather rows.
+  """Makes sparse gradients dense if the engine cannot gather rows.
 
   Args:
     grads: The gradients of this replica.

@@ -109,7 +109,7 @@ def trained(optimizer: Any) -> list[Any]:
 
 
 def children(optimizer: Any) -> dict[str, Any]:
-  """Returns what a checkpoint saves of an optimizer, by name.
+  """Returns the objects that a checkpoint saves of an optimizer, by name.
 
   tf_keras caches its first answer, which lacks what `build` creates later. So
   this function clears the cache.

@@ -36,7 +36,7 @@ class Rows:
     self.name = str(variable.name)
     self.path = str(getattr(variable, "path", self.name))
     self.dtype = tf.as_dtype(getattr(native, "true_dtype", native.dtype))
-    # Both Kerases find the slots of a variable by this attribute.
+    # Keras 3 and tf_keras find the slots of a variable by this attribute.
     whole = variables_lib.distributed(variable)
     self._unique_id = whole._unique_id  # noqa: SLF001
     self._value = tf.raw_ops.ResourceGather(

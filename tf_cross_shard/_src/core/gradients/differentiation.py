@@ -6,8 +6,8 @@ the backward pass, which is the gradient of the loss with respect to itself:
     seed = factor · dL/dL = factor
     dL/dv · seed = factor · dL/dv
 
-The result equals that of multiplying the loss. The seed also works for a loss
-that a tape has already recorded, and the loss that the user sees does not
+The result is the same as after multiplying the loss. The seed also works for a
+loss that a tape has already recorded, and the loss that the user sees does not
 change.
 """
 

@@ -29,7 +29,7 @@ def all_finite(grads: Sequence[Gradient]) -> tf.Tensor:
 
 
 def _floats(value: tf.Tensor) -> list[tf.Tensor]:
-  """Returns what `is_finite` accepts: complex parts, and no integers."""
+  """Splits complex tensors and drops integers, for `tf.math.is_finite`."""
   if value.dtype.is_complex:
     return [tf.math.real(value), tf.math.imag(value)]
   return [value] if value.dtype.is_floating else []

@@ -16,7 +16,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 # The default size of a bucket. Smaller buffers pay the fixed cost too often,
-# and larger buffers gain nothing. An engine may choose another size.
+# and larger buffers gain nothing. An engine may choose a different size.
 BUCKET_BYTES: Final = 4 << 20
 
 # Turns buffers back into tensors.
@@ -80,7 +80,7 @@ def _assign_buckets(
   open_buckets: dict[Any, tuple[list[int], int]] = {}
   for i, tensor in enumerate(rows):
     size = (tensor.shape.num_elements() or 0) * tensor.dtype.size
-    if size >= bucket_bytes:  # It fills a bucket by itself.
+    if size >= bucket_bytes:  # It fills a bucket.
       buckets.append([i])
       continue
     kind = tensor.dtype, tuple(tensor.shape[1:])

@@ -135,8 +135,8 @@ class Keras3State(state.State):
   def slots(self, variable: Any) -> dict[str, Any]:
     """Returns the slots of a variable by name; empty for an unknown one.
 
-    Keras joins the variable's name and the slot's: "dense_kernel" and
-    "velocity" make "dense_kernel_velocity".
+    Keras joins the variable's name and the slot's name: "dense_kernel" and
+    "velocity" become "dense_kernel_velocity".
     """
     index = self.index(variable) if self._owner.is_built else None
     if index is None:

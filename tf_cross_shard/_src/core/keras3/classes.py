@@ -1,7 +1,7 @@
 """The optimizer, PerGroup and SyncBatchNormalization for Keras 3.
 
 If `tf.keras` is Keras 3, `tf_cross_shard.CrossShardOptimizer` is the class in
-this module. If TF_USE_LEGACY_KERAS=1 makes `tf.keras` tf_keras, import the
+this module. If `tf.keras` is tf_keras (TF_USE_LEGACY_KERAS=1), import the
 classes for Keras 3 from `tf_cross_shard.keras3`.
 """
 

@@ -93,7 +93,7 @@ class Keras3Wrapper(forwarding.OptimizerWrapper, keras.optimizers.Optimizer):
 def _build_and_apply(
   around: Any, ours: Any, grads: Any, trainable_variables: Any = None
 ) -> None:
-  """Replaces `around.apply`: builds `around`, too, but reduces first."""
+  """Replaces `around.apply`: also builds `around`, but reduces first."""
   if not around.built:
     around.build(list(trainable_variables))
   ours.apply(grads, trainable_variables)

@@ -194,8 +194,8 @@ class OwnAccumulation(Accumulation):
     self._known: list[Any] = []
     # Keys of the sums to which some call adds a gradient.
     self._added: set[Any] = set()
-    # Keys of the sums for which a traced last call had no gradient, so that the
-    # trace does not read and reset them.
+    # Keys of the sums for which a traced last call had no gradient. The trace
+    # does not read and reset these sums.
     self._not_reset: set[Any] = set()
     self._calls = self._make_variable(0, tf.int64, "accumulated_calls")
 

@@ -1,4 +1,4 @@
-"""Checks before a step: where it runs, and whether all workers do the same."""
+"""Checks before a step: where it runs, and whether all workers agree."""
 
 import os
 from collections.abc import Sequence

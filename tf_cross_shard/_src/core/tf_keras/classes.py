@@ -1,6 +1,6 @@
 """The optimizer, PerGroup and SyncBatchNormalization for tf_keras (Keras 2).
 
-If TF_USE_LEGACY_KERAS=1 makes `tf.keras` tf_keras,
+If `tf.keras` is tf_keras (TF_USE_LEGACY_KERAS=1),
 `tf_cross_shard.CrossShardOptimizer` is the class in this module. In a program
 that uses Keras 3 and tf_keras, import the classes for tf_keras from
 `tf_cross_shard.tf_keras`.

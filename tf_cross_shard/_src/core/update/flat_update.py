@@ -12,9 +12,9 @@ parts, member i does
 
 So the state of each member has 1/n of the size, and the encapsulated optimizer
 updates one large variable, the *shard* W[i], instead of the model's many
-variables. Between
-machines the weights are split into several buckets, so that several collective
-operations run at the same time, and those of the last layers start early.
+variables. Between machines the weights are split into several buckets, so that
+several collective operations run at the same time, and those of the last layers
+start early.
 
 The update of an element must depend only on that element
 (`shard_update="elementwise"`). Clipping by norms needs whole weights, so this
@@ -70,7 +70,7 @@ class FlatUpdate(sharded_update.ShardedUpdate):
   def _make_bucket(
     self, variables: list[Any], number: int
   ) -> sharded_update.WeightBucket:
-    """Cuts weights into equal parts, and makes the shard of this member."""
+    """Cuts weights into equal parts, and creates the shard of this member."""
     natives = list(map(variables_lib.native, variables))
     dtype, decays = natives[0].dtype, self.encapsulated.decays(variables[0])
     layout = layouts.Layout.even(
@@ -179,7 +179,7 @@ class FlatUpdate(sharded_update.ShardedUpdate):
     for part, bucket, total in zip(parts, self.buckets, totals, strict=True):
       c = tf.cast(limit, total.dtype)
       scale = tf.cast(c / tf.maximum(tf.sqrt(total), c), part.dtype)
-      # Repeat the scale of each weight for its elements, and take the part of
+      # Repeat the scale of each weight for its elements, and select the part of
       # this member.
       scales = [
         tf.fill([size], factor)

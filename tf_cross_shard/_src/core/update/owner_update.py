@@ -51,7 +51,7 @@ class OwnerUpdate(sharded_update.ShardedUpdate):
     wire: wire_lib.Wire,
     tables: tables_lib.Tables,
   ) -> None:
-    """Raises `NotImplementedError` where members cannot do different things."""
+    """Raises `NotImplementedError` if members cannot do different things."""
     if context.engine.is_one_program:
       raise NotImplementedError(
         f"`shard_update` is {context.settings.shard_update!r}, but all TPU"
@@ -124,7 +124,7 @@ class OwnerUpdate(sharded_update.ShardedUpdate):
     ]
 
   def _parts_counted_once(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns the parts of which no other member has a duplicate.
+    """Returns the parts that no other member also holds.
 
     If a bucket holds fewer weights than a group has members, a member without
     its own weight repeats the update of a different member.

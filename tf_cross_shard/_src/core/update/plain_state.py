@@ -7,7 +7,7 @@ optimizer, in the order and under the names that Keras gives them when the
 optimizer is built on the model's whole weights. Only Keras knows this order and
 these names. So `of_shards` builds a second optimizer, the *template*, with the
 same settings and on weights that have the same names, but one element each.
-`PlainState` then replaces each slot of the template by a `WholeSlot`, which
+`PlainState` then replaces each slot of the template with a `WholeSlot`, which
 reads and writes the shards:
 
     template.variables     iterations   learning_rate   momentum of a   ...

@@ -107,7 +107,8 @@ class ShardedUpdate(update.Update):
         "Variables with `overwrite_with_gradient` (Keras' float8 scales) cannot"
         " be sharded. Remove `shard_update`."
       )
-    # Tables stay whole. All other weights are put into buckets by their key.
+    # Tables are not sharded. All other weights are put into buckets by their
+    # key.
     by_key: dict[Hashable, list[Any]] = {}
     for variable in variables:
       if self._tables.is_table(variable):
@@ -302,7 +303,7 @@ class ShardedUpdate(update.Update):
   def _parts_counted_once(
     self, parts: Sequence[tf.Tensor]
   ) -> Sequence[tf.Tensor]:
-    """Returns the parts of which no other member has a duplicate.
+    """Returns the parts that no other member also holds.
 
     A norm over the group counts each element once.
     """
@@ -321,7 +322,7 @@ class ShardedUpdate(update.Update):
     # The number of members that found a NaN or an infinity.
     is_bad = tf.cast(~finite.all_finite([*parts, *table_sums]), tf.float32)
     [bad_members] = self.engine.all_reduce_sum([is_bad])
-    # Adding 0 changes no part, adding NaN makes every element NaN.
+    # Adding 0 changes no part. Adding NaN turns every element into NaN.
     poison = tf.where(bad_members > 0, float("nan"), 0.0)
     return [part + tf.cast(poison, part.dtype) for part in parts]
 
@@ -330,8 +331,7 @@ class ShardedUpdate(update.Update):
   ) -> list[Gradient]:
     """Returns sums clipped by `opt.global_clipnorm`.
 
-    With c the limit and g all gradients of the group, of which this member has
-    g[i]:
+    With c the limit, g all gradients of the group and g[i] this member's part:
 
         g[i] <- g[i] * c / max(||g||, c)
         ||g||^2 = sum over i of ||g[i]||^2

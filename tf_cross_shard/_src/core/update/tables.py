@@ -1,6 +1,6 @@
 """Embedding tables that are updated by rows.
 
-Only some rows of an embedding table W occur in a batch, so that the gradient is
+Only some rows of an embedding table W occur in a batch, so the gradient is
 row-sparse. With i the indices of these rows, g the rows of the gradient (rows
 of the same index are added up) and S the slots of W:
 
@@ -75,7 +75,7 @@ def check(context: context_lib.Context) -> None:
 
 
 def is_exact(optimizer: Any) -> bool:
-  """Whether plain Keras does not change rows without a gradient either.
+  """Whether plain Keras also changes only rows with a gradient.
 
   Args:
     optimizer: The optimizer that keeps the slots.

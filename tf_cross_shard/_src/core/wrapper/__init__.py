@@ -1,1 +1,1 @@
-"""A Keras optimizer that forwards everything except its step to another one."""
+"""A Keras optimizer that forwards everything but its step to a second one."""

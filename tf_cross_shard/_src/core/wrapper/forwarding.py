@@ -2,6 +2,7 @@
 
 You read, write, save and restore the variables and settings of the encapsulated
 optimizer through the wrapper, as if the wrapper were not there.
+
 The subclasses in `keras3.wrapper` and `tf_keras.wrapper` are also optimizers of
 Keras 3 and tf_keras.
 """

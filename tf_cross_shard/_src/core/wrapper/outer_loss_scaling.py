@@ -35,8 +35,7 @@ def reduce_before(
     methods: Our methods that replace methods of `around`, by name.
   """
   scaling.around = None  # An earlier LossScaleOptimizer is not used any more.
-  # If both optimizers are LossScaleOptimizers, only the encapsulated one
-  # scales.
+  # If `opt` is also a LossScaleOptimizer, only `opt` scales the loss.
   if not scaling.is_dynamic:
     scaling.around = around
   vars(around).update(methods)
