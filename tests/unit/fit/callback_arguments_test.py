@@ -26,7 +26,7 @@ def given(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
   ("kind", "argument", "value", "error", "words"),
   [
-    ("GroupMetrics", "ensemble", X, TypeError, "Hand in all data as one arg"),
+    ("GroupMetrics", "ensemble", X, TypeError, "Pass all data as one arg"),
     ("GroupMetrics", "validation_data", iter([]), TypeError, "be a dataset"),
     ("GroupMetrics", "name", "a/b", ValueError, "a string without a slash"),
     ("GroupMetrics", "every", 0, ValueError, "an integer of at least 1"),
@@ -35,7 +35,7 @@ def given(kind: str) -> dict[str, Any]:
       "monitor",
       "val_loss/group_0",
       ValueError,
-      "Leave '/",
+      "Remove '/",
     ),
     ("GroupEarlyStopping", "patience", "3", ValueError, "at least 0; got '3'"),
     ("GroupEarlyStopping", "min_delta", "0", TypeError, "must be a number"),

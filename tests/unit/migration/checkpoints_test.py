@@ -186,7 +186,9 @@ def test_momentum_under_a_schedule(tmp_path: Path) -> None:
   assert _deviation(training, old) < LIMIT
   schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.5)
   plain = sessions.Training(lambda: keras.optimizers.SGD(schedule, 0.9))
-  words = r"`optimizer` is SGD, whose momentum has the learning rate.*from_v1"
+  words = (
+    r"`optimizer` is SGD, whose momentum includes the learning rate.*from_v1"
+  )
   with pytest.raises(ValueError, match=words):
     _convert(plain, old.src, tmp_path / "other")
 
@@ -489,7 +491,7 @@ class TestErrors:
     [
       ({"src": "none"}, tf.errors.NotFoundError, "none"),
       ({"src": "empty"}, tf.errors.OpError, "empty; Is a directory"),
-      ({"dst": "old"}, FileExistsError, "`dst` is 'old'.*remove that one"),
+      ({"dst": "old"}, FileExistsError, "`dst` is 'old'.*delete the existing"),
       ({"model": []}, ValueError, "`model` has no variables yet: got list"),
       (
         {"optimizer": tf_keras.optimizers.legacy.Adam()},

@@ -154,10 +154,10 @@ BAD = (
   (_text({"worker": ["host0"]}), "the address 'host0' is no host:port"),
   (
     _text({"worker": ADDRESSES}, "chief"),
-    "the cluster has worker 0, worker 1, and no chief 0",
+    "the cluster has worker 0, worker 1, but no chief 0",
   ),
-  (_text({"worker": ADDRESSES}, index=2), "and no worker 2"),
-  (_text({"worker": {"3": "a:1"}}), "has worker 3, and no worker 0"),
+  (_text({"worker": ADDRESSES}, index=2), "but no worker 2"),
+  (_text({"worker": {"3": "a:1"}}), "has worker 3, but no worker 0"),
 )
 
 

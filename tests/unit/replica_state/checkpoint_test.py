@@ -232,9 +232,17 @@ def test_one_group_of_a_file_without_replicas(tmp_path: pathlib.Path) -> None:
     (2, plain, r"`group` must be an integer from 0 to 1; got 2"),
     (-1, plain, r"`group` must be .* got -1\. .*\[\[3, 1\], \[0, 2\]\]"),
     (None, plain, r"`group` must be"),
-    (0, other, r"has, and the program has not, model/.*"),
-    (0, [*plain.variables, tf.Variable(1.0, name="extra")], "lacks .*extra"),
-    (0, [tf.Variable([0.0], name="kernel")], "lacks model/kernel"),
+    (0, other, r"contains model/.*, which the program does not have"),
+    (
+      0,
+      [*plain.variables, tf.Variable(1.0, name="extra")],
+      "does not contain .*extra",
+    ),
+    (
+      0,
+      [tf.Variable([0.0], name="kernel")],
+      "does not contain model/kernel",
+    ),
   ):
     with pytest.raises(replica_state.CheckpointError, match=words):
       replica_state.read_group(path, index, model)
@@ -340,18 +348,24 @@ def test_what_does_not_belong_to_the_program(tmp_path: pathlib.Path) -> None:
   outside = tf.Variable([4.0, 4.0], name="weight")
   kind = r"`model/scale` as float32 \[\]; .* "
   for other, chosen, words in (
-    (*singles, r"2 groups, \[\[0, 1\], .* has 4, .*as many groups"),
-    (*adam, "lacks optimizer/adam/iteration, .* and 1 more"),
-    (optimizer, None, "has not, model/weight, model/scale.*given then"),
-    (optimizer, [first], "has, and the program has not, model/scale"),
-    (optimizer, [first, scale, extra], "lacks model/extra"),
+    (*singles, r"2 groups, \[\[0, 1\], .* has 4, .*with 2 groups"),
+    (*adam, "not contain optimizer/adam/iteration, .* and 1 more"),
+    (optimizer, None, "contains model/weight, model/scale, .*with a `model`"),
+    (
+      optimizer,
+      [first],
+      "contains model/scale, which the program does not have",
+    ),
+    (optimizer, [first, scale, extra], "does not contain model/extra"),
     (optimizer, [first, longer], kind + r"float32 \[3\]"),
     (optimizer, [first, half], kind + r"float16 \[\]"),
     (optimizer, [outside, scale], "`model/weight`.*exists once"),
   ):
     _assert_refused(other, chosen, path, words)
   replica_state.save(path, optimizer)
-  _assert_refused(optimizer, weights, path, "lacks model/weight.*None then")
+  _assert_refused(
+    optimizer, weights, path, "not contain model/weight.*without a"
+  )
   # What exists once is every group's.
   replica_state.save(path, optimizer, [outside, scale])
   outside.assign([0.0, 0.0])

@@ -501,15 +501,15 @@ def test_errors_change_nothing(library: str) -> None:
   for other, words in (
     (
       _dense(home, "one"),
-      "`into`, or `twin`, has 2 variables, and `model` has 4",
+      "`into`, or `twin`, has 2 variables, but `model` has 4",
     ),
-    (_dense(home, "two", "one"), "where `model` has model/.*one/kernel"),
+    (_dense(home, "two", "one"), "but `model` has model/.*one/kernel"),
     (model, "`twin`, has replicas"),
     (
       home.Sequential(
         [home.Input((2,)), home.layers.Dense(3), home.layers.Dense(3)]
       ),
-      r"float32 \[2, 3\], where `model` has .*float32 \[3, 3\]",
+      r"float32 \[2, 3\], but `model` has .*float32 \[3, 3\]",
     ),
   ):
     before = state()
@@ -536,7 +536,7 @@ def test_models_that_cannot_be_cloned_or_joined(library: str) -> None:
     return net
 
   model, optimizer = _made("mirrored", library, make)
-  with pytest.raises(ValueError, match=r"`into` of load_group; .*, `twin`\."):
+  with pytest.raises(ValueError, match=r"to load_group as `into`, .* `twin`\."):
     replica_state.load_group(1, optimizer, model)
   plain = replica_state.load_group(1, optimizer, model, make(home))
   kernel, bias = (testbed.copies(v)[1] for v in model.variables)

@@ -122,7 +122,7 @@ class TestOptimizersMadeInside:
 
     replicated = replicate_model_fn(model_fn, devices=TWO)
     replicated(batch(), params=sgd)
-    with pytest.raises(ValueError, match="it made SGD first, and now Adam"):
+    with pytest.raises(ValueError, match="it first made SGD, but now Adam"):
       replicated(batch(), params=keras.optimizers.Adam)
     assert float(c) == 7.0
     replicated(batch(), params=lambda: sgd(2.0))
@@ -194,10 +194,10 @@ def test_variables_are_where_the_first_tower_is() -> None:
     (
       2,
       (lambda: tf.ones([], tf.float64),),
-      "dtype float32, and now () and float64 is asked",
+      "dtype float32, but this tower or call needs shape () and dtype float64",
     ),
-    (1, (1.0,), "there were 2, and now 1: tower_0/b:0 is missing"),
-    (2, (1.0, [0.0] * 2, 1.0), "there were 2, and one more, c, is asked"),
+    (1, (1.0,), "made 2, but this one made only 1: tower_0/b:0 is missing"),
+    (2, (1.0, [0.0] * 2, 1.0), "made 2, but this one also makes c"),
   ],
 )
 def test_differences(after: int, starts: Any, words: str) -> None:

@@ -176,7 +176,7 @@ class TestErrors:
     with pytest.raises(ValueError, match=words):
       distribute(Dataset.from_tensors({"x": [1.0], "y": (value,)}))
     mode = tf.distribute.InputReplicationMode.PER_REPLICA
-    with pytest.raises(NotImplementedError, match=r"Leave it at PER_WORKER"):
+    with pytest.raises(NotImplementedError, match=r"Use PER_WORKER"):
       distribute(
         Dataset.range(3).batch(3),
         options=tf.distribute.InputOptions(experimental_replication_mode=mode),

@@ -187,7 +187,7 @@ class BackupAndRestore(group_callback.GroupCallback):
         logging.warning(
           "The backup %s was made with other groups or workers. Training"
           " resumes with its weights and slots. Gradient accumulation and the"
-          " metrics of this epoch start anew, and values that differed within"
+          " metrics of this epoch start again, and values that differed within"
           " a group are replaced by their mean.",
           paths[0],
         )

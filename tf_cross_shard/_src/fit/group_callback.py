@@ -206,8 +206,8 @@ class GroupCallback(tf.keras.callbacks.Callback):
       raise ValueError(
         f"{type(self).__name__} handles the state of model.optimizer only, but"
         f" the model has other optimizers, {', '.join(sorted(others))}. Save"
-        " them with replica_state.save in a callback of your own, or keep"
-        " optimizers that do not train this model outside of it."
+        " them with replica_state.save in your own callback, or do not store"
+        " unrelated optimizers as attributes of the model."
       )
 
   def same_fit(self) -> list["GroupCallback"]:
@@ -273,8 +273,8 @@ class GroupMonitor(GroupCallback):
       raise TypeError(f"`monitor` must be a string; got {monitor!r}.")
     if re.search(r"/(group_\d+|ensemble)$", monitor):
       raise ValueError(
-        f"`monitor` must name a metric without a group; got {monitor!r}. Leave"
-        f" {monitor[monitor.rindex('/') :]!r} out: each group is judged by its"
+        f"`monitor` must name a metric without a group; got {monitor!r}. Remove"
+        f" {monitor[monitor.rindex('/') :]!r}: each group is compared by its"
         " own metric."
       )
     if mode not in ("auto", "min", "max"):

@@ -26,16 +26,22 @@ from tf_cross_shard._src.fit import group_callback
 class GroupMetrics(group_callback.GroupCallback):
   """Evaluates every group on all of the validation data when an epoch ends.
 
-  If you pass `validation_data` to `fit`, each replica evaluates its share of
-  the rows with the weights of its own group, and you get a mean that describes
-  none of the groups. This callback loads the weights of one group after the
-  other into a plain model, the *twin*, which is compiled with copies of the
-  model's loss and metrics. It writes the metrics of each group into the logs,
-  as `val_loss/group_0`, `val_accuracy/group_0` and so on, and the metrics of
+  This callback writes the metrics of each group into the logs, as
+  `val_loss/group_0`, `val_accuracy/group_0` and so on. It writes the metrics of
   the mean of all groups' predictions as `val_loss/ensemble`. You see these
-  metrics in the progress bar and in the history, and callbacks of this package
-  that come later in the list read them. (Do not use Keras' ModelCheckpoint to
-  keep the best weights: it saves group 0, whichever group it monitors.)
+  metrics in the progress bar and in the history. Callbacks of this package that
+  come later in the list read them.
+
+  Use it instead of `fit(validation_data=...)`. There, each replica evaluates
+  its share of the rows with the weights of its own group, and the result is a
+  mean that describes none of the groups.
+
+  To evaluate a group, the callback loads its weights into a second model of the
+  same architecture, the *twin*. The twin is a plain Keras model without
+  replicas, compiled with copies of the model's loss and metrics.
+
+  Do not use Keras' ModelCheckpoint to keep the best weights: it saves group 0,
+  whichever group it monitors.
 
   >>> import numpy as np
   >>> import tensorflow as tf
@@ -74,23 +80,24 @@ class GroupMetrics(group_callback.GroupCallback):
     Args:
       validation_data: A dataset, `(x, y)` or `(x, y, sample_weight)`, as for
         `fit`. On several machines, the data of the first worker are used.
-      ensemble: Whether to evaluate the mean prediction of all groups as well,
-        if there are several groups. This needs one more twin for each group.
+      ensemble: Whether to also evaluate the mean prediction of all groups, if
+        there are several groups. This needs one more plain model for each
+        group.
       every: Evaluate after the first epoch, and then after each epoch whose
         number, counted from 1, is a multiple of `every`.
       twin: A function without arguments that returns a new plain model of the
         same architecture, for models that Keras cannot clone. If the function
-        returns a compiled model, its own loss and metrics are used.
+        returns a compiled model, that model's loss and metrics are used.
       batch_size: As in `model.evaluate`, for arrays only.
       name: The prefix of the names of the metrics. A second GroupMetrics with
-        other data needs a name of its own: `"test"` gives `test_loss/group_0`.
+        other data needs a different name: `"test"` gives `test_loss/group_0`.
     """
     super().__init__()
     group_callback.check_count("every", every, 1, "epochs")
     if not isinstance(ensemble, bool):
       raise TypeError(
         f"`ensemble` must be True or False; got {type(ensemble).__name__}."
-        " Hand in all data as one argument: GroupMetrics((x, y))."
+        " Pass all data as one argument: GroupMetrics((x, y))."
       )
     if not isinstance(name, str) or not name or "/" in name:
       raise ValueError(

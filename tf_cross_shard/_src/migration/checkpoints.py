@@ -159,8 +159,8 @@ def convert_checkpoint(
   target = os.fspath(dst)
   if tf.io.gfile.exists(f"{target}.index"):
     raise FileExistsError(
-      f"`dst` is {target!r}, and there is a checkpoint of that name. Choose"
-      " another prefix, or remove that one."
+      f"`dst` is {target!r}, but a checkpoint with this name already exists."
+      " Choose a different prefix, or delete the existing checkpoint."
     )
   plan = conversion_plan.ConversionPlan(
     _checkpoint_prefix(src), model, {} if names is None else names
@@ -199,8 +199,9 @@ def _build(optimizer: Any, trained: Sequence[Any], weights: Any) -> None:
   if any("optimizers.legacy" in module for module in modules):
     raise TypeError(
       f"`optimizer` is {type(innermost).__name__}, one of"
-      " tf_keras.optimizers.legacy. Pass the one of tf_keras.optimizers, or"
-      " convert TensorFlow 1's with tf_cross_shard.migration.from_v1."
+      " tf_keras.optimizers.legacy. Pass an optimizer of tf_keras.optimizers,"
+      " or convert TensorFlow 1's optimizer with"
+      " tf_cross_shard.migration.from_v1."
     )
   if not keras_private.is_built(innermost):
     with _scope(weights[0]):

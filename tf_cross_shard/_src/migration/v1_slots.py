@@ -33,10 +33,10 @@ def name_and_factor(optimizer: Any) -> tuple[str, float]:
   config = optimizer.get_config()
   if isinstance(config["learning_rate"], dict) or config.get("decay"):
     raise ValueError(
-      f"`optimizer` is {type(optimizer).__name__}, whose momentum has the"
-      " learning rate of each step in it, while TensorFlow 1's has none: it"
-      " cannot be converted if the learning rate is a schedule. Pass what"
-      " tf_cross_shard.migration.from_v1 makes of TensorFlow 1's optimizer."
+      f"`optimizer` is {type(optimizer).__name__}, whose momentum includes"
+      " the learning rate of each step, but TensorFlow 1's momentum does not:"
+      " it cannot be converted if the learning rate is a schedule. Pass what"
+      " tf_cross_shard.migration.from_v1 returns for TensorFlow 1's optimizer."
     )
   # With the gradient g, the weight w and a constant rate:
   #   TensorFlow 1   a = momentum * a + g           w = w - rate * a

@@ -171,8 +171,9 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     self._compare(self._workers, ordinal, variable)
     if variable.is_empty:
       raise ValueError(
-        f"The variable {variable} is empty: TensorFlow crashes when it sends it"
-        " to the other workers. Make it outside the scope, or with an element."
+        f"The variable {variable} is empty, and TensorFlow crashes when it"
+        " sends an empty variable to the other workers. Make it outside the"
+        " scope, or with at least one element."
       )
     self._announcing.is_nested = True
     try:
@@ -271,7 +272,7 @@ def check_tf_config(text: str | None) -> None:
     place = (config["task"]["type"], str(config["task"]["index"]))
     if place not in places:
       known = ", ".join(f"{job} {index}" for job, index in places)
-      raise ValueError(f"the cluster has {known}, and no {' '.join(place)}")
+      raise ValueError(f"the cluster has {known}, but no {' '.join(place)}")
 
 
 @contextlib.contextmanager
@@ -343,7 +344,7 @@ def _missing(
   """Returns the error for workers that did not start."""
   me, *names = map(agreement.name, (waiting, *missing))
   return errors.MissingWorkerError(
-    f"{me} waited {timeout:g} s for {', '.join(names)} to start. Look into its"
+    f"{me} waited {timeout:g} s for {', '.join(names)} to start. Read its"
     " log, start all workers with the same TF_CONFIG, and make sure that they"
     f" can reach each other{agreement.if_slow(timeout)}"
   )

@@ -193,8 +193,9 @@ def naming_damage(
     if isinstance(error, (CheckpointError, *others)):
       raise
     raise CheckpointError(
-      f"The checkpoint {path} is damaged, or is another file: {error!r}."
-      " Nothing was changed; restore one that replica_state.save wrote."
+      f"{path} is damaged, or is not a checkpoint of tf_cross_shard:"
+      f" {error!r}. Nothing was changed; restore a file that"
+      " replica_state.save wrote."
     ) from error
 
 

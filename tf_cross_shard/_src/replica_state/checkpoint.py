@@ -258,10 +258,10 @@ def _check_groups(file: archive.Archive, state: group_state.GroupState) -> None:
   saved, own = _saved_groups(file), state.groups.to_lists()
   if len(saved) != len(own):
     raise CheckpointError(
-      f"The checkpoint {file.path} holds {len(saved)} groups, {saved}; the"
-      f" optimizer has {len(own)}, {own}. Use a `group_assignment` with as"
-      " many groups; or call replica_state.average in the program that saved,"
-      " and start other groups from a TensorFlow checkpoint of its model."
+      f"The checkpoint {file.path} holds {len(saved)} groups, {saved},"
+      f" but the optimizer has {len(own)}, {own}. Use a `group_assignment` with"
+      f" {len(saved)} groups; or call replica_state.average in the program that"
+      " saved, and start new groups from a TensorFlow checkpoint of its model."
     )
 
 
@@ -283,17 +283,17 @@ def _check_names(
   """Raises `CheckpointError` unless file and program have the same names."""
   own = [part.name for part in state.parts]
   has_model = any(name.startswith("model/") for name in saved)
-  for names, others, verb in (
-    (own, saved, "lacks"),
-    (saved, own, "has, and the program has not,"),
+  for names, others, verb, end in (
+    (own, saved, "does not contain", ""),
+    (saved, own, "contains", ", which the program does not have"),
   ):
     absent = [name for name in names if name not in set(others)]
     if absent:
       more = f" and {len(absent) - _SHOWN} more" if absent[_SHOWN:] else ""
       raise CheckpointError(
-        f"The checkpoint {file.path} {verb} {', '.join(absent[:_SHOWN])}{more}."
-        " Restore with the same optimizer and model as you saved; `model` was"
-        f" {'given' if has_model else 'None'} then."
+        f"The checkpoint {file.path} {verb} {', '.join(absent[:_SHOWN])}{more}"
+        f"{end}. Restore with the same optimizer and model that you saved; it"
+        f" was saved {'with a' if has_model else 'without a'} `model`."
       )
 
 
@@ -338,11 +338,11 @@ def _files_here(
     path = next(paths, None)
     if path is None:
       raise CheckpointError(
-        f"The backup {file.path.name} of the groups {_saved_groups(file)} has"
-        f" group {lacking[0]} in a file of another worker, which is not at"
-        f" {file.path.parent.parent}. Let all workers see one folder, copy the"
-        " files of all workers to each worker, or start as many workers as"
-        " before with these groups."
+        f"Group {lacking[0]} of the backup {file.path.name} is in another"
+        f" worker's file, which was not found in {file.path.parent.parent}. Let"
+        " all workers see one folder, copy the files of all workers to each"
+        " worker, or start as many workers as before with the groups"
+        f" {_saved_groups(file)}."
       )
     file = stack.enter_context(archive.reading(path))
 

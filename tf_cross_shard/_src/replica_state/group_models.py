@@ -44,8 +44,7 @@ def load_group(group: int, optimizer: Any, model: Any, into: Any = None) -> Any:
     group: The number of the group, from 0, in the order of `optimizer.groups`.
     optimizer: An optimizer with groups. The replicas of an optimizer without
       groups form one group.
-    model: A built Keras model. The model is also accepted as the first
-      argument.
+    model: A built Keras model.
     into: A plain model of the same architecture, which receives the weights and
       is returned. None lets Keras clone `model`, which works if the model is
       sequential or functional, or if its class defines `get_config`.
@@ -289,10 +288,10 @@ def _clone(keras: Any, model: Any, state: group_state.GroupState) -> Any:
     _check_fits(state, clone)
   except Exception as error:
     raise ValueError(
-      f"`model` cannot be cloned: Keras made no second {kind.__name__} with the"
-      " same variables from its get_config(). Make and build it with your"
-      " own code, outside of `strategy.scope()`, and pass it as `into` of"
-      " load_group; GroupMetrics takes a function that returns it, `twin`."
+      "Keras could not clone `model` from its get_config(). Create and build a"
+      f" second {kind.__name__} yourself, outside of `strategy.scope()`, and"
+      " pass it to load_group as `into`, or pass GroupMetrics a function that"
+      " returns it as `twin`."
     ) from error
   finally:
     random.setstate(numbers)
@@ -312,13 +311,13 @@ def _copy_assets(model: Any, clone: Any) -> None:
 def _check_fits(state: group_state.GroupState, plain: Any) -> None:
   """Raises `ValueError` unless a plain model can receive the variables."""
   remedy = (
-    "Make and build it by the same code as `model`, outside of"
+    "Create and build it with the same code as `model`, outside of"
     " `strategy.scope()`."
   )
   into = group_state.GroupState(None, plain, is_whole=False)
   if len(into.parts) != len(state.parts):
     raise ValueError(
-      f"`into`, or `twin`, has {len(into.parts)} variables, and `model` has"
+      f"`into`, or `twin`, has {len(into.parts)} variables, but `model` has"
       f" {len(state.parts)}. {remedy}"
     )
   known = {part.name for part in state.parts}
@@ -330,7 +329,7 @@ def _check_fits(state: group_state.GroupState, plain: Any) -> None:
     )
     if part.kind != other.kind or not (is_numbered or part.name == other.name):
       raise ValueError(
-        f"`into`, or `twin`, has {part.name}, {part.kind}, where `model` has"
+        f"`into`, or `twin`, has {part.name}, {part.kind}, but `model` has"
         f" {other.name}, {other.kind}. {remedy}"
       )
     if replica_values.strategy_of(part.variable) is not None:

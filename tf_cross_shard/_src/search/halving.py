@@ -60,7 +60,7 @@ def rungs(
   Args:
     num_trials: The number of trials of the first rung.
     num_groups: The number of groups.
-    factor: The number of trials of which one continues.
+    factor: Only one in `factor` trials continues to the next rung.
     epochs: The last epoch of the last rung.
 
   Raises:
@@ -73,9 +73,9 @@ def rungs(
   last = len(counts) - 1
   if epochs < factor**last:
     raise ValueError(
-      f"`epochs` must be at least {factor**last}, because {num_trials} trials"
-      f" in {num_groups} groups are divided by {factor} {last} times; got"
-      f" {epochs}."
+      f"`epochs` must be at least {factor**last}, because reducing"
+      f" {num_trials} trials to {num_groups} groups takes {last} rounds with"
+      f" factor {factor}; got {epochs}."
     )
   # Each rung ends at 1 / factor of the epochs of the rung after.
   return [
@@ -117,15 +117,15 @@ class Halving(trial_monitor.TrialMonitor):
   >>> import numpy as np, tensorflow as tf
   >>> from tf_cross_shard import CrossShardOptimizer, callbacks, groups, trials
   >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-  >>> pairs = groups.singletons(2)
+  >>> singles = groups.singletons(2)
   >>> with strategy.scope():
   ...   model = tf.keras.Sequential(
   ...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
   ...   )
   ...   rates = [{"learning_rate": rate} for rate in [0.001, 0.01, 0.1, 2.0]]
-  ...   table = trials.Table(rates, pairs)
+  ...   table = trials.Table(rates, singles)
   ...   sgd = tf.keras.optimizers.SGD(0.1)
-  ...   model.compile(CrossShardOptimizer(sgd, group_assignment=pairs), "mse")
+  ...   model.compile(CrossShardOptimizer(sgd, group_assignment=singles), "mse")
   >>> x = np.ones([4, 1], "float32")
   >>> with tempfile.TemporaryDirectory() as folder:
   ...   halving = callbacks.Halving(table, folder, epochs=4, factor=2)
@@ -230,8 +230,8 @@ class Halving(trial_monitor.TrialMonitor):
     best = self.table.best
     if best.file is None:
       raise ValueError(
-        f"No trial has a best epoch: `monitor`, {self.monitor!r}, was finite in"
-        f" none of them. Look at the history of the trials in {self.table!r}."
+        f"No trial has a finite {self.monitor!r}. Look at the history of the"
+        f" trials in {self.table!r}."
       )
     path = archive.as_path(best.file)
     values = checkpoint.values_of_group(path, 0, self.state_of_groups())
@@ -259,16 +259,17 @@ class Halving(trial_monitor.TrialMonitor):
       differing["learning_rate"] = rates.rates
     for name in set(differing) - set(self.names):
       raise ValueError(
-        f"`table` has no {name!r}, in which the groups differ:"
-        f" {differing[name]}. A trial may move from group to group, so put the"
-        " setting into the table, or give `opt` one value for all groups."
+        f"The groups have different values of {name!r}, {differing[name]}, but"
+        " `table` does not contain it. Add it to the table, because a trial may"
+        " move from group to group, or give `opt` one value for all groups."
       )
     for other in self.same_fit():
       if other.follows_groups and other is not self:
         raise ValueError(
-          f"{type(other).__name__} takes a group for one training, but Halving"
-          " trains several trials in a group. Leave it out; use the history in"
-          " the table, the curves in `log_dir`, and `best_model`."
+          f"{type(other).__name__} assumes that a group trains one model from"
+          " start to finish, but Halving trains several trials per group."
+          f" Remove {type(other).__name__}; use the history in the table, the"
+          " curves in `log_dir`, and `best_model`."
         )
       if isinstance(other, group_metrics.GroupMetrics) and other.every != 1:
         raise ValueError(
@@ -309,10 +310,10 @@ class Halving(trial_monitor.TrialMonitor):
       return
     if (rates := self._read_rates()) != self._rates:
       raise ValueError(
-        f"The learning rates of the groups were {self._rates} and are {rates}"
-        f" after epoch {epoch}: a callback such as LearningRateScheduler or"
-        " ReduceLROnPlateau sets one for all trials. Leave it out; a schedule"
-        " in `opt` starts again with each trial."
+        f"The learning rates of the groups changed from {self._rates} to"
+        f" {rates} in epoch {epoch}: a callback such as LearningRateScheduler"
+        " or ReduceLROnPlateau sets one for all trials. Remove this callback; a"
+        " schedule in `opt` starts again with each trial."
       )
     best = {}
     for group in self.note(self._progress.running, logs):
@@ -356,9 +357,9 @@ class Halving(trial_monitor.TrialMonitor):
     plan, progress, rows = group_callback.from_array(state["trials"])
     if plan != self._plan():
       raise archive.CheckpointError(
-        f"The backup is of other trials: it has the plan {plan}, and Halving"
-        f" {self._plan()}. Use `monitor`, `epochs` and `factor` as before, or"
-        " delete the backup."
+        f"The backup belongs to a different search: its plan is {plan}, but"
+        f" Halving's plan is {self._plan()}. Use the same `monitor`, `epochs`"
+        " and `factor` as before, or delete the backup."
       )
     # Older backups store `epochs_left` under the name `left`.
     if "left" in progress:

@@ -18,12 +18,13 @@ from tf_cross_shard._src.search import trial_monitor
 
 
 class Population(trial_monitor.TrialMonitor):
-  """Replaces the worst groups by changed copies of the best, every few epochs.
+  """Overwrites the worst groups with changed copies of the best groups.
 
-  Let k be the `share` of the groups. The k worst groups receive the weights and
-  slots of the k best groups: the worst group those of the best, the second
-  worst those of the second best, and so on. Each setting in `explore` is copied
-  too, and multiplied by a random one of its factors:
+  Every few epochs, the worst groups, a fraction `share` of all groups, receive
+  the weights and slots of the best groups: the worst group becomes a copy of
+  the best group, the second worst group a copy of the second best, and so on.
+  Each setting in `explore` is copied, too, and multiplied by one of its
+  factors, which is chosen at random:
 
       setting of the target = setting of the source * factor
 
@@ -82,11 +83,11 @@ class Population(trial_monitor.TrialMonitor):
         suffix `/group_0`.
       every: The number of epochs between copies. Nothing is copied after the
         last epoch of `fit`.
-      explore: Factors for the learning rate, of which one is chosen at random;
-        or factors for several settings, `{"weight_decay": [0.5, 2.0], ...}`,
-        which are settings of the table or ones that `group_settings` accepts.
-        All other settings of the target stay as they are. None explores
-        nothing.
+      explore: Factors for the learning rate, such as `[0.5, 2.0]`. Each copy
+        chooses one of them at random. To change several settings, pass a
+        dictionary, `{"weight_decay": [0.5, 2.0], ...}`, with names from the
+        table or names that `group_settings` accepts. The target keeps its
+        values of all other settings. None changes no setting.
       share: The fraction of the groups that are replaced, more than 0 and at
         most 0.5. At least one group is replaced.
       mode: `"min"`, `"max"`, or `"auto"` to let Keras decide by the metric.
@@ -163,8 +164,9 @@ class Population(trial_monitor.TrialMonitor):
     unknown = set(self.names) - set(rows[0])
     if unknown:
       raise ValueError(
-        f"`explore` has {sorted(unknown)}, which the optimizer has not. Name"
-        " numbers of `opt`, or pass the settings of the model as `table`."
+        f"`explore` names {sorted(unknown)}, but the optimizer has no such"
+        " setting. Name numeric settings of `opt`, or pass a `table` with the"
+        " settings of the model."
       )
     self._check(rows)
     return rows

@@ -60,9 +60,9 @@ class Trial:
 class Table(Sequence[Trial]):
   """The trials of a hyperparameter search, in the order in which you list them.
 
-  A setting is `"learning_rate"`, or one that the optimizer's `group_settings`
-  accepts, or any other name: the code of your model reads such a setting with
-  `value`. `print(table)` shows the best trial first.
+  `"learning_rate"` and the names that the optimizer's `group_settings` accepts
+  are settings of the optimizer. Any other name is a setting of your model,
+  which reads it with `value`. `print(table)` shows the best trial first.
 
   >>> from tf_cross_shard import groups, schedules, trials
   >>> table = trials.Table(
@@ -110,7 +110,7 @@ class Table(Sequence[Trial]):
         if not validation.is_number(number):
           raise TypeError(
             f"`settings_of_trials` must hold numbers; {name!r} is {number!r}."
-            " Of a choice take its index."
+            " For a categorical choice, pass its index."
           )
         row[name] = float(number)
     self.groups = settings.as_groups(groups) or groups_lib.Groups(groups)
@@ -274,9 +274,10 @@ class Table(Sequence[Trial]):
     for own, other in itertools.zip_longest(self._trials, trials):
       if own is None or other is None or own.settings != other.settings:
         raise archive.CheckpointError(
-          f"The backup is of another table: it has {other and other.settings},"
-          f" where this one has {own and own.settings}. Make the same table as"
-          " before, or delete the backup."
+          "The backup belongs to a different table: it contains"
+          f" {other and other.settings}, but this table contains"
+          f" {own and own.settings}. Make the same table as before, or delete"
+          " the backup."
         )
     self.monitor, self._sign, self._trials = monitor, sign, trials
 

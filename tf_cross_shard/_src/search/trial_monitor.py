@@ -109,10 +109,10 @@ class TrialMonitor(group_callback.GroupMonitor):
     for name in self.table.names:
       if not (name == _RATE or self._is_own(name) or self.table.is_asked(name)):
         raise ValueError(
-          f"`table` has {name!r}, which nothing reads:"
+          f"Nothing uses the setting {name!r} of `table`:"
           f" {type(self._innermost).__name__} has no such number, and the"
-          f" model has not called table.value({name!r}). Correct the name, or"
-          " call it."
+          " model does not read it. Correct the name, or call"
+          f" table.value({name!r}) in the model."
         )
     improved = []
     for group, number in enumerate(running):

@@ -36,9 +36,9 @@ def check_alike(features: Any, labels: Any) -> None:
   lengths = {x.shape[:1].num_elements() for x in leaves if x is not None}
   if len(leaves) == len(lengths) == 2 and None not in lengths:
     raise ValueError(
-      "`labels` must be as many as `features`; a tower gets labels of shape"
-      f" {leaves[1].shape} and features of shape {leaves[0].shape}. Batch"
-      " features and labels together."
+      "`labels` and `features` must have the same number of rows; a tower got"
+      f" labels of shape {leaves[1].shape} and features of shape"
+      f" {leaves[0].shape}. Batch features and labels together."
     )
 
 
@@ -60,10 +60,10 @@ def _split_leaf(argument: str, leaf: Any, count: int) -> Sequence[Any]:
     length = _checked_length(leaf, count)
   elif length % count or not length:
     raise ValueError(
-      f"`{argument}` must divide into {count} towers; axis 0 has length"
-      f" {length}, of {type(leaf).__name__} with shape {leaf.shape}. Change the"
-      " batch size (drop_remainder=True in tf.data), pass fewer devices, or"
-      " pass what is not part of the batch in `params`."
+      f"The first axis of `{argument}` must be divisible by the number of"
+      f" towers, {count}; got {type(leaf).__name__} with shape {leaf.shape}."
+      " Change the batch size (drop_remainder=True in tf.data), pass fewer"
+      " devices, or pass what is not part of the batch in `params`."
     )
   rows = length // count
   if not isinstance(leaf, tf.SparseTensor):

@@ -125,9 +125,10 @@ class GradientCollector:
       if first is None or own is None or own.key != first.key:
         raise ValueError(
           "`model_fn` must call the same optimizers in the same order in every"
-          f" tower; tower {len(self._calls) - 1} called {own or 'none'} where"
-          f" tower 0 called {first or 'none'}. Nothing was applied. Call the"
-          " same optimizers for any part of the batch."
+          f" tower; tower {len(self._calls) - 1} called"
+          f" {own or 'no optimizer'}, but tower 0 called"
+          f" {first or 'no optimizer'}. Nothing was applied; do not let the"
+          " calls depend on the data."
         )
 
   def scale(self, optimizer: Any) -> float:

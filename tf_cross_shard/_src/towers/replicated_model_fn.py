@@ -173,8 +173,9 @@ class ReplicatedModelFn:
     """
     if gradient_collector.current() is not None:
       raise ValueError(
-        "A replicated `model_fn` was called within a tower of another. Towers"
-        " do not nest: replicate only the outermost function over all devices."
+        "A replicated `model_fn` was called within a tower of another"
+        " replicated function. Towers cannot be nested: replicate only the"
+        " outermost function over all devices."
       )
     modes = [ModeKeys.TRAIN, ModeKeys.EVAL, ModeKeys.PREDICT]
     if mode not in modes:

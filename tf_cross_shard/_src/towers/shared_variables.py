@@ -151,7 +151,7 @@ class CallVariables:
     if _classes(optimizer) != _classes(first):
       raise ValueError(
         "`model_fn` must make the same optimizers in every tower and every"
-        f" call; it made {_classes(first)} first, and now"
+        f" call; it first made {_classes(first)}, but now"
         f" {_classes(optimizer)}. Make optimizers that differ outside of"
         " model_fn."
       )
@@ -170,7 +170,7 @@ class CallVariables:
         shared.weights = weights
       elif list(map(id, weights)) != list(map(id, shared.weights)):
         raise ValueError(
-          f"{_MUST} another mode made {[v.name for v in shared.weights]}, and"
+          f"{_MUST} another mode made {[v.name for v in shared.weights]}, but"
           f" mode {self._mode!r} makes {[v.name for v in made]}. A mode may add"
           " optimizers and the `metrics` of its TowerSpec only, after the other"
           f" variables. {_REMEDY}"
@@ -182,8 +182,8 @@ class CallVariables:
       shared.orders[self._mode] = shared.weights = []
     elif len(made) < len(known):
       raise ValueError(
-        f"{_MUST} there were {len(known)}, and now {len(made)}:"
-        f" {known[len(made)].name} is missing. {_REMEDY}"
+        f"{_MUST} the first tower or call made {len(known)}, but this one made"
+        f" only {len(made)}: {known[len(made)].name} is missing. {_REMEDY}"
       )
 
   def _create(self, make: Callable[..., Any], **kwargs: Any) -> Any:
@@ -201,8 +201,8 @@ class CallVariables:
         variable = make(**kwargs)
       else:
         raise ValueError(
-          f"{_MUST} there were {count}, and one more,"
-          f" {kwargs.get('name') or 'Variable'}, is asked for. {_REMEDY}"
+          f"{_MUST} the first tower or call made {count}, but this one also"
+          f" makes {kwargs.get('name') or 'Variable'}. {_REMEDY}"
         )
     except ValueError as error:
       self._error = self._error or error
@@ -258,6 +258,6 @@ def _check(variable: Any, kwargs: dict[str, Any]) -> None:
   if dtype != variable.dtype or not shape.is_compatible_with(variable.shape):
     raise ValueError(
       f"{_MUST} {variable.name} has shape {variable.shape} and dtype"
-      f" {variable.dtype.name}, and now {shape} and {dtype.name} is asked for."
-      f" {_REMEDY}"
+      f" {variable.dtype.name}, but this tower or call needs shape {shape} and"
+      f" dtype {dtype.name}. {_REMEDY}"
     )

@@ -312,5 +312,5 @@ class Tower(forwarding.OptimizerWrapper):
       f"{kind} must not encapsulate a TowerOptimizer: it would look for an"
       " overflow in the gradients of one tower, not in their sum. Put it"
       f" inside: TowerOptimizer({kind}(...)), and pass auto_scale_loss=False to"
-      " compile, which would put another one around."
+      " compile(), which would otherwise wrap the optimizer again."
     )

@@ -189,7 +189,7 @@ def _buffer_size(options: tf.distribute.InputOptions | None) -> int:
   if mode == tf.distribute.InputReplicationMode.PER_REPLICA:
     raise NotImplementedError(
       "InputOptions.experimental_replication_mode is PER_REPLICA, which only"
-      " MirroredStrategy has. Leave it at PER_WORKER: one host reads the"
-      " dataset."
+      " MirroredStrategy supports. Use PER_WORKER, the default: one host reads"
+      " the dataset."
     )
   return int(options.experimental_per_replica_buffer_size)

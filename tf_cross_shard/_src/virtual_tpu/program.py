@@ -82,7 +82,7 @@ class RunArguments:
     if len(leaf.values) != self._num_replicas:
       raise ValueError(
         f"An argument of strategy.run has values for {len(leaf.values)}"
-        f" replicas; the strategy has {self._num_replicas}."
+        f" replicas, but the strategy has {self._num_replicas}."
       )
     for value in leaf.values:
       _check_dense(value)

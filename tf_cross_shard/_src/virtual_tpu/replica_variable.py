@@ -253,9 +253,9 @@ def _override(name: str) -> None:
     self._prepare_host_assignment()
     if self._combines():
       raise NotImplementedError(
-        f"{self.name} has aggregation={self._on_assign.name}, with which"
-        f" replicas cannot {name}. Use assign or assign_add, or aggregation"
-        " NONE."
+        f"Replicas cannot call {name} on {self.name}, because it has"
+        f" aggregation={self._on_assign.name}. Use assign or assign_add, or"
+        " aggregation NONE."
       )
     return method(self, *args, **kwargs)
 
