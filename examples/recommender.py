@@ -73,15 +73,6 @@ def load() -> tuple[np.ndarray, int, int]:
   return np.stack(ids, 1), ids[0].max() + 1, ids[1].max() + 1
 
 
-class Embedding(tf.keras.layers.Embedding):
-  """Keras' layer, except that it reads only the rows of the batch."""
-
-  def call(self, ids: Any) -> Any:
-    """Returns the rows of the ids."""
-    # Before it trains, Keras calls the model with inputs of other dtypes.
-    return layers.embedding_lookup(self.embeddings, tf.cast(ids, tf.int32))
-
-
 class TwoTowers(tf.keras.Model):
   """Multiplies each query of a batch with each item of the batch."""
 
@@ -120,7 +111,8 @@ def train(
   tf.keras.utils.set_random_seed(0)
   count = strategy.num_replicas_in_sync
   with strategy.scope():
-    model = TwoTowers(*sizes, Embedding if ours else tf.keras.layers.Embedding)
+    embedding = layers.Embedding if ours else tf.keras.layers.Embedding
+    model = TwoTowers(*sizes, embedding)
     optimizer = tf.keras.optimizers.Adam(0.01)
     if ours:
       optimizer = CrossShardOptimizer(

@@ -1,7 +1,7 @@
-"""The optimizers, the schedule and the layer of this package for Keras 3.
+"""The optimizers, the schedule and the layers of this package for Keras 3.
 
 You usually do not need this module: `tf_cross_shard.CrossShardOptimizer`,
-`TowerOptimizer`, `schedules.PerGroup` and `layers.SyncBatchNormalization`
+`TowerOptimizer`, `schedules.PerGroup` and the classes of `layers`
 already match whichever Keras `tf.keras` refers to. Import from this module if
 your program imports `keras` while `tf.keras` is tf_keras
 (TF_USE_LEGACY_KERAS=1):
@@ -22,6 +22,7 @@ from tf_cross_shard._src import catalogue
 from tf_cross_shard._src.core.keras3 import v1_optimizers
 from tf_cross_shard._src.core.keras3.classes import (
   CrossShardOptimizer,
+  Embedding,
   PerGroup,
   SyncBatchNormalization,
 )
@@ -29,6 +30,7 @@ from tf_cross_shard._src.towers.keras3 import TowerOptimizer
 
 __all__ = [
   "CrossShardOptimizer",
+  "Embedding",
   "PerGroup",
   "SyncBatchNormalization",
   "TowerOptimizer",

@@ -1,11 +1,11 @@
-"""Group-aware Keras layers, and an embedding lookup.
+"""Keras layers for embedding tables and for groups.
 
+- `Embedding`: Keras' layer, except that it reads only the rows of the batch
+- `embedding_lookup`: the same as a function, for layers of your own
 - `SyncBatchNormalization`: batch normalization over each group's batch
-- `embedding_lookup`: rows of an embedding table, without a copy of the table
 
-`SyncBatchNormalization` subclasses the layer of `tf.keras`.
-`tf_cross_shard.keras3` and `tf_cross_shard.tf_keras` have the versions for
-Keras 3 and tf_keras.
+The layers subclass those of `tf.keras`. `tf_cross_shard.keras3` and
+`tf_cross_shard.tf_keras` have the versions for Keras 3 and tf_keras.
 
 >>> layer = SyncBatchNormalization([[0, 1], [2, 3]])
 >>> layer.group_assignment  # replica 2 shares statistics with replica 3 only
@@ -17,9 +17,15 @@ from tf_cross_shard._src.core import versions
 from tf_cross_shard._src.core.embedding_lookup import embedding_lookup
 
 if versions.uses_tf_keras():
-  from tf_cross_shard._src.core.tf_keras.classes import SyncBatchNormalization
+  from tf_cross_shard._src.core.tf_keras.classes import (
+    Embedding,
+    SyncBatchNormalization,
+  )
 else:
-  from tf_cross_shard._src.core.keras3.classes import SyncBatchNormalization
+  from tf_cross_shard._src.core.keras3.classes import (
+    Embedding,
+    SyncBatchNormalization,
+  )
 
-__all__ = ["SyncBatchNormalization", "embedding_lookup"]
+__all__ = ["Embedding", "SyncBatchNormalization", "embedding_lookup"]
 __dir__ = catalogue.publish(globals())

@@ -1,4 +1,4 @@
-"""The optimizers, the schedule and the layer of this package for tf_keras.
+"""The optimizers, the schedule and the layers of this package for tf_keras.
 
 tf_keras is Keras 2. You usually do not need this module:
 `tf_cross_shard.CrossShardOptimizer`, `TowerOptimizer`, `schedules.PerGroup` and
@@ -23,6 +23,7 @@ from tf_cross_shard._src import catalogue
 from tf_cross_shard._src.core.tf_keras import v1_optimizers
 from tf_cross_shard._src.core.tf_keras.classes import (
   CrossShardOptimizer,
+  Embedding,
   PerGroup,
   SyncBatchNormalization,
 )
@@ -30,6 +31,7 @@ from tf_cross_shard._src.towers.tf_keras import TowerOptimizer
 
 __all__ = [
   "CrossShardOptimizer",
+  "Embedding",
   "PerGroup",
   "SyncBatchNormalization",
   "TowerOptimizer",

@@ -1,5 +1,9 @@
-"""Looks up rows of an embedding table without copying the table."""
+"""Looks up rows of an embedding table without copying the table.
 
+`RowLookup` turns Keras' `Embedding` into `layers.Embedding`.
+"""
+
+import abc
 from typing import Any
 
 import tensorflow as tf
@@ -40,3 +44,53 @@ def embedding_lookup(table: Any, ids: Any) -> tf.Tensor:
     own = (copy for copy in copies if copy.handle is native.handle)
     native = next(own, native)
   return tf.gather(native, ids)
+
+
+# `layers.Embedding` of each Keras derives from this class and then from Keras'
+# layer, which has the weights, masks and configuration.
+class RowLookup(abc.ABC):
+  """Keras' `Embedding` layer, except that it reads only the rows of the batch.
+
+  The arguments, outputs, masks and files are those of Keras' layer, and you can
+  load the weights of either layer into the other. Keras' layer reads the whole
+  table. That is free until an optimizer updates the table by rows, as
+  `CrossShardOptimizer(..., lazy_rows=True)` does: then TensorFlow copies the
+  table in every step.
+
+  >>> import tensorflow as tf
+  >>> from tf_cross_shard import CrossShardOptimizer, layers
+  >>> model = tf.keras.Sequential(
+  ...   [
+  ...     tf.keras.Input((2,), dtype="int32"),
+  ...     layers.Embedding(1000, 4),
+  ...   ]
+  ... )
+  >>> optimizer = CrossShardOptimizer("adam", lazy_rows=True)
+  >>> model.compile(optimizer, "mse")
+
+  Inputs that are sparse tensors, and tables that are quantized or have LoRA
+  weights, go through Keras' layer, which reads the whole table.
+
+  Args:
+    *args: The arguments of Keras' `Embedding`.
+    **kwargs: The keyword arguments of Keras' `Embedding`.
+  """
+
+  compute_dtype: Any  # As the layers of both Kerases have it.
+
+  def call(self, inputs: Any) -> Any:
+    """Returns the rows of the ids, in the compute dtype of the layer."""
+    if not self._can_read_rows(inputs):
+      return super().call(inputs)  # type: ignore[misc]  # of Keras' layer
+    if inputs.dtype not in (tf.int32, tf.int64):
+      inputs = tf.cast(inputs, tf.int32)
+    rows = tf.ragged.map_flat_values(self._look_up, inputs)
+    return tf.cast(rows, self.compute_dtype)
+
+  @abc.abstractmethod
+  def _can_read_rows(self, ids: Any) -> bool:
+    """Whether the layer can look up these ids without the whole table."""
+
+  @abc.abstractmethod
+  def _look_up(self, ids: tf.Tensor) -> tf.Tensor:
+    """Returns the rows of ids, which are int32 or int64."""

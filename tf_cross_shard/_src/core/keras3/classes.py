@@ -1,4 +1,4 @@
-"""The optimizer, PerGroup and SyncBatchNormalization for Keras 3.
+"""The optimizer, the schedule and the layers for Keras 3.
 
 If `tf.keras` is Keras 3, `tf_cross_shard.CrossShardOptimizer` is the class in
 this module. If `tf.keras` is tf_keras (TF_USE_LEGACY_KERAS=1), import the
@@ -16,7 +16,12 @@ versions.check_keras3()
 import keras
 import tensorflow as tf
 
-from tf_cross_shard._src.core import group_batch_norm, group_schedule, optimizer
+from tf_cross_shard._src.core import (
+  embedding_lookup,
+  group_batch_norm,
+  group_schedule,
+  optimizer,
+)
 from tf_cross_shard._src.core.gradients import loss_factor
 from tf_cross_shard._src.core.keras3 import wrapper
 from tf_cross_shard._src.core.step import flow
@@ -92,3 +97,25 @@ class SyncBatchNormalization(
   def _moments(self, inputs: Any, mask: Any) -> Any:
     """Overrides Keras' method: returns moments over the group's examples."""
     return self._group_moments(inputs, self._reduction_axes, False, mask)
+
+
+@keras.saving.register_keras_serializable(package="tf_cross_shard")
+@forwarding.documented
+class Embedding(embedding_lookup.RowLookup, keras.layers.Embedding):
+  """Keras' `Embedding`, except that it reads only the rows of the batch.
+
+  >>> import tensorflow as tf
+  >>> layer = Embedding(1000, 2, embeddings_initializer="ones")
+  >>> layer(tf.constant([[3, 7]])).shape
+  TensorShape([1, 2, 2])
+  """
+
+  def _can_read_rows(self, ids: Any) -> bool:
+    """Whether the weights are a plain table, and the ids are not sparse."""
+    is_plain = self.quantization_mode is None and not self.lora_enabled
+    return is_plain and isinstance(ids, tf.Tensor | tf.RaggedTensor)
+
+  def _look_up(self, ids: tf.Tensor) -> tf.Tensor:
+    """Returns rows. As in Keras 3, negative ids count from the last row."""
+    ids = tf.where(ids < 0, ids + self.input_dim, ids)
+    return embedding_lookup.embedding_lookup(self._embeddings, ids)

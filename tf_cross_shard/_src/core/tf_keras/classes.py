@@ -1,4 +1,4 @@
-"""The optimizer, PerGroup and SyncBatchNormalization for tf_keras (Keras 2).
+"""The optimizer, the schedule and the layers for tf_keras (Keras 2).
 
 If `tf.keras` is tf_keras (TF_USE_LEGACY_KERAS=1),
 `tf_cross_shard.CrossShardOptimizer` is the class in this module. In a program
@@ -19,6 +19,7 @@ import tensorflow as tf
 import tf_keras as keras
 
 from tf_cross_shard._src.core import (
+  embedding_lookup,
   group_batch_norm,
   group_schedule,
   optimizer,
@@ -183,3 +184,24 @@ class SyncBatchNormalization(
 
 # A LossScaleOptimizer in an HDF5 file or a SavedModel looks for this name.
 keras.saving.get_custom_objects()["CrossShardOptimizer"] = CrossShardOptimizer
+
+
+@keras.saving.register_keras_serializable(package="tf_cross_shard")
+@forwarding.documented
+class Embedding(embedding_lookup.RowLookup, keras.layers.Embedding):
+  """Keras' `Embedding`, except that it reads only the rows of the batch.
+
+  >>> import tensorflow as tf
+  >>> layer = Embedding(1000, 2, embeddings_initializer="ones")
+  >>> layer(tf.constant([[3, 7]])).shape
+  TensorShape([1, 2, 2])
+  """
+
+  def _can_read_rows(self, ids: Any) -> bool:
+    """Whether neither ids nor outputs are sparse, nor one-hot."""
+    is_plain = not self.sparse and not self._use_one_hot_matmul
+    return is_plain and isinstance(ids, tf.Tensor | tf.RaggedTensor)
+
+  def _look_up(self, ids: tf.Tensor) -> tf.Tensor:
+    """Returns rows."""
+    return embedding_lookup.embedding_lookup(self.embeddings, ids)

@@ -33,6 +33,7 @@ from tf_cross_shard._src.core.encapsulated import (
 )
 from tf_cross_shard._src.core.gradients import clipping, indexed_slices
 from tf_cross_shard._src.core.gradients.clipping import Gradient
+from tf_cross_shard._src.core.update import table_warnings
 
 # The name of the weight of an `Embedding` in Keras 3 and tf_keras.
 _EMBEDDINGS: Final = "embeddings"
@@ -152,6 +153,7 @@ class RowTables(Tables):
     self._is_lazy = bool(self.settings.lazy_rows)
     self._table_names: list[str] = []
     self._table_list: list[Any] = []
+    self._warnings = table_warnings.TableWarnings()
 
   @property
   def row_step(self) -> encapsulated.RowStep:
@@ -198,6 +200,12 @@ class RowTables(Tables):
     apply_once: ApplyOnce,
   ) -> None:
     """Applies sums to variables; updates only rows of row-sparse sums."""
+    if self._is_lazy:
+      is_compiled = fused_update.is_compiled(self.encapsulated.innermost)
+      for total, variable in zip(sums, variables, strict=True):
+        is_sparse = isinstance(total, tf.IndexedSlices)
+        if is_sparse or (total is not None and self.is_table(variable)):
+          self._warnings.check(variable, total, is_compiled)
     tables = [
       variable
       for total, variable in zip(sums, variables, strict=True)

@@ -296,8 +296,10 @@ def documented(cls: _Class) -> _Class:
   written once.
   """
   first = cls.__bases__[0]
-  own, shared, init = map(inspect.getdoc, (cls, first, vars(first)["__init__"]))
-  if own and shared and init:  # python -OO removes all docstrings.
+  own, shared = map(inspect.getdoc, (cls, first))
+  constructor = vars(first).get("__init__")
+  init = constructor and inspect.getdoc(constructor)
+  if own and shared:  # python -OO removes all docstrings.
     _, _, more = shared.partition("\n\n")
     more, mark, references = more.partition("References:")
     whole = [own, more.strip(), init, mark + references]
