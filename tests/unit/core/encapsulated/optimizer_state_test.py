@@ -73,6 +73,22 @@ def test_names_do_not_depend_on_what_was_made_before(kind: str) -> None:
   assert len(found[0]) > 12
 
 
+def test_window_sums_are_named_after_stable_names() -> None:
+  """As slots are, in a second program that has made layers before."""
+  found = []
+  for numbers in (("", "_1"), ("_7", "_9")):
+    optimizer = CrossShardOptimizer(
+      tf.keras.optimizers.SGD(momentum=0.5), accumulate_steps=2
+    )
+    optimizer.build(
+      [tf.Variable([1.0], name=f"dense{number}/kernel") for number in numbers]
+    )
+    found.append(_names(optimizer))
+  assert found[0] == found[1]
+  sums = ["gradient_sum/dense/kernel", "gradient_sum/dense_1/kernel"]
+  assert found[0][-2:] == sums
+
+
 def _kinds(optimizer: Any) -> set[str]:
   return {name.rpartition("/")[2] for name in _names(optimizer)}
 

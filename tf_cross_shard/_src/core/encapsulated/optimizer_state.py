@@ -7,7 +7,7 @@ program would not find the same names.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tf_cross_shard._src.core import groups as groups_lib
@@ -169,19 +169,19 @@ def _names(variables: Sequence[Any], trained: Sequence[Any]) -> list[str]:
 
   Keras 3 names a slot after its variable: "adam/dense_7_kernel_momentum" is a
   slot of "dense_7/kernel". The result for this slot would be
-  "adam/dense/kernel/momentum".
+  "adam/dense/kernel/momentum". Other variables have the whole path at the end:
+  "gradient_sum/dense_7/kernel" becomes "gradient_sum/dense/kernel".
 
   Args:
     variables: The variables of the optimizer.
     trained: The variables after which slots are named.
   """
+  trained_paths = list(map(variables_lib.path_of, trained))
+  stable_names = variables_lib.renumbered(trained_paths)
+  stable_of_path = dict(zip(trained_paths, stable_names, strict=True))
   # Maps the prefix of a slot's name to the stable name of the trained variable.
   stable: dict[str, str] = {}
-  for variable, name in zip(
-    trained,
-    variables_lib.renumbered(list(map(variables_lib.path_of, trained))),
-    strict=True,
-  ):
+  for variable, name in zip(trained, stable_names, strict=True):
     for given in (getattr(variable, "path", None), variable.name):
       if given:
         prefix = str(given).replace("/", "_").replace(":", "_")
@@ -194,9 +194,24 @@ def _names(variables: Sequence[Any], trained: Sequence[Any]) -> list[str]:
     # of `kernel_1`, not a slot "1" of `kernel`.
     if owners and f"{last}_" not in stable:
       longest = max(owners, key=len)
-      last = f"{stable[longest]}/{last.removeprefix(longest)}"
-    paths.append(f"{head}{slash}{last}")
+      path = f"{head}{slash}{stable[longest]}/{last.removeprefix(longest)}"
+    else:
+      path = _with_stable_end(path, stable_of_path)
+    paths.append(path)
   return variables_lib.renumbered(paths)
+
+
+def _with_stable_end(path: str, stable_of_path: Mapping[str, str]) -> str:
+  """Replaces a trained variable's path at the end of a path, if there is one.
+
+  If several trained variables fit, the longest path is replaced.
+  """
+  parts_of_path = path.split("/")
+  for start in range(len(parts_of_path)):
+    stable = stable_of_path.get("/".join(parts_of_path[start:]))
+    if stable is not None:
+      return "/".join([*parts_of_path[:start], stable])
+  return path
 
 
 def groups_of(optimizer: Any, num_replicas: int | None) -> groups_lib.Groups:
