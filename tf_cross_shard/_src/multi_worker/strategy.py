@@ -42,6 +42,8 @@ from tf_cross_shard._src.core.internals import (
 
 # Seconds that TensorFlow adds to the time limit for registering.
 _SLACK: Final = 5.0
+# Seconds in which the first worker still tells the others of an error.
+_PAUSE: Final = 1.0
 _ADDRESS: Final = re.compile(r".+:\d{1,5}")
 # Numbers the strategies of a program. Workers that run the same program have
 # the same numbers.
@@ -190,6 +192,10 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
           f"{cause} It is variable {ordinal} of {name}, {variable}."
         )
         key_value_store.report(self._workers.index, cause)
+      if self._workers.index == 0:
+        # TensorFlow tells the other workers from this process. If it ends too
+        # early, they only see that this worker is lost.
+        time.sleep(_PAUSE)
       raise cause from error
     finally:
       self._announcing.is_nested = False

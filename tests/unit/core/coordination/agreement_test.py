@@ -1,6 +1,11 @@
 """Lines are alike where workers do the same, and differ where they do not."""
 
+import concurrent.futures
+import functools
+import itertools
+import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -93,11 +98,12 @@ def test_the_first_worker_waits_longest(
   """The others compare their variables with its own, and can tell more."""
   waited = []
 
-  def wait(key: str, deadline: float, sender: int) -> None:
+  def wait(key: str, deadline: float, **_: Any) -> None:
     waited.append(deadline - time.monotonic())
 
   monkeypatch.setattr(key_value_store, "put", lambda *_: None)
-  monkeypatch.setattr(key_value_store, "report", lambda *_: None)
+  monkeypatch.setattr(key_value_store, "tell", lambda *_: None)
+  monkeypatch.setattr(key_value_store, "abort", lambda *_: None)
   monkeypatch.setattr(key_value_store, "wait", wait)
   for index in (0, 1):
     workers = agreement.Workers(("worker 0", "worker 1"), index, 4.0)
@@ -106,13 +112,172 @@ def test_the_first_worker_waits_longest(
   assert waited[0] > waited[2] + 2.0
 
 
+class _Store:
+  """The key-value store, which ends with the first worker's process.
+
+  Each worker is a thread, which ends as soon as its function returns.
+  """
+
+  def __init__(self) -> None:
+    self._values: dict[str, str] = {}
+    self._changed = threading.Condition()
+    self._is_first = threading.local()
+    self._has_ended = False
+
+  def run(self, tasks: Sequence[Callable[[], Any]]) -> list[Exception | None]:
+    """Runs the task of each worker; returns its error, if there is one."""
+    with concurrent.futures.ThreadPoolExecutor(len(tasks)) as pool:
+      running = [
+        pool.submit(self._run, task, index == 0)
+        for index, task in enumerate(tasks)
+      ]
+      return [future.result() for future in running]
+
+  def _run(self, task: Callable[[], Any], is_first: bool) -> Exception | None:
+    self._is_first.here = is_first
+    try:
+      task()
+    except Exception as error:
+      return error
+    finally:
+      if is_first:
+        with self._changed:
+          self._has_ended = True
+          self._changed.notify_all()
+    return None
+
+  def _check(self) -> None:
+    if self._has_ended and not self._is_first.here:
+      raise tf.errors.UnavailableError(
+        *(None, None),
+        "Socket closed while calling /tensorflow.CoordinationService to remote"
+        " target /job:worker/replica:0/task:0",
+      )
+
+  def set_config_key_value(self, key: str, value: str) -> None:
+    """Its answer comes late, when the first worker may have ended."""
+    with self._changed:
+      self._check()
+      self._values[key] = value
+      self._changed.notify_all()
+      if not self._is_first.here:
+        self._changed.wait_for(lambda: self._has_ended, 0.1)
+        self._check()
+
+  def get_config_key_value(self, key: str, milliseconds: int) -> str:
+    with self._changed:
+      self._changed.wait_for(
+        lambda: key in self._values or self._has_ended, milliseconds / 1000
+      )
+      self._check()
+      if key not in self._values:
+        raise tf.errors.DeadlineExceededError(None, None, key)
+      return self._values[key]
+
+  def report_error_to_cluster(self, code: int, message: str) -> None:
+    """Ends nothing: the first worker may end before the others hear of it."""
+
+
+class _Rounds(threading.local):
+  """Numbers of exchanges, for each thread as for a process."""
+
+  def __init__(self) -> None:
+    self._count = itertools.count()
+
+  def __next__(self) -> int:
+    return next(self._count)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> _Store:
+  """A store in the place of the service's."""
+  found = _Store()
+  monkeypatch.setattr(key_value_store.context, "context", lambda: found)
+  monkeypatch.setattr(key_value_store, "_loss", lambda sender: None)
+  monkeypatch.setattr(agreement, "_rounds", _Rounds())
+  return found
+
+
+def _workers(count: int, timeouts: Sequence[float]) -> list[agreement.Workers]:
+  names = tuple(f"worker {i}" for i in range(count))
+  return [
+    agreement.Workers(names, index, timeout)
+    for index, timeout in enumerate(timeouts)
+  ]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_all_workers_raise_what_differs_although_the_first_ends_at_once(
+  count: int, store: _Store
+) -> None:
+  def agree(workers: agreement.Workers) -> None:
+    agreement.agree(workers, "the start", [f"odd: {workers.index == 1}"])
+
+  found = store.run(
+    [functools.partial(agree, each) for each in _workers(count, [5.0] * count)]
+  )
+  for error in found:
+    assert isinstance(error, errors.DisagreementError), error
+    assert "worker 1 has `odd: True` where worker 0 has `odd: False`" in str(
+      error
+    )
+  assert len(found) == count
+
+
+def test_others_name_the_worker_that_the_first_missed(
+  store: _Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """They arrived later than the first, and would wait longer."""
+  monkeypatch.setattr(agreement, "_LONGER", 0.0)
+  found = store.run(
+    [
+      functools.partial(agreement.exchange, each, "the start", "text")
+      for each in _workers(4, [2.5, 20.0, 20.0])
+    ]
+  )
+  for error in found:
+    assert isinstance(error, errors.MissingWorkerError), error
+    assert "worker 0 waited 2.5 s for worker 3 at: the start" in str(error)
+  assert len(found) == 3
+
+
+def test_nobody_ends_before_all_have_read_what_differs(
+  store: _Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """TensorFlow ends the waiting of all workers when it misses one."""
+  ended = threading.Event()
+  read = key_value_store.wait
+
+  def wait(key: str, *args: Any, **kwargs: Any) -> str | None:
+    if threading.current_thread() is slow and key == "round/1/0":
+      assert not ended.wait(0.5)
+    return read(key, *args, **kwargs)
+
+  slow: threading.Thread | None = None
+  monkeypatch.setattr(key_value_store, "wait", wait)
+
+  def agree(workers: agreement.Workers) -> None:
+    nonlocal slow
+    if workers.index == 2:
+      slow = threading.current_thread()
+    try:
+      agreement.agree(workers, "the start", [f"odd: {workers.index == 1}"])
+    finally:
+      ended.set()
+
+  for error in store.run(
+    [functools.partial(agree, each) for each in _workers(3, [5.0] * 3)]
+  ):
+    assert isinstance(error, errors.DisagreementError), error
+
+
 def test_a_worker_that_has_read_may_end(
   monkeypatch: pytest.MonkeyPatch,
 ) -> None:
   """It raises what it read, and its process ends: the first raises it, too."""
 
-  def wait(key: str, deadline: float, sender: int) -> str:
-    if "/read/" in key:
+  def wait(key: str, deadline: float, **_: Any) -> str:
+    if "/done/" in key:
       raise errors.WorkerLostError("worker 1 was lost")
     return f"text of {key.rpartition('/')[2]}"
 

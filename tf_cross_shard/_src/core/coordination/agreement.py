@@ -130,6 +130,11 @@ def agree(workers: Workers, topic: str, lines: Sequence[str]) -> None:
   if len(set(exchange(workers, topic, digest))) == 1:
     return
   texts = exchange(workers, topic, text)
+  # If one worker ends, TensorFlow also ends what the other workers wait for.
+  # Wait here until all workers have read the texts. Each has what it needs for
+  # its error, so that it does not matter if this last exchange fails.
+  with contextlib.suppress(RuntimeError, ValueError, tf.errors.OpError):
+    exchange(workers, topic, "has read")
   # Report the first line in which each other worker differs from the first one.
   first, *others = (lines.split("\n") for lines in texts)
   differences = []
@@ -171,11 +176,23 @@ def exchange(
   key_value_store.put(f"{key}/{workers.index}", text)
   limit = workers.timeout + patience + (0.0 if workers.index else _LONGER)
   deadline = time.monotonic() + limit
-  texts = {
-    sender: key_value_store.wait(f"{key}/{index}", deadline, sender=index)
-    for index, sender in enumerate(workers.names)
-  }
-  missing = [sender for sender, answer in texts.items() if answer is None]
+  try:
+    texts = [
+      key_value_store.wait(
+        f"{key}/{index}",
+        deadline,
+        sender=index,
+        # The store ends with the first worker, whoever is waited for.
+        reporters={index, 0} - {workers.index},
+      )
+      for index in range(len(workers.names))
+    ]
+  finally:
+    # After an error, too: the first worker then does not wait in vain.
+    if workers.index:
+      _mark_as_done(key, workers.index)
+  answers = dict(zip(workers.names, texts, strict=True))
+  missing = [sender for sender, answer in answers.items() if answer is None]
   if missing:
     error = errors.MissingWorkerError(
       f"{workers.own_name} waited {limit:g} s for {', '.join(missing)} at:"
@@ -183,19 +200,35 @@ def exchange(
       " else: see its log, and start all workers with the same"
       f" program{if_slow(workers.timeout)}"
     )
-    key_value_store.report(workers.index, error)
+    key_value_store.tell(workers.index, error)
+  if workers.index == 0:
+    present = [i for i, answer in enumerate(texts) if i and answer is not None]
+    _wait_until_done(key, present, limit)
+  if missing:
+    key_value_store.abort(error)
     raise error
-  # The store is in the first worker's process. The first worker must not end
-  # before all workers have read.
-  if workers.index:
-    key_value_store.put(f"{key}/read/{workers.index}", "")
-  else:
-    deadline = time.monotonic() + limit
-    for index in range(1, len(workers.names)):
-      # A worker may have ended because of the texts that it read.
-      with contextlib.suppress(RuntimeError, ValueError, tf.errors.OpError):
-        key_value_store.wait(f"{key}/read/{index}", deadline, sender=index)
-  return [answer for answer in texts.values() if answer is not None]
+  return [answer for answer in texts if answer is not None]
+
+
+def _mark_as_done(key: str, index: int) -> None:
+  """Tells the first worker that this worker has ended an exchange."""
+  # The first worker may end before its answer to this mark arrives. It does not
+  # matter to this exchange, and the next one notices that the worker is lost.
+  with contextlib.suppress(errors.WorkerLostError, tf.errors.OpError):
+    key_value_store.put(f"{key}/done/{index}", "")
+
+
+def _wait_until_done(key: str, others: Iterable[int], limit: float) -> None:
+  """Waits until other workers have ended an exchange.
+
+  The store is in the first worker's process. The first worker must not end
+  before they have read what they need.
+  """
+  deadline = time.monotonic() + limit
+  for index in others:
+    # A worker may have ended because of the texts that it read.
+    with contextlib.suppress(RuntimeError, ValueError, tf.errors.OpError):
+      key_value_store.wait(f"{key}/done/{index}", deadline, sender=index)
 
 
 def if_slow(timeout: float) -> str:

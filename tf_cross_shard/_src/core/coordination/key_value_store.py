@@ -2,12 +2,13 @@
 
 The store is in the first worker's process, and all workers can use it. A worker
 that reads a key waits for its value until a deadline. If the worker that should
-write the value is lost, reading raises an error, with the reason if that worker
-has reported one.
+write the value is lost, reading raises an error. A worker that is about to end
+can report the reason, which then is the error of those that wait for it.
 """
 
 import contextlib
 import time
+from collections.abc import Iterable
 from typing import Final
 
 import tensorflow as tf
@@ -27,20 +28,26 @@ def put(key: str, value: str) -> None:
     context.context().set_config_key_value(_PREFIX + key, value)
 
 
-def wait(key: str, deadline: float, sender: int | None = None) -> str | None:
+def wait(
+  key: str,
+  deadline: float,
+  sender: int | None = None,
+  reporters: Iterable[int] = (),
+) -> str | None:
   """Waits for the value of a key.
 
   Args:
     key: The key.
     deadline: The time, by `time.monotonic`, until which to wait.
     sender: The number of the worker that writes the value; None if unknown.
+    reporters: The numbers of the workers whose reported errors end the wait.
 
   Returns:
     The value, or None if it does not come before the deadline.
 
   Raises:
-    DisagreementError, MissingWorkerError: If the sender has reported this
-    error.
+    DisagreementError, MissingWorkerError: If one of `reporters` reported this
+      error.
     WorkerLostError: If TensorFlow has not heard of the sender for ten seconds.
   """
   eager = context.context()
@@ -51,10 +58,11 @@ def wait(key: str, deadline: float, sender: int | None = None) -> str | None:
     with errors.naming_lost_workers():
       with contextlib.suppress(tf.errors.DeadlineExceededError):
         return str(eager.get_config_key_value(_PREFIX + key, int(left * 1000)))
-    reason = sender is not None and wait(f"failed/{sender}", 0.0)
-    error = errors.from_message(reason) if reason else None
-    if error is not None:
-      raise error
+    for reporter in reporters:
+      reason = wait(f"failed/{reporter}", 0.0)
+      error = errors.from_message(reason) if reason else None
+      if error is not None:
+        raise error
     # The sender may have written the value just before it ended. Raise its loss
     # only if one more wait has not found the value.
     if lost is not None:
@@ -86,10 +94,22 @@ def report(index: int, error: Exception) -> None:
     index: The number of this worker.
     error: The reason.
   """
-  message = errors.to_message(error)
+  tell(index, error)
+  abort(error)
+
+
+def tell(index: int, error: Exception) -> None:
+  """Ends the waiting of other workers for values of this worker."""
   # If another worker has reported an error before, all workers are ending.
   with contextlib.suppress(tf.errors.OpError):
-    context.context().set_config_key_value(_PREFIX + f"failed/{index}", message)
+    context.context().set_config_key_value(
+      f"{_PREFIX}failed/{index}", errors.to_message(error)
+    )
+
+
+def abort(error: Exception) -> None:
+  """Ends the waiting of other workers in collectives."""
+  with contextlib.suppress(tf.errors.OpError):
     context.context().report_error_to_cluster(
-      tf.errors.INVALID_ARGUMENT, message
+      tf.errors.INVALID_ARGUMENT, errors.to_message(error)
     )
