@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from absl import logging as absl_logging
 
 from tests.support import callback_cases as cases
 from tests.support import testbed
@@ -45,31 +44,39 @@ def test_models_of_the_keras_that_tf_keras_is_not(
 
 
 @pytest.mark.tf_keras_mode
-def test_a_note_or_warning_says_once_that_evaluation_blends_groups(
-  said: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+  ("options", "is_evaluated"),
+  [
+    ({"validation_data": cases.data()}, True),
+    ({}, False),
+  ],
+)
+def test_fit_warns_that_it_evaluated_groups_together(
+  said: list[str], options: dict[str, Any], is_evaluated: bool
 ) -> None:
-  """A note after `fit`; a warning where one of these callbacks notices."""
-  notes: list[str] = []
-  monkeypatch.setattr(
-    absl_logging, "info", lambda text, *args: notes.append(text % args)
-  )
   model = cases.grouped()
-  testbed.fit(model, cases.data(), validation_data=cases.data())
-  [line] = notes
-  assert said == []
-  assert "so the result describes none of the groups" in line
-  assert "tf_cross_shard.callbacks.GroupMetrics" in line
+  for _ in range(2):
+    testbed.fit(model, cases.data(), **options)
+  assert len(said) == is_evaluated
+  for line in said:
+    assert "so the result describes none of the groups" in line
+    assert "tf_cross_shard.callbacks.GroupMetrics" in line
+
+
+@pytest.mark.tf_keras_mode
+def test_callbacks_warn_once_that_evaluation_mixes_groups(
+  said: list[str],
+) -> None:
   used = callbacks.GroupTensorBoard("")
-  used.set_model(model)
-  used.on_test_begin()
-  assert said == [line]  # Now it is a warning.
+  used.set_model(cases.grouped())
   for groups, act, count in (
-    (PAIR, used.on_test_begin, 2),
-    (PAIR, used.on_predict_begin, 3),
-    (None, used.on_predict_begin, 3),
+    (PAIR, used.on_test_begin, 1),
+    (PAIR, used.on_predict_begin, 2),
+    (None, used.on_predict_begin, 2),
   ):
     used.set_model(cases.grouped(groups=groups))
-    act()
+    for _ in range(2):
+      act()
     assert len(said) == count
 
 

@@ -179,7 +179,7 @@ class GroupCallback(tf.keras.callbacks.Callback):
     layers = keras_private.layers(model)
     for watch in optimizer_state.watches_of(getattr(model, "optimizer", None)):
       watch.check_layers(layers)
-      watch.is_judged_by_group = True
+      watch.is_evaluated_by_group = True
 
   def set_params(self, params: Any) -> None:
     """Registers the callback as part of a `fit`; see `same_fit`."""

@@ -19,7 +19,9 @@ any step: the host reads the numbers when `fit` ends and when you save.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import sys
+import types
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -56,8 +58,8 @@ class OverwriteWatch:
     self._engine = engine
     self._variable: Any = None  # The variable of the checksums.
     # Whether a callback evaluates every group. Then `fit` needs no warning.
-    self.is_judged_by_group = False
-    self._logged: set[Any] = set()
+    self.is_evaluated_by_group = False
+    self._logged: set[str] = set()
     # Each replica's checksums [end of the last step, before, after]; NaN means
     # unknown. `before` and `after` describe the last change between two steps.
     self._checksums: Any = None
@@ -123,10 +125,10 @@ class OverwriteWatch:
       )
 
   def end_fit(self) -> None:
-    """Warns if `fit` has overwritten groups; explains what Keras evaluates."""
+    """Warns if `fit` has overwritten groups, or has evaluated them together."""
     self.check()
-    if not self.is_judged_by_group:
-      self._log_once(_BLENDED, logging.info)
+    if not self.is_evaluated_by_group and _has_validated():
+      self._log_once(_BLENDED)
 
   def accept(self) -> None:
     """Forgets all checksums, so that an intended change gives no warning."""
@@ -175,13 +177,11 @@ class OverwriteWatch:
         return False
     return True
 
-  def _log_once(
-    self, text: str, log: Callable[..., None] | None = None
-  ) -> None:
-    """Logs a text once, if there are several groups; a warning by default."""
-    if self._groups.num_groups > 1 and (text, log) not in self._logged:
-      self._logged.add((text, log))
-      (log or logging.warning)(text, self._name, self._groups.num_groups)
+  def _log_once(self, text: str) -> None:
+    """Logs a warning once, if there are several groups."""
+    if self._groups.num_groups > 1 and text not in self._logged:
+      self._logged.add(text)
+      logging.warning(text, self._name, self._groups.num_groups)
 
 
 def _checksum(variable: Any) -> tf.Tensor:
@@ -191,6 +191,20 @@ def _checksum(variable: Any) -> tf.Tensor:
   # Use a weighted sum: gradients of a softmax do not change the plain sum of
   # its biases.
   return tf.reduce_sum(flat * tf.range(1.0, (flat.shape[0] or 1) + 1.0))
+
+
+def _has_validated() -> bool:
+  """Whether this is the end of a `fit` of Keras that has validation data.
+
+  This looks at call frames, which decide only whether a warning is logged.
+  """
+  frame: types.FrameType | None = sys._getframe(1)  # noqa: SLF001
+  while frame is not None:
+    if "validation_data" in frame.f_locals and "epochs" in frame.f_locals:
+      # `fit` overwrites `validation_data` if it splits the training data.
+      return frame.f_locals["validation_data"] is not None
+    frame = frame.f_back
+  return False
 
 
 def _differ(numbers: Any) -> bool:
