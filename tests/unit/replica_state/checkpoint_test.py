@@ -275,6 +275,110 @@ def test_restore_builds_the_optimizer(tmp_path: pathlib.Path) -> None:
       assert cases.values(variable) == cases.values(same)
 
 
+@pytest.mark.parametrize("package", [keras3, tf_keras])
+def test_restore_builds_the_optimizer_on_one_device(
+  package: Any, tmp_path: pathlib.Path
+) -> None:
+  """Variables of OneDeviceStrategy do not know their strategy."""
+  library = keras if package is keras3 else tf_keras_library
+
+  def make() -> tuple[Any, Any, tf.distribute.Strategy]:
+    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+    with strategy.scope():
+      inner = library.optimizers.SGD(1.0, momentum=0.5)
+      return (
+        package.CrossShardOptimizer(inner, accumulate_steps=2),
+        tf.Variable(0.0, name="weight"),
+        strategy,
+      )
+
+  def train(optimizer: Any, weight: Any, gradients: tuple[float, ...]) -> float:
+    for gradient in gradients:
+      optimizer.apply_gradients([(tf.constant(gradient), weight)])
+    return float(weight.numpy())
+
+  optimizer, weight, strategy = make()
+  with strategy.scope():
+    optimizer.build([weight])
+  strategy.run(lambda: train(optimizer, weight, (2.0, 4.0, 6.0)))
+  replica_state.save(tmp_path / "a", optimizer, [weight])
+  optimizer, weight, strategy = make()
+  replica_state.restore(tmp_path / "a", optimizer, [weight])
+  assert strategy.run(lambda: train(optimizer, weight, ())) == -3.0
+  # (6 + 2) / 2 and half of the step before, which was 3.
+  assert strategy.run(lambda: train(optimizer, weight, (2.0,))) == -8.5
+
+
+@pytest.mark.parametrize("package", [keras3, tf_keras])
+@pytest.mark.parametrize("is_built", [False, True])
+def test_a_loss_scale_around_sharded_windows(
+  package: Any, is_built: bool, tmp_path: pathlib.Path
+) -> None:
+  """Steps make no variable that a new program lacks; `restore` makes all."""
+  library = keras if package is keras3 else tf_keras_library
+  strategy = testbed.mirrored(2)
+
+  def make(is_built: bool) -> tuple[Any, Any, Callable[[float], None]]:
+    with strategy.scope():
+      weight = tf.Variable([0.0, 0.0], name="weight")
+      ours = package.CrossShardOptimizer(
+        library.optimizers.SGD(1.0, momentum=0.5),
+        "sum",
+        accumulate_steps=2,
+        shard_update=True,
+      )
+      scaled = library.mixed_precision.LossScaleOptimizer(
+        ours, initial_scale=4.0
+      )
+      if is_built:
+        ours.build([weight])
+
+    def replica_step(gradient: float) -> None:
+      own = gradient * tf.cast(testbed.replica_id() + 1, tf.float32)
+      # Keras 3's divides gradients itself.
+      scale = 4.0 if package is keras3 else 1.0
+      pair = scale * tf.stack([own, 2 * own]), weight
+      scaled.apply_gradients([pair])
+
+    def step(gradient: float) -> None:
+      strategy.run(replica_step, (gradient,))
+
+    if is_built:
+      with strategy.scope():
+        scaled.build([weight])
+    return scaled, weight, step
+
+  scaled, weight, step = make(is_built=True)
+  for gradient in (2.0, 4.0, 6.0):
+    step(gradient)
+  replica_state.save(tmp_path / "a", scaled, [weight])
+  again, other, go_on = make(is_built)
+  replica_state.restore(tmp_path / "a", again, [other])
+  assert cases.values(other) == [[-9.0, -18.0]] * 2
+  for one_step, updated in ((step, weight), (go_on, other)):
+    one_step(2.0)
+    # (6 + 2) / 2 of 1 + 2 replicas, and half of the step before, which was 9.
+    assert cases.values(updated) == [[-25.5, -51.0]] * 2
+
+
+@pytest.mark.parametrize("package", [keras3, tf_keras])
+def test_restore_builds_nothing_under_another_strategy(
+  package: Any, tmp_path: pathlib.Path
+) -> None:
+  """Not even one of the same size, under which a configuration was read."""
+  optimizer, weights = cases.simple("mirrored")
+  replica_state.save(tmp_path / "a", optimizer, weights)
+  config = package.CrossShardOptimizer("sgd").get_config()
+  with testbed.virtual(cases.N).scope():
+    other = package.CrossShardOptimizer.from_config(config)
+  outside = package.CrossShardOptimizer.from_config(config)
+  for made in (other, outside):
+    before = len(made.variables)
+    with pytest.raises(archive.CheckpointError, match="of one strategy"):
+      replica_state.restore(tmp_path / "a", made, weights)
+    assert len(made.variables) == before
+
+
 @pytest.mark.parametrize("kind", ["ours", "shards", "Keras"])
 def test_a_window_begins_anew_in_groups_of_another_size(
   kind: str, tmp_path: pathlib.Path

@@ -122,8 +122,9 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
 
   Raises:
     CheckpointError: If the file is damaged, or has another number of groups, or
-      other variables, shapes or dtypes; or if workers read different files. It
-      is a ValueError. An error of one worker is raised on all workers.
+      other variables, shapes or dtypes; if workers read different files; or if
+      optimizer and model belong to different strategies. It is a ValueError. An
+      error of one worker is raised on all workers.
     OSError: If the file cannot be read.
   """
   restored = restore_file(archive.as_path(path), optimizer, model)
@@ -151,7 +152,7 @@ def restore_file(
       does not hold.
   """
   optimizer, model = group_state.optimizer_first(optimizer, model)
-  if model is not None and hasattr(optimizer, "build"):
+  if model is not None:
     _build(optimizer, model)
   state = group_state.GroupState(optimizer, model)
   topic = f"restoring {target.name}"
@@ -242,15 +243,49 @@ def values_of_group(
 
 
 def _build(optimizer: Any, model: Any) -> None:
-  """Builds an optimizer on the trainable variables, unless it is built."""
+  """Builds an optimizer on the trainable variables, unless it is built.
+
+  Raises:
+    CheckpointError: If the variables belong to another strategy.
+  """
   layers = list(optimizer_state.nested_optimizers(optimizer))
-  if any(keras_private.is_built(layer) for layer in layers):
+  # The outermost one builds all others. A LossScaleOptimizer around ours may
+  # not be built where ours is, and then has no loss scale to restore.
+  outermost = layers[0]
+  if keras_private.is_built(outermost) or not hasattr(outermost, "build"):
     return
   listed = [v for v in group_state.variables_of(model) if v.trainable]
   variables = getattr(model, "trainable_variables", listed)
-  strategies = filter(None, map(replica_values.strategy_of, variables))
-  with next(strategies, tf.distribute.get_strategy()).scope():
-    optimizer.build(variables)
+  # Not the variables' strategy: under OneDeviceStrategy they do not know it.
+  strategy = keras_private.strategy(layers[-1])
+  for other in filter(None, map(replica_values.strategy_of, variables)):
+    if not _can_train(strategy, optimizer, other):
+      raise CheckpointError(
+        f"`optimizer` was made under {_in_words(strategy)}, and `model` under"
+        f" another strategy, {_in_words(other)}. Make both inside the scope of"
+        " one strategy; nothing was changed."
+      )
+  with strategy.scope():
+    outermost.build(variables)
+
+
+def _can_train(
+  strategy: tf.distribute.Strategy,
+  optimizer: Any,
+  other: tf.distribute.Strategy,
+) -> bool:
+  """Whether an optimizer of `strategy` can train variables of `other`.
+
+  On one device, an optimizer that was made outside of all scopes can.
+  """
+  replicas = strategy.num_replicas_in_sync, other.num_replicas_in_sync
+  is_owned = replica_values.strategy_of(optimizer.iterations) is not None
+  return other is strategy or not (is_owned or max(replicas) > 1)
+
+
+def _in_words(strategy: tf.distribute.Strategy) -> str:
+  """Returns the class and the size of a strategy."""
+  return f"{type(strategy).__name__} ({strategy.num_replicas_in_sync} replicas)"
 
 
 def _check_groups(file: archive.Archive, state: group_state.GroupState) -> None:

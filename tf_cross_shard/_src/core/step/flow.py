@@ -270,7 +270,9 @@ class Step:
     if whole is not None:
       state.whole = whole
       state.checkpointed.add(whole.checkpoint_view)
-    self.window.build(variables)
+    # A LossScaleOptimizer of tf_keras around ours also builds on what is
+    # updated, which may be shards. A window sums up gradients of weights.
+    self.window.build([v for v in variables if state.knows(v)])
 
   @property
   def state(self) -> list[Any]:
