@@ -138,7 +138,7 @@ class GroupEarlyStopping(group_callback.GroupMonitor):
     self._weights = {}
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-    """Judges each group that has not stopped, by its metric in the logs."""
+    """Compares the metric of each group that has not stopped with its best."""
     if not self.begin(logs) or epoch < self.start_from_epoch:
       return
     wait, stopped = self._numbers["wait"], self._numbers["stopped_epoch"]

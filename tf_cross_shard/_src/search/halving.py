@@ -248,7 +248,7 @@ class Halving(trial_monitor.TrialMonitor):
 
     Raises:
       ValueError: If the groups differ in a setting that is not in the table, if
-        another callback assumes that a group trains one and the same trial, or
+        another callback assumes that a group trains a single trial, or
         if some epochs have no metrics.
     """
     super().on_train_begin(logs)
@@ -351,7 +351,7 @@ class Halving(trial_monitor.TrialMonitor):
     """Resumes the search from the plan, the progress and the table of a backup.
 
     Raises:
-      CheckpointError: If the backup is of another search.
+      CheckpointError: If the backup belongs to a different search.
     """
     super().set_state(state)
     plan, progress, rows = group_callback.from_array(state["trials"])
@@ -444,7 +444,7 @@ class Halving(trial_monitor.TrialMonitor):
   def _state_path(self, number: int, rung: int) -> pathlib.Path:
     """Returns the file with the state of a trial at the end of a rung.
 
-    Each rung has a file of its own, because a `fit` that resumes after a crash
+    Each rung has its own file, because a `fit` that resumes after a crash
     may need the file of the previous rung.
     """
     if rung < 0:

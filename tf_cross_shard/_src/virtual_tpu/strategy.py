@@ -124,7 +124,7 @@ class VirtualTPUStrategy(tf.distribute.Strategy):
   def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
     """Combines the replicas' values on the host.
 
-    The base class would run another program to reduce over `axis`.
+    The base class would run a second program to reduce over `axis`.
 
     Args:
       reduce_op: `"MEAN"` or `"SUM"`, or a `tf.distribute.ReduceOp`.

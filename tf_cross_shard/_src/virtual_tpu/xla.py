@@ -71,7 +71,7 @@ def to_numpy(buffers: Buffers, replica: int) -> np.ndarray:
 class Client:
   """Virtual devices, one for each replica, that share this machine's CPU.
 
-  The settings of jax stay as they are.
+  The settings of jax do not change.
   """
 
   def __init__(self, num_replicas: int) -> None:
