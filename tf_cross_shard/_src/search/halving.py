@@ -171,13 +171,13 @@ class Halving(trial_monitor.TrialMonitor):
       monitor: The metric that decides, as `GroupMetrics` names it, without the
         suffix `/group_0`. Trials are ranked by their best epoch so far.
       epochs: The number of epochs of the last trials, in total.
-      factor: The number of trials of which one continues.
+      factor: Only one in `factor` trials continues to the next rung.
       mode: `"min"`, `"max"`, or `"auto"` to let Keras decide by the metric.
       log_dir: A folder for TensorBoard. It receives a run for each trial, over
         the trial's own epochs, and a row of the HParams page with its settings.
 
     Raises:
-      TypeError: If `table` is no `trials.Table`.
+      TypeError: If `table` is not a `trials.Table`.
       ValueError: If `epochs` is too small, or another argument is not valid.
     """
     super().__init__(monitor, mode)
@@ -188,7 +188,7 @@ class Halving(trial_monitor.TrialMonitor):
       )
     group_callback.check_count("epochs", epochs, 1, "epochs of the last trials")
     group_callback.check_count(
-      "factor", factor, 2, "trials of which one continues"
+      "factor", factor, 2, "the trials for each one that continues"
     )
     self.table: table_lib.Table = table
     self.names = table.names

@@ -132,7 +132,7 @@ class CallVariables:
       self._is_paused = outer
 
   def optimizer(self, optimizer: Any) -> Any:
-    """Replaces an optimizer made in a tower by that of the first call.
+    """Replaces an optimizer made in a tower with that of the first call.
 
     The optimizer of the first call has the slots of all steps so far. Sharing
     slots by order instead would require that every optimizer is built on the

@@ -388,7 +388,7 @@ def _call(fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
 
 
 def _with_views(structure: Any) -> Any:
-  """Replaces each variable in a structure by a PerReplica value of copies."""
+  """Replaces each variable in a structure with a PerReplica value of copies."""
 
   def view(value: Any) -> Any:
     # An AutoCastVariable of tf_keras wraps the variable.

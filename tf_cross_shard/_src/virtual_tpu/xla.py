@@ -166,7 +166,7 @@ class Topology:
 
 @functools.cache
 def topology(name: str) -> Topology:
-  """Returns the TPU slice of a name, as libtpu describes it."""
+  """Returns the TPU slice with this name, as libtpu describes it."""
   for distribution in TESTED:
     require(distribution)
   try:
