@@ -292,7 +292,7 @@ def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"Unknown arguments: {argv[1:]}.")
   # Hide TensorFlow's messages. It would warn of many new functions, but each
-  # case is a tf.function of its own on purpose.
+  # case has its own tf.function on purpose.
   logging.set_verbosity(logging.ERROR)
   tf.get_logger().setLevel("ERROR")
   if "TF_CONFIG" in os.environ:

@@ -58,7 +58,7 @@ _JSON = flags.DEFINE_string("json", None, "File to write the figures to.")
 LAYERS = (512, 512, 512, 512, 512, 10)  # 4.2 MB, most of it in four kernels
 BATCH_SIZE = 8
 _DIGITS_STEPS, _SEEDS = 400, range(3)
-_CHUNK = 1 << 14  # bytes that are forwarded at once
+_CHUNK = 1 << 14  # bytes that are forwarded together
 # Arguments of OuterOptimizer by name. With `every` of 0 they are arguments of a
 # CrossShardOptimizer with one group, which sums gradients in each step.
 CASES: dict[str, dict[str, Any]] = {

@@ -192,7 +192,7 @@ def measure_sweep(strategy: tf.distribute.Strategy) -> list[timing.Row]:
     buckets = -(-4 * tensors * size // (megabytes << 20))
     for chains in _CHAINS:
       if chains >= 2 * buckets:
-        continue  # Fewer chains already give each bucket a chain of its own.
+        continue  # Fewer chains already give each bucket its own chain.
       # All steps of a strategy share one object for collectives, which reads
       # the number of chains when a step is traced.
       with mock.patch.object(engine._collectives, "_chains", chains):
@@ -381,7 +381,7 @@ def _measure(
 
 
 def _single_reducer(grads: list[tf.Tensor]) -> list[tf.Tensor]:
-  """Sums each gradient by a collective of its own."""
+  """Sums each gradient with its own collective."""
   context = tf.distribute.get_replica_context()
   return [context.all_reduce(tf.distribute.ReduceOp.SUM, x) for x in grads]
 
@@ -402,7 +402,7 @@ def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"Unknown arguments: {argv[1:]}.")
   # Hide TensorFlow's messages. It would warn of many new functions, but each
-  # case is a tf.function of its own on purpose.
+  # case has its own tf.function on purpose.
   logging.set_verbosity(logging.WARNING)
   tf.get_logger().setLevel("ERROR")
   if "TF_CONFIG" in os.environ:

@@ -75,7 +75,7 @@ class Original:
 
 @contextlib.contextmanager
 def replaced(strategy: tf.distribute.Strategy) -> Iterator[None]:
-  """Replaces the TPU operations of the original by those of a strategy."""
+  """Replaces the TPU operations of the original with those of a strategy."""
   count = strategy.num_replicas_in_sync
 
   def cross_replica_sum(

@@ -12,7 +12,7 @@ use the plain Keras optimizer.
                    in one process. A ratio compares two cases in one round; the
                    table has the median and the quartiles. The losses of all
                    cases must be equal, which is checked.
-    memory         each case in a process of its own. "variables" are the bytes
+    memory         each case in its own process. "variables" are the bytes
                    of all copies of weights and slots; "peak" is the largest
                    increase of the resident size.
     in parallel    how far towers overlap, from a profile of their steps with
@@ -67,7 +67,7 @@ _PROFILED_STEPS = 3
 _TOWER = re.compile(r"tower_(\d+)/.*MatMul$")
 _SHOWN = 3000  # Characters that are shown of the output of a failed process.
 _SECONDS = 300  # Seconds until a process is killed as hung.
-_SAME = 1e-4  # Relative tolerance for float32 sums in another order.
+_SAME = 1e-4  # Relative tolerance for float32 sums in a different order.
 
 Step = Callable[[], Any]
 
@@ -305,7 +305,7 @@ def _peak() -> float:
 
 
 def _in_child(*part: str) -> dict[str, Any]:
-  """Measures a part in a process of its own."""
+  """Measures a part in its own process."""
   done = subprocess.run(
     [sys.executable, *sys.argv, f"--child={','.join(part)}"],
     capture_output=True,

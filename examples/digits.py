@@ -136,7 +136,7 @@ def main(argv: Sequence[str]) -> None:
     runs["grouped"] = groups
 
   batch_size = replicas.divisible(_BATCH_SIZE.value, num_replicas)
-  # Each run has a dataset of its own, so both see the images in the same order.
+  # Each run has its own dataset, so both see the images in the same order.
   data = {
     name: digits_dataset.load(batch_size, _DATA_DIR.value, _SEED.value)
     for name in runs

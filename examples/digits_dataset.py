@@ -121,7 +121,7 @@ def _prepare(data_dir: str) -> tfds.core.DatasetBuilder:
   tfds.disable_progress_bar()
   # tfds names its temporary folder by Python's global random numbers. Two
   # processes with the same seed would use the same folder, so each process gets
-  # a folder of its own.
+  # its own folder.
   with tempfile.TemporaryDirectory(dir=data_dir) as folder:
     fresh = BundledDigits(data_dir=folder)
     # Suppress the message "Downloading": nothing is downloaded here.

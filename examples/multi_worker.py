@@ -9,7 +9,7 @@ is set, or if srun starts the program, the process is one worker of a cluster,
 and `--workers` has no effect. See docs/multi_worker.md for how to start it.
 
 At the end, a table shows a digest of the weights of each replica. The replicas
-of a group have equal digests, because their weights are equal to the bit.
+of a group have equal digests, because their weights are exactly equal.
 
 With `--backup=FOLDER`, a killed worker costs at most one epoch. The other
 workers end with an error that names the killed worker. The same command then

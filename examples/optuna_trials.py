@@ -59,9 +59,9 @@ def main(argv: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
       epochs = _EPOCHS.value
       halving = callbacks.Halving(table, folder, "val_accuracy", epochs=epochs)
-      judges = [callbacks.GroupMetrics(test, ensemble=False), halving]
+      monitors = [callbacks.GroupMetrics(test, ensemble=False), halving]
       options = {"shuffle": False, "verbose": 0}  # The dataset is shuffled.
-      model.fit(train, epochs=epochs, callbacks=judges, **options)
+      model.fit(train, epochs=epochs, callbacks=monitors, **options)
     for (trial, _), result in zip(asked, table, strict=True):
       study.tell(trial, result.best)
     best = {name: f"{value:.4g}" for name, value in study.best_params.items()}

@@ -41,9 +41,9 @@ def main(argv: Sequence[str]) -> None:
     optimizer = CrossShardOptimizer(adam, group_assignment=groups.singletons(4))
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, metrics=["accuracy"])
-  judge = callbacks.GroupMetrics(test, ensemble=False)
+  metrics = callbacks.GroupMetrics(test, ensemble=False)
   population = callbacks.Population("val_accuracy", every=_EVERY.value)
-  options = {"callbacks": [judge, population], "shuffle": False, "verbose": 0}
+  options = {"callbacks": [metrics, population], "shuffle": False, "verbose": 0}
   logs = model.fit(train, epochs=_EPOCHS.value, **options).history
   for copy in population.copied:
     epoch, source, target, rate = copy.values()

@@ -65,13 +65,13 @@ def main(argv: Sequence[str]) -> None:
     factor=2,
     log_dir=f"{folder}/board",
   )
-  judges = [callbacks.GroupMetrics(test, ensemble=False), halving]
+  monitors = [callbacks.GroupMetrics(test, ensemble=False), halving]
   model.fit(
     train,
     epochs=halving.total_epochs,
     shuffle=False,  # The dataset is shuffled already.
     verbose=0,
-    callbacks=[*judges, callbacks.BackupAndRestore(f"{folder}/backup")],
+    callbacks=[*monitors, callbacks.BackupAndRestore(f"{folder}/backup")],
   )
   print(table)
   table.to_csv(f"{folder}/table.csv")

@@ -1,5 +1,5 @@
 """The command line.
 
-It is a package of its own because `tf_cross_shard` imports TensorFlow, which
+It is a separate package because `tf_cross_shard` imports TensorFlow, which
 takes seconds.
 """

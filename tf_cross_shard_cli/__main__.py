@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     if options.command is launch.run:  # Its workers inherit the environment.
       return launch.run(options)
-    # TensorFlow prints errors only. oneDNN needs a variable of its own, since
+    # TensorFlow prints errors only. oneDNN needs its own variable, since
     # it prints a message before TensorFlow reads the level.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")

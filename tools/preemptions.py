@@ -11,7 +11,7 @@ program before its first batch. A `fit` that ends before its signal does not
 count as a kill.
 
 Every `fit` must end with the same history, weights, slots and best weights as
-the undisturbed one, to the bit. The tool prints how many batches each kind of
+the undisturbed one exactly. The tool prints how many batches each kind of
 signal lost and how long it took to resume. It exits with 1 if a `fit` ended
 differently. It needs Linux.
 """

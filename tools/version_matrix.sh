@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the contract and the equivalence tests with other TensorFlows and Kerases.
+# Runs the contract and the equivalence tests with other versions of TensorFlow and Keras.
 #
 #   bash tools/version_matrix.sh              # every row, which takes hours
 #   bash tools/version_matrix.sh 2.16 2.21    # the rows of these TensorFlows

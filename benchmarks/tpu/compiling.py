@@ -1,8 +1,8 @@
 """Compiles the contestants' steps with the TPU compiler.
 
-Each thread of the compiler leaves a heap of its own behind, 270 MB for every
-residual network that is compiled. Each model is therefore compiled in a process
-of its own, whose threads share few heaps.
+Each thread of the compiler leaves its own heap behind, 270 MB for every
+residual network that is compiled. Each model is therefore compiled in its own
+process, whose threads share few heaps.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 def measure(topology: str, model: str, rounds: int) -> list[Row]:
-  """Compiles one model's steps for one TPU slice, in a process of its own.
+  """Compiles one model's steps for one TPU slice, in its own process.
 
   Args:
     topology: The slice, such as "v5e:4x2".

@@ -1,6 +1,6 @@
 """The training steps that program.py compares.
 
-Every contestant trains a model of its own, created by the same code from the
+Every contestant trains its own model, created by the same code from the
 same random seed, with the same settings of Adam. The steps are written as users
 of that optimizer would write them.
 """

@@ -151,7 +151,7 @@ BAD = (
   ("[1]", "AttributeError: 'list'"),
   (_text(["a:1"]), "TypeError: "),
   (json.dumps({"cluster": {"worker": ADDRESSES}}), "KeyError: 'task'"),
-  (_text({"worker": ["host0"]}), "the address 'host0' is no host:port"),
+  (_text({"worker": ["host0"]}), "the address 'host0' is not host:port"),
   (
     _text({"worker": ADDRESSES}, "chief"),
     "the cluster has worker 0, worker 1, but no chief 0",

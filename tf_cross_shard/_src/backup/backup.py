@@ -45,7 +45,7 @@ class BackupAndRestore(group_callback.GroupCallback):
   Use it instead of `tf.keras.callbacks.BackupAndRestore`, and put it last in
   the list of callbacks. It adds support for groups and for several workers:
 
-  - Each worker writes files of its own. All workers resume from the newest
+  - Each worker writes its own files. All workers resume from the newest
     backup that every worker has.
   - Every group keeps its own weights and slots. Values that differ between the
     replicas of a group, such as batch statistics, are kept too.
@@ -118,8 +118,8 @@ class BackupAndRestore(group_callback.GroupCallback):
         old, by the clock of the first worker. None for no such limit.
       on_preemption: Whether to act on SIGTERM. When any worker receives it, all
         workers make a backup after the same batch and exit with `exit_code`. A
-        second signal ends a process at once. With True, call `fit` in the main
-        thread.
+        second signal ends a process immediately. With True, call `fit` in the
+        main thread.
       exit_code: The exit code of processes that end on SIGTERM. The default is
         143, as for TensorFlow's PreemptionCheckpointHandler and in shells.
       keep: How many of the last backups to keep. At least 2, since a worker may

@@ -1,1 +1,1 @@
-"""Keras callbacks that treat every group as a model of its own."""
+"""Keras callbacks that treat every group as a separate model."""

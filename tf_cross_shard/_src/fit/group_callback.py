@@ -1,7 +1,7 @@
 """Base classes of the callbacks: their order, their saved state, their metrics.
 
     GroupCallback     knows the other callbacks of the same `fit`
-      GroupMonitor    judges each group by a metric that GroupMetrics writes
+      GroupMonitor    monitors a metric of each group that GroupMetrics writes
 
 Keras does not show callbacks the list that they are in. It calls `set_model`
 and `set_params` of all callbacks before it calls `on_train_begin` of the first

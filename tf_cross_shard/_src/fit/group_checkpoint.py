@@ -1,4 +1,4 @@
-"""Checkpoints that hold each group at its best."""
+"""Checkpoints that contain the best epoch of each group."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,7 +15,7 @@ class GroupCheckpoint(group_callback.GroupMonitor):
   """Keeps the best weights and optimizer state of each group in one file.
 
   When a group improves, the file receives the group's present state; the other
-  groups' parts of the file stay as they are.
+  groups' parts of the file do not change.
   `replica_state.restore(path, optimizer, model)` then gives each group its own
   best state, from which training continues as if there had been no later
   epochs. A crash while the file is written leaves the previous file unchanged.
@@ -46,8 +46,8 @@ class GroupCheckpoint(group_callback.GroupMonitor):
   [1, 1]
 
   The best value is the best of all calls of `fit` that wrote this file, in this
-  process or in an earlier one: a resumed run replaces a group's state only by a
-  better one. Delete the file to start again. The first worker keeps a copy of
+  process or in an earlier one: a resumed run replaces a group's state only with
+  a better one. Delete the file to start again. The first worker keeps a copy of
   the file's contents in memory.
   """
 
@@ -152,7 +152,7 @@ class GroupCheckpoint(group_callback.GroupMonitor):
   def _write(
     self, state: group_state.GroupState, improved: Iterable[int]
   ) -> None:
-    """Replaces the improved groups' part of the file by their present state."""
+    """Replaces the improved groups' part of the file with their new state."""
     topic = f"saving {self._path.name}"
     state.agree(topic)
     prefixes = tuple(f"group_{i}/" for i in improved)

@@ -1,4 +1,4 @@
-"""Early stopping that judges each group by its own metric."""
+"""Early stopping that monitors each group by its own metric."""
 
 from typing import Any, Final
 
@@ -14,10 +14,10 @@ _WEIGHTS: Final = "best_weights/"  # prefix of the best weights in a backup
 class GroupEarlyStopping(group_callback.GroupMonitor):
   """Stops `fit` when every group has stopped improving.
 
-  Each group is judged by its own metric, in the same way as
-  `tf.keras.callbacks.EarlyStopping` judges a model that is trained alone. After
-  a group has stopped, its later metrics are ignored. `fit` continues until the
-  last group has stopped, and then gives each group its own best weights back.
+  The callback works like `tf.keras.callbacks.EarlyStopping`, but monitors each
+  group separately, by the group's own metric. After a group has stopped, its
+  later metrics are ignored. `fit` continues until the last group has stopped,
+  and then gives each group its own best weights.
   With this package's `BackupAndRestore` in the list of callbacks, the best
   weights and wait counts survive a crash.
 
@@ -56,7 +56,7 @@ class GroupEarlyStopping(group_callback.GroupMonitor):
     restore_best_weights: bool = True,
     start_from_epoch: int = 0,
   ) -> None:
-    """Takes arguments that mean what they mean in Keras' EarlyStopping.
+    """Sets arguments, which have the same meaning as in Keras' EarlyStopping.
 
     `verbose` and `baseline` are not supported. Pass arguments by keyword: their
     order differs from Keras.
@@ -74,7 +74,7 @@ class GroupEarlyStopping(group_callback.GroupMonitor):
         not stopped. The default of Keras is False; here, False would
         leave each group with the weights that it had when the last group
         stopped.
-      start_from_epoch: The number of first epochs that are ignored.
+      start_from_epoch: The number of epochs to ignore at the start.
     """
     super().__init__(monitor, mode, patience, min_delta)
     group_callback.check_count(
@@ -138,7 +138,7 @@ class GroupEarlyStopping(group_callback.GroupMonitor):
     self._weights = {}
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-    """Judges each group that has not stopped, by its metric in the logs."""
+    """Compares the metric of each group that has not stopped with its best."""
     if not self.begin(logs) or epoch < self.start_from_epoch:
       return
     wait, stopped = self._numbers["wait"], self._numbers["stopped_epoch"]

@@ -1,4 +1,4 @@
-"""Evaluates every group on all of the validation data, as a model of its own.
+"""Evaluates every group on all of the validation data, as a separate model.
 
 weights of group i ─▶ twin (a plain model) ─▶ evaluate ─▶ val_loss/group_i
 all groups ─▶ mean of the twins' predictions ─▶ val_loss/ensemble

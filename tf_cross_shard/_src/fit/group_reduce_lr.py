@@ -10,11 +10,10 @@ from tf_cross_shard._src.fit import group_callback, group_rates
 class GroupReduceLROnPlateau(group_callback.GroupMonitor):
   """Lowers the learning rate of each group that has stopped improving.
 
-  Each group is judged by its own metric, in the same way as
-  `tf.keras.callbacks.ReduceLROnPlateau` judges a model that is trained alone.
-  The learning rate of the optimizer has to be a number, or a
-  `schedules.PerGroup` of numbers. Changing a learning rate does not trace the
-  training step again.
+  The callback works like `tf.keras.callbacks.ReduceLROnPlateau`, but monitors
+  each group separately, by the group's own metric. The learning rate of the
+  optimizer must be a number, or a `schedules.PerGroup` of numbers. Changing a
+  learning rate does not trace the training step again.
 
   >>> import numpy as np, tensorflow as tf
   >>> from tf_cross_shard import CrossShardOptimizer, callbacks, schedules
@@ -56,7 +55,7 @@ class GroupReduceLROnPlateau(group_callback.GroupMonitor):
     cooldown: int = 0,
     min_lr: float = 0.0,
   ) -> None:
-    """Takes arguments that mean what they mean in Keras' ReduceLROnPlateau.
+    """Sets arguments, which have the same meaning as in ReduceLROnPlateau.
 
     `verbose` is not supported. Pass arguments by keyword: their order differs
     from Keras.
@@ -72,7 +71,7 @@ class GroupReduceLROnPlateau(group_callback.GroupMonitor):
       min_delta: A metric has to be better by more than this to count as an
         improvement.
       cooldown: The number of evaluations after a change during which the group
-        is not judged.
+        is not monitored.
       min_lr: The least learning rate.
     """
     super().__init__(monitor, mode, patience, min_delta)

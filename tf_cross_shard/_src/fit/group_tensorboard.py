@@ -1,4 +1,4 @@
-"""Writes the metrics of each group as a TensorBoard run of its own."""
+"""Writes the metrics of each group as a separate TensorBoard run."""
 
 from typing import Any
 

@@ -124,7 +124,7 @@ class OuterOptimizer(group_callback.GroupCallback):
         each of them, all groups receive the mean of their weights, without the
         outer optimizer. The first round of H steps begins afterwards.
       wire_dtype: `"bfloat16"` or `"float16"`, to which differences from the
-        anchor are rounded while they travel between the groups. None sends
+        anchor are rounded when groups send them to each other. None sends
         exact differences.
 
     Raises:

@@ -1,7 +1,7 @@
 """The state of an OuterOptimizer: the anchor, and the step that moves it.
 
 All groups start from the same weights, the anchor θ. Group i then trains for H
-steps, which gives it weights θ_i of its own. An outer step treats the mean
+steps, which gives it its own weights θ_i. An outer step treats the mean
 distance from the anchor as a gradient:
 
     group 0   θ ── H steps ──▶ θ_0 ─┐
@@ -51,7 +51,7 @@ def make_outer_optimizer(
     optimizer: The optimizer that trains the groups.
     outer: An optimizer of the same Keras, or its name. None for the optimizer
       of the DiLoCo paper.
-    wire_dtype: What differences are rounded to while they travel.
+    wire_dtype: The dtype in which groups send the differences.
   """
   keras = sys.modules[internals.package_of(optimizer)].optimizers
   if outer is None:

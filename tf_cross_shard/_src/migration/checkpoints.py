@@ -73,7 +73,7 @@ def convert_checkpoint(
   The optimizer of that program must have the same class and must be built on
   the same variables, inside a CrossShardOptimizer or not. TensorFlow does not
   notice a different class, although the momentum of an optimizer that `from_v1`
-  makes is another number than the momentum of a plain Keras SGD.
+  makes differs from the momentum of a plain Keras SGD.
 
   >>> import os, tempfile
   >>> import tensorflow as tf

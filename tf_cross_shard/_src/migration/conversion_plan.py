@@ -205,7 +205,7 @@ class ConversionPlan:
     Args:
       name: The name of the variable.
       variable: The variable.
-      default: The name in the checkpoint unless `names` has another one.
+      default: The name in the checkpoint unless `names` has a different one.
       pattern: The key of `names` for all such variables, such as
         "{}/momentum".
       own: The text for "{}" in the value of that entry.

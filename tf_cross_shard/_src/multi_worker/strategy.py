@@ -274,7 +274,7 @@ def check_tf_config(text: str | None) -> None:
     }
     for address in places.values():
       if not _ADDRESS.fullmatch(str(address)):
-        raise ValueError(f"the address {address!r} is no host:port")
+        raise ValueError(f"the address {address!r} is not host:port")
     place = (config["task"]["type"], str(config["task"]["index"]))
     if place not in places:
       known = ", ".join(f"{job} {index}" for job, index in places)

@@ -105,12 +105,12 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
 
   Group i of the file goes to group i of the optimizer. The groups may consist
   of other replicas than before, and may have another size. Where members of a
-  group have values of their own, member j receives the values of member j. If
+  group have different values, member j receives the values of member j. If
   the size of the groups has changed, all members receive the mean of these
   values, and an unfinished window of `accumulate_steps` starts again.
 
   The function reads and compares everything before it changes anything. With
-  groups of the same size, training continues bitwise as if it had not been
+  groups of the same size, training continues exactly as if it had not been
   interrupted. On several machines, each worker reads the file, and all workers
   have to read the same file.
 
@@ -163,7 +163,7 @@ def restore_file(
   ):
     file = stack.enter_context(archive.reading(target))
     own_values = file.about.get("values")
-    # Workers have to read the same file, unless each has a file of its own.
+    # Workers have to read the same file, unless each has its own file.
     outcomes[0]["checksum"] = file.checksum if own_values is None else 0
     _check_groups(file, state)
     names, own_names = file.about["names"], [p.name for p in state.parts]

@@ -1,6 +1,6 @@
 """One file for each group, which any group can restore.
 
-Successive halving stores each trial in a file of its own. Later, a group
+Successive halving stores each trial in its own file. Later, a group
 restores the file of the trial that it continues with; several groups may
 restore the same file:
 

@@ -119,7 +119,7 @@ def copy_group(source: int, target: int, optimizer: Any, model: Any) -> None:
   - the model's integer variables, such as the states of random number
     generators.
 
-  Where members of a group have values of their own, member j of the target
+  Where members of a group have different values, member j of the target
   receives the values of member j of the source. No other group changes.
 
   Args:
@@ -323,7 +323,7 @@ def _check_fits(state: group_state.GroupState, plain: Any) -> None:
   known = {part.name for part in state.parts}
   for part, other in zip(into.parts, state.parts, strict=True):
     # Keras numbers the states of random number generators in the order in
-    # which it makes them. A clone may make them in another order.
+    # which it makes them. A clone may make them in a different order.
     is_numbered = part.name not in known or not group_state.has_mean(
       part.variable
     )

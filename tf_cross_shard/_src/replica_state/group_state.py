@@ -1,8 +1,8 @@
 """The optimizer's and the model's variables, with their values in every group.
 
-Members of a group have bitwise equal weights and optimizer state. Variables
+Members of a group have exactly equal weights and optimizer state. Variables
 that the model does not train, such as the statistics of batch normalization,
-may have a value of their own in each replica.
+may have a different value in each replica.
 """
 
 import contextlib

@@ -67,7 +67,7 @@ def group_values(variable: Any, optimizer: Any) -> list[archive.Array]:
 
 
 def assert_in_sync(optimizer: Any, model: Any = None) -> None:
-  """Raises an error unless all members of each group have bitwise equal values.
+  """Raises an error unless all members of each group have exactly equal values.
 
   Members of a group stay equal as long as they start equal and only the
   optimizer changes them. The function compares the optimizer's variables and
@@ -99,7 +99,7 @@ def average(optimizer: Any, model: Any, slots: bool = False) -> None:
 
   The function averages the model's floating-point variables, including the
   statistics of batch normalization. Integer variables, such as the states of
-  random number generators, stay as they are.
+  random number generators, do not change.
 
   Args:
     optimizer: A built optimizer.
@@ -107,7 +107,7 @@ def average(optimizer: Any, model: Any, slots: bool = False) -> None:
     slots: Whether to average the optimizer's slots as well: for each averaged
       variable, `get_slot(variable, name)` for all slot names. This needs a
       CrossShardOptimizer. The iteration count, the learning rate and the loss
-      scale of each group stay as they are.
+      scale of each group do not change.
 
   Raises:
     ValueError: If `slots` is True and there is no CrossShardOptimizer.

@@ -171,13 +171,13 @@ class Halving(trial_monitor.TrialMonitor):
       monitor: The metric that decides, as `GroupMetrics` names it, without the
         suffix `/group_0`. Trials are ranked by their best epoch so far.
       epochs: The number of epochs of the last trials, in total.
-      factor: The number of trials of which one continues.
+      factor: Only one in `factor` trials continues to the next rung.
       mode: `"min"`, `"max"`, or `"auto"` to let Keras decide by the metric.
       log_dir: A folder for TensorBoard. It receives a run for each trial, over
         the trial's own epochs, and a row of the HParams page with its settings.
 
     Raises:
-      TypeError: If `table` is no `trials.Table`.
+      TypeError: If `table` is not a `trials.Table`.
       ValueError: If `epochs` is too small, or another argument is not valid.
     """
     super().__init__(monitor, mode)
@@ -188,7 +188,7 @@ class Halving(trial_monitor.TrialMonitor):
       )
     group_callback.check_count("epochs", epochs, 1, "epochs of the last trials")
     group_callback.check_count(
-      "factor", factor, 2, "trials of which one continues"
+      "factor", factor, 2, "the trials for each one that continues"
     )
     self.table: table_lib.Table = table
     self.names = table.names
@@ -248,7 +248,7 @@ class Halving(trial_monitor.TrialMonitor):
 
     Raises:
       ValueError: If the groups differ in a setting that is not in the table, if
-        another callback assumes that a group trains one and the same trial, or
+        another callback assumes that a group trains a single trial, or
         if some epochs have no metrics.
     """
     super().on_train_begin(logs)
@@ -351,7 +351,7 @@ class Halving(trial_monitor.TrialMonitor):
     """Resumes the search from the plan, the progress and the table of a backup.
 
     Raises:
-      CheckpointError: If the backup is of another search.
+      CheckpointError: If the backup belongs to a different search.
     """
     super().set_state(state)
     plan, progress, rows = group_callback.from_array(state["trials"])
@@ -444,7 +444,7 @@ class Halving(trial_monitor.TrialMonitor):
   def _state_path(self, number: int, rung: int) -> pathlib.Path:
     """Returns the file with the state of a trial at the end of a rung.
 
-    Each rung has a file of its own, because a `fit` that resumes after a crash
+    Each rung has its own file, because a `fit` that resumes after a crash
     may need the file of the previous rung.
     """
     if rung < 0:

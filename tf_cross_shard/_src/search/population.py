@@ -99,7 +99,7 @@ class Population(trial_monitor.TrialMonitor):
         explore, with the optimizer's values.
 
     Raises:
-      TypeError: If a number is of another type.
+      TypeError: If a number has the wrong type.
       ValueError: If an argument is not valid.
     """
     super().__init__(monitor, mode)

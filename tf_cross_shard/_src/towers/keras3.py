@@ -40,7 +40,7 @@ class TowerOptimizer(tower_optimizer.Tower, wrapper.Keras3Wrapper):
     return self._encapsulated.optimizer.scale_loss(loss) * self._factor()
 
   def _apply_pairs(self, grads: list[Any], variables: list[Any]) -> None:
-    """Collects gradients in a tower; applies them at once anywhere else."""
+    """Collects gradients in a tower; applies them immediately anywhere else."""
     self._collect_or_apply(self._apply_encapsulated, grads, variables)
 
   def _apply_encapsulated(

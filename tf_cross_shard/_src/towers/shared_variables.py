@@ -132,7 +132,7 @@ class CallVariables:
       self._is_paused = outer
 
   def optimizer(self, optimizer: Any) -> Any:
-    """Replaces an optimizer made in a tower by that of the first call.
+    """Replaces an optimizer made in a tower with that of the first call.
 
     The optimizer of the first call has the slots of all steps so far. Sharing
     slots by order instead would require that every optimizer is built on the
@@ -240,10 +240,10 @@ def _classes(optimizer: Any) -> str:
 
 
 def _check(variable: Any, kwargs: dict[str, Any]) -> None:
-  """Raises `ValueError` if a tower asks for another shape or dtype."""
+  """Raises `ValueError` if a tower needs a different shape or dtype."""
   value, shape = kwargs.get("initial_value"), kwargs.get("shape")
   make = value if callable(value) else None
-  # Keras passes an initializer instead of a value. Called in a graph of its own
+  # Keras passes an initializer instead of a value. Called in its own graph,
   # it tells the shape and dtype, and computes nothing.
   with tf.Graph().as_default() if make else contextlib.nullcontext():
     try:

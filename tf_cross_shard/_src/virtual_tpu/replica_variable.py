@@ -141,7 +141,7 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
       self._agreed = self._read_raw()
 
   def set_copies(self, values: Sequence[np.ndarray]) -> None:
-    """Sets each replica's copy to a value of its own."""
+    """Sets each replica's copy to that replica's value."""
     arrays = [np.array(value, self.dtype.as_numpy_dtype) for value in values]
     with self._replicas.lock:
       self._agreed = self._read_raw()
@@ -294,7 +294,7 @@ class ReplicaView:
     return tf.constant(self.numpy(), self.dtype)
 
   def assign(self, value: Any) -> "ReplicaView":
-    """Sets this copy; the copies of other replicas stay as they are."""
+    """Sets this copy; the copies of other replicas do not change."""
     tensor = tf.convert_to_tensor(value, self.dtype)
     tensor = tf.ensure_shape(tensor, self.shape, name="assign")
     with self._variable.distribute_strategy.extended.replicas.lock:

@@ -124,7 +124,7 @@ class VirtualTPUStrategy(tf.distribute.Strategy):
   def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
     """Combines the replicas' values on the host.
 
-    The base class would run another program to reduce over `axis`.
+    The base class would run a second program to reduce over `axis`.
 
     Args:
       reduce_op: `"MEAN"` or `"SUM"`, or a `tf.distribute.ReduceOp`.
@@ -388,7 +388,7 @@ def _call(fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
 
 
 def _with_views(structure: Any) -> Any:
-  """Replaces each variable in a structure by a PerReplica value of copies."""
+  """Replaces each variable in a structure with a PerReplica value of copies."""
 
   def view(value: Any) -> Any:
     # An AutoCastVariable of tf_keras wraps the variable.

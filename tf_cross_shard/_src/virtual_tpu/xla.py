@@ -71,7 +71,7 @@ def to_numpy(buffers: Buffers, replica: int) -> np.ndarray:
 class Client:
   """Virtual devices, one for each replica, that share this machine's CPU.
 
-  The settings of jax stay as they are.
+  The settings of jax do not change.
   """
 
   def __init__(self, num_replicas: int) -> None:
@@ -166,7 +166,7 @@ class Topology:
 
 @functools.cache
 def topology(name: str) -> Topology:
-  """Returns the TPU slice of a name, as libtpu describes it."""
+  """Returns the TPU slice with this name, as libtpu describes it."""
   for distribution in TESTED:
     require(distribution)
   try:
