@@ -186,8 +186,10 @@ class OwnAccumulation(Accumulation):
     self._sums: dict[int, Any] = {}
     # Keep references, so that Python does not reuse the `id()` of a key.
     self._known: list[Any] = []
-    # Keys of the sums to which some call adds a gradient.
+    # Keys of the sums to which an eager call of this window adds a gradient.
     self._added: set[Any] = set()
+    # Keys of the sums to which a traced call adds one, in any window.
+    self._added_by_traces: set[Any] = set()
     # Keys of the sums for which a traced last call had no gradient, so that the
     # trace does not read and reset them.
     self._not_reset: set[Any] = set()
@@ -228,17 +230,22 @@ class OwnAccumulation(Accumulation):
       ValueError: If a gradient would be added to a sum that the traced last
         call of the window does not read.
     """
-    for grad, variable in zip(grads, variables, strict=True):
-      if grad is None:
-        continue
-      key = self._key(variable)
-      if key in self._not_reset:
+    present = [
+      (grad, variable)
+      for grad, variable in zip(grads, variables, strict=True)
+      if grad is not None
+    ]
+    for _, variable in present:
+      if self._key(variable) in self._not_reset:
         raise ValueError(
           f"{variables_lib.path_of(variable)} has a gradient in some calls of"
           " an accumulation window and None in others, and the function of the"
           " window's last call was traced first. Use zeros instead of None."
         )
-      self._added.add(key)
+    is_eager = tf.executing_eagerly()
+    added = self._added if is_eager else self._added_by_traces
+    for grad, variable in present:
+      added.add(self._key(variable))
       self._sum_of(variable).assign_add(grad)
     self._calls.assign_add(1)
 
@@ -250,12 +257,14 @@ class OwnAccumulation(Accumulation):
     A gradient of None counts as zeros if another call of the window (in a
     `tf.function`: any call) has a gradient for the variable. Otherwise the sum
     would be left over for a later window. If no call has a gradient, the result
-    is None.
+    is None: with zeros, the optimizer would decay a variable that the loss does
+    not touch, and move it by its momentum.
     """
     totals: list[Gradient] = []
     for grad, variable in zip(grads, variables, strict=True):
       key = self._key(variable)
-      if grad is not None or key in self._added or self._is_nonzero(variable):
+      is_added = key in self._added or key in self._added_by_traces
+      if grad is not None or is_added or self._is_nonzero(variable):
         total = self._take_sum(variable, grad)
         # The mean over k calls, of which this one is not counted yet.
         totals.append(total / tf.cast(self._calls_so_far() + 1, total.dtype))
@@ -263,8 +272,8 @@ class OwnAccumulation(Accumulation):
       totals.append(None)
       if not tf.executing_eagerly():
         self._not_reset.add(key)
-    # Eagerly, the next window starts with no gradients. A trace serves all
-    # windows, so that its keys stay.
+    # The next window starts with no gradients. A trace serves all windows, so
+    # that its keys stay.
     if tf.executing_eagerly():
       self._added -= set(map(self._key, variables))
     return totals
