@@ -94,9 +94,9 @@ MUTANTS = [
   Mutant("a restored window that is too long never ends", "_src/core/step/accumulation.py", "is_last = self._calls_so_far() + 1 >= self.steps", "is_last = tf.equal(self._calls_so_far() + 1, self.steps)", "unit/core/step/accumulation"),
   Mutant("accumulated sums are not reset", "_src/core/step/accumulation.py", "stored_sum.assign(tf.zeros_like(before))", "pass", "unit/core/step/accumulation"),
   Mutant("every call makes a step in spite of accumulation", "_src/core/step/accumulation.py", "is_last = self._calls_so_far() + 1 >= self.steps", "is_last = tf.constant(True)", "unit/core/step/accumulation"),
-  Mutant("None in the last call drops the accumulated sum", "_src/core/step/accumulation.py", "if grad is not None or key in self._added or self._is_nonzero(variable):", "if grad is not None:", "unit/core/step/accumulation"),
-  Mutant("None in all calls of a window becomes zeros", "_src/core/step/accumulation.py", "if grad is not None or key in self._added or self._is_nonzero(variable):", "if True:", "unit/core/step/accumulation"),
-  Mutant("a gradient that the traced last call does not read is accepted", "_src/core/step/accumulation.py", "if key in self._not_reset:", "if False:", "unit/core/step/accumulation"),
+  Mutant("None in the last call drops the accumulated sum", "_src/core/step/accumulation.py", "if grad is not None or is_added or self._is_nonzero(variable):", "if grad is not None:", "unit/core/step/accumulation"),
+  Mutant("None in all calls of a window becomes zeros", "_src/core/step/accumulation.py", "if grad is not None or is_added or self._is_nonzero(variable):", "if True:", "unit/core/step/accumulation"),
+  Mutant("a gradient that the traced last call does not read is accepted", "_src/core/step/accumulation.py", "if self._key(variable) in self._not_reset:", "if False:", "unit/core/step/accumulation"),
   Mutant("None becomes zeros because of an earlier window's gradient", "_src/core/step/accumulation.py", "self._added -= set(map(self._key, variables))", "pass", "unit/core/step/accumulation"),
   # Clipping.
   Mutant("gradients are clipped after the sum", "_src/core/step/flow.py", _CLIP_AND_SUM, _CLIPPED_SUMS, "unit/core/collectives/wire"),

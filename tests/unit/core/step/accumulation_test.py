@@ -363,12 +363,51 @@ def test_none_in_a_function_that_ends_windows() -> None:
   for step in (*steps, *steps, steps[1], steps[1]):
     step(optimizer, one)
   assert (float(weight.numpy()), float(other.numpy())) == (-2.0, -3.0)
-  # The end of a window that was traced without it cannot know of it.
-  optimizer = keras3.CrossShardOptimizer("sgd", accumulate_steps=2)
+
+
+def test_none_in_a_function_that_was_traced_first_is_an_error() -> None:
+  """It skips the variable, and cannot know that it must not.
+
+  Zeros would decay the momentum of a variable that the loss does not touch.
+  """
+  [replica] = fake_engine.replicas(
+    lambda: keras.optimizers.SGD(1.0),
+    [0.0, 0.0],
+    groups=groups_lib.singletons(1),
+    accumulate_steps=3,
+  )
+  one = tf.constant(1.0)
+  tf.function(lambda: replica.apply([one, None]), autograph=False)()
+  window = replica.step.window.variables
+  before = [float(each.numpy()) for each in window]
+  assert before[1] == 1.0
+  both = [one, one]
+  for call in (replica.apply, tf.function(replica.apply, autograph=False)):
+    with pytest.raises(ValueError, match="None in others"):
+      call(both)
+    assert [float(each.numpy()) for each in window] == before
+
+
+def test_none_in_a_function_that_was_traced_after_an_eager_window() -> None:
+  """The end of the eager window does not forget the other function."""
+  weight, other = tf.Variable(0.0), tf.Variable(0.0)
+  optimizer = keras3.CrossShardOptimizer(
+    keras.optimizers.SGD(1.0), accumulate_steps=2
+  )
   optimizer.build([weight, other])
-  steps[1](optimizer, one)
-  with pytest.raises(ValueError, match="None in others"):
-    steps[0](optimizer, one)
+  one = tf.constant(1.0)
+
+  def late() -> None:
+    optimizer.apply_gradients([(None, weight), (one, other)])
+
+  early = tf.function(
+    lambda: optimizer.apply_gradients([(2.0 * one, weight), (one, other)]),
+    autograph=False,
+  )
+  traced_late = tf.function(late, autograph=False)
+  for step in (early, late, early, traced_late):
+    step()
+  assert (float(weight.numpy()), float(other.numpy())) == (-2.0, -2.0)
 
 
 def test_none_through_a_whole_window_leaves_momentum_alone() -> None:

@@ -192,8 +192,10 @@ class OwnAccumulation(Accumulation):
     self._sums: dict[int, Any] = {}
     # Keep references, so that Python does not reuse the `id()` of a key.
     self._known: list[Any] = []
-    # Keys of the sums to which some call adds a gradient.
+    # Keys of the sums to which an eager call of this window adds a gradient.
     self._added: set[Any] = set()
+    # Keys of the sums to which a traced call adds a gradient, in any window.
+    self._added_by_traces: set[Any] = set()
     # Keys of the sums for which a traced last call had no gradient. The trace
     # does not read and reset these sums.
     self._not_reset: set[Any] = set()
@@ -234,16 +236,21 @@ class OwnAccumulation(Accumulation):
       ValueError: If a gradient would be added to a sum that the traced last
         call of the window does not read.
     """
-    for grad, variable in zip(grads, variables, strict=True):
-      if grad is None:
-        continue
-      key = self._key(variable)
-      if key in self._not_reset:
+    present = [
+      (grad, variable)
+      for grad, variable in zip(grads, variables, strict=True)
+      if grad is not None
+    ]
+    for _, variable in present:
+      if self._key(variable) in self._not_reset:
         raise ValueError(
           f"{variables_lib.path_of(variable)} has a gradient in some of the"
           " accumulated calls and None in others. Use zeros instead of None."
         )
-      self._added.add(key)
+    is_eager = tf.executing_eagerly()
+    added = self._added if is_eager else self._added_by_traces
+    for grad, variable in present:
+      added.add(self._key(variable))
       self._sum_of(variable).assign_add(grad)
     self._calls.assign_add(1)
 
@@ -255,12 +262,14 @@ class OwnAccumulation(Accumulation):
     A gradient of None counts as zeros if another call of the window (in a
     `tf.function`: any call) has a gradient for the variable. Otherwise the sum
     would be left over for a later window. If no call has a gradient, the result
-    is None.
+    is None: with zeros, the optimizer would decay a variable that the loss does
+    not touch, and move it by its momentum.
     """
     totals: list[Gradient] = []
     for grad, variable in zip(grads, variables, strict=True):
       key = self._key(variable)
-      if grad is not None or key in self._added or self._is_nonzero(variable):
+      is_added = key in self._added or key in self._added_by_traces
+      if grad is not None or is_added or self._is_nonzero(variable):
         total = self._take_sum(variable, grad)
         # The mean over k calls. This call is not counted yet.
         totals.append(total / tf.cast(self._calls_so_far() + 1, total.dtype))
@@ -268,8 +277,8 @@ class OwnAccumulation(Accumulation):
       totals.append(None)
       if not tf.executing_eagerly():
         self._not_reset.add(key)
-    # Eagerly, the next window starts without gradients. A trace is used for all
-    # windows, so its keys remain.
+    # The next window starts without gradients. A trace is used for all windows,
+    # so its keys remain.
     if tf.executing_eagerly():
       self._added -= set(map(self._key, variables))
     return totals
