@@ -1,6 +1,7 @@
 """Groups that go on from better ones, against NumPy and across a crash."""
 
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,59 @@ def test_groups_without_a_number_are_the_worst_and_equal_ones_stay() -> None:
   logs = {f"val_loss/group_{i}": v for i, v in enumerate([2, 1, np.nan, 3])}
   assert population._pairs(logs) == [(1, 2)]
   assert population._pairs(dict.fromkeys(logs, 2.0)) == []
+
+
+@pytest.mark.parametrize(
+  ("explore", "copied"),
+  [
+    # 0.9 * 1.25 would be no momentum.
+    ({"momentum": [1.25]}, [0.9, 0.9, 0.9]),
+    ({"momentum": ([1.25], 0.0, 0.95)}, [0.95, 0.95, 0.95]),
+    ({"momentum": ([0.5], 0.3, 0.95)}, [0.45, 0.3, 0.3]),
+    ({"momentum": [0.5]}, [0.45, 0.225, 0.1125]),
+  ],
+)
+def test_settings_stay_within_bounds(
+  explore: Any, copied: Sequence[float]
+) -> None:
+  with testbed.mirrored().scope():
+    model = tf.keras.Sequential(
+      [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
+    )
+    sgd = tf.keras.optimizers.SGD(schedules.PerGroup(RATES), momentum=0.9)
+    # In each epoch, the worst group copies a group with the latest setting.
+    optimizer = CrossShardOptimizer(
+      sgd,
+      group_assignment=[[0], [1], [2], [3]],
+      group_settings={"momentum": [0.9] * 4},
+    )
+    model.compile(optimizer, "mse")
+    optimizer.build(model.trainable_variables)
+  population = callbacks.Population(explore=explore)
+  population.set_model(model)
+  population.params = {"epochs": 9}
+  population.on_train_begin()
+  for epoch in range(3):
+    # Group `epoch` is the best one and group `epoch + 1` the worst one.
+    numbers = {f"val_loss/group_{i}": 1.0 for i in range(4)}
+    numbers[f"val_loss/group_{epoch}"] = 0.0
+    numbers[f"val_loss/group_{epoch + 1}"] = 2.0
+    population.on_epoch_end(epoch, numbers)
+  found = [copy["momentum"] for copy in population.copied]
+  np.testing.assert_allclose(found, copied, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("explore", "message"),
+  [
+    ({"momentum": ([1.25], 0.9, 0.1)}, "lowest value that is at most"),
+    ([0.0, 1.25], "positive factors"),
+    ({"momentum": []}, "positive factors"),
+  ],
+)
+def test_explore_is_refused(explore: Any, message: str) -> None:
+  with pytest.raises(ValueError, match=message):
+    callbacks.Population(explore=explore)
 
 
 @pytest.mark.parametrize("is_around", [False, True])

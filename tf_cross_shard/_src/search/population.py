@@ -5,8 +5,10 @@ every few epochs   1. rank the groups by their metric
                    3. the copies continue with changed settings
 """
 
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -15,6 +17,62 @@ from tf_cross_shard._src.fit import group_callback
 from tf_cross_shard._src.replica_state import group_models
 from tf_cross_shard._src.search import table as table_lib
 from tf_cross_shard._src.search import trial_monitor
+
+# Keras' settings that must be less than 1: momentums and decay rates of means.
+_LESS_THAN_1: Final = ("beta_1", "beta_2", "ema_momentum", "momentum", "rho")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Range:
+  """How the copies of one setting change.
+
+  Attributes:
+    factors: Each copy is multiplied by one of them.
+    lowest: The smallest value of the setting.
+    highest: The largest value of the setting.
+    is_less_than_1: Whether a factor that leads to 1 or more is not applied.
+  """
+
+  factors: Sequence[float]
+  lowest: float
+  highest: float
+  is_less_than_1: bool
+
+  @classmethod
+  def of(cls, name: str, given: Any) -> "_Range":
+    """Returns the range that `explore` gives for a setting.
+
+    Raises:
+      TypeError: If a number has the wrong type.
+      ValueError: If a factor is not positive, or there is no value between the
+        bounds.
+    """
+    factors, *bounds = given if _has_bounds(given) else (given,)
+    for number in (*factors, *bounds):
+      group_callback.check_number("explore", number)
+    if not (len(factors) and min(factors) > 0):
+      raise ValueError(
+        f"`explore` must hold positive factors; {name!r} is {given!r}. Use None"
+        " to change no setting."
+      )
+    lowest, highest = bounds or (-math.inf, math.inf)
+    if not lowest <= highest:
+      raise ValueError(
+        "`explore` must have a lowest value that is at most the highest;"
+        f" {name!r} is {given!r}. Use (factors, lowest, highest)."
+      )
+    return cls(factors, lowest, highest, not bounds and name in _LESS_THAN_1)
+
+  def change(self, number: float, random: np.random.Generator) -> float:
+    """Returns the setting of a copy."""
+    factor = self.factors[int(random.integers(len(self.factors)))]
+    changed = min(max(number * factor, self.lowest), self.highest)
+    return number if self.is_less_than_1 and changed >= 1 else changed
+
+
+def _has_bounds(given: Any) -> bool:
+  """Whether a value of `explore` is (factors, lowest, highest)."""
+  return len(given) == 3 and isinstance(given[0], Sequence)
 
 
 class Population(trial_monitor.TrialMonitor):
@@ -27,6 +85,10 @@ class Population(trial_monitor.TrialMonitor):
   factors, which is chosen at random:
 
       setting of the target = setting of the source * factor
+
+  A setting with bounds is clipped to them. Without bounds, a factor that would
+  make a momentum or a decay rate (`momentum`, `beta_1`, `rho`, ...) 1 or more
+  is not applied.
 
   >>> import numpy as np, tensorflow as tf
   >>> from tf_cross_shard import CrossShardOptimizer, callbacks, schedules
@@ -67,7 +129,7 @@ class Population(trial_monitor.TrialMonitor):
     self,
     monitor: str = "val_loss",
     every: int = 1,
-    explore: "Mapping[str, Sequence[float]] | Sequence[float] | None" = (
+    explore: "Mapping[str, Sequence[Any]] | Sequence[float] | None" = (
       0.8,
       1.25,
     ),
@@ -86,8 +148,10 @@ class Population(trial_monitor.TrialMonitor):
       explore: Factors for the learning rate, such as `[0.5, 2.0]`. Each copy
         chooses one of them at random. To change several settings, pass a
         dictionary, `{"weight_decay": [0.5, 2.0], ...}`, with names from the
-        table or names that `group_settings` accepts. The target keeps its
-        values of all other settings. None changes no setting.
+        table or names that `group_settings` accepts. To keep a setting between
+        two bounds, pass the factors and the bounds: `{"dropout": ([0.8, 1.25],
+        0.0, 0.5)}`. The target keeps its values of all other settings. None
+        changes no setting.
       share: The fraction of the groups that are replaced, more than 0 and at
         most 0.5. At least one group is replaced.
       mode: `"min"`, `"max"`, or `"auto"` to let Keras decide by the metric.
@@ -114,14 +178,7 @@ class Population(trial_monitor.TrialMonitor):
       explore = {}
     elif not isinstance(explore, Mapping):
       explore = {"learning_rate": explore}
-    for factors in explore.values():
-      for factor in factors:
-        group_callback.check_number("explore", factor)
-      if not (len(factors) and min(factors) > 0):
-        raise ValueError(
-          f"`explore` must hold positive numbers; got {explore!r}. Use None to"
-          " leave all settings as they are."
-        )
+    ranges = {name: _Range.of(name, given) for name, given in explore.items()}
     names = list(explore) if table is None else table.names
     if not set(explore) <= set(names):
       raise ValueError(
@@ -129,6 +186,7 @@ class Population(trial_monitor.TrialMonitor):
       )
     self.every = every
     self.explore = {name: list(explore[name]) for name in explore}
+    self._ranges = ranges
     self.share = share
     self.seed = seed
     self._makes_table = table is None
@@ -194,9 +252,8 @@ class Population(trial_monitor.TrialMonitor):
         group_models.copy_group(
           source, target, self.model.optimizer, self.model
         )
-        for name, factors in self.explore.items():
-          factor = factors[random.integers(len(factors))]
-          rows[target][name] = rows[source][name] * factor
+        for name, explored in self._ranges.items():
+          rows[target][name] = explored.change(rows[source][name], random)
         self.copied.append(
           {"epoch": epoch, "source": source, "target": target, **rows[target]}
         )

@@ -101,6 +101,38 @@ def test_a_frozen_layer_is_not_trained() -> None:
     assert (layer.kernel.numpy() == old) == (layer is layers[0])
 
 
+@pytest.mark.parametrize("scaler", ["inside", "around"])
+def test_averages_are_evaluated_under_loss_scaling(scaler: str) -> None:
+  """SwapEMAWeights finds them, as in plain Keras."""
+  x = np.arange(8.0, dtype="float32").reshape(4, 2)
+
+  def losses(is_ours: bool) -> Any:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    opt = optimizers.SGD(0.01, use_ema=True, ema_momentum=0.5)
+    if is_ours and scaler == "around":
+      opt = CrossShardOptimizer(opt)
+    opt = optimizers.LossScaleOptimizer(opt, initial_scale=2.0)
+    if is_ours and scaler == "inside":
+      opt = CrossShardOptimizer(opt)
+    model.compile(opt, "mse", auto_scale_loss=False)
+    swap = keras.callbacks.SwapEMAWeights()
+    history = model.fit(
+      *(x, x[:, :1]),
+      verbose=0,
+      epochs=3,
+      shuffle=False,
+      validation_data=(x, x[:, :1]),
+      callbacks=[swap],
+    )
+    return history.history["val_loss"], model.get_weights()
+
+  plain, ours = losses(False), losses(True)
+  np.testing.assert_array_equal(ours[0], plain[0])
+  for own, right in zip(ours[1], plain[1], strict=True):
+    np.testing.assert_array_equal(own, right)
+
+
 def test_callbacks_and_steps_per_execution() -> None:
   strategy = testbed.mirrored()
   data = tf.data.Dataset.from_tensor_slices(

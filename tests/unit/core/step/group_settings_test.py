@@ -160,10 +160,16 @@ def test_limits_of_replicas() -> None:
     ("adam", {"beta_3": [0.5, 0.9]}, "Adam.beta_3 is None"),
     ("adam", {"amsgrad": [0, 1]}, "Adam.amsgrad is False"),
     ("sgd", {"momentum": [0.0, 0.5]}, "with one of the nonzero numbers"),
+    ("adagrad", {"initial_accumulator_value": [0.1, 0.2]}, "in its update"),
+    (
+      {"class_name": "SGD", "config": {"loss_scale_factor": 2.0}},
+      {"loss_scale_factor": [2.0, 4.0]},
+      "the same for all groups",
+    ),
     ("sgd", {"learning_rate": [0.1, 0.2]}, r"SGD\(schedules.PerGroup"),
   ],
 )
-def test_bad_numbers(opt: str, numbers: Any, message: str) -> None:
+def test_bad_numbers(opt: Any, numbers: Any, message: str) -> None:
   with (
     testbed.mirrored().scope(),
     pytest.raises(ValueError, match=message),

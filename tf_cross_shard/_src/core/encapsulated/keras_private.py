@@ -129,9 +129,28 @@ def calls(optimizer: Any) -> Any:
   return optimizer._iterations
 
 
+# The attribute of a Keras optimizer that lists moving averages of the weights.
+_AVERAGES: Final = "_model_variables_moving_average"
+
+
 def averages(optimizer: Any) -> list[Any]:
   """Returns the moving averages of the weights."""
-  return list(getattr(optimizer, "_model_variables_moving_average", ()))
+  return list(getattr(optimizer, _AVERAGES, ()))
+
+
+def show_averages(loss_scaler: Any, averages: list[Any]) -> None:
+  """Lets SwapEMAWeights find the averages in a LossScaleOptimizer.
+
+  The callback looks one level inside `model.optimizer`. If `model.optimizer` is
+  ours, that is the LossScaleOptimizer, which has no averages.
+
+  Args:
+    loss_scaler: A LossScaleOptimizer of Keras 3, built.
+    averages: The averages of the optimizer that it encapsulates.
+  """
+  if averages:
+    # Not `setattr`: Keras would track the list and save the averages twice.
+    vars(loss_scaler)[_AVERAGES] = averages
 
 
 def loss_scale(optimizer: Any) -> list[Any]:

@@ -42,6 +42,12 @@ class Keras3Optimizer(encapsulated.Encapsulated):
     """Whether the slots exist."""
     return bool(self.optimizer.built)
 
+  def build(self, variables: Sequence[Any]) -> None:
+    """Creates the slots for `variables`, unless they exist."""
+    super().build(variables)
+    if self.optimizer is not self.innermost:
+      keras_private.show_averages(self.optimizer, self.averages)
+
   @property
   def trainable_variables(self) -> Sequence[Any]:
     """The variables that the optimizer was built on, in order."""

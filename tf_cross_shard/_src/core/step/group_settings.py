@@ -9,7 +9,7 @@ optimizer class, kernel and kind of update reads this number.
 """
 
 import contextlib
-from typing import Any
+from typing import Any, Final
 
 from tf_cross_shard._src.core import context as context_lib
 from tf_cross_shard._src.core import settings as settings_lib
@@ -52,6 +52,16 @@ class GroupSettings(context_lib.Stage):
     return {name: values[group] for name, values in numbers.items()}
 
 
+# Numbers that an optimizer does not read in its update, but when it is built,
+# when it scales the loss, or when it counts calls.
+_NOT_IN_UPDATE: Final = (
+  "ema_overwrite_frequency",
+  "gradient_accumulation_steps",
+  "initial_accumulator_value",
+  "loss_scale_factor",
+)
+
+
 def check(context: context_lib.Context) -> None:
   """Raises an error unless `group_settings` can be applied.
 
@@ -86,6 +96,12 @@ def _check_setting(optimizer: Any, name: str, values: list[float]) -> None:
     raise ValueError(
       "`group_settings` holds 'learning_rate', which may be a schedule. Use"
       f" {kind}(schedules.PerGroup({values}))."
+    )
+  if name in _NOT_IN_UPDATE:
+    raise ValueError(
+      f"`group_settings` holds {name!r}: {values}, but only settings that"
+      f" {kind} reads in its update can differ between groups. Pass"
+      f" {kind}({name}=...), the same for all groups."
     )
   own = vars(optimizer).get(name)
   if isinstance(own, bool) or not isinstance(own, (int, float)):
