@@ -301,8 +301,10 @@ class CrossShard(forwarding.OptimizerWrapper):
     Args:
       var_list: The variables.
     """
-    self._parts.step.watch.end_fit()
-    self._parts.step.update.write_averages(var_list)
+    step = self._parts.step
+    is_sharded = step.context.encapsulated.state.whole is not None
+    step.watch.end_fit(is_sharded and bool(self._encapsulated.averages))
+    step.update.write_averages(var_list)
 
   def _gradients(
     self,

@@ -265,6 +265,8 @@ class Step:
 
   def build(self, variables: Sequence[Any]) -> None:
     """Creates the variables of all stages."""
+    if not self.context.encapsulated.is_built:
+      self.watch.before_build(variables)
     state = self.context.encapsulated.state
     whole = self.update.build(variables)
     if whole is not None:

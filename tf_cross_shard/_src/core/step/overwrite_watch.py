@@ -21,7 +21,7 @@ any step: the host reads the numbers when `fit` ends and when you save.
 import contextlib
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -38,6 +38,15 @@ _BLENDED: Final = (
   " Use tf_cross_shard.callbacks.GroupMetrics, which evaluates every group on"
   " all rows; see docs/group_callbacks.md."
 )
+_SHARDED_AVERAGES: Final = (
+  "%s divides the moving averages among the replicas (`shard_update`), but"
+  " Keras' SwapEMAWeights cannot read such averages, and evaluated different"
+  " weights. Remove SwapEMAWeights: `fit` writes the averages into the model"
+  " when it ends."
+)
+# The attribute that remembers the groups of the last optimizer that was built
+# on a variable.
+_TRAINED_BY: Final = "_tf_cross_shard_groups"
 # The checksum reads at most this number of elements of the smallest variable,
 # which is enough and costs little.
 _CHECKSUM_ELEMENTS: Final = 256
@@ -65,8 +74,8 @@ class OverwriteWatch:
     self._checksums: Any = None
     # Watch only in one process: workers would have to wait for each other to
     # create the variable, and to compare.
-    is_one_process = len(engine.replicas_here) == engine.num_replicas > 1
-    if groups.num_groups > 1 and is_one_process:
+    self._is_one_process = len(engine.replicas_here) == engine.num_replicas > 1
+    if groups.num_groups > 1 and self._is_one_process:
       with tf.init_scope(), engine.strategy.scope():
         self._checksums = tf.Variable(
           [np.nan] * 3, trainable=False, name="checksums"
@@ -124,11 +133,50 @@ class OverwriteWatch:
         " restore(), which keep the weights of each group, or average().",
       )
 
-  def end_fit(self) -> None:
-    """Warns if `fit` has overwritten groups, or has evaluated them together."""
+  def before_build(self, variables: Iterable[Any]) -> None:
+    """Remembers the groups that train variables; checks the members' values.
+
+    Raises:
+      ValueError: If an optimizer with different groups has trained a variable,
+        and the copies of the members of a group now differ.
+    """
+    groups = self._groups
+    for variable in map(variables_lib.distributed, variables):
+      earlier = getattr(variable, _TRAINED_BY, groups)
+      if (
+        earlier != groups
+        and self._is_one_process
+        and (replica_values.is_between_steps())
+      ):
+        copies = replica_values.Copies(self._engine.strategy).here(variable)
+        for members in groups:
+          if not replica_values.are_alike(copies[i] for i in members):
+            raise ValueError(
+              f"`group_assignment` is {groups.to_lists()}, but"
+              f" {variable.name} differs between the replicas {list(members)},"
+              " because an optimizer with the groups"
+              f" {earlier.to_lists()} has trained it. Call"
+              " replica_state.average(optimizer, model) with that optimizer"
+              " first, or use its groups."
+            )
+      setattr(variable, _TRAINED_BY, groups)
+
+  def end_fit(self, has_sharded_averages: bool) -> None:
+    """Warns if groups were overwritten, or if Keras evaluated wrong weights.
+
+    Args:
+      has_sharded_averages: Whether each member has a part of the averages.
+    """
     self.check()
-    if not self.is_evaluated_by_group and _has_validated():
+    arguments = _arguments_of_fit()
+    has_validated = arguments.get("validation_data") is not None
+    if has_validated and not self.is_evaluated_by_group:
       self._log_once(_BLENDED)
+    used = getattr(arguments.get("callbacks"), "callbacks", ())
+    swaps = any(type(c).__name__ == "SwapEMAWeights" for c in used)
+    if has_sharded_averages and swaps and _SHARDED_AVERAGES not in self._logged:
+      self._logged.add(_SHARDED_AVERAGES)
+      logging.warning(_SHARDED_AVERAGES, self._name)
 
   def accept(self) -> None:
     """Forgets all checksums, so that an intended change gives no warning."""
@@ -193,18 +241,18 @@ def _checksum(variable: Any) -> tf.Tensor:
   return tf.reduce_sum(flat * tf.range(1.0, (flat.shape[0] or 1) + 1.0))
 
 
-def _has_validated() -> bool:
-  """Whether this is the end of a `fit` of Keras that has validation data.
+def _arguments_of_fit() -> Mapping[str, Any]:
+  """Returns the variables of the `fit` of Keras that calls this package.
 
   This looks at call frames, which decide only whether a warning is logged.
   """
   frame: types.FrameType | None = sys._getframe(1)  # noqa: SLF001
   while frame is not None:
-    if "validation_data" in frame.f_locals and "epochs" in frame.f_locals:
-      # `fit` overwrites `validation_data` if it splits the training data.
-      return frame.f_locals["validation_data"] is not None
+    if {"validation_data", "epochs", "callbacks"} <= frame.f_locals.keys():
+      # `fit` sets `validation_data` itself if it splits the training data.
+      return frame.f_locals
     frame = frame.f_back
-  return False
+  return {}
 
 
 def _differ(numbers: Any) -> bool:
