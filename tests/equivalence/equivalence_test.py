@@ -130,8 +130,6 @@ def test_against_plain_keras_and_the_oracle(
   "optimizer", sorted(set(testbed.OPTIMIZERS) - set(UPDATES))
 )
 def test_every_other_optimizer(optimizer: str) -> None:
-  if testbed.IS_TF_KERAS and optimizer == "Nadam":
-    pytest.skip("tf_keras' counts in Python how often it was traced")
   task = training.Regression()
   held = _train(task, optimizer, "strided", "compute_gradients")
 

@@ -190,8 +190,7 @@ def draw(seed: int) -> Program:
   options = _draw_options(dice, is_exact)
   # Other optimizers magnify small differences, and lose exact whole numbers.
   plain_sgd = is_exact or "wire_dtype" in options
-  names = [n for n in OPTIMIZERS if n != "Nadam" or not testbed.IS_TF_KERAS]
-  name = "SGD" if plain_sgd or dice.chance(0.2) else dice.one(names)
+  name = "SGD" if plain_sgd or dice.chance(0.2) else dice.one(list(OPTIMIZERS))
   settings = _draw_settings(dice, name, is_exact)
   if name == "Lion":  # It takes the sign.
     options.pop("clipnorm", None)

@@ -6,9 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 
 from tests.support import islands, testbed
 from tf_cross_shard import CrossShardOptimizer, callbacks, replica_state
+from tf_cross_shard import tf_keras as ours_tf_keras
+from tf_cross_shard._src.core.encapsulated import keras_private
 from tf_cross_shard._src.replica_state import archive
 
 # Names in a file of OuterOptimizer(4, fragments=2, delay=3, wire_dtype="int8"),
@@ -130,3 +133,26 @@ def test_backups_leave_it_out_and_warn_once(
   add(tmp_path / "worker_0" / "epoch_1_batch_2.npz", REMOVED)
   fit(callbacks.BackupAndRestore(tmp_path))
   assert len(said(caplog)) == 1
+
+
+def test_older_files_lack_what_keras_does_not_list(
+  tmp_path: pathlib.Path,
+  caplog: pytest.LogCaptureFixture,
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  """The product of tf_keras' Nadam stays as it is, with a warning."""
+  weight = tf.Variable([1.0, 2.0])
+  optimizer = ours_tf_keras.CrossShardOptimizer(tf_keras.optimizers.Nadam())
+  optimizer.apply_gradients([(tf.ones(2), weight)])
+  with monkeypatch.context() as older:
+    older.setattr(keras_private, "unlisted_attributes", lambda _: {})
+    replica_state.save(tmp_path / "older", optimizer, [weight])
+  saved = weight.numpy()
+  optimizer.apply_gradients([(tf.ones(2), weight)])
+  product = optimizer.inner_optimizer._u_product.numpy()
+  replica_state.restore(tmp_path / "older", optimizer, [weight])
+  np.testing.assert_array_equal(weight.numpy(), saved)
+  assert optimizer.iterations.numpy() == 1
+  assert optimizer.inner_optimizer._u_product.numpy() == product
+  [text] = [text for text in caplog.messages if "older version" in text]
+  assert "did not save optimizer/Variable" in text

@@ -17,12 +17,23 @@ class Parts:
     keras_package: "keras" or "tf_keras".
     checks: The `step.step_checks.StepChecks`; None for towers.
     step: The `step.flow.Step`; None for towers, and while it is being created.
+    unrestored: Pickled values, as pairs of path and value, that `build` assigns
+      when it has created the slots. A value that is already assigned is None.
+    unrestored_attributes: The same for variables that only an attribute of the
+      optimizer holds: pickled values, by the name of the attribute.
+    excluded: The `exclusions.Exclusions` of the optimizer, from its pickle or
+      from `build`; None if it was neither unpickled nor built.
   """
 
   encapsulated: Any
   keras_package: str
   checks: Any = None
   step: Any = None
+  unrestored: list[Any] = dataclasses.field(default_factory=list)
+  unrestored_attributes: dict[str, Any] = dataclasses.field(
+    default_factory=dict
+  )
+  excluded: Any = None
 
 
 def set_parts(wrapper: Any, parts: Parts) -> None:

@@ -46,11 +46,13 @@ class Part(NamedTuple):
     name: Its name in a checkpoint, the same on all workers.
     variable: The variable.
     is_shared: Whether members of a group have to have equal values of it.
+    is_new: Whether files of older versions do not have it.
   """
 
   name: str
   variable: Any
   is_shared: bool
+  is_new: bool = False
 
   @property
   def kind(self) -> str:
@@ -88,9 +90,10 @@ class GroupState:
     # Optimizer state in which members of a group may differ.
     own = set(map(id, optimizer_state.member_state(optimizer)))
     state = optimizer_state.state_variables(optimizer) if is_whole else []
+    new = set(map(id, optimizer_state.unlisted_attributes(optimizer)))
     self.parts = [
-      Part(f"optimizer/{name}", variable, id(variable) not in own)
-      for name, variable in state
+      Part(f"optimizer/{name}", v, id(v) not in own, id(v) in new)
+      for name, v in state
     ]
     # A variable that the optimizer and the model share is listed once.
     known = {id(replica_values.native(part.variable)) for part in self.parts}

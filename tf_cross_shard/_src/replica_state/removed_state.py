@@ -82,6 +82,27 @@ def row_sums(found: Iterable[str]) -> list[str]:
   ]
 
 
+def without_new(
+  path: Any, own: Sequence[Any], saved: Collection[str]
+) -> list[Any]:
+  """Returns the program's variables without those that older files lack.
+
+  Args:
+    path: The file, for a warning.
+    own: The `group_state.Part`s of the program.
+    saved: The names in the file.
+  """
+  lacking = [p.name for p in own if p.is_new and p.name not in saved]
+  if lacking:
+    logging.warning(
+      "The checkpoint %s is of an older version, which did not save %s. The"
+      " value in the program stays; everything else was restored.",
+      path,
+      _shown(lacking),
+    )
+  return [part for part in own if part.name not in lacking]
+
+
 def warn(path: Any, found: dict[str, str]) -> None:
   """Logs one warning if a restored checkpoint had variables to leave out."""
   if not found:

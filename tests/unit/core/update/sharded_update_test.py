@@ -19,7 +19,10 @@ from tests.support.training import KERASES, state_of
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import keras3, replica_state
 from tf_cross_shard import tf_keras as ours_tf_keras
-from tf_cross_shard._src.core.encapsulated import optimizer_state
+from tf_cross_shard._src.core.encapsulated import (
+  fused_update,
+  optimizer_state,
+)
 from tf_cross_shard._src.core.step import flow
 
 PAIRS = [[2, 0], [1, 3]]
@@ -121,11 +124,7 @@ def replicas(
 
 @pytest.mark.parametrize(
   ("name", "which"),
-  [
-    # Nadam of Keras 3: that of plain tf_keras is wrong in a function.
-    (name, list(KERASES)[(i + 1) % 2 if name != "Nadam" else 0])
-    for i, name in enumerate(OPTIMIZERS)
-  ],
+  [(name, list(KERASES)[(i + 1) % 2]) for i, name in enumerate(OPTIMIZERS)],
 )
 def test_numbers_of_plain_keras(name: str, which: str) -> None:
   groups = PAIRS if list(OPTIMIZERS).index(name) % 2 else ALL
@@ -647,6 +646,15 @@ EACH = "is 'elementwise'.*each"  # Keras' MultiOptimizer wants all gradients.
         *({name: "elementwise"}, f"`{name}` {EACH}"),
       )
       for name in ("shard_update", "lazy_rows")
+    ),
+    *(
+      (package, getattr(library.optimizers, kind), VOUCHED, f"but {kind} uses")
+      for package, library, kinds in (
+        (keras3, keras, fused_update.BY_VARIABLE),
+        (ours_tf_keras, tf_keras, ("Adafactor",)),
+      )
+      for kind in kinds
+      if hasattr(library.optimizers, kind)
     ),
     (keras3, lambda: _Vouched(clipnorm=1.0), VOUCHED, "uses clipnorm=1"),
     (

@@ -17,6 +17,7 @@ from tests.support import replica_state_cases as cases
 from tests.support import testbed, training
 from tests.support.training import KERASES
 from tf_cross_shard import replica_state
+from tf_cross_shard._src.core.encapsulated import encapsulated
 
 PAIR = [[0], [1]]
 
@@ -211,3 +212,88 @@ def test_moving_averages_are_each_groups_own() -> None:
       found, replica_state.values(average), strict=True
     ):
       np.testing.assert_array_equal(mine, expected)
+
+
+def _nadam_within(library: Any) -> Any:
+  return library.optimizers.LossScaleOptimizer(
+    library.optimizers.Nadam(0.5, beta_1=0.5),
+    initial_scale=2.0,
+    dynamic_growth_steps=2,
+  )
+
+
+def _nadam(library: Any) -> Any:
+  return library.optimizers.Nadam(0.5, beta_1=0.5)
+
+
+def _resume(
+  way: str, optimizer: Any, weights: Any, make: Any, path: Any
+) -> Any:
+  """Returns weights and an optimizer that go on where others stopped."""
+  if way == "pickle":
+    with testbed.mirrored(2).scope():
+      again = pickle.loads(pickle.dumps(optimizer))
+      again.build(weights)
+    return weights, again
+  values = [weight.numpy() for weight in weights]
+  new_weights, again = make()
+  if way == "checkpoint":
+    saved = tf.train.Checkpoint(optimizer=optimizer).save(path)
+    tf.train.Checkpoint(optimizer=again).restore(saved).assert_consumed()
+  else:
+    replica_state.save(path, optimizer, weights)
+    replica_state.restore(path, again, new_weights)
+  for weight, value in zip(new_weights, values, strict=True):
+    weight.assign(value)
+  return new_weights, again
+
+
+@pytest.mark.parametrize("way", ["pickle", "checkpoint", "replica_state"])
+@pytest.mark.parametrize("shard_update", [False, "elementwise"])
+@pytest.mark.parametrize(
+  ("which", "make_plain"), [("keras", _nadam_within), ("tf_keras", _nadam)]
+)
+def test_variables_that_keras_does_not_list_are_saved(
+  which: str,
+  make_plain: Any,
+  shard_update: Any,
+  way: str,
+  tmp_path: pathlib.Path,
+) -> None:
+  """Nadam's product of momentums; and the loss scale, which grows once.
+
+  Resumed training has the bits of training that nobody interrupted.
+  """
+  strategy = testbed.mirrored(2)
+  grads = [np.array([[[1, 2], [2, 4]], [[2, 1], [4, 1]], [[1, 3], [1, 9]]])]
+  # A loss scale divides by 2, and by 4 after two steps.
+
+  def make() -> Any:
+    return training.build(
+      *(which, make_plain, {"weight": [1.0, 2.0]}, strategy),
+      shard_update=shard_update,
+    )
+
+  weights, optimizer = make()
+  training.train(weights, optimizer, grads, [0, 1], strategy)
+  new_weights, again = _resume(
+    way, optimizer, weights, make, tmp_path / "saved"
+  )
+  inner = [encapsulated.innermost(each) for each in (optimizer, again)]
+  products = [testbed.copies(each._u_product) for each in inner]
+  assert products[0] == products[1]
+  assert len(products[0]) == 2
+  assert 0 < products[0][0] == products[0][1] < 1
+  state = training.state_of(new_weights, again)
+  if way != "pickle":
+    training.train(weights, optimizer, grads, [2], strategy)
+  training.train(new_weights, again, grads, [2], strategy)
+  if way != "pickle":
+    for mine, theirs in zip(
+      training.state_of(new_weights, again),
+      training.state_of(weights, optimizer),
+      strict=True,
+    ):
+      np.testing.assert_array_equal(mine, theirs)
+  assert np.isfinite(state[0]).all()
+  assert (training.state_of(new_weights, again)[0] != state[0]).all()

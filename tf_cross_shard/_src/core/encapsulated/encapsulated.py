@@ -141,16 +141,21 @@ class Encapsulated(abc.ABC):
   def trainable_variables(self) -> Sequence[Any]:
     """The variables that the optimizer was built on, in order."""
 
+  @property
+  def places(self) -> dict[Any, int]:
+    """The place of each trained variable, by Keras' key of the variable."""
+    places: dict[Any, int] = getattr(self.innermost, self._index_attribute)
+    return places
+
   def index(self, variable: Any) -> Any:
     """Returns the place of a variable among the trained ones, or None."""
-    places = getattr(self.innermost, self._index_attribute)
-    return places.get(keras_private.key(self.innermost, variable))
+    return self.places.get(keras_private.key(self.innermost, variable))
 
   def place_of(self, variable: Any) -> tuple[int, int]:
     """Returns the place of a variable, and the number of trained variables."""
     index = self.index(variable)
     assert index is not None
-    return index, len(getattr(self.innermost, self._index_attribute))
+    return index, len(self.places)
 
   def as_built(self, variable: Any) -> Any:
     """Returns the Keras variable of a `tf.Variable`.

@@ -134,6 +134,25 @@ def check_is_one(optimizer: Any, argument: str, value: Any) -> None:
     )
 
 
+def check_vouched_for(optimizer: Any, argument: str, value: Any) -> None:
+  """Raises `ValueError` for "elementwise" with a class known to need more.
+
+  The user vouches by `"elementwise"` for a class that this package does not
+  know. The classes in `BY_VARIABLE` are known to use norms or shapes of whole
+  variables.
+  """
+  name = keras_class(optimizer)
+  if value == "elementwise" and name in BY_VARIABLE:
+    remedy = {
+      "shard_update": f'Use {argument}="by_variable".',
+      "lazy_rows": f"Remove `{argument}`.",
+    }
+    raise ValueError(
+      f"`{argument}` is {value!r}, but {name} uses norms, shapes or settings of"
+      f" whole variables, and would compute wrong numbers. {remedy[argument]}"
+    )
+
+
 def is_compiled(optimizer: Any) -> bool:
   """Whether XLA compiles the optimizer's step that is being traced."""
   return bool(getattr(optimizer, "jit_compile", False)) or kernels.is_compiled()

@@ -14,6 +14,8 @@ from typing import Any, Final
 
 import tensorflow as tf
 
+from tf_cross_shard._src.core import variables as variables_lib
+
 KERASES: Final = ("keras", "tf_keras")
 
 # Keras 3's update of all variables, which calls `update_step` for each.
@@ -168,7 +170,41 @@ def unlisted(optimizer: Any) -> list[Any]:
   """Returns variables that no list of tf_keras holds, except learning rates."""
   settings = getattr(optimizer, "_hyper", {}).values()  # of a legacy optimizer
   variables = [value for value in settings if hasattr(value, "assign")]
-  return [*loss_scale(optimizer), *variables]
+  return [
+    *loss_scale(optimizer),
+    *variables,
+    *unlisted_attributes(optimizer).values(),
+  ]
+
+
+def unlisted_attributes(optimizer: Any) -> dict[str, Any]:
+  """Returns the variables that only an attribute of the optimizer holds.
+
+  tf_keras lists what `add_variable` made, but Nadam makes its product of
+  momentums itself. Keras 3 lists all variables in attributes, except while a
+  LossScaleOptimizer builds the optimizer.
+  """
+  variables = getattr(optimizer, "variables", ())
+  listed = variables() if callable(variables) else variables
+  known = {id(variable) for variable in (*listed, *learning_rates(optimizer))}
+  return {
+    attribute: value
+    for attribute, value in vars(optimizer).items()
+    if variables_lib.is_variable(value) and id(value) not in known
+  }
+
+
+def exclusions(optimizer: Any) -> tuple[list[Any], list[str]]:
+  """Returns what `exclude_from_weight_decay` was called with.
+
+  Returns:
+    The keys of variables, and patterns of names.
+  """
+  keys = getattr(optimizer, "_exclude_from_weight_decay", ())
+  pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
+  # tf_keras has a list of patterns, Keras 3 one that is compiled.
+  patterns = getattr(optimizer, "_exclude_from_weight_decay_names", ())
+  return list(keys), [*patterns, *([pattern.pattern] if pattern else [])]
 
 
 def strategy(optimizer: Any) -> tf.distribute.Strategy:

@@ -18,6 +18,7 @@ from tf_cross_shard._src.core.encapsulated import (
   encapsulated,
   loss_scaling,
   optimizer_state,
+  overriding,
   state,
 )
 from tf_cross_shard._src.core.gradients import indexed_slices
@@ -113,7 +114,15 @@ class TfKerasOptimizer(encapsulated.Encapsulated):
     would turn these overrides off.
     """
     del through_apply  # tf_keras has no `apply`.
-    self.optimizer.apply_gradients(as_pairs(grads, variables))
+    with self._counting_products():
+      self.optimizer.apply_gradients(as_pairs(grads, variables))
+
+  def _counting_products(self) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which Nadam multiplies its product once."""
+    if isinstance(self.innermost, tf_keras.optimizers.Nadam):
+      count = _OncePerStep()
+      return overriding.overriding(self.innermost, _u_product_counter=count)
+    return contextlib.nullcontext()
 
   def _apply_around(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
@@ -262,6 +271,32 @@ class TfKerasLossScaling(loss_scaling.LossScaling):
     if scaler is None:
       return list(grads)
     return list(type(scaler).get_unscaled_gradients(scaler, list(grads)))
+
+
+class _OncePerStep:
+  """Replaces Nadam's `_u_product_counter` during one step of one replica.
+
+  Nadam multiplies its product of momentums when it updates the first variable
+  of a step. It finds the first variable by an attribute that counts updates in
+  Python: wrong in a function, which is traced once, on several replicas, which
+  all count, and in a resumed program, which starts at 1. This object is
+  compared once for each variable, and says no to the first.
+  """
+
+  __hash__ = None  # type: ignore[assignment]
+
+  def __init__(self) -> None:
+    """Begins a step."""
+    self._is_multiplied = False
+
+  def __eq__(self, other: object) -> Any:
+    """Returns whether the product is the one of this step, as a tensor."""
+    is_multiplied, self._is_multiplied = self._is_multiplied, True
+    return tf.constant(is_multiplied)
+
+  def __add__(self, other: int) -> "_OncePerStep":
+    """Returns this object: it counts by itself."""
+    return self
 
 
 def as_pairs(

@@ -374,6 +374,7 @@ def choose_kind(optimizer: Any, shard_update: Any) -> str:
   """
   class_name = type(optimizer).__name__
   fused_update.check_is_one(optimizer, "shard_update", shard_update)
+  fused_update.check_vouched_for(optimizer, "shard_update", shard_update)
   if not hasattr(optimizer, "build"):
     raise ValueError(
       f"`shard_update` is {shard_update!r}, but {class_name} is an optimizer of"

@@ -59,6 +59,7 @@ def check(context: context_lib.Context) -> None:
     )
   kind = type(optimizer).__name__
   fused_update.check_is_one(optimizer, "lazy_rows", lazy_rows)
+  fused_update.check_vouched_for(optimizer, "lazy_rows", lazy_rows)
   if not hasattr(optimizer, "build"):
     raise ValueError(
       f"`lazy_rows` is {lazy_rows!r}, but {kind} is an optimizer of"

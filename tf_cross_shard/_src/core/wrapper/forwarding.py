@@ -17,6 +17,7 @@ import tensorflow as tf
 from tf_cross_shard._src.core import parts, validation
 from tf_cross_shard._src.core.encapsulated import (
   encapsulated,
+  exclusions,
   optimizer_state,
   v1_conversion,
 )
@@ -101,7 +102,6 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
   def _encapsulate(self, inner: encapsulated.Encapsulated) -> None:
     """Stores the encapsulated optimizer, and begins to forward attributes."""
     parts.set_parts(self, parts.Parts(inner, self._package))
-    self._keep_until_built([])
 
   @property
   def _parts(self) -> parts.Parts:
@@ -254,7 +254,8 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
         would receive the values.
     """
     checkpointed = self._encapsulated.state.checkpointed
-    has_waiting_values = self._unrestored or getattr(
+    own, variables = self._parts, list(variables)
+    has_waiting_values = own.unrestored or getattr(
       checkpointed, "has_waiting_values", False
     )
     if has_waiting_values and not tf.distribute.in_cross_replica_context():
@@ -266,12 +267,17 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
           " build(variables) inside `with strategy.scope():` before the first"
           " step."
         )
+    if not self._encapsulated.is_built:
+      if own.excluded:
+        exclusions.exclude_again(self._encapsulated, own.excluded, variables)
+      # Now: with `shard_update` the optimizer is built on other variables.
+      own.excluded = exclusions.of_variables(self._encapsulated, variables)
     self._build_slots(variables)
-    if self._unrestored:
+    if own.unrestored:
       # Leave the function that is being traced, because it would restore the
       # values in every step.
       with tf.init_scope():
-        self._restore(self._unrestored)
+        self._restore(own.unrestored, own.unrestored_attributes)
 
   def _build_slots(self, variables: list[Any]) -> None:
     """Creates the slots."""

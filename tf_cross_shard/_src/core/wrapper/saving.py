@@ -11,7 +11,11 @@ from typing import Any
 
 from tf_cross_shard._src.core import parts
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.encapsulated import encapsulated
+from tf_cross_shard._src.core.encapsulated import (
+  encapsulated,
+  exclusions,
+  keras_private,
+)
 
 
 class SavedState:
@@ -22,9 +26,11 @@ class SavedState:
     """The encapsulated optimizer; `OptimizerWrapper` has it."""
     raise NotImplementedError
 
-  # Pickled values, as pairs of path and value, that `build` assigns when it has
-  # created the slots. A value that is already assigned is None.
-  _unrestored: list[Any]
+  @property
+  def _parts(self) -> parts.Parts:
+    """The objects behind the wrapper; `OptimizerWrapper` has them."""
+    raise NotImplementedError
+
   _argument: str  # The constructor's name for the encapsulated optimizer.
   # Each Keras has its own implementation.
   _serialize: Callable[[Any], Any]
@@ -82,16 +88,23 @@ class SavedState:
   def __reduce__(self) -> tuple[Any, ...]:
     """Returns settings and state, to be pickled or copied."""
     self._before_saving()
+    own, inner = self._parts, self._encapsulated
+    excluded = own.excluded
+    if not (inner.is_built and excluded):
+      excluded = exclusions.current(inner, excluded)
     current = [
-      (variables_lib.path_of(v), v.numpy())
-      for v in self._encapsulated.state.all_variables
+      (variables_lib.path_of(v), v.numpy()) for v in inner.state.all_variables
     ]
     # A value that still waits for its variable is saved unchanged.
-    waiting = enumerate(self._unrestored)
+    waiting = enumerate(own.unrestored)
     state = [saved or current[i] for i, saved in waiting] or current
-    return _unpickle, (type(self), self.get_config(), state)
+    attributes = own.unrestored_attributes | {
+      name: variable.numpy() for name, variable in _attributes_of(inner).items()
+    }
+    arguments = type(self), self.get_config(), state, excluded, attributes
+    return _unpickle, arguments
 
-  def _restore(self, state: list[Any]) -> None:
+  def _restore(self, state: list[Any], attributes: dict[str, Any]) -> None:
     """Assigns saved values to existing variables, and keeps the other values.
 
     `build` restores the slots of an optimizer that is not built yet. A value
@@ -106,11 +119,14 @@ class SavedState:
       if saved and (complete or variables_lib.path_of(variable) == saved[0]):
         variable.assign(saved[1])
         waiting[i] = None
-    self._keep_until_built([] if complete else waiting)
-
-  def _keep_until_built(self, state: list[Any]) -> None:
-    """Stores values for `build`, where Keras does not track the list."""
-    self.__dict__["_unrestored"] = state
+    own = self._parts
+    own.unrestored = [] if complete else waiting
+    existing = _attributes_of(self._encapsulated)
+    for name in existing.keys() & attributes.keys():
+      existing[name].assign(attributes[name])
+    own.unrestored_attributes = {
+      name: value for name, value in attributes.items() if name not in existing
+    }
 
   # tf.train.Checkpoint sees the encapsulated optimizer instead of the wrapper.
 
@@ -139,8 +155,25 @@ class SavedState:
     return self._checkpointed()._deferred_dependencies  # noqa: SLF001
 
 
-def _unpickle(cls: type[Any], config: dict[str, Any], state: list[Any]) -> Any:
-  """Reverses `SavedState.__reduce__`. Pickles contain the function's name."""
+def _attributes_of(inner: encapsulated.Encapsulated) -> dict[str, Any]:
+  """Returns the variables that only an attribute of an optimizer holds."""
+  return keras_private.unlisted_attributes(inner.innermost)
+
+
+def _unpickle(
+  cls: type[Any],
+  config: dict[str, Any],
+  state: list[Any],
+  excluded: Any = None,
+  attributes: Any = None,
+) -> Any:
+  """Reverses `SavedState.__reduce__`. Pickles contain the function's name.
+
+  Pickles of older versions do not have the last two arguments.
+  """
   optimizer = cls.from_config(config)
-  optimizer._restore(state)  # noqa: SLF001  # a method of this module
+  own = parts.parts_of(optimizer)
+  assert own is not None
+  own.excluded = excluded
+  optimizer._restore(state, attributes or {})  # noqa: SLF001  # of this module
   return optimizer

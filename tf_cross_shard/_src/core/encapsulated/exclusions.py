@@ -1,0 +1,94 @@
+"""Exclusions from weight decay, in a form that can be pickled.
+
+`exclude_from_weight_decay` of Keras keeps keys of variables, such as `id(v)`,
+which mean nothing in another program or for a copy of the model. The place of a
+variable among the trained variables does.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+from tf_cross_shard._src.core.encapsulated import encapsulated, keras_private
+
+
+class Exclusions(TypedDict):
+  """The variables that weight decay leaves unchanged.
+
+  Attributes:
+    places: Their places among the trained variables.
+    count: The number of trained variables.
+    patterns: Patterns of names that are excluded, too.
+  """
+
+  places: list[int]
+  count: int
+  patterns: list[str]
+
+
+def of_variables(
+  inner: encapsulated.Encapsulated, variables: Sequence[Any]
+) -> Exclusions:
+  """Returns the exclusions of an optimizer that will be built on variables."""
+  excluded, patterns = keras_private.exclusions(inner.innermost)
+  places = [
+    place
+    for place, variable in enumerate(variables if excluded else ())
+    if keras_private.key(inner.innermost, variable) in excluded
+  ]
+  return {"places": places, "count": len(variables), "patterns": patterns}
+
+
+def current(
+  inner: encapsulated.Encapsulated, waiting: Exclusions | None
+) -> Exclusions:
+  """Returns the exclusions of an optimizer, to be pickled.
+
+  Args:
+    inner: The optimizer. If it is built, the program that wraps it did not
+      build it.
+    waiting: The exclusions of an unpickled optimizer that is not built yet.
+
+  Raises:
+    ValueError: If variables are excluded whose places are not known yet.
+  """
+  excluded, patterns = keras_private.exclusions(inner.innermost)
+  if not inner.is_built and excluded:
+    raise ValueError(
+      f"{inner.name} cannot be pickled or copied yet: before it is built,"
+      " nothing but their identity tells which variables"
+      " exclude_from_weight_decay(var_list=...) excludes. Call"
+      " build(variables) first, or use `var_names`."
+    )
+  found: Exclusions = waiting or {"places": [], "count": 0, "patterns": []}
+  if excluded:
+    by_key = inner.places
+    places = [by_key[key] for key in excluded if key in by_key]
+    found = {"places": sorted(places), "count": len(by_key), "patterns": []}
+  return {**found, "patterns": [*found["patterns"], *patterns]}
+
+
+def exclude_again(
+  inner: encapsulated.Encapsulated,
+  waiting: Exclusions,
+  variables: Sequence[Any],
+) -> None:
+  """Excludes variables as in the optimizer that was pickled, before `build`.
+
+  What was excluded since then stays excluded.
+
+  Raises:
+    ValueError: If the number of variables is another one.
+  """
+  if waiting["places"] and waiting["count"] != len(variables):
+    raise ValueError(
+      f"{inner.name} was unpickled or copied, and excludes variables"
+      f" {waiting['places']} of {waiting['count']} from weight decay; got"
+      f" {len(variables)} variables. Build it on the same variables as the"
+      " optimizer that was pickled."
+    )
+  new = of_variables(inner, variables)
+  if waiting["places"] or waiting["patterns"]:
+    inner.innermost.exclude_from_weight_decay(
+      var_list=[variables[i] for i in {*waiting["places"], *new["places"]}],
+      var_names=[*waiting["patterns"], *new["patterns"]],
+    )
