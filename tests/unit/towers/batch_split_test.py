@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support import towers_bed
 from tf_cross_shard._src.towers import batch_split as batch
 
 
@@ -54,11 +55,52 @@ def test_there_and_back(count: int, length: int) -> None:
 
 
 @pytest.mark.parametrize(
+  ("tree", "first", "second"),
+  [
+    ([0.0, 1.0, 2.0, 3.0], [0.0, 1.0], [2.0, 3.0]),
+    ([[1, 2], [3, 4]], [[1, 2]], [[3, 4]]),
+    ([[], []], [[]], [[]]),
+    (["a", b"b"], [b"a"], [b"b"]),
+    ([np.float32(1), True], [1.0], [1.0]),
+    ([], [], []),  # A nest without tensors.
+    (
+      {"x": [1, 2], "y": ([[1, 2], [3, 4]], {"z": [5, 6]})},
+      {"x": [1], "y": ([[1, 2]], {"z": [5]})},
+      {"x": [2], "y": ([[3, 4]], {"z": [6]})},
+    ),
+    # A list of tensors is a nest.
+    ([np.array([1, 2]), [3, 4]], [[1], [3]], [[2], [4]]),
+  ],
+)
+@pytest.mark.parametrize("place", towers_bed.MODES)
+def test_lists_of_numbers_are_tensors(
+  tree: Any, first: Any, second: Any, place: str
+) -> None:
+  split = towers_bed.caller(lambda: batch.split("x", tree, 2), place)
+  parts = [tf.nest.map_structure(_lists, part) for part in split()]
+  assert parts == [first, second]
+
+
+@pytest.mark.parametrize("is_value", [False, True])
+def test_rows_of_a_sparse_tensor(is_value: bool) -> None:
+  """A part without values keeps its shape; a value of a session is a tensor."""
+  indices, values = [[0, 0], [1, 0], [1, 1]], [1.0, 2.0, 3.0]
+  kind = tf.compat.v1.SparseTensorValue if is_value else tf.SparseTensor
+  first, second = batch.split("x", {"x": kind(indices, values, [4, 3])}, 2)
+  assert _lists(first["x"]) == [[1.0, 0.0, 0.0], [2.0, 3.0, 0.0]]
+  assert _lists(second["x"]) == [[0.0] * 3] * 2
+  with pytest.raises(ValueError, match="axis 0 has length 3, of SparseTensor"):
+    batch.split("x", kind(indices, values, [3, 3]), 2)
+
+
+@pytest.mark.parametrize(
   ("tree", "words"),
   [
     (lambda: tf.ones([3]), "shape (3,). Change"),
     (lambda: np.ones([0, 2]), "shape (0, 2). Change"),
     (lambda: {"a": 3}, "with shape (). Change"),
+    (lambda: {"a": [1, 2, 3]}, "axis 0 has length 3, of"),
+    (lambda: [{"a": 3}, {"a": 4}], "with shape (). Change"),
     (lambda: tf.sparse.eye(3), "SparseTensor with shape (3, 3)"),
     (lambda: tf.ragged.constant([[1], [], [2]]), "RaggedTensor"),
   ],

@@ -11,6 +11,7 @@ import tf_keras
 import tf_cross_shard.tf_keras
 from tests.support import testbed
 from tests.support.towers_bed import (
+  MODES,
   TWO,
   batch,
   caller,
@@ -224,6 +225,51 @@ def test_differences(after: int, starts: Any, words: str) -> None:
   towers[:] = [0] * 9
   replicated(batch())
   assert float(c) == expected - 3.0
+
+
+@pytest.mark.tf_keras_mode
+@pytest.mark.parametrize("place", MODES)
+@pytest.mark.parametrize(
+  ("first", "second", "words"),
+  [
+    ("SGD SGD", "SGD", "tower 1 called none where tower 0 called SGD('"),
+    ("SGD", "", "tower 1 called none where tower 0 called SGD('"),
+    ("Adam SGD", "SGD", "it made Adam first, and now SGD."),
+    ("SGD", "SGD Adam", "it made no optimizer 2 first, and now Adam."),
+    ("", "Adam", "it made no optimizer 1 first, and now Adam."),
+    ("SGD", "+SGD", "it made SGD first, and now LossScaleOptimizer(SGD)."),
+    ("+SGD", "SGD", "it made LossScaleOptimizer(SGD) first, and now SGD."),
+  ],
+)
+def test_towers_that_make_other_optimizers(
+  first: str, second: str, words: str, place: str
+) -> None:
+  """The error names the optimizers, and not their variables."""
+  weights = [tf.Variable(10.0), tf.Variable(10.0)]
+  towers = iter([first, second])
+
+  def make(name: str) -> Any:
+    optimizer = getattr(keras.optimizers, name.removeprefix("+"))(1.0)
+    if not name.startswith("+"):
+      return optimizer
+    return keras.mixed_precision.LossScaleOptimizer(optimizer)
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    loss = tf.reduce_sum(features)
+    for weight, name in zip(weights, next(towers).split(), strict=False):
+      part = weight * tf.reduce_sum(features)
+      TowerOptimizer(make(name)).minimize(part, var_list=[weight])
+      loss += part
+    return TowerSpec(mode, loss)
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+  step = caller(replicated, place)
+  with pytest.raises(ValueError, match="the same optimizers in") as error:
+    step(batch())
+  text = " ".join(str(error.value).split())
+  assert words in text.replace("OptimizerV3", "Optimizer")  # tf_keras' class
+  assert values(weights) == [10.0, 10.0]
+  assert not replicated.variables
 
 
 @pytest.mark.parametrize("modes", [("eval", "infer"), ("infer", "eval")])

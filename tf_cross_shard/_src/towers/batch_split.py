@@ -2,13 +2,19 @@
 
     batch [n * rows, ...]  --split-->  n parts [rows, ...]  --concatenate-->
 
-A batch is a nest of tensors; every tensor is split along axis 0.
+A batch is a nest of tensors; every tensor is split along axis 0. As in
+TensorFlow 1, a list of numbers is a tensor.
 """
 
+import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 import tensorflow as tf
+from tensorflow.python.util import nest
+
+_PLAIN: Final = (numbers.Number, np.generic, str, bytes)
 
 
 def split(argument: str, tree: Any, count: int) -> list[Any]:
@@ -16,11 +22,16 @@ def split(argument: str, tree: Any, count: int) -> list[Any]:
 
   Returns one nest for each part. `argument` is the name that errors use.
   """
+  # To `tf.nest`, lists of numbers and sparse values would be nests of scalars.
+  outline = nest.get_traverse_shallow_structure(
+    lambda part: not _is_tensor_like(part), tree
+  )
   columns = [
-    _split_leaf(argument, leaf, count) for leaf in tf.nest.flatten(tree)
+    _split_leaf(argument, leaf, count)
+    for leaf in nest.flatten_up_to(outline, tree)
   ]
   return [
-    tf.nest.pack_sequence_as(tree, [column[i] for column in columns])
+    tf.nest.pack_sequence_as(outline, [column[i] for column in columns])
     for i in range(count)
   ]
 
@@ -47,10 +58,28 @@ def concatenate(trees: Sequence[Any]) -> Any:
   return tf.nest.map_structure(lambda *parts: _join_leaves(parts), *trees)
 
 
+def _is_tensor_like(tree: Any) -> bool:
+  """Whether a part of a nest is one tensor, although `tf.nest` could open it.
+
+  An empty list is a nest without tensors.
+  """
+  is_sparse = isinstance(tree, tf.compat.v1.SparseTensorValue)
+  return is_sparse or (_is_table(tree) and bool(tree))
+
+
+def _is_table(rows: Any) -> bool:
+  """Whether this is a list of numbers or texts, or of such lists."""
+  return isinstance(rows, list) and all(
+    isinstance(row, _PLAIN) or _is_table(row) for row in rows
+  )
+
+
 def _split_leaf(argument: str, leaf: Any, count: int) -> Sequence[Any]:
   """Splits one tensor into equal parts."""
   if leaf is None:
     return [None] * count
+  if isinstance(leaf, tf.compat.v1.SparseTensorValue):
+    leaf = tf.SparseTensor.from_value(leaf)
   if not isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor)):
     leaf = tf.convert_to_tensor(leaf)
   # The number of rows: 0 for a scalar, None if only the running program

@@ -125,8 +125,9 @@ class ReplicatedModelFn:
     """Runs model_fn in every tower and merges the specs that it returns.
 
     Args:
-      features: A nest of tensors with the examples of the batch along axis 0.
-      labels: A nest of tensors with the examples along axis 0, or None.
+      features: A nest of tensors with the examples of the batch along axis 0. A
+        list of numbers, or of lists of numbers, is a tensor.
+      labels: The same for labels, or None.
       mode: `"train"`, `"eval"` or `"infer"`.
       params: Passed on if model_fn has an argument of this name.
       config: Passed on if model_fn has an argument of this name.

@@ -147,13 +147,17 @@ class CallVariables:
       return optimizer  # It was made outside of this tower.
     key = (self._mode, len(self._optimizers))
     self._optimizers.append(optimizer)
-    first = self._shared.optimizers.setdefault(key, optimizer)
-    if _classes(optimizer) != _classes(first):
+    known = self._shared.optimizers
+    if self._known is None:  # The first tower of this mode.
+      known.setdefault(key, optimizer)
+    first = known.get(key)
+    number = len(self._optimizers)
+    made_first = f"no optimizer {number}" if first is None else _classes(first)
+    if _classes(optimizer) != made_first:
       raise ValueError(
         "`model_fn` must make the same optimizers in every tower and every"
-        f" call; it first made {_classes(first)}, but now"
-        f" {_classes(optimizer)}. Make optimizers that differ outside of"
-        " model_fn."
+        f" call; it first made {made_first}, but now {_classes(optimizer)}."
+        " Make optimizers that differ outside of model_fn."
       )
     return first
 
@@ -200,10 +204,16 @@ class CallVariables:
       elif self._known is None:
         variable = make(**kwargs)
       else:
-        raise ValueError(
+        error = ValueError(
           f"{_MUST} the first tower or call made {count}, but this one also"
           f" makes {kwargs.get('name') or 'Variable'}. {_REMEDY}"
         )
+        if not _may_be_of_optimizer(kwargs):
+          raise error
+        # Raise it at the end of the tower. Before that, `optimizer` raises an
+        # error that names the optimizer.
+        self._error = self._error or error
+        variable = make(**kwargs)
     except ValueError as error:
       self._error = self._error or error
       raise
@@ -239,8 +249,31 @@ def _classes(optimizer: Any) -> str:
   return name if inner is None else f"{name}({_classes(inner)})"
 
 
+def _may_be_of_optimizer(kwargs: dict[str, Any]) -> bool:
+  """Whether this is a variable that an optimizer's constructor may create.
+
+  These are scalars that are not trained, such as the iteration count.
+  """
+  shape, _ = _asked_for(kwargs)
+  return kwargs.get("trainable") is False and shape.rank == 0
+
+
 def _check(variable: Any, kwargs: dict[str, Any]) -> None:
   """Raises `ValueError` if a tower needs a different shape or dtype."""
+  shape, dtype = _asked_for(kwargs)
+  dtype = dtype or variable.dtype
+  if dtype != variable.dtype or not shape.is_compatible_with(variable.shape):
+    raise ValueError(
+      f"{_MUST} {variable.name} has shape {variable.shape} and dtype"
+      f" {variable.dtype.name}, but this tower or call needs shape {shape} and"
+      f" dtype {dtype.name}. {_REMEDY}"
+    )
+
+
+def _asked_for(
+  kwargs: dict[str, Any],
+) -> tuple[tf.TensorShape, tf.DType | None]:
+  """Returns the shape and the dtype of a variable; None if it is not known."""
   value, shape = kwargs.get("initial_value"), kwargs.get("shape")
   make = value if callable(value) else None
   # Keras passes an initializer instead of a value. Called in its own graph,
@@ -253,11 +286,5 @@ def _check(variable: Any, kwargs: dict[str, Any]) -> None:
   shape = tf.TensorShape(
     getattr(value, "shape", None) if shape is None else shape
   )
-  dtype = kwargs.get("dtype") or getattr(value, "dtype", variable.dtype)
-  dtype = tf.as_dtype(dtype)
-  if dtype != variable.dtype or not shape.is_compatible_with(variable.shape):
-    raise ValueError(
-      f"{_MUST} {variable.name} has shape {variable.shape} and dtype"
-      f" {variable.dtype.name}, but this tower or call needs shape {shape} and"
-      f" dtype {dtype.name}. {_REMEDY}"
-    )
+  dtype = kwargs.get("dtype") or getattr(value, "dtype", None)
+  return shape, dtype and tf.as_dtype(dtype)
