@@ -226,7 +226,8 @@ def draw(seed: int, replicas: int = REPLICAS) -> Program:
   dtypes = ["float32", "float32", "float64"]
   # Half precision cannot represent the epsilon of other optimizers.
   if name in ("SGD", "Lion") and not plain_sgd:
-    dtypes += ["float16", "bfloat16"]
+    # TensorFlow cannot broadcast first values of bfloat16 between workers.
+    dtypes += ["float16"] if is_on_workers else ["float16", "bfloat16"]
   if "global_clipnorm" in settings:
     dtypes = ["float32"]  # Keras adds up squares of one dtype only.
   kinds = list(_VARIABLES) + ([] if is_exact else list(_LAYERS))
