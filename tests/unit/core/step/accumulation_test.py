@@ -197,7 +197,8 @@ def test_bits_of_plain_keras_on_the_other_windows(
       plain.apply_gradients([(tf.constant(mean), alone)])
     for member in members:
       found = trained[member].values[0]
-      assert found.dtype == dtype and np.isfinite(found).all()
+      assert found.dtype == dtype
+      assert np.isfinite(found).all()
       np.testing.assert_array_equal(found, alone.numpy())
 
 
