@@ -38,6 +38,7 @@ SLOW = [
     "multi_process/multi_worker_example_test.py",
     "multi_process/multi_worker_replicas_test.py",
     "multi_process/pages_test.py",
+    "multi_process/random_programs_workers_test.py",
     "unit/backup/backup_test.py",
     "unit/replica_state/group_models_loaded_test.py",
     "unit/search/halving_test.py",

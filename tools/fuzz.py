@@ -1,18 +1,23 @@
 """Trains random programs on four replicas and by plain Keras, and compares.
 
     python tools/fuzz.py --seeds=500 --start=1000
+    python tools/fuzz.py --seeds=500 --start=1000 --workers
 
 Prints each program that does not end as it must, and how. To repeat it, give
-its seed as the start. With TF_USE_LEGACY_KERAS=1 it tries tf_keras.
+its seed as the start. With --workers, two processes train the programs. With
+TF_USE_LEGACY_KERAS=1 it tries tf_keras.
 """
 
 import argparse
 import os
 import sys
+import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 sys.path.insert(0, str(Path(__file__).absolute().parent.parent))
@@ -24,6 +29,8 @@ logging.set_verbosity(logging.ERROR)
 tf.get_logger().setLevel("ERROR")
 warnings.filterwarnings("ignore", "Gradients do not exist")
 
+_SEEDS_IN_A_LAUNCH = 10
+
 
 def main() -> int:
   """Tries the seeds; returns 1 if one fails."""
@@ -32,25 +39,68 @@ def main() -> int:
   )
   parser.add_argument("--seeds", type=int, default=100, help="how many")
   parser.add_argument("--start", type=int, default=0, help="the first")
+  parser.add_argument(
+    "--workers", action="store_true", help="train on two workers"
+  )
   arguments = parser.parse_args()
   from tests.support import logical_devices
 
   logical_devices.split_cpu(4)
-  from tests.support import plain_training, random_programs
-
-  failures = 0
+  seeds = range(arguments.start, arguments.start + arguments.seeds)
   began = time.monotonic()
-  for seed in range(arguments.start, arguments.start + arguments.seeds):
-    program = random_programs.draw(seed)
-    try:
-      plain_training.check(program)
-    except Exception:
-      failures += 1
-      print(f"FAILED {program}\n{traceback.format_exc()}", flush=True)
-    tf.keras.backend.clear_session()
+  failures = _on_workers(seeds) if arguments.workers else _here(seeds)
   seconds = time.monotonic() - began
   print(f"{failures} of {arguments.seeds} failed, in {seconds:.0f} s")
   return int(failures > 0)
+
+
+def _here(seeds: Sequence[int]) -> int:
+  """Trains on four replicas of this process; returns how many fail."""
+  from tests.support import random_programs
+
+  return sum(not _check(random_programs.draw(seed)) for seed in seeds)
+
+
+def _on_workers(seeds: Sequence[int]) -> int:
+  """Trains on two workers, several programs in a launch."""
+  from tests.support import random_programs, workers
+
+  failures = 0
+  for i in range(0, len(seeds), _SEEDS_IN_A_LAUNCH):
+    part = seeds[i : i + _SEEDS_IN_A_LAUNCH]
+    try:
+      with tempfile.TemporaryDirectory() as folder:
+        done = workers.run(
+          "random",
+          2,
+          timeout=60 + 20.0 * len(part),
+          arguments={"seeds": part, "folder": Path(folder)},
+        )
+    except workers.WorkersFailedError as error:
+      if len(part) > 1:  # Find out which one it is.
+        failures += sum(_on_workers([seed]) for seed in part)
+        continue
+      failures += 1
+      print(f"FAILED {random_programs.draw(part[0], 2)}\n{error}", flush=True)
+      continue
+    for seed in part:
+      states = [worker.result[seed] for worker in done]
+      failures += not _check(random_programs.draw(seed, 2), states)
+  return failures
+
+
+def _check(program: Any, states: Sequence[Any] | None = None) -> bool:
+  """Whether a program ends as it must; prints it if it does not."""
+  from tests.support import plain_training
+
+  try:
+    plain_training.check(program, states)
+  except Exception:
+    print(f"FAILED {program}\n{traceback.format_exc()}", flush=True)
+    return False
+  finally:
+    tf.keras.backend.clear_session()
+  return True
 
 
 if __name__ == "__main__":

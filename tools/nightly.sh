@@ -15,7 +15,7 @@
 #   preemptions.py    not measured; each kill starts the program again, which
 #                     imports TensorFlow
 #   fuzz.py           1 hour for 3,000 programs (500 take 10 minutes); not
-#                     measured with tf_keras
+#                     measured with tf_keras or on workers
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/environment.sh
@@ -51,6 +51,9 @@ check "$python" tools/preemptions.py --kills=20 --seed="$seed" --workers=2
 check "$python" tools/fuzz.py --seeds=3000 --start="${seed}0000"
 check env TF_USE_LEGACY_KERAS=1 \
   "$python" tools/fuzz.py --seeds=1000 --start="${seed}0000"
+check "$python" tools/fuzz.py --seeds=500 --start="${seed}0000" --workers
+check env TF_USE_LEGACY_KERAS=1 \
+  "$python" tools/fuzz.py --seeds=500 --start="${seed}0000" --workers
 
 if (( ${#failed[@]} )); then
   printf '[nightly] FAILED: %s\n' "${failed[@]}"

@@ -19,6 +19,9 @@ def _settings(program: Program) -> set[tuple[str, str]]:
     "grouping": program.grouping is None,
     "bad": program.bad is None,
     "excluded": bool(program.excluded),
+    "resumed": program.resumed_at is not None,
+    "mixed dtypes": {"float32", "float64"}
+    <= {dtype for _, dtype in program.parts},
     "uneven": program.sizes == (2, 2, 2, 1),
     **{f"{key} of opt": True for key in program.settings},
     **{
@@ -37,6 +40,7 @@ def _settings(program: Program) -> set[tuple[str, str]]:
     "decays",
     "is_per_group",
     "is_partial",
+    "collides",
   )
   for column in (*columns, "is_exact"):
     shape[column] = getattr(program, column)

@@ -7,7 +7,7 @@ import runpy
 import sys
 import time
 import unittest.mock
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -18,6 +18,7 @@ from tests.support import (
   mixed_precision,
   multi_worker_cases,
   multi_worker_faults,
+  random_programs,
   replica_state_workers,
 )
 from tf_cross_shard import multi_worker
@@ -152,6 +153,20 @@ def two(delay: float) -> dict[Any, Any]:
   return found
 
 
+def random(
+  seeds: Sequence[int], folder: pathlib.Path
+) -> dict[int, random_programs.State]:
+  """Returns what this worker holds after each of the random programs."""
+  strategy = multi_worker.MultiWorkerStrategy()
+  found: dict[int, random_programs.State] = {}
+  for seed in seeds:
+    print(f"seed {seed}", flush=True)
+    drawn = random_programs.draw(seed, strategy.num_replicas_in_sync)
+    [found[seed]] = random_programs.train(drawn, strategy, folder)
+    tf.keras.backend.clear_session()
+  return found
+
+
 def program(path: pathlib.Path) -> None:
   """Runs a program in its folder."""
   os.chdir(path.parent)
@@ -169,6 +184,7 @@ TASKS: dict[str, Callable[..., Any]] = {
     resume,
     local_replicas,
     two,
+    random,
     program,
   )
 }

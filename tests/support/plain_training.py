@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.support import random_programs, testbed, training
-from tests.support.random_programs import REPLICAS, Features, Model, Program
+from tests.support.random_programs import Features, Model, Program
 from tf_cross_shard import CrossShardOptimizer
 
 _TOLERANCES = {
@@ -34,10 +34,16 @@ class Gradient(NamedTuple):
 Gradients = list[Gradient | None]  # in the order of the variables
 
 
-def check(program: Program) -> None:
-  """Raises `AssertionError` unless every replica holds what is expected."""
-  states = random_programs.train(program)
-  assert len(states) == REPLICAS
+def check(
+  program: Program, states: Sequence[random_programs.State] | None = None
+) -> None:
+  """Raises `AssertionError` unless every replica holds what is expected.
+
+  Trains the program unless the states of workers are given.
+  """
+  if states is None:
+    states = random_programs.train(program)
+  assert len(states) == program.replicas > 1
   before = [variable.numpy() for variable in Model(program).trained]
   for members in program.groups:
     right = expected(program, members)
@@ -83,7 +89,8 @@ def tolerance(program: Program) -> float:
     return 0.0
   coarse = {"bfloat16": 2.0**-6, "float16": 2.0**-9}
   wire = program.options.get("wire_dtype")
-  if wire and program.mode == "cond":  # Collectives add what is narrow.
+  # Collectives of conditions and of workers add what is narrow.
+  if wire and (program.mode == "cond" or program.is_on_workers):
     return coarse[wire]
   if wire:
     return _TOLERANCES["float32"]  # Such is the sum.
@@ -182,7 +189,7 @@ def factor(program: Program, group_size: int) -> float:
     return 1.0
   default = training.WAYS[program.way]
   is_global = (options["loss_averaged_over"] or default) == "global"
-  copies = REPLICAS if is_global else 1
+  copies = program.replicas if is_global else 1
   return copies / group_size if is_mean else float(copies)
 
 

@@ -5,6 +5,8 @@
 `plain_training` computes what each group must hold.
 """
 
+import pathlib
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
@@ -13,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.support import testbed, training
-from tf_cross_shard import CrossShardOptimizer, schedules
+from tf_cross_shard import CrossShardOptimizer, replica_state, schedules
 from tf_cross_shard._src.core.collectives import mirrored
 from tf_cross_shard._src.core.gradients import packing
 
@@ -87,6 +89,14 @@ class Program(NamedTuple):
   is_exact: bool  # whether no sum rounds
   bad: tuple[int, int, float] | None  # step, replica, number that is not finite
   bucket_bytes: int
+  replicas: int  # four in one process, or two workers
+  collides: bool  # whether the class has attributes of the wrapper's names
+  resumed_at: int | None  # the step before which another model goes on
+
+  @property
+  def is_on_workers(self) -> bool:
+    """Whether each replica is a process of its own."""
+    return self.replicas != REPLICAS
 
   @property
   def steps(self) -> int:
@@ -98,13 +108,13 @@ class Program(NamedTuple):
   @property
   def groups(self) -> list[list[int]]:
     """The groups in force."""
-    return testbed.groups_of(self.grouping).to_lists()
+    return testbed.groups_of(self.grouping, self.replicas).to_lists()
 
 
 class _Dice:
   """Random choices of one seed."""
 
-  def __init__(self, seed: int) -> None:
+  def __init__(self, seed: int | Sequence[int]) -> None:
     self._rng = np.random.default_rng(seed)
 
   def chance(self, probability: float) -> bool:
@@ -179,15 +189,23 @@ def _draw_parts(
   )
 
 
-def draw(seed: int) -> Program:
-  """Returns the program of a seed, which Keras itself could run."""
+def draw(seed: int, replicas: int = REPLICAS) -> Program:
+  """Returns the program of a seed, which Keras itself could run.
+
+  With two replicas, each of them is a worker.
+  """
   dice = _Dice(seed)
-  way, mode = dice.one(list(training.WAYS)), dice.one(MODES)
+  more = _Dice([seed, 3])  # for later kinds: other programs stay as they were
+  is_on_workers = replicas != REPLICAS
+  ways = [way for way in training.WAYS if way != "fit" or not is_on_workers]
+  way, mode = dice.one(ways), dice.one(MODES)
   is_exact = dice.chance(0.3)
-  order = dice.order(REPLICAS)
-  size = dice.one([0, 1, 2, REPLICAS])
-  grouping = [order[i : i + size] for i in range(0, REPLICAS, size or REPLICAS)]
+  order = dice.order(replicas)
+  size = dice.one([0, 1, 2, replicas])
+  grouping = [order[i : i + size] for i in range(0, replicas, size or replicas)]
   options = _draw_options(dice, is_exact)
+  if more.chance(0.4 if is_on_workers else 0.05):
+    options |= {"accumulate_steps": 2, "skip_nonfinite": True}
   # Other optimizers magnify small differences, and lose exact whole numbers.
   plain_sgd = is_exact or "wire_dtype" in options
   name = "SGD" if plain_sgd or dice.chance(0.2) else dice.one(list(OPTIMIZERS))
@@ -202,22 +220,25 @@ def draw(seed: int) -> Program:
   bad = None
   if options.get("skip_nonfinite"):
     number = dice.one([float("nan"), float("inf")])
-    bad = dice.one(range(STEPS)), dice.one(range(REPLICAS)), number
+    bad = dice.one(range(STEPS)), dice.one(range(replicas)), number
 
   dtypes = ["float32", "float32", "float64"]
   # Half precision cannot represent the epsilon of other optimizers.
   if name in ("SGD", "Lion") and not plain_sgd:
-    dtypes += ["float16", "bfloat16"]
+    # TensorFlow cannot broadcast first values of bfloat16 between workers.
+    dtypes += ["float16"] if is_on_workers else ["float16", "bfloat16"]
   if "global_clipnorm" in settings:
     dtypes = ["float32"]  # Keras adds up squares of one dtype only.
   kinds = list(_VARIABLES) + ([] if is_exact else list(_LAYERS))
   if "wire_dtype" in options:
     kinds.remove("rows_twice")
   parts = _draw_parts(dice, kinds, dtypes)
+  if "float64" in dtypes and more.chance(0.2):
+    parts = (("vector", "float64"), *parts, ("matrix", "float32"))
 
-  sizes: tuple[int, ...] = tuple(dice.one([1, 2, 4]) for _ in range(REPLICAS))
+  sizes: tuple[int, ...] = tuple(dice.one([1, 2, 4]) for _ in range(replicas))
   if way == "fit":
-    sizes = (2,) * REPLICAS
+    sizes = (2,) * replicas
   if way == "fit" and mode == "cond":
     mode = "steps_per_execution"
   if way == "fit" and dice.chance(0.3):
@@ -242,6 +263,10 @@ def draw(seed: int) -> Program:
   if not (is_whole or options.get("shard_update")):
     # No dice, so that the other programs stay as they were.
     options["lazy_rows"] = bool(seed % 3) and "accumulate_steps" not in options
+  collides = more.chance(0.1)
+  if collides:  # They are for Keras' own classes.
+    options["shard_update"] = False
+    options.pop("lazy_rows", None)
   return Program(
     seed=seed,
     parts=parts,
@@ -262,6 +287,11 @@ def draw(seed: int) -> Program:
     bad=bad,
     bucket_bytes=dice.one([1, 16, 64, 1 << 20]),
     is_per_group=dice.chance(0.25),
+    replicas=replicas,
+    collides=collides,
+    resumed_at=(
+      more.one([1, 2]) if way != "fit" and more.chance(0.25) else None
+    ),
   )
 
 
@@ -341,7 +371,7 @@ def data(program: Program) -> list[list[Features]]:
     # Keras wants a first batch that divides.
     is_whole = program.way == "fit" and step < program.steps - 1
     replicas = []
-    for replica in range(REPLICAS):
+    for replica in range(program.replicas):
       size = 2 if is_whole else program.sizes[replica]
       y = _numbers(rng, program, (size, 2))
       y[0, 0] += 5 * replica  # Whole numbers differ by 4 at most.
@@ -353,7 +383,7 @@ def data(program: Program) -> list[list[Features]]:
         ids = rng.permutation(_ROWS)[:size].astype("int32")
       replicas.append({"x": x, "y": y, "ids": ids})
     targets = {features["y"].tobytes() for features in replicas}
-    assert len(targets) == REPLICAS > 1
+    assert len(targets) == program.replicas > 1
     steps.append(replicas)
   return steps
 
@@ -388,7 +418,36 @@ def make_optimizer(program: Program, group: int | None = None) -> Any:
     constant = tf.keras.optimizers.schedules.PiecewiseConstantDecay
     rate = constant([0], [rate, rate])
   kind = getattr(tf.keras.optimizers, program.optimizer)
+  if program.collides:
+    kind = _colliding(kind)
   return kind(learning_rate=rate, **settings)
+
+
+def _colliding(kind: type[Any]) -> type[Any]:
+  """A class with attributes that have the names of the wrapper's own."""
+  plain = kind(0.5)
+  taken = {"_step", "_checks", "_inner", *dir(CrossShardOptimizer("sgd"))}
+  names = sorted(
+    name
+    for name in taken
+    if name.startswith("_")
+    and not name.startswith(("__", "_tf_cross_shard_"))  # These are marks.
+    and not hasattr(plain, name)
+  )
+  assert len(names) > 3
+
+  class Colliding(kind):  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+      super().__init__(*args, **kwargs)
+      for name in names:
+        setattr(self, name, f"user's {name}")
+
+    def check(self) -> None:
+      """The user's attributes are what they were."""
+      for name in names:
+        assert getattr(self, name) == f"user's {name}", name
+
+  return Colliding
 
 
 class State(NamedTuple):
@@ -398,17 +457,30 @@ class State(NamedTuple):
   skipped: int | None
 
 
-def train(program: Program) -> list[State]:
-  """Each replica's state after training."""
+def train(
+  program: Program,
+  strategy: Any = None,
+  folder: pathlib.Path | None = None,
+) -> list[State]:
+  """Each replica's state after training.
+
+  Workers give their strategy, and a folder for files that all of them see. Each
+  of them returns the state of its own replica.
+  """
+  strategy = strategy or testbed.mirrored()
   with (
+    tempfile.TemporaryDirectory() as own_folder,
     mock.patch.object(mirrored, "_MERGE_BUCKET_BYTES", program.bucket_bytes),
     mock.patch.object(packing, "BUCKET_BYTES", program.bucket_bytes),
   ):
-    model, optimizer = _train(program)
+    path = (folder or pathlib.Path(own_folder)) / f"state_{program.seed}"
+    model, optimizer = _train(program, strategy, path)
   values = [
     testbed.copies(variable)
     for variable in [*model.known, *testbed.variables_of(optimizer)]
   ]
+  if program.collides:
+    optimizer.inner_optimizer.check()
   counts: list[Any] = [None] * len(values[0])
   if program.options.get("skip_nonfinite"):
     counts = list(map(int, testbed.copies(optimizer.skipped_steps)))
@@ -418,9 +490,29 @@ def train(program: Program) -> list[State]:
   ]
 
 
-def _train(program: Program) -> tuple[Model, Any]:
+def _train(
+  program: Program, strategy: Any, path: pathlib.Path
+) -> tuple[Model, Any]:
   """Makes and trains the model."""
-  with testbed.mirrored().scope():
+  model, optimizer = _make(program, strategy)
+  if program.way == "fit":
+    _train_by_fit(program, model, optimizer)
+    return model, optimizer
+  steps = data(program)
+  at = program.resumed_at or 0
+  _train_by_loop(program, strategy, model, optimizer, steps[:at])
+  if at:
+    # Keras numbers the layers of the second model differently.
+    replica_state.save(path, optimizer, model.known)
+    model, optimizer = _make(program, strategy)
+    replica_state.restore(path, optimizer, model.known)
+  _train_by_loop(program, strategy, model, optimizer, steps[at:])
+  return model, optimizer
+
+
+def _make(program: Program, strategy: Any) -> tuple[Model, Any]:
+  """Makes the model and the optimizer."""
+  with strategy.scope():
     model = Model(program)
     optimizer = CrossShardOptimizer(
       make_optimizer(program),
@@ -431,8 +523,6 @@ def _train(program: Program) -> tuple[Model, Any]:
       optimizer.exclude_from_weight_decay(var_names=program.excluded)
     if program.is_built:
       optimizer.build(model.known)
-  run = _train_by_fit if program.way == "fit" else _train_by_loop
-  run(program, model, optimizer)
   return model, optimizer
 
 
@@ -456,9 +546,15 @@ def _train_by_fit(program: Program, model: Model, optimizer: Any) -> None:
   model.fit(batches, steps_per_epoch=program.steps, shuffle=False, verbose=0)
 
 
-def _train_by_loop(program: Program, model: Model, optimizer: Any) -> None:
+def _train_by_loop(
+  program: Program,
+  strategy: Any,
+  model: Model,
+  optimizer: Any,
+  steps: Sequence[Sequence[Features]],
+) -> None:
   """A custom loop."""
-  strategy, variables = testbed.mirrored(), model.trained
+  variables = model.trained
 
   def replica_step(features: Features) -> tf.Tensor:
     return training.take_step(
@@ -482,7 +578,7 @@ def _train_by_loop(program: Program, model: Model, optimizer: Any) -> None:
   call = step
   if program.mode != "eager":
     call = tf.function(step, autograph=False)
-  for replicas in data(program):
+  for replicas in steps:
     call(
       strategy.experimental_distribute_values_from_function(
         lambda context, replicas=replicas: as_tensors(

@@ -146,6 +146,62 @@ def test_window_that_is_not_finite_is_left_out_whole(way: str) -> None:
   assert [int(each.step.guard.count) for each in trained] == [0, 1, 0, 1]
 
 
+@pytest.mark.parametrize(
+  ("way", "name", "dtype", "settings", "options"),
+  [
+    ("ours", "AdamW", "float32", {}, {}),
+    ("ours_tf_keras", "AdamW", "float32", {}, {}),
+    ("ours", "Adadelta", "float32", {}, {}),
+    ("ours", "ScheduleFreeAdamW", "float32", {}, {"wire_dtype": "float16"}),
+    (
+      "ours_tf_keras",
+      "Adam",
+      "float16",
+      {"amsgrad": True, "epsilon": 1e-3},
+      {},
+    ),
+    ("ours_tf_keras", "Lion", "float32", {}, {}),
+  ],
+)
+def test_bits_of_plain_keras_on_the_other_windows(
+  way: str,
+  name: str,
+  dtype: str,
+  settings: dict[str, Any],
+  options: dict[str, Any],
+) -> None:
+  """Also where a last bit of a gradient would change the update entirely."""
+  library, _, ours = _settings(way)
+  if not hasattr(library.optimizers, name):
+    pytest.skip(f"this Keras has no {name}")
+
+  def opt() -> Any:
+    return getattr(library.optimizers, name)(0.125, **settings)
+
+  trained = fake_engine.replicas(
+    opt,
+    [np.ones(3, dtype)],
+    library,
+    skip_nonfinite=True,
+    fused_update=False,
+    **ours,
+    **options,
+  )
+  fake_engine.train(trained, [BAD.astype(dtype)])
+  for group, members in enumerate(GROUPS):
+    alone = testbed.variable(np.ones(3, dtype), "alone", library)
+    plain = opt()
+    plain.build([alone])
+    for place in WINDOWS[group]:
+      mean = windows(members)[place].astype(dtype)
+      plain.apply_gradients([(tf.constant(mean), alone)])
+    for member in members:
+      found = trained[member].values[0]
+      assert found.dtype == dtype
+      assert np.isfinite(found).all()
+      np.testing.assert_array_equal(found, alone.numpy())
+
+
 def test_averages_move_once_per_step() -> None:
   """And not in a window that is left out."""
 
