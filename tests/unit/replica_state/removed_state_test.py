@@ -106,6 +106,35 @@ def test_other_names_are_errors(name: str, tmp_path: pathlib.Path) -> None:
     replica_state.restore(path, loop.optimizer, loop.weights)
 
 
+def test_sums_that_were_named_by_numbers_of_layers(
+  tmp_path: pathlib.Path,
+) -> None:
+  """Files of 0.2.0, of a program that had made other layers before."""
+  path = tmp_path / "state"
+  names = [f"dense_{number}/kernel" for number in (1, 2)]
+  weights = [tf.Variable(float(i), name=name) for i, name in enumerate(names)]
+  optimizer = CrossShardOptimizer("sgd", accumulate_steps=2)
+  optimizer.build(weights)
+  sums = optimizer._parts.step.window.variables[1:]
+  for i, each in enumerate(sums):
+    each.assign(10.0 + i)
+  replica_state.save(path, optimizer, weights)
+  with archive.reading(path) as file:
+    arrays, about = dict(file), dict(file.about)
+  now = [f"optimizer/gradient_sum/{name}" for name in ("dense", "dense_1")]
+  then = [f"optimizer/gradient_sum/{name}" for name in ("dense_1", "dense_2")]
+  older = {f"{a}/kernel": f"{b}/kernel" for a, b in zip(now, then, strict=True)}
+  assert {*older} <= {*about["names"]}
+  about["names"] = [older.get(name, name) for name in about["names"]]
+  renamed = {f"group_0/{a}": f"group_0/{b}" for a, b in older.items()}
+  arrays = {renamed.get(name, name): array for name, array in arrays.items()}
+  archive.write(path, arrays, about)
+  for each in sums:
+    each.assign(0.0)
+  replica_state.restore(path, optimizer, weights)
+  assert [float(each) for each in sums] == [10.0, 11.0]
+
+
 def fit(*others: Any) -> None:
   """Trains a new model with groups for two epochs of four batches."""
   x = np.random.default_rng(0).normal(size=(32, 4)).astype("f")

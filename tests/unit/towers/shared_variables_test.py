@@ -234,11 +234,11 @@ def test_differences(after: int, starts: Any, words: str) -> None:
   [
     ("SGD SGD", "SGD", "tower 1 called none where tower 0 called SGD('"),
     ("SGD", "", "tower 1 called none where tower 0 called SGD('"),
-    ("Adam SGD", "SGD", "it made Adam first, and now SGD."),
-    ("SGD", "SGD Adam", "it made no optimizer 2 first, and now Adam."),
-    ("", "Adam", "it made no optimizer 1 first, and now Adam."),
-    ("SGD", "+SGD", "it made SGD first, and now LossScaleOptimizer(SGD)."),
-    ("+SGD", "SGD", "it made LossScaleOptimizer(SGD) first, and now SGD."),
+    ("Adam SGD", "SGD", "it first made Adam, but now SGD."),
+    ("SGD", "SGD Adam", "it first made no optimizer 2, but now Adam."),
+    ("", "Adam", "it first made no optimizer 1, but now Adam."),
+    ("SGD", "+SGD", "it first made SGD, but now LossScaleOptimizer(SGD)."),
+    ("+SGD", "SGD", "it first made LossScaleOptimizer(SGD), but now SGD."),
   ],
 )
 def test_towers_that_make_other_optimizers(

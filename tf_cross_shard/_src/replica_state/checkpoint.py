@@ -166,8 +166,12 @@ def restore_file(
     # Workers have to read the same file, unless each has its own file.
     outcomes[0]["checksum"] = file.checksum if own_values is None else 0
     _check_groups(file, state)
-    names, own_names = file.about["names"], [p.name for p in state.parts]
+    names = file.about["names"]
     state.parts = removed_state.without_new(target, state.parts, names)
+    own_names = [part.name for part in state.parts]
+    older = removed_state.older_sums(names, own_names)
+    own_names = [older.get(name, name) for name in own_names]
+    state.rename(own_names)
     left_out = removed_state.left_out(names, own_names)
     kept = [name for name in names if name not in left_out]
     row_sums = removed_state.row_sums(left_out)

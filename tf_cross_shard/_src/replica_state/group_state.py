@@ -119,6 +119,13 @@ class GroupState:
     workers = self.copies.workers
     return 1 if workers is None else len(workers.names)
 
+  def rename(self, names: Sequence[str]) -> None:
+    """Gives the variables other names, such as those of an older file."""
+    self.parts = [
+      part._replace(name=name)
+      for part, name in zip(self.parts, names, strict=True)
+    ]
+
   def agree(self, topic: str) -> None:
     """Raises the same error on all workers unless all make this call.
 

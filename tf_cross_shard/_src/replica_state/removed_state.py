@@ -13,6 +13,9 @@ from typing import Any, Final
 
 from absl import logging
 
+from tf_cross_shard._src.core.internals import variables as variables_lib
+
+_SUMS: Final = "optimizer/gradient_sum/"
 # Pattern of a variable's full name in a checkpoint, and what the variable held.
 _REMOVED: Final = (
   (
@@ -65,6 +68,31 @@ def left_out(saved: Iterable[str], own: Collection[str]) -> dict[str, str]:
   }
 
 
+def older_sums(saved: Iterable[str], own: Iterable[str]) -> dict[str, str]:
+  """Returns the names that older files have for gradient sums.
+
+  Until version 0.2.0, they contained the numbers of Keras' layers in the
+  program that saved.
+
+  >>> older_sums(["optimizer/gradient_sum/w"], ["optimizer/gradient_sum/w"])
+  {}
+
+  Args:
+    saved: Names of variables in a checkpoint.
+    own: Names of the program's variables.
+
+  Returns:
+    The saved names by the program's own names; empty for a newer file.
+  """
+  older, present = (
+    [name for name in names if name.startswith(_SUMS)] for names in (saved, own)
+  )
+  stable = variables_lib.renumbered(older)
+  if set(older) == set(present) or set(stable) != set(present):
+    return {}
+  return dict(zip(stable, older, strict=True))
+
+
 def row_sums(found: Iterable[str]) -> list[str]:
   """Returns the names that sums of rows have now that they are dense.
 
@@ -74,11 +102,11 @@ def row_sums(found: Iterable[str]) -> list[str]:
   Args:
     found: Names from `left_out`.
   """
-  prefix, suffix = "optimizer/gradient_sum/", "/rows"
+  suffix = "/rows"
   return [
     name.removesuffix(suffix)
     for name in found
-    if name.startswith(prefix) and name.endswith(suffix)
+    if name.startswith(_SUMS) and name.endswith(suffix)
   ]
 
 

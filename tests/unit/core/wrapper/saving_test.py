@@ -1,5 +1,6 @@
 """Saving or setting weights in ways that lose the values of groups warns."""
 
+import contextlib
 import copy
 import functools
 import pathlib
@@ -297,3 +298,85 @@ def test_variables_that_keras_does_not_list_are_saved(
       np.testing.assert_array_equal(mine, theirs)
   assert np.isfinite(state[0]).all()
   assert (training.state_of(new_weights, again)[0] != state[0]).all()
+
+
+@pytest.mark.parametrize("shard_update", [False, True])
+@pytest.mark.parametrize("which", KERASES)
+def test_slots_that_begin_as_weights_wait_for_build(
+  which: str, shard_update: bool, tmp_path: pathlib.Path
+) -> None:
+  """What was restored before `build` is not overwritten by the weights."""
+  library, home = KERASES[which]
+  strategy = testbed.mirrored(2)
+
+  def make() -> tuple[Any, Any, Any]:
+    with strategy.scope():
+      weight = tf.Variable([1.0, 2.0], name="weight")
+      inner = (
+        library.optimizers.ScheduleFreeAdamW(0.5)
+        if which == "keras"
+        else library.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5)
+      )
+      ours = home.CrossShardOptimizer(inner, shard_update=shard_update)
+    checkpoint = tf.train.Checkpoint(weight=weight, optimizer=ours)
+    return weight, ours, checkpoint
+
+  def step(weight: Any, optimizer: Any) -> None:
+    gradient = tf.constant([2.0, -1.0])
+    strategy.run(lambda: optimizer.apply_gradients([(gradient, weight)]))
+
+  def build(weight: Any, optimizer: Any) -> None:
+    with strategy.scope():
+      optimizer.build([weight])
+
+  weight, optimizer, checkpoint = make()
+  build(weight, optimizer)
+  step(weight, optimizer)
+  step(weight, optimizer)
+  path = checkpoint.save(tmp_path / "saved")
+  again, other, checkpoint = make()
+  status = checkpoint.restore(path)
+  build(again, other)
+  status.assert_existing_objects_matched()
+  for _ in range(2):
+    state = [[v.numpy() for v in o.variables] for o in (optimizer, other)]
+    for mine, theirs in zip(*state, strict=True):
+      np.testing.assert_array_equal(mine, theirs)
+    np.testing.assert_array_equal(weight.numpy(), again.numpy())
+    step(weight, optimizer)
+    step(again, other)
+
+
+@pytest.mark.parametrize("shard_update", [False, True])
+def test_schedule_free_into_and_out_of_plain_keras(
+  shard_update: bool, tmp_path: pathlib.Path
+) -> None:
+  """A checkpoint binds all objects, if both optimizers are built."""
+  strategy = testbed.mirrored(2)
+  library, home = KERASES["keras"]
+
+  def make(is_ours: bool, gradient: float) -> tuple[Any, Any]:
+    with strategy.scope() if is_ours else contextlib.nullcontext():
+      weight = library.Variable([1.0, 2.0], name="weight")
+      optimizer = library.optimizers.ScheduleFreeAdamW(0.5)
+      if is_ours:
+        optimizer = home.CrossShardOptimizer(
+          optimizer, "sum", shard_update=shard_update
+        )
+      optimizer.build([weight])
+    pair = tf.constant([gradient, 1.0]), weight
+    if is_ours:
+      strategy.run(lambda: optimizer.apply_gradients([pair]))
+    else:
+      optimizer.apply_gradients([pair])
+    return weight, optimizer
+
+  for is_ours in (True, False):
+    first, second = make(is_ours, 2.0), make(not is_ours, -3.0)
+    pairs = [tf.train.Checkpoint(w=w, opt=opt) for w, opt in (first, second)]
+    path = pairs[0].save(tmp_path / str(is_ours))
+    pairs[1].restore(path).assert_consumed()
+    for mine, theirs in zip(
+      *([w, *opt.variables] for w, opt in (first, second)), strict=True
+    ):
+      np.testing.assert_array_equal(mine.numpy(), theirs.numpy())

@@ -86,9 +86,16 @@ class Encapsulated(abc.ABC):
 
   def build(self, variables: Sequence[Any]) -> None:
     """Creates the slots for `variables`, unless they exist."""
-    if not self.is_built:
+    if self.is_built:
+      return
+    if not keras_private.has_waiting(self.innermost, self._begins_as_weights):
       self.optimizer.build(list(variables))
       self._start_at_weights(variables)
+      return
+    # A checkpoint was restored before. Its values are assigned as soon as slots
+    # exist, and ScheduleFreeAdamW would then assign the weights.
+    with overriding.overriding(self.innermost, assign=lambda *_: None):
+      self.optimizer.build(list(variables))
 
   def _start_at_weights(self, variables: Sequence[Any]) -> None:
     """Initializes slots that copy weights with each replica's own weights.
@@ -105,9 +112,15 @@ class Encapsulated(abc.ABC):
           own.assign(weight)
 
   @property
+  @abc.abstractmethod
+  def _begins_as_weights(self) -> str:
+    """The attribute that holds slots which start at the weights; "" if none."""
+
+  @property
   def begin_as_weights(self) -> Sequence[Any]:
     """The slots that start at the weights, in the order of the weights."""
-    return ()
+    slots: Sequence[Any] = getattr(self.innermost, self._begins_as_weights, ())
+    return slots
 
   def fuse(self, wanted: bool | None) -> None:
     """Sets whether kernels or XLA do the optimizer's steps.

@@ -121,6 +121,12 @@ def children(optimizer: Any) -> dict[str, Any]:
   return found
 
 
+def has_waiting(optimizer: Any, name: str) -> bool:
+  """Whether restored values wait for `build` to make an attribute."""
+  optimizer._maybe_initialize_trackable()
+  return name in optimizer._deferred_dependencies
+
+
 def accumulated(optimizer: Any) -> list[Any]:
   """Returns the variables in which Keras 3 accumulates gradients."""
   return list(getattr(optimizer, "_accumulated_gradients", ()))

@@ -56,11 +56,10 @@ class Keras3Optimizer(encapsulated.Encapsulated):
     return variables
 
   @property
-  def begin_as_weights(self) -> Sequence[Any]:
+  def _begins_as_weights(self) -> str:
     """The sequence of points that ScheduleFreeAdamW averages."""
     kind = getattr(keras.optimizers, "ScheduleFreeAdamW", ())
-    is_schedule_free = isinstance(self.innermost, kind)
-    return self.innermost._momentums if is_schedule_free else ()
+    return "_momentums" if isinstance(self.innermost, kind) else ""
 
   def make_variable(self, value: Any, name: str) -> Any:
     """Creates a `keras.Variable`."""

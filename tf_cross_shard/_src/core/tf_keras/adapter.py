@@ -70,9 +70,9 @@ class TfKerasOptimizer(encapsulated.Encapsulated):
         super().build(self._trainable)
 
   @property
-  def begin_as_weights(self) -> Sequence[Any]:
-    """The moving averages."""
-    return self.averages
+  def _begins_as_weights(self) -> str:
+    """The attribute with the moving averages."""
+    return "_model_variables_moving_average"
 
   @property
   def computes_gradients(self) -> bool:
