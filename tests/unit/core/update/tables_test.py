@@ -10,10 +10,11 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from tests.support import fake_engine, lazy_oracle, testbed
+from tests.support import fake_engine, lazy_oracle, testbed, training
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import keras3, layers
 from tf_cross_shard import tf_keras as ours_tf_keras
+from tf_cross_shard._src.core import variables as variables_lib
 
 ROWS, WIDTH = 7, 3
 PACKAGES = {"keras3": (keras3, keras), "tf_keras": (ours_tf_keras, tf_keras)}
@@ -422,3 +423,106 @@ def test_a_lookup_reads_rows_only(in_strategy: bool) -> None:
     np.testing.assert_array_equal(rows, TABLE[[[1, 4]]])
   moved = (table.numpy() != TABLE).any(axis=1)
   assert moved.tolist() == [i in (1, 4) for i in range(ROWS)]
+
+
+# ---------------------------------------------------------------- mixed dtypes
+
+MIXED = {"a": np.float32([2.0, 8.0]), "b": np.float64([4.0, 16.0])}
+# Sums of two replicas: the norm of (3, 0, 0, 4) is 5, which is clipped to 1.
+MIXED_GRADS = [
+  np.array([[[1.0, 0.0], [2.0, 0.0]]]),
+  np.array([[[0.0, 1.0], [0.0, 3.0]]]),
+]
+
+
+@training.in_both
+@pytest.mark.parametrize(
+  "options",
+  [{}, {"shard_update": True}, {"shard_update": "by_variable"}],
+)
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_global_norm_over_two_dtypes(
+  which: str, options: dict[str, Any], is_scaled: bool
+) -> None:
+  """Plain Keras raises an error of TensorFlow."""
+
+  def make(library: Any) -> Any:
+    sgd = library.optimizers.SGD(5.0, global_clipnorm=1.0)
+    if not is_scaled:
+      return sgd
+    mixed_precision = library.mixed_precision
+    return mixed_precision.LossScaleOptimizer(sgd, initial_scale=1.0)
+
+  strategy = testbed.mirrored(2)
+  weights, optimizer = training.build(which, make, MIXED, strategy, **options)
+  training.train(weights, optimizer, MIXED_GRADS, strategy=strategy)
+  for weight, value in zip(weights, ([-1.0, 8.0], [4.0, 12.0]), strict=True):
+    replicas = testbed.copies(weight)
+    assert len(replicas) == 2
+    for each in replicas:
+      np.testing.assert_allclose(each, value, rtol=1e-6)
+    dtype = variables_lib.native(weight).dtype.as_numpy_dtype
+    assert dtype == MIXED[str(weight.name)[0]].dtype
+
+
+def _muon(is_scheduled: bool) -> Any:
+  schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
+  return keras.optimizers.Muon(schedule if is_scheduled else 0.5)
+
+
+@pytest.mark.skipif(
+  not hasattr(keras.optimizers, "Muon"), reason="an older Keras"
+)
+@pytest.mark.parametrize(
+  ("dtype", "is_scheduled", "words"),
+  [
+    ("float64", False, "of dtype float64 with `rms_rate`"),
+    ("float16", True, "of dtype float16 with a schedule"),
+    ("float16", False, None),
+    ("float32", True, None),
+  ],
+)
+def test_dtypes_of_muon(
+  dtype: str, is_scheduled: bool, words: str | None
+) -> None:
+  """The cases in which plain Keras raises an error of TensorFlow."""
+  ones = tf.ones([2, 3], dtype)
+
+  def train(optimizer: Any) -> None:
+    weight = keras.Variable(ones, dtype=dtype, name="w")
+    optimizer.apply_gradients([(ones, weight)])
+
+  plain = _muon(is_scheduled)
+  optimizer = keras3.CrossShardOptimizer(_muon(is_scheduled))
+  if words is None:
+    train(plain)
+    train(optimizer)
+    return
+  with pytest.raises(tf.errors.InvalidArgumentError):
+    train(plain)
+  with pytest.raises(ValueError, match=f"update w {words}"):
+    train(optimizer)
+  assert not optimizer.inner_optimizer.built
+
+
+def test_dtypes_of_nadam_in_tf_keras() -> None:
+  weights = [tf.Variable(tf.ones(2, dtype)) for dtype in ("float32", "float64")]
+  optimizer = ours_tf_keras.CrossShardOptimizer(tf_keras.optimizers.Nadam())
+  with pytest.raises(ValueError, match="dtypes; got float32, float64"):
+    optimizer.build(weights)
+  assert optimizer.get_slot_names() == []
+
+
+def test_lion_of_tf_keras_in_a_loss_scale_optimizer() -> None:
+  """tf_keras makes Keras 3's Lion of such a configuration."""
+  with testbed.mirrored(2).scope():
+    weight = tf.Variable([4.0, 8.0])
+    lion = tf_keras.optimizers.Lion(0.5)
+    optimizer = ours_tf_keras.CrossShardOptimizer(
+      tf_keras.mixed_precision.LossScaleOptimizer(lion),
+      shard_update=True,
+    )
+    optimizer.build([weight])
+  grads = [np.array([[[1.0, -1.0], [1.0, -3.0]]])]
+  training.train([weight], optimizer, grads, strategy=testbed.mirrored(2))
+  assert [list(v) for v in testbed.copies(weight)] == [[3.5, 8.5]] * 2

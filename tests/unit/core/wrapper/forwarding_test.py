@@ -1,15 +1,17 @@
 """The wrapper reads and writes as if it were the encapsulated optimizer."""
 
 import copy
+import pathlib
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import testbed
-from tf_cross_shard import CrossShardOptimizer
+from tests.support import testbed, training
+from tf_cross_shard import CrossShardOptimizer, replica_state
 
 keras = tf.keras
 
@@ -138,3 +140,86 @@ def test_loss_scale_optimizer_inside() -> None:
   optimizer.build([weight])
   assert optimizer.get_slot_names() == ["momentum", "velocity"]
   assert optimizer.get_slot(weight, "momentum").shape == (2,)
+
+
+# -------------------------------------------------------- colliding attributes
+
+# Attributes that earlier versions wrote into an optimizer that had them.
+EARLIER = {"_step", "_checks", "_inner", "_unrestored"}
+# Keras' and this package's own names, by which each finds an optimizer inside.
+RESERVED = {"inner_optimizer", "_tf_cross_shard_parts"}
+
+
+def _names(which: str) -> list[str]:
+  """All names that a wrapper has and that optimizers of Keras do not have."""
+  library, package = training.KERASES[which]
+  wrapper = package.CrossShardOptimizer(library.optimizers.SGD())
+  defined = {
+    name
+    for kind in type(wrapper).__mro__
+    if kind.__module__.startswith("tf_cross_shard")
+    for name in vars(kind)
+  }
+  plain = set(dir(library.optimizers.SGD()))
+  names = {*defined, *vars(wrapper), *EARLIER} - plain - RESERVED
+  return sorted(name for name in names if not name.endswith("__"))
+
+
+def _colliding(library: Any, names: Sequence[str]) -> type[Any]:
+  """A class of the user's that has attributes of these names.
+
+  A list would be tracked, so they are numbers. Some are methods of ours.
+  """
+
+  class Colliding(library.optimizers.SGD):  # type: ignore[misc,name-defined]
+    def __init__(self, *args: Any, **settings: Any) -> None:
+      super().__init__(*args, **settings)
+      for i, name in enumerate(names):
+        setattr(self, name, i + 0.5)
+
+  return Colliding
+
+
+@training.in_both
+@pytest.mark.parametrize("shard_update", [False, "elementwise"])
+def test_a_class_with_all_names_of_the_wrapper(
+  which: str, shard_update: Any, tmp_path: pathlib.Path
+) -> None:
+  """Numbers of plain Keras, and every attribute stays the class's own."""
+  library, _ = training.KERASES[which]
+  names = _names(which)
+  assert {"_parts", "_step", "_restore", "groups", "_argument"} <= {*names}
+  kind = _colliding(library, names)
+  strategy = testbed.mirrored(2)
+  grads = [np.array([[[1, 2], [3, 4]], [[2, 1], [4, 3]]])]
+  weights, optimizer = training.build(
+    *(which, lambda _: kind(0.5, momentum=0.5), {"w": [8.0, 16.0]}, strategy),
+    shard_update=shard_update,
+    accumulate_steps=None,
+    skip_nonfinite=True,
+    global_clipnorm=100.0,
+  )
+  training.train(weights, optimizer, grads, strategy=strategy)
+  # The sums are (4, 6) and (6, 4). Velocities: -(2, 3), then -(4, 3.5).
+  expected = [[8.0 - 6.0, 16.0 - 6.5]] * 2
+  assert [list(v) for v in testbed.copies(weights[0])] == expected
+  config = {"custom_objects": {"Colliding": kind}}
+  again = type(optimizer).from_config(optimizer.get_config(), **config)
+  with library.saving.custom_object_scope(config["custom_objects"]):
+    with strategy.scope():
+      copied = copy.deepcopy(optimizer)
+      copied.build(weights)
+  replica_state.save(tmp_path / "state", optimizer, weights)
+  replica_state.restore(tmp_path / "state", optimizer, weights)
+  tf.train.Checkpoint(optimizer=optimizer).save(tmp_path / "checkpoint")
+  slot = optimizer.get_slot_names()[-1]
+  for each in (optimizer, copied):
+    velocity = each.get_slot(weights[0], slot).numpy()
+    np.testing.assert_array_equal(velocity, [-4.0, -3.5])
+  for each in (optimizer, again, copied):
+    held = [getattr(each.inner_optimizer, name) for name in names]
+    assert held == [i + 0.5 for i in range(len(names))]
+  for name in EARLIER:
+    setattr(optimizer, name, 7.0)
+    assert getattr(optimizer, name) == 7.0
+    assert getattr(optimizer.inner_optimizer, name) == 7.0

@@ -277,7 +277,7 @@ def of_shards(
   # One copy of the template is enough: creating a copy for each replica takes
   # four times as long.
   with variables_lib.outside_of_strategies():
-    plain = type(inner.optimizer).from_config(inner.optimizer.get_config())
+    plain = _new(inner.optimizer)
     tiny = [inner.make_tiny(weight) for weight in weights]
     plain.build(tiny)
   template = Template(
@@ -338,6 +338,17 @@ def of_owners(
   # The optimizer has whole slots under the plain optimizer's names already.
   template = Template(inner.optimizer, weights, slots)
   return PlainState(inner, weights, template, find_slot)
+
+
+def _new(optimizer: Any) -> Any:
+  """Returns an optimizer with the same settings, not built."""
+  config = optimizer.get_config()
+  nested = getattr(optimizer, "inner_optimizer", None)
+  if nested is None:
+    return type(optimizer).from_config(config)
+  # Not `from_config`: in a LossScaleOptimizer of tf_keras, it makes a Lion of
+  # Keras 3 from the configuration of tf_keras' Lion.
+  return type(optimizer)(**{**config, "inner_optimizer": _new(nested)})
 
 
 def _slots_of_all(optimizer: Any, count: int) -> list[list[tuple[str, Any]]]:

@@ -18,6 +18,7 @@ References:
   LazyAdam of TensorFlow Addons: Adam with `lazy_rows=True` is LazyAdam.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -137,8 +138,19 @@ class Tables(context_lib.Stage):
     variables: Sequence[Any],
     apply_once: ApplyOnce,
   ) -> None:
-    """Applies sums to variables with `apply_once`."""
-    apply_once(sums, variables)
+    """Applies sums to variables with `apply_once`.
+
+    Keras cannot clip gradients of different dtypes by one norm. So they are
+    clipped here.
+    """
+    dtypes = {total.dtype for total in sums if total is not None}
+    is_mixed = len(dtypes) > 1 and self.encapsulated.innermost.global_clipnorm
+    with (
+      self.encapsulated.clipping_by(_clip)
+      if is_mixed
+      else contextlib.nullcontext()
+    ):
+      apply_once(sums, variables)
 
 
 class RowTables(Tables):
@@ -213,7 +225,7 @@ class RowTables(Tables):
       if isinstance(total, tf.IndexedSlices)
     ]
     if not tables or not self.is_by_rows():
-      apply_once(sums, variables)
+      super().apply(sums, variables, apply_once)
       return
     # Keras would clip whole tables and apply weight decay to all rows. Clip
     # here, and let `_update_rows` apply weight decay to the rows that occur.

@@ -268,6 +268,7 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
           " step."
         )
     if not self._encapsulated.is_built:
+      self._encapsulated.check_dtypes(variables)
       if own.excluded:
         exclusions.exclude_again(self._encapsulated, own.excluded, variables)
       # Now: with `shard_update` the optimizer is built on other variables.
