@@ -112,6 +112,9 @@ def test_the_first_worker_waits_longest(
   assert waited[0] > waited[2] + 2.0
 
 
+_loss = key_value_store._loss
+
+
 class _Store:
   """The key-value store, which ends with the first worker's process.
 
@@ -145,6 +148,13 @@ class _Store:
           self._has_ended = True
           self._changed.notify_all()
     return None
+
+  def stop(self, server: tf.train.ServerDef) -> None:
+    """Stops the first worker: what this process writes cannot be read."""
+    self._collective_ops_server_def = server  # as in TensorFlow's context
+    self._is_first.here = False
+    key_value_store.put("text", "is lost")
+    self._values.clear()
 
   def _check(self) -> None:
     if self._has_ended and not self._is_first.here:
@@ -239,6 +249,22 @@ def test_others_name_the_worker_that_the_first_missed(
     assert isinstance(error, errors.MissingWorkerError), error
     assert "worker 0 waited 2.5 s for worker 3 at: the start" in str(error)
   assert len(found) == 3
+
+
+def test_a_first_worker_that_does_not_answer_is_lost(
+  store: _Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """Its process is stopped, and TensorFlow would wait for ever."""
+  server = tf.train.ServerDef()
+  for name, count in (("chief", 1), ("worker", 1)):
+    job = server.cluster.job.add(name=name)
+    for index in range(count):
+      job.tasks[index] = "host:1"
+  monkeypatch.setattr(key_value_store, "_LONGEST", 0.1)
+  monkeypatch.setattr(key_value_store, "_loss", _loss)
+  store.stop(server)
+  with pytest.raises(errors.WorkerLostError, match=r"^chief 0 was lost: it "):
+    key_value_store.wait("text", time.monotonic() + 60, sender=1)
 
 
 def test_nobody_ends_before_all_have_read_what_differs(

@@ -187,10 +187,12 @@ def exchange(
       )
       for index in range(len(workers.names))
     ]
-  finally:
-    # After an error, too: the first worker then does not wait in vain.
-    if workers.index:
-      _mark_as_done(key, workers.index)
+  except (errors.DisagreementError, errors.MissingWorkerError):
+    # The first worker has reported this, and waits for the mark. If a worker is
+    # lost, it may be the first one: then to write would never return.
+    _mark_as_done(key, workers.index)
+    raise
+  _mark_as_done(key, workers.index)
   answers = dict(zip(workers.names, texts, strict=True))
   missing = [sender for sender, answer in answers.items() if answer is None]
   if missing:
@@ -212,6 +214,8 @@ def exchange(
 
 def _mark_as_done(key: str, index: int) -> None:
   """Tells the first worker that this worker has ended an exchange."""
+  if index == 0:
+    return
   # The first worker may end before its answer to this mark arrives. It does not
   # matter to this exchange, and the next one notices that the worker is lost.
   with contextlib.suppress(errors.WorkerLostError, tf.errors.OpError):

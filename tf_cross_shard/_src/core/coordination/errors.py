@@ -125,9 +125,13 @@ def from_message(text: str) -> Exception | None:
   # one that the message names, next to the innermost cause.
   _, unhealthy, cause = text.rpartition("unhealthy")
   tasks = _TASK.findall(cause)
-  lost = " ".join(tasks[0 if unhealthy else -1]) if tasks else "A worker"
+  return lost(" ".join(tasks[0 if unhealthy else -1]) if tasks else "A worker")
+
+
+def lost(worker: str) -> WorkerLostError:
+  """Returns the error about a lost worker, such as "worker 1"."""
   return WorkerLostError(
-    f"{lost} was lost: it ended or cannot be reached, and TensorFlow cannot"
+    f"{worker} was lost: it ended or cannot be reached, and TensorFlow cannot"
     " continue in this process. The unfinished update changed nothing: start"
     " all workers again, and resume from the last checkpoint."
   )

@@ -20,12 +20,18 @@ from tf_cross_shard._src.core.coordination import errors
 _PREFIX: Final = "tf_cross_shard/"
 # Enough seconds to read an existing value, even from a different machine.
 _SHORTEST: Final = 0.2
+# After how many seconds without an answer the first worker counts as lost, as
+# after TensorFlow's own time limit for heartbeats.
+_LONGEST: Final = 10.0
+# The last key that this process has written.
+_written: list[str] = []
 
 
 def put(key: str, value: str) -> None:
   """Writes the value of a key, which must not have a value yet."""
   with errors.naming_lost_workers():
     context.context().set_config_key_value(_PREFIX + key, value)
+  _written[:] = [_PREFIX + key]
 
 
 def wait(
@@ -73,13 +79,20 @@ def wait(
 
 
 def _loss(sender: int) -> Exception | None:
-  """Returns the error if the service has lost a worker, or None."""
+  """Returns the error if a worker or the service is lost, or None."""
   eager = context.context()
   # No public member lists the jobs that the service knows.
   cluster = eager._collective_ops_server_def.cluster  # noqa: SLF001
   sizes = {job.name: len(job.tasks) for job in cluster.job}
   jobs = [(name, sizes[name]) for name in ("chief", "worker") if name in sizes]
   with errors.naming_lost_workers():
+    # If the first worker's process is stopped (SIGSTOP), `get_task_states`
+    # never returns. A key that has a value is read at once, or not at all.
+    try:
+      for key in _written:
+        eager.get_config_key_value(key, int(_LONGEST * 1000))
+    except tf.errors.DeadlineExceededError:
+      return errors.lost(f"{jobs[0][0]} 0")
     state = eager.get_task_states(jobs)[sender]
   return state and errors.from_message(state.message)
 
