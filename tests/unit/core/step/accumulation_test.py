@@ -478,22 +478,42 @@ def test_none_through_a_whole_window_leaves_momentum_alone() -> None:
   assert float(weight.numpy()) == -1.0
 
 
-def test_none_where_a_restored_call_had_one(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("engine", ["one device", "mirrored", "virtual"])
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_none_where_a_restored_call_had_one(
+  mode: str, engine: str, tmp_path: pathlib.Path
+) -> None:
   """A new program has not seen that call."""
-  for path in (None, tmp_path / "state"):
-    weights = [tf.Variable(0.0), tf.Variable(0.0)]
-    optimizer = keras3.CrossShardOptimizer(
-      keras.optimizers.SGD(1.0), accumulate_steps=2
+  if engine == "one device":
+    strategy = tf.distribute.OneDeviceStrategy("cpu:0")
+  else:
+    strategy = testbed.STRATEGIES[engine]()
+  values = {"weight": 0.0, "other": 0.0}
+  one, path = tf.constant(1.0), tmp_path / "state"
+
+  def call(weights: Any, optimizer: Any, last: Any) -> None:
+    def run() -> None:
+      pairs = zip([one, last], weights, strict=True)
+      strategy.run(lambda pairs: optimizer.apply_gradients(pairs), [[*pairs]])
+
+    (run if mode == "eager" else tf.function(run, autograph=False))()
+
+  def make() -> tuple[list[Any], Any]:
+    return training.build(
+      *("keras", lambda library: library.optimizers.SGD(1.0), values, strategy),
+      accumulate_steps=2,
     )
-    optimizer.build(weights)
-    one = tf.constant(1.0)
-    if path is None:
-      optimizer.apply_gradients([(one, weight) for weight in weights])
-      replica_state.save(tmp_path / "state", optimizer, weights)
-    else:
-      replica_state.restore(path, optimizer, weights)
-    optimizer.apply_gradients(zip([one, None], weights, strict=True))
-    assert [float(weight.numpy()) for weight in weights] == [-1.0, -0.5]
+
+  weights, optimizer = make()
+  call(weights, optimizer, one)
+  replica_state.save(path, optimizer, weights)
+  weights, optimizer = make()
+  replica_state.restore(path, optimizer, weights)
+  call(weights, optimizer, None)
+  count = strategy.num_replicas_in_sync
+  for weight, expected in zip(weights, (-count, -count / 2), strict=True):
+    for copy in testbed.copies(weight):
+      assert float(copy) == expected
 
 
 def test_values_in_place_of_gradients() -> None:

@@ -286,7 +286,14 @@ class OwnAccumulation(Accumulation):
   def _is_nonzero(self, variable: Any) -> bool:
     """Whether a sum is known not to be zero, for example after a restore."""
     stored_sum = self._sum_of(variable)
-    return tf.executing_eagerly() and bool(tf.math.count_nonzero(stored_sum))
+    if tf.executing_eagerly():
+      return bool(tf.math.count_nonzero(stored_sum))
+    # While a function is traced, look at the values of all replicas here.
+    with tf.init_scope():
+      if not tf.executing_eagerly():
+        return False
+      copies = getattr(stored_sum, "values", [stored_sum])
+      return any(bool(tf.math.count_nonzero(copy)) for copy in copies)
 
   def _key(self, variable: Any) -> Any:
     """Returns the key of one replica's sum of a variable's gradients."""
