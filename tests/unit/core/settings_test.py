@@ -33,6 +33,7 @@ DICTIONARY = "must be a dictionary of names"
     ("accumulate_steps", True, ValueError, "must be a positive integer"),
     ("group_settings", ["momentum"], ValueError, DICTIONARY),
     ("group_settings", {"momentum": 0.5}, ValueError, DICTIONARY),
+    ("group_settings", {"rho": [0.5, float("nan")]}, ValueError, "'rho' is"),
   ],
 )
 def test_what_is_refused(

@@ -287,6 +287,7 @@ def test_rungs(
     ([], ValueError, "must hold a dictionary for each trial"),
     ([{"a": 1}, {"b": 1}], ValueError, "must have the same names"),
     ([{"a": "relu"}], TypeError, "'a' is 'relu'. For a categorical"),
+    ([{"a": 1}, {"a": math.nan}], ValueError, "'a' is nan in {'a': nan}"),
   ],
 )
 def test_bad_tables(rows: Any, error: Any, message: str) -> None:

@@ -6,6 +6,7 @@ reads its settings from it.
 """
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Mapping
 from typing import Any, Final, TypeVar
@@ -317,6 +318,12 @@ def _as_group_settings(numbers: Any) -> dict[str, list[float]] | None:
       "`group_settings` must be a dictionary of names to a number for each"
       f' group, such as {{"weight_decay": [0.0, 0.1]}}; got {numbers!r}.'
     ) from error
+  for name, values in found.items():
+    if any(map(math.isnan, values)):
+      raise ValueError(
+        f"`group_settings` must hold numbers; {name!r} is {values}."
+        " Replace nan with a number."
+      )
   for name in LIMITS:
     for limit in found.get(name, ()):
       _check_limit(name, limit)

@@ -92,7 +92,8 @@ class Table(Sequence[Trial]):
 
     Raises:
       TypeError: If a setting is not a number.
-      ValueError: If there is no trial, or if the names differ between trials.
+      ValueError: If there is no trial, if the names differ between trials, or
+        if a setting is NaN.
     """
     rows = [dict(row) for row in settings_of_trials]
     if not rows:
@@ -111,6 +112,11 @@ class Table(Sequence[Trial]):
           raise TypeError(
             f"`settings_of_trials` must hold numbers; {name!r} is {number!r}."
             " For a categorical choice, pass its index."
+          )
+        if math.isnan(number):
+          raise ValueError(
+            f"`settings_of_trials` must hold numbers; {name!r} is nan in"
+            f" {row}. Correct or remove that trial."
           )
         row[name] = float(number)
     self.groups = settings.as_groups(groups) or groups_lib.Groups(groups)
