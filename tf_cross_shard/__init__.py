@@ -54,10 +54,8 @@ from tf_cross_shard.schedules import per_group
 from tf_cross_shard.towers import ModeKeys, TowerSpec, replicate_model_fn
 
 if TYPE_CHECKING:  # For editors: the common base class.
-  from tf_cross_shard._src.core.optimizer import (
-    CrossShard as CrossShardOptimizer,
-  )
-  from tf_cross_shard._src.towers.tower_optimizer import Tower as TowerOptimizer
+  from tf_cross_shard._src.core.optimizer import CrossShardOptimizer
+  from tf_cross_shard._src.towers.tower_optimizer import TowerOptimizer
 # Importing the classes also registers them with Keras, for programs that only
 # load a model.
 elif versions.uses_tf_keras():

@@ -42,7 +42,9 @@ def test_devices_that_exist_are_used() -> None:
 
 def test_too_late() -> None:
   tf.constant(0)
-  with pytest.raises(RuntimeError, match=r"needs 5 .* already started with 4"):
+  with pytest.raises(
+    RuntimeError, match=r"needs 5 .* already started with only 4"
+  ):
     tf_cross_shard.local_strategy(5)
 
 

@@ -70,9 +70,9 @@ def _divide_cpu(count: int) -> None:
     tf.config.set_logical_device_configuration(
       cpu, [tf.config.LogicalDeviceConfiguration()] * count
     )
-  except RuntimeError as error:
+  except RuntimeError:
     raise RuntimeError(
       f"local_strategy({count}) needs {count} devices, but TensorFlow has"
-      f" already started with {_count('CPU')}. Call it before all other"
+      f" already started with only {_count('CPU')}. Call it before all other"
       " TensorFlow operations; in a notebook, restart the kernel first."
-    ) from error
+    ) from None
