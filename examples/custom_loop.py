@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
     raise app.UsageError(f"Unknown arguments: {argv[1:]}")
   logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow log a lot.
   num_replicas = _REPLICAS.value
-  strategy = replicas.make_strategy(num_replicas)
+  strategy = tf_cross_shard.local_strategy(num_replicas)
   groups = replicas.choose_groups(num_replicas, _GROUP_SIZE.value)
   groups = groups or groups_lib.singletons(num_replicas)
   print(f"{groups.draw()}\n")

@@ -25,7 +25,12 @@ import replicas
 import tensorflow as tf
 from absl import app, flags, logging
 
-from tf_cross_shard import CrossShardOptimizer, callbacks, schedules
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  callbacks,
+  local_strategy,
+  schedules,
+)
 from tf_cross_shard import groups as groups_lib
 
 _REPLICAS = flags.DEFINE_integer(
@@ -127,7 +132,7 @@ def main(argv: Sequence[str]) -> None:
   rates = [float(rate) for rate in _RATES.value]
   logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow log a lot.
   num_replicas = _REPLICAS.value
-  strategy = replicas.make_strategy(num_replicas)
+  strategy = local_strategy(num_replicas)
   runs = {"ungrouped": groups_lib.contiguous(num_replicas, num_replicas)}
   groups = replicas.choose_groups(num_replicas, _GROUP_SIZE.value)
   if groups is None:

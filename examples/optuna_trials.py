@@ -12,11 +12,16 @@ from collections.abc import Sequence
 import command_line
 import digits_dataset
 import optuna
-import replicas
 import tensorflow as tf
 from absl import flags, logging
 
-from tf_cross_shard import CrossShardOptimizer, callbacks, groups, trials
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  callbacks,
+  groups,
+  local_strategy,
+  trials,
+)
 
 _ROUNDS = flags.DEFINE_integer(
   "rounds", 4, "Number of rounds, with four trials each.", 1
@@ -40,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
   """Runs all rounds; prints the best trial after each round."""
   logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow log a lot.
   optuna.logging.set_verbosity(optuna.logging.WARNING)
-  strategy, four = replicas.make_strategy(4), groups.singletons(4)
+  strategy, four = local_strategy(4), groups.singletons(4)
   train, test = digits_dataset.load(128, _DATA_DIR.value)
   # Without debug mode, TensorFlow may wait for minutes: see docs/limits.md.
   tf.data.experimental.enable_debug_mode()

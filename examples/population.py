@@ -11,11 +11,16 @@ from collections.abc import Sequence
 
 import command_line
 import digits_dataset
-import replicas
 import tensorflow as tf
 from absl import flags, logging
 
-from tf_cross_shard import CrossShardOptimizer, callbacks, groups, schedules
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  callbacks,
+  groups,
+  local_strategy,
+  schedules,
+)
 
 RATES = [0.03, 0.01, 0.003, 0.0001]
 _EPOCHS = flags.DEFINE_integer("epochs", 12, "Number of epochs.", 1)
@@ -30,7 +35,7 @@ _DATA_DIR = flags.DEFINE_string(
 def main(argv: Sequence[str]) -> None:
   """Trains; prints which group copied which, and all accuracies."""
   logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow log a lot.
-  strategy = replicas.make_strategy(len(RATES))
+  strategy = local_strategy(len(RATES))
   train, test = digits_dataset.load(128, _DATA_DIR.value)
   # Without debug mode, TensorFlow may wait for minutes: see docs/limits.md.
   tf.data.experimental.enable_debug_mode()

@@ -30,7 +30,13 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 from absl import app, flags, logging
 
-from tf_cross_shard import CrossShardOptimizer, groups, layers, replica_state
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  groups,
+  layers,
+  local_strategy,
+  replica_state,
+)
 
 mpl.use("Agg")  # Draws into files: no screen is needed.
 from matplotlib import pyplot as plt
@@ -158,7 +164,7 @@ def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"Unknown arguments: {argv[1:]}")
   logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow log a lot.
-  strategy = replicas.make_strategy(_REPLICAS.value)
+  strategy = local_strategy(_REPLICAS.value)
   clicks, *sizes = load()
   clicks = np.random.default_rng(1).permutation(clicks)
   test, clicks = clicks[:500], clicks[500:]

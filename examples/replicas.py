@@ -1,32 +1,11 @@
-"""Devices to train on, groups of replicas, and the weights of each replica."""
+"""Groups of replicas, batch sizes, and the weights of each replica."""
 
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import replica_state
-
-
-def make_strategy(num_replicas: int) -> tf.distribute.Strategy:
-  """Returns a strategy over GPUs if there are enough, or over logical CPUs.
-
-  Call this before any other TensorFlow operation: the first operation fixes the
-  devices.
-  """
-  if len(tf.config.list_physical_devices("GPU")) >= num_replicas:
-    kind = "GPU"
-  else:
-    kind = "CPU"
-    tf.config.set_visible_devices([], "GPU")
-    tf.config.set_logical_device_configuration(
-      tf.config.list_physical_devices("CPU")[0],
-      [tf.config.LogicalDeviceConfiguration()] * num_replicas,
-    )
-  return tf.distribute.MirroredStrategy(
-    [f"{kind}:{i}" for i in range(num_replicas)]
-  )
 
 
 def choose_groups(

@@ -14,11 +14,16 @@ from typing import Any
 
 import command_line
 import digits_dataset
-import replicas
 import tensorflow as tf
 from absl import flags, logging
 
-from tf_cross_shard import CrossShardOptimizer, callbacks, groups, trials
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  callbacks,
+  groups,
+  local_strategy,
+  trials,
+)
 
 SETTINGS = [
   {"learning_rate": rate, "weight_decay": decay, "smoothing": smoothing}
@@ -37,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
   """Trains all trials, prints the table, and saves the best model."""
   logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow log a lot.
   four, folder = groups.singletons(4), _FOLDER.value
-  strategy = replicas.make_strategy(4)
+  strategy = local_strategy(4)
   train, test = digits_dataset.load(128, _DATA_DIR.value)
   # Without debug mode, TensorFlow may wait for minutes: see docs/limits.md.
   tf.data.experimental.enable_debug_mode()

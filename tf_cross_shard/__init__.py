@@ -48,15 +48,14 @@ from tf_cross_shard import (
 )
 from tf_cross_shard._src import catalogue, core
 from tf_cross_shard._src.core.wrapper import saving
+from tf_cross_shard._src.local_strategy import local_strategy
 from tf_cross_shard.groups import Groups
 from tf_cross_shard.schedules import per_group
 from tf_cross_shard.towers import ModeKeys, TowerSpec, replicate_model_fn
 
 if TYPE_CHECKING:  # For editors: the common base class.
-  from tf_cross_shard._src.core.optimizer import (
-    CrossShard as CrossShardOptimizer,
-  )
-  from tf_cross_shard._src.towers.tower_optimizer import Tower as TowerOptimizer
+  from tf_cross_shard._src.core.optimizer import CrossShardOptimizer
+  from tf_cross_shard._src.towers.tower_optimizer import TowerOptimizer
 # Importing the classes also registers them with Keras, for programs that only
 # load a model.
 elif versions.uses_tf_keras():
@@ -65,8 +64,8 @@ else:
   from tf_cross_shard.keras3 import CrossShardOptimizer, TowerOptimizer
 
 # `help` and the reference show the names that programs use.
-for _class in (CrossShardOptimizer, TowerOptimizer):
-  _class.__module__ = __name__
+for _public in (CrossShardOptimizer, TowerOptimizer, local_strategy):
+  _public.__module__ = __name__
 
 # Pickles of earlier versions name these modules.
 for _old in ("wrapper.saving", "inner_optimizer.wrapper"):
@@ -84,6 +83,7 @@ __all__ = [
   "callbacks",
   "groups",
   "layers",
+  "local_strategy",
   "migration",
   "per_group",
   "replica_state",

@@ -180,14 +180,21 @@ def _names(path: str) -> dict[str, str | None]:
     ) from None
 
 
-def _groups_module() -> Any:
-  """Loads the module with `Groups` alone, without TensorFlow."""
+def _module_alone(file: str) -> Any:
+  """Loads a file of `tf_cross_shard/_src` alone, without TensorFlow."""
   package: Any = importlib.util.find_spec("tf_cross_shard")
-  path = pathlib.Path(package.origin).parent / "_src" / "core" / "groups.py"
-  spec: Any = importlib.util.spec_from_file_location("groups", path)
+  path = pathlib.Path(package.origin).parent / "_src" / file
+  spec: Any = importlib.util.spec_from_file_location(path.stem, path)
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
   return module
+
+
+def _virtual_tpu() -> Any:
+  """Imports `virtual_tpu`, unless the TPU compiler is not installed."""
+  xla = _module_alone("virtual_tpu/xla.py")
+  xla.require(*xla.TESTED)  # Before the seconds that TensorFlow takes.
+  return importlib.import_module("tf_cross_shard.virtual_tpu")
 
 
 def _groups(options: argparse.Namespace) -> str:
@@ -196,7 +203,7 @@ def _groups(options: argparse.Namespace) -> str:
     raise ValueError(
       "--along needs --topology, which gives each device its coordinates."
     )
-  lib = _groups_module()
+  lib = _module_alone("core/groups.py")
   groups = None
   for builder, arguments in (
     (lib.Groups, options.assignment),
@@ -207,9 +214,7 @@ def _groups(options: argparse.Namespace) -> str:
     if arguments:
       groups = builder(*arguments)
   if options.topology:
-    from tf_cross_shard import virtual_tpu
-
-    coordinates = virtual_tpu.coordinates(options.topology)
+    coordinates = _virtual_tpu().coordinates(options.topology)
     groups = groups or lib.along(coordinates, options.along)
     if len(coordinates) != groups.num_replicas:
       raise ValueError(
@@ -223,8 +228,7 @@ def _groups(options: argparse.Namespace) -> str:
 def _compile(options: argparse.Namespace) -> str:
   """Compiles a step; returns the compiler's report."""
   module, step = _load(options.step)
-  from tf_cross_shard import virtual_tpu
-
+  virtual_tpu = _virtual_tpu()
   strategies = [
     value
     for value in vars(module).values()

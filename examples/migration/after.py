@@ -34,7 +34,7 @@ import digits_batches
 import tensorflow as tf
 from absl import app, flags, logging
 
-from tf_cross_shard import migration, virtual_tpu
+from tf_cross_shard import local_strategy, migration, virtual_tpu
 
 _FOLDER = flags.DEFINE_string(
   "folder", None, "Folder of checkpoints.", required=True
@@ -64,14 +64,9 @@ def make_strategy() -> tf.distribute.Strategy:
     return tf.distribute.TPUStrategy(resolver)
   if _STRATEGY.value == "virtual_tpu":
     return virtual_tpu.VirtualTPUStrategy(_REPLICAS.value)
-  cpus = [f"CPU:{i}" for i in range(_REPLICAS.value)]
-  tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * len(cpus),
-  )
   if _STRATEGY.value == "one":
-    return tf.distribute.OneDeviceStrategy(cpus[0])
-  return tf.distribute.MirroredStrategy(cpus)
+    return tf.distribute.OneDeviceStrategy("CPU:0")
+  return local_strategy(_REPLICAS.value)
 
 
 def program() -> tuple[Any, Any]:

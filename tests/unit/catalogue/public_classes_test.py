@@ -21,8 +21,8 @@ KERAS = [
 @pytest.mark.parametrize(
   ("name", "base"),
   [
-    ("CrossShardOptimizer", optimizer.CrossShard),
-    ("TowerOptimizer", tower_optimizer.Tower),
+    ("CrossShardOptimizer", optimizer.CrossShardOptimizer),
+    ("TowerOptimizer", tower_optimizer.TowerOptimizer),
   ],
 )
 def test_help_is_whole(
@@ -55,7 +55,7 @@ def test_public_arguments_have_types() -> None:
   for thing in (
     CrossShardOptimizer,
     CrossShardOptimizer.compute_gradients,
-    optimizer.CrossShard.apply_gradients,
+    optimizer.CrossShardOptimizer.apply_gradients,
     CrossShardOptimizer.minimize,
     TowerOptimizer,
   ):

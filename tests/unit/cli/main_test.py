@@ -135,6 +135,7 @@ def test_errors(
   ("words", "said"),
   [
     (["groups", "--assignment", "[["], "such as '[[0, 1], [2, 3]]'; got '[['"),
+    (["groups", "--assignment", "0 1 2"], "as '[[0, 1], [2, 3]]'; got '0 1 2'"),
     (["compile", "step", *COMPILE, "x"], "MODULE:FUNCTION; got 'step'"),
     (["compile", "a:b", *COMPILE, "half"], "and a shape, such as 'float32[8"),
     (["convert-checkpoint", "a", "b", "--program", "c"], "got 'c'"),

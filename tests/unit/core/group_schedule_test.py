@@ -339,7 +339,9 @@ class TestPerGroup:
       per_group([1, 2, 3], STRIDED)
     with pytest.raises(ValueError, match=r"`values` .* 2 groups .* \(\)"):
       per_group(1, STRIDED)
-    with pytest.raises(ValueError, match=r"`groups` must hold the 1 replicas"):
+    with pytest.raises(
+      ValueError, match=r"`groups` holds 4 .* no strategy \(1 replica\)"
+    ):
       per_group([1, 2], STRIDED)
     with pytest.raises(ValueError, match="`group_assignment`"):
       per_group([1, 2], None)

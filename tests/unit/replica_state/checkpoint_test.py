@@ -534,8 +534,9 @@ def test_what_is_not_built_or_something_else(tmp_path: pathlib.Path) -> None:
     replica_state.save(path, optimizer, model)
   with pytest.raises(TypeError, match="`optimizer` must be a Keras optimizer"):
     replica_state.save(path, "adam", weights)
-  with pytest.raises(TypeError, match="not iterable"):
-    replica_state.save(path, optimizer, 3)
+  for wrong in (3, "model"):
+    with pytest.raises(TypeError, match=r"`model` must be .*; got (int|str)"):
+      replica_state.save(path, optimizer, wrong)
   with pytest.raises(TypeError, match="`path` must be"):
     replica_state.save(None, optimizer)
   with pytest.raises(ValueError, match="different strategies"):

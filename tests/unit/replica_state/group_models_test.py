@@ -455,7 +455,11 @@ def test_optimizer_and_model_are_told_apart(tmp_path: pathlib.Path) -> None:
     replica_state.restore(path, *pair)
     mean = replica_state.ensemble(*pair, [0, 1])(X)
     np.testing.assert_allclose(mean, replica_state.ensemble(*pair)(X))
-    for order in ((1, *pair), (model, 1, optimizer)):
+    for order in (
+      (1, *pair),
+      (model, 1, optimizer),
+      (optimizer, 1, model),
+    ):
       plain = replica_state.load_group(*order)
       np.testing.assert_array_equal(plain.layers[0].kernel, right[1])
       assert replica_state.load_group(*order, plain) is plain
@@ -494,6 +498,9 @@ def test_errors_change_nothing(library: str) -> None:
       replica_state.copy_group(0, wrong, optimizer, model)
     with pytest.raises(ValueError, match=f"`members` {words}"):
       replica_state.ensemble(optimizer, model, [0, wrong])
+  for wrong in ((1, 2, model), (1, "sgd", model)):
+    with pytest.raises(TypeError, match="`optimizer` must be a Keras optim"):
+      replica_state.load_group(*wrong)
   for members in ([], [0, 0]):
     with pytest.raises(ValueError, match="`members` must name at least one"):
       replica_state.ensemble(optimizer, model, members)

@@ -281,6 +281,12 @@ def test_rungs(
   assert found == expected
 
 
+def test_too_few_epochs() -> None:
+  words = "at least 3, because reducing 5 trials to 4 groups takes 1 round with"
+  with pytest.raises(ValueError, match=words):
+    halving_lib.rungs(5, 4, 3, 2)
+
+
 @pytest.mark.parametrize(
   ("rows", "error", "message"),
   [

@@ -266,7 +266,7 @@ class TestMembers:
     assert [float(c), int(global_step)] == [4.0, 7]
 
   def test_has_been_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tower_optimizer.Tower, "_was_used", False)
+    monkeypatch.setattr(tower_optimizer.TowerOptimizer, "_was_used", False)
     optimizer, c = TowerOptimizer(sgd), tf.Variable(1.0)
     CrossShardOptimizer("sgd").minimize(lambda: 2.0 * c, var_list=[c])
     with pytest.raises(ValueError, match="shapes"):

@@ -50,6 +50,16 @@ class TestVersions:
       with pytest.raises(ImportError, match=words):
         xla.require(name)
 
+  def test_one_extra_has_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without jax and libtpu, the first error names the extra with both."""
+
+    def missing(distribution: str) -> str:
+      raise metadata.PackageNotFoundError(distribution)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    with pytest.raises(ImportError, match=r"needs jax>=.*\[tpu-compiler\]"):
+      xla.topology("v5e:2x4")
+
   def test_asked_before_anything_is_imported(
     self, monkeypatch: pytest.MonkeyPatch
   ) -> None:

@@ -17,7 +17,7 @@ import itertools
 import pathlib
 import re
 import sys
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from absl import logging
@@ -95,7 +95,7 @@ class BackupAndRestore(group_callback.GroupCallback):
     backup_dir: Any,
     delete_checkpoint: bool = True,
     *,
-    every: int | str = "epoch",
+    every: int | Literal["epoch"] = "epoch",
     every_seconds: float | None = None,
     on_preemption: bool = False,
     exit_code: int = _EXIT_CODE,

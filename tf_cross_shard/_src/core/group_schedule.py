@@ -375,10 +375,11 @@ def _row(rows: tf.Tensor, groups: groups_lib.Groups) -> tf.Tensor:
   replicas = strategy.num_replicas_in_sync
   if replicas != groups.num_replicas:
     raise ValueError(
-      f"`groups` must hold the {replicas} replicas of"
-      f" {type(strategy).__name__}; it holds {groups.num_replicas}:"
-      f" {groups.to_lists()}. Call per_group inside `strategy.run` of the"
-      " groups' own strategy, or inside `with schedules.as_group(i):`."
+      f"`groups` holds {groups.num_replicas} replicas, {groups.to_lists()}, but"
+      " per_group was called under"
+      f" {validation.strategy_in_words(strategy)}. Call it inside"
+      " `strategy.run` of the groups' own strategy, or inside `with"
+      " schedules.as_group(i):`."
     )
   group_of = [groups.index_of(number) for number in range(replicas)]
   # Not in Python: the replica's number may be a tensor.

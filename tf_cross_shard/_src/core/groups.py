@@ -17,7 +17,7 @@ import operator
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -287,7 +287,9 @@ def by_host(strategy: Any) -> Groups:
   return Groups(tuple(map(tuple, hosts.values())), num_replicas)
 
 
-def along(coordinates: Sequence[Sequence[int]], axis: str) -> Groups:
+def along(
+  coordinates: Sequence[Sequence[int]], axis: Literal["x", "y", "z", "core"]
+) -> Groups:
   """Creates groups of the devices that form a line in a TPU slice.
 
   Links within a line are the shortest. In a slice of 2 by 2 chips, the lines

@@ -45,7 +45,7 @@ from tf_cross_shard._src.core.gradients import (
   loss_factor,
   packing,
 )
-from tf_cross_shard._src.core.optimizer import CrossShard
+from tf_cross_shard._src.core.optimizer import CrossShardOptimizer
 from tf_cross_shard._src.core.wrapper import forwarding
 
 __all__ = [
@@ -74,7 +74,7 @@ __all__ = [
   "loss_factor",
   "packing",
   # Optimizers of Keras and of TensorFlow 1, and their private parts.
-  "CrossShard",
+  "CrossShardOptimizer",
   "encapsulated",
   "forwarding",
   "keras_private",

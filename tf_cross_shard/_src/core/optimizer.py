@@ -6,7 +6,7 @@ subclasses in `keras3.classes` and `tf_keras.classes` are also Keras optimizers.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow as tf
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @settings_lib.with_properties
-class CrossShard(forwarding.OptimizerWrapper):
+class CrossShardOptimizer(forwarding.OptimizerWrapper):
   """Wraps a Keras optimizer for training on several replicas, or in groups.
 
   Use it with `model.compile` and `fit`, or in a training loop, under any
@@ -76,17 +76,17 @@ class CrossShard(forwarding.OptimizerWrapper):
       " | tf.Tensor | None"
     ) = None,
     *,
-    loss_averaged_over: str | None = None,
+    loss_averaged_over: Literal["replica", "global"] | None = None,
     clipnorm: float | None = None,
     global_clipnorm: float | None = None,
     clipvalue: float | None = None,
-    wire_dtype: str | tf.DType | None = None,
+    wire_dtype: Literal["bfloat16", "float16"] | tf.DType | None = None,
     skip_nonfinite: bool = False,
     scale_gradients: bool = False,
     fused_update: bool | None = None,
     accumulate_steps: int | None = None,
-    shard_update: bool | str = False,
-    lazy_rows: bool | str = False,
+    shard_update: bool | Literal["elementwise", "by_variable"] = False,
+    lazy_rows: bool | Literal["elementwise"] = False,
     group_settings: "Mapping[str, Sequence[float]] | None" = None,
   ) -> None:
     """Wraps `opt`. Create both optimizers inside `strategy.scope()`.

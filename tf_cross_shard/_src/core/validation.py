@@ -31,6 +31,14 @@ def is_number(value: Any) -> bool:
   return isinstance(value, numbers) and not isinstance(value, bool)
 
 
+def strategy_in_words(strategy: tf.distribute.Strategy) -> str:
+  """Returns the class and the size of a strategy, for an error."""
+  count, kind = strategy.num_replicas_in_sync, type(strategy).__name__
+  if kind == "_DefaultDistributionStrategy":  # Outside of every scope.
+    kind = "no strategy"
+  return f"{kind} ({count} {'replica' if count == 1 else 'replicas'})"
+
+
 def check_variable(argument: str, variable: object) -> None:
   """Raises `TypeError` unless a value is a variable.
 

@@ -15,7 +15,7 @@ import json
 import re
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -31,6 +31,9 @@ from tf_cross_shard._src.replica_state import group_state
 # All callbacks for which a `fit` has begun.
 _in_fits: "Final[weakref.WeakSet[GroupCallback]]" = weakref.WeakSet()
 _order = itertools.count()
+
+# Whether a smaller or a larger metric is better; "auto" lets Keras decide.
+Mode: TypeAlias = Literal["auto", "min", "max"]
 
 
 def group_names(optimizer: Any) -> list[str]:
@@ -265,7 +268,7 @@ class GroupMonitor(GroupCallback):
   _counters: tuple[str, ...] = ()
 
   def __init__(
-    self, monitor: str, mode: str, patience: int = 0, min_delta: float = 0.0
+    self, monitor: str, mode: Mode, patience: int = 0, min_delta: float = 0.0
   ) -> None:
     """Takes the arguments of Keras' EarlyStopping."""
     super().__init__()

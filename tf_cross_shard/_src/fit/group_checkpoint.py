@@ -55,7 +55,10 @@ class GroupCheckpoint(group_callback.GroupMonitor):
   _counters = ("best_epoch",)
 
   def __init__(
-    self, path: Any, monitor: str = "val_loss", mode: str = "auto"
+    self,
+    path: Any,
+    monitor: str = "val_loss",
+    mode: group_callback.Mode = "auto",
   ) -> None:
     """Sets the file and the metric.
 

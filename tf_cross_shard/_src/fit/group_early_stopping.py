@@ -50,7 +50,7 @@ class GroupEarlyStopping(group_callback.GroupMonitor):
   def __init__(
     self,
     monitor: str = "val_loss",
-    mode: str = "auto",
+    mode: group_callback.Mode = "auto",
     patience: int = 0,
     min_delta: float = 0.0,
     restore_best_weights: bool = True,

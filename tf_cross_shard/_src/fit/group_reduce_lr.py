@@ -50,7 +50,7 @@ class GroupReduceLROnPlateau(group_callback.GroupMonitor):
     monitor: str = "val_loss",
     factor: float = 0.1,
     patience: int = 10,
-    mode: str = "auto",
+    mode: group_callback.Mode = "auto",
     min_delta: float = 1e-4,
     cooldown: int = 0,
     min_lr: float = 0.0,

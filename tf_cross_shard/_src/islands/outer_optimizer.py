@@ -20,7 +20,7 @@ References:
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
@@ -28,7 +28,7 @@ from absl import logging
 
 from tf_cross_shard._src.core import internals
 from tf_cross_shard._src.core.internals import (
-  CrossShard,
+  CrossShardOptimizer,
   agreement,
   keras_private,
   optimizer_state,
@@ -109,7 +109,7 @@ class OuterOptimizer(group_callback.GroupCallback):
     optimizer: outer_state.KerasOptimizer | None = None,
     *,
     warmup: int = 0,
-    wire_dtype: str | tf.DType | None = None,
+    wire_dtype: Literal["bfloat16", "float16"] | tf.DType | None = None,
   ) -> None:
     """Checks the arguments. `build` or `fit` makes the variables.
 
@@ -272,7 +272,7 @@ class OuterOptimizer(group_callback.GroupCallback):
 
   def _make_state(
     self,
-    trained_by: CrossShard,
+    trained_by: CrossShardOptimizer,
     weights: Sequence[outer_state.Variable],
   ) -> outer_state.OuterState:
     """Makes the anchor, once all workers and all groups agree on the start."""
@@ -322,7 +322,7 @@ def _check_weights_are_equal(
       )
 
 
-def _find_optimizer_with_groups(optimizer: Any) -> CrossShard:
+def _find_optimizer_with_groups(optimizer: Any) -> CrossShardOptimizer:
   """Returns the CrossShardOptimizer within an optimizer.
 
   Raises an error unless there is one, and it has several groups.
@@ -330,7 +330,7 @@ def _find_optimizer_with_groups(optimizer: Any) -> CrossShard:
   layers = [
     layer
     for layer in optimizer_state.nested_optimizers(optimizer)
-    if isinstance(layer, CrossShard)
+    if isinstance(layer, CrossShardOptimizer)
   ]
   if not layers:
     raise TypeError(

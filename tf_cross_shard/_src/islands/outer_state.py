@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import internals
 from tf_cross_shard._src.core.internals import (
-  CrossShard,
+  CrossShardOptimizer,
   optimizer_state,
   replica_values,
 )
@@ -41,10 +41,10 @@ Variable: TypeAlias = Any  # a tf.Variable or a keras.Variable
 
 
 def make_outer_optimizer(
-  optimizer: CrossShard,
+  optimizer: CrossShardOptimizer,
   outer: KerasOptimizer | None,
   wire_dtype: str | tf.DType | None = None,
-) -> CrossShard:
+) -> CrossShardOptimizer:
   """Wraps a copy of the outer optimizer, so that it averages over the groups.
 
   Args:
@@ -75,8 +75,8 @@ def make_outer_optimizer(
 
 
 def _package_class(
-  optimizer: CrossShard,
-) -> Callable[..., CrossShard]:
+  optimizer: CrossShardOptimizer,
+) -> Callable[..., CrossShardOptimizer]:
   """Returns this package's class of an optimizer, not a subclass of it."""
   return next(
     kind
@@ -104,7 +104,7 @@ def _across(groups: groups_lib.Groups) -> groups_lib.Groups:
 
 
 def _make_step(
-  outer: CrossShard,
+  outer: CrossShardOptimizer,
   anchors: Sequence[Variable],
   weights: Sequence[Variable],
 ) -> Callable[[], Any]:
@@ -156,9 +156,9 @@ class OuterState:
 
   def __init__(
     self,
-    trained_by: CrossShard,
+    trained_by: CrossShardOptimizer,
     weights: Sequence[Variable],
-    optimizer: CrossShard,
+    optimizer: CrossShardOptimizer,
     *,
     has_warmup: bool,
   ) -> None:
@@ -196,7 +196,7 @@ class OuterState:
     internals.attach(trained_by, [self.calls, *self.anchors, *outer_variables])
 
   def belongs_to(
-    self, trained_by: CrossShard, weights: Sequence[Variable]
+    self, trained_by: CrossShardOptimizer, weights: Sequence[Variable]
   ) -> bool:
     """Whether this state was made for an optimizer and these weights."""
     return trained_by is self.trained_by and list(map(id, weights)) == list(

@@ -2,7 +2,7 @@
 # ruff: noqa: SLF001  # TensorFlow 1's CrossShardOptimizer has no public fields.
 
 import importlib
-from typing import Any
+from typing import Any, Literal
 
 from tf_cross_shard._src.core.internals import (
   loss_factor,
@@ -11,7 +11,9 @@ from tf_cross_shard._src.core.internals import (
 )
 
 
-def from_v1(opt: Any, loss_averaged_over: str | None = None) -> Any:
+def from_v1(
+  opt: Any, loss_averaged_over: Literal["replica", "global"] | None = None
+) -> Any:
   """Converts an optimizer of TensorFlow 1 to a CrossShardOptimizer.
 
   The new optimizer computes the numbers that `opt` computed. Call `from_v1`

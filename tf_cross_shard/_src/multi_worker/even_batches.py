@@ -11,7 +11,7 @@ their datasets once, before the training:
 A `0` is a batch whose examples all have weight 0.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import tensorflow as tf
 from absl import logging
@@ -22,7 +22,7 @@ from tf_cross_shard._src.core.internals import agreement
 def even(
   dataset: tf.data.Dataset,
   strategy: tf.distribute.Strategy,
-  mode: str = "stop",
+  mode: Literal["stop", "pad"] = "stop",
 ) -> tf.data.Dataset:
   """Gives every worker the same number of batches.
 

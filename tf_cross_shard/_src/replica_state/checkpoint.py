@@ -20,6 +20,7 @@ from tf_cross_shard._src.core.internals import (
   keras_private,
   optimizer_state,
   replica_values,
+  validation,
 )
 from tf_cross_shard._src.replica_state import (
   archive,
@@ -266,8 +267,9 @@ def _build(optimizer: Any, model: Any) -> None:
   for other in filter(None, map(replica_values.strategy_of, variables)):
     if not _can_train(strategy, optimizer, other):
       raise CheckpointError(
-        f"`optimizer` was made under {_in_words(strategy)}, and `model` under"
-        f" another strategy, {_in_words(other)}. Make both inside the scope of"
+        "`optimizer` was made under"
+        f" {validation.strategy_in_words(strategy)}, but `model` under"
+        f" {validation.strategy_in_words(other)}. Make both inside the scope of"
         " one strategy; nothing was changed."
       )
   with strategy.scope():
@@ -286,11 +288,6 @@ def _can_train(
   replicas = strategy.num_replicas_in_sync, other.num_replicas_in_sync
   is_owned = replica_values.strategy_of(optimizer.iterations) is not None
   return other is strategy or not (is_owned or max(replicas) > 1)
-
-
-def _in_words(strategy: tf.distribute.Strategy) -> str:
-  """Returns the class and the size of a strategy."""
-  return f"{type(strategy).__name__} ({strategy.num_replicas_in_sync} replicas)"
 
 
 def _check_groups(file: archive.Archive, state: group_state.GroupState) -> None:

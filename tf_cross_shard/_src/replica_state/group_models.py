@@ -56,6 +56,8 @@ def load_group(group: int, optimizer: Any, model: Any, into: Any = None) -> Any:
     ValueError: If there is no such group, if Keras cannot clone `model`, or if
       `into` does not fit. Nothing is changed in that case.
   """
+  if hasattr(group, "apply_gradients"):
+    group, optimizer = optimizer, group
   optimizer, model = group_state.optimizer_first(optimizer, model)
   if hasattr(group, "variables"):  # Older programs passed the model first.
     group, model = model, group

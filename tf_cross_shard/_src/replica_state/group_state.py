@@ -86,6 +86,8 @@ class GroupState:
         groups are read and it may be unbuilt.
     """
     optimizer, model = optimizer_first(optimizer, model)
+    if optimizer is not None:
+      optimizer_state.check_optimizer(optimizer)
     self.optimizer = optimizer
     # Optimizer state in which members of a group may differ.
     own = set(map(id, optimizer_state.member_state(optimizer)))
@@ -357,12 +359,18 @@ def variables_of(model: Any) -> list[Any]:
   """Returns the variables of a model, or those in a list.
 
   Raises:
+    TypeError: If `model` is something else.
     ValueError: If there are none.
   """
   if model is None:
     return []
   variables = getattr(model, "variables", model)
   variables = variables() if callable(variables) else variables
+  if isinstance(variables, str) or not isinstance(variables, Iterable):
+    raise TypeError(
+      "`model` must be a built model or a list of its variables; got"
+      f" {type(model).__name__}."
+    )
   # tf_keras lists vocabularies, which have no numbers, among the variables.
   numbers = [v for v in variables if not hasattr(v, "get_tensors")]
   if not numbers:

@@ -74,8 +74,9 @@ def rungs(
   if epochs < factor**last:
     raise ValueError(
       f"`epochs` must be at least {factor**last}, because reducing"
-      f" {num_trials} trials to {num_groups} groups takes {last} rounds with"
-      f" factor {factor}; got {epochs}."
+      f" {num_trials} trials to {num_groups} groups takes {last}"
+      f" {'round' if last == 1 else 'rounds'} with factor {factor}; got"
+      f" {epochs}."
     )
   # Each rung ends at 1 / factor of the epochs of the rung after.
   return [
@@ -157,7 +158,7 @@ class Halving(trial_monitor.TrialMonitor):
     *,
     epochs: int,
     factor: int = 3,
-    mode: str = "auto",
+    mode: group_callback.Mode = "auto",
     log_dir: Any = None,
   ) -> None:
     """Plans the search.

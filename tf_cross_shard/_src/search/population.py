@@ -134,7 +134,7 @@ class Population(trial_monitor.TrialMonitor):
       1.25,
     ),
     share: float = 0.25,
-    mode: str = "auto",
+    mode: group_callback.Mode = "auto",
     seed: int = 0,
     table: table_lib.Table | None = None,
   ) -> None:

@@ -12,7 +12,7 @@ from tf_cross_shard._src.towers import tower_optimizer
 
 @forwarding.documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class TowerOptimizer(tower_optimizer.Tower, wrapper.Keras3Wrapper):
+class TowerOptimizer(tower_optimizer.TowerOptimizer, wrapper.Keras3Wrapper):
   """Sums gradients over the towers of a model function and applies them once.
 
   This class encapsulates a `keras.optimizers.Optimizer`.

@@ -12,7 +12,7 @@ from tf_cross_shard._src.towers import tower_optimizer
 
 @forwarding.documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class TowerOptimizer(tower_optimizer.Tower, wrapper.TfKerasWrapper):
+class TowerOptimizer(tower_optimizer.TowerOptimizer, wrapper.TfKerasWrapper):
   """Sums gradients over the towers of a model function and applies them once.
 
   This class encapsulates an optimizer of tf_keras, legacy or not.

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import internals
 from tf_cross_shard._src.core.internals import (
-  CrossShard,
+  CrossShardOptimizer,
   differentiation,
   finite,
   forwarding,
@@ -29,7 +29,7 @@ from tf_cross_shard._src.core.internals import variables as variables_lib
 from tf_cross_shard._src.towers import gradient_collector
 
 
-class Tower(forwarding.OptimizerWrapper):
+class TowerOptimizer(forwarding.OptimizerWrapper):
   """Sums gradients over the towers of a model function and applies them once.
 
   Inside a function made by `replicate_model_fn`, which documents the formula,
@@ -83,7 +83,7 @@ class Tower(forwarding.OptimizerWrapper):
   @staticmethod
   def has_been_used() -> bool:
     """Returns whether any TowerOptimizer applied gradients in this program."""
-    return Tower._was_used
+    return TowerOptimizer._was_used
 
   def get_name(self) -> str:
     """Returns the name of the encapsulated optimizer."""
@@ -138,7 +138,7 @@ class Tower(forwarding.OptimizerWrapper):
     cls, wrapper: forwarding.OptimizerWrapper, opt: Any
   ) -> None:
     """Allows a CrossShardOptimizer within, and refuses a TowerOptimizer."""
-    if isinstance(wrapper, Tower):
+    if isinstance(wrapper, TowerOptimizer):
       super()._check_wrapper_within(wrapper, opt)
     elif wrapper is not opt:
       kind = type(opt).__name__
@@ -168,7 +168,7 @@ class Tower(forwarding.OptimizerWrapper):
       variables: The variables of one `apply_gradients`.
     """
     optimizer = self._encapsulated.optimizer
-    if isinstance(optimizer, CrossShard):
+    if isinstance(optimizer, CrossShardOptimizer):
       internals.check_place(optimizer)
     if self._encapsulated.is_built:
       validation.check_known(variables, self._encapsulated.state.knows)
@@ -200,7 +200,7 @@ class Tower(forwarding.OptimizerWrapper):
     optimizer = self._encapsulated.optimizer
     # The tower's tape must not record the computation of gradients.
     with own.stop_recording() if own else contextlib.nullcontext():
-      if isinstance(optimizer, CrossShard):
+      if isinstance(optimizer, CrossShardOptimizer):
         pairs = internals.gradients(
           optimizer, loss, var_list, tape, default, options
         )
@@ -234,7 +234,7 @@ class Tower(forwarding.OptimizerWrapper):
 
     def apply_and_record(grads: list[Any], variables: list[Any]) -> Any:
       result = apply(grads, variables)
-      Tower._was_used = True
+      TowerOptimizer._was_used = True
       return result
 
     if collector is None or collector.count == 1:
@@ -270,7 +270,7 @@ class Tower(forwarding.OptimizerWrapper):
   ) -> Any:
     """Applies summed gradients through the encapsulated optimizer."""
     optimizer = self._encapsulated.optimizer
-    if isinstance(optimizer, CrossShard):
+    if isinstance(optimizer, CrossShardOptimizer):
       pairs = zip(grads, variables, strict=True)
       return optimizer.apply_gradients(pairs, global_step, **options)
     built = [self._encapsulated.as_built(v) for v in variables]

@@ -37,24 +37,26 @@ _WITHOUT_TPU: Final = {
 _lock: Final = threading.Lock()
 
 
-def require(distribution: str) -> None:
-  """Raises `ImportError` unless a tested version of a library is installed."""
-  tested = TESTED[distribution]
-  extra = "tpu-compiler" if distribution == "libtpu" else "virtual-tpu"
+def require(*distributions: str) -> None:
+  """Raises `ImportError` unless tested versions of libraries are installed."""
+  # One extra has all that the call needs, so that nobody installs twice.
+  extra = "tpu-compiler" if "libtpu" in distributions else "virtual-tpu"
   remedy = f"Install it with: pip install 'tf-cross-shard[{extra}]'."
-  try:
-    version = metadata.version(distribution)
-  except metadata.PackageNotFoundError:
-    raise ImportError(
-      f"This needs {distribution}{tested}, which is not installed. {remedy}"
-      " (It has no release for Python 3.10, and libtpu has releases for Linux"
-      " on x86-64 only.)"
-    ) from None
-  if version not in specifiers.SpecifierSet(tested):
-    raise ImportError(
-      f"This was tested with {distribution}{tested} and uses its private"
-      f" names; found {distribution} {version}. {remedy}"
-    )
+  for distribution in distributions:
+    tested = TESTED[distribution]
+    try:
+      version = metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+      raise ImportError(
+        f"This needs {distribution}{tested}, which is not installed. {remedy}"
+        " (It has no release for Python 3.10, and libtpu has releases for Linux"
+        " on x86-64 only.)"
+      ) from None
+    if version not in specifiers.SpecifierSet(tested):
+      raise ImportError(
+        f"This was tested with {distribution}{tested} and uses its private"
+        f" names; found {distribution} {version}. {remedy}"
+      )
 
 
 # A jax.Array that consists of one array for each replica, in its memory.
@@ -167,8 +169,7 @@ class Topology:
 @functools.cache
 def topology(name: str) -> Topology:
   """Returns the TPU slice with this name, as libtpu describes it."""
-  for distribution in TESTED:
-    require(distribution)
+  require(*TESTED)
   try:
     # Check the name first: libtpu divides by the numbers, and would take an
     # incomplete name for another slice.

@@ -198,9 +198,8 @@ class Mirrored(engine.Engine):
     if absent:
       raise ValueError(
         f"The strategy's devices {absent} do not exist; there are {there}."
-        " Before you create the strategy, call"
-        " tf.config.set_logical_device_configuration with"
-        f" {len(self._devices)} LogicalDeviceConfiguration objects."
+        " Create the strategy with"
+        f" tf_cross_shard.local_strategy({len(self._devices)})."
       )
     return self._collective_ops
 

@@ -39,13 +39,7 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
     TypeError: If `optimizer` is not an optimizer.
     ValueError: If `optimizer` is not built.
   """
-  if not hasattr(optimizer, "variables") or not (
-    hasattr(optimizer, "apply_gradients")
-  ):
-    raise TypeError(
-      "`optimizer` must be a Keras optimizer; got"
-      f" {type(optimizer).__name__}. Pass the CrossShardOptimizer."
-    )
+  check_optimizer(optimizer)
   found: dict[int, Any] = {}
   trained: dict[int, Any] = {}
   is_built, sharded = False, None
@@ -69,6 +63,17 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
     trained = dict(enumerate(sharded.trainable_variables))
   names = _names(list(found.values()), list(trained.values()))
   return list(zip(unique(names), found.values(), strict=True))
+
+
+def check_optimizer(optimizer: Any) -> None:
+  """Raises `TypeError` unless `optimizer` is an optimizer."""
+  if not hasattr(optimizer, "variables") or not (
+    hasattr(optimizer, "apply_gradients")
+  ):
+    raise TypeError(
+      "`optimizer` must be a Keras optimizer; got"
+      f" {type(optimizer).__name__}. Pass the CrossShardOptimizer."
+    )
 
 
 def unique(names: Sequence[str]) -> list[str]:

@@ -30,7 +30,7 @@ from tf_cross_shard._src.core.wrapper import forwarding
 
 @forwarding.documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class CrossShardOptimizer(optimizer.CrossShard, wrapper.Keras3Wrapper):
+class CrossShardOptimizer(optimizer.CrossShardOptimizer, wrapper.Keras3Wrapper):
   """Wraps a Keras optimizer for training on several replicas, or in groups.
 
   `opt` is a `keras.optimizers.Optimizer`.

@@ -102,10 +102,9 @@ class StepChecks:
     if here is not made_in and max(replicas) > 1:
       raise RuntimeError(
         f"{self._name} encapsulates an optimizer that was created under"
-        f" {type(made_in).__name__} ({replicas[1]} replicas) but is used under"
-        f" {type(here).__name__} ({replicas[0]} replicas). Create both inside"
-        f" `with strategy.scope():`, and call {self._name} inside"
-        " `strategy.run`."
+        f" {validation.strategy_in_words(made_in)} but is used under"
+        f" {validation.strategy_in_words(here)}. Create both inside `with"
+        f" strategy.scope():`, and call {self._name} inside `strategy.run`."
       )
 
   def _setting_lines(self) -> list[str]:
@@ -144,12 +143,12 @@ class StepChecks:
 
   def _check_group_count(self) -> None:
     """Raises `ValueError` unless the groups hold the strategy's replicas."""
-    replicas = self.engine.num_replicas
-    if self.groups.num_replicas != replicas:
+    count = self.groups.num_replicas
+    if count != self.engine.num_replicas:
       raise ValueError(
-        f"`group_assignment` must hold the {replicas} replicas of"
-        f" {type(self.engine.strategy).__name__}; it holds"
-        f" {self.groups.num_replicas}: {self.groups.to_lists()}. Change it, or"
+        f"`group_assignment` holds {count} replicas, {self.groups.to_lists()},"
+        " but the optimizer was created under"
+        f" {validation.strategy_in_words(self.engine.strategy)}. Change it, or"
         " create the optimizer inside the scope of its strategy."
       )
 

@@ -33,7 +33,9 @@ from tf_cross_shard._src.core.wrapper import forwarding
 
 @forwarding.documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class CrossShardOptimizer(optimizer.CrossShard, wrapper.TfKerasWrapper):
+class CrossShardOptimizer(
+  optimizer.CrossShardOptimizer, wrapper.TfKerasWrapper
+):
   """Wraps a Keras optimizer for training on several replicas, or in groups.
 
   `opt` is a `tf_keras.optimizers.Optimizer` or one of
@@ -122,9 +124,9 @@ class CrossShardOptimizer(optimizer.CrossShard, wrapper.TfKerasWrapper):
       The iteration count after the step, an int64 tensor.
 
     Raises:
-      RuntimeError: As in `CrossShard`.
-      ValueError: As in `CrossShard`.
-      TypeError: As in `CrossShard`.
+      RuntimeError: As in `CrossShardOptimizer`.
+      ValueError: As in `CrossShardOptimizer`.
+      TypeError: As in `CrossShardOptimizer`.
     """
     if isinstance(global_step, str) and name is None:
       global_step, name = None, global_step  # Keras' second argument.

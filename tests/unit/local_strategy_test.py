@@ -1,0 +1,78 @@
+"""`local_strategy`; this process has four logical CPUs."""
+
+import subprocess
+import sys
+import textwrap
+from typing import Any
+from unittest import mock
+
+import pytest
+import tensorflow as tf
+
+import tf_cross_shard
+
+# A process of its own, because devices can be divided only once.
+FRESH = """
+  import tensorflow as tf
+  import tf_cross_shard
+
+  strategy = tf_cross_shard.local_strategy(3)
+  ids = strategy.run(
+    lambda: tf.distribute.get_replica_context().replica_id_in_sync_group
+  )
+  devices = [x.device[-5:] for x in ids.values]
+  assert devices == ["CPU:0", "CPU:1", "CPU:2"], devices
+  assert tf_cross_shard.local_strategy(2).num_replicas_in_sync == 2
+"""
+
+
+def test_a_new_process_gets_the_devices() -> None:
+  program = textwrap.dedent(FRESH)
+  subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_devices_that_exist_are_used() -> None:
+  for count in (4, 2, 1):
+    strategy = tf_cross_shard.local_strategy(count)
+    assert strategy.num_replicas_in_sync == count
+    assert strategy.extended.worker_devices == tuple(
+      f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in range(count)
+    )
+
+
+def test_too_late() -> None:
+  tf.constant(0)
+  with pytest.raises(
+    RuntimeError, match=r"needs 5 .* already started with only 4"
+  ):
+    tf_cross_shard.local_strategy(5)
+
+
+@pytest.mark.parametrize("count", [0, -1, True, 2.0, "4", None])
+def test_no_positive_number(count: Any) -> None:
+  with pytest.raises(ValueError, match=f"`num_replicas` must.* got {count!r}"):
+    tf_cross_shard.local_strategy(count)
+
+
+@pytest.mark.parametrize(
+  ("gpus", "divided", "kind"), [(1, 1, "CPU"), (2, 1, "GPU"), (1, 3, "GPU")]
+)
+def test_gpus_if_there_are_enough(gpus: int, divided: int, kind: str) -> None:
+  """Whole GPUs, or one that the program has divided; no GPU is needed here."""
+  physical = [tf.config.PhysicalDevice(f"GPU:{i}", "GPU") for i in range(gpus)]
+  cpus = tf.config.get_visible_devices("CPU")
+  with (
+    mock.patch.object(
+      tf.config,
+      "get_visible_devices",
+      lambda kind: physical if kind == "GPU" else cpus,
+    ),
+    mock.patch.object(
+      tf.config,
+      "get_logical_device_configuration",
+      lambda device: [None] * (divided if device in physical else 4),
+    ),
+    mock.patch.object(tf.distribute, "MirroredStrategy") as strategy,
+  ):
+    tf_cross_shard.local_strategy(2)
+  strategy.assert_called_once_with([f"{kind}:0", f"{kind}:1"])

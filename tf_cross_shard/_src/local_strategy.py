@@ -1,0 +1,78 @@
+"""A MirroredStrategy over devices of this machine, made in one call."""
+
+import tensorflow as tf
+
+
+def local_strategy(num_replicas: int) -> tf.distribute.MirroredStrategy:
+  """Returns a MirroredStrategy with a given number of replicas on this machine.
+
+  Use it to train several models on one machine, each in its own group, or to
+  try a distributed program without several GPUs. If this machine has a GPU for
+  each replica, the replicas run on GPUs. Otherwise, the function divides the
+  CPU into logical devices, and each replica runs on one of them. Logical CPUs
+  share the cores of the CPU.
+
+  TensorFlow fixes its logical devices when it runs its first operation, so call
+  this function at the start of the program. If TensorFlow has already started
+  with enough devices, the function uses the first `num_replicas` of them. You
+  can therefore call it again, for example in a notebook.
+
+  To run several replicas on one GPU, divide the GPU before the call, with
+  `tf.config.set_logical_device_configuration` and a `memory_limit` for each
+  logical GPU. We tested this function on CPUs only.
+
+  >>> import tensorflow as tf
+  >>> import tf_cross_shard
+  >>> strategy = tf_cross_shard.local_strategy(4)
+  >>> with strategy.scope():
+  ...   optimizer = tf_cross_shard.CrossShardOptimizer(
+  ...     tf.keras.optimizers.Adam(0.01), group_assignment=[[0, 1], [2, 3]]
+  ...   )
+  >>> strategy.num_replicas_in_sync
+  4
+
+  Args:
+    num_replicas: The number of replicas, at least 1.
+
+  Returns:
+    A `tf.distribute.MirroredStrategy`.
+
+  Raises:
+    ValueError: `num_replicas` is not a positive integer.
+    RuntimeError: TensorFlow has already started with fewer devices.
+  """
+  is_integer = isinstance(num_replicas, int)
+  if not is_integer or isinstance(num_replicas, bool) or num_replicas < 1:
+    raise ValueError(
+      "`num_replicas` must be a positive integer, such as 4; got"
+      f" {num_replicas!r}."
+    )
+  kind = "GPU" if _count("GPU") >= num_replicas else "CPU"
+  if _count(kind) < num_replicas:
+    _divide_cpu(num_replicas)
+  return tf.distribute.MirroredStrategy(
+    [f"{kind}:{i}" for i in range(num_replicas)]
+  )
+
+
+def _count(kind: str) -> int:
+  """Returns how many logical devices there are, without starting TensorFlow."""
+  divided = tf.config.get_logical_device_configuration
+  visible = tf.config.get_visible_devices(kind)
+  # A device that nobody has divided is one logical device.
+  return sum(len(divided(device) or [device]) for device in visible)
+
+
+def _divide_cpu(count: int) -> None:
+  """Divides the CPU into logical devices, unless TensorFlow has started."""
+  [cpu, *_] = tf.config.list_physical_devices("CPU")
+  try:
+    tf.config.set_logical_device_configuration(
+      cpu, [tf.config.LogicalDeviceConfiguration()] * count
+    )
+  except RuntimeError:
+    raise RuntimeError(
+      f"local_strategy({count}) needs {count} devices, but TensorFlow has"
+      f" already started with only {_count('CPU')}. Call it before all other"
+      " TensorFlow operations; in a notebook, restart the kernel first."
+    ) from None
