@@ -232,8 +232,12 @@ def test_differences(after: int, starts: Any, words: str) -> None:
 @pytest.mark.parametrize(
   ("first", "second", "words"),
   [
-    ("SGD SGD", "SGD", "tower 1 called none where tower 0 called SGD('"),
-    ("SGD", "", "tower 1 called none where tower 0 called SGD('"),
+    (
+      "SGD SGD",
+      "SGD",
+      "tower 1 called no optimizer, but tower 0 called SGD('",
+    ),
+    ("SGD", "", "tower 1 called no optimizer, but tower 0 called SGD('"),
     ("Adam SGD", "SGD", "it first made Adam, but now SGD."),
     ("SGD", "SGD Adam", "it first made no optimizer 2, but now Adam."),
     ("", "Adam", "it first made no optimizer 1, but now Adam."),
