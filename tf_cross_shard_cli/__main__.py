@@ -4,6 +4,7 @@
     compile             compile a step for a TPU slice, without a TPU
     convert-checkpoint  convert a checkpoint of TensorFlow 1
     launch              start a program as several workers
+    doctor              look for problems of the installation
 
 Each command checks its arguments before it imports `tf_cross_shard`, which
 imports TensorFlow. So `--help` and mistakes do not take seconds.
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any, Final
 
-from tf_cross_shard_cli import launch
+from tf_cross_shard_cli import doctor, launch
 
 _GROUPS: Final = """
 Draws which replicas sum their gradients together. Describe the groups with one
@@ -39,6 +40,11 @@ Starts a Python program as several workers that train together: on this machine
 or, with --nodes, on several machines.
 """
 
+_DOCTOR: Final = """
+Prints versions, devices and TF_CONFIG, and looks for known problems. The exit
+status is 1 if something is wrong.
+"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs one command and returns the exit status."""
@@ -51,6 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # it prints a message before TensorFlow reads the level.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+    if options.command is _doctor:
+      report, status = _doctor()
+      print(report)
+      return status
     print(options.command(options))
   except _user_errors() as error:
     print(f"{parser.prog}: {error}", file=sys.stderr)
@@ -131,6 +141,10 @@ def _parser() -> argparse.ArgumentParser:
   about = "start a program as several workers"
   command = commands.add_parser("launch", help=about, description=_LAUNCH)
   launch.add_arguments(command)
+
+  about = "look for problems of the installation"
+  command = commands.add_parser("doctor", help=about, description=_DOCTOR)
+  command.set_defaults(command=_doctor)
   return parser
 
 
@@ -195,6 +209,11 @@ def _virtual_tpu() -> Any:
   xla = _module_alone("virtual_tpu/xla.py")
   xla.require(*xla.TESTED)  # Before the seconds that TensorFlow takes.
   return importlib.import_module("tf_cross_shard.virtual_tpu")
+
+
+def _doctor() -> tuple[str, int]:
+  """Returns a report on the installation, and the exit status."""
+  return doctor.examine(_module_alone("core/versions.py"))
 
 
 def _groups(options: argparse.Namespace) -> str:

@@ -168,6 +168,7 @@ def test_usage(
     (["compile", "--help"], 0, "--topology"),
     (["--version"], 0, "tf-cross-shard "),
     (["launch", "--help"], 0, "--nodes"),
+    (["doctor", "--help"], 0, "TF_CONFIG"),
     (["launch", "--workers=1", "-m", "this"], 0, "[worker 0] The Zen of"),
     (["groups", "--along", "x"], 2, "--along needs --topology"),
     (["groups", "--contiguous", "4", "3"], 2, "3 does not divide 4"),
