@@ -84,9 +84,15 @@ def older_sums(saved: Iterable[str], own: Iterable[str]) -> dict[str, str]:
   Returns:
     The saved names by the program's own names; empty for a newer file.
   """
-  older, present = (
-    [name for name in names if name.startswith(_SUMS)] for names in (saved, own)
+  # The two parts of a row sum count as one sum: see `row_sums`.
+  older = list(
+    dict.fromkeys(
+      re.sub("/(rows|indices)$", "", name)
+      for name in saved
+      if name.startswith(_SUMS)
+    )
   )
+  present = [name for name in own if name.startswith(_SUMS)]
   stable = variables_lib.renumbered(older)
   if set(older) == set(present) or set(stable) != set(present):
     return {}

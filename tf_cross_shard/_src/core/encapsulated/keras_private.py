@@ -183,6 +183,11 @@ def unlisted(optimizer: Any) -> list[Any]:
   ]
 
 
+# tf_keras stores a schedule's value here in each step, and does not read it in
+# the next step.
+_OF_SCHEDULE: Final = "_current_learning_rate"
+
+
 def unlisted_attributes(optimizer: Any) -> dict[str, Any]:
   """Returns the variables that only an attribute of the optimizer holds.
 
@@ -196,7 +201,9 @@ def unlisted_attributes(optimizer: Any) -> dict[str, Any]:
   return {
     attribute: value
     for attribute, value in vars(optimizer).items()
-    if variables_lib.is_variable(value) and id(value) not in known
+    if variables_lib.is_variable(value)
+    and id(value) not in known
+    and attribute != _OF_SCHEDULE
   }
 
 
