@@ -135,8 +135,9 @@ class StepChecks:
       or isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
     ):
       raise ValueError(
-        f"TF_CONFIG lists {started} workers, but {type(strategy).__name__}"
-        " covers only one, so each worker would train on its own. Use"
+        f"TF_CONFIG lists {started} workers, but the optimizer was created"
+        f" under {validation.strategy_in_words(strategy)}, so each worker would"
+        " train on its own. Use"
         " tf_cross_shard.multi_worker.MultiWorkerStrategy(), or unset"
         " TF_CONFIG."
       )
