@@ -91,10 +91,16 @@ class Table(Sequence[Trial]):
       groups: The groups of the optimizer: a `Groups` or a `group_assignment`.
 
     Raises:
-      TypeError: If a setting is not a number.
+      TypeError: If a trial is not a dictionary, or a setting is not a number.
       ValueError: If there is no trial, if the names differ between trials, or
         if a setting is NaN.
     """
+    for row in settings_of_trials:
+      if not isinstance(row, Mapping):
+        raise TypeError(
+          f"`settings_of_trials` must hold dictionaries; got {row!r}. Use for"
+          ' example [{"learning_rate": 0.1}].'
+        )
     rows = [dict(row) for row in settings_of_trials]
     if not rows:
       raise ValueError(
