@@ -116,9 +116,9 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
     Raises:
       ValueError: If `grads_and_vars` is empty or malformed, or if this tower
         differs from the first tower.
-      TypeError: If a variable is not a variable, if `global_step` is not an
-        integer variable, or if the encapsulated optimizer does not accept an
-        argument.
+      TypeError: If `grads_and_vars` contains something that is not a variable,
+        if `global_step` is not an integer variable, or if the encapsulated
+        optimizer does not accept an argument.
     """
     grads, variables = validation.check_pairs(grads_and_vars)
     validation.check_global_step(global_step)

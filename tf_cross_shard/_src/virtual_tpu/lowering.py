@@ -233,7 +233,7 @@ def _check_module(module: hlo.Module, num_parameters: int) -> None:
   if module.num_parameters != num_parameters:
     raise TPUCompileError(
       f"TensorFlow lowered {num_parameters} inputs to"
-      f" {module.num_parameters} parameters. A tensor from outside of"
-      " `strategy.run` may be used as a shape or an axis inside: pass a number"
-      " instead."
+      f" {module.num_parameters} parameters. A likely cause: a tensor created"
+      " outside `strategy.run` is used as a shape or axis inside it; pass a"
+      " Python number instead."
     )

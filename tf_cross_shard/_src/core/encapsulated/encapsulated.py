@@ -102,9 +102,9 @@ class Encapsulated(abc.ABC):
       self.optimizer.build(list(variables))
 
   def _start_at_weights(self, variables: Sequence[Any]) -> None:
-    """Initializes slots that copy weights with each replica's own weights.
+    """Sets slots that start as copies of the weights to each replica's weights.
 
-    Keras has given all replicas the weights of the first replica.
+    Keras has set them to the weights of the first replica on all replicas.
     """
     if self.strategy.num_replicas_in_sync == 1:
       return  # Keras may create the weights in the function being traced.
@@ -270,7 +270,7 @@ class Encapsulated(abc.ABC):
   def clipping_by(
     self, clip: Callable[[Any, Sequence[Gradient]], list[Gradient]]
   ) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which `clip(optimizer, grads)` clips for Keras."""
+    """Returns a context in which `clip` replaces Keras' clipping."""
     return overriding.overriding(
       self.innermost,
       **{self._clip_method: functools.partial(clip, self.innermost)},

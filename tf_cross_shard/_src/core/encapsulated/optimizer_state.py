@@ -136,8 +136,8 @@ def windows(optimizer: Any) -> tuple[list[Any], list[tuple[Any, int]]]:
   """Returns the state of unfinished accumulation windows.
 
   Returns:
-    The variables that are 0 when a window begins; and pairs of a variable and a
-    number. When a window begins, the variable is a multiple of the number.
+    A list of variables that are 0 at the start of a window, and a list of
+    `(counter, k)`; `counter % k == 0` at the start of a window.
   """
   sums: list[Any] = []
   counts = []
@@ -204,8 +204,8 @@ def _names(variables: Sequence[Any], trained: Sequence[Any]) -> list[str]:
   for path in map(variables_lib.path_of, variables):
     head, slash, last = path.rpartition("/")
     owners = [prefix for prefix in stable if last.startswith(prefix)]
-    # Skip a name that is a trained variable's whole name: `kernel_1` is a copy
-    # of `kernel_1`, not a slot "1" of `kernel`.
+    # A variable named exactly like a trained variable `kernel_1` is a copy of
+    # it, not slot "1" of `kernel`.
     if owners and f"{last}_" not in stable:
       longest = max(owners, key=len)
       path = f"{head}{slash}{stable[longest]}/{last.removeprefix(longest)}"

@@ -272,8 +272,9 @@ class Step:
     if whole is not None:
       state.whole = whole
       state.checkpointed.add(whole.checkpoint_view)
-    # A LossScaleOptimizer of tf_keras around ours also builds on what is
-    # updated, which may be shards. A window sums up gradients of weights.
+    # tf_keras' LossScaleOptimizer around this optimizer also calls `build` with
+    # the variables that are updated, which may be shards. The window needs the
+    # weights.
     self.window.build([v for v in variables if state.knows(v)])
 
   @property
