@@ -186,7 +186,7 @@ class TestPlaces:
   def test_groups_without_strategy_are_refused_when_used(self) -> None:
     optimizer = CrossShardOptimizer("sgd", group_assignment=[[0, 1]])
     weight = keras.Variable(0.0)
-    with pytest.raises(ValueError, match=r"holds 2 replicas.*no strategy \(1"):
+    with pytest.raises(ValueError, match=r"covers 2 replicas.*no strategy \(1"):
       optimizer.apply_gradients([(tf.constant(1.0), weight)])
     assert optimizer.iterations.numpy() == 0
 

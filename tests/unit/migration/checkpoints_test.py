@@ -557,9 +557,9 @@ class TestErrors:
     ):
       assert f"  net/{weight}/{slot} [" in text
     assert text.endswith(
-      'Write names={"net/one/bias/momentum": "..."} or'
-      ' names={"{}/momentum": "{}/..."} or names={"one/bias/Momentum": None},'
-      " or give the model and the optimizer what they lack."
+      'Pass names={"net/one/bias/momentum": "..."} or'
+      ' names={"{}/momentum": "{}/..."} or names={"one/bias/Momentum": None};'
+      " or add the missing variables to the model or the optimizer."
     )
 
   def test_in_a_function(self, src: str, tmp_path: Path) -> None:

@@ -112,8 +112,8 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
         replicas. None chooses by the method that you call: `"replica"` for
         `compute_gradients` and `minimize(callable)`, `"global"` for Keras' own
         calls (`fit`, and `minimize` with `tape=`).
-      clipnorm: Clips each replica's gradient of each variable (of the scaled
-        loss) to this norm, before gradients are summed. None or 0 does not
+      clipnorm: Clips, on each replica, the gradient of the scaled loss for each
+        variable to this norm, before gradients are summed. None or 0 does not
         clip. `clipnorm` of `opt` clips after the sum.
       global_clipnorm: Like `clipnorm`, for the norm of all gradients together.
       clipvalue: Like `clipnorm`, for the absolute value of each element.

@@ -50,8 +50,8 @@ def as_path(path: Any, argument: str = "path") -> pathlib.Path:
   text = str(path)
   if not text or "://" in text:
     raise ValueError(
-      f"`{argument}` must be in a file system; got {text!r}. Mount the storage,"
-      " or name a place on a disk."
+      f"`{argument}` must be a local path; got {text!r}. Remote paths such as"
+      " gs:// are not supported."
     )
   return pathlib.Path(text)
 

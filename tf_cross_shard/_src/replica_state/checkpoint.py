@@ -297,8 +297,9 @@ def _check_groups(file: archive.Archive, state: group_state.GroupState) -> None:
     raise CheckpointError(
       f"The checkpoint {file.path} holds {len(saved)} groups, {saved},"
       f" but the optimizer has {len(own)}, {own}. Use a `group_assignment` with"
-      f" {len(saved)} groups; or call replica_state.average in the program that"
-      " saved, and start new groups from a TensorFlow checkpoint of its model."
+      f" {len(saved)} groups; or, in the program that saved, call"
+      " replica_state.average and save with tf.train.Checkpoint, and restore"
+      " that here."
     )
 
 
@@ -307,8 +308,8 @@ def _saved_groups(file: archive.Archive) -> list[list[int]]:
   kind = file.about.get("format")
   if kind != group_state.FORMAT:
     raise CheckpointError(
-      f"The checkpoint {file.path} holds something else: {kind!r}. Name a file"
-      " that replica_state.save wrote."
+      f"The checkpoint {file.path} was not written by replica_state.save"
+      f" (kind: {kind!r}). Pass a file that replica_state.save wrote."
     )
   saved: list[list[int]] = file.about["group_assignment"]
   return saved

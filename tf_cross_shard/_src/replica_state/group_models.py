@@ -313,14 +313,14 @@ def _copy_assets(model: Any, clone: Any) -> None:
 def _check_fits(state: group_state.GroupState, plain: Any) -> None:
   """Raises `ValueError` unless a plain model can receive the variables."""
   remedy = (
-    "Create and build it with the same code as `model`, outside of"
+    "Create and build it with the same code as `model`, outside"
     " `strategy.scope()`."
   )
   into = group_state.GroupState(None, plain, is_whole=False)
   if len(into.parts) != len(state.parts):
     raise ValueError(
-      f"`into`, or `twin`, has {len(into.parts)} variables, but `model` has"
-      f" {len(state.parts)}. {remedy}"
+      f"The model passed as `into` or `twin` has {len(into.parts)} variables,"
+      f" but `model` has {len(state.parts)}. {remedy}"
     )
   known = {part.name for part in state.parts}
   for part, other in zip(into.parts, state.parts, strict=True):
@@ -331,13 +331,13 @@ def _check_fits(state: group_state.GroupState, plain: Any) -> None:
     )
     if part.kind != other.kind or not (is_numbered or part.name == other.name):
       raise ValueError(
-        f"`into`, or `twin`, has {part.name}, {part.kind}, but `model` has"
-        f" {other.name}, {other.kind}. {remedy}"
+        f"The model passed as `into` or `twin` has {part.name}, {part.kind},"
+        f" but `model` has {other.name}, {other.kind}. {remedy}"
       )
     if replica_values.strategy_of(part.variable) is not None:
       raise ValueError(
-        f"`into`, or `twin`, has replicas: {part.name} was made inside"
-        f" `strategy.scope()`. {remedy}"
+        f"The model passed as `into` or `twin` has replicas: {part.name} was"
+        f" created inside `strategy.scope()`. {remedy}"
       )
 
 

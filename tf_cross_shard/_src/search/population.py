@@ -52,13 +52,13 @@ class _Range:
       group_callback.check_number("explore", number)
     if not (len(factors) and min(factors) > 0):
       raise ValueError(
-        f"`explore` must hold positive factors; {name!r} is {given!r}. Use None"
-        " to change no setting."
+        f"`explore` must contain positive factors; {name!r} is {given!r}. Pass"
+        " `explore=None` to copy without changing settings."
       )
     lowest, highest = bounds or (-math.inf, math.inf)
     if not lowest <= highest:
       raise ValueError(
-        "`explore` must have a lowest value that is at most the highest;"
+        "In `explore`, `lowest` must not exceed `highest`;"
         f" {name!r} is {given!r}. Use (factors, lowest, highest)."
       )
     return cls(factors, lowest, highest, not bounds and name in _LESS_THAN_1)

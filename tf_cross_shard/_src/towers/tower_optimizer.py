@@ -144,7 +144,8 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
       kind = type(opt).__name__
       raise ValueError(
         f"`{cls._argument}` must not be a {kind} around a CrossShardOptimizer:"
-        f" the factor of the mean would be left out. Put the {kind} innermost:"
+        " the loss would not be multiplied by the CrossShardOptimizer's factor."
+        f" Put the {kind} innermost:"
         f" TowerOptimizer(CrossShardOptimizer({kind}(...)))."
       )
 

@@ -266,8 +266,8 @@ class Engine(abc.ABC):
       topic: What is compared, for error messages.
       lines: Returns what must be equal, as lines of the form `name: value`. The
         processes compare equal lines only once.
-      state: Returns further lines, which are compared together with new `lines`
-        and must be equal at that moment.
+      state: Returns extra lines that are compared only when `lines` has not
+        been compared before.
     """
     del topic, lines, state
 

@@ -96,8 +96,8 @@ class Encapsulated(abc.ABC):
       self.optimizer.build(list(variables))
       self._start_at_weights(variables)
       return
-    # A checkpoint was restored before. Its values are assigned as soon as slots
-    # exist, and ScheduleFreeAdamW would then assign the weights.
+    # Deferred checkpoint values are assigned when slots are created.
+    # ScheduleFreeAdamW would then overwrite them with the weights.
     with overriding.overriding(self.innermost, assign=lambda *_: None):
       self.optimizer.build(list(variables))
 

@@ -142,11 +142,11 @@ class StepChecks:
       )
 
   def _check_group_count(self) -> None:
-    """Raises `ValueError` unless the groups hold the strategy's replicas."""
+    """Raises `ValueError` unless the groups cover the strategy's replicas."""
     count = self.groups.num_replicas
     if count != self.engine.num_replicas:
       raise ValueError(
-        f"`group_assignment` holds {count} replicas, {self.groups.to_lists()},"
+        f"`group_assignment` covers {count} replicas, {self.groups.to_lists()},"
         " but the optimizer was created under"
         f" {validation.strategy_in_words(self.engine.strategy)}. Change it, or"
         " create the optimizer inside the scope of its strategy."
