@@ -295,7 +295,7 @@ class TestBadInput:
   def test_slots(self) -> None:
     optimizer, _ = _make(_sgd)
     for other in ("weight", None, tf.constant(1.0)):
-      with pytest.raises(TypeError, match="`var` must hold"):
+      with pytest.raises(TypeError, match="`var` must contain"):
         optimizer.get_slot(other, "momentum")
 
   def test_keras_order_of_arguments(self) -> None:

@@ -498,7 +498,7 @@ class TestErrors:
         TypeError,
         "`optimizer` is Adam, one of tf_keras.optimizers.legacy",
       ),
-      ({"names": {"v": "w"}}, ValueError, "in `names` only: v\\nWrite names"),
+      ({"names": {"v": "w"}}, ValueError, "in `names` only: v\\nPass names"),
       ({"names": {"{}/m": "{}/v"}}, ValueError, "in `names` only: {}/m"),
       ({"names": {"w": "v"}}, ValueError, "`w` is 'v', which .* does not"),
       (

@@ -169,7 +169,7 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
       ValueError: If `opt` is an unknown name or already a
         CrossShardOptimizer, or if another argument is invalid.
       NotImplementedError: If the strategy has no synchronous replicas.
-      RuntimeError: If `opt` was created outside of the scope that is open.
+      RuntimeError: If `opt` was created outside the scope that is open.
       TypeError: If `opt` is not an optimizer, or is an optimizer of version 1
         for which Keras has no equivalent.
     """

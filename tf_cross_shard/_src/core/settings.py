@@ -321,7 +321,7 @@ def _as_group_settings(numbers: Any) -> dict[str, list[float]] | None:
   for name, values in found.items():
     if any(map(math.isnan, values)):
       raise ValueError(
-        f"`group_settings` must hold numbers; {name!r} is {values}."
+        f"`group_settings` must contain numbers; {name!r} is {values}."
         " Replace nan with a number."
       )
   for name in LIMITS:

@@ -156,7 +156,7 @@ class Population(trial_monitor.TrialMonitor):
         most 0.5. At least one group is replaced.
       mode: `"min"`, `"max"`, or `"auto"` to let Keras decide by the metric.
       seed: The seed of the random choices. A choice depends on the seed and on
-        the epoch only, so that a run that resumes after a crash makes the same
+        the epoch only, so a run that resumes after a crash makes the same
         choices.
       table: The trials, one for each group, with the initial settings. The
         trials receive their metrics. None makes a table of the settings to

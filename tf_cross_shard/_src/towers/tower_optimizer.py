@@ -34,7 +34,7 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
 
   Inside a function made by `replicate_model_fn`, which documents the formula,
   `apply_gradients` collects gradients. After all towers have returned, the
-  encapsulated optimizer applies their sum once. With one tower, and outside of
+  encapsulated optimizer applies their sum once. With one tower, and outside
   towers, the encapsulated optimizer is called immediately.
 
   A model function may use several optimizers, for the same loss or for
@@ -285,7 +285,7 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
     return tf.identity(self._encapsulated.iterations())
 
   def _factor(self) -> float:
-    """Returns the factor of the loss in this tower; 1 outside of towers."""
+    """Returns the factor of the loss in this tower; 1 outside towers."""
     collector = gradient_collector.current()
     return (
       1.0

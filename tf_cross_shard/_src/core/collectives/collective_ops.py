@@ -284,7 +284,7 @@ class CollectiveOps:
     """
     key = replica, chain
     if key not in self._tokens:
-      # Create the handle outside of the trace: all functions share it.
+      # Create the handle outside the trace: all functions share it.
       with tf.init_scope(), tf.device(device):
         self._tokens[key] = tf.raw_ops.VarHandleOp(
           dtype=tf.float32,

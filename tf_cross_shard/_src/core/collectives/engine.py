@@ -33,7 +33,7 @@ class Engine(abc.ABC):
   Attributes:
     strategy: The strategy.
     groups: The groups within which all methods sum, gather and exchange.
-    is_one_program: Whether all replicas run one program, so that no replica can
+    is_one_program: Whether all replicas run one program, so no replica can
       do anything that the others do not do.
   """
 

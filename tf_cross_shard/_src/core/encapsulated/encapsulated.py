@@ -278,7 +278,7 @@ class Encapsulated(abc.ABC):
 
   @property
   def is_called_by_loss_scaler(self) -> bool:
-    """Whether a LossScaleOptimizer around ours is calling ours right now."""
+    """Whether a LossScaleOptimizer around the wrapper is calling it now."""
     return getattr(self._thread, "is_called_by_loss_scaler", False)
 
   def apply_reduced(
@@ -290,9 +290,9 @@ class Encapsulated(abc.ABC):
   ) -> None:
     """Applies sums over the group, exactly once.
 
-    If a LossScaleOptimizer encapsulates our optimizer, the LossScaleOptimizer
-    receives the sums first. If the sums are finite, it calls our optimizer,
-    which calls this method a second time.
+    If a LossScaleOptimizer encapsulates the CrossShardOptimizer, the
+    LossScaleOptimizer receives the sums first. If the sums are finite, it calls
+    the CrossShardOptimizer, which calls this method a second time.
 
     Args:
       grads: The sums.
@@ -326,7 +326,7 @@ class Encapsulated(abc.ABC):
   def _apply_around(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
-    """Applies sums through the LossScaleOptimizer around ours."""
+    """Applies sums through the LossScaleOptimizer around the wrapper."""
 
 
 def innermost(optimizer: Any) -> Any:

@@ -19,8 +19,9 @@ from tf_cross_shard._src.core.encapsulated import keras_private
 def nested_optimizers(optimizer: Any) -> Iterator[Any]:
   """Yields an optimizer and all optimizers inside it, from outside to inside.
 
-  If `compile` put a LossScaleOptimizer around ours, the LossScaleOptimizer is
-  the first. The optimizers of a MultiOptimizer follow the MultiOptimizer.
+  If `compile` put a LossScaleOptimizer around the CrossShardOptimizer, the
+  LossScaleOptimizer is the first. The optimizers of a MultiOptimizer follow the
+  MultiOptimizer.
   """
   own = parts.parts_of(optimizer)
   around = None if own is None else own.encapsulated.scaling.around

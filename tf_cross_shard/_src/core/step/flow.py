@@ -175,7 +175,7 @@ class Step:
   def apply_for_loss_scaler(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
-    """Applies sums that a LossScaleOptimizer around ours found finite.
+    """Applies sums after an outer LossScaleOptimizer found them finite.
 
     That optimizer calls this method inside `_apply_once`.
     """

@@ -68,7 +68,7 @@ class StepChecks:
       if getattr(whole, "distribute_strategy", None) is not strategy:
         name = getattr(variable, "path", None) or variable.name
         raise ValueError(
-          f"`grads_and_vars` must hold variables of the"
+          f"`grads_and_vars` must contain variables of the"
           f" {type(strategy).__name__} that {self._name} was created under;"
           f" {name} was created outside its scope. Create it inside `with"
           " strategy.scope():`."
