@@ -52,7 +52,7 @@ Without `group_assignment`, all replicas form one group.
 [5.0, 5.0]
 >>> copy_group(1, 0, optimizer, model)
 
-Call the functions eagerly and outside of `strategy.run`; elsewhere they raise a
+Call the functions eagerly and outside `strategy.run`; elsewhere they raise a
 RuntimeError. On several machines, call them on all workers and with the same
 arguments; otherwise all workers raise a MissingWorkerError or a
 DisagreementError. An argument that is not a path, variable, optimizer or model

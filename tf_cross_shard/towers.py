@@ -31,7 +31,7 @@ of the losses `w * 1` and `w * 2`, the gradient is 3:
 [[7.0], [14.0]]
 
 `TowerOptimizer` itself is `tf_cross_shard.TowerOptimizer`, or the class in
-`tf_cross_shard.keras3` or `tf_cross_shard.tf_keras`. Outside of towers it
+`tf_cross_shard.keras3` or `tf_cross_shard.tf_keras`. Outside towers it
 behaves like the optimizer that it encapsulates.
 """
 

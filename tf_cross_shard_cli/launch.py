@@ -305,8 +305,8 @@ def _addresses(text: str) -> list[str]:
   for address in (addresses := text.split(",")):
     if not re.fullmatch(r"[^\s:/]+:\d+|\[[\da-fA-F:]+\]:\d+", address):
       raise ValueError(
-        f"--nodes must hold addresses such as host0:12345; got {address!r}."
+        f"--nodes must contain addresses such as host0:12345; got {address!r}."
       )
   if len(set(addresses)) < len(addresses):
-    raise ValueError(f"--nodes must hold each address once; got {text}.")
+    raise ValueError(f"--nodes must contain each address once; got {text}.")
   return addresses

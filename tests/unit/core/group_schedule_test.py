@@ -271,7 +271,7 @@ class TestBinding:
 
   @pytest.mark.parametrize("rate", ["0.1", True, None, lambda step: 0.1])
   def test_what_is_no_rate(self, rate: Any) -> None:
-    with pytest.raises(TypeError, match="`rates` must hold numbers and sched"):
+    with pytest.raises(TypeError, match="`rates` must contain numbers and sc"):
       schedules.PerGroup([0.1, rate])
     other = tf_keras if schedules.PerGroup._package == "keras" else keras
     with pytest.raises(TypeError, match="`rates`"):

@@ -127,7 +127,7 @@ def test_uneven_groups_are_refused_as_such(
 @pytest.mark.parametrize("odd", [1.0, True, np.True_, np.float32(1), None, "1"])
 def test_other_numbers_than_integers_are_refused(odd: Any) -> None:
   text = refusal([[0, odd], [2, 3]])
-  assert "must hold integers" in text
+  assert "must contain integers" in text
   assert f"{odd!r} in " in text
 
 
@@ -215,7 +215,7 @@ def test_names() -> None:
     assert build(4, 2, ["a", "b"]).names == ("a", "b")
   assert groups_lib.singletons(2, ["a", "b"]).names == ("a", "b")
   for wrong in (["a"], ["a", "a"], [], "ab"):
-    with pytest.raises(ValueError, match="`names` must hold a different name"):
+    with pytest.raises(ValueError, match="`names` must contain a different"):
       Groups(unnamed, names=wrong)
 
 

@@ -186,7 +186,7 @@ class TestPlaces:
   def test_groups_without_strategy_are_refused_when_used(self) -> None:
     optimizer = CrossShardOptimizer("sgd", group_assignment=[[0, 1]])
     weight = keras.Variable(0.0)
-    with pytest.raises(ValueError, match=r"holds 2 replicas.*no strategy \(1"):
+    with pytest.raises(ValueError, match=r"covers 2 replicas.*no strategy \(1"):
       optimizer.apply_gradients([(tf.constant(1.0), weight)])
     assert optimizer.iterations.numpy() == 0
 
@@ -295,7 +295,7 @@ class TestBadInput:
   def test_slots(self) -> None:
     optimizer, _ = _make(_sgd)
     for other in ("weight", None, tf.constant(1.0)):
-      with pytest.raises(TypeError, match="`var` must hold"):
+      with pytest.raises(TypeError, match="`var` must contain"):
         optimizer.get_slot(other, "momentum")
 
   def test_keras_order_of_arguments(self) -> None:

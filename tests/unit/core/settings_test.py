@@ -12,7 +12,7 @@ from tf_cross_shard._src.core import settings
 
 PAIRS = [[0, 1], [2, 3]]
 NUMBER = "must be a number of at least 0, or None; got"
-DICTIONARY = "must be a dictionary of names"
+DICTIONARY = "must map each setting name to a list"
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def given(kind: str) -> dict[str, Any]:
     ("OuterOptimizer", "wire_dtype", "int4", ValueError, "`wire_dtype`"),
     ("Population", "every", 0, ValueError, "must be an integer of at least 1"),
     ("Population", "share", 0.75, ValueError, "must be more than 0"),
-    ("Population", "explore", [], ValueError, "must hold positive factors"),
+    ("Population", "explore", [], ValueError, "must contain positive factors"),
     ("Population", "explore", ["2"], TypeError, "must be a number"),
     ("Halving", "table", [{"a": 1}], TypeError, r"must be a trials\.Table"),
     ("Halving", "epochs", 1, ValueError, "must be at least"),

@@ -498,7 +498,7 @@ class TestErrors:
         TypeError,
         "`optimizer` is Adam, one of tf_keras.optimizers.legacy",
       ),
-      ({"names": {"v": "w"}}, ValueError, "in `names` only: v\\nWrite names"),
+      ({"names": {"v": "w"}}, ValueError, "in `names` only: v\\nPass names"),
       ({"names": {"{}/m": "{}/v"}}, ValueError, "in `names` only: {}/m"),
       ({"names": {"w": "v"}}, ValueError, "`w` is 'v', which .* does not"),
       (
@@ -557,9 +557,9 @@ class TestErrors:
     ):
       assert f"  net/{weight}/{slot} [" in text
     assert text.endswith(
-      'Write names={"net/one/bias/momentum": "..."} or'
-      ' names={"{}/momentum": "{}/..."} or names={"one/bias/Momentum": None},'
-      " or give the model and the optimizer what they lack."
+      'Pass names={"net/one/bias/momentum": "..."} or'
+      ' names={"{}/momentum": "{}/..."} or names={"one/bias/Momentum": None};'
+      " or add the missing variables to the model or the optimizer."
     )
 
   def test_in_a_function(self, src: str, tmp_path: Path) -> None:

@@ -486,7 +486,7 @@ def test_malformed_files(tmp_path: pathlib.Path) -> None:
   with archive.reading(path) as found:
     about, arrays = dict(found.about), dict(found)
   archive.write(path, {"x": np.zeros(2)}, {})
-  _assert_refused(optimizer, weights, path, "holds something else")
+  _assert_refused(optimizer, weights, path, "was not written by replica_sta")
   path.write_bytes(data[:-1])
   _assert_refused(optimizer, weights, path, "is damaged.*Nothing was changed")
   for wrong in ({"group_assignment": 3}, {"names": None}):

@@ -508,10 +508,10 @@ def test_errors_change_nothing(library: str) -> None:
   for other, words in (
     (
       _dense(home, "one"),
-      "`into`, or `twin`, has 2 variables, but `model` has 4",
+      "`into` or `twin` has 2 variables, but `model` has 4",
     ),
     (_dense(home, "two", "one"), "but `model` has model/.*one/kernel"),
-    (model, "`twin`, has replicas"),
+    (model, "`twin` has replicas"),
     (
       home.Sequential(
         [home.Input((2,)), home.layers.Dense(3), home.layers.Dense(3)]

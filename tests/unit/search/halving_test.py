@@ -290,7 +290,7 @@ def test_too_few_epochs() -> None:
 @pytest.mark.parametrize(
   ("rows", "error", "message"),
   [
-    ([], ValueError, "must hold a dictionary for each trial"),
+    ([], ValueError, "must contain a dictionary for each trial"),
     ([0.1, 0.2], TypeError, "must hold dictionaries; got 0.1. Use"),
     ([{"a": 1}, {"b": 1}], ValueError, "must have the same names"),
     ([{"a": "relu"}], TypeError, "'a' is 'relu'. For a categorical"),

@@ -162,8 +162,8 @@ def test_settings_stay_within_bounds(
 @pytest.mark.parametrize(
   ("explore", "message"),
   [
-    ({"momentum": ([1.25], 0.9, 0.1)}, "lowest value that is at most"),
-    ([0.0, 1.25], "positive factors"),
+    ({"momentum": ([1.25], 0.9, 0.1)}, "`lowest` must not exceed `highest`"),
+    ([0.0, 1.25], "must contain positive factors"),
     ({"momentum": []}, "positive factors"),
   ],
 )

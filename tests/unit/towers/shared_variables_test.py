@@ -317,9 +317,7 @@ def test_models_from_outside_that_are_built_within() -> None:
 
   np.testing.assert_array_equal(predict(0), batch())
   # The first model has the variables that it made; another may not.
-  with pytest.raises(
-    ValueError, match=r"outside of model_fn, before its first"
-  ):
+  with pytest.raises(ValueError, match=r"outside model_fn, before its first"):
     predict(1)
   models[1] = _Lazy(3.0)
   models[1](batch())

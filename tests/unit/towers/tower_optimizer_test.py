@@ -387,5 +387,5 @@ def test_a_loss_scale_around() -> None:
   for within in (sgd(), CrossShardOptimizer("sgd")):
     with pytest.raises(ValueError, match="must not encapsulate a TowerOptimi"):
       _scaled(TowerOptimizer(within))
-  with pytest.raises(ValueError, match=r"factor of the mean .* innermost: Tow"):
+  with pytest.raises(ValueError, match=r"'s factor.* innermost: Tow"):
     TowerOptimizer(_scaled(CrossShardOptimizer("sgd")))

@@ -10,7 +10,7 @@ before the backup was made. While it skips, `model.train_function` is replaced
 by a function that draws batches and does not train on them:
 
     fit ─▶ data ─▶ model.train_function ─▶ callbacks, BackupAndRestore last
-                   ours, while it skips
+                   this package's, while it skips
 """
 
 import itertools
@@ -295,7 +295,8 @@ class BackupAndRestore(group_callback.GroupCallback):
     metrics.
     """
     model = self.model
-    # A `fit` that failed may have left a function of ours: make Keras' own.
+    # A `fit` that failed may have left this package's function: create Keras'
+    # own.
     model.make_train_function(force=True)
     train = model.train_function
     same_fit = self.same_fit()

@@ -22,7 +22,7 @@ from tf_cross_shard._src.core import parts, settings, validation
 from tf_cross_shard._src.core.collectives import replica_isolation
 from tf_cross_shard._src.core.encapsulated import keras_private, optimizer_state
 
-# The group that `as_group` sets, for code outside of replicas. Each thread has
+# The group that `as_group` sets, for code outside replicas. Each thread has
 # its own value, because replicas may be threads.
 _outside: Final = contextvars.ContextVar[Any]("group", default=None)
 
@@ -50,8 +50,8 @@ def per_group(values: Any, groups: Any) -> tf.Tensor:
     groups: A `Groups`, a `group_assignment`, or a `CrossShardOptimizer`.
 
   Returns:
-    `[...]`: the row of the group. Outside of replicas, it is the row of group
-    0, or of the group that `as_group` sets. Keras calls a model outside of
+    `[...]`: the row of the group. Outside replicas, it is the row of group
+    0, or of the group that `as_group` sets. Keras calls a model outside
     replicas to find its shapes, and you can evaluate the model of one group
     there.
 
@@ -65,15 +65,16 @@ def per_group(values: Any, groups: Any) -> tf.Tensor:
   rows = tf.convert_to_tensor(values)
   if not rows.shape[:1].is_compatible_with([groups.num_groups]):
     raise ValueError(
-      f"`values` must hold one row for each of the {groups.num_groups} groups"
-      f" {groups.to_lists()}; got shape {rows.shape}."
+      "`values` must contain one row for each of the"
+      f" {groups.num_groups} groups {groups.to_lists()}; got shape"
+      f" {rows.shape}."
     )
   return _row(rows, groups)
 
 
 @contextlib.contextmanager
 def as_group(group: Any) -> Iterator[None]:
-  """Sets the group whose values `per_group` returns outside of replicas.
+  """Sets the group whose values `per_group` returns outside replicas.
 
   Use it when you call the model of one group, such as the result of
   `replica_state.load_group`, if the model's layers or its loss call
@@ -101,7 +102,7 @@ class PerGroup:
   encapsulates. The CrossShardOptimizer tells the schedule its groups, and
   raises a `ValueError` if there is not one rate for each group. In an update,
   the schedule returns the rate of the replica's group, at the step that this
-  group has reached. Outside of replicas, for example for
+  group has reached. Outside replicas, for example for
   `optimizer.learning_rate` and Keras' callbacks, it returns the rate of replica
   0's group. The method `values` returns the rates of all groups.
 
@@ -161,7 +162,7 @@ class PerGroup:
       return rate
     if not validation.is_number(rate):
       raise TypeError(
-        "`rates` must hold numbers and schedules of"
+        "`rates` must contain numbers and schedules of"
         f" {self._package}.optimizers.schedules; got {rate!r}."
       )
     return float(rate)
@@ -174,7 +175,7 @@ class PerGroup:
       step: The number of applied steps: an integer tensor, variable or number.
 
     Returns:
-      A scalar of Keras' `floatx`. Outside of replicas, it is the rate of
+      A scalar of Keras' `floatx`. Outside replicas, it is the rate of
       replica 0's group.
 
     Raises:
@@ -200,7 +201,7 @@ class PerGroup:
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     if replicas == groups.num_replicas:
       rate = _row(tf.stack(rows), groups)
-    else:  # The schedule is called outside of replicas.
+    else:  # The schedule is called outside replicas.
       rate = _row_outside(rows)
     if self.rate_factor is None:
       return rate
@@ -216,7 +217,7 @@ class PerGroup:
   def values(self, step: Any) -> list[float]:
     """Returns the rates of all groups at a step.
 
-    Call it eagerly, outside of `tf.function`. The result does not include the
+    Call it eagerly, outside `tf.function`. The result does not include the
     factors of `callbacks.GroupReduceLROnPlateau`; see its `learning_rates`.
 
     Args:
@@ -253,7 +254,7 @@ class PerGroup:
     """
     if len(self.rates) != groups.num_groups:
       raise ValueError(
-        "`rates` of PerGroup must hold one rate for each of the"
+        "`rates` of PerGroup must contain one rate for each of the"
         f" {groups.num_groups} groups {groups.to_lists()}; got"
         f" {len(self.rates)}: {self.rates}."
       )

@@ -65,7 +65,7 @@ class Groups:
     assignment: The groups, as tuples of replica ids. The constructor accepts
       nested lists or tuples, an array, a constant tensor or a `Groups`.
     num_replicas: The number of replicas. If you pass it to the constructor, the
-      groups must hold that many replicas.
+      groups must cover that many replicas.
     names: A name for each group, which drawings and TensorBoard show, or None.
       By default, the names of `assignment` if it is a `Groups`.
   """
@@ -354,8 +354,8 @@ def _checked_names(names: Any, num_groups: int) -> tuple[str, ...] | None:
   checked = () if isinstance(names, str) else tuple(names)
   if len(checked) != num_groups or len(set(map(str, checked))) < num_groups:
     raise ValueError(
-      f"`names` must hold a different name for each of the {num_groups} groups;"
-      f" got {names!r}."
+      "`names` must contain a different name for each of the"
+      f" {num_groups} groups; got {names!r}."
     )
   return tuple(map(str, checked))
 
@@ -391,7 +391,7 @@ def _group_index(
 
   Args:
     rows: The table.
-    num_replicas: How many replicas the table must hold; None for any number.
+    num_replicas: How many replicas the table must contain; None for any number.
     shown: The table as the user gave it, for errors.
   """
   sizes = sorted(set(map(len, rows)))
@@ -415,7 +415,7 @@ def _group_index(
   for fault, replicas in faults.items():
     if replicas:
       raise ValueError(
-        f"`group_assignment` must hold each replica in range({total}) exactly"
+        f"`group_assignment` must cover each replica in range({total}) exactly"
         f" once; replica {replicas[0]} is {fault}: {_shown(shown)}. {_REMEDY}"
       )
   # `ids` is a permutation of all replicas. argsort inverts it, which gives the
@@ -432,8 +432,8 @@ def _as_id(replica: Any, shown: object) -> int:
     return operator.index(replica)
   except TypeError:
     raise ValueError(
-      f"`group_assignment` must hold integers; {replica!r} in {_shown(shown)}"
-      f" is not an integer. {_REMEDY}"
+      f"`group_assignment` must contain integers; {replica!r} in"
+      f" {_shown(shown)} is not an integer. {_REMEDY}"
     ) from None
 
 

@@ -112,8 +112,8 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
         replicas. None chooses by the method that you call: `"replica"` for
         `compute_gradients` and `minimize(callable)`, `"global"` for Keras' own
         calls (`fit`, and `minimize` with `tape=`).
-      clipnorm: Clips each replica's gradient of each variable (of the scaled
-        loss) to this norm, before gradients are summed. None or 0 does not
+      clipnorm: Clips, on each replica, the gradient of the scaled loss for each
+        variable to this norm, before gradients are summed. None or 0 does not
         clip. `clipnorm` of `opt` clips after the sum.
       global_clipnorm: Like `clipnorm`, for the norm of all gradients together.
       clipvalue: Like `clipnorm`, for the absolute value of each element.
@@ -124,10 +124,10 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
         NaN or an infinity, and counts the step in `skipped_steps`. With
         a LossScaleOptimizer, which skips such steps anyway, this only counts
         them.
-      scale_gradients: Whether `apply_gradients` multiplies the gradients by the
-        factor `f`, instead of the loss. Use this if you cannot change the
-        training loop to call `scale_loss`. `loss_averaged_over=None` then means
-        `"global"`.
+      scale_gradients: If True, the factor `f` is applied to the gradients in
+        `apply_gradients` rather than to the loss. Use this if you cannot change
+        the training loop to call `scale_loss`. `loss_averaged_over=None` then
+        means `"global"`.
       fused_update: Whether to update each dense variable with one fused
         TensorFlow kernel instead of Keras' separate operations. Kernels exist
         for Adam, AdamW (both without amsgrad), SGD, RMSprop with momentum,
@@ -144,8 +144,8 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
       accumulate_steps: The number of calls that make one step (gradient
         accumulation). Each replica adds up its own gradients. In the last call,
         their mean over the calls is reduced and applied.
-        `gradient_accumulation_steps` of a Keras 3 `opt` does the same. None
-        makes every call a step.
+        None makes every call a step. `gradient_accumulation_steps` of a Keras 3
+        `opt` is similar; see the differences in *Faster updates*.
       shard_update: Whether each member of a group updates only one part of the
         weights. `"elementwise"` gives each member an equal number of elements,
         and only the optimizer state of these elements. `"by_variable"` gives
@@ -169,7 +169,7 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
       ValueError: If `opt` is an unknown name or already a
         CrossShardOptimizer, or if another argument is invalid.
       NotImplementedError: If the strategy has no synchronous replicas.
-      RuntimeError: If `opt` was created outside of the scope that is open.
+      RuntimeError: If `opt` was created outside the scope that is open.
       TypeError: If `opt` is not an optimizer, or is an optimizer of version 1
         for which Keras has no equivalent.
     """
@@ -241,8 +241,8 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
       RuntimeError: If you call it in the cross-replica context, or under
         a different strategy from the one in which it was created.
       ValueError: If `grads_and_vars` is empty or malformed.
-      TypeError: If a variable is not a variable, or `global_step` is not an
-        integer variable.
+      TypeError: If `grads_and_vars` contains something that is not a variable,
+        or if `global_step` is not an integer variable.
     """
     grads, variables = validation.check_pairs(grads_and_vars)
     validation.check_global_step(global_step)

@@ -315,13 +315,13 @@ def _as_group_settings(numbers: Any) -> dict[str, list[float]] | None:
     found = {str(k): list(map(float, v)) for k, v in (numbers or {}).items()}
   except (AttributeError, TypeError, ValueError) as error:
     raise ValueError(
-      "`group_settings` must be a dictionary of names to a number for each"
-      f' group, such as {{"weight_decay": [0.0, 0.1]}}; got {numbers!r}.'
+      "`group_settings` must map each setting name to a list with one number"
+      f' per group, such as {{"weight_decay": [0.0, 0.1]}}; got {numbers!r}.'
     ) from error
   for name, values in found.items():
     if any(map(math.isnan, values)):
       raise ValueError(
-        f"`group_settings` must hold numbers; {name!r} is {values}."
+        f"`group_settings` must contain numbers; {name!r} is {values}."
         " Replace nan with a number."
       )
   for name in LIMITS:

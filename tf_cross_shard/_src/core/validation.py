@@ -34,7 +34,7 @@ def is_number(value: Any) -> bool:
 def strategy_in_words(strategy: tf.distribute.Strategy) -> str:
   """Returns the class and the size of a strategy, for an error."""
   count, kind = strategy.num_replicas_in_sync, type(strategy).__name__
-  if kind == "_DefaultDistributionStrategy":  # Outside of every scope.
+  if kind == "_DefaultDistributionStrategy":  # Outside every scope.
     kind = "no strategy"
   return f"{kind} ({count} {'replica' if count == 1 else 'replicas'})"
 
@@ -48,13 +48,13 @@ def check_variable(argument: str, variable: object) -> None:
   """
   if not is_variable(variable):
     raise TypeError(
-      f"`{argument}` must hold tf.Variable or keras.Variable objects; got"
+      f"`{argument}` must contain tf.Variable or keras.Variable objects; got"
       f" {_shown(variable)}. Pass the variable itself, not its value."
     )
   dtype = getattr(variable, "dtype", None)
   if isinstance(dtype, tf.DType) and dtype != dtype.base_dtype:
     raise TypeError(
-      f"`{argument}` must hold resource variables; got {_shown(variable)}, a"
+      f"`{argument}` must contain resource variables; got {_shown(variable)}, a"
       " reference variable of TensorFlow 1. Create it with use_resource=True,"
       " or call tf.compat.v1.enable_resource_variables() first."
     )
@@ -76,19 +76,19 @@ def check_pairs(grads_and_vars: Iterable[Any]) -> tuple[list[Any], list[Any]]:
   pairs = _as_list("grads_and_vars", grads_and_vars)
   if not pairs:
     raise ValueError(
-      "`grads_and_vars` must hold at least one (gradient, variable) pair; got"
-      " []. Pass what compute_gradients() returned."
+      "`grads_and_vars` must contain at least one (gradient, variable) pair;"
+      " got []. Pass what compute_gradients() returned."
     )
   for pair in pairs:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
       raise ValueError(
-        "`grads_and_vars` must hold (gradient, variable) pairs; got"
+        "`grads_and_vars` must contain (gradient, variable) pairs; got"
         f" {_shown(pair)}. Use zip(grads, variables)."
       )
   checked = [(_check_gradient(g, v), v) for g, v in pairs]
   if all(grad is None for grad, _ in checked):
     raise ValueError(
-      "`grads_and_vars` must hold a gradient that is not None. No gradients"
+      "`grads_and_vars` must contain a gradient that is not None. No gradients"
       f" provided for any variable: {[path_of(v) for _, v in checked]}. Compute"
       " the loss from the variables, inside the tape."
     )
@@ -114,14 +114,14 @@ def check_var_list(var_list: Any) -> list[Any] | None:
   )
   if not variables:
     raise ValueError(
-      "`var_list` must hold at least one variable; got []. Use None for every"
-      " trainable variable that the loss depends on."
+      "`var_list` must contain at least one variable; got []. Use None for"
+      " every trainable variable that the loss depends on."
     )
   for variable in variables:
     check_variable("var_list", variable)
     if not variable.trainable:
       raise ValueError(
-        f"`var_list` must hold trainable variables; {path_of(variable)} has"
+        f"`var_list` must contain trainable variables; {path_of(variable)} has"
         " trainable=False. Remove it from `var_list`, or make it trainable."
       )
   return variables
@@ -150,8 +150,8 @@ def check_scalar(loss: tf.Tensor, seeded: bool) -> None:
   if not seeded and loss.shape.rank not in (0, None):
     raise ValueError(
       '`loss` must be a scalar when `reduction` is "mean"; got shape'
-      f" {loss.shape}, whose gradient would be that of its sum. Use"
-      " tf.reduce_mean(loss), or pass `grad_loss`."
+      f" {loss.shape}; TensorFlow would differentiate the sum of its elements."
+      " Use tf.reduce_mean(loss), or pass `grad_loss`."
     )
 
 
@@ -200,7 +200,7 @@ def _check_gradient(grad: Any, variable: Any) -> Any:
   is_complex = tf.as_dtype(variable.dtype).is_complex
   if not (grad.dtype.is_floating or (grad.dtype.is_complex and is_complex)):
     raise TypeError(
-      "`grads_and_vars` must hold gradients of a floating dtype, or of a"
+      "`grads_and_vars` must contain gradients of a floating dtype, or of a"
       " complex dtype for a complex variable; the gradient of"
       f" {path_of(variable)} is"
       f" {_shown(grad)}. Pass what a tape or compute_gradients() returned."
@@ -208,7 +208,7 @@ def _check_gradient(grad: Any, variable: Any) -> Any:
   expected = tf.TensorShape(variable.shape)
   if not shape.is_compatible_with(expected):
     raise ValueError(
-      f"`grads_and_vars` must hold gradients of their variables' shapes; the"
+      f"`grads_and_vars` must contain gradients of their variables' shapes; the"
       f" gradient of {path_of(variable)} has shape {shape}, the variable"
       f" {expected}. Pair each gradient with its own variable."
     )

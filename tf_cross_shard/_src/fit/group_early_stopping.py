@@ -152,7 +152,7 @@ class GroupEarlyStopping(group_callback.GroupMonitor):
     wait[judged] += 1
     wait[improved] = 0
     stops = judged & ~improved & (wait >= self.patience)
-    # As in Keras, 0 means "not stopped", so that no group stops after epoch 0.
+    # As in Keras, 0 means "not stopped", so no group stops after epoch 0.
     stopped[stops] = epoch
     if stopped.all():
       self.model.stop_training = True

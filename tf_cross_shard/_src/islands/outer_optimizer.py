@@ -90,7 +90,7 @@ class OuterOptimizer(group_callback.GroupCallback):
 
   A step is one batch of `fit` or one call of `step`. With gradient
   accumulation, the batches or calls of one window are one step. Steps that a
-  group skips (`skip_nonfinite`) count, so that all groups synchronize at the
+  group skips (`skip_nonfinite`) count, so all groups synchronize at the
   same time. With `steps_per_execution`, groups synchronize at the end of the
   execution in which H steps are complete.
 

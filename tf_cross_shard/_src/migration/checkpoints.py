@@ -113,7 +113,7 @@ def convert_checkpoint(
 
   Only state is converted. Give the new optimizer the learning rate, the betas
   and the other hyperparameters that the old one had. The momentum of a Keras
-  SGD contains the learning rate, so that training continues alike as long as
+  SGD contains the learning rate, so training continues alike as long as
   the learning rate does not change.
 
   With several machines, convert on one machine and restore on all.

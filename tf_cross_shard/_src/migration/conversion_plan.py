@@ -187,9 +187,9 @@ class ConversionPlan:
       remedies.append(f'names={{"{{}}/{slot}": "{{}}/..."}}')
     remedies += [f'names={{"{name}": None}}' for name in [*theirs, *ours][:1]]
     raise ValueError(
-      "Not everything has a counterpart:\n" + "\n".join(lines) + "\nWrite"
-      f" {' or '.join(remedies) or 'names that exist'}, or give the model"
-      " and the optimizer what they lack."
+      "Not everything has a counterpart:\n" + "\n".join(lines) + "\nPass"
+      f" {' or '.join(remedies) or 'names that exist'}; or add the missing"
+      " variables to the model or the optimizer."
     )
 
   def _match(

@@ -41,7 +41,7 @@ def name_and_factor(optimizer: Any) -> tuple[str, float]:
   # With the gradient g, the weight w and a constant rate:
   #   TensorFlow 1   a = momentum * a + g           w = w - rate * a
   #   Keras          v = momentum * v - rate * g    w = w + v
-  # so that v = -rate * a in every step.
+  # so v = -rate * a in every step.
   return name, -float(config["learning_rate"])
 
 

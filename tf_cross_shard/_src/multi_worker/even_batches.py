@@ -85,7 +85,8 @@ def even(
   # the next epoch than it was when it was counted.
   own = dataset.repeat()
   if mode == "pad":
-    # The own batches, then the first batch with weights of 0 without end.
+    # This worker's batches, then its first batch repeated forever with sample
+    # weights of 0.
     more = dataset.take(1).cache().repeat().map(_weighted(0.0))
     own = own.take(length).map(_weighted(1.0)).concatenate(more)
   # Cut to the common length, which `len` then knows without reading.

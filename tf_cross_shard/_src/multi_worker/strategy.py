@@ -186,7 +186,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         raise
       if not errors.is_reported(str(error.message)):
         # The shapes differ. A shape may be known only after the variable is
-        # made, so that the comparison did not find it.
+        # made, so the comparison did not find it.
         name = self._workers.own_name
         cause = errors.DisagreementError(
           f"{cause} It is variable {ordinal} of {name}, {variable}."

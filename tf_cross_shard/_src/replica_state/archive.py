@@ -1,7 +1,7 @@
 """Checkpoint files: named arrays with checksums, replaced atomically.
 
 A checkpoint is an `.npz` file of NumPy. The zip container has a checksum for
-each array, so that a damaged file is detected before any value is used. Arrays
+each array, so a damaged file is detected before any value is used. Arrays
 of dtypes that NumPy lacks (bfloat16, float8) are stored as unsigned integers of
 the same size. One more entry, in JSON, names the dtypes of the arrays and
 describes the contents of the file.
@@ -50,8 +50,8 @@ def as_path(path: Any, argument: str = "path") -> pathlib.Path:
   text = str(path)
   if not text or "://" in text:
     raise ValueError(
-      f"`{argument}` must be in a file system; got {text!r}. Mount the storage,"
-      " or name a place on a disk."
+      f"`{argument}` must be a local path; got {text!r}. Remote paths such as"
+      " gs:// are not supported."
     )
   return pathlib.Path(text)
 

@@ -44,7 +44,7 @@ class Restored(NamedTuple):
       None.
     arrays: The arrays that belong to no group.
     is_exact: Whether groups and workers are the same as when the file was
-      written, so that every replica resumes with exactly its own values.
+      written, so every replica resumes with exactly its own values.
     left_out: Variables of features that no longer exist, for
       `removed_state.warn`.
   """
@@ -206,7 +206,7 @@ def read_group(path: Any, group: int, model: Any) -> Any:
     path: A file that `save` or `GroupCheckpoint` wrote.
     group: The number of the group, from 0, in the order in which the groups
       were saved.
-    model: A built model that was made by the same code outside of any strategy,
+    model: A built model that was made by the same code outside any strategy,
       or a list of variables.
 
   Returns:
@@ -255,8 +255,9 @@ def _build(optimizer: Any, model: Any) -> None:
     CheckpointError: If the variables belong to another strategy.
   """
   layers = list(optimizer_state.nested_optimizers(optimizer))
-  # The outermost one builds all others. A LossScaleOptimizer around ours may
-  # not be built where ours is, and then has no loss scale to restore.
+  # The outermost one builds all others. A LossScaleOptimizer around a
+  # CrossShardOptimizer may not be built although the CrossShardOptimizer is.
+  # It then has no loss scale to restore.
   outermost = layers[0]
   if keras_private.is_built(outermost) or not hasattr(outermost, "build"):
     return
@@ -283,7 +284,7 @@ def _can_train(
 ) -> bool:
   """Whether an optimizer of `strategy` can train variables of `other`.
 
-  On one device, an optimizer that was made outside of all scopes can.
+  On one device, an optimizer that was made outside all scopes can.
   """
   replicas = strategy.num_replicas_in_sync, other.num_replicas_in_sync
   is_owned = replica_values.strategy_of(optimizer.iterations) is not None
@@ -297,8 +298,9 @@ def _check_groups(file: archive.Archive, state: group_state.GroupState) -> None:
     raise CheckpointError(
       f"The checkpoint {file.path} holds {len(saved)} groups, {saved},"
       f" but the optimizer has {len(own)}, {own}. Use a `group_assignment` with"
-      f" {len(saved)} groups; or call replica_state.average in the program that"
-      " saved, and start new groups from a TensorFlow checkpoint of its model."
+      f" {len(saved)} groups; or, in the program that saved, call"
+      " replica_state.average and save with tf.train.Checkpoint, and restore"
+      " that here."
     )
 
 
@@ -307,8 +309,8 @@ def _saved_groups(file: archive.Archive) -> list[list[int]]:
   kind = file.about.get("format")
   if kind != group_state.FORMAT:
     raise CheckpointError(
-      f"The checkpoint {file.path} holds something else: {kind!r}. Name a file"
-      " that replica_state.save wrote."
+      f"The checkpoint {file.path} was not written by replica_state.save"
+      f" (kind: {kind!r}). Pass a file that replica_state.save wrote."
     )
   saved: list[list[int]] = file.about["group_assignment"]
   return saved

@@ -6,7 +6,7 @@
     ensemble            a plain model with the mean of A's and B's predictions
     copy_group(1, 0)    B    B    B    B
 
-A plain model is a Keras model that was made outside of any strategy.
+A plain model is a Keras model that was made outside any strategy.
 """
 
 import random
@@ -32,7 +32,7 @@ _FUNCTION: Final = "tf_cross_shard>function of "  # plus a Lambda's name
 def load_group(group: int, optimizer: Any, model: Any, into: Any = None) -> Any:
   """Returns a plain model with the weights of one group.
 
-  The plain model is made outside of any strategy and is not compiled. It
+  The plain model is made outside any strategy and is not compiled. It
   predicts, saves and trains like a model that never had replicas. Variables
   that are not trained and that differ between members of the group, such as the
   statistics of batch normalization, receive the mean over the members; integer
@@ -166,7 +166,7 @@ def ensemble(
 
   for each of the model's outputs. The model consists of one `load_group` model
   for each group, named `group_0`, `group_1`, ..., and of Keras' own Average
-  layer, so that you can save, export and load it without this package. If the
+  layer, so you can save, export and load it without this package. If the
   model ends with softmax, the ensemble averages probabilities; if it returns
   logits, the ensemble averages logits.
 
@@ -291,7 +291,7 @@ def _clone(keras: Any, model: Any, state: group_state.GroupState) -> Any:
   except Exception as error:
     raise ValueError(
       "Keras could not clone `model` from its get_config(). Create and build a"
-      f" second {kind.__name__} yourself, outside of `strategy.scope()`, and"
+      f" second {kind.__name__} yourself, outside `strategy.scope()`, and"
       " pass it to load_group as `into`, or pass GroupMetrics a function that"
       " returns it as `twin`."
     ) from error
@@ -313,14 +313,14 @@ def _copy_assets(model: Any, clone: Any) -> None:
 def _check_fits(state: group_state.GroupState, plain: Any) -> None:
   """Raises `ValueError` unless a plain model can receive the variables."""
   remedy = (
-    "Create and build it with the same code as `model`, outside of"
+    "Create and build it with the same code as `model`, outside"
     " `strategy.scope()`."
   )
   into = group_state.GroupState(None, plain, is_whole=False)
   if len(into.parts) != len(state.parts):
     raise ValueError(
-      f"`into`, or `twin`, has {len(into.parts)} variables, but `model` has"
-      f" {len(state.parts)}. {remedy}"
+      f"The model passed as `into` or `twin` has {len(into.parts)} variables,"
+      f" but `model` has {len(state.parts)}. {remedy}"
     )
   known = {part.name for part in state.parts}
   for part, other in zip(into.parts, state.parts, strict=True):
@@ -331,13 +331,13 @@ def _check_fits(state: group_state.GroupState, plain: Any) -> None:
     )
     if part.kind != other.kind or not (is_numbered or part.name == other.name):
       raise ValueError(
-        f"`into`, or `twin`, has {part.name}, {part.kind}, but `model` has"
-        f" {other.name}, {other.kind}. {remedy}"
+        f"The model passed as `into` or `twin` has {part.name}, {part.kind},"
+        f" but `model` has {other.name}, {other.kind}. {remedy}"
       )
     if replica_values.strategy_of(part.variable) is not None:
       raise ValueError(
-        f"`into`, or `twin`, has replicas: {part.name} was made inside"
-        f" `strategy.scope()`. {remedy}"
+        f"The model passed as `into` or `twin` has replicas: {part.name} was"
+        f" created inside `strategy.scope()`. {remedy}"
       )
 
 

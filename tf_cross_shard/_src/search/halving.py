@@ -222,7 +222,7 @@ class Halving(trial_monitor.TrialMonitor):
 
     Returns:
       A plain Keras model. From now on, `table.value` returns the settings of
-      the best trial in all groups, so that layers which read settings compute
+      the best trial in all groups, so layers which read settings compute
       as they did in this trial.
 
     Raises:

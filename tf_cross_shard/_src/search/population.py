@@ -52,13 +52,13 @@ class _Range:
       group_callback.check_number("explore", number)
     if not (len(factors) and min(factors) > 0):
       raise ValueError(
-        f"`explore` must hold positive factors; {name!r} is {given!r}. Use None"
-        " to change no setting."
+        f"`explore` must contain positive factors; {name!r} is {given!r}. Pass"
+        " `explore=None` to copy without changing settings."
       )
     lowest, highest = bounds or (-math.inf, math.inf)
     if not lowest <= highest:
       raise ValueError(
-        "`explore` must have a lowest value that is at most the highest;"
+        "In `explore`, `lowest` must not exceed `highest`;"
         f" {name!r} is {given!r}. Use (factors, lowest, highest)."
       )
     return cls(factors, lowest, highest, not bounds and name in _LESS_THAN_1)
@@ -156,7 +156,7 @@ class Population(trial_monitor.TrialMonitor):
         most 0.5. At least one group is replaced.
       mode: `"min"`, `"max"`, or `"auto"` to let Keras decide by the metric.
       seed: The seed of the random choices. A choice depends on the seed and on
-        the epoch only, so that a run that resumes after a crash makes the same
+        the epoch only, so a run that resumes after a crash makes the same
         choices.
       table: The trials, one for each group, with the initial settings. The
         trials receive their metrics. None makes a table of the settings to

@@ -71,7 +71,7 @@ class Table(Sequence[Trial]):
   ... )
   >>> len(table), table[2].settings
   (3, {'learning_rate': 1.0, 'dropout': 0.1})
-  >>> with schedules.as_group(1):  # Outside of replicas
+  >>> with schedules.as_group(1):  # Outside replicas
   ...   print(f"{table.value('learning_rate'):.2f}")
   0.01
 
@@ -104,7 +104,7 @@ class Table(Sequence[Trial]):
     rows = [dict(row) for row in settings_of_trials]
     if not rows:
       raise ValueError(
-        "`settings_of_trials` must hold a dictionary for each trial; got"
+        "`settings_of_trials` must contain a dictionary for each trial; got"
         f' {settings_of_trials!r}. Use for example [{{"learning_rate": 0.1}}].'
       )
     for row in rows:
@@ -116,12 +116,13 @@ class Table(Sequence[Trial]):
       for name, number in row.items():
         if not validation.is_number(number):
           raise TypeError(
-            f"`settings_of_trials` must hold numbers; {name!r} is {number!r}."
-            " For a categorical choice, pass its index."
+            "`settings_of_trials` must contain numbers;"
+            f" {name!r} is {number!r}. For a categorical choice, pass its"
+            " index."
           )
         if math.isnan(number):
           raise ValueError(
-            f"`settings_of_trials` must hold numbers; {name!r} is nan in"
+            f"`settings_of_trials` must contain numbers; {name!r} is nan in"
             f" {row}. Correct or remove that trial."
           )
         row[name] = float(number)
@@ -187,14 +188,14 @@ class Table(Sequence[Trial]):
     """Returns a setting of the trial that the calling replica trains.
 
     Call this in code that replicas run: in the `call` of a layer or in a loss.
-    The value is read from a variable, so that a group can continue with another
+    The value is read from a variable, so a group can continue with another
     trial without a new trace.
 
     Args:
       name: The name of the setting.
 
     Returns:
-      A float32 scalar. Outside of replicas, it is the setting of group 0, or of
+      A float32 scalar. Outside replicas, it is the setting of group 0, or of
       the group in `schedules.as_group`.
 
     Raises:

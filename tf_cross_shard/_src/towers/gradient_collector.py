@@ -165,7 +165,7 @@ class GradientCollector:
     calls = self._calls[-1]
     for call in calls:
       call.optimizer.check_known(call.variables)
-    # Keras builds an optimizer once, so that it must see the variables of all
+    # Keras builds an optimizer once, so it must see the variables of all
     # of its calls together.
     for call in calls:
       same = [other for other in calls if other.inner is call.inner]
@@ -207,7 +207,7 @@ def current() -> GradientCollector | None:
 def variables() -> shared_variables.CallVariables:
   """Returns the shared variables of the current tower.
 
-  Outside of towers the result is paused: it shares no variables.
+  Outside towers the result is paused: it shares no variables.
   """
   collector = current()
   return _OUTSIDE_OF_TOWERS if collector is None else collector.variables

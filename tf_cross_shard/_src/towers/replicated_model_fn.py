@@ -246,7 +246,7 @@ class ReplicatedModelFn:
     results = tf.nest.flatten(merged, expand_composites=True)
     # The variables are on the first device.
     with _on(device), tf.name_scope(f"tower_{collector.count - 1}"):
-      # Before the control dependencies: slots may be created outside of the
+      # Before the control dependencies: slots may be created outside the
       # graph, where they cannot depend on tensors of the graph.
       collector.prepare()
       # In a graph, too, an error in a merged tensor comes before the update.
@@ -280,7 +280,7 @@ def replicate_model_fn(
   after all other variables. `tf.compat.v1.get_variable` finds its variable by
   name.
 
-  If you create layers or optimizers outside of model_fn, build them before the
+  If you create layers or optimizers outside model_fn, build them before the
   first call. A tf.function creates variables in its first call only, so use one
   tf.function for each mode.
 
@@ -349,7 +349,7 @@ def _merged(specs: Sequence[TowerSpec], reduction: str) -> TowerSpec:
       loss = loss / tf.cast(len(specs), loss.dtype)
   metrics = last.metrics
   if metrics is not None:
-    # All towers update the same variables of a metric, so that the metric of
+    # All towers update the same variables of a metric, so the metric of
     # any tower has the result of all towers.
     metrics = {name: metric.result() for name, metric in metrics.items()}
   nests = {

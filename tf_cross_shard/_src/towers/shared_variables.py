@@ -23,7 +23,7 @@ from tf_cross_shard._src.core.internals import variables as variables_lib
 
 _MUST = "`model_fn` must make the same variables in every tower and every call;"
 _REMEDY = (
-  "If only some towers or calls need a variable, make and build it outside of"
+  "If only some towers or calls need a variable, make and build it outside"
   " model_fn, before its first call."
 )
 
@@ -99,7 +99,7 @@ class CallVariables:
     self._made, self._optimizers, self._error = [], [], None
     # TensorFlow keeps all variables of `get_variable` in this collection. It
     # would share them with other model functions, and fails in eager execution,
-    # so that the collection is empty while a tower runs.
+    # so the collection is empty while a tower runs.
     stores = tf.compat.v1.get_collection_ref(("__variable_store",))
     outer, stores[:] = list(stores), []
     with (
@@ -117,7 +117,7 @@ class CallVariables:
       finally:
         self._is_paused = True
         stores[:] = outer
-    # Keras' models swallow errors, so that one that was raised while a variable
+    # Keras' models swallow errors, so one that was raised while a variable
     # was made has to be raised again.
     if self._error is not None:
       raise ValueError(str(self._error)) from self._error
@@ -138,13 +138,13 @@ class CallVariables:
     slots by order instead would require that every optimizer is built on the
     same variables in the same order.
     """
-    if self._is_paused:  # Outside of towers.
+    if self._is_paused:  # Outside towers.
       return optimizer
     # Legacy optimizers create their iteration count when it is first read.
     _ = optimizer.iterations
     made = set(map(id, self._made))
     if not any(id(v) in made for v in _variables_of(optimizer)):
-      return optimizer  # It was made outside of this tower.
+      return optimizer  # It was made outside this tower.
     key = (self._mode, len(self._optimizers))
     self._optimizers.append(optimizer)
     known = self._shared.optimizers
@@ -157,7 +157,7 @@ class CallVariables:
       raise ValueError(
         "`model_fn` must make the same optimizers in every tower and every"
         f" call; it first made {made_first}, but now {_classes(optimizer)}."
-        " Make optimizers that differ outside of model_fn."
+        " Make optimizers that differ outside model_fn."
       )
     return first
 
@@ -182,7 +182,7 @@ class CallVariables:
       shared.orders[self._mode] = made
     elif not made:
       # This tower made no variables: those of the first tower belong to layers
-      # and optimizers from outside of model_fn, which are built now.
+      # and optimizers from outside model_fn, which are built now.
       shared.orders[self._mode] = shared.weights = []
     elif len(made) < len(known):
       raise ValueError(

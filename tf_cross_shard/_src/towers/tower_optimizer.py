@@ -34,7 +34,7 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
 
   Inside a function made by `replicate_model_fn`, which documents the formula,
   `apply_gradients` collects gradients. After all towers have returned, the
-  encapsulated optimizer applies their sum once. With one tower, and outside of
+  encapsulated optimizer applies their sum once. With one tower, and outside
   towers, the encapsulated optimizer is called immediately.
 
   A model function may use several optimizers, for the same loss or for
@@ -116,9 +116,9 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
     Raises:
       ValueError: If `grads_and_vars` is empty or malformed, or if this tower
         differs from the first tower.
-      TypeError: If a variable is not a variable, if `global_step` is not an
-        integer variable, or if the encapsulated optimizer does not accept an
-        argument.
+      TypeError: If `grads_and_vars` contains something that is not a variable,
+        if `global_step` is not an integer variable, or if the encapsulated
+        optimizer does not accept an argument.
     """
     grads, variables = validation.check_pairs(grads_and_vars)
     validation.check_global_step(global_step)
@@ -144,7 +144,8 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
       kind = type(opt).__name__
       raise ValueError(
         f"`{cls._argument}` must not be a {kind} around a CrossShardOptimizer:"
-        f" the factor of the mean would be left out. Put the {kind} innermost:"
+        " the loss would not be multiplied by the CrossShardOptimizer's factor."
+        f" Put the {kind} innermost:"
         f" TowerOptimizer(CrossShardOptimizer({kind}(...)))."
       )
 
@@ -284,7 +285,7 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
     return tf.identity(self._encapsulated.iterations())
 
   def _factor(self) -> float:
-    """Returns the factor of the loss in this tower; 1 outside of towers."""
+    """Returns the factor of the loss in this tower; 1 outside towers."""
     collector = gradient_collector.current()
     return (
       1.0

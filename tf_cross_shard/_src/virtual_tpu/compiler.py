@@ -207,9 +207,9 @@ def _check_size(where: xla.Topology, name: str, count: int) -> None:
   size = len(where.devices)
   if count != size:
     raise ValueError(
-      f"`topology` {where.name!r} has {size} devices, one per replica; `{name}`"
-      f" has {count} replicas. Choose a topology of {count} devices, or create"
-      f" all variables under VirtualTPUStrategy({size})."
+      f"`topology` {where.name!r} has {size} devices, so it needs {size}"
+      f" replicas; `{name}` has {count} replicas. Choose a topology of {count}"
+      f" devices, or create all variables under VirtualTPUStrategy({size})."
     )
 
 

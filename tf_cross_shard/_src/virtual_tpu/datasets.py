@@ -3,7 +3,7 @@
     split:  one batch [B, ...]   --map-->           N parts [B / N, ...]
     deal:   N elements           --window, map-->   N parts, one element each
 
-The N parts are one `PerReplica` value. tf.data can carry such values, so that
+The N parts are one `PerReplica` value. tf.data can carry such values, so
 splitting is a stage of the dataset, and one iterator of tf.data returns what
 all replicas receive. TensorFlow's DistributedDataset would make one more
 iterator for each replica, and deleting those iterators has taken minutes.

@@ -4,7 +4,7 @@
                                                    arguments..., variables...
                                                 -> outputs..., new variables...
 
-TensorFlow itself lowers the graph, so that a TPU would receive the same module.
+TensorFlow itself lowers the graph, so a TPU would receive the same module.
 A variable is a parameter of the module, and its new value is an output that
 reuses the parameter's memory.
 """
@@ -42,7 +42,7 @@ class Traced:
 
   Attributes:
     function: TensorFlow's concrete function.
-    captures: The tensors and variables from outside of the function, in the
+    captures: The tensors and variables from outside the function, in the
       order of the graph's last inputs.
     structure: The structure that the function returns.
   """
@@ -233,7 +233,7 @@ def _check_module(module: hlo.Module, num_parameters: int) -> None:
   if module.num_parameters != num_parameters:
     raise TPUCompileError(
       f"TensorFlow lowered {num_parameters} inputs to"
-      f" {module.num_parameters} parameters. A tensor from outside of"
-      " `strategy.run` may be used as a shape or an axis inside: pass a number"
-      " instead."
+      f" {module.num_parameters} parameters. A likely cause: a tensor created"
+      " outside `strategy.run` is used as a shape or axis inside it; pass a"
+      " Python number instead."
     )

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
 # The name scope of all-to-all exchanges. TensorFlow has no such operation that
-# it can lower for CPUs, so that `hlo.Module.portable` looks for this name.
+# it can lower for CPUs, so `hlo.Module.portable` looks for this name.
 ALL_TO_ALL: Final = "CrossReplicaAllToAll"
 _MARK: Final = "tf_cross_shard_replica_program"
 
@@ -105,7 +105,7 @@ class TracedReplicaContext(tf.distribute.ReplicaContext):
   def of_first_replica(self, value: Any) -> tf.Tensor:
     """Returns replica 0's value on every replica."""
     tensor = tf.convert_to_tensor(value)
-    # All replicas run one program, so that a constant is the same on all.
+    # All replicas run one program, so a constant is the same on all.
     if tf.get_static_value(tensor) is not None:
       return tensor
     return _gather(tensor, self._all, 1)[0]

@@ -161,7 +161,7 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
   def _value_for_replicas(self) -> np.ndarray:
     """Computes the value that each replica receives from the host's value."""
     value = host_view(self._read_raw())
-    # The host reads the sum of the copies, so that each copy is an equal part.
+    # The host reads the sum of the copies, so each copy is an equal part.
     if self._on_read == _Aggregation.SUM:
       value = (value / self._replicas.num_replicas).astype(value.dtype)
     return value

@@ -59,7 +59,7 @@ class VirtualTPUStrategy(tf.distribute.Strategy):
   >>> float(weight.numpy())
   3.0
 
-  If you read a variable on the host (outside of `run`), you get replica 0's
+  If you read a variable on the host (outside `run`), you get replica 0's
   copy, or the sum or mean of all copies if the variable is aggregated on
   reading. If you assign to a variable on the host, all copies are set.
   `experimental_local_results(variable)` returns every replica's copy.

@@ -1,7 +1,7 @@
 """Runs XLA modules on this CPU through jaxlib, and compiles them for TPUs.
 
 This is the only file that uses jax, jaxlib and libtpu. Their interfaces for
-whole XLA modules are private, so that only tested versions are accepted. The
+whole XLA modules are private, so only tested versions are accepted. The
 libraries are imported when they are first needed.
 """
 # ruff: noqa: SLF001  # Uses jax's and jaxlib's private interfaces.

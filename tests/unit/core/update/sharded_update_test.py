@@ -332,9 +332,9 @@ def test_gradients_of_all_weights_once() -> None:
   twice = flow.Call(
     [*ones, ones[0]], [*replica.variables, replica.variables[0]]
   )
-  with pytest.raises(ValueError, match="must hold each variable once"):
+  with pytest.raises(ValueError, match="must contain each variable once"):
     replica.step.perform(twice)
-  with pytest.raises(ValueError, match="must hold a gradient for every"):
+  with pytest.raises(ValueError, match="must contain a gradient for every"):
     replica.apply([*ones[:-1], None])
   for value, first in zip(replica.values, VALUES.values(), strict=True):
     np.testing.assert_array_equal(value, first)

@@ -278,14 +278,13 @@ class CollectiveOps:
     """Returns the handle that orders one chain of a replica's collectives.
 
     TensorFlow runs stateful operations one after the other if they use the same
-    resource. An operation without a resource is ordered after all others: then
-    all replicas would form one chain, and the first collective would hang. The
-    handle is of a variable that is never created, because only its name
-    matters.
+    resource. Without a resource, every stateful operation would be serialized,
+    across replicas too, and the first collective would hang. The handle is of a
+    variable that is never created, because only its name matters.
     """
     key = replica, chain
     if key not in self._tokens:
-      # Create the handle outside of the trace: all functions share it.
+      # Create the handle outside the trace: all functions share it.
       with tf.init_scope(), tf.device(device):
         self._tokens[key] = tf.raw_ops.VarHandleOp(
           dtype=tf.float32,

@@ -33,7 +33,7 @@ class Engine(abc.ABC):
   Attributes:
     strategy: The strategy.
     groups: The groups within which all methods sum, gather and exchange.
-    is_one_program: Whether all replicas run one program, so that no replica can
+    is_one_program: Whether all replicas run one program, so no replica can
       do anything that the others do not do.
   """
 
@@ -266,8 +266,8 @@ class Engine(abc.ABC):
       topic: What is compared, for error messages.
       lines: Returns what must be equal, as lines of the form `name: value`. The
         processes compare equal lines only once.
-      state: Returns further lines, which are compared together with new `lines`
-        and must be equal at that moment.
+      state: Returns extra lines that are compared only when `lines` has not
+        been compared before.
     """
     del topic, lines, state
 

@@ -73,7 +73,7 @@ def current_replica() -> Any:
   """Returns this replica's number.
 
   Returns:
-    An int; a scalar tensor where all replicas run one program; None outside of
+    An int; a scalar tensor where all replicas run one program; None outside
     replicas. In a merge call of an isolated replica (Keras makes one for weight
     decay), the result is still the number of that replica.
   """

@@ -37,7 +37,7 @@ def native(variable: Any) -> Any:
     )
   if value.dtype == tf.string:
     raise TypeError(
-      f"`variable` must hold numbers; {value.name} is of dtype string."
+      f"`variable` must contain numbers; {value.name} is of dtype string."
     )
   return value
 

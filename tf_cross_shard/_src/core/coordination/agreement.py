@@ -132,7 +132,7 @@ def agree(workers: Workers, topic: str, lines: Sequence[str]) -> None:
   texts = exchange(workers, topic, text)
   # If one worker ends, TensorFlow also ends what the other workers wait for.
   # Wait here until all workers have read the texts. Each has what it needs for
-  # its error, so that it does not matter if this last exchange fails.
+  # its error, so it does not matter if this last exchange fails.
   with contextlib.suppress(RuntimeError, ValueError, tf.errors.OpError):
     exchange(workers, topic, "has read")
   # Report the first line in which each other worker differs from the first one.

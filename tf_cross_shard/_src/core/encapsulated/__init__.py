@@ -1,1 +1,1 @@
-"""The user's optimizer, inside ours: how it is called and how it is saved."""
+"""The user's optimizer inside a wrapper: how it is called and saved."""

@@ -96,15 +96,15 @@ class Encapsulated(abc.ABC):
       self.optimizer.build(list(variables))
       self._start_at_weights(variables)
       return
-    # A checkpoint was restored before. Its values are assigned as soon as slots
-    # exist, and ScheduleFreeAdamW would then assign the weights.
+    # Deferred checkpoint values are assigned when slots are created.
+    # ScheduleFreeAdamW would then overwrite them with the weights.
     with overriding.overriding(self.innermost, assign=lambda *_: None):
       self.optimizer.build(list(variables))
 
   def _start_at_weights(self, variables: Sequence[Any]) -> None:
-    """Initializes slots that copy weights with each replica's own weights.
+    """Sets slots that start as copies of the weights to each replica's weights.
 
-    Keras has given all replicas the weights of the first replica.
+    Keras has set them to the weights of the first replica on all replicas.
     """
     if self.strategy.num_replicas_in_sync == 1:
       return  # Keras may create the weights in the function being traced.
@@ -270,7 +270,7 @@ class Encapsulated(abc.ABC):
   def clipping_by(
     self, clip: Callable[[Any, Sequence[Gradient]], list[Gradient]]
   ) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which `clip(optimizer, grads)` clips for Keras."""
+    """Returns a context in which `clip` replaces Keras' clipping."""
     return overriding.overriding(
       self.innermost,
       **{self._clip_method: functools.partial(clip, self.innermost)},
@@ -278,7 +278,7 @@ class Encapsulated(abc.ABC):
 
   @property
   def is_called_by_loss_scaler(self) -> bool:
-    """Whether a LossScaleOptimizer around ours is calling ours right now."""
+    """Whether a LossScaleOptimizer around the wrapper is calling it now."""
     return getattr(self._thread, "is_called_by_loss_scaler", False)
 
   def apply_reduced(
@@ -290,9 +290,9 @@ class Encapsulated(abc.ABC):
   ) -> None:
     """Applies sums over the group, exactly once.
 
-    If a LossScaleOptimizer encapsulates our optimizer, the LossScaleOptimizer
-    receives the sums first. If the sums are finite, it calls our optimizer,
-    which calls this method a second time.
+    If a LossScaleOptimizer encapsulates the CrossShardOptimizer, the
+    LossScaleOptimizer receives the sums first. If the sums are finite, it calls
+    the CrossShardOptimizer, which calls this method a second time.
 
     Args:
       grads: The sums.
@@ -326,7 +326,7 @@ class Encapsulated(abc.ABC):
   def _apply_around(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
-    """Applies sums through the LossScaleOptimizer around ours."""
+    """Applies sums through the LossScaleOptimizer around the wrapper."""
 
 
 def innermost(optimizer: Any) -> Any:

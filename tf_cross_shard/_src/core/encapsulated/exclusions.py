@@ -54,10 +54,10 @@ def current(
   excluded, patterns = keras_private.exclusions(inner.innermost)
   if not inner.is_built and excluded:
     raise ValueError(
-      f"{inner.name} cannot be pickled or copied yet: before it is built,"
-      " nothing but their identity tells which variables"
-      " exclude_from_weight_decay(var_list=...) excludes. Call"
-      " build(variables) first, or use `var_names`."
+      f"{inner.name} cannot be pickled or copied yet: until `build`, the"
+      " variables of exclude_from_weight_decay(var_list=...) are recorded by"
+      " id(), and ids do not survive a copy. Call build(variables) first, or"
+      " use `var_names`."
     )
   found: Exclusions = waiting or {"places": [], "count": 0, "patterns": []}
   if excluded:

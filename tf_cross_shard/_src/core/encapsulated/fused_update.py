@@ -106,7 +106,8 @@ def can_compile(optimizer: Any) -> bool:
   >>> can_compile(tf.keras.optimizers.Nadam())
   True
   """
-  # The method is Keras 3's. In a MultiOptimizer, the nested optimizers update.
+  # Only Keras 3 has this method. A MultiOptimizer delegates its updates to
+  # nested optimizers.
   has_method = hasattr(optimizer, keras_private.UPDATE_ALL)
   return has_method and not keras_private.nested(optimizer)
 

@@ -150,7 +150,7 @@ def show_averages(loss_scaler: Any, averages: list[Any]) -> None:
   """Lets SwapEMAWeights find the averages in a LossScaleOptimizer.
 
   The callback looks one level inside `model.optimizer`. If `model.optimizer` is
-  ours, that is the LossScaleOptimizer, which has no averages.
+  a CrossShardOptimizer, that is the LossScaleOptimizer, which has no averages.
 
   Args:
     loss_scaler: A LossScaleOptimizer of Keras 3, built.

@@ -3,7 +3,7 @@
 A kernel is one operation, `tf.raw_ops.ResourceApply*`. It computes the numbers
 of TensorFlow 1's optimizers, on CPUs, on GPUs and, through XLA, on TPUs. The
 arguments of a kernel are handles of variables. In a replica context, the handle
-of a mirrored variable is the handle of the calling replica's copy, so that
+of a mirrored variable is the handle of the calling replica's copy, so
 nothing is reduced or broadcast.
 """
 

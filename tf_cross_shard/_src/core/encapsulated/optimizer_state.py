@@ -19,8 +19,9 @@ from tf_cross_shard._src.core.encapsulated import keras_private
 def nested_optimizers(optimizer: Any) -> Iterator[Any]:
   """Yields an optimizer and all optimizers inside it, from outside to inside.
 
-  If `compile` put a LossScaleOptimizer around ours, the LossScaleOptimizer is
-  the first. The optimizers of a MultiOptimizer follow the MultiOptimizer.
+  If `compile` put a LossScaleOptimizer around the CrossShardOptimizer, the
+  LossScaleOptimizer is the first. The optimizers of a MultiOptimizer follow the
+  MultiOptimizer.
   """
   own = parts.parts_of(optimizer)
   around = None if own is None else own.encapsulated.scaling.around
@@ -136,8 +137,8 @@ def windows(optimizer: Any) -> tuple[list[Any], list[tuple[Any, int]]]:
   """Returns the state of unfinished accumulation windows.
 
   Returns:
-    The variables that are 0 when a window begins; and pairs of a variable and a
-    number. When a window begins, the variable is a multiple of the number.
+    A list of variables that are 0 at the start of a window, and a list of
+    `(counter, k)`; `counter % k == 0` at the start of a window.
   """
   sums: list[Any] = []
   counts = []
@@ -204,8 +205,8 @@ def _names(variables: Sequence[Any], trained: Sequence[Any]) -> list[str]:
   for path in map(variables_lib.path_of, variables):
     head, slash, last = path.rpartition("/")
     owners = [prefix for prefix in stable if last.startswith(prefix)]
-    # Skip a name that is a trained variable's whole name: `kernel_1` is a copy
-    # of `kernel_1`, not a slot "1" of `kernel`.
+    # A variable named exactly like a trained variable `kernel_1` is a copy of
+    # it, not slot "1" of `kernel`.
     if owners and f"{last}_" not in stable:
       longest = max(owners, key=len)
       path = f"{head}{slash}{stable[longest]}/{last.removeprefix(longest)}"

@@ -13,7 +13,7 @@ from typing import Any
 def overriding(target: Any, **attributes: Any) -> Iterator[None]:
   """Overrides attributes of an object inside the context.
 
-  The attributes are written to the object's `__dict__`, so that no property or
+  The attributes are written to the object's `__dict__`, so no property or
   `__setattr__` of its class runs (Keras tracks what is assigned).
 
   >>> class Point:

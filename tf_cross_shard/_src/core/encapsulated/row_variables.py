@@ -1,4 +1,4 @@
-"""Rows of a variable that an optimizer's `update_step` updates like a variable.
+"""Makes some rows of a variable look like a variable to `update_step`.
 
     table [n, w]    ── gather ─▶ rows [k, w] ─┐
     slots [n, w]    ── gather ─▶ rows [k, w] ─┼─ opt.update_step ─▶ scatter back

@@ -153,7 +153,7 @@ class Keras3Optimizer(encapsulated.Encapsulated):
   def _apply_around(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
-    """Applies sums through the LossScaleOptimizer around ours."""
+    """Applies sums through the LossScaleOptimizer around the wrapper."""
     variables = [self.as_built(v) for v in variables]
     around = self.scaling.around
     type(around).apply(around, list(grads), variables)
@@ -210,13 +210,13 @@ class Keras3LossScaling(loss_scaling.LossScaling):
 
   @property
   def is_dynamic(self) -> bool:
-    """Whether there is a LossScaleOptimizer, inside or around ours."""
+    """Whether there is a LossScaleOptimizer, inside or outside."""
     is_inside = hasattr(self._optimizer, "dynamic_growth_steps")
     return is_inside or self.around is not None
 
   @property
   def divides(self) -> bool:
-    """Whether there is a LossScaleOptimizer, inside or around ours."""
+    """Whether there is a LossScaleOptimizer, inside or outside."""
     return self.is_dynamic
 
   def scale_loss(self, loss: Any) -> Any:
@@ -224,7 +224,7 @@ class Keras3LossScaling(loss_scaling.LossScaling):
     if self.around is None:
       return self._optimizer.scale_loss(loss)
     # The method of the class: `wrapper.outer_loss_scaling` has replaced the
-    # method of the instance by ours.
+    # method of the instance.
     return type(self.around).scale_loss(self.around, loss)
 
   def scale_limit(self, limit: float) -> Any:

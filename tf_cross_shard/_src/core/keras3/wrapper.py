@@ -28,7 +28,7 @@ class Keras3Wrapper(forwarding.OptimizerWrapper, keras.optimizers.Optimizer):
     """Creates the wrapper of a Keras 3 optimizer."""
     # Keras' constructor creates an iteration count, a learning rate and
     # settings. They are deleted below, so that `__getattr__` finds those of
-    # `opt`. Create the two variables outside of all strategies: otherwise, a
+    # `opt`. Create the two variables outside all strategies: otherwise, a
     # model function in towers would list them among its own variables.
     with variables_lib.outside_of_strategies():
       # Not super(), whose next class is the wrapper.
@@ -79,7 +79,7 @@ class Keras3Wrapper(forwarding.OptimizerWrapper, keras.optimizers.Optimizer):
     trainable_variables = list(trainable_variables)
     if len(grads) != len(trainable_variables):
       raise ValueError(
-        f"`grads` must hold one gradient per variable; got {len(grads)}"
+        f"`grads` must contain one gradient per variable; got {len(grads)}"
         f" gradients for {len(trainable_variables)} variables. Pass the"
         " variables, or call build(variables) first."
       )

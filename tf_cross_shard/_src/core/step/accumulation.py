@@ -88,9 +88,9 @@ class OneCall(Window):
 
   def of_call(self, has_values: bool) -> Window:
     """Returns Keras' window if the encapsulated optimizer accumulates."""
-    # Keras would add up the next values of variables as if they were gradients.
-    # If there are such values, reduce in every call, and let Keras accumulate
-    # the sums.
+    # For float8 scales, the "gradient" is the new value itself; Keras would
+    # wrongly accumulate it. If there are such values, reduce in every call, and
+    # let Keras accumulate the sums.
     if has_values or not self.encapsulated.accumulates_own_gradients:
       return self
     return KerasAccumulation(self.context, self._by_group)
@@ -277,8 +277,8 @@ class OwnAccumulation(Accumulation):
       totals.append(None)
       if not tf.executing_eagerly():
         self._not_reset.add(key)
-    # The next window starts without gradients. A trace is used for all windows,
-    # so its keys remain.
+    # The next window starts without gradients. A traced function is reused in
+    # every window, so keep the keys recorded while tracing.
     if tf.executing_eagerly():
       self._added -= set(map(self._key, variables))
     return totals

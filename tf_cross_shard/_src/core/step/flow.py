@@ -175,7 +175,7 @@ class Step:
   def apply_for_loss_scaler(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
-    """Applies sums that a LossScaleOptimizer around ours found finite.
+    """Applies sums after an outer LossScaleOptimizer found them finite.
 
     That optimizer calls this method inside `_apply_once`.
     """
@@ -272,8 +272,9 @@ class Step:
     if whole is not None:
       state.whole = whole
       state.checkpointed.add(whole.checkpoint_view)
-    # A LossScaleOptimizer of tf_keras around ours also builds on what is
-    # updated, which may be shards. A window sums up gradients of weights.
+    # tf_keras' LossScaleOptimizer around this optimizer also calls `build` with
+    # the variables that are updated, which may be shards. The window needs the
+    # weights.
     self.window.build([v for v in variables if state.knows(v)])
 
   @property

@@ -32,7 +32,7 @@ _shared_warnings: Final[set[str]] = set()
 
 
 class LossConvention:
-  """Returns the factor of one optimizer's losses, and warns about mistakes.
+  """Chooses the factor by which losses are multiplied; warns about mistakes.
 
   >>> pairs = groups_lib.Groups([[0, 1], [2, 3]])
   >>> settings = settings_lib.Settings(loss_averaged_over="global")

@@ -1,7 +1,7 @@
 """Skips steps whose gradients contain a NaN or an infinity, and counts them.
 
 The check looks at the sums over the group. All members of a group have the same
-sums, so that all members make the same decision without communication.
+sums, so all members make the same decision without communication.
 """
 
 from collections.abc import Callable, Sequence

@@ -206,7 +206,7 @@ class OverwriteWatch:
       self._log_once(
         "%s trains %d separate groups, but"
         " BatchNormalization(synchronized=True) normalizes over all replicas,"
-        " so that groups see each other's examples. Use"
+        " so groups see each other's examples. Use"
         " tf_cross_shard.layers.SyncBatchNormalization(groups).",
       )
 

@@ -68,7 +68,7 @@ class StepChecks:
       if getattr(whole, "distribute_strategy", None) is not strategy:
         name = getattr(variable, "path", None) or variable.name
         raise ValueError(
-          f"`grads_and_vars` must hold variables of the"
+          f"`grads_and_vars` must contain variables of the"
           f" {type(strategy).__name__} that {self._name} was created under;"
           f" {name} was created outside its scope. Create it inside `with"
           " strategy.scope():`."
@@ -143,11 +143,11 @@ class StepChecks:
       )
 
   def _check_group_count(self) -> None:
-    """Raises `ValueError` unless the groups hold the strategy's replicas."""
+    """Raises `ValueError` unless the groups cover the strategy's replicas."""
     count = self.groups.num_replicas
     if count != self.engine.num_replicas:
       raise ValueError(
-        f"`group_assignment` holds {count} replicas, {self.groups.to_lists()},"
+        f"`group_assignment` covers {count} replicas, {self.groups.to_lists()},"
         " but the optimizer was created under"
         f" {validation.strategy_in_words(self.engine.strategy)}. Change it, or"
         " create the optimizer inside the scope of its strategy."

@@ -140,7 +140,7 @@ class TfKerasOptimizer(encapsulated.Encapsulated):
   def _apply_around(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
-    """Applies sums through the LossScaleOptimizer around ours."""
+    """Applies sums through the LossScaleOptimizer around the wrapper."""
     pairs = zip(grads, variables, strict=True)
     around = self.scaling.around
     type(around).apply_gradients(around, pairs, skip_gradients_aggregation=True)
@@ -247,7 +247,7 @@ class LegacyState(TfKerasState):
 
 
 class TfKerasLossScaling(loss_scaling.LossScaling):
-  """The loss scale of a LossScaleOptimizer of tf_keras, inside or around ours.
+  """The loss scale of tf_keras' LossScaleOptimizer, inside or outside.
 
   The user multiplies the loss by the loss scale and divides the gradients by
   the loss scale. So our optimizer gets gradients without the loss scale.
@@ -260,7 +260,7 @@ class TfKerasLossScaling(loss_scaling.LossScaling):
 
   @property
   def _scaler(self) -> Any:
-    """The LossScaleOptimizer around or inside ours, dynamic or not, or None."""
+    """The LossScaleOptimizer, outside or inside, dynamic or not; or None."""
     is_inside = hasattr(self._optimizer, "get_scaled_loss")
     return self.around or (self._optimizer if is_inside else None)
 
@@ -270,7 +270,7 @@ class TfKerasLossScaling(loss_scaling.LossScaling):
     if scaler is None:
       return loss
     # The method of the class: `wrapper.outer_loss_scaling` may have replaced
-    # the method of the instance by ours.
+    # the method of the instance.
     return type(scaler).get_scaled_loss(scaler, tf.convert_to_tensor(loss))
 
   def wire_scale(self) -> Any:

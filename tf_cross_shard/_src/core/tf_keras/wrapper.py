@@ -71,7 +71,7 @@ class TfKerasWrapper(
     if self._is_legacy:
       vars(around).update(
         get_slot=self.get_slot,
-        # As in ours, a SavedModel must find no slots.
+        # As in CrossShardOptimizer, a SavedModel must find no slots.
         get_slot_names=lambda: (
           [] if self._is_exported else self.get_slot_names()
         ),
@@ -146,7 +146,7 @@ class TfKerasWrapper(
     return optimizer._create_or_restore_slot_variable(*args, **kwargs)
 
   def _methods_around(self) -> dict[str, Callable[..., Any]]:
-    """Returns methods that replace those of a LossScaleOptimizer around ours.
+    """Returns replacements for methods of a LossScaleOptimizer around `self`.
 
     In tf_keras the user multiplies the loss by the loss scale, and divides the
     gradients by the loss scale. So our optimizer gets gradients without it.

@@ -314,7 +314,7 @@ def of_owners(
 
   Raises:
     ValueError: If a variable of the optimizer cannot be matched to exactly one
-      weight, so that its owner is not known.
+      weight, so its owner is not known.
   """
   slots = [list(inner.state.slots(weight).items()) for weight in weights]
   known = {id(slot) for of_weight in slots for _, slot in of_weight}

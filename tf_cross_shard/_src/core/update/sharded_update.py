@@ -273,7 +273,7 @@ class ShardedUpdate(update.Update):
     }
     if len(by_variable) < len(grads):
       raise ValueError(
-        "`grads_and_vars` must hold each variable once under `shard_update`;"
+        "`grads_and_vars` must contain each variable once under `shard_update`;"
         f" got {len(grads)} gradients of {len(by_variable)} variables. Add up"
         " the gradients of each variable."
       )
@@ -283,7 +283,7 @@ class ShardedUpdate(update.Update):
       grad = by_variable.get(id(native))
       if grad is None:
         raise ValueError(
-          "`grads_and_vars` must hold a gradient for every variable that the"
+          "`grads_and_vars` must contain a gradient for every variable that the"
           f" optimizer was built on under `shard_update`; {native.name} has"
           " none. Build the optimizer on the variables that you train."
         )

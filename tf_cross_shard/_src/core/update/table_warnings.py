@@ -1,8 +1,8 @@
 """Warnings about tables that cost more than an update by rows has to cost.
 
 A table of W elements that is updated by rows costs as much as the rows of the
-batch. Two things bring the cost back to W elements in every step, and change
-no number, so that nobody notices them:
+batch. Two mistakes make every step cost W again. Results stay correct, so they
+go unnoticed:
 
 - The gradient of the table is dense. Then all rows are updated.
 - Something reads the whole table. Then TensorFlow copies it.

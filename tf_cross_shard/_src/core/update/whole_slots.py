@@ -51,7 +51,7 @@ class Span:
 class WholeSlot(_Trackable):
   """The slot of one weight; each member of a group holds a part of it.
 
-  You read and assign a whole slot like a variable, eagerly and outside of
+  You read and assign a whole slot like a variable, eagerly and outside
   `strategy.run`. Reading returns the value of group 0, as for any variable
   whose groups differ. Assigning gives all groups the same value.
 

@@ -46,7 +46,7 @@ class Minimizer:
   ) -> differentiation.Pairs:
     """Scales the loss and returns this replica's, or this tower's, gradients.
 
-    The gradients are not reduced yet, so that you can clip or change the
+    The gradients are not reduced yet, so you can clip or change the
     gradients of each replica. They contain the factor of the mean.
 
     >>> from tf_cross_shard import CrossShardOptimizer
