@@ -117,7 +117,7 @@ class Settings:
   lazy_rows: bool | str = dataclasses.field(
     default=False,
     metadata=_about(
-      "Whether row-sparse gradients update only the rows that occur."
+      "Whether row-sparse gradients update only the rows in the batch."
     ),
   )
   # The field is {name: [a number for each group]} or None.

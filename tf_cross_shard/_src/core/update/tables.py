@@ -154,7 +154,7 @@ class Tables(context_lib.Stage):
 
 
 class RowTables(Tables):
-  """Embedding tables: every member of a group updates the rows that occur.
+  """Embedding tables: every member of a group updates the rows in the batch.
 
   Every member holds the whole table. The weights of Keras' `Embedding` are
   tables. `add` declares more tables.
@@ -228,7 +228,7 @@ class RowTables(Tables):
       super().apply(sums, variables, apply_once)
       return
     # Keras would clip whole tables and apply weight decay to all rows. Clip
-    # here, and let `_update_rows` apply weight decay to the rows that occur.
+    # here, and let `_update_rows` apply weight decay to the rows in the batch.
     with (
       self.encapsulated.clipping_by(_clip),
       self.encapsulated.without_decay(tables),
@@ -253,7 +253,7 @@ class RowTables(Tables):
     variable: Any,
     *rate: Any,
   ) -> None:
-    """Runs the optimizer's own `update_step` on the rows that occur.
+    """Runs the optimizer's own `update_step` on the rows in the batch.
 
     Args:
       update_step: Keras' method.
