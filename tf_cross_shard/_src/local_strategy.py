@@ -1,4 +1,4 @@
-"""A MirroredStrategy over devices of this machine, made in one call."""
+"""A MirroredStrategy over devices of this machine, created in one call."""
 
 import tensorflow as tf
 

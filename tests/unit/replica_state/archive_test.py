@@ -237,7 +237,7 @@ def test_what_the_disk_says(
 
 
 def test_folders_that_are_none(tmp_path: pathlib.Path) -> None:
-  with pytest.raises(FileNotFoundError, match="Make the folder first"):
+  with pytest.raises(FileNotFoundError, match="Create the folder first"):
     _write(tmp_path / "none" / "a", 5)
   (tmp_path / "folder").mkdir()
   with pytest.raises(IsADirectoryError, match="could not be written"):

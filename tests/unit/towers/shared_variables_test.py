@@ -123,7 +123,7 @@ class TestOptimizersMadeInside:
 
     replicated = replicate_model_fn(model_fn, devices=TWO)
     replicated(batch(), params=sgd)
-    with pytest.raises(ValueError, match="it first made SGD, but now Adam"):
+    with pytest.raises(ValueError, match="it first created SGD, but now Adam"):
       replicated(batch(), params=keras.optimizers.Adam)
     assert float(c) == 7.0
     replicated(batch(), params=lambda: sgd(2.0))
@@ -197,8 +197,8 @@ def test_variables_are_where_the_first_tower_is() -> None:
       (lambda: tf.ones([], tf.float64),),
       "dtype float32, but this tower or call needs shape () and dtype float64",
     ),
-    (1, (1.0,), "made 2, but this one made only 1: tower_0/b:0 is missing"),
-    (2, (1.0, [0.0] * 2, 1.0), "made 2, but this one also makes c"),
+    (1, (1.0,), "created 2, but this one created only 1: tower_0/b:0"),
+    (2, (1.0, [0.0] * 2, 1.0), "created 2, but this one also creates c"),
   ],
 )
 def test_differences(after: int, starts: Any, words: str) -> None:
@@ -217,7 +217,7 @@ def test_differences(after: int, starts: Any, words: str) -> None:
   for _ in range(after // 2):
     replicated(batch())
   expected = 10.0 - 3.0 * (after // 2)
-  with pytest.raises(ValueError, match="must make the same variables") as error:
+  with pytest.raises(ValueError, match="create the same variables") as error:
     replicated(batch())
   assert words in str(error.value)
   assert float(c) == expected
@@ -238,11 +238,11 @@ def test_differences(after: int, starts: Any, words: str) -> None:
       "tower 1 called no optimizer, but tower 0 called SGD('",
     ),
     ("SGD", "", "tower 1 called no optimizer, but tower 0 called SGD('"),
-    ("Adam SGD", "SGD", "it first made Adam, but now SGD."),
-    ("SGD", "SGD Adam", "it first made no optimizer 2, but now Adam."),
-    ("", "Adam", "it first made no optimizer 1, but now Adam."),
-    ("SGD", "+SGD", "it first made SGD, but now LossScaleOptimizer(SGD)."),
-    ("+SGD", "SGD", "it first made LossScaleOptimizer(SGD), but now SGD."),
+    ("Adam SGD", "SGD", "it first created Adam, but now SGD."),
+    ("SGD", "SGD Adam", "it first created no optimizer 2, but now Adam."),
+    ("", "Adam", "it first created no optimizer 1, but now Adam."),
+    ("SGD", "+SGD", "it first created SGD, but now LossScaleOptimizer(SGD)."),
+    ("+SGD", "SGD", "it first created LossScaleOptimizer(SGD), but now SGD."),
   ],
 )
 def test_towers_that_make_other_optimizers(

@@ -89,7 +89,7 @@ class RowLookup(abc.ABC):
 
   @abc.abstractmethod
   def _can_read_rows(self, ids: Any) -> bool:
-    """Whether the layer can look up these ids without the whole table."""
+    """Returns whether the layer can look up ids without the whole table."""
 
   @abc.abstractmethod
   def _look_up(self, ids: tf.Tensor) -> tf.Tensor:

@@ -208,7 +208,7 @@ class PerGroup:
     return rate * tf.cast(self.rate_factor, dtype)
 
   def _is_being_given(self) -> bool:
-    """Whether the constructor of a Keras optimizer asks for the first rate.
+    """Returns whether a Keras optimizer's constructor asks for the first rate.
 
     At that time, no CrossShardOptimizer can encapsulate the optimizer yet.
     """

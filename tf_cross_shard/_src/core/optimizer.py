@@ -153,11 +153,11 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
         each variable independently, but not on TPUs. True chooses by the class
         of `opt`, which must be one of Keras' own.
       lazy_rows: Whether a row-sparse gradient, such as that of an embedding,
-        updates only the rows that occur in the batch. Even if False, Adagrad
-        and Keras 3's SGD without momentum update only these rows (if they have
-        no weight decay), because plain Keras does the same. Pass
-        `"elementwise"` to promise that your own optimizer class treats every
-        element independently.
+        updates only the rows in the batch. Even if False, Adagrad and Keras 3's
+        SGD without momentum update only these rows (if they have no weight
+        decay), because plain Keras does the same. Pass `"elementwise"` to
+        promise that your own optimizer class treats every element
+        independently.
       group_settings: A dictionary of lists with a number for each group. Its
         keys are names of settings of `opt` (`"weight_decay"`, `"momentum"`,
         `"beta_1"`, ...) or of the clipping limits above. Create `opt` with

@@ -117,7 +117,7 @@ class Settings:
   lazy_rows: bool | str = dataclasses.field(
     default=False,
     metadata=_about(
-      "Whether row-sparse gradients update only the rows that occur."
+      "Whether row-sparse gradients update only the rows in the batch."
     ),
   )
   # The field is {name: [a number for each group]} or None.
@@ -300,7 +300,7 @@ def as_groups(group_assignment: Any) -> groups_lib.Groups | None:
 
 def _check_limit(name: str, limit: Any) -> None:
   """Raises `ValueError` unless a limit is None or a number of at least 0."""
-  # This comparison is False for NaN, too.
+  # This comparison is also False for NaN.
   is_number = hasattr(limit, "__float__") and float(limit) >= 0
   if limit is not None and not is_number:
     raise ValueError(
@@ -331,5 +331,5 @@ def _as_group_settings(numbers: Any) -> dict[str, list[float]] | None:
 
 
 def _is_integer(value: Any) -> bool:
-  """Whether a value is an integer, but not True or False."""
+  """Returns whether a value is an integer, but not True or False."""
   return isinstance(value, numbers.Integral) and not isinstance(value, bool)

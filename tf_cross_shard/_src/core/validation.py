@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # For editors only: Keras 3 or tf_keras may be missing.
 
 
 def is_number(value: Any) -> bool:
-  """Whether a value is a Python or NumPy number, and not a boolean."""
+  """Returns whether a value is a Python or NumPy number, and not a boolean."""
   numbers = (int, float, np.integer, np.floating)
   return isinstance(value, numbers) and not isinstance(value, bool)
 
@@ -61,7 +61,7 @@ def check_variable(argument: str, variable: object) -> None:
 
 
 def is_var_list(value: Any) -> bool:
-  """Whether the second argument of `minimize` is a list of variables.
+  """Returns whether the second argument of `minimize` is a list of variables.
 
   Keras passes its list of variables there, where TensorFlow 1 has
   `global_step`.

@@ -22,7 +22,7 @@ _NUMBERED: Final = re.compile(r"(.*?)(?:_(\d+))?")
 
 
 def is_variable(value: object) -> bool:
-  """Whether `value` is a `tf.Variable` or a `keras.Variable`."""
+  """Returns whether `value` is a `tf.Variable` or a `keras.Variable`."""
   # Do not import Keras: if it is not imported, no Keras variable exists.
   keras_variable = getattr(sys.modules.get("keras"), "Variable", ())
   return isinstance(value, (tf.Variable, keras_variable))

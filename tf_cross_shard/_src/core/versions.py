@@ -55,7 +55,7 @@ def check_tf_keras() -> None:
 
 
 def uses_tf_keras() -> bool:
-  """Whether `tf.keras` is tf_keras."""
+  """Returns whether `tf.keras` is tf_keras."""
   tf = _import_tensorflow()
   try:
     # Ask the class. Keras 2 may also be called `keras`, and the module need not

@@ -326,7 +326,7 @@ class GroupMonitor(GroupCallback):
     """Returns whether the logs have the metrics of the groups.
 
     The logs lack them in epochs that `GroupMetrics(every=...)` leaves out. The
-    first call with metrics makes the arrays of the groups.
+    first call with metrics creates the arrays of the groups.
 
     Raises:
       ValueError: If there are no metrics in an epoch that should have them.

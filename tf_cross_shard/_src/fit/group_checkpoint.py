@@ -63,7 +63,7 @@ class GroupCheckpoint(group_callback.GroupMonitor):
     """Sets the file and the metric.
 
     Args:
-      path: The file. Its folder is made if necessary.
+      path: The file. Its folder is created if necessary.
       monitor: The metric that decides, as `GroupMetrics` names it, without the
         suffix `/group_0`.
       mode: `"min"`, `"max"`, or `"auto"` to let Keras decide by the metric.
@@ -78,13 +78,13 @@ class GroupCheckpoint(group_callback.GroupMonitor):
     return {}
 
   def on_train_begin(self, logs: Any = None) -> None:
-    """Reads an existing file, or makes the folder.
+    """Reads an existing file, or creates the folder.
 
     Raises:
       CheckpointError: If the file was written for another model or metric;
         raised on all workers.
-      OSError: If the file cannot be read or the folder cannot be made; raised
-        on all workers.
+      OSError: If the file cannot be read or the folder cannot be created;
+        raised on all workers.
     """
     super().on_train_begin(logs)
     self._kept = {}

@@ -126,7 +126,7 @@ class GroupMetrics(group_callback.GroupCallback):
     self._losses: dict[str, float] = {}
 
   def on_train_begin(self, logs: Any = None) -> None:
-    """Makes the twins; evaluates one batch so that errors come early."""
+    """Creates the twins; evaluates one batch so that errors come early."""
     super().on_train_begin(logs)
     if self.prefix in self.prefixes_before():
       raise ValueError(
@@ -196,7 +196,7 @@ class GroupMetrics(group_callback.GroupCallback):
     }
 
   def _build(self) -> None:
-    """Makes the twins, and compiles those that are evaluated."""
+    """Creates the twins, and compiles those that are evaluated."""
     model, optimizer = self.model, self.model.optimizer
     num_groups = optimizer_state.groups_of(optimizer, None).num_groups
 

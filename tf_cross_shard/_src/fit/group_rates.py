@@ -17,7 +17,7 @@ def prepare(model: Any, caller: str) -> None:
   """Makes the learning rates of an optimizer's groups settable.
 
   The learning rates of a PerGroup are constants of the traced step. This
-  function makes a variable by which each group multiplies its constant. In a
+  function creates a variable by which each group multiplies its constant. In a
   training loop of your own, call it before the first step is traced.
 
   Args:

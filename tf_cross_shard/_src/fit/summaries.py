@@ -16,7 +16,7 @@ class Runs:
   """Writes the runs in one folder: curves, and rows of the HParams page."""
 
   def __init__(self, log_dir: Any) -> None:
-    """Sets the folder. A run is made when it is first written to."""
+    """Sets the folder. A run is created when it is first written to."""
     self._log_dir = log_dir
     self._writers: dict[str, Any] = {}
 

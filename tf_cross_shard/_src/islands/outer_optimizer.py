@@ -111,13 +111,13 @@ class OuterOptimizer(group_callback.GroupCallback):
     warmup: int = 0,
     wire_dtype: Literal["bfloat16", "float16"] | tf.DType | None = None,
   ) -> None:
-    """Checks the arguments. `build` or `fit` makes the variables.
+    """Checks the arguments. `build` or `fit` creates the variables.
 
     Args:
       every: H, how many steps groups train independently.
       optimizer: The outer optimizer, or its name, from the Keras of your
-        model. The attribute `optimizer` is a copy of it, made in the scope of
-        the strategy. None means SGD(0.7, momentum=0.9, nesterov=True), the
+        model. The attribute `optimizer` is a copy of it, created in the scope
+        of the strategy. None means SGD(0.7, momentum=0.9, nesterov=True), the
         outer optimizer of the DiLoCo paper. With SGD(1.0), all groups receive
         the mean of their weights.
       warmup: How many steps at the start of the training are synchronous. After
@@ -257,7 +257,7 @@ class OuterOptimizer(group_callback.GroupCallback):
     return self._state
 
   def _state_for(self, optimizer: Any, model: Any) -> outer_state.OuterState:
-    """Returns the state for a model, which the first call makes."""
+    """Returns the state for a model, which the first call creates."""
     trained_by = _find_optimizer_with_groups(optimizer)
     weights = _trained_weights(model)
     if self._state is None:
@@ -265,8 +265,8 @@ class OuterOptimizer(group_callback.GroupCallback):
     elif not self._state.belongs_to(trained_by, weights):
       raise ValueError(
         "This OuterOptimizer belongs to another model or optimizer, or the"
-        " model trains other variables now. Make a new OuterOptimizer for each"
-        " model."
+        " model trains other variables now. Create a new OuterOptimizer for"
+        " each model."
       )
     return self._state
 

@@ -11,7 +11,7 @@ distance from the anchor as a gradient:
     θ   = OuterOpt(θ, Δ)      on every replica, with the same Δ
     θ_i = θ                   so that all groups continue from the same weights
 
-The outer optimizer is a CrossShardOptimizer, too. Its groups connect the groups
+The outer optimizer is also a CrossShardOptimizer. Its groups connect the groups
 of the user: where replicas `[[0, 1], [2, 3]]` train together, the outer
 optimizer averages over `[[0, 2], [1, 3]]`.
 """
@@ -162,13 +162,13 @@ class OuterState:
     *,
     has_warmup: bool,
   ) -> None:
-    """Makes the variables, with the weights as the first anchor.
+    """Creates the variables, with the weights as the first anchor.
 
     Args:
       trained_by: The optimizer that trains the groups.
       weights: The variables to synchronize. All groups have equal values.
       optimizer: The outer optimizer.
-      has_warmup: Whether to make the optimizer that `average` needs.
+      has_warmup: Whether to create the optimizer that `average` needs.
     """
     self.trained_by = trained_by
     self.weights = list(weights)
@@ -198,7 +198,7 @@ class OuterState:
   def belongs_to(
     self, trained_by: CrossShardOptimizer, weights: Sequence[Variable]
   ) -> bool:
-    """Whether this state was made for an optimizer and these weights."""
+    """Returns whether this state belongs to an optimizer and these weights."""
     return trained_by is self.trained_by and list(map(id, weights)) == list(
       map(id, self.weights)
     )

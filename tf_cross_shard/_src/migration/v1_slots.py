@@ -13,7 +13,7 @@ from tf_cross_shard._src.core.internals import kernels, v1_update
 def is_without_momentum(optimizer: Any) -> bool:
   """Returns whether an optimizer is an SGD with a momentum of 0.
 
-  tf_keras makes slots for it that it never uses.
+  tf_keras creates slots for it that it never uses.
   """
   return (
     "SGD" in [kind.__name__ for kind in type(optimizer).__mro__]

@@ -3,7 +3,7 @@
 TensorFlow's own code does the training. The class here adds three things:
 
 - It checks TF_CONFIG. TensorFlow does not, and hangs if an index is wrong.
-- It raises an error if a worker does not start in time, or if workers make
+- It raises an error if a worker does not start in time, or if workers create
   different variables.
 - It makes `fit` of Keras 3 work.
 
@@ -54,7 +54,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
   """MultiWorkerMirroredStrategy with checks, time limits and Keras 3's `fit`.
 
   Use it instead of `tf.distribute.MultiWorkerMirroredStrategy`. A program may
-  make several strategies, one after the other. Without TF_CONFIG, the program
+  create several strategies, one after the other. Without TF_CONFIG, the program
   is the only worker:
 
   >>> import tensorflow as tf
@@ -107,13 +107,13 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
   @contextlib.contextmanager
   def scope(self) -> Iterator[Any]:
-    """Enters the strategy's scope; workers compare the variables made in it.
+    """Enters the strategy's scope; workers compare the variables created in it.
 
     Returns:
       A context manager whose value is the strategy.
 
     Raises:
-      DisagreementError: If workers make different variables.
+      DisagreementError: If workers create different variables.
     """
     with super().scope(), tf.variable_creator_scope(self._announce):
       yield self
@@ -161,8 +161,8 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
   def _announce(self, make: Callable[..., Any], **kwargs: Any) -> Any:
     """Compares a variable with that of the first worker, then makes it.
 
-    Making a variable waits until the first worker sends the initial value. If
-    the first worker makes fewer variables, that would be forever.
+    Creating a variable waits until the first worker sends the initial value. If
+    the first worker creates fewer variables, that would be forever.
     """
     # If the scope was entered twice, this creator runs inside itself.
     is_nested = getattr(self._announcing, "is_nested", False)
@@ -174,7 +174,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     if variable.is_empty:
       raise ValueError(
         f"The variable {variable} is empty, and TensorFlow crashes when it"
-        " sends an empty variable to the other workers. Make it outside the"
+        " sends an empty variable to the other workers. Create it outside the"
         " scope, or with at least one element."
       )
     self._announcing.is_nested = True
@@ -218,7 +218,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     makes = f"makes {first}" if first else "makes no more variables"
     slow = agreement.if_slow(workers.timeout) if first is None else "."
     error = errors.DisagreementError(
-      f"Workers make different variables: as number {ordinal}"
+      f"Workers create different variables: as number {ordinal}"
       f" {workers.own_name} makes {variable}, where {workers.names[0]} {makes}."
       f" Run the same program on every worker{slow}"
     )
@@ -336,7 +336,7 @@ def _silent_tasks(
       host, _, port = task[2].rpartition(":")
       try:
         socket.create_connection((host.strip("[]"), int(port)), 2.0).close()
-      except (OSError, ValueError, OverflowError):  # A bad name or port, too.
+      except (OSError, ValueError, OverflowError):  # Also a bad name or port.
         silent.append(task)
     if not silent or time.monotonic() >= deadline:
       return silent

@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 _ABOUT: Final = "about"  # the name of the JSON entry
 _REMEDIES: Final = {
   errno.ENOSPC: "Free space on that disk, or write to another one.",
-  errno.ENOENT: "Make the folder first.",
+  errno.ENOENT: "Create the folder first.",
 }
 _OTHER_REMEDY: Final = "Name a file in a folder that this process may write to."
 
@@ -75,8 +75,8 @@ def write(
   entries: dict[str, Any] = {_ABOUT: np.array(text)}
   entries |= {name: _as_plain(array) for name, array in arrays.items()}
   # The partial file is in the same folder, because `os.replace` is atomic only
-  # within one file system. It is not made by tempfile, whose files only their
-  # owner can read.
+  # within one file system. It is not created by tempfile, because only the
+  # owner of tempfile's files can read them.
   partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
   try:
     try:

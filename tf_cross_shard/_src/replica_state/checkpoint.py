@@ -206,7 +206,7 @@ def read_group(path: Any, group: int, model: Any) -> Any:
     path: A file that `save` or `GroupCheckpoint` wrote.
     group: The number of the group, from 0, in the order in which the groups
       were saved.
-    model: A built model that was made by the same code outside any strategy,
+    model: A built model that was created by the same code outside any strategy,
       or a list of variables.
 
   Returns:
@@ -268,10 +268,10 @@ def _build(optimizer: Any, model: Any) -> None:
   for other in filter(None, map(replica_values.strategy_of, variables)):
     if not _can_train(strategy, optimizer, other):
       raise CheckpointError(
-        "`optimizer` was made under"
+        "`optimizer` was created under"
         f" {validation.strategy_in_words(strategy)}, but `model` under"
-        f" {validation.strategy_in_words(other)}. Make both inside the scope of"
-        " one strategy; nothing was changed."
+        f" {validation.strategy_in_words(other)}. Create both inside the scope"
+        " of one strategy; nothing was changed."
       )
   with strategy.scope():
     outermost.build(variables)
@@ -282,9 +282,9 @@ def _can_train(
   optimizer: Any,
   other: tf.distribute.Strategy,
 ) -> bool:
-  """Whether an optimizer of `strategy` can train variables of `other`.
+  """Returns whether an optimizer of `strategy` can train variables of `other`.
 
-  On one device, an optimizer that was made outside all scopes can.
+  On one device, an optimizer that was created outside all scopes can.
   """
   replicas = strategy.num_replicas_in_sync, other.num_replicas_in_sync
   is_owned = replica_values.strategy_of(optimizer.iterations) is not None
@@ -458,7 +458,7 @@ def values_here(
   if exists_once and not replica_values.are_alike(values):
     raise CheckpointError(
       f"The checkpoint {file.path} holds one value of `{part.name}` for each"
-      " group, but in the program the variable exists once. Make the variable"
+      " group, but in the program the variable exists once. Create the variable"
       " inside `with strategy.scope():`."
     )
   return values

@@ -6,7 +6,7 @@
     ensemble            a plain model with the mean of A's and B's predictions
     copy_group(1, 0)    B    B    B    B
 
-A plain model is a Keras model that was made outside any strategy.
+A plain model is a Keras model that was created outside any strategy.
 """
 
 import random
@@ -32,7 +32,7 @@ _FUNCTION: Final = "tf_cross_shard>function of "  # plus a Lambda's name
 def load_group(group: int, optimizer: Any, model: Any, into: Any = None) -> Any:
   """Returns a plain model with the weights of one group.
 
-  The plain model is made outside any strategy and is not compiled. It
+  The plain model is created outside any strategy and is not compiled. It
   predicts, saves and trains like a model that never had replicas. Variables
   that are not trained and that differ between members of the group, such as the
   statistics of batch normalization, receive the mean over the members; integer
@@ -215,7 +215,7 @@ def _inputs_of(keras: Any, plain: Any) -> Any:
   if not getattr(plain, "inputs", None):
     raise ValueError(
       f"`model` is a {type(plain).__name__}, whose inputs are not known. Inside"
-      " `strategy.scope()`, make inputs = keras.Input(...) and pass"
+      " `strategy.scope()`, create inputs = keras.Input(...) and pass"
       " keras.Model(inputs, model(inputs))."
     )
   is_sequential = isinstance(plain, keras.Sequential)

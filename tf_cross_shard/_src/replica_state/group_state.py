@@ -392,7 +392,7 @@ def _strategy_of(parts: Sequence[Part]) -> tf.distribute.Strategy:
   for name, strategy in owned:
     if strategy is not owned[0][1]:
       raise ValueError(
-        f"`{name}` and `{owned[0][0]}` belong to different strategies. Make"
+        f"`{name}` and `{owned[0][0]}` belong to different strategies. Create"
         " model and optimizer inside the scope of one."
       )
   return owned[0][1] if owned else tf.distribute.get_strategy()

@@ -28,8 +28,8 @@ def values(variable: Any) -> list[archive.Array]:
 
   Returns:
     One array per replica, in replica order, of the variable's dtype and shape;
-    on several machines, the values of all workers. For a variable that was made
-    outside any scope, a list with one array.
+    on several machines, the values of all workers. For a variable that was
+    created outside any scope, a list with one array.
   """
   strategy = replica_values.strategy_of(variable)
   copies = replica_values.Copies(strategy or tf.distribute.get_strategy())

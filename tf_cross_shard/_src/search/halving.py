@@ -165,10 +165,10 @@ class Halving(trial_monitor.TrialMonitor):
 
     Args:
       table: The trials, which receive their metrics and their best epoch.
-      folder: A folder for the files of the trials, which is made if necessary.
-        When the search has ended, it holds the weights of each trial's best
-        epoch, in files such as `trial_3.npz`. On several machines, all workers
-        need access to this folder.
+      folder: A folder for the files of the trials, which is created if
+        necessary. When the search has ended, it holds the weights of each
+        trial's best epoch, in files such as `trial_3.npz`. On several machines,
+        all workers need access to this folder.
       monitor: The metric that decides, as `GroupMetrics` names it, without the
         suffix `/group_0`. Trials are ranked by their best epoch so far.
       epochs: The number of epochs of the last trials, in total.
@@ -245,7 +245,7 @@ class Halving(trial_monitor.TrialMonitor):
     return plain
 
   def on_train_begin(self, logs: Any = None) -> None:
-    """Checks the optimizer and the other callbacks, and makes the folder.
+    """Checks the optimizer and the other callbacks, and creates the folder.
 
     Raises:
       ValueError: If the groups differ in a setting that is not in the table, if

@@ -71,7 +71,7 @@ class _Range:
 
 
 def _has_bounds(given: Any) -> bool:
-  """Whether a value of `explore` is (factors, lowest, highest)."""
+  """Returns whether a value of `explore` is (factors, lowest, highest)."""
   return len(given) == 3 and isinstance(given[0], Sequence)
 
 
@@ -159,7 +159,7 @@ class Population(trial_monitor.TrialMonitor):
         the epoch only, so a run that resumes after a crash makes the same
         choices.
       table: The trials, one for each group, with the initial settings. The
-        trials receive their metrics. None makes a table of the settings to
+        trials receive their metrics. None creates a table of the settings to
         explore, with the optimizer's values.
 
     Raises:
@@ -202,7 +202,7 @@ class Population(trial_monitor.TrialMonitor):
     return [s["learning_rate"] for s in self.settings if "learning_rate" in s]
 
   def on_train_begin(self, logs: Any = None) -> None:
-    """Resets the state; makes a table if none was given."""
+    """Resets the state; creates a table if none was given."""
     if self._makes_table:
       self._make_table(self._explored())
     super().on_train_begin(logs)
@@ -230,7 +230,7 @@ class Population(trial_monitor.TrialMonitor):
     return rows
 
   def _make_table(self, rows: Sequence[Mapping[str, float]]) -> None:
-    """Makes a table with a trial for each group."""
+    """Creates a table with a trial for each group."""
     with self.model.distribute_strategy.scope():
       groups = optimizer_state.groups_of(self.model.optimizer, None)
       self.table = table_lib.Table(rows, groups)

@@ -83,7 +83,9 @@ class Table(Sequence[Trial]):
   def __init__(
     self, settings_of_trials: Sequence[Mapping[str, float]], groups: Any
   ) -> None:
-    """Makes the trials. Call this inside `strategy.scope()` if you use `value`.
+    """Creates the trials.
+
+    Call this inside `strategy.scope()` if you use `value`.
 
     Args:
       settings_of_trials: One dictionary for each trial, all with the same
@@ -289,7 +291,7 @@ class Table(Sequence[Trial]):
         raise archive.CheckpointError(
           "The backup belongs to a different table: it contains"
           f" {other and other.settings}, but this table contains"
-          f" {own and own.settings}. Make the same table as before, or delete"
+          f" {own and own.settings}. Create the same table as before, or delete"
           " the backup."
         )
     self.monitor, self._sign, self._trials = monitor, sign, trials

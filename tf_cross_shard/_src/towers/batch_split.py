@@ -59,7 +59,7 @@ def concatenate(trees: Sequence[Any]) -> Any:
 
 
 def _is_tensor_like(tree: Any) -> bool:
-  """Whether a part of a nest is one tensor, although `tf.nest` could open it.
+  """Returns whether part of a nest is one tensor that `tf.nest` could open.
 
   An empty list is a nest without tensors.
   """
@@ -68,7 +68,7 @@ def _is_tensor_like(tree: Any) -> bool:
 
 
 def _is_table(rows: Any) -> bool:
-  """Whether this is a list of numbers or texts, or of such lists."""
+  """Returns whether this is a list of numbers or texts, or of such lists."""
   return isinstance(rows, list) and all(
     isinstance(row, _PLAIN) or _is_table(row) for row in rows
   )

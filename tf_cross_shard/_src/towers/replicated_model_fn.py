@@ -384,7 +384,7 @@ def _as_devices(devices: Any) -> list[str]:
   if not names or not all(are_local):
     raise ValueError(
       f"`devices` must name devices of this machine; got {devices!r}, and this"
-      f" machine has {local}. Use these names, make more devices with"
+      f" machine has {local}. Use these names, create more devices with"
       " tf.config.set_logical_device_configuration, or pass None for all."
     )
   return names

@@ -1,9 +1,9 @@
 """Shares one set of variables among all towers and calls of a model function.
 
-Variables are matched by order: the i-th variable that a tower makes is the i-th
-variable of the first tower in the first call.
+Variables are matched by order: the i-th variable that a tower creates is the
+i-th variable of the first tower in the first call.
 
-    tower 0 of the first call   makes       kernel   bias   ...
+    tower 0 of the first call   creates     kernel   bias   ...
                                               │       │
     every tower after it        receives    kernel   bias   ...
 
@@ -21,9 +21,11 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core.internals import variables as variables_lib
 
-_MUST = "`model_fn` must make the same variables in every tower and every call;"
+_MUST = (
+  "`model_fn` must create the same variables in every tower and every call;"
+)
 _REMEDY = (
-  "If only some towers or calls need a variable, make and build it outside"
+  "If only some towers or calls need a variable, create and build it outside"
   " model_fn, before its first call."
 )
 
@@ -85,9 +87,9 @@ class CallVariables:
     self._is_paused = True
     # The variables of this mode in order; None in the first tower of the mode.
     self._known: list[Any] | None = None
-    # The variables that the current tower has made or received.
+    # The variables that the current tower has created or received.
     self._made: list[Any] = []
-    # The optimizers that the current tower has made.
+    # The optimizers that the current tower has created.
     self._optimizers: list[Any] = []
     # The first error of the current tower.
     self._error: ValueError | None = None
@@ -118,7 +120,7 @@ class CallVariables:
         self._is_paused = True
         stores[:] = outer
     # Keras' models swallow errors, so one that was raised while a variable
-    # was made has to be raised again.
+    # was created has to be raised again.
     if self._error is not None:
       raise ValueError(str(self._error)) from self._error
 
@@ -132,7 +134,7 @@ class CallVariables:
       self._is_paused = outer
 
   def optimizer(self, optimizer: Any) -> Any:
-    """Replaces an optimizer made in a tower with that of the first call.
+    """Replaces an optimizer created in a tower with that of the first call.
 
     The optimizer of the first call has the slots of all steps so far. Sharing
     slots by order instead would require that every optimizer is built on the
@@ -144,7 +146,7 @@ class CallVariables:
     _ = optimizer.iterations
     made = set(map(id, self._made))
     if not any(id(v) in made for v in _variables_of(optimizer)):
-      return optimizer  # It was made outside this tower.
+      return optimizer  # It was created outside this tower.
     key = (self._mode, len(self._optimizers))
     self._optimizers.append(optimizer)
     known = self._shared.optimizers
@@ -155,9 +157,9 @@ class CallVariables:
     made_first = f"no optimizer {number}" if first is None else _classes(first)
     if _classes(optimizer) != made_first:
       raise ValueError(
-        "`model_fn` must make the same optimizers in every tower and every"
-        f" call; it first made {made_first}, but now {_classes(optimizer)}."
-        " Make optimizers that differ outside model_fn."
+        "`model_fn` must create the same optimizers in every tower and every"
+        f" call; it first created {made_first}, but now {_classes(optimizer)}."
+        " If towers need different optimizers, create them outside model_fn."
       )
     return first
 
@@ -174,24 +176,25 @@ class CallVariables:
         shared.weights = weights
       elif list(map(id, weights)) != list(map(id, shared.weights)):
         raise ValueError(
-          f"{_MUST} another mode made {[v.name for v in shared.weights]}, but"
-          f" mode {self._mode!r} makes {[v.name for v in made]}. A mode may add"
-          " optimizers and the `metrics` of its TowerSpec only, after the other"
-          f" variables. {_REMEDY}"
+          f"{_MUST} another mode created {[v.name for v in shared.weights]},"
+          f" but mode {self._mode!r} creates {[v.name for v in made]}. A mode"
+          " may add optimizers and the `metrics` of its TowerSpec only, after"
+          f" the other variables. {_REMEDY}"
         )
       shared.orders[self._mode] = made
     elif not made:
-      # This tower made no variables: those of the first tower belong to layers
-      # and optimizers from outside model_fn, which are built now.
+      # This tower created no variables: those of the first tower belong to
+      # layers and optimizers from outside model_fn, which are built now.
       shared.orders[self._mode] = shared.weights = []
     elif len(made) < len(known):
       raise ValueError(
-        f"{_MUST} the first tower or call made {len(known)}, but this one made"
-        f" only {len(made)}: {known[len(made)].name} is missing. {_REMEDY}"
+        f"{_MUST} the first tower or call created {len(known)}, but this one"
+        f" created only {len(made)}: {known[len(made)].name} is missing."
+        f" {_REMEDY}"
       )
 
   def _create(self, make: Callable[..., Any], **kwargs: Any) -> Any:
-    """Returns the next shared variable; makes it in the first tower."""
+    """Returns the next shared variable; creates it in the first tower."""
     if self._is_paused:
       return make(**kwargs)
     # The first tower of a new mode begins with the weights of other modes.
@@ -205,8 +208,8 @@ class CallVariables:
         variable = make(**kwargs)
       else:
         error = ValueError(
-          f"{_MUST} the first tower or call made {count}, but this one also"
-          f" makes {kwargs.get('name') or 'Variable'}. {_REMEDY}"
+          f"{_MUST} the first tower or call created {count}, but this one also"
+          f" creates {kwargs.get('name') or 'Variable'}. {_REMEDY}"
         )
         if not _may_be_of_optimizer(kwargs):
           raise error
@@ -221,7 +224,7 @@ class CallVariables:
     return variable
 
   def _get(self, getter: Callable[..., Any], name: str, **kwargs: Any) -> Any:
-    """Finds or makes the variable of a name for `get_variable`."""
+    """Finds or creates the variable of a name for `get_variable`."""
     named = self._shared.named
     if name in named:
       _check(named[name], kwargs)
@@ -250,7 +253,7 @@ def _classes(optimizer: Any) -> str:
 
 
 def _may_be_of_optimizer(kwargs: dict[str, Any]) -> bool:
-  """Whether this is a variable that an optimizer's constructor may create.
+  """Returns whether an optimizer's constructor may create this variable.
 
   These are scalars that are not trained, such as the iteration count.
   """

@@ -32,9 +32,9 @@ from tf_cross_shard._src.towers import gradient_collector
 class TowerOptimizer(forwarding.OptimizerWrapper):
   """Sums gradients over the towers of a model function and applies them once.
 
-  Inside a function made by `replicate_model_fn`, which documents the formula,
-  `apply_gradients` collects gradients. After all towers have returned, the
-  encapsulated optimizer applies their sum once. With one tower, and outside
+  Inside a function created by `replicate_model_fn`, which documents the
+  formula, `apply_gradients` collects gradients. After all towers have returned,
+  the encapsulated optimizer applies their sum once. With one tower, and outside
   towers, the encapsulated optimizer is called immediately.
 
   A model function may use several optimizers, for the same loss or for

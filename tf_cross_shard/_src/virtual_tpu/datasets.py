@@ -5,7 +5,7 @@
 
 The N parts are one `PerReplica` value. tf.data can carry such values, so
 splitting is a stage of the dataset, and one iterator of tf.data returns what
-all replicas receive. TensorFlow's DistributedDataset would make one more
+all replicas receive. TensorFlow's DistributedDataset would create one more
 iterator for each replica, and deleting those iterators has taken minutes.
 """
 

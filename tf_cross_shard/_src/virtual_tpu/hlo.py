@@ -76,7 +76,7 @@ class Module:
     """Serializes the module in a form that all compilers accept.
 
     - StableHLO has no copy operation. A copy becomes a reshape to the same
-      shape; the compiler makes the copies that it needs.
+      shape; the compiler creates the copies that it needs.
     - A sum in the name scope of `replica_context.all_to_all` becomes the
       all-to-all that it stands for.
     """

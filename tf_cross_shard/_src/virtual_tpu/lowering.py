@@ -126,7 +126,7 @@ def trace(
   before = {variable.ref() for variable in known()}
   function = build()
   if any(variable.ref() not in before for variable in known()):
-    # The first trace made variables, such as slots, and Python code may have
+    # The first trace created variables, such as slots, and Python code may have
     # branched on their absence. Trace again, as tf.function does.
     function = build()
   by_handle = {id(variable.raw_handle): variable for variable in known()}
@@ -140,7 +140,7 @@ def trace(
       names = {id(v.handle): v.name for v in function.graph.variables}
       raise TPUCompileError(
         "A replica's program uses a resource that is not on the virtual TPU:"
-        f" {names.get(id(tensor), tensor)}. Make variables inside"
+        f" {names.get(id(tensor), tensor)}. Create variables inside"
         " `with strategy.scope():`, and read datasets outside `strategy.run`."
       )
   return Traced(function, captures, function.structured_outputs)

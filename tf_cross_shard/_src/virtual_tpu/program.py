@@ -36,7 +36,7 @@ class RunArguments:
 
   Attributes:
     tensors: For each input of the program, one tensor for each replica.
-    specs: For each input, the dtype and shape that a trace is made for.
+    specs: For each input, the dtype and shape that a trace is created for.
     constants: The leaves that become part of the program.
   """
 
@@ -104,7 +104,7 @@ class Replicas:
 
   @property
   def client(self) -> xla.Client:
-    """The devices, which are made when the first program runs."""
+    """The devices, which are created when the first program runs."""
     with self.lock:
       if self._client is None:
         self._client = xla.Client(self.num_replicas)
@@ -241,7 +241,7 @@ class Cache:
     make: Callable[[], Any],
   ) -> Any:
     """Returns the program for a call; calls `make` if there is none."""
-    # Python makes a new bound method at each lookup. The object that it is
+    # Python creates a new bound method at each lookup. The object that it is
     # bound to owns the programs, and the function is part of the key.
     method = getattr(fn, "__func__", None)
     owner: Any = fn if method is None else getattr(fn, "__self__", fn)
@@ -267,7 +267,7 @@ def as_results(results: Any) -> Any:
     if leaf is None or isinstance(leaf, tf.Operation):
       return None
     if tf.is_tensor(leaf) and not variables_lib.is_variable(leaf):
-      return leaf  # IndexedSlices and other composite tensors, too.
+      return leaf  # IndexedSlices and other composite tensors.
     return tf.convert_to_tensor(leaf)
 
   return tf.nest.map_structure(convert, results)

@@ -23,7 +23,7 @@ def mark_replica_program() -> None:
 
 
 def in_replica_program() -> bool:
-  """Returns whether operations made now become part of a replica's program.
+  """Returns whether operations created now become part of a replica's program.
 
   The replica context cannot tell: inside a merge call there is none.
   """

@@ -218,7 +218,7 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
 
     As long as `_agreed` exists, TensorFlow neither writes to its memory nor
     reuses it. So the value is unchanged if it has the same address. At another
-    address, the elements are compared, since reading may have made a copy.
+    address, the elements are compared, since reading may have created a copy.
     """
     if self._agreed is None:
       return True

@@ -66,7 +66,7 @@ class VirtualTPUStrategy(tf.distribute.Strategy):
   """
 
   def __init__(self, num_replicas: int = 8) -> None:
-    """Makes the strategy. The virtual devices are made in the first step.
+    """Creates the strategy. The virtual devices are created in the first step.
 
     Args:
       num_replicas: The number of replicas, 8 by default.
@@ -296,7 +296,7 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
 
   @property
   def known_variables(self) -> list[Any]:
-    """Every variable that was made in the scope and is still in use."""
+    """Every variable that was created in the scope and is still in use."""
     return list(self._variables.values())
 
   def _update(

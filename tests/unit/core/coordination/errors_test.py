@@ -76,10 +76,10 @@ def test_a_lost_worker_is_named(name: str) -> None:
 def test_what_another_worker_reported_is_told() -> None:
   text = (
     "Collective ops is aborted by: Error reported from /job:worker/task:1:"
-    " [tf_cross_shard DisagreementError] Workers make different variables: as"
-    " number 3.\nMore"
+    " [tf_cross_shard DisagreementError] Workers create different variables:"
+    " as number 3.\nMore"
   )
-  words = r"^Workers make different variables: as number 3\.$"
+  words = r"^Workers create different variables: as number 3\.$"
   with pytest.raises(DisagreementError, match=words):
     with naming_lost_workers():
       raise _error(tf.errors.InvalidArgumentError, text)

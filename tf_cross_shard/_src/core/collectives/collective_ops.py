@@ -387,7 +387,7 @@ def from_words(words: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
 
 
 def keeps_order(groups: groups_lib.Groups) -> bool:
-  """Whether gathering and all-to-all see members in replica order.
+  """Returns whether gathering and all-to-all see members in replica order.
 
   The runtime sorts members by device name as text: "task:10" comes before
   "task:2". With up to ten replicas both orders are the same.
@@ -396,7 +396,7 @@ def keeps_order(groups: groups_lib.Groups) -> bool:
 
 
 def can_merge() -> bool:
-  """Whether a merge call works here.
+  """Returns whether a merge call works here.
 
   It works only in the graph in which the replica function began, and not in the
   graph of a `tf.cond` or of a nested function.
@@ -429,7 +429,7 @@ def _outermost_graph() -> Any:
 
 
 def _inside_while_loop() -> bool:
-  """Whether the caller is inside a `tf.while_loop` of the replica function."""
+  """Returns whether this is in a `tf.while_loop` of the replica function."""
   return any(
     "While" in type(graph).__name__ for graph in _enclosing_graphs()[:-1]
   )

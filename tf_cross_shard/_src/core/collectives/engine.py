@@ -235,7 +235,7 @@ class Engine(abc.ABC):
         yield
 
   def updates_here(self, variable: Any) -> bool:
-    """Whether this replica must update `variable`.
+    """Returns whether this replica must update `variable`.
 
     A variable created outside the strategy's scope exists once, so one replica
     alone updates it.
@@ -302,7 +302,7 @@ class OneDevice(Engine):
 
 
 def is_copied(variable: Any) -> bool:
-  """Whether each replica has its own copy of a variable."""
+  """Returns whether each replica has its own copy of a variable."""
   return isinstance(
     variables_lib.native(variable), tf.distribute.DistributedValues
   )

@@ -209,7 +209,7 @@ class Mirrored(engine.Engine):
     return None if self._merges_here() else super().bucket_bytes
 
   def _merges_here(self) -> bool:
-    """Whether to use a merge call here, instead of a collective."""
+    """Returns whether to use a merge call here, instead of a collective."""
     # Eager replicas run one after the other: the first would wait in a
     # collective for replicas that do not run yet.
     return collective_ops.can_merge() and (

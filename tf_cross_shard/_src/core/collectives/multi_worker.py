@@ -180,7 +180,7 @@ class MultiWorker(engine.Engine):
     )
 
   def updates_here(self, variable: Any) -> bool:
-    """Whether this replica must update `variable`.
+    """Returns whether this replica must update `variable`.
 
     A variable that is created outside the strategy's scope exists once in each
     process. The first replica of each process updates it.

@@ -149,7 +149,7 @@ class _Overrides:
 
 
 def _is_isolated() -> bool:
-  """Whether the caller is an isolated replica."""
+  """Returns whether the caller is an isolated replica."""
   return isinstance(tf.distribute.get_replica_context(), _IsolatedContext)
 
 
@@ -238,7 +238,7 @@ class _OneProgramStrategy:
     return getattr(self._real, name)
 
   def __eq__(self, other: object) -> bool:
-    """Whether `other` is the strategy; variables make this comparison."""
+    """Returns whether `other` is the strategy; variables compare strategies."""
     return other is self._real
 
   def __hash__(self) -> int:

@@ -48,7 +48,7 @@ def strategy_of(variable: Any) -> tf.distribute.Strategy | None:
 
 
 def is_between_steps() -> bool:
-  """Whether the values of all replicas can be read here."""
+  """Returns whether the values of all replicas can be read here."""
   return tf.executing_eagerly() and (
     not tf.distribute.has_strategy() or tf.distribute.in_cross_replica_context()
   )
@@ -65,7 +65,7 @@ def check_between_steps() -> None:
 
 
 def are_alike(arrays: Iterable[Array]) -> bool:
-  """Whether arrays have the same bits."""
+  """Returns whether arrays have the same bits."""
   return len({array.tobytes() for array in arrays}) == 1
 
 

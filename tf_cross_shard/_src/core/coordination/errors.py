@@ -94,7 +94,7 @@ def to_message(error: Exception) -> str:
 
 
 def is_reported(text: str) -> bool:
-  """Whether a message repeats an error that another worker reported."""
+  """Returns whether a message repeats an error that another worker reported."""
   return _REPORTED.search(text) is not None
 
 

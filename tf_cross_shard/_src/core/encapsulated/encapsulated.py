@@ -147,7 +147,7 @@ class Encapsulated(abc.ABC):
     self.fused = wanted
 
   def _overrides(self, *names: str) -> bool:
-    """Whether the user's class overrides one of these methods of Keras."""
+    """Returns whether the user's class overrides one of these Keras methods."""
     kind = type(self.innermost)
     return any(
       not getattr(kind, name).__module__.startswith(_KERAS) for name in names
@@ -210,7 +210,7 @@ class Encapsulated(abc.ABC):
     return self.make_variable(value, str(weight.name).split(":")[0])
 
   def is_overwritten(self, variable: Any) -> bool:
-    """Whether the gradient of `variable` is its next value.
+    """Returns whether the gradient of `variable` is its next value.
 
     Keras' float8 scales are such variables. Their "gradients" are averaged
     over all replicas or towers, and are not scaled, clipped, rounded or summed.
@@ -250,7 +250,7 @@ class Encapsulated(abc.ABC):
   accumulate: Callable[[Sequence[Gradient], Sequence[Any]], None]
 
   def decays(self, variable: Any) -> bool:
-    """Whether weight decay, if it is set, applies to a variable."""
+    """Returns whether weight decay, if it is set, applies to a variable."""
     return keras_private.decays(self.innermost, variable)
 
   def without_decay(

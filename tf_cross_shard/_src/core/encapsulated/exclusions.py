@@ -17,7 +17,7 @@ class Exclusions(TypedDict):
   Attributes:
     places: Their places among the trained variables.
     count: The number of trained variables.
-    patterns: Patterns of names that are excluded, too.
+    patterns: Patterns of names that are also excluded.
   """
 
   places: list[int]

@@ -101,7 +101,7 @@ def find_kernel(optimizer: Any) -> kernels.Kernel | None:
 
 
 def can_compile(optimizer: Any) -> bool:
-  """Whether XLA can compile the updates of this optimizer's variables.
+  """Returns whether XLA can compile the updates of this optimizer's variables.
 
   >>> can_compile(tf.keras.optimizers.Nadam())
   True
@@ -155,7 +155,7 @@ def check_vouched_for(optimizer: Any, argument: str, value: Any) -> None:
 
 
 def is_compiled(optimizer: Any) -> bool:
-  """Whether XLA compiles the optimizer's step that is being traced."""
+  """Returns whether XLA compiles the optimizer's step that is being traced."""
   return bool(getattr(optimizer, "jit_compile", False)) or kernels.is_compiled()
 
 
@@ -233,7 +233,7 @@ def _compile_dense(
 
 
 def _may_compile(optimizer: Any, wanted: bool | None) -> bool:
-  """Whether XLA compiles the updates of dense gradients."""
+  """Returns whether XLA compiles the updates of dense gradients."""
   if wanted is None:
     wanted = keras_class(optimizer) in _FASTER_COMPILED and (
       "update_step" not in vars(optimizer)
@@ -244,13 +244,13 @@ def _may_compile(optimizer: Any, wanted: bool | None) -> bool:
 
 
 def _is_compilable(gradient: Any, variable: Any) -> bool:
-  """Whether XLA can compile the update of a variable with this gradient."""
+  """Returns whether XLA can compile a variable's update with this gradient."""
   is_sparse = isinstance(gradient, tf.IndexedSlices)
   return not is_sparse and kernels.dtype_of(variable) in _DTYPES
 
 
 def _are_many(variables: Sequence[Any]) -> bool:
-  """Whether there are enough elements for XLA to be faster than Keras."""
+  """Returns whether there are enough elements for XLA to outrun Keras."""
   is_on_cpu = all("CPU" in variable.device for variable in variables)
   count = sum(math.prod(variable.shape) for variable in variables)
   return is_on_cpu and count >= _MANY_ELEMENTS

@@ -68,7 +68,7 @@ def begin_at(model: Any, epoch: int | None) -> None:
 
 
 def is_built(optimizer: Any) -> bool:
-  """Whether the slots exist, in Keras 3, tf_keras or its legacy optimizers."""
+  """Returns whether slots exist, in Keras 3 or tf_keras (also legacy)."""
   flags = ("built", "_built", "_hypers_created")
   return any(getattr(optimizer, flag, False) for flag in flags)
 
@@ -84,7 +84,7 @@ def key(optimizer: Any, variable: Any) -> Any:
 
 
 def decays(optimizer: Any, variable: Any) -> bool:
-  """Whether weight decay, if it is set, applies to a variable."""
+  """Returns whether weight decay, if it is set, applies to a variable."""
   return bool(optimizer._use_weight_decay(variable))
 
 
@@ -122,7 +122,7 @@ def children(optimizer: Any) -> dict[str, Any]:
 
 
 def has_waiting(optimizer: Any, name: str) -> bool:
-  """Whether restored values wait for `build` to make an attribute."""
+  """Returns whether restored values wait for `build` to create an attribute."""
   optimizer._maybe_initialize_trackable()
   return name in optimizer._deferred_dependencies
 

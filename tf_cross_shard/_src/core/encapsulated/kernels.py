@@ -28,7 +28,7 @@ class Kernel:
       1 created slots.
     settings: Maps the kernel's argument to the attribute of Keras' optimizers.
     powers: Maps the kernel's argument for beta^t to the argument for beta.
-    moves_all_rows: Whether the update changes rows without a gradient, too. If
+    moves_all_rows: Whether the update also changes rows without a gradient. If
       so, a row-sparse gradient is converted to a dense one.
     rate: The kernel's argument for the learning rate.
     gradient: The kernel's argument for the gradient.
@@ -185,7 +185,7 @@ def dtype_of(variable: Any) -> tf.DType:
 
 
 def is_compiled() -> bool:
-  """Whether the function that is being traced is compiled by XLA."""
+  """Returns whether the function that is being traced is compiled by XLA."""
   graph: Any = tf.compat.v1.get_default_graph()
   while graph is not None:
     context = graph._get_control_flow_context()  # noqa: SLF001

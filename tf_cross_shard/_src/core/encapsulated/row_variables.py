@@ -4,7 +4,7 @@
     slots [n, w]    ── gather ─▶ rows [k, w] ─┼─ opt.update_step ─▶ scatter back
     gradient's rows ──────────────────────────┘
 
-Here, k is the number of rows that occur, out of n. So an optimizer of any class
+Here, k of the n rows are in the batch. So an optimizer of any class
 computes its own formula, at a cost that depends on k and not on n. The update
 of an element must depend only on that element.
 """

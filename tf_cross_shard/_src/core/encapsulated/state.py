@@ -59,7 +59,7 @@ class State(abc.ABC):
     return self._owner.index(variable)
 
   def knows(self, variable: Any) -> bool:
-    """Whether the optimizer was built on a variable."""
+    """Returns whether the optimizer was built on a variable."""
     return self.unsharded.index(variable) is not None
 
   @abc.abstractmethod

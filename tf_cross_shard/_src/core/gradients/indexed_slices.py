@@ -52,7 +52,7 @@ def merge_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def _is_unique(indices: Any) -> bool:
-  """Whether `indices` are a result of `tf.unique`.
+  """Returns whether `indices` are a result of `tf.unique`.
 
   The operation may be in this graph or, for indices that a branch or a nested
   function captures, in a graph around it.

@@ -197,7 +197,7 @@ def widen(
 
 
 def _is_wider(dtype: tf.DType, wire_dtype: tf.DType | None) -> bool:
-  """Whether tensors of `dtype` become smaller in the dtype of the wire."""
+  """Returns whether tensors of `dtype` become smaller in the wire's dtype."""
   return (
     wire_dtype is not None
     and dtype.is_floating

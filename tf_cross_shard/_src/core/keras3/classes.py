@@ -111,7 +111,7 @@ class Embedding(embedding_lookup.RowLookup, keras.layers.Embedding):
   """
 
   def _can_read_rows(self, ids: Any) -> bool:
-    """Whether the weights are a plain table, and the ids are not sparse."""
+    """Returns whether the weights are a plain table and ids are not sparse."""
     is_plain = self.quantization_mode is None and not self.lora_enabled
     return is_plain and isinstance(ids, tf.Tensor | tf.RaggedTensor)
 

@@ -284,7 +284,7 @@ class OwnAccumulation(Accumulation):
     return totals
 
   def _is_nonzero(self, variable: Any) -> bool:
-    """Whether a sum is known not to be zero, for example after a restore."""
+    """Returns whether a sum is known to be nonzero, as after a restore."""
     stored_sum = self._sum_of(variable)
     if tf.executing_eagerly():
       return bool(tf.math.count_nonzero(stored_sum))

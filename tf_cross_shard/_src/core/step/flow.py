@@ -208,7 +208,7 @@ class Step:
         None if overwritten else indexed_slices.times(grad, factor)
         for grad, overwritten in zip(grads, overwrites, strict=True)
       ],
-      # Gradients may be multiplied by a loss scale: multiply the limits, too.
+      # Gradients may be multiplied by a loss scale: also multiply the limits.
       # As in Keras, a limit of 0 does not clip.
       **{
         name: scale_limit(limit) if limit else None

@@ -169,7 +169,7 @@ class LossConvention:
 
 
 def _is_in_keras() -> bool:
-  """Whether Keras called this package, as in `fit`, which uses Keras' losses.
+  """Returns whether Keras called this package, as in `fit` with Keras' losses.
 
   This looks at call frames, which decide only whether a warning is logged.
   """

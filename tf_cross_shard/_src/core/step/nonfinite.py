@@ -41,7 +41,7 @@ class NonfiniteGuard(context_lib.Stage):
         )
 
   def is_step(self, sums: Sequence[Gradient]) -> Any:
-    """Whether the step with these sums changes the weights.
+    """Returns whether the step with these sums changes the weights.
 
     A dynamic LossScaleOptimizer applies only finite sums.
     """

@@ -215,7 +215,7 @@ class OverwriteWatch:
     self._log_once(_BLENDED)
 
   def _are_equal(self, variables: Iterable[Any]) -> bool:
-    """Whether all groups are in this process and have the same values."""
+    """Returns whether all groups are in this process with the same values."""
     if self._checksums is None or not replica_values.is_between_steps():
       return False
     copies = replica_values.Copies(self._engine.strategy)
@@ -256,5 +256,5 @@ def _arguments_of_fit() -> Mapping[str, Any]:
 
 
 def _differ(numbers: Any) -> bool:
-  """Whether all numbers are known (not NaN), but not equal."""
+  """Returns whether all numbers are known (not NaN), but not equal."""
   return bool(np.min(numbers) < np.max(numbers))

@@ -121,7 +121,7 @@ class TfKerasOptimizer(encapsulated.Encapsulated):
   ) -> None:
     """Applies sums through the optimizer.
 
-    The optimizer aggregates the sums, too. In isolation this changes nothing,
+    The optimizer also aggregates the sums. In isolation this changes nothing,
     and the aggregation runs methods that the user's class overrides. The
     switches `skip_gradients_aggregation` and `experimental_aggregate_gradients`
     would turn these overrides off.

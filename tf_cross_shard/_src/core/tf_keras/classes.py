@@ -152,7 +152,7 @@ class PerGroup(
   _was_given = False
 
   def _is_being_given(self) -> bool:
-    """Whether this is the first call.
+    """Returns whether this is the first call.
 
     The first call comes from the constructor of the optimizer that the schedule
     is given to, before another optimizer can encapsulate that optimizer.
@@ -200,7 +200,7 @@ class Embedding(embedding_lookup.RowLookup, keras.layers.Embedding):
   """
 
   def _can_read_rows(self, ids: Any) -> bool:
-    """Whether neither ids nor outputs are sparse, nor one-hot."""
+    """Returns whether neither ids nor outputs are sparse, nor one-hot."""
     is_plain = not self.sparse and not self._use_one_hot_matmul
     return is_plain and isinstance(ids, tf.Tensor | tf.RaggedTensor)
 

@@ -66,7 +66,7 @@ class TfKerasWrapper(
         self._reduce_before(around, self._methods_around())
 
   def _reduce_before(self, around: Any, methods: Any) -> None:
-    """Lets a checkpoint of `around` find legacy optimizers' slots, too."""
+    """Lets a checkpoint of `around` also find legacy optimizers' slots."""
     super()._reduce_before(around, methods)
     if self._is_legacy:
       vars(around).update(

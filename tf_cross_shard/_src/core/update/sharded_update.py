@@ -10,8 +10,7 @@ This module contains the common code of two kinds of sharded updates.
 `flat_update` cuts the elements of all weights into equal parts
 (`shard_update="elementwise"`). `owner_update` assigns each weight to one
 member, its owner (`shard_update="by_variable"`). Embedding tables that are
-updated by rows are not sharded: all members update the rows that occur in the
-batch.
+updated by rows are not sharded: all members update the rows in the batch.
 
 Weights are reduced and gathered in *buckets*: one collective operation sends
 several weights of one dtype, flattened and concatenated.

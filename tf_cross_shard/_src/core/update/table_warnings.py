@@ -38,7 +38,7 @@ class TableWarnings:
   """Warns once about each large table that does not get the gain of rows."""
 
   def __init__(self) -> None:
-    """Makes an object that has not warned yet."""
+    """Creates an object that has not warned yet."""
     self._warned: set[str] = set()
 
   def check(self, table: Any, grad: Any, is_compiled: bool) -> None:
@@ -67,7 +67,7 @@ class TableWarnings:
 
 
 def _is_read_whole(table: tf.Variable) -> bool:
-  """Whether the function that is being traced has read the whole table.
+  """Returns whether the function that is being traced has read the whole table.
 
   This searches the graph, and decides only whether a warning is logged.
   """

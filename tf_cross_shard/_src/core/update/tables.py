@@ -78,7 +78,7 @@ def check(context: context_lib.Context) -> None:
 
 
 def is_exact(optimizer: Any) -> bool:
-  """Whether plain Keras also changes only rows with a gradient.
+  """Returns whether plain Keras also changes only rows with a gradient.
 
   Args:
     optimizer: The optimizer that keeps the slots.
@@ -104,12 +104,12 @@ class Tables(context_lib.Stage):
     return None
 
   def is_table(self, variable: Any) -> bool:
-    """Whether a variable is a table; does not look at its gradient."""
+    """Returns whether a variable is a table; does not look at its gradient."""
     del variable
     return False
 
   def is_by_rows(self) -> bool:
-    """Whether the step that is being traced updates only rows that occur."""
+    """Returns whether the traced step updates only rows in the batch."""
     return False
 
   def add(self, var_list: Any, var_names: Any) -> None:
@@ -154,7 +154,7 @@ class Tables(context_lib.Stage):
 
 
 class RowTables(Tables):
-  """Embedding tables: every member of a group updates the rows that occur.
+  """Embedding tables: every member of a group updates the rows in the batch.
 
   Every member holds the whole table. The weights of Keras' `Embedding` are
   tables. `add` declares more tables.
@@ -174,7 +174,7 @@ class RowTables(Tables):
     return self._update_rows
 
   def is_table(self, variable: Any) -> bool:
-    """Whether a variable belongs to an `Embedding` or was declared a table."""
+    """Returns whether a variable is of an `Embedding` or a declared table."""
     native = variables_lib.native(variable)
     path = variables_lib.path_of(variable)
     is_known = any(native is table for table in self._table_list)
@@ -228,7 +228,7 @@ class RowTables(Tables):
       super().apply(sums, variables, apply_once)
       return
     # Keras would clip whole tables and apply weight decay to all rows. Clip
-    # here, and let `_update_rows` apply weight decay to the rows that occur.
+    # here, and let `_update_rows` apply weight decay to the rows in the batch.
     with (
       self.encapsulated.clipping_by(_clip),
       self.encapsulated.without_decay(tables),
@@ -236,7 +236,7 @@ class RowTables(Tables):
       apply_once(sums, variables)
 
   def is_by_rows(self) -> bool:
-    """Whether the step that is being traced updates only rows that occur.
+    """Returns whether the traced step updates only rows in the batch.
 
     Steps that XLA compiles update all rows. Momentum and weight decay are read
     in each call, because the user may assign them.
@@ -253,7 +253,7 @@ class RowTables(Tables):
     variable: Any,
     *rate: Any,
   ) -> None:
-    """Runs the optimizer's own `update_step` on the rows that occur.
+    """Runs the optimizer's own `update_step` on the rows in the batch.
 
     Args:
       update_step: Keras' method.

@@ -2,7 +2,7 @@
 
                  reduce                 apply
 replicated       all-reduce             opt.update(weights)
-tables           gather rows            opt.update(rows that occur)
+tables           gather rows            opt.update(rows in the batch)
 elementwise      reduce-scatter         opt.update(own part), gather all parts
 by variable      reduce to the owner    opt.update(own weights), gather
 

@@ -63,7 +63,7 @@ class Minimizer:
       var_list: Trainable variables. None means all variables that the loss
         depends on. In this case, build the optimizer first, so that it knows
         which variables are Keras variables and which layers are frozen;
-        tf_keras trains frozen variables, too.
+        tf_keras also trains frozen variables.
       gate_gradients: How graphs order gradients, a `GATE_` constant. This and
         the next three arguments have no effect in eager execution.
       aggregation_method: How graphs combine gradient terms, a constant of
