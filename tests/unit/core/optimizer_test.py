@@ -238,7 +238,7 @@ class TestBadInput:
     with (
       testbed.mirrored().scope(),
       pytest.raises(
-        ValueError, match=r"holds 2 .* under MirroredStrategy \(4 replicas\)"
+        ValueError, match=r"covers 2 .* under MirroredStrategy \(4 replicas\)"
       ),
     ):
       CrossShardOptimizer("sgd", group_assignment=[[0, 1]])

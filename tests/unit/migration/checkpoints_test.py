@@ -459,7 +459,7 @@ def test_the_count_of_steps(is_v1: bool, tmp_path: Path) -> None:
     assert int(sgd.iterations) == steps
   for values in ({}, {"a/global_step": 1, "b/global_step": 2}):
     with pytest.raises(
-      ValueError, match=r"iterations \[\]\nWrite iterations=S"
+      ValueError, match=r"iterations \[\]\nPass iterations=S"
     ):
       _bring(tmp_path, {"w": [1.0, 2.0], **values}, [weight], sgd)
 
@@ -597,7 +597,7 @@ def test_the_command_line(
   assert "must return a model and an optimizer" in capsys.readouterr().err
   words += ["--program", "a_program:momentum"]
   assert command.main(words) == 2
-  assert "Write iterations=STEPS or names=" in capsys.readouterr().err
+  assert "Pass iterations=STEPS or names=" in capsys.readouterr().err
   Path("names.json").write_text(json.dumps({"{}/momentum": "{}/mine"}))
   words += ["--iterations", "3", "--names"]
   assert command.main([*words, "names.json"]) == 0

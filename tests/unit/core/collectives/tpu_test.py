@@ -235,7 +235,7 @@ def test_wrong_number_of_replicas() -> None:
     strategy = _strategy(8)
     with strategy.scope():
       with pytest.raises(
-        ValueError, match=r"holds 4 .* under TPU\w+ \(8 replicas"
+        ValueError, match=r"covers 4 .* under TPU\w+ \(8 replicas"
       ):
         CrossShardOptimizer(_adam(), group_assignment=[[0, 1], [2, 3]])
 
