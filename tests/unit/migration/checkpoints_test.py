@@ -458,9 +458,7 @@ def test_the_count_of_steps(is_v1: bool, tmp_path: Path) -> None:
     _bring(tmp_path, {"w": [1.0, 2.0], **values}, [weight], sgd, **options)
     assert int(sgd.iterations) == steps
   for values in ({}, {"a/global_step": 1, "b/global_step": 2}):
-    with pytest.raises(
-      ValueError, match=r"iterations \[\]\nPass iterations=S"
-    ):
+    with pytest.raises(ValueError, match=r"iterations \[\]\nPass iterations=S"):
       _bring(tmp_path, {"w": [1.0, 2.0], **values}, [weight], sgd)
 
 
