@@ -267,10 +267,14 @@ def draw(seed: int, replicas: int = REPLICAS) -> Program:
   if collides:  # They are for Keras' own classes.
     options["shard_update"] = False
     options.pop("lazy_rows", None)
+  is_raw = way != "fit" and dice.chance(0.3)
+  # Keras' Adafactor names slots after `variable.name`. A function that is being
+  # traced refuses the colon in the name of a `tf.Variable`.
+  is_built |= is_raw and name == "Adafactor"
   return Program(
     seed=seed,
     parts=parts,
-    is_raw=way != "fit" and dice.chance(0.3),
+    is_raw=is_raw,
     is_built=is_built,
     is_partial=is_partial,
     grouping=grouping if size else None,

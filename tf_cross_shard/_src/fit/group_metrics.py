@@ -11,7 +11,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard import replica_state
 from tf_cross_shard._src.core.internals import (
   agreement,
   group_schedule,
@@ -21,6 +20,7 @@ from tf_cross_shard._src.core.internals import (
 )
 from tf_cross_shard._src.core.internals import variables as variables_lib
 from tf_cross_shard._src.fit import group_callback
+from tf_cross_shard._src.replica_state import group_models
 
 
 class GroupMetrics(group_callback.GroupCallback):
@@ -160,11 +160,11 @@ class GroupMetrics(group_callback.GroupCallback):
       self._build()
     metrics: dict[str, float] = {}
     for i in range(optimizer_state.groups_of(optimizer, None).num_groups):
-      replica_state.load_group(i, optimizer, model, into=self._plain)
+      group_models.load_group(i, optimizer, model, into=self._plain)
       self._group.assign(i)
       metrics |= self._evaluate(self._plain, f"group_{i}")
     for i, member in enumerate(self._members):
-      replica_state.load_group(i, optimizer, model, into=member)
+      group_models.load_group(i, optimizer, model, into=member)
     if self._members:
       self._group.assign(0)
       metrics |= self._evaluate(self._mean, "ensemble")
@@ -202,7 +202,7 @@ class GroupMetrics(group_callback.GroupCallback):
 
     def make() -> Any:
       twin = None if self._twin is None else self._twin()
-      return replica_state.load_group(0, optimizer, model, into=twin)
+      return group_models.load_group(0, optimizer, model, into=twin)
 
     with variables_lib.outside_of_strategies(), group_schedule.as_group(0):
       # The group whose weights the twin has. It is a variable so that the

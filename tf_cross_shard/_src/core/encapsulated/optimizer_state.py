@@ -245,7 +245,7 @@ def groups_of(optimizer: Any, num_replicas: int | None) -> groups_lib.Groups:
 
 
 def watches_of(optimizer: Any) -> list[Any]:
-  """Returns the watch (`step.overwrite_watch`) of each CrossShardOptimizer."""
+  """Returns the watch (`step.group_warnings`) of each CrossShardOptimizer."""
   return [step.watch for step in steps_of(optimizer)]
 
 

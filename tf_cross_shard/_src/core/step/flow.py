@@ -29,17 +29,17 @@ from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.step import (
   accumulation,
   group_settings,
+  group_warnings,
   loss_convention,
   nonfinite,
-  overwrite_watch,
 )
 from tf_cross_shard._src.core.update import (
+  embedding_tables,
   flat_update,
   owner_update,
   sharded_update,
   update,
 )
-from tf_cross_shard._src.core.update import tables as tables_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,11 +91,11 @@ class Step:
     settings, engine = context.settings, context.engine
     self.convention = loss_convention.LossConvention(settings, engine.groups)
     self.by_group = group_settings.GroupSettings(context)
-    self.tables = tables_lib.make(context)
+    self.tables = embedding_tables.make(context)
     self.update = _make_update(context, self.tables)
     self.window = accumulation.make(context, self.by_group)
     self.guard = nonfinite.NonfiniteGuard(context)
-    self.watch = overwrite_watch.OverwriteWatch(settings.name, engine)
+    self.watch = group_warnings.GroupWarnings(settings.name, engine)
     self.attached: tuple[Any, ...] = ()
     context.encapsulated.state.checkpointed = self.update.checkpointed
 
@@ -294,7 +294,7 @@ class Step:
 
 
 def _make_update(
-  context: context_lib.Context, tables: tables_lib.Tables
+  context: context_lib.Context, tables: embedding_tables.Tables
 ) -> update.Update:
   """Creates the kind of update for the settings."""
   settings, engine = context.settings, context.engine

@@ -34,8 +34,11 @@ from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.collectives import shard_layout as layouts
 from tf_cross_shard._src.core.collectives import wire as wire_lib
 from tf_cross_shard._src.core.encapsulated import fused_update
-from tf_cross_shard._src.core.update import plain_state, sharded_update
-from tf_cross_shard._src.core.update import tables as tables_lib
+from tf_cross_shard._src.core.update import (
+  embedding_tables,
+  plain_state,
+  sharded_update,
+)
 
 # Keras' classes whose update costs the same for each element. Muon multiplies
 # matrices, so a wide matrix costs more for each element.
@@ -49,7 +52,7 @@ class OwnerUpdate(sharded_update.ShardedUpdate):
     self,
     context: context_lib.Context,
     wire: wire_lib.Wire,
-    tables: tables_lib.Tables,
+    tables: embedding_tables.Tables,
   ) -> None:
     """Raises `NotImplementedError` if members cannot do different things."""
     if context.engine.is_one_program:

@@ -36,8 +36,11 @@ from tf_cross_shard._src.core.gradients import (
   packing,
 )
 from tf_cross_shard._src.core.gradients.clipping import Gradient
-from tf_cross_shard._src.core.update import plain_state, update
-from tf_cross_shard._src.core.update import tables as tables_lib
+from tf_cross_shard._src.core.update import (
+  embedding_tables,
+  plain_state,
+  update,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +77,7 @@ class ShardedUpdate(update.Update):
     self,
     context: context_lib.Context,
     wire: wire_lib.Wire,
-    tables: tables_lib.Tables,
+    tables: embedding_tables.Tables,
   ) -> None:
     """Creates an update that has no buckets before `build`."""
     super().__init__(context, wire, tables)
@@ -200,7 +203,7 @@ class ShardedUpdate(update.Update):
     self,
     sums: Sequence[Gradient],
     variables: Sequence[Any],
-    apply_once: tables_lib.ApplyOnce,
+    apply_once: embedding_tables.ApplyOnce,
   ) -> None:
     """Updates this member's parts of the weights, and gathers all parts."""
     self._refresh_shards()

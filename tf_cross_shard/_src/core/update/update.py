@@ -7,8 +7,8 @@ elementwise      reduce-scatter         opt.update(own part), gather all parts
 by variable      reduce to the owner    opt.update(own weights), gather
 
 This module contains the interface and the replicated update, which is
-data-parallel training as usual. See `tables`, `flat_update` (elementwise) and
-`owner_update` (by variable) for the others.
+data-parallel training as usual. See `embedding_tables`, `flat_update`
+(elementwise) and `owner_update` (by variable) for the others.
 """
 
 import abc
@@ -19,7 +19,7 @@ from tf_cross_shard._src.core import context as context_lib
 from tf_cross_shard._src.core.collectives import wire as wire_lib
 from tf_cross_shard._src.core.gradients import indexed_slices
 from tf_cross_shard._src.core.gradients.clipping import Gradient
-from tf_cross_shard._src.core.update import tables as tables_lib
+from tf_cross_shard._src.core.update import embedding_tables
 
 
 class Update(context_lib.Stage, abc.ABC):
@@ -29,7 +29,7 @@ class Update(context_lib.Stage, abc.ABC):
     self,
     context: context_lib.Context,
     wire: wire_lib.Wire,
-    tables: tables_lib.Tables,
+    tables: embedding_tables.Tables,
   ) -> None:
     """Creates an update.
 
@@ -82,7 +82,7 @@ class Update(context_lib.Stage, abc.ABC):
     self,
     sums: Sequence[Gradient],
     variables: Sequence[Any],
-    apply_once: tables_lib.ApplyOnce,
+    apply_once: embedding_tables.ApplyOnce,
   ) -> None:
     """Updates the weights. Afterwards all members have the same weights.
 
@@ -152,7 +152,7 @@ class ReplicatedUpdate(Update):
     self,
     sums: Sequence[Gradient],
     variables: Sequence[Any],
-    apply_once: tables_lib.ApplyOnce,
+    apply_once: embedding_tables.ApplyOnce,
   ) -> None:
     """Applies the sums to the variables."""
     self._tables.apply(sums, variables, apply_once)

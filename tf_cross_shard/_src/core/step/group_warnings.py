@@ -1,4 +1,4 @@
-"""Warnings that the values of groups were overwritten, or are about to be.
+"""Warnings about groups, above all that something overwrote their values.
 
 TensorFlow and Keras save only the first replica's value of a variable. When
 they load or set a value, they give it to every replica. With several groups,
@@ -52,7 +52,7 @@ _TRAINED_BY: Final = "_tf_cross_shard_groups"
 _CHECKSUM_ELEMENTS: Final = 256
 
 
-class OverwriteWatch:
+class GroupWarnings:
   """The warnings of an optimizer with groups, each given once."""
 
   def __init__(self, name: str, engine: Any) -> None:
