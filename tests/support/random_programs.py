@@ -227,8 +227,10 @@ def draw(seed: int, replicas: int = REPLICAS) -> Program:
   if name in ("SGD", "Lion") and not plain_sgd:
     # TensorFlow cannot broadcast first values of bfloat16 between workers.
     dtypes += ["float16"] if is_on_workers else ["float16", "bfloat16"]
-  if "global_clipnorm" in settings:
-    dtypes = ["float32"]  # Keras adds up squares of one dtype only.
+  # Keras adds up squares of one dtype only, and Nadam of tf_keras refuses two.
+  has_one_dtype = name == "Nadam" and testbed.IS_TF_KERAS
+  if has_one_dtype or "global_clipnorm" in settings:
+    dtypes = ["float32"]
   kinds = list(_VARIABLES) + ([] if is_exact else list(_LAYERS))
   if "wire_dtype" in options:
     kinds.remove("rows_twice")
