@@ -45,6 +45,7 @@ def check(
     states = random_programs.train(program)
   assert len(states) == program.replicas > 1
   before = [variable.numpy() for variable in Model(program).trained]
+  moved = []
   for members in program.groups:
     right = expected(program, members)
     for replica in members:
@@ -59,9 +60,10 @@ def check(
     # What is clipped to one length may cancel.
     settings = (*program.options, *program.settings)
     is_clipped = any("clip" in name for name in settings)
-    moved = any((a != b).any() for a, b in pairs)
     is_idle = is_clipped or bool(right.skipped)
-    assert moved or is_idle, "nothing was trained"
+    moved.append(is_idle or any((a != b).any() for a, b in pairs))
+  # In one group, whole numbers may add up to 0 by chance.
+  assert any(moved), "nothing was trained"
 
 
 def _compare(

@@ -309,6 +309,37 @@ def test_restore_builds_the_optimizer_on_one_device(
   assert strategy.run(lambda: train(optimizer, weight, (2.0,))) == -8.5
 
 
+def test_restore_builds_an_optimizer_of_keras_that_accumulates(
+  tmp_path: pathlib.Path,
+) -> None:
+  """Its `iterations` is a tensor, not a variable."""
+
+  def build() -> Any:
+    return training.build(
+      "keras",
+      lambda library: library.optimizers.SGD(
+        1.0, gradient_accumulation_steps=2
+      ),
+      {"weight": 1.0},
+    )
+
+  weights, optimizer = build()
+  training.train(weights, optimizer, [np.ones((3, 4), "f")])
+  replica_state.save(tmp_path / "a", optimizer, weights)
+  with testbed.mirrored().scope():
+    new_weights = training.make_weights("keras", {"weight": 1.0})
+    fresh = keras3.CrossShardOptimizer(
+      keras.optimizers.SGD(1.0, gradient_accumulation_steps=2), "sum"
+    )
+  replica_state.restore(tmp_path / "a", fresh, new_weights)
+  for right, found in zip(
+    training.state_of(weights, optimizer),
+    training.state_of(new_weights, fresh),
+    strict=True,
+  ):
+    np.testing.assert_array_equal(found, right)
+
+
 @pytest.mark.parametrize("package", [keras3, tf_keras])
 @pytest.mark.parametrize("is_built", [False, True])
 def test_a_loss_scale_around_sharded_windows(

@@ -287,7 +287,9 @@ def _can_train(
   On one device, an optimizer that was created outside all scopes can.
   """
   replicas = strategy.num_replicas_in_sync, other.num_replicas_in_sync
-  is_owned = replica_values.strategy_of(optimizer.iterations) is not None
+  # Not `iterations`, which is a tensor if Keras 3 accumulates gradients.
+  own = map(replica_values.strategy_of, optimizer_state.listed(optimizer))
+  is_owned = any(owner is not None for owner in own)
   return other is strategy or not (is_owned or max(replicas) > 1)
 
 
