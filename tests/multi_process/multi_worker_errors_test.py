@@ -47,6 +47,13 @@ LAUNCHES: dict[str, tuple[str, int, dict[str, Any]]] = {
     f"made {what}": ("faults", 2, _faults(what))
     for what in multi_worker_faults.MADE
   },
+  "stalled": (
+    *("stall", 3),
+    {
+      "per_worker": [{"odd": False}, {"odd": True}, {"odd": False}],
+      "environment": {"TF_CROSS_SHARD_STEP_TIMEOUT": "6"},
+    },
+  ),
   "lost, others wait": ("lose_waiting", 3, {}),
   "lost 0": ("lose", 3, {"arguments": {"kind": "own", "killed": 0}}),
   "lost 1": ("lose", 3, {"arguments": {"kind": "tensorflow", "killed": 1}}),
@@ -256,6 +263,20 @@ def test_who_waits_without_a_limit_names_a_worker_that_is_killed(
   first, other = launches.reports("lost, others wait")
   _assert_says(first, "WorkerLostError", r"^worker 2\b.* was lost")
   _assert_says(other, "WorkerLostError", r"^(worker [02]|A worker) .*was lost")
+
+
+def test_a_wait_for_a_worker_that_is_stuck_ends(launches: Launches) -> None:
+  """It runs, and so TensorFlow would let the others wait forever.
+
+  A worker that was only slow, for half of the limit, has ended nothing.
+  """
+  first, stuck, other = launches.reports("stalled")
+  for report in (first, other):
+    place = r"which is at multi_worker_faults\.py, line \d+, in step\."
+    words = rf"waited 6 s in a step .* for {_name(1)}, {place}"
+    _assert_says(report, "MissingWorkerError", words)
+  for report in (first, stuck, other):
+    assert report["trained"] == -3.0 - 4.5  # sums of two steps, with momentum
 
 
 def test_killed_and_resumed_is_as_undisturbed(tmp_path: pathlib.Path) -> None:

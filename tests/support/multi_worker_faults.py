@@ -237,6 +237,25 @@ def lose_waiting(strategy: tf.distribute.Strategy) -> dict[str, Any]:
   return attempt(lambda: agreement.exchange(workers, "a test", "", math.inf))
 
 
+def stall(odd: bool, strategy: tf.distribute.Strategy) -> dict[str, Any]:
+  """The odd worker is slow before a step, then stuck in Python before the next.
+
+  The others wait for it in a collective.
+  """
+  early = Early(strategy)
+  early.step()
+  time.sleep(0.5 * agreement.step_timeout_of(strategy) * odd)
+  early.step()
+  trained = float(early.state()[0][0])
+
+  def step() -> None:
+    time.sleep(3.0 * agreement.step_timeout_of(strategy) * odd)
+    with naming_lost_workers():
+      early.step()
+
+  return {**attempt(step), "trained": trained}
+
+
 def resume(
   folder: pathlib.Path,
   dies: bool,

@@ -83,6 +83,11 @@ def lose_waiting() -> dict[str, Any]:
   return multi_worker_faults.lose_waiting(strategy_of("own"))
 
 
+def stall(odd: bool) -> dict[str, Any]:
+  """Returns what workers report while one of them is stuck in Python."""
+  return multi_worker_faults.stall(odd, strategy_of("own"))
+
+
 def resume(
   folder: pathlib.Path, dies: bool, signalled: int | None = None
 ) -> dict[str, Any]:
@@ -181,6 +186,7 @@ TASKS: dict[str, Callable[..., Any]] = {
     faults,
     lose,
     lose_waiting,
+    stall,
     resume,
     local_replicas,
     two,

@@ -28,6 +28,7 @@ from tf_cross_shard._src.core.coordination import (
   agreement,
   errors,
   key_value_store,
+  stall_watch,
 )
 from tf_cross_shard._src.core.encapsulated import (
   encapsulated,
@@ -66,6 +67,7 @@ __all__ = [
   "errors",
   "is_tpu",
   "key_value_store",
+  "stall_watch",
   # Gradients.
   "clipping",
   "differentiation",

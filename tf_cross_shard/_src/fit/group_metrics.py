@@ -5,7 +5,6 @@ all groups ─▶ mean of the twins' predictions ─▶ val_loss/ensemble
 """
 
 import json
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -234,7 +233,7 @@ class GroupMetrics(group_callback.GroupCallback):
       metrics = {key: float(value) for key, value in result.items()}
     if workers is not None:
       [text, *_] = agreement.exchange(
-        workers, f"evaluating {run}", json.dumps(metrics), math.inf
+        workers, f"evaluating {run}", json.dumps(metrics), workers.step_timeout
       )
       metrics = json.loads(text)
     return {

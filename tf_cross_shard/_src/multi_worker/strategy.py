@@ -3,8 +3,8 @@
 TensorFlow's own code does the training. The class here adds three things:
 
 - It checks TF_CONFIG. TensorFlow does not, and hangs if an index is wrong.
-- It raises an error if a worker does not start in time, or if workers create
-  different variables.
+- It raises an error if a worker does not start in time, if workers create
+  different variables, or if a worker is stuck while the others wait in a step.
 - It makes `fit` of Keras 3 work.
 
 TensorFlow's worker 0 waits for the others without a time limit, in a call that
@@ -20,6 +20,7 @@ print where they were.
 
 import contextlib
 import faulthandler
+import functools
 import itertools
 import json
 import os
@@ -38,6 +39,7 @@ from tf_cross_shard._src.core.internals import (
   agreement,
   errors,
   key_value_store,
+  stall_watch,
 )
 
 # Seconds that TensorFlow adds to the time limit for registering.
@@ -71,6 +73,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     communication_options: Any = None,
     *,
     timeout: float | None = None,
+    step_timeout: float | None = None,
   ) -> None:
     """Starts this worker and waits for the others.
 
@@ -80,17 +83,23 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
       communication_options: `tf.distribute.experimental.CommunicationOptions`,
         or None for TensorFlow's defaults.
       timeout: The number of seconds to wait for another worker at the start
-        and whenever workers compare what they do. It does not limit a step.
-        None (the default) means the value of the environment variable
-        TF_CROSS_SHARD_TIMEOUT, or 50.
+        and whenever workers compare what they do. None (the default) means
+        the value of the environment variable TF_CROSS_SHARD_TIMEOUT, or 50.
+      step_timeout: The number of seconds to wait for another worker in a step.
+        Choose more than your slowest step takes, including the tracing of the
+        first step, and more than what only one worker does between two steps,
+        such as an evaluation. None (the default) means the value of the
+        environment variable TF_CROSS_SHARD_STEP_TIMEOUT, or 1800.
 
     Raises:
-      ValueError: If TF_CONFIG or `timeout` is malformed.
+      ValueError: If TF_CONFIG, `timeout` or `step_timeout` is malformed.
       MissingWorkerError: If a worker does not start in time.
       DisagreementError: If workers have different versions of libraries.
     """
     self.timeout = timeout
     self.timeout = agreement.timeout_of(self)
+    self.step_timeout = step_timeout
+    self.step_timeout = agreement.step_timeout_of(self)
     if cluster_resolver is None:
       check_tf_config(os.environ.get("TF_CONFIG"))
       cluster_resolver = (
@@ -104,6 +113,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     self._workers = agreement.of_strategy(self)
     if self._workers:
       agreement.agree(self._workers, "the start", [])
+    self._watch = stall_watch.of_strategy(self)
 
   @contextlib.contextmanager
   def scope(self) -> Iterator[Any]:
@@ -149,7 +159,13 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         )
     if axis is not None and self._is_scalar(value):
       axis = None
-    return super().reduce(reduce_op, value, axis)
+    if self._watch is None:
+      return super().reduce(reduce_op, value, axis)
+    local = self.experimental_local_results(value)
+    inputs = [each for each in tf.nest.flatten(local) if tf.is_tensor(each)]
+    return self._watch.around(
+      inputs, functools.partial(super().reduce, reduce_op, value, axis)
+    )
 
   def _is_scalar(self, value: Any) -> bool:
     """Returns whether the value of each replica is a scalar."""

@@ -38,6 +38,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core.coordination import stall_watch
 
 # The first of our group keys. tf.distribute numbers its own groups from 1, and
 # two groups with the same key raise an error.
@@ -79,6 +80,7 @@ class CollectiveOps:
     chains: int = 1,
     is_serial: bool = True,
     hint: str = AUTO,
+    watch: stall_watch.StallWatch | None = None,
   ) -> None:
     """Stores what all collectives of the strategy have in common.
 
@@ -91,7 +93,10 @@ class CollectiveOps:
       hint: The implementation, from `hint_for`. With NCCL there is only one
         chain: the kernels of two chains may start in different orders on
         different devices, and then wait for each other forever.
+      watch: Ends a wait for another worker that lasts too long; None if all
+        replicas are in this process.
     """
+    self._watch = watch
     self._is_local = identity is None
     self._identity = identity or f"local strategy {next(_local_strategies)}"
     self._hint = hint
@@ -130,6 +135,21 @@ class CollectiveOps:
       TypeError: If collectives do not support the dtype of a tensor.
     """
     self._check(tensors)
+
+    def run() -> list[tf.Tensor]:
+      return self._run(name, tensors, groups, replica, device)
+
+    return run() if self._watch is None else self._watch.around(tensors, run)
+
+  def _run(
+    self,
+    name: str,
+    tensors: Sequence[tf.Tensor],
+    groups: groups_lib.Groups,
+    replica: int,
+    device: str,
+  ) -> list[tf.Tensor]:
+    """Adds the operations to the program."""
     results = []
     for tensor in tensors:
       function, ordinal = self._place_in_program(replica)
@@ -327,6 +347,7 @@ def of_strategy(
   chains: int = 1,
   is_serial: bool = True,
   asked: str = AUTO,
+  watch: stall_watch.StallWatch | None = None,
 ) -> CollectiveOps:
   """Returns a strategy's `CollectiveOps`, which the first call creates.
 
@@ -336,6 +357,7 @@ def of_strategy(
     chains: As in `CollectiveOps`.
     is_serial: As in `CollectiveOps`.
     asked: The implementation that the user chose for the strategy, or `AUTO`.
+    watch: As in `CollectiveOps`.
   """
   if strategy not in _of_strategy:
     hint = hint_for(
@@ -344,7 +366,9 @@ def of_strategy(
       len(tf.config.list_logical_devices("GPU")),
       asked,
     )
-    _of_strategy[strategy] = CollectiveOps(identity, chains, is_serial, hint)
+    _of_strategy[strategy] = CollectiveOps(
+      identity, chains, is_serial, hint, watch
+    )
   return _of_strategy[strategy]
 
 

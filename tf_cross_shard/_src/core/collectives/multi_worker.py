@@ -24,7 +24,7 @@ from tf_cross_shard._src.core.collectives import (
   engine,
   replica_isolation,
 )
-from tf_cross_shard._src.core.coordination import agreement
+from tf_cross_shard._src.core.coordination import agreement, stall_watch
 from tf_cross_shard._src.core.gradients import packing
 
 # From `benchmarks/multi_worker.py --sweep`, with 50 MB of gradients: buckets of
@@ -55,6 +55,7 @@ class MultiWorker(engine.Engine):
       chains=_CHAINS,
       is_serial=len(self._devices) > 1,
       asked=asked.lower(),
+      watch=stall_watch.of_strategy(strategy),
     )
     self._workers = agreement.of_strategy(strategy)
     self._agreed: set[tuple[str, ...]] = set()

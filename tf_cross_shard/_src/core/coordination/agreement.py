@@ -33,6 +33,11 @@ from tf_cross_shard._src.core.gradients.clipping import Gradient
 TIMEOUT: Final = 50.0
 # The environment variable that sets a different timeout.
 VARIABLE: Final = "TF_CROSS_SHARD_TIMEOUT"
+# The same for a wait in a step. Tracing and compiling the first step, or
+# evaluating on one worker, may take minutes. PyTorch's limits are 10 minutes
+# for NCCL and 30 minutes for gloo.
+STEP_TIMEOUT: Final = 1800.0
+STEP_VARIABLE: Final = "TF_CROSS_SHARD_STEP_TIMEOUT"
 # How many seconds longer the first worker waits. The other workers can report
 # more about what is wrong, so their waiting must end first.
 _LONGER: Final = 3.0
@@ -50,11 +55,13 @@ class Workers:
     names: The workers' names in errors, in the order of their replicas.
     index: The number of this process' worker.
     timeout: How many seconds to wait for other workers.
+    step_timeout: How many seconds to wait for other workers in a step.
   """
 
   names: tuple[str, ...]
   index: int
   timeout: float = TIMEOUT
+  step_timeout: float = STEP_TIMEOUT
 
   @property
   def own_name(self) -> str:
@@ -74,7 +81,12 @@ def of_strategy(strategy: tf.distribute.Strategy) -> Workers | None:
   if len(places) < 2 or place not in places:
     return None
   names = tuple(map(name, all_tasks))
-  return Workers(names, places.index(place), timeout_of(strategy))
+  return Workers(
+    names,
+    places.index(place),
+    timeout_of(strategy),
+    step_timeout_of(strategy),
+  )
 
 
 def tasks(cluster: tf.train.ClusterSpec) -> list[Task]:
@@ -99,14 +111,24 @@ def timeout_of(strategy: Any) -> float:
   It is the strategy's `timeout`. If that is None, it is the value of the
   environment variable `VARIABLE`, or `TIMEOUT`.
   """
-  timeout: Any = getattr(strategy, "timeout", None)
+  return _seconds(strategy, "timeout", VARIABLE, TIMEOUT)
+
+
+def step_timeout_of(strategy: Any) -> float:
+  """Returns the same for a wait in a step, from `step_timeout`."""
+  return _seconds(strategy, "step_timeout", STEP_VARIABLE, STEP_TIMEOUT)
+
+
+def _seconds(strategy: Any, name: str, variable: str, default: float) -> float:
+  """Returns a time limit from the strategy, the environment or the default."""
+  timeout: Any = getattr(strategy, name, None)
   if timeout is None:
-    timeout = os.environ.get(VARIABLE, TIMEOUT)
+    timeout = os.environ.get(variable, default)
   with contextlib.suppress(ValueError):
     if 0 < (seconds := float(timeout)) < math.inf:
       return seconds
   raise ValueError(
-    f"`timeout` or the environment variable {VARIABLE} must be a positive"
+    f"`{name}` or the environment variable {variable} must be a positive"
     f" number of seconds; got {timeout!r}."
   )
 
@@ -239,6 +261,14 @@ def if_slow(timeout: float) -> str:
   """Returns the end of an error: the remedy if a worker is only slow."""
   return (
     f"; if it is only slow, set {VARIABLE} to more than {timeout:g} seconds."
+  )
+
+
+def if_slow_in_step(workers: Workers) -> str:
+  """Returns the end of an error: the remedy if a step is only slow."""
+  return (
+    f"; if it is only slow, set {STEP_VARIABLE} to more than"
+    f" {workers.step_timeout:g} seconds."
   )
 
 

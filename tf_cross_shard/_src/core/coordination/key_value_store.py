@@ -34,6 +34,21 @@ def put(key: str, value: str) -> None:
   _written[:] = [_PREFIX + key]
 
 
+def put_if_missing(key: str, value: str) -> None:
+  """Writes the value of a key, unless a worker has written one."""
+  with contextlib.suppress(tf.errors.AlreadyExistsError):
+    context.context().set_config_key_value(_PREFIX + key, value)
+
+
+def read(key: str) -> str | None:
+  """Returns the value of a key; None if there is none."""
+  with contextlib.suppress(tf.errors.DeadlineExceededError):
+    milliseconds = int(_SHORTEST * 1000)
+    eager = context.context()
+    return str(eager.get_config_key_value(_PREFIX + key, milliseconds))
+  return None
+
+
 def wait(
   key: str,
   deadline: float,
