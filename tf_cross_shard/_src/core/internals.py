@@ -150,8 +150,7 @@ def attach(optimizer: Any, variables: Sequence[Any]) -> None:
 
 def calls_per_step(optimizer: Any) -> int:
   """Returns how many calls of `apply_gradients` make one step."""
-  own = _parts_of(optimizer).encapsulated.accumulates
-  return int(optimizer.accumulate_steps or own or 1)
+  return int(_parts_of(optimizer).step.calls)
 
 
 def slots_of(optimizer: Any) -> Callable[[Any], dict[str, Any]] | None:

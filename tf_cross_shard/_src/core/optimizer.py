@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import (
   collectives,
+  description,
   group_schedule,
   parts,
   validation,
@@ -209,6 +210,56 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
   def groups(self) -> groups_lib.Groups:
     """The groups; one group of all replicas without `group_assignment`."""
     return self._parts.checks.groups
+
+  def describe(self) -> description.Description:
+    """Returns what this optimizer does to each variable in a step.
+
+    You can call it anywhere, before or after `build`; it changes nothing. With
+    `print` you get a table. Ask it which variables TensorFlow's kernels update,
+    and which of your settings have no effect, and why.
+
+    >>> from tf_cross_shard import CrossShardOptimizer
+    >>> optimizer = CrossShardOptimizer("adam", shard_update=True)
+    >>> optimizer.build([tf.Variable([1.0, 2.0], name="weight")])
+    >>> [row] = optimizer.describe().rows()
+    >>> row["path"], row["updated_by"], row["state_bytes"]
+    ('weight', 'ResourceApplyAdam', 16)
+    >>> optimizer.describe().to_dict()["not_in_force"][0]["reason"]
+    'there is one replica, so nothing is divided'
+
+    Gradients are known only inside a step. So this method assumes that the
+    gradients of `Embedding` weights, and of variables that you passed to
+    `update_by_rows`, are row-sparse, that all others are dense, and that the
+    step runs inside `fit` or a `tf.function` without `jit_compile`.
+
+    Returns:
+      An object with the methods `rows()`, which returns a list with
+      a dictionary for each variable, and `to_dict()`, which returns everything
+      in types that JSON has. A row has these keys:
+
+      - `path`, `shape`, `dtype`: the variable.
+      - `updated_by`: TensorFlow's kernel, such as `"ResourceApplyAdam"`;
+        `"XLA"` or `"Keras"` for Keras' operations, compiled or not; `"rows"`
+        for Keras' operations on the rows in the batch; `"assign"` for
+        a variable that its gradient overwrites.
+      - `reason`: why no kernel updates the variable.
+      - `elements`: how many elements each member of a group updates.
+      - `owner`: the member that updates the whole variable, with
+        `shard_update="by_variable"`; otherwise None.
+      - `bytes_sent`: the bytes that each replica sends in a step. This counts
+        what leaves a replica in a ring: with B the bytes of the gradient in
+        `wire_dtype` and n the group size, a reduce-scatter sends B (n - 1) / n,
+        and an all-gather of the weights the same for their own dtype. An
+        all-reduce is a reduce-scatter and an all-gather of gradients.
+        None if the number of rows in the batch decides. The sum of all rows,
+        `to_dict()["bytes_sent"]`, also has the padding of shards. Neither
+        contains scalars, such as norms. Replicas that share memory send less.
+      - `state_bytes`: the bytes of slots, moving averages, sums of accumulated
+        gradients and, with elementwise sharding, of the shard, that each
+        replica keeps for the variable (a mean if replicas differ).
+        `to_dict()["state_bytes"]` also has counters and padding.
+    """
+    return description.describe(self._parts.step, repr(self))
 
   @tf.autograph.experimental.do_not_convert
   def apply_gradients(

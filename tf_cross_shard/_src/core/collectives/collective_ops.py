@@ -72,6 +72,9 @@ class CollectiveOps:
 
   All optimizers of a strategy share one object. If each optimizer had its own
   object, two optimizers in one step would use the same instance keys.
+
+  Attributes:
+    hint: The implementation that the runtime is asked for.
   """
 
   def __init__(
@@ -99,7 +102,7 @@ class CollectiveOps:
     self._watch = watch
     self._is_local = identity is None
     self._identity = identity or f"local strategy {next(_local_strategies)}"
-    self._hint = hint
+    self.hint = hint
     self._chains = 1 if hint == NCCL else chains
     self._is_serial = is_serial
     self._first_keys: dict[groups_lib.Groups, int] = {}
@@ -172,8 +175,8 @@ class CollectiveOps:
 
     Only the runtime's own implementation has an all-to-all.
     """
-    is_known = self._hint != NCCL or tensor.dtype in _NCCL_DTYPES
-    return AUTO if name == ALL_TO_ALL or not is_known else self._hint
+    is_known = self.hint != NCCL or tensor.dtype in _NCCL_DTYPES
+    return AUTO if name == ALL_TO_ALL or not is_known else self.hint
 
   def reduce_scatter(
     self, row: tf.Tensor, groups: groups_lib.Groups, replica: int, device: str

@@ -35,9 +35,11 @@ class Engine(abc.ABC):
     groups: The groups within which all methods sum, gather and exchange.
     is_one_program: Whether all replicas run one program, so no replica can
       do anything that the others do not do.
+    method: How the engine sums, in words.
   """
 
   is_one_program = False
+  method = "by the engine's own collectives"
 
   def __init__(
     self, strategy: tf.distribute.Strategy, groups: groups_lib.Groups
@@ -285,6 +287,8 @@ class Engine(abc.ABC):
 
 class OneDevice(Engine):
   """The engine of a strategy with one replica: a sum is the value itself."""
+
+  method = "nothing to sum"
 
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns the tensors unchanged."""

@@ -72,6 +72,9 @@ class Mirrored(engine.Engine):
     )
     asked = collective_ops.RING if is_plain else collective_ops.AUTO
     self._collective_ops = collective_ops.of_strategy(strategy, asked=asked)
+    self.method = f"CollectiveReduceV2 ({self._collective_ops.hint})"
+    if self._prefer_merge:
+      self.method = f"add_n in a merge call, {self.method} inside tf.cond"
 
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums over the group, in a merge call or in a collective."""
@@ -202,6 +205,11 @@ class Mirrored(engine.Engine):
         f" tf_cross_shard.local_strategy({len(self._devices)})."
       )
     return self._collective_ops
+
+  @property
+  def can_exchange(self) -> bool:
+    """Whether merge calls or the runtime see the members in replica order."""
+    return self._prefer_merge or collective_ops.keeps_order(self.groups)
 
   @property
   def bucket_bytes(self) -> int | None:

@@ -57,6 +57,7 @@ class MultiWorker(engine.Engine):
       asked=asked.lower(),
       watch=stall_watch.of_strategy(strategy),
     )
+    self.method = f"CollectiveReduceV2 ({self._collectives.hint})"
     self._workers = agreement.of_strategy(strategy)
     self._agreed: set[tuple[str, ...]] = set()
     self._lock = threading.Lock()

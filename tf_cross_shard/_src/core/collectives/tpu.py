@@ -45,6 +45,7 @@ class TPU(engine.Engine):
   """
 
   is_one_program = True
+  method = "CrossReplicaSum, in one XLA program"
 
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums each tensor over the group, one operation for each."""

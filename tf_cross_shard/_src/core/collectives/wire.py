@@ -61,6 +61,11 @@ class Wire:
     self._dtype = dtype
     self._scale = scale or (lambda: None)
 
+  def bytes_of(self, dtype: tf.DType) -> int:
+    """Returns the bytes in which an element of a gradient is sent."""
+    is_rounded = packing.is_wider(dtype, self._dtype)
+    return int(self._dtype.size if self._dtype and is_rounded else dtype.size)
+
   def sum(
     self, grads: Sequence[Gradient], exact: Sequence[tf.Tensor] = ()
   ) -> tuple[list[Gradient], list[tf.Tensor]]:

@@ -25,6 +25,7 @@ References:
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -63,6 +64,12 @@ _CHOICES: Final[dict[str, Callable[[Any], str | None]]] = {
 }
 # The kernels of classes whose settings Keras rounds to float32 in any case.
 _CAST: Final = ("Momentum", "KerasMomentum")
+# The settings with which these classes have no kernel.
+_NO_KERNEL: Final = {
+  "Adam": " with amsgrad",
+  "AdamW": " with amsgrad",
+  "RMSprop": " without momentum",
+}
 _DTYPES: Final = (tf.float32, tf.float64)
 
 # Keras' classes whose update of an element depends only on that element.
@@ -100,6 +107,27 @@ def find_kernel(optimizer: Any) -> kernels.Kernel | None:
   return None if name is None else kernels.KERNELS[name]
 
 
+def why_no_kernel(optimizer: Any) -> str:
+  """Returns why `find_kernel` returns None for an optimizer.
+
+  >>> why_no_kernel(tf.keras.optimizers.Adam(amsgrad=True))
+  'no kernel for Adam with amsgrad'
+  """
+  name, kind = keras_class(optimizer), type(optimizer)
+  if name in _CHOICES and "update_step" in vars(optimizer):
+    return "`update_step` was assigned to the optimizer"
+  if hasattr(optimizer, "v1_operation"):
+    return "TensorFlow 1's own kernel"
+  if name:
+    settings = _NO_KERNEL.get(name, "")
+    return f"no kernel for {name}{settings}"
+  if not hasattr(optimizer, "build"):
+    return f"no kernel for {kind.__name__}, a legacy optimizer"
+  names = filter(None, map(_name_in_keras, kind.__mro__))
+  base = next(names)  # At least Keras' own base class.
+  return f"{kind.__name__} is a subclass of {base}"
+
+
 def can_compile(optimizer: Any) -> bool:
   """Returns whether XLA can compile the updates of this optimizer's variables.
 
@@ -118,7 +146,11 @@ def keras_class(optimizer: Any) -> str:
   >>> keras_class(tf.keras.optimizers.Adam())
   'Adam'
   """
-  kind = type(optimizer)
+  return _name_in_keras(type(optimizer))
+
+
+def _name_in_keras(kind: type[Any]) -> str:
+  """Returns the name of a class of Keras; "" for other and legacy classes."""
   library, *place = kind.__module__.split(".")
   is_keras = library in ("keras", "tf_keras") and len(place) == 3
   is_own = is_keras and place[:2] == ["src", "optimizers"]
@@ -159,6 +191,150 @@ def is_compiled(optimizer: Any) -> bool:
   return bool(getattr(optimizer, "jit_compile", False)) or kernels.is_compiled()
 
 
+@dataclasses.dataclass(frozen=True)
+class Way:
+  """How a step updates one variable.
+
+  Attributes:
+    name: The kernel's operation, such as "ResourceApplyAdam"; "XLA" or "Keras"
+      for Keras' operations, compiled or not.
+    reason: Why no kernel updates the variable; "" for a kernel.
+  """
+
+  name: str
+  reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """Decides how a step updates each variable, by its gradient and its dtype.
+
+  Attributes:
+    kernel: The kernel for dense gradients; None if no variable has a kernel.
+    may_compile: Whether XLA may compile the updates of dense gradients.
+    at_any_size: Whether XLA compiles them for any number of elements and any
+      device.
+    reason: Why `kernel` is None.
+    is_final: Whether `reason` also applies to row-sparse gradients.
+    own: What runs without `kernel` and XLA, the optimizer's own `update_step`:
+      "Keras", or the kernel of an optimizer of TensorFlow 1.
+  """
+
+  kernel: kernels.Kernel | None = None
+  may_compile: bool = False
+  at_any_size: bool = False
+  reason: str = ""
+  is_final: bool = False
+  own: str = "Keras"
+
+  def has_kernel(self, variable: Any) -> bool:
+    """Returns whether the kernel updates a variable with a dense gradient."""
+    return self.kernel is not None and kernels.dtype_of(variable) in _DTYPES
+
+  def compiled(
+    self, variables: Sequence[Any], are_sparse: Sequence[bool]
+  ) -> list[bool]:
+    """Returns for each variable whether XLA compiles its update.
+
+    Args:
+      variables: All `tf.Variable`s that a step updates.
+      are_sparse: Whether their gradients are row-sparse.
+    """
+    can_be = self._compilable(variables, are_sparse)
+    is_worth_it = not self._why_not_worth(variables, can_be)
+    return [is_worth_it and could_be for could_be in can_be]
+
+  def _compilable(
+    self, variables: Sequence[Any], are_sparse: Sequence[bool]
+  ) -> list[bool]:
+    """Returns for each variable whether XLA can compile its update."""
+    return [
+      self.may_compile and not is_sparse and kernels.dtype_of(v) in _DTYPES
+      for v, is_sparse in zip(variables, are_sparse, strict=True)
+    ]
+
+  def _why_not_worth(
+    self, variables: Sequence[Any], can_be: Sequence[bool]
+  ) -> str:
+    """Returns why XLA would not outrun Keras' operations; "" if it would."""
+    if self.at_any_size:
+      return ""
+    dense = list(itertools.compress(variables, can_be))
+    if not all("CPU" in variable.device for variable in dense):
+      return "not all variables are on CPUs"
+    count = sum(math.prod(variable.shape) for variable in dense)
+    return "" if count >= _MANY_ELEMENTS else "fewer than a million elements"
+
+  def ways(
+    self, variables: Sequence[Any], are_sparse: Sequence[bool]
+  ) -> list[Way]:
+    """Returns how a step updates each variable; arguments as in `compiled`."""
+    can_be = self._compilable(variables, are_sparse)
+    not_worth = self._why_not_worth(variables, can_be)
+    ways = []
+    for variable, is_sparse, could_be in zip(
+      variables, are_sparse, can_be, strict=True
+    ):
+      dtype = kernels.dtype_of(variable)
+      if self.is_final:
+        way = Way(self.own, self.reason)
+      elif is_sparse:
+        way = Way(self.own, "no kernel for row-sparse gradients")
+      elif self.kernel is not None and self.has_kernel(variable):
+        way = Way(self.kernel.operation)
+      elif dtype not in _DTYPES:
+        way = Way(self.own, f"no kernel for {dtype.name}")
+      elif could_be and not not_worth:
+        way = Way("XLA", self.reason)
+      elif could_be:
+        way = Way(self.own, f"{self.reason}; {not_worth}, so no XLA")
+      else:
+        way = Way(self.own, self.reason)
+      ways.append(way)
+    return ways
+
+
+def plan(
+  optimizer: Any,
+  wanted: bool | None,
+  is_compiled: bool,
+  in_function: bool,
+) -> Plan:
+  """Decides how a step of an optimizer updates its variables.
+
+  The step follows this plan, and `describe` shows it.
+
+  Args:
+    optimizer: The optimizer that keeps the slots.
+    wanted: Whether a kernel or XLA does the updates; None to decide by
+      speed.
+    is_compiled: Whether XLA compiles the whole step.
+    in_function: Whether the step runs inside a `tf.function`. XLA does not
+      compile in eager calls and in TensorFlow 1's graphs, where each call would
+      compile a new function.
+  """
+  own: str = getattr(optimizer, "v1_operation", "Keras")
+  # If XLA compiles the whole step, it fuses Keras' operations by itself. It
+  # could not compile an update by rows, whose number of rows is not known.
+  if is_compiled:
+    return Plan(reason="XLA compiles the whole step", is_final=True, own=own)
+  if wanted is False:
+    return Plan(reason="fused_update=False", is_final=True, own=own)
+  kernel = find_kernel(optimizer)
+  if kernel is not None:
+    return Plan(kernel)
+  is_faster = keras_class(optimizer) in _FASTER_COMPILED and (
+    "update_step" not in vars(optimizer)
+  )
+  may_compile = in_function and can_compile(optimizer)
+  return Plan(
+    may_compile=may_compile and bool(wanted or is_faster),
+    at_any_size=bool(wanted),
+    reason=why_no_kernel(optimizer),
+    own=own,
+  )
+
+
 @contextlib.contextmanager
 def replacing_update_step(
   optimizer: Any,
@@ -176,12 +352,11 @@ def replacing_update_step(
     row_step: Does the updates for row-sparse gradients. Its first argument is
       the optimizer's own `update_step`. None to call that method directly.
   """
-  # If XLA compiles the whole step, it fuses Keras' operations by itself. It
-  # could not compile an update by rows, whose number of rows is not known.
   if is_compiled(optimizer):
     yield
     return
-  kernel = None if wanted is False else find_kernel(optimizer)
+  own_plan = plan(optimizer, wanted, False, tf.inside_function())
+  kernel = own_plan.kernel
   step = None if kernel is None else _KernelStep(kernel, optimizer)
 
   # Legacy optimizers have no `update_step`, and there is no kernel for them.
@@ -194,15 +369,15 @@ def replacing_update_step(
         plain(gradient, variable, *rate)
       else:
         row_step(plain, gradient, variable, *rate)
-    elif step is None or kernels.dtype_of(native) not in _DTYPES:
+    elif step is None or not own_plan.has_kernel(native):
       plain(gradient, variable, *rate)
     else:
       step.apply(native, gradient, index(variable), *rate)
 
   overridden: dict[str, Any] = {}
-  if step is None and _may_compile(optimizer, wanted):
+  if own_plan.may_compile:
     overridden[keras_private.UPDATE_ALL] = functools.partial(
-      _compile_dense, wanted, getattr(optimizer, keras_private.UPDATE_ALL)
+      _compile_dense, own_plan, getattr(optimizer, keras_private.UPDATE_ALL)
     )
   if step is not None or row_step is not None:
     overridden["update_step"] = update_step
@@ -211,49 +386,28 @@ def replacing_update_step(
 
 
 def _compile_dense(
-  wanted: bool | None, plain: Any, strategy: Any, pairs: Any, *rate: Any
+  own_plan: Plan, plain: Any, strategy: Any, pairs: Any, *rate: Any
 ) -> None:
   """Runs Keras' update of all variables; XLA compiles those of dense gradients.
 
   Args:
-    wanted: Whether to use XLA for any number of elements.
+    own_plan: Decides which updates XLA compiles.
     plain: Keras' method, which updates all variables.
     strategy: The method's first argument.
     pairs: The method's second argument: gradients and variables.
     *rate: The method's last argument, the learning rate.
   """
-  is_dense = [_is_compilable(*pair) for pair in pairs]
-  dense = list(itertools.compress(pairs, is_dense))
-  if wanted or _are_many([variable for _, variable in dense]):
+  is_done = own_plan.compiled(
+    [variable for _, variable in pairs],
+    [isinstance(gradient, tf.IndexedSlices) for gradient, _ in pairs],
+  )
+  if any(is_done):
     # One compiled function for all dense updates.
+    dense = list(itertools.compress(pairs, is_done))
     update_dense = functools.partial(plain, strategy, dense, *rate)
     tf.function(update_dense, jit_compile=True, autograph=False)()
-    pairs = [p for p, done in zip(pairs, is_dense, strict=True) if not done]
+    pairs = [p for p, done in zip(pairs, is_done, strict=True) if not done]
   plain(strategy, pairs, *rate)
-
-
-def _may_compile(optimizer: Any, wanted: bool | None) -> bool:
-  """Returns whether XLA compiles the updates of dense gradients."""
-  if wanted is None:
-    wanted = keras_class(optimizer) in _FASTER_COMPILED and (
-      "update_step" not in vars(optimizer)
-    )
-  # Do not compile in eager calls and in TensorFlow 1's graphs, where each call
-  # would compile a new function.
-  return wanted and tf.inside_function() and can_compile(optimizer)
-
-
-def _is_compilable(gradient: Any, variable: Any) -> bool:
-  """Returns whether XLA can compile a variable's update with this gradient."""
-  is_sparse = isinstance(gradient, tf.IndexedSlices)
-  return not is_sparse and kernels.dtype_of(variable) in _DTYPES
-
-
-def _are_many(variables: Sequence[Any]) -> bool:
-  """Returns whether there are enough elements for XLA to outrun Keras."""
-  is_on_cpu = all("CPU" in variable.device for variable in variables)
-  count = sum(math.prod(variable.shape) for variable in variables)
-  return is_on_cpu and count >= _MANY_ELEMENTS
 
 
 class _KernelStep:

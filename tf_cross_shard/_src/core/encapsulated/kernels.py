@@ -42,6 +42,11 @@ class Kernel:
   rate: str = "lr"
   gradient: str = "grad"
 
+  @property
+  def operation(self) -> str:
+    """The name of the operation for dense gradients."""
+    return f"ResourceApply{self.name}"
+
   def arguments(self, optimizer: Any, rate: Any) -> dict[str, Any]:
     """Returns a Keras optimizer's settings as arguments, without the powers."""
     arguments = {
@@ -140,7 +145,7 @@ def apply(
     name: _as_number(value, dtype) for name, value in arguments.items()
   }
   grad = indexed_slices.cast(grad, variable)
-  operation = getattr(tf.raw_ops, f"ResourceApply{kernel.name}")
+  operation = getattr(tf.raw_ops, kernel.operation)
 
   def dense(grad: tf.Tensor) -> None:
     operation(**handles, **arguments, **{kernel.gradient: grad})

@@ -117,6 +117,19 @@ def learning_rates(optimizer: Any) -> list[Any]:
   return list({id(rate): rate for rate in rates}.values())
 
 
+def kept_variables(optimizer: Any) -> list[Any]:
+  """Returns the variables that a replica keeps for a plain Keras optimizer."""
+  return [
+    variable
+    for layer in nested_optimizers(optimizer)
+    for variable in (
+      *listed(layer),
+      *_rate_variables(layer),
+      *keras_private.unlisted(layer),
+    )
+  ]
+
+
 def member_state(optimizer: Any) -> list[Any]:
   """Returns the variables that may differ between the members of a group.
 

@@ -157,6 +157,11 @@ class V1Update:
       kernels.write(self._handle(power), after)
 
   @property
+  def v1_operation(self) -> str:
+    """The operation that updates a variable with a dense gradient."""
+    return self._kernel.operation
+
+  @property
   def _kernel(self) -> kernels.Kernel:
     """The kernel for the settings."""
     centered = "Centered" if getattr(self, "centered", False) else ""

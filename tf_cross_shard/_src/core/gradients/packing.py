@@ -172,7 +172,7 @@ def narrow(
   ('bfloat16', [1.0, 1.0])
   """
   return [
-    tf.cast(tensor, dtype) if _is_wider(tensor.dtype, dtype) else tensor
+    tf.cast(tensor, dtype) if is_wider(tensor.dtype, dtype) else tensor
     for tensor in tensors
   ]
 
@@ -196,7 +196,7 @@ def widen(
   ]
 
 
-def _is_wider(dtype: tf.DType, wire_dtype: tf.DType | None) -> bool:
+def is_wider(dtype: tf.DType, wire_dtype: tf.DType | None) -> bool:
   """Returns whether tensors of `dtype` become smaller in the wire's dtype."""
   return (
     wire_dtype is not None

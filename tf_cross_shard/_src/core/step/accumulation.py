@@ -33,9 +33,11 @@ class Window(context_lib.Stage, abc.ABC):
 
   Attributes:
     variables: The window's sums and count. Each replica has its own values.
+    steps: The number of calls.
   """
 
   variables: Sequence[Any] = ()
+  steps: int = 1
 
   def of_call(self, has_values: bool) -> "Window":
     """Returns the window that handles a call.
@@ -54,6 +56,11 @@ class Window(context_lib.Stage, abc.ABC):
   def build(self, variables: Sequence[Any]) -> None:
     """Creates variables for the sums of the variables' gradients, if needed."""
     del variables
+
+  def sums_of(self, variable: Any) -> list[Any]:
+    """Returns the variables of this window that hold a variable's sums."""
+    del variable
+    return []
 
   @abc.abstractmethod
   def add(
@@ -219,6 +226,11 @@ class OwnAccumulation(Accumulation):
         name = f"gradient_sum/{variables_lib.path_of(variable)}"
         zeros = np.zeros(native.shape)
         self._sums[id(native)] = self._make_variable(zeros, native.dtype, name)
+
+  def sums_of(self, variable: Any) -> list[Any]:
+    """Returns the sum of a variable's gradients, if it exists."""
+    found = self._sums.get(id(variables_lib.native(variable)))
+    return [] if found is None else [found]
 
   @property
   def _count(self) -> Any:

@@ -278,6 +278,12 @@ class Step:
     self.window.build([v for v in variables if state.knows(v)])
 
   @property
+  def calls(self) -> int:
+    """How many calls of `apply_gradients` make one step."""
+    own = self.context.encapsulated.accumulates
+    return int(self.settings.accumulate_steps or own or 1)
+
+  @property
   def state(self) -> list[Any]:
     """The stages' own variables, which `replica_state` saves."""
     counts = [] if self.guard.count is None else [self.guard.count]

@@ -105,7 +105,7 @@ class LossConvention:
       # An eager step may call a traced function that scales the loss.
       scaled = scaled or self._scaled_in_trace
     # The factors that the loss may be missing, given what is known about it.
-    factors = self._factors()
+    factors = self.factors()
     chosen = settings.loss_averaged_over
     if chosen is not None:
       missing = {factors[chosen]}
@@ -133,7 +133,7 @@ class LossConvention:
   def _factor(self, default: str) -> float:
     """Returns the factor; warns when a default is first used."""
     chosen = self._settings.loss_averaged_over
-    factors = self._factors()
+    factors = self.factors()
     taken = chosen or default
     [other] = set(factors) - {taken}
     if (
@@ -149,7 +149,7 @@ class LossConvention:
       )
     return factors[taken]
 
-  def _factors(self) -> dict[str, float]:
+  def factors(self) -> dict[str, float]:
     """Maps each value of `loss_averaged_over` to its factor."""
     groups = self._groups
     return {

@@ -19,6 +19,7 @@ References:
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -77,6 +78,16 @@ def check(context: context_lib.Context) -> None:
     )
 
 
+def why_not_lazy(context: context_lib.Context) -> str:
+  """Returns why `lazy_rows=True` would raise an error; "" if it would not."""
+  try:
+    settings = dataclasses.replace(context.settings, lazy_rows=True)
+    check(dataclasses.replace(context, settings=settings))
+  except ValueError as error:
+    return str(error)
+  return ""
+
+
 def is_exact(optimizer: Any) -> bool:
   """Returns whether plain Keras also changes only rows with a gradient.
 
@@ -102,6 +113,14 @@ class Tables(context_lib.Stage):
   def row_step(self) -> encapsulated.RowStep | None:
     """The update for row-sparse gradients; None for Keras' own."""
     return None
+
+  def is_embedding(self, variable: Any) -> bool:
+    """Returns whether a variable is the weight of a Keras `Embedding`.
+
+    Its gradient is row-sparse, unless the loss also uses the whole table.
+    """
+    path = variables_lib.path_of(variable)
+    return path.rpartition("/")[2] == _EMBEDDINGS
 
   def is_table(self, variable: Any) -> bool:
     """Returns whether a variable is a table; does not look at its gradient."""
@@ -173,16 +192,22 @@ class RowTables(Tables):
     """The update for row-sparse gradients."""
     return self._update_rows
 
-  def is_table(self, variable: Any) -> bool:
+  def is_embedding(self, variable: Any) -> bool:
     """Returns whether a variable is of an `Embedding` or a declared table."""
     native = variables_lib.native(variable)
     path = variables_lib.path_of(variable)
-    is_known = any(native is table for table in self._table_list)
-    return self.engine.keeps_rows and (
-      is_known
-      or path.rpartition("/")[2] == _EMBEDDINGS
+    return (
+      super().is_embedding(variable)
+      or any(native is table for table in self._table_list)
       or any(name in path for name in self._table_names)
     )
+
+  def is_table(self, variable: Any) -> bool:
+    """Returns whether a variable is updated by rows of a row-sparse gradient.
+
+    It does not look at the gradient.
+    """
+    return self.engine.keeps_rows and self.is_embedding(variable)
 
   def add(self, var_list: Any, var_names: Any) -> None:
     """Declares variables as tables."""

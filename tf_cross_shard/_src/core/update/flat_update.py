@@ -36,13 +36,23 @@ from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.collectives import shard_layout as layouts
 from tf_cross_shard._src.core.gradients import clipping
 from tf_cross_shard._src.core.gradients.clipping import Gradient
-from tf_cross_shard._src.core.update import plain_state, sharded_update
+from tf_cross_shard._src.core.update import (
+  plain_state,
+  sharded_update,
+  update,
+)
 
 
 class FlatUpdate(sharded_update.ShardedUpdate):
   """Each member keeps the state of one part of the weights and updates it."""
 
+  sharding = "elementwise"
   _limits_applied_here = ("clipnorm", "global_clipnorm")
+
+  @property
+  def shards(self) -> list[Any]:
+    """Copies of parts of the weights that this member keeps."""
+    return [bucket.shard for bucket in self.buckets]
 
   def _bucket_key(self, variable: Any) -> Hashable:
     """Separates dtypes, and weights with weight decay from those without.
@@ -126,9 +136,20 @@ class FlatUpdate(sharded_update.ShardedUpdate):
         part = self.engine.own_part(bucket.natives, bucket.layout)
         variables_lib.native(bucket.shard).assign(part)
 
-  def _own_variables(self) -> list[Any]:
-    """Returns the shards."""
-    return [bucket.shard for bucket in self.buckets]
+  def _variables_of(self, member: Any) -> list[Any]:
+    """Returns the shards, of which each member has its own copy."""
+    del member
+    return self.shards
+
+  def _state_bytes(
+    self, bucket: sharded_update.WeightBucket, index: int
+  ) -> int:
+    """Returns a weight's share of a shard and of the shard's slots."""
+    slots = self.encapsulated.state.slots(bucket.shard)
+    kept = update.num_bytes([bucket.shard, *slots.values()])
+    # A member keeps one n-th of the weight's elements, on average.
+    of_members = bucket.layout.part * self.engine.groups.group_size
+    return -(-bucket.layout.sizes[index] * kept // of_members)
 
   def _own_gradients(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns the parts: part i of the sums is the gradient of shard W[i]."""

@@ -38,6 +38,7 @@ from tf_cross_shard._src.core.update import (
   embedding_tables,
   plain_state,
   sharded_update,
+  update,
 )
 
 # Keras' classes whose update costs the same for each element. Muon multiplies
@@ -47,6 +48,8 @@ _LINEAR_COST = {*fused_update.ELEMENTWISE, *fused_update.BY_VARIABLE} - {"Muon"}
 
 class OwnerUpdate(sharded_update.ShardedUpdate):
   """Each member updates the weights that it owns."""
+
+  sharding = "by_variable"
 
   def __init__(
     self,
@@ -105,13 +108,20 @@ class OwnerUpdate(sharded_update.ShardedUpdate):
       self.engine,
     )
 
-  def _own_variables(self) -> list[Any]:
-    """Returns the weights that this member owns."""
+  def _variables_of(self, member: Any) -> list[Any]:
+    """Returns the weights that a member owns."""
     return [
       bucket.variables[cut.index]
       for bucket in self.buckets
-      for cut in bucket.layout.cuts[self.engine.position()]
+      for cut in bucket.layout.cuts[member]
     ]
+
+  def _state_bytes(
+    self, bucket: sharded_update.WeightBucket, index: int
+  ) -> int:
+    """Returns the bytes of a weight's slots, which all members have."""
+    slots = self.encapsulated.state.slots(bucket.variables[index])
+    return update.num_bytes(slots.values())
 
   def _own_gradients(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns g[v] for each weight v that this member owns, in v's shape."""

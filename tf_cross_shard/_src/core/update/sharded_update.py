@@ -151,8 +151,16 @@ class ShardedUpdate(update.Update):
     """Copies the weights into this member's shards, if there are shards."""
 
   @abc.abstractmethod
+  def _variables_of(self, member: Any) -> list[Any]:
+    """Returns the variables that a member updates, without tables."""
+
   def _own_variables(self) -> list[Any]:
     """Returns the variables that this member updates, without tables."""
+    return self._variables_of(self.engine.position())
+
+  @abc.abstractmethod
+  def _state_bytes(self, bucket: WeightBucket, index: int) -> int:
+    """Returns the bytes that a member keeps for a weight of a bucket."""
 
   @abc.abstractmethod
   def _own_gradients(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -165,6 +173,83 @@ class ShardedUpdate(update.Update):
   @abc.abstractmethod
   def _own_values(self, bucket: WeightBucket) -> tf.Tensor:
     """Returns the part of a bucket's weights that this member has updated."""
+
+  @property
+  def padding_sent(self) -> int:
+    """The bytes of zeros that a replica sends in a step to fill buffers."""
+    members = self.engine.groups.group_size
+    return sum(
+      self._bytes_sent(
+        members * bucket.layout.part - sum(bucket.layout.sizes),
+        bucket.natives[0],
+      )
+      for bucket in self.buckets
+    )
+
+  def describe(
+    self, variables: Sequence[Any], is_dense: bool
+  ) -> list[update.VariableUpdate]:
+    """Returns what a step does to each of the weights, in this order."""
+    tables = self._unsharded_tables
+    rows = {
+      id(table): row
+      for table, row in zip(
+        tables, super().describe(tables, is_dense), strict=True
+      )
+    }
+    ways = [
+      self._ways_of(member, is_dense)
+      for member in range(self.engine.groups.group_size)
+    ]
+    for bucket in self.buckets:
+      for index, variable in enumerate(bucket.variables):
+        rows[id(variable)] = self._describe_sharded(bucket, index, ways)
+    return [rows[id(variable)] for variable in variables]
+
+  def _ways_of(
+    self, member: int, is_dense: bool
+  ) -> dict[int, fused_update.Way]:
+    """Returns how a member updates its variables, by their `id`."""
+    own, tables = self._variables_of(member), self._unsharded_tables
+    are_sparse = [False] * len(own) + self._are_sparse(tables, is_dense)
+    ways = self._ways([*own, *tables], are_sparse)
+    return dict(zip(map(id, (*own, *tables)), ways, strict=True))
+
+  def _describe_sharded(
+    self,
+    bucket: WeightBucket,
+    index: int,
+    ways: Sequence[dict[int, fused_update.Way]],
+  ) -> update.VariableUpdate:
+    """Returns the row of a weight that is in a bucket."""
+    variable, layout = bucket.variables[index], bucket.layout
+    # A weight without elements has no member.
+    member = layout.owners.get(index, 0)
+    updated = variable if bucket.shard is None else bucket.shard
+    way = ways[member][id(updated)]
+    return update.VariableUpdate(
+      **update.named(variable),
+      updated_by=way.name,
+      reason=way.reason,
+      elements=tuple(
+        sum(cut.size for cut in cuts if cut.index == index)
+        for cuts in layout.cuts
+      ),
+      owner=member if bucket.shard is None else None,
+      bytes_sent=self._bytes_sent(layout.sizes[index], bucket.natives[index]),
+      state_bytes=self._state_bytes(bucket, index),
+    )
+
+  def _bytes_sent(self, size: int, native: Any) -> int:
+    """Returns what a member sends for elements of a bucket in one step.
+
+    Gradients may be rounded to `wire_dtype`; weights are gathered exactly.
+    """
+    dtype = update.dtype_of(native)
+    # If the engine has no half of an all-reduce, it runs all of it twice.
+    halves = 1 if self.engine.can_exchange else 2
+    item_bytes = self._wire.bytes_of(dtype) + int(dtype.size)
+    return self._ring_bytes(halves * size * item_bytes)
 
   def reduce(
     self,

@@ -16,7 +16,7 @@ from absl import logging
 from tf_cross_shard._src.core import variables as variables_lib
 
 # Smaller tables cost so little that their users need no warning.
-_ELEMENTS: Final = 1_000_000
+LARGE: Final = 1_000_000
 
 _DENSE: Final = (
   "`lazy_rows` is set, but the gradient of %s is dense, so every step updates"
@@ -52,7 +52,7 @@ class TableWarnings:
       is_compiled: Whether XLA compiles the step.
     """
     path = variables_lib.path_of(table)
-    if path in self._warned or table.shape.num_elements() < _ELEMENTS:
+    if path in self._warned or table.shape.num_elements() < LARGE:
       return
     if is_compiled:
       self._warn(_COMPILED, path)
