@@ -7,6 +7,7 @@ updated.
 
 import copy
 import dataclasses
+import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -124,6 +125,7 @@ def describe(step: flow.Step, optimizer: str) -> Description:
       "nonfinite": _nonfinite(step),
       "sharding": step.update.sharding,
       "bytes_sent": sum(sent) + padding if rows else None,
+      "padding_sent": padding,
       "state_bytes": update.num_bytes(kept) if is_built else None,
       "variables": [_as_json(row) for row in rows],
       "not_in_force": [
@@ -218,7 +220,7 @@ def _why_no_rows(step: flow.Step, rows: Sequence[update.VariableUpdate]) -> str:
       "no variable is known to be a table, so all are divided; call"
       " update_by_rows() before build()"
     )
-  return "no weight of an `Embedding` is trained"
+  return "no `Embedding` is trained, so no gradient is known to be row-sparse"
 
 
 def _notes(
@@ -276,7 +278,11 @@ def _summary(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
   groups = content["groups"]
   shown = textwrap.shorten(str(groups), 50, placeholder=" ...]")
   yield "strategy", content["strategy"]
-  yield "groups", f"{len(groups)} of {content['group_size']} replicas: {shown}"
+  yield (
+    "groups",
+    f"{_count(len(groups), 'group')} of"
+    f" {_count(content['group_size'], 'replica')}: {shown}",
+  )
   factors = content["loss_factors"]
   chosen = content["loss_averaged_over"]
   target = "gradients" if content["scale_gradients"] else "loss"
@@ -293,10 +299,19 @@ def _summary(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
   yield "accumulation", f"{calls} calls make a step" if calls > 1 else "none"
   yield "NaN or infinity", content["nonfinite"]
   yield "sharding", content["sharding"] or "none"
-  for title, key in (("bytes sent", "bytes_sent"), ("state", "state_bytes")):
+  for title, key, padding in (
+    ("sent", "bytes_sent", content["padding_sent"]),
+    ("state", "state_bytes", 0),
+  ):
     size = content[key]
-    shown = "not known before build()" if size is None else f"{size:,} bytes"
-    yield title, shown if size is None else f"{shown} per replica"
+    more = f", {padding:,} of them padding" if padding else ""
+    known = f"{size or 0:,} bytes by each replica{more}"
+    yield title, "not known before build" if size is None else known
+
+
+def _count(number: int, noun: str) -> str:
+  """Returns a number with its noun."""
+  return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _cell(row: dict[str, Any], field: str) -> str:
@@ -313,15 +328,13 @@ def _cell(row: dict[str, Any], field: str) -> str:
 
 def _members(row: dict[str, Any]) -> str:
   """Returns which members of a group update a variable."""
-  elements = row["elements"]
-  count = len(elements)
   if row["owner"] is not None:
-    return f"{row['owner']} of {count}"
-  first, *others = [i for i, size in enumerate(elements) if size] or [0]
-  if len(others) + 1 == count and len(set(elements)) == 1:
+    return f"owner {row['owner']}"
+  elements = row["elements"]
+  if set(elements) == {math.prod(row["shape"])}:
     return "all"
-  parts = f"{first}-{others[-1]}" if others else str(first)
-  return f"parts {parts} of {count}"
+  parts = [str(i) for i, size in enumerate(elements) if size]
+  return "part " + "-".join(dict.fromkeys((parts[0], parts[-1])))
 
 
 def _align(table: Sequence[Sequence[str]]) -> list[str]:
