@@ -115,7 +115,7 @@ def test_reasons(which: str, name: str, reason: str) -> None:
   optimizer, _ = _make(which, opt, strategy=_one_device())
   [of_row] = {row["reason"] for row in optimizer.describe().rows()}
   may_compile = which == "keras" and name != "subclass"
-  too_few = "; fewer than a million elements, so no XLA"
+  too_few = "; no XLA, because there are fewer than a million elements"
   assert of_row == reason + (too_few if may_compile else "")
 
 
@@ -427,7 +427,7 @@ def test_groups_and_factors(which: str) -> None:
   assert (content["groups"], content["group_size"]) == (pairs, 2)
   assert content["loss_factors"] == {"replica": 0.5, "global": 2.0}
   text = str(optimizer.describe())
-  assert "2 groups of 2 replicas: [[0, 2], [1, 3]]" in text
+  assert "2 x 2 replicas: [[0, 2], [1, 3]]" in text
   assert 'mean: loss times 0.5 for "replica" or 2 for "global"' in text
   optimizer, _ = _make(
     which, reduction="sum", loss_averaged_over="global", scale_gradients=True

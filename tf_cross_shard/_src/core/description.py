@@ -278,11 +278,7 @@ def _summary(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
   groups = content["groups"]
   shown = textwrap.shorten(str(groups), 50, placeholder=" ...]")
   yield "strategy", content["strategy"]
-  yield (
-    "groups",
-    f"{_count(len(groups), 'group')} of"
-    f" {_count(content['group_size'], 'replica')}: {shown}",
-  )
+  yield "groups", f"{len(groups)} x {content['group_size']} replicas: {shown}"
   factors = content["loss_factors"]
   chosen = content["loss_averaged_over"]
   target = "gradients" if content["scale_gradients"] else "loss"
@@ -307,11 +303,6 @@ def _summary(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
     more = f", {padding:,} of them padding" if padding else ""
     known = f"{size or 0:,} bytes by each replica{more}"
     yield title, "not known before build" if size is None else known
-
-
-def _count(number: int, noun: str) -> str:
-  """Returns a number with its noun."""
-  return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _cell(row: dict[str, Any], field: str) -> str:

@@ -30,7 +30,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
 
@@ -191,8 +191,7 @@ def is_compiled(optimizer: Any) -> bool:
   return bool(getattr(optimizer, "jit_compile", False)) or kernels.is_compiled()
 
 
-@dataclasses.dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
   """How a step updates one variable.
 
   Attributes:
@@ -231,67 +230,46 @@ class Plan:
     """Returns whether the kernel updates a variable with a dense gradient."""
     return self.kernel is not None and kernels.dtype_of(variable) in _DTYPES
 
-  def compiled(
+  def ways(
     self, variables: Sequence[Any], are_sparse: Sequence[bool]
-  ) -> list[bool]:
-    """Returns for each variable whether XLA compiles its update.
+  ) -> list[Way]:
+    """Returns how a step updates each variable.
 
     Args:
       variables: All `tf.Variable`s that a step updates.
       are_sparse: Whether their gradients are row-sparse.
     """
-    can_be = self._compilable(variables, are_sparse)
-    is_worth_it = not self._why_not_worth(variables, can_be)
-    return [is_worth_it and could_be for could_be in can_be]
+    pairs = list(zip(variables, are_sparse, strict=True))
+    why_not_xla = self._why_not_xla(
+      [v for v, is_sparse in pairs if not is_sparse]
+    )
+    return [self._way(*pair, why_not_xla) for pair in pairs]
 
-  def _compilable(
-    self, variables: Sequence[Any], are_sparse: Sequence[bool]
-  ) -> list[bool]:
-    """Returns for each variable whether XLA can compile its update."""
-    return [
-      self.may_compile and not is_sparse and kernels.dtype_of(v) in _DTYPES
-      for v, is_sparse in zip(variables, are_sparse, strict=True)
-    ]
+  def _way(self, variable: Any, is_sparse: bool, why_not_xla: str) -> Way:
+    """Returns how a step updates a variable."""
+    dtype = kernels.dtype_of(variable)
+    if self.is_final:
+      return Way(self.own, self.reason)
+    if is_sparse:
+      return Way(self.own, "no kernel for row-sparse gradients")
+    if dtype not in _DTYPES:
+      return Way(self.own, f"no kernel for {dtype.name}")
+    if self.kernel is not None:
+      return Way(self.kernel.operation)
+    if not self.may_compile or why_not_xla:
+      return Way(self.own, self.reason + why_not_xla)
+    return Way("XLA", self.reason)
 
-  def _why_not_worth(
-    self, variables: Sequence[Any], can_be: Sequence[bool]
-  ) -> str:
+  def _why_not_xla(self, dense: Sequence[Any]) -> str:
     """Returns why XLA would not outrun Keras' operations; "" if it would."""
-    if self.at_any_size:
+    if self.at_any_size or not self.may_compile:
       return ""
-    dense = list(itertools.compress(variables, can_be))
+    dense = [v for v in dense if kernels.dtype_of(v) in _DTYPES]
     if not all("CPU" in variable.device for variable in dense):
-      return "not all variables are on CPUs"
-    count = sum(math.prod(variable.shape) for variable in dense)
-    return "" if count >= _MANY_ELEMENTS else "fewer than a million elements"
-
-  def ways(
-    self, variables: Sequence[Any], are_sparse: Sequence[bool]
-  ) -> list[Way]:
-    """Returns how a step updates each variable; arguments as in `compiled`."""
-    can_be = self._compilable(variables, are_sparse)
-    not_worth = self._why_not_worth(variables, can_be)
-    ways = []
-    for variable, is_sparse, could_be in zip(
-      variables, are_sparse, can_be, strict=True
-    ):
-      dtype = kernels.dtype_of(variable)
-      if self.is_final:
-        way = Way(self.own, self.reason)
-      elif is_sparse:
-        way = Way(self.own, "no kernel for row-sparse gradients")
-      elif self.kernel is not None and self.has_kernel(variable):
-        way = Way(self.kernel.operation)
-      elif dtype not in _DTYPES:
-        way = Way(self.own, f"no kernel for {dtype.name}")
-      elif could_be and not not_worth:
-        way = Way("XLA", self.reason)
-      elif could_be:
-        way = Way(self.own, f"{self.reason}; {not_worth}, so no XLA")
-      else:
-        way = Way(self.own, self.reason)
-      ways.append(way)
-    return ways
+      return "; no XLA, because not all variables are on CPUs"
+    if sum(math.prod(v.shape) for v in dense) < _MANY_ELEMENTS:
+      return "; no XLA, because there are fewer than a million elements"
+    return ""
 
 
 def plan(
@@ -397,10 +375,11 @@ def _compile_dense(
     pairs: The method's second argument: gradients and variables.
     *rate: The method's last argument, the learning rate.
   """
-  is_done = own_plan.compiled(
+  ways = own_plan.ways(
     [variable for _, variable in pairs],
     [isinstance(gradient, tf.IndexedSlices) for gradient, _ in pairs],
   )
+  is_done = [way.name == "XLA" for way in ways]
   if any(is_done):
     # One compiled function for all dense updates.
     dense = list(itertools.compress(pairs, is_done))
