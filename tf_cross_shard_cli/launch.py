@@ -78,9 +78,7 @@ def free_ports(count: int) -> list[int]:
 def cluster(workers: int, chief: bool = False) -> list[dict[str, str]]:
   """Returns the environment of each worker: TF_CONFIG with free ports.
 
-  Args:
-    workers: The number of processes.
-    chief: Whether the first process is a "chief" instead of a "worker".
+  If `chief`, the first process is a "chief" instead of a "worker".
   """
   addresses = [f"localhost:{port}" for port in free_ports(workers)]
   chiefs = {"chief": addresses[:1]} if chief else {}

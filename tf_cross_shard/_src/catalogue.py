@@ -15,13 +15,9 @@ from typing import Any
 
 
 def publish(module: Mapping[str, Any]) -> Callable[[], list[str]]:
-  """Makes a module the home of the classes and functions in its `__all__`.
+  """Makes a module, given its `globals()`, the home of the names in `__all__`.
 
-  Args:
-    module: The `globals()` of the module.
-
-  Returns:
-    A function for the module's `__dir__`, which returns the public names.
+  Returns a function for the module's `__dir__`, which returns the public names.
   """
   names = module["__all__"]
   for name in names:
@@ -39,9 +35,5 @@ def forward(old: str, module: types.ModuleType) -> None:
   >>> import pickle
   >>> forward("tf_cross_shard.old_name", types)
   >>> import tf_cross_shard.old_name
-
-  Args:
-    old: The name that the module had.
-    module: The module.
   """
   sys.modules[old] = module

@@ -277,13 +277,7 @@ class PerGroup:
 
 
 def bind(optimizer: Any, groups: groups_lib.Groups, package: str) -> None:
-  """Sets the groups of every `PerGroup` in an optimizer.
-
-  Args:
-    optimizer: An optimizer, which may encapsulate other optimizers.
-    groups: The groups.
-    package: The Keras of the optimizer: "keras" or "tf_keras".
-  """
+  """Sets the groups of every `PerGroup` in an optimizer, however nested."""
   for layer in optimizer_state.nested_optimizers(optimizer):
     bind_rate(keras_private.learning_rates(layer), groups, package)
 
@@ -312,10 +306,8 @@ def bound(forwarded: property) -> property:
   """Returns the property `learning_rate` of a CrossShardOptimizer.
 
   When you assign a PerGroup, the property sets its groups. When you assign a
-  number instead of a PerGroup, it raises an error.
-
-  Args:
-    forwarded: The property that forwards to the encapsulated optimizer.
+  number instead of a PerGroup, it raises an error. Otherwise it does what
+  `forwarded` does.
   """
 
   def assign(optimizer: Any, value: Any) -> None:
@@ -330,13 +322,7 @@ def bound(forwarded: property) -> property:
 
 
 def bind_rate(rate: Any, groups: groups_lib.Groups, package: str) -> None:
-  """Sets the groups of every `PerGroup` in a learning rate.
-
-  Args:
-    rate: A learning rate, or a list of learning rates.
-    groups: The groups.
-    package: The Keras of the optimizer: "keras" or "tf_keras".
-  """
+  """Sets the groups of every `PerGroup` in one learning rate or in a list."""
   schedules = list(_within(rate, _schedule_class(package)))
   # Check all of them before any is changed.
   for rates in schedules:

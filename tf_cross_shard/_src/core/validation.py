@@ -40,12 +40,7 @@ def strategy_in_words(strategy: tf.distribute.Strategy) -> str:
 
 
 def check_variable(argument: str, variable: object) -> None:
-  """Raises `TypeError` unless a value is a variable.
-
-  Args:
-    argument: The name of the argument that holds the value, for the error.
-    variable: The value.
-  """
+  """Raises `TypeError` unless a value of this argument is a variable."""
   if not is_variable(variable):
     raise TypeError(
       f"`{argument}` must contain tf.Variable or keras.Variable objects; got"
@@ -143,9 +138,7 @@ def check_global_step(global_step: Any) -> None:
 def check_scalar(loss: tf.Tensor, seeded: bool) -> None:
   """Raises `ValueError` unless a loss that is averaged is a scalar.
 
-  Args:
-    loss: The loss.
-    seeded: Whether the caller gives a weight to each element (`grad_loss`).
+  With `grad_loss`, which gives each element a weight, the loss is `seeded`.
   """
   if not seeded and loss.shape.rank not in (0, None):
     raise ValueError(
@@ -160,13 +153,7 @@ def check_known(
   is_known: Callable[[Any], bool],
   argument: str = "grads_and_vars",
 ) -> None:
-  """Raises `ValueError` if a built optimizer does not know a variable.
-
-  Args:
-    variables: The variables.
-    is_known: A function that returns whether the optimizer knows a variable.
-    argument: The argument that holds the variables, for the error.
-  """
+  """Raises `ValueError` if a built optimizer does not know a variable."""
   for variable in variables:
     if not is_known(variable):
       raise ValueError(

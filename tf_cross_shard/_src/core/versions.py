@@ -79,11 +79,7 @@ def _check_new_enough(
 ) -> None:
   """Raises `ImportError` if a package is older than a version.
 
-  Args:
-    name: The name of the package in the error.
-    module: The package.
-    oldest: The oldest version that is supported.
-    remedy: The command that installs a newer version.
+  `remedy` is the command that installs a newer version, if it is unusual.
   """
   number = module.__version__
   if version.Version(number) < version.Version(oldest):

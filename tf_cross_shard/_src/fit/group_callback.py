@@ -60,11 +60,7 @@ def group_names(optimizer: Any) -> list[str]:
 def check_count(name: str, value: Any, least: int, unit: str) -> None:
   """Raises `ValueError` unless an argument is an integer of at least `least`.
 
-  Args:
-    name: The name of the argument.
-    value: Its value.
-    least: The least value that is valid.
-    unit: The things that the argument counts, for the error.
+  `unit` is what the argument counts, for the error.
   """
   if type(value) is not int or value < least:
     raise ValueError(
@@ -235,8 +231,7 @@ class GroupCallback(tf.keras.callbacks.Callback):
   def state_of_groups(self, is_whole: bool = False) -> group_state.GroupState:
     """Returns the model's variables in all groups.
 
-    Args:
-      is_whole: Whether to include the optimizer's variables.
+    If `is_whole`, the optimizer's variables are included.
     """
     return group_state.GroupState(self.model.optimizer, self.model, is_whole)
 
@@ -359,14 +354,8 @@ class GroupMonitor(GroupCallback):
     """Updates the best values; returns which of the groups have improved.
 
     A group improves if its metric is better than its best by more than
-    `min_delta`. NaN is never better.
-
-    Args:
-      logs: The logs of an epoch, with the metric of each group.
-      judged: A bool array of shape `[num_groups]`: the groups to look at.
-
-    Returns:
-      A bool array of shape `[num_groups]`.
+    `min_delta`. NaN is never better. `judged`, the groups to look at, and the
+    result are bool arrays of shape `[num_groups]`.
     """
     best = self._numbers["best"]
     values = np.array(

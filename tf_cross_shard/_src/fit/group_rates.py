@@ -18,11 +18,8 @@ def prepare(model: Any, caller: str) -> None:
 
   The learning rates of a PerGroup are constants of the traced step. This
   function creates a variable by which each group multiplies its constant. In a
-  training loop of your own, call it before the first step is traced.
-
-  Args:
-    model: A compiled model.
-    caller: The class that needs this, for errors.
+  training loop of your own, call it before the first step is traced. Errors
+  name the `caller`.
 
   Raises:
     TypeError: If the optimizer has a learning rate schedule.

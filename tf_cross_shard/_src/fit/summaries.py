@@ -27,13 +27,9 @@ class Runs:
     scalars: Mapping[str, Any],
     hparams: Mapping[str, Any],
   ) -> None:
-    """Adds a point to each curve of a run.
+    """Adds a point at `step` to each curve of a run; `scalars` are by curve.
 
-    Args:
-      run: The name of the run, which is a folder in the log folder.
-      step: The place of the points on the horizontal axis.
-      scalars: The points, by the name of their curve.
-      hparams: The row of the HParams page; used when the run is new.
+    `hparams` is the run's row of the HParams page, used when the run is new.
     """
     if run not in self._writers:
       self._writers[run] = tf.summary.create_file_writer(

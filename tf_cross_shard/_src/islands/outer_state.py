@@ -164,11 +164,8 @@ class OuterState:
   ) -> None:
     """Creates the variables, with the weights as the first anchor.
 
-    Args:
-      trained_by: The optimizer that trains the groups.
-      weights: The variables to synchronize. All groups have equal values.
-      optimizer: The outer optimizer.
-      has_warmup: Whether to create the optimizer that `average` needs.
+    All groups have equal weights. If `has_warmup`, this also creates the
+    optimizer that `average` needs.
     """
     self.trained_by = trained_by
     self.weights = list(weights)
@@ -206,8 +203,7 @@ class OuterState:
   def count(self, calls: int) -> tuple[int, int]:
     """Counts calls of `apply_gradients`.
 
-    Returns:
-      How many steps were complete before these calls, and are complete now.
+    Returns how many steps were complete before these calls, and are now.
     """
     before = int(self.calls.numpy())
     self.calls.assign_add(calls)
@@ -217,16 +213,14 @@ class OuterState:
   def take_outer_step(self) -> bool:
     """Moves the anchor, and all groups to it; see the top of this file.
 
-    Returns:
-      Whether the outer gradient was finite. If not, nothing changes.
+    Returns whether the outer gradient was finite. If not, nothing changes.
     """
     return self._synchronize(self._outer_step)
 
   def average(self) -> bool:
     """Gives the anchor and all groups the mean of the groups' weights.
 
-    Returns:
-      Whether the mean was finite. If not, nothing changes.
+    Returns whether the mean was finite. If not, nothing changes.
     """
     return self._synchronize(self._averaging_step)
 

@@ -78,19 +78,11 @@ class SplitDataset(input_lib.DistributedDataset):
 def split(
   dataset: tf.data.Dataset, num_replicas: int, options: Any = None
 ) -> SplitDataset:
-  """Splits each global batch into one part for each replica.
+  """Splits each global batch of dense tensors into one part for each replica.
 
   Of B rows, each of the N replicas receives B // N rows in order, and the first
   B % N replicas receive one more row each. Each batch is split separately, so
   that a smaller last batch is also split as evenly as possible.
-
-  Args:
-    dataset: A dataset of dense tensors with the global batch along axis 0.
-    num_replicas: The number of replicas.
-    options: `tf.distribute.InputOptions`, or None.
-
-  Returns:
-    The distributed dataset.
 
   Raises:
     ValueError: If a component of the dataset is not dense or has no rows.
@@ -122,16 +114,8 @@ def deal(
 ) -> SplitDataset:
   """Gives each replica one element of the dataset in every step.
 
-  If the last elements do not suffice for all replicas, they are dropped: one
-  program runs all replicas.
-
-  Args:
-    dataset: A dataset of dense tensors, already batched for one replica.
-    num_replicas: The number of replicas.
-    options: `tf.distribute.InputOptions`, or None.
-
-  Returns:
-    The distributed dataset.
+  The dataset is already batched for one replica. If the last elements do not
+  suffice for all replicas, they are dropped: one program runs all replicas.
 
   Raises:
     ValueError: If a component of the dataset is not dense.

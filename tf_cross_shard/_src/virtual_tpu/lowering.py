@@ -87,15 +87,9 @@ def trace(
   specs: Sequence[tf.TensorSpec],
   known: Callable[[], Sequence[replica_variable.ReplicaVariable]],
 ) -> Traced:
-  """Traces a replica's function.
+  """Traces a replica's function for arguments of these dtypes and shapes.
 
-  Args:
-    fn: The function.
-    specs: The dtype and shape of each argument.
-    known: Returns the variables of the strategy that exist now.
-
-  Returns:
-    The graph and its captured inputs.
+  `known` returns the variables of the strategy that exist now.
 
   Raises:
     TPUCompileError: If the function uses a resource that is not a variable of

@@ -37,15 +37,7 @@ def in_replica_program() -> bool:
 def cross_replica_sum(
   tensor: tf.Tensor, group_assignment: Sequence[Sequence[int]]
 ) -> tf.Tensor:
-  """Sums a tensor over this replica's group, inside a replica's program.
-
-  Args:
-    tensor: The tensor of this replica.
-    group_assignment: The groups, as lists of replica numbers.
-
-  Returns:
-    The sum, in the shape and dtype of `tensor`.
-  """
+  """Sums a tensor over this replica's group, inside a replica's program."""
   # TPUs sum float64, but this operation does not: gather the values instead.
   if tensor.dtype == tf.float64:
     return tf.reduce_sum(_gather(tensor, group_assignment), axis=0)
@@ -62,15 +54,9 @@ def all_to_all(
 ) -> tf.Tensor:
   """Sends the i-th slice along axis 0 to the i-th member of the group.
 
+  Axis 0 has the size of a group. The result has the shape of the tensor.
   In the graph it is a sum inside a name scope. `hlo.Module.portable` turns this
   sum into an all-to-all.
-
-  Args:
-    tensor: The tensor of this replica; axis 0 has the size of a group.
-    group_assignment: The groups, as lists of replica numbers.
-
-  Returns:
-    The slices that this replica receives, in the shape of `tensor`.
   """
   with tf.name_scope(ALL_TO_ALL):
     return cross_replica_sum(tensor, group_assignment)
@@ -85,16 +71,7 @@ class TracedReplicaContext(tf.distribute.ReplicaContext):
     return _replica_id()
 
   def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-    """Concatenates the replicas' values along an axis.
-
-    Args:
-      value: A tensor, or a structure of tensors.
-      axis: The dimension to concatenate along.
-      options: Ignored.
-
-    Returns:
-      The concatenated values, in the structure of `value`.
-    """
+    """Concatenates the tensors of all replicas, or structures of tensors."""
 
     def gather(tensor: Any) -> tf.Tensor:
       values = _gather(tf.convert_to_tensor(tensor), self._all)

@@ -114,14 +114,10 @@ class Client:
   def compile(
     self, module: bytes, outputs: Sequence[tuple[tuple[int, ...], Any]]
   ) -> Executable:
-    """Compiles a module for all replicas.
+    """Compiles a module for all replicas, given each output's shape and dtype.
 
-    Args:
-      module: The serialized HLO module.
-      outputs: The shape and dtype of each output.
-
-    Returns:
-      A function that runs the module once on every replica and waits for all.
+    Returns a function that runs the module once on every replica and waits for
+    all.
     """
     loaded = self._client.compile_and_load(
       _to_stablehlo(self._xla, module),

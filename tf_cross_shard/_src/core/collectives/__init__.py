@@ -57,9 +57,7 @@ def for_strategy(
 ) -> engine.Engine:
   """Returns the engine that sums within groups under a strategy.
 
-  Args:
-    strategy: The strategy whose replicas are grouped.
-    groups: The groups; None for one group of all replicas.
+  Without `groups`, all replicas form one group.
 
   Raises:
     NotImplementedError: If no engine supports the strategy.

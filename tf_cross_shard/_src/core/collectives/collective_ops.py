@@ -181,21 +181,12 @@ class CollectiveOps:
   def reduce_scatter(
     self, row: tf.Tensor, groups: groups_lib.Groups, replica: int, device: str
   ) -> tf.Tensor:
-    """Sums buffers over the group and returns this member's part of the sum.
+    """Sums `[group_size * n]` over the group; returns this member's `[n]`.
 
         part k of all members ─ all-to-all ─▶ member k sums its parts
 
     `CollectiveReduceScatterV2` has no CPU kernel. Adding locally also allows
     half-precision parts to be added in float32.
-
-    Args:
-      row: `[group_size * n]`: one part of n elements for each member.
-      groups: The grouping.
-      replica: The replica that calls.
-      device: The device of that replica.
-
-    Returns:
-      `[n]`, of the dtype of `row`.
     """
     rows = tf.reshape(row, [groups.group_size, -1])
     [received] = self.run(ALL_TO_ALL, [rows], groups, replica, device)

@@ -59,17 +59,11 @@ class Engine(abc.ABC):
 
   @abc.abstractmethod
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums each tensor over this replica's group.
+    """Sums each tensor, dense and of any shape, over this replica's group.
 
         result[i] = sum over r in group of tensors_r[i]
 
     All members of a group receive the same bits.
-
-    Args:
-      tensors: Any number of dense tensors, of any shapes.
-
-    Returns:
-      The sums, in the order and shapes of `tensors`.
     """
 
   def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -129,14 +123,10 @@ class Engine(abc.ABC):
   def reduce_part(
     self, tensors: Sequence[tf.Tensor], parts: shard_layout.Layout
   ) -> tf.Tensor:
-    """Returns this member's part of the sums over the group.
+    """Returns this member's part of the sums over the group, `[parts.part]`.
 
-    Args:
-      tensors: Flat tensors of one dtype, with the same shapes on all members.
-      parts: Which elements each member receives, in the order of `position`.
-
-    Returns:
-      `[parts.part]`: the sums of this member's elements.
+    All members pass flat tensors of one dtype, with the same shapes. The parts
+    are in the order of `position`.
     """
     return self.reduce_scatter(self.row(tensors, parts))
 
@@ -145,12 +135,7 @@ class Engine(abc.ABC):
   ) -> list[tf.Tensor]:
     """Gathers the parts of all members into whole tensors.
 
-    It is the reverse of `reduce_part`.
-
-    Args:
-      part: `[parts.part]`, the part of this member.
-      parts: Which elements each member holds.
-      like: Tensors or variables with the shapes of the results.
+    It is the reverse of `reduce_part`. The results have the shapes of `like`.
     """
     row = self.all_gather_part(part)
     joined = parts.join(tf.split(row, self.groups.group_size))
@@ -175,14 +160,7 @@ class Engine(abc.ABC):
     return tf.concat([_pack(values, parts, member) for member in members], 0)
 
   def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
-    """Sums buffers over the group and returns this member's part of the sum.
-
-    Args:
-      row: `[group_size * n]`: one part of n elements for each member.
-
-    Returns:
-      `[n]`: this member's part of the sum.
-    """
+    """Sums `[group_size * n]` over the group; returns this member's `[n]`."""
     [total] = self.all_reduce_narrow([row])
     part = total.shape[0] // self.groups.group_size
     return tf.slice(total, [self.position() * part], [part])
@@ -190,11 +168,8 @@ class Engine(abc.ABC):
   def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
     """Concatenates the parts of all members: the reverse of `reduce_scatter`.
 
-    Args:
-      part: `[n]`, of one shape and dtype on all members.
-
-    Returns:
-      `[group_size * n]`, in the order of `position`.
+    All parts are `[n]`, of one dtype. The result is `[group_size * n]`, in the
+    order of `position`.
     """
     # Sum buffers that are zero except for one member's part.
     return self.all_reduce_sum([self.place_among_zeros(part)])[0]

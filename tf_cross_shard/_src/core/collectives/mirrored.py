@@ -51,11 +51,8 @@ class Mirrored(engine.Engine):
   ) -> None:
     """Chooses between merge calls and collective operations.
 
-    Args:
-      strategy: The strategy.
-      groups: The groups.
-      prefer_merge: Whether to use merge calls where they are possible. None
-        means on CPUs only.
+    `prefer_merge` is whether to use merge calls where they are possible; None
+    means on CPUs only.
     """
     super().__init__(strategy, groups)
     self._devices = tuple(strategy.extended.worker_devices)

@@ -33,11 +33,7 @@ _merging: Final = threading.local()
 
 @contextlib.contextmanager
 def isolate(strategy: tf.distribute.Strategy) -> Iterator[None]:
-  """Makes the calling replica act as if it were the only one.
-
-  Args:
-    strategy: The strategy of the replica.
-  """
+  """Makes the calling replica act as if it were the only one."""
   # Prefer a Python number: a tensor of this graph cannot be used in the graph
   # of a tf.cond.
   replica = replica_id()
@@ -56,9 +52,6 @@ def isolate_in_one_program(
   aggregation is ONLY_FIRST_REPLICA, such as Keras' counters, normally receives
   the value of replica 0, which may belong to a different group. In this context
   it receives the value of its own replica. That value is equal within a group.
-
-  Args:
-    strategy: The strategy of the replica.
   """
   return _OneProgramContext(strategy, tf.distribute.get_replica_context())
 

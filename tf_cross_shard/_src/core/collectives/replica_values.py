@@ -94,9 +94,7 @@ class Copies:
   def agree(self, topic: str, lines: Sequence[str] = ()) -> None:
     """Raises the same error on all workers unless all make this call.
 
-    Args:
-      topic: The purpose of the call, for the error.
-      lines: Lines that must be equal on all workers.
+    The `lines` must be equal on all workers. Errors name the `topic`.
     """
     if self.workers is not None:
       agreement.agree(self.workers, topic, lines)
@@ -113,12 +111,7 @@ class Copies:
     return [np.array(copy.numpy()) for copy in copies]
 
   def write(self, variable: Any, arrays: Sequence[Array]) -> None:
-    """Sets the copy of each replica of this process.
-
-    Args:
-      variable: The variable.
-      arrays: One value for each replica of this process.
-    """
+    """Sets the copy of each replica of this process to the replica's array."""
     set_copies = getattr(native(variable), "set_copies", None)
     if set_copies is not None:
       # A sharded slot receives all values in one call. Assigning one replica's
@@ -142,12 +135,9 @@ class Copies:
     return [copies[replica] for replica in replicas]
 
   def digests(self, variables: Sequence[Any]) -> list[list[bytes]]:
-    """Returns a hash of each copy, to find copies that differ.
+    """Returns a hash of each copy: for each variable, one for each replica.
 
     Two copies with the same digest have the same bits.
-
-    Returns:
-      One list for each variable, with one digest for each replica.
     """
     own = [
       [
@@ -168,11 +158,9 @@ class Copies:
     ]
 
   def gather(self, own: Sequence[Array]) -> list[Array]:
-    """Returns the arrays of all replicas.
+    """Returns the arrays of all replicas, given those of this process.
 
-    Args:
-      own: One array for each replica of this process. The arrays of all
-        replicas have the same dtype and shape.
+    The arrays of all replicas have the same dtype and shape.
     """
     engine = self.engine
     if len(engine.replicas_here) == engine.num_replicas:
@@ -219,9 +207,7 @@ def _pad_rows(array: Array, rows: int) -> Array:
 def _gather_words(strategy: tf.distribute.Strategy, words: tf.Tensor) -> Any:
   """Gathers rows; each replica returns the rows of all, concatenated.
 
-  Args:
-    strategy: The strategy.
-    words: `[replicas here, n]`: one row for each replica of this process.
+  `words` is `[replicas here, n]`: one row for each replica of this process.
   """
   engine = collectives.for_strategy(strategy)
 

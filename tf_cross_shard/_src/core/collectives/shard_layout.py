@@ -65,15 +65,11 @@ class Layout:
 
   @classmethod
   def even(cls, sizes: Sequence[int], members: int) -> "Layout":
-    """Cuts concatenated tensors into parts of equal sizes.
+    """Cuts concatenated tensors of these sizes into parts of equal sizes.
 
     >>> layout = Layout.even([3, 2], 2)
     >>> [[(c.index, c.start, c.stop) for c in cuts] for cuts in layout.cuts]
     [[(0, 0, 3)], [(1, 0, 2)]]
-
-    Args:
-      sizes: The number of elements of each tensor.
-      members: The number of members.
     """
     # At least one element: collectives do not accept empty tensors.
     part = max(1, -(-sum(sizes) // members))
@@ -96,18 +92,13 @@ class Layout:
     """Gives each tensor to one member, so that costs are balanced.
 
     Tensors are assigned in order of falling cost, each to the member whose
-    tensors have the least total cost so far. A member that receives no tensor
-    shares the cheapest one and repeats its update, because no part may be
-    empty.
+    tensors have the least total cost so far. Costs can have any unit. A member
+    that receives no tensor shares the cheapest one and repeats its update,
+    because no part may be empty.
 
     >>> layout = Layout.whole([4, 1, 2, 2], [4, 1, 2, 2], 2)
     >>> [[cut.index for cut in cuts] for cuts in layout.cuts]
     [[0, 1], [2, 3]]
-
-    Args:
-      sizes: The number of elements of each tensor.
-      costs: What the update of each tensor costs, in any unit.
-      members: The number of members.
     """
     owned: list[list[int]] = [[] for _ in range(members)]
     spent = [0.0] * members
@@ -135,15 +126,9 @@ class Layout:
   def pack(
     self, member: int, read: Callable[[Cut], tf.Tensor], dtype: tf.DType
   ) -> tf.Tensor:
-    """Creates the part of a member.
+    """Creates the part of a member, `[part]`: its cuts' elements, then zeros.
 
-    Args:
-      member: The member.
-      read: A function that returns the elements of a cut.
-      dtype: The dtype of the elements.
-
-    Returns:
-      `[part]`: the elements of the member's cuts, then zeros.
+    `read` returns the elements of a cut.
     """
     pieces = packing.flatten([read(cut) for cut in self.cuts[member]])
     missing = self.part - sum(cut.size for cut in self.cuts[member])

@@ -23,13 +23,7 @@ def make_reducible(
   variables: Sequence[Any],
   engine: engines.Engine,
 ) -> list[Gradient]:
-  """Makes sparse gradients dense if the engine cannot gather rows.
-
-  Args:
-    grads: The gradients of this replica.
-    variables: The variables of the gradients.
-    engine: The engine that will sum the gradients.
-  """
+  """Makes sparse gradients dense if the engine cannot gather rows."""
   if engine.keeps_rows:
     return list(grads)
   return [
@@ -108,14 +102,9 @@ class Wire:
   def sum_part(
     self, grads: Sequence[tf.Tensor], parts: shard_layout.Layout
   ) -> tf.Tensor:
-    """Returns this member's part of the sums over the group.
+    """Returns this member's part of the sums of flat gradients, `[parts.part]`.
 
-    Args:
-      grads: Flat gradients of one dtype.
-      parts: Which elements each member receives.
-
-    Returns:
-      `[parts.part]`, of the dtype of the gradients.
+    All gradients have one dtype, which is also the dtype of the part.
     """
     scale = self._scale()
     factor = 1.0 if scale is None else scale
@@ -127,14 +116,9 @@ class Wire:
   def _sum_dense(
     self, grads: Sequence[tf.Tensor], exact: Sequence[tf.Tensor]
   ) -> list[tf.Tensor]:
-    """Sums dense gradients, in packed buffers.
+    """Sums gradients, sent in the wire's dtype, and `exact`, sent in its own.
 
-    Args:
-      grads: Gradients, which are sent in the dtype of the wire.
-      exact: Tensors, which are sent in their own dtype.
-
-    Returns:
-      The sums of the gradients, followed by the sums of `exact`.
+    Returns the sums of the gradients, followed by the sums of `exact`.
     """
     wide = [*grads, *exact]
     engine = self._engine

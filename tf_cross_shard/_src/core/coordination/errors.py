@@ -101,12 +101,8 @@ def is_reported(text: str) -> bool:
 def from_message(text: str) -> Exception | None:
   """Returns the error that is behind a message of TensorFlow.
 
-  Args:
-    text: The message.
-
-  Returns:
-    A MissingWorkerError, DisagreementError or WorkerLostError, or None if the
-    message is not about workers.
+  It is a MissingWorkerError, DisagreementError or WorkerLostError, or None if
+  the message is not about workers.
   """
   reported = _REPORTED.search(text)
   if reported:

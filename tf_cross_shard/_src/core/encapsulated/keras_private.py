@@ -53,9 +53,7 @@ def batches_per_call(model: Any) -> int:
 def begin_at(model: Any, epoch: int | None) -> None:
   """Makes `fit` begin at an epoch, from a callback's `on_train_begin` on.
 
-  Args:
-    model: The model.
-    epoch: The epoch; None for the argument `initial_epoch` of `fit`.
+  If the epoch is None, `fit` begins at its argument `initial_epoch`.
   """
   if keras_of(model).__name__ == "keras":
     model._initial_epoch = epoch
@@ -147,14 +145,10 @@ def averages(optimizer: Any) -> list[Any]:
 
 
 def show_averages(loss_scaler: Any, averages: list[Any]) -> None:
-  """Lets SwapEMAWeights find the averages in a LossScaleOptimizer.
+  """Lets SwapEMAWeights find the averages in a LossScaleOptimizer of Keras 3.
 
   The callback looks one level inside `model.optimizer`. If `model.optimizer` is
   a CrossShardOptimizer, that is the LossScaleOptimizer, which has no averages.
-
-  Args:
-    loss_scaler: A LossScaleOptimizer of Keras 3, built.
-    averages: The averages of the optimizer that it encapsulates.
   """
   if averages:
     # Not `setattr`: Keras would track the list and save the averages twice.
@@ -208,11 +202,7 @@ def unlisted_attributes(optimizer: Any) -> dict[str, Any]:
 
 
 def exclusions(optimizer: Any) -> tuple[list[Any], list[str]]:
-  """Returns what `exclude_from_weight_decay` was called with.
-
-  Returns:
-    The keys of variables, and patterns of names.
-  """
+  """Returns the keys and patterns that `exclude_from_weight_decay` received."""
   keys = getattr(optimizer, "_exclude_from_weight_decay", ())
   pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
   # tf_keras has a list of patterns, Keras 3 one that is compiled.

@@ -195,14 +195,11 @@ def _sharded_state_of(optimizer: Any) -> Any:
 def _names(variables: Sequence[Any], trained: Sequence[Any]) -> list[str]:
   """Returns names without numbers that depend on earlier objects of a program.
 
-  Keras 3 names a slot after its variable: "adam/dense_7_kernel_momentum" is a
-  slot of "dense_7/kernel". The result for this slot would be
-  "adam/dense/kernel/momentum". Other variables have the whole path at the end:
-  "gradient_sum/dense_7/kernel" becomes "gradient_sum/dense/kernel".
-
-  Args:
-    variables: The variables of the optimizer.
-    trained: The variables after which slots are named.
+  Keras 3 names a slot after its variable, which is among the trained ones:
+  "adam/dense_7_kernel_momentum" is a slot of "dense_7/kernel". The result for
+  this slot would be "adam/dense/kernel/momentum". Other variables have the
+  whole path at the end: "gradient_sum/dense_7/kernel" becomes
+  "gradient_sum/dense/kernel".
   """
   trained_paths = list(map(variables_lib.path_of, trained))
   stable_names = variables_lib.renumbered(trained_paths)

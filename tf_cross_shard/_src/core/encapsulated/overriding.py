@@ -24,10 +24,6 @@ def overriding(target: Any, **attributes: Any) -> Iterator[None]:
   (2, 3)
   >>> point.x, hasattr(point, "y")
   (1, False)
-
-  Args:
-    target: The object.
-    **attributes: The values by the names of the attributes.
   """
   own = vars(target)
   before = {name: own[name] for name in attributes if name in own}

@@ -96,18 +96,10 @@ for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), "neg"):
 def gathered(
   inner: encapsulated.Encapsulated, variable: Any, indices: tf.Tensor
 ) -> Iterator[Rows]:
-  """Replaces the slots of a variable with rows inside the context.
+  """Replaces the slots of a variable with their rows at unique indices.
 
-  At the end of the context the rows of the variable and of its slots are
-  stored.
-
-  Args:
-    inner: The encapsulated optimizer.
-    variable: The variable.
-    indices: The indices of the rows, unique.
-
-  Yields:
-    The rows of the variable itself.
+  Yields the rows of the variable itself. At the end of the context the rows of
+  the variable and of its slots are stored.
   """
   optimizer = inner.innermost
   index, count = inner.place_of(variable)

@@ -128,12 +128,9 @@ class V1Update:
   def update_step(
     self, gradient: Any, variable: Any, learning_rate: Any = None
   ) -> None:
-    """Updates a variable and its slots.
+    """Updates a variable and its slots with a dense or row-sparse gradient.
 
-    Args:
-      gradient: The gradient, dense or row-sparse.
-      variable: The variable.
-      learning_rate: The learning rate; None in tf_keras, which passes none.
+    The learning rate is None in tf_keras, which passes none.
     """
     rate = self.learning_rate if learning_rate is None else learning_rate
     arguments = self._kernel.arguments(self, tf.cast(rate, tf.float32))

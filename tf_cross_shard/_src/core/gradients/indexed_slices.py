@@ -31,12 +31,6 @@ def merge_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
   inside branches and after their values were changed. Calling `tf.unique`
   twice would fail under XLA (`tf.function(jit_compile=True)`): the second call
   would mistake the padding of the first for rows.
-
-  Args:
-    slices: A row-sparse gradient.
-
-  Returns:
-    Slices of the same dense value, without an index that occurs twice.
   """
   rows = tf.convert_to_tensor(slices.indices)  # A tuple in Keras' own tests.
   # A single row needs no `tf.unique`, whose result XLA cannot use in every
@@ -69,17 +63,13 @@ def _is_unique(indices: Any) -> bool:
 
 
 def to_dense(slices: Any, variable: Any) -> Any:
-  """Returns the dense form of a row-sparse gradient.
+  """Returns the dense form of a row-sparse gradient, in its variable's shape.
 
   A dense gradient and None are returned unchanged.
 
   >>> slices = tf.IndexedSlices(tf.constant([[2.0]]), tf.constant([1]))
   >>> to_dense(slices, tf.Variable([[0.0], [0.0]])).numpy().tolist()
   [[0.0], [2.0]]
-
-  Args:
-    slices: A gradient.
-    variable: Its variable. The dense gradient has the shape of this variable.
   """
   if not isinstance(slices, tf.IndexedSlices):
     return slices

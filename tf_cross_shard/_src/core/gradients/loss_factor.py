@@ -80,12 +80,6 @@ def loss_factor(
   2.0
   >>> loss_factor("sum", "replica", num_replicas=8, group_size=4)
   1.0
-
-  Args:
-    reduction: `"mean"` or `"sum"`.
-    averaged_over: `"replica"` or `"global"`.
-    num_replicas: The number of replicas of the strategy.
-    group_size: The number of replicas in each group.
   """
   copies = num_replicas if averaged_over == GLOBAL else 1
   return copies / group_size if reduction == MEAN else float(copies)

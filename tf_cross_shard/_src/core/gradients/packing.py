@@ -180,15 +180,11 @@ def narrow(
 def widen(
   tensors: Sequence[tf.Tensor], like: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-  """Casts tensors back to the dtypes that they had before `narrow`.
+  """Casts tensors back to the dtypes that they had before `narrow`: of `like`.
 
   >>> [wide] = widen([tf.constant([1.5], tf.bfloat16)], [tf.constant([0.0])])
   >>> wide.dtype.name
   'float32'
-
-  Args:
-    tensors: The tensors.
-    like: Tensors with the dtypes of the results.
   """
   return [
     tensor if tensor.dtype == wide.dtype else tf.cast(tensor, wide.dtype)

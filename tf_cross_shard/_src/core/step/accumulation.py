@@ -66,12 +66,9 @@ class Window(context_lib.Stage, abc.ABC):
   def add(
     self, own: Sequence[Gradient], variables: Sequence[Any], finish: Finish
   ) -> None:
-    """Adds up gradients; the last call of the window calls `finish`.
+    """Adds up this replica's gradients; the window's last call calls `finish`.
 
-    Args:
-      own: This replica's gradients.
-      variables: The variables of the gradients.
-      finish: A function that receives the gradients of the whole window.
+    `finish` receives the gradients of the whole window.
     """
 
 
@@ -85,10 +82,7 @@ class OneCall(Window):
   ) -> None:
     """Creates the window.
 
-    Args:
-      context: The settings, the encapsulated optimizer and the engine.
-      by_group: The settings that differ between groups. An optimizer that
-        accumulates by itself needs them in every call.
+    An optimizer that accumulates by itself needs `by_group` in every call.
     """
     super().__init__(context)
     self._by_group = by_group
@@ -336,10 +330,7 @@ class KerasAccumulation(Accumulation):
   ) -> None:
     """Creates the window of the encapsulated optimizer.
 
-    Args:
-      context: The settings, the encapsulated optimizer and the engine.
-      by_group: The settings that differ between groups. They must be active
-        whenever Keras adds gradients.
+    The settings of `by_group` must be active whenever Keras adds gradients.
     """
     assert context.encapsulated.accumulates is not None
     super().__init__(context, context.encapsulated.accumulates)

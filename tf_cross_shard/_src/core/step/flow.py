@@ -224,13 +224,7 @@ class Step:
   def _finish(
     self, call: Call, overwrites: Sequence[bool], totals: Sequence[Gradient]
   ) -> None:
-    """Ends a window: sums over the group, and applies the sums once.
-
-    Args:
-      call: The last call of the window.
-      overwrites: For each variable, whether its gradient is its next value.
-      totals: This replica's gradients of the whole window.
-    """
+    """Ends a window: sums `totals` over the group, and applies the sums."""
     if call.is_reduced:
       sums = self.update.own_part(totals, call.variables)
     else:

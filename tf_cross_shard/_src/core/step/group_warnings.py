@@ -56,12 +56,7 @@ class GroupWarnings:
   """The warnings of an optimizer with groups, each given once."""
 
   def __init__(self, name: str, engine: Any) -> None:
-    """Creates the watch of an optimizer.
-
-    Args:
-      name: The name of the optimizer, for the warnings.
-      engine: The engine, which knows the groups and the strategy.
-    """
+    """Creates the watch of the optimizer with this name and this engine."""
     self._name = name
     self._groups = groups = engine.groups
     self._engine = engine

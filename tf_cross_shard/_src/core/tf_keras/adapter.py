@@ -202,10 +202,9 @@ class TfKerasState(state.State):
     return list(dict.fromkeys(name for by_name in slots for name in by_name))
 
   def _slots_of(self, *keys: Any) -> dict[str, Any]:
-    """Returns the slots of a variable by name.
+    """Returns the slots, by name, of the variable that has these keys.
 
-    Args:
-      *keys: Keys that may identify the variable. The first is Keras' own.
+    The first key is Keras' own. The variable may lack the other keys.
     """
     places = self._owner.innermost._index_dict
     index, count = places[keys[0]], len(places)

@@ -89,11 +89,7 @@ def why_not_lazy(context: context_lib.Context) -> str:
 
 
 def is_exact(optimizer: Any) -> bool:
-  """Returns whether plain Keras also changes only rows with a gradient.
-
-  Args:
-    optimizer: The optimizer that keeps the slots.
-  """
+  """Returns whether plain Keras also changes only rows with a gradient."""
   # tf_keras' SGD writes a slot for each row in each step, with momentum or not.
   return fused_update.keras_class(optimizer) in _EXACT and not (
     getattr(optimizer, "momentum", 0)
@@ -132,11 +128,7 @@ class Tables(context_lib.Stage):
     return False
 
   def add(self, var_list: Any, var_names: Any) -> None:
-    """Declares variables as tables.
-
-    Args:
-      var_list: Variables, or None.
-      var_names: Parts of the paths of variables, or None.
+    """Declares variables as tables, and those whose path contains a name.
 
     Raises:
       ValueError: If the optimizer updates all rows.

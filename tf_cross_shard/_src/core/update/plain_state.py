@@ -156,14 +156,7 @@ class PlainState:
     template: Template,
     find_slot: FindSlot,
   ) -> None:
-    """Finds the state of each weight.
-
-    Args:
-      inner: The encapsulated optimizer, built.
-      weights: The weights that the plain optimizer would be built on.
-      template: An optimizer with the plain optimizer's order and names.
-      find_slot: Returns where `inner` keeps a slot of the template.
-    """
+    """Finds where `inner`, which is built, keeps the state of each weight."""
     self.trainable_variables = list(weights)
     self._indices = {
       id(variables_lib.native(weight)): i for i, weight in enumerate(weights)
@@ -264,15 +257,11 @@ def of_shards(
   places: Sequence[tuple[int, int | None]],
   engine: engines.Engine,
 ) -> PlainState:
-  """Returns the state of an optimizer that is built on shards of weights.
+  """Returns the state of an optimizer that is built on shards and on tables.
 
-  Args:
-    inner: The encapsulated optimizer, built on shards and unsharded tables.
-    weights: The weights that the plain optimizer would be built on.
-    places: For each weight, the index of the variable of `inner` that holds it,
-      and the weight's first element within the joined shards; None for a table,
-      which is not sharded.
-    engine: The engine, which knows the groups and the strategy.
+  `places` has, for each weight, the index of the variable of `inner` that holds
+  it, and the weight's first element within the joined shards; None for a table,
+  which is not sharded.
   """
   # One copy of the template is enough: creating a copy for each replica takes
   # four times as long.
@@ -305,12 +294,8 @@ def of_owners(
 ) -> PlainState:
   """Returns the state of an optimizer whose weights each have an owner.
 
-  Args:
-    inner: The encapsulated optimizer, built on `weights`.
-    weights: The weights.
-    owners: For each weight, the owner's position among the members of a group;
-      None if all members update the weight.
-    engine: The engine, which knows the groups and the strategy.
+  `owners` has, for each weight, the owner's position among the members of a
+  group; None if all members update the weight.
 
   Raises:
     ValueError: If a variable of the optimizer cannot be matched to exactly one

@@ -136,11 +136,9 @@ class ShardedUpdate(update.Update):
 
   @abc.abstractmethod
   def _make_bucket(self, variables: list[Any], number: int) -> WeightBucket:
-    """Decides which elements each member updates.
+    """Decides which elements of the weights each member updates.
 
-    Args:
-      variables: The weights of the bucket.
-      number: The number of the bucket among those with the same key.
+    `number` is the number of the bucket among those with the same key.
     """
 
   @abc.abstractmethod
@@ -164,11 +162,7 @@ class ShardedUpdate(update.Update):
 
   @abc.abstractmethod
   def _own_gradients(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns the gradients of `_own_variables`.
-
-    Args:
-      parts: This member's part of each bucket's sums.
-    """
+    """Returns the gradients of `_own_variables`, given one part per bucket."""
 
   @abc.abstractmethod
   def _own_values(self, bucket: WeightBucket) -> tf.Tensor:
@@ -319,8 +313,7 @@ class ShardedUpdate(update.Update):
   def _gather_weights(self, is_step: Any) -> None:
     """Gives each replica the whole weights, from the parts of all members.
 
-    Args:
-      is_step: Whether the weights were updated. False if the step was skipped.
+    `is_step` is False if the step was skipped, so that weights did not change.
     """
     del is_step
     for bucket in self.buckets:
@@ -447,14 +440,7 @@ class ShardedUpdate(update.Update):
 
 
 def choose_kind(optimizer: Any, shard_update: Any) -> str:
-  """Returns the kind of sharded update for an optimizer.
-
-  Args:
-    optimizer: The optimizer that keeps the slots.
-    shard_update: The argument: True, `"elementwise"` or `"by_variable"`.
-
-  Returns:
-    `"elementwise"` or `"by_variable"`.
+  """Returns `"elementwise"` or `"by_variable"`, as asked or by the optimizer.
 
   Raises:
     ValueError: If the optimizer cannot be sharded in this way.

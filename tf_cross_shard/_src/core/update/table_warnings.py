@@ -45,11 +45,6 @@ class TableWarnings:
     """Warns if the step that is being traced costs as much as the whole table.
 
     Call it before the update, which may read the table itself.
-
-    Args:
-      table: The variable.
-      grad: Its gradient.
-      is_compiled: Whether XLA compiles the step.
     """
     path = variables_lib.path_of(table)
     if path in self._warned or table.shape.num_elements() < LARGE:

@@ -62,13 +62,7 @@ class Update(context_lib.Stage, abc.ABC):
     wire: wire_lib.Wire,
     tables: embedding_tables.Tables,
   ) -> None:
-    """Creates an update.
-
-    Args:
-      context: The settings, the encapsulated optimizer and the engine.
-      wire: Sums gradients over the group, in the dtype in which they are sent.
-      tables: Knows and updates the embedding tables that are updated by rows.
-    """
+    """Creates an update that sums gradients with `wire`."""
     super().__init__(context)
     self._wire = wire
     self._tables = tables
@@ -96,10 +90,7 @@ class Update(context_lib.Stage, abc.ABC):
   ) -> Sequence[Gradient]:
     """Returns the group's sums, or the part of them that this member applies.
 
-    Args:
-      grads: This replica's own gradients.
-      variables: The variables of the gradients.
-      overwrites: For each variable, whether its gradient is its next value.
+    `overwrites` says for each variable whether its gradient is its next value.
     """
 
   @abc.abstractmethod
@@ -115,12 +106,10 @@ class Update(context_lib.Stage, abc.ABC):
     variables: Sequence[Any],
     apply_once: embedding_tables.ApplyOnce,
   ) -> None:
-    """Updates the weights. Afterwards all members have the same weights.
+    """Updates the weights with what `reduce` or `own_part` returned.
 
-    Args:
-      sums: What `reduce` or `own_part` returned.
-      variables: All variables of the step.
-      apply_once: Lets the encapsulated optimizer apply sums to variables.
+    Afterwards all members have the same weights. `apply_once` lets the
+    encapsulated optimizer apply sums to variables.
     """
 
   @abc.abstractmethod
@@ -229,9 +218,7 @@ class Update(context_lib.Stage, abc.ABC):
         sum[v] = sum over r in group of grads_r[v]
         sum[v] = the same / group_size, where grads_r[v] is the next value of v
 
-    Args:
-      grads: This replica's own gradients.
-      overwrites: For each gradient, whether it is its variable's next value.
+    `overwrites` says for each gradient whether it is a next value.
     """
     # Values are sent exactly. Gradients may be rounded to `wire_dtype`.
     values = [

@@ -67,11 +67,7 @@ class WholeSlot(_Trackable):
   ) -> None:
     """Creates a slot that reads `span` of the joined parts.
 
-    Args:
-      named: A variable with the name and path of the plain optimizer's slot.
-      parts: The sharded variable.
-      span: Where the weight is in the joined parts.
-      engine: The engine, which knows the groups and the strategy.
+    `named` is a variable with the name and path of the plain optimizer's slot.
     """
     self.name = str(named.name)
     self.path = str(getattr(named, "path", named.name))
@@ -138,11 +134,7 @@ class WholeSlot(_Trackable):
     ]
 
   def set_copies(self, values: Sequence[np.ndarray[Any, Any]]) -> None:
-    """Writes into each replica of this process its part of a whole value.
-
-    Args:
-      values: A whole value for each replica of this process.
-    """
+    """Writes into each replica of this process its part of its whole value."""
     copies = self._copies()
     parts = copies.here(self.parts)
     start, stop = self._span.start, self._span.stop
@@ -188,13 +180,7 @@ class OwnedSlot(WholeSlot):
   """
 
   def __init__(self, slot: Any, owner: int, engine: engines.Engine) -> None:
-    """Creates a slot that reads the owner's copy.
-
-    Args:
-      slot: The variable.
-      owner: The position of the weight's owner among the members of a group.
-      engine: The engine, which knows the groups and the strategy.
-    """
+    """Creates a slot that reads the copy of the group's member `owner`."""
     super().__init__(slot, slot, Span(0, tuple(slot.shape)), engine)
     self._owner = owner
 

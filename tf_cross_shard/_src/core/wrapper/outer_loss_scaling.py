@@ -29,10 +29,8 @@ def reduce_before(
 ) -> None:
   """Makes our optimizer reduce gradients before a LossScaleOptimizer does.
 
-  Args:
-    scaling: The loss scaling of our optimizer.
-    around: The LossScaleOptimizer that was just created around our optimizer.
-    methods: Our methods that replace methods of `around`, by name.
+  `around` is the LossScaleOptimizer, which was just created around our
+  optimizer. Our `methods` replace its methods of the same names.
   """
   scaling.around = None  # An earlier LossScaleOptimizer is not used any more.
   # If `opt` is also a LossScaleOptimizer, only `opt` scales the loss.
