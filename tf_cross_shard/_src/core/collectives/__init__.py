@@ -1,4 +1,4 @@
-"""All-reduce, all-gather and all-to-all within groups of replicas.
+"""All-reduce, reduce-scatter and all-gather within groups of replicas.
 
 `tf.distribute` can only sum over all replicas of a strategy. Each engine in
 this folder sums within groups, under one kind of strategy:

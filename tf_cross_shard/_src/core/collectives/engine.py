@@ -5,7 +5,6 @@ collective of the base class is built from these two:
 
     reduce_scatter     all-reduce of the whole buffer, then this member's part
     all_gather_part    all-reduce of parts, each at its place among zeros
-    all_to_all         all-gather of all rows, then the rows for this member
 
 Engines override a collective if their strategy has an operation that sends
 less.
@@ -76,26 +75,6 @@ class Engine(abc.ABC):
   @abc.abstractmethod
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Concatenates each tensor over this replica's group along axis 0."""
-
-  @property
-  def can_exchange(self) -> bool:
-    """Whether `all_to_all` sends each member no more than it receives."""
-    return True
-
-  def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
-    """Sends row i to the i-th member of the group.
-
-    Args:
-      rows: `[group_size, n]`, in the order of `position`.
-
-    Returns:
-      `[group_size, n]`: the rows that the members sent to this replica.
-    """
-    # [sender, receiver, n]. This member keeps the rows of which it is the
-    # receiver.
-    everything = self.all_gather_part(tf.reshape(rows, [-1]))
-    shape = [self.groups.group_size, *rows.shape]
-    return tf.reshape(everything, shape)[:, self.position()]
 
   @property
   def bucket_bytes(self) -> int | None:

@@ -154,32 +154,6 @@ class Mirrored(engine.Engine):
       part, self.groups, replica, self._devices[replica]
     )
 
-  def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
-    """Sends row i to the i-th member.
-
-    In a merge call, each member selects its rows from the rows of all members.
-    """
-    if self._merges_here():
-
-      def combine(
-        copies: list[list[tf.Tensor]], members: list[int]
-      ) -> list[tf.Tensor]:
-        [of_members] = copies
-        return [
-          tf.stack([copy[place] for copy in of_members])
-          for place in range(len(members))
-        ]
-
-      return self._merge([rows], combine)[self.position()]
-    if not collective_ops.keeps_order(self.groups):
-      return super().all_to_all(rows)
-    replica = self._replica()
-    device = self._devices[replica]
-    [received] = self._collectives.run(
-      collective_ops.ALL_TO_ALL, [rows], self.groups, replica, device
-    )
-    return received
-
   def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums, in float32 if the members sum in a merge call."""
     if not self._merges_here():

@@ -142,15 +142,6 @@ class MultiWorker(engine.Engine):
       return super().all_gather_part(part)
     return self._collectives.all_gather(part, self.groups, *self._place())
 
-  def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
-    """Sends row i to the i-th member."""
-    return self._run(collective_ops.ALL_TO_ALL, [rows])[0]
-
-  @property
-  def can_exchange(self) -> bool:
-    """Whether the runtime sees the members in replica order."""
-    return collective_ops.keeps_order(self.groups)
-
   def agree(
     self,
     topic: str,

@@ -5,7 +5,6 @@ XLA's collectives receive the groups as an operand:
     all-reduce       CrossReplicaSum(tensor, group_assignment)
     reduce-scatter   XlaReduceScatter(row, group_assignment)
     all-gather       AllToAll(group_size copies of the part, group_assignment)
-    all-to-all       AllToAll(rows, group_assignment)
 
 Gradients are not packed into buffers. The TPU compiler merges small sums by
 itself, and packing would only copy the gradients twice.
@@ -84,11 +83,9 @@ class TPU(engine.Engine):
     """
     if part.dtype == tf.float64:
       return super().all_gather_part(part)
-    return self._exchange(tf.tile(part, [self.groups.group_size]))
-
-  def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
-    """Sends row i to the i-th member."""
-    return tf.reshape(self._exchange(tf.reshape(rows, [-1])), rows.shape)
+    exchange = getattr(self.strategy.extended, "all_to_all", _all_to_all)
+    repeated = tf.tile(part, [self.groups.group_size])
+    return exchange(repeated, _in_order(self.groups))
 
   @property
   def bucket_bytes(self) -> None:
@@ -111,11 +108,6 @@ class TPU(engine.Engine):
     Merge calls of a TPU strategy run immediately, also in `tf.cond`.
     """
     return replica_isolation.isolate_in_one_program(self.strategy)
-
-  def _exchange(self, tensor: tf.Tensor) -> Any:
-    """Sends the i-th of equal slices to the i-th member."""
-    exchange = getattr(self.strategy.extended, "all_to_all", _all_to_all)
-    return exchange(tensor, _in_order(self.groups))
 
   def _sum(self, tensor: tf.Tensor, assignment: list[list[int]]) -> Any:
     """Sums one tensor over the group."""
