@@ -77,22 +77,15 @@ class Mirrored(engine.Engine):
     """Sums over the group, in a merge call or in a collective."""
     if self._merges_here():
       return self._sum(tensors, tf.add_n)
-    replica = self._replica()
     return self._collectives.run(
-      collective_ops.ALL_REDUCE,
-      tensors,
-      self.groups,
-      replica,
-      self._devices[replica],
+      collective_ops.ALL_REDUCE, tensors, self.groups, *self._place()
     )
 
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Concatenates over the group; numbers of rows may differ."""
     # Use a merge call on GPUs, too: unlike a collective, it needs no padding.
     if not collective_ops.can_merge():
-      replica = self._replica()
-      device = self._devices[replica]
-      return self._collectives.join_rows(tensors, self.groups, replica, device)
+      return self._collectives.join_rows(tensors, self.groups, *self._place())
     return self._merge_each(tensors, lambda copies: tf.concat(copies, axis=0))
 
   def reduce_part(
@@ -138,10 +131,7 @@ class Mirrored(engine.Engine):
     """Returns this member's part of the sum."""
     if not collective_ops.keeps_order(self.groups):
       return super().reduce_scatter(row)
-    replica = self._replica()
-    return self._collectives.reduce_scatter(
-      row, self.groups, replica, self._devices[replica]
-    )
+    return self._collectives.reduce_scatter(row, self.groups, *self._place())
 
   def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
     """Concatenates parts, which have the same shape on all members."""
@@ -149,10 +139,7 @@ class Mirrored(engine.Engine):
       return self.all_gather([part])[0]
     if not collective_ops.keeps_order(self.groups):
       return super().all_gather_part(part)
-    replica = self._replica()
-    return self._collectives.all_gather(
-      part, self.groups, replica, self._devices[replica]
-    )
+    return self._collectives.all_gather(part, self.groups, *self._place())
 
   def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums, in float32 if the members sum in a merge call."""
@@ -253,13 +240,14 @@ class Mirrored(engine.Engine):
     by_group = tf.distribute.get_replica_context().merge_call(
       combine_groups, args=tuple(tensors)
     )
-    return list(by_group[self.groups.index_of(self._replica())])
+    replica, _ = self._place()
+    return list(by_group[self.groups.index_of(replica)])
 
-  def _replica(self) -> int:
-    """Returns this replica's number, which is known while tracing."""
+  def _place(self) -> tuple[int, str]:
+    """Returns the number and the device of the calling replica."""
     replica = replica_isolation.replica_id()
-    assert replica is not None
-    return replica
+    assert replica is not None  # This strategy knows it while tracing.
+    return replica, self._devices[replica]
 
 
 def _add_widened(parts: list[tf.Tensor]) -> tf.Tensor:

@@ -70,7 +70,9 @@ class MultiWorker(engine.Engine):
 
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums over the group, in collectives."""
-    return self._run(collective_ops.ALL_REDUCE, tensors)
+    return self._collectives.run(
+      collective_ops.ALL_REDUCE, tensors, self.groups, *self._place()
+    )
 
   def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums tensors; half-precision ones are sent narrow and added in float32.
@@ -101,12 +103,9 @@ class MultiWorker(engine.Engine):
     fits = size is not None and size % members == 0
     if not fits:
       flat = tf.pad(flat, [[0, -tf.size(flat) % members]])
-    rows = tf.reshape(flat, [members, -1])
-    [parts] = self._run(collective_ops.ALL_TO_ALL, [rows])
-    part = tf.reduce_sum(tf.cast(parts, tf.float32), axis=0)
-    words = collective_ops.as_words(tf.cast(part, tensor.dtype))
-    [joined] = self._run(collective_ops.ALL_GATHER, [words])
-    whole = collective_ops.from_words(joined, tensor)
+    place = self._place()
+    part = self._collectives.reduce_scatter(flat, self.groups, *place)
+    whole = self._collectives.all_gather(part, self.groups, *place)
     if not fits:
       whole = whole[: tf.size(tensor)]
     return tf.reshape(whole, tf.shape(tensor))
@@ -182,10 +181,6 @@ class MultiWorker(engine.Engine):
       replica_isolation.replica_id() == self._first_here()
       and not engine.is_copied(variable)
     )
-
-  def _run(self, name: str, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Runs collectives for the calling replica."""
-    return self._collectives.run(name, tensors, self.groups, *self._place())
 
   def _place(self) -> tuple[int, str]:
     """Returns the number and the device of the calling replica."""
