@@ -5,6 +5,8 @@ All settings are in one frozen object. The constructor creates the object,
 reads its settings from it.
 """
 
+# ruff: noqa: RUF009  # `_setting` returns a field.
+
 import dataclasses
 import math
 import numbers
@@ -24,16 +26,18 @@ _Class = TypeVar("_Class", bound=type[Any])
 LIMITS: Final = ("clipnorm", "global_clipnorm", "clipvalue")
 
 
-def _about(doc: str, *, is_replaceable: bool = False) -> dict[str, Any]:
-  """Returns the metadata of a setting.
+def _setting(default: Any, doc: str, *, is_replaceable: bool = False) -> Any:
+  """Declares a setting.
 
   Args:
+    default: The default of the argument.
     doc: The documentation of the optimizer's property of this name.
     is_replaceable: Whether the user can assign the property. Steps that are
       traced afterwards use the new value. In `fit`, call
       `model.make_train_function(force=True)` to trace steps again.
   """
-  return {"doc": doc, "is_replaceable": is_replaceable}
+  metadata = {"doc": doc, "is_replaceable": is_replaceable}
+  return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,87 +50,56 @@ class Settings:
   docstring of the optimizer's constructor explains each argument in full.
   """
 
-  reduction: str = dataclasses.field(
-    default=loss_factor.MEAN, metadata=_about('`"mean"` or `"sum"`.')
-  )
-  name: str = dataclasses.field(
-    default="CrossShardOptimizer", metadata=_about("The name of the optimizer.")
-  )
+  reduction: str = _setting(loss_factor.MEAN, '`"mean"` or `"sum"`.')
+  name: str = _setting("CrossShardOptimizer", "The name of the optimizer.")
   # The constructor accepts any form of groups. The field is `Groups` or None.
-  group_assignment: Any = dataclasses.field(
-    default=None,
-    metadata=_about("The groups as lists; None for one group of all replicas."),
+  group_assignment: Any = _setting(
+    None, "The groups as lists; None for one group of all replicas."
   )
-  loss_averaged_over: str | None = dataclasses.field(
-    default=None,
-    metadata=_about('`"replica"`, `"global"`, or None to decide by the call.'),
+  loss_averaged_over: str | None = _setting(
+    None, '`"replica"`, `"global"`, or None to decide by the call.'
   )
-  clipnorm: float | None = dataclasses.field(
-    default=None,
-    metadata=_about(
-      "Limit of the norm of each gradient, before the sum.", is_replaceable=True
-    ),
+  clipnorm: float | None = _setting(
+    None,
+    "Limit of the norm of each gradient, before the sum.",
+    is_replaceable=True,
   )
-  global_clipnorm: float | None = dataclasses.field(
-    default=None,
-    metadata=_about(
-      "Limit of the norm of all gradients together, before the sum.",
-      is_replaceable=True,
-    ),
+  global_clipnorm: float | None = _setting(
+    None,
+    "Limit of the norm of all gradients together, before the sum.",
+    is_replaceable=True,
   )
-  clipvalue: float | None = dataclasses.field(
-    default=None,
-    metadata=_about(
-      "Limit of each element of a gradient, before the sum.",
-      is_replaceable=True,
-    ),
+  clipvalue: float | None = _setting(
+    None,
+    "Limit of each element of a gradient, before the sum.",
+    is_replaceable=True,
   )
-  wire_dtype: tf.DType | None = dataclasses.field(
-    default=None,
-    metadata=_about(
-      "The dtype of gradients while they travel; None for exact sums."
-    ),
+  wire_dtype: tf.DType | None = _setting(
+    None, "The dtype of gradients while they travel; None for exact sums."
   )
-  skip_nonfinite: bool = dataclasses.field(
-    default=False,
-    metadata=_about(
-      "Whether steps with a NaN or an infinity are skipped and counted."
-    ),
+  skip_nonfinite: bool = _setting(
+    False, "Whether steps with a NaN or an infinity are skipped and counted."
   )
-  scale_gradients: bool = dataclasses.field(
-    default=False,
-    metadata=_about(
-      "Whether the factor of the mean scales gradients, not the loss."
-    ),
+  scale_gradients: bool = _setting(
+    False, "Whether the factor of the mean scales gradients, not the loss."
   )
-  fused_update: bool | None = dataclasses.field(
-    default=None,
-    metadata=_about(
-      "Whether kernels or XLA do the updates; None where they are faster."
-    ),
+  fused_update: bool | None = _setting(
+    None, "Whether kernels or XLA do the updates; None where they are faster."
   )
-  accumulate_steps: int | None = dataclasses.field(
-    default=None, metadata=_about("How many calls make one step; None for one.")
+  accumulate_steps: int | None = _setting(
+    None, "How many calls make one step; None for one."
   )
-  shard_update: bool | str = dataclasses.field(
-    default=False,
-    metadata=_about(
-      "Whether each member of a group updates one part of the weights."
-    ),
+  shard_update: bool | str = _setting(
+    False, "Whether each member of a group updates one part of the weights."
   )
-  lazy_rows: bool | str = dataclasses.field(
-    default=False,
-    metadata=_about(
-      "Whether row-sparse gradients update only the rows in the batch."
-    ),
+  lazy_rows: bool | str = _setting(
+    False, "Whether row-sparse gradients update only the rows in the batch."
   )
   # The field is {name: [a number for each group]} or None.
-  group_settings: Any = dataclasses.field(
-    default=None,
-    metadata=_about(
-      "A number for each group, by the name of a setting; or None.",
-      is_replaceable=True,
-    ),
+  group_settings: Any = _setting(
+    None,
+    "A number for each group, by the name of a setting; or None.",
+    is_replaceable=True,
   )
 
   def __post_init__(self) -> None:
