@@ -134,5 +134,4 @@ class GroupBatchNorm:
       sums, _ = wire.Wire(engine).sum(tensors)
       return sums, lambda *upstream: self._sum(*upstream)
 
-    sums: list[tf.Tensor] = add_up(*tensors)
-    return sums
+    return add_up(*tensors)

@@ -349,8 +349,7 @@ def _within(value: Any, schedule: type[Any]) -> Iterator[PerGroup]:
 def _schedule_class(package: str) -> type[Any]:
   """Returns the base class of schedules in "keras" or "tf_keras"."""
   schedules = sys.modules[package].optimizers.schedules
-  kind: type[Any] = schedules.LearningRateSchedule
-  return kind
+  return schedules.LearningRateSchedule
 
 
 def _row(rows: tf.Tensor, groups: groups_lib.Groups) -> tf.Tensor:

@@ -420,8 +420,7 @@ def _group_index(
       )
   # `ids` is a permutation of all replicas. argsort inverts it, which gives the
   # position of each replica in the flat table.
-  places: list[int] = (np.argsort(ids) // sizes[0]).tolist()
-  return places
+  return (np.argsort(ids) // sizes[0]).tolist()
 
 
 def _as_id(replica: Any, shown: object) -> int:

@@ -132,10 +132,7 @@ def gradients(
   """
   own = _parts_of(optimizer)
   own.checks.check_place()
-  pairs: differentiation.Pairs = own.step.differentiate(
-    loss, var_list, tape, default, options
-  )
-  return pairs
+  return own.step.differentiate(loss, var_list, tape, default, options)
 
 
 def make_variable(optimizer: Any, value: Any, name: str) -> Any:

@@ -47,5 +47,4 @@ def parts_of(optimizer: Any) -> Parts | None:
   None for any other object, and for a wrapper whose Keras constructor is
   running.
   """
-  parts: Parts | None = getattr(optimizer, "__dict__", {}).get(_ATTRIBUTE)
-  return parts
+  return getattr(optimizer, "__dict__", {}).get(_ATTRIBUTE)

@@ -200,8 +200,7 @@ class GradientCollector:
 
 def current() -> GradientCollector | None:
   """Returns the collector of the tower that the caller runs in, or None."""
-  collector: GradientCollector | None = getattr(_local, "collector", None)
-  return collector
+  return getattr(_local, "collector", None)
 
 
 def variables() -> shared_variables.CallVariables:

@@ -88,8 +88,7 @@ class Module:
         instruction.opcode = "all-to-all"
         instruction.dimensions[:] = [0]
         del instruction.called_computation_ids[:]
-    serialized: bytes = self._proto.SerializeToString()
-    return serialized
+    return self._proto.SerializeToString()
 
   def dynamic_operations(self) -> list[str]:
     """Returns the names of TensorFlow operations with shapes set by data."""

@@ -61,10 +61,9 @@ class RunArguments:
   def bind(self, tensors: Sequence[tf.Tensor]) -> tuple[Any, Any]:
     """Puts one replica's tensors into the structure of args and kwargs."""
     inputs, is_input = iter(tensors), iter(self._is_input)
-    bound: tuple[Any, Any] = tf.nest.map_structure(
+    return tf.nest.map_structure(
       lambda leaf: next(inputs) if next(is_input) else leaf, self._structure
     )
-    return bound
 
   def key(self) -> Any:
     """Returns a key that is equal for arguments of the same program."""
@@ -294,8 +293,7 @@ def pack_results(structure: Any, outputs: Sequence[PerReplica]) -> Any:
 
 def programs_of(graph: tf.Graph) -> list[Program]:
   """Returns the programs that operations of a graph or its functions run."""
-  programs: list[Program] = getattr(graph, _PROGRAMS, [])
-  return programs
+  return getattr(graph, _PROGRAMS, [])
 
 
 def _is_input(leaf: Any) -> bool:

@@ -54,9 +54,9 @@ def all_to_all(
 ) -> tf.Tensor:
   """Sends the i-th slice along axis 0 to the i-th member of the group.
 
-  Axis 0 has the size of a group. The result has the shape of the tensor.
-  In the graph it is a sum inside a name scope. `hlo.Module.portable` turns this
-  sum into an all-to-all.
+  Axis 0 has the size of a group. The result has the shape of `tensor`. In the
+  graph, the exchange is a sum inside a name scope. `hlo.Module.portable` turns
+  this sum into an all-to-all.
   """
   with tf.name_scope(ALL_TO_ALL):
     return cross_replica_sum(tensor, group_assignment)

@@ -341,8 +341,7 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
   def _local_results(self, value: Any) -> tuple[Any, ...]:
     if not replica_context.in_replica_program():
       value = _with_views(value)
-    results: tuple[Any, ...] = super()._local_results(value)
-    return results
+    return super()._local_results(value)
 
   def combine(
     self, operation: tf.distribute.ReduceOp, value: Any, axis: Any = None

@@ -103,8 +103,7 @@ class Copies:
     """Returns the copies that the replicas of this process have."""
     whole_copies = getattr(native(variable), "whole_copies", None)
     if whole_copies is not None:  # It is a sharded slot.
-      whole: list[Array] = whole_copies()
-      return whole
+      return whole_copies()
     copies = list(self._copies(variable))
     if len(copies) == 1:  # All replicas share one variable.
       copies *= len(self.engine.replicas_here)
@@ -190,10 +189,7 @@ class Copies:
 
   def _copies(self, variable: Any) -> Sequence[Any]:
     """Returns each local replica's variable, or the one that all share."""
-    copies: Sequence[Any] = self.engine.strategy.experimental_local_results(
-      native(variable)
-    )
-    return copies
+    return self.engine.strategy.experimental_local_results(native(variable))
 
 
 # At module level, so that it is traced once and not in every call.

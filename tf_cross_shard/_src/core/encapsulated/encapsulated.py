@@ -123,8 +123,7 @@ class Encapsulated(abc.ABC):
   @property
   def begin_as_weights(self) -> Sequence[Any]:
     """The slots that start at the weights, in the order of the weights."""
-    slots: Sequence[Any] = getattr(self.innermost, self._begins_as_weights, ())
-    return slots
+    return getattr(self.innermost, self._begins_as_weights, ())
 
   def fuse(self, wanted: bool | None) -> None:
     """Sets whether kernels or XLA do the optimizer's steps.
@@ -161,8 +160,7 @@ class Encapsulated(abc.ABC):
   @property
   def places(self) -> dict[Any, int]:
     """The place of each trained variable, by Keras' key of the variable."""
-    places: dict[Any, int] = getattr(self.innermost, self._index_attribute)
-    return places
+    return getattr(self.innermost, self._index_attribute)
 
   def index(self, variable: Any) -> Any:
     """Returns the place of a variable among the trained ones, or None."""

@@ -89,10 +89,7 @@ def decays(optimizer: Any, variable: Any) -> bool:
 def nested(optimizer: Any) -> Sequence[Any]:
   """Returns the optimizers of a MultiOptimizer; empty for other optimizers."""
   # From `__dict__`: a wrapper would forward the attribute.
-  own: Sequence[Any] = getattr(optimizer, "__dict__", {}).get(
-    "_inner_optimizers", ()
-  )
-  return own
+  return getattr(optimizer, "__dict__", {}).get("_inner_optimizers", ())
 
 
 def learning_rates(optimizer: Any) -> list[Any]:
@@ -115,8 +112,7 @@ def children(optimizer: Any) -> dict[str, Any]:
   this function clears the cache.
   """
   vars(optimizer).pop("_coalesced_children", None)
-  found: dict[str, Any] = optimizer._trackable_children()
-  return found
+  return optimizer._trackable_children()
 
 
 def has_waiting(optimizer: Any, name: str) -> bool:

@@ -51,8 +51,7 @@ class State(abc.ABC):
   @property
   def trainable_variables(self) -> Sequence[Any]:
     """The variables that the optimizer was built on, in order."""
-    built_on: Sequence[Any] = self._owner.trainable_variables
-    return built_on
+    return self._owner.trainable_variables
 
   def index(self, variable: Any) -> Any:
     """Returns the place of a variable among the trained ones, or None."""

@@ -180,7 +180,7 @@ def narrow(
 def widen(
   tensors: Sequence[tf.Tensor], like: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-  """Casts tensors back to the dtypes that they had before `narrow`: of `like`.
+  """Casts tensors to the dtypes of `like`, which they had before `narrow`.
 
   >>> [wide] = widen([tf.constant([1.5], tf.bfloat16)], [tf.constant([0.0])])
   >>> wide.dtype.name

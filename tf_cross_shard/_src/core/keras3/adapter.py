@@ -53,8 +53,7 @@ class Keras3Optimizer(encapsulated.Encapsulated):
   def trainable_variables(self) -> Sequence[Any]:
     """The variables that the optimizer was built on, in order."""
     # Do not copy: `as_built` reads this property for each variable and replica.
-    variables: Sequence[Any] = self.innermost._trainable_variables
-    return variables
+    return self.innermost._trainable_variables
 
   @property
   def _begins_as_weights(self) -> str:

@@ -28,8 +28,7 @@ class _Update(v1_update.V1Update):
     self._multiply_powers()
 
   def _index(self, variable: Any) -> int:
-    index: int = self._get_variable_index(variable)  # type: ignore[attr-defined]
-    return index
+    return self._get_variable_index(variable)  # type: ignore[attr-defined]
 
   def _add_one(self, name: str) -> Any:
     return self.add_variable(  # type: ignore[attr-defined]

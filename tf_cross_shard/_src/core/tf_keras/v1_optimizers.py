@@ -47,8 +47,7 @@ class _Update(v1_update.V1Update):
 
   def _index(self, variable: Any) -> int:
     key = self._var_key(variable)  # type: ignore[attr-defined]
-    index: int = self._index_dict[key]  # type: ignore[attr-defined]
-    return index
+    return self._index_dict[key]  # type: ignore[attr-defined]
 
   def _add_one(self, name: str) -> Any:
     return self.add_variable(  # type: ignore[attr-defined]

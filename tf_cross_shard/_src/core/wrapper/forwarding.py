@@ -113,8 +113,7 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
   @property
   def _encapsulated(self) -> encapsulated.Encapsulated:
     """The encapsulated optimizer."""
-    own: encapsulated.Encapsulated = self._parts.encapsulated
-    return own
+    return self._parts.encapsulated
 
   @classmethod
   def _as_optimizer(cls, opt: Any) -> Any:
