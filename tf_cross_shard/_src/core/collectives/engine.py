@@ -138,6 +138,11 @@ class Engine(abc.ABC):
     members = range(self.groups.group_size)
     return tf.concat([_pack(values, parts, member) for member in members], 0)
 
+  @property
+  def can_scatter(self) -> bool:
+    """Whether `reduce_scatter` sends half of what an all-reduce sends."""
+    return True
+
   def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
     """Sums `[group_size * n]` over the group; returns this member's `[n]`."""
     [total] = self.all_reduce_narrow([row])

@@ -165,7 +165,7 @@ class Mirrored(engine.Engine):
     return self._collective_ops
 
   @property
-  def can_exchange(self) -> bool:
+  def can_scatter(self) -> bool:
     """Whether merge calls or the runtime see the members in replica order."""
     return self._prefer_merge or collective_ops.keeps_order(self.groups)
 

@@ -129,15 +129,20 @@ class MultiWorker(engine.Engine):
     """Concatenates over the group; numbers of rows may differ."""
     return self._collectives.join_rows(tensors, self.groups, *self._place())
 
+  @property
+  def can_scatter(self) -> bool:
+    """Whether the runtime sees the members in replica order."""
+    return collective_ops.keeps_order(self.groups)
+
   def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
     """Returns this member's part of the sum."""
-    if not collective_ops.keeps_order(self.groups):
+    if not self.can_scatter:
       return super().reduce_scatter(row)
     return self._collectives.reduce_scatter(row, self.groups, *self._place())
 
   def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
     """Concatenates parts, which have the same shape on all members."""
-    if not collective_ops.keeps_order(self.groups):
+    if not self.can_scatter:
       return super().all_gather_part(part)
     return self._collectives.all_gather(part, self.groups, *self._place())
 

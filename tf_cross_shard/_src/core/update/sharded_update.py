@@ -241,7 +241,7 @@ class ShardedUpdate(update.Update):
     """
     dtype = update.dtype_of(native)
     # If the engine has no half of an all-reduce, it runs all of it twice.
-    halves = 1 if self.engine.can_exchange else 2
+    halves = 1 if self.engine.can_scatter else 2
     item_bytes = self._wire.bytes_of(dtype) + int(dtype.size)
     return self._ring_bytes(halves * size * item_bytes)
 
