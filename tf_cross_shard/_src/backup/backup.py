@@ -14,7 +14,6 @@ by a function that draws batches and does not train on them:
 """
 
 import itertools
-import pathlib
 import re
 import sys
 from typing import Any, Final, Literal
@@ -26,10 +25,10 @@ from tf_cross_shard._src.backup import backup_files, preemption
 from tf_cross_shard._src.core.internals import keras_private
 from tf_cross_shard._src.fit import group_callback
 from tf_cross_shard._src.replica_state import (
-  archive,
   checkpoint,
   removed_state,
 )
+from tf_cross_shard._src.replica_state import paths as paths_lib
 
 # Prefix of the arrays in a backup that hold the state of callbacks.
 _CALLBACKS: Final = "callbacks/"
@@ -142,7 +141,7 @@ class BackupAndRestore(group_callback.GroupCallback):
       )
     if every_seconds is not None:
       group_callback.check_number("every_seconds", every_seconds)
-    self._backup_dir = archive.as_path(backup_dir, "backup_dir")
+    self._backup_dir = paths_lib.as_path(backup_dir, "backup_dir")
     self._delete = delete_checkpoint
     self._every = every
     self._exit_code = exit_code
@@ -228,7 +227,9 @@ class BackupAndRestore(group_callback.GroupCallback):
       self._files.delete()
     self._watch.end()
 
-  def _warn_of_absent(self, states: dict[str, Any], path: pathlib.Path) -> None:
+  def _warn_of_absent(
+    self, states: dict[str, Any], path: paths_lib.Path
+  ) -> None:
     """Warns of state in a backup whose callback is not in this `fit`."""
     present = {type(callback).__name__ for callback in self.same_fit()}
     # The keys are "GroupEarlyStopping/best", "GroupEarlyStopping#2/best".
@@ -286,7 +287,7 @@ class BackupAndRestore(group_callback.GroupCallback):
     self._since = 0
     self._watch.restart_clock()
 
-  def _skip(self, paths: list[pathlib.Path], batches: int) -> None:
+  def _skip(self, paths: list[paths_lib.Path], batches: int) -> None:
     """Makes `fit` skip the first batches of the epoch.
 
     Batches are drawn from the data as for training, whatever kind of data it
@@ -338,7 +339,7 @@ class BackupAndRestore(group_callback.GroupCallback):
       callback.is_skipping_batches = True
     model.train_function = pass_over
 
-  def _restore_metrics(self, paths: list[pathlib.Path]) -> None:
+  def _restore_metrics(self, paths: list[paths_lib.Path]) -> None:
     """Restores a backup again, together with the metrics of its epoch.
 
     Where groups or workers have changed since, the metrics start from zero.

@@ -10,16 +10,16 @@ from epoch 3, if there is one group: then each file holds the whole state.
 
 import contextlib
 import json
-import pathlib
 import re
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import tensorflow as tf
+from absl import logging
 
 from tf_cross_shard._src.core.internals import agreement, errors
 from tf_cross_shard._src.replica_state import archive
+from tf_cross_shard._src.replica_state import paths as paths_lib
 
 _NAME: Final = re.compile(r"epoch_(\d+)(?:_batch_(\d+))?\.npz")
 _FOLDER: Final = re.compile(r"worker_(\d+)")
@@ -99,7 +99,7 @@ class BackupFiles:
   """
 
   def __init__(
-    self, backup_dir: pathlib.Path, strategy: tf.distribute.Strategy
+    self, backup_dir: paths_lib.Path, strategy: tf.distribute.Strategy
   ) -> None:
     """Creates the folder of this worker, and deletes incomplete files in it.
 
@@ -115,7 +115,7 @@ class BackupFiles:
     for path in self.folder.glob(".*.partial"):
       path.unlink()
 
-  def newest(self) -> list[pathlib.Path]:
+  def newest(self) -> list[paths_lib.Path]:
     """Returns the files of the newest backup; this worker's own file is first.
 
     It is the newest backup that all workers have; the list is empty if there
@@ -166,32 +166,37 @@ class BackupFiles:
       # Wait for all workers. If one of them is lost before this point, the
       # backups of the others are still needed to resume.
       agreement.agree(self._workers, "the end of fit", [])
-    shutil.rmtree(self.folder, ignore_errors=True)
+    paths_lib.delete_tree(self.folder)
     for index, folder in self._folders().items():
       if self.is_first and index >= self._count:
-        shutil.rmtree(folder, ignore_errors=True)
+        paths_lib.delete_tree(folder)
 
-  def _own(self) -> list[pathlib.Path]:
+  def _own(self) -> list[paths_lib.Path]:
     """Returns the backups of this worker, the newest last."""
-    paths = filter(lambda p: _NAME.fullmatch(p.name), self.folder.iterdir())
-    return sorted(paths, key=lambda path: _place(path.name))
+    return sorted(_backups_in(self.folder), key=lambda path: _place(path.name))
 
-  def _folders(self) -> dict[int, pathlib.Path]:
+  def _folders(self) -> dict[int, paths_lib.Path]:
     """Returns the workers' folders that this worker sees, by worker number."""
     matches = [(_FOLDER.fullmatch(p.name), p) for p in self._all.iterdir()]
     return {int(match[1]): path for match, path in matches if match}
 
-  def _seen(self) -> dict[str, dict[int, pathlib.Path]]:
+  def _seen(self) -> dict[str, dict[int, paths_lib.Path]]:
     """Returns the visible files of each backup, by backup and worker number.
 
     The key of a backup is its file name. If it was made by another number of
     workers, that number is appended: "epoch_2.npz of 4 workers".
     """
-    seen: dict[str, dict[int, pathlib.Path]] = {}
+    seen: dict[str, dict[int, paths_lib.Path]] = {}
     for index, folder in self._folders().items():
       # Another worker may be deleting files that an earlier `fit` left.
       with contextlib.suppress(FileNotFoundError):
-        for path in filter(lambda p: _NAME.fullmatch(p.name), folder.iterdir()):
+        for path in _backups_in(folder):
+          # Where renaming copies a file, a crash may have ended the copy.
+          if isinstance(path, paths_lib.RemotePath) and not (
+            archive.is_complete(path)
+          ):
+            logging.warning("%s is incomplete, and is ignored.", path)
+            continue
           count = archive.about(path).get("workers", self._count)
           key = path.name
           if count != self._count:
@@ -199,7 +204,7 @@ class BackupFiles:
           seen.setdefault(key, {})[index] = path
     return seen
 
-  def _is_whole(self, key: str, files: dict[int, pathlib.Path]) -> bool:
+  def _is_whole(self, key: str, files: dict[int, paths_lib.Path]) -> bool:
     """Returns whether this worker sees all files of a backup that it may need.
 
     It needs its own file only, unless another number of workers made the
@@ -209,6 +214,12 @@ class BackupFiles:
     if count is None:
       return self._index in files
     return set(range(int(count[1]))) <= set(files)
+
+
+def _backups_in(folder: paths_lib.Path) -> list[paths_lib.Path]:
+  """Returns the backups in a folder."""
+  paths: Iterable[paths_lib.Path] = folder.iterdir()
+  return [path for path in paths if _NAME.fullmatch(path.name)]
 
 
 def _place(name: str) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tf_cross_shard._src.core.internals import optimizer_state, replica_values
 from tf_cross_shard._src.fit import group_callback
 from tf_cross_shard._src.replica_state import archive, group_state
+from tf_cross_shard._src.replica_state import paths as paths_lib
 
 
 class GroupCheckpoint(group_callback.GroupMonitor):
@@ -69,7 +70,7 @@ class GroupCheckpoint(group_callback.GroupMonitor):
       mode: `"min"`, `"max"`, or `"auto"` to let Keras decide by the metric.
     """
     super().__init__(monitor, mode)
-    self._path = archive.as_path(path)
+    self._path = paths_lib.as_path(path)
     self._kept: dict[str, archive.Array] = {}
     self._is_new = True
 

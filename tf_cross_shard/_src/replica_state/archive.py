@@ -21,6 +21,8 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
+from tf_cross_shard._src.replica_state import paths as paths_lib
+
 Array = np.ndarray[Any, Any]
 
 _ABOUT: Final = "about"  # the name of the JSON entry
@@ -35,29 +37,8 @@ class CheckpointError(ValueError):
   """Raised if a checkpoint is damaged or does not match the program."""
 
 
-def as_path(path: Any, argument: str = "path") -> pathlib.Path:
-  """Returns `path`, a file or a folder, as a `pathlib.Path`.
-
-  Raises:
-    TypeError: If `path` is neither a string nor a path.
-    ValueError: If `path` is empty or a URL.
-  """
-  if not isinstance(path, (str, os.PathLike)):
-    raise TypeError(
-      f"`{argument}` must be a string or a path; got {type(path).__name__}. Use"
-      ' for example "checkpoints/step_100".'
-    )
-  text = str(path)
-  if not text or "://" in text:
-    raise ValueError(
-      f"`{argument}` must be a local path; got {text!r}. Remote paths such as"
-      " gs:// are not supported."
-    )
-  return pathlib.Path(text)
-
-
 def write(
-  path: pathlib.Path, arrays: Mapping[str, Array], about: Mapping[str, Any]
+  path: paths_lib.Path, arrays: Mapping[str, Array], about: Mapping[str, Any]
 ) -> None:
   """Writes a file atomically: a crash leaves the previous file unchanged.
 
@@ -74,17 +55,14 @@ def write(
   text = json.dumps({**about, "dtypes": dtypes})
   entries: dict[str, Any] = {_ABOUT: np.array(text)}
   entries |= {name: _as_plain(array) for name, array in arrays.items()}
-  # The partial file is in the same folder, because `os.replace` is atomic only
+  # The partial file is in the same folder, because `replace` is atomic only
   # within one file system. It is not created by tempfile, because only the
   # owner of tempfile's files can read them.
   partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
   try:
     try:
-      with partial.open("xb") as file:
-        np.savez(file, **entries)
-        file.flush()
-        os.fsync(file.fileno())
-      os.replace(partial, path)
+      _write_whole(partial, entries)
+      partial.replace(path)  # type: ignore[arg-type]
     finally:
       with contextlib.suppress(OSError):
         partial.unlink(missing_ok=True)
@@ -95,12 +73,34 @@ def write(
       f"The checkpoint {path} could not be written: {error.strerror}. The"
       f" previous file is unchanged. {remedy}",
     ) from error
-  with contextlib.suppress(OSError):  # Not every file system can.
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-      os.fsync(folder)
-    finally:
-      os.close(folder)
+  if isinstance(path, pathlib.Path):
+    with contextlib.suppress(OSError):  # Not every file system can.
+      folder = os.open(path.parent, os.O_RDONLY)
+      try:
+        os.fsync(folder)
+      finally:
+        os.close(folder)
+
+
+def _write_whole(path: paths_lib.Path, entries: Mapping[str, Any]) -> None:
+  """Writes a file; a local one is on the disk when this function returns."""
+  if isinstance(path, pathlib.Path):
+    with path.open("xb") as file:
+      np.savez(file, **entries)
+      file.flush()
+      os.fsync(file.fileno())
+    return
+  # If another file system copies files to rename them, the new file may be
+  # incomplete for a moment. `is_complete` says so, because the directory of a
+  # zip file is at its end.
+  with path.open("wb") as file:
+    np.savez(file, **entries)
+
+
+def is_complete(path: paths_lib.Path) -> bool:
+  """Returns whether a file was written to its end."""
+  with path.open("rb") as file:
+    return zipfile.is_zipfile(file)
 
 
 class Archive(Mapping[str, Array]):
@@ -113,7 +113,7 @@ class Archive(Mapping[str, Array]):
   """
 
   def __init__(
-    self, path: pathlib.Path, entries: Any, container: zipfile.ZipFile
+    self, path: paths_lib.Path, entries: Any, container: zipfile.ZipFile
   ) -> None:
     """Reads the JSON entry."""
     self.path = path
@@ -140,7 +140,7 @@ class Archive(Mapping[str, Array]):
     return len(self._dtypes)
 
 
-def about(path: pathlib.Path) -> dict[str, Any]:
+def about(path: paths_lib.Path) -> dict[str, Any]:
   """Returns the description of a file; empty if the file cannot be read."""
   with (
     contextlib.suppress(Exception),
@@ -152,7 +152,7 @@ def about(path: pathlib.Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def reading(path: pathlib.Path) -> Iterator[Archive]:
+def reading(path: paths_lib.Path) -> Iterator[Archive]:
   """Opens a file for reading, after all checksums were verified.
 
   Raises:
@@ -181,7 +181,7 @@ def reading(path: pathlib.Path) -> Iterator[Archive]:
 
 @contextlib.contextmanager
 def naming_damage(
-  path: pathlib.Path, *others: type[Exception]
+  path: paths_lib.Path, *others: type[Exception]
 ) -> Iterator[None]:
   """Turns all errors but `others` into a `CheckpointError` that names the file.
 

@@ -8,7 +8,6 @@ leaves the program unchanged.
 """
 
 import contextlib
-import pathlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -28,6 +27,7 @@ from tf_cross_shard._src.replica_state import (
   group_state,
   removed_state,
 )
+from tf_cross_shard._src.replica_state import paths as paths_lib
 from tf_cross_shard._src.replica_state.archive import CheckpointError
 
 _SHOWN: Final = 5  # the number of names that an error lists
@@ -92,7 +92,7 @@ def save(path: Any, optimizer: Any, model: Any = None) -> None:
       optimizer state that they share.
     OSError: If the file cannot be written; raised on all workers.
   """
-  target = archive.as_path(path)
+  target = paths_lib.as_path(path)
   state = group_state.GroupState(optimizer, model)
   topic = f"saving {target.name}"
   state.agree(topic)
@@ -128,7 +128,7 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
       error of one worker is raised on all workers.
     OSError: If the file cannot be read.
   """
-  restored = restore_file(archive.as_path(path), optimizer, model)
+  restored = restore_file(paths_lib.as_path(path), optimizer, model)
   removed_state.warn(path, restored.left_out)
   if not restored.is_exact and any(optimizer_state.windows(optimizer)):
     logging.warning(
@@ -138,10 +138,10 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
 
 
 def restore_file(
-  target: pathlib.Path,
+  target: paths_lib.Path,
   optimizer: Any,
   model: Any,
-  others: Sequence[pathlib.Path] = (),
+  others: Sequence[paths_lib.Path] = (),
 ) -> Restored:
   """Restores a file; see `restore`.
 
@@ -218,7 +218,7 @@ def read_group(path: Any, group: int, model: Any) -> Any:
     OSError: If the file cannot be read.
   """
   state = group_state.GroupState(None, model, is_whole=False)
-  values = values_of_group(archive.as_path(path), group, state)
+  values = values_of_group(paths_lib.as_path(path), group, state)
   count = len(state.copies.engine.replicas_here)
   for part, value in zip(state.parts, values, strict=True):
     state.copies.write(part.variable, [value] * count)
@@ -227,7 +227,7 @@ def read_group(path: Any, group: int, model: Any) -> Any:
 
 
 def values_of_group(
-  target: pathlib.Path, group: int, state: group_state.GroupState
+  target: paths_lib.Path, group: int, state: group_state.GroupState
 ) -> list[archive.Array]:
   """Returns the values that `read_group` assigns, in the order of the parts."""
   with (
@@ -350,7 +350,7 @@ def _is_exact(file: archive.Archive, state: group_state.GroupState) -> bool:
 def _files_here(
   file: archive.Archive,
   state: group_state.GroupState,
-  others: Sequence[pathlib.Path],
+  others: Sequence[paths_lib.Path],
   stack: contextlib.ExitStack,
 ) -> Places:
   """Returns where to find each group of this process.

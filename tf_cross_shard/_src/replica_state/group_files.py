@@ -12,14 +12,14 @@ Each file has the form that `save` writes for an optimizer with one group.
 """
 
 import contextlib
-import pathlib
 from collections.abc import Mapping, Sequence
 
 from tf_cross_shard._src.replica_state import archive, checkpoint, group_state
+from tf_cross_shard._src.replica_state import paths as paths_lib
 
 
 def save(
-  paths: Mapping[int, pathlib.Path], state: group_state.GroupState
+  paths: Mapping[int, paths_lib.Path], state: group_state.GroupState
 ) -> None:
   """Writes the state of the groups in `paths`, each to its own file.
 
@@ -46,7 +46,7 @@ def save(
 
 
 def restore(
-  paths: Sequence[pathlib.Path], state: group_state.GroupState
+  paths: Sequence[paths_lib.Path], state: group_state.GroupState
 ) -> None:
   """Restores group i from the file `paths[i]`; groups may share a file.
 

@@ -7,7 +7,6 @@ may have a different value in each replica.
 
 import contextlib
 import json
-import pathlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +21,7 @@ from tf_cross_shard._src.core.internals import (
 )
 from tf_cross_shard._src.core.internals import variables as variables_lib
 from tf_cross_shard._src.replica_state import archive
+from tf_cross_shard._src.replica_state import paths as paths_lib
 
 FORMAT: Final = "tf_cross_shard.replica_state"
 # After these errors, the workers can no longer exchange messages.
@@ -195,7 +195,7 @@ class GroupState:
 
   def write(
     self,
-    path: pathlib.Path,
+    path: paths_lib.Path,
     topic: str,
     arrays: Mapping[str, archive.Array],
   ) -> None:

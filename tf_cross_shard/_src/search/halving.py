@@ -16,8 +16,6 @@ of each group to the file of its trial:
 
 import dataclasses
 import math
-import pathlib
-import shutil
 from typing import Any, NamedTuple
 
 from absl import logging
@@ -35,6 +33,7 @@ from tf_cross_shard._src.replica_state import (
   group_files,
   group_models,
 )
+from tf_cross_shard._src.replica_state import paths as paths_lib
 from tf_cross_shard._src.search import table as table_lib
 from tf_cross_shard._src.search import trial_monitor
 
@@ -195,7 +194,7 @@ class Halving(trial_monitor.TrialMonitor):
     self.names = table.names
     self.epochs = epochs
     self.factor = factor
-    self._folder = archive.as_path(folder, "folder")
+    self._folder = paths_lib.as_path(folder, "folder")
     self._num_groups = table.groups.num_groups
     self._rungs = rungs(len(table), self._num_groups, factor, epochs)
     self._progress = _Progress()
@@ -234,7 +233,7 @@ class Halving(trial_monitor.TrialMonitor):
         f"No trial has a finite {self.monitor!r}. Look at the history of the"
         f" trials in {self.table!r}."
       )
-    path = archive.as_path(best.file)
+    path = paths_lib.as_path(best.file)
     values = checkpoint.values_of_group(path, 0, self.state_of_groups())
     optimizer = self.model.optimizer
     # Keras calls the clone's layers, which may ask for the settings of a group.
@@ -340,7 +339,7 @@ class Halving(trial_monitor.TrialMonitor):
         " The table has the results of the trials so far."
       )
     else:
-      shutil.rmtree(self._folder / "states", ignore_errors=True)
+      paths_lib.delete_tree(self._folder / "states")
 
   def state(self) -> dict[str, Any]:
     """Returns the plan, the progress and the table."""
@@ -442,7 +441,7 @@ class Halving(trial_monitor.TrialMonitor):
     running = self._progress.running
     return running + running[:1] * (self._num_groups - len(running))
 
-  def _state_path(self, number: int, rung: int) -> pathlib.Path:
+  def _state_path(self, number: int, rung: int) -> paths_lib.Path:
     """Returns the file with the state of a trial at the end of a rung.
 
     Each rung has its own file, because a `fit` that resumes after a crash
@@ -452,6 +451,6 @@ class Halving(trial_monitor.TrialMonitor):
       return self._path("states/initial")
     return self._path(f"states/trial_{number}_rung_{rung}")
 
-  def _path(self, name: str) -> pathlib.Path:
+  def _path(self, name: str) -> paths_lib.Path:
     """Returns the path of a file in the folder."""
     return self._folder / f"{name}.npz"

@@ -12,7 +12,6 @@ import csv
 import dataclasses
 import itertools
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from tf_cross_shard._src.core.internals import (
 )
 from tf_cross_shard._src.core.internals import groups as groups_lib
 from tf_cross_shard._src.replica_state import archive
+from tf_cross_shard._src.replica_state import paths as paths_lib
 
 __all__ = ["Table", "Trial"]
 
@@ -234,7 +234,8 @@ class Table(Sequence[Trial]):
       path: The file.
     """
     rows = self.rows()
-    with open(os.fspath(path), "w", newline="", encoding="utf-8") as file:
+    target = paths_lib.as_path(path)
+    with target.open("w", newline="", encoding="utf-8") as file:
       writer = csv.DictWriter(file, list(rows[0]))
       writer.writeheader()
       writer.writerows(rows)

@@ -5,7 +5,6 @@
 This module needs `pip install keras-tuner`.
 """
 
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from keras_tuner.engine import base_tuner
 
 from tf_cross_shard._src.core.internals import groups as groups_lib
 from tf_cross_shard._src.fit import group_metrics
+from tf_cross_shard._src.replica_state import paths as paths_lib
 from tf_cross_shard._src.search import halving
 from tf_cross_shard._src.search import table as table_lib
 
@@ -114,12 +114,14 @@ class GroupTuner(base_tuner.BaseTuner):
       with self._strategy.scope():
         table = table_lib.Table(settings, self._groups)
         model = self._build(table)
-      folder = pathlib.Path(self.get_trial_dir(asked[0].trial_id)) / "groups"
+      folder = (
+        paths_lib.as_path(self.get_trial_dir(asked[0].trial_id)) / "groups"
+      )
       objective = self.oracle.objective
       own = [
         group_metrics.GroupMetrics(validation_data, ensemble=False),
         halving.Halving(
-          *(table, folder, objective.name),
+          *(table, folder / "groups", objective.name),
           epochs=epochs,
           mode=objective.direction,
         ),

@@ -1,0 +1,216 @@
+"""Tests paths on file systems that only TensorFlow opens.
+
+`ram://` is TensorFlow's own file system in memory, and stands for `gs://` here.
+"""
+
+import itertools
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import testbed
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  callbacks,
+  replica_state,
+  schedules,
+  trials,
+)
+from tf_cross_shard._src.replica_state import archive, paths
+
+GROUPS = [[0, 1], [2, 3]]
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def folder() -> str:
+  """A folder that no other test uses."""
+  return f"ram://tests_{next(_numbers)}"
+
+
+def _model(rate: Any = 0.01) -> Any:
+  """A model of two groups, which differ when they are trained."""
+  with testbed.mirrored().scope():
+    layers = [tf.keras.Input((3,)), tf.keras.layers.Dense(1)]
+    model = tf.keras.Sequential(layers)
+    adam = tf.keras.optimizers.Adam(rate)
+    model.compile(CrossShardOptimizer(adam, group_assignment=GROUPS), "mse")
+  return model
+
+
+def _data() -> tuple[np.ndarray, np.ndarray]:
+  rng = np.random.default_rng(3)
+  x = rng.normal(size=(32, 3)).astype("float32")
+  return x, x.sum(1, keepdims=True) + rng.normal(size=(32, 1))
+
+
+def _values(model: Any) -> list[np.ndarray]:
+  """The values of all replicas."""
+  variables = [*model.variables, *model.optimizer.variables]
+  return [copy for v in variables for copy in testbed.copies(v)]
+
+
+def _fit(model: Any, epochs: int, *listed: Any, **options: Any) -> Any:
+  dataset = tf.data.Dataset.from_tensor_slices(_data()).batch(8)
+  return model.fit(
+    dataset, epochs=epochs, callbacks=list(listed), verbose=0, **options
+  )
+
+
+def _loss(model: Any) -> float:
+  x, y = _data()
+  return float(np.mean((model.predict(x, verbose=0) - y) ** 2))
+
+
+def _assert_equal(found: list[np.ndarray], right: list[np.ndarray]) -> None:
+  assert len(found) == len(right)
+  for ours, theirs in zip(found, right, strict=True):
+    assert ours.tobytes() == theirs.tobytes()
+
+
+def test_saves_and_restores_groups(folder: str) -> None:
+  model = _model()
+  optimizer = model.optimizer
+  _fit(model, 1)
+  path = f"{folder}/state.npz"
+  replica_state.save(path, optimizer, model)
+  right = _values(model)
+  assert tf.io.gfile.listdir(folder) == ["state.npz"]
+  _fit(model, 1)
+  replica_state.restore(path, optimizer, model)
+  _assert_equal(_values(model), right)
+  plain = tf.keras.models.clone_model(model)
+  replica_state.read_group(path, 1, plain)
+  _assert_equal(
+    [v.numpy() for v in plain.weights],
+    [testbed.copies(v)[GROUPS[1][0]] for v in model.weights],
+  )
+
+
+def test_resumes_from_a_backup(folder: str) -> None:
+  whole = _model()
+  whole.set_weights([np.ones_like(w) for w in whole.get_weights()])
+  start = whole.get_weights()
+  _fit(whole, 3)
+
+  class Killed(tf.keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+      if epoch == 2:
+        raise KeyboardInterrupt
+
+  model = _model()
+  model.set_weights(start)
+  backup = callbacks.BackupAndRestore(folder, delete_checkpoint=False)
+  with pytest.raises(KeyboardInterrupt):
+    _fit(model, 3, Killed(), backup)
+  assert tf.io.gfile.listdir(f"{folder}/worker_0") == [
+    "epoch_1.npz",
+    "epoch_2.npz",
+  ]
+  resumed = _model()
+  backup = callbacks.BackupAndRestore(folder)
+  assert _fit(resumed, 3, backup).epoch == [2]
+  _assert_equal(_values(resumed), _values(whole))
+  assert not tf.io.gfile.exists(f"{folder}/worker_0")
+
+
+def test_ignores_a_backup_that_was_not_written_to_its_end(folder: str) -> None:
+  model = _model()
+  _fit(model, 2, callbacks.BackupAndRestore(folder, delete_checkpoint=False))
+  newest = paths.RemotePath(f"{folder}/worker_0/epoch_2.npz")
+  with newest.open("rb") as file:
+    half = file.read()[:-30]
+  newest.unlink()
+  with newest.open("wb") as file:
+    file.write(half)
+  resumed = _model()
+  assert _fit(resumed, 3, callbacks.BackupAndRestore(folder)).epoch == [1, 2]
+
+
+def test_keeps_the_best_epoch_of_each_group(folder: str) -> None:
+  model = _model()
+  optimizer = model.optimizer
+  path = f"{folder}/best/best.npz"
+  metrics = callbacks.GroupMetrics(_data())
+  keep = callbacks.GroupCheckpoint(path)
+  _fit(model, 2, metrics, keep)
+  best = list(keep.best)
+  replica_state.restore(path, optimizer, model)
+  plain = [replica_state.load_group(i, optimizer, model) for i in range(2)]
+  np.testing.assert_allclose(list(map(_loss, plain)), best, rtol=1e-5)
+  again = callbacks.GroupCheckpoint(path)
+  _fit(model, 1, callbacks.GroupMetrics(_data()), again)
+  assert all(new <= old for new, old in zip(again.best, best, strict=True))
+
+
+def test_searches_in_a_folder(folder: str) -> None:
+  rates = [0.001, 0.01, 0.1, 1.0]
+  table = trials.Table([{"learning_rate": rate} for rate in rates], GROUPS)
+  model = _model(schedules.PerGroup([0.01, 0.01]))
+  halving = callbacks.Halving(table, folder, epochs=4)
+  metrics = callbacks.GroupMetrics(_data(), ensemble=False)
+  _fit(model, halving.total_epochs, metrics, halving)
+  found = _loss(halving.best_model())
+  np.testing.assert_allclose(found, table.best.best, rtol=1e-5)
+  table.to_csv(f"{folder}/trials.csv")
+  with tf.io.gfile.GFile(f"{folder}/trials.csv") as file:
+    assert len(file.read().splitlines()) == 5
+  assert not tf.io.gfile.exists(f"{folder}/states")
+
+
+def test_a_write_that_fails_leaves_the_older_file(
+  folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  path = paths.RemotePath(f"{folder}/a.npz")
+  path.parent.mkdir()
+  archive.write(path, {"x": np.arange(3.0)}, {})
+  written = 0
+
+  def write(stream: Any, data: Any) -> int:
+    nonlocal written
+    written += 1
+    if written > 3:
+      raise tf.errors.ResourceExhaustedError(None, None, "the quota is used up")
+    stream._file.write(bytes(data))
+    return len(bytes(data))
+
+  monkeypatch.setattr(paths._Stream, "write", write)
+  with pytest.raises(
+    OSError, match=rf"(?s){path} could not be written.*unchanged\. Free space"
+  ):
+    archive.write(path, {"x": np.arange(9.0)}, {})
+  assert tf.io.gfile.listdir(folder) == ["a.npz"]
+  with archive.reading(path) as file:
+    assert list(file["x"]) == [0, 1, 2]
+
+
+def test_errors_are_those_of_local_files(folder: str) -> None:
+  path = paths.RemotePath(f"{folder}/none/file.npz")
+  for read in (lambda: list(path.parent.iterdir()), path.unlink):
+    with pytest.raises(FileNotFoundError):
+      read()
+  path.unlink(missing_ok=True)
+  with (
+    pytest.raises(FileNotFoundError, match=r"ram://.*save wrote"),
+    archive.reading(path),
+  ):
+    pass
+
+
+def test_a_path_of_a_user(tmp_path: pathlib.Path) -> None:
+  assert paths.as_path(str(tmp_path)) == tmp_path
+  remote = paths.as_path("gs://bucket/a/")
+  assert str(remote) == "gs://bucket/a"
+  assert str(remote.parent / "b") == "gs://bucket/b"
+  assert paths.as_path(remote) == remote
+  with pytest.raises(ValueError, match=r"one of .*ram://.*got 'x3://bucket/a'"):
+    paths.as_path("x3://bucket/a")
+
+
+@pytest.mark.parametrize("path", ["", b"bytes", 3, None])
+def test_refuses_what_is_no_path(path: Any) -> None:
+  with pytest.raises((ValueError, TypeError), match="`path` must"):
+    paths.as_path(path)
