@@ -70,7 +70,7 @@ class FakeEngine(engine_lib.Engine):
     self.replica = replica
     self.sent: list[tf.Tensor] = []
     self.table = table
-    self._keeps_rows = keeps_rows
+    self.keeps_rows = keeps_rows
 
   @property
   def num_replicas(self) -> int:
@@ -79,10 +79,6 @@ class FakeEngine(engine_lib.Engine):
   @property
   def replicas_here(self) -> range:
     return range(self.replica, self.replica + 1)
-
-  @property
-  def keeps_rows(self) -> bool:
-    return self._keeps_rows
 
   def position(self) -> int:
     return sorted(self.groups.members_of(self.replica)).index(self.replica)

@@ -34,10 +34,15 @@ class Engine(abc.ABC):
     groups: The groups within which all methods sum, gather and exchange.
     is_one_program: Whether all replicas run one program, so no replica can
       do anything that the others do not do.
+    keeps_rows: Whether row-sparse gradients can be summed without becoming
+      dense.
+    row_bytes: The best size of a reduce-scatter, in bytes; None for no limit.
     method: How the engine sums, in words.
   """
 
   is_one_program = False
+  keeps_rows = True
+  row_bytes: int | None = None
   method = "by the engine's own collectives"
 
   def __init__(
@@ -83,16 +88,6 @@ class Engine(abc.ABC):
     It may depend on where you read it, for example inside `tf.cond`.
     """
     return packing.BUCKET_BYTES
-
-  @property
-  def row_bytes(self) -> int | None:
-    """The best size of a reduce-scatter, in bytes; None for no limit."""
-    return None
-
-  @property
-  def keeps_rows(self) -> bool:
-    """Whether row-sparse gradients can be summed without becoming dense."""
-    return True
 
   @property
   def orders_graphs(self) -> bool:

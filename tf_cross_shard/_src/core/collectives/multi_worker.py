@@ -38,6 +38,11 @@ _CHAINS: Final = 4
 class MultiWorker(engine.Engine):
   """Collectives within groups of the replicas of several processes."""
 
+  # Several buckets are sent at the same time, and the buckets of the last
+  # layers are sent while the backward pass still computes the gradients of the
+  # first layers.
+  row_bytes = _BUCKET_BYTES
+
   def __init__(
     self, strategy: tf.distribute.Strategy, groups: groups_lib.Groups
   ) -> None:
@@ -113,16 +118,6 @@ class MultiWorker(engine.Engine):
   @property
   def bucket_bytes(self) -> int | None:
     """A larger size than in one process: each bucket costs a remote call."""
-    return _BUCKET_BYTES
-
-  @property
-  def row_bytes(self) -> int | None:
-    """The size of a bucket.
-
-    Several buckets are sent at the same time, and the buckets of the last
-    layers are sent while the backward pass still computes the gradients of the
-    first layers.
-    """
     return _BUCKET_BYTES
 
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:

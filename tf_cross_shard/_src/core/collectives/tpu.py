@@ -44,6 +44,8 @@ class TPU(engine.Engine):
   """
 
   is_one_program = True
+  # The number of distinct rows, and so a shape, would depend on data.
+  keeps_rows = False
   method = "CrossReplicaSum, in one XLA program"
 
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -91,11 +93,6 @@ class TPU(engine.Engine):
   def bucket_bytes(self) -> None:
     """None: gradients are not packed."""
     return None
-
-  @property
-  def keeps_rows(self) -> bool:
-    """False: the number of distinct rows, and so a shape, depends on data."""
-    return False
 
   @property
   def orders_graphs(self) -> bool:

@@ -103,12 +103,12 @@ class Tables(context_lib.Stage):
 
   It is used for optimizers that update all rows in each step, as plain Keras
   does.
+
+  Attributes:
+    row_step: The update for row-sparse gradients; None for Keras' own.
   """
 
-  @property
-  def row_step(self) -> encapsulated.RowStep | None:
-    """The update for row-sparse gradients; None for Keras' own."""
-    return None
+  row_step: encapsulated.RowStep | None = None
 
   def is_embedding(self, variable: Any) -> bool:
     """Returns whether a variable is the weight of a Keras `Embedding`.
@@ -178,11 +178,7 @@ class RowTables(Tables):
     self._table_names: list[str] = []
     self._table_list: list[Any] = []
     self._warnings = table_warnings.TableWarnings()
-
-  @property
-  def row_step(self) -> encapsulated.RowStep:
-    """The update for row-sparse gradients."""
-    return self._update_rows
+    self.row_step = self._update_rows
 
   def is_embedding(self, variable: Any) -> bool:
     """Returns whether a variable is of an `Embedding` or a declared table."""

@@ -84,14 +84,10 @@ class ShardedUpdate(update.Update):
     self._all_variables: list[Any] = []  # In the user's order.
     self.buckets: list[WeightBucket] = []
     self._unsharded_tables: list[Any] = []  # Updated by rows, by all members.
-    self._checkpoint_view = plain_state.CheckpointView(
+    # The plain optimizer's children, with whole slots.
+    self.checkpointed = plain_state.CheckpointView(
       {}, self.encapsulated.optimizer
     )
-
-  @property
-  def checkpointed(self) -> plain_state.CheckpointView:
-    """The plain optimizer's children, with whole slots."""
-    return self._checkpoint_view
 
   def build(self, variables: Sequence[Any]) -> plain_state.PlainState | None:
     """Puts weights into buckets, and builds the encapsulated optimizer.

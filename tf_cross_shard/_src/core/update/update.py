@@ -52,6 +52,8 @@ class Update(context_lib.Stage, abc.ABC):
   Attributes:
     sharding: How the weights are divided: "elementwise" or "by_variable"; None
       if every member updates all weights.
+    checkpointed: The object whose children a checkpoint saves as the
+      optimizer's.
   """
 
   sharding: str | None = None
@@ -66,11 +68,7 @@ class Update(context_lib.Stage, abc.ABC):
     super().__init__(context)
     self._wire = wire
     self._tables = tables
-
-  @property
-  def checkpointed(self) -> Any:
-    """The object whose children a checkpoint saves as the optimizer's."""
-    return self.encapsulated.optimizer
+    self.checkpointed: Any = self.encapsulated.optimizer
 
   @abc.abstractmethod
   def build(self, variables: Sequence[Any]) -> Any:
