@@ -48,3 +48,12 @@ def parts_of(optimizer: Any) -> Parts | None:
   running.
   """
   return getattr(optimizer, "__dict__", {}).get(_ATTRIBUTE)
+
+
+def step_of(optimizer: Any) -> Any:
+  """Returns the `step.flow.Step` of a CrossShardOptimizer.
+
+  None for any other object, and while the optimizer is being created.
+  """
+  own = parts_of(optimizer)
+  return None if own is None else own.step

@@ -221,12 +221,12 @@ class Setting:
     """Returns the setting; None while the optimizer is being created."""
     if optimizer is None:
       return self
-    step = _step_of(optimizer)
+    step = parts.step_of(optimizer)
     return None if step is None else step.settings.read(self._name)
 
   def __set__(self, optimizer: Any, value: Any) -> None:
     """Replaces the setting, or raises `AttributeError` if it is fixed."""
-    step = _step_of(optimizer)
+    step = parts.step_of(optimizer)
     if self._is_replaceable:
       # None while Keras' constructor assigns its own defaults.
       if step is not None:
@@ -244,12 +244,6 @@ def with_properties(cls: _Class) -> _Class:
     if field.name != "name":
       setattr(cls, field.name, Setting(field))
   return cls
-
-
-def _step_of(optimizer: Any) -> Any:
-  """Returns the step of an optimizer; None while it is being created."""
-  own = parts.parts_of(optimizer)
-  return None if own is None else own.step
 
 
 def as_groups(group_assignment: Any) -> groups_lib.Groups | None:

@@ -48,7 +48,7 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
     is_built = is_built or keras_private.is_built(layer)
     own = listed(layer) if sharded is None else []
     sharded = sharded or _sharded_state_of(layer)
-    own += getattr(step_of(layer), "state", ())
+    own += getattr(parts.step_of(layer), "state", ())
     own += [*_rate_variables(layer), *keras_private.unlisted(layer)]
     for variable in own:
       found.setdefault(id(variable), variable)
@@ -140,7 +140,7 @@ def member_state(optimizer: Any) -> list[Any]:
     variable
     for layer in nested_optimizers(optimizer)
     for variable in (
-      *getattr(step_of(layer), "window_state", ()),
+      *getattr(parts.step_of(layer), "window_state", ()),
       *keras_private.accumulated(layer),
     )
   ]
@@ -156,7 +156,7 @@ def windows(optimizer: Any) -> tuple[list[Any], list[tuple[Any, int]]]:
   sums: list[Any] = []
   counts = []
   for layer in nested_optimizers(optimizer):
-    sums += getattr(step_of(layer), "window_state", ())
+    sums += getattr(parts.step_of(layer), "window_state", ())
     if of_keras := keras_private.accumulated(layer):
       sums += of_keras
       steps = layer.gradient_accumulation_steps
@@ -172,12 +172,6 @@ def _rate_variables(optimizer: Any) -> list[Any]:
   rates = keras_private.learning_rates(optimizer)
   factors = [getattr(rate, "rate_factor", None) for rate in rates]
   return [rate for rate in (*rates, *factors) if hasattr(rate, "assign")]
-
-
-def step_of(optimizer: Any) -> Any:
-  """Returns the `step.flow.Step` of a CrossShardOptimizer; None for others."""
-  own = parts.parts_of(optimizer)
-  return None if own is None else own.step
 
 
 def sharded_state(optimizer: Any) -> Any:
@@ -262,4 +256,4 @@ def watches_of(optimizer: Any) -> list[Any]:
 def steps_of(optimizer: Any) -> list[Any]:
   """Returns the `step.flow.Step` of each CrossShardOptimizer inside."""
   layers = nested_optimizers(optimizer)
-  return list(filter(None, map(step_of, layers)))
+  return list(filter(None, map(parts.step_of, layers)))
