@@ -103,18 +103,6 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
     """Stores the encapsulated optimizer, and begins to forward attributes."""
     parts.set_parts(self, parts.Parts(inner, self._package))
 
-  @property
-  def _parts(self) -> parts.Parts:
-    """The objects behind this wrapper."""
-    own = parts.parts_of(self)
-    assert own is not None
-    return own
-
-  @property
-  def _encapsulated(self) -> encapsulated.Encapsulated:
-    """The encapsulated optimizer."""
-    return self._parts.encapsulated
-
   @classmethod
   def _as_optimizer(cls, opt: Any) -> Any:
     """Returns `opt` as an optimizer of this Keras, or raises an error."""

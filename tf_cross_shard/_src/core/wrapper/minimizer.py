@@ -6,11 +6,11 @@ from typing import Any
 import tensorflow as tf
 
 from tf_cross_shard._src.core import validation
-from tf_cross_shard._src.core.encapsulated import encapsulated
 from tf_cross_shard._src.core.gradients import differentiation, loss_factor
+from tf_cross_shard._src.core.wrapper import saving
 
 
-class Minimizer:
+class Minimizer(saving.Wrapping):
   """Mixin with `compute_gradients` and `minimize`.
 
   Each kind of wrapper scales the loss differently, in `_gradients`.
@@ -19,11 +19,6 @@ class Minimizer:
   GATE_NONE = differentiation.GATE_NONE
   GATE_OP = differentiation.GATE_OP
   GATE_GRAPH = differentiation.GATE_GRAPH
-
-  @property
-  def _encapsulated(self) -> encapsulated.Encapsulated:
-    """The encapsulated optimizer; `OptimizerWrapper` has it."""
-    raise NotImplementedError
 
   # Each kind of wrapper implements these two methods. The arguments of
   # `_gradients` are a loss, the variables, a tape, what the loss is averaged

@@ -18,18 +18,24 @@ from tf_cross_shard._src.core.encapsulated import (
 )
 
 
-class SavedState:
-  """Mixin that saves and restores the encapsulated optimizer's state."""
-
-  @property
-  def _encapsulated(self) -> encapsulated.Encapsulated:
-    """The encapsulated optimizer; `OptimizerWrapper` has it."""
-    raise NotImplementedError
+class Wrapping:
+  """Base class of the mixins: gives access to the objects behind a wrapper."""
 
   @property
   def _parts(self) -> parts.Parts:
-    """The objects behind the wrapper; `OptimizerWrapper` has them."""
-    raise NotImplementedError
+    """The objects behind this wrapper."""
+    own = parts.parts_of(self)
+    assert own is not None
+    return own
+
+  @property
+  def _encapsulated(self) -> encapsulated.Encapsulated:
+    """The encapsulated optimizer."""
+    return self._parts.encapsulated
+
+
+class SavedState(Wrapping):
+  """Mixin that saves and restores the encapsulated optimizer's state."""
 
   _argument: str  # The constructor's name for the encapsulated optimizer.
   # Each Keras has its own implementation.
