@@ -293,14 +293,10 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
       else collector.scale(self._encapsulated.optimizer)
     )
 
-  def _apply_encapsulated(
-    self,
-    grads: Sequence[Any],
-    variables: Sequence[Any],
-    options: dict[str, Any],
-  ) -> None:
-    """Calls the encapsulated optimizer; implemented for each Keras."""
-    raise NotImplementedError
+  # Calls the encapsulated optimizer. Each Keras has its own implementation.
+  _apply_encapsulated: Callable[
+    [Sequence[Any], Sequence[Any], dict[str, Any]], None
+  ]
 
   def _reduce_before(self, around: Any, methods: Any) -> None:
     """Refuses a loss scaling optimizer around this one.
