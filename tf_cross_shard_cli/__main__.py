@@ -18,7 +18,6 @@ import pathlib
 import re
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Any, Final
 
 from tf_cross_shard_cli import doctor, launch
@@ -81,7 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     prog="tf-cross-shard",
     description="Tools for training with tf_cross_shard.CrossShardOptimizer.",
   )
-  version = f"tf-cross-shard {_version()}"
+  number = _module_alone("core/versions.py").own_version()
+  version = f"tf-cross-shard {number}"
   parser.add_argument("--version", action="version", version=version)
   commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -146,14 +146,6 @@ def _parser() -> argparse.ArgumentParser:
   command = commands.add_parser("doctor", help=about, description=_DOCTOR)
   command.set_defaults(command=_doctor)
   return parser
-
-
-def _version() -> str:
-  """Returns the version of the installed package."""
-  try:
-    return metadata.version("tf-cross-shard")
-  except metadata.PackageNotFoundError:
-    return "0+source"
 
 
 def _assignment(text: str) -> Any:
