@@ -12,7 +12,7 @@ import tf_keras
 
 from tests.support import fake_engine, lazy_oracle, testbed, training
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import keras3, layers
+from tf_cross_shard import keras3
 from tf_cross_shard import tf_keras as ours_tf_keras
 from tf_cross_shard._src.core import variables as variables_lib
 
@@ -390,39 +390,6 @@ def test_compiled_by_xla_all_is_dense() -> None:
     tables.append(table.numpy())
   np.testing.assert_array_equal(*tables)
   assert (tables[0] != 1).all()
-
-
-@pytest.mark.parametrize("in_strategy", [False, True])
-def test_a_lookup_reads_rows_only(in_strategy: bool) -> None:
-  """The forward pass, too, has no tensor of the table's size."""
-  strategy = tf.distribute.get_strategy()
-  if in_strategy:
-    strategy = testbed.mirrored()
-  with strategy.scope():
-    table = keras.Variable(TABLE, dtype="float64")
-    optimizer = _optimizer("keras3", "Adam", lazy_rows=True)
-    optimizer.build([table])
-
-  @tf.function(autograph=False)
-  def step() -> Any:
-    def replica_step() -> Any:
-      with tf.GradientTape() as tape:
-        rows = layers.embedding_lookup(table, [[1, 4]])
-        loss = tf.reduce_sum(rows)
-      grad = tape.gradient(loss, table.value)
-      assert isinstance(grad, tf.IndexedSlices)
-      optimizer.apply_gradients([(grad, table)])
-      return rows
-
-    return strategy.run(replica_step)
-
-  graph = step.get_concrete_function().graph
-  shapes = [out.shape for op in graph.get_operations() for out in op.outputs]
-  assert (ROWS, WIDTH) not in shapes
-  for rows in strategy.experimental_local_results(step()):
-    np.testing.assert_array_equal(rows, TABLE[[[1, 4]]])
-  moved = (table.numpy() != TABLE).any(axis=1)
-  assert moved.tolist() == [i in (1, 4) for i in range(ROWS)]
 
 
 # ---------------------------------------------------------------- mixed dtypes

@@ -1,6 +1,5 @@
 """Sharded updates: the unsharded numbers, with a part of the state each."""
 
-import copy
 import functools
 import pathlib
 import pickle
@@ -472,27 +471,6 @@ def test_replicas_cannot_build_late(tmp_path: pathlib.Path) -> None:
   pairs = [(tf.ones(weight.shape), weight) for weight in weights]
   with pytest.raises(RuntimeError, match=r"Call build\(variables\) inside"):
     testbed.run(lambda: second.apply_gradients(pairs))
-
-
-@pytest.mark.parametrize(
-  ("which", "way"),
-  [
-    ("keras", lambda optimizer: pickle.loads(pickle.dumps(optimizer))),
-    ("tf_keras", copy.deepcopy),
-  ],
-)
-def test_pickles_and_copies(which: str, way: Any) -> None:
-  make = functools.partial(make_plain, "Adam")
-  weights, first = build(which, make, groups=ALL, shard_update=True)
-  train(weights, first, range(2))
-  with testbed.mirrored().scope():
-    second = way(first)
-    assert second.shard_update is True
-    second.build(weights)
-  assert_equal(
-    state_of(weights, first),
-    state_of(weights, second),
-  )
 
 
 def test_files_of_variables_that_are_not_of_keras(
