@@ -7,8 +7,24 @@ rate have to be the recorded ones, bit for bit. Then the test trains on and
 compares the weights again: bit for bit where the arithmetic is exact on every
 machine, else to 1e-6.
 
-The last section, `TestRemoved`, is about files with state of features that were
-removed after the files were written.
+Some files have state of features that were removed after the files were
+written. The version without the features has to do this:
+
+- `from_config`, unpickling and `load_model` drop `noise_scale` and
+  `has_backup`. They replace `wire_dtype="int8"` by None and, if there is
+  `accumulate_steps`, `lazy_rows` by False. One WARNING names all arguments
+  that were dropped or replaced. Files of older versions have all arguments;
+  those at their old defaults are dropped without a warning.
+- `replica_state.restore` and `BackupAndRestore` ignore the variables of
+  removed features: those of the noise scale, int8 residuals, the length of
+  windows, row sums of tables, and the state of fragments of an
+  `OuterOptimizer`. One WARNING names at least one of the ignored variables.
+  All other variables are restored bit for bit.
+- If a file has row sums, its window of `accumulate_steps` begins anew, for
+  all variables, as it does in groups of another size. Otherwise the next step
+  would use the tables' gradients of some calls only.
+- A file of `tf.train.Checkpoint` has no state of these features. It is
+  restored without a warning.
 """
 
 import json
@@ -47,16 +63,14 @@ RECORDS = {
 # collectives find each other by keys that belong to the process.
 programs.mirrored = testbed.mirrored
 
-# What the package does not do yet. Tests that need it are expected to fail;
-# `pytest -rx` lists them. When the package does it, these tests pass, which
-# pytest reports as a failure: then delete the line here.
 Place = tuple[str, str]  # a version, and the name of a case
 
 kept = cases.CASES
 removed = cases.REMOVED
-groups_only = {name: case for name, case in kept.items() if case.groups}
+every = {**kept, **removed}
+groups_only = {name: case for name, case in every.items() if case.groups}
 models = {
-  name: case for name, case in kept.items() if {"keras", "h5"} & {*case.ways}
+  name: case for name, case in every.items() if {"keras", "h5"} & {*case.ways}
 }
 
 
@@ -104,7 +118,7 @@ def _skip_if_keras_is_older(place: Place) -> None:
 
 
 def _case(place: Place) -> cases.Case:
-  return {**kept, **removed}[place[1]]
+  return every[place[1]]
 
 
 def _checkpoint(program: programs.Program) -> tf.train.Checkpoint:
@@ -186,20 +200,40 @@ def _check_arguments(program: programs.Program) -> None:
     assert own.reduction == "sum"
 
 
+def _check_loaded(
+  program: programs.Program, place: Place, said: Sequence[str]
+) -> None:
+  """Checks that what was removed, and nothing else, is gone with a warning."""
+  config = program.cross.get_config()
+  lines = said[:]
+  assert len(lines) == bool(program.case.removed)
+  for name in program.case.removed:
+    assert name in lines[0]
+    if name == "wire_dtype":  # It stays, without this value.
+      assert config[name] is None
+    elif name == "lazy_rows":  # It stays, but not with `accumulate_steps`.
+      assert config[name] is False
+    else:
+      assert name not in config
+  _check_arguments(program)
+
+
 def _go_on(
-  program: programs.Program, place: Place, of_first_group: bool
+  program: programs.Program, place: Place, of_first_group: bool = True
 ) -> None:
   """Trains on from a file that has no open window, and compares."""
   case, expected = program.case, _expected(place)
   calls, key = case.more, "after"
   if case.dropped_window is not None:
     calls, key = case.dropped_window[1], "after_dropped_window"
+  if place[1] in removed:
+    key = "after_without_feature"
   program.go_on(calls)
   _check_later(program, expected[key], of_first_group)
 
 
 @pytest.mark.tf_keras_mode
-@pytest.mark.parametrize("place", _places(kept, "pickle"))
+@pytest.mark.parametrize("place", _places(every, "pickle"))
 def test_pickle(place: Place, files: pathlib.Path, said: list[str]) -> None:
   """A pickle has the first group's slots, counts and learning rate."""
   _skip_if_keras_is_older(place)
@@ -210,15 +244,15 @@ def test_pickle(place: Place, files: pathlib.Path, said: list[str]) -> None:
   home = cases.OURS[case.keras]
   assert type(optimizer) is getattr(home, case.kind)
   program = programs.Program(case, optimizer=optimizer)
-  assert said == []
-  _check_arguments(program)
+  _check_loaded(program, place, said)
   _assign_weights(program, expected["saved"])
-  _check_saved(program, _of_first_group(expected["saved"]))
-  _go_on(program, place, of_first_group=True)
+  leave_out = ["skipped_steps"] if place[1] in removed else []
+  _check_saved(program, _of_first_group(expected["saved"]), leave_out)
+  _go_on(program, place)
 
 
 @pytest.mark.tf_keras_mode
-@pytest.mark.parametrize("place", _places(kept, "checkpoint"))
+@pytest.mark.parametrize("place", _places(every, "checkpoint"))
 def test_checkpoint(place: Place, files: pathlib.Path, said: list[str]) -> None:
   """A TensorFlow checkpoint has the first group's weights and slots."""
   case, expected = _case(place), _expected(place)
@@ -229,7 +263,7 @@ def test_checkpoint(place: Place, files: pathlib.Path, said: list[str]) -> None:
   assert said == []
   saved = _of_first_group(expected["saved"])
   _check_saved(program, saved, leave_out=["skipped_steps"])
-  _go_on(program, place, of_first_group=True)
+  _go_on(program, place)
 
 
 @pytest.mark.tf_keras_mode
@@ -244,30 +278,19 @@ def test_replica_state(
   replica_state.restore(path, program.optimizer, program.model)
   assert said == []
   _check_saved(program, expected["saved"])
+  if "best" in case.ways:  # A file of GroupCheckpoint has the same state.
+    again = programs.Program(case)
+    best = path.with_name("best.npz")
+    replica_state.restore(best, again.optimizer, again.model)
+    assert said == []
+    _check_saved(again, expected["saved"])
   program.go_on(case.more)
   _check_later(program, expected["after"], of_first_group=False)
 
 
-@pytest.mark.parametrize("place", _places(kept, "best"))
-def test_group_checkpoint(
-  place: Place, files: pathlib.Path, said: list[str]
-) -> None:
-  case, expected = _case(place), _expected(place)
-  path = files.joinpath(*place, "best.npz")
-  program = programs.Program(case)
-  replica_state.restore(path, program.optimizer, program.model)
-  assert said == []
-  _check_saved(program, expected["saved"])
-
-
 @pytest.mark.parametrize("place", _places(groups_only, "replica_state"))
 def test_read_group(place: Place, files: pathlib.Path, said: list[str]) -> None:
-  """A plain model on one device reads one group's weights."""
-  _check_read_group(place, files)
-  assert said == []
-
-
-def _check_read_group(place: Place, files: pathlib.Path) -> None:
+  """A plain model on one device reads one group's weights, and no more."""
   case, expected = _case(place), _expected(place)
   path = files.joinpath(*place, "state.npz")
   for group in range(2):
@@ -280,6 +303,7 @@ def _check_read_group(place: Place, files: pathlib.Path) -> None:
       strict=True,
     ):
       np.testing.assert_array_equal(layer_weight.numpy(), rows[group])
+  assert said == []
 
 
 @pytest.mark.tf_keras_mode
@@ -291,19 +315,20 @@ def test_model_file(place: Place, files: pathlib.Path, said: list[str]) -> None:
   with programs.scope_of(case):
     model = _load_model(case, files.joinpath(*place))
   program = programs.Program(case, model=model)
-  assert said == []
   if case.around is None:
     kind = getattr(cases.OURS[case.keras], case.kind)
     assert type(program.optimizer) is kind
-  _check_arguments(program)
+  _check_loaded(program, place, said)
   leave_out = ["skipped_steps"]
   if case.keras == "tf_keras":  # Its own model files have no loss scale.
     leave_out.append("loss_scale")
   _check_saved(program, _of_first_group(expected["saved"]), leave_out)
-  _go_on(program, place, of_first_group=True)
+  _go_on(program, place)
 
 
-@pytest.mark.parametrize("place", _places(models))
+@pytest.mark.parametrize(
+  "place", [p for p in _places(models) if p.values[0][1] in kept]
+)
 def test_model_file_on_one_device(
   place: Place, files: pathlib.Path, said: list[str]
 ) -> None:
@@ -512,106 +537,8 @@ def _left_out(path: pathlib.Path, program: programs.Program) -> list[str]:
   return [name for name in names[0] if name not in names[1]]
 
 
-def _check_dropped(program: programs.Program, line: str) -> None:
-  """Checks that arguments are gone, and that the warning names them."""
-  config = program.cross.get_config()
-  for name in program.case.removed:
-    assert name in line
-    if name == "wire_dtype":  # It stays, without this value.
-      assert config[name] is None
-    elif name == "lazy_rows":  # It stays, but not with `accumulate_steps`.
-      assert config[name] is False
-    else:
-      assert name not in config
-  _check_arguments(program)
-
-
-def _after_without(
-  program: programs.Program, place: Place, **options: Any
-) -> None:
-  """Trains on without the removed feature, and compares."""
-  case = program.case
-  program.go_on(case.dropped_window[1] if case.dropped_window else case.more)
-  _check_later(program, _expected(place)["after_without_feature"], **options)
-
-
-# The removed features whose variables are in a backup.
-
-
 class TestRemoved:
-  """Files with state of features that were removed after they were written.
-
-  The version without the features has to do this:
-
-  - `from_config`, unpickling and `load_model` drop `noise_scale` and
-    `has_backup`. They replace `wire_dtype="int8"` by None and, if there is
-    `accumulate_steps`, `lazy_rows` by False. One WARNING names all arguments
-    that were dropped or replaced. Files of older versions have all arguments;
-    those at their old defaults are dropped without a warning.
-  - `replica_state.restore` and `BackupAndRestore` ignore the variables of
-    removed features: those of the noise scale, int8 residuals, the length of
-    windows, row sums of tables, and the state of fragments of an
-    `OuterOptimizer`. One WARNING names at least one of the ignored variables.
-    All other variables are restored bit for bit.
-  - If a file has row sums, its window of `accumulate_steps` begins anew, for
-    all variables, as it does in groups of another size. Otherwise the next step
-    would use the tables' gradients of some calls only.
-  - A file of `tf.train.Checkpoint` has no state of these features. It is
-    restored without a warning.
-  """
-
-  @pytest.mark.parametrize("place", _places(removed, "pickle"))
-  def test_pickle(
-    self, place: Place, files: pathlib.Path, said: list[str]
-  ) -> None:
-    _skip_if_keras_is_older(place)
-    case, expected = _case(place), _expected(place)
-    path = files.joinpath(*place, "optimizer.pickle")
-    with programs.scope_of(case):
-      optimizer = pickle.loads(path.read_bytes())
-    program = programs.Program(case, optimizer=optimizer)
-    lines = said[:]
-    if case.removed:
-      [line] = lines
-      _check_dropped(program, line)
-    else:  # Nothing in its configuration is gone.
-      assert lines == []
-    _assign_weights(program, expected["saved"])
-    saved = _of_first_group(expected["saved"])
-    _check_saved(program, saved, leave_out=["skipped_steps"])
-    _after_without(program, place, of_first_group=True)
-
-  @pytest.mark.parametrize("place", _places(removed, "keras"))
-  def test_model_file(
-    self, place: Place, files: pathlib.Path, said: list[str]
-  ) -> None:
-    _skip_if_keras_is_older(place)
-    case, expected = _case(place), _expected(place)
-    with programs.scope_of(case):
-      model = _load_model(case, files.joinpath(*place))
-    program = programs.Program(case, model=model)
-    lines = said[:]
-    if case.removed:
-      [line] = lines
-      _check_dropped(program, line)
-    else:
-      assert lines == []
-    saved = _of_first_group(expected["saved"])
-    _check_saved(program, saved, leave_out=["skipped_steps"])
-    _after_without(program, place, of_first_group=True)
-
-  @pytest.mark.parametrize("place", _places(removed, "checkpoint"))
-  def test_checkpoint(
-    self, place: Place, files: pathlib.Path, said: list[str]
-  ) -> None:
-    case, expected = _case(place), _expected(place)
-    program = programs.Program(case)
-    path = files.joinpath(*place, "checkpoint")
-    _checkpoint(program).read(str(path)).assert_consumed()
-    assert said == []
-    saved = _of_first_group(expected["saved"])
-    _check_saved(program, saved, leave_out=["skipped_steps"])
-    _after_without(program, place, of_first_group=True)
+  """State of removed features that only these files have."""
 
   @pytest.mark.parametrize("place", _places(removed, "replica_state"))
   def test_replica_state(
@@ -637,7 +564,7 @@ class TestRemoved:
       program.go_on(case.more)  # The open window goes on.
       _check_later(program, expected["after"], of_first_group=False)
     else:
-      _after_without(program, place, of_first_group=False)
+      _go_on(program, place, of_first_group=False)
 
   @staticmethod
   def _check_join(
@@ -656,21 +583,6 @@ class TestRemoved:
         joined = anchor + 0.5 * momentum - 0.5 * gradient  # SGD(0.5, 0.5)
         state = program.state()["weights"][name]
         training.assert_close(np.array(state), np.array([joined] * 2), name)
-
-  @pytest.mark.parametrize(
-    "place",
-    [
-      place
-      for place in _places(removed, "keras")
-      if _case(place.values[0]).groups
-    ],
-  )
-  def test_read_group(
-    self, place: Place, files: pathlib.Path, said: list[str]
-  ) -> None:
-    """Only weights are read, so that nothing is left out."""
-    _check_read_group(place, files)
-    assert said == []
 
   @pytest.mark.parametrize("place", _places(cases.REMOVED_BACKUPS))
   def test_backup(
