@@ -123,6 +123,7 @@ def test_what_workers_were_given_is_respected() -> None:
   with (
     mock.patch.object(collective_ops, "of_strategy") as of_strategy,
     mock.patch.object(multi_worker.agreement, "of_strategy"),
+    mock.patch.object(multi_worker.stall_watch, "of_strategy"),
   ):
     multi_worker.MultiWorker(strategy, groups_lib.singletons(1))
   assert of_strategy.call_args.kwargs["asked"] == "nccl"
