@@ -205,6 +205,13 @@ class TestBytes:
     assert content["padding_sent"] == padding
     assert content["bytes_sent"] == sum(sent) + padding
 
+  def test_tpu_sends_parts_of_sharded_updates(self) -> None:
+    optimizer, _ = _make(
+      "keras", strategy=testbed.virtual(4), shard_update=True
+    )
+    sent = [row["bytes_sent"] for row in optimizer.describe().rows()]
+    assert sent == [480, 60]
+
   def test_keras_accumulates_and_reduces_once_unless_overridden(self) -> None:
     adam = training.KERASES["keras"][0].optimizers.Adam
 
