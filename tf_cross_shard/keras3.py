@@ -23,6 +23,7 @@ from tf_cross_shard._src.core.keras3 import v1_optimizers
 from tf_cross_shard._src.core.keras3.classes import (
   CrossShardOptimizer,
   Embedding,
+  GroupDropout,
   PerGroup,
   SyncBatchNormalization,
 )
@@ -31,6 +32,7 @@ from tf_cross_shard._src.towers.keras3 import TowerOptimizer
 __all__ = [
   "CrossShardOptimizer",
   "Embedding",
+  "GroupDropout",
   "PerGroup",
   "SyncBatchNormalization",
   "TowerOptimizer",

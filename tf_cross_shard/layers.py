@@ -2,6 +2,7 @@
 
 - `Embedding`: Keras' layer, except that it reads only the rows of the batch
 - `embedding_lookup`: the same as a function, for layers of your own
+- `GroupDropout`: dropout with a rate for each group
 - `SyncBatchNormalization`: batch normalization over each group's batch
 
 The layers subclass those of `tf.keras`. `tf_cross_shard.keras3` and
@@ -19,13 +20,20 @@ from tf_cross_shard._src.core.embedding_lookup import embedding_lookup
 if versions.uses_tf_keras():
   from tf_cross_shard._src.core.tf_keras.classes import (
     Embedding,
+    GroupDropout,
     SyncBatchNormalization,
   )
 else:
   from tf_cross_shard._src.core.keras3.classes import (
     Embedding,
+    GroupDropout,
     SyncBatchNormalization,
   )
 
-__all__ = ["Embedding", "SyncBatchNormalization", "embedding_lookup"]
+__all__ = [
+  "Embedding",
+  "GroupDropout",
+  "SyncBatchNormalization",
+  "embedding_lookup",
+]
 __dir__ = catalogue.publish(globals())

@@ -24,6 +24,7 @@ from tf_cross_shard._src.core.tf_keras import v1_optimizers
 from tf_cross_shard._src.core.tf_keras.classes import (
   CrossShardOptimizer,
   Embedding,
+  GroupDropout,
   PerGroup,
   SyncBatchNormalization,
 )
@@ -32,6 +33,7 @@ from tf_cross_shard._src.towers.tf_keras import TowerOptimizer
 __all__ = [
   "CrossShardOptimizer",
   "Embedding",
+  "GroupDropout",
   "PerGroup",
   "SyncBatchNormalization",
   "TowerOptimizer",

@@ -199,7 +199,9 @@ def read_group(path: Any, group: int, model: Any) -> Any:
 
   Use this to serve or inspect a group on one device. It needs no strategy, no
   optimizer and no other group. For variables that are not trained, the model
-  receives the same values as from `load_group`. The function reads and compares
+  receives the same values as from `load_group`. The model may have other random
+  number generators than the file, for example no dropout; then their states are
+  ignored, because predictions need none. The function reads and compares
   everything before it changes anything.
 
   Args:
@@ -229,7 +231,11 @@ def read_group(path: Any, group: int, model: Any) -> Any:
 def values_of_group(
   target: paths_lib.Path, group: int, state: group_state.GroupState
 ) -> list[archive.Array]:
-  """Returns the values that `read_group` assigns, in the order of the parts."""
+  """Returns the values that `read_group` assigns, in the order of the parts.
+
+  If the file has the states of other random number generators than `state`,
+  these are left out of `state`.
+  """
   with (
     archive.naming_damage(target, OSError),
     archive.reading(target) as file,
@@ -241,6 +247,9 @@ def values_of_group(
         f" The checkpoint {target} holds the groups {saved}."
       )
     names = [n for n in file.about["names"] if n.startswith("model/")]
+    if set(filter(group_state.is_seed, names)) != set(state.seeds):
+      names = [name for name in names if not group_state.is_seed(name)]
+      state.leave_out_seeds()
     _check_names(file, state, names)
     return [
       group_models.merged(part, list(_arrays(file, part, group).values()))

@@ -27,18 +27,29 @@ from tf_cross_shard._src.replica_state import archive, group_state
 
 _CLONED: Final = "tf_cross_shard>cloned"  # No class of a user has this name.
 _FUNCTION: Final = "tf_cross_shard>function of "  # plus a Lambda's name
+# The layers of Keras that do the same for a single group.
+_PLAIN_LAYERS: Final = {
+  "tf_cross_shard>Embedding": "Embedding",
+  "tf_cross_shard>GroupDropout": "Dropout",
+  "tf_cross_shard>SyncBatchNormalization": "BatchNormalization",
+}
 
 
 def load_group(group: int, optimizer: Any, model: Any, into: Any = None) -> Any:
   """Returns a plain model with the weights of one group.
 
   The plain model is created outside any strategy and is not compiled. It
-  predicts, saves and trains like a model that never had replicas. Variables
-  that are not trained and that differ between members of the group, such as the
-  statistics of batch normalization, receive the mean over the members; integer
-  variables, such as the states of random number generators, receive the value
-  of the first member. The function ignores moving averages of weights that the
-  optimizer keeps.
+  predicts, saves and trains like a model that never had replicas. If Keras
+  clones a sequential or functional model, the layers of `tf_cross_shard.layers`
+  become Keras' own layers, so that files of the plain model load without this
+  package.
+
+  Variables that are not trained and that differ between members of the group,
+  such as the statistics of batch normalization, receive the mean over the
+  members; integer variables, such as the states of random number generators,
+  receive the value of the first member. If `into` has another number of random
+  number generators, it keeps their states, because predictions need none. The
+  function ignores moving averages of weights that the optimizer keeps.
 
   Args:
     group: The number of the group, from 0, in the order of `optimizer.groups`.
@@ -65,7 +76,7 @@ def load_group(group: int, optimizer: Any, model: Any, into: Any = None) -> Any:
   state = group_state.GroupState(optimizer, model, is_whole=False)
   members = _members_of(state.groups, group, "group")
   if into is None:
-    plain = _clone(keras, model, state)
+    plain = _clone(keras, model, state, group)
   else:
     plain = into
     _check_fits(state, into)
@@ -75,16 +86,17 @@ def load_group(group: int, optimizer: Any, model: Any, into: Any = None) -> Any:
     merged(part, state.copies.read(part.variable, members))
     for part in state.parts
   ]
-  assign(plain, values)
+  assign(state, values, plain)
   return plain
 
 
-def assign(plain: Any, values: Sequence[archive.Array]) -> None:
-  """Assigns values to a plain model, in the order of its variables."""
-  for variable, value in zip(
-    group_state.variables_of(plain), values, strict=True
-  ):
-    replica_values.native(variable).assign(value)
+def assign(
+  state: group_state.GroupState, values: Sequence[archive.Array], plain: Any
+) -> None:
+  """Assigns values, one for each variable of `state`, to a plain model."""
+  target = _check_fits(state, plain)
+  for part, value in zip(target.parts, values, strict=True):
+    replica_values.native(part.variable).assign(value)
   finalize(plain)
 
 
@@ -252,7 +264,9 @@ def _members_of(
   return groups.assignment[group]
 
 
-def _clone(keras: Any, model: Any, state: group_state.GroupState) -> Any:
+def _clone(
+  keras: Any, model: Any, state: group_state.GroupState, group: int
+) -> Any:
   """Returns a new, plain model like `model`, which is not compiled."""
   kind = type(model)
   # Keras 3 draws the seeds of initial values from Python's generator. Restore
@@ -278,7 +292,7 @@ def _clone(keras: Any, model: Any, state: group_state.GroupState) -> Any:
           "module": None,
           "class_name": _CLONED,
           "registered_name": _CLONED,
-          "config": _clonable(model.get_config(), own),
+          "config": _clonable(model.get_config(), own, group),
         },
         custom_objects={**own, _CLONED: kind},
         safe_mode=False,
@@ -290,14 +304,20 @@ def _clone(keras: Any, model: Any, state: group_state.GroupState) -> Any:
     _check_fits(state, clone)
   except Exception as error:
     raise ValueError(
-      "Keras could not clone `model` from its get_config(). Create and build a"
-      f" second {kind.__name__} yourself, outside `strategy.scope()`, and"
-      " pass it to load_group as `into`, or pass GroupMetrics a function that"
-      " returns it as `twin`."
+      f"Keras could not clone `model` from its get_config(): {_reason(error)}"
+      f" Create and build a second {kind.__name__} yourself, outside"
+      " `strategy.scope()`, and pass it as `into`, or pass GroupMetrics a"
+      " function that returns it as `twin`."
     ) from error
   finally:
     random.setstate(numbers)
   return clone
+
+
+def _reason(error: Exception) -> str:
+  """Returns the sentence of a long error of Keras that names the cause."""
+  innermost = str(error).split("Exception encountered: ")[-1].strip()
+  return " ".join(innermost.split("\n\n")[0].split()).rstrip(".") + "."
 
 
 def _copy_assets(model: Any, clone: Any) -> None:
@@ -310,13 +330,25 @@ def _copy_assets(model: Any, clone: Any) -> None:
         other.load_assets(folder)
 
 
-def _check_fits(state: group_state.GroupState, plain: Any) -> None:
-  """Raises `ValueError` unless a plain model can receive the variables."""
+def _check_fits(
+  state: group_state.GroupState, plain: Any
+) -> group_state.GroupState:
+  """Returns the variables of a plain model that receive those of `state`.
+
+  If both have different numbers of random number generators, as with a dropout
+  rate of 0, the states of these are left out of both.
+
+  Raises:
+    ValueError: If the plain model cannot receive the variables.
+  """
   remedy = (
     "Create and build it with the same code as `model`, outside"
     " `strategy.scope()`."
   )
   into = group_state.GroupState(None, plain, is_whole=False)
+  if len(into.seeds) != len(state.seeds):
+    into.leave_out_seeds()
+    state.leave_out_seeds()
   if len(into.parts) != len(state.parts):
     raise ValueError(
       f"The model passed as `into` or `twin` has {len(into.parts)} variables,"
@@ -339,23 +371,37 @@ def _check_fits(state: group_state.GroupState, plain: Any) -> None:
         f"The model passed as `into` or `twin` has replicas: {part.name} was"
         f" created inside `strategy.scope()`. {remedy}"
       )
+  return into
 
 
-def _clonable(config: Any, own: Mapping[str, Any]) -> Any:
+def _clonable(config: Any, own: Mapping[str, Any], group: int) -> Any:
   """Returns a configuration whose Lambda layers have the functions in `own`.
 
-  The configuration of the optimizer is left out, so that no part of the clone
-  is compiled: loading a compiled clone would need this package.
+  The layers of this package become those of Keras. The configuration of the
+  optimizer is left out, so that no part of the clone is compiled: loading a
+  compiled clone would need this package.
   """
   if type(config) is list:
-    return [_clonable(value, own) for value in config]
+    return [_clonable(value, own, group) for value in config]
   if not isinstance(config, dict):
     return config
+  if plain := _PLAIN_LAYERS.get(str(config.get("registered_name"))):
+    arguments = dict(config["config"])
+    arguments.pop("group_assignment", None)
+    if "rates" in arguments:
+      arguments["rate"] = arguments.pop("rates")[group]
+    config = {
+      **config,
+      "module": "keras.layers",
+      "class_name": plain,
+      "config": arguments,
+      "registered_name": None,
+    }
   name = f"{_FUNCTION}{config.get('name')}"
   return {
     key: {"class_name": "function", "config": name, "registered_name": name}
     if key == "function" and name in own and isinstance(value, dict)
-    else _clonable(value, own)
+    else _clonable(value, own, group)
     for key, value in config.items()
     if key != "compile_config"
   }

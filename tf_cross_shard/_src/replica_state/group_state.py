@@ -128,6 +128,15 @@ class GroupState:
       for part, name in zip(self.parts, names, strict=True)
     ]
 
+  @property
+  def seeds(self) -> list[str]:
+    """The names of the states of random number generators."""
+    return [part.name for part in self.parts if is_seed(part.name)]
+
+  def leave_out_seeds(self) -> None:
+    """Removes the states of random number generators from `parts`."""
+    self.parts = [part for part in self.parts if not is_seed(part.name)]
+
   def agree(self, topic: str) -> None:
     """Raises the same error on all workers unless all make this call.
 
@@ -331,6 +340,14 @@ def accept_values(optimizer: Any) -> None:
   """Marks the current values as intended, so that no warning is given."""
   for watch in optimizer_state.watches_of(optimizer):
     watch.accept()
+
+
+def is_seed(name: str) -> bool:
+  """Returns whether a variable is the state of a random number generator.
+
+  Keras' `SeedGenerator` and `layers.GroupDropout` give it this name.
+  """
+  return name.split("/")[-1].startswith("seed_generator_state")
 
 
 def has_mean(variable: Any) -> bool:

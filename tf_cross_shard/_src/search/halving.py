@@ -29,9 +29,7 @@ from tf_cross_shard._src.fit import (
 )
 from tf_cross_shard._src.replica_state import (
   archive,
-  checkpoint,
   group_files,
-  group_models,
 )
 from tf_cross_shard._src.replica_state import paths as paths_lib
 from tf_cross_shard._src.search import table as table_lib
@@ -228,20 +226,30 @@ class Halving(trial_monitor.TrialMonitor):
       ValueError: If no trial has a value of the metric.
     """
     best = self.table.best
+    missing = self._missing()
     if best.file is None:
       raise ValueError(
-        f"No trial has a finite {self.monitor!r}. Look at the history of the"
-        f" trials in {self.table!r}."
+        f"{missing} Call fit(epochs=halving.total_epochs) first."
+        if missing
+        else f"No trial has a finite {self.monitor!r}. Look at the history of"
+        f" the trials in {self.table!r}."
       )
-    path = paths_lib.as_path(best.file)
-    values = checkpoint.values_of_group(path, 0, self.state_of_groups())
-    optimizer = self.model.optimizer
-    # Keras calls the clone's layers, which may ask for the settings of a group.
-    with group_schedule.as_group(0):
-      plain = group_models.load_group(0, optimizer, self.model, into=into)
-    group_models.assign(plain, values)
-    self.table.assign([best.settings] * self._num_groups)
-    return plain
+    if missing:
+      logging.warning("best_model returns the best trial so far. %s", missing)
+    return trial_monitor.plain_model(
+      best.file, best.settings, self.table, self.model, into
+    )
+
+  def _missing(self) -> str:
+    """Returns a sentence that says what the search lacks; empty if nothing."""
+    is_last = self._progress.rung + 1 == len(self._rungs)
+    if self._progress.running and is_last and not self._progress.epochs_left:
+      return ""
+    untrained = sum(not trial.epochs for trial in self.table)
+    return (
+      f"The search has not ended: {untrained} of {len(self.table)} trials have"
+      f" no epoch, and none has all {self.epochs} epochs."
+    )
 
   def on_train_begin(self, logs: Any = None) -> None:
     """Checks the optimizer and the other callbacks, and creates the folder.
@@ -335,8 +343,10 @@ class Halving(trial_monitor.TrialMonitor):
     self.state_of_groups().agree("the end of trials")
     if self._progress.epochs_left:
       logging.warning(
-        "fit ended before the search, because something else set stop_training."
-        " The table has the results of the trials so far."
+        "%s Something stopped fit, such as Keras' EarlyStopping, which compares"
+        " epochs of different trials. Remove it, because Halving itself stops"
+        " poor trials; after SIGTERM, start the program again.",
+        self._missing(),
       )
     else:
       paths_lib.delete_tree(self._folder / "states")

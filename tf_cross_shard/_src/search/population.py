@@ -12,7 +12,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from tf_cross_shard._src.core.internals import optimizer_state
+from tf_cross_shard._src.core.internals import (
+  group_schedule,
+  optimizer_state,
+)
 from tf_cross_shard._src.fit import group_callback
 from tf_cross_shard._src.replica_state import group_models
 from tf_cross_shard._src.search import table as table_lib
@@ -115,7 +118,8 @@ class Population(trial_monitor.TrialMonitor):
   [0.1, 0.05]
 
   Attributes:
-    table: The trials, one for each group; set when `fit` begins.
+    table: The trials, one for each group; set when `fit` begins. The history
+      of a trial contains the settings that its group had in each epoch.
     copied: All copies, in order: dictionaries with `epoch`, which counts from
       0, `source`, `target` and the new settings of the target.
     settings: The present settings of each group.
@@ -240,12 +244,12 @@ class Population(trial_monitor.TrialMonitor):
     last = (self.params or {}).get("epochs")
     if not self.begin(logs):
       return
-    self.note(range(len(self.table)), logs)
+    # Another callback may have changed learning rates.
+    rows = [{**a, **b} for a, b in zip(self.settings, self.read(), strict=True)]
+    self.note(range(len(self.table)), logs, rows)
     if (epoch + 1) % self.every:
       return
     self.improve(logs)
-    # Read the settings again: another callback may have changed learning rates.
-    rows = [{**a, **b} for a, b in zip(self.settings, self.read(), strict=True)]
     if epoch + 1 != last:
       random = np.random.default_rng([self.seed, epoch])
       for source, target in self._pairs(logs):
@@ -259,6 +263,37 @@ class Population(trial_monitor.TrialMonitor):
         )
       self.apply_settings(rows)
     self.settings = rows
+
+  def best_model(self, into: Any = None) -> Any:
+    """Returns the group that was best in the last epoch, as a plain model.
+
+    Call this when `fit` has ended. The model has the weights of the last epoch,
+    because groups continue from each other.
+
+    Args:
+      into: A plain model that receives the weights, as for
+        `replica_state.load_group`. None lets Keras clone the model.
+
+    Returns:
+      A plain Keras model. From now on, `table.value` returns the settings of
+      the best group in all groups.
+
+    Raises:
+      ValueError: If no group has a value of the metric.
+    """
+    histories = [trial.history for trial in getattr(self, "table", ())]
+    last = [self._sign * row[self.monitor][-1] for row in histories if row]
+    if not np.isfinite(last).any():
+      raise ValueError(
+        f"No group has a finite {self.monitor!r}. Call fit first; `table` has"
+        " the metrics of each epoch."
+      )
+    best = int(np.argmax(np.where(np.isfinite(last), last, -np.inf)))
+    self.table.assign([self.settings[best]] * len(last))
+    with group_schedule.as_group(0):
+      return group_models.load_group(
+        best, self.model.optimizer, self.model, into=into
+      )
 
   def state(self) -> dict[str, Any]:
     """Returns the copies, the settings and the table."""

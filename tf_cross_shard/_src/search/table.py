@@ -12,7 +12,7 @@ import csv
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -37,7 +37,8 @@ class Trial:
     number: The position of the trial in the table.
     settings: The settings, by name.
     history: The metrics that `GroupMetrics` wrote for the trial's group, by
-      name: one number for each epoch that the trial was trained.
+      name: one number for each epoch that the trial was trained. With
+      `callbacks.Population`, it also has the settings in each epoch.
     best: The best value of the monitored metric; None before the first epoch.
     best_epoch: The epoch of `best`, counted from 0 in the epochs of this trial.
     file: The file with the weights of that epoch, for
@@ -55,6 +56,16 @@ class Trial:
   def epochs(self) -> int:
     """The number of epochs that the trial was trained."""
     return max(map(len, self.history.values()), default=0)
+
+  @property
+  def best_settings(self) -> dict[str, float]:
+    """The settings in the best epoch; `settings` if they never change."""
+    if self.best_epoch is None:
+      return self.settings
+    return {
+      name: self.history[name][self.best_epoch] if name in self.history else own
+      for name, own in self.settings.items()
+    }
 
 
 class Table(Sequence[Trial]):
@@ -94,9 +105,17 @@ class Table(Sequence[Trial]):
 
     Raises:
       TypeError: If a trial is not a dictionary, or a setting is not a number.
-      ValueError: If there is no trial, if the names differ between trials, or
-        if a setting is NaN.
+      ValueError: If there is no trial or no setting, if the names differ
+        between trials, or if a setting is NaN.
     """
+    if isinstance(settings_of_trials, str | Mapping) or not isinstance(
+      settings_of_trials, Iterable
+    ):
+      raise TypeError(
+        "`settings_of_trials` must be a list of dictionaries; got"
+        f' {settings_of_trials!r}. Use for example [{{"learning_rate": 0.1}},'
+        ' {"learning_rate": 0.01}].'
+      )
     for row in settings_of_trials:
       if not isinstance(row, Mapping):
         raise TypeError(
@@ -104,7 +123,7 @@ class Table(Sequence[Trial]):
           ' example [{"learning_rate": 0.1}].'
         )
     rows = [dict(row) for row in settings_of_trials]
-    if not rows:
+    if not rows or not rows[0]:
       raise ValueError(
         "`settings_of_trials` must contain a dictionary for each trial; got"
         f' {settings_of_trials!r}. Use for example [{{"learning_rate": 0.1}}].'
@@ -116,6 +135,11 @@ class Table(Sequence[Trial]):
           f" {sorted(row)} and {sorted(rows[0])}."
         )
       for name, number in row.items():
+        if not isinstance(name, str):
+          raise TypeError(
+            f"`settings_of_trials` must name settings by strings; got {name!r}"
+            f' in {row}. Use for example {{"learning_rate": 0.1}}.'
+          )
         if not validation.is_number(number):
           raise TypeError(
             "`settings_of_trials` must contain numbers;"
@@ -203,22 +227,40 @@ class Table(Sequence[Trial]):
     Raises:
       KeyError: If the trials have no such setting.
     """
+    return group_schedule.per_group(self.values(name), self.groups)
+
+  def values(self, name: str) -> tf.Variable:
+    """Returns a variable with a setting of the trials that the groups train.
+
+    Pass it to `layers.GroupDropout`.
+
+    Args:
+      name: The name of the setting.
+
+    Returns:
+      float32 `[num_groups]`. `callbacks.Halving` and `callbacks.Population`
+      assign it.
+
+    Raises:
+      KeyError: If the trials have no such setting.
+    """
     if name not in self._variables:
       raise KeyError(f"`name` must be one of {self.names}; got {name!r}.")
     self._asked.add(name)
-    return group_schedule.per_group(self._variables[name], self.groups)
+    return self._variables[name]
 
   def rows(self) -> list[dict[str, Any]]:
     """Returns a dictionary for each trial, the best first.
 
-    A dictionary has the entries `trial`, the settings, `epochs`, the best value
+    A dictionary has the entries `trial`, the settings (with
+    `callbacks.Population`, those of the best epoch), `epochs`, the best value
     under the name of the monitored metric, `best_epoch` and `file`. For a data
     frame, use `pandas.DataFrame(table.rows())`.
     """
     return [
       {
         "trial": trial.number,
-        **trial.settings,
+        **trial.best_settings,
         "epochs": trial.epochs,
         self.monitor or "best": trial.best,
         "best_epoch": trial.best_epoch,

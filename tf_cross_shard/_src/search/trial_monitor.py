@@ -1,14 +1,22 @@
 """The common base class of callbacks that train trials in groups."""
 
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from tf_cross_shard._src.core.internals import (
   encapsulated,
+  group_schedule,
   optimizer_state,
   settings,
 )
 from tf_cross_shard._src.fit import group_callback, group_rates
+from tf_cross_shard._src.replica_state import (
+  checkpoint,
+  group_models,
+  group_state,
+)
+from tf_cross_shard._src.replica_state import paths as paths_lib
 from tf_cross_shard._src.search import table as table_lib
 
 _RATE: Final = "learning_rate"
@@ -23,6 +31,7 @@ class TrialMonitor(group_callback.GroupMonitor):
   """
 
   moves_optimizer = True
+  _argument = "table"  # the argument that has the settings
   table: table_lib.Table
   names: Sequence[str]
 
@@ -93,12 +102,18 @@ class TrialMonitor(group_callback.GroupMonitor):
       self.model.make_train_function(force=True)
     self.table.assign(rows)
 
-  def note(self, running: Sequence[int], logs: Any) -> list[int]:
+  def note(
+    self,
+    running: Sequence[int],
+    logs: Any,
+    rows: Sequence[Mapping[str, float]] | None = None,
+  ) -> list[int]:
     """Adds an epoch to the trial of each group.
 
     Args:
       running: The number of the trial of each group.
       logs: The logs of the epoch, with the metrics of the groups.
+      rows: The settings of each group in this epoch, if they change.
 
     Returns:
       The groups whose trial is at its best.
@@ -108,21 +123,25 @@ class TrialMonitor(group_callback.GroupMonitor):
     """
     for name in self.table.names:
       if not (name == _RATE or self._is_own(name) or self.table.is_asked(name)):
+        known = [_RATE, *settings.LIMITS, *vars(self._innermost)]
+        close = difflib.get_close_matches(name, known, 1)
+        meant = f" (did you mean {close[0]!r}?)" if close else ""
         raise ValueError(
           f"Nothing uses the setting {name!r} of `table`:"
           f" {type(self._innermost).__name__} has no such number, and the"
-          " model does not read it. Correct the name, or call"
+          f" model does not read it. Correct the name{meant}, or call"
           f" table.value({name!r}) in the model."
         )
     improved = []
     for group, number in enumerate(running):
       end = f"/group_{group}"
+      own = rows[group] if rows else {}
       metrics = {
         name.removesuffix(end): float(logs[name])
         for name in logs
         if name.endswith(end)
       }
-      if self.table.note(number, metrics):
+      if self.table.note(number, {**metrics, **own}):
         improved.append(group)
     return improved
 
@@ -139,5 +158,39 @@ class TrialMonitor(group_callback.GroupMonitor):
       for row in rows:
         own = {name: [row[name]] * count for name in filter(self._is_own, row)}
         self.step.replace(group_settings=own)
+    except (NotImplementedError, ValueError) as error:
+      # The user passed a table or `explore`, and no `group_settings`.
+      argument = f"`{self._argument}`"
+      raise type(error)(
+        str(error).replace("`group_settings`", argument)
+      ) from error
     finally:
       self.step.replace(group_settings=before)
+
+
+def plain_model(
+  path: str,
+  row: Mapping[str, float],
+  table: table_lib.Table,
+  model: Any,
+  into: Any = None,
+) -> Any:
+  """Returns a plain model with the weights and the settings of a trial.
+
+  Args:
+    path: The file with the weights of the trial.
+    row: The settings of the trial, which `table.value` returns from now on.
+    table: The table.
+    model: The compiled model that was trained.
+    into: As for `replica_state.load_group`.
+  """
+  optimizer = model.optimizer
+  state = group_state.GroupState(optimizer, model, is_whole=False)
+  values = checkpoint.values_of_group(paths_lib.as_path(path), 0, state)
+  # Layers of the clone, such as dropout, get the present settings of group 0.
+  table.assign([row] * table.groups.num_groups)
+  # Keras calls the clone's layers, which may ask for the settings of a group.
+  with group_schedule.as_group(0):
+    plain = group_models.load_group(0, optimizer, model, into=into)
+  group_models.assign(state, values, plain)
+  return plain

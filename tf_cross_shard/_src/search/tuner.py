@@ -15,7 +15,7 @@ from keras_tuner.engine import base_tuner
 from tf_cross_shard._src.core.internals import groups as groups_lib
 from tf_cross_shard._src.fit import group_metrics
 from tf_cross_shard._src.replica_state import paths as paths_lib
-from tf_cross_shard._src.search import halving
+from tf_cross_shard._src.search import halving, trial_monitor
 from tf_cross_shard._src.search import table as table_lib
 
 
@@ -23,10 +23,10 @@ class GroupTuner(base_tuner.BaseTuner):
   """Trains the trials of an oracle of KerasTuner, one trial in each group.
 
   The hyperparameters are numbers, and you declare them to the oracle before the
-  search. `get_best_hyperparameters`, `results_summary` and resuming a search
-  that was interrupted work as in other tuners of KerasTuner. The weights of
-  each trial's best epoch are stored in a file in the tuner's project folder;
-  see `files`.
+  search. `get_best_hyperparameters`, `get_best_models`, `results_summary` and
+  resuming a search that was interrupted work as in other tuners of KerasTuner.
+  The weights of each trial's best epoch are stored in a file in the tuner's
+  project folder; see `files`.
 
   >>> import tempfile
   >>> import keras_tuner, numpy as np, tensorflow as tf
@@ -54,8 +54,11 @@ class GroupTuner(base_tuner.BaseTuner):
   ...   )
   ...   tuner.search(x, 5 * x, validation_data=(x, 5 * x), epochs=2, verbose=0)
   ...   [best] = tuner.get_best_hyperparameters()
+  ...   [model] = tuner.get_best_models()  # plain Keras
   >>> best.values, len(tuner.oracle.trials)
   ({'learning_rate': 0.1}, 3)
+  >>> abs(float(model(x)[0, 0]) - 5) < 2
+  True
 
   Attributes:
     files: The file with the weights of each trial, by the oracle's id of the
@@ -130,6 +133,30 @@ class GroupTuner(base_tuner.BaseTuner):
       for trial, result in zip(asked, table, strict=True):
         self._tell(trial, result)
     self.on_search_end()
+
+  def load_model(self, trial: Any) -> Any:
+    """Returns a trial as a plain model with the weights of its best epoch.
+
+    `get_best_models` calls this method. Keras has to be able to clone the model
+    that `build` returns.
+
+    Args:
+      trial: A trial of the oracle.
+
+    Raises:
+      ValueError: If the trial has no weights, or Keras cannot clone the model.
+    """
+    path = self.files.get(trial.trial_id)
+    if path is None:
+      raise ValueError(
+        f"Trial {trial.trial_id} has no finite {self.oracle.objective.name!r},"
+        " so no weights were saved. Look at results_summary()."
+      )
+    row = trial.hyperparameters.values
+    with self._strategy.scope():
+      table = table_lib.Table([row], self._groups)
+      model = self._build(table)
+    return trial_monitor.plain_model(path, row, table, model)
 
   def get_state(self) -> dict[str, Any]:
     """Returns what KerasTuner saves to resume an interrupted search."""

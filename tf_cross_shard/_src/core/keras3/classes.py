@@ -19,6 +19,7 @@ import tensorflow as tf
 from tf_cross_shard._src.core import (
   embedding_lookup,
   group_batch_norm,
+  group_dropout,
   group_schedule,
   optimizer,
 )
@@ -119,3 +120,25 @@ class Embedding(embedding_lookup.RowLookup, keras.layers.Embedding):
     """Returns rows. As in Keras 3, negative ids count from the last row."""
     ids = tf.where(ids < 0, ids + self.input_dim, ids)
     return embedding_lookup.embedding_lookup(self._embeddings, ids)
+
+
+@keras.saving.register_keras_serializable(package="tf_cross_shard")
+@forwarding.documented
+class GroupDropout(group_dropout.GroupRates, keras.layers.Layer):
+  """Dropout with a rate for each group.
+
+  >>> layer = GroupDropout([0.0, 0.25], [[0, 1], [2, 3]])
+  >>> layer.rates
+  [0.0, 0.25]
+  """
+
+  def __init__(
+    self, rates: Any, group_assignment: Any, seed: Any = None, **kwargs: Any
+  ) -> None:
+    """Creates the layer, and the state of its random numbers."""
+    super().__init__(rates, group_assignment, seed, **kwargs)
+    self._seeds = keras.random.SeedGenerator(seed)
+
+  def _next_seed(self) -> tf.Tensor:
+    """Returns the next seed of Keras' generator."""
+    return tf.cast(self._seeds.next(), tf.int32)

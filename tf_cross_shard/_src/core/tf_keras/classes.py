@@ -8,6 +8,7 @@ that uses Keras 3 and tf_keras, import the classes for tf_keras from
 
 # ruff: noqa: E402  # Versions are checked first.
 
+import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,6 +22,7 @@ import tf_keras as keras
 from tf_cross_shard._src.core import (
   embedding_lookup,
   group_batch_norm,
+  group_dropout,
   group_schedule,
   optimizer,
   validation,
@@ -207,3 +209,33 @@ class Embedding(embedding_lookup.RowLookup, keras.layers.Embedding):
   def _look_up(self, ids: tf.Tensor) -> tf.Tensor:
     """Returns rows."""
     return embedding_lookup.embedding_lookup(self.embeddings, ids)
+
+
+@keras.saving.register_keras_serializable(package="tf_cross_shard")
+@forwarding.documented
+class GroupDropout(group_dropout.GroupRates, keras.layers.Layer):
+  """Dropout with a rate for each group.
+
+  >>> layer = GroupDropout([0.0, 0.25], [[0, 1], [2, 3]])
+  >>> layer.rates
+  [0.0, 0.25]
+  """
+
+  def build(self, input_shape: Any) -> None:
+    """Creates the state of the random numbers, as Keras 3 has it."""
+    seed = random.randint(1, 10**9) if self.seed is None else self.seed
+    self._seeds = self.add_weight(
+      "seed_generator_state",
+      shape=(2,),
+      dtype="int64",
+      initializer=lambda *_, **__: tf.constant([seed, 0], tf.int64),
+      trainable=False,
+      aggregation=tf.VariableAggregation.NONE,  # Each replica has its own.
+    )
+    super().build(input_shape)
+
+  def _next_seed(self) -> tf.Tensor:
+    """Returns the seed of this call, and counts the call."""
+    seed = tf.identity(self._seeds)
+    self._seeds.assign_add(tf.constant([0, 1], tf.int64))
+    return seed
