@@ -77,7 +77,7 @@ def load() -> tuple[np.ndarray, int, int]:
     return np.stack([queries, items], 1), _ITEMS.value // 10, _ITEMS.value
   names = ("user_id", "movie_id")
   ids = [np.unique(ratings[name], return_inverse=True)[1] for name in names]
-  return np.stack(ids, 1), ids[0].max() + 1, ids[1].max() + 1
+  return np.stack(ids, 1), int(ids[0].max()) + 1, int(ids[1].max()) + 1
 
 
 class TwoTowers(tf.keras.Model):

@@ -7,10 +7,12 @@ one) run in tests of their own.
 import re
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
 import tensorflow as tf
+import tensorflow_datasets as tfds
 
 from tests.support import programs
 
@@ -195,6 +197,50 @@ def test_recommender_learns(data_dir: Path) -> None:
   assert min(float(plain), float(first), float(second)) >= 15, output
   picture = data_dir / "recommender.png"
   assert picture.read_bytes().startswith(PNG_START)
+
+
+def _write_movielens(folder: Path, users: int, movies: int) -> None:
+  """Writes the three files of MovieLens 100K that TFDS reads.
+
+  Each user has rated all movies.
+  """
+  folder.mkdir(parents=True)
+  genres = "|".join("1" * 19)
+  (folder / "u.item").write_text(
+    "".join(
+      f"{i}|Movie {i} (1995)|01-Jan-1995||http://x|{genres}\n"
+      for i in range(1, movies + 1)
+    )
+  )
+  (folder / "u.user").write_text(
+    "".join(f"{i}|24|M|writer|85711\n" for i in range(1, users + 1))
+  )
+  (folder / "u.data").write_text(
+    "".join(
+      f"{user}\t{movie}\t3\t881250949\n"
+      for user in range(1, users + 1)
+      for movie in range(1, movies + 1)
+    )
+  )
+
+
+def test_recommender_reads_movielens(tmp_path: Path) -> None:
+  """TFDS prepares files in the format of MovieLens; it downloads nothing."""
+  _write_movielens(tmp_path / "extracted/ml-100k", users=50, movies=24)
+  data_dir = tmp_path / "data"
+  data_dir.mkdir()
+  builder = tfds.builder("movielens/100k-ratings", data_dir=data_dir)
+  with mock.patch.object(
+    tfds.download.DownloadManager,
+    "download_and_extract",
+    return_value=str(tmp_path / "extracted"),
+  ):
+    builder.download_and_prepare()
+  flags = ["--batch_size=64", "--epochs=2"]
+  output = run_example("recommender.py", data_dir, *flags)
+  assert "No MovieLens found" not in output
+  assert "700 clicks of 50 queries on 24 items" in output
+  assert re.search(r"ours: loss [\d.]+; recall@10 [\d.]+%;", output), output
 
 
 def test_tpu_reports_and_trains(
