@@ -216,7 +216,8 @@ def test_moving_averages_are_each_groups_own() -> None:
 
 
 def _nadam_within(library: Any) -> Any:
-  return library.optimizers.LossScaleOptimizer(
+  home = keras.optimizers if library is keras else tf_keras.mixed_precision
+  return home.LossScaleOptimizer(
     library.optimizers.Nadam(0.5, beta_1=0.5),
     initial_scale=2.0,
     dynamic_growth_steps=2,
@@ -252,7 +253,12 @@ def _resume(
 @pytest.mark.parametrize("way", ["pickle", "checkpoint", "replica_state"])
 @pytest.mark.parametrize("shard_update", [False, "elementwise"])
 @pytest.mark.parametrize(
-  ("which", "make_plain"), [("keras", _nadam_within), ("tf_keras", _nadam)]
+  ("which", "make_plain"),
+  [
+    ("keras", _nadam_within),
+    ("tf_keras", _nadam),
+    ("tf_keras", _nadam_within),
+  ],
 )
 def test_variables_that_keras_does_not_list_are_saved(
   which: str,

@@ -109,9 +109,12 @@ def children(optimizer: Any) -> dict[str, Any]:
   """Returns the objects that a checkpoint saves of an optimizer, by name.
 
   tf_keras caches its first answer, which lacks what `build` creates later. So
-  this function clears the cache.
+  this function clears the cache, also that of an optimizer in a
+  LossScaleOptimizer, which has the children of both.
   """
-  vars(optimizer).pop("_coalesced_children", None)
+  for layer in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+    if layer is not None:
+      vars(layer).pop("_coalesced_children", None)
   return optimizer._trackable_children()
 
 
