@@ -330,3 +330,21 @@ def test_a_loss_scaling_optimizer_is_copied(kind: str, way: str) -> None:
     again.apply_gradients(zip(grads, [weight], strict=True))
     assert float(weight.numpy()) == expected
   assert int(np.asarray(ours.iterations)) == 0
+
+
+@pytest.mark.parametrize("name", ["Lion", "Adafactor", "Adam"])
+def test_pickles_of_a_loss_scale_keep_tf_keras_classes(name: str) -> None:
+  """tf_keras alone makes Lion and Adafactor of Keras 3, which it refuses."""
+  kind = getattr(tf_keras.optimizers, name)
+  optimizer = CrossShardOptimizer(
+    tf_keras.mixed_precision.LossScaleOptimizer(kind(0.125))
+  )
+  weight = tf.Variable([1.0, 2.0])
+  optimizer.build([weight])
+  optimizer.apply_gradients([(tf.constant([1.0, -3.0]), weight)])
+  again = pickle.loads(pickle.dumps(optimizer))
+  again.build([weight])
+  assert type(again.inner_optimizer.inner_optimizer) is kind
+  assert len(again.variables) == len(optimizer.variables) > 1
+  for mine, theirs in zip(again.variables, optimizer.variables, strict=True):
+    np.testing.assert_array_equal(mine.numpy(), theirs.numpy())

@@ -90,6 +90,12 @@ class TfKerasWrapper(
   @classmethod
   def _deserialize(cls, config: Any, custom_objects: Any) -> Any:
     """Returns the optimizer that a dictionary describes, not built."""
+    own = config["config"]
+    inner = own.get("inner_optimizer")
+    if inner and inner["config"].get("is_legacy_optimizer") is False:
+      # A LossScaleOptimizer would make Keras 3's Lion and Adafactor.
+      inner = cls._deserialize(inner, custom_objects)
+      config = {**config, "config": {**own, "inner_optimizer": inner}}
     try:
       return super()._deserialize(config, custom_objects)
     except ValueError:
