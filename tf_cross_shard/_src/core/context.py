@@ -11,7 +11,7 @@ from tf_cross_shard._src.core.encapsulated import (
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-  """The settings of an optimizer and the two objects that all stages need.
+  """All that a stage needs: settings, the user's optimizer, and the engine.
 
   Attributes:
     settings: The arguments of the CrossShardOptimizer.

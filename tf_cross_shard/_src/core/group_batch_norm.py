@@ -1,7 +1,7 @@
 """Batch normalization with statistics over the examples of a group.
 
 Keras' `BatchNormalization(synchronized=True)` sums over all replicas. Groups
-that should train independently would then normalize with each other's examples.
+that should be independent would then share statistics.
 The layer in this module sums only within the group, in two passes:
 
     replica 0 ──┐                          replica 2 ──┐

@@ -208,9 +208,10 @@ class PerGroup:
     return rate * tf.cast(self.rate_factor, dtype)
 
   def _is_being_given(self) -> bool:
-    """Returns whether a Keras optimizer's constructor asks for the first rate.
+    """Returns whether a Keras optimizer's constructor is reading the rate.
 
-    At that time, no CrossShardOptimizer can encapsulate the optimizer yet.
+    At that time, no CrossShardOptimizer can encapsulate the optimizer yet, so
+    there are no groups.
     """
     return False
 
@@ -260,9 +261,9 @@ class PerGroup:
       )
     if self._groups is not None and self._groups != groups:
       raise ValueError(
-        "One PerGroup cannot serve optimizers of different groups; got"
-        f" {groups.to_lists()} after {self._groups.to_lists()}. Create a"
-        " PerGroup for each optimizer."
+        "One PerGroup cannot be shared by optimizers with different groups: it"
+        f" was used with {self._groups.to_lists()}, now with"
+        f" {groups.to_lists()}. Create a PerGroup for each optimizer."
       )
 
   def set_groups(self, groups: groups_lib.Groups) -> None:

@@ -184,7 +184,7 @@ class Groups:
 def contiguous(
   num_replicas: int, group_size: int, names: Sequence[str] | None = None
 ) -> Groups:
-  """Creates groups of neighbours: group g is `[g * size, (g + 1) * size)`.
+  """Creates groups of neighbors: group g is `[g * size, (g + 1) * size)`.
 
   >>> from tf_cross_shard.groups import contiguous
   >>> contiguous(4, 2).to_lists()
@@ -342,8 +342,8 @@ def _check_positive(name: str, value: Any) -> None:
   is_integer = isinstance(value, (int, np.integer))
   if isinstance(value, bool) or not is_integer or value < 1:
     raise ValueError(
-      f"`{name}` must be a positive integer; got {value!r}. Use for example"
-      f" {name}=2."
+      f"`{name}` must be a positive integer, for example {name}=2; got"
+      f" {value!r}."
     )
 
 

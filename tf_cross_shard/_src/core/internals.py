@@ -1,9 +1,12 @@
 """The interface of the core for the other folders of `_src`, the satellites.
 
-A satellite imports this module and no other module of the core. The interface
-has two parts: the modules in `__all__`, with their public names, and functions
-that take a CrossShardOptimizer and return objects that are private to its
-class.
+A satellite imports this module and no other module of the core. The only
+exceptions are `towers/keras3.py` and `towers/tf_keras.py`, which also import
+the core's classes for their Keras.
+
+The interface has two parts: the modules in `__all__`, with their public names,
+and functions that take a CrossShardOptimizer and return objects that are
+private to its class.
 """
 
 import importlib

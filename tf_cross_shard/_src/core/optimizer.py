@@ -154,25 +154,25 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
         each variable independently, but not on TPUs. True chooses by the class
         of `opt`, which must be one of Keras' own.
       lazy_rows: Whether a row-sparse gradient, such as that of an embedding,
-        updates only the rows in the batch. Even if False, Adagrad and Keras 3's
-        SGD without momentum update only these rows (if they have no weight
-        decay), because plain Keras does the same. Pass `"elementwise"` to
-        promise that your own optimizer class treats every element
-        independently.
+        updates only the rows in the batch. If False, only Adagrad and Keras 3's
+        SGD without momentum, both without weight decay, do so, as in plain
+        Keras. Pass `"elementwise"` to promise that your own optimizer class
+        treats every element independently.
       group_settings: A dictionary of lists with a number for each group. Its
         keys are names of settings of `opt` (`"weight_decay"`, `"momentum"`,
-        `"beta_1"`, ...) or of the clipping limits above. Create `opt` with
-        a nonzero value for each of these settings (any group's value will do),
-        because Keras uses it to decide which slots to create. For learning
-        rates use `schedules.PerGroup`.
+        `"beta_1"`, ...) or of the clipping limits above. If a setting
+        is nonzero in any group, create `opt` with a nonzero value for this
+        setting (that of any such group), because Keras uses it to decide which
+        slots to create. For learning rates, use `schedules.PerGroup`.
 
     Raises:
       ValueError: If `opt` is an unknown name or already a
         CrossShardOptimizer, or if another argument is invalid.
       NotImplementedError: If the strategy has no synchronous replicas.
-      RuntimeError: If `opt` was created outside the scope that is open.
-      TypeError: If `opt` is not an optimizer, or is an optimizer of version 1
-        for which Keras has no equivalent.
+      RuntimeError: If `opt` was created outside the current
+        `strategy.scope()`.
+      TypeError: If `opt` is not an optimizer, or is an optimizer of TensorFlow
+        1 for which Keras has no equivalent.
     """
     opt = self._as_optimizer(opt)
     settings = settings_lib.Settings.of(locals())
@@ -285,8 +285,8 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
       name: The name scope of the operations; this optimizer's name if None.
 
     Returns:
-      The iteration count after the step, an int64 tensor; in a version 1
-      graph the operation that does the step.
+      The iteration count after the step, an int64 tensor; in a TensorFlow
+      1 graph, the operation that takes the step.
 
     Raises:
       RuntimeError: If you call it in the cross-replica context, or under
@@ -303,7 +303,7 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
     """Creates the slots of `opt`.
 
     Args:
-      variables: All variables that will ever be trained.
+      variables: All variables that you will train with this optimizer.
 
     Raises:
       DisagreementError: If another worker has different variables, settings or
@@ -387,8 +387,8 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
     checks.agree_to_step(call.grads, call.variables)
     if tf.executing_eagerly() or tf.inside_function():
       return step.perform(call)
-    # A version 1 graph runs only what is fetched: return one operation that
-    # does the whole step.
+    # A TensorFlow 1 graph runs only what is fetched: return one operation that
+    # takes the whole step.
     return tf.function(lambda: step.perform(call), autograph=False)().op
 
   def _build_slots(self, variables: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""The parts of a wrapper: the objects that do its work."""
+"""The objects that do the work of a wrapper, such as CrossShardOptimizer."""
 
 import dataclasses
 from typing import Any, Final
@@ -10,7 +10,7 @@ _ATTRIBUTE: Final = "_tf_cross_shard_parts"
 
 @dataclasses.dataclass
 class Parts:
-  """The objects behind a wrapper.
+  """The objects that do the work of a wrapper.
 
   Attributes:
     encapsulated: The `encapsulated.Encapsulated` around the user's optimizer.

@@ -1,4 +1,4 @@
-"""The arguments of a CrossShardOptimizer, without `opt`, validated.
+"""The validated arguments of a CrossShardOptimizer, except `opt`.
 
 All settings are in one frozen object. The constructor creates the object,
 `get_config` and `repr` read it, workers compare it, and every stage of a step
@@ -57,7 +57,7 @@ class Settings:
     None, "The groups as lists; None for one group of all replicas."
   )
   loss_averaged_over: str | None = _setting(
-    None, '`"replica"`, `"global"`, or None to decide by the call.'
+    None, '`"replica"`, `"global"`, or None to choose by the method you call.'
   )
   clipnorm: float | None = _setting(
     None,
@@ -81,10 +81,12 @@ class Settings:
     False, "Whether steps with a NaN or an infinity are skipped and counted."
   )
   scale_gradients: bool = _setting(
-    False, "Whether the factor of the mean scales gradients, not the loss."
+    False, "Whether the loss factor multiplies gradients instead of the loss."
   )
   fused_update: bool | None = _setting(
-    None, "Whether kernels or XLA do the updates; None where they are faster."
+    None,
+    "Whether kernels or XLA perform the update. None uses them only where they"
+    " are faster.",
   )
   accumulate_steps: int | None = _setting(
     None, "How many calls make one step; None for one."
@@ -233,8 +235,8 @@ class Setting:
         step.replace(**{self._name: value})
       return
     raise AttributeError(
-      f"`{self._name}` cannot be set; got {value!r}. Create an optimizer with"
-      f" {self._name}={value!r}."
+      f"`{self._name}` cannot be changed after construction. Create a new"
+      f" optimizer with {self._name}={value!r}."
     )
 
 
@@ -289,7 +291,7 @@ def _as_group_settings(numbers: Any) -> dict[str, list[float]] | None:
     if any(map(math.isnan, values)):
       raise ValueError(
         f"`group_settings` must contain numbers; {name!r} is {values}."
-        " Replace nan with a number."
+        " Replace the NaN with a number."
       )
   for name in LIMITS:
     for limit in found.get(name, ()):

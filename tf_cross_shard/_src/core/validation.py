@@ -143,8 +143,8 @@ def check_scalar(loss: tf.Tensor, seeded: bool) -> None:
   if not seeded and loss.shape.rank not in (0, None):
     raise ValueError(
       '`loss` must be a scalar when `reduction` is "mean"; got shape'
-      f" {loss.shape}; TensorFlow would differentiate the sum of its elements."
-      " Use tf.reduce_mean(loss), or pass `grad_loss`."
+      f" {loss.shape}. Use tf.reduce_mean(loss), or pass `grad_loss`, because"
+      " TensorFlow would differentiate the sum of the elements."
     )
 
 

@@ -3,7 +3,8 @@
 With an unsupported Keras, a program does not fail, but trains wrongly. Before
 version 3.8, gradients in custom loops are not reduced at all, or `fit` does not
 divide the loss by the number of replicas. Importing this package with such a
-version therefore raises an error. The check is of the Keras behind `tf.keras`.
+version therefore raises an error. The check looks at the Keras that `tf.keras`
+refers to.
 """
 
 import importlib

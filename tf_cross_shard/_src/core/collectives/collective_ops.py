@@ -311,7 +311,7 @@ class CollectiveOps:
 def instance_key(
   name: str, tensor: tf.Tensor, function: int, ordinal: int
 ) -> tf.Tensor:
-  """Returns a number that names a collective on all members, in every step.
+  """Returns the instance key of a collective, equal on all members and steps.
 
   It is a hash of values that are equal on all members. Two collectives of one
   function differ in `ordinal`. See the top of this file for why it is neither a

@@ -214,14 +214,14 @@ class Engine(abc.ABC):
     lines: Callable[[], Sequence[str]],
     state: Callable[[], Sequence[str]] = list,
   ) -> None:
-    """Raises an error unless all processes are about to do the same.
+    """Raises an error unless all processes are about to do the same thing.
 
     A single process has nothing to compare.
 
     Args:
       topic: What is compared, for error messages.
-      lines: Returns what must be equal, as lines of the form `name: value`. The
-        processes compare equal lines only once.
+      lines: Returns what must be equal, as lines of the form `name: value`.
+        Lines that were already compared are not compared again.
       state: Returns extra lines that are compared only when `lines` has not
         been compared before.
     """
@@ -230,7 +230,7 @@ class Engine(abc.ABC):
   def all_or_nothing(
     self, sums: Sequence[Any]
   ) -> contextlib.AbstractContextManager[Any]:
-    """A context in which no variable changes before all sums are complete."""
+    """A context in which no variable changes until all sums are complete."""
     del sums
     return contextlib.nullcontext()
 

@@ -149,7 +149,7 @@ class Mirrored(engine.Engine):
 
   @property
   def _collectives(self) -> Any:
-    """The collective operations; a `ValueError` if devices do not exist.
+    """The collective operations. Raises `ValueError` if a device is missing.
 
     TensorFlow places replicas of devices that do not exist on one device, and
     runs their branches one after the other. A collective would hang there.

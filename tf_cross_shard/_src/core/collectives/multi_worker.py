@@ -85,8 +85,8 @@ class MultiWorker(engine.Engine):
     The ring of `CollectiveReduceV2` adds in the dtype that it sends, so it
     rounds at each member. A bfloat16 sum over four members has a relative error
     of 3.2e-3 with the ring, and of 1.7e-3 with float32 sums. With two members
-    the ring adds only once, which is as exact. Three and more members, up to
-    the limit of the all-to-all, each add up one part:
+    the ring adds only once, which is just as accurate. With three members or
+    more, up to `MAX_ALL_TO_ALL`, each member adds up one part:
 
         part k of all members ─ all-to-all ─▶ member k adds ─ gather ─▶ all
     """

@@ -147,7 +147,7 @@ def _is_isolated() -> bool:
 
 
 class _ReducedContext(tf.distribute.ReplicaContext):
-  """A replica context in which every value is already a complete sum."""
+  """A replica context that treats every value as already summed."""
 
   def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
     """Returns the value."""

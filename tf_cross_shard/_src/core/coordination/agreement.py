@@ -258,14 +258,14 @@ def _wait_until_done(key: str, others: Iterable[int], limit: float) -> None:
 
 
 def if_slow(timeout: float) -> str:
-  """Returns the end of an error: the remedy if a worker is only slow."""
+  """Returns the end of an error: what to do if a worker is merely slow."""
   return (
     f"; if it is only slow, set {VARIABLE} to more than {timeout:g} seconds."
   )
 
 
 def if_slow_in_step(workers: Workers) -> str:
-  """Returns the end of an error: the remedy if a step is only slow."""
+  """Returns the end of an error: what to do if a step is merely slow."""
   return (
     f"; if it is only slow, set {STEP_VARIABLE} to more than"
     f" {workers.step_timeout:g} seconds."
@@ -273,7 +273,7 @@ def if_slow_in_step(workers: Workers) -> str:
 
 
 def library_versions() -> list[str]:
-  """Returns the versions of libraries, which have to be equal, as lines."""
+  """Returns the library versions that workers must share, as settings do."""
   return settings(
     tf_cross_shard=versions.own_version(),
     tensorflow=tf.__version__,

@@ -1,8 +1,9 @@
 """Errors about other workers, and how to find them in TensorFlow's errors.
 
-If a worker is lost, TensorFlow cancels what the other workers wait for. Its
-error is about a connection, or repeats what another worker reported. The
-message says only many lines later which worker was lost, and why.
+If a worker is lost, TensorFlow cancels what the other workers wait for.
+TensorFlow's error mentions only a connection, or repeats what another worker
+reported. Only many lines later does the message say which worker was lost, and
+why.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ _SIGNS: Final = re.compile(
 # are raised in functions that AutoGraph converts. AutoGraph keeps the type of
 # an error only if it has that constructor, and otherwise raises a StagingError.
 class DisagreementError(ValueError):
-  """Workers are about to do different things, but must do the same."""
+  """Workers are about to do different things, but must do the same thing."""
 
   __init__ = Exception.__init__
 

@@ -127,7 +127,7 @@ def report(index: int, error: Exception) -> None:
 
 
 def tell(index: int, error: Exception) -> None:
-  """Ends the waiting of other workers for values of this worker."""
+  """Makes workers that wait for this worker's values stop waiting."""
   # If another worker has reported an error before, all workers are ending.
   with contextlib.suppress(tf.errors.OpError):
     context.context().set_config_key_value(
@@ -136,7 +136,7 @@ def tell(index: int, error: Exception) -> None:
 
 
 def abort(error: Exception) -> None:
-  """Ends the waiting of other workers in collectives."""
+  """Makes workers that wait in collectives stop waiting."""
   with contextlib.suppress(tf.errors.OpError):
     context.context().report_error_to_cluster(
       tf.errors.INVALID_ARGUMENT, errors.to_message(error)

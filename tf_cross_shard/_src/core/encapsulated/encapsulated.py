@@ -118,11 +118,11 @@ class Encapsulated(abc.ABC):
   @property
   @abc.abstractmethod
   def _begins_as_weights(self) -> str:
-    """The attribute that holds slots which start at the weights; "" if none."""
+    """The attribute whose slots start as copies of the weights, or ""."""
 
   @property
   def begin_as_weights(self) -> Sequence[Any]:
-    """The slots that start at the weights, in the order of the weights."""
+    """The slots that start as copies of the weights, in the weights' order."""
     return getattr(self.innermost, self._begins_as_weights, ())
 
   def fuse(self, wanted: bool | None) -> None:
@@ -159,15 +159,15 @@ class Encapsulated(abc.ABC):
 
   @property
   def places(self) -> dict[Any, int]:
-    """The place of each trained variable, by Keras' key of the variable."""
+    """The index of each trained variable, by Keras' key of the variable."""
     return getattr(self.innermost, self._index_attribute)
 
   def index(self, variable: Any) -> Any:
-    """Returns the place of a variable among the trained ones, or None."""
+    """Returns the variable's index among the trained variables, or None."""
     return self.places.get(keras_private.key(self.innermost, variable))
 
   def place_of(self, variable: Any) -> tuple[int, int]:
-    """Returns the place of a variable, and the number of trained variables."""
+    """Returns the index of a variable, and the number of trained variables."""
     index = self.index(variable)
     assert index is not None
     return index, len(self.places)

@@ -1,8 +1,8 @@
 """Exclusions from weight decay, in a form that can be pickled.
 
 `exclude_from_weight_decay` of Keras keeps keys of variables, such as `id(v)`,
-which mean nothing in another program or for a copy of the model. The place of a
-variable among the trained variables does.
+which mean nothing in another program or for a copy of the model. The index of a
+variable among the trained variables is still valid there.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ class Exclusions(TypedDict):
   """The variables that weight decay leaves unchanged.
 
   Attributes:
-    places: Their places among the trained variables.
+    places: Their indices among the trained variables.
     count: The number of trained variables.
     patterns: Patterns of names that are also excluded.
   """
@@ -44,12 +44,12 @@ def current(
   """Returns the exclusions of an optimizer, to be pickled.
 
   Args:
-    inner: The optimizer. If it is built, the program that wraps it did not
-      build it.
+    inner: The user's optimizer. It is not built, or was built before it was
+      wrapped.
     waiting: The exclusions of an unpickled optimizer that is not built yet.
 
   Raises:
-    ValueError: If variables are excluded whose places are not known yet.
+    ValueError: If variables are excluded whose indices are not known yet.
   """
   excluded, patterns = keras_private.exclusions(inner.innermost)
   if not inner.is_built and excluded:
@@ -77,7 +77,7 @@ def exclude_again(
   What was excluded since then stays excluded.
 
   Raises:
-    ValueError: If the number of variables is another one.
+    ValueError: If the number of variables is different.
   """
   if waiting["places"] and waiting["count"] != len(variables):
     raise ValueError(

@@ -168,11 +168,11 @@ def check_is_one(optimizer: Any, argument: str, value: Any) -> None:
 
 
 def check_vouched_for(optimizer: Any, argument: str, value: Any) -> None:
-  """Raises `ValueError` for "elementwise" with a class known to need more.
+  """Raises `ValueError` if `value` is "elementwise" but the class is not.
 
-  The user vouches by `"elementwise"` for a class that this package does not
-  know. The classes in `BY_VARIABLE` are known to use norms or shapes of whole
-  variables.
+  With `"elementwise"`, the user promises that the update of each element uses
+  only that element. The classes in `BY_VARIABLE` are known to use norms or
+  shapes of whole variables.
   """
   name = keras_class(optimizer)
   if value == "elementwise" and name in BY_VARIABLE:
@@ -261,7 +261,7 @@ class Plan:
     return Way("XLA", self.reason)
 
   def _why_not_xla(self, dense: Sequence[Any]) -> str:
-    """Returns why XLA would not outrun Keras' operations; "" if it would."""
+    """Returns why XLA would not be faster than Keras; "" if it would be."""
     if self.at_any_size or not self.may_compile:
       return ""
     dense = [v for v in dense if kernels.dtype_of(v) in _DTYPES]
@@ -390,7 +390,7 @@ def _compile_dense(
 
 
 class _KernelStep:
-  """One step of an optimizer by a kernel.
+  """One optimizer step that uses a kernel.
 
   The kernel's scalars are computed once for all variables of a dtype.
   """

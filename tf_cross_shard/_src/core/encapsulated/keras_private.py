@@ -44,7 +44,10 @@ def compile_arguments(model: Any) -> dict[str, Any] | None:
 
 
 def batches_per_call(model: Any) -> int:
-  """Returns `steps_per_execution`; in tf_keras, less at the end of an epoch."""
+  """Returns `steps_per_execution`.
+
+  In tf_keras, it is smaller for the last call of an epoch.
+  """
   if keras_of(model).__name__ == "keras":
     return int(model.steps_per_execution)
   return int(model._steps_per_execution.numpy())
@@ -101,7 +104,7 @@ def learning_rates(optimizer: Any) -> list[Any]:
 
 
 def trained(optimizer: Any) -> list[Any]:
-  """Returns the trained variables, after which Keras 3 names slots."""
+  """Returns the trained variables; Keras 3 derives slot names from theirs."""
   return list(getattr(optimizer, "_trainable_variables", ()))
 
 
@@ -157,7 +160,7 @@ def show_averages(loss_scaler: Any, averages: list[Any]) -> None:
 def loss_scale(optimizer: Any) -> list[Any]:
   """Returns the loss scale of tf_keras and the count of its good steps.
 
-  No list of tf_keras contains these two variables.
+  tf_keras does not list these two variables in `optimizer.variables`.
   """
   scale = getattr(optimizer, "_loss_scale", None)
   names = ("current_loss_scale", "counter")
@@ -166,7 +169,7 @@ def loss_scale(optimizer: Any) -> list[Any]:
 
 
 def unlisted(optimizer: Any) -> list[Any]:
-  """Returns variables that no list of tf_keras holds, except learning rates."""
+  """Returns variables that tf_keras does not list, except learning rates."""
   settings = getattr(optimizer, "_hyper", {}).values()  # of a legacy optimizer
   variables = [value for value in settings if hasattr(value, "assign")]
   return [

@@ -123,7 +123,7 @@ def apply(
 ) -> None:
   """Updates a `tf.Variable` and its slots.
 
-  Numbers among the arguments are cast to float32 and then to the variable's
+  Numeric arguments are cast to float32 and then to the variable's
   dtype, as in TensorFlow 1. Tensors of the variable's dtype are passed
   unchanged. Rows of a gradient with the same index are added up first.
 

@@ -8,10 +8,10 @@ from tf_cross_shard._src.core.gradients.clipping import Gradient
 
 
 class LossScaling(abc.ABC):
-  """The loss scale of an encapsulated optimizer; a factor of 1 without one.
+  """The loss scale of an encapsulated optimizer; 1 if it has none.
 
   Attributes:
-    around: A LossScaleOptimizer that encapsulates *our* optimizer, or None.
+    around: The LossScaleOptimizer that encapsulates *our* optimizer, or None.
       `wrapper.outer_loss_scaling` sets it.
   """
 

@@ -17,7 +17,7 @@ from tf_cross_shard._src.core.encapsulated import keras_private
 
 
 def nested_optimizers(optimizer: Any) -> Iterator[Any]:
-  """Yields an optimizer and all optimizers inside it, from outside to inside.
+  """Yields an optimizer and all optimizers inside it, outermost first.
 
   If `compile` put a LossScaleOptimizer around the CrossShardOptimizer, the
   LossScaleOptimizer is the first. The optimizers of a MultiOptimizer follow the

@@ -96,10 +96,11 @@ for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), "neg"):
 def gathered(
   inner: encapsulated.Encapsulated, variable: Any, indices: tf.Tensor
 ) -> Iterator[Rows]:
-  """Replaces the slots of a variable with their rows at unique indices.
+  """Replaces each slot of a variable with only the rows at unique indices.
 
-  Yields the rows of the variable itself. At the end of the context the rows of
-  the variable and of its slots are stored.
+  The slots have only these rows inside the context. Yields the rows of the
+  variable itself. At the end of the context, the rows of the variable and of
+  its slots are stored.
   """
   optimizer = inner.innermost
   index, count = inner.place_of(variable)

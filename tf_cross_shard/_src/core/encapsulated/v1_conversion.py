@@ -18,10 +18,10 @@ def convert(opt: Any, keras_package: str, classes: Any) -> Any:
   """Returns a Keras optimizer that computes what `opt` computed.
 
   Args:
-    opt: A version 1 optimizer.
+    opt: A TensorFlow 1 optimizer.
     keras_package: "keras" or "tf_keras".
     classes: The module that contains the classes of this Keras with the updates
-      of version 1.
+      of TensorFlow 1.
 
   Raises:
     TypeError: If no optimizer of Keras equals `opt`.
@@ -39,8 +39,8 @@ def convert(opt: Any, keras_package: str, classes: Any) -> Any:
     raise TypeError(
       f"`opt` cannot be converted; got {source} {opt.get_name()!r}, but only"
       f" {known} of tf.compat.v1.train can be converted, and not their"
-      " subclasses. If your class wraps one of these, convert that one;"
-      " otherwise rewrite your class as a Keras optimizer."
+      " subclasses. If your class wraps one of these, convert the wrapped"
+      " optimizer; otherwise rewrite your class as a Keras optimizer."
     )
   has_slots = opt.variables() or opt._deferred_slot_restorations  # noqa: SLF001
   if has_slots:
@@ -79,7 +79,7 @@ def _convert_rate(value: Any, schedules: Any, classes: Any) -> tuple[Any, int]:
     return classes.V1Function(value), 0
   if not callable(value):
     return _number(value, "learning_rate"), 0
-  # exponential_decay and the other decays of version 1 return this eagerly.
+  # exponential_decay and the other decays of TensorFlow 1 return this eagerly.
   is_partial = isinstance(value, functools.partial) and len(value.args) == 1
   schedule: Any = value.func if is_partial else None
   if not type(schedule).__module__.startswith("tensorflow."):
@@ -120,8 +120,9 @@ def _number(value: Any, argument: str) -> Any:
   is_of_graph = tf.is_tensor(value) and tf.is_symbolic_tensor(value)
   if is_of_graph or callable(value) or hasattr(value, "assign"):
     raise ValueError(
-      f"`{argument}` is {value!r}, which may change later. Pass a number: only"
-      " a learning rate may change, and only if you create it eagerly."
+      f"`{argument}` is {value!r}, which can change during training. Pass a"
+      " number. Only the learning rate can change, and only if you create it"
+      " eagerly."
     )
   return float(np.asarray(value))
 

@@ -78,7 +78,7 @@ KINDS: Final[dict[type, Kind | None]] = {
     ("initial_accumulator_value", "beta"),
   ),
 }
-# Most attributes of version 1 have Keras' name with an underscore. These do
+# Most attributes of TensorFlow 1 have Keras' name with an underscore. These do
 # not. (Adadelta has a "_rho", but other classes have a "_decay".)
 _ATTRIBUTES: Final = {
   "learning_rate": "_lr",
@@ -90,7 +90,7 @@ _ATTRIBUTES: Final = {
 
 
 def setting(opt: Any, name: str) -> Any:
-  """Returns the value that a version 1 optimizer has for a setting of Keras."""
+  """Returns a TensorFlow 1 optimizer's value for a setting of Keras."""
   own = f"_{name}"
   return getattr(opt, own if hasattr(opt, own) else _ATTRIBUTES[name])
 

@@ -43,8 +43,8 @@ def clip(
       effect only if `clipnorm` is None.
     clipvalue: The limit of each element. It has an effect only if both other
       limits are None.
-    keep_infinite: Whether `clipvalue` does not clip infinite elements, so that
-      a later check finds the overflow.
+    keep_infinite: Whether `clipvalue` leaves infinite elements unclipped, so
+      that a later check finds the overflow.
 
   Returns:
     The clipped gradients, in the dtypes of `grads`.

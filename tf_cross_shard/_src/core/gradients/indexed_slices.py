@@ -27,8 +27,8 @@ def merge_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
   >>> merged.indices.numpy().tolist(), merged.values.numpy().tolist()
   ([3, 0], [[5.0], [2.0]])
 
-  If the rows are known to be merged, the slices are returned unchanged, even
-  inside branches and after their values were changed. Calling `tf.unique`
+  If `indices` are a result of `tf.unique`, the slices are returned unchanged,
+  also if a branch or a nested function captures `indices`. Calling `tf.unique`
   twice would fail under XLA (`tf.function(jit_compile=True)`): the second call
   would mistake the padding of the first for rows.
   """

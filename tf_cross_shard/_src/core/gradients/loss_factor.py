@@ -56,8 +56,8 @@ def check_averaged_over(loss_averaged_over: object) -> str | None:
   raise ValueError(
     f'`loss_averaged_over` must be "{REPLICA}" (the loss is a mean over this'
     f" replica's examples), \"{GLOBAL}\" (over all replicas' examples, as Keras"
-    f" losses are) or None, so that the method that you call decides; got"
-    f" {loss_averaged_over!r}."
+    f" losses are) or None, in which case the method that you call decides;"
+    f" got {loss_averaged_over!r}."
   )
 
 

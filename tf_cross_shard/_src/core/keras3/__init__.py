@@ -1,1 +1,5 @@
-"""Everything that is private to Keras 3."""
+"""The classes of the core for Keras 3.
+
+Two other files also contain code for Keras 3: `encapsulated/keras_private.py`,
+which reads private attributes of both Keras versions, and `towers/keras3.py`.
+"""

@@ -81,7 +81,7 @@ class Keras3Optimizer(encapsulated.Encapsulated):
       if is_wrong and not opt._should_use_adamw(variable):
         what = "`rms_rate`" if is_float64 else "a schedule"
         raise ValueError(
-          f"Muon of plain Keras cannot update {variables_lib.path_of(variable)}"
+          f"Keras' Muon cannot update {variables_lib.path_of(variable)}"
           f" of dtype {dtype.name} with {what}. Use float32 variables."
         )
 

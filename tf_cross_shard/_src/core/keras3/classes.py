@@ -54,7 +54,8 @@ class CrossShardOptimizer(optimizer.CrossShardOptimizer, wrapper.Keras3Wrapper):
       loss: A loss averaged over all replicas' examples, as Keras' losses are.
 
     Returns:
-      The loss times the factor for `"global"`, and times the loss scale.
+      The loss, multiplied by the loss factor (for a loss averaged over all
+      replicas' examples) and by the loss scale.
 
     Raises:
       RuntimeError: If you call it in the cross-replica context.
@@ -65,7 +66,7 @@ class CrossShardOptimizer(optimizer.CrossShardOptimizer, wrapper.Keras3Wrapper):
     )
 
   def _apply_pairs(self, grads: list[Any], variables: list[Any]) -> None:
-    """Does a step, or applies sums that a LossScaleOptimizer found finite."""
+    """Takes a step, or applies sums that a LossScaleOptimizer found finite."""
     if self._encapsulated.is_called_by_loss_scaler:
       self._parts.step.apply_for_loss_scaler(grads, variables)
     else:

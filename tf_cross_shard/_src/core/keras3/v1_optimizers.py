@@ -11,12 +11,12 @@ _Schedule: Final[Any] = keras.optimizers.schedules.LearningRateSchedule
 
 
 class _Update(v1_update.V1Update):
-  """Mixin that updates by version 1's kernels, in Keras 3."""
+  """Mixin that updates by TensorFlow 1's kernels, in Keras 3."""
 
   def add_variable_from_reference(
     self, reference_variable: Any, name: Any = None, initializer: Any = "zeros"
   ) -> Any:
-    """Creates a slot; version 1's average of squares in RMSprop starts at 1."""
+    """Creates a slot; RMSprop's mean of squares starts at 1 in TensorFlow 1."""
     if (self.kind.keras, name) == ("RMSprop", "velocity"):
       initializer = "ones"
     return super().add_variable_from_reference(

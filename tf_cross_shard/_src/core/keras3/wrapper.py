@@ -55,7 +55,7 @@ class Keras3Wrapper(forwarding.OptimizerWrapper, keras.optimizers.Optimizer):
   def apply(
     self, grads: Sequence[Any], trainable_variables: Any = None
   ) -> None:
-    """Does a step, like `apply_gradients`, but with two lists; Keras calls it.
+    """Takes a step, like `apply_gradients`, but with two lists; Keras calls it.
 
     In a custom loop, scale the loss with `scale_loss` first. Keras' losses are
     averaged over all replicas' examples, so a mean without groups needs no

@@ -40,11 +40,11 @@ class Window(context_lib.Stage, abc.ABC):
   steps: int = 1
 
   def of_call(self, has_values: bool) -> "Window":
-    """Returns the window that handles a call.
+    """Returns the window that handles a call: this one, or Keras' own.
 
     Args:
-      has_values: Whether any variable is set to its gradient instead of being
-        updated with it; see `Encapsulated.is_overwritten`.
+      has_values: Whether Keras replaces any variable with its "gradient", which
+        is then a new value; see `Encapsulated.is_overwritten`.
 
     Raises:
       NotImplementedError: If the gradient of such a variable would be
@@ -268,8 +268,8 @@ class OwnAccumulation(Accumulation):
     A gradient of None counts as zeros if another call of the window (in a
     `tf.function`: any call) has a gradient for the variable. Otherwise the sum
     would be left over for a later window. If no call has a gradient, the result
-    is None: with zeros, the optimizer would decay a variable that the loss does
-    not touch, and move it by its momentum.
+    is None: a zero gradient would still apply weight decay and momentum to a
+    variable that the loss does not use.
     """
     totals: list[Gradient] = []
     for grad, variable in zip(grads, variables, strict=True):

@@ -4,11 +4,18 @@
                     this replica's      1 or k    over the  once
                     own gradients       calls     group
 
-`Step.perform` follows this drawing from left to right. The stages are objects
-from this folder and from `update`. A window is one call or k calls long. The
-update decides what each member of a group keeps and applies. The wire decides
-in which dtype replicas send gradients. `Step` gives each stage the objects that
-it needs. Stages return values to `Step`; they do not write into each other.
+The first two stages come before the step: `Step.scale` multiplies the loss, and
+`Step.differentiate` or the user's own tape computes the gradients.
+`Step.perform` then follows this drawing from left to right. (With
+`scale_gradients`, `Step.perform` multiplies the gradients instead of the loss.)
+
+The stages are objects from this folder and from `update`. A window is one call
+or k calls long. The update decides what each member of a group keeps and
+applies. The wire decides in which dtype replicas send gradients. `Step` gives
+each stage the objects that it needs. Stages do not write into each other. The
+window, the update and the guard call a function of `Step` for the stage that
+follows: the window calls `_finish`, the update calls `_apply_once`, and the
+guard calls `apply`.
 """
 
 import dataclasses
@@ -49,7 +56,7 @@ class Call:
   Attributes:
     grads: This replica's gradients, or their sums over the group.
     variables: The variables of the gradients.
-    global_step: The user's count of steps, or None.
+    global_step: The user's step counter, a variable; or None.
     name: The name scope of the operations; None for the optimizer's name.
     through_apply: Whether the call was Keras 3's `apply`, which does not run
       what the user's class overrides in `apply_gradients`.
@@ -75,14 +82,14 @@ class Step:
 
   Attributes:
     context: The arguments, the encapsulated optimizer and the engine.
-    convention: Knows what the loss is averaged over, and therefore its factor.
+    convention: Chooses the factor by which the loss is multiplied.
     tables: The embedding tables that are updated by rows.
     update: Reduces gradients and updates the weights.
     window: Accumulates the gradients of several calls.
     guard: Skips steps with a NaN or an infinity, and counts them.
     by_group: Settings that differ between groups.
     watch: Notices when something else overwrites the groups' weights.
-    attached: Callbacks' variables that `replica_state` saves with this state.
+    attached: Variables of callbacks, which `replica_state` saves, too.
   """
 
   def __init__(self, context: context_lib.Context) -> None:
@@ -107,8 +114,9 @@ class Step:
   def replace(self, **changes: Any) -> None:
     """Replaces settings in all stages.
 
-    Only settings that every step reads can be replaced: the clipping limits and
-    `group_settings`.
+    Only the clipping limits and `group_settings` can be replaced. Only steps
+    that are traced afterwards read the new values: a `tf.function` that was
+    traced before keeps the old values.
 
     Raises:
       ValueError: If a value is not valid. No setting is changed in this case.
@@ -145,12 +153,12 @@ class Step:
 
   @tf.autograph.experimental.do_not_convert
   def scale(self, loss: Any, default: str) -> Any:
-    """Returns a loss times the factor of the mean."""
+    """Returns a loss times the loss factor."""
     factor = self.convention.for_loss(default)
     return loss if factor == 1 else loss * factor
 
   def perform(self, call: Call) -> tf.Tensor:
-    """Does a step, or one call of an accumulation window.
+    """Takes one step, or adds one call to an accumulation window.
 
     Returns:
       The iteration count afterwards, an int64 scalar.
@@ -184,18 +192,18 @@ class Step:
     )
 
   def _overwrites(self, call: Call) -> list[bool]:
-    """Returns for each variable whether `overwrite_with_gradient` is set.
+    """Returns for each variable whether Keras replaces it with its "gradient".
 
-    Keras overwrites such variables (float8 scales) with their gradients. These
-    gradients are averaged over the group. They are not scaled, clipped, rounded
-    or summed.
+    The user's layers set `overwrite_with_gradient` of such variables, which are
+    float8 scales. Their "gradients" are new values. They are averaged over the
+    group, and are not scaled, clipped, rounded or summed.
     """
     return list(map(self.context.encapsulated.is_overwritten, call.variables))
 
   def _clip(self, call: Call, overwrites: Sequence[bool]) -> list[Gradient]:
     """Returns this replica's own gradients, scaled and clipped.
 
-    With f the factor of the mean (1 unless `scale_gradients`) and g a gradient:
+    With f the loss factor (1 unless `scale_gradients`) and g a gradient:
     clip(f * g).
     """
     grads = wire_lib.make_reducible(
@@ -238,7 +246,7 @@ class Step:
   def _apply_once(
     self, call: Call, sums: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
-    """Applies sums through the encapsulated optimizer, exactly once."""
+    """Lets the user's optimizer apply the sums, unless the step is skipped."""
     engine = self.context.engine
 
     def apply() -> None:

@@ -1,4 +1,4 @@
-"""Warnings about groups, above all that something overwrote their values.
+"""Warnings about groups, mainly that something overwrote their values.
 
 TensorFlow and Keras save only the first replica's value of a variable. When
 they load or set a value, they give it to every replica. With several groups,
@@ -251,5 +251,5 @@ def _arguments_of_fit() -> Mapping[str, Any]:
 
 
 def _differ(numbers: Any) -> bool:
-  """Returns whether all numbers are known (not NaN), but not equal."""
+  """Returns whether the numbers differ and none is NaN."""
   return bool(np.min(numbers) < np.max(numbers))

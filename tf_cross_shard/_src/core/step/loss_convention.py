@@ -32,7 +32,7 @@ _shared_warnings: Final[set[str]] = set()
 
 
 class LossConvention:
-  """Chooses the factor by which losses are multiplied; warns about mistakes.
+  """Chooses the loss factor; warns if a step seems to use the wrong one.
 
   >>> pairs = groups_lib.Groups([[0, 1], [2, 3]])
   >>> settings = settings_lib.Settings(loss_averaged_over="global")
@@ -121,9 +121,8 @@ class LossConvention:
       "CrossShardOptimizer sums gradients of a loss that was never scaled, so"
       ' the result of reduction="%s" is wrong by a constant factor: %g if the'
       " loss is averaged over this replica's examples, %g if over all"
-      ' replicas\' examples. Pass loss_averaged_over="replica" or "global" to'
-      " say which, and do one of: (1) call minimize() or compute_gradients();"
-      " (2) call scale_loss(loss) inside the tape; (3) pass"
+      ' replicas\' examples. Pass loss_averaged_over="replica" or "global", and'
+      " call scale_loss(loss) inside the tape (docs/choosing.md) or pass"
       " scale_gradients=True, the only way within Keras' MultiOptimizer.",
       settings.reduction,
       factors[loss_factor.REPLICA],

@@ -1,4 +1,4 @@
-"""Checks before a step: where it runs, and whether all workers agree."""
+"""Checks that run before a step: where it runs, and whether workers agree."""
 
 import os
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class StepChecks:
     in_function = tf.executing_eagerly() or tf.inside_function()
     if not in_function and not self.engine.orders_graphs:
       raise RuntimeError(
-        f"{self._name} was called in a version 1 graph under"
+        f"{self._name} was called in a TensorFlow 1 graph under"
         f" {type(tf.distribute.get_strategy()).__name__}, where the replicas'"
         " updates would run in no defined order. Call `strategy.run` inside a"
         " tf.function."
@@ -137,7 +137,7 @@ class StepChecks:
       raise ValueError(
         f"TF_CONFIG lists {started} workers, but the optimizer was created"
         f" under {validation.strategy_in_words(strategy)}, so each worker would"
-        " train on its own. Use"
+        " train a separate model. Use"
         " tf_cross_shard.multi_worker.MultiWorkerStrategy(), or unset"
         " TF_CONFIG."
       )
@@ -149,8 +149,9 @@ class StepChecks:
       raise ValueError(
         f"`group_assignment` covers {count} replicas, {self.groups.to_lists()},"
         " but the optimizer was created under"
-        f" {validation.strategy_in_words(self.engine.strategy)}. Change it, or"
-        " create the optimizer inside the scope of its strategy."
+        f" {validation.strategy_in_words(self.engine.strategy)}. Change"
+        " `group_assignment`, or create the optimizer inside the scope of its"
+        " strategy."
       )
 
 

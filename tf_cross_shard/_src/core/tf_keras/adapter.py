@@ -291,8 +291,9 @@ class _OncePerStep:
   Nadam multiplies its product of momentums when it updates the first variable
   of a step. It finds the first variable by an attribute that counts updates in
   Python: wrong in a function, which is traced once, on several replicas, which
-  all count, and in a resumed program, which starts at 1. This object is
-  compared once for each variable, and says no to the first.
+  all count, and in a resumed program, which starts at 1. Nadam compares
+  this object once for each variable. `__eq__` returns False for the first
+  variable of a step and True for the rest.
   """
 
   __hash__ = None  # type: ignore[assignment]
@@ -302,7 +303,7 @@ class _OncePerStep:
     self._is_multiplied = False
 
   def __eq__(self, other: object) -> Any:
-    """Returns whether the product is the one of this step, as a tensor."""
+    """Returns, as a tensor, whether this step has multiplied the product."""
     is_multiplied, self._is_multiplied = self._is_multiplied, True
     return tf.constant(is_multiplied)
 

@@ -13,7 +13,7 @@ _Schedule: Final[Any] = tf_keras.optimizers.schedules.LearningRateSchedule
 
 
 class _Update(v1_update.V1Update):
-  """Mixin that updates by version 1's kernels, in tf_keras."""
+  """Mixin that updates by TensorFlow 1's kernels, in tf_keras."""
 
   def add_variable_from_reference(
     self,
@@ -22,7 +22,7 @@ class _Update(v1_update.V1Update):
     shape: Any = None,
     initial_value: Any = None,
   ) -> Any:
-    """Creates a slot; version 1's average of squares in RMSprop starts at 1."""
+    """Creates a slot; RMSprop's mean of squares starts at 1 in TensorFlow 1."""
     if (self.kind.keras, variable_name) == ("RMSprop", "velocity"):
       # Under mixed precision `dtype` is the dtype for computations.
       dtype = getattr(model_variable, "true_dtype", model_variable.dtype)
@@ -32,7 +32,7 @@ class _Update(v1_update.V1Update):
     )
 
   def _deduplicate_sparse_grad(self, grads: Any) -> list[Any]:
-    """Merges no rows: merging them a second time would fail under XLA."""
+    """Keeps merged rows: merging them a second time would fail under XLA."""
     return [
       indexed_slices.merge_duplicates(grad)
       if isinstance(grad, tf.IndexedSlices)

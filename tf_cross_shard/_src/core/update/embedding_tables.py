@@ -10,9 +10,9 @@ So the cost of a step depends on the rows of the batch, not on the size of the
 table. In plain Keras, too, SGD without momentum and Adagrad, both without
 weight decay, change no other rows. For these optimizers, the update by rows
 computes the same numbers as plain Keras. For all other optimizers it is a
-different update, which you ask for with `lazy_rows`: while a row does not
-occur, its slots do not change; weight decay changes a row only when the row
-occurs; and the bias correction of Adam counts all steps.
+different update, which you ask for with `lazy_rows`. A row that is not in the
+batch keeps its slots and does not decay, but Adam's bias correction still
+counts the step.
 
 References:
   LazyAdam of TensorFlow Addons: Adam with `lazy_rows=True` is LazyAdam.

@@ -18,7 +18,7 @@ start early.
 
 The update of an element must depend only on that element
 (`shard_update="elementwise"`). Clipping by norms needs whole weights, so this
-module clips in place of the encapsulated optimizer.
+module clips instead of the encapsulated optimizer.
 
 References:
   Xu et al., Automatic Cross-Replica Sharding of Weight Update in Data-Parallel

@@ -1,4 +1,4 @@
-"""Sharded optimizer state, presented as the plain optimizer would list it.
+"""Presents sharded optimizer state as if the optimizer were not sharded.
 
 Files that are saved with `shard_update` must load without it, and the other way
 round. So everything that saves an optimizer (`optimizer.variables`, HDF5 and

@@ -349,7 +349,7 @@ class ShardedUpdate(update.Update):
     }
     if len(by_variable) < len(grads):
       raise ValueError(
-        "`grads_and_vars` must contain each variable once under `shard_update`;"
+        "With `shard_update`, `grads_and_vars` must contain each variable once;"
         f" got {len(grads)} gradients of {len(by_variable)} variables. Add up"
         " the gradients of each variable."
       )

@@ -1,4 +1,4 @@
-"""Warnings about tables that cost more than an update by rows has to cost.
+"""Warnings about embedding tables whose row updates are slower than needed.
 
 A table of W elements that is updated by rows costs as much as the rows of the
 batch. Two mistakes make every step cost W again. Results stay correct, so they
@@ -35,7 +35,7 @@ _READ: Final = (
 
 
 class TableWarnings:
-  """Warns once about each large table that does not get the gain of rows."""
+  """Warns once about each large table that row updates do not speed up."""
 
   def __init__(self) -> None:
     """Creates an object that has not warned yet."""

@@ -37,7 +37,7 @@ _Class = TypeVar("_Class", bound=type[Any])
 
 
 class VariableList(list[Any]):
-  """A list for `variables` that, as in version 1, can be called."""
+  """A list for `variables` that, as in TensorFlow 1, can be called."""
 
   def __call__(self) -> "VariableList":
     """Returns this list."""
@@ -132,7 +132,7 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
     raise ValueError(
       f"`{cls._argument}` must not be or contain a {type(wrapper).__name__}"
       f" itself; got {wrapper.name!r}. Gradients would be reduced twice."
-      " Encapsulate the optimizer that it encapsulates."
+      " Pass the optimizer inside it."
     )
 
   def _reduce_before(self, around: Any, methods: Any) -> None:
@@ -164,7 +164,7 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
       super().__setattr__(name, value)
 
   def __repr__(self) -> str:
-    """Returns the class, the encapsulated optimizer, and the arguments set."""
+    """Returns the class, the encapsulated optimizer, and changed arguments."""
     if parts.parts_of(self) is None:  # Keras' constructor is running.
       return object.__repr__(self)
     opt = self._encapsulated.optimizer

@@ -1,4 +1,4 @@
-"""The methods of version 1 that differentiate a loss and do a step."""
+"""TensorFlow 1's `compute_gradients` and `minimize`."""
 
 from collections.abc import Callable
 from typing import Any

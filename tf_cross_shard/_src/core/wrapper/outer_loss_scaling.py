@@ -27,7 +27,7 @@ def reduce_before(
   around: Any,
   methods: Mapping[str, Callable[..., Any]],
 ) -> None:
-  """Makes our optimizer reduce gradients before a LossScaleOptimizer does.
+  """Makes our optimizer reduce gradients before the loss scaler checks them.
 
   `around` is the LossScaleOptimizer, which was just created around our
   optimizer. Our `methods` replace its methods of the same names.
