@@ -3,8 +3,9 @@
     tf-cross-shard doctor
 
 Prints the versions, the devices and TF_CONFIG. Then it prints what is wrong
-with them, and traps that the installed versions are known for, each with its
-remedy. The exit status is 1 if something is wrong; traps do not count.
+with them, and the known problems of the installed versions, each with its
+remedy. The exit status is 1 if something is wrong; known problems of versions
+do not count.
 """
 
 import os
@@ -26,12 +27,13 @@ _LIMITS: Final = "See docs/limits.md#tensorflow."
 
 
 class Finding(NamedTuple):
-  """A problem, or a trap that a program may run into.
+  """A problem of the installation, or a known problem of its versions.
 
   Attributes:
     text: What is wrong.
     remedy: What to do.
-    is_wrong: Whether programs fail or train wrongly. A trap is only a note.
+    is_wrong: Whether programs fail or train wrongly. A known
+      problem that a program may not meet is only a note.
   """
 
   text: str
@@ -74,7 +76,7 @@ def examine(versions: Any) -> tuple[str, int]:
       *_wrong_tf_keras(kind),
       *_wrong_tf_config(),
       *_unused_gpu(),
-      *_traps(kind),
+      *_known_problems(kind),
     ]
   findings.sort(key=lambda finding: not finding.is_wrong)
   wrong = sum(finding.is_wrong for finding in findings)
@@ -135,8 +137,8 @@ def _unused_gpu() -> Iterator[Finding]:
     )
 
 
-def _traps(kind: str) -> Iterator[Finding]:
-  """Finds traps that the installed versions are known for."""
+def _known_problems(kind: str) -> Iterator[Finding]:
+  """Finds known problems of the installed versions."""
   import tensorflow as tf
 
   if tf.__version__.startswith("2.21."):

@@ -284,7 +284,9 @@ def run(options: argparse.Namespace) -> int:
   else:
     workers = 2 if options.workers is None else options.workers
     if options.index is not None:
-      raise ValueError("--index is a number in --nodes. Add --nodes.")
+      raise ValueError(
+        "--index needs --nodes. It is the position of this machine in --nodes."
+      )
     if workers < 1:
       raise ValueError(f"--workers must be at least 1; got {workers}.")
     environments = dict(enumerate(cluster(workers)))

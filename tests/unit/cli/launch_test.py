@@ -168,7 +168,7 @@ def test_what_each_machine_sets(capsys: pytest.CaptureFixture[str]) -> None:
     (["--workers=2"], "PROGRAM is missing"),
     (["--nodes=host", "x.py"], "such as host0:12345; got 'host'"),
     (["--nodes=a:1,a:1", "x.py"], "each address once; got a:1,a:1"),
-    (["--index=1", "x.py"], "a number in --nodes. Add --nodes"),
+    (["--index=1", "x.py"], "--index needs --nodes. It is the position"),
     (
       ["--nodes=a:1", "--index=1", "x.py"],
       r"in range(1), since --nodes has 1; got 1",
