@@ -79,8 +79,8 @@ class BackupAndRestore(group_callback.GroupCallback):
 
   When `fit` begins, it raises one of these errors on all workers:
 
-  - `replica_state.CheckpointError` if the backup is damaged, or belongs to
-    another model or another number of groups.
+  - `replica_state.CheckpointError` if the backup is damaged, or was made
+    with a different model or number of groups.
   - `DisagreementError` if no backup is common to all workers.
   - `MissingWorkerError` if a worker does not connect.
 
@@ -237,7 +237,7 @@ class BackupAndRestore(group_callback.GroupCallback):
     if saved - present and self._files.is_first:
       logging.warning(
         "The backup %s also holds the state of %s, which this fit does not"
-        " use. That state is left out.",
+        " use. That state is ignored.",
         *(path, ", ".join(sorted(saved - present))),
       )
 

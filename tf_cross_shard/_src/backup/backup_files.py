@@ -150,7 +150,7 @@ class BackupFiles:
     archive.write(self.folder / f"{name}.npz", arrays, about)
 
   def prune(self, keep: int) -> None:
-    """Deletes all backups of this worker but the last `keep`.
+    """Keeps only the last `keep` backups of this worker.
 
     Call it when every worker has written the last backup.
     """

@@ -1,4 +1,4 @@
-"""Decides, alike on all workers, when to make a backup and when to end.
+"""Decides when to back up and when to exit, with one decision for all workers.
 
 SIGTERM may reach one worker only, and the clocks of workers differ. All workers
 have to act after the same batch, so they compare what they know:
@@ -71,7 +71,7 @@ class Watch:
     self._saved = time.monotonic()
 
   def compare(self, is_epoch_end: bool = False) -> tuple[bool, bool]:
-    """Returns whether to end, and whether the last backup is too old.
+    """Returns whether to exit, and whether the last backup is too old.
 
     All workers call this method after each batch and epoch, and all receive
     the same answer. Workers communicate about once a second and at the end of
