@@ -3,7 +3,7 @@
     GroupCallback     knows the other callbacks of the same `fit`
       GroupMonitor    monitors a metric of each group that GroupMetrics writes
 
-Keras does not show callbacks the list that they are in. It calls `set_model`
+A Keras callback cannot see the other callbacks. Keras calls `set_model`
 and `set_params` of all callbacks before it calls `on_train_begin` of the first
 one, so callbacks register themselves in `set_params`. In `on_train_begin`,
 `same_fit` returns all of them, and mistakes in the list raise errors before
@@ -128,8 +128,8 @@ class GroupCallback(tf.keras.callbacks.Callback):
   Attributes:
     prefix: The beginning of the names of metrics that this callback writes.
     acts_on_batches: Whether the callback acts when a batch ends.
-    follows_groups: Whether the callback assumes that each group trains one and
-      the same trial until `fit` ends.
+    follows_groups: Whether the callback assumes that each group trains the same
+      trial until `fit` ends.
     moves_optimizer: Whether the callback saves or copies optimizer state.
     is_skipping_batches: Whether `fit` reads batches again that were trained on
       before it was interrupted. `BackupAndRestore` sets it. A callback that
@@ -205,8 +205,8 @@ class GroupCallback(tf.keras.callbacks.Callback):
       raise ValueError(
         f"{type(self).__name__} handles the state of model.optimizer only, but"
         f" the model has other optimizers, {', '.join(sorted(others))}. Save"
-        " them with replica_state.save in your own callback, or do not store"
-        " unrelated optimizers as attributes of the model."
+        " them with replica_state.save in your own callback, or move the"
+        " other optimizers out of the model's attributes."
       )
 
   def same_fit(self) -> list["GroupCallback"]:

@@ -15,8 +15,8 @@ from tf_cross_shard._src.replica_state import paths as paths_lib
 class GroupCheckpoint(group_callback.GroupMonitor):
   """Keeps the best weights and optimizer state of each group in one file.
 
-  When a group improves, the file receives the group's present state; the other
-  groups' parts of the file do not change.
+  When a group improves, the group's current state is written to the file. The
+  other groups' parts of the file do not change.
   `replica_state.restore(path, optimizer, model)` then gives each group its own
   best state, from which training continues as if there had been no later
   epochs. A crash while the file is written leaves the previous file unchanged.

@@ -158,7 +158,7 @@ class GroupEarlyStopping(group_callback.GroupMonitor):
       self.model.stop_training = True
 
   def on_train_end(self, logs: Any = None) -> None:
-    """Gives each group its best weights back."""
+    """Restores each group's best weights."""
     if not self._weights:
       return
     model_state = self.state_of_groups()
@@ -167,7 +167,7 @@ class GroupEarlyStopping(group_callback.GroupMonitor):
     group_state.accept_values(self.model.optimizer)
 
   def _keep(self, model_state: group_state.GroupState, renewed: Any) -> None:
-    """Stores the present weights of these groups as their best."""
+    """Stores the current weights of these groups as their best."""
     replicas = model_state.copies.engine.replicas_here
     is_renewed = [renewed[model_state.groups.index_of(r)] for r in replicas]
     for part in model_state.parts:

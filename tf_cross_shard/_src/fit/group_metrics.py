@@ -107,10 +107,9 @@ class GroupMetrics(group_callback.GroupCallback):
     given = validation_data if is_tuple else (validation_data,)
     if hasattr(validation_data, "__next__") or len(given) > 3:
       raise TypeError(
-        "`validation_data` must be a dataset, (x, y) or (x, y, sample_weight),"
-        " which is read again for every group; got"
-        f" {type(validation_data).__name__}. Turn a generator into a"
-        " tf.data.Dataset with cache()."
+        "`validation_data` must be a dataset, (x, y) or (x, y, sample_weight);"
+        f" got {type(validation_data).__name__}. Turn a generator into a"
+        " tf.data.Dataset with cache(), because every group reads the data."
       )
     self._data = dict(zip(("x", "y", "sample_weight"), given, strict=False))
     self._data["batch_size"] = batch_size

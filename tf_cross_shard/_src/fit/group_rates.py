@@ -31,7 +31,7 @@ def prepare(model: Any, caller: str) -> None:
     if any(map(callable, rates.rates)):
       raise TypeError(
         f"{caller} sets learning rates, but PerGroup holds schedules:"
-        f" {rates.rates}. Give PerGroup numbers."
+        f" {rates.rates}. Pass numbers to PerGroup."
       )
     if 0 in rates.rates:
       raise ValueError(
