@@ -45,7 +45,7 @@ class OuterOptimizer(group_callback.GroupCallback):
 
   Use it where the network between the groups is slow. A CrossShardOptimizer
   sums gradients within its groups in every step. Between the groups, one
-  difference of the size of the weights travels in every H steps.
+  tensor for each weight is exchanged every H steps.
 
   The algorithm is Algorithm 1 of the DiLoCo paper. With k groups, θ_i the
   weights of group i, and θ the anchor, from which all groups start, round t is
@@ -198,7 +198,7 @@ class OuterOptimizer(group_callback.GroupCallback):
     self._state_for(getattr(model, "optimizer", None), model)
 
   def on_train_begin(self, logs: Any = None) -> None:
-    """Makes the first batch look for weights that were set before it."""
+    """Makes the first batch check whether weights were set before it."""
     super().on_train_begin(logs)
     self._is_first_execution = True
 
@@ -342,6 +342,6 @@ def _find_optimizer_with_groups(optimizer: Any) -> CrossShardOptimizer:
     raise ValueError(
       "`optimizer` must have several groups for OuterOptimizer to synchronize;"
       f" got {' and '.join(str(kind.to_lists()) for kind in kinds)}. Give the"
-      " CrossShardOptimizer a `group_assignment`, say [[0, 1], [2, 3]]."
+      " CrossShardOptimizer a `group_assignment`, for example [[0, 1], [2, 3]]."
     )
   return layers[0]
