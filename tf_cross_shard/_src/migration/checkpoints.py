@@ -99,7 +99,7 @@ def convert_checkpoint(
   'global_step'
   >>> folder.cleanup()
 
-  Variables are found by these names, and nothing else is guessed:
+  Variables are matched by these names only:
 
   - A weight by its own name, with or without the name of the model before it.
   - A slot next to its weight, by the name that TensorFlow 1 gives to the slots
@@ -132,9 +132,9 @@ def convert_checkpoint(
       "iterations") to names in the checkpoint. A second variable of the same
       name is called "name#2". "{}" stands for every weight: {"{}": "scope/{}"}
       finds the weights, and {"{}/momentum": "{}/my_adam"} finds a slot, where
-      the second "{}" is the name of the weight in the checkpoint. None leaves
-      out a name of either side; in such an entry "{}" stands for any text, as
-      in {"{}/ExponentialMovingAverage": None}.
+      the second "{}" is the name of the weight in the checkpoint. Map a
+      name of either side to None to skip the name. There, "{}" matches any
+      text, as in {"{}/ExponentialMovingAverage": None}.
     iterations: The number of steps that the old program had made. None (the
       default) reads the only `global_step` of the checkpoint.
 

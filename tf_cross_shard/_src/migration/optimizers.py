@@ -42,8 +42,8 @@ def from_v1(
   functions return a schedule. It becomes the Keras schedule of the same name,
   which follows `iterations`; these start at the current `global_step`.
 
-  `use_locking` is dropped, because updates never race. A `/` in a name becomes
-  `_`.
+  `use_locking` is dropped, because there are no data races. A `/` in a name
+  becomes `_`.
 
   >>> import tensorflow as tf
   >>> optimizer = from_v1(
@@ -70,8 +70,8 @@ def from_v1(
       for `fit` of Keras.
 
   Returns:
-    A CrossShardOptimizer of the Keras that `tf.keras` is. Its reduction is
-    `"mean"` if `opt` is not a CrossShardOptimizer.
+    A CrossShardOptimizer of the Keras that `tf.keras` refers to. Its
+    reduction is `"mean"` if `opt` is not a CrossShardOptimizer.
 
   Raises:
     TypeError: If `opt` is not an optimizer of TensorFlow 1; if Keras has no
