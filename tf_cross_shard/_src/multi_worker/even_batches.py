@@ -44,9 +44,10 @@ def even(
     mode: `"stop"` (the default) ends every worker's data after as many batches
       as the shortest has. `"pad"` continues to the end of the longest: a worker
       whose data has ended repeats its first batch with sample weights of 0. Its
-      replicas then add nothing to the sums, and a mean is still taken over all
-      replicas. Elements must be `(x, y)` or `(x, y, sample_weight)`, and all of
-      them get sample weights of shape `[batch]`.
+      replicas then contribute zeros, but still count in the mean over all
+      replicas, so the mean becomes smaller. Elements must be `(x, y)` or
+      `(x, y, sample_weight)`, and all of them get sample weights of shape
+      `[batch]`.
 
   Returns:
     A dataset with a known `len`, which TensorFlow does not shard again. Pass

@@ -5,7 +5,7 @@ TensorFlow's own code does the training. The class here adds three things:
 - It checks TF_CONFIG. TensorFlow does not, and hangs if an index is wrong.
 - It raises an error if a worker does not start in time, if workers create
   different variables, or if a worker is stuck while the others wait in a step.
-- It makes `fit` of Keras 3 work.
+- It makes Keras 3's `fit` work.
 
 TensorFlow's worker 0 waits for the others without a time limit, in a call that
 nothing can interrupt. Therefore worker 0 starts only when all other workers
