@@ -183,7 +183,7 @@ def reading(path: paths_lib.Path) -> Iterator[Archive]:
 def naming_damage(
   path: paths_lib.Path, *others: type[Exception]
 ) -> Iterator[None]:
-  """Turns all errors but `others` into a `CheckpointError` that names the file.
+  """Turns errors except `others` into a `CheckpointError` that names the file.
 
   A wrong byte in a file makes zipfile, NumPy or json raise errors of any class.
   """

@@ -187,8 +187,8 @@ def restore_file(
       names = state.copies.workers.names
       raise CheckpointError(
         f"{names[i]} and {names[0]} read different checkpoints at {topic};"
-        " nothing was changed. Name a file that all workers see, or copy it to"
-        " each of them."
+        " nothing was changed. Pass a file that all workers can read, or copy"
+        " it to each of them."
       )
   state.assign(plan)
   return Restored(own_values, own_arrays, is_exact, left_out)
@@ -348,7 +348,7 @@ def _check_names(
 
 
 def _is_exact(file: archive.Archive, state: group_state.GroupState) -> bool:
-  """Returns whether each replica finds all values that it had itself."""
+  """Returns whether every replica can be restored with its own values."""
   saved, own = _saved_groups(file), state.groups.to_lists()
   if "values" not in file.about:
     return len(saved[0]) == len(own[0])
@@ -408,7 +408,7 @@ def _plan(
   Args:
     files: The file of each group.
     state: The variables.
-    is_exact: Whether each replica finds the values that it had itself.
+    is_exact: Whether every replica can be restored with its own values.
     keeps_window: Whether an unfinished accumulation window continues. Otherwise
       the window starts again: the sums of other members would be counted twice
       or not at all.

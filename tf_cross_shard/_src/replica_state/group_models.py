@@ -103,7 +103,7 @@ def assign(
 def merged(
   part: group_state.Part, values: Sequence[archive.Array]
 ) -> archive.Array:
-  """Returns the one value that a plain model receives of a group's members."""
+  """Returns the single value that represents a group in a plain model."""
   # Equal values are returned as they are: their mean might be rounded.
   if (
     part.is_shared

@@ -280,7 +280,7 @@ def raising_on_all(
 ) -> Iterator[list[dict[str, Any]]]:
   """Raises an error of one worker on all workers, when the context ends.
 
-  Without it, the other workers would wait for the failed worker for ever.
+  Without it, the other workers would wait for the failed worker forever.
 
   Args:
     workers: The workers; None if there is one only.
@@ -331,7 +331,7 @@ def optimizer_first(optimizer: Any, other: Any) -> tuple[Any, Any]:
 
 
 def warn_if_collapsed(optimizer: Any) -> None:
-  """Warns if anything but the optimizer made the values of groups equal."""
+  """Warns if something other than the optimizer made the groups equal."""
   for watch in optimizer_state.watches_of(optimizer):
     watch.check()
 

@@ -2,7 +2,7 @@
 
 A checkpoint holds every variable by name, and normally `restore` raises an
 error for a name that the program does not have. Names that match a pattern of
-this module are left out instead, and one warning tells the user what that was.
+this module are skipped instead, with one warning.
 
 To remove a feature that has state, add one line to `_REMOVED`.
 """
@@ -100,7 +100,7 @@ def older_sums(saved: Iterable[str], own: Iterable[str]) -> dict[str, str]:
 
 
 def row_sums(found: Iterable[str]) -> list[str]:
-  """Returns the names that sums of rows have now that they are dense.
+  """Maps older names of row sums to the current names of the dense sums.
 
   >>> row_sums(["optimizer/gradient_sum/embeddings/rows"])
   ['optimizer/gradient_sum/embeddings']
