@@ -39,9 +39,9 @@ def split(argument: str, tree: Any, count: int) -> list[Any]:
 def check_alike(features: Any, labels: Any) -> None:
   """Checks that single tensors of features and labels have equally many rows.
 
-  Without this check, parts could fit each other by broadcasting although the
-  whole batches do not: two towers split shapes [4, 1] and [2, 1] into [2, 1]
-  and [1, 1].
+  Without this check, parts could broadcast against each other even though the
+  whole batches have different sizes: two towers split shapes [4, 1] and [2, 1]
+  into [2, 1] and [1, 1].
   """
   leaves = tf.nest.flatten([features, labels])
   lengths = {x.shape[:1].num_elements() for x in leaves if x is not None}

@@ -47,7 +47,7 @@ class CollectedCall:
 
   Attributes:
     optimizer: The TowerOptimizer.
-    adapter: The encapsulated optimizer as the core sees it.
+    adapter: The `Encapsulated` around the user's optimizer.
     grads: The gradients of this tower.
     variables: One variable for each gradient.
     apply: Applies a sum of gradients.

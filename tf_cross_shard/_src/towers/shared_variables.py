@@ -126,7 +126,7 @@ class CallVariables:
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
-    """Creates variables that are not shared by order, such as slots."""
+    """Suspends sharing: variables created here are not matched by order."""
     outer, self._is_paused = self._is_paused, True
     try:
       yield

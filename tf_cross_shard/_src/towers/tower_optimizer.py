@@ -256,8 +256,8 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
     if collector is not None and not collector.is_training:
       raise ValueError(
         '`model_fn` must call optimizers in the mode "train" only; it called'
-        f" {self.get_name()} in another mode. Nothing was applied. Check `mode`"
-        " in model_fn before you call an optimizer."
+        f" {self.get_name()} in another mode. Nothing was applied. Call the"
+        ' optimizer only if mode == "train".'
       )
     return collector
 
