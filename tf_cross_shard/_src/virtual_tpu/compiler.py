@@ -1,4 +1,4 @@
-"""Compiles a training step with the real TPU compiler, which needs no TPU.
+"""Compiles a training step with the real TPU compiler. No TPU is needed.
 
 step --trace--> program --lower--> XLA module --libtpu--> Report
 """

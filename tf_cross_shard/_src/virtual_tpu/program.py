@@ -9,7 +9,7 @@ After that, a call only passes arguments and the memory of variables.
 
 Leaves of the arguments that are tensors or differ between replicas become
 inputs of the program. All other leaves (numbers, flags, None, models) become
-part of the program: a different value needs a different program.
+part of the program: a different value triggers a new compilation.
 """
 
 import itertools

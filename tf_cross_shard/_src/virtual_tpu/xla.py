@@ -11,6 +11,7 @@ import functools
 import importlib
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -47,10 +48,12 @@ def require(*distributions: str) -> None:
     try:
       version = metadata.version(distribution)
     except metadata.PackageNotFoundError:
+      limit = "libtpu has releases for Linux on x86-64 only."
+      if sys.version_info < (3, 11):
+        limit = f"It has no release for Python 3.10, and {limit}"
       raise ImportError(
         f"This needs {distribution}{tested}, which is not installed. {remedy}"
-        " (It has no release for Python 3.10, and libtpu has releases for Linux"
-        " on x86-64 only.)"
+        f" ({limit})"
       ) from None
     if version not in specifiers.SpecifierSet(tested):
       raise ImportError(
