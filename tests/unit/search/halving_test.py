@@ -282,7 +282,7 @@ def test_rungs(
 
 
 def test_too_few_epochs() -> None:
-  words = "at least 3, because reducing 5 trials to 4 groups takes 1 round with"
+  words = "at least 3, because 5 trials in 4 groups take 2 rungs with"
   with pytest.raises(ValueError, match=words):
     halving_lib.rungs(5, 4, 3, 2)
 

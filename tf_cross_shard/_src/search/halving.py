@@ -70,9 +70,8 @@ def rungs(
   last = len(counts) - 1
   if epochs < factor**last:
     raise ValueError(
-      f"`epochs` must be at least {factor**last}, because reducing"
-      f" {num_trials} trials to {num_groups} groups takes {last}"
-      f" {'round' if last == 1 else 'rounds'} with factor {factor}; got"
+      f"`epochs` must be at least {factor**last}, because {num_trials} trials"
+      f" in {num_groups} groups take {last + 1} rungs with factor {factor}; got"
       f" {epochs}."
     )
   # Each rung ends at 1 / factor of the epochs of the rung after.

@@ -79,7 +79,7 @@ def _has_bounds(given: Any) -> bool:
 
 
 class Population(trial_monitor.TrialMonitor):
-  """Overwrites the worst groups with changed copies of the best groups.
+  """Population based training: copies the best groups over the worst groups.
 
   Every few epochs, the worst groups, a fraction `share` of all groups, receive
   the weights and slots of the best groups: the worst group becomes a copy of

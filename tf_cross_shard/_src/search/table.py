@@ -283,7 +283,7 @@ class Table(Sequence[Trial]):
       writer.writerows(rows)
 
   def _sort_key(self, trial: Trial) -> tuple[bool, float, int]:
-    """Returns the sort key of a trial; the best trial has the least key."""
+    """Returns the sort key of a trial; the best has the smallest key."""
     if trial.best is None:
       return True, 0.0, trial.number
     return False, -self._sign * trial.best, trial.number

@@ -128,7 +128,7 @@ class TrialMonitor(group_callback.GroupMonitor):
         meant = f" (did you mean {close[0]!r}?)" if close else ""
         raise ValueError(
           f"Nothing uses the setting {name!r} of `table`:"
-          f" {type(self._innermost).__name__} has no such number, and the"
+          f" {type(self._innermost).__name__} has no such setting, and the"
           f" model does not read it. Correct the name{meant}, or call"
           f" table.value({name!r}) in the model."
         )

@@ -82,7 +82,7 @@ class GroupTuner(base_tuner.BaseTuner):
       build: A function that returns a compiled model. It is called inside
         `strategy.scope()` with a `trials.Table`. Give `table.groups` to the
         optimizer. Layers can call `table.value` to read their hyperparameters.
-      strategy: The strategy that has the replicas.
+      strategy: The strategy to train under.
       groups: A `Groups` or a `group_assignment`. Each group trains one trial.
       **options: Other arguments of KerasTuner's tuners: `directory`,
         `project_name`, ...
