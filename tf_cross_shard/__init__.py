@@ -26,7 +26,8 @@ Glossary:
 - worker: a process that takes part in training
 - device: hardware that runs a replica, such as a TPU core, a GPU or a CPU
 - tower: one of several copies of a model function in one program
-- wire: the network or bus over which replicas exchange gradients
+- wire: the channel through which replicas send gradients to each other;
+  `wire_dtype` is the dtype of the gradients that they send
 """
 # ruff: noqa: E402  # The check of versions comes before the other imports.
 

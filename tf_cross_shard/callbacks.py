@@ -5,13 +5,13 @@ metrics that are averaged over all groups. The callbacks of this module treat
 every group as a separate model.
 
 - `GroupMetrics`: evaluates each group; writes `val_loss/group_0`, ...
-- `GroupEarlyStopping`: stops `fit` when no group improves any more
+- `GroupEarlyStopping`: stops `fit` once no group is improving
 - `GroupReduceLROnPlateau`: lowers each group's own learning rate
 - `GroupCheckpoint`: keeps each group's best weights in one file
 - `GroupTensorBoard`: writes one TensorBoard run for each group
 - `Halving`: hyperparameter search by successive halving
 - `Population`: population based training
-- `OuterOptimizer`: DiLoCo: averages the groups every few steps
+- `OuterOptimizer`: synchronizes the groups every few steps (DiLoCo)
 - `BackupAndRestore`: resumes `fit` after a crash
 
 Put `GroupMetrics` first in the list of callbacks, because the callbacks after
@@ -45,8 +45,9 @@ its own best epoch (group 0 diverges, because its learning rate is too large):
 
 In your own training loop, compile the model and call the methods yourself:
 `set_model(model)` and `on_train_begin()` before the first step,
-`on_epoch_end(epoch, logs)` with one dictionary for all callbacks, and
-`on_train_end()`. On several machines, all workers make these calls.
+`on_epoch_end(epoch, logs)` after each epoch, with the same `logs` dictionary
+for every callback, and `on_train_end()`. On several machines, all workers make
+these calls.
 """
 
 from tf_cross_shard._src import catalogue

@@ -5,8 +5,8 @@ a table of shape `[num_groups, group_size]`, which holds the number of each
 replica exactly once. `Groups` is such a table. The functions of this module
 create the usual tables:
 
-- `contiguous`: neighbours: `[[0, 1], [2, 3]]`
-- `strided`: replicas with the same remainder: `[[0, 2], [1, 3]]`
+- `contiguous`: neighboring replicas: `[[0, 1], [2, 3]]`
+- `strided`: every n-th replica, with n groups: `[[0, 2], [1, 3]]`
 - `singletons`: one replica in each group: `[[0], [1]]`
 - `by_host`: the replicas of each host
 - `along`: the replicas in one line of a TPU slice, along one of its `AXES`

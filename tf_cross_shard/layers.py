@@ -1,6 +1,6 @@
 """Keras layers for embedding tables and for groups.
 
-- `Embedding`: Keras' layer, except that it reads only the rows of the batch
+- `Embedding`: Keras' layer, but it reads only the rows that a batch looks up
 - `embedding_lookup`: the same as a function, for layers of your own
 - `GroupDropout`: dropout with a rate for each group
 - `SyncBatchNormalization`: batch normalization over each group's batch

@@ -29,7 +29,8 @@ to a checkpoint of TensorFlow 2, and reports what it matched:
 ({'w': 'w', 'iterations': 'global_step'}, [1.0, 2.0])
 >>> folder.cleanup()
 
-The guide, `docs/migration.md`, lists every old member next to the new one.
+The guide, `docs/migration.md`, lists each old class, method and argument with
+its replacement.
 """
 
 from tf_cross_shard._src import catalogue

@@ -7,7 +7,7 @@ answer in time.
 
 - `MultiWorkerStrategy` starts this worker and waits for the others.
 - `even` gives every worker the same number of batches. Without it, a worker
-  whose data has ended would leave the others waiting.
+  that runs out of data would leave the others waiting.
 - `naming_lost_workers` turns TensorFlow's errors about a lost worker into one
   `WorkerLostError` that names the worker.
 - `BackupAndRestore` is a Keras callback that lets `fit` resume after a crash.

@@ -4,8 +4,9 @@
     tf_cross_shard/keras3.py, __all__         where users import it from
     cls.__module__ = "tf_cross_shard.keras3"  what `publish` sets
 
-`help`, `repr`, the documentation and pickles show `__module__`. They then name
-a public module, which stays, and not a module of `_src`, which may move.
+`help`, `repr`, the documentation and pickles show `__module__`. They then show
+the public module, which is stable, rather than a module in `_src`, which may
+move.
 """
 
 import sys
