@@ -479,7 +479,7 @@ def test_state_of_a_callback_that_is_gone_is_left_out(
     assert _fit(model, metrics, gone[0], backup) == [2, 3]
   [warning] = said.call_args_list
   assert re.search(
-    "epoch_2.npz also holds the state of GroupEarlyStopping, .* left out",
+    "epoch_2.npz also holds the state of GroupEarlyStopping, .* ignored",
     warning.args[0] % warning.args[1:],
   )
 

@@ -380,7 +380,7 @@ def _graph_tensor() -> Any:
     (
       lambda: train.AdamOptimizer(0.5, beta1=lambda: 0.5),
       ValueError,
-      r"`beta_1` is .* only a learning rate may change",
+      r"`beta_1` is .* Only the learning rate can change",
     ),
     (
       lambda: train.AdamOptimizer(

@@ -342,8 +342,8 @@ def _check_positive(name: str, value: Any) -> None:
   is_integer = isinstance(value, (int, np.integer))
   if isinstance(value, bool) or not is_integer or value < 1:
     raise ValueError(
-      f"`{name}` must be a positive integer, for example {name}=2; got"
-      f" {value!r}."
+      f"`{name}` must be a positive integer; got {value!r}. Pass, for example,"
+      f" {name}=2."
     )
 
 
