@@ -291,7 +291,7 @@ class Halving(trial_monitor.TrialMonitor):
     """Starts the first rung, unless a backup was restored.
 
     Raises:
-      ValueError: If `fit` would end before the search.
+      ValueError: If `fit` would end before the search is complete.
     """
     if self._progress.running:
       return
