@@ -1,4 +1,4 @@
-"""Prepares every test: four logical CPUs, and one random seed.
+"""Prepares every test: four logical devices, and one random seed.
 
 Logical devices can only be made before TensorFlow uses a device. So this file
 makes them while pytest imports it, before pytest imports any test.
@@ -33,6 +33,8 @@ def _without_tuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 logical_devices.split_cpu(NUM_DEVICES)
+if logical_devices.KIND == "GPU":
+  logical_devices.split_gpu(NUM_DEVICES)
 
 # TensorFlow may idle for seconds when it deletes an iterator that is tuned; see
 # docs/limits.md. The public remedy, debug mode, would run what Keras makes of

@@ -25,7 +25,6 @@ LARGE = [
 # out; tools/bazel_test.sh runs them.
 SLOW = [
     "equivalence/batch_normalization_test.py",
-    "equivalence/compiled_gradients_test.py",
     "equivalence/keras_own_test.py",
     "equivalence/original_test.py",
     "equivalence/random_programs_test.py",

@@ -48,6 +48,7 @@ from tf_cross_shard import (
   trials,
 )
 from tf_cross_shard._src import catalogue, core
+from tf_cross_shard._src.compiled_gradients import compiled_gradients
 from tf_cross_shard._src.core.wrapper import saving
 from tf_cross_shard._src.local_strategy import local_strategy
 from tf_cross_shard.groups import Groups
@@ -65,7 +66,12 @@ else:
   from tf_cross_shard.keras3 import CrossShardOptimizer, TowerOptimizer
 
 # `help` and the reference show the names that programs use.
-for _public in (CrossShardOptimizer, TowerOptimizer, local_strategy):
+for _public in (
+  CrossShardOptimizer,
+  TowerOptimizer,
+  compiled_gradients,
+  local_strategy,
+):
   _public.__module__ = __name__
 
 # Pickles of earlier versions name these modules.
@@ -82,6 +88,7 @@ __all__ = [
   "TowerOptimizer",
   "TowerSpec",
   "callbacks",
+  "compiled_gradients",
   "groups",
   "layers",
   "local_strategy",

@@ -157,8 +157,8 @@ def _known_problems(kind: str) -> Iterator[Finding]:
       )
   if not _physical("GPU"):
     yield Finding(
-      "compile(jit_compile=True) fails under MirroredStrategy on CPUs.",
-      "compile the gradients only. See docs/fit.md#compiled-gradients.",
+      "compile(jit_compile=True) fails under MirroredStrategy.",
+      "call compiled_gradients(model). See docs/fit.md#compiled-gradients.",
       is_wrong=False,
     )
   if _version("horovod") and kind == "Keras 3":

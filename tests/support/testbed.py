@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tests.support import logical_devices
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import virtual_tpu
 from tf_cross_shard._src.fit import group_callback
@@ -64,8 +65,8 @@ OPTIMIZERS = optimizers_of(tf.keras)
 
 @functools.cache
 def mirrored(num_replicas: int = REPLICAS) -> tf.distribute.MirroredStrategy:
-  """MirroredStrategy over logical CPUs; asserts that it is distributed."""
-  devices = [f"CPU:{i}" for i in range(num_replicas)]
+  """MirroredStrategy over logical devices; asserts that it is distributed."""
+  devices = [f"{logical_devices.KIND}:{i}" for i in range(num_replicas)]
   # Collectives of one process share their keys: strategies of two sizes that
   # both used collectives would receive each other's tensors.
   meet = None

@@ -38,6 +38,7 @@ from tf_cross_shard._src.core.encapsulated import (
   keras_private,
   kernels,
   optimizer_state,
+  overriding,
   v1_conversion,
   v1_update,
 )
@@ -84,6 +85,7 @@ __all__ = [
   "forwarding",
   "keras_private",
   "kernels",
+  "overriding",
   "v1_conversion",
   "v1_update",
   # Functions of a CrossShardOptimizer.
