@@ -123,14 +123,19 @@ def _tensorflow_version() -> str:
 
 
 def mirrored(replicas: int) -> Any:
-  """Creates logical CPUs, and returns a MirroredStrategy over them."""
+  """Returns a MirroredStrategy over GPUs, or else over logical CPUs.
+
+  If there are fewer GPUs than replicas, the replicas share the first one.
+  """
   import tensorflow as tf  # Here, since the import is slow.
 
-  tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * replicas,
-  )
-  return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
+  from tf_cross_shard import local_strategy
+
+  gpus = tf.config.list_physical_devices("GPU")
+  if 0 < len(gpus) < replicas:
+    part = tf.config.LogicalDeviceConfiguration(memory_limit=4096)
+    tf.config.set_logical_device_configuration(gpus[0], [part] * replicas)
+  return local_strategy(replicas)
 
 
 def peak_megabytes() -> float:

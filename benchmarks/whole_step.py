@@ -4,10 +4,11 @@
     python benchmarks/whole_step.py --parts=device --batch_size=1024
 
 A step is everything that `fit` does for a batch: input, forward and backward
-pass, reduction, Adam's update, metrics. The time is the CPU time of all threads
-of this process, since other programs on the machine change it little. In each
-round both optimizers train one after the other; a ratio is the median
-[quartiles] over the rounds. About forty minutes on two busy cores.
+pass, reduction, Adam's update, metrics. The time is the CPU time of all threads of
+this process, since other programs on the machine change it little; with a GPU,
+it is the elapsed time. In each round both optimizers train one after the other;
+a ratio is the median [quartiles] over the rounds. About forty minutes on two
+busy cores.
 
     device     one device
     mirrored   MirroredStrategy on four logical CPUs, which share each batch
@@ -87,9 +88,11 @@ def make_trainer(
   shapes = model.input_shape[1:], model.output_shape[1:]
   x, y = (np.random.normal(size=(rows, *s)).astype("f") for s in shapes)
   data = tf.data.Dataset.from_tensors((x, y)).repeat(1 + _STEPS.value)
-  ends = []  # When each step ended, in seconds of CPU time.
+  has_gpu = bool(tf.config.list_physical_devices("GPU"))
+  now = time.perf_counter if has_gpu else time.process_time
+  ends = []  # When each step ended, in seconds.
   clock = tf.keras.callbacks.Callback()
-  clock.on_train_batch_end = lambda *_, **__: ends.append(time.process_time())
+  clock.on_train_batch_end = lambda *_, **__: ends.append(now())
 
   def train() -> float:
     ends.clear()

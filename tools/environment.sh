@@ -1,4 +1,5 @@
-# Makes .venv and installs this project into it, editable, with some extras.
+# Makes .venv and installs this project into it, editable, with some extras. If
+# .venv has a copy of this project that is not editable, installs a new copy.
 #
 # Sourced by the other scripts, with the project root as working directory:
 #
@@ -126,6 +127,24 @@ print(f"tf_keras~={major}.{minor}.0")
 EOF
 }
 
+# Prints "--editable", unless the user has installed a copy of this project.
+_editable() {
+  # Isolated (-I), since the build of a copy leaves metadata in this folder.
+  .venv/bin/python -I - <<'EOF'
+import json
+from importlib import metadata
+
+try:
+  # pip writes this file for what it has installed from a folder.
+  found = metadata.distribution("tf-cross-shard").read_text("direct_url.json")
+except metadata.PackageNotFoundError:
+  found = None
+folder = json.loads(found or '{"dir_info": {"editable": true}}').get("dir_info")
+if folder is None or folder.get("editable"):
+  print("--editable")
+EOF
+}
+
 # ensure_environment EXTRA...: afterwards .venv/bin/python has them all.
 ensure_environment() {
   # A subshell, so that no setting of ours reaches the calling script. It must
@@ -159,7 +178,7 @@ ensure_environment() {
     # PEP 517 is not every pip's default, and the older way puts the project
     # first on sys.path instead of last.
     PIP_USER=0 PYTHONWARNINGS=ignore "${pip[@]}" --use-pep517 \
-      --editable ".[$(_extras_for_pip $extras)]"
+      $(_editable) ".[$(_extras_for_pip $extras)]"
     if [[ " $extras" == *" tf-keras "* ]]; then
       # Its one requirement is `tensorflow` of the same minor version, whose
       # files would overwrite those of tensorflow-cpu.
