@@ -25,6 +25,7 @@ extensions = [
   "sphinx.ext.autodoc",
   "sphinx.ext.napoleon",
   "sphinx.ext.viewcode",
+  "sphinx_copybutton",
 ]
 root_doc = "docs/index"
 include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**"]
@@ -33,6 +34,8 @@ nitpicky = False  # TensorFlow and Keras publish no inventory of their names.
 
 html_theme = "furo"
 html_title = "tf_cross_shard"
+html_search_scorer = str(_ROOT / "docs" / "search_scorer.js")
+copybutton_exclude = ".linenos, .gp, .go"  # No prompts and outputs.
 templates_path = ["_templates"]
 html_additional_pages = {"index": "redirect.html"}
 
