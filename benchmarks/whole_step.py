@@ -4,11 +4,11 @@
     python benchmarks/whole_step.py --parts=device --batch_size=1024
 
 A step is everything that `fit` does for a batch: input, forward and backward
-pass, reduction, Adam's update, metrics. The time is the CPU time of all threads of
-this process, since other programs on the machine change it little; with a GPU,
-it is the elapsed time. In each round both optimizers train one after the other;
-a ratio is the median [quartiles] over the rounds. About forty minutes on two
-busy cores.
+pass, reduction, Adam's update, metrics. The time is the CPU time of all threads
+of this process, since other programs on the machine change it little; with
+a GPU, it is the elapsed time. In each round both optimizers train one after the
+other; a ratio is the median [quartiles] over the rounds. About forty minutes on
+two busy cores.
 
     device     one device
     mirrored   MirroredStrategy on four logical CPUs, which share each batch
