@@ -208,6 +208,8 @@ def test_a_path_of_a_user(tmp_path: pathlib.Path) -> None:
   assert paths.as_path(remote) == remote
   with pytest.raises(ValueError, match=r"one of .*ram://.*got 'x3://bucket/a'"):
     paths.as_path("x3://bucket/a")
+  with pytest.raises(ValueError, match=r'Pass the string "gs://bucket/a"'):
+    paths.as_path(pathlib.Path("gs://bucket/a"))
 
 
 @pytest.mark.parametrize("path", ["", b"bytes", 3, None])

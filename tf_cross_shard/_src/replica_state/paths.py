@@ -151,10 +151,16 @@ def as_path(path: Any, argument: str = "path") -> Path:
   text = os.fspath(path)
   if not text or not isinstance(text, str):
     raise ValueError(f"`{argument}` must be a path; got {text!r}.")
+  known = tf.io.gfile.get_registered_schemes()
   scheme, is_url, _ = text.partition("://")
   if not is_url:
+    scheme, colon, rest = text.partition(":/")
+    if colon and scheme in known:
+      raise ValueError(
+        f"`{argument}` is {text!r}, because pathlib removes a slash of a URL."
+        f' Pass the string "{scheme}://{rest}".'
+      )
     return pathlib.Path(text)
-  known = tf.io.gfile.get_registered_schemes()
   if scheme not in known:
     schemes = ", ".join(f"{each}://" for each in known if each)
     raise ValueError(
