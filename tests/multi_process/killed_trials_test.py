@@ -19,7 +19,7 @@ PLACES = ("trials/trial_5.npz", "trials/states/trial_*_rung_1.npz")
 
 def _start(folder: pathlib.Path) -> subprocess.Popen[str]:
   """Starts the page's program in a folder."""
-  [program] = pages.programs("docs/trials.md")
+  program = pages.programs("docs/trials.md")[0]
   folder.mkdir(exist_ok=True)
   return subprocess.Popen(
     [sys.executable, "-c", program],

@@ -211,6 +211,32 @@ def _network(seed: int) -> Any:
   )
 
 
+def test_a_served_model_needs_no_random_numbers(
+  tmp_path: pathlib.Path,
+) -> None:
+  """Of another number of dropout layers; those who resume keep the states."""
+  trained = cases.Training(testbed.mirrored(), [[3, 1], [0, 2]], seed=1)
+  trained.steps(0, 2)
+  trained.save(tmp_path / "a")
+  right = replica_state.load_group(1, trained.optimizer, trained.model)
+  layers = tf.keras.layers
+  for dropouts in ([], [layers.Dropout(0.5, seed=9), layers.Dropout(0.5)]):
+    plain = tf.keras.Sequential(
+      [
+        *(tf.keras.Input((4,)), layers.Dense(3)),
+        *(layers.BatchNormalization(), *dropouts, layers.Dense(2)),
+      ]
+    )
+    x = np.ones([2, 4], "float32")
+    into = replica_state.load_group(
+      1, trained.optimizer, trained.model, into=plain
+    )
+    np.testing.assert_array_equal(into(x), right(x))
+    plain.set_weights([np.zeros_like(w) for w in plain.get_weights()])
+    replica_state.read_group(tmp_path / "a", 1, plain)
+    np.testing.assert_array_equal(plain(x), right(x))
+
+
 def test_one_group_of_a_file_without_replicas(tmp_path: pathlib.Path) -> None:
   """The model that `load_group` returns, to be served on one device."""
   path = tmp_path / "a"

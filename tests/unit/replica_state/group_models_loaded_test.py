@@ -1,4 +1,4 @@
-"""An ensemble can be loaded without this package."""
+"""Ensembles and winners of a search can be loaded without this package."""
 
 import pathlib
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import replica_state_cases, testbed
 from tests.support.training import KERASES
-from tf_cross_shard import replica_state
+from tf_cross_shard import callbacks, replica_state, trials
 
 pytestmark = pytest.mark.slow
 X = np.random.default_rng(3).integers(-4, 5, (8, 3)).astype("float32")
@@ -70,6 +70,66 @@ def test_an_ensemble_is_loaded_without_this_package(
   np.savez(tmp_path / "right.npz", **right)
   done = subprocess.run(
     [sys.executable, "-c", LOAD, str(tmp_path)],
+    capture_output=True,
+    text=True,
+    timeout=200,
+    check=False,
+  )
+  assert done.stdout.splitlines()[-1:] == ["loaded"], done.stderr[-3000:]
+
+
+LOAD_WINNER = """
+import sys
+sys.modules["tf_cross_shard"] = None  # It cannot be imported.
+import keras, numpy as np, tf_keras
+folder = sys.argv[1]
+right = np.load(f"{folder}/right.npz")
+for home in (keras, tf_keras):
+  loaded = home.models.load_model(f"{folder}/{home.__name__}.keras")
+  assert loaded.get_layer("dropout").rate == 0.25
+  found = loaded.predict(right["x"], verbose=0)
+  np.testing.assert_array_equal(found, right[home.__name__])
+print("loaded")
+"""
+
+
+def test_a_winner_is_loaded_without_this_package(
+  tmp_path: pathlib.Path,
+) -> None:
+  """Of a search with a rate of dropout, a table and batch normalization."""
+  right: dict[str, Any] = {"x": np.arange(8).reshape(4, 2)}
+  pairs = [[0, 1], [2, 3]]
+  for library, (home, package) in KERASES.items():
+    with testbed.mirrored().scope():
+      rates = [{"rate": rate, "learning_rate": rate} for rate in (8.0, 0.25)]
+      table = trials.Table([{**r, "rate": r["rate"] % 1} for r in rates], pairs)
+      model = home.Sequential(
+        [
+          home.Input((2,), dtype="int32"),
+          package.Embedding(8, 3),
+          package.SyncBatchNormalization(pairs),
+          package.GroupDropout(table.values("rate"), pairs, name="dropout"),
+          home.layers.Dense(1),
+        ]
+      )
+      optimizer = package.CrossShardOptimizer(
+        home.optimizers.SGD(0.1), group_assignment=pairs
+      )
+      model.compile(optimizer, "mse")
+    data = (right["x"], np.ones([4, 2, 1], "float32"))
+    halving = callbacks.Halving(table, tmp_path / library, epochs=2)
+    judge = callbacks.GroupMetrics(data, ensemble=False)
+    options = {"batch_size": 4, "verbose": 0, "callbacks": [judge, halving]}
+    model.fit(*data, epochs=halving.total_epochs, **options)
+    assert table.best.settings["rate"] == 0.25  # Group 0 diverged.
+    winner = halving.best_model()
+    right[library] = winner.predict(right["x"], verbose=0)
+    loss = float(np.mean((right[library] - 1) ** 2))
+    assert loss == pytest.approx(table.best.best, 1e-5)
+    winner.save(tmp_path / f"{library}.keras")
+  np.savez(tmp_path / "right.npz", **right)
+  done = subprocess.run(
+    [sys.executable, "-c", LOAD_WINNER, str(tmp_path)],
     capture_output=True,
     text=True,
     timeout=200,

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tests.support import replica_state_cases as cases
 from tests.support import testbed, training
-from tf_cross_shard import replica_state
+from tf_cross_shard import CrossShardOptimizer, replica_state
 from tf_cross_shard._src.core.encapsulated import optimizer_state
 from tf_cross_shard._src.replica_state import group_state
 
@@ -562,3 +562,45 @@ def test_models_that_cannot_be_cloned_or_joined(library: str) -> None:
     TypeError, match="`model` must be a Keras model; got list"
   ):
     replica_state.load_group(0, optimizer, model.variables)
+
+
+class _NoConfig(tf.keras.layers.Layer):
+  """A layer with an argument that Keras cannot write, and no `get_config`."""
+
+  def __init__(self, function: Any, **options: Any) -> None:
+    super().__init__(**options)
+    self.function = function
+
+  def call(self, inputs: Any) -> Any:
+    return inputs
+
+
+class _NoArgument(tf.keras.layers.Layer):
+  """A layer whose `get_config` has an argument that it does not take."""
+
+  def call(self, inputs: Any) -> Any:
+    return inputs
+
+  def get_config(self) -> dict[str, Any]:
+    return {**super().get_config(), "strength": 2}
+
+
+@pytest.mark.parametrize(
+  ("make", "reason"),
+  [
+    (lambda: _NoConfig(object()), "non-serializable argument values"),
+    (_NoArgument, "strength"),
+  ],
+)
+def test_what_cannot_be_cloned_has_the_reason_of_keras(
+  make: Any, reason: str
+) -> None:
+  with testbed.mirrored().scope():
+    model = tf.keras.Sequential(
+      [tf.keras.Input((1,)), make(), tf.keras.layers.Dense(1)]
+    )
+    optimizer = CrossShardOptimizer("sgd")
+  words = rf"from its get_config\(\): .*{reason}.*\. Create and build a second"
+  with pytest.raises(ValueError, match=words) as error:
+    replica_state.load_group(0, optimizer, model)
+  assert "\n" not in str(error.value)

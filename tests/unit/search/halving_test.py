@@ -6,7 +6,6 @@ import pathlib
 import re
 from typing import Any
 
-import keras_tuner
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -19,7 +18,6 @@ from tf_cross_shard import (
   replica_state,
   schedules,
   trials,
-  tuners,
 )
 from tf_cross_shard._src.search import halving as halving_lib
 
@@ -295,6 +293,10 @@ def test_too_few_epochs() -> None:
     ([{"a": 1}, {"b": 1}], ValueError, "must have the same names"),
     ([{"a": "relu"}], TypeError, "'a' is 'relu'. For a categorical"),
     ([{"a": 1}, {"a": math.nan}], ValueError, "'a' is nan in {'a': nan}"),
+    ({"a": [1, 2]}, TypeError, "a list of dictionaries; got {'a': "),
+    ("abc", TypeError, "a list of dictionaries; got 'abc'"),
+    (None, TypeError, "a list of dictionaries; got None"),
+    ([{1: 2}], TypeError, "must name settings by strings; got 1"),
   ],
 )
 def test_bad_tables(rows: Any, error: Any, message: str) -> None:
@@ -376,7 +378,17 @@ def test_no_other_callback_sets_rates(
   ("last", "options", "message"),
   [
     ({"clipnorm": -1}, {}, "`clipnorm` must be a number of at least 0"),
-    ({"weight_decay": 1}, {}, "SGD.weight_decay is None"),
+    (
+      {"weight_decay": 1},
+      {},
+      "`table` holds 'weight_decay', but SGD.weight_decay is None, [^`]*"
+      " `opt` [^`]* numbers in `table`",
+    ),
+    (
+      {"gradient_accumulation_steps": 2},
+      {},
+      "`table` holds 'gradient_accumulation_steps'",
+    ),
     (
       {"clipnorm": 1},
       {"group_settings": {"momentum": [0.5, 0.25]}},
@@ -433,26 +445,57 @@ def test_when_all_trials_are_done(tmp_path: pathlib.Path) -> None:
     assert loss == pytest.approx(table.best.best, 1e-5)
 
 
-def test_a_setting_that_nothing_reads(tmp_path: pathlib.Path) -> None:
-  model, table = _make([{"learning_rate": 0.125, "wieght_decay": 0.5}])
+@pytest.mark.parametrize(
+  ("name", "meant"),
+  [
+    ("wieght_decay", r" \(did you mean 'weight_decay'\?\), or"),
+    ("learnin_rate", r" \(did you mean 'learning_rate'\?\), or"),
+    ("global_clipnrm", r" \(did you mean 'global_clipnorm'\?\), or"),
+    ("strength", ", or"),
+  ],
+)
+def test_a_setting_that_nothing_reads(
+  name: str, meant: str, tmp_path: pathlib.Path
+) -> None:
+  model, table = _make([{"learning_rate": 0.125, name: 0.5}])
   halving = callbacks.Halving(table, tmp_path, epochs=2)
-  with pytest.raises(ValueError, match="uses the setting 'wieght_decay' of"):
+  words = f"uses the setting '{name}' of .* Correct the name{meant} call table"
+  with pytest.raises(ValueError, match=words):
     _fit(model, table, halving)
 
 
-def test_a_search_that_goes_on_knows_its_files(tmp_path: pathlib.Path) -> None:
-  space = keras_tuner.HyperParameters()
-  space.Float("learning_rate", 0.1, 1.0)
-  before, after = (
-    tuners.GroupTuner(
-      keras_tuner.oracles.RandomSearchOracle(
-        "val_loss", max_trials=1, hyperparameters=space
-      ),
-      *(lambda _: None, testbed.mirrored(), PAIRS),
-      directory=tmp_path / folder,
-    )
-    for folder in ("a", "b")
-  )
-  before.files["0"] = "trial_0.npz"
-  after.set_state(before.get_state())
-  assert after.files == {"0": "trial_0.npz"}
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_a_search_lacks_that_was_stopped(
+  is_first: bool, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+  """By a callback of Keras, before or after Halving in the list."""
+  model, table = _make()
+  halving = _halving(table, tmp_path)
+  with pytest.raises(
+    ValueError, match=r"6 of 6 trials have no epoch.* Call fit"
+  ):
+    halving.best_model()
+  stop = tf.keras.callbacks.EarlyStopping("loss", patience=0, min_delta=1e9)
+  both = [stop, halving] if is_first else [halving, stop]
+  _fit(model, table, *both, epochs=halving.total_epochs)
+  words = "4 of 6 trials have no epoch, and none has all 9."
+  [warning] = [r.getMessage() for r in caplog.records if "ended" in r.message]
+  assert words in warning
+  assert "EarlyStopping" in warning
+  caplog.clear()
+  with schedules.as_group(0):
+    into = _twin(table)
+  assert halving.best_model(into=into) is into
+  assert words in caplog.text
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_no_more_trials_than_groups(count: int, tmp_path: pathlib.Path) -> None:
+  model, table = _make(SETTINGS[:count])
+  halving = callbacks.Halving(table, tmp_path, epochs=2)
+  assert halving.total_epochs == 2
+  _fit(model, table, halving)
+  assert [trial.epochs for trial in table] == [2] * count
+  for trial in table:
+    _, losses = _plain(trial.settings, 2)
+    np.testing.assert_allclose(trial.history["val_loss"], losses, 1e-5)

@@ -191,3 +191,34 @@ def test_rates_under_loss_scaling(is_around: bool) -> None:
   group_rates.write(model, [rate / 2 for rate in RATES])
   population.on_train_begin()
   assert population.learning_rates == pytest.approx([r / 2 for r in RATES])
+
+
+def test_tables_show_the_settings_of_each_epoch() -> None:
+  model = _model()
+  population = callbacks.Population(explore=[0.5])
+  with pytest.raises(ValueError, match="No group has a finite 'val_loss'"):
+    population.best_model()
+  _fit(model, 4, population)
+  table = population.table
+  rates = np.transpose([t.history["learning_rate"] for t in table])
+  for epoch in range(4):
+    _, right = _oracle(epoch + 1, 1, 0.5, 1)
+    np.testing.assert_allclose(rates[epoch], right, rtol=1e-6)
+  assert any(len(set(own)) > 1 for own in rates.T)
+  for row in table.rows():
+    best = row["best_epoch"]
+    assert row["learning_rate"] == rates[best, row["trial"]]
+
+
+def test_the_best_model_has_the_weights_of_the_last_epoch() -> None:
+  model = _model()
+  population = callbacks.Population(explore=[0.5])
+  _fit(model, 4, population)
+  losses = (np.array(_weights(model)) - 5) ** 2
+  last = [trial.history["val_loss"][-1] for trial in population.table]
+  np.testing.assert_allclose(last, losses, rtol=1e-5)
+  winner = population.best_model()
+  best = int(np.argmin(losses))
+  assert float(winner(X)[0, 0]) == _weights(model)[best]
+  rate = population.settings[best]["learning_rate"]
+  np.testing.assert_allclose(population.table.values("learning_rate"), rate)

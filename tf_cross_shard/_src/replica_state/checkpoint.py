@@ -222,16 +222,16 @@ def read_group(path: Any, group: int, model: Any) -> Any:
   state = group_state.GroupState(None, model, is_whole=False)
   values = values_of_group(paths_lib.as_path(path), group, state)
   count = len(state.copies.engine.replicas_here)
-  for part, value in zip(state.parts, values, strict=True):
-    state.copies.write(part.variable, [value] * count)
+  for part in state.parts:
+    state.copies.write(part.variable, [values[part.name]] * count)
   group_models.finalize(model)
   return model
 
 
 def values_of_group(
   target: paths_lib.Path, group: int, state: group_state.GroupState
-) -> list[archive.Array]:
-  """Returns the values that `read_group` assigns, in the order of the parts.
+) -> dict[str, archive.Array]:
+  """Returns the values that `read_group` assigns, by the names of the parts.
 
   If the file has the states of other random number generators than `state`,
   these are left out of `state`.
@@ -251,10 +251,12 @@ def values_of_group(
       names = [name for name in names if not group_state.is_seed(name)]
       state.leave_out_seeds()
     _check_names(file, state, names)
-    return [
-      group_models.merged(part, list(_arrays(file, part, group).values()))
+    return {
+      part.name: group_models.merged(
+        part, list(_arrays(file, part, group).values())
+      )
       for part in state.parts
-    ]
+    }
 
 
 def _build(optimizer: Any, model: Any) -> None:

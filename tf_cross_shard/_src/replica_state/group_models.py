@@ -82,21 +82,21 @@ def load_group(group: int, optimizer: Any, model: Any, into: Any = None) -> Any:
     _check_fits(state, into)
   state.agree(f"loading group {group}")
   group_state.warn_if_collapsed(optimizer)
-  values = [
-    merged(part, state.copies.read(part.variable, members))
+  values = {
+    part.name: merged(part, state.copies.read(part.variable, members))
     for part in state.parts
-  ]
+  }
   assign(state, values, plain)
   return plain
 
 
 def assign(
-  state: group_state.GroupState, values: Sequence[archive.Array], plain: Any
+  state: group_state.GroupState, values: Mapping[str, archive.Array], plain: Any
 ) -> None:
-  """Assigns values, one for each variable of `state`, to a plain model."""
+  """Assigns the values of variables of `state`, by name, to a plain model."""
   target = _check_fits(state, plain)
-  for part, value in zip(target.parts, values, strict=True):
-    replica_values.native(part.variable).assign(value)
+  for own, part in zip(state.parts, target.parts, strict=True):
+    replica_values.native(part.variable).assign(values[own.name])
   finalize(plain)
 
 
@@ -306,8 +306,9 @@ def _clone(
     raise ValueError(
       f"Keras could not clone `model` from its get_config(): {_reason(error)}"
       f" Create and build a second {kind.__name__} yourself, outside"
-      " `strategy.scope()`, and pass it as `into`, or pass GroupMetrics a"
-      " function that returns it as `twin`."
+      " `strategy.scope()`, and pass it to load_group as `into`, or to"
+      " best_model as `into`, or pass GroupMetrics a function that returns it"
+      " as `twin`."
     ) from error
   finally:
     random.setstate(numbers)

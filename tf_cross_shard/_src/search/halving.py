@@ -228,26 +228,32 @@ class Halving(trial_monitor.TrialMonitor):
     missing = self._missing()
     if best.file is None:
       raise ValueError(
-        f"{missing} Call fit(epochs=halving.total_epochs) first."
-        if missing
-        else f"No trial has a finite {self.monitor!r}. Look at the history of"
-        f" the trials in {self.table!r}."
+        f"No trial has a finite {self.monitor!r}"
+        + (
+          f": {missing}. Call fit(epochs=halving.total_epochs), without"
+          " callbacks that stop it."
+          if missing
+          else f". Look at the history of the trials in {self.table!r}."
+        )
       )
     if missing:
-      logging.warning("best_model returns the best trial so far. %s", missing)
+      logging.warning(
+        "best_model returns the best trial of a search that has not ended: %s.",
+        missing,
+      )
     return trial_monitor.plain_model(
       best.file, best.settings, self.table, self.model, into
     )
 
   def _missing(self) -> str:
-    """Returns a sentence that says what the search lacks; empty if nothing."""
+    """Returns what the search lacks, in words; empty if it has ended."""
     is_last = self._progress.rung + 1 == len(self._rungs)
     if self._progress.running and is_last and not self._progress.epochs_left:
       return ""
     untrained = sum(not trial.epochs for trial in self.table)
     return (
-      f"The search has not ended: {untrained} of {len(self.table)} trials have"
-      f" no epoch, and none has all {self.epochs} epochs."
+      f"{untrained} of {len(self.table)} trials have no epoch, and none has all"
+      f" {self.epochs}"
     )
 
   def on_train_begin(self, logs: Any = None) -> None:
@@ -342,9 +348,9 @@ class Halving(trial_monitor.TrialMonitor):
     self.state_of_groups().agree("the end of trials")
     if self._progress.epochs_left:
       logging.warning(
-        "%s Something stopped fit, such as Keras' EarlyStopping, which compares"
-        " epochs of different trials. Remove it, because Halving itself stops"
-        " poor trials; after SIGTERM, start the program again.",
+        "fit ended before the search: %s. If a callback such as Keras'"
+        " EarlyStopping set stop_training, remove it, because Halving itself"
+        " stops poor trials; after SIGTERM, start the program again.",
         self._missing(),
       )
     else:

@@ -105,8 +105,8 @@ class Table(Sequence[Trial]):
 
     Raises:
       TypeError: If a trial is not a dictionary, or a setting is not a number.
-      ValueError: If there is no trial or no setting, if the names differ
-        between trials, or if a setting is NaN.
+      ValueError: If there is no trial, if the names differ between trials, or
+        if a setting is NaN.
     """
     if isinstance(settings_of_trials, str | Mapping) or not isinstance(
       settings_of_trials, Iterable
@@ -123,7 +123,7 @@ class Table(Sequence[Trial]):
           ' example [{"learning_rate": 0.1}].'
         )
     rows = [dict(row) for row in settings_of_trials]
-    if not rows or not rows[0]:
+    if not rows:
       raise ValueError(
         "`settings_of_trials` must contain a dictionary for each trial; got"
         f' {settings_of_trials!r}. Use for example [{{"learning_rate": 0.1}}].'
