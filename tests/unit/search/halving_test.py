@@ -341,7 +341,7 @@ def test_a_fit_that_is_too_short(
     ),
     (
       lambda: callbacks.Population(explore={"clipnorm": [0.5]}),
-      "[None, None]",
+      "`explore` changes 'clipnorm', but its values in the groups are [None, ",
     ),
   ],
 )

@@ -222,3 +222,15 @@ def test_the_best_model_has_the_weights_of_the_last_epoch() -> None:
   assert float(winner(X)[0, 0]) == _weights(model)[best]
   rate = population.settings[best]["learning_rate"]
   np.testing.assert_allclose(population.table.values("learning_rate"), rate)
+
+
+def test_errors_about_settings_name_explore() -> None:
+  model = _model()
+  with testbed.mirrored().scope():
+    sgd = tf.keras.optimizers.SGD(0.1)
+    sgd.loss_scale_factor = 2.0
+    groups = [[0], [1], [2], [3]]
+    model.compile(CrossShardOptimizer(sgd, group_assignment=groups), "mse")
+  population = callbacks.Population(explore={"loss_scale_factor": [0.5]})
+  with pytest.raises(ValueError, match="`explore` holds 'loss_scale_factor'"):
+    _fit(model, 1, population)

@@ -194,6 +194,7 @@ class Population(trial_monitor.TrialMonitor):
     self.share = share
     self.seed = seed
     self._makes_table = table is None
+    self._argument = "explore" if table is None else "table"
     if table is not None:
       self.table = table
     self.names = names
@@ -230,6 +231,12 @@ class Population(trial_monitor.TrialMonitor):
         " setting. Name numeric settings of `opt`, or pass a `table` with the"
         " settings of the model."
       )
+    for name in self.names:
+      if None in (own := [row[name] for row in rows]):
+        raise ValueError(
+          f"`explore` changes {name!r}, but its values in the groups are {own}."
+          " Create the optimizer with a number for it."
+        )
     self._check(rows)
     return rows
 
