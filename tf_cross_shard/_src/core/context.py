@@ -1,4 +1,4 @@
-"""What every stage of a step needs: the settings, the optimizer, the engine."""
+"""The settings, the optimizer and the engine, which every stage needs."""
 
 import dataclasses
 

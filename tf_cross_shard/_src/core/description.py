@@ -1,4 +1,4 @@
-"""What a CrossShardOptimizer does to a program, as a table.
+"""Describes what a CrossShardOptimizer does to a program, as a table.
 
 The table asks the objects that do the step: the update, the window, the engine
 and the plan of kernels. So it has no rules of its own about how variables are
@@ -36,7 +36,7 @@ _COLUMNS = {
 
 
 class Description:
-  """What an optimizer does; `print` shows a table.
+  """A description of what an optimizer does; `print` shows a table.
 
   `CrossShardOptimizer.describe` documents the content.
   """

@@ -115,7 +115,7 @@ class StallWatch:
     return self._answer(key)
 
   def _answer(self, key: str) -> bool:
-    """Says what this worker does; ends its wait if another worker is stuck."""
+    """Tells all workers what this worker does; ends a wait for a stuck one."""
     workers = self._workers
     place = _place_of_main_thread()
     key_value_store.put_if_missing(

@@ -147,7 +147,7 @@ def averages(optimizer: Any) -> list[Any]:
 
 
 def show_averages(loss_scaler: Any, averages: list[Any]) -> None:
-  """Lets SwapEMAWeights find the averages in a LossScaleOptimizer of Keras 3.
+  """Shows SwapEMAWeights the averages in a LossScaleOptimizer of Keras 3.
 
   The callback looks one level inside `model.optimizer`. If `model.optimizer` is
   a CrossShardOptimizer, that is the LossScaleOptimizer, which has no averages.

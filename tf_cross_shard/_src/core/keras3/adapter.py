@@ -132,7 +132,7 @@ class Keras3Optimizer(encapsulated.Encapsulated):
   def accumulate(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
-    """Lets Keras add gradients, count the call and update moving averages."""
+    """Adds gradients, counts the call and updates averages, all in Keras."""
     self.innermost.apply(list(grads), [self.as_built(v) for v in variables])
 
   def _apply(

@@ -352,7 +352,7 @@ class KerasAccumulation(Accumulation):
     )
 
   def _add(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
-    """Lets Keras add gradients to its sums and count the call."""
+    """Adds gradients to the sums and counts the call, both in Keras."""
     # In every call, Keras also updates moving averages of weights.
     with self._by_group.in_force():
       self.encapsulated.accumulate(grads, variables)

@@ -246,7 +246,7 @@ class Step:
   def _apply_once(
     self, call: Call, sums: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
-    """Lets the user's optimizer apply the sums, unless the step is skipped."""
+    """Applies the sums by the user's optimizer, unless the step is skipped."""
     engine = self.context.engine
 
     def apply() -> None:

@@ -66,7 +66,7 @@ class TfKerasWrapper(
         self._reduce_before(around, self._methods_around())
 
   def _reduce_before(self, around: Any, methods: Any) -> None:
-    """Lets a checkpoint of `around` also find legacy optimizers' slots."""
+    """Shows a checkpoint of `around` the slots of legacy optimizers, too."""
     super()._reduce_before(around, methods)
     if self._is_legacy:
       vars(around).update(

@@ -30,7 +30,7 @@ from tf_cross_shard._src.core.update import embedding_tables
 
 @dataclasses.dataclass(frozen=True)
 class VariableUpdate:
-  """What a step does to one variable: a row of `optimizer.describe()`.
+  """The effect of a step on one variable: a row of `optimizer.describe()`.
 
   `CrossShardOptimizer.describe` documents the fields.
   """
