@@ -41,7 +41,10 @@ SLOW = [
     "multi_process/pages_test.py",
     "multi_process/random_programs_workers_test.py",
     "unit/backup/backup_test.py",
+    "unit/compiled_gradients_test.py",
     "unit/replica_state/group_models_loaded_test.py",
+    "unit/replica_state/paths_test.py",
     "unit/search/halving_test.py",
     "unit/search/population_test.py",
+    "unit/search/tuner_test.py",
 ]

@@ -78,9 +78,6 @@ def _train(
   return history.history, [testbed.copies(each) for each in model.variables]
 
 
-_SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
   ("make_model", "policy", "settings"),
   [
@@ -89,11 +86,9 @@ _SLOW = pytest.mark.slow
       "float32",
       {"accumulate_steps": 2, "group_assignment": PAIRS},
     ),
-    pytest.param(_functional, "float32", {"shard_update": True}, marks=_SLOW),
-    pytest.param(Subclassed, "float32", {}, marks=_SLOW),
-    pytest.param(
-      _functional, "mixed_float16", {"group_assignment": PAIRS}, marks=_SLOW
-    ),
+    (_functional, "float32", {"shard_update": True}),
+    (Subclassed, "float32", {}),
+    (_functional, "mixed_float16", {"group_assignment": PAIRS}),
   ],
 )
 def test_trains_as_without(
