@@ -26,6 +26,7 @@ from tf_cross_shard._src.replica_state import paths as paths_lib
 Array = np.ndarray[Any, Any]
 
 _ABOUT: Final = "about"  # the name of the JSON entry
+_SHORTEST_ZIP: Final = 22  # bytes: a zip file without entries
 _REMEDIES: Final = {
   errno.ENOSPC: "Free space on that disk, or write to another one.",
   errno.ENOENT: "Create the folder first.",
@@ -97,8 +98,10 @@ def _write_whole(path: paths_lib.Path, entries: Mapping[str, Any]) -> None:
     np.savez(file, **entries)
 
 
-def is_complete(path: paths_lib.Path) -> bool:
+def is_complete(path: paths_lib.RemotePath) -> bool:
   """Returns whether a file was written to its end."""
+  if path.size() < _SHORTEST_ZIP:
+    return False
   with path.open("rb") as file:
     return zipfile.is_zipfile(file)
 

@@ -87,7 +87,13 @@ class RemotePath(os.PathLike[str]):
 
   def exists(self) -> bool:
     """Returns whether there is a file or folder."""
-    return bool(tf.io.gfile.exists(self._path))
+    with _as_os_errors(self._path):
+      return bool(tf.io.gfile.exists(self._path))
+
+  def size(self) -> int:
+    """Returns the number of bytes of the file."""
+    with _as_os_errors(self._path):
+      return int(tf.io.gfile.stat(self._path).length)
 
   @contextlib.contextmanager
   def open(self, mode: str = "r", **options: Any) -> Iterator[Any]:
@@ -97,6 +103,8 @@ class RemotePath(os.PathLike[str]):
       mode: `"rb"`, `"wb"` (a stream that cannot seek), or `"w"` for UTF-8 text.
       **options: Ignored. They are the arguments of `pathlib.Path.open`.
     """
+    if "w" in mode:
+      self.unlink(missing_ok=True)  # Some file systems would append to it.
     with _as_os_errors(self._path), tf.io.gfile.GFile(self._path, mode) as file:
       if mode == "rb":
         file.size()  # `GFile` itself notices only later that there is no file.
