@@ -140,35 +140,24 @@ class CollectiveOps:
     self._check(tensors)
 
     def run() -> list[tf.Tensor]:
-      return self._run(name, tensors, groups, replica, device)
+      results = []
+      for tensor in tensors:
+        function, ordinal = self._place_in_program(replica)
+        chain = ordinal % self._chains  # Successive collectives take turns.
+        results.append(
+          getattr(tf.raw_ops, name)(
+            input=tensor,
+            group_size=groups.group_size,
+            group_key=self.group_key(groups, replica),
+            instance_key=instance_key(name, tensor, function, ordinal),
+            ordering_token=[self.token(replica, chain, device)],
+            communication_hint=self._hint_of(name, tensor),
+            **_ATTRIBUTES.get(name, {}),
+          )
+        )
+      return results
 
     return run() if self._watch is None else self._watch.around(tensors, run)
-
-  def _run(
-    self,
-    name: str,
-    tensors: Sequence[tf.Tensor],
-    groups: groups_lib.Groups,
-    replica: int,
-    device: str,
-  ) -> list[tf.Tensor]:
-    """Adds the operations to the program."""
-    results = []
-    for tensor in tensors:
-      function, ordinal = self._place_in_program(replica)
-      results.append(
-        getattr(tf.raw_ops, name)(
-          input=tensor,
-          group_size=groups.group_size,
-          group_key=self.group_key(groups, replica),
-          instance_key=instance_key(name, tensor, function, ordinal),
-          # Successive collectives use the chains in turn.
-          ordering_token=[self.token(replica, ordinal % self._chains, device)],
-          communication_hint=self._hint_of(name, tensor),
-          **_ATTRIBUTES.get(name, {}),
-        )
-      )
-    return results
 
   def _hint_of(self, name: str, tensor: tf.Tensor) -> str:
     """Returns the hint for a collective.

@@ -241,16 +241,20 @@ def _join() -> None:
     thread.join(_SLACK)
 
 
+def _main_stack() -> traceback.StackSummary:
+  """Returns the stack of the main thread, the innermost line last."""
+  frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
+  return traceback.extract_stack(frame)
+
+
 def _stack_of_main_thread() -> str:
   """Returns the stack of the main thread, for a log."""
-  frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
-  return "".join(traceback.format_stack(frame))
+  return "".join(_main_stack().format())
 
 
 def _place_of_main_thread() -> str:
   """Returns the innermost line of the main thread, for a message."""
-  frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
-  if frame is None:
-    return "an unknown place"
-  name = pathlib.Path(frame.f_code.co_filename).name
-  return f"{name}, line {frame.f_lineno}, in {frame.f_code.co_name}"
+  line = _main_stack()[-1]
+  return (
+    f"{pathlib.Path(line.filename).name}, line {line.lineno}, in {line.name}"
+  )
