@@ -1,0 +1,300 @@
+"""Golden curves: the recorded numbers of twelve training programs.
+
+Each program trains the same tiny network, or embedding table, for 20 steps on
+four replicas. A file in `tests/golden/` has its losses and sums of its final
+weights, for each group. A commit that changes a number must change the file,
+and its message must say why.
+
+    python -m tests.support.golden            # writes all files
+    python -m tests.support.golden adam lion  # writes two of them
+
+Programs of integers are exact: every sum and product of the training fits into
+float32. The other programs have a bound, because the last bits of a matrix
+product or of a square root may differ between versions of TensorFlow and
+between processors.
+"""
+
+import dataclasses
+import importlib
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import tensorflow as tf
+
+from tests.support import testbed
+
+STEPS: Final = 20
+FOLDER: Final = pathlib.Path(__file__).parent.parent / "golden"
+
+_GROUPS: Final = [[0, 2], [1, 3]]
+_ROWS: Final = 32  # Of the embedding table.
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """One training program.
+
+  Attributes:
+    make: Creates the user's optimizer from a Keras package.
+    options: The arguments of CrossShardOptimizer besides `opt`.
+    model: "linear" (a linear loss of integers), "network" (two dense layers
+      with tanh), or "table" (an embedding table).
+    keras: The Keras package.
+    bound: How far a loss may be off, relative to the largest loss, and the sums
+      of a weight relative to its largest sum; 0 if the arithmetic is exact.
+    is_mixed: Whether the network computes in float16, under a loss scale.
+  """
+
+  make: Callable[[Any], Any]
+  options: dict[str, Any] = dataclasses.field(default_factory=dict)
+  model: str = "network"
+  keras: str = "keras"
+  bound: float = 1e-5
+  is_mixed: bool = False
+
+
+PROGRAMS: Final[dict[str, Program]] = {
+  "sgd_groups": Program(
+    lambda keras: keras.optimizers.SGD(0.25),
+    {"group_assignment": _GROUPS},
+    model="linear",
+    bound=0,
+  ),
+  "sgd_accumulated_in_shards": Program(
+    lambda keras: keras.optimizers.SGD(0.25),
+    {"accumulate_steps": 2, "shard_update": True},
+    model="linear",
+    bound=0,
+  ),
+  "sgd_rows": Program(
+    lambda keras: keras.optimizers.SGD(0.25),
+    {"group_assignment": _GROUPS, "shard_update": True},
+    model="table",
+    bound=0,
+  ),
+  "tf_keras_sgd": Program(
+    lambda keras: keras.optimizers.SGD(0.25),
+    {"group_assignment": _GROUPS, "loss_averaged_over": "global"},
+    model="linear",
+    keras="tf_keras",
+    bound=0,
+  ),
+  "adam": Program(lambda keras: keras.optimizers.Adam(0.02)),
+  "adamw_shards": Program(
+    lambda keras: keras.optimizers.AdamW(
+      0.02, weight_decay=0.1, global_clipnorm=1.0
+    ),
+    {"group_assignment": _GROUPS, "shard_update": True},
+  ),
+  "lion_group_settings": Program(
+    lambda keras: keras.optimizers.Lion(0.005, weight_decay=0.1),
+    {
+      "group_assignment": _GROUPS,
+      "group_settings": {"weight_decay": [0.0, 0.1]},
+    },
+  ),
+  "nadam_accumulated": Program(
+    lambda keras: keras.optimizers.Nadam(0.02),
+    {"accumulate_steps": 2, "skip_nonfinite": True},
+  ),
+  "adafactor_by_variable": Program(
+    lambda keras: keras.optimizers.Adafactor(0.02),
+    {"shard_update": "by_variable"},
+  ),
+  "lazy_adam_rows": Program(
+    lambda keras: keras.optimizers.Adam(0.02),
+    {"group_assignment": _GROUPS, "lazy_rows": True},
+    model="table",
+  ),
+  "mixed_float16": Program(
+    lambda keras: keras.optimizers.LossScaleOptimizer(
+      keras.optimizers.Adam(0.02), initial_scale=1024.0
+    ),
+    {"wire_dtype": "float16", "clipnorm": 2.0},
+    bound=2e-3,
+    is_mixed=True,
+  ),
+  "tf_keras_rmsprop": Program(
+    lambda keras: keras.optimizers.RMSprop(0.01, momentum=0.5),
+    {"group_assignment": _GROUPS, "shard_update": True},
+    keras="tf_keras",
+  ),
+}
+
+
+def run(program: Program) -> list[tuple[str, list[float]]]:
+  """Trains a program; returns its named numbers, each with one per group.
+
+  The numbers are the loss of each step and, for each weight, the sums of its
+  values and of their squares at the end.
+  """
+  keras = importlib.import_module(program.keras)
+  package = importlib.import_module(
+    f"tf_cross_shard.{'keras3' if program.keras == 'keras' else 'tf_keras'}"
+  )
+  model = _MODELS[program.model]()
+  strategy = testbed.mirrored()
+  with strategy.scope():
+    weights = [
+      testbed.variable(value, name, keras)
+      for name, value in model.initial.items()
+    ]
+    optimizer = package.CrossShardOptimizer(
+      program.make(keras),
+      **{"loss_averaged_over": "replica", **program.options},
+    )
+    if program.model == "table" and "shard_update" in program.options:
+      optimizer.update_by_rows(weights)  # Tables are not divided.
+    optimizer.build(weights)
+  compute_dtype = "float16" if program.is_mixed else "float32"
+  groups = program.options.get("group_assignment") or [[0, 1, 2, 3]]
+
+  def replica_step(step: tf.Tensor) -> tf.Tensor:
+    x, y = (
+      tf.constant(data)[step, testbed.replica_id()]
+      for data in (model.x, model.y)
+    )
+    losses: list[tf.Tensor] = []
+
+    def loss() -> tf.Tensor:
+      value = model.loss(weights, x, y, compute_dtype)
+      # The factor 1 / replicas is what a global mean would have.
+      if program.options.get("loss_averaged_over") == "global":
+        value = value / testbed.REPLICAS
+      losses.append(value)
+      return value
+
+    optimizer.minimize(loss, weights)
+    return losses[0]
+
+  @tf.function(autograph=False)
+  def train(step: tf.Tensor) -> Any:
+    return strategy.run(replica_step, args=(step,))
+
+  numbers = []
+  for step in range(STEPS):
+    results = strategy.experimental_local_results(train(tf.constant(step)))
+    losses = np.array([float(loss) for loss in results])
+    numbers.append((f"loss {step}", _by_group(losses, groups)))
+  for weight in weights:
+    copies = [np.asarray(c, "float64") for c in testbed.copies(weight)]
+    name = weight.name.split(":")[0]
+    sums = np.array([copy.sum() for copy in copies])
+    squares = np.array([np.square(copy).sum() for copy in copies])
+    numbers.append((f"{name} sum", _by_group(sums, groups)))
+    numbers.append((f"{name} squares", _by_group(squares, groups)))
+  return numbers
+
+
+def read(name: str) -> list[tuple[str, list[float]]]:
+  """Reads the recorded numbers of a program."""
+  lines = (FOLDER / f"{name}.txt").read_text().splitlines()
+  rows = [line.split() for line in lines if not line.startswith("#")]
+  return [
+    (" ".join(row[:2]), [float(number) for number in row[2:]]) for row in rows
+  ]
+
+
+def write(name: str) -> None:
+  """Trains a program and records its numbers."""
+  program = PROGRAMS[name]
+  exact = f"to {program.bound:g}" if program.bound else "exact"
+  digits = 9 if program.bound else 17  # 17 digits name a float64.
+  lines = [
+    f"# {name}, {exact}; one column for each group of replicas. See"
+    " tests/support/golden.py."
+  ]
+  for label, values in run(program):
+    lines.append(
+      " ".join([label, *(f"{value:.{digits}g}" for value in values)])
+    )
+  (FOLDER / f"{name}.txt").write_text("\n".join(lines) + "\n")
+
+
+def _by_group(
+  values: np.ndarray, groups: Sequence[Sequence[int]]
+) -> list[float]:
+  """Returns the mean of the members' values, for each group."""
+  return [float(values[list(members)].mean()) for members in groups]
+
+
+class _Linear:
+  """A loss that is linear in the weights, with integers as data.
+
+  The gradients are the data, so all sums are exact in float32.
+  """
+
+  def __init__(self) -> None:
+    rng = np.random.default_rng(1)
+    shape = (STEPS, testbed.REPLICAS, 4)
+    self.x = rng.integers(-4, 5, (*shape, 3)).astype("float32")
+    self.y = rng.integers(-4, 5, (*shape, 2)).astype("float32")
+    self.initial = {
+      "kernel": rng.integers(-4, 5, (3, 2)).astype("float32"),
+      "bias": rng.integers(-4, 5, (2,)).astype("float32"),
+    }
+
+  def loss(self, weights: Any, x: Any, y: Any, dtype: str) -> tf.Tensor:
+    """Returns the mean over the four examples of (x W + b) * y."""
+    del dtype
+    outputs = tf.matmul(x, tf.convert_to_tensor(weights[0])) + weights[1]
+    return tf.reduce_mean(tf.reduce_sum(outputs * y, axis=-1))
+
+
+class _Network:
+  """Two dense layers with tanh, and the squared error."""
+
+  def __init__(self) -> None:
+    rng = np.random.default_rng(2)
+    shape = (STEPS, testbed.REPLICAS, 8)
+    # Integers, because NumPy may change how it draws other numbers.
+    self.x = (rng.integers(-8, 9, (*shape, 6)) / 8).astype("float32")
+    self.y = (rng.integers(-8, 9, (*shape, 2)) / 8).astype("float32")
+    self.initial = {
+      "kernel_0": (rng.integers(-8, 9, (6, 16)) / 16).astype("float32"),
+      "bias_0": np.zeros(16, "float32"),
+      "kernel_1": (rng.integers(-8, 9, (16, 2)) / 16).astype("float32"),
+      "bias_1": np.zeros(2, "float32"),
+    }
+
+  def loss(self, weights: Any, x: Any, y: Any, dtype: str) -> tf.Tensor:
+    """Returns the mean squared error; computes the outputs in `dtype`."""
+    kernel, bias, kernel_1, bias_1 = (
+      tf.cast(tf.convert_to_tensor(weight), dtype) for weight in weights
+    )
+    hidden = tf.tanh(tf.matmul(tf.cast(x, dtype), kernel) + bias)
+    outputs = tf.cast(tf.matmul(hidden, kernel_1) + bias_1, "float32")
+    return tf.reduce_mean(tf.square(outputs - y))
+
+
+class _Table:
+  """Rows of an embedding table, times integers."""
+
+  def __init__(self) -> None:
+    rng = np.random.default_rng(3)
+    shape = (STEPS, testbed.REPLICAS, 8)
+    self.x = rng.integers(0, _ROWS, shape).astype("int32")
+    self.y = rng.integers(-4, 5, (*shape, 4)).astype("float32")
+    self.initial = {"table": rng.integers(-4, 5, (_ROWS, 4)).astype("float32")}
+
+  def loss(self, weights: Any, x: Any, y: Any, dtype: str) -> tf.Tensor:
+    """Returns the mean over the examples of rows * y."""
+    del dtype
+    rows = tf.gather(tf.convert_to_tensor(weights[0]), x)
+    return tf.reduce_mean(tf.reduce_sum(rows * y, axis=-1))
+
+
+_MODELS: Final[dict[str, Callable[[], Any]]] = {
+  "linear": _Linear,
+  "network": _Network,
+  "table": _Table,
+}
+
+
+if __name__ == "__main__":
+  testbed.logical_devices.split_cpu(testbed.REPLICAS)
+  for name in sys.argv[1:] or PROGRAMS:
+    write(name)
