@@ -103,8 +103,8 @@ class PerGroup:
   raises a `ValueError` if there is not one rate for each group. In an update,
   the schedule returns the rate of the replica's group, at the step that this
   group has reached. Outside replicas, for example for
-  `optimizer.learning_rate` and Keras' callbacks, it returns the rate of replica
-  0's group. The method `values` returns the rates of all groups.
+  `optimizer.learning_rate` and Keras' callbacks, it returns the rate of group
+  0. The method `values` returns the rates of all groups.
 
   >>> import tensorflow as tf
   >>> from tf_cross_shard import CrossShardOptimizer, schedules
@@ -175,8 +175,8 @@ class PerGroup:
       step: The number of applied steps: an integer tensor, variable or number.
 
     Returns:
-      A scalar of Keras' `floatx`. Outside replicas, it is the rate of
-      replica 0's group.
+      A scalar of Keras' `floatx`. Outside replicas, it is the rate of group 0,
+      or of the group that `as_group` sets.
 
     Raises:
       RuntimeError: If no CrossShardOptimizer encapsulates the optimizer.
