@@ -12,8 +12,8 @@
 #
 #   mutants.py        not measured; one or a few test files for each mutant, with
 #                     a limit of 10 minutes for each
-#   preemptions.py    not measured; each kill starts the program again, which
-#                     imports TensorFlow
+#   preemptions.py    about 15 s for each kill: each starts the program again,
+#                     which imports TensorFlow
 #   fuzz.py           1 hour for 3,000 programs (500 take 10 minutes); not
 #                     measured with tf_keras or on workers
 set -euo pipefail
@@ -42,10 +42,11 @@ check() {
 
 # Does a test fail for every known way to break the code?
 check "$python" tools/mutants.py
-# Does training that was killed end as training that was not? Once with groups
-# in one process, once with two workers.
-check "$python" tools/preemptions.py --kills=20 --seed="$seed"
+# Does training that was killed end as training that was not? In one process,
+# and with two and four workers.
+check "$python" tools/preemptions.py --kills=40 --seed="$seed"
 check "$python" tools/preemptions.py --kills=20 --seed="$seed" --workers=2
+check "$python" tools/preemptions.py --kills=5 --seed="$seed" --workers=4
 # Do random programs train as plain Keras and NumPy say? The first seeds of two
 # nights are 10,000 apart, so no program is tried in two nights.
 check "$python" tools/fuzz.py --seeds=3000 --start="${seed}0000"

@@ -2,18 +2,20 @@
 
     python tools/preemptions.py --kills=20 --seed=1
     python tools/preemptions.py --kills=20 --seed=1 --workers=2
+    python tools/preemptions.py --kills=20 --seed=1 --programs=rows,halving
 
-First a program trains undisturbed. Then the same program is started, killed and
-started again until its `fit` is complete, and the next such `fit` begins, until
-`--kills` processes were killed. Half of the signals are SIGTERM and half are
-SIGKILL, and each goes to one worker. About a quarter of the kills hit the
-program before its first batch. A `fit` that ends before its signal does not
-count as a kill.
+Each `fit` is of a random program of `preemption_programs.py`. The program is
+started, killed and started again until its `fit` is complete, and the next
+`fit` begins, until `--kills` processes were killed. The signals are SIGTERM,
+SIGKILL and SIGSTOP, and each goes to one worker. A process that got SIGSTOP
+continues after at most three seconds, which does not count as a kill. About
+a quarter of the signals hit the program before its first batch. A `fit` that
+ends before its signal does not count as a kill.
 
 Every `fit` must end with the same history, weights, slots and best weights as
-the undisturbed one exactly. The tool prints how many batches each kind of
-signal lost and how long it took to resume. It exits with 1 if a `fit` ended
-differently. It needs Linux.
+an undisturbed `fit` of the same program, exactly. The tool prints how many
+batches each kind of signal lost, and how long it took to resume. It exits with
+1 if a `fit` ended differently. It needs Linux.
 """
 
 import argparse
@@ -35,121 +37,12 @@ from typing import Any
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 sys.path.insert(0, str(pathlib.Path(__file__).absolute().parent.parent))
 
+import preemption_programs as programs
+
 from tf_cross_shard_cli import launch
 
-EPOCHS, STEPS = 4, 40  # Of each `fit`.
-EVERY = 7  # Batches from one backup to the next.
-# Seconds to wait after each batch. Without the pause nearly all of the time
-# would be spent in starting, and few signals would hit training.
-PAUSE = 0.02
+STOP = 3.0  # Seconds at most from SIGSTOP to SIGCONT.
 LIMIT = 300.0  # Seconds until a process is killed as hung.
-
-
-# ------------------------------------------------------------- one worker
-
-
-def train(folder: pathlib.Path, worker: int, workers: int) -> None:
-  """Trains with backups, and logs events with their times.
-
-  The log is a file of JSON lines, [time, kind, ...]. The final state goes to
-  another file.
-  """
-  import numpy as np
-  import tensorflow as tf
-
-  from tf_cross_shard import (
-    CrossShardOptimizer,
-    callbacks,
-    multi_worker,
-    replica_state,
-    schedules,
-  )
-
-  log = (folder / f"log_{worker}").open("a", buffering=1)
-
-  def note(*what: Any) -> None:
-    print(json.dumps([time.time(), *what]), file=log)
-
-  if workers > 1:
-    strategy = multi_worker.MultiWorkerStrategy()
-    groups = [[0], [1]]
-  else:
-    tf.config.set_logical_device_configuration(
-      tf.config.list_physical_devices("CPU")[0],
-      [tf.config.LogicalDeviceConfiguration()] * 4,
-    )
-    strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
-    groups = [[0, 2], [1, 3]]
-  note("imported")
-  tf.keras.utils.set_random_seed(1)
-  layers = tf.keras.layers
-  with strategy.scope():
-    model = tf.keras.Sequential(
-      [
-        *(tf.keras.Input((6,)), layers.Dense(16), layers.Dropout(0.25)),
-        *(layers.BatchNormalization(), layers.Dense(1)),
-      ]
-    )
-    optimizer = CrossShardOptimizer(
-      tf.keras.optimizers.Adam(schedules.PerGroup([0.03, 0.01])),
-      group_assignment=groups,
-      accumulate_steps=3,
-    )
-    model.compile(optimizer, "mse")
-  rng = np.random.default_rng(0)
-  x = rng.normal(size=(8 * STEPS, 6)).astype("float32")
-  y = rng.normal(size=(8 * STEPS, 1)).astype("float32")
-  backup = callbacks.BackupAndRestore(
-    folder / "backup",
-    # The process may be killed after `fit` and before the final state is saved.
-    delete_checkpoint=False,
-    every=EVERY,
-    on_preemption=True,
-    keep=3,
-  )
-
-  class Log(tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """Logs every batch, and every epoch with its metrics."""
-
-    epoch = 0
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-      self.epoch = epoch
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-      kind = "passed over" if backup.is_skipping_batches else "trained"
-      note(kind, self.epoch * STEPS + batch)
-      time.sleep(0.0 if backup.is_skipping_batches else PAUSE)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-      note("epoch", epoch, {k: float(v).hex() for k, v in logs.items()})
-
-  class Begun(tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """Logs that the backup is restored; comes after the backup callback."""
-
-    def on_train_begin(self, logs: Any = None) -> None:
-      note("restored")
-
-  stop = callbacks.GroupEarlyStopping(patience=9)
-  best = callbacks.GroupCheckpoint(folder / "best.npz")
-  data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
-  options = tf.data.Options()
-  options.experimental_distribute.auto_shard_policy = (
-    tf.data.experimental.AutoShardPolicy.DATA
-  )
-  model.fit(
-    data.with_options(options),
-    epochs=EPOCHS,
-    verbose=0,
-    callbacks=[
-      callbacks.GroupMetrics((x[:8], -y[:8])),
-      callbacks.GroupReduceLROnPlateau(factor=0.5, patience=1),
-      *(stop, best, Log(), backup, Begun()),
-    ],
-  )
-  # The file holds all groups; the log holds the best values of callbacks.
-  replica_state.save(folder / "end.npz", optimizer, model)
-  note("end", stop.best, stop.best_epoch, best.best)
 
 
 # ------------------------------------------------ the process that kills
@@ -194,6 +87,7 @@ def _log(folder: pathlib.Path, worker: int = 0) -> list[Any]:
 
 def start(
   folder: pathlib.Path,
+  program: str,
   workers: int,
   kill: tuple[float, float, int, int] | None,
 ) -> Run:
@@ -201,6 +95,7 @@ def start(
 
   Args:
     folder: The folder of this `fit`.
+    program: The name of the program.
     workers: The number of workers.
     kill: None, or four numbers: seconds after the start at which to send the
       signal; seconds after the first batch at which to send it instead, or -1;
@@ -208,14 +103,13 @@ def start(
   """
   environments = launch.cluster(workers) if workers > 1 else [{}]
   known, began = len(_log(folder)), time.time()
-  command = [sys.executable, __file__, f"--folder={folder}"]
-  command.append(f"--workers={workers}")
+  command = [sys.executable, programs.__file__, str(folder), program]
   processes = []
   for i, environment in enumerate(environments):
     with (folder / f"output_{i}").open("a") as output:
       processes.append(
         subprocess.Popen(
-          [*command, f"--worker={i}"],
+          [*command, str(i), str(workers)],
           env={**os.environ, **environment},
           stdout=output,
           stderr=output,
@@ -236,6 +130,9 @@ def start(
           break
         time.sleep(0.01)
       processes[worker].send_signal(number)
+      if number == signal.SIGSTOP:
+        time.sleep(STOP * (after_start % 1))
+        processes[worker].send_signal(signal.SIGCONT)
     launch.wait(dict(enumerate(processes)), LIMIT, grace=LIMIT)
     codes = [process.poll() for process in processes]
   if None in codes:
@@ -259,9 +156,9 @@ def outcome(folder: pathlib.Path) -> dict[str, Any]:
       assert result.setdefault(f"epoch {rest[0]}", rest[1]) == rest[1], rest
     if kind == "end":
       result["end"] = rest
-  for name in ("end", "best"):
-    with np.load(folder / f"{name}.npz") as file:
-      result |= {f"{name}/{key}": file[key].tobytes() for key in file}
+  for path in sorted(folder.glob("*.npz")):
+    with np.load(path) as file:
+      result |= {f"{path.stem}/{key}": file[key].tobytes() for key in file}
   return result
 
 
@@ -288,87 +185,166 @@ def main() -> int:
   parser.add_argument(
     "--workers", type=int, default=1, help="processes that train together"
   )
-  parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
-  parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+  parser.add_argument(
+    "--programs",
+    type=lambda names: names.split(","),
+    default=list(programs.PROGRAMS),
+    help="the programs to draw from, separated by commas",
+  )
   given = parser.parse_args()
-  if given.worker is not None:
-    train(given.folder, given.worker, given.workers)
-    return 0
   rng = random.Random(given.seed)
   home = pathlib.Path(tempfile.mkdtemp(prefix="preemptions"))
-  undisturbed = home / "undisturbed"
-  undisturbed.mkdir()
-  run = start(undisturbed, given.workers, None)
-  assert not any(run.codes), (undisturbed / "output_0").read_text()
-  right = outcome(undisturbed)
+  chosen = [
+    name
+    for name in given.programs
+    if given.workers == 1 or programs.PROGRAMS[name].on_workers
+  ]
+  undisturbed: dict[str, Undisturbed] = {}
+  total = Counts()
+  fits = 0
+  while total.kills < given.kills:
+    name = rng.choice(chosen)
+    if name not in undisturbed:
+      undisturbed[name] = train_undisturbed(home, name, given.workers)
+    folder, fits = home / f"fit_{fits}", fits + 1
+    folder.mkdir()
+    before = total.wrong
+    fit(folder, name, undisturbed[name], given, rng, total)
+    print(
+      f"fit {fits} ({name}): {'equal' if total.wrong == before else 'WRONG'}",
+      flush=True,
+    )
+    if total.wrong == before:
+      shutil.rmtree(folder)
+  show(total, fits)
+  if not total.wrong:
+    shutil.rmtree(home)
+  return int(total.wrong > 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Undisturbed:
+  """A `fit` that nothing disturbed.
+
+  Attributes:
+    outcome: Its history and final state.
+    starting: The seconds from the start to the first batch.
+    training: The seconds from the first batch to the end.
+    batches: How many batches it trained.
+  """
+
+  outcome: dict[str, Any]
+  starting: float
+  training: float
+  batches: int
+
+
+@dataclasses.dataclass
+class Counts:
+  """The results of all fits so far.
+
+  Attributes:
+    kills: How many processes were killed.
+    stops: How many processes were stopped and continued.
+    wrong: How many fits or processes ended differently.
+    lost: The batches that each kill lost, by the name of the signal.
+    resuming: Seconds from a start to what was reached, by its name.
+  """
+
+  kills: int = 0
+  stops: int = 0
+  wrong: int = 0
+  lost: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+  resuming: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+
+
+def train_undisturbed(
+  home: pathlib.Path, program: str, workers: int
+) -> Undisturbed:
+  """Runs a program without signals."""
+  folder = home / f"undisturbed_{program}"
+  folder.mkdir()
+  run = start(folder, program, workers, None)
+  assert not any(run.codes), (folder / "output_0").read_text()
   starting = run.first("trained") or 0.0
   training = (run.first("end") or 0.0) - starting
   print(
-    f"undisturbed: {starting:.1f} s to the first batch, {training:.1f} s of"
-    " training"
+    f"{program}, undisturbed: {starting:.1f} s to the first batch,"
+    f" {training:.1f} s of training",
+    flush=True,
   )
-  kills = fits = wrong = 0
-  resuming: dict[str, list[float]] = {}
-  lost: dict[str, list[float]] = {"SIGTERM": [], "SIGKILL": []}
-  # The folder of the current `fit`, and its last run that trained and was
-  # killed.
-  folder = before = None
-  while kills < given.kills or folder is not None:
-    if folder is None:
-      folder, fits, before = home / f"fit_{fits}", fits + 1, None
-      folder.mkdir()
+  return Undisturbed(outcome(folder), starting, training, len(run.trained))
+
+
+def fit(
+  folder: pathlib.Path,
+  program: str,
+  right: Undisturbed,
+  given: argparse.Namespace,
+  rng: random.Random,
+  total: Counts,
+) -> None:
+  """Runs one program until its `fit` is complete; adds to the counts."""
+  before = None  # The last run that trained and was killed.
+  while True:
     # Draw the signal and its moment: before the first batch, or within the time
     # that the rest of the training should take.
-    number = rng.choice([signal.SIGTERM, signal.SIGKILL])
+    number = rng.choice([signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP])
     is_start = rng.random() < 0.25
-    after_start = rng.uniform(0, starting)
-    left = training
+    after_start = rng.uniform(0, right.starting)
+    left = right.training
     if before is not None:
-      left *= 1 - before.trained[-1] / (EPOCHS * STEPS)
+      left *= max(0.0, 1 - before.trained[-1] / right.batches)
     after_batch = -1.0 if is_start else rng.uniform(0, left)
     kill = after_start, after_batch, rng.randrange(given.workers), number
     # The last `fit` is not killed any more, and ends.
-    due = kill if kills < given.kills else None
-    run = start(folder, given.workers, due)
-    is_done = not any(run.codes)
+    due = kill if total.kills < given.kills else None
+    run = start(folder, program, given.workers, due)
     if before is not None and run.trained:
-      lost[before.name].append(before.trained[-1] + 1 - run.trained[0])
+      batches = before.trained[-1] + 1 - run.trained[0]
+      total.lost.setdefault(before.name, []).append(batches)
       begun = run.first("imported"), run.first("restored"), run.first("trained")
       for name, seconds in zip(
         ("imports", "restored backup", "next batch"), begun, strict=True
       ):
-        resuming.setdefault(name, []).append(seconds or 0.0)
-    if not is_done:
-      kills += 1
-      name = signal.Signals(number).name
-      print(
-        f"{kills}: {name} to worker {kill[2]}, exit codes {run.codes}, after"
-        f" batch {run.trained[-1] if run.trained else None}",
-        flush=True,
-      )
-      if run.trained:
-        run.name, before = name, run
-      expected = {-number, 143} if number == signal.SIGTERM else {-number}
-      if run.codes[kill[2]] not in expected:
-        wrong += 1
-        print(f"WRONG exit code; see {folder}")
-      continue
-    found = outcome(folder)
-    odd = [key for key in right if found.get(key) != right[key]]
-    wrong += bool(odd)
-    print(f"fit {fits}: {f'WRONG {odd[:5]}' if odd else 'equal'}", flush=True)
-    if not odd:
-      shutil.rmtree(folder)
-    folder = None
-  print(f"{kills} kills in {fits} fits; {wrong} ended differently")
-  for name, batches in lost.items():
-    unit = f"batches, with a backup every {EVERY}"
-    _show(f"lost by {name}", batches, unit)
-  for name, seconds in resuming.items():
+        total.resuming.setdefault(name, []).append(seconds or 0.0)
+    is_stop = number == signal.SIGSTOP
+    total.stops += due is not None and is_stop
+    if not any(run.codes):
+      break
+    total.kills += 1
+    name = signal.Signals(number).name
+    print(
+      f"{total.kills}: {name} to worker {kill[2]}, exit codes {run.codes},"
+      f" after batch {run.trained[-1] if run.trained else None}",
+      flush=True,
+    )
+    if run.trained:
+      run.name, before = name, run
+    expected = {-number, 143} if number == signal.SIGTERM else {-number}
+    if is_stop or due is None or run.codes[kill[2]] not in expected:
+      total.wrong += 1
+      print(f"WRONG exit code; see {folder}")
+      if total.wrong > 20:
+        raise RuntimeError("More than 20 runs ended wrongly.")
+  found = outcome(folder)
+  keys = right.outcome.keys() | found.keys()
+  odd = [k for k in sorted(keys) if found.get(k) != right.outcome.get(k)]
+  if odd:
+    total.wrong += 1
+    print(f"WRONG {odd[:5]}; see {folder}")
+
+
+def show(total: Counts, fits: int) -> None:
+  """Prints the table of results."""
+  print(
+    f"{total.kills} kills and {total.stops} stops in {fits} fits;"
+    f" {total.wrong} ended differently"
+  )
+  for name, batches in sorted(total.lost.items()):
+    _show(f"lost by {name}", batches, "batches")
+  for name, seconds in total.resuming.items():
     _show(f"time from the start to the {name}", seconds, "s")
-  if not wrong:
-    shutil.rmtree(home)
-  return int(wrong > 0)
 
 
 if __name__ == "__main__":
