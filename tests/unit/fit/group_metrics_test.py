@@ -92,6 +92,30 @@ def test_metrics_are_those_of_plain_keras() -> None:
   )
 
 
+@pytest.mark.parametrize("dtype", ["float64", "int32"])
+def test_arrays_are_evaluated_as_by_keras(dtype: str) -> None:
+  """Also targets with one dimension, and numbers of other dtypes."""
+  with testbed.mirrored().scope():
+    model = tf.keras.Sequential(
+      [tf.keras.Input((3,)), tf.keras.layers.Dense(1)]
+    )
+    model.compile(CrossShardOptimizer("sgd"), "mse", metrics=["mae"])
+  rng = np.random.default_rng(0)
+  x, y = rng.integers(-3, 4, (7, 3)), rng.integers(-3, 4, 7)
+  data = x.astype(dtype), y.astype(dtype)
+  logs: dict[str, float] = {}
+  judge = callbacks.GroupMetrics(data, batch_size=4)
+  judge.set_model(model)
+  judge.on_train_begin()
+  judge.on_epoch_end(0, logs)
+  plain = tf.keras.models.clone_model(model)
+  plain.set_weights(model.get_weights())
+  plain.compile("sgd", "mse", metrics=["mae"])
+  right = plain.evaluate(*data, batch_size=4, verbose=0, return_dict=True)
+  for name, value in right.items():
+    assert logs[f"val_{name}/group_0"] == pytest.approx(value, rel=1e-6)
+
+
 def test_evaluation_changes_nothing() -> None:
   """Random numbers included, of layers and of NumPy."""
   with testbed.mirrored(2).scope():
