@@ -94,7 +94,7 @@ def test_metrics_are_those_of_plain_keras() -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "int32"])
 def test_arrays_are_evaluated_as_by_keras(dtype: str) -> None:
-  """Also targets with one dimension, and numbers of other dtypes."""
+  """Metrics of float64 and int32 arrays, with one-dimensional targets."""
   with testbed.mirrored().scope():
     model = tf.keras.Sequential(
       [tf.keras.Input((3,)), tf.keras.layers.Dense(1)]

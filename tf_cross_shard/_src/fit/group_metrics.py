@@ -4,6 +4,7 @@ weights of group i ─▶ twin (a plain model) ─▶ evaluate ─▶ val_loss/g
 all groups ─▶ mean of the twins' predictions ─▶ val_loss/ensemble
 """
 
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -114,7 +115,6 @@ class GroupMetrics(group_callback.GroupCallback):
       )
     self._data = dict(zip(("x", "y", "sample_weight"), given, strict=False))
     self._data["batch_size"] = batch_size
-    self._is_batched = False
     self.prefix = f"{name}_"
     self._name = name
     self._ensemble = ensemble
@@ -204,9 +204,6 @@ class GroupMetrics(group_callback.GroupCallback):
       twin = None if self._twin is None else self._twin()
       return group_models.load_group(0, optimizer, model, into=twin)
 
-    if not self._is_batched:
-      self._data = _batched(**self._data)
-      self._is_batched = True
     with variables_lib.outside_of_strategies(), group_schedule.as_group(0):
       # The group whose weights the twin has. It is a variable so that the
       # evaluation is traced once, and not once for each group.
@@ -220,6 +217,26 @@ class GroupMetrics(group_callback.GroupCallback):
         self._mean = _mean_of(self._members)
         _compile_like(self._plain, self._mean)
 
+  @functools.cached_property
+  def _batches(self) -> dict[str, Any]:
+    """The data as arguments of `evaluate`, with NumPy arrays as one dataset.
+
+    From arrays, Keras builds a new dataset in each evaluation. For a small
+    model, this takes several times longer than the evaluation itself.
+    """
+    *arrays, batch_size = self._data.values()
+    if not all(
+      isinstance(a, np.ndarray) and a.dtype.kind in "fiub" for a in arrays
+    ):
+      return self._data
+    if len(set(map(len, arrays))) > 1:
+      return self._data  # Keras' error says what is wrong.
+    # Keras converts floating-point arrays to `floatx`, but not datasets.
+    floatx = tf.keras.backend.floatx()
+    rows = tuple(a.astype(floatx) if a.dtype.kind == "f" else a for a in arrays)
+    data = tf.data.Dataset.from_tensor_slices(rows)
+    return {"x": data.batch(batch_size or 32)}
+
   def _evaluate(
     self, model: Any, run: str, steps: int | None = None
   ) -> dict[str, float]:
@@ -232,7 +249,7 @@ class GroupMetrics(group_callback.GroupCallback):
         group_schedule.as_group(self._group),
       ):
         result = model.evaluate(
-          **self._data, verbose=0, return_dict=True, steps=steps
+          **self._batches, verbose=0, return_dict=True, steps=steps
         )
       metrics = {key: float(value) for key, value in result.items()}
     if workers is not None:
@@ -243,26 +260,6 @@ class GroupMetrics(group_callback.GroupCallback):
     return {
       f"{self.prefix}{key}/{run}": value for key, value in metrics.items()
     }
-
-
-def _batched(batch_size: int | None, **data: Any) -> dict[str, Any]:
-  """Returns arguments of `evaluate` with plain arrays as one dataset.
-
-  Keras would make a dataset of the arrays in each evaluation, which takes
-  several times longer than to evaluate a small model. Data of other types are
-  returned unchanged.
-  """
-  arrays = list(data.values())
-  if len({len(a) if isinstance(a, np.ndarray) else -1 for a in arrays}) > 1 or (
-    not all(
-      isinstance(a, np.ndarray) and a.dtype.kind in "fiub" for a in arrays
-    )
-  ):
-    return {**data, "batch_size": batch_size}
-  # As Keras does: all floating-point numbers have its `floatx`.
-  floatx = tf.keras.backend.floatx()
-  rows = tuple(a.astype(floatx) if a.dtype.kind == "f" else a for a in arrays)
-  return {"x": tf.data.Dataset.from_tensor_slices(rows).batch(batch_size or 32)}
 
 
 def _mean_of(members: list[Any]) -> Any:
