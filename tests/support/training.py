@@ -6,6 +6,7 @@ gradients of the shape [steps, replicas, ...] for each weight (`build`, `train`,
 hold.
 """
 
+import importlib.util
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,18 +15,19 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-import tf_keras
 
 from tests.support import testbed
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import keras3, replica_state
-from tf_cross_shard import tf_keras as ours_tf_keras
 
-# Each Keras, and our classes for it.
-KERASES: dict[str, tuple[Any, Any]] = {
-  "keras": (keras, keras3),
-  "tf_keras": (tf_keras, ours_tf_keras),
-}
+# Each installed Keras, and our classes for it.
+KERASES: dict[str, tuple[Any, Any]] = {"keras": (keras, keras3)}
+# tools/version_matrix.sh also tests environments without tf_keras.
+if importlib.util.find_spec("tf_keras"):
+  KERASES["tf_keras"] = (
+    importlib.import_module("tf_keras"),
+    importlib.import_module("tf_cross_shard.tf_keras"),
+  )
 in_both = pytest.mark.parametrize("which", KERASES)
 
 # Each way to train by a loss, and over whose examples the optimizer takes this
