@@ -1,7 +1,8 @@
-"""Compares the golden curves in `tests/golden/` with what the programs compute.
+"""Checks that twelve programs still compute their recorded losses and weights.
 
-A change of a number here is a change of everybody's training. If it is meant,
-write the file again (see `tests/support/golden.py`) and say why in the commit.
+If a test fails, the change that you test also changes the training of users. If
+you want this, record the numbers again (see `tests/support/golden.py`), and say
+why in the commit.
 """
 
 import pytest
@@ -31,6 +32,6 @@ def test_a_program_computes_the_recorded_numbers(name: str) -> None:
 
 
 def test_groups_of_a_program_differ() -> None:
-  """A sum over all replicas would make the columns equal."""
+  """The recorded groups differ, so a sum over all replicas is noticed."""
   for label, values in golden.read("sgd_groups"):
     assert values[0] != values[1], label

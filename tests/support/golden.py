@@ -15,22 +15,89 @@ between processors.
 """
 
 import dataclasses
-import importlib
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
 
-from tests.support import testbed
+from tests.support import logical_devices, testbed, training
 
 STEPS: Final = 20
 FOLDER: Final = pathlib.Path(__file__).parent.parent / "golden"
 
 _GROUPS: Final = [[0, 2], [1, 3]]
 _ROWS: Final = 32  # Of the embedding table.
+
+
+class Linear:
+  """A loss that is linear in the weights, with integers as data.
+
+  The gradients are the data, so all sums are exact in float32.
+  """
+
+  def __init__(self) -> None:
+    rng = np.random.default_rng(1)
+    shape = (STEPS, testbed.REPLICAS, 4)
+    self.x = rng.integers(-4, 5, (*shape, 3)).astype("float32")
+    self.y = rng.integers(-4, 5, (*shape, 2)).astype("float32")
+    self.initial = {
+      "kernel": rng.integers(-4, 5, (3, 2)).astype("float32"),
+      "bias": rng.integers(-4, 5, (2,)).astype("float32"),
+    }
+
+  def loss(self, weights: Any, x: Any, y: Any) -> tf.Tensor:
+    """Returns the mean over the four examples of (x W + b) * y."""
+    outputs = tf.matmul(x, tf.convert_to_tensor(weights[0])) + weights[1]
+    return tf.reduce_mean(tf.reduce_sum(outputs * y, axis=-1))
+
+
+class Network:
+  """Two dense layers with tanh, and the squared error.
+
+  The outputs are computed in `dtype`.
+  """
+
+  def __init__(self, dtype: str = "float32") -> None:
+    self.dtype = dtype
+    rng = np.random.default_rng(2)
+    shape = (STEPS, testbed.REPLICAS, 8)
+    # Integers, because NumPy may change how it draws other numbers.
+    self.x = (rng.integers(-8, 9, (*shape, 6)) / 8).astype("float32")
+    self.y = (rng.integers(-8, 9, (*shape, 2)) / 8).astype("float32")
+    self.initial = {
+      "kernel_0": (rng.integers(-8, 9, (6, 16)) / 16).astype("float32"),
+      "bias_0": np.zeros(16, "float32"),
+      "kernel_1": (rng.integers(-8, 9, (16, 2)) / 16).astype("float32"),
+      "bias_1": np.zeros(2, "float32"),
+    }
+
+  def loss(self, weights: Any, x: Any, y: Any) -> tf.Tensor:
+    """Returns the mean squared error."""
+    kernel, bias, kernel_1, bias_1 = (
+      tf.cast(tf.convert_to_tensor(weight), self.dtype) for weight in weights
+    )
+    hidden = tf.tanh(tf.matmul(tf.cast(x, self.dtype), kernel) + bias)
+    outputs = tf.cast(tf.matmul(hidden, kernel_1) + bias_1, "float32")
+    return tf.reduce_mean(tf.square(outputs - y))
+
+
+class Table:
+  """Rows of an embedding table, times integers."""
+
+  def __init__(self) -> None:
+    rng = np.random.default_rng(3)
+    shape = (STEPS, testbed.REPLICAS, 8)
+    self.x = rng.integers(0, _ROWS, shape).astype("int32")
+    self.y = rng.integers(-4, 5, (*shape, 4)).astype("float32")
+    self.initial = {"table": rng.integers(-4, 5, (_ROWS, 4)).astype("float32")}
+
+  def loss(self, weights: Any, x: Any, y: Any) -> tf.Tensor:
+    """Returns the mean over the examples of rows * y."""
+    rows = tf.gather(tf.convert_to_tensor(weights[0]), x)
+    return tf.reduce_mean(tf.reduce_sum(rows * y, axis=-1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,45 +107,42 @@ class Program:
   Attributes:
     make: Creates the user's optimizer from a Keras package.
     options: The arguments of CrossShardOptimizer besides `opt`.
-    model: "linear" (a linear loss of integers), "network" (two dense layers
-      with tanh), or "table" (an embedding table).
+    model: Creates the model: its data, initial weights and loss.
     keras: The Keras package.
     bound: How far a loss may be off, relative to the largest loss, and the sums
       of a weight relative to its largest sum; 0 if the arithmetic is exact.
-    is_mixed: Whether the network computes in float16, under a loss scale.
   """
 
   make: Callable[[Any], Any]
   options: dict[str, Any] = dataclasses.field(default_factory=dict)
-  model: str = "network"
+  model: Callable[[], Any] = Network
   keras: str = "keras"
   bound: float = 1e-5
-  is_mixed: bool = False
 
 
 PROGRAMS: Final[dict[str, Program]] = {
   "sgd_groups": Program(
     lambda keras: keras.optimizers.SGD(0.25),
     {"group_assignment": _GROUPS},
-    model="linear",
+    model=Linear,
     bound=0,
   ),
   "sgd_accumulated_in_shards": Program(
     lambda keras: keras.optimizers.SGD(0.25),
     {"accumulate_steps": 2, "shard_update": True},
-    model="linear",
+    model=Linear,
     bound=0,
   ),
   "sgd_rows": Program(
     lambda keras: keras.optimizers.SGD(0.25),
     {"group_assignment": _GROUPS, "shard_update": True},
-    model="table",
+    model=Table,
     bound=0,
   ),
   "tf_keras_sgd": Program(
     lambda keras: keras.optimizers.SGD(0.25),
     {"group_assignment": _GROUPS, "loss_averaged_over": "global"},
-    model="linear",
+    model=Linear,
     keras="tf_keras",
     bound=0,
   ),
@@ -107,15 +171,15 @@ PROGRAMS: Final[dict[str, Program]] = {
   "lazy_adam_rows": Program(
     lambda keras: keras.optimizers.Adam(0.02),
     {"group_assignment": _GROUPS, "lazy_rows": True},
-    model="table",
+    model=Table,
   ),
   "mixed_float16": Program(
     lambda keras: keras.optimizers.LossScaleOptimizer(
       keras.optimizers.Adam(0.02), initial_scale=1024.0
     ),
     {"wire_dtype": "float16", "clipnorm": 2.0},
+    model=lambda: Network("float16"),
     bound=2e-3,
-    is_mixed=True,
   ),
   "tf_keras_rmsprop": Program(
     lambda keras: keras.optimizers.RMSprop(0.01, momentum=0.5),
@@ -131,61 +195,45 @@ def run(program: Program) -> list[tuple[str, list[float]]]:
   The numbers are the loss of each step and, for each weight, the sums of its
   values and of their squares at the end.
   """
-  keras = importlib.import_module(program.keras)
-  package = importlib.import_module(
-    f"tf_cross_shard.{'keras3' if program.keras == 'keras' else 'tf_keras'}"
-  )
-  model = _MODELS[program.model]()
+  keras, package = training.KERASES[program.keras]
+  options = {"loss_averaged_over": "replica", **program.options}
+  groups = options.get("group_assignment") or [list(range(testbed.REPLICAS))]
+  # Each replica computes its share of a mean over all replicas.
+  is_global = options["loss_averaged_over"] == "global"
+  share = 1 / testbed.REPLICAS if is_global else 1.0
+  model = program.model()
   strategy = testbed.mirrored()
   with strategy.scope():
     weights = [
       testbed.variable(value, name, keras)
       for name, value in model.initial.items()
     ]
-    optimizer = package.CrossShardOptimizer(
-      program.make(keras),
-      **{"loss_averaged_over": "replica", **program.options},
-    )
-    if program.model == "table" and "shard_update" in program.options:
+    optimizer = package.CrossShardOptimizer(program.make(keras), **options)
+    if isinstance(model, Table) and "shard_update" in options:
       optimizer.update_by_rows(weights)  # Tables are not divided.
     optimizer.build(weights)
-  compute_dtype = "float16" if program.is_mixed else "float32"
-  groups = program.options.get("group_assignment") or [[0, 1, 2, 3]]
 
-  def replica_step(step: tf.Tensor) -> tf.Tensor:
-    x, y = (
-      tf.constant(data)[step, testbed.replica_id()]
-      for data in (model.x, model.y)
-    )
+  def replica_step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
     losses: list[tf.Tensor] = []
 
     def loss() -> tf.Tensor:
-      value = model.loss(weights, x, y, compute_dtype)
-      # The factor 1 / replicas is what a global mean would have.
-      if program.options.get("loss_averaged_over") == "global":
-        value = value / testbed.REPLICAS
-      losses.append(value)
-      return value
+      losses.append(share * model.loss(weights, x, y))
+      return losses[0]
 
     optimizer.minimize(loss, weights)
     return losses[0]
 
-  @tf.function(autograph=False)
-  def train(step: tf.Tensor) -> Any:
-    return strategy.run(replica_step, args=(step,))
-
+  train = training.on_rows(strategy, replica_step)
   numbers = []
-  for step in range(STEPS):
-    results = strategy.experimental_local_results(train(tf.constant(step)))
-    losses = np.array([float(loss) for loss in results])
-    numbers.append((f"loss {step}", _by_group(losses, groups)))
-  for weight in weights:
-    copies = [np.asarray(c, "float64") for c in testbed.copies(weight)]
-    name = weight.name.split(":")[0]
-    sums = np.array([copy.sum() for copy in copies])
-    squares = np.array([np.square(copy).sum() for copy in copies])
-    numbers.append((f"{name} sum", _by_group(sums, groups)))
-    numbers.append((f"{name} squares", _by_group(squares, groups)))
+  for step, (x, y) in enumerate(zip(model.x, model.y, strict=True)):
+    losses = strategy.experimental_local_results(train(x, y))
+    numbers.append((f"loss {step}", _means(map(float, losses), groups)))
+  for name, weight in zip(model.initial, weights, strict=True):
+    copies = [copy.astype("float64") for copy in testbed.copies(weight)]
+    sums = (copy.sum() for copy in copies)
+    squares = (np.square(copy).sum() for copy in copies)
+    numbers.append((f"{name} sum", _means(sums, groups)))
+    numbers.append((f"{name} squares", _means(squares, groups)))
   return numbers
 
 
@@ -214,87 +262,18 @@ def write(name: str) -> None:
   (FOLDER / f"{name}.txt").write_text("\n".join(lines) + "\n")
 
 
-def _by_group(
-  values: np.ndarray, groups: Sequence[Sequence[int]]
+def _means(
+  values: Iterable[float], groups: Sequence[Sequence[int]]
 ) -> list[float]:
-  """Returns the mean of the members' values, for each group."""
-  return [float(values[list(members)].mean()) for members in groups]
-
-
-class _Linear:
-  """A loss that is linear in the weights, with integers as data.
-
-  The gradients are the data, so all sums are exact in float32.
-  """
-
-  def __init__(self) -> None:
-    rng = np.random.default_rng(1)
-    shape = (STEPS, testbed.REPLICAS, 4)
-    self.x = rng.integers(-4, 5, (*shape, 3)).astype("float32")
-    self.y = rng.integers(-4, 5, (*shape, 2)).astype("float32")
-    self.initial = {
-      "kernel": rng.integers(-4, 5, (3, 2)).astype("float32"),
-      "bias": rng.integers(-4, 5, (2,)).astype("float32"),
-    }
-
-  def loss(self, weights: Any, x: Any, y: Any, dtype: str) -> tf.Tensor:
-    """Returns the mean over the four examples of (x W + b) * y."""
-    del dtype
-    outputs = tf.matmul(x, tf.convert_to_tensor(weights[0])) + weights[1]
-    return tf.reduce_mean(tf.reduce_sum(outputs * y, axis=-1))
-
-
-class _Network:
-  """Two dense layers with tanh, and the squared error."""
-
-  def __init__(self) -> None:
-    rng = np.random.default_rng(2)
-    shape = (STEPS, testbed.REPLICAS, 8)
-    # Integers, because NumPy may change how it draws other numbers.
-    self.x = (rng.integers(-8, 9, (*shape, 6)) / 8).astype("float32")
-    self.y = (rng.integers(-8, 9, (*shape, 2)) / 8).astype("float32")
-    self.initial = {
-      "kernel_0": (rng.integers(-8, 9, (6, 16)) / 16).astype("float32"),
-      "bias_0": np.zeros(16, "float32"),
-      "kernel_1": (rng.integers(-8, 9, (16, 2)) / 16).astype("float32"),
-      "bias_1": np.zeros(2, "float32"),
-    }
-
-  def loss(self, weights: Any, x: Any, y: Any, dtype: str) -> tf.Tensor:
-    """Returns the mean squared error; computes the outputs in `dtype`."""
-    kernel, bias, kernel_1, bias_1 = (
-      tf.cast(tf.convert_to_tensor(weight), dtype) for weight in weights
-    )
-    hidden = tf.tanh(tf.matmul(tf.cast(x, dtype), kernel) + bias)
-    outputs = tf.cast(tf.matmul(hidden, kernel_1) + bias_1, "float32")
-    return tf.reduce_mean(tf.square(outputs - y))
-
-
-class _Table:
-  """Rows of an embedding table, times integers."""
-
-  def __init__(self) -> None:
-    rng = np.random.default_rng(3)
-    shape = (STEPS, testbed.REPLICAS, 8)
-    self.x = rng.integers(0, _ROWS, shape).astype("int32")
-    self.y = rng.integers(-4, 5, (*shape, 4)).astype("float32")
-    self.initial = {"table": rng.integers(-4, 5, (_ROWS, 4)).astype("float32")}
-
-  def loss(self, weights: Any, x: Any, y: Any, dtype: str) -> tf.Tensor:
-    """Returns the mean over the examples of rows * y."""
-    del dtype
-    rows = tf.gather(tf.convert_to_tensor(weights[0]), x)
-    return tf.reduce_mean(tf.reduce_sum(rows * y, axis=-1))
-
-
-_MODELS: Final[dict[str, Callable[[], Any]]] = {
-  "linear": _Linear,
-  "network": _Network,
-  "table": _Table,
-}
+  """Averages the values of all replicas over the members of each group."""
+  of_replicas = list(values)
+  return [
+    float(np.mean([of_replicas[member] for member in members]))
+    for members in groups
+  ]
 
 
 if __name__ == "__main__":
-  testbed.logical_devices.split_cpu(testbed.REPLICAS)
+  logical_devices.split_cpu(testbed.REPLICAS)
   for name in sys.argv[1:] or PROGRAMS:
     write(name)
