@@ -14,6 +14,9 @@ import sys
 import time
 from typing import Any
 
+# `preemptions.py` imports this file for the names of the programs. So only the
+# functions that train import TensorFlow.
+
 EPOCHS, STEPS = 4, 40  # Of each `fit`.
 ROWS = 50  # Of the embedding table.
 # Seconds to wait after each batch. Without the pause nearly all of the time
@@ -30,6 +33,7 @@ class Program:
     backup: The arguments of BackupAndRestore.
     search: "halving", "population", or "" for callbacks of groups.
     has_table: Whether the model has an embedding table.
+    has_limits: Whether each group has its own `clipnorm`.
     on_workers: Whether it also runs on several workers.
   """
 
@@ -37,6 +41,7 @@ class Program:
   backup: dict[str, Any] = dataclasses.field(default_factory=dict)
   search: str = ""
   has_table: bool = False
+  has_limits: bool = False
   on_workers: bool = True
 
 
@@ -46,12 +51,9 @@ PROGRAMS = {
   "by_variable": Program({"shard_update": "by_variable"}),
   "rows": Program({"lazy_rows": True}, {"every_seconds": 0.5}, has_table=True),
   "settings": Program(
-    {
-      "group_settings": {"clipnorm": [1.0, 2.0]},
-      "wire_dtype": "bfloat16",
-      "skip_nonfinite": True,
-    },
+    {"wire_dtype": "bfloat16", "skip_nonfinite": True},
     {"every": 11},
+    has_limits=True,
   ),
   "halving": Program({}, {"every": 9}, search="halving", on_workers=False),
   "population": Program(
@@ -69,14 +71,10 @@ def main() -> None:
   import tensorflow as tf
 
   from tf_cross_shard import (
-    CrossShardOptimizer,
     callbacks,
-    layers,
     local_strategy,
     multi_worker,
     replica_state,
-    schedules,
-    trials,
   )
 
   log = (folder / f"log_{worker}").open("a", buffering=1)
@@ -84,49 +82,18 @@ def main() -> None:
   def note(*what: Any) -> None:
     print(json.dumps([time.time(), *what]), file=log)
 
-  if workers > 1:
-    strategy = multi_worker.MultiWorkerStrategy()
-    # Pairs, so that shards have members; two workers are one group.
-    groups = [[i, i + 1] for i in range(0, workers, 2)]
-    if not program.options.get("shard_update"):
-      groups = [[i] for i in range(workers)]
+  if workers == 1:
+    strategy, groups = local_strategy(4), [[0, 2], [1, 3]]
   else:
-    strategy = local_strategy(4)
-    groups = [[0, 2], [1, 3]]
+    strategy = multi_worker.MultiWorkerStrategy()
+    # Only members of one group divide weights. So pairs train together.
+    size = 2 if program.options.get("shard_update") else 1
+    groups = np.arange(workers).reshape(-1, size).tolist()
   note("imported")
   tf.keras.utils.set_random_seed(1)
-  rng = np.random.default_rng(0)
-  keras_layers = tf.keras.layers
-  if program.has_table:
-    x = rng.integers(0, ROWS, (8 * STEPS, 6)).astype("int32")
-    inputs = [
-      tf.keras.Input((6,), dtype="int32"),
-      layers.Embedding(ROWS, 4),
-      keras_layers.Flatten(),
-    ]
-  else:
-    x = rng.normal(size=(8 * STEPS, 6)).astype("float32")
-    inputs = [tf.keras.Input((6,))]
-  y = rng.normal(size=(8 * STEPS, 1)).astype("float32")
-  rates = [0.03 / (1 + i) for i in range(len(groups))]
-  options = dict(program.options)
-  if "group_settings" in options:  # Values for as many groups as there are.
-    limits = options["group_settings"]["clipnorm"]
-    options["group_settings"] = {
-      "clipnorm": [limits[i % len(limits)] for i in range(len(groups))]
-    }
+  x, y = make_data(program)
   with strategy.scope():
-    model = tf.keras.Sequential(
-      [
-        *(*inputs, keras_layers.Dense(16), keras_layers.Dropout(0.25)),
-        *(keras_layers.BatchNormalization(), keras_layers.Dense(1)),
-      ]
-    )
-    rate = 0.01 if program.search else schedules.PerGroup(rates)
-    optimizer = CrossShardOptimizer(
-      tf.keras.optimizers.Adam(rate), group_assignment=groups, **options
-    )
-    model.compile(optimizer, "mse")
+    model = make_model(program, groups)
   backup = callbacks.BackupAndRestore(
     folder / "backup",
     # The process may be killed after `fit` and before the final state is saved.
@@ -134,25 +101,108 @@ def main() -> None:
     on_preemption=True,
     **program.backup,
   )
-  epochs = EPOCHS
+  epochs, extra = make_callbacks(program, folder, model.optimizer.groups)
+  data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+  sharding = tf.data.Options()
+  sharding.experimental_distribute.auto_shard_policy = (
+    tf.data.experimental.AutoShardPolicy.DATA
+  )
+  model.fit(
+    data.with_options(sharding),
+    epochs=epochs,
+    verbose=0,
+    callbacks=[
+      callbacks.GroupMetrics((x[:8], -y[:8])),
+      *extra.values(),
+      make_log(note, backup),
+      backup,
+      # Comes after the backup callback, which restores the backup.
+      tf.keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: note("restored")
+      ),
+    ],
+  )
+  # The file holds all groups; the log holds the best values of callbacks.
+  replica_state.save(folder / "end.npz", model.optimizer, model)
+  if program.search:
+    note("end", repr(extra["search"].table))
+  else:
+    stop, best = extra["stop"], extra["best"]
+    note("end", stop.best, stop.best_epoch, best.best)
+
+
+def make_data(program: Program) -> tuple[Any, Any]:
+  """Returns the examples of one epoch: inputs and targets."""
+  import numpy as np
+
+  rng = np.random.default_rng(0)
+  if program.has_table:
+    x = rng.integers(0, ROWS, (8 * STEPS, 6)).astype("int32")
+  else:
+    x = rng.normal(size=(8 * STEPS, 6)).astype("float32")
+  return x, rng.normal(size=(8 * STEPS, 1)).astype("float32")
+
+
+def make_model(program: Program, groups: list[list[int]]) -> Any:
+  """Returns a compiled model; call it in the scope of a strategy."""
+  import tensorflow as tf
+
+  from tf_cross_shard import CrossShardOptimizer, layers, schedules
+
+  keras = tf.keras.layers
+  inputs = [tf.keras.Input((6,))]
+  if program.has_table:
+    inputs = [tf.keras.Input((6,), dtype="int32")]
+    inputs += [layers.Embedding(ROWS, 4), keras.Flatten()]
+  model = tf.keras.Sequential(
+    [
+      *(*inputs, keras.Dense(16), keras.Dropout(0.25)),
+      *(keras.BatchNormalization(), keras.Dense(1)),
+    ]
+  )
+  options = dict(program.options)
+  if program.has_limits:
+    limits = [1.0 + i % 2 for i in range(len(groups))]
+    options["group_settings"] = {"clipnorm": limits}
+  # A search sets the learning rates itself.
+  rates = [0.03 / (1 + i) for i in range(len(groups))]
+  rate = 0.01 if program.search else schedules.PerGroup(rates)
+  optimizer = CrossShardOptimizer(
+    tf.keras.optimizers.Adam(rate), group_assignment=groups, **options
+  )
+  model.compile(optimizer, "mse")
+  return model
+
+
+def make_callbacks(
+  program: Program, folder: pathlib.Path, groups: Any
+) -> tuple[int, dict[str, Any]]:
+  """Returns the number of epochs, and the program's callbacks by name."""
+  from tf_cross_shard import callbacks, trials
+
   if program.search == "halving":
     table = trials.Table(
-      [{"learning_rate": 0.1 / 2**i} for i in range(4)], optimizer.groups
+      [{"learning_rate": 0.1 / 2**i} for i in range(4)], groups
     )
     search = callbacks.Halving(table, folder / "trials", epochs=2, factor=2)
-    epochs, extra = search.total_epochs, [search]
-  elif program.search == "population":
+    return search.total_epochs, {"search": search}
+  if program.search == "population":
     explore = {"learning_rate": [0.8, 1.25]}
-    search = callbacks.Population(explore=explore, every=1, seed=3)
-    extra = [search]
-  else:
-    stop = callbacks.GroupEarlyStopping(patience=9)
-    best = callbacks.GroupCheckpoint(folder / "best.npz")
-    reduce = callbacks.GroupReduceLROnPlateau(factor=0.5, patience=1)
-    extra = [reduce, stop, best]
+    population = callbacks.Population(explore=explore, every=1, seed=3)
+    return EPOCHS, {"search": population}
+  return EPOCHS, {
+    "reduce": callbacks.GroupReduceLROnPlateau(factor=0.5, patience=1),
+    "stop": callbacks.GroupEarlyStopping(patience=9),
+    "best": callbacks.GroupCheckpoint(folder / "best.npz"),
+  }
+
+
+def make_log(note: Any, backup: Any) -> Any:
+  """Returns a callback that logs trained batches and metrics of epochs."""
+  import tensorflow as tf
 
   class Log(tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """Logs every batch, and every epoch with its metrics."""
+    """Logs each batch that is trained or skipped, and the metrics of epochs."""
 
     epoch = 0
 
@@ -167,32 +217,7 @@ def main() -> None:
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
       note("epoch", epoch, {k: float(v).hex() for k, v in logs.items()})
 
-  class Begun(tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """Logs that the backup is restored; comes after the backup callback."""
-
-    def on_train_begin(self, logs: Any = None) -> None:
-      note("restored")
-
-  data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
-  sharding = tf.data.Options()
-  sharding.experimental_distribute.auto_shard_policy = (
-    tf.data.experimental.AutoShardPolicy.DATA
-  )
-  model.fit(
-    data.with_options(sharding),
-    epochs=epochs,
-    verbose=0,
-    callbacks=[
-      callbacks.GroupMetrics((x[:8], -y[:8])),
-      *(*extra, Log(), backup, Begun()),
-    ],
-  )
-  # The file holds all groups; the log holds the best values of callbacks.
-  replica_state.save(folder / "end.npz", optimizer, model)
-  if program.search:
-    note("end", repr(search.table))
-  else:
-    note("end", stop.best, stop.best_epoch, best.best)
+  return Log()
 
 
 if __name__ == "__main__":

@@ -48,6 +48,26 @@ LIMIT = 300.0  # Seconds until a process is killed as hung.
 # ------------------------------------------------ the process that kills
 
 
+@dataclasses.dataclass(frozen=True)
+class Signal:
+  """A signal to one worker, and when to send it.
+
+  Attributes:
+    number: SIGTERM, SIGKILL or SIGSTOP.
+    worker: The number of the worker.
+    after_start: Seconds from the start of the workers to the signal.
+    after_batch: Seconds from the first batch to the signal, instead of
+      `after_start`; None for `after_start`.
+    pause: Seconds from SIGSTOP to SIGCONT.
+  """
+
+  number: signal.Signals
+  worker: int
+  after_start: float
+  after_batch: float | None
+  pause: float
+
+
 @dataclasses.dataclass
 class Run:
   """One start of all workers.
@@ -63,6 +83,12 @@ class Run:
   codes: list[int]
   log: list[Any]
   name = ""
+
+  def is_killed_by(self, sent: Signal) -> bool:
+    """Returns whether the worker's exit code is that of the signal."""
+    # On SIGTERM, BackupAndRestore ends the process with 143 when it is ready.
+    codes = {signal.SIGTERM: {-15, 143}, signal.SIGKILL: {-9}}
+    return self.codes[sent.worker] in codes.get(sent.number, set())
 
   def first(self, kind: str) -> float | None:
     """Returns the seconds from the start to the first event of a kind."""
@@ -89,7 +115,7 @@ def start(
   folder: pathlib.Path,
   program: str,
   workers: int,
-  kill: tuple[float, float, int, int] | None,
+  sent: Signal | None,
 ) -> Run:
   """Runs all workers until they end; may send a signal to one of them.
 
@@ -97,9 +123,7 @@ def start(
     folder: The folder of this `fit`.
     program: The name of the program.
     workers: The number of workers.
-    kill: None, or four numbers: seconds after the start at which to send the
-      signal; seconds after the first batch at which to send it instead, or -1;
-      the number of the worker; the number of the signal.
+    sent: The signal to send; None to send no signal.
   """
   environments = launch.cluster(workers) if workers > 1 else [{}]
   known, began = len(_log(folder)), time.time()
@@ -116,23 +140,16 @@ def start(
         )
       )
   with launch.killed_at_end(processes):
-    if kill is not None:
-      after_start, after_batch, worker, number = kill
-
-      def is_time(reference: float, seconds: float) -> bool:
-        return time.time() > reference + seconds
-
-      while processes[worker].poll() is None:
-        if after_batch < 0 and is_time(began, after_start):
-          break
-        batches = [e for e in _log(folder)[known:] if e[1] == "trained"]
-        if after_batch >= 0 and batches and is_time(batches[0][0], after_batch):
-          break
+    if sent is not None:
+      process = processes[sent.worker]
+      while process.poll() is None and not _is_due(
+        sent, began, _log(folder)[known:]
+      ):
         time.sleep(0.01)
-      processes[worker].send_signal(number)
-      if number == signal.SIGSTOP:
-        time.sleep(STOP * (after_start % 1))
-        processes[worker].send_signal(signal.SIGCONT)
+      process.send_signal(sent.number)
+      if sent.number == signal.SIGSTOP:
+        time.sleep(sent.pause)
+        process.send_signal(signal.SIGCONT)
     launch.wait(dict(enumerate(processes)), LIMIT, grace=LIMIT)
     codes = [process.poll() for process in processes]
   if None in codes:
@@ -141,6 +158,17 @@ def start(
       f" {codes}. See output_* in {folder}."
     )
   return Run(began, codes, _log(folder)[known:])
+
+
+def _is_due(sent: Signal, began: float, log: list[Any]) -> bool:
+  """Returns whether it is time to send a signal.
+
+  `began` is when the workers were started, and `log` has their events since.
+  """
+  if sent.after_batch is None:
+    return time.time() > began + sent.after_start
+  first = next((event[0] for event in log if event[1] == "trained"), None)
+  return first is not None and time.time() > first + sent.after_batch
 
 
 def outcome(folder: pathlib.Path) -> dict[str, Any]:
@@ -284,22 +312,16 @@ def fit(
   rng: random.Random,
   total: Counts,
 ) -> None:
-  """Runs one program until its `fit` is complete; adds to the counts."""
+  """Starts and kills a program until its `fit` is complete, and counts."""
   before = None  # The last run that trained and was killed.
   while True:
-    # Draw the signal and its moment: before the first batch, or within the time
-    # that the rest of the training should take.
-    number = rng.choice([signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP])
-    is_start = rng.random() < 0.25
-    after_start = rng.uniform(0, right.starting)
-    left = right.training
+    part = 1.0  # Of the batches, that are left to train.
     if before is not None:
-      left *= max(0.0, 1 - before.trained[-1] / right.batches)
-    after_batch = -1.0 if is_start else rng.uniform(0, left)
-    kill = after_start, after_batch, rng.randrange(given.workers), number
-    # The last `fit` is not killed any more, and ends.
-    due = kill if total.kills < given.kills else None
-    run = start(folder, program, given.workers, due)
+      part = max(0.0, 1 - before.trained[-1] / right.batches)
+    drawn = draw(rng, right, part, given.workers)
+    # When enough processes were killed, the last `fit` runs to its end.
+    sent = drawn if total.kills < given.kills else None
+    run = start(folder, program, given.workers, sent)
     if before is not None and run.trained:
       batches = before.trained[-1] + 1 - run.trained[0]
       total.lost.setdefault(before.name, []).append(batches)
@@ -308,31 +330,48 @@ def fit(
         ("imports", "restored backup", "next batch"), begun, strict=True
       ):
         total.resuming.setdefault(name, []).append(seconds or 0.0)
-    is_stop = number == signal.SIGSTOP
-    total.stops += due is not None and is_stop
+    total.stops += sent is not None and sent.number == signal.SIGSTOP
     if not any(run.codes):
       break
+    if sent is None or not run.is_killed_by(sent):
+      total.wrong += 1
+      print(f"WRONG exit codes {run.codes} after {sent}; see {folder}")
+      if total.wrong > 20:
+        raise RuntimeError("More than 20 runs ended wrongly.")
+      continue
     total.kills += 1
-    name = signal.Signals(number).name
     print(
-      f"{total.kills}: {name} to worker {kill[2]}, exit codes {run.codes},"
-      f" after batch {run.trained[-1] if run.trained else None}",
+      f"{total.kills}: {sent.number.name} to worker {sent.worker}, exit codes"
+      f" {run.codes}, after batch {run.trained[-1] if run.trained else None}",
       flush=True,
     )
     if run.trained:
-      run.name, before = name, run
-    expected = {-number, 143} if number == signal.SIGTERM else {-number}
-    if is_stop or due is None or run.codes[kill[2]] not in expected:
-      total.wrong += 1
-      print(f"WRONG exit code; see {folder}")
-      if total.wrong > 20:
-        raise RuntimeError("More than 20 runs ended wrongly.")
+      run.name, before = sent.number.name, run
   found = outcome(folder)
   keys = right.outcome.keys() | found.keys()
   odd = [k for k in sorted(keys) if found.get(k) != right.outcome.get(k)]
   if odd:
     total.wrong += 1
     print(f"WRONG {odd[:5]}; see {folder}")
+
+
+def draw(
+  rng: random.Random, right: Undisturbed, part: float, workers: int
+) -> Signal:
+  """Draws a signal and its moment.
+
+  A quarter of the signals come before the first batch. The others come within
+  the time that the rest of the training should take, a `part` of the whole.
+  """
+  kinds = [signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP]
+  is_early = rng.random() < 0.25
+  return Signal(
+    number=rng.choice(kinds),
+    worker=rng.randrange(workers),
+    after_start=rng.uniform(0, right.starting),
+    after_batch=None if is_early else rng.uniform(0, right.training * part),
+    pause=rng.uniform(0, STOP),
+  )
 
 
 def show(total: Counts, fits: int) -> None:
