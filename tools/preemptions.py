@@ -252,7 +252,7 @@ def main() -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Undisturbed:
-  """A `fit` that nothing disturbed.
+  """The result of a `fit` to which no signal was sent.
 
   Attributes:
     outcome: Its history and final state.
@@ -289,7 +289,7 @@ class Counts:
 def train_undisturbed(
   home: pathlib.Path, program: str, workers: int
 ) -> Undisturbed:
-  """Runs a program without signals."""
+  """Runs a program until its end, without signals."""
   folder = home / f"undisturbed_{program}"
   folder.mkdir()
   run = start(folder, program, workers, None)

@@ -1,16 +1,16 @@
-"""Trains for many steps and many epochs, and reports what grows.
+"""Checks that long training does not use ever more memory, threads or files.
 
-    python tools/soak.py                             # takes about an hour
-    python tools/soak.py --steps=2000 --epochs=50    # does it run?
+    python tools/soak.py                             # 22 minutes of CPU time
+    python tools/soak.py --steps=2000 --epochs=50    # tries the script
 
-Two small programs run one after the other under MirroredStrategy with four
+Two small programs train one after the other under MirroredStrategy with four
 replicas: plain Keras, and CrossShardOptimizer with groups, GroupMetrics and
-backups. Each trains once with long epochs (`--steps` steps in all, in epochs of
-1,000) and once with short ones (`--epochs` epochs of 5 steps). The table shows
-each program after a tenth of its training and at the end: resident memory,
-threads, open files, how often TensorFlow traced the training step, and the CPU
-time of a step since the row before. It exits with 1 if a program traced a step
-again, or if it has more threads or open files at the end. It needs Linux.
+backups. Each program trains twice: `--steps` steps in epochs of 1,000 steps,
+and `--epochs` epochs of 5 steps. The script prints two rows for each training,
+after a tenth of it and at its end: resident memory, threads, open files, how
+often TensorFlow has traced the training step, and the CPU time of a step since
+the first epoch or the first row. It exits with 1 if a training has more
+threads, open files or traces at its end than in its first row. It needs Linux.
 """
 
 import argparse
@@ -29,7 +29,7 @@ LONG, SHORT = 1000, 5  # Steps of an epoch.
 
 
 def train(is_ours: bool, epochs: int, steps: int) -> None:
-  """Trains one program, and prints two rows as JSON."""
+  """Trains one program in this process, and prints its two rows as JSON."""
   import numpy as np
   import tensorflow as tf
 
@@ -61,7 +61,7 @@ def train(is_ours: bool, epochs: int, steps: int) -> None:
     model.compile(optimizer, "mse")
 
   class Meter(tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """Prints a row after a tenth of the epochs and after the last one."""
+    """Callback that prints a row after a tenth of the epochs and at the end."""
 
     cpu, epoch = 0.0, 0
 
@@ -100,7 +100,7 @@ def train(is_ours: bool, epochs: int, steps: int) -> None:
 
 
 def main() -> int:
-  """Runs all programs, or trains one; returns 1 if something grew."""
+  """Starts a process for each training; returns 1 if something grew."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )

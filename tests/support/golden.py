@@ -1,17 +1,17 @@
-"""Golden curves: the recorded numbers of twelve training programs.
+"""Trains twelve small programs, and records their losses and final weights.
 
-Each program trains the same tiny network, or embedding table, for 20 steps on
-four replicas. A file in `tests/golden/` has its losses and sums of its final
-weights, for each group. A commit that changes a number must change the file,
-and its message must say why.
+Each program trains a tiny model for 20 steps on four replicas. The file
+`tests/golden/<program>.txt` has, for each group, the loss of each step and sums
+of the final weights. A commit that changes a number must change the file, and
+its message must say why.
 
-    python -m tests.support.golden            # writes all files
-    python -m tests.support.golden adam lion  # writes two of them
+    python -m tests.support.golden                   # writes all files
+    python -m tests.support.golden adam sgd_groups   # writes two of them
 
-Programs of integers are exact: every sum and product of the training fits into
-float32. The other programs have a bound, because the last bits of a matrix
-product or of a square root may differ between versions of TensorFlow and
-between processors.
+Programs whose data are integers must give exactly the recorded numbers, because
+float32 holds all their sums and products exactly. The other programs have a
+bound, because the last bits of a matrix product or of a square root may differ
+between versions of TensorFlow and between processors.
 """
 
 import dataclasses
@@ -33,9 +33,9 @@ _ROWS: Final = 32  # Of the embedding table.
 
 
 class Linear:
-  """A loss that is linear in the weights, with integers as data.
+  """A model whose loss is linear in its weights; its data are integers.
 
-  The gradients are the data, so all sums are exact in float32.
+  The gradients do not depend on the weights, so all sums are exact in float32.
   """
 
   def __init__(self) -> None:
@@ -55,9 +55,9 @@ class Linear:
 
 
 class Network:
-  """Two dense layers with tanh, and the squared error.
+  """Two dense layers with tanh between them, trained on the squared error.
 
-  The outputs are computed in `dtype`.
+  The layers compute in `dtype`; weights and loss are float32.
   """
 
   def __init__(self, dtype: str = "float32") -> None:
@@ -85,7 +85,7 @@ class Network:
 
 
 class Table:
-  """Rows of an embedding table, times integers."""
+  """An embedding table whose loss is linear in the rows that it looks up."""
 
   def __init__(self) -> None:
     rng = np.random.default_rng(3)
@@ -190,10 +190,12 @@ PROGRAMS: Final[dict[str, Program]] = {
 
 
 def run(program: Program) -> list[tuple[str, list[float]]]:
-  """Trains a program; returns its named numbers, each with one per group.
+  """Trains a program.
 
-  The numbers are the loss of each step and, for each weight, the sums of its
-  values and of their squares at the end.
+  Returns:
+    Pairs of a label and a number for each group: the loss of each step, and at
+    the end, for each weight, the sum of its values and the sum of their
+    squares.
   """
   keras, package = training.KERASES[program.keras]
   options = {"loss_averaged_over": "replica", **program.options}
@@ -238,7 +240,7 @@ def run(program: Program) -> list[tuple[str, list[float]]]:
 
 
 def read(name: str) -> list[tuple[str, list[float]]]:
-  """Reads the recorded numbers of a program."""
+  """Reads from a file what `run` returned when the file was written."""
   lines = (FOLDER / f"{name}.txt").read_text().splitlines()
   rows = [line.split() for line in lines if not line.startswith("#")]
   return [
@@ -247,7 +249,7 @@ def read(name: str) -> list[tuple[str, list[float]]]:
 
 
 def write(name: str) -> None:
-  """Trains a program and records its numbers."""
+  """Trains a program, and writes its numbers to its file."""
   program = PROGRAMS[name]
   exact = f"to {program.bound:g}" if program.bound else "exact"
   digits = 9 if program.bound else 17  # 17 digits name a float64.
