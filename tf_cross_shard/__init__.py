@@ -15,19 +15,6 @@ within groups of them:
 replica  0  1
 group 0  o
 group 1     o
-
-Glossary:
-
-- replica: one synchronous copy of a training step
-- group: a set of replicas that sum their gradients with each other
-- member: a replica of a group
-- slot: optimizer state of one weight, such as its momentum
-- shard: the slice of the optimizer's state that one replica keeps
-- worker: a process that takes part in training
-- device: hardware that runs a replica, such as a TPU core, a GPU or a CPU
-- tower: one of several copies of a model function in one program
-- wire: the channel through which replicas send gradients to each other;
-  `wire_dtype` is the dtype of the gradients that they send
 """
 # ruff: noqa: E402  # The check of versions comes before the other imports.
 

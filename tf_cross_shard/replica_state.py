@@ -23,7 +23,8 @@ For example, with groups of two replicas that have the weights A and B::
     read_group(1)  loads B from that file into a model without replicas
     average        all replicas receive (A + B) / 2
 
-`optimizer` must be built. `model` is a built model or a list of variables.
+`optimizer` must be built, except for `restore`, which builds it, and
+`group_values`. `model` is a built model or a list of variables.
 Without `group_assignment`, all replicas form one group.
 
 >>> import tensorflow as tf
@@ -56,8 +57,8 @@ Call the functions eagerly and outside `strategy.run`; elsewhere they raise a
 RuntimeError. On several machines, call them on all workers and with the same
 arguments; otherwise all workers raise a MissingWorkerError or a
 DisagreementError. An argument that is not a path, variable, optimizer or model
-raises a TypeError. An optimizer or a model that is not built raises a
-ValueError.
+raises a TypeError. An optimizer that must be built and is not, and a
+model that is not built, raise a ValueError.
 """
 
 from tf_cross_shard._src import catalogue

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Fails where a private name of a Keras is used outside the folder for it. What
-# is alike in both is in _src/core/encapsulated/: keras_private.py asks, kernels.py is
-# the table of slots.
+# Fails where a private name of a Keras is used outside the folder for it. Names
+# that exist in both Keras versions are used in keras_private.py and kernels.py.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 names="accumulat(ed_(delta_vars|gradients|grads)|ors)|average_gradients

@@ -1,4 +1,4 @@
-"""Makes public modules the home of the classes and functions that they name.
+"""Sets `__module__` of public classes and functions to their public module.
 
     class in _src/core/keras3/classes.py      where it is written
     tf_cross_shard/keras3.py, __all__         where users import it from

@@ -7,7 +7,8 @@ resume from the newest backup that every worker has; see backup_files.py.
 `fit` can only begin at the start of an epoch. To resume in the middle of one,
 it reads the epoch from the beginning and skips the batches that were trained
 before the backup was made. While it skips, `model.train_function` is replaced
-by a function that draws batches and does not train on them:
+by a function that draws batches and does not train on them, except the first:
+Keras creates its metrics in a step. The backup is then restored again:
 
     fit ─▶ data ─▶ model.train_function ─▶ callbacks, BackupAndRestore last
                    this package's, while it skips
@@ -211,14 +212,14 @@ class BackupAndRestore(group_callback.GroupCallback):
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Makes a backup if one is due; ends the process after SIGTERM."""
-    is_last, is_old = self._watch.compare(is_epoch_end=True)
+    must_exit, is_backup_due = self._watch.compare(is_epoch_end=True)
     # Usually the training function that skips batches ends skipping. When a
     # callback has the step traced again, that function is gone.
     for callback in self.same_fit():
       callback.is_skipping_batches = False
-    if self._every == "epoch" or is_last or is_old:
+    if self._every == "epoch" or must_exit or is_backup_due:
       self._save(epoch + 1, 0)
-    self._end_if(is_last)
+    self._end_if(must_exit)
 
   def on_train_end(self, logs: Any = None) -> None:
     """Deletes the backups, unless they are to be kept."""
@@ -246,19 +247,19 @@ class BackupAndRestore(group_callback.GroupCallback):
 
     With `steps_per_execution`, one call trains several batches.
     """
-    is_last, is_old = self._watch.compare()
+    must_exit, is_backup_due = self._watch.compare()
     if not self.is_skipping_batches:
       count = keras_private.batches_per_call(self.model)
       self._batches += count
       self._since += count
       is_due = self._every != "epoch" and self._since >= int(self._every)
-      if is_due or is_last or is_old:
+      if is_due or must_exit or is_backup_due:
         self._save(self._epoch, self._batches)
-    self._end_if(is_last)
+    self._end_if(must_exit)
 
-  def _end_if(self, is_last: bool) -> None:
+  def _end_if(self, must_exit: bool) -> None:
     """Ends the process if a worker has received SIGTERM."""
-    if is_last:
+    if must_exit:
       logging.warning(
         "SIGTERM: the backup is in %s. Start the same program again to resume"
         " from it. Exiting with code %d.",
@@ -309,7 +310,7 @@ class BackupAndRestore(group_callback.GroupCallback):
       for callback in same_fit:
         callback.is_skipping_batches = False
 
-    def pass_over(iterator: Any) -> Any:
+    def skip_batch(iterator: Any) -> Any:
       nonlocal logs, done
       if done == batches:
         end()
@@ -337,7 +338,7 @@ class BackupAndRestore(group_callback.GroupCallback):
 
     for callback in same_fit:
       callback.is_skipping_batches = True
-    model.train_function = pass_over
+    model.train_function = skip_batch
 
   def _restore_metrics(self, paths: list[paths_lib.Path]) -> None:
     """Restores a backup again, together with the metrics of its epoch.

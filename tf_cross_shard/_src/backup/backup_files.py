@@ -123,9 +123,9 @@ class BackupFiles:
     them and will write them again.
     """
     seen = self._seen()
-    whole = [key for key in seen if self._is_whole(key, seen[key])]
-    # A backup that another number of workers made counts even if this worker
-    # does not see all of its files: with one group, any of them is enough.
+    whole = [key for key in seen if self._has_all_files(key, seen[key])]
+    # Also accept backups of a different number of workers, even if this worker
+    # does not see all of their files: with one group, any file is enough.
     held = {*whole, *(key for key in seen if " of " in key)}
     common = _common(self._strategy, sorted(held))
     if not common:
@@ -204,7 +204,7 @@ class BackupFiles:
           seen.setdefault(key, {})[index] = path
     return seen
 
-  def _is_whole(self, key: str, files: dict[int, paths_lib.Path]) -> bool:
+  def _has_all_files(self, key: str, files: dict[int, paths_lib.Path]) -> bool:
     """Returns whether this worker sees all files of a backup that it may need.
 
     It needs its own file only, unless another number of workers made the

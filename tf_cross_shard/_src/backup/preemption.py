@@ -24,7 +24,7 @@ from tf_cross_shard._src.core.internals import replica_values
 _PAUSE: Final = 1e6  # Microseconds from one comparison of workers to the next.
 # At most this many batches from one comparison to the next: later batches may
 # take longer than those from which the interval was computed.
-_LONGEST: Final = 100
+_MAX_BATCHES_BETWEEN: Final = 100
 
 
 class Watch:
@@ -90,7 +90,7 @@ class Watch:
     if self._copies.workers is not None:
       slowest = max(int(row[2]) for row in rows)
       calls = (self._calls - self._last) * _PAUSE / slowest
-      self._due = self._calls + min(max(1, int(calls)), _LONGEST)
+      self._due = self._calls + min(max(1, int(calls)), _MAX_BATCHES_BETWEEN)
     self._compared, self._last = now, self._calls
     # Any worker's SIGTERM ends all; the clock is that of the first worker.
     return any(row[0] for row in rows), bool(rows[0][1])

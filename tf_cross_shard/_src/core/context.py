@@ -1,4 +1,4 @@
-"""The settings, the optimizer and the engine, which every stage needs."""
+"""The settings, the optimizer and the engine, which most stages need."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from tf_cross_shard._src.core.encapsulated import (
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-  """All that a stage needs: settings, the user's optimizer, and the engine.
+  """What most stages need: settings, the wrapped optimizer, and the engine.
 
   Attributes:
     settings: The arguments of the CrossShardOptimizer.
@@ -34,7 +34,7 @@ class Stage:
 
   Attributes:
     context: The settings, the encapsulated optimizer and the engine.
-      `Step.replace` gives all stages a new context when the user assigns a
+      `Step.replace` gives stages a new context when the user assigns a
       setting.
   """
 

@@ -1,8 +1,8 @@
 """Describes what a CrossShardOptimizer does to a program, as a table.
 
 The table asks the objects that do the step: the update, the window, the engine
-and the plan of kernels. So it has no rules of its own about how variables are
-updated.
+and the plan of kernels. Its few rules of its own say why settings have no
+effect, and what to do.
 """
 
 import copy
@@ -73,7 +73,7 @@ class Description:
       f"{x['asked']}: {x['reason']}" for x in content["not_in_force"]
     ]
     for title, texts in (
-      ("Set, but not in force:", not_in_force),
+      ("Settings that have no effect:", not_in_force),
       ("Notes:", content["notes"]),
     ):
       if texts:
@@ -141,8 +141,8 @@ def _rows(
   step: flow.Step, variables: Sequence[Any]
 ) -> list[update.VariableUpdate]:
   """Returns the rows of the update, for all calls that make a step."""
-  has_values = any(map(step.context.encapsulated.is_overwritten, variables))
-  window = step.window.of_call(has_values)
+  has_overwrites = any(map(step.context.encapsulated.is_overwritten, variables))
+  window = step.window.of_call(has_overwrites)
   # If Keras accumulates sums, every call reduces.
   reductions = step.calls // window.steps
   rows = step.update.describe(variables, is_dense=window.steps > 1)
@@ -186,7 +186,7 @@ def _not_in_force(
     elif rows and not any(map(step.update.is_rounded, rows)):
       yield "wire_dtype", "no gradient has a wider dtype"
   if settings.accumulate_steps == 1:
-    yield "accumulate_steps", "one call is a step without it, too"
+    yield "accumulate_steps", "one call is a step, as with None"
   if settings.skip_nonfinite and step.context.encapsulated.scaling.is_dynamic:
     yield (
       "skip_nonfinite",

@@ -76,7 +76,7 @@ class RowLookup(abc.ABC):
     **kwargs: The keyword arguments of Keras' `Embedding`.
   """
 
-  compute_dtype: Any  # As the layers of both Kerases have it.
+  compute_dtype: Any  # As the layers of Keras 3 and tf_keras have it.
 
   def call(self, inputs: Any) -> Any:
     """Returns the rows of the ids, in the compute dtype of the layer."""

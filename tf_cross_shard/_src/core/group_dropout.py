@@ -45,7 +45,7 @@ class GroupRates(abc.ABC):
   array([[1., 1., 1.]], dtype=float32)
   """
 
-  dtype: Any  # As the layers of both Kerases have it.
+  dtype: Any  # As the layers of Keras 3 and tf_keras have it.
 
   def __init__(
     self, rates: Any, group_assignment: Any, seed: Any = None, **kwargs: Any

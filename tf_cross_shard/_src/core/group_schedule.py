@@ -24,7 +24,7 @@ from tf_cross_shard._src.core.encapsulated import keras_private, optimizer_state
 
 # The group that `as_group` sets, for code outside replicas. Each thread has
 # its own value, because replicas may be threads.
-_outside: Final = contextvars.ContextVar[Any]("group", default=None)
+_group_override: Final = contextvars.ContextVar[Any]("group", default=None)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -50,14 +50,14 @@ def per_group(values: Any, groups: Any) -> tf.Tensor:
     groups: A `Groups`, a `group_assignment`, or a `CrossShardOptimizer`.
 
   Returns:
-    `[...]`: the row of the group. Outside replicas, it is the row of group
-    0, or of the group that `as_group` sets. Keras calls a model outside
-    replicas to find its shapes, and you can evaluate the model of one group
-    there.
+    `[...]`: the row of the group. In the cross-replica context, it is the row
+    of group 0: Keras calls a model there to find its shapes. Inside `as_group`,
+    it is the row of the group that `as_group` sets.
 
   Raises:
     ValueError: If `values` does not hold one row for each group, or if the
-      groups do not hold the replicas of the strategy.
+      groups do not hold the replicas of the strategy. This includes calls
+      without a strategy.
   """
   if hasattr(groups, "apply_gradients"):
     groups = optimizer_state.groups_of(groups, None)
@@ -88,11 +88,11 @@ def as_group(group: Any) -> Iterator[None]:
   Args:
     group: The number of the group, or a variable that holds it.
   """
-  before = _outside.set(group)
+  before = _group_override.set(group)
   try:
     yield
   finally:
-    _outside.reset(before)
+    _group_override.reset(before)
 
 
 class PerGroup:
@@ -182,7 +182,7 @@ class PerGroup:
       RuntimeError: If no CrossShardOptimizer encapsulates the optimizer.
     """
     groups = self._groups
-    if groups is None and not self._is_being_given():
+    if groups is None and not self._is_called_by_constructor():
       raise RuntimeError(
         "PerGroup has no groups, because no CrossShardOptimizer encapsulates"
         " its optimizer. Use CrossShardOptimizer(Adam(PerGroup(rates)),"
@@ -207,7 +207,7 @@ class PerGroup:
       return rate
     return rate * tf.cast(self.rate_factor, dtype)
 
-  def _is_being_given(self) -> bool:
+  def _is_called_by_constructor(self) -> bool:
     """Returns whether a Keras optimizer's constructor is reading the rate.
 
     At that time, no CrossShardOptimizer can encapsulate the optimizer yet, so
@@ -357,7 +357,7 @@ def _row(rows: tf.Tensor, groups: groups_lib.Groups) -> tf.Tensor:
   """Returns the row of the calling replica's group."""
   strategy = tf.distribute.get_strategy()
   replica = replica_isolation.current_replica()
-  if replica is None or _outside.get() is not None:
+  if replica is None or _group_override.get() is not None:
     return _row_outside(rows)
   replicas = strategy.num_replicas_in_sync
   if replicas != groups.num_replicas:
@@ -375,5 +375,5 @@ def _row(rows: tf.Tensor, groups: groups_lib.Groups) -> tf.Tensor:
 
 def _row_outside(rows: Any) -> tf.Tensor:
   """Returns the row of the group that `as_group` sets, by default group 0."""
-  group = _outside.get()
+  group = _group_override.get()
   return tf.gather(rows, 0 if group is None else group)

@@ -93,10 +93,10 @@ class Groups:
     """Checks the rows and converts them to tuples.
 
     Raises:
-      ValueError: If the table is not two-dimensional, is ragged or empty,
-        holds a non-integer, an id out of range or a replica twice, or if its
-        size is not `num_replicas`. Also if `names` does not hold a different
-        name for each group.
+      ValueError: If the table is not two-dimensional, or is ragged or empty;
+        if it contains a non-integer, an id out of range, or a replica twice;
+        if its size is not `num_replicas`; or if `names` does not contain a
+        different name for each group.
     """
     value = self.assignment
     rows = value.assignment if isinstance(value, Groups) else _as_rows(value)

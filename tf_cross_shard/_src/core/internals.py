@@ -1,4 +1,4 @@
-"""The interface of the core for the other folders of `_src`, the satellites.
+"""The interface of the core for the other folders of `_src` (satellites).
 
 A satellite imports this module and no other module of the core. The only
 exceptions are `towers/keras3.py` and `towers/tf_keras.py`, which also import

@@ -1,4 +1,4 @@
-"""CrossShardOptimizer: a Keras optimizer that applies sums over a group.
+"""CrossShardOptimizer: a Keras optimizer that reduces gradients over groups.
 
 This module contains the public members: arguments, properties and Keras'
 methods. `step.flow` contains the path of a gradient through a step. The
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 class CrossShardOptimizer(forwarding.OptimizerWrapper):
   """Wraps a Keras optimizer for training on several replicas, or in groups.
 
-  Use it with `model.compile` and `fit`, or in a training loop, under any
-  synchronous `tf.distribute` strategy. It averages (or sums) the gradients over
-  all replicas, and `opt` applies the result. Options reduce the cost of the
-  update, accumulate gradients, or clip them on each replica. With
-  `group_assignment`, gradients are reduced within groups of replicas only: each
-  group trains a separate model with its own weights, slots and moving averages,
-  and can have its own learning rate.
+  Use it with `model.compile` and `fit`, or in a training loop, on one device or
+  under MirroredStrategy, MultiWorkerMirroredStrategy and TPUStrategy. It
+  averages (or sums) the gradients over all replicas, and `opt` applies the
+  result. Options reduce the cost of the update, accumulate gradients, or clip
+  them on each replica. With `group_assignment`, gradients are reduced within
+  groups of replicas only: each group trains a separate model with its own
+  weights, slots and moving averages, and can have its own learning rate.
 
   In a formula: let `L_r` be the loss of replica `r`, `G` a group of replicas,
   and `f` a factor that depends on `reduction` and `loss_averaged_over`. All
@@ -113,9 +113,9 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
         replicas. None chooses by the method that you call: `"replica"` for
         `compute_gradients` and `minimize(callable)`, `"global"` for Keras' own
         calls (`fit`, and `minimize` with `tape=`).
-      clipnorm: Clips, on each replica, the gradient of the scaled loss for each
-        variable to this norm, before gradients are summed. None or 0 does not
-        clip. `clipnorm` of `opt` clips after the sum.
+      clipnorm: Each replica clips its gradient of each variable to this norm,
+        before gradients are summed. None or 0 does not clip. `clipnorm` of
+        `opt` clips after the sum.
       global_clipnorm: Like `clipnorm`, for the norm of all gradients together.
       clipvalue: Like `clipnorm`, for the absolute value of each element.
       wire_dtype: `"bfloat16"` or `"float16"`. Gradients of wider dtypes are
@@ -136,9 +136,9 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
         there is no kernel, XLA can compile the update inside a `tf.function`.
         Fused updates may change the last bits of the weights.
 
-        - None: use kernels. Without a kernel, use XLA for Keras 3's Nadam,
-          Adagrad, Lion, RMSprop and amsgrad, on CPUs and for a million elements
-          or more. Otherwise keep Keras' operations.
+        - None, the default: use kernels. Without a kernel, use XLA for Keras
+          3's Nadam, Adagrad, Lion, RMSprop and amsgrad, on CPUs and for a
+          million elements or more. Otherwise keep Keras' operations.
         - True: use kernels. Without a kernel, use XLA for any class of Keras 3.
           Raise an error if neither works.
         - False: keep Keras' operations.
@@ -268,7 +268,7 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
     global_step: "validation.Variable | None" = None,
     name: str | None = None,
   ) -> Any:
-    """Sums each gradient over the group, then lets `opt` apply the sums once.
+    """Reduces the gradients over the group, and applies the result with `opt`.
 
     >>> from tf_cross_shard import CrossShardOptimizer
     >>> weight = tf.Variable(3.0)
@@ -313,7 +313,8 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
         `build` inside `strategy.scope()`, but outside `strategy.run`.
     """
     trained = list(variables)
-    # Compare before the slots are created, where workers wait for each other.
+    # Creating slots waits for all workers. Compare first, so that a difference
+    # raises an error instead of a hang.
     if not self._encapsulated.is_built:
       self._parts.checks.agree_to_build(trained)
     super().build(trained)
@@ -377,7 +378,8 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
     checks, step = self._parts.checks, self._parts.step
     checks.check_place()
     checks.check_variables(call.variables)
-    # Bind again: the user may have assigned a schedule to `opt.learning_rate`.
+    # Set the groups of schedules again: the user may have assigned a schedule
+    # to `opt.learning_rate`.
     group_schedule.bind(opt, self.groups, self._package)
     if not call.is_reduced:
       step.convention.check_was_scaled(
@@ -405,7 +407,7 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
     return settings_lib.Settings.without_removed(config)
 
   def _before_saving(self) -> None:
-    """Warns if saving loses values of groups; silent in the constructor."""
+    """Warns that saving keeps only the first group."""
     own = parts.parts_of(self)
     if own is not None and own.step is not None:
       whole = self._encapsulated.state.unsharded
@@ -418,4 +420,4 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
   def _differing(self) -> dict[str, Any]:
     """Returns the arguments besides `opt` that differ from their defaults."""
     step = self._parts.step
-    return {} if step is None else step.settings.differing()
+    return {} if step is None else step.settings.non_default()

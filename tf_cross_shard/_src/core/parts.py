@@ -1,4 +1,4 @@
-"""The objects that do the work of a wrapper, such as CrossShardOptimizer."""
+"""The attributes that this package adds to a wrapper."""
 
 import dataclasses
 from typing import Any, Final
@@ -17,8 +17,8 @@ class Parts:
     keras_package: "keras" or "tf_keras".
     checks: The `step.step_checks.StepChecks`; None for towers.
     step: The `step.flow.Step`; None for towers, and while it is being created.
-    unrestored: Pickled values, as pairs of path and value, that `build` assigns
-      when it has created the slots. A value that is already assigned is None.
+    unrestored: Pickled (path, value) pairs. `build` assigns them after it has
+      created the slots, and sets each assigned value to None.
     unrestored_attributes: The same for variables that only an attribute of the
       optimizer holds: pickled values, by the name of the attribute.
     excluded: The `exclusions.Exclusions` of the optimizer, from its pickle or

@@ -26,17 +26,17 @@ _Class = TypeVar("_Class", bound=type[Any])
 LIMITS: Final = ("clipnorm", "global_clipnorm", "clipvalue")
 
 
-def _setting(default: Any, doc: str, *, is_replaceable: bool = False) -> Any:
+def _setting(default: Any, doc: str, *, is_mutable: bool = False) -> Any:
   """Declares a setting.
 
   Args:
     default: The default of the argument.
     doc: The documentation of the optimizer's property of this name.
-    is_replaceable: Whether the user can assign the property. Steps that are
+    is_mutable: Whether the user can assign the property. Steps that are
       traced afterwards use the new value. In `fit`, call
       `model.make_train_function(force=True)` to trace steps again.
   """
-  metadata = {"doc": doc, "is_replaceable": is_replaceable}
+  metadata = {"doc": doc, "is_mutable": is_mutable}
   return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -44,10 +44,10 @@ def _setting(default: Any, doc: str, *, is_replaceable: bool = False) -> Any:
 class Settings:
   """The arguments of a CrossShardOptimizer, without `opt`.
 
-  Each argument is declared once, as a field. `__post_init__` validates the
-  arguments. The optimizer's properties and their documentation, the
-  configuration and the comparison between workers follow from the fields. The
-  docstring of the optimizer's constructor explains each argument in full.
+  Each argument has one field. `__post_init__` validates the arguments. The
+  optimizer's properties and their documentation, the configuration and the
+  comparison between workers follow from the fields. The docstring of the
+  optimizer's constructor explains each argument in full.
   """
 
   reduction: str = _setting(loss_factor.MEAN, '`"mean"` or `"sum"`.')
@@ -62,17 +62,17 @@ class Settings:
   clipnorm: float | None = _setting(
     None,
     "Limit of the norm of each gradient, before the sum.",
-    is_replaceable=True,
+    is_mutable=True,
   )
   global_clipnorm: float | None = _setting(
     None,
     "Limit of the norm of all gradients together, before the sum.",
-    is_replaceable=True,
+    is_mutable=True,
   )
   clipvalue: float | None = _setting(
     None,
     "Limit of each element of a gradient, before the sum.",
-    is_replaceable=True,
+    is_mutable=True,
   )
   wire_dtype: tf.DType | None = _setting(
     None, "The dtype of gradients while they travel; None for exact sums."
@@ -101,7 +101,7 @@ class Settings:
   group_settings: Any = _setting(
     None,
     "A number for each group, by the name of a setting; or None.",
-    is_replaceable=True,
+    is_mutable=True,
   )
 
   def __post_init__(self) -> None:
@@ -121,13 +121,13 @@ class Settings:
         )
     for name in LIMITS:
       _check_limit(name, getattr(self, name))
-    for name, ways in (
+    for name, allowed in (
       ("shard_update", ("elementwise", "by_variable")),
       ("lazy_rows", ("elementwise",)),
     ):
-      if getattr(self, name) not in (True, False, None, *ways):
+      if getattr(self, name) not in (True, False, None, *allowed):
         raise ValueError(
-          f"`{name}` must be True, False or one of {list(ways)}; got"
+          f"`{name}` must be True, False or one of {list(allowed)}; got"
           f" {getattr(self, name)!r}."
         )
     steps = self.accumulate_steps
@@ -203,7 +203,7 @@ class Settings:
       }
     return config
 
-  def differing(self) -> dict[str, Any]:
+  def non_default(self) -> dict[str, Any]:
     """Returns the arguments that differ from their defaults."""
     defaults = Settings().to_config()
     config = self.to_config().items()
@@ -216,7 +216,7 @@ class Setting:
   def __init__(self, field: "dataclasses.Field[Any]") -> None:
     """Creates the property for a field of `Settings`."""
     self._name = field.name
-    self._is_replaceable = field.metadata["is_replaceable"]
+    self._is_mutable = field.metadata["is_mutable"]
     self.__doc__ = field.metadata["doc"]
 
   def __get__(self, optimizer: Any, owner: Any = None) -> Any:
@@ -229,8 +229,8 @@ class Setting:
   def __set__(self, optimizer: Any, value: Any) -> None:
     """Replaces the setting, or raises `AttributeError` if it is fixed."""
     step = parts.step_of(optimizer)
-    if self._is_replaceable:
-      # None while Keras' constructor assigns its own defaults.
+    if self._is_mutable:
+      # `step` is None while Keras' constructor assigns its own defaults.
       if step is not None:
         step.replace(**{self._name: value})
       return

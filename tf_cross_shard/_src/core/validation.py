@@ -138,7 +138,7 @@ def check_global_step(global_step: Any) -> None:
 def check_scalar(loss: tf.Tensor, seeded: bool) -> None:
   """Raises `ValueError` unless a loss that is averaged is a scalar.
 
-  With `grad_loss`, which gives each element a weight, the loss is `seeded`.
+  `seeded` is whether the user passed `grad_loss`, which weights each element.
   """
   if not seeded and loss.shape.rank not in (0, None):
     raise ValueError(

@@ -143,11 +143,6 @@ class GroupCallback(tf.keras.callbacks.Callback):
   is_skipping_batches = False
   position_in_list = 0  # grows from callback to callback in one `fit`
 
-  @property
-  def passes_over(self) -> bool:
-    """The name of `is_skipping_batches` in version 0.2."""
-    return self.is_skipping_batches
-
   def _does_nothing_in_batches(self) -> bool:
     """Returns False, for a hook that tf_keras asks the callback about.
 
@@ -318,7 +313,7 @@ class GroupMonitor(GroupCallback):
       )
 
   def begin(self, logs: Any) -> bool:
-    """Returns whether the logs have the metrics of the groups.
+    """Prepares for an epoch; returns whether the logs have the groups' metrics.
 
     The logs lack them in epochs that `GroupMetrics(every=...)` leaves out. The
     first call with metrics creates the arrays of the groups.

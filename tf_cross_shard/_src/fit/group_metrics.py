@@ -1,7 +1,7 @@
 """Evaluates every group on all of the validation data, as a separate model.
 
 weights of group i ─▶ twin (a plain model) ─▶ evaluate ─▶ val_loss/group_i
-all groups ─▶ mean of the twins' predictions ─▶ val_loss/ensemble
+all groups ─▶ mean of their predictions ─▶ val_loss/ensemble
 """
 
 import functools

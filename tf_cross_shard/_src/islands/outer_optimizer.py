@@ -45,20 +45,21 @@ class OuterOptimizer(group_callback.GroupCallback):
 
   Use it where the network between the groups is slow. A CrossShardOptimizer
   sums gradients within its groups in every step. Between the groups, one
-  tensor for each weight is exchanged every H steps.
+  tensor for each weight is sent every H steps.
 
   The algorithm is Algorithm 1 of the DiLoCo paper. With k groups, θ_i the
-  weights of group i, and θ the anchor, from which all groups start, round t is
+  weights of group i, and θ the anchor, from which all groups start, outer step
+  t is
 
       θ_i  = θ(t-1), then H steps by group i     encapsulated optimizer
       Δ    = 1/k Σ_i (θ(t-1) - θ_i)              outer gradient
       θ(t) = OuterOpt(θ(t-1), Δ)                 outer optimizer
       θ_i  = θ(t)                                in all groups
 
-  After a round, all replicas have the same weights, bit for bit. Each group
-  keeps its own slots and other state of the encapsulated optimizer. Variables
-  that are not trained, such as the statistics of batch normalization, are not
-  synchronized.
+  After an outer step, all replicas have the same weights, bit for bit. Each
+  group keeps its own slots and other state of the encapsulated optimizer.
+  Variables that are not trained, such as the statistics of batch normalization,
+  are not synchronized.
 
   Pass an OuterOptimizer to `fit` as a callback. In your own training loop, call
   `build` before the first step and `step` after every step:
@@ -122,7 +123,7 @@ class OuterOptimizer(group_callback.GroupCallback):
         the mean of their weights.
       warmup: How many steps at the start of the training are synchronous. After
         each of them, all groups receive the mean of their weights, without the
-        outer optimizer. The first round of H steps begins afterwards.
+        outer optimizer. H counts from their end.
       wire_dtype: `"bfloat16"` or `"float16"`, to which differences from the
         anchor are rounded when groups send them to each other. None sends
         exact differences.
@@ -154,12 +155,12 @@ class OuterOptimizer(group_callback.GroupCallback):
     return None if self._state is None else self._state.optimizer
 
   def build(self, optimizer: Any, model: Any) -> None:
-    """Makes the weights of the model the first anchor.
+    """Stores the weights of the model as the first anchor.
 
     `fit` calls this method. In your own loop, call it before the first step,
     and again whenever something else has set the weights, such as `set_weights`
-    or a checkpoint. If all groups have equal weights then, these become the
-    next anchor. If groups differ, a second call changes nothing.
+    or a checkpoint. If all groups have equal weights, these weights become the
+    anchor. Otherwise, a second call does nothing.
 
     Args:
       optimizer: The CrossShardOptimizer that trains the model, with at least
@@ -228,7 +229,7 @@ class OuterOptimizer(group_callback.GroupCallback):
     replica_values.check_between_steps()
     state = self._built_state()
     steps_before, steps = state.count(calls)
-    # Rounds begin after the warm-up.
+    # H counts from the end of the warm-up.
     before, now = steps_before - self._warmup, steps - self._warmup
     is_finite = True
     if before < 0:

@@ -45,7 +45,7 @@ def make_outer_optimizer(
   outer: KerasOptimizer | None,
   wire_dtype: str | tf.DType | None = None,
 ) -> CrossShardOptimizer:
-  """Wraps a copy of the outer optimizer, so that it averages over the groups.
+  """Wraps a copy of the outer optimizer; the copy averages over the groups.
 
   Args:
     optimizer: The optimizer that trains the groups.

@@ -102,8 +102,8 @@ def convert_checkpoint(
   Variables are matched by these names only:
 
   - A weight by its own name, with or without the name of the model before it.
-  - A slot next to its weight, by the name that TensorFlow 1 gives to the slots
-    of such an optimizer.
+  - A slot by the name that TensorFlow 1 used, such as `weight/Adam` and
+    `weight/Adam_1`.
   - A slot of a class that TensorFlow 1 did not have, such as Lamb or a class
     of your own, by its own name, such as "dense/kernel/adam_m".
   - The number of steps by the name `global_step`.
@@ -113,8 +113,8 @@ def convert_checkpoint(
 
   Only state is converted. Give the new optimizer the learning rate, the betas
   and the other hyperparameters that the old one had. The momentum of a Keras
-  SGD contains the learning rate, so training continues alike as long as
-  the learning rate does not change.
+  SGD contains the learning rate, so training continues unchanged as long
+  as the learning rate does not change.
 
   With several machines, convert on one machine and restore on all.
 

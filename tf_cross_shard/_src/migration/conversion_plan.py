@@ -131,7 +131,7 @@ class ConversionPlan:
       known |= set(map(id, slots.values()))
       for name, slot in slots.items():
         number, full = numbers.get(name), f"{label}/{name}"
-        if source is None:  # A weight without counterpart has slots without.
+        if source is None:  # Without the weight, its slots are missing, too.
           self.wanted[full] = slot
           self._optional.add(full)
         elif number is None:  # TensorFlow 1 had no such optimizer.

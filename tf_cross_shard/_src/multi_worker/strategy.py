@@ -14,8 +14,8 @@ accept connections:
     worker 1, 2, ...   accept connections ──▶ register, or time out
     worker 0           wait for all others ─▶ start, accept registrations
 
-If a worker is lost in the meantime, the processes of the other workers end and
-print where they were.
+If a worker is lost in the meantime, the processes of the other workers print
+their stack traces and exit.
 """
 
 import contextlib
@@ -125,7 +125,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     Raises:
       DisagreementError: If workers create different variables.
     """
-    with super().scope(), tf.variable_creator_scope(self._announce):
+    with super().scope(), tf.variable_creator_scope(self._create_checked):
       yield self
 
   def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
@@ -174,8 +174,8 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
       for local in self.experimental_local_results(value)
     )
 
-  def _announce(self, make: Callable[..., Any], **kwargs: Any) -> Any:
-    """Compares a variable with that of the first worker, then makes it.
+  def _create_checked(self, make: Callable[..., Any], **kwargs: Any) -> Any:
+    """Checks that the first worker creates the same variable, then creates it.
 
     Creating a variable waits until the first worker sends the initial value. If
     the first worker creates fewer variables, that would be forever.

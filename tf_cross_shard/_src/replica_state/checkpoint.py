@@ -33,7 +33,7 @@ from tf_cross_shard._src.replica_state.archive import CheckpointError
 _SHOWN: Final = 5  # the number of names that an error lists
 
 # For each group of the program, a file and the number of the group in the file.
-Places = Mapping[int, tuple[archive.Archive, int]]
+GroupSources = Mapping[int, tuple[archive.Archive, int]]
 
 
 class Restored(NamedTuple):
@@ -363,7 +363,7 @@ def _files_here(
   state: group_state.GroupState,
   others: Sequence[paths_lib.Path],
   stack: contextlib.ExitStack,
-) -> Places:
+) -> GroupSources:
   """Returns where to find each group of this process.
 
   Args:
@@ -400,7 +400,7 @@ def _files_here(
 
 
 def _plan(
-  files: Places,
+  files: GroupSources,
   state: group_state.GroupState,
   is_exact: bool,
   keeps_window: bool,
@@ -427,7 +427,7 @@ def _plan(
       zeros = np.zeros(tuple(part.variable.shape), dtype)
       plan.append([zeros] * len(state.copies.engine.replicas_here))
       continue
-    values = values_here(files, state, part, has_means=not is_exact)
+    values = values_here(files, state, part, average_members=not is_exact)
     if not keeps_window and key in steps_of:
       # The first call of the same window.
       values = [array - array % steps_of[key] for array in values]
@@ -436,10 +436,10 @@ def _plan(
 
 
 def values_here(
-  files: Places,
+  files: GroupSources,
   state: group_state.GroupState,
   part: group_state.Part,
-  has_means: bool = False,
+  average_members: bool = False,
 ) -> list[archive.Array]:
   """Returns the values of a variable for the replicas of this process.
 
@@ -447,8 +447,8 @@ def values_here(
     files: The file of each group.
     state: The variables.
     part: The variable.
-    has_means: Whether all members receive the mean of the members' values. If
-      False, each member receives its own value.
+    average_members: Whether all members receive the mean of the members'
+      values. If False, each member receives its own value.
 
   Raises:
     CheckpointError: If the values do not fit the variable.
@@ -462,7 +462,7 @@ def values_here(
       file, group = files[index]
       saved[index] = _arrays(file, part, group)
     arrays = saved[index]
-    if has_means and group_state.has_mean(part.variable):
+    if average_members and group_state.has_mean(part.variable):
       values.append(group_models.merged(part, list(arrays.values())))
       continue
     other = list(arrays)[member % len(arrays)]

@@ -103,7 +103,7 @@ def assign(
 def merged(
   part: group_state.Part, values: Sequence[archive.Array]
 ) -> archive.Array:
-  """Returns the single value that represents a group in a plain model."""
+  """Returns the value of a group for a plain model."""
   # Equal values are returned as they are: their mean might be rounded.
   if (
     part.is_shared
@@ -159,10 +159,10 @@ def copy_group(source: int, target: int, optimizer: Any, model: Any) -> None:
   kept = set(map(id, optimizer_state.learning_rates(state.optimizer)))
   here = state.copies.engine.replicas_here
   for part in state.parts:
-    is_own = part.name.startswith("model/") and (
+    is_integer_model_variable = part.name.startswith("model/") and (
       not group_state.has_mean(part.variable)
     )
-    if is_own or id(part.variable) in kept:
+    if is_integer_model_variable or id(part.variable) in kept:
       continue
     values = state.copies.read(part.variable, origins)
     state.copies.write(part.variable, values[here.start : here.stop])

@@ -46,7 +46,7 @@ class Part(NamedTuple):
     name: Its name in a checkpoint, the same on all workers.
     variable: The variable.
     is_shared: Whether members of a group have to have equal values of it.
-    is_new: Whether files of older versions do not have it.
+    is_new: Whether files of older versions lack it.
   """
 
   name: str
@@ -253,8 +253,8 @@ class GroupState:
       * tf.as_dtype(part.variable.dtype).size
       for part in self.parts
     )
-    patience = nbytes * self.groups.num_groups / _SLOWEST
-    return raising_on_all(self.copies.workers, topic, patience)
+    extra_timeout = nbytes * self.groups.num_groups / _SLOWEST
+    return raising_on_all(self.copies.workers, topic, extra_timeout)
 
   def _difference(
     self, topic: str, differing: Sequence[tuple[Part, int, int, int]]
@@ -276,7 +276,7 @@ class GroupState:
 
 @contextlib.contextmanager
 def raising_on_all(
-  workers: agreement.Workers | None, topic: str, patience: float = 0.0
+  workers: agreement.Workers | None, topic: str, extra_timeout: float = 0.0
 ) -> Iterator[list[dict[str, Any]]]:
   """Raises an error of one worker on all workers, when the context ends.
 
@@ -285,7 +285,7 @@ def raising_on_all(
   Args:
     workers: The workers; None if there is one only.
     topic: The operation, for errors.
-    patience: How many seconds to wait longer than the usual timeout.
+    extra_timeout: How many seconds to wait beyond the usual timeout.
 
   Yields:
     A list with one dictionary, into which this worker puts JSON values for the
@@ -304,7 +304,7 @@ def raising_on_all(
     return
   words = error and str(getattr(error, "strerror", None) or error)
   own = {"error": words, "errno": getattr(error, "errno", None), **outcomes[0]}
-  texts = agreement.exchange(workers, topic, json.dumps(own), patience)
+  texts = agreement.exchange(workers, topic, json.dumps(own), extra_timeout)
   if error is not None:
     raise error
   outcomes[:] = map(json.loads, texts)

@@ -185,7 +185,7 @@ class Halving(trial_monitor.TrialMonitor):
       )
     group_callback.check_count("epochs", epochs, 1, "epochs of the last trials")
     group_callback.check_count(
-      "factor", factor, 2, "the trials for each one that continues"
+      "factor", factor, 2, "trials, of which one continues"
     )
     self.table: table_lib.Table = table
     self.names = table.names
@@ -376,9 +376,6 @@ class Halving(trial_monitor.TrialMonitor):
         f" Halving's plan is {self._plan()}. Use the same `monitor`, `epochs`"
         " and `factor` as before, or delete the backup."
       )
-    # Older backups store `epochs_left` under the name `left`.
-    if "left" in progress:
-      progress["epochs_left"] = progress.pop("left")
     self._progress = _Progress(**progress)
     self.table.from_list(rows)
     self._apply_settings()

@@ -320,9 +320,9 @@ class Population(trial_monitor.TrialMonitor):
     self.apply_settings(self.settings)
 
   def _pairs(self, logs: Any) -> list[tuple[int, int]]:
-    """Returns pairs of a group and the worse group that is replaced by it.
+    """Returns (source, target) pairs of groups: the target copies the source.
 
-    A group is not replaced by one with an equal metric.
+    Groups with equal metrics do not copy each other.
     """
     number = len(self._numbers["best"])
     values = self._sign * np.array(

@@ -47,7 +47,7 @@ class CollectedCall:
 
   Attributes:
     optimizer: The TowerOptimizer.
-    adapter: The `Encapsulated` around the user's optimizer.
+    adapter: The `Encapsulated` of the TowerOptimizer.
     grads: The gradients of this tower.
     variables: One variable for each gradient.
     apply: Applies a sum of gradients.
@@ -206,7 +206,7 @@ def current() -> GradientCollector | None:
 def variables() -> shared_variables.CallVariables:
   """Returns the shared variables of the current tower.
 
-  Outside towers the result is paused: it shares no variables.
+  Outside towers, returns an object that shares no variables.
   """
   collector = current()
   return _OUTSIDE_OF_TOWERS if collector is None else collector.variables

@@ -213,7 +213,7 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
           tape,
           scale=lambda seed: seed,
           options=options,
-          scalar=False,
+          requires_scalar=False,
         )
     # The gradients are multiplied, not the loss: a tape of the user's may have
     # ended its recording, and would not see the product. A gradient that

@@ -112,7 +112,7 @@ def split(
 def deal(
   dataset: tf.data.Dataset, num_replicas: int, options: Any = None
 ) -> SplitDataset:
-  """Gives each replica one element of the dataset in every step.
+  """Distributes elements: each replica gets one element in every step.
 
   The dataset is already batched for one replica. If the last elements do not
   suffice for all replicas, they are dropped: one program runs all replicas.

@@ -214,7 +214,7 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
     return self._distribute_strategy.extended.replicas
 
   def _was_assigned(self) -> bool:
-    """Returns whether the host's value was set since all values last agreed.
+    """Returns whether the host's value changed since the values were equal.
 
     As long as `_agreed` exists, TensorFlow neither writes to its memory nor
     reuses it. So the value is unchanged if it has the same address. At another

@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 from packaging import specifiers
 
-# setup.cfg has the same ranges; `tests/unit/virtual_tpu_xla_test.py` compares
+# setup.cfg has the same ranges; `tests/unit/virtual_tpu/xla_test.py` compares
 # both.
 TESTED: Final = {
   "jax": ">=0.10.2,<0.11",

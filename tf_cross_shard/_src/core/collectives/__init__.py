@@ -6,7 +6,7 @@ this folder sums within groups, under one kind of strategy:
     strategy                   engine       all-reduce within a group
     ─────────────────────────────────────────────────────────────────────────
     none, OneDevice,           OneDevice    nothing to do
-      any with one replica
+      others with one replica
     Mirrored, on CPUs          Mirrored     merge_call, then add_n per group
     Mirrored, eagerly          Mirrored     merge_call, then add_n per group
     Mirrored, on GPUs          Mirrored     CollectiveReduceV2 (NCCL)
@@ -14,7 +14,7 @@ this folder sums within groups, under one kind of strategy:
     MultiWorkerMirrored        MultiWorker  CollectiveReduceV2 (ring or NCCL)
     TPUStrategy                TPU          CrossReplicaSum(group_assignment)
     VirtualTPUStrategy         TPU          its `extended.cross_replica_sum`
-    ParameterServer, others    NotImplementedError
+    any other                  NotImplementedError
 
 A sharded update also needs the two halves of an all-reduce:
 
@@ -25,17 +25,17 @@ A sharded update also needs the two halves of an all-reduce:
     all-       concat of the       CollectiveGatherV2       AllToAll of
       gather     members' parts                               repeated parts
 
-With more members than `collective_ops.keeps_order` allows, both halves are one
+With more than ten replicas (`collective_ops.keeps_order`), both halves are one
 all-reduce of a whole buffer: see `engine.Engine`.
 
-One obvious alternative needs no engine: each replica puts its gradients
-into its group's row of a `[num_groups, ...]` buffer, and `ctx.all_reduce` sums
-that buffer over all replicas. That took 2.1 to 2.6 times as long as
-`ctx.all_reduce` of the gradients alone (two groups on CPUs, TensorFlow 2.21),
-and the buffer grows with the number of groups.
+We rejected an alternative without engines: each replica puts its gradients into
+its group's row of a `[num_groups, ...]` buffer, and `ctx.all_reduce` sums that
+buffer over all replicas. It took 2.1 to 2.6 times as long as `ctx.all_reduce`
+of the gradients alone (two groups on CPUs, TensorFlow 2.21), and the buffer
+grows with the number of groups.
 
-Only the files of this folder use internals of tf.distribute and raw collective
-operations.
+Within the core, only the files of this folder use internals of tf.distribute
+and raw collective operations.
 """
 
 import tensorflow as tf

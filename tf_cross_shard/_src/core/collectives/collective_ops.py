@@ -1,8 +1,8 @@
 """TensorFlow's collective operations, in one process or in several.
 
-The operations (`CollectiveReduceV2` and others) are designed for a library that
-gives them their keys. The members of a collective find each other by two keys,
-and each replica runs its collectives in the order of a token:
+Each operation (`CollectiveReduceV2` and others) needs two keys and a token from
+its caller. Members find each other by the keys, and each replica runs its
+collectives in the order of the token:
 
     group key       names a group; it is the same on all members of the group
     instance key    names one collective of that group; it is the same in every
@@ -19,8 +19,8 @@ How the obvious alternatives failed, with TensorFlow 2.21 on CPUs:
 - An instance key from a counter in Python: if only one worker retraces its
   function, its keys no longer match those of the others, and all workers hang.
 - `timeout_seconds`: each operation then holds two threads until the time has
-  passed, 2,423 threads after 300 steps. So it is 0 here. Even so, the runtime
-  notices a lost worker after about 9 s.
+  passed, 2,423 threads after 300 steps. `timeout_seconds` is therefore 0. The
+  runtime still notices a lost worker after about 9 s.
 - `CollectiveReduceV3` with a `group_assignment`: "not supported yet".
 - `CollectiveReduceScatterV2` and `CollectivePermute`: no CPU kernel.
 
@@ -382,7 +382,7 @@ def hint_for(
 
 
 def as_words(tensor: tf.Tensor) -> tf.Tensor:
-  """Returns the same bits in a dtype that can be gathered: not bfloat16."""
+  """Bitcasts bfloat16, which cannot be gathered, to float16."""
   if tensor.dtype == tf.bfloat16:
     return tf.bitcast(tensor, tf.float16)
   return tensor

@@ -1,7 +1,8 @@
-"""The interface of engines, and the engine of a single replica.
+"""The interface for collectives under one strategy, and the one-replica case.
 
-An engine has to provide `all_reduce_sum` and `all_gather`. Every other
-collective of the base class is built from these two:
+An engine sums and gathers within groups, under one kind of strategy. It has to
+provide `all_reduce_sum` and `all_gather`. The other collectives of the base
+class are built from `all_reduce_sum`:
 
     reduce_scatter     all-reduce of the whole buffer, then this member's part
     all_gather_part    all-reduce of parts, each at its place among zeros
@@ -32,11 +33,12 @@ class Engine(abc.ABC):
   Attributes:
     strategy: The strategy.
     groups: The groups within which all methods sum, gather and exchange.
-    is_one_program: Whether all replicas run one program, so no replica can
-      do anything that the others do not do.
+    is_one_program: Whether all replicas run the same program (SPMD), as on
+      TPUs.
     keeps_rows: Whether row-sparse gradients can be summed without becoming
       dense.
-    row_bytes: The best size of a reduce-scatter, in bytes; None for no limit.
+    row_bytes: The best size of the buffer of a reduce-scatter, in bytes; None
+      for no limit.
     method: How the engine sums, in words.
   """
 
@@ -97,10 +99,11 @@ class Engine(abc.ABC):
   def reduce_part(
     self, tensors: Sequence[tf.Tensor], parts: shard_layout.Layout
   ) -> tf.Tensor:
-    """Returns this member's part of the sums over the group, `[parts.part]`.
+    """Sums tensors over the group, and returns this member's shard of the sums.
 
-    All members pass flat tensors of one dtype, with the same shapes. The parts
-    are in the order of `position`.
+    All members pass flat tensors of one dtype, with the same shapes, and get
+    shards of shape `[parts.part]`. `parts` says which elements are in the shard
+    of each member, in the order of `position`.
     """
     return self.reduce_scatter(self.row(tensors, parts))
 
@@ -118,18 +121,18 @@ class Engine(abc.ABC):
   def own_part(
     self, values: Sequence[Any], parts: shard_layout.Layout
   ) -> tf.Tensor:
-    """Returns this member's part of tensors or variables, without a sum."""
+    """Cuts this member's shard out of local values. Does not communicate."""
     place = self.position()
     if isinstance(place, int):
-      # The place is known while tracing: read this member's elements only.
+      # This member's index is known while tracing: read only its elements.
       return _pack(values, parts, place)
-    # If all replicas run one program, the place is a tensor. So concatenate all
-    # members' parts, and take this member's slice at run time.
+    # If all replicas run one program, the index is a tensor. So concatenate the
+    # shards of all members, and take this member's slice at run time.
     row = self.row(values, parts)
     return tf.slice(row, [place * parts.part], [parts.part])
 
   def row(self, values: Sequence[Any], parts: shard_layout.Layout) -> tf.Tensor:
-    """Returns the parts of all members, concatenated in their order."""
+    """Returns the shards of all members, concatenated in their order."""
     members = range(self.groups.group_size)
     return tf.concat([_pack(values, parts, member) for member in members], 0)
 
@@ -150,7 +153,8 @@ class Engine(abc.ABC):
     All parts are `[n]`, of one dtype. The result is `[group_size * n]`, in the
     order of `position`.
     """
-    # Sum buffers that are zero except for one member's part.
+    # Each member contributes zeros except for its own shard, so the sum
+    # concatenates the shards.
     return self.all_reduce_sum([self.place_among_zeros(part)])[0]
 
   def place_among_zeros(self, part: tf.Tensor) -> tf.Tensor:
@@ -176,10 +180,10 @@ class Engine(abc.ABC):
 
   @contextlib.contextmanager
   def making_variables(self) -> Iterator[None]:
-    """A context in which new variables get a copy on each replica.
+    """Enters the strategy's scope, unless it is already entered.
 
-    It also works during tracing and in replicas, because tf_keras builds an
-    optimizer in its first step.
+    New variables then get a copy on each replica. It also works during tracing
+    and in replicas, because tf_keras builds an optimizer in its first step.
     """
     with tf.init_scope():
       if tf.distribute.in_cross_replica_context() or (
@@ -214,23 +218,23 @@ class Engine(abc.ABC):
     lines: Callable[[], Sequence[str]],
     state: Callable[[], Sequence[str]] = list,
   ) -> None:
-    """Raises an error unless all processes are about to do the same thing.
+    """Raises an error unless all processes have the same lines.
 
-    A single process has nothing to compare.
+    Does nothing in a single process.
 
     Args:
       topic: What is compared, for error messages.
       lines: Returns what must be equal, as lines of the form `name: value`.
         Lines that were already compared are not compared again.
-      state: Returns extra lines that are compared only when `lines` has not
-        been compared before.
+      state: Returns extra lines, which are compared only the first time that
+        `lines` are compared. The default returns no lines.
     """
     del topic, lines, state
 
   def all_or_nothing(
     self, sums: Sequence[Any]
   ) -> contextlib.AbstractContextManager[Any]:
-    """A context in which no variable changes until all sums are complete."""
+    """Lets no variable change in the context until all sums are complete."""
     del sums
     return contextlib.nullcontext()
 

@@ -1,7 +1,7 @@
 """The engine of `tf.distribute.MirroredStrategy`: one process, many devices.
 
-Replicas are threads that trace the replica function one after the other. They
-meet in a merge call, which runs once for all replicas, with the values of all:
+Each replica is a thread, which traces the replica function after the previous
+replica. `merge_call` runs one function with the values of all replicas:
 
     replica 0 ──┐                      replica 2 ──┐
                 ├─ add_n ─▶ group 0                ├─ add_n ─▶ group 1
@@ -16,8 +16,9 @@ in two cases:
   replica function calls;
 - on GPUs, where it would be slow to copy all buffers to one device.
 
-Eager replicas run one after the other, so a collective would hang in the first
-replica. Eager sums always use merge calls.
+Accumulation windows end inside `tf.cond`, so they use `collective_ops`, also on
+CPUs. Eager replicas run one after the other, so a collective would hang in the
+first replica. Eager sums always use merge calls.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,7 +59,7 @@ class Mirrored(engine.Engine):
     self._devices = tuple(strategy.extended.worker_devices)
     on_cpus = all("CPU" in device.upper() for device in self._devices)
     self._prefer_merge = on_cpus if prefer_merge is None else prefer_merge
-    # A user who gives the strategy one of these reductions does not want NCCL.
+    # If the user chose one of these `cross_device_ops`, do not use NCCL.
     is_plain = isinstance(
       # No public member says which reduction the user chose.
       strategy.extended._cross_device_ops,  # noqa: SLF001
@@ -151,8 +152,8 @@ class Mirrored(engine.Engine):
   def _collectives(self) -> Any:
     """The collective operations. Raises `ValueError` if a device is missing.
 
-    TensorFlow places replicas of devices that do not exist on one device, and
-    runs their branches one after the other. A collective would hang there.
+    If devices do not exist, TensorFlow places several replicas on one device,
+    and runs their branches one after the other. A collective would hang there.
     """
     there = [device.name for device in tf.config.list_logical_devices()]
     absent = [d for d in self._devices if not d.endswith(tuple(there))]
@@ -166,7 +167,7 @@ class Mirrored(engine.Engine):
 
   @property
   def can_scatter(self) -> bool:
-    """Whether merge calls or the runtime see the members in replica order."""
+    """True with merge calls, or if at most ten replicas take part."""
     return self._prefer_merge or collective_ops.keeps_order(self.groups)
 
   @property

@@ -7,9 +7,8 @@ different processes:
                           ├─ ring ─ group 0                        ├─ group 1
     worker 1, replica 1 ──┘                  worker 3, replica 3 ──┘
 
-A collective hangs if only some members of the group enter it, and one that
-fails breaks all later ones. Workers therefore compare what they are about to do
-before they do it for the first time.
+A collective hangs if only some members of the group enter it. `agree` therefore
+compares the programs of the workers before they run them.
 """
 
 import threading
@@ -80,7 +79,7 @@ class MultiWorker(engine.Engine):
     )
 
   def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums tensors; half-precision ones are sent narrow and added in float32.
+    """Sums tensors; 3 to 11 members add half-precision tensors in float32.
 
     The ring of `CollectiveReduceV2` adds in the dtype that it sends, so it
     rounds at each member. A bfloat16 sum over four members has a relative error
@@ -104,7 +103,7 @@ class MultiWorker(engine.Engine):
     members = self.groups.group_size
     flat = tf.reshape(tensor, [-1])
     size = flat.shape.num_elements()
-    # If no padding is needed, this saves two copies of the tensor.
+    # If no padding is needed, skip the padding and the slice: two copies.
     fits = size is not None and size % members == 0
     if not fits:
       flat = tf.pad(flat, [[0, -tf.size(flat) % members]])
@@ -147,7 +146,10 @@ class MultiWorker(engine.Engine):
     lines: Callable[[], Sequence[str]],
     state: Callable[[], Sequence[str]] = list,
   ) -> None:
-    """Compares new lines with those of the other workers."""
+    """Raises an error unless all workers have the same lines.
+
+    Each set of lines is compared once.
+    """
     if self._workers is None:
       return
     with self._lock:  # All replicas of this process call this method.

@@ -147,7 +147,7 @@ def _is_isolated() -> bool:
 
 
 class _ReducedContext(tf.distribute.ReplicaContext):
-  """A replica context that treats every value as already summed."""
+  """A replica context whose `all_reduce` returns its input."""
 
   def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
     """Returns the value."""

@@ -48,7 +48,10 @@ def strategy_of(variable: Any) -> tf.distribute.Strategy | None:
 
 
 def is_between_steps() -> bool:
-  """Returns whether the values of all replicas can be read here."""
+  """Returns whether this code can read the values of all replicas.
+
+  It can when executing eagerly in the cross-replica context.
+  """
   return tf.executing_eagerly() and (
     not tf.distribute.has_strategy() or tf.distribute.in_cross_replica_context()
   )
@@ -92,9 +95,9 @@ class Copies:
     return self.workers is None or self.workers.index == 0
 
   def agree(self, topic: str, lines: Sequence[str] = ()) -> None:
-    """Raises the same error on all workers unless all make this call.
+    """Raises an error on all workers unless all call this with equal `lines`.
 
-    The `lines` must be equal on all workers. Errors name the `topic`.
+    Errors name the `topic`.
     """
     if self.workers is not None:
       agreement.agree(self.workers, topic, lines)
@@ -192,13 +195,13 @@ class Copies:
     return self.engine.strategy.experimental_local_results(native(variable))
 
 
-# At module level, so that it is traced once and not in every call.
 def _pad_rows(array: Array, rows: int) -> Array:
   """Returns an array with rows of zeros below."""
   missing = [rows - len(array), *array.shape[1:]]
   return np.concatenate([array, np.zeros(missing, array.dtype)])
 
 
+# At module level, so that it is traced once and not in every call.
 @tf.function(autograph=False, reduce_retracing=True)
 def _gather_words(strategy: tf.distribute.Strategy, words: tf.Tensor) -> Any:
   """Gathers rows; each replica returns the rows of all, concatenated.

@@ -56,7 +56,7 @@ class Layout:
   Attributes:
     sizes: The number of elements of each tensor.
     cuts: For each member, the cuts in its part.
-    part: The number of elements of each part, including zeros.
+    part: The number of elements of each part, including padding.
   """
 
   sizes: tuple[int, ...]
@@ -92,9 +92,9 @@ class Layout:
     """Gives each tensor to one member, so that costs are balanced.
 
     Tensors are assigned in order of falling cost, each to the member whose
-    tensors have the least total cost so far. Costs can have any unit. A member
-    that receives no tensor shares the cheapest one and repeats its update,
-    because no part may be empty.
+    tensors have the least total cost so far. Costs can have any unit. If
+    there are fewer tensors than members, a member without a tensor repeats the
+    update of the cheapest tensor, because no part may be empty.
 
     >>> layout = Layout.whole([4, 1, 2, 2], [4, 1, 2, 2], 2)
     >>> [[cut.index for cut in cuts] for cuts in layout.cuts]

@@ -131,7 +131,7 @@ def _all_to_all(tensor: tf.Tensor, assignment: list[list[int]]) -> tf.Tensor:
 
 
 def is_tpu(strategy: tf.distribute.Strategy) -> bool:
-  """Returns whether the replicas of a strategy run one XLA program."""
+  """Returns whether the replicas run one XLA program (TPU or virtual TPU)."""
   return isinstance(
     strategy,
     (tf.distribute.TPUStrategy, tf.distribute.experimental.TPUStrategy),

@@ -33,7 +33,7 @@ def make_reducible(
 
 
 class Wire:
-  """Sends gradients between the members of a group, and sums them."""
+  """Sums gradients over a group; rounds them to `wire_dtype` to send them."""
 
   def __init__(
     self,

@@ -1,4 +1,4 @@
-"""Compares what workers are about to do, before they run collectives.
+"""Checks that all workers run the same program, before they run collectives.
 
 TensorFlow pairs the collectives of workers only by their keys and their order.
 A collective that some workers do not enter waits forever, and a collective that
@@ -38,8 +38,8 @@ VARIABLE: Final = "TF_CROSS_SHARD_TIMEOUT"
 # for NCCL and 30 minutes for gloo.
 STEP_TIMEOUT: Final = 1800.0
 STEP_VARIABLE: Final = "TF_CROSS_SHARD_STEP_TIMEOUT"
-# How many seconds longer the first worker waits. The other workers can report
-# more about what is wrong, so their waiting must end first.
+# How many seconds longer the first worker waits, because the other workers
+# report more details when their timeouts end.
 _LONGER: Final = 3.0
 
 Task = tuple[str, int, str]  # Job, index, address.
@@ -140,7 +140,7 @@ def agree(workers: Workers, topic: str, lines: Sequence[str]) -> None:
 
   Args:
     workers: The workers.
-    topic: The step of the program, for errors.
+    topic: A description of the call, for error messages.
     lines: Text that has to be the same on all workers.
   """
   text = "\n".join(
@@ -175,7 +175,7 @@ def agree(workers: Workers, topic: str, lines: Sequence[str]) -> None:
 
 
 def exchange(
-  workers: Workers, topic: str, text: str, patience: float = 0.0
+  workers: Workers, topic: str, text: str, extra_timeout: float = 0.0
 ) -> list[str]:
   """Sends a text to all workers, and returns the texts of all workers.
 
@@ -183,9 +183,9 @@ def exchange(
 
   Args:
     workers: The workers.
-    topic: The step of the program, for errors.
+    topic: A description of the call, for error messages.
     text: The text of this worker.
-    patience: How many seconds to wait longer than the workers' timeout.
+    extra_timeout: How many seconds to wait beyond the workers' timeout.
 
   Returns:
     The texts in the order of the workers.
@@ -196,7 +196,7 @@ def exchange(
   """
   key = f"round/{next(_rounds)}"
   key_value_store.put(f"{key}/{workers.index}", text)
-  limit = workers.timeout + patience + (0.0 if workers.index else _LONGER)
+  limit = workers.timeout + extra_timeout + (0.0 if workers.index else _LONGER)
   deadline = time.monotonic() + limit
   try:
     texts = [
@@ -210,8 +210,9 @@ def exchange(
       for index in range(len(workers.names))
     ]
   except (errors.DisagreementError, errors.MissingWorkerError):
-    # The first worker has reported this, and waits for the mark. If a worker is
-    # lost, it may be the first one: then to write would never return.
+    # The first worker has reported this, and waits for the mark. Do not write
+    # it for a WorkerLostError: if the first worker is lost, writing to the
+    # store never returns.
     _mark_as_done(key, workers.index)
     raise
   _mark_as_done(key, workers.index)

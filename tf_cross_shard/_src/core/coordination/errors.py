@@ -37,13 +37,13 @@ class DisagreementError(ValueError):
 
 
 class MissingWorkerError(RuntimeError):
-  """A worker did not connect, or did not answer, within the time limit."""
+  """A worker did not connect, answer or finish a step within a time limit."""
 
   __init__ = Exception.__init__
 
 
 class WorkerLostError(RuntimeError):
-  """Another worker ended while this worker was in a step with it."""
+  """Another worker ended or cannot be reached."""
 
   __init__ = Exception.__init__
 
@@ -90,7 +90,7 @@ def naming_tf_config() -> Iterator[None]:
 
 
 def to_message(error: Exception) -> str:
-  """Returns a text that `from_message` finds in errors of TensorFlow."""
+  """Encodes an error for TensorFlow; `from_message` decodes it."""
   return f"[tf_cross_shard {type(error).__name__}] {error}"
 
 
@@ -129,6 +129,6 @@ def lost(worker: str) -> WorkerLostError:
   """Returns the error about a lost worker, such as "worker 1"."""
   return WorkerLostError(
     f"{worker} was lost: it ended or cannot be reached, and TensorFlow cannot"
-    " continue in this process. The unfinished update changed nothing: start"
-    " all workers again, and resume from the last checkpoint."
+    " continue in this process. An unfinished update, if any, changed"
+    " nothing: start all workers again, and resume from the last checkpoint."
   )

@@ -3,7 +3,8 @@
 A worker that is stuck in Python code (a deadlock, a dead disk, a debugger)
 still sends heartbeats to TensorFlow. The other workers would wait for it in
 their next collective without a limit. Each process therefore counts the
-collectives that it enters and leaves, and a thread looks at the counters:
+collectives that it enters and leaves, and a thread looks at the counters. If a
+worker waits longer than `step_timeout`, it writes an *alarm* into the store:
 
     this worker entered a collective, and has not left it for `step_timeout`
     this worker ── alarm ──────────────────────────────▶ store ─▶ all workers
@@ -150,7 +151,7 @@ class StallWatch:
     return True
 
   def _is_long(self, seconds: float) -> bool:
-    """Returns whether a worker that is stuck may have been so for this long.
+    """Returns whether a worker was idle for at least half of `step_timeout`.
 
     Workers do not look at the same moment. A worker that trains in a different
     group has changed its counters recently.

@@ -42,7 +42,7 @@ class Encapsulated(abc.ABC):
     fused: Whether kernels or XLA do the optimizer's steps; see `fused_update`.
   """
 
-  # The name of a method that is private to the Keras version.
+  # The names of two private methods, which differ between the Keras versions.
   _decay_method: str
   _clip_method: str
   # The name of the dictionary that maps a variable's key to its index.
@@ -92,7 +92,9 @@ class Encapsulated(abc.ABC):
     """Creates the slots for `variables`, unless they exist."""
     if self.is_built:
       return
-    if not keras_private.has_waiting(self.innermost, self._begins_as_weights):
+    if not keras_private.has_waiting(
+      self.innermost, self._weight_copy_attribute
+    ):
       self.optimizer.build(list(variables))
       self._start_at_weights(variables)
       return
@@ -110,20 +112,22 @@ class Encapsulated(abc.ABC):
       return  # Keras may create the weights in the function being traced.
     copies = self.strategy.experimental_local_results
     with tf.init_scope():
-      for slot, variable in zip(self.begin_as_weights, variables, strict=False):
+      for slot, variable in zip(
+        self.slots_initialized_from_weights, variables, strict=False
+      ):
         natives = map(variables_lib.native, (slot, variable))
         for own, weight in zip(*map(copies, natives), strict=True):
           own.assign(weight)
 
   @property
   @abc.abstractmethod
-  def _begins_as_weights(self) -> str:
+  def _weight_copy_attribute(self) -> str:
     """The attribute whose slots start as copies of the weights, or ""."""
 
   @property
-  def begin_as_weights(self) -> Sequence[Any]:
+  def slots_initialized_from_weights(self) -> Sequence[Any]:
     """The slots that start as copies of the weights, in the weights' order."""
-    return getattr(self.innermost, self._begins_as_weights, ())
+    return getattr(self.innermost, self._weight_copy_attribute, ())
 
   def fuse(self, wanted: bool | None) -> None:
     """Sets whether kernels or XLA do the optimizer's steps.
@@ -233,10 +237,10 @@ class Encapsulated(abc.ABC):
 
   @property
   def accumulates_own_gradients(self) -> bool:
-    """Whether the encapsulated optimizer can accumulate gradients itself.
+    """Whether Keras' variables can accumulate each replica's own gradients.
 
-    If True, the class must define `accumulated_calls`, `accumulated_gradient`
-    and `accumulate`.
+    Only the last call then reduces. If True, the class must define
+    `accumulated_calls`, `accumulated_gradient` and `accumulate`.
     """
     return False
 
@@ -286,11 +290,11 @@ class Encapsulated(abc.ABC):
     through_apply: bool = False,
     row_step: RowStep | None = None,
   ) -> None:
-    """Applies sums over the group, exactly once.
+    """Applies the group's sums.
 
     If a LossScaleOptimizer encapsulates the CrossShardOptimizer, the
     LossScaleOptimizer receives the sums first. If the sums are finite, it calls
-    the CrossShardOptimizer, which calls this method a second time.
+    the CrossShardOptimizer, which calls this method again to apply them.
 
     Args:
       grads: The sums.

@@ -72,7 +72,7 @@ def exclude_again(
   waiting: Exclusions,
   variables: Sequence[Any],
 ) -> None:
-  """Excludes variables as in the optimizer that was pickled, before `build`.
+  """Before `build`, excludes what the pickled optimizer excluded.
 
   What was excluded since then stays excluded.
 

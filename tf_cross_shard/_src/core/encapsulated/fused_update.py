@@ -44,8 +44,9 @@ from tf_cross_shard._src.core.encapsulated import (
 # Maps the name of a Keras class to a function that returns the name of the
 # kernel for an optimizer's settings, or None.
 # Adagrad has no kernel: Keras has epsilon inside the root, the kernel outside.
-# The kernel of RMSprop needs a slot that Keras creates only with momentum. XLA
-# cannot compile the kernel of Amsgrad, but Keras may compile the step.
+# The kernel of RMSprop needs a slot that Keras creates only with momentum. The
+# kernel of Amsgrad is not used, because XLA cannot compile it and Keras may
+# compile the step.
 _CHOICES: Final[dict[str, Callable[[Any], str | None]]] = {
   # tf_keras creates and writes the slot even if the momentum is 0.
   "SGD": lambda opt: (
@@ -62,7 +63,7 @@ _CHOICES: Final[dict[str, Callable[[Any], str | None]]] = {
   "Adadelta": lambda opt: "Adadelta",
   "Ftrl": lambda opt: "FtrlV2",
 }
-# The kernels of classes whose settings Keras rounds to float32 in any case.
+# Keras rounds the settings of these kernels to float32, also for float64.
 _CAST: Final = ("Momentum", "KerasMomentum")
 # The settings with which these classes have no kernel.
 _NO_KERNEL: Final = {
@@ -80,11 +81,12 @@ ELEMENTWISE: Final = (
 # Keras' classes whose update uses whole variables, but one variable at a time.
 BY_VARIABLE: Final = ("Adafactor", "Lamb", "Muon", "ScheduleFreeAdamW")
 
-# The classes and the smallest number of elements for which updates by XLA are
-# faster on CPUs than Keras' operations, with settings that have no kernel.
+# The classes for which XLA is faster on CPUs than Keras' operations, with
+# settings that have no kernel.
 _FASTER_COMPILED: Final = (
   *("Adagrad", "Adam", "AdamW", "Lion", "Nadam", "RMSprop"),
 )
+# The smallest number of elements for which XLA is faster.
 _MANY_ELEMENTS: Final = 1_000_000
 
 
@@ -214,7 +216,7 @@ class Plan:
     at_any_size: Whether XLA compiles them for any number of elements and any
       device.
     reason: Why `kernel` is None.
-    is_final: Whether `reason` also applies to row-sparse gradients.
+    applies_to_sparse: Whether `reason` also applies to row-sparse gradients.
     own: What runs without `kernel` and XLA, the optimizer's own `update_step`:
       "Keras", or the kernel of an optimizer of TensorFlow 1.
   """
@@ -223,7 +225,7 @@ class Plan:
   may_compile: bool = False
   at_any_size: bool = False
   reason: str = ""
-  is_final: bool = False
+  applies_to_sparse: bool = False
   own: str = "Keras"
 
   def has_kernel(self, variable: Any) -> bool:
@@ -248,7 +250,7 @@ class Plan:
   def _way(self, variable: Any, is_sparse: bool, why_not_xla: str) -> Way:
     """Returns how a step updates a variable."""
     dtype = kernels.dtype_of(variable)
-    if self.is_final:
+    if self.applies_to_sparse:
       return Way(self.own, self.reason)
     if is_sparse:
       return Way(self.own, "no kernel for row-sparse gradients")
@@ -295,9 +297,11 @@ def plan(
   # If XLA compiles the whole step, it fuses Keras' operations by itself. It
   # could not compile an update by rows, whose number of rows is not known.
   if is_compiled:
-    return Plan(reason="XLA compiles the whole step", is_final=True, own=own)
+    return Plan(
+      reason="XLA compiles the whole step", applies_to_sparse=True, own=own
+    )
   if wanted is False:
-    return Plan(reason="fused_update=False", is_final=True, own=own)
+    return Plan(reason="fused_update=False", applies_to_sparse=True, own=own)
   kernel = find_kernel(optimizer)
   if kernel is not None:
     return Plan(kernel)

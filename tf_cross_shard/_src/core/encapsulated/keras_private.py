@@ -104,7 +104,7 @@ def learning_rates(optimizer: Any) -> list[Any]:
 
 
 def trained(optimizer: Any) -> list[Any]:
-  """Returns the trained variables; Keras 3 derives slot names from theirs."""
+  """Returns the trained variables; Keras 3 names slots after them."""
   return list(getattr(optimizer, "_trainable_variables", ()))
 
 

@@ -118,7 +118,7 @@ def learning_rates(optimizer: Any) -> list[Any]:
 
 
 def kept_variables(optimizer: Any) -> list[Any]:
-  """Returns the variables that a replica keeps for a plain Keras optimizer."""
+  """Returns all variables of an optimizer and of the optimizers inside it."""
   return [
     variable
     for layer in nested_optimizers(optimizer)

@@ -1,7 +1,7 @@
-"""The only way in which this package temporarily overrides attributes.
+"""Temporarily overrides attributes of an optimizer.
 
-`docs/design.md` lists every attribute of the user's optimizer that is
-overridden for the length of a step, and why.
+`docs/design.md` lists every attribute that is overridden during `build` or a
+step, and why.
 """
 
 import contextlib

@@ -35,18 +35,21 @@ class Kind:
     keras: The name of the class in Keras 3 and tf_keras.
     kernel: The name of the kernel in `kernels.KERNELS`.
     slots: Maps the kernel's name of a slot to its name in a Keras 3 checkpoint.
-    more: Settings of Keras that are not arguments of the kernel.
+    extra_settings: Settings of Keras that are not arguments of the kernel.
   """
 
   keras: str
   kernel: str
   slots: dict[str, str]
-  more: tuple[str, ...] = ()
+  extra_settings: tuple[str, ...] = ()
 
   @property
   def settings(self) -> tuple[str, ...]:
     """The names in Keras of all settings but the learning rate."""
-    return (*kernels.KERNELS[self.kernel].settings.values(), *self.more)
+    return (
+      *kernels.KERNELS[self.kernel].settings.values(),
+      *self.extra_settings,
+    )
 
 
 # The keys are exact classes, because a subclass may compute anything.
@@ -147,7 +150,7 @@ class V1Update:
   def _multiply_powers(self) -> None:
     """Multiplies beta^t by beta, after a step has updated all variables.
 
-    Version 1 does so at the same point of a step.
+    TensorFlow 1 does the same.
     """
     for power in self._kernel.powers:
       after = self._power(power) * self._factor(power)

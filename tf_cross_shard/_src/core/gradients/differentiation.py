@@ -60,8 +60,8 @@ def compute(
   tape: tf.GradientTape | None,
   scale: Callable[[tf.Tensor], tf.Tensor],
   options: GraphOptions,
-  scalar: bool,
-  of_class: Callable[..., Pairs] | None = None,
+  requires_scalar: bool,
+  custom_compute_gradients: Callable[..., Pairs] | None = None,
 ) -> Pairs:
   """Computes the gradients of `scale(loss)` with respect to variables.
 
@@ -78,9 +78,10 @@ def compute(
     tape: The tape that recorded `loss`, or None.
     scale: A function that multiplies the seed, or the loss, by a factor.
     options: The options of a graph.
-    scalar: Whether the loss must be a scalar.
-    of_class: The method of a user's class that computes gradients from (loss,
-      variables, tape). It is called instead of `tape.gradient`.
+    requires_scalar: Whether the loss must be a scalar.
+    custom_compute_gradients: The method of a user's class that computes
+      gradients from (loss, variables, tape). It is called instead of
+      `tape.gradient`.
 
   Returns:
     (gradient, variable) pairs. Without `var_list`, no gradient is None.
@@ -99,19 +100,19 @@ def compute(
       f"`loss` must be a tensor or a function that returns one; got {loss!r}."
     )
   grad_loss = None if tf.executing_eagerly() else options.grad_loss
-  if scalar:
+  if requires_scalar:
     validation.check_scalar(loss, seeded=grad_loss is not None)
   seed = tf.ones_like(loss) if grad_loss is None else grad_loss
   # Keras' loss scaling returns float32. The seed needs the dtype of the loss.
   seed = tf.cast(scale(seed), seed.dtype)
   if tape is not None:
     variables = tape.watched_variables() if var_list is None else var_list
-    if of_class is not None:
+    if custom_compute_gradients is not None:
       with tape:  # The method has no argument for a seed: scale the loss.
         loss = tf.cast(scale(loss), loss.dtype)
-      return of_class(loss, variables, tape)
+      return custom_compute_gradients(loss, variables, tape)
     grads = tape.gradient(loss, list(variables), output_gradients=seed)
-  elif of_class is not None:
+  elif custom_compute_gradients is not None:
     raise TypeError(
       "`loss` must be a function, or come with its `tape`, for an optimizer"
       " whose class overrides compute_gradients; got a tensor of a graph."
@@ -145,7 +146,7 @@ def differentiate(
   tape: tf.GradientTape | None,
   scale: Callable[[Any], Any],
   options: GraphOptions,
-  scalar: bool,
+  requires_scalar: bool,
 ) -> Pairs:
   """Computes gradients for an encapsulated optimizer, with its loss scale.
 
@@ -158,8 +159,10 @@ def differentiate(
     tape,
     scale=lambda seed: inner.scaling.scale_loss(scale(seed)),
     options=options,
-    scalar=scalar,
-    of_class=inner.compute_gradients if inner.computes_gradients else None,
+    requires_scalar=requires_scalar,
+    custom_compute_gradients=inner.compute_gradients
+    if inner.computes_gradients
+    else None,
   )
   if variables is None:
     # Only the Keras 3 variable knows that its layer is frozen, but a tape

@@ -8,7 +8,7 @@ from tf_cross_shard._src.core.gradients.clipping import Gradient
 
 
 def all_finite(grads: Sequence[Gradient]) -> tf.Tensor:
-  """Returns whether no gradient holds a NaN or an infinity.
+  """Returns whether all elements of all gradients are finite.
 
   >>> bool(all_finite([tf.constant([1.0, 2.0]), None]))
   True

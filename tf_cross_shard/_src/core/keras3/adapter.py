@@ -56,8 +56,8 @@ class Keras3Optimizer(encapsulated.Encapsulated):
     return self.innermost._trainable_variables
 
   @property
-  def _begins_as_weights(self) -> str:
-    """The sequence of points that ScheduleFreeAdamW averages."""
+  def _weight_copy_attribute(self) -> str:
+    """`_momentums` of ScheduleFreeAdamW, which start as the weights; or ""."""
     kind = getattr(keras.optimizers, "ScheduleFreeAdamW", ())
     return "_momentums" if isinstance(self.innermost, kind) else ""
 
@@ -68,7 +68,8 @@ class Keras3Optimizer(encapsulated.Encapsulated):
     of a schedule, and in float64 by `rms_rate`.
     """
     opt = self.innermost
-    muon: Any = getattr(keras.optimizers, "Muon", ())  # Older Kerases lack it.
+    # Older versions of Keras lack Muon.
+    muon: Any = getattr(keras.optimizers, "Muon", ())
     if not isinstance(opt, muon):
       return
     schedules = keras.optimizers.schedules.LearningRateSchedule
@@ -109,7 +110,7 @@ class Keras3Optimizer(encapsulated.Encapsulated):
 
   @property
   def accumulates_own_gradients(self) -> bool:
-    """Whether this package runs `gradient_accumulation_steps` for Keras.
+    """Whether Keras' variables can accumulate each replica's own gradients.
 
     If the user's class overrides how gradients are applied, the class receives
     sums in every call and accumulates by itself. The same is true of an
@@ -215,7 +216,7 @@ class Keras3LossScaling(loss_scaling.LossScaling):
 
   @property
   def divides(self) -> bool:
-    """Whether there is a LossScaleOptimizer, inside or outside."""
+    """Whether the optimizer divides gradients, as a LossScaleOptimizer does."""
     return self.is_dynamic
 
   def scale_loss(self, loss: Any) -> Any:

@@ -41,7 +41,11 @@ class Keras3Wrapper(forwarding.OptimizerWrapper, keras.optimizers.Optimizer):
     self._encapsulate(adapter.Keras3Optimizer(opt))
 
   def __setattr__(self, name: str, value: Any) -> None:
-    """Forwards the assignment; notices a LossScaleOptimizer around this one."""
+    """Forwards the assignment.
+
+    The constructor of a LossScaleOptimizer around this optimizer assigns
+    `loss_scale_factor`. Ours then replace its methods.
+    """
     if name == "loss_scale_factor":
       kind = keras.optimizers.LossScaleOptimizer
       around = outer_loss_scaling.find_caller(self, kind)
@@ -93,7 +97,7 @@ class Keras3Wrapper(forwarding.OptimizerWrapper, keras.optimizers.Optimizer):
 def _build_and_apply(
   around: Any, ours: Any, grads: Any, trainable_variables: Any = None
 ) -> None:
-  """Replaces `around.apply`: also builds `around`, but reduces first."""
+  """Builds the LossScaleOptimizer, then calls ours, which reduces first."""
   if not around.built:
     around.build(list(trainable_variables))
   ours.apply(grads, trainable_variables)

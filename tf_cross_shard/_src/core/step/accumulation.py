@@ -39,18 +39,20 @@ class Window(context_lib.Stage, abc.ABC):
   variables: Sequence[Any] = ()
   steps: int = 1
 
-  def of_call(self, has_values: bool) -> "Window":
-    """Returns the window that handles a call: this one, or Keras' own.
+  def of_call(self, has_overwrites: bool) -> "Window":
+    """Returns the object that accumulates the gradients of a call.
+
+    It is this object, or an object that uses Keras' variables.
 
     Args:
-      has_values: Whether Keras replaces any variable with its "gradient", which
-        is then a new value; see `Encapsulated.is_overwritten`.
+      has_overwrites: Whether any variable has `overwrite_with_gradient`: its
+        "gradient" is its next value.
 
     Raises:
       NotImplementedError: If the gradient of such a variable would be
         accumulated.
     """
-    del has_values
+    del has_overwrites
     return self
 
   def build(self, variables: Sequence[Any]) -> None:
@@ -66,9 +68,9 @@ class Window(context_lib.Stage, abc.ABC):
   def add(
     self, own: Sequence[Gradient], variables: Sequence[Any], finish: Finish
   ) -> None:
-    """Adds up this replica's gradients; the window's last call calls `finish`.
+    """Accumulates this replica's gradients.
 
-    `finish` receives the gradients of the whole window.
+    The last call of the window passes the accumulated gradients to `finish`.
     """
 
 
@@ -87,12 +89,12 @@ class OneCall(Window):
     super().__init__(context)
     self._by_group = by_group
 
-  def of_call(self, has_values: bool) -> Window:
+  def of_call(self, has_overwrites: bool) -> Window:
     """Returns Keras' window if the encapsulated optimizer accumulates."""
     # For float8 scales, the "gradient" is the new value itself; Keras would
     # wrongly accumulate it. If there are such values, reduce in every call, and
     # let Keras accumulate the sums.
-    if has_values or not self.encapsulated.accumulates_own_gradients:
+    if has_overwrites or not self.encapsulated.accumulates_own_gradients:
       return self
     return KerasAccumulation(self.context, self._by_group)
 
@@ -135,8 +137,8 @@ class Accumulation(Window):
       # Not isolated: `finish` reduces over the group.
       finish(totals)
       with self.engine.isolate():
-        # Start the next window, even if the step was skipped or Keras has
-        # already counted this call.
+        # Reset the count, even if the step was skipped. Keras may already have
+        # counted this call, so subtract instead of assigning 0.
         self._count.assign_sub(self._calls_so_far())
 
     # All replicas have had the same number of calls, so all run the same
@@ -163,7 +165,10 @@ class Accumulation(Window):
   def _take(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> list[Gradient]:
-    """Returns the sums with `grads` added, and resets the sums to zero."""
+    """Returns what `finish` receives, and resets the sums to zero.
+
+    Here, the sums with `grads` added.
+    """
     return [
       None if grad is None else self._take_sum(variable, grad)
       for grad, variable in zip(grads, variables, strict=True)
@@ -202,9 +207,9 @@ class OwnAccumulation(Accumulation):
     self._not_reset: set[Any] = set()
     self._calls = self._make_variable(0, tf.int64, "accumulated_calls")
 
-  def of_call(self, has_values: bool) -> Window:
-    """Returns this window; raises an error if `has_values`."""
-    if has_values:
+  def of_call(self, has_overwrites: bool) -> Window:
+    """Returns this window; raises an error if `has_overwrites`."""
+    if has_overwrites:
       raise NotImplementedError(
         "Gradients of variables with `overwrite_with_gradient` (Keras' float8"
         " scales) cannot be accumulated. Remove `accumulate_steps`."

@@ -1,7 +1,7 @@
 """One step of a CrossShardOptimizer, in each replica.
 
-    loss ─ scale ─▶ gradients ─ clip ─▶ window ─▶ reduce ─▶ apply ─▶ weights
-                    this replica's      1 or k    over the  once
+    loss ─ scale ─▶ gradients ─ clip ─▶ window ─▶ reduce ─▶ guard ─▶ apply
+                    this replica's      1 or k    over the  NaN?     once
                     own gradients       calls     group
 
 The first two stages come before the step: `Step.scale` multiplies the loss, and
@@ -10,12 +10,11 @@ The first two stages come before the step: `Step.scale` multiplies the loss, and
 `scale_gradients`, `Step.perform` multiplies the gradients instead of the loss.)
 
 The stages are objects from this folder and from `update`. A window is one call
-or k calls long. The update decides what each member of a group keeps and
-applies. The wire decides in which dtype replicas send gradients. `Step` gives
-each stage the objects that it needs. Stages do not write into each other. The
-window, the update and the guard call a function of `Step` for the stage that
-follows: the window calls `_finish`, the update calls `_apply_once`, and the
-guard calls `apply`.
+or k calls long. The update decides which part of the weights and of the
+optimizer state each replica stores and updates. The wire decides in which dtype
+replicas send gradients. Each stage receives the next stage as a function:
+`window.add(..., _finish)`, `update.apply(..., _apply_once)`, and
+`guard.apply_if_finite(sums, apply)`. Stages do not write into each other.
 """
 
 import dataclasses
@@ -88,7 +87,7 @@ class Step:
     window: Accumulates the gradients of several calls.
     guard: Skips steps with a NaN or an infinity, and counts them.
     by_group: Settings that differ between groups.
-    watch: Notices when something else overwrites the groups' weights.
+    watch: Warns when something else overwrites the groups' weights.
     attached: Variables of callbacks, which `replica_state` saves, too.
   """
 
@@ -112,7 +111,7 @@ class Step:
     return self.context.settings
 
   def replace(self, **changes: Any) -> None:
-    """Replaces settings in all stages.
+    """Replaces settings in all stages that keep a context.
 
     Only the clipping limits and `group_settings` can be replaced. Only steps
     that are traced afterwards read the new values: a `tf.function` that was
@@ -148,7 +147,7 @@ class Step:
       tape,
       scale=lambda seed: self.scale(seed, default),
       options=options,
-      scalar=self.settings.is_mean,
+      requires_scalar=self.settings.is_mean,
     )
 
   @tf.autograph.experimental.do_not_convert

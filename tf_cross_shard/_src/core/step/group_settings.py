@@ -27,7 +27,7 @@ class GroupSettings(context_lib.Stage):
 
   def limits(self) -> dict[str, Any]:
     """Returns the limits that clip this replica's own gradients, by name."""
-    own = self._numbers_here()
+    own = self._values_of_this_replica()
     return {
       name: own.get(name, limit) for name, limit in self.settings.limits.items()
     }
@@ -36,12 +36,12 @@ class GroupSettings(context_lib.Stage):
     """Returns a context in which the optimizer has this group's numbers."""
     own = {
       name: number
-      for name, number in self._numbers_here().items()
+      for name, number in self._values_of_this_replica().items()
       if name not in settings_lib.LIMITS
     }
     return overriding.overriding(self.encapsulated.innermost, **own)
 
-  def _numbers_here(self) -> dict[str, float]:
+  def _values_of_this_replica(self) -> dict[str, float]:
     """Returns the numbers of the calling replica's group."""
     numbers = self.settings.group_settings
     if not numbers:
@@ -94,27 +94,27 @@ def _check_setting(optimizer: Any, name: str, values: list[float]) -> None:
   kind = type(optimizer).__name__
   if name == "learning_rate":
     raise ValueError(
-      "`group_settings` holds 'learning_rate', which may be a schedule. Use"
+      "`group_settings` contains 'learning_rate', which may be a schedule. Use"
       f" {kind}(schedules.PerGroup({values}))."
     )
   if name in _NOT_IN_UPDATE:
     raise ValueError(
-      f"`group_settings` holds {name!r}: {values}, but only settings that"
+      f"`group_settings` contains {name!r}: {values}, but only settings that"
       f" {kind} reads in its update can differ between groups. Pass"
       f" {kind}({name}=...), the same for all groups."
     )
   own = vars(optimizer).get(name)
   if isinstance(own, bool) or not isinstance(own, (int, float)):
     raise ValueError(
-      f"`group_settings` holds {name!r}, but {kind}.{name} is {own!r}, and only"
-      " numeric settings of `opt` can differ between groups. Set"
+      f"`group_settings` contains {name!r}, but {kind}.{name} is {own!r}, and"
+      " only numeric settings of `opt` can differ between groups. Set"
       f" {kind}({name}=...) to one of the numbers in `group_settings`."
     )
   # If the setting is 0, Keras creates no slot (momentum), or traces no
   # operation (weight decay).
   if not own and any(values):
     raise ValueError(
-      f"`group_settings` holds {name!r}: {values}, but {kind}.{name} is"
+      f"`group_settings` contains {name!r}: {values}, but {kind}.{name} is"
       f" {own!r}, and with 0, Keras leaves out what the other numbers need."
       " Create `opt` with one of the nonzero numbers."
     )

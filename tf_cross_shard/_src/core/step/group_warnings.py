@@ -31,7 +31,7 @@ from absl import logging
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.collectives import replica_values
 
-_BLENDED: Final = (
+_MIXED_EVALUATION: Final = (
   "%s trains %d groups, each with its own weights, but Keras' evaluate(),"
   " predict() and fit(validation_data=...) run each row through the weights of"
   " the replica that receives it, so the result describes none of the groups."
@@ -112,10 +112,10 @@ class GroupWarnings:
     # equal.
     are_equal_now = len(set(values)) == 1 and _differ(end)
     # Case 2: the change happened before some earlier step. Look at one replica
-    # of each group; the first is in group 0.
+    # of each group; the first is replica 0.
     first, *others = sorted(min(members) for members in self._groups)
     changed = [i for i in (first, *others) if not np.isnan(before[i])]
-    # Group 0 looks unchanged if every group received group 0's weights.
+    # Replica 0's group looks unchanged if every group received its weights.
     were_all_set = changed == others or (
       changed == [first, *others] and _differ(before[changed])
     )
@@ -166,7 +166,7 @@ class GroupWarnings:
     arguments = _arguments_of_fit()
     has_validated = arguments.get("validation_data") is not None
     if has_validated and not self.is_evaluated_by_group:
-      self._log_once(_BLENDED)
+      self._log_once(_MIXED_EVALUATION)
     used = getattr(arguments.get("callbacks"), "callbacks", ())
     swaps = any(type(c).__name__ == "SwapEMAWeights" for c in used)
     if has_sharded_averages and swaps and _SHARDED_AVERAGES not in self._logged:
@@ -174,7 +174,7 @@ class GroupWarnings:
       logging.warning(_SHARDED_AVERAGES, self._name)
 
   def accept(self) -> None:
-    """Forgets all checksums, so that an intended change gives no warning."""
+    """Resets all checksums, so that an intended change gives no warning."""
     if self._checksums is not None:
       copies = self._engine.strategy.experimental_local_results(self._checksums)
       for copy in copies:
@@ -207,7 +207,7 @@ class GroupWarnings:
 
   def before_evaluating(self) -> None:
     """Warns that Keras evaluates or predicts rows with different groups."""
-    self._log_once(_BLENDED)
+    self._log_once(_MIXED_EVALUATION)
 
   def _are_equal(self, variables: Iterable[Any]) -> bool:
     """Returns whether all groups are in this process with the same values."""

@@ -1,4 +1,4 @@
-"""Decides by which factor a loss is multiplied: the loss convention.
+"""Chooses the factor by which a loss is multiplied.
 
 The factor turns the sum over a group into a mean; see `gradients.loss_factor`.
 It depends on whether the loss is averaged over the examples of one replica or

@@ -1,7 +1,9 @@
 """Skips steps whose gradients contain a NaN or an infinity, and counts them.
 
 The check looks at the sums over the group. All members of a group have the same
-sums, so all members make the same decision without communication.
+sums, so all members make the same decision without communication. With
+`shard_update`, each member has a part of the sums, and `ShardedUpdate` makes
+all parts NaN if any part is not finite.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,9 +43,11 @@ class NonfiniteGuard(context_lib.Stage):
         )
 
   def is_step(self, sums: Sequence[Gradient]) -> Any:
-    """Returns whether the step with these sums changes the weights.
+    """Returns whether a step that is being applied changes the weights.
 
-    A dynamic LossScaleOptimizer applies only finite sums.
+    Call it inside the `apply` of `apply_if_finite`, which a step that
+    `skip_nonfinite` skips does not reach. A dynamic LossScaleOptimizer applies
+    only finite sums.
     """
     is_dynamic = self.encapsulated.scaling.is_dynamic
     return finite.all_finite(sums) if is_dynamic else True

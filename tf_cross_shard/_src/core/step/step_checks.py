@@ -26,8 +26,8 @@ class StepChecks:
     if tf.distribute.has_strategy():
       self._check_strategy()
     # On one replica, the optimizer may have been loaded only for inference,
-    # where its groups do not matter. `check_place` raises before the first
-    # step.
+    # where its groups do not matter. `check_place` raises the error before the
+    # first step.
     if self.engine.num_replicas > 1:
       self._check_group_count()
       self._check_workers()

@@ -54,7 +54,7 @@ class TfKerasOptimizer(encapsulated.Encapsulated):
 
   @property
   def trainable_variables(self) -> list[Any]:
-    """The variables of `build`, in order; empty if the user built it."""
+    """The variables of `build`, in order; empty if built before wrapping."""
     return list(self._trainable)
 
   def make_variable(self, value: Any, name: str) -> Any:
@@ -83,7 +83,7 @@ class TfKerasOptimizer(encapsulated.Encapsulated):
         super().build(self._trainable)
 
   @property
-  def _begins_as_weights(self) -> str:
+  def _weight_copy_attribute(self) -> str:
     """The attribute with the moving averages."""
     return "_model_variables_moving_average"
 
@@ -299,7 +299,7 @@ class _OncePerStep:
   __hash__ = None  # type: ignore[assignment]
 
   def __init__(self) -> None:
-    """Begins a step."""
+    """Creates a counter for one step."""
     self._is_multiplied = False
 
   def __eq__(self, other: object) -> Any:

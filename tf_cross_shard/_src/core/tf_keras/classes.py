@@ -151,15 +151,15 @@ class PerGroup(
   """A schedule with a learning rate, or another schedule, for each group."""
 
   _package = "tf_keras"
-  _was_given = False
+  _was_called = False
 
-  def _is_being_given(self) -> bool:
+  def _is_called_by_constructor(self) -> bool:
     """Returns whether this is the first call.
 
-    The first call comes from the constructor of the optimizer that the schedule
-    is given to, before another optimizer can encapsulate that optimizer.
+    tf_keras calls the schedule in the constructor of the optimizer, before the
+    optimizer is wrapped. That is the first call.
     """
-    is_first, self._was_given = not self._was_given, True
+    is_first, self._was_called = not self._was_called, True
     return is_first
 
 

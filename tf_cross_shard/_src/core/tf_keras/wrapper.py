@@ -57,7 +57,11 @@ class TfKerasWrapper(
     return names
 
   def __setattr__(self, name: str, value: Any) -> None:
-    """Forwards the assignment; notices a LossScaleOptimizer around this one."""
+    """Forwards the assignment.
+
+    The constructor of a LossScaleOptimizer around this optimizer assigns
+    `_is_wrapped_by_loss_scale_optimizer`. Ours then replace its methods.
+    """
     super().__setattr__(name, value)
     if name == "_is_wrapped_by_loss_scale_optimizer":
       kind = tf_keras.mixed_precision.LossScaleOptimizer
@@ -66,7 +70,7 @@ class TfKerasWrapper(
         self._reduce_before(around, self._methods_around())
 
   def _reduce_before(self, around: Any, methods: Any) -> None:
-    """Shows a checkpoint of `around` the slots of legacy optimizers, too."""
+    """Lets checkpoints of `around` save the slots of legacy optimizers, too."""
     super()._reduce_before(around, methods)
     if self._is_legacy:
       vars(around).update(

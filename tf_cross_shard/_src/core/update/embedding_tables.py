@@ -89,7 +89,7 @@ def why_not_lazy(context: context_lib.Context) -> str:
 
 
 def is_exact(optimizer: Any) -> bool:
-  """Returns whether plain Keras also changes only rows with a gradient."""
+  """Returns whether plain Keras also updates only rows with a gradient."""
   # tf_keras' SGD writes a slot for each row in each step, with momentum or not.
   return fused_update.keras_class(optimizer) in _EXACT and not (
     getattr(optimizer, "momentum", 0)
@@ -99,7 +99,7 @@ def is_exact(optimizer: Any) -> bool:
 
 
 class Tables(context_lib.Stage):
-  """The tables that are updated by rows. This base class has none.
+  """The embedding tables that are updated by rows; none in this base class.
 
   It is used for optimizers that update all rows in each step, as plain Keras
   does.

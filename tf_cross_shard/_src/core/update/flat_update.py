@@ -90,7 +90,7 @@ class FlatUpdate(sharded_update.ShardedUpdate):
     # For example "shard_float32" or "shard1_float32_without_decay".
     name = f"shard{number or ''}_{dtype.name}"
     name += "" if decays else "_without_decay"
-    # One variable W[i] of shape [part], with a copy for each member i.
+    # One variable W[i] of shape [layout.part], with a copy for each member i.
     with self.engine.making_variables():
       zeros = tf.zeros([layout.part], dtype)
       shard = self.encapsulated.make_variable(zeros, name)
@@ -102,7 +102,7 @@ class FlatUpdate(sharded_update.ShardedUpdate):
     built_on = [*shards, *self._unsharded_tables]
     # One of the user's weights for each variable of `built_on`. One weight is
     # enough: either all weights of a bucket have weight decay, or none.
-    of_user = [
+    example_weights = [
       *(bucket.variables[0] for bucket in self.buckets),
       *self._unsharded_tables,
     ]
@@ -110,7 +110,7 @@ class FlatUpdate(sharded_update.ShardedUpdate):
     self.encapsulated.innermost.exclude_from_weight_decay(
       var_list=[
         variable
-        for variable, weight in zip(built_on, of_user, strict=True)
+        for variable, weight in zip(built_on, example_weights, strict=True)
         if not self.encapsulated.decays(weight)
       ]
     )
@@ -118,7 +118,7 @@ class FlatUpdate(sharded_update.ShardedUpdate):
     state = plain_state.of_shards(
       self.encapsulated,
       self._all_variables,
-      self._places_in_shards(),
+      self._locations_in_shards(),
       self.engine,
     )
     if self.encapsulated.innermost.use_ema:
@@ -188,8 +188,8 @@ class FlatUpdate(sharded_update.ShardedUpdate):
     for part, bucket in zip(parts, self.buckets, strict=True):
       if part.dtype.size < tf.float32.size:
         part = tf.cast(part, tf.float32)
-      # Put this member's squares among zeros, cut the row back into the weights
-      # and sum: this member's share of ||g_v||^2 for each weight v.
+      # Place this member's squares into a buffer for all members, split the
+      # buffer by weight, and sum each piece: this member's share of ||g_v||^2.
       row = self.engine.place_among_zeros(tf.square(part))
       of_members = tf.split(row, len(bucket.layout.cuts))
       of_weights = bucket.layout.join(of_members)
@@ -254,7 +254,7 @@ class FlatUpdate(sharded_update.ShardedUpdate):
     with tf.init_scope():
       self._run_on_all_replicas(start)
 
-  def _places_in_shards(self) -> list[tuple[int, int | None]]:
+  def _locations_in_shards(self) -> list[tuple[int, int | None]]:
     """Returns where the encapsulated optimizer holds each of the weights.
 
     Returns:

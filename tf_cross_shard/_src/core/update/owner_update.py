@@ -140,7 +140,8 @@ class OwnerUpdate(sharded_update.ShardedUpdate):
     """Returns the parts that no other member also holds.
 
     If a bucket holds fewer weights than a group has members, a member without
-    its own weight repeats the update of a different member.
+    its own weight repeats the update of another member's weight. A norm must
+    count that weight once.
     """
     member = self.engine.position()
     return [

@@ -137,7 +137,7 @@ FindSlot = Callable[[int, str, Any], tuple[Any, Any]]
 
 
 class PlainState:
-  """The plain optimizer's view of sharded state.
+  """Sharded state, as the optimizer without sharding would have it.
 
   It has the members of `encapsulated.state.State` that savers need.
 

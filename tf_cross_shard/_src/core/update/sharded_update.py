@@ -51,8 +51,9 @@ class WeightBucket:
     variables: The user's weights, in their order.
     natives: The same weights as `tf.Variable`s.
     layout: Which elements of the weights each member updates.
-    shard: The variable `[layout.part]` that the encapsulated optimizer updates
-      on this member; None if the optimizer updates the weights themselves.
+    shard: The variable, of shape `[layout.part]`, that the encapsulated
+      optimizer updates on this member; None if the optimizer updates the
+      weights themselves.
   """
 
   variables: list[Any]
@@ -259,19 +260,19 @@ class ShardedUpdate(update.Update):
         self.buckets[::-1], by_bucket[::-1], strict=True
       )
     ][::-1]
-    parts = self._spread_nonfinite(parts, table_sums)
+    parts = self._mark_nonfinite_on_all(parts, table_sums)
     return self._clip_sums(parts, table_sums)
 
   def own_part(
     self, sums: Sequence[Gradient], variables: Sequence[Any]
   ) -> list[Gradient]:
-    """Returns this member's parts of sums that all members have, clipped."""
+    """Cuts this member's parts out of sums that all members have, and clips."""
     table_sums, by_bucket = self._sort_gradients(sums, variables)
     parts = [
       self.engine.own_part(flat_sums, bucket.layout)
       for bucket, flat_sums in zip(self.buckets, by_bucket, strict=True)
     ]
-    parts = self._spread_nonfinite(parts, table_sums)
+    parts = self._mark_nonfinite_on_all(parts, table_sums)
     return self._clip_sums(parts, table_sums)
 
   def apply(
@@ -385,7 +386,7 @@ class ShardedUpdate(update.Update):
     """
     return parts
 
-  def _spread_nonfinite(
+  def _mark_nonfinite_on_all(
     self, parts: list[tf.Tensor], table_sums: Sequence[Gradient]
   ) -> list[tf.Tensor]:
     """Turns all parts into NaN if any member's sums are not finite.
@@ -399,8 +400,8 @@ class ShardedUpdate(update.Update):
     is_bad = tf.cast(~finite.all_finite([*parts, *table_sums]), tf.float32)
     [bad_members] = self.engine.all_reduce_sum([is_bad])
     # Adding 0 changes no part. Adding NaN turns every element into NaN.
-    poison = tf.where(bad_members > 0, float("nan"), 0.0)
-    return [part + tf.cast(poison, part.dtype) for part in parts]
+    nan_or_zero = tf.where(bad_members > 0, float("nan"), 0.0)
+    return [part + tf.cast(nan_or_zero, part.dtype) for part in parts]
 
   def _clip_sums(
     self, parts: list[tf.Tensor], table_sums: Sequence[Gradient]

@@ -52,12 +52,12 @@ class WholeSlot(_Trackable):
   """The slot of one weight; each member of a group holds a part of it.
 
   You read and assign a whole slot like a variable, eagerly and outside
-  `strategy.run`. Reading returns the value of group 0, as for any variable
-  whose groups differ. Assigning gives all groups the same value.
+  `strategy.run`. Reading returns the value of group 0. Assigning gives all
+  groups the same value.
 
   Attributes:
-    parts: The sharded variable. The copy on each member is that member's part,
-      which may hold elements of other weights too.
+    parts: The sharded slot variable. The copy on each member is that member's
+      part, which may hold elements of other weights too.
   """
 
   trainable = False

@@ -137,7 +137,7 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
 
   def _reduce_before(self, around: Any, methods: Any) -> None:
     """Reduces gradients before a LossScaleOptimizer around this optimizer."""
-    outer_loss_scaling.reduce_before(
+    outer_loss_scaling.install_outer_loss_scaler(
       self._encapsulated.scaling, around, methods
     )
 
@@ -258,7 +258,8 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
       self._encapsulated.check_dtypes(variables)
       if own.excluded:
         exclusions.exclude_again(self._encapsulated, own.excluded, variables)
-      # Now: with `shard_update` the optimizer is built on other variables.
+      # Record the exclusions before `_build_slots`: with `shard_update`, the
+      # optimizer is built on other variables.
       own.excluded = exclusions.of_variables(self._encapsulated, variables)
     self._build_slots(variables)
     if own.unrestored:

@@ -42,7 +42,8 @@ class Minimizer(saving.Wrapping):
     """Scales the loss and returns this replica's, or this tower's, gradients.
 
     The gradients are not reduced yet, so you can clip or change the
-    gradients of each replica. They contain the factor of the mean.
+    gradients of each replica. They include the loss factor, so their sum over
+    the group is the mean.
 
     >>> from tf_cross_shard import CrossShardOptimizer
     >>> weight = tf.Variable(3.0)

@@ -11,7 +11,8 @@ order is changed:
 
 After our optimizer has reduced the gradients, each replica (isolated from the
 others) passes the sums to the LossScaleOptimizer. All members of a group have
-the same sums, so their LossScaleOptimizers make the same decision. If the
+the same sums, or parts that are all NaN if any part is not finite
+(`shard_update`), so their LossScaleOptimizers make the same decision. If the
 sums are finite, the LossScaleOptimizer calls our optimizer for the update.
 """
 
@@ -22,7 +23,7 @@ from typing import Any
 from tf_cross_shard._src.core.encapsulated import loss_scaling
 
 
-def reduce_before(
+def install_outer_loss_scaler(
   scaling: loss_scaling.LossScaling,
   around: Any,
   methods: Mapping[str, Callable[..., Any]],
