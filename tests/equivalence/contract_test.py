@@ -26,7 +26,7 @@ class TestReference(contract.OptimizerContract):
 
 
 class TestCrossShardOptimizer(contract.OptimizerContract):
-  """So does every optimizer when it is encapsulated."""
+  """Wrapped optimizers fulfill the optimizer contract."""
 
   def wrap(self, opt: Any) -> Any:
     return CrossShardOptimizer(opt)
@@ -48,7 +48,7 @@ class TestCrossShardOptimizer(contract.OptimizerContract):
     self._assert_same_state(optimizer, twin)
 
   def test_gradients_of_another_dtype_are_cast(self, make: Any) -> None:
-    """In tf_keras too, which would fail when the first variable is updated."""
+    """Plain tf_keras would fail when it updates the first variable."""
     results = []
     for second in ("float16", "float32"):
       optimizer, variables = self._built(make, 2)
@@ -143,7 +143,7 @@ class TestReferenceOfTfKeras(_OfTfKeras, TestReference):
 
 
 class TestCrossShardOptimizerOfTfKeras(_OfTfKeras, TestCrossShardOptimizer):
-  """So does what it encapsulates."""
+  """Wrapped tf_keras optimizers fulfill the optimizer contract."""
 
   def wrap(self, opt: Any) -> Any:
     return importlib.import_module(

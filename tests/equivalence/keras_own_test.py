@@ -45,7 +45,7 @@ CANNOT_PASS = {
   },
   f"{_REPLICAS}::test_ema": (
     "gives all replicas one tensor object, of which Keras makes 1 + 1 = 1;"
-    " keras3_test gives each its own"
+    " keras3/classes_test.py gives each its own"
   ),
 }
 # Fewer means that tests are gone, or no longer found.
@@ -56,7 +56,7 @@ IS_LISTED_FOR = version.Version(keras.__version__).release[:2] == (3, 15)
 
 
 def _files() -> list[pathlib.Path]:
-  """The files with Keras' tests of optimizers."""
+  """Returns the files with Keras' tests of optimizers."""
   backend = KERAS / "src/backend/tensorflow"
   found = sorted((KERAS / "src/optimizers").glob("*_test.py"))
   if not found and not IS_LISTED_FOR:

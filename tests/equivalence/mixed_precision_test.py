@@ -36,8 +36,8 @@ CELLS = [
 
 
 @pytest.mark.parametrize("row", CELLS, ids=lambda row: "-".join(map(str, row)))
-def test_as_plain_keras(row: tuple[str, ...]) -> None:
-  """A group with a NaN leaves one step out, and halves its loss scale."""
+def test_mixed_precision_equals_plain_keras(row: tuple[str, ...]) -> None:
+  """A group with a NaN skips one step, and halves its loss scale."""
   engine, cell = row[0], Cell(*row[1:])
   given = mixed_precision.data(testbed.REPLICAS, cell.has_nan)
   held = mixed_precision.run(

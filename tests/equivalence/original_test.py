@@ -62,7 +62,9 @@ def _train(
     [GROUPINGS, list(PAIRS), (_reduction.MEAN, _reduction.SUM)]
   ),
 )
-def test_the_same_weights(grouping: str, name: str, reduction: str) -> None:
+def test_weights_equal_those_of_tensorflow_1(
+  grouping: str, name: str, reduction: str
+) -> None:
   task, table = training.Regression(), testbed.GROUPINGS[grouping]
   options = {"reduction": reduction, "group_assignment": table}
   theirs, mine = (_train(task, name, who, **options) for who in (True, False))

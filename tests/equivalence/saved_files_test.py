@@ -155,7 +155,7 @@ def _of_first_group(state: Any) -> Any:
 def _check_saved(
   program: programs.Program, expected: Any, leave_out: Sequence[str] = ()
 ) -> None:
-  """Compares what was loaded with what was recorded when it was saved."""
+  """Compares the loaded values with the recorded ones."""
   state = program.state()
   for part in expected.keys() - set(leave_out):
     _check_values(state[part], expected[part], part)
@@ -659,7 +659,7 @@ class TestRemoved:
   def test_from_config_with_rows_or_windows(
     self, which: str, said: list[str]
   ) -> None:
-    """Without the other one, each of the two arguments stays."""
+    """`accumulate_steps` or `lazy_rows` alone is kept."""
     kind, config = cases.OURS[which].CrossShardOptimizer, self._config(which)
     for given in ({"lazy_rows": True}, {"accumulate_steps": 2}):
       made = kind.from_config({**config, **given})

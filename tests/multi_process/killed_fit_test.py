@@ -1,4 +1,4 @@
-"""A `fit` that is killed goes on as if it had not been: kill -9, SIGTERM.
+"""Tests that `fit` resumes exactly after SIGKILL and SIGTERM.
 
 Damage while a file is being written is in archive_test.py; errors that end a
 `fit`, in backup_test.py.
@@ -39,7 +39,7 @@ def _outcome(folder: pathlib.Path) -> tuple[dict[int, Any], dict[str, Any]]:
 def test_killed_at_every_place_of_every_epoch(
   patience: int, min_delta: float, epochs: int, tmp_path: pathlib.Path
 ) -> None:
-  """Also of the one after which all groups have stopped."""
+  """Includes the epoch after which all groups have stopped."""
   undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
   for folder in (undisturbed, killed):
     folder.mkdir()
@@ -55,7 +55,7 @@ def test_killed_at_every_place_of_every_epoch(
 
 
 def test_killed_and_signalled_at_batches(tmp_path: pathlib.Path) -> None:
-  """At random ones, of which the last is that of an epoch, too."""
+  """Stops at random batches, including the last batch of an epoch."""
   undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
   for folder in (undisturbed, killed):
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""What goes wrong among real processes ends in an error that says what.
+"""Tests errors of several workers, in real processes.
 
 Each launch holds one fault, or all of those after which the workers can go on.
 """
@@ -28,7 +28,7 @@ TIMEOUT = {"arguments": {"timeout": 4.0}}
 
 
 def _faults(what: str) -> dict[str, Any]:
-  """Two workers of which the second is the odd one."""
+  """Returns a launch of two workers, of which the second has the fault."""
   return {
     "arguments": {"what": what},
     "per_worker": [{"odd": False}, {"odd": True}],
@@ -107,7 +107,7 @@ def _assert_says(report: Mapping[str, Any], error: str, words: str) -> None:
 
 
 def test_a_worker_that_does_not_start_is_named(launches: Launches) -> None:
-  """The first waits for all, and the others for the first."""
+  """The first worker waits for all workers; the others wait for the first."""
   first, _ = launches.reports("missing other")
   (other,) = launches.reports("missing chief")
   for report, missing in ((first, _name(2)), (other, _name(0, "chief"))):
@@ -120,10 +120,10 @@ def test_a_worker_that_does_not_start_is_named(launches: Launches) -> None:
     assert report["error"] == "MissingWorkerError"
 
 
-def test_who_waits_for_a_silent_worker_in_tensorflow_ends(
+def test_waiting_for_an_unreachable_worker_ends(
   tmp_path: pathlib.Path,
 ) -> None:
-  """As where one is killed after it began to listen: nobody answers."""
+  """A port accepts connections, but no worker answers there."""
   (tmp_path / "program.py").write_text(
     "from tf_cross_shard import multi_worker\n"
     "multi_worker.MultiWorkerStrategy(timeout=2)\n"
@@ -173,8 +173,8 @@ def _assert_differs(report: Mapping[str, Any], what: str, odd: int = 1) -> None:
   assert report["unchanged"]
 
 
-def test_workers_that_differ_are_told_in_what(launches: Launches) -> None:
-  """And can go on afterwards."""
+def test_workers_that_differ_raise_the_difference(launches: Launches) -> None:
+  """The workers can train after the error."""
   reports = launches.reports("disagree")
   assert len(reports) == 2
   for report in reports:
@@ -185,7 +185,7 @@ def test_workers_that_differ_are_told_in_what(launches: Launches) -> None:
 
 
 def test_an_empty_variable_is_refused(launches: Launches) -> None:
-  """TensorFlow's broadcast of one ends the process."""
+  """TensorFlow ends the process if it broadcasts an empty variable."""
   for report in launches.reports("disagree"):
     _assert_says(
       report["empty"], "ValueError", r"variable .* \(0, 3\) is empty"
@@ -240,7 +240,7 @@ def test_variables_that_workers_make_differently(
 def test_the_others_name_a_worker_that_is_killed(
   launches: Launches, killed: int
 ) -> None:
-  """Killed with SIGKILL, when some of the step's sums are there already."""
+  """SIGKILL arrives after some of the step's sums."""
   left = launches.workers(f"lost {killed}")
   assert [w.index for w in left] == [i for i in range(3) if i != killed]
   for worker in left:
@@ -253,10 +253,10 @@ def test_the_others_name_a_worker_that_is_killed(
       _assert_differs(report["differ"], "sparse gradient", odd=2)
 
 
-def test_who_waits_without_a_limit_names_a_worker_that_is_killed(
+def test_waiting_without_a_limit_ends_if_a_worker_is_killed(
   launches: Launches,
 ) -> None:
-  """So they wait while the first evaluates.
+  """The other workers wait like this while the first worker evaluates.
 
   That one has the service, so another may only see that it ended, too.
   """
@@ -266,7 +266,7 @@ def test_who_waits_without_a_limit_names_a_worker_that_is_killed(
 
 
 def test_a_wait_for_a_worker_that_is_stuck_ends(launches: Launches) -> None:
-  """It runs, and so TensorFlow would let the others wait forever.
+  """The stuck process runs, so TensorFlow alone would wait forever.
 
   A worker that was only slow, for half of the limit, has ended nothing.
   """
@@ -279,8 +279,10 @@ def test_a_wait_for_a_worker_that_is_stuck_ends(launches: Launches) -> None:
     assert report["trained"] == -3.0 - 4.5  # sums of two steps, with momentum
 
 
-def test_killed_and_resumed_is_as_undisturbed(tmp_path: pathlib.Path) -> None:
-  """Killed between the workers' third files: all go on from their second.
+def test_resumed_training_equals_uninterrupted_training(
+  tmp_path: pathlib.Path,
+) -> None:
+  """A kill between the workers' third backups resumes from the second ones.
 
   In groups, so that each worker goes on from what it alone has saved.
   """
@@ -320,7 +322,7 @@ def _assert_as_undisturbed(resumed: dict[str, Any], epochs: list[int]) -> None:
 def test_a_signal_to_one_worker_ends_all_after_one_batch(
   tmp_path: pathlib.Path,
 ) -> None:
-  """In mid-epoch, and both go on from there."""
+  """The signal arrives within an epoch, where both workers resume."""
   arguments = {"folder": tmp_path, "dies": False}
   done = workers.run(
     *("resume", 2),

@@ -106,8 +106,10 @@ def _negative_sums(
 
 
 @_of("dense_sum", "sparse_sum")
-def test_sums(launches: Launches, launch: str, key: cases.Key) -> None:
-  """Whole numbers are exact; others are within the precision of the wire.
+def test_gradient_sums_over_workers(
+  launches: Launches, launch: str, key: cases.Key
+) -> None:
+  """Sums of integers are exact. Others have the rounding error of wire_dtype.
 
   A gradient is rounded once to the wire dtype, and a dense sum once more:
   every term was multiplied by at most `(1 + u) ** 2`, and by a little for each
@@ -133,7 +135,7 @@ def test_sums(launches: Launches, launch: str, key: cases.Key) -> None:
 
 @_of("sharded")
 def test_sharded(launches: Launches, launch: str, key: cases.Key) -> None:
-  """Plain Keras' weights; the state was saved and loaded on the way."""
+  """Compares with plain Keras; the state is saved and loaded between steps."""
   _, grouping, optimizer, *options = key
   held = _held(launches, launch, key)
   task = training.Regression(num_replicas=len(held))
@@ -149,7 +151,7 @@ def test_sharded(launches: Launches, launch: str, key: cases.Key) -> None:
 
 @_of("islands")
 def test_islands(launches: Launches, launch: str, key: cases.Key) -> None:
-  """A join sets the mean of all groups, from which each group goes on."""
+  """An outer step sets all groups to their mean weights."""
   held = _held(launches, launch, key)
   groups = _groups(len(held), key[1])
   sums = functools.partial(_negative_sums, "dense_sum", "small")
@@ -234,7 +236,7 @@ def test_fit_evaluate_and_predict(
 def test_callbacks_for_groups(
   launches: Launches, launch: str, key: cases.Key
 ) -> None:
-  """The first worker evaluates, all decide alike, each group is at its best."""
+  """The first worker evaluates, and all workers decide alike."""
   held = _held(launches, launch, key)
   x, y = cases.fit_data(len(held))
   for i, members in enumerate(_groups(len(held), key[1])):
@@ -294,7 +296,7 @@ def test_trials_move_between_workers(
 def test_mixed_precision(
   launches: Launches, cell: mixed_precision.Cell
 ) -> None:
-  """Plain Keras' weights; where a loss is scaled, one worker has a NaN."""
+  """Compares with plain Keras. If the loss is scaled, one worker has a NaN."""
   held = [own for result in _two(launches) for own in result[cell]]
   mixed_precision.check(cell, held, mixed_precision.WORKER_CELLS[cell])
 
@@ -307,7 +309,7 @@ def test_mixed_precision_under_tensorflows_strategy(launches: Launches) -> None:
 
 
 def test_evaluate_and_predict_of_tf_keras(launches: Launches) -> None:
-  """Means over all workers' examples, and all rows, on every worker."""
+  """Every worker gets means over all examples, and all predictions."""
   given = mixed_precision.data(2, has_nan=False)
   right = given.x @ given.kernel + given.bias
   loss = float(np.mean((right - given.y) ** 2))

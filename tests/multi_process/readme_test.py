@@ -54,7 +54,7 @@ def test_readme_is_short_and_index_names_all() -> None:
 
 
 def test_design_names_the_modules() -> None:
-  """Every file and folder in the picture of the house is there, and all are."""
+  """The tree in docs/design.md has the files and folders of the first level."""
   house = pages.text("docs/design.md").partition("<!-- house -->")[2]
   picture, _, _ = house.partition("<!-- /house -->")
   named = re.findall(r"(?m)^  (\w+(?:\.py|/)) ", picture.split("\ntests/")[0])

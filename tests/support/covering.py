@@ -36,7 +36,11 @@ def pairwise(
 
 
 def cover(pairs_of: dict[Any, set[Any]], most: int | None = None) -> list[Any]:
-  """Few keys whose sets have all that any has; the best `most` of them."""
+  """Returns keys whose sets together contain every element.
+
+  Greedy: each time the key with the most missing elements. With `most`, it
+  returns at most so many keys.
+  """
   missing = set().union(*pairs_of.values())
   chosen: list[Any] = []
   while missing and len(chosen) != most:

@@ -32,8 +32,8 @@ _SECONDS = 60.0  # until members that wait for one that failed give up
 _Result = TypeVar("_Result")
 
 
-class _Table:
-  """The place where the members of one group meet."""
+class _Rendezvous:
+  """Exchanges tensors between the members of one group."""
 
   def __init__(self, members: Sequence[int]) -> None:
     self._members = members
@@ -52,7 +52,7 @@ class _Table:
 
 
 class FakeEngine(engine_lib.Engine):
-  """What one replica sees of its group.
+  """The engine of one replica, which exchanges tensors with its group.
 
   Attributes:
     replica: Its number.
@@ -63,7 +63,7 @@ class FakeEngine(engine_lib.Engine):
     self,
     groups: groups_lib.Groups,
     replica: int,
-    table: _Table,
+    table: _Rendezvous,
     keeps_rows: bool = True,
   ) -> None:
     super().__init__(tf.distribute.get_strategy(), groups)
@@ -113,7 +113,7 @@ def engines(
   groups: groups_lib.Groups = PAIRS, keeps_rows: bool = True
 ) -> list[FakeEngine]:
   """The engines of all replicas, in their order."""
-  tables = [_Table(sorted(members)) for members in groups]
+  tables = [_Rendezvous(sorted(members)) for members in groups]
   return [
     FakeEngine(groups, replica, tables[groups.index_of(replica)], keeps_rows)
     for replica in range(groups.num_replicas)

@@ -1,4 +1,4 @@
-"""What workers do that is wrong, and what they then report.
+"""Programs with faults, for the tests of errors of several workers.
 
 Each function is run by every worker alike, and is told whether this worker is
 the odd one.
@@ -37,7 +37,7 @@ MADE = ("fewer", "shape", "more at the end")
 
 
 def attempt(function: Callable[[], Any]) -> dict[str, Any]:
-  """What an error says, and how long it took."""
+  """Returns an error's text, and the seconds until it was raised."""
   begin = time.monotonic()
   found = {"error": None, "message": ""}
   try:
@@ -98,7 +98,7 @@ def differ(
 
 
 def disagree(odd: bool, strategy: tf.distribute.Strategy) -> dict[str, Any]:
-  """All differences, one after the other, and what is right at the end."""
+  """Runs each difference, and then a correct step."""
   found = {what: differ(what, odd, strategy) for what in DIFFERENCES}
   found["empty"] = attempt(lambda: _make_empty(strategy))
   found["nothing"] = differ("nothing", odd, strategy)

@@ -27,7 +27,7 @@ _starting = threading.Lock()
 
 @dataclasses.dataclass(frozen=True)
 class Worker:
-  """What became of one process.
+  """The result of one process.
 
   `returncode` is as in `subprocess`: negative for a signal. `result` is what
   the task returned, or None.
@@ -41,7 +41,7 @@ class Worker:
 
 
 class WorkersFailedError(AssertionError):
-  """A worker failed that was not to; holds what all of them wrote."""
+  """Raised if a worker fails unexpectedly; has the logs of all workers."""
 
 
 class _Process:
@@ -133,7 +133,7 @@ def _read(
   process: _Process,
   ends: Mapping[int, float],
 ) -> Worker:
-  """What a process left behind."""
+  """Reads the result of a process."""
   result = place.with_suffix(".out")
   return Worker(
     index=index,
@@ -147,7 +147,7 @@ def _read(
 def _everything(
   task: str, done: Sequence[Worker], failed: Sequence[int], timeout: float
 ) -> str:
-  """All that there is to know of a launch that went wrong."""
+  """Returns a report about a failed launch."""
   parts = [f"{task}: failed or not done after {timeout:g} s: {failed}"]
   for worker in done:
     parts.append(

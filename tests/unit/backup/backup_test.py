@@ -40,7 +40,7 @@ GROUPS = [[0, 2], [1, 3]]
 
 
 def _model(groups: Any = None, library: Any = tf.keras, **options: Any) -> Any:
-  """A model whose next step depends on all that has to be saved."""
+  """Returns a model whose next step depends on all saved state."""
   library.utils.set_random_seed(3)
   layers = library.layers
   # The random numbers of tf_keras are not variables of the model.
@@ -109,7 +109,7 @@ def _train(kind: str, *others: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @functools.cache
 def _undisturbed(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-  """What nothing has interrupted."""
+  """Returns the result of a `fit` that was not interrupted."""
   return _train(kind)
 
 
@@ -123,10 +123,10 @@ def _undisturbed(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
     ("tf_keras, ragged executions", 4, 3),
   ],
 )
-def test_a_resumed_epoch_is_that_of_no_crash(
+def test_resumed_fit_equals_uninterrupted_fit(
   kind: str, at_end: int, within: int, tmp_path: pathlib.Path
 ) -> None:
-  """Also its metrics, and when groups join: at the end of epochs, and not."""
+  """Compares weights, metrics, and outer steps within and between epochs."""
   history, state = _undisturbed(kind)
   crash = testbed.Interruption(2, within - 1)
   every = 1 if "ragged" in kind else 2
@@ -230,7 +230,7 @@ def test_a_signal_after_the_last_batch_is_passed_on(
 
 
 def test_backups_by_the_clock(tmp_path: pathlib.Path) -> None:
-  """Of which the last three are kept."""
+  """Backups are saved at intervals of seconds; the last three are kept."""
   backup = callbacks.BackupAndRestore(
     tmp_path, False, every=99, every_seconds=0, keep=3
   )
@@ -245,7 +245,7 @@ def test_backups_by_the_clock(tmp_path: pathlib.Path) -> None:
 def test_workers_compare_about_once_a_second(
   monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-  """By the slowest one's time, and after 100 batches at the latest."""
+  """Workers use the slowest one's time, and compare every 100 batches."""
   rows: list[list[int]] = []
   now = [0.0]
 
@@ -321,7 +321,7 @@ class _AtBegin(group_callback.GroupCallback):
 def test_as_many_groups_of_other_replicas(
   before: Any, after: Any, tmp_path: pathlib.Path
 ) -> None:
-  """Each goes on; members' own statistics are their mean."""
+  """Every group resumes. New members get the mean of the old statistics."""
   path = tmp_path / "worker_0" / "epoch_2.npz"
   best = callbacks.GroupCheckpoint(tmp_path / "best.npz")
   with testbed.mirrored(sum(map(len, before))).scope():
@@ -355,10 +355,10 @@ def test_as_many_groups_of_other_replicas(
   assert len(own) == 2 * len(before) * (len(before[0]) - 1)
 
 
-def test_groups_in_files_of_workers_that_are_no_more(
+def test_restores_groups_from_files_of_removed_workers(
   tmp_path: pathlib.Path,
 ) -> None:
-  """Which a worker has to see; it goes on from what all of them wrote."""
+  """A worker reads the files of all former workers."""
   with testbed.mirrored(2).scope():
     model = _model([[0], [1]])
     _crash(tmp_path, model)
@@ -402,7 +402,7 @@ def test_groups_in_files_of_workers_that_are_no_more(
 def test_another_number_of_replicas_in_mid_epoch(
   tmp_path: pathlib.Path,
 ) -> None:
-  """The metrics of that epoch are those of its rest."""
+  """The metrics of a resumed epoch cover the remaining batches only."""
 
   def fit(*others: Any) -> Any:
     tf.keras.utils.set_random_seed(3)
@@ -425,7 +425,7 @@ def test_another_number_of_replicas_in_mid_epoch(
 
 
 def test_the_last_two_are_kept(tmp_path: pathlib.Path) -> None:
-  """So that a crash while one is written leaves the one before."""
+  """A crash while a backup is being written leaves the previous backup."""
   folder = tmp_path / "worker_0"
   backup = callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
   _fit(_model(), backup)
@@ -444,7 +444,7 @@ def test_the_last_two_are_kept(tmp_path: pathlib.Path) -> None:
 
 
 def test_the_newest_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-  """Of one process its own; of several, what all have."""
+  """Several processes use the newest backup that all of them have."""
   strategy = tf.distribute.get_strategy()
 
   def newest(*numbers: list[int]) -> int | None:
@@ -467,7 +467,7 @@ def test_the_newest_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_state_of_a_callback_that_is_gone_is_left_out(
   tmp_path: pathlib.Path,
 ) -> None:
-  """Such as one of a class that this version no longer has."""
+  """The callback's class may no longer exist in this version."""
   with testbed.mirrored().scope():
     model = _model(GROUPS)
   backup = callbacks.BackupAndRestore(tmp_path)

@@ -1,4 +1,4 @@
-"""What CrossShardOptimizer promises beyond the numbers of the matrix."""
+"""Tests the interface of CrossShardOptimizer: places, arguments, and errors."""
 
 import functools
 import inspect
@@ -29,10 +29,10 @@ def _make(
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}])
-def test_what_was_made_outside_the_scope_is_refused_at_once(
+def test_variables_from_outside_the_scope_are_refused(
   options: dict[str, Any],
 ) -> None:
-  """TensorFlow would say that scopes must not be nested."""
+  """The error explains more than TensorFlow's error about nested scopes."""
   opt = SGD(1.0)
   with (
     testbed.mirrored().scope(),
@@ -326,7 +326,7 @@ def test_names_and_gates() -> None:
 
 
 def test_what_a_graph_has_read_is_updated_on_every_replica() -> None:
-  """A graph reports replicas' copies; the optimizer is built on the whole."""
+  """The optimizer is built on the mirrored variable, not on its copies."""
   with testbed.mirrored().scope():
     weight = tf.Variable(10.0)
     optimizer = CrossShardOptimizer(SGD(1.0, momentum=0.5), "sum")

@@ -84,7 +84,7 @@ def test_other_backends_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ("tf_keras", TF_KERAS_REMEDY),
   ],
 )
-def test_what_is_missing_is_named(
+def test_missing_packages_are_named(
   monkeypatch: pytest.MonkeyPatch, package: str, words: str
 ) -> None:
   monkeypatch.setitem(sys.modules, package, None)
@@ -97,7 +97,7 @@ def test_what_is_missing_is_named(
 
 
 @pytest.mark.parametrize("package", ["tensorflow", "tf_keras"])
-def test_what_is_broken_tells_its_own_story(
+def test_broken_import_raises_the_original_error(
   monkeypatch: pytest.MonkeyPatch, tmp_path: Path, package: str
 ) -> None:
   """A package that lacks a dependency of its own is not "missing"."""
@@ -114,7 +114,7 @@ def test_what_is_broken_tells_its_own_story(
 def test_uses_tf_keras_is_what_tensorflow_decided(
   monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-  """What is set after TensorFlow made its choice changes nothing."""
+  """Environment variables that are set later have no effect."""
   before = versions.uses_tf_keras()
   assert before == tf.keras.Model.__module__.startswith("tf_keras.")
   monkeypatch.setenv("TF_USE_LEGACY_KERAS", "0" if before else "1")
@@ -175,7 +175,7 @@ def test_the_package_lists_what_is_public() -> None:
 
 
 def test_only_the_keras_in_use_is_imported() -> None:
-  """The other one takes seconds, and may be missing; so do jax and others."""
+  """The other Keras, jax and optional packages are not imported."""
   program = """
 import sys
 idle = "tf_keras", "jax", "matplotlib", "sklearn"

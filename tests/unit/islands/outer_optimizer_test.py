@@ -131,7 +131,7 @@ def test_every_step_equals_numpy(
 
 
 def test_sgd_takes_the_average() -> None:
-  """And leaves slots as they are: those are each group's."""
+  """SGD(1.0) sets the mean weights. Each group keeps its slots."""
 
   def opt(library: Any) -> Any:
     return library.optimizers.SGD(0.5, momentum=0.5)
@@ -157,8 +157,8 @@ def test_sgd_takes_the_average() -> None:
   assert (found[0] != found[1]).any()  # The momentum is the last.
 
 
-def test_order_of_a_sum_is_alike() -> None:
-  """Pairs of groups of which one is reversed would sum in another order."""
+def test_groups_add_in_the_same_order() -> None:
+  """All groups have the same bits, although one pair is reversed."""
   strategy = testbed.virtual(6)
   grads = np.random.default_rng(0).normal(size=[3, 50]).astype("f")
   [weight], optimizer = training.build(
@@ -177,7 +177,7 @@ def test_order_of_a_sum_is_alike() -> None:
 
 
 def test_what_travels_between_groups() -> None:
-  """Once in H steps, as wide as said; each step stays inside its groups."""
+  """Groups exchange weights once in H steps, in the wire dtype."""
   strategy = testbed.virtual(testbed.REPLICAS)
   travels: list[tuple[str, list[int], Any]] = []
   add = strategy.extended.cross_replica_sum
@@ -273,7 +273,7 @@ def fit(
 
 
 def test_fit_joined_in_every_step(caplog: pytest.LogCaptureFixture) -> None:
-  """As `fit` of plain Keras; nothing is warned of, after many tests either."""
+  """The weights equal plain Keras', and no warning is logged."""
   model = fit(
     testbed.STRATEGIES["virtual"](),
     keras,
@@ -293,7 +293,7 @@ def test_fit_joined_in_every_step(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("library", [keras, tf_keras])
 def test_fit_of_several_steps_at_once(library: Any) -> None:
-  """Groups are joined as soon as the count has passed H."""
+  """Groups synchronize after the execution in which the count passes H."""
   outer, found = callbacks.OuterOptimizer(3, sgd(library)), []
   count = outer._count
 
@@ -319,7 +319,7 @@ def test_fit_of_several_steps_at_once(library: Any) -> None:
 
 
 def test_weights_that_are_set_are_the_next_anchor() -> None:
-  """Else the outer optimizer would take their change for a gradient."""
+  """The outer optimizer does not use an assignment as a gradient."""
   outer = callbacks.OuterOptimizer(2)
   loop = make(outer=outer)
   loop.train(GRADS[:3])  # one more than a round
@@ -344,7 +344,7 @@ def test_weights_that_are_set_are_the_next_anchor() -> None:
 
 
 def test_count_waits_for_no_device() -> None:
-  """It is one variable of the host, also if made inside of the scope."""
+  """The step count is one variable on the host, also inside the scope."""
   outer, loop = callbacks.OuterOptimizer(2), make()
   with testbed.mirrored().scope():
     outer.build(loop.optimizer, loop.weights)
@@ -353,7 +353,7 @@ def test_count_waits_for_no_device() -> None:
 
 
 def test_executions_of_several_steps() -> None:
-  """They synchronize once at most, and do not mix warm-up and rounds."""
+  """An execution synchronizes once at most, also after the warm-up."""
   outer = callbacks.OuterOptimizer(4, warmup=3)
   make(outer)
   events: list[str] = []
@@ -377,7 +377,7 @@ def test_executions_of_several_steps() -> None:
 
 
 def test_several_dtypes() -> None:
-  """Each weight keeps its own, and so does its anchor."""
+  """Each weight and its anchor keep their dtype."""
   outer = callbacks.OuterOptimizer(2, sgd())
   dtypes = ("float64", "float32", "float16")
   loop = make_several(outer, dtypes=dtypes)
@@ -399,7 +399,7 @@ def test_several_dtypes() -> None:
 def test_goes_on_from_a_file(
   where: str, library: Any, steps: int, tmp_path: pathlib.Path
 ) -> None:
-  """In the warm-up, and in the middle of a round."""
+  """Saves during the warm-up, and in the middle of a round."""
   path = tmp_path / "state"
 
   def adam(library: Any) -> Any:
@@ -422,7 +422,7 @@ def test_goes_on_from_a_file(
 def test_an_outer_gradient_that_is_not_finite(
   caplog: pytest.LogCaptureFixture,
 ) -> None:
-  """Nothing changes, in any group, and one warning says so."""
+  """No group changes, and one warning is logged."""
   outer = callbacks.OuterOptimizer(2)
   loop = make_several(outer)
 

@@ -251,7 +251,7 @@ OWN: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
 def test_slots_of_classes_that_the_user_wrote(
   name: str, tmp_path: Path
 ) -> None:
-  """Version 1's code named them as its author liked, beside the weight."""
+  """Custom TensorFlow 1 optimizers choose the names of their slots."""
   values: dict[str, Any] = {"a/kernel": [1.0, 2.0], "a/bias": [3.0, 4.0]}
   values |= {
     f"{weight}/{slot}": [i + 0.5, i + 0.25]
@@ -278,8 +278,8 @@ def test_slots_of_classes_that_the_user_wrote(
   assert int(made.iterations) == 6
 
 
-def test_the_second_of_two(tmp_path: Path) -> None:
-  """Each has powers of its own; the steps of both are in the global one."""
+def test_second_optimizer_of_a_graph(tmp_path: Path) -> None:
+  """Each optimizer has its own powers; both count in the global step."""
   values: dict[str, Any] = {"w": [1.0, 2.0], "global_step": 9}
   for i in range(4):
     values[f"w/Adam_{i}".removesuffix("_0")] = [i, i + 0.5]
@@ -311,7 +311,7 @@ def test_the_second_of_two(tmp_path: Path) -> None:
 def test_partitioned_variables_and_kinds_of_files(
   version: int, tmp_path: Path
 ) -> None:
-  """In a scope version 1 cut the names of their slots."""
+  """Version 1 shortens slot names inside a scope."""
   is_second = version == 2
   with tf.Graph().as_default(), v1.Session() as session:
     parts = v1.fixed_size_partitioner(2 if is_second else 1)
@@ -372,8 +372,8 @@ def test_names_for_every_weight(tmp_path: Path) -> None:
   }
 
 
-def test_what_is_left_out(tmp_path: Path) -> None:
-  """A weight that stays, and its slots; and a value that another replaces."""
+def test_leave_out_weights_and_values(tmp_path: Path) -> None:
+  """Leaves out a weight with its slots, and a value that is replaced."""
   values = {"w": [1.0], "w/Momentum": [2.0], "new/Momentum": [9.0]}
   values |= {"w/average": [3.0], "global_step": 5}
   weights = [tf.Variable([8.0], name=name) for name in ("w", "new")]
@@ -405,7 +405,7 @@ def test_modules_and_equal_names(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_not_trained(tmp_path: Path) -> None:
-  """Statistics are weights; states of random numbers and metrics are not."""
+  """Statistics are restored; random states and metrics are not."""
 
   def make() -> Any:
     layers = [
@@ -478,7 +478,7 @@ def test_a_loss_scale_stays(is_around: bool, tmp_path: Path) -> None:
 
 
 class TestErrors:
-  """Nothing has changed after any of them."""
+  """No variable is changed if an error is raised."""
 
   @pytest.fixture
   def src(self, tmp_path: Path) -> str:
@@ -542,7 +542,7 @@ class TestErrors:
       )
 
   def test_what_is_left_on_both_sides(self, tmp_path: Path) -> None:
-    """Of another optimizer."""
+    """The checkpoint is from another optimizer."""
     training = sessions.Training(lambda: sessions.plain("Adam"))
     before = [w.numpy().tolist() for w in training.model.weights]
     with pytest.raises(ValueError, match="Not everything has a") as caught:

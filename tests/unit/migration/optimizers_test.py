@@ -139,7 +139,7 @@ def test_steps_equal_version_1(which: str, kind: str, sparse: bool) -> None:
   "kind", ["adam", "rmsprop centered", "ftrl", "nesterov", "adadelta"]
 )
 def test_on_a_virtual_tpu(kind: str) -> None:
-  """Rows become dense there, as on every TPU: see reduction_test."""
+  """Sparse gradients become dense on TPUs."""
   strategy = testbed.virtual(2)
   [weight], optimizer = training.build(
     *("keras", lambda _: KINDS[kind](0.05), {"weight": _first()}, strategy)
@@ -213,7 +213,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
   ],
 )
 def test_schedules(which: str, schedule: str) -> None:
-  """Schedules become Keras' own, start at the global step, and are saved."""
+  """Schedules become Keras schedules that start at the global step."""
   start = tf.Variable(1, dtype=tf.int64)
   ours = KERASES[which].CrossShardOptimizer(
     train.MomentumOptimizer(SCHEDULES[schedule](start), 0.5)
@@ -236,7 +236,7 @@ def test_schedules(which: str, schedule: str) -> None:
 )
 @every_keras
 def test_a_learning_rate_that_changes(which: str, form: str) -> None:
-  """The rate is read in every step, also in a function. It cannot be saved."""
+  """A callable learning rate is read in every step, and cannot be saved."""
   rate = tf.Variable(1.0)
   forms: dict[str, Any] = {
     "variable": rate,
@@ -337,7 +337,9 @@ def test_settings_of_cross_shard_optimizer_are_kept() -> None:
 
 
 @pytest.mark.tf_keras_mode
-def test_slots_that_are_lost(caplog: pytest.LogCaptureFixture) -> None:
+def test_slots_of_used_optimizers_are_warned_about(
+  caplog: pytest.LogCaptureFixture,
+) -> None:
   opt = train.AdamOptimizer(0.5)
   migration.from_v1(opt)
   assert "was used before" not in caplog.text
@@ -391,7 +393,7 @@ def _graph_tensor() -> Any:
     ),
   ],
 )
-def test_what_is_refused(
+def test_unsupported_optimizers_raise_an_error(
   make: Callable[[], Any], error: type[Exception], words: str
 ) -> None:
   with pytest.raises(error, match=words):

@@ -55,7 +55,9 @@ def test_the_shorter_repeats_its_first_batch_without_weight(
   assert policy == tf.data.experimental.AutoShardPolicy.OFF
 
 
-def test_weights_of_one_s_own_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sample_weights_of_the_user_are_kept(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
   _with_others(monkeypatch, "pad 2")
   data = _batches(1).map(lambda x, y: ({"a": x}, y, [0.5, 2.0]))
   weights = [w for _, _, w in multi_worker.even(data, STRATEGY, "pad")]

@@ -33,7 +33,7 @@ def _write(path: pathlib.Path, value: int, size: int = 4) -> bytes:
 
 
 def _value(path: pathlib.Path) -> int:
-  """Which one it is."""
+  """Returns which of the written files this is."""
   with archive.reading(path) as found:
     value = int(found.about["value"])
     assert sorted(found) == ["group_0/x", "group_1/x"]
@@ -76,7 +76,7 @@ def test_the_checksum_is_that_of_what_is_in_it(tmp_path: pathlib.Path) -> None:
   assert checksums[0] == checksums[1] != checksums[2]
 
 
-def test_who_may_read_it_is_for_the_umask_to_say(
+def test_file_permissions_follow_umask(
   tmp_path: pathlib.Path,
 ) -> None:
   before = os.umask(0o027)
@@ -100,7 +100,10 @@ def _assert_damaged(path: pathlib.Path, data: bytes) -> None:
 
 
 def test_any_byte_that_is_flipped(tmp_path: pathlib.Path) -> None:
-  """All of an array is known to be right; of zip's own, what matters is."""
+  """A changed byte never gives a wrong array.
+
+  In zip's metadata, some bytes do not matter.
+  """
   data = _write(tmp_path / "a", 5)
   kinds = (b"PK\x03\x04", b"\x93NUMPY", b"PK\x01\x02")
   assert all(kind in data for kind in kinds)
@@ -118,7 +121,7 @@ def test_any_byte_that_is_flipped(tmp_path: pathlib.Path) -> None:
 
 
 def test_other_files(tmp_path: pathlib.Path) -> None:
-  """Cut off, of two halves, of NumPy's, none at all."""
+  """Files may be truncated, joined from two, from NumPy, or missing."""
   data, other = (_write(tmp_path / "a", value) for value in (5, 6))
   for length in {0, 1, 22, *range(0, len(data), 17), len(data) - 1}:
     _assert_damaged(tmp_path / "a", data[:length])
@@ -139,10 +142,10 @@ def test_other_files(tmp_path: pathlib.Path) -> None:
 # --------------------------------------------------------------------- writing
 
 
-def test_it_is_on_the_disk_before_it_takes_its_place(
+def test_file_is_synced_before_it_is_renamed(
   tmp_path: pathlib.Path,
 ) -> None:
-  """So that a power failure finds the old file or the new one."""
+  """After a power failure, either the old or the new file exists."""
   _write(tmp_path / "a", 5)
   done: list[Any] = []
   fsync, replace = os.fsync, os.replace
@@ -196,7 +199,7 @@ def test_a_process_that_is_killed_leaves_the_old_file(
   assert _value(path) == 5
 
 
-def test_what_a_link_leads_to_is_written(tmp_path: pathlib.Path) -> None:
+def test_write_follows_symbolic_links(tmp_path: pathlib.Path) -> None:
   (tmp_path / "disk").mkdir()
   (tmp_path / "a").symlink_to(tmp_path / "disk" / "b")
   _write(tmp_path / "a", 5)
@@ -211,7 +214,7 @@ def test_what_a_link_leads_to_is_written(tmp_path: pathlib.Path) -> None:
     ("replace", errno.EACCES, PermissionError, "may write to"),
   ],
 )
-def test_what_the_disk_says(
+def test_os_errors_have_a_remedy(
   tmp_path: pathlib.Path, function: str, code: int, kind: type, words: str
 ) -> None:
   _write(tmp_path / "a", 5)

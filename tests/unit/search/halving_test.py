@@ -178,8 +178,10 @@ def _curve(run: pathlib.Path) -> list[float]:
   return [float(tf.make_ndarray(tensor)) for tensor in curve]
 
 
-def test_a_crash_changes_nothing(tmp_path: pathlib.Path) -> None:
-  """Neither what trials come to, nor which go on, nor the weights."""
+def test_resumed_search_equals_uninterrupted_search(
+  tmp_path: pathlib.Path,
+) -> None:
+  """The resumed search has the same results, ranking and weights."""
 
   def run(name: str, every: Any, *own: Any) -> Any:
     # Of dropout in tf_keras no state of random numbers can be saved.
@@ -345,7 +347,7 @@ def test_a_fit_that_is_too_short(
     ),
   ],
 )
-def test_mistakes_are_errors_before_the_first_step(
+def test_wrong_arguments_raise_before_the_first_step(
   make: Any, message: str
 ) -> None:
   model, table = _make()
@@ -360,7 +362,7 @@ def test_mistakes_are_errors_before_the_first_step(
 def test_no_other_callback_sets_rates(
   name: str, kind: str, tmp_path: pathlib.Path
 ) -> None:
-  """It would set one for all trials: silently, where tables have rates."""
+  """The other callback would set one learning rate for all trials."""
   model, table = _make([{name: 0.5 / 2**i} for i in range(4)])
   setter = {
     "ReduceLROnPlateau": lambda keras: keras.ReduceLROnPlateau(
@@ -399,7 +401,7 @@ def test_no_other_callback_sets_rates(
 def test_settings_that_no_trial_can_have(
   last: Any, options: Any, message: str, tmp_path: pathlib.Path
 ) -> None:
-  """Also of the last trial, which is not trained for hours."""
+  """The last trial's settings are checked before the first step, too."""
   rows = [*[dict.fromkeys(last, 0.5)] * 2, last]
   model, table = _make(rows, **options)
   with pytest.raises(ValueError, match=message):
@@ -425,8 +427,8 @@ def test_backups_of_other_trials(rows: Any, message: str) -> None:
     after.set_state(before.state())
 
 
-def test_when_all_trials_are_done(tmp_path: pathlib.Path) -> None:
-  """`fit` ends and goes not on; what the winner asks for is its own."""
+def test_completed_search_does_not_train_again(tmp_path: pathlib.Path) -> None:
+  """`table.value` returns the settings of the best trial."""
   rows = [SETTINGS[2], SETTINGS[4]]
   for count in (1, 0):
     model, table = _make(rows)
@@ -468,7 +470,7 @@ def test_a_setting_that_nothing_reads(
 def test_what_a_search_lacks_that_was_stopped(
   is_first: bool, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-  """By a callback of Keras, before or after Halving in the list."""
+  """A callback of Keras ends `fit`, before or after Halving in the list."""
   model, table = _make()
   halving = _halving(table, tmp_path)
   with pytest.raises(

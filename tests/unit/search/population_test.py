@@ -1,4 +1,4 @@
-"""Groups that go on from better ones, against NumPy and across a crash."""
+"""Tests population-based training against NumPy, and its backups."""
 
 import pathlib
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ def _oracle(
   ("every", "explore", "share", "replaced"),
   [(2, [0.5], 0.5, 2), (1, None, 0.3, 1)],
 )
-def test_who_goes_on_from_whom(
+def test_worst_groups_copy_best_groups(
   every: int, explore: Any, share: float, replaced: int
 ) -> None:
   model = _model()
@@ -84,8 +84,10 @@ def test_who_goes_on_from_whom(
     assert population.learning_rates == []
 
 
-def test_a_crash_changes_nothing(tmp_path: pathlib.Path) -> None:
-  """Neither weights, nor rates, nor what chance chooses afterwards."""
+def test_resumed_population_equals_uninterrupted_one(
+  tmp_path: pathlib.Path,
+) -> None:
+  """Weights, learning rates and later random choices are the same."""
   found = []
   for crashes in (False, "the process", "fit"):
     model = _model()
@@ -174,7 +176,7 @@ def test_explore_is_refused(explore: Any, message: str) -> None:
 
 @pytest.mark.parametrize("is_around", [False, True])
 def test_rates_under_loss_scaling(is_around: bool) -> None:
-  """In Keras 3 it has a rate of its own, which nothing reads."""
+  """The learning rate of Keras 3's LossScaleOptimizer is not changed."""
   scaled = tf.keras.mixed_precision.LossScaleOptimizer
   with testbed.mirrored().scope():
     model = tf.keras.Sequential(

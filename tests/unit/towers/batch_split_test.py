@@ -19,7 +19,7 @@ def _lists(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("count", "length"), [(1, 2), (2, 4), (3, 9)])
-def test_there_and_back(count: int, length: int) -> None:
+def test_concatenate_reverses_split(count: int, length: int) -> None:
   rng = np.random.default_rng(count)
   dense = rng.integers(0, 3, size=(length, 3))
   lengths = rng.integers(0, 3, size=length)

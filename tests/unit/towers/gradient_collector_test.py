@@ -47,7 +47,7 @@ class Bench:
     return [values(v) for v in ([self.c, self.d, self.global_step], *slots)]
 
   def check_untouched(self) -> None:
-    """Nothing has changed, nor has anything been added."""
+    """Checks that no variable was changed or added."""
     assert self._state() == self._before
 
   def loss(self, features: Any) -> Any:
@@ -349,7 +349,7 @@ def test_a_step_that_fails_builds_no_optimizer() -> None:
   assert float(c) == float(d) == 7.0
 
 
-def test_gradients_of_one_s_own_under_a_mean_are_warned_of(
+def test_gradients_from_user_tape_are_warned_about(
   caplog: pytest.LogCaptureFixture,
 ) -> None:
   c, optimizer = tf.Variable(10.0), TowerOptimizer(sgd())

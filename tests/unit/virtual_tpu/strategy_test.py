@@ -73,7 +73,7 @@ def test_number_of_replicas_is_checked() -> None:
 
 
 def _num_threads() -> int:
-  """Of this process, native ones too."""
+  """Returns the number of threads of this process, native ones too."""
   return len(os.listdir("/proc/self/task"))
 
 
@@ -143,7 +143,7 @@ class TestArguments:
 
 class TestFunctions:
   @both_ways
-  def test_kinds(self, run: Any) -> None:
+  def test_argument_kinds(self, run: Any) -> None:
     class Callee:
       def method(self, x: tf.Tensor) -> tf.Tensor:
         return x + 1.0
@@ -203,7 +203,7 @@ class TestFunctions:
 
 
 class TestResults:
-  def test_kinds(self) -> None:
+  def test_variable_kinds(self) -> None:
     def replica_fn(x: tf.Tensor) -> Any:
       constant = tf.constant(5)
       return {
@@ -483,7 +483,7 @@ class TestKeras:
           np.testing.assert_array_equal(copy, copies[0])
 
   def test_an_update_on_the_host_is_the_replicas_own(self) -> None:
-    """As Keras writes moving averages into weights when `fit` ends."""
+    """Keras does this with moving averages when `fit` ends."""
     with _strategy().scope():
       weight, average = tf.keras.Variable(0.0), tf.keras.Variable(0.0)
     _run(lambda: average.assign(_own_mark()))

@@ -1,4 +1,4 @@
-"""The engine for each strategy, and those without one of their own."""
+"""Tests which engine and which collective implementation a strategy gets."""
 
 from typing import Any
 from unittest import mock
@@ -30,7 +30,7 @@ def test_for_strategy() -> None:
     assert found.num_replicas == strategy.num_replicas_in_sync
 
 
-def test_strategies_without_synchronous_replicas_are_refused() -> None:
+def test_unknown_strategy_raises_not_implemented_error() -> None:
   strategy = tf.compat.v1.distribute.experimental.CentralStorageStrategy(
     ["CPU:0", "CPU:1"], "CPU:0"
   )
@@ -53,7 +53,7 @@ def test_strategies_without_synchronous_replicas_are_refused() -> None:
     ("GPU:0 GPU:1", 1, 2, "nccl", "nccl"),
   ],
 )
-def test_what_the_runtime_is_asked_for(
+def test_hint_for_chooses_nccl_or_ring(
   devices: str, physical: int, logical: int, asked: str, hint: str
 ) -> None:
   names = [f"/job:worker/task:0/device:{name}" for name in devices.split()]
@@ -62,7 +62,7 @@ def test_what_the_runtime_is_asked_for(
 
 
 def _hints(ops: collective_ops.CollectiveOps) -> dict[str, list[str]]:
-  """What each collective asks for, by the dtypes."""
+  """Returns the implementation that each collective requests, by dtype."""
   found: dict[str, list[str]] = {}
   groups = groups_lib.contiguous(2, 2)
 
@@ -82,7 +82,7 @@ def _hints(ops: collective_ops.CollectiveOps) -> dict[str, list[str]]:
   return found
 
 
-def test_only_what_nccl_has_is_asked_of_it() -> None:
+def test_unsupported_dtypes_and_all_to_all_use_auto() -> None:
   by_nccl = collective_ops.CollectiveOps(chains=4, hint="nccl")
   assert _hints(by_nccl) == {
     collective_ops.ALL_REDUCE: ["nccl", "auto"],
@@ -104,7 +104,7 @@ def test_only_what_nccl_has_is_asked_of_it() -> None:
     (lambda: None, "auto"),
   ],
 )
-def test_what_the_strategy_was_given_is_respected(
+def test_cross_device_ops_of_mirrored_strategy_are_used(
   make: Any, asked: str
 ) -> None:
   strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], make())
@@ -113,7 +113,7 @@ def test_what_the_strategy_was_given_is_respected(
   assert of_strategy.call_args.kwargs == {"asked": asked}
 
 
-def test_what_workers_were_given_is_respected() -> None:
+def test_communication_options_of_multi_worker_strategy_are_used() -> None:
   options = tf.distribute.experimental.CommunicationOptions(
     implementation=tf.distribute.experimental.CommunicationImplementation.NCCL
   )

@@ -1,4 +1,4 @@
-"""The MirroredStrategy engine: merge calls, collectives, refusals."""
+"""Tests the collectives of MirroredStrategy, and their errors."""
 
 from concurrent import futures
 from typing import Any
@@ -50,7 +50,7 @@ def _sums(
 
 
 def _expected(groups: groups_lib.Groups) -> list[float]:
-  """What each replica has to receive."""
+  """Returns the sums that each replica must receive."""
   return [float(MARKS[list(groups.members_of(r))].sum()) for r in range(4)]
 
 
@@ -68,10 +68,10 @@ DTYPES = (tf.float32, tf.int32, tf.bfloat16, tf.float16, tf.float64)
 @pytest.mark.parametrize("table", GROUPINGS)
 class TestSums:
   @pytest.mark.parametrize("prefer_merge", [True, False])
-  def test_with_and_without_a_merge_call(
+  def test_all_reduce_sums_over_each_group(
     self, table: list[list[int]], prefer_merge: bool
   ) -> None:
-    """GPUs have collectives, although a merge call could be made."""
+    """Engines for GPUs use collectives even where a merge call is possible."""
     groups = groups_lib.Groups(table)
     engine = mirrored.Mirrored(testbed.mirrored(), groups, prefer_merge)
     sums = _sums(engine, dtypes=DTYPES)
@@ -79,7 +79,7 @@ class TestSums:
     assert _sums(engine, eager=True) == [_expected(groups)]
 
   @pytest.mark.parametrize("wrap", [_in_cond, _in_nested_function])
-  def test_where_merge_calls_fail(
+  def test_all_reduce_in_cond_and_nested_function(
     self, table: list[list[int]], wrap: Any
   ) -> None:
     groups = groups_lib.Groups(table)
@@ -93,7 +93,7 @@ class TestSums:
   ("in_cond", "eager"), [(False, False), (False, True), (True, False)]
 )
 def test_half_precision_is_added_in_float32(in_cond: bool, eager: bool) -> None:
-  """By merge calls; collectives round the sum once more."""
+  """Merge calls add float16 in float32. Collectives round the sum once more."""
   groups = groups_lib.Groups(GROUPINGS[1])
   engine = mirrored.Mirrored(testbed.mirrored(), groups)
 
@@ -141,7 +141,7 @@ def test_two_groupings_and_many_reductions_in_one_step() -> None:
 
 
 def test_two_threads_do_not_share_collectives() -> None:
-  """Each function, which a thread runs again and again, has keys of its own."""
+  """Functions that two threads run at once have different collective keys."""
   groups = groups_lib.Groups(GROUPINGS[0])
   engine = mirrored.Mirrored(testbed.mirrored(), groups)
 
@@ -164,7 +164,7 @@ def test_two_threads_do_not_share_collectives() -> None:
     assert list(values) == [{15.0}, {240.0}]
 
 
-def test_dynamic_shapes_meet() -> None:
+def test_all_reduce_of_dynamic_shapes() -> None:
   groups = groups_lib.Groups(GROUPINGS[1])
   engine = mirrored.Mirrored(testbed.mirrored(), groups, prefer_merge=False)
 
@@ -213,7 +213,7 @@ def test_gathers_rows_of_the_group(place: str) -> None:
 
 
 class TestRefusals:
-  """Where a collective would wait for ever, an error says what to do."""
+  """An error with a remedy is raised where a collective would hang."""
 
   def test_function_called_eagerly_inside_run(self) -> None:
     groups = groups_lib.Groups(GROUPINGS[0])
@@ -243,15 +243,19 @@ class TestRefusals:
       _sums(engine, dtypes=(tf.complex64,))
 
 
-def test_branches_of_replicas_without_devices() -> None:
-  """TensorFlow takes such devices for one, where branches would hang."""
+def test_missing_devices_raise_an_error() -> None:
+  """An error is raised instead of a hang.
+
+  TensorFlow maps missing devices to one device, on which a collective in a
+  branch would hang.
+  """
   strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(3, 7)])
   engine = mirrored.Mirrored(strategy, groups_lib.Groups([[0, 1, 2, 3]]))
   with pytest.raises(ValueError, match=r"CPU:4'.*local_strategy\(4\)"):
     _sums(engine, _in_cond)
 
 
-def test_a_loop_around_run_is_fine() -> None:
+def test_while_loop_around_strategy_run() -> None:
   groups = groups_lib.Groups(GROUPINGS[1])
   engine = mirrored.Mirrored(testbed.mirrored(), groups)
   with engine.strategy.scope():

@@ -1,4 +1,4 @@
-"""An update is one replica's own: it meets no other, and none sees it.
+"""Tests that an isolated update neither reads nor changes other replicas.
 
 Seen from inside: an encapsulated optimizer whose update does what Keras' own
 updates do, and more.
@@ -53,7 +53,7 @@ def _update(
 
 
 def _assert_sums_again(strategy: Any) -> None:
-  """Outside of updates replicas meet as before."""
+  """Outside of an update, replicas can still exchange values."""
   sums = strategy.run(
     lambda: tf.distribute.get_replica_context().all_reduce(
       "SUM", testbed.mark()
@@ -72,10 +72,10 @@ def _assert_sums_again(strategy: Any) -> None:
     ("virtual", True, {"skip_nonfinite": True}),
   ],
 )
-def test_sums_merges_and_assignments_stay_here(
+def test_isolated_replica_changes_only_its_own_copy(
   engine: str, eager: bool, options: dict[str, Any]
 ) -> None:
-  """On TPUs a step that may be skipped is a branch."""
+  """On TPUs, a step that may be skipped runs inside a conditional."""
   strategy = testbed.STRATEGIES[engine]()
   only_first = tf.VariableAggregation.ONLY_FIRST_REPLICA
   summed, merged = _counter(strategy), _counter(strategy)
@@ -141,7 +141,7 @@ def test_other_threads_go_on_merging() -> None:
   assert elsewhere == [False]
 
 
-def test_the_strategy_is_left_as_it_was() -> None:
+def test_strategy_is_unchanged_after_isolation() -> None:
   strategy = testbed.mirrored()
   before = dict(vars(strategy.extended))
   _update(strategy, lambda: None)

@@ -221,7 +221,7 @@ def test_dtypes() -> None:
   ]
 
 
-def test_what_tpus_do_not_do() -> None:
+def test_all_gather_raises() -> None:
   engine = tpu.TPU(testbed.virtual(2), groups.contiguous(2, 2))
   with pytest.raises(TypeError, match=r"TPUs sum only bfloat16, .* int64\."):
     engine.all_reduce_sum([tf.zeros([2], tf.int64)])
@@ -246,8 +246,11 @@ def test_which_strategies_are_one_program() -> None:
   assert not tpu.is_tpu(tf.distribute.get_strategy())
 
 
-def test_rates_of_groups_follow_the_replica() -> None:
-  """Also in Keras' weight decay, which merges: there is no replica context."""
+def test_learning_rate_is_that_of_the_replicas_group() -> None:
+  """Tests the update and the weight decay of each group.
+
+  Keras' weight decay runs in a merge call, where there is no replica context.
+  """
   graph, weights = _trace(
     4,
     lambda: CrossShardOptimizer(

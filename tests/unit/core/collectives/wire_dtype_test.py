@@ -72,7 +72,7 @@ def _train_one(
   return [-replica.values[0] for replica in trained]
 
 
-def test_scaled_gradients_travel_and_are_unscaled_afterwards() -> None:
+def test_float16_gradients_are_sent_with_the_loss_scale() -> None:
   """Gradients that float16 would round to 0 arrive if the loss is scaled."""
   tiny = np.arange(1, 49, dtype="f4").reshape(4, 4, 3) * 2.0**-31
   assert not np.any(_train_one(_sgd, tiny))

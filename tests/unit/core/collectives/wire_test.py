@@ -38,7 +38,7 @@ def _variables() -> list[Any]:
   return [tf.Variable(tf.zeros(shape, dtype)) for shape, dtype in shapes]
 
 
-def test_everything_at_once_in_order() -> None:
+def test_sum_of_dense_sparse_and_none_gradients_keeps_order() -> None:
   engines = fake_engine.engines()
 
   def reduce(engine: fake_engine.FakeEngine) -> list[Any]:
@@ -99,8 +99,8 @@ LIMITS = ("clipnorm", "global_clipnorm", "clipvalue")
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-def test_each_limit_is_this_replicas_own(limit: str) -> None:
-  """Ours apply before the sum, those of `opt` after it; 0 is no limit."""
+def test_clipping_limits_apply_before_the_sum(limit: str) -> None:
+  """CrossShardOptimizer clips before the sum, `opt` after it; 0 is no limit."""
   assert _steps(_sgd(), **{limit: 3.0}) == [1 + 3.0, 2 + 3.0] * 2
   assert _steps(_sgd(), **{limit: 0.0}) == SUMS
   assert _steps(_sgd(**{limit: 3.0})) == [3.0] * 4
@@ -111,7 +111,7 @@ def test_each_limit_is_this_replicas_own(limit: str) -> None:
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-def test_limits_do_not_feel_the_loss_scale(limit: str) -> None:
+def test_clipping_is_independent_of_loss_scale(limit: str) -> None:
   def scaled() -> Any:
     return keras.optimizers.LossScaleOptimizer(_sgd()(), initial_scale=1024.0)
 
@@ -145,8 +145,12 @@ def test_updates_wait_for_all_sums() -> None:
   assert waited == [2] * 4
 
 
-def test_values_that_overwrite_are_averaged_only() -> None:
-  """Such as float8 scales: not scaled, clipped, rounded or summed."""
+def test_overwriting_gradients_are_only_averaged() -> None:
+  """Gradients that overwrite variables are averaged over the group.
+
+  Keras marks such variables (float8 scales) by `overwrite_with_gradient`. Their
+  gradients are not scaled, clipped, rounded or summed.
+  """
   replicas = []
   for engine in fake_engine.engines():
     weight, scale = keras.Variable(0.0), keras.Variable(0.0)
@@ -176,7 +180,10 @@ def test_values_that_overwrite_are_averaged_only() -> None:
 @pytest.mark.parametrize("library", [keras, tf_keras])
 @pytest.mark.parametrize("name", ["Adam", "SGD"])
 def test_rows_reach_the_optimizer_once_each(name: str, library: Any) -> None:
-  """Moments get the sum, not its parts, and decay in rows that are missing."""
+  """Adam receives one row per index.
+
+  Its moments use the sum of the rows, and decay in rows without a gradient.
+  """
 
   def opt() -> Any:
     own = {"momentum": 0.5} if name == "SGD" else {}

@@ -1,4 +1,4 @@
-"""Lines are alike where workers do the same, and differ where they do not."""
+"""Tests that workers compare what they do, and that all raise a difference."""
 
 import concurrent.futures
 import functools
@@ -42,10 +42,10 @@ def test_lines_of_settings_and_variables() -> None:
 @pytest.mark.parametrize(
   "names", [("dense", "dense_1"), ("dense_6", "dense_9")]
 )
-def test_how_many_there_were_before_does_not_matter(
+def test_variable_lines_ignore_automatic_layer_numbers(
   names: tuple[str, str],
 ) -> None:
-  """But their order does."""
+  """The order of layers still matters."""
   first, second = _dense(names[0]), _dense(names[1], units=5)
   lines = agreement.variables([*first, *second])
   assert lines == [
@@ -58,8 +58,8 @@ def test_how_many_there_were_before_does_not_matter(
   assert lines != agreement.variables([*second, *first])
 
 
-def test_names_that_the_user_chose_stay_as_they_are() -> None:
-  """What Keras called after a class, in either of its spellings, does not."""
+def test_only_automatic_names_are_renumbered() -> None:
+  """Names that Keras derived from a class are renumbered, in both spellings."""
   for name, expected in (
     ("head_5/dense_3/kernel", "head_5/dense/kernel"),
     ("batch_normalization_4/gamma", "batch_normalization/gamma"),
@@ -95,7 +95,7 @@ def test_gradients_show_their_kind_and_no_shape() -> None:
 def test_the_first_worker_waits_longest(
   monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-  """The others compare their variables with its own, and can tell more."""
+  """The other workers give up earlier, because their errors can say more."""
   waited = []
 
   def wait(key: str, deadline: float, **_: Any) -> None:
@@ -116,7 +116,7 @@ _loss = key_value_store._loss
 
 
 class _Store:
-  """The key-value store, which ends with the first worker's process.
+  """A key-value store that is lost when the first worker ends.
 
   Each worker is a thread, which ends as soon as its function returns.
   """
@@ -165,7 +165,7 @@ class _Store:
       )
 
   def set_config_key_value(self, key: str, value: str) -> None:
-    """Its answer comes late, when the first worker may have ended."""
+    """Answers late, when the first worker may have ended."""
     with self._changed:
       self._check()
       self._values[key] = value
@@ -185,7 +185,7 @@ class _Store:
       return self._values[key]
 
   def report_error_to_cluster(self, code: int, message: str) -> None:
-    """Ends nothing: the first worker may end before the others hear of it."""
+    """Does not end the other workers, which may hear of the end later."""
 
 
 class _Rounds(threading.local):
@@ -237,7 +237,7 @@ def test_all_workers_raise_what_differs_although_the_first_ends_at_once(
 def test_others_name_the_worker_that_the_first_missed(
   store: _Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  """They arrived later than the first, and would wait longer."""
+  """The other workers started to wait later, and must not wait longer."""
   monkeypatch.setattr(agreement, "_LONGER", 0.0)
   found = store.run(
     [
@@ -254,7 +254,7 @@ def test_others_name_the_worker_that_the_first_missed(
 def test_a_first_worker_that_does_not_answer_is_lost(
   store: _Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  """Its process is stopped, and TensorFlow would wait for ever."""
+  """The first worker's process is stopped, so TensorFlow would wait forever."""
   server = tf.train.ServerDef()
   for name, count in (("chief", 1), ("worker", 1)):
     job = server.cluster.job.add(name=name)
@@ -267,10 +267,10 @@ def test_a_first_worker_that_does_not_answer_is_lost(
     key_value_store.wait("text", time.monotonic() + 60, sender=1)
 
 
-def test_nobody_ends_before_all_have_read_what_differs(
+def test_no_worker_ends_before_all_have_read_the_difference(
   store: _Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  """TensorFlow ends the waiting of all workers when it misses one."""
+  """The first worker waits until every worker has read the difference."""
   ended = threading.Event()
   read = key_value_store.wait
 
@@ -297,10 +297,10 @@ def test_nobody_ends_before_all_have_read_what_differs(
     assert isinstance(error, errors.DisagreementError), error
 
 
-def test_a_worker_that_has_read_may_end(
+def test_worker_may_end_after_it_has_read_the_difference(
   monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-  """It raises what it read, and its process ends: the first raises it, too."""
+  """The first worker still raises the difference after a worker has ended."""
 
   def wait(key: str, deadline: float, **_: Any) -> str:
     if "/done/" in key:

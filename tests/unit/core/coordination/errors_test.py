@@ -1,4 +1,4 @@
-"""TensorFlow's errors about workers, as seen, and what is made of them."""
+"""Tests how TensorFlow's errors about workers are translated."""
 
 import pytest
 import tensorflow as tf
@@ -73,7 +73,7 @@ def test_a_lost_worker_is_named(name: str) -> None:
   assert "resume from the last checkpoint" in str(caught.value)
 
 
-def test_what_another_worker_reported_is_told() -> None:
+def test_error_reported_by_another_worker_is_raised() -> None:
   text = (
     "Collective ops is aborted by: Error reported from /job:worker/task:1:"
     " [tf_cross_shard DisagreementError] Workers create different variables:"
@@ -95,7 +95,7 @@ def test_what_another_worker_reported_is_told() -> None:
   ],
   ids=lambda error: type(error).__name__,
 )
-def test_other_errors_pass(error: BaseException) -> None:
+def test_other_errors_are_unchanged(error: BaseException) -> None:
   with pytest.raises(type(error)) as caught:
     with naming_lost_workers():
       raise error

@@ -24,7 +24,7 @@ TRAINS = json.dumps([False, 0.1, "a place"])
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> stall_watch.StallWatch:
-  """The watch of worker 0, with a store that nobody else writes to."""
+  """Returns the stall watch of worker 0, with an empty store."""
   store: dict[str, str] = {}
   monkeypatch.setattr(key_value_store, "put_if_missing", store.setdefault)
   monkeypatch.setattr(key_value_store, "read", store.get)
@@ -39,7 +39,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> stall_watch.StallWatch:
 
 @pytest.fixture
 def aborted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-  """The messages with which collectives were aborted."""
+  """Returns the messages with which collectives were aborted."""
   messages: list[str] = []
   monkeypatch.setattr(
     stall_watch.context.context(),
@@ -50,7 +50,7 @@ def aborted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def _wait(watch: stall_watch.StallWatch, seconds: float) -> None:
-  """Makes this worker wait in a collective for so long."""
+  """Simulates that this worker has waited in a collective."""
   watch._entered.increment_after([])
   watch.look()
   watch._changed -= seconds
@@ -133,7 +133,7 @@ def test_a_short_wait_raises_no_alarm(
   assert aborted == []
 
 
-def test_a_worker_that_trains_goes_on_after_the_alarm_of_another_one(
+def test_training_worker_is_not_aborted_by_another_workers_alarm(
   watch: stall_watch.StallWatch, aborted: list[str]
 ) -> None:
   watch.store[f"{watch._key}/0"] = ""

@@ -70,7 +70,9 @@ def train(which: str, kind: Any, method: str) -> float:
     (Negates, "apply_gradients", 1.0 + 200.0),
   ],
 )
-def test_keras3_overrides_run(kind: Any, method: str, expected: float) -> None:
+def test_overridden_methods_of_keras3_subclass_are_called(
+  kind: Any, method: str, expected: float
+) -> None:
   assert train("keras", kind, method) == expected
 
 
@@ -139,7 +141,7 @@ def legacy_with_hooks(rate: float) -> Any:
 @pytest.mark.parametrize(
   "kind", [NewClips, OldSignature, LegacyClips, legacy_with_hooks]
 )
-def test_tf_keras_overrides_run(kind: Any) -> None:
+def test_overridden_methods_of_tf_keras_subclass_are_called(kind: Any) -> None:
   assert train("tf_keras", kind, "apply_gradients") == 0.0
 
 
@@ -161,7 +163,9 @@ class LegacyDoubles(tf_keras.optimizers.legacy.SGD):
 
 @pytest.mark.parametrize("kind", [Doubles, LegacyDoubles])
 @pytest.mark.parametrize("way", ["minimize", "minimize_tape"])
-def test_tf_keras_ways_to_gradients_run(kind: Any, way: str) -> None:
+def test_overridden_gradient_methods_of_tf_keras_are_called(
+  kind: Any, way: str
+) -> None:
   strategy = testbed.mirrored(2)
   [weight], optimizer = training.build(
     *("tf_keras", lambda _: kind(1.0), {"weight": 0.0}, strategy),
@@ -189,7 +193,7 @@ def test_tf_keras_fit_with_nothing_to_train() -> None:
   np.testing.assert_allclose(losses["loss"], np.square(1 - before[0]))
 
 
-def test_a_minimize_that_cannot_run_is_refused() -> None:
+def test_overridden_minimize_raises_an_error() -> None:
   class Minimizes(tf_keras.optimizers.SGD):
     def minimize(self, loss: Any, var_list: Any, tape: Any = None) -> Any:
       return super().minimize(loss, var_list, tape)

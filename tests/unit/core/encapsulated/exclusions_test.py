@@ -60,7 +60,9 @@ def check_decay(which: str, optimizer: Any) -> None:
 @training.in_both
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("shard_update", [False, "elementwise", "by_variable"])
-def test_of_a_built_optimizer(which: str, by: str, shard_update: Any) -> None:
+def test_pickle_of_built_optimizer_keeps_exclusions(
+  which: str, by: str, shard_update: Any
+) -> None:
   weights, optimizer = make(which, by, shard_update=shard_update)
   optimizer.build(weights)
   for again in (pickled(optimizer), copied_twice(optimizer)):
@@ -68,8 +70,8 @@ def test_of_a_built_optimizer(which: str, by: str, shard_update: Any) -> None:
 
 
 @training.in_both
-def test_before_build(which: str) -> None:
-  """Names are known, and variables are not, which is an error."""
+def test_pickle_before_build_keeps_names_only(which: str) -> None:
+  """Exclusions by name are kept; exclusions by variable raise an error."""
   _, optimizer = make(which, "var_names")
   check_decay(which, copied_twice(optimizer))
   _, optimizer = make(which, "var_list")
@@ -105,7 +107,7 @@ def test_exclusions_after_unpickling_are_added(which: str) -> None:
 
 
 def test_other_variables_are_refused() -> None:
-  """Before anything is made."""
+  """The error is raised before any slot is created."""
   weights, optimizer = make("keras", "var_list")
   optimizer.build(weights)
   again = pickled(optimizer)

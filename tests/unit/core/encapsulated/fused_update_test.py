@@ -1,4 +1,4 @@
-"""Updates by kernels and by XLA: Keras' numbers, and nothing else changed."""
+"""Tests that updates by kernels and by XLA equal Keras' updates."""
 
 import copy
 import functools
@@ -137,7 +137,7 @@ def error(weight: formulas.Numbers, name: str, sums: formulas.Numbers) -> float:
     if which == "keras" or FUSED[name][3] != "XLA"
   ],
 )
-def test_as_near_to_the_formula_as_keras_operations(
+def test_kernels_are_as_accurate_as_keras(
   name: str, which: str, dtype: str
 ) -> None:
   """In float64 after few steps plain Keras' numbers, whose betas are narrow."""
@@ -182,8 +182,8 @@ def _loss_scaled() -> Any:
 
 
 @pytest.mark.parametrize("make", [_moving_average, _loss_scaled])
-def test_what_tf_keras_does_around_the_step_is_as_before(make: Any) -> None:
-  """Of Keras 3 the tests of clipping, windows, decay and others say so.
+def test_tf_keras_clipping_decay_and_averages_with_kernels(make: Any) -> None:
+  """The tests of clipping, accumulation and weight decay check Keras 3.
 
   Kernels are the default, and a few steps are exact in any order.
   """
@@ -224,7 +224,9 @@ class _TfKerasHalved(tf_keras.optimizers.SGD):
   ],
   ids=lambda each: type(each).__name__,
 )
-def test_no_kernel_has_the_formula(optimizer: Any, package: Any) -> None:
+def test_kernels_are_not_used_for_other_formulas(
+  optimizer: Any, package: Any
+) -> None:
   assert fused_update.find_kernel(optimizer) is None
   with pytest.raises(ValueError, match="is True, but TensorFlow"):
     package.CrossShardOptimizer(optimizer, fused_update=True)
@@ -245,7 +247,7 @@ def test_no_kernel_has_the_formula(optimizer: Any, package: Any) -> None:
     (_Halved(0.5), 1_000_000, "float32", set()),
   ],
 )
-def test_xla_is_asked_where_it_is_faster(
+def test_plan_uses_xla_for_large_models(
   optimizer: Any, count: int, dtype: str, found: set[str]
 ) -> None:
   assert fused_update.find_kernel(optimizer) is None
@@ -272,7 +274,11 @@ def test_xla_compiles_a_class_of_the_users_when_asked() -> None:
 
 @pytest.mark.parametrize("name", ["Adagrad", "RMSprop"])
 def test_xla_leaves_rows_and_half_precision_to_keras(name: str) -> None:
-  """Adagrad has rows of its own, RMSprop makes such gradients dense."""
+  """Keras updates sparse rows and half precision.
+
+  Adagrad updates sparse rows itself; RMSprop converts sparse gradients to dense
+  ones.
+  """
   values, shape = tf.constant([[1.0, 2.0]]), tf.constant([3, 2])
   rows = tf.IndexedSlices(values, tf.constant([2]), shape)
   grads = [rows, tf.constant([4.0, -1.0]), tf.constant([2.0], tf.float16)]
@@ -297,8 +303,11 @@ def test_xla_leaves_rows_and_half_precision_to_keras(name: str) -> None:
 
 
 @pytest.mark.parametrize("shard_update", [False, True])
-def test_xla_inside_replicas_of_groups(shard_update: bool) -> None:
-  """In the conditions of a window and of steps that are left out."""
+def test_xla_compiles_updates_inside_conditions(shard_update: bool) -> None:
+  """XLA also compiles updates in `tf.cond`.
+
+  Accumulation and `skip_nonfinite` put the update into such conditions.
+  """
   strategy = testbed.mirrored()
   grads = gradients("float32")[:8].copy()
   grads[2] = np.inf

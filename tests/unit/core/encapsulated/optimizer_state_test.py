@@ -11,7 +11,7 @@ from tf_cross_shard._src.core.encapsulated import optimizer_state
 
 
 def _weights() -> list[Any]:
-  """Two of a name with another's number in it, and two of one name."""
+  """Returns variables with equal names, and names that end with a number."""
   names = ("dense_7/kernel", "dense_7_1/kernel", "dense_9/kernel", "w", "w")
   return [tf.Variable([1.0], name=name) for name in names]
 
@@ -41,7 +41,7 @@ def test_names_of_slots(wrapped: bool) -> None:
   ]
 
 
-def test_names_of_what_stands_around() -> None:
+def test_state_names_with_outer_loss_scale_optimizer() -> None:
   """A loss scale has an iteration count of its own; all are named once.
 
   Also where the user, who gave ours to compile, does not hold what stands
@@ -60,7 +60,7 @@ def test_names_of_what_stands_around() -> None:
 
 @pytest.mark.parametrize("kind", ["Adafactor", "Nadam"])
 def test_names_do_not_depend_on_what_was_made_before(kind: str) -> None:
-  """Also of one that nobody named, and of many that have one name."""
+  """State names do not contain the numbers that Keras adds to layer names."""
   found = []
   for _ in range(2):
     model = tf.keras.Sequential(
@@ -74,7 +74,7 @@ def test_names_do_not_depend_on_what_was_made_before(kind: str) -> None:
 
 
 def test_window_sums_are_named_after_stable_names() -> None:
-  """As slots are, in a second program that has made layers before."""
+  """Accumulated gradients keep their names if other layers were made first."""
   found = []
   for numbers in (("", "_1"), ("_7", "_9")):
     optimizer = CrossShardOptimizer(
@@ -93,8 +93,7 @@ def _kinds(optimizer: Any) -> set[str]:
   return {name.rpartition("/")[2] for name in _names(optimizer)}
 
 
-def test_tf_keras() -> None:
-  """Whose own list lacks the learning rate."""
+def test_tf_keras_state_includes_learning_rate() -> None:
   adam = tf_keras.optimizers.Adam(0.5)
   with pytest.raises(ValueError, match="not built"):
     optimizer_state.state_variables(adam)
@@ -106,8 +105,7 @@ def test_tf_keras() -> None:
   assert len(found) == 2 * len(_weights()) + 2
 
 
-def test_the_loss_scale_of_tf_keras() -> None:
-  """Whose own list lacks the scale."""
+def test_tf_keras_state_includes_loss_scale() -> None:
   adam = tf_keras.optimizers.Adam()
   scaled = tf_keras.mixed_precision.LossScaleOptimizer(adam)
   with pytest.raises(ValueError, match="not built"):
@@ -117,8 +115,7 @@ def test_the_loss_scale_of_tf_keras() -> None:
   assert more == {"current_loss_scale", "good_steps"}
 
 
-def test_legacy_optimizers_of_tf_keras() -> None:
-  """Whose own list lacks all settings."""
+def test_legacy_state_includes_hyperparameters() -> None:
   legacy = tf_keras.optimizers.legacy.SGD(0.5, momentum=0.25)
   with pytest.raises(ValueError, match="not built"):
     optimizer_state.state_variables(legacy)
@@ -130,7 +127,7 @@ def test_legacy_optimizers_of_tf_keras() -> None:
 
 
 @pytest.mark.parametrize("what", [None, "adam", 3, tf.Module])
-def test_what_is_no_optimizer(what: Any) -> None:
+def test_other_objects_raise_type_error(what: Any) -> None:
   what = what() if callable(what) else what
   with pytest.raises(TypeError, match="`optimizer` must be a Keras optimizer"):
     optimizer_state.state_variables(what)

@@ -100,8 +100,8 @@ def test_none_passes_and_the_order_stays(kind: str) -> None:
   assert clipping.clip([], **{kind: 1.0}) == []
 
 
-def test_without_a_limit_gradients_are_the_same_objects() -> None:
-  """Duplicates included: nothing is computed that nobody asked for."""
+def test_without_a_limit_clip_returns_the_same_objects() -> None:
+  """This holds for gradients with duplicate rows, too."""
   slices = tf.IndexedSlices(tf.constant([[1.0], [2.0]]), tf.constant([1, 1]))
   grads = [tf.constant([1e9]), None, slices]
   clipped = clipping.clip(grads)
@@ -132,7 +132,7 @@ def test_infinity_and_nan(
   np.testing.assert_equal(clip_one(values, kind), clipped)
 
 
-def test_an_infinity_can_be_kept_for_who_looks_for_it() -> None:
+def test_keep_infinite_does_not_clip_infinity() -> None:
   grads = [tf.constant([INF, -2.0])]
   [kept] = clipping.clip(grads, clipvalue=1.0, keep_infinite=True)
   assert kept.numpy().tolist() == [INF, -1.0]
@@ -150,7 +150,11 @@ def test_each_gradient_keeps_its_dtype(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_limit_has_the_dtype_of_the_gradient(kind: str) -> None:
-  """A loss scale's is a float32 tensor; float32 has no 0.1 of float64."""
+  """The limit is computed in the gradient's dtype.
+
+  A loss scale is a float32 tensor, which cannot represent 0.1 as exactly as
+  float64.
+  """
   grad = tf.constant([4.0], tf.float64)
   for limit, wanted in ((0.1, 0.1), (tf.constant(0.5), 0.5)):
     [clipped] = clipping.clip([grad], **{kind: limit})
@@ -159,5 +163,8 @@ def test_a_limit_has_the_dtype_of_the_gradient(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_float16_norm_whose_square_overflows(kind: str) -> None:
-  """300² is beyond float16, 300 is not: nothing may become 0 or NaN."""
+  """The norm 300 fits into float16, and its square does not.
+
+  The result must contain neither 0 nor NaN.
+  """
   assert clip_one([300.0, 0.0], kind, tf.float16) == [1.0, 0.0]

@@ -1,4 +1,4 @@
-"""From a loss to gradients, by every way in."""
+"""Tests gradients of losses: callables, tapes, and graphs."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def test_callable_tape_and_graph_agree() -> None:
     assert [float(grad) for grad in graph(gate)] == [15.0, 4.5]
 
 
-def test_untouched_variables() -> None:
+def test_unused_variables_have_gradient_none() -> None:
   v, w = tf.Variable(3.0), tf.Variable(5.0)
   frozen = tf.Variable(2.0, trainable=False)
   pairs = differentiation.compute(

@@ -64,7 +64,7 @@ def test_to_dense_is_a_scatter_add(slices: tf.IndexedSlices) -> None:
 
 
 def test_the_gradient_of_a_gather_has_a_static_shape() -> None:
-  """Also where the number of rows is not known when the program is built."""
+  """The shape is static even if the number of rows is unknown in the graph."""
   table = tf.Variable(tf.zeros([ROWS, 2]))
   shapes = []
 

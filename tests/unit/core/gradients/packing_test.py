@@ -41,7 +41,7 @@ def bits_of(tensors: Sequence[tf.Tensor]) -> list[tuple[Any, ...]]:
   st.integers(0, 99),
   st.booleans(),
 )
-def test_every_bit_comes_back(
+def test_unpack_reverses_pack(
   wanted: list[Any], bucket_bytes: int, seed: int, by_width: bool
 ) -> None:
   rng = np.random.default_rng(seed)
@@ -79,7 +79,7 @@ def test_lengths_of_buffers(
   assert lengths(given, bucket_bytes or packing.BUCKET_BYTES) == buffers
 
 
-def test_dtypes_do_not_share_a_buffer_nor_close_each_others() -> None:
+def test_each_dtype_has_its_own_open_buffer() -> None:
   tensors = [tf.constant(x) for x in ([1, 2], [1.5], 3, 2.5)]
   buffers, unpack = packing.pack(tensors)
   assert [b.numpy().tolist() for b in buffers] == [[1, 2, 3], [1.5, 2.5]]
@@ -182,7 +182,9 @@ def test_rounds_as_numpy_does(name: str, values: np.ndarray) -> None:
 @pytest.mark.parametrize(
   "dtype", [tf.bfloat16, tf.float16, tf.int32, tf.int64, tf.bool]
 )
-def test_tensors_that_are_not_wider_stay(name: str, dtype: tf.DType) -> None:
+def test_tensors_not_wider_than_wire_dtype_are_unchanged(
+  name: str, dtype: tf.DType
+) -> None:
   tensor = tf.cast([0, 1], dtype)
   assert packing.narrow([tensor], tf.as_dtype(name))[0] is tensor
   assert packing.widen([tensor], [tensor])[0] is tensor

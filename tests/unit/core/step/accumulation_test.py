@@ -88,7 +88,7 @@ def check(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_one_step_per_window(way: str) -> None:
-  """Nothing travels in the other calls."""
+  """Replicas exchange gradients only in the last call of a window."""
   trained = replicas(way)
   for call in range(CALLS):
     fake_engine.train(trained, [GRADS[call : call + 1]])
@@ -136,7 +136,7 @@ def test_as_plain_keras_accumulates() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS[:2])
-def test_window_that_is_not_finite_is_left_out_whole(way: str) -> None:
+def test_nonfinite_window_is_skipped(way: str) -> None:
   trained = replicas(way, skip_nonfinite=True)
   fake_engine.train(trained, [BAD])
   check(
@@ -163,14 +163,14 @@ def test_window_that_is_not_finite_is_left_out_whole(way: str) -> None:
     ("ours_tf_keras", "Lion", "float32", {}, {}),
   ],
 )
-def test_bits_of_plain_keras_on_the_other_windows(
+def test_other_windows_equal_plain_keras_bit_for_bit(
   way: str,
   name: str,
   dtype: str,
   settings: dict[str, Any],
   options: dict[str, Any],
 ) -> None:
-  """Also where a last bit of a gradient would change the update entirely."""
+  """Covers updates in which the last bit of a gradient decides the result."""
   library, _, ours = _settings(way)
   if not hasattr(library.optimizers, name):
     pytest.skip(f"this Keras has no {name}")
@@ -203,7 +203,7 @@ def test_bits_of_plain_keras_on_the_other_windows(
 
 
 def test_averages_move_once_per_step() -> None:
-  """And not in a window that is left out."""
+  """Moving averages change once per step, and not in a skipped window."""
 
   def opt(library: Any) -> Any:
     return library.optimizers.SGD(0.125, use_ema=True, ema_momentum=0.5)
@@ -246,7 +246,7 @@ def test_a_loss_scale_within_changes_once_per_window() -> None:
 def test_a_loss_scale_around_changes_once_per_window(way: str) -> None:
   library, _, options = _settings(way)
   package, factor = keras3, 4.0
-  if library is tf_keras:  # It is handed gradients of the loss itself.
+  if library is tf_keras:  # It receives unscaled gradients.
     package, factor = ours_tf_keras, 1.0
   weight = testbed.variable(np.zeros(3, "f"), "weight", library)
   ours = package.CrossShardOptimizer(momentum_sgd(library), "sum", **options)
@@ -282,10 +282,10 @@ def test_rows(way: str) -> None:
 
 
 class TestNone:
-  """A gradient of None is one of zeros where another call has one."""
+  """None counts as zeros if another call of the window has a gradient."""
 
   @pytest.mark.parametrize("absent", [0, 1])
-  def test_in_one_of_the_calls(self, absent: int) -> None:
+  def test_none_in_one_call_counts_as_zeros(self, absent: int) -> None:
     trained = fake_engine.replicas(
       lambda: keras.optimizers.SGD(1.0), [0.0, 0.0], accumulate_steps=2
     )
@@ -302,8 +302,8 @@ class TestNone:
         values = [float(value) for value in replica.values]
         assert values == [-total * count, -total / 2 * count]
 
-  def test_in_all_calls(self) -> None:
-    """The optimizer is handed None, and says so."""
+  def test_none_in_all_calls_reaches_the_wrapped_optimizer(self) -> None:
+    """The wrapped optimizer receives None and raises its own error."""
     [replica] = fake_engine.replicas(
       lambda: keras.optimizers.SGD(1.0),
       [0.0, 3.0],
@@ -351,7 +351,7 @@ def test_engines_stop_and_resume_within_a_window(
 
 
 def test_collectives_are_within_the_condition() -> None:
-  """As in a graph, where both branches are traced."""
+  """TensorFlow traces both branches of the condition."""
   [weight], optimizer = training.build(
     *("keras", momentum_sgd, {"weight": np.zeros(3, "f")}), accumulate_steps=2
   )
@@ -372,7 +372,7 @@ def test_collectives_are_within_the_condition() -> None:
 def test_a_restored_window_may_be_longer_than_the_new_ones(
   tmp_path: pathlib.Path,
 ) -> None:
-  """The next call ends it, with the mean over all of its calls."""
+  """The next call ends the window, and applies the mean over its calls."""
   weight = tf.Variable(0.0)
   for steps, grads in ((4, [1.0, 2.0, 4.0]), (2, [5.0, 1.0, 3.0])):
     optimizer = keras3.CrossShardOptimizer(
@@ -395,7 +395,7 @@ def test_a_restored_window_may_be_longer_than_the_new_ones(
 # --------------------------------------------------------------------- errors
 
 
-def test_not_both() -> None:
+def test_both_accumulation_arguments_raise_value_error() -> None:
   opt = keras.optimizers.SGD(gradient_accumulation_steps=2)
   with pytest.raises(ValueError, match="Set only one of these"):
     keras3.CrossShardOptimizer(opt, accumulate_steps=2)
@@ -422,7 +422,7 @@ def test_none_in_a_function_that_ends_windows() -> None:
 
 
 def test_none_in_a_function_that_was_traced_first_is_an_error() -> None:
-  """It skips the variable, and cannot know that it must not.
+  """A later gradient for a variable without one in the trace is an error.
 
   Zeros would decay the momentum of a variable that the loss does not touch.
   """
@@ -445,7 +445,7 @@ def test_none_in_a_function_that_was_traced_first_is_an_error() -> None:
 
 
 def test_none_in_a_function_that_was_traced_after_an_eager_window() -> None:
-  """The end of the eager window does not forget the other function."""
+  """A function that was traced after an eager window also gets the error."""
   weight, other = tf.Variable(0.0), tf.Variable(0.0)
   optimizer = keras3.CrossShardOptimizer(
     keras.optimizers.SGD(1.0), accumulate_steps=2
@@ -483,7 +483,7 @@ def test_none_through_a_whole_window_leaves_momentum_alone() -> None:
 def test_none_where_a_restored_call_had_one(
   mode: str, engine: str, tmp_path: pathlib.Path
 ) -> None:
-  """A new program has not seen that call."""
+  """The restored window contains a gradient; the new program traced None."""
   if engine == "one device":
     strategy = tf.distribute.OneDeviceStrategy("cpu:0")
   else:

@@ -39,7 +39,7 @@ def _train(
 def _check(
   held: list[list[np.ndarray]], expected: Callable[[int, Any], Any]
 ) -> None:
-  """`expected` returns the weights of a group, by its number and members."""
+  """Compares each group's weights with what `expected` returns for it."""
   training.check_groups(
     held,
     GROUPS,
@@ -70,7 +70,7 @@ def _check(
     ),
   ],
 )
-def test_each_group_has_its_own(
+def test_each_group_trains_with_its_own_setting(
   kind: str,
   own: dict[str, Any],
   numbers: dict[str, list[float]],
@@ -97,7 +97,7 @@ def test_each_group_has_its_own(
 
 @training.in_both
 def test_the_powers_of_version_1_are_each_groups_own(which: str) -> None:
-  """The powers begin with a factor, which is the group's, too."""
+  """The first power of beta is that of the group."""
   make, betas = tf.compat.v1.train.AdamOptimizer, [0.9, 0.5]
   held, _ = _train(
     which, lambda _: make(0.125, 0.75), group_settings={"beta_1": betas}
@@ -179,7 +179,7 @@ def test_bad_numbers(opt: Any, numbers: Any, message: str) -> None:
     )
 
 
-def test_a_tpu_has_one_number() -> None:
+def test_group_settings_raise_on_tpu() -> None:
   with testbed.virtual(2).scope(), pytest.raises(NotImplementedError) as error:
     keras3.CrossShardOptimizer(
       "adam", group_assignment=[[0], [1]], group_settings={"beta_1": [0.5, 0.9]}

@@ -1,4 +1,4 @@
-"""What an optimizer notices between two steps, and says once."""
+"""Tests the warnings about groups that an optimizer logs once."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def test_groups_may_be_divided_later(which: str) -> None:
 
 @pytest.mark.tf_keras_mode
 @pytest.mark.parametrize("shards", [False, True])
-def test_averages_of_shards_are_not_evaluated(
+def test_averages_in_shards_warn_at_evaluation(
   shards: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
   swap = getattr(tf.keras.callbacks, "SwapEMAWeights", None)

@@ -37,7 +37,7 @@ def _convention(
     ("sum", "global", 8.0),
   ],
 )
-def test_the_user_decides_or_the_way_in(
+def test_factor_follows_argument_or_calling_method(
   reduction: str, taken: str, factor: float
 ) -> None:
   """8 replicas in groups of 2; `loss_factor_test.py` has all factors."""
@@ -53,13 +53,13 @@ def test_the_user_decides_or_the_way_in(
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-  """The log of a test, with informative lines."""
+  """Returns the log of a test, including INFO lines."""
   caplog.set_level("INFO", "absl")
   return caplog
 
 
 @pytest.mark.parametrize("default", ["replica", "global"])
-def test_a_default_is_told_once_by_each_optimizer(
+def test_default_factor_is_logged_once_per_optimizer(
   log: pytest.LogCaptureFixture, default: str
 ) -> None:
   whose = "this replica's" if default == "replica" else "all replicas'"
@@ -111,7 +111,7 @@ def test_one_trace_scales_all_steps(log: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_step_through_apply(log: pytest.LogCaptureFixture) -> None:
-  """The loss is taken to be Keras', so that a sum lacks a factor, too."""
+  """`apply` assumes a loss of Keras, so "sum" needs a factor, too."""
   _convention("sum", None, 4, 2).check_was_scaled(True, False)
   assert "4 if over all" in log.messages[0]
 
@@ -127,22 +127,23 @@ def test_a_step_through_apply(log: pytest.LogCaptureFixture) -> None:
     (("mean", None, 4, 4), True),  # Keras' losses.
   ],
 )
-def test_a_right_step_misses_no_factor(
+def test_scaled_steps_do_not_warn(
   log: pytest.LogCaptureFixture, arguments: tuple[Any, ...], through_apply: bool
 ) -> None:
   _convention(*arguments).check_was_scaled(through_apply, False)
   assert log.messages == []
 
 
-def test_nothing_is_guessed(log: pytest.LogCaptureFixture) -> None:
-  """If the user chose, or if there is one replica."""
+def test_no_warning_with_explicit_setting_or_one_replica(
+  log: pytest.LogCaptureFixture,
+) -> None:
   _convention("mean", "global", 4, 2).for_loss("replica")
   _convention("mean", None, 1, 1).for_loss("replica")
   assert log.messages == []
 
 
 def test_each_function_has_a_default_of_its_own() -> None:
-  """Also if one thread traces all functions, as for TPUs."""
+  """Each function keeps its default if one thread traces all of them."""
   convention = _convention("mean", None, 4, 2, scale_gradients=True)
   factors = []
 

@@ -1,4 +1,4 @@
-"""Steps that are not finite are left out by a whole group, and counted.
+"""Tests that all members of a group skip and count a nonfinite step.
 
 Under strategies they are in `mixed_precision_test.py`.
 """
@@ -28,7 +28,7 @@ BAD = (float("nan"), float("inf"), float("-inf"))
   ],
 )
 def test_sums_are_checked(grads: list[float], options: Any) -> None:
-  """All members skip the step, also if only one has the bad part."""
+  """All members skip the step if the gradient of one member is nonfinite."""
   trained = fake_engine.replicas(
     lambda: SGD(0.5), [[1.0, 2.0]], skip_nonfinite=True, **options
   )

@@ -26,7 +26,7 @@ def train(replica_step: Callable[[], Any]) -> None:
 
 
 def moved(variable: Any) -> list[float]:
-  """What each replica's weight, which was 0, moved by."""
+  """Returns each replica's weight after a step; the weights start at 0."""
   return [-float(copy) for copy in testbed.copies(variable)]
 
 
@@ -36,7 +36,7 @@ MEANS = [2.0, 2.0, 12.0, 12.0]
 
 @pytest.mark.parametrize("package", [keras3, ours_tf_keras])
 @pytest.mark.parametrize("scale_gradients", [False, True])
-def test_fit_guesses_right_and_silently(
+def test_fit_uses_the_right_factor_without_a_warning(
   package: Any, scale_gradients: bool, said: list[str]
 ) -> None:
   home = keras if package is keras3 else tf_keras
@@ -62,7 +62,10 @@ def test_fit_guesses_right_and_silently(
 def test_a_multi_optimizer_around_groups(
   scale_gradients: bool, said: list[str]
 ) -> None:
-  """Keras scales no loss for it: a warning, or `scale_gradients`."""
+  """MultiOptimizer does not scale the loss.
+
+  You get a warning, or call `scale_gradients`.
+  """
   with testbed.mirrored().scope():
     weight = keras.Variable(0.0)
     ours = keras3.CrossShardOptimizer(

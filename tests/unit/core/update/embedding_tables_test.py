@@ -1,4 +1,4 @@
-"""Tables that are updated by rows: exact where it is, lazy where asked for."""
+"""Tests row updates of embedding tables, exact and with `lazy_rows`."""
 
 import functools
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ def _slices(batch: lazy_oracle.Batch, dtype: Any) -> tf.IndexedSlices:
 
 
 def _opt(package: str, kind: str, **settings: Any) -> Any:
-  """What is encapsulated."""
+  """Returns the optimizer to encapsulate."""
   own = {"learning_rate": lazy_oracle.RATE, **lazy_oracle.KINDS[kind][1]}
   library = PACKAGES[package][1]
   return getattr(library.optimizers, kind)(**{**own, **settings})
@@ -80,7 +80,7 @@ def _replicas(
 
 
 def _own_rows(number: int) -> tf.IndexedSlices:
-  """In a replica: its rows of a step."""
+  """Returns this replica's rows of a step."""
   context = tf.distribute.get_replica_context()
   replica = tf.get_static_value(context.replica_id_in_sync_group)
   return _slices(BATCHES[number][int(replica)], tf.float64)
@@ -108,7 +108,7 @@ def _train_one(optimizer: Any, dtype: Any = tf.float64) -> np.ndarray:
   [(kind, package) for kind in lazy_oracle.KINDS for package in PACKAGES],
 )
 def test_lazy_rows_of_groups(kind: str, package: str) -> None:
-  """Against NumPy; rows that do not occur stay to the bit."""
+  """Compares with NumPy. Rows that do not occur keep their bits."""
   trained = _replicas(package, kind, {"table": TABLE}, lazy_rows=True)
 
   def steps(replica: fake_engine.Replica) -> None:
@@ -138,7 +138,7 @@ def test_lazy_rows_of_groups(kind: str, package: str) -> None:
 def test_exact_as_plain_keras_with_dense_gradients(
   kind: str, settings: dict[str, Any], package: str
 ) -> None:
-  """To the bit, with integers times powers of two for the sums."""
+  """The weights have the same bits. Integers make all sums exact."""
   optimizer = _optimizer(package, kind, settings=settings)
   found = _train_one(optimizer, tf.float32)
   plain = optimizer.inner_optimizer.from_config(
@@ -189,7 +189,7 @@ def _reads_whole_table(optimizer: Any) -> bool:
     ("Adagrad", {"accumulate_steps": 2}, False),
   ],
 )
-def test_what_a_step_touches(
+def test_lazy_steps_have_no_tensor_of_the_table_size(
   kind: str, options: dict[str, Any], is_by_rows: bool
 ) -> None:
   optimizer = _optimizer("keras3", kind, **options)
@@ -198,7 +198,7 @@ def test_what_a_step_touches(
 
 @pytest.mark.parametrize("limit", ["clipnorm", "global_clipnorm", "clipvalue"])
 def test_limits_of_opt_clip_the_sums(limit: str) -> None:
-  """Rows of one index are one row of the gradient."""
+  """Rows with the same index are summed before they are clipped."""
   optimizer = _optimizer(
     "keras3", "SGD", settings={"momentum": 0.5, limit: 0.5}, lazy_rows=True
   )
@@ -212,8 +212,7 @@ def test_limits_of_opt_clip_the_sums(limit: str) -> None:
   assert getattr(optimizer.inner_optimizer, limit) == 0.5
 
 
-def test_a_class_of_the_users_own() -> None:
-  """Vouched for, its own update step runs on the rows."""
+def test_lazy_rows_elementwise_runs_the_users_update_step() -> None:
 
   class Halving(keras.optimizers.SGD):
     def update_step(self, gradient: Any, variable: Any, rate: Any) -> None:
@@ -236,7 +235,9 @@ def test_a_class_of_the_users_own() -> None:
 @pytest.mark.parametrize(
   "kind", ["Lamb", "Adafactor", "Muon", "ScheduleFreeAdamW"]
 )
-def test_refused(kind: str, lazy_rows: Any, words: str) -> None:
+def test_unsupported_lazy_rows_raise_an_error(
+  kind: str, lazy_rows: Any, words: str
+) -> None:
   make = getattr(keras.optimizers, kind, None)
   if make is None:
     pytest.skip("this Keras is older than the class")
@@ -266,7 +267,7 @@ def test_accumulated_gradients_are_dense() -> None:
 def test_tables_are_in_no_shard(
   package: str, way: Any, limit: dict[str, Any]
 ) -> None:
-  """They have whole slots, and the numbers of one without shards."""
+  """Tables have unsharded slots, and the weights of replicated updates."""
   library = PACKAGES[package][1]
   values, slots = [], []
 
@@ -329,7 +330,7 @@ def test_a_table_that_nobody_named() -> None:
 def test_steps_that_are_not_finite_change_no_row(
   number: float, settings: dict[str, Any]
 ) -> None:
-  """An infinity is one also where `opt` would clip it."""
+  """An infinity skips the step even if `opt` would clip the infinity."""
   optimizer = _optimizer(
     "keras3", "Adam", lazy_rows=True, skip_nonfinite=True, settings=settings
   )
@@ -349,7 +350,7 @@ def test_steps_that_are_not_finite_change_no_row(
 
 
 def test_sums_are_checked_before_opt_clips_them() -> None:
-  """And values that take a gradient's place are not clipped."""
+  """Values of variables with `overwrite_with_gradient` are not clipped."""
   optimizer = _optimizer(
     "keras3",
     "SGD",
@@ -371,7 +372,7 @@ def test_sums_are_checked_before_opt_clips_them() -> None:
 
 
 def test_compiled_by_xla_all_is_dense() -> None:
-  """The decay, too."""
+  """Weight decay is applied to all rows, too."""
   tables = []
   for lazy_rows in (False, True):
     optimizer = _optimizer("keras3", "AdamW", lazy_rows=lazy_rows)
@@ -411,7 +412,7 @@ MIXED_GRADS = [
 def test_global_norm_over_two_dtypes(
   which: str, options: dict[str, Any], is_scaled: bool
 ) -> None:
-  """Plain Keras raises an error of TensorFlow."""
+  """Plain Keras fails with an error of TensorFlow in these cases."""
 
   def make(library: Any) -> Any:
     sgd = library.optimizers.SGD(5.0, global_clipnorm=1.0)
@@ -452,7 +453,7 @@ def _muon(is_scheduled: bool) -> Any:
 def test_dtypes_of_muon(
   dtype: str, is_scheduled: bool, words: str | None
 ) -> None:
-  """The cases in which plain Keras raises an error of TensorFlow."""
+  """Plain Keras fails with an error of TensorFlow in these cases."""
   ones = tf.ones([2, 3], dtype)
 
   def train(optimizer: Any) -> None:

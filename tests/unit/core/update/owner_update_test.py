@@ -1,4 +1,4 @@
-"""Each variable is updated by one owner: the unsharded numbers, to the bit."""
+"""Tests updates in which each variable has one owner in the group."""
 
 import functools
 import pathlib
@@ -121,8 +121,10 @@ def assert_same(state: Sequence[Any], other: Sequence[Any]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "which", "options"), CASES)
-def test_to_the_bit(kind: str, which: str, options: dict[str, Any]) -> None:
-  """Also if one member's part alone overflows, and with a constraint."""
+def test_by_variable_update_equals_replicated_update_bit_for_bit(
+  kind: str, which: str, options: dict[str, Any]
+) -> None:
+  """Covers an overflow in the part of one member, and a constraint."""
   library, _ = training.KERASES[which]
   grads, states = [rows.copy() for rows in GRADS], []
   if kind == "scaled":
@@ -153,7 +155,7 @@ def test_to_the_bit(kind: str, which: str, options: dict[str, Any]) -> None:
 
 @training.in_both
 def test_averages_and_names(which: str) -> None:
-  """Compares all state, under a strategy: replicas make it together."""
+  """Compares the whole state under a strategy."""
   states, names = [], []
   for shard_update in ("by_variable", False):
     weights, optimizer = build(which, "Adam", shard_update=shard_update)
@@ -229,10 +231,10 @@ def test_more_members_than_variables() -> None:
     ("Adam", "replica_state"),  # in equal shards
   ],
 )
-def test_a_restored_run_goes_on(
+def test_restored_training_equals_uninterrupted_training(
   kind: str, way: str, tmp_path: pathlib.Path
 ) -> None:
-  """With shards and without, as if nothing had happened."""
+  """The checkpoint can be restored with and without shards."""
   groups = [[0, 1, 2, 3]] if way != "replica_state" else GROUPS
   weights, optimizer = build("keras", kind, groups, shard_update=True)
   train(weights, optimizer, [0, 1])

@@ -1,4 +1,4 @@
-"""Sharded updates: the unsharded numbers, with a part of the state each."""
+"""Tests that sharded updates give the same weights as replicated updates."""
 
 import functools
 import pathlib
@@ -125,7 +125,7 @@ def replicas(
   ("name", "which"),
   [(name, list(KERASES)[(i + 1) % 2]) for i, name in enumerate(OPTIMIZERS)],
 )
-def test_numbers_of_plain_keras(name: str, which: str) -> None:
+def test_sharded_update_equals_plain_keras(name: str, which: str) -> None:
   groups = PAIRS if list(OPTIMIZERS).index(name) % 2 else ALL
   # SGD is exact here; kernels round otherwise than operations.
   bound = 0.0 if name in ("SGD", "nesterov") else 5e-6
@@ -145,8 +145,8 @@ def test_numbers_of_plain_keras(name: str, which: str) -> None:
     assert np.abs(apart).max() > 0.01
 
 
-def test_rows_travel_by_layers_the_last_ones_first() -> None:
-  """The same numbers, also with limits over all rows."""
+def test_buckets_of_last_layers_are_reduced_first() -> None:
+  """The weights equal plain Keras', also if gradients are clipped."""
   limits = {"clipnorm": 4.0, "global_clipnorm": None, "weight_decay": 0.25}
   make = functools.partial(make_plain, "AdamW", **limits)
   whole = replicas("keras", make)
@@ -219,8 +219,9 @@ SETTINGS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], Any]] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 @training.in_both
-def test_settings(name: str, which: str) -> None:
-  """The numbers of an unsharded update."""
+def test_settings_equal_those_of_replicated_updates(
+  name: str, which: str
+) -> None:
   make, options, groups = SETTINGS[name]
   grads = [each.copy() for each in GRADS]
   if name in ("scaled and clipped", "clipvalue, nonfinite"):
@@ -237,7 +238,7 @@ def test_settings(name: str, which: str) -> None:
 
 @training.in_both
 def test_rows_and_constraints(which: str) -> None:
-  """A step that is skipped applies no constraint."""
+  """A skipped step does not apply the constraint."""
   library, _ = KERASES[which]
   tables = []
   for engine in fake_engine.engines():
@@ -361,10 +362,10 @@ WAYS = {"file": _by_store, "checkpoint": _by_checkpoint}
 @pytest.mark.parametrize(
   ("way", "which"), [("file", "tf_keras"), ("checkpoint", "keras")]
 )
-def test_plain_keras_goes_on(
+def test_training_continues_with_plain_keras(
   which: str, way: str, tmp_path: pathlib.Path
 ) -> None:
-  """Sharded over 4, then plain, then sharded over 2: as plain throughout."""
+  """Trains sharded over 4, then plain, then sharded over 2."""
   library, _ = KERASES[which]
   make = functools.partial(make_plain, "Adam")
   alone, expected = make_weights(which), make(library)
@@ -407,7 +408,7 @@ def test_plain_keras_goes_on(
 def test_checkpoint_has_what_belongs_to_no_variable(
   shard_update: Any, tmp_path: pathlib.Path
 ) -> None:
-  """The product of rates of tf_keras' Nadam."""
+  """Tests the product of momentums of tf_keras' Nadam."""
   products = []
   for way in (shard_update, False):
     make = functools.partial(make_plain, "Nadam")
@@ -430,7 +431,7 @@ def test_checkpoint_has_what_belongs_to_no_variable(
 def test_checkpoint_before_it_is_built(
   which: str, make: Callable[[Any], Any], tmp_path: pathlib.Path
 ) -> None:
-  """As in plain Keras, values wait until the slots are made."""
+  """As in plain Keras, values are restored when the slots are created."""
   weights, first = build(which, make, groups=ALL, shard_update=True)
   train(weights, first, range(2))
   first.learning_rate = 0.5
@@ -476,7 +477,7 @@ def test_replicas_cannot_build_late(tmp_path: pathlib.Path) -> None:
 def test_files_of_variables_that_are_not_of_keras(
   tmp_path: pathlib.Path,
 ) -> None:
-  """Keras 3 gives their slots other names; their own may have a "/"."""
+  """Keras 3 names the slots of these variables differently."""
   names, path = [], tmp_path / "state"
   for shard_update in (False, True, False):
     with testbed.mirrored().scope():
@@ -528,7 +529,7 @@ def test_slots_are_whole() -> None:
 
 
 def test_replicas_start_in_functions() -> None:
-  """TensorFlow would warn the user of replicas that run eagerly."""
+  """TensorFlow would warn users about replicas that run eagerly."""
   strategy, is_eager = testbed.mirrored(), []
   run = strategy.run
 
@@ -550,7 +551,7 @@ def test_replicas_start_in_functions() -> None:
 def test_fit_and_model_files(
   which: str, kind: str, tmp_path: pathlib.Path
 ) -> None:
-  """The numbers of plain Keras, on the whole batch and without a strategy."""
+  """Compares with plain Keras on the whole batch, without a strategy."""
   library, package = KERASES[which]
   rng = np.random.default_rng(1)
   x = rng.normal(size=(16, 3)).astype("f")
@@ -645,7 +646,9 @@ EACH = "is 'elementwise'.*each"  # Keras' MultiOptimizer wants all gradients.
     ),
   ],
 )
-def test_refused(package: Any, make: Any, options: Any, words: str) -> None:
+def test_unsupported_optimizers_raise_an_error(
+  package: Any, make: Any, options: Any, words: str
+) -> None:
   with pytest.raises(ValueError, match=words):
     package.CrossShardOptimizer(make(), **options)
 
@@ -678,7 +681,7 @@ def test_decay_set_after_build_leaves_out_what_is_excluded(
 def test_exclusions_of_two_dtypes_and_of_tables(
   package: Any, library: Any, by: str
 ) -> None:
-  """Keras forgets exclusions when it is told of others."""
+  """A second exclusion replaces the first one, as in Keras."""
   dtypes = {"scale": tf.float32, "bias": tf.float64, "table": tf.float32}
   with testbed.mirrored().scope():
     weights = [

@@ -1,4 +1,4 @@
-"""Warnings about tables that cost more than an update by rows has to cost."""
+"""Tests warnings about tables that are not updated by rows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -95,7 +95,7 @@ def test_compiled_by_xla(which: str, caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("options", [{"rows": ROWS - 1}, {"lazy_rows": False}])
-def test_nobody_asked_or_it_is_cheap(
+def test_no_warning_for_small_tables_or_without_lazy_rows(
   caplog: pytest.LogCaptureFixture, options: dict[str, Any]
 ) -> None:
   assert _warnings("keras", caplog, "keras", **options) == []

@@ -1,4 +1,4 @@
-"""The wrapper reads and writes as if it were the encapsulated optimizer."""
+"""Tests that the wrapper forwards attributes to the wrapped optimizer."""
 
 import copy
 import pathlib
@@ -79,7 +79,7 @@ def test_unpickled_state_reaches_every_replica() -> None:
   assert testbed.copies(again.iterations) == [2] * 4
 
 
-def test_what_changes_before_the_slots_come_stays(optimizer: Any) -> None:
+def test_values_assigned_before_build_are_kept(optimizer: Any) -> None:
   weight = keras.Variable(1.0, name="weight")
   optimizer.apply_gradients([(tf.constant(1.0), weight)])
   again = copy.deepcopy(optimizer)
@@ -106,7 +106,7 @@ def test_another_wrapper_further_in_is_refused(optimizer: Any) -> None:
     CrossShardOptimizer(between)
 
 
-def test_clipping_name_and_new_attributes_are_its_own(optimizer: Any) -> None:
+def test_wrapper_has_its_own_name_limits_and_attributes(optimizer: Any) -> None:
   for name in ("clipnorm", "clipvalue", "global_clipnorm"):
     setattr(optimizer, name, 2.0)
     assert getattr(optimizer.inner_optimizer, name) is None
@@ -185,7 +185,7 @@ def _colliding(library: Any, names: Sequence[str]) -> type[Any]:
 def test_a_class_with_all_names_of_the_wrapper(
   which: str, shard_update: Any, tmp_path: pathlib.Path
 ) -> None:
-  """Numbers of plain Keras, and every attribute stays the class's own."""
+  """Weights equal plain Keras'; the class keeps all of its attributes."""
   library, _ = training.KERASES[which]
   names = _names(which)
   assert {"_parts", "_step", "_restore", "groups", "_argument"} <= {*names}

@@ -137,7 +137,7 @@ COLLAPSED = "or a checkpoint, gave all groups the same weights"
     ("keras", _restore_and_save),
   ],
 )
-def test_groups_that_others_make_equal_are_warned_about_once(
+def test_warning_if_callbacks_make_groups_equal(
   kind: str, collapse: Any, said: list[str], tmp_path: pathlib.Path
 ) -> None:
   model = _model(kind)
@@ -197,7 +197,7 @@ def test_functions_that_keep_or_join_groups_do_not_warn(
 
 
 def test_moving_averages_are_each_groups_own() -> None:
-  """Keras writes averages into the weights when `fit` ends; see keras3_test."""
+  """Keras writes averages into the weights when `fit` ends."""
 
   def make(home: Any) -> Any:
     return home.SGD(0.5, use_ema=True, ema_momentum=0.5)
@@ -267,7 +267,7 @@ def test_variables_that_keras_does_not_list_are_saved(
   way: str,
   tmp_path: pathlib.Path,
 ) -> None:
-  """Nadam's product of momentums; and the loss scale, which grows once.
+  """Tests Nadam's product of momentums, and a loss scale that grows once.
 
   Resumed training has the bits of training that nobody interrupted.
   """
@@ -311,7 +311,7 @@ def test_variables_that_keras_does_not_list_are_saved(
 def test_slots_that_begin_as_weights_wait_for_build(
   which: str, shard_update: bool, tmp_path: pathlib.Path
 ) -> None:
-  """What was restored before `build` is not overwritten by the weights."""
+  """`build` does not overwrite restored slots with the weights."""
   library, home = KERASES[which]
   strategy = testbed.mirrored(2)
 
@@ -357,7 +357,7 @@ def test_slots_that_begin_as_weights_wait_for_build(
 def test_schedule_free_into_and_out_of_plain_keras(
   shard_update: bool, tmp_path: pathlib.Path
 ) -> None:
-  """A checkpoint binds all objects, if both optimizers are built."""
+  """A checkpoint restores all objects if both optimizers are built."""
   strategy = testbed.mirrored(2)
   library, home = KERASES["keras"]
 
