@@ -243,12 +243,7 @@ def test_recommender_reads_movielens(tmp_path: Path) -> None:
   assert re.search(r"ours: loss [\d.]+; recall@10 [\d.]+%;", output), output
 
 
-def test_tpu_reports_and_trains(
-  data_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-  monkeypatch.syspath_prepend(EXAMPLES)
-  import digits_dataset
-
+def test_tpu_reports_and_trains(data_dir: Path) -> None:
   arguments = ["--virtual=8", "--groups=2", "--epochs=3"]
   output = run_example("tpu.py", data_dir, *arguments)
   rows = read_table(output)
@@ -265,16 +260,9 @@ def test_tpu_reports_and_trains(
   for row, name in zip(rows, ("group_0", "group_1", "ensemble"), strict=True):
     [shown] = re.findall(rf"val_accuracy/{name}: ([\d.]+)", last)
     assert float(shown) == round(row.accuracy / 100, 4)
-  # One merged sum of every gradient, float32, in the groups asked for.
-  num_bytes = 4 * digits_dataset.make_model().count_params()
-  assert num_bytes == 116_264
+  # The report of the compiler has one merged sum; tpu_program_test.py has more.
   assert "v5e:4x2: 8 replicas on TPU v5 lite\n" in output
-  (all_reduce,) = re.findall(r"^all-reduce .*", output, re.MULTILINE)
-  kind, dtype, size, _, groups = re.split(r"\s{2,}", all_reduce)
-  assert (kind, dtype, size) == ("all-reduce", "f32", f"{num_bytes:,}")
-  assert groups == "2 of 4: [0, 1, 2, 3], ..."
   assert re.search(r"^collectives +1$", output, re.MULTILINE)
-  assert re.search(rf"^wire bytes +{num_bytes:,}$", output, re.MULTILINE)
   assert (data_dir / "tpu.png").read_bytes().startswith(PNG_START)
 
 

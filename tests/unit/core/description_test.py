@@ -232,11 +232,8 @@ class TestBytes:
     "options",
     [
       {},
-      {"shard_update": True},
       {"shard_update": "by_variable"},
-      {"accumulate_steps": 2},
       {"accumulate_steps": 2, "shard_update": True, "skip_nonfinite": True},
-      {"opt": {"use_ema": True}},
       {"opt": {"gradient_accumulation_steps": 2}},
       {"opt": {"use_ema": True}, "shard_update": True},
     ],

@@ -4,9 +4,6 @@ import errno
 import os
 import pathlib
 import re
-import signal
-import subprocess
-import sys
 from typing import Any
 from unittest import mock
 
@@ -171,32 +168,6 @@ def test_file_is_synced_before_it_is_renamed(
     ("fsync", tmp_path.name[:3], False),
   ]
   assert os.listdir(tmp_path) == ["a"]
-
-
-CHILD = """
-import os, pathlib, signal, sys
-import numpy as np
-from tf_cross_shard._src.replica_state import archive
-setattr({0}, "{1}", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
-archive.write(pathlib.Path(sys.argv[1]), {{"x": np.zeros(9)}}, {{}})
-"""
-
-
-@pytest.mark.parametrize("place", [("np", "savez"), ("os", "replace")])
-def test_a_process_that_is_killed_leaves_the_old_file(
-  tmp_path: pathlib.Path, place: tuple[str, str]
-) -> None:
-  path = tmp_path / "a"
-  _write(path, 5)
-  program = CHILD.format(*place)
-  done = subprocess.run(
-    [sys.executable, "-c", program, str(path)],
-    capture_output=True,
-    text=True,
-    timeout=60,
-  )
-  assert done.returncode == -signal.SIGKILL, done.stderr
-  assert _value(path) == 5
 
 
 def test_write_follows_symbolic_links(tmp_path: pathlib.Path) -> None:

@@ -1,4 +1,4 @@
-"""Files of `replica_state`: a run that is restored goes on to the bit.
+"""Tests files of `replica_state`: restored training has the same bits.
 
 In one process; several workers are in multi_worker_replicas_test.py.
 """
@@ -50,16 +50,15 @@ def _accumulating(library: Any) -> Any:
   ("where", "package", "make"),
   [
     ("mirrored", keras3, lambda library: library.optimizers.Adam),
-    ("virtual", keras3, lambda library: library.optimizers.Adam),
     ("pair", keras3, _accumulating),
     ("mirrored", tf_keras, _scaled),
     ("virtual", tf_keras, _older),
   ],
 )
-def test_a_restored_run_goes_on_to_the_bit(
+def test_restored_training_equals_uninterrupted_training(
   where: str, package: Any, make: Any, tmp_path: pathlib.Path
 ) -> None:
-  """10 steps, saved, 5 more; against 5 more after restoring elsewhere.
+  """Saves after 10 steps, and compares 5 more steps with a restored run.
 
   The file holds all state of the optimizer: also a learning rate that changed,
   and the number of skipped steps.
@@ -129,7 +128,7 @@ def test_a_restored_run_goes_on_to_the_bit(
     ("mirrored", "pair", [[1], [0]]),
   ],
 )
-def test_group_i_goes_to_group_i(
+def test_groups_are_restored_by_number(
   source: str, where: str, groups: Any, tmp_path: pathlib.Path
 ) -> None:
   optimizer, weights = cases.simple(source)
@@ -172,8 +171,8 @@ def test_what_is_in_the_file(tmp_path: pathlib.Path) -> None:
   assert len(names[0]) == 2 * len(said)
 
 
-def test_each_variable_once(tmp_path: pathlib.Path) -> None:
-  """Also one that optimizer and model share; arrays by group and member."""
+def test_shared_variables_are_saved_once(tmp_path: pathlib.Path) -> None:
+  """A variable of both optimizer and model is saved once."""
   with testbed.mirrored().scope():
     trained = tf.Variable([0.0, 0.0], name="trained")
     other = tf.Variable([0.0], name="other", trainable=False)
@@ -214,7 +213,7 @@ def _network(seed: int) -> Any:
 def test_a_served_model_needs_no_random_numbers(
   tmp_path: pathlib.Path,
 ) -> None:
-  """Of another number of dropout layers; those who resume keep the states."""
+  """The served model may have fewer dropout layers than the saved one."""
   trained = cases.Training(testbed.mirrored(), [[3, 1], [0, 2]], seed=1)
   trained.steps(0, 2)
   trained.save(tmp_path / "a")
@@ -280,7 +279,7 @@ def test_one_group_of_a_file_without_replicas(tmp_path: pathlib.Path) -> None:
 
 
 def test_restore_builds_the_optimizer(tmp_path: pathlib.Path) -> None:
-  """On the trainable variables of a model or of a list."""
+  """`restore` builds on the trainable variables of a model or of a list."""
   optimizer, weights = cases.simple("mirrored")
   replica_state.save(tmp_path / "a", optimizer, weights)
   trained = cases.Training(testbed.mirrored(), cases.PAIRS, seed=1)
@@ -338,7 +337,7 @@ def test_restore_builds_the_optimizer_on_one_device(
 def test_restore_builds_an_optimizer_of_keras_that_accumulates(
   tmp_path: pathlib.Path,
 ) -> None:
-  """Its `iterations` is a tensor, not a variable."""
+  """The optimizer's `iterations` is a tensor, not a variable."""
 
   def build() -> Any:
     return training.build(
@@ -371,7 +370,7 @@ def test_restore_builds_an_optimizer_of_keras_that_accumulates(
 def test_a_loss_scale_around_sharded_windows(
   package: Any, is_built: bool, tmp_path: pathlib.Path
 ) -> None:
-  """Steps make no variable that a new program lacks; `restore` makes all."""
+  """`restore` creates all variables that steps would create."""
   library = keras if package is keras3 else tf_keras_library
   strategy = testbed.mirrored(2)
 
@@ -422,7 +421,7 @@ def test_a_loss_scale_around_sharded_windows(
 def test_restore_builds_nothing_under_another_strategy(
   package: Any, tmp_path: pathlib.Path
 ) -> None:
-  """Not even one of the same size, under which a configuration was read."""
+  """The other strategy may have the same size."""
   optimizer, weights = cases.simple("mirrored")
   replica_state.save(tmp_path / "a", optimizer, weights)
   config = package.CrossShardOptimizer("sgd").get_config()
@@ -440,7 +439,7 @@ def test_restore_builds_nothing_under_another_strategy(
 def test_a_window_begins_anew_in_groups_of_another_size(
   kind: str, tmp_path: pathlib.Path
 ) -> None:
-  """Sums of other members would count twice."""
+  """Otherwise gradients of former members would count twice."""
   is_keras = kind == "Keras"
 
   def make(groups: Any) -> tuple[Any, Any, Callable[[], Any]]:
@@ -495,7 +494,9 @@ def _assert_refused(
     assert [a.tobytes() for a in mine] == [a.tobytes() for a in then]
 
 
-def test_what_does_not_belong_to_the_program(tmp_path: pathlib.Path) -> None:
+def test_variables_that_do_not_match_raise_an_error(
+  tmp_path: pathlib.Path,
+) -> None:
   path = tmp_path / "a"
   optimizer, weights = cases.simple("mirrored")
   first, scale = weights
@@ -579,7 +580,9 @@ def test_malformed_files(tmp_path: pathlib.Path) -> None:
   assert cases.lists(found) == [[10.0, 10.0], [20.0, 20.0]]
 
 
-def test_what_is_not_built_or_something_else(tmp_path: pathlib.Path) -> None:
+def test_unbuilt_and_other_objects_raise_an_error(
+  tmp_path: pathlib.Path,
+) -> None:
   path = tmp_path / "a"
   optimizer, weights = cases.simple("mirrored")
   with testbed.mirrored().scope():

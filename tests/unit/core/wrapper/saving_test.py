@@ -14,8 +14,8 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
+from tests.support import covering, testbed, training
 from tests.support import replica_state_cases as cases
-from tests.support import testbed, training
 from tests.support.training import KERASES
 from tf_cross_shard import replica_state
 from tf_cross_shard._src.core.encapsulated import encapsulated
@@ -54,7 +54,7 @@ def _data() -> tf.data.Dataset:
   return data.batch(8)
 
 
-def test_the_state_of_another_optimizer_is_refused() -> None:
+def test_state_of_another_optimizer_raises_an_error() -> None:
   _, package = KERASES["tf_keras"]
   stranger = package.CrossShardOptimizer(tf_keras.optimizers.legacy.SGD())
   with pytest.raises(ValueError, match="list of length 3"):
@@ -155,7 +155,7 @@ def test_warning_if_callbacks_make_groups_equal(
 
 
 def test_groups_of_a_tpu_are_warned_about(said: list[str]) -> None:
-  """In a custom loop, with several members."""
+  """Trains several members per group in a custom loop."""
   strategy = testbed.virtual(4)
   [weight], optimizer = training.build(
     *("keras", lambda library: library.optimizers.SGD()),
@@ -250,19 +250,25 @@ def _resume(
   return new_weights, again
 
 
-@pytest.mark.parametrize("way", ["pickle", "checkpoint", "replica_state"])
-@pytest.mark.parametrize("shard_update", [False, "elementwise"])
+_NADAMS = [
+  ("keras", _nadam_within),
+  ("tf_keras", _nadam),
+  ("tf_keras", _nadam_within),
+]
+
+
 @pytest.mark.parametrize(
-  ("which", "make_plain"),
-  [
-    ("keras", _nadam_within),
-    ("tf_keras", _nadam),
-    ("tf_keras", _nadam_within),
-  ],
+  ("nadam", "shard_update", "way"),
+  covering.pairwise(
+    [
+      _NADAMS,
+      (False, "elementwise"),
+      ("pickle", "checkpoint", "replica_state"),
+    ]
+  ),
 )
 def test_variables_that_keras_does_not_list_are_saved(
-  which: str,
-  make_plain: Any,
+  nadam: tuple[str, Any],
   shard_update: Any,
   way: str,
   tmp_path: pathlib.Path,
@@ -277,7 +283,7 @@ def test_variables_that_keras_does_not_list_are_saved(
 
   def make() -> Any:
     return training.build(
-      *(which, make_plain, {"weight": [1.0, 2.0]}, strategy),
+      *(*nadam, {"weight": [1.0, 2.0]}, strategy),
       shard_update=shard_update,
     )
 
