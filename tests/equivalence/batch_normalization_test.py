@@ -160,7 +160,7 @@ def _run(
     ("virtual", "function", "ungrouped", 1),
   ],
 )
-def test_a_group_is_one_batch(
+def test_group_is_normalized_as_one_batch(
   engine: str, mode: str, grouping: str, axis: int
 ) -> None:
   strategy = getattr(testbed, engine)(testbed.REPLICAS)
@@ -193,7 +193,7 @@ def test_masked_examples_do_not_count(package: Any) -> None:
 
 
 @pytest.mark.parametrize("package", [keras3, tf_keras])
-def test_keras_own_layer_is_warned_of(package: Any, said: list[str]) -> None:
+def test_keras_layer_logs_a_warning(package: Any, said: list[str]) -> None:
   strategy = testbed.mirrored()
   library = LIBRARIES[package]
   with strategy.scope():
@@ -255,7 +255,7 @@ def test_a_replica_without_examples(package: Any) -> None:
 
 @pytest.mark.parametrize("package", [keras3, tf_keras])
 def test_files_keep_the_groups(package: Any, tmp_path: pathlib.Path) -> None:
-  """Also, a model that was loaded on one device trains as Keras' layer does."""
+  """A model that is loaded on one device trains like Keras' layer."""
   library = LIBRARIES[package]
   layer = package.SyncBatchNormalization(STRIDED, momentum=0.5)
   model = library.Sequential([library.Input((4,)), layer])

@@ -62,7 +62,7 @@ def _train(
   mode: str = "function",
   **options: Any,
 ) -> list[list[np.ndarray]]:
-  """What each replica holds of all variables after training."""
+  """Returns each replica's values of all variables after training."""
   strategy = testbed.mirrored()
   with strategy.scope():
     optimizer = CrossShardOptimizer(

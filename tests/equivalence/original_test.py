@@ -1,4 +1,4 @@
-"""Against TensorFlow 1's own CrossShardOptimizer, in the same TPU program."""
+"""Compares with TensorFlow 1's CrossShardOptimizer in the same TPU program."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the real TPU compiler makes of a training step."""
+"""Tests the collectives in a training step that the TPU compiler compiled."""
 
 from collections.abc import Callable
 from typing import Any

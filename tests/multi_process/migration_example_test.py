@@ -43,7 +43,7 @@ def after(folder: Path, *arguments: str, **variables: str) -> str:
 
 
 def losses_in(output: str) -> dict[int, float]:
-  """What a program printed, by step."""
+  """Returns the losses that a program printed, by step."""
   lines = re.findall(r"^step (\d+): loss ([\d.]+)$", output, re.MULTILINE)
   return {int(step): float(loss) for step, loss in lines}
 
@@ -86,7 +86,7 @@ def assert_goes_on(output: str, expected: dict[int, float]) -> None:
   )
 
 
-def test_after_goes_on_as_before_does(
+def test_after_py_continues_the_training_of_before_py(
   trained: tuple[Path, dict[int, float]], checkpoint: Path
 ) -> None:
   output = after(checkpoint, "--strategy=mirrored")
@@ -97,7 +97,7 @@ def test_after_goes_on_as_before_does(
 
 
 @pytest.mark.parametrize("keras", ["0", "1"])
-def test_what_the_command_converts_is_restored(
+def test_converted_checkpoint_is_restored(
   trained: tuple[Path, dict[int, float]], checkpoint: Path, keras: str
 ) -> None:
   command = ["-m", "tf_cross_shard", "convert-checkpoint"]
@@ -116,7 +116,7 @@ def test_what_the_command_converts_is_restored(
 
 
 def test_towers_learn_what_one_device_learns(tmp_path: Path) -> None:
-  """To a stated accuracy, and the same whatever the number of towers."""
+  """Towers reach the stated accuracy, whatever their number."""
   script = str(EXAMPLES / "towers.py")
   picture = tmp_path / "losses.png"
   outputs = {}

@@ -156,7 +156,7 @@ def lars(grad: Any, w: Any, step: Any) -> list[Any]:
 
 
 def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
-  """Another one for each of four replicas."""
+  """Returns different gradients for each of four replicas."""
   rng = np.random.default_rng([3, step])
   x = rng.integers(0, 5, (testbed.REPLICAS, 2, 3)).astype("int32")
   return x, 3 * rng.normal(size=(testbed.REPLICAS, 2, 1)).astype("float32")
@@ -212,7 +212,7 @@ class Then:
 
 
 @pytest.mark.parametrize("kind", ["bert", "lamb", "lars"])
-def test_optimizers_of_ones_own_go_on(
+def test_custom_optimizers_continue_the_training(
   kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   """The page's classes, and Keras' Lamb, on four replicas with other data."""
@@ -303,7 +303,7 @@ def test_members_of_the_page_are_there(name: str) -> None:
 
 
 def slots_of_v1(name: str) -> set[str]:
-  """What an optimizer of version 1 calls its slots."""
+  """Returns the slot names of an optimizer of version 1."""
   with tf.Graph().as_default():
     optimizer = make(name)
     weight = tf.compat.v1.get_variable("w", [2])
@@ -317,7 +317,7 @@ def names_in(cell: str) -> set[str]:
 
 
 @pytest.mark.parametrize("row", rows("optimizers"), ids=lambda row: row[0])
-def test_optimizers_are_what_the_table_says(row: list[str]) -> None:
+def test_optimizers_are_converted_as_in_the_table(row: list[str]) -> None:
   v1_name, kind, then, now, _ = row
   optimizer = migration.from_v1(make(v1_name.strip("`")))
   weight = tf.Variable([1.0, 2.0])
@@ -335,7 +335,7 @@ def test_optimizers_are_what_the_table_says(row: list[str]) -> None:
 
 
 @pytest.mark.parametrize("row", rows("refused"), ids=lambda row: row[0])
-def test_optimizers_are_refused_as_the_table_says(row: list[str]) -> None:
+def test_other_optimizers_of_the_table_raise_an_error(row: list[str]) -> None:
   with pytest.raises(TypeError, match="cannot be converted"):
     migration.from_v1(make(row[0].strip("`")))
 

@@ -81,7 +81,7 @@ class Launches:
     return left
 
   def reports(self, name: str) -> list[dict[str, Any]]:
-    """What they said."""
+    """Returns the texts of the errors."""
     return [worker.result for worker in self.workers(name)]
 
 
@@ -93,7 +93,7 @@ def launches() -> Iterator[Launches]:
 
 
 def _name(index: int, job: str = "worker") -> str:
-  """How errors call a worker, as an expression."""
+  """Returns a regular expression for a worker's name in errors."""
   return rf"{job} {index} \(localhost:\d+\)"
 
 
@@ -192,7 +192,7 @@ def test_an_empty_variable_is_refused(launches: Launches) -> None:
     )
 
 
-def test_a_worker_that_does_something_else_meanwhile(
+def test_a_worker_that_does_something_else_is_named(
   launches: Launches,
 ) -> None:
   first, _ = launches.reports("disagree")
@@ -237,7 +237,7 @@ def test_variables_that_workers_make_differently(
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_the_others_name_a_worker_that_is_killed(
+def test_killed_worker_is_named_by_the_other_workers(
   launches: Launches, killed: int
 ) -> None:
   """SIGKILL arrives after some of the step's sums."""

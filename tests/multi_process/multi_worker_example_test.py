@@ -76,7 +76,7 @@ def command(data_dir: Path, *arguments: str) -> list[str]:
 def test_one_command_and_slurm_train_alike(
   data_dir: Path, tmp_path: Path
 ) -> None:
-  """In groups; the digests are those of the weights."""
+  """Compares digests of the groups' weights."""
   arguments = command(data_dir, "--epochs=3", "--groups=2")
   output = programs.run([*arguments, "--workers=2"], tmp_path, SECONDS)
   rows = read_table(output)
@@ -101,7 +101,7 @@ def test_one_command_and_slurm_train_alike(
 
 
 def run_shell(script: str, variables: Mapping[str, str] | None = None) -> str:
-  """What sh prints."""
+  """Returns what sh prints."""
   environment = {"PATH": os.environ["PATH"], **(variables or {})}
   return subprocess.run(
     ["sh", "-euc", script],
@@ -114,7 +114,7 @@ def run_shell(script: str, variables: Mapping[str, str] | None = None) -> str:
 
 
 def test_programs_of_the_page_run(tmp_path: Path) -> None:
-  """With the page's own TF_CONFIG, but for the hosts; `even` behind `fit`."""
+  """Uses the page's TF_CONFIG with other hosts. `even` follows `fit`."""
   training, on_gpus, evening = pages.blocks(PAGE, "python")
   compile(on_gpus, PAGE, "exec")
   batches = "batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)\n"
@@ -153,7 +153,7 @@ def test_the_command_of_the_page_prints_what_is_set_by_hand(
 
 
 def test_slurm_script_of_the_page_is_a_script(tmp_path: Path) -> None:
-  """With another srun, which fails twice."""
+  """A fake srun fails twice."""
   _, _, script = pages.blocks(PAGE, "sh")
   srun = tmp_path / "srun"
   srun.write_text(
@@ -177,7 +177,7 @@ def test_kubernetes_shell_sets_tf_config() -> None:
   }
 
 
-def test_page_names_what_there_is() -> None:
+def test_arguments_and_files_on_the_page_exist() -> None:
   """The names of the example."""
   text = pages.text(PAGE)
   example = EXAMPLE.read_text()

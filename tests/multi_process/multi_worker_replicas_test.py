@@ -21,7 +21,7 @@ REPLICAS = range(4)
 
 
 class Found:
-  """What the workers answered."""
+  """The values that the workers returned."""
 
   def __init__(self) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -36,7 +36,7 @@ class Found:
     assert here == [[0, 1], [2, 3]]
 
   def same(self, case: str) -> Any:
-    """What all workers answered alike."""
+    """Returns the value that all workers returned."""
     first, second = (result[case] for result in self.results)
     assert first == second
     return first
@@ -48,7 +48,9 @@ def found() -> Found:
 
 
 @pytest.mark.parametrize(("grouping", "wire_dtype"), cases.POWERS)
-def test_sums(found: Found, grouping: str, wire_dtype: str | None) -> None:
+def test_sums_over_replicas_of_two_workers(
+  found: Found, grouping: str, wire_dtype: str | None
+) -> None:
   """Powers of two: exact, and each sum tells whose gradients are in it."""
   groups = testbed.groups_of(cases.GROUPINGS[4][grouping], 4)
   for process, results in enumerate(found.sums):
@@ -77,13 +79,13 @@ def test_values_of_all_replicas_of_all_workers(found: Found) -> None:
   assert alone == [[[0.0]], [[1.0]]]  # of a process, not of the strategy
 
 
-def test_what_travels_in_several_parts(found: Found) -> None:
+def test_long_values_are_sent_in_several_messages(found: Found) -> None:
   assert found.same("in_parts") == [
     [list(range(r, r + size)) for r in REPLICAS] for size in program.SIZES
   ]
 
 
-def test_a_restored_run_goes_on_to_the_bit(found: Found) -> None:
+def test_restored_training_equals_uninterrupted_training(found: Found) -> None:
   for i, result in enumerate(found.results):
     resumed = result["resume"]
     assert resumed["wrote"] == (1 if i == 0 else 0)
@@ -127,7 +129,7 @@ def test_errors_of_one_workers_file(found: Found) -> None:
     assert result["errors"]["the same file: unchanged"] != [[[9.0, 9.0]] * 2]
 
 
-def test_workers_that_ask_for_different_things(found: Found) -> None:
+def test_workers_that_call_different_functions_raise(found: Found) -> None:
   texts = _words(found, "another model", "DisagreementError")
   assert all("model/weight" in text for text in texts)
 
@@ -144,7 +146,7 @@ def test_members_in_different_workers_are_compared(found: Found) -> None:
         assert np.max(value) == index + 1
 
 
-def test_a_worker_that_does_not_come_is_not_waited_for(found: Found) -> None:
+def test_saving_without_a_missing_worker_raises(found: Found) -> None:
   error, exists = found.results[0]["missing"]
   assert error["error"] == "MissingWorkerError"
   assert "worker 1 (" in error["message"]

@@ -25,7 +25,7 @@ def test_plain_program_differs_in_one_line_only() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_page_names_what_there_is(page: str) -> None:
+def test_links_and_programs_of_a_page_exist(page: str) -> None:
   """Links, headings that they lead to, programs, and shell that parses."""
   for link in re.findall(r"\]\(([^)\s]+)\)", pages.text(page)):
     file, _, heading = link.partition("#")

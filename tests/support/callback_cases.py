@@ -122,7 +122,7 @@ HPARAMS = "_hparams_/session_start_info"
 
 
 def curves(folder: pathlib.Path) -> dict[str, Any]:
-  """What TensorBoard reads of a run, by tag."""
+  """Returns the values that TensorBoard reads from a run, by tag."""
   [file] = folder.iterdir()
   found: dict[str, Any] = {}
   for event in tf.compat.v1.train.summary_iterator(str(file)):

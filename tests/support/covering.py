@@ -15,7 +15,7 @@ def pairs(row: Row) -> set[tuple[Any, ...]]:
 def possible_rows(
   columns: Sequence[Sequence[Any]], is_possible: Callable[[Row], bool]
 ) -> list[Row]:
-  """The full product, without the rows that cannot be."""
+  """Returns the full product without the impossible rows."""
   return [row for row in itertools.product(*columns) if is_possible(row)]
 
 
@@ -23,7 +23,7 @@ def pairwise(
   columns: Sequence[Sequence[Any]],
   is_possible: Callable[[Row], bool] = lambda row: True,
 ) -> list[Row]:
-  """Few rows that have every pair of settings which the product has.
+  """Returns few rows that contain every possible pair of settings.
 
   Greedy: each time the first row with the most pairs that are still missing.
 

@@ -81,7 +81,7 @@ class Encapsulation:
       yield
 
   def _new(self, cls: type[Any], args: Any, kwargs: Any) -> Any:
-    """What `cls(*args, **kwargs)` returns; Python initializes a `cls` only."""
+    """Creates the object, wrapped. Python initializes only a `cls`."""
     optimizer = object.__new__(cls)
     ours = tf_cross_shard.CrossShardOptimizer
     if self._paused or issubclass(cls, (ours, *self._composite)):

@@ -87,7 +87,7 @@ class FakeEngine(engine_lib.Engine):
     return [tf.add_n(parts) for parts in self._meet(tensors)]
 
   def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Adds in float32, as Mirrored does."""
+    """Adds half precision in float32, as the Mirrored engine does."""
     return [
       tf.add_n([_widened(part) for part in parts])
       for parts in self._meet(tensors)

@@ -60,7 +60,7 @@ class Islands:
         self.outer.step()
 
   def values(self) -> list[list[np.ndarray]]:
-    """By weight, each group's; its members have the same bits."""
+    """Returns each group's values, by weight; checks that members are equal."""
     by_weight = []
     for weight in self.weights:
       copies = testbed.copies(weight)

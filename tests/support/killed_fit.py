@@ -1,4 +1,4 @@
-"""A `fit` that is killed at a place, in a process of its own.
+"""Runs a `fit` in another process, which is killed at a given place.
 
 A server of processes imports this file once, and forks: no test waits for
 TensorFlow to be imported again. It has no device before a child makes one.

@@ -130,7 +130,7 @@ class Early:
       self.optimizer.build(self.variables)
 
   def state(self) -> list[np.ndarray]:
-    """What this worker has of every variable."""
+    """Returns this worker's values of every variable."""
     return cases.own([*self.variables, *self.optimizer.variables])
 
   def step(self, wait: Callable[[], None] | None = None) -> None:

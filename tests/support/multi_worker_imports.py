@@ -1,4 +1,4 @@
-"""What the process that is forked for each worker imports before."""
+"""Imports of the process that is forked for each worker."""
 
 import sys
 

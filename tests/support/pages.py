@@ -17,7 +17,7 @@ PROJECT = pathlib.Path(__file__).absolute().parent.parent.parent
 
 
 def text(page: str) -> str:
-  """What stands in a page."""
+  """Returns the text of a page."""
   return (PROJECT / page).read_text(encoding="utf-8")
 
 

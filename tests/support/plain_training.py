@@ -80,7 +80,7 @@ def _compare(
   program: Program,
   what: str,
 ) -> None:
-  """Replicas of a group have the same bits, close to those of plain Keras."""
+  """Checks that members have the same bits, close to plain Keras."""
   assert mine.dtype == right.dtype, what
   assert mine.tobytes() == first.tobytes(), f"{what} differs from its group's"
   assert np.isfinite(right.astype("float64")).all(), f"{what}: {right} expected"

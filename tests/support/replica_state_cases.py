@@ -112,12 +112,12 @@ def lists(arrays: Any) -> Any:
 
 
 def values(variable: Any) -> Any:
-  """What `replica_state.values` returns, as lists and numbers."""
+  """Returns the result of `replica_state.values` as lists and numbers."""
   return lists(replica_state.values(variable))
 
 
 def group_values(variable: Any, optimizer: Any) -> Any:
-  """What `replica_state.group_values` returns, as lists and numbers."""
+  """Returns the result of `replica_state.group_values` as lists."""
   return lists(replica_state.group_values(variable, optimizer))
 
 

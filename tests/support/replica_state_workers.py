@@ -1,4 +1,4 @@
-"""What each of several workers does with the values of all replicas.
+"""The program of a worker that reads and saves values of all replicas.
 
 Each case answers what the test's own process then compares.
 """
@@ -60,7 +60,7 @@ class Worker:
     return optimizer, weight
 
   def own(self, variables: Sequence[Any]) -> list[list[Any]]:
-    """What this worker's replicas have."""
+    """Returns the values of this worker's replicas."""
     return [
       [copy.tolist() for copy in cases.testbed.copies(variable)]
       for variable in variables
@@ -74,7 +74,7 @@ def replica_value(dtype: str, replica: int) -> Any:
 
 
 def values(worker: Worker) -> Any:
-  """Of several dtypes, of a scalar, and of what is no variable of replicas."""
+  """Reads several dtypes, a scalar, and a variable without replicas."""
   found: dict[str, Any] = {}
   for dtype in DTYPES:
     with worker.strategy.scope():
@@ -102,7 +102,7 @@ def values(worker: Worker) -> Any:
 
 
 def in_parts(worker: Worker) -> Any:
-  """Of what is longer than one message."""
+  """Reads values that are longer than one message."""
   found = []
   for size in SIZES:
     with worker.strategy.scope():
@@ -145,7 +145,7 @@ def resume(worker: Worker) -> Any:
 
 
 def errors(worker: Worker) -> Any:
-  """Where something is wrong on one worker only; all have to hear of it."""
+  """Makes errors on one worker only; all workers must raise them."""
   groups = GROUPS
   optimizer, weight = worker.simple(groups)
   variables = [weight, *optimizer.variables]
@@ -155,7 +155,7 @@ def errors(worker: Worker) -> Any:
   found: dict[str, Any] = {}
 
   def restore(name: str, data: bytes) -> None:
-    """Of one's own file, which is another one on the last worker."""
+    """Errors of a worker's own file, which differs on the last worker."""
     mine.write_bytes(data)
     weight.assign([9.0, 9.0])
     found[name] = multi_worker_faults.attempt(
@@ -199,7 +199,7 @@ def errors(worker: Worker) -> Any:
 
 
 def missing(worker: Worker) -> Any:
-  """The last case: one worker does something else meanwhile."""
+  """Runs the last case, in which one worker calls another function."""
   optimizer, weight = worker.simple(GROUPS)
   worker.strategy.timeout = 1.0
   if worker.index == 1:

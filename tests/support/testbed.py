@@ -84,7 +84,7 @@ def replica_id() -> tf.Tensor:
 
 
 def mark() -> tf.Tensor:
-  """1, 2, 4 or 8: a gradient that tells which replicas were summed."""
+  """Returns 1, 2, 4 or 8: a sum of marks tells which replicas are in it."""
   return tf.constant([1.0, 2.0, 4.0, 8.0])[replica_id()]
 
 

@@ -42,7 +42,7 @@ def named(variables: Iterable[Any], name: str) -> Any:
 
 
 def values(variables: Iterable[Any]) -> list[Any]:
-  """What variables hold, as lists and numbers."""
+  """Returns the values of variables as lists and numbers."""
   return [np.asarray(variable.numpy()).tolist() for variable in variables]
 
 

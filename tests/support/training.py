@@ -289,7 +289,7 @@ def state_of(weights: Sequence[Any], optimizer: Any) -> list[np.ndarray]:
 
 
 def assert_close(actual: np.ndarray, expected: np.ndarray, where: str) -> None:
-  """At most 1e-6 apart, relative to the largest weight."""
+  """Checks that values differ by at most 1e-6 of the largest weight."""
   bound, difference = near(expected), float(np.abs(actual - expected).max())
   assert difference <= bound, f"{where}: {difference} > {bound}"
 

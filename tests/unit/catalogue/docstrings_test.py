@@ -35,7 +35,7 @@ def _examples_of(thing: Any, name: str) -> list[doctest.DocTest]:
 
 
 def _run(tests: list[doctest.DocTest]) -> tuple[int, str]:
-  """How many examples ran, and what failed."""
+  """Returns the number of examples that ran, and the failures."""
   runner = doctest.DocTestRunner(verbose=False)
   output: list[str] = []
   for test in tests:
@@ -53,7 +53,7 @@ def test_examples_run(name: str) -> None:
 
 
 def test_every_public_name_has_an_example() -> None:
-  """Those of tf_keras, too, whose module is imported like the others."""
+  """This includes the public names of `tf_cross_shard.tf_keras`."""
   assert {"tf_cross_shard.keras3", "tf_cross_shard.tf_keras"} <= set(MODULES)
   public = {name: getattr(tf_cross_shard, name) for name in PUBLIC}
   public["tf_keras"] = importlib.import_module("tf_cross_shard.tf_keras")

@@ -144,7 +144,9 @@ def test_no_worker_outlives_a_killed_launch(tmp_path: pathlib.Path) -> None:
   assert all(map(_has_ended, started))
 
 
-def test_what_each_machine_sets(capsys: pytest.CaptureFixture[str]) -> None:
+def test_prints_the_command_of_each_machine(
+  capsys: pytest.CaptureFixture[str],
+) -> None:
   assert _launch(NODES, "train.py", "--name=two words") == 0
   lines = capsys.readouterr().out.splitlines()
   assert lines[::3] == ["# On host0:12345:", "# On [fe80::1]:9:"]

@@ -78,7 +78,9 @@ def test_other_tables_are_read_by_keras(what: str) -> None:
 
 @training.in_both
 @pytest.mark.parametrize("shards", [False, True])
-def test_training_reads_rows_only(which: str, shards: bool) -> None:
+def test_training_has_no_tensor_of_the_table_size(
+  which: str, shards: bool
+) -> None:
   """No tensor of the step has the shape of the table, on any replica."""
   library, package = training.KERASES[which]
   strategy = testbed.mirrored()

@@ -102,7 +102,7 @@ def _train(
 def test_each_group_learns_with_its_rate(
   engine: str, library: Any, optimizer: str, options: Any, eager: bool
 ) -> None:
-  """One rate is a number, one a schedule; the numbers of SGD are exact."""
+  """One learning rate is a number, the other one a schedule."""
   make = OPTIMIZERS[optimizer]
   rates = [RATES[0], _decay(library, RATES[1])]
   task, variables = _train(engine, library, make, rates, eager, **options)
@@ -270,7 +270,7 @@ class TestBinding:
         _of(library).PerGroup(rates)
 
   @pytest.mark.parametrize("rate", ["0.1", True, None, lambda step: 0.1])
-  def test_what_is_no_rate(self, rate: Any) -> None:
+  def test_invalid_learning_rates_raise_an_error(self, rate: Any) -> None:
     with pytest.raises(TypeError, match="`rates` must contain numbers and sc"):
       schedules.PerGroup([0.1, rate])
     other = tf_keras if schedules.PerGroup._package == "keras" else keras

@@ -154,7 +154,7 @@ EMPTY = "must not be empty"
   ],
   ids=lambda value: str(value)[:20],
 )
-def test_other_values_are_refused(other: Any, words: str) -> None:
+def test_other_types_are_refused(other: Any, words: str) -> None:
   text = refusal(other)
   assert words in text
   assert len(text) < 400

@@ -36,7 +36,7 @@ DICTIONARY = "must map each setting name to a list"
     ("group_settings", {"rho": [0.5, float("nan")]}, ValueError, "'rho' is"),
   ],
 )
-def test_what_is_refused(
+def test_invalid_arguments_raise_an_error(
   name: str, value: Any, error: type[Exception], words: str
 ) -> None:
   with pytest.raises(error, match=f"`{name}` .*{words}"):

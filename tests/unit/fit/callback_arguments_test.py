@@ -11,7 +11,7 @@ X = np.zeros([4, 1], "f")
 
 
 def given(kind: str) -> dict[str, Any]:
-  """Returns what a callback cannot be made without."""
+  """Returns the required arguments of a callback."""
   if kind == "Halving":  # A table has variables: not while tests are collected.
     table = trials.Table([{"a": 1}] * 3, [[0], [1]])
     return {"table": table, "epochs": 9, "folder": "unused"}
@@ -57,7 +57,7 @@ def given(kind: str) -> dict[str, Any]:
     ("Halving", "factor", 1, ValueError, "an integer of at least 2"),
   ],
 )
-def test_what_is_refused(
+def test_invalid_arguments_raise_an_error(
   kind: str, argument: str, value: Any, error: type[Exception], words: str
 ) -> None:
   arguments = {**given(kind), argument: value}

@@ -72,9 +72,9 @@ def test_each_member_has_its_own_statistics(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.tf_keras_mode
 def test_the_best_of_an_earlier_run_is_kept(tmp_path: pathlib.Path) -> None:
-  """Also where only one group improves, or never had a number.
+  """One group improves; another one never had a finite metric.
 
-  The folder is made.
+  The folder is created.
   """
   path, model = tmp_path / "new" / "folder" / "best", cases.grouped()
   values = [(0.5, np.nan), (9.0, 0.1), (0.25, 4.0), (9.0, 9.0)]
@@ -88,7 +88,7 @@ def test_the_best_of_an_earlier_run_is_kept(tmp_path: pathlib.Path) -> None:
   np.testing.assert_array_equal(bias, [[20.0, 20.0], [10.0, 10.0]])
 
 
-def test_a_file_of_another_run(tmp_path: pathlib.Path) -> None:
+def test_file_of_another_run_raises_an_error(tmp_path: pathlib.Path) -> None:
   """An error before the first epoch; the file is not replaced."""
   model, path = cases.grouped(), tmp_path / "best"
   [keep] = cases.begin(model, callbacks.GroupCheckpoint(path))

@@ -26,7 +26,7 @@ def _keras_stops(series: Any, min_delta: float) -> tuple[int, int, float]:
 
 @pytest.mark.parametrize("min_delta", [0.0, 1.0])
 def test_each_group_stops_as_keras_would_stop_it(min_delta: float) -> None:
-  """With metrics that are known; the best weights to the bit."""
+  """The best weights are restored bit for bit."""
   model = cases.grouped("mirrored", CROSSED)
   [stop] = cases.begin(
     model, callbacks.GroupEarlyStopping(patience=2, min_delta=min_delta)
@@ -66,7 +66,7 @@ class _Known(tf.keras.callbacks.Callback):  # type: ignore[misc]
 
 @pytest.mark.tf_keras_mode
 def test_fit_ends_with_each_group_at_its_best(said: list[str]) -> None:
-  """No warning says that something made the groups equal."""
+  """`fit` restores each group's best weights, and logs no warning."""
   model, known = cases.grouped("mirrored", CROSSED), _Known()
   stop = callbacks.GroupEarlyStopping("val_known", mode="max", patience=1)
   judge = callbacks.GroupMetrics(cases.VALIDATION)

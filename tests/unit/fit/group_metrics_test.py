@@ -55,7 +55,7 @@ def _plain(group: int) -> Any:
 
 @pytest.mark.tf_keras_mode
 def test_metrics_are_those_of_plain_keras() -> None:
-  """Of plain models, and of the groups' mean prediction by NumPy."""
+  """Compares each group with plain Keras, and the ensemble with NumPy."""
   # Each Keras in another strategy.
   model = cases.grouped(
     "virtual" if testbed.IS_TF_KERAS else "mirrored", CROSSED
@@ -116,8 +116,8 @@ def test_arrays_are_evaluated_as_by_keras(dtype: str) -> None:
     assert logs[f"val_{name}/group_0"] == pytest.approx(value, rel=1e-6)
 
 
-def test_evaluation_changes_nothing() -> None:
-  """Random numbers included, of layers and of NumPy."""
+def test_evaluation_changes_no_state() -> None:
+  """The random states of layers and of NumPy are unchanged, too."""
   with testbed.mirrored(2).scope():
     layers = tf.keras.layers
     model = tf.keras.Sequential(
@@ -137,7 +137,7 @@ def test_evaluation_changes_nothing() -> None:
 
 @pytest.mark.tf_keras_mode
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_every_twin_and_dataset_inside_of_the_scope(is_compiled: bool) -> None:
+def test_datasets_and_models_that_keras_cannot_clone(is_compiled: bool) -> None:
   """A dataset; a model that Keras cannot clone; `fit` inside of the scope.
 
   A compiled twin is evaluated as it is.

@@ -31,7 +31,7 @@ KEPT = tempfile.TemporaryDirectory()  # until the process ends
 
 
 class Saved(NamedTuple):
-  """What version 1 saved, and what it did then."""
+  """A checkpoint of version 1, and the training that followed it."""
 
   src: str
   losses: list[float]
@@ -138,7 +138,7 @@ def test_goes_on_as_version_1(maker: str, name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("maker", [m for m in MAKERS if m != "keras, wrapped"])
-def test_the_new_checkpoint_is_read_elsewhere(
+def test_converted_checkpoint_is_read_by_a_new_program(
   maker: str, tmp_path: Path
 ) -> None:
   new = tmp_path / "folder" / "new"  # which is made
@@ -541,7 +541,9 @@ class TestErrors:
         second, tmp_path / "new", [weight], keras.optimizers.SGD()
       )
 
-  def test_what_is_left_on_both_sides(self, tmp_path: Path) -> None:
+  def test_unmatched_variables_are_listed_in_the_error(
+    self, tmp_path: Path
+  ) -> None:
     """The checkpoint is from another optimizer."""
     training = sessions.Training(lambda: sessions.plain("Adam"))
     before = [w.numpy().tolist() for w in training.model.weights]

@@ -1,4 +1,4 @@
-"""What `multi_worker.even` makes of one worker's dataset."""
+"""Tests `multi_worker.even` for one worker's dataset."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def _batches(length: int) -> tf.data.Dataset:
 def _with_others(
   monkeypatch: pytest.MonkeyPatch, *others: str
 ) -> list[tuple[Any, ...]]:
-  """Other workers that tell these texts; what this one tells is returned."""
+  """Fakes the texts of other workers; returns the texts of this one."""
   told: list[tuple[Any, ...]] = []
 
   def exchange(*args: Any) -> list[str]:

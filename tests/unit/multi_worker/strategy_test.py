@@ -26,7 +26,7 @@ def alone() -> Any:
 
 
 def test_what_keras_reduces(alone: Any) -> None:
-  """Scalars along any axis, structures of them, and of a batch a part."""
+  """Reduces scalars along any axis, structures, and parts of a batch."""
   results = alone.run(lambda: (tf.constant(3.0), tf.constant([4.0, 6.0])))
   scalar, vector = results
   for axis in (None, 0):
@@ -114,7 +114,7 @@ def test_a_worker_that_trains_by_itself(
   assert float(weight.numpy()) == -1.0  # 1 - 2 * 1
 
 
-def test_what_is_known_of_a_variable() -> None:
+def test_variable_descriptions_are_compared() -> None:
   def known(**kwargs: Any) -> Any:
     return strategy._Variable(kwargs)
 

@@ -55,7 +55,7 @@ def _made(library: str) -> tuple[Any, Any]:
 def test_an_ensemble_is_loaded_without_this_package(
   tmp_path: pathlib.Path,
 ) -> None:
-  """In both Kerases; `group_models_test.py` checks what it predicts."""
+  """Loads the ensemble in both Kerases. Predictions: group_models_test.py."""
   data = {"x": X, "y": X[::-1]}
   right: dict[str, Any] = dict(data)
   for library in KERASES:

@@ -97,7 +97,7 @@ def _expected(model: Any, members: Sequence[int], x: Any = X) -> Any:
 @in_both
 @everywhere
 def test_one_group_as_a_plain_model(where: str, library: str) -> None:
-  """Against NumPy, inside of the scope, where `fit` calls callbacks."""
+  """Compares with NumPy, inside the scope, as in a callback of `fit`."""
   model, optimizer = _made(where, library, _network)
   before = [testbed.copies(variable) for variable in model.variables]
   right = [_expected(model, members) for members in CROSSED]
@@ -179,7 +179,7 @@ def test_subclassed_and_nested_models(library: str) -> None:
 def test_clones_have_functions_vocabularies_and_seeds(
   library: str, tmp_path: pathlib.Path
 ) -> None:
-  """Also random states, whose variables Keras numbers anew."""
+  """Clones keep random states, although Keras renumbers these variables."""
 
   def thrice(t: Any) -> Any:
     return 3 * t
@@ -258,10 +258,10 @@ def _differing(
 
 
 @pytest.mark.parametrize("case", COPIES)
-def test_a_copy_is_trained_as_the_source_would_be(
+def test_copied_group_trains_like_its_source(
   case: str, tmp_path: pathlib.Path
 ) -> None:
-  """With the target's data and learning rate, bit for bit.
+  """The copy trains with the target's data and learning rate.
 
   The same state is then trained without the copy, where the source is given
   the target's data and learning rate.
@@ -329,7 +329,7 @@ def test_a_copy_is_trained_as_the_source_would_be(
 def test_slots_that_begin_as_weights_are_the_groups_own(
   where: str, library: str
 ) -> None:
-  """Also if the optimizer is made when groups differ."""
+  """The optimizer is created when the groups already differ."""
   home, wrapper = LIBRARIES[library]
   kind = {
     "keras": lambda: home.optimizers.ScheduleFreeAdamW(),
@@ -592,7 +592,7 @@ class _NoArgument(tf.keras.layers.Layer):
     (_NoArgument, "strength"),
   ],
 )
-def test_what_cannot_be_cloned_has_the_reason_of_keras(
+def test_errors_of_cloning_contain_the_error_of_keras(
   make: Any, reason: str
 ) -> None:
   with testbed.mirrored().scope():

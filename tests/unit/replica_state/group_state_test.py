@@ -43,7 +43,7 @@ def test_average(where: str, slots: bool) -> None:
 
 
 def test_means_are_added_in_order_in_float64() -> None:
-  """So means have the same bits everywhere, unlike those of tf.distribute."""
+  """The order makes means have the same bits on all replicas."""
   # In float32 the ones are lost, in any order but from the last.
   arrays = np.float32([[2.0**24, 0.1], [1.0, 0.2], [1.0, 0.3], [1.0, 0.7]])
   total = np.zeros(2)

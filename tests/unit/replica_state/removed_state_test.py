@@ -155,7 +155,7 @@ def fit(*others: Any) -> None:
 def test_backups_leave_it_out_and_warn_once(
   tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-  """In mid-epoch, where a resumed `fit` restores the file twice."""
+  """A `fit` that resumes within an epoch restores the file twice."""
   backup = callbacks.BackupAndRestore(tmp_path, every=2)
   with pytest.raises(KeyboardInterrupt):
     fit(backup, testbed.Interruption(1, 2))

@@ -166,7 +166,7 @@ def test_each_trial_is_trained_as_plain_keras_trains_it_alone(
 
 
 def _curve(run: pathlib.Path) -> list[float]:
-  """What TensorBoard draws of a trial's loss, if it has a row of HParams."""
+  """Returns a trial's loss curve in TensorBoard; checks its HParams."""
   [path] = run.iterdir()
   values = [
     value
@@ -208,7 +208,7 @@ def test_resumed_search_equals_uninterrupted_search(
 
 
 def test_a_population_explores_settings_of_every_kind() -> None:
-  """Against NumPy's SGD with momentum."""
+  """Compares with SGD with momentum in NumPy."""
   rows = [SETTINGS[0], SETTINGS[4]]
   model, table = _make(rows)
   factors = {"momentum": [0.5], "scale": [2.0]}

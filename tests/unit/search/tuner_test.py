@@ -51,7 +51,7 @@ def _build(table: trials.Table) -> Any:
 
 
 def test_best_models(tmp_path: pathlib.Path) -> None:
-  """In order, with the weights and the dropout of each trial."""
+  """The models are in order, with each trial's weights and dropout rate."""
   space = keras_tuner.HyperParameters()
   space.Choice("learning_rate", [0.001, 0.01, 0.1])
   space.Fixed("dropout", 0.25)

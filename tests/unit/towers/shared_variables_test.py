@@ -80,7 +80,7 @@ class TestOptimizersMadeInside:
     ("mode", "devices"), [("eager", TWO[:1]), ("function", TWO)]
   )
   def test_state_goes_on(self, mode: str, devices: Any) -> None:
-    """Each has its own, and a step in another function finds it again."""
+    """Each optimizer has its own state, which another function finds again."""
 
     def model_fn(features: Any, mode: str) -> TowerSpec:
       ops = []
@@ -115,7 +115,7 @@ class TestOptimizersMadeInside:
       assert float(replicated(batch(), mode="eval").loss) == expected
 
   def test_another_class(self) -> None:
-    """Of its settings the first count: only the class is compared."""
+    """The first call's settings are used. Only the class is compared."""
     c = tf.Variable(10.0)
 
     def model_fn(features: Any, mode: str, params: Any) -> TowerSpec:
@@ -130,7 +130,7 @@ class TestOptimizersMadeInside:
     assert float(c) == 4.0
 
   def test_around_optimizers_from_outside(self) -> None:
-    """They keep their slots, though a TowerOptimizer is made around each."""
+    """The optimizers keep their slots inside new TowerOptimizers."""
     weights = [tf.Variable(10.0) for _ in "12"]
     optimizers = [sgd(1.0, momentum=0.5) for _ in weights]
 

@@ -162,8 +162,8 @@ def test_towers_whose_gradients_are_of_other_kinds() -> None:
   assert values([d, e]) == [9.0, 1.0]
 
 
-def test_values_that_overwrite_are_averaged_only() -> None:
-  """Neither divided by the factor of the loss nor summed over towers."""
+def test_overwriting_gradients_are_only_averaged() -> None:
+  """Values are neither divided by the loss factor nor summed over towers."""
   c, scale, other = (keras.Variable(x) for x in (10.0, 0.0, 0.0))
   # Keras' float8 scales are such variables.
   scale.overwrite_with_gradient = other.overwrite_with_gradient = True

@@ -44,7 +44,7 @@ both = pytest.mark.parametrize("distribute", [_split, _deal])
 
 
 def _weighted_sum(batch: Any) -> tf.Tensor:
-  """Of one-dimensional integers: differs if replicas' parts are swapped."""
+  """Returns a sum that changes if the parts of replicas are swapped."""
 
   def replica_fn(x: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(tf.cast(x, tf.int32)) * (testbed.replica_id() + 1)

@@ -1,4 +1,4 @@
-"""What an XLA module contains."""
+"""Tests how the contents of an XLA module are read."""
 
 from typing import Any
 

@@ -62,7 +62,7 @@ def test_dtypes_and_shapes() -> None:
 
 
 class TestHost:
-  """Whatever the host assigns reaches every replica."""
+  """Values that the host assigns reach every replica."""
 
   @pytest.mark.parametrize("traced", [False, True])
   def test_assigns(self, traced: bool) -> None:
@@ -240,7 +240,7 @@ class TestOnRead:
     assert list(map(_copies, variables)) == [[3.0] * N, [9.0] * N, [9.0] * N]
 
   def test_initial_value_is_every_replicas(self) -> None:
-    """As under MirroredStrategy and TPUStrategy."""
+    """MirroredStrategy and TPUStrategy do the same."""
     options = {"synchronization": ON_READ, "aggregation": Aggregation.SUM}
     variable = _variable(6.0, **options)
     with testbed.mirrored(N).scope():

@@ -39,7 +39,7 @@ def _marks() -> Any:
 
 
 def _own_mark() -> tf.Tensor:
-  """In a replica's function: its mark."""
+  """Returns this replica's mark, inside `strategy.run`."""
   return tf.constant(MARKS)[testbed.replica_id()]
 
 
@@ -242,7 +242,7 @@ class TestResults:
 
 class TestControlFlow:
   def test_sums_in_conditionals_and_loops(self) -> None:
-    """In a loop of the TPU's, and in one of the host's around it."""
+    """Tests a loop on the TPU inside a loop on the host."""
     with _strategy().scope():
       optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(1.0), "sum")
       weight = tf.Variable(0.0)
@@ -270,7 +270,7 @@ class TestControlFlow:
     assert int(optimizer.iterations.numpy()) == 9
 
   def test_stacked_recurrent_layers(self) -> None:
-    """Their nested loops need constants that XLA must not lose."""
+    """The nested loops of these layers use constants from outside."""
     layers = tf.keras.layers
     x = np.random.default_rng(0).normal(size=(2, 4, 1)).astype("float32")
     with _strategy().scope():

@@ -26,7 +26,7 @@ class Resolver(tf.distribute.cluster_resolver.ClusterResolver):
     self.task_id = 0
 
   def get_tpu_system_metadata(self) -> Any:
-    """What TPUStrategy asks."""
+    """The parts of the TPU system that TPUStrategy reads."""
     on_host = min(_HOST_DEVICES, self._num_devices)
     devices = [
       session._DeviceAttributes(

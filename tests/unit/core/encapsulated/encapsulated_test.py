@@ -32,7 +32,7 @@ class ClipsInApply(keras.optimizers.SGD):
 
 
 class Negates(keras.optimizers.SGD):
-  """Another update step."""
+  """Has an update step of its own."""
 
   def update_step(
     self, gradient: Any, variable: Any, learning_rate: Any

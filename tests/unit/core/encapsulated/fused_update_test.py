@@ -140,7 +140,7 @@ def error(weight: formulas.Numbers, name: str, sums: formulas.Numbers) -> float:
 def test_kernels_are_as_accurate_as_keras(
   name: str, which: str, dtype: str
 ) -> None:
-  """In float64 after few steps plain Keras' numbers, whose betas are narrow."""
+  """Compares with the formula, and after a few steps with plain Keras."""
   library, package = KERASES[which]
   grads = gradients(dtype)[:, :1]
   errors, after_few = [], []

@@ -46,7 +46,7 @@ def dense_of(grad: Any, rows: int) -> np.ndarray:
 
 
 def clip_one(values: list[float], kind: str, dtype: Any = tf.float32) -> Any:
-  """What clipping to 1 makes of one gradient."""
+  """Returns one gradient, clipped to 1."""
   [clipped] = clipping.clip([tf.constant(values, dtype)], **{kind: 1.0})
   return clipped.numpy().tolist()
 

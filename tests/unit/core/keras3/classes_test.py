@@ -52,7 +52,7 @@ def _expected(
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features_of_the_encapsulated_optimizer(feature: str) -> None:
-  """Also in a function, where plain Keras fails because of its conditions."""
+  """The features work in a `tf.function`, too, where plain Keras fails."""
   task = training.Regression(seed=2)
   strategy = testbed.mirrored()
   with strategy.scope():
@@ -171,7 +171,7 @@ def test_callbacks_and_steps_per_execution() -> None:
 
 
 def test_variables_are_found_in_time_that_grows_with_their_number() -> None:
-  """To copy Keras' list for each of 2,000 variables once took 8 s."""
+  """Copying Keras' list for each of 2,000 variables would take 8 s."""
 
   def count_calls(number: int) -> int:
     variables = [tf.Variable(1.0) for _ in range(number)]
