@@ -116,8 +116,11 @@ def _has_ended(pid: int) -> bool:
 
 @pytest.mark.parametrize("kind", ["child", "session"])
 def test_a_worker_ends_with_the_processes_it_started(
-  kind: str, capfd: pytest.CaptureFixture[str]
+  kind: str,
+  capfd: pytest.CaptureFixture[str],
+  monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+  monkeypatch.setattr(launch, "_LAST_LINES", 0.5)
   begin = time.monotonic()
   worker = [sys.executable, "-c", PARENT, kind, "0"]
   assert launch.launch(worker, 1) == 0
