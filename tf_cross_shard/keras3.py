@@ -27,6 +27,7 @@ from tf_cross_shard._src.core.keras3.classes import (
   PerGroup,
   SyncBatchNormalization,
 )
+from tf_cross_shard._src.tables.keras3 import ShardedEmbedding
 from tf_cross_shard._src.towers.keras3 import TowerOptimizer
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
   "Embedding",
   "GroupDropout",
   "PerGroup",
+  "ShardedEmbedding",
   "SyncBatchNormalization",
   "TowerOptimizer",
 ]

@@ -1,6 +1,7 @@
 """Keras layers for embedding tables and for groups.
 
 - `Embedding`: Keras' layer, but it reads only the rows that a batch looks up
+- `ShardedEmbedding`: an embedding whose rows are divided among replicas
 - `embedding_lookup`: the same as a function, for layers of your own
 - `GroupDropout`: dropout with a rate for each group
 - `SyncBatchNormalization`: batch normalization over each group's batch
@@ -23,16 +24,19 @@ if versions.uses_tf_keras():
     GroupDropout,
     SyncBatchNormalization,
   )
+  from tf_cross_shard._src.tables.tf_keras import ShardedEmbedding
 else:
   from tf_cross_shard._src.core.keras3.classes import (
     Embedding,
     GroupDropout,
     SyncBatchNormalization,
   )
+  from tf_cross_shard._src.tables.keras3 import ShardedEmbedding
 
 __all__ = [
   "Embedding",
   "GroupDropout",
+  "ShardedEmbedding",
   "SyncBatchNormalization",
   "embedding_lookup",
 ]

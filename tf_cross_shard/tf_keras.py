@@ -28,6 +28,7 @@ from tf_cross_shard._src.core.tf_keras.classes import (
   PerGroup,
   SyncBatchNormalization,
 )
+from tf_cross_shard._src.tables.tf_keras import ShardedEmbedding
 from tf_cross_shard._src.towers.tf_keras import TowerOptimizer
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
   "Embedding",
   "GroupDropout",
   "PerGroup",
+  "ShardedEmbedding",
   "SyncBatchNormalization",
   "TowerOptimizer",
 ]

@@ -14,8 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tf_cross_shard._src.core import (
+  collectives,
+  embedding_lookup,
   group_schedule,
   groups,
+  owned_rows,
   parts,
   settings,
   validation,
@@ -63,6 +66,7 @@ __all__ = [
   "variables",
   "optimizer_state",
   "replica_values",
+  "owned_rows",
   # A value for each group.
   "group_schedule",
   # Several workers.
@@ -72,6 +76,9 @@ __all__ = [
   "is_tpu",
   "key_value_store",
   "stall_watch",
+  # Collectives, and reading rows of a table.
+  "collectives",
+  "embedding_lookup",
   # Gradients.
   "clipping",
   "differentiation",

@@ -63,6 +63,8 @@ _NCCL_DTYPES: Final = _DTYPES - {tf.bfloat16}
 
 # With 12 members or more, `CollectiveAllToAllV2` fails or returns wrong rows.
 MAX_ALL_TO_ALL: Final = 11
+# With more replicas, the runtime sees members in another order than we do.
+MAX_ORDERED: Final = 10
 
 _local_strategies: Final = itertools.count()
 
@@ -219,6 +221,41 @@ class CollectiveOps:
       )
       for i, (all_rows, tensor) in enumerate(zip(joined, tensors, strict=True))
     ]
+
+  def exchange_rows(
+    self,
+    rows: tf.Tensor,
+    counts: tf.Tensor,
+    place: int,
+    groups: groups_lib.Groups,
+    replica: int,
+    device: str,
+  ) -> tf.Tensor:
+    """Sends rows to the members of a group; see `Engine.exchange_rows`.
+
+    An all-to-all sends equal numbers of rows, so the rows for each member are
+    padded. `place` is the position of this replica.
+
+    Raises:
+      NotImplementedError: With so many replicas that the runtime sees them in
+        a different order.
+    """
+    if not keeps_order(groups):
+      raise NotImplementedError(
+        f"A table can be divided under at most {MAX_ORDERED} replicas here; got"
+        f" {groups.num_replicas}. Use layers.Embedding."
+      )
+    most = _rounded_up(tf.reduce_max(counts))
+    starts = tf.cumsum(counts[place], exclusive=True)
+    # The padding repeats rows of other members, or one row of zeros at the end.
+    at = starts[:, tf.newaxis] + tf.range(most)
+    at = tf.minimum(at, tf.shape(rows)[0])
+    words = _pad_rows(as_words(rows), tf.shape(rows)[0] + 1)
+    [received] = self.run(
+      ALL_TO_ALL, [tf.gather(words, at)], groups, replica, device
+    )
+    is_real = tf.sequence_mask(counts[:, place], most)
+    return from_words(tf.boolean_mask(received, is_real), rows)
 
   def _check(self, tensors: Sequence[tf.Tensor]) -> None:
     """Raises an error where a collective would hang or fail."""
@@ -399,7 +436,7 @@ def keeps_order(groups: groups_lib.Groups) -> bool:
   The runtime sorts members by device name as text: "task:10" comes before
   "task:2". With up to ten replicas both orders are the same.
   """
-  return groups.num_replicas <= min(10, MAX_ALL_TO_ALL)
+  return groups.num_replicas <= MAX_ORDERED
 
 
 def can_merge() -> bool:

@@ -142,6 +142,31 @@ class Mirrored(engine.Engine):
       return super().all_gather_part(part)
     return self._collectives.all_gather(part, self.groups, *self._place())
 
+  def exchange_rows(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
+    """Sends rows to the members, without padding in a merge call."""
+    # Use a merge call on GPUs, too, as for `all_gather`.
+    if not collective_ops.can_merge():
+      return self._collectives.exchange_rows(
+        rows, counts, self.position(), self.groups, *self._place()
+      )
+
+    def combine(
+      copies: list[list[tf.Tensor]], members: list[int]
+    ) -> list[tf.Tensor]:
+      rows_of, counts_of = copies
+      # sent[s][r]: what member s sends to member r.
+      sent = [
+        tf.split(own, counts_of[0][s], num=len(members))
+        for s, own in enumerate(rows_of)
+      ]
+      received = []
+      for place, member in enumerate(members):
+        with tf.device(self._devices[member]):
+          received.append(tf.concat([own[place] for own in sent], axis=0))
+      return received
+
+    return self._merge([rows, counts], combine)[self.position()]
+
   def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums, in float32 if the members sum in a merge call."""
     if not self._merges_here():

@@ -140,6 +140,12 @@ class MultiWorker(engine.Engine):
       return super().all_gather_part(part)
     return self._collectives.all_gather(part, self.groups, *self._place())
 
+  def exchange_rows(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
+    """Sends rows to the members, padded to the largest number of rows."""
+    return self._collectives.exchange_rows(
+      rows, counts, self.position(), self.groups, *self._place()
+    )
+
   def agree(
     self,
     topic: str,

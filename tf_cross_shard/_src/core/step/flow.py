@@ -24,6 +24,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard._src.core import context as context_lib
+from tf_cross_shard._src.core import owned_rows
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core.collectives import wire as wire_lib
 from tf_cross_shard._src.core.gradients import (
@@ -177,7 +178,9 @@ class Step:
   def sum(self, call: Call) -> list[Gradient]:
     """Returns the group's sums of this replica's gradients, clipped."""
     overwrites = self._overwrites(call)
-    return self.update.all_reduce(self._clip(call, overwrites), overwrites)
+    return self.update.all_reduce(
+      self._clip(call, overwrites), call.variables, overwrites
+    )
 
   def apply_for_loss_scaler(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
@@ -267,9 +270,15 @@ class Step:
   def build(self, variables: Sequence[Any]) -> None:
     """Creates the variables of all stages."""
     if not self.context.encapsulated.is_built:
+      self.tables.own(variables)
       self.watch.before_build(variables)
     state = self.context.encapsulated.state
     whole = self.update.build(variables)
+    # The slots of a divided table are divided in the same way.
+    for variable in variables:
+      if (owned := owned_rows.of(variable)) is not None:
+        for slot in state.slots(variable).values():
+          owned_rows.mark(slot, owned)
     if whole is not None:
       state.whole = whole
       state.checkpointed.add(whole.checkpoint_view)

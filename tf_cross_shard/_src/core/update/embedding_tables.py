@@ -26,6 +26,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard._src.core import context as context_lib
+from tf_cross_shard._src.core import owned_rows
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.encapsulated import (
@@ -35,7 +36,7 @@ from tf_cross_shard._src.core.encapsulated import (
 )
 from tf_cross_shard._src.core.gradients import clipping, indexed_slices
 from tf_cross_shard._src.core.gradients.clipping import Gradient
-from tf_cross_shard._src.core.update import table_warnings
+from tf_cross_shard._src.core.update import owned_tables, table_warnings
 
 # The name of the weight of an `Embedding` in Keras 3 and tf_keras.
 _EMBEDDINGS: Final = "embeddings"
@@ -123,9 +124,14 @@ class Tables(context_lib.Stage):
     del variable
     return False
 
-  def is_by_rows(self) -> bool:
+  def is_by_rows(self, variable: Any = None) -> bool:
     """Returns whether the traced step updates only rows in the batch."""
+    del variable
     return False
+
+  def own(self, variables: Sequence[Any]) -> None:
+    """Prepares for variables that are divided among the members."""
+    del variables
 
   def add(self, var_list: Any, var_names: Any) -> None:
     """Declares variables as tables, and those whose path contains a name.
@@ -164,7 +170,99 @@ class Tables(context_lib.Stage):
       apply_once(sums, variables)
 
 
-class RowTables(Tables):
+class OwnedTables(Tables):
+  """Tables whose rows are divided are updated by rows, and no others.
+
+  It is used for optimizers that update all rows of other tables. Until `own`
+  finds a divided table, nothing differs from `Tables`.
+  """
+
+  def own(self, variables: Sequence[Any]) -> None:
+    """Prepares for variables that are divided among the members."""
+    for variable in variables:
+      if owned_rows.of(variable) is not None:
+        # `make` has checked the optimizer already if `lazy_rows` is set.
+        is_checked = self.settings.lazy_rows
+        why_not = "" if is_checked else why_not_lazy(self.context)
+        owned_tables.check(self.context, variable, why_not)
+        self.row_step = self._update_rows
+
+  def is_embedding(self, variable: Any) -> bool:
+    """Returns whether a variable is of an `Embedding` or divided."""
+    return super().is_embedding(variable) or owned_rows.of(variable) is not None
+
+  def is_by_rows(self, variable: Any = None) -> bool:
+    """Returns whether the step updates only rows of a variable."""
+    return variable is not None and owned_rows.of(variable) is not None
+
+  def apply(
+    self,
+    sums: Sequence[Gradient],
+    variables: Sequence[Any],
+    apply_once: ApplyOnce,
+  ) -> None:
+    """Applies sums to variables; updates only rows of row-sparse sums."""
+    tables = [
+      variable
+      for total, variable in zip(sums, variables, strict=True)
+      if isinstance(total, tf.IndexedSlices) and self.is_by_rows(variable)
+    ]
+    if not tables:
+      super().apply(sums, variables, apply_once)
+      return
+    clip = _clip
+    if owned_rows.any_of(variables):
+      if fused_update.is_compiled(self.encapsulated.innermost):
+        raise ValueError(
+          "XLA cannot compile a step with a ShardedEmbedding. Pass"
+          " jit_compile=False."
+        )
+      sums, clip = owned_tables.agree(self.context, sums, variables), _keep
+    # Keras would clip whole tables and apply weight decay to all rows. Clip
+    # here, and let `_update_rows` apply weight decay to the rows in the batch.
+    with (
+      self.encapsulated.clipping_by(clip),
+      self.encapsulated.without_decay(tables),
+    ):
+      apply_once(sums, variables)
+
+  def _update_rows(
+    self,
+    update_step: Callable[..., None],
+    grad: tf.IndexedSlices,
+    variable: Any,
+    *rate: Any,
+  ) -> None:
+    """Runs the optimizer's own `update_step` on the rows in the batch.
+
+    Args:
+      update_step: Keras' method.
+      grad: The group's sum of the gradients of a table W.
+      variable: The table W.
+      *rate: The learning rate, if Keras passes it to `update_step`.
+    """
+    optimizer = self.encapsulated.innermost
+    if not self.is_by_rows(variable):
+      update_step(grad, variable, *rate)
+      return
+    # g and i: one row for each index, with the rows of equal indices added up.
+    grad = indexed_slices.merge_duplicates(grad)
+    # Hide the number of rows from Keras, which mistakes a gradient with one row
+    # for the gradient of a bias.
+    i, g = map(_hide_length, (grad.indices, grad.values))
+    decays = optimizer.weight_decay and self.encapsulated.decays(variable)
+    # Gather W[i] and S[i], and scatter them back at the end.
+    with row_variables.gathered(self.encapsulated, variable, i) as rows:
+      if decays:
+        # W[i] <- W[i] - weight_decay * learning_rate * W[i], before the update
+        # as in Keras.
+        factor = tf.cast(optimizer.weight_decay, rows.dtype)
+        learning_rate = tf.cast(optimizer.learning_rate, rows.dtype)
+        rows.assign_sub(rows * factor * learning_rate)
+      update_step(g, rows, *rate)  # W[i], S[i] = opt.update(W[i], S[i], g)
+
+
+class RowTables(OwnedTables):
   """Embedding tables: every member of a group updates the rows in the batch.
 
   Every member holds the whole table. The weights of Keras' `Embedding` are
@@ -232,23 +330,9 @@ class RowTables(Tables):
         is_sparse = isinstance(total, tf.IndexedSlices)
         if is_sparse or (total is not None and self.is_table(variable)):
           self._warnings.check(variable, total, is_compiled)
-    tables = [
-      variable
-      for total, variable in zip(sums, variables, strict=True)
-      if isinstance(total, tf.IndexedSlices)
-    ]
-    if not tables or not self.is_by_rows():
-      super().apply(sums, variables, apply_once)
-      return
-    # Keras would clip whole tables and apply weight decay to all rows. Clip
-    # here, and let `_update_rows` apply weight decay to the rows in the batch.
-    with (
-      self.encapsulated.clipping_by(_clip),
-      self.encapsulated.without_decay(tables),
-    ):
-      apply_once(sums, variables)
+    super().apply(sums, variables, apply_once)
 
-  def is_by_rows(self) -> bool:
+  def is_by_rows(self, variable: Any = None) -> bool:
     """Returns whether the traced step updates only rows in the batch.
 
     Steps that XLA compiles update all rows. Momentum and weight decay are read
@@ -256,43 +340,8 @@ class RowTables(Tables):
     """
     optimizer = self.encapsulated.innermost
     return not fused_update.is_compiled(optimizer) and (
-      self._is_lazy or is_exact(optimizer)
+      self._is_lazy or is_exact(optimizer) or super().is_by_rows(variable)
     )
-
-  def _update_rows(
-    self,
-    update_step: Callable[..., None],
-    grad: tf.IndexedSlices,
-    variable: Any,
-    *rate: Any,
-  ) -> None:
-    """Runs the optimizer's own `update_step` on the rows in the batch.
-
-    Args:
-      update_step: Keras' method.
-      grad: The group's sum of the gradients of a table W.
-      variable: The table W.
-      *rate: The learning rate, if Keras passes it to `update_step`.
-    """
-    optimizer = self.encapsulated.innermost
-    if not self.is_by_rows():
-      update_step(grad, variable, *rate)
-      return
-    # g and i: one row for each index, with the rows of equal indices added up.
-    grad = indexed_slices.merge_duplicates(grad)
-    # Hide the number of rows from Keras, which mistakes a gradient with one row
-    # for the gradient of a bias.
-    i, g = map(_hide_length, (grad.indices, grad.values))
-    decays = optimizer.weight_decay and self.encapsulated.decays(variable)
-    # Gather W[i] and S[i], and scatter them back at the end.
-    with row_variables.gathered(self.encapsulated, variable, i) as rows:
-      if decays:
-        # W[i] <- W[i] - weight_decay * learning_rate * W[i], before the update
-        # as in Keras.
-        factor = tf.cast(optimizer.weight_decay, rows.dtype)
-        learning_rate = tf.cast(optimizer.learning_rate, rows.dtype)
-        rows.assign_sub(rows * factor * learning_rate)
-      update_step(g, rows, *rate)  # W[i], S[i] = opt.update(W[i], S[i], g)
 
 
 def make(context: context_lib.Context) -> Tables:
@@ -304,7 +353,7 @@ def make(context: context_lib.Context) -> Tables:
   if context.settings.lazy_rows:
     check(context)
   elif not is_exact(context.encapsulated.innermost):
-    return Tables(context)
+    return OwnedTables(context)
   return RowTables(context)
 
 
@@ -315,6 +364,11 @@ def _clip(optimizer: Any, grads: Sequence[Gradient]) -> list[Gradient]:
     limit = getattr(optimizer, name)  # Keras does not clip if it is <= 0.
     limits[name] = limit if limit and limit > 0 else None
   return clipping.clip(grads, **limits)
+
+
+def _keep(_: Any, grads: Sequence[Gradient]) -> list[Gradient]:
+  """Returns sums that are clipped already."""
+  return list(grads)
 
 
 def _hide_length(value: Any) -> tf.Tensor:

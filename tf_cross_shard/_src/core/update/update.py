@@ -20,6 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_cross_shard._src.core import context as context_lib
+from tf_cross_shard._src.core import owned_rows
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.collectives import wire as wire_lib
 from tf_cross_shard._src.core.encapsulated import fused_update, kernels
@@ -173,7 +174,7 @@ class Update(context_lib.Stage, abc.ABC):
       value
       if self.encapsulated.is_overwritten(variable)
       else by_rows
-      if is_sparse and self._tables.is_by_rows()
+      if is_sparse and self._tables.is_by_rows(variable)
       else way
       for variable, is_sparse, way in zip(
         variables, are_sparse, plan.ways(natives, are_sparse), strict=True
@@ -209,15 +210,35 @@ class Update(context_lib.Stage, abc.ABC):
     return -(-size * (members - 1) // members)
 
   def all_reduce(
-    self, grads: Sequence[Gradient], overwrites: Sequence[bool]
+    self,
+    grads: Sequence[Gradient],
+    variables: Sequence[Any],
+    overwrites: Sequence[bool],
   ) -> list[Gradient]:
     """Sums gradients over the group; averages those that overwrite a variable.
 
         sum[v] = sum over r in group of grads_r[v]
         sum[v] = the same / group_size, where grads_r[v] is the next value of v
+        sum[v] = grads_r[v], where r owns rows of v (`owned_rows`)
 
     `overwrites` says for each gradient whether it is a next value.
     """
+    if owned_rows.any_of(variables):
+      is_owned = [owned_rows.of(v) is not None for v in variables]
+      others = [
+        None if own else grad for grad, own in zip(grads, is_owned, strict=True)
+      ]
+      sums = self._all_reduce_unowned(others, overwrites)
+      return [
+        grad if own else total
+        for grad, total, own in zip(grads, sums, is_owned, strict=True)
+      ]
+    return self._all_reduce_unowned(grads, overwrites)
+
+  def _all_reduce_unowned(
+    self, grads: Sequence[Gradient], overwrites: Sequence[bool]
+  ) -> list[Gradient]:
+    """Sums or averages gradients of variables that are not divided."""
     # Values are sent exactly. Gradients may be rounded to `wire_dtype`.
     values = [
       g for g, is_value in zip(grads, overwrites, strict=True) if is_value
@@ -248,8 +269,7 @@ class ReplicatedUpdate(Update):
     overwrites: Sequence[bool],
   ) -> Sequence[Gradient]:
     """Returns the group's sums, by an all-reduce."""
-    del variables
-    return self.all_reduce(grads, overwrites)
+    return self.all_reduce(grads, variables, overwrites)
 
   def own_part(
     self, sums: Sequence[Gradient], variables: Sequence[Any]

@@ -1,0 +1,160 @@
+"""Steps of optimizers that train tables whose rows the members divide.
+
+Each member has the gradients of its own rows only. Norms, and the search for
+NaN, are about the whole table. So members exchange a few numbers before they
+apply the gradients.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core import context as context_lib
+from tf_cross_shard._src.core import owned_rows
+from tf_cross_shard._src.core import settings as settings_lib
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.gradients import (
+  clipping,
+  finite,
+  indexed_slices,
+)
+from tf_cross_shard._src.core.gradients.clipping import Gradient
+
+
+def check(
+  context: context_lib.Context, variable: Any, why_not_lazy: str
+) -> None:
+  """Raises an error if an optimizer cannot train a divided table.
+
+  Args:
+    context: The settings, the optimizer and the engine.
+    variable: The table.
+    why_not_lazy: Why the optimizer cannot update by rows; "" if it can.
+
+  Raises:
+    ValueError: If the groups differ from those of the table, or if a setting
+      needs whole tables.
+  """
+  path, settings = variables_lib.path_of(variable), context.settings
+  owned = owned_rows.of(variable)
+  groups = context.engine.groups
+  if owned is not None and owned.groups != groups:
+    raise ValueError(
+      f"The rows of {path} are divided in the groups"
+      f" {owned.groups.to_lists()}, but the optimizer has the groups"
+      f" {groups.to_lists()}. Pass the same `group_assignment` to the layer and"
+      " to the optimizer."
+    )
+  if why_not_lazy:
+    raise ValueError(
+      f"A ShardedEmbedding ({path}) is updated by rows, which `opt` cannot do."
+      f" {why_not_lazy}"
+    )
+  used = [
+    name
+    for name in ("accumulate_steps", "shard_update", *settings_lib.LIMITS)
+    if getattr(settings, name, None)
+  ]
+  used += [
+    n for n in settings_lib.LIMITS if n in (settings.group_settings or {})
+  ]
+  used += ["use_ema"] * bool(context.encapsulated.averages)
+  used += ["use_ema"] * bool(
+    getattr(context.encapsulated.innermost, "use_ema", False)
+  )
+  if used:
+    raise ValueError(
+      f"`{used[0]}` does not work with a ShardedEmbedding ({path}). Remove it,"
+      " or use layers.Embedding; `clipnorm`, `global_clipnorm` and `clipvalue`"
+      " of `opt` do work."
+    )
+
+
+def agree(
+  context: context_lib.Context,
+  sums: Sequence[Gradient],
+  variables: Sequence[Any],
+) -> list[Gradient]:
+  """Clips sums by the limits of `opt`, by norms of whole tables.
+
+  If a step may be skipped, a NaN that one member found reaches all members.
+  """
+  is_owned = [owned_rows.of(variable) is not None for variable in variables]
+  for total, variable, own in zip(sums, variables, is_owned, strict=True):
+    if own and isinstance(total, tf.Tensor):
+      raise ValueError(
+        f"The gradient of {variables_lib.path_of(variable)} is dense, but each"
+        " replica has only a part of this table. Read it through the"
+        " ShardedEmbedding only."
+      )
+  # Rows of the same index are added up before anything squares them.
+  sums = [
+    indexed_slices.merge_duplicates(total)
+    if own and total is not None
+    else total
+    for total, own in zip(sums, is_owned, strict=True)
+  ]
+  if context.may_skip:
+    sums = _spread_nonfinite(context, sums)
+  optimizer = context.encapsulated.innermost
+  limits = {
+    name: getattr(optimizer, name, None) for name in settings_lib.LIMITS
+  }
+  # Keras uses the first limit that is set.
+  for name, limit in limits.items():
+    if limit and limit > 0:
+      limit = context.encapsulated.scaling.scale_limit(limit)
+      if name == "clipvalue":
+        return clipping.clip(
+          sums, clipvalue=limit, keep_infinite=context.may_skip
+        )
+      return _clip_by_norm(
+        context, sums, is_owned, limit, is_global=name == "global_clipnorm"
+      )
+  return sums
+
+
+def _spread_nonfinite(
+  context: context_lib.Context, sums: Sequence[Gradient]
+) -> list[Gradient]:
+  """Turns the sums into NaN if any member's sums are not finite."""
+  is_bad = tf.cast(~finite.all_finite(sums), tf.float32)
+  [bad_members] = context.engine.all_reduce_sum([is_bad])
+  # Times 1 changes no bit. Times NaN turns every element into NaN.
+  poison = tf.where(bad_members > 0, float("nan"), 1.0)
+  return [indexed_slices.times(total, poison) for total in sums]
+
+
+def _clip_by_norm(
+  context: context_lib.Context,
+  sums: Sequence[Gradient],
+  is_owned: Sequence[bool],
+  limit: Any,
+  is_global: bool,
+) -> list[Gradient]:
+  """Returns sums times c / max(norm, c), with c the limit.
+
+  The squares of the norms of divided tables are added up over the members:
+
+      ||g||^2 = sum over members i of ||g[i]||^2
+  """
+  squares = [
+    tf.cast(clipping.square_of_norm([total]), tf.float64) for total in sums
+  ]
+  of_parts = tf.stack(
+    [s for s, own in zip(squares, is_owned, strict=True) if own]
+  )
+  [totals] = context.engine.all_reduce_sum([of_parts])
+  of_tables = iter(tf.unstack(totals))
+  squares = [
+    next(of_tables) if own else square
+    for square, own in zip(squares, is_owned, strict=True)
+  ]
+  if is_global:
+    squares = [tf.add_n(squares)] * len(squares)
+  c = tf.cast(limit, tf.float64)
+  return [
+    indexed_slices.times(total, c / tf.maximum(tf.sqrt(square), c))
+    for total, square in zip(sums, squares, strict=True)
+  ]

@@ -1,0 +1,1 @@
+"""Embedding tables whose rows are divided among the members of a group."""

@@ -1,0 +1,353 @@
+"""`layers.ShardedEmbedding`: a Keras layer with a divided table.
+
+`ShardedTable` has all that the layers of Keras 3 and tf_keras have in common.
+"""
+
+import abc
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard._src.core.internals import (
+  collectives,
+  owned_rows,
+  replica_values,
+  settings,
+  variables,
+)
+from tf_cross_shard._src.tables import lookup
+
+# Rows are initialized in blocks of this size, each with its own seed. So the
+# initial table does not depend on the number of members, and never exists as a
+# whole.
+_BLOCK: Final = 8192
+# Keras' initializers whose values do not depend on the shape of the variable.
+_INITIALIZERS: Final = (
+  "Constant",
+  "Ones",
+  "RandomNormal",
+  "RandomUniform",
+  "TruncatedNormal",
+  "Zeros",
+)
+_COMBINERS: Final = (None, "sum", "mean", "sqrtn")
+
+
+# `ShardedEmbedding` of each Keras derives from this class, then from `Layer`.
+class ShardedTable(abc.ABC):
+  """An embedding table whose rows are divided among the members of a group.
+
+  With n members, each replica stores the rows whose id leaves the same remainder
+  when divided by n, and the optimizer's slots of these rows: one n-th of the
+  memory. A lookup sends each distinct id to its owner, and receives the row.
+  In the backward pass, the gradients of the rows return to the owners, who
+  update them with the formula of your optimizer, as with `lazy_rows=True`.
+
+  Create the layer inside `strategy.scope()`, and train it with
+  a `CrossShardOptimizer`. Results equal those of `layers.Embedding` with
+  `lazy_rows=True`. See *Divided embedding tables* for costs and limits.
+
+  Args:
+    input_dim: The number of rows, an int.
+    output_dim: The width of a row, an int.
+    embeddings_initializer: One of Keras' initializers that do not depend on the
+      shape: "uniform", "normal", "truncated_normal", "zeros", "ones" or
+      a constant. Each block of rows has its own seed, so the initial table is
+      the same for every number of replicas.
+    mask_zero: Whether id 0 is padding, which later layers mask, as in Keras'
+      `Embedding`.
+    combiner: None returns a row for each id. "sum", "mean" or "sqrtn" (the sum
+      divided by the square root of the number of ids) combines the rows of the
+      last axis of ids, or of each row of ragged ids.
+    group_assignment: The groups of the optimizer. The replicas of each group
+      divide a table of their own. None means one group of all replicas.
+    seed: The seed of the initial table. None means the seed of the
+      initializer, or 0.
+    **kwargs: Other arguments of a Keras layer, such as `name` and `dtype`.
+
+  Raises:
+    ValueError: If an argument is invalid.
+    NotImplementedError: Under a strategy that cannot divide tables.
+  """
+
+  built: bool
+  dtype: Any
+  compute_dtype: Any
+  supports_masking: bool
+
+  def __init__(
+    self,
+    input_dim: int,
+    output_dim: int,
+    embeddings_initializer: Any = "uniform",
+    mask_zero: bool = False,
+    combiner: str | None = None,
+    group_assignment: Any = None,
+    seed: int | None = None,
+    **kwargs: Any,
+  ) -> None:
+    """Creates the layer; `build` creates the table."""
+    initializer = self._get_initializer(embeddings_initializer)
+    if type(initializer).__name__ not in _INITIALIZERS:
+      raise ValueError(
+        "`embeddings_initializer` must not depend on the shape of the whole"
+        f" table; got {embeddings_initializer!r}. Use one of"
+        f" {', '.join(_INITIALIZERS)}."
+      )
+    if combiner not in _COMBINERS or (combiner and mask_zero):
+      raise ValueError(
+        f"`combiner` must be one of {_COMBINERS}, and None with `mask_zero`; got"
+        f" {combiner!r}."
+      )
+    groups = settings.as_groups(group_assignment)
+    self._strategy = tf.distribute.get_strategy()
+    self._engine = collectives.for_strategy(self._strategy, groups)
+    members = self._engine.groups.group_size
+    if not self._engine.keeps_rows:
+      self._engine.exchange_rows(tf.zeros([0]), tf.zeros([0]))  # Raises.
+    if min(input_dim, output_dim) < 1 or input_dim < members:
+      raise ValueError(
+        "`input_dim` and `output_dim` must be positive, and `input_dim` at"
+        f" least the number of members ({members}); got {input_dim!r} and"
+        f" {output_dim!r}. Use layers.Embedding for a small table."
+      )
+    super().__init__(**kwargs)
+    self.input_dim, self.output_dim = input_dim, output_dim
+    self.embeddings_initializer = initializer
+    self.mask_zero, self.combiner, self.seed = mask_zero, combiner, seed
+    self.supports_masking = mask_zero
+    self._has_groups = groups is not None
+    self._owned = owned_rows.OwnedRows(input_dim, self._engine.groups)
+    self._is_filled = False
+
+  @abc.abstractmethod
+  def _get_initializer(self, initializer: Any) -> Any:
+    """Returns Keras' initializer for an argument."""
+
+  @abc.abstractmethod
+  def _serialized(self, initializer: Any) -> Any:
+    """Returns the configuration of an initializer."""
+
+  @abc.abstractmethod
+  def _make_table(self, shape: tuple[int, int]) -> Any:
+    """Creates the variable of zeros."""
+
+  def build(self, input_shape: Any = None) -> None:
+    """Creates this process' parts of the table, and initializes them."""
+    del input_shape
+    if self.built:
+      return
+    if tf.distribute.get_strategy() is not self._strategy:
+      raise RuntimeError(
+        "A ShardedEmbedding must be built under the strategy in whose scope it"
+        " was created. Build the model inside `with strategy.scope():`."
+      )
+    self.embeddings = self._make_table((self._owned.part_rows, self.output_dim))
+    owned_rows.mark(self.embeddings, self._owned)
+    self.built = True
+    self._fill()
+
+  def call(self, inputs: Any) -> Any:
+    """Returns the rows of the ids, in the compute dtype of the layer."""
+    if isinstance(inputs, tf.SparseTensor):
+      raise TypeError(
+        "A ShardedEmbedding looks up dense and ragged ids; got sparse ids. Pass"
+        " tf.RaggedTensor.from_sparse(ids)."
+      )
+    if not isinstance(inputs, tf.RaggedTensor):
+      inputs = tf.convert_to_tensor(inputs)
+    if inputs.dtype not in (tf.int32, tf.int64):
+      inputs = tf.cast(inputs, tf.int32)
+    rows = tf.ragged.map_flat_values(self._rows_of, inputs)
+    if self.combiner is not None:
+      rows = _combine(rows, inputs, self.combiner)
+    return tf.cast(rows, self.compute_dtype)
+
+  def lookup(self, ids: Any) -> tf.Tensor:
+    """Returns rows outside `strategy.run`, from the parts of group 0.
+
+    On several workers, all workers call it with the same ids.
+
+    >>> import tensorflow as tf
+    >>> from tf_cross_shard import layers
+    >>> layer = layers.ShardedEmbedding(10, 2, "ones")
+    >>> layer.build()
+    >>> layer.lookup([3, 7]).shape
+    TensorShape([2, 2])
+
+    Args:
+      ids: int32 or int64 of any shape.
+
+    Returns:
+      The rows, of the dtype of the table and the shape
+      `ids.shape + [output_dim]`.
+    """
+    ids = tf.convert_to_tensor(ids)
+    self._fill()
+    flat = tf.reshape(ids, [-1])
+    engine, native = self._engine, variables.native(self.embeddings)
+    if len(engine.replicas_here) == engine.num_replicas:
+      copies = self._strategy.experimental_local_results(native)
+      first = engine.groups.members_of(engine.groups.assignment[0][0])
+      parts = [copies[replica] for replica in first]
+      rows = lookup.from_parts(parts, self._owned, flat)
+    else:
+      results = self._strategy.run(
+        tf.function(self._exchange, autograph=False), (flat,)
+      )
+      rows = self._strategy.experimental_local_results(results)[0]
+    return tf.reshape(rows, [*ids.shape, self.output_dim])
+
+  def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+    """Returns which ids are not padding, with `mask_zero`."""
+    del mask
+    return tf.not_equal(inputs, 0) if self.mask_zero else None
+
+  def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
+    """Returns the shape of the rows, combined or not."""
+    kept = list(input_shape)[: -1 if self.combiner else None]
+    return (*kept, self.output_dim)
+
+  def get_config(self) -> dict[str, Any]:
+    """Returns the arguments of the constructor in serializable form."""
+    config: dict[str, Any] = super().get_config()  # type: ignore[misc]
+    groups = self._owned.groups.to_lists() if self._has_groups else None
+    return {
+      **config,
+      "input_dim": self.input_dim,
+      "output_dim": self.output_dim,
+      "embeddings_initializer": self._serialized(self.embeddings_initializer),
+      "mask_zero": self.mask_zero,
+      "combiner": self.combiner,
+      "group_assignment": groups,
+      "seed": self.seed,
+    }
+
+  def save_own_variables(self, store: Any) -> None:
+    """Writes the whole table of group 0, as Keras' `Embedding` does.
+
+    On several workers, all workers make this call.
+    """
+    self._fill()
+    copies = replica_values.Copies(self._strategy)
+    members = self._owned.groups.assignment[0]
+    parts = copies.read(self.embeddings, sorted(members))
+    store["0"] = owned_rows.join(parts, self.input_dim)
+
+  def load_own_variables(self, store: Any) -> None:
+    """Gives all groups a table that this layer or an `Embedding` wrote."""
+    self._assign_rows(iter([(0, np.asarray(store["0"]))]))
+    self._is_filled = True
+
+  def _rows_of(self, ids: tf.Tensor) -> tf.Tensor:
+    """Returns the rows of ids of any shape."""
+    flat = tf.reshape(ids, [-1])
+    table = variables.native(self.embeddings)
+    if not isinstance(table, tf.Variable):
+      # Keras only wants to know shapes, and has not created the variable yet.
+      rows = tf.zeros([tf.size(ids), self.output_dim], self.dtype)
+    elif self._is_in_replica():
+      self._fill()
+      rows = self._exchange(flat)
+    else:
+      rows = self.lookup(flat)
+    shape = tf.concat([tf.shape(ids), [self.output_dim]], axis=0)
+    result = tf.reshape(rows, shape)
+    result.set_shape([*ids.shape, self.output_dim])
+    return result
+
+  def _exchange(self, flat: tf.Tensor) -> tf.Tensor:
+    """Returns the rows of `[k]` ids, in a replica."""
+    table = variables.native(self.embeddings)
+    return lookup.in_replica(self._engine, table, self._owned, flat)
+
+  def _is_in_replica(self) -> bool:
+    """Returns whether this is a replica of the layer's strategy."""
+    here = tf.distribute.get_strategy() is self._strategy
+    return here and not tf.distribute.in_cross_replica_context()
+
+  def _fill(self) -> None:
+    """Initializes the table, unless that happened or is not possible yet."""
+    table = variables.native(self.embeddings)
+    if self._is_filled or not isinstance(table, tf.Variable):
+      return
+    owned_rows.mark(table, self._owned)
+    if self._owned.groups.group_size > 1:
+      _guard(table)
+    with tf.init_scope():
+      self._assign_rows(self._initial_blocks())
+    self._is_filled = True
+
+  def _initial_blocks(self) -> Iterator[tuple[int, Any]]:
+    """Yields the first id of each block, and the initial rows of the block."""
+    config = self.embeddings_initializer.get_config()
+    kind = type(self.embeddings_initializer)
+    base = self.seed
+    if base is None:
+      base = config.get("seed") if isinstance(config.get("seed"), int) else 0
+    for number, start in enumerate(range(0, self.input_dim, _BLOCK)):
+      if "seed" in config:
+        # A Python integer that differs between blocks and between seeds.
+        config["seed"] = (base * 1_000_003 + number) % (1 << 31)
+      rows = kind.from_config(config)((_BLOCK, self.output_dim), "float32")
+      yield start, np.asarray(rows)[: self.input_dim - start]
+
+  def _assign_rows(self, blocks: Iterator[tuple[int, Any]]) -> None:
+    """Writes blocks of rows into the parts of this process."""
+    native = variables.native(self.embeddings)
+    owned_rows.mark(native, self._owned)
+    groups, engine = self._owned.groups, self._engine
+    copies = self._strategy.experimental_local_results(native)
+    dtype = copies[0].dtype.as_numpy_dtype
+    for start, rows in blocks:
+      if start == 0 and rows.shape[1:] != (self.output_dim,):
+        raise ValueError(
+          f"The rows must have {self.output_dim} columns; got {rows.shape}."
+        )
+      for replica, copy in zip(engine.replicas_here, copies, strict=True):
+        members = groups.members_of(replica)
+        # The first id of this block that the replica owns.
+        place, n = members.index(replica), len(members)
+        first = (place - start) % n
+        own = rows[first::n].astype(dtype)
+        numbers = (start + first) // n + np.arange(len(own))
+        tf.raw_ops.ResourceScatterUpdate(
+          resource=copy.handle,
+          indices=tf.constant(numbers, tf.int64),
+          updates=tf.constant(own, dtype),
+        )
+
+
+def _combine(rows: Any, ids: Any, combiner: str) -> tf.Tensor:
+  """Returns the sum or mean of rows over the last axis of ids."""
+  axis = len(ids.shape) - 1
+  total = tf.reduce_sum(rows, axis=axis)
+  if combiner == "sum":
+    return total
+  if isinstance(ids, tf.RaggedTensor):
+    count = tf.reduce_sum(tf.ones_like(ids, rows.dtype), axis=axis)
+  else:
+    count = tf.cast(tf.fill(tf.shape(ids)[:-1], tf.shape(ids)[-1]), rows.dtype)
+  # An example without ids has zeros.
+  count = tf.maximum(count, 1)[..., tf.newaxis]
+  return total / (tf.sqrt(count) if combiner == "sqrtn" else count)
+
+
+def _guard(table: Any) -> None:
+  """Makes assignments to the variable, which would set all parts, an error.
+
+  Optimizers of this package write the copies of replicas. Plain Keras would
+  average the parts of different members.
+  """
+
+  def refuse(*_: Any, **__: Any) -> Any:
+    raise RuntimeError(
+      f"{table.name} is divided among replicas, so it cannot be assigned as"
+      " a whole. Train it with a CrossShardOptimizer, and load files with"
+      " load_weights or replica_state."
+    )
+
+  for name in ("assign", "assign_add", "assign_sub"):
+    setattr(table, name, refuse)
