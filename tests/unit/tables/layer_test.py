@@ -11,11 +11,17 @@ from tests.support import lazy_oracle, testbed, training
 ROWS, WIDTH, STEPS = 11, 2, 3
 # By step and replica. Replicas repeat ids of their own and of each other.
 IDS = np.random.default_rng(0).integers(0, ROWS, [STEPS, 4, 6])
-TABLE = np.random.default_rng(1).integers(-4, 4, [ROWS, WIDTH]).astype("float32")
+TABLE = (
+  np.random.default_rng(1).integers(-4, 4, [ROWS, WIDTH]).astype("float32")
+)
 
 
 def make(
-  which: str, replicas: int, kind: str = "SGD", groups: Any = None, **settings: Any
+  which: str,
+  replicas: int,
+  kind: str = "SGD",
+  groups: Any = None,
+  **settings: Any,
 ) -> tuple[Any, Any, Any]:
   """Returns a strategy, a layer with the rows of `TABLE`, and an optimizer."""
   library, package = training.KERASES[which]
@@ -26,7 +32,11 @@ def make(
     layer.build()
     options = lazy_oracle.KINDS.get(kind, (None, {}))[1]
     opt = getattr(library.optimizers, kind)(
-      **{"learning_rate": lazy_oracle.RATE, **options, **settings.pop("opt", {})}
+      **{
+        "learning_rate": lazy_oracle.RATE,
+        **options,
+        **settings.pop("opt", {}),
+      }
     )
     optimizer = package.CrossShardOptimizer(
       opt, group_assignment=groups, loss_averaged_over="global", **settings
@@ -36,7 +46,11 @@ def make(
 
 
 def take_steps(
-  strategy: Any, layer: Any, optimizer: Any, ids: Any = IDS, in_cond: bool = False
+  strategy: Any,
+  layer: Any,
+  optimizer: Any,
+  ids: Any = IDS,
+  in_cond: bool = False,
 ) -> None:
   """Takes a step for each batch; the gradient of a row is its weight times 2."""
 
@@ -96,9 +110,150 @@ def test_steps_are_those_of_a_whole_table(
   which: str, replicas: int, kind: str
 ) -> None:
   strategy, layer, optimizer = make(which, replicas, kind)
-  # With the convention for "global", sums are what the oracle adds up.
   take_steps(strategy, layer, optimizer)
   right = lazy_oracle.train(kind, TABLE, batches(range(replicas)))
   np.testing.assert_allclose(whole(layer), right, rtol=2e-6, atol=2e-6)
   if kind == "SGD":
     np.testing.assert_array_equal(whole(layer), right.astype("float32"))
+
+
+@pytest.mark.parametrize("groups", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]])
+@pytest.mark.parametrize("in_cond", [False, True])
+@training.in_both
+def test_each_group_has_its_own_table(
+  which: str, in_cond: bool, groups: list[list[int]]
+) -> None:
+  strategy, layer, optimizer = make(which, 4, "Adagrad", groups)
+  take_steps(strategy, layer, optimizer, in_cond=in_cond)
+  for index, members in enumerate(groups):
+    right = lazy_oracle.train("Adagrad", TABLE, batches(members))
+    np.testing.assert_allclose(whole(layer, index), right, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("limit", ["clipnorm", "global_clipnorm", "clipvalue"])
+@training.in_both
+def test_opt_clips_by_the_norm_of_the_whole_table(
+  which: str, limit: str
+) -> None:
+  strategy, layer, optimizer = make(which, 4, opt={limit: 1.5, "momentum": 0.0})
+  take_steps(strategy, layer, optimizer)
+  table = TABLE.astype("float64")
+  for ids, rows in batches(range(4)):
+    grad = np.zeros_like(table)
+    np.add.at(grad, ids, rows)
+    if limit == "clipvalue":
+      grad = np.clip(grad, -1.5, 1.5)
+    else:
+      grad *= min(1, 1.5 / np.linalg.norm(grad))
+    table -= lazy_oracle.RATE * grad
+  np.testing.assert_allclose(whole(layer), table, rtol=1e-5, atol=1e-6)
+
+
+@training.in_both
+def test_all_members_skip_a_step_with_a_nan(which: str) -> None:
+  library, package = training.KERASES[which]
+  strategy = testbed.mirrored()
+  with strategy.scope():
+    layer = package.ShardedEmbedding(ROWS, WIDTH)
+    layer.build()
+    dense = package.Embedding(2, 1, embeddings_initializer="ones")
+    dense.build((None,))
+    optimizer = package.CrossShardOptimizer(
+      library.optimizers.SGD(0.5), skip_nonfinite=True
+    )
+  layer.load_own_variables({"0": TABLE})
+
+  def step() -> None:
+    # Only the owner of row 2 sees the NaN.
+    with tf.GradientTape() as tape:
+      rows = layer(tf.constant([2])) * tf.constant([[np.nan, 1.0]])
+      loss = tf.reduce_sum(rows) + tf.reduce_sum(dense(tf.constant([0])))
+    variables = training.native(
+      layer.trainable_variables + dense.trainable_variables
+    )
+    grads = tape.gradient(loss, variables)
+    optimizer.apply_gradients(zip(grads, variables, strict=True))
+
+  tf.function(lambda: strategy.run(step), autograph=False)()
+  np.testing.assert_array_equal(whole(layer), TABLE)
+  for copy in testbed.copies(dense.trainable_variables[0]):
+    np.testing.assert_array_equal(copy, [[1.0], [1.0]])
+  assert {int(c) for c in testbed.copies(optimizer.skipped_steps)} == {1}
+
+
+def model_of(library: Any, embedding: Any) -> Any:
+  """Returns a model that multiplies the rows of two ids."""
+  return library.Sequential(
+    [
+      library.Input((2,), dtype="int32"),
+      embedding,
+      library.layers.Flatten(),
+      library.layers.Dense(1, kernel_initializer="ones"),
+    ]
+  )
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+@training.in_both
+def test_fit_predicts_and_evaluates_as_plain_keras(
+  which: str, policy: str
+) -> None:
+  """A dense table in plain Keras, on one device, has the same numbers."""
+  library, package = training.KERASES[which]
+  x = np.random.default_rng(3).integers(0, ROWS, [48, 2])
+  y = np.random.default_rng(4).normal(size=[48, 1]).astype("float32")
+  results = []
+  for ours in (False, True):
+    strategy = testbed.mirrored() if ours else tf.distribute.get_strategy()
+    with strategy.scope():
+      kind = package.ShardedEmbedding if ours else library.layers.Embedding
+      layer = kind(ROWS, WIDTH, dtype=policy)
+      model = model_of(library, layer)
+      optimizer = library.optimizers.SGD(0.01)
+      if ours:
+        optimizer = package.CrossShardOptimizer(optimizer)
+      model.compile(optimizer, "mse")
+    layer.load_own_variables({"0": TABLE})
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+    history = model.fit(data, epochs=2, verbose=0)
+    results.append(
+      (
+        np.array(history.history["loss"]),
+        np.array(model.evaluate(data, verbose=0)),
+        model.predict(data, verbose=0),
+        whole(layer) if ours else np.array(layer.embeddings),
+      )
+    )
+  tolerance = 1e-5 if policy == "float32" else 2e-3
+  for right, out in zip(*results, strict=True):
+    np.testing.assert_allclose(out, right, rtol=tolerance, atol=tolerance)
+
+
+@training.in_both
+def test_a_model_that_is_built_by_its_first_batch(which: str) -> None:
+  library, package = training.KERASES[which]
+
+  class Model(library.Model):  # type: ignore[name-defined, misc]
+    def __init__(self) -> None:
+      super().__init__()
+      self.rows = package.ShardedEmbedding(
+        ROWS, WIDTH, "uniform", combiner="sum"
+      )
+
+    def call(self, ids: Any) -> Any:
+      return self.rows(ids)
+
+  tables = []
+  for replicas in (2, 4):
+    with testbed.mirrored(replicas).scope():
+      model = Model()
+      model.compile(
+        package.CrossShardOptimizer(library.optimizers.SGD(0.0)), "mse"
+      )
+    model.fit(np.zeros([8, 3], int), np.zeros([8, WIDTH]), verbose=0)
+    tables.append(whole(model.rows))
+    np.testing.assert_array_equal(
+      model.rows.lookup([[3, 7]]).numpy(), tables[-1][[[3, 7]]]
+    )
+  np.testing.assert_array_equal(*tables)
+  assert len(np.unique(tables[0])) == ROWS * WIDTH  # No row is zero.

@@ -198,7 +198,7 @@ class ShardedTable(abc.ABC):
         tf.function(self._exchange, autograph=False), (flat,)
       )
       rows = self._strategy.experimental_local_results(results)[0]
-    return tf.reshape(rows, [*ids.shape, self.output_dim])
+    return self._shaped(rows, ids)
 
   def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
     """Returns which ids are not padding, with `mask_zero`."""
@@ -253,10 +253,14 @@ class ShardedTable(abc.ABC):
       rows = self._exchange(flat)
     else:
       rows = self.lookup(flat)
+    return self._shaped(rows, ids)
+
+  def _shaped(self, rows: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
+    """Returns `[k, width]` rows in the shape of their ids."""
     shape = tf.concat([tf.shape(ids), [self.output_dim]], axis=0)
-    result = tf.reshape(rows, shape)
-    result.set_shape([*ids.shape, self.output_dim])
-    return result
+    return tf.ensure_shape(
+      tf.reshape(rows, shape), [*ids.shape, self.output_dim]
+    )
 
   def _exchange(self, flat: tf.Tensor) -> tf.Tensor:
     """Returns the rows of `[k]` ids, in a replica."""
