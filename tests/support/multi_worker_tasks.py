@@ -20,6 +20,7 @@ from tests.support import (
   multi_worker_faults,
   random_programs,
   replica_state_workers,
+  table_tasks,
 )
 from tf_cross_shard import multi_worker
 from tf_cross_shard._src.core.coordination import agreement
@@ -133,6 +134,12 @@ def local_replicas(steps: int, folder: pathlib.Path) -> dict[str, Any]:
   return found
 
 
+def divided_tables(folder: pathlib.Path, has_two: bool) -> dict[Any, Any]:
+  """Returns tables that workers with one or two replicas have trained."""
+  strategy = two_replicas_each() if has_two else strategy_of("own")
+  return table_tasks.run(strategy, folder)
+
+
 def one_after_the_other(delay: float) -> list[Any]:
   """Sums under several strategies, whose first broadcasts differ."""
   found = []
@@ -189,6 +196,7 @@ TASKS: dict[str, Callable[..., Any]] = {
     stall,
     resume,
     local_replicas,
+    divided_tables,
     two,
     random,
     program,

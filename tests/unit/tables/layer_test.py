@@ -7,100 +7,21 @@ import pytest
 import tensorflow as tf
 
 from tests.support import lazy_oracle, testbed, training
-
-ROWS, WIDTH, STEPS = 11, 2, 3
-# By step and replica. Replicas repeat ids of their own and of each other.
-IDS = np.random.default_rng(0).integers(0, ROWS, [STEPS, 4, 6])
-TABLE = (
-  np.random.default_rng(1).integers(-4, 4, [ROWS, WIDTH]).astype("float32")
+from tests.support.tables import (
+  ROWS,
+  TABLE,
+  WIDTH,
+  batches,
+  make,
+  take_steps,
+  whole,
 )
 
 
-def make(
-  which: str,
-  replicas: int,
-  kind: str = "SGD",
-  groups: Any = None,
-  **settings: Any,
-) -> tuple[Any, Any, Any]:
-  """Returns a strategy, a layer with the rows of `TABLE`, and an optimizer."""
-  library, package = training.KERASES[which]
+def strategy_of(replicas: int) -> Any:
+  """Returns a strategy with a number of replicas."""
   one = tf.distribute.OneDeviceStrategy("CPU:0")
-  strategy = testbed.mirrored(replicas) if replicas > 1 else one
-  with strategy.scope():
-    layer = package.ShardedEmbedding(ROWS, WIDTH, group_assignment=groups)
-    layer.build()
-    options = lazy_oracle.KINDS.get(kind, (None, {}))[1]
-    opt = getattr(library.optimizers, kind)(
-      **{
-        "learning_rate": lazy_oracle.RATE,
-        **options,
-        **settings.pop("opt", {}),
-      }
-    )
-    optimizer = package.CrossShardOptimizer(
-      opt, group_assignment=groups, loss_averaged_over="global", **settings
-    )
-  layer.load_own_variables({"0": TABLE})
-  return strategy, layer, optimizer
-
-
-def take_steps(
-  strategy: Any,
-  layer: Any,
-  optimizer: Any,
-  ids: Any = IDS,
-  in_cond: bool = False,
-) -> None:
-  """Takes a step for each batch; the gradient of a row is its weight times 2."""
-
-  def step(batch: Any) -> None:
-    own = tf.gather(batch, testbed.replica_id())
-    with tf.GradientTape() as tape:
-      rows = layer(own)
-      loss = tf.reduce_sum(rows * weights_of(own))
-    variables = training.native(layer.trainable_variables)
-    grads = tape.gradient(loss, variables)
-    if in_cond:
-      tf.cond(
-        tf.constant(True),
-        lambda: tf.identity(
-          optimizer.apply_gradients(zip(grads, variables, strict=True))
-        ),
-        lambda: tf.constant(0, tf.int64),
-      )
-    else:
-      optimizer.apply_gradients(zip(grads, variables, strict=True))
-
-  run = tf.function(lambda batch: strategy.run(step, (batch,)), autograph=False)
-  for batch in ids:
-    run(tf.constant(batch))
-
-
-def weights_of(ids: Any) -> Any:
-  """Returns the gradient of each looked-up row, small integers."""
-  columns = [ids % 3 - 1, ids % 5 - 2]
-  return tf.cast(tf.stack(columns, -1), tf.float32)
-
-
-def whole(layer: Any, group: int = 0) -> np.ndarray:
-  """Returns the table of a group, from the copies of its members."""
-  copies = testbed.copies(layer.embeddings)
-  table = np.zeros([ROWS, WIDTH], "float32")
-  members = sorted(layer._owned.groups.assignment[group])
-  for place, member in enumerate(members):
-    own = table[place :: len(members)]
-    own[:] = copies[member][: len(own)]
-  return table
-
-
-def batches(replicas: Any) -> list[Any]:
-  """Returns the oracle's batches: the rows of all replicas of a group."""
-  found = []
-  for batch in IDS:
-    ids = batch[list(replicas)].reshape(-1)
-    found.append((ids, np.array(weights_of(ids))))
-  return found
+  return testbed.mirrored(replicas) if replicas > 1 else one
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad", "Adam", "AdamW"])
@@ -109,7 +30,7 @@ def batches(replicas: Any) -> list[Any]:
 def test_steps_are_those_of_a_whole_table(
   which: str, replicas: int, kind: str
 ) -> None:
-  strategy, layer, optimizer = make(which, replicas, kind)
+  strategy, layer, optimizer = make(which, strategy_of(replicas), kind)
   take_steps(strategy, layer, optimizer)
   right = lazy_oracle.train(kind, TABLE, batches(range(replicas)))
   np.testing.assert_allclose(whole(layer), right, rtol=2e-6, atol=2e-6)
@@ -123,7 +44,7 @@ def test_steps_are_those_of_a_whole_table(
 def test_each_group_has_its_own_table(
   which: str, in_cond: bool, groups: list[list[int]]
 ) -> None:
-  strategy, layer, optimizer = make(which, 4, "Adagrad", groups)
+  strategy, layer, optimizer = make(which, strategy_of(4), "Adagrad", groups)
   take_steps(strategy, layer, optimizer, in_cond=in_cond)
   for index, members in enumerate(groups):
     right = lazy_oracle.train("Adagrad", TABLE, batches(members))
@@ -135,7 +56,9 @@ def test_each_group_has_its_own_table(
 def test_opt_clips_by_the_norm_of_the_whole_table(
   which: str, limit: str
 ) -> None:
-  strategy, layer, optimizer = make(which, 4, opt={limit: 1.5, "momentum": 0.0})
+  strategy, layer, optimizer = make(
+    which, strategy_of(4), opt={limit: 1.5, "momentum": 0.0}
+  )
   take_steps(strategy, layer, optimizer)
   table = TABLE.astype("float64")
   for ids, rows in batches(range(4)):

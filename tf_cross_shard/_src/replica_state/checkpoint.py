@@ -7,6 +7,7 @@
 leaves the program unchanged.
 """
 
+import collections
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -18,6 +19,7 @@ from absl import logging
 from tf_cross_shard._src.core.internals import (
   keras_private,
   optimizer_state,
+  owned_rows,
   replica_values,
   validation,
 )
@@ -376,6 +378,12 @@ def _files_here(
     CheckpointError: If a group is in none of the files.
   """
   here = {state.groups.index_of(r) for r in state.copies.engine.replicas_here}
+  is_divided = bool(file.about.get("owned_rows"))
+  if "values" in file.about and is_divided and not _is_exact(file, state):
+    # Each worker has written the rows of its own members.
+    opened = [stack.enter_context(archive.reading(path)) for path in others]
+    whole: Any = _Joined([file, *opened])
+    return {i: (whole, i) for i in here}
   if "values" not in file.about:
     return {i: (file, i) for i in here}
   files: dict[int, tuple[archive.Archive, int]] = {}
@@ -397,6 +405,20 @@ def _files_here(
         f" {_saved_groups(file)}."
       )
     file = stack.enter_context(archive.reading(path))
+
+
+class _Joined(collections.ChainMap[str, archive.Array]):
+  """The arrays of the files of several workers, as if they were one file.
+
+  Attributes:
+    path: The file of this worker.
+    about: The description in this worker's file.
+  """
+
+  def __init__(self, files: Sequence[archive.Archive]) -> None:
+    """Joins files, the file of this worker first."""
+    super().__init__(*files)  # type: ignore[arg-type]  # It is only read.
+    self.path, self.about = files[0].path, files[0].about
 
 
 def _plan(
@@ -457,17 +479,20 @@ def values_here(
   values = []
   for replica in state.copies.engine.replicas_here:
     index = state.groups.index_of(replica)
-    member = state.groups.assignment[index].index(replica)
+    member = state.member(part, replica)
     if index not in saved:
       file, group = files[index]
       saved[index] = _arrays(file, part, group)
     arrays = saved[index]
-    if average_members and group_state.has_mean(part.variable):
+    has_mean = not part.owned and group_state.has_mean(part.variable)
+    if average_members and has_mean:
       values.append(group_models.merged(part, list(arrays.values())))
       continue
     other = list(arrays)[member % len(arrays)]
     values.append(arrays.get(member, arrays[other]))
-  exists_once = replica_values.strategy_of(part.variable) is None
+  exists_once = (
+    replica_values.strategy_of(part.variable) is None and not part.owned
+  )
   if exists_once and not replica_values.are_alike(values):
     raise CheckpointError(
       f"The checkpoint {file.path} holds one value of `{part.name}` for each"
@@ -488,13 +513,45 @@ def _arrays(
   size = len(file.about["group_assignment"][0])
   keys = {j: group_state.key(part.name, group, j) for j in range(size)}
   arrays = {j: file[key] for j, key in keys.items() if key in file}
+  rows = file.about.get("owned_rows", {}).get(part.name)
+  if rows is not None and not _is_same_division(part, rows, size):
+    if len(arrays) < size > 1:
+      raise CheckpointError(
+        f"The backup {file.path.name} has {len(arrays)} of {size} parts of"
+        f" `{part.name}`. Let all workers see one folder with the files of all"
+        " workers."
+      )
+    if arrays:
+      whole = owned_rows.join([arrays[j] for j in range(size)], rows)
+      arrays = {0: whole}
   arrays = arrays or {0: file[group_state.key(part.name, group)]}
+  shape = tf.TensorShape(part.variable.shape)
+  if part.owned and not _is_same_division(part, rows, size):
+    # Check the whole table, and then divide it among the members.
+    shape = part.shape
   for array in arrays.values():
     kind = f"{array.dtype.name} {list(array.shape)}"
-    fits = tf.TensorShape(part.variable.shape).is_compatible_with(array.shape)
+    fits = shape.is_compatible_with(array.shape)
     if not fits or array.dtype.name != tf.as_dtype(part.variable.dtype).name:
       raise CheckpointError(
         f"The checkpoint {file.path} holds `{part.name}` as {kind}; the program"
         f" has {part.kind}. Restore with the same model."
       )
+  if part.owned and not _is_same_division(part, rows, size):
+    members = part.owned.groups.group_size
+    return {
+      place: owned_rows.part_of(arrays[0], place, members)
+      for place in range(members)
+    }
   return arrays
+
+
+def _is_same_division(
+  part: group_state.Part, rows: int | None, members: int
+) -> bool:
+  """Returns whether file and program divide a table among as many members."""
+  return (
+    part.owned is not None
+    and part.owned.rows == rows
+    and part.owned.groups.group_size == members
+  )

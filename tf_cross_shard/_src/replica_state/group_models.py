@@ -31,6 +31,7 @@ _FUNCTION: Final = "tf_cross_shard>function of "  # plus a Lambda's name
 _PLAIN_LAYERS: Final = {
   "tf_cross_shard>Embedding": "Embedding",
   "tf_cross_shard>GroupDropout": "Dropout",
+  "tf_cross_shard>ShardedEmbedding": "Embedding",
   "tf_cross_shard>SyncBatchNormalization": "BatchNormalization",
 }
 
@@ -83,7 +84,7 @@ def load_group(group: int, optimizer: Any, model: Any, into: Any = None) -> Any:
   state.agree(f"loading group {group}")
   group_state.warn_if_collapsed(optimizer)
   values = {
-    part.name: merged(part, state.copies.read(part.variable, members))
+    part.name: merged(part, group_state.read_whole(state.copies, part, members))
     for part in state.parts
   }
   assign(state, values, plain)
@@ -386,9 +387,17 @@ def _clonable(config: Any, own: Mapping[str, Any], group: int) -> Any:
     return [_clonable(value, own, group) for value in config]
   if not isinstance(config, dict):
     return config
-  if plain := _PLAIN_LAYERS.get(str(config.get("registered_name"))):
+  plain = _PLAIN_LAYERS.get(str(config.get("registered_name")))
+  if plain and config["config"].get("combiner"):
+    # Keras' Embedding cannot combine rows. Keep our layer, without groups.
+    own_config = {**config["config"], "group_assignment": None}
+    config, plain = {**config, "config": own_config}, None
+  if plain:
     arguments = dict(config["config"])
-    arguments.pop("group_assignment", None)
+    for argument in ("group_assignment", "combiner", "seed"):
+      # Keras' Dropout has a seed, too.
+      if argument != "seed" or plain == "Embedding":
+        arguments.pop(argument, None)
     if "rates" in arguments:
       arguments["rate"] = arguments.pop("rates")[group]
     config = {

@@ -17,6 +17,7 @@ from tf_cross_shard._src.core.internals import (
   agreement,
   errors,
   optimizer_state,
+  owned_rows,
   replica_values,
 )
 from tf_cross_shard._src.core.internals import variables as variables_lib
@@ -55,10 +56,21 @@ class Part(NamedTuple):
   is_new: bool = False
 
   @property
+  def owned(self) -> owned_rows.OwnedRows | None:
+    """How members divide the rows of the variable, or None."""
+    return owned_rows.of(self.variable)
+
+  @property
+  def shape(self) -> tf.TensorShape:
+    """The shape of the variable; of the whole table if rows are divided."""
+    shape = tf.TensorShape(self.variable.shape)
+    return shape if self.owned is None else [self.owned.rows] + shape[1:]
+
+  @property
   def kind(self) -> str:
     """Dtype and shape as text, such as `float32 [2, 3]`."""
     dtype = tf.as_dtype(self.variable.dtype).name
-    return f"{dtype} {tf.TensorShape(self.variable.shape).as_list()}"
+    return f"{dtype} {self.shape.as_list()}"
 
 
 class GroupState:
@@ -94,7 +106,9 @@ class GroupState:
     state = optimizer_state.state_variables(optimizer) if is_whole else []
     new = set(map(id, optimizer_state.unlisted_attributes(optimizer)))
     self.parts = [
-      Part(f"optimizer/{name}", v, id(v) not in own, id(v) in new)
+      Part(
+        f"optimizer/{name}", v, _is_shared(v, id(v) not in own), id(v) in new
+      )
       for name, v in state
     ]
     # A variable that the optimizer and the model share is listed once.
@@ -105,7 +119,7 @@ class GroupState:
       list(map(variables_lib.path_of, variables))
     )
     self.parts += [
-      Part(f"model/{name}", variable, bool(variable.trainable))
+      Part(f"model/{name}", variable, _is_shared(variable, variable.trainable))
       for name, variable in zip(
         optimizer_state.unique(paths), variables, strict=True
       )
@@ -158,8 +172,11 @@ class GroupState:
     if self.groups.group_size == 1:
       return set()
     differing = []
-    digests = self.copies.digests([part.variable for part in self.parts])
-    for part, of_replica in zip(self.parts, digests, strict=True):
+    # Members have other rows of a divided table, even if the bits are equal.
+    divided = {part.name for part in self.parts if part.owned is not None}
+    compared = [part for part in self.parts if part.owned is None]
+    digests = self.copies.digests([part.variable for part in compared])
+    for part, of_replica in zip(compared, digests, strict=True):
       for index, members in enumerate(self.groups):
         first = of_replica[members[0]]
         others = [r for r in members if of_replica[r] != first]
@@ -169,7 +186,13 @@ class GroupState:
     wrong = [difference for difference in differing if difference[0].is_shared]
     if wrong:
       raise OutOfSyncError(self._difference(topic, wrong))
-    return {part.name for part, *_ in differing}
+    return {part.name for part, *_ in differing} | divided
+
+  def member(self, part: Part, replica: int) -> int:
+    """Returns the number of a replica among the members of its group."""
+    members = self.groups.assignment[self.groups.index_of(replica)]
+    # The rows of a divided table belong to places in ascending order.
+    return (sorted(members) if part.owned else list(members)).index(replica)
 
   def arrays(
     self, differing: Collection[str], own: bool = False
@@ -196,7 +219,7 @@ class GroupState:
       )
       for replica, array in zip(replicas, values, strict=True):
         index = self.groups.index_of(replica)
-        member = self.groups.assignment[index].index(replica)
+        member = self.member(part, replica)
         name = key(part.name, index, member if part.name in differing else None)
         if own or self.copies.is_first:
           arrays.setdefault(name, array)
@@ -238,6 +261,7 @@ class GroupState:
       "format": FORMAT,
       "group_assignment": self.groups.to_lists(),
       "names": [part.name for part in self.parts],
+      "owned_rows": {p.name: p.owned.rows for p in self.parts if p.owned},
       **({} if values is None else own),
     }
 
@@ -340,6 +364,24 @@ def accept_values(optimizer: Any) -> None:
   """Marks the current values as intended, so that no warning is given."""
   for watch in optimizer_state.watches_of(optimizer):
     watch.accept()
+
+
+def read_whole(
+  copies: replica_values.Copies, part: Part, members: Sequence[int]
+) -> list[archive.Array]:
+  """Returns the values of the members of a group.
+
+  The rows of a divided table are joined into one array.
+  """
+  if part.owned is None:
+    return copies.read(part.variable, members)
+  parts = copies.read(part.variable, sorted(members))
+  return [owned_rows.join(parts, part.owned.rows)]
+
+
+def _is_shared(variable: Any, otherwise: Any) -> bool:
+  """Returns whether members have equal values of a variable."""
+  return bool(otherwise) and owned_rows.of(variable) is None
 
 
 def is_seed(name: str) -> bool:

@@ -5,7 +5,11 @@ from typing import Any
 import tensorflow as tf
 
 from tf_cross_shard._src.core import internals
-from tf_cross_shard._src.core.internals import optimizer_state, replica_values
+from tf_cross_shard._src.core.internals import (
+  optimizer_state,
+  owned_rows,
+  replica_values,
+)
 from tf_cross_shard._src.core.internals import variables as variables_lib
 from tf_cross_shard._src.replica_state import archive, group_state
 
@@ -48,7 +52,7 @@ def group_values(variable: Any, optimizer: Any) -> list[archive.Array]:
 
   Returns:
     One array per group, in the order of `optimizer.groups`, of the variable's
-    dtype and shape.
+    dtype and shape; whole tables for a `layers.ShardedEmbedding`.
 
   Raises:
     ValueError: If the optimizer's groups have another number of replicas than
@@ -63,7 +67,10 @@ def group_values(variable: Any, optimizer: Any) -> list[archive.Array]:
   copies = replica_values.Copies(strategy)
   groups = optimizer_state.groups_of(optimizer, copies.engine.num_replicas)
   copies.agree(f"reading values of groups of {_name(variable)}")
-  return copies.read(variable, [members[0] for members in groups])
+  part = group_state.Part("", variable, is_shared=False)
+  return [
+    group_state.read_whole(copies, part, members)[0] for members in groups
+  ]
 
 
 def assert_in_sync(optimizer: Any, model: Any = None) -> None:
@@ -116,6 +123,12 @@ def average(optimizer: Any, model: Any, slots: bool = False) -> None:
   chosen = [p.variable for p in state.parts if p.name.startswith("model/")]
   if slots:
     chosen += _slots(state.optimizer, chosen)
+  if state.groups.num_groups > 1 and any(part.owned for part in state.parts):
+    raise ValueError(
+      "`model` has a ShardedEmbedding, whose tables of several groups cannot"
+      " be averaged. Average the results of group_values()."
+    )
+  chosen = [v for v in chosen if owned_rows.of(v) is None]
   state.agree("averaging with slots" if slots else "averaging")
   copies = state.copies
   for variable in filter(group_state.has_mean, chosen):

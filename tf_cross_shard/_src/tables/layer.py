@@ -39,11 +39,11 @@ _COMBINERS: Final = (None, "sum", "mean", "sqrtn")
 class ShardedTable(abc.ABC):
   """An embedding table whose rows are divided among the members of a group.
 
-  With n members, each replica stores the rows whose id leaves the same remainder
-  when divided by n, and the optimizer's slots of these rows: one n-th of the
-  memory. A lookup sends each distinct id to its owner, and receives the row.
-  In the backward pass, the gradients of the rows return to the owners, who
-  update them with the formula of your optimizer, as with `lazy_rows=True`.
+  With n members, the member at place p stores the rows p, p + n, p + 2n, and so
+  on, with the optimizer's slots of these rows: one n-th of the memory. A lookup
+  sends each distinct id to its owner, and receives the row. In the backward
+  pass, the gradients of the rows return to the owners, who update them with the
+  formula of your optimizer, as with `lazy_rows=True`.
 
   Create the layer inside `strategy.scope()`, and train it with
   a `CrossShardOptimizer`. Results equal those of `layers.Embedding` with
@@ -98,8 +98,8 @@ class ShardedTable(abc.ABC):
       )
     if combiner not in _COMBINERS or (combiner and mask_zero):
       raise ValueError(
-        f"`combiner` must be one of {_COMBINERS}, and None with `mask_zero`; got"
-        f" {combiner!r}."
+        f"`combiner` must be one of {_COMBINERS}, and None with `mask_zero`;"
+        f" got {combiner!r}."
       )
     groups = settings.as_groups(group_assignment)
     self._strategy = tf.distribute.get_strategy()
@@ -133,6 +133,11 @@ class ShardedTable(abc.ABC):
   @abc.abstractmethod
   def _make_table(self, shape: tuple[int, int]) -> Any:
     """Creates the variable of zeros."""
+
+  @property
+  def group_assignment(self) -> list[list[int]] | None:
+    """The groups as lists of replica ids, or None for one group of all."""
+    return self._owned.groups.to_lists() if self._has_groups else None
 
   def build(self, input_shape: Any = None) -> None:
     """Creates this process' parts of the table, and initializes them."""
@@ -213,7 +218,6 @@ class ShardedTable(abc.ABC):
   def get_config(self) -> dict[str, Any]:
     """Returns the arguments of the constructor in serializable form."""
     config: dict[str, Any] = super().get_config()  # type: ignore[misc]
-    groups = self._owned.groups.to_lists() if self._has_groups else None
     return {
       **config,
       "input_dim": self.input_dim,
@@ -221,7 +225,7 @@ class ShardedTable(abc.ABC):
       "embeddings_initializer": self._serialized(self.embeddings_initializer),
       "mask_zero": self.mask_zero,
       "combiner": self.combiner,
-      "group_assignment": groups,
+      "group_assignment": self.group_assignment,
       "seed": self.seed,
     }
 

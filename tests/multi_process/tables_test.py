@@ -1,0 +1,44 @@
+"""Tables whose rows the replicas of two workers divide."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from tests.support import lazy_oracle, table_tasks, tables, testbed, workers
+from tf_cross_shard import replica_state
+
+
+@pytest.mark.parametrize("has_two", [False, True])
+def test_two_workers(has_two: bool, tmp_path: pathlib.Path) -> None:
+  done = workers.run(
+    "divided_tables",
+    2,
+    arguments={"folder": tmp_path, "has_two": has_two},
+  )
+  replicas = 4 if has_two else 2
+  trained = 0
+  for worker in done:
+    for case in table_tasks.CASES:
+      if case not in worker.result:
+        continue
+      _, kind, grouping = case
+      groups = table_tasks.groups_of(grouping) or [range(replicas)]
+      for members, table in zip(groups, worker.result[case], strict=True):
+        right = lazy_oracle.train(kind, tables.TABLE, tables.batches(members))
+        np.testing.assert_allclose(table, right, rtol=2e-6, atol=2e-6)
+        trained += 1
+    assert worker.result["part"] == (-(-tables.ROWS // replicas), tables.WIDTH)
+  assert trained == (10 if has_two else 6)
+  first, second = (worker.result for worker in done)
+  np.testing.assert_array_equal(first["lookup"], second["lookup"])
+  last = table_tasks.CASES[-1 if has_two else -2]
+  np.testing.assert_array_equal(first["lookup"], first[last][0])
+  # The file of the workers loads into four replicas of one process.
+  _, layer, optimizer = tables.make("keras", testbed.mirrored(), "Adam")
+  with testbed.mirrored().scope():
+    optimizer.build(layer.trainable_variables)
+  replica_state.restore(
+    tmp_path / "state", optimizer, layer.trainable_variables
+  )
+  np.testing.assert_array_equal(tables.whole(layer), first["store"])

@@ -1,0 +1,102 @@
+"""Trains a divided table by given gradients, and the oracle's table."""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tests.support import lazy_oracle, testbed, training
+from tf_cross_shard import replica_state
+
+ROWS, WIDTH, STEPS = 11, 2, 3
+# By step and replica. Replicas repeat ids of their own and of each other.
+IDS = np.random.default_rng(0).integers(0, ROWS, [STEPS, 4, 6])
+TABLE = (
+  np.random.default_rng(1).integers(-4, 4, [ROWS, WIDTH]).astype("float32")
+)
+
+
+def make(
+  which: str,
+  strategy: Any,
+  kind: str = "SGD",
+  groups: Any = None,
+  **settings: Any,
+) -> tuple[Any, Any, Any]:
+  """Returns the strategy, a layer with the rows of `TABLE`, an optimizer."""
+  library, package = training.KERASES[which]
+  with strategy.scope():
+    layer = package.ShardedEmbedding(ROWS, WIDTH, group_assignment=groups)
+    layer.build()
+    options = lazy_oracle.KINDS.get(kind, (None, {}))[1]
+    opt = getattr(library.optimizers, kind)(
+      **{
+        "learning_rate": lazy_oracle.RATE,
+        **options,
+        **settings.pop("opt", {}),
+      }
+    )
+    optimizer = package.CrossShardOptimizer(
+      opt, group_assignment=groups, loss_averaged_over="global", **settings
+    )
+  layer.load_own_variables({"0": TABLE})
+  return strategy, layer, optimizer
+
+
+def take_steps(
+  strategy: Any,
+  layer: Any,
+  optimizer: Any,
+  ids: Any = IDS,
+  in_cond: bool = False,
+  scale: float = 1.0,
+) -> None:
+  """Takes a step for each batch, with the gradients `weights_of` the ids."""
+
+  def step(batch: Any) -> None:
+    own = tf.gather(batch, testbed.replica_id())
+    with tf.GradientTape() as tape:
+      rows = layer(own)
+      loss = tf.reduce_sum(rows * weights_of(own)) * scale
+    variables = training.native(layer.trainable_variables)
+    grads = tape.gradient(loss, variables)
+    if in_cond:
+      tf.cond(
+        tf.constant(True),
+        lambda: tf.identity(
+          optimizer.apply_gradients(zip(grads, variables, strict=True))
+        ),
+        lambda: tf.constant(0, tf.int64),
+      )
+    else:
+      optimizer.apply_gradients(zip(grads, variables, strict=True))
+
+  run = tf.function(lambda batch: strategy.run(step, (batch,)), autograph=False)
+  for batch in ids:
+    run(tf.constant(batch))
+
+
+def weights_of(ids: Any) -> Any:
+  """Returns the gradient of each looked-up row, small integers."""
+  columns = [ids % 3 - 1, ids % 5 - 2]
+  return tf.cast(tf.stack(columns, -1), tf.float32)
+
+
+def whole(layer: Any, group: int = 0) -> np.ndarray:
+  """Returns the table of a group, from the copies of its members."""
+  copies = replica_state.values(layer.embeddings)
+  table = np.zeros([ROWS, WIDTH], "float32")
+  groups = layer.group_assignment or [range(len(copies))]
+  for place, member in enumerate(sorted(groups[group])):
+    own = table[place :: len(groups[group])]
+    own[:] = copies[member][: len(own)]
+  return table
+
+
+def batches(replicas: Any) -> list[Any]:
+  """Returns the oracle's batches: the rows of all replicas of a group."""
+  found = []
+  for batch in IDS:
+    ids = batch[list(replicas)].reshape(-1)
+    found.append((ids, np.array(weights_of(ids))))
+  return found

@@ -1,0 +1,119 @@
+"""Files of divided tables: each row once, for any number of members."""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import testbed, training
+from tests.support.tables import IDS, TABLE, make, take_steps, whole
+from tf_cross_shard import replica_state
+
+
+def strategy_of(replicas: int) -> Any:
+  """Returns a strategy with a number of replicas."""
+  one = tf.distribute.OneDeviceStrategy("CPU:0")
+  return testbed.mirrored(replicas) if replicas > 1 else one
+
+
+def state_of(layer: Any, optimizer: Any) -> Any:
+  """Returns the arguments of `replica_state.save` after the path."""
+  return optimizer, layer.trainable_variables
+
+
+@pytest.mark.parametrize("after", [1, 2, 4])
+@pytest.mark.parametrize("before", [2, 4])
+@training.in_both
+def test_training_goes_on_with_another_number_of_members(
+  which: str, before: int, after: int, tmp_path: pathlib.Path
+) -> None:
+  path = tmp_path / "state"
+  # Rows and slots after a step, and the same step again after the restore.
+  first, second = IDS[:1, :1], IDS[1:2, :1]
+  strategy, layer, optimizer = make(which, strategy_of(before), "Adam")
+  take_steps(strategy, layer, optimizer, np.repeat(first, before, 1))
+  right = []
+  replica_state.save(path, *state_of(layer, optimizer))
+  for replicas in (before, after):
+    strategy, layer, optimizer = make(which, strategy_of(replicas), "Adam")
+    with strategy.scope():
+      optimizer.build(layer.trainable_variables)
+    replica_state.restore(path, *state_of(layer, optimizer))
+    share = np.repeat(second, replicas, 1)
+    # Equal sums: each of the replicas has the same ids.
+    take_steps(strategy, layer, optimizer, share, scale=4 / replicas)
+    right.append(whole(layer))
+  np.testing.assert_allclose(*right, rtol=1e-6, atol=1e-6)
+  assert (right[0] != TABLE).any()
+
+
+@training.in_both
+def test_a_file_holds_each_row_once(which: str, tmp_path: pathlib.Path) -> None:
+  strategy, layer, optimizer = make(which, strategy_of(4), "Adam")
+  take_steps(strategy, layer, optimizer)
+  replica_state.assert_in_sync(*state_of(layer, optimizer))
+  replica_state.save(tmp_path / "state", *state_of(layer, optimizer))
+  with np.load(tmp_path / "state") as file:
+    sizes = [file[name].shape for name in file if "embeddings" in name]
+  # The table and two slots, in four parts of 3 rows each.
+  assert sizes == [(3, 2)] * 12
+
+
+@training.in_both
+def test_weights_move_to_and_from_a_plain_embedding(
+  which: str, tmp_path: pathlib.Path
+) -> None:
+  library, package = training.KERASES[which]
+
+  class Model(library.Model):  # type: ignore[name-defined, misc]
+    def __init__(self, kind: Any) -> None:
+      super().__init__()
+      self.items = kind(11, 2)
+      self.items.build((None,))
+
+    def call(self, ids: Any) -> Any:
+      return self.items(ids)
+
+  with testbed.mirrored().scope():
+    ours = Model(package.ShardedEmbedding)
+    ours.build((None, 2))
+  ours.items.load_own_variables({"0": TABLE})
+  plain = Model(library.layers.Embedding)
+  ids = np.array([[3, 10], [0, 7]])
+  plain.build((None, 2))
+  if which == "tf_keras":
+    # Its weight files name layers by their class. Move the layer's own store.
+    store: dict[str, Any] = {}
+    ours.items.save_own_variables(store)
+    plain.items.load_own_variables(store)
+    np.testing.assert_array_equal(np.array(plain(ids)), TABLE[ids])
+    return
+  ours.save_weights(tmp_path / "ours.weights.h5")
+  plain.load_weights(tmp_path / "ours.weights.h5")
+  np.testing.assert_array_equal(np.array(plain(ids)), TABLE[ids])
+  plain.items.set_weights([TABLE + 1])
+  plain.save_weights(tmp_path / "plain.weights.h5")
+  ours.load_weights(tmp_path / "plain.weights.h5")
+  np.testing.assert_array_equal(whole(ours.items), TABLE + 1)
+
+
+@training.in_both
+def test_a_model_file_and_a_plain_model_for_serving(
+  which: str, tmp_path: pathlib.Path
+) -> None:
+  library, package = training.KERASES[which]
+  with testbed.mirrored().scope():
+    ours = library.Sequential(
+      [library.Input((2,), dtype="int32"), package.ShardedEmbedding(11, 2)]
+    )
+    optimizer = package.CrossShardOptimizer("sgd")
+  ours.layers[-1].load_own_variables({"0": TABLE})
+  ids = np.array([[3, 10], [0, 7]])
+  ours.save(tmp_path / "ours.keras")
+  loaded = library.models.load_model(tmp_path / "ours.keras")
+  np.testing.assert_array_equal(np.array(loaded(ids)), TABLE[ids])
+  served = replica_state.load_group(0, optimizer, ours)
+  assert type(served.layers[-1]) is library.layers.Embedding
+  np.testing.assert_array_equal(np.array(served(ids)), TABLE[ids])
