@@ -117,3 +117,35 @@ def test_a_model_file_and_a_plain_model_for_serving(
   served = replica_state.load_group(0, optimizer, ours)
   assert type(served.layers[-1]) is library.layers.Embedding
   np.testing.assert_array_equal(np.array(served(ids)), TABLE[ids])
+
+
+@training.in_both
+def test_checkpoints_and_pickles_have_whole_slots(
+  which: str, tmp_path: pathlib.Path
+) -> None:
+  strategy, layer, optimizer = make(which, strategy_of(4), "Adam")
+  take_steps(strategy, layer, optimizer, IDS[:1])
+  checkpoint = tf.train.Checkpoint(layer=layer, optimizer=optimizer)
+  path = checkpoint.write(str(tmp_path / "checkpoint"))
+  take_steps(strategy, layer, optimizer, IDS[1:2])
+  right = whole(layer)
+  # The same step again: into two members, and into a plain layer and optimizer.
+  library, _ = training.KERASES[which]
+  other = strategy_of(2)
+  _, two, of_two = make(which, other, "Adam")
+  with other.scope():
+    of_two.build(two.trainable_variables)
+  tf.train.Checkpoint(layer=two, optimizer=of_two).read(path).assert_consumed()
+  take_steps(other, two, of_two, np.repeat(IDS[1:2, :1], 2, 1), scale=0.0)
+  plain = library.layers.Embedding(11, 2)
+  plain.build((None,))
+  tf.train.Checkpoint(layer=plain).read(path).expect_partial()
+  store: dict[str, Any] = {}
+  optimizer.save_own_variables(store)
+  # The counts, the learning rate, and two slots of all rows.
+  assert [np.shape(value) for value in store.values()].count((11, 2)) == 2
+  checkpoint.read(path).assert_consumed()
+  np.testing.assert_array_equal(np.array(plain.get_weights()[0]), whole(layer))
+  take_steps(strategy, layer, optimizer, IDS[1:2])
+  np.testing.assert_array_equal(whole(layer), right)
+  optimizer.load_own_variables(store)

@@ -180,3 +180,133 @@ def test_a_model_that_is_built_by_its_first_batch(which: str) -> None:
     )
   np.testing.assert_array_equal(*tables)
   assert len(np.unique(tables[0])) == ROWS * WIDTH  # No row is zero.
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("is_ragged", [False, True])
+@training.in_both
+def test_combiners(which: str, is_ragged: bool, combiner: str) -> None:
+  _, package = training.KERASES[which]
+  layer = package.ShardedEmbedding(ROWS, WIDTH, combiner=combiner)
+  layer.build()
+  layer.set_weights([TABLE])
+  examples = [[3, 3, 10], [0, 7, 7]] if not is_ragged else [[3, 3], [10], []]
+  make_ids = tf.ragged.constant if is_ragged else tf.constant
+  ids = make_ids(examples, tf.int64)
+  powers = {"sum": 0.0, "mean": 1.0, "sqrtn": 0.5}
+  right = [
+    TABLE[np.array(e, int)].sum(0) / max(len(e), 1) ** powers[combiner]
+    for e in examples
+  ]
+  np.testing.assert_allclose(np.array(layer(ids)), right, rtol=1e-6)
+
+
+@training.in_both
+def test_ragged_ids_and_masks(which: str) -> None:
+  _, package = training.KERASES[which]
+  layer = package.ShardedEmbedding(ROWS, WIDTH, mask_zero=True)
+  layer.build()
+  layer.set_weights([TABLE])
+  rows = layer(tf.ragged.constant([[1, 4], [4]]))
+  np.testing.assert_array_equal(rows.flat_values, TABLE[[1, 4, 4]])
+  mask = layer.compute_mask(tf.constant([[1, 0]]))
+  np.testing.assert_array_equal(mask, [[True, False]])
+  copy = package.ShardedEmbedding.from_config(layer.get_config())
+  copy.build()
+  assert copy.mask_zero
+  with pytest.raises(TypeError, match="sparse ids"):
+    layer(tf.sparse.from_dense([[1, 4]]))
+
+
+@pytest.mark.parametrize("bad", [-1, ROWS])
+@training.in_both
+def test_ids_out_of_range(which: str, bad: int) -> None:
+  strategy, layer, _ = make(which, strategy_of(4))
+  with pytest.raises(tf.errors.InvalidArgumentError, match="from 0 to 10"):
+    layer.lookup([bad])
+  run = tf.function(
+    lambda: strategy.run(lambda: layer(tf.constant([[bad]]))), autograph=False
+  )
+  with pytest.raises(tf.errors.InvalidArgumentError, match="from 0 to 10"):
+    run()
+
+
+@pytest.mark.parametrize(
+  ("arguments", "named"),
+  [
+    ({"embeddings_initializer": "glorot_uniform"}, "embeddings_initializer"),
+    ({"combiner": "max"}, "combiner"),
+    ({"combiner": "sum", "mask_zero": True}, "combiner"),
+    ({"input_dim": 3}, "input_dim"),
+    ({"group_assignment": [[0, 1], [2, 2]]}, "group_assignment"),
+  ],
+)
+@training.in_both
+def test_wrong_arguments(
+  which: str, arguments: dict[str, Any], named: str
+) -> None:
+  _, package = training.KERASES[which]
+  with strategy_of(4).scope(), pytest.raises(ValueError, match=named):
+    package.ShardedEmbedding(
+      **{"input_dim": ROWS, "output_dim": WIDTH, **arguments}
+    )
+
+
+@pytest.mark.parametrize(
+  ("kind", "settings", "named"),
+  [
+    ("SGD", {"accumulate_steps": 2}, "accumulate_steps"),
+    ("SGD", {"shard_update": True}, "shard_update"),
+    ("SGD", {"clipnorm": 1.0}, "clipnorm"),
+    ("SGD", {"opt": {"use_ema": True}}, "use_ema"),
+    ("Adafactor", {}, "Adafactor"),
+    ("Adam", {"groups": [[0, 1], [2, 3]]}, "group_assignment"),
+  ],
+)
+@training.in_both
+def test_optimizers_that_cannot_train_it(
+  which: str, kind: str, settings: dict[str, Any], named: str
+) -> None:
+  groups = settings.pop("groups", None) if "groups" in settings else None
+  strategy, layer, optimizer = make(which, strategy_of(4), kind, **settings)
+  if named == "group_assignment":
+    groups = [[0, 1], [2, 3]]
+    optimizer = make(which, strategy, kind, groups)[2]
+  with pytest.raises(ValueError, match=named):
+    take_steps(strategy, layer, optimizer)
+  np.testing.assert_array_equal(whole(layer), TABLE)
+
+
+@training.in_both
+def test_a_plain_optimizer_and_assigning_raise_errors(which: str) -> None:
+  library, _ = training.KERASES[which]
+  strategy, layer, _ = make(which, strategy_of(4))
+  with strategy.scope():
+    plain = library.optimizers.SGD(1.0)
+  with pytest.raises(RuntimeError, match="CrossShardOptimizer"):
+    take_steps(strategy, layer, plain)
+  [variable] = training.native(layer.trainable_variables)
+  with pytest.raises(RuntimeError, match="set_weights"):
+    variable.assign(np.zeros(variable.shape))
+  np.testing.assert_array_equal(whole(layer), TABLE)
+
+
+def test_the_virtual_tpu_says_what_is_missing() -> None:
+  _, package = training.KERASES["keras"]
+  with (
+    testbed.virtual(2).scope(),
+    pytest.raises(NotImplementedError, match=r"layers\.Embedding"),
+  ):
+    package.ShardedEmbedding(ROWS, WIDTH)
+
+
+@training.in_both
+def test_description(which: str) -> None:
+  strategy, layer, optimizer = make(which, strategy_of(4), "Adam")
+  with strategy.scope():
+    optimizer.build(layer.trainable_variables)
+  [row] = optimizer.describe().rows()
+  assert row["updated_by"] == "rows"
+  # A part of 3 rows with padding, and two slots of it.
+  assert row["elements"] == [3 * WIDTH] * 4
+  assert row["state_bytes"] == 2 * 3 * WIDTH * 4

@@ -32,9 +32,14 @@ class ShardedEmbedding(layer.ShardedTable, keras.layers.Layer):
     """Returns the configuration of an initializer."""
     return keras.initializers.serialize(initializer)
 
-  def _make_table(self, shape: tuple[int, int]) -> Any:
-    """Creates the variable of zeros."""
-    return self.add_weight(
+  @property
+  def embeddings(self) -> Any:  # type: ignore[override]
+    """The variable whose copies are the parts of the table."""
+    return self._embeddings
+
+  def _make_table(self, shape: tuple[int, int]) -> None:
+    """Creates the variable of zeros, under the name of Keras' `Embedding`."""
+    self._embeddings = self.add_weight(
       shape=shape, initializer="zeros", autocast=False, name="embeddings"
     )
 

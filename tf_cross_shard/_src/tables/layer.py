@@ -73,6 +73,7 @@ class ShardedTable(abc.ABC):
   """
 
   built: bool
+  embeddings: Any
   dtype: Any
   compute_dtype: Any
   supports_masking: bool
@@ -131,8 +132,8 @@ class ShardedTable(abc.ABC):
     """Returns the configuration of an initializer."""
 
   @abc.abstractmethod
-  def _make_table(self, shape: tuple[int, int]) -> Any:
-    """Creates the variable of zeros."""
+  def _make_table(self, shape: tuple[int, int]) -> None:
+    """Creates the variable of zeros, `embeddings`."""
 
   @property
   def group_assignment(self) -> list[list[int]] | None:
@@ -149,7 +150,7 @@ class ShardedTable(abc.ABC):
         "A ShardedEmbedding must be built under the strategy in whose scope it"
         " was created. Build the model inside `with strategy.scope():`."
       )
-    self.embeddings = self._make_table((self._owned.part_rows, self.output_dim))
+    self._make_table((self._owned.part_rows, self.output_dim))
     owned_rows.mark(self.embeddings, self._owned)
     self.built = True
     self._fill()
@@ -245,6 +246,17 @@ class ShardedTable(abc.ABC):
     self._assign_rows(iter([(0, np.asarray(store["0"]))]))
     self._is_filled = True
 
+  def get_weights(self) -> list[Any]:
+    """Returns a list with the whole table of group 0."""
+    store: dict[str, Any] = {}
+    self.save_own_variables(store)
+    return [store["0"]]
+
+  def set_weights(self, weights: Any) -> None:
+    """Gives all groups the table in a list, the only item."""
+    [table] = weights
+    self.load_own_variables({"0": table})
+
   def _rows_of(self, ids: tf.Tensor) -> tf.Tensor:
     """Returns the rows of ids of any shape."""
     flat = tf.reshape(ids, [-1])
@@ -283,10 +295,35 @@ class ShardedTable(abc.ABC):
       return
     owned_rows.mark(table, self._owned)
     if self._owned.groups.group_size > 1:
-      _guard(table)
+      self._guard(table)
     with tf.init_scope():
       self._assign_rows(self._initial_blocks())
     self._is_filled = True
+
+  def _guard(self, table: Any) -> None:
+    """Makes assignments to the variable, which would set all parts, an error.
+
+    Optimizers of this package write the copies of replicas. Plain Keras would
+    average the parts of different members. A `tf.train.Checkpoint` saves and
+    restores the whole table.
+    """
+
+    def refuse(*_: Any, **__: Any) -> Any:
+      raise RuntimeError(
+        f"{table.name} is divided among replicas, so it cannot be assigned as"
+        " a whole. Train it with a CrossShardOptimizer, and set it with"
+        " set_weights of its layer."
+      )
+
+    for name in ("assign", "assign_add", "assign_sub"):
+      setattr(table, name, refuse)
+    # The two methods by which tf.train.Checkpoint saves and restores.
+    table._serialize_to_tensors = lambda: {  # noqa: SLF001
+      "VARIABLE_VALUE": tf.constant(self.get_weights()[0])
+    }
+    table._restore_from_tensors = lambda restored: self.set_weights(  # noqa: SLF001
+      [restored["VARIABLE_VALUE"].numpy()]
+    )
 
   def _initial_blocks(self) -> Iterator[tuple[int, Any]]:
     """Yields the first id of each block, and the initial rows of the block."""
@@ -341,21 +378,3 @@ def _combine(rows: Any, ids: Any, combiner: str) -> tf.Tensor:
   # An example without ids has zeros.
   count = tf.maximum(count, 1)[..., tf.newaxis]
   return total / (tf.sqrt(count) if combiner == "sqrtn" else count)
-
-
-def _guard(table: Any) -> None:
-  """Makes assignments to the variable, which would set all parts, an error.
-
-  Optimizers of this package write the copies of replicas. Plain Keras would
-  average the parts of different members.
-  """
-
-  def refuse(*_: Any, **__: Any) -> Any:
-    raise RuntimeError(
-      f"{table.name} is divided among replicas, so it cannot be assigned as"
-      " a whole. Train it with a CrossShardOptimizer, and load files with"
-      " load_weights or replica_state."
-    )
-
-  for name in ("assign", "assign_add", "assign_sub"):
-    setattr(table, name, refuse)

@@ -36,8 +36,8 @@ class ShardedEmbedding(layer.ShardedTable, keras.layers.Layer):
     """Returns the configuration of an initializer."""
     return keras.initializers.serialize(initializer)
 
-  def _make_table(self, shape: tuple[int, int]) -> Any:
+  def _make_table(self, shape: tuple[int, int]) -> None:
     """Creates the variable of zeros."""
-    return self.add_weight(
+    self.embeddings = self.add_weight(
       "embeddings", shape, initializer="zeros", experimental_autocast=False
     )

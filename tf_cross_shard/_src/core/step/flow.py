@@ -24,7 +24,6 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard._src.core import context as context_lib
-from tf_cross_shard._src.core import owned_rows
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core.collectives import wire as wire_lib
 from tf_cross_shard._src.core.gradients import (
@@ -274,13 +273,9 @@ class Step:
       self.watch.before_build(variables)
     state = self.context.encapsulated.state
     whole = self.update.build(variables)
-    # The slots of a divided table are divided in the same way.
-    for variable in variables:
-      if (owned := owned_rows.of(variable)) is not None:
-        for slot in state.slots(variable).values():
-          owned_rows.mark(slot, owned)
     if whole is not None:
       state.whole = whole
+      state.checkpointed = self.update.checkpointed
       state.checkpointed.add(whole.checkpoint_view)
     # tf_keras' LossScaleOptimizer around this optimizer also calls `build` with
     # the variables that are updated, which may be shards. The window needs the

@@ -366,8 +366,9 @@ def _clip(optimizer: Any, grads: Sequence[Gradient]) -> list[Gradient]:
   return clipping.clip(grads, **limits)
 
 
-def _keep(_: Any, grads: Sequence[Gradient]) -> list[Gradient]:
+def _keep(optimizer: Any, grads: Sequence[Gradient]) -> list[Gradient]:
   """Returns sums that are clipped already."""
+  del optimizer
   return list(grads)
 
 

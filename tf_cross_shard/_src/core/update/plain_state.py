@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import tensorflow as tf
 
+from tf_cross_shard._src.core import owned_rows
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.collectives import engine as engines
 from tf_cross_shard._src.core.encapsulated import (
@@ -321,6 +322,28 @@ def of_owners(
     return slot, whole_slots.OwnedSlot(slot, owner, engine)
 
   # The optimizer has whole slots under the plain optimizer's names already.
+  template = Template(inner.optimizer, weights, slots)
+  return PlainState(inner, weights, template, find_slot)
+
+
+def of_divided_tables(
+  inner: encapsulated.Encapsulated,
+  weights: Sequence[Any],
+  engine: engines.Engine,
+) -> PlainState:
+  """Returns the state of an optimizer that trains divided tables.
+
+  The slots of these tables are marked (`owned_rows.mark`).
+  """
+
+  def find_slot(i: int, attribute: str, slot: Any) -> tuple[Any, Any]:
+    del i, attribute
+    owned = owned_rows.of(slot)
+    if owned is None:
+      return slot, slot
+    return slot, whole_slots.RowsSlot(slot, owned, engine)
+
+  slots = [list(inner.state.slots(weight).items()) for weight in weights]
   template = Template(inner.optimizer, weights, slots)
   return PlainState(inner, weights, template, find_slot)
 

@@ -26,7 +26,7 @@ from tf_cross_shard._src.core.collectives import wire as wire_lib
 from tf_cross_shard._src.core.encapsulated import fused_update, kernels
 from tf_cross_shard._src.core.gradients import indexed_slices
 from tf_cross_shard._src.core.gradients.clipping import Gradient
-from tf_cross_shard._src.core.update import embedding_tables
+from tf_cross_shard._src.core.update import embedding_tables, plain_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,9 +258,29 @@ class Update(context_lib.Stage, abc.ABC):
 class ReplicatedUpdate(Update):
   """Every member keeps all of the state and updates all of the weights."""
 
-  def build(self, variables: Sequence[Any]) -> None:
-    """Creates the slots of all variables."""
+  def build(self, variables: Sequence[Any]) -> plain_state.PlainState | None:
+    """Creates the slots of all variables.
+
+    Returns:
+      The state with whole slots if this call creates slots of divided tables.
+    """
+    is_built = self.encapsulated.is_built
     self.encapsulated.build(variables)
+    if is_built or not owned_rows.any_of(variables):
+      return None
+    # The slots of a divided table are divided in the same way.
+    for variable in variables:
+      if (owned := owned_rows.of(variable)) is not None:
+        for slot in self.encapsulated.state.slots(variable).values():
+          owned_rows.mark(slot, owned)
+    if self.engine.groups.group_size == 1:
+      return None
+    self.checkpointed = plain_state.CheckpointView(
+      {}, self.encapsulated.optimizer
+    )
+    return plain_state.of_divided_tables(
+      self.encapsulated, variables, self.engine
+    )
 
   def reduce(
     self,
