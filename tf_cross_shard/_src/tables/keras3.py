@@ -33,7 +33,7 @@ class ShardedEmbedding(layer.ShardedTable, keras.layers.Layer):
     return keras.initializers.serialize(initializer)
 
   @property
-  def embeddings(self) -> Any:  # type: ignore[override]
+  def embeddings(self) -> Any:
     """The variable whose copies are the parts of the table."""
     return self._embeddings
 

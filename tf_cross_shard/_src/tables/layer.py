@@ -32,6 +32,14 @@ _INITIALIZERS: Final = (
   "TruncatedNormal",
   "Zeros",
 )
+_REFUSED: Final = (
+  "assign",
+  "assign_add",
+  "assign_sub",
+  "scatter_add",
+  "scatter_sub",
+  "scatter_update",
+)
 _COMBINERS: Final = (None, "sum", "mean", "sqrtn")
 
 
@@ -315,8 +323,11 @@ class ShardedTable(abc.ABC):
         " set_weights of its layer."
       )
 
-    for name in ("assign", "assign_add", "assign_sub"):
-      setattr(table, name, refuse)
+    # Keras updates the copies, TensorFlow also the variable itself.
+    copies = self._strategy.experimental_local_results(table)
+    for variable in (table, *copies):
+      for name in _REFUSED:
+        setattr(variable, name, refuse)
     # The two methods by which tf.train.Checkpoint saves and restores.
     table._serialize_to_tensors = lambda: {  # noqa: SLF001
       "VARIABLE_VALUE": tf.constant(self.get_weights()[0])

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core import collectives
+from tf_cross_shard._src.core import collectives, owned_rows
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.coordination import agreement, errors
 
@@ -120,8 +120,14 @@ class Copies:
       # value at a time would copy the whole slot for each replica.
       set_copies(arrays)
       return
+    is_divided = owned_rows.of(variable) is not None
     for copy, array in zip(self._copies(variable), arrays, strict=False):
-      copy.assign(array)
+      if is_divided:  # Its copies refuse `assign`, which optimizers call.
+        tf.raw_ops.AssignVariableOp(
+          resource=copy.handle, value=tf.constant(array, copy.dtype)
+        )
+      else:
+        copy.assign(array)
 
   def read(self, variable: Any, replicas: Sequence[int]) -> list[Array]:
     """Returns the copies that the given replicas have."""
