@@ -7,6 +7,7 @@ import pytest
 
 from tests.support import lazy_oracle, table_tasks, tables, testbed, workers
 from tf_cross_shard import replica_state
+from tf_cross_shard._src.replica_state import checkpoint
 
 
 @pytest.mark.parametrize("has_two", [False, True])
@@ -42,3 +43,22 @@ def test_two_workers(has_two: bool, tmp_path: pathlib.Path) -> None:
     tmp_path / "state", optimizer, layer.trainable_variables
   )
   np.testing.assert_array_equal(tables.whole(layer), first["store"])
+  # Backups: each worker's file has the table and two slots of its own members.
+  part = -(-tables.ROWS // replicas)
+  assert first["rows in the file"] == [part] * 3 * (replicas // 2)
+  layer.set_weights([tables.TABLE])
+  slots = [slot.numpy() for slot in optimizer.variables[2:]]
+  for slot in optimizer.variables[2:]:
+    slot.assign(np.zeros(slot.shape))
+  one, two = tmp_path / "worker_0", tmp_path / "worker_1"
+  state = optimizer, layer.trainable_variables
+  if not has_two:  # Four members need the rows of both files.
+    with pytest.raises(replica_state.CheckpointError, match="1 of 2 parts"):
+      checkpoint.restore_file(one, *state)
+    np.testing.assert_array_equal(tables.whole(layer), tables.TABLE)
+  checkpoint.restore_file(one, *state, [two])
+  np.testing.assert_array_equal(tables.whole(layer), first["store"])
+  for slot, right in zip(optimizer.variables[2:], slots, strict=True):
+    assert slot.shape[0] == tables.ROWS
+    np.testing.assert_array_equal(slot.numpy(), right)
+    assert right.any()

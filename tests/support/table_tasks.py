@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.support import tables
+from tests.support import multi_worker_cases, tables
 from tf_cross_shard import replica_state
+from tf_cross_shard._src.replica_state import archive, group_state
 
 CASES = [
   ("keras", "SGD", None),
@@ -39,6 +40,16 @@ def run(strategy: Any, folder: pathlib.Path) -> dict[Any, Any]:
   tables.take_steps(strategy, layer, optimizer, tables.IDS[:1])
   state = optimizer, layer.trainable_variables
   replica_state.save(folder / "state", *state)
+  # What `BackupAndRestore` writes: each worker the rows of its own members.
+  own = group_state.GroupState(*state)
+  differing = own.names_that_differ("a backup")
+  path = folder / f"worker_{multi_worker_cases.place_of(strategy)}"
+  archive.write(path, own.arrays(differing, own=True), own.about({}))
+  found["rows in the file"] = [
+    array.shape[0]
+    for name, array in own.arrays(differing, own=True).items()
+    if "embeddings" in name
+  ]
   store: dict[str, Any] = {}
   layer.save_own_variables(store)
   found["store"] = store["0"]
