@@ -51,12 +51,17 @@ def take_steps(
   in_cond: bool = False,
   scale: float = 1.0,
 ) -> None:
-  """Takes a step for each batch, with the gradients `weights_of` the ids."""
+  """Takes a step for each batch, with the gradients `weights_of` the ids.
 
-  def step(batch: Any) -> None:
+  Each replica also compares the rows with the table of its group.
+  """
+
+  def step(batch: Any, tables: Any) -> None:
     own = tf.gather(batch, testbed.replica_id())
+    table = tf.gather(tables, testbed.replica_id())
     with tf.GradientTape() as tape:
       rows = layer(own)
+      tf.debugging.assert_equal(rows, tf.gather(table, own))
       loss = tf.reduce_sum(rows * weights_of(own)) * scale
     variables = training.native(layer.trainable_variables)
     grads = tape.gradient(loss, variables)
@@ -71,9 +76,18 @@ def take_steps(
     else:
       optimizer.apply_gradients(zip(grads, variables, strict=True))
 
-  run = tf.function(lambda batch: strategy.run(step, (batch,)), autograph=False)
+  count = strategy.num_replicas_in_sync
+  groups = layer.group_assignment or [list(range(count))]
+
+  @tf.function(autograph=False)
+  def run(batch: Any, tables: Any) -> None:
+    strategy.run(step, (batch, tables))
+
   for batch in ids:
-    run(tf.constant(batch))
+    tables = np.zeros([count, ROWS, WIDTH], "float32")
+    for group, members in enumerate(groups):
+      tables[members] = whole(layer, group)
+    run(tf.constant(batch), tf.constant(tables))
 
 
 def weights_of(ids: Any) -> Any:

@@ -83,9 +83,14 @@ def _checked(ids: tf.Tensor, rows: int) -> tf.Tensor:
   A wrong id could otherwise read or change a row of padding.
   """
   is_in_range = tf.reduce_all((ids >= 0) & (ids < tf.cast(rows, ids.dtype)))
-  check = tf.debugging.Assert(
-    is_in_range,
-    [f"The ids of a ShardedEmbedding must be from 0 to {rows - 1}; got", ids],
-  )
-  with tf.control_dependencies([] if check is None else [check]):
-    return tf.identity(ids)
+  # Not `tf.debugging.Assert`: it is stateful, so TensorFlow would run it after
+  # all stateful operations of the replicas that were traced before. If one of
+  # these waits for rows, all replicas would wait forever. Gathering from one
+  # zero is stateless. It fails on CPUs if the index is 1, and names itself.
+  with tf.device("CPU:0"):
+    zero = tf.gather(
+      tf.zeros([1], ids.dtype),
+      tf.where(is_in_range, 0, 1),
+      name=f"ids_of_ShardedEmbedding_must_be_from_0_to_{rows - 1}",
+    )
+  return ids + zero
