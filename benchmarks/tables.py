@@ -11,8 +11,8 @@ follow a power law, p(k) ~ 1 / k, and are spread over the table.
     growth     ShardedEmbedding on tables of several sizes, as a ratio to the
                first size
     memory     bytes that the table, its slots and some steps add to a process
-               with all replicas, as a ratio to the bytes of one whole table and
-               its slots
+               with all replicas: at most and at the end, as ratios to the bytes
+               of one whole table and its slots
     workers    two workers: bytes that each of them sends in a step
 """
 # bazel: deps=:timing
@@ -145,9 +145,10 @@ def measure_memory() -> Rows:
     for case in (LAZY, OURS):
       child = f"--rise_of={case},{name},{rows}"
       command = [sys.executable, *sys.argv, child]
-      added, at_end = map(
-        float, subprocess.check_output(command, text=True).split()[-2:]
-      )
+      # oneDNN's allocator keeps memory that tensors have freed.
+      environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0"}
+      output = subprocess.check_output(command, text=True, env=environment)
+      added, at_end = map(float, output.split()[-2:])
       whole = 4 * rows * WIDTH * _TABLES[name]
       row = {"case": case, "optimizer": name}
       row |= {"peak": added / whole, "at_end": at_end / whole}
