@@ -153,6 +153,46 @@ def test_fit_predicts_and_evaluates_as_plain_keras(
 
 
 @training.in_both
+def test_two_features_share_a_table_and_one_has_weights(which: str) -> None:
+  library, package = training.KERASES[which]
+  rng = np.random.default_rng(0)
+  data = tf.data.Dataset.from_tensor_slices(
+    (
+      (
+        rng.integers(0, ROWS, [32, 3]),
+        rng.random([32, 3], np.float32),
+        rng.integers(0, ROWS, [32, 1]),
+      ),
+      rng.random([32, WIDTH], np.float32),
+    )
+  ).batch(16)
+  results = []
+  for ours in (False, True):
+    strategy = testbed.mirrored() if ours else tf.distribute.get_strategy()
+    with strategy.scope():
+      many = library.Input((3,), dtype="int32")
+      weights = library.Input((3,))
+      one = library.Input((1,), dtype="int32")
+      optimizer = library.optimizers.SGD(0.5)
+      if ours:
+        layer = package.ShardedEmbedding(ROWS, WIDTH, "ones", combiner="sum")
+        both = layer(many, weights=weights) + layer(one)
+        optimizer = package.CrossShardOptimizer(optimizer)
+      else:
+        layers = library.layers
+        layer = layers.Embedding(ROWS, WIDTH, "ones")
+        weighted = layers.Dot(1)([layer(many), layers.Reshape((3, 1))(weights)])
+        both = layers.Add()(
+          [layers.Flatten()(weighted), layers.Flatten()(layer(one))]
+        )
+      model = library.Model([many, weights, one], both)
+      model.compile(optimizer, "mse")
+    model.fit(data, epochs=2, verbose=0)
+    results.append(whole(layer) if ours else np.array(layer.embeddings))
+  np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
+
+
+@training.in_both
 def test_a_model_that_is_built_by_its_first_batch(which: str) -> None:
   library, package = training.KERASES[which]
 
@@ -201,6 +241,35 @@ def test_combiners(which: str, is_ragged: bool, combiner: str) -> None:
   np.testing.assert_allclose(np.array(layer(ids)), right, rtol=1e-6)
 
 
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("kind", ["dense", "ragged", "sparse"])
+@training.in_both
+def test_weights_of_ids_as_in_tensorflow(
+  which: str, kind: str, combiner: str
+) -> None:
+  _, package = training.KERASES[which]
+  layer = package.ShardedEmbedding(ROWS, WIDTH, combiner=combiner)
+  layer.build()
+  layer.set_weights([TABLE])
+  places = [[0, 0], [0, 1], [2, 0], [2, 1]]
+  ids = tf.SparseTensor(places, tf.constant([3, 3, 7, 0]), [3, 2])
+  weights = tf.SparseTensor(places, tf.constant([0.5, 2.0, -1.0, 3.0]), [3, 2])
+  right = np.array(
+    tf.nn.embedding_lookup_sparse(
+      tf.constant(TABLE), ids, weights, combiner=combiner
+    )
+  )
+  if kind == "sparse":
+    out = layer(ids, weights=weights)
+  elif kind == "ragged":
+    lists = tf.RaggedTensor.from_sparse
+    out = layer(lists(ids), weights=lists(weights))
+  else:
+    dense = tf.sparse.to_dense
+    out = layer(dense(ids), weights=dense(weights))
+  np.testing.assert_allclose(np.array(out), right, rtol=1e-6)
+
+
 @training.in_both
 def test_ragged_ids_and_masks(which: str) -> None:
   _, package = training.KERASES[which]
@@ -214,8 +283,10 @@ def test_ragged_ids_and_masks(which: str) -> None:
   copy = package.ShardedEmbedding.from_config(layer.get_config())
   copy.build()
   assert copy.mask_zero
-  with pytest.raises(TypeError, match="sparse ids"):
+  with pytest.raises(TypeError, match="Sparse ids need a combiner"):
     layer(tf.sparse.from_dense([[1, 4]]))
+  with pytest.raises(ValueError, match="`weights` needs a combiner"):
+    layer(tf.constant([[1, 4]]), weights=tf.constant([[1.0, 2.0]]))
 
 
 @pytest.mark.parametrize("bad", [-1, ROWS])
@@ -288,6 +359,10 @@ def test_a_plain_optimizer_and_assigning_raise_errors(which: str) -> None:
   [variable] = training.native(layer.trainable_variables)
   with pytest.raises(RuntimeError, match="set_weights"):
     variable.assign(np.zeros(variable.shape))
+  with strategy.scope():
+    model = library.Sequential([library.Input((2,), dtype="int32"), layer])
+  with pytest.raises(RuntimeError, match="get_weights"):
+    model.get_weights()
   np.testing.assert_array_equal(whole(layer), TABLE)
 
 

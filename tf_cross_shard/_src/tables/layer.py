@@ -163,20 +163,32 @@ class ShardedTable(abc.ABC):
     self.built = True
     self._fill()
 
-  def call(self, inputs: Any) -> Any:
-    """Returns the rows of the ids, in the compute dtype of the layer."""
-    if isinstance(inputs, tf.SparseTensor):
-      raise TypeError(
-        "A ShardedEmbedding looks up dense and ragged ids; got sparse ids. Pass"
-        " tf.RaggedTensor.from_sparse(ids)."
-      )
-    if not isinstance(inputs, tf.RaggedTensor):
-      inputs = tf.convert_to_tensor(inputs)
+  def call(self, inputs: Any, weights: Any = None) -> Any:
+    """Returns the rows of the ids, in the compute dtype of the layer.
+
+    Args:
+      inputs: Dense or ragged ids, or sparse ids of shape `[examples, k]` if
+        there is a combiner.
+      weights: A factor for the row of each id, of the shape of the ids, if
+        there is a combiner. None means 1.
+    """
+    if self.combiner is None:
+      if weights is not None:
+        raise ValueError(
+          "`weights` needs a combiner. Pass combiner='sum' to the layer, or"
+          " multiply the rows yourself."
+        )
+      if isinstance(inputs, tf.SparseTensor):
+        raise TypeError(
+          "Sparse ids need a combiner. Pass combiner='sum' to the layer, or"
+          " pass tf.RaggedTensor.from_sparse(ids)."
+        )
+    inputs, weights = _as_ragged(inputs), _as_ragged(weights)
     if inputs.dtype not in (tf.int32, tf.int64):
       inputs = tf.cast(inputs, tf.int32)
     rows = tf.ragged.map_flat_values(self._rows_of, inputs)
     if self.combiner is not None:
-      rows = _combine(rows, inputs, self.combiner)
+      rows = _combine(rows, inputs, weights, self.combiner)
     return tf.cast(rows, self.compute_dtype)
 
   def lookup(self, ids: Any) -> tf.Tensor:
@@ -309,18 +321,18 @@ class ShardedTable(abc.ABC):
     self._is_filled = True
 
   def _guard(self, table: Any) -> None:
-    """Makes assignments to the variable, which would set all parts, an error.
+    """Makes an error of calls that take the variable for a whole table.
 
     Optimizers of this package write the copies of replicas. Plain Keras would
-    average the parts of different members. A `tf.train.Checkpoint` saves and
-    restores the whole table.
+    average the parts of different members, and read the part of one of them.
+    A `tf.train.Checkpoint` saves and restores the whole table.
     """
 
     def refuse(*_: Any, **__: Any) -> Any:
       raise RuntimeError(
-        f"{table.name} is divided among replicas, so it cannot be assigned as"
-        " a whole. Train it with a CrossShardOptimizer, and set it with"
-        " set_weights of its layer."
+        f"{table.name} is divided among replicas, so it cannot be read or"
+        " assigned as a whole. Train it with a CrossShardOptimizer. Use"
+        " get_weights and set_weights of its layer, not of the model."
       )
 
     # Keras updates the copies, TensorFlow also the variable itself.
@@ -328,6 +340,7 @@ class ShardedTable(abc.ABC):
     for variable in (table, *copies):
       for name in _REFUSED:
         setattr(variable, name, refuse)
+    table.numpy = refuse  # For `model.get_weights()`.
     # The two methods by which tf.train.Checkpoint saves and restores.
     table._serialize_to_tensors = lambda: {  # noqa: SLF001
       "VARIABLE_VALUE": tf.constant(self.get_weights()[0])
@@ -376,16 +389,41 @@ class ShardedTable(abc.ABC):
         )
 
 
-def _combine(rows: Any, ids: Any, combiner: str) -> tf.Tensor:
-  """Returns the sum or mean of rows over the last axis of ids."""
+def _as_ragged(values: Any) -> Any:
+  """Returns a tensor of ids or weights; ragged instead of sparse."""
+  if values is None or isinstance(values, tf.RaggedTensor):
+    return values
+  if isinstance(values, tf.SparseTensor):
+    examples = values.dense_shape[0]
+    return tf.RaggedTensor.from_value_rowids(
+      values.values, values.indices[:, 0], examples
+    )
+  return tf.convert_to_tensor(values)
+
+
+def _combine(rows: Any, ids: Any, weights: Any, combiner: str) -> tf.Tensor:
+  """Returns the weighted sum or mean of rows over the last axis of ids.
+
+      sum     s = sum over k of w[k] * rows[k]
+      mean    s / sum over k of w[k]
+      sqrtn   s / sqrt(sum over k of w[k]^2)
+
+  An example without ids has zeros.
+  """
   axis = len(ids.shape) - 1
-  total = tf.reduce_sum(rows, axis=axis)
+  if weights is None:
+    weights = tf.ones_like(ids, rows.dtype)
+  weights = tf.cast(weights, rows.dtype)
+  total = tf.reduce_sum(
+    tf.ragged.map_flat_values(
+      lambda row, weight: row * weight[..., tf.newaxis], rows, weights
+    ),
+    axis=axis,
+  )
   if combiner == "sum":
     return total
-  if isinstance(ids, tf.RaggedTensor):
-    count = tf.reduce_sum(tf.ones_like(ids, rows.dtype), axis=axis)
+  if combiner == "mean":
+    divisor = tf.reduce_sum(weights, axis=axis)
   else:
-    count = tf.cast(tf.fill(tf.shape(ids)[:-1], tf.shape(ids)[-1]), rows.dtype)
-  # An example without ids has zeros.
-  count = tf.maximum(count, 1)[..., tf.newaxis]
-  return total / (tf.sqrt(count) if combiner == "sqrtn" else count)
+    divisor = tf.sqrt(tf.reduce_sum(tf.square(weights), axis=axis))
+  return tf.math.divide_no_nan(total, divisor[..., tf.newaxis])
