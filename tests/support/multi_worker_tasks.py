@@ -140,6 +140,11 @@ def divided_tables(folder: pathlib.Path, has_two: bool) -> dict[Any, Any]:
   return table_tasks.run(strategy, folder)
 
 
+def fitted_tables(folder: pathlib.Path, killed_after: int | None) -> Any:
+  """Returns a model with a divided table that workers have fitted."""
+  return table_tasks.fit(strategy_of("own"), folder, killed_after)
+
+
 def one_after_the_other(delay: float) -> list[Any]:
   """Sums under several strategies, whose first broadcasts differ."""
   found = []
@@ -197,6 +202,7 @@ TASKS: dict[str, Callable[..., Any]] = {
     resume,
     local_replicas,
     divided_tables,
+    fitted_tables,
     two,
     random,
     program,

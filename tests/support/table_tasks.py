@@ -1,12 +1,15 @@
 """What each of several workers does with a divided table."""
 
+import os
 import pathlib
+import signal
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from tests.support import multi_worker_cases, tables
-from tf_cross_shard import replica_state
+from tf_cross_shard import CrossShardOptimizer, callbacks, layers, replica_state
 from tf_cross_shard._src.replica_state import archive, group_state
 
 CASES = [
@@ -55,3 +58,47 @@ def run(strategy: Any, folder: pathlib.Path) -> dict[Any, Any]:
   found["store"] = store["0"]
   found["part"] = tuple(layer.embeddings.shape)
   return found
+
+
+def fit(
+  strategy: Any, folder: pathlib.Path, killed_after: int | None
+) -> dict[str, Any]:
+  """Trains a model with a divided table; may kill worker 0 after some steps."""
+  keras = tf.keras
+  with strategy.scope():
+    table = layers.ShardedEmbedding(100, tables.WIDTH)
+    model = keras.Sequential(
+      [
+        keras.Input((4,), dtype="int32"),
+        table,
+        keras.layers.Flatten(),
+        keras.layers.Dense(1, kernel_initializer="ones"),
+      ]
+    )
+    optimizer = CrossShardOptimizer(keras.optimizers.Adagrad(0.05))
+    model.compile(optimizer, "mse")
+  is_first = multi_worker_cases.place_of(strategy) == 0
+
+  def kill(batch: int, logs: Any) -> None:
+    del batch, logs
+    if is_first and optimizer.iterations.numpy() == killed_after:
+      os.kill(os.getpid(), signal.SIGKILL)
+
+  rng = np.random.default_rng(0)
+  x, y = rng.integers(0, 100, [256, 4]), rng.random([256, 1])
+  history = model.fit(
+    tf.data.Dataset.from_tensor_slices((x, y)).batch(32),
+    epochs=3,
+    verbose=0,
+    callbacks=[
+      callbacks.BackupAndRestore(folder, every=3),
+      keras.callbacks.LambdaCallback(on_train_batch_end=kill),
+    ],
+  )
+  plain = replica_state.load_group(0, optimizer, model)
+  return {
+    "epochs": history.epoch,
+    "table": table.get_weights()[0],
+    "outputs": model.predict(x, verbose=0, batch_size=32),
+    "plain": plain.predict(x, verbose=0),
+  }

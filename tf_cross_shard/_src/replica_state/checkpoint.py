@@ -488,6 +488,8 @@ def values_here(
     if average_members and has_mean:
       values.append(group_models.merged(part, list(arrays.values())))
       continue
+    if part.owned and member not in arrays:
+      raise _parts_missing(files[index][0], part, len(arrays))
     other = list(arrays)[member % len(arrays)]
     values.append(arrays.get(member, arrays[other]))
   exists_once = (
@@ -516,11 +518,7 @@ def _arrays(
   rows = file.about.get("owned_rows", {}).get(part.name)
   if rows is not None and not _is_same_division(part, rows, size):
     if len(arrays) < size > 1:
-      raise CheckpointError(
-        f"The backup {file.path.name} has {len(arrays)} of {size} parts of"
-        f" `{part.name}`. Let all workers see one folder with the files of all"
-        " workers."
-      )
+      raise _parts_missing(file, part, len(arrays))
     if arrays:
       whole = owned_rows.join([arrays[j] for j in range(size)], rows)
       arrays = {0: whole}
@@ -544,6 +542,18 @@ def _arrays(
       for place in range(members)
     }
   return arrays
+
+
+def _parts_missing(
+  file: archive.Archive, part: group_state.Part, found: int
+) -> CheckpointError:
+  """Returns the error for files without the rows of some members."""
+  size = len(file.about["group_assignment"][0])
+  return CheckpointError(
+    f"The backup {file.path.name} has {found} of {size} parts of"
+    f" `{part.name}`. Let all workers see one folder with the files of all"
+    " workers."
+  )
 
 
 def _is_same_division(

@@ -221,7 +221,7 @@ class ShardedTable(abc.ABC):
       rows = lookup.from_parts(parts, self._owned, flat)
     else:
       results = self._strategy.run(
-        tf.function(self._exchange, autograph=False), (flat,)
+        tf.function(self._exchange_in_group_0, autograph=False), (flat,)
       )
       rows = self._strategy.experimental_local_results(results)[0]
     return self._shaped(rows, ids)
@@ -302,6 +302,19 @@ class ShardedTable(abc.ABC):
     """Returns the rows of `[k]` ids, in a replica."""
     table = variables.native(self.embeddings)
     return lookup.in_replica(self._engine, table, self._owned, flat)
+
+  def _exchange_in_group_0(self, flat: tf.Tensor) -> tf.Tensor:
+    """Returns the rows of group 0 on all replicas, also of other groups."""
+    rows, groups = self._exchange(flat), self._owned.groups
+    if groups.group_size == groups.num_replicas:
+      return rows
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+    is_sender = tf.equal(replica, groups.assignment[0][0])
+    everyone = collectives.for_strategy(self._strategy, None)
+    [rows] = everyone.all_reduce_sum(
+      [tf.where(is_sender, rows, tf.zeros_like(rows))]
+    )
+    return rows
 
   def _is_in_replica(self) -> bool:
     """Returns whether this is a replica of the layer's strategy."""
