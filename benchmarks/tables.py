@@ -7,7 +7,8 @@ A whole step is measured: lookup, gradient and update. The ids of each replica
 follow a power law, p(k) ~ 1 / k, and are spread over the table.
 
     step       milliseconds: plain Keras with a whole table on each replica,
-               layers.Embedding with lazy_rows=True, and ShardedEmbedding
+               layers.Embedding with lazy_rows=True, ShardedEmbedding, and
+               a partitioned variable of TensorFlow 1
     growth     ShardedEmbedding on tables of several sizes, as a ratio to the
                first size
     memory     bytes that the table, its slots and some steps add to a process
@@ -54,6 +55,7 @@ _RISE_OF = flags.DEFINE_list("rise_of", None, "Used internally.")
 
 WIDTH = 64
 KERAS, LAZY, OURS = "plain Keras", "lazy_rows", "ShardedEmbedding"
+PARTITIONED = "TensorFlow 1"
 # How many tables the weights and the slots of an optimizer are.
 _TABLES = {"Adam": 3, "Adagrad": 2, "SGD": 1}
 _TIMEOUT = 600.0
@@ -106,6 +108,29 @@ def make_step(
   return tf.function(run, autograph=False)
 
 
+def make_partitioned_step(name: str, rows: int) -> Callable[[], Any]:
+  """Returns a step of a TensorFlow 1 program with a partitioned variable."""
+  v1, towers = tf.compat.v1, _REPLICAS.value
+  ids = make_ids(rows, towers)
+  with tf.Graph().as_default() as graph:
+    table = v1.get_variable(
+      "table", [rows, WIDTH], partitioner=v1.fixed_size_partitioner(towers)
+    )
+    losses = []
+    for tower in range(towers):
+      with tf.device(f"CPU:{tower}"):
+        found = v1.nn.embedding_lookup(table, ids[tower])
+        losses.append(tf.reduce_sum(tf.square(found - 1.0)))
+    optimizer = getattr(v1.train, f"{name}Optimizer")(0.001)
+    train = optimizer.minimize(tf.add_n(losses))
+    start = v1.global_variables_initializer()
+  session = v1.Session(
+    graph=graph, config=v1.ConfigProto(device_count={"CPU": towers})
+  )
+  session.run(start)
+  return functools.partial(session.run, train)
+
+
 def measure_step(strategy: tf.distribute.Strategy) -> Rows:
   """Compares steps on one size of table."""
   found: Rows = []
@@ -114,10 +139,11 @@ def measure_step(strategy: tf.distribute.Strategy) -> Rows:
       case: make_step(strategy, case, name, _STEP_ROWS.value)
       for case in (KERAS, LAZY, OURS)
     }
+    cases[PARTITIONED] = make_partitioned_step(name, _STEP_ROWS.value)
     taken = timing.interleave(cases, _ROUNDS.value)
     part = f"{name}, {_STEP_ROWS.value:,} rows"
     found += timing.compare(part, taken, [KERAS])
-    timing.show(found[-3:])
+    timing.show(found[-len(cases) :])
   return found
 
 
