@@ -271,7 +271,7 @@ class BackupAndRestore(group_callback.GroupCallback):
     """Writes a backup, and deletes the oldest ones of this worker."""
     state = self.state_of_groups(is_whole=True)
     name = f"epoch_{epoch}_batch_{batch}" if batch else f"epoch_{epoch}"
-    state.agree("a backup")
+    state.compare_workers("a backup")
     arrays = state.arrays(state.names_that_differ("a backup"), own=True)
     for key, value in group_callback.collect_state(self.same_fit()).items():
       arrays[_CALLBACKS + key] = np.asarray(value)

@@ -165,7 +165,7 @@ class BackupFiles:
     if self._workers is not None:
       # Wait for all workers. If one of them is lost before this point, the
       # backups of the others are still needed to resume.
-      agreement.agree(self._workers, "the end of fit", [])
+      agreement.compare_workers(self._workers, "the end of fit", [])
     paths_lib.delete_tree(self.folder)
     for index, folder in self._folders().items():
       if self.is_first and index >= self._count:

@@ -316,7 +316,7 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
     # Creating slots waits for all workers. Compare first, so that a difference
     # raises an error instead of a hang.
     if not self._encapsulated.is_built:
-      self._parts.checks.agree_to_build(trained)
+      self._parts.checks.compare_workers_before_build(trained)
     super().build(trained)
 
   def update_by_rows(
@@ -386,7 +386,7 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
         call.through_apply, self._encapsulated.scaling.divides
       )
     self.build(call.variables)
-    checks.agree_to_step(call.grads, call.variables)
+    checks.compare_workers_before_step(call.grads, call.variables)
     if tf.executing_eagerly() or tf.inside_function():
       return step.perform(call)
     # A TensorFlow 1 graph runs only what is fetched: return one operation that

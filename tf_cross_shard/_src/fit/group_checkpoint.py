@@ -158,7 +158,7 @@ class GroupCheckpoint(group_callback.GroupMonitor):
   ) -> None:
     """Replaces the improved groups' part of the file with their new state."""
     topic = f"saving {self._path.name}"
-    state.agree(topic)
+    state.compare_workers(topic)
     prefixes = tuple(f"group_{i}/" for i in improved)
     new = state.arrays(state.names_that_differ(topic)).items()
     kept = {n: a for n, a in self._kept.items() if not n.startswith(prefixes)}

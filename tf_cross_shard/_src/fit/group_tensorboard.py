@@ -67,7 +67,7 @@ class GroupTensorBoard(group_callback.GroupCallback):
     """Writes one point to each curve, at the number of the epoch, from 0."""
     optimizer = self.model.optimizer
     state = self.state_of_groups()
-    state.agree("drawing groups")
+    state.compare_workers("drawing groups")
     first = [members[0] for members in state.groups]
     tags: dict[str, list[Any]] = {
       "learning_rate": self._rates(state),

@@ -292,7 +292,7 @@ class OuterOptimizer(group_callback.GroupCallback):
       optimizer=outer.get_config(),
     )
     copies = replica_values.Copies(internals.engine_of(trained_by).strategy)
-    copies.agree("the start of an OuterOptimizer", settings)
+    copies.compare_workers("the start of an OuterOptimizer", settings)
     _check_weights_are_equal(copies, weights)
     return outer_state.OuterState(
       trained_by, weights, outer, has_warmup=self._warmup > 0

@@ -243,7 +243,7 @@ class OuterState:
     copies = replica_values.Copies(
       internals.engine_of(self.trained_by).strategy
     )
-    copies.agree("the anchor of an OuterOptimizer")
+    copies.compare_workers("the anchor of an OuterOptimizer")
     if all(len(set(row)) == 1 for row in copies.digests(self.weights)):
       for anchor, weight in zip(self.anchors, self.weights, strict=True):
         copies.write(anchor, copies.here(weight))

@@ -112,7 +112,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
       super().__init__(cluster_resolver, communication_options)
     self._workers = agreement.of_strategy(self)
     if self._workers:
-      agreement.agree(self._workers, "the start", [])
+      agreement.compare_workers(self._workers, "the start", [])
     self._watch = stall_watch.of_strategy(self)
 
   @contextlib.contextmanager
@@ -163,7 +163,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
       return super().reduce(reduce_op, value, axis)
     local = self.experimental_local_results(value)
     inputs = [each for each in tf.nest.flatten(local) if tf.is_tensor(each)]
-    return self._watch.around(
+    return self._watch.run_watched(
       inputs, functools.partial(super().reduce, reduce_op, value, axis)
     )
 

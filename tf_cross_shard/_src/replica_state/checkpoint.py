@@ -97,7 +97,7 @@ def save(path: Any, optimizer: Any, model: Any = None) -> None:
   target = paths_lib.as_path(path)
   state = group_state.GroupState(optimizer, model)
   topic = f"saving {target.name}"
-  state.agree(topic)
+  state.compare_workers(topic)
   group_state.warn_if_collapsed(state.optimizer)
   differing = state.names_that_differ(topic)
   state.write(target, topic, state.arrays(differing))

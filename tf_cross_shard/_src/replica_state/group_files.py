@@ -26,7 +26,7 @@ def save(
   All workers call this function; the first worker writes.
   """
   topic = "saving groups"
-  state.agree(topic)
+  state.compare_workers(topic)
   arrays = state.arrays(state.names_that_differ(topic))
   about = {
     "format": group_state.FORMAT,
@@ -53,7 +53,7 @@ def restore(
   On several machines, each worker reads the files of its own groups only.
   """
   topic = "joining groups"
-  state.agree(topic)
+  state.compare_workers(topic)
   replicas = state.copies.engine.replicas_here
   here = {i: paths[i] for i in map(state.groups.index_of, replicas)}
   with (

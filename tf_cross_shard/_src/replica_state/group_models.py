@@ -81,7 +81,7 @@ def load_group(group: int, optimizer: Any, model: Any, into: Any = None) -> Any:
   else:
     plain = into
     _check_fits(state, into)
-  state.agree(f"loading group {group}")
+  state.compare_workers(f"loading group {group}")
   group_state.warn_if_collapsed(optimizer)
   values = {
     part.name: merged(part, group_state.read_whole(state.copies, part, members))
@@ -155,7 +155,7 @@ def copy_group(source: int, target: int, optimizer: Any, model: Any) -> None:
     strict=True,
   ):
     origins[receiver] = giver
-  state.agree(f"copying group {source} to group {target}")
+  state.compare_workers(f"copying group {source} to group {target}")
   group_state.warn_if_collapsed(state.optimizer)
   kept = set(map(id, optimizer_state.learning_rates(state.optimizer)))
   here = state.copies.engine.replicas_here

@@ -151,14 +151,14 @@ class GroupState:
     """Removes the states of random number generators from `parts`."""
     self.parts = [part for part in self.parts if not is_seed(part.name)]
 
-  def agree(self, topic: str) -> None:
+  def compare_workers(self, topic: str) -> None:
     """Raises the same error on all workers unless all make this call.
 
     The workers compare `topic`, the groups and the variables.
     """
     lines = agreement.settings(group_assignment=self.groups.to_lists())
     lines += [f"{part.name}: {part.kind}" for part in self.parts]
-    self.copies.agree(topic, lines)
+    self.copies.compare_workers(topic, lines)
 
   def names_that_differ(self, topic: str) -> set[str]:
     """Returns the names of variables whose values differ within a group.

@@ -39,7 +39,7 @@ def values(variable: Any) -> list[archive.Array]:
   copies = replica_values.Copies(strategy or tf.distribute.get_strategy())
   if strategy is None:
     return copies.here(variable)[:1]
-  copies.agree(f"reading values of {_name(variable)}")
+  copies.compare_workers(f"reading values of {_name(variable)}")
   return copies.read(variable, range(copies.engine.num_replicas))
 
 
@@ -66,7 +66,7 @@ def group_values(variable: Any, optimizer: Any) -> list[archive.Array]:
     return values(variable) * groups.num_groups
   copies = replica_values.Copies(strategy)
   groups = optimizer_state.groups_of(optimizer, copies.engine.num_replicas)
-  copies.agree(f"reading values of groups of {_name(variable)}")
+  copies.compare_workers(f"reading values of groups of {_name(variable)}")
   part = group_state.Part("", variable, is_shared=False)
   return [
     group_state.read_whole(copies, part, members)[0] for members in groups
@@ -91,7 +91,7 @@ def assert_in_sync(optimizer: Any, model: Any = None) -> None:
       and the largest difference. It is an AssertionError.
   """
   state = group_state.GroupState(optimizer, model)
-  state.agree("assert_in_sync")
+  state.compare_workers("assert_in_sync")
   state.names_that_differ("assert_in_sync")  # Raises the error.
 
 
@@ -129,7 +129,7 @@ def average(optimizer: Any, model: Any, slots: bool = False) -> None:
       " be averaged. Average the results of group_values()."
     )
   chosen = [v for v in chosen if owned_rows.of(v) is None]
-  state.agree("averaging with slots" if slots else "averaging")
+  state.compare_workers("averaging with slots" if slots else "averaging")
   copies = state.copies
   for variable in filter(group_state.has_mean, chosen):
     all_values = copies.read(variable, range(state.groups.num_replicas))

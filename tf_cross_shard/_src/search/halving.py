@@ -345,7 +345,7 @@ class Halving(trial_monitor.TrialMonitor):
     """Deletes all files except those with the trials' best weights."""
     if self._runs is not None:
       self._runs.close()
-    self.state_of_groups().agree("the end of trials")
+    self.state_of_groups().compare_workers("the end of trials")
     if self._progress.epochs_left:
       logging.warning(
         "fit ended before the search: %s. If a callback such as Keras'"

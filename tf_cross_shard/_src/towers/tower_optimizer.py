@@ -298,13 +298,13 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
     [Sequence[Any], Sequence[Any], dict[str, Any]], None
   ]
 
-  def _reduce_before(self, around: Any, methods: Any) -> None:
+  def _reduce_before(self, outer_scaler: Any, methods: Any) -> None:
     """Refuses a loss scaling optimizer around this one.
 
     The loss scaling optimizer would look for overflows in the gradients of one
     tower instead of their sum.
     """
-    kind = type(around).__name__
+    kind = type(outer_scaler).__name__
     raise ValueError(
       f"{kind} must not encapsulate a TowerOptimizer: it would look for an"
       " overflow in the gradients of one tower, not in their sum. Put it"

@@ -220,11 +220,16 @@ def _workers(count: int, timeouts: Sequence[float]) -> list[agreement.Workers]:
 def test_all_workers_raise_what_differs_although_the_first_ends_at_once(
   count: int, store: _Store
 ) -> None:
-  def agree(workers: agreement.Workers) -> None:
-    agreement.agree(workers, "the start", [f"odd: {workers.index == 1}"])
+  def compare_workers(workers: agreement.Workers) -> None:
+    agreement.compare_workers(
+      workers, "the start", [f"odd: {workers.index == 1}"]
+    )
 
   found = store.run(
-    [functools.partial(agree, each) for each in _workers(count, [5.0] * count)]
+    [
+      functools.partial(compare_workers, each)
+      for each in _workers(count, [5.0] * count)
+    ]
   )
   for error in found:
     assert isinstance(error, errors.DisagreementError), error
@@ -282,17 +287,22 @@ def test_no_worker_ends_before_all_have_read_the_difference(
   slow: threading.Thread | None = None
   monkeypatch.setattr(key_value_store, "wait", wait)
 
-  def agree(workers: agreement.Workers) -> None:
+  def compare_workers(workers: agreement.Workers) -> None:
     nonlocal slow
     if workers.index == 2:
       slow = threading.current_thread()
     try:
-      agreement.agree(workers, "the start", [f"odd: {workers.index == 1}"])
+      agreement.compare_workers(
+        workers, "the start", [f"odd: {workers.index == 1}"]
+      )
     finally:
       ended.set()
 
   for error in store.run(
-    [functools.partial(agree, each) for each in _workers(3, [5.0] * 3)]
+    [
+      functools.partial(compare_workers, each)
+      for each in _workers(3, [5.0] * 3)
+    ]
   ):
     assert isinstance(error, errors.DisagreementError), error
 
@@ -311,4 +321,4 @@ def test_worker_may_end_after_it_has_read_the_difference(
   monkeypatch.setattr(key_value_store, "wait", wait)
   workers = agreement.Workers(("worker 0", "worker 1"), 0)
   with pytest.raises(errors.DisagreementError, match="worker 1 has `text of 1"):
-    agreement.agree(workers, "the start", [])
+    agreement.compare_workers(workers, "the start", [])

@@ -75,7 +75,7 @@ def test_counts_collectives_in_traced_functions(
         tf.py_function(lambda: waiting.append(watch.look()[0]), [], [])
         return [2 * value]
 
-    [doubled] = watch.around([value], collective)
+    [doubled] = watch.run_watched([value], collective)
     return doubled
 
   assert float(step(tf.constant(2.0))) == 4.0

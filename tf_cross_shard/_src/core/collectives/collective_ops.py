@@ -159,7 +159,9 @@ class CollectiveOps:
         )
       return results
 
-    return run() if self._watch is None else self._watch.around(tensors, run)
+    return (
+      run() if self._watch is None else self._watch.run_watched(tensors, run)
+    )
 
   def _hint_of(self, name: str, tensor: tf.Tensor) -> str:
     """Returns the hint for a collective.

@@ -230,7 +230,7 @@ class Engine(abc.ABC):
     is_first = replica_isolation.replica_id() in (0, None)
     return is_first or (copied and not is_summed)
 
-  def agree(
+  def compare_workers(
     self,
     topic: str,
     lines: Callable[[], Sequence[str]],

@@ -79,14 +79,19 @@ class Mirrored(engine.Engine):
     if self._merges_here():
       return self._sum(tensors, tf.add_n)
     return self._collectives.run(
-      collective_ops.ALL_REDUCE, tensors, self.groups, *self._place()
+      collective_ops.ALL_REDUCE,
+      tensors,
+      self.groups,
+      *self._replica_and_device(),
     )
 
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Concatenates over the group; numbers of rows may differ."""
     # Use a merge call on GPUs, too: unlike a collective, it needs no padding.
     if not collective_ops.can_merge():
-      return self._collectives.join_rows(tensors, self.groups, *self._place())
+      return self._collectives.join_rows(
+        tensors, self.groups, *self._replica_and_device()
+      )
     return self._merge_each(tensors, lambda copies: tf.concat(copies, axis=0))
 
   def reduce_part(
@@ -132,7 +137,9 @@ class Mirrored(engine.Engine):
     """Returns this member's part of the sum."""
     if not collective_ops.keeps_order(self.groups):
       return super().reduce_scatter(row)
-    return self._collectives.reduce_scatter(row, self.groups, *self._place())
+    return self._collectives.reduce_scatter(
+      row, self.groups, *self._replica_and_device()
+    )
 
   def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
     """Concatenates parts, which have the same shape on all members."""
@@ -140,14 +147,16 @@ class Mirrored(engine.Engine):
       return self.all_gather([part])[0]
     if not collective_ops.keeps_order(self.groups):
       return super().all_gather_part(part)
-    return self._collectives.all_gather(part, self.groups, *self._place())
+    return self._collectives.all_gather(
+      part, self.groups, *self._replica_and_device()
+    )
 
   def exchange_rows(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
     """Sends rows to the members, without padding in a merge call."""
     # Use a merge call on GPUs, too, as for `all_gather`.
     if not collective_ops.can_merge():
       return self._collectives.exchange_rows(
-        rows, counts, self.position(), self.groups, *self._place()
+        rows, counts, self.position(), self.groups, *self._replica_and_device()
       )
 
     def combine(
@@ -266,10 +275,10 @@ class Mirrored(engine.Engine):
     by_group = tf.distribute.get_replica_context().merge_call(
       combine_groups, args=tuple(tensors)
     )
-    replica, _ = self._place()
+    replica, _ = self._replica_and_device()
     return list(by_group[self.groups.index_of(replica)])
 
-  def _place(self) -> tuple[int, str]:
+  def _replica_and_device(self) -> tuple[int, str]:
     """Returns the number and the device of the calling replica."""
     replica = replica_isolation.replica_id()
     assert replica is not None  # This strategy knows it while tracing.

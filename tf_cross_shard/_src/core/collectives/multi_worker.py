@@ -7,8 +7,8 @@ different processes:
                           ├─ ring ─ group 0                        ├─ group 1
     worker 1, replica 1 ──┘                  worker 3, replica 3 ──┘
 
-A collective hangs if only some members of the group enter it. `agree` therefore
-compares the programs of the workers before they run them.
+A collective hangs if only some members of the group enter it. So
+`compare_workers` compares the programs of the workers before they run.
 """
 
 import threading
@@ -75,7 +75,10 @@ class MultiWorker(engine.Engine):
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums over the group, in collectives."""
     return self._collectives.run(
-      collective_ops.ALL_REDUCE, tensors, self.groups, *self._place()
+      collective_ops.ALL_REDUCE,
+      tensors,
+      self.groups,
+      *self._replica_and_device(),
     )
 
   def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -107,7 +110,7 @@ class MultiWorker(engine.Engine):
     fits = size is not None and size % members == 0
     if not fits:
       flat = tf.pad(flat, [[0, -tf.size(flat) % members]])
-    place = self._place()
+    place = self._replica_and_device()
     part = self._collectives.reduce_scatter(flat, self.groups, *place)
     whole = self._collectives.all_gather(part, self.groups, *place)
     if not fits:
@@ -121,7 +124,9 @@ class MultiWorker(engine.Engine):
 
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Concatenates over the group; numbers of rows may differ."""
-    return self._collectives.join_rows(tensors, self.groups, *self._place())
+    return self._collectives.join_rows(
+      tensors, self.groups, *self._replica_and_device()
+    )
 
   @property
   def can_scatter(self) -> bool:
@@ -132,21 +137,25 @@ class MultiWorker(engine.Engine):
     """Returns this member's part of the sum."""
     if not self.can_scatter:
       return super().reduce_scatter(row)
-    return self._collectives.reduce_scatter(row, self.groups, *self._place())
+    return self._collectives.reduce_scatter(
+      row, self.groups, *self._replica_and_device()
+    )
 
   def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
     """Concatenates parts, which have the same shape on all members."""
     if not self.can_scatter:
       return super().all_gather_part(part)
-    return self._collectives.all_gather(part, self.groups, *self._place())
+    return self._collectives.all_gather(
+      part, self.groups, *self._replica_and_device()
+    )
 
   def exchange_rows(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
     """Sends rows to the members, padded to the largest number of rows."""
     return self._collectives.exchange_rows(
-      rows, counts, self.position(), self.groups, *self._place()
+      rows, counts, self.position(), self.groups, *self._replica_and_device()
     )
 
-  def agree(
+  def compare_workers(
     self,
     topic: str,
     lines: Callable[[], Sequence[str]],
@@ -163,7 +172,7 @@ class MultiWorker(engine.Engine):
       if known in self._agreed:
         return
       with tf.init_scope():
-        agreement.agree(self._workers, topic, [*known[1:], *state()])
+        agreement.compare_workers(self._workers, topic, [*known[1:], *state()])
       self._agreed.add(known)
 
   def all_or_nothing(self, sums: Sequence[Any]) -> Any:
@@ -190,7 +199,7 @@ class MultiWorker(engine.Engine):
       and not engine.is_copied(variable)
     )
 
-  def _place(self) -> tuple[int, str]:
+  def _replica_and_device(self) -> tuple[int, str]:
     """Returns the number and the device of the calling replica."""
     replica = replica_isolation.replica_id()
     assert replica is not None  # This strategy knows it while tracing.

@@ -94,13 +94,13 @@ class Copies:
     """Whether this process is the first worker, or the only one."""
     return self.workers is None or self.workers.index == 0
 
-  def agree(self, topic: str, lines: Sequence[str] = ()) -> None:
+  def compare_workers(self, topic: str, lines: Sequence[str] = ()) -> None:
     """Raises an error on all workers unless all call this with equal `lines`.
 
     Errors name the `topic`.
     """
     if self.workers is not None:
-      agreement.agree(self.workers, topic, lines)
+      agreement.compare_workers(self.workers, topic, lines)
 
   def here(self, variable: Any) -> list[Array]:
     """Returns the copies that the replicas of this process have."""

@@ -133,7 +133,7 @@ def _seconds(strategy: Any, name: str, variable: str, default: float) -> float:
   )
 
 
-def agree(workers: Workers, topic: str, lines: Sequence[str]) -> None:
+def compare_workers(workers: Workers, topic: str, lines: Sequence[str]) -> None:
   """Raises the same error on all workers unless all have the same lines.
 
   All workers must make the same calls in the same order.

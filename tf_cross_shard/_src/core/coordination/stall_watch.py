@@ -72,7 +72,7 @@ class StallWatch:
     """The number of seconds between two looks at the counters."""
     return min(_INTERVAL, self._workers.step_timeout / 10)
 
-  def around(
+  def run_watched(
     self, tensors: Sequence[tf.Tensor], collectives: Callable[[], _Result]
   ) -> _Result:
     """Runs collectives, and counts when they are entered and left.

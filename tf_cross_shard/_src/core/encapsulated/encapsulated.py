@@ -303,7 +303,7 @@ class Encapsulated(abc.ABC):
         run what the user's class overrides in `apply_gradients`.
       row_step: The update for row-sparse gradients; None for Keras' own.
     """
-    if self.scaling.around is None or self.is_called_by_loss_scaler:
+    if self.scaling.outer_scaler is None or self.is_called_by_loss_scaler:
       with fused_update.replacing_update_step(
         self.innermost, self.index, self.fused, row_step
       ):

@@ -11,14 +11,15 @@ class LossScaling(abc.ABC):
   """The loss scale of an encapsulated optimizer; 1 if it has none.
 
   Attributes:
-    around: The LossScaleOptimizer that encapsulates *our* optimizer, or None.
+    outer_scaler: The LossScaleOptimizer that encapsulates *our* optimizer, or
+      None.
       `wrapper.outer_loss_scaling` sets it.
   """
 
   def __init__(self, optimizer: Any) -> None:
     """Keeps the user's optimizer, which may be a LossScaleOptimizer."""
     self._optimizer = optimizer
-    self.around: Any = None
+    self.outer_scaler: Any = None
 
   @property
   @abc.abstractmethod

@@ -24,8 +24,8 @@ def nested_optimizers(optimizer: Any) -> Iterator[Any]:
   MultiOptimizer.
   """
   own = parts.parts_of(optimizer)
-  around = None if own is None else own.encapsulated.scaling.around
-  optimizer = optimizer if around is None else around
+  outer_scaler = None if own is None else own.encapsulated.scaling.outer_scaler
+  optimizer = optimizer if outer_scaler is None else outer_scaler
   while optimizer is not None:
     yield optimizer
     for nested in keras_private.nested(optimizer):

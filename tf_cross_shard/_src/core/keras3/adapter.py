@@ -155,8 +155,8 @@ class Keras3Optimizer(encapsulated.Encapsulated):
   ) -> None:
     """Applies sums through the LossScaleOptimizer around the wrapper."""
     variables = [self.as_built(v) for v in variables]
-    around = self.scaling.around
-    type(around).apply(around, list(grads), variables)
+    outer_scaler = self.scaling.outer_scaler
+    type(outer_scaler).apply(outer_scaler, list(grads), variables)
 
 
 class Keras3State(state.State):
@@ -212,7 +212,7 @@ class Keras3LossScaling(loss_scaling.LossScaling):
   def is_dynamic(self) -> bool:
     """Whether there is a LossScaleOptimizer, inside or outside."""
     is_inside = hasattr(self._optimizer, "dynamic_growth_steps")
-    return is_inside or self.around is not None
+    return is_inside or self.outer_scaler is not None
 
   @property
   def divides(self) -> bool:
@@ -221,11 +221,11 @@ class Keras3LossScaling(loss_scaling.LossScaling):
 
   def scale_loss(self, loss: Any) -> Any:
     """Multiplies a loss by `loss_scale_factor` or the dynamic scale."""
-    if self.around is None:
+    if self.outer_scaler is None:
       return self._optimizer.scale_loss(loss)
     # The method of the class: `wrapper.outer_loss_scaling` has replaced the
     # method of the instance.
-    return type(self.around).scale_loss(self.around, loss)
+    return type(self.outer_scaler).scale_loss(self.outer_scaler, loss)
 
   def scale_limit(self, limit: float) -> Any:
     """Returns a limit times the loss scale, as gradients contain the scale."""

@@ -48,11 +48,11 @@ class Keras3Wrapper(forwarding.OptimizerWrapper, keras.optimizers.Optimizer):
     """
     if name == "loss_scale_factor":
       kind = keras.optimizers.LossScaleOptimizer
-      around = outer_loss_scaling.find_caller(self, kind)
-      if around is not None:
-        apply = functools.partial(_build_and_apply, around, self)
+      outer_scaler = outer_loss_scaling.find_caller(self, kind)
+      if outer_scaler is not None:
+        apply = functools.partial(_build_and_apply, outer_scaler, self)
         methods = {"scale_loss": self.scale_loss, "apply": apply}
-        self._reduce_before(around, methods)
+        self._reduce_before(outer_scaler, methods)
     super().__setattr__(name, value)
 
   @tf.autograph.experimental.do_not_convert
@@ -95,9 +95,9 @@ class Keras3Wrapper(forwarding.OptimizerWrapper, keras.optimizers.Optimizer):
 
 
 def _build_and_apply(
-  around: Any, ours: Any, grads: Any, trainable_variables: Any = None
+  outer_scaler: Any, ours: Any, grads: Any, trainable_variables: Any = None
 ) -> None:
   """Builds the LossScaleOptimizer, then calls ours, which reduces first."""
-  if not around.built:
-    around.build(list(trainable_variables))
+  if not outer_scaler.built:
+    outer_scaler.build(list(trainable_variables))
   ours.apply(grads, trainable_variables)

@@ -74,18 +74,18 @@ class StepChecks:
           " strategy.scope():`."
         )
 
-  def agree_to_build(self, variables: Sequence[Any]) -> None:
+  def compare_workers_before_build(self, variables: Sequence[Any]) -> None:
     """Raises an error unless all workers build the same optimizer."""
-    self.engine.agree(
+    self.engine.compare_workers(
       f"the building of {self._name}",
       lambda: [*self._setting_lines(), *agreement.variables(variables)],
     )
 
-  def agree_to_step(
+  def compare_workers_before_step(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
     """Raises an error unless all workers begin the same first step."""
-    self.engine.agree(
+    self.engine.compare_workers(
       f"a step of {self._name}",
       lambda: [
         *self._setting_lines(),

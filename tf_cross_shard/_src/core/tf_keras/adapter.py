@@ -142,8 +142,10 @@ class TfKerasOptimizer(encapsulated.Encapsulated):
   ) -> None:
     """Applies sums through the LossScaleOptimizer around the wrapper."""
     pairs = zip(grads, variables, strict=True)
-    around = self.scaling.around
-    type(around).apply_gradients(around, pairs, skip_gradients_aggregation=True)
+    outer_scaler = self.scaling.outer_scaler
+    type(outer_scaler).apply_gradients(
+      outer_scaler, pairs, skip_gradients_aggregation=True
+    )
 
 
 class LegacyOptimizer(TfKerasOptimizer):
@@ -261,7 +263,7 @@ class TfKerasLossScaling(loss_scaling.LossScaling):
   def _scaler(self) -> Any:
     """The LossScaleOptimizer, outside or inside, dynamic or not; or None."""
     is_inside = hasattr(self._optimizer, "get_scaled_loss")
-    return self.around or (self._optimizer if is_inside else None)
+    return self.outer_scaler or (self._optimizer if is_inside else None)
 
   def scale_loss(self, loss: Any) -> Any:
     """Multiplies a loss by the loss scale."""

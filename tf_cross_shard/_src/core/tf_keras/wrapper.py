@@ -65,15 +65,15 @@ class TfKerasWrapper(
     super().__setattr__(name, value)
     if name == "_is_wrapped_by_loss_scale_optimizer":
       kind = tf_keras.mixed_precision.LossScaleOptimizer
-      around = outer_loss_scaling.find_caller(self, kind)
-      if around is not None:
-        self._reduce_before(around, self._methods_around())
+      outer_scaler = outer_loss_scaling.find_caller(self, kind)
+      if outer_scaler is not None:
+        self._reduce_before(outer_scaler, self._methods_of_outer_scaler())
 
-  def _reduce_before(self, around: Any, methods: Any) -> None:
-    """Lets checkpoints of `around` save the slots of legacy optimizers, too."""
-    super()._reduce_before(around, methods)
+  def _reduce_before(self, outer_scaler: Any, methods: Any) -> None:
+    """Lets checkpoints of a scaler save the slots of legacy optimizers, too."""
+    super()._reduce_before(outer_scaler, methods)
     if self._is_legacy:
-      vars(around).update(
+      vars(outer_scaler).update(
         get_slot=self.get_slot,
         # As in CrossShardOptimizer, a SavedModel must find no slots.
         get_slot_names=lambda: (
@@ -155,7 +155,7 @@ class TfKerasWrapper(
     optimizer = self._encapsulated.optimizer
     return optimizer._create_or_restore_slot_variable(*args, **kwargs)
 
-  def _methods_around(self) -> dict[str, Callable[..., Any]]:
+  def _methods_of_outer_scaler(self) -> dict[str, Callable[..., Any]]:
     """Returns replacements for methods of a LossScaleOptimizer around `self`.
 
     In tf_keras the user multiplies the loss by the loss scale, and divides the

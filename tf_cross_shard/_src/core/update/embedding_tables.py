@@ -217,7 +217,10 @@ class OwnedTables(Tables):
           "XLA cannot compile a step with a ShardedEmbedding. Pass"
           " jit_compile=False."
         )
-      sums, clip = owned_tables.agree(self.context, sums, variables), _keep
+      sums, clip = (
+        owned_tables.clip_whole_tables(self.context, sums, variables),
+        _keep,
+      )
     # Keras would clip whole tables and apply weight decay to all rows. Clip
     # here, and let `_update_rows` apply weight decay to the rows in the batch.
     with (

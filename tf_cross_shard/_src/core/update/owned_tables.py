@@ -71,7 +71,7 @@ def check(
     )
 
 
-def agree(
+def clip_whole_tables(
   context: context_lib.Context,
   sums: Sequence[Gradient],
   variables: Sequence[Any],

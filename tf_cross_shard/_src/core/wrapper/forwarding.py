@@ -135,10 +135,10 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
       " Pass the optimizer inside it."
     )
 
-  def _reduce_before(self, around: Any, methods: Any) -> None:
+  def _reduce_before(self, outer_scaler: Any, methods: Any) -> None:
     """Reduces gradients before a LossScaleOptimizer around this optimizer."""
     outer_loss_scaling.install_outer_loss_scaler(
-      self._encapsulated.scaling, around, methods
+      self._encapsulated.scaling, outer_scaler, methods
     )
 
   def __getattr__(self, name: str) -> Any:

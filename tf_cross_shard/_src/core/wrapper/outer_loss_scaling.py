@@ -25,19 +25,20 @@ from tf_cross_shard._src.core.encapsulated import loss_scaling
 
 def install_outer_loss_scaler(
   scaling: loss_scaling.LossScaling,
-  around: Any,
+  outer_scaler: Any,
   methods: Mapping[str, Callable[..., Any]],
 ) -> None:
   """Makes our optimizer reduce gradients before the loss scaler checks them.
 
-  `around` is the LossScaleOptimizer, which was just created around our
+  `outer_scaler` is the LossScaleOptimizer, which was just created around our
   optimizer. Our `methods` replace its methods of the same names.
   """
-  scaling.around = None  # An earlier LossScaleOptimizer is not used any more.
+  # An earlier LossScaleOptimizer is not used any more.
+  scaling.outer_scaler = None
   # If `opt` is also a LossScaleOptimizer, only `opt` scales the loss.
   if not scaling.is_dynamic:
-    scaling.around = around
-  vars(around).update(methods)
+    scaling.outer_scaler = outer_scaler
+  vars(outer_scaler).update(methods)
 
 
 def find_caller(optimizer: Any, kind: type[Any]) -> Any:
