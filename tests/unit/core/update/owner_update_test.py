@@ -277,7 +277,7 @@ def test_slots_without_an_owner() -> None:
 def test_costly_variables_are_assigned_first() -> None:
   """Twelve matrices of one cost, and one that costs as much as six."""
   costs = [1.0] * 12 + [6.0]
-  cuts = shard_layout.Layout.whole([4] * 13, costs, 3).cuts
+  cuts = shard_layout.Layout.by_tensor([4] * 13, costs, 3).cuts
   loads = [sum(costs[cut.index] for cut in own) for own in cuts]
   assert loads == [6.0, 6.0, 6.0]
 

@@ -302,7 +302,7 @@ def test_weights_without_elements() -> None:
   expected = [1 - 1.5 * RATE * 2] * 3
   np.testing.assert_array_equal(trained[0].values[1], expected)
   buckets = trained[0].step.update.buckets
-  assert [bucket.layout.part for bucket in buckets] == [1, 2]
+  assert [bucket.layout.part_size for bucket in buckets] == [1, 2]
 
 
 def test_groups_of_one_are_not_sharded() -> None:

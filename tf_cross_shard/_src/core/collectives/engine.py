@@ -97,44 +97,46 @@ class Engine(abc.ABC):
     return self.num_replicas == 1
 
   def reduce_part(
-    self, tensors: Sequence[tf.Tensor], parts: shard_layout.Layout
+    self, tensors: Sequence[tf.Tensor], layout: shard_layout.Layout
   ) -> tf.Tensor:
     """Sums tensors over the group, and returns this member's shard of the sums.
 
     All members pass flat tensors of one dtype, with the same shapes, and get
-    shards of shape `[parts.part]`. `parts` says which elements are in the shard
-    of each member, in the order of `position`.
+    shards of shape `[layout.part_size]`. `layout` says which elements are in
+    the shard of each member, in the order of `position`.
     """
-    return self.reduce_scatter(self.row(tensors, parts))
+    return self.reduce_scatter(self.concat_parts(tensors, layout))
 
   def gather_parts(
-    self, part: tf.Tensor, parts: shard_layout.Layout, like: Sequence[Any]
+    self, part: tf.Tensor, layout: shard_layout.Layout, like: Sequence[Any]
   ) -> list[tf.Tensor]:
     """Gathers the parts of all members into whole tensors.
 
     It is the reverse of `reduce_part`. The results have the shapes of `like`.
     """
     row = self.all_gather_part(part)
-    joined = parts.join(tf.split(row, self.groups.group_size))
+    joined = layout.join(tf.split(row, self.groups.group_size))
     return packing.reshape_like(joined, like)
 
-  def own_part(
-    self, values: Sequence[Any], parts: shard_layout.Layout
+  def cut_part(
+    self, values: Sequence[Any], layout: shard_layout.Layout
   ) -> tf.Tensor:
     """Cuts this member's shard out of local values. Does not communicate."""
     place = self.position()
     if isinstance(place, int):
       # This member's index is known while tracing: read only its elements.
-      return _pack(values, parts, place)
+      return _pack(values, layout, place)
     # If all replicas run one program, the index is a tensor. So concatenate the
     # shards of all members, and take this member's slice at run time.
-    row = self.row(values, parts)
-    return tf.slice(row, [place * parts.part], [parts.part])
+    row = self.concat_parts(values, layout)
+    return tf.slice(row, [place * layout.part_size], [layout.part_size])
 
-  def row(self, values: Sequence[Any], parts: shard_layout.Layout) -> tf.Tensor:
+  def concat_parts(
+    self, values: Sequence[Any], layout: shard_layout.Layout
+  ) -> tf.Tensor:
     """Returns the shards of all members, concatenated in their order."""
     members = range(self.groups.group_size)
-    return tf.concat([_pack(values, parts, member) for member in members], 0)
+    return tf.concat([_pack(values, layout, member) for member in members], 0)
 
   @property
   def can_scatter(self) -> bool:
@@ -294,9 +296,9 @@ def is_copied(variable: Any) -> bool:
 
 
 def _pack(
-  values: Sequence[Any], parts: shard_layout.Layout, member: int
+  values: Sequence[Any], layout: shard_layout.Layout, member: int
 ) -> tf.Tensor:
   """Returns one member's part of tensors or variables, as a flat tensor."""
-  return parts.pack(
+  return layout.pack(
     member, lambda cut: cut.of(values[cut.index]), values[0].dtype
   )

@@ -95,7 +95,7 @@ class Mirrored(engine.Engine):
     return self._merge_each(tensors, lambda copies: tf.concat(copies, axis=0))
 
   def reduce_part(
-    self, tensors: Sequence[tf.Tensor], parts: shard_layout.Layout
+    self, tensors: Sequence[tf.Tensor], layout: shard_layout.Layout
   ) -> tf.Tensor:
     """Sums each member's part on its own device, in a merge call.
 
@@ -103,7 +103,7 @@ class Mirrored(engine.Engine):
     part.
     """
     if not self._merges_here():
-      return super().reduce_part(tensors, parts)
+      return super().reduce_part(tensors, layout)
 
     def combine(
       copies: list[list[tf.Tensor]], members: list[int]
@@ -117,20 +117,20 @@ class Mirrored(engine.Engine):
       by_member = []
       for place, member in enumerate(members):
         with tf.device(self._devices[member]):
-          by_member.append(parts.pack(place, add_up, dtype))
+          by_member.append(layout.pack(place, add_up, dtype))
       return by_member
 
     return self._merge(tensors, combine)[self.position()]
 
   def gather_parts(
-    self, part: tf.Tensor, parts: shard_layout.Layout, like: Sequence[Any]
+    self, part: tf.Tensor, layout: shard_layout.Layout, like: Sequence[Any]
   ) -> list[tf.Tensor]:
     """Assembles whole tensors from the members' parts, once for each group."""
     if not self._merges_here():
-      return super().gather_parts(part, parts, like)
+      return super().gather_parts(part, layout, like)
     return self._merge(
       [part],
-      lambda copies, _: packing.reshape_like(parts.join(copies[0]), like),
+      lambda copies, _: packing.reshape_like(layout.join(copies[0]), like),
     )
 
   def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:

@@ -5,7 +5,7 @@ number of its member:
 
     tensors    a a a a a a b b c c c c c c c d
     even       0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3    parts of equal sizes
-    whole      1 1 1 1 1 1 2 2 0 0 0 0 0 0 0 3    each tensor has one member
+    by_tensor  1 1 1 1 1 1 2 2 0 0 0 0 0 0 0 3    each tensor has one member
 """
 
 import dataclasses
@@ -56,12 +56,12 @@ class Layout:
   Attributes:
     sizes: The number of elements of each tensor.
     cuts: For each member, the cuts in its part.
-    part: The number of elements of each part, including padding.
+    part_size: The number of elements of each part, including padding.
   """
 
   sizes: tuple[int, ...]
   cuts: tuple[tuple[Cut, ...], ...]
-  part: int
+  part_size: int
 
   @classmethod
   def even(cls, sizes: Sequence[int], members: int) -> "Layout":
@@ -72,21 +72,21 @@ class Layout:
     [[(0, 0, 3)], [(1, 0, 2)]]
     """
     # At least one element: collectives do not accept empty tensors.
-    part = max(1, -(-sum(sizes) // members))
+    part_size = max(1, -(-sum(sizes) // members))
     cuts: list[list[Cut]] = [[] for _ in range(members)]
     begin = 0  # The place of this tensor's first element among all elements.
     for index, size in enumerate(sizes):
       for member in range(members):
         # The member's part, relative to this tensor's first element.
-        start = max(0, member * part - begin)
-        stop = min(size, (member + 1) * part - begin)
+        start = max(0, member * part_size - begin)
+        stop = min(size, (member + 1) * part_size - begin)
         if start < stop:
           cuts[member].append(Cut(index, start, stop))
       begin += size
-    return cls(tuple(sizes), tuple(map(tuple, cuts)), part)
+    return cls(tuple(sizes), tuple(map(tuple, cuts)), part_size)
 
   @classmethod
-  def whole(
+  def by_tensor(
     cls, sizes: Sequence[int], costs: Sequence[float], members: int
   ) -> "Layout":
     """Gives each tensor to one member, so that costs are balanced.
@@ -96,7 +96,7 @@ class Layout:
     there are fewer tensors than members, a member without a tensor repeats the
     update of the cheapest tensor, because no part may be empty.
 
-    >>> layout = Layout.whole([4, 1, 2, 2], [4, 1, 2, 2], 2)
+    >>> layout = Layout.by_tensor([4, 1, 2, 2], [4, 1, 2, 2], 2)
     >>> [[cut.index for cut in cuts] for cuts in layout.cuts]
     [[0, 1], [2, 3]]
     """
@@ -111,8 +111,8 @@ class Layout:
       tuple(Cut(i, 0, sizes[i]) for i in sorted(own or by_cost[-1:]))
       for own in owned
     )
-    part = max(sum(cut.size for cut in of_member) for of_member in cuts)
-    return cls(tuple(sizes), cuts, max(1, part))
+    part_size = max(sum(cut.size for cut in of_member) for of_member in cuts)
+    return cls(tuple(sizes), cuts, max(1, part_size))
 
   @functools.cached_property
   def owners(self) -> dict[int, int]:
@@ -126,12 +126,12 @@ class Layout:
   def pack(
     self, member: int, read: Callable[[Cut], tf.Tensor], dtype: tf.DType
   ) -> tf.Tensor:
-    """Creates the part of a member, `[part]`: its cuts' elements, then zeros.
+    """Creates the part of a member: its cuts' elements, then zeros.
 
     `read` returns the elements of a cut.
     """
     pieces = packing.flatten([read(cut) for cut in self.cuts[member]])
-    missing = self.part - sum(cut.size for cut in self.cuts[member])
+    missing = self.part_size - sum(cut.size for cut in self.cuts[member])
     if missing:
       pieces.append(tf.zeros([missing], dtype))
     return pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0)
@@ -140,7 +140,7 @@ class Layout:
     """Returns the elements of a member's cuts, given its part."""
     sizes = [cut.size for cut in self.cuts[member]]
     # One split instead of thousands of slices, whose tracing takes seconds.
-    return tf.split(part, [*sizes, self.part - sum(sizes)])[:-1]
+    return tf.split(part, [*sizes, self.part_size - sum(sizes)])[:-1]
 
   def join(self, parts: Sequence[tf.Tensor]) -> list[Any]:
     """Assembles the flat tensors, given the parts of all members."""

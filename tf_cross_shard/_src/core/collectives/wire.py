@@ -100,9 +100,9 @@ class Wire:
     return sums, of_dense[len(dense) :]
 
   def sum_part(
-    self, grads: Sequence[tf.Tensor], parts: shard_layout.Layout
+    self, grads: Sequence[tf.Tensor], layout: shard_layout.Layout
   ) -> tf.Tensor:
-    """Returns this member's part of the sums of flat gradients, `[parts.part]`.
+    """Returns this member's part, `[part_size]`, of the sums of flat gradients.
 
     All gradients have one dtype, which is also the dtype of the part.
     """
@@ -110,7 +110,7 @@ class Wire:
     factor = 1.0 if scale is None else scale
     scaled = [indexed_slices.times(grad, factor) for grad in grads]
     narrow = packing.narrow(scaled, self._dtype)
-    part = tf.cast(self._engine.reduce_part(narrow, parts), grads[0].dtype)
+    part = tf.cast(self._engine.reduce_part(narrow, layout), grads[0].dtype)
     return part if scale is None else part / tf.cast(scale, part.dtype)
 
   def _sum_dense(

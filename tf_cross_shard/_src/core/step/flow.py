@@ -235,7 +235,7 @@ class Step:
   ) -> None:
     """Ends a window: sums `totals` over the group, and applies the sums."""
     if call.is_reduced:
-      sums = self.update.own_part(totals, call.variables)
+      sums = self.update.cut_sums(totals, call.variables)
     else:
       sums = self.update.reduce(totals, call.variables, overwrites)
     self.update.apply(

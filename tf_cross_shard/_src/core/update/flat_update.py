@@ -90,9 +90,9 @@ class FlatUpdate(sharded_update.ShardedUpdate):
     # For example "shard_float32" or "shard1_float32_without_decay".
     name = f"shard{number or ''}_{dtype.name}"
     name += "" if decays else "_without_decay"
-    # One variable W[i] of shape [layout.part], with a copy for each member i.
+    # One variable W[i], [layout.part_size], with a copy for each member i.
     with self.engine.making_variables():
-      zeros = tf.zeros([layout.part], dtype)
+      zeros = tf.zeros([layout.part_size], dtype)
       shard = self.encapsulated.make_variable(zeros, name)
     return sharded_update.WeightBucket(variables, natives, layout, shard)
 
@@ -133,7 +133,7 @@ class FlatUpdate(sharded_update.ShardedUpdate):
     """
     with self.engine.isolate():
       for bucket in self.buckets:
-        part = self.engine.own_part(bucket.natives, bucket.layout)
+        part = self.engine.cut_part(bucket.natives, bucket.layout)
         variables_lib.native(bucket.shard).assign(part)
 
   def _variables_of(self, member: Any) -> list[Any]:
@@ -148,7 +148,7 @@ class FlatUpdate(sharded_update.ShardedUpdate):
     slots = self.encapsulated.state.slots(bucket.shard)
     kept = update.num_bytes([bucket.shard, *slots.values()])
     # A member keeps one n-th of the weight's elements, on average.
-    of_members = bucket.layout.part * self.engine.groups.group_size
+    of_members = bucket.layout.part_size * self.engine.groups.group_size
     return -(-bucket.layout.sizes[index] * kept // of_members)
 
   def _own_gradients(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -208,7 +208,7 @@ class FlatUpdate(sharded_update.ShardedUpdate):
           bucket.layout.sizes, tf.unstack(scale), strict=True
         )
       ]
-      clipped.append(part * self.engine.own_part(scales, bucket.layout))
+      clipped.append(part * self.engine.cut_part(scales, bucket.layout))
     return clipped
 
   def _gather_weights(self, is_step: Any) -> None:

@@ -86,7 +86,7 @@ class OwnerUpdate(sharded_update.ShardedUpdate):
       float(np.prod(shape)) * (1 if is_linear else min(shape[-2:] or [1]))
       for shape in shapes
     ]
-    layout = layouts.Layout.whole(
+    layout = layouts.Layout.by_tensor(
       [int(np.prod(shape)) for shape in shapes],
       costs,
       self.engine.groups.group_size,
@@ -155,4 +155,4 @@ class OwnerUpdate(sharded_update.ShardedUpdate):
 
   def _own_values(self, bucket: sharded_update.WeightBucket) -> tf.Tensor:
     """Returns the values of the weights that this member owns, flat."""
-    return self.engine.own_part(bucket.natives, bucket.layout)
+    return self.engine.cut_part(bucket.natives, bucket.layout)

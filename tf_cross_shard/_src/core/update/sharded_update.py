@@ -51,7 +51,7 @@ class WeightBucket:
     variables: The user's weights, in their order.
     natives: The same weights as `tf.Variable`s.
     layout: Which elements of the weights each member updates.
-    shard: The variable, of shape `[layout.part]`, that the encapsulated
+    shard: The variable, of shape `[layout.part_size]`, that the encapsulated
       optimizer updates on this member; None if the optimizer updates the
       weights themselves.
   """
@@ -171,7 +171,7 @@ class ShardedUpdate(update.Update):
     members = self.engine.groups.group_size
     return sum(
       self._bytes_sent(
-        members * bucket.layout.part - sum(bucket.layout.sizes),
+        members * bucket.layout.part_size - sum(bucket.layout.sizes),
         bucket.natives[0],
       )
       for bucket in self.buckets
@@ -263,13 +263,13 @@ class ShardedUpdate(update.Update):
     parts = self._mark_nonfinite_on_all(parts, table_sums)
     return self._clip_sums(parts, table_sums)
 
-  def own_part(
+  def cut_sums(
     self, sums: Sequence[Gradient], variables: Sequence[Any]
   ) -> list[Gradient]:
     """Cuts this member's parts out of sums that all members have, and clips."""
     table_sums, by_bucket = self._sort_gradients(sums, variables)
     parts = [
-      self.engine.own_part(flat_sums, bucket.layout)
+      self.engine.cut_part(flat_sums, bucket.layout)
       for bucket, flat_sums in zip(self.buckets, by_bucket, strict=True)
     ]
     parts = self._mark_nonfinite_on_all(parts, table_sums)

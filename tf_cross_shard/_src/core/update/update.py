@@ -93,7 +93,7 @@ class Update(context_lib.Stage, abc.ABC):
     """
 
   @abc.abstractmethod
-  def own_part(
+  def cut_sums(
     self, sums: Sequence[Gradient], variables: Sequence[Any]
   ) -> Sequence[Gradient]:
     """Returns this member's part of sums that all members have."""
@@ -105,7 +105,7 @@ class Update(context_lib.Stage, abc.ABC):
     variables: Sequence[Any],
     apply_once: embedding_tables.ApplyOnce,
   ) -> None:
-    """Updates the weights with what `reduce` or `own_part` returned.
+    """Updates the weights with what `reduce` or `cut_sums` returned.
 
     Afterwards all members have the same weights. `apply_once` lets the
     encapsulated optimizer apply sums to variables.
@@ -291,7 +291,7 @@ class ReplicatedUpdate(Update):
     """Returns the group's sums, by an all-reduce."""
     return self.all_reduce(grads, variables, overwrites)
 
-  def own_part(
+  def cut_sums(
     self, sums: Sequence[Gradient], variables: Sequence[Any]
   ) -> Sequence[Gradient]:
     """Returns the sums: each member applies all of them."""
