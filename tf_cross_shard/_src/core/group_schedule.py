@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import tensorflow as tf
 
+from tf_cross_shard._src.core import components, settings, validation
 from tf_cross_shard._src.core import groups as groups_lib
-from tf_cross_shard._src.core import parts, settings, validation
 from tf_cross_shard._src.core.collectives import replica_isolation
 from tf_cross_shard._src.core.encapsulated import keras_private, optimizer_state
 
@@ -312,7 +312,7 @@ def bound(forwarded: property) -> property:
   """
 
   def assign(optimizer: Any, value: Any) -> None:
-    own = parts.parts_of(optimizer)
+    own = components.components_of(optimizer)
     if own is not None and own.checks is not None:
       if not callable(value):
         check_settable(optimizer.inner_optimizer)

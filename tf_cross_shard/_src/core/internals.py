@@ -15,11 +15,11 @@ from typing import Any
 
 from tf_cross_shard._src.core import (
   collectives,
+  components,
   embedding_lookup,
   group_schedule,
   groups,
   owned_rows,
-  parts,
   settings,
   validation,
   variables,
@@ -110,7 +110,7 @@ __all__ = [
 
 def engine_of(optimizer: Any) -> Any:
   """Returns the `collectives.engine.Engine` of a CrossShardOptimizer."""
-  return _parts_of(optimizer).step.context.engine
+  return _components_of(optimizer).step.context.engine
 
 
 def check_place(optimizer: Any) -> None:
@@ -120,7 +120,7 @@ def check_place(optimizer: Any) -> None:
     RuntimeError: In the cross-replica context, or under a strategy other than
       the optimizer's.
   """
-  _parts_of(optimizer).checks.check_place()
+  _components_of(optimizer).checks.check_place()
 
 
 def gradients(
@@ -142,24 +142,24 @@ def gradients(
       `"replica"` or `"global"`.
     options: Options for gradients in graphs.
   """
-  own = _parts_of(optimizer)
+  own = _components_of(optimizer)
   own.checks.check_place()
   return own.step.differentiate(loss, var_list, tape, default, options)
 
 
 def make_variable(optimizer: Any, value: Any, name: str) -> Any:
   """Creates a trainable variable of the encapsulated optimizer's Keras."""
-  return _parts_of(optimizer).encapsulated.make_variable(value, name)
+  return _components_of(optimizer).encapsulated.make_variable(value, name)
 
 
 def attach(optimizer: Any, variables: Sequence[Any]) -> None:
   """Adds variables to the optimizer's state that `replica_state` saves."""
-  _parts_of(optimizer).step.attached = tuple(variables)
+  _components_of(optimizer).step.attached = tuple(variables)
 
 
 def calls_per_step(optimizer: Any) -> int:
   """Returns how many calls of `apply_gradients` make one step."""
-  return int(_parts_of(optimizer).step.calls)
+  return int(_components_of(optimizer).step.calls)
 
 
 def slots_of(optimizer: Any) -> Callable[[Any], dict[str, Any]] | None:
@@ -167,7 +167,7 @@ def slots_of(optimizer: Any) -> Callable[[Any], dict[str, Any]] | None:
 
   None for an optimizer that is not a wrapper of this package.
   """
-  own = parts.parts_of(optimizer)
+  own = components.components_of(optimizer)
   return None if own is None else own.encapsulated.state.unsharded.slots
 
 
@@ -184,12 +184,12 @@ def state_of(optimizer: Any) -> Any:
 
 def package_of(optimizer: Any) -> str:
   """Returns "keras" or "tf_keras": the Keras of the encapsulated optimizer."""
-  return _parts_of(optimizer).keras_package
+  return _components_of(optimizer).keras_package
 
 
-def _parts_of(optimizer: Any) -> parts.Parts:
-  """Returns the parts of a wrapper."""
-  own = parts.parts_of(optimizer)
+def _components_of(optimizer: Any) -> components.Components:
+  """Returns the components of a wrapper."""
+  own = components.components_of(optimizer)
   if own is None:
     raise TypeError(
       "`optimizer` must be a CrossShardOptimizer; got"

@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import (
   collectives,
+  components,
   description,
   group_schedule,
-  parts,
   validation,
 )
 from tf_cross_shard._src.core import context as context_lib
@@ -182,8 +182,8 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
       self._encapsulated.strategy, settings.group_assignment
     )
     context = context_lib.Context(settings, self._encapsulated, engine)
-    self._parts.checks = step_checks.StepChecks(context)
-    self._parts.step = flow.Step(context)
+    self._components.checks = step_checks.StepChecks(context)
+    self._components.step = flow.Step(context)
     group_schedule.bind(opt, self.groups, self._package)
 
   learning_rate = group_schedule.bound(
@@ -204,12 +204,12 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
     >>> float(weight.numpy()), int(optimizer.skipped_steps.numpy())
     (3.0, 1)
     """
-    return self._parts.step.guard.count
+    return self._components.step.guard.count
 
   @property
   def groups(self) -> groups_lib.Groups:
     """The groups; one group of all replicas without `group_assignment`."""
-    return self._parts.checks.groups
+    return self._components.checks.groups
 
   def describe(self) -> description.Description:
     """Returns what this optimizer does to each variable in a step.
@@ -259,7 +259,7 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
         replica keeps for the variable (a mean if replicas differ).
         `to_dict()["state_bytes"]` also has counters and padding.
     """
-    return description.describe(self._parts.step, repr(self))
+    return description.describe(self._components.step, repr(self))
 
   @tf.autograph.experimental.do_not_convert
   def apply_gradients(
@@ -316,7 +316,7 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
     # Creating slots waits for all workers. Compare first, so that a difference
     # raises an error instead of a hang.
     if not self._encapsulated.is_built:
-      self._parts.checks.compare_workers_before_build(trained)
+      self._components.checks.compare_workers_before_build(trained)
     super().build(trained)
 
   def update_by_rows(
@@ -343,7 +343,9 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
         "`update_by_rows` was called after `build`, which has divided the"
         " weights among the members. Call it before `build`."
       )
-    self._parts.step.tables.add(list(var_list or ()), list(var_names or ()))
+    self._components.step.tables.add(
+      list(var_list or ()), list(var_names or ())
+    )
 
   def finalize_variable_values(self, var_list: Any) -> None:
     """Overwrites variables with the moving averages of `opt`, if any.
@@ -353,7 +355,7 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
     Args:
       var_list: The variables.
     """
-    step = self._parts.step
+    step = self._components.step
     is_sharded = step.context.encapsulated.state.whole is not None
     step.watch.end_fit(is_sharded and bool(self._encapsulated.averages))
     step.update.write_averages(var_list)
@@ -367,15 +369,15 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
     options: differentiation.GraphOptions,
   ) -> differentiation.Pairs:
     """Returns this replica's gradients of the scaled loss."""
-    self._parts.checks.check_place()
-    return self._parts.step.differentiate(
+    self._components.checks.check_place()
+    return self._components.step.differentiate(
       loss, var_list, tape, default, options
     )
 
   def _perform(self, call: flow.Call) -> Any:
     """Checks the call, creates the slots if needed, and does the step."""
     opt = self._encapsulated.optimizer
-    checks, step = self._parts.checks, self._parts.step
+    checks, step = self._components.checks, self._components.step
     checks.check_place()
     checks.check_variables(call.variables)
     # Set the groups of schedules again: the user may have assigned a schedule
@@ -395,11 +397,11 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
 
   def _build_slots(self, variables: Sequence[Any]) -> None:
     """Creates the variables of all stages."""
-    self._parts.step.build(variables)
+    self._components.step.build(variables)
 
   def _config(self) -> dict[str, Any]:
     """Returns the arguments besides `opt`, in serializable form."""
-    return self._parts.step.settings.to_config()
+    return self._components.step.settings.to_config()
 
   @classmethod
   def _without_removed(cls, config: dict[str, Any]) -> dict[str, Any]:
@@ -408,7 +410,7 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
 
   def _before_saving(self) -> None:
     """Warns that saving keeps only the first group."""
-    own = parts.parts_of(self)
+    own = components.components_of(self)
     if own is not None and own.step is not None:
       whole = self._encapsulated.state.unsharded
       saved = [
@@ -419,5 +421,5 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
 
   def _differing(self) -> dict[str, Any]:
     """Returns the arguments besides `opt` that differ from their defaults."""
-    step = self._parts.step
+    step = self._components.step
     return {} if step is None else step.settings.non_default()

@@ -16,8 +16,8 @@ from typing import Any, Final, TypeVar
 import tensorflow as tf
 from absl import logging
 
+from tf_cross_shard._src.core import components
 from tf_cross_shard._src.core import groups as groups_lib
-from tf_cross_shard._src.core import parts
 from tf_cross_shard._src.core.gradients import loss_factor, packing
 
 # Arguments of earlier versions, which saved configurations may still contain.
@@ -223,12 +223,12 @@ class Setting:
     """Returns the setting; None while the optimizer is being created."""
     if optimizer is None:
       return self
-    step = parts.step_of(optimizer)
+    step = components.step_of(optimizer)
     return None if step is None else step.settings.read(self._name)
 
   def __set__(self, optimizer: Any, value: Any) -> None:
     """Replaces the setting, or raises `AttributeError` if it is fixed."""
-    step = parts.step_of(optimizer)
+    step = components.step_of(optimizer)
     if self._is_mutable:
       # `step` is None while Keras' constructor assigns its own defaults.
       if step is not None:

@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from tf_cross_shard._src.core import components
 from tf_cross_shard._src.core import groups as groups_lib
-from tf_cross_shard._src.core import parts
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.encapsulated import keras_private
 
@@ -23,7 +23,7 @@ def nested_optimizers(optimizer: Any) -> Iterator[Any]:
   LossScaleOptimizer is the first. The optimizers of a MultiOptimizer follow the
   MultiOptimizer.
   """
-  own = parts.parts_of(optimizer)
+  own = components.components_of(optimizer)
   outer_scaler = None if own is None else own.encapsulated.scaling.outer_scaler
   optimizer = optimizer if outer_scaler is None else outer_scaler
   while optimizer is not None:
@@ -48,7 +48,7 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
     is_built = is_built or keras_private.is_built(layer)
     own = listed(layer) if sharded is None else []
     sharded = sharded or _sharded_state_of(layer)
-    own += getattr(parts.step_of(layer), "state", ())
+    own += getattr(components.step_of(layer), "state", ())
     own += [*_rate_variables(layer), *keras_private.unlisted(layer)]
     for variable in own:
       found.setdefault(id(variable), variable)
@@ -142,7 +142,7 @@ def member_state(optimizer: Any) -> list[Any]:
     variable
     for layer in nested_optimizers(optimizer)
     for variable in (
-      *getattr(parts.step_of(layer), "window_state", ()),
+      *getattr(components.step_of(layer), "window_state", ()),
       *keras_private.accumulated(layer),
     )
   ]
@@ -158,7 +158,7 @@ def windows(optimizer: Any) -> tuple[list[Any], list[tuple[Any, int]]]:
   sums: list[Any] = []
   counts = []
   for layer in nested_optimizers(optimizer):
-    sums += getattr(parts.step_of(layer), "window_state", ())
+    sums += getattr(components.step_of(layer), "window_state", ())
     if of_keras := keras_private.accumulated(layer):
       sums += of_keras
       steps = layer.gradient_accumulation_steps
@@ -184,7 +184,7 @@ def sharded_state(optimizer: Any) -> Any:
 
 def _sharded_state_of(optimizer: Any) -> Any:
   """Returns the `PlainState` of this optimizer, ignoring those inside it."""
-  own = parts.parts_of(optimizer)
+  own = components.components_of(optimizer)
   return None if own is None else own.encapsulated.state.whole
 
 
@@ -258,4 +258,4 @@ def watches_of(optimizer: Any) -> list[Any]:
 def steps_of(optimizer: Any) -> list[Any]:
   """Returns the `step.flow.Step` of each CrossShardOptimizer inside."""
   layers = nested_optimizers(optimizer)
-  return list(filter(None, map(parts.step_of, layers)))
+  return list(filter(None, map(components.step_of, layers)))

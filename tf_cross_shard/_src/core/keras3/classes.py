@@ -60,15 +60,15 @@ class CrossShardOptimizer(optimizer.CrossShardOptimizer, wrapper.Keras3Wrapper):
     Raises:
       RuntimeError: If you call it in the cross-replica context.
     """
-    self._parts.checks.check_place()
+    self._components.checks.check_place()
     return self._encapsulated.scaling.scale_loss(
-      self._parts.step.scale(loss, loss_factor.GLOBAL)
+      self._components.step.scale(loss, loss_factor.GLOBAL)
     )
 
   def _apply_pairs(self, grads: list[Any], variables: list[Any]) -> None:
     """Takes a step, or applies sums that a LossScaleOptimizer found finite."""
     if self._encapsulated.is_called_by_loss_scaler:
-      self._parts.step.apply_for_loss_scaler(grads, variables)
+      self._components.step.apply_for_loss_scaler(grads, variables)
     else:
       self._perform(flow.Call(grads, variables, through_apply=True))
 

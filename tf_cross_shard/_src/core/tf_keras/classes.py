@@ -69,8 +69,8 @@ class CrossShardOptimizer(
     Raises:
       RuntimeError: If you call it in the cross-replica context.
     """
-    self._parts.checks.check_place()
-    return self._parts.step.scale(loss, loss_factor.GLOBAL)
+    self._components.checks.check_place()
+    return self._components.step.scale(loss, loss_factor.GLOBAL)
 
   @tf.autograph.experimental.do_not_convert
   def aggregate_gradients(
@@ -96,9 +96,11 @@ class CrossShardOptimizer(
     Raises:
       RuntimeError: If you call it in the cross-replica context.
     """
-    self._parts.checks.check_place()
+    self._components.checks.check_place()
     call = flow.Call(*validation.check_pairs(grads_and_vars))
-    return list(zip(self._parts.step.sum(call), call.variables, strict=True))
+    return list(
+      zip(self._components.step.sum(call), call.variables, strict=True)
+    )
 
   @tf.autograph.experimental.do_not_convert
   def apply_gradients(
@@ -136,7 +138,7 @@ class CrossShardOptimizer(
       return super().apply_gradients(grads_and_vars, global_step, name)
     grads, variables = validation.check_pairs(grads_and_vars)
     if self._encapsulated.is_called_by_loss_scaler:
-      return self._parts.step.apply_for_loss_scaler(grads, variables)
+      return self._components.step.apply_for_loss_scaler(grads, variables)
     validation.check_global_step(global_step)
     call = flow.Call(grads, variables, global_step, name, is_reduced=True)
     return self._perform(call)

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import parts, validation
+from tf_cross_shard._src.core import components, validation
 from tf_cross_shard._src.core.encapsulated import (
   encapsulated,
   exclusions,
@@ -48,11 +48,11 @@ def _forwarded(name: str) -> property:
   """Returns a property that forwards to the encapsulated optimizer."""
 
   def get(self: Any) -> Any:
-    own = parts.parts_of(self)
+    own = components.components_of(self)
     return None if own is None else getattr(own.encapsulated.optimizer, name)
 
   def set_value(self: Any, value: Any) -> None:
-    own = parts.parts_of(self)
+    own = components.components_of(self)
     if own is not None:  # It is None while Keras' constructor runs.
       setattr(own.encapsulated.optimizer, name, value)
 
@@ -101,7 +101,7 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
 
   def _encapsulate(self, inner: encapsulated.Encapsulated) -> None:
     """Stores the encapsulated optimizer, and begins to forward attributes."""
-    parts.set_parts(self, parts.Parts(inner, self._package))
+    components.set_components(self, components.Components(inner, self._package))
 
   @classmethod
   def _as_optimizer(cls, opt: Any) -> Any:
@@ -143,7 +143,7 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
 
   def __getattr__(self, name: str) -> Any:
     """Reads a missing attribute from the encapsulated optimizer."""
-    own = parts.parts_of(self)
+    own = components.components_of(self)
     if own is None or (name.startswith("__") and name.endswith("__")):
       raise AttributeError(
         f"{type(self).__name__!r} object has no attribute {name!r}"
@@ -152,7 +152,7 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
 
   def __setattr__(self, name: str, value: Any) -> None:
     """Writes to the encapsulated optimizer if only it has the attribute."""
-    own = parts.parts_of(self)
+    own = components.components_of(self)
     if (
       own is not None
       and name not in self.__dict__
@@ -165,7 +165,7 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
 
   def __repr__(self) -> str:
     """Returns the class, the encapsulated optimizer, and changed arguments."""
-    if parts.parts_of(self) is None:  # Keras' constructor is running.
+    if components.components_of(self) is None:  # Keras' constructor is running.
       return object.__repr__(self)
     opt = self._encapsulated.optimizer
     is_wrapper = isinstance(opt, OptimizerWrapper)
@@ -241,7 +241,7 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
         would receive the values.
     """
     checkpointed = self._encapsulated.state.checkpointed
-    own, variables = self._parts, list(variables)
+    own, variables = self._components, list(variables)
     has_waiting_values = own.unrestored or getattr(
       checkpointed, "has_waiting_values", False
     )

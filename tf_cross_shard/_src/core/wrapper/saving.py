@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from tf_cross_shard._src.core import parts
+from tf_cross_shard._src.core import components
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.encapsulated import (
   encapsulated,
@@ -22,16 +22,16 @@ class Wrapping:
   """Base class of the mixins: gives access to the objects behind a wrapper."""
 
   @property
-  def _parts(self) -> parts.Parts:
+  def _components(self) -> components.Components:
     """The objects behind this wrapper."""
-    own = parts.parts_of(self)
+    own = components.components_of(self)
     assert own is not None
     return own
 
   @property
   def _encapsulated(self) -> encapsulated.Encapsulated:
     """The encapsulated optimizer."""
-    return self._parts.encapsulated
+    return self._components.encapsulated
 
 
 class SavedState(Wrapping):
@@ -94,7 +94,7 @@ class SavedState(Wrapping):
   def __reduce__(self) -> tuple[Any, ...]:
     """Returns settings and state, to be pickled or copied."""
     self._before_saving()
-    own, inner = self._parts, self._encapsulated
+    own, inner = self._components, self._encapsulated
     excluded = own.excluded
     if not (inner.is_built and excluded):
       excluded = exclusions.current(inner, excluded)
@@ -125,7 +125,7 @@ class SavedState(Wrapping):
       if saved and (complete or variables_lib.path_of(variable) == saved[0]):
         variable.assign(saved[1])
         waiting[i] = None
-    own = self._parts
+    own = self._components
     own.unrestored = [] if complete else waiting
     existing = _attributes_of(self._encapsulated)
     for name in existing.keys() & attributes.keys():
@@ -141,7 +141,7 @@ class SavedState(Wrapping):
 
     While Keras' constructor runs, it is the wrapper itself.
     """
-    own = parts.parts_of(self)
+    own = components.components_of(self)
     return super() if own is None else own.encapsulated.state.checkpointed
 
   def _trackable_children(self, *args: Any, **kwargs: Any) -> Any:
@@ -178,7 +178,7 @@ def _unpickle(
   Pickles of older versions do not have the last two arguments.
   """
   optimizer = cls.from_config(config)
-  own = parts.parts_of(optimizer)
+  own = components.components_of(optimizer)
   assert own is not None
   own.excluded = excluded
   optimizer._restore(state, attributes or {})  # noqa: SLF001  # of this module

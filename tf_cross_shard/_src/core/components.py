@@ -9,7 +9,7 @@ _ATTRIBUTE: Final = "_tf_cross_shard_parts"
 
 
 @dataclasses.dataclass
-class Parts:
+class Components:
   """The objects that do the work of a wrapper.
 
   Attributes:
@@ -36,13 +36,13 @@ class Parts:
   excluded: Any = None
 
 
-def set_parts(wrapper: Any, parts: Parts) -> None:
-  """Stores the parts of a wrapper; bypasses `__setattr__`, which forwards."""
-  wrapper.__dict__[_ATTRIBUTE] = parts
+def set_components(wrapper: Any, components: Components) -> None:
+  """Stores components; bypasses `__setattr__`, which forwards."""
+  wrapper.__dict__[_ATTRIBUTE] = components
 
 
-def parts_of(optimizer: Any) -> Parts | None:
-  """Returns the parts of a wrapper.
+def components_of(optimizer: Any) -> Components | None:
+  """Returns the components of a wrapper.
 
   None for any other object, and for a wrapper whose Keras constructor is
   running.
@@ -55,5 +55,5 @@ def step_of(optimizer: Any) -> Any:
 
   None for any other object, and while the optimizer is being created.
   """
-  own = parts_of(optimizer)
+  own = components_of(optimizer)
   return None if own is None else own.step
