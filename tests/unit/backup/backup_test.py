@@ -306,7 +306,7 @@ class _AtBegin(group_callback.GroupCallback):
     optimizer, model = self.model.optimizer, self.model
     whole = group_state.GroupState(optimizer, model)
     self.state_then = {
-      part.name: whole.copies.here(part.variable) for part in whole.parts
+      part.name: whole.copies.here(part.variable) for part in whole.entries
     }
 
 

@@ -242,7 +242,7 @@ def _state(training: cases.Training) -> dict[str, list[bytes]]:
   found = group_state.GroupState(training.optimizer, training.model)
   return {
     part.name: [v.tobytes() for v in replica_state.values(part.variable)]
-    for part in found.parts
+    for part in found.entries
   }
 
 

@@ -138,13 +138,13 @@ class GroupCheckpoint(group_callback.GroupMonitor):
 
   def _check_fits(self, state: group_state.GroupState) -> None:
     """Raises an error unless the file has the variables of the model."""
-    for part in state.parts if self._kept else ():
-      keys = [group_state.key(part.name, 0, member) for member in (None, 0)]
+    for entry in state.entries if self._kept else ():
+      keys = [group_state.key(entry.name, 0, member) for member in (None, 0)]
       shapes = [self._kept[key].shape for key in keys if key in self._kept]
       # The shape may have unknown dimensions.
-      own = tf.TensorShape(part.variable.shape)
+      own = tf.TensorShape(entry.variable.shape)
       if not any(map(own.is_compatible_with, shapes)):
-        raise self._misfit(f"`{part.name}` of shape {own.as_list()}")
+        raise self._misfit(f"`{entry.name}` of shape {own.as_list()}")
 
   def _misfit(self, wanted: str) -> archive.CheckpointError:
     """Returns the error for a file of another model or metric."""

@@ -162,18 +162,18 @@ class GroupEarlyStopping(group_callback.GroupMonitor):
     if not self._weights:
       return
     model_state = self.state_of_groups()
-    for part in model_state.parts:
-      model_state.copies.write(part.variable, self._weights[part.name])
+    for entry in model_state.entries:
+      model_state.copies.write(entry.variable, self._weights[entry.name])
     group_state.accept_values(self.model.optimizer)
 
   def _keep(self, model_state: group_state.GroupState, renewed: Any) -> None:
     """Stores the current weights of these groups as their best."""
     replicas = model_state.copies.engine.replicas_here
     is_renewed = [renewed[model_state.groups.index_of(r)] for r in replicas]
-    for part in model_state.parts:
-      now = model_state.copies.here(part.variable)
-      before = self._weights.get(part.name, now)
-      self._weights[part.name] = [
+    for entry in model_state.entries:
+      now = model_state.copies.here(entry.variable)
+      before = self._weights.get(entry.name, now)
+      self._weights[entry.name] = [
         new if is_new else old
         for new, old, is_new in zip(now, before, is_renewed, strict=True)
       ]

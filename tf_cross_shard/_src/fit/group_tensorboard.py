@@ -116,9 +116,9 @@ def _drift(state: group_state.GroupState, first: list[int]) -> list[float]:
   Only trained weights count. `first` has the first replica of each group.
   """
   squares, size = np.zeros(len(first)), 0
-  for part in state.parts:
-    if part.is_shared:
-      of_group = np.stack(state.copies.read(part.variable, first))
+  for entry in state.entries:
+    if entry.is_shared:
+      of_group = np.stack(state.copies.read(entry.variable, first))
       distances = of_group.astype(np.float64)
       distances -= distances.mean(axis=0)  # w_i - mean_j w_j
       squares += np.sum(distances.reshape(len(first), -1) ** 2, axis=1)

@@ -170,8 +170,8 @@ def restore_file(
     outcomes[0]["checksum"] = file.checksum if own_values is None else 0
     _check_groups(file, state)
     names = file.about["names"]
-    state.parts = removed_state.without_new(target, state.parts, names)
-    own_names = [part.name for part in state.parts]
+    state.entries = removed_state.without_new(target, state.entries, names)
+    own_names = [entry.name for entry in state.entries]
     older = removed_state.older_sums(names, own_names)
     own_names = [older.get(name, name) for name in own_names]
     state.rename(own_names)
@@ -224,8 +224,8 @@ def read_group(path: Any, group: int, model: Any) -> Any:
   state = group_state.GroupState(None, model, is_whole=False)
   values = values_of_group(paths_lib.as_path(path), group, state)
   count = len(state.copies.engine.replicas_here)
-  for part in state.parts:
-    state.copies.write(part.variable, [values[part.name]] * count)
+  for entry in state.entries:
+    state.copies.write(entry.variable, [values[entry.name]] * count)
   group_models.finalize(model)
   return model
 
@@ -233,7 +233,7 @@ def read_group(path: Any, group: int, model: Any) -> Any:
 def values_of_group(
   target: paths_lib.Path, group: int, state: group_state.GroupState
 ) -> dict[str, archive.Array]:
-  """Returns the values that `read_group` assigns, by the names of the parts.
+  """Returns the values that `read_group` assigns, by the names of the entries.
 
   If the file has the states of other random number generators than `state`,
   these are left out of `state`.
@@ -254,10 +254,10 @@ def values_of_group(
       state.leave_out_seeds()
     _check_names(file, state, names)
     return {
-      part.name: group_models.merged(
-        part, list(_arrays(file, part, group).values())
+      entry.name: group_models.merged(
+        entry, list(_arrays(file, entry, group).values())
       )
-      for part in state.parts
+      for entry in state.entries
     }
 
 
@@ -335,7 +335,7 @@ def _check_names(
   file: archive.Archive, state: group_state.GroupState, saved: Collection[str]
 ) -> None:
   """Raises `CheckpointError` unless file and program have the same names."""
-  own = [part.name for part in state.parts]
+  own = [entry.name for entry in state.entries]
   has_model = any(name.startswith("model/") for name in saved)
   for names, others, verb, end in (
     (own, saved, "does not contain", ""),
@@ -441,15 +441,15 @@ def _plan(
   ids_of_sums = set(map(id, sums))
   steps_of = {id(variable): steps for variable, steps in counts}
   plan = []
-  for part in state.parts:
-    key = id(part.variable)
+  for entry in state.entries:
+    key = id(entry.variable)
     if not keeps_window and key in ids_of_sums:
       # An empty gradient sum.
-      dtype = tf.as_dtype(part.variable.dtype).as_numpy_dtype
-      zeros = np.zeros(tuple(part.variable.shape), dtype)
+      dtype = tf.as_dtype(entry.variable.dtype).as_numpy_dtype
+      zeros = np.zeros(tuple(entry.variable.shape), dtype)
       plan.append([zeros] * len(state.copies.engine.replicas_here))
       continue
-    values = values_here(files, state, part, average_members=not is_exact)
+    values = values_here(files, state, entry, average_members=not is_exact)
     if not keeps_window and key in steps_of:
       # The first call of the same window.
       values = [array - array % steps_of[key] for array in values]
@@ -460,7 +460,7 @@ def _plan(
 def values_here(
   files: GroupSources,
   state: group_state.GroupState,
-  part: group_state.Part,
+  entry: group_state.Entry,
   average_members: bool = False,
 ) -> list[archive.Array]:
   """Returns the values of a variable for the replicas of this process.
@@ -468,7 +468,7 @@ def values_here(
   Args:
     files: The file of each group.
     state: The variables.
-    part: The variable.
+    entry: The variable.
     average_members: Whether all members receive the mean of the members'
       values. If False, each member receives its own value.
 
@@ -479,25 +479,25 @@ def values_here(
   values = []
   for replica in state.copies.engine.replicas_here:
     index = state.groups.index_of(replica)
-    member = state.member(part, replica)
+    member = state.member(entry, replica)
     if index not in saved:
       file, group = files[index]
-      saved[index] = _arrays(file, part, group)
+      saved[index] = _arrays(file, entry, group)
     arrays = saved[index]
-    has_mean = not part.owned and group_state.has_mean(part.variable)
+    has_mean = not entry.owned and group_state.has_mean(entry.variable)
     if average_members and has_mean:
-      values.append(group_models.merged(part, list(arrays.values())))
+      values.append(group_models.merged(entry, list(arrays.values())))
       continue
-    if part.owned and member not in arrays:
-      raise _parts_missing(files[index][0], part, len(arrays))
+    if entry.owned and member not in arrays:
+      raise _parts_missing(files[index][0], entry, len(arrays))
     other = list(arrays)[member % len(arrays)]
     values.append(arrays.get(member, arrays[other]))
   exists_once = (
-    replica_values.strategy_of(part.variable) is None and not part.owned
+    replica_values.strategy_of(entry.variable) is None and not entry.owned
   )
   if exists_once and not replica_values.are_alike(values):
     raise CheckpointError(
-      f"The checkpoint {file.path} holds one value of `{part.name}` for each"
+      f"The checkpoint {file.path} holds one value of `{entry.name}` for each"
       " group, but in the program the variable exists once. Create the variable"
       " inside `with strategy.scope():`."
     )
@@ -505,7 +505,7 @@ def values_here(
 
 
 def _arrays(
-  file: archive.Archive, part: group_state.Part, group: int
+  file: archive.Archive, entry: group_state.Entry, group: int
 ) -> dict[int, archive.Array]:
   """Returns a group's values of a variable by member; one if all are equal.
 
@@ -513,30 +513,30 @@ def _arrays(
     CheckpointError: If shape or dtype do not fit the variable.
   """
   size = len(file.about["group_assignment"][0])
-  keys = {j: group_state.key(part.name, group, j) for j in range(size)}
+  keys = {j: group_state.key(entry.name, group, j) for j in range(size)}
   arrays = {j: file[key] for j, key in keys.items() if key in file}
-  rows = file.about.get("owned_rows", {}).get(part.name)
-  if rows is not None and not _is_same_division(part, rows, size):
+  rows = file.about.get("owned_rows", {}).get(entry.name)
+  if rows is not None and not _is_same_division(entry, rows, size):
     if len(arrays) < size > 1:
-      raise _parts_missing(file, part, len(arrays))
+      raise _parts_missing(file, entry, len(arrays))
     if arrays:
       whole = owned_rows.join([arrays[j] for j in range(size)], rows)
       arrays = {0: whole}
-  arrays = arrays or {0: file[group_state.key(part.name, group)]}
-  shape = tf.TensorShape(part.variable.shape)
-  if part.owned and not _is_same_division(part, rows, size):
+  arrays = arrays or {0: file[group_state.key(entry.name, group)]}
+  shape = tf.TensorShape(entry.variable.shape)
+  if entry.owned and not _is_same_division(entry, rows, size):
     # Check the whole table, and then divide it among the members.
-    shape = part.shape
+    shape = entry.shape
   for array in arrays.values():
     kind = f"{array.dtype.name} {list(array.shape)}"
     fits = shape.is_compatible_with(array.shape)
-    if not fits or array.dtype.name != tf.as_dtype(part.variable.dtype).name:
+    if not fits or array.dtype.name != tf.as_dtype(entry.variable.dtype).name:
       raise CheckpointError(
-        f"The checkpoint {file.path} holds `{part.name}` as {kind}; the program"
-        f" has {part.kind}. Restore with the same model."
+        f"The checkpoint {file.path} holds `{entry.name}` as {kind}; the"
+        f" program has {entry.kind}. Restore with the same model."
       )
-  if part.owned and not _is_same_division(part, rows, size):
-    members = part.owned.groups.group_size
+  if entry.owned and not _is_same_division(entry, rows, size):
+    members = entry.owned.groups.group_size
     return {
       place: owned_rows.part_of(arrays[0], place, members)
       for place in range(members)
@@ -545,23 +545,23 @@ def _arrays(
 
 
 def _parts_missing(
-  file: archive.Archive, part: group_state.Part, found: int
+  file: archive.Archive, entry: group_state.Entry, found: int
 ) -> CheckpointError:
   """Returns the error for files without the rows of some members."""
   size = len(file.about["group_assignment"][0])
   return CheckpointError(
     f"The backup {file.path.name} has {found} of {size} parts of"
-    f" `{part.name}`. Let all workers see one folder with the files of all"
+    f" `{entry.name}`. Let all workers see one folder with the files of all"
     " workers."
   )
 
 
 def _is_same_division(
-  part: group_state.Part, rows: int | None, members: int
+  entry: group_state.Entry, rows: int | None, members: int
 ) -> bool:
   """Returns whether file and program divide a table among as many members."""
   return (
-    part.owned is not None
-    and part.owned.rows == rows
-    and part.owned.groups.group_size == members
+    entry.owned is not None
+    and entry.owned.rows == rows
+    and entry.owned.groups.group_size == members
   )

@@ -31,7 +31,7 @@ def save(
   about = {
     "format": group_state.FORMAT,
     "group_assignment": [list(range(state.groups.group_size))],
-    "names": [part.name for part in state.parts],
+    "names": [entry.name for entry in state.entries],
   }
   with state.raising_on_all(topic):
     for group, path in paths.items() if state.copies.is_first else ():
@@ -66,5 +66,7 @@ def restore(
       for path in set(here.values())
     }
     places = {i: (files[path], 0) for i, path in here.items()}
-    plan = [checkpoint.values_here(places, state, part) for part in state.parts]
+    plan = [
+      checkpoint.values_here(places, state, entry) for entry in state.entries
+    ]
   state.assign(plan)

@@ -84,8 +84,10 @@ def load_group(group: int, optimizer: Any, model: Any, into: Any = None) -> Any:
   state.compare_workers(f"loading group {group}")
   group_state.warn_if_collapsed(optimizer)
   values = {
-    part.name: merged(part, group_state.read_whole(state.copies, part, members))
-    for part in state.parts
+    entry.name: merged(
+      entry, group_state.read_whole(state.copies, entry, members)
+    )
+    for entry in state.entries
   }
   assign(state, values, plain)
   return plain
@@ -96,19 +98,19 @@ def assign(
 ) -> None:
   """Assigns the values of variables of `state`, by name, to a plain model."""
   target = _check_fits(state, plain)
-  for own, part in zip(state.parts, target.parts, strict=True):
-    replica_values.native(part.variable).assign(values[own.name])
+  for own, entry in zip(state.entries, target.entries, strict=True):
+    replica_values.native(entry.variable).assign(values[own.name])
   finalize(plain)
 
 
 def merged(
-  part: group_state.Part, values: Sequence[archive.Array]
+  entry: group_state.Entry, values: Sequence[archive.Array]
 ) -> archive.Array:
   """Returns the value of a group for a plain model."""
   # Equal values are returned as they are: their mean might be rounded.
   if (
-    part.is_shared
-    or not group_state.has_mean(part.variable)
+    entry.is_shared
+    or not group_state.has_mean(entry.variable)
     or replica_values.are_alike(values)
   ):
     return values[0]
@@ -159,14 +161,14 @@ def copy_group(source: int, target: int, optimizer: Any, model: Any) -> None:
   group_state.warn_if_collapsed(state.optimizer)
   kept = set(map(id, optimizer_state.learning_rates(state.optimizer)))
   here = state.copies.engine.replicas_here
-  for part in state.parts:
-    is_integer_model_variable = part.name.startswith("model/") and (
-      not group_state.has_mean(part.variable)
+  for entry in state.entries:
+    is_integer_model_variable = entry.name.startswith("model/") and (
+      not group_state.has_mean(entry.variable)
     )
-    if is_integer_model_variable or id(part.variable) in kept:
+    if is_integer_model_variable or id(entry.variable) in kept:
       continue
-    values = state.copies.read(part.variable, origins)
-    state.copies.write(part.variable, values[here.start : here.stop])
+    values = state.copies.read(entry.variable, origins)
+    state.copies.write(entry.variable, values[here.start : here.stop])
   group_state.accept_values(state.optimizer)
 
 
@@ -351,26 +353,28 @@ def _check_fits(
   if len(into.seeds) != len(state.seeds):
     into.leave_out_seeds()
     state.leave_out_seeds()
-  if len(into.parts) != len(state.parts):
+  if len(into.entries) != len(state.entries):
     raise ValueError(
-      f"The model passed as `into` or `twin` has {len(into.parts)} variables,"
-      f" but `model` has {len(state.parts)}. {remedy}"
+      f"The model passed as `into` or `twin` has {len(into.entries)} variables,"
+      f" but `model` has {len(state.entries)}. {remedy}"
     )
-  known = {part.name for part in state.parts}
-  for part, other in zip(into.parts, state.parts, strict=True):
+  known = {entry.name for entry in state.entries}
+  for entry, other in zip(into.entries, state.entries, strict=True):
     # Keras numbers the states of random number generators in the order in
     # which it makes them. A clone may make them in a different order.
-    is_numbered = part.name not in known or not group_state.has_mean(
-      part.variable
+    is_numbered = entry.name not in known or not group_state.has_mean(
+      entry.variable
     )
-    if part.kind != other.kind or not (is_numbered or part.name == other.name):
+    if entry.kind != other.kind or not (
+      is_numbered or entry.name == other.name
+    ):
       raise ValueError(
-        f"The model passed as `into` or `twin` has {part.name}, {part.kind},"
+        f"The model passed as `into` or `twin` has {entry.name}, {entry.kind},"
         f" but `model` has {other.name}, {other.kind}. {remedy}"
       )
-    if replica_values.strategy_of(part.variable) is not None:
+    if replica_values.strategy_of(entry.variable) is not None:
       raise ValueError(
-        f"The model passed as `into` or `twin` has replicas: {part.name} was"
+        f"The model passed as `into` or `twin` has replicas: {entry.name} was"
         f" created inside `strategy.scope()`. {remedy}"
       )
   return into

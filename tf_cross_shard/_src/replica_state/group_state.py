@@ -40,7 +40,7 @@ class OutOfSyncError(AssertionError):
   """Raised if members of a group differ in values that have to be equal."""
 
 
-class Part(NamedTuple):
+class Entry(NamedTuple):
   """One variable of the state.
 
   Attributes:
@@ -81,7 +81,7 @@ class GroupState:
 
   Attributes:
     optimizer: The optimizer.
-    parts: The variables.
+    entries: The variables.
     copies: Reads and writes the values that replicas have of a variable.
     groups: The groups of the optimizer.
   """
@@ -105,26 +105,28 @@ class GroupState:
     own = set(map(id, optimizer_state.member_state(optimizer)))
     state = optimizer_state.state_variables(optimizer) if is_whole else []
     new = set(map(id, optimizer_state.unlisted_attributes(optimizer)))
-    self.parts = [
-      Part(
+    self.entries = [
+      Entry(
         f"optimizer/{name}", v, _is_shared(v, id(v) not in own), id(v) in new
       )
       for name, v in state
     ]
     # A variable that the optimizer and the model share is listed once.
-    known = {id(replica_values.native(part.variable)) for part in self.parts}
+    known = {
+      id(replica_values.native(entry.variable)) for entry in self.entries
+    }
     by_id = {id(replica_values.native(v)): v for v in variables_of(model)}
     variables = [v for key, v in by_id.items() if key not in known]
     paths = variables_lib.renumbered(
       list(map(variables_lib.path_of, variables))
     )
-    self.parts += [
-      Part(f"model/{name}", variable, _is_shared(variable, variable.trainable))
+    self.entries += [
+      Entry(f"model/{name}", variable, _is_shared(variable, variable.trainable))
       for name, variable in zip(
         optimizer_state.unique(paths), variables, strict=True
       )
     ]
-    self.copies = replica_values.Copies(_strategy_of(self.parts))
+    self.copies = replica_values.Copies(_strategy_of(self.entries))
     self.groups = optimizer_state.groups_of(
       optimizer, self.copies.engine.num_replicas
     )
@@ -137,19 +139,19 @@ class GroupState:
 
   def rename(self, names: Sequence[str]) -> None:
     """Gives the variables other names, such as those of an older file."""
-    self.parts = [
-      part._replace(name=name)
-      for part, name in zip(self.parts, names, strict=True)
+    self.entries = [
+      entry._replace(name=name)
+      for entry, name in zip(self.entries, names, strict=True)
     ]
 
   @property
   def seeds(self) -> list[str]:
     """The names of the states of random number generators."""
-    return [part.name for part in self.parts if is_seed(part.name)]
+    return [entry.name for entry in self.entries if is_seed(entry.name)]
 
   def leave_out_seeds(self) -> None:
-    """Removes the states of random number generators from `parts`."""
-    self.parts = [part for part in self.parts if not is_seed(part.name)]
+    """Removes the states of random number generators from `entries`."""
+    self.entries = [entry for entry in self.entries if not is_seed(entry.name)]
 
   def compare_workers(self, topic: str) -> None:
     """Raises the same error on all workers unless all make this call.
@@ -157,7 +159,7 @@ class GroupState:
     The workers compare `topic`, the groups and the variables.
     """
     lines = agreement.settings(group_assignment=self.groups.to_lists())
-    lines += [f"{part.name}: {part.kind}" for part in self.parts]
+    lines += [f"{entry.name}: {entry.kind}" for entry in self.entries]
     self.copies.compare_workers(topic, lines)
 
   def names_that_differ(self, topic: str) -> set[str]:
@@ -173,26 +175,26 @@ class GroupState:
       return set()
     differing = []
     # Members have other rows of a divided table, even if the bits are equal.
-    divided = {part.name for part in self.parts if part.owned is not None}
-    compared = [part for part in self.parts if part.owned is None]
-    digests = self.copies.digests([part.variable for part in compared])
-    for part, of_replica in zip(compared, digests, strict=True):
+    divided = {entry.name for entry in self.entries if entry.owned is not None}
+    compared = [entry for entry in self.entries if entry.owned is None]
+    digests = self.copies.digests([entry.variable for entry in compared])
+    for entry, of_replica in zip(compared, digests, strict=True):
       for index, members in enumerate(self.groups):
         first = of_replica[members[0]]
         others = [r for r in members if of_replica[r] != first]
         if others:
-          differing.append((part, index, members[0], others[0]))
+          differing.append((entry, index, members[0], others[0]))
           break
     wrong = [difference for difference in differing if difference[0].is_shared]
     if wrong:
       raise OutOfSyncError(self._difference(topic, wrong))
-    return {part.name for part, *_ in differing} | divided
+    return {entry.name for entry, *_ in differing} | divided
 
-  def member(self, part: Part, replica: int) -> int:
+  def member(self, entry: Entry, replica: int) -> int:
     """Returns the number of a replica among the members of its group."""
     members = self.groups.assignment[self.groups.index_of(replica)]
     # The rows of a divided table belong to places in ascending order.
-    return (sorted(members) if part.owned else list(members)).index(replica)
+    return (sorted(members) if entry.owned else list(members)).index(replica)
 
   def arrays(
     self, differing: Collection[str], own: bool = False
@@ -211,16 +213,18 @@ class GroupState:
     engine = self.copies.engine
     arrays: dict[str, archive.Array] = {}
     replicas = engine.replicas_here if own else range(engine.num_replicas)
-    for part in self.parts:
+    for entry in self.entries:
       values = (
-        self.copies.here(part.variable)
+        self.copies.here(entry.variable)
         if own
-        else self.copies.read(part.variable, replicas)
+        else self.copies.read(entry.variable, replicas)
       )
       for replica, array in zip(replicas, values, strict=True):
         index = self.groups.index_of(replica)
-        member = self.member(part, replica)
-        name = key(part.name, index, member if part.name in differing else None)
+        member = self.member(entry, replica)
+        name = key(
+          entry.name, index, member if entry.name in differing else None
+        )
         if own or self.copies.is_first:
           arrays.setdefault(name, array)
     return arrays
@@ -243,10 +247,10 @@ class GroupState:
     """Assigns values to the replicas of this process.
 
     Args:
-      plan: For each variable of `parts`, one array per replica of this process.
+      plan: For each of `entries`, one array per replica of this process.
     """
-    for part, arrays in zip(self.parts, plan, strict=True):
-      self.copies.write(part.variable, arrays)
+    for entry, arrays in zip(self.entries, plan, strict=True):
+      self.copies.write(entry.variable, arrays)
     accept_values(self.optimizer)
 
   def about(self, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -260,8 +264,8 @@ class GroupState:
     return {
       "format": FORMAT,
       "group_assignment": self.groups.to_lists(),
-      "names": [part.name for part in self.parts],
-      "owned_rows": {p.name: p.owned.rows for p in self.parts if p.owned},
+      "names": [entry.name for entry in self.entries],
+      "owned_rows": {p.name: p.owned.rows for p in self.entries if p.owned},
       **({} if values is None else own),
     }
 
@@ -273,23 +277,23 @@ class GroupState:
     The time limit grows with the number of bytes in all groups.
     """
     nbytes = sum(
-      (tf.TensorShape(part.variable.shape).num_elements() or 0)
-      * tf.as_dtype(part.variable.dtype).size
-      for part in self.parts
+      (tf.TensorShape(entry.variable.shape).num_elements() or 0)
+      * tf.as_dtype(entry.variable.dtype).size
+      for entry in self.entries
     )
     extra_timeout = nbytes * self.groups.num_groups / _SLOWEST
     return raising_on_all(self.copies.workers, topic, extra_timeout)
 
   def _difference(
-    self, topic: str, differing: Sequence[tuple[Part, int, int, int]]
+    self, topic: str, differing: Sequence[tuple[Entry, int, int, int]]
   ) -> str:
     """Returns the error that describes the first differing variable."""
-    part, index, first, other = differing[0]
-    pair = self.copies.read(part.variable, [first, other])
+    entry, index, first, other = differing[0]
+    pair = self.copies.read(entry.variable, [first, other])
     count = len(differing) - 1
     more = f" So do {count} more variables." if count else ""
     return (
-      f"`{part.name}` differs within group {index}"
+      f"`{entry.name}` differs within group {index}"
       f" {list(self.groups.assignment[index])} at {topic}: replicas {first} and"
       f" {other} {_difference_in_words(*pair)}.{more} Members stay equal if"
       " they start equal and only the optimizer changes them. Use"
@@ -367,16 +371,16 @@ def accept_values(optimizer: Any) -> None:
 
 
 def read_whole(
-  copies: replica_values.Copies, part: Part, members: Sequence[int]
+  copies: replica_values.Copies, entry: Entry, members: Sequence[int]
 ) -> list[archive.Array]:
   """Returns the values of the members of a group.
 
   The rows of a divided table are joined into one array.
   """
-  if part.owned is None:
-    return copies.read(part.variable, members)
-  parts = copies.read(part.variable, sorted(members))
-  return [owned_rows.join(parts, part.owned.rows)]
+  if entry.owned is None:
+    return copies.read(entry.variable, members)
+  parts = copies.read(entry.variable, sorted(members))
+  return [owned_rows.join(parts, entry.owned.rows)]
 
 
 def _is_shared(variable: Any, otherwise: Any) -> bool:
@@ -440,13 +444,13 @@ def variables_of(model: Any) -> list[Any]:
   return numbers
 
 
-def _strategy_of(parts: Sequence[Part]) -> tf.distribute.Strategy:
+def _strategy_of(entries: Sequence[Entry]) -> tf.distribute.Strategy:
   """Returns the strategy whose replicas have the variables.
 
   Raises:
     ValueError: If the variables belong to different strategies.
   """
-  owned = [(p.name, replica_values.strategy_of(p.variable)) for p in parts]
+  owned = [(p.name, replica_values.strategy_of(p.variable)) for p in entries]
   owned = [pair for pair in owned if pair[1] is not None]
   for name, strategy in owned:
     if strategy is not owned[0][1]:

@@ -123,7 +123,7 @@ def without_new(
 
   Args:
     path: The file, for a warning.
-    own: The `group_state.Part`s of the program.
+    own: The `group_state.Entry`s of the program.
     saved: The names in the file.
   """
   lacking = [p.name for p in own if p.is_new and p.name not in saved]
@@ -134,7 +134,7 @@ def without_new(
       path,
       _shown(lacking),
     )
-  return [part for part in own if part.name not in lacking]
+  return [entry for entry in own if entry.name not in lacking]
 
 
 def warn(path: Any, found: dict[str, str]) -> None:

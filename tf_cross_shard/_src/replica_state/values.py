@@ -67,9 +67,9 @@ def group_values(variable: Any, optimizer: Any) -> list[archive.Array]:
   copies = replica_values.Copies(strategy)
   groups = optimizer_state.groups_of(optimizer, copies.engine.num_replicas)
   copies.compare_workers(f"reading values of groups of {_name(variable)}")
-  part = group_state.Part("", variable, is_shared=False)
+  entry = group_state.Entry("", variable, is_shared=False)
   return [
-    group_state.read_whole(copies, part, members)[0] for members in groups
+    group_state.read_whole(copies, entry, members)[0] for members in groups
   ]
 
 
@@ -120,10 +120,12 @@ def average(optimizer: Any, model: Any, slots: bool = False) -> None:
     ValueError: If `slots` is True and there is no CrossShardOptimizer.
   """
   state = group_state.GroupState(optimizer, model)
-  chosen = [p.variable for p in state.parts if p.name.startswith("model/")]
+  chosen = [p.variable for p in state.entries if p.name.startswith("model/")]
   if slots:
     chosen += _slots(state.optimizer, chosen)
-  if state.groups.num_groups > 1 and any(part.owned for part in state.parts):
+  if state.groups.num_groups > 1 and any(
+    entry.owned for entry in state.entries
+  ):
     raise ValueError(
       "`model` has a ShardedEmbedding, whose tables of several groups cannot"
       " be averaged. Average the results of group_values()."
