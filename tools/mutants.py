@@ -56,13 +56,13 @@ class Mutant(NamedTuple):
 
 
 _CLIP_AND_SUM = re.compile(
-  r"own = call.grads if call.is_reduced else self._clip\(call, overwrites\)"
+  r"call.is_reduced\s+else self._scale_and_clip\(call, overwrites\)"
   r"(.*?)(self.update.reduce\(totals, call.variables, overwrites\))",
   re.DOTALL,
 )
 _CLIPPED_SUMS = (
-  r"own = call.grads\1"
-  r"self._clip(dataclasses.replace(call, grads=\2), overwrites)"
+  r"True\n          else call.grads\1"
+  r"self._scale_and_clip(dataclasses.replace(call, grads=\2), overwrites)"
 )
 _LIMITS_OFF = """    with overriding.overriding(
       self.encapsulated.innermost, **dict.fromkeys(self._limits_applied_here)
@@ -81,7 +81,9 @@ MUTANTS = [
   Mutant("loss_averaged_over is ignored", "_src/core/step/loss_convention.py", "taken = chosen or default", "taken = default", "unit/core/step/loss_convention"),
   Mutant("the gradient seed is not scaled", "_src/core/gradients/differentiation.py", "seed = tf.cast(scale(seed), seed.dtype)", "scale(seed)", "unit/core/gradients/differentiation unit/core/optimizer"),
   # Sums over groups.
-  Mutant("a replica receives another group's sum", "_src/core/collectives/mirrored.py", "by_group[self.groups.index_of(self._replica())]", "by_group[self.groups.index_of(self._replica()) - 1]", "unit/core/collectives/mirrored"),
+  Mutant("a replica receives another group's sum", "_src/core/collectives/mirrored.py", "by_group[self.groups.index_of(replica)]", "by_group[self.groups.index_of(replica) - 1]", "unit/core/collectives/mirrored"),
+  Mutant("rows of divided tables are updated with half of their gradients", "_src/tables/lookup.py", "return engine.exchange_rows(of_rows, sent)", "return engine.exchange_rows(of_rows, sent) * 0.5", "unit/tables/layer"),
+  Mutant("a divided table is clipped by the norm of one part", "_src/core/update/owned_tables.py", "[totals] = context.engine.all_reduce_sum([of_parts])", "totals = of_parts", "unit/tables/layer"),
   Mutant("gradients are summed twice", "_src/core/collectives/wire.py", "sums = unpack(add_up(buffers[::-1])[::-1])", "sums = unpack(add_up(add_up(buffers)))", "unit/core/collectives/wire"),
   Mutant("dense gradients are not summed", "_src/core/collectives/wire.py", "if not wide or engine.groups.group_size == 1:", "if True:", "unit/core/collectives/wire"),
   Mutant("row-sparse gradients are not summed", "_src/core/collectives/wire.py", "if grads and self._engine.groups.group_size > 1:", "if False:", "unit/core/collectives/wire"),
@@ -110,7 +112,7 @@ MUTANTS = [
   Mutant("one finite element makes a gradient finite", "_src/core/gradients/finite.py", "tf.reduce_all(tf.math.is_finite(part))", "tf.reduce_any(tf.math.is_finite(part))", "unit/core/step/nonfinite"),
   Mutant("the global step counts a skipped step", "_src/core/step/nonfinite.py", "return finite.all_finite(sums) if is_dynamic else True", "return True", "unit/core/step/nonfinite"),
   # Shards.
-  Mutant("a member takes another member's part of values", "_src/core/collectives/engine.py", "return _pack(values, parts, place)", "return _pack(values, parts, place - 1)", "unit/core/update/sharded_update"),
+  Mutant("a member takes another member's part of values", "_src/core/collectives/engine.py", "return _pack(values, layout, place)", "return _pack(values, layout, place - 1)", "unit/core/update/sharded_update"),
   Mutant("a member receives the sum of another member's part", "_src/core/collectives/mirrored.py", "(tensors, combine)[self.position()]", "(tensors, combine)[self.position() - 1]", "unit/core/update/sharded_update"),
   Mutant("all weights share one bucket", "_src/core/update/flat_update.py", "if limit and buckets[-1] and filled + size > limit:", "if False:", "unit/core/update/sharded_update"),
   Mutant("the global norm covers one member's part only", "_src/core/update/sharded_update.py", "[total] = self.engine.all_reduce_sum([tf.add_n(squares)])", "total = tf.add_n(squares)", "unit/core/update/sharded_update"),

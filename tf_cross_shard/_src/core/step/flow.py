@@ -165,7 +165,11 @@ class Step:
     with tf.name_scope(call.name or self.settings.name):
       overwrites = self._overwrites(call)
       with self.watch.step(call.variables):
-        own = call.grads if call.is_reduced else self._clip(call, overwrites)
+        own = (
+          call.grads
+          if call.is_reduced
+          else self._scale_and_clip(call, overwrites)
+        )
         self.window.of_call(any(overwrites)).add(
           own,
           call.variables,
@@ -178,7 +182,7 @@ class Step:
     """Returns the group's sums of this replica's gradients, clipped."""
     overwrites = self._overwrites(call)
     return self.update.all_reduce(
-      self._clip(call, overwrites), call.variables, overwrites
+      self._scale_and_clip(call, overwrites), call.variables, overwrites
     )
 
   def apply_for_loss_scaler(
@@ -201,7 +205,9 @@ class Step:
     """
     return list(map(self.context.encapsulated.is_overwritten, call.variables))
 
-  def _clip(self, call: Call, overwrites: Sequence[bool]) -> list[Gradient]:
+  def _scale_and_clip(
+    self, call: Call, overwrites: Sequence[bool]
+  ) -> list[Gradient]:
     """Returns this replica's own gradients, scaled and clipped.
 
     With f the loss factor (1 unless `scale_gradients`) and g a gradient:
@@ -267,7 +273,7 @@ class Step:
       self.guard.apply_if_finite(sums, apply)
 
   def build(self, variables: Sequence[Any]) -> None:
-    """Creates the variables of all stages."""
+    """Creates the variables of all stages, unless they exist."""
     if not self.context.encapsulated.is_built:
       self.tables.own(variables)
       self.watch.before_build(variables)

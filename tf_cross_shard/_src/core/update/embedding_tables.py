@@ -163,7 +163,7 @@ class Tables(context_lib.Stage):
     dtypes = {total.dtype for total in sums if total is not None}
     is_mixed = len(dtypes) > 1 and self.encapsulated.innermost.global_clipnorm
     with (
-      self.encapsulated.clipping_by(_clip)
+      self.encapsulated.clipping_by(_clip_by_limits_of_opt)
       if is_mixed
       else contextlib.nullcontext()
     ):
@@ -210,7 +210,7 @@ class OwnedTables(Tables):
     if not tables:
       super().apply(sums, variables, apply_once)
       return
-    clip = _clip
+    clip = _clip_by_limits_of_opt
     if owned_rows.any_of(variables):
       if fused_update.is_compiled(self.encapsulated.innermost):
         raise ValueError(
@@ -360,7 +360,9 @@ def make(context: context_lib.Context) -> Tables:
   return RowTables(context)
 
 
-def _clip(optimizer: Any, grads: Sequence[Gradient]) -> list[Gradient]:
+def _clip_by_limits_of_opt(
+  optimizer: Any, grads: Sequence[Gradient]
+) -> list[Gradient]:
   """Returns sums clipped by an optimizer's own limits."""
   limits: dict[str, Any] = {}
   for name in settings_lib.LIMITS:
