@@ -16,6 +16,7 @@
 #                     which imports TensorFlow
 #   fuzz.py           1 hour for 3,000 programs (500 take 10 minutes); not
 #                     measured with tf_keras or on workers
+#   soak.py           about 20 minutes; 22 minutes of CPU time were measured
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/environment.sh
@@ -55,6 +56,8 @@ check env TF_USE_LEGACY_KERAS=1 \
 check "$python" tools/fuzz.py --seeds=500 --start="${seed}0000" --workers
 check env TF_USE_LEGACY_KERAS=1 \
   "$python" tools/fuzz.py --seeds=500 --start="${seed}0000" --workers
+# Does long training need ever more memory, threads or open files?
+check "$python" tools/soak.py
 
 if (( ${#failed[@]} )); then
   printf '[nightly] FAILED: %s\n' "${failed[@]}"
