@@ -1,24 +1,31 @@
 #!/usr/bin/env bash
-# Runs the contract and the equivalence tests with other versions of TensorFlow and Keras.
+# Runs the contract, equivalence and golden tests with other versions of
+# TensorFlow and Keras.
 #
 #   bash tools/version_matrix.sh              # every row, which takes hours
 #   bash tools/version_matrix.sh 2.16 2.21    # the rows of these TensorFlows
 #   bash tools/version_matrix.sh 2.18/3.11    # TensorFlow 2.18 with Keras 3.11
-#   bash tools/version_matrix.sh --output FILE [ROW...]   # also into a file
-#   bash tools/version_matrix.sh --list [ROW...]          # runs nothing
+#   bash tools/version_matrix.sh --output FILE [ROW...]   # also writes a file
+#   bash tools/version_matrix.sh --list [ROW...]          # only lists the rows
 #
-# Prints a row of a Markdown table per pair of versions. One environment at a
-# time is made, in a temporary folder (see TMPDIR), and removed. The tests run
-# once with Keras 3 and once, under TF_USE_LEGACY_KERAS=1, with tf_keras. Fails
-# when a test fails, and when what is to be refused at import is not, or the
-# other way round. PYTEST_ADDOPTS reaches pytest; LOGS is a folder to keep what it
-# prints in.
+# The script prints a Markdown table with one row for each pair of versions. It
+# installs one environment at a time in a temporary folder (set TMPDIR to choose
+# where), and deletes it afterwards. The tests run once with Keras 3, and once
+# with tf_keras (TF_USE_LEGACY_KERAS=1). The script exits with 1 if a test fails,
+# if the package can be imported with versions that it must refuse, or if it
+# refuses versions that it must support.
+#
+# Two environment variables change what pytest does:
+#
+#   PYTEST_ADDOPTS    more options for pytest, such as "-k golden"
+#   LOGS              a folder in which the output of pytest is kept
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# Python, TensorFlow, Keras, tf_keras, and what is to come of each of the two: -
-# for nothing, since it stands in another row. Rows of one Python and TensorFlow
-# stand together, since they share an environment.
+# The columns are the versions of Python, TensorFlow, Keras and tf_keras, and the
+# expected results with Keras and with tf_keras: "tested", "refused", or "-" to
+# run nothing, because another row tests the same versions. Rows with the same
+# Python and TensorFlow are neighbors, because they share an environment.
 rows=(
   "3.11 2.16.2 3.8.0  2.16.0 tested  tested"
   "3.11 2.16.2 3.15.1 -      tested  -"
@@ -37,19 +44,24 @@ rows=(
   "3.13 2.21.0 3.15.1 2.21.0 tested  tested"
   "3.11 2.15.1 2.15.0 2.15.1 refused refused"
 )
-tests=(tests/equivalence/contract_test.py tests/equivalence/equivalence_test.py)
+tests=(
+  tests/equivalence/contract_test.py
+  tests/equivalence/equivalence_test.py
+  tests/equivalence/golden_test.py
+)
+# These tests run only with Keras 3; `both_tests` also needs tf_keras.
 keras3_tests=(tests/unit/core/keras3/classes_test.py)
-both_tests=(tests/unit/core/tf_keras/classes_test.py)  # With Keras 3, and tf_keras beside it.
-limit=7200  # seconds for one run of the tests
+both_tests=(tests/unit/core/tf_keras/classes_test.py)
+limit=7200  # the time limit of one run of pytest, in seconds
 
 say() { echo "[version_matrix] $*" >&2; }
 
-# Succeeds when the row of TensorFlow $1 and Keras $2 was asked for.
+# Succeeds if the user asked for the row of TensorFlow $1 and Keras $2.
 is_asked_for() {
   local asked
   if [[ ${#wanted[@]} == 0 ]]; then return; fi
   for asked in "${wanted[@]}"; do
-    # With the dots, lest 2.1 be 2.16.
+    # Compare with a dot at the end, so that 2.1 does not match 2.16.
     if [[ $1. == "${asked%%/*}".* ]] &&
       [[ $asked != */* || $2. == "${asked#*/}".* ]]; then
       return
@@ -58,7 +70,7 @@ is_asked_for() {
   return 1
 }
 
-# Prints a Python of version $1, of PATH or of pyenv.
+# Prints the path of a Python of version $1. Searches PATH and pyenv.
 find_python() {
   local candidate
   for candidate in "python$1" python3 \
@@ -73,7 +85,7 @@ find_python() {
   return 1
 }
 
-# Prints what of setup.cfg's extra `test` running tests takes.
+# Prints the requirements of setup.cfg's extra `test` that pytest needs.
 test_requirements() {
   "$python" - <<'EOF'
 import configparser
@@ -85,8 +97,8 @@ for line in config["options.extras_require"]["test"].split("\n"):
 EOF
 }
 
-# Makes the environment of TensorFlow $2, Keras $3 and tf_keras $4 for Python $1;
-# of the one before only Keras and tf_keras change where that is enough.
+# Installs Python $1, TensorFlow $2, Keras $3 and tf_keras $4. If the existing
+# environment has the same Python and TensorFlow, only Keras and tf_keras change.
 install() {
   local interpreter requirements
   if [[ ! -e $venv/$1-$2 ]]; then
@@ -100,17 +112,18 @@ install() {
     touch "$venv/$1-$2"
   fi
   requirements=$(test_requirements) || return
-  # TensorFlow's pins of NumPy, ml_dtypes and protobuf hold: one call for all.
+  # Install everything in one call, so that pip respects the versions of NumPy,
+  # ml_dtypes and protobuf that TensorFlow requires.
   "${pip[@]}" install "$flavour==$2" "keras==$3" $requirements \
     &>"$scratch/fault" || return
   "${pip[@]}" uninstall --yes tf_keras &>"$scratch/fault" || return
   if [[ $4 != - ]]; then
-    # It requires `tensorflow`, which would overwrite tensorflow-cpu.
+    # tf_keras requires `tensorflow`, which would overwrite tensorflow-cpu.
     "${pip[@]}" install --no-deps "tf_keras==$4" &>"$scratch/fault" || return
   fi
 }
 
-# Prints the version that is installed of $1, or "none".
+# Prints the installed version of the package $1, or "none".
 version_of() {
   "$python" - "$1" <<'EOF'
 import sys
@@ -122,8 +135,8 @@ except metadata.PackageNotFoundError:
 EOF
 }
 
-# Prints what came of the tests $3... with TF_USE_LEGACY_KERAS=$1; fails unless
-# it is $2: "tested", "refused", or "-" to do nothing.
+# Runs the tests $3... with TF_USE_LEGACY_KERAS=$1, and prints the result. Fails
+# unless the result is $2: "tested" or "refused". Does nothing if $2 is "-".
 outcome() {
   local legacy=$1 expected=$2 log=$logs/$name-$1.log refusal status=0 counts
   shift 2
@@ -132,7 +145,7 @@ outcome() {
     return
   fi
   export TF_USE_LEGACY_KERAS=$legacy
-  # As a program of the user's would meet it.
+  # Import the package as a user's program does.
   "$python" -c 'import tf_cross_shard' &>"$log" || true
   refusal=$(sed -n '$s/^ImportError: tf_cross_shard/tf_cross_shard/p' "$log")
   if [[ -n $refusal ]]; then
@@ -155,7 +168,7 @@ outcome() {
   [[ $status == 0 && $expected == tested ]]
 }
 
-# Prints a row of the table, and into $output.
+# Prints a row of the table, and appends it to $output.
 print_row() {
   local row
   row=$(printf '| %s ' "$@")"|"
@@ -231,7 +244,7 @@ if [[ -n $output ]]; then : >"$output"; fi
 print_row date Python TensorFlow "Keras 3" "its tests" tf_keras "its tests"
 print_row --- --- --- --- --- --- ---
 status=0
-{ # Read as a whole before it runs: the script may be changed meanwhile.
+{ # Bash reads this block as a whole. You can edit the script while it runs.
   for row in "${chosen[@]}"; do
     read -ra columns <<<"$row"
     run_row "${columns[@]}" || status=1
