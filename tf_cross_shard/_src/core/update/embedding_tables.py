@@ -240,7 +240,8 @@ class OwnedTables(Tables):
 
     Args:
       update_step: Keras' method.
-      grad: The group's sum of the gradients of a table W.
+      grad: The group's sum of the gradients of a table W, without duplicate
+        indices: one row g for each index i.
       variable: The table W.
       *rate: The learning rate, if Keras passes it to `update_step`.
     """
@@ -248,8 +249,6 @@ class OwnedTables(Tables):
     if not self.is_by_rows(variable):
       update_step(grad, variable, *rate)
       return
-    # g and i: one row for each index, with the rows of equal indices added up.
-    grad = indexed_slices.merge_duplicates(grad)
     # Hide the number of rows from Keras, which mistakes a gradient with one row
     # for the gradient of a bias.
     i, g = map(_hide_length, (grad.indices, grad.values))
