@@ -375,7 +375,12 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
     )
 
   def _perform(self, call: flow.Call) -> Any:
-    """Checks the call, creates the slots if needed, and does the step."""
+    """Checks the call, and does the step."""
+    with self._parts.checks.one_user():
+      return self._perform_alone(call)
+
+  def _perform_alone(self, call: flow.Call) -> Any:
+    """Performs a call while no other thread uses the optimizer."""
     opt = self._encapsulated.optimizer
     checks, step = self._components.checks, self._components.step
     checks.check_place()

@@ -1,7 +1,9 @@
 """Checks that run before a step: where it runs, and whether workers agree."""
 
+import contextlib
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -23,6 +25,9 @@ class StepChecks:
     self.groups: groups_lib.Groups = context.engine.groups
     self._context = context
     self._name = context.settings.name
+    # The users of this optimizer whose calls have not returned yet; one entry
+    # for each replica.
+    self._users: list[Any] = []
     if tf.distribute.has_strategy():
       self._check_strategy()
     # On one replica, the optimizer may have been loaded only for inference,
@@ -51,6 +56,28 @@ class StepChecks:
         " updates would run in no defined order. Call `strategy.run` inside a"
         " tf.function."
       )
+
+  @contextlib.contextmanager
+  def one_user(self) -> Iterator[None]:
+    """Raises an error if another thread is in this context at the same time.
+
+    A call of a `tf.function` that is already traced runs no Python, so it is
+    not in this context.
+    """
+    thread = threading.current_thread()
+    # MirroredStrategy starts a thread for each replica. The threads of one call
+    # of `strategy.run` share a coordinator.
+    user = getattr(thread, "coord", thread)
+    self._users.append(user)
+    try:
+      if any(other is not user for other in [*self._users]):
+        raise RuntimeError(
+          f"Two threads called {self._name} at the same time. Give each thread"
+          " its own model and optimizer, or let one thread wait for the other."
+        )
+      yield
+    finally:
+      self._users.remove(user)
 
   def check_variables(self, variables: Sequence[Any]) -> None:
     """Raises `ValueError` for a variable that a step cannot update.
