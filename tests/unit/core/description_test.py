@@ -338,6 +338,28 @@ class TestTables:
     assert "tf_cross_shard.layers.Embedding" in note
     assert "by batch" in str(described)
 
+  @pytest.mark.parametrize("name", ["global_clipnorm", "clipnorm", "clipvalue"])
+  @training.in_both
+  def test_tables_that_opt_clips(self, which: str, name: str) -> None:
+    """Keras 3 makes gradients dense when it clips them by their global norm."""
+    library, package = training.KERASES[which]
+    table = testbed.variable(np.ones([5, 2]), "embeddings", library)
+    optimizer = package.CrossShardOptimizer(
+      library.optimizers.Adam(0.1, **{name: 0.5})
+    )
+    optimizer.build([table])
+
+    @tf.function(autograph=False)
+    def step() -> None:
+      rows = tf.IndexedSlices(tf.ones([1, 2]), [3], [5, 2])
+      optimizer.apply_gradients([(rows, table)])
+
+    graph = step.get_concrete_function().graph.as_graph_def()
+    [row] = optimizer.describe().rows()
+    has_kernel = any(node.op == "ResourceApplyAdam" for node in graph.node)
+    assert has_kernel == (row["updated_by"] == "ResourceApplyAdam")
+    assert has_kernel == (which == "keras" and name == "global_clipnorm")
+
   @training.in_both
   def test_the_remedy_helps(self, which: str) -> None:
     for options in ({"lazy_rows": True}, {"opt": "Adagrad"}):

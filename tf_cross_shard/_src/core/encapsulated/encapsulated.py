@@ -45,6 +45,9 @@ class Encapsulated(abc.ABC):
   # The names of two private methods, which differ between the Keras versions.
   _decay_method: str
   _clip_method: str
+  # Whether Keras' clipping by `global_clipnorm` makes row-sparse gradients
+  # dense.
+  _is_dense_after_norm: bool
   # The name of the dictionary that maps a variable's key to its index.
   _index_attribute: str
 
@@ -277,6 +280,12 @@ class Encapsulated(abc.ABC):
       self.innermost,
       **{self._clip_method: functools.partial(clip, self.innermost)},
     )
+
+  @property
+  def clips_to_dense(self) -> bool:
+    """Whether Keras' clipping makes row-sparse gradients dense."""
+    limit = getattr(self.innermost, "global_clipnorm", None) or 0.0
+    return bool(self._is_dense_after_norm and limit > 0)
 
   @property
   def is_called_by_loss_scaler(self) -> bool:

@@ -30,6 +30,7 @@ class Keras3Optimizer(encapsulated.Encapsulated):
 
   _decay_method = "_apply_weight_decay"
   _clip_method = "_clip_gradients"
+  _is_dense_after_norm = True
   _index_attribute = "_trainable_variables_indices"
 
   def _make_state(self) -> "Keras3State":

@@ -32,6 +32,7 @@ class TfKerasOptimizer(encapsulated.Encapsulated):
 
   _decay_method = "_apply_weight_decay"
   _clip_method = "_clip_gradients"
+  _is_dense_after_norm = False
   _index_attribute = "_index_dict"
   # The methods that compute gradients. The first method calls the others.
   _gradient_methods: tuple[str, ...] = ("compute_gradients",)

@@ -129,6 +129,17 @@ class Tables(context_lib.Stage):
     del variable
     return False
 
+  def clips_to_dense(self, variables: Sequence[Any]) -> bool:
+    """Returns whether clipping by `opt` makes all row-sparse sums dense.
+
+    `variables` are those of a step. In some steps, `apply` clips instead of
+    Keras, and keeps the sums row-sparse.
+    """
+    is_clipped_here = _has_several_dtypes(variables) or any(
+      map(self.is_by_rows, variables)
+    )
+    return self.encapsulated.clips_to_dense and not is_clipped_here
+
   def own(self, variables: Sequence[Any]) -> None:
     """Prepares for variables that are divided among the members."""
     del variables
@@ -160,11 +171,10 @@ class Tables(context_lib.Stage):
     Keras cannot clip gradients of different dtypes by one norm. So they are
     clipped here.
     """
-    dtypes = {total.dtype for total in sums if total is not None}
-    is_mixed = len(dtypes) > 1 and self.encapsulated.innermost.global_clipnorm
+    is_mixed = _has_several_dtypes([s for s in sums if s is not None])
     with (
       self.encapsulated.clipping_by(_clip_by_limits_of_opt)
-      if is_mixed
+      if is_mixed and self.encapsulated.innermost.global_clipnorm
       else contextlib.nullcontext()
     ):
       apply_once(sums, variables)
@@ -357,6 +367,11 @@ def make(context: context_lib.Context) -> Tables:
   elif not is_exact(context.encapsulated.innermost):
     return OwnedTables(context)
   return RowTables(context)
+
+
+def _has_several_dtypes(values: Sequence[Any]) -> bool:
+  """Returns whether gradients or variables have different dtypes."""
+  return len({tf.as_dtype(value.dtype) for value in values}) > 1
 
 
 def _clip_by_limits_of_opt(

@@ -168,6 +168,8 @@ class Update(context_lib.Stage, abc.ABC):
       in_function=True,
     )
     natives = list(map(variables_lib.native, variables))
+    if self._tables.clips_to_dense(variables):
+      are_sparse = [False] * len(variables)
     by_rows = fused_update.Way("rows", "only the rows in the batch")
     value = fused_update.Way("assign", "the gradient is the next value")
     return [
