@@ -3,8 +3,9 @@
     python tools/fuzz.py --seeds=500 --start=1000
     python tools/fuzz.py --seeds=500 --start=1000 --workers
 
-Prints each program that does not end as it must, and how. To repeat it, give
-its seed as the start. With --workers, two processes train the programs. With
+Prints each program that does not end as it must, and how. Also compares what
+`optimizer.describe()` says with the graph of each traced step. To repeat
+a program, give its seed as the start. With --workers, two processes train the programs. With
 TF_USE_LEGACY_KERAS=1 it tries tf_keras.
 """
 

@@ -14,8 +14,9 @@ from unittest import mock
 import numpy as np
 import tensorflow as tf
 
-from tests.support import testbed, training
+from tests.support import described_steps, testbed, training
 from tf_cross_shard import CrossShardOptimizer, replica_state, schedules
+from tf_cross_shard._src.core import parts, variables
 from tf_cross_shard._src.core.collectives import mirrored
 from tf_cross_shard._src.core.gradients import packing
 
@@ -328,6 +329,19 @@ class Model(tf.keras.Model):
       self.values.append(value)
     self.trained = self.known[: -1 if program.is_partial else None]
 
+  @property
+  def gradients(self) -> dict[int, bool]:
+    """The `id`s of variables with gradients, and whether these are of rows.
+
+    This is False for an `Embedding`, because the optimizer knows its weights.
+    """
+    kinds = dict(zip(map(id, self.values), self.kinds, strict=True))
+    return {
+      id(variables.native(variable)): kinds.get(id(variable)) in _SPARSE
+      for variable in self.trained
+      if kinds.get(id(variable)) != "unused"
+    }
+
   def _variable(self, start: tf.Tensor, name: str, program: Program) -> Any:
     """A variable of TensorFlow or of Keras."""
     if program.is_raw:
@@ -480,7 +494,12 @@ def train(
     mock.patch.object(packing, "BUCKET_BYTES", program.bucket_bytes),
   ):
     path = (folder or pathlib.Path(own_folder)) / f"state_{program.seed}"
-    model, optimizer = _train(program, strategy, path)
+    with described_steps.recorded() as functions:
+      model, optimizer = _train(program, strategy, path)
+  step = parts.step_of(optimizer)
+  for function in functions:
+    if function.step is step:
+      described_steps.check(function, model.gradients)
   values = [
     testbed.copies(variable)
     for variable in [*model.known, *testbed.variables_of(optimizer)]
