@@ -17,6 +17,8 @@ longer, most of it for the case "one by one" with its 1,000 collectives;
     training    forward pass, backward pass, reduction and update of a dense
                 network
     soak        threads and resident memory over many training steps
+    watch       what it costs to watch for stuck workers; runs only if you name
+                it: --parts=watch --steps=50
 
 --sweep compares bucket sizes and numbers of chains; those in use are in
 collectives/multi_worker.py. multi_worker_peers.py measures PyTorch and Horovod
@@ -76,6 +78,7 @@ SINGLE, NOTHING = "one by one", "nothing reduced"
 FOUR, ACCUMULATED = f"{OURS}, four batches", f"{OURS}, four in a window"
 _WINDOW = 4
 _SMALL = "2 MB in 1,000 tensors"
+_UNWATCHED = f"{OURS}, not watched"
 # By case: the baseline, and the largest ratio to it that meets the goal.
 _GOALS = {OURS: (KERAS, 1.0), BFLOAT16: (KERAS, 0.65)}
 _GOALS_OF_SMALL = {OURS: (SINGLE, 0.2)}
@@ -177,6 +180,31 @@ def measure_reduction(
     for case, (reducer, groups) in reducers.items()
   }
   return _measure(strategy, part, steps, baselines=[KERAS, SINGLE])
+
+
+def measure_watch(strategy: tf.distribute.Strategy) -> list[timing.Row]:
+  """Measures reductions with and without `stall_watch`."""
+  engine = collectives.for_strategy(strategy)
+  assert isinstance(engine, engines.MultiWorker)
+  rows: list[timing.Row] = []
+  for part, (tensors, size) in {
+    "4 kB in one tensor": (1, 1000),
+    _SMALL: peers.BUFFERS[_SMALL],
+  }.items():
+    grads = Gradients(tensors, size, _replica(strategy))
+    steps = {}
+    for case, watch in (
+      (OURS, engine._collectives._watch),
+      (_UNWATCHED, None),
+    ):
+      with mock.patch.object(engine._collectives, "_watch", watch):
+        steps[case] = grads.step(
+          strategy,
+          lambda grads: wire_lib.Wire(engine, None).sum(grads)[0],
+          engine.groups,
+        )
+    rows += _measure(strategy, part, steps, baselines=[_UNWATCHED])
+  return rows
 
 
 def measure_sweep(strategy: tf.distribute.Strategy) -> list[timing.Row]:
@@ -342,6 +370,8 @@ def work() -> dict[str, Any]:
       training_steps(strategy),
       baselines=[KERAS, FOUR],
     )
+  if "watch" in _PARTS.value:
+    rows += measure_watch(strategy)
   missed = missed_goals(rows)
   if rows:
     _say(strategy, "\n" + ("\n".join(missed) or "All goals are met."))
