@@ -289,8 +289,9 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
       1 graph, the operation that takes the step.
 
     Raises:
-      RuntimeError: If you call it in the cross-replica context, or under
-        a different strategy from the one in which it was created.
+      RuntimeError: If you call it in the cross-replica context, under
+        a different strategy from the one in which it was created, or in two
+        threads at once.
       ValueError: If `grads_and_vars` is empty or malformed.
       TypeError: If `grads_and_vars` contains something that is not a variable,
         or if `global_step` is not an integer variable.
