@@ -1,18 +1,21 @@
 """The training programs that `preemptions.py` kills.
 
-    python tools/preemption_programs.py FOLDER PROGRAM WORKER WORKERS
-
-Trains one worker of a program, which resumes from its backup if there is one.
-It appends events with their times to the file `log_<worker>` in the folder, as
-JSON lines `[time, kind, ...]`, and writes the final state to `end.npz`.
+`train` is one worker of a program, and resumes from its backup if there is one.
+It appends events with their times to the file `log_<worker>` in a folder, as
+JSON lines `[time, kind, ...]`. It writes the metrics of each epoch to
+`history_<worker>`, and the final state to `end.npz`.
 """
 
 import dataclasses
 import json
 import pathlib
-import sys
 import time
+from collections.abc import Mapping
 from typing import Any
+
+import failing_storage
+
+from tests.support import fit_outcome, forking
 
 # `preemptions.py` imports this file for the names of the programs. So only the
 # functions that train import TensorFlow.
@@ -21,7 +24,7 @@ EPOCHS, STEPS = 4, 40  # Of each `fit`.
 ROWS = 50  # Of the embedding table.
 # Seconds to wait after each batch. Without the pause nearly all of the time
 # would be spent in starting, and few signals would hit training.
-PAUSE = 0.02
+PAUSE = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Program:
     options: The arguments of CrossShardOptimizer.
     backup: The arguments of BackupAndRestore.
     search: "halving", "population", or "" for callbacks of groups.
+    patience: The `patience` of GroupEarlyStopping. With 0, each group stops
+      in another epoch.
     has_table: Whether the model has an embedding table.
     has_limits: Whether each group has its own `clipnorm`.
     on_workers: Whether it also runs on several workers.
@@ -40,6 +45,7 @@ class Program:
   options: dict[str, Any] = dataclasses.field(default_factory=dict)
   backup: dict[str, Any] = dataclasses.field(default_factory=dict)
   search: str = ""
+  patience: int = 9
   has_table: bool = False
   has_limits: bool = False
   on_workers: bool = True
@@ -55,6 +61,11 @@ PROGRAMS = {
     {"every": 11},
     has_limits=True,
   ),
+  "windows_of_shards": Program(
+    {"accumulate_steps": 2, "shard_update": True},
+    {"every": 6, "every_seconds": 0.2},
+  ),
+  "early_stopping": Program({}, {"every": 13}, patience=0),
   "halving": Program({}, {"every": 9}, search="halving", on_workers=False),
   "population": Program(
     {}, {"every": 9}, search="population", on_workers=False
@@ -62,10 +73,26 @@ PROGRAMS = {
 }
 
 
-def main() -> None:
-  """Trains one worker."""
-  folder, name = pathlib.Path(sys.argv[1]), sys.argv[2]
-  worker, workers = map(int, sys.argv[3:])
+def train(
+  folder: pathlib.Path,
+  name: str,
+  worker: int,
+  storage: str,
+  output: pathlib.Path,
+  environment: Mapping[str, str],
+) -> None:
+  """Trains one worker, in a process that was forked for it.
+
+  Args:
+    folder: The folder of the logs and of the final state.
+    name: The name of the program.
+    worker: The number of this worker.
+    storage: The folder or URL of backups, best weights and trials.
+    output: The file for stdout and stderr.
+    environment: Environment variables to set. TF_CONFIG names the workers.
+  """
+  forking.prepare(output, environment)
+  failing_storage.act_as_server(storage)
   program = PROGRAMS[name]
   import numpy as np
   import tensorflow as tf
@@ -82,26 +109,27 @@ def main() -> None:
   def note(*what: Any) -> None:
     print(json.dumps([time.time(), *what]), file=log)
 
-  if workers == 1:
+  if not environment:
     strategy, groups = local_strategy(4), [[0, 2], [1, 3]]
   else:
     strategy = multi_worker.MultiWorkerStrategy()
+    workers = strategy.num_replicas_in_sync
     # Only members of one group divide weights. So pairs train together.
     size = 2 if program.options.get("shard_update") else 1
     groups = np.arange(workers).reshape(-1, size).tolist()
-  note("imported")
+  note("started")
   tf.keras.utils.set_random_seed(1)
   x, y = make_data(program)
   with strategy.scope():
     model = make_model(program, groups)
   backup = callbacks.BackupAndRestore(
-    folder / "backup",
+    f"{storage}/backup",
     # The process may be killed after `fit` and before the final state is saved.
     delete_checkpoint=False,
     on_preemption=True,
     **program.backup,
   )
-  epochs, extra = make_callbacks(program, folder, model.optimizer.groups)
+  epochs, extra = make_callbacks(program, storage, model.optimizer.groups)
   data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
   sharding = tf.data.Options()
   sharding.experimental_distribute.auto_shard_policy = (
@@ -115,6 +143,7 @@ def main() -> None:
       callbacks.GroupMetrics((x[:8], -y[:8])),
       *extra.values(),
       make_log(note, backup),
+      fit_outcome.history(folder / f"history_{worker}"),
       backup,
       # Comes after the backup callback, which restores the backup.
       tf.keras.callbacks.LambdaCallback(
@@ -175,7 +204,7 @@ def make_model(program: Program, groups: list[list[int]]) -> Any:
 
 
 def make_callbacks(
-  program: Program, folder: pathlib.Path, groups: Any
+  program: Program, storage: str, groups: Any
 ) -> tuple[int, dict[str, Any]]:
   """Returns the number of epochs, and the program's callbacks by name."""
   from tf_cross_shard import callbacks, trials
@@ -184,7 +213,7 @@ def make_callbacks(
     table = trials.Table(
       [{"learning_rate": 0.1 / 2**i} for i in range(4)], groups
     )
-    search = callbacks.Halving(table, folder / "trials", epochs=2, factor=2)
+    search = callbacks.Halving(table, f"{storage}/trials", epochs=2, factor=2)
     return search.total_epochs, {"search": search}
   if program.search == "population":
     explore = {"learning_rate": [0.8, 1.25]}
@@ -192,17 +221,17 @@ def make_callbacks(
     return EPOCHS, {"search": population}
   return EPOCHS, {
     "reduce": callbacks.GroupReduceLROnPlateau(factor=0.5, patience=1),
-    "stop": callbacks.GroupEarlyStopping(patience=9),
-    "best": callbacks.GroupCheckpoint(folder / "best.npz"),
+    "stop": callbacks.GroupEarlyStopping(patience=program.patience),
+    "best": callbacks.GroupCheckpoint(f"{storage}/best.npz"),
   }
 
 
 def make_log(note: Any, backup: Any) -> Any:
-  """Returns a callback that logs trained batches and metrics of epochs."""
+  """Returns a callback that logs each batch, trained or skipped."""
   import tensorflow as tf
 
   class Log(tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """Logs each batch that is trained or skipped, and the metrics of epochs."""
+    """Logs each batch."""
 
     epoch = 0
 
@@ -214,11 +243,4 @@ def make_log(note: Any, backup: Any) -> Any:
       note(kind, self.epoch * STEPS + batch)
       time.sleep(0.0 if backup.is_skipping_batches else PAUSE)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-      note("epoch", epoch, {k: float(v).hex() for k, v in logs.items()})
-
   return Log()
-
-
-if __name__ == "__main__":
-  main()

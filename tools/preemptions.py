@@ -3,6 +3,7 @@
     python tools/preemptions.py --kills=20 --seed=1
     python tools/preemptions.py --kills=20 --seed=1 --workers=2
     python tools/preemptions.py --kills=20 --seed=1 --programs=rows,halving
+    sudo python tools/preemptions.py --kills=20 --seed=1 --faults
 
 Each `fit` is of a random program of `preemption_programs.py`. The program is
 started, killed and started again until its `fit` is complete, and the next
@@ -12,10 +13,16 @@ continues after at most three seconds, which does not count as a kill. About
 a quarter of the signals hit the program before its first batch. A `fit` that
 ends before its signal does not count as a kill.
 
+With `--faults`, half of the signals are replaced by faults of the storage that
+holds the backups; see `failing_storage.py`. A fault ends after at most three
+seconds. It may end the program with an error that names the storage.
+
 Every `fit` must end with the same history, weights, slots and best weights as
 an undisturbed `fit` of the same program, exactly. The tool prints how many
-batches each kind of signal lost, and how long it took to resume. It exits with
-1 if a `fit` ended differently. It needs Linux.
+batches each kind of signal lost, and how long it took to resume. This time
+does not include the imports: each process is forked from a server that has
+imported TensorFlow. The tool exits with 1 if a `fit` ended differently. It
+needs Linux.
 """
 
 import argparse
@@ -25,23 +32,27 @@ import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 sys.path.insert(0, str(pathlib.Path(__file__).absolute().parent.parent))
 
+import failing_storage
 import preemption_programs as programs
 
+from tests.support import fit_outcome, forking
 from tf_cross_shard_cli import launch
 
-STOP = 3.0  # Seconds at most from SIGSTOP to SIGCONT.
+SIGNALS = ["SIGTERM", "SIGKILL", "SIGSTOP"]
+PAUSE = 3.0  # Seconds at most from SIGSTOP to SIGCONT, and of a fault.
 LIMIT = 300.0  # Seconds until a process is killed as hung.
 
 
@@ -50,18 +61,18 @@ LIMIT = 300.0  # Seconds until a process is killed as hung.
 
 @dataclasses.dataclass(frozen=True)
 class Signal:
-  """A signal to one worker, and when to send it.
+  """A signal to one worker or a fault of the storage, and when it happens.
 
   Attributes:
-    number: SIGTERM, SIGKILL or SIGSTOP.
+    name: The name of the signal or fault.
     worker: The number of the worker.
     after_start: Seconds from the start of the workers to the signal.
     after_batch: Seconds from the first batch to the signal, instead of
       `after_start`; None for `after_start`.
-    pause: Seconds from SIGSTOP to SIGCONT.
+    pause: Seconds from SIGSTOP to SIGCONT, or to the end of a fault.
   """
 
-  number: signal.Signals
+  name: str
   worker: int
   after_start: float
   after_batch: float | None
@@ -76,19 +87,27 @@ class Run:
     began: The time at which they were started.
     codes: Their exit codes.
     log: What the first worker logged in this run.
+    outputs: What each worker printed.
+    is_hit: Whether the workers ran when the signal or fault came.
     name: The name of the signal that ended it.
   """
 
   began: float
   codes: list[int]
   log: list[Any]
+  outputs: list[str]
+  is_hit: bool
   name = ""
 
-  def is_killed_by(self, sent: Signal) -> bool:
-    """Returns whether the worker's exit code is that of the signal."""
+  def is_ended_by(self, sent: Signal, storage: str) -> bool:
+    """Returns whether the workers ended as the signal or fault ends them."""
+    if sent.name not in SIGNALS:
+      # The error of one worker ends the others in several ways.
+      error = rf"Error\b.*{re.escape(storage)}"
+      return any(re.search(error, output) for output in self.outputs)
     # On SIGTERM, BackupAndRestore ends the process with 143 when it is ready.
-    codes = {signal.SIGTERM: {-15, 143}, signal.SIGKILL: {-9}}
-    return self.codes[sent.worker] in codes.get(sent.number, set())
+    codes = {"SIGTERM": {-15, 143}, "SIGKILL": {-9}}
+    return self.codes[sent.worker] in codes.get(sent.name, set())
 
   def first(self, kind: str) -> float | None:
     """Returns the seconds from the start to the first event of a kind."""
@@ -113,6 +132,7 @@ def _log(folder: pathlib.Path, worker: int = 0) -> list[Any]:
 
 def start(
   folder: pathlib.Path,
+  storage: str,
   program: str,
   workers: int,
   sent: Signal | None,
@@ -121,35 +141,28 @@ def start(
 
   Args:
     folder: The folder of this `fit`.
+    storage: The path or URL of the storage of backups.
     program: The name of the program.
     workers: The number of workers.
-    sent: The signal to send; None to send no signal.
+    sent: The signal or fault; None for no signal.
   """
   environments = launch.cluster(workers) if workers > 1 else [{}]
   known, began = len(_log(folder)), time.time()
-  command = [sys.executable, programs.__file__, str(folder), program]
-  processes = []
-  for i, environment in enumerate(environments):
-    with (folder / f"output_{i}").open("a") as output:
-      processes.append(
-        subprocess.Popen(
-          [*command, str(i), str(workers)],
-          env={**os.environ, **environment},
-          stdout=output,
-          stderr=output,
-        )
-      )
+  outputs = [folder / f"output_{began:.2f}_{i}" for i in range(workers)]
+  processes: list[forking.Process] = []
+  is_hit = False
   with launch.killed_at_end(processes):
+    for i, environment in enumerate(environments):
+      arguments = folder, program, i, storage, outputs[i], environment
+      processes.append(forking.Process(programs.train, *arguments))
     if sent is not None:
-      process = processes[sent.worker]
-      while process.poll() is None and not _is_due(
+      while processes[sent.worker].poll() is None and not _is_due(
         sent, began, _log(folder)[known:]
       ):
         time.sleep(0.01)
-      process.send_signal(sent.number)
-      if sent.number == signal.SIGSTOP:
-        time.sleep(sent.pause)
-        process.send_signal(signal.SIGCONT)
+      is_hit = processes[sent.worker].poll() is None
+      if is_hit:
+        _send(sent, processes, folder)
     launch.wait(dict(enumerate(processes)), LIMIT, grace=LIMIT)
     codes = [process.poll() for process in processes]
   if None in codes:
@@ -157,7 +170,24 @@ def start(
       f"Processes did not end within {LIMIT:.0f} s; their exit codes are"
       f" {codes}. See output_* in {folder}."
     )
-  return Run(began, codes, _log(folder)[known:])
+  texts = [p.read_text() if p.exists() else "" for p in outputs]
+  return Run(began, codes, _log(folder)[known:], texts, is_hit)
+
+
+def _send(
+  sent: Signal, processes: list[forking.Process], folder: pathlib.Path
+) -> None:
+  """Sends a signal, or lets the storage of a `fit` fail for a while."""
+  process, waited = processes[sent.worker], dict(enumerate(processes))
+  if sent.name not in SIGNALS:
+    rng = random.Random(sent.pause)
+    with failing_storage.failing(sent.name, folder / "storage", rng):
+      launch.wait(waited, sent.pause, grace=sent.pause)
+    return
+  process.send_signal(signal.Signals[sent.name])
+  if sent.name == "SIGSTOP":
+    time.sleep(sent.pause)
+    process.send_signal(signal.SIGCONT)
 
 
 def _is_due(sent: Signal, began: float, log: list[Any]) -> bool:
@@ -172,22 +202,10 @@ def _is_due(sent: Signal, began: float, log: list[Any]) -> bool:
 
 
 def outcome(folder: pathlib.Path) -> dict[str, Any]:
-  """Returns history and final state, as bytes.
-
-  An epoch that was trained twice must have the same metrics both times.
-  """
-  import numpy as np
-
-  result: dict[str, Any] = {}
-  for _, kind, *rest in _log(folder):
-    if kind == "epoch":
-      assert result.setdefault(f"epoch {rest[0]}", rest[1]) == rest[1], rest
-    if kind == "end":
-      result["end"] = rest
-  for path in sorted(folder.glob("*.npz")):
-    with np.load(path) as file:
-      result |= {f"{path.stem}/{key}": file[key].tobytes() for key in file}
-  return result
+  """Returns the history, the final state and the best weights, as bytes."""
+  ends = [rest for _, kind, *rest in _log(folder) if kind == "end"]
+  found = fit_outcome.of(folder) | fit_outcome.of(folder / "storage")
+  return {**found, "end": ends[-1]}
 
 
 def _show(name: str, values: list[float], unit: str) -> None:
@@ -218,6 +236,9 @@ def main() -> int:
     type=lambda names: names.split(","),
     default=list(programs.PROGRAMS),
     help="the programs to draw from, separated by commas",
+  )
+  parser.add_argument(
+    "--faults", action="store_true", help="let the storage fail as well"
   )
   given = parser.parse_args()
   rng = random.Random(given.seed)
@@ -272,18 +293,23 @@ class Counts:
   """The results of all fits so far.
 
   Attributes:
-    kills: How many processes were killed.
-    stops: How many processes were stopped and continued.
+    sent: How often each signal or fault hit a running program.
+    ended: How often each signal or fault ended a program.
     wrong: How many fits or processes ended differently.
     lost: The batches that each kill lost, by the name of the signal.
     resuming: Seconds from a start to what was reached, by its name.
   """
 
-  kills: int = 0
-  stops: int = 0
+  sent: Counter[str] = dataclasses.field(default_factory=Counter)
+  ended: Counter[str] = dataclasses.field(default_factory=Counter)
   wrong: int = 0
   lost: dict[str, list[float]] = dataclasses.field(default_factory=dict)
   resuming: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+
+  @property
+  def kills(self) -> int:
+    """How many processes were killed."""
+    return self.ended["SIGTERM"] + self.ended["SIGKILL"]
 
 
 def train_undisturbed(
@@ -292,8 +318,9 @@ def train_undisturbed(
   """Runs a program until its end, without signals."""
   folder = home / f"undisturbed_{program}"
   folder.mkdir()
-  run = start(folder, program, workers, None)
-  assert not any(run.codes), (folder / "output_0").read_text()
+  with failing_storage.create("folder", folder / "storage") as storage:
+    run = start(folder, storage, program, workers, None)
+  assert not any(run.codes), run.outputs
   starting = run.first("trained") or 0.0
   training = (run.first("end") or 0.0) - starting
   print(
@@ -313,41 +340,39 @@ def fit(
   total: Counts,
 ) -> None:
   """Starts and kills a program until its `fit` is complete, and counts."""
+  kind = rng.choice(["disk", "server"]) if given.faults else "folder"
   before = None  # The last run that trained and was killed.
-  while True:
-    part = 1.0  # Of the batches, that are left to train.
-    if before is not None:
-      part = max(0.0, 1 - before.trained[-1] / right.batches)
-    drawn = draw(rng, right, part, given.workers)
-    # When enough processes were killed, the last `fit` runs to its end.
-    sent = drawn if total.kills < given.kills else None
-    run = start(folder, program, given.workers, sent)
-    if before is not None and run.trained:
-      batches = before.trained[-1] + 1 - run.trained[0]
-      total.lost.setdefault(before.name, []).append(batches)
-      begun = run.first("imported"), run.first("restored"), run.first("trained")
-      for name, seconds in zip(
-        ("imports", "restored backup", "next batch"), begun, strict=True
-      ):
-        total.resuming.setdefault(name, []).append(seconds or 0.0)
-    total.stops += sent is not None and sent.number == signal.SIGSTOP
-    if not any(run.codes):
-      break
-    if sent is None or not run.is_killed_by(sent):
-      total.wrong += 1
-      print(f"WRONG exit codes {run.codes} after {sent}; see {folder}")
-      if total.wrong > 20:
-        raise RuntimeError("More than 20 runs ended wrongly.")
-      continue
-    total.kills += 1
-    print(
-      f"{total.kills}: {sent.number.name} to worker {sent.worker}, exit codes"
-      f" {run.codes}, after batch {run.trained[-1] if run.trained else None}",
-      flush=True,
-    )
-    if run.trained:
-      run.name, before = sent.number.name, run
-  found = outcome(folder)
+  with failing_storage.create(kind, folder / "storage") as storage:
+    while True:
+      part = 1.0  # Of the batches, that are left to train.
+      if before is not None:
+        part = max(0.0, 1 - before.trained[-1] / right.batches)
+      faults = failing_storage.FAULTS[kind]
+      drawn = draw(rng, right, part, given.workers, faults)
+      # When enough processes were killed, the last `fit` runs to its end.
+      sent = drawn if total.kills < given.kills else None
+      run = start(folder, storage, program, given.workers, sent)
+      if before is not None and run.trained:
+        _count_resumed(before, run, total)
+      if run.is_hit and sent is not None:
+        total.sent[sent.name] += 1
+      if not any(run.codes):
+        break
+      if sent is None or not run.is_ended_by(sent, storage):
+        total.wrong += 1
+        print(f"WRONG exit codes {run.codes} after {sent}; see {folder}")
+        if total.wrong > 20:
+          raise RuntimeError("More than 20 runs ended wrongly.")
+        continue
+      total.ended[sent.name] += 1
+      print(
+        f"{total.kills}: {sent.name} to worker {sent.worker}, exit codes"
+        f" {run.codes}, after batch {run.trained[-1] if run.trained else None}",
+        flush=True,
+      )
+      if run.trained:
+        run.name, before = sent.name, run
+    found = outcome(folder)
   keys = right.outcome.keys() | found.keys()
   odd = [k for k in sorted(keys) if found.get(k) != right.outcome.get(k)]
   if odd:
@@ -355,31 +380,45 @@ def fit(
     print(f"WRONG {odd[:5]}; see {folder}")
 
 
+def _count_resumed(before: Run, run: Run, total: Counts) -> None:
+  """Counts the lost batches and the seconds, of a run that resumed."""
+  batches = before.trained[-1] + 1 - run.trained[0]
+  total.lost.setdefault(before.name, []).append(batches)
+  for name, kind in (
+    ("restored backup", "restored"),
+    ("next batch", "trained"),
+  ):
+    total.resuming.setdefault(name, []).append(run.first(kind) or 0.0)
+
+
 def draw(
-  rng: random.Random, right: Undisturbed, part: float, workers: int
+  rng: random.Random,
+  right: Undisturbed,
+  part: float,
+  workers: int,
+  faults: list[str],
 ) -> Signal:
   """Draws a signal and its moment.
 
   A quarter of the signals come before the first batch. The others come within
   the time that the rest of the training should take, a `part` of the whole.
+  If the storage has faults, half of the signals are faults.
   """
-  kinds = [signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP]
   is_early = rng.random() < 0.25
   return Signal(
-    number=rng.choice(kinds),
+    name=rng.choice(faults if faults and rng.random() < 0.5 else SIGNALS),
     worker=rng.randrange(workers),
     after_start=rng.uniform(0, right.starting),
     after_batch=None if is_early else rng.uniform(0, right.training * part),
-    pause=rng.uniform(0, STOP),
+    pause=rng.uniform(0, PAUSE),
   )
 
 
 def show(total: Counts, fits: int) -> None:
   """Prints the table of results."""
-  print(
-    f"{total.kills} kills and {total.stops} stops in {fits} fits;"
-    f" {total.wrong} ended differently"
-  )
+  print(f"{total.kills} kills in {fits} fits; {total.wrong} ended differently")
+  for name, count in sorted(total.sent.items()):
+    print(f"{name}: {count} times; ended the program {total.ended[name]} times")
   for name, batches in sorted(total.lost.items()):
     _show(f"lost by {name}", batches, "batches")
   for name, seconds in total.resuming.items():

@@ -1,11 +1,5 @@
-"""Runs a `fit` in another process, which is killed at a given place.
+"""Runs a `fit` in another process, which is killed at a given place."""
 
-A server of processes imports this file once, and forks: no test waits for
-TensorFlow to be imported again. It has no device before a child makes one.
-"""
-
-import json
-import multiprocessing
 import os
 import pathlib
 import signal
@@ -14,9 +8,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tests.support import logical_devices
+from tests.support import fit_outcome, forking, logical_devices
 from tf_cross_shard import CrossShardOptimizer, callbacks, schedules
 from tf_cross_shard._src.core.variables import native
+from tf_cross_shard_cli import launch
 
 EPOCHS, STEPS = 5, 4
 GROUPS = [[0], [1]]
@@ -48,19 +43,6 @@ class _Kill(tf.keras.callbacks.Callback):  # type: ignore[misc]
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     if self._at == (epoch, self._kind):
       os.kill(os.getpid(), self._number)
-
-
-class _History(tf.keras.callbacks.Callback):  # type: ignore[misc]
-  """Appends the logs of each epoch to a file."""
-
-  def __init__(self, path: pathlib.Path) -> None:
-    super().__init__()
-    self._path = path
-
-  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-    numbers = {name: float(value).hex() for name, value in logs.items()}
-    with self._path.open("a") as file:
-      print(json.dumps([epoch, numbers]), file=file)
 
 
 def _train(
@@ -107,7 +89,7 @@ def _train(
     verbose=0,
     callbacks=[
       callbacks.GroupMetrics((x[:8], -y[:8])),
-      *(lower, stop, other, keep, _History(folder / "history")),
+      *(lower, stop, other, keep, fit_outcome.history(folder / "history")),
       _Kill("checkpoint", at, number),
       callbacks.BackupAndRestore(
         folder / "backup", every=every, on_preemption=True
@@ -140,14 +122,11 @@ def run(
   every: int | str = "epoch",
 ) -> int:
   """Trains in another process; returns its exit code."""
-  processes = multiprocessing.get_context("forkserver")
-  processes.set_forkserver_preload([__name__])
-  process = processes.Process(
-    target=_train, args=(folder, at, patience, min_delta, number, every)
+  process = forking.Process(
+    *(_train, folder, at, patience, min_delta, number, every)
   )
-  process.start()
-  process.join(300)
-  process.kill()
-  process.join()
-  assert process.exitcode is not None
-  return process.exitcode
+  with launch.killed_at_end([process]):
+    assert launch.wait({0: process}, 300), "The fit did not end in 300 s."
+  code = process.poll()
+  assert code is not None
+  return code

@@ -4,7 +4,6 @@ import os
 import pathlib
 import pickle
 import runpy
-import sys
 import time
 import unittest.mock
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy
 
 from tests.support import (
+  forking,
   logical_devices,
   mixed_precision,
   multi_worker_cases,
@@ -218,14 +218,7 @@ def run(
 ) -> None:
   """Runs a task: its output goes to PLACE.log, its result to PLACE.out."""
   given = pathlib.Path(place)
-  with given.with_suffix(".log").open("wb", buffering=0) as log:
-    for stream in (sys.stdout, sys.stderr):
-      stream.flush()
-      os.dup2(log.fileno(), stream.fileno())
-  # The server is silent if it cannot import a module.
-  assert "tests.support.multi_worker_imports" in sys.modules
-  os.environ.pop("TF_CONFIG", None)
-  os.environ.update(environment)
+  forking.prepare(given.with_suffix(".log"), environment)
   tf.get_logger().setLevel("ERROR")
   result = TASKS[task](**arguments)
   part = given.with_suffix(".part")

@@ -1,28 +1,19 @@
-"""Forks processes that train together, and ends every one of them.
-
-To start a process that imports TensorFlow takes seconds. So one server process
-imports it once, makes no device, and is forked for each worker.
-"""
+"""Forks processes that train together, and ends every one of them."""
 
 import contextlib
 import dataclasses
-import multiprocessing
 import os
 import pathlib
 import pickle
-import sys
 import tempfile
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.support import multi_worker_tasks
+from tests.support import forking, multi_worker_tasks
 from tf_cross_shard_cli import launch
 
 # How long the others have to end by themselves when one failed.
 _GRACE = 5.0
-_server = multiprocessing.get_context("forkserver")
-_starting = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,42 +33,6 @@ class Worker:
 
 class WorkersFailedError(AssertionError):
   """Raised if a worker fails unexpectedly; has the logs of all workers."""
-
-
-class _Process:
-  """A forked process, with the methods that a launch asks for."""
-
-  def __init__(self, *arguments: Any) -> None:
-    self._process = _server.Process(
-      target=multi_worker_tasks.run, args=arguments
-    )
-    self._process.start()
-
-  def poll(self) -> int | None:
-    """Returns the exit code; None while it runs."""
-    return self._process.exitcode
-
-  def kill(self) -> None:
-    """Ends it."""
-    self._process.kill()
-
-
-def _start_server() -> None:
-  """Starts the server, which looks for modules where this process does.
-
-  It reads PYTHONPATH, which threads that launch at once must not both change.
-  """
-  path = os.pathsep.join(each for each in sys.path if each)
-  with _starting:
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = path
-    try:
-      _server.set_forkserver_preload(["tests.support.multi_worker_imports"])
-      multiprocessing.forkserver.ensure_running()
-    finally:
-      os.environ.pop("PYTHONPATH")
-      if before is not None:
-        os.environ["PYTHONPATH"] = before
 
 
 def run(
@@ -101,15 +56,16 @@ def run(
   """
   environments = launch.cluster(workers, chief)
   started = [index for index in range(workers) if index not in absent]
-  _start_server()
   with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-    processes: dict[int, _Process] = {}
+    processes: dict[int, forking.Process] = {}
     stack.enter_context(launch.killed_at_end(processes.values()))
     for index in started:
       mine = {**(arguments or {}), **(per_worker[index] if per_worker else {})}
       variables = {**(environment or {}), **environments[index]}
       place = os.path.join(folder, str(index))
-      processes[index] = _Process(task, place, variables, mine)
+      processes[index] = forking.Process(
+        *(multi_worker_tasks.run, task, place, variables, mine)
+      )
     ends = launch.wait(processes, timeout, _GRACE, may_fail)
     stack.close()
     done = [
@@ -130,7 +86,7 @@ def run(
 def _read(
   place: pathlib.Path,
   index: int,
-  process: _Process,
+  process: forking.Process,
   ends: Mapping[int, float],
 ) -> Worker:
   """Reads the result of a process."""
