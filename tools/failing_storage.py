@@ -82,8 +82,8 @@ def act_as_server(storage: str) -> None:
   # TensorFlow's seed must not decide: every start would fail at one place.
   rng = random.SystemRandom()
 
-  def serve() -> None:
-    time.sleep(rng.uniform(0, _SLOWEST))
+  def serve(seconds: float = _SLOWEST) -> None:
+    time.sleep(rng.uniform(0, seconds))
     if flag.exists() and rng.random() < _FAILING:
       raise tf.errors.UnavailableError(None, None, "the server does not answer")
 
@@ -108,8 +108,8 @@ def act_as_server(storage: str) -> None:
     """A file of the server."""
 
     def write(self, data: Any) -> None:
-      """Writes, or fails."""
-      serve()
+      """Writes a part of the file, or fails."""
+      serve(0)
       super().write(data)
 
   move = gfile.rename

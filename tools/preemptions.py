@@ -218,7 +218,7 @@ def _show(name: str, values: list[float], unit: str) -> None:
 
 
 def main() -> int:
-  """Runs all fits, or is one worker; returns 1 if a `fit` went wrong."""
+  """Runs all fits; returns 1 if a `fit` went wrong."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
@@ -251,21 +251,23 @@ def main() -> int:
   undisturbed: dict[str, Undisturbed] = {}
   total = Counts()
   fits = 0
-  while total.kills < given.kills:
-    name = rng.choice(chosen)
-    if name not in undisturbed:
-      undisturbed[name] = train_undisturbed(home, name, given.workers)
-    folder, fits = home / f"fit_{fits}", fits + 1
-    folder.mkdir()
-    before = total.wrong
-    fit(folder, name, undisturbed[name], given, rng, total)
-    print(
-      f"fit {fits} ({name}): {'equal' if total.wrong == before else 'WRONG'}",
-      flush=True,
-    )
-    if total.wrong == before:
-      shutil.rmtree(folder)
-  show(total, fits)
+  try:
+    while total.kills < given.kills:
+      name = rng.choice(chosen)
+      if name not in undisturbed:
+        undisturbed[name] = train_undisturbed(home, name, given.workers)
+      folder, fits = home / f"fit_{fits}", fits + 1
+      folder.mkdir()
+      before = total.wrong
+      fit(folder, name, undisturbed[name], given, rng, total)
+      print(
+        f"fit {fits} ({name}): {'equal' if total.wrong == before else 'WRONG'}",
+        flush=True,
+      )
+      if total.wrong == before:
+        shutil.rmtree(folder)
+  finally:  # Ctrl-C prints the results so far.
+    show(total, fits)
   if not total.wrong:
     shutil.rmtree(home)
   return int(total.wrong > 0)
