@@ -29,6 +29,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 import random
@@ -53,6 +54,7 @@ from tf_cross_shard_cli import launch
 
 SIGNALS = ["SIGTERM", "SIGKILL", "SIGSTOP"]
 PAUSE = 3.0  # Seconds at most from SIGSTOP to SIGCONT, and of a fault.
+DELAY = 0.2  # Seconds at most from a batch to the signal after it.
 LIMIT = 300.0  # Seconds until a process is killed as hung.
 
 
@@ -66,16 +68,16 @@ class Signal:
   Attributes:
     name: The name of the signal or fault.
     worker: The number of the worker.
-    after_start: Seconds from the start of the workers to the signal.
-    after_batch: Seconds from the first batch to the signal, instead of
-      `after_start`; None for `after_start`.
+    batch: The number of the batch after which it happens; None to count from
+      the start of the workers.
+    after: Seconds from the end of the batch, or from the start.
     pause: Seconds from SIGSTOP to SIGCONT, or to the end of a fault.
   """
 
   name: str
   worker: int
-  after_start: float
-  after_batch: float | None
+  batch: int | None
+  after: float
   pause: float
 
 
@@ -195,10 +197,10 @@ def _is_due(sent: Signal, began: float, log: list[Any]) -> bool:
 
   `began` is when the workers were started, and `log` has their events since.
   """
-  if sent.after_batch is None:
-    return time.time() > began + sent.after_start
-  first = next((event[0] for event in log if event[1] == "trained"), None)
-  return first is not None and time.time() > first + sent.after_batch
+  if sent.batch is not None:
+    ends = [e[0] for e in log if e[1] == "trained" and e[2] >= sent.batch]
+    began = ends[0] if ends else math.inf
+  return time.time() > began + sent.after
 
 
 def outcome(folder: pathlib.Path) -> dict[str, Any]:
@@ -280,13 +282,11 @@ class Undisturbed:
   Attributes:
     outcome: Its history and final state.
     starting: The seconds from the start to the first batch.
-    training: The seconds from the first batch to the end.
     batches: How many batches it trained.
   """
 
   outcome: dict[str, Any]
   starting: float
-  training: float
   batches: int
 
 
@@ -324,13 +324,7 @@ def train_undisturbed(
     run = start(folder, storage, program, workers, None)
   assert not any(run.codes), run.outputs
   starting = run.first("trained") or 0.0
-  training = (run.first("end") or 0.0) - starting
-  print(
-    f"{program}, undisturbed: {starting:.1f} s to the first batch,"
-    f" {training:.1f} s of training",
-    flush=True,
-  )
-  return Undisturbed(outcome(folder), starting, training, len(run.trained))
+  return Undisturbed(outcome(folder), starting, len(run.trained))
 
 
 def fit(
@@ -346,11 +340,9 @@ def fit(
   before = None  # The last run that trained and was killed.
   with failing_storage.create(kind, folder / "storage") as storage:
     while True:
-      part = 1.0  # Of the batches, that are left to train.
-      if before is not None:
-        part = max(0.0, 1 - before.trained[-1] / right.batches)
+      done = before.trained[-1] + 1 if before is not None else 0
       faults = failing_storage.FAULTS[kind]
-      drawn = draw(rng, right, part, given.workers, faults)
+      drawn = draw(rng, right, done, given.workers, faults)
       # When enough processes were killed, the last `fit` runs to its end.
       sent = drawn if total.kills < given.kills else None
       run = start(folder, storage, program, given.workers, sent)
@@ -396,22 +388,24 @@ def _count_resumed(before: Run, run: Run, total: Counts) -> None:
 def draw(
   rng: random.Random,
   right: Undisturbed,
-  part: float,
+  done: int,
   workers: int,
   faults: list[str],
 ) -> Signal:
   """Draws a signal and its moment.
 
-  A quarter of the signals come before the first batch. The others come within
-  the time that the rest of the training should take, a `part` of the whole.
-  If the storage has faults, half of the signals are faults.
+  A quarter of the signals come before the first batch. The others come after
+  one of the batches that are left when `done` batches were trained. If the
+  storage has faults, half of the signals are faults.
   """
-  is_early = rng.random() < 0.25
+  batch = None
+  if done < right.batches and rng.random() < 0.75:
+    batch = rng.randrange(done, right.batches)
   return Signal(
     name=rng.choice(faults if faults and rng.random() < 0.5 else SIGNALS),
     worker=rng.randrange(workers),
-    after_start=rng.uniform(0, right.starting),
-    after_batch=None if is_early else rng.uniform(0, right.training * part),
+    batch=batch,
+    after=rng.uniform(0, right.starting if batch is None else DELAY),
     pause=rng.uniform(0, PAUSE),
   )
 
