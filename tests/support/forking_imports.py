@@ -1,5 +1,6 @@
 """The modules that the server of forking.py imports."""
 
+import gc
 import sys
 
 # Keras imports these modules only because they are installed. Together they
@@ -8,3 +9,7 @@ sys.modules.update(dict.fromkeys(["jax", "matplotlib", "sklearn"]))
 
 import tests.support.killed_fit  # noqa: E402
 import tests.support.multi_worker_tasks  # noqa: E402, F401
+
+# A garbage collection of a forked process need not look at the modules: that
+# would take time, and copy their memory.
+gc.freeze()
