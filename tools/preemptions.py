@@ -9,9 +9,9 @@ Each `fit` is of a random program of `preemption_programs.py`. The program is
 started, killed and started again until its `fit` is complete, and the next
 `fit` begins, until `--kills` processes were killed. The signals are SIGTERM,
 SIGKILL and SIGSTOP, and each goes to one worker. A process that got SIGSTOP
-continues after at most three seconds, which does not count as a kill. About
-a quarter of the signals hit the program before its first batch. A `fit` that
-ends before its signal does not count as a kill.
+continues after at most three seconds, and gets another signal. About a quarter
+of the signals come at a random time after the start, the others at a random
+batch of those that are left.
 
 With `--faults`, half of the signals are replaced by faults of the storage that
 holds the backups; see `failing_storage.py`. A fault ends after at most three
@@ -41,6 +41,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -52,7 +53,8 @@ import preemption_programs as programs
 from tests.support import fit_outcome, forking
 from tf_cross_shard_cli import launch
 
-SIGNALS = ["SIGTERM", "SIGKILL", "SIGSTOP"]
+KILLS = ["SIGTERM", "SIGKILL"]
+SIGNALS = [*KILLS, "SIGSTOP"]
 PAUSE = 3.0  # Seconds at most from SIGSTOP to SIGCONT, and of a fault.
 DELAY = 0.2  # Seconds at most from a batch to the signal after it.
 LIMIT = 300.0  # Seconds until a process is killed as hung.
@@ -90,15 +92,15 @@ class Run:
     codes: Their exit codes.
     log: What the first worker logged in this run.
     outputs: What each worker printed.
-    is_hit: Whether the workers ran when the signal or fault came.
-    name: The name of the signal that ended it.
+    hits: The signals and faults that came while the workers ran.
+    name: The name of the signal or fault that ended it.
   """
 
   began: float
   codes: list[int]
   log: list[Any]
   outputs: list[str]
-  is_hit: bool
+  hits: list[Signal]
   name = ""
 
   def is_ended_by(self, sent: Signal, storage: str) -> bool:
@@ -137,34 +139,38 @@ def start(
   storage: str,
   program: str,
   workers: int,
-  sent: Signal | None,
+  signals: Iterable[Signal],
 ) -> Run:
-  """Runs all workers until they end; may send a signal to one of them.
+  """Runs all workers until they end, and sends signals to them.
 
   Args:
     folder: The folder of this `fit`.
     storage: The path or URL of the storage of backups.
     program: The name of the program.
     workers: The number of workers.
-    sent: The signal or fault; None for no signal.
+    signals: The signals and faults, one after the other. Each is drawn when
+      the one before was sent.
   """
   environments = launch.cluster(workers) if workers > 1 else [{}]
   known, began = len(_log(folder)), time.time()
   outputs = [folder / f"output_{began:.2f}_{i}" for i in range(workers)]
   processes: list[forking.Process] = []
-  is_hit = False
+  hits: list[Signal] = []
   with launch.killed_at_end(processes):
     for i, environment in enumerate(environments):
       arguments = folder, program, i, storage, outputs[i], environment
       processes.append(forking.Process(programs.train, *arguments))
-    if sent is not None:
+    for sent in signals:
       while processes[sent.worker].poll() is None and not _is_due(
         sent, began, _log(folder)[known:]
       ):
         time.sleep(0.01)
-      is_hit = processes[sent.worker].poll() is None
-      if is_hit:
-        _send(sent, processes, folder)
+      if any(process.poll() is not None for process in processes):
+        break
+      hits.append(sent)
+      _send(sent, processes, folder)
+      if sent.name in KILLS:
+        break
     launch.wait(dict(enumerate(processes)), LIMIT, grace=LIMIT)
     codes = [process.poll() for process in processes]
   if None in codes:
@@ -173,7 +179,7 @@ def start(
       f" {codes}. See output_* in {folder}."
     )
   texts = [p.read_text() if p.exists() else "" for p in outputs]
-  return Run(began, codes, _log(folder)[known:], texts, is_hit)
+  return Run(began, codes, _log(folder)[known:], texts, hits)
 
 
 def _send(
@@ -321,7 +327,7 @@ def train_undisturbed(
   folder = home / f"undisturbed_{program}"
   folder.mkdir()
   with failing_storage.create("folder", folder / "storage") as storage:
-    run = start(folder, storage, program, workers, None)
+    run = start(folder, storage, program, workers, ())
   assert not any(run.codes), run.outputs
   starting = run.first("trained") or 0.0
   return Undisturbed(outcome(folder), starting, len(run.trained))
@@ -337,41 +343,51 @@ def fit(
 ) -> None:
   """Starts and kills a program until its `fit` is complete, and counts."""
   kind = rng.choice(["disk", "server"]) if given.faults else "folder"
+  faults = failing_storage.FAULTS[kind]
+
+  def signals() -> Iterator[Signal]:
+    # When enough processes were killed, the last `fit` runs to its end.
+    while total.kills < given.kills:
+      yield draw(rng, right, _done(folder), given.workers, faults)
+
   before = None  # The last run that trained and was killed.
   with failing_storage.create(kind, folder / "storage") as storage:
     while True:
-      done = before.trained[-1] + 1 if before is not None else 0
-      faults = failing_storage.FAULTS[kind]
-      drawn = draw(rng, right, done, given.workers, faults)
-      # When enough processes were killed, the last `fit` runs to its end.
-      sent = drawn if total.kills < given.kills else None
-      run = start(folder, storage, program, given.workers, sent)
+      run = start(folder, storage, program, given.workers, signals())
       if before is not None and run.trained:
         _count_resumed(before, run, total)
-      if run.is_hit and sent is not None:
-        total.sent[sent.name] += 1
+      total.sent.update(sent.name for sent in run.hits)
       if not any(run.codes):
         break
-      if sent is None or not run.is_ended_by(sent, storage):
+      ended = [sent for sent in run.hits if run.is_ended_by(sent, storage)]
+      if not ended:
         total.wrong += 1
-        print(f"WRONG exit codes {run.codes} after {sent}; see {folder}")
+        print(f"WRONG exit codes {run.codes} after {run.hits}; see {folder}")
         if total.wrong > 20:
           raise RuntimeError("More than 20 runs ended wrongly.")
         continue
-      total.ended[sent.name] += 1
+      run.name = ended[-1].name
+      total.ended[run.name] += 1
+      names = ", ".join(f"{s.name} to worker {s.worker}" for s in run.hits)
       print(
-        f"{total.kills}: {sent.name} to worker {sent.worker}, exit codes"
-        f" {run.codes}, after batch {run.trained[-1] if run.trained else None}",
+        f"{total.kills}: {names}, exit codes {run.codes},"
+        f" after batch {_done(folder) - 1}",
         flush=True,
       )
       if run.trained:
-        run.name, before = sent.name, run
+        before = run
     found = outcome(folder)
   keys = right.outcome.keys() | found.keys()
   odd = [k for k in sorted(keys) if found.get(k) != right.outcome.get(k)]
   if odd:
     total.wrong += 1
     print(f"WRONG {odd[:5]}; see {folder}")
+
+
+def _done(folder: pathlib.Path) -> int:
+  """Returns how many batches the first worker of a `fit` has trained."""
+  numbers = [entry[2] for entry in _log(folder) if entry[1] == "trained"]
+  return numbers[-1] + 1 if numbers else 0
 
 
 def _count_resumed(before: Run, run: Run, total: Counts) -> None:
@@ -394,9 +410,10 @@ def draw(
 ) -> Signal:
   """Draws a signal and its moment.
 
-  A quarter of the signals come before the first batch. The others come after
-  one of the batches that are left when `done` batches were trained. If the
-  storage has faults, half of the signals are faults.
+  A quarter of the signals come at a time when the program is starting, or at
+  once if it has started. The others come after one of the batches that are left
+  when `done` batches were trained. If the storage has faults, half of the
+  signals are faults.
   """
   batch = None
   if done < right.batches and rng.random() < 0.75:
