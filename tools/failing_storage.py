@@ -3,8 +3,8 @@
 There are three kinds of storage:
 
 - "folder": a folder, which does not fail.
-- "disk": a small file system in memory, which becomes full or read-only. You
-  must be root to mount it.
+- "disk": a small file system in memory, which becomes full or read-only. Only
+  root can mount it.
 - "server": a folder that the program opens through `tf.io.gfile`, as it opens
   `gs://`. Each operation takes a while, and may fail. A new file is incomplete
   while another file is renamed to it.
@@ -20,11 +20,13 @@ from collections.abc import Iterator
 from typing import Any
 
 # The faults of each kind of storage.
-FAULTS = {
+FAULTS: dict[str, list[str]] = {
   "folder": [],
   "disk": ["full disk", "read-only disk"],
   "server": ["failing server"],
 }
+# The kinds that fail, and that this user can create.
+KINDS = ["server", "disk"] if os.geteuid() == 0 else ["server"]
 _SIZE = 4 << 20  # Bytes of a disk.
 _PAGE = 4096  # Bytes: a file on the disk takes whole pages.
 _SLOWEST = 0.01  # Seconds at most for an operation of the server.

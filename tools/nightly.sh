@@ -45,9 +45,11 @@ check() {
 check "$python" tools/mutants.py
 # Does training that was killed end as training that was not? In one process,
 # and with two and four workers.
-check "$python" tools/preemptions.py --kills=40 --seed="$seed"
-check "$python" tools/preemptions.py --kills=20 --seed="$seed" --workers=2
-check "$python" tools/preemptions.py --kills=5 --seed="$seed" --workers=4
+check "$python" tools/preemptions.py --kills=200 --seed="$seed"
+check "$python" tools/preemptions.py --kills=60 --seed="$seed" --workers=2
+check "$python" tools/preemptions.py --kills=20 --seed="$seed" --workers=4
+# The same while disks and servers fail. Disks need root.
+check "$python" tools/preemptions.py --kills=40 --seed="$seed" --faults
 # Do random programs train as plain Keras and NumPy say? The first seeds of two
 # nights are 10,000 apart, so no program is tried in two nights.
 check "$python" tools/fuzz.py --seeds=3000 --start="${seed}0000"

@@ -3,7 +3,7 @@
     python tools/preemptions.py --kills=20 --seed=1
     python tools/preemptions.py --kills=20 --seed=1 --workers=2
     python tools/preemptions.py --kills=20 --seed=1 --programs=rows,halving
-    sudo python tools/preemptions.py --kills=20 --seed=1 --faults
+    python tools/preemptions.py --kills=20 --seed=1 --faults
 
 Each `fit` is of a random program of `preemption_programs.py`. The program is
 started, killed and started again until its `fit` is complete, and the next
@@ -342,7 +342,7 @@ def fit(
   total: Counts,
 ) -> None:
   """Starts and kills a program until its `fit` is complete, and counts."""
-  kind = rng.choice(["disk", "server"]) if given.faults else "folder"
+  kind = rng.choice(failing_storage.KINDS) if given.faults else "folder"
   faults = failing_storage.FAULTS[kind]
 
   def signals() -> Iterator[Signal]:

@@ -4,6 +4,7 @@ A new process takes seconds to import TensorFlow. So one server process imports
 TensorFlow once, makes no device, and is forked for each process.
 """
 
+import contextlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -38,7 +39,9 @@ class Process:
     """Sends a signal if the process runs."""
     if self.poll() is None:
       assert self._process.pid is not None
-      os.kill(self._process.pid, number)
+      # The server may know first that the process has ended.
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(self._process.pid, number)
 
 
 def _start_server() -> None:
