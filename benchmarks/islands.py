@@ -41,6 +41,7 @@ from sklearn import datasets
 from tf_cross_shard import (
   CrossShardOptimizer,
   callbacks,
+  local_strategy,
   multi_worker,
   replica_state,
 )
@@ -265,13 +266,7 @@ def learn(
 
 def show_digits() -> list[dict[str, Any]]:
   """Prints loss and accuracy of each case, over several seeds."""
-  tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 4,
-  )
-  # TensorFlow may idle when it deletes iterators: docs/limits.md#tensorflow.
-  tf.data.experimental.enable_debug_mode()
-  strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
+  strategy = local_strategy(4)
   print(f"{_DIGITS_STEPS} steps, H = {_EVERY.value}, seeds {list(_SEEDS)}")
   rows = []
   for name in chosen():

@@ -68,10 +68,6 @@ def main(argv: Sequence[str]) -> None:
 
   batch_size = replicas.divisible(_BATCH_SIZE.value, num_replicas)
   train_data, test_data = digits_dataset.load(batch_size, _DATA_DIR.value)
-  # Without debug mode, TensorFlow may wait for minutes when it deletes an
-  # iterator: see docs/limits.md#tensorflow. Debug mode slows down datasets that
-  # are made later, so this comes after the datasets.
-  tf.data.experimental.enable_debug_mode()
   # After the data, since preparing the data consumes random numbers.
   tf.keras.utils.set_random_seed(0)
   with strategy.scope():

@@ -146,10 +146,6 @@ def main(argv: Sequence[str]) -> None:
     name: digits_dataset.load(batch_size, _DATA_DIR.value, _SEED.value)
     for name in runs
   }
-  # Without debug mode, TensorFlow may wait for minutes when it deletes an
-  # iterator: see docs/limits.md#tensorflow. Debug mode slows down datasets that
-  # are made later, so this comes after the datasets.
-  tf.data.experimental.enable_debug_mode()
 
   histories = {}
   for name, grouping in runs.items():

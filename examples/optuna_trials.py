@@ -47,8 +47,6 @@ def main(argv: Sequence[str]) -> None:
   optuna.logging.set_verbosity(optuna.logging.WARNING)
   strategy, four = local_strategy(4), groups.singletons(4)
   train, test = digits_dataset.load(128, _DATA_DIR.value)
-  # Without debug mode, TensorFlow may wait for minutes: see docs/limits.md.
-  tf.data.experimental.enable_debug_mode()
   sampler = optuna.samplers.TPESampler(n_startup_trials=4, seed=0)
   study = optuna.create_study(direction="maximize", sampler=sampler)
   for number in range(_ROUNDS.value):

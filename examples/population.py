@@ -37,8 +37,6 @@ def main(argv: Sequence[str]) -> None:
   logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow log a lot.
   strategy = local_strategy(len(RATES))
   train, test = digits_dataset.load(128, _DATA_DIR.value)
-  # Without debug mode, TensorFlow may wait for minutes: see docs/limits.md.
-  tf.data.experimental.enable_debug_mode()
   tf.keras.utils.set_random_seed(0)
   with strategy.scope():
     model = digits_dataset.make_model()

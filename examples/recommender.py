@@ -187,10 +187,6 @@ def main(argv: Sequence[str]) -> None:
   size = replicas.divisible(_BATCH_SIZE.value, _REPLICAS.value)
   data = tf.data.Dataset.from_tensor_slices((clicks, np.zeros(len(clicks))))
   data = data.shuffle(len(clicks), seed=0).batch(size, drop_remainder=True)
-  # Without debug mode, TensorFlow may wait for minutes when it deletes an
-  # iterator: see docs/limits.md#tensorflow. Debug mode slows down datasets that
-  # are made later, so this comes after the datasets.
-  tf.data.experimental.enable_debug_mode()
   print(f"{len(clicks):,} clicks of {sizes[0]:,} queries on {sizes[1]:,} items")
   figure, axes = plt.subplots(figsize=(6.4, 4), layout="tight")
   medians = []

@@ -44,8 +44,6 @@ def main(argv: Sequence[str]) -> None:
   four, folder = groups.singletons(4), _FOLDER.value
   strategy = local_strategy(4)
   train, test = digits_dataset.load(128, _DATA_DIR.value)
-  # Without debug mode, TensorFlow may wait for minutes: see docs/limits.md.
-  tf.data.experimental.enable_debug_mode()
   tf.keras.utils.set_random_seed(0)
   with strategy.scope():
     table = trials.Table(SETTINGS, four)

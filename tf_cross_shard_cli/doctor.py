@@ -145,8 +145,9 @@ def _known_problems(kind: str) -> Iterator[Finding]:
     yield Finding(
       "After an epoch of `fit` under MirroredStrategy, TensorFlow 2.21 may"
       " idle for minutes.",
-      "call tf.data.experimental.enable_debug_mode() after you have created"
-      f" your datasets. {_LIMITS}",
+      "on CPUs, create the strategy with tf_cross_shard.local_strategy(). On"
+      " GPUs, call tf.data.experimental.enable_debug_mode() after you have"
+      f" created your datasets. {_LIMITS}",
       is_wrong=False,
     )
     if sys.version_info >= (3, 13):

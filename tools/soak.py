@@ -40,7 +40,6 @@ def train(is_ours: bool, epochs: int, steps: int) -> None:
   from tf_cross_shard import CrossShardOptimizer, callbacks, local_strategy
 
   strategy = local_strategy(4)
-  tf.data.experimental.enable_debug_mode()  # avoids a TensorFlow bug
   traces: list[int] = []
 
   class Model(tf.keras.Sequential):  # type: ignore[misc]

@@ -1,5 +1,6 @@
 """`local_strategy`; this process has four logical CPUs."""
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -24,6 +25,65 @@ FRESH = """
   assert devices == ["CPU:0", "CPU:1", "CPU:2"], devices
   assert tf_cross_shard.local_strategy(2).num_replicas_in_sync == 2
 """
+
+
+# Prints the number of threads that an iterator of each strategy starts, and the
+# losses of a `fit` that shuffles arrays. tests/conftest.py turns off tuning for
+# all iterators, so this needs a process of its own.
+ITERATORS = """
+  import os
+  import numpy as np
+  import tensorflow as tf
+  import tf_cross_shard
+
+  def count():
+    return len(os.listdir("/proc/self/task"))
+
+  def threads(strategy):
+    before = count()
+    data = tf.data.Dataset.range(1000).batch(8)
+    iterator = iter(strategy.experimental_distribute_dataset(data))
+    next(iterator), next(iterator)
+    return count() - before, iterator
+
+  def losses(strategy):
+    tf.keras.utils.set_random_seed(0)
+    x = np.random.normal(size=(30, 4)).astype("float32")
+    with strategy.scope():
+      model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+      model.compile("adam", "mse")
+    y = x.sum(axis=1, keepdims=True)
+    fit = model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+    return fit.history["loss"]
+
+  local = tf_cross_shard.local_strategy(4)
+  plain = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
+  kept = [threads(strategy) for strategy in (plain, local) * 2]
+  numbers = [number for number, _ in kept[2:]]
+  print(numbers, losses(plain), losses(local), sep="\\n")
+  data = tf.data.Dataset.range(8).batch(4)
+  data = local.experimental_distribute_dataset(data)
+  assert isinstance(data, tf.distribute.DistributedDataset)
+  # Functions of datasets still run in TensorFlow.
+  data = tf.data.Dataset.range(1).map(lambda x: tf.executing_eagerly())
+  assert not next(iter(data))
+  os._exit(0)  # Deleting the plain iterators takes up to minutes.
+"""
+
+
+def test_iterators_on_cpus_have_no_tuning_threads() -> None:
+  result = subprocess.run(
+    [sys.executable, "-u", "-c", textwrap.dedent(ITERATORS)],
+    check=True,
+    timeout=300,
+    stdout=subprocess.PIPE,
+    text=True,
+  )
+  (plain, local), *losses = map(json.loads, result.stdout.splitlines())
+  # Each of the four devices has a tuning thread and a prefetching thread; the
+  # dataset has a tuning thread, too.
+  assert plain - local == 9
+  assert losses[0] == losses[1]
 
 
 def test_a_new_process_gets_the_devices() -> None:
@@ -72,7 +132,9 @@ def test_gpus_if_there_are_enough(gpus: int, divided: int, kind: str) -> None:
       "get_logical_device_configuration",
       lambda device: [None] * (divided if device in physical else 4),
     ),
-    mock.patch.object(tf.distribute, "MirroredStrategy") as strategy,
+    mock.patch.object(
+      tf.distribute.MirroredStrategy, "__init__", return_value=None
+    ) as create,
   ):
     tf_cross_shard.local_strategy(2)
-  strategy.assert_called_once_with([f"{kind}:0", f"{kind}:1"])
+  create.assert_called_once_with([f"{kind}:0", f"{kind}:1"])

@@ -1,6 +1,19 @@
-"""A MirroredStrategy over devices of this machine, created in one call."""
+"""A MirroredStrategy over devices of this machine, created in one call.
+
+On CPUs, the strategy also works around a bug of TensorFlow 2.21. The iterator
+of a distributed dataset has a tuning thread for each device, which sleeps for
+up to a minute at a time. TensorFlow wakes the thread when it deletes the
+iterator, but the thread goes back to sleep if it checks whether it should end
+before TensorFlow has set that flag. Then `fit` waits after each epoch. The
+strategy creates its iterators without these threads.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.data.ops import debug_mode
 
 
 def local_strategy(num_replicas: int) -> tf.distribute.MirroredStrategy:
@@ -20,6 +33,11 @@ def local_strategy(num_replicas: int) -> tf.distribute.MirroredStrategy:
   To run several replicas on one GPU, divide the GPU before the call, with
   `tf.config.set_logical_device_configuration` and a `memory_limit` for each
   logical GPU. We tested this function on CPUs only.
+
+  On CPUs, the strategy avoids a TensorFlow bug, through which `fit` under other
+  MirroredStrategies can wait for up to minutes after each epoch. To do so, it
+  turns off `options.autotune` in your datasets, so `tf.data.AUTOTUNE` stands
+  for a fixed number of parallel calls, and the devices do not prefetch batches.
 
   >>> import tensorflow as tf
   >>> import tf_cross_shard
@@ -50,9 +68,59 @@ def local_strategy(num_replicas: int) -> tf.distribute.MirroredStrategy:
   kind = "GPU" if _count("GPU") >= num_replicas else "CPU"
   if _count(kind) < num_replicas:
     _divide_cpu(num_replicas)
-  return tf.distribute.MirroredStrategy(
-    [f"{kind}:{i}" for i in range(num_replicas)]
-  )
+  devices = [f"{kind}:{i}" for i in range(num_replicas)]
+  if kind == "CPU":
+    return _LogicalCpus(devices)
+  return tf.distribute.MirroredStrategy(devices)
+
+
+class _LogicalCpus(tf.distribute.MirroredStrategy):
+  """A MirroredStrategy whose iterators have no tuning threads."""
+
+  def experimental_distribute_dataset(self, *args: Any, **kwargs: Any) -> Any:
+    """Distributes a dataset, as Keras' `fit` does."""
+    distribute = super().experimental_distribute_dataset
+    return _untuned(distribute(*args, **kwargs))
+
+  def distribute_datasets_from_function(self, *args: Any, **kwargs: Any) -> Any:
+    """Distributes the datasets that a function returns."""
+    distribute = super().distribute_datasets_from_function
+    return _untuned(distribute(*args, **kwargs))
+
+
+def _untuned(distributed: Any) -> Any:
+  """Makes a distributed dataset create its iterators without tuning threads.
+
+  Its class must remain a subclass, because Keras and AutoGraph check it.
+  """
+  base: Any = type(distributed)
+  distributed.__class__ = _untuned_class(base)
+  return distributed
+
+
+@functools.cache
+def _untuned_class(base: Any) -> Any:
+  """Returns a subclass that turns off tuning while it creates an iterator.
+
+  TensorFlow's debug mode is the only switch that reaches the datasets which
+  TensorFlow creates for each device. It must be off again before the program
+  creates other datasets, since it runs their functions in Python.
+  """
+
+  class Untuned(base):
+    """A distributed dataset that is not tuned."""
+
+    def __iter__(self) -> Iterator[Any]:
+      """Creates an iterator in debug mode."""
+      before = debug_mode.DEBUG_MODE
+      debug_mode.toggle_debug_mode(True)
+      try:
+        return super().__iter__()
+      finally:
+        debug_mode.toggle_debug_mode(before)
+
+  Untuned.__name__ = Untuned.__qualname__ = base.__name__
+  return Untuned
 
 
 def _count(kind: str) -> int:
