@@ -424,6 +424,42 @@ def test_another_number_of_replicas_in_mid_epoch(
   assert rest != pytest.approx(model.evaluate(X, X[:, :1], verbose=0), rel=1e-3)
 
 
+@pytest.mark.parametrize("library", [tf.keras, tf_keras])
+@pytest.mark.parametrize(
+  ("options", "arguments", "is_warned"),
+  [
+    ({"every": 2}, {}, True),
+    ({"every_seconds": 60.0}, {"validation_split": 0.5}, True),
+    ({"on_preemption": True}, {"x": {"a": X}}, True),
+    ({"every": 2}, {"shuffle": False}, False),
+    ({"every": 2}, {"x": "dataset"}, False),
+    ({}, {}, False),
+  ],
+)
+def test_warns_if_fit_shuffles_arrays(
+  tmp_path: pathlib.Path,
+  caplog: pytest.LogCaptureFixture,
+  library: Any,
+  options: dict[str, Any],
+  arguments: dict[str, Any],
+  is_warned: bool,
+) -> None:
+  inputs = library.Input((4,), name="a")
+  outputs = library.layers.Dense(1)(inputs)
+  is_dictionary = isinstance(arguments.get("x"), dict)
+  model = library.Model({"a": inputs} if is_dictionary else inputs, outputs)
+  model.compile("sgd", "mse")
+  arguments = {"x": X, "y": X[:, :1], **arguments}
+  if isinstance(arguments["x"], str):
+    data = tf.data.Dataset.from_tensor_slices((X, X[:, :1])).shuffle(9)
+    arguments["x"], arguments["y"] = data.batch(8), None
+  with caplog.at_level("WARNING"):
+    backup = callbacks.BackupAndRestore(tmp_path, **options)
+    model.fit(**arguments, verbose=0, callbacks=[backup])
+  warned = "some examples of that epoch are used twice" in caplog.text
+  assert warned == is_warned
+
+
 def test_the_last_two_are_kept(tmp_path: pathlib.Path) -> None:
   """A crash while a backup is being written leaves the previous backup."""
   folder = tmp_path / "worker_0"

@@ -97,11 +97,10 @@ def _fit(
     (X[:2], Y[:2]), ensemble=False, twin=lambda: _twin(table, dropout)
   )
   total = getattr(own[0], "total_epochs", 1)
-  arguments = {"epochs": total, **options}
+  arguments = {"epochs": total, "shuffle": False, **options}
   return model.fit(
     *(np.tile(X, [repeats, 1]), np.tile(Y, [repeats, 1])),
     batch_size=4,
-    shuffle=False,
     verbose=0,
     callbacks=[judge, *own],
     **arguments,
@@ -425,6 +424,20 @@ def test_backups_of_other_trials(rows: Any, message: str) -> None:
   )
   with pytest.raises(replica_state.CheckpointError, match=message):
     after.set_state(before.state())
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_warns_if_fit_shuffles_arrays(
+  tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, shuffle: bool
+) -> None:
+  """A resumed search could choose another trial."""
+  model, table = _make([SETTINGS[2], SETTINGS[4]])
+  halving = callbacks.Halving(table, tmp_path / "new", epochs=1)
+  backup = callbacks.BackupAndRestore(tmp_path / "backup")
+  with caplog.at_level("WARNING"):
+    _fit(model, table, halving, backup, shuffle=shuffle)
+  warned = "resumed, Halving may choose another trial. Pass" in caplog.text
+  assert warned == shuffle
 
 
 def test_completed_search_does_not_train_again(tmp_path: pathlib.Path) -> None:

@@ -60,7 +60,11 @@ class BackupAndRestore(group_callback.GroupCallback):
   epoch also holds the position in the data and the metrics so far, and `fit`
   resumes with the next batch. For that it reads the epoch from its beginning
   and skips the batches that are done, so the data must come in the same order
-  again.
+  again: pass `shuffle=False` with arrays, or a dataset that does not shuffle or
+  uses `shuffle(..., seed=0, reshuffle_each_iteration=False)`. `fit` shuffles
+  arrays by default, and the position of its random numbers is not saved. You
+  get a warning if the order of arrays matters. The order of a dataset cannot be
+  seen from outside.
 
   >>> import tempfile
   >>> import numpy as np
@@ -204,6 +208,7 @@ class BackupAndRestore(group_callback.GroupCallback):
       keras_private.begin_at(self.model, max(restored.values["epoch"], epochs))
       if restored.values["batch"]:
         self._skip(paths, restored.values["batch"])
+    self._warn_if_shuffled()
     self._watch.begin(strategy)
 
   def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -241,6 +246,29 @@ class BackupAndRestore(group_callback.GroupCallback):
         " use. That state is ignored.",
         *(path, ", ".join(sorted(saved - present))),
       )
+
+  def _warn_if_shuffled(self) -> None:
+    """Warns if a resumed `fit` would see other batches where it matters.
+
+    It does not matter for backups at the end of each epoch of one model: the
+    next epoch is shuffled anyway.
+    """
+    in_epoch = self._every != "epoch" or self._watch.is_needed
+    compares = [type(c).__name__ for c in self.same_fit() if c.compares_trials]
+    is_due = (in_epoch or compares) and self._files.is_first
+    if not is_due or not keras_private.shuffles_arrays():
+      return
+    result = (
+      f"{compares[0]} may choose another trial"
+      if compares
+      else "some examples of that epoch are used twice and others not at all"
+    )
+    logging.warning(
+      "BackupAndRestore does not save the order in which `fit` shuffles arrays:"
+      " if this fit is killed and resumed, %s. Pass shuffle=False to fit, or a"
+      " tf.data.Dataset with a fixed order.",
+      result,
+    )
 
   def _end_batch(self, batch: int, logs: Any = None) -> None:
     """Does what `on_epoch_end` does, after each call of the training function.

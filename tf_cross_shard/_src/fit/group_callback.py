@@ -130,6 +130,7 @@ class GroupCallback(tf.keras.callbacks.Callback):
     acts_on_batches: Whether the callback acts when a batch ends.
     follows_groups: Whether the callback assumes that each group trains the same
       trial until `fit` ends.
+    compares_trials: Whether the callback chooses between trials.
     moves_optimizer: Whether the callback saves or copies optimizer state.
     is_skipping_batches: Whether `fit` reads batches again that were trained on
       before it was interrupted. `BackupAndRestore` sets it. A callback that
@@ -139,6 +140,7 @@ class GroupCallback(tf.keras.callbacks.Callback):
   prefix = ""
   acts_on_batches = False
   follows_groups = False
+  compares_trials = False
   moves_optimizer = False
   is_skipping_batches = False
   position_in_list = 0  # grows from callback to callback in one `fit`

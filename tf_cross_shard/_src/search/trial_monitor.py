@@ -30,6 +30,7 @@ class TrialMonitor(group_callback.GroupMonitor):
     names: The names of the settings that may change.
   """
 
+  compares_trials = True
   moves_optimizer = True
   _argument = "table"  # the argument that has the settings
   table: table_lib.Table

@@ -8,8 +8,9 @@ value.
 # ruff: noqa: SLF001  # This file is about private names of Keras.
 
 import importlib
+import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
@@ -51,6 +52,30 @@ def batches_per_call(model: Any) -> int:
   if keras_of(model).__name__ == "keras":
     return int(model.steps_per_execution)
   return int(model._steps_per_execution.numpy())
+
+
+def arguments_of_fit() -> Mapping[str, Any]:
+  """Returns the variables of the `fit` of Keras that calls this package.
+
+  This looks at call frames, which decide only whether a warning is logged.
+  """
+  frame: types.FrameType | None = sys._getframe(1)
+  while frame is not None:
+    if {"validation_data", "epochs", "callbacks"} <= frame.f_locals.keys():
+      # `fit` sets `validation_data` itself if it splits the training data.
+      return frame.f_locals
+    frame = frame.f_back
+  return {}
+
+
+def shuffles_arrays() -> bool:
+  """Returns whether the `fit` that calls this package shuffles arrays."""
+  arguments = arguments_of_fit()
+  # A dataset, a generator and a `PyDataset` have no shape, and Keras ignores
+  # `shuffle` for most of them.
+  data = tf.nest.flatten(arguments.get("x"))
+  are_arrays = all(hasattr(array, "shape") for array in data)
+  return bool(arguments.get("shuffle")) and are_arrays
 
 
 def begin_at(model: Any, epoch: int | None) -> None:

@@ -19,9 +19,7 @@ any step: the host reads the numbers when `fit` ends and when you save.
 """
 
 import contextlib
-import sys
-import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -31,6 +29,7 @@ from absl import logging
 from tf_cross_shard._src.core import owned_rows
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.collectives import replica_values
+from tf_cross_shard._src.core.encapsulated import keras_private
 
 _MIXED_EVALUATION: Final = (
   "%s trains %d groups, each with its own weights, but Keras' evaluate(),"
@@ -165,7 +164,7 @@ class GroupWarnings:
       has_sharded_averages: Whether each member has a part of the averages.
     """
     self.check()
-    arguments = _arguments_of_fit()
+    arguments = keras_private.arguments_of_fit()
     has_validated = arguments.get("validation_data") is not None
     if has_validated and not self.is_evaluated_by_group:
       self._log_once(_MIXED_EVALUATION)
@@ -236,20 +235,6 @@ def _checksum(variable: Any) -> tf.Tensor:
   # Use a weighted sum: gradients of a softmax do not change the plain sum of
   # its biases.
   return tf.reduce_sum(flat * tf.range(1.0, (flat.shape[0] or 1) + 1.0))
-
-
-def _arguments_of_fit() -> Mapping[str, Any]:
-  """Returns the variables of the `fit` of Keras that calls this package.
-
-  This looks at call frames, which decide only whether a warning is logged.
-  """
-  frame: types.FrameType | None = sys._getframe(1)  # noqa: SLF001
-  while frame is not None:
-    if {"validation_data", "epochs", "callbacks"} <= frame.f_locals.keys():
-      # `fit` sets `validation_data` itself if it splits the training data.
-      return frame.f_locals
-    frame = frame.f_back
-  return {}
 
 
 def _differ(numbers: Any) -> bool:
