@@ -18,12 +18,12 @@ group 1     o
 """
 # ruff: noqa: E402  # The check of versions comes before the other imports.
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import importlib as _importlib
+import typing as _typing
 
-from tf_cross_shard._src.core import versions
+from tf_cross_shard._src.core import versions as _versions
 
-versions.check_installed()
+_versions.check_installed()
 
 from tf_cross_shard import (
   callbacks,
@@ -34,20 +34,21 @@ from tf_cross_shard import (
   schedules,
   trials,
 )
-from tf_cross_shard._src import catalogue, core
+from tf_cross_shard._src import catalogue as _catalogue
+from tf_cross_shard._src import core as _core
 from tf_cross_shard._src.compiled_gradients import compiled_gradients
-from tf_cross_shard._src.core.wrapper import saving
+from tf_cross_shard._src.core.wrapper import saving as _saving
 from tf_cross_shard._src.local_strategy import local_strategy
 from tf_cross_shard.groups import Groups
 from tf_cross_shard.schedules import per_group
 from tf_cross_shard.towers import ModeKeys, TowerSpec, replicate_model_fn
 
-if TYPE_CHECKING:  # For editors: the common base class.
+if _typing.TYPE_CHECKING:  # For editors: the common base class.
   from tf_cross_shard._src.core.optimizer import CrossShardOptimizer
   from tf_cross_shard._src.towers.tower_optimizer import TowerOptimizer
 # Importing the classes also registers them with Keras, for programs that only
 # load a model.
-elif versions.uses_tf_keras():
+elif _versions.uses_tf_keras():
   from tf_cross_shard.tf_keras import CrossShardOptimizer, TowerOptimizer
 else:
   from tf_cross_shard.keras3 import CrossShardOptimizer, TowerOptimizer
@@ -63,10 +64,10 @@ for _public in (
 
 # Pickles of earlier versions name these modules.
 for _old in ("wrapper.saving", "inner_optimizer.wrapper"):
-  catalogue.forward(f"{__name__}.{_old.split('.')[0]}", core)
-  catalogue.forward(f"{__name__}.{_old}", saving)
+  _catalogue.forward(f"{__name__}.{_old.split('.')[0]}", _core)
+  _catalogue.forward(f"{__name__}.{_old}", _saving)
 
-__version__ = versions.own_version()
+__version__ = _versions.own_version()
 
 __all__ = [
   "CrossShardOptimizer",
@@ -91,10 +92,10 @@ __all__ = [
 _LATER = ("keras3", "multi_worker", "tf_keras", "tuners", "virtual_tpu")
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _typing.Any:
   """Imports a module of `_LATER` when a program uses it."""
   if name in _LATER:
-    return importlib.import_module(f"{__name__}.{name}")
+    return _importlib.import_module(f"{__name__}.{name}")
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -50,7 +50,7 @@ for every callback, and `on_train_end()`. On several machines, all workers make
 these calls.
 """
 
-from tf_cross_shard._src import catalogue
+from tf_cross_shard._src import catalogue as _catalogue
 from tf_cross_shard._src.backup.backup import BackupAndRestore
 from tf_cross_shard._src.fit.group_checkpoint import GroupCheckpoint
 from tf_cross_shard._src.fit.group_early_stopping import GroupEarlyStopping
@@ -72,4 +72,4 @@ __all__ = [
   "OuterOptimizer",
   "Population",
 ]
-__dir__ = catalogue.publish(globals())
+__dir__ = _catalogue.publish(globals())

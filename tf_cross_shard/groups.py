@@ -20,7 +20,7 @@ create the usual tables:
 [[0], [1]]
 """
 
-from tf_cross_shard._src import catalogue
+from tf_cross_shard._src import catalogue as _catalogue
 from tf_cross_shard._src.core.groups import (
   AXES,
   Groups,
@@ -40,4 +40,4 @@ __all__ = [
   "singletons",
   "strided",
 ]
-__dir__ = catalogue.publish(globals())
+__dir__ = _catalogue.publish(globals())

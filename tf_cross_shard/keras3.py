@@ -14,12 +14,12 @@ your program imports `keras` while `tf.keras` is tf_keras
 
 # ruff: noqa: E402  # Versions are checked first.
 
-from tf_cross_shard._src.core import versions
+from tf_cross_shard._src.core import versions as _versions
 
-versions.check_keras3()
+_versions.check_keras3()
 
-from tf_cross_shard._src import catalogue
-from tf_cross_shard._src.core.keras3 import v1_optimizers
+from tf_cross_shard._src import catalogue as _catalogue
+from tf_cross_shard._src.core.keras3 import v1_optimizers as _v1_optimizers
 from tf_cross_shard._src.core.keras3.classes import (
   CrossShardOptimizer,
   Embedding,
@@ -39,5 +39,5 @@ __all__ = [
   "SyncBatchNormalization",
   "TowerOptimizer",
 ]
-__dir__ = catalogue.publish(globals())
-catalogue.forward(f"{__name__}.v1_optimizers", v1_optimizers)
+__dir__ = _catalogue.publish(globals())
+_catalogue.forward(f"{__name__}.v1_optimizers", _v1_optimizers)

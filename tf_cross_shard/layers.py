@@ -14,11 +14,11 @@ The layers subclass those of `tf.keras`. `tf_cross_shard.keras3` and
 [[0, 1], [2, 3]]
 """
 
-from tf_cross_shard._src import catalogue
-from tf_cross_shard._src.core import versions
+from tf_cross_shard._src import catalogue as _catalogue
+from tf_cross_shard._src.core import versions as _versions
 from tf_cross_shard._src.core.embedding_lookup import embedding_lookup
 
-if versions.uses_tf_keras():
+if _versions.uses_tf_keras():
   from tf_cross_shard._src.core.tf_keras.classes import (
     Embedding,
     GroupDropout,
@@ -40,4 +40,4 @@ __all__ = [
   "SyncBatchNormalization",
   "embedding_lookup",
 ]
-__dir__ = catalogue.publish(globals())
+__dir__ = _catalogue.publish(globals())

@@ -33,7 +33,7 @@ The guide, `docs/migration.md`, lists each old class, method and argument with
 its replacement.
 """
 
-from tf_cross_shard._src import catalogue
+from tf_cross_shard._src import catalogue as _catalogue
 from tf_cross_shard._src.migration.checkpoints import (
   Conversion,
   convert_checkpoint,
@@ -41,4 +41,4 @@ from tf_cross_shard._src.migration.checkpoints import (
 from tf_cross_shard._src.migration.optimizers import from_v1
 
 __all__ = ["Conversion", "convert_checkpoint", "from_v1"]
-__dir__ = catalogue.publish(globals())
+__dir__ = _catalogue.publish(globals())

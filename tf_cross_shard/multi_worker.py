@@ -35,7 +35,7 @@ The command `python -m tf_cross_shard launch` starts several workers on one
 machine.
 """
 
-from tf_cross_shard._src import catalogue
+from tf_cross_shard._src import catalogue as _catalogue
 from tf_cross_shard._src.backup.backup import BackupAndRestore
 from tf_cross_shard._src.backup.backup_files import newest_common
 from tf_cross_shard._src.core.coordination.errors import (
@@ -59,5 +59,5 @@ __all__ = [
   "naming_lost_workers",
   "newest_common",
 ]
-__dir__ = catalogue.publish(globals())
-catalogue.forward(f"{__name__}.launch", launch)
+__dir__ = _catalogue.publish(globals())
+_catalogue.forward(f"{__name__}.launch", launch)

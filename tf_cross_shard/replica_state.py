@@ -61,7 +61,7 @@ raises a TypeError. An optimizer that must be built and is not, and a
 model that is not built, raise a ValueError.
 """
 
-from tf_cross_shard._src import catalogue
+from tf_cross_shard._src import catalogue as _catalogue
 from tf_cross_shard._src.replica_state.archive import CheckpointError
 from tf_cross_shard._src.replica_state.checkpoint import (
   read_group,
@@ -95,4 +95,4 @@ __all__ = [
   "save",
   "values",
 ]
-__dir__ = catalogue.publish(globals())
+__dir__ = _catalogue.publish(globals())

@@ -20,14 +20,14 @@ Try four learning rates in one `fit`, one in each group:
 ...   )
 """
 
-from tf_cross_shard._src import catalogue
-from tf_cross_shard._src.core import versions
+from tf_cross_shard._src import catalogue as _catalogue
+from tf_cross_shard._src.core import versions as _versions
 from tf_cross_shard._src.core.group_schedule import as_group, per_group
 
-if versions.uses_tf_keras():
+if _versions.uses_tf_keras():
   from tf_cross_shard._src.core.tf_keras.classes import PerGroup
 else:
   from tf_cross_shard._src.core.keras3.classes import PerGroup
 
 __all__ = ["PerGroup", "as_group", "per_group"]
-__dir__ = catalogue.publish(globals())
+__dir__ = _catalogue.publish(globals())

@@ -15,12 +15,12 @@ to. Import from this module if your program imports
 
 # ruff: noqa: E402  # Versions are checked first.
 
-from tf_cross_shard._src.core import versions
+from tf_cross_shard._src.core import versions as _versions
 
-versions.check_tf_keras()
+_versions.check_tf_keras()
 
-from tf_cross_shard._src import catalogue
-from tf_cross_shard._src.core.tf_keras import v1_optimizers
+from tf_cross_shard._src import catalogue as _catalogue
+from tf_cross_shard._src.core.tf_keras import v1_optimizers as _v1_optimizers
 from tf_cross_shard._src.core.tf_keras.classes import (
   CrossShardOptimizer,
   Embedding,
@@ -40,5 +40,5 @@ __all__ = [
   "SyncBatchNormalization",
   "TowerOptimizer",
 ]
-__dir__ = catalogue.publish(globals())
-catalogue.forward(f"{__name__}.v1_optimizers", v1_optimizers)
+__dir__ = _catalogue.publish(globals())
+_catalogue.forward(f"{__name__}.v1_optimizers", _v1_optimizers)

@@ -35,7 +35,7 @@ of the losses `w * 1` and `w * 2`, the gradient is 3:
 behaves like the optimizer that it encapsulates.
 """
 
-from tf_cross_shard._src import catalogue
+from tf_cross_shard._src import catalogue as _catalogue
 from tf_cross_shard._src.towers.replicated_model_fn import (
   ModeKeys,
   ReplicatedModelFn,
@@ -44,4 +44,4 @@ from tf_cross_shard._src.towers.replicated_model_fn import (
 )
 
 __all__ = ["ModeKeys", "ReplicatedModelFn", "TowerSpec", "replicate_model_fn"]
-__dir__ = catalogue.publish(globals())
+__dir__ = _catalogue.publish(globals())

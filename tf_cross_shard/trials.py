@@ -24,8 +24,8 @@ Create a table of four learning rates for two groups:
 See `callbacks.Halving` for an example that trains such a table.
 """
 
-from tf_cross_shard._src import catalogue
+from tf_cross_shard._src import catalogue as _catalogue
 from tf_cross_shard._src.search.table import Table, Trial
 
 __all__ = ["Table", "Trial"]
-__dir__ = catalogue.publish(globals())
+__dir__ = _catalogue.publish(globals())

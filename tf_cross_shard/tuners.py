@@ -18,8 +18,8 @@ List the options of a hyperparameter that an oracle may choose from:
 See `GroupTuner` for an example that trains the trials of such an oracle.
 """
 
-from tf_cross_shard._src import catalogue
+from tf_cross_shard._src import catalogue as _catalogue
 from tf_cross_shard._src.search.tuner import GroupTuner
 
 __all__ = ["GroupTuner"]
-__dir__ = catalogue.publish(globals())
+__dir__ = _catalogue.publish(globals())

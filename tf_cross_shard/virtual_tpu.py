@@ -42,7 +42,7 @@ depends on data.
 (`pip install '.[tpu-compiler]'`).
 """
 
-from tf_cross_shard._src import catalogue
+from tf_cross_shard._src import catalogue as _catalogue
 from tf_cross_shard._src.virtual_tpu.compiler import Report, compile_for
 from tf_cross_shard._src.virtual_tpu.hlo import Collective
 from tf_cross_shard._src.virtual_tpu.lowering import TPUCompileError
@@ -57,4 +57,4 @@ __all__ = [
   "compile_for",
   "coordinates",
 ]
-__dir__ = catalogue.publish(globals())
+__dir__ = _catalogue.publish(globals())

@@ -29,6 +29,7 @@ EXPECTED = {  # The blocks of Python, or the change of a line, of each page.
   "docs/recipes.md": 1,
   "docs/saving.md": 1,
   "docs/sharded_tables.md": 1,
+  "docs/ten_minutes.md": 1,
   "docs/towers.md": 1,
   "docs/trials.md": 2,
   "docs/updates.md": 3,

@@ -1,13 +1,17 @@
 """The public classes: help, signature, repr and names for completion."""
 
+import ast
+import collections.abc
 import inspect
+import pathlib
 from typing import Any
 
 import pytest
 import tensorflow as tf
 
+import tf_cross_shard
 from tests.support import training
-from tf_cross_shard import CrossShardOptimizer, TowerOptimizer
+from tf_cross_shard import CrossShardOptimizer, TowerOptimizer, trials
 from tf_cross_shard._src.core import optimizer
 from tf_cross_shard._src.towers import tower_optimizer
 
@@ -93,6 +97,34 @@ def test_repr_has_what_differs_from_defaults(home: Any, its_keras: Any) -> None:
 def test_a_rate_per_group(home: Any, its_keras: Any) -> None:
   decay = its_keras.optimizers.schedules.CosineDecay(0.5, 10)
   assert repr(home.PerGroup([0.5, decay])) == "PerGroup([0.5, CosineDecay])"
+
+
+def test_modules_complete_public_names_only() -> None:
+  """Editors such as jedi read the source, and do not see `__dir__`."""
+  root = pathlib.Path(tf_cross_shard.__file__).parent
+  for file in root.glob("*.py"):
+    tree = ast.parse(file.read_text())
+    public = {"main", "sys"} if file.name == "__main__.py" else set()
+    for node in tree.body:
+      if "__all__" in ast.unparse(node).split(" ")[0]:
+        public = set(ast.literal_eval(node.value))
+    imported = {
+      alias.asname or alias.name
+      for node in ast.walk(tree)
+      if isinstance(node, ast.Import | ast.ImportFrom)
+      for alias in node.names
+    }
+    shown = {name for name in imported if not name.startswith("_")}
+    assert shown <= public, file.name
+
+
+def test_tables_complete_public_names_only() -> None:
+  table = trials.Table([{"rate": 1.0}], [[0]])
+  names = {name for name in dir(table) if not name.startswith("_")}
+  assert names - set(dir(collections.abc.Sequence)) == {
+    *("best", "groups", "monitor", "names", "ranking"),
+    *("rows", "to_csv", "value", "values"),
+  }
 
 
 @pytest.mark.parametrize(("home", "its_keras"), KERAS)

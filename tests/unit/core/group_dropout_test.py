@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tests.support import testbed, training
 from tf_cross_shard import replica_state, trials
+from tf_cross_shard._src.search import table as table_lib
 
 PAIRS = [[0, 1], [2, 3]]
 RATES = [0.25, 0.75]
@@ -72,7 +73,8 @@ def test_rates_of_a_table_change_without_a_new_trace(which: str) -> None:
 
   run = tf.function(lambda: strategy.run(step), autograph=False)
   for rates in (RATES, [0.5, 0.0]):
-    table.assign([{"dropout": rate} for rate in rates])
+    settings = [{"dropout": rate} for rate in rates]
+    table_lib.results_of(table).assign(settings)
     outs = strategy.experimental_local_results(run())
     for out, rate in zip(outs, np.repeat(rates, 2), strict=True):
       assert np.mean(out == 0) == pytest.approx(rate, abs=0.03)

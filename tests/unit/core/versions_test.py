@@ -79,7 +79,7 @@ def test_other_backends_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
   ("package", "words"),
   [
-    ("tensorflow", "pip install 'tf-cross-shard[cpu]'"),
+    ("tensorflow", "pip install '.[cpu]'"),
     ("keras", "pip install 'keras>=3.8'"),
     ("tf_keras", TF_KERAS_REMEDY),
   ],

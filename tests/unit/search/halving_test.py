@@ -20,6 +20,7 @@ from tf_cross_shard import (
   trials,
 )
 from tf_cross_shard._src.search import halving as halving_lib
+from tf_cross_shard._src.search import table as table_lib
 
 pytestmark = pytest.mark.slow
 
@@ -242,10 +243,11 @@ def test_a_population_explores_settings_of_every_kind() -> None:
 
 def test_a_table_shows_the_best_first(tmp_path: pathlib.Path) -> None:
   table = trials.Table([{"rate": 0.5}, {"rate": 2}, {"rate": 1}], [[0], [1]])
-  table.judge_by("val_accuracy", 1.0)
+  results = table_lib.results_of(table)
+  results.monitor = "val_accuracy"
   for number, values in enumerate([[0.5, 0.25], [0.75], [math.nan]]):
     for value in values:
-      table.note(number, {"val_accuracy": value})
+      results.note(number, {"val_accuracy": value})
   assert [t.number for t in table.ranking] == [1, 0, 2]
   assert (table.best.best, table[0].best_epoch, table[2].best) == (
     0.75,
@@ -259,7 +261,7 @@ def test_a_table_shows_the_best_first(tmp_path: pathlib.Path) -> None:
   assert [row["trial"] for row in rows] == ["1", "0", "2"]
   assert rows[1]["epochs"] == "2"
   again = trials.Table([{"rate": 0.5}, {"rate": 2}, {"rate": 1}], [[0], [1]])
-  again.from_list(table.to_list())
+  table_lib.results_of(again).from_list(results.to_list())
   assert again.rows() == table.rows()
 
 
@@ -382,13 +384,13 @@ def test_no_other_callback_sets_rates(
     (
       {"weight_decay": 1},
       {},
-      "`table` holds 'weight_decay', but SGD.weight_decay is None, [^`]*"
+      "`table` contains 'weight_decay', but SGD.weight_decay is None, [^`]*"
       " `opt` [^`]* numbers in `table`",
     ),
     (
       {"gradient_accumulation_steps": 2},
       {},
-      "`table` holds 'gradient_accumulation_steps'",
+      "`table` contains 'gradient_accumulation_steps'",
     ),
     (
       {"clipnorm": 1},

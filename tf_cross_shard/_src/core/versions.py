@@ -108,6 +108,6 @@ def _import_tensorflow() -> Any:
   """Imports TensorFlow."""
   return _import(
     "tensorflow",
-    "pip install 'tf-cross-shard[cpu]' (tensorflow-cpu), or pip install"
-    " 'tf-cross-shard[tensorflow]', or bring tensorflow-tpu.",
+    "pip install '.[cpu]' in your clone of tf_cross_shard (tensorflow-cpu), or"
+    " pip install '.[tensorflow]', or bring tensorflow-tpu.",
   )

@@ -359,7 +359,7 @@ class Halving(trial_monitor.TrialMonitor):
   def state(self) -> dict[str, Any]:
     """Returns the plan, the progress and the table."""
     progress = dataclasses.asdict(self._progress)
-    own = [self._plan(), progress, self.table.to_list()]
+    own = [self._plan(), progress, table_lib.results_of(self.table).to_list()]
     return {**super().state(), "trials": group_callback.to_array(own)}
 
   def set_state(self, state: dict[str, Any]) -> None:
@@ -377,7 +377,7 @@ class Halving(trial_monitor.TrialMonitor):
         " and `factor` as before, or delete the backup."
       )
     self._progress = _Progress(**progress)
-    self.table.from_list(rows)
+    table_lib.results_of(self.table).from_list(rows)
     self._apply_settings()
     self.model.stop_training = self._progress.epochs_left == 0
 

@@ -296,7 +296,7 @@ class Population(trial_monitor.TrialMonitor):
         " the metrics of each epoch."
       )
     best = int(np.argmax(np.where(np.isfinite(last), last, -np.inf)))
-    self.table.assign([self.settings[best]] * len(last))
+    table_lib.results_of(self.table).assign([self.settings[best]] * len(last))
     with group_schedule.as_group(0):
       return group_models.load_group(
         best, self.model.optimizer, self.model, into=into
@@ -304,7 +304,11 @@ class Population(trial_monitor.TrialMonitor):
 
   def state(self) -> dict[str, Any]:
     """Returns the copies, the settings and the table."""
-    own = [self.copied, self.settings, self.table.to_list()]
+    own = [
+      self.copied,
+      self.settings,
+      table_lib.results_of(self.table).to_list(),
+    ]
     return {**super().state(), "happened": group_callback.to_array(own)}
 
   def set_state(self, state: dict[str, Any]) -> None:
@@ -316,7 +320,7 @@ class Population(trial_monitor.TrialMonitor):
     # The optimizer's present settings need not be those that it began with.
     if self._makes_table:
       self._make_table([trial["settings"] for trial in rows[2:]])
-    self.table.from_list(rows)
+    table_lib.results_of(self.table).from_list(rows)
     self.apply_settings(self.settings)
 
   def _pairs(self, logs: Any) -> list[tuple[int, int]]:

@@ -68,6 +68,69 @@ class Trial:
     }
 
 
+@dataclasses.dataclass
+class Results:
+  """The state of a table, which callbacks change while `fit` runs.
+
+  Attributes:
+    trials: The trials and their results.
+    variables: The settings of the trials that the groups train: one variable
+      for each name, `[num_groups]`.
+    monitor: The metric that decides which trial is best; None before `fit`.
+    sign: 1 if a larger `monitor` is better, else -1.
+    asked: The names that the model's code has asked for.
+  """
+
+  trials: list[Trial]
+  variables: dict[str, tf.Variable]
+  monitor: str | None = None
+  sign: float = 1.0
+  asked: set[str] = dataclasses.field(default_factory=set)
+
+  def forget(self) -> None:
+    """Deletes the results of an earlier `fit`."""
+    self.trials = [Trial(t.number, t.settings) for t in self.trials]
+
+  def assign(self, rows: Sequence[Mapping[str, float]]) -> None:
+    """Sets the settings that `value` returns, one dictionary per group."""
+    for name, variable in self.variables.items():
+      variable.assign([row[name] for row in rows])
+
+  def note(self, number: int, metrics: Mapping[str, float]) -> bool:
+    """Adds the metrics of an epoch; returns whether it is the best epoch."""
+    trial = self.trials[number]
+    for name, metric in metrics.items():
+      trial.history.setdefault(name, []).append(metric)
+    value = metrics[self.monitor or ""]
+    best = -self.sign * math.inf if trial.best is None else trial.best
+    is_best = self.sign * value > self.sign * best
+    if is_best:
+      trial.best, trial.best_epoch = value, trial.epochs - 1
+    return is_best
+
+  def to_list(self) -> list[Any]:
+    """Returns the trials and their results as JSON values."""
+    return [self.monitor, self.sign, *map(dataclasses.asdict, self.trials)]
+
+  def from_list(self, values: Sequence[Any]) -> None:
+    """Sets the trials and results that `to_list` returned.
+
+    Raises:
+      CheckpointError: If the trials have other settings than this table.
+    """
+    monitor, sign, *rows = values
+    trials = [Trial(**row) for row in rows]
+    for own, other in itertools.zip_longest(self.trials, trials):
+      if own is None or other is None or own.settings != other.settings:
+        raise archive.CheckpointError(
+          "The backup belongs to a different table: it contains"
+          f" {other and other.settings}, but this table contains"
+          f" {own and own.settings}. Create the same table as before, or delete"
+          " the backup."
+        )
+    self.monitor, self.sign, self.trials = monitor, sign, trials
+
+
 class Table(Sequence[Trial]):
   """The trials of a hyperparameter search, in the order in which you list them.
 
@@ -88,7 +151,6 @@ class Table(Sequence[Trial]):
 
   Attributes:
     groups: The groups that train the trials.
-    monitor: The metric that decides which trial is best; None before `fit`.
   """
 
   def __init__(
@@ -153,12 +215,8 @@ class Table(Sequence[Trial]):
           )
         row[name] = float(number)
     self.groups = settings.as_groups(groups) or groups_lib.Groups(groups)
-    self.monitor: str | None = None
-    self._trials = [Trial(i, row) for i, row in enumerate(rows)]
-    self._sign = 1.0  # -1 if a smaller `monitor` is better
-    self._asked: set[str] = set()  # names that `value` was called with
     # Each variable has the settings of all groups.
-    self._variables = {
+    variables = {
       name: tf.Variable(
         [rows[i % len(rows)][name] for i in range(self.groups.num_groups)],
         trainable=False,
@@ -167,14 +225,34 @@ class Table(Sequence[Trial]):
       )
       for name in rows[0]
     }
+    trials = [Trial(i, row) for i, row in enumerate(rows)]
+    self._results = Results(trials, variables)
+
+  def __getstate__(self) -> dict[str, Any]:
+    """Returns the state for pickles, in a format that does not change."""
+    own = self._results
+    return {
+      "groups": self.groups,
+      "monitor": own.monitor,
+      "_trials": own.trials,
+      "_sign": own.sign,
+      "_asked": own.asked,
+      "_variables": own.variables,
+    }
+
+  def __setstate__(self, state: dict[str, Any]) -> None:
+    """Restores the state from a pickle."""
+    self.groups = state["groups"]
+    names = ("_trials", "_variables", "monitor", "_sign", "_asked")
+    self._results = Results(*(state[name] for name in names))
 
   def __len__(self) -> int:
     """Returns the number of trials."""
-    return len(self._trials)
+    return len(self._results.trials)
 
   def __getitem__(self, index: Any) -> Any:
     """Returns the trial with a number, or the trials of a slice."""
-    return self._trials[index]
+    return self._results.trials[index]
 
   def __repr__(self) -> str:
     """Returns the number of trials and the names of their settings."""
@@ -195,14 +273,19 @@ class Table(Sequence[Trial]):
     )
 
   @property
+  def monitor(self) -> str | None:
+    """The metric that decides which trial is best; None before `fit`."""
+    return self._results.monitor
+
+  @property
   def names(self) -> list[str]:
     """The names of the settings."""
-    return list(self._trials[0].settings)
+    return list(self._results.trials[0].settings)
 
   @property
   def ranking(self) -> list[Trial]:
     """All trials, the best first; trials without a best value come last."""
-    return sorted(self._trials, key=self._sort_key)
+    return sorted(self._results.trials, key=self._sort_key)
 
   @property
   def best(self) -> Trial:
@@ -244,10 +327,10 @@ class Table(Sequence[Trial]):
     Raises:
       KeyError: If the trials have no such setting.
     """
-    if name not in self._variables:
+    if name not in self._results.variables:
       raise KeyError(f"`name` must be one of {self.names}; got {name!r}.")
-    self._asked.add(name)
-    return self._variables[name]
+    self._results.asked.add(name)
+    return self._results.variables[name]
 
   def rows(self) -> list[dict[str, Any]]:
     """Returns a dictionary for each trial, the best first.
@@ -286,58 +369,12 @@ class Table(Sequence[Trial]):
     """Returns the sort key of a trial; the best has the smallest key."""
     if trial.best is None:
       return True, 0.0, trial.number
-    return False, -self._sign * trial.best, trial.number
+    return False, -self._results.sign * trial.best, trial.number
 
-  def forget(self) -> None:
-    """Deletes the results of an earlier `fit`."""
-    self._trials = [Trial(t.number, t.settings) for t in self._trials]
 
-  def judge_by(self, monitor: str, sign: float) -> None:
-    """Sets the metric that decides, and 1 if larger is better, else -1."""
-    self.monitor, self._sign = monitor, sign
-
-  def assign(self, rows: Sequence[Mapping[str, float]]) -> None:
-    """Sets the settings that `value` returns, one dictionary per group."""
-    for name, variable in self._variables.items():
-      variable.assign([row[name] for row in rows])
-
-  def is_asked(self, name: str) -> bool:
-    """Returns whether the model's code has called `value` with this name."""
-    return name in self._asked
-
-  def note(self, number: int, metrics: Mapping[str, float]) -> bool:
-    """Adds the metrics of an epoch; returns whether it is the best epoch."""
-    trial = self._trials[number]
-    for name, metric in metrics.items():
-      trial.history.setdefault(name, []).append(metric)
-    value = metrics[self.monitor or ""]
-    best = -self._sign * math.inf if trial.best is None else trial.best
-    is_best = self._sign * value > self._sign * best
-    if is_best:
-      trial.best, trial.best_epoch = value, trial.epochs - 1
-    return is_best
-
-  def to_list(self) -> list[Any]:
-    """Returns the trials and their results as JSON values."""
-    return [self.monitor, self._sign, *map(dataclasses.asdict, self._trials)]
-
-  def from_list(self, values: Sequence[Any]) -> None:
-    """Sets the trials and results that `to_list` returned.
-
-    Raises:
-      CheckpointError: If the trials have other settings than this table.
-    """
-    monitor, sign, *rows = values
-    trials = [Trial(**row) for row in rows]
-    for own, other in itertools.zip_longest(self._trials, trials):
-      if own is None or other is None or own.settings != other.settings:
-        raise archive.CheckpointError(
-          "The backup belongs to a different table: it contains"
-          f" {other and other.settings}, but this table contains"
-          f" {own and own.settings}. Create the same table as before, or delete"
-          " the backup."
-        )
-    self.monitor, self._sign, self._trials = monitor, sign, trials
+def results_of(table: Table) -> Results:
+  """Returns the state of a table, for the callbacks that change it."""
+  return table._results  # noqa: SLF001
 
 
 def _shown(value: Any) -> str:

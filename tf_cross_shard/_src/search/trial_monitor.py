@@ -62,14 +62,15 @@ class TrialMonitor(group_callback.GroupMonitor):
         f"`table` is for the groups {self.table.groups.to_lists()}, but the"
         f" optimizer has {groups.to_lists()}. Give both the same groups."
       )
-    self.table.forget()
+    table_lib.results_of(self.table).forget()
     self._check([trial.settings for trial in self.table])
 
   def begin(self, logs: Any) -> bool:
     """Also tells the table by which metric to rank the trials."""
     has_metrics = super().begin(logs)
     if has_metrics:
-      self.table.judge_by(self.monitor, self._sign)
+      results = table_lib.results_of(self.table)
+      results.monitor, results.sign = self.monitor, self._sign
     return has_metrics
 
   def read(self) -> list[dict[str, float]]:
@@ -101,7 +102,7 @@ class TrialMonitor(group_callback.GroupMonitor):
     if after != before:
       self.step.replace(group_settings=after)
       self.model.make_train_function(force=True)
-    self.table.assign(rows)
+    table_lib.results_of(self.table).assign(rows)
 
   def note(
     self,
@@ -122,8 +123,9 @@ class TrialMonitor(group_callback.GroupMonitor):
     Raises:
       ValueError: If nothing reads a setting of the table.
     """
+    results = table_lib.results_of(self.table)
     for name in self.table.names:
-      if not (name == _RATE or self._is_own(name) or self.table.is_asked(name)):
+      if not (name == _RATE or self._is_own(name) or name in results.asked):
         known = [_RATE, *settings.LIMITS, *vars(self._innermost)]
         close = difflib.get_close_matches(name, known, 1)
         meant = f" (did you mean {close[0]!r}?)" if close else ""
@@ -142,7 +144,7 @@ class TrialMonitor(group_callback.GroupMonitor):
         for name in logs
         if name.endswith(end)
       }
-      if self.table.note(number, {**metrics, **own}):
+      if results.note(number, {**metrics, **own}):
         improved.append(group)
     return improved
 
@@ -189,7 +191,7 @@ def plain_model(
   state = group_state.GroupState(optimizer, model, is_whole=False)
   values = checkpoint.values_of_group(paths_lib.as_path(path), 0, state)
   # Layers of the clone, such as dropout, get the present settings of group 0.
-  table.assign([row] * table.groups.num_groups)
+  table_lib.results_of(table).assign([row] * table.groups.num_groups)
   # Keras calls the clone's layers, which may ask for the settings of a group.
   with group_schedule.as_group(0):
     plain = group_models.load_group(0, optimizer, model, into=into)

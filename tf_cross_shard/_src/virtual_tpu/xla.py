@@ -42,7 +42,7 @@ def require(*distributions: str) -> None:
   """Raises `ImportError` unless tested versions of libraries are installed."""
   # One extra has all that the call needs, so that nobody installs twice.
   extra = "tpu-compiler" if "libtpu" in distributions else "virtual-tpu"
-  remedy = f"Install it with: pip install 'tf-cross-shard[{extra}]'."
+  remedy = f"In your clone of tf_cross_shard, run: pip install '.[{extra}]'."
   for distribution in distributions:
     tested = TESTED[distribution]
     try:
