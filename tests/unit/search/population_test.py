@@ -234,5 +234,7 @@ def test_errors_about_settings_name_explore() -> None:
     groups = [[0], [1], [2], [3]]
     model.compile(CrossShardOptimizer(sgd, group_assignment=groups), "mse")
   population = callbacks.Population(explore={"loss_scale_factor": [0.5]})
-  with pytest.raises(ValueError, match="`explore` holds 'loss_scale_factor'"):
+  with pytest.raises(
+    ValueError, match="`explore` contains 'loss_scale_factor'"
+  ):
     _fit(model, 1, population)

@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import tensorflow as tf
 
@@ -250,7 +250,13 @@ class Table(Sequence[Trial]):
     """Returns the number of trials."""
     return len(self._results.trials)
 
-  def __getitem__(self, index: Any) -> Any:
+  @overload
+  def __getitem__(self, index: int) -> Trial: ...
+
+  @overload
+  def __getitem__(self, index: slice) -> list[Trial]: ...
+
+  def __getitem__(self, index: int | slice) -> Trial | list[Trial]:
     """Returns the trial with a number, or the trials of a slice."""
     return self._results.trials[index]
 
