@@ -2,9 +2,8 @@
 
 On CPUs, the strategy also works around a bug of TensorFlow 2.21. The iterator
 of a distributed dataset has a tuning thread for each device, which sleeps for
-up to a minute at a time. TensorFlow wakes the thread when it deletes the
-iterator, but the thread goes back to sleep if it checks whether it should end
-before TensorFlow has set that flag. Then `fit` waits after each epoch. The
+up to a minute at a time. To delete the iterator, TensorFlow waits for these
+threads, and does not always wake them. Then `fit` waits after each epoch. The
 strategy creates its iterators without these threads.
 """
 
