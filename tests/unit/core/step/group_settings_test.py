@@ -157,7 +157,9 @@ def test_limits_of_replicas() -> None:
   ("opt", "numbers", "message"),
   [
     ("adam", {"beta_1": [0.5]}, "a number for each of the 2 groups"),
-    ("adam", {"beta_3": [0.5, 0.9]}, "Adam.beta_3 is None"),
+    ("adam", {"weigth_decay": [0.5, 0.9]}, r"setting. Did you mean 'weight_d"),
+    ("adam", {"strength": [0.5, 0.9]}, r"no such setting. Use one of \["),
+    ("adam", {"weight_decay": [0.5, 0.9]}, "Adam.weight_decay is None"),
     ("adam", {"amsgrad": [0, 1]}, "Adam.amsgrad is False"),
     ("sgd", {"momentum": [0.0, 0.5]}, "with one of the nonzero numbers"),
     ("adagrad", {"initial_accumulator_value": [0.1, 0.2]}, "in its update"),

@@ -9,6 +9,7 @@ optimizer class, kernel and kind of update reads this number.
 """
 
 import contextlib
+import difflib
 from typing import Any, Final
 
 from tf_cross_shard._src.core import context as context_lib
@@ -103,7 +104,18 @@ def _check_setting(optimizer: Any, name: str, values: list[float]) -> None:
       f" {kind} reads in its update can differ between groups. Pass"
       f" {kind}({name}=...), the same for all groups."
     )
-  own = vars(optimizer).get(name)
+  if name not in vars(optimizer):
+    known = [
+      *(x for x in vars(optimizer) if not x.startswith("_")),
+      *settings_lib.LIMITS,
+    ]
+    close = difflib.get_close_matches(name, known, 1)
+    remedy = f"Did you mean {close[0]!r}?" if close else f"Use one of {known}."
+    raise ValueError(
+      f"`group_settings` contains {name!r}, but {kind} has no such setting."
+      f" {remedy}"
+    )
+  own = vars(optimizer)[name]
   if isinstance(own, bool) or not isinstance(own, (int, float)):
     raise ValueError(
       f"`group_settings` contains {name!r}, but {kind}.{name} is {own!r}, and"
