@@ -5,8 +5,8 @@
 
 Prints each program that does not end as it must, and how. Also compares what
 `optimizer.describe()` says with the graph of each traced step. To repeat
-a program, give its seed as the start. With --workers, two processes train the programs. With
-TF_USE_LEGACY_KERAS=1 it tries tf_keras.
+a program, give its seed as the start. With --workers, two processes train the
+programs. With TF_USE_LEGACY_KERAS=1 it tries tf_keras.
 """
 
 import argparse

@@ -69,12 +69,12 @@ def local_strategy(num_replicas: int) -> tf.distribute.MirroredStrategy:
     _divide_cpu(num_replicas)
   devices = [f"{kind}:{i}" for i in range(num_replicas)]
   if kind == "CPU":
-    return _LogicalCpus(devices)
+    return LocalStrategy(devices)
   return tf.distribute.MirroredStrategy(devices)
 
 
-class _LogicalCpus(tf.distribute.MirroredStrategy):
-  """A MirroredStrategy whose iterators have no tuning threads."""
+class LocalStrategy(tf.distribute.MirroredStrategy):
+  """A MirroredStrategy on CPUs, whose iterators have no tuning threads."""
 
   def experimental_distribute_dataset(self, *args: Any, **kwargs: Any) -> Any:
     """Distributes a dataset, as Keras' `fit` does."""
