@@ -87,6 +87,10 @@ class LocalStrategy(tf.distribute.MirroredStrategy):
     return _untuned(distribute(*args, **kwargs))
 
 
+# `describe` and errors show the class that users know.
+LocalStrategy.__name__ = LocalStrategy.__qualname__ = "MirroredStrategy"
+
+
 def _untuned(distributed: Any) -> Any:
   """Makes a distributed dataset create its iterators without tuning threads.
 
