@@ -12,7 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.data.ops import debug_mode
+
+try:
+  from tensorflow.python.data.ops import debug_mode
+except ImportError:  # A private module: then `fit` may wait, as without us.
+  debug_mode = None
 
 
 def local_strategy(num_replicas: int) -> tf.distribute.MirroredStrategy:
@@ -68,7 +72,7 @@ def local_strategy(num_replicas: int) -> tf.distribute.MirroredStrategy:
   if _count(kind) < num_replicas:
     _divide_cpu(num_replicas)
   devices = [f"{kind}:{i}" for i in range(num_replicas)]
-  if kind == "CPU":
+  if kind == "CPU" and debug_mode is not None:
     return LocalStrategy(devices)
   return tf.distribute.MirroredStrategy(devices)
 
