@@ -377,7 +377,7 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
 
   def _perform(self, call: flow.Call) -> Any:
     """Checks the call, and does the step."""
-    with self._parts.checks.one_user():
+    with self._components.checks.one_user():
       return self._perform_alone(call)
 
   def _perform_alone(self, call: flow.Call) -> Any:
