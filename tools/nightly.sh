@@ -12,9 +12,9 @@
 #
 #   mutants.py        not measured; one or a few test files for each mutant, with
 #                     a limit of 10 minutes for each
-#   preemptions.py    about 5 s of CPU time for each kill of one process, 10 s
-#                     with two workers and 20 s with four: each kill starts the
-#                     program again, in processes that a server forks
+#   preemptions.py    about 7 s for each kill of one process, 10 s with two
+#                     workers and 30 s with four: each kill starts the program
+#                     again, in processes that a server forks
 #   fuzz.py           1 hour for 3,000 programs (500 take 10 minutes); not
 #                     measured with tf_keras or on workers
 #   soak.py           about 20 minutes; 22 minutes of CPU time were measured
