@@ -40,7 +40,7 @@ class TestVersions:
     def missing(distribution: str) -> str:
       raise metadata.PackageNotFoundError(distribution)
 
-    remedy = rf"pip install 'tf-cross-shard\[{extra}\]'"
+    remedy = rf"pip install '\.\[{extra}\]'"
     tested = re.escape(f"{name}{xla.TESTED[name]}")
     for found, words in (
       (missing, rf"needs {tested}, which is not installed.*{remedy}"),
