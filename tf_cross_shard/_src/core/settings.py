@@ -18,12 +18,12 @@ from absl import logging
 
 from tf_cross_shard._src.core import components
 from tf_cross_shard._src.core import groups as groups_lib
-from tf_cross_shard._src.core.gradients import loss_factor, packing
+from tf_cross_shard._src.core.gradients import clipping, loss_factor, packing
 
 # Arguments of earlier versions, which saved configurations may still contain.
 _REMOVED: Final = ("has_backup", "noise_scale")
 _Class = TypeVar("_Class", bound=type[Any])
-LIMITS: Final = ("clipnorm", "global_clipnorm", "clipvalue")
+LIMITS: Final = clipping.LIMITS
 
 
 def _setting(default: Any, doc: str, *, is_mutable: bool = False) -> Any:

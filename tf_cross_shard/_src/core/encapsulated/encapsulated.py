@@ -22,6 +22,7 @@ from tf_cross_shard._src.core.encapsulated import (
   overriding,
   state,
 )
+from tf_cross_shard._src.core.gradients import clipping
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 
 _KERAS: Final = ("keras.src.", "tf_keras.src.")
@@ -284,8 +285,8 @@ class Encapsulated(abc.ABC):
   @property
   def clips_to_dense(self) -> bool:
     """Whether Keras' clipping makes row-sparse gradients dense."""
-    limit = getattr(self.innermost, "global_clipnorm", None) or 0.0
-    return bool(self._is_dense_after_norm and limit > 0)
+    limit = clipping.limits_of(self.innermost)["global_clipnorm"]
+    return self._is_dense_after_norm and limit is not None
 
   @property
   def is_called_by_loss_scaler(self) -> bool:

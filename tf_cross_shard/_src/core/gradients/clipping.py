@@ -5,13 +5,15 @@ summed over a group.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import tensorflow as tf
 
 from tf_cross_shard._src.core.gradients import indexed_slices
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
+# By precedence: an optimizer uses only the first limit that is set.
+LIMITS: Final = ("clipnorm", "global_clipnorm", "clipvalue")
 
 
 def clip(
@@ -78,6 +80,35 @@ def clip(
     _each(clipped, tf.cast, _dtype(grad))
     for clipped, grad in zip(wide, grads, strict=True)
   ]
+
+
+def limits_of(optimizer: Any) -> dict[str, Any]:
+  """Returns the clipping limits of a Keras optimizer, as arguments of `clip`.
+
+  Keras does not clip by a limit that is not positive, which becomes None.
+  """
+  limits = {name: getattr(optimizer, name, None) for name in LIMITS}
+  return {
+    name: limit if limit and limit > 0 else None
+    for name, limit in limits.items()
+  }
+
+
+def scale_to(limit: Any, square: tf.Tensor) -> tf.Tensor:
+  """Returns c / max(||g||, c), the factor that limits a norm to c.
+
+  >>> float(scale_to(1.0, tf.constant(16.0)))
+  0.25
+
+  Args:
+    limit: The limit c.
+    square: ||g||^2, of any shape.
+
+  Returns:
+    The factors, in the dtype and shape of `square`.
+  """
+  c = tf.cast(limit, square.dtype)
+  return c / tf.maximum(tf.sqrt(square), c)
 
 
 def square_of_norm(grads: Sequence[Gradient]) -> tf.Tensor:

@@ -1,6 +1,6 @@
 """Checks gradients for NaN and infinity."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -26,6 +26,24 @@ def all_finite(grads: Sequence[Gradient]) -> tf.Tensor:
     for part in _floats(value)
   ]
   return tf.reduce_all(tf.stack(finite)) if finite else tf.constant(True)
+
+
+def zero_or_nan(
+  grads: Sequence[Gradient],
+  all_reduce_sum: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+) -> tf.Tensor:
+  """Returns 0 on all members, or NaN if any member's gradients are not finite.
+
+  Members that have different parts of the gradients have to skip the same
+  steps.
+
+  Args:
+    grads: This member's gradients.
+    all_reduce_sum: Sums tensors over the members.
+  """
+  is_bad = tf.cast(~all_finite(grads), tf.float32)
+  [bad_members] = all_reduce_sum([is_bad])
+  return tf.where(bad_members > 0, float("nan"), 0.0)
 
 
 def _floats(value: tf.Tensor) -> list[tf.Tensor]:

@@ -27,7 +27,6 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import context as context_lib
 from tf_cross_shard._src.core import owned_rows
-from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.encapsulated import (
   encapsulated,
@@ -378,11 +377,7 @@ def _clip_by_limits_of_opt(
   optimizer: Any, grads: Sequence[Gradient]
 ) -> list[Gradient]:
   """Returns sums clipped by an optimizer's own limits."""
-  limits: dict[str, Any] = {}
-  for name in settings_lib.LIMITS:
-    limit = getattr(optimizer, name)  # Keras does not clip if it is <= 0.
-    limits[name] = limit if limit and limit > 0 else None
-  return clipping.clip(grads, **limits)
+  return clipping.clip(grads, **clipping.limits_of(optimizer))
 
 
 def _keep(optimizer: Any, grads: Sequence[Gradient]) -> list[Gradient]:

@@ -163,8 +163,8 @@ class FlatUpdate(sharded_update.ShardedUpdate):
     self, parts: list[tf.Tensor], table_sums: Sequence[Gradient]
   ) -> list[Gradient]:
     """Returns sums clipped by `opt.clipnorm` and `opt.global_clipnorm`."""
-    limit = self.encapsulated.innermost.clipnorm
-    if limit and limit > 0:
+    limit = clipping.limits_of(self.encapsulated.innermost)["clipnorm"]
+    if limit is not None:
       limit = self.encapsulated.scaling.scale_limit(limit)
       parts = self._clip_each_weight(parts, limit)
       table_sums = clipping.clip(table_sums, clipnorm=limit)
@@ -198,8 +198,7 @@ class FlatUpdate(sharded_update.ShardedUpdate):
     totals = self.engine.all_reduce_sum(squares)
     clipped = []
     for part, bucket, total in zip(parts, self.buckets, totals, strict=True):
-      c = tf.cast(limit, total.dtype)
-      scale = tf.cast(c / tf.maximum(tf.sqrt(total), c), part.dtype)
+      scale = tf.cast(clipping.scale_to(limit, total), part.dtype)
       # Repeat the scale of each weight for its elements, and select the part of
       # this member.
       scales = [

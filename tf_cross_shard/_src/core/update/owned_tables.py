@@ -96,34 +96,21 @@ def clip_whole_tables(
     for total, own in zip(sums, is_owned, strict=True)
   ]
   if context.may_skip:
-    sums = _spread_nonfinite(context, sums)
-  optimizer = context.encapsulated.innermost
-  limits = {
-    name: getattr(optimizer, name, None) for name in settings_lib.LIMITS
-  }
-  # Keras uses the first limit that is set.
-  for name, limit in limits.items():
-    if limit and limit > 0:
-      limit = context.encapsulated.scaling.scale_limit(limit)
-      if name == "clipvalue":
-        return clipping.clip(
-          sums, clipvalue=limit, keep_infinite=context.may_skip
-        )
-      return _clip_by_norm(
-        context, sums, is_owned, limit, is_global=name == "global_clipnorm"
+    # Times 1 changes no bit. Times NaN turns every element into NaN.
+    marker = finite.zero_or_nan(sums, context.engine.all_reduce_sum)
+    sums = [indexed_slices.times(total, 1.0 + marker) for total in sums]
+  for name, limit in clipping.limits_of(context.encapsulated.innermost).items():
+    if limit is None:
+      continue
+    limit = context.encapsulated.scaling.scale_limit(limit)
+    if name == "clipvalue":
+      return clipping.clip(
+        sums, clipvalue=limit, keep_infinite=context.may_skip
       )
+    return _clip_by_norm(
+      context, sums, is_owned, limit, is_global=name == "global_clipnorm"
+    )
   return sums
-
-
-def _spread_nonfinite(
-  context: context_lib.Context, sums: Sequence[Gradient]
-) -> list[Gradient]:
-  """Turns the sums into NaN if any member's sums are not finite."""
-  is_bad = tf.cast(~finite.all_finite(sums), tf.float32)
-  [bad_members] = context.engine.all_reduce_sum([is_bad])
-  # Times 1 changes no bit. Times NaN turns every element into NaN.
-  poison = tf.where(bad_members > 0, float("nan"), 1.0)
-  return [indexed_slices.times(total, poison) for total in sums]
 
 
 def _clip_by_norm(
@@ -153,8 +140,7 @@ def _clip_by_norm(
   ]
   if is_global:
     squares = [tf.add_n(squares)] * len(squares)
-  c = tf.cast(limit, tf.float64)
   return [
-    indexed_slices.times(total, c / tf.maximum(tf.sqrt(square), c))
+    indexed_slices.times(total, clipping.scale_to(limit, square))
     for total, square in zip(sums, squares, strict=True)
   ]

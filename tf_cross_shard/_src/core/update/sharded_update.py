@@ -396,12 +396,11 @@ class ShardedUpdate(update.Update):
     """
     if not self.context.may_skip:
       return parts
-    # The number of members that found a NaN or an infinity.
-    is_bad = tf.cast(~finite.all_finite([*parts, *table_sums]), tf.float32)
-    [bad_members] = self.engine.all_reduce_sum([is_bad])
     # Adding 0 changes no part. Adding NaN turns every element into NaN.
-    nan_or_zero = tf.where(bad_members > 0, float("nan"), 0.0)
-    return [part + tf.cast(nan_or_zero, part.dtype) for part in parts]
+    marker = finite.zero_or_nan(
+      [*parts, *table_sums], self.engine.all_reduce_sum
+    )
+    return [part + tf.cast(marker, part.dtype) for part in parts]
 
   def _clip_sums(
     self, parts: list[tf.Tensor], table_sums: Sequence[Gradient]
@@ -417,8 +416,8 @@ class ShardedUpdate(update.Update):
       The gradients of `_own_variables`, then those of the unsharded tables.
     """
     sums = [*self._own_gradients(parts), *table_sums]
-    limit = self.encapsulated.innermost.global_clipnorm
-    if not (limit and limit > 0):
+    limit = clipping.limits_of(self.encapsulated.innermost)["global_clipnorm"]
+    if limit is None:
       return sums
     # ||g[i]||^2, in float64. All members have the sums of the tables, so each
     # member contributes an equal share of their squares.
@@ -431,8 +430,8 @@ class ShardedUpdate(update.Update):
       )
     ]
     [total] = self.engine.all_reduce_sum([tf.add_n(squares)])  # ||g||^2
-    c = tf.cast(self.encapsulated.scaling.scale_limit(limit), total.dtype)
-    scale = c / tf.maximum(tf.sqrt(total), c)  # c / max(||g||, c)
+    limit = self.encapsulated.scaling.scale_limit(limit)
+    scale = clipping.scale_to(limit, total)
     return [indexed_slices.times(grad, scale) for grad in sums]
 
 
