@@ -516,7 +516,8 @@ def _arrays(
   keys = {j: group_state.key(entry.name, group, j) for j in range(size)}
   arrays = {j: file[key] for j, key in keys.items() if key in file}
   rows = file.about.get("owned_rows", {}).get(entry.name)
-  if rows is not None and not _is_same_division(entry, rows, size):
+  is_same_division = _is_same_division(entry, rows, size)
+  if rows is not None and not is_same_division:
     if len(arrays) < size > 1:
       raise _parts_missing(file, entry, len(arrays))
     if arrays:
@@ -524,7 +525,7 @@ def _arrays(
       arrays = {0: whole}
   arrays = arrays or {0: file[group_state.key(entry.name, group)]}
   shape = tf.TensorShape(entry.variable.shape)
-  if entry.owned and not _is_same_division(entry, rows, size):
+  if entry.owned and not is_same_division:
     # Check the whole table, and then divide it among the members.
     shape = entry.shape
   for array in arrays.values():
@@ -535,7 +536,7 @@ def _arrays(
         f"The checkpoint {file.path} holds `{entry.name}` as {kind}; the"
         f" program has {entry.kind}. Restore with the same model."
       )
-  if entry.owned and not _is_same_division(entry, rows, size):
+  if entry.owned and not is_same_division:
     members = entry.owned.groups.group_size
     return {
       place: owned_rows.part_of(arrays[0], place, members)

@@ -24,13 +24,7 @@ class ShardedEmbedding(layer.ShardedTable, keras.layers.Layer):
   TensorShape([1, 2, 2])
   """
 
-  def _get_initializer(self, initializer: Any) -> Any:
-    """Returns Keras' initializer for an argument."""
-    return keras.initializers.get(initializer)
-
-  def _serialized(self, initializer: Any) -> Any:
-    """Returns the configuration of an initializer."""
-    return keras.initializers.serialize(initializer)
+  _keras = keras
 
   @property
   def embeddings(self) -> Any:

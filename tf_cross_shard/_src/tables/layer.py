@@ -4,6 +4,7 @@
 """
 
 import abc
+import types
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -80,6 +81,7 @@ class ShardedTable(abc.ABC):
     NotImplementedError: Under a strategy that cannot divide tables.
   """
 
+  _keras: types.ModuleType  # keras or tf_keras
   built: bool
   embeddings: Any
   dtype: Any
@@ -98,7 +100,7 @@ class ShardedTable(abc.ABC):
     **kwargs: Any,
   ) -> None:
     """Creates the layer; `build` creates the table."""
-    initializer = self._get_initializer(embeddings_initializer)
+    initializer = self._keras.initializers.get(embeddings_initializer)
     if type(initializer).__name__ not in _INITIALIZERS:
       raise ValueError(
         "`embeddings_initializer` must not depend on the shape of the whole"
@@ -130,14 +132,6 @@ class ShardedTable(abc.ABC):
     self._has_groups = groups is not None
     self._owned = owned_rows.OwnedRows(input_dim, self._engine.groups)
     self._is_filled = False
-
-  @abc.abstractmethod
-  def _get_initializer(self, initializer: Any) -> Any:
-    """Returns Keras' initializer for an argument."""
-
-  @abc.abstractmethod
-  def _serialized(self, initializer: Any) -> Any:
-    """Returns the configuration of an initializer."""
 
   @abc.abstractmethod
   def _make_table(self, shape: tuple[int, int]) -> None:
@@ -243,7 +237,9 @@ class ShardedTable(abc.ABC):
       **config,
       "input_dim": self.input_dim,
       "output_dim": self.output_dim,
-      "embeddings_initializer": self._serialized(self.embeddings_initializer),
+      "embeddings_initializer": self._keras.initializers.serialize(
+        self.embeddings_initializer
+      ),
       "mask_zero": self.mask_zero,
       "combiner": self.combiner,
       "group_assignment": self.group_assignment,
@@ -264,7 +260,6 @@ class ShardedTable(abc.ABC):
   def load_own_variables(self, store: Any) -> None:
     """Gives all groups a table that this layer or an `Embedding` wrote."""
     self._assign_rows(iter([(0, np.asarray(store["0"]))]))
-    self._is_filled = True
 
   def get_weights(self) -> list[Any]:
     """Returns a list with the whole table of group 0."""
@@ -326,12 +321,8 @@ class ShardedTable(abc.ABC):
     table = variables.native(self.embeddings)
     if self._is_filled or not isinstance(table, tf.Variable):
       return
-    owned_rows.mark(table, self._owned)
-    if self._owned.groups.group_size > 1:
-      self._guard(table)
     with tf.init_scope():
       self._assign_rows(self._initial_blocks())
-    self._is_filled = True
 
   def _guard(self, table: Any) -> None:
     """Makes an error of calls that take the variable for a whole table.
@@ -379,7 +370,10 @@ class ShardedTable(abc.ABC):
   def _assign_rows(self, blocks: Iterator[tuple[int, Any]]) -> None:
     """Writes blocks of rows into the parts of this process."""
     native = variables.native(self.embeddings)
-    owned_rows.mark(native, self._owned)
+    if not self._is_filled:
+      owned_rows.mark(native, self._owned)
+      if self._owned.groups.group_size > 1:
+        self._guard(native)
     groups, engine = self._owned.groups, self._engine
     copies = self._strategy.experimental_local_results(native)
     dtype = copies[0].dtype.as_numpy_dtype
@@ -400,6 +394,7 @@ class ShardedTable(abc.ABC):
           indices=tf.constant(numbers, tf.int64),
           updates=tf.constant(own, dtype),
         )
+    self._is_filled = True
 
 
 def _as_ragged(values: Any) -> Any:

@@ -24,17 +24,11 @@ class ShardedEmbedding(layer.ShardedTable, keras.layers.Layer):
   TensorShape([1, 2, 2])
   """
 
+  _keras = keras
+
   def __init__(self, *args: Any, **kwargs: Any) -> None:
     """Creates the layer, which does not cast its inputs."""
     super().__init__(*args, autocast=False, **kwargs)
-
-  def _get_initializer(self, initializer: Any) -> Any:
-    """Returns Keras' initializer for an argument."""
-    return keras.initializers.get(initializer)
-
-  def _serialized(self, initializer: Any) -> Any:
-    """Returns the configuration of an initializer."""
-    return keras.initializers.serialize(initializer)
 
   def _make_table(self, shape: tuple[int, int]) -> None:
     """Creates the variable of zeros."""
