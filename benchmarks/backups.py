@@ -7,7 +7,6 @@ without `BackupAndRestore`. The cost of a backup is the time from one backup to
 the next, minus the median time of as many batches without backups in the same
 round.
 """
-# bazel: deps=:timing
 
 import pathlib
 import tempfile

@@ -26,7 +26,6 @@ large table as in a small one. SGD and Adagrad do the same update in all cases.
 Our Adam and Momentum have lazy_rows=True. Of the others, only TensorFlow 1's
 Momentum updates single rows; the others update the whole table.
 """
-# bazel: deps=:timing
 
 import os
 
@@ -36,10 +35,8 @@ import functools
 import gc
 import itertools
 import json
-import pathlib
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -48,10 +45,10 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 import timing
+import workers
 from absl import app, flags, logging
 
 from tf_cross_shard import keras3, layers, multi_worker
-from tf_cross_shard_cli import launch
 
 _ALL = ["device", "mirrored", "workers", "lookup", "growth", "memory"]
 _PARTS = flags.DEFINE_list("parts", _ALL, "Parts to measure.")
@@ -279,12 +276,8 @@ def measure_memory() -> Rows:
 
 def measure_workers() -> Rows:
   """Starts this program as two workers; returns the first worker's results."""
-  with tempfile.TemporaryDirectory() as folder:
-    result = pathlib.Path(folder, "result.json")
-    command = [sys.executable, *sys.argv, f"--json={result}"]
-    launch.launch(command, 2, timeout=_TIMEOUT)
-    found: Rows = json.loads(result.read_text())["rows"]
-    return found
+  found: Rows = workers.start(2, _TIMEOUT)["rows"]
+  return found
 
 
 def main(argv: Sequence[str]) -> None:

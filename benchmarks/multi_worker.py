@@ -31,9 +31,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Before TensorFlow.
 
 import gc
 import json
-import pathlib
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -43,6 +40,7 @@ import multi_worker_peers as peers
 import numpy as np
 import tensorflow as tf
 import timing
+import workers
 from absl import app, flags, logging
 
 import tf_cross_shard
@@ -51,7 +49,6 @@ from tf_cross_shard import multi_worker
 from tf_cross_shard._src.core import collectives
 from tf_cross_shard._src.core.collectives import multi_worker as engines
 from tf_cross_shard._src.core.collectives import wire as wire_lib
-from tf_cross_shard_cli import launch
 
 _WORKERS = flags.DEFINE_list(
   "workers", ["2", "4"], "Numbers of workers to measure, each at most 8."
@@ -378,20 +375,6 @@ def work() -> dict[str, Any]:
   return {"rows": [vars(row) for row in rows], "missed": missed, "soak": soak}
 
 
-def start_workers(count: int, folder: str) -> dict[str, Any]:
-  """Starts `count` workers; returns what the first one measured."""
-  result = pathlib.Path(folder, f"{count}.json")
-  os.environ["CUDA_VISIBLE_DEVICES"] = ""
-  command = [sys.executable, *sys.argv, f"--json={result}"]
-  launch.launch(command, count, timeout=_TIMEOUT.value)
-  if not result.exists():
-    raise RuntimeError(
-      f"The {count} workers failed or were killed; see their output above."
-    )
-  measured: dict[str, Any] = json.loads(result.read_text())
-  return measured
-
-
 def _measure(
   strategy: tf.distribute.Strategy,
   part: str,
@@ -440,12 +423,13 @@ def main(argv: Sequence[str]) -> None:
     if json.loads(os.environ["TF_CONFIG"])["task"]["index"]:
       return
   else:
-    with tempfile.TemporaryDirectory() as folder:
-      results = {
-        "clusters": {
-          count: start_workers(int(count), folder) for count in _WORKERS.value
-        }
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    results = {
+      "clusters": {
+        count: workers.start(int(count), _TIMEOUT.value)
+        for count in _WORKERS.value
       }
+    }
   if _JSON.value:
     timing.write_json(_JSON.value, results)
 

@@ -16,7 +16,6 @@ follow a power law, p(k) ~ 1 / k, and are spread over the table.
                of one whole table and its slots
     workers    two workers: bytes that each of them sends in a step
 """
-# bazel: deps=:timing
 
 import os
 
@@ -27,7 +26,6 @@ import json
 import pathlib
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,10 +33,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 import timing
+import workers
 from absl import app, flags, logging
 
 from tf_cross_shard import keras3, multi_worker
-from tf_cross_shard_cli import launch
 
 _ALL = ["step", "growth", "memory", "workers"]
 _PARTS = flags.DEFINE_list("parts", _ALL, "Parts to measure.")
@@ -58,7 +56,7 @@ KERAS, LAZY, OURS = "plain Keras", "lazy_rows", "ShardedEmbedding"
 PARTITIONED = "TensorFlow 1"
 # How many tables the weights and the slots of an optimizer are.
 _TABLES = {"Adam": 3, "Adagrad": 2, "SGD": 1}
-_TIMEOUT = 600.0
+_TIMEOUT = 600.0  # Seconds until the workers are killed as hung.
 Rows = list[Any]
 
 
@@ -233,11 +231,7 @@ def measure_bytes() -> Rows:
 
 def measure_workers() -> Rows:
   """Starts this program as two workers; returns the first worker's results."""
-  with tempfile.TemporaryDirectory() as folder:
-    result = pathlib.Path(folder, "result.json")
-    command = [sys.executable, *sys.argv, f"--json={result}"]
-    launch.launch(command, 2, timeout=_TIMEOUT)
-    found: Rows = json.loads(result.read_text())["rows"]
+  found: Rows = workers.start(2, _TIMEOUT)["rows"]
   for row in found:
     print(
       f"  {row['optimizer']}: {row['bytes']:,.0f} bytes by each worker,"

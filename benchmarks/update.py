@@ -21,7 +21,6 @@ Each row also shows "first", the time of the first call (tracing, graph
 optimization and one step), and "state", the bytes that one replica keeps for
 the optimizer.
 """
-# bazel: deps=:timing
 
 import os
 
