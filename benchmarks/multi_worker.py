@@ -180,7 +180,7 @@ def measure_reduction(
 
 
 def measure_watch(strategy: tf.distribute.Strategy) -> list[timing.Row]:
-  """Measures reductions with and without `stall_watch`."""
+  """Measures what `stall_watch`, which finds stuck workers, adds to a sum."""
   engine = collectives.for_strategy(strategy)
   assert isinstance(engine, engines.MultiWorker)
   rows: list[timing.Row] = []

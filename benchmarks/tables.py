@@ -161,7 +161,7 @@ def measure_growth(strategy: tf.distribute.Strategy) -> Rows:
 
 
 def measure_memory() -> Rows:
-  """Measures memory, each case in its own process, on the largest table."""
+  """Measures the memory that the largest table adds to a new process."""
   found: Rows = []
   rows = max(map(int, _ROWS.value))
   print(f"\nmemory of {_REPLICAS.value} replicas, {rows:,} rows")

@@ -40,7 +40,7 @@ def test_killed_at_every_place_of_every_epoch(
 
 
 def test_killed_and_signalled_at_batches(tmp_path: pathlib.Path) -> None:
-  """Stops at random batches, including the last batch of an epoch."""
+  """`fit` is killed at random batches, and at the last batch of an epoch."""
   undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
   for folder in (undisturbed, killed):
     folder.mkdir()

@@ -61,7 +61,7 @@ LAUNCHES: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 class Launches:
-  """Runs two launches at a time, and all while the first test waits."""
+  """Starts all launches in the background, two at a time."""
 
   def __init__(self, pool: concurrent.futures.Executor) -> None:
     self._running = {
@@ -72,7 +72,7 @@ class Launches:
     }
 
   def workers(self, name: str) -> list[workers.Worker]:
-    """The workers that were not killed; each said something and ended."""
+    """Returns the workers that were not killed. Each must have ended well."""
     done = self._running[name].result()
     left = [worker for worker in done if worker.returncode != -signal.SIGKILL]
     for worker in left:
@@ -81,13 +81,13 @@ class Launches:
     return left
 
   def reports(self, name: str) -> list[dict[str, Any]]:
-    """Returns the texts of the errors."""
+    """Returns what each worker reported: the class and text of its error."""
     return [worker.result for worker in self.workers(name)]
 
 
 @pytest.fixture(scope="module")
 def launches() -> Iterator[Launches]:
-  """All launches of this file."""
+  """Starts the launches once for all tests of this file."""
   with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
     yield Launches(pool)
 
@@ -256,9 +256,10 @@ def test_killed_worker_is_named_by_the_other_workers(
 def test_waiting_without_a_limit_ends_if_a_worker_is_killed(
   launches: Launches,
 ) -> None:
-  """The other workers wait like this while the first worker evaluates.
+  """Worker 2 is killed while the other workers wait for it.
 
-  That one has the service, so another may only see that it ended, too.
+  The first worker runs the coordination service and ends, too. So the error of
+  another worker may name either of these workers, or none.
   """
   first, other = launches.reports("lost, others wait")
   _assert_says(first, "WorkerLostError", r"^worker 2\b.* was lost")

@@ -153,7 +153,7 @@ def test_the_command_of_the_page_prints_what_is_set_by_hand(
 
 
 def test_slurm_script_of_the_page_is_a_script(tmp_path: Path) -> None:
-  """A fake srun fails twice."""
+  """The script starts training again after each of two failures of srun."""
   _, _, script = pages.blocks(PAGE, "sh")
   srun = tmp_path / "srun"
   srun.write_text(

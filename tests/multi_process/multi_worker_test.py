@@ -296,7 +296,10 @@ def test_trials_move_between_workers(
 def test_mixed_precision(
   launches: Launches, cell: mixed_precision.Cell
 ) -> None:
-  """Compares with plain Keras. If the loss is scaled, one worker has a NaN."""
+  """Weights are those of plain Keras on the whole batch.
+
+  If the loss is scaled, one worker has a NaN, and all must skip this step.
+  """
   held = [own for result in _two(launches) for own in result[cell]]
   mixed_precision.check(cell, held, mixed_precision.WORKER_CELLS[cell])
 

@@ -8,14 +8,14 @@ Row = tuple[Any, ...]
 
 
 def pairs(row: Row) -> set[tuple[Any, ...]]:
-  """Each two settings of a row, with the columns that they are in."""
+  """Returns all pairs of settings in a row, each with its column."""
   return set(itertools.combinations(enumerate(row), 2))
 
 
 def possible_rows(
   columns: Sequence[Sequence[Any]], is_possible: Callable[[Row], bool]
 ) -> list[Row]:
-  """Returns the full product without the impossible rows."""
+  """Returns all combinations of settings, except those that are impossible."""
   return [row for row in itertools.product(*columns) if is_possible(row)]
 
 

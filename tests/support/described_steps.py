@@ -78,7 +78,7 @@ def check(traced: Traced, gradients: Mapping[int, bool]) -> None:
 
 
 class _Graph:
-  """The operations of a function and of all functions that it calls."""
+  """Holds the operations of a graph and of all functions that it calls."""
 
   def __init__(self, graph: Any) -> None:
     definition = graph.as_graph_def(add_shapes=True)

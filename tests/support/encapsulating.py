@@ -81,7 +81,11 @@ class Encapsulation:
       yield
 
   def _new(self, cls: type[Any], args: Any, kwargs: Any) -> Any:
-    """Creates the object, wrapped. Python initializes only a `cls`."""
+    """Replaces `__new__` of an optimizer class; returns a wrapped optimizer.
+
+    Python does not call `__init__` if `__new__` returns an object of another
+    class. So this method calls it.
+    """
     optimizer = object.__new__(cls)
     ours = tf_cross_shard.CrossShardOptimizer
     if self._paused or issubclass(cls, (ours, *self._composite)):

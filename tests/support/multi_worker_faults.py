@@ -98,7 +98,10 @@ def differ(
 
 
 def disagree(odd: bool, strategy: tf.distribute.Strategy) -> dict[str, Any]:
-  """Runs each difference, and then a correct step."""
+  """Takes a step with each kind of difference between workers.
+
+  A step without a difference comes next, and must work. Returns the errors.
+  """
   found = {what: differ(what, odd, strategy) for what in DIFFERENCES}
   found["empty"] = attempt(lambda: _make_empty(strategy))
   found["nothing"] = differ("nothing", odd, strategy)

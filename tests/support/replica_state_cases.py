@@ -107,17 +107,17 @@ def same(
 
 
 def lists(arrays: Any) -> Any:
-  """Arrays as lists and numbers."""
+  """Converts arrays to lists of numbers; arrays without a shape to numbers."""
   return [np.asarray(array).tolist() for array in arrays]
 
 
 def values(variable: Any) -> Any:
-  """Returns the result of `replica_state.values` as lists and numbers."""
+  """Returns `replica_state.values(variable)`, converted by `lists`."""
   return lists(replica_state.values(variable))
 
 
 def group_values(variable: Any, optimizer: Any) -> Any:
-  """Returns the result of `replica_state.group_values` as lists."""
+  """Returns `replica_state.group_values(...)`, converted by `lists`."""
   return lists(replica_state.group_values(variable, optimizer))
 
 

@@ -155,7 +155,7 @@ def errors(worker: Worker) -> Any:
   found: dict[str, Any] = {}
 
   def restore(name: str, data: bytes) -> None:
-    """Errors of a worker's own file, which differs on the last worker."""
+    """Restores a file with `data`, and records the error of this worker."""
     mine.write_bytes(data)
     weight.assign([9.0, 9.0])
     found[name] = multi_worker_faults.attempt(

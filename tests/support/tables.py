@@ -23,7 +23,7 @@ def make(
   groups: Any = None,
   **settings: Any,
 ) -> tuple[Any, Any, Any]:
-  """Returns the strategy, a layer with the rows of `TABLE`, an optimizer."""
+  """Returns a strategy, a layer and an optimizer; the layer holds `TABLE`."""
   library, package = training.KERASES[which]
   with strategy.scope():
     layer = package.ShardedEmbedding(ROWS, WIDTH, group_assignment=groups)

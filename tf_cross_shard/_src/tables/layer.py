@@ -69,7 +69,8 @@ class ShardedTable(abc.ABC):
       `Embedding`.
     combiner: None returns a row for each id. "sum", "mean" or "sqrtn" (the sum
       divided by the square root of the number of ids) combines the rows of the
-      last axis of ids, or of each row of ragged ids.
+      last axis of ids, or of each row of ragged ids. Sparse ids need
+      a combiner, and so do weights of ids: `layer(ids, weights=w)`.
     group_assignment: The groups of the optimizer. The replicas of each group
       divide a table of their own. None means one group of all replicas.
     seed: The seed of the initial table. None means the seed of the

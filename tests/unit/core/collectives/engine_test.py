@@ -62,7 +62,7 @@ def test_hint_for_chooses_nccl_or_ring(
 
 
 def _hints(ops: collective_ops.CollectiveOps) -> dict[str, list[str]]:
-  """Returns the implementation that each collective requests, by dtype."""
+  """Returns the `communication_hint` of each collective, one for each dtype."""
   found: dict[str, list[str]] = {}
   groups = groups_lib.contiguous(2, 2)
 

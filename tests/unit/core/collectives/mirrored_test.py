@@ -244,10 +244,10 @@ class TestRefusals:
 
 
 def test_missing_devices_raise_an_error() -> None:
-  """An error is raised instead of a hang.
+  """TensorFlow would hang if a strategy names devices that do not exist.
 
-  TensorFlow maps missing devices to one device, on which a collective in a
-  branch would hang.
+  It maps missing devices to one device, on which a collective in a branch
+  waits forever.
   """
   strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(3, 7)])
   engine = mirrored.Mirrored(strategy, groups_lib.Groups([[0, 1, 2, 3]]))

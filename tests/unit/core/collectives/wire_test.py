@@ -146,10 +146,10 @@ def test_updates_wait_for_all_sums() -> None:
 
 
 def test_overwriting_gradients_are_only_averaged() -> None:
-  """Gradients that overwrite variables are averaged over the group.
+  """The "gradient" of a float8 scale is its next value, which is averaged.
 
-  Keras marks such variables (float8 scales) by `overwrite_with_gradient`. Their
-  gradients are not scaled, clipped, rounded or summed.
+  Keras marks such variables by `overwrite_with_gradient`. Their gradients are
+  not scaled, clipped, rounded or summed.
   """
   replicas = []
   for engine in fake_engine.engines():
