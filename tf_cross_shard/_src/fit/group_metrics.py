@@ -20,7 +20,7 @@ from tf_cross_shard._src.core.internals import (
   replica_values,
 )
 from tf_cross_shard._src.core.internals import variables as variables_lib
-from tf_cross_shard._src.fit import group_callback
+from tf_cross_shard._src.fit import group_callback, progress
 from tf_cross_shard._src.replica_state import group_models
 
 
@@ -30,8 +30,8 @@ class GroupMetrics(group_callback.GroupCallback):
   This callback writes the metrics of each group into the logs, as
   `val_loss/group_0`, `val_accuracy/group_0` and so on. It writes the metrics of
   the mean of all groups' predictions as `val_loss/ensemble`. You see these
-  metrics in the progress bar and in the history. Callbacks of this package that
-  come later in the list read them.
+  metrics in the history, and below the progress bar, in one line for each
+  metric. Callbacks of this package that come later in the list read them.
 
   Use it instead of `fit(validation_data=...)`. There, each replica evaluates
   its share of the rows with the weights of its own group, and the result is a
@@ -134,6 +134,11 @@ class GroupMetrics(group_callback.GroupCallback):
         f" callbacks; got {self._name!r} twice. Give the second one a name:"
         ' GroupMetrics(test_data, name="test").'
       )
+    is_first = not self.prefixes_before()
+    progress.show_in_own_lines(
+      [self.prefix, "loss"] if is_first else [self.prefix],
+      group_callback.group_names(self.model.optimizer),
+    )
     self._plain = None
     if self.model.built:  # An unbuilt model has no weights to evaluate yet.
       self._build()

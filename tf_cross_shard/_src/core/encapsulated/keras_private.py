@@ -57,7 +57,7 @@ def batches_per_call(model: Any) -> int:
 def arguments_of_fit() -> Mapping[str, Any]:
   """Returns the variables of the `fit` of Keras that calls this package.
 
-  This looks at call frames, which decide only whether a warning is logged.
+  This looks at call frames, which decide only what is logged and printed.
   """
   frame: types.FrameType | None = sys._getframe(1)
   while frame is not None:
@@ -76,6 +76,15 @@ def shuffles_arrays() -> bool:
   data = tf.nest.flatten(arguments.get("x"))
   are_arrays = all(hasattr(array, "shape") for array in data)
   return bool(arguments.get("shuffle")) and are_arrays
+
+
+def progress_bar_of_fit() -> Any:
+  """Returns the callback that prints the progress of `fit`; None if silent."""
+  all_callbacks = getattr(arguments_of_fit().get("callbacks"), "callbacks", ())
+  for callback in all_callbacks:
+    if type(callback).__name__ == "ProgbarLogger":
+      return callback
+  return None
 
 
 def begin_at(model: Any, epoch: int | None) -> None:
