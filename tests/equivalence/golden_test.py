@@ -18,17 +18,28 @@ def test_a_program_computes_the_recorded_numbers(name: str) -> None:
   assert [label for label, _ in found] == [label for label, _ in recorded]
   for (label, values), (_, expected) in zip(found, recorded, strict=True):
     assert len(values) == len(expected) > 0
-    # Of all losses, or of all sums of the same weight.
-    largest = max(
-      abs(value)
-      for other, numbers in recorded
-      for value in numbers
-      if other.split()[0] == label.split()[0]
-    )
+    scale = _scale(label, dict(recorded))
     for group, (value, right) in enumerate(zip(values, expected, strict=True)):
-      assert abs(value - right) <= program.bound * largest, (
+      assert abs(value - right) <= program.bound * scale, (
         f"{label} of group {group}: {value!r}, recorded {right!r}"
       )
+
+
+def _scale(label: str, recorded: dict[str, list[float]]) -> float:
+  """Returns the number that the bound of a recorded number is relative to.
+
+  For a loss, this is the largest loss. If the error of the weights w is at most
+  b |w|, then the sum of squares is off by at most 2 b |w|^2. The sum of w may
+  be close to zero although w is not, so its bound is relative to |w|.
+  """
+  what, kind = label.split()
+  if what == "loss":
+    rows = [numbers for key, numbers in recorded.items() if "loss" in key]
+    return max(abs(number) for numbers in rows for number in numbers)
+  square = max(recorded[f"{what} squares"])
+  if kind == "squares":
+    return 2 * square
+  return max(square**0.5, *map(abs, recorded[label]))
 
 
 def test_groups_of_a_program_differ() -> None:

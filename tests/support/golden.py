@@ -109,8 +109,8 @@ class Program:
     options: The arguments of CrossShardOptimizer besides `opt`.
     model: Creates the model: its data, initial weights and loss.
     keras: The Keras package.
-    bound: How far a loss may be off, relative to the largest loss, and the sums
-      of a weight relative to its largest sum; 0 if the arithmetic is exact.
+    bound: How far a loss may be off, relative to the largest loss, and a
+      weight, relative to its norm; 0 if the arithmetic is exact.
   """
 
   make: Callable[[Any], Any]
