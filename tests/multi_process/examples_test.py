@@ -1,4 +1,4 @@
-"""The examples run as a user runs them, and end with what they promise.
+"""Runs the examples as a user runs them, and checks what they print.
 
 examples/multi_worker.py, migration/ and towers.py (with four towers and with
 one) run in tests of their own.
@@ -15,8 +15,6 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from tests.support import programs
-
-pytestmark = pytest.mark.slow
 
 PROJECT = programs.PROJECT
 EXAMPLES = PROJECT / "examples"
@@ -36,16 +34,16 @@ class Row(NamedTuple):
 
 
 def run_example(name: str, data_dir: Path, *arguments: str) -> str:
-  """Runs an example in another folder than its own; returns its output.
+  """Runs an example in a different folder.
 
-  It logs no warning of this package.
+  Returns the output, and checks that this package has logged no warning.
   """
   command = [str(EXAMPLES / name), f"--data_dir={data_dir}", *arguments]
   return checked(programs.fork(command, data_dir))
 
 
 def checked(output: str) -> str:
-  """Returns the output, which has no warning of this package."""
+  """Returns `output`. Checks that it has no warning of this package."""
   own = "|".join(x.name for x in PROJECT.glob("tf_cross_shard/**/*.py"))
   assert not re.search(rf"(?m)^(W\d{{4}} .* ({own}):|WARNING:absl)", output), (
     output
@@ -74,7 +72,7 @@ def read_table(output: str) -> list[Row]:
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-  """A folder for the prepared digits, shared by the tests."""
+  """Returns a folder for the prepared digits, which the tests share."""
   return tmp_path_factory.mktemp("data")
 
 
@@ -119,7 +117,7 @@ def test_population_copies_the_best(data_dir: Path) -> None:
   assert min(float(accuracy) for _, accuracy in accuracies) >= 80, output
 
 
-def test_trials_go_on_with_the_best(data_dir: Path) -> None:
+def test_trials_continue_with_the_best(data_dir: Path) -> None:
   flags = ["--epochs=4", f"--folder={data_dir}/trials"]
   output = run_example("trials_of_digits.py", data_dir, *flags)
   rows = [row.split() for row in output.splitlines() if "e" not in row]

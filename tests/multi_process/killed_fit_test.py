@@ -1,7 +1,7 @@
 """Tests that `fit` resumes exactly after SIGKILL and SIGTERM.
 
-Damage while a file is being written is in archive_test.py; errors that end a
-`fit`, in backup_test.py.
+archive_test.py tests damage while a file is written, and backup_test.py tests
+errors that end a `fit`.
 """
 
 import pathlib
@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import fit_outcome, killed_fit
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.mark.parametrize(

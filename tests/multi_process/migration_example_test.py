@@ -1,7 +1,7 @@
 """The examples that come from TensorFlow 1 do what TensorFlow 1 did.
 
-`before.py` runs by version 1's sessions, in a process of its own. What it
-prints when it goes on itself is what `after.py` has to print.
+`before.py` uses sessions of TensorFlow 1, in its own process. `after.py` must
+print the losses that `before.py` prints if it continues by itself.
 """
 
 import functools
@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 
 from tests.support import programs
-
-pytestmark = pytest.mark.slow
 
 EXAMPLES = programs.PROJECT / "examples"
 MIGRATION = EXAMPLES / "migration"
@@ -28,7 +26,7 @@ fork = functools.partial(programs.fork, path=[MIGRATION])
 
 
 def before(folder: Path, steps: int) -> dict[int, float]:
-  """Lets `before.py` train; returns the losses by step."""
+  """Runs `before.py`, and returns the losses by step."""
   script = str(MIGRATION / "before.py")
   return losses_in(
     fork([script, f"--folder={folder}", f"--steps={steps}"], folder)
@@ -36,7 +34,7 @@ def before(folder: Path, steps: int) -> dict[int, float]:
 
 
 def after(folder: Path, *arguments: str, **variables: str) -> str:
-  """Lets `after.py` go on; returns what it prints."""
+  """Runs `after.py`, which continues the training, and returns its output."""
   script = str(MIGRATION / "after.py")
   command = [script, f"--folder={folder}", f"--steps={END}", *arguments]
   return run(command, folder, **variables)
@@ -52,7 +50,10 @@ def losses_in(output: str) -> dict[int, float]:
 def trained(
   tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, dict[int, float]]:
-  """A folder with a checkpoint of `before.py`, and how it went on itself."""
+  """Returns a folder with a checkpoint of `before.py`, and later losses.
+
+  These are the losses of `before.py` when it continues from that checkpoint.
+  """
   folder = tmp_path_factory.mktemp("checkpoint")
   first = before(folder, CONVERTED_AT)
   assert list(first) == list(range(CONVERTED_AT))
@@ -68,7 +69,7 @@ def trained(
 
 @pytest.fixture
 def checkpoint(trained: tuple[Path, dict[int, float]], tmp_path: Path) -> Path:
-  """A copy of what `before.py` left, that nobody has converted yet."""
+  """Returns a copy of the checkpoint of `before.py`, not yet converted."""
   folder = tmp_path / "copy"
   shutil.copytree(trained[0], folder)
   text = (folder / "checkpoint").read_text()
@@ -76,7 +77,7 @@ def checkpoint(trained: tuple[Path, dict[int, float]], tmp_path: Path) -> Path:
   return folder
 
 
-def assert_goes_on(output: str, expected: dict[int, float]) -> None:
+def assert_continues(output: str, expected: dict[int, float]) -> None:
   """Compares the losses, number by number."""
   losses = losses_in(output)
   assert list(losses) == list(expected), output
@@ -90,7 +91,7 @@ def test_after_py_continues_the_training_of_before_py(
   trained: tuple[Path, dict[int, float]], checkpoint: Path
 ) -> None:
   output = after(checkpoint, "--strategy=mirrored")
-  assert_goes_on(output, trained[1])
+  assert_continues(output, trained[1])
   assert "converted: 9 variables" in output
   assert "WARNING:absl" not in output
   assert re.search(r"kernel/momentum +hidden/kernel/Momentum", output)
@@ -112,7 +113,7 @@ def test_converted_checkpoint_is_restored(
     checkpoint, "--strategy=virtual_tpu", TF_USE_LEGACY_KERAS=keras
   )
   assert "9 variables" not in output  # It only reads.
-  assert_goes_on(output, trained[1])
+  assert_continues(output, trained[1])
 
 
 def test_towers_learn_what_one_device_learns(tmp_path: Path) -> None:

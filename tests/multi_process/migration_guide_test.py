@@ -14,8 +14,6 @@ import tf_cross_shard
 from tests.support import pages, programs, testbed
 from tf_cross_shard import migration
 
-pytestmark = pytest.mark.slow
-
 PAGE = "docs/migration.md"
 MINIMIZE = (
   "global_step",
@@ -26,7 +24,7 @@ MINIMIZE = (
   "name",
   "grad_loss",
 )
-# Of the model that optimizers of one's own train.
+# The shapes of the model that users' optimizers train.
 SHAPES = {
   "word/embeddings": (5, 4),
   "LayerNorm/gamma": (4,),
@@ -34,14 +32,14 @@ SHAPES = {
   "dense/kernel": (4, 1),
   "dense/bias": (1,),
 }
-# What they call their slots, and version 1 called so.
+# The slots of Keras' classes, and the names of these slots in TensorFlow 1.
 SLOTS: dict[str, dict[str, str]] = {
   "bert": {},
   "lamb": {"momentum": "adam_m", "velocity": "adam_v"},
   "lars": {"momentum": "LARSOptimizer"},
 }
 v1 = tf.compat.v1.train
-# How to make each optimizer of version 1 that has no default for something.
+# The arguments of the optimizers of TensorFlow 1 that have no defaults.
 SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
   "AdagradDAOptimizer": lambda: {
     "learning_rate": 0.1,
@@ -57,7 +55,7 @@ SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def rows(table: str) -> list[list[str]]:
-  """The cells of a table that stands between comments."""
+  """Returns the cells of a table between two comments."""
   [text] = re.findall(
     rf"<!-- {table} -->\n(.*?)<!-- /{table} -->", pages.text(PAGE), re.S
   )
@@ -67,9 +65,9 @@ def rows(table: str) -> list[list[str]]:
 
 
 def run(program: str, folder: Path, **environment: str) -> str:
-  """Runs a program in a process of its own; returns its output.
+  """Runs a program in a separate process.
 
-  It logs no warning of this package.
+  Returns the output, and checks that this package has logged no warning.
   """
   (folder / "program.py").write_text(program)
   printed = programs.run(["program.py"], folder, **environment)
@@ -78,7 +76,7 @@ def run(program: str, folder: Path, **environment: str) -> str:
 
 
 def make(name: str) -> Any:
-  """An optimizer of version 1."""
+  """Creates an optimizer of TensorFlow 1."""
   options = SETTINGS.get(name, dict)()
   kind = getattr(v1, name)
   if not options and "learning_rate" in inspect.signature(kind).parameters:
@@ -86,7 +84,7 @@ def make(name: str) -> Any:
   return kind(**options)
 
 
-def test_cross_shard_program_goes_on(tmp_path: Path) -> None:
+def test_cross_shard_program_continues(tmp_path: Path) -> None:
   before, after, towers, read, *_ = pages.blocks(PAGE, "python")
   assert "TowerOptimizer" in towers
   # The third block reads what it wrote into other variables.
@@ -109,13 +107,13 @@ def test_towers_program(tmp_path: Path, keras: str) -> None:
 
 
 def slot(w: Any, name: str) -> Any:
-  """A variable beside `w`, as authors of optimizers made them by hand."""
+  """Creates a slot of `w`, as users' optimizers of TensorFlow 1 did."""
   zeros = tf.compat.v1.zeros_initializer()
   return tf.compat.v1.get_variable(f"{w.op.name}/{name}", w.shape, None, zeros)
 
 
 def bert(grad: Any, w: Any, step: Any) -> list[Any]:
-  """BERT's update: warm-up of 3 steps, 20 steps, decay 0.01."""
+  """Returns BERT's update: warm-up of 3 steps, 20 steps, decay 0.01."""
   rate = v1.polynomial_decay(0.05, step, 20, 0.0, power=1.0)
   done = tf.cast(step, tf.float32) / 3
   rate = tf.where(step < 3, 0.05 * done, rate)
@@ -128,7 +126,7 @@ def bert(grad: Any, w: Any, step: Any) -> list[Any]:
 
 
 def lamb(grad: Any, w: Any, step: Any) -> list[Any]:
-  """LAMB without decay, its first steps corrected."""
+  """Returns LAMB's update, without weight decay and with bias correction."""
   t = tf.cast(step, tf.float32) + 1
   m, v = slot(w, "adam_m"), slot(w, "adam_v")
   next_m, next_v = m + (grad - m) * 0.1, v + (grad * grad - v) * 0.001
@@ -144,7 +142,7 @@ def lamb(grad: Any, w: Any, step: Any) -> list[Any]:
 
 
 def lars(grad: Any, w: Any, step: Any) -> list[Any]:
-  """LARS of contrib: version 1's own momentum, at a rate of each weight's."""
+  """Returns LARS' update: Momentum with a learning rate for each weight."""
   del step
   rate = tf.constant(0.5)
   if "bias" not in w.op.name:
@@ -163,7 +161,10 @@ def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Then:
-  """A training of version 1, whose gradients four replicas clip, then add."""
+  """A training in TensorFlow 1.
+
+  The gradients of four replicas are clipped and then added.
+  """
 
   def __init__(self, update: Callable[[Any, Any, Any], list[Any]]) -> None:
     rng = np.random.default_rng(1)
@@ -303,7 +304,7 @@ def test_members_of_the_page_are_there(name: str) -> None:
 
 
 def slots_of_v1(name: str) -> set[str]:
-  """Returns the slot names of an optimizer of version 1."""
+  """Returns the slot names of an optimizer of TensorFlow 1."""
   with tf.Graph().as_default():
     optimizer = make(name)
     weight = tf.compat.v1.get_variable("w", [2])
@@ -312,7 +313,7 @@ def slots_of_v1(name: str) -> set[str]:
 
 
 def names_in(cell: str) -> set[str]:
-  """The names in a cell of slots."""
+  """Returns the slot names in a table cell."""
   return set() if cell == "none" else set(cell.split(", "))
 
 
@@ -340,7 +341,7 @@ def test_other_optimizers_of_the_table_raise_an_error(row: list[str]) -> None:
     migration.from_v1(make(row[0].strip("`")))
 
 
-def test_every_optimizer_of_version_1_is_in_a_table() -> None:
+def test_every_optimizer_of_tensorflow_1_is_in_a_table() -> None:
   tables = rows("optimizers") + rows("refused")
   named = {row[0].strip("`") for row in tables}
   there = {

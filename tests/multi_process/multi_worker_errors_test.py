@@ -1,6 +1,6 @@
 """Tests errors of several workers, in real processes.
 
-Each launch holds one fault, or all of those after which the workers can go on.
+Each launch tests one fault, or all faults after which the workers can continue.
 """
 
 import concurrent.futures
@@ -16,8 +16,6 @@ import pytest
 
 from tests.support import multi_worker_faults, programs, workers
 from tf_cross_shard_cli import launch
-
-pytestmark = pytest.mark.slow
 
 # Seconds that workers wait for each other here.
 SHORT = {"TF_CROSS_SHARD_TIMEOUT": "4"}
@@ -72,7 +70,10 @@ class Launches:
     }
 
   def workers(self, name: str) -> list[workers.Worker]:
-    """Returns the workers that were not killed. Each must have ended well."""
+    """Returns the workers that were not killed.
+
+    Checks that each of them has exited without an error.
+    """
     done = self._running[name].result()
     left = [worker for worker in done if worker.returncode != -signal.SIGKILL]
     for worker in left:
@@ -269,7 +270,7 @@ def test_waiting_without_a_limit_ends_if_a_worker_is_killed(
 def test_a_wait_for_a_worker_that_is_stuck_ends(launches: Launches) -> None:
   """The stuck process runs, so TensorFlow alone would wait forever.
 
-  A worker that was only slow, for half of the limit, has ended nothing.
+  Before that, a worker is slow for half of the limit, and no wait ends.
   """
   first, stuck, other = launches.reports("stalled")
   for report in (first, other):
@@ -285,7 +286,8 @@ def test_resumed_training_equals_uninterrupted_training(
 ) -> None:
   """A kill between the workers' third backups resumes from the second ones.
 
-  In groups, so that each worker goes on from what it alone has saved.
+  The workers are in different groups, so each worker continues from the values
+  that only it has saved.
   """
 
   def run(dies: bool) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
-"""The example of several workers, and that its documentation is right.
+"""Tests the example of several workers, and that its documentation is right.
 
-Every process is of its own, and ends with the test whatever happens to it.
+Every worker is a separate process, which is killed at the end of the test.
 """
 
 import contextlib
@@ -18,8 +18,6 @@ from tests.support import pages, programs
 from tf_cross_shard_cli import __main__ as command_line
 from tf_cross_shard_cli import launch
 
-pytestmark = pytest.mark.slow
-
 EXAMPLE = programs.PROJECT / "examples" / "multi_worker.py"
 PAGE = "docs/multi_worker.md"
 SECONDS = 120  # For one run, on a busy machine.
@@ -35,7 +33,7 @@ class Row(NamedTuple):
 
 
 def read_table(output: str) -> list[Row]:
-  """The rows of the only table in `output`."""
+  """Returns the rows of the only table in `output`."""
   found = re.findall(
     r"^(?:\[worker 0\] )?(\d+) +(\d+) +([\d.]+)% +[\d.]+ +([0-9a-f]{8})$",
     output,
@@ -47,7 +45,7 @@ def read_table(output: str) -> list[Row]:
 def run_both(
   arguments: list[str], variables: list[dict[str, str]], folder: Path
 ) -> list[str]:
-  """Runs one program as two workers; answers what each said."""
+  """Runs one program as two workers, and returns the output of each worker."""
   with contextlib.ExitStack() as stack:
     both = [
       stack.enter_context(programs.started(arguments, folder, SECONDS, **each))
@@ -58,7 +56,7 @@ def run_both(
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-  """A folder with the prepared digits, shared by the tests."""
+  """Returns a folder with the prepared digits, which the tests share."""
   folder = tmp_path_factory.mktemp("data")
   with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(EXAMPLE.parent)
@@ -69,7 +67,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(data_dir: Path, *arguments: str) -> list[str]:
-  """The example's."""
+  """Returns the command line of the example."""
   return [str(EXAMPLE), f"--data_dir={data_dir}", *arguments]
 
 

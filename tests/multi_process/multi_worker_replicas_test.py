@@ -1,6 +1,7 @@
 """Two workers with two replicas each, as with several GPUs in each machine.
 
-Sums in groups inside and across workers, and the values of all replicas.
+Tests sums in groups inside and across workers, and functions that read the
+values of all replicas.
 """
 
 import pathlib
@@ -13,8 +14,6 @@ import pytest
 from tests.support import multi_worker_cases as cases
 from tests.support import replica_state_workers as program
 from tests.support import testbed, workers
-
-pytestmark = pytest.mark.slow
 
 STEPS = 2
 REPLICAS = range(4)
@@ -91,14 +90,14 @@ def test_restored_training_equals_uninterrupted_training(found: Found) -> None:
     assert resumed["wrote"] == (1 if i == 0 else 0)
     assert resumed["differed"] > 10
     assert resumed["trained"] > 10
-    assert resumed["restored"] == resumed["went on"] == []
+    assert resumed["restored"] == resumed["continued"] == []
     assert len(set(resumed["groups"])) == len(program.GROUPS) == 2
     for members, value in zip(program.GROUPS, resumed["groups"], strict=True):
       assert [resumed["values"][r] for r in members] == [value] * len(members)
 
 
 def _words(found: Found, name: str, kind: str) -> list[str]:
-  """The words of the error, of one kind, that each worker has."""
+  """Checks that both workers raise this kind of error; returns the messages."""
   errors = [result["errors"][name] for result in found.results]
   assert [error["error"] for error in errors] == [kind] * 2
   assert errors[0]["errno"] == errors[1]["errno"]

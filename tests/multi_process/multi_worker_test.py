@@ -1,7 +1,8 @@
 """Real processes that train together, against plain Keras and NumPy.
 
-A launch runs all cases of so many workers at once, since a process takes
-seconds to start; the tests then read what each worker had at the end.
+Each launch starts several workers and runs all cases in them, because a process
+takes seconds to start. The tests then read the values that each worker had at
+the end.
 """
 
 import functools
@@ -26,7 +27,7 @@ SMALLEST = 2.0**-24  # of float16: the largest absolute error of rounding
 
 
 def _of(*functions: str) -> Any:
-  """The tests of all cases of these functions."""
+  """Returns a mark that runs a test with all cases of some functions."""
   chosen = [
     (launch, key)
     for launch in cases.CASES
@@ -59,7 +60,7 @@ class Launches:
 
 @pytest.fixture(scope="session")
 def launches() -> Launches:
-  """All launches of this file."""
+  """Returns all launches of this file."""
   return Launches()
 
 
@@ -83,7 +84,7 @@ def _held(launches: Launches, launch: str, key: cases.Key) -> list[Any]:
 def _given(
   function: str, kind: str, members: Sequence[int]
 ) -> list[list[np.ndarray]]:
-  """Each member's gradients, by variable; NumPy makes sparse ones dense."""
+  """Returns each member's gradients of each variable; sparse ones as dense."""
   each = []
   for member in members:
     if function == "sparse_sum":
@@ -111,9 +112,10 @@ def test_gradient_sums_over_workers(
 ) -> None:
   """Sums of integers are exact. Others have the rounding error of wire_dtype.
 
-  A gradient is rounded once to the wire dtype, and a dense sum once more:
-  every term was multiplied by at most `(1 + u) ** 2`, and by a little for each
-  addition in float32. Rows add up after each was widened again.
+  A gradient is rounded once to the wire dtype, and a dense sum once more. So
+  each term has a relative error of at most `(1 + u) ** 2 - 1`, and a small
+  additional error for each addition in float32. Rows are converted back before
+  they are added.
   """
   function, kind, grouping, _, *wire = key
   held = _held(launches, launch, key)
@@ -156,15 +158,17 @@ def test_islands(launches: Launches, launch: str, key: cases.Key) -> None:
   groups = _groups(len(held), key[1])
   sums = functools.partial(_negative_sums, "dense_sum", "small")
   totals = sums(range(len(held)))
-  joined = [(1.0 + 2.0) * each / groups.num_groups for each in totals]
+  synchronized = [(1.0 + 2.0) * each / groups.num_groups for each in totals]
   for each in held:
-    for mine, expected in zip(each["joined"], joined, strict=True):
+    for mine, expected in zip(each["synchronized"], synchronized, strict=True):
       np.testing.assert_array_equal(mine, expected)
 
   def expected(members: Sequence[int]) -> list[np.ndarray]:
-    return [a + 3.0 * b for a, b in zip(joined, sums(members), strict=True)]
+    return [
+      a + 3.0 * b for a, b in zip(synchronized, sums(members), strict=True)
+    ]
 
-  _check([each["apart"] for each in held], key[1], expected)
+  _check([each["at the end"] for each in held], key[1], expected)
 
 
 @_of("retrace")
@@ -182,7 +186,8 @@ def test_one_strategy_after_the_other(launches: Launches) -> None:
   """No worker makes variables before the slowest worker has started.
 
   TensorFlow's own strategy does not wait when it is made again: the faster
-  worker would use what the other one still has of the strategy before.
+  worker would use state that the other worker still has from the previous
+  strategy.
   """
   results = [result["one after the other"] for result in _two(launches)]
   for made in zip(*results, strict=True):

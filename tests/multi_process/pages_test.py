@@ -1,9 +1,9 @@
 """The Python in README.md and docs/ runs, and prints what the pages say.
 
-Each block of Python runs as it stands, in a namespace of its own. All share
-this process, which has the four logical CPUs that blocks ask for; those of
-several machines run as two workers of this one. The blocks of two pages build
-on each other, and have tests of their own.
+Each block of Python runs as it stands, in a namespace of its own. All blocks
+run in this process, which has the four logical CPUs that they need. Blocks for
+several machines run as two workers on this machine. The blocks of two pages
+build on each other, and have tests of their own.
 """
 
 import pathlib
@@ -12,8 +12,6 @@ import re
 import pytest
 
 from tests.support import pages, workers
-
-pytestmark = pytest.mark.slow
 
 EXPECTED = {  # The blocks of Python, or the change of a line, of each page.
   "README.md": 2,

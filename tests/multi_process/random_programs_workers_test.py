@@ -9,8 +9,6 @@ import pytest
 
 from tests.support import plain_training, random_programs, workers
 
-pytestmark = pytest.mark.slow
-
 # Windows that contain a NaN: in shards, with variables of two dtypes, and with
 # state that moves to another model in the middle of a window.
 SEEDS = (47, 55, 66, 107)

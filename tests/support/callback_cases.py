@@ -39,7 +39,7 @@ def logs_of(epoch: int, name: str = "val_loss", sign: float = 1.0) -> Any:
 
 
 def compiled(model: Any, optimizer: Any) -> Any:
-  """Compiles a model; returns it."""
+  """Compiles a model, and returns the model."""
   model.compile(
     optimizer,
     "mse",
@@ -50,7 +50,7 @@ def compiled(model: Any, optimizer: Any) -> Any:
 
 
 def grouped(where: str = "pair", groups: Any = PAIR, outputs: int = 2) -> Any:
-  """A compiled model of groups, with all variables of the optimizer."""
+  """Returns a compiled model with groups, whose optimizer is built."""
   strategy = STRATEGIES[where]()
   assert strategy.num_replicas_in_sync == (2 if where == "pair" else N)
   with strategy.scope():
@@ -65,7 +65,10 @@ def grouped(where: str = "pair", groups: Any = PAIR, outputs: int = 2) -> Any:
 
 
 def with_rates(rates: Any, traces: list[None]) -> Any:
-  """A model with one weight, whose gradient is 1; notes each trace."""
+  """Returns a model with one weight, whose gradient is 1.
+
+  Its loss appends to `traces` in each trace.
+  """
 
   def loss(y: Any, outputs: Any) -> Any:
     traces.append(None)
@@ -81,7 +84,7 @@ def with_rates(rates: Any, traces: list[None]) -> Any:
 
 
 def data(replicas: Sequence[int] = range(N)) -> tf.data.Dataset:
-  """Batches of these replicas' rows."""
+  """Returns batches of these replicas' rows."""
   rows = list(replicas)
   flat = [a[:, rows].reshape(-1, a.shape[-1]) for a in (X, Y)]
   dataset = tf.data.Dataset.from_tensor_slices(tuple(flat))
@@ -94,7 +97,7 @@ def fit(model: Any, *used: Any, epochs: int = 1) -> Any:
 
 
 def begin(model: Any, *used: Any) -> list[Any]:
-  """Does what `fit` does at its beginning."""
+  """Calls the callbacks' methods that `fit` calls before the first epoch."""
   for callback in used:
     callback.set_model(model)
     callback.on_train_begin()
@@ -112,12 +115,12 @@ def set_groups(variable: Any, values: Sequence[Any]) -> None:
 
 
 def mark(model: Any, epoch: int) -> None:
-  """Makes weights and optimizer tell the epoch and the group."""
+  """Sets all variables to a number that encodes the epoch and the group."""
   for variable in (*model.weights, *testbed.variables_of(model.optimizer)):
     set_groups(variable, [10 * epoch, 10 * epoch + 1])
 
 
-# What TensorBoard's HParams plugin reads of a run.
+# The tag of the summary that TensorBoard's HParams plugin reads from a run.
 HPARAMS = "_hparams_/session_start_info"
 
 
@@ -141,7 +144,7 @@ def curves(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def hparams(content: bytes) -> dict[str, Any]:
-  """The hyperparameters in what a run has for the HParams plugin."""
+  """Decodes the hyperparameters in a summary for the HParams plugin."""
   assert content[0] == 0x1A
   field = tf.train.BytesList.FromString(b"\x0a" + content[1:])
   return dict(struct_pb2.Struct.FromString(field.value[0]))

@@ -1,8 +1,8 @@
-"""The contract that every optimizer keeps, encapsulated or plain.
+"""Assertions that hold for every optimizer, encapsulated or plain.
 
-`OptimizerContract` is inherited: once by the reference, plain Keras, so that
-what is asserted is known to be true of a good optimizer, and once per way of
-encapsulating it.
+Subclasses of `OptimizerContract` run its assertions: one subclass on plain
+Keras, which shows that the assertions hold for an ordinary optimizer, and one
+for each way to encapsulate an optimizer.
 """
 
 import importlib
@@ -15,44 +15,47 @@ import tensorflow as tf
 
 from tests.support import testbed
 
-# A momentum, two slots, one slot, slots of other shapes, a sign.
+# These have: momentum; two slots; one slot; slots of other shapes; an update
+# that depends on the sign only.
 REPRESENTATIVES = ("Momentum", "Adam", "Adagrad", "Adafactor", "Lion")
 
 
 def checkpoint(optimizer: Any, weight: Any) -> tf.train.Checkpoint:
-  """A checkpoint of an optimizer.
+  """Returns a checkpoint of an optimizer.
 
-  Slots of older optimizers are saved beside the variable that they are for.
+  For legacy optimizers, the checkpoint also contains the variable, because
+  their slots are saved with it.
   """
-  beside = {"weight": weight} if testbed.is_legacy(optimizer) else {}
-  return tf.train.Checkpoint(optimizer=optimizer, **beside)
+  extra = {"weight": weight} if testbed.is_legacy(optimizer) else {}
+  return tf.train.Checkpoint(optimizer=optimizer, **extra)
 
 
 class OptimizerContract:
   """Assertions about one optimizer on one device.
 
-  Subclasses say how a Keras optimizer is wrapped, and of which Keras it is.
+  Subclasses define how a Keras optimizer is wrapped, and whether it is an
+  optimizer of Keras 3 or of tf_keras.
   """
 
   library_name = "tf_keras" if testbed.IS_TF_KERAS else "keras"
 
   @property
   def library(self) -> Any:
-    """Keras 3 or tf_keras."""
+    """The module of Keras 3 or of tf_keras."""
     return importlib.import_module(self.library_name)
 
   @property
   def is_tf_keras(self) -> bool:
-    """Whether it is tf_keras."""
+    """Whether `library` is tf_keras."""
     return self.library_name == "tf_keras"
 
   def wrap(self, opt: Any) -> Any:
-    """The optimizer under test around (or instead of) `opt`."""
+    """Returns the optimizer under test: `opt`, or an optimizer around it."""
     raise NotImplementedError
 
   @pytest.fixture(params=REPRESENTATIVES)
   def make(self, request: pytest.FixtureRequest) -> Any:
-    """A function that makes the optimizer under test."""
+    """Returns a function that creates the optimizer under test."""
     return self._maker(request.param)
 
   def test_updates_and_counts(self, make: Any) -> None:
@@ -140,23 +143,23 @@ class OptimizerContract:
         assert float(optimizer.learning_rate) == rate
 
   def _maker(self, name: str) -> Any:
-    """A function that makes an optimizer of a name, wrapped."""
+    """Returns a function that creates and wraps the optimizer of this name."""
     make = testbed.optimizers_of(self.library)[name]
     return lambda **options: self.wrap(make(**options))
 
   def _variable(self, name: str) -> Any:
-    """A variable of ones."""
+    """Creates a variable of ones."""
     return testbed.variable(np.ones((2, 3), "float32"), name, self.library)
 
   def _built(self, make: Any, count: int = 1) -> tuple[Any, list[Any]]:
-    """An optimizer built on variables of ones."""
+    """Creates an optimizer that is built on variables of ones."""
     variables = [self._variable(f"weight_{i}") for i in range(count)]
     optimizer = make()
     testbed.build(optimizer, variables)
     return optimizer, variables
 
   def _trained(self, make: Any) -> tuple[Any, list[Any]]:
-    """An optimizer that has applied two gradients."""
+    """Creates an optimizer that has applied two gradients."""
     optimizer, variables = self._built(make)
     for scale in (1.0, 2.0):
       optimizer.apply_gradients([(scale * tf.ones([2, 3]), variables[0])])
@@ -164,7 +167,7 @@ class OptimizerContract:
     return optimizer, variables
 
   def _model(self, optimizer: Any, steps: int = 1) -> Any:
-    """A small network that was trained for some steps."""
+    """Creates a small network, and trains it for some steps."""
     layers = self.library.layers
     model = self.library.Sequential([self.library.Input((3,)), layers.Dense(2)])
     model.compile(optimizer, "mse")
@@ -176,7 +179,7 @@ class OptimizerContract:
     return model
 
   def _assert_same_state(self, first: Any, second: Any) -> None:
-    """All variables hold the same bits."""
+    """Checks that all variables of two optimizers have the same bits."""
     states = [testbed.variables_of(each) for each in (first, second)]
     assert len(states[0]) == len(states[1]) >= 1
     for a, b in zip(*states, strict=True):

@@ -25,7 +25,8 @@ def pairwise(
 ) -> list[Row]:
   """Returns few rows that contain every possible pair of settings.
 
-  Greedy: each time the first row with the most pairs that are still missing.
+  The choice is greedy: each step adds the first row that has the most missing
+  pairs.
 
   >>> pairwise(["ab", "cd"])
   [('a', 'c'), ('a', 'd'), ('b', 'c'), ('b', 'd')]
@@ -38,8 +39,8 @@ def pairwise(
 def cover(pairs_of: dict[Any, set[Any]], most: int | None = None) -> list[Any]:
   """Returns keys whose sets together contain every element.
 
-  Greedy: each time the key with the most missing elements. With `most`, it
-  returns at most so many keys.
+  The choice is greedy: each step adds the key with the most missing elements.
+  If `most` is given, the function returns at most this number of keys.
   """
   missing = set().union(*pairs_of.values())
   chosen: list[Any] = []

@@ -2,7 +2,8 @@
 
 `describe` follows the plan of a step. A graph has the operations that
 TensorFlow really traced: the kernels, the collectives, and the sizes of what
-they sum. A traced step must have what `describe` says, and nothing else.
+they sum. A traced step must contain exactly the operations that `describe`
+lists.
 """
 
 import collections
@@ -34,7 +35,10 @@ class Traced(NamedTuple):
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Traced]]:
-  """Yields a list, to which it adds the traced functions when it ends."""
+  """Yields a list, which receives the traced functions when the context ends.
+
+  When the context ends, the traced functions are added to the list.
+  """
   graphs: dict[Traced, None] = {}
   plain = flow.Step.perform
 
@@ -142,7 +146,8 @@ def _check_sums(
         gathers += num_bytes
       else:
         sums += num_bytes
-      # Norms, and whether all numbers are finite, are not described.
+      # `describe` does not list the sums for norms and for the check that all
+      # numbers are finite.
       if elements <= (len(rows) if content["sharding"] else 1):
         small += num_bytes
   reductions = content["calls_per_step"] // step.window.of_call(False).steps

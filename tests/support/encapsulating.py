@@ -3,21 +3,22 @@
     python -m pytest -p tests.support.encapsulating \
         --encapsulation-report=report.json .../keras/src/optimizers/sgd_test.py
 
-It is for test files that know nothing of this project, such as Keras' own.
-`SGD(...)` then makes `CrossShardOptimizer(SGD(...), reduction="sum")`, for
+Use this plugin for test files of other projects, such as Keras' own. In these
+files, `SGD(...)` makes `CrossShardOptimizer(SGD(...), reduction="sum")`, for
 every subclass of Keras' optimizer, whoever calls it: the test, `optimizers.get`
 or `model.compile("sgd")`. That is done in `__new__`, which may return an object
-of another class. To replace the names would not reach classes that test files
-keep in tables, nor `isinstance` and `SGD.from_config`, which need the classes
-themselves. Of optimizers that consist of others the parts are encapsulated:
-`LossScaleOptimizer(CrossShardOptimizer(SGD()))`.
+of another class. Replacing the names `SGD` etc. would not be enough: test files
+keep the classes in tables, and `isinstance` and `SGD.from_config` need the
+classes themselves. If an optimizer consists of other optimizers, the inner
+optimizers are encapsulated: `LossScaleOptimizer(CrossShardOptimizer(SGD()))`.
 
-What a CrossShardOptimizer keeps for itself is handed to it: the name, and the
-limits of clipping, which Keras 3 applies before its sum over the replicas, as
-CrossShardOptimizer does its own. What a test mocks is mocked on the optimizer
-that does the updates.
+The plugin gives two settings of the optimizer to the CrossShardOptimizer: the
+name, and the clipping limits, which both Keras 3 and CrossShardOptimizer apply
+before they sum over the replicas. If a test mocks a method of the
+CrossShardOptimizer, the method is mocked on the optimizer that does the
+updates.
 
-Not imported by other tests: it is for a process of its own.
+Do not import this module in other tests. It must run in a separate process.
 """
 
 import contextlib
@@ -33,9 +34,10 @@ from keras.src.optimizers import base_optimizer
 
 import tf_cross_shard
 
-# Losses of Keras are averaged over all replicas' examples, and with them "sum"
-# gives N times the gradient on N replicas, by contract. So where a test trains
-# by `fit` on several replicas, "mean" is what plain Keras does.
+# Keras' losses are averaged over the examples of all replicas. For such a loss,
+# reduction="sum" gives N times the gradient on N replicas. So in tests that
+# call `fit` on several replicas, use "mean", which gives the gradient of plain
+# Keras.
 _TRAINS_BY_FIT_ON_REPLICAS = (
   "keras/src/backend/tensorflow/distribute_test.py",
 )
@@ -44,10 +46,11 @@ _CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
 
 
 class Encapsulation:
-  """Makes optimizers come out encapsulated, and counts them.
+  """Encapsulates every new optimizer, and counts the optimizers.
 
   Attributes:
-    made: How many there were since the last test began.
+    made: The number of optimizers that were encapsulated since the last test
+      began.
   """
 
   def __init__(self) -> None:
@@ -61,8 +64,9 @@ class Encapsulation:
     self.made = 0
     base = base_optimizer.BaseOptimizer
     assert "__new__" not in vars(base), "Keras defines it itself now"
-    # For good: without a `__new__` that was there once Python takes no
-    # arguments any more (https://github.com/python/cpython/issues/49572).
+    # Do not remove this `__new__` afterwards: if a class has had a `__new__`
+    # that was removed, Python accepts no constructor arguments for it
+    # (https://github.com/python/cpython/issues/49572).
     base.__new__ = lambda cls, *args, **kwargs: self._new(cls, args, kwargs)
 
   @contextlib.contextmanager
@@ -100,7 +104,7 @@ class Encapsulation:
     )
 
   def _pausing(self, method: Any) -> Any:
-    """`CrossShardOptimizer.from_config`, which makes what it encapsulates."""
+    """Wraps `from_config`, so that its result is not encapsulated again."""
 
     def paused(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
       with self._set_paused(True):
@@ -118,7 +122,7 @@ class Encapsulation:
 
 
 def _innermost(optimizer: Any) -> Any:
-  """The optimizer that does the updates."""
+  """Returns the optimizer that does the updates."""
   while hasattr(optimizer, "inner_optimizer"):
     optimizer = optimizer.inner_optimizer
   return optimizer
@@ -128,14 +132,18 @@ _patch_object = mock.patch.object
 
 
 def _patch_innermost(target: Any, *args: Any, **kwargs: Any) -> Any:
-  """`mock.patch.object`, which tests use to watch how updates are done."""
+  """Replaces `mock.patch.object`.
+
+  If the target is a CrossShardOptimizer, patches the optimizer that does the
+  updates.
+  """
   if isinstance(target, tf_cross_shard.CrossShardOptimizer):
     target = _innermost(target)
   return _patch_object(target, *args, **kwargs)
 
 
 class Plugin:
-  """Encapsulates while a test runs, and writes down what became of it."""
+  """Encapsulates optimizers while a test runs, and records its result."""
 
   def __init__(self, report: pathlib.Path) -> None:
     self._encapsulation = Encapsulation()

@@ -1,11 +1,13 @@
-"""Groups whose members are threads: stages on plain tensors, no strategy.
+"""Runs the stages of a step on plain tensors, without a strategy.
+
+Each replica is a thread.
 
     replica 0 ──┐           replica 1 ──┐
                 ├─ a table              ├─ a table
     replica 2 ──┘           replica 3 ──┘
 
 Each replica has a stage of its own, with its own variables, and runs eagerly.
-Where it calls a collective it waits for the other members of its group.
+In a collective, a replica waits for the other members of its group.
 """
 
 import concurrent.futures
@@ -28,7 +30,8 @@ from tf_cross_shard._src.core.step import flow
 from tf_cross_shard._src.core.tf_keras import adapter as tf_keras_adapter
 
 PAIRS = groups_lib.Groups([[0, 2], [1, 3]])
-_SECONDS = 60.0  # until members that wait for one that failed give up
+# The time limit for members that wait for a failed member, in seconds.
+_SECONDS = 60.0
 _Result = TypeVar("_Result")
 
 
@@ -55,8 +58,8 @@ class FakeEngine(engine_lib.Engine):
   """The engine of one replica, which exchanges tensors with its group.
 
   Attributes:
-    replica: Its number.
-    sent: All tensors that it handed to collectives, in order.
+    replica: The number of the replica.
+    sent: All tensors that the replica passed to collectives, in order.
   """
 
   def __init__(
@@ -112,7 +115,7 @@ def _widened(tensor: tf.Tensor) -> tf.Tensor:
 def engines(
   groups: groups_lib.Groups = PAIRS, keeps_rows: bool = True
 ) -> list[FakeEngine]:
-  """The engines of all replicas, in their order."""
+  """Returns the engines of all replicas, in the order of the replicas."""
   tables = [_Rendezvous(sorted(members)) for members in groups]
   return [
     FakeEngine(groups, replica, tables[groups.index_of(replica)], keeps_rows)
@@ -123,10 +126,11 @@ def engines(
 def run(
   replica_fn: Callable[[Any], _Result], replicas: Iterable[Any]
 ) -> list[_Result]:
-  """Calls a function with each engine, or `Replica`, in a thread of its own.
+  """Calls a function with each engine or `Replica`, each in its own thread.
 
   Raises:
-    Exception: The first that a replica raised by itself.
+    Exception: The first error of a replica, except errors because another
+      replica failed.
   """
 
   def call(replica: Any) -> _Result:
@@ -150,10 +154,10 @@ class Replica:
   """One replica's step, and the variables that it trains.
 
   Attributes:
-    variables: What it trains.
+    variables: The variables that the replica trains.
     opt: The encapsulated optimizer.
     step: All stages.
-    engine: Its view of the group.
+    engine: The engine of the replica.
   """
 
   def __init__(
@@ -180,7 +184,7 @@ class Replica:
 
   @property
   def values(self) -> list[np.ndarray]:
-    """The variables' values."""
+    """The values of the variables."""
     return [variable.numpy() for variable in self.variables]
 
 
@@ -191,7 +195,11 @@ def replicas(
   groups: groups_lib.Groups = PAIRS,
   **settings: Any,
 ) -> list[Replica]:
-  """Replicas with optimizers and equal variables, by name, of their own."""
+  """Returns replicas, each with its own optimizer and its own variables.
+
+  Each has its own optimizer and its own variables, with equal values and with
+  these names.
+  """
   if not isinstance(values, Mapping):
     values = {f"weight_{i}": value for i, value in enumerate(values)}
   return [
@@ -210,7 +218,10 @@ def train(
   grads: Sequence[Any],
   to_grad: Callable[[Any], Any] = tf.constant,
 ) -> None:
-  """Takes steps with gradients [steps, replicas, ...] of each variable."""
+  """Takes steps, with an array [steps, replicas, ...] for each variable.
+
+  `grads` has an array `[steps, replicas, ...]` for each variable.
+  """
 
   def steps(replica: Replica) -> None:
     for rows in zip(*grads, strict=True):

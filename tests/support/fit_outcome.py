@@ -1,4 +1,4 @@
-"""What a `fit` leaves in a folder, to compare it with another `fit`."""
+"""Reads the files that a `fit` has written, to compare two runs."""
 
 import json
 import pathlib

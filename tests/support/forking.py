@@ -1,7 +1,7 @@
 """Forks processes from a server that has imported TensorFlow.
 
 A new process takes seconds to import TensorFlow. So one server process imports
-TensorFlow once, makes no device, and is forked for each process.
+TensorFlow once, without using a device, and forks each new process.
 """
 
 import contextlib

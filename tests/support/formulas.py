@@ -1,8 +1,8 @@
 """The optimizers' formulas in NumPy, as in the papers and with Keras' defaults.
 
-Each takes settings by Keras' names, weights, gradients, the number of the step
-and the slots, which it changes; and returns the weights. Nothing of the package
-or of Keras is in it.
+Each function receives the settings (under Keras' names), the weights, the
+gradients, the number of the step and the slots. It changes the slots and
+returns the new weights. This module uses neither the package nor Keras.
 """
 
 from collections.abc import Callable
@@ -94,6 +94,6 @@ def lion(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Any:
 
 
 def first_slots(formula: Formula, like: Numbers) -> list[Numbers]:
-  """Slots as they are before the first step."""
+  """Returns the slots of a formula before the first step."""
   first = 0.1 if formula in (adagrad, ftrl) else 0.0
   return [np.full_like(like, first), np.zeros_like(like), np.zeros_like(like)]

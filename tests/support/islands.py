@@ -1,4 +1,4 @@
-"""Groups that train apart by given gradients, and are joined at times."""
+"""Groups that train independently and are synchronized from time to time."""
 
 import pathlib
 from collections.abc import Callable, Sequence
@@ -18,12 +18,12 @@ NAMES = {keras: "keras", tf_keras: "tf_keras"}
 
 
 class Islands:
-  """Weights that groups train apart, and steps by given gradients.
+  """Weights that groups train independently, and steps with given gradients.
 
   Attributes:
-    weights: The variables; of zeros at first.
-    optimizer: That of the groups.
-    outer: What joins them, if anything does.
+    weights: The variables, which start as zeros.
+    optimizer: The CrossShardOptimizer of the groups.
+    outer: The OuterOptimizer that synchronizes the groups; None for none.
   """
 
   def __init__(
@@ -77,7 +77,11 @@ def check_resumes(
   at: int,
   path: pathlib.Path,
 ) -> Islands:
-  """Saved after `at` steps they go on to the bit as if they had not stopped."""
+  """Checks that groups continue with the same bits after they are restored.
+
+  The groups are saved after `at` steps and restored into new groups. Then both
+  take the remaining steps. Returns the groups that were saved.
+  """
   whole, again = start(), start()
   whole.train(*(rows[:at] for rows in grads))
   replica_state.assert_in_sync(whole.optimizer, whole.weights)

@@ -16,14 +16,14 @@ from tf_cross_shard_cli import launch
 EPOCHS, STEPS = 5, 4
 GROUPS = [[0], [1]]
 RATES = [0.5, 0.03125]
-# Where in an epoch it is killed: within it; when the best is in its file, but
-# there is no backup yet; and when there are both.
+# Where in an epoch the process is killed: between two batches; after the best
+# weights are saved, but before the backup; and after the backup.
 PLACES = ("batch", "checkpoint", "backup")
 Place = tuple[int, str | int] | None  # epoch, place or batch
 
 
 class _Kill(tf.keras.callbacks.Callback):  # type: ignore[misc]
-  """Kills its process at a place, as the kernel would, or signals."""
+  """Sends a signal to its own process at a given place in the training."""
 
   def __init__(self, kind: str, at: Place, number: int) -> None:
     super().__init__()
@@ -53,7 +53,7 @@ def _train(
   number: int,
   every: int | str,
 ) -> None:
-  """Trains, and writes all variables at the end."""
+  """Trains, and writes the values of all variables to a file at the end."""
   logical_devices.split_cpu(2)
   tf.keras.utils.set_random_seed(1)
   strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -121,7 +121,7 @@ def run(
   number: int = signal.SIGKILL,
   every: int | str = "epoch",
 ) -> int:
-  """Trains in another process; returns its exit code."""
+  """Trains in another process, and returns the exit code of the process."""
   process = forking.Process(
     *(_train, folder, at, patience, min_delta, number, every)
   )

@@ -1,4 +1,7 @@
-"""The lazy update of a table in NumPy: only rows that occur, in float64."""
+"""The lazy update of a table in NumPy: only rows in the batch change.
+
+All numbers are float64.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +14,7 @@ Array = np.ndarray[Any, Any]
 Batch = tuple[Array, Array]  # indices [k], rows [k, width]
 
 RATE = 0.125
-# By class: the formula, and settings that are not Keras' own.
+# For each class, the formula, and settings that differ from Keras' defaults.
 KINDS: dict[str, tuple[formulas.Formula, dict[str, float]]] = {
   "SGD": (formulas.sgd, {"momentum": 0.5}),
   "Adagrad": (formulas.adagrad, {}),
@@ -27,7 +30,10 @@ KINDS: dict[str, tuple[formulas.Formula, dict[str, float]]] = {
 
 
 def train(kind: str, table: Array, batches: Sequence[Batch]) -> Array:
-  """Returns the table after a step for each batch; rows of one index add up."""
+  """Takes a step for each batch, and returns the table.
+
+  Rows with the same index are added up.
+  """
   table = table.astype(np.float64)
   formula, settings = KINDS[kind]
   settings = {"learning_rate": RATE, **settings}

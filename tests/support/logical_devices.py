@@ -14,17 +14,19 @@ _MEMORY_OF_LOGICAL_GPU: Final = 2048  # Megabytes; the models are tiny.
 
 
 def split_cpu(count: int) -> None:
-  """Makes `count` logical CPUs of the first physical one.
+  """Divides the first physical CPU into `count` logical CPUs.
 
-  Call it before TensorFlow uses a device: afterwards it is an error.
+  Call this function before TensorFlow uses a device; afterwards it raises an
+  error.
   """
   _split("CPU", [tf.config.LogicalDeviceConfiguration()] * count)
 
 
 def split_gpu(count: int) -> None:
-  """Makes `count` logical GPUs of the first one, if there are fewer GPUs.
+  """Divides the first GPU into `count` logical GPUs, if there are fewer GPUs.
 
-  Call it before TensorFlow uses a device. Without a GPU it is an error.
+  Call this function before TensorFlow uses a device. Without a GPU it raises an
+  error.
   """
   # Tests compare float32 numbers, and TensorFloat-32 has 10 bits of mantissa.
   tf.config.experimental.enable_tensor_float_32_execution(False)

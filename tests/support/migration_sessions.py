@@ -1,4 +1,4 @@
-"""A training by sessions of TensorFlow 1, and the same one in Keras."""
+"""Trains the same network with sessions of TensorFlow 1 and with Keras."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,13 +22,13 @@ SHAPES = {
 
 
 class Pair(NamedTuple):
-  """An optimizer of version 1 and what Keras has instead.
+  """An optimizer of TensorFlow 1, and the corresponding optimizer of Keras.
 
   Attributes:
-    v1: Makes the first.
-    kind: The class of the second, of each Keras.
-    settings: Its settings.
-    dropped: The slot of version 1 that Keras does without.
+    v1: Creates the optimizer of TensorFlow 1.
+    kind: The name of the class in Keras 3 and tf_keras.
+    settings: The settings of the Keras optimizer.
+    dropped: The slot of TensorFlow 1 that the Keras optimizer does not have.
   """
 
   v1: Callable[[], Any]
@@ -54,8 +54,9 @@ PAIRS = {
     {"learning_rate": 0.1, "momentum": 0.9, "nesterov": True},
   ),
   "Adam": Pair(
-    # Version 1 multiplies powers of betas, and Keras computes each of them. Of
-    # 1 - 0.999**8 they agree in 5 digits, and so in the rate of that step.
+    # TensorFlow 1 multiplies powers of betas, and Keras computes each of them.
+    # Their values of 1 - 0.999**8 agree in 5 digits, and so do their learning
+    # rates in that step.
     lambda: v1.train.AdamOptimizer(0.001),
     "Adam",
     {"learning_rate": 0.001, "epsilon": 1e-8},
@@ -95,7 +96,7 @@ PAIRS = {
 
 
 def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
-  """The examples of a step: inputs and what they are to become."""
+  """Returns the examples of a step: inputs and targets."""
   rng = np.random.default_rng([2, step])
   x = rng.normal(size=(EXAMPLES, 4)).astype("float32")
   y = rng.normal(size=(EXAMPLES, 2)).astype("float32")
@@ -103,7 +104,7 @@ def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Sessions:
-  """A network that version 1 trains."""
+  """A network that TensorFlow 1 trains."""
 
   def __init__(
     self,
@@ -111,7 +112,7 @@ class Sessions:
     with_step: bool = True,
     scope: str = "",
   ) -> None:
-    """Makes the graph, and the optimizer by `make` in `scope`."""
+    """Creates the graph, and calls `make` in `scope` for the optimizer."""
     rng = np.random.default_rng(1)
     self._graph = tf.Graph()
     with self._graph.as_default():
@@ -134,7 +135,10 @@ class Sessions:
       self._session.run(v1.global_variables_initializer())
 
   def train(self, start: int, end: int) -> list[float]:
-    """Trains on the batches of these steps; returns the losses before each."""
+    """Trains on the batches of these steps.
+
+    Returns the loss before each step.
+    """
     losses = []
     for step in range(start, end):
       x, y = batch(step)
@@ -144,7 +148,7 @@ class Sessions:
     return losses
 
   def values(self) -> Arrays:
-    """Every variable, by name."""
+    """Returns the value of every variable, by name."""
     with self._graph.as_default():
       variables = {v.op.name: v for v in v1.global_variables()}
       return self._session.run(variables)
@@ -164,7 +168,7 @@ class Training:
     strategy: tf.distribute.Strategy | None = None,
     model: Callable[[], Any] | None = None,
   ) -> None:
-    """Makes the model and the optimizer, which is not built."""
+    """Creates the model and the optimizer, without building the optimizer."""
     self.strategy = strategy or tf.distribute.get_strategy()
     with self.strategy.scope():
       self.model = (model or network)()
@@ -194,7 +198,10 @@ class Training:
     return self.strategy.run(replica_step)
 
   def train(self, start: int, end: int) -> list[float]:
-    """Trains on the batches of these steps; returns the losses before each."""
+    """Trains on the batches of these steps.
+
+    Returns the loss before each step.
+    """
     losses = []
     replicas = self.strategy.num_replicas_in_sync
     for step in range(start, end):
@@ -206,7 +213,7 @@ class Training:
 
 
 def network(library: Any = tf.keras, first: str = "one") -> Any:
-  """The model."""
+  """Returns a model of Keras with the same layers as `Sessions`."""
   layers = library.layers
   return library.Sequential(
     [
@@ -219,12 +226,12 @@ def network(library: Any = tf.keras, first: str = "one") -> Any:
 
 
 def plain(name: str, library: Any = None, **settings: Any) -> Any:
-  """The optimizer of Keras for one of `PAIRS`."""
+  """Returns the Keras optimizer of one of `PAIRS`."""
   pair = PAIRS[name]
   library = library or tf.keras.optimizers
   return getattr(library, pair.kind)(**{**pair.settings, **settings})
 
 
 def largest(first: Sequence[float], second: Sequence[float]) -> float:
-  """The largest difference between numbers in the same places."""
+  """Returns the largest difference between numbers at the same index."""
   return float(np.abs(np.subtract(first, second)).max())

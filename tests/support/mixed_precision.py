@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tests.support import testbed, training
 
-KINDS = ("keras", "tf_keras", "legacy")  # The last is of tf_keras, too.
+KINDS = ("keras", "tf_keras", "legacy")  # legacy optimizers of tf_keras
 WAYS = ("fit", "scale_loss", "minimize")
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 SCALINGS = ("none", "inside", "outside")
@@ -29,8 +29,9 @@ STEPS, EXAMPLES = 4, 2
 # With these seeds no two replicas have the same data, and all sums are exact.
 SEEDS = {2: 1, 4: 9}  # by the number of replicas
 BAD_STEP, BAD_REPLICA = 1, 1
-SCALE = 64.0  # the first one, of a loss scaling optimizer of the user's
-SCALE_OF_COMPILE = 2.0**15  # the first one, of that which compile() adds
+SCALE = 64.0  # the initial scale of the user's loss scaling optimizer
+# The initial scale of the loss scaling optimizer that compile() adds.
+SCALE_OF_COMPILE = 2.0**15
 
 
 class Cell(NamedTuple):
@@ -40,17 +41,20 @@ class Cell(NamedTuple):
   way: str  # to train
   policy: str
   scaling: str  # where the user's loss scaling optimizer is
-  skips: bool  # whether ours leaves out steps that are not finite
+  skips: bool  # whether our optimizer skips steps that are not finite
 
   @property
   def is_possible(self) -> bool:
-    """Keras 3's LossScaleOptimizer has no `minimize`."""
+    """Whether the cell can run.
+
+    Keras 3's LossScaleOptimizer has no `minimize`.
+    """
     settings = self.kind, self.way, self.scaling
     return settings != ("keras", "minimize", "outside")
 
   @property
   def library(self) -> Any:
-    """The Keras that models and optimizers are from."""
+    """The Keras of the cell, a module."""
     return training.KERASES[self.kind.replace("legacy", "tf_keras")][0]
 
   @property
@@ -63,24 +67,24 @@ class Cell(NamedTuple):
 
   @property
   def has_nan(self) -> bool:
-    """Whether one step is not finite, and something leaves it out."""
+    """Whether the data make one step nonfinite: yes if the cell can skip it."""
     return self.scale is not None or self.skips
 
   def scaled(self, optimizer: Any, scale: float | None) -> Any:
-    """A loss scaling optimizer around `optimizer`, if there is a scale."""
+    """Returns `optimizer`, in a loss scaling optimizer if `scale` is given."""
     if scale is None:
       return optimizer
     kind = self.library.mixed_precision.LossScaleOptimizer
     return kind(optimizer, initial_scale=scale)
 
   def plain(self) -> Any:
-    """SGD with a momentum, which changes weights where gradients are zero."""
+    """Returns SGD with momentum, which also acts where gradients are zero."""
     home = self.library.optimizers
     home = home.legacy if self.kind == "legacy" else home
     return home.SGD(0.5, momentum=0.5)
 
   def sharded(self, groups: Any) -> Any:
-    """Our optimizer, with the loss scaling optimizer inside or outside."""
+    """Returns our optimizer, with the loss scaling inside or outside of it."""
     _, package = training.KERASES[self.kind.replace("legacy", "tf_keras")]
     inner = SCALE if self.scaling == "inside" else None
     outer = SCALE if self.scaling == "outside" else None
@@ -93,7 +97,7 @@ class Cell(NamedTuple):
 
 
 class Data(NamedTuple):
-  """Examples of each step and replica, and the first weights."""
+  """Examples of each step and replica, and the initial weights."""
 
   x: np.ndarray  # [steps, replicas, examples, 2]
   y: np.ndarray  # [steps, replicas, examples, 1]
@@ -101,7 +105,10 @@ class Data(NamedTuple):
   bias: np.ndarray  # [1]
 
   def batches(self) -> tf.data.Dataset:
-    """The examples of all replicas in a step as one batch."""
+    """Returns a dataset.
+
+    Each batch has the examples of all replicas in a step.
+    """
     size = self.x.shape[1] * self.x.shape[2]
     return tf.data.Dataset.from_tensor_slices(
       (self.x.reshape(-1, 2), self.y.reshape(-1, 1))
@@ -110,7 +117,7 @@ class Data(NamedTuple):
 
 @functools.cache
 def data(replicas: int, has_nan: bool) -> Data:
-  """Data that differ between replicas."""
+  """Returns data that differ between replicas."""
   rng = np.random.default_rng(SEEDS[replicas])
   shape = (STEPS, replicas, EXAMPLES)
   x = rng.integers(-1, 2, size=(*shape, 2)).astype("float32")
@@ -129,7 +136,7 @@ def data(replicas: int, has_nan: bool) -> Data:
 
 @contextlib.contextmanager
 def policy(cell: Cell) -> Iterator[None]:
-  """Everything that is made in this context has the cell's policy."""
+  """Sets the global policy to the policy of the cell inside the context."""
   precision = cell.library.mixed_precision
   get = getattr(precision, "global_policy", None) or precision.dtype_policy
   before = get()
@@ -141,7 +148,7 @@ def policy(cell: Cell) -> Iterator[None]:
 
 
 def model_of(library: Any, given: Data) -> Any:
-  """A linear regression in the policy that is in force."""
+  """Returns a linear regression with the current global policy."""
   dense = library.layers.Dense(1)
   model = library.Sequential(
     [
@@ -156,16 +163,16 @@ def model_of(library: Any, given: Data) -> Any:
 
 
 def mean_square(model: Any, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-  """The squared error, averaged over the examples handed in."""
+  """Returns the squared error, averaged over the given examples."""
   predicted = tf.cast(model(x, training=True), tf.float32)
   return tf.reduce_mean((predicted - y) ** 2)
 
 
 def _held(cell: Cell, model: Any, optimizer: Any) -> list[list[np.ndarray]]:
-  """Each replica's weights and iterations, loss scale, and skipped steps.
+  """Returns each replica's weights, iterations, loss scale and skipped steps.
 
-  If there are two loss scaling optimizers, the inner one's scale is used. Steps
-  are counted only by our own optimizer, and only if it leaves some out.
+  If there are two loss scaling optimizers, the inner one's scale is used.
+  Skipped steps are included only if our optimizer can skip steps.
   """
   scaling = cell.library.mixed_precision.LossScaleOptimizer
   chain, scales, counts = [optimizer], [], []
@@ -222,7 +229,10 @@ def _step_with_tape(
   y: tf.Tensor,
   replicas: int = 1,
 ) -> None:
-  """A step of ours, or of plain Keras, as each Keras documents it."""
+  """Takes a step with our optimizer or with plain Keras.
+
+  The loss is scaled in the way that the documentation of the Keras describes.
+  """
   is_scaled_by_tf_keras = cell.kind != "keras" and cell.scale is not None
   with tf.GradientTape() as tape:
     # As Keras' losses: averaged over the examples of all replicas.
@@ -242,9 +252,9 @@ def _step_with_tape(
 def expected(
   cell: Cell, replicas: int, members: tuple[int, ...]
 ) -> list[np.ndarray]:
-  """What `_held` returns for plain Keras on the group's concatenated batches.
+  """Returns what `_held` returns for plain Keras on a group's whole batches.
 
-  Without a loss scale, the step that is not finite is left out.
+  Without a loss scale, this function leaves out the step that is not finite.
   """
   given, rows, skipped = data(replicas, cell.has_nan), list(members), 0
   with policy(cell):
@@ -263,7 +273,7 @@ def expected(
 
 
 def check(cell: Cell, held: Sequence[Any], groups: Any) -> None:
-  """Compares all replicas; in half precision every number is exact."""
+  """Compares all replicas with plain Keras; in half precision, exactly."""
   groups = testbed.groups_of(groups, len(held))
   right = functools.partial(expected, cell, len(held))
   bounds = [training.near] if cell.policy == "float32" else []

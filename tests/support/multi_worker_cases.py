@@ -1,4 +1,4 @@
-"""Cases that every one of several workers runs, and their data.
+"""The cases that every worker runs, and the data of the cases.
 
 A case returns the values of the worker that runs it. The test's own process
 knows the data of all workers, and computes the right values.
@@ -44,14 +44,14 @@ FIT = {"share": 2, "steps": 3, "epochs": 2}  # of `model.fit`
 
 
 def own(variables: Sequence[Any]) -> list[np.ndarray]:
-  """This worker's value of each variable."""
+  """Returns this worker's value of each variable."""
   values = [testbed.copies(variable) for variable in variables]
   assert all(len(value) == 1 for value in values)
   return [value[0] for value in values]
 
 
 def place_of(strategy: tf.distribute.Strategy) -> int:
-  """The number of this worker's replica, outside of `strategy.run`."""
+  """Returns the number of this worker's replica, outside of `strategy.run`."""
   resolver = strategy.cluster_resolver
   cluster = resolver.cluster_spec().as_dict()
   before = len(cluster.get("chief", ())) if resolver.task_type != "chief" else 0
@@ -61,7 +61,10 @@ def place_of(strategy: tf.distribute.Strategy) -> int:
 def _run(
   strategy: tf.distribute.Strategy, step: Callable[..., Any], mode: str
 ) -> Callable[..., Any]:
-  """`step` in every replica, eagerly or as one function."""
+  """Returns a function that runs `step` in every replica.
+
+  It runs eagerly, or as one `tf.function`.
+  """
 
   def run(*args: Any) -> Any:
     return strategy.run(step, args=args)
@@ -81,7 +84,7 @@ def _shapes(kind: str) -> list[tuple[int, ...]]:
 
 
 def dense_gradients(kind: str, replica: int) -> list[np.ndarray]:
-  """A replica's gradients: whole numbers, with exact sums, unless "normal"."""
+  """Returns a replica's gradients: integers, unless `kind` is "normal"."""
   rng = np.random.default_rng([replica, len(kind)])
   if kind == "normal":
     return [rng.normal(size=s).astype("float32") for s in _shapes(kind)]
@@ -106,7 +109,7 @@ def _row_ids(kind: str, replica: int) -> list[int]:
 def sparse_gradients(
   kind: str, replica: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """The indices and values of rows, and a dense gradient."""
+  """Returns the indices and values of rows, and a dense gradient."""
   rng = np.random.default_rng([replica, len(kind), 1])
   ids = np.array(_row_ids(kind, replica), "int32")
   if kind == "int64":
@@ -120,7 +123,7 @@ def sparse_gradients(
 def _summing(
   strategy: tf.distribute.Strategy, grouping: str, **options: Any
 ) -> CrossShardOptimizer:
-  """An optimizer whose step turns a weight of 0 into the negative sum."""
+  """Returns an optimizer whose step subtracts the sum of the gradients."""
   return CrossShardOptimizer(
     tf.keras.optimizers.SGD(1.0),
     "sum",
@@ -135,7 +138,7 @@ def _summed(
   like: Sequence[np.ndarray],
   **options: Any,
 ) -> tuple[list[Any], CrossShardOptimizer]:
-  """Weights of 0, and the optimizer that is built on them."""
+  """Returns weights of 0, and an optimizer that is built on these weights."""
   with strategy.scope():
     variables = [
       tf.keras.Variable(np.zeros_like(each), dtype=each.dtype.name)
@@ -149,7 +152,7 @@ def _summed(
 def _stepper(
   strategy: tf.distribute.Strategy, variables: Sequence[Any], optimizer: Any
 ) -> Callable[..., Any]:
-  """One function that applies this replica's gradients."""
+  """Returns a function that applies the gradients of this replica."""
 
   def step(*grads: tf.Tensor) -> None:
     optimizer.apply_gradients(zip(grads, variables, strict=True))
@@ -164,7 +167,7 @@ def dense_sum(
   strategy: tf.distribute.Strategy,
   **options: Any,
 ) -> list[np.ndarray]:
-  """The negative sums, as the weights hold them after a step."""
+  """Returns the weights after a step from 0: the negative sums of gradients."""
   mine = dense_gradients(kind, place_of(strategy))
   variables, optimizer = _summed(strategy, grouping, mine, **options)
 
@@ -185,7 +188,7 @@ def dense_sum(
 def islands(
   grouping: str, strategy: tf.distribute.Strategy
 ) -> dict[str, list[np.ndarray]]:
-  """Three steps of groups that are joined after the second.
+  """Takes three steps. The groups are synchronized after the second step.
 
   The gradients of call `c` are `c` times those of `dense_sum`.
   """
@@ -194,13 +197,13 @@ def islands(
   outer = callbacks.OuterOptimizer(2, tf.keras.optimizers.SGD(1.0))
   outer.build(optimizer, variables)
   run = _stepper(strategy, variables, optimizer)
-  joined = []
+  synchronized = []
   for call in (1.0, 2.0, 3.0):
     run(*(tf.constant(call * each) for each in mine))
     outer.step()
     if call == 2:
-      joined = own(variables)
-  return {"joined": joined, "apart": own(variables)}
+      synchronized = own(variables)
+  return {"synchronized": synchronized, "at the end": own(variables)}
 
 
 def sharded(
@@ -210,7 +213,7 @@ def sharded(
   shard_update: str = "elementwise",
   row_bytes: int = 1 << 20,
 ) -> list[np.ndarray]:
-  """Three steps; also checks the shapes of this replica's slots.
+  """Takes three steps. Also checks the shapes of this replica's slots.
 
   Before the last step, the state is saved and loaded into a new optimizer.
   """
@@ -260,7 +263,7 @@ def sparse_sum(
   strategy: tf.distribute.Strategy,
   **options: Any,
 ) -> list[np.ndarray]:
-  """The negative sums in a table and in a dense variable."""
+  """Returns the negative sums of a table's and a dense variable's gradients."""
   ids, values, dense = sparse_gradients(kind, place_of(strategy))
   (table, bias), optimizer = _summed(
     strategy, grouping, [np.zeros((ROWS, 2), "f4"), dense], **options
@@ -294,7 +297,11 @@ def sparse_sum(
 def retrace(
   grouping: str, strategy: tf.distribute.Strategy
 ) -> list[np.ndarray]:
-  """A tensor of another shape makes worker 1 alone trace its step again."""
+  """Takes steps, and makes worker 1 trace its step a second time.
+
+  In the second step, worker 1 receives a tensor of a different shape, and the
+  other workers do not.
+  """
   mine = place_of(strategy)
   given = dense_gradients("retrace", mine)
   variables, optimizer = _summed(strategy, grouping, given)
@@ -321,7 +328,7 @@ def retrace(
 
 
 def fit_data(replicas: int) -> tuple[np.ndarray, np.ndarray]:
-  """Different examples, [steps, replicas, share, ...]."""
+  """Returns examples that differ, [steps, replicas, share, ...]."""
   rng = np.random.default_rng(5)
   shape = (FIT["steps"], replicas, FIT["share"])
   x = rng.normal(size=(*shape, 3)).astype("float32")
@@ -330,7 +337,7 @@ def fit_data(replicas: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def batches(x: np.ndarray, y: np.ndarray) -> tf.data.Dataset:
-  """One batch of all given replicas per step, in order."""
+  """Returns a dataset with one batch of all given replicas for each step."""
   size = x.shape[1] * x.shape[2]
   return tf.data.Dataset.from_tensor_slices(
     (x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]))
@@ -343,7 +350,7 @@ def fit(
   strategy: tf.distribute.Strategy,
   **options: Any,
 ) -> dict[str, Any]:
-  """`fit`, `evaluate` and `predict` of Keras 3."""
+  """Runs `fit`, `evaluate` and `predict` of Keras 3; returns the results."""
   replicas = strategy.num_replicas_in_sync
   with strategy.scope():
     model = testbed.network()
@@ -366,7 +373,8 @@ def fit(
   }
 
 
-# The best in epochs 0 and 1; with patience 1 they stop in epochs 1 and 2.
+# With patience 1, group 0 stops in epoch 1, and its best epoch is 0; group 1
+# stops in epoch 2, and its best epoch is 1.
 KNOWN = ([1.0, 2.0, 0.0, 0.0], [3.0, 2.0, 4.0, 1.0])
 
 
@@ -387,7 +395,10 @@ class _Known(tf.keras.callbacks.Callback):
 def group_callbacks(
   grouping: str, strategy: tf.distribute.Strategy
 ) -> dict[str, Any]:
-  """`fit` with callbacks for groups; only the first worker has right data."""
+  """Runs `fit` with callbacks for groups.
+
+  Only the first worker has the right validation data.
+  """
   replicas = strategy.num_replicas_in_sync
   with strategy.scope():
     model = testbed.network()
@@ -438,7 +449,8 @@ def group_callbacks(
   }
 
 
-# Of trials 0 and 1, of 2 and 3, and of the best half: 1 and 2.
+# The metric of each group: of trials 0 and 1, of trials 2 and 3, and of the
+# best half, which is trials 1 and 2.
 KNOWN_TRIALS = ([3.0, 1.0, 0.0], [2.0, 4.0, 0.0])
 
 
@@ -454,7 +466,10 @@ class _Begins(tf.keras.callbacks.Callback):
 
 
 def halving(grouping: str, strategy: tf.distribute.Strategy) -> dict[str, Any]:
-  """Four trials in two groups; the second half moves to the other group."""
+  """Trains four trials in two groups.
+
+  Each of the best two trials continues in a different group than before.
+  """
   replicas = strategy.num_replicas_in_sync
   groups = GROUPINGS[replicas][grouping]
   with strategy.scope():
@@ -523,7 +538,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
 
 
 def cases_of(launch: str) -> dict[Key, Case]:
-  """All cases of a launch."""
+  """Returns all cases of a launch."""
   return {
     (
       function.__name__,
@@ -549,7 +564,10 @@ def powers_of_two(
   steps: int,
   strategy: tf.distribute.Strategy,
 ) -> dict[str, Any]:
-  """Replica r has 2 ** r as each gradient, in r + 1 rows of a table."""
+  """Trains with powers of two as gradients; returns all replicas' values.
+
+  Each gradient of replica r is 2 ** r, and that of the table has r + 1 rows.
+  """
   counter = tf.Variable(0, dtype=tf.int64)  # one in each process
   zeros = [np.zeros(shape, "f4") for shape in ([3], [ROWS, 2])]
   (weight, table), optimizer = _summed(

@@ -1,7 +1,7 @@
 """Programs with faults, for the tests of errors of several workers.
 
-Each function is run by every worker alike, and is told whether this worker is
-the odd one.
+Every worker runs each function. If the function has an argument `odd`, it says
+whether this worker is the one with the fault.
 """
 
 import functools
@@ -25,14 +25,15 @@ from tf_cross_shard._src.core.coordination import agreement
 from tf_cross_shard._src.replica_state import archive
 from tf_cross_shard.multi_worker import BackupAndRestore, naming_lost_workers
 
-# What differs on worker 1, in programs that can go on after the error.
+# What differs on worker 1, in programs that can continue after the error.
 DIFFERENCES = (
   "group_assignment",
   "order",
   "sparse gradient",
   "iterations",
 )
-# What differs in what is made in the scope.
+# How the layers that worker 1 creates in the scope differ from those of worker
+# 0.
 MADE = ("fewer", "shape", "more at the end")
 
 
@@ -55,7 +56,7 @@ def attempt(function: Callable[[], Any]) -> dict[str, Any]:
 def differ(
   what: str, odd: bool, strategy: tf.distribute.Strategy
 ) -> dict[str, Any]:
-  """One step of two workers of which one does something else."""
+  """Takes one step, which is different on the odd worker."""
   groups = [[0], [1]] if odd and what == "group_assignment" else None
   with strategy.scope():
     make = tf.keras.Variable
@@ -115,12 +116,12 @@ def _make_empty(strategy: tf.distribute.Strategy) -> None:
 
 
 class Early:
-  """Variables that were trained well for a step, before something fails."""
+  """Variables that are trained for one step before a worker fails."""
 
   def __init__(self, strategy: tf.distribute.Strategy) -> None:
     self._strategy = strategy
     with strategy.scope():
-      # Of two dtypes, and so at least two buffers travel.
+      # The variables have two dtypes, so at least two buffers are sent.
       self.variables = [
         tf.keras.Variable(np.zeros([3]), dtype="float32", name="early"),
         tf.keras.Variable(np.zeros([3]), dtype="float64", name="early"),
@@ -137,7 +138,7 @@ class Early:
     return cases.own([*self.variables, *self.optimizer.variables])
 
   def step(self, wait: Callable[[], None] | None = None) -> None:
-    """A step whose last gradient comes after `wait`."""
+    """Takes a step. The last gradient is computed after `wait` has returned."""
 
     def replica_step() -> None:
       grads = [tf.ones(v.shape, v.dtype) for v in self.variables[:3]]
@@ -159,7 +160,7 @@ class Early:
 def make_others(
   what: str, odd: bool, strategy: tf.distribute.Strategy
 ) -> dict[str, Any]:
-  """Layers that differ, made in the scope and trained."""
+  """Creates layers that differ between the workers, and trains them."""
   early = Early(strategy)
   early.step()
   before = early.state()
@@ -205,7 +206,11 @@ def make_others(
 def lose(
   kind: str, killed: int, strategy: tf.distribute.Strategy
 ) -> dict[str, Any]:
-  """A worker is killed in mid-step; what the others are left with."""
+  """Kills a worker in the middle of a step.
+
+  Returns what the other workers report, and whether their variables are
+  unchanged.
+  """
   found: dict[str, Any] = {}
   mine = cases.place_of(strategy)
   if kind == "tensorflow":
@@ -215,7 +220,7 @@ def lose(
   before = early.state()
 
   def die() -> None:
-    time.sleep(1.0)  # the other sums of this step are there meanwhile
+    time.sleep(1.0)  # meanwhile the other sums of this step are complete
     os.kill(os.getpid(), signal.SIGKILL)
 
   def step() -> None:
@@ -229,9 +234,9 @@ def lose(
 
 
 def lose_waiting(strategy: tf.distribute.Strategy) -> dict[str, Any]:
-  """The last worker is killed while the others wait for it without a limit.
+  """Kills the last worker while the others wait for it without a time limit.
 
-  So they wait while the first one evaluates groups.
+  Workers wait in this way while the first worker evaluates groups.
   """
   workers = agreement.of_strategy(strategy)
   assert workers is not None
@@ -241,7 +246,7 @@ def lose_waiting(strategy: tf.distribute.Strategy) -> dict[str, Any]:
 
 
 def stall(odd: bool, strategy: tf.distribute.Strategy) -> dict[str, Any]:
-  """The odd worker is slow before a step, then stuck in Python before the next.
+  """Delays the odd worker before one step, and for longer before the next.
 
   The others wait for it in a collective.
   """
@@ -265,16 +270,20 @@ def resume(
   strategy: tf.distribute.Strategy,
   signalled: int | None = None,
 ) -> dict[str, Any]:
-  """Trains with backups, each worker a group; one may be killed half-way.
+  """Trains with backups; each worker is a group.
 
-  Or worker 1 receives SIGTERM after the batch `signalled` of an epoch.
+  If `dies`, worker 1 is killed half-way. If `signalled` is given, worker 1
+  receives SIGTERM after that batch of epoch 1.
   """
   trained: list[int] = []
   losses: list[float] = []
   write = archive.write
 
   def write_or_die(path: pathlib.Path, *args: Any) -> None:
-    """Kills worker 1 when the other one has, or will have, a third backup."""
+    """Kills worker 1 before it writes its third backup.
+
+    Worker 0 writes its own third backup.
+    """
     if dies and path.name == "epoch_3.npz" and cases.place_of(strategy) == 1:
       os.kill(os.getpid(), signal.SIGKILL)
     write(path, *args)

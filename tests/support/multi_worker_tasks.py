@@ -27,14 +27,17 @@ from tf_cross_shard._src.core.coordination import agreement
 
 
 def strategy_of(kind: str, **options: Any) -> tf.distribute.Strategy:
-  """TensorFlow's strategy, or ours."""
+  """Returns TensorFlow's strategy or the package's strategy."""
   if kind == "tensorflow":
     return tf.distribute.MultiWorkerMirroredStrategy(**options)
   return multi_worker.MultiWorkerStrategy(**options)
 
 
 def numbers(launch: str) -> dict[Any, Any]:
-  """Everything that is compared with plain Keras and with NumPy."""
+  """Runs all cases of a launch.
+
+  Returns the values that the tests compare with plain Keras and NumPy.
+  """
   kind, _ = launch.split("-")
   strategy = strategy_of(kind)
   assert strategy.num_replicas_in_sync > 1
@@ -42,14 +45,15 @@ def numbers(launch: str) -> dict[Any, Any]:
   for key, case in multi_worker_cases.cases_of(launch).items():
     found[key] = _timed(" ".join(key), case, strategy)
   if kind == "tensorflow":
-    # A second strategy of TensorFlow's in one process would be a race.
+    # Creating a second MultiWorkerMirroredStrategy in one process would cause a
+    # race.
     cell = mixed_precision.OF_TENSORFLOW
     found[cell] = mixed_precision.train_worker(strategy, cell)
   return found
 
 
 def _timed(name: str, function: Callable[..., Any], *args: Any) -> Any:
-  """Calls a function; the log says how long that took."""
+  """Calls a function, and prints the time that the call took."""
   begin = time.monotonic()
   result = function(*args)
   print(f"{time.monotonic() - begin:.2f} s: {name}", flush=True)
@@ -67,7 +71,7 @@ def start(older: bool = False, timeout: float | None = None) -> dict[str, Any]:
 
 
 def faults(what: str, odd: bool) -> dict[str, Any]:
-  """Returns what a worker reports if one of them does something else."""
+  """Returns what each worker reports if one worker does something different."""
   strategy = multi_worker.MultiWorkerStrategy()
   if what == "disagree":
     return multi_worker_faults.disagree(odd, strategy)
@@ -80,7 +84,7 @@ def lose(kind: str, killed: int) -> dict[str, Any]:
 
 
 def lose_waiting() -> dict[str, Any]:
-  """Returns what a worker reports that waits for one that is killed."""
+  """Returns the report of a worker that waits for a worker that is killed."""
   return multi_worker_faults.lose_waiting(strategy_of("own"))
 
 
@@ -105,7 +109,10 @@ def resume(
 
 
 def two_replicas_each() -> tf.distribute.Strategy:
-  """Two replicas in each process, as with GPUs; on CPUs there would be one."""
+  """Returns a strategy with two replicas in each process, as with GPUs.
+
+  On CPUs, TensorFlow normally uses one replica for each process.
+  """
   logical_devices.split_cpu(2)
   with unittest.mock.patch.object(
     collective_all_reduce_strategy.CollectiveAllReduceExtended,
@@ -146,7 +153,11 @@ def fitted_tables(folder: pathlib.Path, killed_after: int | None) -> Any:
 
 
 def one_after_the_other(delay: float) -> list[Any]:
-  """Sums under several strategies, whose first broadcasts differ."""
+  """Sums gradients under two strategies, one after the other.
+
+  The first variables of the strategies have different dtypes, so a worker that
+  mixes up the strategies fails.
+  """
   found = []
   for dtype, grouping in (("float32", "ungrouped"), ("int64", "singletons")):
     time.sleep(delay)
@@ -159,7 +170,11 @@ def one_after_the_other(delay: float) -> list[Any]:
 
 
 def two(delay: float) -> dict[Any, Any]:
-  """Several strategies; then two Kerases, mixed precision and loss scaling."""
+  """Runs the cases of two workers.
+
+  These are `one_after_the_other`, the cells of mixed precision and loss scaling
+  with Keras 3 and tf_keras, and `evaluate_and_predict`.
+  """
   found: dict[Any, Any] = {"one after the other": one_after_the_other(delay)}
   strategy = multi_worker.MultiWorkerStrategy()
   for cell in mixed_precision.WORKER_CELLS:

@@ -15,7 +15,7 @@ from tests.support import formulas, testbed
 def gradient(
   kernel: np.ndarray, bias: np.ndarray, x: np.ndarray, y: np.ndarray
 ) -> list[np.ndarray]:
-  """The gradient of one replica's mean loss, in float64."""
+  """Returns the gradient of one replica's mean loss, in float64."""
   error = x.astype(np.float64) @ kernel + bias - y
   return [x.T @ error / len(x), error.sum(axis=0) / len(x)]
 

@@ -22,14 +22,15 @@ def text(page: str) -> str:
 
 
 def blocks(page: str, language: str) -> list[str]:
-  """The page's blocks in a language."""
+  """Returns the code blocks of a page in one language."""
   return re.findall(rf"```{language}\n(.*?)```", text(page), flags=re.DOTALL)
 
 
 def programs(page: str) -> list[str]:
-  """Returns the page's programs; a diff is one, with its changes made.
+  """Returns the programs of a page.
 
-  A block of Python without an import goes on from the one before.
+  A diff counts as a program, with its changes applied. A Python block without
+  an import continues the previous block.
   """
   found = [
     re.sub("(?m)^[+ ]", "", re.sub("(?m)^-.*\n", "", block))
@@ -45,11 +46,7 @@ def programs(page: str) -> list[str]:
 
 @contextlib.contextmanager
 def no_warnings() -> Iterator[None]:
-  """Raises `AssertionError` where this package has logged a warning.
-
-  But for the note that each grouped `fit` without callbacks for groups ends
-  with, however right the program is.
-  """
+  """Raises `AssertionError` if this package logs a warning in the context."""
   records: list[logging.LogRecord] = []
   handler = logging.Handler(logging.WARNING)
   handler.emit = records.append  # type: ignore[method-assign]
@@ -59,12 +56,12 @@ def no_warnings() -> Iterator[None]:
   finally:
     logging.getLogger("absl").removeHandler(handler)
   package = pathlib.Path(tf_cross_shard.__file__).parent
-  ours = [
+  logged = [
     record.getMessage()
     for record in records
     if package in pathlib.Path(record.pathname).parents
   ]
-  assert not ours, ours
+  assert not logged, logged
 
 
 def check(page: str, program: str, folder: pathlib.Path) -> None:
@@ -80,7 +77,7 @@ def check(page: str, program: str, folder: pathlib.Path) -> None:
     (folder / "program.py").write_text(program)
     exec(compile(program, str(folder / "program.py"), "exec"), names)
   lines = printed.getvalue()
-  # What a page prints stands right behind the program; times differ.
+  # The page shows the output directly after the program. Times differ.
   follows = text(page).split(program)[-1]
   shown = re.match(r"```\n\n```text\n(.*?)```", follows, re.DOTALL)
   if shown:

@@ -1,4 +1,4 @@
-"""Runs a random program by plain Keras and NumPy, and compares the results.
+"""Runs a random program with plain Keras and NumPy, and compares the results.
 
 A tape computes the gradients of each replica alone. NumPy scales, clips and
 sums them. The plain optimizer applies the sums, once per group. Nothing here
@@ -63,7 +63,7 @@ def check(
       ):
         _compare(*values, program, f"{where}, variable {i}")
     pairs = zip(before, right.variables, strict=False)
-    # What is clipped to one length may cancel.
+    # Gradients that are clipped to the same norm may cancel each other.
     settings = (*program.options, *program.settings)
     is_clipped = any("clip" in name for name in settings)
     is_idle = is_clipped or bool(right.skipped)
@@ -80,7 +80,7 @@ def _compare(
   program: Program,
   what: str,
 ) -> None:
-  """Checks that members have the same bits, close to plain Keras."""
+  """Checks that members have equal bits, and values close to plain Keras'."""
   assert mine.dtype == right.dtype, what
   assert mine.tobytes() == first.tobytes(), f"{what} differs from its group's"
   assert np.isfinite(right.astype("float64")).all(), f"{what}: {right} expected"
@@ -92,29 +92,30 @@ def _compare(
 
 
 def tolerance(program: Program) -> float:
-  """The largest error, relative to the largest number of a variable."""
+  """Returns the allowed error, relative to a variable's largest magnitude."""
   if program.is_exact:
     return 0.0
   coarse = {"bfloat16": 2.0**-6, "float16": 2.0**-9}
   wire = program.options.get("wire_dtype")
-  # Collectives of conditions and of workers add what is narrow. A window ends
-  # in a condition, too.
+  # Collectives in conditions and between workers add in the wire dtype. A
+  # window ends in a condition, too.
   is_in_condition = program.mode == "cond" or (
     program.mode != "eager" and "accumulate_steps" in program.options
   )
   if wire and (is_in_condition or program.is_on_workers):
     return coarse[wire]
   if wire:
-    return _TOLERANCES["float32"]  # Such is the sum.
+    return _TOLERANCES["float32"]  # The sum is computed in float32.
   return max(_TOLERANCES[dtype] for _, dtype in program.parts)
 
 
 def expected(
   program: Program, members: Sequence[int]
 ) -> tuple[random_programs.State, list[float]]:
-  """The state that a group of replicas must have after training.
+  """Returns the state that a group of replicas must have after training.
 
-  Also returns the size of each variable, which errors are relative to.
+  Also returns the largest magnitude of each variable. The allowed error is
+  relative to it.
   """
   model = Model(program)
   group = program.groups.index(list(members))
@@ -168,7 +169,8 @@ def expected(
         innermost.apply_gradients(_zeros(pairs))
     optimizer.apply_gradients(pairs)
     if "wire_dtype" in program.options:
-      # What was rounded while a weight was large stays in it.
+      # A rounding error that was made while a weight was large stays in the
+      # weight.
       history.append(values())
   if program.way == "fit":  # Moving averages replace the weights.
     optimizer.finalize_variable_values(model.known)
@@ -182,7 +184,7 @@ def expected(
 
 
 def _window(program: Program) -> int:
-  """The number of calls in an accumulation window."""
+  """Returns the number of calls in an accumulation window."""
   k: int = program.settings.get("gradient_accumulation_steps", 1)
   return program.options.get("accumulate_steps", k)
 
@@ -200,7 +202,7 @@ def _add_up(calls: Sequence[Gradients]) -> Gradients:
 
 
 def _zeros(pairs: Sequence[Any]) -> list[Any]:
-  """Gradients of zeros; None stays None."""
+  """Returns gradients of zeros; None stays None."""
   return [
     (
       None if grad is None else tf.zeros(variable.shape, variable.dtype),
@@ -211,7 +213,7 @@ def _zeros(pairs: Sequence[Any]) -> list[Any]:
 
 
 def factor(program: Program, group_size: int) -> float:
-  """The factor by which the sum over a group becomes its `reduction`."""
+  """Returns the factor by which each replica's gradients are multiplied."""
   options = program.options
   is_mean = options["reduction"] == "mean"
   if program.way == "bare" and not options["scale_gradients"]:
@@ -250,7 +252,7 @@ def _local_gradients(
   grads: Sequence[Any],
   members: Sequence[int],
 ) -> Gradients:
-  """One replica's gradients of the scaled loss."""
+  """Returns one replica's gradients of the scaled loss."""
   variables = training.native(model.trained)
   found: Gradients = []
   for variable, grad in zip(variables, grads, strict=True):
@@ -299,7 +301,7 @@ def _narrow(options: dict[str, Any], grads: Gradients) -> Gradients:
 
 
 def _sum(grads: Sequence[Gradient | None], variable: Any, scale: float) -> Any:
-  """The sum as a tensor, or as rows with different indices.
+  """Returns the sum as a tensor, or as rows in which each index occurs once.
 
   Plain Keras would square each of two rows that have the same index.
   """

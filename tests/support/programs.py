@@ -1,7 +1,8 @@
 """Runs programs as a user runs them, each in a process of its own.
 
-Half of the time of an example is to import TensorFlow and what it reads digits
-with. So `fork` has one server process import them once for all programs.
+Half of the time of an example is spent on imports: TensorFlow, and the
+libraries that read the digits. So `fork` has one server process import them
+once for all programs.
 """
 
 import contextlib
@@ -29,10 +30,12 @@ def started(
   path: Sequence[pathlib.Path] = (),
   **variables: str,
 ) -> Iterator[Callable[[], str]]:
-  """Starts Python in a folder; yields what waits for it, then its output.
+  """Starts Python in a folder.
 
-  The process has a session of its own, all of which ends with the context.
-  Modules are looked for in the project and the folders of `path`.
+  Yields a function that waits for the process and returns its output. The
+  process has its own session. When the context ends, all processes of the
+  session are killed. Modules are looked for in the project and the folders of
+  `path`.
   """
   # The folder of the test's own copy first, then whatever Bazel set.
   folders = [PROJECT, *path, os.environ.get("PYTHONPATH", "")]
@@ -92,8 +95,8 @@ def fork(
 ) -> str:
   """Runs an example in a folder; returns its output.
 
-  For those that start no processes, and set no variable of TensorFlow's but the
-  one for which all examples do.
+  Use this function for examples that start no processes, and that set no
+  environment variable of TensorFlow other than TF_ENABLE_ONEDNN_OPTS.
   """
   with mock.patch.dict(os.environ, {"TF_ENABLE_ONEDNN_OPTS": "0"}):
     multiprocessing.forkserver.ensure_running()

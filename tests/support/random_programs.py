@@ -1,4 +1,4 @@
-"""Random small training programs, and how the package trains them.
+"""Draws small random training programs, and trains them with the package.
 
     draw(seed) -> Program -> train: what each replica holds
 
@@ -92,7 +92,7 @@ class Program(NamedTuple):
   bucket_bytes: int
   replicas: int  # four in one process, or two workers
   collides: bool  # whether the class has attributes of the wrapper's names
-  resumed_at: int | None  # the step before which another model goes on
+  resumed_at: int | None  # the step before which a second model takes over
 
   @property
   def is_on_workers(self) -> bool:
@@ -101,14 +101,14 @@ class Program(NamedTuple):
 
   @property
   def steps(self) -> int:
-    """The number of steps; accumulation windows of two calls are complete."""
+    """The number of steps. Accumulation windows of two calls are complete."""
     is_summing = "accumulate_steps" in self.options
     is_summing |= "gradient_accumulation_steps" in self.settings
     return STEPS + 1 if is_summing else STEPS
 
   @property
   def groups(self) -> list[list[int]]:
-    """The groups in force."""
+    """The groups that are used: `grouping`, or one group if it is None."""
     return testbed.groups_of(self.grouping, self.replicas).to_lists()
 
 
@@ -119,15 +119,15 @@ class _Dice:
     self._rng = np.random.default_rng(seed)
 
   def chance(self, probability: float) -> bool:
-    """True with this probability."""
+    """Returns True with this probability."""
     return bool(self._rng.random() < probability)
 
   def one(self, choices: Sequence[Any]) -> Any:
-    """One of the choices."""
+    """Returns one of the choices."""
     return choices[self._rng.integers(len(choices))]
 
   def order(self, count: int) -> list[int]:
-    """The numbers below `count` in any order."""
+    """Returns the numbers below `count` in a random order."""
     return self._rng.permutation(count).tolist()
 
 
@@ -191,12 +191,15 @@ def _draw_parts(
 
 
 def draw(seed: int, replicas: int = REPLICAS) -> Program:
-  """Returns the program of a seed, which Keras itself could run.
+  """Returns the program that belongs to a seed.
 
-  With two replicas, each of them is a worker.
+  Plain Keras could run this program, too. If there are two replicas, each
+  replica is a worker.
   """
   dice = _Dice(seed)
-  more = _Dice([seed, 3])  # for later kinds: other programs stay as they were
+  # A second generator, for settings that were added later, so that older
+  # programs do not change.
+  more = _Dice([seed, 3])
   is_on_workers = replicas != REPLICAS
   ways = [way for way in training.WAYS if way != "fit" or not is_on_workers]
   way, mode = dice.one(ways), dice.one(MODES)
@@ -331,7 +334,7 @@ class Model(tf.keras.Model):
 
   @property
   def gradients(self) -> dict[int, bool]:
-    """The `id`s of variables with gradients, and whether these are of rows.
+    """The `id`s of variables with gradients, and whether these are sparse.
 
     This is False for an `Embedding`, because the optimizer knows its weights.
     """
@@ -343,7 +346,7 @@ class Model(tf.keras.Model):
     }
 
   def _variable(self, start: tf.Tensor, name: str, program: Program) -> Any:
-    """A variable of TensorFlow or of Keras."""
+    """Creates a variable of TensorFlow or of Keras."""
     if program.is_raw:
       return tf.Variable(start, name=name)
     return self.add_weight(
@@ -354,7 +357,7 @@ class Model(tf.keras.Model):
     )
 
   def call(self, features: Features) -> tf.Tensor:
-    """The losses, float32 [examples]."""
+    """Returns the losses, float32 [examples]."""
     total = tf.zeros(tf.shape(features["x"])[:1])
     # Keras tries models with numbers of any dtype before it fits them.
     ids = tf.cast(features["ids"], tf.int32)
@@ -370,21 +373,21 @@ class Model(tf.keras.Model):
     return total
 
   def loss_of(self, program: Program, features: Features) -> tf.Tensor:
-    """The loss that a replica differentiates in a custom loop."""
+    """Returns the loss that a replica differentiates in a custom loop."""
     return program.share * tf.reduce_mean(self(features))
 
 
 def _numbers(
   rng: np.random.Generator, program: Program, shape: tuple[int, ...]
 ) -> np.ndarray:
-  """Small whole numbers where sums must not round, else normal ones."""
+  """Returns integers if sums must be exact, else normal random numbers."""
   if program.is_exact:
     return rng.integers(-2, 3, shape).astype("float32")
   return rng.normal(size=shape).astype("float32")
 
 
 def data(program: Program) -> list[list[Features]]:
-  """The examples of each step and replica; they differ between replicas."""
+  """Returns the examples of each step and replica, all of them different."""
   rng = np.random.default_rng([program.seed, 2])
   steps = []
   for step in range(program.steps):
@@ -409,12 +412,12 @@ def data(program: Program) -> list[list[Features]]:
 
 
 def as_tensors(features: Features) -> Features:
-  """Features as tensors."""
+  """Returns features as tensors."""
   return {name: tf.constant(value) for name, value in features.items()}
 
 
 def _rate_of(program: Program, group: int) -> Any:
-  """The learning rate of a group, a number or a schedule."""
+  """Returns the learning rate of a group, a number or a schedule."""
   rate = program.settings["learning_rate"]
   if program.is_per_group and group % 2:
     rate /= 2
@@ -426,7 +429,10 @@ def _rate_of(program: Program, group: int) -> Any:
 
 
 def make_optimizer(program: Program, group: int | None = None) -> Any:
-  """The optimizer to encapsulate, or that of plain Keras for a group."""
+  """Returns the optimizer to encapsulate.
+
+  If `group` is given, returns the optimizer of plain Keras for this group.
+  """
   settings = dict(program.settings)
   del settings["learning_rate"]
   rate = _rate_of(program, group or 0)
@@ -444,7 +450,7 @@ def make_optimizer(program: Program, group: int | None = None) -> Any:
 
 
 def _colliding(kind: type[Any]) -> type[Any]:
-  """A class with attributes that have the names of the wrapper's own."""
+  """Returns a subclass that uses the wrapper's private attribute names."""
   plain = kind(0.5)
   taken = {"_step", "_checks", "_inner", *dir(CrossShardOptimizer("sgd"))}
   names = sorted(
@@ -463,7 +469,7 @@ def _colliding(kind: type[Any]) -> type[Any]:
         setattr(self, name, f"user's {name}")
 
     def check(self) -> None:
-      """The user's attributes are what they were."""
+      """Checks that the user's attributes have not changed."""
       for name in names:
         assert getattr(self, name) == f"user's {name}", name
 
@@ -482,10 +488,10 @@ def train(
   strategy: Any = None,
   folder: pathlib.Path | None = None,
 ) -> list[State]:
-  """Each replica's state after training.
+  """Trains a program, and returns the state of each replica.
 
-  Workers give their strategy, and a folder for files that all of them see. Each
-  of them returns the state of its own replica.
+  Workers pass their strategy, and a folder that all workers can read; each
+  worker returns the state of its own replica.
   """
   strategy = strategy or testbed.mirrored()
   with (
@@ -518,7 +524,7 @@ def train(
 def _train(
   program: Program, strategy: Any, path: pathlib.Path
 ) -> tuple[Model, Any]:
-  """Makes and trains the model."""
+  """Creates and trains the model."""
   model, optimizer = _make(program, strategy)
   if program.way == "fit":
     _train_by_fit(program, model, optimizer)
@@ -536,7 +542,7 @@ def _train(
 
 
 def _make(program: Program, strategy: Any) -> tuple[Model, Any]:
-  """Makes the model and the optimizer."""
+  """Creates the model and the optimizer."""
   with strategy.scope():
     model = Model(program)
     optimizer = CrossShardOptimizer(
@@ -552,11 +558,11 @@ def _make(program: Program, strategy: Any) -> tuple[Model, Any]:
 
 
 def _train_by_fit(program: Program, model: Model, optimizer: Any) -> None:
-  """`model.fit`; the strategy cuts the batches."""
+  """Trains with `model.fit`, where the strategy divides the batches."""
   parts = [features for step in data(program) for features in step]
-  joined = {key: np.concatenate([p[key] for p in parts]) for key in parts[0]}
+  whole = {key: np.concatenate([p[key] for p in parts]) for key in parts[0]}
   dataset = tf.data.Dataset.from_tensor_slices(
-    (joined, np.zeros(len(joined["x"]), "float32"))
+    (whole, np.zeros(len(whole["x"]), "float32"))
   )
   several = program.mode == "steps_per_execution"
   with testbed.mirrored().scope():
@@ -578,7 +584,7 @@ def _train_by_loop(
   optimizer: Any,
   steps: Sequence[Sequence[Features]],
 ) -> None:
-  """A custom loop."""
+  """Trains in a custom loop."""
   variables = model.trained
 
   def replica_step(features: Features) -> tf.Tensor:

@@ -1,6 +1,6 @@
 """Models and optimizers whose groups differ, to be saved and restored.
 
-They are used in the tests' own process and in those of several workers.
+Tests use them in their own process and in the processes of several workers.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,8 @@ class Training:
           library.layers.Dropout(0.25, seed=seed),
         ]
       self.model = library.Sequential([*layers, library.layers.Dense(2)])
-      # Of 32 bits on every platform: not the generators of Keras.
+      # Draw float32 numbers with NumPy, which are the same on every platform,
+      # and not with Keras' generators.
       for weight in self.model.trainable_variables:
         weight.assign(rng.normal(size=weight.shape).astype("float32"))
       self.optimizer = wrapper(optimizer(0.01), group_assignment=groups)
@@ -69,7 +70,7 @@ class Training:
       self.run(tf.constant(rng.normal(size=shape).astype("float32")))
 
   def state(self) -> dict[str, list[np.ndarray]]:
-    """The values of all variables on the replicas of this process."""
+    """Returns the values of all variables on the replicas of this process."""
     variables = [*self.model.variables, *self.optimizer.variables]
     return {
       f"{i} {variable.name}": testbed.copies(variable)
@@ -84,7 +85,7 @@ class Training:
 
 
 def two_in_two_out(home: Any) -> Any:
-  """Whole numbers in the first output; probabilities in the second."""
+  """Returns a model with two inputs, and a sum and probabilities as outputs."""
   inputs = {key: home.Input((3,), name=key) for key in ("x", "y")}
   first = home.layers.Dense(4)(inputs["x"])
   total = home.layers.Add()([first, home.layers.Dense(4)(inputs["y"])])
@@ -93,7 +94,7 @@ def two_in_two_out(home: Any) -> Any:
   )
 
 
-def same(
+def differing(
   one: dict[str, list[np.ndarray]], other: dict[str, list[np.ndarray]]
 ) -> list[str]:
   """Returns the names of the variables whose bits differ."""
@@ -122,7 +123,7 @@ def group_values(variable: Any, optimizer: Any) -> Any:
 
 
 def spread(variable: Any, arrays: Sequence[Any]) -> None:
-  """Gives each replica of this process a value of its own."""
+  """Gives each replica of this process its own value of a variable."""
   value = getattr(variable, "value", variable)
   value = variable if callable(value) else value
   strategy = value.distribute_strategy
@@ -135,7 +136,7 @@ def spread(variable: Any, arrays: Sequence[Any]) -> None:
 def simple(
   where: str, groups: Any = PAIRS, make: Any = None
 ) -> tuple[Any, list[Any]]:
-  """An optimizer and two weights, whose values differ between groups."""
+  """Returns an optimizer and two weights that differ between the groups."""
   with STRATEGIES[where]().scope():
     weights = [
       tf.keras.Variable([0.0, 0.0], name="weight"),

@@ -1,6 +1,6 @@
 """The program of a worker that reads and saves values of all replicas.
 
-Each case answers what the test's own process then compares.
+Each case returns values, which the test's own process compares.
 """
 
 import pathlib
@@ -39,11 +39,11 @@ class Worker:
     assert self.count > here >= 1
 
   def spread(self, variable: Any, of_replica: Callable[[int], Any]) -> None:
-    """Gives each replica a value of its own."""
+    """Gives each replica its own value of a variable."""
     cases.spread(variable, [of_replica(replica) for replica in self.replicas])
 
   def simple(self, groups: Sequence[Sequence[int]]) -> Any:
-    """An optimizer and a weight of which each group has its own."""
+    """Returns an optimizer and a weight, whose values differ between groups."""
     with self.strategy.scope():
       weight = tf.keras.Variable([0.0, 0.0], name="weight")
       optimizer = CrossShardOptimizer(
@@ -68,7 +68,7 @@ class Worker:
 
 
 def replica_value(dtype: str, replica: int) -> Any:
-  """A value that tells whose it is."""
+  """Returns a value that depends on the replica."""
   numbers = np.array([replica, 5, 0, replica * replica % 3])
   return numbers.astype(dtype)
 
@@ -114,7 +114,11 @@ def in_parts(worker: Worker) -> Any:
 
 
 def resume(worker: Worker) -> Any:
-  """5 steps, saved, 5 more; against 5 more after restoring elsewhere."""
+  """Compares a training with another that is restored after half of the steps.
+
+  The first training takes 5 steps, saves, and takes 5 more steps. The second
+  one restores the file and takes the last 5 steps.
+  """
   groups = GROUPS
   path = worker.folder / "resume"
   one = cases.Training(worker.strategy, groups, seed=1)
@@ -125,17 +129,17 @@ def resume(worker: Worker) -> Any:
   one.steps(STEPS, 2 * STEPS)
   other = cases.Training(worker.strategy, groups, seed=2)
   other.steps(0, 1)
-  before = len(cases.same(saved, other.state()))
+  before = len(cases.differing(saved, other.state()))
   other.restore(path)
-  restored = cases.same(saved, other.state())
+  restored = cases.differing(saved, other.state())
   other.steps(STEPS, 2 * STEPS)
   kernel = one.model.trainable_variables[0]
   return {
     "wrote": write.call_count,
     "differed": before,
     "restored": restored,
-    "went on": cases.same(one.state(), other.state()),
-    "trained": len(cases.same(saved, one.state())),
+    "continued": cases.differing(one.state(), other.state()),
+    "trained": len(cases.differing(saved, one.state())),
     "groups": [
       value.tobytes()
       for value in replica_state.group_values(kernel, one.optimizer)
@@ -224,7 +228,7 @@ CASES = (
 def run(
   strategy: tf.distribute.Strategy, folder: pathlib.Path
 ) -> dict[str, Any]:
-  """All cases, one after the other."""
+  """Runs all cases, one after the other, and returns their results."""
   worker = Worker(strategy, folder)
   found: dict[str, Any] = {"replicas": list(worker.replicas)}
   for case in CASES:

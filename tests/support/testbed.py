@@ -65,7 +65,10 @@ OPTIMIZERS = optimizers_of(tf.keras)
 
 @functools.cache
 def mirrored(num_replicas: int = REPLICAS) -> tf.distribute.MirroredStrategy:
-  """MirroredStrategy over logical devices; asserts that it is distributed."""
+  """Returns a MirroredStrategy over logical devices.
+
+  Asserts that it has several replicas.
+  """
   devices = [f"{logical_devices.KIND}:{i}" for i in range(num_replicas)]
   # Collectives of one process share their keys: strategies of two sizes that
   # both used collectives would receive each other's tensors.
@@ -78,7 +81,7 @@ def mirrored(num_replicas: int = REPLICAS) -> tf.distribute.MirroredStrategy:
 
 
 def replica_id() -> tf.Tensor:
-  """This replica's number, as an int32 tensor."""
+  """Returns this replica's number, as an int32 tensor."""
   context = tf.distribute.get_replica_context()
   return tf.convert_to_tensor(context.replica_id_in_sync_group)
 
@@ -102,7 +105,7 @@ def run(step: Callable[[], Any], mode: str = "function") -> list[Any]:
 
 
 def copies(variable: Any) -> list[np.ndarray]:
-  """Every replica's value of a `tf.Variable` or `keras.Variable`."""
+  """Returns every replica's value of a `tf.Variable` or `keras.Variable`."""
   if hasattr(variable, "whole_copies"):  # A slot that is kept in shards.
     return list(variable.whole_copies())
   value = getattr(variable, "value", variable)
@@ -116,18 +119,18 @@ def copies(variable: Any) -> list[np.ndarray]:
 def variable(
   value: Any, name: str | None = None, library: Any = tf.keras
 ) -> Any:
-  """A variable of a Keras; tf_keras has TensorFlow's."""
+  """Returns a variable of a Keras. tf_keras uses `tf.Variable`."""
   return getattr(library, "Variable", tf.Variable)(value, name=name)
 
 
 def is_legacy(optimizer: Any) -> bool:
-  """Whether an optimizer, or the one in it, is of `optimizers.legacy`."""
+  """Whether an optimizer, or its inner one, is from `optimizers.legacy`."""
   optimizer = getattr(optimizer, "inner_optimizer", optimizer)
   return "legacy" in type(optimizer).__module__
 
 
 def build(optimizer: Any, variables: Sequence[Any]) -> None:
-  """Makes the slots, also of legacy optimizers, which have no `build`."""
+  """Creates the slots, also of legacy optimizers, which have no `build`."""
   if hasattr(optimizer, "build"):
     optimizer.build(variables)
   else:
@@ -135,7 +138,7 @@ def build(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def variables_of(optimizer: Any) -> list[Any]:
-  """All variables of an optimizer of any Keras, in one order."""
+  """Returns all variables of an optimizer of any Keras, in a fixed order."""
   found = optimizer.variables
   found = list(found() if callable(found) else found)
   # Legacy optimizers list variables in the order in which they were made.
@@ -145,7 +148,7 @@ def variables_of(optimizer: Any) -> list[Any]:
 def groups_of(
   grouping: Sequence[Sequence[int]] | None, num_replicas: int = REPLICAS
 ) -> groups_lib.Groups:
-  """The groups in force for a `group_assignment`."""
+  """Returns the groups that belong to a `group_assignment`."""
   if grouping is None:
     return groups_lib.contiguous(num_replicas, num_replicas)
   return groups_lib.Groups(grouping)
@@ -154,9 +157,10 @@ def groups_of(
 def fit(
   model: Any, data: tf.data.Dataset, epochs: int = 1, **options: Any
 ) -> Any:
-  """Calls `fit` with one iterator for all epochs: to make one takes longest.
+  """Calls `fit` with one iterator for all epochs.
 
-  The dataset repeats without end, so that replicas need not check for data.
+  Creating an iterator takes most of the time of a small `fit`. The dataset
+  repeats without end, so that replicas need not check for data.
   """
   steps = int(data.cardinality())
   return model.fit(
@@ -165,7 +169,7 @@ def fit(
 
 
 def network(outputs: int = 2, dropout: float = 0.0) -> Any:
-  """A network with a nonlinearity; its weights are always the same."""
+  """Returns a network with a nonlinearity; its weights are always the same."""
   tf.keras.utils.set_random_seed(1)
   layers = tf.keras.layers
   return tf.keras.Sequential(
@@ -179,7 +183,7 @@ def network(outputs: int = 2, dropout: float = 0.0) -> Any:
 
 
 def one_weight() -> Any:
-  """A model that multiplies by a weight, which begins as 0."""
+  """Returns a model that multiplies its input by a weight, 0 at first."""
   layer = tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
   return tf.keras.Sequential([tf.keras.Input((1,)), layer])
 
@@ -215,7 +219,7 @@ class Interruption(group_callback.GroupCallback):
 
 @functools.cache
 def virtual(num_replicas: int) -> virtual_tpu.VirtualTPUStrategy:
-  """A virtual TPU that tests share; asserts how many replicas it has."""
+  """Returns a virtual TPU that tests share. Asserts its number of replicas."""
   strategy = virtual_tpu.VirtualTPUStrategy(num_replicas)
   assert strategy.num_replicas_in_sync == num_replicas
   return strategy
@@ -228,7 +232,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 
 
 def per_replica(strategy: tf.distribute.Strategy, values: Sequence[Any]) -> Any:
-  """The i-th of `values` as the i-th replica's tensor."""
+  """Returns a value that is the i-th of `values` on the i-th replica."""
   assert len(values) == strategy.num_replicas_in_sync > 1
   return strategy.experimental_distribute_values_from_function(
     lambda context: tf.convert_to_tensor(
@@ -238,7 +242,7 @@ def per_replica(strategy: tf.distribute.Strategy, values: Sequence[Any]) -> Any:
 
 
 def per_replica_results(strategy: tf.distribute.Strategy, value: Any) -> Any:
-  """Each replica's result as lists and numbers, one item per replica."""
+  """Returns each replica's result, converted to lists and numbers."""
   results = strategy.experimental_local_results(value)
   assert len(results) == strategy.num_replicas_in_sync > 1
   return [np.asarray(result.numpy()).tolist() for result in results]

@@ -15,17 +15,17 @@ BATCH = ((1.0,), (2.0,))
 
 
 def caller(function: Callable[..., Any], mode: str) -> Callable[..., Any]:
-  """A function as it is, or as one tf.function; `train_op` is a tensor."""
+  """Returns a function unchanged, or as one tf.function."""
   return function if mode == "eager" else tf.function(function)
 
 
 def batch(*rows: Sequence[float]) -> tf.Tensor:
-  """A batch of floats; without rows the one of the contract."""
+  """Returns a batch of floats, which is `BATCH` by default."""
   return tf.constant(rows or BATCH, tf.float32)
 
 
 def linear(c: Any, optimizer: Any, step: Any = None) -> Callable[..., Any]:
-  """The contract's model: loss `c * features`."""
+  """Returns a model function with the loss `c * features`."""
 
   def model_fn(features: Any, mode: str) -> TowerSpec:
     loss = tf.reduce_sum(c * features)
@@ -35,7 +35,10 @@ def linear(c: Any, optimizer: Any, step: Any = None) -> Callable[..., Any]:
 
 
 def named(variables: Iterable[Any], name: str) -> Any:
-  """The variable of a name; those of optimizers, which come later, are not."""
+  """Returns the first variable with this name.
+
+  Variables of optimizers come later in the list, so they are not found.
+  """
   return next(
     v for v in variables if v.name.split("/")[-1].split(":")[0] == name
   )
@@ -47,5 +50,5 @@ def values(variables: Iterable[Any]) -> list[Any]:
 
 
 def sgd(learning_rate: Any = 1.0, **options: Any) -> Any:
-  """An optimizer whose arithmetic is exact on small whole numbers."""
+  """Returns an optimizer whose arithmetic is exact on small whole numbers."""
   return tf.keras.optimizers.SGD(learning_rate, **options)

@@ -12,7 +12,7 @@ _layers = tf.keras.layers
 
 
 def dense() -> Any:
-  """A network of dense layers."""
+  """Returns a network of dense layers."""
   return tf.keras.Sequential(
     [
       tf.keras.Input((6,)),
@@ -23,7 +23,7 @@ def dense() -> Any:
 
 
 def embedding() -> Any:
-  """A network that looks rows up, so that gradients are sparse."""
+  """Returns a network with an embedding table, which has sparse gradients."""
   return tf.keras.Sequential(
     [
       tf.keras.Input((2,), dtype="int32"),
@@ -38,7 +38,7 @@ MODELS: dict[str, Callable[[], Any]] = {"dense": dense, "embedding": embedding}
 
 
 def loss(model: Any, x: Any, y: Any) -> tf.Tensor:
-  """The squared error, averaged over the examples handed in."""
+  """Returns the squared error, averaged over the given examples."""
   return tf.reduce_mean((model(x, training=True) - y) ** 2)
 
 
@@ -47,7 +47,7 @@ def trace(
   fn: Callable[..., Any],
   *specs: tf.TensorSpec,
 ) -> lowering.Traced:
-  """The graph of a replica's function on a virtual TPU."""
+  """Returns the graph of a replica's function on a virtual TPU."""
 
   def replica_fn(*tensors: tf.Tensor) -> Any:
     with strategy.scope(), replica_context.TracedReplicaContext(strategy, 0):

@@ -1,9 +1,9 @@
-"""Trains tiny models on replicas and alone, and compares what they hold.
+"""Trains tiny models on replicas and on one device, and compares variables.
 
-There are two ways to train: by a loss (`Regression`, `take_step`), and by given
-gradients of the shape [steps, replicas, ...] for each weight (`build`, `train`,
-`train_plain`). `check_groups` compares each replica with what its group has to
-hold.
+There are two ways to train: with a loss (`Regression`, `take_step`), and with
+given gradients of the shape [steps, replicas, ...] for each weight (`build`,
+`train`, `train_plain`). `check_groups` compares each replica with the expected
+values of its group.
 """
 
 import importlib.util
@@ -46,7 +46,10 @@ WAYS = {
 
 
 def native(variables: Sequence[Any]) -> list[Any]:
-  """The TensorFlow variables, which tapes know, of Keras variables."""
+  """Returns the TensorFlow variables of Keras variables.
+
+  Tapes only know TensorFlow variables.
+  """
   keras_variable = getattr(tf.keras, "Variable", ())
   return [v.value if isinstance(v, keras_variable) else v for v in variables]
 
@@ -80,7 +83,7 @@ def on_rows(
 ) -> Callable[..., Any]:
   """Returns a step that gives each replica its row of [replicas, ...] arrays.
 
-  The step is one `tf.function` unless it is to be eager.
+  The step is one `tf.function` unless `eager` is True.
   """
 
   def step(*rows: tf.Tensor) -> Any:
@@ -117,21 +120,21 @@ class Regression:
     assert not (flat == flat[:, :1]).all(axis=(0, 2))[1:].any(), "same data"
 
   def variables(self, library: Any = tf.keras) -> list[Any]:
-    """New weights with the initial values."""
+    """Returns new weights with the initial values."""
     return [
       testbed.variable(value, name, library)
       for value, name in zip(self.initial, ("kernel", "bias"), strict=True)
     ]
 
   def loss(self, variables: Sequence[Any], x: Any, y: Any) -> tf.Tensor:
-    """Half the squared error, averaged over the examples handed in."""
+    """Returns half the squared error, averaged over the given examples."""
     error = tf.matmul(x, variables[0]) + variables[1] - y
     return tf.reduce_mean(tf.reduce_sum(error * error, axis=-1)) / 2.0
 
   def group_batch(
     self, step: int, members: Sequence[int]
   ) -> tuple[np.ndarray, np.ndarray]:
-    """The examples of all members of a group, concatenated."""
+    """Returns the examples of all members of a group, concatenated."""
     rows = list(members)
     return (
       np.concatenate(self.x[step, rows]),
@@ -146,9 +149,9 @@ class Regression:
     library: Any = tf.keras,
     variables: Sequence[Any] | None = None,
   ) -> list[np.ndarray]:
-    """Plain Keras, without a strategy, on a group's concatenated batch.
+    """Trains with plain Keras on one group's concatenated batch.
 
-    The loss is multiplied by `factor`.
+    There is no strategy. The loss is multiplied by `factor`.
     """
     variables = self.variables(library) if variables is None else variables
     testbed.build(optimizer, variables)
@@ -168,7 +171,7 @@ class Regression:
     eager: bool = False,
     way: str = "minimize",
   ) -> None:
-    """Each replica trains on its own examples."""
+    """Trains each replica on its own examples."""
     replicas = strategy.num_replicas_in_sync
     share = 1.0 if WAYS[way] == "replica" else 1 / replicas
     traced = []
@@ -191,7 +194,7 @@ class Regression:
 
 
 def make_weights(which: str, values: Mapping[str, Any]) -> list[Any]:
-  """Variables of a Keras, by name."""
+  """Creates variables of a Keras, by name."""
   library, _ = KERASES[which]
   return [
     testbed.variable(value, name, library) for name, value in values.items()
@@ -205,7 +208,7 @@ def build(
   strategy: Any = None,
   **options: Any,
 ) -> tuple[list[Any], Any]:
-  """Weights, and a built optimizer that sums gradients over groups.
+  """Returns weights, and a built optimizer that sums gradients over groups.
 
   `make` is called with the Keras module, and returns the optimizer to
   encapsulate.
@@ -277,7 +280,7 @@ def train_plain(
 
 
 def state_of(weights: Sequence[Any], optimizer: Any) -> list[np.ndarray]:
-  """Every group's weights and whole state."""
+  """Returns every group's weights and optimizer state."""
   return [
     value
     for variable in (*weights, *optimizer.variables)
@@ -295,12 +298,12 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, where: str) -> None:
 
 
 def near(value: np.ndarray, *_: Any) -> float:
-  """The bound of `assert_close`, for `check_groups`."""
+  """Returns the bound of `assert_close`, for `check_groups`."""
   return 1e-6 * max(1.0, float(np.abs(value).max()))
 
 
 def by_replica(variables: Sequence[Any]) -> list[list[np.ndarray]]:
-  """Each replica's values of all variables."""
+  """Returns each replica's values of all variables."""
   copies = map(testbed.copies, variables)
   return [list(own) for own in zip(*copies, strict=True)]
 
@@ -311,10 +314,10 @@ def check_groups(
   expected: Callable[[Sequence[int]], Sequence[Any]],
   bound: Callable[..., Any] = lambda *_: 0.0,
 ) -> None:
-  """Compares each replica with what its group was to learn.
+  """Compares each replica with the expected values of its group.
 
-  The members of a group must have the same bits, and groups must differ: a sum
-  over the wrong members would be noticed.
+  The members of a group must have the same bits, and groups must differ, so
+  that the test fails if a sum is over the wrong members.
 
   Args:
     held: The values, [replicas, variables].

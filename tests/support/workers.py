@@ -12,7 +12,8 @@ from typing import Any
 from tests.support import forking, multi_worker_tasks
 from tf_cross_shard_cli import launch
 
-# How long the others have to end by themselves when one failed.
+# The number of seconds in which the other workers must end by themselves after
+# a worker has failed.
 _GRACE = 5.0
 
 
@@ -49,10 +50,11 @@ def run(
 ) -> list[Worker]:
   """Runs a task in several processes at once, and waits for all of them.
 
-  `per_worker` has arguments of each worker's own, `environment` is of all, and
-  `chief` is whether the first worker is called so. Those in `absent` are never
-  started; those in `may_fail` may end with an error, or be killed. Raises
-  `WorkersFailedError` if another one fails, or after `timeout` seconds.
+  `per_worker` has the arguments of each worker, and `environment` has the
+  environment variables of all workers. `chief` says whether the first worker
+  has the task type "chief". Workers in `absent` are not started. Workers in
+  `may_fail` may end with an error or be killed. The function raises
+  `WorkersFailedError` if any other worker fails, or after `timeout` seconds.
   """
   environments = launch.cluster(workers, chief)
   started = [index for index in range(workers) if index not in absent]
@@ -79,7 +81,7 @@ def run(
     or (worker.index not in may_fail and worker.returncode != 0)
   ]
   if failed:
-    raise WorkersFailedError(_everything(task, done, failed, timeout))
+    raise WorkersFailedError(_report(task, done, failed, timeout))
   return done
 
 
@@ -100,7 +102,7 @@ def _read(
   )
 
 
-def _everything(
+def _report(
   task: str, done: Sequence[Worker], failed: Sequence[int], timeout: float
 ) -> str:
   """Returns a report about a failed launch."""

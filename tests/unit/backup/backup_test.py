@@ -1,6 +1,7 @@
 """Backups in one process; several are in multi_worker_errors_test.py.
 
-What our callbacks know, and a process that is killed, in killed_fit_test.py.
+killed_fit_test.py tests the state of our callbacks, and processes that are
+killed.
 """
 
 import functools
@@ -31,8 +32,6 @@ from tf_cross_shard._src.core.collectives import replica_values
 from tf_cross_shard._src.core.coordination import agreement
 from tf_cross_shard._src.fit import group_callback
 from tf_cross_shard._src.replica_state import archive, group_state
-
-pytestmark = pytest.mark.slow
 
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("f4")
 EPOCHS = 4
@@ -137,29 +136,29 @@ def test_resumed_fit_equals_uninterrupted_fit(
   assert names == set(newest)
   for name, epoch in zip(newest, (2, 1), strict=True):
     backup = callbacks.BackupAndRestore(tmp_path, False, every=99)
-    resumed, same = _train(kind, backup)
+    resumed, after = _train(kind, backup)
     assert resumed == {key: values[epoch:] for key, values in history.items()}
-    assert cases.same(same, state) == []
+    assert cases.differing(after, state) == []
     (tmp_path / "worker_0" / name).unlink()
 
 
 class _Retraced(group_callback.GroupCallback):
-  """Has steps traced again, as callbacks do that change settings."""
+  """Makes Keras trace the step again, as callbacks that change settings do."""
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     self.model.make_train_function(force=True)
 
 
-def test_backups_go_on_after_a_whole_epoch_is_passed_over(
+def test_backups_continue_after_a_whole_epoch_is_skipped(
   tmp_path: pathlib.Path,
 ) -> None:
   history, state = _undisturbed("one device")
   backup = callbacks.BackupAndRestore(tmp_path, False, every=4)
   with pytest.raises(KeyboardInterrupt):
     _train("one device", _Retraced(), backup, testbed.Interruption(1, 1))
-  resumed, same = _train("one device", _Retraced(), backup)
+  resumed, after = _train("one device", _Retraced(), backup)
   assert resumed == history
-  assert cases.same(same, state) == []
+  assert cases.differing(after, state) == []
   names = {path.name for path in (tmp_path / "worker_0").iterdir()}
   assert names == {"epoch_2_batch_4.npz", "epoch_3_batch_4.npz"}
 
@@ -196,9 +195,9 @@ def test_a_signal_ends_the_process_with_a_backup(
     assert end.value.code == code
     assert (tmp_path / "worker_0" / newest).exists()
     assert received == []
-  resumed, same = train((9, 9))
+  resumed, after = train((9, 9))
   assert resumed == {name: values[1:] for name, values in history.items()}
-  assert cases.same(same, state) == []
+  assert cases.differing(after, state) == []
   _terminate()
   assert received == [signal.SIGTERM]  # as before `fit`
 
