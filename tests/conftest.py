@@ -37,9 +37,9 @@ if logical_devices.KIND == "GPU":
   logical_devices.split_gpu(NUM_DEVICES)
 
 # TensorFlow may idle for seconds when it deletes an iterator that is tuned; see
-# docs/limits.md. Most tests do not use `local_strategy`, which avoids that.
-# TensorFlow calls this method for every iterator, also for each device's, to
-# apply the options of debug mode.
+# docs/limits.md. Most tests do not use `local_strategy`, which avoids this
+# wait. TensorFlow calls this method for every iterator, also for each device's,
+# to apply the options of debug mode.
 dataset_ops.DatasetV2._apply_debug_options = _without_tuning
 
 # The same examples in every run: a test that fails keeps failing until it is
@@ -52,7 +52,7 @@ hypothesis.settings.load_profile("repeatable")
 
 
 def _read_options() -> dict[str, set[pathlib.Path]]:
-  """Returns the lists of tests in options.bzl, by the names of the lists."""
+  """Returns a dictionary from each list's name in options.bzl to its tests."""
   folder = pathlib.Path(__file__).absolute().parent
   # A list in Starlark is a list in Python.
   tree = ast.parse((folder / "options.bzl").read_text())
@@ -76,7 +76,8 @@ def _starts_processes(file: pathlib.Path) -> bool:
 def _place(item: pytest.Item) -> tuple[bool, bool]:
   """Sorts tests of several processes first, then large ones.
 
-  Small tests run last, so that no pytest process waits long for the other.
+  Small tests run last, so that both pytest processes end at about the same
+  time.
   """
   is_large = item.path in _OPTIONS["LARGE"]
   return not _starts_processes(item.path), not is_large
@@ -94,10 +95,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-  """With pytest-xdist, one worker runs all tests of a file.
+  """Returns a scheduler that runs all tests of a file on one worker.
 
   Tests of one file share models and processes. Files that start several
-  processes run one after the other: two at a time are too much for two cores.
+  processes run one after the other: two such files at a time are too much for
+  two cores.
   """
   from xdist.scheduler import LoadScopeScheduling
 
@@ -113,7 +115,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-  """On Python 3.10, skips tests that need jax, which has no release for it."""
+  """Skips tests that need jax on Python 3.10, for which jax has no release."""
   del item
   try:
     yield
@@ -126,13 +128,13 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.fixture(autouse=True)
 def _same_seed() -> None:
-  """Every test draws the same random numbers, whatever ran before it."""
+  """Sets the random seed, so that every test draws the same numbers."""
   tf.keras.utils.set_random_seed(0)
 
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-  """The warnings of a test."""
+  """Returns a list, which receives the warnings that a test logs."""
   lines: list[str] = []
   monkeypatch.setattr(
     logging, "warning", lambda text, *args: lines.append(text % args)

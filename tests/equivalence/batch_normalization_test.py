@@ -63,7 +63,7 @@ def plain(
   mask: Any = None,
   **options: Any,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-  """Keras on all examples at once; returns what `step` does, and statistics."""
+  """Calls Keras on all examples; returns what `step` does, and statistics."""
   if not hasattr(library, "Variable"):
     options["fused"] = False  # Its kernel multiplies variances by n / (n - 1).
   layer = make(library.layers.BatchNormalization, library=library, **options)

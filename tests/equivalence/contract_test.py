@@ -1,4 +1,4 @@
-"""Runs the contract on plain Keras, and on every way of encapsulating it."""
+"""Runs the optimizer contract on plain Keras and on encapsulated optimizers."""
 
 import copy
 import importlib
@@ -15,7 +15,7 @@ from tf_cross_shard import CrossShardOptimizer
 
 
 class TestReference(contract.OptimizerContract):
-  """Plain Keras keeps the contract, so the contract is a fair one."""
+  """Plain Keras passes, so the assertions hold for an ordinary optimizer."""
 
   @pytest.fixture(params=["Momentum", "Adafactor"])
   def make(self, request: pytest.FixtureRequest) -> Any:
@@ -129,7 +129,7 @@ class TestCrossShardOptimizer(contract.OptimizerContract):
 
 
 class _OfTfKeras:
-  """Two representatives of tf_keras beside Keras 3: one new and one older."""
+  """Two representatives of tf_keras next to Keras 3: a new and a legacy one."""
 
   library_name = "tf_keras"
 
@@ -139,7 +139,7 @@ class _OfTfKeras:
 
 
 class TestReferenceOfTfKeras(_OfTfKeras, TestReference):
-  """Plain tf_keras keeps the contract."""
+  """Plain tf_keras passes, too."""
 
 
 class TestCrossShardOptimizerOfTfKeras(_OfTfKeras, TestCrossShardOptimizer):

@@ -5,7 +5,8 @@ averaged over, the way to train, the optimizer, eager execution or a function,
 and whether the loss or the gradients are scaled. Every pair of settings occurs.
 
 `random_programs_test.py` combines these settings with all others;
-`mixed_precision_test.py` has mixed precision and loss scaling in both Kerases.
+`mixed_precision_test.py` has mixed precision and loss scaling in both Keras
+versions.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ CELLS = covering.pairwise(
 def _fit(
   task: training.Regression, optimizer: Any, run_eagerly: bool
 ) -> list[Any]:
-  """`model.fit` of the same regression; the strategy cuts the batches."""
+  """Trains the regression with `fit`; the strategy divides the batches."""
   model = tf.keras.Sequential(
     [tf.keras.layers.Input((3,)), tf.keras.layers.Dense(2)]
   )

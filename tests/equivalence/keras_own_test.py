@@ -1,7 +1,8 @@
 """Keras' own tests of its optimizers pass when every optimizer is encapsulated.
 
-The wheel of Keras 3.15 holds them, older ones and tf_keras' hold none. They run
-in a process of their own; see `tests.support.encapsulating`.
+The wheel of Keras 3.15 contains these tests. The wheels of older versions and
+of tf_keras do not. They run in a process of their own; see
+`tests.support.encapsulating`.
 """
 
 import collections
@@ -33,13 +34,13 @@ CANNOT_PASS = {
   "optimizers/multi_optimizer_test.py::MultiOptimizerTest"
   "::test_serialization": "asks for the names of classes",
   "optimizers/muon_test.py::MuonTest::test_adamw_weight_decay": (
-    "calls the private _apply_weight_decay, which training never calls on ours"
+    "calls _apply_weight_decay of our optimizer, which training never calls"
   ),
   **{
     "optimizers/optimizer_sparse_test.py::OptimizerSparseTest"
     f"::test_sparse_gradients_{name}": (
-      "counts calls of assign with tf.IndexedSlices; ours gathers rows, which"
-      " the update step takes for a whole variable"
+      "counts calls of assign with tf.IndexedSlices; our optimizer gathers"
+      " rows, which the update step takes for a whole variable"
     )
     for name in ("adagrad", "sgd", "loss_scale_optimizer_sgd")
   },
@@ -75,7 +76,8 @@ def _run() -> dict[str, Any]:
     command = [
       *(sys.executable, "-m", "pytest", "-q", "--tb=short"),
       *("-p", encapsulating.__name__, f"--encapsulation-report={report}"),
-      # Nothing of this project's pytest, and nothing left beside Keras.
+      # Use no pytest settings of this project, and write no files next to
+      # Keras.
       *("-c", os.devnull, "--rootdir", str(KERAS.parent)),
       *("--import-mode=importlib", "--assert=plain", "-p", "no:cacheprovider"),
       *map(str, _files()),
@@ -87,7 +89,8 @@ def _run() -> dict[str, Any]:
       "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
       "TF_CPP_MIN_LOG_LEVEL": "2",
     }
-    # Both would be wrong there: which Keras, and what pytest is told besides.
+    # Both variables would be wrong in this process: the first one selects the
+    # Keras, and the second one has options of pytest.
     for name in ("TF_USE_LEGACY_KERAS", "PYTEST_ADDOPTS"):
       environment.pop(name, None)
     done = subprocess.run(

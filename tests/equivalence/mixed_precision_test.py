@@ -1,8 +1,9 @@
-"""Mixed precision and loss scaling in both Kerases, against plain Keras.
+"""Mixed precision and loss scaling in both Keras versions.
 
-Plain Keras trains on the group's concatenated batch, with its own loss scaling.
-Every pair of settings occurs: Keras, way to train, policy, place of the loss
-scale, skipped steps, and engine. Two workers are in `multi_worker_test.py`.
+The tests compare with plain Keras, which trains on the group's concatenated
+batch with its own loss scaling. Every pair of settings occurs: Keras, way to
+train, policy, place of the loss scale, skipped steps, and engine. Two workers
+are in `multi_worker_test.py`.
 """
 
 import numpy as np

@@ -35,7 +35,7 @@ GROUPINGS = ("ungrouped", "contiguous", "strided")
 def _train(
   task: training.Regression, name: str, is_original: bool, **options: Any
 ) -> list[list[np.ndarray]]:
-  """Every replica's weights after all steps, by the original or by ours."""
+  """Trains with the original or our optimizer. Returns the weights."""
   strategy = testbed.virtual(testbed.REPLICAS)
   make_original, make_ours = PAIRS[name]
   with strategy.scope():

@@ -13,7 +13,7 @@ from tests.support.random_programs import Program
 
 
 def _settings(program: Program) -> set[tuple[str, str]]:
-  """The settings of a program, without its numbers."""
+  """Returns the settings of a program, without its numbers."""
   shape = {
     "group size": len(program.groups[0]),
     "grouping": program.grouping is None,

@@ -166,7 +166,7 @@ def _check_later(
 ) -> None:
   """Compares weights and counts after training on."""
   state = {key: program.state()[key] for key in ("weights", "iterations")}
-  if of_first_group:  # The others went on from the first one's values.
+  if of_first_group:  # Other groups continued from group 0.
     state, expected = _first_of(state), _first_of(expected)
   _check_values(state, expected, "later", program.case.is_exact)
 
@@ -218,7 +218,7 @@ def _check_loaded(
   _check_arguments(program)
 
 
-def _go_on(
+def _continue_training(
   program: programs.Program, place: Place, of_first_group: bool = True
 ) -> None:
   """Trains on from a file that has no open window, and compares."""
@@ -248,7 +248,7 @@ def test_pickle(place: Place, files: pathlib.Path, said: list[str]) -> None:
   _assign_weights(program, expected["saved"])
   leave_out = ["skipped_steps"] if place[1] in removed else []
   _check_saved(program, _of_first_group(expected["saved"]), leave_out)
-  _go_on(program, place)
+  _continue_training(program, place)
 
 
 @pytest.mark.tf_keras_mode
@@ -263,7 +263,7 @@ def test_checkpoint(place: Place, files: pathlib.Path, said: list[str]) -> None:
   assert said == []
   saved = _of_first_group(expected["saved"])
   _check_saved(program, saved, leave_out=["skipped_steps"])
-  _go_on(program, place)
+  _continue_training(program, place)
 
 
 @pytest.mark.tf_keras_mode
@@ -323,7 +323,7 @@ def test_model_file(place: Place, files: pathlib.Path, said: list[str]) -> None:
   if case.keras == "tf_keras":  # Its own model files have no loss scale.
     leave_out.append("loss_scale")
   _check_saved(program, _of_first_group(expected["saved"]), leave_out)
-  _go_on(program, place)
+  _continue_training(program, place)
 
 
 @pytest.mark.parametrize(
@@ -487,7 +487,7 @@ def test_the_package_alone_registers_classes(files: pathlib.Path) -> None:
 
 
 def _on_one_device(folder: pathlib.Path) -> list[pathlib.Path]:
-  """Pickles of optimizers that need no replicas."""
+  """Returns the pickles of optimizers that need no replicas."""
   return [
     folder / name / "optimizer.pickle"
     for name, case in cases.cases_of(folder.name).items()
@@ -559,30 +559,32 @@ class TestRemoved:
     saved = expected["saved"]
     _check_saved(program, saved, leave_out=["outer"])
     if case.outer is not None:
-      self._check_join(program, place, path)
+      self._check_synchronized(program, place, path)
     elif "noise_scale" in case.removed and case.dropped_window is not None:
-      program.go_on(case.more)  # The open window goes on.
+      program.go_on(case.more)  # The open window is continued.
       _check_later(program, expected["after"], of_first_group=False)
     else:
-      _go_on(program, place, of_first_group=False)
+      _continue_training(program, place, of_first_group=False)
 
   @staticmethod
-  def _check_join(
+  def _check_synchronized(
     program: programs.Program, place: Place, path: pathlib.Path
   ) -> None:
-    """Checks that all groups join in the next step, from the saved anchor."""
+    """Checks that the next step synchronizes groups from the saved anchor."""
     expected = _expected(place)
     program.go_on(program.case.more)
-    # The weights of groups that do not join.
-    apart = expected["after_without_feature"]["weights"]
+    # The weights of groups that are not synchronized.
+    independent = expected["after_without_feature"]["weights"]
     with np.load(path) as entries:
-      for i, (name, rows) in enumerate(apart.items()):
+      for i, (name, rows) in enumerate(independent.items()):
         anchor = entries[f"group_0/optimizer/anchor{i}"]
         momentum = entries[f"group_0/optimizer/outer/anchor{i}_momentum"]
         gradient = np.mean(anchor - np.float32(rows), axis=0)
-        joined = anchor + 0.5 * momentum - 0.5 * gradient  # SGD(0.5, 0.5)
+        synchronized = anchor + 0.5 * momentum - 0.5 * gradient  # SGD(0.5, 0.5)
         state = program.state()["weights"][name]
-        training.assert_close(np.array(state), np.array([joined] * 2), name)
+        training.assert_close(
+          np.array(state), np.array([synchronized] * 2), name
+        )
 
   @pytest.mark.parametrize("place", _places(cases.REMOVED_BACKUPS))
   def test_backup(

@@ -1,8 +1,8 @@
-"""A few tests more where `tf.keras` is tf_keras.
+"""Runs some tests again in a process in which `tf.keras` is tf_keras.
 
-TF_USE_LEGACY_KERAS=1 has to be set before TensorFlow is imported, so that the
-tests with the mark `tf_keras_mode` run once more, in one process of their own.
-All others about tf_keras import `tf_cross_shard.tf_keras` beside Keras 3.
+TF_USE_LEGACY_KERAS=1 has to be set before TensorFlow is imported, so the tests
+with the mark `tf_keras_mode` run a second time, in a separate process. All
+other tests of tf_keras import `tf_cross_shard.tf_keras` together with Keras 3.
 """
 
 import os

@@ -17,7 +17,7 @@ def _compile(
   make_optimizer: Callable[[], Any],
   make_model: Callable[[], Any] = tpu_tasks.dense,
 ) -> tuple[virtual_tpu.Report, int]:
-  """The report on a training step, and the size of its float32 gradients."""
+  """Returns the report on a training step, and its bytes of gradients."""
   strategy = testbed.virtual(TOPOLOGIES[topology])
   with strategy.scope():
     model = make_model()

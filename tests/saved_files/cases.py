@@ -118,13 +118,14 @@ class Case:
     keras: The Keras of the model and the optimizer.
     opt: Makes the encapsulated optimizer.
     layers: Makes the layers of the model.
-    arguments: Arguments of the CrossShardOptimizer besides its groups.
+    arguments: Arguments of the CrossShardOptimizer other than its groups.
     removed: Arguments that only the old version has.
     groups: The `group_assignment`.
     replicas: 1 is a training without a strategy.
     kind: The class that encapsulates `opt`.
     around: Makes an optimizer around the CrossShardOptimizer.
-    outer: Arguments of an `OuterOptimizer` that joins the groups; or None.
+    outer: Arguments of an `OuterOptimizer` that synchronizes the groups; or
+      None.
     outer_removed: Its arguments that only the old version has.
     rate: The learning rate that is assigned before the first call.
     calls: The calls of `apply_gradients` before the training is saved.
@@ -258,7 +259,7 @@ CASES: dict[str, Case] = {
   "from_v1_momentum": Case(opt=v1_momentum),
   "from_v1_adam": Case(opt=_v1_adam, groups=PAIR, is_exact=False),
   "tower": Case(kind="TowerOptimizer", replicas=1),
-  # tf_keras, beside Keras 3 or in its place.
+  # tf_keras, together with Keras 3 or instead of it.
   "tf_keras": Case(keras="tf_keras", groups=PAIR, in_mode=True),
   "tf_keras_h5": Case(keras="tf_keras", replicas=1, ways=("h5",), in_mode=True),
   "tf_keras_legacy": Case(

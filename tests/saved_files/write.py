@@ -1,7 +1,7 @@
 r"""Writes the files that `tests/equivalence/saved_files_test.py` loads.
 
 The files are never written again: they stand for files that users have. Each
-folder beside this script was written by one older version of the package:
+folder next to this script was written by one older version of the package:
 
     0.2.0        commit cd1ad02, the release of 2026-11-22
     2026-11-23   commit af6f8e9, the last one before the package was
@@ -16,9 +16,9 @@ To write a folder, put these scripts into a checkout of the commit, so that
     python -m tests.saved_files.write 0.2.0 cd1ad02
     TF_USE_LEGACY_KERAS=1 python -m tests.saved_files.write 0.2.0 cd1ad02
 
-The first run writes `0.2.0/keras3.tar.xz` and `0.2.0/keras3.json` beside the
-script. The second one writes `tf_keras.tar.xz` and `tf_keras.json`: the files
-of programs whose `tf.keras` is tf_keras.
+The first run writes `0.2.0/keras3.tar.xz` and `0.2.0/keras3.json` next to
+the script. The second one writes `tf_keras.tar.xz` and `tf_keras.json`: the
+files of programs whose `tf.keras` is tf_keras.
 
 A case of `cases.py` is a training that was saved in several ways. The archive
 has a folder for each case, whose files are as the old version wrote them:
@@ -31,7 +31,7 @@ has a folder for each case, whose files are as the old version wrote them:
     backup/              callbacks.BackupAndRestore
 
 The JSON file has the versions of the libraries and, for each case, what the
-training had when it was saved, and what it had after it went on:
+training had when it was saved, and what it had after more training:
 
     saved                  its state when it was saved
     after                  its state after more calls
@@ -113,7 +113,7 @@ def _expected(case: cases.Case, folder: pathlib.Path) -> dict[str, Any]:
     other.go_on(case.dropped_window[1])
     expected["after_dropped_window"] = other.state()
   if case in cases.REMOVED.values():
-    # From here on, the training goes on without the removed feature.
+    # From here on, the training continues without the removed feature.
     own = {key: value for key, value in saved.items() if key != "outer"}
     twin = Program(dataclasses.replace(case, outer=None))
     twin.put(own)
