@@ -24,7 +24,7 @@ def _layers(policy: str) -> list[Any]:
 
 
 class Subclassed(keras.Model):
-  """A model that Keras cannot take apart into layers."""
+  """A model that Keras cannot split into layers."""
 
   def __init__(self, policy: str) -> None:
     super().__init__()

@@ -1,7 +1,8 @@
 """Every example in a docstring runs, and every public name has one.
 
-Not by `--doctest-modules`: Bazel runs test files only, and pytest would read
-`conftest.py`, which makes four devices, for what is in `tests` only.
+This file does not use `--doctest-modules`, because Bazel runs test files only,
+and because pytest reads `conftest.py`, which creates the four devices, only for
+modules in `tests`.
 """
 
 import doctest

@@ -53,7 +53,7 @@ class TestReduction:
     testbed.run(lambda: optimizer.apply_gradients([(shared, weight)]), "eager")
     assert testbed.copies(weight) == [-4.0] * 4
 
-  def test_aggregated_tf_variable_stays_apart_between_groups(self) -> None:
+  def test_aggregated_tf_variable_differs_between_groups(self) -> None:
     strategy = testbed.mirrored()
     with strategy.scope():
       weight = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)

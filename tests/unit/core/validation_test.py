@@ -19,7 +19,7 @@ def keras_variable(value: Any = 1.0, **options: Any) -> tf.keras.Variable:
 
 
 def words_of(error: type[Exception], call: Any, *args: Any) -> str:
-  """Returns the message of the error, of this very type, that a call raises."""
+  """Returns the message of an error, whose type must be exactly `error`."""
   with pytest.raises(error, match="`") as caught:
     call(*args)
   assert caught.type is error
@@ -93,7 +93,7 @@ def test_shapes_known_only_when_the_program_runs_pass() -> None:
 
 
 def _reference_variable() -> Any:
-  """A reference variable of version 1, which Keras does not know."""
+  """Returns a reference variable of TensorFlow 1, which Keras does not know."""
   with tf.Graph().as_default():
     return tf.compat.v1.get_variable("x", initializer=1.0, use_resource=False)
 

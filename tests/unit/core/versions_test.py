@@ -1,7 +1,7 @@
 """An unsuitable TensorFlow or Keras is refused at import, with the remedy.
 
-The modules are executed once more, where something else seems to be installed:
-they refuse before they define anything.
+The tests execute the modules again while a different version seems to be
+installed. The modules raise the error before they define anything.
 """
 
 import importlib
@@ -23,13 +23,14 @@ from tf_cross_shard._src.core import versions
 
 PROJECT = Path(__file__).absolute().parent.parent.parent.parent
 MINOR = ".".join(tf.__version__.split(".")[:2])
-# What checks a package, where it is not the whole.
+# The module whose import checks a package, if it is not `tf_cross_shard`
+# itself.
 MODULES = {"tf_keras": tf_cross_shard.tf_keras}
 TF_KERAS_REMEDY = f"pip install --no-deps 'tf_keras~={MINOR}.0'"
 
 
 def _refusal(module: types.ModuleType) -> str:
-  """The words in which importing a module is refused."""
+  """Returns the message of the ImportError that importing a module raises."""
   with pytest.raises(ImportError) as caught:
     importlib.reload(module)
   return str(caught.value)

@@ -1,4 +1,4 @@
-"""The base of all callbacks for groups: both Kerases, and common checks."""
+"""The base of callbacks for groups, in both Keras versions; common checks."""
 
 import importlib
 import pathlib

@@ -34,12 +34,12 @@ SEVERAL_GRADS = [
 
 
 def make(outer: Any = None, **options: Any) -> islands.Islands:
-  """A weight that groups train apart."""
+  """Returns a weight that groups train independently."""
   return islands.Islands(outer, [(3,)], **options)
 
 
-def joined(loop: islands.Islands) -> np.ndarray:
-  """The weight of all groups, which is their anchor."""
+def synchronized(loop: islands.Islands) -> np.ndarray:
+  """Returns the weight of all groups, which is their anchor."""
   [anchor] = loop.outer.optimizer._encapsulated.trainable_variables
   both = testbed.copies(loop.weights[0]) + testbed.copies(anchor)
   assert len({value.tobytes() for value in both}) == 1
@@ -136,21 +136,23 @@ def test_sgd_takes_the_average() -> None:
     return library.optimizers.SGD(0.5, momentum=0.5)
 
   outer = callbacks.OuterOptimizer(3, sgd())
-  joining = make(outer, opt=opt, shard_update=True)
+  synchronizing = make(outer, opt=opt, shard_update=True)
   other = make(opt=opt, shard_update=True)
   for first in range(0, 9, 3):
-    for loop in (joining, other):
+    for loop in (synchronizing, other):
       loop.train(GRADS[first : first + 2])
-    apart = joining.values()[0]
-    assert (apart[0] != apart[1]).any()
-    for loop in (joining, other):
+    one, another = synchronizing.values()[0]
+    assert (one != another).any()
+    for loop in (synchronizing, other):
       loop.train(GRADS[first + 2 : first + 3])
     replica_state.average(other.optimizer, other.weights)
-    np.testing.assert_array_equal(joined(joining), other.values()[0][0])
+    np.testing.assert_array_equal(
+      synchronized(synchronizing), other.values()[0][0]
+    )
   for mine, its in zip(
-    joining.optimizer.variables, other.optimizer.variables, strict=True
+    synchronizing.optimizer.variables, other.optimizer.variables, strict=True
   ):
-    found = replica_state.group_values(mine, joining.optimizer)
+    found = replica_state.group_values(mine, synchronizing.optimizer)
     expected = replica_state.group_values(its, other.optimizer)
     np.testing.assert_array_equal(found, expected)
   assert (found[0] != found[1]).any()  # The momentum is the last.
@@ -201,7 +203,7 @@ def test_collectives_between_groups() -> None:
   assert step.call_count == 2
 
 
-def test_groups_that_skip_steps_are_joined_at_one_place() -> None:
+def test_groups_that_skip_steps_are_synchronized_in_one_step() -> None:
   outer = callbacks.OuterOptimizer(3, Nameless())
   loop = make(outer=outer, skip_nonfinite=True)
   rows = GRADS[:3].copy()
@@ -211,7 +213,7 @@ def test_groups_that_skip_steps_are_joined_at_one_place() -> None:
   assert [int(count) for count in counts] == [2, 3]
   one = -0.5 * rows[[0, 2]][:, :2].sum((0, 1))
   other = -0.5 * rows[:, 2:].sum((0, 1))
-  np.testing.assert_array_equal(joined(loop), (one + other) / 2)
+  np.testing.assert_array_equal(synchronized(loop), (one + other) / 2)
 
 
 def test_loss_scaling_around() -> None:
@@ -242,11 +244,11 @@ def test_windows_of_keras_count_once() -> None:
     outer=callbacks.OuterOptimizer(2, sgd()),
   )
   loop.train(GRADS[:3])
-  apart = loop.values()[0]
-  assert (apart[0] != apart[1]).any()
+  one, another = loop.values()[0]
+  assert (one != another).any()
   loop.train(GRADS[3:4])
   np.testing.assert_array_equal(
-    joined(loop), -0.5 * GRADS[:4].sum((0, 1)) / 2 / 2
+    synchronized(loop), -0.5 * GRADS[:4].sum((0, 1)) / 2 / 2
   )
 
 
@@ -271,7 +273,9 @@ def fit(
   return model
 
 
-def test_fit_joined_in_every_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_fit_synchronized_in_every_step(
+  caplog: pytest.LogCaptureFixture,
+) -> None:
   """The weights equal plain Keras', and no warning is logged."""
   model = fit(
     testbed.STRATEGIES["virtual"](),
@@ -325,15 +329,15 @@ def test_weights_that_are_set_are_the_next_anchor() -> None:
   momentum = [testbed.copies(v) for v in outer.optimizer.variables]
   loop.weights[0].assign(np.full(3, 512.0, "f"))
   outer.build(loop.optimizer, loop.weights)
-  np.testing.assert_array_equal(joined(loop), [512.0] * 3)
+  np.testing.assert_array_equal(synchronized(loop), [512.0] * 3)
   outer.on_train_begin()  # `fit`
   loop.weights[0].assign(np.full(3, 1024.0, "f"))  # by another callback
   outer.on_train_batch_begin(0)
-  np.testing.assert_array_equal(joined(loop), [1024.0] * 3)
+  np.testing.assert_array_equal(synchronized(loop), [1024.0] * 3)
   after = [testbed.copies(v) for v in outer.optimizer.variables]
   np.testing.assert_equal(after, momentum)
   loop.train(GRADS[3:4])
-  assert (np.abs(joined(loop) - 1024.0) < 100).all()
+  assert (np.abs(synchronized(loop) - 1024.0) < 100).all()
   # In the middle of a round, where groups differ, nothing is done.
   loop.train(GRADS[4:5])
   [anchor] = outer.optimizer._encapsulated.trainable_variables
@@ -475,7 +479,7 @@ def test_invalid_uses_raise_an_error() -> None:
     tf.function(outer.step, autograph=False)()
 
 
-def test_groups_that_start_apart() -> None:
+def test_groups_that_start_with_different_weights() -> None:
   loop = make()
   loop.train(GRADS[:1])
   before = loop.values()[0]

@@ -1,6 +1,7 @@
-"""Checkpoints of TensorFlow 1, and trainings that go on from them.
+"""Checkpoints of TensorFlow 1, and trainings that continue from them.
 
-Sessions of version 1 write them, and go on themselves for comparison.
+Sessions of TensorFlow 1 write the checkpoints, and continue themselves for
+comparison.
 """
 
 import functools
@@ -31,7 +32,7 @@ KEPT = tempfile.TemporaryDirectory()  # until the process ends
 
 
 class Saved(NamedTuple):
-  """A checkpoint of version 1, and the training that followed it."""
+  """A checkpoint of TensorFlow 1, and the training that followed it."""
 
   src: str
   losses: list[float]
@@ -91,7 +92,7 @@ def _convert(
 
 
 def _small(folder: Path, values: dict[str, Any]) -> str:
-  """A checkpoint of version 1 with these values."""
+  """Writes a checkpoint of TensorFlow 1 with these values."""
   with tf.Graph().as_default(), v1.Session() as session:
     for name, value in values.items():
       dtype = "int64" if isinstance(value, int) else "float32"
@@ -104,7 +105,7 @@ def _small(folder: Path, values: dict[str, Any]) -> str:
 def _bring(
   folder: Path, values: dict[str, Any], model: Any, opt: Any, **options: Any
 ) -> migration.Conversion:
-  """Converts a checkpoint of version 1 with these values."""
+  """Converts a checkpoint of TensorFlow 1 with these values."""
   new = Path(tempfile.mkdtemp(dir=folder)) / "new"
   src = _small(folder, values)
   return migration.convert_checkpoint(src, new, model, opt, **options)
@@ -122,7 +123,9 @@ def _deviation(training: sessions.Training, old: Saved) -> float:
 
 
 @pytest.mark.parametrize(("maker", "name"), CELLS)
-def test_goes_on_as_version_1(maker: str, name: str, tmp_path: Path) -> None:
+def test_continues_as_tensorflow_1(
+  maker: str, name: str, tmp_path: Path
+) -> None:
   old, training = saved(name), _training(maker, name)
   before = Path(f"{old.src}.index").read_bytes()
   slot = None if "v1" in maker else sessions.PAIRS[name].dropped
@@ -155,7 +158,7 @@ def test_converted_checkpoint_is_read_by_a_new_program(
   ("is_in_scope", "options"),
   [(True, {}), (False, {}), (False, {"shard_update": "elementwise"})],
 )
-def test_goes_on_in_replicas(
+def test_continues_in_replicas(
   is_in_scope: bool, options: dict[str, Any], tmp_path: Path
 ) -> None:
   strategy = testbed.mirrored()
@@ -311,7 +314,7 @@ def test_second_optimizer_of_a_graph(tmp_path: Path) -> None:
 def test_partitioned_variables_and_kinds_of_files(
   version: int, tmp_path: Path
 ) -> None:
-  """Version 1 shortens slot names inside a scope."""
+  """TensorFlow 1 shortens slot names inside a scope."""
   is_second = version == 2
   with tf.Graph().as_default(), v1.Session() as session:
     parts = v1.fixed_size_partitioner(2 if is_second else 1)

@@ -1,8 +1,8 @@
-"""Optimizers of version 1 in both Kerases, against `tf.compat.v1.train`.
+"""Optimizers of TensorFlow 1 in both Keras versions.
 
-The oracle is the version 1 optimizer itself, which receives the group's sum.
-Both run the same kernels, so that numbers are equal to the bit wherever a test
-has no tolerance.
+The oracle is the optimizer of `tf.compat.v1.train` itself, which receives the
+group's sum. Both run the same kernels, so the numbers have the same bits
+wherever a test has no tolerance.
 """
 
 import importlib
@@ -56,7 +56,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     beta=0.5,
   ),
 }
-# Version 1's names of slots, by the two Kerases'.
+# TensorFlow 1's names of slots, by those of both Keras versions.
 SLOTS: dict[str, dict[str, str]] = {
   "descent": {"m": "m"},  # of tf_keras, which does not use it
   "momentum": {"momentum": "momentum", "m": "momentum"},
@@ -271,7 +271,7 @@ def test_a_learning_rate_that_changes(which: str, form: str) -> None:
     for j, kind in enumerate(("adam", "rmsprop", "nesterov", "ftrl"))
   ],
 )
-def test_goes_on_after_a_round_trip(
+def test_continues_after_a_round_trip(
   which: str, kind: str, way: str, tmp_path: Path
 ) -> None:
   def make() -> Any:
@@ -320,7 +320,7 @@ def test_model_files(which: str, tmp_path: Path) -> None:
 
 @pytest.mark.tf_keras_mode
 def test_settings_of_cross_shard_optimizer_are_kept() -> None:
-  """The reduction, name and groups of version 1's CrossShardOptimizer."""
+  """The reduction, name and groups of TensorFlow 1's CrossShardOptimizer."""
   reduction = tf.compat.v1.losses.Reduction
   for spelling, meaning in ((reduction.SUM, "sum"), (reduction.MEAN, "mean")):
     adam = train.AdamOptimizer(np.float64(0.5), name="train/Adam")

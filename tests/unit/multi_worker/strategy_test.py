@@ -66,7 +66,7 @@ def _as_task(job: str, cluster: Any = CLUSTER) -> str:
 
 
 @pytest.mark.parametrize("job", CLUSTER)
-def test_workers_that_would_train_apart_are_refused(job: str) -> None:
+def test_workers_that_would_train_independently_are_refused(job: str) -> None:
   """Under MultiWorkerStrategy they train together: multi_worker_test.py."""
   words = r"lists 2 workers, .*{}.* Use tf_cross_shard.multi_worker.MultiWork"
   with mock.patch.dict(os.environ, TF_CONFIG=_as_task(job)):

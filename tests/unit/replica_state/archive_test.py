@@ -118,7 +118,7 @@ def test_any_byte_that_is_flipped(tmp_path: pathlib.Path) -> None:
 
 
 def test_other_files(tmp_path: pathlib.Path) -> None:
-  """Files may be truncated, joined from two, from NumPy, or missing."""
+  """Files may be truncated, made of two files, from NumPy, or missing."""
   data, other = (_write(tmp_path / "a", value) for value in (5, 6))
   for length in {0, 1, 22, *range(0, len(data), 17), len(data) - 1}:
     _assert_damaged(tmp_path / "a", data[:length])

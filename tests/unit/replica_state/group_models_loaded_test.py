@@ -12,7 +12,6 @@ from tests.support import replica_state_cases, testbed
 from tests.support.training import KERASES
 from tf_cross_shard import callbacks, replica_state, trials
 
-pytestmark = pytest.mark.slow
 X = np.random.default_rng(3).integers(-4, 5, (8, 3)).astype("float32")
 
 LOAD = """
@@ -28,7 +27,7 @@ for home in (keras, tf_keras):
   names = [layer.name for layer in loaded.layers]
   assert {"group_0", "group_1"} <= set(names), names
   exported = tf.saved_model.load(f"{folder}/{name}")
-  is_list = home is tf_keras  # Its `export` takes inputs apart.
+  is_list = home is tf_keras  # Its `export` makes a list of inputs.
   served = exported.serve(list(x.values()) if is_list else x)
   for found in (loaded.predict(x, verbose=0), served):
     for key in ("sum", "probabilities"):
@@ -55,18 +54,21 @@ def _made(library: str) -> tuple[Any, Any]:
 def test_an_ensemble_is_loaded_without_this_package(
   tmp_path: pathlib.Path,
 ) -> None:
-  """Loads the ensemble in both Kerases. Predictions: group_models_test.py."""
+  """Loads the ensemble of both Keras versions.
+
+  group_models_test.py tests its predictions.
+  """
   data = {"x": X, "y": X[::-1]}
   right: dict[str, Any] = dict(data)
   for library in KERASES:
     model, optimizer = _made(library)
     with testbed.mirrored().scope():
-      joined = replica_state.ensemble(optimizer, model)
-    found = joined.predict(data, verbose=0)
+      ensemble = replica_state.ensemble(optimizer, model)
+    found = ensemble.predict(data, verbose=0)
     assert found.keys() == {"sum", "probabilities"}
     right |= {f"{library} {key}": value for key, value in found.items()}
-    joined.save(tmp_path / f"{library}.keras")
-    joined.export(str(tmp_path / library))
+    ensemble.save(tmp_path / f"{library}.keras")
+    ensemble.export(str(tmp_path / library))
   np.savez(tmp_path / "right.npz", **right)
   done = subprocess.run(
     [sys.executable, "-c", LOAD, str(tmp_path)],
@@ -96,7 +98,10 @@ print("loaded")
 def test_a_winner_is_loaded_without_this_package(
   tmp_path: pathlib.Path,
 ) -> None:
-  """Of a search with a rate of dropout, a table and batch normalization."""
+  """Loads the winner of a search over dropout rates.
+
+  Its model has an embedding table and batch normalization.
+  """
   right: dict[str, Any] = {"x": np.arange(8).reshape(4, 2)}
   pairs = [[0, 1], [2, 3]]
   for library, (home, package) in KERASES.items():

@@ -263,8 +263,8 @@ def test_copied_group_trains_like_its_source(
 ) -> None:
   """The copy trains with the target's data and learning rate.
 
-  The same state is then trained without the copy, where the source is given
-  the target's data and learning rate.
+  The test then trains the same state without the copy, but gives the source the
+  target's data and learning rate, and compares both.
   """
   where, library, groups, optimizer, options = COPIES[case]
   home, wrapper = LIBRARIES[library]
@@ -388,9 +388,9 @@ def test_an_ensemble(library: str) -> None:
   home = LIBRARIES[library][0]
   model, optimizer = _made("mirrored", library, cases.two_in_two_out)
   with testbed.mirrored().scope():
-    joined = replica_state.ensemble(optimizer, model)
+    ensemble = replica_state.ensemble(optimizer, model)
   data = {"x": X, "y": X[::-1]}
-  found = {key: np.asarray(value) for key, value in joined(data).items()}
+  found = {key: np.asarray(value) for key, value in ensemble(data).items()}
   assert found.keys() == {"sum", "probabilities"}
   each = [testbed.copies(v) for v in model.weights]
   totals = [
@@ -399,7 +399,7 @@ def test_an_ensemble(library: str) -> None:
   ]
   np.testing.assert_array_equal(found["sum"], sum(totals) / 2)
   np.testing.assert_allclose(found["probabilities"].sum(-1), 1.0, rtol=1e-6)
-  kinds = {type(layer).__module__.split(".")[0] for layer in joined.layers}
+  kinds = {type(layer).__module__.split(".")[0] for layer in ensemble.layers}
   assert kinds == {home.__name__}
 
 
@@ -419,10 +419,10 @@ def test_an_ensemble_of_some_groups(library: str) -> None:
   for layer in plain.layers:
     assert getattr(layer, "optimizer", None) is None
   for members in ([3, 0, 1], [2]):
-    joined = replica_state.ensemble(optimizer, model, members)
-    names = [layer.name for layer in joined.layers]
+    ensemble = replica_state.ensemble(optimizer, model, members)
+    names = [layer.name for layer in ensemble.layers]
     assert [n for n in names if "group" in n] == [f"group_{i}" for i in members]
-    found = joined(X)
+    found = ensemble(X)
     for output, (kernel, bias) in zip(found, ((0, 1), (2, 3)), strict=True):
       copies = [testbed.copies(model.weights[i]) for i in (kernel, bias)]
       replicas = [groups[i][0] for i in members]
@@ -434,7 +434,7 @@ def test_an_ensemble_of_some_groups(library: str) -> None:
 # ---------------------------------------------------------- order of arguments
 
 
-def test_optimizer_and_model_are_told_apart(tmp_path: pathlib.Path) -> None:
+def test_optimizer_and_model_are_distinguished(tmp_path: pathlib.Path) -> None:
   """Every function takes both orders: that of the docs, and the reverse."""
   model, optimizer = _made(
     "mirrored", "keras", lambda home: _dense(home, "only")
@@ -526,7 +526,7 @@ def test_errors_change_nothing(library: str) -> None:
 
 
 @in_both
-def test_models_that_cannot_be_cloned_or_joined(library: str) -> None:
+def test_models_that_cannot_be_cloned_or_combined(library: str) -> None:
   home = LIBRARIES[library][0]
 
   class Net(home.Model):  # type: ignore[misc,name-defined]

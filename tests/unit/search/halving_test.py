@@ -22,8 +22,6 @@ from tf_cross_shard import (
 from tf_cross_shard._src.search import halving as halving_lib
 from tf_cross_shard._src.search import table as table_lib
 
-pytestmark = pytest.mark.slow
-
 PAIRS = groups.Groups([[0, 1], [2, 3]])
 # Members of a group have different data, and groups the same.
 X = np.array([[1.0], [3.0], [1.0], [3.0]], "f")

@@ -12,8 +12,6 @@ from tests.support import testbed
 from tf_cross_shard import CrossShardOptimizer, callbacks, schedules
 from tf_cross_shard._src.fit import group_rates
 
-pytestmark = pytest.mark.slow
-
 RATES = [0.25, 0.125, 0.03125, 0.0009765625]
 X = np.ones([4, 1], "f")
 DATA = (X, 5 * X)  # one example for each replica

@@ -11,14 +11,12 @@ import tensorflow as tf
 from tests.support import testbed
 from tf_cross_shard import CrossShardOptimizer, layers, trials, tuners
 
-pytestmark = pytest.mark.slow
-
 PAIRS = [[0, 1], [2, 3]]
 X = np.array([[1.0], [3.0], [1.0], [3.0]], "f")
 Y = np.array([[2.0], [8.0], [2.0], [8.0]], "f")
 
 
-def test_a_search_that_goes_on_knows_its_files(tmp_path: pathlib.Path) -> None:
+def test_a_continued_search_knows_its_files(tmp_path: pathlib.Path) -> None:
   space = keras_tuner.HyperParameters()
   space.Float("learning_rate", 0.1, 1.0)
   before, after = (

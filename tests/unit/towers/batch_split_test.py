@@ -1,4 +1,4 @@
-"""Nests of tensors cut into parts along axis 0, and joined again."""
+"""Nests of tensors are divided along axis 0, and concatenated again."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Towers refuse what cannot work, and nothing has changed then."""
+"""Tests that towers raise errors for wrong steps, and change no variable."""
 
 import functools
 from collections.abc import Callable
@@ -55,7 +55,10 @@ class Bench:
     return tf.reduce_sum((self.c + self.d) * features)
 
   def train(self, loss: Any, calls: str = "first") -> None:
-    """Calls optimizers, by name and by the variable after a colon."""
+    """Calls optimizers.
+
+    Each word of `calls` is the name of an optimizer, or `name:variable`.
+    """
     for call in calls.split():
       name, _, variable = call.partition(":")
       variables = [getattr(self, variable or "c")]
@@ -68,7 +71,7 @@ class Bench:
     *words: str,
     mode: str = "train",
   ) -> None:
-    """A step is refused in these words, and leaves all as it was."""
+    """Checks that a step raises `error` with these words, changing nothing."""
     replicated = replicate_model_fn(model_fn, "sum", self.devices)
     step = caller(lambda x: replicated(x, mode=mode), self.mode)
     features = batch(*[[float(i)] for i, _ in enumerate(self.devices)])
@@ -164,7 +167,10 @@ def test_an_error_that_comes_late_when_the_program_runs(where: str) -> None:
 
 @every_mode
 def test_plain_optimizers(mode: str) -> None:
-  """A graph with them never runs; eagerly they have run."""
+  """In a graph, plain optimizers never run.
+
+  Eagerly, they have already updated the variables when the error is raised.
+  """
   bench = Bench(mode)
 
   def step(devices: Any) -> Any:
@@ -240,7 +246,7 @@ def test_nesting() -> None:
   "reduction", ["most", *tf.compat.v1.losses.Reduction.all()]
 )
 def test_reductions(reduction: str) -> None:
-  """Version 1 divided all but the sum by the number of towers."""
+  """TensorFlow 1 divided all but the sum by the number of towers."""
 
   def make() -> Any:
     return replicate_model_fn(

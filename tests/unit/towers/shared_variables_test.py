@@ -52,7 +52,10 @@ def test_get_variable_goes_by_name() -> None:
 
 
 def test_get_variable_in_functions_and_eagerly() -> None:
-  """TensorFlow keeps what functions make by name, for all that come later."""
+  """Later functions do not find the variables of `get_variable`.
+
+  TensorFlow stores these variables by name.
+  """
   get = tf.compat.v1.get_variable
 
   def model_fn(features: Any, mode: str) -> TowerSpec:
@@ -79,7 +82,7 @@ class TestOptimizersMadeInside:
   @pytest.mark.parametrize(
     ("mode", "devices"), [("eager", TWO[:1]), ("function", TWO)]
   )
-  def test_state_goes_on(self, mode: str, devices: Any) -> None:
+  def test_state_is_continued(self, mode: str, devices: Any) -> None:
     """Each optimizer has its own state, which another function finds again."""
 
     def model_fn(features: Any, mode: str) -> TowerSpec:
@@ -202,7 +205,10 @@ def test_variables_are_where_the_first_tower_is() -> None:
   ],
 )
 def test_differences(after: int, starts: Any, words: str) -> None:
-  """The `after`-th tower makes other variables, and nothing is applied."""
+  """One tower creates different variables, and no gradient is applied.
+
+  `after` is the number of towers that ran before this tower, over all calls.
+  """
   c, optimizer = tf.Variable(10.0), TowerOptimizer(sgd)
   towers: list[int] = []
 

@@ -1,4 +1,4 @@
-"""TowerOptimizer: the contract's values, its members, and what it encloses."""
+"""TowerOptimizer: its numbers, its methods, and what it encapsulates."""
 
 import pickle
 from typing import Any
@@ -31,7 +31,7 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 
 
 class Linear:
-  """The contract's model: loss `c * features`, `c` from 10, a rate of 1."""
+  """A model with loss `c * features`, `c` from 10, a learning rate of 1."""
 
   def __init__(self, variable: str, optimizer: str) -> None:
     self._c = tf.Variable(10.0, name="c") if variable == "outside" else None
@@ -142,7 +142,11 @@ def test_overlapping_rows_are_one_row_to_adam() -> None:
 
 
 def test_towers_whose_gradients_are_of_other_kinds() -> None:
-  """Rows and dense, of two dtypes, and none in one tower only."""
+  """Tests gradients whose kind or dtype differs between the towers.
+
+  The gradient of `table` is row-sparse in one tower and dense in the other,
+  with different dtypes. The gradient of `d` is None in one tower only.
+  """
   table, d, e = tf.Variable([[1.0], [2.0]]), tf.Variable(10.0), tf.Variable(1.0)
   optimizer = TowerOptimizer(sgd)
   towers: list[int] = []
@@ -189,7 +193,7 @@ def test_overwriting_gradients_are_only_averaged() -> None:
 def _pairs(
   optimizer: Any, c: Any, reduction: str = "sum", mode: str = "eager"
 ) -> list[float]:
-  """Each tower's own gradient of `c * features`, then one step of them."""
+  """Takes a step, and returns each tower's gradient of `c * features`."""
 
   def model_fn(features: Any, mode: str) -> TowerSpec:
     loss = tf.reduce_sum(c * features)
@@ -236,7 +240,7 @@ class TestMembers:
 
     @tf.function
     def in_graph() -> Any:
-      # By position, as in version 1.
+      # By position, as in TensorFlow 1.
       gate = optimizer.GATE_GRAPH
       args = (gate, tf.AggregationMethod.ADD_N, True, tf.constant(2.0))
       [(grad, _)] = optimizer.compute_gradients(7.0 * c, [c], *args)

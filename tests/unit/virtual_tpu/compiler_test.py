@@ -22,7 +22,10 @@ def _sum_over(groups: Any) -> Any:
 
 class TestCompileFor:
   def test_forms_of_a_step(self) -> None:
-    """Before and after it ran, the function for replicas or for the host."""
+    """`compile_for` accepts functions for a replica and for the host.
+
+    The first function has not run before, and the second function has.
+    """
     strategy = testbed.virtual(N)
     with strategy.scope():
       weights = tf.Variable(tf.ones([6, 3]))
@@ -103,7 +106,7 @@ class TestCompileFor:
 
 
 def test_table_without_collectives_and_of_many_shapes() -> None:
-  """docs/virtual_tpu.md has a whole table, which is what is printed."""
+  """docs/virtual_tpu.md shows a complete table, which pages_test.py tests."""
 
   def table(*collectives: virtual_tpu.Collective) -> str:
     numbers = {f.name: 0 for f in dataclasses.fields(virtual_tpu.Report)}

@@ -193,7 +193,7 @@ class TestCache:
       assert found == [0, 1, 2]
 
   def test_an_argument_that_is_gone_is_not_mistaken(self) -> None:
-    """The address of an object that is gone is soon another's."""
+    """Python soon reuses the address of a deleted object for a new object."""
     find = self._finder()
 
     def fn() -> None: ...

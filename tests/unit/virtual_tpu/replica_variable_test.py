@@ -220,7 +220,7 @@ class TestReplicas:
 
 
 class TestOnRead:
-  """Metrics: copies stay apart and are combined when the host reads."""
+  """Metrics: copies are independent, and are combined when the host reads."""
 
   def test_combined(self) -> None:
     kinds = Aggregation.SUM, Aggregation.MEAN, Aggregation.ONLY_FIRST_REPLICA

@@ -79,7 +79,7 @@ def _num_threads() -> int:
 
 def test_no_thread_outlives_its_strategy() -> None:
   def count_left(num_replicas: int) -> int:
-    """The threads after a strategy was used and is gone."""
+    """Uses and deletes a strategy; returns the number of remaining threads."""
     strategy = virtual_tpu.VirtualTPUStrategy(num_replicas)
     strategy.run(lambda: tf.constant(1.0))
     alive = _num_threads()
@@ -176,7 +176,8 @@ class TestFunctions:
   def test_traced_again_with_the_variables_that_it_makes(self) -> None:
     """Keras asks in Python whether the optimizer's state has been made.
 
-    Also where as many variables of others are collected meanwhile.
+    This also works if Python deletes as many other variables as the trace
+    creates.
     """
     made: list[Any] = []
     with _strategy().scope():

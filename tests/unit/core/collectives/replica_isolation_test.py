@@ -116,7 +116,7 @@ def test_summaries_are_recorded_after_a_merge_call(
     assert bool(tf.summary.should_record_summaries())
 
 
-def test_other_threads_go_on_merging() -> None:
+def test_other_threads_continue_merging() -> None:
   strategy = testbed.mirrored()
   inside, seen = threading.Event(), threading.Event()
   isolated: list[bool] = []

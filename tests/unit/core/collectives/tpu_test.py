@@ -18,7 +18,7 @@ _HOST_DEVICES = 8
 
 
 class Resolver(tf.distribute.cluster_resolver.ClusterResolver):
-  """Says that there is a TPU slice of so many devices."""
+  """Simulates a TPU slice with `num_devices` devices."""
 
   def __init__(self, num_devices: int) -> None:
     self._num_devices = num_devices
@@ -95,7 +95,10 @@ STRATEGIES = [
 
 @pytest.fixture(autouse=True)
 def _summaries_as_before() -> Iterator[None]:
-  """TPUStrategy lets a tensor of its graph say whether the process writes."""
+  """Resets whether summaries are recorded.
+
+  TPUStrategy sets this to a tensor of its graph.
+  """
   yield
   state = summary_ops_v2._summary_state
   state.is_recording_distribution_strategy = True

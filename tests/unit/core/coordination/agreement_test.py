@@ -185,11 +185,11 @@ class _Store:
       return self._values[key]
 
   def report_error_to_cluster(self, code: int, message: str) -> None:
-    """Does not end the other workers, which may hear of the end later."""
+    """Does nothing, as if the other workers received the error late."""
 
 
 class _Rounds(threading.local):
-  """Numbers of exchanges, for each thread as for a process."""
+  """Counts exchanges for each thread, as `_rounds` does for each process."""
 
   def __init__(self) -> None:
     self._count = itertools.count()
@@ -200,7 +200,7 @@ class _Rounds(threading.local):
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> _Store:
-  """A store in the place of the service's."""
+  """Replaces the store of the coordination service."""
   found = _Store()
   monkeypatch.setattr(key_value_store.context, "context", lambda: found)
   monkeypatch.setattr(key_value_store, "_loss", lambda sender: None)

@@ -41,7 +41,10 @@ def make(which: str, by: str, **options: Any) -> tuple[list[Any], Any]:
 
 
 def check_decay(which: str, optimizer: Any) -> None:
-  """Steps on new weights: the kernel decays by a quarter, the bias stays."""
+  """Takes a step with new weights.
+
+  Checks that the kernel decays by a quarter, and that the bias does not.
+  """
   strategy = testbed.mirrored(2)
   with strategy.scope():
     weights = training.make_weights(which, VALUES)

@@ -42,10 +42,10 @@ def test_names_of_slots(wrapped: bool) -> None:
 
 
 def test_state_names_with_outer_loss_scale_optimizer() -> None:
-  """A loss scale has an iteration count of its own; all are named once.
+  """A LossScaleOptimizer has its own iteration count.
 
-  Also where the user, who gave ours to compile, does not hold what stands
-  around it.
+  Each variable is listed once, even if `compile` has put the LossScaleOptimizer
+  around our optimizer and the user only has our optimizer.
   """
   adam = tf.keras.optimizers.Adam(name="adam")
   sharded = CrossShardOptimizer(adam)

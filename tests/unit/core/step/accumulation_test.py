@@ -23,7 +23,8 @@ CALLS = 6
 GRADS = np.random.default_rng(5).integers(-8, 9, (CALLS, 4, 3)).astype("f")
 BAD = GRADS.copy()
 BAD[2, 3] = np.nan  # The second window's first call, in the second group.
-# Who accumulates: the optimizer of Keras 3, or ours in either Keras.
+# What accumulates: the optimizer of Keras 3, or CrossShardOptimizer for either
+# Keras version.
 WAYS = ("keras", "ours", "ours_tf_keras")
 WINDOWS = ([0, 1, 2], [0, 2])  # of each group, with `BAD`
 
@@ -33,7 +34,7 @@ def momentum_sgd(library: Any, **own: Any) -> Any:
 
 
 def _settings(way: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-  """A Keras, the settings of its optimizer, and those of ours."""
+  """Returns a Keras, the settings of its optimizer, and our settings."""
   if way == "keras":
     return keras, {"gradient_accumulation_steps": STEPS}, {}
   library = tf_keras if way == "ours_tf_keras" else keras

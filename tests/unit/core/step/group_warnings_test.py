@@ -29,7 +29,7 @@ def _train(weights: Any, which: str, groups: Any) -> Any:
 
 @training.in_both
 @pytest.mark.parametrize("second", [None, CROSSED])
-def test_members_that_other_groups_trained_apart(
+def test_members_that_other_groups_trained_differently(
   which: str, second: Any
 ) -> None:
   with testbed.mirrored().scope():

@@ -1,4 +1,4 @@
-"""tf_keras beside Keras 3: its optimizers, new and legacy, and its methods."""
+"""tf_keras and Keras 3 together: optimizers, new and legacy, and methods."""
 
 import pathlib
 import pickle
@@ -38,7 +38,7 @@ def _make(
 
 
 def _scaled(optimizer: Any, **options: Any) -> Any:
-  """A loss scaling optimizer around one."""
+  """Returns a loss scaling optimizer around an optimizer."""
   kind = tf_keras.mixed_precision.LossScaleOptimizer
   return kind(optimizer, **{"initial_scale": 8.0, **options})
 
@@ -289,7 +289,7 @@ class TestCornersOfTheInterface:
         testbed.build(target, [other])
       tf.train.Checkpoint(optimizer=target, weight=other).restore(path)
       target.apply_gradients([(tf.constant(0.0), other)])
-      assert other.numpy() == 1.0 - 4.0 - 2.0  # The momentum goes on.
+      assert other.numpy() == 1.0 - 4.0 - 2.0  # The momentum is kept.
 
 
 COPIES = {
@@ -302,7 +302,7 @@ COPIES = {
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("kind", ["keras3", "tf_keras"])
 def test_a_loss_scaling_optimizer_is_copied(kind: str, way: str) -> None:
-  """A loss scale around ours is told apart from its copy."""
+  """A LossScaleOptimizer around our optimizer is not confused with its copy."""
   if kind == "keras3":
     ours: Any = keras3.CrossShardOptimizer(keras.optimizers.SGD(1.0))
     around: Any = keras.optimizers.LossScaleOptimizer(ours, initial_scale=8.0)
@@ -334,7 +334,10 @@ def test_a_loss_scaling_optimizer_is_copied(kind: str, way: str) -> None:
 
 @pytest.mark.parametrize("name", ["Lion", "Adafactor", "Adam"])
 def test_pickles_of_a_loss_scale_keep_tf_keras_classes(name: str) -> None:
-  """tf_keras alone makes Lion and Adafactor of Keras 3, which it refuses."""
+  """Without our code, tf_keras would create Keras 3's Lion and Adafactor.
+
+  It would then raise an error for them.
+  """
   kind = getattr(tf_keras.optimizers, name)
   optimizer = CrossShardOptimizer(
     tf_keras.mixed_precision.LossScaleOptimizer(kind(0.125))

@@ -482,7 +482,7 @@ def test_dtypes_of_nadam_in_tf_keras() -> None:
 
 
 def test_lion_of_tf_keras_in_a_loss_scale_optimizer() -> None:
-  """tf_keras makes Keras 3's Lion of such a configuration."""
+  """From such a configuration, tf_keras would create the Lion of Keras 3."""
   with testbed.mirrored(2).scope():
     weight = tf.Variable([4.0, 8.0])
     lion = tf_keras.optimizers.Lion(0.5)

@@ -141,8 +141,8 @@ def test_sharded_update_equals_plain_keras(name: str, which: str) -> None:
   part = -(-19 // len(groups[0]))
   assert {tuple(v.shape) for v in trained[0].opt.variables} <= {(), (part,)}
   if groups == PAIRS:
-    apart = np.subtract(*(each.values[0] for each in trained[:2]))
-    assert np.abs(apart).max() > 0.01
+    difference = np.subtract(*(each.values[0] for each in trained[:2]))
+    assert np.abs(difference).max() > 0.01
 
 
 def test_buckets_of_last_layers_are_reduced_first() -> None:
@@ -184,7 +184,7 @@ def _schedule(library: Any) -> Any:
   return library.optimizers.Adam(decay([2], [0.5, 0.125]))
 
 
-# The optimizer to encapsulate; settings of ours; the groups.
+# The optimizer to encapsulate; settings of our optimizer; the groups.
 SETTINGS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], Any]] = {
   "clipvalue, nonfinite": (
     functools.partial(make_plain, "Adam", clipvalue=1.0),

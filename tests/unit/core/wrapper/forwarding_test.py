@@ -166,9 +166,10 @@ def _names(which: str) -> list[str]:
 
 
 def _colliding(library: Any, names: Sequence[str]) -> type[Any]:
-  """A class of the user's that has attributes of these names.
+  """Returns a user's class that has attributes with these names.
 
-  A list would be tracked, so they are numbers. Some are methods of ours.
+  The attributes are numbers, because Keras tracks lists. Some names are methods
+  of CrossShardOptimizer.
   """
 
   class Colliding(library.optimizers.SGD):  # type: ignore[misc,name-defined]

@@ -178,7 +178,7 @@ def test_groups_of_a_tpu_are_warned_about(said: list[str]) -> None:
   assert COLLAPSED in said[1]
 
 
-def test_functions_that_keep_or_join_groups_do_not_warn(
+def test_functions_that_keep_or_equalize_groups_do_not_warn(
   said: list[str], tmp_path: pathlib.Path
 ) -> None:
   model = _model("keras")
@@ -189,8 +189,8 @@ def test_functions_that_keep_or_join_groups_do_not_warn(
     testbed.fit(model, _data())
     make_equal(*both)
   testbed.fit(model, _data())
-  replica_state.save(tmp_path / "apart", *both)
-  for name in ("equal", "apart"):
+  replica_state.save(tmp_path / "different", *both)
+  for name in ("equal", "different"):
     replica_state.restore(tmp_path / name, *both)
     testbed.fit(model, _data())
   assert said == []
@@ -231,7 +231,7 @@ def _nadam(library: Any) -> Any:
 def _resume(
   way: str, optimizer: Any, weights: Any, make: Any, path: Any
 ) -> Any:
-  """Returns weights and an optimizer that go on where others stopped."""
+  """Returns weights and an optimizer that continue where others stopped."""
   if way == "pickle":
     with testbed.mirrored(2).scope():
       again = pickle.loads(pickle.dumps(optimizer))
@@ -300,7 +300,7 @@ def test_variables_that_keras_does_not_list_are_saved(
   before = [weight.numpy() for weight in weights]
   training.train(weights, optimizer, grads, [2], strategy)
   expected = training.state_of(weights, optimizer)
-  if way == "pickle":  # It goes on with the same weights.
+  if way == "pickle":  # It continues with the same weights.
     for weight, value in zip(weights, before, strict=True):
       weight.assign(value)
   training.train(new_weights, again, grads, [2], strategy)
