@@ -11,11 +11,14 @@ import os
 import pathlib
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 _server = multiprocessing.get_context("forkserver")
 _starting = threading.Lock()
+_modules: Sequence[str] = ()  # Those that the server has imported.
 
 
 class Process:
@@ -23,7 +26,7 @@ class Process:
 
   def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
     """Calls `target`, a function of a module, in a new process."""
-    _start_server()
+    start_server()
     self._process = _server.Process(target=target, args=arguments)
     self._process.start()
 
@@ -44,23 +47,33 @@ class Process:
         os.kill(self._process.pid, number)
 
 
-def _start_server() -> None:
-  """Starts the server, which looks for modules where this process does.
+def start_server(
+  modules: Sequence[str] = ("tests.support.forking_imports",),
+  environment: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+  """Starts the server, unless one with the same modules runs.
 
-  The server reads PYTHONPATH. Threads that start processes at the same time
-  must not all change it.
+  Python has one server for each process. So a server with other modules is
+  ended. Processes that it has forked continue.
+
+  Args:
+    modules: The modules that the server imports.
+    environment: Environment variables of the server.
   """
+  global _modules
+  # The server searches for modules in the folders of PYTHONPATH.
   path = os.pathsep.join(each for each in sys.path if each)
-  with _starting:
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = path
-    try:
-      _server.set_forkserver_preload(["tests.support.forking_imports"])
-      multiprocessing.forkserver.ensure_running()
-    finally:
-      os.environ.pop("PYTHONPATH")
-      if before is not None:
-        os.environ["PYTHONPATH"] = before
+  # Threads that start processes at the same time must not all change
+  # `os.environ`.
+  with (
+    _starting,
+    mock.patch.dict(os.environ, {**environment, "PYTHONPATH": path}),
+  ):
+    if _modules not in ((), modules):
+      multiprocessing.forkserver._forkserver._stop()
+    _modules = modules
+    _server.set_forkserver_preload(list(modules))
+    multiprocessing.forkserver.ensure_running()
 
 
 def prepare(output: pathlib.Path, environment: Mapping[str, str]) -> None:

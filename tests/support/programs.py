@@ -7,7 +7,6 @@ once for all programs.
 
 import contextlib
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import pathlib
 import runpy
@@ -16,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from unittest import mock
+
+from tests.support import forking
 
 # Not resolved: under Bazel the files are links, and lead out of the sandbox.
 PROJECT = pathlib.Path(__file__).absolute().parent.parent.parent
@@ -82,8 +82,9 @@ def run(
 
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(
-  ["tensorflow_datasets", "keras", "matplotlib.pyplot", "sklearn.datasets"]
+_MODULES = (
+  *("tensorflow_datasets", "keras"),
+  *("matplotlib.pyplot", "sklearn.datasets"),
 )
 
 
@@ -98,8 +99,7 @@ def fork(
   Use this function for examples that start no processes, and that set no
   environment variable of TensorFlow other than TF_ENABLE_ONEDNN_OPTS.
   """
-  with mock.patch.dict(os.environ, {"TF_ENABLE_ONEDNN_OPTS": "0"}):
-    multiprocessing.forkserver.ensure_running()
+  forking.start_server(_MODULES, {"TF_ENABLE_ONEDNN_OPTS": "0"})
   with tempfile.NamedTemporaryFile() as output:
     program = _server.Process(
       target=_become, args=([*arguments], folder, [*path], output.name)
