@@ -1,4 +1,4 @@
-"""Options of tests, for Bazel and for conftest.py, which marks slow tests."""
+"""Options of tests, for Bazel, and for the marks of conftest.py."""
 
 # Tests that take more than two minutes on one core.
 LARGE = [
@@ -27,28 +27,35 @@ LARGE = [
 # out; tools/bazel_test.sh runs them.
 SLOW = [
     "equivalence/batch_normalization_test.py",
-    "equivalence/keras_own_test.py",
     "equivalence/original_test.py",
     "equivalence/random_programs_test.py",
     "equivalence/saved_files_test.py",
-    "equivalence/sharded_tables_test.py",
     "equivalence/tf_keras_mode_test.py",
     "multi_process/examples_test.py",
-    "multi_process/killed_fit_test.py",
     "multi_process/killed_trials_test.py",
-    "multi_process/migration_example_test.py",
     "multi_process/migration_guide_test.py",
     "multi_process/multi_worker_errors_test.py",
-    "multi_process/multi_worker_example_test.py",
     "multi_process/multi_worker_replicas_test.py",
     "multi_process/pages_test.py",
     "multi_process/random_programs_workers_test.py",
     "multi_process/tables_test.py",
     "unit/backup/backup_test.py",
     "unit/compiled_gradients_test.py",
+    "unit/islands/outer_optimizer_test.py",
     "unit/replica_state/group_models_loaded_test.py",
     "unit/replica_state/paths_test.py",
     "unit/search/halving_test.py",
     "unit/search/population_test.py",
     "unit/search/tuner_test.py",
+    "unit/virtual_tpu/strategy_test.py",
+]
+
+# Slow tests of what other slow tests show in part, or of what seldom changes.
+# Only tools/nightly.sh runs them.
+NIGHTLY = [
+    "equivalence/keras_own_test.py",
+    "equivalence/sharded_tables_test.py",
+    "multi_process/killed_fit_test.py",
+    "multi_process/migration_example_test.py",
+    "multi_process/multi_worker_example_test.py",
 ]

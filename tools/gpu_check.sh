@@ -121,7 +121,7 @@ else
   say "there is no GPU here (nvidia-smi finds none): running on CPUs"
   ensure_environment cpu test tf-keras virtual-tpu
   gpu="no GPU: four logical CPUs"
-  slow=(-m "not slow")
+  slow=(-m "not slow and not nightly")
   sharded=(tests/unit/core/update/sharded_update_test.py
     -k "numbers_of_plain_keras or rows_and")
   measured=(--rounds=3 --steps=10 "--networks=3 dense layers of 64,small CNN")

@@ -10,6 +10,7 @@
 #
 # How long a check takes on two cores:
 #
+#   bazel_test.sh     about 5 minutes
 #   mutants.py        not measured; one or a few test files for each mutant, with
 #                     a limit of 10 minutes for each
 #   preemptions.py    about 7 s for each kill of one process, 10 s with two
@@ -42,6 +43,8 @@ check() {
   if (( status )); then failed+=("$*"); fi
 }
 
+# Do the tests pass that CI leaves out?
+check bash tools/bazel_test.sh --test_tag_filters=nightly
 # Does a test fail for every known way to break the code?
 check "$python" tools/mutants.py
 # Does training that was killed end as training that was not? In one process,

@@ -26,7 +26,7 @@ def python_folder(name, srcs = None, deps = [], data = [], testonly = False):
         visibility = ["//visibility:public"],
     )
 
-def python_tests(srcs, main, data = [], deps = [], large = [], slow = []):
+def python_tests(srcs, main, data = [], deps = [], large = [], slow = [], nightly = []):
     """A py_test for each test file; its name is the path without `.py`.
 
     Args:
@@ -36,6 +36,7 @@ def python_tests(srcs, main, data = [], deps = [], large = [], slow = []):
       deps: Libraries that every test may import.
       large: The files that take minutes.
       slow: The files that get the tag `slow`.
+      nightly: The files that get the tag `nightly`.
     """
     for src in srcs:
         native.py_test(
@@ -45,6 +46,6 @@ def python_tests(srcs, main, data = [], deps = [], large = [], slow = []):
             args = ["$(location %s)" % src],
             data = data + [src],
             main = main,
-            tags = ["slow"] if src in slow else [],
+            tags = ["slow"] if src in slow else ["nightly"] if src in nightly else [],
             deps = deps,
         )

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Lint, types, layers, then the tests of every day. Arguments go to pytest, and
-# with any the slow ones run too: `-n 2` runs all of them.
+# with any, the slow and nightly ones run too: `-n 2` runs all of them.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/environment.sh
@@ -22,7 +22,7 @@ trap say_time EXIT
 "$python" -m mypy
 .venv/bin/lint-imports --no-cache
 bash tools/private_names.sh
-# Two at a time: half of the time tests wait for other processes. Slow tests
-# repeat at length what others show; tools/bazel_test.sh runs them.
-if (( $# == 0 )); then set -- --numprocesses=2 -m "not slow"; fi
+# Two at a time: half of the time, tests wait for other processes. Slow tests
+# repeat at length what others show. tools/bazel_test.sh runs them.
+if (( $# == 0 )); then set -- --numprocesses=2 -m "not slow and not nightly"; fi
 "$python" -m pytest "$@"  # Fails (5) when there is no test at all.
