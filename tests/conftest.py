@@ -85,7 +85,7 @@ def _place(item: pytest.Item) -> tuple[bool, bool]:
 
 @pytest.hookimpl(tryfirst=True)  # Before `-m` deselects any.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-  """Marks slow and nightly tests; with pytest-xdist, it also sorts all tests."""
+  """Marks slow and nightly tests; with pytest-xdist, also sorts all tests."""
   for item in items:
     for mark in ("slow", "nightly"):
       if item.path in _OPTIONS[mark.upper()]:

@@ -27,6 +27,7 @@ LARGE = [
 # out; tools/bazel_test.sh runs them.
 SLOW = [
     "equivalence/batch_normalization_test.py",
+    "equivalence/mixed_precision_test.py",
     "equivalence/original_test.py",
     "equivalence/random_programs_test.py",
     "equivalence/saved_files_test.py",

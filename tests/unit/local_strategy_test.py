@@ -12,25 +12,10 @@ import tensorflow as tf
 
 import tf_cross_shard
 
-# A process of its own, because devices can be divided only once.
-FRESH = """
-  import tensorflow as tf
-  import tf_cross_shard
-
-  strategy = tf_cross_shard.local_strategy(3)
-  ids = strategy.run(
-    lambda: tf.distribute.get_replica_context().replica_id_in_sync_group
-  )
-  devices = [x.device[-5:] for x in ids.values]
-  assert devices == ["CPU:0", "CPU:1", "CPU:2"], devices
-  assert tf_cross_shard.local_strategy(2).num_replicas_in_sync == 2
-"""
-
-
 # Prints the number of threads that an iterator of each strategy starts, and the
-# losses of a `fit` that shuffles arrays. tests/conftest.py turns off tuning for
-# all iterators, so this needs a process of its own.
-ITERATORS = """
+# losses of a `fit` that shuffles arrays. This needs a new process: devices can
+# be divided only once, and tests/conftest.py turns off tuning for iterators.
+PROGRAM = """
   import os
   import numpy as np
   import tensorflow as tf
@@ -41,7 +26,7 @@ ITERATORS = """
 
   def threads(strategy):
     before = count()
-    data = tf.data.Dataset.range(1000).batch(8)
+    data = tf.data.Dataset.range(1000).batch(9)
     iterator = iter(strategy.experimental_distribute_dataset(data))
     next(iterator), next(iterator)
     return count() - before, iterator
@@ -53,11 +38,17 @@ ITERATORS = """
       model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
       model.compile("adam", "mse")
     y = x.sum(axis=1, keepdims=True)
-    fit = model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+    fit = model.fit(x, y, batch_size=9, epochs=2, verbose=0)
     return fit.history["loss"]
 
-  local = tf_cross_shard.local_strategy(4)
-  plain = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
+  local = tf_cross_shard.local_strategy(3)
+  ids = local.run(
+    lambda: tf.distribute.get_replica_context().replica_id_in_sync_group
+  )
+  devices = [x.device[-5:] for x in ids.values]
+  assert devices == ["CPU:0", "CPU:1", "CPU:2"], devices
+  assert tf_cross_shard.local_strategy(2).num_replicas_in_sync == 2
+  plain = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(3)])
   kept = [threads(strategy) for strategy in (plain, local) * 2]
   numbers = [number for number, _ in kept[2:]]
   print(numbers, losses(plain), losses(local), sep="\\n")
@@ -71,24 +62,20 @@ ITERATORS = """
 """
 
 
-def test_iterators_on_cpus_have_no_tuning_threads() -> None:
+def test_devices_and_iterators_of_a_new_process() -> None:
+  """Iterators of `local_strategy` have no tuning threads."""
   result = subprocess.run(
-    [sys.executable, "-u", "-c", textwrap.dedent(ITERATORS)],
+    [sys.executable, "-u", "-c", textwrap.dedent(PROGRAM)],
     check=True,
     timeout=300,
     stdout=subprocess.PIPE,
     text=True,
   )
   (plain, local), *losses = map(json.loads, result.stdout.splitlines())
-  # Each of the four devices has a tuning thread and a prefetching thread; the
+  # Each of the three devices has a tuning thread and a prefetching thread; the
   # dataset has a tuning thread, too.
-  assert plain - local == 9
+  assert plain - local == 7
   assert losses[0] == losses[1]
-
-
-def test_a_new_process_gets_the_devices() -> None:
-  program = textwrap.dedent(FRESH)
-  subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_devices_that_exist_are_used() -> None:
