@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 
-from tests.support import testbed
+from tests.support import formulas, testbed
 from tests.support.towers_bed import (
   MODES,
   TWO,
@@ -24,6 +25,7 @@ from tf_cross_shard import (
   TowerSpec,
   replicate_model_fn,
 )
+from tf_cross_shard import tf_keras as ours_tf_keras
 from tf_cross_shard._src.towers import tower_optimizer
 
 keras = tf.keras
@@ -393,3 +395,37 @@ def test_a_loss_scale_around() -> None:
       _scaled(TowerOptimizer(within))
   with pytest.raises(ValueError, match=r"'s factor.* innermost: Tow"):
     TowerOptimizer(_scaled(CrossShardOptimizer("sgd")))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_nadam_of_tf_keras(replicas: int, mode: str) -> None:
+  """Nadam multiplies its product once in each step, not for each variable.
+
+  Plain tf_keras does so only in an eager loop with one replica.
+  """
+  strategy = (
+    tf.distribute.get_strategy() if replicas == 1 else testbed.mirrored(2)
+  )
+  expected = [np.array([1.0, 2.0]), np.array([3.0])]
+  slots = [formulas.first_slots(formulas.nadam, w) for w in expected]
+  with strategy.scope():
+    weights = list(map(tf.Variable, ([1.0, 2.0], [3.0])))
+    plain = tf_keras.optimizers.Nadam(0.1)
+    optimizer = ours_tf_keras.TowerOptimizer(plain)
+    optimizer.build(weights)
+
+  def step() -> None:  # tf_keras sums over the replicas.
+    optimizer.apply_gradients([(w * 0.5 / replicas, w) for w in weights])
+
+  run = caller(lambda: strategy.run(step), mode)
+  for t in range(1, 5):
+    run()
+    expected = [
+      formulas.nadam({"learning_rate": 0.1}, w, 0.5 * w, t, m)
+      for w, m in zip(expected, slots, strict=True)
+    ]
+    for weight, value in zip(weights, expected, strict=True):
+      for copy in testbed.copies(weight):
+        np.testing.assert_allclose(copy, value, rtol=1e-5)
+  assert plain._u_product_counter == 1  # The attribute is restored.

@@ -1,6 +1,5 @@
 """The TowerOptimizer that encapsulates optimizers of Keras 3."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -41,20 +40,6 @@ class TowerOptimizer(tower_optimizer.TowerOptimizer, wrapper.Keras3Wrapper):
 
   def _apply_pairs(self, grads: list[Any], variables: list[Any]) -> None:
     """Collects gradients in a tower; applies them immediately anywhere else."""
-    self._collect_or_apply(self._apply_encapsulated, grads, variables)
-
-  def _apply_encapsulated(
-    self,
-    grads: Sequence[Any],
-    variables: Sequence[Any],
-    options: dict[str, Any] | None = None,
-  ) -> None:
-    """Calls `apply_gradients` of the encapsulated optimizer.
-
-    In Keras 3 the method has no options.
-    """
-    del options
-    # Not `apply`: `fit` calls `apply_gradients`, which the user's class may
+    # Not by `apply`: `fit` calls `apply_gradients`, which the user's class may
     # override.
-    pairs = zip(grads, variables, strict=True)
-    self._encapsulated.optimizer.apply_gradients(list(pairs))
+    self._collect_or_apply(self._encapsulated.apply_reduced, grads, variables)

@@ -1,12 +1,12 @@
 """The TowerOptimizer that encapsulates optimizers of tf_keras (Keras 2)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import tf_keras as keras
 
 from tf_cross_shard._src.core.internals import differentiation, forwarding
-from tf_cross_shard._src.core.tf_keras import adapter, wrapper
+from tf_cross_shard._src.core.tf_keras import wrapper
 from tf_cross_shard._src.towers import tower_optimizer
 
 
@@ -42,16 +42,6 @@ class TowerOptimizer(tower_optimizer.TowerOptimizer, wrapper.TfKerasWrapper):
       list(grads_and_vars)
     )
     return list(reduced)
-
-  def _apply_encapsulated(
-    self,
-    grads: Sequence[Any],
-    variables: Sequence[Any],
-    options: dict[str, Any],
-  ) -> None:
-    """Calls `apply_gradients` of the encapsulated optimizer with options."""
-    pairs = adapter.as_pairs(grads, variables)
-    self._encapsulated.optimizer.apply_gradients(pairs, **options)
 
 
 # A LossScaleOptimizer in an HDF5 file or a SavedModel looks for this name.

@@ -274,8 +274,7 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
     if isinstance(optimizer, CrossShardOptimizer):
       pairs = zip(grads, variables, strict=True)
       return optimizer.apply_gradients(pairs, global_step, **options)
-    built = [self._encapsulated.as_built(v) for v in variables]
-    self._apply_encapsulated(grads, built, options)
+    self._encapsulated.apply_reduced(grads, variables, **options)
     if global_step is not None:
       # A dynamic loss scale skips a step that overflows; such a step does not
       # count.
@@ -292,11 +291,6 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
       if collector is None
       else collector.scale(self._encapsulated.optimizer)
     )
-
-  # Calls the encapsulated optimizer. Each Keras has its own implementation.
-  _apply_encapsulated: Callable[
-    [Sequence[Any], Sequence[Any], dict[str, Any]], None
-  ]
 
   def _reduce_before(self, outer_scaler: Any, methods: Any) -> None:
     """Refuses a loss scaling optimizer around this one.

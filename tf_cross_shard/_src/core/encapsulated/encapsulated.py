@@ -299,6 +299,7 @@ class Encapsulated(abc.ABC):
     variables: Sequence[Any],
     through_apply: bool = False,
     row_step: RowStep | None = None,
+    **options: Any,
   ) -> None:
     """Applies the group's sums.
 
@@ -312,12 +313,13 @@ class Encapsulated(abc.ABC):
       through_apply: Whether the caller used Keras 3's `apply`, which does not
         run what the user's class overrides in `apply_gradients`.
       row_step: The update for row-sparse gradients; None for Keras' own.
+      **options: More arguments of tf_keras' `apply_gradients`.
     """
     if self.scaling.outer_scaler is None or self.is_called_by_loss_scaler:
       with fused_update.replacing_update_step(
         self.innermost, self.index, self.fused, row_step
       ):
-        self._apply(grads, variables, through_apply)
+        self._apply(grads, variables, through_apply, **options)
       return
     self._thread.is_called_by_loss_scaler = True
     try:
@@ -331,6 +333,7 @@ class Encapsulated(abc.ABC):
     grads: Sequence[Gradient],
     variables: Sequence[Any],
     through_apply: bool,
+    **options: Any,
   ) -> None:
     """Applies sums through the user's optimizer."""
 

@@ -142,8 +142,10 @@ class Keras3Optimizer(encapsulated.Encapsulated):
     grads: Sequence[Gradient],
     variables: Sequence[Any],
     through_apply: bool,
+    **options: Any,
   ) -> None:
     """Applies sums by the method that the caller used."""
+    del options  # In Keras 3 these methods have no other arguments.
     variables = [self.as_built(v) for v in variables]
     if through_apply:
       self.optimizer.apply(list(grads), variables)

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import tensorflow as tf
 import tf_keras
+from tensorflow.python.distribute import distribute_lib
 
 from tf_cross_shard._src.core.encapsulated import (
   encapsulated,
@@ -119,6 +120,7 @@ class TfKerasOptimizer(encapsulated.Encapsulated):
     grads: Sequence[Gradient],
     variables: Sequence[Any],
     through_apply: bool,
+    **options: Any,
   ) -> None:
     """Applies sums through the optimizer.
 
@@ -129,13 +131,17 @@ class TfKerasOptimizer(encapsulated.Encapsulated):
     """
     del through_apply  # tf_keras has no `apply`.
     with self._counting_products():
-      self.optimizer.apply_gradients(as_pairs(grads, variables))
+      self.optimizer.apply_gradients(_as_pairs(grads, variables), **options)
 
   def _counting_products(self) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which Nadam multiplies its product once."""
-    if isinstance(self.innermost, tf_keras.optimizers.Nadam):
-      count = _OncePerStep()
-      return overriding.overriding(self.innermost, _u_product_counter=count)
+    opt = self.innermost
+    # Without isolation, replicas are threads that share one update of all
+    # copies, so only the first thread replaces the counter.
+    if isinstance(opt, tf_keras.optimizers.Nadam) and not isinstance(
+      opt._u_product_counter, _OncePerStep
+    ):
+      return overriding.overriding(opt, _u_product_counter=_OncePerStep())
     return contextlib.nullcontext()
 
   def _apply_around(
@@ -289,25 +295,30 @@ class TfKerasLossScaling(loss_scaling.LossScaling):
 
 
 class _OncePerStep:
-  """Replaces Nadam's `_u_product_counter` during one step of one replica.
+  """Replaces Nadam's `_u_product_counter` during one step.
 
   Nadam multiplies its product of momentums when it updates the first variable
   of a step. It finds the first variable by an attribute that counts updates in
   Python: wrong in a function, which is traced once, on several replicas, which
   all count, and in a resumed program, which starts at 1. Nadam compares
   this object once for each variable. `__eq__` returns False for the first
-  variable of a step and True for the rest.
+  variable of a step and True for the rest, on each replica.
   """
 
   __hash__ = None  # type: ignore[assignment]
 
   def __init__(self) -> None:
     """Creates a counter for one step."""
-    self._is_multiplied = False
+    self._replicas: set[Any] = set()
 
   def __eq__(self, other: object) -> Any:
     """Returns, as a tensor, whether this step has multiplied the product."""
-    is_multiplied, self._is_multiplied = self._is_multiplied, True
+    # The replica whose copies Keras is updating; None in isolation. With one
+    # replica it is the variable.
+    replica = distribute_lib.get_update_replica_id()
+    replica = replica if isinstance(replica, int) else None
+    is_multiplied = replica in self._replicas
+    self._replicas.add(replica)
     return tf.constant(is_multiplied)
 
   def __add__(self, other: int) -> "_OncePerStep":
@@ -315,7 +326,7 @@ class _OncePerStep:
     return self
 
 
-def as_pairs(
+def _as_pairs(
   grads: Sequence[Gradient], variables: Sequence[Any]
 ) -> list[tuple[Gradient, Any]]:
   """Returns pairs, with each gradient in the dtype of its variable."""
