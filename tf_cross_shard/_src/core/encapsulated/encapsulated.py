@@ -43,9 +43,6 @@ class Encapsulated(abc.ABC):
     fused: Whether kernels or XLA do the optimizer's steps; see `fused_update`.
   """
 
-  # The names of two private methods, which differ between the Keras versions.
-  _decay_method: str
-  _clip_method: str
   # Whether Keras' clipping by `global_clipnorm` makes row-sparse gradients
   # dense.
   _is_dense_after_norm: bool
@@ -264,13 +261,13 @@ class Encapsulated(abc.ABC):
   ) -> contextlib.AbstractContextManager[Any]:
     """Returns a context without weight decay for `variables`."""
     hidden = set(map(self.index, variables))
-    decay = getattr(self.innermost, self._decay_method)
+    decay = getattr(self.innermost, keras_private.DECAY)
 
     def decay_others(seen: Sequence[Any]) -> None:
       decay([v for v in seen if self.index(v) not in hidden])
 
     return overriding.overriding(
-      self.innermost, **{self._decay_method: decay_others}
+      self.innermost, **{keras_private.DECAY: decay_others}
     )
 
   def clipping_by(
@@ -279,7 +276,7 @@ class Encapsulated(abc.ABC):
     """Returns a context in which `clip` replaces Keras' clipping."""
     return overriding.overriding(
       self.innermost,
-      **{self._clip_method: functools.partial(clip, self.innermost)},
+      **{keras_private.CLIP: functools.partial(clip, self.innermost)},
     )
 
   @property

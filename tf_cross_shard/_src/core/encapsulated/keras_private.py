@@ -21,6 +21,9 @@ KERASES: Final = ("keras", "tf_keras")
 
 # Keras 3's update of all variables, which calls `update_step` for each.
 UPDATE_ALL: Final = "_distributed_tf_update_step"
+# The methods that apply weight decay and clip, in both Kerases.
+DECAY: Final = "_apply_weight_decay"
+CLIP: Final = "_clip_gradients"
 
 
 def keras_of(model: Any) -> Any:

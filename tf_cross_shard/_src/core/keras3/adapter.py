@@ -28,8 +28,6 @@ from tf_cross_shard._src.core.gradients.clipping import Gradient
 class Keras3Optimizer(encapsulated.Encapsulated):
   """An encapsulated `keras.optimizers.Optimizer`."""
 
-  _decay_method = "_apply_weight_decay"
-  _clip_method = "_clip_gradients"
   _is_dense_after_norm = True
   _index_attribute = "_trainable_variables_indices"
 

@@ -31,8 +31,6 @@ _LEGACY: Final = tf_keras.optimizers.legacy.Optimizer
 class TfKerasOptimizer(encapsulated.Encapsulated):
   """An encapsulated `tf_keras.optimizers.Optimizer`."""
 
-  _decay_method = "_apply_weight_decay"
-  _clip_method = "_clip_gradients"
   _is_dense_after_norm = False
   _index_attribute = "_index_dict"
   # The methods that compute gradients. The first method calls the others.
