@@ -111,11 +111,10 @@ class Encapsulated(abc.ABC):
     """
     if self.strategy.num_replicas_in_sync == 1:
       return  # Keras may create the weights in the function being traced.
+    slots = getattr(self.innermost, self._weight_copy_attribute, ())
     copies = self.strategy.experimental_local_results
     with tf.init_scope():
-      for slot, variable in zip(
-        self.slots_initialized_from_weights, variables, strict=False
-      ):
+      for slot, variable in zip(slots, variables, strict=False):
         natives = map(variables_lib.native, (slot, variable))
         for own, weight in zip(*map(copies, natives), strict=True):
           own.assign(weight)
@@ -124,11 +123,6 @@ class Encapsulated(abc.ABC):
   @abc.abstractmethod
   def _weight_copy_attribute(self) -> str:
     """The attribute whose slots start as copies of the weights, or ""."""
-
-  @property
-  def slots_initialized_from_weights(self) -> Sequence[Any]:
-    """The slots that start as copies of the weights, in the weights' order."""
-    return getattr(self.innermost, self._weight_copy_attribute, ())
 
   def fuse(self, wanted: bool | None) -> None:
     """Sets whether kernels or XLA do the optimizer's steps.
@@ -170,12 +164,6 @@ class Encapsulated(abc.ABC):
   def index(self, variable: Any) -> Any:
     """Returns the variable's index among the trained variables, or None."""
     return self.places.get(keras_private.key(self.innermost, variable))
-
-  def place_of(self, variable: Any) -> tuple[int, int]:
-    """Returns the index of a variable, and the number of trained variables."""
-    index = self.index(variable)
-    assert index is not None
-    return index, len(self.places)
 
   def as_built(self, variable: Any) -> Any:
     """Returns the Keras variable of a `tf.Variable`.

@@ -103,7 +103,7 @@ def gathered(
   its slots are stored.
   """
   optimizer = inner.innermost
-  index, count = inner.place_of(variable)
+  index, count = inner.index(variable), len(inner.places)
   attributes = vars(optimizer)
   rows, replaced = [Rows(variable, indices)], {}
   for attribute, slot in encapsulated.slots_at(optimizer, index, count, ()):
