@@ -43,6 +43,9 @@ class Encapsulated(abc.ABC):
     fused: Whether kernels or XLA do the optimizer's steps; see `fused_update`.
   """
 
+  # The classes of `state` and `scaling`.
+  _state_class: type[state.State]
+  _scaling_class: type[loss_scaling.LossScaling]
   # Whether Keras' clipping by `global_clipnorm` makes row-sparse gradients
   # dense.
   _is_dense_after_norm: bool
@@ -54,17 +57,9 @@ class Encapsulated(abc.ABC):
     self.optimizer = optimizer
     self.innermost = innermost(optimizer)
     self.fused: bool | None = False
-    self.state = self._make_state()
-    self.scaling = self._make_scaling()
+    self.state = self._state_class(self)
+    self.scaling = self._scaling_class(optimizer)
     self._thread = threading.local()  # Replicas may be threads.
-
-  @abc.abstractmethod
-  def _make_state(self) -> state.State:
-    """Returns the state of the optimizer."""
-
-  @abc.abstractmethod
-  def _make_scaling(self) -> loss_scaling.LossScaling:
-    """Returns the loss scaling of the optimizer."""
 
   @property
   def name(self) -> str:

@@ -25,17 +25,86 @@ from tf_cross_shard._src.core.encapsulated import (
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 
 
+class Keras3State(state.State):
+  """The state of a Keras 3 optimizer."""
+
+  def slots(self, variable: Any) -> dict[str, Any]:
+    """Returns the slots of a variable by name; empty for an unknown one.
+
+    Keras joins the variable's name and the slot's name: "dense_kernel" and
+    "velocity" become "dense_kernel_velocity".
+    """
+    index = self.index(variable) if self._owner.is_built else None
+    if index is None:
+      return {}
+    reference = self.trainable_variables[index]
+    path = getattr(reference, "path", None)
+    prefixes = [
+      str(name).replace("/", "_").replace(":", "_") + "_"
+      for name in (path, reference.name)
+      if name
+    ]
+    names, slots = [], []
+    # Each optimizer of a MultiOptimizer holds the slots of some variables.
+    for layer in keras_private.nested(self._owner.innermost) or [
+      self._owner.innermost
+    ]:
+      keys = (layer._var_key(reference), path, reference.name)
+      index = layer._trainable_variables_indices.get(keys[0])
+      if index is None:
+        continue
+      count = len(layer._trainable_variables)
+      for attribute, slot in encapsulated.slots_at(layer, index, count, keys):
+        name = slot.name
+        kinds = [name.removeprefix(p) for p in prefixes if name.startswith(p)]
+        # Adafactor names its row and column statistics after the variable only.
+        names.append(kinds[0] if kinds else attribute.strip("_"))
+        slots.append(slot)
+    return dict(zip(optimizer_state.unique(names), slots, strict=True))
+
+  def slot_names(self) -> list[str]:
+    """Returns the name of every slot, once."""
+    whole = self.unsharded
+    slots = (
+      whole.slots(v) for v in whole.trainable_variables if self._owner.is_built
+    )
+    return list(dict.fromkeys(name for by_name in slots for name in by_name))
+
+
+class Keras3LossScaling(loss_scaling.LossScaling):
+  """The loss scale of a Keras 3 optimizer: `loss_scale_factor`, or dynamic."""
+
+  @property
+  def is_dynamic(self) -> bool:
+    """Whether there is a LossScaleOptimizer, inside or outside."""
+    is_inside = hasattr(self._optimizer, "dynamic_growth_steps")
+    return is_inside or self.outer_scaler is not None
+
+  @property
+  def divides(self) -> bool:
+    """Whether the optimizer divides gradients, as a LossScaleOptimizer does."""
+    return self.is_dynamic
+
+  def scale_loss(self, loss: Any) -> Any:
+    """Multiplies a loss by `loss_scale_factor` or the dynamic scale."""
+    if self.outer_scaler is None:
+      return self._optimizer.scale_loss(loss)
+    # The method of the class: `wrapper.outer_loss_scaling` has replaced the
+    # method of the instance.
+    return type(self.outer_scaler).scale_loss(self.outer_scaler, loss)
+
+  def scale_limit(self, limit: float) -> Any:
+    """Returns a limit times the loss scale, as gradients contain the scale."""
+    return self.scale_loss(limit)
+
+
 class Keras3Optimizer(encapsulated.Encapsulated):
   """An encapsulated `keras.optimizers.Optimizer`."""
 
+  _state_class = Keras3State
+  _scaling_class = Keras3LossScaling
   _is_dense_after_norm = True
   _index_attribute = "_trainable_variables_indices"
-
-  def _make_state(self) -> "Keras3State":
-    return Keras3State(self)
-
-  def _make_scaling(self) -> "Keras3LossScaling":
-    return Keras3LossScaling(self.optimizer)
 
   @property
   def is_built(self) -> bool:
@@ -158,79 +227,6 @@ class Keras3Optimizer(encapsulated.Encapsulated):
     variables = [self.as_built(v) for v in variables]
     outer_scaler = self.scaling.outer_scaler
     type(outer_scaler).apply(outer_scaler, list(grads), variables)
-
-
-class Keras3State(state.State):
-  """The state of a Keras 3 optimizer."""
-
-  def slots(self, variable: Any) -> dict[str, Any]:
-    """Returns the slots of a variable by name; empty for an unknown one.
-
-    Keras joins the variable's name and the slot's name: "dense_kernel" and
-    "velocity" become "dense_kernel_velocity".
-    """
-    index = self.index(variable) if self._owner.is_built else None
-    if index is None:
-      return {}
-    reference = self.trainable_variables[index]
-    path = getattr(reference, "path", None)
-    prefixes = [
-      str(name).replace("/", "_").replace(":", "_") + "_"
-      for name in (path, reference.name)
-      if name
-    ]
-    names, slots = [], []
-    # Each optimizer of a MultiOptimizer holds the slots of some variables.
-    for layer in keras_private.nested(self._owner.innermost) or [
-      self._owner.innermost
-    ]:
-      keys = (layer._var_key(reference), path, reference.name)
-      index = layer._trainable_variables_indices.get(keys[0])
-      if index is None:
-        continue
-      count = len(layer._trainable_variables)
-      for attribute, slot in encapsulated.slots_at(layer, index, count, keys):
-        name = slot.name
-        kinds = [name.removeprefix(p) for p in prefixes if name.startswith(p)]
-        # Adafactor names its row and column statistics after the variable only.
-        names.append(kinds[0] if kinds else attribute.strip("_"))
-        slots.append(slot)
-    return dict(zip(optimizer_state.unique(names), slots, strict=True))
-
-  def slot_names(self) -> list[str]:
-    """Returns the name of every slot, once."""
-    whole = self.unsharded
-    slots = (
-      whole.slots(v) for v in whole.trainable_variables if self._owner.is_built
-    )
-    return list(dict.fromkeys(name for by_name in slots for name in by_name))
-
-
-class Keras3LossScaling(loss_scaling.LossScaling):
-  """The loss scale of a Keras 3 optimizer: `loss_scale_factor`, or dynamic."""
-
-  @property
-  def is_dynamic(self) -> bool:
-    """Whether there is a LossScaleOptimizer, inside or outside."""
-    is_inside = hasattr(self._optimizer, "dynamic_growth_steps")
-    return is_inside or self.outer_scaler is not None
-
-  @property
-  def divides(self) -> bool:
-    """Whether the optimizer divides gradients, as a LossScaleOptimizer does."""
-    return self.is_dynamic
-
-  def scale_loss(self, loss: Any) -> Any:
-    """Multiplies a loss by `loss_scale_factor` or the dynamic scale."""
-    if self.outer_scaler is None:
-      return self._optimizer.scale_loss(loss)
-    # The method of the class: `wrapper.outer_loss_scaling` has replaced the
-    # method of the instance.
-    return type(self.outer_scaler).scale_loss(self.outer_scaler, loss)
-
-  def scale_limit(self, limit: float) -> Any:
-    """Returns a limit times the loss scale, as gradients contain the scale."""
-    return self.scale_loss(limit)
 
 
 def adapter(optimizer: Any) -> Keras3Optimizer:
