@@ -102,7 +102,7 @@ class GroupState:
       optimizer_state.check_optimizer(optimizer)
     self.optimizer = optimizer
     # Optimizer state in which members of a group may differ.
-    own = set(map(id, optimizer_state.member_state(optimizer)))
+    own = set(map(id, optimizer_state.windows(optimizer)[0]))
     state = optimizer_state.state_variables(optimizer) if is_whole else []
     new = set(map(id, optimizer_state.unlisted_attributes(optimizer)))
     self.entries = [

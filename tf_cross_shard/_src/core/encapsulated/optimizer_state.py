@@ -132,27 +132,12 @@ def kept_variables(optimizer: Any) -> list[Any]:
   ]
 
 
-def member_state(optimizer: Any) -> list[Any]:
-  """Returns the variables that may differ between the members of a group.
-
-  They are the state of an unfinished accumulation window, such as the sums of
-  each replica's own gradients.
-  """
-  return [
-    variable
-    for layer in nested_optimizers(optimizer)
-    for variable in (
-      *getattr(components.step_of(layer), "window_state", ()),
-      *keras_private.accumulated(layer),
-    )
-  ]
-
-
 def windows(optimizer: Any) -> tuple[list[Any], list[tuple[Any, int]]]:
   """Returns the state of unfinished accumulation windows.
 
   Returns:
-    A list of variables that are 0 at the start of a window, and a list of
+    A list of variables that are 0 at the start of a window and may differ
+    between the members of a group, and a list of
     `(counter, k)`; `counter % k == 0` at the start of a window.
   """
   sums: list[Any] = []
