@@ -91,11 +91,6 @@ class Engine(abc.ABC):
     """
     return packing.BUCKET_BYTES
 
-  @property
-  def orders_graphs(self) -> bool:
-    """Whether replicas' updates have a fixed order in a TensorFlow 1 graph."""
-    return self.num_replicas == 1
-
   def reduce_part(
     self, tensors: Sequence[tf.Tensor], layout: shard_layout.Layout
   ) -> tf.Tensor:

@@ -94,11 +94,6 @@ class TPU(engine.Engine):
     """None: gradients are not packed."""
     return None
 
-  @property
-  def orders_graphs(self) -> bool:
-    """True: the operations of one program have an order."""
-    return True
-
   def isolate(self) -> contextlib.AbstractContextManager[Any]:
     """A context in which this replica acts as if it were the only one.
 

@@ -48,8 +48,10 @@ class StepChecks:
     self._check_strategy()
     self._check_group_count()
     self._check_workers()
-    in_function = tf.executing_eagerly() or tf.inside_function()
-    if not in_function and not self.engine.orders_graphs:
+    is_ordered = tf.executing_eagerly() or tf.inside_function()
+    # The operations of one replica, or of one program, have an order anyway.
+    is_one = self.engine.num_replicas == 1 or self.engine.is_one_program
+    if not is_ordered and not is_one:
       raise RuntimeError(
         f"{self._name} was called in a TensorFlow 1 graph under"
         f" {type(tf.distribute.get_strategy()).__name__}, where the replicas'"
