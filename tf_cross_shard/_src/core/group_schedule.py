@@ -316,7 +316,7 @@ def bound(forwarded: property) -> property:
     if own is not None and own.checks is not None:
       if not callable(value):
         check_settable(optimizer.inner_optimizer)
-      bind_rate(value, own.checks.groups, own.keras_package)
+      bind_rate(value, own.checks.engine.groups, own.keras_package)
     forwarded.__set__(optimizer, value)
 
   return forwarded.setter(assign)

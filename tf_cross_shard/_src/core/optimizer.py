@@ -209,7 +209,7 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
   @property
   def groups(self) -> groups_lib.Groups:
     """The groups; one group of all replicas without `group_assignment`."""
-    return self._components.checks.groups
+    return self._components.checks.engine.groups
 
   def describe(self) -> description.Description:
     """Returns what this optimizer does to each variable in a step.
@@ -377,29 +377,25 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
 
   def _perform(self, call: flow.Call) -> Any:
     """Checks the call, and does the step."""
-    with self._components.checks.one_user():
-      return self._perform_alone(call)
-
-  def _perform_alone(self, call: flow.Call) -> Any:
-    """Performs a call while no other thread uses the optimizer."""
     opt = self._encapsulated.optimizer
     checks, step = self._components.checks, self._components.step
-    checks.check_place()
-    checks.check_variables(call.variables)
-    # Set the groups of schedules again: the user may have assigned a schedule
-    # to `opt.learning_rate`.
-    group_schedule.bind(opt, self.groups, self._package)
-    if not call.is_reduced:
-      step.convention.check_was_scaled(
-        call.through_apply, self._encapsulated.scaling.divides
-      )
-    self.build(call.variables)
-    checks.compare_workers_before_step(call.grads, call.variables)
-    if tf.executing_eagerly() or tf.inside_function():
-      return step.perform(call)
-    # A TensorFlow 1 graph runs only what is fetched: return one operation that
-    # takes the whole step.
-    return tf.function(lambda: step.perform(call), autograph=False)().op
+    with checks.one_user():
+      checks.check_place()
+      checks.check_variables(call.variables)
+      # Set the groups of schedules again: the user may have assigned a schedule
+      # to `opt.learning_rate`.
+      group_schedule.bind(opt, self.groups, self._package)
+      if not call.is_reduced:
+        step.convention.check_was_scaled(
+          call.through_apply, self._encapsulated.scaling.divides
+        )
+      self.build(call.variables)
+      checks.compare_workers_before_step(call.grads, call.variables)
+      if tf.executing_eagerly() or tf.inside_function():
+        return step.perform(call)
+      # A TensorFlow 1 graph runs only what is fetched: return one operation
+      # that takes the whole step.
+      return tf.function(lambda: step.perform(call), autograph=False)().op
 
   def _build_slots(self, variables: Sequence[Any]) -> None:
     """Creates the variables of all stages."""

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import collectives, validation
 from tf_cross_shard._src.core import context as context_lib
-from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.coordination import agreement, errors
 from tf_cross_shard._src.core.gradients.clipping import Gradient
@@ -22,7 +21,6 @@ class StepChecks:
   def __init__(self, context: context_lib.Context) -> None:
     """Raises an error if the groups or the workers do not fit the strategy."""
     self.engine = context.engine
-    self.groups: groups_lib.Groups = context.engine.groups
     self._context = context
     self._name = context.settings.name
     # The users of this optimizer whose calls have not returned yet; one entry
@@ -141,13 +139,13 @@ class StepChecks:
     config = self._context.settings.to_config()
     del config["name"]
     return agreement.settings(
-      **{**config, "group_assignment": self.groups.to_lists()}
+      **{**config, "group_assignment": self.engine.groups.to_lists()}
     )
 
   def _iteration_lines(self) -> list[str]:
     """Returns the count of steps as a line."""
     # Different groups may have skipped different steps.
-    is_equal = self.groups.num_groups == 1
+    is_equal = self.engine.groups.num_groups == 1
     count = int(self._context.encapsulated.iterations()) if is_equal else "any"
     return agreement.settings(iterations=count)
 
@@ -173,11 +171,11 @@ class StepChecks:
 
   def _check_group_count(self) -> None:
     """Raises `ValueError` unless the groups cover the strategy's replicas."""
-    count = self.groups.num_replicas
-    if count != self.engine.num_replicas:
+    groups = self.engine.groups
+    if groups.num_replicas != self.engine.num_replicas:
       raise ValueError(
-        f"`group_assignment` covers {count} replicas, {self.groups.to_lists()},"
-        " but the optimizer was created under"
+        f"`group_assignment` covers {groups.num_replicas} replicas,"
+        f" {groups.to_lists()}, but the optimizer was created under"
         f" {validation.strategy_in_words(self.engine.strategy)}. Change"
         " `group_assignment`, or create the optimizer inside the scope of its"
         " strategy."
