@@ -13,6 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_cross_shard._src.core.internals import validation
+
 try:
   from tensorflow.python.data.ops import debug_mode
 except ImportError:  # A private module: then `fit` may wait, as without us.
@@ -62,12 +64,9 @@ def local_strategy(num_replicas: int) -> tf.distribute.MirroredStrategy:
     ValueError: `num_replicas` is not a positive integer.
     RuntimeError: TensorFlow has already started with fewer devices.
   """
-  is_integer = isinstance(num_replicas, int)
-  if not is_integer or isinstance(num_replicas, bool) or num_replicas < 1:
-    raise ValueError(
-      "`num_replicas` must be a positive integer, such as 4; got"
-      f" {num_replicas!r}."
-    )
+  num_replicas = validation.check_integer(
+    "num_replicas", num_replicas, "Pass, for example, 4."
+  )
   kind = "GPU" if _count("GPU") >= num_replicas else "CPU"
   if _count(kind) < num_replicas:
     _divide_cpu(num_replicas)

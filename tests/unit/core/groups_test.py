@@ -276,9 +276,9 @@ def test_contiguous_strided_and_singletons() -> None:
   [
     ("contiguous", (6, 4), "`group_size` must divide .* 4 does not divide 6"),
     ("strided", (6, 4), "`group_size` must divide .* 4 does not divide 6"),
-    ("strided", (4, True), "`group_size` must be a positive .* got True"),
-    ("contiguous", ("4", 2), "`num_replicas` must be a positive .* got '4'"),
-    ("singletons", (0,), "`num_replicas` must be a positive integer; got 0"),
+    ("strided", (4, True), "`group_size` must be an integer .* got True"),
+    ("contiguous", ("4", 2), "`num_replicas` must be an integer .* got '4'"),
+    ("singletons", (0,), "`num_replicas` must be an integer .* got 0"),
   ],
 )
 def test_builders_refuse_what_does_not_divide(

@@ -221,3 +221,12 @@ def test_an_unknown_variable_is_refused_by_name() -> None:
       lambda variable, known=known: variable is known,
     )
     assert f"`grads_and_vars` holds {name}, which is not among" in text
+
+
+def test_integers_of_python_and_numpy_are_accepted() -> None:
+  for value in (2, np.int64(2), np.uint8(2)):
+    found = validation.check_integer("every", value, "Pass 2.")
+    assert (found, type(found)) == (2, int)
+  for value in (True, np.bool_(True), 2.0, np.float32(2.0), "2", None, 0):
+    with pytest.raises(ValueError, match=r"`every` must .* got .*\. Pass 2\."):
+      validation.check_integer("every", value, "Pass 2.")

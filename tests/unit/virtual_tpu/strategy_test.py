@@ -68,7 +68,7 @@ both_ways = pytest.mark.parametrize("run", [_run, _run_in_function])
 
 def test_number_of_replicas_is_checked() -> None:
   for number in (0, True, 2.0):
-    with pytest.raises(ValueError, match=r"`num_replicas` must be a positive"):
+    with pytest.raises(ValueError, match=r"`num_replicas` must be an integer"):
       virtual_tpu.VirtualTPUStrategy(number)  # type: ignore[arg-type]
 
 

@@ -137,8 +137,10 @@ class BackupAndRestore(group_callback.GroupCallback):
     """
     super().__init__()
     if every != "epoch":
-      group_callback.check_count("every", every, 1, 'batches, or is "epoch"')
-    group_callback.check_count("keep", keep, 2, "backups")
+      every = group_callback.check_count(
+        "every", every, 1, 'batches, or is "epoch"'
+      )
+    keep = group_callback.check_count("keep", keep, 2, "backups")
     if not isinstance(on_preemption, bool):
       raise TypeError(
         f"`on_preemption` must be True or False; got {on_preemption!r}. True"

@@ -9,14 +9,13 @@ reads its settings from it.
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard._src.core import components
+from tf_cross_shard._src.core import components, validation
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core.gradients import clipping, loss_factor, packing
 
@@ -131,11 +130,10 @@ class Settings:
           f" {getattr(self, name)!r}."
         )
     steps = self.accumulate_steps
-    if steps is not None and not (_is_integer(steps) and steps > 0):
-      raise ValueError(
-        "`accumulate_steps` must be a positive integer; got"
-        f" {steps!r}. Use None to apply gradients in every call."
-      )
+    if steps is not None:
+      remedy = "Use None to apply gradients in every call."
+      steps = validation.check_integer("accumulate_steps", steps, remedy)
+      object.__setattr__(self, "accumulate_steps", steps)
     if self.lazy_rows and (steps or 1) > 1:
       raise ValueError(
         f"`lazy_rows` is {self.lazy_rows!r} and `accumulate_steps` is {steps},"
@@ -297,8 +295,3 @@ def _as_group_settings(numbers: Any) -> dict[str, list[float]] | None:
     for limit in found.get(name, ()):
       _check_limit(name, limit)
   return found or None
-
-
-def _is_integer(value: Any) -> bool:
-  """Returns whether a value is an integer, but not True or False."""
-  return isinstance(value, numbers.Integral) and not isinstance(value, bool)

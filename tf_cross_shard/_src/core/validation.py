@@ -3,6 +3,7 @@
 Errors name the argument, show the value and say what to pass instead.
 """
 
+import numbers
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -27,8 +28,24 @@ if TYPE_CHECKING:  # For editors only: Keras 3 or tf_keras may be missing.
 
 def is_number(value: Any) -> bool:
   """Returns whether a value is a Python or NumPy number, and not a boolean."""
-  numbers = (int, float, np.integer, np.floating)
-  return isinstance(value, numbers) and not isinstance(value, bool)
+  kinds = (int, float, np.integer, np.floating)
+  return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def check_integer(name: str, value: Any, remedy: str, least: int = 1) -> int:
+  """Returns the integer that an argument has.
+
+  Raises:
+    ValueError: If the value is no Python or NumPy integer of at least `least`.
+      `remedy` ends the message.
+  """
+  is_integer = isinstance(value, numbers.Integral)
+  if not is_integer or isinstance(value, bool) or value < least:
+    raise ValueError(
+      f"`{name}` must be an integer of at least {least}; got {value!r}."
+      f" {remedy}"
+    )
+  return int(value)
 
 
 def strategy_in_words(strategy: tf.distribute.Strategy) -> str:

@@ -57,16 +57,12 @@ def group_names(optimizer: Any) -> list[str]:
   return list(names)
 
 
-def check_count(name: str, value: Any, least: int, unit: str) -> None:
-  """Raises `ValueError` unless an argument is an integer of at least `least`.
+def check_count(name: str, value: Any, least: int, unit: str) -> int:
+  """Returns an integer argument of at least `least`, or raises `ValueError`.
 
   `unit` is what the argument counts, for the error.
   """
-  if type(value) is not int or value < least:
-    raise ValueError(
-      f"`{name}` must be an integer of at least {least}; got {value!r}. It"
-      f" counts {unit}."
-    )
+  return validation.check_integer(name, value, f"It counts {unit}.", least)
 
 
 def check_number(name: str, value: Any) -> None:
@@ -274,7 +270,7 @@ class GroupMonitor(GroupCallback):
       )
     if mode not in ("auto", "min", "max"):
       raise ValueError(f'`mode` must be "auto", "min" or "max"; got {mode!r}.')
-    check_count("patience", patience, 0, "evaluations")
+    patience = check_count("patience", patience, 0, "evaluations")
     check_number("min_delta", min_delta)
     self.monitor = monitor
     self.mode = mode

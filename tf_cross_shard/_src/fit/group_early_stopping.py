@@ -77,7 +77,7 @@ class GroupEarlyStopping(group_callback.GroupMonitor):
       start_from_epoch: The number of epochs to ignore at the start.
     """
     super().__init__(monitor, mode, patience, min_delta)
-    group_callback.check_count(
+    start_from_epoch = group_callback.check_count(
       "start_from_epoch", start_from_epoch, 0, "epochs"
     )
     self.restore_best_weights = restore_best_weights

@@ -75,7 +75,9 @@ class GroupReduceLROnPlateau(group_callback.GroupMonitor):
       min_lr: The least learning rate.
     """
     super().__init__(monitor, mode, patience, min_delta)
-    group_callback.check_count("cooldown", cooldown, 0, "evaluations")
+    cooldown = group_callback.check_count(
+      "cooldown", cooldown, 0, "evaluations"
+    )
     group_callback.check_number("min_lr", min_lr)
     group_callback.check_number("factor", factor)
     if not 0.0 < factor < 1.0:

@@ -132,8 +132,8 @@ class OuterOptimizer(group_callback.GroupCallback):
       ValueError: If `every`, `warmup` or `wire_dtype` has no valid value.
     """
     super().__init__()
-    group_callback.check_count("every", every, 1, "steps")
-    group_callback.check_count("warmup", warmup, 0, "steps")
+    every = group_callback.check_count("every", every, 1, "steps")
+    warmup = group_callback.check_count("warmup", warmup, 0, "steps")
     packing.as_wire_dtype(wire_dtype)
     self._every = every
     self._optimizer = optimizer

@@ -183,8 +183,10 @@ class Halving(trial_monitor.TrialMonitor):
         f"`table` must be a trials.Table; got {type(table).__name__}. Use"
         ' trials.Table([{"learning_rate": 0.1}, ...], groups).'
       )
-    group_callback.check_count("epochs", epochs, 1, "epochs of the last trials")
-    group_callback.check_count(
+    epochs = group_callback.check_count(
+      "epochs", epochs, 1, "epochs of the last trials"
+    )
+    factor = group_callback.check_count(
       "factor", factor, 2, "trials, of which one continues"
     )
     self.table: table_lib.Table = table

@@ -171,8 +171,8 @@ class Population(trial_monitor.TrialMonitor):
       ValueError: If an argument is not valid.
     """
     super().__init__(monitor, mode)
-    group_callback.check_count("every", every, 1, "epochs")
-    group_callback.check_count("seed", seed, 0, "random numbers")
+    every = group_callback.check_count("every", every, 1, "epochs")
+    seed = group_callback.check_count("seed", seed, 0, "random numbers")
     group_callback.check_number("share", share)
     if not 0.0 < share <= 0.5:
       raise ValueError(

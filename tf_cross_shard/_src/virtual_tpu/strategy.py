@@ -18,6 +18,7 @@ from tensorflow.python.distribute import (
   values,
 )
 
+from tf_cross_shard._src.core.internals import validation
 from tf_cross_shard._src.core.internals import variables as variables_lib
 from tf_cross_shard._src.virtual_tpu import (
   datasets,
@@ -75,10 +76,9 @@ class VirtualTPUStrategy(tf.distribute.Strategy):
       ValueError: If `num_replicas` is not a positive integer.
       ImportError: If jax or jaxlib is missing or of an untested version.
     """
-    if type(num_replicas) is not int or num_replicas < 1:
-      raise ValueError(
-        f"`num_replicas` must be a positive integer; got {num_replicas!r}."
-      )
+    num_replicas = validation.check_integer(
+      "num_replicas", num_replicas, "Pass, for example, 8."
+    )
     for distribution in ("jax", "jaxlib"):
       xla.require(distribution)
     super().__init__(VirtualTPUExtended(self, num_replicas))
