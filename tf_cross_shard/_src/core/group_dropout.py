@@ -15,7 +15,6 @@ import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard._src.core import group_schedule, settings, validation
-from tf_cross_shard._src.core import groups as groups_lib
 
 
 # `layers.GroupDropout` of each Keras derives from this class and then from the
@@ -65,8 +64,7 @@ class GroupRates(abc.ABC):
       ValueError: If there is not one rate for each group, if a rate is out of
         range, or if `group_assignment` is malformed.
     """
-    groups = settings.as_groups(group_assignment)
-    groups = groups or groups_lib.Groups(group_assignment)
+    groups = settings.required_groups(group_assignment)
     if not isinstance(rates, tf.Variable):
       rates = list(rates)
       if not all(map(validation.is_number, rates)):

@@ -61,7 +61,7 @@ def per_group(values: Any, groups: Any) -> tf.Tensor:
   """
   if hasattr(groups, "apply_gradients"):
     groups = optimizer_state.groups_of(groups, None)
-  groups = settings.as_groups(groups) or groups_lib.Groups(groups)
+  groups = settings.required_groups(groups)
   rows = tf.convert_to_tensor(values)
   if not rows.shape[:1].is_compatible_with([groups.num_groups]):
     raise ValueError(

@@ -265,6 +265,11 @@ def as_groups(group_assignment: Any) -> groups_lib.Groups | None:
   return groups_lib.Groups(group_assignment)
 
 
+def required_groups(group_assignment: Any) -> groups_lib.Groups:
+  """Returns the same, but raises `ValueError` for None."""
+  return as_groups(group_assignment) or groups_lib.Groups(group_assignment)
+
+
 def _check_limit(name: str, limit: Any) -> None:
   """Raises `ValueError` unless a limit is None or a number of at least 0."""
   # This comparison is also False for NaN.

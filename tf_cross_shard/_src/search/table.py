@@ -22,7 +22,6 @@ from tf_cross_shard._src.core.internals import (
   settings,
   validation,
 )
-from tf_cross_shard._src.core.internals import groups as groups_lib
 from tf_cross_shard._src.replica_state import archive
 from tf_cross_shard._src.replica_state import paths as paths_lib
 
@@ -214,7 +213,7 @@ class Table(Sequence[Trial]):
             f" {row}. Correct or remove that trial."
           )
         row[name] = float(number)
-    self.groups = settings.as_groups(groups) or groups_lib.Groups(groups)
+    self.groups = settings.required_groups(groups)
     # Each variable has the settings of all groups.
     variables = {
       name: tf.Variable(
