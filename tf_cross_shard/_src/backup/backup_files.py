@@ -162,10 +162,9 @@ class BackupFiles:
 
     The first worker also deletes the backups of workers that no longer exist.
     """
-    if self._workers is not None:
-      # Wait for all workers. If one of them is lost before this point, the
-      # backups of the others are still needed to resume.
-      agreement.compare_workers(self._workers, "the end of fit", [])
+    # Wait for all workers. If one of them is lost before this point, the
+    # backups of the others are still needed to resume.
+    agreement.compare_workers(self._workers, "the end of fit")
     paths_lib.delete_tree(self.folder)
     for index, folder in self._folders().items():
       if self.is_first and index >= self._count:

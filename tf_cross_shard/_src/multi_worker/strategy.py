@@ -111,8 +111,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     with _limited_wait(cluster_resolver, self.timeout):
       super().__init__(cluster_resolver, communication_options)
     self._workers = agreement.of_strategy(self)
-    if self._workers:
-      agreement.compare_workers(self._workers, "the start", [])
+    agreement.compare_workers(self._workers, "the start")
     self._watch = stall_watch.of_strategy(self)
 
   @contextlib.contextmanager

@@ -99,8 +99,7 @@ class Copies:
 
     Errors name the `topic`.
     """
-    if self.workers is not None:
-      agreement.compare_workers(self.workers, topic, lines)
+    agreement.compare_workers(self.workers, topic, lines)
 
   def here(self, variable: Any) -> list[Array]:
     """Returns the copies that the replicas of this process have."""

@@ -133,16 +133,20 @@ def _seconds(strategy: Any, name: str, variable: str, default: float) -> float:
   )
 
 
-def compare_workers(workers: Workers, topic: str, lines: Sequence[str]) -> None:
+def compare_workers(
+  workers: Workers | None, topic: str, lines: Sequence[str] = ()
+) -> None:
   """Raises the same error on all workers unless all have the same lines.
 
   All workers must make the same calls in the same order.
 
   Args:
-    workers: The workers.
+    workers: The workers; None if there is only one.
     topic: A description of the call, for error messages.
     lines: Text that has to be the same on all workers.
   """
+  if workers is None:
+    return
   text = "\n".join(
     [f"step in the program: {topic}", *library_versions(), *lines]
   )
