@@ -28,8 +28,8 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core.collectives import (
+  collective_engine,
   collective_ops,
-  engine,
   replica_isolation,
   shard_layout,
 )
@@ -41,7 +41,7 @@ from tf_cross_shard._src.core.gradients import packing
 _MERGE_BUCKET_BYTES: Final = 1 << 16
 
 
-class Mirrored(engine.Engine):
+class Mirrored(collective_engine.CollectiveEngine):
   """Collectives within groups of the devices of one process."""
 
   def __init__(
@@ -56,7 +56,6 @@ class Mirrored(engine.Engine):
     means on CPUs only.
     """
     super().__init__(strategy, groups)
-    self._devices = tuple(strategy.extended.worker_devices)
     on_cpus = all("CPU" in device.upper() for device in self._devices)
     self._prefer_merge = on_cpus if prefer_merge is None else prefer_merge
     # If the user chose one of these `cross_device_ops`, do not use NCCL.
@@ -69,8 +68,8 @@ class Mirrored(engine.Engine):
       ),
     )
     asked = collective_ops.RING if is_plain else collective_ops.AUTO
-    self._collective_ops = collective_ops.of_strategy(strategy, asked=asked)
-    self.method = f"CollectiveReduceV2 ({self._collective_ops.hint})"
+    self._collectives = collective_ops.of_strategy(strategy, asked=asked)
+    self.method = f"CollectiveReduceV2 ({self._collectives.hint})"
     if self._prefer_merge:
       self.method = f"add_n in a merge call, {self.method} inside tf.cond"
 
@@ -78,20 +77,13 @@ class Mirrored(engine.Engine):
     """Sums over the group, in a merge call or in a collective."""
     if self._merges_here():
       return self._sum(tensors, tf.add_n)
-    return self._collectives.run(
-      collective_ops.ALL_REDUCE,
-      tensors,
-      self.groups,
-      *self._replica_and_device(),
-    )
+    return super().all_reduce_sum(tensors)
 
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Concatenates over the group; numbers of rows may differ."""
     # Use a merge call on GPUs, too: unlike a collective, it needs no padding.
     if not collective_ops.can_merge():
-      return self._collectives.join_rows(
-        tensors, self.groups, *self._replica_and_device()
-      )
+      return super().all_gather(tensors)
     return self._merge_each(tensors, lambda copies: tf.concat(copies, axis=0))
 
   def reduce_part(
@@ -133,31 +125,17 @@ class Mirrored(engine.Engine):
       lambda copies, _: packing.reshape_like(layout.join(copies[0]), like),
     )
 
-  def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
-    """Returns this member's part of the sum."""
-    if not collective_ops.keeps_order(self.groups):
-      return super().reduce_scatter(row)
-    return self._collectives.reduce_scatter(
-      row, self.groups, *self._replica_and_device()
-    )
-
   def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
     """Concatenates parts, which have the same shape on all members."""
     if self._merges_here():
       return self.all_gather([part])[0]
-    if not collective_ops.keeps_order(self.groups):
-      return super().all_gather_part(part)
-    return self._collectives.all_gather(
-      part, self.groups, *self._replica_and_device()
-    )
+    return super().all_gather_part(part)
 
   def exchange_rows(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
     """Sends rows to the members, without padding in a merge call."""
     # Use a merge call on GPUs, too, as for `all_gather`.
     if not collective_ops.can_merge():
-      return self._collectives.exchange_rows(
-        rows, counts, self.position(), self.groups, *self._replica_and_device()
-      )
+      return super().exchange_rows(rows, counts)
 
     def combine(
       copies: list[list[tf.Tensor]], members: list[int]
@@ -182,9 +160,8 @@ class Mirrored(engine.Engine):
       return super().all_reduce_narrow(tensors)
     return self._sum(tensors, _add_widened)
 
-  @property
-  def _collectives(self) -> Any:
-    """The collective operations. Raises `ValueError` if a device is missing.
+  def _caller(self) -> tuple[groups_lib.Groups, int, str]:
+    """Returns the same. Raises `ValueError` if a device is missing.
 
     If devices do not exist, TensorFlow places several replicas on one device,
     and runs their branches one after the other. A collective would hang there.
@@ -197,12 +174,12 @@ class Mirrored(engine.Engine):
         " Create the strategy with"
         f" tf_cross_shard.local_strategy({len(self._devices)})."
       )
-    return self._collective_ops
+    return super()._caller()
 
   @property
   def can_scatter(self) -> bool:
     """True with merge calls, or if at most ten replicas take part."""
-    return self._prefer_merge or collective_ops.keeps_order(self.groups)
+    return self._prefer_merge or super().can_scatter
 
   @property
   def bucket_bytes(self) -> int | None:
@@ -275,14 +252,9 @@ class Mirrored(engine.Engine):
     by_group = tf.distribute.get_replica_context().merge_call(
       combine_groups, args=tuple(tensors)
     )
-    replica, _ = self._replica_and_device()
-    return list(by_group[self.groups.index_of(replica)])
-
-  def _replica_and_device(self) -> tuple[int, str]:
-    """Returns the number and the device of the calling replica."""
     replica = replica_isolation.replica_id()
     assert replica is not None  # This strategy knows it while tracing.
-    return replica, self._devices[replica]
+    return list(by_group[self.groups.index_of(replica)])
 
 
 def _add_widened(parts: list[tf.Tensor]) -> tf.Tensor:

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core.collectives import (
+  collective_engine,
   collective_ops,
   engine,
   replica_isolation,
@@ -34,7 +35,7 @@ _BUCKET_BYTES: Final = 8 << 20
 _CHAINS: Final = 4
 
 
-class MultiWorker(engine.Engine):
+class MultiWorker(collective_engine.CollectiveEngine):
   """Collectives within groups of the replicas of several processes."""
 
   # Several buckets are sent at the same time, and the buckets of the last
@@ -46,7 +47,6 @@ class MultiWorker(engine.Engine):
     self, strategy: tf.distribute.Strategy, groups: groups_lib.Groups
   ) -> None:
     super().__init__(strategy, groups)
-    self._devices = tuple(strategy.extended.worker_devices)
     cluster = strategy.cluster_resolver.cluster_spec()
     # No public member says which implementation the user chose.
     options = strategy.extended._communication_options  # noqa: SLF001
@@ -69,17 +69,10 @@ class MultiWorker(engine.Engine):
   @property
   def replicas_here(self) -> range:
     """The numbers of the replicas in this process, one for each device."""
-    first = self._first_here()
+    # It counts a chief, which `task_id` of the cluster resolver does not.
+    index: int = self.strategy.extended._id_in_cluster  # noqa: SLF001
+    first = index * len(self._devices)
     return range(first, first + len(self._devices))
-
-  def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums over the group, in collectives."""
-    return self._collectives.run(
-      collective_ops.ALL_REDUCE,
-      tensors,
-      self.groups,
-      *self._replica_and_device(),
-    )
 
   def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums tensors; 3 to 11 members add half-precision tensors in float32.
@@ -110,9 +103,9 @@ class MultiWorker(engine.Engine):
     fits = size is not None and size % members == 0
     if not fits:
       flat = tf.pad(flat, [[0, -tf.size(flat) % members]])
-    place = self._replica_and_device()
-    part = self._collectives.reduce_scatter(flat, self.groups, *place)
-    whole = self._collectives.all_gather(part, self.groups, *place)
+    caller = self._caller()
+    part = self._collectives.reduce_scatter(flat, *caller)
+    whole = self._collectives.all_gather(part, *caller)
     if not fits:
       whole = whole[: tf.size(tensor)]
     return tf.reshape(whole, tf.shape(tensor))
@@ -121,39 +114,6 @@ class MultiWorker(engine.Engine):
   def bucket_bytes(self) -> int | None:
     """A larger size than in one process: each bucket costs a remote call."""
     return _BUCKET_BYTES
-
-  def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Concatenates over the group; numbers of rows may differ."""
-    return self._collectives.join_rows(
-      tensors, self.groups, *self._replica_and_device()
-    )
-
-  @property
-  def can_scatter(self) -> bool:
-    """Whether the runtime sees the members in replica order."""
-    return collective_ops.keeps_order(self.groups)
-
-  def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
-    """Returns this member's part of the sum."""
-    if not self.can_scatter:
-      return super().reduce_scatter(row)
-    return self._collectives.reduce_scatter(
-      row, self.groups, *self._replica_and_device()
-    )
-
-  def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
-    """Concatenates parts, which have the same shape on all members."""
-    if not self.can_scatter:
-      return super().all_gather_part(part)
-    return self._collectives.all_gather(
-      part, self.groups, *self._replica_and_device()
-    )
-
-  def exchange_rows(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
-    """Sends rows to the members, padded to the largest number of rows."""
-    return self._collectives.exchange_rows(
-      rows, counts, self.position(), self.groups, *self._replica_and_device()
-    )
 
   def compare_workers(
     self,
@@ -195,18 +155,6 @@ class MultiWorker(engine.Engine):
     process. The first replica of each process updates it.
     """
     return super().updates_here(variable) or (
-      replica_isolation.replica_id() == self._first_here()
+      replica_isolation.replica_id() == self.replicas_here.start
       and not engine.is_copied(variable)
     )
-
-  def _replica_and_device(self) -> tuple[int, str]:
-    """Returns the number and the device of the calling replica."""
-    replica = replica_isolation.replica_id()
-    assert replica is not None  # This strategy knows it while tracing.
-    return replica, self._devices[replica - self._first_here()]
-
-  def _first_here(self) -> int:
-    """Returns the number of the first replica in this process."""
-    # It counts a chief, which `task_id` of the cluster resolver does not.
-    index: int = self.strategy.extended._id_in_cluster  # noqa: SLF001
-    return index * len(self._devices)
