@@ -14,7 +14,8 @@ or k calls long. The update decides which part of the weights and of the
 optimizer state each replica stores and updates. The wire decides in which dtype
 replicas send gradients. Each stage receives the next stage as a function:
 `window.add(..., _finish)`, `update.apply(..., _apply_once)`, and
-`guard.apply_if_finite(sums, apply)`. Stages do not write into each other.
+`guard.apply_if_finite(sums, apply)`. Stages do not write into each other. Only
+`Step._show_state` writes into the state of the user's optimizer.
 """
 
 import dataclasses
@@ -103,7 +104,7 @@ class Step:
     self.guard = nonfinite.NonfiniteGuard(context)
     self.watch = group_warnings.GroupWarnings(settings.name, engine)
     self.attached: tuple[Any, ...] = ()
-    context.encapsulated.state.checkpointed = self.update.checkpointed
+    self._show_state(None)
 
   @property
   def settings(self) -> settings_lib.Settings:
@@ -277,16 +278,20 @@ class Step:
     if not self.context.encapsulated.is_built:
       self.tables.own(variables)
       self.watch.before_build(variables)
-    state = self.context.encapsulated.state
-    whole = self.update.build(variables)
-    if whole is not None:
-      state.whole = whole
-      state.checkpointed = self.update.checkpointed
-      state.checkpointed.add(whole.checkpoint_view)
+    self._show_state(self.update.build(variables))
     # tf_keras' LossScaleOptimizer around this optimizer also calls `build` with
     # the variables that are updated, which may be shards. The window needs the
     # weights.
-    self.window.build([v for v in variables if state.knows(v)])
+    knows = self.context.encapsulated.state.knows
+    self.window.build([v for v in variables if knows(v)])
+
+  def _show_state(self, whole: Any) -> None:
+    """Shows savers the state with whole slots, if the update keeps parts."""
+    state = self.context.encapsulated.state
+    state.checkpointed = self.update.checkpointed
+    if whole is not None:
+      state.whole = whole
+      state.checkpointed.add(whole.checkpoint_view)
 
   @property
   def calls(self) -> int:
