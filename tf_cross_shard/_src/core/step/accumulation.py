@@ -42,7 +42,7 @@ class Window(context_lib.Stage, abc.ABC):
   def of_call(self, has_overwrites: bool) -> "Window":
     """Returns the object that accumulates the gradients of a call.
 
-    It is this object, or an object that uses Keras' variables.
+    It is this object, or one that does not accumulate.
 
     Args:
       has_overwrites: Whether any variable has `overwrite_with_gradient`: its
@@ -76,27 +76,6 @@ class Window(context_lib.Stage, abc.ABC):
 
 class OneCall(Window):
   """The window without accumulation: every call makes a step."""
-
-  def __init__(
-    self,
-    context: context_lib.Context,
-    by_group: group_settings.GroupSettings,
-  ) -> None:
-    """Creates the window.
-
-    An optimizer that accumulates by itself needs `by_group` in every call.
-    """
-    super().__init__(context)
-    self._by_group = by_group
-
-  def of_call(self, has_overwrites: bool) -> Window:
-    """Returns Keras' window if the encapsulated optimizer accumulates."""
-    # For float8 scales, the "gradient" is the new value itself; Keras would
-    # wrongly accumulate it. If there are such values, reduce in every call, and
-    # let Keras accumulate the sums.
-    if has_overwrites or not self.encapsulated.accumulates_own_gradients:
-      return self
-    return KerasAccumulation(self.context, self._by_group)
 
   def add(
     self, own: Sequence[Gradient], variables: Sequence[Any], finish: Finish
@@ -341,6 +320,15 @@ class KerasAccumulation(Accumulation):
     super().__init__(context, context.encapsulated.accumulates)
     self._by_group = by_group
 
+  def of_call(self, has_overwrites: bool) -> Window:
+    """Returns this window, if Keras can accumulate a replica's gradients."""
+    # For float8 scales, the "gradient" is the new value itself; Keras would
+    # wrongly accumulate it. If there are such values, reduce in every call, and
+    # let Keras accumulate the sums.
+    if has_overwrites or not self.encapsulated.accumulates_own_gradients:
+      return OneCall(self.context)
+    return self
+
   @property
   def _count(self) -> Any:
     """Keras' variable, which counts the calls of all windows."""
@@ -379,6 +367,8 @@ def make(
       f" (gradient_accumulation_steps={accumulates}). Set only one of these"
       " arguments."
     )
+  if accumulates:
+    return KerasAccumulation(context, by_group)
   if steps in (None, 1):
-    return OneCall(context, by_group)
+    return OneCall(context)
   return OwnAccumulation(context, int(steps))
