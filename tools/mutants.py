@@ -117,7 +117,7 @@ MUTANTS = [
   Mutant("all weights share one bucket", "_src/core/update/flat_update.py", "if limit and buckets[-1] and filled + size > limit:", "if False:", "unit/core/update/sharded_update"),
   Mutant("the global norm covers one member's part only", "_src/core/update/sharded_update.py", "[total] = self.engine.all_reduce_sum([tf.add_n(squares)])", "total = tf.add_n(squares)", "unit/core/update/sharded_update"),
   Mutant("each member decides alone whether to skip a step", "_src/core/update/sharded_update.py", "    if not self.context.may_skip:\n      return parts", "    return parts", "unit/core/step/nonfinite"),
-  Mutant("a skipped step applies constraints", "_src/core/update/flat_update.py", "tf.where(is_step, constraint(value), value)", "constraint(value)", "unit/core/update/sharded_update"),
+  Mutant("a skipped step applies constraints", "_src/core/update/flat_update.py", "tf.where(constrains, constraint(value), value)", "constraint(value)", "unit/core/update/sharded_update"),
   Mutant("Keras clips sums that are clipped already", "_src/core/update/sharded_update.py", _LIMITS_OFF, "    if True:\n", "unit/core/update/sharded_update"),
   Mutant("all groups use the first group's settings", "_src/core/step/group_settings.py", "values[group] for name, values", "values[0] for name, values", "unit/core/step/group_settings"),
   # Islands.

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
   import numpy.typing as npt
 
 
+# Makes the properties `clipnorm`, `wire_dtype` and so on: one for each field of
+# `settings.Settings`.
 @settings_lib.with_properties
 class CrossShardOptimizer(forwarding.OptimizerWrapper):
   """Wraps a Keras optimizer for training on several replicas, or in groups.
@@ -175,6 +177,7 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
         1 for which Keras has no equivalent.
     """
     opt = self._as_optimizer(opt)
+    # All arguments but `opt`: each field of `Settings` has an argument's name.
     settings = settings_lib.Settings.of(locals())
     super().__init__(opt, name=name, **settings.limits)
     self._encapsulated.fuse(fused_update)

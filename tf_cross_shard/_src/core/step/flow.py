@@ -254,7 +254,11 @@ class Step:
   def _apply_once(
     self, call: Call, sums: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
-    """Applies the sums by the user's optimizer, unless the step is skipped."""
+    """Applies the sums by the user's optimizer, unless the step is skipped.
+
+    `variables` are what the update lets the optimizer update: see
+    `Update.apply`.
+    """
     engine = self.context.engine
 
     def apply() -> None:

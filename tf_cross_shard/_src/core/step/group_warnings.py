@@ -142,7 +142,7 @@ class GroupWarnings:
         earlier != groups
         and owned_rows.of(variable) is None
         and self._is_one_process
-        and (replica_values.is_between_steps())
+        and replica_values.is_between_steps()
       ):
         copies = replica_values.Copies(self._engine.strategy).here(variable)
         for members in groups:

@@ -210,13 +210,13 @@ class FlatUpdate(sharded_update.ShardedUpdate):
       clipped.append(part * self.engine.cut_part(scales, bucket.layout))
     return clipped
 
-  def _gather_weights(self, is_step: Any) -> None:
+  def _gather_weights(self, constrains: Any) -> None:
     """Gives each replica the whole weights, and applies their constraints.
 
     Keras applies only the constraints of variables that it updates. It updates
     shards, which have no constraints.
     """
-    super()._gather_weights(is_step)
+    super()._gather_weights(constrains)
     with self.engine.isolate():
       for bucket in self.buckets:
         for variable in bucket.variables:
@@ -225,7 +225,7 @@ class FlatUpdate(sharded_update.ShardedUpdate):
             native = variables_lib.native(variable)
             value = tf.convert_to_tensor(native)
             # A skipped step changes no weight.
-            native.assign(tf.where(is_step, constraint(value), value))
+            native.assign(tf.where(constrains, constraint(value), value))
 
   def _start_averages(self) -> None:
     """Sets each member's moving averages to this member's weights.

@@ -307,12 +307,13 @@ class ShardedUpdate(update.Update):
 
     self._run_on_all_replicas(finalize)
 
-  def _gather_weights(self, is_step: Any) -> None:
+  def _gather_weights(self, constrains: Any) -> None:
     """Gives each replica the whole weights, from the parts of all members.
 
-    `is_step` is False if the step was skipped, so that weights did not change.
+    `constrains` says whether a kind of update that hides the constraints of the
+    weights from Keras applies them: not after a step that was skipped.
     """
-    del is_step
+    del constrains
     for bucket in self.buckets:
       with self.engine.isolate():
         part = tf.identity(self._own_values(bucket))

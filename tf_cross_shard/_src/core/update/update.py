@@ -105,10 +105,15 @@ class Update(context_lib.Stage, abc.ABC):
     variables: Sequence[Any],
     apply_once: embedding_tables.ApplyOnce,
   ) -> None:
-    """Updates the weights with what `reduce` or `cut_sums` returned.
+    """Updates the weights.
 
-    Afterwards all members have the same weights. `apply_once` lets the
-    encapsulated optimizer apply sums to variables.
+    Afterwards all members have the same weights.
+
+    Args:
+      sums: What `reduce` or `cut_sums` returned.
+      variables: The user's weights.
+      apply_once: Lets the encapsulated optimizer apply sums to the variables
+        that it was built on: the weights or, with elementwise sharding, shards.
     """
 
   @abc.abstractmethod
