@@ -133,7 +133,7 @@ MUTANTS = [
   Mutant("population-based training copies the worst to the best", "_src/search/population.py", "          source, target, self.model", "          target, source, self.model", "unit/search/population"),
   Mutant("slots are read from the first member, not the owner", "_src/core/update/whole_slots.py", "return parts[self._owner]", "return parts[0]", "unit/core/update/owner_update"),
   Mutant("elements that several members update are joined twice", "_src/core/collectives/shard_layout.py", "if cut.start == filled[cut.index]:", "if True:", "unit/core/update/owner_update"),
-  Mutant("embedding tables are sharded", "_src/core/update/sharded_update.py", "if self._tables.is_table(variable):", "if False:", "unit/core/update/embedding_tables"),
+  Mutant("embedding tables are sharded", "_src/core/update/sharded_update.py", "if self.tables.is_table(variable):", "if False:", "unit/core/update/embedding_tables"),
   # Rows.
   Mutant("lazy rows update all rows", "_src/core/update/embedding_tables.py", "      update_step(grad, variable, *rate)\n      return\n", "      pass\n    update_step(grad, variable, *rate)\n    return\n", "unit/core/update/embedding_tables"),
   Mutant("rows that occur have no weight decay", "_src/core/update/embedding_tables.py", "if decays:", "if False:", "unit/core/update/embedding_tables"),

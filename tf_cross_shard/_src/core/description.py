@@ -17,9 +17,9 @@ from tf_cross_shard._src.core import validation
 from tf_cross_shard._src.core.encapsulated import optimizer_state
 from tf_cross_shard._src.core.step import flow
 from tf_cross_shard._src.core.update import (
+  described,
   embedding_tables,
   table_warnings,
-  update,
 )
 
 # The heading of each column, and the field of a row.
@@ -100,14 +100,15 @@ def describe(step: flow.Step, optimizer: str) -> Description:
   whole = encapsulated.state.unsharded
   variables = list(whole.trainable_variables) if is_built else []
   rows = _rows(step, variables)
+  described_update = described.DescribedUpdate(step.update)
   kept = [
     *optimizer_state.kept_variables(encapsulated.optimizer),
-    *step.update.shards,
+    *described_update.shards,
     *step.state,
   ]
   kept = list({id(variable): variable for variable in kept}.values())
   sent = [row.bytes_sent or 0 for row in rows]
-  padding = step.update.padding_sent
+  padding = described_update.padding_sent
   return Description(
     {
       "optimizer": optimizer,
@@ -126,7 +127,7 @@ def describe(step: flow.Step, optimizer: str) -> Description:
       "sharding": step.update.sharding,
       "bytes_sent": sum(sent) + padding if rows else None,
       "padding_sent": padding,
-      "state_bytes": update.num_bytes(kept) if is_built else None,
+      "state_bytes": described.num_bytes(kept) if is_built else None,
       "variables": [_as_json(row) for row in rows],
       "not_in_force": [
         {"asked": f"{name}={settings.read(name)!r}", "reason": reason}
@@ -139,19 +140,20 @@ def describe(step: flow.Step, optimizer: str) -> Description:
 
 def _rows(
   step: flow.Step, variables: Sequence[Any]
-) -> list[update.VariableUpdate]:
+) -> list[described.VariableUpdate]:
   """Returns the rows of the update, for all calls that make a step."""
   has_overwrites = any(map(step.context.encapsulated.is_overwritten, variables))
   window = step.window.of_call(has_overwrites)
   # If Keras accumulates sums, every call reduces.
   reductions = step.calls // window.steps
-  rows = step.update.describe(variables, is_dense=window.steps > 1)
+  described_update = described.DescribedUpdate(step.update)
+  rows = described_update.rows(variables, is_dense=window.steps > 1)
   return [
     dataclasses.replace(
       row,
       bytes_sent=row.bytes_sent and row.bytes_sent * reductions,
       state_bytes=row.state_bytes
-      + update.num_bytes(step.window.sums_of(variable)),
+      + described.num_bytes(step.window.sums_of(variable)),
     )
     for row, variable in zip(rows, variables, strict=True)
   ]
@@ -165,11 +167,12 @@ def _nonfinite(step: flow.Step) -> str:
 
 
 def _not_in_force(
-  step: flow.Step, rows: Sequence[update.VariableUpdate]
+  step: flow.Step, rows: Sequence[described.VariableUpdate]
 ) -> Iterator[tuple[str, str]]:
   """Yields the names of settings that change nothing here, and the reasons."""
   settings, engine = step.settings, step.context.engine
   groups = engine.groups
+  is_rounded = described.DescribedUpdate(step.update).is_rounded
   alone = "each group has one replica"
   if engine.num_replicas == 1:
     alone = "there is one replica"
@@ -183,7 +186,7 @@ def _not_in_force(
   if settings.wire_dtype is not None:
     if groups.group_size == 1:
       yield "wire_dtype", f"{alone}, so nothing is sent"
-    elif rows and not any(map(step.update.is_rounded, rows)):
+    elif rows and not any(map(is_rounded, rows)):
       yield "wire_dtype", "no gradient has a wider dtype"
   if settings.accumulate_steps == 1:
     yield "accumulate_steps", "one call is a step, as with None"
@@ -207,7 +210,9 @@ def _not_in_force(
     yield "group_settings", "there is one group, which has these numbers"
 
 
-def _why_no_rows(step: flow.Step, rows: Sequence[update.VariableUpdate]) -> str:
+def _why_no_rows(
+  step: flow.Step, rows: Sequence[described.VariableUpdate]
+) -> str:
   """Returns why no table is updated by rows; "" if one is, or may be."""
   if not step.context.engine.keeps_rows:
     return "TPU programs have no shapes that depend on data: all rows change"
@@ -226,7 +231,7 @@ def _why_no_rows(step: flow.Step, rows: Sequence[update.VariableUpdate]) -> str:
 def _notes(
   step: flow.Step,
   variables: Sequence[Any],
-  rows: Sequence[update.VariableUpdate],
+  rows: Sequence[described.VariableUpdate],
 ) -> Iterator[str]:
   """Yields what is not known yet, and what costs more than it has to."""
   if not step.context.encapsulated.is_built:
@@ -245,7 +250,7 @@ def _notes(
       ' variable with "by batch" under "sent".'
     )
   for variable, row in zip(variables, rows, strict=True):
-    is_large = update.num_elements(variable) >= table_warnings.LARGE
+    is_large = described.num_elements(variable) >= table_warnings.LARGE
     is_table = step.tables.is_embedding(variable)
     if is_large and is_table and row.updated_by != "rows":
       yield f"Every step updates all rows of {row.path}. {_remedy(step)}"
@@ -267,7 +272,7 @@ def _remedy(step: flow.Step) -> str:
   )
 
 
-def _as_json(row: update.VariableUpdate) -> dict[str, Any]:
+def _as_json(row: described.VariableUpdate) -> dict[str, Any]:
   """Returns a row in types that JSON has."""
   fields = dataclasses.asdict(row)
   return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}

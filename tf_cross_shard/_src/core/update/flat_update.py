@@ -39,7 +39,6 @@ from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.update import (
   plain_state,
   sharded_update,
-  update,
 )
 
 
@@ -48,11 +47,6 @@ class FlatUpdate(sharded_update.ShardedUpdate):
 
   sharding = "elementwise"
   _limits_applied_here = ("clipnorm", "global_clipnorm")
-
-  @property
-  def shards(self) -> list[Any]:
-    """Copies of parts of the weights that this member keeps."""
-    return [bucket.shard for bucket in self.buckets]
 
   def _bucket_key(self, variable: Any) -> Hashable:
     """Separates dtypes, and weights with weight decay from those without.
@@ -99,12 +93,12 @@ class FlatUpdate(sharded_update.ShardedUpdate):
   def _build_encapsulated(self) -> plain_state.PlainState:
     """Builds the encapsulated optimizer on the shards and the tables."""
     shards = [bucket.shard for bucket in self.buckets]
-    built_on = [*shards, *self._unsharded_tables]
+    built_on = [*shards, *self.unsharded_tables]
     # One of the user's weights for each variable of `built_on`. One weight is
     # enough: either all weights of a bucket have weight decay, or none.
     example_weights = [
       *(bucket.variables[0] for bucket in self.buckets),
-      *self._unsharded_tables,
+      *self.unsharded_tables,
     ]
     # Make one call: a second call would replace the exclusions of the first.
     self.encapsulated.innermost.exclude_from_weight_decay(
@@ -136,20 +130,10 @@ class FlatUpdate(sharded_update.ShardedUpdate):
         part = self.engine.cut_part(bucket.natives, bucket.layout)
         variables_lib.native(bucket.shard).assign(part)
 
-  def _variables_of(self, member: Any) -> list[Any]:
+  def variables_of(self, member: Any) -> list[Any]:
     """Returns the shards, of which each member has its own copy."""
     del member
-    return self.shards
-
-  def _state_bytes(
-    self, bucket: sharded_update.WeightBucket, index: int
-  ) -> int:
-    """Returns a weight's share of a shard and of the shard's slots."""
-    slots = self.encapsulated.state.slots(bucket.shard)
-    kept = update.num_bytes([bucket.shard, *slots.values()])
-    # A member keeps one n-th of the weight's elements, on average.
-    of_members = bucket.layout.part_size * self.engine.groups.group_size
-    return -(-bucket.layout.sizes[index] * kept // of_members)
+    return [bucket.shard for bucket in self.buckets]
 
   def _own_gradients(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns the parts: part i of the sums is the gradient of shard W[i]."""
@@ -263,7 +247,7 @@ class FlatUpdate(sharded_update.ShardedUpdate):
     """
     places: dict[int, tuple[int, int | None]] = {
       id(table): (len(self.buckets) + i, None)
-      for i, table in enumerate(self._unsharded_tables)
+      for i, table in enumerate(self.unsharded_tables)
     }
     for i, bucket in enumerate(self.buckets):
       # In a shard, weights follow each other.

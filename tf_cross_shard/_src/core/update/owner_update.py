@@ -38,7 +38,6 @@ from tf_cross_shard._src.core.update import (
   embedding_tables,
   plain_state,
   sharded_update,
-  update,
 )
 
 # Keras' classes whose update costs the same for each element. Muon multiplies
@@ -108,20 +107,13 @@ class OwnerUpdate(sharded_update.ShardedUpdate):
       self.engine,
     )
 
-  def _variables_of(self, member: Any) -> list[Any]:
+  def variables_of(self, member: Any) -> list[Any]:
     """Returns the weights that a member owns."""
     return [
       bucket.variables[cut.index]
       for bucket in self.buckets
       for cut in bucket.layout.cuts[member]
     ]
-
-  def _state_bytes(
-    self, bucket: sharded_update.WeightBucket, index: int
-  ) -> int:
-    """Returns the bytes of a weight's slots, which all members have."""
-    slots = self.encapsulated.state.slots(bucket.variables[index])
-    return update.num_bytes(slots.values())
 
   def _own_gradients(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns g[v] for each weight v that this member owns, in v's shape."""

@@ -84,7 +84,7 @@ class ShardedUpdate(update.Update):
     super().__init__(context, wire, tables)
     self._all_variables: list[Any] = []  # In the user's order.
     self.buckets: list[WeightBucket] = []
-    self._unsharded_tables: list[Any] = []  # Updated by rows, by all members.
+    self.unsharded_tables: list[Any] = []  # Updated by rows, by all members.
     # The plain optimizer's children, with whole slots.
     self.checkpointed = plain_state.CheckpointView(
       {}, self.encapsulated.optimizer
@@ -110,8 +110,8 @@ class ShardedUpdate(update.Update):
     # key.
     by_key: dict[Hashable, list[Any]] = {}
     for variable in variables:
-      if self._tables.is_table(variable):
-        self._unsharded_tables.append(variable)
+      if self.tables.is_table(variable):
+        self.unsharded_tables.append(variable)
       else:
         by_key.setdefault(self._bucket_key(variable), []).append(variable)
     self._all_variables = list(variables)
@@ -146,16 +146,12 @@ class ShardedUpdate(update.Update):
     """Copies the weights into this member's shards, if there are shards."""
 
   @abc.abstractmethod
-  def _variables_of(self, member: Any) -> list[Any]:
+  def variables_of(self, member: Any) -> list[Any]:
     """Returns the variables that a member updates, without tables."""
 
   def _own_variables(self) -> list[Any]:
     """Returns the variables that this member updates, without tables."""
-    return self._variables_of(self.engine.position())
-
-  @abc.abstractmethod
-  def _state_bytes(self, bucket: WeightBucket, index: int) -> int:
-    """Returns the bytes that a member keeps for a weight of a bucket."""
+    return self.variables_of(self.engine.position())
 
   @abc.abstractmethod
   def _own_gradients(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -164,83 +160,6 @@ class ShardedUpdate(update.Update):
   @abc.abstractmethod
   def _own_values(self, bucket: WeightBucket) -> tf.Tensor:
     """Returns the part of a bucket's weights that this member has updated."""
-
-  @property
-  def padding_sent(self) -> int:
-    """The bytes of zeros that a replica sends in a step to fill buffers."""
-    members = self.engine.groups.group_size
-    return sum(
-      self._bytes_sent(
-        members * bucket.layout.part_size - sum(bucket.layout.sizes),
-        bucket.natives[0],
-      )
-      for bucket in self.buckets
-    )
-
-  def describe(
-    self, variables: Sequence[Any], is_dense: bool
-  ) -> list[update.VariableUpdate]:
-    """Returns what a step does to each of the weights, in this order."""
-    tables = self._unsharded_tables
-    rows = {
-      id(table): row
-      for table, row in zip(
-        tables, super().describe(tables, is_dense), strict=True
-      )
-    }
-    ways = [
-      self._ways_of(member, is_dense)
-      for member in range(self.engine.groups.group_size)
-    ]
-    for bucket in self.buckets:
-      for index, variable in enumerate(bucket.variables):
-        rows[id(variable)] = self._describe_sharded(bucket, index, ways)
-    return [rows[id(variable)] for variable in variables]
-
-  def _ways_of(
-    self, member: int, is_dense: bool
-  ) -> dict[int, fused_update.Way]:
-    """Returns how a member updates its variables, by their `id`."""
-    own, tables = self._variables_of(member), self._unsharded_tables
-    are_sparse = [False] * len(own) + self._are_sparse(tables, is_dense)
-    ways = self._ways([*own, *tables], are_sparse)
-    return dict(zip(map(id, (*own, *tables)), ways, strict=True))
-
-  def _describe_sharded(
-    self,
-    bucket: WeightBucket,
-    index: int,
-    ways: Sequence[dict[int, fused_update.Way]],
-  ) -> update.VariableUpdate:
-    """Returns the row of a weight that is in a bucket."""
-    variable, layout = bucket.variables[index], bucket.layout
-    # A weight without elements has no member.
-    member = layout.owners.get(index, 0)
-    updated = variable if bucket.shard is None else bucket.shard
-    way = ways[member][id(updated)]
-    return update.VariableUpdate(
-      **update.named(variable),
-      updated_by=way.name,
-      reason=way.reason,
-      elements=tuple(
-        sum(cut.size for cut in cuts if cut.index == index)
-        for cuts in layout.cuts
-      ),
-      owner=member if bucket.shard is None else None,
-      bytes_sent=self._bytes_sent(layout.sizes[index], bucket.natives[index]),
-      state_bytes=self._state_bytes(bucket, index),
-    )
-
-  def _bytes_sent(self, size: int, native: Any) -> int:
-    """Returns what a member sends for elements of a bucket in one step.
-
-    Gradients may be rounded to `wire_dtype`; weights are gathered exactly.
-    """
-    dtype = update.dtype_of(native)
-    # If the engine has no half of an all-reduce, it runs all of it twice.
-    halves = 1 if self.engine.can_scatter else 2
-    item_bytes = self._wire.bytes_of(dtype) + int(dtype.size)
-    return self._ring_bytes(halves * size * item_bytes)
 
   def reduce(
     self,
@@ -251,11 +170,11 @@ class ShardedUpdate(update.Update):
     """Returns this member's parts of the group's sums, clipped for `opt`."""
     del overwrites  # `build` rejects variables that gradients overwrite.
     table_grads, by_bucket = self._sort_gradients(grads, variables)
-    table_sums, _ = self._wire.sum(table_grads)
+    table_sums, _ = self.wire.sum(table_grads)
     # Backpropagation computes the gradients of the last layers first. So start
     # with the last bucket, and return the parts in the order of the buckets.
     parts = [
-      self._wire.sum_part(flat_grads, bucket.layout)
+      self.wire.sum_part(flat_grads, bucket.layout)
       for bucket, flat_grads in zip(
         self.buckets[::-1], by_bucket[::-1], strict=True
       )
@@ -283,12 +202,12 @@ class ShardedUpdate(update.Update):
   ) -> None:
     """Updates this member's parts of the weights, and gathers all parts."""
     self._refresh_shards()
-    updated = [*self._own_variables(), *self._unsharded_tables]
+    updated = [*self._own_variables(), *self.unsharded_tables]
     # The sums are already clipped by these limits. Switch the limits off.
     with overriding.overriding(
       self.encapsulated.innermost, **dict.fromkeys(self._limits_applied_here)
     ):
-      self._tables.apply(sums, updated, apply_once)
+      self.tables.apply(sums, updated, apply_once)
     self._gather_weights(
       finite.all_finite(sums) if self.context.may_skip else True
     )
@@ -368,12 +287,12 @@ class ShardedUpdate(update.Update):
       return grad
 
     def find_dense(variable: Any) -> Gradient:
-      grad = self._tables.to_dense(find(variable), variable)
+      grad = self.tables.to_dense(find(variable), variable)
       return indexed_slices.cast(grad, variable)
 
     # Flatten gradients before they are summed: TensorFlow's graph optimizer
     # would otherwise merge a gradient with its sum.
-    return list(map(find, self._unsharded_tables)), [
+    return list(map(find, self.unsharded_tables)), [
       packing.flatten(list(map(find_dense, bucket.variables)))
       for bucket in self.buckets
     ]
