@@ -15,6 +15,8 @@ follow a power law, p(k) ~ 1 / k, and are spread over the table.
                with all replicas: at most and at the end, as ratios to the bytes
                of one whole table and its slots
     workers    two workers: bytes that each of them sends in a step
+    files      two workers: megabytes that replica_state.save and restore add
+               to a process at most, with a table of the largest size
 """
 
 import os
@@ -26,6 +28,8 @@ import json
 import pathlib
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,9 +40,9 @@ import timing
 import workers
 from absl import app, flags, logging
 
-from tf_cross_shard import keras3, multi_worker
+from tf_cross_shard import keras3, multi_worker, replica_state
 
-_ALL = ["step", "growth", "memory", "workers"]
+_ALL = ["step", "growth", "memory", "workers", "files"]
 _PARTS = flags.DEFINE_list("parts", _ALL, "Parts to measure.")
 _OPTIMIZERS = flags.DEFINE_list(
   "optimizers", ["Adam", "Adagrad"], "Optimizers."
@@ -56,6 +60,7 @@ KERAS, LAZY, OURS = "plain Keras", "lazy_rows", "ShardedEmbedding"
 PARTITIONED = "TensorFlow 1"
 # How many tables the weights and the slots of an optimizer are.
 _TABLES = {"Adam": 3, "Adagrad": 2, "SGD": 1}
+_FOLDER = "TABLES_FOLDER"  # Names the folder of files to the workers.
 _TIMEOUT = 600.0  # Seconds until the workers are killed as hung.
 Rows = list[Any]
 
@@ -231,12 +236,53 @@ def measure_bytes() -> Rows:
 
 def measure_workers() -> Rows:
   """Starts this program as two workers; returns the first worker's results."""
-  found: Rows = workers.start(2, _TIMEOUT)["rows"]
+  found: Rows = workers.start(2, _TIMEOUT, ["--parts=workers"])["rows"]
   for row in found:
     print(
       f"  {row['optimizer']}: {row['bytes']:,.0f} bytes by each worker,"
       f" {row['unique']:.0f} distinct ids,"
       f" {row['of_target']:.2f} of 2 ids (width + 1) numbers"
+    )
+  return found
+
+
+def measure_files_here() -> Rows:
+  """Measures save and restore on this worker, one of two."""
+  strategy = multi_worker.MultiWorkerStrategy()
+  rows, found = max(map(int, _ROWS.value)), []
+  for name in _OPTIMIZERS.value:
+    with strategy.scope():
+      layer = keras3.ShardedEmbedding(rows, WIDTH)
+      layer.build()
+      optimizer = keras3.CrossShardOptimizer(
+        getattr(keras.optimizers, name)(0.001)
+      )
+      optimizer.build(layer.trainable_variables)
+    state = optimizer, layer.trainable_variables
+    row: dict[str, Any] = {"optimizer": name}
+    row["megabytes"] = 4 * rows * WIDTH * _TABLES[name] / 2**20
+    path = os.path.join(os.environ[_FOLDER], name)
+    for function in (replica_state.save, replica_state.restore):
+      before, _ = timing.process_size()
+      pathlib.Path("/proc/self/clear_refs").write_text("5")  # Resets the peak.
+      start = time.perf_counter()
+      function(path, *state)
+      row[function.__name__] = timing.peak_megabytes() - before
+      row[f"{function.__name__} seconds"] = time.perf_counter() - start
+    found.append(row)
+  return found
+
+
+def measure_files() -> Rows:
+  """Starts this program as two workers; returns the first worker's results."""
+  with tempfile.TemporaryDirectory() as folder:
+    os.environ[_FOLDER] = folder
+    found: Rows = workers.start(2, _TIMEOUT, ["--parts=files"])["rows"]
+  for row in found:
+    print(
+      f"  {row['optimizer']}: table and slots {row['megabytes']:.0f} MiB; save"
+      f" adds {row['save']:.0f} MiB in {row['save seconds']:.1f} s, restore"
+      f" {row['restore']:.0f} MiB in {row['restore seconds']:.1f} s"
     )
   return found
 
@@ -248,7 +294,8 @@ def main(argv: Sequence[str]) -> None:
   logging.set_verbosity(logging.ERROR)
   tf.get_logger().setLevel("ERROR")
   if "TF_CONFIG" in os.environ:
-    rows = measure_bytes()
+    is_files = _PARTS.value == ["files"]
+    rows = measure_files_here() if is_files else measure_bytes()
     if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0:
       timing.write_json(_JSON.value, {"rows": rows})
     return
@@ -263,6 +310,7 @@ def main(argv: Sequence[str]) -> None:
     "growth": lambda: measure_growth(strategy),
     "memory": measure_memory,
     "workers": measure_workers,
+    "files": measure_files,
   }
   found = {part: parts[part]() for part in _PARTS.value}
   if _JSON.value:

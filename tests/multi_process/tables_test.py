@@ -41,6 +41,10 @@ def test_workers_divide_a_table(
   np.testing.assert_array_equal(first["lookup"], second["lookup"])
   last = table_tasks.CASES[-1 if replicas == 4 else -2]
   np.testing.assert_array_equal(first["lookup"], first[last][0])
+  for worker in done:
+    assert worker.result["full disk"]["error"] == "OSError"
+    assert "No space left" in worker.result["full disk"]["message"]
+    assert worker.result["full disk"]["is unchanged"]
   # The file of the workers loads into four replicas of one process.
   _, layer, optimizer = tables.make("keras", testbed.mirrored(), "Adam")
   with testbed.mirrored().scope():

@@ -1,15 +1,18 @@
 """What each of several workers does with a divided table."""
 
+import errno
 import os
 import pathlib
 import signal
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
 
-from tests.support import multi_worker_cases, tables
+from tests.support import multi_worker_cases, multi_worker_faults, tables
 from tf_cross_shard import CrossShardOptimizer, callbacks, layers, replica_state
+from tf_cross_shard._src.core.internals import replica_values
 from tf_cross_shard._src.replica_state import archive, group_state
 
 CASES = [
@@ -42,7 +45,10 @@ def run(strategy: Any, folder: pathlib.Path) -> dict[Any, Any]:
   _, layer, optimizer = tables.make("keras", strategy, "Adam")
   tables.take_steps(strategy, layer, optimizer, tables.IDS[:1])
   state = optimizer, layer.trainable_variables
-  replica_state.save(folder / "state", *state)
+  # Blocks of 2 rows.
+  with mock.patch.object(replica_values, "_MOST_WORDS", 4):
+    replica_state.save(folder / "state", *state)
+    found["full disk"] = _save_on_a_full_disk(folder / "state", state)
   # What `BackupAndRestore` writes: each worker the rows of its own members.
   own = group_state.GroupState(*state)
   differing = own.names_that_differ("a backup")
@@ -58,6 +64,19 @@ def run(strategy: Any, folder: pathlib.Path) -> dict[Any, Any]:
   found["store"] = store["0"]
   found["part"] = tuple(layer.embeddings.shape)
   return found
+
+
+def _save_on_a_full_disk(path: pathlib.Path, state: Any) -> Any:
+  """Returns the error if the first worker cannot write the second table."""
+  before, real = path.read_bytes(), np.lib.format.write_array_header_1_0
+  failure = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+  effects = [mock.DEFAULT, failure]
+  header = mock.Mock(wraps=real, side_effect=effects)
+  with mock.patch.object(np.lib.format, "write_array_header_1_0", header):
+    outcome = multi_worker_faults.attempt(
+      lambda: replica_state.save(path, *state)
+    )
+  return {**outcome, "is unchanged": path.read_bytes() == before}
 
 
 def fit(

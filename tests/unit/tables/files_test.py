@@ -1,7 +1,9 @@
 """Files of divided tables: each row once, for any number of members."""
 
 import pathlib
+import tracemalloc
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,7 +11,8 @@ import tensorflow as tf
 
 from tests.support import testbed, training
 from tests.support.tables import IDS, TABLE, make, take_steps, whole
-from tf_cross_shard import replica_state
+from tf_cross_shard import CrossShardOptimizer, layers, replica_state
+from tf_cross_shard._src.core.internals import replica_values
 
 
 def strategy_of(replicas: int) -> Any:
@@ -66,6 +69,36 @@ def test_a_file_holds_each_row_once(which: str, tmp_path: pathlib.Path) -> None:
     sizes = [file[name].shape for name in file if "embeddings" in name]
   # The table and two slots, in four parts of 3 rows each.
   assert sizes == [(3, 2)] * 12
+
+
+@pytest.mark.parametrize("before", [2, 4])
+def test_files_are_written_and_read_in_blocks(
+  before: int, tmp_path: pathlib.Path
+) -> None:
+  """Python allocates no whole table, and to restore it only its own parts."""
+  path, rows, width = tmp_path / "state", 1 << 16, 8
+  size = rows * width * 4
+  table = np.arange(rows * width, dtype="float32").reshape(rows, width)
+  peaks = []
+  for replicas, function in (
+    (before, replica_state.save),
+    (4, replica_state.restore),
+  ):
+    with strategy_of(replicas).scope():
+      layer = layers.ShardedEmbedding(rows, width, "zeros")
+      layer.build()
+      optimizer = CrossShardOptimizer("sgd")
+      optimizer.build(layer.trainable_variables)
+    if function is replica_state.save:
+      layer.set_weights([table])
+    with mock.patch.object(replica_values, "_MOST_WORDS", 1 << 12):
+      tracemalloc.start()
+      function(path, *state_of(layer, optimizer))
+      peaks.append(tracemalloc.get_traced_memory()[1] / size)
+      tracemalloc.stop()
+  np.testing.assert_array_equal(layer.get_weights()[0], table)
+  assert peaks[0] < 0.25
+  assert peaks[1] < 1.25
 
 
 @training.in_both

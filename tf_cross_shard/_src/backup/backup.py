@@ -302,7 +302,8 @@ class BackupAndRestore(group_callback.GroupCallback):
     state = self.state_of_groups(is_whole=True)
     name = f"epoch_{epoch}_batch_{batch}" if batch else f"epoch_{epoch}"
     state.compare_workers("a backup")
-    arrays = state.arrays(state.names_that_differ("a backup"), own=True)
+    differing = state.names_that_differ("a backup")
+    arrays = state.arrays(differing, own=True, in_blocks=True)
     for key, value in group_callback.collect_state(self.same_fit()).items():
       arrays[_CALLBACKS + key] = np.asarray(value)
     if batch:

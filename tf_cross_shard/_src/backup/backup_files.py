@@ -143,7 +143,7 @@ class BackupFiles:
   def write(
     self,
     name: str,
-    arrays: Mapping[str, archive.Array],
+    arrays: archive.Arrays,
     about: Mapping[str, Any],
   ) -> None:
     """Writes a backup into the folder of this worker."""

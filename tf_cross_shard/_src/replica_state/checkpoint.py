@@ -19,7 +19,6 @@ from absl import logging
 from tf_cross_shard._src.core.internals import (
   keras_private,
   optimizer_state,
-  owned_rows,
   replica_values,
   validation,
 )
@@ -100,7 +99,7 @@ def save(path: Any, optimizer: Any, model: Any = None) -> None:
   state.compare_workers(topic)
   group_state.warn_if_collapsed(state.optimizer)
   differing = state.names_that_differ(topic)
-  state.write(target, topic, state.arrays(differing))
+  state.write(target, topic, state.arrays(differing, in_blocks=True))
 
 
 def restore(path: Any, optimizer: Any, model: Any = None) -> None:
@@ -420,6 +419,11 @@ class _Joined(collections.ChainMap[str, archive.Array]):
     super().__init__(*files)  # type: ignore[arg-type]  # It is only read.
     self.path, self.about = files[0].path, files[0].about
 
+  def in_blocks(self, name: str) -> archive.Blocks:
+    """Reads an array of the first file that has it, in blocks."""
+    file: Any = next(file for file in self.maps if name in file)
+    return file.in_blocks(name)
+
 
 def _plan(
   files: GroupSources,
@@ -482,14 +486,15 @@ def values_here(
     member = state.member(entry, replica)
     if index not in saved:
       file, group = files[index]
-      saved[index] = _arrays(file, entry, group)
+      here = state.copies.engine.replicas_here
+      own = [r for r in here if state.groups.index_of(r) == index]
+      places = [state.member(entry, r) for r in own]
+      saved[index] = _arrays(file, entry, group, places)
     arrays = saved[index]
     has_mean = not entry.owned and group_state.has_mean(entry.variable)
     if average_members and has_mean:
       values.append(group_models.merged(entry, list(arrays.values())))
       continue
-    if entry.owned and member not in arrays:
-      raise _parts_missing(files[index][0], entry, len(arrays))
     other = list(arrays)[member % len(arrays)]
     values.append(arrays.get(member, arrays[other]))
   exists_once = (
@@ -505,64 +510,89 @@ def values_here(
 
 
 def _arrays(
-  file: archive.Archive, entry: group_state.Entry, group: int
+  file: archive.Archive,
+  entry: group_state.Entry,
+  group: int,
+  places: Sequence[int] = (0,),
 ) -> dict[int, archive.Array]:
   """Returns a group's values of a variable by member; one if all are equal.
+
+  Of a divided table, these are the parts of the members at `places`.
 
   Raises:
     CheckpointError: If shape or dtype do not fit the variable.
   """
+  if entry.owned or entry.name in file.about.get("owned_rows", {}):
+    return _parts(file, entry, group, places if entry.owned else (0,))
   size = len(file.about["group_assignment"][0])
   keys = {j: group_state.key(entry.name, group, j) for j in range(size)}
   arrays = {j: file[key] for j, key in keys.items() if key in file}
-  rows = file.about.get("owned_rows", {}).get(entry.name)
-  is_same_division = _is_same_division(entry, rows, size)
-  if rows is not None and not is_same_division:
-    if len(arrays) < size > 1:
-      raise _parts_missing(file, entry, len(arrays))
-    if arrays:
-      whole = owned_rows.join([arrays[j] for j in range(size)], rows)
-      arrays = {0: whole}
   arrays = arrays or {0: file[group_state.key(entry.name, group)]}
-  shape = tf.TensorShape(entry.variable.shape)
-  if entry.owned and not is_same_division:
-    # Check the whole table, and then divide it among the members.
-    shape = entry.shape
   for array in arrays.values():
-    kind = f"{array.dtype.name} {list(array.shape)}"
-    fits = shape.is_compatible_with(array.shape)
-    if not fits or array.dtype.name != tf.as_dtype(entry.variable.dtype).name:
-      raise CheckpointError(
-        f"The checkpoint {file.path} holds `{entry.name}` as {kind}; the"
-        f" program has {entry.kind}. Restore with the same model."
-      )
-  if entry.owned and not is_same_division:
-    members = entry.owned.groups.group_size
-    return {
-      place: owned_rows.part_of(arrays[0], place, members)
-      for place in range(members)
-    }
+    _check_kind(file, entry, array.dtype, array.shape)
   return arrays
 
 
-def _parts_missing(
-  file: archive.Archive, entry: group_state.Entry, found: int
-) -> CheckpointError:
-  """Returns the error for files without the rows of some members."""
-  size = len(file.about["group_assignment"][0])
-  return CheckpointError(
-    f"The backup {file.path.name} has {found} of {size} parts of"
-    f" `{entry.name}`. Let all workers see one folder with the files of all"
-    " workers."
-  )
+def _parts(
+  file: archive.Archive,
+  entry: group_state.Entry,
+  group: int,
+  places: Sequence[int],
+) -> dict[int, archive.Array]:
+  """Reads parts of a table that the file or the program divides, in blocks.
+
+  The file has m parts, and the program divides the table into n parts:
+
+      part j in the file, row k    ─▶  row i = j + k m of the table
+      row i of the table           ─▶  part i % n in the program, row i // n
+  """
+  # A table that is not divided is its only part.
+  n = entry.owned.groups.group_size if entry.owned else 1
+  m = len(file.about["group_assignment"][0])
+  rows = file.about.get("owned_rows", {}).get(entry.name)
+  keys = [group_state.key(entry.name, group, j) for j in range(m)]
+  if rows is None or m == 1:
+    m = 1
+    keys = [k for k in keys if k in file][:1]
+    keys = keys or [group_state.key(entry.name, group)]
+  needed = places if n == m else range(m)
+  if not all(keys[j] in file for j in needed):
+    found = sum(key in file for key in keys)
+    raise CheckpointError(
+      f"The backup {file.path.name} has {found} of {m} parts of"
+      f" `{entry.name}`. Let all workers see one folder with the files of all"
+      " workers."
+    )
+  parts: dict[int, archive.Array] = {}
+  for j in needed:
+    part = file.in_blocks(keys[j])
+    total = part.shape[0] if rows is None else rows
+    if part.shape[0] != -(-total // m):
+      raise ValueError(f"{keys[j]} has {part.shape[0]} of {total} rows")
+    _check_kind(file, entry, part.dtype, (total, *part.shape[1:]))
+    shape = -(-total // n), *part.shape[1:]
+    parts = parts or {p: np.zeros(shape, part.dtype) for p in places}
+    k = 0
+    for block in part.blocks:
+      i = j + m * np.arange(k, k + len(block))
+      k += len(block)
+      for place, own in parts.items():
+        is_own = (i % n == place) & (i // n < len(own))
+        own[i[is_own] // n] = block[is_own]
+  return parts
 
 
-def _is_same_division(
-  entry: group_state.Entry, rows: int | None, members: int
-) -> bool:
-  """Returns whether file and program divide a table among as many members."""
-  return (
-    entry.owned is not None
-    and entry.owned.rows == rows
-    and entry.owned.groups.group_size == members
-  )
+def _check_kind(
+  file: archive.Archive,
+  entry: group_state.Entry,
+  dtype: np.dtype[Any],
+  shape: Sequence[int],
+) -> None:
+  """Raises `CheckpointError` unless a value in the file fits the variable."""
+  fits = tf.TensorShape(entry.shape).is_compatible_with(shape)
+  if not fits or dtype.name != tf.as_dtype(entry.variable.dtype).name:
+    raise CheckpointError(
+      f"The checkpoint {file.path} holds `{entry.name}` as"
+      f" {dtype.name} {list(shape)}; the program has {entry.kind}. Restore with"
+      " the same model."
+    )

@@ -197,8 +197,11 @@ class GroupState:
     return (sorted(members) if entry.owned else list(members)).index(replica)
 
   def arrays(
-    self, differing: Collection[str], own: bool = False
-  ) -> dict[str, archive.Array]:
+    self,
+    differing: Collection[str],
+    own: bool = False,
+    in_blocks: bool = False,
+  ) -> dict[str, Any]:
     """Returns the values of every group, by their names in a checkpoint.
 
     Each variable has one array per group. Variables in `differing` have one
@@ -209,39 +212,58 @@ class GroupState:
       own: Whether each worker returns the values of its own replicas, for which
         no communication is needed. If False, the first worker returns the
         values of all groups, and the other workers return nothing.
+      in_blocks: Whether parts of divided tables are `archive.Blocks`. On
+        several workers, `write` must draw them unless `own` is True.
     """
     engine = self.copies.engine
-    arrays: dict[str, archive.Array] = {}
+    arrays: dict[str, Any] = {}
     replicas = engine.replicas_here if own else range(engine.num_replicas)
     for entry in self.entries:
-      values = (
-        self.copies.here(entry.variable)
-        if own
-        else self.copies.read(entry.variable, replicas)
-      )
+      is_in_blocks = in_blocks and entry.owned is not None
+      if is_in_blocks:
+        values: list[Any] = [self._blocks(entry, r, own) for r in replicas]
+      elif own:
+        values = self.copies.here(entry.variable)
+      else:
+        values = self.copies.read(entry.variable, replicas)
       for replica, array in zip(replicas, values, strict=True):
         index = self.groups.index_of(replica)
         member = self.member(entry, replica)
         name = key(
           entry.name, index, member if entry.name in differing else None
         )
-        if own or self.copies.is_first:
+        if own or is_in_blocks or self.copies.is_first:
           arrays.setdefault(name, array)
     return arrays
+
+  def _blocks(self, entry: Entry, replica: int, own: bool) -> archive.Blocks:
+    """Returns a replica's part of a divided table."""
+    dtype = np.dtype(tf.as_dtype(entry.variable.dtype).as_numpy_dtype)
+    shape = tuple(tf.TensorShape(entry.variable.shape).as_list())
+    blocks = self.copies.blocks(entry.variable, replica, own)
+    return archive.Blocks(dtype, shape, blocks)
 
   def write(
     self,
     path: paths_lib.Path,
     topic: str,
-    arrays: Mapping[str, archive.Array],
+    arrays: archive.Arrays,
   ) -> None:
     """Writes a checkpoint on the first worker.
 
     If writing fails, the error is raised on all workers.
     """
     with self.raising_on_all(topic):
-      if self.copies.is_first:
-        archive.write(path, arrays, self.about())
+      try:
+        if self.copies.is_first:
+          archive.write(path, arrays, self.about())
+        else:
+          _draw_blocks(arrays)
+      except Exception as error:
+        # The other workers wait until all blocks are sent.
+        if not isinstance(error, _LOST):
+          _draw_blocks(arrays)
+        raise
 
   def assign(self, plan: Iterable[Sequence[archive.Array]]) -> None:
     """Assigns values to the replicas of this process.
@@ -277,7 +299,7 @@ class GroupState:
     The time limit grows with the number of bytes in all groups.
     """
     nbytes = sum(
-      (tf.TensorShape(entry.variable.shape).num_elements() or 0)
+      (tf.TensorShape(entry.shape).num_elements() or 0)
       * tf.as_dtype(entry.variable.dtype).size
       for entry in self.entries
     )
@@ -341,6 +363,14 @@ def raising_on_all(
       raise OSError(other["errno"], f"On {name}: {other['error']}")
     if other["error"]:
       raise archive.CheckpointError(f"On {name}: {other['error']}")
+
+
+def _draw_blocks(arrays: archive.Arrays) -> None:
+  """Takes part in sending the blocks that were not drawn yet."""
+  for array in arrays.values():
+    if isinstance(array, archive.Blocks):
+      for _ in array.blocks:
+        pass
 
 
 def key(name: str, group: int, member: int | None = None) -> str:
