@@ -9,6 +9,7 @@ leaves the program unchanged.
 
 import collections
 import contextlib
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -237,6 +238,12 @@ def values_of_group(
   If the file has the states of other random number generators than `state`,
   these are left out of `state`.
   """
+  for entry in state.entries:
+    if entry.owned and entry.owned.groups.group_size > 1:
+      raise CheckpointError(
+        f"`model` has `{entry.name}`, whose rows replicas divide. Create and"
+        " build it outside `strategy.scope()`; nothing was changed."
+      )
   with (
     archive.naming_damage(target, OSError),
     archive.reading(target) as file,
@@ -572,13 +579,14 @@ def _parts(
     _check_kind(file, entry, part.dtype, (total, *part.shape[1:]))
     shape = -(-total // n), *part.shape[1:]
     parts = parts or {p: np.zeros(shape, part.dtype) for p in places}
-    k = 0
+    i, step = j, math.lcm(m, n)  # Every lcm(m, n)-th row is of the same parts.
     for block in part.blocks:
-      i = j + m * np.arange(k, k + len(block))
-      k += len(block)
-      for place, own in parts.items():
-        is_own = (i % n == place) & (i // n < len(own))
-        own[i[is_own] // n] = block[is_own]
+      for k in range(min(step // m, len(block))):
+        place, row = (i + k * m) % n, (i + k * m) // n
+        if place in parts:
+          own, new = parts[place][row :: step // n], block[k :: step // m]
+          own[: len(new)] = new[: len(own)]  # Without padding.
+      i += m * len(block)
   return parts
 
 

@@ -134,12 +134,16 @@ class Copies:
       return
     is_divided = owned_rows.of(variable) is not None
     for copy, array in zip(self._copies(variable), arrays, strict=False):
-      if is_divided:  # Its copies refuse `assign`, which optimizers call.
-        tf.raw_ops.AssignVariableOp(
-          resource=copy.handle, value=tf.constant(array, copy.dtype)
-        )
-      else:
+      if not is_divided:
         copy.assign(array)
+        continue
+      # Its copies refuse `assign`, which optimizers call.
+      for rows in row_blocks(array.shape, array.itemsize):
+        tf.raw_ops.ResourceScatterUpdate(
+          resource=copy.handle,
+          indices=tf.range(rows.start, rows.stop),
+          updates=tf.constant(array[rows.start : rows.stop], copy.dtype),
+        )
 
   def read(self, variable: Any, replicas: Sequence[int]) -> list[Array]:
     """Returns the copies that the given replicas have."""
