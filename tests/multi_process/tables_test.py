@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.support import lazy_oracle, table_tasks, tables, testbed, workers
 from tf_cross_shard import replica_state
@@ -45,6 +46,15 @@ def test_workers_divide_a_table(
     assert worker.result["full disk"]["error"] == "OSError"
     assert "No space left" in worker.result["full disk"]["message"]
     assert worker.result["full disk"]["is unchanged"]
+    assert worker.result["full disk for export"]["error"] == "OSError"
+    assert "disk is full" in worker.result["full disk for export"]["message"]
+    # Once for one id, and once for any number of ids of each of two dtypes.
+    assert worker.result["traces"] <= 4 * each
+  served = tf.saved_model.load(tmp_path / "served").signatures
+  ids = tf.range(tables.ROWS, dtype=tf.int64)
+  np.testing.assert_array_equal(
+    served["serving_default"](ids=ids)["rows"], first["store"]
+  )
   # The file of the workers loads into four replicas of one process.
   _, layer, optimizer = tables.make("keras", testbed.mirrored(), "Adam")
   with testbed.mirrored().scope():

@@ -14,6 +14,7 @@ from tests.support import multi_worker_cases, multi_worker_faults, tables
 from tf_cross_shard import CrossShardOptimizer, callbacks, layers, replica_state
 from tf_cross_shard._src.core.internals import replica_values
 from tf_cross_shard._src.replica_state import archive, group_state
+from tf_cross_shard._src.tables import lookup
 
 CASES = [
   ("keras", "SGD", None),
@@ -41,10 +42,21 @@ def run(strategy: Any, folder: pathlib.Path) -> dict[Any, Any]:
     number = 1 if groups is None else 2
     found[case] = [tables.whole(layer, i) for i in range(number)]
   # A plain `lookup` outside a step, on all workers.
-  found["lookup"] = layer.lookup(np.arange(tables.ROWS)).numpy()
+  with mock.patch.object(
+    lookup, "in_replica", wraps=lookup.in_replica
+  ) as traced:
+    for ids in ([3], [3, 7], [[1, 2, 5]], np.arange(tables.ROWS)):
+      found["lookup"] = layer.lookup(ids).numpy()
+  found["traces"] = traced.call_count
   _, layer, optimizer = tables.make("keras", strategy, "Adam")
   tables.take_steps(strategy, layer, optimizer, tables.IDS[:1])
   state = optimizer, layer.trainable_variables
+  layer.export(folder / "served")
+  full = tf.errors.ResourceExhaustedError(None, None, "disk is full")
+  with mock.patch.object(tf.saved_model, "save", side_effect=full):
+    found["full disk for export"] = multi_worker_faults.attempt(
+      lambda: layer.export(folder / "served")
+    )
   # Blocks of 2 rows.
   with mock.patch.object(replica_values, "_MOST_WORDS", 4):
     replica_state.save(folder / "state", *state)

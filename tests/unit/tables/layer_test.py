@@ -1,5 +1,6 @@
 """`layers.ShardedEmbedding`: rows that the members of a group divide."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,26 @@ def test_opt_clips_by_the_norm_of_the_whole_table(
       grad *= min(1, 1.5 / np.linalg.norm(grad))
     table -= lazy_oracle.RATE * grad
   np.testing.assert_allclose(whole(layer), table, rtol=1e-5, atol=1e-6)
+
+
+@training.in_both
+def test_clipvalue_does_not_merge_rows_again(which: str) -> None:
+  counts = []
+  for opt in ({}, {"clipvalue": 1.5}):
+    strategy, layer, optimizer = make(which, strategy_of(4), opt=opt)
+
+    def step(layer: Any = layer, optimizer: Any = optimizer) -> None:
+      with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(layer(tf.constant([3, 7, 3])))
+      variables = training.native(layer.trainable_variables)
+      grads = tape.gradient(loss, variables)
+      optimizer.apply_gradients(zip(grads, variables, strict=True))
+
+    run = tf.function(functools.partial(strategy.run, step), autograph=False)
+    graph = run.get_concrete_function().graph.as_graph_def()
+    nodes = [graph.node, *(f.node_def for f in graph.library.function)]
+    counts.append(sum(node.op == "Unique" for own in nodes for node in own))
+  assert counts[0] == counts[1] > 0
 
 
 @training.in_both

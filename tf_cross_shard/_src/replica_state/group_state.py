@@ -303,8 +303,9 @@ class GroupState:
       * tf.as_dtype(entry.variable.dtype).size
       for entry in self.entries
     )
-    extra_timeout = nbytes * self.groups.num_groups / _SLOWEST
-    return raising_on_all(self.copies.workers, topic, extra_timeout)
+    return raising_on_all(
+      self.copies.workers, topic, nbytes * self.groups.num_groups
+    )
 
   def _difference(
     self, topic: str, differing: Sequence[tuple[Entry, int, int, int]]
@@ -326,7 +327,7 @@ class GroupState:
 
 @contextlib.contextmanager
 def raising_on_all(
-  workers: agreement.Workers | None, topic: str, extra_timeout: float = 0.0
+  workers: agreement.Workers | None, topic: str, nbytes: int = 0
 ) -> Iterator[list[dict[str, Any]]]:
   """Raises an error of one worker on all workers, when the context ends.
 
@@ -335,7 +336,8 @@ def raising_on_all(
   Args:
     workers: The workers; None if there is one only.
     topic: The operation, for errors.
-    extra_timeout: How many seconds to wait beyond the usual timeout.
+    nbytes: How many bytes a slow disk may have to write or read. The wait is
+      longer than the usual timeout by that time.
 
   Yields:
     A list with one dictionary, into which this worker puts JSON values for the
@@ -354,6 +356,7 @@ def raising_on_all(
     return
   words = error and str(getattr(error, "strerror", None) or error)
   own = {"error": words, "errno": getattr(error, "errno", None), **outcomes[0]}
+  extra_timeout = nbytes / _SLOWEST
   texts = agreement.exchange(workers, topic, json.dumps(own), extra_timeout)
   if error is not None:
     raise error

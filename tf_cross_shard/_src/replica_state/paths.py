@@ -29,7 +29,7 @@ _NUMBERS: Final = {
 
 
 @contextlib.contextmanager
-def _as_os_errors(path: str) -> Iterator[None]:
+def as_os_errors(path: str) -> Iterator[None]:
   """Turns TensorFlow's errors into the `OSError` of a local file."""
   try:
     yield
@@ -87,12 +87,12 @@ class RemotePath(os.PathLike[str]):
 
   def exists(self) -> bool:
     """Returns whether there is a file or folder."""
-    with _as_os_errors(self._path):
+    with as_os_errors(self._path):
       return bool(tf.io.gfile.exists(self._path))
 
   def size(self) -> int:
     """Returns the number of bytes of the file."""
-    with _as_os_errors(self._path):
+    with as_os_errors(self._path):
       return int(tf.io.gfile.stat(self._path).length)
 
   @contextlib.contextmanager
@@ -105,26 +105,26 @@ class RemotePath(os.PathLike[str]):
     """
     if "w" in mode:
       self.unlink(missing_ok=True)  # Some file systems would append to it.
-    with _as_os_errors(self._path), tf.io.gfile.GFile(self._path, mode) as file:
+    with as_os_errors(self._path), tf.io.gfile.GFile(self._path, mode) as file:
       if mode == "rb":
         file.size()  # `GFile` itself notices only later that there is no file.
       yield _Stream(file) if mode == "wb" else file
 
   def replace(self, target: "RemotePath") -> None:
     """Renames the file, which replaces the target."""
-    with _as_os_errors(str(target)):
+    with as_os_errors(str(target)):
       tf.io.gfile.rename(self._path, str(target), overwrite=True)
 
   def mkdir(self, parents: bool = True, exist_ok: bool = True) -> None:
     """Creates the folder and its parents."""
     del parents, exist_ok  # The arguments of `pathlib.Path.mkdir`.
-    with _as_os_errors(self._path):
+    with as_os_errors(self._path):
       tf.io.gfile.makedirs(self._path)
 
   def unlink(self, missing_ok: bool = False) -> None:
     """Deletes the file."""
     try:
-      with _as_os_errors(self._path):
+      with as_os_errors(self._path):
         tf.io.gfile.remove(self._path)
     except FileNotFoundError:
       if not missing_ok:
@@ -132,7 +132,7 @@ class RemotePath(os.PathLike[str]):
 
   def iterdir(self) -> Iterator["RemotePath"]:
     """Returns an iterator over the files and folders in the folder."""
-    with _as_os_errors(self._path):
+    with as_os_errors(self._path):
       names = tf.io.gfile.listdir(self._path)
     return (self / name.rstrip(_SEPARATOR) for name in names)
 

@@ -4,6 +4,7 @@
 """
 
 import abc
+import functools
 import types
 from collections.abc import Iterator
 from typing import Any, Final
@@ -18,6 +19,7 @@ from tf_cross_shard._src.core.internals import (
   settings,
   variables,
 )
+from tf_cross_shard._src.replica_state import group_state, paths
 from tf_cross_shard._src.tables import lookup
 
 # Rows are initialized in blocks of this size, each with its own seed. So the
@@ -84,6 +86,7 @@ class ShardedTable(abc.ABC):
 
   _keras: types.ModuleType  # keras or tf_keras
   built: bool
+  name: str
   embeddings: Any
   dtype: Any
   compute_dtype: Any
@@ -131,6 +134,13 @@ class ShardedTable(abc.ABC):
     self.mask_zero, self.combiner, self.seed = mask_zero, combiner, seed
     self.supports_masking = mask_zero
     self._has_groups = groups is not None
+    # In a partial, so that Keras does not track and save the tf.function.
+    self._run_lookup = functools.partial(
+      self._strategy.run,
+      tf.function(
+        self._exchange_in_group_0, autograph=False, reduce_retracing=True
+      ),
+    )
     self._owned = owned_rows.OwnedRows(input_dim, self._engine.groups)
     self._is_filled = False
 
@@ -215,11 +225,48 @@ class ShardedTable(abc.ABC):
       parts = [copies[replica] for replica in first]
       rows = lookup.from_parts(parts, self._owned, flat)
     else:
-      results = self._strategy.run(
-        tf.function(self._exchange_in_group_0, autograph=False), (flat,)
-      )
+      results = self._run_lookup((flat,))
       rows = self._strategy.experimental_local_results(results)[0]
     return self._shaped(rows, ids)
+
+  def export(self, path: Any) -> None:
+    """Writes a SavedModel with the table of group 0, for serving.
+
+    Plain TensorFlow loads the SavedModel on one device, without this package.
+    The signature `serving_default` takes `ids`, int64 of any shape, and returns
+    `rows`, of the dtype of the table and the shape `ids.shape + [output_dim]`.
+    The signature ignores a combiner: it returns a row for each id.
+
+    On several workers, all workers make this call, and the first one writes. It
+    has the whole table in memory twice while it writes.
+
+    >>> import tempfile
+    >>> import tensorflow as tf
+    >>> from tf_cross_shard import layers
+    >>> layer = layers.ShardedEmbedding(10, 2, "ones")
+    >>> layer.build()
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...   layer.export(folder)
+    ...   served = tf.saved_model.load(folder).signatures["serving_default"]
+    ...   served(ids=tf.constant([3, 7], tf.int64))["rows"].shape
+    TensorShape([2, 2])
+
+    Args:
+      path: A folder, for example "tables/items" or "gs://bucket/items".
+
+    Raises:
+      OSError: If the folder cannot be written; raised on all workers.
+    """
+    target = paths.as_path(path)
+    copies = replica_values.Copies(self._strategy)
+    topic = f"exporting {target.name}"
+    nbytes = 4 * self.input_dim * self.output_dim
+    copies.compare_workers(topic, [f"{self.input_dim} {self.output_dim}"])
+    with group_state.raising_on_all(copies.workers, topic, nbytes):
+      table = self._whole_table(is_wanted=copies.is_first)
+      if copies.is_first:
+        with paths.as_os_errors(str(target)):
+          _write_saved_model(str(target), table, self.name)
 
   def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
     """Returns which ids are not padding, with `mask_zero`."""
@@ -252,11 +299,7 @@ class ShardedTable(abc.ABC):
 
     On several workers, all workers make this call.
     """
-    self._fill()
-    copies = replica_values.Copies(self._strategy)
-    members = self._owned.groups.assignment[0]
-    parts = copies.read(self.embeddings, sorted(members))
-    store["0"] = owned_rows.join(parts, self.input_dim)
+    store["0"] = self._whole_table()
 
   def load_own_variables(self, store: Any) -> None:
     """Gives all groups a table that this layer or an `Embedding` wrote."""
@@ -272,6 +315,23 @@ class ShardedTable(abc.ABC):
     """Gives all groups the table in a list, the only item."""
     [table] = weights
     self.load_own_variables({"0": table})
+
+  def _whole_table(self, is_wanted: bool = True) -> Any:
+    """Returns the table of group 0, or no rows where it is not wanted."""
+    self._fill()
+    copies = replica_values.Copies(self._strategy)
+    members = sorted(self._owned.groups.assignment[0])
+    dtype = variables.native(self.embeddings).dtype.as_numpy_dtype
+    whole = np.empty([self.input_dim * is_wanted, self.output_dim], dtype)
+    for place, replica in enumerate(members):
+      own = whole[place :: len(members)]
+      for block in copies.blocks(self.embeddings, replica):
+        own[: len(block)] = block[: len(own)]
+        own = own[len(block) :]
+    # If this is the last call of a program, no worker ends before all workers
+    # have all rows.
+    copies.compare_workers("reading a divided table")
+    return whole
 
   def _rows_of(self, ids: tf.Tensor) -> tf.Tensor:
     """Returns the rows of ids of any shape."""
@@ -396,6 +456,20 @@ class ShardedTable(abc.ABC):
           updates=tf.constant(own, dtype),
         )
     self._is_filled = True
+
+
+def _write_saved_model(path: str, table: Any, name: str) -> None:
+  """Writes a SavedModel whose signature returns rows of a table."""
+  module = tf.Module()
+  with variables.outside_of_strategies(), tf.device("CPU:0"):
+    module.embeddings = tf.Variable(table, name=f"{name}/embeddings")
+
+    def serve(ids: tf.Tensor) -> dict[str, tf.Tensor]:
+      return {"rows": tf.gather(module.embeddings, ids)}
+
+    spec = tf.TensorSpec(None, tf.int64, "ids")
+    serve = tf.function(serve, input_signature=[spec], autograph=False)
+    tf.saved_model.save(module, path, signatures=serve)
 
 
 def _as_ragged(values: Any) -> Any:
