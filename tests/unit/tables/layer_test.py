@@ -86,6 +86,8 @@ def test_clipvalue_does_not_merge_rows_again(which: str) -> None:
   counts = []
   for opt in ({}, {"clipvalue": 1.5}):
     strategy, layer, optimizer = make(which, strategy_of(4), opt=opt)
+    with strategy.scope():
+      optimizer.build(layer.trainable_variables)
 
     def step(layer: Any = layer, optimizer: Any = optimizer) -> None:
       with tf.GradientTape() as tape:
